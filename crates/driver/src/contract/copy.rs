@@ -1,0 +1,53 @@
+//! Copies and fills.
+
+use crate::{Address, DeviceId, DevicePtr, Result, StreamId};
+
+/// What memory is filled with.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Pattern {
+    /// One byte over and over.
+    U8(u8),
+    /// Two bytes; the address must be a multiple of 2.
+    U16(u16),
+    /// Four bytes; the address must be a multiple of 4.
+    U32(u32),
+}
+
+impl Pattern {
+    /// How many bytes one copy of the pattern takes.
+    #[must_use]
+    pub const fn bytes(self) -> u64 {
+        match self {
+            Self::U8(_) => 1,
+            Self::U16(_) => 2,
+            Self::U32(_) => 4,
+        }
+    }
+}
+
+/// Copies and fills. Ranges must lie in live memory that the device may touch: else `InvalidValue`, when the call is made.
+pub trait Copies {
+    /// Copies in the order of `stream`, in any direction. Host memory must be pinned. Source and target must not overlap. *During capture: stream.*
+    fn copy(&self, dst: Address, src: Address, bytes: u64, stream: StreamId) -> Result<()>;
+
+    /// Copies between two devices, with or without peer access, in the order of `stream`. *During capture: stream.*
+    fn copy_peer(
+        &self,
+        dst: DevicePtr,
+        dst_device: DeviceId,
+        src: DevicePtr,
+        src_device: DeviceId,
+        bytes: u64,
+        stream: StreamId,
+    ) -> Result<()>;
+
+    /// Writes `count` copies of `pattern`, in the order of `stream`. *During capture: stream.*
+    fn fill(&self, dst: DevicePtr, pattern: Pattern, count: u64, stream: StreamId) -> Result<()>;
+
+    /// Copies ordinary host memory to the device and returns when it is there. In the order of the legacy default
+    /// stream, so work in non-blocking streams is not waited for. *During capture: stream* (the default one).
+    fn upload(&self, device: DeviceId, dst: DevicePtr, bytes: &[u8]) -> Result<()>;
+
+    /// Copies device memory to ordinary host memory, as [`upload`](Self::upload) does the other way. *During capture: stream* (the default one).
+    fn download(&self, device: DeviceId, src: DevicePtr, into: &mut [u8]) -> Result<()>;
+}

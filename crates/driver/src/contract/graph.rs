@@ -1,0 +1,114 @@
+//! Graphs: captured work, made ready once and launched many times.
+
+use crate::{CaptureMode, ConditionalId, GraphExecId, GraphId, NodeId, RawHandle, Result, StreamId};
+
+/// What a node does.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum NodeKind {
+    /// Runs a kernel.
+    Kernel,
+    /// Copies.
+    Copy,
+    /// Fills.
+    Fill,
+    /// Runs code on the host.
+    HostCallback,
+    /// Runs another graph.
+    ChildGraph,
+    /// Does nothing; joins others.
+    Empty,
+    /// Waits for an event of the world outside.
+    EventWait,
+    /// Records an event for the world outside.
+    EventRecord,
+    /// Allocates from a pool.
+    MemAlloc,
+    /// Frees to a pool.
+    MemFree,
+    /// Runs its body if, or while, its flag is set.
+    Conditional,
+    /// Something else, by CUDA's number.
+    Other(u32),
+}
+
+/// One node.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Node {
+    /// Its name in this graph.
+    pub id: NodeId,
+    /// What it does.
+    pub kind: NodeKind,
+}
+
+/// The shape of a graph.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct GraphTopology {
+    /// Its nodes, in the order in which they were captured.
+    pub nodes: Vec<Node>,
+    /// Which must run before which.
+    pub edges: Vec<(NodeId, NodeId)>,
+}
+
+/// How a graph is made ready.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct InstantiateOptions {
+    /// Free what the last launch allocated and did not free, at the next launch.
+    pub auto_free_on_launch: bool,
+    /// Run nodes at the priority of the stream that they were captured on.
+    pub use_node_priority: bool,
+}
+
+/// What a conditional node does with its body.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ConditionalKind {
+    /// Runs it once if the flag is not 0.
+    If,
+    /// Runs it again and again while the flag is not 0.
+    While,
+}
+
+/// Graphs.
+pub trait Graphs {
+    /// Makes a graph ready to launch. *During capture: guarded.*
+    fn graph_instantiate(&self, graph: GraphId, options: InstantiateOptions) -> Result<GraphExecId>;
+
+    /// Runs it in the order of `stream`; its nodes run in the order of their edges. Two launches of one executable
+    /// never overlap. Memory and callbacks of the capture must still be there. *During capture: stream*; it becomes a
+    /// child graph, or `StreamCaptureUnsupported` if it allocates.
+    fn graph_launch(&self, exec: GraphExecId, stream: StreamId) -> Result<()>;
+
+    /// The nodes and edges. A conditional's body is not listed. *During capture: free.*
+    fn graph_topology(&self, graph: GraphId) -> Result<GraphTopology>;
+
+    /// The graph as text in the DOT language, for people. *During capture: free.*
+    fn graph_dot(&self, graph: GraphId) -> Result<String>;
+
+    /// Takes the template away; executables made of it live on. *During capture: free.*
+    fn graph_destroy(&self, graph: GraphId) -> Result<()>;
+
+    /// Takes the executable away; a launch under way completes. *During capture: free.*
+    fn graph_exec_destroy(&self, exec: GraphExecId) -> Result<()>;
+
+    /// The driver's own handle of a template. *During capture: free.*
+    fn graph_raw(&self, graph: GraphId) -> Result<RawHandle>;
+
+    /// The driver's own handle of an executable. *During capture: free.*
+    fn graph_exec_raw(&self, exec: GraphExecId) -> Result<RawHandle>;
+
+    /// Makes a flag for one conditional node of the graph that `stream` captures. It has the value `default` when a launch
+    /// begins; kernels of the graph that get it as [`KernelArg::Conditional`](crate::KernelArg::Conditional) set it. `IllegalState` unless
+    /// the stream captures, `NotSupported` without conditional nodes. *During capture: only.*
+    fn conditional_create(&self, stream: StreamId, default: u32) -> Result<ConditionalId>;
+
+    /// Appends a conditional node to what `stream` captures, and starts to capture its body on `body`, a stream that captures
+    /// nothing. [`capture_end`](crate::Captures::capture_end) on `body` ends it and returns the body's graph, which belongs to the node: destroying the id only
+    /// forgets it. A flag serves one node (`InvalidValue`). *During capture: only.*
+    fn conditional_begin(
+        &self,
+        stream: StreamId,
+        conditional: ConditionalId,
+        kind: ConditionalKind,
+        body: StreamId,
+        mode: CaptureMode,
+    ) -> Result<()>;
+}

@@ -1,0 +1,200 @@
+//! Kernels: CUDA C++ text for the device, and beside it the Rust function that does the same on a simulated one.
+
+use std::fmt;
+
+use crate::{ConditionalId, DeviceId, DevicePtr, FunctionId, ModuleId, Result, StreamId};
+
+/// Kernels for both kinds of device.
+#[derive(Clone, Copy, Debug)]
+pub struct KernelSource {
+    /// A name for messages.
+    pub name: &'static str,
+    /// The CUDA C++ text, for NVRTC: no headers, kernels `extern "C"`.
+    pub cuda: &'static str,
+    /// The same kernels as Rust functions.
+    pub mirrors: &'static [KernelMirror],
+}
+
+/// One kernel's double.
+#[derive(Clone, Copy)]
+pub struct KernelMirror {
+    /// The kernel's name in the CUDA text.
+    pub name: &'static str,
+    /// Does to simulated memory what the kernel does, all threads of the launch together.
+    pub run: fn(&mut KernelScope<'_>) -> std::result::Result<(), KernelFault>,
+    /// How long a launch takes, in nanoseconds, where its arguments tell; else the cost model decides.
+    pub nanos: Option<fn(&LaunchShape, &[KernelArg]) -> u64>,
+}
+
+impl fmt::Debug for KernelMirror {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "KernelMirror({})", self.name)
+    }
+}
+
+/// The shape of a launch.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct LaunchShape {
+    /// Blocks, in three dimensions.
+    pub grid: [u32; 3],
+    /// Threads of a block, in three dimensions.
+    pub block: [u32; 3],
+    /// Dynamic shared memory of a block.
+    pub shared_bytes: u32,
+}
+
+impl LaunchShape {
+    /// One thread.
+    pub const ONE: Self = Self { grid: [1; 3], block: [1; 3], shared_bytes: 0 };
+
+    /// Enough blocks of 256 threads for `n` elements.
+    #[must_use]
+    pub const fn linear(n: u32) -> Self {
+        let blocks = if n == 0 { 1 } else { n.div_ceil(256) };
+        Self { grid: [blocks, 1, 1], block: [256, 1, 1], shared_bytes: 0 }
+    }
+
+    /// How many threads it starts.
+    #[must_use]
+    pub fn threads(&self) -> u64 {
+        self.grid.iter().chain(&self.block).map(|&n| u64::from(n)).product()
+    }
+}
+
+/// One argument of a kernel, passed by value.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum KernelArg {
+    /// A device address.
+    Ptr(DevicePtr),
+    /// `unsigned int`.
+    U32(u32),
+    /// `int`.
+    I32(i32),
+    /// `unsigned long long`.
+    U64(u64),
+    /// `long long`.
+    I64(i64),
+    /// `float`.
+    F32(f32),
+    /// `double`.
+    F64(f64),
+    /// The flag of a conditional node, an `unsigned long long` for `cudaGraphSetConditional`.
+    Conditional(ConditionalId),
+}
+
+impl From<DevicePtr> for KernelArg {
+    fn from(ptr: DevicePtr) -> Self {
+        Self::Ptr(ptr)
+    }
+}
+
+/// A kernel could not go on: it touched what it may not, or was given arguments that it does not take.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("a kernel could not go on")]
+pub struct KernelFault;
+
+/// Memory as a kernel's double sees it.
+pub trait KernelMemory {
+    /// Reads.
+    fn read(&mut self, ptr: DevicePtr, into: &mut [u8]) -> std::result::Result<(), KernelFault>;
+    /// Writes.
+    fn write(&mut self, ptr: DevicePtr, bytes: &[u8]) -> std::result::Result<(), KernelFault>;
+    /// Sets a conditional node's flag.
+    fn set_conditional(&mut self, conditional: ConditionalId, value: u32) -> std::result::Result<(), KernelFault>;
+}
+
+/// What a kernel's double works with: its arguments, its shape, and memory.
+pub struct KernelScope<'a> {
+    /// The shape of the launch.
+    pub shape: LaunchShape,
+    /// The arguments, as given.
+    pub args: &'a [KernelArg],
+    /// The device's memory.
+    pub memory: &'a mut dyn KernelMemory,
+}
+
+impl fmt::Debug for KernelScope<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("KernelScope").field("shape", &self.shape).field("args", &self.args).finish_non_exhaustive()
+    }
+}
+
+/// Declares the readers of typed arguments and values.
+macro_rules! scope_methods {
+    ($($arg:ident $read:ident $write:ident $kind:ident $ty:ty;)*) => {
+        impl KernelScope<'_> {
+            $(
+                #[doc = concat!("Argument `index`, a `", stringify!($ty), "`; a fault if it is of another type.")]
+                pub fn $arg(&self, index: usize) -> std::result::Result<$ty, KernelFault> {
+                    match self.args.get(index) {
+                        Some(&KernelArg::$kind(value)) => Ok(value),
+                        _ => Err(KernelFault),
+                    }
+                }
+
+                #[doc = concat!("Reads `count` values of `", stringify!($ty), "`.")]
+                pub fn $read(&mut self, ptr: DevicePtr, count: usize) -> std::result::Result<Vec<$ty>, KernelFault> {
+                    const SIZE: usize = size_of::<$ty>();
+                    let mut bytes = vec![0; count * SIZE];
+                    self.memory.read(ptr, &mut bytes)?;
+                    Ok(bytes.as_chunks::<SIZE>().0.iter().map(|&chunk| <$ty>::from_le_bytes(chunk)).collect())
+                }
+
+                #[doc = concat!("Writes values of `", stringify!($ty), "`.")]
+                pub fn $write(&mut self, ptr: DevicePtr, values: &[$ty]) -> std::result::Result<(), KernelFault> {
+                    let bytes: Vec<u8> = values.iter().flat_map(|value| value.to_le_bytes()).collect();
+                    self.memory.write(ptr, &bytes)
+                }
+            )*
+
+            /// Argument `index`, an address; a fault if it is of another type.
+            pub fn arg_ptr(&self, index: usize) -> std::result::Result<DevicePtr, KernelFault> {
+                match self.args.get(index) {
+                    Some(&KernelArg::Ptr(ptr)) => Ok(ptr),
+                    _ => Err(KernelFault),
+                }
+            }
+
+            /// Argument `index`, a conditional's flag; a fault if it is of another type.
+            pub fn arg_conditional(&self, index: usize) -> std::result::Result<ConditionalId, KernelFault> {
+                match self.args.get(index) {
+                    Some(&KernelArg::Conditional(id)) => Ok(id),
+                    _ => Err(KernelFault),
+                }
+            }
+        }
+    };
+}
+
+scope_methods! {
+    arg_u32 read_u32 write_u32 U32 u32;
+    arg_i32 read_i32 write_i32 I32 i32;
+    arg_u64 read_u64 write_u64 U64 u64;
+    arg_i64 read_i64 write_i64 I64 i64;
+    arg_f32 read_f32 write_f32 F32 f32;
+    arg_f64 read_f64 write_f64 F64 f64;
+}
+
+/// Modules and kernels.
+pub trait Kernels {
+    /// Loads kernels for `device`: compiles the CUDA text, or takes the mirrors. `InvalidSource` with the compiler's log
+    /// if the text is wrong, `SharedObjectInitFailed` naming the compiler's library if that is missing. *During capture: free.*
+    fn module_load(&self, device: DeviceId, source: &KernelSource) -> Result<ModuleId>;
+
+    /// Takes the module and its functions away; the work that uses them must be done. *During capture: guarded.*
+    fn module_unload(&self, module: ModuleId) -> Result<()>;
+
+    /// The kernel of that name. `NotFound` if there is none. *During capture: free.*
+    fn function_get(&self, module: ModuleId, name: &str) -> Result<FunctionId>;
+
+    /// Runs a kernel in the order of `stream`. The arguments must be those that the kernel takes: nobody can check that on a real
+    /// device. `InvalidValue` for an empty shape or one that the device cannot run. A kernel that touches memory that it may not breaks the device
+    /// (`IllegalAddress`, reported by later calls). *During capture: stream.*
+    fn kernel_launch(
+        &self,
+        function: FunctionId,
+        shape: LaunchShape,
+        args: &[KernelArg],
+        stream: StreamId,
+    ) -> Result<()>;
+}

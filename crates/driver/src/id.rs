@@ -1,0 +1,151 @@
+//! The names of things: newtyped numbers, so that a stream cannot be passed for an event.
+//!
+//! Ids that a driver hands out are never reused, even where the raw handle behind them is: a stale id is
+//! an error ([`ErrorCode::InvalidHandle`](crate::ErrorCode::InvalidHandle)), never another object.
+
+use std::fmt;
+
+/// Declares an id: a number with a name, ordered by age.
+macro_rules! ids {
+    ($($(#[$doc:meta])* $name:ident($inner:ty) = $prefix:literal;)*) => {$(
+        $(#[$doc])*
+        #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+        pub struct $name(pub $inner);
+
+        impl fmt::Debug for $name {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                fmt::Display::fmt(self, f)
+            }
+        }
+
+        impl fmt::Display for $name {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                write!(f, concat!($prefix, "{}"), self.0)
+            }
+        }
+    )*};
+}
+
+ids! {
+    /// A device, by its ordinal: 0 up to the device count.
+    DeviceId(u32) = "device ";
+    /// A stream of one device.
+    StreamId(u64) = "stream ";
+    /// An event of one device.
+    EventId(u64) = "event ";
+    /// A piece of physical memory that can be mapped into reserved addresses.
+    PhysicalId(u64) = "physical ";
+    /// A stream-ordered memory pool of the driver.
+    PoolId(u64) = "pool ";
+    /// One capture, from begin to end; shared by every stream that joined it.
+    CaptureId(u64) = "capture ";
+    /// A captured graph, the template.
+    GraphId(u64) = "graph ";
+    /// A graph made ready to launch.
+    GraphExecId(u64) = "graph exec ";
+    /// A node of a graph. Valid as long as its graph.
+    NodeId(u64) = "node ";
+    /// The flag that an `if` or `while` node of a graph tests.
+    ConditionalId(u64) = "conditional ";
+    /// Loaded code.
+    ModuleId(u64) = "module ";
+    /// A kernel in a module.
+    FunctionId(u64) = "function ";
+    /// A handle as the driver itself knows it (a `CUstream`, a `CUcontext`, …), for libraries that want one.
+    RawHandle(u64) = "raw ";
+}
+
+/// Declares an address: a number with hexadecimal looks and byte arithmetic.
+macro_rules! addresses {
+    ($($(#[$doc:meta])* $name:ident;)*) => {$(
+        $(#[$doc])*
+        #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+        pub struct $name(pub u64);
+
+        impl $name {
+            /// The address that lies `bytes` further on.
+            #[must_use]
+            pub const fn offset(self, bytes: u64) -> Self {
+                Self(self.0.wrapping_add(bytes))
+            }
+
+            /// Whether this is the null address.
+            #[must_use]
+            pub const fn is_null(self) -> bool {
+                self.0 == 0
+            }
+        }
+
+        impl fmt::Debug for $name {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                fmt::Display::fmt(self, f)
+            }
+        }
+
+        impl fmt::Display for $name {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                write!(f, "{:#x}", self.0)
+            }
+        }
+    )*};
+}
+
+addresses! {
+    /// An address that the device understands.
+    DevicePtr;
+    /// An address of pinned host memory. Drivers check it against what they pinned before they use it.
+    HostPtr;
+}
+
+/// Either side of a copy.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Address {
+    /// Memory that the device addresses.
+    Device(DevicePtr),
+    /// Pinned host memory.
+    Host(HostPtr),
+}
+
+impl From<DevicePtr> for Address {
+    fn from(ptr: DevicePtr) -> Self {
+        Self::Device(ptr)
+    }
+}
+
+impl From<HostPtr> for Address {
+    fn from(ptr: HostPtr) -> Self {
+        Self::Host(ptr)
+    }
+}
+
+/// A stretch of host memory that somebody keeps alive, so that it can be pinned where it is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct HostRange {
+    ptr: HostPtr,
+    bytes: u64,
+}
+
+impl HostRange {
+    /// Names `bytes` bytes at `ptr`.
+    ///
+    /// # Safety
+    /// The range must be readable and writable memory of this process and stay so until it has been
+    /// unregistered from every driver that it was registered with, and while it is registered nobody may
+    /// hold a Rust reference into it across a call that lets the device touch it.
+    #[must_use]
+    pub const unsafe fn new(ptr: HostPtr, bytes: u64) -> Self {
+        Self { ptr, bytes }
+    }
+
+    /// Where it starts.
+    #[must_use]
+    pub const fn ptr(self) -> HostPtr {
+        self.ptr
+    }
+
+    /// How long it is.
+    #[must_use]
+    pub const fn bytes(self) -> u64 {
+        self.bytes
+    }
+}
