@@ -51,8 +51,52 @@ ids! {
     ModuleId(u64) = "module ";
     /// A kernel in a module.
     FunctionId(u64) = "function ";
-    /// A handle as the driver itself knows it (a `CUstream`, a `CUcontext`, …), for libraries that want one.
-    RawHandle(u64) = "raw ";
+}
+
+/// A handle as the driver itself knows it (a `CUstream`, a `CUcontext`, …): for libraries that want one, and to take in what they made.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct RawHandle(u64);
+
+impl RawHandle {
+    /// The null handle; as a stream, the legacy default stream.
+    pub const NULL: Self = Self(0);
+    /// The legacy default stream by its other name.
+    pub const LEGACY_STREAM: Self = Self(1);
+    /// The default stream of whichever thread uses it.
+    pub const THREAD_STREAM: Self = Self(2);
+
+    /// The handle with that number.
+    ///
+    /// # Safety
+    /// It must be a live handle of the driver that it is given to, of the kind that the call expects, and stay alive as long as it is used through
+    /// that driver: a real driver follows it like a pointer.
+    #[must_use]
+    pub const unsafe fn new(number: u64) -> Self {
+        Self(number)
+    }
+
+    /// A handle of the simulated device, which looks it up and follows nothing.
+    pub(crate) const fn simulated(number: u64) -> Self {
+        Self(number)
+    }
+
+    /// Its number.
+    #[must_use]
+    pub const fn number(self) -> u64 {
+        self.0
+    }
+}
+
+impl fmt::Debug for RawHandle {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
+    }
+}
+
+impl fmt::Display for RawHandle {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "raw {:#x}", self.0)
+    }
 }
 
 /// Declares an address: a number with hexadecimal looks and byte arithmetic.

@@ -73,8 +73,8 @@ pub trait Graphs {
     fn graph_instantiate(&self, graph: GraphId, options: InstantiateOptions) -> Result<GraphExecId>;
 
     /// Runs it in the order of `stream`; its nodes run in the order of their edges. Two launches of one executable
-    /// never overlap. Memory and callbacks of the capture must still be there. *During capture: stream*; it becomes a
-    /// child graph, or `StreamCaptureUnsupported` if it allocates.
+    /// never overlap. Memory and callbacks of the capture must still be there. *During capture: stream*; but on a stream that
+    /// captures it gives `StreamCaptureUnsupported` and breaks the capture.
     fn graph_launch(&self, exec: GraphExecId, stream: StreamId) -> Result<()>;
 
     /// The nodes and edges. A conditional's body is not listed. *During capture: free.*

@@ -28,10 +28,10 @@ pub trait Pools {
     /// The device's default pool. Always the same id. `NotSupported` on a device without pools. *During capture: free.*
     fn pool_default(&self, device: DeviceId) -> Result<PoolId>;
 
-    /// Makes a pool. *During capture: free.*
+    /// Makes a pool. *During capture: guarded.*
     fn pool_create(&self, device: DeviceId) -> Result<PoolId>;
 
-    /// Takes a pool away once its memory has been freed. `InvalidValue` for a default pool. *During capture: free.*
+    /// Takes a pool away once its memory has been freed. `InvalidValue` for a default pool. *During capture: guarded.*
     fn pool_destroy(&self, pool: PoolId) -> Result<()>;
 
     /// Allocates in the order of `stream`: usable by work that comes after, in that stream or ordered behind it.

@@ -80,7 +80,8 @@ pub trait VirtualMemory {
     /// Gives up the id. The memory itself goes when it is mapped nowhere any more. *During capture: free.*
     fn vm_release(&self, physical: PhysicalId) -> Result<()>;
 
-    /// Maps the whole of `physical` at `ptr`, in reserved and unmapped addresses (`InvalidValue`). One
+    /// Maps the whole of `physical` at `ptr`, in reserved and unmapped addresses (`InvalidValue`; but a driver that reserved more than it
+    /// was asked for may let it reach beyond the end). One
     /// piece may be mapped at several addresses at once. Nobody may touch it before [`vm_set_access`](Self::vm_set_access). *During capture: free.*
     fn vm_map(&self, ptr: DevicePtr, physical: PhysicalId) -> Result<()>;
 
@@ -95,7 +96,8 @@ pub trait VirtualMemory {
     /// Makes a handle for another process. `InvalidValue` if the piece was not created for that kind. *During capture: free.*
     fn vm_export(&self, physical: PhysicalId, kind: ShareKind) -> Result<SharedMemory>;
 
-    /// Takes in a handle; the id counts like one of [`vm_create`](Self::vm_create). Fails (`InvalidValue`, or
-    /// `UnknownError` where the driver says no more) for a handle that names nothing. *During capture: free.*
-    fn vm_import(&self, device: DeviceId, shared: &SharedMemory) -> Result<PhysicalId>;
+    /// Takes in a handle of memory that is `bytes` long, which its exporter must say since the driver does not; the id counts like
+    /// one of [`vm_create`](Self::vm_create). Fails (`InvalidValue`, or `UnknownError` where the driver says no more) for a handle that names
+    /// nothing. With a wrong size, this call or [`vm_map`](Self::vm_map) fails. *During capture: free.*
+    fn vm_import(&self, device: DeviceId, shared: &SharedMemory, bytes: u64) -> Result<PhysicalId>;
 }

@@ -1,1 +1,36 @@
-//! Drivers around drivers.
+//! Drivers around drivers. Each adds one thing; wrap again for the next.
+//!
+//! - [`Counting`]: how often each call was made, how often it failed, what it cost.
+//! - [`Recording`]: what was called with what, and what came of it, as a log that can be compared with another.
+//! - [`Faulty`]: calls that fail on request, so that the paths behind them can be tested.
+//!
+//! All three are a [`Tapped`] driver with their own [`Hook`]; the contract is forwarded in one place, `tap.rs`.
+//!
+//! ```
+//! use std::sync::Arc;
+//! use warpool_driver::decorate::{Counting, FaultPlan, Faulty};
+//! use warpool_driver::sim::{SimConfig, SimDriver};
+//! use warpool_driver::{Call, DeviceId, ErrorCode, Memory};
+//!
+//! let sim = Arc::new(SimDriver::new(SimConfig::default()));
+//! let plan = FaultPlan::new().fail_nth(Call::MemAlloc, 2, ErrorCode::OutOfMemory);
+//! let driver = Counting::new(Arc::new(Faulty::new(sim, plan)));
+//!
+//! assert!(driver.mem_alloc(DeviceId(0), 4096).is_ok());
+//! assert!(driver.mem_alloc(DeviceId(0), 4096).unwrap_err().is_out_of_memory());
+//! assert_eq!((driver.count(Call::MemAlloc).calls, driver.count(Call::MemAlloc).errors), (2, 1));
+//! ```
+
+mod counting;
+mod faulty;
+mod log;
+mod recording;
+mod tap;
+mod value;
+
+pub use counting::{CallCount, Counting, Counts};
+pub use faulty::{FaultPlan, Faults, Faulty, FiredFault};
+pub use log::{Difference, Log, LogEntry};
+pub use recording::{Recorder, Recording};
+pub use tap::{Arguments, Hook, Outcome, Tapped};
+pub use value::Value;

@@ -1,0 +1,154 @@
+//! A driver that counts: calls, errors and modelled time, by call.
+//! Counters are atomic and independent; a snapshot taken while calls are under way is exact for each call that has ended.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::time::Duration;
+
+use super::tap::{Arguments, Hook, Outcome, Tapped};
+use crate::{Call, Driver, Result};
+
+/// A driver that counts.
+pub type Counting = Tapped<Counts>;
+
+/// What one call came to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct CallCount {
+    /// Which.
+    pub call: Call,
+    /// How often it was made.
+    pub calls: u64,
+    /// How often of that it failed.
+    pub errors: u64,
+    /// What it cost by the driver's own clock. Where several threads share a virtual clock, the time that others let pass
+    /// meanwhile is in it too.
+    pub time: Duration,
+}
+
+impl Counting {
+    /// Counts the calls made to `inner` through the new driver.
+    #[must_use]
+    pub fn new(inner: Arc<dyn Driver>) -> Self {
+        Self::with_hook(inner, Counts::default())
+    }
+
+    /// The calls that were made at least once since the start or the last reset, by subject as in [`Call::ALL`].
+    #[must_use]
+    pub fn counts(&self) -> Vec<CallCount> {
+        Call::ALL.iter().map(|&call| self.count(call)).filter(|count| count.calls > 0).collect()
+    }
+
+    /// What `call` came to so far.
+    #[must_use]
+    pub fn count(&self, call: Call) -> CallCount {
+        let counter = self.hook().of(call);
+        CallCount {
+            call,
+            calls: counter.calls.load(Relaxed),
+            errors: counter.errors.load(Relaxed),
+            time: Duration::from_nanos(counter.nanos.load(Relaxed)),
+        }
+    }
+
+    /// Starts again from nothing. Calls under way meanwhile may count on either side.
+    pub fn reset(&self) {
+        for counter in &self.hook().0 {
+            counter.calls.store(0, Relaxed);
+            counter.errors.store(0, Relaxed);
+            counter.nanos.store(0, Relaxed);
+        }
+    }
+}
+
+/// The counters of a [`Counting`] driver.
+#[derive(Debug)]
+pub struct Counts(Box<[Counter]>);
+
+#[derive(Debug, Default)]
+struct Counter {
+    calls: AtomicU64,
+    errors: AtomicU64,
+    nanos: AtomicU64,
+}
+
+impl Counts {
+    fn of(&self, call: Call) -> &Counter {
+        // `Call::ALL` lists the calls in the order of their declaration.
+        &self.0[call as usize]
+    }
+}
+
+impl Default for Counts {
+    fn default() -> Self {
+        Self(Call::ALL.iter().map(|_| Counter::default()).collect())
+    }
+}
+
+impl Hook for Counts {
+    type Mark = Duration;
+
+    fn before(&self, inner: &dyn Driver, _: Call, _: Arguments<'_>) -> Result<Duration> {
+        Ok(inner.now())
+    }
+
+    fn after(&self, inner: &dyn Driver, call: Call, start: Duration, outcome: Outcome<'_>) {
+        let nanos = u64::try_from(inner.now().saturating_sub(start).as_nanos()).unwrap_or(u64::MAX);
+        let counter = self.of(call);
+        counter.calls.fetch_add(1, Relaxed);
+        counter.errors.fetch_add(u64::from(outcome.is_err()), Relaxed);
+        counter.nanos.fetch_add(nanos, Relaxed);
+    }
+
+    fn note(&self, call: Call, _: Arguments<'_>) {
+        self.of(call).calls.fetch_add(1, Relaxed);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::sim::{SimConfig, SimDriver};
+    use crate::{DeviceId, DevicePtr, Devices, Memory, Notes, StreamOptions, Streams};
+
+    const DEVICE: DeviceId = DeviceId(0);
+
+    fn counting() -> Counting {
+        Counting::new(Arc::new(SimDriver::new(SimConfig::default())))
+    }
+
+    #[test]
+    fn every_call_has_its_own_counter() {
+        let counts = Counts::default();
+        for &call in Call::ALL {
+            counts.of(call).calls.fetch_add(1, Relaxed);
+        }
+        assert!(Call::ALL.iter().all(|&call| counts.of(call).calls.load(Relaxed) == 1));
+    }
+
+    #[test]
+    fn calls_and_errors_are_counted_in_the_order_of_subjects() {
+        let driver = counting();
+        driver.mem_alloc(DEVICE, 4096).unwrap();
+        driver.mem_alloc(DEVICE, 0).unwrap_err();
+        driver.device_count().unwrap();
+        driver.note_returned(DevicePtr(0), 0);
+        let seen: Vec<_> = driver.counts().iter().map(|c| (c.call.name(), c.calls, c.errors)).collect();
+        let expected = [("device_count", 1, 0), ("note_returned", 1, 0), ("mem_alloc", 2, 1)];
+        assert_eq!(seen, expected);
+        driver.reset();
+        assert_eq!(driver.counts(), []);
+    }
+
+    #[test]
+    fn time_is_the_drivers_own() {
+        let driver = counting();
+        let start = driver.now();
+        let stream = driver.stream_create(DEVICE, StreamOptions::default()).unwrap();
+        let ptr = driver.mem_alloc(DEVICE, 1 << 20).unwrap();
+        driver.stream_synchronize(stream).unwrap();
+        driver.mem_free(ptr).unwrap();
+        let counted: Duration = driver.counts().iter().map(|count| count.time).sum();
+        assert_eq!(counted, driver.now() - start);
+        assert!(driver.count(Call::MemAlloc).time > Duration::ZERO);
+    }
+}

@@ -1,0 +1,294 @@
+//! A driver whose calls fail on request. A call that is made to fail never reaches the driver inside.
+//! The same plan over the same calls fails the same ones: nothing here asks a clock or a random source.
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use super::tap::{Arguments, Hook, Outcome, Tapped};
+use crate::{Call, Driver, DriverError, ErrorCode, Result};
+
+/// A driver whose calls fail on request.
+pub type Faulty = Tapped<Faults>;
+
+/// Which calls fail, and how. Calls are numbered from 1, in the order in which they are made.
+#[derive(Clone, Debug, Default)]
+pub struct FaultPlan {
+    rules: Vec<Rule>,
+    spared: Vec<Call>,
+}
+
+#[derive(Clone, Debug)]
+struct Rule {
+    /// The calls that it is about; all, if none.
+    calls: Vec<Call>,
+    when: When,
+    code: ErrorCode,
+}
+
+#[derive(Clone, Copy, Debug)]
+enum When {
+    Nth(u64),
+    Share { seed: u64, share: f64 },
+}
+
+impl FaultPlan {
+    /// The calls that give something back. Spared, a scenario can clean up after the fault that it is made to meet.
+    pub const CLEANUP: &'static [Call] = &[
+        Call::ContextRelease,
+        Call::PeerDisable,
+        Call::StreamDestroy,
+        Call::EventDestroy,
+        Call::MemFree,
+        Call::VmFreeRange,
+        Call::VmRelease,
+        Call::VmUnmap,
+        Call::PoolDestroy,
+        Call::PoolFree,
+        Call::HostFree,
+        Call::HostUnregister,
+        Call::GraphDestroy,
+        Call::GraphExecDestroy,
+        Call::ModuleUnload,
+    ];
+
+    /// A plan in which nothing fails.
+    #[must_use]
+    pub const fn new() -> Self {
+        Self { rules: Vec::new(), spared: Vec::new() }
+    }
+
+    /// The `nth` call of that kind fails.
+    #[must_use]
+    pub fn fail_nth(self, call: Call, nth: u64, code: ErrorCode) -> Self {
+        self.rule(&[call], When::Nth(nth), code)
+    }
+
+    /// The `nth` call of any kind fails.
+    #[must_use]
+    pub fn fail_nth_of_all(self, nth: u64, code: ErrorCode) -> Self {
+        self.rule(&[], When::Nth(nth), code)
+    }
+
+    /// A share of these calls (of all, if `calls` is empty) fails, drawn from `seed`. 0.0 is none of them, 1.0 every one.
+    #[must_use]
+    pub fn fail_share(self, calls: &[Call], share: f64, seed: u64, code: ErrorCode) -> Self {
+        assert!((0.0..=1.0).contains(&share), "a share lies between 0 and 1, not {share}");
+        self.rule(calls, When::Share { seed, share }, code)
+    }
+
+    /// These calls are left alone, and not numbered among all calls either. [`CLEANUP`](Self::CLEANUP) is a good choice.
+    #[must_use]
+    pub fn sparing(mut self, calls: &[Call]) -> Self {
+        self.spared.extend_from_slice(calls);
+        self
+    }
+
+    fn rule(mut self, calls: &[Call], when: When, code: ErrorCode) -> Self {
+        self.rules.push(Rule { calls: calls.to_vec(), when, code });
+        self
+    }
+}
+
+/// A call that was made to fail.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct FiredFault {
+    /// Which.
+    pub call: Call,
+    /// The how-manieth of its kind it was, since the plan was set.
+    pub nth: u64,
+    /// The how-manieth of all that are not spared.
+    pub nth_of_all: u64,
+    /// How it failed.
+    pub code: ErrorCode,
+}
+
+impl Faulty {
+    /// `inner`, with its calls failing as `plan` says.
+    #[must_use]
+    pub fn new(inner: Arc<dyn Driver>, plan: FaultPlan) -> Self {
+        Self::with_hook(inner, Faults(Mutex::new(State::new(plan))))
+    }
+
+    /// Follows another plan from here on: calls are numbered from 1 again. What fired before is kept.
+    pub fn set_plan(&self, plan: FaultPlan) {
+        let mut state = self.hook().lock();
+        let fired = std::mem::take(&mut state.fired);
+        *state = State { fired, ..State::new(plan) };
+    }
+
+    /// Lets everything through from here on.
+    pub fn clear_plan(&self) {
+        self.set_plan(FaultPlan::new());
+    }
+
+    /// Every call that was made to fail, in order.
+    #[must_use]
+    pub fn fired(&self) -> Vec<FiredFault> {
+        self.hook().lock().fired.clone()
+    }
+}
+
+/// The plan of a [`Faulty`] driver, and how far it has come.
+#[derive(Debug)]
+pub struct Faults(Mutex<State>);
+
+#[derive(Debug)]
+struct State {
+    plan: FaultPlan,
+    /// How many calls of each kind there were.
+    seen: Vec<u64>,
+    seen_of_all: u64,
+    fired: Vec<FiredFault>,
+}
+
+impl State {
+    fn new(plan: FaultPlan) -> Self {
+        Self { plan, seen: vec![0; Call::ALL.len()], seen_of_all: 0, fired: Vec::new() }
+    }
+
+    /// Numbers one more call. Says how it fails, if it does: the first rule that applies decides.
+    fn next(&mut self, call: Call) -> Option<FiredFault> {
+        if self.plan.rules.is_empty() || self.plan.spared.contains(&call) {
+            return None;
+        }
+        self.seen[call as usize] += 1;
+        self.seen_of_all += 1;
+        let (nth, nth_of_all) = (self.seen[call as usize], self.seen_of_all);
+        let rule = self.plan.rules.iter().find(|rule| rule.applies(call, nth, nth_of_all))?;
+        let fault = FiredFault { call, nth, nth_of_all, code: rule.code };
+        self.fired.push(fault);
+        Some(fault)
+    }
+}
+
+impl Rule {
+    fn applies(&self, call: Call, nth: u64, nth_of_all: u64) -> bool {
+        let all = self.calls.is_empty();
+        match self.when {
+            _ if !all && !self.calls.contains(&call) => false,
+            When::Nth(wanted) => wanted == if all { nth_of_all } else { nth },
+            When::Share { seed, share } => unit(seed ^ scatter(nth_of_all)) < share,
+        }
+    }
+}
+
+impl Faults {
+    fn lock(&self) -> MutexGuard<'_, State> {
+        // Nothing in here panics half way through a change.
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Hook for Faults {
+    type Mark = ();
+
+    fn before(&self, _: &dyn Driver, call: Call, _: Arguments<'_>) -> Result<()> {
+        match self.lock().next(call) {
+            None => Ok(()),
+            Some(fault) => Err(DriverError::new(call.name(), fault.code).with_detail(format!(
+                "the fault plan failed it: number {} of its kind, {} of all",
+                fault.nth, fault.nth_of_all
+            ))),
+        }
+    }
+
+    fn after(&self, _: &dyn Driver, _: Call, (): (), _: Outcome<'_>) {}
+
+    fn note(&self, _: Call, _: Arguments<'_>) {}
+}
+
+/// Scatters the bits of `x` (the finaliser of SplitMix64), so that neighbours give unlike numbers.
+const fn scatter(x: u64) -> u64 {
+    let x = x.wrapping_add(0x9e37_79b9_7f4a_7c15);
+    let x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    let x = (x ^ (x >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    x ^ (x >> 31)
+}
+
+/// A number in [0, 1) drawn from `x`.
+fn unit(x: u64) -> f64 {
+    // A double holds 53 bits of fraction.
+    (scatter(x) >> 11) as f64 / (1u64 << 53) as f64
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::decorate::Counting;
+    use crate::sim::{SimConfig, SimDriver};
+    use crate::{DeviceId, DevicePtr, Devices, Memory, Notes};
+
+    const DEVICE: DeviceId = DeviceId(0);
+
+    fn faulty(plan: FaultPlan) -> Faulty {
+        Faulty::new(Arc::new(SimDriver::new(SimConfig::default())), plan)
+    }
+
+    /// Ten rounds of allocate and ask, as a picture: `.` for a call that went well, `x` for one that failed.
+    fn picture(driver: &dyn Driver) -> String {
+        let mut picture = String::new();
+        for _ in 0..10 {
+            let (alloc, ask) = (driver.mem_alloc(DEVICE, 4096), driver.mem_info(DEVICE));
+            picture.push(if alloc.is_ok() { '.' } else { 'x' });
+            picture.push(if ask.is_ok() { '.' } else { 'x' });
+            if let Ok(ptr) = alloc {
+                driver.mem_free(ptr).unwrap();
+            }
+        }
+        picture
+    }
+
+    #[test]
+    fn plans_fail_what_they_name() {
+        let oom = ErrorCode::OutOfMemory;
+        let spare = |plan: FaultPlan| plan.sparing(FaultPlan::CLEANUP);
+        let check = |plan, expected: &str| assert_eq!(picture(&faulty(spare(plan))), expected);
+        check(FaultPlan::new(), "....................");
+        check(FaultPlan::new().fail_nth(Call::MemAlloc, 3, oom), "....x...............");
+        check(FaultPlan::new().fail_nth_of_all(4, oom), "...x................");
+        check(FaultPlan::new().fail_nth_of_all(1, oom).fail_nth(Call::MemInfo, 10, oom), "x..................x");
+        check(FaultPlan::new().fail_share(&[Call::MemAlloc], 1.0, 7, oom), "x.x.x.x.x.x.x.x.x.x.");
+        check(FaultPlan::new().fail_share(&[], 0.0, 7, oom), "....................");
+        check(FaultPlan::new().fail_share(&[], 1.0, 7, oom).sparing(&[Call::MemInfo]), "x.x.x.x.x.x.x.x.x.x.");
+    }
+
+    #[test]
+    fn a_share_is_about_that_share_and_the_same_every_time() {
+        let draw = |seed| {
+            let mut state = State::new(FaultPlan::new().fail_share(&[], 0.25, seed, ErrorCode::NotReady));
+            (0..4000).map(|_| state.next(Call::MemInfo).is_some()).collect::<Vec<_>>()
+        };
+        assert_eq!(draw(1), draw(1));
+        assert_ne!(draw(1), draw(2));
+        let fired = draw(3).into_iter().filter(|&fired| fired).count();
+        assert!((900..1100).contains(&fired), "{fired} of 4000");
+    }
+
+    #[test]
+    fn a_failed_call_does_not_reach_the_driver_inside() {
+        let counting = Arc::new(Counting::new(Arc::new(SimDriver::new(SimConfig::default()))));
+        let plan = FaultPlan::new().fail_nth(Call::MemAlloc, 1, ErrorCode::Unknown(4242));
+        let faulty = Arc::new(Faulty::new(counting.clone(), plan));
+        let outer = Counting::new(faulty.clone());
+
+        let error = outer.mem_alloc(DEVICE, 4096).unwrap_err();
+        assert_eq!((error.call, error.code), ("mem_alloc", ErrorCode::Unknown(4242)));
+        assert_eq!(error.detail.as_deref(), Some("the fault plan failed it: number 1 of its kind, 1 of all"));
+        assert_eq!(counting.count(Call::MemAlloc).calls, 0);
+        assert_eq!((outer.count(Call::MemAlloc).calls, outer.count(Call::MemAlloc).errors), (1, 1));
+        let fired = FiredFault { call: Call::MemAlloc, nth: 1, nth_of_all: 1, code: ErrorCode::Unknown(4242) };
+        assert_eq!(faulty.fired(), [fired]);
+    }
+
+    #[test]
+    fn plans_change_while_it_runs_and_notes_always_pass() {
+        let driver = faulty(FaultPlan::new().fail_share(&[], 1.0, 0, ErrorCode::NotPermitted));
+        driver.note_handed_out(DevicePtr(0), 0, crate::StreamId(0));
+        assert_eq!(driver.fired(), []);
+        driver.device_count().unwrap_err();
+        driver.clear_plan();
+        driver.device_count().unwrap();
+        driver.set_plan(FaultPlan::new().fail_nth_of_all(1, ErrorCode::NoDevice));
+        assert_eq!(driver.device_count().unwrap_err().code, ErrorCode::NoDevice);
+        assert_eq!(driver.fired().len(), 2);
+    }
+}

@@ -1,0 +1,228 @@
+//! A driver that lets a hook see every call before and after it is made.
+//! Every signature of the contract stands here once, in the table at the end; the decorators are hooks.
+//! Nothing is decided here: what a hook does not refuse goes through unchanged.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use super::value::{Shown, Value};
+use crate::{
+    Access, Address, Call, CaptureMode, CaptureState, Captures, ConditionalId, ConditionalKind, Copies, DeviceAccess,
+    DeviceId, DeviceProperties, DevicePtr, Devices, Driver, DriverError, EventId, EventOptions, EventScope, Events,
+    FunctionId, Granularity, GraphExecId, GraphId, GraphTopology, Graphs, HostCallback, HostMemory, HostOptions,
+    HostPtr, HostRange, InstantiateOptions, IpcEventHandle, KernelArg, KernelSource, Kernels, LaunchShape, Memory,
+    MemoryInfo, ModuleId, NodeId, Notes, Pattern, PhysicalId, PhysicalOptions, PoolAttribute, PoolId, Pools,
+    PriorityRange, RawHandle, Result, ShareKind, SharedMemory, StreamId, StreamInfo, StreamOptions, Streams,
+    VirtualMemory,
+};
+
+/// The arguments of a call by name, in their order.
+pub type Arguments<'a> = &'a [(&'static str, Value<'a>)];
+
+/// What a call returned. Calls that fill a buffer return its bytes.
+pub type Outcome<'a> = std::result::Result<Value<'a>, &'a DriverError>;
+
+/// What sees the calls of a [`Tapped`] driver.
+pub trait Hook: Send + Sync {
+    /// What it carries from before a call to after it.
+    type Mark;
+
+    /// A call is about to be made to `inner`. An error is returned in its place: `inner` and
+    /// [`after`](Self::after) are not called then.
+    fn before(&self, inner: &dyn Driver, call: Call, arguments: Arguments<'_>) -> Result<Self::Mark>;
+
+    /// The call was made.
+    fn after(&self, inner: &dyn Driver, call: Call, mark: Self::Mark, outcome: Outcome<'_>);
+
+    /// A note was passed on. Notes cannot fail and return nothing.
+    fn note(&self, call: Call, arguments: Arguments<'_>);
+}
+
+/// A driver around a driver, with a hook on every call. [`Driver::kind`] and [`Driver::now`] go straight through.
+pub struct Tapped<H> {
+    inner: Arc<dyn Driver>,
+    hook: H,
+}
+
+impl<H: Hook> Tapped<H> {
+    /// `inner`, with `hook` on it.
+    #[must_use]
+    pub fn with_hook(inner: Arc<dyn Driver>, hook: H) -> Self {
+        Self { inner, hook }
+    }
+
+    /// The hook.
+    #[must_use]
+    pub const fn hook(&self) -> &H {
+        &self.hook
+    }
+
+    /// The driver inside; calls made on it are not seen by the hook.
+    #[must_use]
+    pub const fn inner(&self) -> &Arc<dyn Driver> {
+        &self.inner
+    }
+}
+
+impl<H> std::fmt::Debug for Tapped<H> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Tapped({})", self.inner.kind())
+    }
+}
+
+impl<H: Hook> Driver for Tapped<H> {
+    fn kind(&self) -> &'static str {
+        self.inner.kind()
+    }
+
+    fn now(&self) -> Duration {
+        self.inner.now()
+    }
+}
+
+/// Makes the table into code: `impl Trait { Call method(arguments) -> result; }`. `fills` names the buffer whose bytes
+/// are the result. A method without a result is a note.
+macro_rules! forward {
+    ($(impl $trait:ident { $($call:ident $method:ident($($arg:ident: $ty:ty),*) $(-> $ret:ty $(, fills $buffer:ident)?)?;)* })*) => {$(
+        impl<H: Hook> $trait for Tapped<H> {
+            $(forward! { @method $call $method($($arg: $ty),*) $(-> $ret $(, fills $buffer)?)? })*
+        }
+    )*};
+    (@method $call:ident $method:ident($($arg:ident: $ty:ty),*) -> $ret:ty $(, fills $buffer:ident)?) => {
+        fn $method(&self, $($arg: $ty),*) -> Result<$ret> {
+            let inner = &*self.inner;
+            let mark = self.hook.before(inner, Call::$call, &[$((stringify!($arg), $arg.shown())),*])?;
+            let result = inner.$method($($arg),*);
+            let outcome = match &result {
+                Ok(value) => Ok(forward! { @shown value $($buffer)? }),
+                Err(error) => Err(error),
+            };
+            self.hook.after(inner, Call::$call, mark, outcome);
+            result
+        }
+    };
+    (@method $call:ident $method:ident($($arg:ident: $ty:ty),*)) => {
+        fn $method(&self, $($arg: $ty),*) {
+            self.hook.note(Call::$call, &[$((stringify!($arg), $arg.shown())),*]);
+            self.inner.$method($($arg),*);
+        }
+    };
+    (@shown $value:ident) => { $value.shown() };
+    (@shown $value:ident $buffer:ident) => {{
+        let () = $value;
+        Value::Bytes($buffer)
+    }};
+}
+
+forward! {
+    impl Devices {
+        DeviceCount device_count() -> u32;
+        DeviceProperties device_properties(device: DeviceId) -> DeviceProperties;
+        ContextRetain context_retain(device: DeviceId) -> RawHandle;
+        ContextRelease context_release(device: DeviceId) -> ();
+        ContextIsActive context_is_active(device: DeviceId) -> bool;
+        CurrentDevice current_device() -> Option<DeviceId>;
+        SetCurrentDevice set_current_device(device: DeviceId) -> ();
+        DeviceSynchronize device_synchronize(device: DeviceId) -> ();
+        PeerCanAccess peer_can_access(device: DeviceId, peer: DeviceId) -> bool;
+        PeerEnable peer_enable(device: DeviceId, peer: DeviceId) -> ();
+        PeerDisable peer_disable(device: DeviceId, peer: DeviceId) -> ();
+    }
+    impl Streams {
+        StreamDefault stream_default(device: DeviceId) -> StreamId;
+        StreamPerThread stream_per_thread(device: DeviceId) -> StreamId;
+        StreamPriorityRange stream_priority_range(device: DeviceId) -> PriorityRange;
+        StreamCreate stream_create(device: DeviceId, options: StreamOptions) -> StreamId;
+        StreamDestroy stream_destroy(stream: StreamId) -> ();
+        StreamAdopt stream_adopt(device: DeviceId, raw: RawHandle) -> StreamId;
+        StreamInfo stream_info(stream: StreamId) -> StreamInfo;
+        StreamQuery stream_query(stream: StreamId) -> bool;
+        StreamSynchronize stream_synchronize(stream: StreamId) -> ();
+        StreamWaitEvent stream_wait_event(stream: StreamId, event: EventId, scope: EventScope) -> ();
+        StreamHostCallback stream_host_callback(stream: StreamId, callback: HostCallback) -> ();
+    }
+    impl Events {
+        EventCreate event_create(device: DeviceId, options: EventOptions) -> EventId;
+        EventDestroy event_destroy(event: EventId) -> ();
+        EventRecord event_record(event: EventId, stream: StreamId, scope: EventScope) -> ();
+        EventQuery event_query(event: EventId) -> bool;
+        EventSynchronize event_synchronize(event: EventId) -> ();
+        EventElapsedMs event_elapsed_ms(start: EventId, end: EventId) -> f32;
+        EventExport event_export(event: EventId) -> IpcEventHandle;
+        EventImport event_import(device: DeviceId, handle: &IpcEventHandle) -> EventId;
+    }
+    impl Memory {
+        MemAlloc mem_alloc(device: DeviceId, bytes: u64) -> DevicePtr;
+        MemFree mem_free(ptr: DevicePtr) -> ();
+        MemInfo mem_info(device: DeviceId) -> MemoryInfo;
+    }
+    impl VirtualMemory {
+        VmGranularity vm_granularity(device: DeviceId, which: Granularity) -> u64;
+        VmReserve vm_reserve(bytes: u64, align: u64, hint: Option<DevicePtr>) -> DevicePtr;
+        VmFreeRange vm_free_range(ptr: DevicePtr, bytes: u64) -> ();
+        VmCreate vm_create(device: DeviceId, bytes: u64, options: PhysicalOptions) -> PhysicalId;
+        VmRelease vm_release(physical: PhysicalId) -> ();
+        VmMap vm_map(ptr: DevicePtr, physical: PhysicalId) -> ();
+        VmUnmap vm_unmap(ptr: DevicePtr, bytes: u64) -> ();
+        VmSetAccess vm_set_access(ptr: DevicePtr, bytes: u64, access: &[DeviceAccess]) -> ();
+        VmExport vm_export(physical: PhysicalId, kind: ShareKind) -> SharedMemory;
+        VmImport vm_import(device: DeviceId, shared: &SharedMemory, bytes: u64) -> PhysicalId;
+    }
+    impl Pools {
+        PoolDefault pool_default(device: DeviceId) -> PoolId;
+        PoolCreate pool_create(device: DeviceId) -> PoolId;
+        PoolDestroy pool_destroy(pool: PoolId) -> ();
+        PoolAlloc pool_alloc(pool: PoolId, bytes: u64, stream: StreamId) -> DevicePtr;
+        PoolFree pool_free(ptr: DevicePtr, stream: StreamId) -> ();
+        PoolGet pool_get(pool: PoolId, attribute: PoolAttribute) -> u64;
+        PoolSet pool_set(pool: PoolId, attribute: PoolAttribute, value: u64) -> ();
+        PoolTrim pool_trim(pool: PoolId, keep: u64) -> ();
+        PoolSetAccess pool_set_access(pool: PoolId, device: DeviceId, access: Access) -> ();
+    }
+    impl HostMemory {
+        HostAlloc host_alloc(device: DeviceId, bytes: u64, options: HostOptions) -> HostPtr;
+        HostFree host_free(ptr: HostPtr) -> ();
+        HostRegister host_register(device: DeviceId, range: HostRange, options: HostOptions) -> ();
+        HostUnregister host_unregister(ptr: HostPtr) -> ();
+        HostDevicePtr host_device_ptr(device: DeviceId, ptr: HostPtr) -> DevicePtr;
+        HostRead host_read(ptr: HostPtr, into: &mut [u8]) -> (), fills into;
+        HostWrite host_write(ptr: HostPtr, bytes: &[u8]) -> ();
+    }
+    impl Copies {
+        Copy copy(dst: Address, src: Address, bytes: u64, stream: StreamId) -> ();
+        CopyPeer copy_peer(dst: DevicePtr, dst_device: DeviceId, src: DevicePtr, src_device: DeviceId, bytes: u64, stream: StreamId) -> ();
+        Fill fill(dst: DevicePtr, pattern: Pattern, count: u64, stream: StreamId) -> ();
+        Upload upload(device: DeviceId, dst: DevicePtr, bytes: &[u8]) -> ();
+        Download download(device: DeviceId, src: DevicePtr, into: &mut [u8]) -> (), fills into;
+    }
+    impl Captures {
+        CaptureBegin capture_begin(stream: StreamId, mode: CaptureMode) -> ();
+        CaptureEnd capture_end(stream: StreamId) -> GraphId;
+        CaptureState capture_state(stream: StreamId) -> CaptureState;
+        CaptureDependencies capture_dependencies(stream: StreamId) -> Vec<NodeId>;
+        CaptureTopology capture_topology(stream: StreamId) -> GraphTopology;
+        CaptureModeExchange capture_mode_exchange(mode: CaptureMode) -> CaptureMode;
+    }
+    impl Graphs {
+        GraphInstantiate graph_instantiate(graph: GraphId, options: InstantiateOptions) -> GraphExecId;
+        GraphLaunch graph_launch(exec: GraphExecId, stream: StreamId) -> ();
+        GraphTopology graph_topology(graph: GraphId) -> GraphTopology;
+        GraphDot graph_dot(graph: GraphId) -> String;
+        GraphDestroy graph_destroy(graph: GraphId) -> ();
+        GraphExecDestroy graph_exec_destroy(exec: GraphExecId) -> ();
+        GraphRaw graph_raw(graph: GraphId) -> RawHandle;
+        GraphExecRaw graph_exec_raw(exec: GraphExecId) -> RawHandle;
+        ConditionalCreate conditional_create(stream: StreamId, default: u32) -> ConditionalId;
+        ConditionalBegin conditional_begin(stream: StreamId, conditional: ConditionalId, kind: ConditionalKind, body: StreamId, mode: CaptureMode) -> ();
+    }
+    impl Kernels {
+        ModuleLoad module_load(device: DeviceId, source: &KernelSource) -> ModuleId;
+        ModuleUnload module_unload(module: ModuleId) -> ();
+        FunctionGet function_get(module: ModuleId, name: &str) -> FunctionId;
+        KernelLaunch kernel_launch(function: FunctionId, shape: LaunchShape, args: &[KernelArg], stream: StreamId) -> ();
+    }
+    impl Notes {
+        NoteHandedOut note_handed_out(ptr: DevicePtr, bytes: u64, stream: StreamId);
+        NoteReturned note_returned(ptr: DevicePtr, bytes: u64);
+    }
+}

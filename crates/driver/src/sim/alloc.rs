@@ -1,0 +1,133 @@
+//! Plain device memory of the simulated machine, and the notes of allocators above it.
+
+use std::sync::Arc;
+
+use super::SimDriver;
+use super::actor::{Actor, Label, Order};
+use super::bytes::Bytes;
+use super::memory::Toucher;
+use super::order::Stamp;
+use super::shadow::Mark;
+use super::space::{Gone, Region};
+use crate::{Call, DeviceId, DevicePtr, ErrorCode, Memory, MemoryInfo, Notes, Result, StreamId};
+
+/// What allocations are rounded up to.
+pub(super) const GRAIN: u64 = 512;
+
+impl Memory for SimDriver {
+    fn mem_alloc(&self, device: DeviceId, bytes: u64) -> Result<DevicePtr> {
+        self.call(Call::MemAlloc, |world| {
+            world.device(device)?;
+            if bytes == 0 {
+                return world.fail(ErrorCode::InvalidValue, "0 bytes cannot be allocated");
+            }
+            world.spend(bytes);
+            let Some(rounded) = bytes.checked_next_multiple_of(GRAIN) else {
+                return Err(world.error(ErrorCode::OutOfMemory));
+            };
+            world.take_bytes(device, rounded)?;
+            // Large ones get whole pages, as real ones do.
+            let align = if rounded >= 2 << 20 { 2 << 20 } else { GRAIN };
+            let Some(start) = world.memory.space.find(rounded, align) else {
+                world.give_bytes(device, rounded);
+                return world.fail(ErrorCode::OutOfMemory, "the address space is used up");
+            };
+            let piece = world.memory.add_piece(rounded, Some(device), Bytes::device());
+            world.memory.space.insert(start, rounded, Region::Plain { piece });
+            Ok(DevicePtr(start))
+        })
+    }
+
+    fn mem_free(&self, ptr: DevicePtr) -> Result<()> {
+        let mut world = self.enter(Call::MemFree)?;
+        if ptr.is_null() {
+            return Ok(());
+        }
+        let Some((
+            start,
+            _,
+            Region::Plain { piece }
+            | Region::Pooled { piece, freed: false, .. }
+            | Region::OfGraph { piece: Some(piece), .. },
+        )) = world.memory.space.region_at(ptr.0)
+        else {
+            return world.fail(ErrorCode::InvalidValue, format!("{ptr} starts no live allocation"));
+        };
+        let (start, piece) = (start, *piece);
+        if start != ptr.0 {
+            return world.fail(ErrorCode::InvalidValue, format!("{ptr} lies inside the allocation at {start:#x}"));
+        }
+        let device = world.memory.piece(piece).device.expect("device memory");
+        world.device(device)?;
+        let mut world = self.wait_for_device(world, device);
+        // The wait may have shown that the device is broken, or another thread may have been faster.
+        world.device(device)?;
+        match world.memory.space.regions.get_mut(&start) {
+            Some((bytes, Region::Plain { piece: now })) if *now == piece => {
+                let bytes = *bytes;
+                world.memory.space.regions.remove(&start);
+                world.bury(start, bytes, Gone::Freed);
+                world.give_bytes(device, bytes);
+            }
+            Some((bytes, Region::Pooled { piece: now, pool, .. })) if *now == piece => {
+                let (bytes, pool) = (*bytes, *pool);
+                world.memory.space.regions.remove(&start);
+                world.bury(start, bytes, Gone::PoolFreed);
+                world.return_to_pool(pool, bytes);
+            }
+            Some((bytes, Region::OfGraph { piece: now, pool })) if *now == Some(piece) => {
+                // The addresses stay the graph's.
+                let (bytes, pool) = (*bytes, *pool);
+                *now = None;
+                world.bury(start, bytes, Gone::PoolFreed);
+                world.return_to_pool(pool, bytes);
+            }
+            _ => return world.fail(ErrorCode::InvalidValue, format!("{ptr} was freed by another thread meanwhile")),
+        }
+        world.memory.drop_piece(piece);
+        Ok(())
+    }
+
+    fn mem_info(&self, device: DeviceId) -> Result<MemoryInfo> {
+        self.call(Call::MemInfo, |world| {
+            let used = world.device(device)?.bytes_used;
+            let config = &world.config.devices[device.0 as usize];
+            let bytes_total = config.properties.bytes_total;
+            Ok(MemoryInfo { bytes_free: bytes_total.saturating_sub(config.bytes_context + used), bytes_total })
+        })
+    }
+}
+
+impl Notes for SimDriver {
+    fn note_handed_out(&self, ptr: DevicePtr, bytes: u64, stream: StreamId) {
+        let Ok(mut world) = self.enter(Call::NoteHandedOut) else { return };
+        let Ok(stream) = world.live_stream(stream) else { return };
+        world.learn_from_host(stream);
+        let state = world.stream(stream);
+        if state.capture.is_some() {
+            // The order is that of the graph, which is not known before it is done.
+            return;
+        }
+        let (device, frontier) = (state.device, Arc::clone(&state.base));
+        let stamp = Stamp { lane: state.lane, seq: state.tail };
+        let (at, now) = (world.calls, world.clock);
+        let who = Actor { label: Label::PoolAlloc, stamp, point: None, stream, at };
+        let order = Order { stamp, base: &frontier, graph: None };
+        let mark = Mark::HandedOut { at, frontier: Arc::clone(&frontier), stamp };
+        let by = Toucher { device, who, order, now, everywhere: true };
+        world.memory.hand_out(ptr, bytes, &mark, &by);
+    }
+
+    fn note_returned(&self, ptr: DevicePtr, bytes: u64) {
+        let Ok(mut world) = self.enter(Call::NoteReturned) else { return };
+        let at = world.calls;
+        world.memory.take_back(ptr, bytes, at);
+    }
+}
+
+impl super::world::World {
+    /// Remembers that a range is gone, by the call that is under way.
+    pub(super) fn bury(&mut self, start: u64, bytes: u64, gone: Gone) {
+        self.memory.space.bury(start, bytes, gone, self.calls);
+    }
+}

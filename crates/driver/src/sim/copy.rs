@@ -1,0 +1,153 @@
+//! Copies and fills of the simulated machine.
+
+use std::sync::{Arc, Mutex, PoisonError};
+
+use super::SimDriver;
+use super::actor::{Actor, Label};
+use super::cost::{self, Route};
+use super::order::Stamp;
+use super::space::{Fault, Region};
+use super::work::Work;
+use super::world::World;
+use crate::{Address, Call, Copies, DeviceId, DevicePtr, ErrorCode, Pattern, Result, StreamId};
+
+impl Copies for SimDriver {
+    fn copy(&self, dst: Address, src: Address, bytes: u64, stream: StreamId) -> Result<()> {
+        self.submit(Call::Copy, stream, |world, stream| {
+            let dst = world.copy_end(dst, bytes, stream, true)?;
+            let src = world.copy_end(src, bytes, stream, false)?;
+            let route = world.route(dst, src);
+            Ok((Work::Copy { dst, src, bytes }, cost::copy_nanos(bytes, route)))
+        })
+    }
+
+    fn copy_peer(
+        &self,
+        dst: DevicePtr,
+        dst_device: DeviceId,
+        src: DevicePtr,
+        src_device: DeviceId,
+        bytes: u64,
+        stream: StreamId,
+    ) -> Result<()> {
+        self.submit(Call::CopyPeer, stream, |world, stream| {
+            world.device(dst_device)?;
+            world.device(src_device)?;
+            world.check_range(dst, bytes, dst_device, true, stream)?;
+            world.check_range(src, bytes, src_device, false, stream)?;
+            Ok((Work::Copy { dst, src, bytes }, cost::copy_nanos(bytes, Route::Peer)))
+        })
+    }
+
+    fn fill(&self, dst: DevicePtr, pattern: Pattern, count: u64, stream: StreamId) -> Result<()> {
+        self.submit(Call::Fill, stream, |world, stream| {
+            let Some(bytes) = count.checked_mul(pattern.bytes()) else {
+                return Err(world.error(ErrorCode::InvalidValue));
+            };
+            if !dst.0.is_multiple_of(pattern.bytes()) {
+                return world.fail(ErrorCode::InvalidValue, format!("{dst} is not aligned to the pattern"));
+            }
+            let device = world.stream(stream).device;
+            world.check_range(dst, bytes, device, true, stream)?;
+            Ok((Work::Fill { dst, pattern, count }, cost::fill_nanos(bytes)))
+        })
+    }
+
+    fn upload(&self, device: DeviceId, dst: DevicePtr, bytes: &[u8]) -> Result<()> {
+        self.synchronous(Call::Upload, device, |world, stream| {
+            world.check_range(dst, bytes.len() as u64, device, true, stream)?;
+            Ok(Work::Upload { dst, data: Arc::from(bytes) })
+        })
+    }
+
+    fn download(&self, device: DeviceId, src: DevicePtr, into: &mut [u8]) -> Result<()> {
+        let landing = Arc::new(Mutex::new(vec![0; into.len()]));
+        self.synchronous(Call::Download, device, |world, stream| {
+            world.check_range(src, into.len() as u64, device, false, stream)?;
+            Ok(Work::Download { src, into: Arc::clone(&landing) })
+        })?;
+        into.copy_from_slice(&landing.lock().unwrap_or_else(PoisonError::into_inner));
+        Ok(())
+    }
+}
+
+impl SimDriver {
+    /// Work in the legacy default stream that the host waits for.
+    fn synchronous(
+        &self,
+        call: Call,
+        device: DeviceId,
+        prepare: impl FnOnce(&mut World, StreamId) -> Result<Work>,
+    ) -> Result<()> {
+        let mut world = self.enter(call)?;
+        let stream = world.device(device)?.legacy;
+        world.forbid_implicit(stream)?;
+        let work = prepare(&mut world, stream)?;
+        let nanos = match &work {
+            Work::Upload { data, .. } => cost::copy_nanos(data.len() as u64, Route::Host),
+            _ => cost::copy_nanos(0, Route::Host),
+        };
+        let mut world = self.wait_for_room(world, stream)?;
+        let Stamp { lane, seq } = world.enqueue(stream, work, nanos, Vec::new());
+        let base = Arc::clone(&world.stream(stream).base);
+        let mut world = self.wait(world, |world| world.lanes[lane as usize].done >= seq);
+        world.host_learns(&base, Stamp { lane, seq });
+        world.device(device).map(drop)
+    }
+}
+
+impl World {
+    /// One end of a copy, as an address that the device knows.
+    fn copy_end(&mut self, end: Address, bytes: u64, stream: StreamId, write: bool) -> Result<DevicePtr> {
+        let device = self.stream(stream).device;
+        match end {
+            Address::Device(ptr) => {
+                self.check_range(ptr, bytes, device, write, stream)?;
+                Ok(ptr)
+            }
+            Address::Host(ptr) if bytes == 0 || self.memory.is_pinned(ptr.0, bytes) => Ok(DevicePtr(ptr.0)),
+            Address::Host(ptr) => self.fail(ErrorCode::InvalidValue, format!("{bytes} bytes at {ptr} are not pinned")),
+        }
+    }
+
+    /// Checks that a range can be used by a copy or fill. Using what is gone is a hazard besides.
+    fn check_range(
+        &mut self,
+        ptr: DevicePtr,
+        bytes: u64,
+        device: DeviceId,
+        write: bool,
+        stream: StreamId,
+    ) -> Result<()> {
+        if let Some((start, size, Region::OfGraph { .. })) = self.memory.space.region_at(ptr.0)
+            && ptr.0 + bytes <= start + size
+        {
+            // Its memory comes and goes with the graph: checked when it runs.
+            return Ok(());
+        }
+        let Err((fault, from)) = self.memory.check(ptr, bytes, device, write, true) else { return Ok(()) };
+        let why = match fault {
+            Fault::Nothing => "belongs to nothing",
+            Fault::Denied => "may not be touched by this device",
+            Fault::Gone(_) => "is gone",
+        };
+        if let Fault::Gone(_) = fault {
+            let label = if self.call == Call::Fill { Label::Fill } else { Label::Copy };
+            let state = self.stream(stream);
+            let stamp = Stamp { lane: state.lane, seq: state.tail + 1 };
+            let who = Actor { label, stamp, point: None, stream, at: self.calls };
+            self.memory.fault(fault, from, bytes - (from.0 - ptr.0), &who, self.clock);
+        }
+        self.fail(ErrorCode::InvalidValue, format!("{bytes} bytes at {ptr}: {from} {why}"))
+    }
+
+    fn route(&self, dst: DevicePtr, src: DevicePtr) -> Route {
+        let owner =
+            |ptr: DevicePtr| self.memory.space.locate(ptr).and_then(|place| self.memory.piece(place.piece).device);
+        match (owner(dst), owner(src)) {
+            (Some(to), Some(from)) if to == from => Route::OnDevice,
+            (Some(_), Some(_)) => Route::Peer,
+            _ => Route::Host,
+        }
+    }
+}

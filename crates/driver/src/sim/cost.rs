@@ -1,0 +1,220 @@
+//! What things cost on an H200: calls on the host, work on the device. Nanoseconds of the virtual clock.
+//!
+//! Where a figure was measured (one H200, driver 580.159, CUDA 13.0, November 2026), its comment says so; the others are
+//! estimates of the same order. All of them are settings.
+
+use crate::{Call, LaunchShape};
+
+/// What one call costs the host.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Latency {
+    /// Always the same.
+    Flat(u64),
+    /// By size: points of (bytes, nanoseconds), ascending; between them a straight line, beyond them the nearest point.
+    BySize(Vec<(u64, u64)>),
+}
+
+impl Latency {
+    /// The cost of a call about `bytes` bytes.
+    #[must_use]
+    pub fn nanos(&self, bytes: u64) -> u64 {
+        match self {
+            Self::Flat(nanos) => *nanos,
+            Self::BySize(points) => interpolate(points, bytes),
+        }
+    }
+}
+
+fn interpolate(points: &[(u64, u64)], bytes: u64) -> u64 {
+    let above = points.partition_point(|&(size, _)| size < bytes);
+    match (above.checked_sub(1).map(|below| points[below]), points.get(above)) {
+        (Some((from, low)), Some(&(to, high))) => {
+            let share = (bytes - from) as f64 / (to - from) as f64;
+            (low as f64 + (high as f64 - low as f64) * share) as u64
+        }
+        (Some((_, nanos)), None) | (None, Some(&(_, nanos))) => nanos,
+        (None, None) => 0,
+    }
+}
+
+/// What every call costs the host.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Latencies {
+    by_call: Vec<Latency>,
+}
+
+impl Latencies {
+    /// The measured machine.
+    #[must_use]
+    pub fn h200() -> Self {
+        Self { by_call: Call::ALL.iter().map(|&call| h200(call)).collect() }
+    }
+
+    /// A host for which all calls cost `nanos`.
+    #[must_use]
+    pub fn flat(nanos: u64) -> Self {
+        Self { by_call: vec![Latency::Flat(nanos); Call::ALL.len()] }
+    }
+
+    /// Sets what one call costs.
+    #[must_use]
+    pub fn with(mut self, call: Call, latency: Latency) -> Self {
+        self.by_call[call as usize] = latency;
+        self
+    }
+
+    /// What `call` costs whatever it is about; nothing where that depends on the size.
+    pub(super) fn flat_nanos(&self, call: Call) -> u64 {
+        match self.by_call[call as usize] {
+            Latency::Flat(nanos) => nanos,
+            Latency::BySize(_) => 0,
+        }
+    }
+
+    /// What `call` costs beyond that, for its size.
+    pub(super) fn sized_nanos(&self, call: Call, bytes: u64) -> u64 {
+        match &self.by_call[call as usize] {
+            Latency::Flat(_) => 0,
+            sized => sized.nanos(bytes),
+        }
+    }
+
+    /// What `call` costs when it is about `bytes` bytes.
+    #[must_use]
+    pub fn nanos(&self, call: Call, bytes: u64) -> u64 {
+        self.by_call[call as usize].nanos(bytes)
+    }
+}
+
+fn h200(call: Call) -> Latency {
+    const MIB: u64 = 1 << 20;
+    let by_size = |points: [(u64, u64); 4]| Latency::BySize(points.to_vec());
+    match call {
+        // Measured: alloc and free as a pair, 93 us at 64 KiB and 98 us at 8 MiB.
+        Call::MemAlloc => by_size([(64 << 10, 46_000), (8 * MIB, 50_000), (512 * MIB, 60_000), (2048 * MIB, 80_000)]),
+        Call::MemFree => Latency::Flat(47_000),
+        // Measured.
+        Call::VmReserve => Latency::Flat(13_000),
+        Call::VmCreate => by_size([(2 * MIB, 12_000), (64 * MIB, 16_000), (512 * MIB, 33_000), (2048 * MIB, 177_000)]),
+        Call::VmMap => Latency::Flat(1_000),
+        // Measured for one piece of that size; a call over several costs the sum.
+        Call::VmSetAccess => {
+            by_size([(2 * MIB, 30_000), (64 * MIB, 27_000), (512 * MIB, 51_000), (2048 * MIB, 110_000)])
+        }
+        Call::VmUnmap => by_size([(2 * MIB, 18_000), (64 * MIB, 16_000), (512 * MIB, 24_000), (2048 * MIB, 44_000)]),
+        Call::VmRelease => {
+            by_size([(2 * MIB, 14_000), (64 * MIB, 45_000), (512 * MIB, 256_000), (2048 * MIB, 984_000)])
+        }
+        Call::VmFreeRange => Latency::Flat(8_000),
+        // Measured.
+        Call::EventRecord => Latency::Flat(140),
+        Call::EventQuery => Latency::Flat(1_290),
+        Call::StreamQuery => Latency::Flat(1_290),
+        Call::CaptureState | Call::CaptureDependencies => Latency::Flat(21),
+        Call::CurrentDevice => Latency::Flat(10),
+        Call::SetCurrentDevice => Latency::Flat(22),
+        Call::MemInfo => Latency::Flat(5_500),
+        Call::KernelLaunch => Latency::Flat(3_260),
+        Call::GraphLaunch => Latency::Flat(1_500),
+        // Measured: a cached pair of cudaMallocAsync takes 800 to 1,250 ns.
+        Call::PoolAlloc => Latency::Flat(600),
+        Call::PoolFree => Latency::Flat(400),
+        // Measured: alloc and free as a pair, 4.5 us at 4 KiB, 1.6 ms at 1 MiB, 42 ms at 64 MiB; 414 ms to pin 1 GiB.
+        Call::HostAlloc => {
+            by_size([(4 << 10, 3_000), (MIB, 1_100_000), (64 * MIB, 32_600_000), (1024 * MIB, 414_000_000)])
+        }
+        Call::HostFree => by_size([(4 << 10, 1_500), (MIB, 500_000), (64 * MIB, 9_400_000), (1024 * MIB, 120_000_000)]),
+        // Measured: 1.2 ms for 64 MiB and 23 ms for 1 GiB of touched huge pages.
+        Call::HostRegister => {
+            by_size([(4 << 10, 2_000), (MIB, 25_000), (64 * MIB, 1_200_000), (1024 * MIB, 23_000_000)])
+        }
+        Call::HostUnregister => {
+            by_size([(4 << 10, 1_500), (MIB, 15_000), (64 * MIB, 600_000), (1024 * MIB, 10_000_000)])
+        }
+        Call::StreamCreate => Latency::Flat(20_000),
+        Call::StreamDestroy => Latency::Flat(10_000),
+        // Measured: create, record, query and destroy take 3,073 together.
+        Call::EventCreate | Call::EventDestroy => Latency::Flat(800),
+        Call::GraphInstantiate => Latency::Flat(30_000),
+        Call::ModuleLoad => Latency::Flat(2_000_000),
+        Call::Copy | Call::CopyPeer | Call::Fill => Latency::Flat(1_500),
+        Call::Upload | Call::Download => Latency::Flat(6_000),
+        Call::NoteHandedOut | Call::NoteReturned | Call::HostRead | Call::HostWrite => Latency::Flat(0),
+        _ => Latency::Flat(100),
+    }
+}
+
+/// How long a kernel runs that does not say so itself: a start-up time, and a rate of threads.
+pub(super) fn kernel_nanos(shape: &LaunchShape) -> u64 {
+    2_000 + shape.threads() / 100
+}
+
+/// Where a copy goes, as far as its speed is concerned.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Route {
+    /// Within one device: 4.3 TB/s read and written, measured.
+    OnDevice,
+    /// Over the bus, or within the host.
+    Host,
+    /// From device to device.
+    Peer,
+}
+
+/// How long a copy takes.
+pub(super) fn copy_nanos(bytes: u64, route: Route) -> u64 {
+    let bytes_per_us = match route {
+        Route::OnDevice => 2_150_000,
+        Route::Host => 50_000,
+        Route::Peer => 400_000,
+    };
+    1_500 + bytes * 1_000 / bytes_per_us
+}
+
+/// How long a fill takes.
+pub(super) fn fill_nanos(bytes: u64) -> u64 {
+    1_200 + bytes / 4_000
+}
+
+/// What going round a loop of a `while` node takes.
+pub(super) const LOOP_NANOS: u64 = 1_000;
+
+/// A number that looks random, from the seed and the place where it is needed: luck that does not depend on the order of asking.
+pub(super) fn draw(seed: u64, lane: u64, seq: u64, node: u64) -> u64 {
+    let mut z = seed
+        .wrapping_add(lane.wrapping_mul(0x9e37_79b9_7f4a_7c15))
+        .wrapping_add(seq.wrapping_mul(0xd1b5_4a32_d192_ed03))
+        .wrapping_add(node.wrapping_mul(0x8cb9_2ba7_2f3d_8dd7))
+        .wrapping_add(0x9e37_79b9_7f4a_7c15);
+    z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    z ^ (z >> 31)
+}
+
+/// `nanos` times a factor between 1/8 and 8, drawn.
+pub(super) fn stretch(nanos: u64, luck: u64) -> u64 {
+    // Steps of the eighth root of two; exact in integers, so that every machine draws the same.
+    const STEPS: [u64; 8] = [1024, 1117, 1218, 1328, 1448, 1579, 1722, 1878];
+    let octave = (luck >> 3) % 6;
+    let factor = STEPS[(luck & 7) as usize] << octave;
+    (u128::from(nanos) * u128::from(factor) / (1024 * 8)) as u64
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_between_two_points_lie_on_the_line() {
+        let latency = Latency::BySize(vec![(10, 100), (20, 200), (40, 240)]);
+        let costs: Vec<u64> = [0, 10, 15, 20, 30, 40, 99].iter().map(|&b| latency.nanos(b)).collect();
+        assert_eq!(costs, [100, 100, 150, 200, 220, 240, 240]);
+    }
+
+    #[test]
+    fn luck_stays_within_a_factor_of_eight() {
+        for seq in 0..10_000 {
+            let nanos = stretch(8_000, draw(1, 2, seq, 0));
+            assert!((1_000..=64_000).contains(&nanos), "{nanos}");
+        }
+    }
+}

@@ -1,0 +1,128 @@
+//! Devices, contexts and peers of the simulated machine.
+
+use super::SimDriver;
+use super::world::World;
+use crate::{Call, DeviceId, DeviceProperties, Devices, ErrorCode, RawHandle, Result};
+
+impl Devices for SimDriver {
+    fn device_count(&self) -> Result<u32> {
+        self.call(Call::DeviceCount, |world| Ok(world.devices.len() as u32))
+    }
+
+    fn device_properties(&self, device: DeviceId) -> Result<DeviceProperties> {
+        self.call(Call::DeviceProperties, |world| {
+            world.device_any(device)?;
+            Ok(world.config.devices[device.0 as usize].properties.clone())
+        })
+    }
+
+    fn context_retain(&self, device: DeviceId) -> Result<RawHandle> {
+        self.call(Call::ContextRetain, |world| {
+            world.device_any(device)?;
+            world.devices[device.0 as usize].retained += 1;
+            Ok(RawHandle::simulated(0x4000_0000 + u64::from(device.0) * 0x1000))
+        })
+    }
+
+    fn context_release(&self, device: DeviceId) -> Result<()> {
+        self.call(Call::ContextRelease, |world| {
+            world.device_any(device)?;
+            let state = &mut world.devices[device.0 as usize];
+            match state.retained.checked_sub(1) {
+                Some(left) => {
+                    state.retained = left;
+                    Ok(())
+                }
+                None => world.fail(ErrorCode::InvalidContext, "released more often than retained"),
+            }
+        })
+    }
+
+    fn context_is_active(&self, device: DeviceId) -> Result<bool> {
+        self.call(Call::ContextIsActive, |world| {
+            let state = world.device_any(device)?;
+            Ok(state.context || state.retained > 0)
+        })
+    }
+
+    fn current_device(&self) -> Result<Option<DeviceId>> {
+        self.call(Call::CurrentDevice, |world| Ok(world.thread_devices.get(&std::thread::current().id()).copied()))
+    }
+
+    fn set_current_device(&self, device: DeviceId) -> Result<()> {
+        self.call(Call::SetCurrentDevice, |world| {
+            world.device(device)?;
+            world.thread_devices.insert(std::thread::current().id(), device);
+            Ok(())
+        })
+    }
+
+    fn device_synchronize(&self, device: DeviceId) -> Result<()> {
+        let mut world = self.enter(Call::DeviceSynchronize)?;
+        world.device(device)?;
+        world.forbid_on_capturing_device(device)?;
+        self.wait_for_device(world, device).device(device).map(drop)
+    }
+
+    fn peer_can_access(&self, device: DeviceId, peer: DeviceId) -> Result<bool> {
+        self.call(Call::PeerCanAccess, |world| world.are_peers(device, peer))
+    }
+
+    fn peer_enable(&self, device: DeviceId, peer: DeviceId) -> Result<()> {
+        self.call(Call::PeerEnable, |world| {
+            if !world.are_peers(device, peer)? {
+                return world.fail(ErrorCode::PeerAccessUnsupported, format!("{device} cannot reach {peer}"));
+            }
+            world.device(device)?;
+            world.device(peer)?;
+            let peers = &mut world.memory.peers[device.0 as usize];
+            if peers.contains(&peer) {
+                return Err(world.error(ErrorCode::PeerAccessAlreadyEnabled));
+            }
+            peers.push(peer);
+            Ok(())
+        })
+    }
+
+    fn peer_disable(&self, device: DeviceId, peer: DeviceId) -> Result<()> {
+        self.call(Call::PeerDisable, |world| {
+            world.device_any(peer)?;
+            world.device(device)?;
+            let peers = &mut world.memory.peers[device.0 as usize];
+            match peers.iter().position(|&other| other == peer) {
+                Some(index) => {
+                    peers.swap_remove(index);
+                    Ok(())
+                }
+                None => Err(world.error(ErrorCode::PeerAccessNotEnabled)),
+            }
+        })
+    }
+}
+
+impl SimDriver {
+    /// Waits until all work of a device is done.
+    pub(super) fn wait_for_device<'a>(
+        &'a self,
+        world: std::sync::MutexGuard<'a, World>,
+        device: DeviceId,
+    ) -> std::sync::MutexGuard<'a, World> {
+        let streams = world.devices[device.0 as usize].streams.clone();
+        let mut world = self.wait(world, |world| streams.iter().all(|&stream| world.is_drained(stream)));
+        for stream in streams {
+            if world.streams.get(stream.0).is_some() {
+                world.host_learns_stream(stream);
+            }
+        }
+        world.settle_pools(device);
+        world
+    }
+}
+
+impl World {
+    fn are_peers(&self, device: DeviceId, peer: DeviceId) -> Result<bool> {
+        self.device_any(device)?;
+        self.device_any(peer)?;
+        Ok(self.config.devices[device.0 as usize].properties.peers.contains(&peer))
+    }
+}

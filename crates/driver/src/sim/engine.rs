@@ -1,0 +1,322 @@
+//! How work moves: queues, the virtual clock, and what is known to be done.
+//!
+//! The first of each queue runs as soon as what it waits for is done; it takes effect when the clock reaches its end. The clock moves
+//! when a call is made, by what the call costs, and when the host waits, to where the wait is over.
+
+use std::sync::Arc;
+
+use super::config::Timing;
+use super::cost;
+use super::order::{Frontier, HOST, Stamp};
+use super::work::{Op, Work};
+use super::world::{EventMark, Stream, StreamKind, World};
+use crate::{DeviceId, EventId, HostCallback, StreamId};
+
+/// How far a lane is done, and who waits for more.
+#[derive(Debug, Default)]
+pub(super) struct Lane {
+    pub done: u64,
+    /// Streams that wait until the lane is done up to a number.
+    waiters: Vec<(u64, StreamId)>,
+}
+
+/// Whose work ends.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) enum Runner {
+    /// The first of that stream's queue.
+    Stream(StreamId),
+    /// A node of a launch.
+    Node(u64, u32),
+}
+
+/// Work that runs, and when it ends. Ties are broken by luck, then by age.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) struct Due {
+    end: u64,
+    luck: u64,
+    runner: Runner,
+}
+
+/// A place in a stream that the next work takes.
+#[derive(Debug)]
+pub(super) struct Slot {
+    pub stamp: Stamp,
+    /// What comes before it in other lanes.
+    pub base: Arc<Frontier>,
+    /// What of that may not be done yet.
+    pub waits: Vec<Stamp>,
+}
+
+/// A host callback whose turn has come.
+pub(super) struct Callback {
+    pub run: HostCallback,
+    pub runner: Runner,
+    pub time: u64,
+}
+
+impl std::fmt::Debug for Callback {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Callback").field("runner", &self.runner).finish_non_exhaustive()
+    }
+}
+
+impl World {
+    pub fn add_stream(&mut self, device: DeviceId, kind: StreamKind, priority: i32) -> StreamId {
+        // A lane may serve another stream once the host knows that all in it is done: whatever is queued from then on comes
+        // after it anyway.
+        let spare = self.spare_lanes.iter().position(|&lane| self.host.seen(lane) >= self.lanes[lane as usize].done);
+        let lane = match spare {
+            Some(index) => self.spare_lanes.swap_remove(index),
+            None => {
+                self.lanes.push(Lane::default());
+                (self.lanes.len() - 1) as u32
+            }
+        };
+        let id = StreamId(self.streams.next_id());
+        self.streams.insert(Stream {
+            device,
+            lane,
+            kind,
+            priority,
+            // Looks like a pointer, and is not one of the three special handles.
+            raw: 0x5000_0000 + id.0 * 0x40,
+            queue: std::collections::VecDeque::new(),
+            running: false,
+            tail: self.lanes[lane as usize].done,
+            base: Arc::new(self.host.clone()),
+            host_version: self.host_version,
+            capture: None,
+            gone: false,
+        });
+        let state = &mut self.devices[device.0 as usize];
+        state.streams.push(id);
+        if kind == StreamKind::Blocking {
+            state.blocking.push(id);
+        }
+        id
+    }
+
+    /// Takes a stream away once its queue is empty.
+    pub fn retire_if_drained(&mut self, stream: StreamId) {
+        let state = self.stream(stream);
+        if state.gone && state.queue.is_empty() && !state.running {
+            let (device, lane) = (state.device, state.lane);
+            self.streams.remove(stream.0);
+            self.devices[device.0 as usize].streams.retain(|&other| other != stream);
+            self.spare_lanes.push(lane);
+        }
+    }
+
+    /// Puts work into a stream's queue, behind all that it must come after, and says where it stands.
+    pub fn enqueue(&mut self, stream: StreamId, work: Work, nanos: u64, waits: Vec<Stamp>) -> Stamp {
+        let slot = self.slot(stream, waits);
+        let stamp = slot.stamp;
+        self.push(stream, slot, work, nanos);
+        stamp
+    }
+
+    /// Takes the next place in a stream: what is put there comes after all that the stream, the default-stream rules and the
+    /// host put before it.
+    pub fn slot(&mut self, stream: StreamId, waits: Vec<Stamp>) -> Slot {
+        let waits = self.with_default_stream_rules(stream, waits);
+        self.learn_from_host(stream);
+        let state = self.stream_mut(stream);
+        state.tail += 1;
+        Slot { stamp: Stamp { lane: state.lane, seq: state.tail }, base: Arc::clone(&state.base), waits }
+    }
+
+    /// Puts work into its place.
+    pub fn push(&mut self, stream: StreamId, slot: Slot, work: Work, nanos: u64) {
+        let Slot { stamp, base, waits } = slot;
+        let nanos = self.lasting(&work, nanos, cost::draw(self.config.seed, u64::from(stamp.lane), stamp.seq, 0));
+        let (at, now) = (self.calls, self.clock);
+        let queue = &mut self.stream_mut(stream).queue;
+        queue.push_back(Op { seq: stamp.seq, at, base, waits, nanos, work });
+        if queue.len() == 1 {
+            self.try_start(stream, now);
+        }
+    }
+
+    /// How long work lasts that the cost model gives `nanos`.
+    pub fn lasting(&self, work: &Work, nanos: u64, luck: u64) -> u64 {
+        match self.config.timing {
+            Timing::Seeded if !work.is_timed() => cost::stretch(nanos, luck),
+            _ => nanos,
+        }
+    }
+
+    /// The legacy default stream comes after the blocking streams of its device, and they after it.
+    fn with_default_stream_rules(&mut self, stream: StreamId, mut waits: Vec<Stamp>) -> Vec<Stamp> {
+        let state = self.stream(stream);
+        let device = &self.devices[state.device.0 as usize];
+        let others: Vec<StreamId> = match state.kind {
+            StreamKind::NonBlocking => return waits,
+            StreamKind::Legacy => device.blocking.clone(),
+            StreamKind::Blocking => vec![device.legacy],
+        };
+        for other in others {
+            let other = self.stream(other);
+            let last = Stamp { lane: other.lane, seq: other.tail };
+            if last.seq == 0 || self.stream(stream).base.covers(last) {
+                continue;
+            }
+            let theirs = Arc::clone(&other.base);
+            self.learn(stream, &theirs, last);
+            waits.push(last);
+        }
+        waits
+    }
+
+    /// What `stream` queues from now on comes after `stamp` and all that came before that.
+    pub fn learn(&mut self, stream: StreamId, base: &Frontier, stamp: Stamp) {
+        let mine = &mut self.stream_mut(stream).base;
+        if !mine.contains(base) || !mine.covers(stamp) {
+            let mine = Arc::make_mut(mine);
+            mine.join(base);
+            mine.add(stamp);
+        }
+    }
+
+    /// What is queued from now on comes after all that the host knows to be done.
+    pub fn learn_from_host(&mut self, stream: StreamId) {
+        let Self { host, host_version, streams, .. } = self;
+        let state = streams.get_mut(stream.0).expect("a live stream");
+        if state.host_version != *host_version {
+            state.host_version = *host_version;
+            if !state.base.contains(host) {
+                Arc::make_mut(&mut state.base).join(host);
+            }
+        }
+    }
+
+    /// The host has learnt that `stamp` is done, and all before it.
+    pub fn host_learns(&mut self, base: &Frontier, stamp: Stamp) {
+        if !self.host.covers(stamp) || !self.host.contains(base) {
+            self.host.join(base);
+            self.host.add(stamp);
+            self.host_version += 1;
+        }
+    }
+
+    /// The host has learnt that all in `stream` is done.
+    pub fn host_learns_stream(&mut self, stream: StreamId) {
+        let state = self.stream(stream);
+        let (base, stamp) = (Arc::clone(&state.base), Stamp { lane: state.lane, seq: state.tail });
+        self.host_learns(&base, stamp);
+    }
+
+    /// A place in the order for something that the host does itself.
+    pub fn host_stamp(&mut self) -> Stamp {
+        let stamp = Stamp { lane: HOST, seq: self.host.seen(HOST) + 1 };
+        self.host.add(stamp);
+        self.host_version += 1;
+        stamp
+    }
+
+    pub fn is_drained(&self, stream: StreamId) -> bool {
+        self.streams.get(stream.0).is_none_or(|state| self.lanes[state.lane as usize].done >= state.tail)
+    }
+
+    /// Starts the first of the queue if nothing holds it back.
+    pub fn try_start(&mut self, stream: StreamId, now: u64) {
+        let Self { streams, lanes, .. } = self;
+        let Some(state) = streams.get_mut(stream.0) else { return };
+        if state.running {
+            return;
+        }
+        let Some(op) = state.queue.front_mut() else { return };
+        op.waits.retain(|wait| lanes[wait.lane as usize].done < wait.seq);
+        if let Some(wait) = op.waits.first() {
+            lanes[wait.lane as usize].waiters.push((wait.seq, stream));
+            return;
+        }
+        state.running = true;
+        let (lane, seq, nanos) = (state.lane, op.seq, op.nanos);
+        if let Work::Launch(launch) = op.work {
+            self.start_launch(launch, now);
+        } else {
+            let luck = cost::draw(self.config.seed, u64::from(lane), seq, 1);
+            self.run(Runner::Stream(stream), now + nanos, luck);
+        }
+    }
+
+    /// Lets work run until `end`.
+    pub fn run(&mut self, runner: Runner, end: u64, luck: u64) {
+        self.heap.push(std::cmp::Reverse(Due { end, luck, runner }));
+    }
+
+    /// Moves the clock on, and completes what ends until then.
+    pub fn advance_to(&mut self, time: u64) {
+        while self.heap.peek().is_some_and(|due| due.0.end <= time) {
+            self.step();
+        }
+        self.clock = self.clock.max(time);
+    }
+
+    /// Completes the work that ends next. Says whether there was any.
+    pub fn step(&mut self) -> bool {
+        let Some(std::cmp::Reverse(due)) = self.heap.pop() else { return false };
+        self.clock = self.clock.max(due.end);
+        match due.runner {
+            Runner::Stream(stream) => self.finish_first(stream, due.end),
+            Runner::Node(launch, node) => self.finish_node(launch, node, due.end),
+        }
+        true
+    }
+
+    /// The first of the queue has ended: it takes effect.
+    fn finish_first(&mut self, stream: StreamId, now: u64) {
+        let state = self.stream_mut(stream);
+        let op = state.queue.pop_front().expect("something ran");
+        let device = state.device;
+        let stamp = Stamp { lane: state.lane, seq: op.seq };
+        if let Work::Callback(run) = op.work {
+            self.callbacks.push_back(Callback { run, runner: Runner::Stream(stream), time: now });
+            return;
+        }
+        self.execute(device, stream, &op, stamp, now);
+        self.complete(stream, now);
+    }
+
+    /// The first of the queue is done, and has left it.
+    pub fn complete(&mut self, stream: StreamId, now: u64) {
+        let state = self.streams.get_mut(stream.0).expect("a stream with work stays");
+        state.running = false;
+        let lane = &mut self.lanes[state.lane as usize];
+        lane.done += 1;
+        let done = lane.done;
+        if !lane.waiters.is_empty() {
+            let mut ready: Vec<StreamId> = Vec::new();
+            lane.waiters.retain(|&(seq, waiter)| {
+                let over = seq <= done;
+                if over {
+                    ready.push(waiter);
+                }
+                !over
+            });
+            for waiter in ready {
+                self.try_start(waiter, now);
+            }
+        }
+        self.try_start(stream, now);
+        self.retire_if_drained(stream);
+    }
+
+    /// A callback has returned: what it held up goes on.
+    pub fn finish_callback(&mut self, runner: Runner, time: u64) {
+        match runner {
+            Runner::Stream(stream) => self.complete(stream, time),
+            Runner::Node(launch, node) => self.complete_node(launch, node, time),
+        }
+    }
+
+    /// An event's mark has been reached.
+    pub fn reach(&mut self, event: EventId, at: Stamp, now: u64) {
+        if let Some(state) = self.events.get_mut(event.0)
+            && let EventMark::Recorded { stamp, done, .. } = &mut state.mark
+            && *stamp == at
+        {
+            *done = Some(now);
+        }
+    }
+}

@@ -1,0 +1,207 @@
+//! Graphs of the simulated machine: instantiate, launch, look at, conditional nodes.
+
+use std::sync::{Arc, OnceLock};
+
+use super::SimDriver;
+use super::exec::{ExecGraph, Template};
+use super::launch::Launch;
+use super::space::{Gone, Region};
+use super::work::Work;
+use super::world::{Conditional, EventMark, Exec, World};
+use crate::{
+    Call, CaptureMode, ConditionalId, ConditionalKind, ErrorCode, GraphExecId, GraphId, GraphTopology, Graphs,
+    InstantiateOptions, RawHandle, Result, StreamId,
+};
+
+impl Graphs for SimDriver {
+    fn graph_instantiate(&self, graph: GraphId, options: InstantiateOptions) -> Result<GraphExecId> {
+        self.call(Call::GraphInstantiate, |world| {
+            let template = Arc::clone(&world.graph(graph)?.template);
+            world.device(template.device)?;
+            let Some(flat) = ExecGraph::new(&template) else {
+                return world
+                    .fail(ErrorCode::InvalidValue, "the body of a conditional node was not captured to its end");
+            };
+            Ok(GraphExecId(world.execs.insert(Exec { graph: Arc::new(flat), template, options, last: None })))
+        })
+    }
+
+    fn graph_launch(&self, exec: GraphExecId, stream: StreamId) -> Result<()> {
+        let mut world = self.enter(Call::GraphLaunch)?;
+        let stream = world.live_stream(stream)?;
+        let device = world.exec(exec)?.template.device;
+        world.forbid_implicit(stream)?;
+        if world.stream(stream).capture.is_some() {
+            let why = format!("{exec} was launched on {stream}, which captures");
+            return world.break_capture_of(stream, ErrorCode::StreamCaptureUnsupported, why);
+        }
+        world.device(device)?;
+        let mut world = self.wait_for_room(world, stream)?;
+        world.make_room_for_graph(exec)?;
+        world.launch_graph(exec, stream)
+    }
+
+    fn graph_topology(&self, graph: GraphId) -> Result<GraphTopology> {
+        self.call(Call::GraphTopology, |world| Ok(world.graph(graph)?.template.topology()))
+    }
+
+    fn graph_dot(&self, graph: GraphId) -> Result<String> {
+        self.call(Call::GraphDot, |world| Ok(world.graph(graph)?.template.dot()))
+    }
+
+    fn graph_destroy(&self, graph: GraphId) -> Result<()> {
+        self.call(Call::GraphDestroy, |world| {
+            world.graph(graph)?;
+            let state = world.graphs.remove(graph.0).expect("just found");
+            if !state.is_body {
+                world.release_template(state.template);
+            }
+            Ok(())
+        })
+    }
+
+    fn graph_exec_destroy(&self, exec: GraphExecId) -> Result<()> {
+        self.call(Call::GraphExecDestroy, |world| {
+            world.exec(exec)?;
+            let state = world.execs.remove(exec.0).expect("just found");
+            world.release_template(state.template);
+            Ok(())
+        })
+    }
+
+    fn graph_raw(&self, graph: GraphId) -> Result<RawHandle> {
+        self.call(Call::GraphRaw, |world| {
+            world.graph(graph)?;
+            Ok(RawHandle::simulated(0x6000_0000 + graph.0 * 0x40))
+        })
+    }
+
+    fn graph_exec_raw(&self, exec: GraphExecId) -> Result<RawHandle> {
+        self.call(Call::GraphExecRaw, |world| {
+            world.exec(exec)?;
+            Ok(RawHandle::simulated(0x7000_0000 + exec.0 * 0x40))
+        })
+    }
+
+    fn conditional_create(&self, stream: StreamId, default: u32) -> Result<ConditionalId> {
+        self.call(Call::ConditionalCreate, |world| {
+            let capture = world.captured_by(stream)?.capture;
+            let device = world.capture(capture).device;
+            if !world.config.devices[device.0 as usize].properties.conditional_nodes {
+                return world.fail(ErrorCode::NotSupported, format!("{device} has no conditional nodes"));
+            }
+            let flag = ConditionalId(world.conditionals.insert(Conditional { capture, used: false }));
+            world.captures.get_mut(capture.0).expect("a live capture").flags.push((flag, default));
+            Ok(flag)
+        })
+    }
+
+    fn conditional_begin(
+        &self,
+        stream: StreamId,
+        conditional: ConditionalId,
+        kind: ConditionalKind,
+        body: StreamId,
+        mode: CaptureMode,
+    ) -> Result<()> {
+        self.call(Call::ConditionalBegin, |world| {
+            let joined = world.captured_by(stream)?;
+            let stream = world.live_stream(stream)?;
+            let body = world.live_stream(body)?;
+            match world.conditionals.get(conditional.0) {
+                Some(state) if state.capture == joined.capture && !state.used => {}
+                _ => return world.fail(ErrorCode::InvalidValue, format!("{conditional} is not free for this graph")),
+            }
+            if world.stream(body).capture.is_some() {
+                return world.fail(ErrorCode::IllegalState, format!("{body} captures already"));
+            }
+            let place = Arc::new(OnceLock::new());
+            let work = Work::Conditional { flag: conditional, kind, body: Arc::clone(&place) };
+            world.add_node(stream, work, 500)?;
+            world.conditionals.get_mut(conditional.0).expect("just found").used = true;
+            let capture = world.begin_capture(body, mode);
+            world.captures.get_mut(capture.0).expect("just begun").body_of = Some(place);
+            Ok(())
+        })
+    }
+}
+
+impl World {
+    /// Makes room for what the graph's nodes allocate.
+    fn make_room_for_graph(&mut self, exec: GraphExecId) -> Result<()> {
+        let Exec { template, options, .. } = self.exec(exec)?;
+        let (template, options) = (Arc::clone(template), *options);
+        let mut taken = Vec::new();
+        for &(ptr, pool) in &template.memory {
+            let (bytes, live) = match self.memory.space.regions.get(&ptr.0) {
+                Some((bytes, Region::OfGraph { piece, .. })) => (*bytes, piece.is_some()),
+                _ => continue,
+            };
+            if live && options.auto_free_on_launch {
+                // The room of the last launch serves this one.
+                continue;
+            }
+            let refused = if live {
+                self.fail(ErrorCode::InvalidValue, format!("{ptr}, allocated by the last launch, was not freed"))
+            } else {
+                self.take_from_pool(pool, bytes)
+            };
+            if let Err(error) = refused {
+                for (pool, bytes) in taken {
+                    self.return_to_pool(pool, bytes);
+                }
+                return Err(error);
+            }
+            taken.push((pool, bytes));
+        }
+        Ok(())
+    }
+
+    /// Puts a launch into the stream's queue.
+    fn launch_graph(&mut self, exec: GraphExecId, stream: StreamId) -> Result<()> {
+        let Exec { graph, last, .. } = self.exec(exec)?;
+        let (graph, last) = (Arc::clone(graph), last.clone());
+        let mut waits = Vec::new();
+        if let Some((stamp, base)) = last {
+            // Launches of one executable never overlap.
+            self.learn(stream, &base, stamp);
+            waits.push(stamp);
+        }
+        // What an event has marked counts when the graph is launched, not when its node gets to run.
+        for node in &graph.nodes {
+            if let Work::EventWait(event) = node.work
+                && let Some(EventMark::Recorded { stamp, base, .. }) = self.events.get(event.0).map(|e| e.mark.clone())
+            {
+                self.learn(stream, &base, stamp);
+                waits.push(stamp);
+            }
+        }
+        let slot = self.slot(stream, waits);
+        let (stamp, base) = (slot.stamp, Arc::clone(&slot.base));
+        self.last_launch += 1;
+        let launch = Launch::new(exec, &graph, stream, stamp, self.calls, Arc::clone(&base));
+        self.launches.insert(self.last_launch, launch);
+        self.push(stream, slot, Work::Launch(self.last_launch), 0);
+        for node in &graph.nodes {
+            if let Work::Record(event) = node.work
+                && let Some(state) = self.events.get_mut(event.0)
+            {
+                state.mark = EventMark::Recorded { stamp, base: Arc::clone(&base), done: None };
+            }
+        }
+        self.exec(exec)?.last = Some((stamp, base));
+        Ok(())
+    }
+
+    /// One holder of a template less. With the last one go the addresses that its nodes allocated.
+    fn release_template(&mut self, template: Arc<Template>) {
+        let Ok(template) = Arc::try_unwrap(template) else { return };
+        for (ptr, _) in template.memory {
+            if let Some((bytes, Region::OfGraph { piece: None, .. })) = self.memory.space.regions.get(&ptr.0) {
+                let bytes = *bytes;
+                self.memory.space.regions.remove(&ptr.0);
+                self.bury(ptr.0, bytes, Gone::PoolFreed);
+            }
+        }
+    }
+}

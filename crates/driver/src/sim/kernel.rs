@@ -1,0 +1,85 @@
+//! Modules and kernels of the simulated machine: the Rust doubles of CUDA kernels.
+
+use std::sync::Arc;
+
+use super::SimDriver;
+use super::cost;
+use super::work::{KernelWork, Work};
+use super::world::{Function, World};
+use crate::{
+    Call, DeviceId, ErrorCode, FunctionId, KernelArg, KernelSource, Kernels, LaunchShape, ModuleId, Result, StreamId,
+};
+
+/// The most threads of a block, and the most blocks and threads in each dimension, as on every CUDA device of the last decade.
+const BLOCK_THREADS: u64 = 1024;
+const GRID_MOST: [u32; 3] = [i32::MAX as u32, 65_535, 65_535];
+const BLOCK_MOST: [u32; 3] = [1024, 1024, 64];
+
+impl Kernels for SimDriver {
+    fn module_load(&self, device: DeviceId, source: &KernelSource) -> Result<ModuleId> {
+        self.call(Call::ModuleLoad, |world| {
+            world.device(device)?;
+            Ok(ModuleId(world.modules.insert(source.mirrors)))
+        })
+    }
+
+    fn module_unload(&self, module: ModuleId) -> Result<()> {
+        self.call(Call::ModuleUnload, |world| {
+            world.module(module)?;
+            world.modules.remove(module.0);
+            for id in world.functions.ids() {
+                if world.functions.get(id).is_some_and(|function| function.module == module) {
+                    world.functions.remove(id);
+                }
+            }
+            Ok(())
+        })
+    }
+
+    fn function_get(&self, module: ModuleId, name: &str) -> Result<FunctionId> {
+        self.call(Call::FunctionGet, |world| {
+            let mirrors = world.module(module)?;
+            match mirrors.iter().find(|mirror| mirror.name == name) {
+                Some(&mirror) => Ok(FunctionId(world.functions.insert(Function { module, mirror }))),
+                None => world.fail(ErrorCode::NotFound, format!("{module} has no kernel named {name}")),
+            }
+        })
+    }
+
+    fn kernel_launch(
+        &self,
+        function: FunctionId,
+        shape: LaunchShape,
+        args: &[KernelArg],
+        stream: StreamId,
+    ) -> Result<()> {
+        self.submit(Call::KernelLaunch, stream, |world, _| {
+            let Some(&Function { mirror, .. }) = world.functions.get(function.0) else {
+                let why = world.functions.why_missing(function.0);
+                return Err(world.missing(why, function.to_string()));
+            };
+            let fits = |size: [u32; 3], most: [u32; 3]| size.iter().zip(most).all(|(&n, most)| (1..=most).contains(&n));
+            let block: u64 = shape.block.iter().map(|&n| u64::from(n)).product();
+            if !fits(shape.grid, GRID_MOST) || !fits(shape.block, BLOCK_MOST) || block > BLOCK_THREADS {
+                return world.fail(ErrorCode::InvalidValue, format!("no device can run {shape:?}"));
+            }
+            let nanos = match mirror.nanos {
+                Some(nanos) => nanos(&shape, args),
+                None => cost::kernel_nanos(&shape),
+            };
+            Ok((Work::Kernel(Arc::new(KernelWork { mirror, shape, args: args.to_vec() })), nanos))
+        })
+    }
+}
+
+impl World {
+    fn module(&mut self, module: ModuleId) -> Result<&'static [crate::KernelMirror]> {
+        match self.modules.get(module.0) {
+            Some(&mirrors) => Ok(mirrors),
+            None => {
+                let why = self.modules.why_missing(module.0);
+                Err(self.missing(why, module.to_string()))
+            }
+        }
+    }
+}

@@ -1,0 +1,192 @@
+//! A launched graph on its way: its nodes run in the order of their edges, bodies of conditional nodes as often as their flags say.
+
+use std::sync::Arc;
+
+use super::actor::Point;
+use super::cost;
+use super::engine::{Callback, Runner};
+use super::exec::ExecGraph;
+use super::execute::Scene;
+use super::order::{Frontier, Stamp};
+use super::work::Work;
+use super::world::World;
+use crate::{ConditionalId, ConditionalKind, GraphExecId, StreamId};
+
+/// One launch of an executable.
+#[derive(Debug)]
+pub(super) struct Launch {
+    pub exec: GraphExecId,
+    pub graph: Arc<ExecGraph>,
+    pub stream: StreamId,
+    /// The place of the launch in its stream: all its nodes share it.
+    pub stamp: Stamp,
+    pub at: u64,
+    pub base: Arc<Frontier>,
+    pub flags: Vec<(ConditionalId, u32)>,
+    /// For each node, how many before it are not done.
+    preds: Vec<u32>,
+    /// For each body, how many nodes are not done.
+    left: Vec<u32>,
+    /// For each body, the number of its current run.
+    run: Vec<u32>,
+    runs: u32,
+}
+
+impl Launch {
+    pub fn new(
+        exec: GraphExecId,
+        graph: &Arc<ExecGraph>,
+        stream: StreamId,
+        stamp: Stamp,
+        at: u64,
+        base: Arc<Frontier>,
+    ) -> Self {
+        Self {
+            exec,
+            stream,
+            stamp,
+            at,
+            base,
+            flags: graph.flags.clone(),
+            preds: vec![0; graph.nodes.len()],
+            left: vec![0; graph.bodies.len()],
+            run: vec![0; graph.bodies.len()],
+            runs: 0,
+            graph: Arc::clone(graph),
+        }
+    }
+
+    fn flag(&self, flag: ConditionalId) -> bool {
+        self.flags.iter().any(|&(id, value)| id == flag && value != 0)
+    }
+}
+
+impl World {
+    /// The launch is the first of its stream: it begins.
+    pub fn start_launch(&mut self, launch: u64, now: u64) {
+        self.start_body(launch, 0, now);
+    }
+
+    fn launch(&mut self, launch: u64) -> &mut Launch {
+        self.launches.get_mut(&launch).expect("a launch under way")
+    }
+
+    fn start_body(&mut self, launch: u64, body: u32, now: u64) {
+        let state = self.launch(launch);
+        let graph = Arc::clone(&state.graph);
+        let nodes = &graph.bodies[body as usize];
+        state.left[body as usize] = nodes.len() as u32;
+        if body != 0 {
+            state.runs += 1;
+            state.run[body as usize] = state.runs;
+        }
+        for &node in nodes {
+            state.preds[node as usize] = graph.nodes[node as usize].preds;
+        }
+        if nodes.is_empty() {
+            self.finish_body(launch, body, now);
+            return;
+        }
+        for &node in nodes.iter().filter(|&&node| graph.nodes[node as usize].preds == 0) {
+            self.start_node(launch, node, now);
+        }
+    }
+
+    fn start_node(&mut self, launch: u64, node: u32, now: u64) {
+        let seed = self.config.seed;
+        let state = self.launch(launch);
+        let graph = Arc::clone(&state.graph);
+        let Stamp { lane, seq } = state.stamp;
+        // The number of the run is part of the draw, so that the rounds of a loop differ.
+        let place = (u64::from(state.runs) << 32) + u64::from(node) + 2;
+        let luck = cost::draw(seed, u64::from(lane), seq, place);
+        let this = &graph.nodes[node as usize];
+        let nanos = self.lasting(&this.work, this.nanos, luck);
+        self.run(Runner::Node(launch, node), now + nanos, luck);
+    }
+
+    /// A node has ended: it takes effect.
+    pub fn finish_node(&mut self, launch: u64, node: u32, now: u64) {
+        let state = self.launches.get_mut(&launch).expect("a launch under way");
+        let graph = Arc::clone(&state.graph);
+        let this = &graph.nodes[node as usize];
+        match &this.work {
+            Work::Callback(run) => {
+                let runner = Runner::Node(launch, node);
+                self.callbacks.push_back(Callback { run: Arc::clone(run), runner, time: now });
+            }
+            Work::Conditional { flag, .. } => {
+                let body = this.runs.expect("a conditional has a body");
+                let broken = self.devices[graph.device.0 as usize].broken.is_some();
+                if self.launch(launch).flag(*flag) && !broken {
+                    self.start_body(launch, body, now);
+                } else {
+                    self.complete_node(launch, node, now);
+                }
+            }
+            work => {
+                let point = Point { exec: state.exec, node, run: state.run[this.body as usize] };
+                let base = Arc::clone(&state.base);
+                let scene = Scene {
+                    device: graph.device,
+                    stream: state.stream,
+                    stamp: state.stamp,
+                    at: state.at,
+                    base: &base,
+                    graph: Some((&graph, point)),
+                    now,
+                };
+                let mut flags = std::mem::take(&mut state.flags);
+                self.perform(work, &scene, &mut flags);
+                self.launch(launch).flags = flags;
+                self.complete_node(launch, node, now);
+            }
+        }
+    }
+
+    /// A node is done: those behind it may go on.
+    pub fn complete_node(&mut self, launch: u64, node: u32, now: u64) {
+        let state = self.launch(launch);
+        let graph = Arc::clone(&state.graph);
+        let this = &graph.nodes[node as usize];
+        state.left[this.body as usize] -= 1;
+        let body_done = state.left[this.body as usize] == 0;
+        let mut ready = Vec::new();
+        for &next in &this.succs {
+            let preds = &mut state.preds[next as usize];
+            *preds -= 1;
+            if *preds == 0 {
+                ready.push(next);
+            }
+        }
+        for next in ready {
+            self.start_node(launch, next, now);
+        }
+        if body_done {
+            self.finish_body(launch, this.body, now);
+        }
+    }
+
+    /// All nodes of a body are done.
+    fn finish_body(&mut self, launch: u64, body: u32, now: u64) {
+        let graph = Arc::clone(&self.launch(launch).graph);
+        let Some(owner) = graph.owner[body as usize] else {
+            let launch = self.launches.remove(&launch).expect("a launch under way");
+            self.stream_mut(launch.stream).queue.pop_front();
+            self.complete(launch.stream, now);
+            return;
+        };
+        let again = match graph.nodes[owner as usize].work {
+            Work::Conditional { flag, kind: ConditionalKind::While, .. } => {
+                self.launch(launch).flag(flag) && self.devices[graph.device.0 as usize].broken.is_none()
+            }
+            _ => false,
+        };
+        if again {
+            // Through the heap, so that an empty body that never ends does not hold up the host for ever within one call.
+            self.run(Runner::Node(launch, owner), now + cost::LOOP_NANOS, 0);
+        } else {
+            self.complete_node(launch, owner, now);
+        }
+    }
+}

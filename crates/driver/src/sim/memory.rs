@@ -1,0 +1,330 @@
+//! All simulated memory, and every access to it: addresses are resolved, the history is checked, bytes are moved.
+
+use rustc_hash::FxHashMap;
+
+use super::actor::{Actor, Label, Order};
+use super::bytes::Bytes;
+use super::hazard::{HazardKind, HazardLog};
+use super::shadow::{Clash, Mark, Shadow};
+use super::space::{Fault, Gone, Piece, PieceId, Place, Region, Space};
+use crate::{DeviceId, DevicePtr, PoolId};
+
+/// How much of a copy or fill is moved at a time.
+const CHUNK: u64 = 64 << 10;
+
+/// Who is at work, and what is known about order: all that an access needs to be checked.
+#[derive(Clone, Copy)]
+pub(super) struct Toucher<'a> {
+    pub device: DeviceId,
+    pub who: Actor,
+    pub order: Order<'a>,
+    pub now: u64,
+    /// Copies may reach memory of every device; kernels only that of their own and of enabled peers.
+    pub everywhere: bool,
+}
+
+/// The device touched what it may not. `true` if that breaks the device.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Broken(pub bool);
+
+/// All memory.
+#[derive(Debug)]
+pub(super) struct Memory {
+    pub space: Space,
+    pub log: HazardLog,
+    /// For each device, the peers whose plain memory it may use.
+    pub peers: Vec<Vec<DeviceId>>,
+    /// The devices that may use a pool's memory besides its own.
+    pub pool_access: Vec<(PoolId, DeviceId)>,
+    pieces: FxHashMap<PieceId, Piece>,
+    last_piece: u64,
+    check_uninitialized: bool,
+    scratch: Vec<u8>,
+}
+
+impl Memory {
+    pub fn new(devices: usize, hazards_kept: usize, check_uninitialized: bool) -> Self {
+        Self {
+            space: Space::default(),
+            log: HazardLog::new(hazards_kept),
+            peers: vec![Vec::new(); devices],
+            pool_access: Vec::new(),
+            pieces: FxHashMap::default(),
+            last_piece: 0,
+            check_uninitialized,
+            scratch: Vec::new(),
+        }
+    }
+
+    pub fn add_piece(&mut self, bytes: u64, device: Option<DeviceId>, contents: Bytes) -> PieceId {
+        self.last_piece += 1;
+        let id = PieceId(self.last_piece);
+        self.pieces.insert(id, Piece { bytes, device, contents, shadow: Shadow::default() });
+        id
+    }
+
+    pub fn piece(&self, id: PieceId) -> &Piece {
+        &self.pieces[&id]
+    }
+
+    pub fn drop_piece(&mut self, id: PieceId) {
+        self.pieces.remove(&id);
+    }
+
+    /// Where `ptr` leads for `device`.
+    pub fn resolve(&self, ptr: DevicePtr, device: DeviceId, write: bool, everywhere: bool) -> Result<Place, Fault> {
+        self.space.resolve(ptr, device, write, |piece, pool| {
+            let Some(owner) = self.pieces[&piece].device else { return true };
+            everywhere
+                || owner == device
+                || match pool {
+                    None => self.peers[device.0 as usize].contains(&owner),
+                    Some(pool) => self.pool_access.contains(&(pool, device)),
+                }
+        })
+    }
+
+    /// Whether all of a range can be used; else why not, and from which address on.
+    pub fn check(
+        &self,
+        ptr: DevicePtr,
+        bytes: u64,
+        device: DeviceId,
+        write: bool,
+        everywhere: bool,
+    ) -> Result<(), (Fault, DevicePtr)> {
+        let mut done = 0;
+        while done < bytes {
+            let here = ptr.offset(done);
+            done += self.resolve(here, device, write, everywhere).map_err(|fault| (fault, here))?.bytes;
+        }
+        Ok(())
+    }
+
+    /// Reads, as `by`.
+    pub fn read(&mut self, ptr: DevicePtr, into: &mut [u8], by: &Toucher<'_>) -> Result<(), Broken> {
+        let mut done = 0;
+        while done < into.len() {
+            let rest = (into.len() - done) as u64;
+            let place = self.touch(ptr.offset(done as u64), rest, false, by)?;
+            let piece = &self.pieces[&place.piece];
+            piece.contents.read(place.offset, &mut into[done..done + place.bytes as usize]);
+            done += place.bytes as usize;
+        }
+        Ok(())
+    }
+
+    /// Writes, as `by`.
+    pub fn write(&mut self, ptr: DevicePtr, from: &[u8], by: &Toucher<'_>) -> Result<(), Broken> {
+        let mut done = 0;
+        while done < from.len() {
+            let rest = (from.len() - done) as u64;
+            let place = self.touch(ptr.offset(done as u64), rest, true, by)?;
+            let piece = self.pieces.get_mut(&place.piece).expect("a place leads to a piece");
+            piece.contents.write(place.offset, &from[done..done + place.bytes as usize]);
+            done += place.bytes as usize;
+        }
+        Ok(())
+    }
+
+    /// Writes `pattern` over and over, as `by`.
+    pub fn fill(&mut self, ptr: DevicePtr, pattern: &[u8], bytes: u64, by: &Toucher<'_>) -> Result<(), Broken> {
+        self.touch_all(ptr, bytes, true, by)?;
+        let mut chunk = std::mem::take(&mut self.scratch);
+        chunk.clear();
+        let period = bytes.min(CHUNK);
+        chunk.extend(pattern.iter().copied().cycle().take(period as usize));
+        self.for_chunks(ptr, bytes, |piece, offset, _, n| piece.contents.write(offset, &chunk[..n]));
+        self.scratch = chunk;
+        Ok(())
+    }
+
+    /// Copies, as `by`.
+    pub fn copy(&mut self, dst: DevicePtr, src: DevicePtr, bytes: u64, by: &Toucher<'_>) -> Result<(), Broken> {
+        self.touch_all(src, bytes, false, by)?;
+        self.touch_all(dst, bytes, true, by)?;
+        let mut chunk = std::mem::take(&mut self.scratch);
+        let mut done = 0;
+        while done < bytes {
+            let n = (bytes - done).min(CHUNK);
+            chunk.resize(n as usize, 0);
+            self.for_chunks(src.offset(done), n, |piece, offset, at, n| {
+                piece.contents.read(offset, &mut chunk[at..at + n]);
+            });
+            self.for_chunks(dst.offset(done), n, |piece, offset, at, n| {
+                piece.contents.write(offset, &chunk[at..at + n]);
+            });
+            done += n;
+        }
+        self.scratch = chunk;
+        Ok(())
+    }
+
+    /// Takes note of an access that moves no bytes of its own, such as a free.
+    pub fn touch_all(&mut self, ptr: DevicePtr, bytes: u64, write: bool, by: &Toucher<'_>) -> Result<(), Broken> {
+        let mut done = 0;
+        while done < bytes {
+            done += self.touch(ptr.offset(done), bytes - done, write, by)?.bytes;
+        }
+        Ok(())
+    }
+
+    /// Visits the bytes of a range that has been checked: piece, offset in it, offset in the range, how many.
+    fn for_chunks(&mut self, ptr: DevicePtr, bytes: u64, mut visit: impl FnMut(&mut Piece, u64, usize, usize)) {
+        let mut done = 0;
+        while done < bytes {
+            let place = self.space.locate(ptr.offset(done)).expect("checked before");
+            let n = place.bytes.min(bytes - done).min(CHUNK);
+            let piece = self.pieces.get_mut(&place.piece).expect("a place leads to a piece");
+            visit(piece, place.offset, done as usize, n as usize);
+            done += n;
+        }
+    }
+
+    /// Resolves the start of a range, checks the access to as much of it as lies in one piece, and says where that is.
+    fn touch(&mut self, ptr: DevicePtr, bytes: u64, write: bool, by: &Toucher<'_>) -> Result<Place, Broken> {
+        let mut place = match self.resolve(ptr, by.device, write, by.everywhere) {
+            Ok(place) => place,
+            Err(fault) => return Err(self.fault(fault, ptr, bytes, &by.who, by.now)),
+        };
+        place.bytes = place.bytes.min(bytes);
+        let Self { pieces, log, check_uninitialized, .. } = self;
+        let piece = pieces.get_mut(&place.piece).expect("a place leads to a piece");
+        let on_device = piece.device.is_some();
+        let end = place.offset + place.bytes;
+        piece.shadow.touch((place.offset, end), write, &by.who, &by.order, &mut |clash, from, to| {
+            let range = (ptr.offset(from - place.offset), to - from);
+            let who = &by.who;
+            match clash {
+                Clash::Unordered(earlier) => {
+                    let kind = unordered_kind(&earlier, who);
+                    log.memory(kind, Some(&earlier), who, range, || why_unordered(&earlier, by), by.now);
+                }
+                Clash::Unwritten if *check_uninitialized && on_device => {
+                    log.memory(HazardKind::UninitializedRead, None, who, range, || NEVER_WRITTEN.to_owned(), by.now);
+                }
+                Clash::Unwritten => {}
+                Clash::HandedOut => {
+                    log.memory(HazardKind::HandedOutInFlight, None, who, range, || why_handed_out(who), by.now);
+                }
+                Clash::Returned => {
+                    let kind = match who.point {
+                        Some(_) => HazardKind::GraphOverFreedMemory,
+                        None => HazardKind::UseAfterFree,
+                    };
+                    log.memory(kind, None, who, range, || RETURNED.to_owned(), by.now);
+                }
+            }
+        });
+        Ok(place)
+    }
+
+    /// Logs an access to an address that leads nowhere, and says whether it breaks the device.
+    pub fn fault(&mut self, fault: Fault, ptr: DevicePtr, bytes: u64, who: &Actor, now: u64) -> Broken {
+        let (kind, why, breaks) = match fault {
+            Fault::Nothing => (HazardKind::IllegalAccess, "the address belongs to nothing".to_owned(), true),
+            Fault::Denied => (HazardKind::IllegalAccess, "the device was given no access to it".to_owned(), true),
+            Fault::Gone(tomb) => {
+                let kind = match (who.point, tomb.gone) {
+                    (Some(_), _) => HazardKind::GraphOverFreedMemory,
+                    (None, Gone::Unmapped) => HazardKind::UseAfterUnmap,
+                    (None, Gone::Freed | Gone::PoolFreed) => HazardKind::UseAfterFree,
+                };
+                let how = match tomb.gone {
+                    Gone::Freed => "freed",
+                    Gone::PoolFreed => "freed to its pool",
+                    Gone::Unmapped => "unmapped",
+                };
+                let when = if who.at > tomb.at { "before this was queued" } else { "while this was still queued" };
+                (kind, format!("the memory was {how} by call #{}, {when}", tomb.at), tomb.gone != Gone::PoolFreed)
+            }
+        };
+        self.log.memory(kind, None, who, (ptr, bytes), || why, now);
+        Broken(breaks)
+    }
+
+    /// Notes that an allocator handed a range to the work that `order` is the end of.
+    pub fn hand_out(&mut self, ptr: DevicePtr, bytes: u64, mark: &Mark, by: &Toucher<'_>) {
+        let mut done = 0;
+        while done < bytes {
+            let here = ptr.offset(done);
+            let Some(place) = self.space.locate(here) else { return };
+            let n = place.bytes.min(bytes - done);
+            let Self { pieces, log, .. } = self;
+            let piece = pieces.get_mut(&place.piece).expect("a place leads to a piece");
+            let range = (place.offset, place.offset + n);
+            piece.shadow.hand_out(range, mark.clone(), &by.order, &mut |earlier, from, to| {
+                let range = (here.offset(from.max(place.offset) - place.offset), to - from);
+                let why = || format!("{}; it was handed out by call #{}", why_unordered(earlier, by), by.who.at);
+                log.memory(HazardKind::HandedOutInFlight, None, earlier, range, why, by.now);
+            });
+            done += n;
+        }
+    }
+
+    /// Notes that an allocator took a range back.
+    pub fn take_back(&mut self, ptr: DevicePtr, bytes: u64, at: u64) {
+        let mut done = 0;
+        while done < bytes {
+            let Some(place) = self.space.locate(ptr.offset(done)) else { return };
+            let n = place.bytes.min(bytes - done);
+            let piece = self.pieces.get_mut(&place.piece).expect("a place leads to a piece");
+            piece.shadow.mark(place.offset, place.offset + n, Mark::Returned { at });
+            done += n;
+        }
+    }
+
+    /// The pinned range that `[ptr, ptr + bytes)` lies in, if it does.
+    pub fn is_pinned(&self, ptr: u64, bytes: u64) -> bool {
+        match self.space.region_at(ptr) {
+            Some((start, size, Region::Pinned { .. })) => ptr + bytes <= start + size,
+            _ => false,
+        }
+    }
+}
+
+const NEVER_WRITTEN: &str = "nothing has written these bytes since they were allocated";
+const RETURNED: &str = "the allocator had taken the memory back before this was queued";
+
+fn unordered_kind(earlier: &Actor, who: &Actor) -> HazardKind {
+    if earlier.is_host() || who.is_host() {
+        HazardKind::HostTooEarly
+    } else if earlier.label == Label::PoolFree || who.label == Label::PoolFree {
+        HazardKind::UseAfterFree
+    } else {
+        HazardKind::Race
+    }
+}
+
+/// In words, why `earlier` does not come before the work of `by`.
+fn why_unordered(earlier: &Actor, by: &Toucher<'_>) -> String {
+    let seen = by.order.base.seen(earlier.stamp.lane);
+    if by.who.is_host() {
+        return format!(
+            "the host has not waited for {}: it knows {} up to its operation {seen}, and this was operation {}",
+            earlier.stream, earlier.stream, earlier.stamp.seq
+        );
+    }
+    if earlier.is_host() {
+        return format!(
+            "{} was queued before the host touched the memory, and the host did not wait for it",
+            by.who.stream
+        );
+    }
+    match (by.who.point, earlier.point) {
+        (Some(here), Some(there)) if earlier.stamp == by.who.stamp => {
+            format!("no path of edges leads from node {} to node {}", there.node, here.node)
+        }
+        _ => format!(
+            "no event, default-stream rule or wait of the host puts one behind the other: {} knows {} up to its operation {seen}, and this was operation {}",
+            by.who.stream, earlier.stream, earlier.stamp.seq
+        ),
+    }
+}
+
+fn why_handed_out(who: &Actor) -> String {
+    format!(
+        "an allocator handed the memory to other work after this was queued, and nothing puts the new owner behind {}",
+        who.stream
+    )
+}

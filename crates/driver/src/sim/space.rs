@@ -1,0 +1,222 @@
+//! The address space: which addresses belong to what, and what they belonged to before.
+//!
+//! Addresses lie above all that this process can have itself, so that pinned host memory keeps its own. They are handed out upwards and come
+//! again as late as possible, so that a stale address is told from a live one.
+
+use std::collections::{BTreeMap, VecDeque};
+
+use super::bytes::Bytes;
+use super::shadow::Shadow;
+use crate::{Access, DeviceAccess, DeviceId, DevicePtr, PoolId};
+
+/// The first address and the first beyond.
+const FIRST: u64 = 1 << 47;
+const BEYOND: u64 = 1 << 56;
+/// How many gone ranges are remembered.
+const TOMBS_KEPT: usize = 65_536;
+
+/// A piece of memory: contents and history. Reached by addresses through a region or a mapping.
+#[derive(Debug)]
+pub(super) struct Piece {
+    pub bytes: u64,
+    /// Whose memory it is; `None` for the host's.
+    pub device: Option<DeviceId>,
+    pub contents: Bytes,
+    pub shadow: Shadow,
+}
+
+/// Names a piece.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub(super) struct PieceId(pub u64);
+
+/// What a range of addresses is.
+#[derive(Debug)]
+pub(super) enum Region {
+    /// Memory from `mem_alloc`.
+    Plain { piece: PieceId },
+    /// Memory from a pool. `freed` once the free is queued.
+    Pooled { piece: PieceId, pool: PoolId, freed: bool },
+    /// Addresses that nodes of a graph allocate and free; with memory only in between.
+    OfGraph { piece: Option<PieceId>, pool: PoolId },
+    /// Pinned host memory, at the address that the host knows.
+    Pinned { piece: PieceId, registered: bool },
+    /// Reserved addresses with what is mapped in them.
+    Reserved { mappings: BTreeMap<u64, Mapping> },
+}
+
+/// A piece mapped into reserved addresses.
+#[derive(Clone, Debug)]
+pub(super) struct Mapping {
+    pub bytes: u64,
+    pub piece: PieceId,
+    pub access: Vec<DeviceAccess>,
+}
+
+/// Why an address that belonged to something does so no more.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Gone {
+    Freed,
+    /// Freed to a pool, which keeps it mapped: touching it is wrong but does not break the device.
+    PoolFreed,
+    Unmapped,
+}
+
+/// A range that is gone, and the number of the call that took it.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Tomb {
+    pub bytes: u64,
+    pub gone: Gone,
+    pub at: u64,
+}
+
+/// Why an address cannot be used.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Fault {
+    /// It belongs to nothing, and is not remembered to have.
+    Nothing,
+    /// It belonged to something.
+    Gone(Tomb),
+    /// It is not for this device.
+    Denied,
+}
+
+/// Where an address leads: so many bytes of a piece.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Place {
+    pub piece: PieceId,
+    pub offset: u64,
+    pub bytes: u64,
+}
+
+/// All addresses.
+#[derive(Debug)]
+pub(super) struct Space {
+    pub regions: BTreeMap<u64, (u64, Region)>,
+    tombs: BTreeMap<u64, Tomb>,
+    tomb_order: VecDeque<u64>,
+    next: u64,
+}
+
+impl Default for Space {
+    fn default() -> Self {
+        Self { regions: BTreeMap::new(), tombs: BTreeMap::new(), tomb_order: VecDeque::new(), next: FIRST }
+    }
+}
+
+impl Space {
+    /// Free addresses for `bytes`, aligned; `None` if the space is used up.
+    pub fn find(&mut self, bytes: u64, align: u64) -> Option<u64> {
+        let start = self.fit(self.next, bytes, align).or_else(|| self.fit(FIRST, bytes, align))?;
+        self.next = start + bytes;
+        Some(start)
+    }
+
+    fn fit(&self, from: u64, bytes: u64, align: u64) -> Option<u64> {
+        let mut start = from.next_multiple_of(align);
+        while start.checked_add(bytes)? <= BEYOND {
+            match self.overlap(start, bytes) {
+                None => return Some(start),
+                Some(end) => start = end.next_multiple_of(align),
+            }
+        }
+        None
+    }
+
+    /// Where the region ends that overlaps these addresses, if any does.
+    fn overlap(&self, start: u64, bytes: u64) -> Option<u64> {
+        let (&at, &(size, _)) = self.regions.range(..start + bytes).next_back()?;
+        (at + size > start).then_some(at + size)
+    }
+
+    /// Whether these addresses are free and may be given out.
+    pub fn is_free(&self, start: u64, bytes: u64) -> bool {
+        start != 0 && start.checked_add(bytes).is_some_and(|end| end <= BEYOND) && self.overlap(start, bytes).is_none()
+    }
+
+    pub fn insert(&mut self, start: u64, bytes: u64, region: Region) {
+        debug_assert!(self.overlap(start, bytes).is_none(), "two regions share addresses");
+        let first = self.tombs.range(..start).next_back().map_or(start, |(&at, _)| at);
+        let stale: Vec<u64> = self
+            .tombs
+            .range(first..start + bytes)
+            .filter(|&(&at, tomb)| at + tomb.bytes > start)
+            .map(|(&at, _)| at)
+            .collect();
+        for at in stale {
+            self.tombs.remove(&at);
+        }
+        self.regions.insert(start, (bytes, region));
+    }
+
+    /// Remembers that a range is gone.
+    pub fn bury(&mut self, start: u64, bytes: u64, gone: Gone, at: u64) {
+        if self.tombs.insert(start, Tomb { bytes, gone, at }).is_none() {
+            self.tomb_order.push_back(start);
+        }
+        while self.tomb_order.len() > TOMBS_KEPT {
+            let oldest = self.tomb_order.pop_front().expect("more than none");
+            self.tombs.remove(&oldest);
+        }
+    }
+
+    /// The region that `address` lies in: its start, its size, and what it is.
+    pub fn region_at(&self, address: u64) -> Option<(u64, u64, &Region)> {
+        let (&start, (bytes, region)) = self.regions.range(..=address).next_back()?;
+        (address < start + bytes).then_some((start, *bytes, region))
+    }
+
+    /// Where `ptr` leads, and how far. `device` is who asks; `may` decides about memory that is not mapped by hand, by its pool if it is of one.
+    pub fn resolve(
+        &self,
+        ptr: DevicePtr,
+        device: DeviceId,
+        write: bool,
+        may: impl Fn(PieceId, Option<PoolId>) -> bool,
+    ) -> Result<Place, Fault> {
+        let Some((_, _, region)) = self.region_at(ptr.0) else { return Err(self.why_gone(ptr.0)) };
+        let allowed = match region {
+            Region::Pinned { .. } => true,
+            Region::Plain { piece } => may(*piece, None),
+            Region::Pooled { piece, pool, .. } | Region::OfGraph { piece: Some(piece), pool } => {
+                may(*piece, Some(*pool))
+            }
+            Region::OfGraph { piece: None, .. } => false,
+            Region::Reserved { mappings } => mappings.range(..=ptr.0).next_back().is_some_and(|(_, mapping)| {
+                mapping.access.iter().any(|rights| {
+                    rights.device == device
+                        && (rights.access == Access::ReadWrite || (rights.access == Access::Read && !write))
+                })
+            }),
+        };
+        match self.locate(ptr) {
+            Some(place) if allowed => Ok(place),
+            Some(_) => Err(Fault::Denied),
+            None => Err(self.why_gone(ptr.0)),
+        }
+    }
+
+    /// Where `ptr` leads, whoever asks.
+    pub fn locate(&self, ptr: DevicePtr) -> Option<Place> {
+        let (start, bytes, region) = self.region_at(ptr.0)?;
+        let place = |piece, start, bytes| Place { piece, offset: ptr.0 - start, bytes: start + bytes - ptr.0 };
+        match region {
+            Region::Pinned { piece, .. }
+            | Region::Plain { piece }
+            | Region::Pooled { piece, .. }
+            | Region::OfGraph { piece: Some(piece), .. } => Some(place(*piece, start, bytes)),
+            Region::OfGraph { piece: None, .. } => None,
+            Region::Reserved { mappings } => {
+                let (&at, mapping) = mappings.range(..=ptr.0).next_back()?;
+                (ptr.0 < at + mapping.bytes).then(|| place(mapping.piece, at, mapping.bytes))
+            }
+        }
+    }
+
+    /// Why there is nothing at `address`.
+    pub fn why_gone(&self, address: u64) -> Fault {
+        match self.tombs.range(..=address).next_back() {
+            Some((&at, tomb)) if address < at + tomb.bytes => Fault::Gone(*tomb),
+            _ => Fault::Nothing,
+        }
+    }
+}

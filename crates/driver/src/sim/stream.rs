@@ -1,0 +1,173 @@
+//! Streams of the simulated machine.
+
+use super::SimDriver;
+use super::work::Work;
+use super::world::{EventMark, StreamKind, World};
+use crate::{
+    Call, DeviceId, ErrorCode, EventId, EventScope, HostCallback, PriorityRange, RawHandle, Result, StreamId,
+    StreamInfo, StreamOptions, Streams,
+};
+
+impl Streams for SimDriver {
+    fn stream_default(&self, device: DeviceId) -> Result<StreamId> {
+        self.call(Call::StreamDefault, |world| Ok(world.device_any(device)?.legacy))
+    }
+
+    fn stream_per_thread(&self, device: DeviceId) -> Result<StreamId> {
+        self.call(Call::StreamPerThread, |world| Ok(world.device_any(device)?.per_thread))
+    }
+
+    fn stream_priority_range(&self, device: DeviceId) -> Result<PriorityRange> {
+        self.call(Call::StreamPriorityRange, |world| {
+            world.device(device)?;
+            Ok(world.config.devices[device.0 as usize].priorities)
+        })
+    }
+
+    fn stream_create(&self, device: DeviceId, options: StreamOptions) -> Result<StreamId> {
+        self.call(Call::StreamCreate, |world| {
+            world.device(device)?;
+            let priority = world.config.devices[device.0 as usize].priorities.clamp(options.priority);
+            let kind = if options.non_blocking { StreamKind::NonBlocking } else { StreamKind::Blocking };
+            Ok(world.add_stream(device, kind, priority))
+        })
+    }
+
+    fn stream_destroy(&self, stream: StreamId) -> Result<()> {
+        self.call(Call::StreamDestroy, |world| {
+            let device = world.known_stream(stream)?;
+            let state = &world.devices[device.0 as usize];
+            if stream == state.legacy || stream == state.per_thread {
+                return world.fail(ErrorCode::InvalidHandle, "default streams cannot be destroyed");
+            }
+            world.leave_capture(stream);
+            world.devices[device.0 as usize].blocking.retain(|&other| other != stream);
+            world.stream_mut(stream).gone = true;
+            world.retire_if_drained(stream);
+            Ok(())
+        })
+    }
+
+    fn stream_adopt(&self, device: DeviceId, raw: RawHandle) -> Result<StreamId> {
+        self.call(Call::StreamAdopt, |world| {
+            let state = world.device(device)?;
+            match raw.number() {
+                0 | 1 => return Ok(state.legacy),
+                2 => return Ok(state.per_thread),
+                _ => {}
+            }
+            let known = world.devices[device.0 as usize]
+                .streams
+                .iter()
+                .copied()
+                .find(|&stream| world.stream(stream).raw == raw.number() && !world.stream(stream).gone);
+            match known {
+                Some(stream) => Ok(stream),
+                None => world.fail(ErrorCode::InvalidHandle, format!("no stream of {device} has the handle {raw}")),
+            }
+        })
+    }
+
+    fn stream_info(&self, stream: StreamId) -> Result<StreamInfo> {
+        self.call(Call::StreamInfo, |world| {
+            let device = world.known_stream(stream)?;
+            let state = world.stream(stream);
+            let own = &world.devices[device.0 as usize];
+            let raw = match stream {
+                _ if stream == own.legacy => 0,
+                _ if stream == own.per_thread => 2,
+                _ => state.raw,
+            };
+            Ok(StreamInfo {
+                device,
+                priority: state.priority,
+                non_blocking: state.kind == StreamKind::NonBlocking && stream != own.per_thread,
+                raw: RawHandle::simulated(raw),
+            })
+        })
+    }
+
+    fn stream_query(&self, stream: StreamId) -> Result<bool> {
+        self.call(Call::StreamQuery, |world| {
+            let stream = world.live_stream(stream)?;
+            world.forbid_waiting(stream)?;
+            let done = world.is_drained(stream);
+            if done {
+                world.host_learns_stream(stream);
+            }
+            Ok(done)
+        })
+    }
+
+    fn stream_synchronize(&self, stream: StreamId) -> Result<()> {
+        let mut world = self.enter(Call::StreamSynchronize)?;
+        let stream = world.live_stream(stream)?;
+        world.forbid_waiting(stream)?;
+        let device = world.stream(stream).device;
+        let tail = world.stream(stream).tail;
+        let mut world = self.wait(world, |world| {
+            world.streams.get(stream.0).is_none_or(|state| world.lanes[state.lane as usize].done >= tail)
+        });
+        if world.is_drained(stream) && world.streams.get(stream.0).is_some() {
+            world.host_learns_stream(stream);
+        }
+        world.settle_pools(device);
+        world.device(device).map(drop)
+    }
+
+    fn stream_wait_event(&self, stream: StreamId, event: EventId, scope: EventScope) -> Result<()> {
+        let mut world = self.enter(Call::StreamWaitEvent)?;
+        let stream = world.live_stream(stream)?;
+        let mark = world.event(event)?.mark.clone();
+        world.forbid_implicit(stream)?;
+        let capturing = world.stream(stream).capture.is_some();
+        if scope == EventScope::External {
+            if !capturing {
+                return world.fail(ErrorCode::IllegalState, "external waits are for streams that capture");
+            }
+            return world.submit(stream, Work::EventWait(event), 0);
+        }
+        match mark {
+            EventMark::Never => Ok(()),
+            EventMark::Captured { capture, deps } => world.join_capture(stream, capture, &deps),
+            EventMark::Recorded { .. } if capturing => {
+                let why = format!("{stream} waited for {event}, which was recorded outside the capture");
+                world.break_capture_of(stream, ErrorCode::StreamCaptureIsolation, why)
+            }
+            EventMark::Recorded { stamp, base, done } => {
+                world.learn(stream, &base, stamp);
+                if done.is_none() {
+                    let mut world = self.wait_for_room(world, stream)?;
+                    world.enqueue(stream, Work::Marker, 0, vec![stamp]);
+                }
+                Ok(())
+            }
+        }
+    }
+
+    fn stream_host_callback(&self, stream: StreamId, callback: HostCallback) -> Result<()> {
+        self.submit(Call::StreamHostCallback, stream, |_, _| Ok((Work::Callback(callback), 5_000)))
+    }
+}
+
+impl World {
+    /// The device of a stream that lives; asking changes nothing.
+    fn known_stream(&mut self, stream: StreamId) -> Result<DeviceId> {
+        let device = match self.streams.get(stream.0) {
+            Some(state) if !state.gone => state.device,
+            // Gives the error.
+            _ => return self.live_stream(stream).map(|_| DeviceId(0)),
+        };
+        self.device(device)?;
+        Ok(device)
+    }
+
+    /// Gives work to a stream: into the graph if it captures, into its queue if not.
+    pub(super) fn submit(&mut self, stream: StreamId, work: Work, nanos: u64) -> Result<()> {
+        if self.stream(stream).capture.is_some() {
+            return self.add_node(stream, work, nanos);
+        }
+        self.enqueue(stream, work, nanos, Vec::new());
+        Ok(())
+    }
+}

@@ -1,0 +1,252 @@
+//! Every driver call of a long scenario fails once: each time the scenario stops with that error, takes back what it had done, and leaves nothing behind.
+
+mod common;
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use common::{DEVICE, KERNELS};
+use warpool_driver::decorate::{Counting, FaultPlan, Faulty};
+use warpool_driver::sim::{SimConfig, SimDriver};
+use warpool_driver::*;
+
+/// What a failed scenario must still be able to do.
+const CLEAN_UP: &[Call] = &[
+    Call::StreamDestroy,
+    Call::EventDestroy,
+    Call::MemFree,
+    Call::VmUnmap,
+    Call::VmRelease,
+    Call::VmFreeRange,
+    Call::PoolFree,
+    Call::PoolDestroy,
+    Call::HostFree,
+    Call::HostUnregister,
+    Call::GraphDestroy,
+    Call::GraphExecDestroy,
+    Call::ModuleUnload,
+    Call::ContextRelease,
+    Call::PeerDisable,
+    Call::CaptureEnd,
+    Call::DeviceSynchronize,
+];
+
+/// Takes back what was done, last first.
+#[derive(Default)]
+struct Undo<'a>(Vec<Box<dyn FnOnce() -> Result<()> + 'a>>);
+
+impl<'a> Undo<'a> {
+    fn push(&mut self, step: impl FnOnce() -> Result<()> + 'a) {
+        self.0.push(Box::new(step));
+    }
+}
+
+impl Drop for Undo<'_> {
+    fn drop(&mut self) {
+        while let Some(step) = self.0.pop() {
+            step().expect("clean-up is spared from faults");
+        }
+    }
+}
+
+/// Touches every group of calls.
+fn scenario(driver: &dyn Driver) -> Result<()> {
+    let mut undo = Undo::default();
+    let plain = EventScope::Plain;
+
+    // Devices.
+    assert_eq!(driver.device_count()?, 2);
+    driver.device_properties(DEVICE)?;
+    driver.context_retain(DEVICE)?;
+    undo.push(|| driver.context_release(DEVICE));
+    driver.context_is_active(DEVICE)?;
+    driver.set_current_device(DEVICE)?;
+    driver.current_device()?;
+    let other = DeviceId(1);
+    if driver.peer_can_access(DEVICE, other)? {
+        driver.peer_enable(DEVICE, other)?;
+        undo.push(move || driver.peer_disable(DEVICE, other));
+    }
+
+    // Streams and events.
+    driver.stream_priority_range(DEVICE)?;
+    let default = driver.stream_default(DEVICE)?;
+    driver.stream_per_thread(DEVICE)?;
+    let stream = driver.stream_create(DEVICE, StreamOptions::default())?;
+    undo.push(move || driver.stream_destroy(stream));
+    let side = driver.stream_create(DEVICE, StreamOptions { non_blocking: false, priority: -1 })?;
+    undo.push(move || driver.stream_destroy(side));
+    let raw = driver.stream_info(stream)?.raw;
+    assert_eq!(driver.stream_adopt(DEVICE, raw)?, stream);
+    let timed = EventOptions { timing: true, ..EventOptions::default() };
+    let start = driver.event_create(DEVICE, timed)?;
+    undo.push(move || driver.event_destroy(start));
+    let end = driver.event_create(DEVICE, timed)?;
+    undo.push(move || driver.event_destroy(end));
+    let shared = driver.event_create(DEVICE, EventOptions { interprocess: true, ..EventOptions::default() })?;
+    undo.push(move || driver.event_destroy(shared));
+    let name = driver.event_export(shared)?;
+    match driver.event_import(DEVICE, &name) {
+        // Not in the process that exported it.
+        Err(error) if error.code == ErrorCode::InvalidContext => {}
+        other => return other.map(drop),
+    }
+    driver.event_record(start, stream, plain)?;
+    driver.event_record(end, stream, plain)?;
+    driver.event_synchronize(end)?;
+    driver.event_query(end)?;
+    driver.event_elapsed_ms(start, end)?;
+    driver.stream_wait_event(side, end, plain)?;
+    let runs = Arc::new(AtomicUsize::new(0));
+    let counted = Arc::clone(&runs);
+    driver.stream_host_callback(stream, Arc::new(move || _ = counted.fetch_add(1, Ordering::Relaxed)))?;
+    driver.stream_synchronize(stream)?;
+    assert_eq!(runs.load(Ordering::Relaxed), 1);
+    driver.stream_query(stream)?;
+
+    // Memory of every kind.
+    driver.mem_info(DEVICE)?;
+    let memory = driver.mem_alloc(DEVICE, 1 << 20)?;
+    undo.push(move || driver.mem_free(memory));
+    let far = driver.mem_alloc(other, 4096)?;
+    undo.push(move || driver.mem_free(far));
+    let unit = driver.vm_granularity(DEVICE, Granularity::Minimum)?;
+    let range = driver.vm_reserve(2 * unit, 0, None)?;
+    undo.push(move || driver.vm_free_range(range, 2 * unit));
+    let options = PhysicalOptions { share: Some(ShareKind::PosixFd), rdma: false };
+    let physical = driver.vm_create(DEVICE, unit, options)?;
+    undo.push(move || driver.vm_release(physical));
+    let exported = driver.vm_export(physical, ShareKind::PosixFd)?;
+    let imported = driver.vm_import(DEVICE, &exported, unit)?;
+    undo.push(move || driver.vm_release(imported));
+    driver.vm_map(range, physical)?;
+    undo.push(move || driver.vm_unmap(range, unit));
+    driver.vm_map(range.offset(unit), imported)?;
+    undo.push(move || driver.vm_unmap(range.offset(unit), unit));
+    driver.vm_set_access(range, 2 * unit, &[DeviceAccess { device: DEVICE, access: Access::ReadWrite }])?;
+    let pool = driver.pool_create(DEVICE)?;
+    undo.push(move || driver.pool_destroy(pool));
+    driver.pool_default(DEVICE)?;
+    driver.pool_set(pool, PoolAttribute::ReleaseThreshold, u64::MAX)?;
+    driver.pool_set_access(pool, other, Access::ReadWrite)?;
+    let pooled = driver.pool_alloc(pool, 4096, stream)?;
+    undo.push(move || driver.pool_free(pooled, stream).and_then(|()| driver.device_synchronize(DEVICE)));
+    driver.pool_get(pool, PoolAttribute::UsedCurrent)?;
+    driver.pool_trim(pool, 0)?;
+    let host = driver.host_alloc(DEVICE, 4096, HostOptions::default())?;
+    undo.push(move || driver.host_free(host));
+    let mut pages = vec![0u8; 8192];
+    // SAFETY: `pages` outlives the registration, which `undo` ends, and nothing else looks into it.
+    let own = unsafe { HostRange::new(HostPtr(pages.as_mut_ptr().expose_provenance() as u64), 8192) };
+    // `pages` must outlive `undo`, and locals go in the order opposite to their making.
+    let mut undo_pages = Undo::default();
+    driver.host_register(DEVICE, own, HostOptions::default())?;
+    undo_pages.push(move || driver.host_unregister(own.ptr()));
+    driver.host_device_ptr(DEVICE, host)?;
+    driver.host_write(host, &[7; 64])?;
+
+    // Copies.
+    driver.upload(DEVICE, memory, &[1; 64])?;
+    driver.copy(memory.into(), host.into(), 64, stream)?;
+    driver.copy_peer(far, other, memory, DEVICE, 64, stream)?;
+    driver.fill(range, Pattern::U16(3), 32, stream)?;
+    driver.stream_synchronize(stream)?;
+    let mut back = [0; 64];
+    driver.download(other, far, &mut back)?;
+    assert_eq!(back, [7; 64]);
+    driver.host_read(host, &mut back)?;
+
+    // Kernels, capture, graphs.
+    let module = driver.module_load(DEVICE, &KERNELS)?;
+    undo.push(move || driver.module_unload(module));
+    let add = driver.function_get(module, "add")?;
+    let args = [memory.into(), KernelArg::U32(4), KernelArg::U32(1)];
+    driver.kernel_launch(add, LaunchShape::ONE, &args, stream)?;
+    driver.capture_mode_exchange(CaptureMode::Global)?;
+    let graph = captured(driver, stream, side, |flag| {
+        driver.kernel_launch(add, LaunchShape::ONE, &args, stream)?;
+        driver.conditional_begin(stream, flag, ConditionalKind::If, side, CaptureMode::Relaxed)?;
+        let filled = driver.fill(range, Pattern::U8(1), 16, side);
+        driver.capture_end(side).and_then(|body| driver.graph_destroy(body)).and(filled)
+    })?;
+    undo.push(move || driver.graph_destroy(graph));
+    driver.graph_topology(graph)?;
+    driver.graph_dot(graph)?;
+    driver.graph_raw(graph)?;
+    let exec = driver.graph_instantiate(graph, InstantiateOptions::default())?;
+    undo.push(move || driver.graph_exec_destroy(exec));
+    driver.graph_exec_raw(exec)?;
+    driver.graph_launch(exec, stream)?;
+    driver.stream_synchronize(stream)?;
+    driver.stream_synchronize(default)?;
+    driver.device_synchronize(DEVICE)
+}
+
+/// A capture that is ended whatever happens in it.
+fn captured(
+    driver: &dyn Driver,
+    stream: StreamId,
+    side: StreamId,
+    body: impl FnOnce(ConditionalId) -> Result<()>,
+) -> Result<GraphId> {
+    driver.capture_begin(stream, CaptureMode::Relaxed)?;
+    let outcome = (|| {
+        driver.capture_state(stream)?;
+        driver.capture_dependencies(stream)?;
+        driver.capture_topology(stream)?;
+        body(driver.conditional_create(stream, 1)?)
+    })();
+    if outcome.is_err() && matches!(driver.capture_state(side), Ok(CaptureState::Active(_))) {
+        driver.capture_end(side).and_then(|graph| driver.graph_destroy(graph))?;
+    }
+    match (outcome, driver.capture_end(stream)) {
+        (Ok(()), graph) => graph,
+        (Err(error), Ok(graph)) => driver.graph_destroy(graph).and(Err(error)),
+        (Err(error), Err(_)) => Err(error),
+    }
+}
+
+fn machine() -> Arc<SimDriver> {
+    Arc::new(SimDriver::new(SimConfig::default().with_devices(2)))
+}
+
+/// The calls that can fail, in the order in which the scenario makes them.
+fn calls_of_scenario() -> (u64, Vec<Call>) {
+    let counting = Counting::new(machine());
+    scenario(&counting).expect("the scenario works");
+    let counts = counting.counts();
+    let made: Vec<Call> = counts.iter().filter(|count| count.calls > 0).map(|count| count.call).collect();
+    let faultable = counts.iter().filter(|count| !CLEAN_UP.contains(&count.call)).map(|count| count.calls).sum();
+    (faultable, made)
+}
+
+#[test]
+fn the_scenario_makes_every_call_of_the_contract() {
+    let (_, made) = calls_of_scenario();
+    let notes = [Call::NoteHandedOut, Call::NoteReturned];
+    let missing: Vec<&Call> = Call::ALL.iter().filter(|call| !made.contains(call) && !notes.contains(call)).collect();
+    assert!(missing.is_empty(), "{missing:?}");
+}
+
+#[test]
+fn each_call_failing_once_is_an_error_and_leaves_nothing_behind() {
+    let (faultable, _) = calls_of_scenario();
+    let sim = machine();
+    let faulty = Faulty::new(Arc::clone(&sim) as Arc<dyn Driver>, FaultPlan::default());
+    scenario(&faulty).expect("without faults it works");
+    let before = sim.census();
+    for nth in 1..=faultable {
+        faulty.set_plan(FaultPlan::default().fail_nth_of_all(nth, ErrorCode::UnknownError).sparing(CLEAN_UP));
+        let error = scenario(&faulty).expect_err("a call failed");
+        let fired = faulty.fired();
+        assert_eq!(fired.len() as u64, nth, "one fault each time");
+        let last = fired.last().expect("at least one");
+        assert_eq!((error.call, error.code), (last.call.name(), ErrorCode::UnknownError), "call {nth}");
+        faulty.clear_plan();
+        sim.device_synchronize(DEVICE).expect("the device goes on");
+        assert_eq!(sim.census(), before, "after {} failed as call {nth}", error.call);
+        let wrong: Vec<String> = sim.hazards().iter().map(ToString::to_string).collect();
+        assert!(wrong.is_empty(), "after {} failed as call {nth}: {wrong:#?}", error.call);
+    }
+    scenario(&faulty).expect("and it still works");
+}
