@@ -1,1 +1,253 @@
-//! Placeholder.
+//! Warpool's driver contract over the CUDA driver.
+//!
+//! [`CudaDriver`] is the contract; [`libraries()`] says which of NVIDIA's libraries this machine has. Both load what
+//! they need at run time, so one build serves machines with and without CUDA, and drivers from CUDA 12.0 on. What is
+//! missing is an error that names it, never a panic.
+//!
+//! No policy lives here: no caching, no pools of streams, no retries. Ids go in, handles go to CUDA, codes come back.
+//! The only memory of its own that the backend keeps is what the contract needs: which handle an id stands for, which
+//! device an address belongs to, which host memory is pinned.
+//!
+//! All FFI of the workspace is in this crate. Locks are never held while waiting for the device, and in this order
+//! where two are held: `graph_gate` or an executable's lock, `pinned_bytes`, `pinned`, a device's holds, a table's.
+
+#[cfg(not(all(unix, target_pointer_width = "64", target_endian = "little")))]
+compile_error!("warpool-cuda is for 64-bit little-endian Unix: what the CUDA driver itself runs on");
+
+mod api;
+mod callback;
+mod capture;
+mod conditional;
+mod context;
+mod copy;
+mod device;
+mod error;
+mod event;
+mod graph;
+mod host;
+mod kernel;
+mod libraries;
+mod library;
+mod memory;
+mod nvrtc;
+mod pool;
+mod stream;
+mod table;
+mod virtual_memory;
+
+use std::fmt;
+use std::sync::{Mutex, OnceLock, RwLock};
+use std::time::{Duration, Instant};
+
+use warpool_driver::{Driver, ErrorCode, Notes};
+
+use api::Api;
+use capture::Origins;
+use context::Device;
+use library::{Loaded, driver_candidates};
+use nvrtc::Nvrtc;
+use table::{Ranges, Table};
+
+pub use libraries::{FoundLibrary, LibraryStatus, libraries};
+pub use library::{MissingLibrary, MissingSymbol};
+
+/// The oldest driver that is served.
+const OLDEST: DriverVersion = DriverVersion { major: 12, minor: 0 };
+
+/// The version of CUDA that a driver speaks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct DriverVersion {
+    /// Before the point.
+    pub major: u32,
+    /// Behind it.
+    pub minor: u32,
+}
+
+impl DriverVersion {
+    /// From the number that CUDA gives: 13010 is 13.1.
+    const fn from_number(number: i32) -> Self {
+        let number = number.unsigned_abs();
+        Self { major: number / 1000, minor: number % 1000 / 10 }
+    }
+}
+
+impl fmt::Display for DriverVersion {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}.{}", self.major, self.minor)
+    }
+}
+
+/// Why the CUDA driver cannot be used.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum OpenError {
+    /// There is no driver on this machine, or not where the loader looks.
+    #[error("no CUDA driver: {0}")]
+    Library(#[from] MissingLibrary),
+    /// The driver lacks a function that every driver since CUDA 12.0 has.
+    #[error("unusable CUDA driver: {0}")]
+    Symbol(#[from] MissingSymbol),
+    /// The driver is too old.
+    #[error("the CUDA driver is too old: it speaks CUDA {found}, {OLDEST} is needed; install a newer NVIDIA driver")]
+    TooOld {
+        /// What it speaks.
+        found: DriverVersion,
+    },
+    /// The driver is there but does not start: no device, no permission, a mismatch with the kernel module.
+    #[error("the CUDA driver does not start: {call}: {code}")]
+    Start {
+        /// The function that failed.
+        call: &'static str,
+        /// Why.
+        code: ErrorCode,
+    },
+}
+
+/// The CUDA driver, behind the contract.
+///
+/// Opening it creates no context. The first call that needs a device's primary context makes it, and the driver holds
+/// it until it is dropped. Objects that were made through the driver and not taken away are not destroyed then: they go
+/// with the context, once nobody else holds that.
+pub struct CudaDriver {
+    api: Api,
+    version: DriverVersion,
+    opened: Instant,
+    devices: Box<[Device]>,
+
+    streams: Table<stream::Stream>,
+    events: Table<event::Event>,
+    allocations: Ranges<memory::Allocation>,
+    physical: Table<virtual_memory::Physical>,
+    pools: Table<pool::Pool>,
+    pinned: Ranges<host::Pinned>,
+    /// Held while the host reads (shared) or writes (alone) pinned memory, so that two threads cannot race on its
+    /// bytes.
+    pinned_bytes: RwLock<()>,
+    graphs: Table<graph::Graph>,
+    execs: Table<graph::Exec>,
+    conditionals: Table<conditional::Conditional>,
+    origins: Mutex<Origins>,
+    /// Held while a `CUgraph` is used: CUDA does not synchronise them, and one that is being captured may end under our
+    /// hands.
+    graph_gate: Mutex<()>,
+    modules: Table<kernel::Module>,
+    functions: Table<kernel::Function>,
+    nvrtc: OnceLock<Nvrtc>,
+}
+
+impl CudaDriver {
+    /// Loads and starts the CUDA driver.
+    pub fn open() -> Result<Self, OpenError> {
+        let library = Loaded::open("libcuda", &driver_candidates())?;
+        let version = version_of(&library)?;
+        if version < OLDEST {
+            return Err(OpenError::TooOld { found: version });
+        }
+        let api = Api::resolve(&library)?;
+        // SAFETY: takes no pointers; may be called any number of times.
+        start("cuInit", unsafe { (api.init)(0) })?;
+        let devices = device::enumerate(&api)?;
+        let streams = Table::new();
+        let devices = devices.into_iter().map(|raw| Device::new(raw, &streams)).collect();
+        Ok(Self {
+            api,
+            version,
+            opened: Instant::now(),
+            devices,
+            streams,
+            events: Table::new(),
+            allocations: Ranges::new(),
+            physical: Table::new(),
+            pools: Table::new(),
+            pinned: Ranges::new(),
+            pinned_bytes: RwLock::new(()),
+            graphs: Table::new(),
+            execs: Table::new(),
+            conditionals: Table::new(),
+            origins: Mutex::default(),
+            graph_gate: Mutex::new(()),
+            modules: Table::new(),
+            functions: Table::new(),
+            nvrtc: OnceLock::new(),
+        })
+    }
+
+    /// The version of CUDA that the driver speaks.
+    #[must_use]
+    pub const fn version(&self) -> DriverVersion {
+        self.version
+    }
+}
+
+/// Asks a library for its version, before anything else of it is needed.
+fn version_of(library: &Loaded) -> Result<DriverVersion, OpenError> {
+    // SAFETY: `CUresult cuDriverGetVersion(int *)`, the same in every version.
+    let get = unsafe { library.require::<unsafe extern "C" fn(*mut i32) -> u32>("cuDriverGetVersion") }?;
+    let mut number = 0;
+    // SAFETY: writes one int; needs no cuInit.
+    start("cuDriverGetVersion", unsafe { get(&raw mut number) })?;
+    Ok(DriverVersion::from_number(number))
+}
+
+/// Takes the code of a function that opening needs.
+fn start(call: &'static str, number: u32) -> Result<(), OpenError> {
+    match number {
+        0 => Ok(()),
+        number => Err(OpenError::Start { call, code: ErrorCode::from_number(number) }),
+    }
+}
+
+impl fmt::Debug for CudaDriver {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("CudaDriver")
+            .field("version", &self.version)
+            .field("devices", &self.devices.len())
+            .finish_non_exhaustive()
+    }
+}
+
+impl Notes for CudaDriver {}
+
+impl Driver for CudaDriver {
+    fn kind(&self) -> &'static str {
+        "cuda"
+    }
+
+    fn now(&self) -> Duration {
+        self.opened.elapsed()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn opening_works_or_says_why_not() {
+        match CudaDriver::open() {
+            Ok(driver) => {
+                assert_eq!(driver.kind(), "cuda");
+                assert!(driver.version() >= OLDEST);
+            }
+            Err(OpenError::Library(missing)) => {
+                assert_eq!(missing.tried, driver_candidates());
+                let text = OpenError::Library(missing).to_string();
+                assert!(text.contains("libcuda.so.1"), "{text}");
+            }
+            Err(other) => assert!(!other.to_string().is_empty()),
+        }
+    }
+
+    #[test]
+    fn the_driver_is_a_driver() {
+        fn takes(_: Option<&dyn Driver>) {}
+        takes(None::<&CudaDriver>.map(|driver| driver as &dyn Driver));
+    }
+
+    #[test]
+    fn versions_read_like_nvidias() {
+        assert_eq!(DriverVersion::from_number(12040).to_string(), "12.4");
+        assert_eq!(DriverVersion::from_number(13000).to_string(), "13.0");
+        assert!(DriverVersion::from_number(11080) < OLDEST && DriverVersion::from_number(12000) >= OLDEST);
+    }
+}

@@ -1,0 +1,288 @@
+//! Stream capture: beginning, ending, asking, and callbacks that are captured.
+//!
+//! The graph that a capture writes into is the capture's until it ends. Whoever uses it before that holds `graph_gate`,
+//! and so does whoever may end it.
+
+use std::ffi::c_uint;
+use std::ptr;
+use std::thread::{self, ThreadId};
+
+use cudarc::driver::sys;
+use cudarc::driver::sys::CUstreamCaptureMode_enum as Mode;
+use rustc_hash::FxHashMap;
+use warpool_driver::{
+    Call, CaptureId, CaptureMode, CaptureState, Captures, ErrorCode, GraphId, GraphTopology, HostCallback, NodeId,
+    Result, StreamId,
+};
+
+use crate::CudaDriver;
+use crate::callback;
+use crate::error::{Site, enter};
+use crate::graph::{Graph, Owner};
+use crate::stream::{Stream, StreamKind};
+use crate::table::{Handle, lock};
+
+/// A graph's handle, and a node's.
+pub(crate) type GraphHandle = Handle<sys::CUgraph_st>;
+pub(crate) type NodeHandle = Handle<sys::CUgraphNode_st>;
+
+/// `CUstreamCaptureStatus` as numbers: a newer driver may know more of them.
+const ACTIVE: u32 = sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_ACTIVE as u32;
+const INVALIDATED: u32 = sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_INVALIDATED as u32;
+
+/// The captures that began through this driver, by the stream that they began on. The thread counts for the threads'
+/// own default streams, which share an id.
+pub(crate) type Origins = FxHashMap<(StreamId, Option<ThreadId>), Origin>;
+
+/// One capture.
+#[derive(Clone, Copy)]
+pub(crate) struct Origin {
+    /// The graph that it writes into.
+    pub(crate) graph: GraphHandle,
+    /// The graph with the conditional node whose body it writes, if it does.
+    pub(crate) parent: Option<GraphHandle>,
+}
+
+/// A capture as the stream sees it.
+pub(crate) struct Capture {
+    /// The graph so far. Good while `graph_gate` is held.
+    pub(crate) graph: GraphHandle,
+    /// The nodes that the next work depends on.
+    pub(crate) dependencies: Vec<NodeHandle>,
+}
+
+/// CUDA's name for a mode.
+pub(crate) const fn mode_of(mode: CaptureMode) -> Mode {
+    match mode {
+        CaptureMode::Global => Mode::CU_STREAM_CAPTURE_MODE_GLOBAL,
+        CaptureMode::ThreadLocal => Mode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL,
+        CaptureMode::Relaxed => Mode::CU_STREAM_CAPTURE_MODE_RELAXED,
+    }
+}
+
+impl Captures for CudaDriver {
+    fn capture_begin(&self, stream: StreamId, mode: CaptureMode) -> Result<()> {
+        let site = enter(Call::CaptureBegin)?;
+        let row = self.stream(site, stream)?;
+        let _current = self.on_stream(site, &row)?;
+        let _gate = lock(&self.graph_gate);
+        // SAFETY: the stream is live.
+        site.check(unsafe { (self.api.stream_begin_capture)(row.raw.raw(), mode_of(mode)) })?;
+        match self.capturing_graph(site, &row) {
+            Some(graph) => self.capture_began(stream, &row, Origin { graph, parent: None }),
+            None => self.capture_dropped(stream, &row),
+        }
+        Ok(())
+    }
+
+    fn capture_end(&self, stream: StreamId) -> Result<GraphId> {
+        let site = enter(Call::CaptureEnd)?;
+        let row = self.stream(site, stream)?;
+        let context = self.context_of_stream(site, &row)?;
+        let _current = self.make_current(site, context)?;
+        let _gate = lock(&self.graph_gate);
+        let mut raw = ptr::null_mut();
+        // SAFETY: the stream is live; `raw` takes the handle.
+        let code = unsafe { (self.api.stream_end_capture)(row.raw.raw(), &raw mut raw) };
+        match ErrorCode::from_number(code) {
+            // The capture is broken but still under way, on the stream where it began.
+            ErrorCode::StreamCaptureUnmatched => return Err(site.error(ErrorCode::StreamCaptureUnmatched)),
+            other if code != 0 => {
+                self.capture_dropped(stream, &row);
+                return Err(site.error(other));
+            }
+            _ => {}
+        }
+        let graph = GraphHandle::new(raw);
+        let origin = lock(&self.origins).remove(&origin_key(stream, &row)).filter(|origin| origin.graph == graph);
+        if raw.is_null() {
+            return Err(site.error(ErrorCode::StreamCaptureInvalidated));
+        }
+        let owner = origin.and_then(|origin| origin.parent).map_or(Owner::Id, Owner::Node);
+        Ok(GraphId(self.graphs.insert(Graph { raw: graph, context, owner })))
+    }
+
+    fn capture_state(&self, stream: StreamId) -> Result<CaptureState> {
+        let site = enter(Call::CaptureState)?;
+        let row = self.stream(site, stream)?;
+        let _current = self.on_stream(site, &row)?;
+        let (status, id, _) = self.capture_status(site, &row)?;
+        Ok(match status {
+            ACTIVE => CaptureState::Active(CaptureId(id)),
+            INVALIDATED => CaptureState::Invalidated,
+            _ => CaptureState::None,
+        })
+    }
+
+    fn capture_dependencies(&self, stream: StreamId) -> Result<Vec<NodeId>> {
+        let site = enter(Call::CaptureDependencies)?;
+        let row = self.stream(site, stream)?;
+        let _current = self.on_stream(site, &row)?;
+        let _gate = lock(&self.graph_gate);
+        let capture = self.capture(site, &row)?;
+        Ok(capture.dependencies.into_iter().map(|node| NodeId(node.number())).collect())
+    }
+
+    fn capture_topology(&self, stream: StreamId) -> Result<GraphTopology> {
+        let site = enter(Call::CaptureTopology)?;
+        let row = self.stream(site, stream)?;
+        let _current = self.on_stream(site, &row)?;
+        let _gate = lock(&self.graph_gate);
+        let capture = self.capture(site, &row)?;
+        self.topology(site, capture.graph)
+    }
+
+    fn capture_mode_exchange(&self, mode: CaptureMode) -> Result<CaptureMode> {
+        let site = enter(Call::CaptureModeExchange)?;
+        match self.exchange_mode(site, mode_of(mode) as u32)? {
+            0 => Ok(CaptureMode::Global),
+            1 => Ok(CaptureMode::ThreadLocal),
+            2 => Ok(CaptureMode::Relaxed),
+            other => Err(site.explain(ErrorCode::UnknownError, format!("CUDA knows a capture mode {other}"))),
+        }
+    }
+}
+
+/// The thread's own strictness, put aside until this is dropped.
+pub(crate) struct Relaxed<'a> {
+    driver: &'a CudaDriver,
+    site: Site,
+    before: u32,
+}
+
+impl Drop for Relaxed<'_> {
+    fn drop(&mut self) {
+        if let Err(error) = self.driver.exchange_mode(self.site, self.before) {
+            tracing::warn!("the thread's capture mode could not be put back: {error}");
+        }
+    }
+}
+
+impl CudaDriver {
+    /// Lets the calling thread make calls that captures would forbid, for as long as the result lives.
+    pub(crate) fn relax(&self, site: Site) -> Result<Relaxed<'_>> {
+        let before = self.exchange_mode(site, Mode::CU_STREAM_CAPTURE_MODE_RELAXED as u32)?;
+        Ok(Relaxed { driver: self, site, before })
+    }
+
+    /// Swaps the calling thread's mode, by number.
+    fn exchange_mode(&self, site: Site, mut mode: u32) -> Result<u32> {
+        // SAFETY: `mode` is read and then takes the mode before; it has the size of the C enum.
+        site.check(unsafe { (self.api.thread_exchange_stream_capture_mode)((&raw mut mode).cast()) })?;
+        Ok(mode)
+    }
+
+    /// Whether a stream captures (by CUDA's number), under which id, into which graph.
+    fn capture_status(&self, site: Site, stream: &Stream) -> Result<(u32, u64, GraphHandle)> {
+        let (mut status, mut id, mut graph) = (0_u32, 0, ptr::null_mut());
+        // SAFETY: the stream is live. `status` has the size of the C enum, `id` and `graph` take what they are for; the
+        // rest is not wanted.
+        site.check(unsafe {
+            (self.api.stream_get_capture_info)(
+                stream.raw.raw(),
+                (&raw mut status).cast(),
+                &raw mut id,
+                &raw mut graph,
+                ptr::null_mut(),
+                ptr::null_mut(),
+            )
+        })?;
+        Ok((status, id, Handle::new(graph)))
+    }
+
+    /// The graph that the stream captures into, if it does. A stream that cannot tell does not: the call that follows
+    /// will say why.
+    pub(crate) fn capturing_graph(&self, site: Site, stream: &Stream) -> Option<GraphHandle> {
+        match self.capture_status(site, stream) {
+            Ok((ACTIVE, _, graph)) => Some(graph),
+            _ => None,
+        }
+    }
+
+    /// The capture under way. `IllegalState` if there is none, `StreamCaptureInvalidated` if it is broken.
+    pub(crate) fn capture(&self, site: Site, stream: &Stream) -> Result<Capture> {
+        let (mut status, mut graph, mut first, mut count) = (0_u32, ptr::null_mut(), ptr::null(), 0);
+        // SAFETY: the stream is live. `status` has the size of the C enum, the others take what they are for; the id is
+        // not wanted.
+        site.check(unsafe {
+            (self.api.stream_get_capture_info)(
+                stream.raw.raw(),
+                (&raw mut status).cast(),
+                ptr::null_mut(),
+                &raw mut graph,
+                &raw mut first,
+                &raw mut count,
+            )
+        })?;
+        match status {
+            ACTIVE => {}
+            INVALIDATED => return Err(site.error(ErrorCode::StreamCaptureInvalidated)),
+            _ => return Err(site.error(ErrorCode::IllegalState)),
+        }
+        let nodes = if first.is_null() || count == 0 {
+            &[]
+        } else {
+            // SAFETY: CUDA gave the array and its length, and keeps it until the next call that uses the stream.
+            unsafe { std::slice::from_raw_parts(first, count) }
+        };
+        let dependencies = nodes.iter().map(|&node| Handle::new(node)).collect();
+        Ok(Capture { graph: Handle::new(graph), dependencies })
+    }
+
+    /// Notes what a capture writes into.
+    pub(crate) fn capture_began(&self, stream: StreamId, row: &Stream, origin: Origin) {
+        lock(&self.origins).insert(origin_key(stream, row), origin);
+    }
+
+    /// Notes that a capture is over and its graph gone, and with that what was in it.
+    pub(crate) fn capture_dropped(&self, stream: StreamId, row: &Stream) {
+        let origin = lock(&self.origins).remove(&origin_key(stream, row));
+        if let Some(origin) = origin {
+            self.forget_inside(origin.graph);
+        }
+    }
+
+    /// Captures a callback. The graph owns it from then on: it goes when the graph, its executables and their launches
+    /// have gone.
+    pub(crate) fn capture_callback(
+        &self,
+        site: Site,
+        stream: &Stream,
+        graph: GraphHandle,
+        callback: HostCallback,
+    ) -> Result<()> {
+        const NO_SYNC: c_uint = sys::CUuserObject_flags::CU_USER_OBJECT_NO_DESTRUCTOR_SYNC as c_uint;
+        const MOVE: c_uint = sys::CUuserObjectRetain_flags::CU_GRAPH_USER_OBJECT_MOVE as c_uint;
+        let ticket = callback::keep(callback);
+        let mut object = ptr::null_mut();
+        // SAFETY: `object` takes the handle; the destructor takes its data for a number, whenever it runs.
+        let code = unsafe {
+            let destroy = Some(callback::on_graph_gone as unsafe extern "C" fn(_));
+            (self.api.user_object_create)(&raw mut object, ticket.user_data(), destroy, 1, NO_SYNC)
+        };
+        if code != 0 {
+            callback::forget(ticket);
+            return site.check(code);
+        }
+        // SAFETY: the function takes its data for a number, whenever and however often it runs.
+        let code =
+            unsafe { (self.api.launch_host_func)(stream.raw.raw(), Some(callback::run_captured), ticket.user_data()) };
+        if code != 0 {
+            // SAFETY: the one reference is ours; giving it up runs the destructor.
+            let released = unsafe { (self.api.user_object_release)(object, 1) };
+            if released != 0 {
+                tracing::warn!("a callback could not be dropped: {}", ErrorCode::from_number(released));
+            }
+            return site.check(code);
+        }
+        // If this fails the callback is never dropped: the node that calls it exists already. SAFETY: the graph is
+        // being captured and cannot end while the caller holds `graph_gate`; it takes over our one reference.
+        site.check(unsafe { (self.api.graph_retain_user_object)(graph.raw(), object, 1, MOVE) })
+    }
+}
+
+/// Where the capture of a stream is noted.
+fn origin_key(stream: StreamId, row: &Stream) -> (StreamId, Option<ThreadId>) {
+    let thread = (row.kind == StreamKind::PerThread).then(|| thread::current().id());
+    (stream, thread)
+}

@@ -1,0 +1,148 @@
+//! Conditional nodes: a flag, and a body that is captured on a stream of its own.
+//! Needs a driver of CUDA 12.3; an older one says `NotSupported`, naming the function that it lacks.
+
+use std::ptr;
+
+use cudarc::driver::sys;
+use warpool_driver::{Call, CaptureMode, ConditionalId, ConditionalKind, DriverError, ErrorCode, Result, StreamId};
+
+use crate::CudaDriver;
+use crate::capture::{GraphHandle, Origin, mode_of};
+use crate::error::{Site, enter};
+use crate::graph::Owner;
+use crate::stream::StreamKind;
+use crate::table::lock;
+
+/// A conditional's flag behind its id.
+#[derive(Clone, Copy)]
+pub(crate) struct Conditional {
+    /// What kernels and the node know it by.
+    pub(crate) handle: sys::CUgraphConditionalHandle,
+    /// The graph that it is a flag of.
+    pub(crate) graph: GraphHandle,
+    /// Whether a node has it.
+    taken: bool,
+}
+
+impl CudaDriver {
+    /// The flag behind an id, as kernels get it.
+    pub(crate) fn conditional(&self, site: Site, conditional: ConditionalId) -> Result<Conditional> {
+        self.conditionals.get(conditional.0).ok_or_else(|| site.error(ErrorCode::InvalidHandle))
+    }
+
+    /// `conditional_create` of the contract.
+    pub(crate) fn create_conditional(&self, stream: StreamId, default: u32) -> Result<ConditionalId> {
+        let site = enter(Call::ConditionalCreate)?;
+        let row = self.stream(site, stream)?;
+        let create = self.api.graph_conditional_handle_create.ok_or_else(|| self.no_conditionals(site))?;
+        let context = self.context_of_stream(site, &row)?;
+        let _current = self.make_current(site, context)?;
+        let _gate = lock(&self.graph_gate);
+        let graph = self.capture(site, &row)?.graph;
+        let mut handle = 0;
+        // SAFETY: the graph is being captured and cannot end while the gate is held; `handle` takes the number.
+        site.check(unsafe {
+            create(&raw mut handle, graph.raw(), context.raw(), default, sys::CU_GRAPH_COND_ASSIGN_DEFAULT)
+        })?;
+        Ok(ConditionalId(self.conditionals.insert(Conditional { handle, graph, taken: false })))
+    }
+
+    /// `conditional_begin` of the contract: a node is added by hand behind what the stream captured so far, the stream
+    /// goes on behind the node, and the body stream starts to capture into the node's graph.
+    pub(crate) fn begin_conditional(
+        &self,
+        stream: StreamId,
+        conditional: ConditionalId,
+        kind: ConditionalKind,
+        body: StreamId,
+        mode: CaptureMode,
+    ) -> Result<()> {
+        let site = enter(Call::ConditionalBegin)?;
+        let (row, body_row) = (self.stream(site, stream)?, self.stream(site, body)?);
+        let add_node = self.api.graph_add_node.ok_or_else(|| self.no_conditionals(site))?;
+        let begin = self.api.stream_begin_capture_to_graph.ok_or_else(|| self.no_conditionals(site))?;
+        let flag = self.conditional(site, conditional)?;
+        let context = self.context_of_stream(site, &row)?;
+        let _current = self.make_current(site, context)?;
+        let _gate = lock(&self.graph_gate);
+        let capture = self.capture(site, &row)?;
+
+        // A node cannot be taken out of a capture again, so what could fail behind it is asked before.
+        if body_row.kind == StreamKind::Legacy {
+            return Err(site.error(ErrorCode::StreamCaptureUnsupported));
+        }
+        if self.capturing_graph(site, &body_row).is_some() {
+            return Err(site.explain(ErrorCode::IllegalState, "the body's stream captures already"));
+        }
+        if flag.graph != capture.graph {
+            return Err(site.explain(ErrorCode::InvalidValue, "the flag belongs to another graph"));
+        }
+        let free = self.conditionals.update(conditional.0, |flag| !std::mem::replace(&mut flag.taken, true));
+        if free != Some(true) {
+            return Err(site.explain(ErrorCode::InvalidValue, "the flag has a node already"));
+        }
+
+        // SAFETY: all zeros is a value of every member: numbers, null pointers, and the node type 0.
+        let mut parameters: sys::CUgraphNodeParams = unsafe { std::mem::zeroed() };
+        parameters.type_ = sys::CUgraphNodeType::CU_GRAPH_NODE_TYPE_CONDITIONAL;
+        parameters.__bindgen_anon_1.conditional = sys::CUDA_CONDITIONAL_NODE_PARAMS {
+            handle: flag.handle,
+            type_: match kind {
+                ConditionalKind::If => sys::CUgraphConditionalNodeType::CU_GRAPH_COND_TYPE_IF,
+                ConditionalKind::While => sys::CUgraphConditionalNodeType::CU_GRAPH_COND_TYPE_WHILE,
+            },
+            size: 1,
+            phGraph_out: ptr::null_mut(),
+            ctx: context.raw(),
+        };
+        let before: Vec<sys::CUgraphNode> = capture.dependencies.iter().map(|node| node.raw()).collect();
+        let mut node = ptr::null_mut();
+        // SAFETY: the graph cannot end while the gate is held; `before` holds its nodes; `node` and `parameters` take
+        // what CUDA adds.
+        let code =
+            unsafe { add_node(&raw mut node, capture.graph.raw(), before.as_ptr(), before.len(), &raw mut parameters) };
+        if code != 0 {
+            let freed = self.conditionals.update(conditional.0, |flag| flag.taken = false);
+            assert!(freed.is_some(), "a flag goes only with its graph, under the gate");
+            return site.check(code);
+        }
+        // SAFETY: the node is a conditional one, so this is the member that CUDA filled.
+        let bodies = unsafe { parameters.__bindgen_anon_1.conditional.phGraph_out };
+        // SAFETY: CUDA points it to an array of `size` graphs, that is one, which lives as long as the node.
+        let graph = GraphHandle::new(unsafe { *bodies });
+
+        let set = sys::CUstreamUpdateCaptureDependencies_flags::CU_STREAM_SET_CAPTURE_DEPENDENCIES as u32;
+        // SAFETY: the stream captures the graph that the node is in; one node is read.
+        site.check(unsafe { (self.api.stream_update_capture_dependencies)(row.raw.raw(), &raw mut node, 1, set) })?;
+        let _body_current = self.on_stream(site, &body_row)?;
+        // SAFETY: the body's stream is live and its graph lives as long as the node; without dependencies the arrays
+        // are not read.
+        site.check(unsafe { begin(body_row.raw.raw(), graph.raw(), ptr::null(), ptr::null(), 0, mode_of(mode)) })?;
+        self.capture_began(body, &body_row, Origin { graph, parent: Some(capture.graph) });
+        Ok(())
+    }
+
+    /// Notes that a graph is gone, and what lived in it: flags, and bodies of conditional nodes with all that is in
+    /// them.
+    pub(crate) fn forget_inside(&self, graph: GraphHandle) {
+        self.conditionals.retain(|flag| flag.graph != graph);
+        let mut bodies = Vec::new();
+        self.graphs.for_each(|row| {
+            if row.owner == Owner::Node(graph) {
+                row.owner = Owner::Gone;
+                bodies.push(row.raw);
+            }
+        });
+        for body in bodies {
+            assert!(body != graph, "a graph is not its own body");
+            self.forget_inside(body);
+        }
+    }
+
+    /// Why there are no conditional nodes.
+    fn no_conditionals(&self, site: Site) -> DriverError {
+        let missing = self.api.missing_for_conditionals().unwrap_or("conditional nodes");
+        let detail = format!("the driver speaks CUDA {}, which has no {missing}", self.version());
+        site.explain(ErrorCode::NotSupported, detail)
+    }
+}

@@ -1,0 +1,151 @@
+//! Events: created, recorded, waited for, timed, shared.
+
+use std::ffi::{c_char, c_uint};
+use std::ptr;
+
+use cudarc::driver::sys;
+use cudarc::driver::sys::CUevent_flags_enum as Flag;
+use warpool_driver::{
+    Call, DeviceId, ErrorCode, EventId, EventOptions, EventScope, Events, IpcEventHandle, Result, StreamId,
+};
+
+use crate::CudaDriver;
+use crate::context::Context;
+use crate::error::{Site, enter};
+use crate::table::Handle;
+
+/// An event behind its id.
+#[derive(Clone, Copy)]
+pub(crate) struct Event {
+    /// CUDA's handle.
+    pub(crate) raw: Handle<sys::CUevent_st>,
+    device: DeviceId,
+    context: Context,
+}
+
+/// CUDA's flags for an event.
+const fn flags(options: EventOptions) -> c_uint {
+    let mut flags = Flag::CU_EVENT_DEFAULT as c_uint;
+    if !options.timing {
+        flags |= Flag::CU_EVENT_DISABLE_TIMING as c_uint;
+    }
+    if options.blocking {
+        flags |= Flag::CU_EVENT_BLOCKING_SYNC as c_uint;
+    }
+    if options.interprocess {
+        flags |= Flag::CU_EVENT_INTERPROCESS as c_uint;
+    }
+    flags
+}
+
+impl Events for CudaDriver {
+    fn event_create(&self, device: DeviceId, options: EventOptions) -> Result<EventId> {
+        let site = enter(Call::EventCreate)?;
+        let context = self.context_of(site, device)?;
+        let _current = self.make_current(site, context)?;
+        let mut raw = ptr::null_mut();
+        // SAFETY: `raw` takes the handle.
+        site.check(unsafe { (self.api.event_create)(&raw mut raw, flags(options)) })?;
+        Ok(EventId(self.events.insert(Event { raw: Handle::new(raw), device, context })))
+    }
+
+    fn event_destroy(&self, event: EventId) -> Result<()> {
+        let site = enter(Call::EventDestroy)?;
+        let row = self.events.remove(event.0).ok_or_else(|| site.error(ErrorCode::InvalidHandle))?;
+        let destroyed = self.make_current(site, row.context).and_then(|_current| {
+            // SAFETY: `raw` came from cuEventCreate or cuIpcOpenEventHandle, and its row is out of the table: nobody
+            // else destroys it.
+            site.check(unsafe { (self.api.event_destroy)(row.raw.raw()) })
+        });
+        if destroyed.is_err() {
+            self.events.put_back(event.0, row);
+        }
+        destroyed
+    }
+
+    fn event_record(&self, event: EventId, stream: StreamId, scope: EventScope) -> Result<()> {
+        let site = enter(Call::EventRecord)?;
+        let event = self.event(site, event)?;
+        let stream = self.stream(site, stream)?;
+        if event.device != stream.device {
+            let detail = format!("the event is of {}, the stream of {}", event.device, stream.device);
+            return Err(site.explain(ErrorCode::InvalidHandle, detail));
+        }
+        let flags = match scope {
+            EventScope::Plain => sys::CUevent_record_flags::CU_EVENT_RECORD_DEFAULT,
+            EventScope::External => sys::CUevent_record_flags::CU_EVENT_RECORD_EXTERNAL,
+        };
+        let _current = self.on_stream(site, &stream)?;
+        // SAFETY: event and stream are live.
+        site.check(unsafe { (self.api.event_record_with_flags)(event.raw.raw(), stream.raw.raw(), flags as c_uint) })
+    }
+
+    fn event_query(&self, event: EventId) -> Result<bool> {
+        let site = enter(Call::EventQuery)?;
+        let event = self.event(site, event)?;
+        let _current = self.make_current(site, event.context)?;
+        // SAFETY: the event is live.
+        site.check_done(unsafe { (self.api.event_query)(event.raw.raw()) })
+    }
+
+    fn event_synchronize(&self, event: EventId) -> Result<()> {
+        let site = enter(Call::EventSynchronize)?;
+        let event = self.event(site, event)?;
+        let _current = self.make_current(site, event.context)?;
+        // SAFETY: the event is live.
+        site.check(unsafe { (self.api.event_synchronize)(event.raw.raw()) })
+    }
+
+    fn event_elapsed_ms(&self, start: EventId, end: EventId) -> Result<f32> {
+        let site = enter(Call::EventElapsedMs)?;
+        let (start, end) = (self.event(site, start)?, self.event(site, end)?);
+        let _current = self.make_current(site, start.context)?;
+        let elapsed = self.api.event_elapsed_time_v2.unwrap_or(self.api.event_elapsed_time);
+        let mut milliseconds = 0.0;
+        // SAFETY: both events are live; `milliseconds` takes the number.
+        site.check(unsafe { elapsed(&raw mut milliseconds, start.raw.raw(), end.raw.raw()) })?;
+        Ok(milliseconds)
+    }
+
+    fn event_export(&self, event: EventId) -> Result<IpcEventHandle> {
+        let site = enter(Call::EventExport)?;
+        let event = self.event(site, event)?;
+        let _current = self.make_current(site, event.context)?;
+        let mut handle = sys::CUipcEventHandle { reserved: [0; 64] };
+        // SAFETY: the event is live; `handle` takes the 64 bytes.
+        site.check(unsafe { (self.api.ipc_get_event_handle)(&raw mut handle, event.raw.raw()) })?;
+        Ok(IpcEventHandle(handle.reserved.map(|byte| byte as u8)))
+    }
+
+    fn event_import(&self, device: DeviceId, handle: &IpcEventHandle) -> Result<EventId> {
+        let site = enter(Call::EventImport)?;
+        let context = self.context_of(site, device)?;
+        let _current = self.make_current(site, context)?;
+        let handle = sys::CUipcEventHandle { reserved: handle.0.map(|byte| byte as c_char) };
+        let mut raw = ptr::null_mut();
+        // SAFETY: CUDA checks the bytes; `raw` takes the handle.
+        site.check(unsafe { (self.api.ipc_open_event_handle)(&raw mut raw, handle) })?;
+        Ok(EventId(self.events.insert(Event { raw: Handle::new(raw), device, context })))
+    }
+}
+
+impl CudaDriver {
+    /// The event behind an id.
+    pub(crate) fn event(&self, site: Site, event: EventId) -> Result<Event> {
+        self.events.get(event.0).ok_or_else(|| site.error(ErrorCode::InvalidHandle))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn options_become_cudas_flags() {
+        let options = |timing, blocking, interprocess| EventOptions { timing, blocking, interprocess };
+        assert_eq!(flags(options(true, false, false)), 0);
+        assert_eq!(flags(EventOptions::default()), 2);
+        assert_eq!(flags(options(true, true, false)), 1);
+        assert_eq!(flags(options(false, true, true)), 7);
+    }
+}

@@ -1,0 +1,319 @@
+//! Graphs: what captures left, made ready and launched.
+//!
+//! CUDA does not synchronise a `CUgraph`, so everything that uses one holds `graph_gate`. An executable has a lock of
+//! its own, which also says whether it still is: launches of different executables do not wait for each other.
+
+use std::ffi::CString;
+use std::fs::{self, OpenOptions};
+use std::os::unix::ffi::OsStrExt;
+use std::path::PathBuf;
+use std::ptr;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
+use std::{env, io, process};
+
+use cudarc::driver::sys;
+use warpool_driver::{
+    Call, CaptureMode, ConditionalId, ConditionalKind, ErrorCode, GraphExecId, GraphId, GraphTopology, Graphs,
+    InstantiateOptions, Node, NodeId, NodeKind, RawHandle, Result, StreamId,
+};
+
+use crate::CudaDriver;
+use crate::capture::{GraphHandle, NodeHandle};
+use crate::context::Context;
+use crate::error::{Site, enter};
+use crate::table::{Handle, lock};
+
+/// A graph behind its id.
+#[derive(Clone, Copy)]
+pub(crate) struct Graph {
+    /// CUDA's handle.
+    pub(crate) raw: GraphHandle,
+    /// The context that it was captured in.
+    pub(crate) context: Context,
+    /// Whose it is.
+    pub(crate) owner: Owner,
+}
+
+/// Whose a graph is.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Owner {
+    /// The id's: it goes with it.
+    Id,
+    /// A conditional node's, in this graph, as its body: it goes with the node.
+    Node(GraphHandle),
+    /// Nobody's: it was a body, and its node is gone. The id can only be forgotten.
+    Gone,
+}
+
+/// An executable behind its id.
+#[derive(Clone)]
+pub(crate) struct Exec {
+    raw: Handle<sys::CUgraphExec_st>,
+    context: Context,
+    /// Held during a launch; `false` once it is destroyed.
+    alive: Arc<Mutex<bool>>,
+}
+
+/// What a node does, from CUDA's number.
+fn kind_of(number: u32) -> NodeKind {
+    match number {
+        0 => NodeKind::Kernel,
+        1 => NodeKind::Copy,
+        2 => NodeKind::Fill,
+        3 => NodeKind::HostCallback,
+        4 => NodeKind::ChildGraph,
+        5 => NodeKind::Empty,
+        6 => NodeKind::EventWait,
+        7 => NodeKind::EventRecord,
+        10 => NodeKind::MemAlloc,
+        11 => NodeKind::MemFree,
+        13 => NodeKind::Conditional,
+        other => NodeKind::Other(other),
+    }
+}
+
+/// CUDA's flags for making a graph ready.
+const fn flags(options: InstantiateOptions) -> u64 {
+    let mut flags = 0;
+    if options.auto_free_on_launch {
+        flags |= sys::CUgraphInstantiate_flags::CUDA_GRAPH_INSTANTIATE_FLAG_AUTO_FREE_ON_LAUNCH.0 as u64;
+    }
+    if options.use_node_priority {
+        flags |= sys::CUgraphInstantiate_flags::CUDA_GRAPH_INSTANTIATE_FLAG_USE_NODE_PRIORITY.0 as u64;
+    }
+    flags
+}
+
+impl Graphs for CudaDriver {
+    fn graph_instantiate(&self, graph: GraphId, options: InstantiateOptions) -> Result<GraphExecId> {
+        let site = enter(Call::GraphInstantiate)?;
+        let _gate = lock(&self.graph_gate);
+        let row = self.graph(site, graph)?;
+        let _current = self.make_current(site, row.context)?;
+        let mut raw = ptr::null_mut();
+        // SAFETY: the graph is live and ours alone while the gate is held; `raw` takes the handle.
+        site.check(unsafe { (self.api.graph_instantiate_with_flags)(&raw mut raw, row.raw.raw(), flags(options)) })?;
+        let exec = Exec { raw: Handle::new(raw), context: row.context, alive: Arc::new(Mutex::new(true)) };
+        Ok(GraphExecId(self.execs.insert(exec)))
+    }
+
+    fn graph_launch(&self, exec: GraphExecId, stream: StreamId) -> Result<()> {
+        let site = enter(Call::GraphLaunch)?;
+        let exec = self.exec(site, exec)?;
+        let stream = self.stream(site, stream)?;
+        let _current = self.on_stream(site, &stream)?;
+        let alive = lock(&exec.alive);
+        if !*alive {
+            return Err(site.error(ErrorCode::InvalidHandle));
+        }
+        // SAFETY: the executable is live and ours alone while its lock is held; the stream is live.
+        site.check(unsafe { (self.api.graph_launch)(exec.raw.raw(), stream.raw.raw()) })
+    }
+
+    fn graph_topology(&self, graph: GraphId) -> Result<GraphTopology> {
+        let site = enter(Call::GraphTopology)?;
+        let _gate = lock(&self.graph_gate);
+        let row = self.graph(site, graph)?;
+        let _current = self.make_current(site, row.context)?;
+        self.topology(site, row.raw)
+    }
+
+    fn graph_dot(&self, graph: GraphId) -> Result<String> {
+        let site = enter(Call::GraphDot)?;
+        let _gate = lock(&self.graph_gate);
+        let row = self.graph(site, graph)?;
+        let _current = self.make_current(site, row.context)?;
+        let trouble = |error: io::Error| site.explain(ErrorCode::OperatingSystem, error.to_string());
+        // CUDA writes to files only.
+        let file = ScratchFile::create().map_err(trouble)?;
+        let path = CString::new(file.0.as_os_str().as_bytes()).map_err(|_| site.error(ErrorCode::OperatingSystem))?;
+        // SAFETY: the graph is live and ours alone while the gate is held; the path ends with a 0. No flags: the short
+        // form.
+        site.check(unsafe { (self.api.graph_debug_dot_print)(row.raw.raw(), path.as_ptr(), 0) })?;
+        let bytes = fs::read(&file.0).map_err(trouble)?;
+        Ok(String::from_utf8_lossy(&bytes).into_owned())
+    }
+
+    fn graph_destroy(&self, graph: GraphId) -> Result<()> {
+        let site = enter(Call::GraphDestroy)?;
+        let _gate = lock(&self.graph_gate);
+        let row = self.graphs.remove(graph.0).ok_or_else(|| site.error(ErrorCode::InvalidHandle))?;
+        if row.owner != Owner::Id {
+            return Ok(());
+        }
+        let destroyed = self.make_current(site, row.context).and_then(|_current| {
+            // SAFETY: `raw` came from cuStreamEndCapture as ours, and its row is out of the table: nobody else destroys
+            // it.
+            site.check(unsafe { (self.api.graph_destroy)(row.raw.raw()) })
+        });
+        match &destroyed {
+            Ok(()) => self.forget_inside(row.raw),
+            Err(_) => self.graphs.put_back(graph.0, row),
+        }
+        destroyed
+    }
+
+    fn graph_exec_destroy(&self, exec: GraphExecId) -> Result<()> {
+        let site = enter(Call::GraphExecDestroy)?;
+        let row = self.execs.remove(exec.0).ok_or_else(|| site.error(ErrorCode::InvalidHandle))?;
+        let mut alive = lock(&row.alive);
+        let destroyed = self.make_current(site, row.context).and_then(|_current| {
+            // Captures forbid it, though it waits for nothing; the contract does not.
+            let _relaxed = self.relax(site)?;
+            // SAFETY: `raw` came from cuGraphInstantiateWithFlags, its row is out of the table, and no launch is being
+            // made.
+            site.check(unsafe { (self.api.graph_exec_destroy)(row.raw.raw()) })
+        });
+        match &destroyed {
+            Ok(()) => *alive = false,
+            Err(_) => self.execs.put_back(exec.0, row.clone()),
+        }
+        destroyed
+    }
+
+    fn graph_raw(&self, graph: GraphId) -> Result<RawHandle> {
+        let site = enter(Call::GraphRaw)?;
+        Ok(self.graph(site, graph)?.raw.exposed())
+    }
+
+    fn graph_exec_raw(&self, exec: GraphExecId) -> Result<RawHandle> {
+        let site = enter(Call::GraphExecRaw)?;
+        Ok(self.exec(site, exec)?.raw.exposed())
+    }
+
+    fn conditional_create(&self, stream: StreamId, default: u32) -> Result<ConditionalId> {
+        self.create_conditional(stream, default)
+    }
+
+    fn conditional_begin(
+        &self,
+        stream: StreamId,
+        conditional: ConditionalId,
+        kind: ConditionalKind,
+        body: StreamId,
+        mode: CaptureMode,
+    ) -> Result<()> {
+        self.begin_conditional(stream, conditional, kind, body, mode)
+    }
+}
+
+impl CudaDriver {
+    fn graph(&self, site: Site, graph: GraphId) -> Result<Graph> {
+        let live = self.graphs.get(graph.0).filter(|row| row.owner != Owner::Gone);
+        live.ok_or_else(|| site.error(ErrorCode::InvalidHandle))
+    }
+
+    fn exec(&self, site: Site, exec: GraphExecId) -> Result<Exec> {
+        self.execs.get(exec.0).ok_or_else(|| site.error(ErrorCode::InvalidHandle))
+    }
+
+    /// The nodes and edges of a graph. The caller holds `graph_gate`.
+    pub(crate) fn topology(&self, site: Site, graph: GraphHandle) -> Result<GraphTopology> {
+        let nodes = self.nodes_of(site, graph)?;
+        let describe =
+            |&node: &sys::CUgraphNode| Ok(Node { id: node_id(node), kind: kind_of(self.node_type(site, node)?) });
+        Ok(GraphTopology {
+            nodes: nodes.iter().map(describe).collect::<Result<_>>()?,
+            edges: self.edges_of(site, graph)?,
+        })
+    }
+
+    fn nodes_of(&self, site: Site, graph: GraphHandle) -> Result<Vec<sys::CUgraphNode>> {
+        let mut count = 0;
+        // SAFETY: without an array only the number is written.
+        site.check(unsafe { (self.api.graph_get_nodes)(graph.raw(), ptr::null_mut(), &raw mut count) })?;
+        let mut nodes = vec![ptr::null_mut(); count];
+        if count > 0 {
+            // SAFETY: the array has room for as many as `count` says.
+            site.check(unsafe { (self.api.graph_get_nodes)(graph.raw(), nodes.as_mut_ptr(), &raw mut count) })?;
+        }
+        nodes.truncate(count);
+        Ok(nodes)
+    }
+
+    fn edges_of(&self, site: Site, graph: GraphHandle) -> Result<Vec<(NodeId, NodeId)>> {
+        let mut count = 0;
+        // SAFETY: without arrays only the number is written.
+        site.check(unsafe {
+            (self.api.graph_get_edges)(graph.raw(), ptr::null_mut(), ptr::null_mut(), &raw mut count)
+        })?;
+        let (mut from, mut to) = (vec![ptr::null_mut(); count], vec![ptr::null_mut(); count]);
+        if count > 0 {
+            // SAFETY: both arrays have room for as many as `count` says.
+            site.check(unsafe {
+                (self.api.graph_get_edges)(graph.raw(), from.as_mut_ptr(), to.as_mut_ptr(), &raw mut count)
+            })?;
+        }
+        Ok(from.into_iter().zip(to).take(count).map(|(from, to)| (node_id(from), node_id(to))).collect())
+    }
+
+    fn node_type(&self, site: Site, node: sys::CUgraphNode) -> Result<u32> {
+        let mut number = 0_u32;
+        // SAFETY: the node is of a graph that the gate protects; `number` has the size of the C enum.
+        site.check(unsafe { (self.api.graph_node_get_type)(node, (&raw mut number).cast()) })?;
+        Ok(number)
+    }
+}
+
+/// A node's id: its handle, which is good exactly as long as its graph.
+fn node_id(node: sys::CUgraphNode) -> NodeId {
+    NodeId(NodeHandle::new(node).number())
+}
+
+/// A file of our own in the folder for temporary ones; removed when dropped.
+struct ScratchFile(PathBuf);
+
+impl ScratchFile {
+    fn create() -> io::Result<Self> {
+        static NEXT: AtomicU64 = AtomicU64::new(0);
+        loop {
+            let number = NEXT.fetch_add(1, Ordering::Relaxed);
+            let path = env::temp_dir().join(format!("warpool-{}-{number}.dot", process::id()));
+            // It must be new: a name that is there already may be somebody's link to elsewhere.
+            match OpenOptions::new().write(true).create_new(true).open(&path) {
+                Ok(_) => return Ok(Self(path)),
+                Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
+                Err(error) => return Err(error),
+            }
+        }
+    }
+}
+
+impl Drop for ScratchFile {
+    fn drop(&mut self) {
+        if let Err(error) = fs::remove_file(&self.0) {
+            tracing::warn!("{} could not be removed: {error}", self.0.display());
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn options_become_cudas_flags() {
+        let both = InstantiateOptions { auto_free_on_launch: true, use_node_priority: true };
+        assert_eq!((flags(InstantiateOptions::default()), flags(both)), (0, 9));
+    }
+
+    #[test]
+    fn a_kind_that_nobody_knows_keeps_its_number() {
+        let known = sys::CUgraphNodeType::CU_GRAPH_NODE_TYPE_CONDITIONAL as u32;
+        assert_eq!(
+            (kind_of(known), kind_of(0), kind_of(99)),
+            (NodeKind::Conditional, NodeKind::Kernel, NodeKind::Other(99))
+        );
+    }
+
+    #[test]
+    fn a_scratch_file_is_new_and_leaves_nothing_behind() {
+        let (a, b) = (ScratchFile::create().expect("writable"), ScratchFile::create().expect("writable"));
+        assert_ne!(a.0, b.0);
+        let path = a.0.clone();
+        assert!(path.exists());
+        drop(a);
+        assert!(!path.exists());
+    }
+}

@@ -1,0 +1,170 @@
+//! Pinned host memory.
+//! The book of pinned ranges is what keeps safe callers honest: only addresses in it are read, written or copied.
+
+use std::ffi::{c_uint, c_void};
+use std::ptr;
+
+use warpool_driver::{Call, DeviceId, DevicePtr, ErrorCode, HostMemory, HostOptions, HostPtr, HostRange, Result};
+
+use crate::CudaDriver;
+use crate::context::Context;
+use crate::error::{Site, enter};
+use crate::table::{HeldRanges, read, write};
+
+/// `CU_MEMHOSTALLOC_…`; for registering, the first two are the same.
+const PORTABLE: c_uint = 1;
+const DEVICE_MAP: c_uint = 2;
+const WRITE_COMBINED: c_uint = 4;
+
+/// What is known about a pinned range.
+#[derive(Clone, Copy)]
+pub(crate) struct Pinned {
+    context: Context,
+    how: How,
+}
+
+/// How a range came to be pinned, which decides how it is let go.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum How {
+    Allocated,
+    Registered,
+}
+
+/// CUDA's flags for pinned memory.
+const fn flags(options: HostOptions) -> c_uint {
+    let mut flags = 0;
+    if options.portable {
+        flags |= PORTABLE;
+    }
+    if options.mapped {
+        flags |= DEVICE_MAP;
+    }
+    if options.write_combined {
+        flags |= WRITE_COMBINED;
+    }
+    flags
+}
+
+impl HostMemory for CudaDriver {
+    fn host_alloc(&self, device: DeviceId, bytes: u64, options: HostOptions) -> Result<HostPtr> {
+        let site = enter(Call::HostAlloc)?;
+        let context = self.context_of(site, device)?;
+        if bytes == 0 {
+            // CUDA calls that a success and gives no memory.
+            return Err(site.error(ErrorCode::InvalidValue));
+        }
+        let _current = self.make_current(site, context)?;
+        let mut pointer = ptr::null_mut();
+        // SAFETY: `pointer` takes the address.
+        site.check(unsafe { (self.api.mem_host_alloc)(&raw mut pointer, bytes as usize, flags(options)) })?;
+        let address = pointer.expose_provenance() as u64;
+        self.pinned.insert(address, bytes, Pinned { context, how: How::Allocated });
+        Ok(HostPtr(address))
+    }
+
+    fn host_free(&self, ptr: HostPtr) -> Result<()> {
+        let site = enter(Call::HostFree)?;
+        let range = self.pinned.remove_if(ptr.0, |pinned| pinned.how == How::Allocated);
+        let range = range.ok_or_else(|| site.error(ErrorCode::InvalidValue))?;
+        let freed = self.make_current(site, range.what.context).and_then(|_current| {
+            // SAFETY: cuMemHostAlloc gave the address, and it is out of the book: nobody frees, reads or copies it any
+            // more.
+            site.check(unsafe { (self.api.mem_free_host)(pointer_to(ptr)) })
+        });
+        if freed.is_err() {
+            self.pinned.insert(ptr.0, range.bytes, range.what);
+        }
+        freed
+    }
+
+    fn host_register(&self, device: DeviceId, range: HostRange, options: HostOptions) -> Result<()> {
+        let site = enter(Call::HostRegister)?;
+        let context = self.context_of(site, device)?;
+        if options.write_combined {
+            let detail = "memory that exists already cannot become write-combined";
+            return Err(site.explain(ErrorCode::InvalidValue, detail));
+        }
+        let _current = self.make_current(site, context)?;
+        let (start, bytes) = (range.ptr(), range.bytes());
+        // SAFETY: whoever made the `HostRange` vouches for the memory until it is unregistered.
+        site.check(unsafe { (self.api.mem_host_register)(pointer_to(start), bytes as usize, flags(options)) })?;
+        self.pinned.insert(start.0, bytes, Pinned { context, how: How::Registered });
+        Ok(())
+    }
+
+    fn host_unregister(&self, ptr: HostPtr) -> Result<()> {
+        let site = enter(Call::HostUnregister)?;
+        let Some(range) = self.pinned.remove_if(ptr.0, |pinned| pinned.how == How::Registered) else {
+            let inside = self.pinned.hold().containing(ptr.0, 0).is_some();
+            let code = if inside { ErrorCode::InvalidValue } else { ErrorCode::HostMemoryNotRegistered };
+            return Err(site.error(code));
+        };
+        let unpinned = self.make_current(site, range.what.context).and_then(|_current| {
+            // SAFETY: cuMemHostRegister pinned the range, and it is out of the book: nobody unpins, reads or copies it
+            // any more.
+            site.check(unsafe { (self.api.mem_host_unregister)(pointer_to(ptr)) })
+        });
+        if unpinned.is_err() {
+            self.pinned.insert(ptr.0, range.bytes, range.what);
+        }
+        unpinned
+    }
+
+    fn host_device_ptr(&self, device: DeviceId, ptr: HostPtr) -> Result<DevicePtr> {
+        let site = enter(Call::HostDevicePtr)?;
+        let context = self.context_of(site, device)?;
+        let pinned = self.pinned.hold();
+        check_pinned(site, &pinned, ptr, 0)?;
+        let _current = self.make_current(site, context)?;
+        let mut address = 0;
+        // SAFETY: the address is pinned and stays so for the call; `address` takes the number; the flags must be 0.
+        site.check(unsafe { (self.api.mem_host_get_device_pointer)(&raw mut address, pointer_to(ptr), 0) })?;
+        Ok(DevicePtr(address))
+    }
+
+    fn host_read(&self, ptr: HostPtr, into: &mut [u8]) -> Result<()> {
+        let site = enter(Call::HostRead)?;
+        let _bytes = read(&self.pinned_bytes);
+        let pinned = self.pinned.hold();
+        check_pinned(site, &pinned, ptr, into.len() as u64)?;
+        // SAFETY: the range is pinned, so it is memory of this process, and stays so while `pinned` is held; no
+        // `host_write` runs meanwhile.
+        unsafe { ptr::copy(pointer_to(ptr).cast_const().cast::<u8>(), into.as_mut_ptr(), into.len()) };
+        Ok(())
+    }
+
+    fn host_write(&self, ptr: HostPtr, bytes: &[u8]) -> Result<()> {
+        let site = enter(Call::HostWrite)?;
+        let _bytes = write(&self.pinned_bytes);
+        let pinned = self.pinned.hold();
+        check_pinned(site, &pinned, ptr, bytes.len() as u64)?;
+        // SAFETY: the range is pinned, so it is memory of this process, and stays so while `pinned` is held; nobody
+        // else is in `host_read` or `host_write` meanwhile.
+        unsafe { ptr::copy(bytes.as_ptr(), pointer_to(ptr).cast::<u8>(), bytes.len()) };
+        Ok(())
+    }
+}
+
+/// `InvalidValue` unless the whole range is pinned.
+pub(crate) fn check_pinned(site: Site, pinned: &HeldRanges<'_, Pinned>, ptr: HostPtr, bytes: u64) -> Result<()> {
+    match pinned.containing(ptr.0, bytes) {
+        Some(_) => Ok(()),
+        None => Err(site.explain(ErrorCode::InvalidValue, format!("{bytes} bytes at {ptr} are not pinned"))),
+    }
+}
+
+/// The address as a pointer. Following it is the caller's business.
+pub(crate) fn pointer_to(ptr: HostPtr) -> *mut c_void {
+    ptr::with_exposed_provenance_mut(ptr.0 as usize)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn options_become_cudas_flags() {
+        assert_eq!(flags(HostOptions::default()), 3);
+        assert_eq!(flags(HostOptions { portable: false, mapped: false, write_combined: true }), 4);
+    }
+}
