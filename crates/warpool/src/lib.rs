@@ -1,1 +1,74 @@
-//! Placeholder.
+//! Devices, streams and events over any Warpool driver.
+//!
+//! ```
+//! use std::sync::Arc;
+//! use warpool::Gpu;
+//! use warpool::driver::sim::{SimConfig, SimDriver};
+//!
+//! # fn main() -> warpool::Result<()> {
+//! let gpu = Gpu::new(Arc::new(SimDriver::new(SimConfig::default())))?;
+//! let device = gpu.device(0)?;
+//!
+//! let producer = device.lease_stream()?; // nobody else has it
+//! let consumer = device.pool_stream()?; // shared, handed out in turn
+//!
+//! let mut done = gpu.event(); // made at its first record, reused after its drop
+//! done.record(&producer)?;
+//! done.wait(&consumer)?; // the consumer's next work waits for the producer's
+//!
+//! {
+//!     let _guard = consumer.enter(); // the current stream of this thread, until the brace
+//!     assert_eq!(gpu.current_stream()?, consumer);
+//! }
+//! consumer.synchronize()?;
+//! assert!(done.query()?);
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! - [`Gpu`] and [`Device`]: the root. One `Gpu` per driver is what a program wants.
+//! - [`Stream`]: a name for a queue. Shared ones come from [`Device::pool_stream`], exclusive ones from
+//!   [`Device::lease_stream`], foreign ones from [`Stream::external`].
+//! - [`Event`]: a mark in a stream. [`PooledEvent`]: the bare kind, for allocators.
+//! - What is current is per thread: [`Device::enter`], [`Stream::enter`], [`MultiStreamGuard`].
+//!
+//! # Nothing at exit
+//! **No destructor in this crate calls the driver.** While a process exits, the driver may be gone already, and a
+//! call into it can crash or hang; Rust cannot tell a destructor that this is the moment (thread-local variables of
+//! the main thread are dropped right then). So dropping a stream does nothing, dropping a lease or an event puts it
+//! back on a shelf, dropping a guard changes this thread's notes, and dropping the last handle of a [`Gpu`] leaves
+//! streams and events to the driver, which frees them with the device's context. Two calls give things back earlier,
+//! by hand: [`EventPool::trim`] and [`Gpu::close`]. What a driver does when it is dropped itself is its own affair.
+//!
+//! # Threads
+//! Everything but the guards can be sent and shared. Locks here are leaves, and none is held during a driver call,
+//! but for the making of a pool's streams at its first use.
+
+#![deny(unsafe_code)]
+
+mod current;
+mod device;
+mod error;
+mod event;
+mod event_pool;
+mod lease;
+mod stream;
+mod stream_pool;
+
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+pub use warpool_driver as driver;
+
+pub use current::{DeviceGuard, MultiStreamGuard, StreamGuard};
+pub use device::{Device, Gpu};
+pub use error::{Endpoint, Error, Result};
+pub use event::{Event, EventOptions};
+pub use event_pool::{EventPool, PooledEvent};
+pub use lease::StreamLease;
+pub use stream::Stream;
+pub use stream_pool::{PRIORITIES_MAX, STREAMS_PER_POOL};
+
+/// Locks a list of ids. Each is changed in one step, so a panic elsewhere cannot leave it half done.
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}

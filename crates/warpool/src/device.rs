@@ -1,0 +1,226 @@
+//! The root of everything: a [`Gpu`] around a driver, and its [`Device`]s.
+//!
+//! A `Gpu` owns what is kept per device (pools of streams and events); what is kept per thread is in `current.rs`.
+//! The rule: making a `Gpu` or a `Device` creates no context, and dropping one makes no driver call.
+
+use std::fmt;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
+
+use warpool_driver::{DeviceId, DeviceProperties, Driver, StreamId};
+
+use crate::event_pool::EventShelf;
+use crate::stream_pool::StreamShelf;
+use crate::{Error, Result};
+
+/// A driver with its devices, and the pools that Warpool keeps for them. Cheap to clone; clones are the same `Gpu`.
+///
+/// Streams, events and leases hold on to the `Gpu` that they came from. Dropping the last of them makes no driver call:
+/// what the pools still hold stays with the driver, and goes with it. [`close`](Self::close) gives it back by hand.
+#[derive(Clone)]
+pub struct Gpu {
+    shared: Arc<Shared>,
+}
+
+/// What all clones of a `Gpu` share.
+struct Shared {
+    key: GpuKey,
+    /// Lives as long as this; threads watch it to know when their notes about this `Gpu` are stale.
+    alive: Arc<()>,
+    driver: Arc<dyn Driver>,
+    devices: Box<[DeviceState]>,
+}
+
+/// Which `Gpu`. Never reused in a process.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct GpuKey(u64);
+
+/// What is kept per device.
+pub(crate) struct DeviceState {
+    properties: DeviceProperties,
+    /// Asked for at first use: on some drivers even that makes a context.
+    default_stream: OnceLock<StreamId>,
+    pub(crate) streams: StreamShelf,
+    pub(crate) events: EventShelf,
+}
+
+impl Gpu {
+    /// Takes in a driver and reads what its devices are. Creates no context, stream or event.
+    pub fn new(driver: Arc<dyn Driver>) -> Result<Self> {
+        static NEXT_KEY: AtomicU64 = AtomicU64::new(0);
+        let count = driver.device_count()?;
+        if count == 0 {
+            return Err(Error::NoDevice { driver: driver.kind() });
+        }
+        let devices = (0..count)
+            .map(|index| {
+                Ok(DeviceState {
+                    properties: driver.device_properties(DeviceId(index))?,
+                    default_stream: OnceLock::new(),
+                    streams: StreamShelf::new(DeviceId(index)),
+                    events: EventShelf::new(DeviceId(index)),
+                })
+            })
+            .collect::<Result<_>>()?;
+        let key = GpuKey(NEXT_KEY.fetch_add(1, Ordering::Relaxed));
+        Ok(Self { shared: Arc::new(Shared { key, alive: Arc::new(()), driver, devices }) })
+    }
+
+    /// The driver underneath.
+    #[must_use]
+    pub fn driver(&self) -> &Arc<dyn Driver> {
+        &self.shared.driver
+    }
+
+    /// How many devices there are; at least one.
+    #[must_use]
+    pub fn device_count(&self) -> u32 {
+        u32::try_from(self.shared.devices.len()).expect("the driver counted them in a u32")
+    }
+
+    /// The device with that index.
+    pub fn device(&self, index: u32) -> Result<Device> {
+        let count = self.device_count();
+        if index >= count {
+            return Err(Error::DeviceOutOfRange { index, count });
+        }
+        Ok(Device { gpu: self.clone(), id: DeviceId(index) })
+    }
+
+    /// All devices, in order.
+    pub fn devices(&self) -> impl ExactSizeIterator<Item = Device> + '_ {
+        (0..self.device_count()).map(|index| Device { gpu: self.clone(), id: DeviceId(index) })
+    }
+
+    /// Destroys every pooled stream and event and lets the driver go.
+    ///
+    /// Nothing else may hold on to this `Gpu` any more: [`Error::StillInUse`] otherwise, and nothing is
+    /// changed. Of several driver calls that fail the first is reported, and the rest is still given back.
+    pub fn close(self) -> Result<()> {
+        match Arc::try_unwrap(self.shared) {
+            Ok(shared) => {
+                let mut outcome = Ok(());
+                for state in &shared.devices {
+                    outcome = outcome.and(state.streams.destroy_all(&*shared.driver));
+                    outcome = outcome.and(state.events.destroy_all(&*shared.driver));
+                }
+                outcome
+            }
+            Err(shared) => Err(Error::StillInUse { holders: Arc::strong_count(&shared) - 1 }),
+        }
+    }
+
+    /// The state of a device that is known to exist.
+    pub(crate) fn state(&self, device: DeviceId) -> &DeviceState {
+        &self.shared.devices[device.0 as usize]
+    }
+
+    pub(crate) fn key(&self) -> GpuKey {
+        self.shared.key
+    }
+
+    pub(crate) fn alive(&self) -> &Arc<()> {
+        &self.shared.alive
+    }
+
+    pub(crate) fn default_stream_id(&self, device: DeviceId) -> Result<StreamId> {
+        let cell = &self.state(device).default_stream;
+        if let Some(&id) = cell.get() {
+            return Ok(id);
+        }
+        // Two threads may both ask; the driver always gives the same id.
+        let id = self.driver().stream_default(device)?;
+        Ok(*cell.get_or_init(|| id))
+    }
+
+    /// Fails if `other` is another `Gpu`; `thing` says what of it was brought here.
+    pub(crate) fn expect_same(&self, other: &Self, thing: &'static str) -> Result<()> {
+        if self == other { Ok(()) } else { Err(Error::ForeignGpu { thing }) }
+    }
+}
+
+impl PartialEq for Gpu {
+    fn eq(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.shared, &other.shared)
+    }
+}
+
+impl Eq for Gpu {}
+
+impl fmt::Debug for Gpu {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Gpu").field("driver", &self.driver().kind()).field("devices", &self.device_count()).finish()
+    }
+}
+
+/// One device of a [`Gpu`]. Cheap to clone.
+#[derive(Clone, PartialEq, Eq)]
+pub struct Device {
+    gpu: Gpu,
+    id: DeviceId,
+}
+
+impl Device {
+    /// The `Gpu` that it belongs to.
+    #[must_use]
+    pub fn gpu(&self) -> &Gpu {
+        &self.gpu
+    }
+
+    /// Its name for the driver.
+    #[must_use]
+    pub fn id(&self) -> DeviceId {
+        self.id
+    }
+
+    /// Its number, from 0.
+    #[must_use]
+    pub fn index(&self) -> u32 {
+        self.id.0
+    }
+
+    /// What it is and can do, as read when the [`Gpu`] was made.
+    #[must_use]
+    pub fn properties(&self) -> &DeviceProperties {
+        &self.state().properties
+    }
+
+    /// Waits until all work on the device is done.
+    pub fn synchronize(&self) -> Result<()> {
+        Ok(self.driver().device_synchronize(self.id)?)
+    }
+
+    /// Makes it the calling thread's device for the driver too.
+    ///
+    /// Warpool names the device in every call and does not need this; foreign code on the same thread that
+    /// asks the driver for "the current device" does. Creates the device's context.
+    pub fn bind_to_thread(&self) -> Result<()> {
+        Ok(self.driver().set_current_device(self.id)?)
+    }
+
+    pub(crate) fn driver(&self) -> &dyn Driver {
+        &**self.gpu.driver()
+    }
+
+    pub(crate) fn state(&self) -> &DeviceState {
+        self.gpu.state(self.id)
+    }
+
+    /// A handle for a device that is known to exist.
+    pub(crate) fn known(gpu: &Gpu, id: DeviceId) -> Self {
+        debug_assert!(id.0 < gpu.device_count());
+        Self { gpu: gpu.clone(), id }
+    }
+}
+
+impl fmt::Debug for Device {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} ({})", self.id, self.properties().name)
+    }
+}
+
+impl fmt::Display for Device {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.id.fmt(f)
+    }
+}

@@ -1,0 +1,164 @@
+//! What can go wrong above the driver. Each kind of trouble is its own variant; a failed driver call is passed on
+//! whole.
+
+use std::fmt;
+
+use warpool_driver::{DeviceId, DriverError};
+
+/// The result of a call into this crate.
+pub type Result<T> = std::result::Result<T, Error>;
+
+/// Why a call failed, and where it helps, what to do about it.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// A driver call failed.
+    #[error(transparent)]
+    Driver(#[from] DriverError),
+
+    /// The driver works but has nothing to work with.
+    #[error("the {driver} driver sees no device; check that one is plugged in and visible to this process")]
+    NoDevice {
+        /// The driver's [kind](warpool_driver::Driver::kind).
+        driver: &'static str,
+    },
+
+    /// There is no device of that number.
+    #[error("device index {index} is out of range [0, {count})")]
+    DeviceOutOfRange {
+        /// What was asked for.
+        index: u32,
+        /// How many devices there are.
+        count: u32,
+    },
+
+    /// Two things were used together that belong to different [`Gpu`](crate::Gpu)s.
+    #[error("{thing} belongs to another Gpu; use things of one Gpu together")]
+    ForeignGpu {
+        /// What came from elsewhere.
+        thing: &'static str,
+    },
+
+    /// An event belongs to one device for life, and only streams of that device can record it.
+    #[error(
+        "event of {event} cannot record on a stream of {stream}; use one event per device \
+         (waiting for an event from another device's stream is fine)"
+    )]
+    EventDevice {
+        /// The event's device.
+        event: DeviceId,
+        /// The stream's device.
+        stream: DeviceId,
+    },
+
+    /// An event belongs to one device for life and cannot be created on a second.
+    #[error("event of {event} cannot be created again on {wanted}; make another event")]
+    EventExists {
+        /// Where the event is.
+        event: DeviceId,
+        /// Where it was wanted.
+        wanted: DeviceId,
+    },
+
+    /// An event that takes the time cannot be shared between processes.
+    #[error("an event cannot be both timing and interprocess; drop one of the two options")]
+    TimingInterprocess,
+
+    /// Only an event made for it can be shared between processes.
+    #[error("event was not made to be shared; make it with the option interprocess")]
+    NotInterprocess,
+
+    /// An exported event is 64 bytes, no more and no less.
+    #[error("an exported event has 64 bytes, not {bytes}; pass on exactly what the export gave")]
+    IpcHandleLength {
+        /// How many bytes came.
+        bytes: usize,
+    },
+
+    /// The time was asked of an event that does not take it.
+    #[error("no elapsed time: the {which} event was made without timing; make both with the option timing")]
+    ElapsedWithoutTiming {
+        /// Which of the two.
+        which: Endpoint,
+    },
+
+    /// The time was asked of an event that no stream has recorded.
+    #[error("no elapsed time: the {which} event was never recorded; record both first")]
+    ElapsedNotRecorded {
+        /// Which of the two.
+        which: Endpoint,
+    },
+
+    /// The time was asked too early.
+    #[error("no elapsed time yet: the work before one of the events is not done; synchronize with the end event first")]
+    ElapsedNotReady,
+
+    /// Clocks of two devices do not compare.
+    #[error("no elapsed time between events of {start} and {end}; record both on one device")]
+    ElapsedAcrossDevices {
+        /// The start event's device.
+        start: DeviceId,
+        /// The end event's device.
+        end: DeviceId,
+    },
+
+    /// Something still needs what was to be closed.
+    #[error("cannot close: {holders} more handles, streams, leases or events of this Gpu are alive; drop them first")]
+    StillInUse {
+        /// How many.
+        holders: usize,
+    },
+}
+
+impl Error {
+    /// The driver call that failed, if that was the trouble.
+    #[must_use]
+    pub const fn driver(&self) -> Option<&DriverError> {
+        match self {
+            Self::Driver(error) => Some(error),
+            _ => None,
+        }
+    }
+}
+
+/// One of the two events that a time is measured between.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Endpoint {
+    /// The earlier one, by intention.
+    Start,
+    /// The later one.
+    End,
+}
+
+impl fmt::Display for Endpoint {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Start => "start",
+            Self::End => "end",
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn messages_name_what_they_are_about() {
+        let cases = [
+            (Error::DeviceOutOfRange { index: 7, count: 2 }, "device index 7 is out of range [0, 2)"),
+            (
+                Error::EventDevice { event: DeviceId(0), stream: DeviceId(1) },
+                "event of device 0 cannot record on a stream of device 1; use one event per device \
+                 (waiting for an event from another device's stream is fine)",
+            ),
+            (
+                Error::ElapsedWithoutTiming { which: Endpoint::End },
+                "no elapsed time: the end event was made without timing; make both with the option timing",
+            ),
+        ];
+        for (error, message) in cases {
+            assert_eq!(error.to_string(), message);
+        }
+    }
+}

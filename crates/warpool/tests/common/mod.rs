@@ -1,0 +1,31 @@
+//! What the integration tests share: simulated devices, and work that keeps them busy.
+// Not `expect`: what is unused differs from one test binary to the next.
+#![allow(clippy::allow_attributes, dead_code, reason = "each test binary uses its own part of this")]
+
+use std::sync::Arc;
+
+use warpool::driver::Pattern;
+use warpool::driver::sim::{SimConfig, SimDriver};
+use warpool::{Device, Gpu, Stream};
+
+/// A simulated machine, and a `Gpu` on it.
+pub fn machine(devices: u32) -> (Arc<SimDriver>, Gpu) {
+    let sim = Arc::new(SimDriver::new(SimConfig::default().with_devices(devices)));
+    let gpu = Gpu::new(sim.clone()).expect("a simulated device");
+    (sim, gpu)
+}
+
+/// The only device of a simulated machine.
+pub fn device() -> Device {
+    machine(1).1.device(0).expect("the first device")
+}
+
+/// Queues work that takes longer, on the virtual clock, than the calls of a test do.
+pub fn keep_busy(stream: &Stream) {
+    const BYTES: u64 = 8 << 20;
+    let driver = stream.gpu().driver();
+    let memory = driver.mem_alloc(stream.device_id(), BYTES).expect("room for the work");
+    for _ in 0..100 {
+        driver.fill(memory, Pattern::U8(7), BYTES, stream.id()).expect("a fill");
+    }
+}

@@ -1,0 +1,143 @@
+//! Nothing calls the driver while a process exits: this program runs itself with things of every kind in static and
+//! thread-local variables, and its driver writes down each call that comes once `main` is about to return.
+//!
+//! It has its own `main`, since the thread-local variables of the main thread are the ones that are dropped during
+//! exit.
+
+use std::any::Any;
+use std::cell::RefCell;
+use std::process::{Command, Output};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, OnceLock};
+use std::thread;
+
+use warpool::driver::decorate::{Arguments, Hook, Outcome, Tapped};
+use warpool::driver::sim::{SimConfig, SimDriver};
+use warpool::driver::{Call, Driver, Result};
+use warpool::{EventOptions, Gpu};
+
+const ROLE: &str = "WARPOOL_EXIT_TEST_ROLE";
+
+fn main() {
+    match std::env::var(ROLE).as_deref() {
+        Ok("quiet") => fill_variables(false),
+        Ok("loud") => fill_variables(true),
+        _ => {
+            let quiet = run("quiet");
+            assert!(quiet.status.success(), "exit went wrong: {quiet:?}");
+            assert_eq!(String::from_utf8_lossy(&quiet.stderr), "", "a destructor called the driver");
+            // The same with one destructor that does call: the test can fail.
+            assert_eq!(String::from_utf8_lossy(&run("loud").stderr), "call during exit: device_count\n");
+            println!("exit: no driver call while the process exits ... ok");
+        }
+    }
+}
+
+fn run(role: &str) -> Output {
+    let program = std::env::current_exe().expect("the path of this program");
+    Command::new(program).env(ROLE, role).output().expect("this program can be started")
+}
+
+static EXITING: AtomicBool = AtomicBool::new(false);
+static GPU: OnceLock<Gpu> = OnceLock::new();
+static KEPT: Mutex<Vec<Box<dyn Any + Send>>> = Mutex::new(Vec::new());
+
+thread_local! {
+    /// Registered before Warpool's own notes, hence dropped after them.
+    static EARLY: RefCell<Vec<Box<dyn Any>>> = const { RefCell::new(Vec::new()) };
+    /// Registered after them, hence dropped before.
+    static LATE: RefCell<Vec<Box<dyn Any>>> = const { RefCell::new(Vec::new()) };
+}
+
+/// Complains about every call that comes too late.
+struct Watch;
+
+impl Hook for Watch {
+    type Mark = ();
+
+    fn before(&self, _: &dyn Driver, call: Call, _: Arguments<'_>) -> Result<()> {
+        if EXITING.load(Ordering::SeqCst) {
+            eprintln!("call during exit: {call}");
+        }
+        Ok(())
+    }
+
+    fn after(&self, _: &dyn Driver, _: Call, (): (), _: Outcome<'_>) {}
+
+    fn note(&self, _: Call, _: Arguments<'_>) {}
+}
+
+fn watched() -> Gpu {
+    let sim = Arc::new(SimDriver::new(SimConfig::default().with_devices(2)));
+    Gpu::new(Arc::new(Tapped::with_hook(sim, Watch))).expect("a simulated device")
+}
+
+/// Asks and sets what is current when it is dropped, which must neither panic nor reach the driver.
+struct AsksAtTheEnd(Gpu);
+
+impl Drop for AsksAtTheEnd {
+    fn drop(&mut self) {
+        let device = self.0.device(1).expect("the second device");
+        let _guard = device.enter();
+        let _ = self.0.current_device();
+        device.make_current();
+    }
+}
+
+/// Calls the driver when it is dropped.
+struct Calls(Gpu);
+
+impl Drop for Calls {
+    fn drop(&mut self) {
+        let _ = self.0.driver().device_count();
+    }
+}
+
+/// One of everything that this crate hands out.
+fn one_of_each(gpu: &Gpu) -> Vec<Box<dyn Any + Send>> {
+    let device = gpu.device(0).expect("the first device");
+    let stream = device.pool_stream().expect("a stream");
+    let mut all: Vec<Box<dyn Any + Send>> = vec![
+        Box::new(gpu.clone()),
+        Box::new(device.lease_stream().expect("a lease")),
+        Box::new(device.event_pool().take().expect("a pooled event")),
+    ];
+    for (timing, interprocess, external) in [(false, false, false), (true, false, false), (false, true, true)] {
+        let options = EventOptions { timing, interprocess, external, ..EventOptions::default() };
+        let mut event = gpu.event_with(options).expect("possible options");
+        event.record(&stream).expect("a record");
+        all.push(Box::new(event));
+    }
+    all.push(Box::new(stream));
+    all
+}
+
+fn fill_variables(loud: bool) {
+    EARLY.with(|early| early.borrow_mut().clear());
+    let gpu = GPU.get_or_init(watched);
+    gpu.device(1).expect("the second device").make_current();
+    LATE.with(|late| late.borrow_mut().clear());
+
+    KEPT.lock().expect("not poisoned").extend(one_of_each(gpu));
+    for variable in [&EARLY, &LATE] {
+        // One Gpu lives in static variables, the other only here: its last handle is dropped during exit.
+        for gpu in [gpu.clone(), watched()] {
+            let mut things: Vec<Box<dyn Any>> = Vec::new();
+            things.extend(one_of_each(&gpu).into_iter().map(|thing| thing as Box<dyn Any>));
+            things.push(Box::new(gpu.device(1).expect("the second device").enter()));
+            things.push(Box::new(gpu.current_stream().expect("a stream").enter()));
+            things.push(Box::new(AsksAtTheEnd(gpu)));
+            variable.with(|variable| variable.borrow_mut().extend(things));
+        }
+    }
+    if loud {
+        LATE.with(|late| late.borrow_mut().push(Box::new(Calls(gpu.clone()))));
+    }
+
+    EXITING.store(true, Ordering::SeqCst);
+    // A thread that ends, with all that it had in its own variables: moved there before, dropped by its end.
+    let things = KEPT.lock().expect("not poisoned").split_off(0);
+    thread::spawn(move || LATE.with(|late| late.borrow_mut().extend(things.into_iter().map(|t| t as Box<dyn Any>))))
+        .join()
+        .expect("a thread that ends well");
+}
