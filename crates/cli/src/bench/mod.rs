@@ -1,0 +1,135 @@
+//! `warpool bench NAME`: what things cost on this machine, each next to a baseline measured in the same run.
+//! A benchmark is a function in a file of its own and a line in [`BENCHES`]; how time is taken stands in `measure.rs`.
+
+mod driver;
+mod measure;
+mod sim;
+
+use serde_json::{Map, Value, json};
+
+use crate::driver::SimArgs;
+use crate::output::{self, Output, Result, Stop, Verdict};
+use measure::Baseline;
+
+/// Measures what things cost, next to a baseline taken in the same run
+///
+/// The baseline is the cheapest thing that a lock can do: taking and releasing a mutex that nobody else wants.
+#[derive(Debug, clap::Args)]
+#[command(after_help = format!("Benchmarks:\n{}\n\n\
+    Exit status: 0, 1 if a limit was passed (memory that grows), 2 if it could not be run.\n\n\
+    Examples:\n  \
+    warpool bench sim\n  \
+    warpool bench sim --ops 10000000 --json\n  \
+    warpool bench driver --driver cuda", listed()))]
+pub struct Args {
+    /// The benchmark to run
+    name: String,
+    /// The driver to measure: sim or cuda; `bench sim` has only the one
+    #[arg(long, value_name = "NAME")]
+    driver: Option<String>,
+    /// The device to measure
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    device: u32,
+    /// How many operations each case runs [default: 1000000; 100000 for calls to a driver]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
+    ops: Option<u64>,
+    #[command(flatten)]
+    sim: SimArgs,
+    /// One JSON object per case
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// A benchmark that can be asked for.
+struct Bench {
+    name: &'static str,
+    about: &'static str,
+    run: fn(&Args, &mut Rows<'_>) -> Result<Verdict>,
+}
+
+const BENCHES: &[Bench] = &[
+    Bench { name: "sim", about: "what the simulated GPU does per second, and whether its memory grows", run: sim::run },
+    Bench { name: "driver", about: "what calls to a driver cost the host", run: driver::run },
+];
+
+pub fn run(args: &Args, output: &mut Output) -> Result<Verdict> {
+    let Some(bench) = BENCHES.iter().find(|bench| bench.name == args.name) else {
+        let names: Vec<&str> = BENCHES.iter().map(|bench| bench.name).collect();
+        return Err(Stop::Usage(format!("there is no benchmark '{}': choose one of {}", args.name, names.join(", "))));
+    };
+    let mut rows =
+        Rows { bench: bench.name, baseline: Baseline::measure(), output, shown: Vec::new(), remarks: Vec::new() };
+    let verdict = (bench.run)(args, &mut rows)?;
+    rows.finish()?;
+    Ok(verdict)
+}
+
+fn listed() -> String {
+    BENCHES.iter().map(|bench| format!("  {:8} {}", bench.name, bench.about)).collect::<Vec<_>>().join("\n")
+}
+
+/// One measured case.
+struct Row {
+    case: &'static str,
+    /// What one operation took.
+    ns: f64,
+    /// More keys of the JSON object.
+    extra: Vec<(&'static str, Value)>,
+    /// More for people, in the last column.
+    besides: String,
+}
+
+/// The rows of a benchmark: objects are written at once, the table and the remarks below it at the end.
+struct Rows<'a> {
+    bench: &'static str,
+    baseline: Baseline,
+    output: &'a mut Output,
+    shown: Vec<[String; 5]>,
+    remarks: Vec<String>,
+}
+
+impl Rows<'_> {
+    fn add(&mut self, row: Row) -> Result<()> {
+        let ratio = row.ns / self.baseline.ns;
+        let per_second = 1e9 / row.ns;
+        let mut object = Map::new();
+        let head = json!({
+            "bench": self.bench,
+            "case": row.case,
+            "ns": row.ns,
+            "baseline": Baseline::NAME,
+            "baseline_ns": self.baseline.ns,
+            "ratio": ratio,
+            "ops_per_second": per_second,
+        });
+        if let Value::Object(head) = head {
+            object.extend(head);
+        }
+        object.extend(row.extra.into_iter().map(|(key, value)| (key.to_owned(), value)));
+        self.output.object(&Value::Object(object))?;
+        self.shown.push([
+            row.case.to_owned(),
+            format!("{:.1}", row.ns),
+            format!("{ratio:.2}"),
+            format!("{per_second:.0}"),
+            row.besides,
+        ]);
+        Ok(())
+    }
+
+    /// A sentence for people, below the table.
+    fn remark(&mut self, remark: String) {
+        self.remarks.push(remark);
+    }
+
+    fn finish(self) -> Result<()> {
+        let mut table = output::table(&["case", ">ns", ">x baseline", ">per second", "besides"]);
+        table.add_rows(self.shown);
+        let title = format!("bench {}, against {} at {:.1} ns", self.bench, Baseline::NAME, self.baseline.ns);
+        self.output.table(&title, &table)?;
+        for remark in self.remarks {
+            self.output.line(remark)?;
+        }
+        Ok(())
+    }
+}

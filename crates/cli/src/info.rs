@@ -1,0 +1,162 @@
+//! `warpool info`: what this machine offers.
+
+use std::sync::Arc;
+
+use serde_json::{Value, json};
+use warpool_driver::{DeviceId, DeviceProperties, Driver};
+
+use crate::driver::{self, SimArgs};
+use crate::output::{self, Output, Result, Stop, Verdict};
+use crate::size;
+
+/// Shows devices, what they can do, and which libraries were found
+///
+/// Without --driver it shows what every driver offers, or why one offers nothing.
+#[derive(Debug, clap::Args)]
+#[command(after_help = "Exit status: 0, or 2 if the driver that --driver names cannot be had.\n\n\
+    Examples:\n  \
+    warpool info\n  \
+    warpool info --driver cuda --json\n  \
+    warpool info --driver sim --sim-memory 80GiB")]
+pub struct Args {
+    /// Only this driver: sim or cuda
+    #[arg(long, value_name = "NAME")]
+    driver: Option<String>,
+    #[command(flatten)]
+    sim: SimArgs,
+    /// One JSON object per driver, device and library
+    #[arg(long)]
+    pub json: bool,
+}
+
+pub fn run(args: &Args, output: &mut Output) -> Result<Verdict> {
+    match &args.driver {
+        Some(name) => show_driver(&driver::open(name, &args.sim, 0)?, output)?,
+        None => {
+            show_cuda_or_why_not(output)?;
+            show_driver(&driver::open("sim", &args.sim, 0)?, output)?;
+        }
+    }
+    show_libraries(output)?;
+    Ok(Verdict::Good)
+}
+
+fn show_cuda_or_why_not(output: &mut Output) -> Result<()> {
+    let opened = warpool_cuda::CudaDriver::open().map_err(|error| error.to_string());
+    let shown = opened.and_then(|driver| {
+        let driver: Arc<dyn Driver> = Arc::new(driver);
+        match show_driver(&driver, output) {
+            // A driver that is there but does not work is worth a line, like one that is not there.
+            Err(Stop::Driver(error)) => Err(error.to_string()),
+            other => Ok(other),
+        }
+    });
+    match shown {
+        Ok(result) => result,
+        Err(reason) => {
+            output.object(&json!({ "kind": "driver", "driver": "cuda", "available": false, "reason": reason }))?;
+            output.line(format!("driver cuda: not available: {reason}\n"))?;
+            Ok(())
+        }
+    }
+}
+
+fn show_driver(driver: &Arc<dyn Driver>, output: &mut Output) -> Result<()> {
+    let kind = driver.kind();
+    let count = driver.device_count()?;
+    let devices: Vec<_> = (0..count)
+        .map(DeviceId)
+        .map(|device| Ok((device, driver.device_properties(device)?)))
+        .collect::<Result<_>>()?;
+
+    output.object(&json!({ "kind": "driver", "driver": kind, "available": true, "devices": count }))?;
+    for (device, properties) in devices {
+        output.object(&object(kind, device, &properties))?;
+        let mut table = output::table(&["property", "value"]);
+        table.add_rows(rows(&properties).map(|(name, value)| [name.to_owned(), value]));
+        output.table(&format!("driver {kind}, {device}: {}", properties.name), &table)?;
+    }
+    Ok(())
+}
+
+fn object(kind: &str, device: DeviceId, properties: &DeviceProperties) -> Value {
+    // All fields by name: a new one must be shown, too.
+    let DeviceProperties {
+        name,
+        compute_capability: (major, minor),
+        bytes_total,
+        multiprocessors,
+        granularity,
+        virtual_memory,
+        host_registration,
+        async_pools,
+        conditional_nodes,
+        ipc_events,
+        share_posix_fd,
+        share_fabric,
+        rdma,
+        peers,
+    } = properties;
+    json!({
+        "kind": "device",
+        "driver": kind,
+        "device": device.0,
+        "name": name,
+        "compute_capability": format!("{major}.{minor}"),
+        "bytes_total": bytes_total,
+        "multiprocessors": multiprocessors,
+        "granularity": granularity,
+        "virtual_memory": virtual_memory,
+        "host_registration": host_registration,
+        "async_pools": async_pools,
+        "conditional_nodes": conditional_nodes,
+        "ipc_events": ipc_events,
+        "share_posix_fd": share_posix_fd,
+        "share_fabric": share_fabric,
+        "rdma": rdma,
+        "peers": peers.iter().map(|peer| peer.0).collect::<Vec<_>>(),
+    })
+}
+
+fn rows(properties: &DeviceProperties) -> [(&'static str, String); 13] {
+    let yes = |able: bool| if able { "yes" } else { "no" }.to_owned();
+    let (major, minor) = properties.compute_capability;
+    let peers: Vec<String> = properties.peers.iter().map(|peer| peer.0.to_string()).collect();
+    [
+        ("compute capability", format!("{major}.{minor}")),
+        ("memory", size::show(properties.bytes_total)),
+        ("multiprocessors", properties.multiprocessors.to_string()),
+        ("granularity", size::show(properties.granularity)),
+        ("virtual memory", yes(properties.virtual_memory)),
+        ("host registration", yes(properties.host_registration)),
+        ("async pools", yes(properties.async_pools)),
+        ("conditional nodes", yes(properties.conditional_nodes)),
+        ("interprocess events", yes(properties.ipc_events)),
+        ("shared as file descriptor", yes(properties.share_posix_fd)),
+        ("shared over a fabric", yes(properties.share_fabric)),
+        ("RDMA", yes(properties.rdma)),
+        ("peers", if peers.is_empty() { "none".to_owned() } else { peers.join(", ") }),
+    ]
+}
+
+fn show_libraries(output: &mut Output) -> Result<()> {
+    let mut table = output::table(&["library", "version", "opened as, or what it means that it is missing"]);
+    for library in warpool_cuda::libraries() {
+        let found = library.found.as_ref();
+        let version = found.and_then(|found| found.version.as_deref());
+        output.object(&json!({
+            "kind": "library",
+            "library": library.name,
+            "found": found.is_some(),
+            "version": version,
+            "opened_as": found.map(|found| &found.name),
+            "if_missing": library.if_missing,
+        }))?;
+        table.add_row(match found {
+            Some(found) => [library.name, version.unwrap_or("not told"), &found.name],
+            None => [library.name, "missing", library.if_missing],
+        });
+    }
+    output.table("libraries that the driver cuda uses", &table)?;
+    Ok(())
+}

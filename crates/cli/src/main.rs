@@ -1,0 +1,107 @@
+//! The command `warpool`: arguments in, tables or JSON lines out.
+//! It holds no logic of its own: one file per command asks the library and shows the answer.
+//!
+//! Every command exits with 0 if all is well, 1 if the answer is a bad one, 2 if it could not be asked.
+
+mod bench;
+mod driver;
+mod info;
+mod output;
+mod selftest;
+mod size;
+
+use std::process::ExitCode;
+
+use clap::{Parser, Subcommand};
+
+use output::{Output, Stop, Verdict};
+
+#[derive(Debug, Parser)]
+#[command(
+    name = "warpool",
+    version,
+    about = "The layer between a GPU program and the CUDA driver, on a real GPU or a simulated one",
+    after_help = "Every command takes --json: one JSON object per line on stdout, and nothing else there.\n\
+        Exit status: 0 all is well, 1 the answer is a bad one, 2 bad usage or something is missing.\n\n\
+        Examples:\n  \
+        warpool info                      what this machine offers\n  \
+        warpool selftest --driver sim     does the simulated GPU keep the contract?\n  \
+        warpool selftest --driver cuda    does this GPU?\n  \
+        warpool bench sim                 how fast is the simulated GPU?"
+)]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    Info(info::Args),
+    Selftest(selftest::Args),
+    Bench(bench::Args),
+}
+
+fn main() -> ExitCode {
+    let cli = match Cli::try_parse() {
+        Ok(cli) => cli,
+        Err(error) => return refuse(&error),
+    };
+    let result = match cli.command {
+        Command::Info(args) => info::run(&args, &mut Output::stdout(args.json)),
+        Command::Selftest(args) => selftest::run(&args, &mut Output::stdout(args.json)),
+        Command::Bench(args) => bench::run(&args, &mut Output::stdout(args.json)),
+    };
+    match result {
+        Ok(Verdict::Good) => ExitCode::SUCCESS,
+        Ok(Verdict::Bad) => ExitCode::FAILURE,
+        // Whoever reads has read enough, as `head` does.
+        Err(Stop::Output(error)) if error.kind() == std::io::ErrorKind::BrokenPipe => ExitCode::SUCCESS,
+        Err(stop) => {
+            eprintln!("warpool: {stop}");
+            ExitCode::from(stop.status())
+        }
+    }
+}
+
+/// Ends on arguments that cannot be used, or that ask for help.
+fn refuse(error: &clap::Error) -> ExitCode {
+    if !error.use_stderr() {
+        // Help and version. A closed pipe is no concern here either.
+        let _ = error.print();
+        return ExitCode::SUCCESS;
+    }
+    if error.kind() == clap::error::ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand {
+        let _ = error.print();
+    } else {
+        eprintln!("warpool: {}", one_line(&error.to_string()));
+    }
+    ExitCode::from(2)
+}
+
+/// What clap has to say, without the usage that it repeats below.
+fn one_line(message: &str) -> String {
+    let lines = message.lines().map(str::trim);
+    let said = lines.take_while(|line| !line.starts_with("Usage:") && !line.starts_with("For more information"));
+    let line = said.filter(|line| !line.is_empty()).collect::<Vec<_>>().join(" ");
+    line.strip_prefix("error: ").map_or(line.clone(), str::to_owned)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::CommandFactory as _;
+
+    #[test]
+    fn the_arguments_are_sound() {
+        Cli::command().debug_assert();
+    }
+
+    #[test]
+    fn a_refusal_is_one_line() {
+        let refusal = |arguments: &[&str]| one_line(&Cli::try_parse_from(arguments).unwrap_err().to_string());
+        let missing = refusal(&["warpool", "selftest"]);
+        assert_eq!(missing, "the following required arguments were not provided: --driver <NAME>");
+        let unknown = refusal(&["warpool", "info", "--jsn"]);
+        assert!(unknown.starts_with("unexpected argument '--jsn' found") && !unknown.contains('\n'), "{unknown}");
+    }
+}

@@ -1,0 +1,92 @@
+//! Sizes in bytes, as people write and read them.
+
+/// The units by their names, largest first. Powers of 1024 and of 1000 are told apart by the `i`.
+const UNITS: &[(&str, u64)] = &[
+    ("TiB", 1 << 40),
+    ("TB", 1_000_000_000_000),
+    ("GiB", 1 << 30),
+    ("GB", 1_000_000_000),
+    ("MiB", 1 << 20),
+    ("MB", 1_000_000),
+    ("KiB", 1 << 10),
+    ("kB", 1_000),
+    ("B", 1),
+];
+
+/// Reads `80GiB`, `1.5 GiB`, `512MiB` or plain bytes.
+pub fn parse(text: &str) -> Result<u64, String> {
+    let text = text.trim();
+    let digits = text.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(text.len());
+    let (number, unit) = (&text[..digits], text[digits..].trim());
+    let unit = match unit {
+        "" => 1,
+        _ => {
+            let known = UNITS.iter().find(|(name, _)| name.eq_ignore_ascii_case(unit));
+            known.ok_or_else(|| format!("'{text}' is no size: write bytes, or a number with KiB, MiB, GiB or TiB"))?.1
+        }
+    };
+    exact(number, unit).ok_or_else(|| format!("'{text}' is no size: it must be a whole number of bytes below 2^64"))
+}
+
+/// `number`, a decimal with or without a fraction, times `unit`; `None` if that is no whole number that fits.
+fn exact(number: &str, unit: u64) -> Option<u64> {
+    let (whole, fraction) = number.split_once('.').unwrap_or((number, ""));
+    let scale = 10u128.checked_pow(u32::try_from(fraction.len()).ok()?)?;
+    let digits: u128 = format!("{whole}{fraction}").parse().ok()?;
+    let scaled = digits.checked_mul(u128::from(unit))?;
+    if scaled % scale != 0 {
+        return None;
+    }
+    u64::try_from(scaled / scale).ok()
+}
+
+/// Writes `bytes` in the largest binary unit that it fills.
+pub fn show(bytes: u64) -> String {
+    let binary = UNITS.iter().filter(|(name, _)| name.contains('i'));
+    match binary.into_iter().find(|(_, unit)| bytes >= *unit) {
+        None => format!("{bytes} B"),
+        Some((name, unit)) if bytes.is_multiple_of(*unit) => format!("{} {name}", bytes / unit),
+        Some((name, unit)) => format!("{:.1} {name}", bytes as f64 / *unit as f64),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_are_read() {
+        let check = |text: &str, bytes: u64| assert_eq!(parse(text), Ok(bytes), "{text}");
+        check("0", 0);
+        check("4096", 4096);
+        check("512MiB", 512 << 20);
+        check("80GiB", 80 << 30);
+        check(" 80 gib ", 80 << 30);
+        check("1.5GiB", 3 << 29);
+        check("2TiB", 2 << 40);
+        check("3kB", 3000);
+        check("7B", 7);
+        check("18446744073709551615", u64::MAX);
+    }
+
+    #[test]
+    fn what_is_no_size_is_refused_by_name() {
+        for text in
+            ["", "GiB", "-1", "1.2.3GiB", "80G", "80 apples", "0.3B", "18446744073709551616", "99999999TiB", "1e9"]
+        {
+            let refusal = parse(text).unwrap_err();
+            assert!(refusal.contains(&format!("'{text}' is no size")), "{text}: {refusal}");
+        }
+    }
+
+    #[test]
+    fn sizes_are_shown() {
+        let check = |bytes: u64, text: &str| assert_eq!(show(bytes), text);
+        check(0, "0 B");
+        check(1023, "1023 B");
+        check(2 << 20, "2 MiB");
+        check(150_109_880_320, "139.8 GiB");
+        check(1536, "1.5 KiB");
+        check(1 << 40, "1 TiB");
+    }
+}
