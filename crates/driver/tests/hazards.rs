@@ -424,7 +424,7 @@ fn an_entry_names_operations_streams_bytes_and_the_reason() {
     let graph = entry("two branches of a graph write the same bytes");
     assert!(graph.contains("no path of edges leads from node"), "{graph}");
     let host = entry("the host reads a result before the copy has ended");
-    assert!(host.contains("host_read #") && host.contains("the host"), "{host}");
+    assert!(host.contains("host_read #") && host.contains("of the host memory pinned by call #"), "{host}");
     let freed = entry("a kernel with a pointer that was freed");
     assert!(freed.contains("kernel add #") && freed.contains("freed by call #"), "{freed}");
 }

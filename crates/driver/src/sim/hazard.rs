@@ -61,6 +61,57 @@ impl fmt::Display for HazardKind {
     }
 }
 
+/// Bytes that operations clash over.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct HazardRange {
+    /// What `offset` counts from.
+    pub base: RangeBase,
+    /// The first byte.
+    pub offset: u64,
+    /// How many.
+    pub bytes: u64,
+}
+
+/// Where an offset counts from. Addresses of host memory differ from run to run, so pinned memory is named by the call
+/// that pinned it: one seed gives one log.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum RangeBase {
+    /// Address 0: the offset is the device's address.
+    Address,
+    /// The start of the host memory that the call of that number pinned.
+    PinnedBy(u64),
+}
+
+impl HazardRange {
+    /// `bytes` bytes at `ptr`, or from `offset` on in what the call `pinned_by` pinned.
+    pub(super) fn new(pinned_by: Option<u64>, ptr: DevicePtr, offset: u64, bytes: u64) -> Self {
+        match pinned_by {
+            Some(call) => Self { base: RangeBase::PinnedBy(call), offset, bytes },
+            None => Self { base: RangeBase::Address, offset: ptr.0, bytes },
+        }
+    }
+
+    /// Grows to hold `other` too, if both count from the same.
+    fn widen(&mut self, other: Self) {
+        if self.base == other.base {
+            let end = (self.offset + self.bytes).max(other.offset + other.bytes);
+            self.offset = self.offset.min(other.offset);
+            self.bytes = end - self.offset;
+        }
+    }
+}
+
+impl fmt::Display for HazardRange {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.base {
+            RangeBase::Address => write!(f, "{}, {} bytes", DevicePtr(self.offset), self.bytes),
+            RangeBase::PinnedBy(call) => {
+                write!(f, "byte {} of the host memory pinned by call #{call}, {} bytes", self.offset, self.bytes)
+            }
+        }
+    }
+}
+
 /// One entry of the log.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Hazard {
@@ -68,8 +119,8 @@ pub struct Hazard {
     pub kind: HazardKind,
     /// The operations, the earlier one first: what each is, its number, its stream or graph.
     pub operations: Vec<String>,
-    /// The bytes, where memory is concerned: the first address and how many.
-    pub range: Option<(DevicePtr, u64)>,
+    /// The bytes, where memory is concerned.
+    pub range: Option<HazardRange>,
     /// Why no order protects them.
     pub why: String,
     /// When it was noticed, in nanoseconds of the virtual clock.
@@ -79,8 +130,8 @@ pub struct Hazard {
 impl fmt::Display for Hazard {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}: {}", self.kind, self.operations.join(" and "))?;
-        if let Some((ptr, bytes)) = self.range {
-            write!(f, " at {ptr}, {bytes} bytes")?;
+        if let Some(range) = self.range {
+            write!(f, " at {range}")?;
         }
         write!(f, ": {}", self.why)
     }
@@ -121,13 +172,15 @@ impl HazardLog {
         kind: HazardKind,
         first: Option<&Actor>,
         second: &Actor,
-        range: (DevicePtr, u64),
+        range: HazardRange,
         why: impl FnOnce() -> String,
         at_nanos: u64,
     ) {
         let key = (kind, first.map(Actor::key), Some(second.key()));
         if let Some(&known) = self.index.get(&key) {
-            widen(&mut self.entries[known].range, range);
+            if let Some(old) = &mut self.entries[known].range {
+                old.widen(range);
+            }
             return;
         }
         let operations = first.into_iter().chain([second]).map(ToString::to_string).collect();
@@ -151,11 +204,4 @@ impl HazardLog {
         self.index.insert(key, self.entries.len());
         self.entries.push(hazard);
     }
-}
-
-fn widen(range: &mut Option<(DevicePtr, u64)>, (ptr, bytes): (DevicePtr, u64)) {
-    let (old, old_bytes) = range.unwrap_or((ptr, bytes));
-    let start = old.min(ptr);
-    let end = old.offset(old_bytes).max(ptr.offset(bytes));
-    *range = Some((start, end.0 - start.0));
 }

@@ -123,6 +123,7 @@ impl SimDriver {
 impl World {
     fn pin(&mut self, device: DeviceId, start: u64, bytes: u64, contents: Bytes, registered: bool) {
         let piece = self.memory.add_piece(bytes, None, contents);
+        self.memory.piece_mut(piece).pinned_by = Some(self.calls);
         self.memory.space.insert(start, bytes, Region::Pinned { piece, registered });
         self.pinned_device.insert(start, device);
     }

@@ -4,7 +4,7 @@ use rustc_hash::FxHashMap;
 
 use super::actor::{Actor, Label, Order};
 use super::bytes::Bytes;
-use super::hazard::{HazardKind, HazardLog};
+use super::hazard::{HazardKind, HazardLog, HazardRange};
 use super::shadow::{Clash, Mark, Shadow};
 use super::space::{Fault, Gone, Piece, PieceId, Place, Region, Space};
 use crate::{DeviceId, DevicePtr, PoolId};
@@ -59,12 +59,16 @@ impl Memory {
     pub fn add_piece(&mut self, bytes: u64, device: Option<DeviceId>, contents: Bytes) -> PieceId {
         self.last_piece += 1;
         let id = PieceId(self.last_piece);
-        self.pieces.insert(id, Piece { bytes, device, contents, shadow: Shadow::default() });
+        self.pieces.insert(id, Piece { bytes, device, pinned_by: None, contents, shadow: Shadow::default() });
         id
     }
 
     pub fn piece(&self, id: PieceId) -> &Piece {
         &self.pieces[&id]
+    }
+
+    pub fn piece_mut(&mut self, id: PieceId) -> &mut Piece {
+        self.pieces.get_mut(&id).expect("a live piece")
     }
 
     pub fn drop_piece(&mut self, id: PieceId) {
@@ -191,9 +195,10 @@ impl Memory {
         let Self { pieces, log, check_uninitialized, .. } = self;
         let piece = pieces.get_mut(&place.piece).expect("a place leads to a piece");
         let on_device = piece.device.is_some();
+        let pinned_by = piece.pinned_by;
         let end = place.offset + place.bytes;
         piece.shadow.touch((place.offset, end), write, &by.who, &by.order, &mut |clash, from, to| {
-            let range = (ptr.offset(from - place.offset), to - from);
+            let range = HazardRange::new(pinned_by, ptr.offset(from - place.offset), from, to - from);
             let who = &by.who;
             match clash {
                 Clash::Unordered(earlier) => {
@@ -239,7 +244,7 @@ impl Memory {
                 (kind, format!("the memory was {how} by call #{}, {when}", tomb.at), tomb.gone != Gone::PoolFreed)
             }
         };
-        self.log.memory(kind, None, who, (ptr, bytes), || why, now);
+        self.log.memory(kind, None, who, HazardRange::new(None, ptr, 0, bytes), || why, now);
         Broken(breaks)
     }
 
@@ -252,9 +257,11 @@ impl Memory {
             let n = place.bytes.min(bytes - done);
             let Self { pieces, log, .. } = self;
             let piece = pieces.get_mut(&place.piece).expect("a place leads to a piece");
+            let pinned_by = piece.pinned_by;
             let range = (place.offset, place.offset + n);
             piece.shadow.hand_out(range, mark.clone(), &by.order, &mut |earlier, from, to| {
-                let range = (here.offset(from.max(place.offset) - place.offset), to - from);
+                let from = from.max(place.offset);
+                let range = HazardRange::new(pinned_by, here.offset(from - place.offset), from, to - from);
                 let why = || format!("{}; it was handed out by call #{}", why_unordered(earlier, by), by.who.at);
                 log.memory(HazardKind::HandedOutInFlight, None, earlier, range, why, by.now);
             });

@@ -58,7 +58,7 @@ mod world;
 
 pub use config::{SimConfig, SimDevice, Timing};
 pub use cost::{Latencies, Latency};
-pub use hazard::{Hazard, HazardKind};
+pub use hazard::{Hazard, HazardKind, HazardRange, RangeBase};
 
 use std::cell::Cell;
 use std::panic::AssertUnwindSafe;

@@ -21,6 +21,8 @@ pub(super) struct Piece {
     pub bytes: u64,
     /// Whose memory it is; `None` for the host's.
     pub device: Option<DeviceId>,
+    /// The call that pinned it, if it is the host's.
+    pub pinned_by: Option<u64>,
     pub contents: Bytes,
     pub shadow: Shadow,
 }
