@@ -449,3 +449,17 @@ fn an_illegal_access_breaks_the_device_for_good() -> Result<()> {
     lab.gpu.mem_alloc(DeviceId(1), 512)?;
     Ok(())
 }
+
+#[test]
+fn the_default_stream_waits_for_a_blocking_stream_that_was_destroyed_at_work() -> Result<()> {
+    for seed in 0..8 {
+        let lab = Lab::new(SimConfig::default().with_seed(seed))?;
+        let blocking = lab.gpu.stream_create(DEVICE, StreamOptions { non_blocking: false, priority: 0 })?;
+        lab.fill(1, blocking)?;
+        lab.gpu.stream_destroy(blocking)?;
+        lab.fill(2, lab.gpu.stream_default(DEVICE)?)?;
+        lab.gpu.device_synchronize(DEVICE)?;
+        assert!(lab.gpu.hazards().is_empty(), "seed {seed}: {:#?}", lab.gpu.hazards());
+    }
+    Ok(())
+}

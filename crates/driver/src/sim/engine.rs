@@ -101,8 +101,15 @@ impl World {
         let state = self.stream(stream);
         if state.gone && state.queue.is_empty() && !state.running {
             let (device, lane) = (state.device, state.lane);
+            if state.kind == StreamKind::Blocking {
+                // The default stream comes after its work, also now that it can no longer be asked.
+                let (base, last) = (Arc::clone(&state.base), Stamp { lane, seq: state.tail });
+                self.learn(self.devices[device.0 as usize].legacy, &base, last);
+            }
             self.streams.remove(stream.0);
-            self.devices[device.0 as usize].streams.retain(|&other| other != stream);
+            let state = &mut self.devices[device.0 as usize];
+            state.streams.retain(|&other| other != stream);
+            state.blocking.retain(|&other| other != stream);
             self.spare_lanes.push(lane);
         }
     }

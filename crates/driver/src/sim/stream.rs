@@ -41,7 +41,6 @@ impl Streams for SimDriver {
                 return world.fail(ErrorCode::InvalidHandle, "default streams cannot be destroyed");
             }
             world.leave_capture(stream);
-            world.devices[device.0 as usize].blocking.retain(|&other| other != stream);
             world.stream_mut(stream).gone = true;
             world.retire_if_drained(stream);
             Ok(())
