@@ -42,6 +42,21 @@ macro_rules! api {
                 })
             }
 
+            /// Functions that do nothing and say that it went well, for tests to replace.
+            #[cfg(test)]
+            pub(crate) fn stubs() -> Self {
+                Self {
+                    $($field: {
+                        unsafe extern "C" fn stub($(_: $arg),*) -> u32 { 0 }
+                        stub
+                    },)*
+                    $($opt_field: {
+                        unsafe extern "C" fn stub($(_: $opt_arg),*) -> u32 { 0 }
+                        Some(stub)
+                    },)*
+                }
+            }
+
             /// The symbols, for tests.
             #[cfg(test)]
             pub(crate) const SYMBOLS: &[&str] =
@@ -182,7 +197,7 @@ api! {
             *mut *mut c_void);
     }
     optional {
-        // Since 12.8. It only computes; the older one also asks after pending work, which a capture may forbid.
+        // Since 12.8. It only computes.
         event_elapsed_time_v2: cuEventElapsedTime as "cuEventElapsedTime_v2"(*mut f32, CUevent, CUevent);
         // Since 12.2, 12.3 and 12.3: what conditional nodes need.
         graph_add_node: cuGraphAddNode(*mut CUgraphNode, CUgraph, *const CUgraphNode, usize, *mut CUgraphNodeParams);

@@ -9,6 +9,7 @@
 use std::cell::Cell;
 use std::collections::BTreeMap;
 use std::ffi::c_void;
+use std::mem;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::ptr;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -86,7 +87,9 @@ fn guarded(work: impl FnOnce()) {
     let before = RUNNING.replace(true);
     let outcome = catch_unwind(AssertUnwindSafe(work));
     RUNNING.set(before);
-    if outcome.is_err() {
+    if let Err(payload) = outcome {
+        // Whatever a panic carries might panic again when dropped, and that would get out.
+        mem::forget(payload);
         tracing::error!("a host callback panicked; the stream goes on without it");
     }
 }

@@ -11,12 +11,13 @@ use cudarc::driver::sys;
 use cudarc::driver::sys::CUstreamCaptureMode_enum as Mode;
 use rustc_hash::FxHashMap;
 use warpool_driver::{
-    Call, CaptureId, CaptureMode, CaptureState, Captures, ErrorCode, GraphId, GraphTopology, HostCallback, NodeId,
-    Result, StreamId,
+    Call, CaptureId, CaptureMode, CaptureState, Captures, DeviceId, ErrorCode, GraphId, GraphTopology, HostCallback,
+    NodeId, Result, StreamId,
 };
 
 use crate::CudaDriver;
 use crate::callback;
+use crate::context::Context;
 use crate::error::{Site, enter};
 use crate::graph::{Graph, Owner};
 use crate::stream::{Stream, StreamKind};
@@ -27,20 +28,26 @@ pub(crate) type GraphHandle = Handle<sys::CUgraph_st>;
 pub(crate) type NodeHandle = Handle<sys::CUgraphNode_st>;
 
 /// `CUstreamCaptureStatus` as numbers: a newer driver may know more of them.
+const NONE: u32 = sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE as u32;
 const ACTIVE: u32 = sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_ACTIVE as u32;
 const INVALIDATED: u32 = sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_INVALIDATED as u32;
 
-/// The captures that began through this driver, by the stream that they began on. The thread counts for the threads'
-/// own default streams, which share an id.
-pub(crate) type Origins = FxHashMap<(StreamId, Option<ThreadId>), Origin>;
+/// The captures that began through this driver, by the stream that they began on.
+pub(crate) type Origins = FxHashMap<OriginKey, Origin>;
+
+/// A stream as CUDA numbers them, which holds also if an adopted one is forgotten and adopted again. The threads' own
+/// default streams have no such number, but a device and a thread.
+type OriginKey = (u64, Option<(DeviceId, ThreadId)>);
 
 /// One capture.
 #[derive(Clone, Copy)]
 pub(crate) struct Origin {
     /// The graph that it writes into.
     pub(crate) graph: GraphHandle,
-    /// The graph with the conditional node whose body it writes, if it does.
-    pub(crate) parent: Option<GraphHandle>,
+    /// The graph with which that goes away: itself, or for the body of a conditional node the outermost one around it.
+    pub(crate) root: GraphHandle,
+    stream: Handle<sys::CUstream_st>,
+    context: Context,
 }
 
 /// A capture as the stream sees it.
@@ -69,10 +76,12 @@ impl Captures for CudaDriver {
         // SAFETY: the stream is live.
         site.check(unsafe { (self.api.stream_begin_capture)(row.raw.raw(), mode_of(mode)) })?;
         match self.capturing_graph(site, &row) {
-            Some(graph) => self.capture_began(stream, &row, Origin { graph, parent: None }),
-            None => self.capture_dropped(stream, &row),
+            Some(graph) => self.capture_began(site, &row, graph, graph),
+            None => {
+                self.capture_dropped(&row);
+                Ok(())
+            }
         }
-        Ok(())
     }
 
     fn capture_end(&self, stream: StreamId) -> Result<GraphId> {
@@ -81,6 +90,7 @@ impl Captures for CudaDriver {
         let context = self.context_of_stream(site, &row)?;
         let _current = self.make_current(site, context)?;
         let _gate = lock(&self.graph_gate);
+        self.end_bodies_of_capture(&row);
         let mut raw = ptr::null_mut();
         // SAFETY: the stream is live; `raw` takes the handle.
         let code = unsafe { (self.api.stream_end_capture)(row.raw.raw(), &raw mut raw) };
@@ -88,17 +98,18 @@ impl Captures for CudaDriver {
             // The capture is broken but still under way, on the stream where it began.
             ErrorCode::StreamCaptureUnmatched => return Err(site.error(ErrorCode::StreamCaptureUnmatched)),
             other if code != 0 => {
-                self.capture_dropped(stream, &row);
+                self.capture_dropped(&row);
                 return Err(site.error(other));
             }
             _ => {}
         }
         let graph = GraphHandle::new(raw);
-        let origin = lock(&self.origins).remove(&origin_key(stream, &row)).filter(|origin| origin.graph == graph);
+        let origin = lock(&self.origins).remove(&origin_key(&row)).filter(|origin| origin.graph == graph);
         if raw.is_null() {
             return Err(site.error(ErrorCode::StreamCaptureInvalidated));
         }
-        let owner = origin.and_then(|origin| origin.parent).map_or(Owner::Id, Owner::Node);
+        let root = origin.map_or(graph, |origin| origin.root);
+        let owner = if root == graph { Owner::Id } else { Owner::Inside(root) };
         Ok(GraphId(self.graphs.insert(Graph { raw: graph, context, owner })))
     }
 
@@ -199,6 +210,11 @@ impl CudaDriver {
         }
     }
 
+    /// Whether a capture, broken or not, has to end on the stream before another can begin.
+    pub(crate) fn is_capturing(&self, site: Site, stream: &Stream) -> Result<bool> {
+        Ok(self.capture_status(site, stream)?.0 != NONE)
+    }
+
     /// The capture under way. `IllegalState` if there is none, `StreamCaptureInvalidated` if it is broken.
     pub(crate) fn capture(&self, site: Site, stream: &Stream) -> Result<Capture> {
         let (mut status, mut graph, mut first, mut count) = (0_u32, ptr::null_mut(), ptr::null(), 0);
@@ -222,23 +238,73 @@ impl CudaDriver {
         let nodes = if first.is_null() || count == 0 {
             &[]
         } else {
-            // SAFETY: CUDA gave the array and its length, and keeps it until the next call that uses the stream.
+            // SAFETY: CUDA gave the array and its length, and keeps it until the next call that uses the stream; that none
+            // comes now from another thread is asked of callers in the crate's docs.
             unsafe { std::slice::from_raw_parts(first, count) }
         };
         let dependencies = nodes.iter().map(|&node| Handle::new(node)).collect();
         Ok(Capture { graph: Handle::new(graph), dependencies })
     }
 
-    /// Notes what a capture writes into.
-    pub(crate) fn capture_began(&self, stream: StreamId, row: &Stream, origin: Origin) {
-        lock(&self.origins).insert(origin_key(stream, row), origin);
+    /// Notes that `stream` captures into `graph`, which goes away with `root`.
+    pub(crate) fn capture_began(
+        &self,
+        site: Site,
+        stream: &Stream,
+        graph: GraphHandle,
+        root: GraphHandle,
+    ) -> Result<()> {
+        let context = self.context_of_stream(site, stream)?;
+        lock(&self.origins).insert(origin_key(stream), Origin { graph, root, stream: stream.raw, context });
+        Ok(())
     }
 
-    /// Notes that a capture is over and its graph gone, and with that what was in it.
-    pub(crate) fn capture_dropped(&self, stream: StreamId, row: &Stream) {
-        let origin = lock(&self.origins).remove(&origin_key(stream, row));
-        if let Some(origin) = origin {
-            self.forget_inside(origin.graph);
+    /// Notes that the capture which began on `stream` is over without a graph. The body of a conditional node stays, in
+    /// the node; any other graph is gone.
+    pub(crate) fn capture_dropped(&self, stream: &Stream) {
+        let origin = lock(&self.origins).remove(&origin_key(stream));
+        if let Some(origin) = origin.filter(|origin| origin.root == origin.graph) {
+            self.forget_inside(origin.root);
+        }
+    }
+
+    /// The graph with which one that is being captured goes away.
+    pub(crate) fn root_of(&self, graph: GraphHandle) -> GraphHandle {
+        lock(&self.origins).values().find(|origin| origin.graph == graph).map_or(graph, |origin| origin.root)
+    }
+
+    /// Ends the captures of bodies that are still under way inside the capture which began on `stream` and is about to
+    /// end: if that leaves no graph, CUDA would go on to write into freed memory. The caller holds `graph_gate`.
+    pub(crate) fn end_bodies_of_capture(&self, stream: &Stream) {
+        let mut origins = lock(&self.origins);
+        let Some(root) = origins.get(&origin_key(stream)).filter(|own| own.root == own.graph).map(|own| own.root)
+        else {
+            return;
+        };
+        let here = thread::current().id();
+        origins.retain(|&(_, place), body| {
+            if body.root != root || body.graph == root {
+                return true;
+            }
+            // Another thread's own default stream is out of reach from here.
+            if place.is_none_or(|(_, thread)| thread == here) {
+                self.end_body(body);
+            }
+            false
+        });
+    }
+
+    fn end_body(&self, body: &Origin) {
+        let site = Site::of(Call::CaptureEnd);
+        let mut graph = ptr::null_mut();
+        let ended = self.make_current(site, body.context).and_then(|_current| {
+            // SAFETY: the stream is live: whoever destroys it holds the gate, and takes it out of `origins`. `graph`
+            // takes the handle, which stays the node's. The capture ends on any thread, whatever the code (seen on an
+            // H200).
+            site.check(unsafe { (self.api.stream_end_capture)(body.stream.raw(), &raw mut graph) })
+        });
+        if let Err(error) = ended {
+            tracing::debug!("the body of a conditional node was cut short: {error}");
         }
     }
 
@@ -282,7 +348,7 @@ impl CudaDriver {
 }
 
 /// Where the capture of a stream is noted.
-fn origin_key(stream: StreamId, row: &Stream) -> (StreamId, Option<ThreadId>) {
-    let thread = (row.kind == StreamKind::PerThread).then(|| thread::current().id());
-    (stream, thread)
+fn origin_key(stream: &Stream) -> OriginKey {
+    let place = (stream.kind == StreamKind::PerThread).then(|| (stream.device, thread::current().id()));
+    (stream.serial, place)
 }

@@ -2,31 +2,33 @@
 //! Needs a driver of CUDA 12.3; an older one says `NotSupported`, naming the function that it lacks.
 
 use std::ptr;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use cudarc::driver::sys;
 use warpool_driver::{Call, CaptureMode, ConditionalId, ConditionalKind, DriverError, ErrorCode, Result, StreamId};
 
 use crate::CudaDriver;
-use crate::capture::{GraphHandle, Origin, mode_of};
+use crate::capture::{GraphHandle, mode_of};
 use crate::error::{Site, enter};
 use crate::graph::Owner;
 use crate::stream::StreamKind;
-use crate::table::lock;
+use crate::table::{Alone, Used, lock};
 
 /// A conditional's flag behind its id.
-#[derive(Clone, Copy)]
 pub(crate) struct Conditional {
     /// What kernels and the node know it by.
     pub(crate) handle: sys::CUgraphConditionalHandle,
     /// The graph that it is a flag of.
-    pub(crate) graph: GraphHandle,
-    /// Whether a node has it.
-    taken: bool,
+    graph: GraphHandle,
+    /// The graph with which that goes away.
+    root: GraphHandle,
+    /// Whether a node has it. Changed only while `graph_gate` is held.
+    taken: AtomicBool,
 }
 
 impl CudaDriver {
     /// The flag behind an id, as kernels get it.
-    pub(crate) fn conditional(&self, site: Site, conditional: ConditionalId) -> Result<Conditional> {
+    pub(crate) fn conditional(&self, site: Site, conditional: ConditionalId) -> Result<Used<'_, Conditional>> {
         self.conditionals.get(conditional.0).ok_or_else(|| site.error(ErrorCode::InvalidHandle))
     }
 
@@ -44,7 +46,8 @@ impl CudaDriver {
         site.check(unsafe {
             create(&raw mut handle, graph.raw(), context.raw(), default, sys::CU_GRAPH_COND_ASSIGN_DEFAULT)
         })?;
-        Ok(ConditionalId(self.conditionals.insert(Conditional { handle, graph, taken: false })))
+        let flag = Conditional { handle, graph, root: self.root_of(graph), taken: AtomicBool::new(false) };
+        Ok(ConditionalId(self.conditionals.insert(flag)))
     }
 
     /// `conditional_begin` of the contract: a node is added by hand behind what the stream captured so far, the stream
@@ -61,24 +64,24 @@ impl CudaDriver {
         let (row, body_row) = (self.stream(site, stream)?, self.stream(site, body)?);
         let add_node = self.api.graph_add_node.ok_or_else(|| self.no_conditionals(site))?;
         let begin = self.api.stream_begin_capture_to_graph.ok_or_else(|| self.no_conditionals(site))?;
-        let flag = self.conditional(site, conditional)?;
         let context = self.context_of_stream(site, &row)?;
         let _current = self.make_current(site, context)?;
         let _gate = lock(&self.graph_gate);
+        // Looked up behind the gate, where a flag's graph cannot go: that waits for whoever uses the flag.
+        let flag = self.conditional(site, conditional)?;
         let capture = self.capture(site, &row)?;
 
         // A node cannot be taken out of a capture again, so what could fail behind it is asked before.
         if body_row.kind == StreamKind::Legacy {
             return Err(site.error(ErrorCode::StreamCaptureUnsupported));
         }
-        if self.capturing_graph(site, &body_row).is_some() {
+        if self.is_capturing(site, &body_row)? {
             return Err(site.explain(ErrorCode::IllegalState, "the body's stream captures already"));
         }
         if flag.graph != capture.graph {
             return Err(site.explain(ErrorCode::InvalidValue, "the flag belongs to another graph"));
         }
-        let free = self.conditionals.update(conditional.0, |flag| !std::mem::replace(&mut flag.taken, true));
-        if free != Some(true) {
+        if flag.taken.load(Ordering::Relaxed) {
             return Err(site.explain(ErrorCode::InvalidValue, "the flag has a node already"));
         }
 
@@ -99,13 +102,10 @@ impl CudaDriver {
         let mut node = ptr::null_mut();
         // SAFETY: the graph cannot end while the gate is held; `before` holds its nodes; `node` and `parameters` take
         // what CUDA adds.
-        let code =
-            unsafe { add_node(&raw mut node, capture.graph.raw(), before.as_ptr(), before.len(), &raw mut parameters) };
-        if code != 0 {
-            let freed = self.conditionals.update(conditional.0, |flag| flag.taken = false);
-            assert!(freed.is_some(), "a flag goes only with its graph, under the gate");
-            return site.check(code);
-        }
+        site.check(unsafe {
+            add_node(&raw mut node, capture.graph.raw(), before.as_ptr(), before.len(), &raw mut parameters)
+        })?;
+        flag.taken.store(true, Ordering::Relaxed);
         // SAFETY: the node is a conditional one, so this is the member that CUDA filled.
         let bodies = unsafe { parameters.__bindgen_anon_1.conditional.phGraph_out };
         // SAFETY: CUDA points it to an array of `size` graphs, that is one, which lives as long as the node.
@@ -118,24 +118,19 @@ impl CudaDriver {
         // SAFETY: the body's stream is live and its graph lives as long as the node; without dependencies the arrays
         // are not read.
         site.check(unsafe { begin(body_row.raw.raw(), graph.raw(), ptr::null(), ptr::null(), 0, mode_of(mode)) })?;
-        self.capture_began(body, &body_row, Origin { graph, parent: Some(capture.graph) });
-        Ok(())
+        self.capture_began(site, &body_row, graph, flag.root)
     }
 
-    /// Notes that a graph is gone, and what lived in it: flags, and bodies of conditional nodes with all that is in
-    /// them.
-    pub(crate) fn forget_inside(&self, graph: GraphHandle) {
-        self.conditionals.retain(|flag| flag.graph != graph);
-        let mut bodies = Vec::new();
-        self.graphs.for_each(|row| {
-            if row.owner == Owner::Node(graph) {
-                row.owner = Owner::Gone;
-                bodies.push(row.raw);
+    /// Notes that a graph is gone, and what lived in it at whatever depth: flags, and bodies of conditional nodes. The
+    /// caller holds `graph_gate`.
+    pub(crate) fn forget_inside(&self, root: GraphHandle) {
+        for id in self.conditionals.ids(|flag| flag.root == root) {
+            self.conditionals.alone(id).map(Alone::remove);
+        }
+        for id in self.graphs.ids(|row| row.owner == Owner::Inside(root)) {
+            if let Some(mut body) = self.graphs.alone(id) {
+                body.change(|body| body.owner = Owner::Gone);
             }
-        });
-        for body in bodies {
-            assert!(body != graph, "a graph is not its own body");
-            self.forget_inside(body);
         }
     }
 

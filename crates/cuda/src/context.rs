@@ -128,7 +128,7 @@ impl CudaDriver {
     pub unsafe fn adopt_context(&self, device: DeviceId, context: RawHandle) -> Result<()> {
         let site = enter_named("adopt_context")?;
         let slot = self.device(site, device)?;
-        let context = Context::from_number(context.number());
+        let context = Context::from_number(context.0);
         if context.raw().is_null() {
             return Err(site.error(ErrorCode::InvalidValue));
         }

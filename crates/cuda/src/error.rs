@@ -23,6 +23,11 @@ pub(crate) fn enter_named(call: &'static str) -> Result<Site> {
 }
 
 impl Site {
+    /// Work of our own in the name of a call.
+    pub(crate) const fn of(call: Call) -> Self {
+        Self { call: call.name() }
+    }
+
     /// Takes the number that a CUDA function returned.
     pub(crate) fn check(self, number: u32) -> Result<()> {
         match number {

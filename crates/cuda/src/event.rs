@@ -2,6 +2,7 @@
 
 use std::ffi::{c_char, c_uint};
 use std::ptr;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use cudarc::driver::sys;
 use cudarc::driver::sys::CUevent_flags_enum as Flag;
@@ -12,15 +13,29 @@ use warpool_driver::{
 use crate::CudaDriver;
 use crate::context::Context;
 use crate::error::{Site, enter};
-use crate::table::Handle;
+use crate::table::{Handle, Used};
 
 /// An event behind its id.
-#[derive(Clone, Copy)]
 pub(crate) struct Event {
     /// CUDA's handle.
     pub(crate) raw: Handle<sys::CUevent_st>,
     device: DeviceId,
     context: Context,
+    /// Whether a graph may record it or wait for it at every launch.
+    in_graph: AtomicBool,
+}
+
+impl Event {
+    const fn new(raw: sys::CUevent, device: DeviceId, context: Context) -> Self {
+        Self { raw: Handle::new(raw), device, context, in_graph: AtomicBool::new(false) }
+    }
+
+    /// Notes that a stream recorded it, or waits for it.
+    pub(crate) fn used_by_stream(&self, scope: EventScope) {
+        if scope == EventScope::External {
+            self.in_graph.store(true, Ordering::Relaxed);
+        }
+    }
 }
 
 /// CUDA's flags for an event.
@@ -46,21 +61,20 @@ impl Events for CudaDriver {
         let mut raw = ptr::null_mut();
         // SAFETY: `raw` takes the handle.
         site.check(unsafe { (self.api.event_create)(&raw mut raw, flags(options)) })?;
-        Ok(EventId(self.events.insert(Event { raw: Handle::new(raw), device, context })))
+        Ok(EventId(self.events.insert(Event::new(raw, device, context))))
     }
 
     fn event_destroy(&self, event: EventId) -> Result<()> {
         let site = enter(Call::EventDestroy)?;
-        let row = self.events.remove(event.0).ok_or_else(|| site.error(ErrorCode::InvalidHandle))?;
-        let destroyed = self.make_current(site, row.context).and_then(|_current| {
-            // SAFETY: `raw` came from cuEventCreate or cuIpcOpenEventHandle, and its row is out of the table: nobody
-            // else destroys it.
-            site.check(unsafe { (self.api.event_destroy)(row.raw.raw()) })
-        });
-        if destroyed.is_err() {
-            self.events.put_back(event.0, row);
+        let row = self.events.alone(event.0).ok_or_else(|| site.error(ErrorCode::InvalidHandle))?;
+        // A graph does not keep the events of its nodes. CUDA's event stays, then: nobody knows when the last graph goes.
+        if !row.in_graph.load(Ordering::Relaxed) {
+            let _current = self.make_current(site, row.context)?;
+            // SAFETY: `raw` came from cuEventCreate or cuIpcOpenEventHandle, and nobody else can use it.
+            site.check(unsafe { (self.api.event_destroy)(row.raw.raw()) })?;
         }
-        destroyed
+        row.remove();
+        Ok(())
     }
 
     fn event_record(&self, event: EventId, stream: StreamId, scope: EventScope) -> Result<()> {
@@ -77,7 +91,9 @@ impl Events for CudaDriver {
         };
         let _current = self.on_stream(site, &stream)?;
         // SAFETY: event and stream are live.
-        site.check(unsafe { (self.api.event_record_with_flags)(event.raw.raw(), stream.raw.raw(), flags as c_uint) })
+        site.check(unsafe { (self.api.event_record_with_flags)(event.raw.raw(), stream.raw.raw(), flags as c_uint) })?;
+        event.used_by_stream(scope);
+        Ok(())
     }
 
     fn event_query(&self, event: EventId) -> Result<bool> {
@@ -100,7 +116,11 @@ impl Events for CudaDriver {
         let site = enter(Call::EventElapsedMs)?;
         let (start, end) = (self.event(site, start)?, self.event(site, end)?);
         let _current = self.make_current(site, start.context)?;
-        let elapsed = self.api.event_elapsed_time_v2.unwrap_or(self.api.event_elapsed_time);
+        let (elapsed, _relaxed) = match self.api.event_elapsed_time_v2 {
+            Some(elapsed) => (elapsed, None),
+            // The older one also asks after pending work, which captures forbid.
+            None => (self.api.event_elapsed_time, Some(self.relax(site)?)),
+        };
         let mut milliseconds = 0.0;
         // SAFETY: both events are live; `milliseconds` takes the number.
         site.check(unsafe { elapsed(&raw mut milliseconds, start.raw.raw(), end.raw.raw()) })?;
@@ -125,13 +145,13 @@ impl Events for CudaDriver {
         let mut raw = ptr::null_mut();
         // SAFETY: CUDA checks the bytes; `raw` takes the handle.
         site.check(unsafe { (self.api.ipc_open_event_handle)(&raw mut raw, handle) })?;
-        Ok(EventId(self.events.insert(Event { raw: Handle::new(raw), device, context })))
+        Ok(EventId(self.events.insert(Event::new(raw, device, context))))
     }
 }
 
 impl CudaDriver {
-    /// The event behind an id.
-    pub(crate) fn event(&self, site: Site, event: EventId) -> Result<Event> {
+    /// The event behind an id, live as long as the result.
+    pub(crate) fn event(&self, site: Site, event: EventId) -> Result<Used<'_, Event>> {
         self.events.get(event.0).ok_or_else(|| site.error(ErrorCode::InvalidHandle))
     }
 }

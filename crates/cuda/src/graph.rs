@@ -1,15 +1,15 @@
 //! Graphs: what captures left, made ready and launched.
 //!
 //! CUDA does not synchronise a `CUgraph`, so everything that uses one holds `graph_gate`. An executable has a lock of
-//! its own, which also says whether it still is: launches of different executables do not wait for each other.
+//! its own: launches of different executables do not wait for each other.
 
 use std::ffi::CString;
 use std::fs::{self, OpenOptions};
 use std::os::unix::ffi::OsStrExt;
 use std::path::PathBuf;
 use std::ptr;
+use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex};
 use std::{env, io, process};
 
 use cudarc::driver::sys;
@@ -22,10 +22,9 @@ use crate::CudaDriver;
 use crate::capture::{GraphHandle, NodeHandle};
 use crate::context::Context;
 use crate::error::{Site, enter};
-use crate::table::{Handle, lock};
+use crate::table::{Handle, Used, lock};
 
 /// A graph behind its id.
-#[derive(Clone, Copy)]
 pub(crate) struct Graph {
     /// CUDA's handle.
     pub(crate) raw: GraphHandle,
@@ -40,19 +39,18 @@ pub(crate) struct Graph {
 pub(crate) enum Owner {
     /// The id's: it goes with it.
     Id,
-    /// A conditional node's, in this graph, as its body: it goes with the node.
-    Node(GraphHandle),
+    /// A conditional node's, as its body: it goes with this graph, the outermost one around the node.
+    Inside(GraphHandle),
     /// Nobody's: it was a body, and its node is gone. The id can only be forgotten.
     Gone,
 }
 
 /// An executable behind its id.
-#[derive(Clone)]
 pub(crate) struct Exec {
     raw: Handle<sys::CUgraphExec_st>,
     context: Context,
-    /// Held during a launch; `false` once it is destroyed.
-    alive: Arc<Mutex<bool>>,
+    /// Held during a launch.
+    launching: Mutex<()>,
 }
 
 /// What a node does, from CUDA's number.
@@ -94,7 +92,7 @@ impl Graphs for CudaDriver {
         let mut raw = ptr::null_mut();
         // SAFETY: the graph is live and ours alone while the gate is held; `raw` takes the handle.
         site.check(unsafe { (self.api.graph_instantiate_with_flags)(&raw mut raw, row.raw.raw(), flags(options)) })?;
-        let exec = Exec { raw: Handle::new(raw), context: row.context, alive: Arc::new(Mutex::new(true)) };
+        let exec = Exec { raw: Handle::new(raw), context: row.context, launching: Mutex::new(()) };
         Ok(GraphExecId(self.execs.insert(exec)))
     }
 
@@ -103,10 +101,7 @@ impl Graphs for CudaDriver {
         let exec = self.exec(site, exec)?;
         let stream = self.stream(site, stream)?;
         let _current = self.on_stream(site, &stream)?;
-        let alive = lock(&exec.alive);
-        if !*alive {
-            return Err(site.error(ErrorCode::InvalidHandle));
-        }
+        let _launching = lock(&exec.launching);
         // SAFETY: the executable is live and ours alone while its lock is held; the stream is live.
         site.check(unsafe { (self.api.graph_launch)(exec.raw.raw(), stream.raw.raw()) })
     }
@@ -138,42 +133,32 @@ impl Graphs for CudaDriver {
     fn graph_destroy(&self, graph: GraphId) -> Result<()> {
         let site = enter(Call::GraphDestroy)?;
         let _gate = lock(&self.graph_gate);
-        let row = self.graphs.remove(graph.0).ok_or_else(|| site.error(ErrorCode::InvalidHandle))?;
-        if row.owner != Owner::Id {
-            return Ok(());
+        let row = self.graphs.alone(graph.0).ok_or_else(|| site.error(ErrorCode::InvalidHandle))?;
+        if row.owner == Owner::Id {
+            let _current = self.make_current(site, row.context)?;
+            // SAFETY: `raw` came from cuStreamEndCapture as ours, and nobody else can use it.
+            site.check(unsafe { (self.api.graph_destroy)(row.raw.raw()) })?;
+            self.forget_inside(row.raw);
         }
-        let destroyed = self.make_current(site, row.context).and_then(|_current| {
-            // SAFETY: `raw` came from cuStreamEndCapture as ours, and its row is out of the table: nobody else destroys
-            // it.
-            site.check(unsafe { (self.api.graph_destroy)(row.raw.raw()) })
-        });
-        match &destroyed {
-            Ok(()) => self.forget_inside(row.raw),
-            Err(_) => self.graphs.put_back(graph.0, row),
-        }
-        destroyed
+        row.remove();
+        Ok(())
     }
 
     fn graph_exec_destroy(&self, exec: GraphExecId) -> Result<()> {
         let site = enter(Call::GraphExecDestroy)?;
-        let row = self.execs.remove(exec.0).ok_or_else(|| site.error(ErrorCode::InvalidHandle))?;
-        let mut alive = lock(&row.alive);
-        let destroyed = self.make_current(site, row.context).and_then(|_current| {
-            // Captures forbid it, though it waits for nothing; the contract does not.
-            let _relaxed = self.relax(site)?;
-            // SAFETY: `raw` came from cuGraphInstantiateWithFlags, its row is out of the table, and no launch is being
-            // made.
-            site.check(unsafe { (self.api.graph_exec_destroy)(row.raw.raw()) })
-        });
-        match &destroyed {
-            Ok(()) => *alive = false,
-            Err(_) => self.execs.put_back(exec.0, row.clone()),
-        }
-        destroyed
+        let row = self.execs.alone(exec.0).ok_or_else(|| site.error(ErrorCode::InvalidHandle))?;
+        let _current = self.make_current(site, row.context)?;
+        // Captures forbid it, though it waits for nothing; the contract does not.
+        let _relaxed = self.relax(site)?;
+        // SAFETY: `raw` came from cuGraphInstantiateWithFlags, and nobody else can use it.
+        site.check(unsafe { (self.api.graph_exec_destroy)(row.raw.raw()) })?;
+        row.remove();
+        Ok(())
     }
 
     fn graph_raw(&self, graph: GraphId) -> Result<RawHandle> {
         let site = enter(Call::GraphRaw)?;
+        let _gate = lock(&self.graph_gate);
         Ok(self.graph(site, graph)?.raw.exposed())
     }
 
@@ -199,12 +184,13 @@ impl Graphs for CudaDriver {
 }
 
 impl CudaDriver {
-    fn graph(&self, site: Site, graph: GraphId) -> Result<Graph> {
+    /// The graph behind an id. The caller holds `graph_gate`.
+    fn graph(&self, site: Site, graph: GraphId) -> Result<Used<'_, Graph>> {
         let live = self.graphs.get(graph.0).filter(|row| row.owner != Owner::Gone);
         live.ok_or_else(|| site.error(ErrorCode::InvalidHandle))
     }
 
-    fn exec(&self, site: Site, exec: GraphExecId) -> Result<Exec> {
+    fn exec(&self, site: Site, exec: GraphExecId) -> Result<Used<'_, Exec>> {
         self.execs.get(exec.0).ok_or_else(|| site.error(ErrorCode::InvalidHandle))
     }
 

@@ -9,7 +9,8 @@ use warpool_driver::{Call, DeviceId, DevicePtr, ErrorCode, HostMemory, HostOptio
 use crate::CudaDriver;
 use crate::context::Context;
 use crate::error::{Site, enter};
-use crate::table::{HeldRanges, read, write};
+use crate::ranges::HeldRanges;
+use crate::table::{read, write};
 
 /// `CU_MEMHOSTALLOC_…`; for registering, the first two are the same.
 const PORTABLE: c_uint = 1;

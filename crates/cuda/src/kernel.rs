@@ -2,7 +2,6 @@
 
 use std::ffi::{CString, c_void};
 use std::ptr;
-use std::sync::Arc;
 
 use cudarc::driver::sys;
 use warpool_driver::{
@@ -13,24 +12,26 @@ use crate::CudaDriver;
 use crate::context::Context;
 use crate::error::{Site, enter};
 use crate::nvrtc::{Nvrtc, Target, Unavailable};
+use crate::stream::Stream;
 use crate::table::Handle;
 
 /// Loaded code behind its id.
-#[derive(Clone, Copy)]
 pub(crate) struct Module {
     raw: Handle<sys::CUmod_st>,
     context: Context,
 }
 
 /// A kernel behind its id.
-#[derive(Clone)]
 pub(crate) struct Function {
     raw: Handle<sys::CUfunc_st>,
     module: ModuleId,
-    name: Arc<str>,
+    name: Box<str>,
     /// The sizes of its arguments; drivers before CUDA 12.4 do not tell.
-    sizes: Option<Arc<[usize]>>,
+    sizes: Option<Box<[usize]>>,
 }
+
+/// How many arguments a launch takes without allocating memory for them.
+const FEW: usize = 16;
 
 impl Kernels for CudaDriver {
     fn module_load(&self, device: DeviceId, source: &KernelSource) -> Result<ModuleId> {
@@ -56,16 +57,16 @@ impl Kernels for CudaDriver {
 
     fn module_unload(&self, module: ModuleId) -> Result<()> {
         let site = enter(Call::ModuleUnload)?;
-        let row = self.modules.remove(module.0).ok_or_else(|| site.error(ErrorCode::InvalidHandle))?;
-        let unloaded = self.make_current(site, row.context).and_then(|_current| {
-            // SAFETY: `raw` came from cuModuleLoadData, and its row is out of the table: nobody else unloads it.
-            site.check(unsafe { (self.api.module_unload)(row.raw.raw()) })
-        });
-        match &unloaded {
-            Ok(()) => self.functions.retain(|function| function.module != module),
-            Err(_) => self.modules.put_back(module.0, row),
-        }
-        unloaded
+        let row = self.modules.alone(module.0).ok_or_else(|| site.error(ErrorCode::InvalidHandle))?;
+        // Nobody launches its kernels meanwhile, and none is added: that would need the module.
+        let functions = self.functions.ids(|function| function.module == module);
+        let functions: Vec<_> = functions.into_iter().filter_map(|id| self.functions.alone(id)).collect();
+        let _current = self.make_current(site, row.context)?;
+        // SAFETY: `raw` came from cuModuleLoadData, and nobody else can use it or its functions.
+        site.check(unsafe { (self.api.module_unload)(row.raw.raw()) })?;
+        functions.into_iter().for_each(|function| _ = function.remove());
+        row.remove();
+        Ok(())
     }
 
     fn function_get(&self, module: ModuleId, name: &str) -> Result<FunctionId> {
@@ -97,32 +98,27 @@ impl Kernels for CudaDriver {
         let site = enter(Call::KernelLaunch)?;
         let function = self.functions.get(function.0).ok_or_else(|| site.error(ErrorCode::InvalidHandle))?;
         let stream = self.stream(site, stream)?;
-        if shape.threads() == 0 {
+        if shape.grid.contains(&0) || shape.block.contains(&0) {
             return Err(site.explain(ErrorCode::InvalidValue, "the shape has no threads"));
         }
-        let mut slots = args.iter().map(|&arg| self.slot(site, arg)).collect::<Result<Vec<_>>>()?;
-        check_arguments(site, &function, &slots)?;
-        let mut pointers: Vec<*mut c_void> = slots.iter_mut().map(|slot| (&raw mut slot.bits).cast()).collect();
         let _current = self.on_stream(site, &stream)?;
-        let ([gx, gy, gz], [bx, by, bz]) = (shape.grid, shape.block);
-        // SAFETY: function and stream are live. CUDA reads as many pointers as the kernel has arguments, and from each
-        // as many bytes; where the driver tells these they were compared above, and where it does not the contract
-        // leaves them to the caller.
-        site.check(unsafe {
-            (self.api.launch_kernel)(
-                function.raw.raw(),
-                gx,
-                gy,
-                gz,
-                bx,
-                by,
-                bz,
-                shape.shared_bytes,
-                stream.raw.raw(),
-                pointers.as_mut_ptr(),
-                ptr::null_mut(),
-            )
-        })
+        let (mut few, mut many) = ([Slot::EMPTY; FEW], Vec::new());
+        let slots = if args.len() <= FEW {
+            &mut few[..args.len()]
+        } else {
+            many.resize(args.len(), Slot::EMPTY);
+            &mut many[..]
+        };
+        for (slot, &arg) in slots.iter_mut().zip(args) {
+            *slot = self.slot(site, arg)?;
+        }
+        match &function.sizes {
+            Some(sizes) => {
+                check_arguments(site, &function.name, sizes, slots)?;
+                self.launch_checked(site, &function, shape, slots, &stream)
+            }
+            None => self.launch_packed(site, &function, shape, slots, &stream),
+        }
     }
 }
 
@@ -134,6 +130,8 @@ struct Slot {
 }
 
 impl Slot {
+    const EMPTY: Self = Self { bits: 0, bytes: 0 };
+
     const fn wide(bits: u64) -> Self {
         Self { bits, bytes: 8 }
     }
@@ -155,6 +153,71 @@ impl CudaDriver {
             KernelArg::F32(value) => Slot::narrow(value.to_bits()),
             KernelArg::F64(value) => Slot::wide(value.to_bits()),
             KernelArg::Conditional(id) => Slot::wide(self.conditional(site, id)?.handle),
+        })
+    }
+
+    /// Launches with arguments of the number and the sizes that the kernel has.
+    fn launch_checked(
+        &self,
+        site: Site,
+        function: &Function,
+        shape: LaunchShape,
+        slots: &mut [Slot],
+        stream: &Stream,
+    ) -> Result<()> {
+        let (mut few, mut many) = ([ptr::null_mut::<c_void>(); FEW], Vec::new());
+        let pointers = if slots.len() <= FEW {
+            &mut few[..]
+        } else {
+            many.resize(slots.len(), ptr::null_mut());
+            &mut many[..]
+        };
+        for (pointer, slot) in pointers.iter_mut().zip(slots) {
+            *pointer = (&raw mut slot.bits).cast();
+        }
+        // SAFETY: CUDA reads as many pointers as the kernel has arguments, and from each as many bytes: the caller
+        // compared both.
+        unsafe { self.launch(site, function, shape, stream, pointers.as_mut_ptr(), ptr::null_mut()) }
+    }
+
+    /// Launches a kernel whose arguments nobody knows. CUDA takes them from a buffer whose length it is told, so
+    /// whatever it makes of wrong ones, it reads no others.
+    fn launch_packed(
+        &self,
+        site: Site,
+        function: &Function,
+        shape: LaunchShape,
+        slots: &[Slot],
+        stream: &Stream,
+    ) -> Result<()> {
+        // `CU_LAUNCH_PARAM_END`, `…_BUFFER_POINTER` and `…_BUFFER_SIZE`: names for CUDA, not addresses.
+        let [end, buffer_pointer, buffer_size] = [0, 1, 2].map(ptr::without_provenance_mut::<c_void>);
+        let mut buffer = pack(slots);
+        let mut bytes = buffer.len();
+        let mut extra =
+            [buffer_pointer, buffer.as_mut_ptr().cast(), buffer_size, (&raw mut bytes).cast::<c_void>(), end];
+        // SAFETY: the list names the buffer and its length, and ends as CUDA wants it.
+        unsafe { self.launch(site, function, shape, stream, ptr::null_mut(), extra.as_mut_ptr()) }
+    }
+
+    /// `cuLaunchKernel`. The stream's context must be current.
+    ///
+    /// # Safety
+    /// Either of `arguments` and `extra` must be null, and the other what CUDA reads there for this kernel.
+    unsafe fn launch(
+        &self,
+        site: Site,
+        function: &Function,
+        shape: LaunchShape,
+        stream: &Stream,
+        arguments: *mut *mut c_void,
+        extra: *mut *mut c_void,
+    ) -> Result<()> {
+        let ([gx, gy, gz], [bx, by, bz]) = (shape.grid, shape.block);
+        let (function, stream) = (function.raw.raw(), stream.raw.raw());
+        // SAFETY: function and stream are live, their rows being in use; the caller vouches for the arguments.
+        site.check(unsafe {
+            (self.api.launch_kernel)(function, gx, gy, gz, bx, by, bz, shape.shared_bytes, stream, arguments, extra)
         })
     }
 
@@ -184,7 +247,7 @@ impl CudaDriver {
     }
 
     /// The sizes of a kernel's arguments, if the driver tells.
-    fn argument_sizes(&self, site: Site, function: sys::CUfunction) -> Option<Arc<[usize]>> {
+    fn argument_sizes(&self, site: Site, function: sys::CUfunction) -> Option<Box<[usize]>> {
         let info = self.api.func_get_param_info?;
         // Asking may load the kernel, which a capture must not be broken by.
         let _relaxed = self.relax(site).ok()?;
@@ -204,9 +267,7 @@ impl CudaDriver {
 }
 
 /// `InvalidValue` if the kernel takes other arguments, as far as their sizes tell.
-fn check_arguments(site: Site, function: &Function, slots: &[Slot]) -> Result<()> {
-    let Some(sizes) = &function.sizes else { return Ok(()) };
-    let name = &function.name;
+fn check_arguments(site: Site, name: &str, sizes: &[usize], slots: &[Slot]) -> Result<()> {
     if sizes.len() != slots.len() {
         let detail = format!("{name} takes {} arguments, {} are given", sizes.len(), slots.len());
         return Err(site.explain(ErrorCode::InvalidValue, detail));
@@ -220,27 +281,116 @@ fn check_arguments(site: Site, function: &Function, slots: &[Slot]) -> Result<()
     Ok(())
 }
 
+/// The arguments one behind the other, each at a multiple of its size: as the kernel has them.
+fn pack(slots: &[Slot]) -> Vec<u8> {
+    let mut buffer = Vec::with_capacity(slots.len() * 8);
+    for slot in slots {
+        buffer.resize(buffer.len().next_multiple_of(slot.bytes), 0);
+        buffer.extend_from_slice(&slot.bits.to_le_bytes()[..slot.bytes]);
+    }
+    buffer
+}
+
 #[cfg(test)]
 mod tests {
+    use std::cell::RefCell;
+
+    use warpool_driver::{StreamOptions, Streams};
+
     use super::*;
+    use crate::api::Api;
+    use crate::fake;
 
     #[test]
     fn arguments_are_checked_by_number_and_size() {
         let site = enter(Call::KernelLaunch).expect("no callback runs here");
-        let function = |sizes: Option<&[usize]>| Function {
-            raw: Handle::from_number(0),
-            module: ModuleId(1),
-            name: "add".into(),
-            sizes: sizes.map(Into::into),
-        };
-        let check = |sizes, slots: &[Slot]| {
-            check_arguments(site, &function(sizes), slots)
-                .map_err(|error| error.detail.expect("it says why").into_string())
+        let check = |sizes: &[usize], slots: &[Slot]| {
+            check_arguments(site, "add", sizes, slots).map_err(|error| error.detail.expect("it says why").into_string())
         };
         let slots = [Slot::wide(1), Slot::narrow(2)];
-        assert_eq!(check(Some(&[8, 4]), &slots), Ok(()));
-        assert_eq!(check(None, &slots), Ok(()), "an old driver does not tell");
-        assert_eq!(check(Some(&[8]), &slots), Err("add takes 1 arguments, 2 are given".to_owned()));
-        assert_eq!(check(Some(&[8, 8]), &slots), Err("argument 1 of add has 8 bytes, 4 are given".to_owned()));
+        assert_eq!(check(&[8, 4], &slots), Ok(()));
+        assert_eq!(check(&[8], &slots), Err("add takes 1 arguments, 2 are given".to_owned()));
+        assert_eq!(check(&[8, 8], &slots), Err("argument 1 of add has 8 bytes, 4 are given".to_owned()));
+    }
+
+    thread_local! {
+        /// What the last launch of this thread was given, byte by byte.
+        static GIVEN: RefCell<Vec<u8>> = const { RefCell::new(Vec::new()) };
+    }
+
+    /// A launch of a kernel whose arguments, if they do not come packed, are all numbers of 8 bytes: as many as the grid
+    /// has blocks.
+    unsafe extern "C" fn launch(
+        _: sys::CUfunction,
+        blocks: u32,
+        _: u32,
+        _: u32,
+        _: u32,
+        _: u32,
+        _: u32,
+        _: u32,
+        _: sys::CUstream,
+        arguments: *mut *mut c_void,
+        extra: *mut *mut c_void,
+    ) -> u32 {
+        let (from, count, bytes) = if arguments.is_null() { (extra, 5, 0) } else { (arguments, blocks as usize, 8) };
+        // SAFETY: there are as many arguments as blocks, or the five entries that name a buffer.
+        let pointers = unsafe { std::slice::from_raw_parts(from, count) };
+        let read = |pointer: *mut c_void, bytes| {
+            // SAFETY: every pointer leads to as many bytes.
+            unsafe { std::slice::from_raw_parts(pointer.cast::<u8>(), bytes) }.to_vec()
+        };
+        GIVEN.set(if bytes == 8 {
+            pointers.iter().flat_map(|&pointer| read(pointer, bytes)).collect()
+        } else {
+            let size = read(pointers[3], 8).try_into().map(usize::from_le_bytes);
+            read(pointers[1], size.expect("8 bytes"))
+        });
+        0
+    }
+
+    #[test]
+    fn few_and_many_arguments_arrive_whole() -> Result<()> {
+        let driver = fake::driver_with(Api { launch_kernel: launch, ..fake::api() });
+        let stream = driver.stream_create(fake::DEVICE, StreamOptions::default())?;
+        for count in [1, 2, FEW, FEW + 1, 40] {
+            let args: Vec<_> = (0..count as u64).map(|n| KernelArg::U64(n * 0x0101_0101_0101)).collect();
+            let wanted: Vec<u8> = (0..count as u64).flat_map(|n| (n * 0x0101_0101_0101).to_le_bytes()).collect();
+            let shape = LaunchShape { grid: [count as u32, 1, 1], ..LaunchShape::ONE };
+            for sizes in [Some(vec![8; count].into()), None] {
+                let (raw, module) = (Handle::from_number(1), ModuleId(1));
+                let function = driver.functions.insert(Function { raw, module, name: "k".into(), sizes });
+                driver.kernel_launch(FunctionId(function), shape, &args, stream)?;
+                assert_eq!(GIVEN.take(), wanted, "{count} arguments");
+                let fewer = driver.kernel_launch(FunctionId(function), shape, &args[1..], stream);
+                let known = driver.functions.get(function).is_some_and(|function| function.sizes.is_some());
+                assert_eq!(fewer.is_err(), known);
+            }
+        }
+        Ok(())
+    }
+
+    #[test]
+    fn an_empty_shape_is_refused_and_a_huge_one_left_to_cuda() -> Result<()> {
+        let driver = fake::driver_with(fake::api());
+        let stream = driver.stream_create(fake::DEVICE, StreamOptions::default())?;
+        let (raw, module) = (Handle::from_number(1), ModuleId(1));
+        let function = Function { raw, module, name: "k".into(), sizes: Some([].into()) };
+        let function = FunctionId(driver.functions.insert(function));
+        let code = |grid, block| {
+            let shape = LaunchShape { grid, block, shared_bytes: 0 };
+            driver.kernel_launch(function, shape, &[], stream).err().map(|error| error.code)
+        };
+        assert_eq!(code([1, 0, 1], [1; 3]), Some(ErrorCode::InvalidValue));
+        assert_eq!(code([1; 3], [1, 1, 0]), Some(ErrorCode::InvalidValue));
+        assert_eq!(code([u32::MAX; 3], [u32::MAX; 3]), None);
+        Ok(())
+    }
+
+    #[test]
+    fn packed_arguments_lie_at_multiples_of_their_sizes() {
+        assert_eq!(pack(&[]), []);
+        let packed = pack(&[Slot::narrow(0x0403_0201), Slot::wide(0x55), Slot::narrow(7), Slot::narrow(8)]);
+        assert_eq!(packed, [1, 2, 3, 4, 0, 0, 0, 0, 0x55, 0, 0, 0, 0, 0, 0, 0, 7, 0, 0, 0, 8, 0, 0, 0]);
     }
 }

@@ -8,8 +8,29 @@
 //! The only memory of its own that the backend keeps is what the contract needs: which handle an id stands for, which
 //! device an address belongs to, which host memory is pinned.
 //!
-//! All FFI of the workspace is in this crate. Locks are never held while waiting for the device, and in this order
-//! where two are held: `graph_gate` or an executable's lock, `pinned_bytes`, `pinned`, a device's holds, a table's.
+//! All FFI of the workspace is in this crate.
+//!
+//! # Threads
+//!
+//! Whoever uses an object holds its row in a table, each with a lock of its own. So whoever takes an object away waits
+//! until calls that use it have returned, even a `stream_synchronize`, and calls that come meanwhile get
+//! `InvalidHandle`. Locks that unrelated calls share are not held while waiting for the device.
+//!
+//! The order of locks, where more than one is held: rows; `graph_gate` or an executable's own; graphs' and flags' rows,
+//! for which nobody waits elsewhere; `origins`; `pinned_bytes`; `pinned`; a device's holds; the places of a table.
+//!
+//! # What is left to callers
+//!
+//! The contract is safe to call, and ids, ranges and arguments are checked so that it stays so. Some things CUDA does not
+//! let anybody check:
+//! - What comes from outside must stay alive while it is used here: adopted streams and contexts, and every primary
+//!   context, which a `cuDevicePrimaryCtxReset` by others would destroy.
+//! - Kernels go where they like. Where devices reach ordinary host memory (HMM, Grace), a wrong address in a kernel, a
+//!   copy or a fill reaches it as well.
+//! - A graph does not keep the modules of its kernels. They must stay loaded while it is instantiated and launched.
+//! - CUDA does not synchronise graphs. While one thread asks about a capture or adds a conditional node to it, no other
+//!   may put work into it; and a body that is captured on a thread's own default stream must end before the capture
+//!   around it.
 
 #[cfg(not(all(unix, target_pointer_width = "64", target_endian = "little")))]
 compile_error!("warpool-cuda is for 64-bit little-endian Unix: what the CUDA driver itself runs on");
@@ -23,6 +44,8 @@ mod copy;
 mod device;
 mod error;
 mod event;
+#[cfg(test)]
+mod fake;
 mod graph;
 mod host;
 mod kernel;
@@ -31,6 +54,7 @@ mod library;
 mod memory;
 mod nvrtc;
 mod pool;
+mod ranges;
 mod stream;
 mod table;
 mod virtual_memory;
@@ -46,7 +70,8 @@ use capture::Origins;
 use context::Device;
 use library::{Loaded, driver_candidates};
 use nvrtc::Nvrtc;
-use table::{Ranges, Table};
+use ranges::Ranges;
+use table::Table;
 
 pub use libraries::{FoundLibrary, LibraryStatus, libraries};
 pub use library::{MissingLibrary, MissingSymbol};
@@ -107,7 +132,8 @@ pub enum OpenError {
 ///
 /// Opening it creates no context. The first call that needs a device's primary context makes it, and the driver holds
 /// it until it is dropped. Objects that were made through the driver and not taken away are not destroyed then: they go
-/// with the context, once nobody else holds that.
+/// with the context, once nobody else holds that. So do events that a graph may record or wait for at its launches, even
+/// if they were destroyed here.
 pub struct CudaDriver {
     api: Api,
     version: DriverVersion,
@@ -143,7 +169,11 @@ impl CudaDriver {
         if version < OLDEST {
             return Err(OpenError::TooOld { found: version });
         }
-        let api = Api::resolve(&library)?;
+        Self::start(Api::resolve(&library)?, version)
+    }
+
+    /// Starts a driver whose functions are found.
+    fn start(api: Api, version: DriverVersion) -> Result<Self, OpenError> {
         // SAFETY: takes no pointers; may be called any number of times.
         start("cuInit", unsafe { (api.init)(0) })?;
         let devices = device::enumerate(&api)?;

@@ -11,11 +11,10 @@ use crate::CudaDriver;
 use crate::context::Context;
 use crate::error::{Site, enter};
 use crate::memory::{Allocation, Life};
-use crate::table::Handle;
+use crate::table::{Handle, Used};
 use crate::virtual_memory::{access_of, pool_properties_of};
 
 /// A pool behind its id.
-#[derive(Clone, Copy)]
 pub(crate) struct Pool {
     raw: Handle<sys::CUmemPoolHandle_st>,
     context: Context,
@@ -49,8 +48,9 @@ impl Pools for CudaDriver {
         let mut raw = ptr::null_mut();
         // SAFETY: `raw` takes the handle.
         site.check(unsafe { (self.api.device_get_default_mem_pool)(&raw mut raw, slot.raw) })?;
-        let pool = Pool { raw: Handle::new(raw), context, default: true };
-        Ok(PoolId(self.pools.find_or_insert(|known| known.default && known.raw == pool.raw, pool)))
+        let raw = Handle::new(raw);
+        let pool = Pool { raw, context, default: true };
+        Ok(PoolId(self.pools.find_or_insert(|known| known.default && known.raw == raw, pool)))
     }
 
     fn pool_create(&self, device: DeviceId) -> Result<PoolId> {
@@ -68,18 +68,16 @@ impl Pools for CudaDriver {
 
     fn pool_destroy(&self, pool: PoolId) -> Result<()> {
         let site = enter(Call::PoolDestroy)?;
+        // Asked before anything is locked: a default pool must stay usable meanwhile.
         if self.pool(site, pool)?.default {
             return Err(site.error(ErrorCode::InvalidValue));
         }
-        let row = self.pools.remove(pool.0).ok_or_else(|| site.error(ErrorCode::InvalidHandle))?;
-        let destroyed = self.make_current(site, row.context).and_then(|_current| {
-            // SAFETY: `raw` came from cuMemPoolCreate, and its row is out of the table: nobody else destroys it.
-            site.check(unsafe { (self.api.mem_pool_destroy)(row.raw.raw()) })
-        });
-        if destroyed.is_err() {
-            self.pools.put_back(pool.0, row);
-        }
-        destroyed
+        let row = self.pools.alone(pool.0).ok_or_else(|| site.error(ErrorCode::InvalidHandle))?;
+        let _current = self.make_current(site, row.context)?;
+        // SAFETY: `raw` came from cuMemPoolCreate, and nobody else can use it.
+        site.check(unsafe { (self.api.mem_pool_destroy)(row.raw.raw()) })?;
+        row.remove();
+        Ok(())
     }
 
     fn pool_alloc(&self, pool: PoolId, bytes: u64, stream: StreamId) -> Result<DevicePtr> {
@@ -168,7 +166,7 @@ impl Pools for CudaDriver {
 }
 
 impl CudaDriver {
-    fn pool(&self, site: Site, pool: PoolId) -> Result<Pool> {
+    fn pool(&self, site: Site, pool: PoolId) -> Result<Used<'_, Pool>> {
         self.pools.get(pool.0).ok_or_else(|| site.error(ErrorCode::InvalidHandle))
     }
 

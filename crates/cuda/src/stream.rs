@@ -4,15 +4,15 @@ use std::ptr;
 
 use cudarc::driver::sys;
 use warpool_driver::{
-    Call, DeviceId, ErrorCode, EventId, EventScope, HostCallback, PriorityRange, RawHandle, Result, StreamId,
-    StreamInfo, StreamOptions, Streams,
+    Call, DeviceId, ErrorCode, EventId, EventScope, ForeignStream, HostCallback, PriorityRange, RawHandle, Result,
+    StreamId, StreamInfo, StreamOptions, Streams,
 };
 
 use crate::CudaDriver;
 use crate::callback;
 use crate::context::{Context, Current};
 use crate::error::{Site, enter};
-use crate::table::{Handle, lock};
+use crate::table::{Handle, Used, lock};
 
 /// `CU_STREAM_NON_BLOCKING`.
 const NON_BLOCKING: u32 = sys::CUstream_flags::CU_STREAM_NON_BLOCKING as u32;
@@ -24,7 +24,6 @@ const LEGACY_ALIAS: u64 = 1;
 const PER_THREAD: u64 = 2;
 
 /// A stream behind its id.
-#[derive(Clone, Copy)]
 pub(crate) struct Stream {
     /// CUDA's handle.
     pub(crate) raw: Handle<sys::CUstream_st>,
@@ -35,7 +34,7 @@ pub(crate) struct Stream {
     /// The context it was made in. The default streams have none: they are those of whichever context is current.
     context: Option<Context>,
     /// CUDA's own number for it, which unlike the handle is not used again. 0 for the default streams.
-    serial: u64,
+    pub(crate) serial: u64,
 }
 
 /// Where a stream comes from.
@@ -102,38 +101,36 @@ impl Streams for CudaDriver {
 
     fn stream_destroy(&self, stream: StreamId) -> Result<()> {
         let site = enter(Call::StreamDestroy)?;
+        // Asked before anything is locked: a default stream must stay usable meanwhile.
         match self.stream(site, stream)?.kind {
             StreamKind::Legacy | StreamKind::PerThread => return Err(site.error(ErrorCode::InvalidHandle)),
             StreamKind::Own | StreamKind::Adopted => {}
         }
-        let row = self.streams.remove(stream.0).ok_or_else(|| site.error(ErrorCode::InvalidHandle))?;
-        if row.kind == StreamKind::Adopted {
-            return Ok(());
+        let row = self.streams.alone(stream.0).ok_or_else(|| site.error(ErrorCode::InvalidHandle))?;
+        if row.kind == StreamKind::Own {
+            // A capture that began on the stream ends with it, and its graph goes away.
+            let _gate = lock(&self.graph_gate);
+            let _current = self.on_stream(site, &row)?;
+            self.end_bodies_of_capture(&row);
+            // SAFETY: `raw` came from cuStreamCreateWithPriority, and nobody else can use it.
+            site.check(unsafe { (self.api.stream_destroy)(row.raw.raw()) })?;
+            self.capture_dropped(&row);
         }
-        // A capture that began on the stream ends with it, and its graph goes away.
-        let _gate = lock(&self.graph_gate);
-        let destroyed = self.on_stream(site, &row).and_then(|_current| {
-            // SAFETY: `raw` came from cuStreamCreateWithPriority, and its row is out of the table: nobody else destroys
-            // it.
-            site.check(unsafe { (self.api.stream_destroy)(row.raw.raw()) })
-        });
-        match &destroyed {
-            Ok(()) => self.capture_dropped(stream, &row),
-            Err(_) => self.streams.put_back(stream.0, row),
-        }
-        destroyed
+        row.remove();
+        Ok(())
     }
 
-    fn stream_adopt(&self, device: DeviceId, raw: RawHandle) -> Result<StreamId> {
+    fn stream_adopt(&self, device: DeviceId, stream: ForeignStream) -> Result<StreamId> {
         let site = enter(Call::StreamAdopt)?;
         let slot = self.device(site, device)?;
-        match raw.number() {
+        let RawHandle(number) = stream.raw();
+        match number {
             LEGACY | LEGACY_ALIAS => return Ok(slot.stream_default),
             PER_THREAD => return Ok(slot.stream_per_thread),
             _ => {}
         }
         let _current = self.on_device(site, device)?;
-        let raw = Handle::from_number(raw.number());
+        let raw = Handle::from_number(number);
         let serial = self.serial_of(site, raw.raw())?;
         let mut context = ptr::null_mut();
         // SAFETY: the caller vouches for the handle, which CUDA has just known; `context` takes its context.
@@ -186,7 +183,9 @@ impl Streams for CudaDriver {
         };
         let _current = self.on_stream(site, &row)?;
         // SAFETY: stream and event are live; the event may be another device's.
-        site.check(unsafe { (self.api.stream_wait_event)(row.raw.raw(), event.raw.raw(), flags as u32) })
+        site.check(unsafe { (self.api.stream_wait_event)(row.raw.raw(), event.raw.raw(), flags as u32) })?;
+        event.used_by_stream(scope);
+        Ok(())
     }
 
     fn stream_host_callback(&self, stream: StreamId, callback: HostCallback) -> Result<()> {
@@ -211,8 +210,8 @@ impl Streams for CudaDriver {
 }
 
 impl CudaDriver {
-    /// The stream behind an id.
-    pub(crate) fn stream(&self, site: Site, stream: StreamId) -> Result<Stream> {
+    /// The stream behind an id, live as long as the result.
+    pub(crate) fn stream(&self, site: Site, stream: StreamId) -> Result<Used<'_, Stream>> {
         self.streams.get(stream.0).ok_or_else(|| site.error(ErrorCode::InvalidHandle))
     }
 

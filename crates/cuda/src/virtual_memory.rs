@@ -18,9 +18,9 @@ use warpool_driver::{
 use crate::CudaDriver;
 use crate::context::Device;
 use crate::error::{Site, enter};
+use crate::table::Used;
 
 /// A piece of physical memory behind its id.
-#[derive(Clone, Copy)]
 pub(crate) struct Physical {
     raw: sys::CUmemGenericAllocationHandle,
     bytes: u64,
@@ -67,13 +67,11 @@ impl VirtualMemory for CudaDriver {
 
     fn vm_release(&self, physical: PhysicalId) -> Result<()> {
         let site = enter(Call::VmRelease)?;
-        let row = self.physical.remove(physical.0).ok_or_else(|| site.error(ErrorCode::InvalidHandle))?;
-        // SAFETY: the handle came from cuMemCreate or an import, and its row is out of the table: it is released once.
-        let released = site.check(unsafe { (self.api.mem_release)(row.raw) });
-        if released.is_err() {
-            self.physical.put_back(physical.0, row);
-        }
-        released
+        let row = self.physical.alone(physical.0).ok_or_else(|| site.error(ErrorCode::InvalidHandle))?;
+        // SAFETY: the handle came from cuMemCreate or an import, and nobody else can use it.
+        site.check(unsafe { (self.api.mem_release)(row.raw) })?;
+        row.remove();
+        Ok(())
     }
 
     fn vm_map(&self, ptr: DevicePtr, physical: PhysicalId) -> Result<()> {
@@ -113,13 +111,13 @@ impl VirtualMemory for CudaDriver {
         let shared = match kind {
             ShareKind::PosixFd => {
                 let mut fd: RawFd = -1;
-                self.export(site, row, HandleType::CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, &raw mut fd)?;
+                self.export(site, row.raw, HandleType::CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, &raw mut fd)?;
                 // SAFETY: CUDA opened the descriptor for us, and nobody else has it.
                 SharedMemory::PosixFd(unsafe { OwnedFd::from_raw_fd(fd) })
             }
             ShareKind::Fabric => {
                 let mut name = [0_u8; 64];
-                self.export(site, row, HandleType::CU_MEM_HANDLE_TYPE_FABRIC, &raw mut name)?;
+                self.export(site, row.raw, HandleType::CU_MEM_HANDLE_TYPE_FABRIC, &raw mut name)?;
                 SharedMemory::Fabric(name)
             }
         };
@@ -147,14 +145,20 @@ impl CudaDriver {
         Ok(bytes as u64)
     }
 
-    fn physical(&self, site: Site, physical: PhysicalId) -> Result<Physical> {
+    fn physical(&self, site: Site, physical: PhysicalId) -> Result<Used<'_, Physical>> {
         self.physical.get(physical.0).ok_or_else(|| site.error(ErrorCode::InvalidHandle))
     }
 
     /// Exports into `into`, which must be what `kind` says: an `int`, or 64 bytes.
-    fn export<T>(&self, site: Site, row: Physical, kind: HandleType, into: *mut T) -> Result<()> {
+    fn export<T>(
+        &self,
+        site: Site,
+        raw: sys::CUmemGenericAllocationHandle,
+        kind: HandleType,
+        into: *mut T,
+    ) -> Result<()> {
         // SAFETY: both callers pass a local of the type that `kind` stands for; the flags must be 0.
-        site.check(unsafe { (self.api.mem_export_to_shareable_handle)(into.cast(), row.raw, kind, 0) })
+        site.check(unsafe { (self.api.mem_export_to_shareable_handle)(into.cast(), raw, kind, 0) })
     }
 
     fn import(&self, site: Site, device: DeviceId, shared: &SharedMemory) -> Result<sys::CUmemGenericAllocationHandle> {

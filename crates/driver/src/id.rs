@@ -53,39 +53,10 @@ ids! {
     FunctionId(u64) = "function ";
 }
 
-/// A handle as the driver itself knows it (a `CUstream`, a `CUcontext`, …): for libraries that want one, and to take in what they made.
+/// A handle as the driver itself knows it (a `CUstream`, a `CUcontext`, …), for libraries that want one. Only a number here:
+/// nothing that is safe to call follows it.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct RawHandle(u64);
-
-impl RawHandle {
-    /// The null handle; as a stream, the legacy default stream.
-    pub const NULL: Self = Self(0);
-    /// The legacy default stream by its other name.
-    pub const LEGACY_STREAM: Self = Self(1);
-    /// The default stream of whichever thread uses it.
-    pub const THREAD_STREAM: Self = Self(2);
-
-    /// The handle with that number.
-    ///
-    /// # Safety
-    /// It must be a live handle of the driver that it is given to, of the kind that the call expects, and stay alive as long as it is used through
-    /// that driver: a real driver follows it like a pointer.
-    #[must_use]
-    pub const unsafe fn new(number: u64) -> Self {
-        Self(number)
-    }
-
-    /// A handle of the simulated device, which looks it up and follows nothing.
-    pub(crate) const fn simulated(number: u64) -> Self {
-        Self(number)
-    }
-
-    /// Its number.
-    #[must_use]
-    pub const fn number(self) -> u64 {
-        self.0
-    }
-}
+pub struct RawHandle(pub u64);
 
 impl fmt::Debug for RawHandle {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -96,6 +67,35 @@ impl fmt::Debug for RawHandle {
 impl fmt::Display for RawHandle {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "raw {:#x}", self.0)
+    }
+}
+
+/// A stream that somebody else made and keeps alive, so that it can be adopted.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ForeignStream(RawHandle);
+
+impl ForeignStream {
+    /// The legacy default stream, as most libraries name it.
+    pub const NULL: Self = Self(RawHandle(0));
+    /// The legacy default stream by its other name.
+    pub const LEGACY: Self = Self(RawHandle(1));
+    /// The default stream of whichever thread uses it.
+    pub const PER_THREAD: Self = Self(RawHandle(2));
+
+    /// The stream with that handle.
+    ///
+    /// # Safety
+    /// It must be a live stream of the driver that it is given to, and stay alive for as long as it is used through that driver: a real
+    /// driver follows the handle like a pointer.
+    #[must_use]
+    pub const unsafe fn new(raw: RawHandle) -> Self {
+        Self(raw)
+    }
+
+    /// Its handle.
+    #[must_use]
+    pub const fn raw(self) -> RawHandle {
+        self.0
     }
 }
 

@@ -17,6 +17,6 @@ pub mod sim;
 pub use contract::*;
 pub use error::{DriverError, ErrorCode, Result};
 pub use id::{
-    Address, CaptureId, ConditionalId, DeviceId, DevicePtr, EventId, FunctionId, GraphExecId, GraphId, HostPtr,
-    HostRange, ModuleId, NodeId, PhysicalId, PoolId, RawHandle, StreamId,
+    Address, CaptureId, ConditionalId, DeviceId, DevicePtr, EventId, ForeignStream, FunctionId, GraphExecId, GraphId,
+    HostPtr, HostRange, ModuleId, NodeId, PhysicalId, PoolId, RawHandle, StreamId,
 };

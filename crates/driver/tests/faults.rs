@@ -58,8 +58,9 @@ fn scenario(driver: &dyn Driver) -> Result<()> {
     undo.push(move || driver.stream_destroy(stream));
     let side = driver.stream_create(DEVICE, StreamOptions { non_blocking: false, priority: -1 })?;
     undo.push(move || driver.stream_destroy(side));
-    let raw = driver.stream_info(stream)?.raw;
-    assert_eq!(driver.stream_adopt(DEVICE, raw)?, stream);
+    // SAFETY: the stream lives as long as this scenario.
+    let foreign = unsafe { ForeignStream::new(driver.stream_info(stream)?.raw) };
+    assert_eq!(driver.stream_adopt(DEVICE, foreign)?, stream);
     let timed = EventOptions { timing: true, ..EventOptions::default() };
     let start = driver.event_create(DEVICE, timed)?;
     undo.push(move || driver.event_destroy(start));

@@ -8,7 +8,7 @@ use std::fmt;
 use std::hash::{Hash, Hasher};
 use std::sync::Arc;
 
-use warpool_driver::{CaptureState, DeviceId, Driver, RawHandle, StreamId, StreamInfo};
+use warpool_driver::{CaptureState, DeviceId, Driver, ForeignStream, RawHandle, StreamId, StreamInfo};
 
 use crate::{Device, Event, Gpu, Result};
 
@@ -27,11 +27,11 @@ pub struct Stream {
 impl Stream {
     /// Takes in a stream that somebody else made, and keeps alive for as long as it is used here. The
     /// null handle is the default stream.
-    pub fn external(device: &Device, raw: RawHandle) -> Result<Self> {
-        if raw == RawHandle::NULL {
+    pub fn external(device: &Device, stream: ForeignStream) -> Result<Self> {
+        if stream == ForeignStream::NULL {
             return device.default_stream();
         }
-        Ok(Self::known(device, device.driver().stream_adopt(device.id(), raw)?))
+        Ok(Self::known(device, device.driver().stream_adopt(device.id(), stream)?))
     }
 
     /// The `Gpu` that it belongs to.

@@ -12,7 +12,9 @@ use std::thread;
 use common::{device, keep_busy, machine};
 use warpool::driver::decorate::Counting;
 use warpool::driver::sim::{SimConfig, SimDevice, SimDriver};
-use warpool::driver::{Call, CaptureMode, DeviceId, Driver, PriorityRange, RawHandle, StreamOptions, Streams};
+use warpool::driver::{
+    Call, CaptureMode, DeviceId, Driver, ForeignStream, PriorityRange, RawHandle, StreamOptions, Streams,
+};
 use warpool::{Error, Gpu, MultiStreamGuard, STREAMS_PER_POOL, Stream};
 
 #[test]
@@ -54,6 +56,12 @@ fn the_33rd_stream_equals_the_first() {
     assert_eq!(sim.census().streams, 32);
 }
 
+/// A stream as if somebody else had made it.
+fn as_foreign(raw: RawHandle) -> ForeignStream {
+    // SAFETY: these tests destroy no stream, and a simulated driver follows no handle.
+    unsafe { ForeignStream::new(raw) }
+}
+
 /// CopyAndMoveTest.
 #[test]
 fn equal_streams_hash_alike() {
@@ -62,7 +70,7 @@ fn equal_streams_hash_alike() {
     let stream = device.pool_stream().unwrap();
     let copy = stream.clone();
     assert_eq!((&copy, hash(&copy)), (&stream, hash(&stream)));
-    let same = Stream::external(&device, stream.raw().unwrap()).unwrap();
+    let same = Stream::external(&device, as_foreign(stream.raw().unwrap())).unwrap();
     assert_eq!((&same, hash(&same)), (&stream, hash(&stream)));
     assert_ne!(device.pool_stream().unwrap(), stream);
 }
@@ -259,14 +267,14 @@ fn external_streams_keep_their_handles() {
         .devices()
         .map(|device| {
             let id = sim.stream_create(device.id(), StreamOptions::default()).unwrap();
-            (device, sim.stream_info(id).unwrap().raw)
+            (device, as_foreign(sim.stream_info(id).unwrap().raw))
         })
         .collect();
-    let streams: Vec<_> = foreign.iter().map(|(device, raw)| Stream::external(device, *raw).unwrap()).collect();
-    for (stream, (device, raw)) in streams.iter().zip(&foreign) {
-        assert_eq!(stream.raw().unwrap(), *raw);
+    let streams: Vec<_> = foreign.iter().map(|(device, foreign)| Stream::external(device, *foreign).unwrap()).collect();
+    for (stream, (device, foreign)) in streams.iter().zip(&foreign) {
+        assert_eq!(stream.raw().unwrap(), foreign.raw());
         assert_eq!(stream.device(), *device);
-        assert_eq!(*stream, Stream::external(device, *raw).unwrap());
+        assert_eq!(*stream, Stream::external(device, *foreign).unwrap());
         let _guard = stream.enter();
         assert_eq!(gpu.current_stream().unwrap(), *stream);
     }
@@ -282,7 +290,7 @@ fn external_streams_keep_their_handles() {
 fn the_null_handle_is_the_default_stream() {
     let (_, gpu) = machine(2);
     for device in gpu.devices() {
-        assert_eq!(Stream::external(&device, RawHandle::NULL).unwrap(), device.default_stream().unwrap());
+        assert_eq!(Stream::external(&device, ForeignStream::NULL).unwrap(), device.default_stream().unwrap());
     }
 }
 
@@ -291,18 +299,18 @@ fn the_null_handle_is_the_default_stream() {
 fn external_streams_are_current_per_thread() {
     let (sim, gpu) = machine(1);
     let device = gpu.device(0).unwrap();
-    let raws = [(); 2].map(|()| {
+    let foreign = [(); 2].map(|()| {
         let id = sim.stream_create(device.id(), StreamOptions::default()).unwrap();
-        sim.stream_info(id).unwrap().raw
+        as_foreign(sim.stream_info(id).unwrap().raw)
     });
     let both_set = Barrier::new(2);
     thread::scope(|scope| {
-        for raw in raws {
+        for foreign in foreign {
             let (device, both_set) = (&device, &both_set);
             scope.spawn(move || {
-                Stream::external(device, raw).unwrap().make_current();
+                Stream::external(device, foreign).unwrap().make_current();
                 both_set.wait();
-                assert_eq!(device.current_stream().unwrap().raw().unwrap(), raw);
+                assert_eq!(device.current_stream().unwrap().raw().unwrap(), foreign.raw());
             });
         }
     });

@@ -1,12 +1,12 @@
 //! What a check works at: a driver, a device, luck from the seed, and hands that make things and remember them.
 //! Everything made here is taken away by [`Bench::clear`], see `owned.rs`.
 
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 
 use super::Options;
-use super::expect::{Checked, expect_eq, skip};
+use super::expect::{Checked, expect_eq, need, skip};
 use super::kernels::{Conditional, Kit, Plain};
+use super::luck::Luck;
 use super::owned::{self, Owned};
 use crate::{
     CaptureMode, CaptureState, DeviceId, DeviceProperties, DevicePtr, Driver, EventId, EventOptions, EventScope,
@@ -16,10 +16,12 @@ use crate::{
 
 /// Where a check works.
 pub struct Bench<'a> {
-    pub(super) driver: &'a dyn Driver,
-    pub(super) device: DeviceId,
+    /// The driver under test.
+    pub driver: &'a dyn Driver,
+    /// The device that the check works on.
+    pub device: DeviceId,
     kit: &'a Kit<'a>,
-    luck: AtomicU64,
+    pub(super) luck: Luck,
     owned: Mutex<Vec<Owned>>,
     second: OnceLock<DeviceId>,
     /// Pages that were or may be pinned: they must outlive the clearing up.
@@ -46,16 +48,11 @@ pub(super) struct Log {
 
 impl<'a> Bench<'a> {
     pub(super) fn new(driver: &'a dyn Driver, options: &Options, kit: &'a Kit<'a>, name: &[&str]) -> Self {
-        // Every check has luck of its own, so that a suite run alone does what it did among the others.
-        let mut seed = options.seed;
-        for byte in name.iter().flat_map(|part| part.bytes()) {
-            seed = split_mix(seed ^ u64::from(byte));
-        }
         Self {
             driver,
             device: options.device,
             kit,
-            luck: AtomicU64::new(seed),
+            luck: Luck::new(options.seed, name),
             owned: Mutex::new(Vec::new()),
             second: OnceLock::new(),
             pages: Mutex::new(Vec::new()),
@@ -86,7 +83,8 @@ impl<'a> Bench<'a> {
 
     // ---- the device
 
-    pub(super) fn properties(&self) -> Checked<DeviceProperties> {
+    /// What the device is and can do.
+    pub fn properties(&self) -> Checked<DeviceProperties> {
         Ok(self.driver.device_properties(self.device)?)
     }
 
@@ -118,30 +116,10 @@ impl<'a> Bench<'a> {
         self.second.get().copied()
     }
 
-    // ---- luck
-
-    /// A number from the seed.
-    pub(super) fn random(&self) -> u64 {
-        split_mix(self.luck.fetch_add(GOLDEN, Ordering::Relaxed))
-    }
-
-    /// A number in `0..n`.
-    pub(super) fn below(&self, n: u64) -> u64 {
-        self.random() % n
-    }
-
-    pub(super) fn random_bytes(&self, n: usize) -> Vec<u8> {
-        (0..n).map(|_| self.random().to_le_bytes()[3]).collect()
-    }
-
-    pub(super) fn random_words(&self, n: usize) -> Vec<u32> {
-        (0..n).map(|_| (self.random() >> 32) as u32).collect()
-    }
-
     // ---- streams and events
 
     /// A non-blocking stream.
-    pub(super) fn stream(&self) -> Checked<StreamId> {
+    pub fn stream(&self) -> Checked<StreamId> {
         self.stream_with(StreamOptions::default())
     }
 
@@ -151,7 +129,11 @@ impl<'a> Bench<'a> {
     }
 
     pub(super) fn stream_with(&self, options: StreamOptions) -> Checked<StreamId> {
-        let stream = self.driver.stream_create(self.device, options)?;
+        self.stream_on(self.device, options)
+    }
+
+    pub(super) fn stream_on(&self, device: DeviceId, options: StreamOptions) -> Checked<StreamId> {
+        let stream = self.driver.stream_create(device, options)?;
         self.own(Owned::Stream(stream));
         Ok(stream)
     }
@@ -202,6 +184,12 @@ impl<'a> Bench<'a> {
         self.event_with(EventOptions::default())
     }
 
+    /// An event for several processes, or a skip.
+    pub fn interprocess_event(&self) -> Checked<EventId> {
+        need(self.properties()?.ipc_events, "the device shares no events between processes")?;
+        self.event_with(EventOptions { interprocess: true, ..EventOptions::default() })
+    }
+
     pub(super) fn timed_event(&self) -> Checked<EventId> {
         self.event_with(EventOptions { timing: true, ..EventOptions::default() })
     }
@@ -217,7 +205,8 @@ impl<'a> Bench<'a> {
         Ok(self.driver.event_destroy(event)?)
     }
 
-    pub(super) fn record(&self, event: EventId, stream: StreamId) -> Checked {
+    /// Marks the work that is in `stream` now.
+    pub fn record(&self, event: EventId, stream: StreamId) -> Checked {
         Ok(self.driver.event_record(event, stream, EventScope::Plain)?)
     }
 
@@ -235,7 +224,11 @@ impl<'a> Bench<'a> {
     // ---- memory
 
     pub(super) fn memory(&self, bytes: u64) -> Checked<DevicePtr> {
-        let ptr = self.driver.mem_alloc(self.device, bytes)?;
+        self.memory_on(self.device, bytes)
+    }
+
+    pub(super) fn memory_on(&self, device: DeviceId, bytes: u64) -> Checked<DevicePtr> {
+        let ptr = self.driver.mem_alloc(device, bytes)?;
         self.own(Owned::Memory(ptr));
         Ok(ptr)
     }
@@ -258,7 +251,7 @@ impl<'a> Bench<'a> {
     }
 
     /// What is at `ptr` now. Waits for blocking streams only: wait for others first.
-    pub(super) fn bytes_at(&self, ptr: DevicePtr, n: usize) -> Checked<Vec<u8>> {
+    pub fn bytes_at(&self, ptr: DevicePtr, n: usize) -> Checked<Vec<u8>> {
         let mut bytes = vec![0; n];
         self.driver.download(self.device, ptr, &mut bytes)?;
         Ok(bytes)
@@ -350,7 +343,7 @@ impl<'a> Bench<'a> {
     }
 
     /// Keeps `stream` at work for long: what else the check does will be done first.
-    pub(super) fn spin_long(&self, stream: StreamId) -> Checked {
+    pub fn spin_long(&self, stream: StreamId) -> Checked {
         self.launch_one(self.kernels()?.spin, &[KernelArg::U64(LONG_NANOS)], stream)
     }
 
@@ -408,7 +401,11 @@ impl<'a> Bench<'a> {
     }
 
     pub(super) fn instantiate(&self, graph: GraphId) -> Checked<GraphExecId> {
-        let exec = self.driver.graph_instantiate(graph, InstantiateOptions::default())?;
+        self.instantiate_with(graph, InstantiateOptions::default())
+    }
+
+    pub(super) fn instantiate_with(&self, graph: GraphId, options: InstantiateOptions) -> Checked<GraphExecId> {
+        let exec = self.driver.graph_instantiate(graph, options)?;
         self.own(Owned::Exec(exec));
         Ok(exec)
     }
@@ -459,15 +456,4 @@ pub(super) fn to_bytes(words: &[u32]) -> Vec<u8> {
 
 pub(super) fn to_words(bytes: &[u8]) -> Vec<u32> {
     bytes.as_chunks::<4>().0.iter().map(|&chunk| u32::from_le_bytes(chunk)).collect()
-}
-
-/// The step of SplitMix64's counter.
-const GOLDEN: u64 = 0x9e37_79b9_7f4a_7c15;
-
-/// SplitMix64's output function: good enough for sizes and contents, and the same everywhere.
-fn split_mix(counter: u64) -> u64 {
-    let mut z = counter.wrapping_add(GOLDEN);
-    z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-    z ^ (z >> 31)
 }

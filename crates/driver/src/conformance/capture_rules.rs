@@ -10,8 +10,8 @@ use super::kernels::PLAIN;
 use super::owned::Owned;
 use crate::ErrorCode::{StreamCaptureInvalidated, StreamCaptureUnsupported};
 use crate::{
-    Access, Call, CaptureMode, CaptureRule, DeviceAccess, EventOptions, EventScope, Granularity, GraphExecId,
-    HostOptions, InstantiateOptions, KernelArg, LaunchShape, Pattern, PhysicalOptions, PoolAttribute, RawHandle,
+    Access, Call, CaptureMode, CaptureRule, DeviceAccess, EventOptions, EventScope, ForeignStream, Granularity,
+    GraphExecId, HostOptions, InstantiateOptions, KernelArg, LaunchShape, Pattern, PhysicalOptions, PoolAttribute,
     StreamOptions,
 };
 
@@ -110,7 +110,7 @@ const ROWS: &[(Call, Prepare)] = &[
     (Call::StreamDefault, |b| Ok(Box::new(|| b.driver.stream_default(b.device).map(drop)))),
     (Call::StreamPerThread, |b| Ok(Box::new(|| b.driver.stream_per_thread(b.device).map(drop)))),
     (Call::StreamPriorityRange, |b| Ok(Box::new(|| b.driver.stream_priority_range(b.device).map(drop)))),
-    (Call::StreamAdopt, |b| Ok(Box::new(|| b.driver.stream_adopt(b.device, RawHandle::NULL).map(drop)))),
+    (Call::StreamAdopt, |b| Ok(Box::new(|| b.driver.stream_adopt(b.device, ForeignStream::NULL).map(drop)))),
     (Call::StreamCreate, |b| {
         Ok(Box::new(|| {
             b.driver.stream_create(b.device, StreamOptions::default()).map(|made| b.own(Owned::Stream(made)))

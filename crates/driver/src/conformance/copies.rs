@@ -243,8 +243,7 @@ fn copies_cross_devices(bench: &Bench<'_>) -> Checked {
     let (here, there) = (bench.device, bench.second_device()?);
     let (stream, bytes) = (bench.stream()?, bench.random_bytes(9999));
     let (src, back) = (bench.memory_of(&bytes)?, bench.memory(9999)?);
-    let far = bench.driver.mem_alloc(there, 9999)?;
-    bench.own(Owned::Memory(far));
+    let far = bench.memory_on(there, 9999)?;
     bench.driver.copy_peer(far, there, src, here, 9999, stream)?;
     bench.sync(stream)?;
     let mut seen = vec![0; 9999];
@@ -258,8 +257,7 @@ fn copies_cross_devices(bench: &Bench<'_>) -> Checked {
 fn kernels_cross_devices_with_peer_access(bench: &Bench<'_>) -> Checked {
     let there = bench.peer()?;
     let (stream, n) = (bench.stream()?, 1000_u32);
-    let far = bench.driver.mem_alloc(there, 4000)?;
-    bench.own(Owned::Memory(far));
+    let far = bench.memory_on(there, 4000)?;
     let words = bench.random_words(n as usize);
     bench.driver.upload(there, far, &to_bytes(&words))?;
     bench.driver.peer_enable(bench.device, there)?;

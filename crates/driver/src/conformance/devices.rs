@@ -8,8 +8,8 @@ use crate::ErrorCode::{
     InvalidContext, InvalidDevice, PeerAccessAlreadyEnabled, PeerAccessNotEnabled, PeerAccessUnsupported,
 };
 use crate::{
-    Access, DeviceId, EventOptions, Granularity, HostOptions, HostPtr, HostRange, IpcEventHandle, PhysicalOptions,
-    RawHandle, StreamOptions,
+    Access, DeviceId, EventOptions, ForeignStream, Granularity, HostOptions, HostPtr, HostRange, IpcEventHandle,
+    PhysicalOptions, RawHandle, StreamOptions,
 };
 
 pub(super) const CHECKS: &[Check] = super::checks![
@@ -106,7 +106,7 @@ fn a_device_out_of_range_is_refused_by_every_call(bench: &Bench<'_>) -> Checked 
         refused("stream_per_thread", driver.stream_per_thread(none).map(drop))?;
         refused("stream_priority_range", driver.stream_priority_range(none).map(drop))?;
         refused("stream_create", driver.stream_create(none, StreamOptions::default()).map(drop))?;
-        refused("stream_adopt", driver.stream_adopt(none, RawHandle::NULL).map(drop))?;
+        refused("stream_adopt", driver.stream_adopt(none, ForeignStream::NULL).map(drop))?;
         refused("event_create", driver.event_create(none, EventOptions::default()).map(drop))?;
         refused("event_import", driver.event_import(none, &IpcEventHandle([0; 64])).map(drop))?;
         refused("mem_alloc", driver.mem_alloc(none, 64).map(drop))?;
@@ -137,7 +137,7 @@ fn a_context_is_held_until_released(bench: &Bench<'_>) -> Checked {
     let active = driver.context_is_active(device);
     driver.context_release(device)?;
     driver.context_release(device)?;
-    expect(first != RawHandle::NULL, "a context handle")?;
+    expect(first != RawHandle(0), "a context handle")?;
     expect_eq("the handle, asked again", second?, first)?;
     expect(active?, "a context while it is held")?;
     expect_code(driver.context_release(device), InvalidContext)

@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 
 use super::Check;
 use super::bench::Bench;
-use super::expect::{Checked, expect, expect_code, expect_code_of, expect_eq, need};
+use super::expect::{Checked, expect, expect_code, expect_code_of, expect_eq};
 use super::owned::Owned;
 use crate::ErrorCode::{IllegalState, InvalidContext, InvalidHandle, InvalidValue, MapFailed, NotReady};
 use crate::{EventId, EventOptions, EventScope, IpcEventHandle, StreamOptions};
@@ -33,8 +33,6 @@ pub(super) const CHECKS: &[Check] = super::checks![
     ; provoking:
     a_destroyed_event_is_unknown,
 ];
-
-const INTERPROCESS: EventOptions = EventOptions { timing: false, blocking: false, interprocess: true };
 
 fn a_never_recorded_event_is_done(bench: &Bench<'_>) -> Checked {
     let event = bench.event()?;
@@ -136,10 +134,9 @@ fn a_blocking_event_waits_too(bench: &Bench<'_>) -> Checked {
 }
 
 fn interprocess_excludes_timing(bench: &Bench<'_>) -> Checked {
-    need(bench.properties()?.ipc_events, "the device shares no events between processes")?;
-    let both = EventOptions { timing: true, ..INTERPROCESS };
+    let (stream, event) = (bench.stream()?, bench.interprocess_event()?);
+    let both = EventOptions { timing: true, blocking: false, interprocess: true };
     expect_code(bench.driver.event_create(bench.device, both), InvalidValue)?;
-    let (stream, event) = (bench.stream()?, bench.event_with(INTERPROCESS)?);
     bench.record(event, stream)?;
     bench.driver.event_synchronize(event)?;
     expect(bench.driver.event_query(event)?, "it to work like any other")?;
@@ -147,17 +144,15 @@ fn interprocess_excludes_timing(bench: &Bench<'_>) -> Checked {
 }
 
 fn only_interprocess_events_are_exported(bench: &Bench<'_>) -> Checked {
-    need(bench.properties()?.ipc_events, "the device shares no events between processes")?;
+    let (first, second) = (bench.interprocess_event()?, bench.interprocess_event()?);
     expect_code(bench.driver.event_export(bench.event()?), InvalidHandle)?;
     expect_code(bench.driver.event_export(bench.timed_event()?), InvalidHandle)?;
-    let (first, second) = (bench.event_with(INTERPROCESS)?, bench.event_with(INTERPROCESS)?);
     let (first, second) = (bench.driver.event_export(first)?, bench.driver.event_export(second)?);
     expect(first != second, "two events to have two names")
 }
 
 fn importing_ones_own_event_is_refused(bench: &Bench<'_>) -> Checked {
-    need(bench.properties()?.ipc_events, "the device shares no events between processes")?;
-    let handle = bench.driver.event_export(bench.event_with(INTERPROCESS)?)?;
+    let handle = bench.driver.event_export(bench.interprocess_event()?)?;
     expect_code(bench.driver.event_import(bench.device, &handle), InvalidContext)?;
     expect_code(bench.driver.event_import(bench.device, &IpcEventHandle([7; 64])), MapFailed)
 }
@@ -218,8 +213,7 @@ fn any_thread_may_use_an_event(bench: &Bench<'_>) -> Checked {
 
 fn an_event_belongs_to_one_device(bench: &Bench<'_>) -> Checked {
     let other = bench.second_device()?;
-    let there = bench.driver.stream_create(other, StreamOptions::default())?;
-    bench.own(Owned::Stream(there));
+    let there = bench.stream_on(other, StreamOptions::default())?;
     let event = bench.event()?;
     expect_code(bench.driver.event_record(event, there, EventScope::Plain), InvalidHandle)?;
     expect(bench.driver.event_query(event)?, "the event to mark nothing still")
@@ -227,8 +221,7 @@ fn an_event_belongs_to_one_device(bench: &Bench<'_>) -> Checked {
 
 fn a_wait_orders_two_devices(bench: &Bench<'_>) -> Checked {
     let other = bench.second_device()?;
-    let there = bench.driver.stream_create(other, StreamOptions::default())?;
-    bench.own(Owned::Stream(there));
+    let there = bench.stream_on(other, StreamOptions::default())?;
     let (here, event) = (bench.stream()?, bench.event()?);
     let far = bench.driver.event_create(other, EventOptions::default())?;
     bench.own(Owned::Event(far));

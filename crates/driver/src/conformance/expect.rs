@@ -38,28 +38,28 @@ impl From<DriverError> for Stop {
 }
 
 /// The result of a check, or of a part of one.
-pub(super) type Checked<T = ()> = Result<T, Stop>;
+pub type Checked<T = ()> = Result<T, Stop>;
 
 /// Stops with a skip, saying what the device lacks.
-pub(super) fn skip<T>(reason: impl Into<String>) -> Checked<T> {
+pub fn skip<T>(reason: impl Into<String>) -> Checked<T> {
     Err(Stop::Skipped(reason.into()))
 }
 
 /// Skips unless the device `can`.
-pub(super) fn need(can: bool, lacking: &str) -> Checked {
+pub fn need(can: bool, lacking: &str) -> Checked {
     if can { Ok(()) } else { skip(lacking) }
 }
 
 /// `what` must hold.
 #[track_caller]
-pub(super) fn expect(holds: bool, what: &str) -> Checked {
+pub fn expect(holds: bool, what: &str) -> Checked {
     if holds { Ok(()) } else { fail(&format!("expected: {what}")) }
 }
 
 /// `got` must equal `want`.
 #[track_caller]
 #[expect(clippy::needless_pass_by_value, reason = "what a call returns is compared at once and needed no more")]
-pub(super) fn expect_eq<T: PartialEq + Debug>(what: &str, got: T, want: T) -> Checked {
+pub fn expect_eq<T: PartialEq + Debug>(what: &str, got: T, want: T) -> Checked {
     if got == want { Ok(()) } else { fail(&format!("{what}: expected {want:?}, got {got:?}")) }
 }
 
@@ -85,7 +85,7 @@ pub(super) fn expect_code_of(what: &str, result: crate::Result<()>, want: ErrorC
 
 /// Two stretches of memory must hold the same; the text names the first place where they do not.
 #[track_caller]
-pub(super) fn expect_same<T: PartialEq + Debug>(what: &str, got: &[T], want: &[T]) -> Checked {
+pub fn expect_same<T: PartialEq + Debug>(what: &str, got: &[T], want: &[T]) -> Checked {
     if got.len() != want.len() {
         return fail(&format!("{what}: expected {} values, got {}", want.len(), got.len()));
     }

@@ -342,8 +342,7 @@ fn unfreed_allocations_can_be_freed_at_the_next_launch(bench: &Bench<'_>) -> Che
     bench.launch(fill_index, n, &[ptr.into(), KernelArg::U32(n)], stream)?;
     let graph = bench.end(stream)?;
     let options = InstantiateOptions { auto_free_on_launch: true, use_node_priority: false };
-    let exec = bench.driver.graph_instantiate(graph, options)?;
-    bench.own(Owned::Exec(exec));
+    let exec = bench.instantiate_with(graph, options)?;
     bench.own(Owned::Memory(ptr));
     for _ in 0..3 {
         bench.replay(exec, stream)?;
@@ -365,8 +364,7 @@ fn node_priorities_change_no_results(bench: &Bench<'_>) -> Checked {
         bench.append(log, 3, stream)
     })?;
     let options = InstantiateOptions { auto_free_on_launch: false, use_node_priority: true };
-    let exec = bench.driver.graph_instantiate(graph, options)?;
-    bench.own(Owned::Exec(exec));
+    let exec = bench.instantiate_with(graph, options)?;
     bench.replay(exec, stream)?;
     bench.expect_log(log, &[1, 2, 3])
 }
@@ -423,10 +421,10 @@ fn handles_are_there_for_others(bench: &Bench<'_>) -> Checked {
     let stream = bench.stream()?;
     let (first, second) = (bench.captured(stream, || Ok(()))?, bench.captured(stream, || Ok(()))?);
     let raw = |graph| bench.driver.graph_raw(graph);
-    expect(raw(first)? != RawHandle::NULL && raw(first)? != raw(second)?, "handles of templates")?;
+    expect(raw(first)? != RawHandle(0) && raw(first)? != raw(second)?, "handles of templates")?;
     let (one, two) = (bench.instantiate(first)?, bench.instantiate(first)?);
     let raw = |exec| bench.driver.graph_exec_raw(exec);
-    expect(raw(one)? != RawHandle::NULL && raw(one)? != raw(two)?, "handles of executables")
+    expect(raw(one)? != RawHandle(0) && raw(one)? != raw(two)?, "handles of executables")
 }
 
 fn graphs_never_made_are_unknown(bench: &Bench<'_>) -> Checked {

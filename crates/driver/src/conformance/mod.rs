@@ -17,12 +17,14 @@ mod copies;
 mod devices;
 mod errors;
 mod events;
-mod expect;
+pub mod expect;
+mod granules;
 mod graphs;
 mod host;
 mod kernels;
 mod launches;
 mod lent;
+mod luck;
 mod memory;
 mod owned;
 mod pools;
@@ -34,7 +36,8 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::{Duration, Instant};
 
 pub use bench::Bench;
-pub use expect::Stop;
+pub use expect::{Checked, Stop};
+pub use granules::Granules;
 
 use crate::{DeviceId, Driver};
 
@@ -64,7 +67,15 @@ pub struct Check {
     pub name: &'static str,
     /// Whether it does on purpose what a careful driver logs as a hazard, such as using what it destroyed.
     pub provokes_hazard: bool,
-    run: fn(&Bench<'_>) -> Result<(), Stop>,
+    run: fn(&Bench<'_>) -> Checked,
+}
+
+impl Check {
+    /// A check of a suite that stands elsewhere, for [`run_with`]. It provokes no hazard.
+    #[must_use]
+    pub const fn new(name: &'static str, run: fn(&Bench<'_>) -> Checked) -> Self {
+        Self { name, provokes_hazard: false, run }
+    }
 }
 
 /// The checks of one subject.
@@ -145,7 +156,7 @@ const fn suite(name: &'static str, checks: &'static [Check]) -> Suite {
     Suite { name, checks, destructive: false }
 }
 
-/// Every suite, in the order in which they run; the destructive one is the last.
+/// Every suite that stands here, in the order in which they run; the destructive one is the last.
 #[must_use]
 pub const fn suites() -> &'static [Suite] {
     SUITES
@@ -156,9 +167,15 @@ pub const fn suites() -> &'static [Suite] {
 /// Checks run one after another on the calling thread, which ends with the current device and capture mode that it came with.
 /// Nothing else should use the device meanwhile.
 pub fn run(driver: &dyn Driver, options: &Options, on_report: &mut dyn FnMut(&Report)) -> Summary {
+    run_with(driver, &[], options, on_report)
+}
+
+/// The same with suites that cannot stand here, such as those that start a second process. They come after the harmless ones and before
+/// the destructive one, and are chosen by name like all others.
+pub fn run_with(driver: &dyn Driver, more: &[Suite], options: &Options, on_report: &mut dyn FnMut(&Report)) -> Summary {
     let mut summary = Summary::default();
     let kit = kernels::Kit::new(driver, options.device);
-    for suite in SUITES {
+    for suite in in_order(more) {
         let asked_for = options.suites.is_empty() || options.suites.iter().any(|name| name == suite.name);
         if !asked_for || (suite.destructive && !options.destructive) {
             continue;
@@ -175,6 +192,12 @@ pub fn run(driver: &dyn Driver, options: &Options, on_report: &mut dyn FnMut(&Re
         }
     }
     summary
+}
+
+/// The suites of a run: those that stand here and `more`, in the order in which they run.
+pub fn in_order(more: &[Suite]) -> impl Iterator<Item = &Suite> {
+    let (harmless, destructive) = SUITES.split_at(SUITES.partition_point(|suite| !suite.destructive));
+    harmless.iter().chain(more).chain(destructive)
 }
 
 /// Runs one check on a bench of its own and clears the bench, whatever happened.
@@ -221,5 +244,8 @@ mod tests {
     #[test]
     fn what_breaks_the_device_comes_last() {
         assert!(suites().is_sorted_by_key(|suite| suite.destructive));
+        let more = [suite("more", &[])];
+        let names: Vec<&str> = in_order(&more).map(|suite| suite.name).collect();
+        assert_eq!(names[names.len() - 3..], ["kernels", "more", "errors"]);
     }
 }

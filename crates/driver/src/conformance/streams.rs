@@ -11,8 +11,8 @@ use super::kernels::mixed;
 use super::lent::Lent;
 use crate::ErrorCode::{InvalidHandle, NotPermitted};
 use crate::{
-    CaptureMode, DevicePtr, EventId, EventOptions, EventScope, GraphExecId, KernelArg, LaunchShape, Pattern, RawHandle,
-    StreamId, StreamOptions,
+    CaptureMode, DevicePtr, EventId, EventOptions, EventScope, ForeignStream, GraphExecId, KernelArg, LaunchShape,
+    Pattern, StreamId, StreamOptions,
 };
 
 pub(super) const CHECKS: &[Check] = super::checks![
@@ -86,7 +86,7 @@ fn a_stream_says_how_it_was_made(bench: &Bench<'_>) -> Checked {
         let info = bench.driver.stream_info(stream)?;
         expect_eq("its device", info.device, bench.device)?;
         expect_eq("whether it ignores the default stream", info.non_blocking, non_blocking)?;
-        expect(info.raw.number() > 2, "a handle that is none of the default streams'")?;
+        expect(info.raw.0 > 2, "a handle that is none of the default streams'")?;
         expect(raw.insert(info.raw), "handles of live streams that differ")?;
     }
     Ok(())
@@ -389,13 +389,14 @@ fn callbacks_cannot_call_the_driver(bench: &Bench<'_>) -> Checked {
 
 fn adopting_a_handle_finds_the_stream(bench: &Bench<'_>) -> Checked {
     let (driver, device) = (bench.driver, bench.device);
-    expect_eq("handle 0", driver.stream_adopt(device, RawHandle::NULL)?, bench.default_stream()?)?;
-    expect_eq("handle 1", driver.stream_adopt(device, RawHandle::LEGACY_STREAM)?, bench.default_stream()?)?;
-    expect_eq("handle 2", driver.stream_adopt(device, RawHandle::THREAD_STREAM)?, bench.thread_stream()?)?;
+    expect_eq("handle 0", driver.stream_adopt(device, ForeignStream::NULL)?, bench.default_stream()?)?;
+    expect_eq("handle 1", driver.stream_adopt(device, ForeignStream::LEGACY)?, bench.default_stream()?)?;
+    expect_eq("handle 2", driver.stream_adopt(device, ForeignStream::PER_THREAD)?, bench.thread_stream()?)?;
     let stream = bench.stream()?;
-    let raw = driver.stream_info(stream)?.raw;
-    expect_eq("the handle of a live stream", driver.stream_adopt(device, raw)?, stream)?;
-    expect_eq("the same again", driver.stream_adopt(device, raw)?, stream)
+    // SAFETY: the stream lives until the bench is cleared.
+    let foreign = unsafe { ForeignStream::new(driver.stream_info(stream)?.raw) };
+    expect_eq("the handle of a live stream", driver.stream_adopt(device, foreign)?, stream)?;
+    expect_eq("the same again", driver.stream_adopt(device, foreign)?, stream)
 }
 
 fn a_destroyed_stream_finishes_its_work(bench: &Bench<'_>) -> Checked {

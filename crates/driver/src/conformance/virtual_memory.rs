@@ -6,6 +6,7 @@ use std::os::fd::OwnedFd;
 use super::Check;
 use super::bench::Bench;
 use super::expect::{Checked, expect, expect_code, expect_code_of, expect_eq, expect_same, need};
+use super::granules::Granules;
 use super::owned::Owned;
 use crate::ErrorCode::{InvalidHandle, InvalidValue, OutOfMemory, UnknownError};
 use crate::{
@@ -41,71 +42,6 @@ pub(super) const CHECKS: &[Check] = super::checks![
     ; provoking:
     a_released_piece_is_unknown,
 ];
-
-/// Pieces of one granule, and the hands to map them.
-struct Granules<'a> {
-    bench: &'a Bench<'a>,
-    bytes: u64,
-}
-
-impl<'a> Granules<'a> {
-    fn new(bench: &'a Bench<'a>) -> Checked<Self> {
-        let properties = bench.properties()?;
-        need(properties.virtual_memory, "the device maps no memory by hand")?;
-        // Reservations come in units of 2 MiB, whatever the granularity of memory is.
-        Ok(Self { bench, bytes: properties.granularity.max(2 << 20) })
-    }
-
-    /// Addresses for `n` pieces.
-    fn reserve(&self, n: u64) -> Checked<DevicePtr> {
-        let ptr = self.bench.driver.vm_reserve(n * self.bytes, 0, None)?;
-        self.bench.own(Owned::Range(ptr, n * self.bytes));
-        Ok(ptr)
-    }
-
-    fn create(&self, n: u64, options: PhysicalOptions) -> Checked<PhysicalId> {
-        let physical = self.bench.driver.vm_create(self.bench.device, n * self.bytes, options)?;
-        self.bench.own(Owned::Physical(physical));
-        Ok(physical)
-    }
-
-    fn piece(&self) -> Checked<PhysicalId> {
-        self.create(1, PhysicalOptions::default())
-    }
-
-    /// Maps a piece of `n` granules at granule `at` of a range.
-    fn map(&self, range: DevicePtr, at: u64, physical: PhysicalId, n: u64) -> Checked<DevicePtr> {
-        let ptr = self.at(range, at);
-        self.bench.driver.vm_map(ptr, physical)?;
-        self.bench.own(Owned::Mapping(ptr, n * self.bytes));
-        Ok(ptr)
-    }
-
-    fn unmap(&self, ptr: DevicePtr, n: u64) -> Checked {
-        self.bench.disown(Owned::Mapping(ptr, n * self.bytes));
-        Ok(self.bench.driver.vm_unmap(ptr, n * self.bytes)?)
-    }
-
-    fn at(&self, range: DevicePtr, granule: u64) -> DevicePtr {
-        range.offset(granule * self.bytes)
-    }
-
-    fn set_access(&self, ptr: DevicePtr, bytes: u64, access: Access) -> crate::Result<()> {
-        self.bench.driver.vm_set_access(ptr, bytes, &[DeviceAccess { device: self.bench.device, access }])
-    }
-
-    fn open(&self, ptr: DevicePtr, n: u64) -> Checked {
-        Ok(self.set_access(ptr, n * self.bytes, Access::ReadWrite)?)
-    }
-
-    /// One granule, mapped and open.
-    fn mapped(&self) -> Checked<(DevicePtr, PhysicalId)> {
-        let physical = self.piece()?;
-        let ptr = self.map(self.reserve(1)?, 0, physical, 1)?;
-        self.open(ptr, 1)?;
-        Ok((ptr, physical))
-    }
-}
 
 fn granularity_is_what_the_properties_say(bench: &Bench<'_>) -> Checked {
     let properties = bench.properties()?;
@@ -363,10 +299,7 @@ fn mapping_does_not_wait_for_the_device(bench: &Bench<'_>) -> Checked {
 
 fn a_file_descriptor_carries_memory(bench: &Bench<'_>) -> Checked {
     let granules = Granules::new(bench)?;
-    need(bench.properties()?.share_posix_fd, "the device shares no memory by file descriptor")?;
-    let shared = PhysicalOptions { share: Some(ShareKind::PosixFd), rdma: false };
-    let physical = granules.create(1, shared)?;
-    let handle = bench.driver.vm_export(physical, ShareKind::PosixFd)?;
+    let (physical, handle) = granules.shared()?;
     let imported = bench.driver.vm_import(bench.device, &handle, granules.bytes)?;
     bench.own(Owned::Physical(imported));
     expect(imported != physical, "an id of its own")?;
@@ -390,7 +323,7 @@ fn only_memory_made_for_it_is_exported(bench: &Bench<'_>) -> Checked {
 
 fn a_foreign_file_descriptor_is_refused(bench: &Bench<'_>) -> Checked {
     let granules = Granules::new(bench)?;
-    need(bench.properties()?.share_posix_fd, "the device shares no memory by file descriptor")?;
+    granules.need_file_descriptors()?;
     let Ok(file) = File::open("/dev/null") else {
         return super::expect::skip("there is no /dev/null here");
     };
@@ -401,9 +334,7 @@ fn a_foreign_file_descriptor_is_refused(bench: &Bench<'_>) -> Checked {
 
 fn an_import_has_the_size_of_its_memory(bench: &Bench<'_>) -> Checked {
     let granules = Granules::new(bench)?;
-    need(bench.properties()?.share_posix_fd, "the device shares no memory by file descriptor")?;
-    let shared = PhysicalOptions { share: Some(ShareKind::PosixFd), rdma: false };
-    let handle = bench.driver.vm_export(granules.create(1, shared)?, ShareKind::PosixFd)?;
+    let (_, handle) = granules.shared()?;
     let range = granules.reserve(4)?;
     // A driver may notice the wrong size at once, or when the memory is mapped.
     let mapped = bench.driver.vm_import(bench.device, &handle, 2 * granules.bytes).and_then(|imported| {

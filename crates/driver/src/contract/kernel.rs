@@ -54,10 +54,10 @@ impl LaunchShape {
         Self { grid: [blocks, 1, 1], block: [256, 1, 1], shared_bytes: 0 }
     }
 
-    /// How many threads it starts.
+    /// How many threads it starts; as many as can be counted, if they are more.
     #[must_use]
     pub fn threads(&self) -> u64 {
-        self.grid.iter().chain(&self.block).map(|&n| u64::from(n)).product()
+        self.grid.iter().chain(&self.block).fold(1, |threads: u64, &n| threads.saturating_mul(u64::from(n)))
     }
 }
 

@@ -3,7 +3,7 @@
 
 use std::sync::Arc;
 
-use crate::{DeviceId, EventId, EventScope, RawHandle, Result, StreamId};
+use crate::{DeviceId, EventId, EventScope, ForeignStream, RawHandle, Result, StreamId};
 
 /// How a stream is made.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -75,7 +75,7 @@ pub trait Streams {
 
     /// Takes in a stream that somebody else made and keeps. Adopting the same live handle again gives the same id. The
     /// handles of the two default streams (0 and 1 for the legacy one, 2 for the thread's own) give theirs. *During capture: free.*
-    fn stream_adopt(&self, device: DeviceId, raw: RawHandle) -> Result<StreamId>;
+    fn stream_adopt(&self, device: DeviceId, stream: ForeignStream) -> Result<StreamId>;
 
     /// What the stream is. *During capture: free.*
     fn stream_info(&self, stream: StreamId) -> Result<StreamInfo>;

@@ -197,8 +197,8 @@ impl Names {
 
     fn raw(&mut self, raw: RawHandle) -> String {
         // Handles up to 2 are CUDA's constants for null and the default streams.
-        if raw.number() <= 2 {
-            return format!("raw constant {}", raw.number());
+        if raw.0 <= 2 {
+            return format!("raw constant {}", raw.0);
         }
         let next = self.raw.len() + 1;
         format!("raw {}", self.raw.entry(raw).or_insert(next))
@@ -298,7 +298,7 @@ mod tests {
     #[test]
     fn raw_handles_are_numbered_by_first_sight() {
         let mut names = Names::default();
-        let seen: Vec<String> = [0, 0x5555, 0x7777, 0x5555, 2].map(|raw| names.raw(RawHandle::simulated(raw))).to_vec();
+        let seen: Vec<String> = [0, 0x5555, 0x7777, 0x5555, 2].map(|raw| names.raw(RawHandle(raw))).to_vec();
         assert_eq!(seen, ["raw constant 0", "raw 1", "raw 2", "raw 1", "raw constant 2"]);
     }
 }

@@ -9,9 +9,9 @@ use super::value::{Shown, Value};
 use crate::{
     Access, Address, Call, CaptureMode, CaptureState, Captures, ConditionalId, ConditionalKind, Copies, DeviceAccess,
     DeviceId, DeviceProperties, DevicePtr, Devices, Driver, DriverError, EventId, EventOptions, EventScope, Events,
-    FunctionId, Granularity, GraphExecId, GraphId, GraphTopology, Graphs, HostCallback, HostMemory, HostOptions,
-    HostPtr, HostRange, InstantiateOptions, IpcEventHandle, KernelArg, KernelSource, Kernels, LaunchShape, Memory,
-    MemoryInfo, ModuleId, NodeId, Notes, Pattern, PhysicalId, PhysicalOptions, PoolAttribute, PoolId, Pools,
+    ForeignStream, FunctionId, Granularity, GraphExecId, GraphId, GraphTopology, Graphs, HostCallback, HostMemory,
+    HostOptions, HostPtr, HostRange, InstantiateOptions, IpcEventHandle, KernelArg, KernelSource, Kernels, LaunchShape,
+    Memory, MemoryInfo, ModuleId, NodeId, Notes, Pattern, PhysicalId, PhysicalOptions, PoolAttribute, PoolId, Pools,
     PriorityRange, RawHandle, Result, ShareKind, SharedMemory, StreamId, StreamInfo, StreamOptions, Streams,
     VirtualMemory,
 };
@@ -134,7 +134,7 @@ forward! {
         StreamPriorityRange stream_priority_range(device: DeviceId) -> PriorityRange;
         StreamCreate stream_create(device: DeviceId, options: StreamOptions) -> StreamId;
         StreamDestroy stream_destroy(stream: StreamId) -> ();
-        StreamAdopt stream_adopt(device: DeviceId, raw: RawHandle) -> StreamId;
+        StreamAdopt stream_adopt(device: DeviceId, stream: ForeignStream) -> StreamId;
         StreamInfo stream_info(stream: StreamId) -> StreamInfo;
         StreamQuery stream_query(stream: StreamId) -> bool;
         StreamSynchronize stream_synchronize(stream: StreamId) -> ();

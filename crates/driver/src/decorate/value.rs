@@ -5,10 +5,11 @@ use std::fmt::Debug;
 
 use crate::{
     Access, Address, CaptureId, CaptureMode, CaptureState, ConditionalId, ConditionalKind, DeviceAccess, DeviceId,
-    DeviceProperties, DevicePtr, EventId, EventOptions, EventScope, FunctionId, Granularity, GraphExecId, GraphId,
-    GraphTopology, HostCallback, HostOptions, HostPtr, HostRange, InstantiateOptions, IpcEventHandle, KernelArg,
-    KernelSource, LaunchShape, MemoryInfo, ModuleId, NodeId, Pattern, PhysicalId, PhysicalOptions, PoolAttribute,
-    PoolId, PriorityRange, RawHandle, ShareKind, SharedMemory, StreamId, StreamInfo, StreamOptions,
+    DeviceProperties, DevicePtr, EventId, EventOptions, EventScope, ForeignStream, FunctionId, Granularity,
+    GraphExecId, GraphId, GraphTopology, HostCallback, HostOptions, HostPtr, HostRange, InstantiateOptions,
+    IpcEventHandle, KernelArg, KernelSource, LaunchShape, MemoryInfo, ModuleId, NodeId, Pattern, PhysicalId,
+    PhysicalOptions, PoolAttribute, PoolId, PriorityRange, RawHandle, ShareKind, SharedMemory, StreamId, StreamInfo,
+    StreamOptions,
 };
 
 /// One argument or result.
@@ -77,6 +78,7 @@ shown! {
     HostPtr: |&ptr| Value::Host(ptr);
     HostRange: |&range| Value::HostRange(range);
     RawHandle: |&raw| Value::Raw(raw);
+    ForeignStream: |stream| Value::Raw(stream.raw());
     StreamInfo: |info| Value::Stream(info);
     &[u8]: |bytes| Value::Bytes(bytes);
     &mut [u8]: |room| Value::Room(room.len());

@@ -43,48 +43,53 @@ impl Memory for SimDriver {
         if ptr.is_null() {
             return Ok(());
         }
-        let Some((
-            start,
-            _,
-            Region::Plain { piece }
-            | Region::Pooled { piece, freed: false, .. }
-            | Region::OfGraph { piece: Some(piece), .. },
-        )) = world.memory.space.region_at(ptr.0)
-        else {
-            return world.fail(ErrorCode::InvalidValue, format!("{ptr} starts no live allocation"));
+        // The memory of a graph is there only once its launch has run; what counts is that it was launched.
+        let (start, piece, device) = match world.memory.space.region_at(ptr.0) {
+            Some((start, _, Region::Plain { piece } | Region::Pooled { piece, freed: false, .. })) => {
+                (start, Some(*piece), world.memory.piece(*piece).device)
+            }
+            Some((start, _, Region::OfGraph { pool, held: true, .. })) => {
+                (start, None, world.pools.get(pool.0).map(|pool| pool.device))
+            }
+            _ => return world.fail(ErrorCode::InvalidValue, format!("{ptr} starts no live allocation")),
         };
-        let (start, piece) = (start, *piece);
         if start != ptr.0 {
             return world.fail(ErrorCode::InvalidValue, format!("{ptr} lies inside the allocation at {start:#x}"));
         }
-        let device = world.memory.piece(piece).device.expect("device memory");
+        let Some(device) = device else {
+            return world.fail(ErrorCode::InvalidValue, format!("the pool of {ptr} is gone"));
+        };
         world.device(device)?;
         let mut world = self.wait_for_device(world, device);
         // The wait may have shown that the device is broken, or another thread may have been faster.
         world.device(device)?;
+        let mut of_graph = None;
         match world.memory.space.regions.get_mut(&start) {
-            Some((bytes, Region::Plain { piece: now })) if *now == piece => {
+            Some((bytes, Region::Plain { piece: now })) if Some(*now) == piece => {
                 let bytes = *bytes;
                 world.memory.space.regions.remove(&start);
                 world.bury(start, bytes, Gone::Freed);
                 world.give_bytes(device, bytes);
             }
-            Some((bytes, Region::Pooled { piece: now, pool, .. })) if *now == piece => {
+            Some((bytes, Region::Pooled { piece: now, pool, freed: false })) if Some(*now) == piece => {
                 let (bytes, pool) = (*bytes, *pool);
                 world.memory.space.regions.remove(&start);
                 world.bury(start, bytes, Gone::PoolFreed);
                 world.return_to_pool(pool, bytes);
             }
-            Some((bytes, Region::OfGraph { piece: now, pool })) if *now == Some(piece) => {
+            Some((bytes, Region::OfGraph { piece: now, pool, held })) if *held => {
                 // The addresses stay the graph's.
                 let (bytes, pool) = (*bytes, *pool);
-                *now = None;
+                *held = false;
+                of_graph = now.take();
                 world.bury(start, bytes, Gone::PoolFreed);
                 world.return_to_pool(pool, bytes);
             }
             _ => return world.fail(ErrorCode::InvalidValue, format!("{ptr} was freed by another thread meanwhile")),
         }
-        world.memory.drop_piece(piece);
+        if let Some(piece) = piece.or(of_graph) {
+            world.memory.drop_piece(piece);
+        }
         Ok(())
     }
 
@@ -102,14 +107,13 @@ impl Notes for SimDriver {
     fn note_handed_out(&self, ptr: DevicePtr, bytes: u64, stream: StreamId) {
         let Ok(mut world) = self.enter(Call::NoteHandedOut) else { return };
         let Ok(stream) = world.live_stream(stream) else { return };
-        world.learn_from_host(stream);
         let state = world.stream(stream);
         if state.capture.is_some() {
             // The order is that of the graph, which is not known before it is done.
             return;
         }
-        let (device, frontier) = (state.device, Arc::clone(&state.base));
-        let stamp = Stamp { lane: state.lane, seq: state.tail };
+        let (device, stamp) = (state.device, Stamp { lane: state.lane, seq: state.tail });
+        let frontier = Arc::new(world.knowledge(stream));
         let (at, now) = (world.calls, world.clock);
         let who = Actor { label: Label::PoolAlloc, stamp, point: None, stream, at };
         let order = Order { stamp, base: &frontier, graph: None };

@@ -64,10 +64,13 @@ pub(super) struct HostBytes {
 
 impl HostBytes {
     /// New memory, zeroed, aligned to a page. Nothing is touched, so a large piece costs nothing before it is used.
-    pub fn allocate(bytes: u64) -> Self {
-        let owned = vec![0; bytes as usize + PAGE];
+    pub fn allocate(bytes: u64) -> Option<Self> {
+        let size = usize::try_from(bytes).ok()?.checked_add(PAGE)?;
+        // Asked for first in a way that may fail; zeroed memory, which costs nothing, can only be had in one that aborts.
+        Vec::<u8>::new().try_reserve_exact(size).ok()?;
+        let owned = vec![0; size];
         let start = (owned.as_ptr().expose_provenance() as u64).next_multiple_of(PAGE as u64);
-        Self { start, _owned: Some(owned) }
+        Some(Self { start, _owned: Some(owned) })
     }
 
     /// Somebody's memory, pinned where it is.
@@ -100,7 +103,7 @@ mod tests {
     #[test]
     fn bytes_come_back_across_pages_and_untouched_ones_are_zero() {
         let data: Vec<u8> = (0..10_000u32).map(|n| n as u8).collect();
-        for mut bytes in [Bytes::device(), Bytes::Host(HostBytes::allocate(1 << 20))] {
+        for mut bytes in [Bytes::device(), Bytes::Host(HostBytes::allocate(1 << 20).expect("a megabyte"))] {
             bytes.write(4_000, &data);
             let mut back = vec![9; 10_010];
             bytes.read(3_995, &mut back);

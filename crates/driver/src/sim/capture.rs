@@ -43,12 +43,15 @@ impl Captures for SimDriver {
             let unjoined = world.unjoined(joined.capture, &joined.deps);
             let capture = world.drop_capture(joined.capture);
             if capture.thread != std::thread::current().id() && capture.mode != CaptureMode::Relaxed {
+                world.release_addresses(&capture.memory);
                 return world.fail(ErrorCode::StreamCaptureWrongThread, "it began on another thread");
             }
             if let Some(why) = capture.broken {
+                world.release_addresses(&capture.memory);
                 return world.fail(ErrorCode::StreamCaptureInvalidated, why);
             }
             if let Some(lost) = unjoined {
+                world.release_addresses(&capture.memory);
                 let why = format!("the work of {lost} leads nowhere: {stream} did not wait for it");
                 let operation = format!("capture_end #{} on {stream}", world.calls);
                 world.memory.log.plain(HazardKind::CaptureUnjoined, operation, why.clone(), world.clock);
@@ -149,6 +152,10 @@ impl World {
                 stream.capture = None;
             }
         }
+        // No more nodes will ask for its flags.
+        for &(flag, _) in &state.flags {
+            self.conditionals.remove(flag.0);
+        }
         state
     }
 
@@ -156,7 +163,8 @@ impl World {
     pub(super) fn leave_capture(&mut self, stream: StreamId) {
         let Some(joined) = self.stream_mut(stream).capture.take() else { return };
         if self.capture(joined.capture).origin == stream {
-            self.drop_capture(joined.capture);
+            let capture = self.drop_capture(joined.capture);
+            self.release_addresses(&capture.memory);
             return;
         }
         let capture = self.captures.get_mut(joined.capture.0).expect("a live capture");
@@ -331,12 +339,15 @@ impl World {
     /// An allocation as a node: its address is fixed now, its memory comes when the graph runs.
     pub(super) fn capture_pool_alloc(&mut self, pool: PoolId, bytes: u64, stream: StreamId) -> Result<DevicePtr> {
         let capture = self.captured_by(stream)?.capture;
+        if self.capture(capture).body_of.is_some() {
+            return self.fail(ErrorCode::NotSupported, "bodies of conditional nodes cannot allocate");
+        }
         let Some(start) = self.memory.space.find(bytes, super::alloc::GRAIN) else {
             return self.fail(ErrorCode::OutOfMemory, "the address space is used up");
         };
         let ptr = DevicePtr(start);
         self.add_node(stream, Work::PoolAlloc { ptr, bytes, pool }, 0)?;
-        self.memory.space.insert(start, bytes, Region::OfGraph { piece: None, pool });
+        self.memory.space.insert(start, bytes, Region::OfGraph { piece: None, pool, held: false });
         self.captures.get_mut(capture.0).expect("a live capture").memory.push((ptr, pool));
         Ok(ptr)
     }

@@ -120,7 +120,7 @@ impl World {
         stream: StreamId,
     ) -> Result<()> {
         if let Some((start, size, Region::OfGraph { .. })) = self.memory.space.region_at(ptr.0)
-            && ptr.0 + bytes <= start + size
+            && ptr.0.checked_add(bytes).is_some_and(|end| end <= start + size)
         {
             // Its memory comes and goes with the graph: checked when it runs.
             return Ok(());

@@ -167,7 +167,7 @@ pub(super) fn copy_nanos(bytes: u64, route: Route) -> u64 {
         Route::Host => 50_000,
         Route::Peer => 400_000,
     };
-    1_500 + bytes * 1_000 / bytes_per_us
+    1_500 + bytes.saturating_mul(1_000) / bytes_per_us
 }
 
 /// How long a fill takes.

@@ -1,5 +1,7 @@
 //! Devices, contexts and peers of the simulated machine.
 
+use std::cell::Cell;
+
 use super::SimDriver;
 use super::world::World;
 use crate::{Call, DeviceId, DeviceProperties, Devices, ErrorCode, RawHandle, Result};
@@ -20,7 +22,7 @@ impl Devices for SimDriver {
         self.call(Call::ContextRetain, |world| {
             world.device_any(device)?;
             world.devices[device.0 as usize].retained += 1;
-            Ok(RawHandle::simulated(0x4000_0000 + u64::from(device.0) * 0x1000))
+            Ok(RawHandle(0x4000_0000 + u64::from(device.0) * 0x1000))
         })
     }
 
@@ -104,15 +106,22 @@ impl SimDriver {
     /// Waits until all work of a device is done.
     pub(super) fn wait_for_device<'a>(
         &'a self,
-        world: std::sync::MutexGuard<'a, World>,
+        mut world: std::sync::MutexGuard<'a, World>,
         device: DeviceId,
     ) -> std::sync::MutexGuard<'a, World> {
-        let streams = world.devices[device.0 as usize].streams.clone();
-        let mut world = self.wait(world, |world| streams.iter().all(|&stream| world.is_drained(stream)));
-        for stream in streams {
-            if world.streams.get(stream.0).is_some() {
-                world.host_learns_stream(stream);
-            }
+        let retired = std::mem::take(&mut world.devices[device.0 as usize].retired);
+        world.host_learns_all(&retired);
+        let last: Vec<_> =
+            world.devices[device.0 as usize].streams.iter().map(|&stream| world.last_of(stream)).collect();
+        let passed = Cell::new(0);
+        let mut world = self.wait(world, |world| {
+            let rest = &last[passed.get()..];
+            let done = rest.iter().take_while(|(_, stamp)| world.is_done(*stamp)).count();
+            passed.set(passed.get() + done);
+            done == rest.len()
+        });
+        for (base, stamp) in last {
+            world.host_learns(&base, stamp);
         }
         world.settle_pools(device);
         world

@@ -101,13 +101,18 @@ impl World {
         let state = self.stream(stream);
         if state.gone && state.queue.is_empty() && !state.running {
             let (device, lane) = (state.device, state.lane);
-            if state.kind == StreamKind::Blocking {
-                // The default stream comes after its work, also now that it can no longer be asked.
-                let (base, last) = (Arc::clone(&state.base), Stamp { lane, seq: state.tail });
-                self.learn(self.devices[device.0 as usize].legacy, &base, last);
-            }
+            let kind = state.kind;
+            let (base, last) = self.last_of(stream);
             self.streams.remove(stream.0);
             let state = &mut self.devices[device.0 as usize];
+            // Who waits for the device, and the default stream if it was a blocking one, come after its work, also now that
+            // it can no longer be asked.
+            state.retired.join(&base);
+            state.retired.add(last);
+            if kind == StreamKind::Blocking {
+                state.retired_blocking.join(&base);
+                state.retired_blocking.add(last);
+            }
             state.streams.retain(|&other| other != stream);
             state.blocking.retain(|&other| other != stream);
             self.spare_lanes.push(lane);
@@ -154,24 +159,56 @@ impl World {
 
     /// The legacy default stream comes after the blocking streams of its device, and they after it.
     fn with_default_stream_rules(&mut self, stream: StreamId, mut waits: Vec<Stamp>) -> Vec<Stamp> {
-        let state = self.stream(stream);
-        let device = &self.devices[state.device.0 as usize];
-        let others: Vec<StreamId> = match state.kind {
-            StreamKind::NonBlocking => return waits,
-            StreamKind::Legacy => device.blocking.clone(),
-            StreamKind::Blocking => vec![device.legacy],
-        };
-        for other in others {
-            let other = self.stream(other);
-            let last = Stamp { lane: other.lane, seq: other.tail };
-            if last.seq == 0 || self.stream(stream).base.covers(last) {
-                continue;
-            }
-            let theirs = Arc::clone(&other.base);
+        let Stream { kind, device, .. } = *self.stream(stream);
+        if kind == StreamKind::NonBlocking {
+            return waits;
+        }
+        for (theirs, last) in self.implied(stream) {
             self.learn(stream, &theirs, last);
             waits.push(last);
         }
+        if kind == StreamKind::Legacy {
+            let retired = std::mem::take(&mut self.devices[device.0 as usize].retired_blocking);
+            let base = &mut self.stream_mut(stream).base;
+            if !base.contains(&retired) {
+                Arc::make_mut(base).join(&retired);
+            }
+        }
         waits
+    }
+
+    /// What the default-stream rules put before the next work of `stream`, as far as it does not know of it.
+    fn implied(&self, stream: StreamId) -> Vec<(Arc<Frontier>, Stamp)> {
+        let state = self.stream(stream);
+        let device = &self.devices[state.device.0 as usize];
+        let others = match state.kind {
+            StreamKind::NonBlocking => &[],
+            StreamKind::Legacy => device.blocking.as_slice(),
+            StreamKind::Blocking => std::slice::from_ref(&device.legacy),
+        };
+        let news = |&(_, last): &(Arc<Frontier>, Stamp)| last.seq != 0 && !state.base.covers(last);
+        others.iter().map(|&other| self.last_of(other)).filter(news).collect()
+    }
+
+    /// What the next work of `stream` comes after, in all lanes.
+    pub fn knowledge(&mut self, stream: StreamId) -> Frontier {
+        self.learn_from_host(stream);
+        let mut known = Frontier::clone(&self.stream(stream).base);
+        known.add(self.last_of(stream).1);
+        for (theirs, last) in self.implied(stream) {
+            known.join(&theirs);
+            known.add(last);
+        }
+        if self.stream(stream).kind == StreamKind::Legacy {
+            known.join(&self.devices[self.stream(stream).device.0 as usize].retired_blocking);
+        }
+        known
+    }
+
+    /// The last work of `stream`, and what came before it in other lanes.
+    pub fn last_of(&self, stream: StreamId) -> (Arc<Frontier>, Stamp) {
+        let state = self.stream(stream);
+        (Arc::clone(&state.base), Stamp { lane: state.lane, seq: state.tail })
     }
 
     /// What `stream` queues from now on comes after `stamp` and all that came before that.
@@ -207,9 +244,16 @@ impl World {
 
     /// The host has learnt that all in `stream` is done.
     pub fn host_learns_stream(&mut self, stream: StreamId) {
-        let state = self.stream(stream);
-        let (base, stamp) = (Arc::clone(&state.base), Stamp { lane: state.lane, seq: state.tail });
+        let (base, stamp) = self.last_of(stream);
         self.host_learns(&base, stamp);
+    }
+
+    /// The host has learnt that all of `frontier` is done.
+    pub fn host_learns_all(&mut self, frontier: &Frontier) {
+        if !self.host.contains(frontier) {
+            self.host.join(frontier);
+            self.host_version += 1;
+        }
     }
 
     /// A place in the order for something that the host does itself.
@@ -220,8 +264,8 @@ impl World {
         stamp
     }
 
-    pub fn is_drained(&self, stream: StreamId) -> bool {
-        self.streams.get(stream.0).is_none_or(|state| self.lanes[state.lane as usize].done >= state.tail)
+    pub fn is_done(&self, stamp: Stamp) -> bool {
+        self.lanes[stamp.lane as usize].done >= stamp.seq
     }
 
     /// Starts the first of the queue if nothing holds it back.
@@ -239,11 +283,16 @@ impl World {
         }
         state.running = true;
         let (lane, seq, nanos) = (state.lane, op.seq, op.nanos);
-        if let Work::Launch(launch) = op.work {
+        let launch = match op.work {
+            Work::Launch(launch) => Some(launch),
+            _ => None,
+        };
+        // An empty graph goes through the heap like other work: a thousand of them in a row would nest as many calls.
+        if let Some(launch) = launch.filter(|&launch| !self.is_empty_launch(launch)) {
             self.start_launch(launch, now);
         } else {
             let luck = cost::draw(self.config.seed, u64::from(lane), seq, 1);
-            self.run(Runner::Stream(stream), now + nanos, luck);
+            self.run(Runner::Stream(stream), now.saturating_add(nanos), luck);
         }
     }
 
@@ -280,6 +329,9 @@ impl World {
         if let Work::Callback(run) = op.work {
             self.callbacks.push_back(Callback { run, runner: Runner::Stream(stream), time: now });
             return;
+        }
+        if let Work::Launch(launch) = op.work {
+            self.end_launch(launch);
         }
         self.execute(device, stream, &op, stamp, now);
         self.complete(stream, now);

@@ -43,6 +43,8 @@ impl Events for SimDriver {
             }
             (None, EventScope::Plain) => {
                 let mut world = self.wait_for_room(world, stream)?;
+                // Another thread may have destroyed it meanwhile.
+                world.event(event)?;
                 let stamp = world.enqueue(stream, Work::Record(event), 0, Vec::new());
                 let base = Arc::clone(&world.stream(stream).base);
                 world.mark(event, EventMark::Recorded { stamp, base, done: None });

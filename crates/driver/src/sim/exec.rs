@@ -36,6 +36,11 @@ impl Template {
         topology(&self.nodes)
     }
 
+    /// Whether one of its nodes frees `ptr`.
+    pub fn frees(&self, ptr: DevicePtr) -> bool {
+        self.nodes.iter().any(|node| matches!(node.work, Work::PoolFree { ptr: known } if known == ptr))
+    }
+
     /// The graph as text in the DOT language.
     pub fn dot(&self) -> String {
         let mut text = String::from("digraph warpool {\n");

@@ -1,5 +1,6 @@
 //! What a piece of work does when its time has come.
 
+use std::panic::AssertUnwindSafe;
 use std::sync::PoisonError;
 
 use super::actor::{Actor, Order, Point};
@@ -48,6 +49,7 @@ impl World {
         }
         let by = scene.toucher(work);
         let memory = &mut self.memory;
+        let mut code = ErrorCode::IllegalAddress;
         let done = match work {
             Work::Fill { dst, pattern, count } => {
                 let bytes = count * pattern.bytes();
@@ -66,12 +68,17 @@ impl World {
             Work::Kernel(kernel) => {
                 let mut view = View { memory, by, flags, broken: None };
                 let mut scope = KernelScope { shape: kernel.shape, args: &kernel.args, memory: &mut view };
-                let outcome = (kernel.mirror.run)(&mut scope);
+                // A panic is the device's assert: it breaks the device, not the simulation.
+                let outcome = std::panic::catch_unwind(AssertUnwindSafe(|| (kernel.mirror.run)(&mut scope)));
                 match (outcome, view.broken) {
+                    (Err(_), _) => {
+                        code = ErrorCode::Assert;
+                        Err(Broken(true))
+                    }
                     (_, Some(broken)) => Err(broken),
                     // It gave up by itself: on a real device it would have gone astray.
-                    (Err(KernelFault), None) => Err(Broken(true)),
-                    (Ok(()), None) => Ok(()),
+                    (Ok(Err(KernelFault)), None) => Err(Broken(true)),
+                    (Ok(Ok(())), None) => Ok(()),
                 }
             }
             Work::PoolAlloc { ptr, bytes, pool } => {
@@ -90,7 +97,7 @@ impl World {
             | Work::Conditional { .. } => Ok(()),
         };
         if done == Err(Broken(true)) {
-            self.devices[scene.device.0 as usize].broken = Some(ErrorCode::IllegalAddress);
+            self.devices[scene.device.0 as usize].broken = Some(code);
         }
     }
 }

@@ -9,8 +9,8 @@ use super::space::{Gone, Region};
 use super::work::Work;
 use super::world::{Conditional, EventMark, Exec, World};
 use crate::{
-    Call, CaptureMode, ConditionalId, ConditionalKind, ErrorCode, GraphExecId, GraphId, GraphTopology, Graphs,
-    InstantiateOptions, RawHandle, Result, StreamId,
+    Call, CaptureMode, ConditionalId, ConditionalKind, DevicePtr, ErrorCode, GraphExecId, GraphId, GraphTopology,
+    Graphs, InstantiateOptions, PoolId, RawHandle, Result, StreamId,
 };
 
 impl Graphs for SimDriver {
@@ -72,14 +72,14 @@ impl Graphs for SimDriver {
     fn graph_raw(&self, graph: GraphId) -> Result<RawHandle> {
         self.call(Call::GraphRaw, |world| {
             world.graph(graph)?;
-            Ok(RawHandle::simulated(0x6000_0000 + graph.0 * 0x40))
+            Ok(RawHandle(0x6000_0000 + graph.0 * 0x40))
         })
     }
 
     fn graph_exec_raw(&self, exec: GraphExecId) -> Result<RawHandle> {
         self.call(Call::GraphExecRaw, |world| {
             world.exec(exec)?;
-            Ok(RawHandle::simulated(0x7000_0000 + exec.0 * 0x40))
+            Ok(RawHandle(0x7000_0000 + exec.0 * 0x40))
         })
     }
 
@@ -127,21 +127,21 @@ impl Graphs for SimDriver {
 }
 
 impl World {
-    /// Makes room for what the graph's nodes allocate.
+    /// Makes room for what the graph's nodes allocate. What counts is what has been queued, not what has run.
     fn make_room_for_graph(&mut self, exec: GraphExecId) -> Result<()> {
         let Exec { template, options, .. } = self.exec(exec)?;
         let (template, options) = (Arc::clone(template), *options);
         let mut taken = Vec::new();
         for &(ptr, pool) in &template.memory {
-            let (bytes, live) = match self.memory.space.regions.get(&ptr.0) {
-                Some((bytes, Region::OfGraph { piece, .. })) => (*bytes, piece.is_some()),
+            let (bytes, held) = match self.memory.space.regions.get(&ptr.0) {
+                Some((bytes, Region::OfGraph { held, .. })) => (*bytes, *held),
                 _ => continue,
             };
-            if live && options.auto_free_on_launch {
+            if held && options.auto_free_on_launch {
                 // The room of the last launch serves this one.
                 continue;
             }
-            let refused = if live {
+            let refused = if held {
                 self.fail(ErrorCode::InvalidValue, format!("{ptr}, allocated by the last launch, was not freed"))
             } else {
                 self.take_from_pool(pool, bytes)
@@ -154,13 +154,18 @@ impl World {
             }
             taken.push((pool, bytes));
         }
+        for &(ptr, _) in &template.memory {
+            if let Some((_, Region::OfGraph { held, .. })) = self.memory.space.regions.get_mut(&ptr.0) {
+                *held = !template.frees(ptr);
+            }
+        }
         Ok(())
     }
 
     /// Puts a launch into the stream's queue.
     fn launch_graph(&mut self, exec: GraphExecId, stream: StreamId) -> Result<()> {
-        let Exec { graph, last, .. } = self.exec(exec)?;
-        let (graph, last) = (Arc::clone(graph), last.clone());
+        let Exec { graph, template, last, .. } = self.exec(exec)?;
+        let (graph, template, last) = (Arc::clone(graph), Arc::clone(template), last.clone());
         let mut waits = Vec::new();
         if let Some((stamp, base)) = last {
             // Launches of one executable never overlap.
@@ -179,7 +184,7 @@ impl World {
         let slot = self.slot(stream, waits);
         let (stamp, base) = (slot.stamp, Arc::clone(&slot.base));
         self.last_launch += 1;
-        let launch = Launch::new(exec, &graph, stream, stamp, self.calls, Arc::clone(&base));
+        let launch = Launch::new(exec, (&graph, template), stream, stamp, self.calls, Arc::clone(&base));
         self.launches.insert(self.last_launch, launch);
         self.push(stream, slot, Work::Launch(self.last_launch), 0);
         for node in &graph.nodes {
@@ -194,10 +199,18 @@ impl World {
     }
 
     /// One holder of a template less. With the last one go the addresses that its nodes allocated.
-    fn release_template(&mut self, template: Arc<Template>) {
-        let Ok(template) = Arc::try_unwrap(template) else { return };
-        for (ptr, _) in template.memory {
-            if let Some((bytes, Region::OfGraph { piece: None, .. })) = self.memory.space.regions.get(&ptr.0) {
+    pub(super) fn release_template(&mut self, template: Arc<Template>) {
+        if let Ok(template) = Arc::try_unwrap(template) {
+            self.release_addresses(&template.memory);
+        }
+    }
+
+    /// Gives up the addresses of a graph that will not be launched any more, but for those that hold memory.
+    pub(super) fn release_addresses(&mut self, memory: &[(DevicePtr, PoolId)]) {
+        for (ptr, _) in memory {
+            if let Some((bytes, Region::OfGraph { piece: None, held: false, .. })) =
+                self.memory.space.regions.get(&ptr.0)
+            {
                 let bytes = *bytes;
                 self.memory.space.regions.remove(&ptr.0);
                 self.bury(ptr.0, bytes, Gone::PoolFreed);

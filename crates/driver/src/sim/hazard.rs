@@ -138,9 +138,9 @@ impl fmt::Display for Hazard {
 }
 
 /// Who took part, for telling the same trouble again from new trouble.
-type Key = (HazardKind, Option<(u64, u32)>, Option<(u64, u32)>);
+type Key = (HazardKind, Option<(u64, u32)>, Option<(u64, u32)>, u64);
 
-/// The log itself. One entry for each pair of operations, however many bytes they clash over.
+/// The log itself. One entry for each pair of operations and piece of memory, however many bytes of it they clash over.
 #[derive(Debug, Default)]
 pub(super) struct HazardLog {
     kept: usize,
@@ -166,17 +166,18 @@ impl HazardLog {
         *self = Self::new(self.kept);
     }
 
-    /// Logs trouble over memory between `first`, if somebody came before, and `second`.
+    /// Logs trouble over memory between `first`, if somebody came before, and `second`. `area` tells one piece of memory from
+    /// another: ranges of two are never joined.
     pub fn memory(
         &mut self,
         kind: HazardKind,
-        first: Option<&Actor>,
-        second: &Actor,
+        (first, second): (Option<&Actor>, &Actor),
+        area: u64,
         range: HazardRange,
         why: impl FnOnce() -> String,
         at_nanos: u64,
     ) {
-        let key = (kind, first.map(Actor::key), Some(second.key()));
+        let key = (kind, first.map(Actor::key), Some(second.key()), area);
         if let Some(&known) = self.index.get(&key) {
             if let Some(old) = &mut self.entries[known].range {
                 old.widen(range);
@@ -192,7 +193,7 @@ impl HazardLog {
         if self.entries.iter().any(|known| known.kind == kind && known.operations == [operation.as_str()]) {
             return;
         }
-        let key = (kind, None, Some((u64::MAX - self.entries.len() as u64, 0)));
+        let key = (kind, None, Some((u64::MAX - self.entries.len() as u64, 0)), 0);
         self.push(key, Hazard { kind, operations: vec![operation], range: None, why, at_nanos });
     }
 

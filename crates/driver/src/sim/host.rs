@@ -15,11 +15,10 @@ impl HostMemory for SimDriver {
             if bytes == 0 {
                 return world.fail(ErrorCode::InvalidValue, "0 bytes cannot be pinned");
             }
-            if bytes > 1 << 46 {
-                return world.fail(ErrorCode::OutOfMemory, "no host has that much memory");
-            }
+            let Some(host) = HostBytes::allocate(bytes) else {
+                return world.fail(ErrorCode::OutOfMemory, "the host does not have that much memory");
+            };
             world.spend(bytes);
-            let host = HostBytes::allocate(bytes);
             let start = host.start();
             world.pin(device, start, bytes, Bytes::Host(host), false);
             Ok(HostPtr(start))

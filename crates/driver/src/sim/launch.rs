@@ -5,7 +5,7 @@ use std::sync::Arc;
 use super::actor::Point;
 use super::cost;
 use super::engine::{Callback, Runner};
-use super::exec::ExecGraph;
+use super::exec::{ExecGraph, Template};
 use super::execute::Scene;
 use super::order::{Frontier, Stamp};
 use super::work::Work;
@@ -17,6 +17,8 @@ use crate::{ConditionalId, ConditionalKind, GraphExecId, StreamId};
 pub(super) struct Launch {
     pub exec: GraphExecId,
     pub graph: Arc<ExecGraph>,
+    /// Keeps the addresses that its nodes allocate, also if the executable goes first.
+    pub template: Arc<Template>,
     pub stream: StreamId,
     /// The place of the launch in its stream: all its nodes share it.
     pub stamp: Stamp,
@@ -35,7 +37,7 @@ pub(super) struct Launch {
 impl Launch {
     pub fn new(
         exec: GraphExecId,
-        graph: &Arc<ExecGraph>,
+        (graph, template): (&Arc<ExecGraph>, Arc<Template>),
         stream: StreamId,
         stamp: Stamp,
         at: u64,
@@ -53,6 +55,7 @@ impl Launch {
             run: vec![0; graph.bodies.len()],
             runs: 0,
             graph: Arc::clone(graph),
+            template,
         }
     }
 
@@ -65,6 +68,18 @@ impl World {
     /// The launch is the first of its stream: it begins.
     pub fn start_launch(&mut self, launch: u64, now: u64) {
         self.start_body(launch, 0, now);
+    }
+
+    /// Whether a launch has nothing to do.
+    pub fn is_empty_launch(&self, launch: u64) -> bool {
+        self.launches.get(&launch).is_none_or(|state| state.graph.nodes.is_empty())
+    }
+
+    /// A launch is over. Returns its stream.
+    pub fn end_launch(&mut self, launch: u64) -> StreamId {
+        let Launch { stream, template, .. } = self.launches.remove(&launch).expect("a launch under way");
+        self.release_template(template);
+        stream
     }
 
     fn launch(&mut self, launch: u64) -> &mut Launch {
@@ -102,7 +117,7 @@ impl World {
         let luck = cost::draw(seed, u64::from(lane), seq, place);
         let this = &graph.nodes[node as usize];
         let nanos = self.lasting(&this.work, this.nanos, luck);
-        self.run(Runner::Node(launch, node), now + nanos, luck);
+        self.run(Runner::Node(launch, node), now.saturating_add(nanos), luck);
     }
 
     /// A node has ended: it takes effect.
@@ -171,9 +186,9 @@ impl World {
     fn finish_body(&mut self, launch: u64, body: u32, now: u64) {
         let graph = Arc::clone(&self.launch(launch).graph);
         let Some(owner) = graph.owner[body as usize] else {
-            let launch = self.launches.remove(&launch).expect("a launch under way");
-            self.stream_mut(launch.stream).queue.pop_front();
-            self.complete(launch.stream, now);
+            let stream = self.end_launch(launch);
+            self.stream_mut(stream).queue.pop_front();
+            self.complete(stream, now);
             return;
         };
         let again = match graph.nodes[owner as usize].work {

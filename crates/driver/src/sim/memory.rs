@@ -200,24 +200,28 @@ impl Memory {
         piece.shadow.touch((place.offset, end), write, &by.who, &by.order, &mut |clash, from, to| {
             let range = HazardRange::new(pinned_by, ptr.offset(from - place.offset), from, to - from);
             let who = &by.who;
+            // Where the piece would begin: the same for all of one mapping, another for each.
+            let area = ptr.0.wrapping_sub(place.offset);
             match clash {
                 Clash::Unordered(earlier) => {
                     let kind = unordered_kind(&earlier, who);
-                    log.memory(kind, Some(&earlier), who, range, || why_unordered(&earlier, by), by.now);
+                    log.memory(kind, (Some(&earlier), who), area, range, || why_unordered(&earlier, by), by.now);
                 }
                 Clash::Unwritten if *check_uninitialized && on_device => {
-                    log.memory(HazardKind::UninitializedRead, None, who, range, || NEVER_WRITTEN.to_owned(), by.now);
+                    let kind = HazardKind::UninitializedRead;
+                    log.memory(kind, (None, who), area, range, || NEVER_WRITTEN.to_owned(), by.now);
                 }
                 Clash::Unwritten => {}
                 Clash::HandedOut => {
-                    log.memory(HazardKind::HandedOutInFlight, None, who, range, || why_handed_out(who), by.now);
+                    let kind = HazardKind::HandedOutInFlight;
+                    log.memory(kind, (None, who), area, range, || why_handed_out(who), by.now);
                 }
                 Clash::Returned => {
                     let kind = match who.point {
                         Some(_) => HazardKind::GraphOverFreedMemory,
                         None => HazardKind::UseAfterFree,
                     };
-                    log.memory(kind, None, who, range, || RETURNED.to_owned(), by.now);
+                    log.memory(kind, (None, who), area, range, || RETURNED.to_owned(), by.now);
                 }
             }
         });
@@ -226,9 +230,9 @@ impl Memory {
 
     /// Logs an access to an address that leads nowhere, and says whether it breaks the device.
     pub fn fault(&mut self, fault: Fault, ptr: DevicePtr, bytes: u64, who: &Actor, now: u64) -> Broken {
-        let (kind, why, breaks) = match fault {
-            Fault::Nothing => (HazardKind::IllegalAccess, "the address belongs to nothing".to_owned(), true),
-            Fault::Denied => (HazardKind::IllegalAccess, "the device was given no access to it".to_owned(), true),
+        let (kind, why, area, breaks) = match fault {
+            Fault::Nothing => (HazardKind::IllegalAccess, "the address belongs to nothing".to_owned(), 0, true),
+            Fault::Denied => (HazardKind::IllegalAccess, "the device was given no access to it".to_owned(), 0, true),
             Fault::Gone(tomb) => {
                 let kind = match (who.point, tomb.gone) {
                     (Some(_), _) => HazardKind::GraphOverFreedMemory,
@@ -241,10 +245,11 @@ impl Memory {
                     Gone::Unmapped => "unmapped",
                 };
                 let when = if who.at > tomb.at { "before this was queued" } else { "while this was still queued" };
-                (kind, format!("the memory was {how} by call #{}, {when}", tomb.at), tomb.gone != Gone::PoolFreed)
+                let why = format!("the memory was {how} by call #{}, {when}", tomb.at);
+                (kind, why, tomb.at, tomb.gone != Gone::PoolFreed)
             }
         };
-        self.log.memory(kind, None, who, HazardRange::new(None, ptr, 0, bytes), || why, now);
+        self.log.memory(kind, (None, who), area, HazardRange::new(None, ptr, 0, bytes), || why, now);
         Broken(breaks)
     }
 
@@ -263,7 +268,8 @@ impl Memory {
                 let from = from.max(place.offset);
                 let range = HazardRange::new(pinned_by, here.offset(from - place.offset), from, to - from);
                 let why = || format!("{}; it was handed out by call #{}", why_unordered(earlier, by), by.who.at);
-                log.memory(HazardKind::HandedOutInFlight, None, earlier, range, why, by.now);
+                let area = here.0.wrapping_sub(place.offset);
+                log.memory(HazardKind::HandedOutInFlight, (None, earlier), area, range, why, by.now);
             });
             done += n;
         }
@@ -284,7 +290,7 @@ impl Memory {
     /// The pinned range that `[ptr, ptr + bytes)` lies in, if it does.
     pub fn is_pinned(&self, ptr: u64, bytes: u64) -> bool {
         match self.space.region_at(ptr) {
-            Some((start, size, Region::Pinned { .. })) => ptr + bytes <= start + size,
+            Some((start, size, Region::Pinned { .. })) => ptr.checked_add(bytes).is_some_and(|end| end <= start + size),
             _ => false,
         }
     }

@@ -4,6 +4,8 @@
 //! - **Work completes later.** A stream is a queue; each piece of work has a duration, from the cost model and the seed, and takes effect
 //!   when the virtual clock reaches its end. The clock moves only in calls: each costs time, and waiting moves it on. Nothing happens in between, so a program that waits for a
 //!   host callback must wait through the driver.
+//! - **Host code.** A callback runs on the thread in whose call its turn comes; one that waits for what that thread does later
+//!   waits for ever. A panic in a kernel's double is an assert of the device: it breaks the device, and later calls say so.
 //! - **Order** is tracked apart from time. What streams, events, default-stream rules, graphs and waits of the host put in order is in
 //!   order; everything else is not, even if the clock happened to separate it.
 //! - **The hazard log** names every access that no order protects ([`SimDriver::hazards`]). All threads of the host count as one: what one has
@@ -67,6 +69,7 @@ use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use crate::{Call, CaptureRule, Driver, DriverError, ErrorCode, Result, StreamId};
+use engine::Callback;
 use space::Region;
 use work::Work;
 use world::World;
@@ -179,7 +182,7 @@ impl SimDriver {
     }
 
     fn lock(&self) -> MutexGuard<'_, World> {
-        // A panic in a kernel's double or a callback leaves nothing half done that later calls would trip over.
+        // A panic in a callback leaves nothing half done that later calls would trip over; one in a kernel's double is caught.
         self.world.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -190,12 +193,13 @@ impl SimDriver {
                 .with_detail("host callbacks must not call the driver"));
         }
         let mut world = self.lock();
-        world.calls += 1;
+        world.calls_made += 1;
+        let number = world.calls_made;
         let nanos = world.config.latencies.flat_nanos(call);
-        let now = world.clock + nanos;
+        let now = world.clock.saturating_add(nanos);
         world.advance_to(now);
         let mut world = self.run_callbacks(world);
-        world.call = call;
+        (world.call, world.calls) = (call, number);
         let asks_itself = matches!(
             call,
             Call::StreamQuery
@@ -248,7 +252,7 @@ impl SimDriver {
 
     /// Lets time pass until `over`.
     fn wait<'a>(&'a self, mut world: MutexGuard<'a, World>, over: impl Fn(&World) -> bool) -> MutexGuard<'a, World> {
-        let call = world.call;
+        let under_way = (world.call, world.calls);
         while !over(&world) {
             if !world.callbacks.is_empty() {
                 world = self.run_callbacks(world);
@@ -257,21 +261,24 @@ impl SimDriver {
                 world = self.callback_done.wait(world).unwrap_or_else(PoisonError::into_inner);
             }
         }
-        world.call = call;
+        (world.call, world.calls) = under_way;
         world
     }
 
     /// Runs the host callbacks whose turn has come, without the lock: they may wait for other threads.
     fn run_callbacks<'a>(&'a self, mut world: MutexGuard<'a, World>) -> MutexGuard<'a, World> {
         while let Some(callback) = world.callbacks.pop_front() {
+            let Callback { run, runner, time } = callback;
             world.callbacks_running += 1;
             drop(world);
             IN_CALLBACK.set(true);
-            let outcome = std::panic::catch_unwind(AssertUnwindSafe(|| (callback.run)()));
+            let outcome = std::panic::catch_unwind(AssertUnwindSafe(|| run()));
             IN_CALLBACK.set(false);
+            // Here, since what it holds may call the driver as it goes.
+            drop(run);
             world = self.lock();
             world.callbacks_running -= 1;
-            world.finish_callback(callback.runner, callback.time);
+            world.finish_callback(runner, time);
             self.callback_done.notify_all();
             if let Err(panic) = outcome {
                 drop(world);

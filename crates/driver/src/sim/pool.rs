@@ -88,7 +88,7 @@ impl Pools for SimDriver {
         let mut world = self.wait_for_room(world, stream)?;
         match world.memory.space.regions.get_mut(&ptr.0) {
             Some((_, Region::Pooled { freed, .. })) if !*freed => *freed = true,
-            Some((_, Region::OfGraph { piece: Some(_), .. })) => {}
+            Some((_, Region::OfGraph { held, .. })) if *held => *held = false,
             _ => return world.fail(ErrorCode::InvalidValue, format!("{ptr} starts no live allocation of a pool")),
         }
         world.enqueue(stream, Work::PoolFree { ptr }, 0, Vec::new());
@@ -178,10 +178,10 @@ impl World {
     pub(super) fn take_from_pool(&mut self, pool: PoolId, bytes: u64) -> Result<()> {
         let state = self.pool(pool)?;
         let device = state.device;
-        let used = state.get(Attribute::UsedCurrent) + bytes;
+        let used = state.get(Attribute::UsedCurrent).saturating_add(bytes);
         let missing = used.saturating_sub(state.get(Attribute::ReservedCurrent));
         if missing > 0 {
-            let growth = missing.next_multiple_of(UNIT);
+            let growth = missing.checked_next_multiple_of(UNIT).unwrap_or(u64::MAX);
             self.take_bytes(device, growth)?;
             let state = self.pool(pool)?;
             let reserved = state.get(Attribute::ReservedCurrent) + growth;
@@ -261,7 +261,7 @@ impl World {
         let _ = self.memory.touch_all(ptr, bytes, true, by);
         let freed = match self.memory.space.regions.get_mut(&ptr.0) {
             Some((_, Region::Pooled { piece, pool, .. })) => Some((*piece, *pool, true)),
-            Some((_, Region::OfGraph { piece, pool })) => piece.take().map(|piece| (piece, *pool, false)),
+            Some((_, Region::OfGraph { piece, pool, .. })) => piece.take().map(|piece| (piece, *pool, false)),
             _ => None,
         };
         let Some((piece, pool, forget)) = freed else { return };

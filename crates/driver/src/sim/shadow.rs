@@ -7,7 +7,7 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use super::actor::{Actor, Order};
+use super::actor::{Actor, Label, Order};
 use super::order::{Frontier, Stamp};
 
 /// What an allocator said about a range.
@@ -54,6 +54,11 @@ impl Cell {
         }
     }
 
+    /// Whether nobody has given these bytes a value. An allocation comes first in their history, but gives them none.
+    fn is_unwritten(&self) -> bool {
+        self.write.is_none_or(|earlier| earlier.label == Label::PoolAlloc)
+    }
+
     fn set_written(&mut self, who: &Actor) {
         self.write = Some(*who);
         self.reads.clear();
@@ -94,7 +99,7 @@ impl Shadow {
             if write {
                 cell.set_written(who);
             } else {
-                if cell.write.is_none() {
+                if cell.is_unwritten() {
                     report(Clash::Unwritten, start, end);
                 }
                 cell.add_read(who, order);
@@ -130,7 +135,7 @@ impl Shadow {
             }
             from = cell.end;
             cell.clashes(false, order, &mut |clash| report(clash, at, from));
-            if cell.write.is_none() {
+            if cell.is_unwritten() {
                 report(Clash::Unwritten, at, from);
             }
             cell.add_read(who, order);
@@ -227,7 +232,6 @@ impl Shadow {
 
 #[cfg(test)]
 mod tests {
-    use super::super::actor::Label;
     use super::*;
     use crate::StreamId;
 

@@ -38,8 +38,9 @@ pub(super) enum Region {
     Plain { piece: PieceId },
     /// Memory from a pool. `freed` once the free is queued.
     Pooled { piece: PieceId, pool: PoolId, freed: bool },
-    /// Addresses that nodes of a graph allocate and free; with memory only in between.
-    OfGraph { piece: Option<PieceId>, pool: PoolId },
+    /// Addresses that nodes of a graph allocate and free; with memory only in between. `held` from the launch that allocates
+    /// without freeing until the free is queued.
+    OfGraph { piece: Option<PieceId>, pool: PoolId, held: bool },
     /// Pinned host memory, at the address that the host knows.
     Pinned { piece: PieceId, registered: bool },
     /// Reserved addresses with what is mapped in them.
@@ -130,7 +131,12 @@ impl Space {
         (at + size > start).then_some(at + size)
     }
 
-    /// Whether these addresses are free and may be given out.
+    /// Whether these addresses are free and not the host's own.
+    pub fn may_give(&self, start: u64, bytes: u64) -> bool {
+        start >= FIRST && self.is_free(start, bytes)
+    }
+
+    /// Whether these addresses are free.
     pub fn is_free(&self, start: u64, bytes: u64) -> bool {
         start != 0 && start.checked_add(bytes).is_some_and(|end| end <= BEYOND) && self.overlap(start, bytes).is_none()
     }
@@ -179,7 +185,7 @@ impl Space {
         let allowed = match region {
             Region::Pinned { .. } => true,
             Region::Plain { piece } => may(*piece, None),
-            Region::Pooled { piece, pool, .. } | Region::OfGraph { piece: Some(piece), pool } => {
+            Region::Pooled { piece, pool, .. } | Region::OfGraph { piece: Some(piece), pool, .. } => {
                 may(*piece, Some(*pool))
             }
             Region::OfGraph { piece: None, .. } => false,

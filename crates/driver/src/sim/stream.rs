@@ -4,8 +4,8 @@ use super::SimDriver;
 use super::work::Work;
 use super::world::{EventMark, StreamKind, World};
 use crate::{
-    Call, DeviceId, ErrorCode, EventId, EventScope, HostCallback, PriorityRange, RawHandle, Result, StreamId,
-    StreamInfo, StreamOptions, Streams,
+    Call, DeviceId, ErrorCode, EventId, EventScope, ForeignStream, HostCallback, PriorityRange, RawHandle, Result,
+    StreamId, StreamInfo, StreamOptions, Streams,
 };
 
 impl Streams for SimDriver {
@@ -47,10 +47,11 @@ impl Streams for SimDriver {
         })
     }
 
-    fn stream_adopt(&self, device: DeviceId, raw: RawHandle) -> Result<StreamId> {
+    fn stream_adopt(&self, device: DeviceId, stream: ForeignStream) -> Result<StreamId> {
         self.call(Call::StreamAdopt, |world| {
             let state = world.device(device)?;
-            match raw.number() {
+            let raw = stream.raw();
+            match raw.0 {
                 0 | 1 => return Ok(state.legacy),
                 2 => return Ok(state.per_thread),
                 _ => {}
@@ -59,7 +60,7 @@ impl Streams for SimDriver {
                 .streams
                 .iter()
                 .copied()
-                .find(|&stream| world.stream(stream).raw == raw.number() && !world.stream(stream).gone);
+                .find(|&stream| world.stream(stream).raw == raw.0 && !world.stream(stream).gone);
             match known {
                 Some(stream) => Ok(stream),
                 None => world.fail(ErrorCode::InvalidHandle, format!("no stream of {device} has the handle {raw}")),
@@ -81,7 +82,7 @@ impl Streams for SimDriver {
                 device,
                 priority: state.priority,
                 non_blocking: state.kind == StreamKind::NonBlocking && stream != own.per_thread,
-                raw: RawHandle::simulated(raw),
+                raw: RawHandle(raw),
             })
         })
     }
@@ -90,7 +91,7 @@ impl Streams for SimDriver {
         self.call(Call::StreamQuery, |world| {
             let stream = world.live_stream(stream)?;
             world.forbid_waiting(stream)?;
-            let done = world.is_drained(stream);
+            let done = world.is_done(world.last_of(stream).1);
             if done {
                 world.host_learns_stream(stream);
             }
@@ -103,13 +104,10 @@ impl Streams for SimDriver {
         let stream = world.live_stream(stream)?;
         world.forbid_waiting(stream)?;
         let device = world.stream(stream).device;
-        let tail = world.stream(stream).tail;
-        let mut world = self.wait(world, |world| {
-            world.streams.get(stream.0).is_none_or(|state| world.lanes[state.lane as usize].done >= tail)
-        });
-        if world.is_drained(stream) && world.streams.get(stream.0).is_some() {
-            world.host_learns_stream(stream);
-        }
+        // Meanwhile other threads may add work, which is not waited for, or destroy the stream.
+        let (base, last) = world.last_of(stream);
+        let mut world = self.wait(world, |world| world.is_done(last));
+        world.host_learns(&base, last);
         world.settle_pools(device);
         world.device(device).map(drop)
     }
@@ -134,11 +132,14 @@ impl Streams for SimDriver {
                 world.break_capture_of(stream, ErrorCode::StreamCaptureIsolation, why)
             }
             EventMark::Recorded { stamp, base, done } => {
-                world.learn(stream, &base, stamp);
-                if done.is_none() {
-                    let mut world = self.wait_for_room(world, stream)?;
-                    world.enqueue(stream, Work::Marker, 0, vec![stamp]);
+                if done.is_some() && world.stream(stream).kind == StreamKind::NonBlocking {
+                    world.learn(stream, &base, stamp);
+                    return Ok(());
                 }
+                // Also behind a mark that has been reached: a wait is an action, which the default-stream rules hand on.
+                let mut world = self.wait_for_room(world, stream)?;
+                world.learn(stream, &base, stamp);
+                world.enqueue(stream, Work::Marker, 0, vec![stamp]);
                 Ok(())
             }
         }

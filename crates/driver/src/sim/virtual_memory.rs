@@ -38,7 +38,7 @@ impl VirtualMemory for SimDriver {
             let align = align.max(PAGE);
             let space = &mut world.memory.space;
             let start = match hint {
-                Some(hint) if hint.0.is_multiple_of(align) && space.is_free(hint.0, bytes) => Some(hint.0),
+                Some(hint) if hint.0.is_multiple_of(align) && space.may_give(hint.0, bytes) => Some(hint.0),
                 _ => space.find(bytes, align),
             };
             let Some(start) = start else {

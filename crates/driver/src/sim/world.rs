@@ -168,6 +168,10 @@ pub(super) struct Device {
     pub blocking: Vec<StreamId>,
     /// All streams that have not been drained.
     pub streams: Vec<StreamId>,
+    /// What is done in streams that are gone, and the host has not waited for.
+    pub retired: Frontier,
+    /// What is done in blocking streams that are gone, and the default stream has not come after yet.
+    pub retired_blocking: Frontier,
     pub default_pool: PoolId,
     pub bytes_used: u64,
     pub retained: u32,
@@ -184,7 +188,9 @@ pub(super) struct World {
     /// Tells this machine's handles from another's.
     pub machine: u64,
     pub clock: u64,
-    /// How many calls have been made. Work is named by the call that queued it.
+    /// How many calls have been made.
+    pub calls_made: u64,
+    /// The number of the call that is under way. Work is named by the call that queued it.
     pub calls: u64,
     /// The call that is under way.
     pub call: Call,
@@ -230,6 +236,7 @@ impl World {
         let mut world = Self {
             machine,
             clock: 0,
+            calls_made: 0,
             calls: 0,
             call: Call::DeviceCount,
             devices: Vec::new(),
@@ -274,6 +281,8 @@ impl World {
             per_thread: StreamId(0),
             blocking: Vec::new(),
             streams: Vec::new(),
+            retired: Frontier::default(),
+            retired_blocking: Frontier::default(),
             default_pool,
             bytes_used: 0,
             retained: 0,

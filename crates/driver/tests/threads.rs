@@ -1,0 +1,166 @@
+//! Real threads on one simulated machine: nothing hangs, nothing panics, nothing is left behind.
+//! The interleaving is the system's, so no run is like another; what is asserted holds for all of them.
+
+mod common;
+
+use std::sync::mpsc::{Sender, channel};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use common::{DEVICE, KERNELS};
+use warpool_driver::sim::{SimConfig, SimDriver};
+use warpool_driver::*;
+
+const THREADS: u64 = 8;
+const ROUNDS: usize = 2000;
+
+struct Dice(u64);
+
+impl Dice {
+    fn roll(&mut self, sides: usize) -> usize {
+        self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        ((self.0 >> 33) as usize) % sides
+    }
+}
+
+/// What the threads share.
+struct Shared {
+    gpu: SimDriver,
+    /// Any thread records, waits for, asks about and replaces these.
+    events: Vec<Mutex<EventId>>,
+    add: FunctionId,
+    /// A postman, who answers whoever writes. Callbacks wait for him, while their caller is not in the machine's way.
+    post: Mutex<Sender<Sender<()>>>,
+}
+
+/// One thread's work: its own streams and memory, everybody's events.
+fn worker(shared: &Shared, seed: u64) -> Result<()> {
+    let gpu = &shared.gpu;
+    let mut dice = Dice(seed);
+    let options = |dice: &mut Dice| StreamOptions { non_blocking: dice.roll(3) > 0, priority: 0 };
+    let mut streams = vec![gpu.stream_per_thread(DEVICE)?];
+    for _ in 0..2 {
+        streams.push(gpu.stream_create(DEVICE, options(&mut dice))?);
+    }
+    let memory = gpu.mem_alloc(DEVICE, 4096)?;
+    let pinned = gpu.host_alloc(DEVICE, 4096, HostOptions::default())?;
+    let pool = gpu.pool_default(DEVICE)?;
+    for _ in 0..ROUNDS {
+        let index = dice.roll(streams.len());
+        let stream = streams[index];
+        let event = &shared.events[dice.roll(shared.events.len())];
+        // The lock is held only to read the id: the event may be gone by the time of the call, which is an error and no more.
+        let shared_event = *event.lock().expect("no panic");
+        match dice.roll(15) {
+            0 | 1 => gpu.fill(memory, Pattern::U8(1), 4096, stream)?,
+            2 => gpu.copy(pinned.into(), memory.into(), 4096, stream)?,
+            3 => gpu.kernel_launch(
+                shared.add,
+                LaunchShape::ONE,
+                &[memory.into(), KernelArg::U32(16), KernelArg::U32(1)],
+                stream,
+            )?,
+            4 => may_be_gone(gpu.event_record(shared_event, stream, EventScope::Plain))?,
+            5 => may_be_gone(gpu.stream_wait_event(stream, shared_event, EventScope::Plain))?,
+            6 => may_be_gone(gpu.event_synchronize(shared_event))?,
+            7 => may_be_gone(gpu.event_query(shared_event).map(drop))?,
+            8 => {
+                let fresh = gpu.event_create(DEVICE, EventOptions::default())?;
+                let old = std::mem::replace(&mut *event.lock().expect("no panic"), fresh);
+                gpu.event_destroy(old)?;
+            }
+            9 if index > 0 => {
+                streams[index] = gpu.stream_create(DEVICE, options(&mut dice))?;
+                gpu.stream_destroy(stream)?;
+            }
+            10 => {
+                let (reply, answer) = channel();
+                let post = shared.post.lock().expect("no panic").clone();
+                let mail = Mutex::new((post, reply, answer));
+                gpu.stream_host_callback(
+                    stream,
+                    Arc::new(move || {
+                        let (post, reply, answer) = &*mail.lock().expect("no panic");
+                        post.send(reply.clone()).expect("the postman stays to the end");
+                        answer.recv_timeout(Duration::from_secs(60)).expect("the postman answers");
+                    }),
+                )?;
+            }
+            11 => {
+                let ptr = gpu.pool_alloc(pool, 8192, stream)?;
+                gpu.fill(ptr, Pattern::U32(7), 2048, stream)?;
+                gpu.pool_free(ptr, stream)?;
+            }
+            12 => {
+                let aside = gpu.stream_create(DEVICE, StreamOptions::default())?;
+                gpu.capture_begin(aside, CaptureMode::ThreadLocal)?;
+                for _ in 0..dice.roll(3) {
+                    gpu.fill(memory, Pattern::U8(3), 64, aside)?;
+                }
+                let graph = gpu.capture_end(aside)?;
+                let exec = gpu.graph_instantiate(graph, InstantiateOptions::default())?;
+                gpu.graph_launch(exec, stream)?;
+                gpu.graph_exec_destroy(exec)?;
+                gpu.graph_destroy(graph)?;
+                gpu.stream_destroy(aside)?;
+            }
+            13 => gpu.stream_synchronize(stream)?,
+            _ => {
+                let busy = gpu.stream_query(stream)?;
+                let mut bytes = [0; 16];
+                if busy {
+                    gpu.host_read(pinned, &mut bytes)?;
+                }
+            }
+        }
+    }
+    for &stream in &streams[1..] {
+        gpu.stream_destroy(stream)?;
+    }
+    gpu.mem_free(memory)?;
+    gpu.host_free(pinned)
+}
+
+/// Another thread may have destroyed it first.
+fn may_be_gone(outcome: Result<()>) -> Result<()> {
+    match outcome {
+        Err(error) if error.code == ErrorCode::InvalidHandle => Ok(()),
+        other => other,
+    }
+}
+
+#[test]
+fn eight_threads_on_one_machine_neither_hang_nor_leak() -> Result<()> {
+    for seed in 0..3u64 {
+        let mut config = SimConfig::default().with_seed(seed);
+        // Short queues, so that calls wait in their middle.
+        config.queue_depth = [3, 16, 1024][seed as usize];
+        let gpu = SimDriver::new(config);
+        let add = gpu.function_get(gpu.module_load(DEVICE, &KERNELS)?, "add")?;
+        let start = gpu.census();
+        let events =
+            (0..4).map(|_| gpu.event_create(DEVICE, EventOptions::default()).map(Mutex::new)).collect::<Result<_>>()?;
+        let (post, mail) = channel::<Sender<()>>();
+        let shared = Shared { gpu, events, add, post: Mutex::new(post) };
+        std::thread::scope(|scope| {
+            scope.spawn(move || mail.iter().for_each(|reply| reply.send(()).expect("somebody waits")));
+            let workers: Vec<_> = (0..THREADS)
+                .map(|thread| {
+                    let shared = &shared;
+                    scope.spawn(move || worker(shared, seed * 1000 + thread))
+                })
+                .collect();
+            for worker in workers {
+                worker.join().expect("no panic").unwrap_or_else(|error| panic!("seed {seed}: {error}"));
+            }
+            shared.gpu.device_synchronize(DEVICE).expect("the device works");
+            // The last sender goes, and the postman with it.
+            *shared.post.lock().expect("no panic") = channel().0;
+        });
+        for event in &shared.events {
+            shared.gpu.event_destroy(*event.lock().expect("no panic"))?;
+        }
+        assert_eq!(shared.gpu.census(), start, "seed {seed}");
+    }
+    Ok(())
+}
