@@ -14,14 +14,26 @@ use crate::size;
 pub const NAMES: &[&str] = &["sim", "cuda"];
 
 /// Settings of the simulated GPU.
-#[derive(Clone, Debug, clap::Args)]
+#[derive(Clone, Debug, Default, clap::Args)]
 pub struct SimArgs {
     /// How many simulated GPUs there are, each a peer of the others [default: 2]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=64))]
     sim_devices: Option<u32>,
-    /// The memory of each simulated GPU, as 80GiB or 512MiB [default: that of an H200]
-    #[arg(long, value_name = "SIZE", value_parser = ValueParser::new(size::parse))]
+    /// The memory of each simulated GPU, such as 80GiB, from 1GiB to 16TiB [default: that of an H200]
+    #[arg(long, value_name = "SIZE", value_parser = ValueParser::new(sim_memory))]
     sim_memory: Option<u64>,
+}
+
+/// A context alone takes half a gibibyte, so less than one leaves nothing to work with; and the checks must be able to ask for too much.
+const SIM_MEMORY: std::ops::RangeInclusive<u64> = 1 << 30..=16 << 40;
+
+fn sim_memory(text: &str) -> std::result::Result<u64, String> {
+    let bytes = size::parse(text)?;
+    if SIM_MEMORY.contains(&bytes) {
+        return Ok(bytes);
+    }
+    let (least, most) = (size::show(*SIM_MEMORY.start()), size::show(*SIM_MEMORY.end()));
+    Err(format!("a simulated GPU has from {least} to {most}"))
 }
 
 impl SimArgs {

@@ -1,8 +1,7 @@
 //! `warpool info`: what this machine offers.
 
-use std::sync::Arc;
-
 use serde_json::{Value, json};
+use warpool_cuda::CudaDriver;
 use warpool_driver::{DeviceId, DeviceProperties, Driver};
 
 use crate::driver::{self, SimArgs};
@@ -13,11 +12,13 @@ use crate::size;
 ///
 /// Without --driver it shows what every driver offers, or why one offers nothing.
 #[derive(Debug, clap::Args)]
-#[command(after_help = "Exit status: 0, or 2 if the driver that --driver names cannot be had.\n\n\
+#[command(
+    after_help = "Exit status: 0, 1 if a driver fails when asked, 2 if the one that --driver names cannot be had.\n\n\
     Examples:\n  \
     warpool info\n  \
     warpool info --driver cuda --json\n  \
-    warpool info --driver sim --sim-memory 80GiB")]
+    warpool info --driver sim --sim-memory 80GiB"
+)]
 pub struct Args {
     /// Only this driver: sim or cuda
     #[arg(long, value_name = "NAME")]
@@ -31,10 +32,10 @@ pub struct Args {
 
 pub fn run(args: &Args, output: &mut Output) -> Result<Verdict> {
     match &args.driver {
-        Some(name) => show_driver(&driver::open(name, &args.sim, 0)?, output)?,
+        Some(name) => show_driver(&*driver::open(name, &args.sim, 0)?, output)?,
         None => {
             show_cuda_or_why_not(output)?;
-            show_driver(&driver::open("sim", &args.sim, 0)?, output)?;
+            show_driver(&*driver::open("sim", &args.sim, 0)?, output)?;
         }
     }
     show_libraries(output)?;
@@ -42,26 +43,20 @@ pub fn run(args: &Args, output: &mut Output) -> Result<Verdict> {
 }
 
 fn show_cuda_or_why_not(output: &mut Output) -> Result<()> {
-    let opened = warpool_cuda::CudaDriver::open().map_err(|error| error.to_string());
-    let shown = opened.and_then(|driver| {
-        let driver: Arc<dyn Driver> = Arc::new(driver);
-        match show_driver(&driver, output) {
+    let reason = match CudaDriver::open() {
+        Err(error) => error.to_string(),
+        Ok(driver) => match show_driver(&driver, output) {
             // A driver that is there but does not work is worth a line, like one that is not there.
-            Err(Stop::Driver(error)) => Err(error.to_string()),
-            other => Ok(other),
-        }
-    });
-    match shown {
-        Ok(result) => result,
-        Err(reason) => {
-            output.object(&json!({ "kind": "driver", "driver": "cuda", "available": false, "reason": reason }))?;
-            output.line(format!("driver cuda: not available: {reason}\n"))?;
-            Ok(())
-        }
-    }
+            Err(Stop::Driver(error)) => error.to_string(),
+            shown => return shown,
+        },
+    };
+    output.object(&json!({ "kind": "driver", "driver": "cuda", "available": false, "reason": reason }))?;
+    output.line(format!("driver cuda: not available: {reason}\n"))?;
+    Ok(())
 }
 
-fn show_driver(driver: &Arc<dyn Driver>, output: &mut Output) -> Result<()> {
+fn show_driver(driver: &dyn Driver, output: &mut Output) -> Result<()> {
     let kind = driver.kind();
     let count = driver.device_count()?;
     let devices: Vec<_> = (0..count)

@@ -1,5 +1,6 @@
 //! The command `warpool`: arguments in, tables or JSON lines out.
-//! It holds no logic of its own: one file per command asks the library and shows the answer.
+//! It holds no logic of its own: one file per command asks the library and shows the answer. But for one suite of checks, in
+//! `processes`, which needs a second process and starts this binary for it.
 //!
 //! Every command exits with 0 if all is well, 1 if the answer is a bad one, 2 if it could not be asked.
 
@@ -7,6 +8,7 @@ mod bench;
 mod driver;
 mod info;
 mod output;
+mod processes;
 mod selftest;
 mod size;
 
@@ -15,6 +17,7 @@ use std::process::ExitCode;
 use clap::{Parser, Subcommand};
 
 use output::{Output, Stop, Verdict};
+use processes::peer;
 
 #[derive(Debug, Parser)]
 #[command(
@@ -39,6 +42,8 @@ enum Command {
     Info(info::Args),
     Selftest(selftest::Args),
     Bench(bench::Args),
+    #[command(name = peer::NAME, hide = true)]
+    Peer(peer::Args),
 }
 
 fn main() -> ExitCode {
@@ -50,6 +55,7 @@ fn main() -> ExitCode {
         Command::Info(args) => info::run(&args, &mut Output::stdout(args.json)),
         Command::Selftest(args) => selftest::run(&args, &mut Output::stdout(args.json)),
         Command::Bench(args) => bench::run(&args, &mut Output::stdout(args.json)),
+        Command::Peer(args) => peer::run(&args),
     };
     match result {
         Ok(Verdict::Good) => ExitCode::SUCCESS,
@@ -73,17 +79,18 @@ fn refuse(error: &clap::Error) -> ExitCode {
     if error.kind() == clap::error::ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand {
         let _ = error.print();
     } else {
-        eprintln!("warpool: {}", one_line(&error.to_string()));
+        eprintln!("warpool: {} (--help tells more)", one_line(&error.to_string()));
     }
     ExitCode::from(2)
 }
 
-/// What clap has to say, without the usage that it repeats below.
+/// What clap has to say, without the usage that it repeats below, and of its tips only those about a name that is almost right.
 fn one_line(message: &str) -> String {
     let lines = message.lines().map(str::trim);
     let said = lines.take_while(|line| !line.starts_with("Usage:") && !line.starts_with("For more information"));
-    let line = said.filter(|line| !line.is_empty()).collect::<Vec<_>>().join(" ");
-    line.strip_prefix("error: ").map_or(line.clone(), str::to_owned)
+    let kept = said.filter(|line| !line.is_empty() && !line.starts_with("tip: to pass"));
+    let line = kept.collect::<Vec<_>>().join(" ").replace(" tip: ", "; ");
+    line.strip_prefix("error: ").unwrap_or(&line).to_owned()
 }
 
 #[cfg(test)]
@@ -102,6 +109,7 @@ mod tests {
         let missing = refusal(&["warpool", "selftest"]);
         assert_eq!(missing, "the following required arguments were not provided: --driver <NAME>");
         let unknown = refusal(&["warpool", "info", "--jsn"]);
-        assert!(unknown.starts_with("unexpected argument '--jsn' found") && !unknown.contains('\n'), "{unknown}");
+        assert_eq!(unknown, "unexpected argument '--jsn' found; a similar argument exists: '--json'");
+        assert_eq!(refusal(&["warpool", "bench", "sim", "--seed", "3"]), "unexpected argument '--seed' found");
     }
 }

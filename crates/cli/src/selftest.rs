@@ -1,24 +1,30 @@
 //! `warpool selftest`: does a driver keep the contract? Runs the conformance suite and shows what it reports.
 
-use std::collections::BTreeSet;
+use std::collections::BTreeMap;
+use std::io;
+use std::time::Duration;
 
 use indicatif::{ProgressBar, ProgressStyle};
 use serde_json::json;
-use warpool_driver::conformance::{self, Options, Outcome, Report};
+use warpool_driver::conformance::{self, Options, Outcome, Report, Suite, Summary};
 
 use crate::driver::{self, SimArgs};
 use crate::output::{self, Output, Result, Stop, Verdict};
+use crate::processes;
 
 /// Checks that a driver keeps the contract, call by call
 ///
-/// Runs small programs on real streams and compares exactly what comes out. A check is skipped only where the device
-/// lacks what it is about, and says so. The last suite breaks the device on purpose, for this process only.
+/// Runs small programs on real streams and compares exactly what comes out.
+/// A check is skipped only where the device lacks what it is about, and says so.
+/// The last suite breaks the device on purpose, for this process only.
 #[derive(Debug, clap::Args)]
-#[command(after_help = "Exit status: 0 if no check failed, 1 if one did, 2 if they could not be run.\n\n\
+#[command(verbatim_doc_comment)]
+#[command(after_help = format!("Suites, in the order in which they run:\n  {}\n\n\
+    Exit status: 0 if no check failed, 1 if one did, 2 if they could not be run.\n\n\
     Examples:\n  \
     warpool selftest --driver sim\n  \
     warpool selftest --driver sim --seed 7 --suite capture --suite graphs\n  \
-    warpool selftest --driver cuda --device 1 --json > selftest.jsonl")]
+    warpool selftest --driver cuda --device 1 --json > selftest.jsonl", listed()))]
 pub struct Args {
     /// The driver to check: sim or cuda
     #[arg(long, value_name = "NAME")]
@@ -43,7 +49,7 @@ pub struct Args {
 }
 
 pub fn run(args: &Args, output: &mut Output) -> Result<Verdict> {
-    known_suites(&args.suites)?;
+    check_suites(args)?;
     let driver = driver::open(&args.driver, &args.sim, args.seed)?;
     let device = driver::device(&*driver, args.device)?;
     let options = Options { device, seed: args.seed, suites: args.suites.clone(), destructive: !args.no_destructive };
@@ -51,22 +57,52 @@ pub fn run(args: &Args, output: &mut Output) -> Result<Verdict> {
     // Names are looked up while the device still answers: the last suite breaks it.
     let name = driver.device_properties(device)?.name;
     output.line(format!("driver {}, {device} ({name}), seed {}\n", driver.kind(), args.seed))?;
-    let mut printer = Printer { output, reports: Vec::new(), ended: Ok(()), spinner: spinner() };
-    let summary = conformance::run(&*driver, &options, &mut |report| printer.take(report));
-    printer.finish()?;
-
-    let (passed, failed, skipped) = (summary.passed, summary.failed, summary.skipped);
-    output.object(&json!({ "passed": passed, "failed": failed, "skipped": skipped }))?;
-    output.line(format!("{passed} passed, {failed} failed, {skipped} skipped"))?;
-    Ok(if failed == 0 { Verdict::Good } else { Verdict::Bad })
+    let mut printer = Printer { output, reports: Vec::new(), suite_begun: 0, ended: Ok(()), spinner: spinner() };
+    let summary = conformance::run_with(&*driver, SUITES, &options, &mut |report| printer.take(report));
+    let shown = printer.finish().and_then(|reports| conclude(output, &reports, summary));
+    match shown {
+        // The answer stands, also where the reader left before it came.
+        Err(error) if error.kind() != io::ErrorKind::BrokenPipe => Err(error.into()),
+        _ => Ok(if summary.failed == 0 { Verdict::Good } else { Verdict::Bad }),
+    }
 }
 
-fn known_suites(asked: &[String]) -> Result<()> {
-    let known: Vec<&str> = conformance::suites().iter().map(|suite| suite.name).collect();
-    match asked.iter().find(|name| !known.contains(&name.as_str())) {
-        None => Ok(()),
-        Some(name) => Err(Stop::Usage(format!("there is no suite '{name}': choose of {}", known.join(", ")))),
+/// What a person reads first, and so comes last.
+fn conclude(output: &mut Output, reports: &[Report], summary: Summary) -> io::Result<()> {
+    overview(output, reports)?;
+    for reason in reasons(reports) {
+        output.line(reason)?;
     }
+    let Summary { passed, failed, skipped } = summary;
+    output.object(&json!({ "passed": passed, "failed": failed, "skipped": skipped }))?;
+    output.line(format!("{passed} passed, {failed} failed, {skipped} skipped"))
+}
+
+/// The suites that stand in this crate.
+const SUITES: &[Suite] = &[processes::SUITE];
+
+fn names() -> Vec<&'static str> {
+    conformance::in_order(SUITES).map(|suite| suite.name).collect()
+}
+
+fn listed() -> String {
+    names().chunks(8).map(|line| line.join(", ")).collect::<Vec<_>>().join(",\n  ")
+}
+
+/// Refuses suites that are not there, and those that were forbidden in the same breath.
+fn check_suites(args: &Args) -> Result<()> {
+    for asked in &args.suites {
+        match conformance::in_order(SUITES).find(|suite| suite.name == asked) {
+            None => {
+                return Err(Stop::Usage(format!("there is no suite '{asked}': choose from {}", names().join(", "))));
+            }
+            Some(suite) if suite.destructive && args.no_destructive => {
+                return Err(Stop::Usage(format!("the suite '{asked}' is what --no-destructive leaves out")));
+            }
+            Some(_) => {}
+        }
+    }
+    Ok(())
 }
 
 /// A sign of life on stderr; shows nothing unless that is a terminal.
@@ -81,10 +117,11 @@ fn spinner() -> ProgressBar {
 /// Shows each suite as a table once it has ended, or each check as an object at once.
 struct Printer<'a> {
     output: &'a mut Output,
-    /// The checks of the suite that runs.
     reports: Vec<Report>,
+    /// Where in the reports the suite that runs begins.
+    suite_begun: usize,
     /// The first write that failed; nothing is written after it.
-    ended: std::io::Result<()>,
+    ended: io::Result<()>,
     spinner: ProgressBar,
 }
 
@@ -99,21 +136,22 @@ impl Printer<'_> {
         self.write(|output, _| output.object(&object(report)));
     }
 
-    fn finish(mut self) -> std::io::Result<()> {
+    fn finish(mut self) -> io::Result<Vec<Report>> {
         self.end_suite();
         self.spinner.finish_and_clear();
-        self.ended
+        self.ended.map(|()| self.reports)
     }
 
     fn end_suite(&mut self) {
-        self.write(table_of);
-        self.reports.clear();
+        self.write(suite_table);
+        self.suite_begun = self.reports.len();
     }
 
-    fn write(&mut self, write: impl FnOnce(&mut Output, &[Report]) -> std::io::Result<()>) {
+    /// Writes something about the suite that runs.
+    fn write(&mut self, write: impl FnOnce(&mut Output, &[Report]) -> io::Result<()>) {
         if self.ended.is_ok() {
-            let Self { output, reports, spinner, .. } = self;
-            self.ended = spinner.suspend(|| write(output, reports));
+            let suite = &self.reports[self.suite_begun..];
+            self.ended = self.spinner.suspend(|| write(self.output, suite));
         }
     }
 }
@@ -129,30 +167,54 @@ fn object(report: &Report) -> serde_json::Value {
     })
 }
 
-/// The table of one suite, and below it what failed and why, and each reason to skip once.
-fn table_of(output: &mut Output, reports: &[Report]) -> std::io::Result<()> {
+/// The checks of one suite.
+fn suite_table(output: &mut Output, reports: &[Report]) -> io::Result<()> {
     let Some(first) = reports.first() else { return Ok(()) };
     let mut table = output::table(&["check", "result", ">ms"]);
     for report in reports {
-        let ms = format!("{:.2}", report.elapsed.as_secs_f64() * 1e3);
-        table.add_row([report.check, text(&report.outcome).0, ms.as_str()]);
+        let result = match report.outcome {
+            // Loud, to be found in a long list.
+            Outcome::Failed(_) => "FAILED",
+            _ => text(&report.outcome).0,
+        };
+        table.add_row([report.check, result, &ms(report.elapsed)]);
     }
-    output.table(first.suite, &table)?;
+    output.table(first.suite, &table)
+}
 
-    let mut reasons = BTreeSet::new();
+/// One line per suite, since the tables are long.
+fn overview(output: &mut Output, reports: &[Report]) -> io::Result<()> {
+    let suites: Vec<&[Report]> = reports.chunk_by(|one, next| one.suite == next.suite).collect();
+    if suites.len() < 2 {
+        return Ok(());
+    }
+    let mut table = output::table(&["suite", ">passed", ">failed", ">skipped", ">ms"]);
+    for suite in suites {
+        let count = |result| suite.iter().filter(|report| text(&report.outcome).0 == result).count().to_string();
+        let elapsed = ms(suite.iter().map(|report| report.elapsed).sum());
+        table.add_row([suite[0].suite.to_owned(), count("passed"), count("failed"), count("skipped"), elapsed]);
+    }
+    output.table("all suites", &table)
+}
+
+/// Why checks failed, and each reason to skip once, with the checks that it kept from running.
+fn reasons(reports: &[Report]) -> Vec<String> {
+    let mut failed = Vec::new();
+    let mut skipped: BTreeMap<&str, Vec<String>> = BTreeMap::new();
     for report in reports {
+        let name = format!("{}.{}", report.suite, report.check);
         match &report.outcome {
             Outcome::Passed => {}
-            Outcome::Failed(detail) => output.line(format!("FAILED {}.{}: {detail}\n", report.suite, report.check))?,
-            Outcome::Skipped(reason) => drop(reasons.insert(reason)),
+            Outcome::Failed(detail) => failed.push(format!("FAILED {name}: {detail}\n")),
+            Outcome::Skipped(reason) => skipped.entry(reason).or_default().push(name),
         }
     }
-    for reason in reasons {
-        let skipped = reports.iter().filter(|report| report.outcome == Outcome::Skipped(reason.clone()));
-        let checks: Vec<&str> = skipped.map(|report| report.check).collect();
-        output.line(format!("skipped {}: {reason}\n", checks.join(", ")))?;
-    }
-    Ok(())
+    let skipped = skipped.iter().map(|(why, names)| format!("skipped, since {why}:\n  {}\n", names.join("\n  ")));
+    failed.into_iter().chain(skipped).collect()
+}
+
+fn ms(elapsed: Duration) -> String {
+    format!("{:.2}", elapsed.as_secs_f64() * 1e3)
 }
 
 fn text(outcome: &Outcome) -> (&'static str, &str) {
@@ -160,5 +222,29 @@ fn text(outcome: &Outcome) -> (&'static str, &str) {
         Outcome::Passed => ("passed", ""),
         Outcome::Failed(detail) => ("failed", detail),
         Outcome::Skipped(reason) => ("skipped", reason),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn failures_come_first_and_a_reason_to_skip_comes_once() {
+        let report = |suite, check, outcome| Report { suite, check, outcome, elapsed: Duration::ZERO };
+        let alone = || Outcome::Skipped("there is only one device".to_owned());
+        let reports = [
+            report("events", "first", alone()),
+            report("events", "second", Outcome::Passed),
+            report("copies", "third", alone()),
+            report("copies", "fourth", Outcome::Failed("expected 1, got 2".to_owned())),
+            report("copies", "fifth", Outcome::Skipped("nothing is mapped".to_owned())),
+        ];
+        let expected = [
+            "FAILED copies.fourth: expected 1, got 2\n",
+            "skipped, since nothing is mapped:\n  copies.fifth\n",
+            "skipped, since there is only one device:\n  events.first\n  copies.third\n",
+        ];
+        assert_eq!(reasons(&reports), expected);
     }
 }

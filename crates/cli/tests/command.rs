@@ -51,7 +51,8 @@ fn what_is_not_there_is_refused_in_one_line() {
     refused("selftest --driver vulkan", &["no driver 'vulkan'"]);
     refused("selftest --driver sim --device 9", &["no device 9", "0 to 1"]);
     refused("selftest --driver sim --sim-devices 1 --device 1", &["no device 1", "only device 0"]);
-    refused("selftest --driver sim --suite nonsense", &["no suite 'nonsense'", "streams", "capture"]);
+    refused("selftest --driver sim --suite nonsense", &["no suite 'nonsense'", "streams", "capture", "processes"]);
+    refused("selftest --driver sim --suite errors --no-destructive", &["'errors'", "--no-destructive"]);
     refused("bench nonsense", &["no benchmark 'nonsense'", "sim", "driver"]);
     refused("bench sim --driver cuda", &["bench sim", "cuda"]);
     refused("bench driver", &["--driver", "sim", "cuda"]);
@@ -66,6 +67,10 @@ fn bad_usage_is_refused_in_one_line() {
     refused("info --nonsense", &["--nonsense"]);
     refused("selftest --driver sim --device x", &["--device"]);
     refused("selftest --driver sim --seed -1", &["-1"]);
+    refused("bench", &["<BENCHMARK>", "--help"]);
+    refused("bench sim --ops 0", &["--ops"]);
+    refused("info --sim-memory 512MiB", &["--sim-memory", "from 1 GiB to 16 TiB"]);
+    refused("selftest --driver sim --sim-devices 0", &["--sim-devices", "1..=64"]);
     refused("info --driver sim --sim-memory 80apples", &["'80apples' is no size", "GiB"]);
 }
 
@@ -120,6 +125,13 @@ fn selftest_reports_each_check_and_then_the_totals() {
         assert_eq!(totals[result], count(result), "{result}");
     }
     assert!(count("passed") >= 80, "{totals}");
+    // Of two simulated devices, all that is missing is a second process.
+    let skipped: Vec<&Value> = checks.iter().filter(|check| check["result"] == "skipped").collect();
+    assert_eq!(skipped.len(), 3, "{skipped:?}");
+    for check in skipped {
+        assert_eq!(check["suite"], "processes");
+        assert_eq!(check["detail"], "no two processes share a simulated machine");
+    }
 }
 
 #[test]
@@ -130,8 +142,44 @@ fn selftest_for_people_ends_with_the_summary_line() {
     let last = said.lines().last().unwrap_or_default();
     let words: Vec<&str> = last.split(' ').collect();
     assert!(matches!(words[..], [_, "passed,", "0", "failed,", _, "skipped"]), "{last}");
-    assert!(said.lines().any(|line| line == "streams") && said.lines().any(|line| line == "events"), "{said}");
+    for title in ["streams", "events", "all suites"] {
+        assert!(said.lines().any(|line| line == title), "no table '{title}': {said}");
+    }
     assert_eq!(text(&output.stderr), "");
+}
+
+#[test]
+fn selftest_for_people_gives_a_reason_per_skip() {
+    let output = warpool("selftest --driver sim --sim-devices 1 --suite events --suite processes");
+    let said = text(&output.stdout);
+    assert_eq!(output.status.code(), Some(0), "{said}");
+    assert!(said.ends_with("passed, 0 failed, 5 skipped\n"), "{said}");
+    for reason in ["there is only one device", "no two processes share a simulated machine"] {
+        assert!(said.contains(&format!("\nskipped, since {reason}:\n")), "no '{reason}': {said}");
+    }
+    assert!(said.contains("\n  events.a_wait_orders_two_devices\n"), "{said}");
+}
+
+/// On a simulated machine, which no second process shares, the other process of the suite `processes` says so and ends.
+#[test]
+fn the_other_process_says_why_it_cannot_go_on() {
+    let said = |arguments: &str| {
+        // Its standard input is empty: no word to hear, and no memory.
+        let output = warpool(arguments);
+        assert_eq!((output.status.code(), text(&output.stderr)), (Some(1), ""), "{arguments}");
+        text(&output.stdout).to_owned()
+    };
+    let handle = "07".repeat(64);
+    for task in ["event", "stream"] {
+        let line = said(&format!("__peer sim 0 {task} {handle}"));
+        assert!(line.starts_with("failed: event_import: CUDA_ERROR_MAP_FAILED"), "{line}");
+    }
+    let line = said("__peer sim 0 memory 2097152 7");
+    assert!(line.starts_with("failed: vm_import: CUDA_ERROR_INVALID_VALUE"), "{line}");
+    let line = said("__peer sim 9 memory 2097152 7");
+    assert_eq!(line, "failed: there is no device 9: the driver 'sim' has devices 0 to 1\n");
+    refused("__peer sim 0 event 07", &["no event handle"]);
+    assert!(!text(&warpool("--help").stdout).contains("__peer"));
 }
 
 #[test]

@@ -45,6 +45,8 @@ pub fn run(args: &Args, rows: &mut Rows<'_>) -> Result<Verdict> {
     let driver = driver::open(name, &args.sim, 0)?;
     let device = driver::device(&*driver, args.device)?;
     let calls = args.ops.unwrap_or(100_000);
+    // As the threads of a framework have it; without, each call sets a context and puts back what was.
+    driver.set_current_device(device)?;
     let bench = Setup::new(&*driver, device)?;
 
     for (case, call) in CASES {

@@ -5,7 +5,7 @@ mod driver;
 mod measure;
 mod sim;
 
-use serde_json::{Map, Value, json};
+use serde_json::{Value, json};
 
 use crate::driver::SimArgs;
 use crate::output::{self, Output, Result, Stop, Verdict};
@@ -22,9 +22,10 @@ use measure::Baseline;
     warpool bench sim --ops 10000000 --json\n  \
     warpool bench driver --driver cuda", listed()))]
 pub struct Args {
-    /// The benchmark to run
+    /// The benchmark to run; the list is below
+    #[arg(value_name = "BENCHMARK")]
     name: String,
-    /// The driver to measure: sim or cuda; `bench sim` has only the one
+    /// The driver to measure: sim or cuda; not needed for `bench sim`
     #[arg(long, value_name = "NAME")]
     driver: Option<String>,
     /// The device to measure
@@ -92,8 +93,7 @@ impl Rows<'_> {
     fn add(&mut self, row: Row) -> Result<()> {
         let ratio = row.ns / self.baseline.ns;
         let per_second = 1e9 / row.ns;
-        let mut object = Map::new();
-        let head = json!({
+        let mut object = json!({
             "bench": self.bench,
             "case": row.case,
             "ns": row.ns,
@@ -102,11 +102,10 @@ impl Rows<'_> {
             "ratio": ratio,
             "ops_per_second": per_second,
         });
-        if let Value::Object(head) = head {
-            object.extend(head);
+        for (key, value) in row.extra {
+            object[key] = value;
         }
-        object.extend(row.extra.into_iter().map(|(key, value)| (key.to_owned(), value)));
-        self.output.object(&Value::Object(object))?;
+        self.output.object(&object)?;
         self.shown.push([
             row.case.to_owned(),
             format!("{:.1}", row.ns),
