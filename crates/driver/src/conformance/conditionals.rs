@@ -1,10 +1,14 @@
 //! Conditional nodes: bodies that run if, or while, a flag is set that kernels of the graph set.
 
+use std::sync::Arc;
+
 use super::Check;
 use super::bench::Bench;
-use super::expect::{Checked, expect_code, expect_eq, expect_same, need};
+use super::expect::{Checked, expect_code, expect_code_of, expect_eq, expect_same, need};
 use crate::ErrorCode::{IllegalState, InvalidValue};
-use crate::{CaptureMode, ConditionalId, ConditionalKind, KernelArg, NodeKind, Pattern, StreamId};
+use crate::{
+    CaptureMode, ConditionalId, ConditionalKind, EventScope, InstantiateOptions, KernelArg, NodeKind, Pattern, StreamId,
+};
 
 pub(super) const CHECKS: &[Check] = super::checks![
     an_if_runs_its_body_when_the_flag_is_set,
@@ -17,6 +21,7 @@ pub(super) const CHECKS: &[Check] = super::checks![
     a_flag_needs_a_capture,
     a_flag_serves_one_node,
     a_body_needs_a_stream_of_its_own,
+    bodies_hold_no_callbacks_events_or_allocations,
 ];
 
 /// Appends a conditional to what `stream` captures, with a body that `fill` puts into `body`.
@@ -184,4 +189,28 @@ fn a_body_needs_a_stream_of_its_own(bench: &Bench<'_>) -> Checked {
     let flag = bench.driver.conditional_create(stream, 0)?;
     let begun = bench.driver.conditional_begin(stream, flag, ConditionalKind::If, stream, CaptureMode::Relaxed);
     expect_code(begun, IllegalState)
+}
+
+/// Puts something into a stream.
+type Put<'a> = &'a dyn Fn(StreamId) -> crate::Result<()>;
+
+fn bodies_hold_no_callbacks_events_or_allocations(bench: &Bench<'_>) -> Checked {
+    bench.conditional_kernels()?;
+    let (driver, event, pool) = (bench.driver, bench.event()?, bench.pool()?);
+    let cases: [(&str, Put<'_>); 4] = [
+        ("a callback", &|body| driver.stream_host_callback(body, Arc::new(|| ()))),
+        ("a record", &|body| driver.event_record(event, body, EventScope::External)),
+        ("a wait", &|body| driver.stream_wait_event(body, event, EventScope::External)),
+        ("an allocation", &|body| driver.pool_alloc(pool, 4096, body).map(drop)),
+    ];
+    for (what, put) in cases {
+        let (stream, body) = (bench.stream()?, bench.stream()?);
+        let graph = bench.captured(stream, || {
+            let flag = driver.conditional_create(stream, 1)?;
+            conditional(bench, stream, flag, ConditionalKind::If, body, || Ok(put(body)?))
+        })?;
+        let ready = driver.graph_instantiate(graph, InstantiateOptions::default());
+        expect_code_of(what, ready.map(drop), InvalidValue)?;
+    }
+    Ok(())
 }

@@ -33,6 +33,7 @@ pub(super) const CHECKS: &[Check] = super::checks![
     a_join_waits_for_every_branch,
     the_default_stream_waits_for_blocking_streams,
     blocking_streams_wait_for_the_default_stream,
+    the_default_stream_is_done_when_blocking_streams_are,
     non_blocking_streams_and_the_default_ignore_each_other,
     every_thread_has_a_default_stream_of_its_own,
     a_threads_default_stream_is_ordered_with_the_legacy_one,
@@ -254,6 +255,21 @@ fn a_join_waits_for_every_branch(bench: &Bench<'_>) -> Checked {
     }
     bench.sync(root)?;
     expect_same("the joined result", &bench.words_at(total, n as usize)?, &want)
+}
+
+fn the_default_stream_is_done_when_blocking_streams_are(bench: &Bench<'_>) -> Checked {
+    let (legacy, blocking, other) = (bench.default_stream()?, bench.blocking_stream()?, bench.stream()?);
+    bench.spin_long(blocking)?;
+    bench.expect_busy("the default stream, for the blocking one,", legacy)?;
+    bench.sync(legacy)?;
+    bench.expect_idle("the blocking stream", blocking)?;
+    // Not the other way round, and a non-blocking stream does not count.
+    bench.spin_long(legacy)?;
+    bench.expect_idle("the blocking stream, whatever the default one does,", blocking)?;
+    bench.sync(legacy)?;
+    bench.spin_long(other)?;
+    bench.expect_idle("the default stream", legacy)?;
+    bench.sync(other)
 }
 
 fn the_default_stream_waits_for_blocking_streams(bench: &Bench<'_>) -> Checked {

@@ -102,7 +102,8 @@ pub trait Graphs {
 
     /// Appends a conditional node to what `stream` captures, and starts to capture its body on `body`, a stream that captures
     /// nothing. [`capture_end`](crate::Captures::capture_end) on `body` ends it and returns the body's graph, which belongs to the node: destroying the id only
-    /// forgets it. A flag serves one node (`InvalidValue`). *During capture: only.*
+    /// forgets it. A flag serves one node (`InvalidValue`). A body may hold kernels, copies, fills and further conditional nodes; with
+    /// anything else in it, [`graph_instantiate`](Self::graph_instantiate) gives `InvalidValue`. *During capture: only.*
     fn conditional_begin(
         &self,
         stream: StreamId,

@@ -80,7 +80,8 @@ pub trait Streams {
     /// What the stream is. *During capture: free.*
     fn stream_info(&self, stream: StreamId) -> Result<StreamInfo>;
 
-    /// Whether all work in the stream is done. Returns the code of work that failed. *During capture: guarded*; on
+    /// Whether all work in the stream is done; for the legacy default stream, also that in the blocking streams of its device, though
+    /// not the other way round. Returns the code of work that failed. *During capture: guarded*; on
     /// a stream that captures itself it always gives `StreamCaptureUnsupported` and breaks the capture.
     fn stream_query(&self, stream: StreamId) -> Result<bool>;
 

@@ -59,11 +59,10 @@ impl Captures for SimDriver {
             }
             let Capture { device, nodes, flags, memory, body_of, .. } = capture;
             let template = Arc::new(Template { device, nodes, flags, memory });
-            let is_body = body_of.is_some();
             if let Some(place) = body_of {
                 place.set(Arc::clone(&template)).expect("a body is captured once");
             }
-            Ok(GraphId(world.graphs.insert(Graph { template, is_body })))
+            Ok(GraphId(world.graphs.insert(Graph { template })))
         })
     }
 
@@ -339,9 +338,6 @@ impl World {
     /// An allocation as a node: its address is fixed now, its memory comes when the graph runs.
     pub(super) fn capture_pool_alloc(&mut self, pool: PoolId, bytes: u64, stream: StreamId) -> Result<DevicePtr> {
         let capture = self.captured_by(stream)?.capture;
-        if self.capture(capture).body_of.is_some() {
-            return self.fail(ErrorCode::NotSupported, "bodies of conditional nodes cannot allocate");
-        }
         let Some(start) = self.memory.space.find(bytes, super::alloc::GRAIN) else {
             return self.fail(ErrorCode::OutOfMemory, "the address space is used up");
         };

@@ -242,10 +242,26 @@ impl World {
         }
     }
 
-    /// The host has learnt that all in `stream` is done.
-    pub fn host_learns_stream(&mut self, stream: StreamId) {
-        let (base, stamp) = self.last_of(stream);
-        self.host_learns(&base, stamp);
+    /// What waiting for `stream` waits for: its last work, and for the default stream that of the blocking streams too. A blocking
+    /// stream is done with its own, whatever the default stream still does.
+    pub fn awaited(&self, stream: StreamId) -> Vec<(Arc<Frontier>, Stamp)> {
+        let state = self.stream(stream);
+        let others: &[StreamId] = match state.kind {
+            StreamKind::Legacy => &self.devices[state.device.0 as usize].blocking,
+            StreamKind::Blocking | StreamKind::NonBlocking => &[],
+        };
+        others.iter().chain([&stream]).map(|&stream| self.last_of(stream)).collect()
+    }
+
+    /// The host has waited for `stream`, and so for all that was `awaited`.
+    pub fn host_waited(&mut self, stream: StreamId, awaited: &[(Arc<Frontier>, Stamp)]) {
+        for (base, last) in awaited {
+            self.host_learns(base, *last);
+        }
+        if let Some(Stream { kind: StreamKind::Legacy, device, .. }) = self.streams.get(stream.0) {
+            let retired = self.devices[device.0 as usize].retired_blocking.clone();
+            self.host_learns_all(&retired);
+        }
     }
 
     /// The host has learnt that all of `frontier` is done.

@@ -3,8 +3,6 @@
 //! In the flat form bodies of conditional nodes stand in the same list as the nodes around them, so that one table answers which
 //! node comes before which. The nodes are cut into chains; for each node the table holds how far it is behind each chain.
 
-use std::sync::Arc;
-
 use super::actor::Point;
 use super::work::Work;
 use crate::{ConditionalId, DeviceId, DevicePtr, GraphTopology, Node, NodeId, PoolId, StreamId};
@@ -103,12 +101,12 @@ pub(super) struct ExecGraph {
 }
 
 impl ExecGraph {
-    /// Flattens a template. Fails if a conditional's body was never captured to its end.
-    pub fn new(template: &Template) -> Option<Self> {
+    /// Flattens a template. Fails if a conditional's body was never captured to its end, or holds what bodies may not.
+    pub fn new(template: &Template) -> Result<Self, &'static str> {
         let mut builder = Builder::default();
         builder.body(None);
         builder.inline(template, 0, 0)?;
-        Some(builder.finish(template.device))
+        Ok(builder.finish(template.device))
     }
 
     /// Whether the node at `a` is known to have run before the one at `b`, given that it has.
@@ -144,10 +142,13 @@ impl Builder {
     }
 
     /// Adds the nodes of `template` to `body`, and behind each conditional node those of its own body.
-    fn inline(&mut self, template: &Template, body: u32, outer: u32) -> Option<()> {
+    fn inline(&mut self, template: &Template, body: u32, outer: u32) -> Result<(), &'static str> {
         self.flags.extend(&template.flags);
         let mut places: Vec<u32> = Vec::with_capacity(template.nodes.len());
         for node in &template.nodes {
+            if body != 0 && !node.work.is_allowed_in_body() {
+                return Err("a conditional's body holds something other than kernels, copies, fills and conditionals");
+            }
             let deps = node.deps.iter().map(|&dep| places[dep as usize]).collect();
             let place = self.add(node, body, deps, outer);
             places.push(place);
@@ -155,7 +156,8 @@ impl Builder {
                 let inner = self.body(Some(place));
                 self.nodes[place as usize].runs = Some(inner);
                 let first = self.nodes.len() as u32;
-                self.inline(&Arc::clone(captured.get()?), inner, if outer == 0 { place + 1 } else { outer })?;
+                let captured = captured.get().ok_or("a conditional's body was not captured to its end")?;
+                self.inline(captured, inner, if outer == 0 { place + 1 } else { outer })?;
                 let within = first..self.nodes.len() as u32;
                 for node in within.clone() {
                     self.before[node as usize].push(place);
@@ -163,7 +165,7 @@ impl Builder {
                 self.ends[place as usize].extend(within);
             }
         }
-        Some(())
+        Ok(())
     }
 
     fn add(&mut self, node: &TemplateNode, body: u32, deps: Vec<u32>, outer: u32) -> u32 {
@@ -221,6 +223,8 @@ impl Builder {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::Arc;
+
     use super::*;
     use crate::GraphExecId;
 

@@ -18,9 +18,9 @@ impl Graphs for SimDriver {
         self.call(Call::GraphInstantiate, |world| {
             let template = Arc::clone(&world.graph(graph)?.template);
             world.device(template.device)?;
-            let Some(flat) = ExecGraph::new(&template) else {
-                return world
-                    .fail(ErrorCode::InvalidValue, "the body of a conditional node was not captured to its end");
+            let flat = match ExecGraph::new(&template) {
+                Ok(flat) => flat,
+                Err(why) => return world.fail(ErrorCode::InvalidValue, why),
             };
             Ok(GraphExecId(world.execs.insert(Exec { graph: Arc::new(flat), template, options, last: None })))
         })
@@ -53,9 +53,7 @@ impl Graphs for SimDriver {
         self.call(Call::GraphDestroy, |world| {
             world.graph(graph)?;
             let state = world.graphs.remove(graph.0).expect("just found");
-            if !state.is_body {
-                world.release_template(state.template);
-            }
+            world.release_template(state.template);
             Ok(())
         })
     }
@@ -200,8 +198,14 @@ impl World {
 
     /// One holder of a template less. With the last one go the addresses that its nodes allocated.
     pub(super) fn release_template(&mut self, template: Arc<Template>) {
-        if let Ok(template) = Arc::try_unwrap(template) {
-            self.release_addresses(&template.memory);
+        let Ok(template) = Arc::try_unwrap(template) else { return };
+        self.release_addresses(&template.memory);
+        for node in template.nodes {
+            if let Work::Conditional { body, .. } = node.work
+                && let Some(body) = Arc::try_unwrap(body).ok().and_then(OnceLock::into_inner)
+            {
+                self.release_template(body);
+            }
         }
     }
 

@@ -91,9 +91,10 @@ impl Streams for SimDriver {
         self.call(Call::StreamQuery, |world| {
             let stream = world.live_stream(stream)?;
             world.forbid_waiting(stream)?;
-            let done = world.is_done(world.last_of(stream).1);
+            let awaited = world.awaited(stream);
+            let done = awaited.iter().all(|&(_, last)| world.is_done(last));
             if done {
-                world.host_learns_stream(stream);
+                world.host_waited(stream, &awaited);
             }
             Ok(done)
         })
@@ -105,9 +106,9 @@ impl Streams for SimDriver {
         world.forbid_waiting(stream)?;
         let device = world.stream(stream).device;
         // Meanwhile other threads may add work, which is not waited for, or destroy the stream.
-        let (base, last) = world.last_of(stream);
-        let mut world = self.wait(world, |world| world.is_done(last));
-        world.host_learns(&base, last);
+        let awaited = world.awaited(stream);
+        let mut world = self.wait(world, |world| awaited.iter().all(|&(_, last)| world.is_done(last)));
+        world.host_waited(stream, &awaited);
         world.settle_pools(device);
         world.device(device).map(drop)
     }

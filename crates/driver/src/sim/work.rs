@@ -82,6 +82,14 @@ impl Work {
         }
     }
 
+    /// Whether the body of a conditional node may hold it.
+    pub fn is_allowed_in_body(&self) -> bool {
+        matches!(
+            self,
+            Self::Kernel(_) | Self::Copy { .. } | Self::Fill { .. } | Self::Conditional { .. } | Self::Marker
+        )
+    }
+
     /// Whether it says itself how long it takes, so that luck has no part in it.
     pub fn is_timed(&self) -> bool {
         matches!(self, Self::Kernel(kernel) if kernel.mirror.nanos.is_some())

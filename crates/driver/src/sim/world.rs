@@ -102,9 +102,8 @@ pub(super) struct Capture {
 /// A template by id.
 #[derive(Debug)]
 pub(super) struct Graph {
+    /// Also held by its executables, and by its node if it is a conditional's body.
     pub template: Arc<Template>,
-    /// Whether it is a body, which belongs to its node.
-    pub is_body: bool,
 }
 
 /// An executable by id.

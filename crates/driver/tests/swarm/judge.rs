@@ -178,8 +178,8 @@ impl Judge {
             }
             Step::EventSync(event) => self.host_learns(self.events[*event]),
             Step::EventQuery(event) if outcome.done => self.host_learns(self.events[*event]),
-            Step::StreamSync(stream) => self.host_learns(self.last[*stream]),
-            Step::StreamQuery(stream) if outcome.done => self.host_learns(self.last[*stream]),
+            Step::StreamSync(stream) => self.host_learns(self.awaited(*stream)),
+            Step::StreamQuery(stream) if outcome.done => self.host_learns(self.awaited(*stream)),
             Step::EventQuery(_) | Step::StreamQuery(_) => {}
             Step::DeviceSync => self.host_learns(
                 self.last.into_iter().flatten().chain(self.orphans.clone().into_iter().map(|(node, _)| node)),
@@ -278,6 +278,16 @@ impl Judge {
         let end = self.node((self.step, None), &places, self.nodes[begin].stream);
         self.last[stream] = Some(end);
         self.graphs[graph].1 = Some(end);
+    }
+
+    /// What waiting for `stream` waits for.
+    fn awaited(&self, stream: usize) -> Vec<usize> {
+        let mut nodes: Vec<usize> = self.last[stream].into_iter().collect();
+        if stream == LEGACY {
+            nodes.extend(self.last[1..NON_BLOCKING].iter().flatten());
+            nodes.extend(self.orphans.iter().filter(|(_, blocking)| *blocking).map(|(node, _)| node));
+        }
+        nodes
     }
 
     /// What work queued in `stream` now would come after.
