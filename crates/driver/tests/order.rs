@@ -222,6 +222,21 @@ fn what_a_callback_holds_may_call_the_driver_as_it_goes() -> Result<()> {
     };
     gpu.stream_host_callback(stream, guard()?)?;
     gpu.stream_synchronize(stream)?;
-    assert_eq!(gone.load(Ordering::Relaxed), 1);
+    assert_eq!(gone.load(Ordering::Relaxed), 1, "one that ran");
+
+    gpu.capture_begin(stream, CaptureMode::Relaxed)?;
+    gpu.stream_host_callback(stream, guard()?)?;
+    let graph = gpu.capture_end(stream)?;
+    let exec = gpu.graph_instantiate(graph, InstantiateOptions::default())?;
+    gpu.graph_launch(exec, stream)?;
+    gpu.graph_destroy(graph)?;
+    gpu.graph_exec_destroy(exec)?;
+    gpu.stream_synchronize(stream)?;
+    gpu.device_count()?;
+    assert_eq!(gone.load(Ordering::Relaxed), 2, "one in a graph that is gone");
+
+    gpu.stream_destroy(stream)?;
+    gpu.stream_host_callback(stream, guard()?).expect_err("the stream is gone");
+    assert_eq!(gone.load(Ordering::Relaxed), 3, "one that was refused");
     Ok(())
 }

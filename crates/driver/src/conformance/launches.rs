@@ -130,8 +130,8 @@ fn an_unknown_name_is_not_found(bench: &Bench<'_>) -> Checked {
     for name in ["nope", "", "spi", "spin2"] {
         expect_code(bench.driver.function_get(module, name), NotFound)?;
     }
-    bench.driver.function_get(module, "spin")?;
-    Ok(())
+    let known = bench.driver.function_get(module, "spin")?;
+    expect_eq("a known one, asked again", bench.driver.function_get(module, "spin")?, known)
 }
 
 fn wrong_source_is_refused_with_a_reason(bench: &Bench<'_>) -> Checked {

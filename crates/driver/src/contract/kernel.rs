@@ -184,7 +184,7 @@ pub trait Kernels {
     /// Takes the module and its functions away; the work that uses them must be done. *During capture: guarded.*
     fn module_unload(&self, module: ModuleId) -> Result<()>;
 
-    /// The kernel of that name. `NotFound` if there is none. *During capture: free.*
+    /// The kernel of that name; the same id each time. `NotFound` if there is none. *During capture: free.*
     fn function_get(&self, module: ModuleId, name: &str) -> Result<FunctionId>;
 
     /// Runs a kernel in the order of `stream`. The arguments must be those that the kernel takes: nobody can check that on a real

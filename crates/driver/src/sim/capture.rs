@@ -192,6 +192,9 @@ impl World {
     pub(super) fn add_node(&mut self, stream: StreamId, work: Work, nanos: u64) -> Result<()> {
         let joined = self.stream(stream).capture.clone().expect("a stream that captures");
         self.check_unbroken(joined.capture)?;
+        if let Work::Callback(callback) = &work {
+            self.captured_callbacks.push(Arc::clone(callback));
+        }
         let id = self.new_node();
         let nodes = &mut self.captures.get_mut(joined.capture.0).expect("a live capture").nodes;
         nodes.push(TemplateNode { id, work, nanos, deps: joined.deps, stream });

@@ -39,10 +39,12 @@ impl Kernels for SimDriver {
     fn function_get(&self, module: ModuleId, name: &str) -> Result<FunctionId> {
         self.call(Call::FunctionGet, |world| {
             let mirrors = world.module(module)?;
-            match mirrors.iter().find(|mirror| mirror.name == name) {
-                Some(&mirror) => Ok(FunctionId(world.functions.insert(Function { module, mirror }))),
-                None => world.fail(ErrorCode::NotFound, format!("{module} has no kernel named {name}")),
-            }
+            let Some(&mirror) = mirrors.iter().find(|mirror| mirror.name == name) else {
+                return world.fail(ErrorCode::NotFound, format!("{module} has no kernel named {name}"));
+            };
+            let same = |function: &Function| function.module == module && function.mirror.name == name;
+            let known = world.functions.ids().into_iter().find(|&id| world.functions.get(id).is_some_and(same));
+            Ok(FunctionId(known.unwrap_or_else(|| world.functions.insert(Function { module, mirror }))))
         })
     }
 

@@ -217,7 +217,13 @@ impl SimDriver {
 
     /// One whole call.
     fn call<R>(&self, call: Call, body: impl FnOnce(&mut World) -> Result<R>) -> Result<R> {
-        body(&mut *self.enter(call)?)
+        let mut world = self.enter(call)?;
+        let outcome = body(&mut world);
+        let unused = world.captured_callbacks.take_unused();
+        drop(world);
+        // Without the lock, since what they hold may call the driver as it goes.
+        drop(unused);
+        outcome
     }
 
     /// One whole call that gives work to a stream: `prepare` checks the arguments and says what is to be done and how long it takes.

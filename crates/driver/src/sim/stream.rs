@@ -1,5 +1,7 @@
 //! Streams of the simulated machine.
 
+use std::sync::Arc;
+
 use super::SimDriver;
 use super::work::Work;
 use super::world::{EventMark, StreamKind, World};
@@ -147,7 +149,11 @@ impl Streams for SimDriver {
     }
 
     fn stream_host_callback(&self, stream: StreamId, callback: HostCallback) -> Result<()> {
-        self.submit(Call::StreamHostCallback, stream, |_, _| Ok((Work::Callback(callback), 5_000)))
+        // Held until the lock is gone: what a refused one holds may call the driver as it goes.
+        let held = Arc::clone(&callback);
+        let outcome = self.submit(Call::StreamHostCallback, stream, |_, _| Ok((Work::Callback(callback), 5_000)));
+        drop(held);
+        outcome
     }
 }
 

@@ -128,3 +128,24 @@ pub(super) struct Op {
     pub nanos: u64,
     pub work: Work,
 }
+
+/// The callbacks that are in graphs, held once more so that the last graph does not let go of them under the lock.
+#[derive(Default)]
+pub(super) struct CapturedCallbacks(Vec<HostCallback>);
+
+impl CapturedCallbacks {
+    pub fn push(&mut self, callback: HostCallback) {
+        self.0.push(callback);
+    }
+
+    /// Takes out those that no graph holds any more.
+    pub fn take_unused(&mut self) -> Vec<HostCallback> {
+        self.0.extract_if(.., |callback| Arc::strong_count(callback) == 1).collect()
+    }
+}
+
+impl fmt::Debug for CapturedCallbacks {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} callbacks", self.0.len())
+    }
+}

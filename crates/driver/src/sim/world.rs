@@ -17,7 +17,7 @@ use super::memory::Memory;
 use super::order::{Frontier, Stamp};
 use super::space::PieceId;
 use super::table::{Missing, Table};
-use super::work::Op;
+use super::work::{CapturedCallbacks, Op};
 use crate::{
     Call, CaptureId, CaptureMode, ConditionalId, DeviceId, DevicePtr, DriverError, ErrorCode, EventId, EventOptions,
     GraphExecId, GraphId, InstantiateOptions, KernelMirror, ModuleId, NodeId, PhysicalOptions, PoolAttribute, PoolId,
@@ -225,6 +225,7 @@ pub(super) struct World {
     pub host_version: u64,
     /// Callbacks whose turn has come.
     pub callbacks: VecDeque<Callback>,
+    pub captured_callbacks: CapturedCallbacks,
     /// How many callbacks run right now.
     pub callbacks_running: usize,
 }
@@ -264,6 +265,7 @@ impl World {
             host: Frontier::default(),
             host_version: 0,
             callbacks: VecDeque::new(),
+            captured_callbacks: CapturedCallbacks::default(),
             callbacks_running: 0,
             config,
         };
