@@ -15,6 +15,7 @@ mod size;
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
+use tracing_subscriber::filter::LevelFilter;
 
 use output::{Output, Stop, Verdict};
 use processes::peer;
@@ -51,6 +52,8 @@ fn main() -> ExitCode {
         Ok(cli) => cli,
         Err(error) => return refuse(&error),
     };
+    // What a library can only warn of, such as an object that could not be destroyed.
+    tracing_subscriber::fmt().with_writer(std::io::stderr).with_max_level(LevelFilter::WARN).without_time().init();
     let result = match cli.command {
         Command::Info(args) => info::run(&args, &mut Output::stdout(args.json)),
         Command::Selftest(args) => selftest::run(&args, &mut Output::stdout(args.json)),

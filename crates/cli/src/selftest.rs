@@ -1,18 +1,20 @@
-//! `warpool selftest`: does a driver keep the contract? Runs the conformance suite and shows what it reports.
+//! `warpool selftest`: does a driver keep the contract, and what stands on it work? Runs the suites and shows what they report.
 
 use std::collections::BTreeMap;
 use std::io;
+use std::sync::Arc;
 use std::time::Duration;
 
 use indicatif::{ProgressBar, ProgressStyle};
 use serde_json::json;
+use warpool_driver::Driver;
 use warpool_driver::conformance::{self, Options, Outcome, Report, Suite, Summary};
 
 use crate::driver::{self, SimArgs};
 use crate::output::{self, Output, Result, Stop, Verdict};
 use crate::processes;
 
-/// Checks that a driver keeps the contract, call by call
+/// Checks that a driver keeps the contract, call by call, and that the streams and events above it work
 ///
 /// Runs small programs on real streams and compares exactly what comes out.
 /// A check is skipped only where the device lacks what it is about, and says so.
@@ -58,13 +60,26 @@ pub fn run(args: &Args, output: &mut Output) -> Result<Verdict> {
     let name = driver.device_properties(device)?.name;
     output.line(format!("driver {}, {device} ({name}), seed {}\n", driver.kind(), args.seed))?;
     let mut printer = Printer { output, reports: Vec::new(), suite_begun: 0, ended: Ok(()), spinner: spinner() };
-    let summary = conformance::run_with(&*driver, SUITES, &options, &mut |report| printer.take(report));
+    let summary = run_suites(&driver, &options, &mut |report| printer.take(report));
     let shown = printer.finish().and_then(|reports| conclude(output, &reports, summary));
     match shown {
         // The answer stands, also where the reader left before it came.
         Err(error) if error.kind() != io::ErrorKind::BrokenPipe => Err(error.into()),
         _ => Ok(if summary.failed == 0 { Verdict::Good } else { Verdict::Bad }),
     }
+}
+
+/// Runs the driver's own suites, those that need a second process, those of the layer above, and at last what breaks the device.
+fn run_suites(driver: &Arc<dyn Driver>, options: &Options, on_report: &mut dyn FnMut(&Report)) -> Summary {
+    let harmless = Options { destructive: false, ..options.clone() };
+    let mut summary = conformance::run_with(&**driver, PROCESSES, &harmless, on_report);
+    summary += warpool::selftest::run(driver, options, on_report);
+    let asked = |name: &str| options.suites.is_empty() || options.suites.iter().any(|asked| asked == name);
+    let last: Vec<String> = destructive().filter(|name| asked(name)).map(str::to_owned).collect();
+    if options.destructive && !last.is_empty() {
+        summary += conformance::run(&**driver, &Options { suites: last, ..options.clone() }, on_report);
+    }
+    summary
 }
 
 /// What a person reads first, and so comes last.
@@ -79,10 +94,17 @@ fn conclude(output: &mut Output, reports: &[Report], summary: Summary) -> io::Re
 }
 
 /// The suites that stand in this crate.
-const SUITES: &[Suite] = &[processes::SUITE];
+const PROCESSES: &[Suite] = &[processes::SUITE];
 
+/// All suites by name, in the order in which they run.
 fn names() -> Vec<&'static str> {
-    conformance::in_order(SUITES).map(|suite| suite.name).collect()
+    let harmless = conformance::in_order(PROCESSES).filter(|suite| !suite.destructive).map(|suite| suite.name);
+    harmless.chain(warpool::selftest::SUITES.iter().map(|suite| suite.name)).chain(destructive()).collect()
+}
+
+/// The suites that leave the device broken.
+fn destructive() -> impl Iterator<Item = &'static str> {
+    conformance::suites().iter().filter(|suite| suite.destructive).map(|suite| suite.name)
 }
 
 fn listed() -> String {
@@ -92,14 +114,11 @@ fn listed() -> String {
 /// Refuses suites that are not there, and those that were forbidden in the same breath.
 fn check_suites(args: &Args) -> Result<()> {
     for asked in &args.suites {
-        match conformance::in_order(SUITES).find(|suite| suite.name == asked) {
-            None => {
-                return Err(Stop::Usage(format!("there is no suite '{asked}': choose from {}", names().join(", "))));
-            }
-            Some(suite) if suite.destructive && args.no_destructive => {
-                return Err(Stop::Usage(format!("the suite '{asked}' is what --no-destructive leaves out")));
-            }
-            Some(_) => {}
+        if !names().contains(&asked.as_str()) {
+            return Err(Stop::Usage(format!("there is no suite '{asked}': choose from {}", names().join(", "))));
+        }
+        if args.no_destructive && destructive().any(|name| name == asked) {
+            return Err(Stop::Usage(format!("the suite '{asked}' is what --no-destructive leaves out")));
         }
     }
     Ok(())

@@ -52,6 +52,7 @@ mod error;
 mod event;
 mod event_pool;
 mod lease;
+pub mod selftest;
 mod stream;
 mod stream_pool;
 

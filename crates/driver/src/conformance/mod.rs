@@ -124,6 +124,25 @@ pub struct Summary {
     pub skipped: usize,
 }
 
+impl Summary {
+    /// Counts one more check.
+    pub const fn count(&mut self, outcome: &Outcome) {
+        match outcome {
+            Outcome::Passed => self.passed += 1,
+            Outcome::Failed(_) => self.failed += 1,
+            Outcome::Skipped(_) => self.skipped += 1,
+        }
+    }
+}
+
+impl std::ops::AddAssign for Summary {
+    fn add_assign(&mut self, other: Self) {
+        self.passed += other.passed;
+        self.failed += other.failed;
+        self.skipped += other.skipped;
+    }
+}
+
 /// Declares a suite's checks: functions of the file, whose names become the checks' names.
 macro_rules! checks {
     ($($check:ident,)* $(; provoking: $($wrong:ident,)*)?) => {
@@ -183,11 +202,7 @@ pub fn run_with(driver: &dyn Driver, more: &[Suite], options: &Options, on_repor
         for check in suite.checks {
             let begun = Instant::now();
             let outcome = run_one(driver, options, &kit, suite, check);
-            match outcome {
-                Outcome::Passed => summary.passed += 1,
-                Outcome::Failed(_) => summary.failed += 1,
-                Outcome::Skipped(_) => summary.skipped += 1,
-            }
+            summary.count(&outcome);
             on_report(&Report { suite: suite.name, check: check.name, outcome, elapsed: begun.elapsed() });
         }
     }
@@ -205,13 +220,24 @@ fn run_one(driver: &dyn Driver, options: &Options, kit: &kernels::Kit<'_>, suite
     let bench = Bench::new(driver, options, kit, &[suite.name, check.name]);
     let ended = catch_unwind(AssertUnwindSafe(|| (check.run)(&bench)));
     let cleared = catch_unwind(AssertUnwindSafe(|| bench.clear()));
+    match (outcome_of(ended), outcome_of(cleared)) {
+        // What broke the device cannot be taken away any more.
+        (Outcome::Passed, _) if suite.destructive => Outcome::Passed,
+        (Outcome::Passed, Outcome::Failed(text)) => Outcome::Failed(format!("clearing up: {text}")),
+        (outcome, _) => outcome,
+    }
+}
+
+/// Runs a check that is not one of this module's own, such as those of the layers above, and says how it ended.
+pub fn watch(suite: &'static str, check: &'static str, body: impl FnOnce() -> Checked) -> Report {
+    let begun = Instant::now();
+    let outcome = outcome_of(catch_unwind(AssertUnwindSafe(body)));
+    Report { suite, check, outcome, elapsed: begun.elapsed() }
+}
+
+fn outcome_of(ended: std::thread::Result<Checked>) -> Outcome {
     match ended {
-        Ok(Ok(())) if suite.destructive => Outcome::Passed,
-        Ok(Ok(())) => match cleared {
-            Ok(Ok(())) => Outcome::Passed,
-            Ok(Err(stop)) => Outcome::Failed(format!("clearing up: {stop}")),
-            Err(panic) => Outcome::Failed(format!("clearing up panicked: {}", panic_text(panic.as_ref()))),
-        },
+        Ok(Ok(())) => Outcome::Passed,
         Ok(Err(Stop::Skipped(reason))) => Outcome::Skipped(reason),
         Ok(Err(stop)) => Outcome::Failed(stop.to_string()),
         Err(panic) => Outcome::Failed(format!("panicked: {}", panic_text(panic.as_ref()))),

@@ -1,0 +1,37 @@
+//! The suites that run on real GPUs run here on the simulated one.
+
+use std::sync::Arc;
+
+use warpool::driver::conformance::{Options, Outcome};
+use warpool::driver::sim::{SimConfig, SimDriver};
+use warpool::driver::{DeviceId, Driver};
+
+#[test]
+fn the_suites_pass_and_leave_nothing_behind() {
+    for seed in 0..8 {
+        let sim = Arc::new(SimDriver::new(SimConfig::default().with_seed(seed).with_devices(2)));
+        let driver = Arc::clone(&sim) as Arc<dyn Driver>;
+        let before = sim.census();
+        let mut wrong = Vec::new();
+        let options = Options { device: DeviceId((seed % 2) as u32), seed, ..Options::default() };
+        let summary = warpool::selftest::run(&driver, &options, &mut |report| {
+            if report.outcome != Outcome::Passed {
+                wrong.push(format!("{}.{}: {:?}", report.suite, report.check, report.outcome));
+            }
+        });
+        assert!(wrong.is_empty(), "seed {seed}: {wrong:#?}");
+        assert!(summary.passed >= 25, "seed {seed}: {summary:?}");
+        assert!(sim.hazards().is_empty(), "seed {seed}: {:#?}", sim.hazards());
+        assert_eq!(sim.census(), before, "seed {seed}");
+    }
+}
+
+#[test]
+fn suites_are_chosen_by_name() {
+    let driver: Arc<dyn Driver> = Arc::new(SimDriver::new(SimConfig::default()));
+    let mut ran = Vec::new();
+    let options = Options { suites: vec!["event_pool".to_owned()], ..Options::default() };
+    let summary = warpool::selftest::run(&driver, &options, &mut |report| ran.push(report.suite));
+    assert!(ran.iter().all(|&suite| suite == "event_pool") && !ran.is_empty());
+    assert_eq!((summary.failed, summary.skipped), (0, 1), "one check needs two devices");
+}
