@@ -116,7 +116,7 @@ fn object(kind: &str, device: DeviceId, properties: &DeviceProperties) -> Value 
 fn rows(properties: &DeviceProperties) -> [(&'static str, String); 13] {
     let yes = |able: bool| if able { "yes" } else { "no" }.to_owned();
     let (major, minor) = properties.compute_capability;
-    let peers: Vec<String> = properties.peers.iter().map(|peer| peer.0.to_string()).collect();
+    let peers: Vec<String> = properties.peers.iter().map(ToString::to_string).collect();
     [
         ("compute capability", format!("{major}.{minor}")),
         ("memory", size::show(properties.bytes_total)),
@@ -152,6 +152,6 @@ fn show_libraries(output: &mut Output) -> Result<()> {
             None => [library.name, "missing", library.if_missing],
         });
     }
-    output.table("libraries that the driver cuda uses", &table)?;
+    output.table("NVIDIA's libraries on this machine", &table)?;
     Ok(())
 }

@@ -2,7 +2,7 @@
 
 mod common;
 
-use common::{BYTES, DEVICE, Lab, WORDS};
+use common::{BYTES, DEVICE, KERNELS, Lab, WORDS};
 use warpool_driver::sim::{HazardKind, SimConfig};
 use warpool_driver::*;
 
@@ -205,6 +205,24 @@ const PROGRAMS: &[Program] = &[
             let (ptr, _) = lab.mapped()?;
             let words = if fixed { WORDS } else { (2 << 18) + 1 };
             lab.add(ptr, words, 1, lab.one)
+        },
+    },
+    Program {
+        name: "a kernel one word beyond the end of a small allocation",
+        hazard: HazardKind::IllegalAccess,
+        run: |lab, fixed| {
+            let ptr = lab.gpu.mem_alloc(DEVICE, 16)?;
+            lab.add(ptr, if fixed { 4 } else { 5 }, 1, lab.one)
+        },
+    },
+    Program {
+        name: "a kernel given a number where it takes an address",
+        hazard: HazardKind::KernelFault,
+        run: |lab, fixed| {
+            let module = lab.gpu.module_load(DEVICE, &KERNELS)?;
+            let add = lab.gpu.function_get(module, "add")?;
+            let first = if fixed { lab.memory.into() } else { 1_u64.into() };
+            lab.gpu.kernel_launch(add, LaunchShape::ONE, &[first, 4_u32.into(), 1_u32.into()], lab.one)
         },
     },
     Program {

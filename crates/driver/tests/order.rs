@@ -2,8 +2,8 @@
 
 mod common;
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, OnceLock};
 
 use common::{BYTES, DEVICE, Lab};
 use warpool_driver::sim::{HazardKind, SimConfig, SimDriver};
@@ -238,5 +238,29 @@ fn what_a_callback_holds_may_call_the_driver_as_it_goes() -> Result<()> {
     gpu.stream_destroy(stream)?;
     gpu.stream_host_callback(stream, guard()?).expect_err("the stream is gone");
     assert_eq!(gone.load(Ordering::Relaxed), 3, "one that was refused");
+    Ok(())
+}
+
+#[test]
+fn a_kernels_double_cannot_call_the_driver() -> Result<()> {
+    static GPU: OnceLock<SimDriver> = OnceLock::new();
+    static CALLER: KernelSource = KernelSource {
+        name: "caller",
+        cuda: "",
+        mirrors: &[KernelMirror {
+            name: "call",
+            run: |_| match GPU.get().expect("set below").device_count() {
+                Err(error) if error.code == ErrorCode::NotPermitted => Ok(()),
+                other => Err(KernelFault::new(format!("{other:?}"))),
+            },
+            nanos: None,
+        }],
+    };
+    let gpu = GPU.get_or_init(|| SimDriver::new(SimConfig::default()));
+    let stream = gpu.stream_create(DEVICE, StreamOptions::default())?;
+    let module = gpu.module_load(DEVICE, &CALLER)?;
+    gpu.kernel_launch(gpu.function_get(module, "call")?, LaunchShape::ONE, &[], stream)?;
+    gpu.stream_synchronize(stream)?;
+    assert!(gpu.hazards().is_empty(), "{:#?}", gpu.hazards());
     Ok(())
 }

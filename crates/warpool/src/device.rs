@@ -94,8 +94,8 @@ impl Gpu {
 
     /// Destroys every pooled stream and event and lets the driver go.
     ///
-    /// Nothing else may hold on to this `Gpu` any more: [`Error::StillInUse`] otherwise, and nothing is
-    /// changed. Of several driver calls that fail the first is reported, and the rest is still given back.
+    /// Nothing else may hold on to this `Gpu` any more, not even a [`Device`]: [`Error::StillInUse`] otherwise, and nothing is
+    /// destroyed; call it on the last handle. Of several driver calls that fail the first is reported, and the rest is still given back.
     pub fn close(self) -> Result<()> {
         match Arc::try_unwrap(self.shared) {
             Ok(shared) => {

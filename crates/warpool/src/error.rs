@@ -103,7 +103,9 @@ pub enum Error {
     },
 
     /// Something still needs what was to be closed.
-    #[error("cannot close: {holders} more handles, streams, leases or events of this Gpu are alive; drop them first")]
+    #[error(
+        "cannot close: {holders} more handles, devices, streams, leases or events of this Gpu are alive; drop them first"
+    )]
     StillInUse {
         /// How many.
         holders: usize,

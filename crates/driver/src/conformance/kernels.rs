@@ -148,7 +148,8 @@ fn echo(scope: &mut KernelScope<'_>) -> Ran {
 fn shape(scope: &mut KernelScope<'_>) -> Ran {
     let out = scope.arg_ptr(0)?;
     let LaunchShape { grid, block, .. } = scope.shape;
-    let threads = u32::try_from(scope.shape.threads()).map_err(|_| KernelFault)?;
+    let threads =
+        u32::try_from(scope.shape.threads()).map_err(|_| KernelFault::new("more threads than a u32 counts"))?;
     let before = scope.read_u32(out, 1)?[0];
     scope.write_u32(out, &[before + threads, grid[0], grid[1], grid[2], block[0], block[1], block[2]])
 }

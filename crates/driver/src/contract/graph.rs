@@ -97,13 +97,13 @@ pub trait Graphs {
 
     /// Makes a flag for one conditional node of the graph that `stream` captures. It has the value `default` when a launch
     /// begins; kernels of the graph that get it as [`KernelArg::Conditional`](crate::KernelArg::Conditional) set it. `IllegalState` unless
-    /// the stream captures, `NotSupported` without conditional nodes. *During capture: only.*
+    /// the stream captures, `NotSupported` without conditional nodes. *During capture: free*, and only on a stream that captures.
     fn conditional_create(&self, stream: StreamId, default: u32) -> Result<ConditionalId>;
 
     /// Appends a conditional node to what `stream` captures, and starts to capture its body on `body`, a stream that captures
     /// nothing. [`capture_end`](crate::Captures::capture_end) on `body` ends it and returns the body's graph, which belongs to the node: destroying the id only
     /// forgets it. A flag serves one node (`InvalidValue`). A body may hold kernels, copies, fills and further conditional nodes; with
-    /// anything else in it, [`graph_instantiate`](Self::graph_instantiate) gives `InvalidValue`. *During capture: only.*
+    /// anything else in it, [`graph_instantiate`](Self::graph_instantiate) gives `InvalidValue`. *During capture: free*, and only on a stream that captures.
     fn conditional_begin(
         &self,
         stream: StreamId,

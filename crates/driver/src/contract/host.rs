@@ -22,7 +22,7 @@ impl Default for HostOptions {
 /// Pinned host memory.
 ///
 /// The host touches it through [`host_read`](Self::host_read) and [`host_write`](Self::host_write), which check the range and, on the
-/// simulated device, that no copy is under way. Code that needs the bytes themselves makes a pointer of the
+/// simulated device, that no work on the device still uses it. Code that needs the bytes themselves makes a pointer of the
 /// address, and takes on what that means.
 pub trait HostMemory {
     /// Allocates pinned memory, with `device`'s context. `InvalidValue` for 0 bytes, `OutOfMemory` if it cannot be had. *During capture: guarded.*

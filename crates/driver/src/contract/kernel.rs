@@ -1,4 +1,41 @@
 //! Kernels: CUDA C++ text for the device, and beside it the Rust function that does the same on a simulated one.
+//!
+//! ```
+//! use warpool_driver::sim::{SimConfig, SimDriver};
+//! use warpool_driver::*;
+//!
+//! static DOUBLE: KernelSource = KernelSource {
+//!     name: "double",
+//!     cuda: r#"extern "C" __global__ void twice(float* x, unsigned n) {
+//!         unsigned i = blockIdx.x * blockDim.x + threadIdx.x;
+//!         if (i < n) x[i] *= 2;
+//!     }"#,
+//!     mirrors: &[KernelMirror {
+//!         name: "twice",
+//!         run: |kernel| {
+//!             let (x, n) = (kernel.arg_ptr(0)?, kernel.arg_u32(1)?);
+//!             let values: Vec<f32> = kernel.read_f32(x, n as usize)?.iter().map(|x| x * 2.0).collect();
+//!             kernel.write_f32(x, &values)
+//!         },
+//!         nanos: None,
+//!     }],
+//! };
+//!
+//! # fn main() -> Result<()> {
+//! let (gpu, device) = (SimDriver::new(SimConfig::default()), DeviceId(0));
+//! let stream = gpu.stream_create(device, StreamOptions::default())?;
+//! let memory = gpu.mem_alloc(device, 4)?;
+//! gpu.upload(device, memory, &1.5_f32.to_le_bytes())?;
+//! let module = gpu.module_load(device, &DOUBLE)?;
+//! let twice = gpu.function_get(module, "twice")?;
+//! gpu.kernel_launch(twice, LaunchShape::linear(1), &[memory.into(), 1_u32.into()], stream)?;
+//! gpu.stream_synchronize(stream)?;
+//! let mut bytes = [0; 4];
+//! gpu.download(device, memory, &mut bytes)?;
+//! assert_eq!(f32::from_le_bytes(bytes), 3.0);
+//! # Ok(())
+//! # }
+//! ```
 
 use std::fmt;
 
@@ -20,7 +57,7 @@ pub struct KernelSource {
 pub struct KernelMirror {
     /// The kernel's name in the CUDA text.
     pub name: &'static str,
-    /// Does to simulated memory what the kernel does, all threads of the launch together.
+    /// Does to simulated memory what the kernel does, all threads of the launch together. It must not call the driver (`NotPermitted`).
     pub run: fn(&mut KernelScope<'_>) -> std::result::Result<(), KernelFault>,
     /// How long a launch takes, in nanoseconds, where its arguments tell; else the cost model decides.
     pub nanos: Option<fn(&LaunchShape, &[KernelArg]) -> u64>,
@@ -82,16 +119,41 @@ pub enum KernelArg {
     Conditional(ConditionalId),
 }
 
-impl From<DevicePtr> for KernelArg {
-    fn from(ptr: DevicePtr) -> Self {
-        Self::Ptr(ptr)
-    }
+/// Declares which values become which arguments.
+macro_rules! arguments_from {
+    ($($ty:ty => $kind:ident,)*) => {$(
+        impl From<$ty> for KernelArg {
+            fn from(value: $ty) -> Self {
+                Self::$kind(value)
+            }
+        }
+    )*};
 }
 
-/// A kernel could not go on: it touched what it may not, or was given arguments that it does not take.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("a kernel could not go on")]
-pub struct KernelFault;
+arguments_from! {
+    DevicePtr => Ptr,
+    u32 => U32,
+    i32 => I32,
+    u64 => U64,
+    i64 => I64,
+    f32 => F32,
+    f64 => F64,
+    ConditionalId => Conditional,
+}
+
+/// Why a kernel's double could not go on: it touched what it may not, or was given arguments that it does not take. The device is
+/// broken from then on (`IllegalAddress`), as it would be on a real one, and the hazard log says why.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{0}")]
+pub struct KernelFault(Box<str>);
+
+impl KernelFault {
+    /// A fault for that reason.
+    #[must_use]
+    pub fn new(why: impl Into<String>) -> Self {
+        Self(why.into().into_boxed_str())
+    }
+}
 
 /// Memory as a kernel's double sees it.
 pub trait KernelMemory {
@@ -128,7 +190,7 @@ macro_rules! scope_methods {
                 pub fn $arg(&self, index: usize) -> std::result::Result<$ty, KernelFault> {
                     match self.args.get(index) {
                         Some(&KernelArg::$kind(value)) => Ok(value),
-                        _ => Err(KernelFault),
+                        other => Err(wrong_argument(index, other, stringify!($ty))),
                     }
                 }
 
@@ -151,7 +213,7 @@ macro_rules! scope_methods {
             pub fn arg_ptr(&self, index: usize) -> std::result::Result<DevicePtr, KernelFault> {
                 match self.args.get(index) {
                     Some(&KernelArg::Ptr(ptr)) => Ok(ptr),
-                    _ => Err(KernelFault),
+                    other => Err(wrong_argument(index, other, "address")),
                 }
             }
 
@@ -159,7 +221,7 @@ macro_rules! scope_methods {
             pub fn arg_conditional(&self, index: usize) -> std::result::Result<ConditionalId, KernelFault> {
                 match self.args.get(index) {
                     Some(&KernelArg::Conditional(id)) => Ok(id),
-                    _ => Err(KernelFault),
+                    other => Err(wrong_argument(index, other, "conditional's flag")),
                 }
             }
         }
@@ -173,6 +235,13 @@ scope_methods! {
     arg_i64 read_i64 write_i64 I64 i64;
     arg_f32 read_f32 write_f32 F32 f32;
     arg_f64 read_f64 write_f64 F64 f64;
+}
+
+fn wrong_argument(index: usize, got: Option<&KernelArg>, wanted: &str) -> KernelFault {
+    KernelFault::new(match got {
+        Some(got) => format!("argument {index} is {got:?}, and the kernel's double takes a {wanted}"),
+        None => format!("argument {index} is missing, a {wanted}"),
+    })
 }
 
 /// Modules and kernels.

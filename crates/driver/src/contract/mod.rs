@@ -5,7 +5,8 @@
 //!   that has one; what the calling thread has as its current device neither matters nor changes, except for
 //!   [`Devices::set_current_device`].
 //! - An id that was never handed out, or whose object is gone, gives [`InvalidHandle`]; a device number
-//!   out of range gives [`InvalidDevice`]. A failed call changes nothing.
+//!   out of range gives [`InvalidDevice`]. A failed call changes nothing, but for captures: a forbidden call breaks them,
+//!   and a failed `capture_end` ends one.
 //! - Once a device is broken ([`DriverError::is_sticky`]), every call on it may return that same code.
 //! - From inside a host callback, every call gives [`NotPermitted`].
 //! - *During capture* each method is of one of the kinds that [`CaptureRule`] lists; its doc says which.

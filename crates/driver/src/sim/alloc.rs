@@ -11,7 +11,7 @@ use super::shadow::Mark;
 use super::space::{Gone, Region};
 use crate::{Call, DeviceId, DevicePtr, ErrorCode, Memory, MemoryInfo, Notes, Result, StreamId};
 
-/// What allocations are rounded up to.
+/// What allocations take is rounded up to this; what is beyond the bytes that were asked for cannot be touched.
 pub(super) const GRAIN: u64 = 512;
 
 impl Memory for SimDriver {
@@ -32,8 +32,8 @@ impl Memory for SimDriver {
                 world.give_bytes(device, rounded);
                 return world.fail(ErrorCode::OutOfMemory, "the address space is used up");
             };
-            let piece = world.memory.add_piece(rounded, Some(device), Bytes::device());
-            world.memory.space.insert(start, rounded, Region::Plain { piece });
+            let piece = world.memory.add_piece(bytes, Some(device), Bytes::device());
+            world.memory.space.insert(start, bytes, Region::Plain { piece });
             Ok(DevicePtr(start))
         })
     }
@@ -69,7 +69,7 @@ impl Memory for SimDriver {
                 let bytes = *bytes;
                 world.memory.space.regions.remove(&start);
                 world.bury(start, bytes, Gone::Freed);
-                world.give_bytes(device, bytes);
+                world.give_bytes(device, bytes.next_multiple_of(GRAIN));
             }
             Some((bytes, Region::Pooled { piece: now, pool, freed: false })) if Some(*now) == piece => {
                 let (bytes, pool) = (*bytes, *pool);

@@ -5,6 +5,7 @@ use std::sync::PoisonError;
 
 use super::actor::{Actor, Order, Point};
 use super::exec::ExecGraph;
+use super::hazard::HazardKind;
 use super::memory::{Broken, Memory, Toucher};
 use super::order::{Frontier, Stamp};
 use super::work::{Op, Work};
@@ -69,7 +70,9 @@ impl World {
                 let mut view = View { memory, by, flags, broken: None };
                 let mut scope = KernelScope { shape: kernel.shape, args: &kernel.args, memory: &mut view };
                 // A panic is the device's assert: it breaks the device, not the simulation.
-                let outcome = std::panic::catch_unwind(AssertUnwindSafe(|| (kernel.mirror.run)(&mut scope)));
+                let outcome = super::without_driver(|| {
+                    std::panic::catch_unwind(AssertUnwindSafe(|| (kernel.mirror.run)(&mut scope)))
+                });
                 match (outcome, view.broken) {
                     (Err(_), _) => {
                         code = ErrorCode::Assert;
@@ -77,7 +80,11 @@ impl World {
                     }
                     (_, Some(broken)) => Err(broken),
                     // It gave up by itself: on a real device it would have gone astray.
-                    (Ok(Err(KernelFault)), None) => Err(Broken(true)),
+                    (Ok(Err(fault)), None) => {
+                        let operation = view.by.who.to_string();
+                        view.memory.log.plain(HazardKind::KernelFault, operation, fault.to_string(), scene.now);
+                        Err(Broken(true))
+                    }
                     (Ok(Ok(())), None) => Ok(()),
                 }
             }
@@ -121,7 +128,7 @@ impl View<'_> {
             }
             Err(broken) => {
                 self.broken = Some(broken);
-                Err(KernelFault)
+                Err(KernelFault::new("the device may not touch that address"))
             }
         }
     }
@@ -144,7 +151,7 @@ impl KernelMemory for View<'_> {
                 *flag = value;
                 Ok(())
             }
-            None => Err(KernelFault),
+            None => Err(KernelFault::new(format!("{conditional} is not of this graph"))),
         }
     }
 }

@@ -29,6 +29,8 @@ pub enum HazardKind {
     UseAfterDestroy,
     /// A graph was replayed over memory that is gone.
     GraphOverFreedMemory,
+    /// A kernel's double could not go on, for a reason of its own.
+    KernelFault,
     /// A capture ended while a stream that joined it had work that leads nowhere.
     CaptureUnjoined,
     /// A call broke a capture.
@@ -49,6 +51,7 @@ impl HazardKind {
             Self::HostTooEarly => "host access before the device was done",
             Self::UseAfterDestroy => "use after destroy",
             Self::GraphOverFreedMemory => "graph replayed over freed memory",
+            Self::KernelFault => "kernel could not go on",
             Self::CaptureUnjoined => "capture left unjoined",
             Self::CaptureBroken => "capture broken",
         }
@@ -117,7 +120,8 @@ impl fmt::Display for HazardRange {
 pub struct Hazard {
     /// What kind of trouble.
     pub kind: HazardKind,
-    /// The operations, the earlier one first: what each is, its number, its stream or graph.
+    /// The operations, in the order in which they took effect: what each is, the number of the call that queued it (counted over the whole
+    /// driver), its stream or graph.
     pub operations: Vec<String>,
     /// The bytes, where memory is concerned.
     pub range: Option<HazardRange>,

@@ -320,7 +320,7 @@ fn why_unordered(earlier: &Actor, by: &Toucher<'_>) -> String {
     }
     if earlier.is_host() {
         return format!(
-            "{} was queued before the host touched the memory, and the host did not wait for it",
+            "it was queued in {} before the host touched the memory, and the host did not wait for it",
             by.who.stream
         );
     }

@@ -8,8 +8,9 @@
 //!   waits for ever. A panic in a kernel's double is an assert of the device: it breaks the device, and later calls say so.
 //! - **Order** is tracked apart from time. What streams, events, default-stream rules, graphs and waits of the host put in order is in
 //!   order; everything else is not, even if the clock happened to separate it.
-//! - **The hazard log** names every access that no order protects ([`SimDriver::hazards`]). All threads of the host count as one: what one has
-//!   waited for, all know. So a missing hand-over between two host threads goes unnoticed, but nothing is reported that is in order.
+//! - **The hazard log** names accesses that no order protects ([`SimDriver::hazards`]). Each is compared with the last write to its bytes and the reads since,
+//!   so of several clashes over the same bytes one may hide another: put it right, run again, and the next shows. All threads of the host count as
+//!   one: what one has waited for, all know. So a missing hand-over between two host threads goes unnoticed, but nothing is reported that is in order.
 //! - **Capture and graphs** obey CUDA's rules, as measured on an H200; replays have real effects.
 //! - The same seed and the same calls give the same run.
 //!
@@ -115,8 +116,16 @@ pub struct Census {
 }
 
 thread_local! {
-    /// Whether this thread is inside a host callback, from where nothing may be called.
+    /// Whether this thread is inside a host callback or a kernel's double, from where nothing may be called.
     static IN_CALLBACK: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Runs code of others from where the driver may not be called: a host callback, or a kernel's double. It must not panic.
+fn without_driver<T>(body: impl FnOnce() -> T) -> T {
+    let before = IN_CALLBACK.replace(true);
+    let outcome = body();
+    IN_CALLBACK.set(before);
+    outcome
 }
 
 impl SimDriver {
@@ -190,7 +199,7 @@ impl SimDriver {
     fn enter(&self, call: Call) -> Result<MutexGuard<'_, World>> {
         if IN_CALLBACK.get() {
             return Err(DriverError::new(call.name(), ErrorCode::NotPermitted)
-                .with_detail("host callbacks must not call the driver"));
+                .with_detail("host callbacks and doubles of kernels must not call the driver"));
         }
         let mut world = self.lock();
         world.calls_made += 1;
@@ -277,9 +286,7 @@ impl SimDriver {
             let Callback { run, runner, time } = callback;
             world.callbacks_running += 1;
             drop(world);
-            IN_CALLBACK.set(true);
-            let outcome = std::panic::catch_unwind(AssertUnwindSafe(|| run()));
-            IN_CALLBACK.set(false);
+            let outcome = without_driver(|| std::panic::catch_unwind(AssertUnwindSafe(|| run())));
             // Here, since what it holds may call the driver as it goes.
             drop(run);
             world = self.lock();

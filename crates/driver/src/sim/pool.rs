@@ -55,22 +55,24 @@ impl Pools for SimDriver {
             world.forbid_guarded()?;
         }
         world.forbid_implicit(stream)?;
-        let rounded =
-            bytes.max(1).checked_next_multiple_of(GRAIN).ok_or_else(|| world.error(ErrorCode::OutOfMemory))?;
+        let bytes = bytes.max(1);
+        if bytes.checked_next_multiple_of(GRAIN).is_none() {
+            return Err(world.error(ErrorCode::OutOfMemory));
+        }
         if capturing {
-            return world.capture_pool_alloc(pool, rounded, stream);
+            return world.capture_pool_alloc(pool, bytes, stream);
         }
         let mut world = self.wait_for_room(world, stream)?;
-        world.take_from_pool(pool, rounded)?;
-        let Some(start) = world.memory.space.find(rounded, GRAIN) else {
-            world.return_to_pool(pool, rounded);
+        world.take_from_pool(pool, bytes)?;
+        let Some(start) = world.memory.space.find(bytes, GRAIN) else {
+            world.return_to_pool(pool, bytes);
             return world.fail(ErrorCode::OutOfMemory, "the address space is used up");
         };
         let device = world.pool(pool)?.device;
-        let piece = world.memory.add_piece(rounded, Some(device), Bytes::device());
-        world.memory.space.insert(start, rounded, Region::Pooled { piece, pool, freed: false });
+        let piece = world.memory.add_piece(bytes, Some(device), Bytes::device());
+        world.memory.space.insert(start, bytes, Region::Pooled { piece, pool, freed: false });
         let ptr = DevicePtr(start);
-        world.enqueue(stream, Work::PoolAlloc { ptr, bytes: rounded, pool }, 0, Vec::new());
+        world.enqueue(stream, Work::PoolAlloc { ptr, bytes, pool }, 0, Vec::new());
         Ok(ptr)
     }
 
@@ -176,6 +178,7 @@ impl World {
 
     /// Makes room in a pool, from its device if need be.
     pub(super) fn take_from_pool(&mut self, pool: PoolId, bytes: u64) -> Result<()> {
+        let bytes = bytes.next_multiple_of(GRAIN);
         let state = self.pool(pool)?;
         let device = state.device;
         let used = state.get(Attribute::UsedCurrent).saturating_add(bytes);
@@ -195,6 +198,7 @@ impl World {
     }
 
     pub(super) fn return_to_pool(&mut self, pool: PoolId, bytes: u64) {
+        let bytes = bytes.next_multiple_of(GRAIN);
         if let Some(state) = self.pools.get_mut(pool.0) {
             state.set(Attribute::UsedCurrent, state.get(Attribute::UsedCurrent) - bytes);
             self.drop_pool_if_unused(pool);
