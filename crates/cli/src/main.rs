@@ -6,6 +6,7 @@
 
 mod bench;
 mod driver;
+mod foreign;
 mod info;
 mod output;
 mod processes;

@@ -12,7 +12,7 @@ use warpool_driver::conformance::{self, Options, Outcome, Report, Suite, Summary
 
 use crate::driver::{self, SimArgs};
 use crate::output::{self, Output, Result, Stop, Verdict};
-use crate::processes;
+use crate::{foreign, processes};
 
 /// Checks that a driver keeps the contract, call by call, and that the streams and events above it work
 ///
@@ -69,10 +69,10 @@ pub fn run(args: &Args, output: &mut Output) -> Result<Verdict> {
     }
 }
 
-/// Runs the driver's own suites, those that need a second process, those of the layer above, and at last what breaks the device.
+/// Runs the driver's own suites, those that need a second driver or process, those of the layer above, and at last what breaks the device.
 fn run_suites(driver: &Arc<dyn Driver>, options: &Options, on_report: &mut dyn FnMut(&Report)) -> Summary {
     let harmless = Options { destructive: false, ..options.clone() };
-    let mut summary = conformance::run_with(&**driver, PROCESSES, &harmless, on_report);
+    let mut summary = conformance::run_with(&**driver, HERE, &harmless, on_report);
     summary += warpool::selftest::run(driver, options, on_report);
     let asked = |name: &str| options.suites.is_empty() || options.suites.iter().any(|asked| asked == name);
     let last: Vec<String> = destructive().filter(|name| asked(name)).map(str::to_owned).collect();
@@ -94,11 +94,11 @@ fn conclude(output: &mut Output, reports: &[Report], summary: Summary) -> io::Re
 }
 
 /// The suites that stand in this crate.
-const PROCESSES: &[Suite] = &[processes::SUITE];
+const HERE: &[Suite] = &[foreign::SUITE, processes::SUITE];
 
 /// All suites by name, in the order in which they run.
 fn names() -> Vec<&'static str> {
-    let harmless = conformance::in_order(PROCESSES).filter(|suite| !suite.destructive).map(|suite| suite.name);
+    let harmless = conformance::in_order(HERE).filter(|suite| !suite.destructive).map(|suite| suite.name);
     harmless.chain(warpool::selftest::SUITES.iter().map(|suite| suite.name)).chain(destructive()).collect()
 }
 

@@ -1,7 +1,8 @@
 //! Contexts: which one a device works with, and making it current for the length of a call.
 //!
 //! The rule: a call leaves the calling thread's current context as it found it, "none" included. A device's primary
-//! context is retained when first needed and held for the driver's life.
+//! context is retained when first needed, and never released: the last owner of a driver may go while the process exits, when
+//! no call to CUDA is safe any more, and the context goes with the process anyway.
 
 use std::ptr;
 use std::sync::Mutex;
@@ -31,12 +32,9 @@ pub(crate) struct Device {
     pub(crate) stream_per_thread: StreamId,
 }
 
-/// How often the primary context is retained, and for whom.
+/// How often the primary context is retained for callers of `context_retain`.
 #[derive(Default)]
 struct Holds {
-    /// Once for the driver itself.
-    own: bool,
-    /// For callers of `context_retain`.
     callers: u32,
 }
 
@@ -85,7 +83,7 @@ impl CudaDriver {
         if !known.is_null() {
             return Ok(Handle::new(known));
         }
-        let mut holds = lock(&slot.holds);
+        let _holds = lock(&slot.holds);
         let known = slot.context.load(Ordering::Acquire);
         if !known.is_null() {
             return Ok(Handle::new(known));
@@ -93,7 +91,6 @@ impl CudaDriver {
         let mut context = ptr::null_mut();
         // SAFETY: `context` takes the handle; `raw` came from cuDeviceGet.
         site.check(unsafe { (self.api.primary_ctx_retain)(&raw mut context, slot.raw) })?;
-        holds.own = true;
         slot.context.store(context, Ordering::Release);
         Ok(Handle::new(context))
     }
@@ -173,23 +170,5 @@ impl CudaDriver {
         site.check(unsafe { (self.api.primary_ctx_release)(slot.raw) })?;
         holds.callers -= 1;
         Ok(())
-    }
-}
-
-impl Drop for CudaDriver {
-    /// Gives back the driver's own hold on primary contexts. What callers retained stays theirs.
-    fn drop(&mut self) {
-        for slot in &mut self.devices {
-            let own = slot.holds.get_mut().is_ok_and(|holds| holds.own);
-            if !own {
-                continue;
-            }
-            // SAFETY: the driver's own retain is outstanding, and nothing can use the context through it any more.
-            let code = unsafe { (self.api.primary_ctx_release)(slot.raw) };
-            // During the exit of the process the CUDA driver may be gone already, and the context with it.
-            if code != 0 && code != ErrorCode::Deinitialized.number() {
-                tracing::warn!("a primary context could not be released: {}", ErrorCode::from_number(code));
-            }
-        }
     }
 }

@@ -131,8 +131,8 @@ pub enum OpenError {
 /// The CUDA driver, behind the contract.
 ///
 /// Opening it creates no context. The first call that needs a device's primary context makes it, and the driver holds
-/// it until it is dropped. Objects that were made through the driver and not taken away are not destroyed then: they go
-/// with the context, once nobody else holds that. So do events that a graph may record or wait for at its launches, even
+/// it until the process ends: dropping the driver calls nothing, since it may happen while the process exits. Objects that were
+/// made through the driver and not taken away go with the context. So do events that a graph may record or wait for at its launches, even
 /// if they were destroyed here.
 pub struct CudaDriver {
     api: Api,

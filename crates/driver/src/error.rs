@@ -65,6 +65,8 @@ impl DriverError {
                 | ErrorCode::InvalidPc
                 | ErrorCode::LaunchFailed
                 | ErrorCode::EccUncorrectable
+                | ErrorCode::NvlinkUncorrectable
+                | ErrorCode::ExternalDevice
         )
     }
 }
@@ -151,6 +153,7 @@ codes! {
     EccUncorrectable = 214 CUDA_ERROR_ECC_UNCORRECTABLE "memory error that could not be corrected";
     PeerAccessUnsupported = 217 CUDA_ERROR_PEER_ACCESS_UNSUPPORTED "these devices cannot reach each other";
     InvalidPtx = 218 CUDA_ERROR_INVALID_PTX "the code could not be compiled";
+    NvlinkUncorrectable = 220 CUDA_ERROR_NVLINK_UNCORRECTABLE "an error on the link between devices that could not be corrected";
     UnsupportedPtxVersion = 222 CUDA_ERROR_UNSUPPORTED_PTX_VERSION "the code was compiled for a newer driver";
     InvalidSource = 300 CUDA_ERROR_INVALID_SOURCE "the source could not be compiled";
     FileNotFound = 301 CUDA_ERROR_FILE_NOT_FOUND "file not found";
@@ -169,6 +172,7 @@ codes! {
     PrimaryContextActive = 708 CUDA_ERROR_PRIMARY_CONTEXT_ACTIVE "the primary context is in use";
     ContextIsDestroyed = 709 CUDA_ERROR_CONTEXT_IS_DESTROYED "the context was destroyed";
     Assert = 710 CUDA_ERROR_ASSERT "an assertion in a kernel failed";
+    TooManyPeers = 711 CUDA_ERROR_TOO_MANY_PEERS "no more peers can be reached";
     HostMemoryAlreadyRegistered = 712 CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED "that host memory is pinned already";
     HostMemoryNotRegistered = 713 CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED "that host memory is not pinned";
     HardwareStackError = 714 CUDA_ERROR_HARDWARE_STACK_ERROR "the device's call stack broke";
@@ -177,10 +181,12 @@ codes! {
     InvalidAddressSpace = 717 CUDA_ERROR_INVALID_ADDRESS_SPACE "a kernel used the wrong kind of memory";
     InvalidPc = 718 CUDA_ERROR_INVALID_PC "a kernel jumped to nowhere";
     LaunchFailed = 719 CUDA_ERROR_LAUNCH_FAILED "a kernel failed";
+    CooperativeLaunchTooLarge = 720 CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE "a cooperative launch is too large for the device";
     NotPermitted = 800 CUDA_ERROR_NOT_PERMITTED "not permitted here";
     NotSupported = 801 CUDA_ERROR_NOT_SUPPORTED "this device or driver cannot do that";
     SystemNotReady = 802 CUDA_ERROR_SYSTEM_NOT_READY "the system is not ready";
     SystemDriverMismatch = 803 CUDA_ERROR_SYSTEM_DRIVER_MISMATCH "driver library and kernel module do not match";
+    CompatNotSupportedOnDevice = 804 CUDA_ERROR_COMPAT_NOT_SUPPORTED_ON_DEVICE "the device does not support a newer driver library";
     StreamCaptureUnsupported = 900 CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED "not allowed while a stream captures";
     StreamCaptureInvalidated = 901 CUDA_ERROR_STREAM_CAPTURE_INVALIDATED "an earlier error broke the capture";
     StreamCaptureMerge = 902 CUDA_ERROR_STREAM_CAPTURE_MERGE "this would merge two captures";
@@ -190,6 +196,10 @@ codes! {
     StreamCaptureImplicit = 906 CUDA_ERROR_STREAM_CAPTURE_IMPLICIT "the default stream would depend on the capture";
     CapturedEvent = 907 CUDA_ERROR_CAPTURED_EVENT "the event was last recorded in a capture";
     StreamCaptureWrongThread = 908 CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD "the capture began on another thread";
+    Timeout = 909 CUDA_ERROR_TIMEOUT "it took longer than allowed";
+    GraphExecUpdateFailure = 910 CUDA_ERROR_GRAPH_EXEC_UPDATE_FAILURE "a graph cannot be changed in that way";
+    ExternalDevice = 911 CUDA_ERROR_EXTERNAL_DEVICE "a device outside failed";
+    InvalidClusterSize = 912 CUDA_ERROR_INVALID_CLUSTER_SIZE "no such cluster of blocks can be run";
     UnknownError = 999 CUDA_ERROR_UNKNOWN "the driver does not say why";
 }
 

@@ -199,6 +199,41 @@ const PROGRAMS: &[Program] = &[
         },
     },
     Program {
+        name: "other memory mapped in its place under a running kernel",
+        hazard: HazardKind::UseAfterUnmap,
+        run: |lab, fixed| {
+            let (ptr, _) = lab.mapped()?;
+            let other = lab.gpu.vm_create(DEVICE, 2 << 20, PhysicalOptions::default())?;
+            lab.add(ptr, WORDS, 1, lab.one)?;
+            if fixed {
+                lab.gpu.stream_synchronize(lab.one)?;
+            }
+            lab.gpu.vm_unmap(ptr, 2 << 20)?;
+            lab.gpu.vm_map(ptr, other)?;
+            let all = [DeviceAccess { device: DEVICE, access: Access::ReadWrite }];
+            lab.gpu.vm_set_access(ptr, 2 << 20, &all)
+        },
+    },
+    Program {
+        name: "a copy onto itself",
+        hazard: HazardKind::OverlappingCopy,
+        run: |lab, fixed| {
+            let distance = if fixed { 1024 } else { 1023 };
+            lab.gpu.copy(lab.memory.offset(distance).into(), lab.memory.into(), 1024, lab.one)
+        },
+    },
+    Program {
+        name: "a graph replayed after the event that it records was destroyed",
+        hazard: HazardKind::UseAfterDestroy,
+        run: |lab, fixed| {
+            let exec = lab.capture(|| lab.gpu.event_record(lab.event, lab.one, EventScope::External))?;
+            if !fixed {
+                lab.gpu.event_destroy(lab.event)?;
+            }
+            lab.gpu.graph_launch(exec, lab.one)
+        },
+    },
+    Program {
         name: "a kernel beyond the end of its memory",
         hazard: HazardKind::IllegalAccess,
         run: |lab, fixed| {

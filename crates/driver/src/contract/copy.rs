@@ -27,7 +27,7 @@ impl Pattern {
 
 /// Copies and fills. Ranges must lie in live memory that the device may touch: else `InvalidValue`, when the call is made.
 pub trait Copies {
-    /// Copies in the order of `stream`, in any direction. Host memory must be pinned. Source and target must not overlap. *During capture: stream.*
+    /// Copies in the order of `stream`, in any direction. Host memory must be pinned. Source and target must not overlap: what comes out then is not defined. *During capture: stream.*
     fn copy(&self, dst: Address, src: Address, bytes: u64, stream: StreamId) -> Result<()>;
 
     /// Copies between two devices, with or without peer access, in the order of `stream`. *During capture: stream.*

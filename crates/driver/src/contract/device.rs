@@ -45,7 +45,7 @@ pub trait Devices {
 
     /// Makes the device's primary context if there is none, and holds it until as many
     /// [`context_release`](Self::context_release) calls. The handle is the driver's own. The first call that needs a context also
-    /// makes one, which the driver then holds for its own life. *During capture: free.*
+    /// makes one, which the driver then holds, at least for its own life. *During capture: free.*
     fn context_retain(&self, device: DeviceId) -> Result<RawHandle>;
 
     /// Gives back one [`context_retain`](Self::context_retain). `InvalidContext` if none is left to give back. *During capture: free.*

@@ -90,7 +90,7 @@ pub trait VirtualMemory {
     fn vm_unmap(&self, ptr: DevicePtr, bytes: u64) -> Result<()>;
 
     /// Sets what devices may do with whole mapped pieces. `InvalidValue` if the range cuts one, has a hole, or
-    /// names an unknown device. *During capture: free.*
+    /// names an unknown device, `InvalidDevice` if one of them cannot reach the memory. *During capture: free.*
     fn vm_set_access(&self, ptr: DevicePtr, bytes: u64, access: &[DeviceAccess]) -> Result<()>;
 
     /// Makes a handle for another process. `InvalidValue` if the piece was not created for that kind. *During capture: free.*

@@ -12,7 +12,7 @@ use rustc_hash::FxHasher;
 use super::log::{Log, LogEntry};
 use super::tap::{Arguments, Hook, Outcome, Tapped};
 use super::value::Value;
-use crate::{Call, Driver, HostPtr, RawHandle, Result};
+use crate::{Call, DevicePtr, Driver, HostPtr, KernelArg, RawHandle, Result};
 
 /// A driver that writes down every call.
 pub type Recording = Tapped<Recorder>;
@@ -167,6 +167,8 @@ impl Names {
         match value {
             Value::Number(number) => number.to_string(),
             Value::Plain(value) => format!("{value:?}"),
+            Value::Device(ptr) => self.device(ptr),
+            Value::Arguments(args) => args.iter().map(|arg| self.argument(arg)).collect::<Vec<_>>().join(", "),
             Value::Host(ptr) => self.host(ptr),
             Value::HostRange(range) => format!("{}, {} bytes", self.host(range.ptr()), range.bytes()),
             Value::Raw(raw) => self.raw(raw),
@@ -185,6 +187,21 @@ impl Names {
         let (start, &(bytes, number)) = self.pinned.range(..=ptr).next_back()?;
         let offset = ptr.0 - start.0;
         (offset < bytes).then_some((number, offset))
+    }
+
+    /// Pinned memory has the same address on the device.
+    fn device(&self, ptr: DevicePtr) -> String {
+        match self.find(HostPtr(ptr.0)) {
+            Some(_) => self.host(HostPtr(ptr.0)),
+            None => ptr.to_string(),
+        }
+    }
+
+    fn argument(&self, arg: &KernelArg) -> String {
+        match arg {
+            KernelArg::Ptr(ptr) => format!("Ptr({})", self.device(*ptr)),
+            other => format!("{other:?}"),
+        }
     }
 
     fn host(&self, ptr: HostPtr) -> String {
@@ -232,6 +249,8 @@ mod tests {
         driver.copy(pinned.into(), ptr.into(), 64, stream).unwrap();
         driver.stream_synchronize(stream).unwrap();
         driver.host_read(pinned.offset(16), &mut [0; 8]).unwrap();
+        let mapped = driver.host_device_ptr(DEVICE, pinned).unwrap();
+        driver.fill(mapped.offset(8), Pattern::U8(byte), 8, stream).unwrap();
         driver.mem_alloc(DEVICE, 0).unwrap_err();
         driver.host_free(pinned).unwrap();
         driver.mem_free(ptr).unwrap();
@@ -242,9 +261,12 @@ mod tests {
     fn two_runs_of_one_program_give_equal_logs() {
         let (first, second) = (recording(usize::MAX), recording(usize::MAX));
         program(&first, 1);
+        // Keeps the second run from being given the same memory again.
+        let _moved = vec![0_u8; 5000];
         program(&second, 1);
         assert_eq!(first.log().diff(&second.log()), None);
-        assert_eq!(first.log().entries.len(), 11);
+        assert!(first.log().to_string().contains("dst: host 1 + 8"), "{}", first.log());
+        assert_eq!(first.log().entries.len(), 13);
     }
 
     #[test]
@@ -265,8 +287,9 @@ mod tests {
         assert!(text[2].ends_with(" = host 1"), "{}", text[2]);
         assert!(text[6].starts_with("host_read(ptr: host 1 + 16, into: room for 8 bytes) = 8 bytes #"), "{}", text[6]);
         let refused = "error CUDA_ERROR_INVALID_VALUE (1): an argument is out of its range";
-        assert_eq!(text[7], format!("mem_alloc(device: device 0, bytes: 0) = {refused}"));
-        assert_eq!(text[8], "host_free(ptr: host 1) = ()");
+        assert_eq!(text[7], "host_device_ptr(device: device 0, ptr: host 1) = host 1");
+        assert_eq!(text[9], format!("mem_alloc(device: device 0, bytes: 0) = {refused}"));
+        assert_eq!(text[10], "host_free(ptr: host 1) = ()");
     }
 
     #[test]
@@ -274,7 +297,7 @@ mod tests {
         let driver = recording(3);
         program(&driver, 1);
         let log = driver.log();
-        assert_eq!((log.dropped, log.entries.len()), (8, 3));
+        assert_eq!((log.dropped, log.entries.len()), (10, 3));
         assert_eq!(log.entries[2].call, Call::StreamDestroy);
         driver.clear();
         assert_eq!(driver.log(), Log::default());

@@ -20,6 +20,10 @@ pub enum Value<'a> {
     Number(u64),
     /// Something that reads the same in every run of the same program: ids, options, enums.
     Plain(&'a dyn Debug),
+    /// An address that the device knows: its own, or one of pinned memory, which differs from run to run.
+    Device(DevicePtr),
+    /// The arguments of a kernel; addresses among them.
+    Arguments(&'a [KernelArg]),
     /// An address of this process, which differs from run to run.
     Host(HostPtr),
     /// A stretch of this process's memory.
@@ -55,10 +59,10 @@ macro_rules! plain {
 plain! {
     (), bool, i32, u32, f32, &str,
     DeviceId, StreamId, EventId, PhysicalId, PoolId, CaptureId, GraphId, GraphExecId, NodeId, ConditionalId, ModuleId,
-    FunctionId, DevicePtr, Option<DeviceId>, Option<DevicePtr>, Vec<NodeId>,
+    FunctionId, Option<DeviceId>, Option<DevicePtr>, Vec<NodeId>,
     DeviceProperties, StreamOptions, PriorityRange, EventOptions, EventScope, MemoryInfo, Granularity, PhysicalOptions,
     ShareKind, Access, &[DeviceAccess], PoolAttribute, HostOptions, Pattern, CaptureMode, CaptureState, GraphTopology,
-    InstantiateOptions, ConditionalKind, LaunchShape, &[KernelArg],
+    InstantiateOptions, ConditionalKind, LaunchShape,
 }
 
 /// Types that are another form of value.
@@ -75,6 +79,8 @@ macro_rules! shown {
 
 shown! {
     u64: |&number| Value::Number(number);
+    DevicePtr: |&ptr| Value::Device(ptr);
+    &[KernelArg]: |args| Value::Arguments(args);
     HostPtr: |&ptr| Value::Host(ptr);
     HostRange: |&range| Value::HostRange(range);
     RawHandle: |&raw| Value::Raw(raw);
@@ -90,7 +96,7 @@ shown! {
     SharedMemory: |shared| Value::Opaque(kind_of(shared));
     &SharedMemory: |shared| Value::Opaque(kind_of(shared));
     Address: |address| match address {
-        Address::Device(ptr) => Value::Plain(ptr),
+        Address::Device(ptr) => Value::Device(*ptr),
         Address::Host(ptr) => Value::Host(*ptr),
     };
 }

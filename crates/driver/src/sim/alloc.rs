@@ -8,7 +8,7 @@ use super::bytes::Bytes;
 use super::memory::Toucher;
 use super::order::Stamp;
 use super::shadow::Mark;
-use super::space::{Gone, Region};
+use super::space::{Gone, Region, Tomb};
 use crate::{Call, DeviceId, DevicePtr, ErrorCode, Memory, MemoryInfo, Notes, Result, StreamId};
 
 /// What allocations take is rounded up to this; what is beyond the bytes that were asked for cannot be touched.
@@ -64,6 +64,8 @@ impl Memory for SimDriver {
         // The wait may have shown that the device is broken, or another thread may have been faster.
         world.device(device)?;
         let mut of_graph = None;
+        let bytes = world.memory.space.regions.get(&start).map_or(0, |(bytes, _)| *bytes);
+        world.spend(bytes);
         match world.memory.space.regions.get_mut(&start) {
             Some((bytes, Region::Plain { piece: now })) if Some(*now) == piece => {
                 let bytes = *bytes;
@@ -109,7 +111,8 @@ impl Notes for SimDriver {
         let Ok(stream) = world.live_stream(stream) else { return };
         let state = world.stream(stream);
         if state.capture.is_some() {
-            // The order is that of the graph, which is not known before it is done.
+            // The order is that of the graph, which is not known before it is done. But it is no longer taken back.
+            world.memory.unmark(ptr, bytes);
             return;
         }
         let (device, stamp) = (state.device, Stamp { lane: state.lane, seq: state.tail });
@@ -132,6 +135,6 @@ impl Notes for SimDriver {
 impl super::world::World {
     /// Remembers that a range is gone, by the call that is under way.
     pub(super) fn bury(&mut self, start: u64, bytes: u64, gone: Gone) {
-        self.memory.space.bury(start, bytes, gone, self.calls);
+        self.memory.space.bury(Tomb { start, bytes, gone, at: self.calls, pinned_by: None });
     }
 }

@@ -137,15 +137,22 @@ impl World {
             orphans: Vec::new(),
             flags: Vec::new(),
             memory: Vec::new(),
+            parent: None,
             body_of: None,
         }));
         self.stream_mut(stream).capture = Some(Joined { capture, deps: Vec::new() });
         capture
     }
 
-    /// Ends a capture for all its streams.
+    /// Ends a capture for all its streams, and with it the bodies of its conditional nodes that are still under way.
     fn drop_capture(&mut self, capture: CaptureId) -> Capture {
         let state = self.captures.remove(capture.0).expect("a live capture");
+        for id in self.captures.ids() {
+            if self.captures.get(id).is_some_and(|other| other.parent == Some(capture)) {
+                let body = self.drop_capture(CaptureId(id));
+                self.release_addresses(&body.memory);
+            }
+        }
         for &stream in &state.streams {
             if let Some(stream) = self.streams.get_mut(stream.0) {
                 stream.capture = None;

@@ -1,6 +1,6 @@
 //! The settings of a simulated GPU. The defaults describe one H200.
 
-use super::cost::Latencies;
+use super::cost::{Latencies, WorkCosts};
 use crate::DeviceProperties;
 
 const MIB: u64 = 1 << 20;
@@ -16,6 +16,8 @@ pub struct SimConfig {
     pub timing: Timing,
     /// How long calls take on the host.
     pub latencies: Latencies,
+    /// What the durations of work on the device are made of.
+    pub work: WorkCosts,
     /// Whether reading memory that nobody has written since it was allocated is a hazard. Off: programs do
     /// that on purpose, when they copy more than they filled.
     pub check_uninitialized: bool,
@@ -81,6 +83,7 @@ impl Default for SimConfig {
             devices: vec![SimDevice::h200()],
             timing: Timing::Seeded,
             latencies: Latencies::h200(),
+            work: WorkCosts::h200(),
             check_uninitialized: false,
             queue_depth: 1024,
             hazards_kept: 1000,

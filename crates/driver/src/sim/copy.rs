@@ -4,7 +4,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use super::SimDriver;
 use super::actor::{Actor, Label};
-use super::cost::{self, Route};
+use super::cost::Route;
+use super::hazard::HazardKind;
 use super::order::Stamp;
 use super::space::{Fault, Region};
 use super::work::Work;
@@ -16,8 +17,10 @@ impl Copies for SimDriver {
         self.submit(Call::Copy, stream, |world, stream| {
             let dst = world.copy_end(dst, bytes, stream, true)?;
             let src = world.copy_end(src, bytes, stream, false)?;
+            world.note_overlap(dst, src, bytes, stream);
+            world.spend(bytes);
             let route = world.route(dst, src);
-            Ok((Work::Copy { dst, src, bytes }, cost::copy_nanos(bytes, route)))
+            Ok((Work::Copy { dst, src, bytes }, world.config.work.copy_nanos(bytes, route)))
         })
     }
 
@@ -35,7 +38,9 @@ impl Copies for SimDriver {
             world.device(src_device)?;
             world.check_range(dst, bytes, dst_device, true, stream)?;
             world.check_range(src, bytes, src_device, false, stream)?;
-            Ok((Work::Copy { dst, src, bytes }, cost::copy_nanos(bytes, Route::Peer)))
+            world.note_overlap(dst, src, bytes, stream);
+            world.spend(bytes);
+            Ok((Work::Copy { dst, src, bytes }, world.config.work.copy_nanos(bytes, Route::Peer)))
         })
     }
 
@@ -49,13 +54,15 @@ impl Copies for SimDriver {
             }
             let device = world.stream(stream).device;
             world.check_range(dst, bytes, device, true, stream)?;
-            Ok((Work::Fill { dst, pattern, count }, cost::fill_nanos(bytes)))
+            world.spend(bytes);
+            Ok((Work::Fill { dst, pattern, count }, world.config.work.fill_nanos(bytes)))
         })
     }
 
     fn upload(&self, device: DeviceId, dst: DevicePtr, bytes: &[u8]) -> Result<()> {
         self.synchronous(Call::Upload, device, |world, stream| {
             world.check_range(dst, bytes.len() as u64, device, true, stream)?;
+            world.spend(bytes.len() as u64);
             Ok(Work::Upload { dst, data: Arc::from(bytes) })
         })
     }
@@ -64,6 +71,7 @@ impl Copies for SimDriver {
         let landing = Arc::new(Mutex::new(vec![0; into.len()]));
         self.synchronous(Call::Download, device, |world, stream| {
             world.check_range(src, into.len() as u64, device, false, stream)?;
+            world.spend(into.len() as u64);
             Ok(Work::Download { src, into: Arc::clone(&landing) })
         })?;
         into.copy_from_slice(&landing.lock().unwrap_or_else(PoisonError::into_inner));
@@ -84,8 +92,12 @@ impl SimDriver {
         world.forbid_implicit(stream)?;
         let work = prepare(&mut world, stream)?;
         let nanos = match &work {
-            Work::Upload { data, .. } => cost::copy_nanos(data.len() as u64, Route::Host),
-            _ => cost::copy_nanos(0, Route::Host),
+            Work::Upload { data, .. } => world.config.work.copy_nanos(data.len() as u64, Route::Host),
+            Work::Download { into, .. } => {
+                let bytes = into.lock().unwrap_or_else(PoisonError::into_inner).len();
+                world.config.work.copy_nanos(bytes as u64, Route::Host)
+            }
+            _ => 0,
         };
         let mut world = self.wait_for_room(world, stream)?;
         let Stamp { lane, seq } = world.enqueue(stream, work, nanos, Vec::new());
@@ -107,6 +119,15 @@ impl World {
             }
             Address::Host(ptr) if bytes == 0 || self.memory.is_pinned(ptr.0, bytes) => Ok(DevicePtr(ptr.0)),
             Address::Host(ptr) => self.fail(ErrorCode::InvalidValue, format!("{bytes} bytes at {ptr} are not pinned")),
+        }
+    }
+
+    /// Logs a copy onto itself: what comes out is not defined.
+    fn note_overlap(&mut self, dst: DevicePtr, src: DevicePtr, bytes: u64, stream: StreamId) {
+        if dst.0 < src.0.saturating_add(bytes) && src.0 < dst.0.saturating_add(bytes) {
+            let operation = format!("copy #{} in {stream}", self.calls);
+            let why = format!("source {src} and target {dst} share some of the {bytes} bytes");
+            self.memory.log.plain(HazardKind::OverlappingCopy, operation, why, self.clock);
         }
     }
 

@@ -10,7 +10,7 @@ use crate::{Call, LaunchShape};
 pub enum Latency {
     /// Always the same.
     Flat(u64),
-    /// By size: points of (bytes, nanoseconds), ascending; between them a straight line, beyond them the nearest point.
+    /// By size: points of (bytes, nanoseconds), ascending; between them a straight line, below the first its cost, beyond the last the line goes on.
     BySize(Vec<(u64, u64)>),
 }
 
@@ -27,13 +27,16 @@ impl Latency {
 
 fn interpolate(points: &[(u64, u64)], bytes: u64) -> u64 {
     let above = points.partition_point(|&(size, _)| size < bytes);
-    match (above.checked_sub(1).map(|below| points[below]), points.get(above)) {
-        (Some((from, low)), Some(&(to, high))) => {
+    match (above, points) {
+        (_, []) => 0,
+        (0, [first, ..]) => first.1,
+        (_, [only]) => only.1,
+        _ => {
+            let above = above.min(points.len() - 1);
+            let ((from, low), (to, high)) = (points[above - 1], points[above]);
             let share = (bytes - from) as f64 / (to - from) as f64;
-            (low as f64 + (high as f64 - low as f64) * share) as u64
+            (low as f64 + (high as f64 - low as f64) * share).max(0.0) as u64
         }
-        (Some((_, nanos)), None) | (None, Some(&(_, nanos))) => nanos,
-        (None, None) => 0,
     }
 }
 
@@ -63,11 +66,11 @@ impl Latencies {
         self
     }
 
-    /// What `call` costs whatever it is about; nothing where that depends on the size.
+    /// What `call` costs at its start: all of it, but for what depends on a size that is told later.
     pub(super) fn flat_nanos(&self, call: Call) -> u64 {
-        match self.by_call[call as usize] {
-            Latency::Flat(nanos) => nanos,
-            Latency::BySize(_) => 0,
+        match &self.by_call[call as usize] {
+            Latency::BySize(_) if SIZED.contains(&call) => 0,
+            latency => latency.nanos(0),
         }
     }
 
@@ -85,6 +88,30 @@ impl Latencies {
         self.by_call[call as usize].nanos(bytes)
     }
 }
+
+/// The calls that are about a size. For any other, a latency by size counts as one of 0 bytes.
+const SIZED: &[Call] = &[
+    Call::MemAlloc,
+    Call::MemFree,
+    Call::VmReserve,
+    Call::VmCreate,
+    Call::VmRelease,
+    Call::VmMap,
+    Call::VmUnmap,
+    Call::VmSetAccess,
+    Call::PoolAlloc,
+    Call::HostAlloc,
+    Call::HostFree,
+    Call::HostRegister,
+    Call::HostUnregister,
+    Call::HostRead,
+    Call::HostWrite,
+    Call::Copy,
+    Call::CopyPeer,
+    Call::Fill,
+    Call::Upload,
+    Call::Download,
+];
 
 fn h200(call: Call) -> Latency {
     const MIB: u64 = 1 << 20;
@@ -144,39 +171,81 @@ fn h200(call: Call) -> Latency {
     }
 }
 
-/// How long a kernel runs that does not say so itself: a start-up time, and a rate of threads.
-pub(super) fn kernel_nanos(shape: &LaunchShape) -> u64 {
-    2_000 + shape.threads() / 100
-}
-
 /// Where a copy goes, as far as its speed is concerned.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Route {
-    /// Within one device: 4.3 TB/s read and written, measured.
     OnDevice,
-    /// Over the bus, or within the host.
     Host,
-    /// From device to device.
     Peer,
 }
 
-/// How long a copy takes.
-pub(super) fn copy_nanos(bytes: u64, route: Route) -> u64 {
-    let bytes_per_us = match route {
-        Route::OnDevice => 2_150_000,
-        Route::Host => 50_000,
-        Route::Peer => 400_000,
-    };
-    1_500 + bytes.saturating_mul(1_000) / bytes_per_us
+/// How long work takes on the device, in nanoseconds and bytes per microsecond.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct WorkCosts {
+    /// What starting a kernel takes that does not say itself how long it runs.
+    pub kernel_start: u64,
+    /// What a thousand threads of such a kernel take.
+    pub kernel_per_1000_threads: u64,
+    /// What starting a copy takes.
+    pub copy_start: u64,
+    /// How fast copies are within a device.
+    pub copy_on_device: u64,
+    /// How fast copies are over the bus, and within the host.
+    pub copy_host: u64,
+    /// How fast copies are from device to device.
+    pub copy_peer: u64,
+    /// What starting a fill takes.
+    pub fill_start: u64,
+    /// How fast fills are.
+    pub fill: u64,
+    /// What getting to a host callback takes.
+    pub callback: u64,
+    /// What looking at the flag of a conditional node takes, the first time and in each round of a loop.
+    pub conditional: u64,
 }
 
-/// How long a fill takes.
-pub(super) fn fill_nanos(bytes: u64) -> u64 {
-    1_200 + bytes / 4_000
+impl WorkCosts {
+    /// The measured machine. Copies within the device: 4.3 TB/s read and written. The rest are estimates.
+    #[must_use]
+    pub const fn h200() -> Self {
+        Self {
+            kernel_start: 2_000,
+            kernel_per_1000_threads: 10,
+            copy_start: 1_500,
+            copy_on_device: 2_150_000,
+            copy_host: 50_000,
+            copy_peer: 400_000,
+            fill_start: 1_200,
+            fill: 4_000_000,
+            callback: 5_000,
+            conditional: 1_000,
+        }
+    }
+
+    pub(super) fn kernel_nanos(&self, shape: &LaunchShape) -> u64 {
+        let threads = u128::from(shape.threads()) * u128::from(self.kernel_per_1000_threads) / 1000;
+        self.kernel_start.saturating_add(u64::try_from(threads).unwrap_or(u64::MAX))
+    }
+
+    pub(super) fn copy_nanos(&self, bytes: u64, route: Route) -> u64 {
+        let speed = match route {
+            Route::OnDevice => self.copy_on_device,
+            Route::Host => self.copy_host,
+            Route::Peer => self.copy_peer,
+        };
+        self.copy_start.saturating_add(at_speed(bytes, speed))
+    }
+
+    pub(super) fn fill_nanos(&self, bytes: u64) -> u64 {
+        self.fill_start.saturating_add(at_speed(bytes, self.fill))
+    }
 }
 
-/// What going round a loop of a `while` node takes.
-pub(super) const LOOP_NANOS: u64 = 1_000;
+/// How long `bytes` take at `speed` bytes per microsecond.
+fn at_speed(bytes: u64, speed: u64) -> u64 {
+    let nanos = u128::from(bytes) * 1000 / u128::from(speed.max(1));
+    u64::try_from(nanos).unwrap_or(u64::MAX)
+}
 
 /// A number that looks random, from the seed and the place where it is needed: luck that does not depend on the order of asking.
 pub(super) fn draw(seed: u64, lane: u64, seq: u64, node: u64) -> u64 {
@@ -207,7 +276,7 @@ mod tests {
     fn sizes_between_two_points_lie_on_the_line() {
         let latency = Latency::BySize(vec![(10, 100), (20, 200), (40, 240)]);
         let costs: Vec<u64> = [0, 10, 15, 20, 30, 40, 99].iter().map(|&b| latency.nanos(b)).collect();
-        assert_eq!(costs, [100, 100, 150, 200, 220, 240, 240]);
+        assert_eq!(costs, [100, 100, 150, 200, 220, 240, 358]);
     }
 
     #[test]

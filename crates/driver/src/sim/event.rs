@@ -14,6 +14,9 @@ impl Events for SimDriver {
     fn event_create(&self, device: DeviceId, options: EventOptions) -> Result<EventId> {
         self.call(Call::EventCreate, |world| {
             world.device(device)?;
+            if options.interprocess && !world.config.devices[device.0 as usize].properties.ipc_events {
+                return world.fail(ErrorCode::NotSupported, format!("{device} shares no events between processes"));
+            }
             if options.interprocess && options.timing {
                 return world.fail(ErrorCode::InvalidValue, "an interprocess event cannot take the time");
             }

@@ -6,6 +6,7 @@ use super::SimDriver;
 use super::exec::{ExecGraph, Template};
 use super::launch::Launch;
 use super::space::{Gone, Region};
+use super::table::Missing;
 use super::work::Work;
 use super::world::{Conditional, EventMark, Exec, World};
 use crate::{
@@ -115,10 +116,13 @@ impl Graphs for SimDriver {
             }
             let place = Arc::new(OnceLock::new());
             let work = Work::Conditional { flag: conditional, kind, body: Arc::clone(&place) };
-            world.add_node(stream, work, 500)?;
+            let nanos = world.config.work.conditional;
+            world.add_node(stream, work, nanos)?;
             world.conditionals.get_mut(conditional.0).expect("just found").used = true;
             let capture = world.begin_capture(body, mode);
-            world.captures.get_mut(capture.0).expect("just begun").body_of = Some(place);
+            let state = world.captures.get_mut(capture.0).expect("just begun");
+            state.body_of = Some(place);
+            state.parent = Some(joined.capture);
             Ok(())
         })
     }
@@ -169,6 +173,14 @@ impl World {
             // Launches of one executable never overlap.
             self.learn(stream, &base, stamp);
             waits.push(stamp);
+        }
+        for node in &graph.nodes {
+            if let Work::EventWait(event) | Work::Record(event) = node.work
+                && self.events.get(event.0).is_none()
+            {
+                // Logged; the launch goes on without it, as a real one would with whatever is there.
+                self.missing(Missing::Destroyed, format!("{event}, which a node of {exec} uses"));
+            }
         }
         // What an event has marked counts when the graph is launched, not when its node gets to run.
         for node in &graph.nodes {

@@ -29,6 +29,8 @@ pub enum HazardKind {
     UseAfterDestroy,
     /// A graph was replayed over memory that is gone.
     GraphOverFreedMemory,
+    /// A copy whose source and target overlap.
+    OverlappingCopy,
     /// A kernel's double could not go on, for a reason of its own.
     KernelFault,
     /// A capture ended while a stream that joined it had work that leads nowhere.
@@ -51,6 +53,7 @@ impl HazardKind {
             Self::HostTooEarly => "host access before the device was done",
             Self::UseAfterDestroy => "use after destroy",
             Self::GraphOverFreedMemory => "graph replayed over freed memory",
+            Self::OverlappingCopy => "copy onto itself",
             Self::KernelFault => "kernel could not go on",
             Self::CaptureUnjoined => "capture left unjoined",
             Self::CaptureBroken => "capture broken",

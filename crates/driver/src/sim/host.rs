@@ -4,7 +4,7 @@ use super::SimDriver;
 use super::actor::{Actor, Label, Order};
 use super::bytes::{Bytes, HostBytes};
 use super::memory::Toucher;
-use super::space::{Gone, Region};
+use super::space::{Gone, Region, Tomb};
 use super::world::World;
 use crate::{Call, DeviceId, DevicePtr, ErrorCode, HostMemory, HostOptions, HostPtr, HostRange, Result, StreamId};
 
@@ -79,6 +79,7 @@ impl HostMemory for SimDriver {
     fn host_read(&self, ptr: HostPtr, into: &mut [u8]) -> Result<()> {
         self.call(Call::HostRead, |world| {
             world.check_pinned(ptr, into.len() as u64)?;
+            world.spend(into.len() as u64);
             world.as_host(Label::HostRead, |world, by| {
                 let read = world.memory.read(DevicePtr(ptr.0), into, by);
                 debug_assert!(read.is_ok(), "the range was checked");
@@ -90,6 +91,7 @@ impl HostMemory for SimDriver {
     fn host_write(&self, ptr: HostPtr, bytes: &[u8]) -> Result<()> {
         self.call(Call::HostWrite, |world| {
             world.check_pinned(ptr, bytes.len() as u64)?;
+            world.spend(bytes.len() as u64);
             world.as_host(Label::HostWrite, |world, by| {
                 let written = world.memory.write(DevicePtr(ptr.0), bytes, by);
                 debug_assert!(written.is_ok(), "the range was checked");
@@ -108,10 +110,12 @@ impl SimDriver {
         world.device(device)?;
         match world.memory.space.regions.remove(&ptr.0) {
             Some((bytes, Region::Pinned { piece, .. })) => {
-                world.spend(bytes);
+                let pinned_by = world.memory.piece(piece).pinned_by;
+                let at = world.calls;
                 world.memory.drop_piece(piece);
                 world.pinned_device.remove(&ptr.0);
-                world.bury(ptr.0, bytes, Gone::Freed);
+                world.memory.space.bury(Tomb { start: ptr.0, bytes, gone: Gone::Freed, at, pinned_by });
+                world.spend(bytes);
                 Ok(())
             }
             _ => world.fail(ErrorCode::InvalidValue, format!("{ptr} was unpinned by another thread meanwhile")),

@@ -3,7 +3,6 @@
 use std::sync::Arc;
 
 use super::SimDriver;
-use super::cost;
 use super::work::{KernelWork, Work};
 use super::world::{Function, World};
 use crate::{
@@ -67,7 +66,7 @@ impl Kernels for SimDriver {
             }
             let nanos = match mirror.nanos {
                 Some(nanos) => nanos(&shape, args),
-                None => cost::kernel_nanos(&shape),
+                None => world.config.work.kernel_nanos(&shape),
             };
             Ok((Work::Kernel(Arc::new(KernelWork { mirror, shape, args: args.to_vec() })), nanos))
         })

@@ -199,7 +199,7 @@ impl World {
         };
         if again {
             // Through the heap, so that an empty body that never ends does not hold up the host for ever within one call.
-            self.run(Runner::Node(launch, owner), now + cost::LOOP_NANOS, 0);
+            self.run(Runner::Node(launch, owner), now.saturating_add(self.config.work.conditional), 0);
         } else {
             self.complete_node(launch, owner, now);
         }

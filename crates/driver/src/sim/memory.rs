@@ -7,7 +7,7 @@ use super::bytes::Bytes;
 use super::hazard::{HazardKind, HazardLog, HazardRange};
 use super::shadow::{Clash, Mark, Shadow};
 use super::space::{Fault, Gone, Piece, PieceId, Place, Region, Space};
-use crate::{DeviceId, DevicePtr, PoolId};
+use crate::{Access, DeviceId, DevicePtr, PoolId};
 
 /// How much of a copy or fill is moved at a time.
 const CHUNK: u64 = 64 << 10;
@@ -34,8 +34,8 @@ pub(super) struct Memory {
     pub log: HazardLog,
     /// For each device, the peers whose plain memory it may use.
     pub peers: Vec<Vec<DeviceId>>,
-    /// The devices that may use a pool's memory besides its own.
-    pub pool_access: Vec<(PoolId, DeviceId)>,
+    /// What devices may do with a pool's memory besides its own.
+    pub pool_access: Vec<(PoolId, DeviceId, Access)>,
     pieces: FxHashMap<PieceId, Piece>,
     last_piece: u64,
     check_uninitialized: bool,
@@ -76,14 +76,23 @@ impl Memory {
     }
 
     /// Where `ptr` leads for `device`.
-    pub fn resolve(&self, ptr: DevicePtr, device: DeviceId, write: bool, everywhere: bool) -> Result<Place, Fault> {
-        self.space.resolve(ptr, device, write, |piece, pool| {
+    pub fn resolve(
+        &self,
+        ptr: DevicePtr,
+        device: DeviceId,
+        write: bool,
+        queued_at: u64,
+        everywhere: bool,
+    ) -> Result<Place, Fault> {
+        self.space.resolve(ptr, device, write, queued_at, |piece, pool| {
             let Some(owner) = self.pieces[&piece].device else { return true };
             everywhere
                 || owner == device
                 || match pool {
                     None => self.peers[device.0 as usize].contains(&owner),
-                    Some(pool) => self.pool_access.contains(&(pool, device)),
+                    Some(pool) => self.pool_access.iter().any(|&(known, who, access)| {
+                        (known, who) == (pool, device) && (access == Access::ReadWrite || !write)
+                    }),
                 }
         })
     }
@@ -100,7 +109,7 @@ impl Memory {
         let mut done = 0;
         while done < bytes {
             let here = ptr.offset(done);
-            done += self.resolve(here, device, write, everywhere).map_err(|fault| (fault, here))?.bytes;
+            done += self.resolve(here, device, write, u64::MAX, everywhere).map_err(|fault| (fault, here))?.bytes;
         }
         Ok(())
     }
@@ -187,7 +196,7 @@ impl Memory {
 
     /// Resolves the start of a range, checks the access to as much of it as lies in one piece, and says where that is.
     fn touch(&mut self, ptr: DevicePtr, bytes: u64, write: bool, by: &Toucher<'_>) -> Result<Place, Broken> {
-        let mut place = match self.resolve(ptr, by.device, write, by.everywhere) {
+        let mut place = match self.resolve(ptr, by.device, write, by.who.at, by.everywhere) {
             Ok(place) => place,
             Err(fault) => return Err(self.fault(fault, ptr, bytes, &by.who, by.now)),
         };
@@ -236,20 +245,26 @@ impl Memory {
             Fault::Gone(tomb) => {
                 let kind = match (who.point, tomb.gone) {
                     (Some(_), _) => HazardKind::GraphOverFreedMemory,
-                    (None, Gone::Unmapped) => HazardKind::UseAfterUnmap,
+                    (None, Gone::Unmapped | Gone::Remapped) => HazardKind::UseAfterUnmap,
                     (None, Gone::Freed | Gone::PoolFreed) => HazardKind::UseAfterFree,
                 };
                 let how = match tomb.gone {
                     Gone::Freed => "freed",
                     Gone::PoolFreed => "freed to its pool",
                     Gone::Unmapped => "unmapped",
+                    Gone::Remapped => "unmapped (and other memory mapped there since)",
                 };
                 let when = if who.at > tomb.at { "before this was queued" } else { "while this was still queued" };
                 let why = format!("the memory was {how} by call #{}, {when}", tomb.at);
-                (kind, why, tomb.at, tomb.gone != Gone::PoolFreed)
+                // Memory of a pool stays mapped, and so is what was mapped instead: the device goes on.
+                (kind, why, tomb.at, matches!(tomb.gone, Gone::Freed | Gone::Unmapped))
             }
         };
-        self.log.memory(kind, (None, who), area, HazardRange::new(None, ptr, 0, bytes), || why, now);
+        let range = match fault {
+            Fault::Gone(tomb) => HazardRange::new(tomb.pinned_by, ptr, ptr.0 - tomb.start, bytes),
+            Fault::Nothing | Fault::Denied => HazardRange::new(None, ptr, 0, bytes),
+        };
+        self.log.memory(kind, (None, who), area, range, || why, now);
         Broken(breaks)
     }
 
@@ -271,6 +286,18 @@ impl Memory {
                 let area = here.0.wrapping_sub(place.offset);
                 log.memory(HazardKind::HandedOutInFlight, (None, earlier), area, range, why, by.now);
             });
+            done += n;
+        }
+    }
+
+    /// Forgets what an allocator said about a range.
+    pub fn unmark(&mut self, ptr: DevicePtr, bytes: u64) {
+        let mut done = 0;
+        while done < bytes {
+            let Some(place) = self.space.locate(ptr.offset(done)) else { return };
+            let n = place.bytes.min(bytes - done);
+            let piece = self.pieces.get_mut(&place.piece).expect("a place leads to a piece");
+            piece.shadow.unmark(place.offset, place.offset + n);
             done += n;
         }
     }

@@ -60,7 +60,7 @@ mod work;
 mod world;
 
 pub use config::{SimConfig, SimDevice, Timing};
-pub use cost::{Latencies, Latency};
+pub use cost::{Latencies, Latency, WorkCosts};
 pub use hazard::{Hazard, HazardKind, HazardRange, RangeBase};
 
 use std::cell::Cell;

@@ -7,7 +7,7 @@ use super::SimDriver;
 use super::alloc::GRAIN;
 use super::bytes::Bytes;
 use super::memory::Toucher;
-use super::space::{Gone, Region};
+use super::space::{Gone, Region, Tomb};
 use super::work::Work;
 use super::world::{Pool, World};
 use crate::{
@@ -62,6 +62,7 @@ impl Pools for SimDriver {
         if capturing {
             return world.capture_pool_alloc(pool, bytes, stream);
         }
+        world.spend(bytes);
         let mut world = self.wait_for_room(world, stream)?;
         world.take_from_pool(pool, bytes)?;
         let Some(start) = world.memory.space.find(bytes, GRAIN) else {
@@ -140,9 +141,9 @@ impl Pools for SimDriver {
             if access != Access::None && !peers.contains(&state.device) {
                 return world.fail(ErrorCode::InvalidDevice, format!("{device} cannot reach that pool's device"));
             }
-            world.memory.pool_access.retain(|&known| known != (pool, device));
+            world.memory.pool_access.retain(|&(known, who, _)| (known, who) != (pool, device));
             if access != Access::None {
-                world.memory.pool_access.push((pool, device));
+                world.memory.pool_access.push((pool, device, access));
             }
             Ok(())
         })
@@ -211,7 +212,7 @@ impl World {
         if unused {
             self.shrink_pool(pool, 0);
             self.pools.remove(pool.0);
-            self.memory.pool_access.retain(|&(known, _)| known != pool);
+            self.memory.pool_access.retain(|&(known, _, _)| known != pool);
         }
     }
 
@@ -272,7 +273,8 @@ impl World {
         if forget {
             self.memory.space.regions.remove(&ptr.0);
         }
-        self.memory.space.bury(ptr.0, bytes, Gone::PoolFreed, by.who.at);
+        let at = by.who.at;
+        self.memory.space.bury(Tomb { start: ptr.0, bytes, gone: Gone::PoolFreed, at, pinned_by: None });
         self.memory.drop_piece(piece);
         self.return_to_pool(pool, bytes);
     }

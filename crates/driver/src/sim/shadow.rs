@@ -186,6 +186,12 @@ impl Shadow {
 
     /// Sets an allocator's mark on `[start, end)`, in place of what was marked there.
     pub fn mark(&mut self, start: u64, end: u64, mark: Mark) {
+        self.unmark(start, end);
+        self.marks.insert(start, (end, mark));
+    }
+
+    /// Takes away what was marked on `[start, end)`.
+    pub fn unmark(&mut self, start: u64, end: u64) {
         if let Some((_, (until, old))) = self.marks.range_mut(..start).next_back()
             && *until > start
         {
@@ -199,7 +205,6 @@ impl Shadow {
                 self.marks.insert(end, (until, old));
             }
         }
-        self.marks.insert(start, (end, mark));
     }
 
     fn clashes_with_marks(&self, start: u64, end: u64, who: &Actor, report: &mut impl FnMut(Clash, u64, u64)) -> bool {

@@ -53,6 +53,8 @@ pub(super) struct Mapping {
     pub bytes: u64,
     pub piece: PieceId,
     pub access: Vec<DeviceAccess>,
+    /// The last call that unmapped something from these addresses; 0 if none has. Work queued before it means what was there then.
+    pub unmapped_at: u64,
 }
 
 /// Why an address that belonged to something does so no more.
@@ -62,14 +64,19 @@ pub(super) enum Gone {
     /// Freed to a pool, which keeps it mapped: touching it is wrong but does not break the device.
     PoolFreed,
     Unmapped,
+    /// Unmapped, and other memory has been mapped there since.
+    Remapped,
 }
 
 /// A range that is gone, and the number of the call that took it.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Tomb {
+    pub start: u64,
     pub bytes: u64,
     pub gone: Gone,
     pub at: u64,
+    /// The call that had pinned it, if it was the host's.
+    pub pinned_by: Option<u64>,
 }
 
 /// Why an address cannot be used.
@@ -157,9 +164,9 @@ impl Space {
     }
 
     /// Remembers that a range is gone.
-    pub fn bury(&mut self, start: u64, bytes: u64, gone: Gone, at: u64) {
-        if self.tombs.insert(start, Tomb { bytes, gone, at }).is_none() {
-            self.tomb_order.push_back(start);
+    pub fn bury(&mut self, tomb: Tomb) {
+        if self.tombs.insert(tomb.start, tomb).is_none() {
+            self.tomb_order.push_back(tomb.start);
         }
         while self.tomb_order.len() > TOMBS_KEPT {
             let oldest = self.tomb_order.pop_front().expect("more than none");
@@ -173,12 +180,13 @@ impl Space {
         (address < start + bytes).then_some((start, *bytes, region))
     }
 
-    /// Where `ptr` leads, and how far. `device` is who asks; `may` decides about memory that is not mapped by hand, by its pool if it is of one.
+    /// Where `ptr` leads, and how far. `device` is who asks, with work that call number `queued_at` queued; `may` decides about memory that is not mapped by hand, by its pool if it is of one.
     pub fn resolve(
         &self,
         ptr: DevicePtr,
         device: DeviceId,
         write: bool,
+        queued_at: u64,
         may: impl Fn(PieceId, Option<PoolId>) -> bool,
     ) -> Result<Place, Fault> {
         let Some((_, _, region)) = self.region_at(ptr.0) else { return Err(self.why_gone(ptr.0)) };
@@ -196,11 +204,31 @@ impl Space {
                 })
             }),
         };
+        if let Some(tomb) = self.remapped(ptr, queued_at) {
+            return Err(Fault::Gone(tomb));
+        }
         match self.locate(ptr) {
             Some(place) if allowed => Ok(place),
             Some(_) => Err(Fault::Denied),
             None => Err(self.why_gone(ptr.0)),
         }
+    }
+
+    /// What was unmapped at `ptr` since call number `since`, if something else is mapped there now.
+    fn remapped(&self, ptr: DevicePtr, since: u64) -> Option<Tomb> {
+        let Some((_, _, Region::Reserved { mappings })) = self.region_at(ptr.0) else { return None };
+        let (&start, mapping) = mappings.range(..=ptr.0).next_back()?;
+        let stale = ptr.0 < start + mapping.bytes && mapping.unmapped_at > since;
+        let at = mapping.unmapped_at;
+        stale.then_some(Tomb { start, bytes: mapping.bytes, gone: Gone::Remapped, at, pinned_by: None })
+    }
+
+    /// The last call that unmapped something from `[start, start + bytes)`, as far as is remembered; 0 if none did.
+    pub fn last_unmap(&self, start: u64, bytes: u64) -> u64 {
+        let first = self.tombs.range(..start).next_back().map_or(start, |(&at, _)| at);
+        let over = self.tombs.range(first..start + bytes).map(|(_, tomb)| tomb);
+        let unmapped = over.filter(|tomb| tomb.start + tomb.bytes > start && tomb.gone == Gone::Unmapped);
+        unmapped.map(|tomb| tomb.at).max().unwrap_or(0)
     }
 
     /// Where `ptr` leads, whoever asks.

@@ -151,7 +151,9 @@ impl Streams for SimDriver {
     fn stream_host_callback(&self, stream: StreamId, callback: HostCallback) -> Result<()> {
         // Held until the lock is gone: what a refused one holds may call the driver as it goes.
         let held = Arc::clone(&callback);
-        let outcome = self.submit(Call::StreamHostCallback, stream, |_, _| Ok((Work::Callback(callback), 5_000)));
+        let outcome = self.submit(Call::StreamHostCallback, stream, |world, _| {
+            Ok((Work::Callback(callback), world.config.work.callback))
+        });
         drop(held);
         outcome
     }

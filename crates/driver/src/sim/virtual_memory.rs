@@ -12,13 +12,13 @@ use super::bytes::Bytes;
 use super::space::{Gone, Mapping, PieceId, Region};
 use super::world::{Physical, World};
 use crate::{
-    Call, DeviceAccess, DeviceId, DevicePtr, ErrorCode, Granularity, PhysicalId, PhysicalOptions, Result, ShareKind,
-    SharedMemory, VirtualMemory,
+    Access, Call, DeviceAccess, DeviceId, DevicePtr, ErrorCode, Granularity, PhysicalId, PhysicalOptions, Result,
+    ShareKind, SharedMemory, VirtualMemory,
 };
 
 /// The unit of reserved addresses.
 const PAGE: u64 = 2 << 20;
-/// What the file behind a shared piece begins with; the machine and the piece follow.
+/// What the name of a shared piece begins with; the machine and the piece follow.
 const SHARE_MAGIC: &[u8; 8] = b"wpsimmem";
 
 impl VirtualMemory for SimDriver {
@@ -35,6 +35,7 @@ impl VirtualMemory for SimDriver {
             if bytes == 0 || !bytes.is_multiple_of(PAGE) || (align != 0 && !align.is_power_of_two()) {
                 return world.fail(ErrorCode::InvalidValue, "reserve whole units of 2 MiB, aligned to a power of two");
             }
+            world.spend(bytes);
             let align = align.max(PAGE);
             let space = &mut world.memory.space;
             let start = match hint {
@@ -56,6 +57,7 @@ impl VirtualMemory for SimDriver {
                     return world.fail(ErrorCode::InvalidValue, "something is still mapped there");
                 }
                 world.memory.space.regions.remove(&ptr.0);
+                world.bury(ptr.0, bytes, Gone::Unmapped);
                 Ok(())
             }
             _ => world.fail(ErrorCode::InvalidValue, format!("{ptr} and {bytes} bytes are no whole reservation")),
@@ -71,8 +73,14 @@ impl VirtualMemory for SimDriver {
                 return world
                     .fail(ErrorCode::InvalidValue, format!("{bytes} bytes are no multiple of the granularity"));
             }
-            if options.share == Some(ShareKind::Fabric) && !properties.share_fabric {
-                return world.fail(ErrorCode::NotSupported, "this device is in no fabric");
+            let lacking = match options.share {
+                Some(ShareKind::Fabric) if !properties.share_fabric => Some("is in no fabric"),
+                Some(ShareKind::PosixFd) if !properties.share_posix_fd => Some("shares no memory as file descriptors"),
+                _ if options.rdma && !properties.rdma => Some("lets no other hardware reach its memory"),
+                _ => None,
+            };
+            if let Some(lacking) = lacking {
+                return world.fail(ErrorCode::NotSupported, format!("{device} {lacking}"));
             }
             world.spend(bytes);
             world.take_bytes(device, bytes)?;
@@ -96,9 +104,11 @@ impl VirtualMemory for SimDriver {
         self.call(Call::VmMap, |world| {
             let Physical { piece, .. } = world.physical(physical)?;
             let bytes = world.memory.piece(piece).bytes;
-            if !ptr.0.is_multiple_of(PAGE) {
-                return world.fail(ErrorCode::InvalidValue, format!("{ptr} is not aligned to 2 MiB"));
+            let owner = world.memory.piece(piece).device.expect("device memory");
+            if !ptr.0.is_multiple_of(world.config.devices[owner.0 as usize].properties.granularity) {
+                return world.fail(ErrorCode::InvalidValue, format!("{ptr} is not aligned to the granularity"));
             }
+            let unmapped_at = world.memory.space.last_unmap(ptr.0, bytes);
             let Some((_, mappings)) = world.reservation(ptr, bytes) else {
                 return world.fail(ErrorCode::InvalidValue, format!("{bytes} bytes at {ptr} are not reserved"));
             };
@@ -106,8 +116,9 @@ impl VirtualMemory for SimDriver {
             if taken {
                 return world.fail(ErrorCode::InvalidValue, "something is mapped there already");
             }
-            mappings.insert(ptr.0, Mapping { bytes, piece, access: Vec::new() });
+            mappings.insert(ptr.0, Mapping { bytes, piece, access: Vec::new(), unmapped_at });
             *world.holds.entry(piece).or_default() += 1;
+            world.spend(bytes);
             Ok(())
         })
     }
@@ -156,6 +167,11 @@ impl VirtualMemory for SimDriver {
             if bytes == 0 || covered != end {
                 return world.fail(ErrorCode::InvalidValue, "the range must be whole mapped pieces without a hole");
             }
+            let pieces: Vec<PieceId> = mappings.range(ptr.0..end).map(|(_, mapping)| mapping.piece).collect();
+            world.check_reach(&pieces, access)?;
+            let Some((_, mappings)) = world.reservation(ptr, bytes) else {
+                return Err(world.error(ErrorCode::InvalidValue));
+            };
             let mut sizes = Vec::new();
             for (_, mapping) in mappings.range_mut(ptr.0..end) {
                 sizes.push(mapping.bytes);
@@ -177,9 +193,13 @@ impl VirtualMemory for SimDriver {
             if options.share != Some(kind) {
                 return world.fail(ErrorCode::InvalidValue, format!("{physical} was not created to be shared so"));
             }
-            match share_file(world.machine, piece) {
-                Ok(fd) => Ok(SharedMemory::PosixFd(fd)),
-                Err(error) => world.fail(ErrorCode::OperatingSystem, error.to_string()),
+            let name = share_name(world.machine, piece);
+            match kind {
+                ShareKind::Fabric => Ok(SharedMemory::Fabric(name)),
+                ShareKind::PosixFd => match share_file(&name) {
+                    Ok(fd) => Ok(SharedMemory::PosixFd(fd)),
+                    Err(error) => world.fail(ErrorCode::OperatingSystem, error.to_string()),
+                },
             }
         })
     }
@@ -187,22 +207,23 @@ impl VirtualMemory for SimDriver {
     fn vm_import(&self, device: DeviceId, shared: &SharedMemory, bytes: u64) -> Result<PhysicalId> {
         self.call(Call::VmImport, |world| {
             world.device(device)?;
-            let SharedMemory::PosixFd(fd) = shared else {
-                return world.fail(ErrorCode::NotSupported, "this device is in no fabric");
+            let (kind, name) = match shared {
+                SharedMemory::PosixFd(fd) => (ShareKind::PosixFd, read_share_file(fd)),
+                SharedMemory::Fabric(name) => (ShareKind::Fabric, Some(*name)),
             };
-            let piece = match read_share_file(fd) {
+            let piece = match name.as_ref().and_then(read_share_name) {
                 Some((machine, piece)) if machine == world.machine => piece,
-                _ => return world.fail(ErrorCode::InvalidValue, "the file descriptor names no memory of this machine"),
+                _ => return world.fail(ErrorCode::InvalidValue, "the handle names no memory of this machine"),
             };
             let Some(holds) = world.holds.get_mut(&piece) else {
-                return world.fail(ErrorCode::InvalidValue, "the memory behind the file descriptor is gone");
+                return world.fail(ErrorCode::InvalidValue, "the memory behind the handle is gone");
             };
             let actual = world.memory.piece(piece).bytes;
             if actual != bytes {
                 return world.fail(ErrorCode::InvalidValue, format!("the memory is {actual} bytes long, not {bytes}"));
             }
             *holds += 1;
-            let options = PhysicalOptions { share: Some(ShareKind::PosixFd), rdma: false };
+            let options = PhysicalOptions { share: Some(kind), rdma: false };
             Ok(PhysicalId(world.physical.insert(Physical { piece, options })))
         })
     }
@@ -214,6 +235,22 @@ impl World {
             return Ok(());
         }
         self.fail(ErrorCode::NotSupported, format!("{device} has no virtual memory"))
+    }
+
+    /// Checks that devices which are given access can reach the memory.
+    fn check_reach(&self, pieces: &[PieceId], access: &[DeviceAccess]) -> Result<()> {
+        for &piece in pieces {
+            let owner = self.memory.piece(piece).device.expect("device memory");
+            let reaches = |rights: &&DeviceAccess| {
+                let peers = &self.config.devices[rights.device.0 as usize].properties.peers;
+                rights.access == Access::None || rights.device == owner || peers.contains(&owner)
+            };
+            if let Some(rights) = access.iter().find(|rights| !reaches(rights)) {
+                return self
+                    .fail(ErrorCode::InvalidDevice, format!("{} cannot reach memory of {owner}", rights.device));
+            }
+        }
+        Ok(())
     }
 
     fn physical(&mut self, physical: PhysicalId) -> Result<Physical> {
@@ -249,23 +286,34 @@ impl World {
     }
 }
 
-/// A file that nobody else sees, whose contents name a piece: so its descriptor can be duplicated and passed on as a real one.
-fn share_file(machine: u64, piece: PieceId) -> std::io::Result<OwnedFd> {
+/// A piece's name for others.
+fn share_name(machine: u64, piece: PieceId) -> [u8; 64] {
+    let mut name = [0; 64];
+    name[..8].copy_from_slice(SHARE_MAGIC);
+    name[8..16].copy_from_slice(&machine.to_le_bytes());
+    name[16..24].copy_from_slice(&piece.0.to_le_bytes());
+    name
+}
+
+fn read_share_name(name: &[u8; 64]) -> Option<(u64, PieceId)> {
+    let word = |at: usize| u64::from_le_bytes(name[at..at + 8].try_into().expect("8 bytes"));
+    (name[..8] == *SHARE_MAGIC).then(|| (word(8), PieceId(word(16))))
+}
+
+/// A file that nobody else sees, which holds a name: so its descriptor can be duplicated and passed on as a real one.
+fn share_file(name: &[u8; 64]) -> std::io::Result<OwnedFd> {
     static FILES: AtomicU64 = AtomicU64::new(0);
-    let name = format!("warpool-sim-{}-{}", std::process::id(), FILES.fetch_add(1, Ordering::Relaxed));
-    let path = std::env::temp_dir().join(name);
+    let file_name = format!("warpool-sim-{}-{}", std::process::id(), FILES.fetch_add(1, Ordering::Relaxed));
+    let path = std::env::temp_dir().join(file_name);
     let mut file = File::options().read(true).write(true).create_new(true).open(&path)?;
     std::fs::remove_file(&path)?;
-    file.write_all(SHARE_MAGIC)?;
-    file.write_all(&machine.to_le_bytes())?;
-    file.write_all(&piece.0.to_le_bytes())?;
+    file.write_all(name)?;
     Ok(file.into())
 }
 
-fn read_share_file(fd: &OwnedFd) -> Option<(u64, PieceId)> {
+fn read_share_file(fd: &OwnedFd) -> Option<[u8; 64]> {
     let file = File::from(fd.as_fd().try_clone_to_owned().ok()?);
-    let mut bytes = [0; 24];
-    file.read_exact_at(&mut bytes, 0).ok()?;
-    let word = |at: usize| u64::from_le_bytes(bytes[at..at + 8].try_into().expect("8 bytes"));
-    (bytes[..8] == *SHARE_MAGIC).then(|| (word(8), PieceId(word(16))))
+    let mut name = [0; 64];
+    file.read_exact_at(&mut name, 0).ok()?;
+    Some(name)
 }

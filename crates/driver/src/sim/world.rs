@@ -95,7 +95,9 @@ pub(super) struct Capture {
     pub orphans: Vec<u32>,
     pub flags: Vec<(ConditionalId, u32)>,
     pub memory: Vec<(DevicePtr, PoolId)>,
-    /// Where the graph goes if it is the body of a conditional node.
+    /// The capture around it, if it is the body of a conditional node.
+    pub parent: Option<CaptureId>,
+    /// Where its graph goes then.
     pub body_of: Option<Arc<OnceLock<Arc<Template>>>>,
 }
 

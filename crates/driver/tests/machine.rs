@@ -1,0 +1,201 @@
+//! The settings of a simulated machine: what is set is what is seen.
+
+mod common;
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use common::{BYTES, DEVICE, KERNELS, Lab};
+use warpool_driver::decorate::Counting;
+use warpool_driver::sim::{HazardKind, Latencies, Latency, SimConfig, SimDriver, Timing};
+use warpool_driver::*;
+
+const OTHER: DeviceId = DeviceId(1);
+const PIECE: u64 = 2 << 20;
+
+/// Adds 1 to the first word at `ptr` with a kernel of `device`, and waits.
+fn touch(gpu: &SimDriver, device: DeviceId, ptr: DevicePtr) -> Result<()> {
+    let stream = gpu.stream_create(device, StreamOptions::default())?;
+    let module = gpu.module_load(device, &KERNELS)?;
+    let add = gpu.function_get(module, "add")?;
+    gpu.kernel_launch(add, LaunchShape::ONE, &[ptr.into(), 1_u32.into(), 1_u32.into()], stream)?;
+    gpu.stream_synchronize(stream)
+}
+
+fn mapped(gpu: &SimDriver, access: &[DeviceAccess]) -> Result<DevicePtr> {
+    let ptr = gpu.vm_reserve(PIECE, 0, None)?;
+    gpu.vm_map(ptr, gpu.vm_create(DEVICE, PIECE, PhysicalOptions::default())?)?;
+    gpu.vm_set_access(ptr, PIECE, access)?;
+    Ok(ptr)
+}
+
+const fn may(device: DeviceId, access: Access) -> DeviceAccess {
+    DeviceAccess { device, access }
+}
+
+#[test]
+fn every_latency_is_what_was_set() -> Result<()> {
+    let by_size = Latency::BySize(vec![(0, 1_000), (1 << 20, 101_000)]);
+    let sized = [Call::MemAlloc, Call::MemFree, Call::VmReserve, Call::VmCreate, Call::VmMap, Call::Copy, Call::Fill];
+    let flat = Latencies::flat(7).with(Call::StreamInfo, by_size.clone());
+    let latencies = sized.iter().fold(flat, |latencies, &call| latencies.with(call, by_size.clone()));
+    let config = SimConfig { latencies, ..SimConfig::default() };
+    let gpu = Counting::new(Arc::new(SimDriver::new(config)));
+    let stream = gpu.stream_create(DEVICE, StreamOptions::default())?;
+    gpu.stream_info(stream)?;
+    let ptr = gpu.mem_alloc(DEVICE, 1 << 20)?;
+    gpu.fill(ptr, Pattern::U8(1), 1 << 19, stream)?;
+    gpu.copy(ptr.into(), ptr.offset(1 << 19).into(), 1 << 19, stream)?;
+    gpu.vm_map(gpu.vm_reserve(PIECE, 0, None)?, gpu.vm_create(DEVICE, PIECE, PhysicalOptions::default())?)?;
+    gpu.device_synchronize(DEVICE)?;
+    gpu.mem_free(ptr)?;
+    let nanos = |call| gpu.count(call).time.as_nanos();
+    assert_eq!(nanos(Call::StreamCreate), 7);
+    assert_eq!(nanos(Call::StreamInfo), 1_000, "about no bytes");
+    assert_eq!((nanos(Call::MemAlloc), nanos(Call::MemFree)), (101_000, 101_000));
+    assert_eq!((nanos(Call::Fill), nanos(Call::Copy)), (51_000, 51_000));
+    // Beyond the last point the line goes on.
+    assert_eq!((nanos(Call::VmReserve), nanos(Call::VmCreate), nanos(Call::VmMap)), (201_000, 201_000, 201_000));
+    Ok(())
+}
+
+#[test]
+fn the_costs_of_work_are_what_was_set() -> Result<()> {
+    let mut config = SimConfig::default().with_timing(Timing::Model);
+    config.latencies = Latencies::flat(0);
+    (config.work.copy_start, config.work.copy_host) = (5_000, 1_000);
+    let gpu = SimDriver::new(config);
+    let ptr = gpu.mem_alloc(DEVICE, 1_000_000)?;
+    for upload in [true, false] {
+        let begun = gpu.now();
+        if upload {
+            gpu.upload(DEVICE, ptr, &[1; 1_000_000])?;
+        } else {
+            gpu.download(DEVICE, ptr, &mut [0; 1_000_000])?;
+        }
+        assert_eq!(gpu.now() - begun, Duration::from_micros(1_005), "a megabyte at a gigabyte a second");
+    }
+    Ok(())
+}
+
+#[test]
+fn memory_is_open_to_the_devices_that_were_given_access() -> Result<()> {
+    let gpu = SimDriver::new(SimConfig::default().with_devices(2));
+    let both = mapped(&gpu, &[may(DEVICE, Access::ReadWrite), may(OTHER, Access::ReadWrite)])?;
+    touch(&gpu, DEVICE, both)?;
+    touch(&gpu, OTHER, both)?;
+    let mut word = [0; 4];
+    gpu.download(DEVICE, both, &mut word)?;
+    assert_eq!((u32::from_le_bytes(word), gpu.hazards()), (2, vec![]));
+
+    let readable = mapped(&gpu, &[may(DEVICE, Access::ReadWrite), may(OTHER, Access::Read)])?;
+    touch(&gpu, DEVICE, readable)?;
+    assert_eq!(touch(&gpu, OTHER, readable).map_err(|error| error.code), Err(ErrorCode::IllegalAddress));
+    assert_eq!(gpu.hazards()[0].kind, HazardKind::IllegalAccess);
+    Ok(())
+}
+
+#[test]
+fn devices_that_are_no_peers_cannot_be_given_access() -> Result<()> {
+    let mut config = SimConfig::default().with_devices(2);
+    config.devices[1].properties.peers.clear();
+    let gpu = SimDriver::new(config);
+    let refused = mapped(&gpu, &[may(OTHER, Access::ReadWrite)]).expect_err("device 1 reaches nobody");
+    assert_eq!(refused.code, ErrorCode::InvalidDevice);
+    assert_eq!(gpu.peer_enable(OTHER, DEVICE).map_err(|error| error.code), Err(ErrorCode::PeerAccessUnsupported));
+    Ok(())
+}
+
+#[test]
+fn a_pools_memory_is_open_as_far_as_was_said() -> Result<()> {
+    for (access, works) in [(Access::ReadWrite, true), (Access::Read, false), (Access::None, false)] {
+        let gpu = SimDriver::new(SimConfig::default().with_devices(2));
+        let (pool, stream) = (gpu.pool_create(DEVICE)?, gpu.stream_create(DEVICE, StreamOptions::default())?);
+        gpu.pool_set_access(pool, OTHER, access)?;
+        let ptr = gpu.pool_alloc(pool, BYTES, stream)?;
+        gpu.stream_synchronize(stream)?;
+        assert_eq!(touch(&gpu, OTHER, ptr).is_ok(), works, "{access:?}");
+    }
+    Ok(())
+}
+
+#[test]
+fn what_a_device_cannot_do_it_refuses() {
+    let mut config = SimConfig::default();
+    let able = &mut config.devices[0].properties;
+    (able.share_posix_fd, able.rdma, able.ipc_events) = (false, false, false);
+    (able.host_registration, able.async_pools, able.conditional_nodes) = (false, false, false);
+    let gpu = SimDriver::new(config);
+    let shared = |share, rdma| gpu.vm_create(DEVICE, PIECE, PhysicalOptions { share, rdma }).map(drop);
+    let refusals = [
+        shared(Some(ShareKind::PosixFd), false),
+        shared(Some(ShareKind::Fabric), false),
+        shared(None, true),
+        gpu.event_create(DEVICE, EventOptions { interprocess: true, ..EventOptions::default() }).map(drop),
+        gpu.pool_default(DEVICE).map(drop),
+    ];
+    for refusal in refusals {
+        assert_eq!(refusal.map_err(|error| error.code), Err(ErrorCode::NotSupported));
+    }
+}
+
+#[test]
+fn memory_can_be_shared_over_a_fabric() -> Result<()> {
+    let mut config = SimConfig::default();
+    config.devices[0].properties.share_fabric = true;
+    let gpu = SimDriver::new(config);
+    let options = PhysicalOptions { share: Some(ShareKind::Fabric), rdma: false };
+    let physical = gpu.vm_create(DEVICE, PIECE, options)?;
+    let handle = gpu.vm_export(physical, ShareKind::Fabric)?;
+    assert!(matches!(handle, SharedMemory::Fabric(_)));
+    let imported = gpu.vm_import(DEVICE, &handle, PIECE)?;
+    assert_ne!(imported, physical);
+    let nothing = gpu.vm_import(DEVICE, &SharedMemory::Fabric([7; 64]), PIECE).expect_err("it names nothing");
+    assert_eq!(nothing.code, ErrorCode::InvalidValue);
+    Ok(())
+}
+
+#[test]
+fn a_smaller_granularity_is_used() -> Result<()> {
+    let mut config = SimConfig::default();
+    config.devices[0].properties.granularity = 64 << 10;
+    let gpu = SimDriver::new(config);
+    let range = gpu.vm_reserve(PIECE, 0, None)?;
+    let physical = gpu.vm_create(DEVICE, 64 << 10, PhysicalOptions::default())?;
+    gpu.vm_map(range.offset(64 << 10), physical)
+}
+
+#[test]
+fn a_body_under_way_ends_with_the_capture_around_it() -> Result<()> {
+    for destroy in [false, true] {
+        let lab = Lab::new(SimConfig::default())?;
+        lab.gpu.capture_begin(lab.one, CaptureMode::Relaxed)?;
+        let flag = lab.gpu.conditional_create(lab.one, 1)?;
+        lab.gpu.conditional_begin(lab.one, flag, ConditionalKind::If, lab.two, CaptureMode::Relaxed)?;
+        if destroy {
+            lab.gpu.stream_destroy(lab.one)?;
+        } else {
+            let graph = lab.gpu.capture_end(lab.one)?;
+            let unfinished = lab.gpu.graph_instantiate(graph, InstantiateOptions::default());
+            assert_eq!(unfinished.map_err(|error| error.code), Err(ErrorCode::InvalidValue));
+        }
+        assert_eq!(lab.gpu.capture_state(lab.two)?, CaptureState::None);
+        assert_eq!(lab.gpu.census().captures, 0);
+    }
+    Ok(())
+}
+
+#[test]
+fn a_block_handed_out_in_a_capture_is_no_longer_taken_back() -> Result<()> {
+    let lab = Lab::new(SimConfig::default())?;
+    lab.gpu.note_handed_out(lab.memory, BYTES, lab.one);
+    lab.gpu.note_returned(lab.memory, BYTES);
+    let exec = lab.capture(|| {
+        lab.gpu.note_handed_out(lab.memory, BYTES, lab.one);
+        lab.fill(1, lab.one)
+    })?;
+    lab.gpu.graph_launch(exec, lab.one)?;
+    lab.gpu.device_synchronize(DEVICE)?;
+    assert_eq!(lab.gpu.hazards(), []);
+    Ok(())
+}
