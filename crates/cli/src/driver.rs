@@ -62,7 +62,9 @@ pub fn open(name: &str, sim: &SimArgs, seed: u64) -> Result<Arc<dyn Driver>> {
         ("cuda", Some(option)) => Err(Stop::Usage(format!("{option} is for --driver sim, not for cuda"))),
         ("cuda", None) => match CudaDriver::open() {
             Ok(driver) => Ok(Arc::new(driver)),
-            Err(error) => Err(Stop::Usage(format!("the driver 'cuda' cannot be opened: {error}"))),
+            Err(error) => {
+                Err(Stop::Usage(format!("the driver 'cuda' cannot be opened: {error} (--driver sim needs none)")))
+            }
         },
         _ => Err(Stop::Usage(format!("there is no driver '{name}': choose one of {}", NAMES.join(", ")))),
     }

@@ -107,7 +107,7 @@ impl fmt::Display for DriverVersion {
 #[non_exhaustive]
 pub enum OpenError {
     /// There is no driver on this machine, or not where the loader looks.
-    #[error("no CUDA driver: {0}")]
+    #[error("no CUDA driver: {0}; install the NVIDIA driver, or put the folder of libcuda.so.1 into LD_LIBRARY_PATH")]
     Library(#[from] MissingLibrary),
     /// The driver lacks a function that every driver since CUDA 12.0 has.
     #[error("unusable CUDA driver: {0}")]

@@ -40,6 +40,15 @@
 //! streams and events to the driver, which frees them with the device's context. Two calls give things back earlier,
 //! by hand: [`EventPool::trim`] and [`Gpu::close`]. What a driver does when it is dropped itself is its own affair.
 //!
+//! # Where it differs from PyTorch
+//! The behaviour is that of PyTorch's streams and events, but for this:
+//! - A stream's id is the driver's, and says nothing about its kind; PyTorch packs priority and index into it.
+//! - The 32 streams of a priority are made at the first use of that priority, not of the device.
+//! - An external event follows the stream that it is recorded on or waited for by, not the current one.
+//! - Exporting an event names its device, instead of taking the current one. Events have no order of their own.
+//! - What is current lives here; the driver's own current device is left alone ([`Device::bind_to_thread`]).
+//! - Errors say what to do, in other words than PyTorch's.
+//!
 //! # Threads
 //! Everything but the guards can be sent and shared. Locks here are leaves, and none is held during a driver call,
 //! but for the making of a pool's streams at its first use.

@@ -147,6 +147,7 @@ impl World {
     /// Ends a capture for all its streams, and with it the bodies of its conditional nodes that are still under way.
     fn drop_capture(&mut self, capture: CaptureId) -> Capture {
         let state = self.captures.remove(capture.0).expect("a live capture");
+        self.captured_callbacks.graph_gone();
         for id in self.captures.ids() {
             if self.captures.get(id).is_some_and(|other| other.parent == Some(capture)) {
                 let body = self.drop_capture(CaptureId(id));

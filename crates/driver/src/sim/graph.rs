@@ -211,6 +211,7 @@ impl World {
     /// One holder of a template less. With the last one go the addresses that its nodes allocated.
     pub(super) fn release_template(&mut self, template: Arc<Template>) {
         let Ok(template) = Arc::try_unwrap(template) else { return };
+        self.captured_callbacks.graph_gone();
         self.release_addresses(&template.memory);
         for node in template.nodes {
             if let Work::Conditional { body, .. } = node.work

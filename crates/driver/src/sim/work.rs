@@ -131,21 +131,32 @@ pub(super) struct Op {
 
 /// The callbacks that are in graphs, held once more so that the last graph does not let go of them under the lock.
 #[derive(Default)]
-pub(super) struct CapturedCallbacks(Vec<HostCallback>);
+pub(super) struct CapturedCallbacks {
+    held: Vec<HostCallback>,
+    /// Whether a graph has gone since they were last looked through.
+    graph_gone: bool,
+}
 
 impl CapturedCallbacks {
     pub fn push(&mut self, callback: HostCallback) {
-        self.0.push(callback);
+        self.held.push(callback);
+    }
+
+    pub fn graph_gone(&mut self) {
+        self.graph_gone = true;
     }
 
     /// Takes out those that no graph holds any more.
     pub fn take_unused(&mut self) -> Vec<HostCallback> {
-        self.0.extract_if(.., |callback| Arc::strong_count(callback) == 1).collect()
+        if !std::mem::take(&mut self.graph_gone) {
+            return Vec::new();
+        }
+        self.held.extract_if(.., |callback| Arc::strong_count(callback) == 1).collect()
     }
 }
 
 impl fmt::Debug for CapturedCallbacks {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} callbacks", self.0.len())
+        write!(f, "{} callbacks", self.held.len())
     }
 }
