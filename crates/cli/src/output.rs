@@ -4,6 +4,7 @@ use std::fmt;
 use std::io::{self, Write};
 
 use comfy_table::{CellAlignment, ContentLineStyle, LineStyle, Table, TableStyle};
+use indicatif::{ProgressBar, ProgressStyle};
 use serde_json::Value;
 
 /// How a command that ran to its end ended.
@@ -114,6 +115,15 @@ pub fn table(columns: &[&str]) -> Table {
         }
     }
     table
+}
+
+/// A sign of life on stderr, which counts `things`; shows nothing unless that is a terminal.
+pub fn spinner(things: &str) -> ProgressBar {
+    let spinner = ProgressBar::new_spinner();
+    if let Ok(style) = ProgressStyle::with_template(&format!("{{spinner}} {{pos}} {things}, last {{msg}}")) {
+        spinner.set_style(style);
+    }
+    spinner
 }
 
 #[cfg(test)]

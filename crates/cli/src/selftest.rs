@@ -5,7 +5,7 @@ use std::io;
 use std::sync::Arc;
 use std::time::Duration;
 
-use indicatif::{ProgressBar, ProgressStyle};
+use indicatif::ProgressBar;
 use serde_json::json;
 use warpool_driver::Driver;
 use warpool_driver::conformance::{self, Options, Outcome, Report, Suite, Summary};
@@ -59,7 +59,8 @@ pub fn run(args: &Args, output: &mut Output) -> Result<Verdict> {
     // Names are looked up while the device still answers: the last suite breaks it.
     let name = driver.device_properties(device)?.name;
     output.line(format!("driver {}, {device} ({name}), seed {}\n", driver.kind(), args.seed))?;
-    let mut printer = Printer { output, reports: Vec::new(), suite_begun: 0, ended: Ok(()), spinner: spinner() };
+    let mut printer =
+        Printer { output, reports: Vec::new(), suite_begun: 0, ended: Ok(()), spinner: output::spinner("checks") };
     let summary = run_suites(&driver, &options, &mut |report| printer.take(report));
     let shown = printer.finish().and_then(|reports| conclude(output, &reports, summary));
     match shown {
@@ -122,15 +123,6 @@ fn check_suites(args: &Args) -> Result<()> {
         }
     }
     Ok(())
-}
-
-/// A sign of life on stderr; shows nothing unless that is a terminal.
-fn spinner() -> ProgressBar {
-    let spinner = ProgressBar::new_spinner();
-    if let Ok(style) = ProgressStyle::with_template("{spinner} {pos} checks, last {msg}") {
-        spinner.set_style(style);
-    }
-    spinner
 }
 
 /// Shows each suite as a table once it has ended, or each check as an object at once.

@@ -5,6 +5,7 @@ mod driver;
 mod measure;
 mod sim;
 
+use indicatif::ProgressBar;
 use serde_json::{Value, json};
 
 use crate::driver::SimArgs;
@@ -58,8 +59,15 @@ pub fn run(args: &Args, output: &mut Output) -> Result<Verdict> {
         let names: Vec<&str> = BENCHES.iter().map(|bench| bench.name).collect();
         return Err(Stop::Usage(format!("there is no benchmark '{}': choose one of {}", args.name, names.join(", "))));
     };
-    let mut rows =
-        Rows { bench: bench.name, baseline: Baseline::measure(), output, shown: Vec::new(), remarks: Vec::new() };
+    let mut rows = Rows {
+        bench: bench.name,
+        baseline: Baseline::measure(),
+        output,
+        shown: Vec::new(),
+        remarks: Vec::new(),
+        spinner: output::spinner("cases measured"),
+    };
+    rows.spinner.set_message("the baseline");
     let verdict = (bench.run)(args, &mut rows)?;
     rows.finish()?;
     Ok(verdict)
@@ -87,10 +95,13 @@ struct Rows<'a> {
     output: &'a mut Output,
     shown: Vec<[String; 5]>,
     remarks: Vec<String>,
+    spinner: ProgressBar,
 }
 
 impl Rows<'_> {
     fn add(&mut self, row: Row) -> Result<()> {
+        self.spinner.set_message(row.case);
+        self.spinner.inc(1);
         let ratio = row.ns / self.baseline.ns;
         let per_second = 1e9 / row.ns;
         let mut object = json!({
@@ -105,7 +116,7 @@ impl Rows<'_> {
         for (key, value) in row.extra {
             object[key] = value;
         }
-        self.output.object(&object)?;
+        self.spinner.suspend(|| self.output.object(&object))?;
         self.shown.push([
             row.case.to_owned(),
             format!("{:.1}", row.ns),
@@ -122,6 +133,7 @@ impl Rows<'_> {
     }
 
     fn finish(self) -> Result<()> {
+        self.spinner.finish_and_clear();
         let mut table = output::table(&["case", ">ns", ">x baseline", ">per second", "besides"]);
         table.add_rows(self.shown);
         let title = format!("bench {}, against {} at {:.1} ns", self.bench, Baseline::NAME, self.baseline.ns);

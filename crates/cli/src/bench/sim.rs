@@ -1,5 +1,5 @@
 //! `warpool bench sim`: how much work the simulated GPU gets through, and whether its memory stays flat meanwhile.
-//! Every case queues work on streams and lets it complete; an operation is one call that queues work.
+//! Every case queues work on streams and lets it complete; an operation is one call, or one node of a graph.
 
 use std::time::{Duration, Instant};
 
@@ -46,8 +46,8 @@ pub fn run(args: &Args, rows: &mut Rows<'_>) -> Result<Verdict> {
 type Case = fn(&Setup<'_>) -> DriverResult<u64>;
 
 const CASES: &[(&str, Case)] = &[
-    ("fills on one stream", fills),
-    ("copies on one stream", copies),
+    ("fills of 64 bytes on one stream", fills),
+    ("copies of 64 bytes on one stream", copies),
     ("event record and query", events),
     ("kernels on 4 streams with events between", kernels),
     ("graph launches of 10 kernels, per kernel", graph_launches),
