@@ -17,8 +17,8 @@ fn a_terabyte_reserved_and_a_whole_device_allocated_cost_less_than_100_mb() -> R
     let device = DeviceId(0);
     let before = resident();
     let range = gpu.vm_reserve(1 << 40, 0, None)?;
-    let half = 69 << 30;
-    let plain = gpu.mem_alloc(device, half)?;
+    let half = 70 << 30;
+    let plain = gpu.mem_alloc(device, 69 << 30)?;
     let physical = gpu.vm_create(device, half, PhysicalOptions::default())?;
     gpu.vm_map(range, physical)?;
     gpu.vm_set_access(range, half, &[DeviceAccess { device, access: Access::ReadWrite }])?;
