@@ -2,7 +2,8 @@
 
 use std::fmt;
 
-/// When a call is legal while some stream captures. Measured on an H200 (driver 580.159, November 2026).
+/// When a call is legal while some stream captures. Measured on an H200 (driver 580.159, November 2026) for the calls in the suite
+/// `capture_rules`; for the others it is what we expect.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CaptureRule {
     /// Always legal: it neither waits for nor disturbs a capture.

@@ -133,7 +133,7 @@ fn h200(call: Call) -> Latency {
             by_size([(2 * MIB, 14_000), (64 * MIB, 45_000), (512 * MIB, 256_000), (2048 * MIB, 984_000)])
         }
         Call::VmFreeRange => Latency::Flat(8_000),
-        // Measured. (A query of a mark already reached took 150 to 310 on other days: docs/h200.md.)
+        // Measured. (A query of a mark already reached took 150 to 350 on other days: docs/h200.md.)
         Call::EventRecord => Latency::Flat(140),
         Call::EventQuery => Latency::Flat(1_290),
         Call::StreamQuery => Latency::Flat(1_290),
