@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use common::{BYTES, DEVICE, KERNELS, Lab};
-use warpool_driver::decorate::Counting;
+use warpool_driver::decorate::{Counting, Recording};
 use warpool_driver::sim::{HazardKind, Latencies, Latency, SimConfig, SimDriver, Timing};
 use warpool_driver::*;
 
@@ -197,5 +197,43 @@ fn a_block_handed_out_in_a_capture_is_no_longer_taken_back() -> Result<()> {
     lab.gpu.graph_launch(exec, lab.one)?;
     lab.gpu.device_synchronize(DEVICE)?;
     assert_eq!(lab.gpu.hazards(), []);
+    Ok(())
+}
+
+#[test]
+fn notes_are_heard_unless_they_are_off_and_a_recording_wants_them_all_the_same() -> Result<()> {
+    for (config, heard) in [(SimConfig::default(), true), (SimConfig::default().without_notes(), false)] {
+        let gpu = Arc::new(SimDriver::new(config));
+        assert_eq!(gpu.listens(), heard);
+        assert_eq!(Counting::new(gpu.clone()).listens(), heard);
+        let recording = Recording::new(gpu.clone());
+        assert!(recording.listens());
+        let stream = recording.stream_create(DEVICE, StreamOptions::default())?;
+        let ptr = recording.mem_alloc(DEVICE, BYTES)?;
+        recording.note_returned(ptr, BYTES);
+        assert_eq!(recording.log().entries.last().map(|entry| entry.call), Some(Call::NoteReturned));
+        // A use of what was taken back: seen if the note was heard.
+        recording.fill(ptr, Pattern::U8(1), BYTES, stream)?;
+        recording.device_synchronize(DEVICE)?;
+        assert_eq!(gpu.hazards().iter().any(|hazard| hazard.kind == HazardKind::UseAfterFree), heard);
+    }
+    Ok(())
+}
+
+#[test]
+fn calls_are_counted_and_their_time_is_all_the_time_there_is() -> Result<()> {
+    let gpu = SimDriver::new(SimConfig { latencies: Latencies::flat(100), ..SimConfig::default() });
+    assert_eq!((gpu.calls_made(), gpu.time_in_calls()), (0, Duration::ZERO));
+    let ptr = gpu.mem_alloc(DEVICE, BYTES)?;
+    gpu.mem_alloc(DEVICE, 0).expect_err("failed calls count too");
+    gpu.note_returned(ptr, BYTES);
+    assert_eq!((gpu.calls_made(), gpu.calls_of(Call::MemAlloc), gpu.calls_of(Call::MemFree)), (2, 2, 0));
+    let stream = gpu.stream_create(DEVICE, StreamOptions::default())?;
+    gpu.fill(ptr, Pattern::U8(1), BYTES, stream).expect("queued");
+    gpu.place_next_alloc(DEVICE, ptr)?;
+    gpu.hold(stream)?;
+    assert_eq!((gpu.calls_made(), gpu.time_in_calls()), (4, Duration::from_nanos(500)), "the note took its time");
+    gpu.device_synchronize(DEVICE)?;
+    assert!(gpu.time_in_calls() > Duration::from_nanos(600), "waiting is time in calls");
     Ok(())
 }

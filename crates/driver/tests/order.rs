@@ -264,3 +264,24 @@ fn a_kernels_double_cannot_call_the_driver() -> Result<()> {
     assert!(gpu.hazards().is_empty(), "{:#?}", gpu.hazards());
     Ok(())
 }
+
+#[test]
+fn waiting_for_a_device_again_learns_what_its_streams_have_learnt_without_new_work() -> Result<()> {
+    let gpu = SimDriver::new(SimConfig::default().with_devices(2));
+    let other = DeviceId(1);
+    let (here, there) =
+        (gpu.stream_create(DEVICE, StreamOptions::default())?, gpu.stream_create(other, StreamOptions::default())?);
+    let pinned = gpu.host_alloc(DEVICE, BYTES, HostOptions::default())?;
+    let memory = gpu.mem_alloc(other, BYTES)?;
+    gpu.device_synchronize(DEVICE)?;
+    gpu.copy(pinned.into(), memory.into(), BYTES, there)?;
+    let event = gpu.event_create(other, EventOptions::default())?;
+    gpu.event_record(event, there, EventScope::Plain)?;
+    // Time passes, and the mark is reached, but nobody has asked.
+    gpu.module_load(DEVICE, &common::KERNELS)?;
+    gpu.stream_wait_event(here, event, EventScope::Plain)?;
+    gpu.device_synchronize(DEVICE)?;
+    gpu.host_read(pinned, &mut [0; 8])?;
+    assert!(gpu.hazards().is_empty(), "{:#?}", gpu.hazards());
+    Ok(())
+}

@@ -7,6 +7,11 @@ use crate::{DevicePtr, StreamId};
 
 /// Notes about suballocation.
 pub trait Notes {
+    /// Whether anybody listens to notes: an allocator asks once, and saves itself the calls if not.
+    fn listens(&self) -> bool {
+        false
+    }
+
     /// The range now belongs to work that comes behind what is in `stream`: whoever used it before must be done by then. *During capture: free.*
     fn note_handed_out(&self, ptr: DevicePtr, bytes: u64, stream: StreamId) {
         let _ = (ptr, bytes, stream);

@@ -131,6 +131,11 @@ impl Hook for Recorder {
         let arguments = state.names.list(arguments);
         self.push(state, LogEntry { call, arguments, outcome: "()".to_owned() });
     }
+
+    // A log is of what the program did, whoever else listens.
+    fn wants_notes(&self) -> bool {
+        true
+    }
 }
 
 /// Our numbers for what differs from run to run, given in the order of first sight.

@@ -1,5 +1,5 @@
 //! A driver that lets a hook see every call before and after it is made.
-//! Every signature of the contract stands here once, in the table at the end; the decorators are hooks.
+//! Every signature of the contract stands here once, in the table at the end, with the notes behind it; the decorators are hooks.
 //! Nothing is decided here: what a hook does not refuse goes through unchanged.
 
 use std::sync::Arc;
@@ -36,6 +36,11 @@ pub trait Hook: Send + Sync {
 
     /// A note was passed on. Notes cannot fail and return nothing.
     fn note(&self, call: Call, arguments: Arguments<'_>);
+
+    /// Whether it wants notes even if `inner` does not listen to them.
+    fn wants_notes(&self) -> bool {
+        false
+    }
 }
 
 /// A driver around a driver, with a hook on every call. [`Driver::kind`] and [`Driver::now`] go straight through.
@@ -221,8 +226,13 @@ forward! {
         FunctionGet function_get(module: ModuleId, name: &str) -> FunctionId;
         KernelLaunch kernel_launch(function: FunctionId, shape: LaunchShape, args: &[KernelArg], stream: StreamId) -> ();
     }
-    impl Notes {
-        NoteHandedOut note_handed_out(ptr: DevicePtr, bytes: u64, stream: StreamId);
-        NoteReturned note_returned(ptr: DevicePtr, bytes: u64);
+}
+
+impl<H: Hook> Notes for Tapped<H> {
+    fn listens(&self) -> bool {
+        self.hook.wants_notes() || self.inner.listens()
     }
+
+    forward! { @method NoteHandedOut note_handed_out(ptr: DevicePtr, bytes: u64, stream: StreamId) }
+    forward! { @method NoteReturned note_returned(ptr: DevicePtr, bytes: u64) }
 }

@@ -8,7 +8,8 @@ use super::bytes::Bytes;
 use super::memory::Toucher;
 use super::order::Stamp;
 use super::shadow::Mark;
-use super::space::{Gone, Region, Tomb};
+use super::space::Region;
+use super::tombs::{Gone, Tomb};
 use crate::{Call, DeviceId, DevicePtr, ErrorCode, Memory, MemoryInfo, Notes, Result, StreamId};
 
 /// What allocations take is rounded up to this; what is beyond the bytes that were asked for cannot be touched.
@@ -28,10 +29,8 @@ impl Memory for SimDriver {
             world.take_bytes(device, rounded)?;
             // Large ones get whole pages, as real ones do.
             let align = if rounded >= 2 << 20 { 2 << 20 } else { GRAIN };
-            let Some(start) = world.memory.space.find(rounded, align) else {
-                world.give_bytes(device, rounded);
-                return world.fail(ErrorCode::OutOfMemory, "the address space is used up");
-            };
+            let start =
+                world.address_for_alloc(device, rounded, align).inspect_err(|_| world.give_bytes(device, rounded))?;
             let piece = world.memory.add_piece(bytes, Some(device), Bytes::device());
             world.memory.space.insert(start, bytes, Region::Plain { piece });
             Ok(DevicePtr(start))
@@ -106,7 +105,14 @@ impl Memory for SimDriver {
 }
 
 impl Notes for SimDriver {
+    fn listens(&self) -> bool {
+        self.notes
+    }
+
     fn note_handed_out(&self, ptr: DevicePtr, bytes: u64, stream: StreamId) {
+        if !self.notes {
+            return;
+        }
         let Ok(mut world) = self.enter(Call::NoteHandedOut) else { return };
         let Ok(stream) = world.live_stream(stream) else { return };
         let state = world.stream(stream);
@@ -126,6 +132,9 @@ impl Notes for SimDriver {
     }
 
     fn note_returned(&self, ptr: DevicePtr, bytes: u64) {
+        if !self.notes {
+            return;
+        }
         let Ok(mut world) = self.enter(Call::NoteReturned) else { return };
         let at = world.calls;
         world.memory.take_back(ptr, bytes, at);

@@ -25,6 +25,8 @@ pub struct SimConfig {
     pub queue_depth: usize,
     /// How many hazards are kept; later ones are only counted.
     pub hazards_kept: usize,
+    /// Whether allocators' notes are heard. Without them the machine is faster, and cannot tell the users of one allocation apart.
+    pub notes: bool,
 }
 
 /// One simulated device.
@@ -87,6 +89,7 @@ impl Default for SimConfig {
             check_uninitialized: false,
             queue_depth: 1024,
             hazards_kept: 1000,
+            notes: true,
         }
     }
 }
@@ -126,6 +129,13 @@ impl SimConfig {
     #[must_use]
     pub fn with_timing(mut self, timing: Timing) -> Self {
         self.timing = timing;
+        self
+    }
+
+    /// With allocators' notes unheard.
+    #[must_use]
+    pub fn without_notes(mut self) -> Self {
+        self.notes = false;
         self
     }
 

@@ -100,10 +100,10 @@ impl SimDriver {
             _ => 0,
         };
         let mut world = self.wait_for_room(world, stream)?;
-        let Stamp { lane, seq } = world.enqueue(stream, work, nanos, Vec::new());
+        let stamp = world.enqueue(stream, work, nanos, Vec::new());
         let base = Arc::clone(&world.stream(stream).base);
-        let mut world = self.wait(world, |world| world.lanes[lane as usize].done >= seq);
-        world.host_learns(&base, Stamp { lane, seq });
+        let mut world = self.wait(world, std::iter::once(stamp), |world| world.is_done(stamp));
+        world.host_learns(&base, stamp);
         world.device(device).map(drop)
     }
 }

@@ -4,7 +4,7 @@ use std::cell::Cell;
 
 use super::SimDriver;
 use super::world::World;
-use crate::{Call, DeviceId, DeviceProperties, Devices, ErrorCode, RawHandle, Result};
+use crate::{Call, DeviceId, DeviceProperties, Devices, ErrorCode, RawHandle, Result, StreamId};
 
 impl Devices for SimDriver {
     fn device_count(&self) -> Result<u32> {
@@ -111,17 +111,25 @@ impl SimDriver {
     ) -> std::sync::MutexGuard<'a, World> {
         let retired = std::mem::take(&mut world.devices[device.0 as usize].retired);
         world.host_learns_all(&retired);
-        let last: Vec<_> =
-            world.devices[device.0 as usize].streams.iter().map(|&stream| world.last_of(stream)).collect();
+        // Only the streams with something new since the last time: most have nothing, and a program may have a hundred.
+        let news = |&stream: &StreamId| {
+            let state = world.stream(stream);
+            (state.changes != state.changes_waited_for).then(|| (stream, state.changes, world.last_of(stream)))
+        };
+        let last: Vec<_> = world.devices[device.0 as usize].streams.iter().filter_map(news).collect();
         let passed = Cell::new(0);
-        let mut world = self.wait(world, |world| {
+        let mut world = self.wait(world, last.iter().map(|&(_, _, (_, stamp))| stamp), |world| {
             let rest = &last[passed.get()..];
-            let done = rest.iter().take_while(|(_, stamp)| world.is_done(*stamp)).count();
+            let done = rest.iter().take_while(|&&(_, _, (_, stamp))| world.is_done(stamp)).count();
             passed.set(passed.get() + done);
             done == rest.len()
         });
-        for (base, stamp) in last {
+        for (stream, changes, (base, stamp)) in last {
             world.host_learns(&base, stamp);
+            // It may be gone by now.
+            if let Some(state) = world.streams.get_mut(stream.0) {
+                state.changes_waited_for = changes;
+            }
         }
         world.settle_pools(device);
         world

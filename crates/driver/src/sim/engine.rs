@@ -13,11 +13,19 @@ use super::world::{EventMark, Stream, StreamKind, World};
 use crate::{DeviceId, EventId, HostCallback, StreamId};
 
 /// How far a lane is done, and who waits for more.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(super) struct Lane {
     pub done: u64,
+    /// Whose lane it is, or was last.
+    pub stream: StreamId,
     /// Streams that wait until the lane is done up to a number.
     waiters: Vec<(u64, StreamId)>,
+}
+
+impl Lane {
+    pub fn new(stream: StreamId) -> Self {
+        Self { done: 0, stream, waiters: Vec::new() }
+    }
 }
 
 /// Whose work ends.
@@ -62,17 +70,18 @@ impl std::fmt::Debug for Callback {
 
 impl World {
     pub fn add_stream(&mut self, device: DeviceId, kind: StreamKind, priority: i32) -> StreamId {
+        let id = StreamId(self.streams.next_id());
         // A lane may serve another stream once the host knows that all in it is done: whatever is queued from then on comes
         // after it anyway.
         let spare = self.spare_lanes.iter().position(|&lane| self.host.seen(lane) >= self.lanes[lane as usize].done);
         let lane = match spare {
             Some(index) => self.spare_lanes.swap_remove(index),
             None => {
-                self.lanes.push(Lane::default());
+                self.lanes.push(Lane::new(id));
                 (self.lanes.len() - 1) as u32
             }
         };
-        let id = StreamId(self.streams.next_id());
+        self.lanes[lane as usize].stream = id;
         self.streams.insert(Stream {
             device,
             lane,
@@ -85,8 +94,11 @@ impl World {
             tail: self.lanes[lane as usize].done,
             base: Arc::new(self.host.clone()),
             host_version: self.host_version,
+            changes: 1,
+            changes_waited_for: 0,
             capture: None,
             gone: false,
+            held: None,
         });
         let state = &mut self.devices[device.0 as usize];
         state.streams.push(id);
@@ -134,6 +146,7 @@ impl World {
         self.learn_from_host(stream);
         let state = self.stream_mut(stream);
         state.tail += 1;
+        state.changes += 1;
         Slot { stamp: Stamp { lane: state.lane, seq: state.tail }, base: Arc::clone(&state.base), waits }
     }
 
@@ -169,9 +182,9 @@ impl World {
         }
         if kind == StreamKind::Legacy {
             let retired = std::mem::take(&mut self.devices[device.0 as usize].retired_blocking);
-            let base = &mut self.stream_mut(stream).base;
-            if !base.contains(&retired) {
-                Arc::make_mut(base).join(&retired);
+            let state = self.stream_mut(stream);
+            if !state.base.contains(&retired) {
+                state.base_mut().join(&retired);
             }
         }
         waits
@@ -213,9 +226,9 @@ impl World {
 
     /// What `stream` queues from now on comes after `stamp` and all that came before that.
     pub fn learn(&mut self, stream: StreamId, base: &Frontier, stamp: Stamp) {
-        let mine = &mut self.stream_mut(stream).base;
-        if !mine.contains(base) || !mine.covers(stamp) {
-            let mine = Arc::make_mut(mine);
+        let state = self.stream_mut(stream);
+        if !state.base.contains(base) || !state.base.covers(stamp) {
+            let mine = state.base_mut();
             mine.join(base);
             mine.add(stamp);
         }
@@ -228,7 +241,7 @@ impl World {
         if state.host_version != *host_version {
             state.host_version = *host_version;
             if !state.base.contains(host) {
-                Arc::make_mut(&mut state.base).join(host);
+                state.base_mut().join(host);
             }
         }
     }
@@ -284,7 +297,7 @@ impl World {
         self.lanes[stamp.lane as usize].done >= stamp.seq
     }
 
-    /// Starts the first of the queue if nothing holds it back.
+    /// Starts the first of the queue if nothing keeps it: a hold, or work that it waits for.
     pub fn try_start(&mut self, stream: StreamId, now: u64) {
         let Self { streams, lanes, .. } = self;
         let Some(state) = streams.get_mut(stream.0) else { return };
@@ -292,6 +305,9 @@ impl World {
             return;
         }
         let Some(op) = state.queue.front_mut() else { return };
+        if state.held.is_some_and(|through| op.seq > through) {
+            return;
+        }
         op.waits.retain(|wait| lanes[wait.lane as usize].done < wait.seq);
         if let Some(wait) = op.waits.first() {
             lanes[wait.lane as usize].waiters.push((wait.seq, stream));

@@ -82,10 +82,12 @@ impl Events for SimDriver {
         let state = world.event(event)?;
         let device = state.device;
         let EventMark::Recorded { stamp, base, .. } = state.mark.clone() else { return Ok(()) };
-        let mut world = self.wait(world, |world| match world.events.get(event.0).map(|state| &state.mark) {
-            // Recorded again or destroyed by another thread meanwhile: what was waited for is in the lane.
-            Some(EventMark::Recorded { stamp: now, done, .. }) if *now == stamp => done.is_some(),
-            _ => world.lanes[stamp.lane as usize].done >= stamp.seq,
+        let mut world = self.wait(world, std::iter::once(stamp), |world| {
+            match world.events.get(event.0).map(|state| &state.mark) {
+                // Recorded again or destroyed by another thread meanwhile: what was waited for is in the lane.
+                Some(EventMark::Recorded { stamp: now, done, .. }) if *now == stamp => done.is_some(),
+                _ => world.lanes[stamp.lane as usize].done >= stamp.seq,
+            }
         });
         world.host_learns(&base, stamp);
         world.settle_pools(device);

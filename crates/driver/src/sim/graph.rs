@@ -5,8 +5,9 @@ use std::sync::{Arc, OnceLock};
 use super::SimDriver;
 use super::exec::{ExecGraph, Template};
 use super::launch::Launch;
-use super::space::{Gone, Region};
+use super::space::Region;
 use super::table::Missing;
+use super::tombs::Gone;
 use super::work::Work;
 use super::world::{Conditional, EventMark, Exec, World};
 use crate::{

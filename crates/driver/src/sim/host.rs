@@ -4,7 +4,8 @@ use super::SimDriver;
 use super::actor::{Actor, Label, Order};
 use super::bytes::{Bytes, HostBytes};
 use super::memory::Toucher;
-use super::space::{Gone, Region, Tomb};
+use super::space::Region;
+use super::tombs::{Gone, Tomb};
 use super::world::World;
 use crate::{Call, DeviceId, DevicePtr, ErrorCode, HostMemory, HostOptions, HostPtr, HostRange, Result, StreamId};
 
@@ -18,8 +19,11 @@ impl HostMemory for SimDriver {
             let Some(host) = HostBytes::allocate(bytes) else {
                 return world.fail(ErrorCode::OutOfMemory, "the host does not have that much memory");
             };
-            world.spend(bytes);
             let start = host.start();
+            if !world.memory.space.is_free(start, bytes) {
+                return world.fail(ErrorCode::OutOfMemory, "device memory was placed where the host has its own");
+            }
+            world.spend(bytes);
             world.pin(device, start, bytes, Bytes::Host(host), false);
             Ok(HostPtr(start))
         })

@@ -6,7 +6,8 @@ use super::actor::{Actor, Label, Order};
 use super::bytes::Bytes;
 use super::hazard::{HazardKind, HazardLog, HazardRange};
 use super::shadow::{Clash, Mark, Shadow};
-use super::space::{Fault, Gone, Piece, PieceId, Place, Region, Space};
+use super::space::{Fault, Piece, PieceId, Place, Region, Space};
+use super::tombs::Gone;
 use crate::{Access, DeviceId, DevicePtr, PoolId};
 
 /// How much of a copy or fill is moved at a time.

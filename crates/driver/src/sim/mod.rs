@@ -12,6 +12,7 @@
 //!   so of several clashes over the same bytes one may hide another: put it right, run again, and the next shows. All threads of the host count as
 //!   one: what one has waited for, all know. So a missing hand-over between two host threads goes unnoticed, but nothing is reported that is in order.
 //! - **Capture and graphs** obey CUDA's rules, as measured on an H200; replays have real effects.
+//! - **Replays** may say where memory lies ([`SimDriver::place_next_alloc`]) and when work completes ([`SimDriver::hold`]).
 //! - The same seed and the same calls give the same run.
 //!
 //! ```
@@ -45,16 +46,19 @@ mod exec;
 mod execute;
 mod graph;
 mod hazard;
+mod hold;
 mod host;
 mod kernel;
 mod launch;
 mod memory;
 mod order;
+mod placement;
 mod pool;
 mod shadow;
 mod space;
 mod stream;
 mod table;
+mod tombs;
 mod virtual_memory;
 mod work;
 mod world;
@@ -71,6 +75,7 @@ use std::time::Duration;
 
 use crate::{Call, CaptureRule, Driver, DriverError, ErrorCode, Result, StreamId};
 use engine::Callback;
+use order::Stamp;
 use space::Region;
 use work::Work;
 use world::World;
@@ -81,6 +86,8 @@ pub struct SimDriver {
     world: Mutex<World>,
     /// Rings when a callback has returned.
     callback_done: Condvar,
+    /// Whether allocators' notes are heard.
+    notes: bool,
 }
 
 /// How many of each kind of thing there are: two equal counts, and nothing was left behind.
@@ -134,7 +141,8 @@ impl SimDriver {
     pub fn new(config: SimConfig) -> Self {
         static MACHINES: AtomicU64 = AtomicU64::new(1);
         let machine = MACHINES.fetch_add(1, Ordering::Relaxed);
-        Self { world: Mutex::new(World::new(config, machine)), callback_done: Condvar::new() }
+        let notes = config.notes;
+        Self { world: Mutex::new(World::new(config, machine)), callback_done: Condvar::new(), notes }
     }
 
     /// What has been noticed so far, in the order of noticing. Work that has not run yet is not in it: synchronize first.
@@ -152,6 +160,28 @@ impl SimDriver {
     /// Empties the log.
     pub fn clear_hazards(&self) {
         self.lock().memory.log.clear();
+    }
+
+    /// How many calls of the contract have been made; notes do not count.
+    #[must_use]
+    pub fn calls_made(&self) -> u64 {
+        let world = self.lock();
+        let notes: u64 =
+            [Call::NoteHandedOut, Call::NoteReturned].map(|note| world.calls_by_name[note as usize]).iter().sum();
+        world.calls_made - notes
+    }
+
+    /// How often `call` has been made. Time by call is what [`Counting`](crate::decorate::Counting) adds.
+    #[must_use]
+    pub fn calls_of(&self, call: Call) -> u64 {
+        self.lock().calls_by_name[call as usize]
+    }
+
+    /// How long all calls took, by the cost model, with the time that the host waited in them. The virtual clock moves in calls
+    /// only, so this is what it shows: [`Driver::now`] under the name of its other meaning.
+    #[must_use]
+    pub fn time_in_calls(&self) -> Duration {
+        self.now()
     }
 
     /// Counts what there is.
@@ -203,6 +233,7 @@ impl SimDriver {
         }
         let mut world = self.lock();
         world.calls_made += 1;
+        world.calls_by_name[call as usize] += 1;
         let number = world.calls_made;
         let nanos = world.config.latencies.flat_nanos(call);
         let now = world.clock.saturating_add(nanos);
@@ -250,28 +281,44 @@ impl SimDriver {
         world.submit(stream, work, nanos)
     }
 
-    /// Waits until the stream's queue is shorter than its limit.
+    /// Waits until the stream's queue is shorter than its limit. That of a held stream has none: making room would let work through
+    /// that nobody waits for.
     fn wait_for_room<'a>(
         &'a self,
         mut world: MutexGuard<'a, World>,
         stream: StreamId,
     ) -> Result<MutexGuard<'a, World>> {
         let depth = world.config.queue_depth.max(1);
-        if world.stream(stream).queue.len() >= depth {
-            world = self.wait(world, |world| world.streams.get(stream.0).is_none_or(|state| state.queue.len() < depth));
+        let state = world.stream(stream);
+        if state.queue.len() >= depth && state.held.is_none() {
+            let leaver = Stamp { lane: state.lane, seq: state.queue[state.queue.len() - depth].seq };
+            let has_room = |world: &World| {
+                world.streams.get(stream.0).is_none_or(|state| state.queue.len() < depth || state.held.is_some())
+            };
+            world = self.wait(world, std::iter::once(leaver), has_room);
             // Another thread may have destroyed it meanwhile.
             world.live_stream(stream)?;
         }
         Ok(world)
     }
 
-    /// Lets time pass until `over`.
-    fn wait<'a>(&'a self, mut world: MutexGuard<'a, World>, over: impl Fn(&World) -> bool) -> MutexGuard<'a, World> {
+    /// Lets time pass until `over`, which is once all of `awaited` is done. What of it is held is let through.
+    fn wait<'a>(
+        &'a self,
+        mut world: MutexGuard<'a, World>,
+        awaited: impl Iterator<Item = Stamp> + Clone,
+        over: impl Fn(&World) -> bool,
+    ) -> MutexGuard<'a, World> {
         let under_way = (world.call, world.calls);
+        world.lift(awaited.clone());
         while !over(&world) {
             if !world.callbacks.is_empty() {
                 world = self.run_callbacks(world);
             } else if !world.step() {
+                // Another thread may have held a stream while a callback ran.
+                if world.lift(awaited.clone()) {
+                    continue;
+                }
                 assert!(world.callbacks_running > 0, "the simulated device has nothing to do and somebody waits");
                 world = self.callback_done.wait(world).unwrap_or_else(PoisonError::into_inner);
             }

@@ -7,7 +7,8 @@ use super::SimDriver;
 use super::alloc::GRAIN;
 use super::bytes::Bytes;
 use super::memory::Toucher;
-use super::space::{Gone, Region, Tomb};
+use super::space::Region;
+use super::tombs::{Gone, Tomb};
 use super::work::Work;
 use super::world::{Pool, World};
 use crate::{

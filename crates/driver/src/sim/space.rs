@@ -1,19 +1,18 @@
-//! The address space: which addresses belong to what, and what they belonged to before.
+//! The address space: which addresses belong to what. What they belonged to before is in `tombs.rs`.
 //!
 //! Addresses lie above all that this process can have itself, so that pinned host memory keeps its own. They are handed out upwards and come
-//! again as late as possible, so that a stale address is told from a live one.
+//! again as late as possible, so that a stale address is told from a live one. A replay may place memory elsewhere (`placement.rs`).
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::BTreeMap;
 
 use super::bytes::Bytes;
 use super::shadow::Shadow;
+use super::tombs::{Gone, Tomb, Tombs};
 use crate::{Access, DeviceAccess, DeviceId, DevicePtr, PoolId};
 
 /// The first address and the first beyond.
 const FIRST: u64 = 1 << 47;
 const BEYOND: u64 = 1 << 56;
-/// How many gone ranges are remembered.
-const TOMBS_KEPT: usize = 65_536;
 
 /// A piece of memory: contents and history. Reached by addresses through a region or a mapping.
 #[derive(Debug)]
@@ -57,28 +56,6 @@ pub(super) struct Mapping {
     pub unmapped_at: u64,
 }
 
-/// Why an address that belonged to something does so no more.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Gone {
-    Freed,
-    /// Freed to a pool, which keeps it mapped: touching it is wrong but does not break the device.
-    PoolFreed,
-    Unmapped,
-    /// Unmapped, and other memory has been mapped there since.
-    Remapped,
-}
-
-/// A range that is gone, and the number of the call that took it.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Tomb {
-    pub start: u64,
-    pub bytes: u64,
-    pub gone: Gone,
-    pub at: u64,
-    /// The call that had pinned it, if it was the host's.
-    pub pinned_by: Option<u64>,
-}
-
 /// Why an address cannot be used.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Fault {
@@ -102,14 +79,13 @@ pub(super) struct Place {
 #[derive(Debug)]
 pub(super) struct Space {
     pub regions: BTreeMap<u64, (u64, Region)>,
-    tombs: BTreeMap<u64, Tomb>,
-    tomb_order: VecDeque<u64>,
+    tombs: Tombs,
     next: u64,
 }
 
 impl Default for Space {
     fn default() -> Self {
-        Self { regions: BTreeMap::new(), tombs: BTreeMap::new(), tomb_order: VecDeque::new(), next: FIRST }
+        Self { regions: BTreeMap::new(), tombs: Tombs::default(), next: FIRST }
     }
 }
 
@@ -132,10 +108,15 @@ impl Space {
         None
     }
 
-    /// Where the region ends that overlaps these addresses, if any does.
+    /// Where the last region ends that overlaps these addresses, if any does.
     fn overlap(&self, start: u64, bytes: u64) -> Option<u64> {
-        let (&at, &(size, _)) = self.regions.range(..start + bytes).next_back()?;
-        (at + size > start).then_some(at + size)
+        self.in_the_way(start, bytes).map(|(at, size, _)| at + size)
+    }
+
+    /// The last region that overlaps these addresses, if any does: its start, its size, and what it is.
+    pub fn in_the_way(&self, start: u64, bytes: u64) -> Option<(u64, u64, &Region)> {
+        let (&at, (size, region)) = self.regions.range(..start.saturating_add(bytes)).next_back()?;
+        (at + size > start).then_some((at, *size, region))
     }
 
     /// Whether these addresses are free and not the host's own.
@@ -150,28 +131,13 @@ impl Space {
 
     pub fn insert(&mut self, start: u64, bytes: u64, region: Region) {
         debug_assert!(self.overlap(start, bytes).is_none(), "two regions share addresses");
-        let first = self.tombs.range(..start).next_back().map_or(start, |(&at, _)| at);
-        let stale: Vec<u64> = self
-            .tombs
-            .range(first..start + bytes)
-            .filter(|&(&at, tomb)| at + tomb.bytes > start)
-            .map(|(&at, _)| at)
-            .collect();
-        for at in stale {
-            self.tombs.remove(&at);
-        }
+        self.tombs.clear(start, start + bytes);
         self.regions.insert(start, (bytes, region));
     }
 
     /// Remembers that a range is gone.
     pub fn bury(&mut self, tomb: Tomb) {
-        if self.tombs.insert(tomb.start, tomb).is_none() {
-            self.tomb_order.push_back(tomb.start);
-        }
-        while self.tomb_order.len() > TOMBS_KEPT {
-            let oldest = self.tomb_order.pop_front().expect("more than none");
-            self.tombs.remove(&oldest);
-        }
+        self.tombs.bury(tomb);
     }
 
     /// The region that `address` lies in: its start, its size, and what it is.
@@ -225,9 +191,7 @@ impl Space {
 
     /// The last call that unmapped something from `[start, start + bytes)`, as far as is remembered; 0 if none did.
     pub fn last_unmap(&self, start: u64, bytes: u64) -> u64 {
-        let first = self.tombs.range(..start).next_back().map_or(start, |(&at, _)| at);
-        let over = self.tombs.range(first..start + bytes).map(|(_, tomb)| tomb);
-        let unmapped = over.filter(|tomb| tomb.start + tomb.bytes > start && tomb.gone == Gone::Unmapped);
+        let unmapped = self.tombs.within(start, start + bytes).filter(|tomb| tomb.gone == Gone::Unmapped);
         unmapped.map(|tomb| tomb.at).max().unwrap_or(0)
     }
 
@@ -250,9 +214,6 @@ impl Space {
 
     /// Why there is nothing at `address`.
     pub fn why_gone(&self, address: u64) -> Fault {
-        match self.tombs.range(..=address).next_back() {
-            Some((&at, tomb)) if address < at + tomb.bytes => Fault::Gone(*tomb),
-            _ => Fault::Nothing,
-        }
+        self.tombs.at(address).map_or(Fault::Nothing, Fault::Gone)
     }
 }

@@ -43,6 +43,7 @@ impl Streams for SimDriver {
                 return world.fail(ErrorCode::InvalidHandle, "default streams cannot be destroyed");
             }
             world.leave_capture(stream);
+            world.end_hold(stream);
             world.stream_mut(stream).gone = true;
             world.retire_if_drained(stream);
             Ok(())
@@ -109,7 +110,8 @@ impl Streams for SimDriver {
         let device = world.stream(stream).device;
         // Meanwhile other threads may add work, which is not waited for, or destroy the stream.
         let awaited = world.awaited(stream);
-        let mut world = self.wait(world, |world| awaited.iter().all(|&(_, last)| world.is_done(last)));
+        let stamps = awaited.iter().map(|&(_, last)| last);
+        let mut world = self.wait(world, stamps, |world| awaited.iter().all(|&(_, last)| world.is_done(last)));
         world.host_waited(stream, &awaited);
         world.settle_pools(device);
         world.device(device).map(drop)

@@ -9,7 +9,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::SimDriver;
 use super::bytes::Bytes;
-use super::space::{Gone, Mapping, PieceId, Region};
+use super::space::{Mapping, PieceId, Region};
+use super::tombs::Gone;
 use super::world::{Physical, World};
 use crate::{
     Access, Call, DeviceAccess, DeviceId, DevicePtr, ErrorCode, Granularity, PhysicalId, PhysicalOptions, Result,
@@ -17,7 +18,7 @@ use crate::{
 };
 
 /// The unit of reserved addresses.
-const PAGE: u64 = 2 << 20;
+pub(super) const PAGE: u64 = 2 << 20;
 /// What the name of a shared piece begins with; the machine and the piece follow.
 const SHARE_MAGIC: &[u8; 8] = b"wpsimmem";
 
@@ -36,16 +37,8 @@ impl VirtualMemory for SimDriver {
                 return world.fail(ErrorCode::InvalidValue, "reserve whole units of 2 MiB, aligned to a power of two");
             }
             world.spend(bytes);
-            let align = align.max(PAGE);
-            let space = &mut world.memory.space;
-            let start = match hint {
-                Some(hint) if hint.0.is_multiple_of(align) && space.may_give(hint.0, bytes) => Some(hint.0),
-                _ => space.find(bytes, align),
-            };
-            let Some(start) = start else {
-                return world.fail(ErrorCode::OutOfMemory, "no stretch of free addresses is that long");
-            };
-            space.insert(start, bytes, Region::Reserved { mappings: BTreeMap::new() });
+            let start = world.address_for_reserve(bytes, align.max(PAGE), hint)?;
+            world.memory.space.insert(start, bytes, Region::Reserved { mappings: BTreeMap::new() });
             Ok(DevicePtr(start))
         })
     }

@@ -15,6 +15,7 @@ use super::hazard::HazardKind;
 use super::launch::Launch;
 use super::memory::Memory;
 use super::order::{Frontier, Stamp};
+use super::placement::Placements;
 use super::space::PieceId;
 use super::table::{Missing, Table};
 use super::work::{CapturedCallbacks, Op};
@@ -50,9 +51,22 @@ pub(super) struct Stream {
     pub base: Arc<Frontier>,
     /// The version of the host's knowledge that is in `base`.
     pub host_version: u64,
+    /// How often `tail` and `base` have changed, and how often they had when the host last waited for the whole device.
+    pub changes: u64,
+    pub changes_waited_for: u64,
     pub capture: Option<Joined>,
     /// Destroyed, and only here until its work is done.
     pub gone: bool,
+    /// While it is held: the number of the last piece of work that may begin.
+    pub held: Option<u64>,
+}
+
+impl Stream {
+    /// What its next work comes after, to learn more.
+    pub fn base_mut(&mut self) -> &mut Frontier {
+        self.changes += 1;
+        Arc::make_mut(&mut self.base)
+    }
 }
 
 /// A stream's part in a capture.
@@ -191,6 +205,8 @@ pub(super) struct World {
     pub clock: u64,
     /// How many calls have been made.
     pub calls_made: u64,
+    /// How many of each, in the order of [`Call::ALL`].
+    pub calls_by_name: Vec<u64>,
     /// The number of the call that is under way. Work is named by the call that queued it.
     pub calls: u64,
     /// The call that is under way.
@@ -207,6 +223,7 @@ pub(super) struct World {
     pub modules: Table<&'static [KernelMirror]>,
     pub functions: Table<Function>,
     pub memory: Memory,
+    pub placed: Placements,
     /// How often each piece of physical memory is held: by ids and by mappings.
     pub holds: FxHashMap<PieceId, u32>,
     /// The streams behind the threads' own default streams.
@@ -220,6 +237,8 @@ pub(super) struct World {
     pub lanes: Vec<Lane>,
     pub spare_lanes: Vec<u32>,
     pub heap: BinaryHeap<Reverse<Due>>,
+    /// How many streams are held.
+    pub streams_held: usize,
     pub launches: FxHashMap<u64, Launch>,
     pub last_launch: u64,
     /// What the host knows to be done, and how often that has changed.
@@ -239,6 +258,7 @@ impl World {
             machine,
             clock: 0,
             calls_made: 0,
+            calls_by_name: vec![0; Call::ALL.len()],
             calls: 0,
             call: Call::DeviceCount,
             devices: Vec::new(),
@@ -253,15 +273,18 @@ impl World {
             modules: Table::default(),
             functions: Table::default(),
             memory,
+            placed: Placements::new(config.devices.len()),
             holds: FxHashMap::default(),
             thread_streams: FxHashMap::default(),
             pinned_device: FxHashMap::default(),
             thread_devices: FxHashMap::default(),
             thread_modes: FxHashMap::default(),
             last_node: 0,
-            lanes: vec![Lane::default()],
+            // The host's own: no stream has the number 0.
+            lanes: vec![Lane::new(StreamId(0))],
             spare_lanes: Vec::new(),
             heap: BinaryHeap::new(),
+            streams_held: 0,
             launches: FxHashMap::default(),
             last_launch: 0,
             host: Frontier::default(),
