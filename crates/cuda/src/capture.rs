@@ -29,6 +29,7 @@ pub(crate) type NodeHandle = Handle<sys::CUgraphNode_st>;
 
 /// `CUstreamCaptureStatus` as numbers: a newer driver may know more of them.
 const NONE: u32 = sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE as u32;
+pub(crate) const NOT_CAPTURING: u32 = sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE as u32;
 const ACTIVE: u32 = sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_ACTIVE as u32;
 const INVALIDATED: u32 = sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_INVALIDATED as u32;
 
@@ -184,7 +185,7 @@ impl CudaDriver {
     }
 
     /// Whether a stream captures (by CUDA's number), under which id, into which graph.
-    fn capture_status(&self, site: Site, stream: &Stream) -> Result<(u32, u64, GraphHandle)> {
+    pub(crate) fn capture_status(&self, site: Site, stream: &Stream) -> Result<(u32, u64, GraphHandle)> {
         let (mut status, mut id, mut graph) = (0_u32, 0, ptr::null_mut());
         // SAFETY: the stream is live. `status` has the size of the C enum, `id` and `graph` take what they are for; the
         // rest is not wanted.

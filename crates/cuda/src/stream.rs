@@ -1,6 +1,7 @@
 //! Streams: made here, adopted from others, and the two default ones that every device has.
 
 use std::ptr;
+use std::sync::OnceLock;
 
 use cudarc::driver::sys;
 use warpool_driver::{
@@ -10,6 +11,7 @@ use warpool_driver::{
 
 use crate::CudaDriver;
 use crate::callback;
+use crate::capture::NOT_CAPTURING;
 use crate::context::{Context, Current};
 use crate::error::{Site, enter};
 use crate::table::{Handle, Used, lock};
@@ -35,6 +37,9 @@ pub(crate) struct Stream {
     context: Option<Context>,
     /// CUDA's own number for it, which unlike the handle is not used again. 0 for the default streams.
     pub(crate) serial: u64,
+    /// Priority, and whether it ignores the legacy default stream. Asked as early as possible: asking while the stream captures
+    /// breaks the capture.
+    traits: OnceLock<(i32, bool)>,
 }
 
 /// Where a stream comes from.
@@ -54,7 +59,7 @@ impl Stream {
     /// A default stream of `device`.
     pub(crate) const fn default_of(device: DeviceId, kind: StreamKind) -> Self {
         let number = if matches!(kind, StreamKind::PerThread) { PER_THREAD } else { LEGACY };
-        Self { raw: Handle::from_number(number), device, kind, context: None, serial: 0 }
+        Self { raw: Handle::from_number(number), device, kind, context: None, serial: 0, traits: OnceLock::new() }
     }
 }
 
@@ -95,7 +100,10 @@ impl Streams for CudaDriver {
                 return Err(error);
             }
         };
-        let stream = Stream { raw: Handle::new(raw), device, kind: StreamKind::Own, context: Some(context), serial };
+        let (kind, traits) = (StreamKind::Own, OnceLock::new());
+        let stream = Stream { raw: Handle::new(raw), device, kind, context: Some(context), serial, traits };
+        // Best now. If it fails, whoever asks later learns why.
+        let _ = self.traits_of(site, &stream);
         Ok(StreamId(self.streams.insert(stream)))
     }
 
@@ -140,7 +148,9 @@ impl Streams for CudaDriver {
             let detail = format!("the stream is not one of {device}");
             return Err(site.explain(ErrorCode::InvalidValue, detail));
         }
-        let stream = Stream { raw, device, kind: StreamKind::Adopted, context: Some(context), serial };
+        let (kind, traits) = (StreamKind::Adopted, OnceLock::new());
+        let stream = Stream { raw, device, kind, context: Some(context), serial, traits };
+        let _ = self.traits_of(site, &stream);
         Ok(StreamId(self.streams.find_or_insert(|known| known.raw == raw && known.serial == serial, stream)))
     }
 
@@ -148,12 +158,7 @@ impl Streams for CudaDriver {
         let site = enter(Call::StreamInfo)?;
         let row = self.stream(site, stream)?;
         let _current = self.on_stream(site, &row)?;
-        let (mut priority, mut flags) = (0, 0);
-        // SAFETY: `priority` takes the number; the stream's context is current.
-        site.check(unsafe { (self.api.stream_get_priority)(row.raw.raw(), &raw mut priority) })?;
-        // SAFETY: `flags` takes the number; the stream's context is current.
-        site.check(unsafe { (self.api.stream_get_flags)(row.raw.raw(), &raw mut flags) })?;
-        let non_blocking = flags & NON_BLOCKING != 0;
+        let (priority, non_blocking) = self.traits_of(site, &row)?;
         Ok(StreamInfo { device: row.device, priority, non_blocking, raw: row.raw.exposed() })
     }
 
@@ -227,6 +232,27 @@ impl CudaDriver {
     }
 
     /// CUDA's own number for a stream.
+    /// A stream's priority, and whether it ignores the legacy default stream. Its context must be current.
+    fn traits_of(&self, site: Site, stream: &Stream) -> Result<(i32, bool)> {
+        if stream.kind == StreamKind::Legacy {
+            // By definition; and asking would break the captures of blocking streams.
+            return Ok((0, false));
+        }
+        if let Some(&traits) = stream.traits.get() {
+            return Ok(traits);
+        }
+        if self.capture_status(site, stream).is_ok_and(|(status, ..)| status != NOT_CAPTURING) {
+            let detail = "a stream that was adopted while it captures tells nothing about itself before that ends";
+            return Err(site.explain(ErrorCode::StreamCaptureUnsupported, detail.to_owned()));
+        }
+        let (mut priority, mut flags) = (0, 0);
+        // SAFETY: `priority` takes the number; the stream's context is current.
+        site.check(unsafe { (self.api.stream_get_priority)(stream.raw.raw(), &raw mut priority) })?;
+        // SAFETY: `flags` takes the number; the stream's context is current.
+        site.check(unsafe { (self.api.stream_get_flags)(stream.raw.raw(), &raw mut flags) })?;
+        Ok(*stream.traits.get_or_init(|| (priority, flags & NON_BLOCKING != 0)))
+    }
+
     fn serial_of(&self, site: Site, raw: sys::CUstream) -> Result<u64> {
         let mut serial = 0;
         // SAFETY: the stream was just made, or its adopter vouches for it; `serial` takes the number.

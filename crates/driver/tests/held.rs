@@ -239,3 +239,19 @@ fn two_runs_under_holds_are_one_run() -> Result<()> {
     assert_eq!(run()?, run()?);
     Ok(())
 }
+
+#[test]
+fn what_is_held_is_counted() -> Result<()> {
+    let Lab { gpu, one, .. } = lab()?;
+    assert_eq!(gpu.pieces_held(one)?, 0);
+    gpu.hold(one)?;
+    let events = [record(&gpu, one)?, record(&gpu, one)?, record(&gpu, one)?];
+    assert_eq!(gpu.pieces_held(one)?, 3);
+    gpu.let_through(one, 1)?;
+    assert_eq!(gpu.pieces_held(one)?, 2);
+    gpu.event_synchronize(events[1])?;
+    assert_eq!(gpu.pieces_held(one)?, 1, "a host that waited let one through");
+    gpu.unhold(one)?;
+    assert_eq!(gpu.pieces_held(one)?, 0);
+    Ok(())
+}

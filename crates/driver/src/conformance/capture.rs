@@ -20,6 +20,7 @@ pub(super) const CHECKS: &[Check] = super::checks![
     other_streams_can_capture_in_every_mode,
     a_stream_captures_once_at_a_time,
     captures_have_ids_of_their_own,
+    a_stream_tells_what_it_is_while_it_captures,
     a_captured_event_is_useless_until_recorded_again,
     a_captured_event_may_be_destroyed,
     waiting_for_a_never_recorded_event_adds_nothing,
@@ -51,6 +52,16 @@ pub(super) const CHECKS: &[Check] = super::checks![
 ];
 
 const MODES: [CaptureMode; 3] = [CaptureMode::Global, CaptureMode::ThreadLocal, CaptureMode::Relaxed];
+
+fn a_stream_tells_what_it_is_while_it_captures(bench: &Bench<'_>) -> Checked {
+    let stream = bench.stream()?;
+    let mut told = None;
+    bench.captured(stream, || {
+        told = Some(bench.driver.stream_info(stream)?);
+        Ok(())
+    })?;
+    expect_eq("what it told", told, Some(bench.driver.stream_info(stream)?))
+}
 
 fn captured_work_does_not_run(bench: &Bench<'_>) -> Checked {
     let (stream, log) = (bench.stream()?, bench.log(3)?);

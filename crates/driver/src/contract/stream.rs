@@ -77,7 +77,7 @@ pub trait Streams {
     /// handles of the two default streams (0 and 1 for the legacy one, 2 for the thread's own) give theirs. *During capture: free.*
     fn stream_adopt(&self, device: DeviceId, stream: ForeignStream) -> Result<StreamId>;
 
-    /// What the stream is. *During capture: free.*
+    /// What the stream is. *During capture: free*, but for a stream that was adopted while it captures: `StreamCaptureUnsupported`, which breaks nothing.
     fn stream_info(&self, stream: StreamId) -> Result<StreamInfo>;
 
     /// Whether all work in the stream is done; for the legacy default stream, also that in the blocking streams of its device, though
