@@ -3,7 +3,9 @@
 
 use std::fmt;
 
-use warpool_driver::{DeviceId, DriverError};
+use warpool_driver::{DeviceId, DevicePtr, DriverError, StreamId};
+
+use crate::memory::{MemPoolId, OomReport};
 
 /// The result of a call into this crate.
 pub type Result<T> = std::result::Result<T, Error>;
@@ -100,6 +102,121 @@ pub enum Error {
         start: DeviceId,
         /// The end event's device.
         end: DeviceId,
+    },
+
+    /// A request names a stream of another device.
+    #[error(
+        "a request for {device} names {stream}, which belongs to {owner}; allocate on the stream's own device, and record the use"
+    )]
+    StreamDevice {
+        /// Where memory was asked for.
+        device: DeviceId,
+        /// The stream.
+        stream: StreamId,
+        /// Its device.
+        owner: DeviceId,
+    },
+
+    /// There is no memory for a request.
+    #[error("{0}")]
+    OutOfMemory(Box<OomReport>),
+
+    /// More was asked for than any device will ever have.
+    #[error(
+        "CUDA out of memory. Tried to allocate more than 1EB memory: {bytes} bytes; check how the size was computed"
+    )]
+    RequestTooLarge {
+        /// How much.
+        bytes: u64,
+    },
+
+    /// Nothing that is given out starts there.
+    #[error(
+        "invalid device pointer: {ptr} starts no allocation of this allocator; it was freed already, lies inside one, or came from elsewhere"
+    )]
+    UnknownPointer {
+        /// The address.
+        ptr: DevicePtr,
+    },
+
+    /// There is no such pool, or no more.
+    #[error("could not find pool of id {pool} on {device}; pools are per device, and go when nobody uses them")]
+    UnknownPool {
+        /// The pool.
+        pool: MemPoolId,
+        /// Where it was looked for.
+        device: DeviceId,
+    },
+
+    /// A pool that nobody used any more cannot be used again.
+    #[error("pool {pool} was released by its last user and cannot come back; make another")]
+    PoolReleased {
+        /// The pool.
+        pool: MemPoolId,
+    },
+
+    /// A pool can have one open scope.
+    #[error("already recording to mempool_id {pool}; close that scope first, or use another pool")]
+    AlreadyRouting {
+        /// The pool.
+        pool: MemPoolId,
+    },
+
+    /// A pool without an open scope cannot close one.
+    #[error("not currently recording to mempool_id {pool}; begin and end must be paired")]
+    NotRouting {
+        /// The pool.
+        pool: MemPoolId,
+    },
+
+    /// More captures ended than began.
+    #[error("no capture is under way on {device}; begin and end must be paired")]
+    NotCapturing {
+        /// The device.
+        device: DeviceId,
+    },
+
+    /// A share of memory is between 0 and 1.
+    #[error("invalid fraction: {fraction}. Please set within [0, 1]")]
+    Fraction {
+        /// What was given, as text.
+        fraction: String,
+    },
+
+    /// A history can skip only what it knows.
+    #[error("unknown action {name:?}; a history has {}", crate::memory::Action::ALL.map(crate::memory::Action::name).join(", "))]
+    UnknownAction {
+        /// What was named.
+        name: String,
+    },
+
+    /// An allocator does not have everything.
+    #[error("the {allocator} allocator does not support {what}")]
+    Unsupported {
+        /// Which allocator.
+        allocator: &'static str,
+        /// What it was asked for.
+        what: &'static str,
+    },
+
+    /// A pool's state could not be kept or put back.
+    #[error("checkpoint of pool {pool}: {why}")]
+    Checkpoint {
+        /// The pool.
+        pool: MemPoolId,
+        /// What is in the way.
+        why: String,
+    },
+
+    /// The wanted address is not free.
+    #[error("could not allocate {bytes} bytes at exact address {ptr}: {why}")]
+    ExactAddress {
+        /// The address.
+        ptr: DevicePtr,
+        /// How much.
+        bytes: u64,
+        /// What is in the way.
+        why: &'static str,
     },
 
     /// Something still needs what was to be closed.

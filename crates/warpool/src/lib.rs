@@ -61,6 +61,7 @@ mod error;
 mod event;
 mod event_pool;
 mod lease;
+pub mod memory;
 pub mod selftest;
 mod stream;
 mod stream_pool;

@@ -14,6 +14,9 @@ use std::thread;
 use warpool::driver::decorate::{Arguments, Hook, Outcome, Tapped};
 use warpool::driver::sim::{SimConfig, SimDriver};
 use warpool::driver::{Call, Driver, Result};
+use warpool::memory::{
+    Allocate, CachingAllocator, DeviceAllocator, DriverPoolAllocator, MemPool, PoolOptions, Settings,
+};
 use warpool::{EventOptions, Gpu};
 
 const ROLE: &str = "WARPOOL_EXIT_TEST_ROLE";
@@ -107,6 +110,21 @@ fn one_of_each(gpu: &Gpu) -> Vec<Box<dyn Any + Send>> {
         let mut event = gpu.event_with(options).expect("possible options");
         event.record(&stream).expect("a record");
         all.push(Box::new(event));
+    }
+    let allocators: [Arc<dyn DeviceAllocator>; 3] = [
+        Arc::new(CachingAllocator::new(gpu, Settings::default())),
+        Arc::new(CachingAllocator::new(gpu, Settings { expandable_segments: true, ..Settings::default() })),
+        Arc::new(DriverPoolAllocator::new(gpu)),
+    ];
+    for allocator in allocators {
+        let block = allocator.allocate(1 << 20, &stream).expect("a block");
+        // Its free needs the driver, which a destructor must not call.
+        block.record_use(&device.pool_stream().expect("a stream")).expect("a use");
+        all.push(Box::new(block));
+        if let Ok(pool) = MemPool::new(&allocator, &device, PoolOptions::default()) {
+            all.push(Box::new(pool.enter().expect("a scope")));
+            all.push(Box::new(pool));
+        }
     }
     all.push(Box::new(stream));
     all

@@ -3,8 +3,10 @@
 //! They come above the driver's own suite ([`conformance`]) and share its reports. Each check has a [`Gpu`] of its own, and must leave nothing of it
 //! in use.
 
+mod allocator;
 mod current;
 mod events;
+mod kit;
 mod streams;
 
 use std::sync::Arc;
@@ -32,6 +34,7 @@ pub const SUITES: &[Suite] = &[
     Suite { name: "current", checks: current::CHECKS },
     Suite { name: "stream_pool", checks: streams::CHECKS },
     Suite { name: "event_pool", checks: events::CHECKS },
+    Suite { name: "allocator", checks: allocator::CHECKS },
 ];
 
 /// What a check works with.

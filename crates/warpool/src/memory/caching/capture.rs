@@ -1,0 +1,177 @@
+//! Frees during a capture. No event may be recorded or asked about there, so blocks that several streams used wait until the capture is over,
+//! or, with `graph_capture_record_stream_reuse`, until the graph itself orders every use before what comes next.
+//!
+//! "During a capture" means that the stream in question captures, not that some pool's scope is open.
+
+use rustc_hash::FxHashSet;
+use warpool_driver::{CaptureMode, CaptureState, Driver, ErrorCode, NodeId, StreamId};
+
+use super::block::BlockKey;
+use super::state::Cause;
+use super::{CachingAllocator, Cell};
+use crate::Result;
+
+/// A block that was given back in a capture.
+pub(super) struct Deferred {
+    pub(super) block: BlockKey,
+    /// The last nodes of every stream that used it, when it was given back; empty if not all of its uses were captured.
+    markers: Vec<NodeId>,
+}
+
+impl CachingAllocator {
+    /// Whether `stream` captures. One load, as long as no capture is under way on any device.
+    pub(super) fn is_capturing(&self, cell: &Cell, stream: StreamId) -> Result<bool> {
+        Ok(cell.has_captures() && self.capture_state(stream)? != CaptureState::None)
+    }
+
+    /// Where `stream` stands with captures.
+    pub(super) fn capture_state(&self, stream: StreamId) -> Result<CaptureState> {
+        match self.driver().capture_state(stream) {
+            Ok(state) => Ok(state),
+            // The default stream does not capture; it is only that others do.
+            Err(error) if error.code == ErrorCode::StreamCaptureImplicit => Ok(CaptureState::None),
+            // A stream that is gone does not either.
+            Err(error) if error.code == ErrorCode::InvalidHandle => Ok(CaptureState::None),
+            Err(error) => Err(error.into()),
+        }
+    }
+
+    /// While captures are under way, lets the calling thread ask the driver for what a capture elsewhere would forbid.
+    pub(super) fn relaxed(&self, cell: &Cell) -> Result<Option<Relaxed<'_>>> {
+        if !cell.has_captures() {
+            return Ok(None);
+        }
+        let before = self.driver().capture_mode_exchange(CaptureMode::Relaxed)?;
+        Ok(Some(Relaxed { driver: self.driver(), before }))
+    }
+
+    /// The second half of every free of a block with uses: marks for its streams, or, if one of them captures, a place in the queue until
+    /// the capture is over.
+    pub(super) fn finish_free(&self, cell: &Cell, block: BlockKey, cause: &Cause) -> Result<()> {
+        let streams = self.streams_of(cell, block);
+        let mut any = false;
+        for &stream in &streams {
+            match self.is_capturing(cell, stream) {
+                Ok(capturing) => any |= capturing,
+                Err(error) => {
+                    self.with(cell, |state| state.unmarked.push(block));
+                    return Err(error);
+                }
+            }
+        }
+        if any {
+            // The graph orders what was captured. Uses from before it need marks in their streams, which must wait until it is over.
+            let only_captured = self.with(cell, |state| state.uses_of(block).is_empty());
+            let markers = if only_captured { self.markers(cell, &streams) } else { Vec::new() };
+            self.with(cell, |state| state.deferred.push(Deferred { block, markers }));
+            return Ok(());
+        }
+        // Whatever used it in a capture was joined when that ended.
+        self.with(cell, |state| state.blocks[block].extra().uses_in_capture.clear());
+        self.mark_uses(cell, block, cause)
+    }
+
+    /// Frees what waited for captures that are over.
+    pub(super) fn settle_deferred(&self, cell: &Cell, cause: &Cause) -> Result<()> {
+        let deferred = self.with(cell, |state| std::mem::take(&mut state.deferred));
+        let mut outcome = Ok(());
+        for Deferred { block, markers } in deferred {
+            if outcome.is_err() {
+                self.with(cell, |state| state.deferred.push(Deferred { block, markers }));
+                continue;
+            }
+            let streams = self.streams_of(cell, block);
+            match streams.iter().try_fold(false, |any, &stream| Ok(any || self.is_capturing(cell, stream)?)) {
+                Ok(true) => self.with(cell, |state| state.deferred.push(Deferred { block, markers })),
+                Ok(false) => outcome = self.finish_free(cell, block, cause),
+                Err(error) => {
+                    self.with(cell, |state| state.deferred.push(Deferred { block, markers }));
+                    outcome = Err(error);
+                }
+            }
+        }
+        outcome
+    }
+
+    /// Frees what was given back in the capture of `stream` and is, by the graph's order, done before whatever the stream does next.
+    pub(super) fn reuse_in_capture(&self, cell: &Cell, stream: StreamId, cause: &Cause) -> Result<()> {
+        let candidates = self.with(cell, |state| {
+            let of_stream = |entry: &&Deferred| {
+                !entry.markers.is_empty() && state.place_of(state.blocks[entry.block].segment).1 == stream
+            };
+            state.deferred.iter().filter(of_stream).map(|entry| entry.block).collect::<Vec<_>>()
+        });
+        if !self.with(cell, |state| state.policy.reuse_in_capture) || candidates.is_empty() {
+            return Ok(());
+        }
+        let done = self.ancestors(stream)?;
+        self.with(cell, |state| {
+            let (reusable, kept) = std::mem::take(&mut state.deferred).into_iter().partition(|entry| {
+                candidates.contains(&entry.block) && entry.markers.iter().all(|marker| done.contains(marker))
+            });
+            state.deferred = kept;
+            let reusable: Vec<Deferred> = reusable;
+            for entry in reusable {
+                state.blocks[entry.block].extra = None;
+                state.complete_free(entry.block, cause);
+            }
+        });
+        Ok(())
+    }
+
+    /// All nodes that the stream's next work comes after.
+    fn ancestors(&self, stream: StreamId) -> Result<FxHashSet<NodeId>> {
+        let topology = self.driver().capture_topology(stream)?;
+        let mut open = self.driver().capture_dependencies(stream)?;
+        let mut seen: FxHashSet<NodeId> = open.iter().copied().collect();
+        while let Some(node) = open.pop() {
+            for &(from, _) in topology.edges.iter().filter(|&&(_, to)| to == node) {
+                if seen.insert(from) {
+                    open.push(from);
+                }
+            }
+        }
+        Ok(seen)
+    }
+
+    /// The last nodes of all `streams`; none if one of them does not capture, or does not say.
+    fn markers(&self, cell: &Cell, streams: &[StreamId]) -> Vec<NodeId> {
+        if !self.with(cell, |state| state.policy.reuse_in_capture) {
+            return Vec::new();
+        }
+        let mut markers = Vec::new();
+        for &stream in streams {
+            match self.driver().capture_dependencies(stream) {
+                Ok(nodes) => markers.extend(nodes),
+                Err(_) => return Vec::new(),
+            }
+        }
+        markers
+    }
+
+    /// The streams that a block was allocated for and used on.
+    fn streams_of(&self, cell: &Cell, block: BlockKey) -> Vec<StreamId> {
+        self.with(cell, |state| {
+            let entry = &state.blocks[block];
+            let mut streams = vec![state.place_of(entry.segment).1];
+            if let Some(extra) = &entry.extra {
+                streams.extend(extra.uses.iter().chain(&extra.uses_in_capture));
+            }
+            streams
+        })
+    }
+}
+
+/// Puts the calling thread's strictness back when dropped.
+pub(super) struct Relaxed<'a> {
+    driver: &'a dyn Driver,
+    before: CaptureMode,
+}
+
+impl Drop for Relaxed<'_> {
+    fn drop(&mut self) {
+        if let Err(error) = self.driver.capture_mode_exchange(self.before) {
+            tracing::warn!(%error, "the thread's capture mode could not be put back");
+        }
+    }
+}

@@ -1,0 +1,209 @@
+//! Private pools and the scopes that route requests to them.
+//!
+//! A pool has uses: its maker, open scopes, graphs. Without any it is *freeable*: it gives out nothing new, and once its last segment is gone it is
+//! gone too. That is asked of the segments themselves, so nothing has to be counted in pairs.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use warpool_driver::{CaptureState, DeviceId, DevicePtr, StreamId};
+
+use super::block::Standing;
+use super::state::{Bin, BinKey, State};
+use super::{CachingAllocator, Cell};
+use crate::memory::{MemPoolId, PoolKeeper, PoolOptions, Route, SegmentKind, Upstream};
+use crate::{Error, Result};
+
+/// A pool of one device.
+pub(super) struct Pool {
+    /// Small and large.
+    pub(super) bins: [BinKey; 2],
+    /// Nobody uses a pool with none.
+    pub(super) uses: u32,
+    pub(super) upstream: Option<Arc<dyn Upstream>>,
+    pub(super) use_on_oom: bool,
+}
+
+/// An open scope.
+pub(super) struct Scope {
+    pool: MemPoolId,
+    route: Route,
+}
+
+impl State {
+    /// Adds a pool and returns its bins.
+    pub(super) fn add_pool(
+        &mut self,
+        id: MemPoolId,
+        upstream: Option<Arc<dyn Upstream>>,
+        no_split: bool,
+    ) -> [BinKey; 2] {
+        let bins = [SegmentKind::Small, SegmentKind::Large].map(|kind| {
+            let has_upstream = upstream.is_some();
+            self.bins.insert(Bin { pool: id, kind, has_upstream, no_split, lanes: Vec::new(), searches: 0 })
+        });
+        self.pools.insert(id, Pool { bins, uses: 1, upstream, use_on_oom: false });
+        bins
+    }
+
+    pub(super) fn pool(&self, id: MemPoolId) -> Result<&Pool> {
+        self.pools.get(&id).ok_or(Error::UnknownPool { pool: id, device: self.device })
+    }
+
+    /// The pool, if it is still used.
+    fn pool_in_use(&mut self, id: MemPoolId) -> Result<&mut Pool> {
+        let device = self.device;
+        let pool = self.pools.get_mut(&id).ok_or(Error::UnknownPool { pool: id, device })?;
+        if pool.uses == 0 { Err(Error::PoolReleased { pool: id }) } else { Ok(pool) }
+    }
+
+    /// Pools that nobody uses any more.
+    pub(super) fn freeable_pools(&self) -> Vec<MemPoolId> {
+        self.pools.iter().filter(|(_, pool)| pool.uses == 0).map(|(&id, _)| id).collect()
+    }
+
+    /// Pools whose free blocks may serve the default pool in need.
+    pub(super) fn pools_for_oom(&self) -> Vec<MemPoolId> {
+        self.pools.iter().filter(|(_, pool)| pool.use_on_oom && pool.uses > 0).map(|(&id, _)| id).collect()
+    }
+
+    /// Forgets a pool that nobody uses and that holds nothing.
+    pub(super) fn forget_if_empty(&mut self, id: MemPoolId) {
+        let Some(pool) = self.pools.get(&id) else { return };
+        if pool.uses == 0 && pool.bins.iter().all(|&bin| self.bins[bin].lanes.is_empty()) {
+            let pool = self.pools.remove(&id).expect("found just now");
+            for bin in pool.bins {
+                self.bins.remove(bin);
+            }
+        }
+    }
+}
+
+impl CachingAllocator {
+    /// Where a request goes that names no pool: the newest scope that it fits, or the default pool.
+    pub(super) fn routed(&self, cell: &Cell, stream: StreamId) -> Result<MemPoolId> {
+        if cell.scope_count.load(Ordering::Acquire) == 0 {
+            return Ok(MemPoolId::DEFAULT);
+        }
+        let scopes: Vec<(MemPoolId, Route)> =
+            cell.scopes().iter().rev().map(|scope| (scope.pool, scope.route)).collect();
+        for (pool, route) in scopes {
+            let fits = match route {
+                Route::Thread(thread) => thread == std::thread::current().id(),
+                Route::Stream(only) => only == stream,
+                Route::Everything => true,
+                Route::Capture(capture) => self.capture_state(stream)? == CaptureState::Active(capture),
+            };
+            if fits {
+                return Ok(pool);
+            }
+        }
+        Ok(MemPoolId::DEFAULT)
+    }
+
+    fn create(&self, device: DeviceId, id: MemPoolId, options: PoolOptions) -> Result<MemPoolId> {
+        let cell = self.cell(device)?;
+        self.with(cell, |state| {
+            state.add_pool(id, options.upstream, options.no_split);
+            state.pool_in_use(id)?.use_on_oom = options.use_on_oom;
+            Ok(id)
+        })
+    }
+}
+
+impl PoolKeeper for CachingAllocator {
+    fn create_pool(&self, device: DeviceId, options: PoolOptions) -> Result<MemPoolId> {
+        let user = self.next_user_pool.fetch_add(1, Ordering::Relaxed);
+        self.create(device, MemPoolId { graph: 0, user }, options)
+    }
+
+    fn create_graph_pool(&self, device: DeviceId) -> Result<MemPoolId> {
+        let graph = self.next_graph_pool.fetch_add(1, Ordering::Relaxed);
+        self.create(device, MemPoolId { graph, user: 0 }, PoolOptions::default())
+    }
+
+    fn retain_pool(&self, device: DeviceId, pool: MemPoolId) -> Result<()> {
+        self.with(self.cell(device)?, |state| {
+            state.pool_in_use(pool)?.uses += 1;
+            Ok(())
+        })
+    }
+
+    fn release_pool(&self, device: DeviceId, pool: MemPoolId) -> Result<()> {
+        self.with(self.cell(device)?, |state| {
+            if pool.is_default() {
+                return Err(Error::PoolReleased { pool });
+            }
+            let entry = state.pool_in_use(pool)?;
+            entry.uses -= 1;
+            if entry.uses == 0 {
+                entry.use_on_oom = false;
+                for bin in entry.bins {
+                    state.bins[bin].no_split = false;
+                }
+                state.forget_if_empty(pool);
+            }
+            Ok(())
+        })
+    }
+
+    fn pool_uses(&self, device: DeviceId, pool: MemPoolId) -> Result<u32> {
+        self.with(self.cell(device)?, |state| Ok(state.pool(pool)?.uses))
+    }
+
+    fn set_use_on_oom(&self, device: DeviceId, pool: MemPoolId, on: bool) -> Result<()> {
+        self.with(self.cell(device)?, |state| {
+            state.pool_in_use(pool)?.use_on_oom = on;
+            Ok(())
+        })
+    }
+
+    fn begin_routing(&self, device: DeviceId, pool: MemPoolId, route: Route) -> Result<()> {
+        let cell = self.cell(device)?;
+        let mut scopes = cell.scopes_mut();
+        if scopes.iter().any(|scope| scope.pool == pool) {
+            return Err(Error::AlreadyRouting { pool });
+        }
+        self.retain_pool(device, pool)?;
+        scopes.push(Scope { pool, route });
+        cell.scope_count.fetch_add(1, Ordering::Release);
+        Ok(())
+    }
+
+    fn end_routing(&self, device: DeviceId, pool: MemPoolId) -> Result<()> {
+        let cell = self.cell(device)?;
+        let mut scopes = cell.scopes_mut();
+        let at = scopes.iter().position(|scope| scope.pool == pool).ok_or(Error::NotRouting { pool })?;
+        scopes.remove(at);
+        cell.scope_count.fetch_sub(1, Ordering::Release);
+        drop(scopes);
+        self.release_pool(device, pool)
+    }
+
+    fn capture_began(&self, device: DeviceId) -> Result<()> {
+        self.cell(device)?.captures.fetch_add(1, Ordering::AcqRel);
+        Ok(())
+    }
+
+    fn capture_ended(&self, device: DeviceId) -> Result<()> {
+        let captures = &self.cell(device)?.captures;
+        let ended = captures.fetch_update(Ordering::AcqRel, Ordering::Acquire, |count| count.checked_sub(1));
+        ended.map(drop).map_err(|_| Error::NotCapturing { device })
+    }
+
+    fn has_exactly(&self, device: DeviceId, pool: MemPoolId, live: &[DevicePtr]) -> Result<bool> {
+        self.with(self.cell(device)?, |state| {
+            state.pool(pool)?;
+            let mut wanted: Vec<u64> = live.iter().map(|ptr| ptr.0).collect();
+            let mut there: Vec<u64> = state
+                .blocks
+                .values()
+                .filter(|block| block.standing == Standing::Taken && state.bin_of(block.segment).pool == pool)
+                .map(|block| block.ptr)
+                .collect();
+            wanted.sort_unstable();
+            there.sort_unstable();
+            Ok(wanted == there)
+        })
+    }
+}

@@ -1,0 +1,349 @@
+//! What the allocator knows about one device: who has which block, what was given back and is not yet with the driver, and the counters.
+//! Every method is one step under the device's lock. No driver calls here.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use rustc_hash::FxHashMap;
+use warpool_driver::{CaptureId, DeviceId, DevicePtr, StreamId};
+
+use crate::memory::history::{Event, History, StackNumbers, compile_context, user_metadata};
+use crate::memory::observe::ActionSet;
+use crate::memory::{
+    Action, Allocation, BlockInfo, BlockState, MemPoolId, SegmentInfo, SegmentKind, Snapshot, Stack, StackLevel, Stats,
+};
+use crate::{Error, Result};
+
+/// Requests up to this count as small, as in the caching allocator.
+const SMALL_MAX: u64 = 1 << 20;
+
+/// What is written beside an event: when, and on whose behalf. Gathered before the lock is taken.
+#[derive(Clone, Default)]
+pub(super) struct Cause {
+    /// What trackers want to see.
+    pub(super) tracked: ActionSet,
+    pub(super) time_us: i64,
+    pub(super) stack: Option<Stack>,
+}
+
+/// A block that somebody has, or had.
+#[derive(Clone, Debug)]
+pub(super) struct Entry {
+    /// Names it. Never comes again, unlike its address.
+    pub(super) number: u64,
+    pub(super) ptr: DevicePtr,
+    pub(super) bytes: u64,
+    pub(super) requested: u64,
+    pub(super) stream: StreamId,
+    /// The driver's handle of the stream, for snapshots.
+    pub(super) stream_raw: u64,
+    /// Other streams that used it.
+    pub(super) uses: Vec<StreamId>,
+    /// The capture that allocated it, if one did: its memory is the graph's.
+    pub(super) capture: Option<CaptureId>,
+    pub(super) stack: Option<Stack>,
+}
+
+impl Entry {
+    fn kind(&self) -> SegmentKind {
+        if self.bytes <= SMALL_MAX { SegmentKind::Small } else { SegmentKind::Large }
+    }
+
+    /// All streams that may use it, its own first.
+    pub(super) fn streams(&self) -> impl Iterator<Item = StreamId> + '_ {
+        std::iter::once(self.stream).chain(self.uses.iter().copied())
+    }
+}
+
+/// A block on its way back.
+struct Waiting {
+    entry: Entry,
+    /// Whether some thread is just giving it to the driver.
+    in_hand: bool,
+}
+
+/// All that is known about one device.
+pub(super) struct Books {
+    device: DeviceId,
+    /// Blocks that callers have, by address.
+    live: FxHashMap<u64, Entry>,
+    /// Blocks that callers gave back and the driver does not have yet, by number.
+    waiting: BTreeMap<u64, Waiting>,
+    /// How many of them are in nobody's hand.
+    idle: usize,
+    last_number: u64,
+    /// What requests under way have been promised, before rounding.
+    promised: u64,
+    /// Bytes of blocks that captures allocated.
+    captured_bytes: u64,
+    /// The driver's handles of streams.
+    raws: FxHashMap<StreamId, u64>,
+    /// Streams that frees were put into and that nobody waited for since.
+    freed_on: BTreeSet<StreamId>,
+    pub(super) stats: Stats,
+    pub(super) history: History,
+    /// What trackers are to be told once the lock is gone.
+    pub(super) outbox: Vec<Event>,
+}
+
+impl Books {
+    pub(super) fn new(device: DeviceId) -> Self {
+        Self {
+            device,
+            live: FxHashMap::default(),
+            waiting: BTreeMap::new(),
+            idle: 0,
+            last_number: 0,
+            promised: 0,
+            captured_bytes: 0,
+            raws: FxHashMap::default(),
+            freed_on: BTreeSet::new(),
+            stats: Stats { max_split_size: -1, ..Stats::default() },
+            history: History::default(),
+            outbox: Vec::new(),
+        }
+    }
+
+    /// Promises `bytes`, unless that and all that is active would be more than `limit`.
+    pub(super) fn promise(&mut self, bytes: u64, limit: Option<u64>) -> bool {
+        let after = self.stats.requested_bytes.all.current.saturating_add(self.promised).saturating_add(bytes);
+        let allowed = limit.is_none_or(|limit| after <= limit);
+        if allowed {
+            self.promised += bytes;
+        }
+        allowed
+    }
+
+    /// Takes a promise back, kept or not.
+    pub(super) fn settle_promise(&mut self, bytes: u64) {
+        self.promised -= bytes;
+    }
+
+    pub(super) fn raw_of(&self, stream: StreamId) -> Option<u64> {
+        self.raws.get(&stream).copied()
+    }
+
+    pub(super) fn know_raw(&mut self, stream: StreamId, raw: u64) {
+        self.raws.insert(stream, raw);
+    }
+
+    /// The books of a block that a caller gets. Its number is filled in.
+    pub(super) fn hand_out(&mut self, mut entry: Entry, cause: &Cause) -> Allocation {
+        self.last_number += 1;
+        entry.number = self.last_number;
+        entry.stack.clone_from(&cause.stack);
+        if let Some(lost) = self.live.get(&entry.ptr.0) {
+            // Its capture came to nothing, and the driver took the address back.
+            assert!(lost.capture.is_some(), "the driver gave out {} twice", entry.ptr);
+            let lost = self.begin_free(entry.ptr, 0, true, cause).expect("it is in the book");
+            self.complete_free(lost.number, None, cause);
+        }
+        let allocation = self.allocation(&entry);
+        let (kind, bytes, requested) = (entry.kind(), entry.bytes, entry.requested);
+        self.record_block(Action::SegmentAlloc, bytes, &entry, cause);
+        self.record_block(Action::Alloc, requested, &entry, cause);
+        if entry.capture.is_some() {
+            self.captured_bytes += bytes;
+        }
+        self.live.insert(entry.ptr.0, entry);
+        let stats = &mut self.stats;
+        stats.num_device_alloc += 1;
+        stats.segment.increase(kind, 1);
+        stats.allocation.increase(kind, 1);
+        stats.allocated_bytes.increase(kind, bytes);
+        stats.active.increase(kind, 1);
+        stats.active_bytes.increase(kind, bytes);
+        stats.requested_bytes.increase(kind, requested);
+        allocation
+    }
+
+    pub(super) fn find(&self, ptr: DevicePtr) -> Option<Allocation> {
+        self.live.get(&ptr.0).map(|entry| self.allocation(entry))
+    }
+
+    fn allocation(&self, entry: &Entry) -> Allocation {
+        Allocation {
+            ptr: entry.ptr,
+            bytes: entry.bytes,
+            bytes_requested: entry.requested,
+            device: self.device,
+            stream: entry.stream,
+            slot: entry.number,
+        }
+    }
+
+    /// Notes that `stream` uses what starts at `ptr`; whether anything does.
+    pub(super) fn add_use(&mut self, ptr: DevicePtr, stream: StreamId) -> bool {
+        let Some(entry) = self.live.get_mut(&ptr.0) else { return false };
+        if entry.stream != stream && !entry.uses.contains(&stream) {
+            entry.uses.push(stream);
+        }
+        true
+    }
+
+    /// The caller's half of a free: it no longer has the block, which now waits, in the hand of the calling thread or in nobody's. A number of 0
+    /// stands for whatever starts there.
+    pub(super) fn begin_free(&mut self, ptr: DevicePtr, number: u64, in_hand: bool, cause: &Cause) -> Result<Entry> {
+        let known = self.live.get(&ptr.0).is_some_and(|entry| number == 0 || entry.number == number);
+        let entry = if known { self.live.remove(&ptr.0) } else { None };
+        let entry = entry.ok_or(Error::UnknownPointer { ptr })?;
+        self.stats.allocation.decrease(entry.kind(), 1);
+        self.stats.allocated_bytes.decrease(entry.kind(), entry.bytes);
+        self.record_block(Action::FreeRequested, entry.requested, &entry, cause);
+        self.waiting.insert(entry.number, Waiting { entry: entry.clone(), in_hand });
+        self.idle += usize::from(!in_hand);
+        Ok(entry)
+    }
+
+    /// Whether something waits to be given to the driver.
+    pub(super) fn has_chores(&self) -> bool {
+        self.idle > 0
+    }
+
+    /// Takes a block that waits into hand, unless another thread has it, or has it done.
+    pub(super) fn take_in_hand(&mut self, number: u64) -> Option<Entry> {
+        let waiting = self.waiting.get_mut(&number).filter(|waiting| !waiting.in_hand)?;
+        waiting.in_hand = true;
+        self.idle -= 1;
+        Some(waiting.entry.clone())
+    }
+
+    /// All that wait in nobody's hand, oldest first.
+    pub(super) fn chores(&self) -> Vec<u64> {
+        self.waiting.iter().filter(|(_, waiting)| !waiting.in_hand).map(|(&number, _)| number).collect()
+    }
+
+    /// Puts a block that could not be given to the driver out of hand.
+    pub(super) fn put_out_of_hand(&mut self, number: u64) {
+        let waiting = self.waiting.get_mut(&number).expect("whoever has it in hand puts it out");
+        assert!(waiting.in_hand, "block {number} is in nobody's hand");
+        waiting.in_hand = false;
+        self.idle += 1;
+    }
+
+    /// The other half: the driver has it back, in the order of `stream`.
+    pub(super) fn complete_free(&mut self, number: u64, stream: Option<StreamId>, cause: &Cause) {
+        let Waiting { entry, in_hand } = self.waiting.remove(&number).expect("whoever has it in hand completes it");
+        assert!(in_hand, "block {number} is in nobody's hand");
+        self.freed_on.extend(stream);
+        self.record_block(Action::FreeCompleted, entry.requested, &entry, cause);
+        self.record_block(Action::SegmentFree, entry.bytes, &entry, cause);
+        if entry.capture.is_some() {
+            self.captured_bytes -= entry.bytes;
+        }
+        let (kind, stats) = (entry.kind(), &mut self.stats);
+        stats.num_device_free += 1;
+        stats.segment.decrease(kind, 1);
+        stats.active.decrease(kind, 1);
+        stats.active_bytes.decrease(kind, entry.bytes);
+        stats.requested_bytes.decrease(kind, entry.requested);
+    }
+
+    /// The streams that frees were put into since this was last asked.
+    pub(super) fn take_freed_on(&mut self) -> Vec<StreamId> {
+        std::mem::take(&mut self.freed_on).into_iter().collect()
+    }
+
+    pub(super) fn freed_on(&mut self, streams: &[StreamId]) {
+        self.freed_on.extend(streams);
+    }
+
+    /// The counters, with what is held from the driver: `pool` is what its pool holds now, and the most that it did. What captures
+    /// allocated lies elsewhere and is held as well. The driver does not say which requests the rest served: it counts as large.
+    pub(super) fn stats_with(&self, pool: (u64, u64)) -> Stats {
+        let mut stats = self.stats.clone();
+        let small = stats.active_bytes.small_pool;
+        let reserved = &mut stats.reserved_bytes;
+        let current = self.held(pool.0);
+        reserved.all.current = current;
+        reserved.all.peak = pool.1.max(current);
+        (reserved.small_pool.current, reserved.small_pool.peak) = (small.current, small.peak);
+        reserved.large_pool.current = current - small.current;
+        reserved.large_pool.peak = reserved.all.peak.saturating_sub(small.current);
+        stats
+    }
+
+    /// What is held, if the driver's pool holds so much. Never less than what is in use: the pool may have grown since it was asked.
+    fn held(&self, bytes_in_pool: u64) -> u64 {
+        (bytes_in_pool + self.captured_bytes).max(self.stats.active_bytes.all.current)
+    }
+
+    /// Every block as a segment of its own, by address; and what is held beyond that, which has no address that anybody knows, as an
+    /// empty one at 0. So the sum of all is what is held.
+    pub(super) fn segment_infos(
+        &self,
+        bytes_in_pool: u64,
+        snapshot: &mut Snapshot,
+        stacks: &mut StackNumbers,
+    ) -> Vec<SegmentInfo> {
+        let live = self.live.values().map(|entry| (entry, BlockState::ActiveAllocated));
+        let waiting = self.waiting.values().map(|waiting| (&waiting.entry, BlockState::ActivePendingFree));
+        let mut blocks: Vec<_> = live.chain(waiting).collect();
+        blocks.sort_by_key(|(entry, _)| entry.number);
+        let mut infos: Vec<SegmentInfo> = Vec::with_capacity(blocks.len() + 1);
+        for (entry, state) in blocks {
+            let stack = entry.stack.as_ref().map(|stack| stacks.number(snapshot, stack));
+            let mut info = self.segment_info(entry.ptr.0, entry.bytes, entry.kind(), state);
+            info.stream = entry.stream_raw;
+            info.allocated_size = if state == BlockState::ActiveAllocated { entry.bytes } else { 0 };
+            info.active_size = entry.bytes;
+            info.requested_size = entry.requested;
+            info.stack = stack;
+            info.blocks[0].requested_size = entry.requested;
+            info.blocks[0].stack = stack;
+            infos.push(info);
+        }
+        let rest = self.held(bytes_in_pool) - self.stats.active_bytes.all.current;
+        if rest > 0 {
+            infos.push(self.segment_info(0, rest, SegmentKind::Large, BlockState::Inactive));
+        }
+        infos.sort_by_key(|info| info.address);
+        infos
+    }
+
+    fn segment_info(&self, address: u64, size: u64, kind: SegmentKind, state: BlockState) -> SegmentInfo {
+        SegmentInfo {
+            device: i32::try_from(self.device.0).unwrap_or(i32::MAX),
+            address,
+            total_size: size,
+            allocated_size: 0,
+            active_size: 0,
+            requested_size: 0,
+            stream: 0,
+            kind,
+            pool: MemPoolId::DEFAULT,
+            is_expandable: false,
+            stack: None,
+            blocks: vec![BlockInfo { address, size, requested_size: 0, state, stack: None }],
+        }
+    }
+
+    fn record_block(&mut self, action: Action, size: u64, entry: &Entry, cause: &Cause) {
+        self.record(action, entry.ptr.0, size, entry.stream_raw, cause);
+    }
+
+    /// Writes down what happens, for the history and for trackers.
+    pub(super) fn record(&mut self, action: Action, addr: u64, size: u64, stream: u64, cause: &Cause) {
+        let told = cause.tracked.has(action);
+        if !self.history.is_on() && !told {
+            return;
+        }
+        let is_free = matches!(action, Action::FreeRequested | Action::FreeCompleted);
+        let level = if is_free { StackLevel::All } else { StackLevel::Alloc };
+        let stack = if self.history.stack_level() >= level { cause.stack.clone() } else { None };
+        let event = Event {
+            action,
+            addr,
+            size,
+            stream,
+            time_us: cause.time_us.saturating_add(self.history.epoch_us()),
+            pool: MemPoolId::DEFAULT,
+            stack,
+            user_metadata: user_metadata(),
+            compile_context: compile_context(),
+        };
+        if told {
+            self.outbox.push(event.clone());
+        }
+        self.history.write(event);
+    }
+}

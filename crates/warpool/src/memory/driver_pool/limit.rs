@@ -1,0 +1,118 @@
+//! What may be had, how it is asked for, and the report when there is nothing left.
+
+use warpool_driver::{DevicePtr, StreamId};
+
+use super::books::Cause;
+use super::release::Standing;
+use super::{Cell, DriverPoolAllocator, GRAIN};
+use crate::memory::{Action, OomCause, OomReport, Request};
+use crate::{Error, Result, lock};
+
+impl DriverPoolAllocator {
+    /// The least of what the fraction and the cap allow.
+    fn limit(&self, cell: &Cell) -> Option<u64> {
+        let fraction = *lock(&cell.fraction);
+        let by_fraction = (fraction < 1.0).then(|| share_of(cell.bytes_total, fraction));
+        [by_fraction, self.settings.memory_cap_bytes].into_iter().flatten().min()
+    }
+
+    /// Has `bytes` promised under the limit, after asking for help if need be.
+    pub(super) fn promise(&self, cell: &Cell, bytes: u64) -> bool {
+        let limit = self.limit(cell);
+        let promised = || self.with(cell, |books| books.promise(bytes, limit));
+        promised() || (self.observers.relieve(cell.device) && promised())
+    }
+
+    /// Memory from the pool, at the second attempt if not at the first; `None` is out of memory.
+    pub(super) fn fetch(
+        &self,
+        cell: &Cell,
+        bytes: u64,
+        stream: StreamId,
+        standing: Standing,
+        cause: &Cause,
+    ) -> Result<Option<DevicePtr>> {
+        let ready = self.ready(cell)?;
+        let ask = || {
+            // In a capture it is a node, which is always allowed.
+            let _lax = if standing == Standing::Working { Some(self.lax()?) } else { None };
+            match self.driver().pool_alloc(ready.pool, bytes, stream) {
+                Ok(ptr) => Ok(Some(ptr)),
+                Err(error) if error.is_out_of_memory() => Ok(None),
+                Err(error) => Err(Error::from(error)),
+            }
+        };
+        let first = ask()?;
+        if first.is_some() || standing != Standing::Working {
+            return Ok(first);
+        }
+        self.observers.relieve(cell.device);
+        self.drain(cell, ready, cause)?;
+        self.with(cell, |books| {
+            books.stats.num_sync_all_streams += 1;
+            books.stats.num_alloc_retries += 1;
+        });
+        let second = ask()?;
+        if second.is_none() {
+            // A pool grows before it finds that it cannot grow enough, and keeps what it has got: the whole of an H200 (seen there).
+            let _lax = self.lax()?;
+            self.driver().pool_trim(ready.pool, 0)?;
+        }
+        Ok(second)
+    }
+
+    /// Counts a failure, tells the observers, and makes the error.
+    pub(super) fn out_of_memory(
+        &self,
+        cell: &Cell,
+        request: &Request,
+        why: OomCause,
+        capturing: bool,
+        cause: &Cause,
+    ) -> Result<Error> {
+        let memory = self.driver().mem_info(cell.device)?;
+        let pool = self.bytes_in_pool(cell)?;
+        let stream_raw = self.raw_of(cell, request.stream)?;
+        let size = request.bytes.next_multiple_of(GRAIN);
+        let stats = self.with(cell, |books| {
+            books.stats.num_ooms += 1;
+            books.record(Action::Oom, memory.bytes_free, size, stream_raw, cause);
+            books.stats_with(pool)
+        });
+        let (reserved, active) = (stats.reserved_bytes.all.current, stats.active_bytes.all.current);
+        let allocated = stats.allocated_bytes.all.current;
+        let report = OomReport {
+            device: cell.device,
+            cause: why,
+            bytes_requested: request.bytes,
+            bytes_segment: size,
+            bytes_total: memory.bytes_total,
+            bytes_free: memory.bytes_free,
+            bytes_limit: self.limit(cell),
+            bytes_reserved: reserved,
+            bytes_allocated: allocated,
+            bytes_pending: active - allocated,
+            bytes_private_free: 0,
+            bytes_cached: reserved - active,
+            // The driver does not say how its free memory lies.
+            pieces_cached: u64::from(reserved > active),
+            bytes_largest_cached: reserved - active,
+            // Its pools map memory piece by piece, too.
+            expandable_segments: true,
+            capturing,
+        };
+        self.observers.out_of_memory(&report);
+        Ok(Error::OutOfMemory(Box::new(report)))
+    }
+}
+
+/// That share of `bytes`, to the nearest byte.
+#[expect(
+    clippy::cast_precision_loss,
+    clippy::cast_possible_truncation,
+    clippy::cast_sign_loss,
+    reason = "a share of a device's memory; the fraction is in [0, 1]"
+)]
+fn share_of(bytes: u64, fraction: f64) -> u64 {
+    (bytes as f64 * fraction).round() as u64
+}

@@ -1,0 +1,359 @@
+//! The keys of settings strings: the one list of them. The parser, the linter, suggestions and the docs go by it.
+//! How a value is read is in `parse.rs`; how it is written stands here, beside the names.
+
+use super::{GIB, MIB, Reserve, Settings};
+
+/// A key, without its spelling.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) enum Key {
+    Backend,
+    LargeSegmentSize,
+    MaxSplitSize,
+    MaxNonSplitRounding,
+    GarbageCollectionThreshold,
+    RoundupPower2Divisions,
+    ExpandableSegments,
+    ExpandableSegmentsReserve,
+    ExpandableSegmentsReserveByClass,
+    ReleaseLockOnCudamalloc,
+    GraphCaptureRecordStreamReuse,
+    PerProcessMemoryFraction,
+    ThrowOnCudamallocOom,
+    PinnedUseCudaHostRegister,
+    PinnedNumRegisterThreads,
+    PinnedUseBackgroundThreads,
+    PinnedReserveSegmentSize,
+    PinnedMaxRoundThreshold,
+    PinnedMaxCachedSize,
+    PinnedFreeCatchAll,
+    FreeBlockOrder,
+    MemoryCap,
+}
+
+/// What there is to know of a key.
+#[derive(Debug)]
+pub(super) struct KeyInfo {
+    pub key: Key,
+    /// Its name in strings.
+    pub name: &'static str,
+    /// Another name that is understood.
+    pub alias: Option<&'static str>,
+    /// What it takes.
+    pub takes: &'static str,
+    /// What it means.
+    #[cfg_attr(not(test), expect(dead_code, reason = "a test compares the docs with it"))]
+    pub meaning: &'static str,
+    /// What a person reads where there is no value.
+    pub unset: &'static str,
+    /// Whether a further string that does not name it puts it back to its default.
+    pub resets: bool,
+    /// Whether it means nothing to the driver's own pool.
+    pub native_only: bool,
+}
+
+/// A key that keeps its value, speaks of both backends and always has a value; `const` updates change the rest.
+const fn key(key: Key, name: &'static str, takes: &'static str, meaning: &'static str) -> KeyInfo {
+    KeyInfo { key, name, alias: None, takes, meaning, unset: "none", resets: false, native_only: false }
+}
+
+const fn native(info: KeyInfo) -> KeyInfo {
+    KeyInfo { native_only: true, ..info }
+}
+
+const fn resets(info: KeyInfo) -> KeyInfo {
+    KeyInfo { resets: true, ..info }
+}
+
+const fn unset(info: KeyInfo, unset: &'static str) -> KeyInfo {
+    KeyInfo { unset, ..info }
+}
+
+const fn alias(info: KeyInfo, alias: &'static str) -> KeyInfo {
+    KeyInfo { alias: Some(alias), ..info }
+}
+
+const BOOLEAN: &str = "True or False";
+
+/// All keys, in the order in which they are listed and written.
+pub(super) static KEYS: [KeyInfo; 22] = [
+    key(
+        Key::Backend,
+        "backend",
+        "native or cudaMallocAsync",
+        "who allocates: Warpool's caching allocator, or the driver's own pool",
+    ),
+    native(key(
+        Key::LargeSegmentSize,
+        "large_segment_size_mb",
+        "a whole number above 10",
+        "the size of segments for requests above 1 MiB and below 10 MiB",
+    )),
+    native(resets(unset(
+        key(
+            Key::MaxSplitSize,
+            "max_split_size_mb",
+            "a whole number, at least large_segment_size_mb",
+            "blocks from this size on are not split",
+        ),
+        "unlimited",
+    ))),
+    native(resets(key(
+        Key::MaxNonSplitRounding,
+        "max_non_split_rounding_mb",
+        "a whole number, at least large_segment_size_mb",
+        "how much larger than the request a block may be that is not split",
+    ))),
+    native(resets(unset(
+        key(
+            Key::GarbageCollectionThreshold,
+            "garbage_collection_threshold",
+            "a number above 0.0 and below 1.0",
+            "the share of the memory limit above which old cached segments are given back",
+        ),
+        "off",
+    ))),
+    native(resets(unset(
+        key(
+            Key::RoundupPower2Divisions,
+            "roundup_power2_divisions",
+            "a power of two, or a list [MIB:DIVISIONS,...,>:DIVISIONS]",
+            "requests are rounded up to one of so many steps between two powers of two",
+        ),
+        "off",
+    ))),
+    native(key(
+        Key::ExpandableSegments,
+        "expandable_segments",
+        BOOLEAN,
+        "segments grow by mapping memory, instead of being allocated one by one",
+    )),
+    native(unset(
+        key(
+            Key::ExpandableSegmentsReserve,
+            "expandable_segments_reserve",
+            "a share of the device such as 0.5, or GiB such as 40G",
+            "how much address range an expandable segment reserves",
+        ),
+        "9/8 of the device",
+    )),
+    native(key(
+        Key::ExpandableSegmentsReserveByClass,
+        "expandable_segments_reserve_by_class",
+        "a list [CLASS:RESERVE,...]",
+        "the same, for streams of a class",
+    )),
+    native(alias(
+        key(
+            Key::ReleaseLockOnCudamalloc,
+            "release_lock_on_cudamalloc",
+            BOOLEAN,
+            "let the lock go while the driver allocates; always so in Warpool",
+        ),
+        "release_lock_on_hipmalloc",
+    )),
+    native(key(
+        Key::GraphCaptureRecordStreamReuse,
+        "graph_capture_record_stream_reuse",
+        BOOLEAN,
+        "inside a capture, reuse blocks that the graph's order allows",
+    )),
+    key(
+        Key::PerProcessMemoryFraction,
+        "per_process_memory_fraction",
+        "a number from 0.0 to 1.0",
+        "the share of each device that may be reserved",
+    ),
+    native(key(
+        Key::ThrowOnCudamallocOom,
+        "throw_on_cudamalloc_oom",
+        BOOLEAN,
+        "what exceeds the limit is refused at once, without trying to free something",
+    )),
+    alias(
+        key(
+            Key::PinnedUseCudaHostRegister,
+            "pinned_use_cuda_host_register",
+            BOOLEAN,
+            "pin host memory by registering it, instead of having the driver allocate it",
+        ),
+        "pinned_use_hip_host_register",
+    ),
+    key(
+        Key::PinnedNumRegisterThreads,
+        "pinned_num_register_threads",
+        "a power of two up to 128",
+        "how many threads touch pages before they are registered",
+    ),
+    key(
+        Key::PinnedUseBackgroundThreads,
+        "pinned_use_background_threads",
+        BOOLEAN,
+        "a thread of its own looks after events of pinned memory",
+    ),
+    key(
+        Key::PinnedReserveSegmentSize,
+        "pinned_reserve_segment_size_mb",
+        "a whole number above 0",
+        "pinned memory that is set aside at the first use",
+    ),
+    unset(
+        key(
+            Key::PinnedMaxRoundThreshold,
+            "pinned_max_round_threshold_mb",
+            "a whole number",
+            "pinned requests above this size are not rounded to a power of two",
+        ),
+        "unlimited",
+    ),
+    unset(
+        key(
+            Key::PinnedMaxCachedSize,
+            "pinned_max_cached_size_mb",
+            "a whole number",
+            "pinned blocks above this size are not kept",
+        ),
+        "unlimited",
+    ),
+    key(Key::PinnedFreeCatchAll, "pinned_free_catch_all", BOOLEAN, "errors while pinned memory is freed are swallowed"),
+    native(key(
+        Key::FreeBlockOrder,
+        "free_block_order",
+        "registration or address",
+        "which of two free blocks of one size comes first; Warpool's own key",
+    )),
+    key(
+        Key::MemoryCap,
+        "memory_cap_mb",
+        "a whole number, at least 2",
+        "how much of each device may be reserved; Warpool's own key",
+    ),
+];
+
+impl Key {
+    /// The key that goes by that name.
+    pub(super) fn named(name: &str) -> Option<Self> {
+        KEYS.iter().find(|info| info.name == name || info.alias == Some(name)).map(|info| info.key)
+    }
+
+    /// What there is to know of it.
+    pub(super) fn info(self) -> &'static KeyInfo {
+        let info = &KEYS[self as usize];
+        assert!(info.key == self, "the list of keys is in their order");
+        info
+    }
+
+    /// Its name in strings.
+    pub(super) fn name(self) -> &'static str {
+        self.info().name
+    }
+
+    /// Its value as a string would give it; `None` if there is none.
+    pub(super) fn value(self, settings: &Settings) -> Option<String> {
+        let pinned = &settings.pinned;
+        match self {
+            Self::Backend => Some(settings.backend.name().into()),
+            Self::LargeSegmentSize => Some(mib(settings.large_segment_bytes)),
+            Self::MaxSplitSize => settings.max_split_bytes.map(mib),
+            Self::MaxNonSplitRounding => Some(mib(settings.max_non_split_rounding_bytes)),
+            Self::GarbageCollectionThreshold => {
+                let threshold = settings.garbage_collection_threshold;
+                (threshold != 0.0).then(|| number(threshold))
+            }
+            Self::RoundupPower2Divisions => divisions(&settings.roundup_power2_divisions),
+            Self::ExpandableSegments => Some(boolean(settings.expandable_segments)),
+            Self::ExpandableSegmentsReserve => settings.expandable_segments_reserve.map(reserve),
+            Self::ExpandableSegmentsReserveByClass => {
+                let classes = &settings.expandable_segments_reserve_by_class;
+                let list: Vec<String> =
+                    classes.iter().map(|(name, size)| format!("{name}:{}", reserve(*size))).collect();
+                (!list.is_empty()).then(|| format!("[{}]", list.join(",")))
+            }
+            Self::ReleaseLockOnCudamalloc => Some(boolean(settings.release_lock_on_cudamalloc)),
+            Self::GraphCaptureRecordStreamReuse => Some(boolean(settings.graph_capture_record_stream_reuse)),
+            Self::PerProcessMemoryFraction => Some(number(settings.per_process_memory_fraction)),
+            Self::ThrowOnCudamallocOom => Some(boolean(settings.throw_on_cudamalloc_oom)),
+            Self::PinnedUseCudaHostRegister => Some(boolean(pinned.use_cuda_host_register)),
+            Self::PinnedNumRegisterThreads => Some(pinned.num_register_threads.to_string()),
+            Self::PinnedUseBackgroundThreads => Some(boolean(pinned.use_background_threads)),
+            Self::PinnedReserveSegmentSize => {
+                (pinned.reserve_segment_bytes != 0).then(|| mib(pinned.reserve_segment_bytes))
+            }
+            Self::PinnedMaxRoundThreshold => pinned.max_round_threshold_bytes.map(mib),
+            Self::PinnedMaxCachedSize => pinned.max_cached_bytes.map(mib),
+            Self::PinnedFreeCatchAll => Some(boolean(pinned.free_catch_all)),
+            Self::FreeBlockOrder => Some(settings.free_block_order.name().into()),
+            Self::MemoryCap => settings.memory_cap_bytes.map(mib),
+        }
+    }
+}
+
+fn boolean(value: bool) -> String {
+    if value { "True" } else { "False" }.into()
+}
+
+fn mib(bytes: u64) -> String {
+    (bytes / MIB).to_string()
+}
+
+/// A number with a point, so that a reader sees that it is a share.
+fn number(value: f64) -> String {
+    format!("{value:?}")
+}
+
+fn reserve(size: Reserve) -> String {
+    match size {
+        Reserve::Fraction(share) => number(share),
+        Reserve::Bytes(bytes) => format!("{}G", bytes as f64 / GIB as f64),
+    }
+}
+
+/// The shortest form of the table: nothing, one number, or a list. The first entry of a list also stands for all
+/// buckets below its own, `>` for all above the last, and a bucket between that is not listed has 0.
+fn divisions(table: &[u64; 16]) -> Option<String> {
+    let head = table.iter().take_while(|steps| **steps == table[0]).count();
+    if head == table.len() {
+        return (table[0] != 0).then(|| table[0].to_string());
+    }
+    let last = table[table.len() - 1];
+    let tail = table.len() - table.iter().rev().take_while(|steps| **steps == last).count();
+    let listed = (head - 1..tail)
+        .filter(|&bucket| bucket == head - 1 || table[bucket] != 0 || (bucket == tail - 1 && last != 0));
+    let mut list: Vec<String> = listed.map(|bucket| format!("{}:{}", 1_u64 << bucket, table[bucket])).collect();
+    if last != 0 {
+        list.push(format!(">:{last}"));
+    }
+    Some(format!("[{}]", list.join(",")))
+}
+
+/// The key that somebody may have meant: the nearest by edits, if it is near.
+pub(super) fn suggestion(word: &str) -> Option<&'static str> {
+    let names = KEYS.iter().flat_map(|info| [Some(info.name), info.alias]).flatten();
+    nearest(word, names)
+}
+
+/// The nearest of some words by edits, if it is near: a third of its letters may be wrong. Case does not count.
+pub(super) fn nearest(word: &str, candidates: impl IntoIterator<Item = &'static str>) -> Option<&'static str> {
+    // Nobody misspells a key by that much, and the table grows with the square.
+    if word.len() > 64 {
+        return None;
+    }
+    let word = word.to_lowercase();
+    let distances = candidates.into_iter().map(|candidate| (edits(&word, &candidate.to_lowercase()), candidate));
+    distances.filter(|(distance, candidate)| distance * 3 <= candidate.len()).min().map(|(_, candidate)| candidate)
+}
+
+/// How many letters must be inserted, removed or replaced to get from one word to the other.
+fn edits(from: &str, to: &str) -> usize {
+    let to: Vec<char> = to.chars().collect();
+    let mut row: Vec<usize> = (0..=to.len()).collect();
+    for (i, letter) in from.chars().enumerate() {
+        let mut diagonal = row[0];
+        row[0] = i + 1;
+        for (j, other) in to.iter().enumerate() {
+            let replaced = diagonal + usize::from(letter != *other);
+            diagonal = row[j + 1];
+            row[j + 1] = replaced.min(diagonal + 1).min(row[j] + 1);
+        }
+    }
+    row[to.len()]
+}

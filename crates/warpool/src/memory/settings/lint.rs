@@ -1,0 +1,364 @@
+//! What there is to say of a settings string, without applying it: what is wrong, what has no effect, and what would be
+//! in force. A string that is refused leaves everything as it was, so then the old values are listed.
+
+use std::collections::BTreeMap;
+use std::fmt;
+
+use super::error::{Problem, SettingsError, Warning};
+use super::keys::{KEYS, Key, KeyInfo};
+use super::parse::{self, Mode};
+use super::{Backend, Settings};
+
+/// What was found in a settings string. `Display` shows it to people.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Lint {
+    /// What is wrong, in the order of the string.
+    pub problems: Vec<Problem>,
+    /// What applies, but has no effect or another than its writer may think.
+    pub warnings: Vec<Warning>,
+    /// The settings that the string gives; `None` if there are problems.
+    pub effective: Option<Settings>,
+    /// Every setting with the value that is in force afterwards.
+    pub values: Vec<SettingValue>,
+}
+
+/// A setting with its value.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct SettingValue {
+    /// Its key.
+    pub key: &'static str,
+    /// Its value as a string would give it, or in words if there is none.
+    pub value: String,
+    /// Where the value comes from.
+    pub origin: Origin,
+}
+
+/// Where a value comes from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Origin {
+    /// Nobody said anything.
+    Default,
+    /// The string.
+    Given,
+    /// What was before.
+    Kept,
+    /// It was something else before, and the string does not name it.
+    Reset,
+}
+
+impl Origin {
+    /// Its name.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Default => "default",
+            Self::Given => "given",
+            Self::Kept => "kept",
+            Self::Reset => "reset",
+        }
+    }
+}
+
+/// What there is to say of a string that is to apply to the defaults. [`Settings::lint_update`] is for a further one.
+#[must_use]
+pub fn lint(string: &str) -> Lint {
+    Lint::of(&Settings::default(), string, Mode::First)
+}
+
+impl Lint {
+    /// Whether there is nothing to say.
+    #[must_use]
+    pub const fn is_clean(&self) -> bool {
+        self.problems.is_empty() && self.warnings.is_empty()
+    }
+
+    pub(super) fn of(base: &Settings, string: &str, mode: Mode) -> Self {
+        let reading = parse::read(base, string, mode);
+        let accepted = reading.problems.is_empty();
+        let mut warnings = reading.warnings;
+        let values = if accepted {
+            warnings.extend(without_effect(&reading.settings, &reading.given));
+            values(base, &reading.settings, &reading.given)
+        } else {
+            values(base, base, &BTreeMap::new())
+        };
+        // Those of the string first, in its order; then what was there before.
+        warnings.sort_by_key(|warning| (warning.at.is_none(), warning.at));
+        Self { problems: reading.problems, warnings, effective: accepted.then_some(reading.settings), values }
+    }
+
+    /// The settings, with a line in the log for each warning.
+    pub(super) fn into_result(self) -> Result<Settings, SettingsError> {
+        let settings = self.effective.ok_or(SettingsError { problems: self.problems })?;
+        self.warnings.iter().for_each(|warning| tracing::warn!(%warning, "in settings"));
+        Ok(settings)
+    }
+}
+
+impl fmt::Display for Lint {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.problems.iter().try_for_each(|problem| writeln!(f, "error: {problem}"))?;
+        self.warnings.iter().try_for_each(|warning| writeln!(f, "warning: {warning}"))?;
+        if self.effective.is_none() {
+            writeln!(f, "refused; in force stays:")?;
+        }
+        let width = |column: fn(&SettingValue) -> &str| self.values.iter().map(|value| column(value).len()).max();
+        let keys = width(|value| value.key).unwrap_or(0);
+        let origins = width(|value| value.origin.name()).unwrap_or(0);
+        let lines = self
+            .values
+            .iter()
+            .map(|SettingValue { key, value, origin }| format!("{key:keys$}  {:origins$}  {value}", origin.name()));
+        f.write_str(&lines.collect::<Vec<_>>().join("\n"))
+    }
+}
+
+/// Every setting with its value in `after`, and where that comes from.
+fn values(before: &Settings, after: &Settings, given: &BTreeMap<Key, usize>) -> Vec<SettingValue> {
+    let (default_before, default_after) = (before.defaults(), after.defaults());
+    let value = |info: &'static KeyInfo| {
+        let key = info.key;
+        let (old, new) = (key.value(before), key.value(after));
+        let origin = if given.contains_key(&key) {
+            Origin::Given
+        } else if info.resets && old != new && old != key.value(&default_before) {
+            Origin::Reset
+        } else if new == key.value(&default_after) {
+            Origin::Default
+        } else {
+            Origin::Kept
+        };
+        SettingValue { key: info.name, value: new.unwrap_or_else(|| info.unset.into()), origin }
+    };
+    KEYS.iter().map(value).collect()
+}
+
+/// Settings that do nothing, or not what they seem to, in the company that they have.
+fn without_effect(settings: &Settings, given: &BTreeMap<Key, usize>) -> Vec<Warning> {
+    let default = settings.defaults();
+    let is_given = |key: Key| given.contains_key(&key);
+    let is_set = |key: Key| is_given(key) || key.value(settings) != key.value(&default);
+    let limited = settings.per_process_memory_fraction < 1.0 || settings.memory_cap_bytes.is_some();
+    let splits = settings.max_split_bytes.is_some();
+    let expandable = settings.expandable_segments;
+    let collects = settings.garbage_collection_threshold > 0.0;
+    let native = settings.backend == Backend::Native;
+    let pinned = &settings.pinned;
+
+    // Those of the native allocator have no say where the driver's pool allocates, in whatever company.
+    let idle = KEYS.iter().filter(|info| !native && info.native_only && is_set(info.key));
+    let mut found: Vec<(Key, &str)> = idle
+        .map(|info| {
+            (info.key, "without effect: the backend is cudaMallocAsync, which has no such setting; leave it out")
+        })
+        .collect();
+    let mut say = |condition: bool, key: Key, text: &'static str| {
+        if condition {
+            found.push((key, text));
+        }
+    };
+    say(
+        native && collects && !limited,
+        Key::GarbageCollectionThreshold,
+        "without effect while there is no memory limit; add `per_process_memory_fraction` below 1.0 or `memory_cap_mb`",
+    );
+    say(
+        native && collects && expandable,
+        Key::GarbageCollectionThreshold,
+        "expandable segments are not collected; it has no effect on them, leave it out or turn off `expandable_segments`",
+    );
+    say(
+        native && is_given(Key::MaxNonSplitRounding) && !splits,
+        Key::MaxNonSplitRounding,
+        "without effect while all blocks may be split; add `max_split_size_mb`, or leave it out",
+    );
+    say(
+        native && splits && expandable,
+        Key::MaxSplitSize,
+        "with `expandable_segments:True` blocks are split all the same, but requests below the limit may not take free \
+         blocks above it, so more memory is mapped; leave it out",
+    );
+    say(
+        native && settings.throw_on_cudamalloc_oom && !limited,
+        Key::ThrowOnCudamallocOom,
+        "without a limit it only refuses what exceeds the whole device; add `per_process_memory_fraction` below 1.0 or \
+         `memory_cap_mb`",
+    );
+    for key in [Key::ExpandableSegmentsReserve, Key::ExpandableSegmentsReserveByClass] {
+        say(
+            native && is_set(key) && !expandable,
+            key,
+            "without effect; add `expandable_segments:True`, or leave it out",
+        );
+    }
+    say(
+        native && settings.release_lock_on_cudamalloc,
+        Key::ReleaseLockOnCudamalloc,
+        "no need: Warpool never calls the driver under the lock; leave it out",
+    );
+    say(
+        native
+            && settings.roundup_power2_divisions.iter().all(|&steps| steps <= 1)
+            && is_given(Key::RoundupPower2Divisions),
+        Key::RoundupPower2Divisions,
+        "without effect: one division is no rounding; give 2 or more, or leave it out",
+    );
+    say(
+        settings.per_process_memory_fraction == 0.0,
+        Key::PerProcessMemoryFraction,
+        "at 0.0 no device memory can be allocated at all; give more",
+    );
+    say(
+        pinned.num_register_threads != 1 && !pinned.use_cuda_host_register,
+        Key::PinnedNumRegisterThreads,
+        "without effect; add `pinned_use_cuda_host_register:True`, or leave it out",
+    );
+    let rounds_above_cached = pinned
+        .max_cached_bytes
+        .is_some_and(|cached| pinned.max_round_threshold_bytes.is_some_and(|round| round > cached));
+    say(
+        rounds_above_cached,
+        Key::PinnedMaxRoundThreshold,
+        "blocks above `pinned_max_cached_size_mb` are never rounded, so that smaller limit counts; lower this one to it",
+    );
+    let warning =
+        |(key, text): (Key, &str)| Warning { key: key.name().into(), at: given.get(&key).copied(), text: text.into() };
+    found.into_iter().map(warning).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Lints a string and shows the warnings.
+    fn check_warnings(string: &str, expected: &str) {
+        let found = lint(string);
+        assert_eq!(found.problems, [], "settings {string:?}");
+        let shown: Vec<String> = found.warnings.iter().map(ToString::to_string).collect();
+        assert_eq!(shown.join("\n"), expected, "settings {string:?}");
+    }
+
+    #[test]
+    fn settings_without_effect_are_said() {
+        let quiet = [
+            "",
+            "backend:cudaMallocAsync,per_process_memory_fraction:0.5",
+            "expandable_segments:True,large_segment_size_mb:12,graph_capture_record_stream_reuse:True",
+            "garbage_collection_threshold:0.8,per_process_memory_fraction:0.5",
+            "garbage_collection_threshold:0.8,memory_cap_mb:100",
+            "max_split_size_mb:200,max_non_split_rounding_mb:40",
+            "pinned_use_cuda_host_register:True,pinned_num_register_threads:8",
+            "pinned_max_round_threshold_mb:8,pinned_max_cached_size_mb:8",
+            "expandable_segments:True,expandable_segments_reserve:1.125",
+        ];
+        for string in quiet {
+            assert!(lint(string).is_clean(), "settings {string:?}");
+        }
+        check_warnings(
+            "garbage_collection_threshold:0.8",
+            "at byte 0: `garbage_collection_threshold`: without effect while there is no memory limit; add `per_process_memory_fraction` below 1.0 or `memory_cap_mb`",
+        );
+        check_warnings(
+            "garbage_collection_threshold:0.8,memory_cap_mb:9,expandable_segments:True",
+            "at byte 0: `garbage_collection_threshold`: expandable segments are not collected; it has no effect on them, leave it out or turn off `expandable_segments`",
+        );
+        check_warnings(
+            "max_non_split_rounding_mb:20",
+            "at byte 0: `max_non_split_rounding_mb`: without effect while all blocks may be split; add `max_split_size_mb`, or leave it out",
+        );
+        check_warnings(
+            "throw_on_cudamalloc_oom:True",
+            "at byte 0: `throw_on_cudamalloc_oom`: without a limit it only refuses what exceeds the whole device; add `per_process_memory_fraction` below 1.0 or `memory_cap_mb`",
+        );
+        check_warnings(
+            "expandable_segments:True,max_split_size_mb:200",
+            "at byte 25: `max_split_size_mb`: with `expandable_segments:True` blocks are split all the same, but requests below the limit may not take free blocks above it, so more memory is mapped; leave it out",
+        );
+        check_warnings(
+            "expandable_segments_reserve:0.5,expandable_segments_reserve_by_class:[]",
+            "at byte 0: `expandable_segments_reserve`: without effect; add `expandable_segments:True`, or leave it out
+at byte 32: `expandable_segments_reserve_by_class`: without effect; add `expandable_segments:True`, or leave it out",
+        );
+        check_warnings(
+            "expandable_segments:True,expandable_segments_reserve:40",
+            "at byte 53: `expandable_segments_reserve`: 40 times the device is cut down to 9/8 of it; for GiB, write `40G`",
+        );
+        check_warnings(
+            "expandable_segments:True,expandable_segments_reserve_by_class:[a:1G,a:2G]",
+            "at byte 68: `expandable_segments_reserve_by_class`: the class `a` is given a second time; the last one counts, remove the others",
+        );
+        check_warnings(
+            "backend:cudaMallocAsync,max_split_size_mb:200",
+            "at byte 24: `max_split_size_mb`: without effect: the backend is cudaMallocAsync, which has no such setting; leave it out",
+        );
+        check_warnings(
+            "release_lock_on_hipmalloc:True",
+            "at byte 0: `release_lock_on_cudamalloc`: no need: Warpool never calls the driver under the lock; leave it out",
+        );
+        check_warnings(
+            "roundup_power2_divisions:1",
+            "at byte 0: `roundup_power2_divisions`: without effect: one division is no rounding; give 2 or more, or leave it out",
+        );
+        check_warnings(
+            "per_process_memory_fraction:0",
+            "at byte 0: `per_process_memory_fraction`: at 0.0 no device memory can be allocated at all; give more",
+        );
+        check_warnings(
+            "pinned_num_register_threads:8",
+            "at byte 0: `pinned_num_register_threads`: without effect; add `pinned_use_cuda_host_register:True`, or leave it out",
+        );
+        check_warnings(
+            "pinned_max_round_threshold_mb:9,pinned_max_cached_size_mb:8",
+            "at byte 0: `pinned_max_round_threshold_mb`: blocks above `pinned_max_cached_size_mb` are never rounded, so that smaller limit counts; lower this one to it",
+        );
+        check_warnings(
+            "expandable_segments:True,expandable_segments:False",
+            "at byte 25: `expandable_segments`: given a second time, first at byte 0; the last one counts, remove the others",
+        );
+    }
+
+    #[test]
+    fn what_was_there_before_is_said_without_a_place() {
+        let before = Settings::parse("throw_on_cudamalloc_oom:True,per_process_memory_fraction:0.5").unwrap();
+        let found = before.lint_update("per_process_memory_fraction:1.0");
+        let places: Vec<_> = found.warnings.iter().map(|warning| (warning.key.as_str(), warning.at)).collect();
+        assert_eq!(places, [("throw_on_cudamalloc_oom", None)]);
+    }
+
+    #[test]
+    fn a_lint_shows_every_value_and_where_it_comes_from() {
+        let before = Settings::parse("max_split_size_mb:200,memory_cap_mb:64").unwrap();
+        let found = before.lint_update("expandable_segments:True,pinned_num_register_threads:8");
+        let expected = "\
+warning: at byte 25: `pinned_num_register_threads`: without effect; add `pinned_use_cuda_host_register:True`, or leave it out
+backend                               default  native
+large_segment_size_mb                 default  20
+max_split_size_mb                     reset    unlimited
+max_non_split_rounding_mb             default  20
+garbage_collection_threshold          default  off
+roundup_power2_divisions              default  off
+expandable_segments                   given    True
+expandable_segments_reserve           default  9/8 of the device
+expandable_segments_reserve_by_class  default  none
+release_lock_on_cudamalloc            default  False
+graph_capture_record_stream_reuse     default  False
+per_process_memory_fraction           default  1.0
+throw_on_cudamalloc_oom               default  False
+pinned_use_cuda_host_register         default  False
+pinned_num_register_threads           given    8
+pinned_use_background_threads         default  False
+pinned_reserve_segment_size_mb        default  none
+pinned_max_round_threshold_mb         default  unlimited
+pinned_max_cached_size_mb             default  unlimited
+pinned_free_catch_all                 default  False
+free_block_order                      default  registration
+memory_cap_mb                         kept     64";
+        assert_eq!(found.to_string(), expected);
+
+        let refused = before.lint_update("expandable_segments:on");
+        let lines = refused.to_string();
+        assert_eq!(refused.effective, None);
+        assert!(lines.starts_with("error: at byte 20: `expandable_segments`: `on` will not do; it takes True or False; did you mean `True`?\nrefused; in force stays:\n"), "{lines}");
+        assert!(lines.contains("\nmax_split_size_mb                     kept     200\n"), "{lines}");
+    }
+}

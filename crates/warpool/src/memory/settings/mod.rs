@@ -1,0 +1,289 @@
+//! The settings of the memory allocators: what they are, and the strings that they are given as.
+//!
+//! The grammar is that of PyTorch's `PYTORCH_CUDA_ALLOC_CONF`, read strictly: a string is read whole before any of it
+//! applies, and a string with anything wrong in it changes nothing. Here nothing is read from the environment and no
+//! driver is asked; whoever has a string hands it over.
+//!
+//! The keys and the grammar are listed at [`Settings`].
+
+mod error;
+mod keys;
+mod lint;
+mod parse;
+#[cfg(test)]
+mod properties;
+mod recorded;
+#[cfg(test)]
+mod tests;
+mod token;
+mod value;
+
+use std::collections::BTreeMap;
+
+pub use error::{Problem, SettingsError, Warning};
+pub use lint::{Lint, Origin, SettingValue, lint};
+
+use parse::Mode;
+
+const MIB: u64 = 1 << 20;
+const GIB: u64 = 1 << 30;
+
+/// What an allocator goes by: every setting with the value that is in force.
+///
+/// ```
+/// use warpool::memory::Settings;
+///
+/// let settings = Settings::parse("max_split_size_mb:200, roundup_power2_divisions:[64:2,256:4,>:8]").unwrap();
+/// assert_eq!(settings.max_split_bytes, Some(200 << 20));
+/// assert_eq!(settings.divisions_for(300 << 20), 4);
+///
+/// let error = Settings::parse("max_splt_size_mb:200").unwrap_err();
+/// assert!(error.to_string().contains("did you mean `max_split_size_mb`?"));
+/// ```
+///
+/// # The string
+/// Entries `key:value`, with commas between them. White space counts for nothing, even inside a word. A value is a word
+/// or a list `[name:value,name:value]`. Booleans are `True` and `False`. A comma behind the last entry is allowed.
+///
+/// # The keys
+/// A **reset** key goes back to its default with every further string that does not name it; the others keep what they have.
+///
+/// | key | value | meaning | reset |
+/// |---|---|---|---|
+/// | `backend` | native or cudaMallocAsync | who allocates: Warpool's caching allocator, or the driver's own pool | |
+/// | `large_segment_size_mb` | a whole number above 10 | the size of segments for requests above 1 MiB and below 10 MiB | |
+/// | `max_split_size_mb` | a whole number, at least large_segment_size_mb | blocks from this size on are not split | reset |
+/// | `max_non_split_rounding_mb` | a whole number, at least large_segment_size_mb | how much larger than the request a block may be that is not split | reset |
+/// | `garbage_collection_threshold` | a number above 0.0 and below 1.0 | the share of the memory limit above which old cached segments are given back | reset |
+/// | `roundup_power2_divisions` | a power of two, or a list [MIB:DIVISIONS,...,>:DIVISIONS] | requests are rounded up to one of so many steps between two powers of two | reset |
+/// | `expandable_segments` | True or False | segments grow by mapping memory, instead of being allocated one by one | |
+/// | `expandable_segments_reserve` | a share of the device such as 0.5, or GiB such as 40G | how much address range an expandable segment reserves | |
+/// | `expandable_segments_reserve_by_class` | a list [CLASS:RESERVE,...] | the same, for streams of a class | |
+/// | `release_lock_on_cudamalloc` | True or False | let the lock go while the driver allocates; always so in Warpool | |
+/// | `graph_capture_record_stream_reuse` | True or False | inside a capture, reuse blocks that the graph's order allows | |
+/// | `per_process_memory_fraction` | a number from 0.0 to 1.0 | the share of each device that may be reserved | |
+/// | `throw_on_cudamalloc_oom` | True or False | what exceeds the limit is refused at once, without trying to free something | |
+/// | `pinned_use_cuda_host_register` | True or False | pin host memory by registering it, instead of having the driver allocate it | |
+/// | `pinned_num_register_threads` | a power of two up to 128 | how many threads touch pages before they are registered | |
+/// | `pinned_use_background_threads` | True or False | a thread of its own looks after events of pinned memory | |
+/// | `pinned_reserve_segment_size_mb` | a whole number above 0 | pinned memory that is set aside at the first use | |
+/// | `pinned_max_round_threshold_mb` | a whole number | pinned requests above this size are not rounded to a power of two | |
+/// | `pinned_max_cached_size_mb` | a whole number | pinned blocks above this size are not kept | |
+/// | `pinned_free_catch_all` | True or False | errors while pinned memory is freed are swallowed | |
+/// | `free_block_order` | registration or address | which of two free blocks of one size comes first; Warpool's own key | |
+/// | `memory_cap_mb` | a whole number, at least 2 | how much of each device may be reserved; Warpool's own key | |
+///
+/// `release_lock_on_hipmalloc` and `pinned_use_hip_host_register` are understood as the names that they stand for.
+///
+/// # Where it differs from PyTorch
+/// - Wrong delimiters are errors, and so is a number with something behind it (`512M`). PyTorch skips both in silence.
+/// - A wrong value of `expandable_segments_reserve` is an error; PyTorch logs it and goes on.
+/// - The list of `roundup_power2_divisions` must ascend, with `>` last.
+/// - A failed update changes nothing; PyTorch is left with half of it.
+/// - Settings without effect are said: logged as warnings, and listed by [`lint`].
+#[derive(Clone, Debug, PartialEq)]
+pub struct Settings {
+    /// The last string given, as it was given.
+    pub source: String,
+    /// Who allocates.
+    pub backend: Backend,
+    /// The size of segments for requests above 1 MiB and below 10 MiB.
+    pub large_segment_bytes: u64,
+    /// Blocks from this size on are not split; `None`: all are.
+    pub max_split_bytes: Option<u64>,
+    /// How much larger than the request a block may be that is not split.
+    pub max_non_split_rounding_bytes: u64,
+    /// The share of the memory limit above which old cached segments are given back; 0.0: never.
+    pub garbage_collection_threshold: f64,
+    /// Steps between two powers of two, from 1 MiB to 32 GiB; 0 and 1: no such rounding.
+    /// [`divisions_for`](Self::divisions_for) looks them up.
+    pub roundup_power2_divisions: [u64; 16],
+    /// Segments grow by mapping memory.
+    pub expandable_segments: bool,
+    /// How much address range an expandable segment reserves; `None`: a little more than the device has.
+    pub expandable_segments_reserve: Option<Reserve>,
+    /// The same, for streams of a class.
+    pub expandable_segments_reserve_by_class: BTreeMap<String, Reserve>,
+    /// Let the lock go while the driver allocates. Warpool always does; the value is kept for snapshots.
+    pub release_lock_on_cudamalloc: bool,
+    /// Inside a capture, reuse blocks that the graph's order allows.
+    pub graph_capture_record_stream_reuse: bool,
+    /// The share of each device that may be reserved; 1.0: no limit.
+    pub per_process_memory_fraction: f64,
+    /// What exceeds the limit is refused at once, without trying to free something.
+    pub throw_on_cudamalloc_oom: bool,
+    /// Those of pinned host memory.
+    pub pinned: PinnedSettings,
+    /// Which of two free blocks of one size comes first.
+    pub free_block_order: FreeBlockOrder,
+    /// How much of each device may be reserved, beside the fraction.
+    pub memory_cap_bytes: Option<u64>,
+}
+
+/// The settings of pinned host memory.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PinnedSettings {
+    /// Pin host memory by registering it, instead of having the driver allocate it.
+    pub use_cuda_host_register: bool,
+    /// How many threads touch pages before they are registered.
+    pub num_register_threads: u64,
+    /// A thread of its own looks after events.
+    pub use_background_threads: bool,
+    /// Memory that is set aside at the first use; 0: none.
+    pub reserve_segment_bytes: u64,
+    /// Requests above this size are not rounded to a power of two; `None`: all are.
+    pub max_round_threshold_bytes: Option<u64>,
+    /// Blocks above this size are not kept; `None`: all are.
+    pub max_cached_bytes: Option<u64>,
+    /// Errors while memory is freed are swallowed.
+    pub free_catch_all: bool,
+}
+
+/// Who allocates device memory.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Backend {
+    /// The caching allocator.
+    #[default]
+    Native,
+    /// The driver's own pool.
+    CudaMallocAsync,
+}
+
+impl Backend {
+    /// All of them.
+    pub const ALL: [Self; 2] = [Self::Native, Self::CudaMallocAsync];
+
+    /// Its name in settings.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Native => "native",
+            Self::CudaMallocAsync => "cudaMallocAsync",
+        }
+    }
+}
+
+/// Which of two free blocks of one size is taken.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum FreeBlockOrder {
+    /// The one whose segment was obtained first, as in PyTorch after 2.11: the same program gets the same blocks
+    /// wherever the driver puts its segments.
+    #[default]
+    Registration,
+    /// The one at the lower address, as in PyTorch up to 2.11.
+    Address,
+}
+
+impl FreeBlockOrder {
+    /// All of them.
+    pub const ALL: [Self; 2] = [Self::Registration, Self::Address];
+
+    /// Its name in settings.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Registration => "registration",
+            Self::Address => "address",
+        }
+    }
+}
+
+/// How much address range to reserve.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Reserve {
+    /// A share of the device's memory.
+    Fraction(f64),
+    /// So many bytes.
+    Bytes(u64),
+}
+
+impl Default for Settings {
+    fn default() -> Self {
+        Self {
+            source: String::new(),
+            backend: Backend::default(),
+            large_segment_bytes: 20 * MIB,
+            max_split_bytes: None,
+            max_non_split_rounding_bytes: 20 * MIB,
+            garbage_collection_threshold: 0.0,
+            roundup_power2_divisions: [0; 16],
+            expandable_segments: false,
+            expandable_segments_reserve: None,
+            expandable_segments_reserve_by_class: BTreeMap::new(),
+            release_lock_on_cudamalloc: false,
+            graph_capture_record_stream_reuse: false,
+            per_process_memory_fraction: 1.0,
+            throw_on_cudamalloc_oom: false,
+            pinned: PinnedSettings::default(),
+            free_block_order: FreeBlockOrder::default(),
+            memory_cap_bytes: None,
+        }
+    }
+}
+
+impl Default for PinnedSettings {
+    fn default() -> Self {
+        Self {
+            use_cuda_host_register: false,
+            num_register_threads: 1,
+            use_background_threads: false,
+            reserve_segment_bytes: 0,
+            max_round_threshold_bytes: None,
+            max_cached_bytes: None,
+            free_catch_all: false,
+        }
+    }
+}
+
+impl Settings {
+    /// The settings that a string asks for, from the defaults. Settings without effect are logged as warnings.
+    ///
+    /// # Errors
+    /// If anything in the string is wrong: all of it is said at once.
+    pub fn parse(string: &str) -> Result<Self, SettingsError> {
+        lint(string).into_result()
+    }
+
+    /// The settings after a further string: keys that reset go back to their defaults, the others keep what they have,
+    /// and then the string applies. The backend can be named, but not changed. Settings without effect are logged as
+    /// warnings.
+    ///
+    /// # Errors
+    /// If anything in the string is wrong: all of it is said at once.
+    pub fn updated(&self, string: &str) -> Result<Self, SettingsError> {
+        self.lint_update(string).into_result()
+    }
+
+    /// What [`updated`](Self::updated) would find and do. Nothing is logged.
+    #[must_use]
+    pub fn lint_update(&self, string: &str) -> Lint {
+        Lint::of(self, string, Mode::Update)
+    }
+
+    /// Into how many steps the stretch between two powers of two is divided for a request of that size.
+    #[must_use]
+    pub fn divisions_for(&self, bytes: u64) -> u64 {
+        let last = self.roundup_power2_divisions.len() - 1;
+        let power = bytes.checked_ilog2().unwrap_or(0) as usize;
+        self.roundup_power2_divisions[power.saturating_sub(20).min(last)]
+    }
+
+    /// The string that gives these settings from the defaults: what differs, in the order of the keys.
+    ///
+    /// Parsed again it gives the same, but for [`source`](Self::source). Values that no string can give, since
+    /// somebody put them into the fields, are written as near as the grammar allows: sizes in whole MiB.
+    #[must_use]
+    pub fn to_conf_string(&self) -> String {
+        let default = self.defaults();
+        let entries = keys::KEYS.iter().filter_map(|info| {
+            let text = info.key.value(self)?;
+            (Some(&text) != info.key.value(&default).as_ref()).then(|| format!("{}:{text}", info.name))
+        });
+        entries.collect::<Vec<_>>().join(",")
+    }
+
+    /// The defaults, with the one that follows the size of large segments.
+    fn defaults(&self) -> Self {
+        Self { max_non_split_rounding_bytes: self.large_segment_bytes, ..Self::default() }
+    }
+}

@@ -1,0 +1,242 @@
+//! Single values: what each key takes, and where it goes. What two keys mean together is not judged here, but for sizes
+//! that are measured by the size of large segments, which is set first.
+
+use std::collections::BTreeMap;
+
+use super::keys::{Key, nearest};
+use super::parse::{Value, Word};
+use super::{Backend, FreeBlockOrder, GIB, MIB, Reserve, Settings};
+
+/// Something to say of a place in the string.
+#[derive(Debug)]
+pub(super) struct Note {
+    pub at: usize,
+    pub text: String,
+}
+
+type Read<T> = Result<T, Note>;
+
+/// Puts a value where it belongs, or says why it cannot be. The notes are warnings.
+pub(super) fn set(settings: &mut Settings, key: Key, value: &Value) -> Read<Vec<Note>> {
+    let mut notes = Vec::new();
+    let large = settings.large_segment_bytes;
+    let pinned = &mut settings.pinned;
+    match key {
+        Key::Backend => settings.backend = named(key, value, Backend::ALL, Backend::name)?,
+        Key::LargeSegmentSize => settings.large_segment_bytes = size_from(key, value, 11 * MIB)?,
+        Key::MaxSplitSize => settings.max_split_bytes = Some(size_from(key, value, large)?),
+        Key::MaxNonSplitRounding => settings.max_non_split_rounding_bytes = size_from(key, value, large)?,
+        Key::GarbageCollectionThreshold => {
+            settings.garbage_collection_threshold = number_in(key, value, |share| share > 0.0 && share < 1.0)?;
+        }
+        Key::RoundupPower2Divisions => settings.roundup_power2_divisions = divisions(key, value)?,
+        Key::ExpandableSegments => settings.expandable_segments = boolean(key, value)?,
+        Key::ExpandableSegmentsReserve => {
+            settings.expandable_segments_reserve = Some(reserve(word(key, value)?, &mut notes)?);
+        }
+        Key::ExpandableSegmentsReserveByClass => {
+            settings.expandable_segments_reserve_by_class = reserve_by_class(key, value, &mut notes)?;
+        }
+        Key::ReleaseLockOnCudamalloc => settings.release_lock_on_cudamalloc = boolean(key, value)?,
+        Key::GraphCaptureRecordStreamReuse => settings.graph_capture_record_stream_reuse = boolean(key, value)?,
+        Key::PerProcessMemoryFraction => {
+            settings.per_process_memory_fraction = number_in(key, value, |share| (0.0..=1.0).contains(&share))?;
+        }
+        Key::ThrowOnCudamallocOom => settings.throw_on_cudamalloc_oom = boolean(key, value)?,
+        Key::PinnedUseCudaHostRegister => pinned.use_cuda_host_register = boolean(key, value)?,
+        Key::PinnedNumRegisterThreads => pinned.num_register_threads = threads(key, value)?,
+        Key::PinnedUseBackgroundThreads => pinned.use_background_threads = boolean(key, value)?,
+        Key::PinnedReserveSegmentSize => pinned.reserve_segment_bytes = size_from(key, value, MIB)?,
+        Key::PinnedMaxRoundThreshold => pinned.max_round_threshold_bytes = Some(size_from(key, value, 0)?),
+        Key::PinnedMaxCachedSize => pinned.max_cached_bytes = Some(size_from(key, value, 0)?),
+        Key::PinnedFreeCatchAll => pinned.free_catch_all = boolean(key, value)?,
+        Key::FreeBlockOrder => {
+            settings.free_block_order = named(key, value, FreeBlockOrder::ALL, FreeBlockOrder::name)?;
+        }
+        // Below the smallest segment nothing could ever be allocated.
+        Key::MemoryCap => settings.memory_cap_bytes = Some(size_from(key, value, 2 * MIB)?),
+    }
+    Ok(notes)
+}
+
+/// The value as a word.
+fn word(key: Key, value: &Value) -> Read<&Word> {
+    match value {
+        Value::Word(word) => Ok(word),
+        Value::List(_, at) => Err(Note { at: *at, text: format!("a list will not do; it takes {}", key.info().takes) }),
+    }
+}
+
+/// What to say of a word that the key does not take.
+fn refused(key: Key, word: &Word) -> Note {
+    Note { at: word.at, text: format!("`{}` will not do; it takes {}", word.text, key.info().takes) }
+}
+
+fn boolean(key: Key, value: &Value) -> Read<bool> {
+    let word = word(key, value)?;
+    match word.text.as_str() {
+        "True" => Ok(true),
+        "False" => Ok(false),
+        other => {
+            let meant = match other.to_ascii_lowercase().as_str() {
+                "true" | "1" | "yes" | "on" => Some("True"),
+                "false" | "0" | "no" | "off" => Some("False"),
+                _ => nearest(other, ["True", "False"]),
+            };
+            let mut note = refused(key, word);
+            if let Some(meant) = meant {
+                note.text += &format!("; did you mean `{meant}`?");
+            }
+            Err(note)
+        }
+    }
+}
+
+/// One of a few names.
+fn named<T: Copy, const N: usize>(key: Key, value: &Value, all: [T; N], name: fn(T) -> &'static str) -> Read<T> {
+    let word = word(key, value)?;
+    all.into_iter().find(|&choice| name(choice) == word.text).ok_or_else(|| {
+        let mut note = refused(key, word);
+        if let Some(meant) = nearest(&word.text, all.map(name)) {
+            note.text += &format!("; did you mean `{meant}`?");
+        }
+        note
+    })
+}
+
+/// A whole number: digits and nothing else.
+fn whole(key: Key, word: &Word) -> Read<u64> {
+    let digits = word.text.bytes().all(|byte| byte.is_ascii_digit());
+    if digits && let Ok(number) = word.text.parse() {
+        return Ok(number);
+    }
+    if digits {
+        return Err(Note { at: word.at, text: format!("`{}` is beyond 64 bits; give less", word.text) });
+    }
+    let mut note = refused(key, word);
+    let unit = word.text.trim_start_matches(|character: char| character.is_ascii_digit());
+    if key.name().ends_with("_mb") && unit.len() < word.text.len() && unit.chars().all(char::is_alphabetic) {
+        note.text += "; the number counts MiB, write it without a unit";
+    }
+    Err(note)
+}
+
+/// A size in MiB, as bytes. Beyond what 64 bits hold it is the largest that they do.
+fn size_from(key: Key, value: &Value, least: u64) -> Read<u64> {
+    let word = word(key, value)?;
+    let bytes = whole(key, word)?.min(u64::MAX / MIB) * MIB;
+    if bytes < least {
+        let measure = match key {
+            Key::MaxSplitSize | Key::MaxNonSplitRounding => ", the size of large segments (`large_segment_size_mb`)",
+            _ => "",
+        };
+        let text = format!("`{}` is too small; give at least {}{measure}", word.text, least / MIB);
+        return Err(Note { at: word.at, text });
+    }
+    Ok(bytes)
+}
+
+fn number(word: &Word) -> Option<f64> {
+    word.text.parse().ok().filter(|number: &f64| number.is_finite())
+}
+
+fn number_in(key: Key, value: &Value, fits: fn(f64) -> bool) -> Read<f64> {
+    let word = word(key, value)?;
+    // Minus zero is zero, and would be written as something else.
+    let number = number(word).filter(|&number| fits(number)).map(|number| if number == 0.0 { 0.0 } else { number });
+    number.ok_or_else(|| refused(key, word))
+}
+
+fn threads(key: Key, value: &Value) -> Read<u64> {
+    let word = word(key, value)?;
+    let threads = whole(key, word)?;
+    if threads.is_power_of_two() && threads <= 128 { Ok(threads) } else { Err(refused(key, word)) }
+}
+
+/// A table of steps. An entry of a list governs sizes from its MiB up to twice that; the first also all below, `>` all
+/// above the last, and what lies between two entries is not divided.
+fn divisions(key: Key, value: &Value) -> Read<[u64; 16]> {
+    let (pairs, at) = match value {
+        Value::Word(word) => return power_of_two(key, word).map(|steps| [steps; 16]),
+        Value::List(pairs, at) => (pairs, *at),
+    };
+    if pairs.is_empty() {
+        return Err(Note { at, text: "the list is empty; leave the key out to have no such rounding".into() });
+    }
+    let mut table = [0; 16];
+    let mut before: Option<(u64, usize)> = None;
+    for (number, (left, right)) in pairs.iter().enumerate() {
+        let steps = if right.text == "0" { 0 } else { power_of_two(key, right)? };
+        if left.text == ">" {
+            let Some((_, bucket)) = before else {
+                return Err(Note {
+                    at: left.at,
+                    text: "`>` stands for all above the last size; give a size first".into(),
+                });
+            };
+            if number + 1 < pairs.len() {
+                return Err(Note { at: left.at, text: "`>` stands for all above the last size; put it last".into() });
+            }
+            table[bucket + 1..].fill(steps);
+            continue;
+        }
+        let boundary = power_of_two(key, left)?;
+        if before.is_some_and(|(last, _)| boundary <= last) {
+            let text = format!("sizes must ascend, but `{}` comes behind a size that is not smaller", left.text);
+            return Err(Note { at: left.at, text });
+        }
+        let bucket = (boundary.ilog2() as usize).min(table.len() - 1);
+        match before {
+            None => table[..=bucket].fill(steps),
+            Some(_) => table[bucket] = steps,
+        }
+        before = Some((boundary, bucket));
+    }
+    Ok(table)
+}
+
+fn power_of_two(key: Key, word: &Word) -> Read<u64> {
+    let number = whole(key, word)?;
+    if number.is_power_of_two() {
+        return Ok(number);
+    }
+    Err(Note { at: word.at, text: format!("`{}` is not a power of two", word.text) })
+}
+
+/// A share of the device, or GiB with a `G` behind.
+fn reserve(word: &Word, notes: &mut Vec<Note>) -> Read<Reserve> {
+    let refused = || Note {
+        at: word.at,
+        text: format!("`{}` will not do; give a share of the device such as 0.5, or GiB such as 40G", word.text),
+    };
+    let gib = word.text.strip_suffix(['G', 'g']);
+    let amount = Word { text: gib.unwrap_or(&word.text).into(), at: word.at };
+    let number = number(&amount).filter(|&number| number > 0.0).ok_or_else(refused)?;
+    if gib.is_some() {
+        // The conversion saturates: more than there are addresses is as much as there are.
+        let bytes = (number * GIB as f64) as u64;
+        return if bytes == 0 { Err(refused()) } else { Ok(Reserve::Bytes(bytes)) };
+    }
+    if number > 9.0 / 8.0 {
+        let text = format!("{} times the device is cut down to 9/8 of it; for GiB, write `{}G`", word.text, word.text);
+        notes.push(Note { at: word.at, text });
+    }
+    Ok(Reserve::Fraction(number))
+}
+
+fn reserve_by_class(key: Key, value: &Value, notes: &mut Vec<Note>) -> Read<BTreeMap<String, Reserve>> {
+    let pairs = match value {
+        Value::List(pairs, _) => pairs,
+        Value::Word(word) => return Err(refused(key, word)),
+    };
+    let mut classes = BTreeMap::new();
+    for (name, size) in pairs {
+        let size = reserve(size, notes)?;
+        if classes.insert(name.text.clone(), size).is_some() {
+            let text =
+                format!("the class `{}` is given a second time; the last one counts, remove the others", name.text);
+            notes.push(Note { at: name.at, text });
+        }
+    }
+    Ok(classes)
+}

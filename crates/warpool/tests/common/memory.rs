@@ -1,0 +1,226 @@
+//! A bench for the caching allocator: one simulated machine, short calls, and an end that looks for everything that may have gone wrong.
+//! The rule: a test that makes a bench ends with [`Bench::finish`].
+
+use std::sync::Arc;
+
+use warpool::driver::sim::{SimConfig, SimDriver};
+use warpool::driver::{
+    CaptureId, CaptureMode, CaptureState, Captures, Copies, DeviceId, DevicePtr, GraphExecId, Graphs,
+    InstantiateOptions, Pattern, StreamId,
+};
+use warpool::memory::{
+    Allocation, CachingAllocator, DeviceAllocator, MemPoolId, PoolKeeper, Request, SegmentInfo, Settings,
+    SnapshotOptions, Stats,
+};
+use warpool::{Device, Error, Gpu, Result, Stream};
+
+pub const KIB: u64 = 1 << 10;
+pub const MIB: u64 = 1 << 20;
+pub const GIB: u64 = 1 << 30;
+
+/// The first device.
+pub const FIRST: DeviceId = DeviceId(0);
+
+/// A machine, an allocator on it, and the default stream of its first device.
+pub struct Bench {
+    pub sim: Arc<SimDriver>,
+    pub gpu: Gpu,
+    pub allocator: Arc<CachingAllocator>,
+    pub main: Stream,
+}
+
+impl Bench {
+    /// One device of 64 GiB, all of it for us.
+    pub fn new(settings: &str) -> Self {
+        Self::with_capacity(64 * GIB, settings)
+    }
+
+    /// One device of that size, all of it for us.
+    pub fn with_capacity(bytes: u64, settings: &str) -> Self {
+        Self::with_config(SimConfig::default().with_capacity(bytes), settings)
+    }
+
+    /// Any machine; contexts take no memory on it.
+    pub fn with_config(mut config: SimConfig, settings: &str) -> Self {
+        for device in &mut config.devices {
+            device.bytes_context = 0;
+        }
+        let sim = Arc::new(SimDriver::new(config));
+        let gpu = Gpu::new(sim.clone()).expect("a simulated device");
+        let settings = Settings::parse(settings).expect("settings without mistakes");
+        let allocator = Arc::new(CachingAllocator::new(&gpu, settings));
+        let main = gpu.device(0).unwrap().default_stream().unwrap();
+        Self { sim, gpu, allocator, main }
+    }
+
+    pub fn device(&self) -> Device {
+        self.gpu.device(0).unwrap()
+    }
+
+    /// The allocator as others see it.
+    pub fn any(&self) -> Arc<dyn DeviceAllocator> {
+        self.allocator.clone()
+    }
+
+    pub fn pools(&self) -> &dyn PoolKeeper {
+        self.allocator.pools().unwrap()
+    }
+
+    /// A stream in no order with the others.
+    pub fn side_stream(&self) -> Stream {
+        self.device().pool_stream().unwrap()
+    }
+
+    pub fn try_alloc(&self, bytes: u64) -> Result<Allocation> {
+        let outcome = self.allocator.allocate_raw(Request::new(FIRST, self.main.id(), bytes));
+        self.allocator.check();
+        outcome
+    }
+
+    /// For the default stream.
+    pub fn alloc(&self, bytes: u64) -> Allocation {
+        self.try_alloc(bytes).unwrap()
+    }
+
+    pub fn alloc_on(&self, stream: &Stream, bytes: u64) -> Allocation {
+        let given = self.allocator.allocate_raw(Request::new(FIRST, stream.id(), bytes)).unwrap();
+        self.allocator.check();
+        given
+    }
+
+    pub fn alloc_in(&self, pool: MemPoolId, bytes: u64) -> Allocation {
+        self.alloc_in_on(pool, &self.main, bytes)
+    }
+
+    pub fn alloc_in_on(&self, pool: MemPoolId, stream: &Stream, bytes: u64) -> Allocation {
+        let request = Request::new(FIRST, stream.id(), bytes).in_pool(pool);
+        let given = self.allocator.allocate_raw(request).unwrap();
+        self.allocator.check();
+        given
+    }
+
+    /// Asks for more than there is, and returns the report of it.
+    pub fn run_out(&self, bytes: u64) -> warpool::memory::OomReport {
+        match self.try_alloc(bytes) {
+            Err(Error::OutOfMemory(report)) => *report,
+            other => panic!("{bytes} bytes should not be there: {other:?}"),
+        }
+    }
+
+    pub fn free(&self, allocation: Allocation) {
+        self.allocator.free(allocation).unwrap();
+        self.allocator.check();
+    }
+
+    pub fn free_all(&self, allocations: impl IntoIterator<Item = Allocation>) {
+        allocations.into_iter().for_each(|allocation| self.free(allocation));
+    }
+
+    pub fn record_use(&self, allocation: Allocation, stream: &Stream) {
+        self.allocator.record_use(allocation, stream.id()).unwrap();
+    }
+
+    /// Gives back what is cached in the default pool and in pools that nobody uses.
+    pub fn trim(&self) -> u64 {
+        let bytes = self.allocator.trim(FIRST, MemPoolId::DEFAULT).unwrap();
+        self.allocator.check();
+        bytes
+    }
+
+    pub fn stats(&self) -> Stats {
+        self.allocator.stats(FIRST).unwrap()
+    }
+
+    pub fn bytes_reserved(&self) -> u64 {
+        self.stats().reserved_bytes.all.current
+    }
+
+    pub fn bytes_allocated(&self) -> u64 {
+        self.stats().allocated_bytes.all.current
+    }
+
+    /// Other settings from here on.
+    pub fn set(&self, settings: &str) {
+        self.allocator.set_settings(self.allocator.settings().updated(settings).unwrap());
+        self.allocator.check();
+    }
+
+    pub fn segments(&self) -> Vec<SegmentInfo> {
+        self.allocator.snapshot(SnapshotOptions { pool: None, traces: false }).unwrap().segments
+    }
+
+    pub fn segments_of(&self, pool: MemPoolId) -> Vec<SegmentInfo> {
+        self.allocator.snapshot(SnapshotOptions { pool: Some(pool), traces: false }).unwrap().segments
+    }
+
+    /// The sizes of all segments, in the order of their addresses.
+    pub fn segment_sizes(&self) -> Vec<u64> {
+        self.segments().iter().map(|segment| segment.total_size).collect()
+    }
+
+    /// Queues a fill of the whole block.
+    pub fn fill(&self, block: Allocation, value: u8, stream: &Stream) {
+        self.sim.fill(block.ptr, Pattern::U8(value), block.bytes_requested, stream.id()).unwrap();
+    }
+
+    /// Queues a fill of one byte on the default stream.
+    pub fn sim_fill(&self, address: u64, value: u8) {
+        self.sim_fill_id(address, value, self.main.id());
+    }
+
+    pub fn sim_fill_on(&self, address: u64, value: u8, stream: &Stream) {
+        self.sim_fill_id(address, value, stream.id());
+    }
+
+    pub fn sim_fill_id(&self, address: u64, value: u8, stream: StreamId) {
+        self.sim.fill(DevicePtr(address), Pattern::U8(value), 1, stream).unwrap();
+    }
+
+    /// Waits for the device and compares both ends of a block.
+    pub fn assert_holds(&self, block: Allocation, value: u8) {
+        self.device().synchronize().unwrap();
+        for offset in [0, block.bytes_requested - 1] {
+            let mut byte = [0];
+            self.sim.download(block.device, DevicePtr(block.ptr.0 + offset), &mut byte).unwrap();
+            assert_eq!(byte[0], value, "at {offset} of {} bytes at {}", block.bytes_requested, block.ptr);
+        }
+    }
+
+    /// Nothing begins in the stream from now on.
+    pub fn hold(&self, stream: &Stream) {
+        self.sim.hold(stream.id()).unwrap();
+    }
+
+    /// All that the stream has is done, and it is held no more.
+    pub fn let_go(&self, stream: &Stream) {
+        self.sim.let_through(stream.id(), u64::MAX).unwrap();
+        self.sim.unhold(stream.id()).unwrap();
+        stream.synchronize().unwrap();
+    }
+
+    /// Begins a capture on a stream, and tells the allocator.
+    pub fn begin_capture(&self, stream: &Stream) -> CaptureId {
+        self.sim.capture_begin(stream.id(), CaptureMode::Global).unwrap();
+        self.pools().capture_began(FIRST).unwrap();
+        match self.sim.capture_state(stream.id()).unwrap() {
+            CaptureState::Active(id) => id,
+            other => panic!("the capture should be under way: {other:?}"),
+        }
+    }
+
+    /// Ends it and makes the graph ready.
+    pub fn end_capture(&self, stream: &Stream) -> GraphExecId {
+        let graph = self.sim.capture_end(stream.id()).unwrap();
+        self.pools().capture_ended(FIRST).unwrap();
+        self.sim.graph_instantiate(graph, InstantiateOptions::default()).unwrap()
+    }
+
+    /// Waits for the devices; the books agree, and nothing was used that nobody had.
+    pub fn finish(self) {
+        for device in self.gpu.devices() {
+            device.synchronize().unwrap();
+        }
+        self.allocator.check();
+        assert_eq!(self.sim.hazards(), [], "hazards");
+    }
+}

@@ -1,0 +1,434 @@
+//! Every driver call of a long scenario fails once, and pairs of them: the allocator stays whole, leaks nothing and still serves.
+//!
+//! The scenario goes on after an error, as a program would that meets one and tries the next thing: it skips what it could not get. What it does
+//! not forgive is an allocator whose books disagree, a block that is lost, or a call that fails although nothing was made to fail.
+
+use std::sync::Arc;
+
+use warpool::driver::decorate::{FaultPlan, Faulty};
+use warpool::driver::sim::{Census, SimConfig, SimDriver};
+use warpool::driver::{
+    Call, CaptureMode, CaptureState, Captures as _, Copies as _, DeviceId, ErrorCode, Graphs as _, Pattern,
+    Streams as _,
+};
+use warpool::memory::{
+    Allocate as _, Block, CachingAllocator, DeviceAllocator, MemPoolId, PoolKeeper, PoolOptions, Request, Route,
+    Settings, SnapshotOptions,
+};
+use warpool::{Error, Gpu, Result, Stream, StreamLease};
+
+const ZERO: DeviceId = DeviceId(0);
+const ONE: DeviceId = DeviceId(1);
+const KIB: u64 = 1 << 10;
+const MIB: u64 = 1 << 20;
+const CAP: u64 = 120 * MIB;
+
+/// Two small devices, a driver that can be made to fail, and an allocator.
+struct Lab {
+    sim: Arc<SimDriver>,
+    faulty: Arc<Faulty>,
+    gpu: Gpu,
+    allocator: Arc<CachingAllocator>,
+    main: Stream,
+    side: Stream,
+    far: Stream,
+    _leases: Vec<StreamLease>,
+    start: Census,
+}
+
+impl Lab {
+    fn new(settings: &str) -> Self {
+        let mut config = SimConfig::default().with_devices(2).with_capacity(300 * MIB);
+        for device in &mut config.devices {
+            device.bytes_context = 2 * MIB;
+        }
+        let sim = Arc::new(SimDriver::new(config));
+        let faulty = Arc::new(Faulty::new(sim.clone(), FaultPlan::new()));
+        let gpu = Gpu::new(faulty.clone()).unwrap();
+        let devices = [0, 0, 1].map(|index| gpu.device(index).unwrap());
+        let leases: Vec<StreamLease> = devices.iter().map(|device| device.lease_stream().unwrap()).collect();
+        for device in gpu.devices() {
+            device.synchronize().unwrap();
+        }
+        let [main, side, far] = [0, 1, 2].map(|index: usize| leases[index].stream().clone());
+        let allocator = Arc::new(CachingAllocator::new(&gpu, Settings::parse(settings).unwrap()));
+        let start = sim.census();
+        Self { sim, faulty, gpu, allocator, main, side, far, _leases: leases, start }
+    }
+
+    /// The whole scenario. Errors are passed over if `tolerant`.
+    fn scenario(&self, tolerant: bool) {
+        let pass = |outcome: Result<()>| match outcome {
+            Err(error) if !tolerant => panic!("nothing was made to fail: {error}"),
+            _ => self.allocator.check(),
+        };
+        pass(self.peers());
+        pass(self.blocks(None));
+        pass(self.uses());
+        pass(self.pools());
+        pass(self.captures());
+        pass(self.checkpoints());
+        pass(self.limits());
+        pass(self.switches());
+        pass(self.allocator.trim(ZERO, MemPoolId::DEFAULT).map(drop));
+        pass(self.allocator.trim(ONE, MemPoolId::DEFAULT).map(drop));
+    }
+
+    fn get(&self, bytes: u64, stream: &Stream) -> Result<Block> {
+        let block = self.allocator.allocate(bytes, stream)?;
+        self.faulty.fill(block.ptr(), Pattern::U8(1), bytes.min(64), stream.id())?;
+        Ok(block)
+    }
+
+    fn peers(&self) -> Result<()> {
+        let first = self.get(3 * MIB, &self.main);
+        let enabled = self.allocator.enable_peer_access(ONE, ZERO);
+        let second = self.get(25 * MIB, &self.main);
+        drop(first?);
+        enabled?;
+        second?.free()
+    }
+
+    /// Small ones, large ones, holes, growth.
+    fn blocks(&self, pool: Option<MemPoolId>) -> Result<()> {
+        let mut blocks = Vec::new();
+        let mut outcome = Ok(());
+        for (bytes, stream) in [
+            (KIB, &self.main),
+            (300 * KIB, &self.side),
+            (4 * MIB, &self.main),
+            (15 * MIB, &self.main),
+            (21 * MIB, &self.side),
+            (MIB, &self.far),
+            (9 * MIB, &self.far),
+        ] {
+            let got = match pool {
+                Some(pool) if stream.device_id() == ZERO => self.allocator.allocate_in(pool, bytes, stream),
+                _ => self.get(bytes, stream),
+            };
+            match got {
+                Ok(block) => blocks.push(block),
+                Err(error) => outcome = Err(error),
+            }
+        }
+        // Every second one goes, and what is free of it is given back, so that there are holes to grow into.
+        let mut index = 0;
+        blocks.retain(|_| {
+            index += 1;
+            index % 2 == 0
+        });
+        let trimmed = self.allocator.trim(ZERO, MemPoolId::DEFAULT);
+        let again = self.get(30 * MIB, &self.main);
+        self.allocator.check();
+        for block in blocks {
+            let ptr = block.ptr();
+            block.free()?;
+            assert!(matches!(self.allocator.free_raw(ptr), Err(Error::UnknownPointer { .. }) | Ok(())));
+        }
+        outcome.and(trimmed.map(drop)).and(again.map(drop))
+    }
+
+    /// Other streams use blocks; destructors and callers give them back.
+    fn uses(&self) -> Result<()> {
+        let mut outcome = Ok(());
+        let mut note = |result: Result<()>| {
+            if let Err(error) = result {
+                outcome = Err(error);
+            }
+        };
+        for round in 0..4 {
+            match self.get(2 * MIB, &self.main) {
+                Ok(block) => {
+                    // What could not be recorded must not be used.
+                    let recorded = block.record_use(&self.side).and_then(|()| block.record_use(&self.far));
+                    if recorded.is_ok() {
+                        note(
+                            self.side.wait_stream(&self.main).and_then(|()| {
+                                Ok(self.faulty.fill(block.ptr(), Pattern::U8(2), 64, self.side.id())?)
+                            }),
+                        );
+                    }
+                    note(recorded);
+                    if round % 2 == 0 { drop(block) } else { note(block.free()) }
+                }
+                Err(error) => note(Err(error)),
+            }
+            note(self.get(5 * KIB, &self.side).map(drop));
+            self.allocator.check();
+        }
+        note(self.side.synchronize());
+        note(self.get(2 * MIB, &self.main).map(drop));
+        outcome
+    }
+
+    /// Private pools, by name and by scope; one that never splits.
+    fn pools(&self) -> Result<()> {
+        let pools = &self.allocator;
+        let plain = pools.create_pool(ZERO, PoolOptions::default())?;
+        let options = PoolOptions { no_split: true, use_on_oom: true, ..PoolOptions::default() };
+        let whole = pools.create_pool(ZERO, options)?;
+        let named = self.blocks(Some(plain));
+        let big = self.allocator.allocate_in(whole, 12 * MIB, &self.main);
+        pools.begin_routing(ZERO, whole, Route::Stream(self.side.id()))?;
+        let routed = self.get(MIB, &self.side);
+        pools.end_routing(ZERO, whole)?;
+        let kept = routed.and_then(|block| big.map(|big| (block, big)));
+        pools.release_pool(ZERO, plain)?;
+        pools.release_pool(ZERO, whole)?;
+        let trimmed = self.allocator.trim(ZERO, plain);
+        drop(kept?);
+        named.and(trimmed.map(drop)).and(self.allocator.trim(ZERO, whole).map(drop))
+    }
+
+    /// A graph with memory of its own, captured, launched and given up, while blocks with uses are given back.
+    fn captures(&self) -> Result<()> {
+        let pools = &self.allocator;
+        let pool = pools.create_graph_pool(ZERO)?;
+        let outside = self.get(3 * MIB, &self.main);
+        if let Ok(block) = &outside {
+            // Unrecorded, it would not be used.
+            let _ = block.record_use(&self.side);
+        }
+        let outcome = self.capture(pool, outside.ok());
+        pools.release_pool(ZERO, pool)?;
+        self.allocator.check();
+        outcome
+    }
+
+    fn capture(&self, pool: MemPoolId, outside: Option<Block>) -> Result<()> {
+        self.faulty.capture_begin(self.main.id(), CaptureMode::ThreadLocal)?;
+        self.allocator.capture_began(ZERO)?;
+        let inside = (|| {
+            let CaptureState::Active(capture) = self.faulty.capture_state(self.main.id())? else {
+                panic!("a capture just began");
+            };
+            self.allocator.begin_routing(ZERO, pool, Route::Capture(capture))?;
+            let outcome = (|| {
+                let block = self.get(6 * MIB, &self.main)?;
+                self.side.wait_stream(&self.main)?;
+                let recorded = block.record_use(&self.side);
+                let filled = self.faulty.fill(block.ptr(), Pattern::U8(3), 64, self.side.id());
+                drop(outside);
+                let joined = insist(|| self.main.wait_stream(&self.side));
+                block.free()?;
+                let next = self.get(2 * MIB, &self.main)?;
+                let eager = self.get(40 * MIB, &self.far);
+                recorded.and(filled.map_err(Error::from)).and(joined).and(eager.map(drop)).map(|()| next)
+            })();
+            self.allocator.end_routing(ZERO, pool)?;
+            outcome
+        })();
+        // It must end, whatever happened in it.
+        let ended = insist(|| self.faulty.capture_end(self.main.id()));
+        self.allocator.capture_ended(ZERO)?;
+        let graph = ended?;
+        let launched = inside.and_then(|block| {
+            let exec = self.faulty.graph_instantiate(graph, Default::default())?;
+            let launched = self.faulty.graph_launch(exec, self.main.id());
+            insist(|| self.faulty.stream_synchronize(self.main.id()))?;
+            insist(|| self.faulty.graph_exec_destroy(exec))?;
+            drop(block);
+            Ok(launched?)
+        });
+        insist(|| self.faulty.graph_destroy(graph))?;
+        launched
+    }
+
+    /// A pool's state is kept and put back.
+    fn checkpoints(&self) -> Result<()> {
+        let pool = self.allocator.create_graph_pool(ZERO)?;
+        let outcome = (|| {
+            let first = self.allocator.allocate_in(pool, 5 * MIB, &self.main)?;
+            let kept = self.allocator.checkpoint(ZERO, pool)?;
+            let second = self.allocator.allocate_in(pool, 7 * MIB, &self.main);
+            let restored = self.allocator.restore(&kept)?;
+            // What was given out is now the restored one.
+            let _ = first.into_raw();
+            if let Ok(second) = second {
+                let _ = second.into_raw();
+            }
+            for given in restored.allocated {
+                self.allocator.free(given)?;
+            }
+            Ok(())
+        })();
+        self.allocator.release_pool(ZERO, pool)?;
+        outcome
+    }
+
+    /// Out of memory under a cap, on every rung, and back.
+    fn limits(&self) -> Result<()> {
+        let mut outcome = Ok(());
+        self.allocator.set_memory_cap(ZERO, Some(CAP))?;
+        let mut blocks: Vec<Block> = Vec::new();
+        for bytes in [20 * MIB, 30 * MIB, 40 * MIB, 40 * MIB, MIB, 500 * MIB] {
+            match self.get(bytes, &self.main) {
+                Ok(block) => blocks.push(block),
+                Err(Error::OutOfMemory(_)) => {}
+                Err(error) => outcome = Err(error),
+            }
+            self.allocator.check();
+        }
+        if let Some(block) = blocks.first() {
+            let _ = block.record_use(&self.side);
+        }
+        drop(blocks);
+        // What is cached, and what waits for the other stream, makes room.
+        match self.get(90 * MIB, &self.main) {
+            Ok(block) => drop(block),
+            Err(error) => outcome = Err(error),
+        }
+        self.allocator.set_memory_cap(ZERO, None)?;
+        outcome
+    }
+
+    /// Caching off and on, expandable segments on and off, with blocks from before.
+    fn switches(&self) -> Result<()> {
+        let before = self.get(2 * MIB, &self.main);
+        let mut settings = (*self.allocator.settings()).clone();
+        settings.expandable_segments = !settings.expandable_segments;
+        self.allocator.set_settings(settings.clone());
+        let between = self.get(2 * MIB, &self.main);
+        settings.expandable_segments = !settings.expandable_segments;
+        self.allocator.set_settings(settings);
+        self.allocator.set_caching(false);
+        let direct = self.allocator.allocate_raw(Request::new(ZERO, self.main.id(), MIB));
+        self.allocator.set_caching(true);
+        // A free that the driver refused may be tried again.
+        let freed = direct.and_then(|given| insist(|| self.allocator.free(given)));
+        drop(before?);
+        drop(between?);
+        freed
+    }
+
+    /// Without faults: all goes back, and every kind of request works.
+    fn expect_whole(&self, about: &str) {
+        self.faulty.clear_plan();
+        self.allocator.check();
+        self.settle(about);
+        let live = self.allocator.stats(ZERO).unwrap().allocation.all.current;
+        assert_eq!(live, 0, "{about}: blocks are lost");
+        self.scenario(false);
+        self.settle(about);
+    }
+
+    fn settle(&self, about: &str) {
+        for device in [ZERO, ONE] {
+            self.allocator.trim(device, MemPoolId::DEFAULT).unwrap();
+        }
+        self.allocator.check();
+        for device in self.gpu.devices() {
+            device.synchronize().unwrap();
+            device.event_pool().trim().unwrap();
+        }
+        let left = self.allocator.snapshot(SnapshotOptions::default()).unwrap().segments;
+        assert!(left.is_empty(), "{about}: {left:#?}");
+        assert_eq!(self.sim.census(), self.start, "{about}: what is left, and what there was");
+        let hazards: Vec<String> = self.sim.hazards().iter().map(ToString::to_string).collect();
+        assert!(hazards.is_empty(), "{about}: {hazards:#?}");
+    }
+}
+
+/// Makes a call that must not be left out, until the plan lets it through.
+fn insist<T, E: Into<Error>>(mut call: impl FnMut() -> std::result::Result<T, E>) -> Result<T> {
+    loop {
+        match call().map_err(Into::into) {
+            Err(error) if error.to_string().contains("the fault plan") => {}
+            outcome => return outcome,
+        }
+    }
+}
+
+/// The ways to run.
+const SETTINGS: [&str; 4] = [
+    "",
+    "expandable_segments:True",
+    "expandable_segments:True,graph_capture_record_stream_reuse:True",
+    "max_split_size_mb:20,per_process_memory_fraction:0.5,garbage_collection_threshold:0.2",
+];
+
+/// How many calls the scenario makes.
+fn calls(settings: &str) -> u64 {
+    let lab = Lab::new(settings);
+    let before = lab.sim.calls_made();
+    lab.scenario(false);
+    let calls = lab.sim.calls_made() - before;
+    lab.settle("without faults");
+    calls
+}
+
+fn check(settings: &str, plan: FaultPlan) {
+    let lab = Lab::new(settings);
+    lab.faulty.set_plan(plan);
+    lab.scenario(true);
+    let about = format!("{settings:?}, with {:?} failing", lab.faulty.fired());
+    lab.expect_whole(&about);
+}
+
+#[test]
+fn each_call_may_fail_once() {
+    for settings in SETTINGS {
+        let calls = calls(settings);
+        assert!(calls > 150, "the scenario makes only {calls} calls");
+        for code in [ErrorCode::OutOfMemory, ErrorCode::UnknownError, ErrorCode::LaunchFailed] {
+            for nth in 1..=calls {
+                check(settings, FaultPlan::new().fail_nth_of_all(nth, code));
+            }
+        }
+    }
+}
+
+#[test]
+fn two_calls_may_fail_one_behind_the_other() {
+    for settings in SETTINGS {
+        let calls = calls(settings);
+        for nth in 1..=calls {
+            for apart in [1, 2, 3, 5, 8] {
+                let code = if nth % 2 == 0 { ErrorCode::OutOfMemory } else { ErrorCode::LaunchFailed };
+                check(settings, FaultPlan::new().fail_nth_of_all(nth, code).fail_nth_of_all(nth + apart, code));
+            }
+        }
+    }
+}
+
+#[test]
+fn a_share_of_all_calls_may_fail() {
+    for settings in SETTINGS {
+        for seed in 0..200 {
+            let code = [ErrorCode::OutOfMemory, ErrorCode::UnknownError][seed as usize % 2];
+            check(settings, FaultPlan::new().fail_share(&[], 0.1, seed, code));
+        }
+    }
+}
+
+/// Found by two faults in a row: the scope of a capture was passed by when the driver could not say whether the stream captures.
+#[test]
+fn a_request_in_a_capture_goes_to_its_pool_or_fails() {
+    let lab = Lab::new("");
+    let pool = lab.allocator.create_graph_pool(ZERO).unwrap();
+    lab.allocator.capture_began(ZERO).unwrap();
+    lab.faulty.capture_begin(lab.main.id(), CaptureMode::ThreadLocal).unwrap();
+    let CaptureState::Active(capture) = lab.faulty.capture_state(lab.main.id()).unwrap() else { panic!("it captures") };
+    lab.allocator.begin_routing(ZERO, pool, Route::Capture(capture)).unwrap();
+    lab.faulty.set_plan(FaultPlan::new().fail_nth_of_all(1, ErrorCode::UnknownError));
+    let refused = lab.allocator.allocate(MIB, &lab.main).unwrap_err();
+    assert_eq!(refused.driver().map(|error| error.call), Some("capture_state"));
+    lab.allocator.allocate(MIB, &lab.main).unwrap().free().unwrap();
+    assert!(lab.allocator.snapshot(SnapshotOptions::default()).unwrap().segments.iter().all(|one| one.pool == pool));
+}
+
+/// Found by two faults in a row: a growth failed, and so did taking back what it had mapped; the segment could never go.
+#[test]
+fn a_mapping_that_could_not_be_undone_is_undone_later() {
+    let lab = Lab::new("expandable_segments:True");
+    let plan = FaultPlan::new().fail_nth(Call::VmSetAccess, 1, ErrorCode::UnknownError).fail_nth(
+        Call::VmUnmap,
+        1,
+        ErrorCode::UnknownError,
+    );
+    lab.faulty.set_plan(plan);
+    let refused = lab.allocator.allocate(50 * MIB, &lab.main).unwrap_err();
+    assert_eq!(refused.driver().map(|error| error.call), Some("vm_set_access"));
+    lab.allocator.allocate(50 * MIB, &lab.main).unwrap().free().unwrap();
+    lab.settle("after both");
+}
