@@ -1,0 +1,52 @@
+//! Replays recordings and prints what came of it: `cargo run --release --example replay -- FILE… [--settings STRING]`.
+
+use std::error::Error;
+use std::time::Instant;
+
+use warpool::memory::Settings;
+use warpool_trace::ReadOptions;
+use warpool_trace::replay::{Outcome, ReplayOptions, replay};
+
+fn main() -> Result<(), Box<dyn Error>> {
+    let mut files: Vec<String> = std::env::args().skip(1).collect();
+    let mut options = ReplayOptions::default();
+    if let Some(at) = files.iter().position(|word| word == "--settings") {
+        let string = files.get(at + 1).ok_or("--settings needs a string")?;
+        options.settings = Some(Settings::parse(string)?);
+        files.drain(at..at + 2);
+    }
+    for file in files {
+        let began = Instant::now();
+        let recording = warpool_trace::read_file(&file, &ReadOptions::default())?;
+        let parsed = began.elapsed();
+        let report = replay(&recording.snapshot, &options)?;
+        let fidelity = &report.fidelity;
+        println!("{file}: {} events, {} allocations, {}", report.events, report.allocations, report.outcome.name());
+        if let Outcome::OutOfMemory { event, report } = &report.outcome {
+            println!("  at event {event}: {report}");
+        }
+        println!(
+            "  live {} B, reserved {} B, {} segments",
+            report.peak_live_bytes, report.peak_reserved_bytes, report.segments_allocated
+        );
+        println!(
+            "  {} retries, {} failures, {} driver calls, {} waits, {:.3} s in the driver",
+            report.retries, report.ooms, report.driver_calls, report.forced_syncs, report.driver_seconds_modelled
+        );
+        println!(
+            "  recorded {} B, {} segments; {} of {} addresses, exact: {}",
+            fidelity.recorded_peak_reserved_bytes,
+            fidelity.recorded_segments_allocated,
+            fidelity.addresses_equal,
+            fidelity.addresses_total,
+            fidelity.exact
+        );
+        if let Some(first) = &fidelity.first_difference {
+            println!("  first difference: {first}");
+        }
+        println!("  {:?}", report.inferred);
+        report.warnings.iter().for_each(|warning| println!("  warning: {warning}"));
+        println!("  parsed in {parsed:?}, replayed in {:.3} s", report.replay_seconds);
+    }
+    Ok(())
+}

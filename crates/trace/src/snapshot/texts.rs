@@ -1,0 +1,85 @@
+//! The texts of a pickle, each once. Keys, actions and states are among them from the start, at known numbers.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use super::schema;
+
+/// Different texts: more than one per event of any recording that fits into memory.
+const TEXTS_MAX: usize = 1 << 27;
+
+/// Texts by number, and numbers by text.
+pub(crate) struct TextTable {
+    list: Vec<Arc<str>>,
+    /// Only ever asked, never gone through; the standard hasher, since whoever wrote the file chose the texts.
+    places: HashMap<Arc<str>, u32>,
+}
+
+impl TextTable {
+    pub(crate) fn new() -> Self {
+        let mut table = Self { list: Vec::new(), places: HashMap::new() };
+        for (number, text) in schema::known_texts().enumerate() {
+            assert_eq!(table.intern(text), Ok(number as u32), "the known texts differ from one another");
+        }
+        table
+    }
+
+    /// The number of a text; a new one if it is new.
+    fn intern(&mut self, text: &str) -> Result<u32, &'static str> {
+        if let Some(&place) = self.places.get(text) {
+            return Ok(place);
+        }
+        if self.list.len() >= TEXTS_MAX {
+            return Err("too many different texts");
+        }
+        let place = self.list.len() as u32;
+        let text: Arc<str> = text.into();
+        self.list.push(Arc::clone(&text));
+        self.places.insert(text, place);
+        Ok(place)
+    }
+
+    /// The same from the bytes of a pickle, or what is wrong with them.
+    ///
+    /// Python writes half surrogates, which stand for undecodable bytes in file names, as if they were characters. They
+    /// become U+FFFD here.
+    pub(crate) fn intern_bytes(&mut self, bytes: &[u8]) -> Result<u32, &'static str> {
+        if let Ok(text) = std::str::from_utf8(bytes) {
+            return self.intern(text);
+        }
+        let mut repaired = Vec::with_capacity(bytes.len());
+        let mut rest = bytes;
+        while let [first, ..] = rest {
+            if let [0xed, 0xa0..=0xbf, 0x80..=0xbf, after @ ..] = rest {
+                repaired.extend_from_slice("\u{fffd}".as_bytes());
+                rest = after;
+            } else {
+                repaired.push(*first);
+                rest = &rest[1..];
+            }
+        }
+        match std::str::from_utf8(&repaired) {
+            Ok(text) => self.intern(text),
+            Err(_) => Err("a text that is not UTF-8"),
+        }
+    }
+
+    /// The text of that number.
+    pub(crate) fn get(&self, place: u32) -> &str {
+        &self.list[place as usize]
+    }
+
+    /// The same for messages: not longer than a line.
+    pub(crate) fn short(&self, place: u32) -> String {
+        const CHARS_MAX: usize = 60;
+        let text = self.get(place);
+        match text.char_indices().nth(CHARS_MAX) {
+            Some((end, _)) => format!("{}…", &text[..end]),
+            None => text.to_owned(),
+        }
+    }
+
+    pub(crate) fn len(&self) -> usize {
+        self.list.len()
+    }
+}

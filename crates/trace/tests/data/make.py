@@ -1,0 +1,210 @@
+#!/usr/bin/env python3
+"""Makes the files beside it, apart from the two recordings of real programs (*.native.*, *.expandable.*).
+
+Run it in this folder after a change here: `python3 make.py`. Needs the command `zstd`. The tests read what is checked
+in; Python is not needed to run them.
+"""
+
+import gzip
+import lzma
+import pickle
+import struct
+import subprocess
+
+MIB = 1 << 20
+BASE = 0x7F00_0000_0000
+
+
+def stack(*lines):
+    return [{"name": name, "filename": filename, "line": line} for name, filename, line in lines]
+
+
+# Stacks that several entries share are one object, as in PyTorch; `equal` is another object of the same content.
+TRAIN = stack(("forward", "model.py", 12), ("<module>", "train.py", 70000))
+EQUAL = stack(("forward", "model.py", 12), ("<module>", "train.py", 70000))
+LOAD = stack(("load", "data.py", 3))
+
+
+def entry(action, addr, size, stream, time_us, **more):
+    where = "device_free" if action == "oom" else "addr"
+    made = {"action": action, where: addr, "size": size, "stream": stream, "time_us": time_us}
+    made.update({"compile_context": "N/A", "user_metadata": ""})
+    made.update(more)
+    return made
+
+
+SNAPSHOT = {
+    "unknown": {"frames": LOAD, "deep": [[[{"a": (1, 2, 3, [4])}]]], "none": None, "huge": 1 << 200, 5: 6},
+    "segments": [
+        {
+            "device": 0,
+            "address": BASE,
+            "total_size": 20 * MIB,
+            "allocated_size": 2 * MIB,
+            "active_size": 3 * MIB,
+            "requested_size": 3 * MIB - 100,
+            "stream": 0xFEDC_BA98_7654_3210,
+            "segment_type": "large",
+            "segment_pool_id": (0, 3),
+            "is_expandable": True,
+            "frames": TRAIN,
+            "registration_counter": -7,
+            "blocks": [
+                {"address": BASE, "size": 2 * MIB, "requested_size": 2 * MIB - 50, "state": "active_allocated",
+                 "frames": TRAIN, "more": [1, [2]]},
+                {"address": BASE + 2 * MIB, "size": MIB, "requested_size": MIB - 50, "state": "active_pending_free",
+                 "frames": LOAD},
+                {"address": BASE + 3 * MIB, "size": 17 * MIB, "requested_size": 0, "state": "inactive", "frames": []},
+            ],
+        },
+        {
+            "device": 1,
+            "address": BASE + 64 * MIB,
+            "total_size": 2 * MIB,
+            "allocated_size": 0,
+            "active_size": 0,
+            "requested_size": 0,
+            "stream": 0,
+            "segment_type": "small",
+            "segment_pool_id": (0, 0),
+            "is_expandable": False,
+            "frames": [],
+            "blocks": [
+                {"address": BASE + 64 * MIB, "size": 2 * MIB, "requested_size": 0, "state": "inactive", "frames": []}
+            ],
+        },
+    ],
+    "device_traces": [
+        [
+            entry("segment_alloc", BASE, 20 * MIB, 0, 1_794_702_992_267_588, pool_id=(0, 3), frames=TRAIN),
+            entry("alloc", BASE, 2 * MIB - 50, 0, 1_794_702_992_267_589, pool_id=(0, 3), frames=EQUAL,
+                  forward_frames=LOAD),
+            entry("alloc", BASE + 2 * MIB, MIB - 50, 5, 1_794_702_992_267_590, compile_context="Torch-Compiled Region: 0/0",
+                  user_metadata="weights, größer", pool_id=(0, 3), frames=LOAD),
+            entry("free_requested", BASE + 2 * MIB, MIB - 50, 5, 1_794_702_992_267_600, user_metadata="weights, größer"),
+            entry("oom", 12_345, 1 << 40, 0, 1_794_702_992_267_700, unknown=[{}]),
+            entry("snapshot", 0, 3 * MIB, 0, 1_794_702_992_267_800),
+        ],
+        [],
+        [entry("alloc", 70_000, 1, 0, -5)],
+    ],
+    "allocator_settings": {
+        "PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:200",
+        "max_split_size": 200 * MIB,
+        "garbage_collection_threshold": 0.8,
+        "expandable_segments": False,
+        "pinned_num_register_threads": 1,
+        "unknown": "x",
+        "roundup_power2_divisions": {"1": 0, "2": 4},
+    },
+    "external_annotations": [{"stage": "START", "name": "step", "device": 0, "time_us": 17}],
+    "host_segments": [],
+    "host_traces": [entry("alloc", BASE + 128 * MIB, 4096, 0, 18)],
+}
+
+# As PyTorch 2.0 and before have it: no traces, no pools, blocks without addresses but with a history.
+LEGACY = [
+    {
+        "device": 0,
+        "address": BASE,
+        "total_size": 2 * MIB,
+        "allocated_size": 1024,
+        "active_size": 1536,
+        "segment_type": "small",
+        "blocks": [
+            {"size": 1024, "state": "active_allocated",
+             "history": [{"addr": BASE, "real_size": 1000, "frames": TRAIN}, {"addr": BASE, "real_size": 7}]},
+            {"size": 512, "state": "active_awaiting_free"},
+            {"size": 2 * MIB - 1536, "state": "inactive"},
+        ],
+    }
+]
+
+# One of everything: pickles without marks.
+SINGLE = {"segments": [], "device_traces": [[entry("alloc", BASE, 512, 0, 1, frames=stack(("f", "g.py", 1)))]]}
+SINGLE_LIST = {"device_traces": [], "segments": [
+    dict(SNAPSHOT["segments"][1], blocks=[SNAPSHOT["segments"][1]["blocks"][0]])]}
+
+
+class TorchScript:
+    """A pickle as PyTorch's C++ writer forms it: protocol 2, objects numbered when complete, one batch per list."""
+
+    def __init__(self):
+        self.out = bytearray(b"\x80\x02")
+        self.memo = {}
+
+    def dump(self, value):
+        self.value(value)
+        return bytes(self.out + b".")
+
+    def remember(self, key, kept):
+        number = len(self.memo)
+        self.memo[key] = (number, kept)
+        self.out += b"q" + bytes([number]) if number < 256 else b"r" + struct.pack("<I", number)
+
+    def value(self, value):
+        key = value if isinstance(value, str) else id(value)
+        if isinstance(value, (str, list, dict)) and key in self.memo:
+            number = self.memo[key][0]
+            self.out += b"h" + bytes([number]) if number < 256 else b"j" + struct.pack("<I", number)
+        elif value is None:
+            self.out += b"N"
+        elif isinstance(value, bool):
+            self.out += b"\x88" if value else b"\x89"
+        elif isinstance(value, int):
+            if 0 <= value < 256:
+                self.out += b"K" + bytes([value])
+            elif 0 <= value < 65536:
+                self.out += b"M" + struct.pack("<H", value)
+            elif -(1 << 31) <= value < 1 << 31:
+                self.out += b"J" + struct.pack("<i", value)
+            else:
+                length = 8 if -(1 << 63) <= value < 1 << 63 else 32
+                self.out += b"\x8a" + bytes([length]) + value.to_bytes(length, "little", signed=True)
+        elif isinstance(value, float):
+            self.out += b"G" + struct.pack(">d", value)
+        elif isinstance(value, str):
+            text = value.encode()
+            self.out += b"X" + struct.pack("<I", len(text)) + text
+            self.remember(key, value)
+        elif isinstance(value, tuple):
+            self.out += b"(" if len(value) > 3 else b""
+            for item in value:
+                self.value(item)
+            self.out += {0: b")", 1: b"\x85", 2: b"\x86", 3: b"\x87"}.get(len(value), b"t")
+        elif isinstance(value, list):
+            self.out += b"]("
+            for item in value:
+                self.value(item)
+            self.out += b"e"
+            self.remember(key, value)
+        elif isinstance(value, dict):
+            self.out += b"}("
+            for name, item in value.items():
+                self.value(name)
+                self.value(item)
+            self.out += b"u"
+            self.remember(key, value)
+
+
+def write(name, content):
+    with open(name, "wb") as file:
+        file.write(content)
+
+
+for protocol in (2, 3, 4, 5):
+    write(f"snapshot.p{protocol}.pickle", pickle.dumps(SNAPSHOT, protocol))
+write("snapshot.imports.pickle", pickle.dumps(SNAPSHOT, 2, fix_imports=False))
+write("snapshot.torchscript.pickle", TorchScript().dump(SNAPSHOT))
+plain = pickle.dumps(SNAPSHOT, 4)
+write("snapshot.pickle.xz", lzma.compress(plain))
+write("snapshot.pickle.gz", gzip.compress(plain, mtime=0))
+write("snapshot.pickle.zst", subprocess.run(["zstd", "-c", "--check"], input=plain, stdout=subprocess.PIPE, check=True).stdout)
+write("legacy.pickle", pickle.dumps(LEGACY, 4))
+write("single.pickle", pickle.dumps(SINGLE, 2))
+write("single_list.pickle", pickle.dumps(SINGLE_LIST, 4))
+write("surrogate.pickle", pickle.dumps(
+    {"segments": [], "device_traces": [[entry("alloc", BASE, 512, 0, 1, user_metadata="a\udc80b")]]}, 4))
+# More elements than Python puts into one batch.
+write("batches.pickle.xz", lzma.compress(pickle.dumps(
+    {"segments": [], "device_traces": [[entry("alloc", BASE + i, i, 0, i) for i in range(2001)]]}, 4)))

@@ -1,0 +1,54 @@
+#!/usr/bin/env python3
+"""Checks that Python's pickle loads what the crate writes, and finds in it what was in the original.
+
+`python3 crates/trace/tests/python.py [FILE…]`, from anywhere; FILE is a snapshot, plain or in xz. Needs cargo and
+Python 3, and no PyTorch. It is a check of its own and no `cargo test`, since a test must not depend on Python.
+"""
+
+import lzma
+import pathlib
+import pickle
+import subprocess
+import sys
+import tempfile
+
+HERE = pathlib.Path(__file__).resolve().parent
+FILES = ["snapshot.p4.pickle", "single.pickle", "batches.pickle.xz", "mempool.native.pickle.xz",
+         "graphs.expandable.pickle.xz"]
+ROOT = {"segments", "device_traces", "allocator_settings", "external_annotations", "host_segments", "host_traces"}
+IGNORED = {"unknown", "more", "registration_counter"}
+
+
+def known(value):
+    """The value without keys that the reader ignores and without empty stacks, which may also be left out."""
+    if isinstance(value, dict):
+        return {key: known(item) for key, item in value.items()
+                if key not in IGNORED and not (key == "frames" and item == [])}
+    return [known(item) for item in value] if isinstance(value, list) else value
+
+
+def stacks(snapshot):
+    return [item["frames"] for trace in snapshot["device_traces"] for item in trace if item.get("frames")]
+
+
+def check(path, out):
+    load = lzma.open if path.suffix == ".xz" else open
+    with load(path, "rb") as file:
+        original = pickle.load(file)
+    subprocess.run(["cargo", "run", "--quiet", "--package", "warpool-trace", "--example", "summary", "--",
+                    str(path), "--stacks", "--rewrite", out], cwd=HERE, check=True, capture_output=True)
+    with open(out, "rb") as file:
+        written = pickle.load(file)
+    before = known({key: item for key, item in original.items() if key in ROOT})
+    after = known(written)
+    for key in ROOT & before.keys():
+        assert before[key] == after[key], f"{path.name}: `{key}` differs"
+    objects = {id(stack) for stack in stacks(written)}
+    different = {str(stack) for stack in stacks(written)}
+    assert len(objects) == len(different), f"{path.name}: equal stacks are different objects"
+    print(f"{path.name}: {sum(map(len, after['device_traces']))} events, {len(different)} stacks, as in the original")
+
+
+with tempfile.TemporaryDirectory() as folder:
+    for path in map(pathlib.Path, sys.argv[1:] or [HERE / "data" / name for name in FILES]):
+        check(path.resolve(), str(pathlib.Path(folder) / "written.pickle"))
