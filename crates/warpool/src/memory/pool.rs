@@ -82,10 +82,11 @@ pub trait PoolKeeper: Send + Sync {
     /// Closes the scope of the pool, and takes back its use.
     fn end_routing(&self, device: DeviceId, pool: MemPoolId) -> Result<()>;
 
-    /// A capture began on a stream of the device: from here on, requests and frees look whether their stream captures.
+    /// A capture is about to begin on a stream of the device: from here on, requests and frees look whether their stream captures. To be called
+    /// before the driver's `capture_begin`, so that no other thread waits for the stream meanwhile.
     fn capture_began(&self, device: DeviceId) -> Result<()>;
 
-    /// It ended.
+    /// It ended; to be called after the driver's `capture_end`.
     fn capture_ended(&self, device: DeviceId) -> Result<()>;
 
     /// Whether exactly these addresses are given out in the pool.

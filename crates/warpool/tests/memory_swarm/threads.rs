@@ -81,7 +81,6 @@ fn worker(
     let mine = thread * (STREAMS_EACH + 1);
     let streams = &machine.streams[0][mine..mine + STREAMS_EACH];
     // Before chunks are unmapped their stream is waited for, which breaks a capture that begins on it in that very moment: a caller must see to that.
-    let captures = !allocator.settings().expandable_segments;
     let for_captures = machine.stream(0, mine + STREAMS_EACH);
     let device = machine.gpu.device(0).unwrap();
     let shared: Arc<dyn DeviceAllocator> = allocator.clone();
@@ -130,7 +129,7 @@ fn worker(
             }
             14 if dice.once_in(4) => drop(allocator.trim(DEVICE, MemPoolId::DEFAULT).unwrap()),
             14 if dice.once_in(4) => drop(device.event_pool().trim().unwrap()),
-            15 if captures && dice.once_in(4) => capture(&mut dice, machine, allocator, counts, for_captures),
+            15 if dice.once_in(4) => capture(&mut dice, machine, allocator, counts, for_captures),
             _ => {}
         }
     }

@@ -4,9 +4,10 @@
 //! that the driver is at work on are `Moving`: neighbours that become free meanwhile stay apart, and are joined at the end.
 //! Whoever is here holds the device's `slow` lock.
 
-use warpool_driver::{Access, DeviceAccess, DevicePtr, ErrorCode, PhysicalId, PhysicalOptions};
+use warpool_driver::{Access, DeviceAccess, DevicePtr, ErrorCode, PhysicalId, PhysicalOptions, StreamId};
 
 use super::block::{Block, BlockKey, Standing};
+use super::pending::Mark;
 use super::segment::Fetched;
 use super::size;
 use super::state::{BinKey, Cause, LaneKey, Source, State, Want};
@@ -274,7 +275,7 @@ impl CachingAllocator {
 
     /// How many bytes of addresses a segment of that stream gets: by its class, by the setting, or 9/8 of the device: room to move what is
     /// unmapped in the middle to the end.
-    fn bytes_to_reserve(&self, cell: &Cell, stream: warpool_driver::StreamId) -> u64 {
+    fn bytes_to_reserve(&self, cell: &Cell, stream: StreamId) -> u64 {
         let all = cell.bytes_total + cell.bytes_total / 8;
         let settings = self.settings();
         let class = self.stream_class(stream);
@@ -326,16 +327,14 @@ impl CachingAllocator {
         devices.map(|device| DeviceAccess { device, access: Access::ReadWrite }).collect()
     }
 
-    /// Gives back the whole chunks inside a free block, if it still is one. Waits for the stream first: unmapping does not.
+    /// Gives back the whole chunks inside a free block, if it still is one. Waits for the stream first: unmapping does not. Nothing goes while
+    /// the stream captures.
     pub(super) fn return_chunks(&self, cell: &Cell, block: BlockKey, cause: &Cause) -> Result<u64> {
         let stream = self.with(cell, |state| {
             let entry = state.blocks.get(block)?;
             (entry.standing == Standing::Free && entry.growing).then(|| state.place_of(entry.segment).1)
         });
         let Some(stream) = stream else { return Ok(0) };
-        if self.is_capturing(cell, stream)? {
-            return Ok(0);
-        }
         let taken = self.with(cell, |state| {
             if state.blocks.get(block).is_none_or(|entry| entry.standing != Standing::Free) {
                 return None;
@@ -345,19 +344,10 @@ impl CachingAllocator {
             Some(chunks)
         });
         let Some((ptr, bytes, handles)) = taken else { return Ok(0) };
-        let outcome = self.relaxed(cell).and_then(|_relaxed| {
-            match self.driver().stream_synchronize(stream) {
-                // A stream that is gone cannot be waited for, but its device can.
-                Err(error) if error.code == ErrorCode::InvalidHandle => {
-                    self.driver().device_synchronize(cell.device)?;
-                }
-                outcome => outcome?,
-            }
-            Ok(self.driver().vm_unmap(DevicePtr(ptr), bytes)?)
-        });
-        if let Err(error) = outcome {
+        let outcome = self.wait_and_unmap(cell, stream, DevicePtr(ptr), bytes);
+        if !matches!(outcome, Ok(true)) {
             self.with(cell, |state| state.put_mapped(block));
-            return Err(error);
+            return outcome.map(|_| 0);
         }
         self.release(cell, handles);
         let first = self.with(cell, |state| {
@@ -367,6 +357,23 @@ impl CachingAllocator {
         });
         self.drop_if_unmapped(cell, first)?;
         Ok(bytes)
+    }
+
+    /// Unmaps a range once the work that is in `stream` now is done; not if the stream captures. Waits for a mark and not for the stream: another
+    /// thread may begin a capture there at any moment, which a wait for the stream would break.
+    fn wait_and_unmap(&self, cell: &Cell, stream: StreamId, ptr: DevicePtr, bytes: u64) -> Result<bool> {
+        if self.is_capturing(cell, stream)? {
+            return Ok(false);
+        }
+        let mark = self.mark(cell, stream)?;
+        let _relaxed = self.relaxed(cell)?;
+        match mark {
+            Mark::Behind(event) => self.driver().event_synchronize(event.id())?,
+            Mark::NotNeeded => {}
+            Mark::Captured => return Ok(false),
+        }
+        self.driver().vm_unmap(ptr, bytes)?;
+        Ok(true)
     }
 
     /// Gives the addresses of a segment back, if nothing of it is mapped. On failure it stays, unmapped, and serves again.

@@ -98,6 +98,24 @@ impl FreeSet {
         }
     }
 
+    /// Gives the entry at `before` a larger key, and to another block.
+    pub(super) fn raise(&mut self, before: FreeKey, now: FreeKey, block: BlockKey) {
+        let Place { chunk, at } = self.place(before);
+        let is_last = chunk + 1 == self.chunks.len();
+        let entries = &mut self.chunks[chunk];
+        assert!(entries[at].0 == before, "no free block at {:#x}", before.ptr);
+        let behind = entries[at + 1..].partition_point(|&(there, _)| there < now);
+        let last = at + behind;
+        if last + 1 < entries.len() || is_last {
+            entries.copy_within(at + 1..=last, at);
+            entries[last] = (now, block);
+        } else {
+            // It may belong into a later chunk.
+            self.remove_at(Place { chunk, at });
+            self.insert(now, block);
+        }
+    }
+
     /// All, smallest first.
     pub(super) fn all(&self) -> impl DoubleEndedIterator<Item = BlockKey> + '_ {
         self.chunks.iter().flatten().map(|&(_, block)| block)
@@ -160,7 +178,7 @@ mod tests {
                 luck % below
             };
             let most = [3, 70, 5000][usize::try_from(seed % 3).unwrap()];
-            for _ in 0..20_000 {
+            for _ in 0..4_000 {
                 let key = FreeKey { size: draw(40), registration: draw(3), ptr: draw(most) };
                 if model.contains_key(&key) {
                     set.remove(key);
@@ -183,6 +201,15 @@ mod tests {
                     model.retain(|_, other| *other != block);
                     model.insert(lower, block);
                     set.lower_at(place, lower);
+                }
+                let higher = FreeKey { size: size + 1 + draw(5), registration: 1, ptr: 2 * most + draw(1000) };
+                if let Some((&before, _)) = model.range(..higher).next_back()
+                    && !model.contains_key(&higher)
+                {
+                    let block = keys.insert(());
+                    model.remove(&before);
+                    model.insert(higher, block);
+                    set.raise(before, higher, block);
                 }
             }
             assert!(set.all().eq(model.values().copied()), "seed {seed}");

@@ -16,11 +16,11 @@ use crate::{Device, PooledEvent, Result};
 /// The marks of one device's blocks, by stream.
 #[derive(Default)]
 pub(super) struct Pending {
-    queues: BTreeMap<StreamId, VecDeque<Mark>>,
+    queues: BTreeMap<StreamId, VecDeque<Entry>>,
     next_number: u64,
 }
 
-struct Mark {
+struct Entry {
     number: u64,
     event: Arc<PooledEvent>,
     block: BlockKey,
@@ -34,6 +34,16 @@ struct Head {
     event: Arc<PooledEvent>,
 }
 
+/// What came of marking a stream.
+pub(super) enum Mark {
+    /// It stands behind the stream's work.
+    Behind(PooledEvent),
+    /// The work is known to be done.
+    NotNeeded,
+    /// The stream captures by now: it must be left alone until that ends.
+    Captured,
+}
+
 impl Pending {
     pub(super) fn is_empty(&self) -> bool {
         self.queues.is_empty()
@@ -42,7 +52,7 @@ impl Pending {
     fn push(&mut self, stream: StreamId, event: PooledEvent, block: BlockKey) {
         let number = self.next_number;
         self.next_number += 1;
-        self.queues.entry(stream).or_default().push_back(Mark { number, event: Arc::new(event), block });
+        self.queues.entry(stream).or_default().push_back(Entry { number, event: Arc::new(event), block });
     }
 
     fn head(&self, stream: StreamId) -> Option<Head> {
@@ -163,8 +173,13 @@ impl CachingAllocator {
             uses
         });
         for stream in uses {
-            let event = match self.mark(stream) {
-                Ok(event) => event,
+            let event = match self.mark(cell, stream) {
+                Ok(Mark::Behind(event)) => Some(event),
+                Ok(Mark::NotNeeded) => None,
+                Ok(Mark::Captured) => {
+                    self.with(cell, |state| state.unmarked.push(block));
+                    return Ok(());
+                }
                 Err(error) => {
                     self.with(cell, |state| state.unmarked.push(block));
                     return Err(error);
@@ -184,8 +199,8 @@ impl CachingAllocator {
         Ok(())
     }
 
-    /// A mark behind the work that is in `stream` now; `None` if that work is known to be done.
-    fn mark(&self, stream: StreamId) -> Result<Option<PooledEvent>> {
+    /// Puts a mark behind the work that is in `stream` now.
+    pub(super) fn mark(&self, cell: &Cell, stream: StreamId) -> Result<Mark> {
         let info = match self.driver().stream_info(stream) {
             Ok(info) => info,
             Err(error) if error.code == ErrorCode::InvalidHandle => {
@@ -193,13 +208,18 @@ impl CachingAllocator {
                 for device in self.gpu.devices() {
                     device.synchronize()?;
                 }
-                return Ok(None);
+                return Ok(Mark::NotNeeded);
             }
             Err(error) => return Err(error.into()),
         };
-        let event = Device::known(&self.gpu, info.device).event_pool().take()?;
+        let mut event = Device::known(&self.gpu, info.device).event_pool().take()?;
         self.driver().event_record(event.id(), stream, EventScope::Plain)?;
-        Ok(Some(event))
+        if self.is_capturing(cell, stream)? {
+            // Another thread began a capture since we looked: the mark may be the capture's, and asking about it would break that.
+            event.never_reuse();
+            return Ok(Mark::Captured);
+        }
+        Ok(Mark::Behind(event))
     }
 
     /// Puts the marks that a destructor could not put, or that failed.

@@ -353,8 +353,7 @@ impl State {
         let (ptr, size, requested, segment) = (block.ptr, block.size, block.requested, block.segment);
         let (growing, kind) = (block.growing, block.kind);
         self.record(Action::FreeCompleted, ptr, requested, segment, cause);
-        let (merged, merged_bytes) = self.merge_free_neighbours(freed);
-        self.put_free(freed);
+        let (merged, merged_bytes) = self.join_free(freed);
         self.stats.active.decrease(kind, 1);
         self.stats.active_bytes.decrease(kind, size);
         self.stats.requested_bytes.decrease(kind, requested);
@@ -413,6 +412,32 @@ impl State {
         front
     }
 
+    /// Makes a block in no set a free one, joined with the free blocks beside it. Says how many those were, and how much.
+    fn join_free(&mut self, block: BlockKey) -> (u64, u64) {
+        let is_free = |key: &BlockKey| self.blocks[*key].standing == Standing::Free;
+        let (prev, next) = (self.blocks[block].prev.filter(is_free), self.blocks[block].next.filter(is_free));
+        let ((Some(only), None) | (None, Some(only))) = (prev, next) else {
+            let merged = self.merge_free_neighbours(block);
+            self.put_free(block);
+            return merged;
+        };
+        // The common case: the neighbour's place in the set is taken over.
+        let (lane, before) = self.free_place(only);
+        let bytes = self.absorb(block, only);
+        let (_, now) = self.free_place(block);
+        self.mark_free(block, lane);
+        self.lanes[lane].free.raise(before, now, block);
+        (1, bytes)
+    }
+
+    /// The books of a block that is in the free set of `lane` from now on.
+    fn mark_free(&mut self, block: BlockKey, lane: LaneKey) {
+        let searches = self.bins[self.lanes[lane].bin].searches;
+        let entry = &mut self.blocks[block];
+        entry.standing = Standing::Free;
+        entry.born = searches;
+    }
+
     /// Joins the free blocks beside `block` into it, and says how many and how much.
     pub(super) fn merge_free_neighbours(&mut self, block: BlockKey) -> (u64, u64) {
         let (mut count, mut bytes) = (0, 0);
@@ -452,10 +477,7 @@ impl State {
     /// Puts a block into its lane's free set.
     pub(super) fn put_free(&mut self, block: BlockKey) {
         let (lane, key) = self.free_place(block);
-        let searches = self.bins[self.lanes[lane].bin].searches;
-        let entry = &mut self.blocks[block];
-        entry.standing = Standing::Free;
-        entry.born = searches;
+        self.mark_free(block, lane);
         self.lanes[lane].free.insert(key, block);
     }
 
