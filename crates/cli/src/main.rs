@@ -10,7 +10,9 @@ mod foreign;
 mod info;
 mod output;
 mod processes;
+mod replay;
 mod selftest;
+mod settings;
 mod size;
 
 use std::process::ExitCode;
@@ -29,6 +31,9 @@ use processes::peer;
     after_help = "Every command takes --json: one JSON object per line on stdout, and nothing else there.\n\
         Exit status: 0 all is well, 1 the answer is a bad one, 2 bad usage or something is missing.\n\n\
         Examples:\n  \
+        warpool replay snapshot.pickle    how a recorded program used memory, and whether the model is right\n  \
+        warpool replay snapshot.pickle --settings expandable_segments:True    what would have been\n  \
+        warpool settings max_split_size_mb:200    what a settings string means\n  \
         warpool info                      what this machine offers\n  \
         warpool selftest --driver sim     does the simulated GPU keep the contract?\n  \
         warpool selftest --driver cuda    does this GPU?\n  \
@@ -43,6 +48,8 @@ struct Cli {
 enum Command {
     Info(info::Args),
     Selftest(selftest::Args),
+    Replay(replay::Args),
+    Settings(settings::Args),
     Bench(bench::Args),
     #[command(name = peer::NAME, hide = true)]
     Peer(peer::Args),
@@ -58,6 +65,8 @@ fn main() -> ExitCode {
     let result = match cli.command {
         Command::Info(args) => info::run(&args, &mut Output::stdout(args.json)),
         Command::Selftest(args) => selftest::run(&args, &mut Output::stdout(args.json)),
+        Command::Replay(args) => replay::run(&args, &mut Output::stdout(args.json)),
+        Command::Settings(args) => settings::run(&args, &mut Output::stdout(args.json)),
         Command::Bench(args) => bench::run(&args, &mut Output::stdout(args.json)),
         Command::Peer(args) => peer::run(&args),
     };

@@ -15,21 +15,21 @@ impl Baseline {
     /// The median of several rounds, so that one interruption does not count.
     pub fn measure() -> Self {
         const ROUNDS: usize = 9;
-        const LOCKS: u32 = 200_000;
-        let mutex = Mutex::new(0u64);
-        let mut rounds: Vec<f64> = (0..ROUNDS)
-            .map(|_| {
-                let begun = Instant::now();
-                for _ in 0..LOCKS {
-                    if let Ok(mut value) = black_box(&mutex).lock() {
-                        *value += 1;
-                    }
-                }
-                ns_each(begun.elapsed(), u64::from(LOCKS))
-            })
-            .collect();
+        let mut rounds: Vec<f64> = (0..ROUNDS).map(|_| Self::round(200_000)).collect();
         rounds.sort_by(f64::total_cmp);
         Self { ns: rounds[ROUNDS / 2] }
+    }
+
+    /// One round of so many.
+    pub fn round(locks: u32) -> f64 {
+        let mutex = Mutex::new(0u64);
+        let begun = Instant::now();
+        for _ in 0..locks {
+            if let Ok(mut value) = black_box(&mutex).lock() {
+                *value += 1;
+            }
+        }
+        ns_each(begun.elapsed(), u64::from(locks))
     }
 }
 

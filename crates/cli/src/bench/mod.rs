@@ -1,6 +1,7 @@
 //! `warpool bench NAME`: what things cost on this machine, each next to a baseline measured in the same run.
 //! A benchmark is a function in a file of its own and a line in [`BENCHES`]; how time is taken stands in `measure.rs`.
 
+mod alloc;
 mod driver;
 mod measure;
 mod sim;
@@ -21,7 +22,8 @@ use measure::Baseline;
     Examples:\n  \
     warpool bench sim\n  \
     warpool bench sim --ops 10000000 --json\n  \
-    warpool bench driver --driver cuda", listed()))]
+    warpool bench driver --driver cuda\n  \
+    warpool bench alloc --driver sim", listed()))]
 pub struct Args {
     /// The benchmark to run; the list is below
     #[arg(value_name = "BENCHMARK")]
@@ -52,6 +54,7 @@ struct Bench {
 const BENCHES: &[Bench] = &[
     Bench { name: "sim", about: "what the simulated GPU does per second, and whether its memory grows", run: sim::run },
     Bench { name: "driver", about: "what calls to a driver cost the host", run: driver::run },
+    Bench { name: "alloc", about: "what allocating and freeing device memory costs the host", run: alloc::run },
 ];
 
 pub fn run(args: &Args, output: &mut Output) -> Result<Verdict> {

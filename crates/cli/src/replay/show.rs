@@ -1,0 +1,188 @@
+//! What a replay looks like: a table with a legend for people, one JSON object per file for programs.
+
+use std::io;
+use std::path::Path;
+
+use comfy_table::Table;
+use serde_json::{Value, json};
+use warpool_trace::replay::{Fidelity, Inferred, Outcome, ReplayReport};
+
+use super::{Args, Replayed};
+use crate::output::{self, Output};
+use crate::size;
+
+/// The answers about all files, as they come.
+pub struct Answers {
+    table: Table,
+    /// What there is to say below the table.
+    remarks: Vec<String>,
+    rows: usize,
+    what_if: String,
+}
+
+impl Answers {
+    pub fn new(args: &Args) -> Self {
+        let mut what_if = Vec::new();
+        what_if.extend(args.settings.as_ref().map(|settings| format!("with settings {settings:?}")));
+        if args.allocator.name() != "caching" {
+            what_if.push(format!("with the {} allocator", args.allocator.name()));
+        }
+        what_if.extend(args.capacity.map(|bytes| format!("on a device of {}", size::show(bytes))));
+        let columns =
+            ["file", ">live", ">reserved", ">lost", ">recorded", ">driver calls", ">in driver", "outcome", "model"];
+        Self { table: output::table(&columns), remarks: Vec::new(), rows: 0, what_if: what_if.join(", ") }
+    }
+
+    /// One file's.
+    pub fn add(&mut self, file: &Path, replayed: &Replayed, output: &mut Output) -> io::Result<()> {
+        output.object(&object(file, replayed))?;
+        let report = &replayed.report;
+        let name = file.file_name().unwrap_or(file.as_os_str()).to_string_lossy().into_owned();
+        self.rows += 1;
+        self.table.add_row([
+            name.clone(),
+            size::show(report.peak_live_bytes),
+            size::show(report.peak_reserved_bytes),
+            lost(report),
+            recorded(&report.fidelity),
+            report.driver_calls.to_string(),
+            format!("{:.3} s", report.driver_seconds_modelled),
+            outcome(report),
+            model(&report.fidelity).to_owned(),
+        ]);
+        self.remarks.extend(remarks(report).into_iter().map(|remark| format!("{name}: {remark}")));
+        Ok(())
+    }
+
+    /// All of them, for people.
+    pub fn finish(self, output: &mut Output) -> io::Result<()> {
+        if self.rows == 0 {
+            return Ok(());
+        }
+        let how = if self.what_if.is_empty() { "as recorded".to_owned() } else { self.what_if };
+        output.table(&format!("Replayed {how}"), &self.table)?;
+        for remark in self.remarks {
+            output.line(remark)?;
+        }
+        output.line(LEGEND)
+    }
+}
+
+const LEGEND: &str = "
+live       the most that the program had at once
+reserved   the most that the allocator held from the driver for it
+lost       the part of that which was not live: fragmentation, rounding, caching
+recorded   the most that the recorded program held
+in driver  how long the driver calls would have taken on an H200, modelled
+model      proven: replayed with its own settings, every address and every segment came out as recorded";
+
+/// The share of what was reserved that was not live.
+fn lost(report: &ReplayReport) -> String {
+    if report.peak_reserved_bytes == 0 {
+        return "-".to_owned();
+    }
+    #[expect(clippy::cast_precision_loss, reason = "a percentage")]
+    let share = 1.0 - report.peak_live_bytes as f64 / report.peak_reserved_bytes as f64;
+    let bytes = report.peak_reserved_bytes.saturating_sub(report.peak_live_bytes);
+    format!("{} ({:.1}%)", size::show(bytes), 100.0 * share.max(0.0))
+}
+
+fn recorded(fidelity: &Fidelity) -> String {
+    if fidelity.checked { size::show(fidelity.recorded_peak_reserved_bytes) } else { "-".to_owned() }
+}
+
+fn outcome(report: &ReplayReport) -> String {
+    match &report.outcome {
+        Outcome::Completed => "completed".to_owned(),
+        Outcome::OutOfMemory { event, .. } => format!("out of memory at event {event}"),
+    }
+}
+
+fn model(fidelity: &Fidelity) -> &'static str {
+    match (fidelity.checked, fidelity.exact) {
+        (false, _) => "not checked",
+        (true, true) => "proven",
+        (true, false) => "NOT proven",
+    }
+}
+
+/// What a reader should know beyond the numbers.
+fn remarks(report: &ReplayReport) -> Vec<String> {
+    let mut remarks: Vec<String> = report.warnings.iter().map(|warning| format!("warning: {warning}")).collect();
+    let Fidelity { checked, exact, addresses_equal, addresses_total, first_difference, .. } = &report.fidelity;
+    if *checked && !exact {
+        let first =
+            first_difference.as_ref().map_or_else(String::new, |first| format!("; the first difference: {first}"));
+        remarks.push(format!("{addresses_equal} of {addresses_total} addresses are as recorded{first}"));
+    }
+    if let Outcome::OutOfMemory { report: oom, .. } = &report.outcome {
+        remarks.push(oom.to_string());
+    }
+    if report.retries > 0 {
+        remarks.push(format!("{} times everything cached was given back to make room", report.retries));
+    }
+    let Inferred { cap, pools_inferred, segments_inferred, bytes_unknown_origin, notes, .. } = &report.inferred;
+    if let Some(cap) = cap {
+        let (least, below) = (size::show(cap.least), size::show(cap.below));
+        remarks.push(format!("ran under a limit of at least {least} and below {below}; taken to be {}", cap.used));
+    }
+    if *pools_inferred > 0 || *segments_inferred > 0 {
+        let pools = format!("{pools_inferred} private pools that the recording does not name");
+        remarks.push(format!("{pools}, and the pool of {segments_inferred} segments, were inferred"));
+    }
+    if *bytes_unknown_origin > 0 {
+        let bytes = size::show(*bytes_unknown_origin);
+        remarks.push(format!("{bytes} were in use before the history starts; who allocated them is not known"));
+    }
+    remarks.extend(notes.iter().cloned());
+    remarks
+}
+
+fn object(file: &Path, replayed: &Replayed) -> Value {
+    let Replayed { report, input_seconds, parse_seconds, bytes_decompressed } = replayed;
+    let Fidelity { checked, exact, addresses_equal, addresses_total, .. } = &report.fidelity;
+    let inferred = &report.inferred;
+    json!({
+        "file": file.to_string_lossy(),
+        "events": report.events,
+        "allocations": report.allocations,
+        "outcome": report.outcome.name(),
+        "peak_live_bytes": report.peak_live_bytes,
+        "peak_reserved_bytes": report.peak_reserved_bytes,
+        "segments_allocated": report.segments_allocated,
+        "retries": report.retries,
+        "ooms": report.ooms,
+        "driver_calls": report.driver_calls,
+        "forced_syncs": report.forced_syncs,
+        "driver_seconds_modelled": report.driver_seconds_modelled,
+        "replay_seconds": report.replay_seconds,
+        "parse_seconds": parse_seconds,
+        "input_seconds": input_seconds,
+        "bytes_decompressed": bytes_decompressed,
+        "fidelity": {
+            "checked": checked,
+            "exact": exact,
+            "addresses_equal": addresses_equal,
+            "addresses_total": addresses_total,
+            "recorded_peak_reserved_bytes": report.fidelity.recorded_peak_reserved_bytes,
+            "recorded_segments_allocated": report.fidelity.recorded_segments_allocated,
+            "first_difference": report.fidelity.first_difference.as_ref().map(ToString::to_string),
+        },
+        "oom": match &report.outcome {
+            Outcome::Completed => Value::Null,
+            Outcome::OutOfMemory { event, report } => json!({ "event": event, "message": report.to_string() }),
+        },
+        "inferred": {
+            "cap_bytes": inferred.cap.map(|cap| cap.used),
+            "free_block_order": inferred.free_block_order.name(),
+            "pools_recorded": inferred.pools_recorded.iter().map(ToString::to_string).collect::<Vec<_>>(),
+            "pools_inferred": inferred.pools_inferred,
+            "segments_inferred": inferred.segments_inferred,
+            "segments_assumed": inferred.segments_assumed,
+            "bytes_unknown_origin": inferred.bytes_unknown_origin,
+            "bytes_reserved_at_start": inferred.bytes_reserved_at_start,
+            "notes": inferred.notes,
+        },
+        "warnings": report.warnings,
+    })
+}

@@ -1,0 +1,61 @@
+//! `warpool settings`: what a settings string means, and what is wrong with it.
+
+use serde_json::json;
+use warpool::memory::lint;
+
+use crate::output::{self, Output, Result, Verdict};
+
+/// The variables that settings are taken from, in this order.
+const VARIABLES: [&str; 2] = ["WARPOOL_CONF", "PYTORCH_CUDA_ALLOC_CONF"];
+
+/// Says what a settings string means: every setting with its value, and whatever is wrong or has no effect
+///
+/// Without a string it takes the one in WARPOOL_CONF, or else in PYTORCH_CUDA_ALLOC_CONF.
+#[derive(Debug, clap::Args)]
+#[command(after_help = "Exit status: 0, 1 if the string would be refused.\n\n\
+    Examples:\n  \
+    warpool settings\n  \
+    warpool settings expandable_segments:True,garbage_collection_threshold:0.8\n  \
+    warpool settings roundup_power2_divisions:[256:1,512:2,>:4] --json")]
+pub struct Args {
+    /// The string, as in PYTORCH_CUDA_ALLOC_CONF
+    string: Option<String>,
+    /// One JSON object per finding and setting
+    #[arg(long)]
+    pub json: bool,
+}
+
+pub fn run(args: &Args, output: &mut Output) -> Result<Verdict> {
+    let from_environment =
+        || VARIABLES.into_iter().find_map(|name| Some((std::env::var(name).ok()?, format!("from {name}"))));
+    let (string, origin) = match &args.string {
+        Some(string) => (string.clone(), "given".to_owned()),
+        None => from_environment().unwrap_or_else(|| (String::new(), "nothing is set".to_owned())),
+    };
+    let lint = lint(&string);
+    output.line(format!("settings {string:?} ({origin})\n"))?;
+    for problem in &lint.problems {
+        output.line(format!("error: {problem}"))?;
+        output.object(
+            &json!({ "kind": "error", "key": problem.key, "at": problem.at, "message": problem.to_string() }),
+        )?;
+    }
+    for warning in &lint.warnings {
+        output.line(format!("warning: {warning}"))?;
+        output.object(
+            &json!({ "kind": "warning", "key": warning.key, "at": warning.at, "message": warning.to_string() }),
+        )?;
+    }
+    if !lint.is_clean() {
+        output.line("")?;
+    }
+    let mut table = output::table(&["setting", "value", "from"]);
+    for value in &lint.values {
+        table.add_row([value.key, &value.value, value.origin.name()]);
+        let origin = value.origin.name();
+        output.object(&json!({ "kind": "setting", "key": value.key, "value": value.value, "origin": origin }))?;
+    }
+    let accepted = lint.effective.is_some();
+    output.table(if accepted { "In force" } else { "Refused; the defaults stay in force" }, &table)?;
+    Ok(if accepted { Verdict::Good } else { Verdict::Bad })
+}
