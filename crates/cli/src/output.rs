@@ -27,6 +27,12 @@ pub enum Stop {
     Output(io::Error),
 }
 
+/// A text from outside, such as a file's name, on one line and without orders to the terminal.
+pub fn printable(text: &str) -> String {
+    let escape = |c: char| if c.is_control() { c.escape_default().to_string() } else { c.to_string() };
+    text.chars().map(escape).collect()
+}
+
 /// What a command returns.
 pub type Result<T> = std::result::Result<T, Stop>;
 

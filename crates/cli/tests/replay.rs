@@ -146,10 +146,11 @@ fn what_is_no_recording_is_refused_in_one_line() {
         (Scratch::new("empty", b""), "empty"),
         (Scratch::new("cut.xz", &whole[..whole.len() / 2]), "cut off"),
         (Scratch::new("evil", b"\x80\x02cos\nsystem\nX\x04\x00\x00\x00true\x85R."), "GLOBAL"),
+        (Scratch::new("line\nend", b"Dear diary.\n"), "line\\nend: not a recording"),
         (Scratch::new("cut", b"\x80\x04\x95\x10\x00\x00\x00\x00\x00\x00\x00}"), "cut off"),
     ];
     for (file, part) in &cases {
-        refused(&["replay", file.path(), "--json"], &[part, file.path()]);
+        refused(&["replay", file.path(), "--json"], &[part, &file.path().replace('\n', "\\n")]);
         refused(&["replay", file.path()], &[part]);
     }
     refused(&["replay", "/nonexistent/recording.pickle"], &["cannot open /nonexistent/recording.pickle"]);
@@ -165,6 +166,7 @@ fn bad_usage_is_refused_before_anything_is_read() {
         &["max_splt_size_mb", "did you mean `max_split_size_mb`"],
     );
     refused(&["replay", &file, "--settings", "expandable_segments=True"], &["expandable_segments"]);
+    refused(&["replay", &file, "--settings", "backend:cudaMallocAsync"], &["--allocator driver-pool"]);
     refused(&["replay", &file, "--allocator", "paged"], &["paged", "caching, driver-pool"]);
     refused(&["replay", &file, "--capacity", "80apples"], &["'80apples' is no size"]);
 }

@@ -99,3 +99,16 @@ pub enum ReadError {
 
 /// A result inside this crate: the error is boxed, since the innermost loops hand it through.
 pub(crate) type Checked<T> = Result<T, Box<ReadError>>;
+
+/// A text of a recording for messages: not longer than a line, and without line ends or orders to the terminal.
+pub(crate) fn short(text: &str) -> String {
+    const CHARS_MAX: usize = 60;
+    let mut short = String::new();
+    for c in text.chars().take(CHARS_MAX) {
+        if c.is_control() { short.extend(c.escape_default()) } else { short.push(c) }
+    }
+    if text.chars().nth(CHARS_MAX).is_some() {
+        short.push('…');
+    }
+    short
+}

@@ -31,7 +31,7 @@ pub enum Compression {
 
 impl Compression {
     /// The one that starts with these bytes.
-    fn of(first: &[u8]) -> Option<Self> {
+    pub(crate) fn of(first: &[u8]) -> Option<Self> {
         const MAGIC: [(&[u8], Compression); 3] = [
             (b"\xfd7zXZ\0", Compression::Xz),
             (b"\x1f\x8b", Compression::Gzip),

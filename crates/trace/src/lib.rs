@@ -177,6 +177,10 @@ fn describe(first: &[u8]) -> String {
     let shown = &first[..first.len().min(24)];
     if first.starts_with(b"PK\x03\x04") {
         "it is a zip archive, as torch.save makes them".to_owned()
+    } else if let Some(inner) = Compression::of(first) {
+        format!("it is {inner} data that was compressed again; unpack it once")
+    } else if first.starts_with(b"(dp0\n") || first.starts_with(b"}q\0(") {
+        "it is a pickle of protocol 0 or 1, which is too old".to_owned()
     } else if shown.iter().all(|byte| byte.is_ascii_graphic() || byte.is_ascii_whitespace()) {
         format!("it is text that starts with {:?}", String::from_utf8_lossy(shown))
     } else {

@@ -5,7 +5,7 @@
 
 use warpool::memory::{Action, Snapshot, TraceEntry};
 
-use crate::error::{Checked, ReadError};
+use crate::error::{Checked, ReadError, short};
 use crate::input::Input;
 
 /// The header's columns, in their order.
@@ -56,10 +56,10 @@ fn event(line: &str, clock: &mut Clock, trace: &mut Vec<TraceEntry>) -> Result<(
     };
     let entry = TraceEntry {
         action: Action::Alloc,
-        addr: self::pointer(pointer).ok_or_else(|| format!("`{pointer}` is not a pointer"))?,
-        size: size.parse().map_err(|_| format!("`{size}` is not a size in bytes"))?,
-        stream: self::stream(stream).ok_or_else(|| format!("`{stream}` is not a stream"))?,
-        time_us: clock.time_us(time).ok_or_else(|| format!("`{time}` is not a time"))?,
+        addr: self::pointer(pointer).ok_or_else(|| format!("`{}` is not a pointer", short(pointer)))?,
+        size: size.parse().map_err(|_| format!("`{}` is not a size in bytes", short(size)))?,
+        stream: self::stream(stream).ok_or_else(|| format!("`{}` is not a stream", short(stream)))?,
+        time_us: clock.time_us(time).ok_or_else(|| format!("`{}` is not a time", short(time)))?,
         pool: None,
         compile_context: None,
         user_metadata: None,
@@ -70,7 +70,7 @@ fn event(line: &str, clock: &mut Clock, trace: &mut Vec<TraceEntry>) -> Result<(
         "allocate" => &[Action::Alloc],
         "free" | "deallocate" => &[Action::FreeRequested, Action::FreeCompleted],
         "allocate failure" => &[Action::Oom],
-        _ => return Err(format!("`{action}` is not `allocate`, `free` or `allocate failure`")),
+        _ => return Err(format!("`{}` is not `allocate`, `free` or `allocate failure`", short(action))),
     };
     trace.extend(actions.iter().map(|&action| TraceEntry { action, ..entry }));
     Ok(())

@@ -268,6 +268,8 @@ fn other_files_are_told_apart() {
         (b"{\"segments\": []}", "it is text"),
         (b"PK\x03\x04....", "zip archive"),
         (b"\x7fELF\x02\x01", "it starts with the bytes [7f, 45"),
+        (b"(dp0\nVsegments\n", "a pickle of protocol 0 or 1"),
+        (b"}q\0(X\x08\0\0\0segments", "a pickle of protocol 0 or 1"),
         (b"\x80\x01}.", "protocol 1; 2 to 5 can be read"),
         (b"\x80", "cut off at byte 1"),
         (b"\xfd7zXZ\0", "the xz data is damaged or cut off after 0"),
@@ -281,4 +283,35 @@ fn other_files_are_told_apart() {
     assert!(missing.to_string().starts_with("cannot open no/such/file: "), "{missing}");
     let folder = warpool_trace::read_file(env!("CARGO_MANIFEST_DIR"), &Default::default()).expect_err("a folder");
     assert!(matches!(folder, ReadError::Io { .. } | ReadError::Open { .. }), "{folder}");
+}
+
+#[test]
+fn what_was_compressed_twice_is_named() {
+    use std::io::Write as _;
+    let mut twice = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::fast());
+    twice.write_all(&bytes("snapshot.pickle.xz")).expect("a vector takes all");
+    let message = read(&twice.finish().expect("a vector takes all")).expect_err("refused").to_string();
+    assert!(message.contains("it is xz data that was compressed again; unpack it once"), "{message}");
+}
+
+#[test]
+fn a_message_is_one_line_whatever_the_file_says() {
+    let entry = b"}(X\x08\0\0\0segments]X\x0d\0\0\0device_traces](](}X\x06\0\0\0actionX\x08\0\0\0a\nb\x1b[2Jc";
+    let action = message(&[&entry[..], b"seee"].concat());
+    assert!(
+        action.contains("device_traces[0][0]") && action.contains("`a\\nb\\u{1b}[2Jc` is not an action"),
+        "{action}"
+    );
+    assert!(!action.contains(char::is_control), "{action}");
+}
+
+#[test]
+fn containers_that_are_never_filled_are_few() {
+    let trace = &b"}(X\x08\0\0\0segments]X\x0d\0\0\0device_traces](]("[..];
+    // A tuple takes the entries off the stack, which therefore stays small.
+    let pairs = message(&[trace, b"}", &b"}\x86".repeat(1 << 16)].concat());
+    let plain = message(&[trace, &b"}".repeat(1 << 16)].concat());
+    for message in [pairs, plain] {
+        assert!(message.contains("more is begun than so few bytes can fill"), "{message}");
+    }
 }

@@ -13,10 +13,16 @@ import sys
 import tempfile
 
 HERE = pathlib.Path(__file__).resolve().parent
+FOLDERS = [HERE / "data", HERE.parents[2] / "recordings"]
 FILES = ["snapshot.p4.pickle", "single.pickle", "batches.pickle.xz", "mempool.native.pickle.xz",
          "graphs.expandable.pickle.xz"]
 ROOT = {"segments", "device_traces", "allocator_settings", "external_annotations", "host_segments", "host_traces"}
 IGNORED = {"unknown", "more", "registration_counter"}
+
+
+def find(name):
+    """The file of that name: one of the tests', or a recording of a real program."""
+    return next(folder / name for folder in FOLDERS if (folder / name).exists())
 
 
 def known(value):
@@ -50,5 +56,5 @@ def check(path, out):
 
 
 with tempfile.TemporaryDirectory() as folder:
-    for path in map(pathlib.Path, sys.argv[1:] or [HERE / "data" / name for name in FILES]):
+    for path in map(pathlib.Path, sys.argv[1:] or [find(name) for name in FILES]):
         check(path.resolve(), str(pathlib.Path(folder) / "written.pickle"))

@@ -182,6 +182,12 @@ fn containers_with_one_thing_in_them_find_their_place() {
     assert_eq!(single.traces, [[TraceEntry { stack: Some(StackId(0)), ..entry(Action::Alloc, BASE, 512, 0, 1) }]]);
     assert_eq!(single.stacks[0][0].filename, "g.py");
     assert_eq!(recording("single_list.pickle").snapshot.segments, [small_segment()]);
+
+    // The only setting is a dict: its key could be the next one of the whole as well.
+    let divisions =
+        b"\x80\x04}(\x8c\x08segments]\x8c\x12allocator_settings}\x8c\x18roundup_power2_divisions}\x8c\x03256K\x04ssu.";
+    let settings = common::read(divisions).expect("readable").snapshot.settings;
+    assert_eq!(settings.roundup_power2_divisions, Some(vec![("256".to_owned(), 4)]));
 }
 
 #[test]

@@ -48,6 +48,7 @@ fn a_malformed_line_is_named_by_number() {
         ("1,noon,allocate,0x10,1,0", "`noon` is not a time"),
         ("1,99:99,allocate,0x10,1,0", "`99:99` is not a time"),
         ("1,0.1.2,allocate,0x10,1,0", "`0.1.2` is not a time"),
+        ("1,00:00:00.1,\u{1b}[2Jfree,0x10,1,0", "`\\u{1b}[2Jfree` is not `allocate`"),
         ("\u{0}", "1 columns"),
     ] {
         let log = format!("{HEADER}1,00:00:00.1,allocate,0x10,1,0\n{line}\n");

@@ -4,8 +4,8 @@ mod common;
 
 use common::memory::{Bench, FIRST, GIB, MIB};
 use warpool::Stream;
-use warpool::driver::sim::HazardKind;
-use warpool::driver::{Call, StreamId, StreamOptions, Streams};
+use warpool::driver::sim::{HazardKind, SimConfig};
+use warpool::driver::{Call, DeviceId, Devices, StreamId, StreamOptions, Streams};
 use warpool::memory::{Action, Allocate, Allocation, BlockState, DeviceAllocator, HistoryOptions, SnapshotOptions};
 
 /// Queues a fill on a held stream, behind what the block's own stream has, notes the use, and frees the block.
@@ -206,6 +206,27 @@ fn a_destroyed_stream_is_waited_for() {
     bench.alloc(MIB);
     // The simulated device notices that a stream was named that is gone, and nothing else.
     assert!(bench.sim.hazards().iter().all(|hazard| hazard.kind == HazardKind::UseAfterDestroy));
+    bench.sim.clear_hazards();
+    bench.finish();
+}
+
+/// Only the devices can be waited for in place of a stream that is gone: not while a capture is under way, and not those that nobody uses.
+#[test]
+fn a_destroyed_stream_breaks_no_capture() {
+    let bench = Bench::with_config(SimConfig::default().with_devices(2), "");
+    let (stream, captures) = (bench.side_stream(), bench.side_stream());
+    let gone = bench.sim.stream_create(FIRST, StreamOptions::default()).unwrap();
+    let block = bench.alloc_on(&stream, 4 * MIB);
+    bench.allocator.record_use(block, gone).unwrap();
+    bench.sim.stream_destroy(gone).unwrap();
+    bench.begin_capture(&captures);
+    bench.free(block);
+    let other = bench.alloc_on(&stream, 4 * MIB);
+    assert_ne!(other.ptr, block.ptr);
+    assert_eq!(bench.sim.calls_of(Call::DeviceSynchronize), 0);
+    bench.end_capture(&captures);
+    assert_eq!(bench.alloc_on(&stream, 4 * MIB).ptr, block.ptr, "free as soon as the capture is over");
+    assert!(!bench.sim.context_is_active(DeviceId(1)).unwrap(), "nobody uses the second device");
     bench.sim.clear_hazards();
     bench.finish();
 }

@@ -3,17 +3,19 @@
 
 mod show;
 
+use std::fmt;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc;
 use std::time::Instant;
 
 use indicatif::{MultiProgress, ProgressBar, ProgressStyle};
-use warpool::memory::Settings;
+use warpool::memory::{Backend, Lint, Settings, lint};
 use warpool_trace::replay::{AllocatorChoice, ReplayOptions, ReplayReport, replay};
-use warpool_trace::{Progress, ReadOptions, read_file};
+use warpool_trace::{Progress, ReadError, ReadOptions, read_file};
 
-use crate::output::{Output, Result, Stop, Verdict};
+use crate::output::{self, Output, Result, Stop, Verdict};
 use crate::size;
 
 /// Replays recorded programs with the real allocators on a simulated GPU
@@ -41,7 +43,7 @@ pub struct Args {
     /// Which allocator: caching (PyTorch's) or driver-pool (the driver's own)
     #[arg(long, value_name = "NAME", default_value = "caching", value_parser = parse_allocator)]
     allocator: AllocatorChoice,
-    /// The memory of the device, such as 24GiB; an H200's without it, or more where the recording held more
+    /// The memory of the device, such as 24GiB, of which its context takes half a GiB; an H200's without it, or more where the recording held more
     #[arg(long, value_name = "SIZE", value_parser = size::parse)]
     capacity: Option<u64>,
     /// Exit with 1 if a replay runs out of memory
@@ -70,18 +72,32 @@ struct Replayed {
 
 pub fn run(args: &Args, output: &mut Output) -> Result<Verdict> {
     // Before any file is read: a typo should not cost a minute.
-    let settings = args.settings.as_deref().map(Settings::parse).transpose();
-    let settings = settings.map_err(|error| Stop::Usage(format!("--settings: {error}")))?;
+    let (settings, warnings) = match args.settings.as_deref().map(|string| (string, lint(string))) {
+        None => (None, Vec::new()),
+        Some((_, Lint { effective: Some(settings), warnings, .. })) => (Some(settings), warnings),
+        Some((string, _)) => {
+            let refused = Settings::parse(string).map_err(|error| Stop::Usage(format!("--settings: {error}")))?;
+            (Some(refused), Vec::new())
+        }
+    };
+    if settings.as_ref().is_some_and(|settings| settings.backend != Backend::Native)
+        && args.allocator == AllocatorChoice::default()
+    {
+        let what = "`backend:cudaMallocAsync` is another allocator: ask for it with --allocator driver-pool";
+        return Err(Stop::Usage(format!("--settings: {what}")));
+    }
     let mut answers = show::Answers::new(args);
     let mut unreadable = Vec::new();
     let mut fits = true;
     side_by_side(args, settings.as_ref(), |file, outcome| {
         match outcome {
-            Ok(replayed) => {
+            Ok(mut replayed) => {
+                let of_settings = warnings.iter().map(|warning| format!("--settings: {warning}"));
+                replayed.report.warnings.extend(of_settings);
                 fits &= replayed.report.ooms == 0;
                 answers.add(file, &replayed, output)?;
             }
-            Err(error) => unreadable.push(format!("{}: {error}", file.display())),
+            Err(error) => unreadable.push(output::printable(&error)),
         }
         Ok(())
     })?;
@@ -107,7 +123,9 @@ fn side_by_side(
             scope.spawn(|| {
                 while let Some(file) = args.files.get(next.fetch_add(1, Ordering::Relaxed)) {
                     let bar = bars.add(bar_for(file));
-                    let outcome = replay_file(file, args, settings, &bar);
+                    // Nothing of a replay outlives it, so nothing half done is seen; the other files get their answers.
+                    let outcome = catch_unwind(AssertUnwindSafe(|| replay_file(file, args, settings, &bar)))
+                        .unwrap_or_else(|_| Err(about(file, "a defect of warpool, told above; please report it")));
                     bar.finish_and_clear();
                     if send.send((file, Box::new(outcome))).is_err() {
                         return; // Nobody listens any more.
@@ -115,6 +133,7 @@ fn side_by_side(
                 }
             });
         }
+        let receive = receive; // Gone with this closure, so that workers stop when the output is closed.
         let mut early: Vec<(&PathBuf, Box<std::result::Result<Replayed, String>>)> = Vec::new();
         for file in &args.files {
             let outcome = loop {
@@ -142,7 +161,10 @@ fn replay_file(
     };
     let began = Instant::now();
     let recording = read_file(file, &ReadOptions { stacks: false, progress: Some(&reading) });
-    let recording = recording.map_err(|error| error.to_string())?;
+    let recording = recording.map_err(|error| match error {
+        ReadError::Open { .. } => error.to_string(), // It names the file.
+        _ => about(file, error),
+    })?;
     let input_seconds = recording.input_time.as_secs_f64();
     let parse_seconds = began.elapsed().as_secs_f64() - input_seconds;
     bar.set_message("replaying");
@@ -155,8 +177,13 @@ fn replay_file(
             bar.set_position(progress.done);
         }),
     };
-    let report = replay(&recording.snapshot, &options).map_err(|error| error.to_string())?;
+    let report = replay(&recording.snapshot, &options).map_err(|error| about(file, error))?;
     Ok(Replayed { report, input_seconds, parse_seconds, bytes_decompressed: recording.bytes_decompressed })
+}
+
+/// What is wrong, with the file.
+fn about(file: &Path, wrong: impl fmt::Display) -> String {
+    format!("{}: {wrong}", file.display())
 }
 
 /// A bar on stderr, shown only on a terminal.
@@ -165,6 +192,6 @@ fn bar_for(file: &Path) -> ProgressBar {
     if let Ok(style) = ProgressStyle::with_template("{msg:9} {bar:30} {percent:>3}%  {prefix}") {
         bar.set_style(style);
     }
-    bar.set_prefix(file.display().to_string());
+    bar.set_prefix(output::printable(&file.display().to_string()));
     bar
 }

@@ -5,7 +5,7 @@ use std::path::Path;
 
 use comfy_table::Table;
 use serde_json::{Value, json};
-use warpool_trace::replay::{Fidelity, Inferred, Outcome, ReplayReport};
+use warpool_trace::replay::{AllocatorChoice, Fidelity, Inferred, Outcome, ReplayReport};
 
 use super::{Args, Replayed};
 use crate::output::{self, Output};
@@ -17,7 +17,9 @@ pub struct Answers {
     /// What there is to say below the table.
     remarks: Vec<String>,
     rows: usize,
+    /// What is asked for other than what was recorded; empty if nothing.
     what_if: String,
+    is_driver_pool: bool,
 }
 
 impl Answers {
@@ -30,14 +32,16 @@ impl Answers {
         what_if.extend(args.capacity.map(|bytes| format!("on a device of {}", size::show(bytes))));
         let columns =
             ["file", ">live", ">reserved", ">lost", ">recorded", ">driver calls", ">in driver", "outcome", "model"];
-        Self { table: output::table(&columns), remarks: Vec::new(), rows: 0, what_if: what_if.join(", ") }
+        let is_driver_pool = args.allocator == AllocatorChoice::DriverPool;
+        let what_if = what_if.join(", ");
+        Self { table: output::table(&columns), remarks: Vec::new(), rows: 0, what_if, is_driver_pool }
     }
 
     /// One file's.
     pub fn add(&mut self, file: &Path, replayed: &Replayed, output: &mut Output) -> io::Result<()> {
         output.object(&object(file, replayed))?;
         let report = &replayed.report;
-        let name = file.file_name().unwrap_or(file.as_os_str()).to_string_lossy().into_owned();
+        let name = output::printable(&file.file_name().unwrap_or(file.as_os_str()).to_string_lossy());
         self.rows += 1;
         self.table.add_row([
             name.clone(),
@@ -47,9 +51,10 @@ impl Answers {
             recorded(&report.fidelity),
             report.driver_calls.to_string(),
             format!("{:.3} s", report.driver_seconds_modelled),
-            outcome(report),
-            model(&report.fidelity).to_owned(),
+            self.outcome(report),
+            if self.is_driver_pool { "a lower bound" } else { model(&report.fidelity) }.to_owned(),
         ]);
+        self.remarks.extend(self.instead(report).map(|remark| format!("{name}: {remark}")));
         self.remarks.extend(remarks(report).into_iter().map(|remark| format!("{name}: {remark}")));
         Ok(())
     }
@@ -61,14 +66,48 @@ impl Answers {
         }
         let how = if self.what_if.is_empty() { "as recorded".to_owned() } else { self.what_if };
         output.table(&format!("Replayed {how}"), &self.table)?;
+        let has_remarks = !self.remarks.is_empty();
         for remark in self.remarks {
             output.line(remark)?;
         }
+        if has_remarks {
+            output.line("")?;
+        }
         output.line(LEGEND)
+    }
+
+    fn outcome(&self, report: &ReplayReport) -> String {
+        match &report.outcome {
+            Outcome::Completed => "completed".to_owned(),
+            Outcome::OutOfMemory { event, .. } => {
+                let as_recorded = if self.what_if.is_empty() && report.fidelity.exact { ", as recorded" } else { "" };
+                format!("out of memory at event {event}{as_recorded}")
+            }
+        }
+    }
+
+    /// The answer to a what-if, in a sentence.
+    fn instead(&self, report: &ReplayReport) -> Option<String> {
+        let (now, before) = (report.peak_reserved_bytes, report.fidelity.recorded_peak_reserved_bytes);
+        if self.what_if.is_empty() || !report.fidelity.checked || before == 0 {
+            return None;
+        }
+        if let Outcome::OutOfMemory { event, report } = &report.outcome {
+            let asked = size::show(report.bytes_requested);
+            return Some(format!("would not have fitted: nothing is left for a request of {asked} at event {event}"));
+        }
+        #[expect(clippy::cast_precision_loss, reason = "a percentage")]
+        let change = 100.0 * (now as f64 / before as f64 - 1.0);
+        let (now, before) = (size::show(now), size::show(before));
+        Some(match change {
+            _ if change.abs() < 0.05 => format!("would have held {now}, as it did"),
+            _ if change < 0.0 => format!("would have held {now} instead of {before}, {:.1}% less", -change),
+            _ => format!("would have held {now} instead of {before}, {change:.1}% more"),
+        })
     }
 }
 
-const LEGEND: &str = "
+const LEGEND: &str = "\
 live       the most that the program had at once
 reserved   the most that the allocator held from the driver for it
 lost       the part of that which was not live: fragmentation, rounding, caching
@@ -89,13 +128,6 @@ fn lost(report: &ReplayReport) -> String {
 
 fn recorded(fidelity: &Fidelity) -> String {
     if fidelity.checked { size::show(fidelity.recorded_peak_reserved_bytes) } else { "-".to_owned() }
-}
-
-fn outcome(report: &ReplayReport) -> String {
-    match &report.outcome {
-        Outcome::Completed => "completed".to_owned(),
-        Outcome::OutOfMemory { event, .. } => format!("out of memory at event {event}"),
-    }
 }
 
 fn model(fidelity: &Fidelity) -> &'static str {
@@ -119,12 +151,16 @@ fn remarks(report: &ReplayReport) -> Vec<String> {
         remarks.push(oom.to_string());
     }
     if report.retries > 0 {
-        remarks.push(format!("{} times everything cached was given back to make room", report.retries));
+        let times = if report.retries == 1 { "once".to_owned() } else { format!("{} times", report.retries) };
+        remarks.push(format!("{times} everything cached was given back to make room"));
     }
     let Inferred { cap, pools_inferred, segments_inferred, bytes_unknown_origin, notes, .. } = &report.inferred;
     if let Some(cap) = cap {
         let (least, below) = (size::show(cap.least), size::show(cap.below));
-        remarks.push(format!("ran under a limit of at least {least} and below {below}; taken to be {}", cap.used));
+        remarks.push(format!(
+            "ran under a limit of at least {least} and below {below}; taken to be {}",
+            size::show(cap.used)
+        ));
     }
     if *pools_inferred > 0 || *segments_inferred > 0 {
         let pools = format!("{pools_inferred} private pools that the recording does not name");

@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 use warpool::memory::MemPoolId;
 
 use super::opcode as op;
-use super::value::Value;
+use super::value::{DictKind, ListKind, Value};
 use crate::error::{Checked, ReadError};
 use crate::input::Input;
 use crate::snapshot::{Builder, Wrong};
@@ -17,6 +17,11 @@ const STACK_MAX: usize = 1 << 25;
 const MEMO_MAX: usize = 1 << 27;
 /// Bytes of a text. Names and settings are short; user metadata may be a page.
 const TEXT_MAX: u64 = 16 << 20;
+/// Bytes of the pickle per container that is kept. A whole entry takes more than twice as many, so what opens them
+/// faster never fills them, and well compressed it could ask for any amount of memory.
+const BYTES_PER_CONTAINER: u64 = 8;
+/// Containers that may be kept before that counts.
+const CONTAINERS_FREE: u64 = 1 << 10;
 /// Bytes of an integer.
 const LONG_MAX: usize = 1 << 10;
 
@@ -29,6 +34,8 @@ pub(crate) struct Machine<'i, 'a> {
     pub(super) marks: Vec<usize>,
     memo: Memo,
     scratch: Vec<u8>,
+    /// Containers that are kept.
+    containers: u64,
     /// Where the opcode that is being carried out starts.
     pub(super) at: u64,
 }
@@ -36,7 +43,7 @@ pub(crate) struct Machine<'i, 'a> {
 impl<'i, 'a> Machine<'i, 'a> {
     pub(crate) fn new(input: &'i mut Input<'a>, builder: Builder) -> Self {
         let (stack, marks, scratch) = (Vec::new(), Vec::new(), Vec::new());
-        Self { input, builder, stack, marks, memo: Memo::default(), scratch, at: 0 }
+        Self { input, builder, stack, marks, memo: Memo::default(), scratch, containers: 0, at: 0 }
     }
 
     /// Runs to the end of the pickle. Returns the builder and what the pickle says it is.
@@ -269,12 +276,23 @@ impl<'i, 'a> Machine<'i, 'a> {
 
     fn open_dict(&mut self) -> Checked<()> {
         let kind = self.kind_of_dict();
+        self.count_container(kind != DictKind::Skipped)?;
         self.open(|builder| builder.open_dict(kind).map(|number| Value::Dict(kind, number)))
     }
 
     fn open_list(&mut self) -> Checked<()> {
         let kind = self.kind_of_list();
+        self.count_container(kind != ListKind::Skipped)?;
         self.open(|builder| builder.open_list(kind).map(|number| Value::List(kind, number)))
+    }
+
+    #[inline]
+    fn count_container(&mut self, is_kept: bool) -> Checked<()> {
+        self.containers += u64::from(is_kept);
+        if self.containers > CONTAINERS_FREE + self.at / BYTES_PER_CONTAINER {
+            return Err(self.damaged("more is begun than so few bytes can fill"));
+        }
+        Ok(())
     }
 
     fn open(&mut self, container: impl FnOnce(&mut Builder) -> Result<Value, Wrong>) -> Checked<()> {

@@ -59,7 +59,20 @@ impl Machine<'_, '_> {
         match parent {
             // In a batch of items keys and values take turns, and no list is a key.
             Some((below, Value::Dict(kind, _))) => match self.stack[floor..at].last() {
-                Some(&Value::Text(key)) if ahead % 2 == 1 => Holder::Dict { at: below, kind, key },
+                Some(&Value::Text(key)) if ahead % 2 == 1 => {
+                    let item = Holder::Dict { at: below, kind, key };
+                    match single {
+                        // The value before may be a dict that still gets its only item.
+                        Some(Holder::Dict { kind: inner, .. }) => {
+                            let fits = |kind| match is_list {
+                                true => schema::list_in(kind, Word::of(key)) != ListKind::Skipped,
+                                false => schema::dict_in(kind, Word::of(key)) != DictKind::Skipped,
+                            };
+                            if fits(inner) && !fits(kind) { single.unwrap_or(item) } else { item }
+                        }
+                        _ => item,
+                    }
+                }
                 _ => single.unwrap_or(Holder::Other),
             },
             // In a batch of elements the one before may be a list that still gets its only element.

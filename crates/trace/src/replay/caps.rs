@@ -47,7 +47,10 @@ pub(super) struct Causes {
 /// Concludes why memory went back.
 pub(super) fn conclude(survey: &Survey, pools: &Pools, sizes: &Sizes) -> Causes {
     let fetched = survey.fetches.iter().map(|fetch| fetch.bytes_before + fetch.bytes_segment).max().unwrap_or(0);
-    let mut least = survey.bytes_peak.max(fetched);
+    // Expandable segments grow by whole chunks, of which only what is needed is compared with the limit.
+    let grows = survey.regions.iter().any(|region| region.expandable);
+    let beyond = if grows { sizes.chunk(SegmentKind::Large) } else { 0 };
+    let mut least = survey.bytes_peak.saturating_sub(beyond).max(fetched);
     let mut below = u64::MAX;
     let mut notes = Vec::new();
 
@@ -77,7 +80,6 @@ pub(super) fn conclude(survey: &Survey, pools: &Pools, sizes: &Sizes) -> Causes 
         || judged.iter().any(|judged| judged.collected.is_some())
         || (candidates.len() == 1 && trims == 0 && candidates[0].quick);
 
-    if std::env::var("DBG").is_ok() { for (r,j) in survey.releases.iter().zip(&judged) { eprintln!("{:?} before {} retry {:?} sure {} coll {:?} full {} part {} pool {:?} left {:?} next {:?} least {least}", r.events, r.bytes_before, j.retry, j.retry_for_sure, j.collected, j.full, j.in_part, j.pool, r.left, r.next); } eprintln!("limited {limited}"); }
     let mut retries = 0;
     let threshold = sizes.settings().garbage_collection_threshold;
     let causes = judged

@@ -29,6 +29,8 @@ pub(super) struct Run<'a> {
     pub capacity: u64,
     /// Whether it should come out as recorded: memory comes where the recording has it, and everything is compared.
     pub as_recorded: Option<Expected>,
+    /// The events before which `expandable_segments` is switched.
+    pub switches: &'a [u32],
     pub progress: Option<&'a dyn Fn(ReplayProgress)>,
 }
 
@@ -37,6 +39,8 @@ pub(super) struct Run<'a> {
 pub(super) struct Expected {
     /// At least and at most: a recording does not count them.
     pub retries: (u64, u64),
+    /// Whether nothing beyond the first difference matters.
+    pub stops_at_difference: bool,
 }
 
 /// What came of it.
@@ -53,6 +57,8 @@ pub(super) struct Ran {
     pub forced_syncs: u64,
     pub driver_seconds: f64,
     pub out_of_memory: Option<(u64, Box<OomReport>)>,
+    /// The state that the recording began with could not be built; nothing was replayed.
+    pub could_not_start: bool,
     /// Recorded failures that were none here.
     pub failures_met: u64,
 }
@@ -77,10 +83,15 @@ impl Run<'_> {
             } else {
                 scene.take_anywhere(&mut machine, &mut slots)
             };
-            if let (Err(error), true) = (&built, self.as_recorded.is_some()) {
-                return Ok(Ran { first_difference: Some(self.cannot_start(error)), ..Ran::default() });
+            match built {
+                Ok(()) => {}
+                Err(error) if self.as_recorded.is_some() => {
+                    let first_difference = Some(self.cannot_start(&error));
+                    return Ok(Ran { first_difference, could_not_start: true, ..Ran::default() });
+                }
+                Err(Error::OutOfMemory(report)) => return does_not_fit(&machine, report),
+                Err(error) => return Err(error),
             }
-            built?;
         }
         if let (Some(cap), Some(caching)) = (self.cap, machine.caching()) {
             // Not before: what the recording began with is built without it.
@@ -91,19 +102,38 @@ impl Run<'_> {
         machine.take_seen();
         let before = machine.counters();
 
-        let live = slots.iter().flatten().map(|block: &Allocation| round_to_block(block.bytes_requested)).sum();
+        let live = slots.iter().flatten().map(|block: &Allocation| live_bytes(block.bytes_requested)).sum();
         let mut drive = Drive {
             run: self,
             machine,
             slots,
             check: Check::new(self.device, self.events),
             segments: &plan.segment_events,
+            switches: self.switches,
+            switch_at: self.switches.first().copied().unwrap_or(u32::MAX),
             live,
             ran: Ran { peak_live_bytes: live, ..Ran::default() },
         };
         drive.steps()?;
         drive.finish(before)
     }
+}
+
+/// What a request counts for: nothing is nothing.
+fn live_bytes(requested: u64) -> u64 {
+    if requested == 0 { 0 } else { round_to_block(requested) }
+}
+
+/// What the program had when the recording began does not fit already.
+fn does_not_fit(machine: &Machine, report: Box<OomReport>) -> Result<Ran> {
+    let stats = machine.allocator().stats(DEVICE)?;
+    Ok(Ran {
+        peak_live_bytes: stats.allocated_bytes.all.peak,
+        peak_reserved_bytes: stats.reserved_bytes.all.peak,
+        ooms: stats.num_ooms.max(1),
+        out_of_memory: Some((0, report)),
+        ..Ran::default()
+    })
 }
 
 impl Run<'_> {
@@ -125,6 +155,9 @@ struct Drive<'a> {
     check: Check<'a>,
     /// The recorded segment events that are still to come.
     segments: &'a [SegmentEvent],
+    /// The switches that are still to come, and the event of the first.
+    switches: &'a [u32],
+    switch_at: u32,
     live: u64,
     ran: Ran,
 }
@@ -162,6 +195,9 @@ impl<'a> Drive<'a> {
     fn step(&mut self, number: usize, step: &Step) -> Result<Next> {
         match *step {
             Step::Alloc { addr, bytes, event, slot, stream, pool } => {
+                if event >= self.switch_at {
+                    self.switch();
+                }
                 let recorded = self.recorded_segments(number);
                 let result = if recorded.is_empty() {
                     self.machine.allocate(stream, pool, bytes)
@@ -171,10 +207,13 @@ impl<'a> Drive<'a> {
                 self.look_at_segments(event, recorded);
                 match result {
                     Ok(block) => {
-                        self.live += round_to_block(bytes);
+                        self.live += live_bytes(bytes);
                         self.ran.peak_live_bytes = self.ran.peak_live_bytes.max(self.live);
                         self.check.address(event, addr, block.ptr.0);
                         self.slots[slot as usize] = Some(block);
+                        if self.check.first.is_some() && self.stops_at_difference() {
+                            return Ok(Next::Stop);
+                        }
                     }
                     Err(Error::OutOfMemory(report)) => {
                         self.check.differs(event, format_args!("{bytes} bytes at {addr:#x}"), "out of memory");
@@ -186,13 +225,13 @@ impl<'a> Drive<'a> {
             }
             Step::Free { slot, .. } => {
                 if let Some(block) = self.slots[slot as usize].take() {
-                    self.live -= round_to_block(block.bytes_requested);
+                    self.live -= live_bytes(block.bytes_requested);
                     self.machine.free(block)?;
                 }
             }
             Step::FreeInUse { slot, place, .. } => {
                 if let Some(block) = self.slots[slot as usize].take() {
-                    self.live -= round_to_block(block.bytes_requested);
+                    self.live -= live_bytes(block.bytes_requested);
                     self.machine.free_in_use(block, place)?;
                 }
             }
@@ -226,6 +265,22 @@ impl<'a> Drive<'a> {
             }
         }
         Ok(Next::Step)
+    }
+
+    /// As the recorded program did.
+    #[cold]
+    fn switch(&mut self) {
+        if let (Some(caching), Some((_, rest))) = (self.machine.caching(), self.switches.split_first()) {
+            let done = self.run.switches.len() - rest.len();
+            let expandable_segments = self.run.settings.expandable_segments != (done % 2 == 1);
+            caching.set_settings(Settings { expandable_segments, ..self.run.settings.clone() });
+            self.switches = rest;
+        }
+        self.switch_at = self.switches.first().copied().unwrap_or(u32::MAX);
+    }
+
+    fn stops_at_difference(&self) -> bool {
+        self.run.as_recorded.is_some_and(|expected| expected.stops_at_difference)
     }
 
     /// What the recorded allocator did with the driver in this step.

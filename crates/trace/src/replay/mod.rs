@@ -17,7 +17,8 @@
 //! ```
 //!
 //! How: `start.rs` finds where the recording began, `survey.rs` walks over it with a `ledger`, `endings.rs`, `pools.rs` and `caps.rs` conclude what it does not
-//! say, `plan.rs` makes calls of it, `drive.rs` makes the calls on a `machine.rs`, and `check.rs` compares.
+//! say, `plan.rs` makes calls of it, `drive.rs` makes the calls on a `machine.rs`, and `check.rs` compares. Where nothing else explains a difference,
+//! `switches.rs` looks for settings that changed on the way.
 
 mod caps;
 mod check;
@@ -34,7 +35,9 @@ mod setup;
 mod sizes;
 mod start;
 mod survey;
+mod switches;
 
+use std::collections::BTreeSet;
 use std::time::Instant;
 
 use warpool::driver::sim::SimDevice;
@@ -71,8 +74,16 @@ impl ReplayOptions<'_> {
 #[non_exhaustive]
 pub enum ReplayError {
     /// There are no events.
-    #[error("the recording has no history: call torch.cuda.memory._record_memory_history() before the program runs")]
+    #[error(
+        "the recording has no events of a device's memory; for PyTorch, call torch.cuda.memory._record_memory_history() before the program runs"
+    )]
     NoHistory,
+    /// It is about memory that no device has.
+    #[error("the recording cannot be of a real program: {why}")]
+    Implausible {
+        /// What cannot be.
+        why: String,
+    },
     /// The recorded settings cannot be.
     #[error("the recorded settings cannot be: {0}")]
     Settings(#[from] SettingsError),
@@ -96,7 +107,8 @@ pub fn replay(snapshot: &Snapshot, options: &ReplayOptions<'_>) -> Result<Replay
         let segments: Vec<&SegmentInfo> = snapshot.segments.iter().filter(is_here).collect();
         // PyTorch 2.11 does not.
         let names_pools = events.iter().filter(|event| event.action == Action::Alloc).all(|event| event.pool.is_some());
-        let tape = Tape { device, events, segments: &segments, names_pools };
+        let pauses_tell = survey::has_pauses(events);
+        let tape = Tape { device, events, segments: &segments, names_pools, pauses_tell, choices_tell: true };
         replay_device(tape, &settings, options, &mut report)?;
         devices += 1;
     }
@@ -115,6 +127,12 @@ pub fn replay(snapshot: &Snapshot, options: &ReplayOptions<'_>) -> Result<Replay
             _ => "the recording has nothing to prove the model with: what-if figures are estimates".to_owned(),
         });
     }
+    if options.allocator == AllocatorChoice::DriverPool {
+        // The proof is about the caching allocator; how the driver cuts its memory is not known.
+        let text =
+            "the driver's pool is simulated without fragmentation: what it holds is the least that a real one could";
+        report.warnings.push(text.to_owned());
+    }
     report.replay_seconds = began.elapsed().as_secs_f64();
     Ok(report)
 }
@@ -126,10 +144,13 @@ fn replay_device(
     report: &mut ReplayReport,
 ) -> Result<(), ReplayError> {
     let usual = SimDevice::h200().properties.bytes_total;
+    expect_plausible(tape)?;
     let mut proof =
         if tape.has_segments() { prove(tape, settings, usual, options)? } else { Proof::none(tape, settings) };
     proof.tell(tape, report);
-    let checked = proof.ran.take().filter(|_| !options.is_what_if());
+    let could_start = proof.ran.as_ref().is_none_or(|ran| !ran.could_not_start);
+    let checked = proof.ran.take().filter(|ran| !options.is_what_if() && !ran.could_not_start);
+
     let ran = match checked {
         Some(ran) => ran,
         None => {
@@ -143,13 +164,14 @@ fn replay_device(
                 plan: &model.plan,
                 start: model.start.as_ref(),
                 // Other ways of getting memory would have led to other segments.
-                starts_as_recorded: settings.expandable_segments == model.settings.expandable_segments,
+                starts_as_recorded: could_start && settings.expandable_segments == model.settings.expandable_segments,
                 pools: &model.pools,
                 choice: options.allocator,
                 settings: &settings,
                 cap: cap.filter(|_| !limited_otherwise),
                 capacity: options.capacity.unwrap_or(least.max(usual)),
                 as_recorded: None,
+                switches: if options.settings.is_none() { &model.switches } else { &[] },
                 progress: options.progress,
             };
             ran.run()?
@@ -173,6 +195,35 @@ fn replay_device(
     report.driver_seconds_modelled += ran.driver_seconds;
     if let (Some((event, oom)), Outcome::Completed) = (ran.out_of_memory, &report.outcome) {
         report.outcome = Outcome::OutOfMemory { event, report: oom };
+    }
+    Ok(())
+}
+
+/// Refuses what would keep the replay busy for ever: damaged numbers, not programs.
+fn expect_plausible(tape: Tape<'_>) -> Result<(), ReplayError> {
+    const BYTES_MAX: u64 = 16 << 40;
+    const STREAMS_MAX: usize = 65_535;
+    let refuse = |why: String| Err(ReplayError::Implausible { why });
+    let at_end: u64 = tape.segments.iter().fold(0, |sum, segment| sum.saturating_add(segment.total_size));
+    let (mut held, mut peak) = (0_u64, at_end);
+    let (mut streams, mut last) = (BTreeSet::new(), None);
+    for event in tape.events {
+        match event.action {
+            Action::SegmentAlloc | Action::SegmentMap => held = held.saturating_add(event.size),
+            Action::SegmentFree | Action::SegmentUnmap => held = held.saturating_sub(event.size),
+            _ => {}
+        }
+        peak = peak.max(held);
+        if last != Some(event.stream) {
+            last = Some(event.stream);
+            streams.insert(event.stream);
+        }
+    }
+    if peak > BYTES_MAX {
+        return refuse(format!("{peak} bytes were held at once"));
+    }
+    if streams.len() > STREAMS_MAX {
+        return refuse(format!("it names {} streams", streams.len()));
     }
     Ok(())
 }
@@ -252,7 +303,7 @@ impl Proof {
 }
 
 /// Looks for the reading of the recording that reproduces it: the plain one first, then everything that can be concluded, in both orders of
-/// free blocks, with the likely limits. Of readings that all differ, that with the most addresses right.
+/// free blocks, with pauses that mean something and without, with the likely limits. Of readings that all differ, that with the most addresses right.
 fn prove(tape: Tape<'_>, settings: &Settings, usual: u64, options: &ReplayOptions<'_>) -> Result<Proof, ReplayError> {
     let orders = match tape.names_pools {
         // PyTorch named the pools in its history from the version on in which it also changed the order.
@@ -268,7 +319,9 @@ fn prove(tape: Tape<'_>, settings: &Settings, usual: u64, options: &ReplayOption
         }
         best = Some(proof);
     }
-    for order in orders {
+    let without_pauses = Tape { pauses_tell: false, ..tape };
+    let tapes = if tape.pauses_tell { vec![tape, without_pauses] } else { vec![tape] };
+    for (order, tape) in orders.into_iter().flat_map(|order| tapes.iter().map(move |&tape| (order, tape))) {
         let mut model = Some(Model::deep(tape, ordered(order)));
         let mut guess = 0;
         while let Some(tried) = model.take() {
@@ -286,7 +339,49 @@ fn prove(tape: Tape<'_>, settings: &Settings, usual: u64, options: &ReplayOption
             }
         }
     }
-    Ok(best.expect("at least one reading was tried"))
+    let mut best = best.expect("at least one reading was tried");
+    if switches::are_likely(tape.events, tape.segments, settings.expandable_segments) {
+        let first = switches::first_value(tape.events).unwrap_or(settings.expandable_segments);
+        for order in orders {
+            let settings = Settings { expandable_segments: first, ..ordered(order) };
+            let proof = attempt_switched(tape, settings, usual, options)?;
+            if proof.is_exact() || best.addresses_equal() < proof.addresses_equal() {
+                best = proof;
+            }
+            if best.is_exact() {
+                break;
+            }
+        }
+        best.model.notes.push(match (best.is_exact(), best.model.switches.len()) {
+            (true, 0) => format!("expandable_segments was {first} throughout, and switched before the end"),
+            (true, count) => format!("expandable_segments was switched {count} times; when was told by what followed"),
+            (false, _) => "expandable_segments was switched while the program ran, and when is not known".to_owned(),
+        });
+    }
+    Ok(best)
+}
+
+/// Looks for a reading in which `expandable_segments` was switched while the program ran, and began as in `settings`.
+fn attempt_switched(
+    tape: Tape<'_>,
+    settings: Settings,
+    usual: u64,
+    options: &ReplayOptions<'_>,
+) -> Result<Proof, ReplayError> {
+    let tape = Tape { choices_tell: false, ..tape };
+    let mut model = if tape.is_simple() { Model::simple(tape, settings) } else { Model::deep(tape, settings) };
+    let guess = model.cap.as_ref().and_then(|cap| cap.guesses.first().copied());
+    model.switches = switches::search(tape.events, |tried| {
+        let run = as_recorded(tape, &model, guess, usual, options);
+        let stopping = run.as_recorded.map(|expected| Expected { stops_at_difference: true, ..expected });
+        let ran = Run { switches: tried, as_recorded: stopping, progress: None, ..run }.run()?;
+        Ok::<_, ReplayError>(ran.first_difference.map(|first| first.event.map_or(tape.events.len(), index)))
+    })?;
+    attempt(tape, model, guess, usual, options)
+}
+
+fn index(event: u64) -> usize {
+    usize::try_from(event).expect("a place in a list")
 }
 
 fn attempt(
@@ -296,7 +391,18 @@ fn attempt(
     usual: u64,
     options: &ReplayOptions<'_>,
 ) -> Result<Proof, ReplayError> {
-    let run = Run {
+    let ran = as_recorded(tape, &model, cap, usual, options).run()?;
+    Ok(Proof { model, cap, ran: Some(ran) })
+}
+
+fn as_recorded<'a>(
+    tape: Tape<'a>,
+    model: &'a Model,
+    cap: Option<u64>,
+    usual: u64,
+    options: &ReplayOptions<'a>,
+) -> Run<'a> {
+    Run {
         device: tape.device,
         events: tape.events,
         plan: &model.plan,
@@ -307,9 +413,8 @@ fn attempt(
         settings: &model.settings,
         cap,
         capacity: model.capacity(tape, usual),
-        as_recorded: Some(Expected { retries: model.retries }),
+        as_recorded: Some(Expected { retries: model.retries, stops_at_difference: false }),
+        switches: &model.switches,
         progress: options.progress,
-    };
-    let ran = run.run()?;
-    Ok(Proof { model, cap, ran: Some(ran) })
+    }
 }

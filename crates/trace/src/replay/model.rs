@@ -19,6 +19,10 @@ pub(super) struct Tape<'a> {
     pub segments: &'a [&'a SegmentInfo],
     /// Whether every entry names its pool.
     pub names_pools: bool,
+    /// Whether a pause between two segments that go back tells two releases apart. A slow driver pauses too.
+    pub pauses_tell: bool,
+    /// Whether the choice of a block tells pools apart. Where settings changed on the way, it may have had other reasons.
+    pub choices_tell: bool,
 }
 
 impl Tape<'_> {
@@ -52,6 +56,8 @@ pub(super) struct Model {
     pub cap: Option<Cap>,
     /// At least and at most.
     pub retries: (u64, u64),
+    /// The events before which `expandable_segments` was switched; the settings have what it was before.
+    pub switches: Vec<u32>,
     pub notes: Vec<String>,
 }
 
@@ -60,7 +66,7 @@ impl Model {
     pub fn simple(tape: Tape<'_>, settings: Settings) -> Self {
         let plan = plan(tape.events, &Knowledge::default());
         let pools = Pools::default_only();
-        Self { settings, start: None, pools, plan, cap: None, retries: (0, 0), notes: Vec::new() }
+        Self { settings, start: None, pools, plan, cap: None, retries: (0, 0), switches: Vec::new(), notes: Vec::new() }
     }
 
     /// Everything that can be told.
@@ -72,7 +78,7 @@ impl Model {
         // A history that cannot be undone may still be whole, with an end that does not fit it.
         let start = start.filter(|start| {
             start.misfits == 0 || {
-                let forwards = survey(tape.events, Ledger::new(sizes.clone(), by_registration), tape.segments);
+                let forwards = survey(tape, Ledger::new(sizes.clone(), by_registration));
                 start.misfits <= forwards.misfits
             }
         });
@@ -84,6 +90,9 @@ impl Model {
         let by_registration = settings.free_block_order == FreeBlockOrder::Registration;
         let mut notes = Vec::new();
         let mut survey = survey_corrected(tape, start.as_mut(), &Ledger::new(sizes.clone(), by_registration));
+        if !tape.choices_tell {
+            survey.rivalries.clear();
+        }
         if !sizes.gives_back_parts() {
             endings::tell_apart(&mut survey);
         }
@@ -117,8 +126,10 @@ impl Model {
         if let Some(start) = &start {
             note_start(start, &mut notes);
         }
-        note_pools(&pools, survey.misfits, &mut notes);
-        Self { settings, start, pools, plan, cap, retries, notes }
+        // Blocks were split otherwise than is known here.
+        let misfits = if tape.choices_tell { survey.misfits } else { 0 };
+        note_pools(&pools, misfits, &mut notes);
+        Self { settings, start, pools, plan, cap, retries, switches: Vec::new(), notes }
     }
 
     /// The memory of the device that this is replayed on: `usual`, unless the recording held more, or reserved ranges closer together than
@@ -137,7 +148,8 @@ impl Model {
 
     /// The least distance between the starts of two ranges of addresses.
     fn range_gap(&self, tape: Tape<'_>) -> Option<u64> {
-        if !self.settings.expandable_segments {
+        let maps = |event: &TraceEntry| event.action == Action::SegmentMap;
+        if !self.settings.expandable_segments && !tape.events.iter().any(maps) {
             return None;
         }
         let sizes = Sizes::new(&self.settings);
@@ -162,9 +174,9 @@ impl Model {
 /// be; then the walk begins anew.
 fn survey_corrected(tape: Tape<'_>, start: Option<&mut Start>, empty: &Ledger) -> Survey {
     const WALKS_MAX: u32 = 16;
-    let Some(start) = start else { return survey(tape.events, empty.clone(), tape.segments) };
+    let Some(start) = start else { return survey(tape, empty.clone()) };
     for _ in 0..WALKS_MAX {
-        let found = survey(tape.events, start.ledger.clone(), tape.segments);
+        let found = survey(tape, start.ledger.clone());
         let before = start.corrections;
         for pair in &found.rivalries {
             start.corrections += u64::from(start.ledger.lengthen_before(pair.addr, pair.excess).is_some());
@@ -173,7 +185,7 @@ fn survey_corrected(tape: Tape<'_>, start: Option<&mut Start>, empty: &Ledger) -
             return found;
         }
     }
-    survey(tape.events, start.ledger.clone(), tape.segments)
+    survey(tape, start.ledger.clone())
 }
 
 fn note_start(start: &Start, notes: &mut Vec<String>) {

@@ -2,10 +2,11 @@
 //! cannot have been in one pool. No conclusions here: `pools.rs` and `caps.rs` draw them.
 
 use rustc_hash::FxHashSet;
-use warpool::memory::{Action, MemPoolId, SegmentInfo, SegmentKind, TraceEntry};
+use warpool::memory::{Action, MemPoolId, SegmentKind, TraceEntry};
 
 use super::endings::is_small_first;
 use super::ledger::{Ledger, Region, RegionId};
+use super::model::Tape;
 use super::sizes::Sizes;
 
 /// No region: the recording does not fit itself there.
@@ -93,8 +94,9 @@ pub(super) struct Survey {
     pub misfits: u64,
 }
 
-/// Walks over the events from the state that `ledger` has. `segments` is the state at the end, which tells pools.
-pub(super) fn survey(events: &[TraceEntry], mut ledger: Ledger, segments: &[&SegmentInfo]) -> Survey {
+/// Walks over the events from the state that `ledger` has. The segments at the end tell pools.
+pub(super) fn survey(tape: Tape<'_>, mut ledger: Ledger) -> Survey {
+    let Tape { events, segments, .. } = tape;
     let mut found = Survey { bytes_peak: ledger.bytes(), ..Survey::default() };
     let mut rivalries = FxHashSet::default();
     let mut served_before = None;
@@ -112,7 +114,7 @@ pub(super) fn survey(events: &[TraceEntry], mut ledger: Ledger, segments: &[&Seg
                 true
             }
             Action::SegmentFree | Action::SegmentUnmap => {
-                at = found.note_release(events, at, &mut ledger, served_before.take());
+                at = found.note_release(tape, at, &mut ledger, served_before.take());
                 continue;
             }
             Action::Alloc => {
@@ -129,7 +131,7 @@ pub(super) fn survey(events: &[TraceEntry], mut ledger: Ledger, segments: &[&Seg
             Action::FreeRequested => ledger.give_back(event.addr).is_some(),
             Action::FreeCompleted => {
                 if served_before.is_none() && is_late(events, at) {
-                    served_before = could_serve_before_wait(events, at, &ledger);
+                    served_before = could_serve_before_wait(tape, at, &ledger);
                 }
                 ledger.release(event.addr).is_some()
             }
@@ -203,12 +205,13 @@ impl Survey {
     /// All that was given back in one go. Returns where to go on.
     fn note_release(
         &mut self,
-        events: &[TraceEntry],
+        tape: Tape<'_>,
         first: usize,
         ledger: &mut Ledger,
         served_before: Option<Vec<RegionId>>,
     ) -> usize {
-        let end = end_of_release(events, first, ledger.sizes());
+        let events = tape.events;
+        let end = end_of_release(tape, first, ledger.sizes());
         let bytes_before = ledger.bytes();
         let request = request_after_release(events, end, ledger);
         let could_serve_before =
@@ -251,16 +254,17 @@ impl Survey {
 
 /// Where a release that begins at `first` ends. Two that follow each other at once are told apart by their pools, as far as those are
 /// named: the default pool comes first, and the end of a pool touches no other. Or else by their order, since a pool gives back what it has
-/// in the order of its searches, and by the time between them: only the first free of a release waits for the device.
-fn end_of_release(events: &[TraceEntry], first: usize, sizes: &Sizes) -> usize {
-    const PAUSE_US: i64 = 5_000;
+/// in the order of its searches, and by the time between them: only the first free of a release waits for the device. That a slow driver
+/// pauses too is why both are tried.
+fn end_of_release(tape: Tape<'_>, first: usize, sizes: &Sizes) -> usize {
+    let events = tape.events;
     let in_order = !sizes.gives_back_parts();
     let of_private = events[first].pool.is_some_and(|pool| !pool.is_default());
     let mut end = first + 1;
     for at in first + 1..events.len() {
         match events[at].action {
             Action::SegmentFree | Action::SegmentUnmap => {
-                let paused = at > first + 1 && events[at].time_us - events[at - 1].time_us > PAUSE_US;
+                let paused = tape.pauses_tell && at > first + 1 && is_pause(&events[at - 1], &events[at]);
                 let other = events[at].pool != events[end - 1].pool;
                 let disordered = in_order && breaks_order(&events[end - 1], &events[at]);
                 if paused || disordered || (other && (of_private || events[at].pool.is_some_and(MemPoolId::is_default)))
@@ -274,6 +278,17 @@ fn end_of_release(events: &[TraceEntry], first: usize, sizes: &Sizes) -> usize {
         }
     }
     end
+}
+
+/// Whether some segments went back with a pause between them.
+pub(super) fn has_pauses(events: &[TraceEntry]) -> bool {
+    events.windows(2).any(|pair| pair.iter().all(|event| is_return(event.action)) && is_pause(&pair[0], &pair[1]))
+}
+
+/// Longer than a free usually takes, other than the first.
+fn is_pause(one: &TraceEntry, next: &TraceEntry) -> bool {
+    const PAUSE_US: i64 = 5_000;
+    next.time_us - one.time_us > PAUSE_US
 }
 
 /// Whether two segments cannot have been given back by one pool in this order.
@@ -305,12 +320,13 @@ fn is_late(events: &[TraceEntry], at: usize) -> bool {
 
 /// If frees complete from `at` on because somebody waits for everything before a release: which regions could have served the request that it
 /// was for before that. What the wait frees comes too late for it.
-fn could_serve_before_wait(events: &[TraceEntry], at: usize, ledger: &Ledger) -> Option<Vec<RegionId>> {
+fn could_serve_before_wait(tape: Tape<'_>, at: usize, ledger: &Ledger) -> Option<Vec<RegionId>> {
+    let events = tape.events;
     let behind = at + events[at..].iter().take_while(|event| event.action == Action::FreeCompleted).count();
     if !events.get(behind).is_some_and(|event| is_return(event.action)) {
         return None;
     }
-    let (stream, size, _) = request_after_release(events, end_of_release(events, behind, ledger.sizes()), ledger)?;
+    let (stream, size, _) = request_after_release(events, end_of_release(tape, behind, ledger.sizes()), ledger)?;
     Some(could_serve(ledger, stream, size))
 }
 

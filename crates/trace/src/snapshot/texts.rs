@@ -4,20 +4,24 @@ use std::collections::HashMap;
 use std::sync::Arc;
 
 use super::schema;
+use crate::error;
 
 /// Different texts: more than one per event of any recording that fits into memory.
 const TEXTS_MAX: usize = 1 << 27;
+/// Bytes of different texts. Well compressed, a small file could ask for any amount of them.
+const BYTES_MAX: usize = 1 << 30;
 
 /// Texts by number, and numbers by text.
 pub(crate) struct TextTable {
     list: Vec<Arc<str>>,
     /// Only ever asked, never gone through; the standard hasher, since whoever wrote the file chose the texts.
     places: HashMap<Arc<str>, u32>,
+    bytes: usize,
 }
 
 impl TextTable {
     pub(crate) fn new() -> Self {
-        let mut table = Self { list: Vec::new(), places: HashMap::new() };
+        let mut table = Self { list: Vec::new(), places: HashMap::new(), bytes: 0 };
         for (number, text) in schema::known_texts().enumerate() {
             assert_eq!(table.intern(text), Ok(number as u32), "the known texts differ from one another");
         }
@@ -32,6 +36,10 @@ impl TextTable {
         if self.list.len() >= TEXTS_MAX {
             return Err("too many different texts");
         }
+        if text.len() > BYTES_MAX - self.bytes {
+            return Err("more than 1 GiB of different texts");
+        }
+        self.bytes += text.len();
         let place = self.list.len() as u32;
         let text: Arc<str> = text.into();
         self.list.push(Arc::clone(&text));
@@ -69,14 +77,9 @@ impl TextTable {
         &self.list[place as usize]
     }
 
-    /// The same for messages: not longer than a line.
+    /// The same for messages.
     pub(crate) fn short(&self, place: u32) -> String {
-        const CHARS_MAX: usize = 60;
-        let text = self.get(place);
-        match text.char_indices().nth(CHARS_MAX) {
-            Some((end, _)) => format!("{}…", &text[..end]),
-            None => text.to_owned(),
-        }
+        error::short(self.get(place))
     }
 
     pub(crate) fn len(&self) -> usize {

@@ -1,4 +1,4 @@
-//! Files beside the tests, and shorthands.
+//! Files for the tests, and shorthands.
 
 #![allow(dead_code, clippy::allow_attributes, reason = "each test uses some of them")]
 
@@ -7,12 +7,16 @@ use std::path::PathBuf;
 use warpool::memory::{Action, TraceEntry};
 use warpool_trace::{ReadError, ReadOptions, Recording};
 
-/// Where a file of `tests/data` is.
+/// Recordings of real programs.
+pub const RECORDINGS: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../../recordings");
+
+/// Where a file is: one of `tests/data`, or else a recording of a real program.
 pub fn path(name: &str) -> PathBuf {
-    PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/data").join(name)
+    let beside = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/data").join(name);
+    if beside.exists() { beside } else { PathBuf::from(RECORDINGS).join(name) }
 }
 
-/// The bytes of a file of `tests/data`.
+/// The bytes of such a file.
 pub fn bytes(name: &str) -> Vec<u8> {
     std::fs::read(path(name)).unwrap_or_else(|error| panic!("{name}: {error}"))
 }
@@ -22,7 +26,7 @@ pub fn read(bytes: &[u8]) -> Result<Recording, ReadError> {
     warpool_trace::read(bytes, &ReadOptions { stacks: true, progress: None })
 }
 
-/// Reads a file of `tests/data`, with stacks.
+/// Reads such a file, with stacks.
 pub fn recording(name: &str) -> Recording {
     read(&bytes(name)).unwrap_or_else(|error| panic!("{name}: {error}"))
 }

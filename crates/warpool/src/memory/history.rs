@@ -89,7 +89,8 @@ thread_local! {
 /// Sets what is written beside everything that the calling thread causes from now on; an empty text is nothing.
 pub fn set_user_metadata(text: &str) {
     let text = if text.is_empty() { None } else { Some(text.into()) };
-    USER_METADATA.with(|slot| *slot.borrow_mut() = text);
+    // Where the thread's notes are gone already, at its very end, nothing is written beside anything.
+    let _ = USER_METADATA.try_with(|slot| *slot.borrow_mut() = text);
 }
 
 /// What is written beside everything that the calling thread causes.
@@ -100,12 +101,12 @@ pub fn user_metadata() -> Option<Arc<str>> {
 
 /// Enters a compiled region: its name is written beside everything that the calling thread causes.
 pub fn push_compile_context(name: &str) {
-    COMPILE_CONTEXTS.with(|stack| stack.borrow_mut().push(name.into()));
+    let _ = COMPILE_CONTEXTS.try_with(|stack| stack.borrow_mut().push(name.into()));
 }
 
 /// Leaves the compiled region entered last.
 pub fn pop_compile_context() {
-    COMPILE_CONTEXTS.with(|stack| drop(stack.borrow_mut().pop()));
+    let _ = COMPILE_CONTEXTS.try_with(|stack| drop(stack.borrow_mut().pop()));
 }
 
 pub(crate) fn compile_context() -> Option<Arc<str>> {

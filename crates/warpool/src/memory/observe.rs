@@ -163,15 +163,15 @@ impl<T: Clone> List<T> {
     }
 
     fn replace(&self, with: Option<(ObserverId, T)>) {
-        self.change(|entries| *entries = with.into_iter().collect());
+        drop(self.change(|entries| std::mem::replace(entries, with.into_iter().collect())));
     }
 
     fn remove(&self, id: ObserverId) -> bool {
-        self.change(|entries| {
-            let before = entries.len();
-            entries.retain(|(other, _)| *other != id);
-            entries.len() < before
-        })
+        let removed = self.change(|entries| {
+            let at = entries.iter().position(|(other, _)| *other == id)?;
+            Some(entries.remove(at))
+        });
+        removed.is_some()
     }
 
     /// Copies, so that they are called without the lock.
@@ -182,6 +182,7 @@ impl<T: Clone> List<T> {
         lock(&self.entries).iter().map(|(_, entry)| entry.clone()).collect()
     }
 
+    /// What is taken out is returned, and dropped without the lock: it may own blocks, whose drop is told to the trackers.
     fn change<R>(&self, act: impl FnOnce(&mut Vec<(ObserverId, T)>) -> R) -> R {
         let mut entries = lock(&self.entries);
         let result = act(&mut entries);

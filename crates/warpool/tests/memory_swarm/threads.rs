@@ -80,7 +80,6 @@ fn worker(
 ) {
     let mine = thread * (STREAMS_EACH + 1);
     let streams = &machine.streams[0][mine..mine + STREAMS_EACH];
-    // Before chunks are unmapped their stream is waited for, which breaks a capture that begins on it in that very moment: a caller must see to that.
     let for_captures = machine.stream(0, mine + STREAMS_EACH);
     let device = machine.gpu.device(0).unwrap();
     let shared: Arc<dyn DeviceAllocator> = allocator.clone();

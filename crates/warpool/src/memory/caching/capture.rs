@@ -3,13 +3,16 @@
 //!
 //! "During a capture" means that the stream in question captures, not that some pool's scope is open.
 
+use std::collections::BTreeSet;
+
 use rustc_hash::FxHashSet;
 use warpool_driver::{CaptureMode, CaptureState, Driver, ErrorCode, NodeId, StreamId};
 
 use super::block::BlockKey;
-use super::state::Cause;
+use super::state::State;
 use super::{CachingAllocator, Cell};
 use crate::Result;
+use crate::memory::journal::Cause;
 
 /// A block that was given back in a capture.
 pub(super) struct Deferred {
@@ -71,46 +74,54 @@ impl CachingAllocator {
         self.mark_uses(cell, block, cause)
     }
 
-    /// Frees what waited for captures that are over.
+    /// Frees what waited for captures that are over. Every stream is asked about once, however many blocks wait: another thread's capture may
+    /// defer thousands, and this is called by every request outside of it.
     pub(super) fn settle_deferred(&self, cell: &Cell, cause: &Cause) -> Result<()> {
-        let deferred = self.with(cell, |state| std::mem::take(&mut state.deferred));
-        let mut outcome = Ok(());
-        for Deferred { block, markers } in deferred {
-            if outcome.is_err() {
-                self.with(cell, |state| state.deferred.push(Deferred { block, markers }));
-                continue;
-            }
-            let streams = self.streams_of(cell, block);
-            match streams.iter().try_fold(false, |any, &stream| Ok(any || self.is_capturing(cell, stream)?)) {
-                Ok(true) => self.with(cell, |state| state.deferred.push(Deferred { block, markers })),
-                Ok(false) => outcome = self.finish_free(cell, block, cause),
-                Err(error) => {
-                    self.with(cell, |state| state.deferred.push(Deferred { block, markers }));
-                    outcome = Err(error);
-                }
+        let streams: BTreeSet<StreamId> =
+            self.with(cell, |state| state.deferred.iter().flat_map(|entry| state.streams_of(entry.block)).collect());
+        let mut captures = FxHashSet::default();
+        for stream in streams {
+            if self.is_capturing(cell, stream)? {
+                captures.insert(stream);
             }
         }
-        outcome
+        let ready: Vec<Deferred> = self.with(cell, |state| {
+            let deferred = std::mem::take(&mut state.deferred);
+            let waits = |entry: &Deferred| state.streams_of(entry.block).any(|stream| captures.contains(&stream));
+            let (kept, ready) = deferred.into_iter().partition(waits);
+            state.deferred = kept;
+            ready
+        });
+        let mut ready = ready.into_iter();
+        while let Some(Deferred { block, .. }) = ready.next() {
+            let outcome = self.finish_free(cell, block, cause);
+            if outcome.is_err() {
+                self.with(cell, |state| state.deferred.extend(ready));
+                return outcome;
+            }
+        }
+        Ok(())
     }
 
     /// Frees what was given back in the capture of `stream` and is, by the graph's order, done before whatever the stream does next.
     pub(super) fn reuse_in_capture(&self, cell: &Cell, stream: StreamId, cause: &Cause) -> Result<()> {
-        let candidates = self.with(cell, |state| {
-            let of_stream = |entry: &&Deferred| {
-                !entry.markers.is_empty() && state.place_of(state.blocks[entry.block].segment).1 == stream
-            };
-            state.deferred.iter().filter(of_stream).map(|entry| entry.block).collect::<Vec<_>>()
+        let is_candidate = |state: &State, entry: &Deferred| {
+            !entry.markers.is_empty() && state.place_of(state.blocks[entry.block].segment).1 == stream
+        };
+        let any = self.with(cell, |state| {
+            state.policy.reuse_in_capture && state.deferred.iter().any(|entry| is_candidate(state, entry))
         });
-        if !self.with(cell, |state| state.policy.reuse_in_capture) || candidates.is_empty() {
+        if !any {
             return Ok(());
         }
         let done = self.ancestors(stream)?;
         self.with(cell, |state| {
-            let (reusable, kept) = std::mem::take(&mut state.deferred).into_iter().partition(|entry| {
-                candidates.contains(&entry.block) && entry.markers.iter().all(|marker| done.contains(marker))
-            });
+            let deferred = std::mem::take(&mut state.deferred);
+            let is_done = |entry: &Deferred| {
+                is_candidate(state, entry) && entry.markers.iter().all(|marker| done.contains(marker))
+            };
+            let (reusable, kept): (Vec<_>, Vec<_>) = deferred.into_iter().partition(is_done);
             state.deferred = kept;
-            let reusable: Vec<Deferred> = reusable;
             for entry in reusable {
                 state.blocks[entry.block].extra = None;
                 state.complete_free(entry.block, cause);
@@ -121,11 +132,13 @@ impl CachingAllocator {
 
     /// All nodes that the stream's next work comes after.
     fn ancestors(&self, stream: StreamId) -> Result<FxHashSet<NodeId>> {
-        let topology = self.driver().capture_topology(stream)?;
+        let mut edges = self.driver().capture_topology(stream)?.edges;
+        edges.sort_unstable_by_key(|&(_, to)| to);
         let mut open = self.driver().capture_dependencies(stream)?;
         let mut seen: FxHashSet<NodeId> = open.iter().copied().collect();
         while let Some(node) = open.pop() {
-            for &(from, _) in topology.edges.iter().filter(|&&(_, to)| to == node) {
+            let first = edges.partition_point(|&(_, to)| to < node);
+            for &(from, _) in edges[first..].iter().take_while(|&&(_, to)| to == node) {
                 if seen.insert(from) {
                     open.push(from);
                 }
@@ -151,14 +164,15 @@ impl CachingAllocator {
 
     /// The streams that a block was allocated for and used on.
     fn streams_of(&self, cell: &Cell, block: BlockKey) -> Vec<StreamId> {
-        self.with(cell, |state| {
-            let entry = &state.blocks[block];
-            let mut streams = vec![state.place_of(entry.segment).1];
-            if let Some(extra) = &entry.extra {
-                streams.extend(extra.uses.iter().chain(&extra.uses_in_capture));
-            }
-            streams
-        })
+        self.with(cell, |state| state.streams_of(block).collect())
+    }
+}
+
+impl State {
+    fn streams_of(&self, block: BlockKey) -> impl Iterator<Item = StreamId> + '_ {
+        let entry = &self.blocks[block];
+        let uses = entry.extra.iter().flat_map(|extra| extra.uses.iter().chain(&extra.uses_in_capture));
+        std::iter::once(self.place_of(entry.segment).1).chain(uses.copied())
     }
 }
 

@@ -5,9 +5,10 @@
 
 use warpool_driver::{DeviceId, DevicePtr, StreamId};
 
-use super::block::{BlockKey, Standing};
-use super::state::{Cause, State};
+use super::block::{Block, BlockKey, Standing};
+use super::state::State;
 use super::{CachingAllocator, Cell};
+use crate::memory::journal::Cause;
 use crate::memory::{Allocation, MemPoolId, StackLevel};
 use crate::{Error, Result};
 
@@ -26,6 +27,12 @@ struct Kept {
     size: u64,
     requested: u64,
     uses: Vec<StreamId>,
+}
+
+impl Kept {
+    fn end(&self) -> u64 {
+        self.ptr + self.size
+    }
 }
 
 impl PoolCheckpoint {
@@ -81,7 +88,7 @@ impl CachingAllocator {
             state.expect_room_for(checkpoint)?;
             let mut freed = state.free_all_of(checkpoint.pool, &cause);
             freed.sort_unstable();
-            let allocated = checkpoint.blocks.iter().map(|kept| state.carve(checkpoint.pool, kept, &cause)).collect();
+            let allocated = state.carve_all(checkpoint, &cause);
             Ok(Restored { freed: freed.into_iter().map(DevicePtr).collect(), allocated })
         })?;
         for &allocation in &restored.allocated {
@@ -116,21 +123,23 @@ impl State {
 
     /// Every kept block must lie in memory that the pool has, without a hole.
     fn expect_room_for(&self, checkpoint: &PoolCheckpoint) -> Result<()> {
-        let mut ranges: Vec<(u64, u64)> = self
+        let mut ranges: Vec<&Block> = self
             .blocks_of(checkpoint.pool)
-            .filter(|&block| matches!(self.blocks[block].standing, Standing::Free | Standing::Taken))
-            .map(|block| (self.blocks[block].ptr, self.blocks[block].end()))
+            .map(|block| &self.blocks[block])
+            .filter(|block| matches!(block.standing, Standing::Free | Standing::Taken))
             .collect();
-        ranges.sort_unstable();
+        ranges.sort_unstable_by_key(|block| block.ptr);
         for kept in &checkpoint.blocks {
+            let behind = &ranges[ranges.partition_point(|block| block.end() <= kept.ptr)..];
             let mut reached = kept.ptr;
-            for &(start, end) in ranges.iter().filter(|&&(_, end)| end > kept.ptr) {
-                if start > reached || reached >= kept.ptr + kept.size {
+            // Within one segment: two that happen to lie side by side are still two.
+            for block in behind.iter().take_while(|block| block.segment == behind[0].segment) {
+                if block.ptr > reached || reached >= kept.end() {
                     break;
                 }
-                reached = end;
+                reached = block.end();
             }
-            if reached < kept.ptr + kept.size {
+            if reached < kept.end() {
                 let why = format!("could not find {:#x}: the memory was given back since", kept.ptr);
                 return Err(Error::Checkpoint { pool: checkpoint.pool, why });
             }
@@ -154,14 +163,30 @@ impl State {
             .collect()
     }
 
+    /// Cuts the kept blocks out of free memory. Both are gone through by address: what is left of a block that was cut keeps its name.
+    fn carve_all(&mut self, checkpoint: &PoolCheckpoint, cause: &Cause) -> Vec<Allocation> {
+        let mut free: Vec<(u64, BlockKey)> = self
+            .blocks_of(checkpoint.pool)
+            .filter(|&block| self.blocks[block].standing == Standing::Free)
+            .map(|block| (self.blocks[block].ptr, block))
+            .collect();
+        free.sort_unstable();
+        let around = |kept: &Kept| free[..free.partition_point(|&(ptr, _)| ptr <= kept.ptr)].last();
+        checkpoint
+            .blocks
+            .iter()
+            .map(|kept| {
+                let &(_, rest) = around(kept).expect("room was checked, and all of the pool is free");
+                self.carve(rest, kept, cause)
+            })
+            .collect()
+    }
+
     /// Cuts a kept block out of the free one around it, whatever the rules of splitting say.
-    fn carve(&mut self, pool: MemPoolId, kept: &Kept, cause: &Cause) -> Allocation {
-        let around = self.blocks_of(pool).find(|&block| {
-            let block = &self.blocks[block];
-            block.standing == Standing::Free && block.ptr <= kept.ptr && kept.ptr + kept.size <= block.end()
-        });
-        let rest = around.expect("room was checked, and all of the pool is free");
-        let (kind, stream) = self.place_of(self.blocks[rest].segment);
+    fn carve(&mut self, rest: BlockKey, kept: &Kept, cause: &Cause) -> Allocation {
+        let around = &self.blocks[rest];
+        assert!(around.ptr <= kept.ptr && kept.end() <= around.end(), "room for {:#x} was checked", kept.ptr);
+        let (kind, stream) = self.place_of(around.segment);
         self.take_free(rest);
         let before = kept.ptr - self.blocks[rest].ptr;
         if before > 0 {

@@ -10,9 +10,10 @@ use super::block::{Block, BlockKey, Standing};
 use super::pending::Mark;
 use super::segment::Fetched;
 use super::size;
-use super::state::{BinKey, Cause, LaneKey, Source, State, Want};
+use super::state::{BinKey, LaneKey, Source, State, Want};
 use super::{CachingAllocator, Cell};
 use crate::Result;
+use crate::memory::journal::Cause;
 use crate::memory::settings::Reserve;
 use crate::memory::{Action, OomCause, SegmentKind};
 
@@ -20,14 +21,13 @@ use crate::memory::{Action, OomCause, SegmentKind};
 pub(super) struct Growing {
     base: u64,
     chunk: u64,
-    /// What is mapped, by chunk.
+    /// What is mapped, by chunk, up to the last one that ever was: a segment reserves far more than it uses.
     handles: Vec<Option<PhysicalId>>,
 }
 
 impl Growing {
-    fn new(base: u64, bytes: u64, chunk: u64) -> Self {
-        let chunks = usize::try_from(bytes / chunk).expect("addresses fit");
-        Self { base, chunk, handles: vec![None; chunks] }
+    fn new(base: u64, chunk: u64) -> Self {
+        Self { base, chunk, handles: Vec::new() }
     }
 
     fn chunk_at(&self, ptr: u64) -> usize {
@@ -94,6 +94,11 @@ impl State {
         lanes.flat_map(|lane| lane.unmapped.values().copied()).filter(|&block| !self.blocks[block].is_split()).collect()
     }
 
+    /// Whether that block is there and unmapped. What another thread has may go at any moment, joined into its neighbour.
+    fn is_unmapped(&self, block: BlockKey) -> bool {
+        self.blocks.get(block).is_some_and(|entry| entry.standing == Standing::Unmapped)
+    }
+
     fn take_unmapped(&mut self, block: BlockKey) {
         let (lane, ptr) = (self.segments[self.blocks[block].segment].lane, self.blocks[block].ptr);
         let removed = self.lanes[lane].unmapped.remove(&ptr);
@@ -127,6 +132,9 @@ impl State {
         let growing = self.growing_mut(unmapped);
         let first = growing.chunk_at(ptr);
         let bytes = growing.chunk * handles.len() as u64;
+        if growing.handles.len() < first + handles.len() {
+            growing.handles.resize(first + handles.len(), None);
+        }
         for (slot, &handle) in growing.handles[first..].iter_mut().zip(handles) {
             *slot = Some(handle);
         }
@@ -210,17 +218,17 @@ impl CachingAllocator {
                 return Ok(Fetched::Block(block));
             }
             // A neighbour behind may have been free already and was joined; what is next is unmapped, or somebody else's by now.
-            let part = next.filter(|&next| self.with(cell, |state| state.blocks[next].standing == Standing::Unmapped));
-            let Some(part) = part else {
-                self.abandon(cell, grown);
-                return self.fetch_growing(cell, want, cause);
-            };
-            let (ptr, chunk, bytes) = self.with(cell, |state| {
+            let part = self.with(cell, |state| {
+                let part = next.filter(|&next| state.is_unmapped(next))?;
                 state.take_unmapped(part);
                 let (ptr, size) = (state.blocks[part].ptr, state.blocks[part].size);
                 let chunk = state.growing_mut(part).chunk;
-                (ptr, chunk, (want.size - have).min(size).next_multiple_of(chunk))
+                Some((part, ptr, chunk, (want.size - have).min(size).next_multiple_of(chunk)))
             });
+            let Some((part, ptr, chunk, bytes)) = part else {
+                self.abandon(cell, grown);
+                return self.fetch_growing(cell, want, cause);
+            };
             match self.map(cell, ptr, chunk, bytes) {
                 Ok(Mapped::All(handles)) => {
                     (grown, next) = self.with(cell, |state| {
@@ -266,7 +274,7 @@ impl CachingAllocator {
         };
         self.with(cell, |state| {
             let lane = state.lane_for(want.bin, want.stream, stream_raw);
-            let source = Source::Growing(Growing::new(base.0, bytes, chunk));
+            let source = Source::Growing(Growing::new(base.0, chunk));
             let block = state.add_segment(lane, base.0, bytes, source, cause);
             state.put_unmapped(block);
         });

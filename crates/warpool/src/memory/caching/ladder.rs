@@ -15,8 +15,9 @@ use warpool_driver::{DeviceId, MemoryInfo};
 
 use super::block::{BlockKey, Standing};
 use super::segment::Fetched;
-use super::state::{Cause, State, Want};
+use super::state::{State, Want};
 use super::{CachingAllocator, Cell};
+use crate::memory::journal::Cause;
 use crate::memory::{Action, Allocation, MemPoolId, OomCause, OomReport};
 use crate::{Error, Result};
 

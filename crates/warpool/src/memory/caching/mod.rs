@@ -42,10 +42,12 @@ use std::sync::{Arc, Mutex, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGua
 use warpool_driver::{DeviceId, DevicePtr, Driver, StreamId};
 
 use self::block::{BlockKey, Standing};
-use self::policy::{Policy, share_of};
+use self::policy::Policy;
+pub(super) use self::policy::share_of;
 use self::pools::Scope;
-use self::state::{Cause, State};
+use self::state::{State, Want};
 use self::uncached::Uncached;
+use super::journal::{Cause, Recording};
 use super::{
     Allocation, DeviceAllocator, HistoryOptions, MemPoolId, Observers, PoolKeeper, Request, Settings, Snapshot,
     SnapshotOptions, StackLevel, Stats,
@@ -79,15 +81,14 @@ struct Cell {
     state: Mutex<State>,
     /// Held by whoever asks the driver for memory or gives it back.
     slow: Mutex<()>,
+    slow_holder: slow::Holder,
     limits: Mutex<Limits>,
     scopes: RwLock<Vec<Scope>>,
     scope_count: AtomicU32,
     /// How many captures are under way, on all devices together: another device's stream may have used this one's memory, and a thread that
     /// captures is guarded on every device.
     captures: Arc<AtomicU32>,
-    /// Whether a history is recorded, and with call stacks from which level on.
-    recording: AtomicBool,
-    stack_level: AtomicU32,
+    recording: Recording,
     /// Other devices that may use this one's memory.
     peers: Mutex<Vec<DeviceId>>,
 }
@@ -140,12 +141,12 @@ impl CachingAllocator {
                 virtual_memory: properties.virtual_memory,
                 state: Mutex::new(State::new(device.id(), policy)),
                 slow: Mutex::new(()),
+                slow_holder: slow::Holder::default(),
                 limits: Mutex::new(limits),
                 scopes: RwLock::default(),
                 scope_count: AtomicU32::new(0),
                 captures: Arc::clone(&captures),
-                recording: AtomicBool::new(false),
-                stack_level: AtomicU32::new(0),
+                recording: Recording::default(),
                 peers: Mutex::default(),
             };
             lock(&cell.state).policy.limit = cell.limit();
@@ -178,8 +179,9 @@ impl CachingAllocator {
     /// fraction and cap are those of the start, or of the last call that set them.
     pub fn set_settings(&self, settings: Settings) {
         for cell in &self.cells {
-            let policy = Policy::new(&settings, cell.bytes_total, cell.limit(), cell.virtual_memory);
+            let mut policy = Policy::new(&settings, cell.bytes_total, None, cell.virtual_memory);
             self.with(cell, |state| {
+                policy.limit = state.policy.limit;
                 let order_changed = policy.by_registration != state.policy.by_registration;
                 state.stats.max_split_size = policy.max_split_stat();
                 state.policy = policy;
@@ -232,8 +234,8 @@ impl CachingAllocator {
     fn with<R>(&self, cell: &Cell, step: impl FnOnce(&mut State) -> R) -> R {
         let mut state = lock(&cell.state);
         let result = step(&mut state);
-        if !state.outbox.is_empty() && !slow::is_held(cell) {
-            let events = std::mem::take(&mut state.outbox);
+        if state.journal.has_news() && !cell.slow_holder.is_me() {
+            let events = state.journal.take_news();
             drop(state);
             self.observers.track(cell.device, &events);
         }
@@ -247,15 +249,7 @@ impl CachingAllocator {
 
     /// Gathers what the history wants to know, before a lock is taken.
     fn cause(&self, cell: &Cell, level: StackLevel) -> Cause {
-        let tracked = self.observers.tracked();
-        let recording = cell.recording.load(Ordering::Relaxed);
-        if !recording && tracked.is_empty() {
-            return Cause::default();
-        }
-        let wants_stack = recording && cell.stack_level.load(Ordering::Relaxed) >= level as u32;
-        let stack = if wants_stack { self.observers.stack() } else { None };
-        let time_us = i64::try_from(self.driver().now().as_micros()).unwrap_or(i64::MAX);
-        Cause { tracked, time_us, stack }
+        cell.recording.cause(level, &self.observers, self.driver())
     }
 
     fn change_limits(&self, cell: &Cell, change: impl FnOnce(&mut Limits)) {
@@ -351,7 +345,8 @@ enum TakenBack {
 /// What the first look at a request gives.
 enum First {
     Found(Allocation),
-    Missed,
+    /// Nothing cached fits. The pool is being visited.
+    Missed(Want),
     /// Something was given back that has to be looked after first.
     Chores,
     Refused(Error),
@@ -378,7 +373,7 @@ impl DeviceAllocator for CachingAllocator {
         if !self.caching.load(Ordering::Acquire) {
             return self.allocate_uncached(request);
         }
-        let pool = match pool {
+        let mut pool = match pool {
             Some(pool) => pool,
             None => self.routed(cell, stream)?,
         };
@@ -396,19 +391,30 @@ impl DeviceAllocator for CachingAllocator {
                 match state.bins_for_use(pool) {
                     Ok(bins) => {
                         let want = state.want_of(bins, pool, stream, bytes);
-                        state.take_cached(&want, &cause).map_or(First::Missed, First::Found)
+                        if let Some(found) = state.take_cached(&want, &cause) {
+                            return First::Found(found);
+                        }
+                        state.visit(pool).map_or_else(First::Refused, |_| First::Missed(want))
                     }
                     Err(error) => First::Refused(error),
                 }
             });
             match first {
                 First::Found(allocation) => return Ok(self.handed_out(allocation)),
-                First::Missed => {
-                    let want = self.with(cell, |state| state.want(pool, stream, bytes))?;
-                    return Ok(self.handed_out(self.climb(cell, &want, capturing, &cause)?));
+                First::Missed(want) => {
+                    let outcome = self.climb(cell, &want, capturing, &cause);
+                    drop(self.with(cell, |state| state.leave(pool)));
+                    return Ok(self.handed_out(outcome?));
                 }
                 First::Chores => self.reap(cell, &cause)?,
-                First::Refused(error) => return Err(error),
+                First::Refused(error) => {
+                    // The scope that led here may have been closed by another thread since: it is as if we came later.
+                    let now = if request.pool.is_none() { self.routed(cell, stream)? } else { pool };
+                    if now == pool {
+                        return Err(error);
+                    }
+                    pool = now;
+                }
             }
             look_after = false;
         }
@@ -546,10 +552,8 @@ impl DeviceAllocator for CachingAllocator {
 
     fn record_history(&self, options: Option<HistoryOptions>) -> Result<()> {
         for cell in &self.cells {
-            let (on, level) = options.as_ref().map_or((false, StackLevel::Never), |options| (true, options.stacks));
-            self.with(cell, |state| state.history.set(options.clone()));
-            cell.stack_level.store(level as u32, Ordering::Relaxed);
-            cell.recording.store(on, Ordering::Relaxed);
+            self.with(cell, |state| state.journal.history.set(options.clone()));
+            cell.recording.set(options.as_ref());
         }
         Ok(())
     }

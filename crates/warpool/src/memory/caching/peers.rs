@@ -20,6 +20,10 @@ impl CachingAllocator {
         }
         // Plain memory follows the switch above; mapped memory has rights of its own.
         let _slow = self.slow(cell);
+        if cell.peers().contains(&device) {
+            // Another thread did it meanwhile.
+            return Ok(());
+        }
         let ranges = self.with(cell, |state| {
             let growing = state.segments.values().filter_map(|segment| match &segment.source {
                 Source::Growing(growing) => Some(growing.mapped_ranges()),

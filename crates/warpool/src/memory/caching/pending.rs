@@ -9,8 +9,9 @@ use std::sync::Arc;
 use warpool_driver::{ErrorCode, EventScope, StreamId};
 
 use super::block::{BlockKey, Standing};
-use super::state::{Cause, State};
+use super::state::State;
 use super::{CachingAllocator, Cell};
+use crate::memory::journal::Cause;
 use crate::{Device, PooledEvent, Result};
 
 /// The marks of one device's blocks, by stream.
@@ -40,7 +41,7 @@ pub(super) enum Mark {
     Behind(PooledEvent),
     /// The work is known to be done.
     NotNeeded,
-    /// The stream captures by now: it must be left alone until that ends.
+    /// The stream captures by now, or is gone while another captures: there is nothing to be done until that ends.
     Captured,
 }
 
@@ -77,7 +78,8 @@ impl Pending {
     /// Takes a mark out, if nobody did before; its block has one mark less.
     fn pop(&mut self, head: &Head) -> Option<BlockKey> {
         let queue = self.queues.get_mut(&head.stream)?;
-        let at = queue.iter().position(|mark| mark.number == head.number)?;
+        // Numbers only grow, so a queue is in their order.
+        let at = queue.binary_search_by_key(&head.number, |mark| mark.number).ok()?;
         let mark = queue.remove(at)?;
         if queue.is_empty() {
             self.queues.remove(&head.stream);
@@ -204,9 +206,14 @@ impl CachingAllocator {
         let info = match self.driver().stream_info(stream) {
             Ok(info) => info,
             Err(error) if error.code == ErrorCode::InvalidHandle => {
-                // The stream is gone, and its last work may not be: nothing but the device can be waited for.
+                // The stream is gone, and its last work may not be: nothing but the devices can be waited for, which would break any capture.
+                if cell.has_captures() {
+                    return Ok(Mark::Captured);
+                }
                 for device in self.gpu.devices() {
-                    device.synchronize()?;
+                    if self.driver().context_is_active(device.id())? {
+                        device.synchronize()?;
+                    }
                 }
                 return Ok(Mark::NotNeeded);
             }
@@ -222,12 +229,16 @@ impl CachingAllocator {
         Ok(Mark::Behind(event))
     }
 
-    /// Puts the marks that a destructor could not put, or that failed.
+    /// Puts the marks that a destructor could not put, or that failed. Each is tried once: some cannot be put before a capture is over.
     fn mark_unmarked(&self, cell: &Cell, cause: &Cause) -> Result<()> {
-        loop {
-            let next = self.with(cell, |state| state.unmarked.pop());
-            let Some(block) = next else { return Ok(()) };
-            self.finish_free(cell, block, cause)?;
+        let mut unmarked = self.with(cell, |state| std::mem::take(&mut state.unmarked)).into_iter().rev();
+        while let Some(block) = unmarked.next() {
+            let outcome = self.finish_free(cell, block, cause);
+            if outcome.is_err() {
+                self.with(cell, |state| state.unmarked.extend(unmarked.rev()));
+                return outcome;
+            }
         }
+        Ok(())
     }
 }

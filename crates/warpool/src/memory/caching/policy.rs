@@ -82,6 +82,6 @@ impl Policy {
     clippy::cast_sign_loss,
     reason = "a share of a device's memory; the fraction is in [0, 1]"
 )]
-pub(super) fn share_of(bytes: u64, fraction: f64) -> u64 {
+pub(in crate::memory) fn share_of(bytes: u64, fraction: f64) -> u64 {
     (bytes as f64 * fraction).round() as u64
 }

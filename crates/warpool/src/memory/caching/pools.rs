@@ -20,6 +20,8 @@ pub(super) struct Pool {
     pub(super) bins: [BinKey; 2],
     /// Nobody uses a pool with none.
     pub(super) uses: u32,
+    /// Threads that are at work on it without the lock: until they are done it is not forgotten.
+    visitors: u32,
     pub(super) upstream: Option<Arc<dyn Upstream>>,
     pub(super) use_on_oom: bool,
 }
@@ -42,7 +44,7 @@ impl State {
             let has_upstream = upstream.is_some();
             self.bins.insert(Bin { pool: id, kind, has_upstream, no_split, lanes: Vec::new(), searches: 0 })
         });
-        self.pools.insert(id, Pool { bins, uses: 1, upstream, use_on_oom: false });
+        self.pools.insert(id, Pool { bins, uses: 1, visitors: 0, upstream, use_on_oom: false });
         bins
     }
 
@@ -67,15 +69,35 @@ impl State {
         self.pools.iter().filter(|(_, pool)| pool.use_on_oom && pool.uses > 0).map(|(&id, _)| id).collect()
     }
 
-    /// Forgets a pool that nobody uses and that holds nothing.
-    pub(super) fn forget_if_empty(&mut self, id: MemPoolId) {
-        let Some(pool) = self.pools.get(&id) else { return };
-        if pool.uses == 0 && pool.bins.iter().all(|&bin| self.bins[bin].lanes.is_empty()) {
-            let pool = self.pools.remove(&id).expect("found just now");
-            for bin in pool.bins {
-                self.bins.remove(bin);
-            }
+    /// Notes that a thread is at work on a pool, and returns its bins.
+    pub(super) fn visit(&mut self, id: MemPoolId) -> Result<[BinKey; 2]> {
+        let device = self.device;
+        let pool = self.pools.get_mut(&id).ok_or(Error::UnknownPool { pool: id, device })?;
+        pool.visitors += 1;
+        Ok(pool.bins)
+    }
+
+    /// The thread is done with it. As [`forget_if_empty`](Self::forget_if_empty).
+    #[must_use = "to be dropped without the lock"]
+    pub(super) fn leave(&mut self, id: MemPoolId) -> Option<Pool> {
+        self.pools.get_mut(&id).expect("a pool with visitors stays").visitors -= 1;
+        self.forget_if_empty(id)
+    }
+
+    /// Forgets a pool that nobody uses and that holds nothing. What is left of it is dropped without the lock: with it may go its source, whose
+    /// destructor is the program's and may drop blocks.
+    #[must_use = "to be dropped without the lock"]
+    fn forget_if_empty(&mut self, id: MemPoolId) -> Option<Pool> {
+        let pool = self.pools.get(&id)?;
+        let is_empty = pool.bins.iter().all(|&bin| self.bins[bin].lanes.is_empty());
+        if pool.uses > 0 || pool.visitors > 0 || !is_empty {
+            return None;
         }
+        let pool = self.pools.remove(&id)?;
+        for bin in pool.bins {
+            self.bins.remove(bin);
+        }
+        Some(pool)
     }
 }
 
@@ -130,7 +152,7 @@ impl PoolKeeper for CachingAllocator {
     }
 
     fn release_pool(&self, device: DeviceId, pool: MemPoolId) -> Result<()> {
-        self.with(self.cell(device)?, |state| {
+        let forgotten = self.with(self.cell(device)?, |state| {
             if pool.is_default() {
                 return Err(Error::PoolReleased { pool });
             }
@@ -141,10 +163,11 @@ impl PoolKeeper for CachingAllocator {
                 for bin in entry.bins {
                     state.bins[bin].no_split = false;
                 }
-                state.forget_if_empty(pool);
+                return Ok(state.forget_if_empty(pool));
             }
-            Ok(())
-        })
+            Ok(None)
+        });
+        forgotten.map(drop)
     }
 
     fn pool_uses(&self, device: DeviceId, pool: MemPoolId) -> Result<u32> {
@@ -160,11 +183,14 @@ impl PoolKeeper for CachingAllocator {
 
     fn begin_routing(&self, device: DeviceId, pool: MemPoolId, route: Route) -> Result<()> {
         let cell = self.cell(device)?;
+        // Not with the scopes locked: it may tell trackers what another thread did, and they may ask for memory.
+        self.retain_pool(device, pool)?;
         let mut scopes = cell.scopes_mut();
         if scopes.iter().any(|scope| scope.pool == pool) {
+            drop(scopes);
+            self.release_pool(device, pool)?;
             return Err(Error::AlreadyRouting { pool });
         }
-        self.retain_pool(device, pool)?;
         scopes.push(Scope { pool, route });
         cell.scope_count.fetch_add(1, Ordering::Release);
         Ok(())

@@ -6,8 +6,9 @@ use std::sync::Arc;
 use warpool_driver::{DevicePtr, ErrorCode, StreamId};
 
 use super::block::{BlockKey, Standing};
-use super::state::{BinKey, Cause, Source, State, Want};
+use super::state::{BinKey, Source, State, Want};
 use super::{CachingAllocator, Cell};
+use crate::memory::journal::Cause;
 use crate::memory::{Action, MemPoolId, OomCause, SegmentKind};
 use crate::{Error, Result};
 
@@ -74,6 +75,12 @@ impl CachingAllocator {
 
     /// The driver's handle of a stream, which must be of the device.
     pub(super) fn stream_raw(&self, cell: &Cell, stream: StreamId) -> Result<u64> {
+        // Known already, unless this is its first segment.
+        let known = self
+            .with(cell, |state| state.lanes.values().find(|lane| lane.stream == stream).map(|lane| lane.stream_raw));
+        if let Some(raw) = known {
+            return Ok(raw);
+        }
         let info = self.driver().stream_info(stream)?;
         if info.device != cell.device {
             return Err(Error::StreamDevice { device: cell.device, stream, owner: info.device });
@@ -129,22 +136,25 @@ impl CachingAllocator {
             Some(upstream) => upstream.free(ptr, bytes, cell.device, stream),
             None => Ok(self.driver().mem_free(ptr)?),
         });
-        self.with(cell, |state| {
+        // Where it came from is dropped without the lock: the program's destructor may be behind it.
+        let source = self.with(cell, |state| {
             if outcome.is_err() {
                 state.put_free(block);
-                return;
+                return None;
             }
             let segment = state.blocks[block].segment;
             state.record(Action::SegmentFree, ptr.0, bytes, segment, cause);
             let bin = state.lanes[state.segments[segment].lane].bin;
             let kind = state.bins[bin].kind;
-            state.remove_segment(block);
+            let source = state.remove_segment(block);
             state.count_returned(bin, bytes);
             state.stats.segment.decrease(kind, 1);
             if bytes >= state.policy.max_split {
                 state.stats.oversize_segments.decrease(1);
             }
+            Some(source)
         });
+        drop(source);
         outcome.map(|()| bytes)
     }
 
@@ -193,10 +203,10 @@ impl CachingAllocator {
 
     /// Gives back all that is free in a private pool, and forgets it if nothing is left and nobody uses it.
     pub(super) fn return_pool(&self, cell: &Cell, pool: MemPoolId, cause: &Cause) -> Result<u64> {
-        let Ok([small, large]) = self.with(cell, |state| state.pool(pool).map(|pool| pool.bins)) else { return Ok(0) };
+        let Ok([small, large]) = self.with(cell, |state| state.visit(pool)) else { return Ok(0) };
         let small = self.return_bin(cell, small, cause);
         let large = self.return_bin(cell, large, cause);
-        self.with(cell, |state| state.forget_if_empty(pool));
+        drop(self.with(cell, |state| state.leave(pool)));
         Ok(small? + large?)
     }
 

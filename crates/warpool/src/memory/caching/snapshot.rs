@@ -19,7 +19,7 @@ impl CachingAllocator {
     fn add_device(&self, cell: &Cell, options: SnapshotOptions, snapshot: &mut Snapshot, stacks: &mut StackNumbers) {
         let cause = self.cause(cell, StackLevel::Alloc);
         self.with(cell, |state| {
-            let trace = if options.traces { state.history.copy_to(snapshot, stacks) } else { Vec::new() };
+            let trace = if options.traces { state.journal.history.copy_to(snapshot, stacks) } else { Vec::new() };
             snapshot.traces.push(trace);
             let mut segments = state.segment_infos(options.pool, snapshot, stacks);
             segments.sort_by_key(|segment| segment.address);

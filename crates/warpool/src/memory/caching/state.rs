@@ -18,9 +18,8 @@ use super::pending::Pending;
 use super::policy::Policy;
 use super::pools::Pool;
 use super::size;
-use crate::memory::history::{Event, History, compile_context, user_metadata};
-use crate::memory::observe::ActionSet;
-use crate::memory::{Action, Allocation, MemPoolId, SegmentKind, Stack, StackLevel, Stats, Upstream};
+use crate::memory::journal::{Cause, Journal};
+use crate::memory::{Action, Allocation, MemPoolId, SegmentKind, Stack, Stats, Upstream};
 use crate::{Error, Result};
 
 new_key_type! {
@@ -89,15 +88,6 @@ impl Bin {
     }
 }
 
-/// What is written beside an event: when, and on whose behalf. Gathered before the lock is taken.
-#[derive(Clone, Default)]
-pub(super) struct Cause {
-    /// What trackers want to see.
-    pub(super) tracked: ActionSet,
-    pub(super) time_us: i64,
-    pub(super) stack: Option<Stack>,
-}
-
 /// A request, made out against the bins.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Want {
@@ -133,9 +123,7 @@ pub(super) struct State {
     /// Blocks freed in captures.
     pub(super) deferred: Vec<Deferred>,
     pub(super) stats: Stats,
-    pub(super) history: History,
-    /// What trackers are to be told once the lock is gone.
-    pub(super) outbox: Vec<Event>,
+    pub(super) journal: Journal,
     pub(super) policy: Policy,
     /// Bytes held from the driver.
     pub(super) reserved: u64,
@@ -161,8 +149,7 @@ impl State {
             unmarked: Vec::new(),
             deferred: Vec::new(),
             stats: Stats { max_split_size: policy.max_split_stat(), ..Stats::default() },
-            history: History::default(),
-            outbox: Vec::new(),
+            journal: Journal::default(),
             policy,
             reserved: 0,
             orphans: Vec::new(),
@@ -618,7 +605,7 @@ impl State {
 
     /// Writes into the history, and down for the trackers.
     pub(super) fn record(&mut self, action: Action, addr: u64, size: u64, segment: SegmentKey, cause: &Cause) {
-        if !self.history.is_on() && cause.tracked.is_empty() {
+        if !self.journal.is_open(cause) {
             return;
         }
         let lane = &self.lanes[self.segments[segment].lane];
@@ -636,27 +623,6 @@ impl State {
         pool: MemPoolId,
         cause: &Cause,
     ) {
-        let told = cause.tracked.has(action);
-        if !self.history.is_on() && !told {
-            return;
-        }
-        let is_free = matches!(action, Action::FreeRequested | Action::FreeCompleted);
-        let level = if is_free { StackLevel::All } else { StackLevel::Alloc };
-        let stack = if self.history.stack_level() >= level { cause.stack.clone() } else { None };
-        let event = Event {
-            action,
-            addr,
-            size,
-            stream,
-            time_us: cause.time_us.saturating_add(self.history.epoch_us()),
-            pool,
-            stack,
-            user_metadata: user_metadata(),
-            compile_context: compile_context(),
-        };
-        if told {
-            self.outbox.push(event.clone());
-        }
-        self.history.write(event);
+        self.journal.record(action, addr, size, stream, pool, cause);
     }
 }

@@ -6,24 +6,18 @@ use std::collections::{BTreeMap, BTreeSet};
 use rustc_hash::FxHashMap;
 use warpool_driver::{CaptureId, DeviceId, DevicePtr, StreamId};
 
-use crate::memory::history::{Event, History, StackNumbers, compile_context, user_metadata};
-use crate::memory::observe::ActionSet;
+use crate::memory::history::StackNumbers;
+use crate::memory::journal::{Cause, Journal};
 use crate::memory::{
-    Action, Allocation, BlockInfo, BlockState, MemPoolId, SegmentInfo, SegmentKind, Snapshot, Stack, StackLevel, Stats,
+    Action, Allocation, BlockInfo, BlockState, MemPoolId, SegmentInfo, SegmentKind, Snapshot, Stack, Stats,
 };
 use crate::{Error, Result};
 
 /// Requests up to this count as small, as in the caching allocator.
 const SMALL_MAX: u64 = 1 << 20;
 
-/// What is written beside an event: when, and on whose behalf. Gathered before the lock is taken.
-#[derive(Clone, Default)]
-pub(super) struct Cause {
-    /// What trackers want to see.
-    pub(super) tracked: ActionSet,
-    pub(super) time_us: i64,
-    pub(super) stack: Option<Stack>,
-}
+/// How many handles of streams are remembered: more than most programs have streams, and few enough for one that makes a stream per request.
+const RAWS_MAX: usize = 1024;
 
 /// A block that somebody has, or had.
 #[derive(Clone, Debug)]
@@ -75,14 +69,12 @@ pub(super) struct Books {
     promised: u64,
     /// Bytes of blocks that captures allocated.
     captured_bytes: u64,
-    /// The driver's handles of streams.
+    /// The driver's handles of streams; not of all that ever were.
     raws: FxHashMap<StreamId, u64>,
     /// Streams that frees were put into and that nobody waited for since.
     freed_on: BTreeSet<StreamId>,
     pub(super) stats: Stats,
-    pub(super) history: History,
-    /// What trackers are to be told once the lock is gone.
-    pub(super) outbox: Vec<Event>,
+    pub(super) journal: Journal,
 }
 
 impl Books {
@@ -98,8 +90,7 @@ impl Books {
             raws: FxHashMap::default(),
             freed_on: BTreeSet::new(),
             stats: Stats { max_split_size: -1, ..Stats::default() },
-            history: History::default(),
-            outbox: Vec::new(),
+            journal: Journal::default(),
         }
     }
 
@@ -123,6 +114,9 @@ impl Books {
     }
 
     pub(super) fn know_raw(&mut self, stream: StreamId, raw: u64) {
+        if self.raws.len() >= RAWS_MAX {
+            self.raws.clear();
+        }
         self.raws.insert(stream, raw);
     }
 
@@ -323,27 +317,6 @@ impl Books {
 
     /// Writes down what happens, for the history and for trackers.
     pub(super) fn record(&mut self, action: Action, addr: u64, size: u64, stream: u64, cause: &Cause) {
-        let told = cause.tracked.has(action);
-        if !self.history.is_on() && !told {
-            return;
-        }
-        let is_free = matches!(action, Action::FreeRequested | Action::FreeCompleted);
-        let level = if is_free { StackLevel::All } else { StackLevel::Alloc };
-        let stack = if self.history.stack_level() >= level { cause.stack.clone() } else { None };
-        let event = Event {
-            action,
-            addr,
-            size,
-            stream,
-            time_us: cause.time_us.saturating_add(self.history.epoch_us()),
-            pool: MemPoolId::DEFAULT,
-            stack,
-            user_metadata: user_metadata(),
-            compile_context: compile_context(),
-        };
-        if told {
-            self.outbox.push(event.clone());
-        }
-        self.history.write(event);
+        self.journal.record(action, addr, size, stream, MemPoolId::DEFAULT, cause);
     }
 }

@@ -1,10 +1,11 @@
 //! What may be had, how it is asked for, and the report when there is nothing left.
 
-use warpool_driver::{DevicePtr, StreamId};
+use warpool_driver::{DevicePtr, MemoryInfo, StreamId};
 
-use super::books::Cause;
 use super::release::Standing;
 use super::{Cell, DriverPoolAllocator, GRAIN};
+use crate::memory::caching::share_of;
+use crate::memory::journal::Cause;
 use crate::memory::{Action, OomCause, OomReport, Request};
 use crate::{Error, Result, lock};
 
@@ -69,10 +70,12 @@ impl DriverPoolAllocator {
         why: OomCause,
         capturing: bool,
         cause: &Cause,
-    ) -> Result<Error> {
-        let memory = self.driver().mem_info(cell.device)?;
-        let pool = self.bytes_in_pool(cell)?;
-        let stream_raw = self.raw_of(cell, request.stream)?;
+    ) -> Error {
+        // That these fail too must not hide what went wrong.
+        let nothing = MemoryInfo { bytes_free: 0, bytes_total: cell.bytes_total };
+        let memory = self.driver().mem_info(cell.device).unwrap_or(nothing);
+        let pool = self.bytes_in_pool(cell).unwrap_or((0, 0));
+        let stream_raw = self.raw_of(cell, request.stream).unwrap_or(0);
         let size = request.bytes.next_multiple_of(GRAIN);
         let stats = self.with(cell, |books| {
             books.stats.num_ooms += 1;
@@ -102,17 +105,6 @@ impl DriverPoolAllocator {
             capturing,
         };
         self.observers.out_of_memory(&report);
-        Ok(Error::OutOfMemory(Box::new(report)))
+        Error::OutOfMemory(Box::new(report))
     }
-}
-
-/// That share of `bytes`, to the nearest byte.
-#[expect(
-    clippy::cast_precision_loss,
-    clippy::cast_possible_truncation,
-    clippy::cast_sign_loss,
-    reason = "a share of a device's memory; the fraction is in [0, 1]"
-)]
-fn share_of(bytes: u64, fraction: f64) -> u64 {
-    (bytes as f64 * fraction).round() as u64
 }

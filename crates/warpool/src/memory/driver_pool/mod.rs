@@ -32,14 +32,14 @@ mod limit;
 mod release;
 
 use std::fmt;
-use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Mutex, OnceLock};
 
 use warpool_driver::{Access, DeviceId, DevicePtr, Driver, PoolAttribute, PoolId, StreamId};
 
-use self::books::{Books, Cause, Entry};
+use self::books::{Books, Entry};
 use self::release::Standing;
 use super::history::StackNumbers;
+use super::journal::{Cause, Recording};
 use super::{
     Action, Allocation, DeviceAllocator, HistoryOptions, MemPoolId, Observers, OomCause, PoolKeeper, Request, Settings,
     Snapshot, SnapshotOptions, StackLevel, Stats,
@@ -72,9 +72,7 @@ struct Cell {
     ready: OnceLock<Ready>,
     books: Mutex<Books>,
     fraction: Mutex<f64>,
-    /// Whether a history is recorded, and with call stacks from which level on.
-    recording: AtomicBool,
-    stack_level: AtomicU32,
+    recording: Recording,
 }
 
 /// A pool that is set up.
@@ -100,8 +98,7 @@ impl DriverPoolAllocator {
             ready: OnceLock::new(),
             books: Mutex::new(Books::new(device.id())),
             fraction: Mutex::new(settings.per_process_memory_fraction),
-            recording: AtomicBool::new(false),
-            stack_level: AtomicU32::new(0),
+            recording: Recording::default(),
         });
         Self { gpu: gpu.clone(), cells: cells.collect(), observers: Observers::default(), settings }
     }
@@ -149,8 +146,8 @@ impl DriverPoolAllocator {
     fn with<R>(&self, cell: &Cell, step: impl FnOnce(&mut Books) -> R) -> R {
         let mut books = lock(&cell.books);
         let result = step(&mut books);
-        if !books.outbox.is_empty() {
-            let events = std::mem::take(&mut books.outbox);
+        if books.journal.has_news() {
+            let events = books.journal.take_news();
             drop(books);
             self.observers.track(cell.device, &events);
         }
@@ -159,15 +156,7 @@ impl DriverPoolAllocator {
 
     /// Gathers what the history wants to know, before a lock is taken.
     fn cause(&self, cell: &Cell, level: StackLevel) -> Cause {
-        let tracked = self.observers.tracked();
-        let recording = cell.recording.load(Ordering::Relaxed);
-        if !recording && tracked.is_empty() {
-            return Cause::default();
-        }
-        let wants_stack = recording && cell.stack_level.load(Ordering::Relaxed) >= level as u32;
-        let stack = if wants_stack { self.observers.stack() } else { None };
-        let time_us = i64::try_from(self.driver().now().as_micros()).unwrap_or(i64::MAX);
-        Cause { tracked, time_us, stack }
+        cell.recording.cause(level, &self.observers, self.driver())
     }
 
     /// The driver's handle of a stream, asked for once.
@@ -225,7 +214,7 @@ impl DeviceAllocator for DriverPoolAllocator {
         };
         let stream_raw = self.raw_of(cell, stream)?;
         if !self.promise(cell, bytes) {
-            return Err(self.out_of_memory(cell, &request, OomCause::Limit, capture.is_some(), &cause)?);
+            return Err(self.out_of_memory(cell, &request, OomCause::Limit, capture.is_some(), &cause));
         }
         let size = bytes.next_multiple_of(GRAIN);
         let ptr = match self.fetch(cell, size, stream, standing, &cause) {
@@ -233,7 +222,7 @@ impl DeviceAllocator for DriverPoolAllocator {
             failed => {
                 self.with(cell, |books| books.settle_promise(bytes));
                 failed?;
-                return Err(self.out_of_memory(cell, &request, OomCause::Device, capture.is_some(), &cause)?);
+                return Err(self.out_of_memory(cell, &request, OomCause::Device, capture.is_some(), &cause));
             }
         };
         let (uses, stack) = (Vec::new(), None);
@@ -334,7 +323,8 @@ impl DeviceAllocator for DriverPoolAllocator {
             let (bytes_in_pool, _) = self.bytes_in_pool(cell)?;
             let cause = self.cause(cell, StackLevel::Alloc);
             self.with(cell, |books| {
-                let trace = if options.traces { books.history.copy_to(&mut snapshot, &mut stacks) } else { Vec::new() };
+                let trace =
+                    if options.traces { books.journal.history.copy_to(&mut snapshot, &mut stacks) } else { Vec::new() };
                 snapshot.traces.push(trace);
                 if shows_default {
                     let segments = books.segment_infos(bytes_in_pool, &mut snapshot, &mut stacks);
@@ -350,10 +340,8 @@ impl DeviceAllocator for DriverPoolAllocator {
 
     fn record_history(&self, options: Option<HistoryOptions>) -> Result<()> {
         for cell in &self.cells {
-            let (on, level) = options.as_ref().map_or((false, StackLevel::Never), |options| (true, options.stacks));
-            self.with(cell, |books| books.history.set(options.clone()));
-            cell.stack_level.store(level as u32, Ordering::Relaxed);
-            cell.recording.store(on, Ordering::Relaxed);
+            self.with(cell, |books| books.journal.history.set(options.clone()));
+            cell.recording.set(options.as_ref());
         }
         Ok(())
     }

@@ -2,8 +2,9 @@
 
 use warpool_driver::{CaptureId, CaptureMode, CaptureState, Driver, ErrorCode, EventScope, PoolAttribute, StreamId};
 
-use super::books::{Books, Cause, Entry};
+use super::books::{Books, Entry};
 use super::{Cell, DriverPoolAllocator, Ready};
+use crate::memory::journal::Cause;
 use crate::{Device, Result};
 
 /// Where a stream stands, as far as a free is concerned.
