@@ -35,18 +35,39 @@ impl Recording {
         }
         let wants_stack = recording && self.stack_level.load(Ordering::Relaxed) >= level as u32;
         let stack = if wants_stack { observers.stack() } else { None };
-        let time_us = i64::try_from(driver.now().as_micros()).unwrap_or(i64::MAX);
+        // Trackers of segments alone should not cost every call a look at the clock.
+        let wants_time = recording || HOT.into_iter().any(|action| tracked.has(action));
+        let time_us = wants_time.then(|| now_us(driver));
         Cause { tracked, time_us, stack }
     }
 }
+
+/// What every allocation and every free writes.
+const HOT: [Action; 3] = [Action::Alloc, Action::FreeRequested, Action::FreeCompleted];
 
 /// What is written beside an event: when, and on whose behalf.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Cause {
     /// What trackers want to see.
     tracked: ActionSet,
-    time_us: i64,
+    /// In microseconds of the driver's clock; `None` if nobody wanted to know so far.
+    time_us: Option<i64>,
     pub(crate) stack: Option<Stack>,
+}
+
+impl Cause {
+    /// With the time, if anybody wants to know: for events that not every call writes.
+    pub(crate) fn timed(mut self, driver: &dyn Driver) -> Self {
+        if self.tracked.is_empty() {
+            return self;
+        }
+        self.time_us.get_or_insert_with(|| now_us(driver));
+        self
+    }
+}
+
+fn now_us(driver: &dyn Driver) -> i64 {
+    i64::try_from(driver.now().as_micros()).unwrap_or(i64::MAX)
 }
 
 /// What happened on one device: for readers of the history, and for trackers.
@@ -88,7 +109,7 @@ impl Journal {
             addr,
             size,
             stream,
-            time_us: cause.time_us.saturating_add(self.history.epoch_us()),
+            time_us: cause.time_us.unwrap_or(0).saturating_add(self.history.epoch_us()),
             pool,
             stack,
             user_metadata: user_metadata(),

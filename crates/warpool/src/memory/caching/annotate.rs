@@ -10,7 +10,7 @@ impl CachingAllocator {
     /// Writes `text` into the history, beside what starts at `ptr`. [`Error::UnknownPointer`] if nothing that is given out does.
     pub fn annotate(&self, ptr: DevicePtr, text: &str) -> Result<()> {
         let (cell, _) = self.locate(ptr)?;
-        let cause = self.cause(cell, StackLevel::Alloc);
+        let cause = self.cause(cell, StackLevel::Alloc).timed(self.driver());
         // An entry's text is the thread's, so it becomes that for this one.
         let before = user_metadata();
         set_user_metadata(text);

@@ -24,6 +24,7 @@ use crate::{Error, Result};
 impl CachingAllocator {
     /// Meets a request for which nothing is cached.
     pub(super) fn climb(&self, cell: &Cell, want: &Want, capturing: bool, cause: &Cause) -> Result<Allocation> {
+        let cause = &cause.clone().timed(self.driver());
         if self.observers.relieve(cell.device)
             && let Some(found) = self.search(cell, want, cause)
         {

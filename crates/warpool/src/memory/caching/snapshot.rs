@@ -17,7 +17,7 @@ impl CachingAllocator {
     }
 
     fn add_device(&self, cell: &Cell, options: SnapshotOptions, snapshot: &mut Snapshot, stacks: &mut StackNumbers) {
-        let cause = self.cause(cell, StackLevel::Alloc);
+        let cause = self.cause(cell, StackLevel::Alloc).timed(self.driver());
         self.with(cell, |state| {
             let trace = if options.traces { state.journal.history.copy_to(snapshot, stacks) } else { Vec::new() };
             snapshot.traces.push(trace);

@@ -156,7 +156,7 @@ impl DriverPoolAllocator {
 
     /// Gathers what the history wants to know, before a lock is taken.
     fn cause(&self, cell: &Cell, level: StackLevel) -> Cause {
-        cell.recording.cause(level, &self.observers, self.driver())
+        cell.recording.cause(level, &self.observers, self.driver()).timed(self.driver())
     }
 
     /// The driver's handle of a stream, asked for once.
