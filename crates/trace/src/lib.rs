@@ -8,18 +8,8 @@
 //! use warpool::memory::{Action, MemPoolId, Snapshot, TraceEntry};
 //! use warpool_trace::{ReadOptions, read, write_snapshot};
 //!
-//! let alloc = TraceEntry {
-//!     action: Action::Alloc,
-//!     addr: 0x7f00_0000_0000,
-//!     size: 4096,
-//!     stream: 0,
-//!     time_us: 17,
-//!     pool: Some(MemPoolId::DEFAULT),
-//!     compile_context: None,
-//!     user_metadata: None,
-//!     stack: None,
-//!     forward_stack: None,
-//! };
+//! let mut alloc = TraceEntry::new(Action::Alloc, 0x7f00_0000_0000, 4096, 0, 17);
+//! alloc.pool = Some(MemPoolId::DEFAULT);
 //! let snapshot = Snapshot { traces: vec![vec![alloc]], ..Snapshot::default() };
 //!
 //! let mut file = Vec::new();

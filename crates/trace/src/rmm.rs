@@ -54,18 +54,11 @@ fn event(line: &str, clock: &mut Clock, trace: &mut Vec<TraceEntry>) -> Result<(
         let found = columns.len();
         return Err(format!("{found} columns where there should be 6: {}; is the log cut off?", COLUMNS.join(",")));
     };
-    let entry = TraceEntry {
-        action: Action::Alloc,
-        addr: self::pointer(pointer).ok_or_else(|| format!("`{}` is not a pointer", short(pointer)))?,
-        size: size.parse().map_err(|_| format!("`{}` is not a size in bytes", short(size)))?,
-        stream: self::stream(stream).ok_or_else(|| format!("`{}` is not a stream", short(stream)))?,
-        time_us: clock.time_us(time).ok_or_else(|| format!("`{}` is not a time", short(time)))?,
-        pool: None,
-        compile_context: None,
-        user_metadata: None,
-        stack: None,
-        forward_stack: None,
-    };
+    let addr = self::pointer(pointer).ok_or_else(|| format!("`{}` is not a pointer", short(pointer)))?;
+    let size = size.parse().map_err(|_| format!("`{}` is not a size in bytes", short(size)))?;
+    let stream = self::stream(stream).ok_or_else(|| format!("`{}` is not a stream", short(stream)))?;
+    let time_us = clock.time_us(time).ok_or_else(|| format!("`{}` is not a time", short(time)))?;
+    let entry = TraceEntry::new(Action::Alloc, addr, size, stream, time_us);
     let actions: &[Action] = match action {
         "allocate" => &[Action::Alloc],
         "free" | "deallocate" => &[Action::FreeRequested, Action::FreeCompleted],

@@ -99,18 +99,7 @@ mod tests {
 
     #[test]
     fn the_first_difference_is_kept_in_words() {
-        let entry = |action, addr, time_us| TraceEntry {
-            action,
-            addr,
-            size: 512,
-            stream: 0,
-            time_us,
-            pool: None,
-            compile_context: None,
-            user_metadata: None,
-            stack: None,
-            forward_stack: None,
-        };
+        let entry = |action, addr, time_us| TraceEntry::new(action, addr, 512, 0, time_us);
         let events = [entry(Action::SegmentAlloc, 0x1000, 5000), entry(Action::Alloc, 0x1000, 6500)];
         let mut check = Check::new(0, &events);
         check.segments(1, [0].into_iter(), &[Seen { action: Action::SegmentAlloc, addr: 0x1000, bytes: 512 }]);
@@ -124,18 +113,7 @@ mod tests {
 
     #[test]
     fn missing_and_surplus_segment_events_are_told() {
-        let events = [TraceEntry {
-            action: Action::SegmentMap,
-            addr: 0x1000,
-            size: 512,
-            stream: 0,
-            time_us: 0,
-            pool: None,
-            compile_context: None,
-            user_metadata: None,
-            stack: None,
-            forward_stack: None,
-        }];
+        let events = [TraceEntry::new(Action::SegmentMap, 0x1000, 512, 0, 0)];
         let seen = Seen { action: Action::SegmentFree, addr: 0x3000, bytes: 512 };
         let mut missing = Check::new(0, &events);
         missing.segments(0, [0].into_iter(), &[]);

@@ -94,18 +94,7 @@ mod tests {
     use super::*;
 
     fn entry(action: Action) -> TraceEntry {
-        TraceEntry {
-            action,
-            addr: 0,
-            size: 512,
-            stream: 0,
-            time_us: 0,
-            pool: None,
-            compile_context: None,
-            user_metadata: None,
-            stack: None,
-            forward_stack: None,
-        }
+        TraceEntry::new(action, 0, 512, 0, 0)
     }
 
     #[test]

@@ -8,18 +8,7 @@ use super::schema::{self, Word};
 use crate::pickle::{DictKind, ListKind, Value};
 
 /// An entry before any key is known.
-pub(super) const BLANK_ENTRY: TraceEntry = TraceEntry {
-    action: Action::Alloc,
-    addr: 0,
-    size: 0,
-    stream: 0,
-    time_us: 0,
-    pool: None,
-    compile_context: None,
-    user_metadata: None,
-    stack: None,
-    forward_stack: None,
-};
+pub(super) const BLANK_ENTRY: TraceEntry = TraceEntry::new(Action::Alloc, 0, 0, 0, 0);
 
 /// Keys that every entry has, as bits of `entries_seen`.
 const ENTRY_KEYS: [(u8, Word); 4] = [(1, Word::Action), (2, Word::Addr), (4, Word::Size), (8, Word::Stream)];

@@ -33,16 +33,5 @@ pub fn recording(name: &str) -> Recording {
 
 /// An entry with nothing but numbers.
 pub fn entry(action: Action, addr: u64, size: u64, stream: u64, time_us: i64) -> TraceEntry {
-    TraceEntry {
-        action,
-        addr,
-        size,
-        stream,
-        time_us,
-        pool: None,
-        compile_context: None,
-        user_metadata: None,
-        stack: None,
-        forward_stack: None,
-    }
+    TraceEntry::new(action, addr, size, stream, time_us)
 }

@@ -143,6 +143,25 @@ pub struct TraceEntry {
     pub forward_stack: Option<StackId>,
 }
 
+impl TraceEntry {
+    /// An entry with nothing but numbers.
+    #[must_use]
+    pub const fn new(action: Action, addr: u64, size: u64, stream: u64, time_us: i64) -> Self {
+        Self {
+            action,
+            addr,
+            size,
+            stream,
+            time_us,
+            pool: None,
+            compile_context: None,
+            user_metadata: None,
+            stack: None,
+            forward_stack: None,
+        }
+    }
+}
+
 /// What can happen.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[repr(u8)]
