@@ -179,6 +179,8 @@ api! {
 
         graph_instantiate_with_flags: cuGraphInstantiateWithFlags(*mut CUgraphExec, CUgraph, c_ulonglong);
         graph_launch: cuGraphLaunch(CUgraphExec, CUstream);
+        graph_exec_kernel_node_set_params:
+            cuGraphExecKernelNodeSetParams_v2(CUgraphExec, CUgraphNode, *const CUDA_KERNEL_NODE_PARAMS);
         graph_get_nodes: cuGraphGetNodes(CUgraph, *mut CUgraphNode, *mut usize);
         graph_get_edges: cuGraphGetEdges(CUgraph, *mut CUgraphNode, *mut CUgraphNode, *mut usize);
         graph_node_get_type: cuGraphNodeGetType(CUgraphNode, *mut CUgraphNodeType);
@@ -255,5 +257,6 @@ mod tests {
         assert_eq!(size_of::<CUipcEventHandle>(), 64);
         assert_eq!(size_of::<CUmemFabricHandle>(), 64);
         assert_eq!(size_of::<CUgraphNodeParams>(), 256);
+        assert_eq!(size_of::<CUDA_KERNEL_NODE_PARAMS>(), 72);
     }
 }

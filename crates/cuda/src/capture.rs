@@ -16,9 +16,10 @@ use warpool_driver::{
 };
 
 use crate::CudaDriver;
+use crate::blame::Mark;
 use crate::callback;
 use crate::context::Context;
-use crate::error::{Site, enter};
+use crate::error::Site;
 use crate::graph::{Graph, Owner};
 use crate::stream::{Stream, StreamKind};
 use crate::table::{Handle, lock};
@@ -28,7 +29,6 @@ pub(crate) type GraphHandle = Handle<sys::CUgraph_st>;
 pub(crate) type NodeHandle = Handle<sys::CUgraphNode_st>;
 
 /// `CUstreamCaptureStatus` as numbers: a newer driver may know more of them.
-const NONE: u32 = sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE as u32;
 pub(crate) const NOT_CAPTURING: u32 = sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE as u32;
 const ACTIVE: u32 = sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_ACTIVE as u32;
 const INVALIDATED: u32 = sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_INVALIDATED as u32;
@@ -49,6 +49,15 @@ pub(crate) struct Origin {
     pub(crate) root: GraphHandle,
     stream: Handle<sys::CUstream_st>,
     context: Context,
+    /// When it began.
+    since: Mark,
+}
+
+impl Origin {
+    /// Whether it is of that context.
+    pub(crate) fn is_of(&self, context: Context) -> bool {
+        self.context == context
+    }
 }
 
 /// A capture as the stream sees it.
@@ -70,14 +79,15 @@ pub(crate) const fn mode_of(mode: CaptureMode) -> Mode {
 
 impl Captures for CudaDriver {
     fn capture_begin(&self, stream: StreamId, mode: CaptureMode) -> Result<()> {
-        let site = enter(Call::CaptureBegin)?;
+        let site = self.enter(Call::CaptureBegin)?;
         let row = self.stream(site, stream)?;
         let _current = self.on_stream(site, &row)?;
         let _gate = lock(&self.graph_gate);
+        let since = self.blame.mark();
         // SAFETY: the stream is live.
-        site.check(unsafe { (self.api.stream_begin_capture)(row.raw.raw(), mode_of(mode)) })?;
+        site.check_harmless(unsafe { (self.api.stream_begin_capture)(row.raw.raw(), mode_of(mode)) })?;
         match self.capturing_graph(site, &row) {
-            Some(graph) => self.capture_began(site, &row, graph, graph),
+            Some(graph) => self.capture_began(site, &row, graph, graph, since),
             None => {
                 self.capture_dropped(&row);
                 Ok(())
@@ -86,7 +96,7 @@ impl Captures for CudaDriver {
     }
 
     fn capture_end(&self, stream: StreamId) -> Result<GraphId> {
-        let site = enter(Call::CaptureEnd)?;
+        let site = self.enter(Call::CaptureEnd)?;
         let row = self.stream(site, stream)?;
         let context = self.context_of_stream(site, &row)?;
         let _current = self.make_current(site, context)?;
@@ -95,27 +105,33 @@ impl Captures for CudaDriver {
         let mut raw = ptr::null_mut();
         // SAFETY: the stream is live; `raw` takes the handle.
         let code = unsafe { (self.api.stream_end_capture)(row.raw.raw(), &raw mut raw) };
+        let known = lock(&self.origins).get(&origin_key(&row)).copied();
+        let broken = |code| match known {
+            Some(origin) => site.explain(code, self.blame.explain(origin.since)),
+            None => site.error(code),
+        };
         match ErrorCode::from_number(code) {
             // The capture is broken but still under way, on the stream where it began.
-            ErrorCode::StreamCaptureUnmatched => return Err(site.error(ErrorCode::StreamCaptureUnmatched)),
+            ErrorCode::StreamCaptureUnmatched => return Err(site.refused(ErrorCode::StreamCaptureUnmatched)),
             other if code != 0 => {
                 self.capture_dropped(&row);
-                return Err(site.error(other));
+                let is_broken = other == ErrorCode::StreamCaptureInvalidated;
+                return Err(if is_broken { broken(other) } else { site.error(other) });
             }
             _ => {}
         }
         let graph = GraphHandle::new(raw);
         let origin = lock(&self.origins).remove(&origin_key(&row)).filter(|origin| origin.graph == graph);
         if raw.is_null() {
-            return Err(site.error(ErrorCode::StreamCaptureInvalidated));
+            return Err(broken(ErrorCode::StreamCaptureInvalidated));
         }
         let root = origin.map_or(graph, |origin| origin.root);
         let owner = if root == graph { Owner::Id } else { Owner::Inside(root) };
-        Ok(GraphId(self.graphs.insert(Graph { raw: graph, context, owner })))
+        Ok(GraphId(self.graphs.insert(Graph::new(graph, context, owner))))
     }
 
     fn capture_state(&self, stream: StreamId) -> Result<CaptureState> {
-        let site = enter(Call::CaptureState)?;
+        let site = self.enter(Call::CaptureState)?;
         let row = self.stream(site, stream)?;
         let _current = self.on_stream(site, &row)?;
         let (status, id, _) = self.capture_status(site, &row)?;
@@ -127,7 +143,7 @@ impl Captures for CudaDriver {
     }
 
     fn capture_dependencies(&self, stream: StreamId) -> Result<Vec<NodeId>> {
-        let site = enter(Call::CaptureDependencies)?;
+        let site = self.enter(Call::CaptureDependencies)?;
         let row = self.stream(site, stream)?;
         let _current = self.on_stream(site, &row)?;
         let _gate = lock(&self.graph_gate);
@@ -136,7 +152,7 @@ impl Captures for CudaDriver {
     }
 
     fn capture_topology(&self, stream: StreamId) -> Result<GraphTopology> {
-        let site = enter(Call::CaptureTopology)?;
+        let site = self.enter(Call::CaptureTopology)?;
         let row = self.stream(site, stream)?;
         let _current = self.on_stream(site, &row)?;
         let _gate = lock(&self.graph_gate);
@@ -145,7 +161,7 @@ impl Captures for CudaDriver {
     }
 
     fn capture_mode_exchange(&self, mode: CaptureMode) -> Result<CaptureMode> {
-        let site = enter(Call::CaptureModeExchange)?;
+        let site = self.enter(Call::CaptureModeExchange)?;
         match self.exchange_mode(site, mode_of(mode) as u32)? {
             0 => Ok(CaptureMode::Global),
             1 => Ok(CaptureMode::ThreadLocal),
@@ -158,7 +174,7 @@ impl Captures for CudaDriver {
 /// The thread's own strictness, put aside until this is dropped.
 pub(crate) struct Relaxed<'a> {
     driver: &'a CudaDriver,
-    site: Site,
+    site: Site<'a>,
     before: u32,
 }
 
@@ -172,24 +188,24 @@ impl Drop for Relaxed<'_> {
 
 impl CudaDriver {
     /// Lets the calling thread make calls that captures would forbid, for as long as the result lives.
-    pub(crate) fn relax(&self, site: Site) -> Result<Relaxed<'_>> {
+    pub(crate) fn relax<'a>(&'a self, site: Site<'a>) -> Result<Relaxed<'a>> {
         let before = self.exchange_mode(site, Mode::CU_STREAM_CAPTURE_MODE_RELAXED as u32)?;
         Ok(Relaxed { driver: self, site, before })
     }
 
     /// Swaps the calling thread's mode, by number.
-    fn exchange_mode(&self, site: Site, mut mode: u32) -> Result<u32> {
+    fn exchange_mode(&self, site: Site<'_>, mut mode: u32) -> Result<u32> {
         // SAFETY: `mode` is read and then takes the mode before; it has the size of the C enum.
         site.check(unsafe { (self.api.thread_exchange_stream_capture_mode)((&raw mut mode).cast()) })?;
         Ok(mode)
     }
 
     /// Whether a stream captures (by CUDA's number), under which id, into which graph.
-    pub(crate) fn capture_status(&self, site: Site, stream: &Stream) -> Result<(u32, u64, GraphHandle)> {
+    pub(crate) fn capture_status(&self, site: Site<'_>, stream: &Stream) -> Result<(u32, u64, GraphHandle)> {
         let (mut status, mut id, mut graph) = (0_u32, 0, ptr::null_mut());
         // SAFETY: the stream is live. `status` has the size of the C enum, `id` and `graph` take what they are for; the
         // rest is not wanted.
-        site.check(unsafe {
+        site.check_harmless(unsafe {
             (self.api.stream_get_capture_info)(
                 stream.raw.raw(),
                 (&raw mut status).cast(),
@@ -204,24 +220,33 @@ impl CudaDriver {
 
     /// The graph that the stream captures into, if it does. A stream that cannot tell does not: the call that follows
     /// will say why.
-    pub(crate) fn capturing_graph(&self, site: Site, stream: &Stream) -> Option<GraphHandle> {
+    pub(crate) fn capturing_graph(&self, site: Site<'_>, stream: &Stream) -> Option<GraphHandle> {
         match self.capture_status(site, stream) {
             Ok((ACTIVE, _, graph)) => Some(graph),
             _ => None,
         }
     }
 
+    /// What captures have against work on the stream: the code that CUDA gives to it. None if they have nothing.
+    pub(crate) fn capture_trouble(&self, site: Site<'_>, stream: &Stream) -> Option<ErrorCode> {
+        match self.capture_status(site, stream) {
+            Ok((INVALIDATED, ..)) => Some(ErrorCode::StreamCaptureInvalidated),
+            Err(error) if error.is_capture_forbidden() => Some(error.code),
+            _ => None,
+        }
+    }
+
     /// Whether a capture, broken or not, has to end on the stream before another can begin.
-    pub(crate) fn is_capturing(&self, site: Site, stream: &Stream) -> Result<bool> {
-        Ok(self.capture_status(site, stream)?.0 != NONE)
+    pub(crate) fn is_capturing(&self, site: Site<'_>, stream: &Stream) -> Result<bool> {
+        Ok(self.capture_status(site, stream)?.0 != NOT_CAPTURING)
     }
 
     /// The capture under way. `IllegalState` if there is none, `StreamCaptureInvalidated` if it is broken.
-    pub(crate) fn capture(&self, site: Site, stream: &Stream) -> Result<Capture> {
+    pub(crate) fn capture(&self, site: Site<'_>, stream: &Stream) -> Result<Capture> {
         let (mut status, mut graph, mut first, mut count) = (0_u32, ptr::null_mut(), ptr::null(), 0);
         // SAFETY: the stream is live. `status` has the size of the C enum, the others take what they are for; the id is
         // not wanted.
-        site.check(unsafe {
+        site.check_harmless(unsafe {
             (self.api.stream_get_capture_info)(
                 stream.raw.raw(),
                 (&raw mut status).cast(),
@@ -247,16 +272,17 @@ impl CudaDriver {
         Ok(Capture { graph: Handle::new(graph), dependencies })
     }
 
-    /// Notes that `stream` captures into `graph`, which goes away with `root`.
+    /// Notes that `stream` captures into `graph`, which goes away with `root`, and did so from `since` on.
     pub(crate) fn capture_began(
         &self,
-        site: Site,
+        site: Site<'_>,
         stream: &Stream,
         graph: GraphHandle,
         root: GraphHandle,
+        since: Mark,
     ) -> Result<()> {
         let context = self.context_of_stream(site, stream)?;
-        lock(&self.origins).insert(origin_key(stream), Origin { graph, root, stream: stream.raw, context });
+        lock(&self.origins).insert(origin_key(stream), Origin { graph, root, stream: stream.raw, context, since });
         Ok(())
     }
 
@@ -296,7 +322,7 @@ impl CudaDriver {
     }
 
     fn end_body(&self, body: &Origin) {
-        let site = Site::of(Call::CaptureEnd);
+        let site = self.site(Call::CaptureEnd);
         let mut graph = ptr::null_mut();
         let ended = self.make_current(site, body.context).and_then(|_current| {
             // SAFETY: the stream is live: whoever destroys it holds the gate, and takes it out of `origins`. `graph`
@@ -313,7 +339,7 @@ impl CudaDriver {
     /// have gone.
     pub(crate) fn capture_callback(
         &self,
-        site: Site,
+        site: Site<'_>,
         stream: &Stream,
         graph: GraphHandle,
         callback: HostCallback,
@@ -352,4 +378,45 @@ impl CudaDriver {
 fn origin_key(stream: &Stream) -> OriginKey {
     let place = (stream.kind == StreamKind::PerThread).then(|| (stream.device, thread::current().id()));
     (stream.serial, place)
+}
+
+#[cfg(test)]
+mod tests {
+    use warpool_driver::{Graphs, Kernels, LaunchShape, Memory, Streams};
+
+    use super::*;
+    use crate::fake::{self, DEVICE};
+
+    #[test]
+    fn the_end_of_a_broken_capture_names_the_call_that_broke_it() -> Result<()> {
+        let driver = fake::driver();
+        let stream = driver.stream_create(DEVICE, Default::default())?;
+        let function = fake::kernel(&driver, &[]);
+        let end = || {
+            let error = driver.capture_end(stream).expect_err("it is broken");
+            assert_eq!(error.code, ErrorCode::StreamCaptureInvalidated);
+            error.detail.unwrap_or_default().into_string()
+        };
+        let alloc = || driver.mem_alloc(DEVICE, 256).expect_err("it is forbidden");
+
+        driver.capture_begin(stream, CaptureMode::Global)?;
+        assert_eq!(alloc().code, ErrorCode::StreamCaptureUnsupported);
+        let late = driver.kernel_launch(function, LaunchShape::ONE, &[], stream);
+        assert_eq!(late.expect_err("it is broken").code, ErrorCode::StreamCaptureInvalidated);
+        assert_eq!(end(), "most likely broken by mem_alloc: StreamCaptureUnsupported");
+
+        // The next one is told nothing about the one before.
+        driver.capture_begin(stream, CaptureMode::Global)?;
+        fake::break_captures();
+        assert!(end().starts_with("no call of this driver was refused"));
+
+        driver.capture_begin(stream, CaptureMode::Global)?;
+        alloc();
+        alloc();
+        assert!(end().ends_with("the first of 2 calls that were refused since it began"));
+
+        // And all is well again.
+        driver.capture_begin(stream, CaptureMode::Global)?;
+        driver.graph_destroy(driver.capture_end(stream)?)
+    }
 }

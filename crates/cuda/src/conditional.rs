@@ -9,7 +9,7 @@ use warpool_driver::{Call, CaptureMode, ConditionalId, ConditionalKind, DriverEr
 
 use crate::CudaDriver;
 use crate::capture::{GraphHandle, mode_of};
-use crate::error::{Site, enter};
+use crate::error::Site;
 use crate::graph::Owner;
 use crate::stream::StreamKind;
 use crate::table::{Alone, Used, lock};
@@ -28,13 +28,13 @@ pub(crate) struct Conditional {
 
 impl CudaDriver {
     /// The flag behind an id, as kernels get it.
-    pub(crate) fn conditional(&self, site: Site, conditional: ConditionalId) -> Result<Used<'_, Conditional>> {
+    pub(crate) fn conditional(&self, site: Site<'_>, conditional: ConditionalId) -> Result<Used<'_, Conditional>> {
         self.conditionals.get(conditional.0).ok_or_else(|| site.error(ErrorCode::InvalidHandle))
     }
 
     /// `conditional_create` of the contract.
     pub(crate) fn create_conditional(&self, stream: StreamId, default: u32) -> Result<ConditionalId> {
-        let site = enter(Call::ConditionalCreate)?;
+        let site = self.enter(Call::ConditionalCreate)?;
         let row = self.stream(site, stream)?;
         let create = self.api.graph_conditional_handle_create.ok_or_else(|| self.no_conditionals(site))?;
         let context = self.context_of_stream(site, &row)?;
@@ -60,7 +60,7 @@ impl CudaDriver {
         body: StreamId,
         mode: CaptureMode,
     ) -> Result<()> {
-        let site = enter(Call::ConditionalBegin)?;
+        let site = self.enter(Call::ConditionalBegin)?;
         let (row, body_row) = (self.stream(site, stream)?, self.stream(site, body)?);
         let add_node = self.api.graph_add_node.ok_or_else(|| self.no_conditionals(site))?;
         let begin = self.api.stream_begin_capture_to_graph.ok_or_else(|| self.no_conditionals(site))?;
@@ -115,10 +115,11 @@ impl CudaDriver {
         // SAFETY: the stream captures the graph that the node is in; one node is read.
         site.check(unsafe { (self.api.stream_update_capture_dependencies)(row.raw.raw(), &raw mut node, 1, set) })?;
         let _body_current = self.on_stream(site, &body_row)?;
+        let since = self.blame.mark();
         // SAFETY: the body's stream is live and its graph lives as long as the node; without dependencies the arrays
         // are not read.
         site.check(unsafe { begin(body_row.raw.raw(), graph.raw(), ptr::null(), ptr::null(), 0, mode_of(mode)) })?;
-        self.capture_began(site, &body_row, graph, flag.root)
+        self.capture_began(site, &body_row, graph, flag.root, since)
     }
 
     /// Notes that a graph is gone, and what lived in it at whatever depth: flags, and bodies of conditional nodes. The
@@ -129,13 +130,13 @@ impl CudaDriver {
         }
         for id in self.graphs.ids(|row| row.owner == Owner::Inside(root)) {
             if let Some(mut body) = self.graphs.alone(id) {
-                body.change(|body| body.owner = Owner::Gone);
+                body.owner = Owner::Gone;
             }
         }
     }
 
     /// Why there are no conditional nodes.
-    fn no_conditionals(&self, site: Site) -> DriverError {
+    fn no_conditionals(&self, site: Site<'_>) -> DriverError {
         let missing = self.api.missing_for_conditionals().unwrap_or("conditional nodes");
         let detail = format!("the driver speaks CUDA {}, which has no {missing}", self.version());
         site.explain(ErrorCode::NotSupported, detail)

@@ -13,7 +13,7 @@ use warpool_driver::{DeviceId, ErrorCode, RawHandle, Result, StreamId};
 
 use crate::CudaDriver;
 use crate::api::Api;
-use crate::error::{Site, enter_named};
+use crate::error::Site;
 use crate::stream::{Stream, StreamKind};
 use crate::table::{Handle, Table, lock};
 
@@ -72,12 +72,12 @@ impl Drop for Current<'_> {
 
 impl CudaDriver {
     /// The device of that number.
-    pub(crate) fn device(&self, site: Site, device: DeviceId) -> Result<&Device> {
+    pub(crate) fn device(&self, site: Site<'_>, device: DeviceId) -> Result<&Device> {
         self.devices.get(device.0 as usize).ok_or_else(|| site.error(ErrorCode::InvalidDevice))
     }
 
     /// The context that calls on `device` use; made if there is none.
-    pub(crate) fn context_of(&self, site: Site, device: DeviceId) -> Result<Context> {
+    pub(crate) fn context_of(&self, site: Site<'_>, device: DeviceId) -> Result<Context> {
         let slot = self.device(site, device)?;
         let known = slot.context.load(Ordering::Acquire);
         if !known.is_null() {
@@ -96,7 +96,7 @@ impl CudaDriver {
     }
 
     /// Makes `context` current for as long as the result lives.
-    pub(crate) fn make_current(&self, site: Site, context: Context) -> Result<Current<'_>> {
+    pub(crate) fn make_current(&self, site: Site<'_>, context: Context) -> Result<Current<'_>> {
         let mut before = ptr::null_mut();
         // SAFETY: `before` takes the handle.
         site.check(unsafe { (self.api.ctx_get_current)(&raw mut before) })?;
@@ -109,7 +109,7 @@ impl CudaDriver {
     }
 
     /// Makes the context of `device` current.
-    pub(crate) fn on_device(&self, site: Site, device: DeviceId) -> Result<Current<'_>> {
+    pub(crate) fn on_device(&self, site: Site<'_>, device: DeviceId) -> Result<Current<'_>> {
         let context = self.context_of(site, device)?;
         self.make_current(site, context)
     }
@@ -123,7 +123,7 @@ impl CudaDriver {
     /// # Safety
     /// `context` must be a live `CUcontext` and stay so for as long as this driver.
     pub unsafe fn adopt_context(&self, device: DeviceId, context: RawHandle) -> Result<()> {
-        let site = enter_named("adopt_context")?;
+        let site = self.enter_named("adopt_context")?;
         let slot = self.device(site, device)?;
         let context = Context::from_number(context.0);
         if context.raw().is_null() {
@@ -140,7 +140,7 @@ impl CudaDriver {
     }
 
     /// The device that a context is for, as CUDA knows it.
-    pub(crate) fn device_of_context(&self, site: Site, context: Context) -> Result<sys::CUdevice> {
+    pub(crate) fn device_of_context(&self, site: Site<'_>, context: Context) -> Result<sys::CUdevice> {
         let _current = self.make_current(site, context)?;
         let mut owner = 0;
         // SAFETY: `owner` takes the device; the context is current.
@@ -149,7 +149,7 @@ impl CudaDriver {
     }
 
     /// Retains the primary context for a caller.
-    pub(crate) fn retain_for_caller(&self, site: Site, device: DeviceId) -> Result<RawHandle> {
+    pub(crate) fn retain_for_caller(&self, site: Site<'_>, device: DeviceId) -> Result<RawHandle> {
         let slot = self.device(site, device)?;
         let mut holds = lock(&slot.holds);
         let mut context = ptr::null_mut();
@@ -160,7 +160,7 @@ impl CudaDriver {
     }
 
     /// Gives back one retain of a caller.
-    pub(crate) fn release_for_caller(&self, site: Site, device: DeviceId) -> Result<()> {
+    pub(crate) fn release_for_caller(&self, site: Site<'_>, device: DeviceId) -> Result<()> {
         let slot = self.device(site, device)?;
         let mut holds = lock(&slot.holds);
         if holds.callers == 0 {

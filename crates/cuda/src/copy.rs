@@ -9,13 +9,12 @@ use std::ffi::c_void;
 use warpool_driver::{Address, Call, Copies, DeviceId, DevicePtr, Pattern, Result, StreamId};
 
 use crate::CudaDriver;
-use crate::error::enter;
 use crate::host::{check_pinned, pointer_to};
 use crate::stream::{Stream, StreamKind};
 
 impl Copies for CudaDriver {
     fn copy(&self, dst: Address, src: Address, bytes: u64, stream: StreamId) -> Result<()> {
-        let site = enter(Call::Copy)?;
+        let site = self.enter(Call::Copy)?;
         let stream = self.stream(site, stream)?;
         let pinned = self.pinned.hold();
         for side in [dst, src] {
@@ -54,7 +53,7 @@ impl Copies for CudaDriver {
         bytes: u64,
         stream: StreamId,
     ) -> Result<()> {
-        let site = enter(Call::CopyPeer)?;
+        let site = self.enter(Call::CopyPeer)?;
         let stream = self.stream(site, stream)?;
         let (to, from) = (self.context_of(site, dst_device)?, self.context_of(site, src_device)?);
         let _current = self.on_stream(site, &stream)?;
@@ -65,7 +64,7 @@ impl Copies for CudaDriver {
     }
 
     fn fill(&self, dst: DevicePtr, pattern: Pattern, count: u64, stream: StreamId) -> Result<()> {
-        let site = enter(Call::Fill)?;
+        let site = self.enter(Call::Fill)?;
         let stream = self.stream(site, stream)?;
         let _current = self.on_stream(site, &stream)?;
         let (count, queue) = (count as usize, stream.raw.raw());
@@ -80,7 +79,7 @@ impl Copies for CudaDriver {
     }
 
     fn upload(&self, device: DeviceId, dst: DevicePtr, bytes: &[u8]) -> Result<()> {
-        let site = enter(Call::Upload)?;
+        let site = self.enter(Call::Upload)?;
         let _current = self.on_device(site, device)?;
         let from = bytes.as_ptr().cast::<c_void>();
         // SAFETY: the slice is readable; CUDA checks the address on the device.
@@ -94,7 +93,7 @@ impl Copies for CudaDriver {
     }
 
     fn download(&self, device: DeviceId, src: DevicePtr, into: &mut [u8]) -> Result<()> {
-        let site = enter(Call::Download)?;
+        let site = self.enter(Call::Download)?;
         let _current = self.on_device(site, device)?;
         let to = into.as_mut_ptr().cast::<c_void>();
         // SAFETY: the slice is writable and CUDA is done with it on return; CUDA checks the address on the device.

@@ -10,7 +10,7 @@ use warpool_driver::{Call, DeviceId, DeviceProperties, Devices, ErrorCode, Granu
 
 use crate::api::Api;
 use crate::context::Device;
-use crate::error::{Site, enter};
+use crate::error::Site;
 use crate::table::Handle;
 use crate::{CudaDriver, OpenError, start};
 
@@ -30,12 +30,12 @@ pub(crate) fn enumerate(api: &Api) -> std::result::Result<Vec<(DeviceId, sys::CU
 
 impl Devices for CudaDriver {
     fn device_count(&self) -> Result<u32> {
-        enter(Call::DeviceCount)?;
+        self.enter(Call::DeviceCount)?;
         Ok(self.devices.len() as u32)
     }
 
     fn device_properties(&self, device: DeviceId) -> Result<DeviceProperties> {
-        let site = enter(Call::DeviceProperties)?;
+        let site = self.enter(Call::DeviceProperties)?;
         let slot = self.device(site, device)?;
         let number = |attribute| self.attribute(site, slot, attribute);
         let can = |attribute| self.has(site, slot, attribute);
@@ -61,15 +61,15 @@ impl Devices for CudaDriver {
     }
 
     fn context_retain(&self, device: DeviceId) -> Result<RawHandle> {
-        self.retain_for_caller(enter(Call::ContextRetain)?, device)
+        self.retain_for_caller(self.enter(Call::ContextRetain)?, device)
     }
 
     fn context_release(&self, device: DeviceId) -> Result<()> {
-        self.release_for_caller(enter(Call::ContextRelease)?, device)
+        self.release_for_caller(self.enter(Call::ContextRelease)?, device)
     }
 
     fn context_is_active(&self, device: DeviceId) -> Result<bool> {
-        let site = enter(Call::ContextIsActive)?;
+        let site = self.enter(Call::ContextIsActive)?;
         let slot = self.device(site, device)?;
         let (mut flags, mut active) = (0, 0);
         // SAFETY: `flags` and `active` take one number each.
@@ -78,7 +78,7 @@ impl Devices for CudaDriver {
     }
 
     fn current_device(&self) -> Result<Option<DeviceId>> {
-        let site = enter(Call::CurrentDevice)?;
+        let site = self.enter(Call::CurrentDevice)?;
         let mut context = ptr::null_mut();
         // SAFETY: `context` takes the handle.
         site.check(unsafe { (self.api.ctx_get_current)(&raw mut context) })?;
@@ -90,25 +90,25 @@ impl Devices for CudaDriver {
     }
 
     fn set_current_device(&self, device: DeviceId) -> Result<()> {
-        let site = enter(Call::SetCurrentDevice)?;
+        let site = self.enter(Call::SetCurrentDevice)?;
         let context = self.context_of(site, device)?;
         // SAFETY: the context is held by this driver, or kept alive by whoever had it adopted.
         site.check(unsafe { (self.api.ctx_set_current)(context.raw()) })
     }
 
     fn device_synchronize(&self, device: DeviceId) -> Result<()> {
-        let site = enter(Call::DeviceSynchronize)?;
+        let site = self.enter(Call::DeviceSynchronize)?;
         let _current = self.on_device(site, device)?;
         // SAFETY: takes nothing; the device's context is current.
         site.check(unsafe { (self.api.ctx_synchronize)() })
     }
 
     fn peer_can_access(&self, device: DeviceId, peer: DeviceId) -> Result<bool> {
-        self.can_reach(enter(Call::PeerCanAccess)?, device, peer)
+        self.can_reach(self.enter(Call::PeerCanAccess)?, device, peer)
     }
 
     fn peer_enable(&self, device: DeviceId, peer: DeviceId) -> Result<()> {
-        let site = enter(Call::PeerEnable)?;
+        let site = self.enter(Call::PeerEnable)?;
         let peer = self.context_of(site, peer)?;
         let _current = self.on_device(site, device)?;
         // SAFETY: `peer` is a live context; the flags must be 0.
@@ -116,7 +116,7 @@ impl Devices for CudaDriver {
     }
 
     fn peer_disable(&self, device: DeviceId, peer: DeviceId) -> Result<()> {
-        let site = enter(Call::PeerDisable)?;
+        let site = self.enter(Call::PeerDisable)?;
         let peer = self.context_of(site, peer)?;
         let _current = self.on_device(site, device)?;
         // SAFETY: `peer` is a live context.
@@ -126,14 +126,14 @@ impl Devices for CudaDriver {
 
 impl CudaDriver {
     /// The device's compute capability, major and minor.
-    pub(crate) fn compute_capability(&self, site: Site, slot: &Device) -> Result<(u32, u32)> {
+    pub(crate) fn compute_capability(&self, site: Site<'_>, slot: &Device) -> Result<(u32, u32)> {
         let major = self.attribute(site, slot, Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?;
         let minor = self.attribute(site, slot, Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?;
         Ok((major.unsigned_abs(), minor.unsigned_abs()))
     }
 
     /// Whether the device has what `attribute` stands for. A driver that does not know the attribute does not have it.
-    pub(crate) fn has(&self, site: Site, slot: &Device, attribute: Attribute) -> Result<bool> {
+    pub(crate) fn has(&self, site: Site<'_>, slot: &Device, attribute: Attribute) -> Result<bool> {
         match self.attribute(site, slot, attribute) {
             Ok(number) => Ok(number != 0),
             Err(error) if error.code == ErrorCode::InvalidValue => Ok(false),
@@ -141,14 +141,14 @@ impl CudaDriver {
         }
     }
 
-    fn attribute(&self, site: Site, slot: &Device, attribute: Attribute) -> Result<c_int> {
+    fn attribute(&self, site: Site<'_>, slot: &Device, attribute: Attribute) -> Result<c_int> {
         let mut number = 0;
         // SAFETY: `number` takes the value.
         site.check(unsafe { (self.api.device_get_attribute)(&raw mut number, attribute, slot.raw) })?;
         Ok(number)
     }
 
-    fn name_of(&self, site: Site, slot: &Device) -> Result<String> {
+    fn name_of(&self, site: Site<'_>, slot: &Device) -> Result<String> {
         let mut name = [0_u8; 256];
         // SAFETY: the buffer is as long as said; CUDA ends the text with a 0 inside it.
         site.check(unsafe { (self.api.device_get_name)(name.as_mut_ptr().cast(), name.len() as c_int, slot.raw) })?;
@@ -156,14 +156,14 @@ impl CudaDriver {
         Ok(text.map_or_else(|_| String::from_utf8_lossy(&name).into_owned(), std::borrow::Cow::into_owned))
     }
 
-    fn bytes_total(&self, site: Site, slot: &Device) -> Result<u64> {
+    fn bytes_total(&self, site: Site<'_>, slot: &Device) -> Result<u64> {
         let mut bytes = 0;
         // SAFETY: `bytes` takes the number.
         site.check(unsafe { (self.api.device_total_mem)(&raw mut bytes, slot.raw) })?;
         Ok(bytes as u64)
     }
 
-    fn can_reach(&self, site: Site, device: DeviceId, peer: DeviceId) -> Result<bool> {
+    fn can_reach(&self, site: Site<'_>, device: DeviceId, peer: DeviceId) -> Result<bool> {
         let (slot, peer) = (self.device(site, device)?, self.device(site, peer)?);
         let mut can = 0;
         // SAFETY: `can` takes the answer.
@@ -171,7 +171,7 @@ impl CudaDriver {
         Ok(can != 0)
     }
 
-    fn peers_of(&self, site: Site, device: DeviceId) -> Result<Vec<DeviceId>> {
+    fn peers_of(&self, site: Site<'_>, device: DeviceId) -> Result<Vec<DeviceId>> {
         let mut peers = Vec::new();
         for peer in (0..self.devices.len() as u32).map(DeviceId).filter(|&peer| peer != device) {
             if self.can_reach(site, device, peer)? {

@@ -12,7 +12,7 @@ use warpool_driver::{
 
 use crate::CudaDriver;
 use crate::context::Context;
-use crate::error::{Site, enter};
+use crate::error::Site;
 use crate::table::{Handle, Used};
 
 /// An event behind its id.
@@ -55,7 +55,7 @@ const fn flags(options: EventOptions) -> c_uint {
 
 impl Events for CudaDriver {
     fn event_create(&self, device: DeviceId, options: EventOptions) -> Result<EventId> {
-        let site = enter(Call::EventCreate)?;
+        let site = self.enter(Call::EventCreate)?;
         let context = self.context_of(site, device)?;
         let _current = self.make_current(site, context)?;
         let mut raw = ptr::null_mut();
@@ -65,7 +65,7 @@ impl Events for CudaDriver {
     }
 
     fn event_destroy(&self, event: EventId) -> Result<()> {
-        let site = enter(Call::EventDestroy)?;
+        let site = self.enter(Call::EventDestroy)?;
         let row = self.events.alone(event.0).ok_or_else(|| site.error(ErrorCode::InvalidHandle))?;
         // A graph does not keep the events of its nodes. CUDA's event stays, then: nobody knows when the last graph goes.
         if !row.in_graph.load(Ordering::Relaxed) {
@@ -78,7 +78,7 @@ impl Events for CudaDriver {
     }
 
     fn event_record(&self, event: EventId, stream: StreamId, scope: EventScope) -> Result<()> {
-        let site = enter(Call::EventRecord)?;
+        let site = self.enter(Call::EventRecord)?;
         let event = self.event(site, event)?;
         let stream = self.stream(site, stream)?;
         if event.device != stream.device {
@@ -97,7 +97,7 @@ impl Events for CudaDriver {
     }
 
     fn event_query(&self, event: EventId) -> Result<bool> {
-        let site = enter(Call::EventQuery)?;
+        let site = self.enter(Call::EventQuery)?;
         let event = self.event(site, event)?;
         let _current = self.make_current(site, event.context)?;
         // SAFETY: the event is live.
@@ -105,7 +105,7 @@ impl Events for CudaDriver {
     }
 
     fn event_synchronize(&self, event: EventId) -> Result<()> {
-        let site = enter(Call::EventSynchronize)?;
+        let site = self.enter(Call::EventSynchronize)?;
         let event = self.event(site, event)?;
         let _current = self.make_current(site, event.context)?;
         // SAFETY: the event is live.
@@ -113,7 +113,7 @@ impl Events for CudaDriver {
     }
 
     fn event_elapsed_ms(&self, start: EventId, end: EventId) -> Result<f32> {
-        let site = enter(Call::EventElapsedMs)?;
+        let site = self.enter(Call::EventElapsedMs)?;
         let (start, end) = (self.event(site, start)?, self.event(site, end)?);
         let _current = self.make_current(site, start.context)?;
         let (elapsed, _relaxed) = match self.api.event_elapsed_time_v2 {
@@ -128,7 +128,7 @@ impl Events for CudaDriver {
     }
 
     fn event_export(&self, event: EventId) -> Result<IpcEventHandle> {
-        let site = enter(Call::EventExport)?;
+        let site = self.enter(Call::EventExport)?;
         let event = self.event(site, event)?;
         let _current = self.make_current(site, event.context)?;
         let mut handle = sys::CUipcEventHandle { reserved: [0; 64] };
@@ -138,7 +138,7 @@ impl Events for CudaDriver {
     }
 
     fn event_import(&self, device: DeviceId, handle: &IpcEventHandle) -> Result<EventId> {
-        let site = enter(Call::EventImport)?;
+        let site = self.enter(Call::EventImport)?;
         let context = self.context_of(site, device)?;
         let _current = self.make_current(site, context)?;
         let handle = sys::CUipcEventHandle { reserved: handle.0.map(|byte| byte as c_char) };
@@ -151,7 +151,7 @@ impl Events for CudaDriver {
 
 impl CudaDriver {
     /// The event behind an id, live as long as the result.
-    pub(crate) fn event(&self, site: Site, event: EventId) -> Result<Used<'_, Event>> {
+    pub(crate) fn event(&self, site: Site<'_>, event: EventId) -> Result<Used<'_, Event>> {
         self.events.get(event.0).ok_or_else(|| site.error(ErrorCode::InvalidHandle))
     }
 }

@@ -1,28 +1,30 @@
 //! Graphs: what captures left, made ready and launched.
 //!
-//! CUDA does not synchronise a `CUgraph`, so everything that uses one holds `graph_gate`. An executable has a lock of
-//! its own: launches of different executables do not wait for each other.
+//! CUDA does not synchronise a `CUgraph`, so everything that uses one holds `graph_gate`. What becomes of executables is in
+//! `exec.rs`.
 
 use std::ffi::CString;
 use std::fs::{self, OpenOptions};
 use std::os::unix::ffi::OsStrExt;
 use std::path::PathBuf;
 use std::ptr;
-use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
 use std::{env, io, process};
 
 use cudarc::driver::sys;
+use rustc_hash::FxHashSet;
 use warpool_driver::{
-    Call, CaptureMode, ConditionalId, ConditionalKind, ErrorCode, GraphExecId, GraphId, GraphTopology, Graphs,
-    InstantiateOptions, Node, NodeId, NodeKind, RawHandle, Result, StreamId,
+    Call, CaptureMode, ConditionalId, ConditionalKind, ErrorCode, FunctionId, GraphExecId, GraphId, GraphTopology,
+    Graphs, InstantiateOptions, KernelArg, LaunchShape, Node, NodeId, NodeKind, RawHandle, Result, StreamId,
 };
 
 use crate::CudaDriver;
 use crate::capture::{GraphHandle, NodeHandle};
 use crate::context::Context;
-use crate::error::{Site, enter};
-use crate::table::{Handle, Used, lock};
+use crate::error::Site;
+use crate::exec::Exec;
+use crate::table::{Used, lock};
 
 /// A graph behind its id.
 pub(crate) struct Graph {
@@ -32,6 +34,27 @@ pub(crate) struct Graph {
     pub(crate) context: Context,
     /// Whose it is.
     pub(crate) owner: Owner,
+    /// Shared with the executables that are made of it.
+    pub(crate) template: Arc<Mutex<Template>>,
+}
+
+/// A graph as its executables know it. Held, besides the gate, by whoever uses the `CUgraph`; those who change an
+/// executable hold only this.
+pub(crate) struct Template {
+    /// CUDA's handle.
+    pub(crate) raw: GraphHandle,
+    /// Whether it can be used without the gate: it is an id's own, and not destroyed.
+    pub(crate) is_there: bool,
+    /// Its kernel nodes, once somebody asked.
+    pub(crate) kernels: Option<FxHashSet<u64>>,
+}
+
+impl Graph {
+    /// A graph that is known by an id from now on.
+    pub(crate) fn new(raw: GraphHandle, context: Context, owner: Owner) -> Self {
+        let template = Template { raw, is_there: owner == Owner::Id, kernels: None };
+        Self { raw, context, owner, template: Arc::new(Mutex::new(template)) }
+    }
 }
 
 /// Whose a graph is.
@@ -43,14 +66,6 @@ pub(crate) enum Owner {
     Inside(GraphHandle),
     /// Nobody's: it was a body, and its node is gone. The id can only be forgotten.
     Gone,
-}
-
-/// An executable behind its id.
-pub(crate) struct Exec {
-    raw: Handle<sys::CUgraphExec_st>,
-    context: Context,
-    /// Held during a launch.
-    launching: Mutex<()>,
 }
 
 /// What a node does, from CUDA's number.
@@ -85,40 +100,47 @@ const fn flags(options: InstantiateOptions) -> u64 {
 
 impl Graphs for CudaDriver {
     fn graph_instantiate(&self, graph: GraphId, options: InstantiateOptions) -> Result<GraphExecId> {
-        let site = enter(Call::GraphInstantiate)?;
+        let site = self.enter(Call::GraphInstantiate)?;
         let _gate = lock(&self.graph_gate);
         let row = self.graph(site, graph)?;
         let _current = self.make_current(site, row.context)?;
+        let _alone = lock(&row.template);
         let mut raw = ptr::null_mut();
         // SAFETY: the graph is live and ours alone while the gate is held; `raw` takes the handle.
         site.check(unsafe { (self.api.graph_instantiate_with_flags)(&raw mut raw, row.raw.raw(), flags(options)) })?;
-        let exec = Exec { raw: Handle::new(raw), context: row.context, launching: Mutex::new(()) };
-        Ok(GraphExecId(self.execs.insert(exec)))
+        Ok(GraphExecId(self.execs.insert(Exec::new(raw, row.context, graph, Arc::clone(&row.template)))))
     }
 
     fn graph_launch(&self, exec: GraphExecId, stream: StreamId) -> Result<()> {
-        let site = enter(Call::GraphLaunch)?;
-        let exec = self.exec(site, exec)?;
-        let stream = self.stream(site, stream)?;
-        let _current = self.on_stream(site, &stream)?;
-        let _launching = lock(&exec.launching);
-        // SAFETY: the executable is live and ours alone while its lock is held; the stream is live.
-        site.check(unsafe { (self.api.graph_launch)(exec.raw.raw(), stream.raw.raw()) })
+        self.launch_exec(exec, stream)
+    }
+
+    fn graph_exec_set_kernel(
+        &self,
+        exec: GraphExecId,
+        node: NodeId,
+        function: FunctionId,
+        shape: LaunchShape,
+        args: &[KernelArg],
+    ) -> Result<()> {
+        self.set_kernel(exec, node, function, shape, args)
     }
 
     fn graph_topology(&self, graph: GraphId) -> Result<GraphTopology> {
-        let site = enter(Call::GraphTopology)?;
+        let site = self.enter(Call::GraphTopology)?;
         let _gate = lock(&self.graph_gate);
         let row = self.graph(site, graph)?;
         let _current = self.make_current(site, row.context)?;
+        let _alone = lock(&row.template);
         self.topology(site, row.raw)
     }
 
     fn graph_dot(&self, graph: GraphId) -> Result<String> {
-        let site = enter(Call::GraphDot)?;
+        let site = self.enter(Call::GraphDot)?;
         let _gate = lock(&self.graph_gate);
         let row = self.graph(site, graph)?;
         let _current = self.make_current(site, row.context)?;
+        let _alone = lock(&row.template);
         let trouble = |error: io::Error| site.explain(ErrorCode::OperatingSystem, error.to_string());
         // CUDA writes to files only.
         let file = ScratchFile::create().map_err(trouble)?;
@@ -131,13 +153,16 @@ impl Graphs for CudaDriver {
     }
 
     fn graph_destroy(&self, graph: GraphId) -> Result<()> {
-        let site = enter(Call::GraphDestroy)?;
+        let site = self.enter(Call::GraphDestroy)?;
         let _gate = lock(&self.graph_gate);
         let row = self.graphs.alone(graph.0).ok_or_else(|| site.error(ErrorCode::InvalidHandle))?;
         if row.owner == Owner::Id {
             let _current = self.make_current(site, row.context)?;
+            let mut template = lock(&row.template);
             // SAFETY: `raw` came from cuStreamEndCapture as ours, and nobody else can use it.
             site.check(unsafe { (self.api.graph_destroy)(row.raw.raw()) })?;
+            template.is_there = false;
+            drop(template);
             self.forget_inside(row.raw);
         }
         row.remove();
@@ -145,25 +170,17 @@ impl Graphs for CudaDriver {
     }
 
     fn graph_exec_destroy(&self, exec: GraphExecId) -> Result<()> {
-        let site = enter(Call::GraphExecDestroy)?;
-        let row = self.execs.alone(exec.0).ok_or_else(|| site.error(ErrorCode::InvalidHandle))?;
-        let _current = self.make_current(site, row.context)?;
-        // Captures forbid it, though it waits for nothing; the contract does not.
-        let _relaxed = self.relax(site)?;
-        // SAFETY: `raw` came from cuGraphInstantiateWithFlags, and nobody else can use it.
-        site.check(unsafe { (self.api.graph_exec_destroy)(row.raw.raw()) })?;
-        row.remove();
-        Ok(())
+        self.destroy_exec(exec)
     }
 
     fn graph_raw(&self, graph: GraphId) -> Result<RawHandle> {
-        let site = enter(Call::GraphRaw)?;
+        let site = self.enter(Call::GraphRaw)?;
         let _gate = lock(&self.graph_gate);
         Ok(self.graph(site, graph)?.raw.exposed())
     }
 
     fn graph_exec_raw(&self, exec: GraphExecId) -> Result<RawHandle> {
-        let site = enter(Call::GraphExecRaw)?;
+        let site = self.enter(Call::GraphExecRaw)?;
         Ok(self.exec(site, exec)?.raw.exposed())
     }
 
@@ -185,17 +202,13 @@ impl Graphs for CudaDriver {
 
 impl CudaDriver {
     /// The graph behind an id. The caller holds `graph_gate`.
-    fn graph(&self, site: Site, graph: GraphId) -> Result<Used<'_, Graph>> {
+    fn graph(&self, site: Site<'_>, graph: GraphId) -> Result<Used<'_, Graph>> {
         let live = self.graphs.get(graph.0).filter(|row| row.owner != Owner::Gone);
         live.ok_or_else(|| site.error(ErrorCode::InvalidHandle))
     }
 
-    fn exec(&self, site: Site, exec: GraphExecId) -> Result<Used<'_, Exec>> {
-        self.execs.get(exec.0).ok_or_else(|| site.error(ErrorCode::InvalidHandle))
-    }
-
     /// The nodes and edges of a graph. The caller holds `graph_gate`.
-    pub(crate) fn topology(&self, site: Site, graph: GraphHandle) -> Result<GraphTopology> {
+    pub(crate) fn topology(&self, site: Site<'_>, graph: GraphHandle) -> Result<GraphTopology> {
         let nodes = self.nodes_of(site, graph)?;
         let describe =
             |&node: &sys::CUgraphNode| Ok(Node { id: node_id(node), kind: kind_of(self.node_type(site, node)?) });
@@ -205,7 +218,18 @@ impl CudaDriver {
         })
     }
 
-    fn nodes_of(&self, site: Site, graph: GraphHandle) -> Result<Vec<sys::CUgraphNode>> {
+    /// The kernel nodes of a graph. The caller has the graph for himself.
+    pub(crate) fn kernels_of(&self, site: Site<'_>, graph: GraphHandle) -> Result<FxHashSet<u64>> {
+        let mut kernels = FxHashSet::default();
+        for node in self.nodes_of(site, graph)? {
+            if kind_of(self.node_type(site, node)?) == NodeKind::Kernel {
+                kernels.insert(node_id(node).0);
+            }
+        }
+        Ok(kernels)
+    }
+
+    fn nodes_of(&self, site: Site<'_>, graph: GraphHandle) -> Result<Vec<sys::CUgraphNode>> {
         let mut count = 0;
         // SAFETY: without an array only the number is written.
         site.check(unsafe { (self.api.graph_get_nodes)(graph.raw(), ptr::null_mut(), &raw mut count) })?;
@@ -218,7 +242,7 @@ impl CudaDriver {
         Ok(nodes)
     }
 
-    fn edges_of(&self, site: Site, graph: GraphHandle) -> Result<Vec<(NodeId, NodeId)>> {
+    fn edges_of(&self, site: Site<'_>, graph: GraphHandle) -> Result<Vec<(NodeId, NodeId)>> {
         let mut count = 0;
         // SAFETY: without arrays only the number is written.
         site.check(unsafe {
@@ -234,7 +258,7 @@ impl CudaDriver {
         Ok(from.into_iter().zip(to).take(count).map(|(from, to)| (node_id(from), node_id(to))).collect())
     }
 
-    fn node_type(&self, site: Site, node: sys::CUgraphNode) -> Result<u32> {
+    fn node_type(&self, site: Site<'_>, node: sys::CUgraphNode) -> Result<u32> {
         let mut number = 0_u32;
         // SAFETY: the node is of a graph that the gate protects; `number` has the size of the C enum.
         site.check(unsafe { (self.api.graph_node_get_type)(node, (&raw mut number).cast()) })?;

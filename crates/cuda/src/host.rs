@@ -8,7 +8,7 @@ use warpool_driver::{Call, DeviceId, DevicePtr, ErrorCode, HostMemory, HostOptio
 
 use crate::CudaDriver;
 use crate::context::Context;
-use crate::error::{Site, enter};
+use crate::error::Site;
 use crate::ranges::HeldRanges;
 use crate::table::{read, write};
 
@@ -48,7 +48,7 @@ const fn flags(options: HostOptions) -> c_uint {
 
 impl HostMemory for CudaDriver {
     fn host_alloc(&self, device: DeviceId, bytes: u64, options: HostOptions) -> Result<HostPtr> {
-        let site = enter(Call::HostAlloc)?;
+        let site = self.enter(Call::HostAlloc)?;
         let context = self.context_of(site, device)?;
         if bytes == 0 {
             // CUDA calls that a success and gives no memory.
@@ -64,7 +64,7 @@ impl HostMemory for CudaDriver {
     }
 
     fn host_free(&self, ptr: HostPtr) -> Result<()> {
-        let site = enter(Call::HostFree)?;
+        let site = self.enter(Call::HostFree)?;
         let range = self.pinned.remove_if(ptr.0, |pinned| pinned.how == How::Allocated);
         let range = range.ok_or_else(|| site.error(ErrorCode::InvalidValue))?;
         let freed = self.make_current(site, range.what.context).and_then(|_current| {
@@ -79,7 +79,7 @@ impl HostMemory for CudaDriver {
     }
 
     fn host_register(&self, device: DeviceId, range: HostRange, options: HostOptions) -> Result<()> {
-        let site = enter(Call::HostRegister)?;
+        let site = self.enter(Call::HostRegister)?;
         let context = self.context_of(site, device)?;
         if options.write_combined {
             let detail = "memory that exists already cannot become write-combined";
@@ -94,7 +94,7 @@ impl HostMemory for CudaDriver {
     }
 
     fn host_unregister(&self, ptr: HostPtr) -> Result<()> {
-        let site = enter(Call::HostUnregister)?;
+        let site = self.enter(Call::HostUnregister)?;
         let Some(range) = self.pinned.remove_if(ptr.0, |pinned| pinned.how == How::Registered) else {
             let inside = self.pinned.hold().containing(ptr.0, 0).is_some();
             let code = if inside { ErrorCode::InvalidValue } else { ErrorCode::HostMemoryNotRegistered };
@@ -112,7 +112,7 @@ impl HostMemory for CudaDriver {
     }
 
     fn host_device_ptr(&self, device: DeviceId, ptr: HostPtr) -> Result<DevicePtr> {
-        let site = enter(Call::HostDevicePtr)?;
+        let site = self.enter(Call::HostDevicePtr)?;
         let context = self.context_of(site, device)?;
         let pinned = self.pinned.hold();
         check_pinned(site, &pinned, ptr, 0)?;
@@ -124,7 +124,7 @@ impl HostMemory for CudaDriver {
     }
 
     fn host_read(&self, ptr: HostPtr, into: &mut [u8]) -> Result<()> {
-        let site = enter(Call::HostRead)?;
+        let site = self.enter(Call::HostRead)?;
         let _bytes = read(&self.pinned_bytes);
         let pinned = self.pinned.hold();
         check_pinned(site, &pinned, ptr, into.len() as u64)?;
@@ -135,7 +135,7 @@ impl HostMemory for CudaDriver {
     }
 
     fn host_write(&self, ptr: HostPtr, bytes: &[u8]) -> Result<()> {
-        let site = enter(Call::HostWrite)?;
+        let site = self.enter(Call::HostWrite)?;
         let _bytes = write(&self.pinned_bytes);
         let pinned = self.pinned.hold();
         check_pinned(site, &pinned, ptr, bytes.len() as u64)?;
@@ -147,7 +147,7 @@ impl HostMemory for CudaDriver {
 }
 
 /// `InvalidValue` unless the whole range is pinned.
-pub(crate) fn check_pinned(site: Site, pinned: &HeldRanges<'_, Pinned>, ptr: HostPtr, bytes: u64) -> Result<()> {
+pub(crate) fn check_pinned(site: Site<'_>, pinned: &HeldRanges<'_, Pinned>, ptr: HostPtr, bytes: u64) -> Result<()> {
     match pinned.containing(ptr.0, bytes) {
         Some(_) => Ok(()),
         None => Err(site.explain(ErrorCode::InvalidValue, format!("{bytes} bytes at {ptr} are not pinned"))),

@@ -10,10 +10,9 @@ use warpool_driver::{
 
 use crate::CudaDriver;
 use crate::context::Context;
-use crate::error::{Site, enter};
+use crate::error::Site;
 use crate::nvrtc::{Nvrtc, Target, Unavailable};
-use crate::stream::Stream;
-use crate::table::Handle;
+use crate::table::{Handle, Used};
 
 /// Loaded code behind its id.
 pub(crate) struct Module {
@@ -23,11 +22,20 @@ pub(crate) struct Module {
 
 /// A kernel behind its id.
 pub(crate) struct Function {
-    raw: Handle<sys::CUfunc_st>,
+    /// CUDA's handle.
+    pub(crate) raw: Handle<sys::CUfunc_st>,
     module: ModuleId,
     name: Box<str>,
     /// The sizes of its arguments; drivers before CUDA 12.4 do not tell.
     sizes: Option<Box<[usize]>>,
+}
+
+#[cfg(test)]
+impl Function {
+    /// A kernel for tests.
+    pub(crate) fn pretend(sizes: Option<&[usize]>) -> Self {
+        Self { raw: Handle::from_number(1), module: ModuleId(1), name: "k".into(), sizes: sizes.map(Into::into) }
+    }
 }
 
 /// How many arguments a launch takes without allocating memory for them.
@@ -35,7 +43,7 @@ const FEW: usize = 16;
 
 impl Kernels for CudaDriver {
     fn module_load(&self, device: DeviceId, source: &KernelSource) -> Result<ModuleId> {
-        let site = enter(Call::ModuleLoad)?;
+        let site = self.enter(Call::ModuleLoad)?;
         let slot = self.device(site, device)?;
         let capability = self.compute_capability(site, slot)?;
         let nvrtc = self.nvrtc(site)?;
@@ -56,7 +64,7 @@ impl Kernels for CudaDriver {
     }
 
     fn module_unload(&self, module: ModuleId) -> Result<()> {
-        let site = enter(Call::ModuleUnload)?;
+        let site = self.enter(Call::ModuleUnload)?;
         let row = self.modules.alone(module.0).ok_or_else(|| site.error(ErrorCode::InvalidHandle))?;
         // Nobody launches its kernels meanwhile, and none is added: that would need the module.
         let functions = self.functions.ids(|function| function.module == module);
@@ -70,7 +78,7 @@ impl Kernels for CudaDriver {
     }
 
     fn function_get(&self, module: ModuleId, name: &str) -> Result<FunctionId> {
-        let site = enter(Call::FunctionGet)?;
+        let site = self.enter(Call::FunctionGet)?;
         let row = self.modules.get(module.0).ok_or_else(|| site.error(ErrorCode::InvalidHandle))?;
         let _current = self.make_current(site, row.context)?;
         let nameless = || site.explain(ErrorCode::NotFound, "no kernel has such a name");
@@ -95,30 +103,19 @@ impl Kernels for CudaDriver {
         args: &[KernelArg],
         stream: StreamId,
     ) -> Result<()> {
-        let site = enter(Call::KernelLaunch)?;
-        let function = self.functions.get(function.0).ok_or_else(|| site.error(ErrorCode::InvalidHandle))?;
+        let site = self.enter(Call::KernelLaunch)?;
+        let function = self.function(site, function)?;
         let stream = self.stream(site, stream)?;
-        if shape.grid.contains(&0) || shape.block.contains(&0) {
-            return Err(site.explain(ErrorCode::InvalidValue, "the shape has no threads"));
-        }
+        check_shape(site, shape)?;
         let _current = self.on_stream(site, &stream)?;
-        let (mut few, mut many) = ([Slot::EMPTY; FEW], Vec::new());
-        let slots = if args.len() <= FEW {
-            &mut few[..args.len()]
-        } else {
-            many.resize(args.len(), Slot::EMPTY);
-            &mut many[..]
-        };
-        for (slot, &arg) in slots.iter_mut().zip(args) {
-            *slot = self.slot(site, arg)?;
-        }
-        match &function.sizes {
-            Some(sizes) => {
-                check_arguments(site, &function.name, sizes, slots)?;
-                self.launch_checked(site, &function, shape, slots, &stream)
+        let ([gx, gy, gz], [bx, by, bz]) = (shape.grid, shape.block);
+        let (raw, stream) = (function.raw.raw(), stream.raw.raw());
+        self.with_arguments(site, &function, args, |arguments, extra| {
+            // SAFETY: function and stream are live, their rows being in use; the arguments are the function's.
+            unsafe {
+                (self.api.launch_kernel)(raw, gx, gy, gz, bx, by, bz, shape.shared_bytes, stream, arguments, extra)
             }
-            None => self.launch_packed(site, &function, shape, slots, &stream),
-        }
+        })
     }
 }
 
@@ -143,7 +140,12 @@ impl Slot {
 }
 
 impl CudaDriver {
-    fn slot(&self, site: Site, arg: KernelArg) -> Result<Slot> {
+    /// The kernel behind an id, live as long as the result.
+    pub(crate) fn function(&self, site: Site<'_>, function: FunctionId) -> Result<Used<'_, Function>> {
+        self.functions.get(function.0).ok_or_else(|| site.error(ErrorCode::InvalidHandle))
+    }
+
+    fn slot(&self, site: Site<'_>, arg: KernelArg) -> Result<Slot> {
         Ok(match arg {
             KernelArg::Ptr(ptr) => Slot::wide(ptr.0),
             KernelArg::U32(value) => Slot::narrow(value),
@@ -156,73 +158,39 @@ impl CudaDriver {
         })
     }
 
-    /// Launches with arguments of the number and the sizes that the kernel has.
-    fn launch_checked(
+    /// Gives a kernel's arguments to `call` as CUDA takes them, and takes the number that it returns. One of the two that
+    /// `call` gets is null; the other holds what CUDA reads there for this kernel, until `call` returns. `InvalidValue` if
+    /// the kernel takes other arguments, as far as that can be seen.
+    pub(crate) fn with_arguments(
         &self,
-        site: Site,
+        site: Site<'_>,
         function: &Function,
-        shape: LaunchShape,
-        slots: &mut [Slot],
-        stream: &Stream,
+        args: &[KernelArg],
+        call: impl FnOnce(*mut *mut c_void, *mut *mut c_void) -> u32,
     ) -> Result<()> {
-        let (mut few, mut many) = ([ptr::null_mut::<c_void>(); FEW], Vec::new());
-        let pointers = if slots.len() <= FEW {
-            &mut few[..]
+        let (mut few, mut many) = ([Slot::EMPTY; FEW], Vec::new());
+        let slots = if args.len() <= FEW {
+            &mut few[..args.len()]
         } else {
-            many.resize(slots.len(), ptr::null_mut());
+            many.resize(args.len(), Slot::EMPTY);
             &mut many[..]
         };
-        for (pointer, slot) in pointers.iter_mut().zip(slots) {
-            *pointer = (&raw mut slot.bits).cast();
+        for (slot, &arg) in slots.iter_mut().zip(args) {
+            *slot = self.slot(site, arg)?;
         }
-        // SAFETY: CUDA reads as many pointers as the kernel has arguments, and from each as many bytes: the caller
-        // compared both.
-        unsafe { self.launch(site, function, shape, stream, pointers.as_mut_ptr(), ptr::null_mut()) }
-    }
-
-    /// Launches a kernel whose arguments nobody knows. CUDA takes them from a buffer whose length it is told, so
-    /// whatever it makes of wrong ones, it reads no others.
-    fn launch_packed(
-        &self,
-        site: Site,
-        function: &Function,
-        shape: LaunchShape,
-        slots: &[Slot],
-        stream: &Stream,
-    ) -> Result<()> {
-        // `CU_LAUNCH_PARAM_END`, `…_BUFFER_POINTER` and `…_BUFFER_SIZE`: names for CUDA, not addresses.
-        let [end, buffer_pointer, buffer_size] = [0, 1, 2].map(ptr::without_provenance_mut::<c_void>);
-        let mut buffer = pack(slots);
-        let mut bytes = buffer.len();
-        let mut extra =
-            [buffer_pointer, buffer.as_mut_ptr().cast(), buffer_size, (&raw mut bytes).cast::<c_void>(), end];
-        // SAFETY: the list names the buffer and its length, and ends as CUDA wants it.
-        unsafe { self.launch(site, function, shape, stream, ptr::null_mut(), extra.as_mut_ptr()) }
-    }
-
-    /// `cuLaunchKernel`. The stream's context must be current.
-    ///
-    /// # Safety
-    /// Either of `arguments` and `extra` must be null, and the other what CUDA reads there for this kernel.
-    unsafe fn launch(
-        &self,
-        site: Site,
-        function: &Function,
-        shape: LaunchShape,
-        stream: &Stream,
-        arguments: *mut *mut c_void,
-        extra: *mut *mut c_void,
-    ) -> Result<()> {
-        let ([gx, gy, gz], [bx, by, bz]) = (shape.grid, shape.block);
-        let (function, stream) = (function.raw.raw(), stream.raw.raw());
-        // SAFETY: function and stream are live, their rows being in use; the caller vouches for the arguments.
-        site.check(unsafe {
-            (self.api.launch_kernel)(function, gx, gy, gz, bx, by, bz, shape.shared_bytes, stream, arguments, extra)
-        })
+        let code = match &function.sizes {
+            Some(sizes) => {
+                // CUDA reads as many pointers as the kernel has arguments, and from each as many bytes.
+                check_arguments(site, &function.name, sizes, slots)?;
+                with_pointers(slots, |arguments| call(arguments, ptr::null_mut()))
+            }
+            None => with_packed(slots, |extra| call(ptr::null_mut(), extra)),
+        };
+        site.check(code)
     }
 
     /// The compiler, loaded if it is not yet.
-    fn nvrtc(&self, site: Site) -> Result<&Nvrtc> {
+    fn nvrtc(&self, site: Site<'_>) -> Result<&Nvrtc> {
         if let Some(loaded) = self.nvrtc.get() {
             return Ok(loaded);
         }
@@ -239,7 +207,7 @@ impl CudaDriver {
     }
 
     /// Loads PTX or a binary. The context must be current.
-    fn load_image(&self, site: Site, image: &[u8]) -> Result<Handle<sys::CUmod_st>> {
+    fn load_image(&self, site: Site<'_>, image: &[u8]) -> Result<Handle<sys::CUmod_st>> {
         let mut raw = ptr::null_mut();
         // SAFETY: the image came from NVRTC, whole and ending with a 0; `raw` takes the handle.
         site.check(unsafe { (self.api.module_load_data)(&raw mut raw, image.as_ptr().cast()) })?;
@@ -247,7 +215,7 @@ impl CudaDriver {
     }
 
     /// The sizes of a kernel's arguments, if the driver tells.
-    fn argument_sizes(&self, site: Site, function: sys::CUfunction) -> Option<Box<[usize]>> {
+    fn argument_sizes(&self, site: Site<'_>, function: sys::CUfunction) -> Option<Box<[usize]>> {
         let info = self.api.func_get_param_info?;
         // Asking may load the kernel, which a capture must not be broken by.
         let _relaxed = self.relax(site).ok()?;
@@ -266,8 +234,42 @@ impl CudaDriver {
     }
 }
 
+/// `InvalidValue` for a shape without threads.
+pub(crate) fn check_shape(site: Site<'_>, shape: LaunchShape) -> Result<()> {
+    if shape.grid.contains(&0) || shape.block.contains(&0) {
+        return Err(site.explain(ErrorCode::InvalidValue, "the shape has no threads"));
+    }
+    Ok(())
+}
+
+/// The arguments as pointers to each.
+fn with_pointers(slots: &mut [Slot], call: impl FnOnce(*mut *mut c_void) -> u32) -> u32 {
+    let (mut few, mut many) = ([ptr::null_mut::<c_void>(); FEW], Vec::new());
+    let pointers = if slots.len() <= FEW {
+        &mut few[..]
+    } else {
+        many.resize(slots.len(), ptr::null_mut());
+        &mut many[..]
+    };
+    for (pointer, slot) in pointers.iter_mut().zip(slots) {
+        *pointer = (&raw mut slot.bits).cast();
+    }
+    call(pointers.as_mut_ptr())
+}
+
+/// The arguments of a kernel that nobody knows. CUDA takes them from a buffer whose length it is told, so whatever it
+/// makes of wrong ones, it reads no others.
+fn with_packed(slots: &[Slot], call: impl FnOnce(*mut *mut c_void) -> u32) -> u32 {
+    // `CU_LAUNCH_PARAM_END`, `…_BUFFER_POINTER` and `…_BUFFER_SIZE`: names for CUDA, not addresses.
+    let [end, buffer_pointer, buffer_size] = [0, 1, 2].map(ptr::without_provenance_mut::<c_void>);
+    let mut buffer = pack(slots);
+    let mut bytes = buffer.len();
+    let mut extra = [buffer_pointer, buffer.as_mut_ptr().cast(), buffer_size, (&raw mut bytes).cast::<c_void>(), end];
+    call(extra.as_mut_ptr())
+}
+
 /// `InvalidValue` if the kernel takes other arguments, as far as their sizes tell.
-fn check_arguments(site: Site, name: &str, sizes: &[usize], slots: &[Slot]) -> Result<()> {
+fn check_arguments(site: Site<'_>, name: &str, sizes: &[usize], slots: &[Slot]) -> Result<()> {
     if sizes.len() != slots.len() {
         let detail = format!("{name} takes {} arguments, {} are given", sizes.len(), slots.len());
         return Err(site.explain(ErrorCode::InvalidValue, detail));
@@ -303,7 +305,8 @@ mod tests {
 
     #[test]
     fn arguments_are_checked_by_number_and_size() {
-        let site = enter(Call::KernelLaunch).expect("no callback runs here");
+        let driver = fake::driver();
+        let site = driver.enter(Call::KernelLaunch).expect("no callback runs here");
         let check = |sizes: &[usize], slots: &[Slot]| {
             check_arguments(site, "add", sizes, slots).map_err(|error| error.detail.expect("it says why").into_string())
         };
@@ -357,9 +360,8 @@ mod tests {
             let args: Vec<_> = (0..count as u64).map(|n| KernelArg::U64(n * 0x0101_0101_0101)).collect();
             let wanted: Vec<u8> = (0..count as u64).flat_map(|n| (n * 0x0101_0101_0101).to_le_bytes()).collect();
             let shape = LaunchShape { grid: [count as u32, 1, 1], ..LaunchShape::ONE };
-            for sizes in [Some(vec![8; count].into()), None] {
-                let (raw, module) = (Handle::from_number(1), ModuleId(1));
-                let function = driver.functions.insert(Function { raw, module, name: "k".into(), sizes });
+            for sizes in [Some(&vec![8; count][..]), None] {
+                let function = driver.functions.insert(Function::pretend(sizes));
                 driver.kernel_launch(FunctionId(function), shape, &args, stream)?;
                 assert_eq!(GIVEN.take(), wanted, "{count} arguments");
                 let fewer = driver.kernel_launch(FunctionId(function), shape, &args[1..], stream);
@@ -372,11 +374,9 @@ mod tests {
 
     #[test]
     fn an_empty_shape_is_refused_and_a_huge_one_left_to_cuda() -> Result<()> {
-        let driver = fake::driver_with(fake::api());
+        let driver = fake::driver();
         let stream = driver.stream_create(fake::DEVICE, StreamOptions::default())?;
-        let (raw, module) = (Handle::from_number(1), ModuleId(1));
-        let function = Function { raw, module, name: "k".into(), sizes: Some([].into()) };
-        let function = FunctionId(driver.functions.insert(function));
+        let function = fake::kernel(&driver, &[]);
         let code = |grid, block| {
             let shape = LaunchShape { grid, block, shared_bytes: 0 };
             driver.kernel_launch(function, shape, &[], stream).err().map(|error| error.code)

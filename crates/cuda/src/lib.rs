@@ -14,10 +14,12 @@
 //!
 //! Whoever uses an object holds its row in a table, each with a lock of its own. So whoever takes an object away waits
 //! until calls that use it have returned, even a `stream_synchronize`, and calls that come meanwhile get
-//! `InvalidHandle`. Locks that unrelated calls share are not held while waiting for the device.
+//! `InvalidHandle`. Executables and handles of libraries can be used by one thread at a time: calls that use one wait for each
+//! other. Locks that unrelated calls share are not held while waiting for the device.
 //!
-//! The order of locks, where more than one is held: rows; `graph_gate` or an executable's own; graphs' and flags' rows,
-//! for which nobody waits elsewhere; `origins`; `pinned_bytes`; `pinned`; a device's holds; the places of a table.
+//! The order of locks, where more than one is held: rows, a stream's before those of executables and handles that know it
+//! (the other way round nobody waits); `graph_gate`; graphs' and flags' rows, for which nobody waits elsewhere; a graph's
+//! `template`; `origins`; `pinned_bytes`; `pinned`; a device's holds; `holders`; the places of a table; `blame`.
 //!
 //! # What is left to callers
 //!
@@ -25,9 +27,12 @@
 //! let anybody check:
 //! - What comes from outside must stay alive while it is used here: adopted streams and contexts, and every primary
 //!   context, which a `cuDevicePrimaryCtxReset` by others would destroy.
-//! - Kernels go where they like. Where devices reach ordinary host memory (HMM, Grace), a wrong address in a kernel, a
-//!   copy or a fill reaches it as well.
-//! - A graph does not keep the modules of its kernels. They must stay loaded while it is instantiated and launched.
+//! - Kernels go where they like, and so do the products of cuBLAS: the addresses of matrices and workspaces are not
+//!   checked. Where devices reach ordinary host memory (HMM, Grace), a wrong address in a kernel, a product, a copy or a fill
+//!   reaches it as well.
+//! - Whoever uses a library's handle by `library_raw` uses it when nobody else does, and leaves it as it was: alive, on its
+//!   stream, with scalars in host memory.
+//! - A graph does not keep the modules of its kernels. They must stay loaded while it is instantiated, changed and launched.
 //! - CUDA does not synchronise graphs. While one thread asks about a capture or adds a conditional node to it, no other
 //!   may put work into it; and a body that is captured on a thread's own default stream must end before the capture
 //!   around it.
@@ -36,6 +41,8 @@
 compile_error!("warpool-cuda is for 64-bit little-endian Unix: what the CUDA driver itself runs on");
 
 mod api;
+mod blame;
+mod blas;
 mod callback;
 mod capture;
 mod conditional;
@@ -44,9 +51,12 @@ mod copy;
 mod device;
 mod error;
 mod event;
+mod exec;
 #[cfg(test)]
 mod fake;
 mod graph;
+mod handles;
+mod holders;
 mod host;
 mod kernel;
 mod libraries;
@@ -55,8 +65,10 @@ mod memory;
 mod nvrtc;
 mod pool;
 mod ranges;
+mod status;
 mod stream;
 mod table;
+mod vendor;
 mod virtual_memory;
 
 use std::fmt;
@@ -66,13 +78,17 @@ use std::time::{Duration, Instant};
 use warpool_driver::{Driver, ErrorCode, Notes};
 
 use api::Api;
+use blame::Blame;
 use capture::Origins;
 use context::Device;
+use holders::Holders;
 use library::{Loaded, driver_candidates};
 use nvrtc::Nvrtc;
 use ranges::Ranges;
 use table::Table;
+use vendor::Vendors;
 
+pub use exec::BareLaunch;
 pub use libraries::{FoundLibrary, LibraryStatus, libraries};
 pub use library::{MissingLibrary, MissingSymbol};
 
@@ -138,6 +154,8 @@ pub struct CudaDriver {
     api: Api,
     version: DriverVersion,
     opened: Instant,
+    /// Which calls captures forbade. Locked by failures only.
+    blame: Blame,
     devices: Box<[Device]>,
 
     streams: Table<stream::Stream>,
@@ -150,7 +168,7 @@ pub struct CudaDriver {
     /// bytes.
     pinned_bytes: RwLock<()>,
     graphs: Table<graph::Graph>,
-    execs: Table<graph::Exec>,
+    execs: Table<exec::Exec>,
     conditionals: Table<conditional::Conditional>,
     origins: Mutex<Origins>,
     /// Held while a `CUgraph` is used: CUDA does not synchronise them, and one that is being captured may end under our
@@ -159,6 +177,10 @@ pub struct CudaDriver {
     modules: Table<kernel::Module>,
     functions: Table<kernel::Function>,
     nvrtc: OnceLock<Nvrtc>,
+    handles: Table<handles::LibraryHandle>,
+    vendors: Vendors,
+    /// Who knows which stream beyond a call.
+    holders: Holders,
 }
 
 impl CudaDriver {
@@ -183,6 +205,7 @@ impl CudaDriver {
             api,
             version,
             opened: Instant::now(),
+            blame: Blame::default(),
             devices,
             streams,
             events: Table::new(),
@@ -199,6 +222,9 @@ impl CudaDriver {
             modules: Table::new(),
             functions: Table::new(),
             nvrtc: OnceLock::new(),
+            handles: Table::new(),
+            vendors: Vendors::default(),
+            holders: Holders::default(),
         })
     }
 
@@ -245,6 +271,14 @@ impl Driver for CudaDriver {
 
     fn now(&self) -> Duration {
         self.opened.elapsed()
+    }
+
+    fn entropy(&self) -> u64 {
+        // What the standard library seeds its hash maps with comes from the operating system.
+        std::hash::BuildHasher::hash_one(
+            &std::collections::hash_map::RandomState::new(),
+            self.opened.elapsed().as_nanos(),
+        )
     }
 }
 

@@ -3,8 +3,11 @@
 
 use std::ffi::c_int;
 
+use warpool_driver::Library;
+
 use crate::library::{Loaded, driver_candidates, toolkit_candidates};
 use crate::nvrtc;
+use crate::vendor;
 use crate::{DriverVersion, version_of};
 
 /// What is known about one library.
@@ -51,33 +54,33 @@ const ENTRIES: &[Entry] = &[
         version: nvrtc_version,
     },
     Entry {
-        name: "cuBLAS",
+        name: Library::Blas.name(),
         if_missing: "no cuBLAS handles: no dense linear algebra",
-        candidates: || toolkit_candidates(&["libcublas.so.13", "libcublas.so.12", "libcublas.so"]),
+        candidates: || toolkit_candidates(vendor::files(Library::Blas).names),
         version: |library| property_version(library, "cublasGetProperty"),
     },
     Entry {
-        name: "cuBLASLt",
+        name: Library::BlasLt.name(),
         if_missing: "no cuBLASLt handles: no matrix products with fused epilogues",
-        candidates: || toolkit_candidates(&["libcublasLt.so.13", "libcublasLt.so.12", "libcublasLt.so"]),
+        candidates: || toolkit_candidates(vendor::files(Library::BlasLt).names),
         version: |library| number_version(library, "cublasLtGetVersion", lt_version),
     },
     Entry {
-        name: "cuDNN",
+        name: Library::Dnn.name(),
         if_missing: "no cuDNN handles: no convolutions or fused attention",
-        candidates: || toolkit_candidates(&["libcudnn.so.9", "libcudnn.so.8", "libcudnn.so"]),
+        candidates: || toolkit_candidates(vendor::files(Library::Dnn).names),
         version: |library| number_version(library, "cudnnGetVersion", dnn_version),
     },
     Entry {
-        name: "cuSPARSE",
+        name: Library::Sparse.name(),
         if_missing: "no cuSPARSE handles: no sparse linear algebra",
-        candidates: || toolkit_candidates(&["libcusparse.so.12", "libcusparse.so"]),
+        candidates: || toolkit_candidates(vendor::files(Library::Sparse).names),
         version: |library| property_version(library, "cusparseGetProperty"),
     },
     Entry {
-        name: "cuSOLVER",
+        name: Library::Solver.name(),
         if_missing: "no cuSOLVER handles: no factorisations or solvers",
-        candidates: || toolkit_candidates(&["libcusolver.so.12", "libcusolver.so.11", "libcusolver.so"]),
+        candidates: || toolkit_candidates(vendor::files(Library::Solver).names),
         version: |library| property_version(library, "cusolverGetProperty"),
     },
 ];

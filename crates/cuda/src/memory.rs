@@ -5,7 +5,6 @@ use warpool_driver::{Call, DeviceId, DevicePtr, ErrorCode, Memory, MemoryInfo, R
 
 use crate::CudaDriver;
 use crate::context::Context;
-use crate::error::enter;
 
 /// What is known about an address that was given out.
 #[derive(Clone, Copy)]
@@ -27,7 +26,7 @@ pub(crate) enum Life {
 
 impl Memory for CudaDriver {
     fn mem_alloc(&self, device: DeviceId, bytes: u64) -> Result<DevicePtr> {
-        let site = enter(Call::MemAlloc)?;
+        let site = self.enter(Call::MemAlloc)?;
         let context = self.context_of(site, device)?;
         let _current = self.make_current(site, context)?;
         let mut address = 0;
@@ -38,7 +37,7 @@ impl Memory for CudaDriver {
     }
 
     fn mem_free(&self, ptr: DevicePtr) -> Result<()> {
-        let site = enter(Call::MemFree)?;
+        let site = self.enter(Call::MemFree)?;
         if ptr.is_null() {
             return Ok(());
         }
@@ -58,7 +57,7 @@ impl Memory for CudaDriver {
     }
 
     fn mem_info(&self, device: DeviceId) -> Result<MemoryInfo> {
-        let site = enter(Call::MemInfo)?;
+        let site = self.enter(Call::MemInfo)?;
         let _current = self.on_device(site, device)?;
         let (mut free, mut total) = (0, 0);
         // SAFETY: `free` and `total` take one number each.

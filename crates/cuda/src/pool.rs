@@ -9,7 +9,7 @@ use warpool_driver::{Access, Call, DeviceId, DevicePtr, ErrorCode, PoolAttribute
 
 use crate::CudaDriver;
 use crate::context::Context;
-use crate::error::{Site, enter};
+use crate::error::Site;
 use crate::memory::{Allocation, Life};
 use crate::table::{Handle, Used};
 use crate::virtual_memory::{access_of, pool_properties_of};
@@ -40,7 +40,7 @@ const fn attribute_of(attribute: PoolAttribute) -> (Attribute, bool) {
 
 impl Pools for CudaDriver {
     fn pool_default(&self, device: DeviceId) -> Result<PoolId> {
-        let site = enter(Call::PoolDefault)?;
+        let site = self.enter(Call::PoolDefault)?;
         let slot = self.device(site, device)?;
         self.require_pools(site, device)?;
         let context = self.context_of(site, device)?;
@@ -54,7 +54,7 @@ impl Pools for CudaDriver {
     }
 
     fn pool_create(&self, device: DeviceId) -> Result<PoolId> {
-        let site = enter(Call::PoolCreate)?;
+        let site = self.enter(Call::PoolCreate)?;
         let slot = self.device(site, device)?;
         self.require_pools(site, device)?;
         let context = self.context_of(site, device)?;
@@ -67,7 +67,7 @@ impl Pools for CudaDriver {
     }
 
     fn pool_destroy(&self, pool: PoolId) -> Result<()> {
-        let site = enter(Call::PoolDestroy)?;
+        let site = self.enter(Call::PoolDestroy)?;
         // Asked before anything is locked: a default pool must stay usable meanwhile.
         if self.pool(site, pool)?.default {
             return Err(site.error(ErrorCode::InvalidValue));
@@ -81,7 +81,7 @@ impl Pools for CudaDriver {
     }
 
     fn pool_alloc(&self, pool: PoolId, bytes: u64, stream: StreamId) -> Result<DevicePtr> {
-        let site = enter(Call::PoolAlloc)?;
+        let site = self.enter(Call::PoolAlloc)?;
         let pool = self.pool(site, pool)?;
         let stream = self.stream(site, stream)?;
         let context = self.context_of_stream(site, &stream)?;
@@ -100,7 +100,7 @@ impl Pools for CudaDriver {
     }
 
     fn pool_free(&self, ptr: DevicePtr, stream: StreamId) -> Result<()> {
-        let site = enter(Call::PoolFree)?;
+        let site = self.enter(Call::PoolFree)?;
         let stream = self.stream(site, stream)?;
         let known = self.allocations.get(ptr.0).ok_or_else(|| site.error(ErrorCode::InvalidValue))?;
         let _current = self.on_stream(site, &stream)?;
@@ -118,7 +118,7 @@ impl Pools for CudaDriver {
     }
 
     fn pool_get(&self, pool: PoolId, attribute: PoolAttribute) -> Result<u64> {
-        let site = enter(Call::PoolGet)?;
+        let site = self.enter(Call::PoolGet)?;
         let pool = self.pool(site, pool)?;
         let _current = self.make_current(site, pool.context)?;
         let (attribute, _) = attribute_of(attribute);
@@ -131,7 +131,7 @@ impl Pools for CudaDriver {
     }
 
     fn pool_set(&self, pool: PoolId, attribute: PoolAttribute, value: u64) -> Result<()> {
-        let site = enter(Call::PoolSet)?;
+        let site = self.enter(Call::PoolSet)?;
         let pool = self.pool(site, pool)?;
         let (attribute, is_int) = attribute_of(attribute);
         if is_int && value > 1 {
@@ -145,7 +145,7 @@ impl Pools for CudaDriver {
     }
 
     fn pool_trim(&self, pool: PoolId, keep: u64) -> Result<()> {
-        let site = enter(Call::PoolTrim)?;
+        let site = self.enter(Call::PoolTrim)?;
         let pool = self.pool(site, pool)?;
         let _current = self.make_current(site, pool.context)?;
         // Rounding inside CUDA overflows for sizes near the end of the range, and then all is trimmed (seen on an H200). No
@@ -156,7 +156,7 @@ impl Pools for CudaDriver {
     }
 
     fn pool_set_access(&self, pool: PoolId, device: DeviceId, access: Access) -> Result<()> {
-        let site = enter(Call::PoolSetAccess)?;
+        let site = self.enter(Call::PoolSetAccess)?;
         let pool = self.pool(site, pool)?;
         let description = access_of(self.device(site, device)?, access);
         let _current = self.make_current(site, pool.context)?;
@@ -166,11 +166,11 @@ impl Pools for CudaDriver {
 }
 
 impl CudaDriver {
-    fn pool(&self, site: Site, pool: PoolId) -> Result<Used<'_, Pool>> {
+    fn pool(&self, site: Site<'_>, pool: PoolId) -> Result<Used<'_, Pool>> {
         self.pools.get(pool.0).ok_or_else(|| site.error(ErrorCode::InvalidHandle))
     }
 
-    fn require_pools(&self, site: Site, device: DeviceId) -> Result<()> {
+    fn require_pools(&self, site: Site<'_>, device: DeviceId) -> Result<()> {
         let slot = self.device(site, device)?;
         let supported =
             self.has(site, slot, sys::CUdevice_attribute_enum::CU_DEVICE_ATTRIBUTE_MEMORY_POOLS_SUPPORTED)?;

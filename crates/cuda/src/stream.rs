@@ -13,7 +13,7 @@ use crate::CudaDriver;
 use crate::callback;
 use crate::capture::NOT_CAPTURING;
 use crate::context::{Context, Current};
-use crate::error::{Site, enter};
+use crate::error::Site;
 use crate::table::{Handle, Used, lock};
 
 /// `CU_STREAM_NON_BLOCKING`.
@@ -23,7 +23,7 @@ const NON_BLOCKING: u32 = sys::CUstream_flags::CU_STREAM_NON_BLOCKING as u32;
 /// thread's own.
 const LEGACY: u64 = 0;
 const LEGACY_ALIAS: u64 = 1;
-const PER_THREAD: u64 = 2;
+pub(crate) const PER_THREAD: u64 = 2;
 
 /// A stream behind its id.
 pub(crate) struct Stream {
@@ -34,7 +34,7 @@ pub(crate) struct Stream {
     /// Where it comes from.
     pub(crate) kind: StreamKind,
     /// The context it was made in. The default streams have none: they are those of whichever context is current.
-    context: Option<Context>,
+    pub(crate) context: Option<Context>,
     /// CUDA's own number for it, which unlike the handle is not used again. 0 for the default streams.
     pub(crate) serial: u64,
     /// Priority, and whether it ignores the legacy default stream. Asked as early as possible: asking while the stream captures
@@ -65,15 +65,15 @@ impl Stream {
 
 impl Streams for CudaDriver {
     fn stream_default(&self, device: DeviceId) -> Result<StreamId> {
-        Ok(self.device(enter(Call::StreamDefault)?, device)?.stream_default)
+        Ok(self.device(self.enter(Call::StreamDefault)?, device)?.stream_default)
     }
 
     fn stream_per_thread(&self, device: DeviceId) -> Result<StreamId> {
-        Ok(self.device(enter(Call::StreamPerThread)?, device)?.stream_per_thread)
+        Ok(self.device(self.enter(Call::StreamPerThread)?, device)?.stream_per_thread)
     }
 
     fn stream_priority_range(&self, device: DeviceId) -> Result<PriorityRange> {
-        let site = enter(Call::StreamPriorityRange)?;
+        let site = self.enter(Call::StreamPriorityRange)?;
         let _current = self.on_device(site, device)?;
         let (mut least, mut greatest) = (0, 0);
         // SAFETY: `least` and `greatest` take one number each.
@@ -82,7 +82,7 @@ impl Streams for CudaDriver {
     }
 
     fn stream_create(&self, device: DeviceId, options: StreamOptions) -> Result<StreamId> {
-        let site = enter(Call::StreamCreate)?;
+        let site = self.enter(Call::StreamCreate)?;
         let context = self.context_of(site, device)?;
         let _current = self.make_current(site, context)?;
         let flags = if options.non_blocking { NON_BLOCKING } else { 0 };
@@ -108,13 +108,14 @@ impl Streams for CudaDriver {
     }
 
     fn stream_destroy(&self, stream: StreamId) -> Result<()> {
-        let site = enter(Call::StreamDestroy)?;
+        let site = self.enter(Call::StreamDestroy)?;
         // Asked before anything is locked: a default stream must stay usable meanwhile.
         match self.stream(site, stream)?.kind {
             StreamKind::Legacy | StreamKind::PerThread => return Err(site.error(ErrorCode::InvalidHandle)),
             StreamKind::Own | StreamKind::Adopted => {}
         }
         let row = self.streams.alone(stream.0).ok_or_else(|| site.error(ErrorCode::InvalidHandle))?;
+        self.leave_stream(site, stream)?;
         if row.kind == StreamKind::Own {
             // A capture that began on the stream ends with it, and its graph goes away.
             let _gate = lock(&self.graph_gate);
@@ -129,7 +130,7 @@ impl Streams for CudaDriver {
     }
 
     fn stream_adopt(&self, device: DeviceId, stream: ForeignStream) -> Result<StreamId> {
-        let site = enter(Call::StreamAdopt)?;
+        let site = self.enter(Call::StreamAdopt)?;
         let slot = self.device(site, device)?;
         let RawHandle(number) = stream.raw();
         match number {
@@ -155,7 +156,7 @@ impl Streams for CudaDriver {
     }
 
     fn stream_info(&self, stream: StreamId) -> Result<StreamInfo> {
-        let site = enter(Call::StreamInfo)?;
+        let site = self.enter(Call::StreamInfo)?;
         let row = self.stream(site, stream)?;
         let _current = self.on_stream(site, &row)?;
         let (priority, non_blocking) = self.traits_of(site, &row)?;
@@ -163,7 +164,7 @@ impl Streams for CudaDriver {
     }
 
     fn stream_query(&self, stream: StreamId) -> Result<bool> {
-        let site = enter(Call::StreamQuery)?;
+        let site = self.enter(Call::StreamQuery)?;
         let row = self.stream(site, stream)?;
         let _current = self.on_stream(site, &row)?;
         // SAFETY: the stream is live and its context current.
@@ -171,7 +172,7 @@ impl Streams for CudaDriver {
     }
 
     fn stream_synchronize(&self, stream: StreamId) -> Result<()> {
-        let site = enter(Call::StreamSynchronize)?;
+        let site = self.enter(Call::StreamSynchronize)?;
         let row = self.stream(site, stream)?;
         let _current = self.on_stream(site, &row)?;
         // SAFETY: the stream is live and its context current.
@@ -179,7 +180,7 @@ impl Streams for CudaDriver {
     }
 
     fn stream_wait_event(&self, stream: StreamId, event: EventId, scope: EventScope) -> Result<()> {
-        let site = enter(Call::StreamWaitEvent)?;
+        let site = self.enter(Call::StreamWaitEvent)?;
         let row = self.stream(site, stream)?;
         let event = self.event(site, event)?;
         let flags = match scope {
@@ -194,7 +195,7 @@ impl Streams for CudaDriver {
     }
 
     fn stream_host_callback(&self, stream: StreamId, callback: HostCallback) -> Result<()> {
-        let site = enter(Call::StreamHostCallback)?;
+        let site = self.enter(Call::StreamHostCallback)?;
         let row = self.stream(site, stream)?;
         let _current = self.on_stream(site, &row)?;
         if self.capturing_graph(site, &row).is_some() {
@@ -216,24 +217,23 @@ impl Streams for CudaDriver {
 
 impl CudaDriver {
     /// The stream behind an id, live as long as the result.
-    pub(crate) fn stream(&self, site: Site, stream: StreamId) -> Result<Used<'_, Stream>> {
+    pub(crate) fn stream(&self, site: Site<'_>, stream: StreamId) -> Result<Used<'_, Stream>> {
         self.streams.get(stream.0).ok_or_else(|| site.error(ErrorCode::InvalidHandle))
     }
 
     /// The context that work for the stream needs.
-    pub(crate) fn context_of_stream(&self, site: Site, stream: &Stream) -> Result<Context> {
+    pub(crate) fn context_of_stream(&self, site: Site<'_>, stream: &Stream) -> Result<Context> {
         stream.context.map_or_else(|| self.context_of(site, stream.device), Ok)
     }
 
     /// Makes the stream's context current.
-    pub(crate) fn on_stream(&self, site: Site, stream: &Stream) -> Result<Current<'_>> {
+    pub(crate) fn on_stream(&self, site: Site<'_>, stream: &Stream) -> Result<Current<'_>> {
         let context = self.context_of_stream(site, stream)?;
         self.make_current(site, context)
     }
 
-    /// CUDA's own number for a stream.
     /// A stream's priority, and whether it ignores the legacy default stream. Its context must be current.
-    fn traits_of(&self, site: Site, stream: &Stream) -> Result<(i32, bool)> {
+    fn traits_of(&self, site: Site<'_>, stream: &Stream) -> Result<(i32, bool)> {
         if stream.kind == StreamKind::Legacy {
             // By definition; and asking would break the captures of blocking streams.
             return Ok((0, false));
@@ -253,7 +253,8 @@ impl CudaDriver {
         Ok(*stream.traits.get_or_init(|| (priority, flags & NON_BLOCKING != 0)))
     }
 
-    fn serial_of(&self, site: Site, raw: sys::CUstream) -> Result<u64> {
+    /// CUDA's own number for a stream.
+    fn serial_of(&self, site: Site<'_>, raw: sys::CUstream) -> Result<u64> {
         let mut serial = 0;
         // SAFETY: the stream was just made, or its adopter vouches for it; `serial` takes the number.
         site.check(unsafe { (self.api.stream_get_id)(raw, &raw mut serial) })?;

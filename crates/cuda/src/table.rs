@@ -2,12 +2,13 @@
 //!
 //! The rules. An id is never given twice, and younger ones are greater. Whoever uses an object holds its row
 //! ([`Table::get`]) until CUDA has returned; whoever takes it away holds the row alone ([`Table::alone`]). So no call
-//! hands CUDA an object that another thread has just destroyed.
+//! hands CUDA an object that another thread has just destroyed. Objects that one thread at a time may use are always held
+//! alone ([`Table::turn`]).
 //!
 //! An id is a place and an epoch. Places are used again; each time one is, a new epoch begins, and the id of the row
 //! that was there before fits nothing any more.
 
-use std::ops::Deref;
+use std::ops::{Deref, DerefMut};
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard, TryLockError};
 
 use warpool_driver::RawHandle;
@@ -172,6 +173,14 @@ impl<T> Table<T> {
         row.as_ref().is_some_and(|row| row.id == id).then_some(Alone { table: self, row })
     }
 
+    /// The row, alone, for the length of one call: waits for its turn, also behind calls of others. `None` if the row is gone
+    /// by then. For tables whose rows are used in no other way: one lock then does for finding the object and for keeping
+    /// calls on it apart.
+    pub(crate) fn turn(&self, id: u64) -> Option<Alone<'_, T>> {
+        let row = write(&self.slot(id & PLACE_MASK)?.0);
+        row.as_ref().is_some_and(|row| row.id == id).then_some(Alone { table: self, row })
+    }
+
     /// The ids of all rows that `wanted` wants, but for those that are being taken away.
     pub(crate) fn ids(&self, wanted: impl Fn(&T) -> bool) -> Vec<u64> {
         let used = lock(&self.places).used;
@@ -234,11 +243,6 @@ impl<T> Alone<'_, T> {
         lock(&self.table.places).free.push(id & PLACE_MASK);
         what
     }
-
-    /// Changes the row in place.
-    pub(crate) fn change(&mut self, change: impl FnOnce(&mut T)) {
-        change(&mut self.row.as_mut().expect("checked when it was found").what);
-    }
 }
 
 impl<T> Deref for Alone<'_, T> {
@@ -246,6 +250,12 @@ impl<T> Deref for Alone<'_, T> {
 
     fn deref(&self) -> &T {
         &self.row.as_ref().expect("checked when it was found").what
+    }
+}
+
+impl<T> DerefMut for Alone<'_, T> {
+    fn deref_mut(&mut self) -> &mut T {
+        &mut self.row.as_mut().expect("checked when it was found").what
     }
 }
 
@@ -332,9 +342,30 @@ mod tests {
         let id = table.insert('a');
         let mut row = table.alone(id).expect("it is there");
         assert_eq!(value(&table, id), None, "somebody has it alone");
-        row.change(|what| *what = 'z');
+        *row = 'z';
         drop(row);
         assert_eq!(value(&table, id), Some('z'));
+    }
+
+    #[test]
+    fn whoever_wants_a_row_alone_gets_it_in_turn() {
+        let table = Table::new();
+        let ids = [1, 2].map(|n| table.insert(n));
+        take(&table, ids[0]);
+        assert!(table.turn(ids[0]).is_none() && table.turn(99).is_none());
+        let mut row = table.turn(ids[1]).expect("it is there");
+        thread::scope(|scope| {
+            let waiting = scope.spawn(|| table.turn(ids[1]).map(|row| *row));
+            *row += 10;
+            drop(row);
+            assert_eq!(waiting.join().expect("it does not panic"), Some(12));
+        });
+        let row = table.turn(ids[1]).expect("it is there");
+        thread::scope(|scope| {
+            let waiting = scope.spawn(|| table.turn(ids[1]).map(|row| *row));
+            row.remove();
+            assert_eq!(waiting.join().expect("it does not panic"), None);
+        });
     }
 
     /// Every thread makes objects, uses everybody's, and takes some away. An object notes that it is gone; nobody may see

@@ -17,7 +17,7 @@ use warpool_driver::{
 
 use crate::CudaDriver;
 use crate::context::Device;
-use crate::error::{Site, enter};
+use crate::error::Site;
 use crate::table::Used;
 
 /// A piece of physical memory behind its id.
@@ -29,7 +29,7 @@ pub(crate) struct Physical {
 
 impl VirtualMemory for CudaDriver {
     fn vm_granularity(&self, device: DeviceId, which: Granularity) -> Result<u64> {
-        let site = enter(Call::VmGranularity)?;
+        let site = self.enter(Call::VmGranularity)?;
         let slot = self.device(site, device)?;
         if !self.has(site, slot, Attribute::CU_DEVICE_ATTRIBUTE_VIRTUAL_ADDRESS_MANAGEMENT_SUPPORTED)? {
             return Err(site.error(ErrorCode::NotSupported));
@@ -38,7 +38,7 @@ impl VirtualMemory for CudaDriver {
     }
 
     fn vm_reserve(&self, bytes: u64, align: u64, hint: Option<DevicePtr>) -> Result<DevicePtr> {
-        let site = enter(Call::VmReserve)?;
+        let site = self.enter(Call::VmReserve)?;
         let hint = hint.map_or(0, |hint| hint.0);
         let mut address = 0;
         // SAFETY: `address` takes the number; the flags must be 0. Needs no context.
@@ -49,13 +49,13 @@ impl VirtualMemory for CudaDriver {
     }
 
     fn vm_free_range(&self, ptr: DevicePtr, bytes: u64) -> Result<()> {
-        let site = enter(Call::VmFreeRange)?;
+        let site = self.enter(Call::VmFreeRange)?;
         // SAFETY: addresses only; CUDA checks them.
         site.check(unsafe { (self.api.mem_address_free)(ptr.0, bytes as usize) })
     }
 
     fn vm_create(&self, device: DeviceId, bytes: u64, options: PhysicalOptions) -> Result<PhysicalId> {
-        let site = enter(Call::VmCreate)?;
+        let site = self.enter(Call::VmCreate)?;
         let slot = self.device(site, device)?;
         let _current = self.on_device(site, device)?;
         let properties = properties_of(slot, options);
@@ -66,7 +66,7 @@ impl VirtualMemory for CudaDriver {
     }
 
     fn vm_release(&self, physical: PhysicalId) -> Result<()> {
-        let site = enter(Call::VmRelease)?;
+        let site = self.enter(Call::VmRelease)?;
         let row = self.physical.alone(physical.0).ok_or_else(|| site.error(ErrorCode::InvalidHandle))?;
         // SAFETY: the handle came from cuMemCreate or an import, and nobody else can use it.
         site.check(unsafe { (self.api.mem_release)(row.raw) })?;
@@ -75,7 +75,7 @@ impl VirtualMemory for CudaDriver {
     }
 
     fn vm_map(&self, ptr: DevicePtr, physical: PhysicalId) -> Result<()> {
-        let site = enter(Call::VmMap)?;
+        let site = self.enter(Call::VmMap)?;
         let row = self.physical(site, physical)?;
         let _current = self.on_device(site, row.device)?;
         // SAFETY: addresses and a live handle; CUDA checks that they fit. Offset and flags must be 0.
@@ -83,13 +83,13 @@ impl VirtualMemory for CudaDriver {
     }
 
     fn vm_unmap(&self, ptr: DevicePtr, bytes: u64) -> Result<()> {
-        let site = enter(Call::VmUnmap)?;
+        let site = self.enter(Call::VmUnmap)?;
         // SAFETY: addresses only; CUDA checks them. Work that still uses the range faults on the device, not here.
         site.check(unsafe { (self.api.mem_unmap)(ptr.0, bytes as usize) })
     }
 
     fn vm_set_access(&self, ptr: DevicePtr, bytes: u64, access: &[DeviceAccess]) -> Result<()> {
-        let site = enter(Call::VmSetAccess)?;
+        let site = self.enter(Call::VmSetAccess)?;
         let describe = |one: &DeviceAccess| {
             let slot = self.device(site, one.device).map_err(|_| site.error(ErrorCode::InvalidValue))?;
             Ok(access_of(slot, one.access))
@@ -106,7 +106,7 @@ impl VirtualMemory for CudaDriver {
     }
 
     fn vm_export(&self, physical: PhysicalId, kind: ShareKind) -> Result<SharedMemory> {
-        let site = enter(Call::VmExport)?;
+        let site = self.enter(Call::VmExport)?;
         let row = self.physical(site, physical)?;
         let shared = match kind {
             ShareKind::PosixFd => {
@@ -125,7 +125,7 @@ impl VirtualMemory for CudaDriver {
     }
 
     fn vm_import(&self, device: DeviceId, shared: &SharedMemory, bytes: u64) -> Result<PhysicalId> {
-        let site = enter(Call::VmImport)?;
+        let site = self.enter(Call::VmImport)?;
         let raw = self.import(site, device, shared)?;
         Ok(PhysicalId(self.physical.insert(Physical { raw, bytes, device })))
     }
@@ -133,7 +133,7 @@ impl VirtualMemory for CudaDriver {
 
 impl CudaDriver {
     /// The device's unit of physical memory. Needs no context.
-    pub(crate) fn granularity(&self, site: Site, slot: &Device, which: Granularity) -> Result<u64> {
+    pub(crate) fn granularity(&self, site: Site<'_>, slot: &Device, which: Granularity) -> Result<u64> {
         let which = match which {
             Granularity::Minimum => sys::CUmemAllocationGranularity_flags::CU_MEM_ALLOC_GRANULARITY_MINIMUM,
             Granularity::Recommended => sys::CUmemAllocationGranularity_flags::CU_MEM_ALLOC_GRANULARITY_RECOMMENDED,
@@ -145,14 +145,14 @@ impl CudaDriver {
         Ok(bytes as u64)
     }
 
-    fn physical(&self, site: Site, physical: PhysicalId) -> Result<Used<'_, Physical>> {
+    fn physical(&self, site: Site<'_>, physical: PhysicalId) -> Result<Used<'_, Physical>> {
         self.physical.get(physical.0).ok_or_else(|| site.error(ErrorCode::InvalidHandle))
     }
 
     /// Exports into `into`, which must be what `kind` says: an `int`, or 64 bytes.
     fn export<T>(
         &self,
-        site: Site,
+        site: Site<'_>,
         raw: sys::CUmemGenericAllocationHandle,
         kind: HandleType,
         into: *mut T,
@@ -161,7 +161,12 @@ impl CudaDriver {
         site.check(unsafe { (self.api.mem_export_to_shareable_handle)(into.cast(), raw, kind, 0) })
     }
 
-    fn import(&self, site: Site, device: DeviceId, shared: &SharedMemory) -> Result<sys::CUmemGenericAllocationHandle> {
+    fn import(
+        &self,
+        site: Site<'_>,
+        device: DeviceId,
+        shared: &SharedMemory,
+    ) -> Result<sys::CUmemGenericAllocationHandle> {
         let _current = self.on_device(site, device)?;
         // A descriptor is passed as the pointer itself, a fabric handle by its address.
         let (handle, kind) = match shared {

@@ -51,6 +51,8 @@ ids! {
     ModuleId(u64) = "module ";
     /// A kernel in a module.
     FunctionId(u64) = "function ";
+    /// A handle of a library: cuBLAS, cuDNN and the like.
+    HandleId(u64) = "handle ";
 }
 
 /// A handle as the driver itself knows it (a `CUstream`, a `CUcontext`, …), for libraries that want one. Only a number here:

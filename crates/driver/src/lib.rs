@@ -18,5 +18,5 @@ pub use contract::*;
 pub use error::{DriverError, ErrorCode, Result};
 pub use id::{
     Address, CaptureId, ConditionalId, DeviceId, DevicePtr, EventId, ForeignStream, FunctionId, GraphExecId, GraphId,
-    HostPtr, HostRange, ModuleId, NodeId, PhysicalId, PoolId, RawHandle, StreamId,
+    HandleId, HostPtr, HostRange, ModuleId, NodeId, PhysicalId, PoolId, RawHandle, StreamId,
 };

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use warpool_driver::conformance::{self, Options, Outcome, Report, Summary};
 use warpool_driver::decorate::{Counting, FaultPlan, Faulty};
 use warpool_driver::sim::{SimConfig, SimDriver};
-use warpool_driver::{Call, DeviceId, ErrorCode};
+use warpool_driver::{Call, DeviceId, ErrorCode, Library};
 
 fn driver(seed: u64, devices: u32) -> SimDriver {
     SimDriver::new(SimConfig::default().with_seed(seed).with_devices(devices))
@@ -82,6 +82,24 @@ fn a_broken_device_says_so() {
     let (summary, wrong) = run(&driver(3, 2), &options);
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
     assert!(summary.passed > 0 && summary.skipped == 0, "{summary:?}");
+}
+
+#[test]
+fn without_libraries_their_checks_are_skipped_by_name() {
+    let config = Library::ALL.into_iter().fold(SimConfig::default(), SimConfig::without_library);
+    let driver = SimDriver::new(config);
+    let options = Options { suites: vec!["libraries".into(), "capture_rules".into()], ..Options::default() };
+    let mut reasons = Vec::new();
+    let summary = conformance::run(&driver, &options, &mut |report| match &report.outcome {
+        Outcome::Skipped(reason) => reasons.push(reason.clone()),
+        Outcome::Failed(text) => panic!("{}.{}: {text}", report.suite, report.check),
+        Outcome::Passed => {}
+    });
+    assert!(summary.skipped >= 20, "{summary:?}");
+    for library in Library::ALL {
+        let text = format!("{library} is not there");
+        assert!(reasons.iter().any(|reason| reason.contains(&text)), "{text}: {reasons:#?}");
+    }
 }
 
 #[test]

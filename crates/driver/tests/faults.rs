@@ -152,13 +152,26 @@ fn scenario(driver: &dyn Driver) -> Result<()> {
         driver.graph_destroy(body).inspect_err(|_| _ = driver.graph_destroy(body)).and(filled)
     })?;
     undo.push(move || driver.graph_destroy(graph));
-    driver.graph_topology(graph)?;
+    let node = driver.graph_topology(graph)?.nodes[0].id;
     driver.graph_dot(graph)?;
     driver.graph_raw(graph)?;
     let exec = driver.graph_instantiate(graph, InstantiateOptions::default())?;
     undo.push(move || driver.graph_exec_destroy(exec));
     driver.graph_exec_raw(exec)?;
+    driver.graph_exec_set_kernel(exec, node, add, LaunchShape::ONE, &args)?;
     driver.graph_launch(exec, stream)?;
+
+    // Libraries.
+    let handle = driver.library_create(Library::Blas, DEVICE)?;
+    undo.push(move || driver.library_destroy(handle));
+    driver.library_raw(handle)?;
+    driver.library_set_stream(handle, stream)?;
+    driver.blas_set_workspace(handle, memory.offset(4096), 4096)?;
+    driver.blas_set_math(handle, BlasMath::Tf32)?;
+    driver.blas_set_atomics(handle, false)?;
+    let matrix = BlasMatrix { ptr: memory, stride: 2, transposed: false };
+    let c = BlasMatrix { ptr: memory.offset(64), ..matrix };
+    driver.blas_sgemm(handle, &Sgemm { m: 2, n: 2, k: 2, alpha: 1.0, a: matrix, b: matrix, beta: 0.0, c })?;
     driver.stream_synchronize(stream)?;
     driver.stream_synchronize(default)?;
     driver.device_synchronize(DEVICE)

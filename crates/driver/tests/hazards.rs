@@ -399,6 +399,77 @@ const PROGRAMS: &[Program] = &[
         },
     },
     Program {
+        name: "a graph replayed over a block that went back to its allocator and has another owner",
+        hazard: HazardKind::GraphOverFreedMemory,
+        run: |lab, fixed| {
+            lab.gpu.note_handed_out(lab.memory, BYTES, lab.one);
+            let exec = lab.capture(|| lab.fill(1, lab.one))?;
+            lab.gpu.graph_launch(exec, lab.one)?;
+            if !fixed {
+                lab.gpu.note_returned(lab.memory, BYTES);
+                lab.gpu.note_handed_out(lab.memory, BYTES, lab.one);
+            }
+            lab.gpu.graph_launch(exec, lab.one)
+        },
+    },
+    Program {
+        name: "a graph replayed over memory that was unmapped",
+        hazard: HazardKind::GraphOverFreedMemory,
+        run: |lab, fixed| {
+            let (ptr, _) = lab.mapped()?;
+            let exec = lab.capture(|| lab.add(ptr, WORDS, 1, lab.one))?;
+            lab.gpu.graph_launch(exec, lab.one)?;
+            lab.gpu.stream_synchronize(lab.one)?;
+            if !fixed {
+                lab.gpu.vm_unmap(ptr, 2 << 20)?;
+            }
+            lab.gpu.graph_launch(exec, lab.one)
+        },
+    },
+    Program {
+        name: "a graph replayed over memory that was freed to its pool",
+        hazard: HazardKind::GraphOverFreedMemory,
+        run: |lab, fixed| {
+            let pool = lab.gpu.pool_default(DEVICE)?;
+            let ptr = lab.gpu.pool_alloc(pool, BYTES, lab.one)?;
+            let exec = lab.capture(|| lab.gpu.fill(ptr, Pattern::U8(1), BYTES, lab.one))?;
+            if !fixed {
+                lab.gpu.pool_free(ptr, lab.one)?;
+            }
+            lab.gpu.graph_launch(exec, lab.one)
+        },
+    },
+    Program {
+        name: "memory freed while a replay over it is under way",
+        hazard: HazardKind::GraphOverFreedMemory,
+        run: |lab, fixed| {
+            let (ptr, _) = lab.mapped()?;
+            let exec = lab.capture(|| lab.add(ptr, WORDS, 1, lab.one))?;
+            lab.gpu.graph_launch(exec, lab.one)?;
+            if fixed {
+                lab.gpu.stream_synchronize(lab.one)?;
+            }
+            lab.gpu.vm_unmap(ptr, 2 << 20)
+        },
+    },
+    Program {
+        name: "a graph whose kernel was given the address of freed memory",
+        hazard: HazardKind::GraphOverFreedMemory,
+        run: |lab, fixed| {
+            let ptr = lab.gpu.mem_alloc(DEVICE, BYTES)?;
+            lab.gpu.mem_free(ptr)?;
+            lab.gpu.capture_begin(lab.one, CaptureMode::Relaxed)?;
+            lab.add(lab.memory, WORDS, 1, lab.one)?;
+            let graph = lab.gpu.capture_end(lab.one)?;
+            let exec = lab.gpu.graph_instantiate(graph, InstantiateOptions::default())?;
+            let node = lab.gpu.graph_topology(graph)?.nodes[0].id;
+            let ptr = if fixed { lab.memory } else { ptr };
+            let args = [ptr.into(), KernelArg::U32(WORDS), KernelArg::U32(2)];
+            lab.gpu.graph_exec_set_kernel(exec, node, lab.add, LaunchShape::ONE, &args)?;
+            lab.gpu.graph_launch(exec, lab.one)
+        },
+    },
+    Program {
         name: "a capture left unjoined",
         hazard: HazardKind::CaptureUnjoined,
         run: |lab, fixed| {
@@ -480,6 +551,35 @@ fn an_entry_names_operations_streams_bytes_and_the_reason() {
     assert!(host.contains("host_read #") && host.contains("of the host memory pinned by call #"), "{host}");
     let freed = entry("a kernel with a pointer that was freed");
     assert!(freed.contains("kernel add #") && freed.contains("freed by call #"), "{freed}");
+}
+
+#[test]
+fn a_replay_over_memory_that_is_gone_names_the_graph_and_the_address() {
+    let over_gone = PROGRAMS.iter().filter(|program| program.hazard == HazardKind::GraphOverFreedMemory);
+    let entries: Vec<String> = over_gone.map(|program| run(program, 0, false).remove(0)).collect();
+    assert!(entries.len() >= 7);
+    for entry in &entries {
+        assert!(entry.contains("(node 0 of graph exec 1, launch #") && entry.contains(" at 0x"), "{entry}");
+    }
+}
+
+#[test]
+fn a_kernel_given_new_arguments_since_may_use_what_was_handed_out_again() -> Result<()> {
+    let lab = Lab::new(SimConfig::default())?;
+    lab.gpu.note_handed_out(lab.memory, BYTES, lab.one);
+    lab.gpu.capture_begin(lab.one, CaptureMode::Relaxed)?;
+    lab.add(lab.memory, WORDS, 1, lab.one)?;
+    let graph = lab.gpu.capture_end(lab.one)?;
+    let exec = lab.gpu.graph_instantiate(graph, InstantiateOptions::default())?;
+    let node = lab.gpu.graph_topology(graph)?.nodes[0].id;
+    lab.gpu.note_returned(lab.memory, BYTES);
+    lab.gpu.note_handed_out(lab.memory, BYTES, lab.one);
+    let args = [lab.memory.into(), KernelArg::U32(WORDS), KernelArg::U32(2)];
+    lab.gpu.graph_exec_set_kernel(exec, node, lab.add, LaunchShape::ONE, &args)?;
+    lab.gpu.graph_launch(exec, lab.one)?;
+    lab.gpu.device_synchronize(DEVICE)?;
+    assert!(lab.gpu.hazards().is_empty(), "{:#?}", lab.gpu.hazards());
+    Ok(())
 }
 
 #[test]

@@ -4,14 +4,14 @@
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 
 use super::Options;
-use super::expect::{Checked, expect_eq, need, skip};
+use super::expect::{Checked, Stop, expect_eq, need, skip};
 use super::kernels::{Conditional, Kit, Plain};
 use super::luck::Luck;
 use super::owned::{self, Owned};
 use crate::{
-    CaptureMode, CaptureState, DeviceId, DeviceProperties, DevicePtr, Driver, EventId, EventOptions, EventScope,
-    FunctionId, GraphExecId, GraphId, HostOptions, HostPtr, HostRange, InstantiateOptions, KernelArg, LaunchShape,
-    PoolId, StreamId, StreamOptions,
+    CaptureMode, CaptureState, DeviceId, DeviceProperties, DevicePtr, Driver, DriverError, ErrorCode, EventId,
+    EventOptions, EventScope, FunctionId, GraphExecId, GraphId, HandleId, HostOptions, HostPtr, HostRange,
+    InstantiateOptions, KernelArg, LaunchShape, Library, PoolId, StreamId, StreamOptions,
 };
 
 /// Where a check works.
@@ -380,6 +380,37 @@ impl<'a> Bench<'a> {
         expect_eq("the order of work", got.as_slice(), want)
     }
 
+    // ---- libraries
+
+    /// A handle of a library, or a skip.
+    pub(super) fn handle(&self, library: Library) -> Checked<HandleId> {
+        self.handle_on(library, self.device)
+    }
+
+    pub(super) fn handle_on(&self, library: Library, device: DeviceId) -> Checked<HandleId> {
+        match self.driver.library_create(library, device) {
+            Ok(handle) => {
+                self.own(Owned::Handle(handle));
+                Ok(handle)
+            }
+            Err(error) if is_absent(&error) => skip(format!("{library} is not there: {error}")),
+            Err(error) => Err(error.into()),
+        }
+    }
+
+    /// A handle of a library, unless that is not there.
+    pub(super) fn handle_if_there(&self, library: Library) -> Checked<Option<HandleId>> {
+        match self.handle(library) {
+            Err(Stop::Skipped(_)) => Ok(None),
+            other => other.map(Some),
+        }
+    }
+
+    pub(super) fn destroy_handle(&self, handle: HandleId) -> Checked {
+        self.disown(Owned::Handle(handle));
+        Ok(self.driver.library_destroy(handle)?)
+    }
+
     // ---- captures and graphs
 
     /// Starts a capture that forbids nothing.
@@ -448,6 +479,11 @@ pub(super) enum Capturing {
     No,
     Yes,
     Broken,
+}
+
+/// Whether a library could not be used because it, or what is needed of it, is not installed.
+fn is_absent(error: &DriverError) -> bool {
+    matches!(error.code, ErrorCode::SharedObjectInitFailed | ErrorCode::SharedObjectSymbolNotFound)
 }
 
 pub(super) fn to_bytes(words: &[u32]) -> Vec<u8> {

@@ -49,6 +49,7 @@ pub(super) const CHECKS: &[Check] = super::checks![
     the_default_stream_breaks_captures_of_blocking_streams,
     the_default_stream_cannot_join,
     dependencies_need_a_live_capture,
+    the_end_of_a_broken_capture_names_the_call_that_broke_it,
 ];
 
 const MODES: [CaptureMode; 3] = [CaptureMode::Global, CaptureMode::ThreadLocal, CaptureMode::Relaxed];
@@ -182,6 +183,32 @@ fn a_stream_works_again_after_a_broken_capture(bench: &Bench<'_>) -> Checked {
     let exec = bench.ready(stream, || bench.append(log, 2, stream))?;
     bench.replay(exec, stream)?;
     bench.expect_log(log, &[2])
+}
+
+fn the_end_of_a_broken_capture_names_the_call_that_broke_it(bench: &Bench<'_>) -> Checked {
+    let (driver, device, stream, event) = (bench.driver, bench.device, bench.stream()?, bench.event()?);
+    bench.record(event, bench.stream()?)?;
+    type Act<'b> = Box<dyn Fn() -> crate::Result<()> + Sync + 'b>;
+    let acts: [(&str, bool, Act<'_>); 5] = [
+        ("stream_query", true, Box::new(|| driver.stream_query(stream).map(drop))),
+        ("stream_wait_event", true, Box::new(|| driver.stream_wait_event(stream, event, EventScope::Plain))),
+        ("mem_alloc", true, Box::new(|| driver.mem_alloc(device, 4096).map(drop))),
+        ("mem_alloc", false, Box::new(|| driver.mem_alloc(device, 4096).map(drop))),
+        ("device_synchronize", false, Box::new(|| driver.device_synchronize(device))),
+    ];
+    for (name, here, act) in acts {
+        driver.capture_begin(stream, CaptureMode::Global)?;
+        let broke = if here { act() } else { bench.elsewhere(&act) };
+        let Err(cause) = broke else { return expect(false, &format!("{name} to be refused")) };
+        // What comes after it does not change what broke it.
+        expect_code_of("another", driver.event_record(event, stream, EventScope::Plain), StreamCaptureInvalidated)?;
+        let Err(error) = driver.capture_end(stream) else { return expect(false, "the end to be refused") };
+        expect_eq("the code at the end", error.code, StreamCaptureInvalidated)?;
+        let detail = error.detail.as_deref().unwrap_or_default();
+        let named = detail.contains(name) && detail.contains(&format!("{:?}", cause.code));
+        expect(named, &format!("{name} and {:?} to be named, in {detail:?}", cause.code))?;
+    }
+    Ok(())
 }
 
 fn asking_about_a_captured_event_breaks_the_capture(bench: &Bench<'_>) -> Checked {

@@ -10,9 +10,9 @@ use super::kernels::PLAIN;
 use super::owned::Owned;
 use crate::ErrorCode::{StreamCaptureInvalidated, StreamCaptureUnsupported};
 use crate::{
-    Access, Call, CaptureMode, CaptureRule, DeviceAccess, EventOptions, EventScope, ForeignStream, Granularity,
-    GraphExecId, HostOptions, InstantiateOptions, KernelArg, LaunchShape, Pattern, PhysicalOptions, PoolAttribute,
-    StreamOptions,
+    Access, BlasMath, BlasMatrix, Call, CaptureMode, CaptureRule, DeviceAccess, EventOptions, EventScope,
+    ForeignStream, Granularity, GraphExecId, HostOptions, InstantiateOptions, KernelArg, LaunchShape, Library, Pattern,
+    PhysicalOptions, PoolAttribute, Sgemm, StreamOptions,
 };
 
 pub(super) const CHECKS: &[Check] = super::checks![
@@ -64,13 +64,15 @@ fn rules_hold(bench: &Bench<'_>, mode: CaptureMode, same_thread: bool) -> Checke
     let properties = bench.properties()?;
     bench.kernels()?;
     let stream = bench.stream()?;
+    let blas = bench.handle_if_there(Library::Blas)?.is_some();
     let mut wrong = Vec::new();
     for &(call, prepare) in ROWS {
         let (name, can) = (call.name(), &properties);
         let lacking = (name.starts_with("vm_") && !can.virtual_memory)
             || (name.starts_with("pool_") && !can.async_pools)
             || (name.ends_with("register") && !can.host_registration)
-            || (name == "event_export" && !can.ipc_events);
+            || (name == "event_export" && !can.ipc_events)
+            || ((name.starts_with("library_") || name.starts_with("blas_")) && !blas);
         if lacking {
             continue;
         }
@@ -83,12 +85,13 @@ fn rules_hold(bench: &Bench<'_>, mode: CaptureMode, same_thread: bool) -> Checke
         let forbidden = match call.capture_rule() {
             CaptureRule::Free | CaptureRule::Stream => false,
             CaptureRule::Guarded => mode == CaptureMode::Global || (mode == CaptureMode::ThreadLocal && same_thread),
-            CaptureRule::Never => true,
+            CaptureRule::Never | CaptureRule::Refused => true,
         };
         let answer = answer.map_err(|error| error.code);
-        let want = match forbidden {
-            true => (Err(StreamCaptureUnsupported), Err(StreamCaptureInvalidated)),
-            false => (Ok(()), Ok(())),
+        let want = match (forbidden, call.capture_rule()) {
+            (true, CaptureRule::Refused) => (Err(StreamCaptureUnsupported), Ok(())),
+            (true, _) => (Err(StreamCaptureUnsupported), Err(StreamCaptureInvalidated)),
+            (false, _) => (Ok(()), Ok(())),
         };
         if (answer, ended) != want {
             wrong.push(format!("{call} gave {answer:?} and the capture's end {ended:?}, expected {want:?}"));
@@ -339,6 +342,49 @@ const ROWS: &[(Call, Prepare)] = &[
     (Call::KernelLaunch, |b| {
         let (spin, other) = (b.kernels()?.spin, b.stream()?);
         Ok(Box::new(move || b.driver.kernel_launch(spin, LaunchShape::ONE, &[KernelArg::U64(0)], other)))
+    }),
+    (Call::GraphExecSetKernel, |b| {
+        let (spin, other) = (b.kernels()?.spin, b.stream()?);
+        let graph = b.captured(other, || b.launch_one(spin, &[KernelArg::U64(0)], other))?;
+        let (exec, node) = (b.instantiate(graph)?, b.driver.graph_topology(graph)?.nodes[0].id);
+        let one = LaunchShape::ONE;
+        Ok(Box::new(move || b.driver.graph_exec_set_kernel(exec, node, spin, one, &[KernelArg::U64(1)])))
+    }),
+    (Call::LibraryCreate, |b| {
+        Ok(Box::new(|| b.driver.library_create(Library::Blas, b.device).map(|made| b.own(Owned::Handle(made)))))
+    }),
+    (Call::LibraryDestroy, |b| {
+        let handle = b.handle(Library::Blas)?;
+        Ok(Box::new(move || b.driver.library_destroy(handle).map(|()| b.disown(Owned::Handle(handle)))))
+    }),
+    (Call::LibrarySetStream, |b| {
+        let (handle, other) = (b.handle(Library::Blas)?, b.stream()?);
+        Ok(Box::new(move || b.driver.library_set_stream(handle, other)))
+    }),
+    (Call::LibraryRaw, |b| {
+        let handle = b.handle(Library::Blas)?;
+        Ok(Box::new(move || b.driver.library_raw(handle).map(drop)))
+    }),
+    (Call::BlasSetWorkspace, |b| {
+        let (handle, workspace) = (b.handle(Library::Blas)?, b.memory(4096)?);
+        Ok(Box::new(move || b.driver.blas_set_workspace(handle, workspace, 4096)))
+    }),
+    (Call::BlasSetMath, |b| {
+        let handle = b.handle(Library::Blas)?;
+        Ok(Box::new(move || b.driver.blas_set_math(handle, BlasMath::Tf32)))
+    }),
+    (Call::BlasSetAtomics, |b| {
+        let handle = b.handle(Library::Blas)?;
+        Ok(Box::new(move || b.driver.blas_set_atomics(handle, true)))
+    }),
+    (Call::BlasSgemm, |b| {
+        let (handle, other, memory) = (b.handle(Library::Blas)?, b.stream()?, b.words_of(&[0; 12])?);
+        let at = |n: u64| BlasMatrix { ptr: memory.offset(16 * n), stride: 2, transposed: false };
+        let product = Sgemm { m: 2, n: 2, k: 2, alpha: 1.0, a: at(0), b: at(1), beta: 0.0, c: at(2) };
+        b.driver.library_set_stream(handle, other)?;
+        // Once before, so that the library has loaded what it needs.
+        b.driver.blas_sgemm(handle, &product)?;
+        Ok(Box::new(move || b.driver.blas_sgemm(handle, &product)))
     }),
 ];
 

@@ -7,6 +7,11 @@ use super::Check;
 use super::bench::{Bench, Capturing, to_bytes};
 use super::expect::{Checked, expect, expect_code, expect_code_of, expect_eq, expect_same};
 use super::kernels::mixed;
+use super::new_arguments::{
+    a_destroyed_template_has_no_nodes_to_set, arguments_can_be_set_while_streams_capture,
+    arguments_for_other_nodes_are_refused, launches_under_way_keep_their_arguments,
+    new_arguments_are_of_one_executable, new_arguments_count_from_the_next_launch_on, nodes_of_bodies_cannot_be_set,
+};
 use super::owned::Owned;
 use crate::ErrorCode::{InvalidHandle, StreamCaptureInvalidated, StreamCaptureUnsupported};
 use crate::{EventScope, GraphExecId, GraphId, InstantiateOptions, KernelArg, NodeKind, Pattern, RawHandle, StreamId};
@@ -33,6 +38,13 @@ pub(super) const CHECKS: &[Check] = super::checks![
     the_shape_is_what_was_captured,
     the_dot_text_is_for_people,
     handles_are_there_for_others,
+    new_arguments_count_from_the_next_launch_on,
+    launches_under_way_keep_their_arguments,
+    new_arguments_are_of_one_executable,
+    arguments_can_be_set_while_streams_capture,
+    arguments_for_other_nodes_are_refused,
+    a_destroyed_template_has_no_nodes_to_set,
+    nodes_of_bodies_cannot_be_set,
     graphs_never_made_are_unknown,
     ; provoking:
     a_launch_cannot_be_captured,
@@ -452,6 +464,9 @@ fn unknown(bench: &Bench<'_>, graph: GraphId, exec: GraphExecId, stream: StreamI
     refused("graph_raw", driver.graph_raw(graph).map(drop))?;
     refused("graph_destroy", driver.graph_destroy(graph))?;
     refused("graph_launch", driver.graph_launch(exec, stream))?;
+    let (append, node) = (bench.kernels()?.append, crate::NodeId(1));
+    let set = driver.graph_exec_set_kernel(exec, node, append, crate::LaunchShape::ONE, &[]);
+    refused("graph_exec_set_kernel", set)?;
     refused("graph_exec_raw", driver.graph_exec_raw(exec).map(drop))?;
     refused("graph_exec_destroy", driver.graph_exec_destroy(exec))
 }

@@ -24,8 +24,10 @@ mod host;
 mod kernels;
 mod launches;
 mod lent;
+mod libraries;
 mod luck;
 mod memory;
+mod new_arguments;
 mod owned;
 mod pools;
 mod streams;
@@ -168,6 +170,7 @@ const SUITES: &[Suite] = &[
     suite("graphs", graphs::CHECKS),
     suite("conditionals", conditionals::CHECKS),
     suite("kernels", launches::CHECKS),
+    suite("libraries", libraries::CHECKS),
     Suite { name: "errors", checks: errors::CHECKS, destructive: true },
 ];
 
@@ -272,6 +275,6 @@ mod tests {
         assert!(suites().is_sorted_by_key(|suite| suite.destructive));
         let more = [suite("more", &[])];
         let names: Vec<&str> = in_order(&more).map(|suite| suite.name).collect();
-        assert_eq!(names[names.len() - 3..], ["kernels", "more", "errors"]);
+        assert_eq!(names[names.len() - 3..], ["libraries", "more", "errors"]);
     }
 }

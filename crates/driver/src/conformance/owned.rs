@@ -4,8 +4,8 @@
 use super::bench::Bench;
 use super::expect::Checked;
 use crate::{
-    CaptureMode, CaptureState, DevicePtr, EventId, GraphExecId, GraphId, HostPtr, ModuleId, PhysicalId, PoolId,
-    StreamId,
+    CaptureMode, CaptureState, DevicePtr, EventId, GraphExecId, GraphId, HandleId, HostPtr, ModuleId, PhysicalId,
+    PoolId, StreamId,
 };
 
 /// One thing to take away.
@@ -39,6 +39,8 @@ pub(super) enum Owned {
     Exec(GraphExecId),
     /// Unloaded.
     Module(ModuleId),
+    /// Destroyed.
+    Handle(HandleId),
 }
 
 /// Ends captures, waits for the work, and takes everything away, the youngest first.
@@ -70,6 +72,7 @@ pub(super) fn clear(bench: &Bench<'_>, owned: Vec<Owned>) -> Checked {
             Owned::Graph(graph) => driver.graph_destroy(graph),
             Owned::Exec(exec) => driver.graph_exec_destroy(exec),
             Owned::Module(module) => driver.module_unload(module),
+            Owned::Handle(handle) => driver.library_destroy(handle),
         };
         first = first.and(gone);
     }

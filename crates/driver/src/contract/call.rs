@@ -17,6 +17,8 @@ pub enum CaptureRule {
     Guarded,
     /// Forbidden while any stream of the device captures, in every mode; breaks those captures.
     Never,
+    /// Forbidden like [`Never`](Self::Never), but refused before it can do harm: the captures, as far as they began through this driver, stay whole.
+    Refused,
 }
 
 macro_rules! calls {
@@ -74,14 +76,18 @@ calls! {
         ConditionalCreate conditional_create, ConditionalBegin conditional_begin,
         GraphTopology graph_topology, GraphDot graph_dot, GraphDestroy graph_destroy,
         GraphExecDestroy graph_exec_destroy, GraphRaw graph_raw, GraphExecRaw graph_exec_raw,
+        GraphExecSetKernel graph_exec_set_kernel,
         ModuleLoad module_load, FunctionGet function_get,
+        LibraryCreate library_create, LibrarySetStream library_set_stream,
+        LibraryRaw library_raw, BlasSetWorkspace blas_set_workspace, BlasSetMath blas_set_math,
+        BlasSetAtomics blas_set_atomics,
         NoteHandedOut note_handed_out, NoteReturned note_returned,
     ;
     Stream:
         StreamWaitEvent stream_wait_event, StreamHostCallback stream_host_callback,
         EventRecord event_record,
         Copy copy, CopyPeer copy_peer, Fill fill, Upload upload, Download download,
-        GraphLaunch graph_launch, KernelLaunch kernel_launch,
+        GraphLaunch graph_launch, KernelLaunch kernel_launch, BlasSgemm blas_sgemm,
     ;
     Guarded:
         StreamQuery stream_query, StreamSynchronize stream_synchronize,
@@ -94,6 +100,9 @@ calls! {
     ;
     Never:
         DeviceSynchronize device_synchronize,
+    ;
+    Refused:
+        LibraryDestroy library_destroy,
     ;
 }
 

@@ -34,7 +34,8 @@ pub trait Captures {
     /// Ends the capture that began on `stream`; whatever it returns, no stream is left capturing, but for the first case.
     /// `StreamCaptureUnmatched` on a stream that only joined (and breaks the capture), `IllegalState` if none is under
     /// way, `StreamCaptureWrongThread` from another thread unless relaxed, `StreamCaptureInvalidated` if it was broken,
-    /// `StreamCaptureUnjoined` if work of a joined stream does not lead back to this one. *During capture: free.*
+    /// `StreamCaptureUnjoined` if work of a joined stream does not lead back to this one. For a broken capture the detail names the call that broke it,
+    /// as far as it was made through this driver. *During capture: free.*
     fn capture_end(&self, stream: StreamId) -> Result<GraphId>;
 
     /// Where `stream` stands. On the legacy default stream `StreamCaptureImplicit` while a blocking stream of

@@ -1,6 +1,9 @@
 //! Graphs: captured work, made ready once and launched many times.
 
-use crate::{CaptureMode, ConditionalId, GraphExecId, GraphId, NodeId, RawHandle, Result, StreamId};
+use crate::{
+    CaptureMode, ConditionalId, FunctionId, GraphExecId, GraphId, KernelArg, LaunchShape, NodeId, RawHandle, Result,
+    StreamId,
+};
 
 /// What a node does.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -76,6 +79,18 @@ pub trait Graphs {
     /// never overlap. Memory and callbacks of the capture must still be there. *During capture: stream*; but on a stream that
     /// captures it gives `StreamCaptureUnsupported` and breaks the capture.
     fn graph_launch(&self, exec: GraphExecId, stream: StreamId) -> Result<()>;
+
+    /// Gives a kernel node of an executable other arguments, for launches from now on; launches under way keep theirs. `node` is one of the template that
+    /// the executable was made of, which must still be there, and not in a conditional's body; `function` and `shape` are those that it was captured with. `InvalidValue`
+    /// if any of this does not hold, as far as it can be seen. *During capture: free.*
+    fn graph_exec_set_kernel(
+        &self,
+        exec: GraphExecId,
+        node: NodeId,
+        function: FunctionId,
+        shape: LaunchShape,
+        args: &[KernelArg],
+    ) -> Result<()>;
 
     /// The nodes and edges. A conditional's body is not listed. *During capture: free.*
     fn graph_topology(&self, graph: GraphId) -> Result<GraphTopology>;

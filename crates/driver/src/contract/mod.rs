@@ -27,6 +27,7 @@ mod event;
 mod graph;
 mod host;
 mod kernel;
+mod library;
 mod memory;
 mod notes;
 mod pool;
@@ -41,6 +42,7 @@ pub use event::{EventOptions, EventScope, Events, IpcEventHandle};
 pub use graph::{ConditionalKind, GraphTopology, Graphs, InstantiateOptions, Node, NodeKind};
 pub use host::{HostMemory, HostOptions};
 pub use kernel::{KernelArg, KernelFault, KernelMemory, KernelMirror, KernelScope, KernelSource, Kernels, LaunchShape};
+pub use library::{BlasMath, BlasMatrix, Libraries, Library, Sgemm};
 pub use memory::{Memory, MemoryInfo};
 pub use notes::Notes;
 pub use pool::{PoolAttribute, Pools};
@@ -62,6 +64,7 @@ pub trait Driver:
     + Captures
     + Graphs
     + Kernels
+    + Libraries
     + Notes
     + Send
     + Sync
@@ -72,4 +75,8 @@ pub trait Driver:
     /// The time as this driver sees it, from some fixed start: the virtual clock of a simulated device, the
     /// monotonic clock of the machine otherwise. Differences of it are what calls cost.
     fn now(&self) -> Duration;
+
+    /// A number that nobody can foresee, another one at each call: what a program seeds itself with that was given no seed. On a simulated device
+    /// it follows from the device's own seed, so that runs repeat.
+    fn entropy(&self) -> u64;
 }

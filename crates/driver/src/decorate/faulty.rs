@@ -48,6 +48,7 @@ impl FaultPlan {
         Call::GraphDestroy,
         Call::GraphExecDestroy,
         Call::ModuleUnload,
+        Call::LibraryDestroy,
     ];
 
     /// A plan in which nothing fails.

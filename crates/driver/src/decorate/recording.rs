@@ -12,7 +12,7 @@ use rustc_hash::FxHasher;
 use super::log::{Log, LogEntry};
 use super::tap::{Arguments, Hook, Outcome, Tapped};
 use super::value::Value;
-use crate::{Call, DevicePtr, Driver, HostPtr, KernelArg, RawHandle, Result};
+use crate::{BlasMatrix, Call, DevicePtr, Driver, HostPtr, KernelArg, RawHandle, Result, Sgemm};
 
 /// A driver that writes down every call.
 pub type Recording = Tapped<Recorder>;
@@ -174,6 +174,7 @@ impl Names {
             Value::Plain(value) => format!("{value:?}"),
             Value::Device(ptr) => self.device(ptr),
             Value::Arguments(args) => args.iter().map(|arg| self.argument(arg)).collect::<Vec<_>>().join(", "),
+            Value::Product(product) => self.product(product),
             Value::Host(ptr) => self.host(ptr),
             Value::HostRange(range) => format!("{}, {} bytes", self.host(range.ptr()), range.bytes()),
             Value::Raw(raw) => self.raw(raw),
@@ -207,6 +208,16 @@ impl Names {
             KernelArg::Ptr(ptr) => format!("Ptr({})", self.device(*ptr)),
             other => format!("{other:?}"),
         }
+    }
+
+    fn product(&self, product: &Sgemm) -> String {
+        let Sgemm { m, n, k, alpha, a, b, beta, c } = product;
+        let matrix = |name: &str, matrix: &BlasMatrix| {
+            let transposed = if matrix.transposed { ", transposed" } else { "" };
+            format!("; {name}: {}, stride {}{transposed}", self.device(matrix.ptr), matrix.stride)
+        };
+        let matrices = [("a", a), ("b", b), ("c", c)].map(|(name, which)| matrix(name, which)).concat();
+        format!("{m} by {n} by {k}, alpha {alpha:?}, beta {beta:?}{matrices}")
     }
 
     fn host(&self, ptr: HostPtr) -> String {

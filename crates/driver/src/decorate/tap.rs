@@ -7,13 +7,13 @@ use std::time::Duration;
 
 use super::value::{Shown, Value};
 use crate::{
-    Access, Address, Call, CaptureMode, CaptureState, Captures, ConditionalId, ConditionalKind, Copies, DeviceAccess,
-    DeviceId, DeviceProperties, DevicePtr, Devices, Driver, DriverError, EventId, EventOptions, EventScope, Events,
-    ForeignStream, FunctionId, Granularity, GraphExecId, GraphId, GraphTopology, Graphs, HostCallback, HostMemory,
-    HostOptions, HostPtr, HostRange, InstantiateOptions, IpcEventHandle, KernelArg, KernelSource, Kernels, LaunchShape,
-    Memory, MemoryInfo, ModuleId, NodeId, Notes, Pattern, PhysicalId, PhysicalOptions, PoolAttribute, PoolId, Pools,
-    PriorityRange, RawHandle, Result, ShareKind, SharedMemory, StreamId, StreamInfo, StreamOptions, Streams,
-    VirtualMemory,
+    Access, Address, BlasMath, Call, CaptureMode, CaptureState, Captures, ConditionalId, ConditionalKind, Copies,
+    DeviceAccess, DeviceId, DeviceProperties, DevicePtr, Devices, Driver, DriverError, EventId, EventOptions,
+    EventScope, Events, ForeignStream, FunctionId, Granularity, GraphExecId, GraphId, GraphTopology, Graphs, HandleId,
+    HostCallback, HostMemory, HostOptions, HostPtr, HostRange, InstantiateOptions, IpcEventHandle, KernelArg,
+    KernelSource, Kernels, LaunchShape, Libraries, Library, Memory, MemoryInfo, ModuleId, NodeId, Notes, Pattern,
+    PhysicalId, PhysicalOptions, PoolAttribute, PoolId, Pools, PriorityRange, RawHandle, Result, Sgemm, ShareKind,
+    SharedMemory, StreamId, StreamInfo, StreamOptions, Streams, VirtualMemory,
 };
 
 /// The arguments of a call by name, in their order.
@@ -43,7 +43,7 @@ pub trait Hook: Send + Sync {
     }
 }
 
-/// A driver around a driver, with a hook on every call. [`Driver::kind`] and [`Driver::now`] go straight through.
+/// A driver around a driver, with a hook on every call. [`Driver::kind`], [`Driver::now`] and [`Driver::entropy`] go straight through.
 pub struct Tapped<H> {
     inner: Arc<dyn Driver>,
     hook: H,
@@ -82,6 +82,10 @@ impl<H: Hook> Driver for Tapped<H> {
 
     fn now(&self) -> Duration {
         self.inner.now()
+    }
+
+    fn entropy(&self) -> u64 {
+        self.inner.entropy()
     }
 }
 
@@ -211,6 +215,7 @@ forward! {
     impl Graphs {
         GraphInstantiate graph_instantiate(graph: GraphId, options: InstantiateOptions) -> GraphExecId;
         GraphLaunch graph_launch(exec: GraphExecId, stream: StreamId) -> ();
+        GraphExecSetKernel graph_exec_set_kernel(exec: GraphExecId, node: NodeId, function: FunctionId, shape: LaunchShape, args: &[KernelArg]) -> ();
         GraphTopology graph_topology(graph: GraphId) -> GraphTopology;
         GraphDot graph_dot(graph: GraphId) -> String;
         GraphDestroy graph_destroy(graph: GraphId) -> ();
@@ -225,6 +230,16 @@ forward! {
         ModuleUnload module_unload(module: ModuleId) -> ();
         FunctionGet function_get(module: ModuleId, name: &str) -> FunctionId;
         KernelLaunch kernel_launch(function: FunctionId, shape: LaunchShape, args: &[KernelArg], stream: StreamId) -> ();
+    }
+    impl Libraries {
+        LibraryCreate library_create(library: Library, device: DeviceId) -> HandleId;
+        LibraryDestroy library_destroy(handle: HandleId) -> ();
+        LibrarySetStream library_set_stream(handle: HandleId, stream: StreamId) -> ();
+        LibraryRaw library_raw(handle: HandleId) -> RawHandle;
+        BlasSetWorkspace blas_set_workspace(handle: HandleId, ptr: DevicePtr, bytes: u64) -> ();
+        BlasSetMath blas_set_math(handle: HandleId, math: BlasMath) -> ();
+        BlasSetAtomics blas_set_atomics(handle: HandleId, allowed: bool) -> ();
+        BlasSgemm blas_sgemm(handle: HandleId, product: &Sgemm) -> ();
     }
 }
 

@@ -4,12 +4,12 @@
 use std::fmt::Debug;
 
 use crate::{
-    Access, Address, CaptureId, CaptureMode, CaptureState, ConditionalId, ConditionalKind, DeviceAccess, DeviceId,
-    DeviceProperties, DevicePtr, EventId, EventOptions, EventScope, ForeignStream, FunctionId, Granularity,
-    GraphExecId, GraphId, GraphTopology, HostCallback, HostOptions, HostPtr, HostRange, InstantiateOptions,
-    IpcEventHandle, KernelArg, KernelSource, LaunchShape, MemoryInfo, ModuleId, NodeId, Pattern, PhysicalId,
-    PhysicalOptions, PoolAttribute, PoolId, PriorityRange, RawHandle, ShareKind, SharedMemory, StreamId, StreamInfo,
-    StreamOptions,
+    Access, Address, BlasMath, CaptureId, CaptureMode, CaptureState, ConditionalId, ConditionalKind, DeviceAccess,
+    DeviceId, DeviceProperties, DevicePtr, EventId, EventOptions, EventScope, ForeignStream, FunctionId, Granularity,
+    GraphExecId, GraphId, GraphTopology, HandleId, HostCallback, HostOptions, HostPtr, HostRange, InstantiateOptions,
+    IpcEventHandle, KernelArg, KernelSource, LaunchShape, Library, MemoryInfo, ModuleId, NodeId, Pattern, PhysicalId,
+    PhysicalOptions, PoolAttribute, PoolId, PriorityRange, RawHandle, Sgemm, ShareKind, SharedMemory, StreamId,
+    StreamInfo, StreamOptions,
 };
 
 /// One argument or result.
@@ -24,6 +24,8 @@ pub enum Value<'a> {
     Device(DevicePtr),
     /// The arguments of a kernel; addresses among them.
     Arguments(&'a [KernelArg]),
+    /// A product of matrices; addresses in it.
+    Product(&'a Sgemm),
     /// An address of this process, which differs from run to run.
     Host(HostPtr),
     /// A stretch of this process's memory.
@@ -59,10 +61,10 @@ macro_rules! plain {
 plain! {
     (), bool, i32, u32, f32, &str,
     DeviceId, StreamId, EventId, PhysicalId, PoolId, CaptureId, GraphId, GraphExecId, NodeId, ConditionalId, ModuleId,
-    FunctionId, Option<DeviceId>, Option<DevicePtr>, Vec<NodeId>,
+    FunctionId, HandleId, Option<DeviceId>, Option<DevicePtr>, Vec<NodeId>,
     DeviceProperties, StreamOptions, PriorityRange, EventOptions, EventScope, MemoryInfo, Granularity, PhysicalOptions,
     ShareKind, Access, &[DeviceAccess], PoolAttribute, HostOptions, Pattern, CaptureMode, CaptureState, GraphTopology,
-    InstantiateOptions, ConditionalKind, LaunchShape,
+    InstantiateOptions, ConditionalKind, LaunchShape, Library, BlasMath,
 }
 
 /// Types that are another form of value.
@@ -81,6 +83,7 @@ shown! {
     u64: |&number| Value::Number(number);
     DevicePtr: |&ptr| Value::Device(ptr);
     &[KernelArg]: |args| Value::Arguments(args);
+    &Sgemm: |product| Value::Product(product);
     HostPtr: |&ptr| Value::Host(ptr);
     HostRange: |&range| Value::HostRange(range);
     RawHandle: |&raw| Value::Raw(raw);

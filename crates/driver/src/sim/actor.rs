@@ -43,6 +43,8 @@ pub(super) struct Point {
     pub node: u32,
     /// Bodies of conditional nodes run many times in one launch; this counts all such runs. 0 outside of bodies.
     pub run: u32,
+    /// The number of the call that captured it, or gave it its arguments since.
+    pub captured_at: u64,
 }
 
 /// Who touched memory.

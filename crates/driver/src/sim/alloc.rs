@@ -7,7 +7,6 @@ use super::actor::{Actor, Label, Order};
 use super::bytes::Bytes;
 use super::memory::Toucher;
 use super::order::Stamp;
-use super::shadow::Mark;
 use super::space::Region;
 use super::tombs::{Gone, Tomb};
 use crate::{Call, DeviceId, DevicePtr, ErrorCode, Memory, MemoryInfo, Notes, Result, StreamId};
@@ -126,9 +125,8 @@ impl Notes for SimDriver {
         let (at, now) = (world.calls, world.clock);
         let who = Actor { label: Label::PoolAlloc, stamp, point: None, stream, at };
         let order = Order { stamp, base: &frontier, graph: None };
-        let mark = Mark::HandedOut { at, frontier: Arc::clone(&frontier), stamp };
         let by = Toucher { device, who, order, now, everywhere: true };
-        world.memory.hand_out(ptr, bytes, &mark, &by);
+        world.memory.hand_out(ptr, bytes, &frontier, &by);
     }
 
     fn note_returned(&self, ptr: DevicePtr, bytes: u64) {

@@ -37,8 +37,7 @@ impl Captures for SimDriver {
             let origin = world.capture(joined.capture).origin;
             if origin != stream {
                 let why = format!("it began on {origin} and was ended on {stream}");
-                world.break_captures(&[joined.capture], &why);
-                return world.fail(ErrorCode::StreamCaptureUnmatched, why);
+                return world.break_captures(&[joined.capture], ErrorCode::StreamCaptureUnmatched, why);
             }
             let unjoined = world.unjoined(joined.capture, &joined.deps);
             let capture = world.drop_capture(joined.capture);
@@ -203,9 +202,9 @@ impl World {
         if let Work::Callback(callback) = &work {
             self.captured_callbacks.push(Arc::clone(callback));
         }
-        let id = self.new_node();
+        let (id, at) = (self.new_node(), self.calls);
         let nodes = &mut self.captures.get_mut(joined.capture.0).expect("a live capture").nodes;
-        nodes.push(TemplateNode { id, work, nanos, deps: joined.deps, stream });
+        nodes.push(TemplateNode { id, at, work, nanos, deps: joined.deps, stream });
         let deps = vec![(nodes.len() - 1) as u32];
         self.stream_mut(stream).capture = Some(Joined { capture: joined.capture, deps });
         Ok(())
@@ -218,14 +217,12 @@ impl World {
         }
         if self.stream(stream).kind == StreamKind::Legacy {
             let why = format!("{stream}, the default stream, would depend on it");
-            self.break_captures(&[capture], &why);
-            return self.fail(ErrorCode::StreamCaptureImplicit, why);
+            return self.break_captures(&[capture], ErrorCode::StreamCaptureImplicit, why);
         }
         match self.stream(stream).capture.clone() {
             Some(other) if other.capture != capture => {
                 let why = format!("{stream} would merge {} and {capture}", other.capture);
-                self.break_captures(&[other.capture, capture], &why);
-                self.fail(ErrorCode::StreamCaptureMerge, why)
+                self.break_captures(&[other.capture, capture], ErrorCode::StreamCaptureMerge, why)
             }
             joined => {
                 self.check_unbroken(capture)?;
@@ -255,24 +252,25 @@ impl World {
         state.streams.iter().copied().find(|&stream| deps(stream).iter().any(lost))
     }
 
-    /// Breaks captures. What happens in them from now on is refused, until they are ended.
-    pub(super) fn break_captures(&mut self, captures: &[CaptureId], why: &str) {
+    /// Breaks captures, by a call that gives `code`. What happens in them from now on is refused until they are ended, and the refusals name that call.
+    pub(super) fn break_captures<T>(&mut self, captures: &[CaptureId], code: ErrorCode, why: String) -> Result<T> {
         for &capture in captures {
             let (call, calls, now) = (self.call, self.calls, self.clock);
             let state = self.captures.get_mut(capture.0).expect("a live capture");
             if state.broken.is_none() {
-                state.broken = Some(format!("{call} (call #{calls}) broke it: {why}"));
+                let thread = if state.thread == std::thread::current().id() { "" } else { " of another thread" };
+                state.broken = Some(format!("broken by {call}: {code:?}, call #{calls}{thread}: {why}"));
                 let operation = format!("{call} #{calls} in {capture} of {}", state.origin);
-                self.memory.log.plain(HazardKind::CaptureBroken, operation, why.to_owned(), now);
+                self.memory.log.plain(HazardKind::CaptureBroken, operation, why.clone(), now);
             }
         }
+        self.fail(code, why)
     }
 
     /// Breaks what `stream` captures.
     pub(super) fn break_capture_of<T>(&mut self, stream: StreamId, code: ErrorCode, why: String) -> Result<T> {
         let capture = self.stream(stream).capture.as_ref().expect("a stream that captures").capture;
-        self.break_captures(&[capture], &why);
-        self.fail(code, why)
+        self.break_captures(&[capture], code, why)
     }
 
     /// Refuses a possibly unsafe call while a capture forbids it to this thread, and breaks that capture.
@@ -306,8 +304,7 @@ impl World {
             return Ok(());
         }
         let why = format!("{}: {why}", self.call);
-        self.break_captures(&broken, &why);
-        self.fail(ErrorCode::StreamCaptureUnsupported, why)
+        self.break_captures(&broken, ErrorCode::StreamCaptureUnsupported, why)
     }
 
     /// Refuses to ask about, or wait for, a stream whose work is only being written down.
@@ -342,8 +339,7 @@ impl World {
             return Ok(());
         }
         let why = format!("{} on the default stream would wait for a blocking stream that captures", self.call);
-        self.break_captures(&broken, &why);
-        self.fail(ErrorCode::StreamCaptureImplicit, why)
+        self.break_captures(&broken, ErrorCode::StreamCaptureImplicit, why)
     }
 
     /// An allocation as a node: its address is fixed now, its memory comes when the graph runs.

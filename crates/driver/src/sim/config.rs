@@ -1,7 +1,7 @@
 //! The settings of a simulated GPU. The defaults describe one H200.
 
 use super::cost::{Latencies, WorkCosts};
-use crate::DeviceProperties;
+use crate::{DeviceProperties, Library};
 
 const MIB: u64 = 1 << 20;
 
@@ -27,6 +27,8 @@ pub struct SimConfig {
     pub hazards_kept: usize,
     /// Whether allocators' notes are heard. Without them the machine is faster, and cannot tell the users of one allocation apart.
     pub notes: bool,
+    /// Libraries that are not installed.
+    pub libraries_absent: Vec<Library>,
 }
 
 /// One simulated device.
@@ -90,6 +92,7 @@ impl Default for SimConfig {
             queue_depth: 1024,
             hazards_kept: 1000,
             notes: true,
+            libraries_absent: Vec::new(),
         }
     }
 }
@@ -136,6 +139,13 @@ impl SimConfig {
     #[must_use]
     pub fn without_notes(mut self) -> Self {
         self.notes = false;
+        self
+    }
+
+    /// With a library that is not installed.
+    #[must_use]
+    pub fn without_library(mut self, library: Library) -> Self {
+        self.libraries_absent.push(library);
         self
     }
 

@@ -147,8 +147,7 @@ impl World {
                     .fail(ErrorCode::InvalidValue, format!("{event} was last recorded in a capture that is over"));
             }
             let why = format!("{} asked about {event}, which was recorded in the capture", self.call);
-            self.break_captures(&[capture], &why);
-            return self.fail(ErrorCode::CapturedEvent, why);
+            return self.break_captures(&[capture], ErrorCode::CapturedEvent, why);
         }
         self.forbid_guarded()
     }

@@ -11,6 +11,8 @@ use crate::{ConditionalId, DeviceId, DevicePtr, GraphTopology, Node, NodeId, Poo
 #[derive(Clone, Debug)]
 pub(super) struct TemplateNode {
     pub id: NodeId,
+    /// The number of the call that captured it.
+    pub at: u64,
     pub work: Work,
     pub nanos: u64,
     /// The nodes before it, by their places.
@@ -69,6 +71,8 @@ pub(super) fn topology(nodes: &[TemplateNode]) -> GraphTopology {
 /// A node ready to run.
 #[derive(Debug)]
 pub(super) struct ExecNode {
+    pub id: NodeId,
+    pub at: u64,
     pub work: Work,
     pub nanos: u64,
     /// How many nodes of its own body come right before it.
@@ -107,6 +111,14 @@ impl ExecGraph {
         builder.body(None);
         builder.inline(template, 0, 0)?;
         Ok(builder.finish(template.device))
+    }
+
+    /// Where the node of that name stands, unless it is in a body: those belong to templates of their own.
+    pub fn place_of(&self, node: NodeId) -> Option<u32> {
+        let own = &self.bodies[0];
+        // Names count upwards in the order of capture.
+        let at = own.binary_search_by_key(&node, |&place| self.nodes[place as usize].id).ok()?;
+        Some(own[at])
     }
 
     /// Whether the node at `a` is known to have run before the one at `b`, given that it has.
@@ -177,6 +189,8 @@ impl Builder {
         self.ends.push(vec![place]);
         self.bodies[body as usize].push(place);
         self.nodes.push(ExecNode {
+            id: node.id,
+            at: node.at,
             work: node.work.clone(),
             nanos: node.nanos,
             preds: deps.len() as u32,
@@ -234,6 +248,7 @@ mod tests {
             .enumerate()
             .map(|(place, deps)| TemplateNode {
                 id: NodeId(place as u64),
+                at: 0,
                 work: Work::Marker,
                 nanos: 0,
                 deps: deps.to_vec(),
@@ -244,7 +259,7 @@ mod tests {
     }
 
     fn order(graph: &ExecGraph) -> Vec<String> {
-        let at = |node| Point { exec: GraphExecId(1), node, run: 0 };
+        let at = |node| Point { exec: GraphExecId(1), node, run: 0, captured_at: 0 };
         let n = graph.nodes.len() as u32;
         (0..n).map(|b| (0..n).filter(|&a| graph.ordered(at(a), at(b))).map(|a| a.to_string()).collect()).collect()
     }

@@ -4,15 +4,15 @@ use std::sync::{Arc, OnceLock};
 
 use super::SimDriver;
 use super::exec::{ExecGraph, Template};
-use super::launch::Launch;
+use super::launch::{Launch, NewKernel};
 use super::space::Region;
 use super::table::Missing;
 use super::tombs::Gone;
-use super::work::Work;
+use super::work::{KernelWork, Work};
 use super::world::{Conditional, EventMark, Exec, World};
 use crate::{
-    Call, CaptureMode, ConditionalId, ConditionalKind, DevicePtr, ErrorCode, GraphExecId, GraphId, GraphTopology,
-    Graphs, InstantiateOptions, PoolId, RawHandle, Result, StreamId,
+    Call, CaptureMode, ConditionalId, ConditionalKind, DevicePtr, ErrorCode, FunctionId, GraphExecId, GraphId,
+    GraphTopology, Graphs, InstantiateOptions, KernelArg, LaunchShape, NodeId, PoolId, RawHandle, Result, StreamId,
 };
 
 impl Graphs for SimDriver {
@@ -24,7 +24,9 @@ impl Graphs for SimDriver {
                 Ok(flat) => flat,
                 Err(why) => return world.fail(ErrorCode::InvalidValue, why),
             };
-            Ok(GraphExecId(world.execs.insert(Exec { graph: Arc::new(flat), template, options, last: None })))
+            let (flat, kernels) = (Arc::new(flat), Arc::default());
+            let exec = Exec { graph: flat, template, of: graph, kernels, options, last: None };
+            Ok(GraphExecId(world.execs.insert(exec)))
         })
     }
 
@@ -41,6 +43,43 @@ impl Graphs for SimDriver {
         let mut world = self.wait_for_room(world, stream)?;
         world.make_room_for_graph(exec)?;
         world.launch_graph(exec, stream)
+    }
+
+    fn graph_exec_set_kernel(
+        &self,
+        exec: GraphExecId,
+        node: NodeId,
+        function: FunctionId,
+        shape: LaunchShape,
+        args: &[KernelArg],
+    ) -> Result<()> {
+        self.call(Call::GraphExecSetKernel, |world| {
+            let Exec { graph, of, .. } = world.exec(exec)?;
+            let (graph, of) = (Arc::clone(graph), *of);
+            let mirror = world.function(function)?;
+            world.device(graph.device)?;
+            if world.graphs.get(of.0).is_none() {
+                let why = format!("{of}, the template of {exec}, is gone, and its nodes with it");
+                return world.fail(ErrorCode::InvalidValue, why);
+            }
+            let Some(place) = graph.place_of(node) else {
+                return world.fail(ErrorCode::InvalidValue, format!("{node} is not one of {of}"));
+            };
+            let Work::Kernel(captured) = &graph.nodes[place as usize].work else {
+                return world.fail(ErrorCode::InvalidValue, format!("{node} is no kernel"));
+            };
+            if captured.function != Some(function) || captured.shape != shape {
+                let what = captured.mirror.name;
+                let why = format!("{node} was captured as {what} with {:?}, and cannot become another", captured.shape);
+                return world.fail(ErrorCode::InvalidValue, why);
+            }
+            let kernel = KernelWork { function: Some(function), mirror, shape, args: args.to_vec() };
+            let (nanos, at) = (world.kernel_nanos(&kernel), world.calls);
+            // Launches under way hold on to what was there.
+            let kernels = Arc::make_mut(&mut world.exec(exec)?.kernels);
+            kernels.insert(place, NewKernel { work: Work::Kernel(Arc::new(kernel)), nanos, at });
+            Ok(())
+        })
     }
 
     fn graph_topology(&self, graph: GraphId) -> Result<GraphTopology> {
@@ -167,8 +206,9 @@ impl World {
 
     /// Puts a launch into the stream's queue.
     fn launch_graph(&mut self, exec: GraphExecId, stream: StreamId) -> Result<()> {
-        let Exec { graph, template, last, .. } = self.exec(exec)?;
-        let (graph, template, last) = (Arc::clone(graph), Arc::clone(template), last.clone());
+        let Exec { graph, template, kernels, last, .. } = self.exec(exec)?;
+        let (graph, template, kernels, last) =
+            (Arc::clone(graph), Arc::clone(template), Arc::clone(kernels), last.clone());
         let mut waits = Vec::new();
         if let Some((stamp, base)) = last {
             // Launches of one executable never overlap.
@@ -195,7 +235,7 @@ impl World {
         let slot = self.slot(stream, waits);
         let (stamp, base) = (slot.stamp, Arc::clone(&slot.base));
         self.last_launch += 1;
-        let launch = Launch::new(exec, (&graph, template), stream, stamp, self.calls, Arc::clone(&base));
+        let launch = Launch::new(exec, (&graph, template, kernels), stream, stamp, self.calls, Arc::clone(&base));
         self.launches.insert(self.last_launch, launch);
         self.push(stream, slot, Work::Launch(self.last_launch), 0);
         for node in &graph.nodes {

@@ -6,7 +6,8 @@ use super::SimDriver;
 use super::work::{KernelWork, Work};
 use super::world::{Function, World};
 use crate::{
-    Call, DeviceId, ErrorCode, FunctionId, KernelArg, KernelSource, Kernels, LaunchShape, ModuleId, Result, StreamId,
+    Call, DeviceId, ErrorCode, FunctionId, KernelArg, KernelMirror, KernelSource, Kernels, LaunchShape, ModuleId,
+    Result, StreamId,
 };
 
 /// The most threads of a block, and the most blocks and threads in each dimension, as on every CUDA device of the last decade.
@@ -55,26 +56,40 @@ impl Kernels for SimDriver {
         stream: StreamId,
     ) -> Result<()> {
         self.submit(Call::KernelLaunch, stream, |world, _| {
-            let Some(&Function { mirror, .. }) = world.functions.get(function.0) else {
-                let why = world.functions.why_missing(function.0);
-                return Err(world.missing(why, function.to_string()));
-            };
+            let mirror = world.function(function)?;
             let fits = |size: [u32; 3], most: [u32; 3]| size.iter().zip(most).all(|(&n, most)| (1..=most).contains(&n));
             let block: u64 = shape.block.iter().map(|&n| u64::from(n)).product();
             if !fits(shape.grid, GRID_MOST) || !fits(shape.block, BLOCK_MOST) || block > BLOCK_THREADS {
                 return world.fail(ErrorCode::InvalidValue, format!("no device can run {shape:?}"));
             }
-            let nanos = match mirror.nanos {
-                Some(nanos) => nanos(&shape, args),
-                None => world.config.work.kernel_nanos(&shape),
-            };
-            Ok((Work::Kernel(Arc::new(KernelWork { mirror, shape, args: args.to_vec() })), nanos))
+            let kernel = KernelWork { function: Some(function), mirror, shape, args: args.to_vec() };
+            let nanos = world.kernel_nanos(&kernel);
+            Ok((Work::Kernel(Arc::new(kernel)), nanos))
         })
     }
 }
 
 impl World {
-    fn module(&mut self, module: ModuleId) -> Result<&'static [crate::KernelMirror]> {
+    /// The double of a kernel that is there.
+    pub(super) fn function(&mut self, function: FunctionId) -> Result<KernelMirror> {
+        match self.functions.get(function.0) {
+            Some(&Function { mirror, .. }) => Ok(mirror),
+            None => {
+                let why = self.functions.why_missing(function.0);
+                Err(self.missing(why, function.to_string()))
+            }
+        }
+    }
+
+    /// How long a kernel runs.
+    pub(super) fn kernel_nanos(&self, kernel: &KernelWork) -> u64 {
+        match kernel.mirror.nanos {
+            Some(nanos) => nanos(&kernel.shape, &kernel.args),
+            None => self.config.work.kernel_nanos(&kernel.shape),
+        }
+    }
+
+    fn module(&mut self, module: ModuleId) -> Result<&'static [KernelMirror]> {
         match self.modules.get(module.0) {
             Some(&mirrors) => Ok(mirrors),
             None => {

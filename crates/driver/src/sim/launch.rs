@@ -1,5 +1,6 @@
 //! A launched graph on its way: its nodes run in the order of their edges, bodies of conditional nodes as often as their flags say.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use super::actor::Point;
@@ -12,6 +13,18 @@ use super::work::Work;
 use super::world::World;
 use crate::{ConditionalId, ConditionalKind, GraphExecId, StreamId};
 
+/// Kernels that run instead of those that were captured, by the places of their nodes.
+pub(super) type Kernels = BTreeMap<u32, NewKernel>;
+
+/// A kernel with other arguments than it was captured with.
+#[derive(Clone, Debug)]
+pub(super) struct NewKernel {
+    pub work: Work,
+    pub nanos: u64,
+    /// The number of the call that gave it its arguments.
+    pub at: u64,
+}
+
 /// One launch of an executable.
 #[derive(Debug)]
 pub(super) struct Launch {
@@ -19,6 +32,7 @@ pub(super) struct Launch {
     pub graph: Arc<ExecGraph>,
     /// Keeps the addresses that its nodes allocate, also if the executable goes first.
     pub template: Arc<Template>,
+    kernels: Arc<Kernels>,
     pub stream: StreamId,
     /// The place of the launch in its stream: all its nodes share it.
     pub stamp: Stamp,
@@ -39,7 +53,7 @@ pub(super) struct Launch {
 impl Launch {
     pub fn new(
         exec: GraphExecId,
-        (graph, template): (&Arc<ExecGraph>, Arc<Template>),
+        (graph, template, kernels): (&Arc<ExecGraph>, Arc<Template>, Arc<Kernels>),
         stream: StreamId,
         stamp: Stamp,
         at: u64,
@@ -59,6 +73,7 @@ impl Launch {
             hurried: false,
             graph: Arc::clone(graph),
             template,
+            kernels,
         }
     }
 
@@ -119,7 +134,9 @@ impl World {
         let place = (u64::from(state.runs) << 32) + u64::from(node) + 2;
         let luck = cost::draw(seed, u64::from(lane), seq, place);
         let this = &graph.nodes[node as usize];
-        let nanos = if state.hurried { 0 } else { self.lasting(&this.work, this.nanos, luck) };
+        let kernels = Arc::clone(&state.kernels);
+        let (work, nanos) = kernels.get(&node).map_or((&this.work, this.nanos), |new| (&new.work, new.nanos));
+        let nanos = if state.hurried { 0 } else { self.lasting(work, nanos, luck) };
         self.run(Runner::Node(launch, node), now.saturating_add(nanos), luck);
     }
 
@@ -128,7 +145,9 @@ impl World {
         let state = self.launches.get_mut(&launch).expect("a launch under way");
         let graph = Arc::clone(&state.graph);
         let this = &graph.nodes[node as usize];
-        match &this.work {
+        let kernels = Arc::clone(&state.kernels);
+        let (work, captured_at) = kernels.get(&node).map_or((&this.work, this.at), |new| (&new.work, new.at));
+        match work {
             Work::Callback(run) => {
                 let runner = Runner::Node(launch, node);
                 self.callbacks.push_back(Callback { run: Arc::clone(run), runner, time: now });
@@ -143,7 +162,7 @@ impl World {
                 }
             }
             work => {
-                let point = Point { exec: state.exec, node, run: state.run[this.body as usize] };
+                let point = Point { exec: state.exec, node, run: state.run[this.body as usize], captured_at };
                 let base = Arc::clone(&state.base);
                 let scene = Scene {
                     device: graph.device,

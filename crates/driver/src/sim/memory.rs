@@ -1,10 +1,13 @@
 //! All simulated memory, and every access to it: addresses are resolved, the history is checked, bytes are moved.
 
+use std::sync::Arc;
+
 use rustc_hash::FxHashMap;
 
 use super::actor::{Actor, Label, Order};
 use super::bytes::Bytes;
 use super::hazard::{HazardKind, HazardLog, HazardRange};
+use super::order::Frontier;
 use super::shadow::{Clash, Mark, Shadow};
 use super::space::{Fault, Piece, PieceId, Place, Region, Space};
 use super::tombs::Gone;
@@ -226,6 +229,10 @@ impl Memory {
                     let kind = HazardKind::HandedOutInFlight;
                     log.memory(kind, (None, who), area, range, || why_handed_out(who), by.now);
                 }
+                Clash::ReturnedSinceCapture => {
+                    let kind = HazardKind::GraphOverFreedMemory;
+                    log.memory(kind, (None, who), area, range, || RETURNED_SINCE_CAPTURE.to_owned(), by.now);
+                }
                 Clash::Returned => {
                     let kind = match who.point {
                         Some(_) => HazardKind::GraphOverFreedMemory,
@@ -270,7 +277,7 @@ impl Memory {
     }
 
     /// Notes that an allocator handed a range to the work that `order` is the end of.
-    pub fn hand_out(&mut self, ptr: DevicePtr, bytes: u64, mark: &Mark, by: &Toucher<'_>) {
+    pub fn hand_out(&mut self, ptr: DevicePtr, bytes: u64, frontier: &Arc<Frontier>, by: &Toucher<'_>) {
         let mut done = 0;
         while done < bytes {
             let here = ptr.offset(done);
@@ -280,7 +287,8 @@ impl Memory {
             let piece = pieces.get_mut(&place.piece).expect("a place leads to a piece");
             let pinned_by = piece.pinned_by;
             let range = (place.offset, place.offset + n);
-            piece.shadow.hand_out(range, mark.clone(), &by.order, &mut |earlier, from, to| {
+            let owner = (by.who.at, frontier, by.who.stamp);
+            piece.shadow.hand_out(range, owner, &by.order, &mut |earlier, from, to| {
                 let from = from.max(place.offset);
                 let range = HazardRange::new(pinned_by, here.offset(from - place.offset), from, to - from);
                 let why = || format!("{}; it was handed out by call #{}", why_unordered(earlier, by), by.who.at);
@@ -325,6 +333,8 @@ impl Memory {
 }
 
 const NEVER_WRITTEN: &str = "nothing has written these bytes since they were allocated";
+const RETURNED_SINCE_CAPTURE: &str =
+    "the allocator took the memory back after this was captured, and had handed it to others before this was launched";
 const RETURNED: &str = "the allocator had taken the memory back before this was queued";
 
 fn unordered_kind(earlier: &Actor, who: &Actor) -> HazardKind {

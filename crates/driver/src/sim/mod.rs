@@ -50,10 +50,12 @@ mod hold;
 mod host;
 mod kernel;
 mod launch;
+mod library;
 mod memory;
 mod order;
 mod placement;
 mod pool;
+mod product;
 mod shadow;
 mod space;
 mod stream;
@@ -66,6 +68,7 @@ mod world;
 pub use config::{SimConfig, SimDevice, Timing};
 pub use cost::{Latencies, Latency, WorkCosts};
 pub use hazard::{Hazard, HazardKind, HazardRange, RangeBase};
+pub use library::LibraryCall;
 
 use std::cell::Cell;
 use std::panic::AssertUnwindSafe;
@@ -88,6 +91,9 @@ pub struct SimDriver {
     callback_done: Condvar,
     /// Whether allocators' notes are heard.
     notes: bool,
+    /// How many numbers have been asked for that nobody can foresee.
+    entropy_asked: AtomicU64,
+    seed: u64,
 }
 
 /// How many of each kind of thing there are: two equal counts, and nothing was left behind.
@@ -116,6 +122,8 @@ pub struct Census {
     pub graph_execs: usize,
     /// Loaded modules.
     pub modules: usize,
+    /// Handles of libraries.
+    pub handles: usize,
     /// Captures under way.
     pub captures: usize,
     /// Device memory in use, on all devices; unused memory of pools does not count.
@@ -141,8 +149,9 @@ impl SimDriver {
     pub fn new(config: SimConfig) -> Self {
         static MACHINES: AtomicU64 = AtomicU64::new(1);
         let machine = MACHINES.fetch_add(1, Ordering::Relaxed);
-        let notes = config.notes;
-        Self { world: Mutex::new(World::new(config, machine)), callback_done: Condvar::new(), notes }
+        let SimConfig { notes, seed, .. } = config;
+        let world = Mutex::new(World::new(config, machine));
+        Self { world, callback_done: Condvar::new(), notes, entropy_asked: AtomicU64::new(0), seed }
     }
 
     /// What has been noticed so far, in the order of noticing. Work that has not run yet is not in it: synchronize first.
@@ -201,6 +210,7 @@ impl SimDriver {
             graphs: world.graphs.len(),
             graph_execs: world.execs.len(),
             modules: world.modules.len(),
+            handles: world.handles.len(),
             captures: world.captures.len(),
             bytes_used: world.devices.iter().map(|device| device.bytes_used).sum::<u64>() - world.bytes_idle_in_pools(),
             ..Census::default()
@@ -356,5 +366,10 @@ impl Driver for SimDriver {
 
     fn now(&self) -> Duration {
         Duration::from_nanos(self.lock().clock)
+    }
+
+    fn entropy(&self) -> u64 {
+        // No stream has that lane, so asking changes nobody's luck.
+        cost::draw(self.seed, u64::MAX, self.entropy_asked.fetch_add(1, Ordering::Relaxed), 0)
     }
 }

@@ -13,8 +13,8 @@ use super::order::{Frontier, Stamp};
 /// What an allocator said about a range.
 #[derive(Clone, Debug)]
 pub(super) enum Mark {
-    /// Handed out by call number `at`, to work behind `frontier` and `stamp`.
-    HandedOut { at: u64, frontier: Arc<Frontier>, stamp: Stamp },
+    /// Handed out by call number `at`, to work behind `frontier` and `stamp`, after call number `returned` took it back.
+    HandedOut { at: u64, frontier: Arc<Frontier>, stamp: Stamp, returned: u64 },
     /// Taken back by call number `at`.
     Returned { at: u64 },
 }
@@ -30,6 +30,8 @@ pub(super) enum Clash {
     HandedOut,
     /// An allocator took the bytes back before this work was queued.
     Returned,
+    /// An allocator took the bytes back after this work was captured, and handed them out again before it was launched.
+    ReturnedSinceCapture,
 }
 
 #[derive(Clone, Debug, Default)]
@@ -164,7 +166,7 @@ impl Shadow {
     pub fn hand_out(
         &mut self,
         (start, end): (u64, u64),
-        mark: Mark,
+        (at, frontier, stamp): (u64, &Arc<Frontier>, Stamp),
         order: &Order<'_>,
         report: &mut impl FnMut(&Actor, u64, u64),
     ) {
@@ -181,7 +183,44 @@ impl Shadow {
             // Said once: the new owner's own accesses would only repeat it.
             self.forget(start, end);
         }
-        self.mark(start, end, mark);
+        // What was taken back before may have been several pieces, at several times.
+        let mut from = start;
+        for (until, returned) in self.returns_within(start, end) {
+            self.mark(from, until, Mark::HandedOut { at, frontier: Arc::clone(frontier), stamp, returned });
+            from = until;
+        }
+    }
+
+    /// Cuts `[start, end)` into pieces that were taken back by one call each: where each ends, and that call's number; 0 if none did.
+    fn returns_within(&self, start: u64, end: u64) -> Vec<(u64, u64)> {
+        let (mut pieces, mut from) = (Vec::new(), start);
+        for (at, until, mark) in self.marks_within(start, end) {
+            if from < at {
+                pieces.push((at, 0));
+            }
+            from = until.min(end);
+            let (Mark::HandedOut { returned, .. } | Mark::Returned { at: returned }) = *mark;
+            pieces.push((from, returned));
+        }
+        if from < end {
+            pieces.push((end, 0));
+        }
+        // Neighbours with the same past are one piece.
+        pieces.dedup_by(|next, piece| {
+            let same = next.1 == piece.1;
+            if same {
+                piece.0 = next.0;
+            }
+            same
+        });
+        pieces
+    }
+
+    /// The marks on `[start, end)`, with where each begins and ends.
+    fn marks_within(&self, start: u64, end: u64) -> impl Iterator<Item = (u64, u64, &Mark)> {
+        let first = self.marks.range(..=start).next_back().map_or(start, |(&at, _)| at);
+        let marks = self.marks.range(first..end).map(|(&at, (until, mark))| (at, *until, mark));
+        marks.filter(move |&(_, until, _)| until > start)
     }
 
     /// Sets an allocator's mark on `[start, end)`, in place of what was marked there.
@@ -208,19 +247,22 @@ impl Shadow {
     }
 
     fn clashes_with_marks(&self, start: u64, end: u64, who: &Actor, report: &mut impl FnMut(Clash, u64, u64)) -> bool {
-        let first = self.marks.range(..=start).next_back().map_or(start, |(&at, _)| at);
         let mut clashed = false;
-        for (&at, (until, mark)) in self.marks.range(first..end).filter(|(_, (until, _))| *until > start) {
+        for (at, until, mark) in self.marks_within(start, end) {
             let clash = match mark {
-                Mark::HandedOut { at, frontier, stamp } => {
+                Mark::HandedOut { at, returned, .. } if who.at >= *at => {
+                    let stale = who.point.is_some_and(|point| point.captured_at < *returned);
+                    stale.then_some(Clash::ReturnedSinceCapture)
+                }
+                Mark::HandedOut { frontier, stamp, .. } => {
                     let known =
                         frontier.covers(who.stamp) || (stamp.lane == who.stamp.lane && who.stamp.seq <= stamp.seq);
-                    (who.at < *at && !known).then_some(Clash::HandedOut)
+                    (!known).then_some(Clash::HandedOut)
                 }
                 Mark::Returned { at } => (who.at > *at).then_some(Clash::Returned),
             };
             if let Some(clash) = clash {
-                report(clash, at.max(start), (*until).min(end));
+                report(clash, at.max(start), until.min(end));
                 clashed = true;
             }
         }
@@ -302,7 +344,7 @@ mod tests {
     fn a_new_owner_excuses_only_those_it_comes_after() {
         let mut shadow = Shadow::default();
         let frontier = Arc::new(Frontier::default());
-        shadow.mark(0, 64, Mark::HandedOut { at: 500, frontier, stamp: Stamp { lane: 1, seq: 3 } });
+        shadow.mark(0, 64, Mark::HandedOut { at: 500, frontier, stamp: Stamp { lane: 1, seq: 3 }, returned: 0 });
         assert!(access(&mut shadow, (0, 64), true, (1, 2), &[]).is_empty(), "queued before in the same stream");
         assert_eq!(access(&mut shadow, (0, 64), true, (2, 1), &[]), ["HandedOut 0..64"]);
         shadow.mark(16, 32, Mark::Returned { at: 0 });

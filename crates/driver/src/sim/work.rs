@@ -7,13 +7,15 @@ use super::actor::Label;
 use super::exec::Template;
 use super::order::{Frontier, Stamp};
 use crate::{
-    ConditionalId, ConditionalKind, DevicePtr, EventId, HostCallback, KernelArg, KernelMirror, LaunchShape, NodeKind,
-    Pattern, PoolId,
+    ConditionalId, ConditionalKind, DevicePtr, EventId, FunctionId, HostCallback, KernelArg, KernelMirror, LaunchShape,
+    NodeKind, Pattern, PoolId,
 };
 
 /// A kernel with its arguments.
 #[derive(Debug)]
 pub(super) struct KernelWork {
+    /// What was launched; none for a library's own kernel.
+    pub function: Option<FunctionId>,
     pub mirror: KernelMirror,
     pub shape: LaunchShape,
     pub args: Vec<KernelArg>,

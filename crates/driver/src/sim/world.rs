@@ -12,7 +12,8 @@ use super::config::SimConfig;
 use super::engine::{Callback, Due, Lane};
 use super::exec::{ExecGraph, Template, TemplateNode};
 use super::hazard::HazardKind;
-use super::launch::Launch;
+use super::launch::{Kernels, Launch};
+use super::library::{Handle, LibraryLog};
 use super::memory::Memory;
 use super::order::{Frontier, Stamp};
 use super::placement::Placements;
@@ -126,7 +127,11 @@ pub(super) struct Graph {
 #[derive(Debug)]
 pub(super) struct Exec {
     pub graph: Arc<ExecGraph>,
+    /// The template, and its name, which must be alive for nodes of it to be named.
     pub template: Arc<Template>,
+    pub of: GraphId,
+    /// Kernels that were given other arguments since.
+    pub kernels: Arc<Kernels>,
     pub options: InstantiateOptions,
     /// The last launch, which the next one comes after.
     pub last: Option<(Stamp, Arc<Frontier>)>,
@@ -222,6 +227,8 @@ pub(super) struct World {
     pub pools: Table<Pool>,
     pub modules: Table<&'static [KernelMirror]>,
     pub functions: Table<Function>,
+    pub handles: Table<Handle>,
+    pub library_log: LibraryLog,
     pub memory: Memory,
     pub placed: Placements,
     /// How often each piece of physical memory is held: by ids and by mappings.
@@ -272,6 +279,8 @@ impl World {
             pools: Table::default(),
             modules: Table::default(),
             functions: Table::default(),
+            handles: Table::default(),
+            library_log: LibraryLog::default(),
             memory,
             placed: Placements::new(config.devices.len()),
             holds: FxHashMap::default(),

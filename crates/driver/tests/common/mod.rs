@@ -43,7 +43,7 @@ pub struct Lab {
     pub two: StreamId,
     pub event: EventId,
     pub memory: DevicePtr,
-    add: FunctionId,
+    pub add: FunctionId,
     sum: FunctionId,
 }
 

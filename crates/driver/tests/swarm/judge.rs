@@ -49,7 +49,7 @@ pub enum About {
     Order,
     /// An access and a free that it is not before.
     Free,
-    /// An access behind the return to an allocator.
+    /// An access behind the return to an allocator: of a launch also if it was captured before, whoever has the bytes now.
     Returned,
     /// An access that a new owner is not behind.
     HandedOut,
@@ -90,9 +90,14 @@ pub struct Judge {
     orphans: Vec<(usize, bool)>,
     host: Option<usize>,
     events: [Option<usize>; EVENTS],
-    graphs: Vec<(GraphPlan, Option<usize>)>,
+    /// Each with its last launch, and the step that captured it.
+    graphs: Vec<(GraphPlan, Option<usize>, usize)>,
+    /// The step that captured what is being launched.
+    captured: Option<usize>,
     freed: Vec<bool>,
     returned: [bool; ARENA_BYTES as usize],
+    /// The last return of each byte.
+    last_return: [Option<usize>; ARENA_BYTES as usize],
     memory: Vec<Vec<u8>>,
     step: usize,
     pub quarrels: Vec<Quarrel>,
@@ -112,8 +117,10 @@ impl Default for Judge {
             host: None,
             events: [None; EVENTS],
             graphs: Vec::new(),
+            captured: None,
             freed: vec![false; FIXED],
             returned: [false; ARENA_BYTES as usize],
+            last_return: [None; ARENA_BYTES as usize],
             memory: vec![vec![0; ARENA_BYTES as usize]; FIXED],
             step: 0,
             quarrels: Vec::new(),
@@ -216,10 +223,14 @@ impl Judge {
                 self.touch(node, whole(*arena), true);
                 self.freed[*arena] = true;
             }
-            Step::Capture(plan) => self.graphs.push((plan.clone(), None)),
+            Step::Capture(plan) => self.graphs.push((plan.clone(), None, self.step)),
             Step::Launch { graph, stream } => self.launch(*graph, *stream),
             Step::HandOut(span, stream) => self.hand_out(*span, *stream),
-            Step::Return(span) => self.returned[span.start as usize..(span.start + span.len) as usize].fill(true),
+            Step::Return(span) => {
+                let bytes = span.start as usize..(span.start + span.len) as usize;
+                self.returned[bytes.clone()].fill(true);
+                self.last_return[bytes].fill(Some(self.step));
+            }
             Step::Replace(stream) => {
                 self.orphans.extend(self.last[*stream].take().map(|node| (node, *stream < NON_BLOCKING)));
                 self.lives[*stream] += 1;
@@ -233,7 +244,7 @@ impl Judge {
         let mut judge = Self::default();
         judge.freed.resize(64, false);
         judge.memory.resize(64, vec![0; ARENA_BYTES as usize]);
-        judge.graphs.push((plan.clone(), None));
+        judge.graphs.push((plan.clone(), None, 0));
         judge.launch(0, LEGACY);
         let mut quarrel = judge.quarrels.first().cloned()?;
         // The first two nodes of the launch's account are its beginning and the first of the plan.
@@ -263,7 +274,8 @@ impl Judge {
     }
 
     fn launch(&mut self, graph: usize, stream: usize) {
-        let (plan, last) = self.graphs[graph].clone();
+        let (plan, last, captured) = self.graphs[graph].clone();
+        self.captured = Some(captured);
         let begin = self.queue(stream, None, last.as_slice());
         let mut places = Vec::new();
         for node in unroll(&plan) {
@@ -278,6 +290,7 @@ impl Judge {
         let end = self.node((self.step, None), &places, self.nodes[begin].stream);
         self.last[stream] = Some(end);
         self.graphs[graph].1 = Some(end);
+        self.captured = None;
     }
 
     /// What waiting for `stream` waits for.
@@ -373,7 +386,9 @@ impl Judge {
         for (about, other, bytes, hopeless) in clashes {
             self.quarrel(about, other, name, bytes, hopeless);
         }
-        if span.arena == 0 && (span.start..span.start + span.len).any(|at| self.returned[at as usize]) {
+        let since_capture = |at: usize| self.captured.is_some_and(|captured| self.last_return[at] > Some(captured));
+        let gone = |at: u64| self.returned[at as usize] || since_capture(at as usize);
+        if span.arena == 0 && (span.start..span.start + span.len).any(gone) {
             self.quarrels.push(Quarrel {
                 about: About::Returned,
                 first: name,

@@ -1,0 +1,175 @@
+//! The matrix product of the simulated cuBLAS, as a kernel: its arguments, and the double that computes it.
+//!
+//! Sums run over `k` upwards, without fused steps, so that one product gives the same bits wherever and whenever it runs.
+
+use crate::{BlasMath, BlasMatrix, DevicePtr, KernelArg, KernelFault, KernelMirror, KernelScope, LaunchShape, Sgemm};
+
+/// The product's double.
+pub(super) static SGEMM: KernelMirror = KernelMirror { name: "sgemm", run, nanos: None };
+
+/// How much of a workspace a product writes, at its start and at its end: enough for the hazard log to see who else uses it, and whether all of it is there.
+const WORKSPACE_TOUCHED: u64 = 16;
+
+/// The workspace of a product, if it was given one: where it lies, and how long it is.
+pub(super) type Workspace = Option<(DevicePtr, u64)>;
+
+/// Why a product cannot be computed, if it cannot.
+pub(super) fn refuse(product: &Sgemm) -> Result<(), String> {
+    let Sgemm { m, n, k, a, b, c, .. } = *product;
+    if c.transposed {
+        return Err("the result of a product cannot be transposed".to_owned());
+    }
+    // cuBLAS counts in 32 bits with a sign.
+    let all = [m, n, k, a.stride, b.stride, c.stride];
+    if let Some(count) = all.into_iter().find(|&count| i32::try_from(count).is_err()) {
+        return Err(format!("{count} is more than a product can count to"));
+    }
+    for (name, matrix, rows) in [("a", a, rows(&a, m, k)), ("b", b, rows(&b, k, n)), ("c", c, m)] {
+        if matrix.stride < rows.max(1) {
+            return Err(format!("{name} has columns of {rows}, and a stride of {}", matrix.stride));
+        }
+    }
+    Ok(())
+}
+
+/// The shape of its launch: a thread for each number of the result, as far as a grid goes.
+pub(super) fn shape(product: &Sgemm) -> LaunchShape {
+    let blocks = |n: u32| n.div_ceil(16).clamp(1, 65_535);
+    LaunchShape { grid: [blocks(product.m), blocks(product.n), 1], block: [16, 16, 1], shared_bytes: 0 }
+}
+
+/// The arguments of its launch.
+pub(super) fn arguments(product: &Sgemm, math: BlasMath, workspace: Workspace) -> Vec<KernelArg> {
+    let Sgemm { m, n, k, alpha, a, b, beta, c } = *product;
+    let (scratch, scratch_bytes) = workspace.unwrap_or((DevicePtr(0), 0));
+    let mut args: Vec<KernelArg> = vec![m.into(), n.into(), k.into(), alpha.into(), beta.into()];
+    for BlasMatrix { ptr, stride, transposed } in [a, b, c] {
+        args.extend([KernelArg::Ptr(ptr), KernelArg::U32(stride), KernelArg::U32(u32::from(transposed))]);
+    }
+    let tf32 = u32::from(math == BlasMath::Tf32);
+    args.extend([KernelArg::U32(tf32), KernelArg::Ptr(scratch), KernelArg::U64(scratch_bytes)]);
+    args
+}
+
+/// How many numbers a column has in memory, of a matrix that takes part with `rows` rows and `columns` columns.
+fn rows(matrix: &BlasMatrix, rows: u32, columns: u32) -> u32 {
+    if matrix.transposed { columns } else { rows }
+}
+
+fn run(kernel: &mut KernelScope<'_>) -> Result<(), KernelFault> {
+    let matrix = |at: usize| -> Result<BlasMatrix, KernelFault> {
+        let (ptr, stride) = (kernel.arg_ptr(at)?, kernel.arg_u32(at + 1)?);
+        Ok(BlasMatrix { ptr, stride, transposed: kernel.arg_u32(at + 2)? != 0 })
+    };
+    let (a, b, c) = (matrix(5)?, matrix(8)?, matrix(11)?);
+    let (m, n, k) = (kernel.arg_u32(0)?, kernel.arg_u32(1)?, kernel.arg_u32(2)?);
+    let (alpha, beta) = (kernel.arg_f32(3)?, kernel.arg_f32(4)?);
+    let tf32 = kernel.arg_u32(14)? != 0;
+    let (scratch, scratch_bytes) = (kernel.arg_ptr(15)?, kernel.arg_u64(16)?);
+    touch_workspace(kernel, scratch, scratch_bytes)?;
+    // As in every BLAS, nothing is read that is multiplied by 0.
+    let k = if alpha == 0.0 { 0 } else { k };
+    let mut left = load(kernel, &a, m, k)?;
+    let mut right = load(kernel, &b, k, n)?;
+    if tf32 {
+        left.round();
+        right.round();
+    }
+    for column in 0..n {
+        let at = start_of(&c, column);
+        let old = if beta == 0.0 { Vec::new() } else { kernel.read_f32(at, m as usize)? };
+        let new: Vec<f32> = (0..m)
+            .map(|row| {
+                let product = alpha * (0..k).fold(0.0, |sum, i| sum + left.at(row, i) * right.at(i, column));
+                old.get(row as usize).map_or(product, |old| product + beta * old)
+            })
+            .collect();
+        kernel.write_f32(at, &new)?;
+    }
+    Ok(())
+}
+
+fn touch_workspace(kernel: &mut KernelScope<'_>, ptr: DevicePtr, bytes: u64) -> Result<(), KernelFault> {
+    let touched = WORKSPACE_TOUCHED.min(bytes);
+    if touched == 0 {
+        return Ok(());
+    }
+    let scribble = [0xb1; WORKSPACE_TOUCHED as usize];
+    kernel.memory.write(ptr, &scribble[..touched as usize])?;
+    kernel.memory.write(ptr.offset(bytes - touched), &scribble[..touched as usize])
+}
+
+/// Where a column of a matrix begins.
+fn start_of(matrix: &BlasMatrix, column: u32) -> DevicePtr {
+    matrix.ptr.offset(u64::from(column) * u64::from(matrix.stride) * 4)
+}
+
+/// The numbers of a matrix, its columns one after the other, as they lie in memory but for the gaps.
+struct Numbers {
+    numbers: Vec<f32>,
+    rows: u32,
+    transposed: bool,
+}
+
+impl Numbers {
+    /// The number in that row and column of the product's own matrix.
+    fn at(&self, row: u32, column: u32) -> f32 {
+        let (row, column) = if self.transposed { (column, row) } else { (row, column) };
+        self.numbers[column as usize * self.rows as usize + row as usize]
+    }
+
+    fn round(&mut self) {
+        for number in &mut self.numbers {
+            *number = to_tf32(*number);
+        }
+    }
+}
+
+/// Reads a matrix that takes part with `rows` rows and `columns` columns.
+fn load(kernel: &mut KernelScope<'_>, matrix: &BlasMatrix, rows: u32, columns: u32) -> Result<Numbers, KernelFault> {
+    let (rows, columns) = if matrix.transposed { (columns, rows) } else { (rows, columns) };
+    let mut numbers = Vec::new();
+    if rows != 0 {
+        for column in 0..columns {
+            numbers.extend(kernel.read_f32(start_of(matrix, column), rows as usize)?);
+        }
+    }
+    Ok(Numbers { numbers, rows, transposed: matrix.transposed })
+}
+
+/// The nearest number with 10 bits of mantissa; of two, the even one.
+fn to_tf32(number: f32) -> f32 {
+    const DROPPED: u32 = 13;
+    if !number.is_finite() {
+        return number;
+    }
+    let bits = number.to_bits();
+    let even = (bits >> DROPPED) & 1;
+    let rounded = bits.wrapping_add((1 << (DROPPED - 1)) - 1 + even);
+    f32::from_bits(rounded >> DROPPED << DROPPED)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn tf32_keeps_ten_bits_and_rounds_to_the_nearest() {
+        let bit = |n: i32| 2_f32.powi(-n);
+        for (number, rounded) in [
+            (1.0, 1.0),
+            (1.0 + bit(10), 1.0 + bit(10)),
+            (1.0 + bit(11), 1.0),
+            (1.0 + bit(11) + bit(20), 1.0 + bit(10)),
+            (1.0 + bit(10) + bit(11), 1.0 + bit(9)),
+            (-1.0 - bit(10) - bit(11), -1.0 - bit(9)),
+            (2.0 - bit(23), 2.0),
+            (0.0, 0.0),
+            (f32::INFINITY, f32::INFINITY),
+            (f32::MAX, f32::INFINITY),
+        ] {
+            assert_eq!(to_tf32(number), rounded, "{number}");
+        }
+        assert!(to_tf32(f32::NAN).is_nan());
+    }
+}
