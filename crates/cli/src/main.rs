@@ -60,8 +60,9 @@ fn main() -> ExitCode {
         Ok(cli) => cli,
         Err(error) => return refuse(&error),
     };
-    // What a library can only warn of, such as an object that could not be destroyed.
-    tracing_subscriber::fmt().with_writer(std::io::stderr).with_max_level(LevelFilter::WARN).without_time().init();
+    // What a library can only warn of, such as an object that could not be destroyed. The checks of a selftest provoke such warnings on purpose.
+    let level = if matches!(cli.command, Command::Selftest(_)) { LevelFilter::ERROR } else { LevelFilter::WARN };
+    tracing_subscriber::fmt().with_writer(std::io::stderr).with_max_level(level).without_time().init();
     let result = match cli.command {
         Command::Info(args) => info::run(&args, &mut Output::stdout(args.json)),
         Command::Selftest(args) => selftest::run(&args, &mut Output::stdout(args.json)),

@@ -10,6 +10,10 @@ use std::sync::{Arc, OnceLock};
 use warpool_driver::{DeviceId, DeviceProperties, Driver, StreamId};
 
 use crate::event_pool::EventShelf;
+use crate::generator::Seat;
+use crate::graph::{Captures, GraphShelf};
+use crate::handle::StrayHandles;
+use crate::kernels::KernelShelf;
 use crate::stream_pool::StreamShelf;
 use crate::{Error, Result};
 
@@ -29,6 +33,7 @@ struct Shared {
     alive: Arc<()>,
     driver: Arc<dyn Driver>,
     devices: Box<[DeviceState]>,
+    captures: Captures,
 }
 
 /// Which `Gpu`. Never reused in a process.
@@ -42,6 +47,10 @@ pub(crate) struct DeviceState {
     default_stream: OnceLock<StreamId>,
     pub(crate) streams: StreamShelf,
     pub(crate) events: EventShelf,
+    pub(crate) kernels: KernelShelf,
+    pub(crate) stray_handles: StrayHandles,
+    pub(crate) graphs: GraphShelf,
+    pub(crate) default_generator: OnceLock<Arc<Seat>>,
 }
 
 impl Gpu {
@@ -59,11 +68,17 @@ impl Gpu {
                     default_stream: OnceLock::new(),
                     streams: StreamShelf::new(DeviceId(index)),
                     events: EventShelf::new(DeviceId(index)),
+                    kernels: KernelShelf::new(DeviceId(index)),
+                    stray_handles: StrayHandles::default(),
+                    graphs: GraphShelf::default(),
+                    default_generator: OnceLock::new(),
                 })
             })
             .collect::<Result<_>>()?;
         let key = GpuKey(NEXT_KEY.fetch_add(1, Ordering::Relaxed));
-        Ok(Self { shared: Arc::new(Shared { key, alive: Arc::new(()), driver, devices }) })
+        Ok(Self {
+            shared: Arc::new(Shared { key, alive: Arc::new(()), driver, devices, captures: Captures::default() }),
+        })
     }
 
     /// The driver underneath.
@@ -92,7 +107,7 @@ impl Gpu {
         (0..self.device_count()).map(|index| Device { gpu: self.clone(), id: DeviceId(index) })
     }
 
-    /// Destroys every pooled stream and event and lets the driver go.
+    /// Destroys what dropped graphs left, every pooled stream and event, unloads our own kernels, and lets the driver go.
     ///
     /// Nothing else may hold on to this `Gpu` any more, not even a [`Device`]: [`Error::StillInUse`] otherwise, and nothing is
     /// destroyed; call it on the last handle. Of several driver calls that fail the first is reported, and the rest is still given back.
@@ -101,8 +116,11 @@ impl Gpu {
             Ok(shared) => {
                 let mut outcome = Ok(());
                 for state in &shared.devices {
+                    outcome = outcome.and(state.graphs.destroy_all(&*shared.driver));
                     outcome = outcome.and(state.streams.destroy_all(&*shared.driver));
                     outcome = outcome.and(state.events.destroy_all(&*shared.driver));
+                    outcome = outcome.and(state.kernels.destroy_all(&*shared.driver));
+                    state.stray_handles.destroy_all(&*shared.driver);
                 }
                 outcome
             }
@@ -113,6 +131,11 @@ impl Gpu {
     /// The state of a device that is known to exist.
     pub(crate) fn state(&self, device: DeviceId) -> &DeviceState {
         &self.shared.devices[device.0 as usize]
+    }
+
+    /// The captures that are under way.
+    pub(crate) fn captures(&self) -> &Captures {
+        &self.shared.captures
     }
 
     pub(crate) fn key(&self) -> GpuKey {

@@ -5,6 +5,8 @@ use std::fmt;
 
 use warpool_driver::{DeviceId, DevicePtr, DriverError, StreamId};
 
+use crate::generator::GeneratorError;
+use crate::graph::GraphError;
 use crate::memory::{MemPoolId, OomReport};
 
 /// The result of a call into this crate.
@@ -104,6 +106,12 @@ pub enum Error {
         end: DeviceId,
     },
 
+    /// One handle means another stream on each thread.
+    #[error(
+        "a thread's own default stream cannot be taken in: its handle means another stream on each thread; make a stream, or adopt one by its own handle"
+    )]
+    PerThreadStream,
+
     /// A request names a stream of another device.
     #[error(
         "a request for {device} names {stream}, which belongs to {owner}; allocate on the stream's own device, and record the use"
@@ -146,6 +154,13 @@ pub enum Error {
         pool: MemPoolId,
         /// Where it was looked for.
         device: DeviceId,
+    },
+
+    /// Pools are known by their names to their own allocator only.
+    #[error("pool {pool} belongs to another allocator; use a pool of the one that memory is asked of")]
+    ForeignAllocator {
+        /// The pool.
+        pool: MemPoolId,
     },
 
     /// A pool that nobody used any more cannot be used again.
@@ -218,6 +233,36 @@ pub enum Error {
         /// What is in the way.
         why: &'static str,
     },
+
+    /// A closed pool gives out no handles.
+    #[error("cannot create a {library} handle: its pool is closed, as at the end of the program; make another pool")]
+    HandlePoolClosed {
+        /// The library.
+        library: &'static str,
+    },
+
+    /// A handle works on streams of its own device.
+    #[error("a handle of {handle} cannot work on {stream}, which belongs to {owner}; fetch the handle of that device")]
+    HandleDevice {
+        /// The handle's device.
+        handle: DeviceId,
+        /// The stream.
+        stream: StreamId,
+        /// Its device.
+        owner: DeviceId,
+    },
+
+    /// A thread that is ending has no handles of its own any more.
+    #[error("the calling thread is ending and cannot hold a handle; lease one instead")]
+    ThreadEnding,
+
+    /// A graph, or its capture, was used wrongly.
+    #[error(transparent)]
+    Graph(#[from] GraphError),
+
+    /// A generator of random numbers was used wrongly.
+    #[error(transparent)]
+    Generator(#[from] GeneratorError),
 
     /// Something still needs what was to be closed.
     #[error(

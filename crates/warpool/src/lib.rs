@@ -1,4 +1,4 @@
-//! Devices, streams and events over any Warpool driver.
+//! Devices, streams, events, memory, library handles, generators and graphs over any Warpool driver.
 //!
 //! ```
 //! use std::sync::Arc;
@@ -31,6 +31,8 @@
 //!   [`Device::lease_stream`], foreign ones from [`Stream::external`].
 //! - [`Event`]: a mark in a stream. [`PooledEvent`]: the bare kind, for allocators.
 //! - What is current is per thread: [`Device::enter`], [`Stream::enter`], [`MultiStreamGuard`].
+//! - [`memory`]: allocators, pools, settings. [`handle`] and [`blas`]: handles of libraries, and cuBLAS with its workspaces. [`generator`]: random numbers.
+//!   [`graph`]: captures and replays.
 //!
 //! # Nothing at exit
 //! **No destructor in this crate calls the driver.** While a process exits, the driver may be gone already, and a
@@ -55,11 +57,16 @@
 
 #![deny(unsafe_code)]
 
+pub mod blas;
 mod current;
 mod device;
 mod error;
 mod event;
 mod event_pool;
+pub mod generator;
+pub mod graph;
+pub mod handle;
+mod kernels;
 mod lease;
 pub mod memory;
 pub mod selftest;

@@ -10,7 +10,7 @@ use std::sync::Arc;
 
 use warpool_driver::{CaptureState, DeviceId, Driver, ForeignStream, RawHandle, StreamId, StreamInfo};
 
-use crate::{Device, Event, Gpu, Result};
+use crate::{Device, Error, Event, Gpu, Result};
 
 /// A stream of one device. Cheap to clone; equal if device and id are. As the key of a map its [`id`](Self::id)
 /// serves as well, and keeps no [`Gpu`] alive.
@@ -26,10 +26,13 @@ pub struct Stream {
 
 impl Stream {
     /// Takes in a stream that somebody else made, and keeps alive for as long as it is used here. The
-    /// null handle is the default stream.
+    /// null handle is the default stream. The handle that means each thread's own default stream is refused ([`Error::PerThreadStream`]): one name
+    /// would stand for many streams, and nothing that is kept by stream would be in order.
     pub fn external(device: &Device, stream: ForeignStream) -> Result<Self> {
-        if stream == ForeignStream::NULL {
-            return device.default_stream();
+        match stream {
+            ForeignStream::NULL | ForeignStream::LEGACY => return device.default_stream(),
+            ForeignStream::PER_THREAD => return Err(Error::PerThreadStream),
+            _ => {}
         }
         Ok(Self::known(device, device.driver().stream_adopt(device.id(), stream)?))
     }

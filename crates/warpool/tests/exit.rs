@@ -8,12 +8,14 @@ use std::any::Any;
 use std::cell::RefCell;
 use std::process::{Command, Output};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, OnceLock};
+use std::sync::{Arc, Mutex, OnceLock, mpsc};
 use std::thread;
 
+use warpool::blas::{Blas, BlasSettings, forbid_tf32};
 use warpool::driver::decorate::{Arguments, Hook, Outcome, Tapped};
 use warpool::driver::sim::{SimConfig, SimDriver};
 use warpool::driver::{Call, Driver, Result};
+use warpool::handle::{Cublas, Cudnn, HandlePool};
 use warpool::memory::{
     Allocate, CachingAllocator, DeviceAllocator, DriverPoolAllocator, MemPool, PoolOptions, Settings,
 };
@@ -75,8 +77,8 @@ fn watched() -> Gpu {
     Gpu::new(Arc::new(Tapped::with_hook(sim, Watch))).expect("a simulated device")
 }
 
-/// Asks and sets what is current when it is dropped, which must neither panic nor reach the driver.
-struct AsksAtTheEnd(Gpu);
+/// Asks and sets what is current when it is dropped, and fetches the handle that this thread has or had, which must neither panic nor reach the driver.
+struct AsksAtTheEnd(Gpu, HandlePool<Cublas>);
 
 impl Drop for AsksAtTheEnd {
     fn drop(&mut self) {
@@ -84,6 +86,7 @@ impl Drop for AsksAtTheEnd {
         let _guard = device.enter();
         let _ = self.0.current_device();
         device.make_current();
+        let _ = self.1.current(&device);
     }
 }
 
@@ -121,19 +124,47 @@ fn one_of_each(gpu: &Gpu) -> Vec<Box<dyn Any + Send>> {
         // Its free needs the driver, which a destructor must not call.
         block.record_use(&device.pool_stream().expect("a stream")).expect("a use");
         all.push(Box::new(block));
+        let blas = Blas::new(&allocator, BlasSettings::default());
+        drop((blas.handle_on(&stream).expect("a handle"), blas.lt_on(&stream).expect("another")));
+        all.push(Box::new(blas));
         if let Ok(pool) = MemPool::new(&allocator, &device, PoolOptions::default()) {
             all.push(Box::new(pool.enter().expect("a scope")));
             all.push(Box::new(pool));
         }
     }
+    // Handles: an idle one, a leased one, and one that this thread holds from now on, of a pool that stays and of one that goes.
+    let pool = HandlePool::new(gpu, Cublas);
+    drop([pool.lease(&device).expect("a lease"), pool.lease(&device).expect("another")]);
+    all.push(Box::new(pool.lease(&device).expect("a lease")));
+    pool.current(&device).expect("a handle");
+    HandlePool::new(gpu, Cudnn).current(&device).expect("a handle");
+    all.push(Box::new(pool));
     all.push(Box::new(stream));
     all
+}
+
+/// One of everything that stays on its thread.
+fn one_of_each_of_the_thread(gpu: &Gpu) -> Vec<Box<dyn Any>> {
+    let device = gpu.device(1).expect("the second device");
+    let pool = HandlePool::new(gpu, Cublas);
+    let allocator: Arc<dyn DeviceAllocator> = Arc::new(CachingAllocator::new(gpu, Settings::default()));
+    let blas = Blas::new(&allocator, BlasSettings::default());
+    vec![
+        Box::new(blas.handle(&device).expect("a handle")),
+        Box::new(forbid_tf32()),
+        Box::new(device.enter()),
+        Box::new(gpu.current_stream().expect("a stream").enter()),
+        Box::new(pool.current(&device).expect("a handle")),
+        Box::new(HandlePool::new(gpu, Cudnn).current(&device).expect("a handle")),
+        Box::new(AsksAtTheEnd(gpu.clone(), pool)),
+    ]
 }
 
 fn fill_variables(loud: bool) {
     EARLY.with(|early| early.borrow_mut().clear());
     let gpu = GPU.get_or_init(watched);
     gpu.device(1).expect("the second device").make_current();
+    HandlePool::new(gpu, Cudnn).current(&gpu.current_device()).expect("a handle");
     LATE.with(|late| late.borrow_mut().clear());
 
     KEPT.lock().expect("not poisoned").extend(one_of_each(gpu));
@@ -142,9 +173,7 @@ fn fill_variables(loud: bool) {
         for gpu in [gpu.clone(), watched()] {
             let mut things: Vec<Box<dyn Any>> = Vec::new();
             things.extend(one_of_each(&gpu).into_iter().map(|thing| thing as Box<dyn Any>));
-            things.push(Box::new(gpu.device(1).expect("the second device").enter()));
-            things.push(Box::new(gpu.current_stream().expect("a stream").enter()));
-            things.push(Box::new(AsksAtTheEnd(gpu)));
+            things.extend(one_of_each_of_the_thread(&gpu));
             variable.with(|variable| variable.borrow_mut().extend(things));
         }
     }
@@ -152,10 +181,18 @@ fn fill_variables(loud: bool) {
         LATE.with(|late| late.borrow_mut().push(Box::new(Calls(gpu.clone()))));
     }
 
+    // A thread that ends, with all that it had in its own variables: made or moved there before, dropped by its end.
+    let (give, given) = mpsc::channel::<Vec<Box<dyn Any + Send>>>();
+    let (ready, is_ready) = mpsc::channel();
+    let thread = thread::spawn(move || {
+        LATE.with(|late| late.borrow_mut().extend(one_of_each_of_the_thread(gpu)));
+        ready.send(()).expect("the main thread waits");
+        let things = given.recv().expect("the main thread gives them");
+        LATE.with(|late| late.borrow_mut().extend(things.into_iter().map(|thing| thing as Box<dyn Any>)));
+    });
+    is_ready.recv().expect("the thread comes so far");
+
     EXITING.store(true, Ordering::SeqCst);
-    // A thread that ends, with all that it had in its own variables: moved there before, dropped by its end.
-    let things = KEPT.lock().expect("not poisoned").split_off(0);
-    thread::spawn(move || LATE.with(|late| late.borrow_mut().extend(things.into_iter().map(|t| t as Box<dyn Any>))))
-        .join()
-        .expect("a thread that ends well");
+    give.send(KEPT.lock().expect("not poisoned").split_off(0)).expect("the thread waits");
+    thread.join().expect("a thread that ends well");
 }

@@ -8,9 +8,11 @@
 //!
 //! `WARPOOL_SWARM_SEED=n` runs the one program of that seed, `WARPOOL_SWARM_COUNT=n` that many, from `WARPOOL_SWARM_FIRST` on.
 
+#[path = "memory_swarm/alarm.rs"]
+mod alarm;
 #[path = "memory_swarm/contents.rs"]
 mod contents;
-#[path = "memory_swarm/dice.rs"]
+#[path = "common/dice.rs"]
 mod dice;
 #[path = "memory_swarm/found.rs"]
 mod found;

@@ -3,8 +3,8 @@
 use std::sync::Arc;
 
 use warpool::driver::conformance::{Options, Outcome};
-use warpool::driver::sim::{SimConfig, SimDriver};
-use warpool::driver::{DeviceId, Driver};
+use warpool::driver::sim::{Hazard, HazardKind, SimConfig, SimDriver};
+use warpool::driver::{DeviceId, Driver, Library};
 
 #[test]
 fn the_suites_pass_and_leave_nothing_behind() {
@@ -21,7 +21,10 @@ fn the_suites_pass_and_leave_nothing_behind() {
         });
         assert!(wrong.is_empty(), "seed {seed}: {wrong:#?}");
         assert!(summary.passed >= 25, "seed {seed}: {summary:?}");
-        assert!(sim.hazards().is_empty(), "seed {seed}: {:#?}", sim.hazards());
+        // Some checks break captures on purpose.
+        let on_purpose = |kind| matches!(kind, HazardKind::CaptureBroken | HazardKind::CaptureUnjoined);
+        let hazards: Vec<Hazard> = sim.hazards().into_iter().filter(|hazard| !on_purpose(hazard.kind)).collect();
+        assert!(hazards.is_empty(), "seed {seed}: {hazards:#?}");
         assert_eq!(sim.census(), before, "seed {seed}");
     }
 }
@@ -34,4 +37,19 @@ fn suites_are_chosen_by_name() {
     let summary = warpool::selftest::run(&driver, &options, &mut |report| ran.push(report.suite));
     assert!(ran.iter().all(|&suite| suite == "event_pool") && !ran.is_empty());
     assert_eq!((summary.failed, summary.skipped), (0, 1), "one check needs two devices");
+}
+
+#[test]
+fn a_missing_library_is_a_skip_with_its_name() {
+    let sim = SimDriver::new(SimConfig::default().without_library(Library::Dnn));
+    let driver: Arc<dyn Driver> = Arc::new(sim);
+    let mut skipped = Vec::new();
+    let options = Options { suites: vec!["handles".to_owned()], ..Options::default() };
+    let summary = warpool::selftest::run(&driver, &options, &mut |report| {
+        if let Outcome::Skipped(reason) = &report.outcome {
+            skipped.push((report.check, reason.clone()));
+        }
+    });
+    assert_eq!((summary.failed, skipped.len()), (0, 2), "cuDNN, and the check that needs two devices");
+    assert!(skipped[0].0 == "cudnn_has_handles" && skipped[0].1.contains("cuDNN"), "{skipped:?}");
 }

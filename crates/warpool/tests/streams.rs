@@ -291,6 +291,9 @@ fn the_null_handle_is_the_default_stream() {
     let (_, gpu) = machine(2);
     for device in gpu.devices() {
         assert_eq!(Stream::external(&device, ForeignStream::NULL).unwrap(), device.default_stream().unwrap());
+        assert_eq!(Stream::external(&device, ForeignStream::LEGACY).unwrap(), device.default_stream().unwrap());
+        // One name for as many streams as there are threads: what is kept by stream could not be in order.
+        assert_eq!(Stream::external(&device, ForeignStream::PER_THREAD), Err(Error::PerThreadStream));
     }
 }
 

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use warpool_driver::{DeviceId, DevicePtr, StreamId};
 
 use super::{Allocation, DeviceAllocator, MemPoolId, Request};
-use crate::{Result, Stream};
+use crate::{Gpu, Result, Stream};
 
 /// Device memory with one owner. Dropping it gives it back without a driver call; what needs one (events of other streams that used it) is left
 /// to the allocator's next call. [`free`](Self::free) does it at once.
@@ -74,6 +74,11 @@ impl Block {
     pub fn record_use(&self, stream: &Stream) -> Result<()> {
         self.allocator.gpu().expect_same(stream.gpu(), "the stream")?;
         self.allocator.record_use(self.allocation, stream.id())
+    }
+
+    /// Fails if it is not memory of `gpu`.
+    pub(crate) fn expect_of(&self, gpu: &Gpu) -> Result<()> {
+        gpu.expect_same(self.allocator.gpu(), "the block")
     }
 
     /// Gives it back at once, and says what went wrong if something did. It is given back either way.

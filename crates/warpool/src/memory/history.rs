@@ -99,6 +99,15 @@ pub fn user_metadata() -> Option<Arc<str>> {
     USER_METADATA.try_with(|slot| slot.borrow().clone()).ok().flatten()
 }
 
+/// Writes `text` beside what `act` causes, instead of what the program wanted there.
+pub(crate) fn with_metadata<R>(text: &str, act: impl FnOnce() -> R) -> R {
+    let before = user_metadata();
+    set_user_metadata(text);
+    let result = act();
+    let _ = USER_METADATA.try_with(|slot| *slot.borrow_mut() = before);
+    result
+}
+
 /// Enters a compiled region: its name is written beside everything that the calling thread causes.
 pub fn push_compile_context(name: &str) {
     let _ = COMPILE_CONTEXTS.try_with(|stack| stack.borrow_mut().push(name.into()));

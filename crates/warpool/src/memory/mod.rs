@@ -68,11 +68,12 @@ pub use allocator::{Allocation, DeviceAllocator, Request, SnapshotOptions};
 pub use block::{Allocate, Block};
 pub use caching::{CachingAllocator, PoolCheckpoint, Restored};
 pub use driver_pool::DriverPoolAllocator;
+pub(crate) use history::with_metadata;
 pub use history::{
     Event, HistoryOptions, Stack, StackLevel, pop_compile_context, push_compile_context, set_user_metadata,
     user_metadata,
 };
-pub use observe::{ObserverId, Observers, OomObserver, PressureCallback, StackHook, Tracker};
+pub use observe::{ObserverId, Observers, OomObserver, PressureCallback, StackHook, Tracker, TrimHook};
 pub use oom::{OomCause, OomReport};
 pub use pool::{MemPool, PoolKeeper, PoolOptions, PoolScope, Route, Upstream};
 pub use pool_id::MemPoolId;

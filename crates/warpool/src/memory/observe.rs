@@ -1,5 +1,5 @@
-//! Who is told what an allocator does, and who helps it: trackers, observers of failures, callbacks under memory pressure, and the hook that
-//! gathers call stacks.
+//! Who is told what an allocator does, and who helps it: trackers, observers of failures, callbacks under memory pressure, hooks of trims, and the
+//! hook that gathers call stacks.
 //!
 //! All of them run without any lock of the allocator held, and may call it. Asking whether there are any costs one load.
 
@@ -10,6 +10,7 @@ use std::sync::{Arc, Mutex};
 use warpool_driver::DeviceId;
 
 use super::history::Event;
+use super::stats::WorkspaceMeter;
 use super::{Action, OomReport, Stack};
 use crate::lock;
 
@@ -21,6 +22,9 @@ pub type OomObserver = Arc<dyn Fn(&OomReport) + Send + Sync>;
 
 /// Asked for help when a request finds nothing cached, before the driver is asked: says whether it freed anything.
 pub type PressureCallback = Arc<dyn Fn(DeviceId) -> bool + Send + Sync>;
+
+/// Told that cached memory of a device is about to go back to the driver: the moment to give up what is held only for later.
+pub type TrimHook = Arc<dyn Fn(DeviceId) + Send + Sync>;
 
 /// Gathers the caller's call stack.
 pub type StackHook = Arc<dyn Fn() -> Option<Stack> + Send + Sync>;
@@ -55,8 +59,11 @@ pub struct Observers {
     tracked: AtomicU16,
     ooms: List<OomObserver>,
     pressure: List<PressureCallback>,
+    trims: List<TrimHook>,
     stacks: List<StackHook>,
     next: AtomicU64,
+    /// What of the allocator's memory libraries work with, as told by those who lend it to them.
+    pub(crate) workspaces: WorkspaceMeter,
 }
 
 impl Observers {
@@ -77,6 +84,11 @@ impl Observers {
         self.pressure.add(self.next_id(), callback)
     }
 
+    /// Calls `hook` before cached memory goes back by [`trim`](super::DeviceAllocator::trim) of the default pool.
+    pub fn attach_trim_hook(&self, hook: TrimHook) -> ObserverId {
+        self.trims.add(self.next_id(), hook)
+    }
+
     /// Gathers call stacks with `hook`, where the history asks for them; `None` gathers none, which is how it starts.
     pub fn set_stack_hook(&self, hook: Option<StackHook>) {
         self.stacks.replace(hook.map(|hook| (self.next_id(), hook)));
@@ -88,7 +100,7 @@ impl Observers {
             self.count_tracked();
             return true;
         }
-        self.ooms.remove(id) || self.pressure.remove(id)
+        self.ooms.remove(id) || self.pressure.remove(id) || self.trims.remove(id)
     }
 
     /// What any tracker wants to see.
@@ -121,6 +133,12 @@ impl Observers {
         self.pressure.all().iter().filter(|callback| callback(device)).count() > 0
     }
 
+    pub(crate) fn before_trim(&self, device: DeviceId) {
+        for hook in self.trims.all() {
+            hook(device);
+        }
+    }
+
     pub(crate) fn stack(&self) -> Option<Stack> {
         self.stacks.all().first().and_then(|hook| hook())
     }
@@ -136,6 +154,7 @@ impl fmt::Debug for Observers {
             .field("trackers", &self.trackers.all().len())
             .field("oom_observers", &self.ooms.all().len())
             .field("pressure_callbacks", &self.pressure.all().len())
+            .field("trim_hooks", &self.trims.all().len())
             .finish()
     }
 }

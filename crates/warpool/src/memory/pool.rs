@@ -9,14 +9,14 @@ use std::thread::ThreadId;
 use warpool_driver::{CaptureId, DeviceId, DevicePtr, StreamId};
 
 use super::{DeviceAllocator, MemPoolId};
-use crate::{Device, Result};
+use crate::{Device, Error, Result};
 
 /// How a pool is made.
 #[derive(Clone, Default)]
 pub struct PoolOptions {
     /// Where its segments come from; `None` is the driver.
     pub upstream: Option<Arc<dyn Upstream>>,
-    /// Whether its free blocks serve the default pool when that would run out.
+    /// Whether its free blocks serve the default pool when that would run out. Not from the first capture on that takes memory from it: its graph goes on using that.
     pub use_on_oom: bool,
     /// Whether each of its blocks is a whole segment.
     pub no_split: bool,
@@ -79,6 +79,9 @@ pub trait PoolKeeper: Send + Sync {
     /// [`Error::AlreadyRouting`](crate::Error::AlreadyRouting) if the pool has one open.
     fn begin_routing(&self, device: DeviceId, pool: MemPoolId, route: Route) -> Result<()>;
 
+    /// Names others whose requests go to the pool while its scope is open: those that any of `routes` names.
+    fn reroute(&self, device: DeviceId, pool: MemPoolId, routes: &[Route]) -> Result<()>;
+
     /// Closes the scope of the pool, and takes back its use.
     fn end_routing(&self, device: DeviceId, pool: MemPoolId) -> Result<()>;
 
@@ -88,6 +91,10 @@ pub trait PoolKeeper: Send + Sync {
 
     /// It ended; to be called after the driver's `capture_end`.
     fn capture_ended(&self, device: DeviceId) -> Result<()>;
+
+    /// Notes that work on `stream` uses the pool's memory although it was not allocated for it, as replays of a graph do. When the pool's memory goes back to the
+    /// driver, that work is waited for.
+    fn record_pool_use(&self, device: DeviceId, pool: MemPoolId, stream: StreamId) -> Result<()>;
 
     /// Whether exactly these addresses are given out in the pool.
     fn has_exactly(&self, device: DeviceId, pool: MemPoolId, live: &[DevicePtr]) -> Result<bool>;
@@ -114,6 +121,15 @@ impl MemPool {
     #[must_use]
     pub fn id(&self) -> MemPoolId {
         self.id
+    }
+
+    /// Fails if it is a pool of another allocator than `allocator`, which may have one of the same name.
+    pub(crate) fn expect_of(&self, allocator: &Arc<dyn DeviceAllocator>) -> Result<()> {
+        // The addresses alone: of one object there may be several tables of functions.
+        if std::ptr::addr_eq(Arc::as_ptr(&self.allocator), Arc::as_ptr(allocator)) {
+            return Ok(());
+        }
+        Err(Error::ForeignAllocator { pool: self.id })
     }
 
     /// How many use it: this, open scopes, graphs.

@@ -4,8 +4,12 @@
 //! `reserved_bytes` what is held from the driver; `inactive_split` the free parts of segments that are in use.
 
 use std::collections::BTreeMap;
+use std::sync::Mutex;
+
+use warpool_driver::DeviceId;
 
 use super::{MemPoolId, SegmentKind};
+use crate::lock;
 
 /// A number that goes up and down.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -138,6 +142,8 @@ pub struct Stats {
     pub max_split_size: i64,
     /// Bytes held from the driver by each private pool that ever was.
     pub reserved_bytes_by_private_pools: BTreeMap<MemPoolId, StatByKind>,
+    /// Bytes that libraries work with ([`blas`](crate::blas)). They are among the allocated ones too. PyTorch has no such counter.
+    pub workspace_bytes: Stat,
 }
 
 impl Stats {
@@ -161,7 +167,7 @@ impl Stats {
         }
     }
 
-    /// Every counter by the name that `torch.cuda.memory_stats` gives it, such as `allocated_bytes.all.peak`, in their order there.
+    /// Every counter by the name that `torch.cuda.memory_stats` gives it, such as `allocated_bytes.all.peak`, in their order there, and no others.
     #[must_use]
     pub fn flattened(&self) -> Vec<(String, i64)> {
         let mut flat = Vec::new();
@@ -227,5 +233,20 @@ impl Stats {
         }
         act(&mut self.oversize_allocations);
         act(&mut self.oversize_segments);
+        act(&mut self.workspace_bytes);
+    }
+}
+
+/// Counts what libraries work with, by device.
+#[derive(Debug, Default)]
+pub(crate) struct WorkspaceMeter(Mutex<BTreeMap<DeviceId, Stat>>);
+
+impl WorkspaceMeter {
+    pub(crate) fn read(&self, device: DeviceId) -> Stat {
+        lock(&self.0).get(&device).copied().unwrap_or_default()
+    }
+
+    pub(crate) fn change(&self, device: DeviceId, act: impl FnOnce(&mut Stat)) {
+        act(lock(&self.0).entry(device).or_default());
     }
 }

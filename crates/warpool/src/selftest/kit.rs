@@ -1,4 +1,4 @@
-//! Kernels for checks of contents: words that depend on their place are written and counted on the device, and a stream can be kept busy.
+//! Kernels for checks of contents: words that depend on their place are written, added to and counted on the device, and a stream can be kept busy.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -24,6 +24,10 @@ extern "C" __global__ void selftest_write(unsigned int *data, unsigned int n, un
     unsigned int i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i < n) data[i] = first + i;
 }
+extern "C" __global__ void selftest_add(unsigned int *to, const unsigned int *from, unsigned int n, unsigned int by) {
+    unsigned int i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i < n) to[i] = from[i] + by;
+}
 extern "C" __global__ void selftest_count(const unsigned int *data, unsigned int n, unsigned int first, unsigned int *wrong) {
     unsigned int i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i < n && data[i] != first + i) atomicAdd(wrong, 1u);
@@ -32,6 +36,7 @@ extern "C" __global__ void selftest_count(const unsigned int *data, unsigned int
     mirrors: &[
         KernelMirror { name: "selftest_busy", run: |_| Ok(()), nanos: Some(busy_nanos) },
         KernelMirror { name: "selftest_write", run: write, nanos: None },
+        KernelMirror { name: "selftest_add", run: add, nanos: None },
         KernelMirror { name: "selftest_count", run: count, nanos: None },
     ],
 };
@@ -55,6 +60,12 @@ fn write(scope: &mut KernelScope<'_>) -> Result<(), KernelFault> {
     scope.write_u32(data, &words)
 }
 
+fn add(scope: &mut KernelScope<'_>) -> Result<(), KernelFault> {
+    let (to, from, n, by) = (scope.arg_ptr(0)?, scope.arg_ptr(1)?, scope.arg_u32(2)?, scope.arg_u32(3)?);
+    let words: Vec<u32> = scope.read_u32(from, n as usize)?.into_iter().map(|word| word.wrapping_add(by)).collect();
+    scope.write_u32(to, &words)
+}
+
 fn count(scope: &mut KernelScope<'_>) -> Result<(), KernelFault> {
     let (data, n, first, out) = (scope.arg_ptr(0)?, scope.arg_u32(1)?, scope.arg_u32(2)?, scope.arg_ptr(3)?);
     let words = scope.read_u32(data, n as usize)?;
@@ -70,6 +81,7 @@ pub(super) struct Kit<'a> {
     module: ModuleId,
     busy: FunctionId,
     write: FunctionId,
+    add: FunctionId,
     count: FunctionId,
     /// Where counts go.
     slots: DevicePtr,
@@ -99,6 +111,7 @@ impl<'a> Kit<'a> {
             module,
             busy: driver.function_get(module, "selftest_busy")?,
             write: driver.function_get(module, "selftest_write")?,
+            add: driver.function_get(module, "selftest_add")?,
             count: driver.function_get(module, "selftest_count")?,
             slots: driver.mem_alloc(bench.device.id(), 4 * SLOTS)?,
             next: AtomicU64::new(0),
@@ -106,7 +119,8 @@ impl<'a> Kit<'a> {
         // CUDA loads code at its first launch, which may wait for whatever runs: so that happens here.
         let stream = bench.device.default_stream()?;
         driver.kernel_launch(kit.busy, LaunchShape::ONE, &[KernelArg::U64(0)], stream.id())?;
-        kit.write(kit.slots, 4, 0, &stream)?;
+        kit.write(kit.slots, 4, 7, &stream)?;
+        kit.add(kit.slots, kit.slots, 4, 0_u32.wrapping_sub(7), &stream)?;
         kit.expect("the kernels' own work", kit.slots, 4, 0, &stream)?;
         Ok(kit)
     }
@@ -121,6 +135,19 @@ impl<'a> Kit<'a> {
     pub(super) fn write(&self, ptr: DevicePtr, bytes: u64, first: u32, stream: &Stream) -> Checked {
         let args = [ptr.into(), KernelArg::U32(words(bytes)), KernelArg::U32(first)];
         Ok(self.bench.gpu.driver().kernel_launch(self.write, LaunchShape::linear(words(bytes)), &args, stream.id())?)
+    }
+
+    /// Sets the words of `to` to those of `from` plus `by`, over `bytes` bytes: what [`write`](Self::write) wrote with one first word becomes what it writes with another.
+    pub(super) fn add(
+        &self,
+        to: DevicePtr,
+        from: DevicePtr,
+        bytes: u64,
+        by: u32,
+        stream: &Stream,
+    ) -> crate::Result<()> {
+        let args = [to.into(), from.into(), KernelArg::U32(words(bytes)), KernelArg::U32(by)];
+        Ok(self.bench.gpu.driver().kernel_launch(self.add, LaunchShape::linear(words(bytes)), &args, stream.id())?)
     }
 
     /// Waits for `stream` and expects what [`write`](Self::write) writes, counted by a kernel.

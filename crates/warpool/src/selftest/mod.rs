@@ -4,8 +4,14 @@
 //! in use.
 
 mod allocator;
+mod blas;
 mod current;
 mod events;
+mod generator;
+mod graph;
+mod graph_failures;
+mod graph_use;
+mod handles;
 mod kit;
 mod streams;
 
@@ -35,6 +41,10 @@ pub const SUITES: &[Suite] = &[
     Suite { name: "stream_pool", checks: streams::CHECKS },
     Suite { name: "event_pool", checks: events::CHECKS },
     Suite { name: "allocator", checks: allocator::CHECKS },
+    Suite { name: "generator", checks: generator::CHECKS },
+    Suite { name: "handles", checks: handles::CHECKS },
+    Suite { name: "blas", checks: blas::CHECKS },
+    Suite { name: "graph", checks: graph::CHECKS },
 ];
 
 /// What a check works with.

@@ -2,6 +2,8 @@
 // Not `expect`: what is unused differs from one test binary to the next.
 #![allow(clippy::allow_attributes, dead_code, reason = "each test binary uses its own part of this")]
 
+pub mod blas;
+pub mod graphs;
 pub mod memory;
 
 use std::sync::Arc;

@@ -15,7 +15,8 @@ use warpool::memory::{
 };
 use warpool::{Error, Stream};
 
-use super::dice::{Alarm, Dice};
+use super::alarm::Alarm;
+use super::dice::Dice;
 use super::machine::Machine;
 
 const MIB: u64 = 1 << 20;

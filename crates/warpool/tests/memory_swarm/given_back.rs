@@ -86,7 +86,7 @@ impl Model {
     }
 
     /// Looks after what was given back.
-    pub(super) fn reap(&mut self) {
+    pub fn reap(&mut self) {
         self.mark_leftovers();
         let passed = self.passed.clone();
         self.settle(|mark| mark.place < passed.get(&mark.stream).copied().unwrap_or(0));

@@ -148,7 +148,10 @@ impl Model {
     /// Where a request is put; `None` is out of memory.
     pub fn allocate(&mut self, pool: MemPoolId, stream: StreamId, bytes: u64, script: &mut Script) -> Option<u64> {
         let captures = self.capturing == Some(stream);
-        if !captures {
+        if captures {
+            // The graph goes on using what its capture gives back.
+            self.pools.get_mut(&pool).expect("the pool is there").on_oom = false;
+        } else {
             self.reap();
         }
         let size = self.rounded(bytes);

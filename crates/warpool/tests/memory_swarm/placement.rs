@@ -16,7 +16,8 @@ use warpool::memory::{
 };
 use warpool::{Error, Gpu};
 
-use super::dice::{Alarm, Dice};
+use super::alarm::Alarm;
+use super::dice::Dice;
 use super::model::{Model, Rules, Standing, Stretch};
 use super::script::Listener;
 
@@ -303,8 +304,9 @@ impl Run {
             let stream = self.dice.pick(&self.streams);
             let mode = self.dice.pick(&[CaptureMode::Global, CaptureMode::ThreadLocal, CaptureMode::Relaxed]);
             self.tell(format!("{stream} captures, {mode:?}"));
-            self.driver.capture_begin(stream, mode).unwrap();
             self.allocator.capture_began(DEVICE).unwrap();
+            self.model.reap();
+            self.driver.capture_begin(stream, mode).unwrap();
             self.model.capturing = Some(stream);
             tally.captures += 1;
         }

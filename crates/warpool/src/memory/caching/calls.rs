@@ -10,7 +10,7 @@ use super::{CachingAllocator, Cell, size};
 use crate::memory::journal::Cause;
 use crate::memory::{
     Allocation, DeviceAllocator, HistoryOptions, MemPoolId, Observers, PoolKeeper, Request, Snapshot, SnapshotOptions,
-    StackLevel, Stats,
+    StackLevel, Stat, Stats,
 };
 use crate::{Error, Gpu, Result, lock};
 
@@ -139,6 +139,9 @@ impl DeviceAllocator for CachingAllocator {
                 }
                 match state.bins_for_use(pool) {
                     Ok(bins) => {
+                        if capturing {
+                            state.note_capture(pool);
+                        }
                         let want = state.want_of(bins, pool, stream, bytes);
                         if let Some(found) = state.take_cached(&want, &cause) {
                             return First::Found(found);
@@ -238,6 +241,9 @@ impl DeviceAllocator for CachingAllocator {
 
     fn trim(&self, device: DeviceId, pool: MemPoolId) -> Result<u64> {
         let cell = self.cell(device)?;
+        if pool.is_default() {
+            self.observers.before_trim(device);
+        }
         let cause = self.cause(cell, StackLevel::All).timed(self.driver());
         self.free_uncached_leftovers()?;
         let _slow = self.slow(cell);
@@ -282,16 +288,20 @@ impl DeviceAllocator for CachingAllocator {
     }
 
     fn stats(&self, device: DeviceId) -> Result<Stats> {
-        Ok(self.with(self.cell(device)?, |state| state.stats.clone()))
+        let mut stats = self.with(self.cell(device)?, |state| state.stats.clone());
+        stats.workspace_bytes = self.observers.workspaces.read(device);
+        Ok(stats)
     }
 
     fn reset_peak_stats(&self, device: DeviceId) -> Result<()> {
         self.with(self.cell(device)?, |state| state.stats.reset_peak());
+        self.observers.workspaces.change(device, Stat::reset_peak);
         Ok(())
     }
 
     fn reset_accumulated_stats(&self, device: DeviceId) -> Result<()> {
         self.with(self.cell(device)?, |state| state.stats.reset_accumulated());
+        self.observers.workspaces.change(device, Stat::reset_accumulated);
         Ok(())
     }
 

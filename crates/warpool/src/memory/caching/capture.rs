@@ -6,12 +6,14 @@
 use std::collections::BTreeSet;
 
 use rustc_hash::FxHashSet;
-use warpool_driver::{CaptureMode, CaptureState, Driver, ErrorCode, NodeId, StreamId};
+use warpool_driver::{CaptureState, ErrorCode, NodeId, StreamId};
 
 use super::block::BlockKey;
 use super::state::State;
 use super::{CachingAllocator, Cell};
 use crate::Result;
+use crate::graph::{Harmless, Relaxed};
+use crate::memory::DeviceAllocator as _;
 use crate::memory::journal::Cause;
 
 /// A block that was given back in a capture.
@@ -22,9 +24,26 @@ pub(super) struct Deferred {
 }
 
 impl CachingAllocator {
-    /// Whether `stream` captures. One load, as long as no capture is under way on any device.
+    /// Whether captures are under way on any device: those that this allocator was told of, and those of graphs that work with another one. Two loads.
+    pub(super) fn has_captures(&self, cell: &Cell) -> bool {
+        cell.has_captures() || !self.gpu.captures().none()
+    }
+
+    /// Whether `stream` captures. No driver call, as long as no capture is under way on any device.
     pub(super) fn is_capturing(&self, cell: &Cell, stream: StreamId) -> Result<bool> {
-        Ok(cell.has_captures() && self.capture_state(stream)? != CaptureState::None)
+        Ok(self.has_captures(cell) && self.capture_state(stream)? != CaptureState::None)
+    }
+
+    /// Whether no mark can be put into `stream` now: it captures, or it is the default stream, which would wait for a blocking stream that does, and break
+    /// its capture.
+    pub(super) fn refuses_marks(&self, cell: &Cell, stream: StreamId) -> Result<bool> {
+        if !self.has_captures(cell) {
+            return Ok(false);
+        }
+        match self.driver().capture_state(stream) {
+            Err(error) if error.code == ErrorCode::StreamCaptureImplicit => Ok(true),
+            _ => self.is_capturing(cell, stream),
+        }
     }
 
     /// Where `stream` stands with captures.
@@ -39,13 +58,14 @@ impl CachingAllocator {
         }
     }
 
-    /// While captures are under way, lets the calling thread ask the driver for what a capture elsewhere would forbid.
-    pub(super) fn relaxed(&self, cell: &Cell) -> Result<Option<Relaxed<'_>>> {
-        if !cell.has_captures() {
-            return Ok(None);
-        }
-        let before = self.driver().capture_mode_exchange(CaptureMode::Relaxed)?;
-        Ok(Some(Relaxed { driver: self.driver(), before }))
+    /// The same around code of others (a pool's source), which may poll or begin captures itself: so none are held off, and the driver is told in any case.
+    pub(super) fn relaxed_for_others(&self) -> Result<Relaxed<'_>> {
+        Relaxed::begin(self.driver())
+    }
+
+    /// Lets the calling thread ask the driver for what a capture elsewhere would forbid, and break. No driver call unless captures are under way.
+    pub(super) fn relaxed(&self, cell: &Cell) -> Result<Harmless<'_>> {
+        Harmless::begin(self.gpu(), || !self.has_captures(cell))
     }
 
     /// The second half of every free of a block with uses: marks for its streams, or, if one of them captures, a place in the queue until
@@ -54,8 +74,8 @@ impl CachingAllocator {
         let streams = self.streams_of(cell, block);
         let mut any = false;
         for &stream in &streams {
-            match self.is_capturing(cell, stream) {
-                Ok(capturing) => any |= capturing,
+            match self.refuses_marks(cell, stream) {
+                Ok(refuses) => any |= refuses,
                 Err(error) => {
                     self.with(cell, |state| state.unmarked.push(block));
                     return Err(error);
@@ -81,7 +101,7 @@ impl CachingAllocator {
             self.with(cell, |state| state.deferred.iter().flat_map(|entry| state.streams_of(entry.block)).collect());
         let mut captures = FxHashSet::default();
         for stream in streams {
-            if self.is_capturing(cell, stream)? {
+            if self.refuses_marks(cell, stream)? {
                 captures.insert(stream);
             }
         }
@@ -108,10 +128,15 @@ impl CachingAllocator {
         let is_candidate = |state: &State, entry: &Deferred| {
             !entry.markers.is_empty() && state.place_of(state.blocks[entry.block].segment).1 == stream
         };
-        let any = self.with(cell, |state| {
-            state.policy.reuse_in_capture && state.deferred.iter().any(|entry| is_candidate(state, entry))
-        });
-        if !any {
+        let (on, left_over) = self.with(cell, |state| (state.policy.reuse_in_capture, !state.unmarked.is_empty()));
+        if !on {
+            return Ok(());
+        }
+        if left_over {
+            // Of these, destructors could not say what they come after.
+            self.mark_unmarked(cell, cause)?;
+        }
+        if !self.with(cell, |state| state.deferred.iter().any(|entry| is_candidate(state, entry))) {
             return Ok(());
         }
         let done = self.ancestors(stream)?;
@@ -173,19 +198,5 @@ impl State {
         let entry = &self.blocks[block];
         let uses = entry.extra.iter().flat_map(|extra| extra.uses.iter().chain(&extra.uses_in_capture));
         std::iter::once(self.place_of(entry.segment).1).chain(uses.copied())
-    }
-}
-
-/// Puts the calling thread's strictness back when dropped.
-pub(super) struct Relaxed<'a> {
-    driver: &'a dyn Driver,
-    before: CaptureMode,
-}
-
-impl Drop for Relaxed<'_> {
-    fn drop(&mut self) {
-        if let Err(error) = self.driver.capture_mode_exchange(self.before) {
-            tracing::warn!(%error, "the thread's capture mode could not be put back");
-        }
     }
 }

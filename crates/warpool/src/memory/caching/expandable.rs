@@ -370,7 +370,7 @@ impl CachingAllocator {
     /// Unmaps a range once the work that is in `stream` now is done; not if the stream captures. Waits for a mark and not for the stream: another
     /// thread may begin a capture there at any moment, which a wait for the stream would break.
     fn wait_and_unmap(&self, cell: &Cell, stream: StreamId, ptr: DevicePtr, bytes: u64) -> Result<bool> {
-        if self.is_capturing(cell, stream)? {
+        if self.refuses_marks(cell, stream)? {
             return Ok(false);
         }
         let mark = self.mark(cell, stream)?;

@@ -207,7 +207,7 @@ impl CachingAllocator {
             Ok(info) => info,
             Err(error) if error.code == ErrorCode::InvalidHandle => {
                 // The stream is gone, and its last work may not be: nothing but the devices can be waited for, which would break any capture.
-                if cell.has_captures() {
+                if self.has_captures(cell) {
                     return Ok(Mark::Captured);
                 }
                 for device in self.gpu.devices() {
@@ -230,7 +230,7 @@ impl CachingAllocator {
     }
 
     /// Puts the marks that a destructor could not put, or that failed. Each is tried once: some cannot be put before a capture is over.
-    fn mark_unmarked(&self, cell: &Cell, cause: &Cause) -> Result<()> {
+    pub(super) fn mark_unmarked(&self, cell: &Cell, cause: &Cause) -> Result<()> {
         let mut unmarked = self.with(cell, |state| std::mem::take(&mut state.unmarked)).into_iter().rev();
         while let Some(block) = unmarked.next() {
             let outcome = self.finish_free(cell, block, cause);

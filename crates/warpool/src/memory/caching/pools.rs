@@ -9,9 +9,10 @@ use std::sync::atomic::Ordering;
 use warpool_driver::{CaptureState, DeviceId, DevicePtr, StreamId};
 
 use super::block::Standing;
+use super::pending::Mark;
 use super::state::{Bin, BinKey, State};
 use super::{CachingAllocator, Cell};
-use crate::memory::{MemPoolId, PoolKeeper, PoolOptions, Route, SegmentKind, Upstream};
+use crate::memory::{MemPoolId, PoolKeeper, PoolOptions, Route, SegmentKind, StackLevel, Upstream};
 use crate::{Error, Result};
 
 /// A pool of one device.
@@ -24,12 +25,17 @@ pub(super) struct Pool {
     visitors: u32,
     pub(super) upstream: Option<Arc<dyn Upstream>>,
     pub(super) use_on_oom: bool,
+    /// Whether captures took memory from it: what they gave back is free for other captures, but their graphs go on using it.
+    has_graphs: bool,
+    /// Streams that use its memory beside those that it was allocated for.
+    pub(super) used_by: Vec<StreamId>,
 }
 
 /// An open scope.
 pub(super) struct Scope {
     pool: MemPoolId,
-    route: Route,
+    /// Any of them will do.
+    routes: Vec<Route>,
 }
 
 impl State {
@@ -44,7 +50,9 @@ impl State {
             let has_upstream = upstream.is_some();
             self.bins.insert(Bin { pool: id, kind, has_upstream, no_split, lanes: Vec::new(), searches: 0 })
         });
-        self.pools.insert(id, Pool { bins, uses: 1, visitors: 0, upstream, use_on_oom: false });
+        let (use_on_oom, has_graphs) = (false, false);
+        self.pools
+            .insert(id, Pool { bins, uses: 1, visitors: 0, upstream, use_on_oom, has_graphs, used_by: Vec::new() });
         bins
     }
 
@@ -64,9 +72,17 @@ impl State {
         self.pools.iter().filter(|(_, pool)| pool.uses == 0).map(|(&id, _)| id).collect()
     }
 
-    /// Pools whose free blocks may serve the default pool in need.
+    /// Pools whose free blocks may serve the default pool in need. Not those that graphs work in: they would write into what others were given.
     pub(super) fn pools_for_oom(&self) -> Vec<MemPoolId> {
-        self.pools.iter().filter(|(_, pool)| pool.use_on_oom && pool.uses > 0).map(|(&id, _)| id).collect()
+        let serves = |pool: &Pool| pool.use_on_oom && pool.uses > 0 && !pool.has_graphs;
+        self.pools.iter().filter(|(_, pool)| serves(pool)).map(|(&id, _)| id).collect()
+    }
+
+    /// Notes that a capture takes memory from a pool.
+    pub(super) fn note_capture(&mut self, id: MemPoolId) {
+        if let Some(pool) = self.pools.get_mut(&id) {
+            pool.has_graphs = true;
+        }
     }
 
     /// Notes that a thread is at work on a pool, and returns its bins.
@@ -107,8 +123,12 @@ impl CachingAllocator {
         if cell.scope_count.load(Ordering::Acquire) == 0 {
             return Ok(MemPoolId::DEFAULT);
         }
-        let scopes: Vec<(MemPoolId, Route)> =
-            cell.scopes().iter().rev().map(|scope| (scope.pool, scope.route)).collect();
+        let scopes: Vec<(MemPoolId, Route)> = cell
+            .scopes()
+            .iter()
+            .rev()
+            .flat_map(|scope| scope.routes.iter().map(|&route| (scope.pool, route)))
+            .collect();
         for (pool, route) in scopes {
             let fits = match route {
                 Route::Thread(thread) => thread == std::thread::current().id(),
@@ -121,6 +141,25 @@ impl CachingAllocator {
             }
         }
         Ok(MemPoolId::DEFAULT)
+    }
+
+    /// Waits for the work that is in the streams that use a pool's memory beside its own: replays of graphs that are gone. The driver's free waits for all work, but
+    /// unmapping does not. Says no if one of them captures, and can only be waited for later.
+    pub(super) fn wait_for_users(&self, cell: &Cell, pool: MemPoolId) -> Result<bool> {
+        let users = self.with(cell, |state| Ok::<_, Error>(state.pool(pool)?.used_by.clone()))?;
+        for stream in users {
+            if self.refuses_marks(cell, stream)? {
+                return Ok(false);
+            }
+            let mark = self.mark(cell, stream)?;
+            let _relaxed = self.relaxed(cell)?;
+            match mark {
+                Mark::Behind(event) => self.driver().event_synchronize(event.id())?,
+                Mark::NotNeeded => {}
+                Mark::Captured => return Ok(false),
+            }
+        }
+        Ok(true)
     }
 
     fn create(&self, device: DeviceId, id: MemPoolId, options: PoolOptions) -> Result<MemPoolId> {
@@ -191,8 +230,15 @@ impl PoolKeeper for CachingAllocator {
             self.release_pool(device, pool)?;
             return Err(Error::AlreadyRouting { pool });
         }
-        scopes.push(Scope { pool, route });
+        scopes.push(Scope { pool, routes: vec![route] });
         cell.scope_count.fetch_add(1, Ordering::Release);
+        Ok(())
+    }
+
+    fn reroute(&self, device: DeviceId, pool: MemPoolId, routes: &[Route]) -> Result<()> {
+        let mut scopes = self.cell(device)?.scopes_mut();
+        let scope = scopes.iter_mut().find(|scope| scope.pool == pool).ok_or(Error::NotRouting { pool })?;
+        scope.routes = routes.to_vec();
         Ok(())
     }
 
@@ -207,14 +253,30 @@ impl PoolKeeper for CachingAllocator {
     }
 
     fn capture_began(&self, device: DeviceId) -> Result<()> {
-        self.cell(device)?.captures.fetch_add(1, Ordering::AcqRel);
-        Ok(())
+        let cell = self.cell(device)?;
+        cell.captures.fetch_add(1, Ordering::AcqRel);
+        // What earlier captures gave back can be looked after now, and not in this one: graphs that share a pool are captured one right behind the other.
+        let outcome = self.reap(cell, &self.cause(cell, StackLevel::State));
+        if outcome.is_err() {
+            cell.captures.fetch_sub(1, Ordering::AcqRel);
+        }
+        outcome
     }
 
     fn capture_ended(&self, device: DeviceId) -> Result<()> {
         let captures = &self.cell(device)?.captures;
         let ended = captures.fetch_update(Ordering::AcqRel, Ordering::Acquire, |count| count.checked_sub(1));
         ended.map(drop).map_err(|_| Error::NotCapturing { device })
+    }
+
+    fn record_pool_use(&self, device: DeviceId, pool: MemPoolId, stream: StreamId) -> Result<()> {
+        self.with(self.cell(device)?, |state| {
+            let used_by = &mut state.pool_in_use(pool)?.used_by;
+            if !used_by.contains(&stream) {
+                used_by.push(stream);
+            }
+            Ok(())
+        })
     }
 
     fn has_exactly(&self, device: DeviceId, pool: MemPoolId, live: &[DevicePtr]) -> Result<bool> {

@@ -92,19 +92,25 @@ impl CachingAllocator {
     fn fetch_whole(&self, cell: &Cell, want: &Want, cause: &Cause) -> Result<Fetched> {
         let upstream = self.try_with(cell, |state| Ok(state.pool(want.pool)?.upstream.clone()))?;
         let stream_raw = self.stream_raw(cell, want.stream)?;
-        let relaxed = self.relaxed(cell)?;
         let (ptr, source) = match upstream {
-            Some(upstream) => match upstream.allocate(cell.device, want.segment, want.stream)? {
-                Some(ptr) => (ptr, Source::Upstream(upstream)),
-                None => return Ok(Fetched::Nothing(OomCause::Upstream)),
-            },
-            None => match self.driver().mem_alloc(cell.device, want.segment) {
-                Ok(ptr) => (ptr, Source::Plain),
-                Err(error) if error.code == ErrorCode::OutOfMemory => return Ok(Fetched::Nothing(OomCause::Device)),
-                Err(error) => return Err(error.into()),
-            },
+            Some(upstream) => {
+                let _relaxed = self.relaxed_for_others()?;
+                match upstream.allocate(cell.device, want.segment, want.stream)? {
+                    Some(ptr) => (ptr, Source::Upstream(Arc::clone(&upstream))),
+                    None => return Ok(Fetched::Nothing(OomCause::Upstream)),
+                }
+            }
+            None => {
+                let _relaxed = self.relaxed(cell)?;
+                match self.driver().mem_alloc(cell.device, want.segment) {
+                    Ok(ptr) => (ptr, Source::Plain),
+                    Err(error) if error.code == ErrorCode::OutOfMemory => {
+                        return Ok(Fetched::Nothing(OomCause::Device));
+                    }
+                    Err(error) => return Err(error.into()),
+                }
+            }
         };
-        drop(relaxed);
         Ok(Fetched::Block(self.with(cell, |state| {
             let lane = state.lane_for(want.bin, want.stream, stream_raw);
             let block = state.add_segment(lane, ptr.0, want.segment, source, cause);
@@ -132,10 +138,12 @@ impl CachingAllocator {
             })
         });
         let Some((ptr, bytes, stream, upstream)) = taken else { return Ok(0) };
-        let outcome = self.relaxed(cell).and_then(|_relaxed| match upstream {
-            Some(upstream) => upstream.free(ptr, bytes, cell.device, stream),
-            None => Ok(self.driver().mem_free(ptr)?),
-        });
+        let outcome = match upstream {
+            Some(upstream) => {
+                self.relaxed_for_others().and_then(|_relaxed| upstream.free(ptr, bytes, cell.device, stream))
+            }
+            None => self.relaxed(cell).and_then(|_relaxed| Ok(self.driver().mem_free(ptr)?)),
+        };
         // Where it came from is dropped without the lock: the program's destructor may be behind it.
         let source = self.with(cell, |state| {
             if outcome.is_err() {
@@ -204,10 +212,16 @@ impl CachingAllocator {
     /// Gives back all that is free in a private pool, and forgets it if nothing is left and nobody uses it.
     pub(super) fn return_pool(&self, cell: &Cell, pool: MemPoolId, cause: &Cause) -> Result<u64> {
         let Ok([small, large]) = self.with(cell, |state| state.visit(pool)) else { return Ok(0) };
-        let small = self.return_bin(cell, small, cause);
-        let large = self.return_bin(cell, large, cause);
+        let returned = self.wait_for_users(cell, pool).and_then(|free| {
+            if !free {
+                return Ok(0);
+            }
+            let small = self.return_bin(cell, small, cause);
+            let large = self.return_bin(cell, large, cause);
+            Ok(small? + large?)
+        });
         drop(self.with(cell, |state| state.leave(pool)));
-        Ok(small? + large?)
+        returned
     }
 
     /// With a split limit, gives back cached oversize segments of the stream: one that is large enough, or else the largest ones until they

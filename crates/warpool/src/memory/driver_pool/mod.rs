@@ -42,7 +42,7 @@ use super::history::StackNumbers;
 use super::journal::{Cause, Recording};
 use super::{
     Action, Allocation, DeviceAllocator, HistoryOptions, MemPoolId, Observers, OomCause, PoolKeeper, Request, Settings,
-    Snapshot, SnapshotOptions, StackLevel, Stats,
+    Snapshot, SnapshotOptions, StackLevel, Stat, Stats,
 };
 use crate::{Device, Error, Gpu, Result, StreamLease, lock};
 
@@ -267,6 +267,7 @@ impl DeviceAllocator for DriverPoolAllocator {
     fn trim(&self, device: DeviceId, pool: MemPoolId) -> Result<u64> {
         let cell = self.cell(device)?;
         let Some(ready) = cell.ready.get().filter(|_| pool.is_default()) else { return Ok(0) };
+        self.observers.before_trim(device);
         let cause = self.cause(cell, StackLevel::All);
         let (before, _) = self.bytes_in_pool(cell)?;
         self.drain(cell, ready, &cause)?;
@@ -297,7 +298,9 @@ impl DeviceAllocator for DriverPoolAllocator {
     fn stats(&self, device: DeviceId) -> Result<Stats> {
         let cell = self.cell(device)?;
         let pool = self.bytes_in_pool(cell)?;
-        Ok(self.with(cell, |books| books.stats_with(pool)))
+        let mut stats = self.with(cell, |books| books.stats_with(pool));
+        stats.workspace_bytes = self.observers.workspaces.read(device);
+        Ok(stats)
     }
 
     fn reset_peak_stats(&self, device: DeviceId) -> Result<()> {
@@ -307,11 +310,13 @@ impl DeviceAllocator for DriverPoolAllocator {
             self.driver().pool_set(ready.pool, PoolAttribute::ReservedHigh, 0)?;
         }
         self.with(cell, |books| books.stats.reset_peak());
+        self.observers.workspaces.change(device, Stat::reset_peak);
         Ok(())
     }
 
     fn reset_accumulated_stats(&self, device: DeviceId) -> Result<()> {
         self.with(self.cell(device)?, |books| books.stats.reset_accumulated());
+        self.observers.workspaces.change(device, Stat::reset_accumulated);
         Ok(())
     }
 

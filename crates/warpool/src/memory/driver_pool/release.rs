@@ -1,9 +1,10 @@
 //! How blocks go back to the driver: in stream order, behind every stream that used them, and never into a capture that they are not of.
 
-use warpool_driver::{CaptureId, CaptureMode, CaptureState, Driver, ErrorCode, EventScope, PoolAttribute, StreamId};
+use warpool_driver::{CaptureId, CaptureState, ErrorCode, EventScope, PoolAttribute, StreamId};
 
 use super::books::{Books, Entry};
 use super::{Cell, DriverPoolAllocator, Ready};
+use crate::graph::Relaxed;
 use crate::memory::journal::Cause;
 use crate::{Device, Result};
 
@@ -183,9 +184,8 @@ impl DriverPoolAllocator {
 
     /// Until the guard is dropped, the calling thread may ask the driver for what a capture elsewhere would forbid. Nobody tells this
     /// allocator of captures, so it has to expect one at any time.
-    pub(super) fn lax(&self) -> Result<Lax<'_>> {
-        let before = self.driver().capture_mode_exchange(CaptureMode::Relaxed)?;
-        Ok(Lax { driver: self.driver(), before })
+    pub(super) fn lax(&self) -> Result<Relaxed<'_>> {
+        Relaxed::begin(self.driver())
     }
 
     /// What the pool holds now, and the most that it held. Nothing as long as it was never used.
@@ -202,20 +202,6 @@ impl Released {
         match self {
             Self::Into(stream) => Some(*stream),
             Self::Nowhere | Self::Later | Self::Orphaned => None,
-        }
-    }
-}
-
-/// Puts the calling thread's strictness back when dropped.
-pub(super) struct Lax<'a> {
-    driver: &'a dyn Driver,
-    before: CaptureMode,
-}
-
-impl Drop for Lax<'_> {
-    fn drop(&mut self) {
-        if let Err(error) = self.driver.capture_mode_exchange(self.before) {
-            tracing::warn!(%error, "the thread's capture mode could not be put back");
         }
     }
 }

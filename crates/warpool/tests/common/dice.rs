@@ -1,4 +1,6 @@
-//! Luck with a seed, and how many seeds to try.
+//! Luck with a seed, and which seeds to try.
+// Not `expect`: what is unused differs from one test binary to the next.
+#![allow(clippy::allow_attributes, dead_code, reason = "each test binary uses its own part of this")]
 
 /// A small generator (SplitMix64).
 pub struct Dice(pub u64);
@@ -25,6 +27,11 @@ impl Dice {
     /// True once in `n`.
     pub fn once_in(&mut self, n: usize) -> bool {
         self.roll(n) == 0
+    }
+
+    /// 32 bits.
+    pub fn word(&mut self) -> u32 {
+        (self.next() >> 32) as u32
     }
 
     /// The size of a request: of every kind that the rules tell apart, and often just at an edge.
@@ -55,33 +62,6 @@ pub fn seeds(default: u64) -> std::ops::Range<u64> {
         None => {
             let first = number("WARPOOL_SWARM_FIRST").unwrap_or(0);
             first..first + number("WARPOOL_SWARM_COUNT").unwrap_or(default)
-        }
-    }
-}
-
-/// Says which seed it was, and what had been done, if the test panics.
-pub struct Alarm {
-    pub seed: u64,
-    pub story: Vec<String>,
-}
-
-impl Alarm {
-    pub fn new(seed: u64) -> Self {
-        Self { seed, story: Vec::new() }
-    }
-
-    pub fn tell(&mut self, step: String) {
-        self.story.push(step);
-    }
-}
-
-impl Drop for Alarm {
-    fn drop(&mut self) {
-        if std::thread::panicking() {
-            for (at, step) in self.story.iter().enumerate() {
-                eprintln!("{at:4} {step}");
-            }
-            eprintln!("WARPOOL_SWARM_SEED={}", self.seed);
         }
     }
 }

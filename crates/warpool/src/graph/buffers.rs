@@ -1,0 +1,167 @@
+//! The memory that a graph owns: blocks that were moved or lent into it, by keys.
+//!
+//! A key is a number, so it can be kept beside the graph without borrowing it; the block itself is only ever lent by the graph. Keys of one capture mean
+//! nothing to another.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use warpool_driver::{DevicePtr, KernelArg};
+
+use super::GraphError;
+use crate::memory::Block;
+use crate::{Result, Stream};
+
+/// The name of a buffer in one capture, and in the graph that comes of it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct BufferKey {
+    capture: u64,
+    index: u32,
+}
+
+impl BufferKey {
+    /// A place in the buffer, `offset` bytes from its start.
+    #[must_use]
+    pub const fn at(self, offset: u64) -> BufferAt {
+        BufferAt { key: self, offset }
+    }
+}
+
+/// A place in a buffer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct BufferAt {
+    /// The buffer.
+    pub key: BufferKey,
+    /// How many bytes from its start.
+    pub offset: u64,
+}
+
+impl From<BufferKey> for BufferAt {
+    fn from(key: BufferKey) -> Self {
+        key.at(0)
+    }
+}
+
+/// The slot of a generator in one capture. It belongs to the graph.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct GeneratorSlot(pub(crate) DevicePtr);
+
+/// An argument of a captured kernel. Memory is named by buffers that the graph owns, so it cannot be gone when the graph is replayed.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum GraphArg {
+    /// The address of a place in a buffer.
+    Buffer(BufferAt),
+    /// Where a generator tells replays where they start; `None` where it told the kernel by value. See [`Reservation::graph_args`](crate::generator::Reservation::graph_args).
+    Slot(Option<GeneratorSlot>),
+    /// `unsigned int`.
+    U32(u32),
+    /// `int`.
+    I32(i32),
+    /// `unsigned long long`.
+    U64(u64),
+    /// `long long`.
+    I64(i64),
+    /// `float`.
+    F32(f32),
+    /// `double`.
+    F64(f64),
+}
+
+/// Declares which values become which arguments.
+macro_rules! arguments_from {
+    ($($ty:ty => $kind:ident,)*) => {$(
+        impl From<$ty> for GraphArg {
+            fn from(value: $ty) -> Self {
+                Self::$kind(value.into())
+            }
+        }
+    )*};
+}
+
+arguments_from! {
+    BufferKey => Buffer,
+    BufferAt => Buffer,
+    u32 => U32,
+    i32 => I32,
+    u64 => U64,
+    i64 => I64,
+    f32 => F32,
+    f64 => F64,
+}
+
+/// The buffers of one capture.
+pub(super) struct Buffers {
+    capture: u64,
+    blocks: Vec<Owned>,
+}
+
+/// A block that a graph needs.
+enum Owned {
+    Moved(Block),
+    Shared(Arc<Block>),
+}
+
+impl Owned {
+    fn block(&self) -> &Block {
+        match self {
+            Self::Moved(block) => block,
+            Self::Shared(block) => block,
+        }
+    }
+}
+
+impl Buffers {
+    pub(super) fn new() -> Self {
+        static NEXT: AtomicU64 = AtomicU64::new(0);
+        Self { capture: NEXT.fetch_add(1, Ordering::Relaxed), blocks: Vec::new() }
+    }
+
+    pub(super) fn keep(&mut self, block: Block) -> BufferKey {
+        self.push(Owned::Moved(block))
+    }
+
+    pub(super) fn share(&mut self, block: Arc<Block>) -> BufferKey {
+        self.push(Owned::Shared(block))
+    }
+
+    fn push(&mut self, owned: Owned) -> BufferKey {
+        let index = u32::try_from(self.blocks.len()).expect("fewer than 2^32 buffers in one graph");
+        self.blocks.push(owned);
+        BufferKey { capture: self.capture, index }
+    }
+
+    pub(super) fn get(&self, key: BufferKey) -> Result<&Block> {
+        let owned = self.blocks.get(key.index as usize).filter(|_| key.capture == self.capture);
+        Ok(owned.ok_or(GraphError::UnknownBuffer)?.block())
+    }
+
+    /// The address of a place with `bytes` behind it.
+    pub(super) fn address(&self, at: BufferAt, bytes: u64) -> Result<DevicePtr> {
+        let block = self.get(at.key)?;
+        let available = block.bytes();
+        match at.offset.checked_add(bytes) {
+            Some(end) if end <= available => Ok(block.ptr().offset(at.offset)),
+            _ => Err(GraphError::OutOfBounds { offset: at.offset, bytes, available }.into()),
+        }
+    }
+
+    /// The argument as a driver takes it.
+    pub(super) fn argument(&self, arg: GraphArg) -> Result<KernelArg> {
+        Ok(match arg {
+            // How far a kernel goes from there, nobody can check.
+            GraphArg::Buffer(at) => KernelArg::Ptr(self.address(at, 0)?),
+            GraphArg::Slot(slot) => KernelArg::Ptr(slot.map_or(DevicePtr(0), |slot| slot.0)),
+            GraphArg::U32(value) => KernelArg::U32(value),
+            GraphArg::I32(value) => KernelArg::I32(value),
+            GraphArg::U64(value) => KernelArg::U64(value),
+            GraphArg::I64(value) => KernelArg::I64(value),
+            GraphArg::F32(value) => KernelArg::F32(value),
+            GraphArg::F64(value) => KernelArg::F64(value),
+        })
+    }
+
+    /// Notes that replays run on `stream`: whoever gets the memory after the graph waits for them.
+    pub(super) fn record_use(&self, stream: &Stream) -> Result<()> {
+        self.blocks.iter().try_for_each(|owned| owned.block().record_use(stream))
+    }
+}

@@ -1,0 +1,214 @@
+//! The scope of a capture: what can be done while one is under way, with memory that the graph owns.
+//!
+//! Work that is put into the stream past this scope, by a library or the driver's own calls, is captured just the same; the graph then does not know what memory
+//! it needs, and whoever put it there keeps that. Give it blocks of the graph's ([`Capture::allocate`], [`Capture::keep`]), and it is safe too.
+
+use std::fmt;
+use std::ops::Deref;
+use std::sync::Arc;
+
+use warpool_driver::{Address, CaptureId, FunctionId, GraphTopology, KernelArg, LaunchShape, Pattern};
+
+use super::GraphError;
+use super::begin::UnderWay;
+use super::buffers::{BufferAt, BufferKey, GraphArg};
+use super::graph::{Graph, Stage};
+use crate::memory::{Allocate, Block, DeviceAllocator, MemPool, MemPoolId, PoolScope};
+use crate::{Device, Result, Stream, StreamLease, lock};
+
+/// A capture under way, or the body of a conditional node in it. See [`Graph::capture`].
+pub struct Capture<'a> {
+    pub(super) under_way: &'a mut UnderWay,
+    pub(super) stream: Stream,
+    pub(super) in_body: bool,
+}
+
+impl Graph {
+    /// The scope of a capture that [`capture_begin`](Self::capture_begin) began.
+    pub fn scope(&mut self) -> Result<Capture<'_>> {
+        match &mut self.stage {
+            Stage::Capturing(under_way) => {
+                let stream = under_way.stream.clone();
+                Ok(Capture { under_way, stream, in_body: false })
+            }
+            _ => Err(GraphError::NotCapturing.into()),
+        }
+    }
+}
+
+impl Capture<'_> {
+    /// The stream that captures: the one that the capture began on, or, in a body, the body's own. In [`Graph::capture`] and in bodies it is the thread's current stream.
+    #[must_use]
+    pub fn stream(&self) -> &Stream {
+        &self.stream
+    }
+
+    /// The device.
+    #[must_use]
+    pub fn device(&self) -> &Device {
+        &self.under_way.booking.device
+    }
+
+    /// The driver's name for the capture as a whole.
+    #[must_use]
+    pub fn id(&self) -> CaptureId {
+        self.under_way.id
+    }
+
+    /// Whether this is the body of a conditional node.
+    #[must_use]
+    pub fn in_body(&self) -> bool {
+        self.in_body
+    }
+
+    /// Where the graph's memory comes from.
+    #[must_use]
+    pub fn allocator(&self) -> &Arc<dyn DeviceAllocator> {
+        &self.under_way.booking.allocator
+    }
+
+    /// The pool that memory comes from which is asked for on streams of the capture.
+    #[must_use]
+    pub fn pool(&self) -> MemPoolId {
+        self.under_way.booking.pool()
+    }
+
+    /// Keeps `pool` for as long as the graph holds what it captures. A second time changes nothing.
+    pub fn retain_pool(&mut self, pool: MemPoolId) -> Result<()> {
+        self.under_way.booking.retain(pool)
+    }
+
+    /// Takes what this thread asks for from `pool` until the scope is dropped, and keeps the pool with the graph.
+    pub fn enter_pool(&mut self, pool: &MemPool) -> Result<PoolScope> {
+        pool.expect_of(self.allocator())?;
+        self.retain_pool(pool.id())?;
+        pool.enter()
+    }
+
+    /// Nodes and edges so far, of the body if this is one.
+    pub fn topology(&self) -> Result<GraphTopology> {
+        Ok(self.stream.driver().capture_topology(self.stream.id())?)
+    }
+
+    /// Memory that the graph owns, for work on the scope's stream.
+    pub fn allocate(&mut self, bytes: u64) -> Result<BufferKey> {
+        self.allocate_on(bytes, &self.stream.clone())
+    }
+
+    /// The same for another stream of the capture.
+    pub fn allocate_on(&mut self, bytes: u64, stream: &Stream) -> Result<BufferKey> {
+        self.expect_in_capture(stream)?;
+        let block = self.allocator().allocate(bytes, stream)?;
+        Ok(self.under_way.buffers.keep(block))
+    }
+
+    /// Moves a block into the graph.
+    pub fn keep(&mut self, block: Block) -> Result<BufferKey> {
+        block.expect_of(self.device().gpu())?;
+        Ok(self.under_way.buffers.keep(block))
+    }
+
+    /// Shares a block with the graph: it is there at least as long as the graph is.
+    pub fn share(&mut self, block: Arc<Block>) -> Result<BufferKey> {
+        block.expect_of(self.device().gpu())?;
+        Ok(self.under_way.buffers.share(block))
+    }
+
+    /// A block that the graph owns.
+    pub fn buffer(&self, key: BufferKey) -> Result<&Block> {
+        self.under_way.buffers.get(key)
+    }
+
+    /// Captures a kernel. The arguments must be those that it takes: nobody can check that.
+    pub fn launch(
+        &mut self,
+        function: FunctionId,
+        shape: LaunchShape,
+        args: &[GraphArg],
+        stream: &Stream,
+    ) -> Result<()> {
+        self.expect_in_capture(stream)?;
+        self.expect_own_slots(args)?;
+        let buffers = &self.under_way.buffers;
+        let args: Vec<KernelArg> = args.iter().map(|&arg| buffers.argument(arg)).collect::<Result<_>>()?;
+        Ok(stream.driver().kernel_launch(function, shape, &args, stream.id())?)
+    }
+
+    /// Fails if a slot among the arguments is another graph's, which may be gone before this one.
+    fn expect_own_slots(&self, args: &[GraphArg]) -> Result<()> {
+        let slots =
+            args.iter().filter_map(|arg| if let GraphArg::Slot(Some(slot)) = arg { Some(slot.0) } else { None });
+        for slot in slots {
+            let used = lock(&self.under_way.record.used);
+            if !used.generators.iter().any(|generator| generator.has_slot(slot)) {
+                return Err(GraphError::ForeignSlot.into());
+            }
+        }
+        Ok(())
+    }
+
+    /// Captures a fill with `count` copies of `pattern`.
+    pub fn fill(&mut self, to: impl Into<BufferAt>, pattern: Pattern, count: u64, stream: &Stream) -> Result<()> {
+        self.expect_in_capture(stream)?;
+        let ptr = self.under_way.buffers.address(to.into(), pattern.bytes().saturating_mul(count))?;
+        Ok(stream.driver().fill(ptr, pattern, count, stream.id())?)
+    }
+
+    /// Captures a copy between buffers.
+    pub fn copy(
+        &mut self,
+        to: impl Into<BufferAt>,
+        from: impl Into<BufferAt>,
+        bytes: u64,
+        stream: &Stream,
+    ) -> Result<()> {
+        self.expect_in_capture(stream)?;
+        let buffers = &self.under_way.buffers;
+        let (to, from) = (buffers.address(to.into(), bytes)?, buffers.address(from.into(), bytes)?);
+        Ok(stream.driver().copy(Address::Device(to), Address::Device(from), bytes, stream.id())?)
+    }
+
+    /// Another stream that takes part in the capture, behind what is in the scope's stream now. Nobody else has it until the fork is dropped. Work in it must be
+    /// [joined](Self::join) before the capture ends.
+    pub fn fork(&mut self) -> Result<Fork> {
+        let lease = self.device().lease_stream()?;
+        lease.wait_stream(&self.stream)?;
+        Ok(Fork { lease })
+    }
+
+    /// Makes the scope's stream wait for what is in a forked one.
+    pub fn join(&mut self, fork: Fork) -> Result<()> {
+        self.stream.wait_stream(&fork)
+    }
+
+    /// Fails unless `stream` takes part in this capture.
+    pub(super) fn expect_in_capture(&self, stream: &Stream) -> Result<()> {
+        let gpu = self.device().gpu();
+        gpu.expect_same(stream.gpu(), "the stream")?;
+        match gpu.captures().find(stream)? {
+            Some(site) if Arc::ptr_eq(&site.record, &self.under_way.record) => Ok(()),
+            _ => Err(GraphError::StreamNotInCapture { stream: stream.id() }.into()),
+        }
+    }
+}
+
+impl fmt::Debug for Capture<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} on {}", self.under_way.id, self.stream)
+    }
+}
+
+/// A stream that was brought into a capture. See [`Capture::fork`].
+#[must_use = "work in a forked stream must be joined before the capture ends"]
+#[derive(Debug)]
+pub struct Fork {
+    lease: StreamLease,
+}
+
+impl Deref for Fork {
+    type Target = Stream;
+
+    fn deref(&self) -> &Stream {
+        &self.lease
+    }
+}

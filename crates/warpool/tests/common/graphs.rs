@@ -1,0 +1,167 @@
+//! A bench for graphs: kernels that count, a stream to capture on, and an end that looks for everything that graphs may have left behind.
+//! The rule: a test that makes a lab ends with [`GraphLab::finish`], with all its graphs gone.
+
+use warpool::driver::sim::{Census, HazardKind, SimConfig};
+use warpool::driver::{Copies as _, DevicePtr, FunctionId, KernelMirror, KernelSource, Kernels as _, LaunchShape};
+use warpool::graph::{BufferKey, Capture, Graph, GraphError, GraphOptions};
+use warpool::memory::{Allocate as _, Block};
+use warpool::{Error, Result, Stream, StreamLease};
+
+use super::memory::{Bench, FIRST};
+
+static KERNELS: KernelSource = KernelSource {
+    name: "graph labs",
+    cuda: "",
+    mirrors: &[
+        // Adds to one word.
+        KernelMirror {
+            name: "add",
+            run: |kernel| {
+                let (to, value) = (kernel.arg_ptr(0)?, kernel.arg_u32(1)?);
+                let old = kernel.read_u32(to, 1)?[0];
+                kernel.write_u32(to, &[old.wrapping_add(value)])
+            },
+            nanos: None,
+        },
+        // Sets one word to another, plus a value.
+        KernelMirror {
+            name: "sum",
+            run: |kernel| {
+                let (to, from, value) = (kernel.arg_ptr(0)?, kernel.arg_ptr(1)?, kernel.arg_u32(2)?);
+                let sum = kernel.read_u32(from, 1)?[0].wrapping_add(value);
+                kernel.write_u32(to, &[sum])
+            },
+            nanos: None,
+        },
+        // Sets one word to the lowest bit of another.
+        KernelMirror {
+            name: "odd",
+            run: |kernel| {
+                let (to, from) = (kernel.arg_ptr(0)?, kernel.arg_ptr(1)?);
+                let odd = kernel.read_u32(from, 1)?[0] % 2;
+                kernel.write_u32(to, &[odd])
+            },
+            nanos: None,
+        },
+    ],
+};
+
+/// A machine with an allocator, kernels, and a stream to capture on.
+pub struct GraphLab {
+    pub bench: Bench,
+    pub side: StreamLease,
+    add: FunctionId,
+    sum: FunctionId,
+    odd: FunctionId,
+    start: Census,
+}
+
+impl GraphLab {
+    pub fn new(settings: &str) -> Self {
+        Self::on(SimConfig::default(), settings)
+    }
+
+    pub fn on(config: SimConfig, settings: &str) -> Self {
+        let bench = Bench::with_config(config, settings);
+        let module = bench.sim.module_load(FIRST, &KERNELS).unwrap();
+        let [add, sum, odd] = ["add", "sum", "odd"].map(|name| bench.sim.function_get(module, name).unwrap());
+        let side = bench.device().lease_stream().unwrap();
+        let start = bench.sim.census();
+        Self { bench, side, add, sum, odd, start }
+    }
+
+    pub fn graph(&self) -> Graph {
+        self.graph_with(GraphOptions::default())
+    }
+
+    pub fn graph_with(&self, options: GraphOptions) -> Graph {
+        Graph::new(&self.bench.any(), &self.bench.device(), options).unwrap()
+    }
+
+    /// A block of the stream's, from wherever it is routed to.
+    pub fn block(&self, bytes: u64, stream: &Stream) -> Block {
+        self.bench.any().allocate(bytes, stream).unwrap()
+    }
+
+    /// Puts `to += value` into a stream.
+    pub fn add(&self, to: DevicePtr, value: u32, stream: &Stream) {
+        self.try_add(to, value, stream).unwrap();
+    }
+
+    /// The same, as the body of a capture wants it.
+    pub fn try_add(&self, to: DevicePtr, value: u32, stream: &Stream) -> Result<()> {
+        let args = [to.into(), value.into()];
+        Ok(self.bench.sim.kernel_launch(self.add, LaunchShape::ONE, &args, stream.id())?)
+    }
+
+    /// Puts `to = from + value` into a stream.
+    pub fn sum(&self, to: DevicePtr, from: DevicePtr, value: u32, stream: &Stream) {
+        let args = [to.into(), from.into(), value.into()];
+        self.bench.sim.kernel_launch(self.sum, LaunchShape::ONE, &args, stream.id()).unwrap();
+    }
+
+    /// Captures `to += value` on the scope's stream.
+    pub fn capture_add(&self, capture: &mut Capture<'_>, to: BufferKey, value: u32) -> Result<()> {
+        let stream = capture.stream().clone();
+        capture.launch(self.add, LaunchShape::ONE, &[to.into(), value.into()], &stream)
+    }
+
+    /// Captures `to = from % 2` on the scope's stream.
+    pub fn capture_odd(&self, capture: &mut Capture<'_>, to: BufferKey, from: BufferKey) -> Result<()> {
+        let stream = capture.stream().clone();
+        capture.launch(self.odd, LaunchShape::ONE, &[to.into(), from.into()], &stream)
+    }
+
+    /// Waits for the device and sets a word.
+    pub fn set(&self, ptr: DevicePtr, value: u32) {
+        self.bench.device().synchronize().unwrap();
+        self.bench.sim.upload(FIRST, ptr, &value.to_le_bytes()).unwrap();
+    }
+
+    /// Waits for the device and reads a word.
+    pub fn word(&self, ptr: DevicePtr) -> u32 {
+        self.bench.device().synchronize().unwrap();
+        let mut bytes = [0; 4];
+        self.bench.sim.download(FIRST, ptr, &mut bytes).unwrap();
+        u32::from_le_bytes(bytes)
+    }
+
+    /// Where a graph has a buffer.
+    pub fn at(&self, graph: &Graph, key: BufferKey) -> DevicePtr {
+        graph.buffer(key).unwrap().ptr()
+    }
+
+    /// Forgets the hazards of that kind, which the test meant to cause.
+    pub fn forgive(&self, kind: HazardKind) {
+        let hazards = self.bench.sim.hazards();
+        assert!(hazards.iter().all(|hazard| hazard.kind == kind), "{hazards:#?}");
+        self.bench.sim.clear_hazards();
+    }
+
+    /// Gives back everything that nobody uses any more; also what destructors left.
+    pub fn clean(&self) {
+        self.graph().reset().unwrap();
+        self.bench.device().synchronize().unwrap();
+        self.bench.trim();
+        self.bench.device().event_pool().trim().unwrap();
+    }
+
+    /// With all graphs and blocks gone: nothing is left of them.
+    pub fn finish(self) {
+        self.clean();
+        let now = self.bench.sim.census();
+        assert_eq!((now.graphs, now.graph_execs, now.captures), (0, 0, 0), "left behind");
+        assert_eq!((now.allocations, now.mappings, now.reservations), (0, 0, 0), "left behind");
+        assert_eq!((now.events, now.handles), (self.start.events, 0), "left behind");
+        assert_eq!(now.bytes_used, self.start.bytes_used, "memory left behind");
+        assert!(!self.bench.gpu.is_capturing(&self.side).unwrap());
+        self.bench.finish();
+    }
+}
+
+pub fn graph_error<T: std::fmt::Debug>(outcome: Result<T>) -> GraphError {
+    match outcome {
+        Err(Error::Graph(error)) => error,
+        other => panic!("a graph's error was due: {other:?}"),
+    }
+}

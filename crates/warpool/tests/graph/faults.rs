@@ -1,0 +1,132 @@
+//! Every driver call of a graph's life fails once, or two of them: nothing is left behind, and the next graph works.
+
+use std::sync::Arc;
+
+use warpool::driver::decorate::{FaultPlan, Faulty};
+use warpool::driver::sim::{HazardKind, SimConfig, SimDriver};
+use warpool::driver::{ErrorCode, Pattern};
+use warpool::graph::{CaptureOptions, Flag, Graph, GraphOptions};
+use warpool::memory::{Allocate as _, CachingAllocator, DeviceAllocator, MemPoolId, Settings};
+use warpool::{Gpu, Result, StreamLease};
+
+struct Lab {
+    sim: Arc<SimDriver>,
+    faulty: Arc<Faulty>,
+    gpu: Gpu,
+    allocator: Arc<dyn DeviceAllocator>,
+    side: StreamLease,
+}
+
+impl Lab {
+    fn new() -> Self {
+        let sim = Arc::new(SimDriver::new(SimConfig::default()));
+        let faulty = Arc::new(Faulty::new(sim.clone(), FaultPlan::new()));
+        let gpu = Gpu::new(faulty.clone()).unwrap();
+        let allocator: Arc<dyn DeviceAllocator> = Arc::new(CachingAllocator::new(&gpu, Settings::default()));
+        let side = gpu.device(0).unwrap().lease_stream().unwrap();
+        Self { sim, faulty, gpu, allocator, side }
+    }
+
+    /// A graph with memory of its own, memory from outside, a second stream and a conditional node; replayed on two streams, reset and captured again.
+    fn scenario(&self, keep_graph: bool) -> Result<()> {
+        let device = self.gpu.device(0)?;
+        let mut graph = Graph::new(&self.allocator, &device, GraphOptions { keep_graph })?;
+        let outside = Arc::new(self.allocator.allocate(512, &self.side)?);
+        for _ in 0..2 {
+            let captured = graph.capture(&self.side, CaptureOptions::default(), |capture| {
+                let stream = capture.stream().clone();
+                let (key, switch) = (capture.share(Arc::clone(&outside))?, capture.allocate(4)?);
+                capture.fill(switch, Pattern::U32(1), 1, &stream)?;
+                let fork = capture.fork()?;
+                capture.fill(key, Pattern::U8(1), 512, &fork)?;
+                capture.join(fork)?;
+                capture.if_node(Flag::word(switch), |body| {
+                    let (stream, inside) = (body.stream().clone(), body.allocate(512)?);
+                    body.copy(inside, key, 512, &stream)
+                })
+            });
+            if captured.is_err() {
+                assert!(!graph.is_capturing() && !graph.is_captured(), "after an error it is as new");
+                assert!(graph.pools().is_empty());
+            }
+            captured?;
+            graph.replay(&self.side)?;
+            let other = device.default_stream()?;
+            graph.replay(&other)?;
+            // The next graph writes to the same memory from outside.
+            self.side.wait_stream(&other)?;
+            graph.reset()?;
+        }
+        Ok(())
+    }
+
+    /// With nothing failing any more: everything is there, and nothing is left.
+    fn finish(self, about: &str) {
+        self.faulty.clear_plan();
+        self.scenario(false).unwrap_or_else(|error| panic!("{about}: afterwards it does not work: {error}"));
+        self.scenario(true).unwrap_or_else(|error| panic!("{about}: afterwards it does not work: {error}"));
+        let device = self.gpu.device(0).unwrap();
+        device.synchronize().unwrap();
+        self.allocator.trim(device.id(), MemPoolId::DEFAULT).unwrap();
+        let left = self.sim.census();
+        assert_eq!((left.graphs, left.graph_execs, left.captures), (0, 0, 0), "{about}");
+        assert_eq!(left.allocations, 0, "{about}: memory left behind");
+        let meant = [HazardKind::CaptureBroken, HazardKind::CaptureUnjoined];
+        let hazards: Vec<_> = self.sim.hazards().into_iter().filter(|one| !meant.contains(&one.kind)).collect();
+        assert_eq!(hazards, [], "{about}");
+        let Self { sim, faulty, gpu, allocator, side } = self;
+        drop((faulty, allocator, side, device));
+        gpu.close().unwrap();
+        let left = sim.census();
+        assert_eq!((left.streams, left.events, left.modules), (0, 0, 0), "{about}");
+    }
+}
+
+fn check(keep_graph: bool, plan: FaultPlan) {
+    let lab = Lab::new();
+    lab.faulty.set_plan(plan);
+    let outcome = lab.scenario(keep_graph);
+    let about = format!("keep_graph: {keep_graph}, failing: {:?}, outcome: {outcome:?}", lab.faulty.fired());
+    lab.finish(&about);
+}
+
+fn calls(keep_graph: bool) -> u64 {
+    let lab = Lab::new();
+    let before = lab.sim.calls_made();
+    lab.scenario(keep_graph).unwrap();
+    let calls = lab.sim.calls_made() - before;
+    lab.finish("without faults");
+    calls
+}
+
+#[test]
+fn each_call_may_fail_once() {
+    for keep_graph in [false, true] {
+        let calls = calls(keep_graph);
+        assert!(calls > 80, "the scenario makes only {calls} calls");
+        for code in [ErrorCode::OutOfMemory, ErrorCode::UnknownError] {
+            for nth in 1..=calls {
+                check(keep_graph, FaultPlan::new().fail_nth_of_all(nth, code));
+            }
+        }
+    }
+}
+
+#[test]
+fn two_calls_may_fail_one_behind_the_other() {
+    for keep_graph in [false, true] {
+        for nth in 1..=calls(keep_graph) {
+            for apart in [1, 2, 3, 5] {
+                let code = ErrorCode::UnknownError;
+                check(keep_graph, FaultPlan::new().fail_nth_of_all(nth, code).fail_nth_of_all(nth + apart, code));
+            }
+        }
+    }
+}
+
+#[test]
+fn a_share_of_all_calls_may_fail() {
+    for seed in 0..300 {
+        check(seed % 2 == 0, FaultPlan::new().fail_share(&[], 0.1, seed, ErrorCode::UnknownError));
+    }
+}

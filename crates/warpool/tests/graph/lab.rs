@@ -1,0 +1,134 @@
+//! A machine with an allocator, a stream to capture on and a kernel, and an end that looks for everything that graphs may have left behind.
+
+use std::sync::Arc;
+
+use warpool::driver::sim::{Census, HazardKind, SimConfig};
+use warpool::driver::{Copies as _, DevicePtr, FunctionId, KernelMirror, KernelSource, Kernels as _, Pattern};
+use warpool::graph::{BufferKey, CaptureOptions, Graph, GraphError, GraphOptions};
+use warpool::memory::MemPoolId;
+use warpool::{Error, StreamLease};
+
+use crate::common::memory::{Bench, FIRST};
+
+static KERNELS: KernelSource = KernelSource {
+    name: "graph tests",
+    cuda: "",
+    mirrors: &[KernelMirror {
+        name: "add",
+        run: |kernel| {
+            let (to, n, value) = (kernel.arg_ptr(0)?, kernel.arg_u32(1)? as usize, kernel.arg_u32(2)?);
+            let sums: Vec<u32> = kernel.read_u32(to, n)?.iter().map(|old| old.wrapping_add(value)).collect();
+            kernel.write_u32(to, &sums)
+        },
+        nanos: None,
+    }],
+};
+
+/// A machine with an allocator, and a stream to capture on.
+pub struct Lab {
+    pub bench: Bench,
+    pub add: FunctionId,
+    pub side: StreamLease,
+    start: Census,
+}
+
+impl Lab {
+    pub fn new() -> Self {
+        Self::with("")
+    }
+
+    pub fn with(settings: &str) -> Self {
+        Self::on(SimConfig::default().with_devices(2), settings)
+    }
+
+    pub fn on(config: SimConfig, settings: &str) -> Self {
+        let bench = Bench::with_config(config, settings);
+        let module = bench.sim.module_load(FIRST, &KERNELS).unwrap();
+        let add = bench.sim.function_get(module, "add").unwrap();
+        let side = bench.device().lease_stream().unwrap();
+        let start = bench.sim.census();
+        Self { bench, add, side, start }
+    }
+
+    pub fn graph(&self) -> Graph {
+        self.graph_with(GraphOptions::default())
+    }
+
+    pub fn graph_with(&self, options: GraphOptions) -> Graph {
+        Graph::new(&self.bench.any(), &self.bench.device(), options).unwrap()
+    }
+
+    /// A graph that sets a word to `value`, and the buffer that holds it.
+    pub fn filled(&self, value: u32) -> (Graph, BufferKey) {
+        let mut graph = self.graph();
+        let key = self.fill_into(&mut graph, CaptureOptions::default(), value);
+        (graph, key)
+    }
+
+    pub fn fill_into(&self, graph: &mut Graph, options: CaptureOptions, value: u32) -> BufferKey {
+        graph
+            .capture(&self.side, options, |capture| {
+                let stream = capture.stream().clone();
+                let key = capture.allocate(4)?;
+                capture.fill(key, Pattern::U32(value), 1, &stream)?;
+                Ok(key)
+            })
+            .unwrap()
+    }
+
+    pub fn word(&self, ptr: DevicePtr) -> u32 {
+        self.bench.device().synchronize().unwrap();
+        let mut bytes = [0; 4];
+        self.bench.sim.download(FIRST, ptr, &mut bytes).unwrap();
+        u32::from_le_bytes(bytes)
+    }
+
+    /// Replays and compares.
+    pub fn expect(&self, graph: &Graph, key: BufferKey, value: u32) {
+        graph.replay(&self.bench.main).unwrap();
+        assert_eq!(self.word(graph.buffer(key).unwrap().ptr()), value);
+    }
+
+    /// A capture that works, after whatever went wrong before.
+    pub fn still_works(&self, graph: &mut Graph) {
+        let key = self.fill_into(graph, CaptureOptions::default(), 77);
+        self.expect(graph, key, 77);
+    }
+
+    /// Forgets the hazards of those kinds, which the test meant to cause.
+    pub fn forgive(&self, kinds: &[HazardKind]) {
+        let hazards = self.bench.sim.hazards();
+        assert!(hazards.iter().all(|hazard| kinds.contains(&hazard.kind)), "{hazards:#?}");
+        self.bench.sim.clear_hazards();
+    }
+
+    /// With all graphs gone: nothing is left of them.
+    pub fn finish(self) {
+        // What destructors left goes with the next reset.
+        self.graph().reset().unwrap();
+        // No route leads to a pool that is gone.
+        let block = self.bench.alloc_on(&self.side, 512);
+        assert_eq!(self.bench.segments_of(MemPoolId::DEFAULT).iter().filter(|one| one.allocated_size > 0).count(), 1);
+        self.bench.free(block);
+        self.bench.trim();
+        self.bench.device().event_pool().trim().unwrap();
+        let now = self.bench.sim.census();
+        assert_eq!((now.graphs, now.graph_execs, now.captures), (0, 0, 0), "left behind");
+        assert_eq!((now.allocations, now.mappings, now.reservations), (0, 0, 0), "left behind");
+        assert_eq!(now.bytes_used, self.start.bytes_used, "memory left behind");
+        // Nobody asks the driver whether a stream captures, as long as no capture is counted.
+        let calls = self.bench.sim.calls_made();
+        assert!(!self.bench.gpu.is_capturing(&self.side).unwrap());
+        assert_eq!(self.bench.sim.calls_made(), calls, "a capture still counts");
+        assert_eq!(self.bench.pools().capture_ended(FIRST), Err(Error::NotCapturing { device: FIRST }));
+        assert_eq!(Arc::strong_count(&self.bench.allocator), 1, "something holds on to the allocator");
+        self.bench.finish();
+    }
+}
+
+pub fn graph_error<T: std::fmt::Debug>(outcome: warpool::Result<T>) -> GraphError {
+    match outcome {
+        Err(Error::Graph(error)) => error,
+        other => panic!("a graph's error was due: {other:?}"),
+    }
+}
