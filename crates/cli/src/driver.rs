@@ -57,17 +57,26 @@ impl SimArgs {
 
 /// Opens the driver of that name.
 pub fn open(name: &str, sim: &SimArgs, seed: u64) -> Result<Arc<dyn Driver>> {
-    match (name, sim.given()) {
-        ("sim", _) => Ok(Arc::new(SimDriver::new(sim.config(seed)))),
-        ("cuda", Some(option)) => Err(Stop::Usage(format!("{option} is for --driver sim, not for cuda"))),
-        ("cuda", None) => match CudaDriver::open() {
-            Ok(driver) => Ok(Arc::new(driver)),
-            Err(error) => {
-                Err(Stop::Usage(format!("the driver 'cuda' cannot be opened: {error} (--driver sim needs none)")))
-            }
-        },
-        _ => Err(Stop::Usage(format!("there is no driver '{name}': choose one of {}", NAMES.join(", ")))),
+    match name {
+        "sim" => Ok(Arc::new(SimDriver::new(sim.config(seed)))),
+        "cuda" => Ok(open_cuda(sim)?),
+        _ => Err(unknown(name)),
     }
+}
+
+/// Opens the driver 'cuda'; settings of the simulated GPU are refused.
+pub fn open_cuda(sim: &SimArgs) -> Result<Arc<CudaDriver>> {
+    if let Some(option) = sim.given() {
+        return Err(Stop::Usage(format!("{option} is for --driver sim, not for cuda")));
+    }
+    CudaDriver::open()
+        .map(Arc::new)
+        .map_err(|error| Stop::Usage(format!("the driver 'cuda' cannot be opened: {error} (--driver sim needs none)")))
+}
+
+/// What to say about a driver that there is not.
+pub fn unknown(name: &str) -> Stop {
+    Stop::Usage(format!("there is no driver '{name}': choose one of {}", NAMES.join(", ")))
 }
 
 /// The device of that number, if the driver has it.

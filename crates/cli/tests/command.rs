@@ -57,6 +57,9 @@ fn what_is_not_there_is_refused_in_one_line() {
     refused("bench sim --driver cuda", &["bench sim", "cuda"]);
     refused("bench driver", &["--driver", "sim", "cuda"]);
     refused("bench driver --driver sim --device 7", &["no device 7"]);
+    refused("bench handles", &["--driver", "sim", "cuda"]);
+    refused("bench graph", &["--driver", "sim", "cuda"]);
+    refused("bench graph --driver rocm", &["rocm", "sim", "cuda"]);
     refused("info --driver cuda --sim-devices 2", &["--sim-devices", "sim"]);
 }
 
@@ -194,6 +197,29 @@ fn bench_rows_stand_beside_their_baseline() {
             assert!((number("ratio") - number("ns") / number("baseline_ns")).abs() < 1e-6);
             assert!(arguments.contains("bench sim") || row["modelled_ns"].is_number(), "{row}");
         }
+    }
+}
+
+#[test]
+fn fetching_a_handle_makes_no_call() {
+    let output = warpool("bench handles --driver sim --ops 1000 --json");
+    assert_eq!(output.status.code(), Some(0), "{}", text(&output.stderr));
+    let rows: Vec<Value> = text(&output.stdout).lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    let (made, found) = rows.split_last().unwrap();
+    assert!(found.len() >= 3 && found.iter().all(|row| row["library_calls"] == 0 && row["ratio"].is_number()));
+    assert!(made["case"].as_str().unwrap().contains("made") && made["library_calls"].as_u64().unwrap() > 0);
+}
+
+#[test]
+fn a_replay_stands_beside_its_bare_launch() {
+    let output = warpool("bench graph --driver sim --ops 400 --json");
+    assert_eq!(output.status.code(), Some(0), "{}", text(&output.stderr));
+    let rows: Vec<Value> = text(&output.stdout).lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    assert!(rows.iter().any(|row| row["generators"] == 0) && rows.iter().any(|row| row["generators"] == 1));
+    for row in rows {
+        assert_eq!((&row["bench"], &row["baseline"]), (&Value::from("graph"), &Value::from("bare launch")));
+        let number = |key: &str| row[key].as_f64().unwrap();
+        assert!((number("ratio") - number("ns") / number("baseline_ns")).abs() < 1e-9);
     }
 }
 

@@ -3,6 +3,8 @@
 
 mod alloc;
 mod driver;
+mod graph;
+mod handles;
 mod measure;
 mod sim;
 
@@ -15,15 +17,18 @@ use measure::Baseline;
 
 /// Measures what things cost, next to a baseline taken in the same run
 ///
-/// The baseline is the cheapest thing that a lock can do: taking and releasing a mutex that nobody else wants.
+/// The baseline is the cheapest thing that a lock can do: taking and releasing a mutex that nobody else wants. `bench graph` compares with a
+/// bare launch instead.
 #[derive(Debug, clap::Args)]
 #[command(after_help = format!("Benchmarks:\n{}\n\n\
-    Exit status: 0, 1 if a limit was passed (memory that grows), 2 if it could not be run.\n\n\
+    Exit status: 0, 1 if a limit was passed (memory that grows, calls that should not be made), 2 if it could not be run.\n\n\
     Examples:\n  \
     warpool bench sim\n  \
     warpool bench sim --ops 10000000 --json\n  \
     warpool bench driver --driver cuda\n  \
-    warpool bench alloc --driver sim", listed()))]
+    warpool bench alloc --driver sim\n  \
+    warpool bench handles --driver sim\n  \
+    warpool bench graph --driver cuda --json", listed()))]
 pub struct Args {
     /// The benchmark to run; the list is below
     #[arg(value_name = "BENCHMARK")]
@@ -55,6 +60,12 @@ const BENCHES: &[Bench] = &[
     Bench { name: "sim", about: "what the simulated GPU does per second, and whether its memory grows", run: sim::run },
     Bench { name: "driver", about: "what calls to a driver cost the host", run: driver::run },
     Bench { name: "alloc", about: "what allocating and freeing device memory costs the host", run: alloc::run },
+    Bench { name: "graph", about: "what replaying a graph costs the host, beside the launch alone", run: graph::run },
+    Bench {
+        name: "handles",
+        about: "what it costs to come by a library's handle, and that it makes no call",
+        run: handles::run,
+    },
 ];
 
 pub fn run(args: &Args, output: &mut Output) -> Result<Verdict> {
@@ -65,6 +76,7 @@ pub fn run(args: &Args, output: &mut Output) -> Result<Verdict> {
     let mut rows = Rows {
         bench: bench.name,
         baseline: Baseline::measure(),
+        baseline_name: Baseline::NAME,
         output,
         shown: Vec::new(),
         remarks: Vec::new(),
@@ -95,6 +107,8 @@ struct Row {
 struct Rows<'a> {
     bench: &'static str,
     baseline: Baseline,
+    /// What it is; a benchmark may choose its own.
+    baseline_name: &'static str,
     output: &'a mut Output,
     shown: Vec<[String; 5]>,
     remarks: Vec<String>,
@@ -111,7 +125,7 @@ impl Rows<'_> {
             "bench": self.bench,
             "case": row.case,
             "ns": row.ns,
-            "baseline": Baseline::NAME,
+            "baseline": self.baseline_name,
             "baseline_ns": self.baseline.ns,
             "ratio": ratio,
             "ops_per_second": per_second,
@@ -139,7 +153,7 @@ impl Rows<'_> {
         self.spinner.finish_and_clear();
         let mut table = output::table(&["case", ">ns", ">x baseline", ">per second", "besides"]);
         table.add_rows(self.shown);
-        let title = format!("bench {}, against {} at {:.1} ns", self.bench, Baseline::NAME, self.baseline.ns);
+        let title = format!("bench {}, against {} at {:.1} ns", self.bench, self.baseline_name, self.baseline.ns);
         self.output.table(&title, &table)?;
         for remark in self.remarks {
             self.output.line(remark)?;
