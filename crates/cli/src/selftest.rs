@@ -14,7 +14,7 @@ use crate::driver::{self, SimArgs};
 use crate::output::{self, Output, Result, Stop, Verdict};
 use crate::{foreign, processes};
 
-/// Checks that a driver keeps the contract, call by call, and that the streams and events above it work
+/// Checks that a driver keeps the contract, call by call, and that what stands on it works: streams, events, memory, handles, generators, graphs
 ///
 /// Runs small programs on real streams and compares exactly what comes out.
 /// A check is skipped only where the device lacks what it is about, and says so.
