@@ -223,13 +223,10 @@ impl fmt::Debug for BareLaunch<'_> {
 
 #[cfg(test)]
 mod tests {
-    use std::hint::black_box;
-    use std::time::Instant;
 
-    use warpool_driver::{CaptureMode, Captures, Driver, Graphs, InstantiateOptions, Kernels, Node, NodeKind, Streams};
+    use warpool_driver::{CaptureMode, Captures, Graphs, InstantiateOptions, Kernels, Node, NodeKind, Streams};
 
     use super::*;
-    use crate::api::Api;
     use crate::fake::{self, DEVICE, LISTED};
 
     /// A graph of a kernel and a callback, and an executable of it.
@@ -335,49 +332,5 @@ mod tests {
         })?;
         assert_eq!(driver.graph_launch(exec, stream).err().map(|error| error.code), Some(ErrorCode::InvalidHandle));
         driver.stream_destroy(stream)
-    }
-
-    /// What the contract adds to a launch and to a change of arguments: `cargo test --release -p warpool-cuda -- --ignored
-    /// --nocapture what_a_launch_costs`.
-    #[test]
-    #[ignore = "measures"]
-    fn what_a_launch_costs() -> Result<()> {
-        extern "C" fn launch(_: sys::CUgraphExec, _: sys::CUstream) -> u32 {
-            black_box(0)
-        }
-        extern "C" fn set(_: sys::CUgraphExec, _: sys::CUgraphNode, _: *const sys::CUDA_KERNEL_NODE_PARAMS) -> u32 {
-            black_box(0)
-        }
-        let api = Api { graph_launch: launch, graph_exec_kernel_node_set_params: set, ..fake::api() };
-        let driver = fake::driver_with(api);
-        let function = fake::kernel(&driver, &[8]);
-        let (_, exec, nodes) = graph(&driver, function)?;
-        let stream = driver.stream_create(DEVICE, Default::default())?;
-        // As a program that uses the device has it.
-        warpool_driver::Devices::set_current_device(&driver, DEVICE)?;
-        let contract: &dyn Driver = &driver;
-        let mut bare = None;
-        let mut time = |what: &str, call: &mut dyn FnMut() -> Result<()>| -> Result<()> {
-            // Short rounds, so that some are not interrupted.
-            const CALLS: u32 = 10_000;
-            let mut best = f64::MAX;
-            for _ in 0..500 {
-                let start = Instant::now();
-                for _ in 0..CALLS {
-                    call()?;
-                }
-                best = best.min(start.elapsed().as_nanos() as f64 / f64::from(CALLS));
-            }
-            println!("{what}: {best:.1} ns, {:.1} more than a bare launch", best - *bare.get_or_insert(best));
-            Ok(())
-        };
-        let mut launcher = driver.bare_launcher(exec, stream)?;
-        time("bare launch", &mut || launcher.launch())?;
-        drop(launcher);
-        time("graph_launch", &mut || contract.graph_launch(exec, stream))?;
-        let args = [KernelArg::U64(1)];
-        time("graph_exec_set_kernel", &mut || {
-            contract.graph_exec_set_kernel(exec, nodes[0].id, function, LaunchShape::ONE, &args)
-        })
     }
 }

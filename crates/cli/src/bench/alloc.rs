@@ -15,7 +15,7 @@ use warpool_driver::sim::SimDriver;
 use warpool_driver::{DeviceId, Driver};
 
 use super::measure::{Baseline, ns_each};
-use super::{Args, Row, Rows};
+use super::{Args, Row, Rows, stop};
 use crate::driver::{self, NAMES};
 use crate::output::{Result, Stop, Verdict};
 
@@ -60,13 +60,6 @@ pub fn run(args: &Args, rows: &mut Rows<'_>) -> Result<Verdict> {
         "a pair of a cached block through the raw interface costs at most {worst:.1} times the baseline; {PAIR_RATIO_MAX} is the aim"
     ));
     Ok(Verdict::Good)
-}
-
-fn stop(error: warpool::Error) -> Stop {
-    match error {
-        warpool::Error::Driver(error) => error.into(),
-        other => Stop::Usage(other.to_string()),
-    }
 }
 
 /// What the cases work with.

@@ -15,7 +15,7 @@ use warpool_driver::sim::SimDriver;
 use warpool_driver::{Driver, FunctionId, KernelMirror, KernelSource, LaunchShape};
 
 use super::measure::ns_each;
-use super::{Args, Row, Rows};
+use super::{Args, Row, Rows, stop};
 use crate::driver::{self, NAMES};
 use crate::output::{Result, Stop, Verdict};
 
@@ -53,13 +53,6 @@ pub fn run(args: &Args, rows: &mut Rows<'_>) -> Result<Verdict> {
         "a replay costs at most {plain:.3} launches, with a generator {generator:.3}; {PLAIN_MAX} and {GENERATOR_MAX} are the aims on a real device"
     ));
     Ok(Verdict::Good)
-}
-
-fn stop(error: warpool::Error) -> Stop {
-    match error {
-        warpool::Error::Driver(error) => error.into(),
-        other => Stop::Usage(other.to_string()),
-    }
 }
 
 /// The driver, by its kind: the bare launch is not of the contract.

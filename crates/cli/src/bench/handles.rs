@@ -14,7 +14,7 @@ use warpool_driver::decorate::Counting;
 use warpool_driver::{Devices, Driver};
 
 use super::measure::{Baseline, ns_each};
-use super::{Args, Row, Rows};
+use super::{Args, Row, Rows, stop};
 use crate::driver::{self, NAMES};
 use crate::output::{Result, Stop, Verdict};
 
@@ -50,13 +50,6 @@ pub fn run(args: &Args, rows: &mut Rows<'_>) -> Result<Verdict> {
     }
     rows.remark(format!("these made calls, and must not: {}", called.join(", ")));
     Ok(Verdict::Bad)
-}
-
-fn stop(error: warpool::Error) -> Stop {
-    match error {
-        warpool::Error::Driver(error) => error.into(),
-        other => Stop::Usage(other.to_string()),
-    }
 }
 
 /// Workspaces as the environment wants them, as PyTorch reads it.

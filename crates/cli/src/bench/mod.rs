@@ -92,6 +92,14 @@ fn listed() -> String {
     BENCHES.iter().map(|bench| format!("  {:8} {}", bench.name, bench.about)).collect::<Vec<_>>().join("\n")
 }
 
+/// What a library's failure is for a benchmark: it could not be run.
+fn stop(error: warpool::Error) -> Stop {
+    match error {
+        warpool::Error::Driver(error) => error.into(),
+        other => Stop::Usage(other.to_string()),
+    }
+}
+
 /// One measured case.
 struct Row {
     case: &'static str,

@@ -1,6 +1,5 @@
 //! The end of a capture: the driver's first, then everything else whether that went well or not, and only then the report.
 
-use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::thread;
 
@@ -39,7 +38,7 @@ impl Graph {
             Ok(Err(error)) => Err(more_telling(error, self.give_up_capture())),
             Err(panic) => {
                 self.give_up_capture();
-                pass_on(panic)
+                resume_unwind(panic)
             }
         }
     }
@@ -80,11 +79,12 @@ impl Graph {
 
     /// Ends the capture on the driver and takes it out of the graph, which is as new afterwards. `None` if there is none.
     fn end_on_driver(&mut self) -> Result<Option<(UnderWay, GraphId)>> {
-        if !matches!(self.stage, Stage::Capturing(_)) {
-            return Ok(None);
-        }
-        let Stage::Capturing(under_way) = std::mem::replace(&mut self.stage, Stage::New) else {
-            unreachable!("just looked");
+        let under_way = match std::mem::replace(&mut self.stage, Stage::New) {
+            Stage::Capturing(under_way) => under_way,
+            other => {
+                self.stage = other;
+                return Ok(None);
+            }
         };
         let stream = &under_way.stream;
         match self.device.state().graphs.end(stream.driver(), stream.id(), Some(under_way.id)) {
@@ -151,8 +151,4 @@ fn more_telling(error: Error, end: Option<Error>) -> Error {
         (Error::Driver(driver), Some(end)) if driver.code == ErrorCode::StreamCaptureInvalidated => end,
         _ => error,
     }
-}
-
-fn pass_on(panic: Box<dyn Any + Send>) -> ! {
-    resume_unwind(panic)
 }
