@@ -133,7 +133,7 @@ fn selftest_reports_each_check_and_then_the_totals() {
     let reasons: Vec<(&Value, &Value)> = skipped.map(|check| (&check["suite"], &check["detail"])).collect();
     let foreign = (&json!("foreign"), &json!("no two simulated machines have anything in common"));
     let processes = (&json!("processes"), &json!("no two processes share a simulated machine"));
-    assert_eq!(reasons, [foreign, foreign, foreign, processes, processes, processes]);
+    assert_eq!(reasons, [foreign, foreign, foreign, foreign, processes, processes, processes]);
 }
 
 #[test]

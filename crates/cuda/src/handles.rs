@@ -225,7 +225,7 @@ mod tests {
         let handles = [Library::Blas, Library::Dnn, Library::Sparse].map(|which| driver.library_create(which, DEVICE));
         let [a, b, c] = handles.map(|handle| handle.expect("it is made"));
         let [gone, stays] = [(); 2].map(|()| driver.stream_create(DEVICE, Default::default()).expect("it is made"));
-        let raw = driver.stream_info(gone)?.raw;
+        let raw = driver.stream_handle(gone)?.raw;
         for (handle, stream) in [(a, gone), (b, gone), (c, gone), (c, stays)] {
             driver.library_set_stream(handle, stream)?;
         }

@@ -2,9 +2,12 @@
 //! The book of pinned ranges is what keeps safe callers honest: only addresses in it are read, written or copied.
 
 use std::ffi::{c_uint, c_void};
+use std::mem::ManuallyDrop;
 use std::ptr;
 
-use warpool_driver::{Call, DeviceId, DevicePtr, ErrorCode, HostMemory, HostOptions, HostPtr, HostRange, Result};
+use warpool_driver::{
+    Call, DeviceId, DevicePtr, ErrorCode, HostMemory, HostOptions, HostPtr, HostRange, KeptRange, Result,
+};
 
 use crate::CudaDriver;
 use crate::context::Context;
@@ -18,17 +21,16 @@ const DEVICE_MAP: c_uint = 2;
 const WRITE_COMBINED: c_uint = 4;
 
 /// What is known about a pinned range.
-#[derive(Clone, Copy)]
 pub(crate) struct Pinned {
     context: Context,
     how: How,
 }
 
 /// How a range came to be pinned, which decides how it is let go.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum How {
     Allocated,
-    Registered,
+    /// The range is kept for as long as CUDA has it pinned, which it goes on doing if the driver here is dropped: then nobody unmaps it.
+    Registered(ManuallyDrop<KeptRange>),
 }
 
 /// CUDA's flags for pinned memory.
@@ -65,7 +67,7 @@ impl HostMemory for CudaDriver {
 
     fn host_free(&self, ptr: HostPtr) -> Result<()> {
         let site = self.enter(Call::HostFree)?;
-        let range = self.pinned.remove_if(ptr.0, |pinned| pinned.how == How::Allocated);
+        let range = self.pinned.remove_if(ptr.0, |pinned| matches!(pinned.how, How::Allocated));
         let range = range.ok_or_else(|| site.error(ErrorCode::InvalidValue))?;
         let freed = self.make_current(site, range.what.context).and_then(|_current| {
             // SAFETY: cuMemHostAlloc gave the address, and it is out of the book: nobody frees, reads or copies it any
@@ -87,15 +89,19 @@ impl HostMemory for CudaDriver {
         }
         let _current = self.make_current(site, context)?;
         let (start, bytes) = (range.ptr(), range.bytes());
-        // SAFETY: whoever made the `HostRange` vouches for the memory until it is unregistered.
+        let Some(kept) = range.keep() else {
+            let detail = format!("the pages at {start} are pinned already");
+            return Err(site.explain(ErrorCode::HostMemoryAlreadyRegistered, detail));
+        };
+        // SAFETY: whoever made the `HostRange` vouches for the memory until it is unregistered, or `kept` keeps it until then.
         site.check(unsafe { (self.api.mem_host_register)(pointer_to(start), bytes as usize, flags(options)) })?;
-        self.pinned.insert(start.0, bytes, Pinned { context, how: How::Registered });
+        self.pinned.insert(start.0, bytes, Pinned { context, how: How::Registered(ManuallyDrop::new(kept)) });
         Ok(())
     }
 
     fn host_unregister(&self, ptr: HostPtr) -> Result<()> {
         let site = self.enter(Call::HostUnregister)?;
-        let Some(range) = self.pinned.remove_if(ptr.0, |pinned| pinned.how == How::Registered) else {
+        let Some(range) = self.pinned.remove_if(ptr.0, |pinned| matches!(pinned.how, How::Registered(_))) else {
             let inside = self.pinned.hold().containing(ptr.0, 0).is_some();
             let code = if inside { ErrorCode::InvalidValue } else { ErrorCode::HostMemoryNotRegistered };
             return Err(site.error(code));
@@ -105,10 +111,14 @@ impl HostMemory for CudaDriver {
             // any more.
             site.check(unsafe { (self.api.mem_host_unregister)(pointer_to(ptr)) })
         });
-        if unpinned.is_err() {
+        if let Err(error) = unpinned {
             self.pinned.insert(ptr.0, range.bytes, range.what);
+            return Err(error);
         }
-        unpinned
+        if let How::Registered(kept) = range.what.how {
+            drop(ManuallyDrop::into_inner(kept));
+        }
+        Ok(())
     }
 
     fn host_device_ptr(&self, device: DeviceId, ptr: HostPtr) -> Result<DevicePtr> {
@@ -161,7 +171,56 @@ pub(crate) fn pointer_to(ptr: HostPtr) -> *mut c_void {
 
 #[cfg(test)]
 mod tests {
+    use std::cell::Cell;
+    use std::sync::Arc;
+
+    use warpool_driver::Pages;
+
     use super::*;
+    use crate::api::Api;
+    use crate::fake::{self, DEVICE};
+
+    thread_local! {
+        /// What CUDA says to registering and unregistering on this thread.
+        static ANSWER: Cell<u32> = const { Cell::new(0) };
+    }
+
+    extern "C" fn register(_: *mut c_void, _: usize, _: c_uint) -> u32 {
+        ANSWER.get()
+    }
+
+    extern "C" fn unregister(_: *mut c_void) -> u32 {
+        ANSWER.get()
+    }
+
+    #[test]
+    fn pages_stay_until_cuda_has_let_them_go() {
+        let driver =
+            fake::driver_with(Api { mem_host_register: register, mem_host_unregister: unregister, ..fake::api() });
+        let pages = Pages::map(4096, false).expect("a page");
+        let (ptr, alive) = (pages.ptr(), Arc::downgrade(&pages));
+        let register = || driver.host_register(DEVICE, HostRange::of(&pages), HostOptions::default());
+
+        ANSWER.set(2);
+        assert_eq!(register().map_err(|error| error.code), Err(ErrorCode::OutOfMemory));
+        assert_eq!(alive.strong_count(), 1, "a failed registration keeps nothing");
+        ANSWER.set(0);
+        assert_eq!(register(), Ok(()));
+        assert_eq!(register().map_err(|error| error.code), Err(ErrorCode::HostMemoryAlreadyRegistered));
+
+        ANSWER.set(1);
+        assert!(driver.host_unregister(ptr).is_err());
+        assert_eq!(alive.strong_count(), 2, "CUDA still has them");
+        assert_eq!(driver.host_read(ptr, &mut [0; 16]), Ok(()));
+        ANSWER.set(0);
+        assert_eq!(driver.host_unregister(ptr), Ok(()));
+        assert_eq!(alive.strong_count(), 1);
+
+        assert_eq!(register(), Ok(()));
+        drop(pages);
+        drop(driver);
+        assert_eq!(alive.strong_count(), 1, "CUDA still has them, though nobody can tell it so any more");
+    }
 
     #[test]
     fn options_become_cudas_flags() {

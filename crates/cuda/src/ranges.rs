@@ -22,7 +22,7 @@ pub(crate) struct Range<T> {
 /// Ranges that nobody can take away for now.
 pub(crate) struct HeldRanges<'a, T>(RwLockReadGuard<'a, BTreeMap<u64, Range<T>>>);
 
-impl<T: Copy> Ranges<T> {
+impl<T> Ranges<T> {
     /// No ranges.
     pub(crate) const fn new() -> Self {
         Self { by_start: RwLock::new(BTreeMap::new()) }
@@ -34,7 +34,10 @@ impl<T: Copy> Ranges<T> {
     }
 
     /// The range that starts there.
-    pub(crate) fn get(&self, start: u64) -> Option<Range<T>> {
+    pub(crate) fn get(&self, start: u64) -> Option<Range<T>>
+    where
+        T: Copy,
+    {
         read(&self.by_start).get(&start).copied()
     }
 
@@ -50,12 +53,12 @@ impl<T: Copy> Ranges<T> {
     }
 }
 
-impl<T: Copy> HeldRanges<'_, T> {
+impl<T> HeldRanges<'_, T> {
     /// The start and the range that `[address, address + bytes)` lies in, all of it.
-    pub(crate) fn containing(&self, address: u64, bytes: u64) -> Option<(u64, Range<T>)> {
+    pub(crate) fn containing(&self, address: u64, bytes: u64) -> Option<(u64, &Range<T>)> {
         let (&start, range) = self.0.range(..=address).next_back()?;
         let end = address.checked_add(bytes)?;
-        (address - start < range.bytes && end - start <= range.bytes).then_some((start, *range))
+        (address - start < range.bytes && end - start <= range.bytes).then_some((start, range))
     }
 }
 

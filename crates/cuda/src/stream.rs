@@ -6,7 +6,7 @@ use std::sync::OnceLock;
 use cudarc::driver::sys;
 use warpool_driver::{
     Call, DeviceId, ErrorCode, EventId, EventScope, ForeignStream, HostCallback, PriorityRange, RawHandle, Result,
-    StreamId, StreamInfo, StreamOptions, Streams,
+    StreamHandle, StreamId, StreamInfo, StreamOptions, Streams,
 };
 
 use crate::CudaDriver;
@@ -25,6 +25,9 @@ const LEGACY: u64 = 0;
 const LEGACY_ALIAS: u64 = 1;
 pub(crate) const PER_THREAD: u64 = 2;
 
+/// Stands in a number that is none of CUDA's: those count up from 1.
+const UNNUMBERED: u64 = 1 << 63;
+
 /// A stream behind its id.
 pub(crate) struct Stream {
     /// CUDA's handle.
@@ -35,7 +38,8 @@ pub(crate) struct Stream {
     pub(crate) kind: StreamKind,
     /// The context it was made in. The default streams have none: they are those of whichever context is current.
     pub(crate) context: Option<Context>,
-    /// CUDA's own number for it, which unlike the handle is not used again. 0 for the default streams.
+    /// CUDA's own number for it, which unlike the handle is not used again. 0 for the default streams; the handle, marked as [`UNNUMBERED`], for
+    /// one that was adopted while it captures.
     pub(crate) serial: u64,
     /// Priority, and whether it ignores the legacy default stream. Asked as early as possible: asking while the stream captures
     /// breaks the capture.
@@ -140,19 +144,24 @@ impl Streams for CudaDriver {
         }
         let _current = self.on_device(site, device)?;
         let raw = Handle::from_number(number);
-        let serial = self.serial_of(site, raw.raw())?;
         let mut context = ptr::null_mut();
-        // SAFETY: the caller vouches for the handle, which CUDA has just known; `context` takes its context.
+        // SAFETY: the caller vouches for the handle; `context` takes its context.
         site.check(unsafe { (self.api.stream_get_ctx)(raw.raw(), &raw mut context) })?;
         let context = Handle::new(context);
         if self.device_of_context(site, context)? != slot.raw {
             let detail = format!("the stream is not one of {device}");
             return Err(site.explain(ErrorCode::InvalidValue, detail));
         }
-        let (kind, traits) = (StreamKind::Adopted, OnceLock::new());
-        let stream = Stream { raw, device, kind, context: Some(context), serial, traits };
+        let (kind, serial, traits) = (StreamKind::Adopted, UNNUMBERED | number, OnceLock::new());
+        let mut stream = Stream { raw, device, kind, context: Some(context), serial, traits };
+        if self.capture_status(site, &stream).is_ok_and(|(status, ..)| status != NOT_CAPTURING) {
+            // Asked for its number or its flags now, it would break the capture; asked for its context, it did not (H200).
+            return Ok(StreamId(self.streams.find_or_insert(|known| known.raw == raw, stream)));
+        }
+        stream.serial = self.serial_of(site, raw.raw())?;
         let _ = self.traits_of(site, &stream);
-        Ok(StreamId(self.streams.find_or_insert(|known| known.raw == raw && known.serial == serial, stream)))
+        let numbers = [stream.serial, serial];
+        Ok(StreamId(self.streams.find_or_insert(|known| known.raw == raw && numbers.contains(&known.serial), stream)))
     }
 
     fn stream_info(&self, stream: StreamId) -> Result<StreamInfo> {
@@ -161,6 +170,11 @@ impl Streams for CudaDriver {
         let _current = self.on_stream(site, &row)?;
         let (priority, non_blocking) = self.traits_of(site, &row)?;
         Ok(StreamInfo { device: row.device, priority, non_blocking, raw: row.raw.exposed() })
+    }
+
+    fn stream_handle(&self, stream: StreamId) -> Result<StreamHandle> {
+        let row = self.stream(self.enter(Call::StreamHandle)?, stream)?;
+        Ok(StreamHandle { device: row.device, raw: row.raw.exposed() })
     }
 
     fn stream_query(&self, stream: StreamId) -> Result<bool> {

@@ -163,35 +163,3 @@ impl From<HostPtr> for Address {
         Self::Host(ptr)
     }
 }
-
-/// A stretch of host memory that somebody keeps alive, so that it can be pinned where it is.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct HostRange {
-    ptr: HostPtr,
-    bytes: u64,
-}
-
-impl HostRange {
-    /// Names `bytes` bytes at `ptr`.
-    ///
-    /// # Safety
-    /// The range must be readable and writable memory of this process and stay so until it has been
-    /// unregistered from every driver that it was registered with, and while it is registered nobody may
-    /// hold a Rust reference into it across a call that lets the device touch it.
-    #[must_use]
-    pub const unsafe fn new(ptr: HostPtr, bytes: u64) -> Self {
-        Self { ptr, bytes }
-    }
-
-    /// Where it starts.
-    #[must_use]
-    pub const fn ptr(self) -> HostPtr {
-        self.ptr
-    }
-
-    /// How long it is.
-    #[must_use]
-    pub const fn bytes(self) -> u64 {
-        self.bytes
-    }
-}

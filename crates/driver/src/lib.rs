@@ -12,11 +12,13 @@ pub mod contract;
 pub mod decorate;
 mod error;
 mod id;
+mod pages;
 pub mod sim;
 
 pub use contract::*;
 pub use error::{DriverError, ErrorCode, Result};
 pub use id::{
     Address, CaptureId, ConditionalId, DeviceId, DevicePtr, EventId, ForeignStream, FunctionId, GraphExecId, GraphId,
-    HandleId, HostPtr, HostRange, ModuleId, NodeId, PhysicalId, PoolId, RawHandle, StreamId,
+    HandleId, HostPtr, ModuleId, NodeId, PhysicalId, PoolId, RawHandle, StreamId,
 };
+pub use pages::{HostRange, KeptRange, Pages};

@@ -56,8 +56,9 @@ fn scenario(driver: &dyn Driver) -> Result<()> {
     let side = driver.stream_create(DEVICE, StreamOptions { non_blocking: false, priority: -1 })?;
     undo.push(move || driver.stream_destroy(side));
     // SAFETY: the stream lives as long as this scenario.
-    let foreign = unsafe { ForeignStream::new(driver.stream_info(stream)?.raw) };
+    let foreign = unsafe { ForeignStream::new(driver.stream_handle(stream)?.raw) };
     assert_eq!(driver.stream_adopt(DEVICE, foreign)?, stream);
+    driver.stream_info(stream)?;
     let timed = EventOptions { timing: true, ..EventOptions::default() };
     let start = driver.event_create(DEVICE, timed)?;
     undo.push(move || driver.event_destroy(start));
@@ -116,13 +117,9 @@ fn scenario(driver: &dyn Driver) -> Result<()> {
     driver.pool_trim(pool, 0)?;
     let host = driver.host_alloc(DEVICE, 4096, HostOptions::default())?;
     undo.push(move || driver.host_free(host));
-    let mut pages = vec![0u8; 8192];
-    // SAFETY: `pages` outlives the registration, which `undo` ends, and nothing else looks into it.
-    let own = unsafe { HostRange::new(HostPtr(pages.as_mut_ptr().expose_provenance() as u64), 8192) };
-    // `pages` must outlive `undo`, and locals go in the order opposite to their making.
-    let mut undo_pages = Undo::default();
-    driver.host_register(DEVICE, own, HostOptions::default())?;
-    undo_pages.push(move || driver.host_unregister(own.ptr()));
+    let own = Pages::map(8192, false).expect("two pages");
+    driver.host_register(DEVICE, HostRange::of(&own), HostOptions::default())?;
+    undo.push(move || driver.host_unregister(own.ptr()));
     driver.host_device_ptr(DEVICE, host)?;
     driver.host_write(host, &[7; 64])?;
 

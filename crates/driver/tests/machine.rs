@@ -237,3 +237,28 @@ fn calls_are_counted_and_their_time_is_all_the_time_there_is() -> Result<()> {
     assert!(gpu.time_in_calls() > Duration::from_nanos(600), "waiting is time in calls");
     Ok(())
 }
+
+/// What a stream of somebody else's says, and when: not while it captures, if nobody asked before.
+#[test]
+fn a_stream_of_others_keeps_to_itself_while_it_captures() -> Result<()> {
+    let gpu = SimDriver::new(SimConfig::default());
+    for adopted_before in [true, false] {
+        let stream = gpu.stream_of_others(DEVICE, StreamOptions { non_blocking: true, priority: -1 })?;
+        let handle = gpu.stream_handle(stream)?;
+        // SAFETY: a simulated driver follows no handle.
+        let foreign = unsafe { ForeignStream::new(handle.raw) };
+        if adopted_before {
+            assert_eq!(gpu.stream_adopt(DEVICE, foreign)?, stream);
+        }
+        gpu.capture_begin(stream, CaptureMode::Global)?;
+        assert_eq!(gpu.stream_adopt(DEVICE, foreign)?, stream);
+        let told = gpu.stream_info(stream).map_err(|error| error.code);
+        assert_eq!(told.is_ok(), adopted_before, "{told:?}");
+        assert!(told.is_ok() || told == Err(ErrorCode::StreamCaptureUnsupported));
+        assert_eq!(gpu.stream_handle(stream)?, handle);
+        let graph = gpu.capture_end(stream).expect("asking breaks nothing");
+        gpu.graph_destroy(graph)?;
+        assert_eq!(gpu.stream_info(stream)?.priority, -1);
+    }
+    Ok(())
+}

@@ -171,6 +171,10 @@ extern "C" fn stream_destroy(stream: CUstream) -> u32 {
     }
 }
 extern "C" fn stream_get_id(stream: CUstream, id: *mut c_ulonglong) -> u32 {
+    if lock(&object(stream).capture).is_some() {
+        // `CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED`; a real one breaks the capture, too.
+        return 900;
+    }
     give(id, object(stream).serial);
     alive(&[object(stream)])
 }

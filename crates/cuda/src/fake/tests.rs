@@ -1,15 +1,18 @@
 //! Tests of the backend over the driver of this folder: what outlives what, and threads that take away what others use.
 
+use std::ffi::{c_int, c_uint};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
 
+use cudarc::driver::sys::CUstream;
 use warpool_driver::{
     BlasMatrix, Call, CaptureMode, CaptureState, Captures, ConditionalId, ConditionalKind, DevicePtr, DriverError,
-    ErrorCode, EventId, EventOptions, EventScope, Events, GraphExecId, GraphId, Graphs, HandleId, InstantiateOptions,
-    Kernels, LaunchShape, Libraries, Library, NodeId, Result, Sgemm, StreamId, StreamOptions, Streams,
+    ErrorCode, EventId, EventOptions, EventScope, Events, ForeignStream, GraphExecId, GraphId, Graphs, HandleId,
+    InstantiateOptions, Kernels, LaunchShape, Libraries, Library, NodeId, Result, Sgemm, StreamId, StreamOptions,
+    Streams,
 };
 
-use super::{CURRENT, DEAD, DEVICE, driver, kernel, object};
+use super::{CURRENT, DEAD, DEVICE, api, driver, driver_with, guarded, kernel, object};
 use crate::CudaDriver;
 
 fn code<T>(result: Result<T>) -> Option<ErrorCode> {
@@ -36,6 +39,38 @@ fn the_thread_keeps_its_context() -> Result<()> {
     driver.stream_create(DEVICE, StreamOptions::default())?;
     assert!(CURRENT.get().is_null());
     Ok(())
+}
+
+/// As a framework's stream is met whose capture began elsewhere. Asking CUDA would break that, so nobody does.
+#[test]
+fn a_stream_adopted_while_it_captures_has_its_handle() -> Result<()> {
+    let maker = driver();
+    let stream = maker.stream_create(DEVICE, StreamOptions::default())?;
+    let handle = maker.stream_handle(stream)?;
+    assert_eq!(handle.device, DEVICE);
+    // SAFETY: the fake driver frees nothing.
+    let foreign = unsafe { ForeignStream::new(handle.raw) };
+    let mut api = api();
+    (api.stream_get_priority, api.stream_get_flags) = (ask_priority, ask_flags);
+    let driver = driver_with(api);
+    maker.capture_begin(stream, CaptureMode::Global)?;
+    let adopted = driver.stream_adopt(DEVICE, foreign)?;
+    assert_eq!(driver.stream_handle(adopted)?, handle);
+    assert_eq!(code(driver.stream_info(adopted)), Some(ErrorCode::StreamCaptureUnsupported));
+    maker.capture_end(stream)?;
+    assert_eq!(driver.stream_info(adopted)?.raw, handle.raw);
+    driver.stream_destroy(adopted)?;
+    assert_eq!(code(driver.stream_handle(adopted)), Some(ErrorCode::InvalidHandle));
+    Ok(())
+}
+
+/// Breaks the captures of this thread, as CUDA's would.
+unsafe extern "C" fn ask_priority(_: CUstream, _: *mut c_int) -> u32 {
+    guarded()
+}
+
+unsafe extern "C" fn ask_flags(_: CUstream, _: *mut c_uint) -> u32 {
+    guarded()
 }
 
 #[test]

@@ -293,9 +293,10 @@ impl<'a> Bench<'a> {
 
     /// Pins memory where it is.
     pub(super) fn register(&self, range: HostRange) -> Checked<HostPtr> {
+        let ptr = range.ptr();
         self.driver.host_register(self.device, range, HostOptions::default())?;
-        self.own(Owned::Registered(range.ptr()));
-        Ok(range.ptr())
+        self.own(Owned::Registered(ptr));
+        Ok(ptr)
     }
 
     /// A pool of the driver, or a skip.

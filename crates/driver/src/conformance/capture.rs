@@ -11,7 +11,7 @@ use crate::ErrorCode::{
     StreamCaptureMerge, StreamCaptureUnjoined, StreamCaptureUnmatched, StreamCaptureUnsupported,
     StreamCaptureWrongThread,
 };
-use crate::{CaptureMode, CaptureState, ErrorCode, EventScope, NodeKind, StreamId};
+use crate::{CaptureMode, CaptureState, ErrorCode, EventScope, NodeKind, StreamHandle, StreamId};
 
 pub(super) const CHECKS: &[Check] = super::checks![
     captured_work_does_not_run,
@@ -21,6 +21,7 @@ pub(super) const CHECKS: &[Check] = super::checks![
     a_stream_captures_once_at_a_time,
     captures_have_ids_of_their_own,
     a_stream_tells_what_it_is_while_it_captures,
+    a_stream_has_its_handle_while_it_captures,
     a_captured_event_is_useless_until_recorded_again,
     a_captured_event_may_be_destroyed,
     waiting_for_a_never_recorded_event_adds_nothing,
@@ -62,6 +63,24 @@ fn a_stream_tells_what_it_is_while_it_captures(bench: &Bench<'_>) -> Checked {
         Ok(())
     })?;
     expect_eq("what it told", told, Some(bench.driver.stream_info(stream)?))
+}
+
+/// In every mode, on the thread that captures and on another: also for a stream that nobody asked before.
+fn a_stream_has_its_handle_while_it_captures(bench: &Bench<'_>) -> Checked {
+    for mode in MODES {
+        let stream = bench.stream()?;
+        bench.driver.capture_begin(stream, mode)?;
+        let here = bench.driver.stream_handle(stream);
+        let elsewhere = bench.elsewhere(|| bench.driver.stream_handle(stream));
+        let state = bench.driver.capture_state(stream);
+        let ended = bench.driver.capture_end(stream).map(|graph| bench.own(Owned::Graph(graph)));
+        let info = bench.driver.stream_info(stream)?;
+        let want = StreamHandle { device: info.device, raw: info.raw };
+        expect_eq(&format!("its handle in a {mode:?} capture, here and elsewhere"), (here?, elsewhere?), (want, want))?;
+        expect(matches!(state?, CaptureState::Active(_)), "a capture that goes on")?;
+        ended?;
+    }
+    Ok(())
 }
 
 fn captured_work_does_not_run(bench: &Bench<'_>) -> Checked {

@@ -123,6 +123,10 @@ const ROWS: &[(Call, Prepare)] = &[
         let other = b.stream()?;
         Ok(Box::new(move || b.driver.stream_info(other).map(drop)))
     }),
+    (Call::StreamHandle, |b| {
+        let other = b.stream()?;
+        Ok(Box::new(move || b.driver.stream_handle(other).map(drop)))
+    }),
     (Call::StreamDestroy, |b| {
         let other = b.stream()?;
         Ok(Box::new(move || b.driver.stream_destroy(other).map(|()| b.disown(Owned::Stream(other)))))
@@ -255,8 +259,9 @@ const ROWS: &[(Call, Prepare)] = &[
     (Call::HostRegister, |b| {
         let range = b.pages(1);
         Ok(Box::new(move || {
+            let ptr = range.ptr();
             let done = b.driver.host_register(b.device, range, HostOptions::default());
-            done.map(|()| b.own(Owned::Registered(range.ptr())))
+            done.map(|()| b.own(Owned::Registered(ptr)))
         }))
     }),
     (Call::HostUnregister, |b| {

@@ -119,7 +119,7 @@ fn a_device_out_of_range_is_refused_by_every_call(bench: &Bench<'_>) -> Checked 
             refused("pool_set_access", driver.pool_set_access(pool, none, Access::ReadWrite))?;
         }
         refused("host_alloc", driver.host_alloc(none, 64, HostOptions::default()).map(drop))?;
-        refused("host_register", driver.host_register(none, range, HostOptions::default()))?;
+        refused("host_register", driver.host_register(none, range.clone(), HostOptions::default()))?;
         refused("host_device_ptr", driver.host_device_ptr(none, pinned).map(drop))?;
         refused("copy_peer to it", driver.copy_peer(memory, none, memory.offset(32), here, 16, stream))?;
         refused("copy_peer from it", driver.copy_peer(memory, here, memory.offset(32), none, 16, stream))?;

@@ -1,11 +1,13 @@
 //! Pinned host memory, allocated and registered.
 
+use std::sync::Arc;
+
 use super::Check;
 use super::bench::{Bench, to_bytes, to_words};
 use super::expect::{Checked, expect_code, expect_code_of, expect_eq, expect_same, need};
 use super::owned::Owned;
-use crate::ErrorCode::{HostMemoryAlreadyRegistered, HostMemoryNotRegistered, InvalidValue};
-use crate::{HostOptions, HostPtr, HostRange, KernelArg};
+use crate::ErrorCode::{HostMemoryAlreadyRegistered, HostMemoryNotRegistered, InvalidDevice, InvalidValue};
+use crate::{HostOptions, HostPtr, HostRange, KernelArg, Pages};
 
 pub(super) const CHECKS: &[Check] = super::checks![
     no_bytes_are_refused,
@@ -24,6 +26,8 @@ pub(super) const CHECKS: &[Check] = super::checks![
     registered_memory_is_not_freed,
     unregistered_memory_is_not_pinned,
     any_thread_may_free_pinned_memory,
+    pages_stay_while_they_are_pinned,
+    pages_are_pinned_once_at_a_time,
     ; provoking:
     nothing_is_freed_twice,
 ];
@@ -135,7 +139,7 @@ fn registrable(bench: &Bench<'_>, n: usize) -> Checked<HostRange> {
 }
 
 /// A part of a range.
-fn part(range: HostRange, offset: u64, bytes: u64) -> HostRange {
+fn part(range: &HostRange, offset: u64, bytes: u64) -> HostRange {
     assert!(offset + bytes <= range.bytes(), "a part lies inside");
     // SAFETY: a part of a range that lives as the whole does.
     unsafe { HostRange::new(range.ptr().offset(offset), bytes) }
@@ -160,11 +164,11 @@ fn memory_can_be_pinned_where_it_is(bench: &Bench<'_>) -> Checked {
 
 fn nothing_is_registered_twice(bench: &Bench<'_>) -> Checked {
     let range = registrable(bench, 4)?;
-    bench.register(range)?;
+    bench.register(range.clone())?;
     let register = |range| bench.driver.host_register(bench.device, range, HostOptions::default());
-    expect_code_of("the same range", register(range), HostMemoryAlreadyRegistered)?;
-    expect_code_of("a part of it", register(part(range, 4096, 4096)), HostMemoryAlreadyRegistered)?;
-    expect_code_of("no bytes", register(part(bench.pages(1), 0, 0)), InvalidValue)
+    expect_code_of("the same range", register(range.clone()), HostMemoryAlreadyRegistered)?;
+    expect_code_of("a part of it", register(part(&range, 4096, 4096)), HostMemoryAlreadyRegistered)?;
+    expect_code_of("no bytes", register(part(&bench.pages(1), 0, 0)), InvalidValue)
 }
 
 fn a_range_is_unregistered_by_its_start(bench: &Bench<'_>) -> Checked {
@@ -176,7 +180,7 @@ fn a_range_is_unregistered_by_its_start(bench: &Bench<'_>) -> Checked {
 }
 
 fn a_range_need_not_be_page_aligned(bench: &Bench<'_>) -> Checked {
-    let range = part(registrable(bench, 4)?, 100, 5000);
+    let range = part(&registrable(bench, 4)?, 100, 5000);
     let ptr = bench.register(range)?;
     let (stream, bytes) = (bench.stream()?, bench.random_bytes(5000));
     let memory = bench.memory_of(&bytes)?;
@@ -211,4 +215,47 @@ fn any_thread_may_free_pinned_memory(bench: &Bench<'_>) -> Checked {
     expect_same("what was copied", &to_words(&bench.pinned_bytes(ptr, 512)?), &(0..128).collect::<Vec<_>>())?;
     bench.disown(Owned::Pinned(ptr));
     Ok(bench.elsewhere(|| bench.driver.host_free(ptr))?)
+}
+
+/// Pages that can be pinned, or a skip.
+fn own_pages(bench: &Bench<'_>, bytes: u64) -> Checked<Arc<Pages>> {
+    need(bench.properties()?.host_registration, "the device pins no memory where it is")?;
+    Ok(Pages::map(bytes, true).expect("the host has a few megabytes"))
+}
+
+fn pages_stay_while_they_are_pinned(bench: &Bench<'_>) -> Checked {
+    let (stream, n) = (bench.stream()?, (5 << 20) + 4096);
+    let pages = own_pages(bench, n)?;
+    pages.touch(2);
+    let alive = Arc::downgrade(&pages);
+    let ptr = bench.register(HostRange::of(&pages))?;
+    let (bytes, end) = (bench.random_bytes(4096), ptr.offset(n - 4096));
+    bench.driver.host_write(ptr, &bytes)?;
+    drop(pages);
+    let there = bench.memory(4096)?;
+    bench.driver.copy(there.into(), ptr.into(), 4096, stream)?;
+    bench.driver.copy(end.into(), there.into(), 4096, stream)?;
+    bench.sync(stream)?;
+    expect_same("the pages after their owner let them go", &bench.pinned_bytes(ptr, 4096)?, &bytes)?;
+    expect_same("what came back from the device", &bench.pinned_bytes(end, 4096)?, &bytes)?;
+    expect_eq("whether the driver keeps the pages", alive.strong_count(), 1)?;
+    bench.disown(Owned::Registered(ptr));
+    bench.driver.host_unregister(ptr)?;
+    expect_eq("whether it keeps them after", alive.strong_count(), 0)
+}
+
+fn pages_are_pinned_once_at_a_time(bench: &Bench<'_>) -> Checked {
+    let pages = own_pages(bench, 4096)?;
+    let register = || bench.driver.host_register(bench.device, HostRange::of(&pages), HostOptions::default());
+    // A registration that fails takes nothing.
+    let none = bench.no_device()?;
+    let failed = bench.driver.host_register(none, HostRange::of(&pages), HostOptions::default());
+    expect_code(failed, InvalidDevice)?;
+    for _ in 0..2 {
+        let ptr = bench.register(HostRange::of(&pages))?;
+        expect_code_of("the same pages", register(), HostMemoryAlreadyRegistered)?;
+        bench.disown(Owned::Registered(ptr));
+        bench.driver.host_unregister(ptr)?;
+    }
+    expect_eq("who has the pages in the end", Arc::strong_count(&pages), 1)
 }

@@ -163,7 +163,7 @@ const SUITES: &[Suite] = &[
     suite("memory", memory::CHECKS),
     suite("virtual_memory", virtual_memory::CHECKS),
     suite("pools", pools::CHECKS),
-    suite("host", host::CHECKS),
+    suite("host_memory", host::CHECKS),
     suite("copies", copies::CHECKS),
     suite("capture", capture::CHECKS),
     suite("capture_rules", capture_rules::CHECKS),

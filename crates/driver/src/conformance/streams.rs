@@ -12,7 +12,7 @@ use super::lent::Lent;
 use crate::ErrorCode::{InvalidHandle, NotPermitted};
 use crate::{
     CaptureMode, DevicePtr, EventId, EventOptions, EventScope, ForeignStream, GraphExecId, KernelArg, LaunchShape,
-    Pattern, StreamId, StreamOptions,
+    Pattern, StreamHandle, StreamId, StreamOptions,
 };
 
 pub(super) const CHECKS: &[Check] = super::checks![
@@ -61,6 +61,8 @@ fn the_default_streams_are_always_the_same(bench: &Bench<'_>) -> Checked {
         let info = bench.driver.stream_info(stream)?;
         expect_eq("its device", info.device, bench.device)?;
         expect(!info.non_blocking, "a blocking stream")?;
+        let handle = bench.driver.stream_handle(stream)?;
+        expect_eq("its handle alone", handle, StreamHandle { device: info.device, raw: info.raw })?;
     }
     Ok(())
 }
@@ -88,6 +90,8 @@ fn a_stream_says_how_it_was_made(bench: &Bench<'_>) -> Checked {
         expect_eq("its device", info.device, bench.device)?;
         expect_eq("whether it ignores the default stream", info.non_blocking, non_blocking)?;
         expect(info.raw.0 > 2, "a handle that is none of the default streams'")?;
+        let handle = bench.driver.stream_handle(stream)?;
+        expect_eq("its handle alone", handle, StreamHandle { device: info.device, raw: info.raw })?;
         expect(raw.insert(info.raw), "handles of live streams that differ")?;
     }
     Ok(())
@@ -131,6 +135,7 @@ fn unknown(bench: &Bench<'_>, stream: StreamId) -> Checked {
     let spin = bench.kernels()?.spin;
     let refused = |call: &str, result: crate::Result<()>| expect_code_of(call, result, InvalidHandle);
     refused("stream_info", driver.stream_info(stream).map(drop))?;
+    refused("stream_handle", driver.stream_handle(stream).map(drop))?;
     refused("stream_query", driver.stream_query(stream).map(drop))?;
     refused("stream_synchronize", driver.stream_synchronize(stream))?;
     refused("stream_wait_event", driver.stream_wait_event(stream, event, EventScope::Plain))?;
@@ -410,7 +415,7 @@ fn adopting_a_handle_finds_the_stream(bench: &Bench<'_>) -> Checked {
     expect_eq("handle 2", driver.stream_adopt(device, ForeignStream::PER_THREAD)?, bench.thread_stream()?)?;
     let stream = bench.stream()?;
     // SAFETY: the stream lives until the bench is cleared.
-    let foreign = unsafe { ForeignStream::new(driver.stream_info(stream)?.raw) };
+    let foreign = unsafe { ForeignStream::new(driver.stream_handle(stream)?.raw) };
     expect_eq("the handle of a live stream", driver.stream_adopt(device, foreign)?, stream)?;
     expect_eq("the same again", driver.stream_adopt(device, foreign)?, stream)
 }

@@ -62,6 +62,7 @@ calls! {
         PeerCanAccess peer_can_access, PeerEnable peer_enable, PeerDisable peer_disable,
         StreamDefault stream_default, StreamPerThread stream_per_thread, StreamPriorityRange stream_priority_range,
         StreamCreate stream_create, StreamDestroy stream_destroy, StreamAdopt stream_adopt, StreamInfo stream_info,
+        StreamHandle stream_handle,
         EventCreate event_create, EventDestroy event_destroy, EventElapsedMs event_elapsed_ms,
         EventExport event_export, EventImport event_import,
         MemInfo mem_info,

@@ -31,11 +31,12 @@ pub trait HostMemory {
     /// Frees what [`host_alloc`](Self::host_alloc) gave, after waiting for all work of its device. Any other address gives `InvalidValue`. *During capture: guarded.*
     fn host_free(&self, ptr: HostPtr) -> Result<()>;
 
-    /// Pins memory where it is. `HostMemoryAlreadyRegistered` if any of it is pinned, `InvalidValue` for 0 bytes,
+    /// Pins memory where it is, and keeps it while it is pinned ([`HostRange::keep`]). `HostMemoryAlreadyRegistered` if any of it is pinned, `InvalidValue` for 0 bytes,
     /// `NotSupported` on a device that cannot. *During capture: guarded.*
     fn host_register(&self, device: DeviceId, range: HostRange, options: HostOptions) -> Result<()>;
 
-    /// Unpins a range by its start. `HostMemoryNotRegistered` if it is not pinned, `InvalidValue` inside a range. *During capture: guarded.*
+    /// Unpins a range by its start, after waiting for all work of its device, and lets it go. If it fails, the range stays pinned and kept.
+    /// `HostMemoryNotRegistered` if it is not pinned, `InvalidValue` inside a range. *During capture: guarded.*
     fn host_unregister(&self, ptr: HostPtr) -> Result<()>;
 
     /// Where kernels of `device` find pinned memory; works for any address in it. `InvalidValue` if it is not pinned. *During capture: free.*

@@ -46,7 +46,7 @@ pub use library::{BlasMath, BlasMatrix, Libraries, Library, Sgemm};
 pub use memory::{Memory, MemoryInfo};
 pub use notes::Notes;
 pub use pool::{PoolAttribute, Pools};
-pub use stream::{HostCallback, PriorityRange, StreamInfo, StreamOptions, Streams};
+pub use stream::{HostCallback, PriorityRange, StreamHandle, StreamInfo, StreamOptions, Streams};
 pub use virtual_memory::{Access, DeviceAccess, Granularity, PhysicalOptions, ShareKind, SharedMemory, VirtualMemory};
 
 use std::time::Duration;

@@ -51,6 +51,15 @@ pub struct StreamInfo {
     pub raw: RawHandle,
 }
 
+/// How the driver and others call a stream.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct StreamHandle {
+    /// The device it works for.
+    pub device: DeviceId,
+    /// As in [`StreamInfo`].
+    pub raw: RawHandle,
+}
+
 /// Code that runs on the host when a stream gets to it. `Fn`, since a captured one runs at every replay.
 pub type HostCallback = Arc<dyn Fn() + Send + Sync>;
 
@@ -79,6 +88,10 @@ pub trait Streams {
 
     /// What the stream is. *During capture: free*, but for a stream that was adopted while it captures: `StreamCaptureUnsupported`, which breaks nothing.
     fn stream_info(&self, stream: StreamId) -> Result<StreamInfo>;
+
+    /// Its device and its handle, and no more: that is known of every stream, so the system below is not asked. *During capture: free*, also for a
+    /// stream that was adopted while it captures.
+    fn stream_handle(&self, stream: StreamId) -> Result<StreamHandle>;
 
     /// Whether all work in the stream is done; for the legacy default stream, also that in the blocking streams of its device, though
     /// not the other way round. Returns the code of work that failed. *During capture: guarded*; on

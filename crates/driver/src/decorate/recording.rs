@@ -182,6 +182,7 @@ impl Names {
                 let kind = if info.non_blocking { "non-blocking" } else { "blocking" };
                 format!("{}, priority {}, {kind}, {}", info.device, info.priority, self.raw(info.raw))
             }
+            Value::StreamHandle(handle) => format!("{}, {}", handle.device, self.raw(handle.raw)),
             Value::Bytes(bytes) => format!("{} bytes #{:016x}", bytes.len(), digest(bytes)),
             Value::Room(bytes) => format!("room for {bytes} bytes"),
             Value::Opaque(kind) => kind.to_owned(),

@@ -13,7 +13,7 @@ use crate::{
     HostCallback, HostMemory, HostOptions, HostPtr, HostRange, InstantiateOptions, IpcEventHandle, KernelArg,
     KernelSource, Kernels, LaunchShape, Libraries, Library, Memory, MemoryInfo, ModuleId, NodeId, Notes, Pattern,
     PhysicalId, PhysicalOptions, PoolAttribute, PoolId, Pools, PriorityRange, RawHandle, Result, Sgemm, ShareKind,
-    SharedMemory, StreamId, StreamInfo, StreamOptions, Streams, VirtualMemory,
+    SharedMemory, StreamHandle, StreamId, StreamInfo, StreamOptions, Streams, VirtualMemory,
 };
 
 /// The arguments of a call by name, in their order.
@@ -145,6 +145,7 @@ forward! {
         StreamDestroy stream_destroy(stream: StreamId) -> ();
         StreamAdopt stream_adopt(device: DeviceId, stream: ForeignStream) -> StreamId;
         StreamInfo stream_info(stream: StreamId) -> StreamInfo;
+        StreamHandle stream_handle(stream: StreamId) -> StreamHandle;
         StreamQuery stream_query(stream: StreamId) -> bool;
         StreamSynchronize stream_synchronize(stream: StreamId) -> ();
         StreamWaitEvent stream_wait_event(stream: StreamId, event: EventId, scope: EventScope) -> ();

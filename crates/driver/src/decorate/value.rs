@@ -8,8 +8,8 @@ use crate::{
     DeviceId, DeviceProperties, DevicePtr, EventId, EventOptions, EventScope, ForeignStream, FunctionId, Granularity,
     GraphExecId, GraphId, GraphTopology, HandleId, HostCallback, HostOptions, HostPtr, HostRange, InstantiateOptions,
     IpcEventHandle, KernelArg, KernelSource, LaunchShape, Library, MemoryInfo, ModuleId, NodeId, Pattern, PhysicalId,
-    PhysicalOptions, PoolAttribute, PoolId, PriorityRange, RawHandle, Sgemm, ShareKind, SharedMemory, StreamId,
-    StreamInfo, StreamOptions,
+    PhysicalOptions, PoolAttribute, PoolId, PriorityRange, RawHandle, Sgemm, ShareKind, SharedMemory, StreamHandle,
+    StreamId, StreamInfo, StreamOptions,
 };
 
 /// One argument or result.
@@ -29,11 +29,13 @@ pub enum Value<'a> {
     /// An address of this process, which differs from run to run.
     Host(HostPtr),
     /// A stretch of this process's memory.
-    HostRange(HostRange),
+    HostRange(&'a HostRange),
     /// A handle of the system below, which differs from run to run.
     Raw(RawHandle),
     /// What a stream is; it holds a raw handle.
     Stream(&'a StreamInfo),
+    /// A stream's device, and its raw handle.
+    StreamHandle(&'a StreamHandle),
     /// Bytes that go in, or that came out.
     Bytes(&'a [u8]),
     /// Room for that many bytes, to be filled by the call.
@@ -85,10 +87,11 @@ shown! {
     &[KernelArg]: |args| Value::Arguments(args);
     &Sgemm: |product| Value::Product(product);
     HostPtr: |&ptr| Value::Host(ptr);
-    HostRange: |&range| Value::HostRange(range);
+    HostRange: |range| Value::HostRange(range);
     RawHandle: |&raw| Value::Raw(raw);
     ForeignStream: |stream| Value::Raw(stream.raw());
     StreamInfo: |info| Value::Stream(info);
+    StreamHandle: |handle| Value::StreamHandle(handle);
     &[u8]: |bytes| Value::Bytes(bytes);
     &mut [u8]: |room| Value::Room(room.len());
     String: |text| Value::Bytes(text.as_bytes());

@@ -3,6 +3,8 @@
 
 use rustc_hash::FxHashMap;
 
+use crate::KeptRange;
+
 const PAGE: usize = 4096;
 
 /// Where a piece of memory keeps its contents.
@@ -58,8 +60,15 @@ fn for_each_page(offset: u64, len: usize, mut visit: impl FnMut(u64, usize, std:
 #[derive(Debug)]
 pub(super) struct HostBytes {
     start: u64,
-    /// Keeps our own memory alive; `None` where it is somebody else's.
-    _owned: Option<Vec<u8>>,
+    /// Keeps the memory for as long as it is pinned.
+    _owner: Owner,
+}
+
+/// Whose memory is pinned.
+#[derive(Debug)]
+enum Owner {
+    Ours(#[expect(dead_code, reason = "held, not read")] Vec<u8>),
+    Theirs(#[expect(dead_code, reason = "held, not read")] KeptRange),
 }
 
 impl HostBytes {
@@ -70,12 +79,12 @@ impl HostBytes {
         Vec::<u8>::new().try_reserve_exact(size).ok()?;
         let owned = vec![0; size];
         let start = (owned.as_ptr().expose_provenance() as u64).next_multiple_of(PAGE as u64);
-        Some(Self { start, _owned: Some(owned) })
+        Some(Self { start, _owner: Owner::Ours(owned) })
     }
 
     /// Somebody's memory, pinned where it is.
-    pub fn borrowed(range: crate::HostRange) -> Self {
-        Self { start: range.ptr().0, _owned: None }
+    pub fn borrowed(range: KeptRange) -> Self {
+        Self { start: range.ptr().0, _owner: Owner::Theirs(range) }
     }
 
     pub fn start(&self) -> u64 {
@@ -84,7 +93,7 @@ impl HostBytes {
 
     fn read(&self, offset: u64, into: &mut [u8]) {
         let from = std::ptr::with_exposed_provenance::<u8>((self.start + offset) as usize);
-        // SAFETY: callers check that the range lies in this pinned piece, which is either owned by `self` or was
+        // SAFETY: callers check that the range lies in this pinned piece, which is either owned or kept by `self`, or was
         // promised to stay valid while it is pinned (`HostRange::new`). No reference into it exists on our side.
         unsafe { std::ptr::copy_nonoverlapping(from, into.as_mut_ptr(), into.len()) }
     }

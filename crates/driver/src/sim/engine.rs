@@ -97,6 +97,7 @@ impl World {
             changes: 1,
             changes_waited_for: 0,
             capture: None,
+            untold: false,
             gone: false,
             held: None,
         });

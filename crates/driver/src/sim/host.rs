@@ -53,8 +53,14 @@ impl HostMemory for SimDriver {
                     format!("some of {ptr} is pinned", ptr = range.ptr()),
                 );
             }
+            let Some(kept) = range.keep() else {
+                return world.fail(
+                    ErrorCode::HostMemoryAlreadyRegistered,
+                    format!("another driver has {ptr} pinned", ptr = range.ptr()),
+                );
+            };
             world.spend(bytes);
-            world.pin(device, start, bytes, Bytes::Host(HostBytes::borrowed(range)), true);
+            world.pin(device, start, bytes, Bytes::Host(HostBytes::borrowed(kept)), true);
             Ok(())
         })
     }

@@ -116,6 +116,8 @@ pub struct Census {
     pub pools: usize,
     /// Pinned ranges of host memory.
     pub pinned: usize,
+    /// How much host memory is pinned in all.
+    pub bytes_pinned: u64,
     /// Templates of graphs.
     pub graphs: usize,
     /// Executables of graphs.
@@ -215,12 +217,15 @@ impl SimDriver {
             bytes_used: world.devices.iter().map(|device| device.bytes_used).sum::<u64>() - world.bytes_idle_in_pools(),
             ..Census::default()
         };
-        for (_, region) in world.memory.space.regions.values() {
+        for (bytes, region) in world.memory.space.regions.values() {
             match region {
                 Region::Plain { .. } => census.allocations += 1,
                 Region::Pooled { freed, .. } => census.allocations += usize::from(!freed),
                 Region::OfGraph { piece, .. } => census.allocations += usize::from(piece.is_some()),
-                Region::Pinned { .. } => census.pinned += 1,
+                Region::Pinned { .. } => {
+                    census.pinned += 1;
+                    census.bytes_pinned += bytes;
+                }
                 Region::Reserved { mappings } => {
                     census.reservations += 1;
                     census.mappings += mappings.len();

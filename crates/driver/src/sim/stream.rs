@@ -7,8 +7,19 @@ use super::work::Work;
 use super::world::{EventMark, StreamKind, World};
 use crate::{
     Call, DeviceId, ErrorCode, EventId, EventScope, ForeignStream, HostCallback, PriorityRange, RawHandle, Result,
-    StreamId, StreamInfo, StreamOptions, Streams,
+    StreamHandle, StreamId, StreamInfo, StreamOptions, Streams,
 };
+
+impl SimDriver {
+    /// Makes a stream as another part of the program would that has a driver of its own, such as a framework: with
+    /// [`stream_adopt`](Streams::stream_adopt) it can be taken in by its handle. If it captures by then, it says what it is
+    /// ([`stream_info`](Streams::stream_info)) only after that. The id is there for its maker's work; the adopter gets the same, and destroying it is the maker's business.
+    pub fn stream_of_others(&self, device: DeviceId, options: StreamOptions) -> Result<StreamId> {
+        let stream = self.stream_create(device, options)?;
+        self.lock().stream_mut(stream).untold = true;
+        Ok(stream)
+    }
+}
 
 impl Streams for SimDriver {
     fn stream_default(&self, device: DeviceId) -> Result<StreamId> {
@@ -65,7 +76,11 @@ impl Streams for SimDriver {
                 .copied()
                 .find(|&stream| world.stream(stream).raw == raw.0 && !world.stream(stream).gone);
             match known {
-                Some(stream) => Ok(stream),
+                Some(stream) => {
+                    // Best now. If it captures, whoever asks later learns why.
+                    let _ = world.ask_traits(stream);
+                    Ok(stream)
+                }
                 None => world.fail(ErrorCode::InvalidHandle, format!("no stream of {device} has the handle {raw}")),
             }
         })
@@ -74,19 +89,23 @@ impl Streams for SimDriver {
     fn stream_info(&self, stream: StreamId) -> Result<StreamInfo> {
         self.call(Call::StreamInfo, |world| {
             let device = world.known_stream(stream)?;
+            world.ask_traits(stream)?;
             let state = world.stream(stream);
-            let own = &world.devices[device.0 as usize];
-            let raw = match stream {
-                _ if stream == own.legacy => 0,
-                _ if stream == own.per_thread => 2,
-                _ => state.raw,
-            };
             Ok(StreamInfo {
                 device,
                 priority: state.priority,
-                non_blocking: state.kind == StreamKind::NonBlocking && stream != own.per_thread,
-                raw: RawHandle(raw),
+                non_blocking: state.kind == StreamKind::NonBlocking
+                    && stream != world.devices[device.0 as usize].per_thread,
+                raw: world.raw_of(stream),
             })
+        })
+    }
+
+    fn stream_handle(&self, stream: StreamId) -> Result<StreamHandle> {
+        self.call(Call::StreamHandle, |world| match world.streams.get(stream.0) {
+            Some(state) if !state.gone => Ok(StreamHandle { device: state.device, raw: world.raw_of(stream) }),
+            // Gives the error.
+            _ => world.live_stream(stream).map(|_| unreachable!("it is gone")),
         })
     }
 
@@ -171,6 +190,27 @@ impl World {
         };
         self.device(device)?;
         Ok(device)
+    }
+
+    /// The handle of a stream that is there.
+    fn raw_of(&self, stream: StreamId) -> RawHandle {
+        let state = self.stream(stream);
+        let own = &self.devices[state.device.0 as usize];
+        RawHandle(match stream {
+            _ if stream == own.legacy => 0,
+            _ if stream == own.per_thread => 2,
+            _ => state.raw,
+        })
+    }
+
+    /// Asks a stream that lives what it is, if that is not known.
+    fn ask_traits(&mut self, stream: StreamId) -> Result<()> {
+        if self.stream(stream).untold && self.stream(stream).capture.is_some() {
+            let why = "a stream that was adopted while it captures tells nothing about itself before that ends";
+            return self.fail(ErrorCode::StreamCaptureUnsupported, why);
+        }
+        self.stream_mut(stream).untold = false;
+        Ok(())
     }
 
     /// Gives work to a stream: into the graph if it captures, into its queue if not.

@@ -56,6 +56,8 @@ pub(super) struct Stream {
     pub changes: u64,
     pub changes_waited_for: u64,
     pub capture: Option<Joined>,
+    /// Somebody else made it, and nobody has asked yet what it is: while it captures it does not say.
+    pub untold: bool,
     /// Destroyed, and only here until its work is done.
     pub gone: bool,
     /// While it is held: the number of the last piece of work that may begin.
