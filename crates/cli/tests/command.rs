@@ -59,6 +59,7 @@ fn what_is_not_there_is_refused_in_one_line() {
     refused("bench driver --driver sim --device 7", &["no device 7"]);
     refused("bench handles", &["--driver", "sim", "cuda"]);
     refused("bench graph", &["--driver", "sim", "cuda"]);
+    refused("bench host", &["--driver", "sim", "cuda"]);
     refused("bench graph --driver rocm", &["rocm", "sim", "cuda"]);
     refused("info --driver cuda --sim-devices 2", &["--sim-devices", "sim"]);
 }
@@ -208,6 +209,22 @@ fn fetching_a_handle_makes_no_call() {
     let (made, found) = rows.split_last().unwrap();
     assert!(found.len() >= 3 && found.iter().all(|row| row["library_calls"] == 0 && row["ratio"].is_number()));
     assert!(made["case"].as_str().unwrap().contains("made") && made["library_calls"].as_u64().unwrap() > 0);
+}
+
+#[test]
+fn a_cached_pinned_pair_makes_no_call() {
+    let output = warpool("bench host --driver sim --ops 1000 --json");
+    assert_eq!(output.status.code(), Some(0), "{}", text(&output.stderr));
+    let rows: Vec<Value> = text(&output.stdout).lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    let named = |what: &str| rows.iter().filter(|row| row["case"].as_str().unwrap().contains(what)).collect::<Vec<_>>();
+    let (pairs, first) = (named("cached pair"), named("first pinning"));
+    assert_eq!((pairs.len(), first.len(), named("random").len()), (8, 4, 2));
+    assert!(pairs.iter().all(|row| row["driver_calls"] == 0 && row["baseline"] == "uncontended mutex"));
+    assert!(first.iter().all(|row| row["baseline"] == "the driver's host_alloc"));
+    for row in rows {
+        let number = |key: &str| row[key].as_f64().unwrap();
+        assert!((number("ratio") - number("ns") / number("baseline_ns")).abs() < 1e-9);
+    }
 }
 
 #[test]

@@ -55,6 +55,35 @@ def check(path, out):
     print(f"{path.name}: {sum(map(len, after['device_traces']))} events, {len(different)} stacks, as in the original")
 
 
+def check_both_sides(path):
+    """A snapshot of our own allocators: the host's side beside the device's, and stacks shared between them."""
+    subprocess.run(["cargo", "run", "--quiet", "--package", "warpool-trace", "--example", "both_sides", "--",
+                    str(path)], cwd=HERE, check=True, capture_output=True)
+    with open(path, "rb") as file:
+        snapshot = pickle.load(file)
+    for side in "segments", "host_segments":
+        for segment in snapshot[side]:
+            assert segment["device"] == (-1 if side == "host_segments" else 0)
+            ends = segment["address"]
+            for block in segment["blocks"]:
+                assert block["address"] == ends, "blocks leave gaps"
+                ends += block["size"]
+            assert ends == segment["address"] + segment["total_size"]
+    states = sorted(block["state"] for segment in snapshot["host_segments"] for block in segment["blocks"])
+    assert states.count("active_allocated") == 1 and states.count("active_pending_free") == 1, states
+    traces = snapshot["host_traces"]
+    host = [entry for part in traces for entry in (part if isinstance(part, list) else [part])]
+    actions = [entry["action"] for entry in host]
+    assert actions == ["segment_alloc", "alloc", "segment_alloc", "alloc", "free_requested", "alloc",
+                       "free_requested", "free_completed"], actions
+    assert len({id(entry["frames"]) for entry in host + snapshot["device_traces"][0]}) == 1
+    print(f"{path.name}: {len(host)} events of the host beside {len(snapshot['device_traces'][0])} of the device")
+
+
 with tempfile.TemporaryDirectory() as folder:
     for path in map(pathlib.Path, sys.argv[1:] or [find(name) for name in FILES]):
         check(path.resolve(), str(pathlib.Path(folder) / "written.pickle"))
+    if not sys.argv[1:]:
+        both = pathlib.Path(folder) / "both_sides.pickle"
+        check_both_sides(both)
+        check(both, str(pathlib.Path(folder) / "written.pickle"))

@@ -3,11 +3,11 @@
 
 use std::fmt;
 
-use warpool_driver::{DeviceId, DevicePtr, DriverError, StreamId};
+use warpool_driver::{DeviceId, DevicePtr, DriverError, HostPtr, StreamId};
 
 use crate::generator::GeneratorError;
 use crate::graph::GraphError;
-use crate::memory::{MemPoolId, OomReport};
+use crate::memory::{MemPoolId, OomReport, PinnedCapReport};
 
 /// The result of a call into this crate.
 pub type Result<T> = std::result::Result<T, Error>;
@@ -138,6 +138,13 @@ pub enum Error {
         bytes: u64,
     },
 
+    /// Host memory cannot be pinned where it is.
+    #[error("host memory cannot be pinned by registering it: {why}; set pinned_use_cuda_host_register:False")]
+    HostRegister {
+        /// What is in the way.
+        why: String,
+    },
+
     /// Nothing that is given out starts there.
     #[error(
         "invalid device pointer: {ptr} starts no allocation of this allocator; it was freed already, lies inside one, or came from elsewhere"
@@ -214,6 +221,41 @@ pub enum Error {
         what: &'static str,
     },
 
+    /// A plugged allocator gave out what it had given out before.
+    #[error(
+        "the plugged allocator gave {bytes} bytes at {ptr}, where it has not got back {taken_bytes} bytes at {taken}; the memory is left alone: look at how it keeps its books"
+    )]
+    PlugAddress {
+        /// What it gave now.
+        ptr: DevicePtr,
+        /// How much of it.
+        bytes: u64,
+        /// What it gave before, and has not got back.
+        taken: DevicePtr,
+        /// How much of that.
+        taken_bytes: u64,
+    },
+
+    /// A plugged allocator said why it failed.
+    #[error("the plugged allocator: {why}")]
+    Plug {
+        /// In its words.
+        why: String,
+    },
+
+    /// The program's allocator can be chosen only before it is used.
+    #[error(
+        "cannot install the {wanted} allocator: the program uses the {installed} allocator already, which holds {bytes} bytes; install before the first use"
+    )]
+    AllocatorInUse {
+        /// The one in use.
+        installed: &'static str,
+        /// What it holds, on all devices.
+        bytes: u64,
+        /// The one that was to take its place.
+        wanted: &'static str,
+    },
+
     /// A pool's state could not be kept or put back.
     #[error("checkpoint of pool {pool}: {why}")]
     Checkpoint {
@@ -255,6 +297,45 @@ pub enum Error {
     /// A thread that is ending has no handles of its own any more.
     #[error("the calling thread is ending and cannot hold a handle; lease one instead")]
     ThreadEnding,
+
+    /// A cap on pinned host memory stands in the way; the machine may have room.
+    #[error("{0}")]
+    PinnedCap(Box<PinnedCapReport>),
+
+    /// A part of a pinned block was named that does not lie in it.
+    #[error("{bytes} bytes at offset {offset} do not lie in a pinned block of {available} bytes")]
+    HostBounds {
+        /// Where the part starts.
+        offset: u64,
+        /// How long it is.
+        bytes: u64,
+        /// How long the block is.
+        available: u64,
+    },
+
+    /// Kernels would have to use another address for pinned memory than the host does.
+    #[error(
+        "pinned memory at {host} is at {seen} for {device}; Warpool needs one address for both: set pinned_use_cuda_host_register:False"
+    )]
+    HostAddress {
+        /// Where the host has it.
+        host: HostPtr,
+        /// Where the device has it.
+        seen: DevicePtr,
+        /// The device.
+        device: DeviceId,
+    },
+
+    /// Pinned memory is still needed.
+    #[error(
+        "cannot close: {handles} more handles of this host allocator are alive, and {blocks} of its blocks belong to somebody or to a graph; drop them first"
+    )]
+    HostMemoryInUse {
+        /// Handles beside the one that was to be closed.
+        handles: usize,
+        /// Blocks.
+        blocks: usize,
+    },
 
     /// A graph, or its capture, was used wrongly.
     #[error(transparent)]

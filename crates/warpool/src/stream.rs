@@ -73,7 +73,7 @@ impl Stream {
 
     /// The driver's own handle, for libraries that want one.
     pub fn raw(&self) -> Result<RawHandle> {
-        Ok(self.info()?.raw)
+        Ok(self.driver().stream_handle(self.id)?.raw)
     }
 
     /// Its priority; lower is more urgent.

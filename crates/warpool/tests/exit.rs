@@ -17,7 +17,8 @@ use warpool::driver::sim::{SimConfig, SimDriver};
 use warpool::driver::{Call, Driver, Result};
 use warpool::handle::{Cublas, Cudnn, HandlePool};
 use warpool::memory::{
-    Allocate, CachingAllocator, DeviceAllocator, DriverPoolAllocator, MemPool, PoolOptions, Settings,
+    Allocate, CachingAllocator, DeviceAllocator, DriverPoolAllocator, HostAllocator, MemPool, PinnedSettings,
+    PoolOptions, Settings,
 };
 use warpool::{EventOptions, Gpu};
 
@@ -130,6 +131,19 @@ fn one_of_each(gpu: &Gpu) -> Vec<Box<dyn Any + Send>> {
         if let Ok(pool) = MemPool::new(&allocator, &device, PoolOptions::default()) {
             all.push(Box::new(pool.enter().expect("a scope")));
             all.push(Box::new(pool));
+        }
+    }
+    // Pinned memory: cached, used by a stream and given back, with somebody; of an allocator that stays and of one that goes.
+    for keep in [true, false] {
+        let pinned = HostAllocator::new(gpu, PinnedSettings::default());
+        let blocks = [1 << 10, 1 << 20, 1 << 21].map(|bytes| pinned.allocate(bytes).expect("pinned memory"));
+        blocks.iter().for_each(|block| block.record_use(&stream).expect("a use"));
+        let [freed, dropped, kept] = blocks;
+        freed.free().expect("a mark");
+        drop((dropped, pinned.allocate(1 << 12).expect("pinned memory")));
+        all.push(Box::new(kept));
+        if keep {
+            all.push(Box::new(pinned));
         }
     }
     // Handles: an idle one, a leased one, and one that this thread holds from now on, of a pool that stays and of one that goes.

@@ -3,7 +3,10 @@
 mod common;
 
 use common::memory::{Bench, FIRST, GIB, MIB};
-use warpool::driver::{Call, CaptureState, Captures, Graphs};
+use warpool::driver::{
+    Call, CaptureMode, CaptureState, Captures, ErrorCode, EventOptions, EventScope, Events, ForeignStream, Graphs,
+    InstantiateOptions, StreamId, StreamOptions, Streams,
+};
 use warpool::memory::{DeviceAllocator, HistoryOptions, MemPoolId, Request, Route};
 use warpool::{Error, Stream};
 
@@ -41,6 +44,50 @@ fn a_capture_gets_memory_from_its_pool() {
         bench.free(outside);
         bench.trim();
         bench.sim.graph_launch(exec, stream.id()).unwrap();
+        bench.assert_holds(block, 42);
+        bench.finish();
+    }
+}
+
+/// A framework's stream that never allocated before: the capture begins on it, or comes to it by an event, and then it is adopted. By then it does not say what it is.
+#[test]
+fn a_stream_that_is_adopted_in_a_capture_gets_memory() {
+    for (settings, forks) in
+        [("", false), ("", true), ("expandable_segments:True", false), ("expandable_segments:True", true)]
+    {
+        let bench = Bench::new(settings);
+        let sim = &bench.sim;
+        let order = |earlier: StreamId, later: StreamId| {
+            let event = sim.event_create(FIRST, EventOptions::default()).unwrap();
+            sim.event_record(event, earlier, EventScope::Plain).unwrap();
+            sim.stream_wait_event(later, event, EventScope::Plain).unwrap();
+        };
+        let first = sim.stream_of_others(FIRST, StreamOptions::default()).unwrap();
+        let fresh = if forks { sim.stream_of_others(FIRST, StreamOptions::default()).unwrap() } else { first };
+        let pool = bench.pools().create_graph_pool(FIRST).unwrap();
+        sim.capture_begin(first, CaptureMode::Global).unwrap();
+        bench.pools().capture_began(FIRST).unwrap();
+        let CaptureState::Active(capture) = sim.capture_state(first).unwrap() else { panic!("it should capture") };
+        bench.pools().begin_routing(FIRST, pool, Route::Capture(capture)).unwrap();
+        if forks {
+            order(first, fresh);
+        }
+        let raw = sim.stream_handle(fresh).unwrap().raw;
+        // SAFETY: a simulated driver follows no handle.
+        let stream = Stream::external(&bench.device(), unsafe { ForeignStream::new(raw) }).unwrap();
+        let refused = sim.stream_info(stream.id()).map_err(|error| error.code);
+        assert_eq!((refused, stream.raw()), (Err(ErrorCode::StreamCaptureUnsupported), Ok(raw)));
+        let block = bench.alloc_on(&stream, 30 * MIB);
+        bench.fill(block, 42, &stream);
+        if forks {
+            order(fresh, first);
+        }
+        bench.pools().end_routing(FIRST, pool).unwrap();
+        let graph = sim.capture_end(first).unwrap();
+        bench.pools().capture_ended(FIRST).unwrap();
+        assert_eq!(stream.info().unwrap().raw, raw, "now it says it");
+        let exec = sim.graph_instantiate(graph, InstantiateOptions::default()).unwrap();
+        sim.graph_launch(exec, first).unwrap();
         bench.assert_holds(block, 42);
         bench.finish();
     }

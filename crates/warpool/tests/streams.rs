@@ -267,7 +267,7 @@ fn external_streams_keep_their_handles() {
         .devices()
         .map(|device| {
             let id = sim.stream_create(device.id(), StreamOptions::default()).unwrap();
-            (device, as_foreign(sim.stream_info(id).unwrap().raw))
+            (device, as_foreign(sim.stream_handle(id).unwrap().raw))
         })
         .collect();
     let streams: Vec<_> = foreign.iter().map(|(device, foreign)| Stream::external(device, *foreign).unwrap()).collect();
@@ -304,7 +304,7 @@ fn external_streams_are_current_per_thread() {
     let device = gpu.device(0).unwrap();
     let foreign = [(); 2].map(|()| {
         let id = sim.stream_create(device.id(), StreamOptions::default()).unwrap();
-        as_foreign(sim.stream_info(id).unwrap().raw)
+        as_foreign(sim.stream_handle(id).unwrap().raw)
     });
     let both_set = Barrier::new(2);
     thread::scope(|scope| {

@@ -287,10 +287,10 @@ fn step(allocator: &dyn DeviceAllocator, slot: &mut Option<Allocation>, request:
 }
 
 /// Random numbers from a seed (`SplitMix64`).
-struct Luck(u64);
+pub struct Luck(pub u64);
 
 impl Luck {
-    fn below(&mut self, n: u64) -> u64 {
+    pub fn below(&mut self, n: u64) -> u64 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mut z = self.0;
         z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);

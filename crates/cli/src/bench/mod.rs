@@ -5,6 +5,8 @@ mod alloc;
 mod driver;
 mod graph;
 mod handles;
+mod host;
+mod host_cold;
 mod measure;
 mod sim;
 
@@ -18,7 +20,9 @@ use measure::Baseline;
 /// Measures what things cost, next to a baseline taken in the same run
 ///
 /// The baseline is the cheapest thing that a lock can do: taking and releasing a mutex that nobody else wants. `bench graph` compares with a
-/// bare launch instead.
+/// bare launch instead. `bench host` takes pairs from one and from all threads: every thread times itself, the slowest one counts, and the baseline
+/// is taken by the same threads in the same way, each with its own mutex; of both the quickest of 25 rounds counts. Each thread has one
+/// block of every size cached besides. First pinnings it compares with the driver's own allocation, by the quickest of 7 rounds each.
 #[derive(Debug, clap::Args)]
 #[command(after_help = format!("Benchmarks:\n{}\n\n\
     Exit status: 0, 1 if a limit was passed (memory that grows, calls that should not be made), 2 if it could not be run.\n\n\
@@ -28,6 +32,7 @@ use measure::Baseline;
     warpool bench driver --driver cuda\n  \
     warpool bench alloc --driver sim\n  \
     warpool bench handles --driver sim\n  \
+    warpool bench host --driver sim\n  \
     warpool bench graph --driver cuda --json", listed()))]
 pub struct Args {
     /// The benchmark to run; the list is below
@@ -65,6 +70,11 @@ const BENCHES: &[Bench] = &[
         name: "handles",
         about: "what it costs to come by a library's handle, and that it makes no call",
         run: handles::run,
+    },
+    Bench {
+        name: "host",
+        about: "what pinned host memory costs the host, cached and for the first time",
+        run: host::run,
     },
 ];
 

@@ -7,12 +7,13 @@ use std::fmt;
 use std::ops::Deref;
 use std::sync::Arc;
 
-use warpool_driver::{Address, CaptureId, FunctionId, GraphTopology, KernelArg, LaunchShape, Pattern};
+use warpool_driver::{CaptureId, FunctionId, GraphTopology, KernelArg, LaunchShape, Pattern};
 
 use super::GraphError;
 use super::begin::UnderWay;
-use super::buffers::{BufferAt, BufferKey, GraphArg};
+use super::buffers::{BufferAt, BufferKey, GraphArg, Owned};
 use super::graph::{Graph, Stage};
+use super::host::Place;
 use crate::memory::{Allocate, Block, DeviceAllocator, MemPool, MemPoolId, PoolScope};
 use crate::{Device, Result, Stream, StreamLease, lock};
 
@@ -99,19 +100,19 @@ impl Capture<'_> {
     pub fn allocate_on(&mut self, bytes: u64, stream: &Stream) -> Result<BufferKey> {
         self.expect_in_capture(stream)?;
         let block = self.allocator().allocate(bytes, stream)?;
-        Ok(self.under_way.buffers.keep(block))
+        Ok(self.under_way.buffers.add(Owned::Moved(block)))
     }
 
     /// Moves a block into the graph.
     pub fn keep(&mut self, block: Block) -> Result<BufferKey> {
         block.expect_of(self.device().gpu())?;
-        Ok(self.under_way.buffers.keep(block))
+        Ok(self.under_way.buffers.add(Owned::Moved(block)))
     }
 
     /// Shares a block with the graph: it is there at least as long as the graph is.
     pub fn share(&mut self, block: Arc<Block>) -> Result<BufferKey> {
         block.expect_of(self.device().gpu())?;
-        Ok(self.under_way.buffers.share(block))
+        Ok(self.under_way.buffers.add(Owned::Shared(block)))
     }
 
     /// A block that the graph owns.
@@ -129,6 +130,7 @@ impl Capture<'_> {
     ) -> Result<()> {
         self.expect_in_capture(stream)?;
         self.expect_own_slots(args)?;
+        self.note_host_uses(args, stream)?;
         let buffers = &self.under_way.buffers;
         let args: Vec<KernelArg> = args.iter().map(|&arg| buffers.argument(arg)).collect::<Result<_>>()?;
         Ok(stream.driver().kernel_launch(function, shape, &args, stream.id())?)
@@ -154,18 +156,11 @@ impl Capture<'_> {
         Ok(stream.driver().fill(ptr, pattern, count, stream.id())?)
     }
 
-    /// Captures a copy between buffers.
-    pub fn copy(
-        &mut self,
-        to: impl Into<BufferAt>,
-        from: impl Into<BufferAt>,
-        bytes: u64,
-        stream: &Stream,
-    ) -> Result<()> {
+    /// Captures a copy between buffers, of the device or of the host.
+    pub fn copy(&mut self, to: impl Into<Place>, from: impl Into<Place>, bytes: u64, stream: &Stream) -> Result<()> {
         self.expect_in_capture(stream)?;
-        let buffers = &self.under_way.buffers;
-        let (to, from) = (buffers.address(to.into(), bytes)?, buffers.address(from.into(), bytes)?);
-        Ok(stream.driver().copy(Address::Device(to), Address::Device(from), bytes, stream.id())?)
+        let (to, from) = (self.place(to.into(), bytes, stream)?, self.place(from.into(), bytes, stream)?);
+        Ok(stream.driver().copy(to, from, bytes, stream.id())?)
     }
 
     /// Another stream that takes part in the capture, behind what is in the scope's stream now. Nobody else has it until the fork is dropped. Work in it must be

@@ -11,9 +11,9 @@ use rustc_hash::FxHashMap;
 use warpool_driver::{CaptureId, CaptureState, DeviceId, ErrorCode};
 
 use super::GraphError;
-use super::pollers::Pollers;
+use super::pollers::{HeldOff, Pollers};
 use crate::generator::{GeneratorInCapture, Heads};
-use crate::memory::{DeviceAllocator, MemPoolId};
+use crate::memory::{DeviceAllocator, GraphHostPool, MemPoolId};
 use crate::{Gpu, Result, Stream, lock};
 
 /// All captures under way.
@@ -48,6 +48,8 @@ pub(crate) struct CaptureRecord {
 pub(crate) struct Used {
     /// Owned until the graph is reset: workspaces and the like.
     pub(crate) kept: Vec<Arc<dyn Any + Send + Sync>>,
+    /// Pinned memory, one entry per host allocator.
+    pub(crate) host_pools: Vec<Arc<GraphHostPool>>,
     /// One entry per generator state.
     pub(crate) generators: Vec<GeneratorInCapture>,
     pub(crate) heads: Heads,
@@ -58,12 +60,26 @@ impl CaptureRecord {
     pub(crate) fn keep(&self, thing: Arc<dyn Any + Send + Sync>) {
         lock(&self.used).kept.push(thing);
     }
+
+    /// Keeps pinned memory as long as the graph lives. A second time changes nothing.
+    pub(crate) fn keep_host_pool(&self, pool: &Arc<GraphHostPool>) {
+        let pools = &mut lock(&self.used).host_pools;
+        if !pools.iter().any(|other| Arc::ptr_eq(other, pool)) {
+            pools.push(Arc::clone(pool));
+        }
+    }
 }
 
 impl Captures {
     /// Whether none is under way. One load.
     pub(crate) fn none(&self) -> bool {
         self.under_way.load(Ordering::Acquire) == 0
+    }
+
+    /// Keeps captures from beginning until the result is dropped; `None` if one is under way, or about to be. Never waits.
+    pub(crate) fn hold_off(&self) -> Option<HeldOff<'_>> {
+        // Looked at with captures held off: one that began before is seen, one that comes after waits.
+        self.pollers.hold_off().filter(|_| self.none())
     }
 
     /// One is about to begin: to be called before the driver's `capture_begin`.

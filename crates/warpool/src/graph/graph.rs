@@ -6,6 +6,7 @@
 //! - Its own pool gives out nothing any more once nobody uses it. Its memory goes back to the driver when the allocator is trimmed or needs room; that
 //!   waits for the streams that replays ran on.
 //! - A pool that others still use is theirs to order: graphs that share one must not overlap.
+//! - Pinned blocks, be they owned or used in passing, go back to their allocator when the last graph of the pool goes, and to their next owner behind the streams that replays ran on.
 //! - The executable is destroyed, or left on a shelf by a destructor; launches under way complete either way.
 
 use std::any::Any;
@@ -23,12 +24,12 @@ use super::replay::SeenStreams;
 use super::shelf::Doomed;
 use super::{GraphError, GraphOptions};
 use crate::generator::GeneratorInCapture;
-use crate::memory::{Block, DeviceAllocator, MemPoolId};
+use crate::memory::{Block, DeviceAllocator, GraphHostPool, MemPoolId};
 use crate::{Device, Result, Stream};
 
 /// Captured work that can be run again and again.
 ///
-/// It owns what the work needs: the pools that its memory came from, blocks that were moved or lent into it, workspaces and generators' slots. In safe Rust none of
+/// It owns what the work needs: the pools that its memory came from, blocks that were moved or lent into it (pinned ones too), workspaces and generators' slots. In safe Rust none of
 /// that can go before the graph does. See the [module](super) for how it is used.
 ///
 /// A block that a graph keeps is gone for everybody else:
@@ -97,9 +98,10 @@ pub(super) struct Captured {
     pub(super) exec: OnceLock<GraphExecId>,
     is_empty: bool,
     pools: Vec<MemPoolId>,
-    buffers: Buffers,
+    pub(super) buffers: Buffers,
     /// Workspaces and the like.
     _kept: Vec<Arc<dyn Any + Send + Sync>>,
+    host_pools: Vec<Arc<GraphHostPool>>,
     pub(super) generators: Vec<GeneratorInCapture>,
     /// Held while it is made ready, and over a replay with generators.
     pub(super) turn: Mutex<()>,
@@ -122,6 +124,7 @@ impl Captured {
             pools,
             buffers,
             _kept: used.kept,
+            host_pools: used.host_pools,
             generators: used.generators,
             turn: Mutex::default(),
             seen: SeenStreams::default(),
@@ -134,6 +137,7 @@ impl Captured {
         for &pool in &self.pools {
             keeper.record_pool_use(stream.device_id(), pool, stream.id())?;
         }
+        self.host_pools.iter().for_each(|pool| pool.record_replay(stream));
         self.generators.iter().try_for_each(|generator| generator.record_use(stream))?;
         self.buffers.record_use(stream)
     }

@@ -48,6 +48,8 @@
 //! - Memory: what is asked for on streams of a capture comes from the graph's pool, be it by the scope, a library or the program's own allocations. What the *scope*
 //!   gives or takes ([`Capture::allocate`], [`Capture::keep`], [`Capture::share`]) the graph owns until it is reset or dropped, and lends by [`BufferKey`]. Blocks that are allocated past
 //!   the scope are their owner's: freed in the capture, their memory serves the rest of it; freed later, it stays in the pool.
+//! - Pinned host memory: [`Capture::allocate_host`], [`Capture::keep_host`] and [`Capture::share_host`] give it to the graph, by [`HostKey`], for copies and kernels. A pinned
+//!   block that is used in a capture past the scope, and says so ([`HostBlock::record_use`](crate::memory::HostBlock::record_use)), is the graph's from there on too.
 //! - [`Capture::if_node`] and [`Capture::while_node`]: bodies that run depending on a [`Flag`] in device memory.
 //! - [`Gpu::polling`](crate::Gpu::polling): for threads that ask about events while others capture.
 //! - [`GraphedCallable`]: a function with one graph per shape, and a way without one.
@@ -81,6 +83,7 @@ mod error;
 #[expect(clippy::module_inception, reason = "the graph is what the module is about")]
 mod graph;
 mod graphed;
+mod host;
 mod options;
 mod pollers;
 mod relaxed;
@@ -95,6 +98,7 @@ pub use conditional::Flag;
 pub use error::GraphError;
 pub use graph::Graph;
 pub use graphed::{GraphReport, GraphedCallable, GraphedOptions};
+pub use host::{HostAt, HostKey, Place};
 pub use options::{CaptureOptions, GraphOptions, capture_mode};
 pub use pollers::Polling;
 pub(crate) use relaxed::{Harmless, Relaxed, relaxed};

@@ -91,6 +91,12 @@ pub trait DeviceAllocator: fmt::Debug + Send + Sync {
     /// Takes back what starts at `ptr`. Null is nothing. [`Error::UnknownPointer`](crate::Error::UnknownPointer) if nothing does.
     fn free_raw(&self, ptr: DevicePtr) -> Result<()>;
 
+    /// The same, by a caller who knows the device: allocators that keep books per device look only there.
+    fn free_on(&self, device: DeviceId, ptr: DevicePtr) -> Result<()> {
+        let _ = device;
+        self.free_raw(ptr)
+    }
+
     /// Notes that `stream` uses what starts at `ptr`: it is not given out again before the work that is in the stream when it is freed is done.
     /// Null, and the stream that it was allocated for, are nothing.
     fn record_use_raw(&self, ptr: DevicePtr, stream: StreamId) -> Result<()>;

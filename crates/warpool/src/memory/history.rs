@@ -191,6 +191,12 @@ pub(crate) struct StackNumbers {
 }
 
 impl StackNumbers {
+    /// With those that the snapshot has already.
+    pub(crate) fn of(snapshot: &Snapshot) -> Self {
+        let numbered = |(stack, at): (&Stack, u32)| (Arc::clone(stack), StackId(at));
+        Self { by_stack: snapshot.stacks.iter().zip(0..).map(numbered).collect() }
+    }
+
     pub(crate) fn number(&mut self, snapshot: &mut Snapshot, stack: &Stack) -> StackId {
         if let Some(&id) = self.by_stack.get(stack) {
             return id;

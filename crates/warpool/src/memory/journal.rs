@@ -56,6 +56,12 @@ pub(crate) struct Cause {
 }
 
 impl Cause {
+    /// Whether nobody wants to know anything.
+    #[inline]
+    pub(crate) fn is_silent(&self) -> bool {
+        self.time_us.is_none() && self.tracked.is_empty()
+    }
+
     /// With the time, if anybody wants to know: for events that not every call writes.
     pub(crate) fn timed(mut self, driver: &dyn Driver) -> Self {
         if self.tracked.is_empty() {

@@ -1,4 +1,4 @@
-//! Device memory: allocators, pools, settings, statistics, history, snapshots.
+//! Memory: allocators of device memory and of pinned host memory, pools, settings, statistics, history, snapshots.
 //!
 //! ```
 //! use std::sync::Arc;
@@ -32,6 +32,10 @@
 //!
 //! - [`DeviceAllocator`] is what every allocator offers: [`CachingAllocator`], which puts every block where PyTorch's native allocator would, and
 //!   [`DriverPoolAllocator`], over the driver's own pools. [`Block`] is owned memory; the raw calls of the trait are for C and for recordings.
+//! - [`HostAllocator`] gives pinned host memory, as [`HostBlock`]s, for all devices.
+//! - [`PluggableAllocator`] makes one of anybody's functions, a [`Plug`]; [`PlugUpstream`] makes them the source of one pool. [`CurrentAllocator`] is the place for the
+//!   program's one allocator.
+//! - [`Limited`], [`Traced`], [`Counted`], [`FailureCallback`] wrap any allocator and add one thing each. They are [`Layer`]s; anybody's layer is an allocator.
 //! - [`MemPool`] and [`PoolKeeper`]: private pools, for graphs and for programs that want memory of their own.
 //! - [`Settings`]: PyTorch's settings strings, read strictly; [`lint`] says what of one has no effect.
 //! - [`Stats`], [`HistoryOptions`], [`Snapshot`]: what was counted, what happened, what there is, in PyTorch's terms.
@@ -52,16 +56,23 @@
 
 mod allocator;
 mod block;
+mod books;
 mod caching;
+mod desk;
 mod driver_pool;
 mod history;
+mod host;
 mod journal;
+mod layer;
 mod observe;
 mod oom;
+mod pluggable;
 mod pool;
 mod pool_id;
+mod scopes;
 mod settings;
 mod snapshot;
+mod standing;
 mod stats;
 
 pub use allocator::{Allocation, DeviceAllocator, Request, SnapshotOptions};
@@ -73,8 +84,17 @@ pub use history::{
     Event, HistoryOptions, Stack, StackLevel, pop_compile_context, push_compile_context, set_user_metadata,
     user_metadata,
 };
+pub(crate) use host::GraphHostPool;
+pub use host::{HostAllocator, HostBlock, HostStats, HostTime, PinnedCapReport};
+pub use layer::{
+    AllocatorCall, CallSink, Counted, Counts, FailureCallback, GivenBack, IntoAllocator, Layer, Limited, Traced,
+    TracingSink,
+};
 pub use observe::{ObserverId, Observers, OomObserver, PressureCallback, StackHook, Tracker, TrimHook};
 pub use oom::{OomCause, OomReport};
+pub use pluggable::{
+    BaseAllocation, CurrentAllocator, FnPlug, Handled, Plug, PlugStream, PlugUpstream, PluggableAllocator,
+};
 pub use pool::{MemPool, PoolKeeper, PoolOptions, PoolScope, Route, Upstream};
 pub use pool_id::MemPoolId;
 pub use settings::{

@@ -13,8 +13,13 @@ pub enum OomCause {
     Limit,
     /// The limit, before anything was tried, because `throw_on_cudamalloc_oom` is set.
     Rejected,
-    /// The memory that a pool gets its segments from has no room.
+    /// The memory does not come from the driver, and where it comes from has no room: a pool's own source, or a plug.
     Upstream,
+    /// A cap on what callers hold through [`Limited`](super::Limited), which is the report's `bytes_limit`. Nothing else was asked.
+    Cap {
+        /// What callers held through it.
+        held: u64,
+    },
 }
 
 /// What was asked for, what there is, and where it is.
@@ -74,15 +79,24 @@ impl fmt::Display for OomReport {
             Size(self.bytes_total),
             Size(self.bytes_free),
         )?;
-        if let Some(limit) = self.bytes_limit {
+        if let OomCause::Cap { held } = self.cause {
+            let cap = self.bytes_limit.unwrap_or(0);
+            let (cap, held) = (Size(cap), Size(held));
+            write!(
+                f,
+                " Refused by a cap of {cap} on what callers may hold, of which they hold {held}; raise the cap, or free something first."
+            )?;
+        } else if let Some(limit) = self.bytes_limit {
             write!(f, " {} allowed; raise the limit, or set it to 1.0 to remove it.", Size(limit))?;
         }
         match self.cause {
-            OomCause::Device | OomCause::Limit => {}
+            OomCause::Device | OomCause::Limit | OomCause::Cap { .. } => {}
             OomCause::Rejected => {
                 f.write_str(" Refused before the driver was asked, because throw_on_cudamalloc_oom is set.")?;
             }
-            OomCause::Upstream => f.write_str(" The pool's own source of memory had none.")?,
+            OomCause::Upstream => {
+                f.write_str(" Its own source of memory (a pool's upstream, or a plugged allocator) had none.")?;
+            }
         }
         write!(
             f,

@@ -140,7 +140,7 @@ pub struct Stats {
     pub num_oom_rejections: u64,
     /// The size from which blocks are not split; -1 is none.
     pub max_split_size: i64,
-    /// Bytes held from the driver by each private pool that ever was.
+    /// Bytes held from the driver by each private pool that ever was. As in PyTorch, an entry outlives its pool: what the pool had at most can still be read.
     pub reserved_bytes_by_private_pools: BTreeMap<MemPoolId, StatByKind>,
     /// Bytes that libraries work with ([`blas`](crate::blas)). They are among the allocated ones too. PyTorch has no such counter.
     pub workspace_bytes: Stat,

@@ -12,7 +12,9 @@ mod graph;
 mod graph_failures;
 mod graph_use;
 mod handles;
+mod host;
 mod kit;
+mod pluggable;
 mod streams;
 
 use std::sync::Arc;
@@ -41,10 +43,12 @@ pub const SUITES: &[Suite] = &[
     Suite { name: "stream_pool", checks: streams::CHECKS },
     Suite { name: "event_pool", checks: events::CHECKS },
     Suite { name: "allocator", checks: allocator::CHECKS },
+    Suite { name: "pluggable", checks: pluggable::CHECKS },
     Suite { name: "generator", checks: generator::CHECKS },
     Suite { name: "handles", checks: handles::CHECKS },
     Suite { name: "blas", checks: blas::CHECKS },
     Suite { name: "graph", checks: graph::CHECKS },
+    Suite { name: "host", checks: host::CHECKS },
 ];
 
 /// What a check works with.

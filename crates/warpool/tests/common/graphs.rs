@@ -3,7 +3,7 @@
 
 use warpool::driver::sim::{Census, HazardKind, SimConfig};
 use warpool::driver::{Copies as _, DevicePtr, FunctionId, KernelMirror, KernelSource, Kernels as _, LaunchShape};
-use warpool::graph::{BufferKey, Capture, Graph, GraphError, GraphOptions};
+use warpool::graph::{BufferKey, Capture, Graph, GraphError, GraphOptions, HostAt};
 use warpool::memory::{Allocate as _, Block};
 use warpool::{Error, Result, Stream, StreamLease};
 
@@ -104,6 +104,12 @@ impl GraphLab {
     pub fn capture_add(&self, capture: &mut Capture<'_>, to: BufferKey, value: u32) -> Result<()> {
         let stream = capture.stream().clone();
         capture.launch(self.add, LaunchShape::ONE, &[to.into(), value.into()], &stream)
+    }
+
+    /// The same where pinned host memory is.
+    pub fn capture_add_host(&self, capture: &mut Capture<'_>, to: impl Into<HostAt>, value: u32) -> Result<()> {
+        let stream = capture.stream().clone();
+        capture.launch(self.add, LaunchShape::ONE, &[to.into().into(), value.into()], &stream)
     }
 
     /// Captures `to = from % 2` on the scope's stream.

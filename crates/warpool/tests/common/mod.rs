@@ -5,6 +5,7 @@
 pub mod blas;
 pub mod graphs;
 pub mod memory;
+pub mod plugs;
 
 use std::sync::Arc;
 

@@ -340,7 +340,7 @@ fn an_allocator_knows_of_captures_with_another() {
 /// A stream that the default stream waits for, as others make them.
 fn blocking(bench: &Bench) -> Stream {
     let id = bench.sim.stream_create(FIRST, StreamOptions { non_blocking: false, priority: 0 }).unwrap();
-    let raw = bench.sim.stream_info(id).unwrap().raw;
+    let raw = bench.sim.stream_handle(id).unwrap().raw;
     // SAFETY: a simulated driver follows no handle.
     Stream::external(&bench.device(), unsafe { ForeignStream::new(raw) }).unwrap()
 }

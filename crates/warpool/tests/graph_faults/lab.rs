@@ -11,7 +11,9 @@ use warpool::driver::{
 };
 use warpool::generator::Generator;
 use warpool::graph::{Graph, GraphOptions};
-use warpool::memory::{Allocate as _, Block, CachingAllocator, DeviceAllocator, MemPoolId, Settings};
+use warpool::memory::{
+    Allocate as _, Block, CachingAllocator, DeviceAllocator, HostAllocator, MemPoolId, PinnedSettings, Settings,
+};
 use warpool::{Device, Error, Gpu, Result, Stream, StreamLease};
 
 const FIRST: DeviceId = DeviceId(0);
@@ -53,6 +55,7 @@ pub struct Lab {
     pub device: Device,
     caching: Arc<CachingAllocator>,
     pub any: Arc<dyn DeviceAllocator>,
+    pub host: HostAllocator,
     pub blas: Blas,
     pub generator: Generator,
     pub one: Stream,
@@ -75,13 +78,31 @@ impl Lab {
         let device = gpu.device(0).unwrap();
         let caching = Arc::new(CachingAllocator::new(&gpu, Settings::parse(settings).unwrap()));
         let any: Arc<dyn DeviceAllocator> = caching.clone();
+        let host = HostAllocator::new(&gpu, PinnedSettings::default());
         let blas = Blas::new(&any, BlasSettings::default());
         let generator = Generator::new(&device).unwrap();
         let leases = [device.lease_stream().unwrap(), device.lease_stream().unwrap()];
         let [one, two] = [0, 1].map(|index: usize| leases[index].stream().clone());
         let module = sim.module_load(FIRST, &KERNELS).unwrap();
         let [plus, less] = ["plus", "less"].map(|name| sim.function_get(module, name).unwrap());
-        Self { sim, faulty, gpu, device, caching, any, blas, generator, one, two, leases, module, plus, less, start }
+        Self {
+            sim,
+            faulty,
+            gpu,
+            device,
+            caching,
+            any,
+            host,
+            blas,
+            generator,
+            one,
+            two,
+            leases,
+            module,
+            plus,
+            less,
+            start,
+        }
     }
 
     pub fn graph(&self) -> Graph {
@@ -133,6 +154,7 @@ impl Lab {
     /// After a fault: no stream captures, the thread is as strict as before, and the books agree.
     pub fn expect_calm(&self, about: &str) {
         self.caching.check();
+        self.host.check();
         // What destructors left is done by the next reset.
         self.graph().reset().unwrap();
         assert_eq!(self.sim.census().captures, 0, "{about}: a capture is still under way");
@@ -152,10 +174,14 @@ impl Lab {
     /// At the end: nothing is left.
     pub fn close(self, about: &str) {
         self.expect_calm(about);
-        let Self { sim, faulty, gpu, device, caching, any, blas, generator, one, two, leases, module, start, .. } =
-            self;
+        let Self {
+            sim, faulty, gpu, device, caching, any, host, blas, generator, one, two, leases, module, start, ..
+        } = self;
         device.synchronize().unwrap();
         blas.close().unwrap();
+        host.reap().unwrap();
+        assert_eq!(host.stats().active_requests.current, 0, "{about}: pinned blocks are lost");
+        host.close().unwrap();
         any.trim(FIRST, MemPoolId::DEFAULT).unwrap();
         caching.check();
         let stats = any.stats(FIRST).unwrap();

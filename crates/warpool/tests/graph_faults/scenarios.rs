@@ -35,6 +35,7 @@ pub const SCENARIOS: &[Scenario] = &[
     Scenario { name: "broken", run: broken },
     Scenario { name: "callable", run: callable },
     Scenario { name: "handles", run: handles },
+    Scenario { name: "pinned", run: pinned },
 ];
 
 /// Outside memory, temporaries on two streams, replays on two streams, a reset, and all of it again.
@@ -380,4 +381,55 @@ fn handles(lab: &Lab, graph: &mut Graph) -> Result<()> {
     blas.close()?;
     solver.close()?;
     outcome
+}
+
+/// Pinned memory that a graph shares, makes and uses in passing, replays on two streams, and a graph that goes by a reset or with a replay under way.
+fn pinned(lab: &Lab, graph: &mut Graph) -> Result<()> {
+    let words = |value: u32| [value.to_le_bytes(); WORDS].concat();
+    let input = Arc::new(lab.host.allocate(BYTES)?);
+    for by_drop in [false, true] {
+        input.write(0, &words(5))?;
+        let mut own = lab.graph();
+        let graph: &mut Graph = if by_drop { &mut own } else { graph };
+        let output = graph.capture(&lab.one, CaptureOptions::default(), |capture| {
+            let stream = capture.stream().clone();
+            let input = capture.share_host(Arc::clone(&input))?;
+            let output = capture.allocate_host(&lab.host, BYTES)?;
+            let (sum, more) = (capture.allocate(BYTES)?, capture.allocate(BYTES)?);
+            let loose = lab.host.allocate_on(BYTES, &stream)?;
+            loose.write(0, &words(2))?;
+            let loose = capture.keep_host(loose)?;
+            capture.copy(sum, input, BYTES, &stream)?;
+            let fork = capture.fork()?;
+            capture.copy(more, loose, BYTES, &fork)?;
+            capture.join(fork)?;
+            capture.launch(lab.plus, LaunchShape::ONE, &[sum.into(), more.into()], &stream)?;
+            capture.copy(output, sum, BYTES, &stream)?;
+            let used_past_the_scope = lab.host.allocate_on(BYTES, &stream)?;
+            used_past_the_scope.record_use(&stream)?;
+            used_past_the_scope.free()?;
+            Ok(output)
+        })?;
+        graph.replay(&lab.one)?;
+        lab.two.wait_stream(&lab.one)?;
+        graph.replay(&lab.two)?;
+        lab.two.synchronize()?;
+        let mut bytes = [0; BYTES as usize];
+        graph.host_buffer(output)?.read(0, &mut bytes)?;
+        assert_eq!(bytes[..], words(7));
+        if by_drop {
+            graph.replay(&lab.two)?;
+        } else {
+            graph.reset()?;
+        }
+        drop(own);
+        let next = lab.host.allocate(BYTES)?;
+        next.write(0, &words(9))?;
+        next.free()?;
+        lab.two.synchronize()?;
+        lab.host.reap()?;
+        lab.host.trim(0)?;
+        lab.one.wait_stream(&lab.two)?;
+    }
+    Ok(())
 }

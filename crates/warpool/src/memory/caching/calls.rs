@@ -39,6 +39,13 @@ impl CachingAllocator {
         })
     }
 
+    /// Frees what starts at `ptr`, if it is this device's.
+    fn free_here(&self, cell: &Cell, ptr: DevicePtr) -> bool {
+        let cause = self.cause(cell, StackLevel::All);
+        let taken = self.take_back(cell, Which::At(ptr), &cause);
+        taken.map(|taken| self.see_to(cell, taken, &cause)).is_some()
+    }
+
     /// Sees to the streams that may still use a block that was taken back. The caller is rid of it whatever happens: what fails is tried again by the
     /// next call, which also reports what stays wrong.
     fn see_to(&self, cell: &Cell, taken: TakenBack, cause: &Cause) {
@@ -176,14 +183,22 @@ impl DeviceAllocator for CachingAllocator {
         if ptr.is_null() {
             return Ok(());
         }
-        for cell in &self.cells {
-            let cause = self.cause(cell, StackLevel::All);
-            if let Some(taken) = self.take_back(cell, Which::At(ptr), &cause) {
-                self.see_to(cell, taken, &cause);
-                return Ok(());
-            }
+        // Of several devices, the one that has it is found first: what is gathered for the history is gathered once.
+        let found = match &*self.cells {
+            [only] => Some(only),
+            cells => cells.iter().find(|cell| lock(&cell.state).live_at(ptr).is_some()),
+        };
+        if found.is_some_and(|cell| self.free_here(cell, ptr)) || self.free_uncached(ptr)? {
+            return Ok(());
         }
-        if self.free_uncached(ptr)? { Ok(()) } else { Err(Error::UnknownPointer { ptr }) }
+        Err(Error::UnknownPointer { ptr })
+    }
+
+    fn free_on(&self, device: DeviceId, ptr: DevicePtr) -> Result<()> {
+        if !ptr.is_null() && self.free_here(self.cell(device)?, ptr) {
+            return Ok(());
+        }
+        self.free_raw(ptr)
     }
 
     fn record_use_raw(&self, ptr: DevicePtr, stream: StreamId) -> Result<()> {

@@ -95,7 +95,7 @@ impl CachingAllocator {
         // That these fail too must not hide what went wrong.
         let nothing = MemoryInfo { bytes_free: 0, bytes_total: cell.bytes_total };
         let memory = self.driver().mem_info(cell.device).unwrap_or(nothing);
-        let stream_raw = self.driver().stream_info(want.stream).map_or(0, |info| info.raw.0);
+        let stream_raw = self.driver().stream_handle(want.stream).map_or(0, |handle| handle.raw.0);
         let mut report = self.with(cell, |state| {
             if why == OomCause::Rejected {
                 state.stats.num_oom_rejections += 1;

@@ -40,17 +40,17 @@ pub use checkpoint::{PoolCheckpoint, Restored};
 use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
-use std::sync::{Arc, Mutex, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
+use std::sync::{Arc, Mutex};
 
 use warpool_driver::{DeviceId, DevicePtr, Driver, StreamId};
 
 use self::block::BlockKey;
 use self::policy::Policy;
 pub(super) use self::policy::share_of;
-use self::pools::Scope;
 use self::state::State;
 use self::uncached::Uncached;
 use super::journal::{Cause, Recording};
+use super::scopes::Scopes;
 use super::{Observers, Settings, StackLevel};
 use crate::{Error, Gpu, Result, lock};
 
@@ -83,8 +83,7 @@ struct Cell {
     slow: Mutex<()>,
     slow_holder: slow::Holder,
     limits: Mutex<Limits>,
-    scopes: RwLock<Vec<Scope>>,
-    scope_count: AtomicU32,
+    scopes: Scopes,
     /// How many captures are under way, on all devices together: another device's stream may have used this one's memory, and a thread that
     /// captures is guarded on every device.
     captures: Arc<AtomicU32>,
@@ -103,14 +102,6 @@ struct Limits {
 impl Cell {
     fn has_captures(&self) -> bool {
         self.captures.load(Ordering::Acquire) > 0
-    }
-
-    fn scopes(&self) -> RwLockReadGuard<'_, Vec<Scope>> {
-        self.scopes.read().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn scopes_mut(&self) -> RwLockWriteGuard<'_, Vec<Scope>> {
-        self.scopes.write().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn peers(&self) -> Vec<DeviceId> {
@@ -143,8 +134,7 @@ impl CachingAllocator {
                 slow: Mutex::new(()),
                 slow_holder: slow::Holder::default(),
                 limits: Mutex::new(limits),
-                scopes: RwLock::default(),
-                scope_count: AtomicU32::new(0),
+                scopes: Scopes::default(),
                 captures: Arc::clone(&captures),
                 recording: Recording::default(),
                 peers: Mutex::default(),

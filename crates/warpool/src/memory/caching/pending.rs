@@ -203,13 +203,14 @@ impl CachingAllocator {
 
     /// Puts a mark behind the work that is in `stream` now.
     pub(super) fn mark(&self, cell: &Cell, stream: StreamId) -> Result<Mark> {
-        let info = match self.driver().stream_info(stream) {
-            Ok(info) => info,
+        let device = match self.driver().stream_handle(stream) {
+            Ok(handle) => handle.device,
             Err(error) if error.code == ErrorCode::InvalidHandle => {
                 // The stream is gone, and its last work may not be: nothing but the devices can be waited for, which would break any capture.
                 if self.has_captures(cell) {
                     return Ok(Mark::Captured);
                 }
+                let Some(_held_off) = self.gpu.captures().hold_off() else { return Ok(Mark::Captured) };
                 for device in self.gpu.devices() {
                     if self.driver().context_is_active(device.id())? {
                         device.synchronize()?;
@@ -219,7 +220,7 @@ impl CachingAllocator {
             }
             Err(error) => return Err(error.into()),
         };
-        let mut event = Device::known(&self.gpu, info.device).event_pool().take()?;
+        let mut event = Device::known(&self.gpu, device).event_pool().take()?;
         self.driver().event_record(event.id(), stream, EventScope::Plain)?;
         if self.is_capturing(cell, stream)? {
             // Another thread began a capture since we looked: the mark may be the capture's, and asking about it would break that.

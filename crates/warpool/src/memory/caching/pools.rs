@@ -6,7 +6,7 @@
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use warpool_driver::{CaptureState, DeviceId, DevicePtr, StreamId};
+use warpool_driver::{DeviceId, DevicePtr, StreamId};
 
 use super::block::Standing;
 use super::pending::Mark;
@@ -29,13 +29,8 @@ pub(super) struct Pool {
     has_graphs: bool,
     /// Streams that use its memory beside those that it was allocated for.
     pub(super) used_by: Vec<StreamId>,
-}
-
-/// An open scope.
-pub(super) struct Scope {
-    pool: MemPoolId,
-    /// Any of them will do.
-    routes: Vec<Route>,
+    /// Whether streams that nobody can name may use it too.
+    used_anywhere: bool,
 }
 
 impl State {
@@ -50,9 +45,9 @@ impl State {
             let has_upstream = upstream.is_some();
             self.bins.insert(Bin { pool: id, kind, has_upstream, no_split, lanes: Vec::new(), searches: 0 })
         });
-        let (use_on_oom, has_graphs) = (false, false);
+        let (use_on_oom, has_graphs, used_by, used_anywhere) = (false, false, Vec::new(), false);
         self.pools
-            .insert(id, Pool { bins, uses: 1, visitors: 0, upstream, use_on_oom, has_graphs, used_by: Vec::new() });
+            .insert(id, Pool { bins, uses: 1, visitors: 0, upstream, use_on_oom, has_graphs, used_by, used_anywhere });
         bins
     }
 
@@ -120,33 +115,29 @@ impl State {
 impl CachingAllocator {
     /// Where a request goes that names no pool: the newest scope that it fits, or the default pool.
     pub(super) fn routed(&self, cell: &Cell, stream: StreamId) -> Result<MemPoolId> {
-        if cell.scope_count.load(Ordering::Acquire) == 0 {
-            return Ok(MemPoolId::DEFAULT);
-        }
-        let scopes: Vec<(MemPoolId, Route)> = cell
-            .scopes()
-            .iter()
-            .rev()
-            .flat_map(|scope| scope.routes.iter().map(|&route| (scope.pool, route)))
-            .collect();
-        for (pool, route) in scopes {
-            let fits = match route {
-                Route::Thread(thread) => thread == std::thread::current().id(),
-                Route::Stream(only) => only == stream,
-                Route::Everything => true,
-                Route::Capture(capture) => self.capture_state(stream)? == CaptureState::Active(capture),
-            };
-            if fits {
-                return Ok(pool);
-            }
-        }
-        Ok(MemPoolId::DEFAULT)
+        cell.scopes.routed(stream, |stream| self.capture_state(stream))
     }
 
     /// Waits for the work that is in the streams that use a pool's memory beside its own: replays of graphs that are gone. The driver's free waits for all work, but
     /// unmapping does not. Says no if one of them captures, and can only be waited for later.
     pub(super) fn wait_for_users(&self, cell: &Cell, pool: MemPoolId) -> Result<bool> {
-        let users = self.with(cell, |state| Ok::<_, Error>(state.pool(pool)?.used_by.clone()))?;
+        let (users, anywhere) = self.with(cell, |state| {
+            let pool = state.pool(pool)?;
+            Ok::<_, Error>((pool.used_by.clone(), pool.used_anywhere))
+        })?;
+        if anywhere {
+            // The device is all that can be waited for, which would break any capture.
+            if self.has_captures(cell) {
+                return Ok(false);
+            }
+            self.driver().device_synchronize(cell.device)?;
+            // Nobody can use a pool again that is released: what was under way is done for good.
+            self.with(cell, |state| {
+                if let Some(pool) = state.pools.get_mut(&pool).filter(|pool| pool.uses == 0) {
+                    pool.used_anywhere = false;
+                }
+            });
+        }
         for stream in users {
             if self.refuses_marks(cell, stream)? {
                 return Ok(false);
@@ -160,6 +151,15 @@ impl CachingAllocator {
             }
         }
         Ok(true)
+    }
+
+    /// As [`record_pool_use`](PoolKeeper::record_pool_use), of work on streams that nobody can name: replays that a framework makes by itself. When the pool's memory
+    /// goes back to the driver, all work of the device is waited for; while a capture is under way it does not go back.
+    pub fn record_pool_use_anywhere(&self, device: DeviceId, pool: MemPoolId) -> Result<()> {
+        self.with(self.cell(device)?, |state| {
+            state.pool_in_use(pool)?.used_anywhere = true;
+            Ok(())
+        })
     }
 
     fn create(&self, device: DeviceId, id: MemPoolId, options: PoolOptions) -> Result<MemPoolId> {
@@ -224,31 +224,19 @@ impl PoolKeeper for CachingAllocator {
         let cell = self.cell(device)?;
         // Not with the scopes locked: it may tell trackers what another thread did, and they may ask for memory.
         self.retain_pool(device, pool)?;
-        let mut scopes = cell.scopes_mut();
-        if scopes.iter().any(|scope| scope.pool == pool) {
-            drop(scopes);
+        let opened = cell.scopes.begin(pool, route);
+        if opened.is_err() {
             self.release_pool(device, pool)?;
-            return Err(Error::AlreadyRouting { pool });
         }
-        scopes.push(Scope { pool, routes: vec![route] });
-        cell.scope_count.fetch_add(1, Ordering::Release);
-        Ok(())
+        opened
     }
 
     fn reroute(&self, device: DeviceId, pool: MemPoolId, routes: &[Route]) -> Result<()> {
-        let mut scopes = self.cell(device)?.scopes_mut();
-        let scope = scopes.iter_mut().find(|scope| scope.pool == pool).ok_or(Error::NotRouting { pool })?;
-        scope.routes = routes.to_vec();
-        Ok(())
+        self.cell(device)?.scopes.reroute(pool, routes)
     }
 
     fn end_routing(&self, device: DeviceId, pool: MemPoolId) -> Result<()> {
-        let cell = self.cell(device)?;
-        let mut scopes = cell.scopes_mut();
-        let at = scopes.iter().position(|scope| scope.pool == pool).ok_or(Error::NotRouting { pool })?;
-        scopes.remove(at);
-        cell.scope_count.fetch_sub(1, Ordering::Release);
-        drop(scopes);
+        self.cell(device)?.scopes.end(pool)?;
         self.release_pool(device, pool)
     }
 

@@ -81,11 +81,11 @@ impl CachingAllocator {
         if let Some(raw) = known {
             return Ok(raw);
         }
-        let info = self.driver().stream_info(stream)?;
-        if info.device != cell.device {
-            return Err(Error::StreamDevice { device: cell.device, stream, owner: info.device });
+        let handle = self.driver().stream_handle(stream)?;
+        if handle.device != cell.device {
+            return Err(Error::StreamDevice { device: cell.device, stream, owner: handle.device });
         }
-        Ok(info.raw.0)
+        Ok(handle.raw.0)
     }
 
     /// A segment in one piece, from the driver or from the pool's own source.

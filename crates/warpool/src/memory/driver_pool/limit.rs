@@ -2,26 +2,24 @@
 
 use warpool_driver::{DevicePtr, MemoryInfo, StreamId};
 
-use super::release::Standing;
 use super::{Cell, DriverPoolAllocator, GRAIN};
-use crate::memory::caching::share_of;
+use crate::memory::desk::Shortage;
 use crate::memory::journal::Cause;
-use crate::memory::{Action, OomCause, OomReport, Request};
-use crate::{Error, Result, lock};
+use crate::memory::standing::Standing;
+use crate::memory::{Action, MemPoolId, OomCause, Request};
+use crate::{Error, Result};
 
 impl DriverPoolAllocator {
     /// The least of what the fraction and the cap allow.
     fn limit(&self, cell: &Cell) -> Option<u64> {
-        let fraction = *lock(&cell.fraction);
-        let by_fraction = (fraction < 1.0).then(|| share_of(cell.bytes_total, fraction));
-        [by_fraction, self.settings.memory_cap_bytes].into_iter().flatten().min()
+        cell.desk.limit(self.settings.memory_cap_bytes)
     }
 
     /// Has `bytes` promised under the limit, after asking for help if need be.
     pub(super) fn promise(&self, cell: &Cell, bytes: u64) -> bool {
         let limit = self.limit(cell);
         let promised = || self.with(cell, |books| books.promise(bytes, limit));
-        promised() || (self.observers.relieve(cell.device) && promised())
+        promised() || (self.observers.relieve(cell.desk.device) && promised())
     }
 
     /// Memory from the pool, at the second attempt if not at the first; `None` is out of memory.
@@ -47,7 +45,7 @@ impl DriverPoolAllocator {
         if first.is_some() || standing != Standing::Working {
             return Ok(first);
         }
-        self.observers.relieve(cell.device);
+        self.observers.relieve(cell.desk.device);
         self.drain(cell, ready, cause)?;
         self.with(cell, |books| {
             books.stats.num_sync_all_streams += 1;
@@ -72,38 +70,18 @@ impl DriverPoolAllocator {
         cause: &Cause,
     ) -> Error {
         // That these fail too must not hide what went wrong.
-        let nothing = MemoryInfo { bytes_free: 0, bytes_total: cell.bytes_total };
-        let memory = self.driver().mem_info(cell.device).unwrap_or(nothing);
+        let nothing = MemoryInfo { bytes_free: 0, bytes_total: cell.desk.bytes_total };
+        let memory = self.driver().mem_info(cell.desk.device).unwrap_or(nothing);
         let pool = self.bytes_in_pool(cell).unwrap_or((0, 0));
         let stream_raw = self.raw_of(cell, request.stream).unwrap_or(0);
         let size = request.bytes.next_multiple_of(GRAIN);
         let stats = self.with(cell, |books| {
             books.stats.num_ooms += 1;
-            books.record(Action::Oom, memory.bytes_free, size, stream_raw, cause);
+            books.record(Action::Oom, memory.bytes_free, size, stream_raw, MemPoolId::DEFAULT, cause);
             books.stats_with(pool)
         });
-        let (reserved, active) = (stats.reserved_bytes.all.current, stats.active_bytes.all.current);
-        let allocated = stats.allocated_bytes.all.current;
-        let report = OomReport {
-            device: cell.device,
-            cause: why,
-            bytes_requested: request.bytes,
-            bytes_segment: size,
-            bytes_total: memory.bytes_total,
-            bytes_free: memory.bytes_free,
-            bytes_limit: self.limit(cell),
-            bytes_reserved: reserved,
-            bytes_allocated: allocated,
-            bytes_pending: active - allocated,
-            bytes_private_free: 0,
-            bytes_cached: reserved - active,
-            // The driver does not say how its free memory lies.
-            pieces_cached: u64::from(reserved > active),
-            bytes_largest_cached: reserved - active,
-            // Its pools map memory piece by piece, too.
-            expandable_segments: true,
-            capturing,
-        };
+        let limit = self.limit(cell);
+        let report = Shortage { request, why, bytes_segment: size, memory, limit, stats: &stats, capturing }.report();
         self.observers.out_of_memory(&report);
         Error::OutOfMemory(Box::new(report))
     }

@@ -31,20 +31,22 @@ mod books;
 mod limit;
 mod release;
 
+use std::collections::BTreeSet;
 use std::fmt;
 use std::sync::{Mutex, OnceLock};
 
 use warpool_driver::{Access, DeviceId, DevicePtr, Driver, PoolAttribute, PoolId, StreamId};
 
-use self::books::{Books, Entry};
-use self::release::Standing;
+use super::books::{Books, Entry};
+use super::desk::Desk;
 use super::history::StackNumbers;
-use super::journal::{Cause, Recording};
+use super::journal::Cause;
+use super::standing::Standing;
 use super::{
-    Action, Allocation, DeviceAllocator, HistoryOptions, MemPoolId, Observers, OomCause, PoolKeeper, Request, Settings,
+    Allocation, DeviceAllocator, HistoryOptions, MemPoolId, Observers, OomCause, PoolKeeper, Request, Settings,
     Snapshot, SnapshotOptions, StackLevel, Stat, Stats,
 };
-use crate::{Device, Error, Gpu, Result, StreamLease, lock};
+use crate::{Device, Error, Gpu, Result, StreamLease};
 
 const NAME: &str = "driver-pool";
 
@@ -66,13 +68,11 @@ pub struct DriverPoolAllocator {
 
 /// What there is per device.
 struct Cell {
-    device: DeviceId,
-    bytes_total: u64,
+    desk: Desk,
     /// Set up at first use: making it creates a context.
     ready: OnceLock<Ready>,
-    books: Mutex<Books>,
-    fraction: Mutex<f64>,
-    recording: Recording,
+    /// Streams that frees were put into and that nobody waited for since.
+    freed_on: Mutex<BTreeSet<StreamId>>,
 }
 
 /// A pool that is set up.
@@ -93,12 +93,9 @@ impl DriverPoolAllocator {
     #[must_use]
     pub fn with_settings(gpu: &Gpu, settings: Settings) -> Self {
         let cells = gpu.devices().map(|device| Cell {
-            device: device.id(),
-            bytes_total: device.properties().bytes_total,
+            desk: Desk::new(&device, settings.per_process_memory_fraction),
             ready: OnceLock::new(),
-            books: Mutex::new(Books::new(device.id())),
-            fraction: Mutex::new(settings.per_process_memory_fraction),
-            recording: Recording::default(),
+            freed_on: Mutex::default(),
         });
         Self { gpu: gpu.clone(), cells: cells.collect(), observers: Observers::default(), settings }
     }
@@ -127,7 +124,7 @@ impl DriverPoolAllocator {
         if let Some(ready) = cell.ready.get() {
             return Ok(ready);
         }
-        let pool = self.driver().pool_default(cell.device)?;
+        let pool = self.driver().pool_default(cell.desk.device)?;
         let lax = self.lax()?;
         for (attribute, value) in [
             (PoolAttribute::ReleaseThreshold, u64::MAX),
@@ -138,35 +135,23 @@ impl DriverPoolAllocator {
             self.driver().pool_set(pool, attribute, value)?;
         }
         drop(lax);
-        let joined = Device::known(&self.gpu, cell.device).lease_stream()?;
+        let joined = Device::known(&self.gpu, cell.desk.device).lease_stream()?;
         Ok(cell.ready.get_or_init(|| Ready { pool, joined }))
     }
 
     /// One step under a device's lock; trackers are told afterwards, without it.
     fn with<R>(&self, cell: &Cell, step: impl FnOnce(&mut Books) -> R) -> R {
-        let mut books = lock(&cell.books);
-        let result = step(&mut books);
-        if books.journal.has_news() {
-            let events = books.journal.take_news();
-            drop(books);
-            self.observers.track(cell.device, &events);
-        }
-        result
+        cell.desk.with(&self.observers, step)
     }
 
     /// Gathers what the history wants to know, before a lock is taken.
     fn cause(&self, cell: &Cell, level: StackLevel) -> Cause {
-        cell.recording.cause(level, &self.observers, self.driver()).timed(self.driver())
+        cell.desk.cause(level, &self.observers, self.driver())
     }
 
     /// The driver's handle of a stream, asked for once.
     fn raw_of(&self, cell: &Cell, stream: StreamId) -> Result<u64> {
-        if let Some(raw) = self.with(cell, |books| books.raw_of(stream)) {
-            return Ok(raw);
-        }
-        let raw = self.driver().stream_info(stream)?.raw.0;
-        self.with(cell, |books| books.know_raw(stream, raw));
-        Ok(raw)
+        Ok(cell.desk.raw_of(stream, self.driver())?.0)
     }
 
     /// Takes a block back; a number of 0 stands for whatever starts there.
@@ -225,8 +210,9 @@ impl DeviceAllocator for DriverPoolAllocator {
                 return Err(self.out_of_memory(cell, &request, OomCause::Device, capture.is_some(), &cause));
             }
         };
-        let (uses, stack) = (Vec::new(), None);
-        let entry = Entry { number: 0, ptr, bytes: size, requested: bytes, stream, stream_raw, uses, capture, stack };
+        let (pool, uses, stack) = (MemPoolId::DEFAULT, Vec::new(), None);
+        let entry =
+            Entry { number: 0, ptr, bytes: size, requested: bytes, stream, stream_raw, pool, uses, capture, stack };
         Ok(self.with(cell, |books| {
             books.settle_promise(bytes);
             books.hand_out(entry, &cause)
@@ -247,7 +233,7 @@ impl DeviceAllocator for DriverPoolAllocator {
     }
 
     fn find(&self, ptr: DevicePtr) -> Result<Allocation> {
-        self.cells.iter().find_map(|cell| lock(&cell.books).find(ptr)).ok_or(Error::UnknownPointer { ptr })
+        self.cells.iter().find_map(|cell| cell.desk.find(ptr)).ok_or(Error::UnknownPointer { ptr })
     }
 
     fn free(&self, allocation: Allocation) -> Result<()> {
@@ -284,15 +270,11 @@ impl DeviceAllocator for DriverPoolAllocator {
     }
 
     fn set_memory_fraction(&self, device: DeviceId, fraction: f64) -> Result<()> {
-        if !(0.0..=1.0).contains(&fraction) {
-            return Err(Error::Fraction { fraction: fraction.to_string() });
-        }
-        *lock(&self.cell(device)?.fraction) = fraction;
-        Ok(())
+        self.cell(device)?.desk.set_fraction(fraction)
     }
 
     fn memory_fraction(&self, device: DeviceId) -> Result<f64> {
-        Ok(*lock(&self.cell(device)?.fraction))
+        Ok(self.cell(device)?.desk.fraction())
     }
 
     fn stats(&self, device: DeviceId) -> Result<Stats> {
@@ -323,30 +305,18 @@ impl DeviceAllocator for DriverPoolAllocator {
     fn snapshot(&self, options: SnapshotOptions) -> Result<Snapshot> {
         let mut snapshot = Snapshot { settings: self.settings.recorded(), ..Snapshot::default() };
         let mut stacks = StackNumbers::default();
-        let shows_default = options.pool.is_none_or(MemPoolId::is_default);
         for cell in &self.cells {
             let (bytes_in_pool, _) = self.bytes_in_pool(cell)?;
             let cause = self.cause(cell, StackLevel::Alloc);
-            self.with(cell, |books| {
-                let trace =
-                    if options.traces { books.journal.history.copy_to(&mut snapshot, &mut stacks) } else { Vec::new() };
-                snapshot.traces.push(trace);
-                if shows_default {
-                    let segments = books.segment_infos(bytes_in_pool, &mut snapshot, &mut stacks);
-                    snapshot.segments.extend(segments);
-                }
-                // Shows in the next snapshot only: this one was asked for before it.
-                let active = books.stats.active_bytes.all.current;
-                books.record(Action::Snapshot, 0, active, 0, &cause);
-            });
+            let rest = |books: &Books| books.rest(bytes_in_pool);
+            cell.desk.add_to(&mut snapshot, &mut stacks, options, rest, &self.observers, &cause);
         }
         Ok(snapshot)
     }
 
     fn record_history(&self, options: Option<HistoryOptions>) -> Result<()> {
         for cell in &self.cells {
-            self.with(cell, |books| books.journal.history.set(options.clone()));
-            cell.recording.set(options.as_ref());
+            cell.desk.record_history(options.as_ref(), &self.observers);
         }
         Ok(())
     }

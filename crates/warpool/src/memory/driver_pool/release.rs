@@ -1,25 +1,13 @@
 //! How blocks go back to the driver: in stream order, behind every stream that used them, and never into a capture that they are not of.
 
-use warpool_driver::{CaptureId, CaptureState, ErrorCode, EventScope, PoolAttribute, StreamId};
+use warpool_driver::{CaptureId, ErrorCode, EventScope, PoolAttribute, StreamId};
 
-use super::books::{Books, Entry};
 use super::{Cell, DriverPoolAllocator, Ready};
 use crate::graph::Relaxed;
+use crate::memory::books::Entry;
 use crate::memory::journal::Cause;
-use crate::{Device, Result};
-
-/// Where a stream stands, as far as a free is concerned.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Standing {
-    /// It does its work.
-    Working,
-    /// It takes part in this capture.
-    Captures(CaptureId),
-    /// It takes part in a capture that is broken, or is the default stream and another captures: nothing can be put into it now.
-    Blocked,
-    /// It is no more. Its last work may not be done.
-    Gone,
-}
+use crate::memory::standing::Standing;
+use crate::{Device, Result, lock};
 
 /// What became of a free.
 pub(super) enum Released {
@@ -57,8 +45,10 @@ impl DriverPoolAllocator {
     pub(super) fn give_back(&self, cell: &Cell, entry: &Entry, cause: &Cause) -> Option<Released> {
         let (number, released) = (entry.number, self.release(cell, entry));
         self.with(cell, |books| match &released {
-            Ok(Released::Into(stream)) => books.complete_free(number, Some(*stream), cause),
-            Ok(Released::Nowhere) => books.complete_free(number, None, cause),
+            Ok(released @ (Released::Into(_) | Released::Nowhere)) => {
+                lock(&cell.freed_on).extend(released.stream());
+                books.complete_free(number, cause);
+            }
             Ok(Released::Later | Released::Orphaned) | Err(_) => books.put_out_of_hand(number),
         });
         released
@@ -71,10 +61,10 @@ impl DriverPoolAllocator {
     pub(super) fn drain(&self, cell: &Cell, ready: &Ready, cause: &Cause) -> Result<()> {
         let orphans = self.settle_all(cell, cause);
         self.release_orphans(cell, ready, &orphans, cause)?;
-        let streams = self.with(cell, Books::take_freed_on);
+        let streams: Vec<StreamId> = std::mem::take(&mut *lock(&cell.freed_on)).into_iter().collect();
         let waited = self.wait_for(&streams);
         if waited.is_err() {
-            self.with(cell, |books| books.freed_on(&streams));
+            lock(&cell.freed_on).extend(&streams);
         }
         waited?;
         let _lax = self.lax()?;
@@ -105,7 +95,10 @@ impl DriverPoolAllocator {
             let Some(entry) = self.with(cell, |books| books.take_in_hand(number)) else { continue };
             let freed = self.free_into(&entry, ready.joined.id());
             self.with(cell, |books| match &freed {
-                Ok(released) => books.complete_free(number, released.stream(), cause),
+                Ok(released) => {
+                    lock(&cell.freed_on).extend(released.stream());
+                    books.complete_free(number, cause);
+                }
                 Err(_) => books.put_out_of_hand(number),
             });
             freed?;
@@ -165,21 +158,14 @@ impl DriverPoolAllocator {
 
     /// Makes later work of `later` wait for what is in `earlier` now.
     fn order(&self, earlier: StreamId, later: StreamId) -> Result<()> {
-        let device = self.driver().stream_info(earlier)?.device;
+        let device = self.driver().stream_handle(earlier)?.device;
         let event = Device::known(&self.gpu, device).event_pool().take()?;
         self.driver().event_record(event.id(), earlier, EventScope::Plain)?;
         Ok(self.driver().stream_wait_event(later, event.id(), EventScope::Plain)?)
     }
 
     pub(super) fn standing(&self, stream: StreamId) -> Result<Standing> {
-        match self.driver().capture_state(stream) {
-            Ok(CaptureState::None) => Ok(Standing::Working),
-            Ok(CaptureState::Active(capture)) => Ok(Standing::Captures(capture)),
-            Ok(CaptureState::Invalidated) => Ok(Standing::Blocked),
-            Err(error) if error.code == ErrorCode::StreamCaptureImplicit => Ok(Standing::Blocked),
-            Err(error) if error.code == ErrorCode::InvalidHandle => Ok(Standing::Gone),
-            Err(error) => Err(error.into()),
-        }
+        Standing::of(stream, self.driver())
     }
 
     /// Until the guard is dropped, the calling thread may ask the driver for what a capture elsewhere would forbid. Nobody tells this

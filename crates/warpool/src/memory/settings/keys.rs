@@ -26,6 +26,8 @@ pub(super) enum Key {
     PinnedMaxRoundThreshold,
     PinnedMaxCachedSize,
     PinnedFreeCatchAll,
+    PinnedCap,
+    PinnedDeviceCap,
     FreeBlockOrder,
     MemoryCap,
 }
@@ -75,7 +77,7 @@ const fn alias(info: KeyInfo, alias: &'static str) -> KeyInfo {
 const BOOLEAN: &str = "True or False";
 
 /// All keys, in the order in which they are listed and written.
-pub(super) static KEYS: [KeyInfo; 22] = [
+pub(super) static KEYS: [KeyInfo; 24] = [
     key(
         Key::Backend,
         "backend",
@@ -201,7 +203,7 @@ pub(super) static KEYS: [KeyInfo; 22] = [
             Key::PinnedMaxRoundThreshold,
             "pinned_max_round_threshold_mb",
             "a whole number",
-            "pinned requests above this size are not rounded to a power of two",
+            "pinned requests above this size are not rounded to a size class",
         ),
         "unlimited",
     ),
@@ -215,6 +217,24 @@ pub(super) static KEYS: [KeyInfo; 22] = [
         "unlimited",
     ),
     key(Key::PinnedFreeCatchAll, "pinned_free_catch_all", BOOLEAN, "errors while pinned memory is freed are swallowed"),
+    unset(
+        key(
+            Key::PinnedCap,
+            "pinned_cap_mb",
+            "a whole number, at least 2",
+            "how much host memory may be pinned in all; Warpool's own key",
+        ),
+        "unlimited",
+    ),
+    unset(
+        key(
+            Key::PinnedDeviceCap,
+            "pinned_device_cap_mb",
+            "a whole number, at least 2",
+            "how much host memory may be pinned for each device; Warpool's own key",
+        ),
+        "unlimited",
+    ),
     native(key(
         Key::FreeBlockOrder,
         "free_block_order",
@@ -281,6 +301,8 @@ impl Key {
             Self::PinnedMaxRoundThreshold => pinned.max_round_threshold_bytes.map(mib),
             Self::PinnedMaxCachedSize => pinned.max_cached_bytes.map(mib),
             Self::PinnedFreeCatchAll => Some(boolean(pinned.free_catch_all)),
+            Self::PinnedCap => pinned.cap_bytes.map(mib),
+            Self::PinnedDeviceCap => pinned.device_cap_bytes.map(mib),
             Self::FreeBlockOrder => Some(settings.free_block_order.name().into()),
             Self::MemoryCap => settings.memory_cap_bytes.map(mib),
         }

@@ -221,6 +221,16 @@ fn without_effect(settings: &Settings, given: &BTreeMap<Key, usize>) -> Vec<Warn
         Key::PinnedMaxRoundThreshold,
         "blocks above `pinned_max_cached_size_mb` are never rounded, so that smaller limit counts; lower this one to it",
     );
+    say(
+        pinned.cap_bytes.is_some_and(|all| pinned.device_cap_bytes.is_some_and(|each| each > all)),
+        Key::PinnedDeviceCap,
+        "without effect: `pinned_cap_mb` is lower and counts all devices; lower this one, or leave it out",
+    );
+    say(
+        pinned.lowest_cap().is_some_and(|cap| pinned.reserve_segment_bytes > cap),
+        Key::PinnedReserveSegmentSize,
+        "without effect: it exceeds what may be pinned; lower it, or raise `pinned_cap_mb` or `pinned_device_cap_mb`",
+    );
     let warning =
         |(key, text): (Key, &str)| Warning { key: key.name().into(), at: given.get(&key).copied(), text: text.into() };
     found.into_iter().map(warning).collect()
@@ -250,6 +260,7 @@ mod tests {
             "pinned_use_cuda_host_register:True,pinned_num_register_threads:8",
             "pinned_max_round_threshold_mb:8,pinned_max_cached_size_mb:8",
             "expandable_segments:True,expandable_segments_reserve:1.125",
+            "pinned_cap_mb:8,pinned_device_cap_mb:8,pinned_reserve_segment_size_mb:8",
         ];
         for string in quiet {
             assert!(lint(string).is_clean(), "settings {string:?}");
@@ -312,6 +323,14 @@ at byte 32: `expandable_segments_reserve_by_class`: without effect; add `expanda
             "at byte 0: `pinned_max_round_threshold_mb`: blocks above `pinned_max_cached_size_mb` are never rounded, so that smaller limit counts; lower this one to it",
         );
         check_warnings(
+            "pinned_cap_mb:8,pinned_device_cap_mb:9",
+            "at byte 16: `pinned_device_cap_mb`: without effect: `pinned_cap_mb` is lower and counts all devices; lower this one, or leave it out",
+        );
+        check_warnings(
+            "pinned_device_cap_mb:8,pinned_reserve_segment_size_mb:9",
+            "at byte 23: `pinned_reserve_segment_size_mb`: without effect: it exceeds what may be pinned; lower it, or raise `pinned_cap_mb` or `pinned_device_cap_mb`",
+        );
+        check_warnings(
             "expandable_segments:True,expandable_segments:False",
             "at byte 25: `expandable_segments`: given a second time, first at byte 0; the last one counts, remove the others",
         );
@@ -351,6 +370,8 @@ pinned_reserve_segment_size_mb        default  none
 pinned_max_round_threshold_mb         default  unlimited
 pinned_max_cached_size_mb             default  unlimited
 pinned_free_catch_all                 default  False
+pinned_cap_mb                         default  unlimited
+pinned_device_cap_mb                  default  unlimited
 free_block_order                      default  registration
 memory_cap_mb                         kept     64";
         assert_eq!(found.to_string(), expected);

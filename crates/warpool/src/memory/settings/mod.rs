@@ -67,9 +67,11 @@ const GIB: u64 = 1 << 30;
 /// | `pinned_num_register_threads` | a power of two up to 128 | how many threads touch pages before they are registered | |
 /// | `pinned_use_background_threads` | True or False | a thread of its own looks after events of pinned memory | |
 /// | `pinned_reserve_segment_size_mb` | a whole number above 0 | pinned memory that is set aside at the first use | |
-/// | `pinned_max_round_threshold_mb` | a whole number | pinned requests above this size are not rounded to a power of two | |
+/// | `pinned_max_round_threshold_mb` | a whole number | pinned requests above this size are not rounded to a size class | |
 /// | `pinned_max_cached_size_mb` | a whole number | pinned blocks above this size are not kept | |
 /// | `pinned_free_catch_all` | True or False | errors while pinned memory is freed are swallowed | |
+/// | `pinned_cap_mb` | a whole number, at least 2 | how much host memory may be pinned in all; Warpool's own key | |
+/// | `pinned_device_cap_mb` | a whole number, at least 2 | how much host memory may be pinned for each device; Warpool's own key | |
 /// | `free_block_order` | registration or address | which of two free blocks of one size comes first; Warpool's own key | |
 /// | `memory_cap_mb` | a whole number, at least 2 | how much of each device may be reserved; Warpool's own key | |
 ///
@@ -131,12 +133,16 @@ pub struct PinnedSettings {
     pub use_background_threads: bool,
     /// Memory that is set aside at the first use; 0: none.
     pub reserve_segment_bytes: u64,
-    /// Requests above this size are not rounded to a power of two; `None`: all are.
+    /// Requests above this size are not rounded to a size class; `None`: all are.
     pub max_round_threshold_bytes: Option<u64>,
     /// Blocks above this size are not kept; `None`: all are.
     pub max_cached_bytes: Option<u64>,
     /// Errors while memory is freed are swallowed.
     pub free_catch_all: bool,
+    /// How much may be pinned in all; `None`: no limit.
+    pub cap_bytes: Option<u64>,
+    /// How much may be pinned for each device; `None`: no limit.
+    pub device_cap_bytes: Option<u64>,
 }
 
 /// Who allocates device memory.
@@ -231,7 +237,16 @@ impl Default for PinnedSettings {
             max_round_threshold_bytes: None,
             max_cached_bytes: None,
             free_catch_all: false,
+            cap_bytes: None,
+            device_cap_bytes: None,
         }
+    }
+}
+
+impl PinnedSettings {
+    /// The lower of the two caps: more than that cannot be pinned for one device.
+    pub(crate) fn lowest_cap(&self) -> Option<u64> {
+        [self.cap_bytes, self.device_cap_bytes].into_iter().flatten().min()
     }
 }
 

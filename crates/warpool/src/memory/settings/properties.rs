@@ -93,9 +93,12 @@ fn entry(key: Key) -> BoxedStrategy<String> {
             })
             .boxed(),
         Key::PinnedNumRegisterThreads => (0..8_u32).prop_map(|power| (1_u64 << power).to_string()).boxed(),
-        Key::PinnedReserveSegmentSize | Key::PinnedMaxRoundThreshold | Key::PinnedMaxCachedSize | Key::MemoryCap => {
-            (2..u64::MAX >> 22).prop_map(|mib| mib.to_string()).boxed()
-        }
+        Key::PinnedReserveSegmentSize
+        | Key::PinnedMaxRoundThreshold
+        | Key::PinnedMaxCachedSize
+        | Key::PinnedCap
+        | Key::PinnedDeviceCap
+        | Key::MemoryCap => (2..u64::MAX >> 22).prop_map(|mib| mib.to_string()).boxed(),
         Key::FreeBlockOrder => prop::sample::select(vec!["registration", "address"]).prop_map(String::from).boxed(),
         _ => any::<bool>().prop_map(|value| if value { "True" } else { "False" }.to_owned()).boxed(),
     };

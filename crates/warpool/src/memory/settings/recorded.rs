@@ -213,7 +213,7 @@ mod tests {
     #[test]
     fn a_snapshot_tells_what_one_string_set() {
         let string = "max_split_size_mb:200,roundup_power2_divisions:[2:4,>:8],pinned_max_cached_size_mb:7,\
-                      free_block_order:address,memory_cap_mb:64,large_segment_size_mb:32";
+                      pinned_cap_mb:32,pinned_device_cap_mb:16,free_block_order:address,memory_cap_mb:64,large_segment_size_mb:32";
         let settings = Settings::parse(string).unwrap();
         let recorded = settings.recorded();
         assert_eq!(recorded.max_split_size, Some(200 * MIB as i64));

@@ -50,6 +50,8 @@ fn every_key_is_read_and_written() {
     check_kept("pinned_max_round_threshold_mb:0");
     check_kept("pinned_max_cached_size_mb:64");
     check_kept("pinned_free_catch_all:True");
+    check_kept("pinned_cap_mb:2");
+    check_kept("pinned_device_cap_mb:2");
     check_kept("free_block_order:address");
     check_kept("memory_cap_mb:2");
 }
@@ -262,6 +264,8 @@ fn values_are_checked() {
         "free_block_order:adress",
         "`adress` will not do; it takes registration or address; did you mean `address`?",
     );
+    refused("pinned_cap_mb:1", "`1` is too small; give at least 2");
+    refused("pinned_device_cap_mb:1", "`1` is too small; give at least 2");
     refused("memory_cap_mb:1", "`1` is too small; give at least 2");
 }
 
@@ -317,7 +321,8 @@ fn updates_reset_some_and_keep_others() {
                graph_capture_record_stream_reuse:True,per_process_memory_fraction:0.5,throw_on_cudamalloc_oom:True,\
                pinned_use_cuda_host_register:True,pinned_num_register_threads:8,pinned_use_background_threads:True,\
                pinned_reserve_segment_size_mb:64,pinned_max_round_threshold_mb:16,pinned_max_cached_size_mb:32,\
-               pinned_free_catch_all:True,free_block_order:address,memory_cap_mb:4096";
+               pinned_free_catch_all:True,pinned_cap_mb:4096,pinned_device_cap_mb:2048,\
+               free_block_order:address,memory_cap_mb:4096";
     check_kept(all);
     check_updates(&[all, all], all);
     let resets = |entry: &&str| KEYS.iter().any(|info| info.resets && entry.starts_with(&format!("{}:", info.name)));

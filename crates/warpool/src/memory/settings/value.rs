@@ -50,6 +50,9 @@ pub(super) fn set(settings: &mut Settings, key: Key, value: &Value) -> Read<Vec<
         Key::PinnedMaxRoundThreshold => pinned.max_round_threshold_bytes = Some(size_from(key, value, 0)?),
         Key::PinnedMaxCachedSize => pinned.max_cached_bytes = Some(size_from(key, value, 0)?),
         Key::PinnedFreeCatchAll => pinned.free_catch_all = boolean(key, value)?,
+        // Below the smallest segment nothing could ever be pinned.
+        Key::PinnedCap => pinned.cap_bytes = Some(size_from(key, value, 2 * MIB)?),
+        Key::PinnedDeviceCap => pinned.device_cap_bytes = Some(size_from(key, value, 2 * MIB)?),
         Key::FreeBlockOrder => {
             settings.free_block_order = named(key, value, FreeBlockOrder::ALL, FreeBlockOrder::name)?;
         }

@@ -1,0 +1,49 @@
+//! Writes the snapshot of a short program on the simulated GPU, with device memory and pinned host memory in one file.
+//!
+//! `cargo run -p warpool-trace --example both_sides -- OUT`; any program that reads PyTorch's snapshots can read it.
+
+use std::error::Error;
+use std::fs::File;
+use std::sync::Arc;
+
+use warpool::Gpu;
+use warpool::driver::Copies as _;
+use warpool::driver::sim::{SimConfig, SimDriver};
+use warpool::memory::{
+    Allocate as _, CachingAllocator, DeviceAllocator, Frame, HistoryOptions, HostAllocator, Settings, SnapshotOptions,
+    StackLevel,
+};
+use warpool_trace::write_snapshot;
+
+fn main() -> Result<(), Box<dyn Error>> {
+    let out = std::env::args().nth(1).ok_or("where to?")?;
+    let sim = Arc::new(SimDriver::new(SimConfig::default()));
+    let gpu = Gpu::new(sim.clone())?;
+    let device: Arc<dyn DeviceAllocator> = Arc::new(CachingAllocator::new(&gpu, Settings::default()));
+    let host = HostAllocator::new(&gpu, Settings::default().pinned);
+    for observers in [device.observers(), host.observers()] {
+        observers.set_stack_hook(Some(Arc::new(|| {
+            Some([Frame { name: "main".into(), filename: "both_sides.rs".into(), line: 1 }].into())
+        })));
+    }
+    let options = HistoryOptions { stacks: StackLevel::All, ..HistoryOptions::default() };
+    device.record_history(Some(options.clone()))?;
+    host.record_history(Some(options));
+
+    let stream = gpu.device(0)?.pool_stream()?;
+    sim.hold(stream.id())?;
+    let (kept, dropped, target) = (host.allocate(5000)?, host.allocate(3 << 20)?, device.allocate(3 << 20, &stream)?);
+    dropped.record_use(&stream)?;
+    sim.copy(target.ptr().into(), dropped.ptr().into(), 3 << 20, stream.id())?;
+    drop(dropped); // the copy is still to come
+    drop(host.allocate(100)?);
+
+    let mut snapshot = device.snapshot(SnapshotOptions::default())?;
+    host.add_to(&mut snapshot);
+    write_snapshot(&snapshot, File::create(out)?)?;
+
+    sim.unhold(stream.id())?;
+    stream.synchronize()?;
+    drop((kept, target));
+    Ok(host.close()?)
+}

@@ -1,0 +1,142 @@
+//! Snapshots with both sides, the device's and the pinned memory of the host, in one file: written, read, the same.
+
+use std::sync::Arc;
+
+use warpool::driver::Copies as _;
+use warpool::driver::sim::{SimConfig, SimDriver};
+use warpool::graph::{CaptureOptions, Graph, GraphOptions};
+use warpool::memory::{
+    Action, Allocate as _, BlockState, CachingAllocator, DeviceAllocator, Frame, HistoryOptions, HostAllocator,
+    HostBlock, SegmentInfo, Settings, Snapshot, SnapshotOptions, StackLevel, set_user_metadata,
+};
+use warpool::{Gpu, Stream};
+use warpool_trace::replay::{ReplayOptions, replay};
+use warpool_trace::{ReadOptions, read, write_snapshot};
+
+const MIB: u64 = 1 << 20;
+
+/// A machine with both allocators, and a history of each.
+struct Both {
+    gpu: Gpu,
+    sim: Arc<SimDriver>,
+    device: Arc<dyn DeviceAllocator>,
+    host: HostAllocator,
+    stream: Stream,
+}
+
+impl Both {
+    fn new() -> Self {
+        let sim = Arc::new(SimDriver::new(SimConfig::default()));
+        let gpu = Gpu::new(sim.clone()).unwrap();
+        let settings = Settings::parse("pinned_use_cuda_host_register:True,pinned_num_register_threads:4").unwrap();
+        let device: Arc<dyn DeviceAllocator> = Arc::new(CachingAllocator::new(&gpu, settings.clone()));
+        let host = HostAllocator::new(&gpu, settings.pinned);
+        let stream = gpu.device(0).unwrap().pool_stream().unwrap();
+        for observers in [device.observers(), host.observers()] {
+            observers.set_stack_hook(Some(Arc::new(|| {
+                let frame = |name: &str, line| Frame { name: name.into(), filename: "loader.py".into(), line };
+                Some([frame("stage", 12), frame("main", 3)].into())
+            })));
+        }
+        let both = Self { gpu, sim, device, host, stream };
+        both.record();
+        both
+    }
+
+    fn record(&self) {
+        let options = HistoryOptions { stacks: StackLevel::All, epoch_us: 1_700_000_000_000_000, ..Default::default() };
+        self.device.record_history(Some(options.clone())).unwrap();
+        self.host.record_history(Some(options));
+    }
+
+    fn snapshot(&self) -> Snapshot {
+        let mut snapshot = self.device.snapshot(SnapshotOptions::default()).unwrap();
+        self.host.add_to(&mut snapshot);
+        snapshot
+    }
+
+    fn staged(&self, bytes: u64) -> HostBlock {
+        let block = self.host.allocate(bytes).unwrap();
+        let to = self.device.allocate(bytes, &self.stream).unwrap();
+        block.record_use(&self.stream).unwrap();
+        self.sim.copy(to.ptr().into(), block.ptr().into(), bytes, self.stream.id()).unwrap();
+        block
+    }
+}
+
+fn written_and_read(snapshot: &Snapshot) -> Snapshot {
+    let mut file = Vec::new();
+    write_snapshot(snapshot, &mut file).unwrap();
+    read(file.as_slice(), &ReadOptions { stacks: true, progress: None }).unwrap().snapshot
+}
+
+#[test]
+fn both_sides_come_back_from_one_file() {
+    let both = Both::new();
+    // Nothing yet is not the same as nothing known.
+    let empty = both.snapshot();
+    assert_eq!((&empty.host_segments, &empty.host_traces), (&Some(Vec::new()), &Some(Vec::new())));
+    assert_eq!(written_and_read(&empty), empty);
+
+    both.sim.hold(both.stream.id()).unwrap();
+    set_user_metadata("epoch 1");
+    let kept = both.staged(5000);
+    drop(both.staged(3 * MIB + 1));
+    set_user_metadata("");
+    drop(both.host.allocate(100).unwrap());
+    let taken = both.snapshot();
+    let again = written_and_read(&taken);
+    assert_eq!(again, taken);
+
+    let segments = again.host_segments.as_deref().unwrap();
+    assert_eq!(segments.iter().map(|segment| segment.device).collect::<Vec<_>>(), [-1, -1]);
+    let states = |segment: &SegmentInfo| segment.blocks.iter().map(|block| block.state).collect::<Vec<_>>();
+    let all: Vec<BlockState> = segments.iter().flat_map(states).collect();
+    assert!(all.contains(&BlockState::ActiveAllocated) && all.contains(&BlockState::ActivePendingFree), "{all:?}");
+    let trace = again.host_traces.as_deref().unwrap();
+    let actions: Vec<Action> = trace.iter().map(|entry| entry.action).collect();
+    let [segment, alloc, requested, completed] =
+        [Action::SegmentAlloc, Action::Alloc, Action::FreeRequested, Action::FreeCompleted];
+    assert_eq!(actions, [segment, alloc, segment, alloc, requested, alloc, requested, completed]);
+    let text = trace[1].user_metadata.map(|text| again.texts.get(text).to_owned());
+    assert_eq!((text.as_deref(), trace[5].user_metadata), (Some("epoch 1"), None));
+    assert!(trace.iter().all(|entry| entry.time_us > 1_700_000_000_000_000));
+    // One stack, for both sides.
+    assert_eq!(again.stacks.len(), 1);
+    assert!(again.traces[0].iter().chain(trace).all(|entry| entry.stack == again.traces[0][0].stack));
+
+    // What the device's side needs for a replay is not disturbed by the host's.
+    let report = replay(&again, &ReplayOptions::default()).unwrap();
+    assert!(report.fidelity.exact, "{:?}", report.fidelity.first_difference);
+    both.sim.unhold(both.stream.id()).unwrap();
+    both.stream.synchronize().unwrap();
+    drop(kept);
+    both.host.close().unwrap();
+}
+
+#[test]
+fn what_graphs_hold_is_in_the_file() {
+    let both = Both::new();
+    let device = both.gpu.device(0).unwrap();
+    let stream = device.lease_stream().unwrap();
+    let mut graph = Graph::new(&both.device, &device, GraphOptions::default()).unwrap();
+    let loose = graph
+        .capture(&stream, CaptureOptions::default(), |capture| {
+            let (to, pinned) = (capture.allocate(4096)?, capture.allocate_host(&both.host, 4096)?);
+            let stream = capture.stream().clone();
+            capture.copy(to, pinned, 4096, &stream)?;
+            let loose = both.host.allocate_on(600, &stream)?;
+            loose.record_use(&stream)?;
+            Ok(loose.ptr().0)
+        })
+        .unwrap();
+    let taken = both.snapshot();
+    let again = written_and_read(&taken);
+    assert_eq!(again, taken);
+    let blocks = again.host_segments.iter().flatten().flat_map(|segment| &segment.blocks);
+    let waits: Vec<u64> =
+        blocks.filter(|block| block.state == BlockState::ActivePendingFree).map(|block| block.address).collect();
+    assert_eq!(waits, [loose], "the graph has it");
+    drop(graph);
+    both.host.close().unwrap();
+}

@@ -1,0 +1,168 @@
+//! The register way of pinning: pages are mapped, touched by several threads, and then pinned where they are by one call.
+//! Touching is most of the work, and the part that threads can share; the driver, which would do it alone, finds nothing left to do.
+//!
+//! Not here: which way is taken, whether the address is the same for the device, and the way back (`pin.rs`). What fails here leaves nothing pinned and nothing mapped.
+
+use warpool_driver::{DeviceId, Driver, DriverError, ErrorCode, HostOptions, HostPtr, HostRange, Pages};
+
+use crate::{Error, Result};
+
+/// What each thread must have to touch, at the least: a page.
+const PAGE: u64 = 4096;
+
+/// Smaller memory has no room for a huge page.
+const HUGE: u64 = 2 << 20;
+
+/// Pins `bytes` bytes of new, zeroed memory for all devices, with the context of `device`. The driver keeps the pages until it unregisters them.
+pub(super) fn register(driver: &dyn Driver, device: DeviceId, bytes: u64, threads: u64) -> Result<HostPtr> {
+    let pages = Pages::map(bytes, bytes >= HUGE).map_err(|error| {
+        let detail = format!("{bytes} bytes of host memory could not be mapped: {error}");
+        DriverError::new("host_register", ErrorCode::OutOfMemory).with_detail(detail)
+    })?;
+    pages.touch(threads_for(bytes, threads));
+    driver.host_register(device, HostRange::of(&pages), HostOptions::default()).map_err(|error| match error.code {
+        ErrorCode::NotSupported => Error::HostRegister { why: error.to_string() },
+        _ => error.into(),
+    })?;
+    Ok(pages.ptr())
+}
+
+/// Threads help only where each finds at least a page.
+fn threads_for(bytes: u64, threads: u64) -> usize {
+    if bytes / PAGE >= threads { usize::try_from(threads).unwrap_or(1) } else { 1 }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use warpool_driver::Call;
+    use warpool_driver::decorate::{Counting, FaultPlan, Faulty};
+    use warpool_driver::sim::{SimConfig, SimDriver};
+
+    use super::*;
+    use crate::Gpu;
+    use crate::memory::{HostAllocator, PinnedSettings};
+
+    const DEVICE: DeviceId = DeviceId(0);
+
+    /// A device whose calls are counted below those that are made to fail: what was done and what was undone.
+    struct Machine {
+        counting: Arc<Counting>,
+        faulty: Arc<Faulty>,
+        gpu: Gpu,
+    }
+
+    impl Machine {
+        fn new(config: SimConfig) -> Self {
+            let counting = Arc::new(Counting::new(Arc::new(SimDriver::new(config))));
+            let faulty = Arc::new(Faulty::new(Arc::clone(&counting) as Arc<dyn Driver>, FaultPlan::new()));
+            let gpu = Gpu::new(Arc::clone(&faulty) as Arc<dyn Driver>).expect("there is a device");
+            Self { counting, faulty, gpu }
+        }
+
+        fn allocator(&self, threads: u64) -> HostAllocator {
+            HostAllocator::new(&self.gpu, settings(true, threads))
+        }
+
+        /// How many ranges were registered, and how many of them still are.
+        fn registered(&self) -> (u64, u64) {
+            let done = |call| self.counting.count(call).calls - self.counting.count(call).errors;
+            (done(Call::HostRegister), done(Call::HostRegister) - done(Call::HostUnregister))
+        }
+    }
+
+    fn settings(register: bool, threads: u64) -> PinnedSettings {
+        PinnedSettings { use_cuda_host_register: register, num_register_threads: threads, ..PinnedSettings::default() }
+    }
+
+    #[test]
+    fn a_segment_is_registered_by_one_call_and_goes_with_one() {
+        let machine = Machine::new(SimConfig::default());
+        for (nth, bytes) in [4096, 1 << 20, (2 << 20) + 4096, 64 << 20].into_iter().enumerate() {
+            let allocator = machine.allocator(8);
+            let block = allocator.allocate(bytes).expect("there is room");
+            assert_eq!(block.ptr().0 % if bytes < HUGE { PAGE } else { HUGE }, 0, "{bytes} bytes");
+            block.write(bytes - 16, &[7; 16]).expect("all of it is pinned");
+            assert_eq!(machine.registered(), (nth as u64 + 1, 1));
+            drop(block);
+            allocator.close().expect("nobody has any of it");
+            assert_eq!(machine.registered(), (nth as u64 + 1, 0));
+        }
+        assert_eq!(machine.counting.count(Call::HostAlloc).calls, 0);
+    }
+
+    #[test]
+    fn a_segment_goes_back_the_way_it_came() {
+        let machine = Machine::new(SimConfig::default());
+        let allocator = machine.allocator(2);
+        let registered = allocator.allocate(4 << 20).expect("there is room");
+        allocator.set_settings(settings(false, 2));
+        let plain = allocator.allocate(6 << 20).expect("there is room");
+        allocator.set_settings(settings(true, 1));
+        let again = allocator.allocate(8 << 20).expect("there is room");
+        let calls = |call| machine.counting.count(call).calls;
+        assert_eq!((calls(Call::HostRegister), calls(Call::HostAlloc)), (2, 1));
+        drop((registered, plain, again));
+        allocator.set_settings(settings(false, 1));
+        allocator.close().expect("nobody has any of it");
+        assert_eq!((calls(Call::HostUnregister), calls(Call::HostFree)), (2, 1));
+        assert!(machine.counting.counts().iter().all(|count| count.errors == 0));
+    }
+
+    #[test]
+    fn a_failure_at_any_step_leaves_nothing_behind() {
+        let machine = Machine::new(SimConfig::default());
+        let plans = [
+            FaultPlan::new().fail_nth(Call::HostRegister, 1, ErrorCode::InvalidValue),
+            FaultPlan::new().fail_nth(Call::HostDevicePtr, 1, ErrorCode::InvalidValue),
+            FaultPlan::new().fail_nth(Call::HostDevicePtr, 1, ErrorCode::InvalidValue).fail_nth(
+                Call::HostUnregister,
+                1,
+                ErrorCode::InvalidContext,
+            ),
+        ];
+        for plan in plans {
+            let allocator = machine.allocator(2);
+            machine.faulty.set_plan(plan.clone());
+            let error = allocator.allocate(4 << 20).expect_err("a call fails");
+            assert_eq!(error.driver().map(|error| error.code), Some(ErrorCode::InvalidValue), "{plan:?}");
+            assert_eq!(machine.registered().1, 0, "{plan:?}");
+            assert_eq!(allocator.stats().allocated_bytes.current, 0, "{plan:?}");
+            allocator.check();
+            drop(allocator.allocate(4 << 20).expect("the next one succeeds"));
+            allocator.close().expect("nobody has any of it");
+            assert_eq!(machine.registered().1, 0, "{plan:?}");
+        }
+    }
+
+    #[test]
+    fn memory_that_cannot_be_mapped_is_out_of_memory() {
+        let machine = Machine::new(SimConfig::default());
+        machine.counting.reset();
+        for bytes in [1 << 62, u64::MAX] {
+            let error = register(&*machine.faulty, DEVICE, bytes, 1).expect_err("nobody has that much");
+            assert!(error.driver().is_some_and(DriverError::is_out_of_memory), "{error}");
+        }
+        assert_eq!(machine.counting.counts(), []);
+    }
+
+    #[test]
+    fn what_a_device_cannot_do_is_said_with_the_way_out() {
+        let mut config = SimConfig::default();
+        config.devices[0].properties.host_registration = false;
+        let machine = Machine::new(config);
+        let allocator = machine.allocator(1);
+        let error = allocator.allocate(4096).expect_err("it cannot register");
+        assert!(matches!(error, Error::HostRegister { .. }), "{error}");
+        assert!(error.to_string().ends_with("set pinned_use_cuda_host_register:False"), "{error}");
+        allocator.set_settings(settings(false, 1));
+        drop(allocator.allocate(4096).expect("that was the way out"));
+    }
+
+    #[test]
+    fn every_thread_has_a_page_to_touch() {
+        assert_eq!((threads_for(8 * PAGE, 8), threads_for(8 * PAGE - 1, 8), threads_for(1 << 30, 1)), (8, 1, 1));
+        assert_eq!(threads_for(u64::MAX, u64::MAX), 1);
+    }
+}

@@ -1,0 +1,205 @@
+//! Closures as a plug.
+
+use std::fmt;
+
+use warpool_driver::{DeviceId, DevicePtr};
+
+use super::{BaseAllocation, Handled, Plug, PlugStream};
+use crate::Result;
+use crate::memory::MemPoolId;
+
+type Allocate = Box<dyn Fn(u64, DeviceId, PlugStream) -> Result<Option<DevicePtr>> + Send + Sync>;
+type Free = Box<dyn Fn(DevicePtr, u64, DeviceId, PlugStream) -> Result<()> + Send + Sync>;
+type PoolHook = Box<dyn Fn(DeviceId, MemPoolId) + Send + Sync>;
+
+/// A [`Plug`] made of closures: two that must be there, and a hook for each `on_` that is called.
+///
+/// ```
+/// use std::sync::Arc;
+/// use warpool::Gpu;
+/// use warpool::driver::sim::{SimConfig, SimDriver};
+/// use warpool::memory::{Allocate, DeviceAllocator, FnPlug, PluggableAllocator};
+///
+/// # fn main() -> warpool::Result<()> {
+/// let gpu = Gpu::new(Arc::new(SimDriver::new(SimConfig::default())))?;
+/// let (gives, takes) = (gpu.driver().clone(), gpu.driver().clone());
+/// let plug = FnPlug::new(
+///     move |bytes, device, _stream| Ok(gives.mem_alloc(device, bytes).ok()),
+///     move |ptr, _bytes, _device, _stream| Ok(takes.mem_free(ptr)?),
+/// );
+/// let allocator: Arc<dyn DeviceAllocator> = Arc::new(PluggableAllocator::new(&gpu, Arc::new(plug))?);
+///
+/// let device = gpu.device(0)?;
+/// let block = allocator.allocate(1000, &device.pool_stream()?)?;
+/// assert_eq!(allocator.stats(device.id())?.allocated_bytes.all.current, 1000);
+/// block.free()?;
+/// # Ok(())
+/// # }
+/// ```
+pub struct FnPlug {
+    allocate: Allocate,
+    free: Free,
+    init: Option<Box<dyn Fn(u32) -> Result<()> + Send + Sync>>,
+    reset: Option<Box<dyn Fn() + Send + Sync>>,
+    memory_fraction: Option<Box<dyn Fn(f64, DeviceId) + Send + Sync>>,
+    base_allocation: Option<Box<dyn Fn(DevicePtr) -> Option<BaseAllocation> + Send + Sync>>,
+    record_stream: Option<Box<dyn Fn(DevicePtr, PlugStream) + Send + Sync>>,
+    begin_pool: Option<PoolHook>,
+    end_pool: Option<PoolHook>,
+    release_pool: Option<PoolHook>,
+}
+
+impl FnPlug {
+    /// Memory from `allocate`, which goes back to `free`. See [`Plug`] for what they are called with.
+    pub fn new(
+        allocate: impl Fn(u64, DeviceId, PlugStream) -> Result<Option<DevicePtr>> + Send + Sync + 'static,
+        free: impl Fn(DevicePtr, u64, DeviceId, PlugStream) -> Result<()> + Send + Sync + 'static,
+    ) -> Self {
+        Self {
+            allocate: Box::new(allocate),
+            free: Box::new(free),
+            init: None,
+            reset: None,
+            memory_fraction: None,
+            base_allocation: None,
+            record_stream: None,
+            begin_pool: None,
+            end_pool: None,
+            release_pool: None,
+        }
+    }
+
+    /// As [`Plug::init`].
+    #[must_use]
+    pub fn on_init(mut self, hook: impl Fn(u32) -> Result<()> + Send + Sync + 'static) -> Self {
+        self.init = Some(Box::new(hook));
+        self
+    }
+
+    /// As [`Plug::reset`].
+    #[must_use]
+    pub fn on_reset(mut self, hook: impl Fn() + Send + Sync + 'static) -> Self {
+        self.reset = Some(Box::new(hook));
+        self
+    }
+
+    /// As [`Plug::memory_fraction`].
+    #[must_use]
+    pub fn on_memory_fraction(mut self, hook: impl Fn(f64, DeviceId) + Send + Sync + 'static) -> Self {
+        self.memory_fraction = Some(Box::new(hook));
+        self
+    }
+
+    /// As [`Plug::base_allocation`].
+    #[must_use]
+    pub fn on_base_allocation(
+        mut self,
+        hook: impl Fn(DevicePtr) -> Option<BaseAllocation> + Send + Sync + 'static,
+    ) -> Self {
+        self.base_allocation = Some(Box::new(hook));
+        self
+    }
+
+    /// As [`Plug::record_stream`]; with this hook, the plug takes care of other streams.
+    #[must_use]
+    pub fn on_record_stream(mut self, hook: impl Fn(DevicePtr, PlugStream) + Send + Sync + 'static) -> Self {
+        self.record_stream = Some(Box::new(hook));
+        self
+    }
+
+    /// As [`Plug::begin_pool`].
+    #[must_use]
+    pub fn on_begin_pool(mut self, hook: impl Fn(DeviceId, MemPoolId) + Send + Sync + 'static) -> Self {
+        self.begin_pool = Some(Box::new(hook));
+        self
+    }
+
+    /// As [`Plug::end_pool`].
+    #[must_use]
+    pub fn on_end_pool(mut self, hook: impl Fn(DeviceId, MemPoolId) + Send + Sync + 'static) -> Self {
+        self.end_pool = Some(Box::new(hook));
+        self
+    }
+
+    /// As [`Plug::release_pool`].
+    #[must_use]
+    pub fn on_release_pool(mut self, hook: impl Fn(DeviceId, MemPoolId) + Send + Sync + 'static) -> Self {
+        self.release_pool = Some(Box::new(hook));
+        self
+    }
+}
+
+impl Plug for FnPlug {
+    fn allocate(&self, bytes: u64, device: DeviceId, stream: PlugStream) -> Result<Option<DevicePtr>> {
+        (self.allocate)(bytes, device, stream)
+    }
+
+    fn free(&self, ptr: DevicePtr, bytes: u64, device: DeviceId, stream: PlugStream) -> Result<()> {
+        (self.free)(ptr, bytes, device, stream)
+    }
+
+    fn init(&self, device_count: u32) -> Result<()> {
+        self.init.as_ref().map_or(Ok(()), |hook| hook(device_count))
+    }
+
+    fn reset(&self) {
+        if let Some(hook) = &self.reset {
+            hook();
+        }
+    }
+
+    fn memory_fraction(&self, fraction: f64, device: DeviceId) {
+        if let Some(hook) = &self.memory_fraction {
+            hook(fraction, device);
+        }
+    }
+
+    fn base_allocation(&self, ptr: DevicePtr) -> Option<BaseAllocation> {
+        self.base_allocation.as_ref().and_then(|hook| hook(ptr))
+    }
+
+    fn record_stream(&self, ptr: DevicePtr, stream: PlugStream) -> Handled {
+        match &self.record_stream {
+            Some(hook) => {
+                hook(ptr, stream);
+                Handled::Yes
+            }
+            None => Handled::No,
+        }
+    }
+
+    fn begin_pool(&self, device: DeviceId, pool: MemPoolId) {
+        if let Some(hook) = &self.begin_pool {
+            hook(device, pool);
+        }
+    }
+
+    fn end_pool(&self, device: DeviceId, pool: MemPoolId) {
+        if let Some(hook) = &self.end_pool {
+            hook(device, pool);
+        }
+    }
+
+    fn release_pool(&self, device: DeviceId, pool: MemPoolId) {
+        if let Some(hook) = &self.release_pool {
+            hook(device, pool);
+        }
+    }
+}
+
+impl fmt::Debug for FnPlug {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let hooks = [
+            ("init", self.init.is_some()),
+            ("reset", self.reset.is_some()),
+            ("memory_fraction", self.memory_fraction.is_some()),
+            ("base_allocation", self.base_allocation.is_some()),
+            ("record_stream", self.record_stream.is_some()),
+            ("begin_pool", self.begin_pool.is_some()),
+            ("end_pool", self.end_pool.is_some()),
+            ("release_pool", self.release_pool.is_some()),
+        ];
+        let names: Vec<_> = hooks.into_iter().filter_map(|(name, there)| there.then_some(name)).collect();
+        f.debug_struct("FnPlug").field("hooks", &names).finish()
+    }
+}

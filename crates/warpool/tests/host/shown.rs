@@ -1,0 +1,186 @@
+//! Counters, history and snapshots.
+
+use std::sync::{Arc, Mutex};
+
+use warpool::memory::{Action, BlockState, Frame, HistoryOptions, HostStats, SegmentKind, Stack, StackLevel, Stat};
+
+use super::lab::{HostLab, KIB, MIB};
+
+fn stat(current: u64, peak: u64, allocated: u64, freed: u64) -> Stat {
+    Stat { current, peak, allocated, freed }
+}
+
+/// TestCuda.test_host_memory_stats: exact over allocation, reuse, emptying and resets.
+#[test]
+fn counters_are_exact_for_one_thread() {
+    let lab = HostLab::new("");
+    assert_eq!(lab.stats(), HostStats { pinned_bytes_by_device: vec![0], ..HostStats::default() });
+    let [one, two] = [lab.alloc(MIB), lab.alloc(1000)];
+    let stats = lab.stats();
+    assert_eq!((stats.allocations, stats.allocated_bytes), (stat(2, 2, 2, 0), stat(3 * MIB, 3 * MIB, 3 * MIB, 0)));
+    assert_eq!(stats.active_requests, stat(2, 2, 2, 0));
+    assert_eq!(stats.active_bytes, stat(MIB + KIB, MIB + KIB, MIB + KIB, 0));
+    assert_eq!((stats.num_host_alloc, stats.num_host_free, stats.host_alloc_time.count), (2, 0, 2));
+    assert_eq!(stats.cached_bytes, 2 * MIB - KIB);
+    let time = stats.host_alloc_time;
+    assert!(time.min_us > 0 && time.min_us <= time.avg_us() && time.avg_us() <= time.max_us);
+    assert!(time.total_us >= time.max_us + time.min_us);
+
+    drop(one);
+    let stats = lab.stats();
+    assert_eq!(stats.active_bytes, stat(KIB, MIB + KIB, MIB + KIB, MIB));
+    assert_eq!((stats.allocated_bytes.current, stats.cached_bytes), (3 * MIB, 3 * MIB - KIB));
+    let again = lab.alloc(MIB);
+    let stats = lab.stats();
+    assert_eq!(stats.active_requests, stat(2, 2, 3, 1));
+    assert_eq!((stats.allocations.allocated, stats.num_host_alloc), (2, 2), "nothing more was pinned");
+
+    drop(again);
+    lab.trim(0);
+    let stats = lab.stats();
+    assert_eq!((stats.allocations, stats.allocated_bytes), (stat(1, 2, 2, 1), stat(2 * MIB, 3 * MIB, 3 * MIB, MIB)));
+    assert_eq!((stats.num_host_free, stats.host_free_time.count), (1, 1));
+
+    lab.pinned.reset_peak_stats();
+    let stats = lab.stats();
+    assert_eq!((stats.allocated_bytes.peak, stats.active_requests.peak), (2 * MIB, 1));
+    lab.pinned.reset_accumulated_stats();
+    let stats = lab.stats();
+    assert_eq!(stats.active_bytes, stat(KIB, KIB, 0, 0));
+    assert_eq!(stats.allocated_bytes, stat(2 * MIB, 2 * MIB, 0, 0));
+    assert_eq!((stats.num_host_alloc, stats.host_alloc_time), (0, Default::default()));
+    drop(two);
+    lab.finish();
+}
+
+/// What waits for a stream is active until it has passed.
+#[test]
+fn waiting_blocks_are_active() {
+    let lab = HostLab::new("");
+    let stream = lab.stream();
+    let block = lab.alloc(KIB);
+    lab.hold(&stream);
+    lab.upload(&block, &stream);
+    lab.free(block);
+    assert_eq!(lab.stats().active_bytes, stat(KIB, KIB, KIB, 0));
+    lab.let_go(&stream);
+    assert_eq!(lab.stats().active_requests.current, 1, "reading the counters asks nobody");
+    lab.pinned.reap().unwrap();
+    assert_eq!(lab.stats().active_bytes, stat(0, KIB, KIB, KIB));
+    lab.finish();
+}
+
+#[test]
+fn names_are_those_of_pytorch() {
+    let lab = HostLab::new("");
+    let block = lab.alloc(4096);
+    let flat = lab.stats().flattened();
+    let of = |name: &str| flat.iter().find(|(other, _)| other == name).map(|(_, value)| *value);
+    assert_eq!(of("active_bytes.current"), Some(4096));
+    assert_eq!(
+        (of("allocations.allocated"), of("num_host_alloc"), of("host_alloc_time.count")),
+        (Some(1), Some(1), Some(1))
+    );
+    let names: Vec<&str> = flat.iter().map(|(name, _)| name.as_str()).collect();
+    assert_eq!(names.len(), 4 * 4 + 2 + 2 * 5);
+    assert!(
+        names.contains(&"active_requests.peak")
+            && names.contains(&"host_free_time.avg")
+            && names.contains(&"allocated_bytes.freed")
+    );
+    drop(block);
+    lab.finish();
+}
+
+fn actions(lab: &HostLab) -> Vec<Action> {
+    lab.snapshot().host_traces.unwrap().iter().map(|entry| entry.action).collect()
+}
+
+#[test]
+fn the_history_tells_what_happened() {
+    let lab = HostLab::new("");
+    let stream = lab.stream();
+    assert_eq!(lab.snapshot().host_traces, Some(vec![]));
+    lab.pinned.record_history(Some(HistoryOptions { stacks: StackLevel::All, ..HistoryOptions::default() }));
+    let gather =
+        || -> Option<Stack> { Some([Frame { name: "here".into(), filename: "main.rs".into(), line: 1 }].into()) };
+    lab.pinned.observers().set_stack_hook(Some(Arc::new(gather)));
+    let block = lab.alloc(1000);
+    let ptr = block.ptr();
+    lab.free(block);
+    let block = lab.alloc(900);
+    lab.hold(&stream);
+    lab.upload(&block, &stream);
+    drop(block);
+    lab.let_go(&stream);
+    lab.pinned.reap().unwrap();
+    use Action::{Alloc, FreeCompleted, FreeRequested, SegmentAlloc, SegmentFree};
+    let free = [FreeRequested, FreeCompleted];
+    assert_eq!(actions(&lab), [&[SegmentAlloc, Alloc][..], &free, &[Alloc], &free].concat());
+    let snapshot = lab.snapshot();
+    let traces = snapshot.host_traces.as_ref().unwrap();
+    assert_eq!((traces[0].addr, traces[0].size), (ptr.0, 2 * MIB));
+    assert_eq!((traces[1].addr, traces[1].size, traces[4].size), (ptr.0, 1000, 900));
+    assert!(traces.iter().all(|entry| entry.stack.is_some() && entry.stream == 0));
+    assert!(traces.is_sorted_by_key(|entry| entry.time_us));
+    lab.trim(0);
+    assert_eq!(actions(&lab).last(), Some(&SegmentFree));
+    // Off, it is forgotten, and the hot path is quiet again.
+    lab.pinned.record_history(None);
+    lab.free(lab.alloc(1));
+    assert_eq!(actions(&lab), []);
+    lab.finish();
+}
+
+#[test]
+fn trackers_are_told_and_may_call() {
+    let lab = HostLab::new("");
+    let seen = Arc::new(Mutex::new(Vec::new()));
+    let (theirs, pinned) = (Arc::clone(&seen), lab.pinned.clone());
+    let id = lab.pinned.observers().attach_tracker(
+        &[Action::Alloc, Action::FreeCompleted],
+        Arc::new(move |device, event| {
+            // No lock is held.
+            let _ = pinned.stats();
+            theirs.lock().unwrap().push((device.0, event.action, event.size));
+        }),
+    );
+    drop(lab.alloc(5000));
+    let expected = [(u32::MAX, Action::Alloc, 5000), (u32::MAX, Action::FreeCompleted, 5000)];
+    assert_eq!(*seen.lock().unwrap(), expected);
+    assert!(lab.pinned.observers().detach(id));
+    lab.finish();
+}
+
+#[test]
+fn a_snapshot_shows_segments_and_blocks() {
+    let lab = HostLab::new("");
+    let stream = lab.stream();
+    let [live, waiting, idle] = [1000, 3 * MIB, 2000].map(|bytes| lab.alloc(bytes));
+    lab.hold(&stream);
+    lab.upload(&waiting, &stream);
+    let ptrs = [live.ptr(), waiting.ptr(), idle.ptr()];
+    lab.free(waiting);
+    lab.free(idle);
+    assert_eq!(
+        ptrs.map(|ptr| lab.state_at(ptr)),
+        [BlockState::ActiveAllocated, BlockState::ActivePendingFree, BlockState::Inactive]
+    );
+    let segments = lab.segments();
+    assert!(segments.is_sorted_by_key(|segment| segment.address));
+    let sum = |of: fn(&warpool::memory::SegmentInfo) -> u64| segments.iter().map(of).sum::<u64>();
+    assert_eq!(sum(|segment| segment.total_size), lab.stats().allocated_bytes.current);
+    assert_eq!(sum(|segment| segment.active_size), lab.stats().active_bytes.current);
+    assert_eq!((sum(|segment| segment.allocated_size), sum(|segment| segment.requested_size)), (KIB, 1000 + 3 * MIB));
+    for segment in &segments {
+        assert_eq!((segment.device, segment.stream, segment.kind), (-1, 0, SegmentKind::Small));
+        let mut end = segment.address;
+        for block in &segment.blocks {
+            assert_eq!(block.address, end, "no gaps");
+            end += block.size;
+        }
+    }
+    drop(live);
+    lab.let_go(&stream);
+    lab.finish();
+}

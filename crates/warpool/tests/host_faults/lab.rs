@@ -1,0 +1,358 @@
+//! A scenario with pinned memory, on a driver that can be made to fail. It goes on after an error, as a program would that meets one and tries the next thing.
+//!
+//! What it does not forgive: books that disagree with the driver, memory that two have, a tag that is gone, or a call that fails although nothing was made to fail.
+
+use std::cell::{Cell, RefCell};
+use std::sync::Arc;
+
+use warpool::driver::decorate::{FaultPlan, Faulty};
+use warpool::driver::sim::{Census, SimConfig, SimDriver};
+use warpool::driver::{
+    CaptureState, Captures as _, Copies as _, DeviceId, DevicePtr, HostMemory as _, HostPtr, Memory as _,
+};
+use warpool::graph::{CaptureOptions, Graph, GraphOptions};
+use warpool::memory::{CachingAllocator, DeviceAllocator, HostAllocator, HostBlock, PinnedSettings, Settings};
+use warpool::{Error, Gpu, Result, Stream, StreamLease};
+
+pub const KIB: u64 = 1 << 10;
+pub const MIB: u64 = 1 << 20;
+/// Where each stream's part of a buffer is.
+const PART: u64 = 64;
+
+/// Two devices, a driver that can be made to fail, and an allocator.
+pub struct Lab {
+    pub sim: Arc<SimDriver>,
+    pub faulty: Arc<Faulty>,
+    gpu: Gpu,
+    pub host: HostAllocator,
+    memory: Arc<dyn DeviceAllocator>,
+    pub streams: [Stream; 3],
+    /// One for each device.
+    buffers: [DevicePtr; 2],
+    _leases: Vec<StreamLease>,
+    /// Ranges that the scenario has, with their tags.
+    live: RefCell<Vec<(HostPtr, u64, u8)>>,
+    next_tag: Cell<u8>,
+    start: Census,
+}
+
+/// A block of the scenario's, with its tag in it. It is struck off the list as it goes.
+pub struct Tagged<'a> {
+    lab: &'a Lab,
+    block: Option<HostBlock>,
+}
+
+impl Tagged<'_> {
+    fn block(&self) -> &HostBlock {
+        self.block.as_ref().expect("it goes but once")
+    }
+
+    /// Strikes it off, after a last look. Past the faults: what is in memory does not depend on who is asked.
+    fn strike(&mut self) -> Option<HostBlock> {
+        let block = self.block.take()?;
+        let mut live = self.lab.live.borrow_mut();
+        let at = live.iter().position(|(ptr, ..)| *ptr == block.ptr()).expect("it is on the list");
+        let (ptr, bytes, tag) = live.swap_remove(at);
+        let mut seen = [0; 2];
+        self.lab.sim.host_read(ptr, &mut seen[..1]).unwrap();
+        self.lab.sim.host_read(HostPtr(ptr.0 + bytes - 1), &mut seen[1..]).unwrap();
+        assert_eq!(seen, [tag; 2], "the tag of {bytes} bytes at {ptr}");
+        Some(block)
+    }
+
+    fn free(mut self) -> Result<()> {
+        self.strike().expect("it goes but once").free()
+    }
+}
+
+impl Drop for Tagged<'_> {
+    fn drop(&mut self) {
+        if !std::thread::panicking() {
+            self.strike();
+        }
+    }
+}
+
+impl Lab {
+    pub fn new(settings: PinnedSettings) -> Self {
+        let mut config = SimConfig::default().with_devices(2).with_capacity(300 * MIB);
+        for device in &mut config.devices {
+            device.bytes_context = 2 * MIB;
+        }
+        let sim = Arc::new(SimDriver::new(config));
+        let faulty = Arc::new(Faulty::new(sim.clone(), FaultPlan::new()));
+        let gpu = Gpu::new(faulty.clone()).unwrap();
+        let devices = [0, 0, 1].map(|index| gpu.device(index).unwrap());
+        let leases: Vec<StreamLease> = devices.iter().map(|device| device.lease_stream().unwrap()).collect();
+        let streams = [0, 1, 2].map(|index: usize| leases[index].stream().clone());
+        let buffers = [0, 1].map(|device| sim.mem_alloc(DeviceId(device), 4 * KIB).unwrap());
+        for device in gpu.devices() {
+            device.synchronize().unwrap();
+        }
+        let memory: Arc<dyn DeviceAllocator> = Arc::new(CachingAllocator::new(&gpu, Settings::default()));
+        let host = HostAllocator::new(&gpu, settings);
+        let start = sim.census();
+        let (live, next_tag) = (RefCell::default(), Cell::new(1));
+        Self { sim, faulty, gpu, host, memory, streams, buffers, _leases: leases, live, next_tag, start }
+    }
+
+    /// The books agree with each other and with the driver, whatever failed.
+    pub fn check(&self) {
+        self.host.check();
+        let (stats, census) = (self.host.stats(), self.sim.census());
+        let books = (stats.allocations.current, stats.allocated_bytes.current);
+        assert_eq!(
+            books,
+            (census.pinned as u64, census.bytes_pinned),
+            "{:?}: pinned by the books, and by the driver",
+            self.faulty.fired()
+        );
+    }
+
+    /// Takes a block in: nobody has any of it. Its tag is written past the faults.
+    fn tagged(&self, block: HostBlock) -> Tagged<'_> {
+        let (start, end) = (block.ptr().0, block.ptr().0 + block.bytes_usable());
+        let mut live = self.live.borrow_mut();
+        let met = live.iter().find(|(ptr, bytes, _)| start < ptr.0 + bytes && ptr.0 < end);
+        assert_eq!(met, None, "{:?}: somebody has a part of {block:?}", self.faulty.fired());
+        let tag = self.next_tag.get();
+        self.next_tag.set(tag.wrapping_add(1));
+        self.sim.host_write(block.ptr(), &[tag]).unwrap();
+        self.sim.host_write(HostPtr(end - block.bytes_usable() + block.bytes() - 1), &[tag]).unwrap();
+        live.push((block.ptr(), block.bytes(), tag));
+        Tagged { lab: self, block: Some(block) }
+    }
+
+    fn get(&self, bytes: u64) -> Result<Tagged<'_>> {
+        let block = self.host.allocate(bytes);
+        self.check();
+        Ok(self.tagged(block?))
+    }
+
+    /// A stream copies from a block. What could not be recorded is not used.
+    fn used(&self, block: &Tagged<'_>, stream: usize) -> Result<()> {
+        block.block().record_use(&self.streams[stream])?;
+        let buffer = self.buffers[self.streams[stream].device_id().0 as usize].offset(PART * stream as u64);
+        Ok(self.faulty.copy(buffer.into(), block.block().ptr().into(), 1, self.streams[stream].id())?)
+    }
+
+    /// The whole scenario. Errors are passed over if `tolerant`.
+    pub fn scenario(&self, tolerant: bool) {
+        let pass = |outcome: Result<()>| match outcome {
+            Err(error) if !tolerant => panic!("nothing was made to fail: {error}"),
+            _ => self.check(),
+        };
+        pass(self.sizes());
+        pass(self.devices());
+        pass(self.uses());
+        pass(self.caps());
+        pass(self.switches());
+        pass(self.capture());
+        pass(self.host.reap());
+        pass(self.host.trim(3 * MIB).map(drop));
+        pass(self.host.trim(0).map(drop));
+    }
+
+    fn sizes(&self) -> Result<()> {
+        let mut outcome = Ok(());
+        let mut blocks = Vec::new();
+        for bytes in [1, 700, 5 * KIB, 200 * KIB, 300 * KIB, MIB, 3 * MIB, 200 * KIB] {
+            match self.get(bytes) {
+                Ok(block) => blocks.push(block),
+                Err(error) => outcome = Err(error),
+            }
+        }
+        // Through the driver that fails: an error, or what was written.
+        if let Some(block) = blocks.last() {
+            let written = block.block().write(1, &[9; 16]);
+            let mut seen = [0; 16];
+            let read = block.block().read(1, &mut seen);
+            if written.is_ok() && read.is_ok() {
+                assert_eq!(seen, [9; 16]);
+            }
+            outcome = outcome.and(written).and(read);
+        }
+        let mut index = 0;
+        blocks.retain(|_| {
+            index += 1;
+            index % 2 == 0
+        });
+        outcome = outcome.and(self.host.trim(0).map(drop));
+        self.check();
+        for block in blocks {
+            outcome = outcome.and(block.free());
+            self.check();
+        }
+        outcome
+    }
+
+    fn devices(&self) -> Result<()> {
+        let mut outcome = Ok(());
+        let mut blocks = Vec::new();
+        for device in self.gpu.devices() {
+            match self.host.allocate_for(2 * MIB, &device) {
+                Ok(block) => blocks.push(self.tagged(block)),
+                Err(error) => outcome = Err(error),
+            }
+            self.check();
+        }
+        match self.host.allocate_on(64 * KIB, &self.streams[2]) {
+            Ok(block) => blocks.push(self.tagged(block)),
+            Err(error) => outcome = Err(error),
+        }
+        drop(blocks);
+        outcome
+    }
+
+    /// Streams use blocks; destructors and callers give them back.
+    fn uses(&self) -> Result<()> {
+        let mut outcome = Ok(());
+        for round in 0..6 {
+            match self.get(100 * KIB * (1 + round % 3)) {
+                Ok(block) => {
+                    let used = self.used(&block, round as usize % 3).and_then(|()| self.used(&block, 2));
+                    let freed = if round % 2 == 0 {
+                        drop(block);
+                        Ok(())
+                    } else {
+                        block.free()
+                    };
+                    outcome = outcome.and(used).and(freed);
+                }
+                Err(error) => outcome = Err(error),
+            }
+            self.check();
+        }
+        for stream in &self.streams {
+            outcome = outcome.and(stream.synchronize());
+        }
+        let looked = self.host.reap();
+        outcome.and(looked).and(self.get(100 * KIB).map(drop))
+    }
+
+    /// Against the cap, and with room that has to be made.
+    fn caps(&self) -> Result<()> {
+        let settings = self.host.settings();
+        self.host.set_settings(PinnedSettings { cap_bytes: Some(12 * MIB), ..settings.clone() });
+        let mut outcome = Ok(());
+        let mut blocks = Vec::new();
+        for bytes in [5 * MIB, 4 * MIB, 9 * MIB] {
+            match self.get(bytes) {
+                Ok(block) => blocks.push(block),
+                Err(Error::PinnedCap(report)) => assert_eq!(report.bytes_cap, 12 * MIB),
+                Err(error) => outcome = Err(error),
+            }
+            assert!(self.sim.census().bytes_pinned <= 12 * MIB + settings.reserve_segment_bytes, "the cap is exceeded");
+        }
+        drop(blocks);
+        // Only if the others go does it fit.
+        match self.get(9 * MIB) {
+            Ok(block) => drop(block),
+            Err(Error::PinnedCap(_)) if settings.reserve_segment_bytes > 0 => {}
+            Err(error) => outcome = Err(error),
+        }
+        self.host.set_settings(settings);
+        outcome
+    }
+
+    /// Blocks that are not kept, the other way of pinning, and back.
+    fn switches(&self) -> Result<()> {
+        let settings = self.host.settings();
+        let before = self.get(2 * MIB);
+        let other = !settings.use_cuda_host_register;
+        self.host.set_settings(PinnedSettings {
+            use_cuda_host_register: other,
+            max_cached_bytes: Some(MIB),
+            max_round_threshold_bytes: Some(KIB),
+            ..settings.clone()
+        });
+        let between = self.get(3 * MIB);
+        let used = between.as_ref().map_or(Ok(()), |block| self.used(block, 0));
+        let freed = between.and_then(Tagged::free);
+        let first = before.and_then(Tagged::free);
+        let waited = self.streams[0].synchronize();
+        let looked = self.host.reap();
+        self.host.set_settings(settings);
+        self.check();
+        used.and(freed).and(first).and(waited).and(looked)
+    }
+
+    /// A graph that copies from pinned memory, captured, replayed and given up.
+    fn capture(&self) -> Result<()> {
+        let stream = &self.streams[0];
+        let outside = self.get(64 * KIB);
+        let used = outside.as_ref().map_or(Ok(()), |block| self.used(block, 1));
+        let mut graph = Graph::new(&self.memory, &stream.device(), GraphOptions::default())?;
+        let kept = graph.capture(stream, CaptureOptions::default(), |_| {
+            let block = self.tagged(self.host.allocate_on(5 * KIB, stream)?);
+            self.used(&block, 0)?;
+            let spare = self.tagged(self.host.allocate_on(400 * KIB, stream)?);
+            let eager = self.get(MIB)?;
+            drop(outside);
+            self.host.reap()?;
+            eager.free()?;
+            drop(spare);
+            Ok(block)
+        });
+        let replayed = kept.and_then(|block| {
+            let range = (block.block().ptr(), block.block().bytes_usable());
+            block.free()?;
+            let replayed = graph.replay(stream);
+            // The graph has it still.
+            let other = self.get(5 * KIB)?;
+            let ptr = other.block().ptr().0;
+            assert!(
+                ptr + other.block().bytes_usable() <= range.0.0 || range.0.0 + range.1 <= ptr,
+                "the graph's memory"
+            );
+            replayed
+        });
+        // The end of a capture may have failed too. The next graph ends it; until then the stream is not to be waited for.
+        let ended = self.sim.capture_state(stream.id()).unwrap() == CaptureState::None;
+        let waited = if ended { stream.synchronize() } else { Ok(()) };
+        let gone = graph.reset();
+        drop(graph);
+        self.check();
+        used.and(replayed).and(waited).and(gone)
+    }
+
+    /// Without faults: all goes back, and everything works.
+    pub fn expect_whole(self, about: &str) {
+        self.faulty.clear_plan();
+        self.check();
+        self.settle(about);
+        self.scenario(false);
+        self.settle(about);
+        let reserved = self.host.settings().reserve_segment_bytes;
+        let Self { sim, host, start, .. } = self;
+        host.close().unwrap();
+        assert_eq!(sim.census().pinned, start.pinned, "{about}: pinned after close, with {reserved} set aside before");
+    }
+
+    pub fn settle(&self, about: &str) {
+        for device in self.gpu.devices() {
+            // What destructors of graphs left to do.
+            Graph::new(&self.memory, &device, GraphOptions::default()).unwrap().reset().unwrap();
+        }
+        for _ in 0..2 {
+            for device in self.gpu.devices() {
+                device.synchronize().unwrap();
+            }
+            self.host.reap().unwrap();
+        }
+        let active = self.host.stats().active_requests;
+        assert_eq!(active.current, 0, "{about}: blocks are lost");
+        self.host.trim(0).unwrap();
+        self.check();
+        for device in self.gpu.devices() {
+            self.memory.trim(device.id(), warpool::memory::MemPoolId::DEFAULT).unwrap();
+            device.event_pool().trim().unwrap();
+        }
+        let mut now = self.sim.census();
+        assert!(now.bytes_pinned <= self.host.settings().reserve_segment_bytes, "{about}: {now:?}");
+        (now.pinned, now.bytes_pinned) = (self.start.pinned, self.start.bytes_pinned);
+        assert_eq!(now, self.start, "{about}: what is left, and what there was");
+        let hazards: Vec<String> = self.sim.hazards().iter().map(ToString::to_string).collect();
+        assert!(hazards.is_empty(), "{about}: {hazards:#?}");
+    }
+}
