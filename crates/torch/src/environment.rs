@@ -1,0 +1,97 @@
+//! What the environment asks for: which driver, which settings, which simulated GPU. Read once, when the allocator starts; nothing
+//! else of the crate looks at a variable. What is asked for is given or refused; nothing else is put in its place.
+
+use std::env::{self, VarError};
+use std::sync::Arc;
+
+use warpool::memory::Settings;
+use warpool_cuda::CudaDriver;
+use warpool_driver::Driver;
+use warpool_driver::sim::{SimConfig, SimDriver};
+
+use crate::error::{Error, Result};
+
+/// The variables that settings are taken from, in this order: ours, then PyTorch's in PyTorch's order. The first that is set counts.
+const CONF: [&str; 3] = ["WARPOOL_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"];
+
+/// The driver that `WARPOOL_DRIVER` names: `cuda`, which is the default, or `sim`.
+pub(crate) fn driver() -> Result<Arc<dyn Driver>> {
+    match variable("WARPOOL_DRIVER")?.as_deref() {
+        None | Some("" | "cuda") => Ok(Arc::new(CudaDriver::open()?)),
+        Some("sim") => Ok(Arc::new(SimDriver::new(sim(variable("WARPOOL_SIM")?.as_deref().unwrap_or(""))?))),
+        Some(name) => Err(Error::UnknownDriver { name: name.to_owned() }),
+    }
+}
+
+/// The settings that the environment asks for, else the defaults.
+pub(crate) fn settings() -> Result<Settings> {
+    for name in CONF {
+        if let Some(string) = variable(name)? {
+            return Settings::parse(&string).map_err(|source| Error::SettingsOf { variable: name, source });
+        }
+    }
+    Ok(Settings::default())
+}
+
+fn variable(name: &'static str) -> Result<Option<String>> {
+    match env::var(name) {
+        Ok(value) => Ok(Some(value)),
+        Err(VarError::NotPresent) => Ok(None),
+        Err(VarError::NotUnicode(_)) => Err(Error::Variable { variable: name }),
+    }
+}
+
+/// The simulated GPU that a string describes. It does not listen to allocators' notes unless asked, as a real one does not: who looks for hazards
+/// pays for it with every call.
+fn sim(string: &str) -> Result<SimConfig> {
+    let mut config = SimConfig::default().without_notes();
+    for entry in string.split(',').map(str::trim).filter(|entry| !entry.is_empty()) {
+        let wrong = |why: String| Error::Sim { why };
+        let (key, value) = entry.split_once(':').ok_or_else(|| wrong(format!("{entry:?} has no value")))?;
+        let number = |range: std::ops::RangeInclusive<u64>| match value.trim().parse() {
+            Ok(number) if range.contains(&number) => Ok(number),
+            _ => Err(wrong(format!("{key}: {value:?} is no whole number from {} to {}", range.start(), range.end()))),
+        };
+        config = match key.trim() {
+            "devices" => config.with_devices(u32::try_from(number(1..=64)?).expect("at most 64")),
+            // A context alone takes half a gibibyte.
+            "memory_mb" => config.with_capacity(number(1024..=16 << 20)? << 20),
+            "seed" => config.with_seed(number(0..=u64::MAX)?),
+            "notes" => match value.trim() {
+                "True" => SimConfig { notes: true, ..config },
+                "False" => config.without_notes(),
+                _ => return Err(wrong(format!("notes: {value:?} is neither True nor False"))),
+            },
+            _ => return Err(wrong(format!("{key:?} is no key"))),
+        };
+    }
+    Ok(config)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_simulated_gpu_is_described_in_a_line() {
+        let config = sim("devices:3, memory_mb:2048,seed:7,notes:True").unwrap();
+        assert_eq!(config.devices.len(), 3);
+        assert!(config.devices.iter().all(|device| device.properties.bytes_total == 2 << 30));
+        assert_eq!((config.seed, config.notes), (7, true));
+        assert!(!sim("").unwrap().notes);
+    }
+
+    #[test]
+    fn what_is_wrong_is_said() {
+        for (string, part) in [
+            ("devices", "\"devices\" has no value"),
+            ("devices:0", "\"0\" is no whole number from 1 to 64"),
+            ("memory_mb:big", "\"big\" is no whole number"),
+            ("notes:yes", "neither True nor False"),
+            ("cores:2", "\"cores\" is no key"),
+        ] {
+            let text = sim(string).unwrap_err().to_string();
+            assert!(text.starts_with("WARPOOL_SIM: ") && text.contains(part), "{string}: {text}");
+        }
+    }
+}

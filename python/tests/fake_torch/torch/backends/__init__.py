@@ -1,0 +1,23 @@
+"""The switch of cuDNN's search, which keeps the functions that it was made with, as PyTorch's does."""
+
+from typing import Any, Callable
+
+from .. import _C
+
+
+class _Flag:
+    def __init__(self, getter: Callable[[], bool], setter: Callable[[bool], None]) -> None:
+        self.getter, self.setter = getter, setter
+
+    def __get__(self, _object: Any, _type: Any) -> bool:
+        return self.getter()
+
+    def __set__(self, _object: Any, value: bool) -> None:
+        self.setter(value)
+
+
+class _Cudnn:
+    benchmark = _Flag(_C._get_cudnn_benchmark, _C._set_cudnn_benchmark)
+
+
+cudnn = _Cudnn()

@@ -1,0 +1,327 @@
+"""`warpool.torch.enable` against a PyTorch of a few names (tests/fake_torch), on the simulated GPU: no PyTorch, no GPU."""
+
+import os
+import sys
+import unittest
+import warnings
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from alone import alone
+
+import warpool
+import warpool.torch
+
+MIB = 1 << 20
+
+
+def fake_torch() -> Any:
+    """The fake, imported in this process."""
+    sys.path.insert(0, str(Path(__file__).parent / "fake_torch"))
+    import torch
+
+    assert torch.__version__.endswith("+fake"), torch.__file__
+    return torch
+
+
+class Enabling(unittest.TestCase):
+    @alone
+    def test_memory_comes_from_warpool(self) -> None:
+        torch = fake_torch()
+        self.assertFalse(warpool.torch.enabled())
+        warpool.torch.enable()
+        self.assertTrue(warpool.torch.enabled())
+        ptr = torch.allocate(4 * MIB)
+        self.assertEqual(torch.cuda.memory_allocated(), 4 * MIB)
+        torch.release(ptr, 4 * MIB)
+        self.assertEqual(torch.cuda.memory_allocated(), 0)
+        self.assertEqual(torch.cuda.memory_reserved(), 20 * MIB)
+
+    @alone
+    def test_every_hook_is_set(self) -> None:
+        torch = fake_torch()
+        warpool.torch.enable()
+        self.assertEqual(set(torch._C.current.hooks), set(torch._C.current._TYPES))
+        torch.release(torch.allocate(10 * MIB), 10 * MIB)
+        torch._C.current.hooks["set_reset_fn"]()
+        self.assertEqual(torch.cuda.memory_reserved(), 0)
+
+    @alone
+    def test_twice_is_an_error(self) -> None:
+        fake_torch()
+        warpool.torch.enable()
+        with self.assertRaisesRegex(RuntimeError, "called before.*set_settings"):
+            warpool.torch.enable()
+        self.assertTrue(warpool.torch.enabled())
+
+    @alone
+    def test_after_cuda_started_is_too_late(self) -> None:
+        torch = fake_torch()
+        torch.allocate(1)
+        with self.assertRaisesRegex(RuntimeError, "too late.*right after `import torch`"):
+            warpool.torch.enable()
+        self.assertFalse(warpool.torch.enabled())
+        self.assertEqual(torch._C._cuda_memoryStats(0), "native")
+
+    @alone
+    def test_an_allocator_already_exchanged_is_told(self) -> None:
+        torch = fake_torch()
+        path = warpool.library_path()
+        torch.cuda.memory.change_current_allocator(torch.cuda.memory.CUDAPluggableAllocator(path, "warpool_malloc", "warpool_free"))
+        with self.assertRaisesRegex(RuntimeError, "did not accept another allocator"):
+            warpool.torch.enable()
+        self.assertFalse(warpool.torch.enabled())
+
+    @alone
+    def test_without_pytorch(self) -> None:
+        with mock.patch.dict(sys.modules, {"torch": None}):
+            with self.assertRaisesRegex(ImportError, "PyTorch is not installed"):
+                warpool.torch.enable()
+
+    @alone
+    def test_pytorch_without_cuda(self) -> None:
+        fake_torch().version.cuda = None
+        with self.assertRaisesRegex(RuntimeError, "built without CUDA"):
+            warpool.torch.enable()
+
+    @alone
+    def test_simulated_memory_is_refused_beside_a_gpu(self) -> None:
+        fake_torch().cuda.is_available = lambda: True
+        with self.assertRaisesRegex(RuntimeError, "WARPOOL_DRIVER"):
+            warpool.torch.enable()
+
+    @alone
+    def test_a_driver_that_is_not_there(self) -> None:
+        torch = fake_torch()
+        os.environ["WARPOOL_DRIVER"] = "abacus"
+        with self.assertRaisesRegex(warpool.Error, "abacus"):
+            warpool.torch.enable()
+        self.assertEqual(torch._C._cuda_memoryStats(0), "native")
+
+
+class Conf(unittest.TestCase):
+    @alone
+    def test_given_settings_come_before_the_environments(self) -> None:
+        fake_torch()
+        os.environ["WARPOOL_CONF"] = "max_split_size_mb:64"
+        warpool.torch.enable("max_split_size_mb:200")
+        self.assertIn("max_split_size_mb:200", warpool.torch.settings())
+        self.assertEqual(os.environ["WARPOOL_CONF"], "max_split_size_mb:64")
+        warpool.torch.set_settings("max_split_size_mb:128")
+        self.assertIn("max_split_size_mb:128", warpool.torch.settings())
+
+    @alone
+    def test_given_settings_count_also_if_the_library_has_started(self) -> None:
+        fake_torch()
+        warpool.torch.set_settings("max_split_size_mb:64")
+        warpool.torch.enable("max_split_size_mb:200")
+        self.assertIn("max_split_size_mb:200", warpool.torch.settings())
+
+    @alone
+    def test_wrong_settings_leave_pytorch_alone(self) -> None:
+        torch = fake_torch()
+        with self.assertRaisesRegex(warpool.Error, "no_such_key"):
+            warpool.torch.enable("no_such_key:1")
+        self.assertNotIn("WARPOOL_CONF", os.environ)
+        self.assertFalse(warpool.torch.enabled())
+        self.assertEqual(torch._C._cuda_memoryStats(0), "native")
+        warpool.torch.enable("max_split_size_mb:200")
+        self.assertTrue(warpool.torch.enabled())
+
+    @alone
+    def test_settings_by_pytorchs_own_call(self) -> None:
+        torch = fake_torch()
+        warpool.torch.enable()
+        torch._C._accelerator_setAllocatorSettings("max_split_size_mb:200,pinned_num_register_threads:4, pinned_cap_mb:100")
+        self.assertIn("max_split_size_mb:200", warpool.torch.settings())
+        self.assertIn("pinned_cap_mb:100", warpool.torch.settings())
+        self.assertEqual(torch._C.settings_heard, ["pinned_num_register_threads:4"])
+        torch._C._accelerator_setAllocatorSettings("pinned_device_cap_mb:50")
+        self.assertEqual(torch._C.settings_heard, ["pinned_num_register_threads:4"])
+
+    @alone
+    def test_settings_given_late_change_what_is_in_force(self) -> None:
+        fake_torch()
+        warpool.torch.set_settings("expandable_segments:True")
+        warpool.torch.enable("max_split_size_mb:200")
+        self.assertIn("expandable_segments:True", warpool.torch.settings())
+        self.assertIn("max_split_size_mb:200", warpool.torch.settings())
+
+
+class Answers(unittest.TestCase):
+    @alone
+    def test_statistics_are_nested_as_pytorchs(self) -> None:
+        torch = fake_torch()
+        warpool.torch.enable()
+        torch.allocate(10 * MIB)
+        nested = torch._C._cuda_memoryStats(0)
+        for name in ("allocation", "segment", "active", "inactive_split"):
+            for group in (nested[name], nested.get(f"{name}_bytes", nested[name])):
+                self.assertEqual(set(group), {"all", "small_pool", "large_pool"})
+                for pool in group.values():
+                    self.assertEqual(set(pool), {"current", "peak", "allocated", "freed"})
+        for name in ("allocated_bytes", "reserved_bytes", "active_bytes", "requested_bytes"):
+            self.assertEqual(nested[name]["all"]["current"], nested[name]["large_pool"]["current"])
+        for name in ("oversize_allocations", "oversize_segments"):
+            self.assertEqual(set(nested[name]), {"current", "peak", "allocated", "freed"})
+        for name in ("num_alloc_retries", "num_ooms", "max_split_size", "num_sync_all_streams", "num_device_alloc", "num_device_free"):
+            self.assertIsInstance(nested[name], int)
+        self.assertEqual(torch.accelerator.memory_stats(0), nested)
+
+    @alone
+    def test_resets_and_fractions(self) -> None:
+        torch = fake_torch()
+        warpool.torch.enable()
+        torch.release(torch.allocate(2 * MIB), 2 * MIB)
+        torch._C._cuda_resetPeakMemoryStats(0)
+        torch._C._accelerator_resetAccumulatedStats(0)
+        stats = torch.cuda.memory_stats()
+        self.assertEqual((stats["allocated_bytes.all.peak"], stats["allocated_bytes.all.allocated"]), (0, 0))
+        torch._C._cuda_setMemoryFraction(0.5, 0)
+        self.assertEqual(torch._C._cuda_getMemoryFraction(0), 0.5)
+        torch.cuda.empty_cache()
+        self.assertEqual(torch.cuda.memory_reserved(), 0)
+
+    @alone
+    def test_snapshots_with_history_and_stacks(self) -> None:
+        torch = fake_torch()
+        warpool.torch.enable()
+        self.assertFalse(torch._C._cuda_isHistoryEnabled())
+        torch.cuda.memory._record_memory_history(max_entries=100)
+        self.assertTrue(torch._C._cuda_isHistoryEnabled())
+        torch._C._cuda_setMemoryMetadata("here")
+        self.assertEqual(torch._C._cuda_getMemoryMetadata(), "here")
+        torch.allocate(10 * MIB)
+        snapshot = torch.cuda.memory._snapshot()
+        self.assertEqual(sum(segment["total_size"] for segment in snapshot["segments"]), torch.cuda.memory_reserved())
+        (alloc,) = [entry for entry in snapshot["device_traces"][0] if entry["action"] == "alloc"]
+        self.assertEqual(alloc["user_metadata"], "here")
+        names = [frame["name"] for frame in alloc["frames"]]
+        self.assertIn("test_snapshots_with_history_and_stacks", names)
+        self.assertFalse(any("/warpool/_" in frame["filename"] for frame in alloc["frames"]))
+        self.assertEqual(len(torch.cuda.memory_snapshot()), 1)
+        self.assertEqual(torch.cuda.memory_snapshot((7, 7)), [])
+        self.assertEqual(torch._C._cuda_memorySnapshot((0, 0, False))["device_traces"][0], [])
+        torch.cuda.memory._record_memory_history(None)
+        self.assertFalse(torch._C._cuda_isHistoryEnabled())
+        self.assertEqual(torch.cuda.memory._snapshot()["device_traces"][0], [])
+
+    @alone
+    def test_contexts_say_which_entries_have_stacks(self) -> None:
+        torch = fake_torch()
+        warpool.torch.enable()
+        for context, expected in ((None, (False, False)), ("state", (False, False)), ("alloc", (True, False)), ("all", (True, True))):
+            torch.cuda.memory._record_memory_history(None)
+            torch.cuda.memory._record_memory_history(context=context)
+            torch.release(torch.allocate(MIB), MIB)
+            (trace, *_) = torch.cuda.memory._snapshot()["device_traces"]
+            has = {entry["action"]: bool(entry.get("frames")) for entry in trace}
+            self.assertEqual((has["alloc"], has["free_requested"]), expected, context)
+
+    @alone
+    def test_the_older_signature(self) -> None:
+        torch = fake_torch()
+        warpool.torch.enable()
+        torch._C._cuda_record_memory_history_legacy(True, True, 100, True, False, False, False, False, [])
+        torch.allocate(MIB)
+        trace = torch.cuda.memory._snapshot()["device_traces"][0]
+        self.assertTrue(trace[-1]["frames"])
+
+    @alone
+    def test_wrong_history_arguments_are_named(self) -> None:
+        torch = fake_torch()
+        warpool.torch.enable()
+        for named in ({"enabled": "some"}, {"context": "some"}, {"stacks": "some"}, {"skip": ["some"]}):
+            with self.assertRaisesRegex(RuntimeError, "some"):
+                torch.cuda.memory._record_memory_history(**named)
+
+    @alone
+    def test_what_the_history_lacks_is_warned_of(self) -> None:
+        torch = fake_torch()
+        warpool.torch.enable()
+        with warnings.catch_warnings(record=True) as heard:
+            warnings.simplefilter("always")
+            torch._C._cuda_record_memory_history("all", "all", "all", 100, False, True, False, [])
+        self.assertIn("compile_context", str(heard[0].message))
+
+
+class Refusals(unittest.TestCase):
+    @alone
+    def test_each_says_what_to_do(self) -> None:
+        torch = fake_torch()
+        warpool.torch.enable()
+        for call, advice in (
+            (torch.cuda.MemPool, "torch.cuda.graph"),
+            (lambda: torch.cuda.use_mem_pool(mock.Mock(id=(0, 1))), "torch.cuda.graph"),
+            (lambda: torch._C._cuda_beginAllocateCurrentThreadToPool(0, (0, 1)), "cudagraph_trees = False"),
+            (lambda: torch._C._cuda_getCheckpointState(0, (0, 1)), "cudagraph_trees = False"),
+            (lambda: torch._C._cuda_setCheckpointPoolState(0, None, [], []), "cudagraph_trees = False"),
+            (lambda: torch._C._cuda_checkPoolLiveAllocations(0, (0, 1), set()), "cudagraph_trees = False"),
+            (torch.UntypedStorage()._share_cuda_, "torch.distributed"),
+            (lambda: torch.UntypedStorage._new_shared_cuda(0, b""), "torch.distributed"),
+            (lambda: torch._C._cuda_attach_out_of_memory_observer(print), "OutOfMemoryError"),
+            (lambda: torch._C._cuda_cudaCachingAllocator_enable(False), "PYTORCH_NO_CUDA_MEMORY_CACHING"),
+        ):
+            with self.assertRaisesRegex(RuntimeError, "(?s)not possible with Warpool.*" + advice):
+                call()
+        torch._C._cuda_cudaCachingAllocator_enable(True)
+
+    @alone
+    def test_the_search_of_cudnn_stays_off(self) -> None:
+        torch = fake_torch()
+        torch.backends.cudnn.benchmark = True
+        with self.assertWarnsRegex(RuntimeWarning, "benchmark stays off"):
+            warpool.torch.enable()
+        self.assertFalse(torch.backends.cudnn.benchmark)
+        for switch_on in (lambda: setattr(torch.backends.cudnn, "benchmark", True), lambda: torch._C._set_cudnn_benchmark(True)):
+            with self.assertWarnsRegex(RuntimeWarning, "benchmark stays off"):
+                switch_on()
+            self.assertFalse(torch.backends.cudnn.benchmark)
+        torch.backends.cudnn.benchmark = False
+        with self.assertRaises(TypeError):
+            torch.backends.cudnn.benchmark = "yes"
+
+    @alone
+    def test_a_warning_that_is_an_error_leaves_nothing_half_done(self) -> None:
+        torch = fake_torch()
+        torch.backends.cudnn.benchmark = True
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            with self.assertRaisesRegex(RuntimeWarning, "benchmark stays off"):
+                warpool.torch.enable()
+        self.assertFalse(warpool.torch.enabled())
+        self.assertEqual(torch._C._cuda_memoryStats(0), "native")
+        self.assertTrue(torch.backends.cudnn.benchmark)
+        torch.backends.cudnn.benchmark = False
+        warpool.torch.enable()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            with self.assertRaises(RuntimeWarning):
+                torch.backends.cudnn.benchmark = True
+        self.assertFalse(torch.backends.cudnn.benchmark)
+
+    @alone
+    def test_names_that_this_pytorch_lacks_are_left_out(self) -> None:
+        torch = fake_torch()
+        del torch.cuda.memory.MemPool, torch.cuda.memory._cuda_beginAllocateCurrentThreadToPool
+        del torch.UntypedStorage._share_cuda_, torch.UntypedStorage._new_shared_cuda
+        warpool.torch.enable()
+        torch.allocate(MIB)
+        self.assertEqual(torch.cuda.memory_allocated(), MIB)
+        self.assertFalse(hasattr(torch.UntypedStorage, "_share_cuda_"))
+
+    @alone
+    def test_what_cannot_be_found_is_noticed_before_anything_changes(self) -> None:
+        torch = fake_torch()
+        del torch.UntypedStorage
+        with self.assertRaises(AttributeError):
+            warpool.torch.enable()
+        self.assertFalse(warpool.torch.enabled())
+        self.assertEqual(torch._C._cuda_memoryStats(0), "native")
+        torch.allocate(MIB)
+
+
+if __name__ == "__main__":
+    os.environ["WARPOOL_DRIVER"] = "sim"
+    unittest.main()

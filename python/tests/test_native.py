@@ -1,0 +1,327 @@
+"""The ctypes layer over libwarpool_torch.so, on the simulated GPU: no PyTorch, no GPU. WARPOOL_LIBRARY names the shared object."""
+
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+import threading
+import unittest
+from pathlib import Path
+from typing import Any, Dict
+
+from alone import alone
+
+import warpool
+from warpool import _native, _stacks
+
+MIB = 1 << 20
+
+
+def snapshot() -> Dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "snapshot.pickle"
+        _native.snapshot(path)
+        return pickle.loads(path.read_bytes())
+
+
+def actions(device: int = 0) -> list:
+    return [entry["action"] for entry in snapshot()["device_traces"][device]]
+
+
+class Loading(unittest.TestCase):
+    @alone
+    def test_the_library_is_of_this_version(self) -> None:
+        self.assertEqual(_native.version(), warpool.__version__)
+        self.assertTrue(Path(warpool.library_path()).is_file())
+
+    @alone
+    def test_a_missing_library_is_named(self) -> None:
+        os.environ["WARPOOL_LIBRARY"] = "/nowhere/libwarpool_torch.so"
+        with self.assertRaisesRegex(warpool.Error, "/nowhere/libwarpool_torch.so"):
+            _native.start()
+
+    @alone
+    def test_another_library_is_refused(self) -> None:
+        with tempfile.NamedTemporaryFile(suffix=".so") as file:
+            file.write(b"not a library")
+            file.flush()
+            os.environ["WARPOOL_LIBRARY"] = file.name
+            with self.assertRaisesRegex(warpool.Error, "not Warpool's shared object"):
+                _native.start()
+
+    @alone
+    def test_another_version_is_refused(self) -> None:
+        warpool.__version__ = "0.0.0"
+        with self.assertRaisesRegex(warpool.Error, "belong together"):
+            _native.start()
+
+    @alone
+    def test_starting_twice_is_starting_once(self) -> None:
+        self.assertEqual(_native.driver(), "")
+        _native.start()
+        _native.start()
+        self.assertEqual(_native.driver(), "sim")
+        self.assertGreaterEqual(_native.device_count(), 1)
+
+    @alone
+    def test_an_unknown_driver_is_an_error_that_names_it(self) -> None:
+        os.environ["WARPOOL_DRIVER"] = "abacus"
+        with self.assertRaisesRegex(warpool.Error, "abacus"):
+            _native.start()
+
+    @alone
+    def test_wrong_settings_in_the_environment_are_an_error(self) -> None:
+        os.environ["WARPOOL_CONF"] = "no_such_key:1"
+        with self.assertRaisesRegex(warpool.Error, "no_such_key"):
+            _native.start()
+
+
+class Memory(unittest.TestCase):
+    @alone
+    def test_a_freed_block_is_cached_and_counted(self) -> None:
+        first = _native.malloc(4 * MIB)
+        stats = _native.stats(0)
+        self.assertEqual(stats["allocated_bytes.all.current"], 4 * MIB)
+        self.assertEqual(stats["reserved_bytes.all.current"], 20 * MIB)
+        self.assertEqual(stats["allocation.large_pool.current"], 1)
+        self.assertEqual(stats["num_ooms"], 0)
+        _native.free(first, 4 * MIB)
+        self.assertEqual(_native.stats(0)["allocated_bytes.all.current"], 0)
+        self.assertEqual(_native.malloc(4 * MIB), first)
+
+    @alone
+    def test_empty_cache_gives_back_what_is_free(self) -> None:
+        kept, gone = _native.malloc(4 * MIB), _native.malloc(100 * MIB)
+        _native.free(gone, 100 * MIB)
+        _native.empty_cache()
+        self.assertEqual(_native.stats(0)["reserved_bytes.all.current"], 20 * MIB)
+        _native.free(kept, 4 * MIB)
+        _native.empty_cache()
+        self.assertEqual(_native.stats(0)["reserved_bytes.all.current"], 0)
+
+    @alone
+    def test_peaks_and_totals_are_reset_apart(self) -> None:
+        _native.free(_native.malloc(2 * MIB), 2 * MIB)
+        _native.reset_peak_stats(0)
+        stats = _native.stats(0)
+        self.assertEqual(stats["allocated_bytes.all.peak"], 0)
+        self.assertEqual(stats["allocated_bytes.all.allocated"], 2 * MIB)
+        _native.reset_accumulated_stats(0)
+        self.assertEqual(_native.stats(0)["allocated_bytes.all.allocated"], 0)
+
+    @alone
+    def test_out_of_memory_is_an_error_and_not_the_end(self) -> None:
+        with self.assertRaisesRegex(warpool.Error, "^CUDA out of memory. Tried to allocate"):
+            _native.malloc(1 << 50)
+        self.assertEqual(_native.stats(0)["num_ooms"], 1)
+        self.assertNotEqual(_native.malloc(MIB), 0)
+
+    @alone
+    def test_a_fraction_caps_and_is_told(self) -> None:
+        self.assertEqual(_native.memory_fraction(0), 1.0)
+        _native.set_memory_fraction(0.0, 0)
+        self.assertEqual(_native.memory_fraction(0), 0.0)
+        with self.assertRaisesRegex(warpool.Error, "out of memory"):
+            _native.malloc(10 * MIB)
+        _native.set_memory_fraction(1.0, 0)
+        self.assertNotEqual(_native.malloc(10 * MIB), 0)
+        for wrong in (-0.5, 1.5, float("nan")):
+            with self.assertRaises(warpool.Error):
+                _native.set_memory_fraction(wrong, 0)
+
+    @alone
+    def test_largest_available_is_more_than_a_block(self) -> None:
+        self.assertGreater(_native.largest_available(0), MIB)
+
+    @alone
+    def test_a_device_that_is_not_there_is_an_error(self) -> None:
+        for device in (99, -1):
+            with self.assertRaises(warpool.Error):
+                _native.stats(device)
+            with self.assertRaises(warpool.Error):
+                _native.malloc(MIB, device)
+        self.assertNotEqual(_native.malloc(MIB), 0)
+
+    @alone
+    def test_threads_share_one_allocator(self) -> None:
+        def work() -> None:
+            for size in range(1, 200):
+                _native.free(_native.malloc(size * 1024), size * 1024)
+
+        threads = [threading.Thread(target=work) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        stats = _native.stats(0)
+        self.assertEqual(stats["allocation.all.allocated"], 4 * 199)
+        self.assertEqual(stats["allocated_bytes.all.current"], 0)
+
+
+class Settings(unittest.TestCase):
+    @alone
+    def test_settings_are_changed_and_told(self) -> None:
+        _native.set_settings("max_split_size_mb:200")
+        self.assertIn("max_split_size_mb:200", _native.settings())
+
+    @alone
+    def test_wrong_settings_change_nothing(self) -> None:
+        before = _native.settings()
+        with self.assertRaisesRegex(warpool.Error, "no_such_key"):
+            _native.set_settings("max_split_size_mb:200,no_such_key:1")
+        self.assertEqual(_native.settings(), before)
+
+    @alone
+    def test_settings_that_cannot_be_told_are_an_error(self) -> None:
+        os.environ["WARPOOL_DRIVER"] = "abacus"
+        with self.assertRaisesRegex(warpool.Error, "abacus"):
+            _native.settings()
+
+    @alone
+    def test_the_environment_is_read(self) -> None:
+        os.environ["WARPOOL_CONF"] = "max_split_size_mb:64"
+        self.assertIn("max_split_size_mb:64", _native.settings())
+
+
+class Snapshots(unittest.TestCase):
+    @alone
+    def test_a_snapshot_has_the_segments(self) -> None:
+        ptr = _native.malloc(4 * MIB)
+        (segment,) = snapshot()["segments"]
+        self.assertEqual((segment["total_size"], segment["allocated_size"]), (20 * MIB, 4 * MIB))
+        self.assertEqual(segment["blocks"][0]["address"], ptr)
+        self.assertEqual(segment["blocks"][0]["state"], "active_allocated")
+
+    @alone
+    def test_an_unwritable_path_is_an_error_that_names_it(self) -> None:
+        with self.assertRaisesRegex(warpool.Error, "/nowhere/at/all.pickle"):
+            _native.snapshot("/nowhere/at/all.pickle")
+        self.assertNotEqual(_native.malloc(MIB), 0)
+
+    @alone
+    def test_history_goes_on_and_off(self) -> None:
+        _native.record_history(True, 1000, 0)
+        _native.free(_native.malloc(MIB), MIB)
+        self.assertEqual(actions(), ["segment_alloc", "alloc", "free_requested", "free_completed"])
+        _native.record_history(False, 1, 0)
+        self.assertEqual(actions(), [])
+
+    @alone
+    def test_history_keeps_the_last_and_skips_what_it_shall(self) -> None:
+        _native.record_history(True, 3, 0, ["free_requested"])
+        for _ in range(5):
+            _native.free(_native.malloc(MIB), MIB)
+        self.assertEqual(actions(), ["free_completed", "alloc", "free_completed"])
+        with self.assertRaisesRegex(warpool.Error, "no_such_action"):
+            _native.record_history(True, 3, 0, ["no_such_action"])
+
+    @alone
+    def test_metadata_is_in_the_entries(self) -> None:
+        _native.record_history(True, 100, 0)
+        _native.set_user_metadata("layer 3")
+        _native.malloc(MIB)
+        _native.set_user_metadata("")
+        _native.malloc(MIB)
+        allocs = [entry for entry in snapshot()["device_traces"][0] if entry["action"] == "alloc"]
+        self.assertEqual([entry["user_metadata"] for entry in allocs], ["layer 3", ""])
+
+
+class Stacks(unittest.TestCase):
+    @alone
+    def test_a_stack_is_the_callers_innermost_first(self) -> None:
+        _native.record_history(True, 100, 3)
+        _stacks.install()
+
+        def inner() -> int:
+            return _native.malloc(MIB)
+
+        def outer() -> int:
+            return inner()
+
+        ptr = outer()
+        _native.free(ptr, MIB)
+        alloc = next(entry for entry in snapshot()["device_traces"][0] if entry["action"] == "alloc")
+        self.assertEqual([frame["name"] for frame in alloc["frames"][:3]], ["inner", "outer", "test_a_stack_is_the_callers_innermost_first"])
+        self.assertEqual(alloc["frames"][0]["filename"], __file__)
+        self.assertEqual(alloc["frames"][0]["line"], inner.__code__.co_firstlineno + 1)
+        freed = next(entry for entry in snapshot()["device_traces"][0] if entry["action"] == "free_requested")
+        self.assertEqual(freed["frames"][0]["name"], "test_a_stack_is_the_callers_innermost_first")
+
+    @alone
+    def test_a_live_block_keeps_its_stack(self) -> None:
+        _native.record_history(True, 1, 1)
+        _stacks.install()
+        _native.malloc(MIB)
+        (segment,) = snapshot()["segments"]
+        self.assertEqual(segment["blocks"][0]["frames"][0]["name"], "test_a_live_block_keeps_its_stack")
+
+    @alone
+    def test_without_a_hook_there_are_no_frames(self) -> None:
+        _native.record_history(True, 100, 3)
+        _stacks.install()
+        _stacks.remove()
+        _native.malloc(MIB)
+        self.assertFalse(any(entry.get("frames") for entry in snapshot()["device_traces"][0]))
+
+    @alone
+    def test_a_deep_stack_is_cut(self) -> None:
+        _native.record_history(True, 100, 3)
+        _stacks.install()
+
+        def down(left: int) -> int:
+            return down(left - 1) if left else _native.malloc(MIB)
+
+        down(500)
+        alloc = next(entry for entry in snapshot()["device_traces"][0] if entry["action"] == "alloc")
+        self.assertEqual({frame["name"] for frame in alloc["frames"]}, {"down"})
+        self.assertEqual(len(alloc["frames"]), 128)
+
+    @alone
+    def test_an_interrupt_in_the_hook_comes_again(self) -> None:
+        _native.record_history(True, 100, 3)
+        _stacks.install()
+        lost, name = [], _stacks._name
+
+        def interrupted(code: Any) -> Any:
+            if not lost:
+                lost.append(code)
+                raise KeyboardInterrupt
+            return name(code)
+
+        _stacks._name = interrupted
+        with self.assertRaises(KeyboardInterrupt):
+            _native.malloc(MIB)
+            threading.Event().wait(60)
+
+    def test_no_interrupt_is_lost_to_the_hook_or_to_statistics(self) -> None:
+        # Wherever the signal arrives, the loop ends: if it were lost, it would not, and the time runs out.
+        program = (
+            "import os, random, signal, sys, threading, time; from warpool import _native, _stacks\n"
+            "random.seed(int(sys.argv[1])); _native.record_history(True, 100, 3); _stacks.install()\n"
+            "def send(): time.sleep(random.random() / 50); os.kill(os.getpid(), signal.SIGINT)\n"
+            "for _ in range(20):\n"
+            " try:\n"
+            "  threading.Thread(target=send).start()\n"
+            "  while True: _native.free(_native.malloc(1024), 1024); assert 'num_ooms' in _native.stats(0)\n"
+            " except KeyboardInterrupt: pass\n"
+            "print('interrupted')\n"
+        )
+        for seed in range(2):
+            ended = subprocess.run([sys.executable, "-c", program, str(seed)], capture_output=True, text=True, timeout=60)
+            self.assertEqual((ended.returncode, ended.stdout, ended.stderr), (0, "interrupted\n", ""), f"seed {seed}")
+
+    def test_the_interpreter_ends_while_daemons_allocate_and_ask(self) -> None:
+        program = (
+            "import threading; from warpool import _native, _stacks; _native.record_history(True, 100, 3); _stacks.install()\n"
+            "def work():\n while True: _native.free(_native.malloc(1024), 1024); _native.stats(0)\n"
+            "for _ in range(3): threading.Thread(target=work, daemon=True).start()\n"
+        )
+        for _ in range(20):
+            ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+            self.assertEqual((ended.returncode, ended.stderr), (0, ""))
+
+
+if __name__ == "__main__":
+    os.environ["WARPOOL_DRIVER"] = "sim"
+    unittest.main()
