@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# The Python package on the simulated GPU: its tests, then the wheel, built, installed into an empty environment, and used from there.
-# Needs Python 3.9 or later, a Rust toolchain, and PyPI for maturin; no PyTorch, no GPU. `--no-wheel` leaves the wheel out.
+# The Python package on the simulated GPU: its tests, then the wheel, built, installed into an empty environment, and
+# used from there. Needs Python 3.9 or later, a Rust toolchain, and PyPI for maturin; no PyTorch, no GPU. `--no-wheel`
+# leaves the wheel out.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 export WARPOOL_DRIVER=sim PYTHONDONTWRITEBYTECODE=1

@@ -11,7 +11,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Dict, Optional, Sequence
 
-# The visitor of statistics: `user[name] = value`. It is no Python function, in which a signal's exception could be raised and lost.
+# The visitor of statistics: `user[name] = value`. It is no Python function, in which a signal's exception could be
+# raised and lost.
 _VISIT = ctypes.CFUNCTYPE(None, ctypes.py_object, ctypes.c_char_p, ctypes.c_int64)
 _SET_ITEM = _VISIT(operator.setitem)
 STACK_HOOK = ctypes.CFUNCTYPE(None)

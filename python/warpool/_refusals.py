@@ -51,8 +51,8 @@ def keep_caching(value: bool) -> None:
         refuse("torch.cuda.caching_allocator_enable(False)", _CACHING)()
 
 
-# Inductor's graph trees begin with `_cuda_beginAllocateCurrentThreadToPool`, so it speaks of them; torch.cuda.use_mem_pool has imported
-# it by name and gets a sentence of its own, below.
+# Inductor's graph trees begin with `_cuda_beginAllocateCurrentThreadToPool`, so it speaks of them;
+# torch.cuda.use_mem_pool has imported it by name and gets a sentence of its own, below.
 BINDINGS: Dict[str, Callable[..., Any]] = {
     "_cuda_beginAllocateCurrentThreadToPool": refuse("torch._C._cuda_beginAllocateCurrentThreadToPool", _TREES),
     "_cuda_beginAllocateCurrentStreamToPool": refuse("torch._C._cuda_beginAllocateCurrentStreamToPool", _POOLS),

@@ -19,7 +19,8 @@ from . import _native
 _DEPTH = 128
 _OURS = str(Path(__file__).parent)
 
-# Names as C wants them, by code object. Emptied when it grows past any program's own code: generated code would stay alive otherwise.
+# Names as C wants them, by code object. Emptied when it grows past any program's own code: generated code would stay
+# alive otherwise.
 _names: Dict[CodeType, Optional[Tuple[bytes, bytes]]] = {}
 _NAMES = 1 << 16
 
@@ -57,7 +58,8 @@ def _name(code: CodeType) -> Optional[Tuple[bytes, bytes]]:
 
 
 def _gather() -> None:
-    # An exception here would be printed at every allocation, in a thread that cannot handle it: a lost stack is the lesser evil.
+    # An exception here would be printed at every allocation, in a thread that cannot handle it: a lost stack is the
+    # lesser evil.
     try:
         frame, left = sys._getframe().f_back, _DEPTH
         while frame is not None and left > 0:

@@ -24,7 +24,8 @@ pub struct SimArgs {
     sim_memory: Option<u64>,
 }
 
-/// A context alone takes half a gibibyte, so less than one leaves nothing to work with; and the checks must be able to ask for too much.
+/// A context alone takes half a gibibyte, so less than one leaves nothing to work with; and the checks must be able to
+/// ask for too much.
 const SIM_MEMORY: std::ops::RangeInclusive<u64> = 1 << 30..=16 << 40;
 
 fn sim_memory(text: &str) -> std::result::Result<u64, String> {

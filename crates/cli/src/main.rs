@@ -1,6 +1,6 @@
-//! The command `warpool`: arguments in, tables or JSON lines out.
-//! It holds no logic of its own: one file per command asks the library and shows the answer. But for one suite of checks, in
-//! `processes`, which needs a second process and starts this binary for it.
+//! The command `warpool`: arguments in, tables or JSON lines out. It holds no logic of its own: one file per command
+//! asks the library and shows the answer. But for one suite of checks, in `processes`, which needs a second process and
+//! starts this binary for it.
 //!
 //! Every command exits with 0 if all is well, 1 if the answer is a bad one, 2 if it could not be asked.
 
@@ -60,7 +60,8 @@ fn main() -> ExitCode {
         Ok(cli) => cli,
         Err(error) => return refuse(&error),
     };
-    // What a library can only warn of, such as an object that could not be destroyed. The checks of a selftest provoke such warnings on purpose.
+    // What a library can only warn of, such as an object that could not be destroyed. The checks of a selftest provoke
+    // such warnings on purpose.
     let level = if matches!(cli.command, Command::Selftest(_)) { LevelFilter::ERROR } else { LevelFilter::WARN };
     tracing_subscriber::fmt().with_writer(std::io::stderr).with_max_level(level).without_time().init();
     let result = match cli.command {
@@ -98,7 +99,8 @@ fn refuse(error: &clap::Error) -> ExitCode {
     ExitCode::from(2)
 }
 
-/// What clap has to say, without the usage that it repeats below, and of its tips only those about a name that is almost right.
+/// What clap has to say, without the usage that it repeats below, and of its tips only those about a name that is
+/// almost right.
 fn one_line(message: &str) -> String {
     let lines = message.lines().map(str::trim);
     let said = lines.take_while(|line| !line.starts_with("Usage:") && !line.starts_with("For more information"));

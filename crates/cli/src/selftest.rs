@@ -1,4 +1,5 @@
-//! `warpool selftest`: does a driver keep the contract, and what stands on it work? Runs the suites and shows what they report.
+//! `warpool selftest`: does a driver keep the contract, and what stands on it work? Runs the suites and shows what they
+//! report.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -14,7 +15,8 @@ use crate::driver::{self, SimArgs};
 use crate::output::{self, Output, Result, Stop, Verdict};
 use crate::{foreign, processes};
 
-/// Checks that a driver keeps the contract, call by call, and that what stands on it works: streams, events, memory, handles, generators, graphs
+/// Checks that a driver keeps the contract, call by call, and that what stands on it works: streams, events, memory,
+/// handles, generators, graphs
 ///
 /// Runs small programs on real streams and compares exactly what comes out.
 /// A check is skipped only where the device lacks what it is about, and says so.
@@ -70,7 +72,8 @@ pub fn run(args: &Args, output: &mut Output) -> Result<Verdict> {
     }
 }
 
-/// Runs the driver's own suites, those that need a second driver or process, those of the layer above, and at last what breaks the device.
+/// Runs the driver's own suites, those that need a second driver or process, those of the layer above, and at last what
+/// breaks the device.
 fn run_suites(driver: &Arc<dyn Driver>, options: &Options, on_report: &mut dyn FnMut(&Report)) -> Summary {
     let harmless = Options { destructive: false, ..options.clone() };
     let mut summary = conformance::run_with(&**driver, HERE, &harmless, on_report);

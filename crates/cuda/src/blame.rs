@@ -1,8 +1,9 @@
 //! Which call broke a capture. CUDA says that a capture is broken, but not by what.
 //!
-//! A call that CUDA refuses for the sake of a capture is noted here. Whoever ends a broken capture asks for the first note
-//! since it began: what comes later is most often a consequence, such as clearing up, or a watcher that keeps asking. It
-//! is a guess all the same. Another capture may have been meant, and calls that others make past this driver are not seen.
+//! A call that CUDA refuses for the sake of a capture is noted here. Whoever ends a broken capture asks for the first
+//! note since it began: what comes later is most often a consequence, such as clearing up, or a watcher that keeps
+//! asking. It is a guess all the same. Another capture may have been meant, and calls that others make past this driver
+//! are not seen.
 //!
 //! Only failures come here, so nothing else pays for it.
 

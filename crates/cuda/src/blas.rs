@@ -44,8 +44,8 @@ impl CudaDriver {
             return Err(site.explain(ErrorCode::InvalidValue, detail));
         }
         let _current = self.make_current(site, row.context)?;
-        // SAFETY: the handle is ours alone. The address is the device's and is not followed here; where products go with
-        // it is left to callers.
+        // SAFETY: the handle is ours alone. The address is the device's and is not followed here; where products go
+        // with it is left to callers.
         let status = unsafe { (blas.set_workspace)(row.raw.raw(), address(ptr), bytes as usize) };
         check_status(site, Library::Blas, status)
     }

@@ -264,8 +264,8 @@ impl CudaDriver {
         let nodes = if first.is_null() || count == 0 {
             &[]
         } else {
-            // SAFETY: CUDA gave the array and its length, and keeps it until the next call that uses the stream; that none
-            // comes now from another thread is asked of callers in the crate's docs.
+            // SAFETY: CUDA gave the array and its length, and keeps it until the next call that uses the stream; that
+            // none comes now from another thread is asked of callers in the crate's docs.
             unsafe { std::slice::from_raw_parts(first, count) }
         };
         let dependencies = nodes.iter().map(|&node| Handle::new(node)).collect();

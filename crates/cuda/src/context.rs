@@ -1,8 +1,8 @@
 //! Contexts: which one a device works with, and making it current for the length of a call.
 //!
 //! The rule: a call leaves the calling thread's current context as it found it, "none" included. A device's primary
-//! context is retained when first needed, and never released: the last owner of a driver may go while the process exits, when
-//! no call to CUDA is safe any more, and the context goes with the process anyway.
+//! context is retained when first needed, and never released: the last owner of a driver may go while the process
+//! exits, when no call to CUDA is safe any more, and the context goes with the process anyway.
 
 use std::ptr;
 use std::sync::Mutex;

@@ -67,7 +67,8 @@ impl Events for CudaDriver {
     fn event_destroy(&self, event: EventId) -> Result<()> {
         let site = self.enter(Call::EventDestroy)?;
         let row = self.events.alone(event.0).ok_or_else(|| site.error(ErrorCode::InvalidHandle))?;
-        // A graph does not keep the events of its nodes. CUDA's event stays, then: nobody knows when the last graph goes.
+        // A graph does not keep the events of its nodes. CUDA's event stays, then: nobody knows when the last graph
+        // goes.
         if !row.in_graph.load(Ordering::Relaxed) {
             let _current = self.make_current(site, row.context)?;
             // SAFETY: `raw` came from cuEventCreate or cuIpcOpenEventHandle, and nobody else can use it.

@@ -3,9 +3,9 @@
 //! CUDA does not synchronise an executable, so whoever uses one has its row alone. Launches of different executables do
 //! not wait for each other, and none takes a lock that others share.
 //!
-//! A launch must cost little more than `cuGraphLaunch` itself, some 1,200 ns on an H200, and locks are most of it. So an executable
-//! knows the stream that it was last launched on (`holders.rs`): the next launch there locks nothing but the
-//! executable.
+//! A launch must cost little more than `cuGraphLaunch` itself, some 1,200 ns on an H200, and locks are most of it. So
+//! an executable knows the stream that it was last launched on (`holders.rs`): the next launch there locks nothing but
+//! the executable.
 
 use std::fmt;
 use std::ptr;
@@ -162,8 +162,8 @@ impl CudaDriver {
                 kern: ptr::null_mut(),
                 ctx: ptr::null_mut(),
             };
-            // SAFETY: the executable is live and ours alone; the node is one of the template that it was made of, which is
-            // live and locked; the function is live and the arguments are its own. CUDA copies what it is given.
+            // SAFETY: the executable is live and ours alone; the node is one of the template that it was made of, which
+            // is live and locked; the function is live and the arguments are its own. CUDA copies what it is given.
             unsafe { (self.api.graph_exec_kernel_node_set_params)(row.raw.raw(), node.raw(), &raw const parameters) }
         })
     }
@@ -185,8 +185,8 @@ impl CudaDriver {
     }
 
     /// Prepares launches of `exec` on `stream` that cost what CUDA's own function costs, to compare others with. For
-    /// benchmarks: until the result is dropped, whoever else wants to use the executable, or to take it or the stream away, waits. On
-    /// the same thread that is for ever.
+    /// benchmarks: until the result is dropped, whoever else wants to use the executable, or to take it or the stream
+    /// away, waits. On the same thread that is for ever.
     pub fn bare_launcher(&self, exec: GraphExecId, stream: StreamId) -> Result<BareLaunch<'_>> {
         let site = self.enter_named("bare_launcher")?;
         let exec = self.exec(site, exec)?;
@@ -196,8 +196,8 @@ impl CudaDriver {
     }
 }
 
-/// An executable and a stream that are held, with the stream's context current on this thread: all that is left to do is
-/// `cuGraphLaunch`. See [`CudaDriver::bare_launcher`].
+/// An executable and a stream that are held, with the stream's context current on this thread: all that is left to do
+/// is `cuGraphLaunch`. See [`CudaDriver::bare_launcher`].
 pub struct BareLaunch<'a> {
     site: Site<'a>,
     launch: unsafe extern "C" fn(sys::CUgraphExec, sys::CUstream) -> u32,

@@ -1,7 +1,7 @@
 //! Graphs: what captures left, made ready and launched.
 //!
-//! CUDA does not synchronise a `CUgraph`, so everything that uses one holds `graph_gate`. What becomes of executables is in
-//! `exec.rs`.
+//! CUDA does not synchronise a `CUgraph`, so everything that uses one holds `graph_gate`. What becomes of executables
+//! is in `exec.rs`.
 
 use std::ffi::CString;
 use std::fs::{self, OpenOptions};

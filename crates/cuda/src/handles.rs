@@ -1,7 +1,7 @@
 //! Handles of NVIDIA's libraries: made, pointed at streams, taken away. What only cuBLAS can do is in `blas.rs`.
 //!
-//! A handle is one thread's at a time, so whoever uses one has its row alone. A library never holds a stream that is gone:
-//! before that, the handle is pointed elsewhere (`holders.rs`), and can do no work until it is given another.
+//! A handle is one thread's at a time, so whoever uses one has its row alone. A library never holds a stream that is
+//! gone: before that, the handle is pointed elsewhere (`holders.rs`), and can do no work until it is given another.
 
 use std::ffi::c_void;
 use std::ptr;
@@ -139,8 +139,8 @@ impl CudaDriver {
         let Some(set_stream) = self.vendors.get(site, row.library)?.set_stream else { return Ok(()) };
         let _current = self.make_current(site, row.context)?;
         let _relaxed = self.relax(site)?;
-        // Each thread's own default stream is always there, and unlike the legacy one has nothing to do with the captures of
-        // others. SAFETY: the handle is ours alone; both streams are live.
+        // Each thread's own default stream is always there, and unlike the legacy one has nothing to do with the
+        // captures of others. SAFETY: the handle is ours alone; both streams are live.
         let status = unsafe { set_stream(row.raw.raw(), ptr::without_provenance_mut(PER_THREAD as usize)) };
         check_status(site, row.library, status)?;
         row.stream = None;

@@ -1,8 +1,9 @@
-//! Who knows a stream beyond a call: handles of libraries that point at it, and executables that were last launched on it.
+//! Who knows a stream beyond a call: handles of libraries that point at it, and executables that were last launched on
+//! it.
 //!
-//! The rule: none knows a stream that is gone. Whoever takes a stream away makes them leave it first, and has the stream's
-//! row alone meanwhile, so that nobody can come to it. Whoever comes to a stream or leaves it has his own row alone. So one that
-//! has its row alone can rely on the stream that it knows, without looking the stream up.
+//! The rule: none knows a stream that is gone. Whoever takes a stream away makes them leave it first, and has the
+//! stream's row alone meanwhile, so that nobody can come to it. Whoever comes to a stream or leaves it has his own row
+//! alone. So one that has its row alone can rely on the stream that it knows, without looking the stream up.
 //!
 //! Default streams never go, and nobody is noted for them.
 
@@ -58,8 +59,8 @@ pub(crate) fn may_go(stream: &Stream) -> bool {
 }
 
 impl CudaDriver {
-    /// Makes everybody leave a stream that is about to go. The caller has the stream's row alone. If it stays after all,
-    /// executables come back to it by themselves; handles must be pointed at it again.
+    /// Makes everybody leave a stream that is about to go. The caller has the stream's row alone. If it stays after
+    /// all, executables come back to it by themselves; handles must be pointed at it again.
     pub(crate) fn leave_stream(&self, site: Site<'_>, stream: StreamId) -> Result<()> {
         for holder in self.holders.of(stream) {
             match holder {

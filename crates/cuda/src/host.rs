@@ -29,7 +29,8 @@ pub(crate) struct Pinned {
 /// How a range came to be pinned, which decides how it is let go.
 enum How {
     Allocated,
-    /// The range is kept for as long as CUDA has it pinned, which it goes on doing if the driver here is dropped: then nobody unmaps it.
+    /// The range is kept for as long as CUDA has it pinned, which it goes on doing if the driver here is dropped: then
+    /// nobody unmaps it.
     Registered(ManuallyDrop<KeptRange>),
 }
 
@@ -93,7 +94,8 @@ impl HostMemory for CudaDriver {
             let detail = format!("the pages at {start} are pinned already");
             return Err(site.explain(ErrorCode::HostMemoryAlreadyRegistered, detail));
         };
-        // SAFETY: whoever made the `HostRange` vouches for the memory until it is unregistered, or `kept` keeps it until then.
+        // SAFETY: whoever made the `HostRange` vouches for the memory until it is unregistered, or `kept` keeps it
+        // until then.
         site.check(unsafe { (self.api.mem_host_register)(pointer_to(start), bytes as usize, flags(options)) })?;
         self.pinned.insert(start.0, bytes, Pinned { context, how: How::Registered(ManuallyDrop::new(kept)) });
         Ok(())

@@ -158,9 +158,9 @@ impl CudaDriver {
         })
     }
 
-    /// Gives a kernel's arguments to `call` as CUDA takes them, and takes the number that it returns. One of the two that
-    /// `call` gets is null; the other holds what CUDA reads there for this kernel, until `call` returns. `InvalidValue` if
-    /// the kernel takes other arguments, as far as that can be seen.
+    /// Gives a kernel's arguments to `call` as CUDA takes them, and takes the number that it returns. One of the two
+    /// that `call` gets is null; the other holds what CUDA reads there for this kernel, until `call` returns.
+    /// `InvalidValue` if the kernel takes other arguments, as far as that can be seen.
     pub(crate) fn with_arguments(
         &self,
         site: Site<'_>,
@@ -321,8 +321,8 @@ mod tests {
         static GIVEN: RefCell<Vec<u8>> = const { RefCell::new(Vec::new()) };
     }
 
-    /// A launch of a kernel whose arguments, if they do not come packed, are all numbers of 8 bytes: as many as the grid
-    /// has blocks.
+    /// A launch of a kernel whose arguments, if they do not come packed, are all numbers of 8 bytes: as many as the
+    /// grid has blocks.
     unsafe extern "C" fn launch(
         _: sys::CUfunction,
         blocks: u32,

@@ -14,25 +14,27 @@
 //!
 //! Whoever uses an object holds its row in a table, each with a lock of its own. So whoever takes an object away waits
 //! until calls that use it have returned, even a `stream_synchronize`, and calls that come meanwhile get
-//! `InvalidHandle`. Executables and handles of libraries can be used by one thread at a time: calls that use one wait for each
-//! other. Locks that unrelated calls share are not held while waiting for the device.
+//! `InvalidHandle`. Executables and handles of libraries can be used by one thread at a time: calls that use one wait
+//! for each other. Locks that unrelated calls share are not held while waiting for the device.
 //!
-//! The order of locks, where more than one is held: rows, a stream's before those of executables and handles that know it
-//! (the other way round nobody waits); `graph_gate`; graphs' and flags' rows, for which nobody waits elsewhere; a graph's
-//! `template`; `origins`; `pinned_bytes`; `pinned`; a device's holds; `holders`; the places of a table; `blame`.
+//! The order of locks, where more than one is held: rows, a stream's before those of executables and handles that know
+//! it (the other way round nobody waits); `graph_gate`; graphs' and flags' rows, for which nobody waits elsewhere; a
+//! graph's `template`; `origins`; `pinned_bytes`; `pinned`; a device's holds; `holders`; the places of a table;
+//! `blame`.
 //!
 //! # What is left to callers
 //!
-//! The contract is safe to call, and ids, ranges and arguments are checked so that it stays so. Some things CUDA does not
-//! let anybody check:
+//! The contract is safe to call, and ids, ranges and arguments are checked so that it stays so. Some things CUDA does
+//! not let anybody check:
 //! - What comes from outside must stay alive while it is used here: adopted streams and contexts, and every primary
 //!   context, which a `cuDevicePrimaryCtxReset` by others would destroy.
 //! - Kernels go where they like, and so do the products of cuBLAS: the addresses of matrices and workspaces are not
-//!   checked. Where devices reach ordinary host memory (HMM, Grace), a wrong address in a kernel, a product, a copy or a fill
-//!   reaches it as well.
-//! - Whoever uses a library's handle by `library_raw` uses it when nobody else does, and leaves it as it was: alive, on its
-//!   stream, with scalars in host memory.
-//! - A graph does not keep the modules of its kernels. They must stay loaded while it is instantiated, changed and launched.
+//!   checked. Where devices reach ordinary host memory (HMM, Grace), a wrong address in a kernel, a product, a copy or
+//!   a fill reaches it as well.
+//! - Whoever uses a library's handle by `library_raw` uses it when nobody else does, and leaves it as it was: alive, on
+//!   its stream, with scalars in host memory.
+//! - A graph does not keep the modules of its kernels. They must stay loaded while it is instantiated, changed and
+//!   launched.
 //! - CUDA does not synchronise graphs. While one thread asks about a capture or adds a conditional node to it, no other
 //!   may put work into it; and a body that is captured on a thread's own default stream must end before the capture
 //!   around it.
@@ -147,9 +149,9 @@ pub enum OpenError {
 /// The CUDA driver, behind the contract.
 ///
 /// Opening it creates no context. The first call that needs a device's primary context makes it, and the driver holds
-/// it until the process ends: dropping the driver calls nothing, since it may happen while the process exits. Objects that were
-/// made through the driver and not taken away go with the context. So do events that a graph may record or wait for at its launches, even
-/// if they were destroyed here.
+/// it until the process ends: dropping the driver calls nothing, since it may happen while the process exits. Objects
+/// that were made through the driver and not taken away go with the context. So do events that a graph may record or
+/// wait for at its launches, even if they were destroyed here.
 pub struct CudaDriver {
     api: Api,
     version: DriverVersion,

@@ -148,8 +148,8 @@ impl Pools for CudaDriver {
         let site = self.enter(Call::PoolTrim)?;
         let pool = self.pool(site, pool)?;
         let _current = self.make_current(site, pool.context)?;
-        // Rounding inside CUDA overflows for sizes near the end of the range, and then all is trimmed (seen on an H200). No
-        // pool holds that much.
+        // Rounding inside CUDA overflows for sizes near the end of the range, and then all is trimmed (seen on an
+        // H200). No pool holds that much.
         let keep = keep.min(1 << 56) as usize;
         // SAFETY: the pool is live.
         site.check(unsafe { (self.api.mem_pool_trim_to)(pool.raw.raw(), keep) })

@@ -38,11 +38,11 @@ pub(crate) struct Stream {
     pub(crate) kind: StreamKind,
     /// The context it was made in. The default streams have none: they are those of whichever context is current.
     pub(crate) context: Option<Context>,
-    /// CUDA's own number for it, which unlike the handle is not used again. 0 for the default streams; the handle, marked as [`UNNUMBERED`], for
-    /// one that was adopted while it captures.
+    /// CUDA's own number for it, which unlike the handle is not used again. 0 for the default streams; the handle,
+    /// marked as [`UNNUMBERED`], for one that was adopted while it captures.
     pub(crate) serial: u64,
-    /// Priority, and whether it ignores the legacy default stream. Asked as early as possible: asking while the stream captures
-    /// breaks the capture.
+    /// Priority, and whether it ignores the legacy default stream. Asked as early as possible: asking while the stream
+    /// captures breaks the capture.
     traits: OnceLock<(i32, bool)>,
 }
 
@@ -155,7 +155,8 @@ impl Streams for CudaDriver {
         let (kind, serial, traits) = (StreamKind::Adopted, UNNUMBERED | number, OnceLock::new());
         let mut stream = Stream { raw, device, kind, context: Some(context), serial, traits };
         if self.capture_status(site, &stream).is_ok_and(|(status, ..)| status != NOT_CAPTURING) {
-            // Asked for its number or its flags now, it would break the capture; asked for its context, it did not (H200).
+            // Asked for its number or its flags now, it would break the capture; asked for its context, it did not
+            // (H200).
             return Ok(StreamId(self.streams.find_or_insert(|known| known.raw == raw, stream)));
         }
         stream.serial = self.serial_of(site, raw.raw())?;

@@ -2,8 +2,8 @@
 //!
 //! The rules. An id is never given twice, and younger ones are greater. Whoever uses an object holds its row
 //! ([`Table::get`]) until CUDA has returned; whoever takes it away holds the row alone ([`Table::alone`]). So no call
-//! hands CUDA an object that another thread has just destroyed. Objects that one thread at a time may use are always held
-//! alone ([`Table::turn`]).
+//! hands CUDA an object that another thread has just destroyed. Objects that one thread at a time may use are always
+//! held alone ([`Table::turn`]).
 //!
 //! An id is a place and an epoch. Places are used again; each time one is, a new epoch begins, and the id of the row
 //! that was there before fits nothing any more.
@@ -173,9 +173,9 @@ impl<T> Table<T> {
         row.as_ref().is_some_and(|row| row.id == id).then_some(Alone { table: self, row })
     }
 
-    /// The row, alone, for the length of one call: waits for its turn, also behind calls of others. `None` if the row is gone
-    /// by then. For tables whose rows are used in no other way: one lock then does for finding the object and for keeping
-    /// calls on it apart.
+    /// The row, alone, for the length of one call: waits for its turn, also behind calls of others. `None` if the row
+    /// is gone by then. For tables whose rows are used in no other way: one lock then does for finding the object and
+    /// for keeping calls on it apart.
     pub(crate) fn turn(&self, id: u64) -> Option<Alone<'_, T>> {
         let row = write(&self.slot(id & PLACE_MASK)?.0);
         row.as_ref().is_some_and(|row| row.id == id).then_some(Alone { table: self, row })
@@ -368,8 +368,8 @@ mod tests {
         });
     }
 
-    /// Every thread makes objects, uses everybody's, and takes some away. An object notes that it is gone; nobody may see
-    /// that while using it.
+    /// Every thread makes objects, uses everybody's, and takes some away. An object notes that it is gone; nobody may
+    /// see that while using it.
     #[test]
     fn nothing_is_taken_away_while_it_is_used() {
         let (rounds, threads) = if cfg!(miri) { (20, 3) } else { (5_000, 4) };

@@ -1,8 +1,9 @@
 //! NVIDIA's libraries with handles: what their files and functions are called.
 //!
-//! A library is loaded when the first handle of it is wanted. The signatures are written by hand: a status comes as a plain
-//! number, and a handle is an address of nothing in particular, so that one table does for all. The feature `check-bindings`
-//! has the compiler compare them with cudarc's, as `api.rs` always does: those of five libraries would take minutes to build.
+//! A library is loaded when the first handle of it is wanted. The signatures are written by hand: a status comes as a
+//! plain number, and a handle is an address of nothing in particular, so that one table does for all. The feature
+//! `check-bindings` has the compiler compare them with cudarc's, as `api.rs` always does: those of five libraries would
+//! take minutes to build.
 
 use std::ffi::{c_int, c_void};
 use std::sync::OnceLock;
@@ -75,8 +76,8 @@ pub(crate) type GemmFunction = unsafe extern "C" fn(
     c_int,
 ) -> u32;
 
-/// Compares the signatures with cudarc's. Never called; it only has to compile. A handle is a pointer, a stream too, and
-/// the enums are as long as the numbers that stand for them here.
+/// Compares the signatures with cudarc's. Never called; it only has to compile. A handle is a pointer, a stream too,
+/// and the enums are as long as the numbers that stand for them here.
 #[cfg(feature = "check-bindings")]
 const _: () = {
     use cudarc::{cublas, cublaslt, cudnn, cusolver, cusparse};

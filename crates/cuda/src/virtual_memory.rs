@@ -1,7 +1,7 @@
 //! Virtual memory: reserved addresses, physical pieces, mappings, sharing.
 //!
-//! CUDA maps a piece whole or not at all, and the caller must know its size: so it is kept beside the handle, also of an
-//! imported piece, whose size CUDA does not tell.
+//! CUDA maps a piece whole or not at all, and the caller must know its size: so it is kept beside the handle, also of
+//! an imported piece, whose size CUDA does not tell.
 
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
 use std::ptr;

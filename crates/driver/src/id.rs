@@ -55,8 +55,8 @@ ids! {
     HandleId(u64) = "handle ";
 }
 
-/// A handle as the driver itself knows it (a `CUstream`, a `CUcontext`, …), for libraries that want one. Only a number here:
-/// nothing that is safe to call follows it.
+/// A handle as the driver itself knows it (a `CUstream`, a `CUcontext`, …), for libraries that want one. Only a number
+/// here: nothing that is safe to call follows it.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct RawHandle(pub u64);
 
@@ -87,8 +87,8 @@ impl ForeignStream {
     /// The stream with that handle.
     ///
     /// # Safety
-    /// It must be a live stream of the driver that it is given to, and stay alive for as long as it is used through that driver: a real
-    /// driver follows the handle like a pointer.
+    /// It must be a live stream of the driver that it is given to, and stay alive for as long as it is used through
+    /// that driver: a real driver follows the handle like a pointer.
     #[must_use]
     pub const unsafe fn new(raw: RawHandle) -> Self {
         Self(raw)

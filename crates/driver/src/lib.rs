@@ -1,7 +1,8 @@
 //! The contract between Warpool and a GPU driver, and a simulated GPU that keeps it.
 //!
 //! - [`contract`]: the traits, one file per subject, joined in [`Driver`]. Ids, plain numbers, no handles.
-//! - [`sim`]: the simulated GPU. Memory with contents, streams that complete later, captures, graphs, and a log of every hazard.
+//! - [`sim`]: the simulated GPU. Memory with contents, streams that complete later, captures, graphs, and a log of
+//!   every hazard.
 //! - [`decorate`]: drivers around drivers, which count, record, or fail.
 //! - [`conformance`]: one suite of checks for every driver.
 //!

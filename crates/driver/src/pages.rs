@@ -1,7 +1,7 @@
 //! Memory of this process that is to be pinned where it is: pages made for that, and ranges that somebody else keeps.
 //!
-//! Not the pinning: a driver does that ([`crate::HostMemory::host_register`]). The rule kept here: pages stay mapped, and belong to one
-//! driver at a time, for as long as a driver has them pinned, whatever their owner does meanwhile.
+//! Not the pinning: a driver does that ([`crate::HostMemory::host_register`]). The rule kept here: pages stay mapped,
+//! and belong to one driver at a time, for as long as a driver has them pinned, whatever their owner does meanwhile.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::{fmt, io, ptr, thread};
@@ -32,15 +32,16 @@ pub struct Pages {
 impl Pages {
     /// Maps `bytes` bytes, up to whole pages. Nothing is touched, so the system gives no memory yet.
     ///
-    /// With `huge` they are aligned to 2 MiB and the system is asked for huge pages, which are faster to touch and to pin. It
-    /// may have none; that is not an error.
+    /// With `huge` they are aligned to 2 MiB and the system is asked for huge pages, which are faster to touch and to
+    /// pin. It may have none; that is not an error.
     ///
     /// # Errors
     /// `InvalidInput` for 0 bytes or more than there are addresses; else what the system says.
     pub fn map(bytes: u64, huge: bool) -> io::Result<Arc<Self>> {
         let align = if huge { HUGE } else { PAGE };
         let bytes = bytes.checked_next_multiple_of(PAGE).filter(|&bytes| bytes > 0);
-        // The system aligns to its own pages, so what is missing to ours is mapped besides. Untouched, it costs nothing.
+        // The system aligns to its own pages, so what is missing to ours is mapped besides. Untouched, it costs
+        // nothing.
         let mapped = bytes.and_then(|bytes| bytes.checked_add(align - PAGE));
         let mapped =
             mapped.and_then(|mapped| usize::try_from(mapped).ok()).filter(|&mapped| isize::try_from(mapped).is_ok());
@@ -57,10 +58,12 @@ impl Pages {
         Ok(Arc::new(pages))
     }
 
-    /// Makes the system give all the memory now, by the work of `threads` threads, the caller's among them. Pinning it is much faster then.
+    /// Makes the system give all the memory now, by the work of `threads` threads, the caller's among them. Pinning it
+    /// is much faster then.
     ///
-    /// Contents stay as they are. While a driver has the pages pinned this does nothing: they are there then. It promises
-    /// nothing: what the system does not have will be missed when a driver pins the pages, and the driver says so.
+    /// Contents stay as they are. While a driver has the pages pinned this does nothing: they are there then. It
+    /// promises nothing: what the system does not have will be missed when a driver pins the pages, and the driver says
+    /// so.
     pub fn touch(&self, threads: usize) {
         let kept = self.lock();
         if *kept {
@@ -94,15 +97,17 @@ impl Pages {
         self.bytes
     }
 
-    /// Touches one thread's share by writing into each page the byte that is there. Only while `kept` is locked and false.
+    /// Touches one thread's share by writing into each page the byte that is there. Only while `kept` is locked and
+    /// false.
     ///
-    /// Not by asking the system for all of it at once (`MADV_POPULATE_WRITE`): until that is done no other thread can be started, since its stack has to be
-    /// mapped. On an H200's host 64 MiB took eight threads 5.4 ms that way, and 2.0 ms this way, by a small program that is not kept here.
+    /// Not by asking the system for all of it at once (`MADV_POPULATE_WRITE`): until that is done no other thread can
+    /// be started, since its stack has to be mapped. On an H200's host 64 MiB took eight threads 5.4 ms that way, and
+    /// 2.0 ms this way, by a small program that is not kept here.
     fn touch_share(&self, from: u64, bytes: u64) {
         for offset in (from..from + bytes).step_by(PAGE as usize) {
             let byte = ptr::with_exposed_provenance_mut::<u8>((self.start + offset) as usize);
-            // SAFETY: the byte is mapped, and only this thread has it: nobody gives references into pages, shares do not overlap, and
-            // no driver has the pages, nor gets them before `kept` is unlocked.
+            // SAFETY: the byte is mapped, and only this thread has it: nobody gives references into pages, shares do
+            // not overlap, and no driver has the pages, nor gets them before `kept` is unlocked.
             let now = unsafe { byte.read_volatile() };
             // SAFETY: as above. Volatile, so that it is not left out.
             unsafe { byte.write_volatile(now) };
@@ -184,10 +189,11 @@ impl HostRange {
     }
 }
 
-/// A range that a driver has pinned, or is about to pin. Its pages stay mapped, and no other driver gets them, until this is dropped.
+/// A range that a driver has pinned, or is about to pin. Its pages stay mapped, and no other driver gets them, until
+/// this is dropped.
 ///
-/// A driver drops it once the range is unpinned, and not before: not if unpinning failed, and not because the driver itself is dropped, if
-/// what it stands for has the range still pinned.
+/// A driver drops it once the range is unpinned, and not before: not if unpinning failed, and not because the driver
+/// itself is dropped, if what it stands for has the range still pinned.
 #[derive(Debug)]
 pub struct KeptRange(HostRange);
 

@@ -1,4 +1,5 @@
-//! Every driver call of a long scenario fails once: each time the scenario stops with that error, takes back what it had done, and leaves nothing behind.
+//! Every driver call of a long scenario fails once: each time the scenario stops with that error, takes back what it
+//! had done, and leaves nothing behind.
 
 mod common;
 

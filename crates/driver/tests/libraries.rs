@@ -1,4 +1,5 @@
-//! The simulated libraries beyond the contract: the log of what handles were told, hazards of workspaces and products, libraries that are not there.
+//! The simulated libraries beyond the contract: the log of what handles were told, hazards of workspaces and products,
+//! libraries that are not there.
 
 mod common;
 

@@ -1,5 +1,5 @@
-//! Kernels of executables that are given other arguments, beyond what every driver promises: what the simulated device refuses and how long the
-//! kernel takes then.
+//! Kernels of executables that are given other arguments, beyond what every driver promises: what the simulated device
+//! refuses and how long the kernel takes then.
 
 mod common;
 

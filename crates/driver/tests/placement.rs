@@ -6,7 +6,8 @@ use common::DEVICE;
 use warpool_driver::sim::{HazardKind, SimConfig, SimDriver};
 use warpool_driver::*;
 
-/// Addresses of recorded programs: segments of an expandable run lie low, those of plain ones where the process has its libraries.
+/// Addresses of recorded programs: segments of an expandable run lie low, those of plain ones where the process has its
+/// libraries.
 const LOW: DevicePtr = DevicePtr(0x3_0200_0000);
 const HIGH: DevicePtr = DevicePtr(140_645_482_102_784);
 const MIB: u64 = 1 << 20;

@@ -1,4 +1,5 @@
-//! Luck and order: a correct program gives the same memory whatever the seed, unordered work comes in any order, and one seed gives one run.
+//! Luck and order: a correct program gives the same memory whatever the seed, unordered work comes in any order, and
+//! one seed gives one run.
 
 mod common;
 
@@ -22,8 +23,8 @@ impl Dice {
 const STREAMS: usize = 5;
 const CELLS: usize = 8;
 
-/// Random work of five streams on eight cells, in eager launches and in graphs, with an event wherever two streams meet on a cell. Returns what the cells hold, and what a plain
-/// program without streams would have left there.
+/// Random work of five streams on eight cells, in eager launches and in graphs, with an event wherever two streams meet
+/// on a cell. Returns what the cells hold, and what a plain program without streams would have left there.
 fn correct_program(gpu: &SimDriver, dice_seed: u64) -> Result<(Vec<u32>, Vec<u32>)> {
     let mut dice = Dice(dice_seed);
     let module = gpu.module_load(DEVICE, &KERNELS)?;

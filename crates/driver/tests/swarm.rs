@@ -1,13 +1,16 @@
 //! Random programs on the simulated device, judged by a naive account of their order that shares no code with it.
 //!
-//! Half of the programs are correct by construction, the others leave waits out. For each, on machines with several seeds:
-//! - no clash by the judge's account: the log is empty, and all that was read and all that memory holds in the end is exactly as it must be;
+//! Half of the programs are correct by construction, the others leave waits out. For each, on machines with several
+//! seeds:
+//! - no clash by the judge's account: the log is empty, and all that was read and all that memory holds in the end is
+//!   exactly as it must be;
 //! - else: the log is not empty, and every entry is one of the judge's clashes, over bytes of that clash.
 //!
-//! What the log may leave out. It remembers for each byte the last write and the reads since. A clash with something older
-//! is not reported by itself, but then whatever took its place clashes with one of the two. So every byte that is clashed over is in
-//! some entry. Two things weaken that to "some entry somewhere": work that hit freed memory stops there, and notes of an allocator hide what follows
-//! from a clash with them. A clash with a note that a later note replaced while the work was still queued may be missed altogether.
+//! What the log may leave out. It remembers for each byte the last write and the reads since. A clash with something
+//! older is not reported by itself, but then whatever took its place clashes with one of the two. So every byte that is
+//! clashed over is in some entry. Two things weaken that to "some entry somewhere": work that hit freed memory stops
+//! there, and notes of an allocator hide what follows from a clash with them. A clash with a note that a later note
+//! replaced while the work was still queued may be missed altogether.
 //!
 //! `WARPOOL_SWARM_SEED=n` runs the one program of that seed, `WARPOOL_SWARM_COUNT=n` that many from the first on.
 

@@ -49,7 +49,8 @@ fn worker(shared: &Shared, seed: u64) -> Result<()> {
         let index = dice.roll(streams.len());
         let stream = streams[index];
         let event = &shared.events[dice.roll(shared.events.len())];
-        // The lock is held only to read the id: the event may be gone by the time of the call, which is an error and no more.
+        // The lock is held only to read the id: the event may be gone by the time of the call, which is an error and no
+        // more.
         let shared_event = *event.lock().expect("no panic");
         match dice.roll(15) {
             0 | 1 => gpu.fill(memory, Pattern::U8(1), 4096, stream)?,

@@ -1,4 +1,5 @@
-//! What a pair of `warpool_malloc` and `warpool_free` costs through the shared object on the simulated GPU, in uncontended mutexes.
+//! What a pair of `warpool_malloc` and `warpool_free` costs through the shared object on the simulated GPU, in
+//! uncontended mutexes.
 //!
 //! ```text
 //! cargo build --release -p warpool-torch && cargo run --release -p warpool-torch --example pair

@@ -1,6 +1,8 @@
-//! The edge between C and Rust: every exported function's body runs through here, so that no panic leaves and every failure is remembered.
+//! The edge between C and Rust: every exported function's body runs through here, so that no panic leaves and every
+//! failure is remembered.
 //!
-//! Functions that can say that they failed return a status; those that PyTorch calls without asking only log it, once per function.
+//! Functions that can say that they failed return a status; those that PyTorch calls without asking only log it, once
+//! per function.
 
 use std::any::Any;
 use std::ffi::{CStr, c_char, c_int};
@@ -77,7 +79,8 @@ pub(crate) unsafe fn text<'a>(text: *const c_char, what: &'static str) -> Result
     text.to_str().map_err(|_| Error::NotText { what })
 }
 
-/// Writes `text` to a buffer of `length` bytes, with a zero behind it, cut off where the buffer ends. Returns its length without the zero.
+/// Writes `text` to a buffer of `length` bytes, with a zero behind it, cut off where the buffer ends. Returns its
+/// length without the zero.
 ///
 /// # Safety
 /// `buffer` is null or has `length` writable bytes.

@@ -1,12 +1,13 @@
 //! Captures of PyTorch, and the pools that their memory comes from.
 //!
-//! PyTorch says "allocate to this pool" *before* the capture begins, with a filter that would tell which streams are meant and that cannot be called from here.
-//! So a scope is opened without knowing its capture, and *bound* at the first allocation for a stream that captures: the scope that the same thread
-//! opened last, else the only one of other threads. From then on everything that is asked for in that capture, on whichever of its streams,
-//! comes from the pool, and everything else from where it always comes from.
+//! PyTorch says "allocate to this pool" *before* the capture begins, with a filter that would tell which streams are
+//! meant and that cannot be called from here. So a scope is opened without knowing its capture, and *bound* at the
+//! first allocation for a stream that captures: the scope that the same thread opened last, else the only one of other
+//! threads. From then on everything that is asked for in that capture, on whichever of its streams, comes from the
+//! pool, and everything else from where it always comes from.
 //!
-//! Opening a scope cannot fail, since PyTorch would not hear of it and the graph would share memory with the rest of the program: whatever can
-//! fail is done, or done again, by the allocation that binds it, which says so.
+//! Opening a scope cannot fail, since PyTorch would not hear of it and the graph would share memory with the rest of
+//! the program: whatever can fail is done, or done again, by the allocation that binds it, which says so.
 //!
 //! No scope is open most of the time; then an allocation pays one load for all this.
 
@@ -51,7 +52,8 @@ struct Books {
     /// In the order in which they were opened.
     scopes: Vec<Scope>,
     pools: BTreeMap<(DeviceId, TorchPool), Held>,
-    /// PyTorch's names of our pools. Also of those that are released: they may have blocks, and the history speaks of them.
+    /// PyTorch's names of our pools. Also of those that are released: they may have blocks, and the history speaks of
+    /// them.
     names: BTreeMap<(DeviceId, MemPoolId), TorchPool>,
     /// How many names there may be before those of pools that are gone are dropped.
     names_limit: usize,
@@ -65,7 +67,8 @@ struct Scope {
     device: DeviceId,
     torch_pool: TorchPool,
     opener: ThreadId,
-    /// Whether the allocator knows that a capture is under way. Not if telling it failed, nor if the capture seems to be over.
+    /// Whether the allocator knows that a capture is under way. Not if telling it failed, nor if the capture seems to
+    /// be over.
     is_told: bool,
     bound: Option<Bound>,
 }
@@ -119,12 +122,14 @@ impl Captures {
         self.unbound.fetch_add(1, Ordering::Release);
     }
 
-    /// Something is asked for on `stream`: if it captures and nobody knows that capture yet, it is that of an open scope.
+    /// Something is asked for on `stream`: if it captures and nobody knows that capture yet, it is that of an open
+    /// scope.
     #[cold]
     pub(crate) fn bind(&self, runtime: &Runtime, device: DeviceId, stream: StreamId) -> Result<()> {
         let CaptureState::Active(capture) = capture_state(runtime, stream)? else { return Ok(()) };
         let Some(pools) = runtime.pools() else { return Ok(()) };
-        // Held until the pool is routed to: whoever else asks in the same capture must find it so. That calls no driver, unless the begin could not be noted.
+        // Held until the pool is routed to: whoever else asks in the same capture must find it so. That calls no
+        // driver, unless the begin could not be noted.
         let mut books = self.lock();
         if books.scopes.iter().any(|scope| scope.bound.is_some_and(|bound| bound.capture == capture)) {
             return Ok(());
@@ -171,7 +176,8 @@ impl Captures {
         Ok(())
     }
 
-    /// One use of a pool less. With the last one its memory can go back, but not before replays are done that PyTorch started on whichever stream.
+    /// One use of a pool less. With the last one its memory can go back, but not before replays are done that PyTorch
+    /// started on whichever stream.
     pub(crate) fn release(&self, runtime: &Runtime, device: DeviceId, torch_pool: TorchPool) -> Result<()> {
         let Some(pools) = runtime.pools() else { return Ok(()) };
         let mut books = self.lock();
@@ -191,8 +197,8 @@ impl Captures {
         Ok(pools.release_pool(device, pool)?)
     }
 
-    /// Closes scopes whose capture is over although nobody said so: PyTorch does not when the end of a capture fails. Their pools stay in use, since
-    /// other graphs may share them.
+    /// Closes scopes whose capture is over although nobody said so: PyTorch does not when the end of a capture fails.
+    /// Their pools stay in use, since other graphs may share them.
     pub(crate) fn close_lost(&self, runtime: &Runtime) -> Result<()> {
         let Some(pools) = runtime.pools() else { return Ok(()) };
         let bound: Vec<Bound> = self.lock().scopes.iter().filter_map(|scope| scope.bound).collect();
@@ -210,7 +216,8 @@ impl Captures {
         Ok(())
     }
 
-    /// This thread begins another capture: of one that it began before and that never asked for anything, nothing will come any more.
+    /// This thread begins another capture: of one that it began before and that never asked for anything, nothing will
+    /// come any more.
     fn close_unbound(&self, pools: &dyn PoolKeeper, device: DeviceId) {
         let me = thread::current().id();
         let is_over = |scope: &Scope| scope.device == device && scope.opener == me && scope.bound.is_none();
@@ -223,8 +230,9 @@ impl Captures {
         }
     }
 
-    /// This thread empties the cache: captures that it began and that never asked for anything are likely over, and the allocator need not take care of
-    /// them. It is not certain, so their scopes stay, and an allocation in such a capture still finds its pool.
+    /// This thread empties the cache: captures that it began and that never asked for anything are likely over, and the
+    /// allocator need not take care of them. It is not certain, so their scopes stay, and an allocation in such a
+    /// capture still finds its pool.
     pub(crate) fn doubt_unbound(&self, runtime: &Runtime) -> Result<()> {
         let Some(pools) = runtime.pools() else { return Ok(()) };
         let me = thread::current().id();
@@ -275,8 +283,8 @@ impl Captures {
 }
 
 impl Books {
-    /// The scope that an unknown capture is of: the last that this thread opened, else that of the only other thread. Which of several is not guessed:
-    /// a graph would work in another's memory.
+    /// The scope that an unknown capture is of: the last that this thread opened, else that of the only other thread.
+    /// Which of several is not guessed: a graph would work in another's memory.
     fn waiting(&self, device: DeviceId) -> Result<Option<usize>> {
         let me = thread::current().id();
         let waits = |scope: &Scope| scope.device == device && scope.bound.is_none();
@@ -319,7 +327,7 @@ impl Books {
 
 /// Where a stream stands.
 fn capture_state(runtime: &Runtime, stream: StreamId) -> Result<CaptureState> {
-    match runtime.gpu().driver().capture_state(stream) {
+    match runtime.instance().driver().capture_state(stream) {
         Ok(state) => Ok(state),
         // The default stream does not capture, it is only that others do; and a stream that is gone does not either.
         Err(error) if matches!(error.code, ErrorCode::StreamCaptureImplicit | ErrorCode::InvalidHandle) => {

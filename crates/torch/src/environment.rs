@@ -1,5 +1,6 @@
-//! What the environment asks for: which driver, which settings, which simulated GPU. Read once, when the allocator starts; nothing
-//! else of the crate looks at a variable. What is asked for is given or refused; nothing else is put in its place.
+//! What the environment asks for: which driver, which settings, which simulated GPU. Read once, when the allocator
+//! starts; nothing else of the crate looks at a variable. What is asked for is given or refused; nothing else is put in
+//! its place.
 
 use std::env::{self, VarError};
 use std::sync::Arc;
@@ -11,7 +12,8 @@ use warpool_driver::sim::{SimConfig, SimDriver};
 
 use crate::error::{Error, Result};
 
-/// The variables that settings are taken from, in this order: ours, then PyTorch's in PyTorch's order. The first that is set counts.
+/// The variables that settings are taken from, in this order: ours, then PyTorch's in PyTorch's order. The first that
+/// is set counts.
 const CONF: [&str; 3] = ["WARPOOL_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"];
 
 /// The driver that `WARPOOL_DRIVER` names: `cuda`, which is the default, or `sim`.
@@ -41,8 +43,8 @@ fn variable(name: &'static str) -> Result<Option<String>> {
     }
 }
 
-/// The simulated GPU that a string describes. It does not listen to allocators' notes unless asked, as a real one does not: who looks for hazards
-/// pays for it with every call.
+/// The simulated GPU that a string describes. It does not listen to allocators' notes unless asked, as a real one does
+/// not: who looks for hazards pays for it with every call.
 fn sim(string: &str) -> Result<SimConfig> {
     let mut config = SimConfig::default().without_notes();
     for entry in string.split(',').map(str::trim).filter(|entry| !entry.is_empty()) {

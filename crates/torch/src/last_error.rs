@@ -1,6 +1,8 @@
-//! What went wrong last, per thread: the text that `warpool_last_error` gives. It stays until the thread's next failure.
+//! What went wrong last, per thread: the text that `warpool_last_error` gives. It stays until the thread's next
+//! failure.
 //!
-//! It is kept with a zero behind it, so that code that cannot own anything, because it is about to be unwound, can point to it.
+//! It is kept with a zero behind it, so that code that cannot own anything, because it is about to be unwound, can
+//! point to it.
 
 use std::cell::RefCell;
 use std::ffi::{CStr, CString, c_char};
@@ -11,7 +13,8 @@ thread_local! {
 
 /// Remembers a failure.
 pub(crate) fn set(text: &str) {
-    // A zero inside would end the text early; there is none in anything that we write, but names and paths come from outside.
+    // A zero inside would end the text early; there is none in anything that we write, but names and paths come from
+    // outside.
     let text = CString::new(text.replace('\0', "\u{fffd}")).expect("no zeros are left");
     // At the very end of a thread nobody asks any more.
     let _ = LAST.try_with(|last| *last.borrow_mut() = text);

@@ -1,10 +1,12 @@
 //! Makes a failed allocation an exception in PyTorch, which does not look for null.
 //!
-//! If PyTorch's libraries are in the process, lack of memory becomes a `c10::OutOfMemoryError`, made and thrown by the C++ ABI of Linux, so that
-//! Python sees `torch.OutOfMemoryError`. Everything else, and lack of memory where a symbol is missing, becomes what `TORCH_CHECK` throws, a
-//! `RuntimeError`. Without PyTorch there is no exception, and the caller gets null.
+//! If PyTorch's libraries are in the process, lack of memory becomes a `c10::OutOfMemoryError`, made and thrown by the
+//! C++ ABI of Linux, so that Python sees `torch.OutOfMemoryError`. Everything else, and lack of memory where a symbol
+//! is missing, becomes what `TORCH_CHECK` throws, a `RuntimeError`. Without PyTorch there is no exception, and the
+//! caller gets null.
 //!
-//! The rule: a frame that an exception passes owns nothing. So what is thrown is prepared elsewhere and comes here as plain pointers.
+//! The rule: a frame that an exception passes owns nothing. So what is thrown is prepared elsewhere and comes here as
+//! plain pointers.
 
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::sync::OnceLock;
@@ -25,7 +27,8 @@ pub(crate) fn raise(failure: Failure) -> *mut c_void {
     if failure.out_of_memory
         && let Some(exception) = torch.out_of_memory
     {
-        // SAFETY: the functions are those of the C++ library that PyTorch itself uses, the text ends with a zero, and this frame owns nothing.
+        // SAFETY: the functions are those of the C++ library that PyTorch itself uses, the text ends with a zero, and
+        // this frame owns nothing.
         unsafe { exception.throw(failure.text) }
     }
     if let Some(check_fail) = torch.check_fail {
@@ -96,13 +99,15 @@ impl OutOfMemory {
         // SAFETY: takes a number. If there is no memory at all it ends the program, as every throw would.
         let exception = unsafe { (self.allocate)(EXCEPTION_BYTES) };
         let location = SourceLocation { function: FUNCTION.as_ptr(), file: FILE.as_ptr(), line: 0 };
-        // SAFETY: there is room for an error. The string is passed by value, which here means by its address, and its maker drops it.
+        // SAFETY: there is room for an error. The string is passed by value, which here means by its address, and its
+        // maker drops it.
         unsafe { (self.make_error)(exception, location, &raw mut string) };
         // SAFETY: it was made above, and is a string still, though perhaps an empty one.
         unsafe { (self.drop_string)(&raw mut string) };
         // SAFETY: a table of functions begins with an offset and the type, and then has the destructor.
         let functions = unsafe { self.vtable.cast::<*mut c_void>().add(2) };
-        // SAFETY: an object with virtual functions begins with the address of them. The derived class adds nothing else.
+        // SAFETY: an object with virtual functions begins with the address of them. The derived class adds nothing
+        // else.
         unsafe { exception.cast::<*mut *mut c_void>().write(functions) };
         // SAFETY: the first function is the destructor that frees nothing, which is the one that the throw wants.
         let destructor = unsafe { functions.read() };

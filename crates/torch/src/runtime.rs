@@ -1,7 +1,7 @@
 //! The one allocator of the process, and what every call does with it, in Rust's terms. `abi/` is the same in C's.
 //!
-//! It is made by the first call that needs it and stays for ever: nothing is torn down while the process exits, when the driver may be
-//! gone already. A start that failed changes nothing and can be tried again.
+//! It is made by the first call that needs it and stays for ever: nothing is torn down while the process exits, when
+//! the driver may be gone already. A start that failed changes nothing and can be tried again.
 
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
@@ -10,7 +10,7 @@ use warpool::memory::{
     Backend, CachingAllocator, DeviceAllocator, DriverPoolAllocator, MemPoolId, PoolKeeper, Request, Settings,
     Snapshot, SnapshotOptions, Stats,
 };
-use warpool::{Device, Gpu};
+use warpool::{Device, Instance};
 use warpool_driver::{DeviceId, DevicePtr, Driver, RawHandle};
 
 use crate::captures::{Captures, TorchPool};
@@ -22,7 +22,7 @@ use crate::streams::Streams;
 /// An allocator with what callers from C need around it.
 #[derive(Debug)]
 pub struct Runtime {
-    gpu: Gpu,
+    instance: Instance,
     allocator: Allocator,
     streams: Streams,
     captures: Captures,
@@ -69,22 +69,22 @@ fn start() -> Result<&'static Runtime> {
 impl Runtime {
     /// An allocator over `driver`. Makes no context.
     pub fn new(driver: Arc<dyn Driver>, settings: Settings) -> Result<Self> {
-        let gpu = Gpu::new(driver)?;
+        let instance = Instance::new(driver)?;
         let allocator = match settings.backend {
-            Backend::Native => Allocator::Caching(Box::new(CachingAllocator::new(&gpu, settings))),
+            Backend::Native => Allocator::Caching(Box::new(CachingAllocator::new(&instance, settings))),
             Backend::CudaMallocAsync => {
-                let allocator = DriverPoolAllocator::with_settings(&gpu, settings.clone());
+                let allocator = DriverPoolAllocator::with_settings(&instance, settings.clone());
                 Allocator::DriverPool(Box::new(allocator), Box::new(settings))
             }
         };
         let (streams, captures, stacks) = (Streams::new(), Captures::default(), Arc::default());
-        Ok(Self { gpu, allocator, streams, captures, stacks })
+        Ok(Self { instance, allocator, streams, captures, stacks })
     }
 
     /// The driver with its devices.
     #[must_use]
-    pub fn gpu(&self) -> &Gpu {
-        &self.gpu
+    pub fn instance(&self) -> &Instance {
+        &self.instance
     }
 
     /// The allocator.
@@ -100,7 +100,7 @@ impl Runtime {
     /// The device of that number.
     pub fn device(&self, number: i32) -> Result<Device> {
         let index = u32::try_from(number).map_err(|_| Error::NegativeDevice { device: number })?;
-        Ok(self.gpu.device(index)?)
+        Ok(self.instance.device(index)?)
     }
 
     /// Memory for work on a stream. 0 bytes are null.
@@ -111,7 +111,7 @@ impl Runtime {
         if bytes == 0 {
             return Ok(DevicePtr(0));
         }
-        let stream = self.streams.resolve(&self.gpu, device, stream)?;
+        let stream = self.streams.resolve(&self.instance, device, stream)?;
         if self.captures.await_a_stream() {
             self.captures.bind(self, device, stream)?;
         }
@@ -127,8 +127,8 @@ impl Runtime {
         }
     }
 
-    /// Notes that a stream uses memory. PyTorch does not say whose stream it is; most likely that of the memory's device. The default streams of all devices have
-    /// the same handle, so any of those that are in use may be meant.
+    /// Notes that a stream uses memory. PyTorch does not say whose stream it is; most likely that of the memory's
+    /// device. The default streams of all devices have the same handle, so any of those that are in use may be meant.
     pub fn record_stream(&self, ptr: DevicePtr, stream: RawHandle) -> Result<()> {
         if ptr.is_null() {
             return Ok(());
@@ -136,14 +136,15 @@ impl Runtime {
         let device = self.allocator().find(ptr)?.device;
         if Streams::is_default(stream) {
             for other in self.streams.devices().into_iter().filter(|&other| other != device) {
-                self.allocator().record_use_raw(ptr, self.streams.resolve(&self.gpu, other, stream)?)?;
+                self.allocator().record_use_raw(ptr, self.streams.resolve(&self.instance, other, stream)?)?;
             }
         }
-        let stream = self.streams.resolve_anywhere(&self.gpu, device, stream)?;
+        let stream = self.streams.resolve_anywhere(&self.instance, device, stream)?;
         Ok(self.allocator().record_use_raw(ptr, stream)?)
     }
 
-    /// The segment that an address lies in: where it starts and how long it is. Rarely asked (by who shares memory between processes), so nothing is kept for it.
+    /// The segment that an address lies in: where it starts and how long it is. Rarely asked (by who shares memory
+    /// between processes), so nothing is kept for it.
     pub fn segment_of(&self, ptr: DevicePtr) -> Result<(DevicePtr, u64)> {
         let snapshot = self.allocator().snapshot(SnapshotOptions { pool: None, traces: false })?;
         let holds = |start: u64, bytes: u64| (start..start.saturating_add(bytes)).contains(&ptr.0);
@@ -153,7 +154,8 @@ impl Runtime {
             .ok_or_else(|| warpool::Error::UnknownPointer { ptr }.into())
     }
 
-    /// Gives all cached memory back. Devices that nobody used are left alone: asking some drivers about them would make a context.
+    /// Gives all cached memory back. Devices that nobody used are left alone: asking some drivers about them would make
+    /// a context.
     pub fn empty_cache(&self) -> Result<()> {
         self.captures.close_lost(self)?;
         self.captures.doubt_unbound(self)?;
@@ -237,7 +239,7 @@ impl Runtime {
         let before = allocator.settings();
         let after = before.updated(string)?;
         let (fraction, cap) = (after.per_process_memory_fraction, after.memory_cap_bytes);
-        for device in self.gpu.devices() {
+        for device in self.instance.devices() {
             #[expect(clippy::float_cmp, reason = "whether it is the very same number")]
             if fraction != before.per_process_memory_fraction {
                 allocator.set_memory_fraction(device.id(), fraction)?;
@@ -250,7 +252,8 @@ impl Runtime {
         Ok(())
     }
 
-    /// The private pools, if the allocator has any. The driver's own pools need none: what they give to a capture belongs to its graph.
+    /// The private pools, if the allocator has any. The driver's own pools need none: what they give to a capture
+    /// belongs to its graph.
     pub(crate) fn pools(&self) -> Option<&dyn PoolKeeper> {
         self.allocator().pools().ok()
     }
@@ -266,7 +269,7 @@ impl Runtime {
     #[inline]
     fn device_id(&self, number: i32) -> Result<DeviceId> {
         match u32::try_from(number) {
-            Ok(index) if index < self.gpu.device_count() => Ok(DeviceId(index)),
+            Ok(index) if index < self.instance.device_count() => Ok(DeviceId(index)),
             _ => self.device(number).map(|device| device.id()),
         }
     }

@@ -1,5 +1,5 @@
-//! Writes a snapshot to a file, whole or not at all: first beside the place, then by rename. An error names the place, and nothing is left of it.
-//! Only what is no plain file, such as a pipe, is written to as it is.
+//! Writes a snapshot to a file, whole or not at all: first beside the place, then by rename. An error names the place,
+//! and nothing is left of it. Only what is no plain file, such as a pipe, is written to as it is.
 
 use std::ffi::OsString;
 use std::fs::{self, File};

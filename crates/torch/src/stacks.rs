@@ -1,7 +1,9 @@
-//! Call stacks of another language: a hook, which the allocator calls where its history wants a stack, pushes the frames of the calling thread one by one.
+//! Call stacks of another language: a hook, which the allocator calls where its history wants a stack, pushes the
+//! frames of the calling thread one by one.
 //!
-//! No lock is held while the hook runs, and it may allocate and free: what it causes itself has no stack. Equal stacks are kept once.
-//! A hook that was replaced is not running any more, and runs never again: an interpreter that is about to end removes its hook first.
+//! No lock is held while the hook runs, and it may allocate and free: what it causes itself has no stack. Equal stacks
+//! are kept once. A hook that was replaced is not running any more, and runs never again: an interpreter that is about
+//! to end removes its hook first.
 
 use std::cell::RefCell;
 use std::fmt;
@@ -25,7 +27,8 @@ thread_local! {
 #[derive(Default)]
 pub(crate) struct Stacks {
     kept: Mutex<Kept>,
-    /// The hook as an address, null if there is none; the allocator may come with an earlier one, which is not called then.
+    /// The hook as an address, null if there is none; the allocator may come with an earlier one, which is not called
+    /// then.
     current: AtomicPtr<()>,
     /// How many threads are in a hook, or about to look whether it is the current one.
     running: AtomicUsize,
@@ -41,7 +44,8 @@ struct Kept {
 /// So many are kept before it is worth looking for those that nobody has.
 const LIMIT_MIN: usize = 1024;
 
-/// So long is waited for a hook that is running. In a child of `fork` the threads that ran it are gone and their count is not.
+/// So long is waited for a hook that is running. In a child of `fork` the threads that ran it are gone and their count
+/// is not.
 const PATIENCE: Duration = Duration::from_secs(2);
 
 impl Stacks {
@@ -61,7 +65,8 @@ impl Stacks {
         }
     }
 
-    /// The stack of this thread, by `hook`, if that is still the one. Counted before it looks: whoever replaces the hook sees the count, or is seen here.
+    /// The stack of this thread, by `hook`, if that is still the one. Counted before it looks: whoever replaces the
+    /// hook sees the count, or is seen here.
     fn gather(&self, hook: Hook) -> Option<Vec<Frame>> {
         self.running.fetch_add(1, Ordering::SeqCst);
         let is_current = self.current.load(Ordering::SeqCst) == address(Some(hook));

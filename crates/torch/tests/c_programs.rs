@@ -1,4 +1,5 @@
-//! The shared object as C programs use it: compiled against the header, linked to the library, run on the simulated GPU.
+//! The shared object as C programs use it: compiled against the header, linked to the library, run on the simulated
+//! GPU.
 
 mod common;
 

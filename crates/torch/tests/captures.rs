@@ -1,5 +1,5 @@
-//! Captures as PyTorch makes them: a pool is named before the capture begins, and nobody says which streams are meant. On a simulated GPU, whose captures and
-//! replays are real, and whose hazard log must stay empty.
+//! Captures as PyTorch makes them: a pool is named before the capture begins, and nobody says which streams are meant.
+//! On a simulated GPU, whose captures and replays are real, and whose hazard log must stay empty.
 
 use std::sync::Arc;
 use std::sync::mpsc::channel;
@@ -284,7 +284,8 @@ fn scopes_are_opened_and_closed_in_pairs() {
     bench.finish();
 }
 
-/// A capture that failed, of whose end nobody spoke: the next begin, or empty_cache, closes its scope, and the pool's other graphs keep it.
+/// A capture that failed, of whose end nobody spoke: the next begin, or empty_cache, closes its scope, and the pool's
+/// other graphs keep it.
 #[test]
 fn a_lost_capture_is_closed() {
     for by_begin in [true, false] {
@@ -315,8 +316,8 @@ fn a_lost_capture_is_closed() {
     }
 }
 
-/// A capture that broke before it asked for anything: the same thread's next begin closes its scope. After empty_cache nobody takes care of it, but should
-/// it be under way after all, it still gets its pool.
+/// A capture that broke before it asked for anything: the same thread's next begin closes its scope. After empty_cache
+/// nobody takes care of it, but should it be under way after all, it still gets its pool.
 #[test]
 fn a_lost_capture_that_asked_for_nothing_is_closed() {
     let bench = Bench::new();
@@ -356,7 +357,8 @@ fn an_end_that_another_thread_saw_first_is_accepted() {
     bench.finish();
 }
 
-/// A begin has no way to say that it failed, so it does not: an allocation does, and no graph gets memory of the default pool.
+/// A begin has no way to say that it failed, so it does not: an allocation does, and no graph gets memory of the
+/// default pool.
 #[test]
 fn a_begin_with_a_failing_driver_opens_its_scope() {
     let sim = Arc::new(SimDriver::new(SimConfig::default()));
@@ -396,7 +398,8 @@ fn an_unclear_capture_is_an_error() {
     bench.finish();
 }
 
-/// PyTorch replays on whichever stream it likes, drops the graph at once and empties the cache: the memory stays until the replay is done.
+/// PyTorch replays on whichever stream it likes, drops the graph at once and empties the cache: the memory stays until
+/// the replay is done.
 #[test]
 fn a_replay_that_is_under_way_keeps_the_pools_memory() {
     for during_a_capture in [false, true] {

@@ -1,4 +1,5 @@
-//! What the outside sees of the library: the header is what the code says, and the symbols are those of the list, no more and no less.
+//! What the outside sees of the library: the header is what the code says, and the symbols are those of the list, no
+//! more and no less.
 
 mod common;
 

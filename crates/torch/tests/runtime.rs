@@ -82,7 +82,8 @@ fn odd_requests() {
     assert!(runtime.record_stream(DevicePtr(0x1234), RawHandle(0)).is_err());
 }
 
-/// The block says whose memory it is; the stream may be of another device. The default stream may be that of any device in use.
+/// The block says whose memory it is; the stream may be of another device. The default stream may be that of any device
+/// in use.
 #[test]
 fn record_stream_finds_the_device() {
     let (sim, runtime) = machine();

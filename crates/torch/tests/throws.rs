@@ -1,5 +1,5 @@
-//! A failed `warpool_malloc` becomes a C++ exception where PyTorch's libraries are in the process. Here stand-ins for them are: the same classes under the same names,
-//! compiled with whatever C++ compiler the machine has.
+//! A failed `warpool_malloc` becomes a C++ exception where PyTorch's libraries are in the process. Here stand-ins for
+//! them are: the same classes under the same names, compiled with whatever C++ compiler the machine has.
 
 mod common;
 

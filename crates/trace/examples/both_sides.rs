@@ -6,7 +6,7 @@ use std::error::Error;
 use std::fs::File;
 use std::sync::Arc;
 
-use warpool::Gpu;
+use warpool::Instance;
 use warpool::driver::Copies as _;
 use warpool::driver::sim::{SimConfig, SimDriver};
 use warpool::memory::{
@@ -18,9 +18,9 @@ use warpool_trace::write_snapshot;
 fn main() -> Result<(), Box<dyn Error>> {
     let out = std::env::args().nth(1).ok_or("where to?")?;
     let sim = Arc::new(SimDriver::new(SimConfig::default()));
-    let gpu = Gpu::new(sim.clone())?;
-    let device: Arc<dyn DeviceAllocator> = Arc::new(CachingAllocator::new(&gpu, Settings::default()));
-    let host = HostAllocator::new(&gpu, Settings::default().pinned);
+    let instance = Instance::new(sim.clone())?;
+    let device: Arc<dyn DeviceAllocator> = Arc::new(CachingAllocator::new(&instance, Settings::default()));
+    let host = HostAllocator::new(&instance, Settings::default().pinned);
     for observers in [device.observers(), host.observers()] {
         observers.set_stack_hook(Some(Arc::new(|| {
             Some([Frame { name: "main".into(), filename: "both_sides.rs".into(), line: 1 }].into())
@@ -30,7 +30,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     device.record_history(Some(options.clone()))?;
     host.record_history(Some(options));
 
-    let stream = gpu.device(0)?.pool_stream()?;
+    let stream = instance.device(0)?.pool_stream()?;
     sim.hold(stream.id())?;
     let (kept, dropped, target) = (host.allocate(5000)?, host.allocate(3 << 20)?, device.allocate(3 << 20, &stream)?);
     dropped.record_use(&stream)?;

@@ -1,7 +1,7 @@
 //! Recordings of GPU memory: what a program allocated and freed, and what its allocator did about it.
 //!
-//! Read are memory snapshots of PyTorch (`torch.cuda.memory._dump_snapshot`), plain or compressed with xz, gzip or zstd,
-//! and logs of RMM. What a file is, its content says, not its name. Both become a [`Snapshot`].
+//! Read are memory snapshots of PyTorch (`torch.cuda.memory._dump_snapshot`), plain or compressed with xz, gzip or
+//! zstd, and logs of RMM. What a file is, its content says, not its name. Both become a [`Snapshot`].
 //! [`write_snapshot`] writes one, for Python and for PyTorch's viewer.
 //!
 //! ```

@@ -9,7 +9,7 @@ use warpool::memory::{
     Action, Allocate as _, BlockState, CachingAllocator, DeviceAllocator, Frame, HistoryOptions, HostAllocator,
     HostBlock, SegmentInfo, Settings, Snapshot, SnapshotOptions, StackLevel, set_user_metadata,
 };
-use warpool::{Gpu, Stream};
+use warpool::{Instance, Stream};
 use warpool_trace::replay::{ReplayOptions, replay};
 use warpool_trace::{ReadOptions, read, write_snapshot};
 
@@ -17,7 +17,7 @@ const MIB: u64 = 1 << 20;
 
 /// A machine with both allocators, and a history of each.
 struct Both {
-    gpu: Gpu,
+    instance: Instance,
     sim: Arc<SimDriver>,
     device: Arc<dyn DeviceAllocator>,
     host: HostAllocator,
@@ -27,18 +27,18 @@ struct Both {
 impl Both {
     fn new() -> Self {
         let sim = Arc::new(SimDriver::new(SimConfig::default()));
-        let gpu = Gpu::new(sim.clone()).unwrap();
+        let instance = Instance::new(sim.clone()).unwrap();
         let settings = Settings::parse("pinned_use_cuda_host_register:True,pinned_num_register_threads:4").unwrap();
-        let device: Arc<dyn DeviceAllocator> = Arc::new(CachingAllocator::new(&gpu, settings.clone()));
-        let host = HostAllocator::new(&gpu, settings.pinned);
-        let stream = gpu.device(0).unwrap().pool_stream().unwrap();
+        let device: Arc<dyn DeviceAllocator> = Arc::new(CachingAllocator::new(&instance, settings.clone()));
+        let host = HostAllocator::new(&instance, settings.pinned);
+        let stream = instance.device(0).unwrap().pool_stream().unwrap();
         for observers in [device.observers(), host.observers()] {
             observers.set_stack_hook(Some(Arc::new(|| {
                 let frame = |name: &str, line| Frame { name: name.into(), filename: "loader.py".into(), line };
                 Some([frame("stage", 12), frame("main", 3)].into())
             })));
         }
-        let both = Self { gpu, sim, device, host, stream };
+        let both = Self { instance, sim, device, host, stream };
         both.record();
         both
     }
@@ -117,7 +117,7 @@ fn both_sides_come_back_from_one_file() {
 #[test]
 fn what_graphs_hold_is_in_the_file() {
     let both = Both::new();
-    let device = both.gpu.device(0).unwrap();
+    let device = both.instance.device(0).unwrap();
     let stream = device.lease_stream().unwrap();
     let mut graph = Graph::new(&both.device, &device, GraphOptions::default()).unwrap();
     let loose = graph

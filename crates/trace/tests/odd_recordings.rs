@@ -1,4 +1,5 @@
-//! Recordings that no real program makes, and what-ifs that fail before they begin: answers or errors, never a wait without end.
+//! Recordings that no real program makes, and what-ifs that fail before they begin: answers or errors, never a wait
+//! without end.
 
 mod common;
 

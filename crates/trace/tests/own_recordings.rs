@@ -8,7 +8,7 @@ use warpool::memory::{
     Allocation, BlockState, CachingAllocator, DeviceAllocator, HistoryOptions, MemPoolId, PoolKeeper, PoolOptions,
     Request, Settings, Snapshot, SnapshotOptions,
 };
-use warpool::{Error, Gpu};
+use warpool::{Error, Instance};
 use warpool_trace::replay::{ReplayOptions, replay};
 use warpool_trace::{ReadOptions, read, write_snapshot};
 
@@ -29,9 +29,9 @@ struct Case {
 
 /// Runs a random program under recording and returns the allocator as it is then.
 fn record(case: &Case, seed: u64) -> CachingAllocator {
-    let gpu = Gpu::new(Arc::new(SimDriver::new(SimConfig::default().with_seed(seed)))).unwrap();
-    let device = gpu.device(0).unwrap();
-    let allocator = CachingAllocator::new(&gpu, Settings::parse(case.settings).unwrap());
+    let instance = Instance::new(Arc::new(SimDriver::new(SimConfig::default().with_seed(seed)))).unwrap();
+    let device = instance.device(0).unwrap();
+    let allocator = CachingAllocator::new(&instance, Settings::parse(case.settings).unwrap());
     allocator.set_memory_cap(DEVICE, case.cap).unwrap();
     let entries_max = case.entries_max;
     allocator.record_history(Some(HistoryOptions { entries_max, ..HistoryOptions::default() })).unwrap();

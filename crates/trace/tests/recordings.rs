@@ -1,5 +1,5 @@
-//! Every recording of a real program comes out as it was, and what-ifs come out as the recording that was made with the other settings.
-//! What is expected here is what PyTorch counted itself, or what can be counted in the recording.
+//! Every recording of a real program comes out as it was, and what-ifs come out as the recording that was made with the
+//! other settings. What is expected here is what PyTorch counted itself, or what can be counted in the recording.
 
 mod common;
 

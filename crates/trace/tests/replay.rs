@@ -1,5 +1,5 @@
-//! Replays: what is concluded and said, what-ifs, histories that start late, and recordings that cannot be. `recordings.rs` goes over whole
-//! recordings.
+//! Replays: what is concluded and said, what-ifs, histories that start late, and recordings that cannot be.
+//! `recordings.rs` goes over whole recordings.
 
 mod common;
 

@@ -1,5 +1,6 @@
-//! Random programs on the real allocator, recorded by its own history and replayed: every address and every segment must come out again, with
-//! whatever settings, streams, pools, limits and trims the program had, also when the beginning of the history is lost.
+//! Random programs on the real allocator, recorded by its own history and replayed: every address and every segment
+//! must come out again, with whatever settings, streams, pools, limits and trims the program had, also when the
+//! beginning of the history is lost.
 
 mod luck;
 
@@ -12,7 +13,7 @@ use warpool::memory::{
     Action, Allocation, CachingAllocator, DeviceAllocator, FreeBlockOrder, HistoryOptions, MemPoolId, PoolKeeper,
     PoolOptions, Request, Settings, Snapshot, SnapshotOptions,
 };
-use warpool::{Error, Gpu};
+use warpool::{Error, Instance};
 use warpool_trace::replay::{ReplayOptions, ReplayReport, replay};
 
 const DEVICE: DeviceId = DeviceId(0);
@@ -38,8 +39,8 @@ fn record(seed: u64, settings: &str, traits: Traits) -> Snapshot {
     let settings = Settings { free_block_order: order, ..Settings::parse(settings).expect("a good string") };
     let driver =
         Arc::new(SimDriver::new(SimConfig { queue_depth: usize::MAX, ..SimConfig::default() }.without_notes()));
-    let gpu = Gpu::new(Arc::clone(&driver) as Arc<dyn Driver>).expect("a device");
-    let allocator = CachingAllocator::new(&gpu, settings);
+    let instance = Instance::new(Arc::clone(&driver) as Arc<dyn Driver>).expect("a device");
+    let allocator = CachingAllocator::new(&instance, settings);
     allocator.record_history(Some(HistoryOptions::default())).expect("a history");
     allocator.set_memory_cap(DEVICE, traits.cap).expect("a device");
 

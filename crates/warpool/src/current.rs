@@ -21,18 +21,18 @@ use std::sync::{Arc, Weak};
 
 use warpool_driver::{DeviceId, StreamId};
 
-use crate::device::GpuKey;
-use crate::{Device, Gpu, Result, Stream};
+use crate::device::InstanceKey;
+use crate::{Device, Instance, Result, Stream};
 
 thread_local! {
-    // One entry per Gpu that this thread changed anything for; most programs have one, so a search is a glance.
+    // One entry per Instance that this thread changed anything for; most programs have one, so a search is a glance.
     static NOTES: RefCell<Vec<ThreadNotes>> = const { RefCell::new(Vec::new()) };
 }
 
-/// One thread's notes about one `Gpu`.
+/// One thread's notes about one `Instance`.
 struct ThreadNotes {
-    gpu: GpuKey,
-    /// Dead once the `Gpu` is: then these notes are stale.
+    instance: InstanceKey,
+    /// Dead once the `Instance` is: then these notes are stale.
     alive: Weak<()>,
     device: DeviceId,
     /// By device. `None` is the default stream.
@@ -66,12 +66,12 @@ impl Setting {
 }
 
 impl ThreadNotes {
-    fn new(gpu: &Gpu) -> Self {
+    fn new(instance: &Instance) -> Self {
         Self {
-            gpu: gpu.key(),
-            alive: Arc::downgrade(gpu.alive()),
+            instance: instance.key(),
+            alive: Arc::downgrade(instance.alive()),
             device: DeviceId(0),
-            streams: vec![None; gpu.device_count() as usize],
+            streams: vec![None; instance.device_count() as usize],
             covered: Vec::new(),
             next_scope: 0,
         }
@@ -115,27 +115,30 @@ impl ThreadNotes {
     }
 }
 
-/// Reads this thread's notes about `gpu`; `None` if it has none, and everything is as at the start.
-fn read<T>(gpu: &Gpu, look: impl FnOnce(&ThreadNotes) -> T) -> Option<T> {
-    NOTES.try_with(|notes| notes.borrow().iter().find(|entry| entry.gpu == gpu.key()).map(look)).ok().flatten()
+/// Reads this thread's notes about `instance`; `None` if it has none, and everything is as at the start.
+fn read<T>(instance: &Instance, look: impl FnOnce(&ThreadNotes) -> T) -> Option<T> {
+    NOTES
+        .try_with(|notes| notes.borrow().iter().find(|entry| entry.instance == instance.key()).map(look))
+        .ok()
+        .flatten()
 }
 
-/// Changes this thread's notes about `gpu`; `None` if the thread is past having any.
-fn change<T>(gpu: &Gpu, act: impl FnOnce(&mut ThreadNotes) -> T) -> Option<T> {
+/// Changes this thread's notes about `instance`; `None` if the thread is past having any.
+fn change<T>(instance: &Instance, act: impl FnOnce(&mut ThreadNotes) -> T) -> Option<T> {
     NOTES
         .try_with(|notes| {
             let notes = &mut *notes.borrow_mut();
-            if let Some(entry) = notes.iter_mut().find(|entry| entry.gpu == gpu.key()) {
+            if let Some(entry) = notes.iter_mut().find(|entry| entry.instance == instance.key()) {
                 return act(entry);
             }
             notes.retain(|entry| entry.alive.strong_count() > 0);
-            notes.push(ThreadNotes::new(gpu));
+            notes.push(ThreadNotes::new(instance));
             act(notes.last_mut().expect("pushed just now"))
         })
         .ok()
 }
 
-impl Gpu {
+impl Instance {
     /// The calling thread's current device; device 0 until it is set.
     #[must_use]
     pub fn current_device(&self) -> Device {
@@ -157,13 +160,13 @@ impl Gpu {
 impl Device {
     /// Makes it the calling thread's current device, until changed again. Makes no driver call.
     pub fn make_current(&self) {
-        change(self.gpu(), |notes| notes.replace(Setting::Device(self.id())));
+        change(self.instance(), |notes| notes.replace(Setting::Device(self.id())));
     }
 
     /// Makes it the calling thread's current device until the guard is dropped.
     #[must_use = "dropping the guard restores the device that was current"]
     pub fn enter(&self) -> DeviceGuard {
-        DeviceGuard { _scope: Scope::enter(self.gpu(), &[Setting::Device(self.id())]) }
+        DeviceGuard { _scope: Scope::enter(self.instance(), &[Setting::Device(self.id())]) }
     }
 
     /// The calling thread's current stream on this device; the default stream until it is set.
@@ -173,9 +176,9 @@ impl Device {
 
     /// The same, as an id. After the first call on a device it cannot fail.
     pub fn current_stream_id(&self) -> Result<StreamId> {
-        match read(self.gpu(), |notes| notes.streams[self.id().0 as usize]).flatten() {
+        match read(self.instance(), |notes| notes.streams[self.id().0 as usize]).flatten() {
             Some(id) => Ok(id),
-            None => self.gpu().default_stream_id(self.id()),
+            None => self.instance().default_stream_id(self.id()),
         }
     }
 }
@@ -184,13 +187,13 @@ impl Stream {
     /// Makes it the calling thread's current stream on its device, until changed again. The current
     /// device stays, also if it is another. Makes no driver call.
     pub fn make_current(&self) {
-        change(self.gpu(), |notes| notes.replace(self.as_setting()));
+        change(self.instance(), |notes| notes.replace(self.as_setting()));
     }
 
     /// Makes it the current stream of its device, and its device the current device, until the guard is dropped.
     #[must_use = "dropping the guard restores the stream and the device that were current"]
     pub fn enter(&self) -> StreamGuard {
-        StreamGuard { _scope: Scope::enter(self.gpu(), &[Setting::Device(self.device_id()), self.as_setting()]) }
+        StreamGuard { _scope: Scope::enter(self.instance(), &[Setting::Device(self.device_id()), self.as_setting()]) }
     }
 
     fn as_setting(&self) -> Setting {
@@ -201,7 +204,7 @@ impl Stream {
 /// What a guard covers, until dropped.
 #[derive(Debug)]
 struct Scope {
-    gpu: GpuKey,
+    instance: InstanceKey,
     /// `None` if the thread was past having notes.
     scope: Option<u64>,
     /// The notes are the thread's own, so the guard must not leave it.
@@ -209,17 +212,21 @@ struct Scope {
 }
 
 impl Scope {
-    fn enter(gpu: &Gpu, settings: &[Setting]) -> Self {
-        Self { gpu: gpu.key(), scope: change(gpu, |notes| notes.enter(settings)), _not_send: PhantomData }
+    fn enter(instance: &Instance, settings: &[Setting]) -> Self {
+        Self {
+            instance: instance.key(),
+            scope: change(instance, |notes| notes.enter(settings)),
+            _not_send: PhantomData,
+        }
     }
 }
 
 impl Drop for Scope {
     fn drop(&mut self) {
         let Some(scope) = self.scope else { return };
-        // No notes: the thread is ending, or the Gpu is gone and nobody can ask about it any more.
+        // No notes: the thread is ending, or the Instance is gone and nobody can ask about it any more.
         let _ = NOTES.try_with(|notes| {
-            if let Some(entry) = notes.borrow_mut().iter_mut().find(|entry| entry.gpu == self.gpu) {
+            if let Some(entry) = notes.borrow_mut().iter_mut().find(|entry| entry.instance == self.instance) {
                 entry.leave(scope);
             }
         });
@@ -258,7 +265,12 @@ impl MultiStreamGuard {
     /// Makes `streams` current on their devices.
     #[must_use = "dropping the guard restores the streams that were current"]
     pub fn enter<'a>(streams: impl IntoIterator<Item = &'a Stream>) -> Self {
-        Self { _scopes: streams.into_iter().map(|stream| Scope::enter(stream.gpu(), &[stream.as_setting()])).collect() }
+        Self {
+            _scopes: streams
+                .into_iter()
+                .map(|stream| Scope::enter(stream.instance(), &[stream.as_setting()]))
+                .collect(),
+        }
     }
 }
 
@@ -268,25 +280,25 @@ mod tests {
 
     use super::*;
 
-    fn two_devices() -> Gpu {
-        Gpu::new(Arc::new(SimDriver::new(SimConfig::default().with_devices(2)))).unwrap()
+    fn two_devices() -> Instance {
+        Instance::new(Arc::new(SimDriver::new(SimConfig::default().with_devices(2)))).unwrap()
     }
 
     /// Runs a script of guards over two devices and compares the current device after each step.
     /// `+n`: a guard for device n; `=n`: device n made current; `-k`: the k-th guard dropped.
     fn check(script: &str, picture: &str) {
-        let gpu = two_devices();
+        let instance = two_devices();
         let mut guards = Vec::new();
         let mut seen = String::new();
         for step in script.split_whitespace() {
             let number: u32 = step[1..].parse().unwrap();
             match &step[..1] {
-                "+" => guards.push(Some(gpu.device(number).unwrap().enter())),
-                "=" => gpu.device(number).unwrap().make_current(),
+                "+" => guards.push(Some(instance.device(number).unwrap().enter())),
+                "=" => instance.device(number).unwrap().make_current(),
                 "-" => drop(guards[number as usize].take().unwrap()),
                 other => panic!("no such step: {other}"),
             }
-            seen.push_str(&gpu.current_device().index().to_string());
+            seen.push_str(&instance.current_device().index().to_string());
         }
         assert_eq!(seen, picture, "{script}");
     }
@@ -308,17 +320,17 @@ mod tests {
         for _ in 0..10 {
             two_devices().device(1).unwrap().make_current();
         }
-        let gpu = two_devices();
-        gpu.device(1).unwrap().make_current();
+        let instance = two_devices();
+        instance.device(1).unwrap().make_current();
         assert_eq!(NOTES.with(|notes| notes.borrow().len()), 1);
-        assert_eq!(gpu.current_device().index(), 1);
+        assert_eq!(instance.current_device().index(), 1);
     }
 
     #[test]
     fn a_guard_may_outlive_its_gpu() {
-        let gpu = two_devices();
-        let guard = gpu.device(1).unwrap().enter();
-        drop(gpu);
+        let instance = two_devices();
+        let guard = instance.device(1).unwrap().enter();
+        drop(instance);
         let other = two_devices();
         other.device(1).unwrap().make_current();
         drop(guard);

@@ -1,7 +1,7 @@
-//! The root of everything: a [`Gpu`] around a driver, and its [`Device`]s.
+//! The root of everything: a [`Instance`] around a driver, and its [`Device`]s.
 //!
-//! A `Gpu` owns what is kept per device (pools of streams and events); what is kept per thread is in `current.rs`.
-//! The rule: making a `Gpu` or a `Device` creates no context, and dropping one makes no driver call.
+//! A `Instance` owns what is kept per device (pools of streams and events); what is kept per thread is in `current.rs`.
+//! The rule: making a `Instance` or a `Device` creates no context, and dropping one makes no driver call.
 
 use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -17,28 +17,28 @@ use crate::kernels::KernelShelf;
 use crate::stream_pool::StreamShelf;
 use crate::{Error, Result};
 
-/// A driver with its devices, and the pools that Warpool keeps for them. Cheap to clone; clones are the same `Gpu`.
+/// A driver with its devices, and the pools that Warpool keeps for them. Cheap to clone; clones are the same `Instance`.
 ///
-/// Streams, events and leases hold on to the `Gpu` that they came from. Dropping the last of them makes no driver call:
+/// Streams, events and leases hold on to the `Instance` that they came from. Dropping the last of them makes no driver call:
 /// what the pools still hold stays with the driver, and goes with it. [`close`](Self::close) gives it back by hand.
 #[derive(Clone)]
-pub struct Gpu {
+pub struct Instance {
     shared: Arc<Shared>,
 }
 
-/// What all clones of a `Gpu` share.
+/// What all clones of a `Instance` share.
 struct Shared {
-    key: GpuKey,
-    /// Lives as long as this; threads watch it to know when their notes about this `Gpu` are stale.
+    key: InstanceKey,
+    /// Lives as long as this; threads watch it to know when their notes about this `Instance` are stale.
     alive: Arc<()>,
     driver: Arc<dyn Driver>,
     devices: Box<[DeviceState]>,
     captures: Captures,
 }
 
-/// Which `Gpu`. Never reused in a process.
+/// Which `Instance`. Never reused in a process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct GpuKey(u64);
+pub(crate) struct InstanceKey(u64);
 
 /// What is kept per device.
 pub(crate) struct DeviceState {
@@ -53,7 +53,7 @@ pub(crate) struct DeviceState {
     pub(crate) default_generator: OnceLock<Arc<Seat>>,
 }
 
-impl Gpu {
+impl Instance {
     /// Takes in a driver and reads what its devices are. Creates no context, stream or event.
     pub fn new(driver: Arc<dyn Driver>) -> Result<Self> {
         static NEXT_KEY: AtomicU64 = AtomicU64::new(0);
@@ -75,7 +75,7 @@ impl Gpu {
                 })
             })
             .collect::<Result<_>>()?;
-        let key = GpuKey(NEXT_KEY.fetch_add(1, Ordering::Relaxed));
+        let key = InstanceKey(NEXT_KEY.fetch_add(1, Ordering::Relaxed));
         Ok(Self {
             shared: Arc::new(Shared { key, alive: Arc::new(()), driver, devices, captures: Captures::default() }),
         })
@@ -99,18 +99,20 @@ impl Gpu {
         if index >= count {
             return Err(Error::DeviceOutOfRange { index, count });
         }
-        Ok(Device { gpu: self.clone(), id: DeviceId(index) })
+        Ok(Device { instance: self.clone(), id: DeviceId(index) })
     }
 
     /// All devices, in order.
     pub fn devices(&self) -> impl ExactSizeIterator<Item = Device> + '_ {
-        (0..self.device_count()).map(|index| Device { gpu: self.clone(), id: DeviceId(index) })
+        (0..self.device_count()).map(|index| Device { instance: self.clone(), id: DeviceId(index) })
     }
 
-    /// Destroys what dropped graphs left, every pooled stream and event, unloads our own kernels, and lets the driver go.
+    /// Destroys what dropped graphs left, every pooled stream and event, unloads our own kernels, and lets the driver
+    /// go.
     ///
-    /// Nothing else may hold on to this `Gpu` any more, not even a [`Device`]: [`Error::StillInUse`] otherwise, and nothing is
-    /// destroyed; call it on the last handle. Of several driver calls that fail the first is reported, and the rest is still given back.
+    /// Nothing else may hold on to this `Instance` any more, not even a [`Device`]: [`Error::StillInUse`] otherwise, and
+    /// nothing is destroyed; call it on the last handle. Of several driver calls that fail the first is reported, and
+    /// the rest is still given back.
     pub fn close(self) -> Result<()> {
         match Arc::try_unwrap(self.shared) {
             Ok(shared) => {
@@ -138,7 +140,7 @@ impl Gpu {
         &self.shared.captures
     }
 
-    pub(crate) fn key(&self) -> GpuKey {
+    pub(crate) fn key(&self) -> InstanceKey {
         self.shared.key
     }
 
@@ -156,38 +158,41 @@ impl Gpu {
         Ok(*cell.get_or_init(|| id))
     }
 
-    /// Fails if `other` is another `Gpu`; `thing` says what of it was brought here.
+    /// Fails if `other` is another `Instance`; `thing` says what of it was brought here.
     pub(crate) fn expect_same(&self, other: &Self, thing: &'static str) -> Result<()> {
         if self == other { Ok(()) } else { Err(Error::ForeignGpu { thing }) }
     }
 }
 
-impl PartialEq for Gpu {
+impl PartialEq for Instance {
     fn eq(&self, other: &Self) -> bool {
         Arc::ptr_eq(&self.shared, &other.shared)
     }
 }
 
-impl Eq for Gpu {}
+impl Eq for Instance {}
 
-impl fmt::Debug for Gpu {
+impl fmt::Debug for Instance {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Gpu").field("driver", &self.driver().kind()).field("devices", &self.device_count()).finish()
+        f.debug_struct("Instance")
+            .field("driver", &self.driver().kind())
+            .field("devices", &self.device_count())
+            .finish()
     }
 }
 
-/// One device of a [`Gpu`]. Cheap to clone.
+/// One device of a [`Instance`]. Cheap to clone.
 #[derive(Clone, PartialEq, Eq)]
 pub struct Device {
-    gpu: Gpu,
+    instance: Instance,
     id: DeviceId,
 }
 
 impl Device {
-    /// The `Gpu` that it belongs to.
+    /// The `Instance` that it belongs to.
     #[must_use]
-    pub fn gpu(&self) -> &Gpu {
-        &self.gpu
+    pub fn instance(&self) -> &Instance {
+        &self.instance
     }
 
     /// Its name for the driver.
@@ -202,7 +207,7 @@ impl Device {
         self.id.0
     }
 
-    /// What it is and can do, as read when the [`Gpu`] was made.
+    /// What it is and can do, as read when the [`Instance`] was made.
     #[must_use]
     pub fn properties(&self) -> &DeviceProperties {
         &self.state().properties
@@ -222,17 +227,17 @@ impl Device {
     }
 
     pub(crate) fn driver(&self) -> &dyn Driver {
-        &**self.gpu.driver()
+        &**self.instance.driver()
     }
 
     pub(crate) fn state(&self) -> &DeviceState {
-        self.gpu.state(self.id)
+        self.instance.state(self.id)
     }
 
     /// A handle for a device that is known to exist.
-    pub(crate) fn known(gpu: &Gpu, id: DeviceId) -> Self {
-        debug_assert!(id.0 < gpu.device_count());
-        Self { gpu: gpu.clone(), id }
+    pub(crate) fn known(instance: &Instance, id: DeviceId) -> Self {
+        debug_assert!(id.0 < instance.device_count());
+        Self { instance: instance.clone(), id }
     }
 }
 

@@ -36,8 +36,8 @@ pub enum Error {
         count: u32,
     },
 
-    /// Two things were used together that belong to different [`Gpu`](crate::Gpu)s.
-    #[error("{thing} belongs to another Gpu; use things of one Gpu together")]
+    /// Two things were used together that belong to different [`Instance`](crate::Instance)s.
+    #[error("{thing} belongs to another Instance; use things of one Instance together")]
     ForeignGpu {
         /// What came from elsewhere.
         thing: &'static str,
@@ -238,7 +238,7 @@ pub enum Error {
 
     /// A plugged allocator said why it failed.
     #[error("the plugged allocator: {why}")]
-    Plug {
+    ExternalAllocator {
         /// In its words.
         why: String,
     },
@@ -347,7 +347,7 @@ pub enum Error {
 
     /// Something still needs what was to be closed.
     #[error(
-        "cannot close: {holders} more handles, devices, streams, leases or events of this Gpu are alive; drop them first"
+        "cannot close: {holders} more handles, devices, streams, leases or events of this Instance are alive; drop them first"
     )]
     StillInUse {
         /// How many.

@@ -1,13 +1,13 @@
 //! Events as programs use them: made when first needed, with options, with clear errors.
 //!
-//! Life of an event: made by [`Gpu::event`] it is only a wish. The first [record](Event::record) takes an event from
+//! Life of an event: made by [`Instance::event`] it is only a wish. The first [record](Event::record) takes an event from
 //! the pool of the stream's device (or makes one); from then on it belongs to that device. Dropped, it goes back to
 //! the pool. `event_pool.rs` says why that never calls the driver.
 
 use warpool_driver::{DeviceId, EventId, IpcEventHandle};
 
 use crate::error::Endpoint;
-use crate::{Device, Error, Gpu, PooledEvent, Result, Stream};
+use crate::{Device, Error, Instance, PooledEvent, Result, Stream};
 
 /// What an event is to be able to do. The default is the cheapest: order only.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -29,13 +29,13 @@ pub struct EventOptions {
 /// [`synchronize`](Self::synchronize) and [`wait`](Self::wait) do nothing.
 #[derive(Debug)]
 pub struct Event {
-    gpu: Gpu,
+    instance: Instance,
     options: EventOptions,
     made: Option<PooledEvent>,
     recorded: bool,
 }
 
-impl Gpu {
+impl Instance {
     /// An event for ordering. Nothing is made before it is first recorded.
     #[must_use]
     pub fn event(&self) -> Event {
@@ -63,7 +63,7 @@ impl Event {
         let handle = bytes.try_into().map_err(|_| Error::IpcHandleLength { bytes: bytes.len() })?;
         let id = device.driver().event_import(device.id(), &IpcEventHandle(handle))?;
         Ok(Self {
-            gpu: device.gpu().clone(),
+            instance: device.instance().clone(),
             options: EventOptions { interprocess: true, ..EventOptions::default() },
             made: Some(PooledEvent::imported(device, id)),
             recorded: false,
@@ -96,7 +96,7 @@ impl Event {
 
     /// Makes it now, on `device`, rather than at the first record. Does nothing if it is there already.
     pub fn create(&mut self, device: &Device) -> Result<()> {
-        self.gpu.expect_same(device.gpu(), "the device")?;
+        self.instance.expect_same(device.instance(), "the device")?;
         let made = self.made_on(device)?.device_id();
         if made == device.id() { Ok(()) } else { Err(Error::EventExists { event: made, wanted: device.id() }) }
     }
@@ -104,7 +104,7 @@ impl Event {
     /// Marks the work that is in `stream` now, and forgets what it marked before. The first time it also settles
     /// the device: after that, a stream of another is [`Error::EventDevice`].
     pub fn record(&mut self, stream: &Stream) -> Result<()> {
-        self.gpu.expect_same(stream.gpu(), "the stream")?;
+        self.instance.expect_same(stream.instance(), "the stream")?;
         let external = self.options.external;
         let event = self.made_on(&stream.device())?;
         if external { event.record_external(stream) } else { event.record(stream) }?;
@@ -137,7 +137,7 @@ impl Event {
     /// An `external` event that is to be waited for by a graph before anybody recorded it must be
     /// [created](Self::create) first.
     pub fn wait(&self, stream: &Stream) -> Result<()> {
-        self.gpu.expect_same(stream.gpu(), "the stream")?;
+        self.instance.expect_same(stream.instance(), "the stream")?;
         match &self.made {
             None => Ok(()),
             Some(event) if self.options.external => event.wait_external(stream),
@@ -148,7 +148,7 @@ impl Event {
     /// Milliseconds from this event to `end`; negative if `end` came first. Both must have been made with
     /// timing, recorded on one device, and be done; each of these has its own error.
     pub fn elapsed_ms(&self, end: &Self) -> Result<f32> {
-        self.gpu.expect_same(&end.gpu, "the end event")?;
+        self.instance.expect_same(&end.instance, "the end event")?;
         for (event, which) in [(self, Endpoint::Start), (end, Endpoint::End)] {
             if !event.options.timing {
                 return Err(Error::ElapsedWithoutTiming { which });
@@ -167,7 +167,7 @@ impl Event {
 
     /// Its name for other processes; makes it, on `device`, if it is not there yet. Needs the option `interprocess`.
     pub fn export(&mut self, device: &Device) -> Result<[u8; 64]> {
-        self.gpu.expect_same(device.gpu(), "the device")?;
+        self.instance.expect_same(device.instance(), "the device")?;
         if !self.options.interprocess {
             return Err(Error::NotInterprocess);
         }
@@ -177,8 +177,8 @@ impl Event {
         Ok(bytes)
     }
 
-    fn lazy(gpu: &Gpu, options: EventOptions) -> Self {
-        Self { gpu: gpu.clone(), options, made: None, recorded: false }
+    fn lazy(instance: &Instance, options: EventOptions) -> Self {
+        Self { instance: instance.clone(), options, made: None, recorded: false }
     }
 
     /// The event, made on `device` if it was not made before.

@@ -12,7 +12,7 @@ use std::sync::Mutex;
 
 use warpool_driver::{CaptureState, DeviceId, Driver, EventId, EventOptions, EventScope};
 
-use crate::{Device, Error, Gpu, Result, Stream, lock};
+use crate::{Device, Error, Instance, Result, Stream, lock};
 
 /// What becomes of an event when its owner drops it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -153,7 +153,7 @@ impl EventPool {
 ///
 /// The previous owner's mark is never seen: until recorded it counts as done.
 pub struct PooledEvent {
-    gpu: Gpu,
+    instance: Instance,
     device: DeviceId,
     id: EventId,
     fate: Fate,
@@ -164,12 +164,12 @@ pub struct PooledEvent {
 impl PooledEvent {
     pub(crate) fn take(device: &Device, options: EventOptions) -> Result<Self> {
         let (id, fate) = device.state().events.take(device.driver(), options)?;
-        Ok(Self { gpu: device.gpu().clone(), device: device.id(), id, fate, marked: false })
+        Ok(Self { instance: device.instance().clone(), device: device.id(), id, fate, marked: false })
     }
 
     /// An event that another process made.
     pub(crate) fn imported(device: &Device, id: EventId) -> Self {
-        Self { gpu: device.gpu().clone(), device: device.id(), id, fate: Fate::Destroy, marked: true }
+        Self { instance: device.instance().clone(), device: device.id(), id, fate: Fate::Destroy, marked: true }
     }
 
     /// Its device.
@@ -205,7 +205,7 @@ impl PooledEvent {
 
     /// Makes later work of `stream`, of any device, wait for the marked work; nothing if it never marked any.
     pub fn wait(&self, stream: &Stream) -> Result<()> {
-        self.gpu.expect_same(stream.gpu(), "the stream")?;
+        self.instance.expect_same(stream.instance(), "the stream")?;
         if self.marked {
             self.driver().stream_wait_event(stream.id(), self.id, EventScope::Plain)?;
         }
@@ -219,7 +219,7 @@ impl PooledEvent {
 
     /// Waits for the world outside if `stream` captures, plainly if not.
     pub(crate) fn wait_external(&self, stream: &Stream) -> Result<()> {
-        self.gpu.expect_same(stream.gpu(), "the stream")?;
+        self.instance.expect_same(stream.instance(), "the stream")?;
         match external_scope(stream)? {
             // Also when never marked: the node waits for whatever is marked by the time of the replay.
             EventScope::External => Ok(self.driver().stream_wait_event(stream.id(), self.id, EventScope::External)?),
@@ -238,7 +238,7 @@ impl PooledEvent {
     }
 
     fn record_in(&mut self, stream: &Stream, scope: EventScope) -> Result<()> {
-        self.gpu.expect_same(stream.gpu(), "the stream")?;
+        self.instance.expect_same(stream.instance(), "the stream")?;
         if stream.device_id() != self.device {
             return Err(Error::EventDevice { event: self.device, stream: stream.device_id() });
         }
@@ -248,7 +248,7 @@ impl PooledEvent {
     }
 
     pub(crate) fn driver(&self) -> &dyn Driver {
-        &**self.gpu.driver()
+        &**self.instance.driver()
     }
 }
 
@@ -262,7 +262,7 @@ fn external_scope(stream: &Stream) -> Result<EventScope> {
 
 impl Drop for PooledEvent {
     fn drop(&mut self) {
-        self.gpu.state(self.device).events.put_back(self.id, self.fate);
+        self.instance.state(self.device).events.put_back(self.id, self.fate);
     }
 }
 

@@ -1,4 +1,5 @@
-//! Kernels of this crate's own, loaded once per device at their first use and kept until the [`Gpu`](crate::Gpu) is closed.
+//! Kernels of this crate's own, loaded once per device at their first use and kept until the [`Instance`](crate::Instance) is
+//! closed.
 
 use std::sync::Mutex;
 

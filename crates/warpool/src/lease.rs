@@ -54,7 +54,7 @@ impl Deref for StreamLease {
 
 impl Drop for StreamLease {
     fn drop(&mut self) {
-        self.stream.gpu().state(self.stream.device_id()).streams.unlease(self.stream.id(), self.row);
+        self.stream.instance().state(self.stream.device_id()).streams.unlease(self.stream.id(), self.row);
     }
 }
 

@@ -2,23 +2,23 @@
 //!
 //! ```
 //! use std::sync::Arc;
-//! use warpool::Gpu;
+//! use warpool::Instance;
 //! use warpool::driver::sim::{SimConfig, SimDriver};
 //!
 //! # fn main() -> warpool::Result<()> {
-//! let gpu = Gpu::new(Arc::new(SimDriver::new(SimConfig::default())))?;
-//! let device = gpu.device(0)?;
+//! let instance = Instance::new(Arc::new(SimDriver::new(SimConfig::default())))?;
+//! let device = instance.device(0)?;
 //!
 //! let producer = device.lease_stream()?; // nobody else has it
 //! let consumer = device.pool_stream()?; // shared, handed out in turn
 //!
-//! let mut done = gpu.event(); // made at its first record, reused after its drop
+//! let mut done = instance.event(); // made at its first record, reused after its drop
 //! done.record(&producer)?;
 //! done.wait(&consumer)?; // the consumer's next work waits for the producer's
 //!
 //! {
 //!     let _guard = consumer.enter(); // the current stream of this thread, until the brace
-//!     assert_eq!(gpu.current_stream()?, consumer);
+//!     assert_eq!(instance.current_stream()?, consumer);
 //! }
 //! consumer.synchronize()?;
 //! assert!(done.query()?);
@@ -26,21 +26,21 @@
 //! # }
 //! ```
 //!
-//! - [`Gpu`] and [`Device`]: the root. One `Gpu` per driver is what a program wants.
+//! - [`Instance`] and [`Device`]: the root. One `Instance` per driver is what a program wants.
 //! - [`Stream`]: a name for a queue. Shared ones come from [`Device::pool_stream`], exclusive ones from
 //!   [`Device::lease_stream`], foreign ones from [`Stream::external`].
 //! - [`Event`]: a mark in a stream. [`PooledEvent`]: the bare kind, for allocators.
 //! - What is current is per thread: [`Device::enter`], [`Stream::enter`], [`MultiStreamGuard`].
-//! - [`memory`]: allocators, pools, settings. [`handle`] and [`blas`]: handles of libraries, and cuBLAS with its workspaces. [`generator`]: random numbers.
-//!   [`graph`]: captures and replays.
+//! - [`memory`]: allocators, pools, settings. [`handle`] and [`blas`]: handles of libraries, and cuBLAS with its
+//!   workspaces. [`generator`]: random numbers. [`graph`]: captures and replays.
 //!
 //! # Nothing at exit
 //! **No destructor in this crate calls the driver.** While a process exits, the driver may be gone already, and a
 //! call into it can crash or hang; Rust cannot tell a destructor that this is the moment (thread-local variables of
 //! the main thread are dropped right then). So dropping a stream does nothing, dropping a lease or an event puts it
-//! back on a shelf, dropping a guard changes this thread's notes, and dropping the last handle of a [`Gpu`] leaves
+//! back on a shelf, dropping a guard changes this thread's notes, and dropping the last handle of a [`Instance`] leaves
 //! streams and events to the driver, which frees them with the device's context. Two calls give things back earlier,
-//! by hand: [`EventPool::trim`] and [`Gpu::close`]. What a driver does when it is dropped itself is its own affair.
+//! by hand: [`EventPool::trim`] and [`Instance::close`]. What a driver does when it is dropped itself is its own affair.
 //!
 //! # Where it differs from PyTorch
 //! The behaviour is that of PyTorch's streams and events, but for this:
@@ -78,7 +78,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 pub use warpool_driver as driver;
 
 pub use current::{DeviceGuard, MultiStreamGuard, StreamGuard};
-pub use device::{Device, Gpu};
+pub use device::{Device, Instance};
 pub use error::{Endpoint, Error, Result};
 pub use event::{Event, EventOptions};
 pub use event_pool::{EventPool, PooledEvent};

@@ -10,24 +10,25 @@ use std::sync::Arc;
 
 use warpool_driver::{CaptureState, DeviceId, Driver, ForeignStream, RawHandle, StreamId, StreamInfo};
 
-use crate::{Device, Error, Event, Gpu, Result};
+use crate::{Device, Error, Event, Instance, Result};
 
 /// A stream of one device. Cheap to clone; equal if device and id are. As the key of a map its [`id`](Self::id)
-/// serves as well, and keeps no [`Gpu`] alive.
+/// serves as well, and keeps no [`Instance`] alive.
 ///
-/// Warpool never destroys a stream that somebody may still name: ids stay good as long as the [`Gpu`], or, for an
+/// Warpool never destroys a stream that somebody may still name: ids stay good as long as the [`Instance`], or, for an
 /// [external](Self::external) stream, as long as its maker keeps it.
 #[derive(Clone)]
 pub struct Stream {
-    gpu: Gpu,
+    instance: Instance,
     device: DeviceId,
     id: StreamId,
 }
 
 impl Stream {
-    /// Takes in a stream that somebody else made, and keeps alive for as long as it is used here. The
-    /// null handle is the default stream. The handle that means each thread's own default stream is refused ([`Error::PerThreadStream`]): one name
-    /// would stand for many streams, and nothing that is kept by stream would be in order.
+    /// Takes in a stream that somebody else made, and keeps alive for as long as it is used here. The null handle is
+    /// the default stream. The handle that means each thread's own default stream is refused
+    /// ([`Error::PerThreadStream`]): one name would stand for many streams, and nothing that is kept by stream would be
+    /// in order.
     pub fn external(device: &Device, stream: ForeignStream) -> Result<Self> {
         match stream {
             ForeignStream::NULL | ForeignStream::LEGACY => return device.default_stream(),
@@ -37,16 +38,16 @@ impl Stream {
         Ok(Self::known(device, device.driver().stream_adopt(device.id(), stream)?))
     }
 
-    /// The `Gpu` that it belongs to.
+    /// The `Instance` that it belongs to.
     #[must_use]
-    pub fn gpu(&self) -> &Gpu {
-        &self.gpu
+    pub fn instance(&self) -> &Instance {
+        &self.instance
     }
 
     /// Its device.
     #[must_use]
     pub fn device(&self) -> Device {
-        Device::known(&self.gpu, self.device)
+        Device::known(&self.instance, self.device)
     }
 
     /// Its device's id.
@@ -63,7 +64,7 @@ impl Stream {
 
     /// Whether it is its device's default stream.
     pub fn is_default(&self) -> Result<bool> {
-        Ok(self.id == self.gpu.default_stream_id(self.device)?)
+        Ok(self.id == self.instance.default_stream_id(self.device)?)
     }
 
     /// What the driver knows about it: priority, kind, raw handle.
@@ -114,7 +115,7 @@ impl Stream {
 
     /// Makes its later work wait for all work that is in `other` now, of this or another device.
     pub fn wait_stream(&self, other: &Self) -> Result<()> {
-        self.gpu.expect_same(&other.gpu, "the stream to wait for")?;
+        self.instance.expect_same(&other.instance, "the stream to wait for")?;
         let mut event = other.device().event_pool().take()?;
         event.record(other)?;
         // The wait is for the mark, not the event: it may go back to the pool, and be recorded again, at once.
@@ -129,24 +130,24 @@ impl Stream {
 
     /// A name for a stream that is known to exist.
     pub(crate) fn known(device: &Device, id: StreamId) -> Self {
-        Self { gpu: device.gpu().clone(), device: device.id(), id }
+        Self { instance: device.instance().clone(), device: device.id(), id }
     }
 
     pub(crate) fn driver(&self) -> &dyn Driver {
-        &**self.gpu.driver()
+        &**self.instance.driver()
     }
 }
 
 impl Device {
     /// The device's default stream.
     pub fn default_stream(&self) -> Result<Stream> {
-        Ok(Stream::known(self, self.gpu().default_stream_id(self.id())?))
+        Ok(Stream::known(self, self.instance().default_stream_id(self.id())?))
     }
 }
 
 impl PartialEq for Stream {
     fn eq(&self, other: &Self) -> bool {
-        self.id == other.id && self.device == other.device && self.gpu == other.gpu
+        self.id == other.id && self.device == other.device && self.instance == other.instance
     }
 }
 

@@ -1,7 +1,7 @@
 //! The streams that Warpool makes: shared ones, handed out in turn, and exclusive ones, leased.
 //!
 //! The two never mix: a leased stream is never one that is handed out in turn. All are non-blocking. Nothing
-//! here destroys a stream that somebody was given, but for [`Gpu::close`](crate::Gpu::close), when nobody is left.
+//! here destroys a stream that somebody was given, but for [`Instance::close`](crate::Instance::close), when nobody is left.
 //!
 //! Locks: each is a leaf, held for a few moves of ids, except while the shared streams of one priority are
 //! made, when others that want the same ones wait for them.

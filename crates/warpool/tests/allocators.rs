@@ -1,7 +1,7 @@
 //! What [`DeviceAllocator`] promises, checked on every allocator. A new one joins by a line in [`ALLOCATORS`].
 //!
-//! What only one of them does is tested elsewhere: where the caching allocator puts blocks in `caching.rs`, what becomes of captures under the driver's
-//! pools in `driver_pool.rs`.
+//! What only one of them does is tested elsewhere: where the caching allocator puts blocks in `caching.rs`, what
+//! becomes of captures under the driver's pools in `driver_pool.rs`.
 
 mod common;
 
@@ -14,26 +14,27 @@ use warpool::driver::sim::{SimConfig, SimDriver};
 use warpool::driver::{CaptureMode, DeviceId, DevicePtr, Driver, Pattern, PoolAttribute};
 use warpool::memory::{
     Action, Allocate, Allocation, AllocatorCall, BlockState, CachingAllocator, Counted, DeviceAllocator,
-    DriverPoolAllocator, FailureCallback, HistoryOptions, Limited, MemPoolId, OomCause, Plug, PlugStream,
-    PluggableAllocator, Request, Settings, Snapshot, SnapshotOptions, StatByKind, Stats, Traced, TracingSink,
+    DriverPoolAllocator, ExternalAllocator, FailureCallback, HistoryOptions, Limited, MemPoolId, OomCause,
+    PluggableAllocator, RawStream, Request, Settings, Snapshot, SnapshotOptions, StatByKind, Stats, Traced,
+    TracingSink,
 };
-use warpool::{Device, Error, Gpu, Stream};
+use warpool::{Device, Error, Instance, Stream};
 
-type Make = fn(&Gpu) -> Arc<dyn DeviceAllocator>;
+type Make = fn(&Instance) -> Arc<dyn DeviceAllocator>;
 
 const ALLOCATORS: &[(&str, Make)] = &[
-    ("caching", |gpu| Arc::new(CachingAllocator::new(gpu, Settings::default()))),
-    ("caching, expandable", |gpu| Arc::new(CachingAllocator::new(gpu, parsed("expandable_segments:True")))),
-    ("driver-pool", |gpu| Arc::new(DriverPoolAllocator::new(gpu))),
-    ("pluggable", |gpu| Arc::new(plugged(gpu))),
-    ("limited", |gpu| Arc::new(Limited::new(CachingAllocator::new(gpu, Settings::default()), u64::MAX))),
-    ("traced", |gpu| Arc::new(Traced::new(plugged(gpu), |_: &AllocatorCall, _: Option<&Error>| {}))),
-    ("counted", |gpu| Arc::new(Counted::new(Arc::new(DriverPoolAllocator::new(gpu))))),
-    ("failure-callback", |gpu| {
-        Arc::new(FailureCallback::new(CachingAllocator::new(gpu, Settings::default()), |_| false))
+    ("caching", |instance| Arc::new(CachingAllocator::new(instance, Settings::default()))),
+    ("caching, expandable", |instance| Arc::new(CachingAllocator::new(instance, parsed("expandable_segments:True")))),
+    ("driver-pool", |instance| Arc::new(DriverPoolAllocator::new(instance))),
+    ("pluggable", |instance| Arc::new(plugged(instance))),
+    ("limited", |instance| Arc::new(Limited::new(CachingAllocator::new(instance, Settings::default()), u64::MAX))),
+    ("traced", |instance| Arc::new(Traced::new(plugged(instance), |_: &AllocatorCall, _: Option<&Error>| {}))),
+    ("counted", |instance| Arc::new(Counted::new(Arc::new(DriverPoolAllocator::new(instance))))),
+    ("failure-callback", |instance| {
+        Arc::new(FailureCallback::new(CachingAllocator::new(instance, Settings::default()), |_| false))
     }),
-    ("four layers", |gpu| {
-        let caching: Arc<dyn DeviceAllocator> = Arc::new(CachingAllocator::new(gpu, Settings::default()));
+    ("four layers", |instance| {
+        let caching: Arc<dyn DeviceAllocator> = Arc::new(CachingAllocator::new(instance, Settings::default()));
         let layers = Counted::new(Limited::new(FailureCallback::new(caching, |_| false), u64::MAX));
         Arc::new(Traced::new(layers, TracingSink))
     }),
@@ -42,14 +43,14 @@ const ALLOCATORS: &[(&str, Make)] = &[
 /// A plug over the device's stream-ordered pool, which reuses memory in the order of streams and no other.
 struct OverPool(Arc<dyn Driver>);
 
-impl Plug for OverPool {
-    fn allocate(&self, bytes: u64, device: DeviceId, stream: PlugStream) -> warpool::Result<Option<DevicePtr>> {
+impl ExternalAllocator for OverPool {
+    fn allocate(&self, bytes: u64, device: DeviceId, stream: RawStream) -> warpool::Result<Option<DevicePtr>> {
         let pool = self.0.pool_default(device)?;
         self.0.pool_set(pool, PoolAttribute::ReleaseThreshold, u64::MAX)?;
         Ok(self.0.pool_alloc(pool, bytes, stream.id).ok())
     }
 
-    fn free(&self, ptr: DevicePtr, _: u64, _: DeviceId, stream: PlugStream) -> warpool::Result<()> {
+    fn free(&self, ptr: DevicePtr, _: u64, _: DeviceId, stream: RawStream) -> warpool::Result<()> {
         Ok(self.0.pool_free(ptr, stream.id)?)
     }
 
@@ -61,8 +62,8 @@ impl Plug for OverPool {
     }
 }
 
-fn plugged(gpu: &Gpu) -> PluggableAllocator {
-    PluggableAllocator::new(gpu, Arc::new(OverPool(gpu.driver().clone()))).unwrap()
+fn plugged(instance: &Instance) -> PluggableAllocator {
+    PluggableAllocator::new(instance, Arc::new(OverPool(instance.driver().clone()))).unwrap()
 }
 
 const KIB: u64 = 1 << 10;
@@ -78,7 +79,7 @@ fn parsed(settings: &str) -> Settings {
 struct Subject {
     sim: Arc<SimDriver>,
     counting: Arc<Counting>,
-    gpu: Gpu,
+    instance: Instance,
     allocator: Arc<dyn DeviceAllocator>,
 }
 
@@ -89,9 +90,9 @@ fn each(config: &SimConfig, check: impl Fn(&Subject)) {
         println!("allocator: {name}");
         let sim = Arc::new(SimDriver::new(config.clone()));
         let counting = Arc::new(Counting::new(sim.clone()));
-        let gpu = Gpu::new(counting.clone()).unwrap();
-        let allocator = make(&gpu);
-        check(&Subject { sim, counting, gpu, allocator });
+        let instance = Instance::new(counting.clone()).unwrap();
+        let allocator = make(&instance);
+        check(&Subject { sim, counting, instance, allocator });
     }
 }
 
@@ -101,7 +102,7 @@ fn each_by_default(check: impl Fn(&Subject)) {
 
 impl Subject {
     fn device(&self) -> Device {
-        self.gpu.device(0).unwrap()
+        self.instance.device(0).unwrap()
     }
 
     fn stream(&self) -> Stream {

@@ -12,7 +12,7 @@ use warpool::driver::decorate::{FaultPlan, Faulty};
 use warpool::driver::sim::{LibraryCall, SimConfig, SimDriver};
 use warpool::driver::{BlasMath, BlasMatrix, Call, DevicePtr, Devices as _, ErrorCode, Sgemm};
 use warpool::memory::{Allocate as _, CachingAllocator, DeviceAllocator, MemPoolId, Settings};
-use warpool::{Error, Gpu, Result, Stream};
+use warpool::{Error, Instance, Result, Stream};
 
 #[test]
 fn a_fetch_tells_the_library_only_what_it_does_not_know() {
@@ -63,7 +63,7 @@ fn a_fetch_tells_the_library_only_what_it_does_not_know() {
 #[test]
 fn the_current_stream_counts_without_a_call() {
     let lab = Lab::new();
-    let (stream, other) = (lab.stream(), lab.gpu.device(1).unwrap());
+    let (stream, other) = (lab.stream(), lab.instance.device(1).unwrap());
     assert_eq!(lab.blas.handle(&lab.device).unwrap().stream_id(), lab.device.default_stream().unwrap().id());
     {
         let _guard = stream.enter();
@@ -186,7 +186,7 @@ fn cublaslt_has_its_own_workspace_if_asked_to() {
 #[test]
 fn a_thread_without_a_context_gets_the_devices() {
     let lab = Lab::new();
-    let other = lab.gpu.device(1).unwrap();
+    let other = lab.instance.device(1).unwrap();
     on_threads(1, |_| {
         assert_eq!(lab.sim.current_device().unwrap(), None);
         lab.blas.handle(&other).unwrap();
@@ -228,7 +228,7 @@ fn tf32_rounds_and_the_guard_forbids_it() {
     let block = lab.allocator.allocate(12, &stream).unwrap();
     // 11 bits after the point: one more than TF32 has.
     let exact = 1.0 + f32::EPSILON * 4096.0;
-    let driver = lab.gpu.driver();
+    let driver = lab.instance.driver();
     driver.upload(FIRST, block.ptr(), &[exact, 1.0, 0.0].map(f32::to_ne_bytes).concat()).unwrap();
     let matrix = |at: u64| BlasMatrix { ptr: block.ptr().offset(4 * at), stride: 1, transposed: false };
     let product = Sgemm { m: 1, n: 1, k: 1, alpha: 1.0, a: matrix(0), b: matrix(1), beta: 0.0, c: matrix(2) };
@@ -259,9 +259,9 @@ fn what_could_not_be_told_is_told_by_the_next_fetch() {
     for call in [Call::LibrarySetStream, Call::BlasSetWorkspace, Call::BlasSetMath, Call::BlasSetAtomics] {
         let sim = Arc::new(SimDriver::new(SimConfig::default()));
         let faulty = Arc::new(Faulty::new(sim.clone(), FaultPlan::new()));
-        let gpu = Gpu::new(faulty.clone()).unwrap();
-        let device = gpu.device(0).unwrap();
-        let allocator: Arc<dyn DeviceAllocator> = Arc::new(CachingAllocator::new(&gpu, Settings::default()));
+        let instance = Instance::new(faulty.clone()).unwrap();
+        let device = instance.device(0).unwrap();
+        let allocator: Arc<dyn DeviceAllocator> = Arc::new(CachingAllocator::new(&instance, Settings::default()));
         let blas = Blas::new(&allocator, BlasSettings::default());
         let (one, two) = (device.pool_stream().unwrap(), device.pool_stream().unwrap());
         let id = blas.handle_on(&one).unwrap().id();
@@ -288,10 +288,10 @@ fn what_could_not_be_told_is_told_by_the_next_fetch() {
 fn after_a_product_that_failed_everything_is_told_again() {
     let sim = Arc::new(SimDriver::new(SimConfig::default()));
     let faulty = Arc::new(Faulty::new(sim.clone(), FaultPlan::new()));
-    let gpu = Gpu::new(faulty.clone()).unwrap();
-    let allocator: Arc<dyn DeviceAllocator> = Arc::new(CachingAllocator::new(&gpu, Settings::default()));
+    let instance = Instance::new(faulty.clone()).unwrap();
+    let allocator: Arc<dyn DeviceAllocator> = Arc::new(CachingAllocator::new(&instance, Settings::default()));
     let blas = Blas::new(&allocator, BlasSettings::default());
-    let stream = gpu.device(0).unwrap().pool_stream().unwrap();
+    let stream = instance.device(0).unwrap().pool_stream().unwrap();
     let matrices = Matrices::new(&allocator, &stream, 1).unwrap();
     let handle = blas.handle_on(&stream).unwrap();
     let before = sim.library_calls(handle.id()).len();
@@ -312,7 +312,8 @@ fn after_a_product_that_failed_everything_is_told_again() {
     blas.close().unwrap();
 }
 
-/// Every driver call of a scenario fails once: the error comes through, nothing is left behind, and the next attempt works.
+/// Every driver call of a scenario fails once: the error comes through, nothing is left behind, and the next attempt
+/// works.
 #[test]
 fn every_call_may_fail_once() {
     fn scenario(blas: &Blas, allocator: &Arc<dyn DeviceAllocator>, streams: &[Stream; 2]) -> Result<()> {
@@ -342,12 +343,12 @@ fn every_call_may_fail_once() {
         nth += 1;
         let sim = Arc::new(SimDriver::new(SimConfig::default()));
         let faulty = Arc::new(Faulty::new(sim.clone(), FaultPlan::new()));
-        let gpu = Gpu::new(faulty.clone()).unwrap();
-        let device = gpu.device(0).unwrap();
+        let instance = Instance::new(faulty.clone()).unwrap();
+        let device = instance.device(0).unwrap();
         let streams = [device.pool_stream().unwrap(), device.pool_stream().unwrap()];
         device.synchronize().unwrap();
         let start = sim.census();
-        let allocator: Arc<dyn DeviceAllocator> = Arc::new(CachingAllocator::new(&gpu, Settings::default()));
+        let allocator: Arc<dyn DeviceAllocator> = Arc::new(CachingAllocator::new(&instance, Settings::default()));
         let blas = Blas::new(&allocator, BlasSettings::default());
 
         faulty.set_plan(FaultPlan::new().fail_nth_of_all(nth, code).sparing(FaultPlan::CLEANUP));

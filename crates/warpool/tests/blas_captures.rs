@@ -146,7 +146,8 @@ fn two_graphs_of_one_pool_have_their_own_workspaces() {
     lab.finish();
 }
 
-/// A stream that took part in a body may be used beside the body afterwards: in the graph around it nothing puts the one behind the other.
+/// A stream that took part in a body may be used beside the body afterwards: in the graph around it nothing puts the
+/// one behind the other.
 #[test]
 fn a_body_and_a_branch_beside_it_have_their_own_workspaces() {
     let lab = Lab::new();
@@ -157,7 +158,7 @@ fn a_body_and_a_branch_beside_it_have_their_own_workspaces() {
         .capture(&stream, CaptureOptions::default(), |capture| {
             let switch = capture.allocate(4)?;
             capture.fill(switch, Pattern::U32(1), 1, &stream)?;
-            let mut before = lab.gpu.event();
+            let mut before = lab.instance.event();
             stream.record_event(&mut before)?;
             let in_body = capture.if_node(Flag::word(switch), |body| {
                 let fork = body.fork()?;

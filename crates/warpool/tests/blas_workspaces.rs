@@ -16,7 +16,7 @@ use warpool::memory::{
     Action, Allocate as _, CachingAllocator, DeviceAllocator, DriverPoolAllocator, HistoryOptions, MemPool,
     PoolOptions, Settings, SnapshotOptions, Stat,
 };
-use warpool::{Error, Gpu};
+use warpool::{Error, Instance};
 
 /// Mirrors test_cublas_workspace_explicit_allocation.
 #[test]
@@ -158,7 +158,7 @@ fn clearing_while_others_multiply_disturbs_nobody() {
                 // Somebody else gets what memory the stream has to spare, and writes on it.
                 drop(handle);
                 let block = lab.allocator.allocate(MIB, stream).unwrap();
-                lab.gpu.driver().fill(block.ptr(), Pattern::U8(9), MIB, stream.id()).unwrap();
+                lab.instance.driver().fill(block.ptr(), Pattern::U8(9), MIB, stream.id()).unwrap();
             } else {
                 handle.sgemm(&matrices.product).unwrap();
             }
@@ -174,11 +174,11 @@ fn clearing_while_others_multiply_disturbs_nobody() {
 fn trim_takes_the_workspaces_that_nobody_uses() {
     for driver_pool in [false, true] {
         let lab = Lab::on(
-            |gpu| {
+            |instance| {
                 if driver_pool {
-                    Arc::new(DriverPoolAllocator::new(gpu))
+                    Arc::new(DriverPoolAllocator::new(instance))
                 } else {
-                    Arc::new(CachingAllocator::new(gpu, Settings::default()))
+                    Arc::new(CachingAllocator::new(instance, Settings::default()))
                 }
             },
             BlasSettings::default(),
@@ -217,9 +217,9 @@ fn trim_takes_the_workspaces_that_nobody_uses() {
 fn idle_workspaces_go_when_memory_is_short() {
     let mut config = SimConfig::default().with_capacity(100 * MIB);
     config.devices[0].bytes_context = 0;
-    let gpu = Gpu::new(Arc::new(SimDriver::new(config))).unwrap();
-    let device = gpu.device(0).unwrap();
-    let allocator: Arc<dyn DeviceAllocator> = Arc::new(CachingAllocator::new(&gpu, Settings::default()));
+    let instance = Instance::new(Arc::new(SimDriver::new(config))).unwrap();
+    let device = instance.device(0).unwrap();
+    let allocator: Arc<dyn DeviceAllocator> = Arc::new(CachingAllocator::new(&instance, Settings::default()));
     let blas = Blas::new(&allocator, BlasSettings::default());
     let stream = device.pool_stream().unwrap();
     on_threads(1, |_| drop(blas.handle_on(&stream).unwrap()));
@@ -274,7 +274,8 @@ fn a_closed_blas_gives_out_nothing_on_any_thread() {
     assert_eq!(lab.sim.census().handles, 1);
 }
 
-/// A handle that another thread-local variable still has when the thread's own list goes comes back with that variable, and its workspaces with it.
+/// A handle that another thread-local variable still has when the thread's own list goes comes back with that variable,
+/// and its workspaces with it.
 #[test]
 fn a_handle_that_comes_back_late_has_its_workspaces() {
     thread_local! {

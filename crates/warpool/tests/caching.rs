@@ -10,18 +10,18 @@ use warpool::driver::{DeviceId, DevicePtr};
 use warpool::memory::{
     Allocation, BlockState, CachingAllocator, DeviceAllocator, MemPoolId, Request, Settings, SnapshotOptions,
 };
-use warpool::{Error, Gpu};
+use warpool::{Error, Instance};
 
 const DEVICE: DeviceId = DeviceId(0);
 
 /// Runs a script and compares the picture of all segments at its end.
 ///
-/// Steps: `a=1M` allocates under a name; `free a`; `trim`; `fail 3G` must run out of memory. Sizes have the units K, M, G. The picture lists
-/// segments by age, each block with its name, or `.` if free, or `-` if unmapped.
+/// Steps: `a=1M` allocates under a name; `free a`; `trim`; `fail 3G` must run out of memory. Sizes have the units K, M,
+/// G. The picture lists segments by age, each block with its name, or `.` if free, or `-` if unmapped.
 fn check(settings: &str, script: &str, picture: &str) {
-    let gpu = Gpu::new(Arc::new(SimDriver::new(SimConfig::default()))).unwrap();
-    let allocator = CachingAllocator::new(&gpu, Settings::parse(settings).unwrap());
-    let stream = gpu.device(0).unwrap().default_stream().unwrap().id();
+    let instance = Instance::new(Arc::new(SimDriver::new(SimConfig::default()))).unwrap();
+    let allocator = CachingAllocator::new(&instance, Settings::parse(settings).unwrap());
+    let stream = instance.device(0).unwrap().default_stream().unwrap().id();
     let mut named: BTreeMap<String, Allocation> = BTreeMap::new();
     for step in script.split(';').map(str::trim).filter(|step| !step.is_empty()) {
         if let Some((name, size)) = step.split_once('=') {

@@ -14,22 +14,22 @@ use warpool::memory::{
     Action, Allocation, DeviceAllocator, DriverPoolAllocator, HistoryOptions, MemPoolId, Request, Settings,
     SnapshotOptions,
 };
-use warpool::{Error, Gpu, Stream};
+use warpool::{Error, Instance, Stream};
 
 const DEVICE: DeviceId = DeviceId(0);
 const MIB: u64 = 1 << 20;
 
 struct Bench {
     sim: Arc<SimDriver>,
-    gpu: Gpu,
+    instance: Instance,
     allocator: DriverPoolAllocator,
 }
 
 impl Bench {
     fn new() -> Self {
-        let (sim, gpu) = common::machine(1);
-        let allocator = DriverPoolAllocator::new(&gpu);
-        Self { sim, gpu, allocator }
+        let (sim, instance) = common::machine(1);
+        let allocator = DriverPoolAllocator::new(&instance);
+        Self { sim, instance, allocator }
     }
 
     fn driver(&self) -> &dyn Driver {
@@ -37,7 +37,7 @@ impl Bench {
     }
 
     fn stream(&self) -> Stream {
-        self.gpu.device(0).unwrap().pool_stream().unwrap()
+        self.instance.device(0).unwrap().pool_stream().unwrap()
     }
 
     fn give(&self, bytes: u64, stream: &Stream) -> Allocation {
@@ -100,7 +100,7 @@ fn there_are_no_private_pools() {
 fn a_block_of_a_capture_is_a_node_and_so_is_its_free() {
     let bench = Bench::new();
     let (stream, result) = (bench.stream(), bench.give(MIB, &bench.stream()));
-    bench.gpu.device(0).unwrap().synchronize().unwrap();
+    bench.instance.device(0).unwrap().synchronize().unwrap();
     bench.driver().capture_begin(stream.id(), CaptureMode::Global).unwrap();
     let given = bench.give(MIB, &stream);
     bench.fill(given, 7, &stream);
@@ -176,7 +176,7 @@ fn two_captures_at_once_do_not_mind_each_other() {
         assert_eq!(kinds, [NodeKind::MemAlloc, NodeKind::Fill, NodeKind::MemFree]);
         bench.driver().graph_launch(exec, stream.id()).unwrap();
     }
-    bench.gpu.device(0).unwrap().synchronize().unwrap();
+    bench.instance.device(0).unwrap().synchronize().unwrap();
     bench.expect_no_hazard();
 }
 
@@ -216,10 +216,10 @@ fn a_block_whose_own_stream_is_gone_goes_back_when_memory_is_wanted() {
 
 #[test]
 fn limits_count_what_was_asked_for() {
-    let (_, gpu) = common::machine(1);
+    let (_, instance) = common::machine(1);
     let settings = Settings { memory_cap_bytes: Some(10_000), ..Settings::default() };
-    let allocator = DriverPoolAllocator::with_settings(&gpu, settings);
-    let stream = gpu.device(0).unwrap().pool_stream().unwrap();
+    let allocator = DriverPoolAllocator::with_settings(&instance, settings);
+    let stream = instance.device(0).unwrap().pool_stream().unwrap();
     let request = |bytes| allocator.allocate_raw(Request::new(DEVICE, stream.id(), bytes));
     // 5,120 bytes each, after rounding.
     let (first, _second) = (request(5000).unwrap(), request(5000).unwrap());
@@ -250,15 +250,15 @@ fn every_block_is_a_segment_in_the_history() {
 
 #[test]
 fn peers_may_use_a_pools_memory() {
-    let (sim, gpu) = common::machine(2);
-    let allocator = DriverPoolAllocator::new(&gpu);
-    let streams = [0, 1].map(|index| gpu.device(index).unwrap().pool_stream().unwrap());
+    let (sim, instance) = common::machine(2);
+    let allocator = DriverPoolAllocator::new(&instance);
+    let streams = [0, 1].map(|index| instance.device(index).unwrap().pool_stream().unwrap());
     let given = allocator.allocate_raw(Request::new(DEVICE, streams[0].id(), MIB)).unwrap();
     streams[1].wait_stream(&streams[0]).unwrap();
     for _ in 0..2 {
         allocator.enable_peer_access(DeviceId(1), DEVICE).unwrap();
     }
-    gpu.driver().fill(given.ptr, Pattern::U8(1), MIB, streams[1].id()).unwrap();
+    instance.driver().fill(given.ptr, Pattern::U8(1), MIB, streams[1].id()).unwrap();
     // A stream of another device is waited for as well.
     allocator.record_use(given, streams[1].id()).unwrap();
     allocator.free(given).unwrap();
@@ -267,8 +267,8 @@ fn peers_may_use_a_pools_memory() {
 }
 
 /// Allocates, shares, frees in every way, runs out of memory, trims.
-fn scenario(gpu: &Gpu, allocator: &DriverPoolAllocator) -> warpool::Result<()> {
-    let device = gpu.device(0)?;
+fn scenario(instance: &Instance, allocator: &DriverPoolAllocator) -> warpool::Result<()> {
+    let device = instance.device(0)?;
     let (own, other) = (device.pool_stream()?, device.pool_stream()?);
     let give = |bytes| allocator.allocate_raw(Request::new(DEVICE, own.id(), bytes));
     let mut live = Vec::new();
@@ -297,11 +297,11 @@ fn every_call_may_fail_once() {
         let sim = Arc::new(SimDriver::new(SimConfig::default().with_capacity(4 << 30)));
         let plan = FaultPlan::new().fail_nth_of_all(nth, ErrorCode::NotPermitted).sparing(FaultPlan::CLEANUP);
         let faulty = Arc::new(Faulty::new(sim.clone(), plan));
-        let Ok(gpu) = Gpu::new(faulty.clone()) else { continue };
-        let allocator = DriverPoolAllocator::new(&gpu);
-        let _ = scenario(&gpu, &allocator);
+        let Ok(instance) = Instance::new(faulty.clone()) else { continue };
+        let allocator = DriverPoolAllocator::new(&instance);
+        let _ = scenario(&instance, &allocator);
         faulty.clear_plan();
-        scenario(&gpu, &allocator).unwrap_or_else(|error| panic!("after call {nth} failed: {error}"));
+        scenario(&instance, &allocator).unwrap_or_else(|error| panic!("after call {nth} failed: {error}"));
         let stats = allocator.stats(DEVICE).unwrap();
         assert_eq!((stats.active_bytes.all.current, stats.reserved_bytes.all.current), (0, 0), "call {nth} failed");
         assert_eq!(sim.census().allocations, 0, "call {nth} failed and something stayed");

@@ -20,7 +20,7 @@ use warpool::memory::{
     Allocate, CachingAllocator, DeviceAllocator, DriverPoolAllocator, HostAllocator, MemPool, PinnedSettings,
     PoolOptions, Settings,
 };
-use warpool::{EventOptions, Gpu};
+use warpool::{EventOptions, Instance};
 
 const ROLE: &str = "WARPOOL_EXIT_TEST_ROLE";
 
@@ -45,7 +45,7 @@ fn run(role: &str) -> Output {
 }
 
 static EXITING: AtomicBool = AtomicBool::new(false);
-static GPU: OnceLock<Gpu> = OnceLock::new();
+static GPU: OnceLock<Instance> = OnceLock::new();
 static KEPT: Mutex<Vec<Box<dyn Any + Send>>> = Mutex::new(Vec::new());
 
 thread_local! {
@@ -73,13 +73,14 @@ impl Hook for Watch {
     fn note(&self, _: Call, _: Arguments<'_>) {}
 }
 
-fn watched() -> Gpu {
+fn watched() -> Instance {
     let sim = Arc::new(SimDriver::new(SimConfig::default().with_devices(2)));
-    Gpu::new(Arc::new(Tapped::with_hook(sim, Watch))).expect("a simulated device")
+    Instance::new(Arc::new(Tapped::with_hook(sim, Watch))).expect("a simulated device")
 }
 
-/// Asks and sets what is current when it is dropped, and fetches the handle that this thread has or had, which must neither panic nor reach the driver.
-struct AsksAtTheEnd(Gpu, HandlePool<Cublas>);
+/// Asks and sets what is current when it is dropped, and fetches the handle that this thread has or had, which must
+/// neither panic nor reach the driver.
+struct AsksAtTheEnd(Instance, HandlePool<Cublas>);
 
 impl Drop for AsksAtTheEnd {
     fn drop(&mut self) {
@@ -92,7 +93,7 @@ impl Drop for AsksAtTheEnd {
 }
 
 /// Calls the driver when it is dropped.
-struct Calls(Gpu);
+struct Calls(Instance);
 
 impl Drop for Calls {
     fn drop(&mut self) {
@@ -101,24 +102,24 @@ impl Drop for Calls {
 }
 
 /// One of everything that this crate hands out.
-fn one_of_each(gpu: &Gpu) -> Vec<Box<dyn Any + Send>> {
-    let device = gpu.device(0).expect("the first device");
+fn one_of_each(instance: &Instance) -> Vec<Box<dyn Any + Send>> {
+    let device = instance.device(0).expect("the first device");
     let stream = device.pool_stream().expect("a stream");
     let mut all: Vec<Box<dyn Any + Send>> = vec![
-        Box::new(gpu.clone()),
+        Box::new(instance.clone()),
         Box::new(device.lease_stream().expect("a lease")),
         Box::new(device.event_pool().take().expect("a pooled event")),
     ];
     for (timing, interprocess, external) in [(false, false, false), (true, false, false), (false, true, true)] {
         let options = EventOptions { timing, interprocess, external, ..EventOptions::default() };
-        let mut event = gpu.event_with(options).expect("possible options");
+        let mut event = instance.event_with(options).expect("possible options");
         event.record(&stream).expect("a record");
         all.push(Box::new(event));
     }
     let allocators: [Arc<dyn DeviceAllocator>; 3] = [
-        Arc::new(CachingAllocator::new(gpu, Settings::default())),
-        Arc::new(CachingAllocator::new(gpu, Settings { expandable_segments: true, ..Settings::default() })),
-        Arc::new(DriverPoolAllocator::new(gpu)),
+        Arc::new(CachingAllocator::new(instance, Settings::default())),
+        Arc::new(CachingAllocator::new(instance, Settings { expandable_segments: true, ..Settings::default() })),
+        Arc::new(DriverPoolAllocator::new(instance)),
     ];
     for allocator in allocators {
         let block = allocator.allocate(1 << 20, &stream).expect("a block");
@@ -133,9 +134,10 @@ fn one_of_each(gpu: &Gpu) -> Vec<Box<dyn Any + Send>> {
             all.push(Box::new(pool));
         }
     }
-    // Pinned memory: cached, used by a stream and given back, with somebody; of an allocator that stays and of one that goes.
+    // Pinned memory: cached, used by a stream and given back, with somebody; of an allocator that stays and of one that
+    // goes.
     for keep in [true, false] {
-        let pinned = HostAllocator::new(gpu, PinnedSettings::default());
+        let pinned = HostAllocator::new(instance, PinnedSettings::default());
         let blocks = [1 << 10, 1 << 20, 1 << 21].map(|bytes| pinned.allocate(bytes).expect("pinned memory"));
         blocks.iter().for_each(|block| block.record_use(&stream).expect("a use"));
         let [freed, dropped, kept] = blocks;
@@ -146,60 +148,61 @@ fn one_of_each(gpu: &Gpu) -> Vec<Box<dyn Any + Send>> {
             all.push(Box::new(pinned));
         }
     }
-    // Handles: an idle one, a leased one, and one that this thread holds from now on, of a pool that stays and of one that goes.
-    let pool = HandlePool::new(gpu, Cublas);
+    // Handles: an idle one, a leased one, and one that this thread holds from now on, of a pool that stays and of one
+    // that goes.
+    let pool = HandlePool::new(instance, Cublas);
     drop([pool.lease(&device).expect("a lease"), pool.lease(&device).expect("another")]);
     all.push(Box::new(pool.lease(&device).expect("a lease")));
     pool.current(&device).expect("a handle");
-    HandlePool::new(gpu, Cudnn).current(&device).expect("a handle");
+    HandlePool::new(instance, Cudnn).current(&device).expect("a handle");
     all.push(Box::new(pool));
     all.push(Box::new(stream));
     all
 }
 
 /// One of everything that stays on its thread.
-fn one_of_each_of_the_thread(gpu: &Gpu) -> Vec<Box<dyn Any>> {
-    let device = gpu.device(1).expect("the second device");
-    let pool = HandlePool::new(gpu, Cublas);
-    let allocator: Arc<dyn DeviceAllocator> = Arc::new(CachingAllocator::new(gpu, Settings::default()));
+fn one_of_each_of_the_thread(instance: &Instance) -> Vec<Box<dyn Any>> {
+    let device = instance.device(1).expect("the second device");
+    let pool = HandlePool::new(instance, Cublas);
+    let allocator: Arc<dyn DeviceAllocator> = Arc::new(CachingAllocator::new(instance, Settings::default()));
     let blas = Blas::new(&allocator, BlasSettings::default());
     vec![
         Box::new(blas.handle(&device).expect("a handle")),
         Box::new(forbid_tf32()),
         Box::new(device.enter()),
-        Box::new(gpu.current_stream().expect("a stream").enter()),
+        Box::new(instance.current_stream().expect("a stream").enter()),
         Box::new(pool.current(&device).expect("a handle")),
-        Box::new(HandlePool::new(gpu, Cudnn).current(&device).expect("a handle")),
-        Box::new(AsksAtTheEnd(gpu.clone(), pool)),
+        Box::new(HandlePool::new(instance, Cudnn).current(&device).expect("a handle")),
+        Box::new(AsksAtTheEnd(instance.clone(), pool)),
     ]
 }
 
 fn fill_variables(loud: bool) {
     EARLY.with(|early| early.borrow_mut().clear());
-    let gpu = GPU.get_or_init(watched);
-    gpu.device(1).expect("the second device").make_current();
-    HandlePool::new(gpu, Cudnn).current(&gpu.current_device()).expect("a handle");
+    let instance = GPU.get_or_init(watched);
+    instance.device(1).expect("the second device").make_current();
+    HandlePool::new(instance, Cudnn).current(&instance.current_device()).expect("a handle");
     LATE.with(|late| late.borrow_mut().clear());
 
-    KEPT.lock().expect("not poisoned").extend(one_of_each(gpu));
+    KEPT.lock().expect("not poisoned").extend(one_of_each(instance));
     for variable in [&EARLY, &LATE] {
-        // One Gpu lives in static variables, the other only here: its last handle is dropped during exit.
-        for gpu in [gpu.clone(), watched()] {
+        // One Instance lives in static variables, the other only here: its last handle is dropped during exit.
+        for instance in [instance.clone(), watched()] {
             let mut things: Vec<Box<dyn Any>> = Vec::new();
-            things.extend(one_of_each(&gpu).into_iter().map(|thing| thing as Box<dyn Any>));
-            things.extend(one_of_each_of_the_thread(&gpu));
+            things.extend(one_of_each(&instance).into_iter().map(|thing| thing as Box<dyn Any>));
+            things.extend(one_of_each_of_the_thread(&instance));
             variable.with(|variable| variable.borrow_mut().extend(things));
         }
     }
     if loud {
-        LATE.with(|late| late.borrow_mut().push(Box::new(Calls(gpu.clone()))));
+        LATE.with(|late| late.borrow_mut().push(Box::new(Calls(instance.clone()))));
     }
 
     // A thread that ends, with all that it had in its own variables: made or moved there before, dropped by its end.
     let (give, given) = mpsc::channel::<Vec<Box<dyn Any + Send>>>();
     let (ready, is_ready) = mpsc::channel();
     let thread = thread::spawn(move || {
-        LATE.with(|late| late.borrow_mut().extend(one_of_each_of_the_thread(gpu)));
+        LATE.with(|late| late.borrow_mut().extend(one_of_each_of_the_thread(instance)));
         ready.send(()).expect("the main thread waits");
         let things = given.recv().expect("the main thread gives them");
         LATE.with(|late| late.borrow_mut().extend(things.into_iter().map(|thing| thing as Box<dyn Any>)));

@@ -9,7 +9,7 @@ use common::keep_busy;
 use warpool::driver::decorate::{FaultPlan, Faulty};
 use warpool::driver::sim::{Census, SimConfig, SimDriver};
 use warpool::driver::{Call, ErrorCode};
-use warpool::{Error, EventOptions, Gpu, Result, STREAMS_PER_POOL};
+use warpool::{Error, EventOptions, Instance, Result, STREAMS_PER_POOL};
 
 struct Machine {
     sim: Arc<SimDriver>,
@@ -22,8 +22,8 @@ impl Machine {
         Self { faulty: Arc::new(Faulty::new(sim.clone(), plan)), sim }
     }
 
-    fn gpu(&self) -> Result<Gpu> {
-        Gpu::new(self.faulty.clone())
+    fn instance(&self) -> Result<Instance> {
+        Instance::new(self.faulty.clone())
     }
 
     /// What is alive in the driver; the context, once made, stays.
@@ -35,29 +35,29 @@ impl Machine {
 }
 
 /// Touches every driver call that this crate makes, but for those of `close`.
-fn scenario(gpu: &Gpu) -> Result<()> {
-    let [zero, one] = [gpu.device(0)?, gpu.device(1)?];
+fn scenario(instance: &Instance) -> Result<()> {
+    let [zero, one] = [instance.device(0)?, instance.device(1)?];
     let (shared, urgent) = (zero.pool_stream()?, one.high_priority_stream()?);
     let lease = zero.lease_stream()?;
     drop(one.lease_stream()?);
     one.lease_stream()?.synchronize()?;
     zero.bind_to_thread()?;
 
-    gpu.current_stream()?.wait_stream(&shared)?;
+    instance.current_stream()?.wait_stream(&shared)?;
     urgent.wait_stream(&lease)?;
     lease.info()?;
     lease.host_callback(|| ())?;
 
-    let (mut start, mut end) = (gpu.timing_event(), gpu.timing_event());
+    let (mut start, mut end) = (instance.timing_event(), instance.timing_event());
     start.record(&shared)?;
     end.record(&shared)?;
     end.synchronize()?;
     assert!(start.query()? && shared.query()?);
     start.elapsed_ms(&end)?;
 
-    let mut exported = gpu.event_with(EventOptions { interprocess: true, ..Default::default() })?;
+    let mut exported = instance.event_with(EventOptions { interprocess: true, ..Default::default() })?;
     exported.export(&one)?;
-    let mut external = gpu.event_with(EventOptions { external: true, blocking: true, ..Default::default() })?;
+    let mut external = instance.event_with(EventOptions { external: true, blocking: true, ..Default::default() })?;
     external.record(&lease)?;
     external.wait(&shared)?;
 
@@ -74,11 +74,11 @@ fn every_call_may_fail_once() {
         let code = ErrorCode::OutOfMemory;
         let machine = Machine::new(FaultPlan::new().fail_nth_of_all(nth, code).sparing(FaultPlan::CLEANUP));
         let before = machine.census();
-        let outcome = machine.gpu().and_then(|gpu| {
-            let outcome = scenario(&gpu);
+        let outcome = machine.instance().and_then(|instance| {
+            let outcome = scenario(&instance);
             machine.faulty.clear_plan();
-            scenario(&gpu).expect("after a fault everything works");
-            gpu.close().expect("nobody holds on to it");
+            scenario(&instance).expect("after a fault everything works");
+            instance.close().expect("nobody holds on to it");
             outcome
         });
         assert_eq!(machine.census(), before, "call {nth} failed and something stayed");
@@ -97,7 +97,7 @@ fn every_call_may_fail_once() {
 fn a_pool_that_fails_half_way_leaves_nothing_and_works_the_next_time() {
     for nth in 1..=STREAMS_PER_POOL as u64 {
         let machine = Machine::new(FaultPlan::new().fail_nth(Call::StreamCreate, nth, ErrorCode::OutOfMemory));
-        let device = machine.gpu().unwrap().device(0).unwrap();
+        let device = machine.instance().unwrap().device(0).unwrap();
         let before = machine.census();
         assert!(device.pool_stream().unwrap_err().driver().unwrap().is_out_of_memory());
         assert_eq!(machine.census(), before);
@@ -114,22 +114,22 @@ fn streams_that_could_not_be_destroyed_are_used_by_the_next_attempt() {
         ErrorCode::UnknownError,
     );
     let machine = Machine::new(plan);
-    let gpu = machine.gpu().unwrap();
+    let instance = machine.instance().unwrap();
     let before = machine.census();
-    assert!(gpu.device(0).unwrap().pool_stream().is_err());
+    assert!(instance.device(0).unwrap().pool_stream().is_err());
     assert_eq!(machine.census().streams, before.streams + 1);
-    gpu.device(0).unwrap().pool_stream().unwrap();
+    instance.device(0).unwrap().pool_stream().unwrap();
     assert_eq!(machine.census().streams, before.streams + STREAMS_PER_POOL);
-    gpu.close().unwrap();
+    instance.close().unwrap();
     assert_eq!(machine.census(), before);
 }
 
 #[test]
 fn a_failed_record_leaves_the_event_usable() {
     let machine = Machine::new(FaultPlan::new().fail_nth(Call::EventRecord, 1, ErrorCode::LaunchFailed));
-    let gpu = machine.gpu().unwrap();
-    let stream = gpu.device(1).unwrap().pool_stream().unwrap();
-    let mut event = gpu.event();
+    let instance = machine.instance().unwrap();
+    let stream = instance.device(1).unwrap().pool_stream().unwrap();
+    let mut event = instance.event();
     assert!(event.record(&stream).is_err());
     assert!(!event.is_recorded() && event.query().unwrap());
     keep_busy(&stream);
@@ -140,8 +140,8 @@ fn a_failed_record_leaves_the_event_usable() {
 #[test]
 fn trim_stops_at_a_failure_and_loses_nothing() {
     let machine = Machine::new(FaultPlan::new().fail_nth(Call::EventDestroy, 3, ErrorCode::UnknownError));
-    let gpu = machine.gpu().unwrap();
-    let pool = gpu.device(0).unwrap().event_pool();
+    let instance = machine.instance().unwrap();
+    let pool = instance.device(0).unwrap().event_pool();
     pool.reserve(5).unwrap();
     assert!(matches!(pool.trim(), Err(Error::Driver(_))));
     assert_eq!((pool.idle(), machine.census().events), (3, 3));
@@ -152,9 +152,9 @@ fn trim_stops_at_a_failure_and_loses_nothing() {
 #[test]
 fn a_doomed_event_that_cannot_be_destroyed_does_not_hold_up_a_new_one() {
     let machine = Machine::new(FaultPlan::new().fail_nth(Call::EventDestroy, 1, ErrorCode::UnknownError));
-    let gpu = machine.gpu().unwrap();
-    let device = gpu.device(0).unwrap();
-    let mut shared = gpu.event_with(EventOptions { interprocess: true, ..Default::default() }).unwrap();
+    let instance = machine.instance().unwrap();
+    let device = instance.device(0).unwrap();
+    let mut shared = instance.event_with(EventOptions { interprocess: true, ..Default::default() }).unwrap();
     shared.create(&device).unwrap();
     drop(shared);
     let first = device.event_pool().take().unwrap();
@@ -167,10 +167,10 @@ fn a_doomed_event_that_cannot_be_destroyed_does_not_hold_up_a_new_one() {
 #[test]
 fn closing_reports_a_failure_and_still_gives_back_the_rest() {
     let machine = Machine::new(FaultPlan::new().fail_nth(Call::StreamDestroy, 5, ErrorCode::UnknownError));
-    let gpu = machine.gpu().unwrap();
+    let instance = machine.instance().unwrap();
     let before = machine.census();
-    gpu.device(0).unwrap().pool_stream().unwrap();
-    gpu.device(1).unwrap().event_pool().reserve(2).unwrap();
-    assert_eq!(gpu.close().unwrap_err().driver().unwrap().call, "stream_destroy");
+    instance.device(0).unwrap().pool_stream().unwrap();
+    instance.device(1).unwrap().event_pool().reserve(2).unwrap();
+    assert_eq!(instance.close().unwrap_err().driver().unwrap().call, "stream_destroy");
     assert_eq!((machine.census().streams, machine.census().events), (before.streams + 1, before.events));
 }

@@ -1,4 +1,5 @@
-//! Generators outside of captures: known answers, state, sharing, fills, errors. What they do in graphs is in `generator_graph.rs`.
+//! Generators outside of captures: known answers, state, sharing, fills, errors. What they do in graphs is in
+//! `generator_graph.rs`.
 
 mod common;
 
@@ -13,7 +14,7 @@ use warpool::driver::{Call, CaptureMode, Captures, DevicePtr, ErrorCode, KernelA
 use warpool::generator::{DEFAULT_SEED, Generator, GeneratorError, PHILOX_CUDA, Reservation, philox};
 use warpool::graph::GraphError;
 use warpool::memory::{Allocate, Block};
-use warpool::{Error, Gpu, Result};
+use warpool::{Error, Instance, Result};
 
 fn refused<T: std::fmt::Debug>(outcome: Result<T>) -> GeneratorError {
     match outcome {
@@ -34,7 +35,7 @@ fn drawn(bench: &Bench, bytes: u64, fill: impl FnOnce(&Block) -> Result<()>) -> 
     fill(&block).unwrap();
     bench.main.synchronize().unwrap();
     let mut into = vec![0; bytes as usize];
-    bench.gpu.driver().download(block.device_id(), block.ptr(), &mut into).unwrap();
+    bench.instance.driver().download(block.device_id(), block.ptr(), &mut into).unwrap();
     into
 }
 
@@ -145,12 +146,12 @@ fn targets() {
     let bench = Bench::new("");
     let generator = generator(&bench, 3);
     let block = bench.any().allocate(KIB, &bench.main).unwrap();
-    bench.gpu.driver().fill(block.ptr(), Pattern::U8(0xAA), KIB, bench.main.id()).unwrap();
+    bench.instance.driver().fill(block.ptr(), Pattern::U8(0xAA), KIB, bench.main.id()).unwrap();
     // Not at a multiple of 16, so the device cannot write four at once; the simulated one does not care.
     generator.fill_bits((block.ptr().offset(4), 6), &bench.main).unwrap();
     bench.main.synchronize().unwrap();
     let mut bytes = vec![0; 40];
-    bench.gpu.driver().download(block.device_id(), block.ptr(), &mut bytes).unwrap();
+    bench.instance.driver().download(block.device_id(), block.ptr(), &mut bytes).unwrap();
     assert_eq!(words(&bytes)[1..7], expected(3, 0, 6));
     assert_eq!((words(&bytes)[0], words(&bytes)[7]), (0xAAAA_AAAA, 0xAAAA_AAAA), "and nothing around it");
 
@@ -180,10 +181,10 @@ fn targets() {
 #[test]
 fn a_fill_that_fails_consumes_nothing() {
     let faulty = Arc::new(Faulty::new(Arc::new(SimDriver::new(SimConfig::default())), FaultPlan::new()));
-    let gpu = Gpu::new(faulty.clone()).unwrap();
-    let device = gpu.device(0).unwrap();
+    let instance = Instance::new(faulty.clone()).unwrap();
+    let device = instance.device(0).unwrap();
     let (stream, generator) = (device.pool_stream().unwrap(), Generator::new(&device).unwrap());
-    let ptr = gpu.driver().mem_alloc(device.id(), KIB).unwrap();
+    let ptr = instance.driver().mem_alloc(device.id(), KIB).unwrap();
     // In this order: each is the first of its kind, and what worked once is not asked for again.
     for (call, fired) in
         [Call::ModuleLoad, Call::FunctionGet, Call::CaptureState, Call::KernelLaunch].into_iter().zip(1..)
@@ -329,30 +330,30 @@ fn threads_draw_different_numbers() {
 
 #[test]
 fn each_device_has_a_default_generator() {
-    let (_, gpu) = machine(2);
-    let generators = [0, 1].map(|index| gpu.default_generator(index).unwrap());
+    let (_, instance) = machine(2);
+    let generators = [0, 1].map(|index| instance.default_generator(index).unwrap());
     assert_ne!(generators[0].seed(), generators[1].seed());
     assert_eq!(generators.each_ref().map(|generator| generator.device().index()), [0, 1]);
-    let again = gpu.device(1).unwrap().default_generator();
+    let again = instance.device(1).unwrap().default_generator();
     assert!(again.shares_with(&generators[1]), "made once");
-    assert_eq!(gpu.default_generator(2).unwrap_err(), Error::DeviceOutOfRange { index: 2, count: 2 });
+    assert_eq!(instance.default_generator(2).unwrap_err(), Error::DeviceOutOfRange { index: 2, count: 2 });
 
     // It may go over to another state, for all who have it.
     let own = Generator::new(generators[1].device()).unwrap();
     again.adopt(&own).unwrap();
-    assert!(gpu.default_generator(1).unwrap().shares_with(&own));
+    assert!(instance.default_generator(1).unwrap().shares_with(&own));
 
-    // The same machine seeds itself the same way; and a default generator does not keep its Gpu in use.
+    // The same machine seeds itself the same way; and a default generator does not keep its Instance in use.
     let (_, twin) = machine(2);
     assert_eq!(twin.default_generator(0).unwrap().seed(), generators[0].seed());
     twin.close().unwrap();
 }
 
-/// A generator, a stream and memory must be of one device of one `Gpu`.
+/// A generator, a stream and memory must be of one device of one `Instance`.
 #[test]
 fn foreign_generators() {
     let bench = Bench::with_config(SimConfig::default().with_devices(2), "");
-    let [first, second] = [0, 1].map(|index| bench.gpu.device(index).unwrap());
+    let [first, second] = [0, 1].map(|index| bench.instance.device(index).unwrap());
     let generator = Generator::new(&second).unwrap();
     let error = refused(generator.reserve(4, &bench.main));
     assert_eq!(error, GeneratorError::ForeignDevice { generator: second.id(), wanted: first.id() });
@@ -383,7 +384,7 @@ fn somebody_elses_capture() {
     assert_eq!(generator.fill_bits(&block, &stream), Err(GraphError::ForeignCapture.into()));
     assert_eq!(generator.offset().unwrap(), 0);
     let graph = bench.sim.capture_end(stream.id()).unwrap();
-    assert_eq!(bench.gpu.driver().graph_topology(graph).unwrap().nodes, [], "and the capture is as it was");
+    assert_eq!(bench.instance.driver().graph_topology(graph).unwrap().nodes, [], "and the capture is as it was");
     generator.reserve(4, &stream).unwrap();
     bench.finish();
 }

@@ -1,4 +1,5 @@
-//! Random numbers in graphs: a replay draws what the same work would have drawn without the graph. Single steps that fail are tested beside the code.
+//! Random numbers in graphs: a replay draws what the same work would have drawn without the graph. Single steps that
+//! fail are tested beside the code.
 
 mod common;
 
@@ -13,7 +14,7 @@ use warpool::driver::{
 use warpool::generator::{Generator, GeneratorError, Reservation, philox, place};
 use warpool::graph::{BufferKey, CaptureOptions, Flag, Graph, GraphError, GraphOptions};
 use warpool::memory::{Allocate, Block, CachingAllocator, DeviceAllocator, Settings};
-use warpool::{Error, Gpu, Result, Stream};
+use warpool::{Error, Instance, Result, Stream};
 
 const SEED: u64 = 2024;
 
@@ -57,7 +58,8 @@ fn bits(seed: u64, offset: u64, bytes: u64) -> Vec<u8> {
     words.flat_map(u32::to_le_bytes).collect()
 }
 
-/// test_graph_rng_functional, test_graph_rng_distributions: every kind of fill, three replays, the same numbers and offsets as without a graph.
+/// test_graph_rng_functional, test_graph_rng_distributions: every kind of fill, three replays, the same numbers and
+/// offsets as without a graph.
 #[test]
 fn replays_are_the_eager_sequence() {
     let bench = Bench::new("");
@@ -193,7 +195,8 @@ fn threads_replay_one_graph() {
     bench.finish();
 }
 
-/// test_graphsafe_set_get_rng_state: a generator goes over to other states in a capture, and each is advanced by its own share.
+/// test_graphsafe_set_get_rng_state: a generator goes over to other states in a capture, and each is advanced by its
+/// own share.
 #[test]
 fn states_are_exchanged_in_a_capture() {
     let bench = Bench::new("");
@@ -239,7 +242,8 @@ fn states_are_exchanged_in_a_capture() {
     bench.finish();
 }
 
-/// test_memory_stats_of_multiple_generators_and_graphs: one slot for each generator and graph, and none for those that draw nothing.
+/// test_memory_stats_of_multiple_generators_and_graphs: one slot for each generator and graph, and none for those that
+/// draw nothing.
 #[test]
 fn memory_per_generator_and_graph() {
     let bench = Bench::new("");
@@ -273,7 +277,8 @@ fn memory_per_generator_and_graph() {
     bench.finish();
 }
 
-/// test_graph_rng_replay_record_stream: a graph may go while its replays are under way, and its slot is not given out before they are done.
+/// test_graph_rng_replay_record_stream: a graph may go while its replays are under way, and its slot is not given out
+/// before they are done.
 #[test]
 fn a_graph_may_go_before_its_replays_are_done() {
     for keeps_pool in [false, true] {
@@ -368,9 +373,9 @@ fn refusals_break_nothing() {
 #[test]
 fn a_replay_that_fails_draws_nothing() {
     let faulty = Arc::new(Faulty::new(Arc::new(SimDriver::new(SimConfig::default())), FaultPlan::new()));
-    let gpu = Gpu::new(faulty.clone()).unwrap();
-    let device = gpu.device(0).unwrap();
-    let allocator: Arc<dyn DeviceAllocator> = Arc::new(CachingAllocator::new(&gpu, Settings::default()));
+    let instance = Instance::new(faulty.clone()).unwrap();
+    let device = instance.device(0).unwrap();
+    let allocator: Arc<dyn DeviceAllocator> = Arc::new(CachingAllocator::new(&instance, Settings::default()));
     let stream = device.pool_stream().unwrap();
     let generators = [(); 2].map(|()| Generator::new(&device).unwrap());
     let target = allocator.allocate(64, &stream).unwrap();
@@ -388,7 +393,7 @@ fn a_replay_that_fails_draws_nothing() {
     faulty.clear_plan();
     graph.replay(&stream).unwrap();
     assert_eq!(generators.each_ref().map(|generator| generator.offset().unwrap()), [4, 4]);
-    gpu.driver().stream_synchronize(stream.id()).unwrap();
+    instance.driver().stream_synchronize(stream.id()).unwrap();
 }
 
 /// Random programs over streams and generators, captured and replayed beside the same program done eagerly.
@@ -442,7 +447,8 @@ fn random_programs() {
     }
 }
 
-/// A kernel of one's own that draws: its numbers come through the scope's own launch, and only from the capture that they were reserved in.
+/// A kernel of one's own that draws: its numbers come through the scope's own launch, and only from the capture that
+/// they were reserved in.
 #[test]
 fn own_kernels_draw_through_the_scope() {
     static OWN: KernelSource = KernelSource {

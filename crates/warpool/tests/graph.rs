@@ -1,4 +1,5 @@
-//! Graphs on the simulated device: what they run, what they own, every way to use them wrongly, and that nothing is left behind.
+//! Graphs on the simulated device: what they run, what they own, every way to use them wrongly, and that nothing is
+//! left behind.
 
 mod common;
 

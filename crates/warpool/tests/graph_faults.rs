@@ -1,5 +1,6 @@
-//! Every driver call of what graphs are for fails once, and pairs of them: the call above reports it or does without, no stream is left capturing, the same
-//! graph, streams, allocator and generator do the same thing right afterwards, and nothing is left behind.
+//! Every driver call of what graphs are for fails once, and pairs of them: the call above reports it or does without,
+//! no stream is left capturing, the same graph, streams, allocator and generator do the same thing right afterwards,
+//! and nothing is left behind.
 
 #[path = "graph_faults/lab.rs"]
 mod lab;

@@ -1,5 +1,5 @@
-//! Pinned host memory in graphs: who has it when, and that replays find it. Tests that stand for one of PyTorch's name it.
-//! The rule of every test: in the end nothing is pinned, and nothing was used that nobody had.
+//! Pinned host memory in graphs: who has it when, and that replays find it. Tests that stand for one of PyTorch's name
+//! it. The rule of every test: in the end nothing is pinned, and nothing was used that nobody had.
 
 mod common;
 
@@ -28,7 +28,7 @@ struct Lab {
 impl Lab {
     fn new() -> Self {
         let graphs = GraphLab::new("");
-        let host = HostAllocator::new(&graphs.bench.gpu, PinnedSettings::default());
+        let host = HostAllocator::new(&graphs.bench.instance, PinnedSettings::default());
         Self { graphs, host }
     }
 
@@ -44,8 +44,8 @@ impl Lab {
         self.host.allocate(BYTES).unwrap()
     }
 
-    /// Every place of the size that the host allocator gives out now without pinning more than it has, taken one after another. Each is written to: a
-    /// stream that still uses one would be seen.
+    /// Every place of the size that the host allocator gives out now without pinning more than it has, taken one after
+    /// another. Each is written to: a stream that still uses one would be seen.
     fn places(&self) -> Vec<HostPtr> {
         let mut taken = Vec::new();
         let pinned = self.host.stats().allocated_bytes.current;
@@ -121,7 +121,8 @@ fn what_a_capture_never_used_serves_the_next_request_at_once() {
     lab.finish();
 }
 
-/// TestCachingHostAllocatorCudaGraph.test_pin_memory_no_use2: what lies unused in a graph's pool is nobody else's, before the graph is gone.
+/// TestCachingHostAllocatorCudaGraph.test_pin_memory_no_use2: what lies unused in a graph's pool is nobody else's,
+/// before the graph is gone.
 #[test]
 fn an_unused_block_stays_in_the_graphs_pool() {
     let lab = Lab::new();
@@ -167,7 +168,8 @@ fn what_a_capture_used_goes_to_nobody_while_the_graph_lives() {
     lab.finish();
 }
 
-/// TestCachingHostAllocatorCudaGraph.test_two_graphs: graphs that share a pool share what was never used in it, and only that.
+/// TestCachingHostAllocatorCudaGraph.test_two_graphs: graphs that share a pool share what was never used in it, and
+/// only that.
 #[test]
 fn two_graphs_of_one_pool_share_only_what_neither_used() {
     let lab = Lab::new();
@@ -207,7 +209,8 @@ fn two_graphs_of_one_pool_share_only_what_neither_used() {
     lab.finish();
 }
 
-/// The same of memory that the graphs made themselves: what copies and kernels of the scope used is not given to a later graph of the pool.
+/// The same of memory that the graphs made themselves: what copies and kernels of the scope used is not given to a
+/// later graph of the pool.
 #[test]
 fn a_later_graph_of_the_pool_gets_nothing_that_an_earlier_one_used() {
     let lab = Lab::new();
@@ -243,7 +246,8 @@ fn a_later_graph_of_the_pool_gets_nothing_that_an_earlier_one_used() {
     lab.finish();
 }
 
-/// test_cond_pin_memory_cudagraphs: pinned memory that is made in the bodies of conditional nodes, and copied from there.
+/// test_cond_pin_memory_cudagraphs: pinned memory that is made in the bodies of conditional nodes, and copied from
+/// there.
 #[test]
 fn bodies_copy_from_pinned_memory_of_their_own() {
     let lab = Lab::new();
@@ -491,7 +495,8 @@ fn a_graph_that_goes_while_replays_run_leaves_its_memory_to_nobody_before_they_e
 
 #[test]
 fn a_capture_that_fails_gives_everything_back() {
-    // By an error of the body, by a panic, by a call that breaks the capture, and by a graph that is dropped in between.
+    // By an error of the body, by a panic, by a call that breaks the capture, and by a graph that is dropped in
+    // between.
     for how in 0..4 {
         let lab = Lab::new();
         let mut graph = lab.graph();
@@ -557,7 +562,8 @@ fn a_capture_that_fails_gives_everything_back() {
     }
 }
 
-/// A stream that used a block captures by the time the block is freed: no mark can be put there before the capture is over.
+/// A stream that used a block captures by the time the block is freed: no mark can be put there before the capture is
+/// over.
 #[test]
 fn frees_of_blocks_whose_stream_captures_wait_for_the_capture() {
     let lab = Lab::new();

@@ -1,5 +1,6 @@
-//! PyTorch's tests of graphs, in our terms: each test names those that it stands for. Where our behaviour differs on purpose, it says so.
-//! What they say about memory is in `graph_mirror_memory.rs`, about conditional nodes in `graph_mirror_bodies.rs`.
+//! PyTorch's tests of graphs, in our terms: each test names those that it stands for. Where our behaviour differs on
+//! purpose, it says so. What they say about memory is in `graph_mirror_memory.rs`, about conditional nodes in
+//! `graph_mirror_bodies.rs`.
 
 mod common;
 
@@ -119,16 +120,16 @@ fn a_stream_tells_whether_it_captures() {
     let lab = GraphLab::new("");
     let mut graph = lab.graph();
     let answers = || {
-        let current = lab.bench.gpu.current_stream().unwrap();
-        (current.is_capturing().unwrap(), lab.bench.gpu.is_capturing(&current).unwrap())
+        let current = lab.bench.instance.current_stream().unwrap();
+        (current.is_capturing().unwrap(), lab.bench.instance.is_capturing(&current).unwrap())
     };
     assert_eq!(answers(), (false, false));
     graph
         .capture(&lab.side, PLAIN, |capture| {
             assert_eq!(answers(), (true, true));
-            assert!(!lab.bench.gpu.is_capturing(&lab.bench.main)?, "others do not");
+            assert!(!lab.bench.instance.is_capturing(&lab.bench.main)?, "others do not");
             let fork = capture.fork()?;
-            assert!(lab.bench.gpu.is_capturing(&fork)?, "a forked one does");
+            assert!(lab.bench.instance.is_capturing(&fork)?, "a forked one does");
             capture.join(fork)
         })
         .unwrap();
@@ -137,7 +138,8 @@ fn a_stream_tells_whether_it_captures() {
     lab.finish();
 }
 
-/// test_cuda_graph_error_options: a call that could disturb a capture, made by the capturing thread or by another one, in each mode.
+/// test_cuda_graph_error_options: a call that could disturb a capture, made by the capturing thread or by another one,
+/// in each mode.
 #[test]
 fn modes_decide_whose_calls_break_a_capture() {
     let cases = [
@@ -314,14 +316,15 @@ fn a_hundred_captures_with_products_do_not_grow_memory() {
     lab.finish();
 }
 
-/// test_graph_external_wait_and_record: a replay waits for what the event marks by then, and marks its own work for others.
+/// test_graph_external_wait_and_record: a replay waits for what the event marks by then, and marks its own work for
+/// others.
 #[test]
 fn external_events_speak_to_the_world_outside() {
     let lab = GraphLab::new("");
     let (before, after) = (lab.bench.device().lease_stream().unwrap(), lab.bench.device().lease_stream().unwrap());
     let external = EventOptions { external: true, ..EventOptions::default() };
-    let mut ready = lab.bench.gpu.event_with(external).unwrap();
-    let mut done = lab.bench.gpu.event_with(external).unwrap();
+    let mut ready = lab.bench.instance.event_with(external).unwrap();
+    let mut done = lab.bench.instance.event_with(external).unwrap();
     ready.create(&lab.bench.device()).unwrap();
     let blocks: [Block; 3] = [0; 3].map(|_| lab.block(4, &lab.bench.main));
     let [input, middle, output] = [0, 1, 2].map(|at: usize| blocks[at].ptr());

@@ -1,5 +1,6 @@
-//! PyTorch's tests of conditional nodes in graphs, in our terms: each test names those that it stands for. Where our behaviour differs on purpose, it says so.
-//! Flags are memory of the device: what counts is what they are when a replay gets there.
+//! PyTorch's tests of conditional nodes in graphs, in our terms: each test names those that it stands for. Where our
+//! behaviour differs on purpose, it says so. Flags are memory of the device: what counts is what they are when a replay
+//! gets there.
 
 mod common;
 
@@ -109,7 +110,7 @@ fn three_nested_ifs_run_only_behind_each_other() {
             let [a, b, c, one, two, three] = keys;
             capture.if_node(Flag::word(a), |outer| {
                 assert!(outer.in_body() && outer.stream() != &*lab.side);
-                assert_eq!(lab.bench.gpu.current_stream()?, *outer.stream());
+                assert_eq!(lab.bench.instance.current_stream()?, *outer.stream());
                 lab.capture_add(outer, one, 1)?;
                 outer.if_node(Flag::word(b), |middle| {
                     lab.capture_add(middle, two, 1)?;
@@ -132,7 +133,8 @@ fn three_nested_ifs_run_only_behind_each_other() {
     lab.finish();
 }
 
-/// test_while_loop_cuda_graph_replay_uses_runtime_condition: how often the body runs is decided at the replay, by the device.
+/// test_while_loop_cuda_graph_replay_uses_runtime_condition: how often the body runs is decided at the replay, by the
+/// device.
 #[test]
 fn a_while_follows_the_flag_at_the_replay() {
     let lab = GraphLab::new("");
@@ -161,7 +163,8 @@ fn a_while_follows_the_flag_at_the_replay() {
     lab.finish();
 }
 
-/// test_cond_inside_while_loop_cudagraphs: of 7 rounds, 4 are odd. Memory that a body takes comes from the graph's pool.
+/// test_cond_inside_while_loop_cudagraphs: of 7 rounds, 4 are odd. Memory that a body takes comes from the graph's
+/// pool.
 #[test]
 fn an_if_inside_a_while_is_asked_in_every_round() {
     let lab = GraphLab::new("");
@@ -195,7 +198,8 @@ fn an_if_inside_a_while_is_asked_in_every_round() {
     lab.finish();
 }
 
-/// Random numbers in a body are refused, as PyTorch does. It says so when the body ends; ours says so where they are drawn, and the whole capture fails.
+/// Random numbers in a body are refused, as PyTorch does. It says so when the body ends; ours says so where they are
+/// drawn, and the whole capture fails.
 #[test]
 fn bodies_draw_no_random_numbers() {
     let lab = GraphLab::new("");

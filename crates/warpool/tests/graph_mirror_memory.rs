@@ -1,5 +1,6 @@
-//! PyTorch's tests of what graphs do with memory, in our terms: each test names those that it stands for. Where our behaviour differs on purpose, it says so.
-//! The sizes follow from the allocator's rules (`caching/size.rs`): small segments of 2 MiB, shared ones of 20, own ones in steps of 2.
+//! PyTorch's tests of what graphs do with memory, in our terms: each test names those that it stands for. Where our
+//! behaviour differs on purpose, it says so. The sizes follow from the allocator's rules (`caching/size.rs`): small
+//! segments of 2 MiB, shared ones of 20, own ones in steps of 2.
 
 mod common;
 
@@ -15,8 +16,9 @@ const PLAIN: CaptureOptions =
     CaptureOptions { pool: None, mode: warpool::driver::CaptureMode::Global, poller_patience: None };
 const REUSE: &str = "graph_capture_record_stream_reuse:True";
 
-/// test_graph_memory_stats_and_use_result_after_destroy_graph: five sizes, with exactly what is held while the graph lives, when it is gone, and when its result is.
-/// A round of the capture needs three blocks at once. The result is the caller's own, not the graph's: it stays when the graph goes.
+/// test_graph_memory_stats_and_use_result_after_destroy_graph: five sizes, with exactly what is held while the graph
+/// lives, when it is gone, and when its result is. A round of the capture needs three blocks at once. The result is the
+/// caller's own, not the graph's: it stays when the graph goes.
 #[test]
 fn memory_is_held_to_the_byte_and_results_outlive_their_graph() {
     struct Case {
@@ -118,8 +120,9 @@ fn is_reused(lab: &GraphLab, capture: &mut warpool::graph::Capture<'_>, forks: u
     Ok(reused)
 }
 
-/// test_graph_record_stream, TestMemPool.test_graph_capture_reclaim_2_streams, _4_streams: a block that other streams of the capture used is free again in the
-/// capture only by the setting, and only if the graph puts all of those uses first.
+/// test_graph_record_stream, TestMemPool.test_graph_capture_reclaim_2_streams, _4_streams: a block that other streams
+/// of the capture used is free again in the capture only by the setting, and only if the graph puts all of those uses
+/// first.
 #[test]
 fn uses_on_other_streams_of_a_capture_are_joined_before_reuse() {
     for (forks, joins, settings) in
@@ -146,7 +149,8 @@ fn uses_on_other_streams_of_a_capture_are_joined_before_reuse() {
     }
 }
 
-/// TestMemPool.test_graph_capture_reclaim_shared_pool: what the first graph's capture left is the second's from the start.
+/// TestMemPool.test_graph_capture_reclaim_shared_pool: what the first graph's capture left is the second's from the
+/// start.
 #[test]
 fn a_second_graph_reuses_what_the_first_has_freed() {
     for settings in ["", REUSE] {
@@ -173,7 +177,8 @@ fn a_second_graph_reuses_what_the_first_has_freed() {
     }
 }
 
-/// TestMemPool.test_graph_capture_pre_capture_stream_use: a use from before the capture is none of the graph's, and is still waited for after it.
+/// TestMemPool.test_graph_capture_pre_capture_stream_use: a use from before the capture is none of the graph's, and is
+/// still waited for after it.
 #[test]
 fn a_use_from_before_the_capture_is_still_waited_for() {
     for settings in ["", REUSE] {
@@ -206,7 +211,8 @@ fn a_use_from_before_the_capture_is_still_waited_for() {
     }
 }
 
-/// test_graph_capture_oom and test_graph_capture_error_releases_reserved_segments: what a capture took before it failed goes back.
+/// test_graph_capture_oom and test_graph_capture_error_releases_reserved_segments: what a capture took before it failed
+/// goes back.
 #[test]
 fn a_capture_that_runs_out_of_memory_gives_back_what_it_had() {
     let lab = GraphLab::on(SimConfig::default().with_capacity(GIB), "");
@@ -238,7 +244,8 @@ fn a_capture_that_runs_out_of_memory_gives_back_what_it_had() {
     lab.finish();
 }
 
-/// test_graph_two_successive, test_graph_three_successive: what one graph leaves, the next ones use; with pools of their own and with one for all.
+/// test_graph_two_successive, test_graph_three_successive: what one graph leaves, the next ones use; with pools of
+/// their own and with one for all.
 #[test]
 fn graphs_that_follow_each_other_may_share_a_pool() {
     let held = [false, true].map(|shares| {
@@ -287,7 +294,8 @@ fn graphs_that_follow_each_other_may_share_a_pool() {
     assert_eq!(held, [2 * MIB + 3 * 32 * MIB, 2 * MIB + 32 * MIB]);
 }
 
-/// test_graph_concurrent_replay: graphs with pools of their own run side by side. With one pool they must not, and the simulated device says so.
+/// test_graph_concurrent_replay: graphs with pools of their own run side by side. With one pool they must not, and the
+/// simulated device says so.
 #[test]
 fn graphs_with_their_own_pools_replay_at_the_same_time() {
     for shares in [false, true] {

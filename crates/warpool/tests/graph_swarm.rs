@@ -1,12 +1,15 @@
-//! Random programs over several streams and threads, with temporaries, products, random numbers and conditional bodies: captured into graphs and
-//! replayed they leave the same memory, and the same generators, as when they are just done.
+//! Random programs over several streams and threads, with temporaries, products, random numbers and conditional bodies:
+//! captured into graphs and replayed they leave the same memory, and the same generators, as when they are just done.
 //!
-//! - `program` is what a program is, `draw` and `schedule` draw one from a seed, with the waits that it needs (`order`), `kernels` has what it is made of.
-//! - `machine` is a simulated machine, `play` does a section on it, into streams that work or that capture; `replayed` has the graphs.
+//! - `program` is what a program is, `draw` and `schedule` draw one from a seed, with the waits that it needs
+//!   (`order`), `kernels` has what it is made of.
+//! - `machine` is a simulated machine, `play` does a section on it, into streams that work or that capture; `replayed`
+//!   has the graphs.
 //! - `threads`: real threads that capture, replay, allocate and poll at the same time.
 //! - `found`: what the programs found, made small.
 //!
-//! `WARPOOL_SWARM_SEED=n` runs the one program of that seed, and prints it if it fails; `WARPOOL_SWARM_COUNT=n` that many, from `WARPOOL_SWARM_FIRST` on.
+//! `WARPOOL_SWARM_SEED=n` runs the one program of that seed, and prints it if it fails; `WARPOOL_SWARM_COUNT=n` that
+//! many, from `WARPOOL_SWARM_FIRST` on.
 
 #[path = "graph_swarm/alarm.rs"]
 mod alarm;

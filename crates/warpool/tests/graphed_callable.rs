@@ -36,7 +36,8 @@ static KERNELS: KernelSource = KernelSource {
 /// How much of a block the work looks at.
 const WORDS: usize = 16;
 
-/// Adds a weight to its input, twice: once into memory of its own, once into its output. A shape is the size of each in KiB.
+/// Adds a weight to its input, twice: once into memory of its own, once into its output. A shape is the size of each in
+/// KiB.
 struct Adder {
     sum: FunctionId,
     weight: Arc<Block>,
@@ -68,7 +69,7 @@ impl Callable for Adder {
         let output = call.allocator().allocate(shape * KIB, stream)?;
         let add = |to: DevicePtr, from: DevicePtr| -> Result<()> {
             let args = [to, from, self.weight.ptr()].map(KernelArg::Ptr);
-            Ok(stream.gpu().driver().kernel_launch(self.sum, LaunchShape::ONE, &args, stream.id())?)
+            Ok(stream.instance().driver().kernel_launch(self.sum, LaunchShape::ONE, &args, stream.id())?)
         };
         add(between.ptr(), input.ptr)?;
         add(output.ptr(), between.ptr())?;
@@ -164,7 +165,8 @@ impl Lab {
 
 const SHAPES: [u64; 3] = [1 << 10, 12 << 10, 4 << 10];
 
-/// The numbers follow from the allocator's rules: 12 MiB have segments of their own; of what the first graph's own memory leaves, 4 MiB are cut; 1 MiB is small.
+/// The numbers follow from the allocator's rules: 12 MiB have segments of their own; of what the first graph's own
+/// memory leaves, 4 MiB are cut; 1 MiB is small.
 #[test]
 fn shapes_are_captured_largest_first_into_one_pool() {
     let lab = Lab::new();
@@ -338,7 +340,8 @@ fn a_capture_on_the_last_calls_stream_is_left_alone() {
     lab.finish();
 }
 
-/// Inputs, graphs and outputs are shared by all calls: those on another stream come behind. The device's order is what is judged.
+/// Inputs, graphs and outputs are shared by all calls: those on another stream come behind. The device's order is what
+/// is judged.
 #[test]
 fn calls_on_two_streams_in_turn_do_not_disturb_each_other() {
     let lab = Lab::new();
@@ -405,7 +408,7 @@ fn wrong_inputs_are_errors_and_change_nothing() {
     assert_eq!(refused(&[], &main), inputs(vec![]));
     assert_eq!(refused(&[good, good], &main), inputs(vec![64 * KIB; 2]));
     assert_eq!(refused(&[Input { bytes: 63 * KIB, ..good }], &main), inputs(vec![63 * KIB]));
-    let far = lab.bench.gpu.device(1).unwrap().default_stream().unwrap();
+    let far = lab.bench.instance.device(1).unwrap().default_stream().unwrap();
     assert!(matches!(refused(&[good], &far), Error::Graph(GraphError::StreamDevice { .. })));
     let other = Lab::new();
     assert_eq!(refused(&[good], &other.bench.main), Error::ForeignGpu { thing: "the stream" });
@@ -420,7 +423,7 @@ fn wrong_inputs_are_errors_and_change_nothing() {
 fn work_that_fails_without_a_graph_is_an_error() {
     let lab = Lab::new();
     let adder = lab.adder();
-    let far = lab.bench.gpu.device(1).unwrap();
+    let far = lab.bench.instance.device(1).unwrap();
     let foreign = GraphedCallable::new(&Lab::new().bench.any(), &far, lab.adder(), [64], GraphedOptions::default());
     assert_eq!(foreign.unwrap_err(), Error::ForeignGpu { thing: "the device" });
     // More than the device has: there is not even room for the inputs.
@@ -451,7 +454,8 @@ fn close_gives_everything_back_behind_the_last_replay() {
             drop(graphed);
         }
         drop(input);
-        // The weight, the input, and where it was copied to: whoever gets them now writes into the replay, or it shows that they wait.
+        // The weight, the input, and where it was copied to: whoever gets them now writes into the replay, or it shows
+        // that they wait.
         let others: Vec<Block> = [4, 1024 * KIB, 1024 * KIB, 1024 * KIB].map(|bytes| lab.block(bytes, 9)).into();
         lab.bench.let_go(&lab.side);
         drop(others);

@@ -9,7 +9,7 @@ use std::any::Any;
 use std::collections::BTreeMap;
 
 use common::machine;
-use warpool::{Gpu, MultiStreamGuard, Stream};
+use warpool::{Instance, MultiStreamGuard, Stream};
 
 const DEVICES: u32 = 3;
 const STREAMS: usize = 4;
@@ -53,7 +53,7 @@ impl Luck {
     }
 }
 
-fn program(seed: u64, gpu: &Gpu, streams: &[Vec<Stream>]) {
+fn program(seed: u64, instance: &Instance, streams: &[Vec<Stream>]) {
     let mut luck = Luck(seed);
     let mut model = Model::new();
     let mut guards: Vec<(usize, Box<dyn Any>)> = Vec::new();
@@ -64,7 +64,7 @@ fn program(seed: u64, gpu: &Gpu, streams: &[Vec<Stream>]) {
         let of = |device| Thing::StreamOf(device as u32);
         match luck.below(8) {
             0 => {
-                gpu.device(device as u32).unwrap().make_current();
+                instance.device(device as u32).unwrap().make_current();
                 *model.topmost(Thing::Device) = device;
             }
             1 => {
@@ -72,7 +72,7 @@ fn program(seed: u64, gpu: &Gpu, streams: &[Vec<Stream>]) {
                 *model.topmost(of(device)) = place;
             }
             2 => {
-                guards.push((step, Box::new(gpu.device(device as u32).unwrap().enter())));
+                guards.push((step, Box::new(instance.device(device as u32).unwrap().enter())));
                 model.layers.push((step, [(Thing::Device, device)].into()));
             }
             3 => {
@@ -92,16 +92,16 @@ fn program(seed: u64, gpu: &Gpu, streams: &[Vec<Stream>]) {
                 model.layers.retain(|(layer, _)| *layer != made_at);
             }
         }
-        check(seed, step, &mut model, gpu, streams);
+        check(seed, step, &mut model, instance, streams);
     }
     drop(guards);
     model.layers.truncate(1);
-    check(seed, 60, &mut model, gpu, streams);
+    check(seed, 60, &mut model, instance, streams);
 }
 
-fn check(seed: u64, step: usize, model: &mut Model, gpu: &Gpu, streams: &[Vec<Stream>]) {
-    assert_eq!(gpu.current_device().index() as usize, *model.topmost(Thing::Device), "seed {seed}, step {step}");
-    for device in gpu.devices() {
+fn check(seed: u64, step: usize, model: &mut Model, instance: &Instance, streams: &[Vec<Stream>]) {
+    assert_eq!(instance.current_device().index() as usize, *model.topmost(Thing::Device), "seed {seed}, step {step}");
+    for device in instance.devices() {
         let place = *model.topmost(Thing::StreamOf(device.index()));
         let expected = &streams[device.index() as usize][place];
         assert_eq!(device.current_stream().unwrap(), *expected, "seed {seed}, step {step}");
@@ -111,15 +111,15 @@ fn check(seed: u64, step: usize, model: &mut Model, gpu: &Gpu, streams: &[Vec<St
 #[test]
 fn guards_agree_with_a_naive_model() {
     for seed in 0..2000 {
-        let (_, gpu) = machine(DEVICES);
+        let (_, instance) = machine(DEVICES);
         // The default stream first: it is what is current at the start.
-        let streams: Vec<Vec<_>> = gpu
+        let streams: Vec<Vec<_>> = instance
             .devices()
             .map(|device| {
                 let others = (1..STREAMS).map(|_| device.pool_stream().unwrap());
                 [device.default_stream().unwrap()].into_iter().chain(others).collect()
             })
             .collect();
-        program(seed, &gpu, &streams);
+        program(seed, &instance, &streams);
     }
 }

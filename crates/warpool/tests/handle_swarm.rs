@@ -1,5 +1,5 @@
-//! Random programs over pools of handles, beside a naive model: which handle whoever asks must get, and how many there must be.
-//! Threads are real, and do what they are told one after the other, so each seed is one program.
+//! Random programs over pools of handles, beside a naive model: which handle whoever asks must get, and how many there
+//! must be. Threads are real, and do what they are told one after the other, so each seed is one program.
 
 mod common;
 
@@ -120,10 +120,10 @@ impl Worker {
 
 fn run(seed: u64) {
     let mut luck = Luck(seed);
-    let gpu = machine(DEVICES).1;
-    let devices: Vec<Device> = gpu.devices().collect();
+    let instance = machine(DEVICES).1;
+    let devices: Vec<Device> = instance.devices().collect();
     let kinds: Vec<Numbers> = (0..POOLS).map(|_| Numbers::default()).collect();
-    let pools: Vec<Pool> = kinds.iter().map(|kind| HandlePool::new(&gpu, kind.clone())).collect();
+    let pools: Vec<Pool> = kinds.iter().map(|kind| HandlePool::new(&instance, kind.clone())).collect();
     let mut models: Vec<Model> = (0..POOLS).map(|_| Model::default()).collect();
     let mut workers: Vec<Worker> = (0..THREADS).map(|_| Worker::start()).collect();
     let mut leases: Vec<(usize, HandleLease<Numbers>, u32)> = Vec::new();
@@ -200,7 +200,7 @@ fn run(seed: u64) {
         assert_eq!(kind.unmade.load(Ordering::SeqCst), model.unmade, "seed {seed}: all are unmade");
     }
     drop(devices);
-    gpu.close().unwrap_or_else(|error| panic!("seed {seed}: {error}"));
+    instance.close().unwrap_or_else(|error| panic!("seed {seed}: {error}"));
 }
 
 #[test]

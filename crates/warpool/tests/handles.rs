@@ -1,4 +1,5 @@
-//! Pools of library handles: who gets which, what is called, and what becomes of handles when threads, pools and Gpus end.
+//! Pools of library handles: who gets which, what is called, and what becomes of handles when threads, pools and Gpus
+//! end.
 
 mod common;
 
@@ -15,7 +16,7 @@ use warpool::driver::{Call, CaptureMode, Captures as _, DriverError, ErrorCode, 
 use warpool::handle::{
     Cublas, CublasLt, Cudnn, Cusolver, Cusparse, HandlePool, LibraryHandle, LibraryKind, ThreadHandle,
 };
-use warpool::{Device, Error, Gpu, Result};
+use warpool::{Device, Error, Instance, Result};
 
 /// A library that is only counted.
 #[derive(Clone, Default)]
@@ -73,9 +74,9 @@ impl LibraryKind for Toy {
 
 /// A pool of toys over so many devices.
 fn toys(devices: u32) -> (Toy, HandlePool<Toy>, Vec<Device>) {
-    let gpu = machine(devices).1;
+    let instance = machine(devices).1;
     let toy = Toy::default();
-    (toy.clone(), HandlePool::new(&gpu, toy), gpu.devices().collect())
+    (toy.clone(), HandlePool::new(&instance, toy), instance.devices().collect())
 }
 
 /// Runs `body` on a thread of its own, and waits until that is gone, with its thread-local variables.
@@ -128,9 +129,9 @@ fn the_last_handle_back_goes_out_first() {
 fn ten_thousand_threads_need_as_many_handles_as_there_are_threads_at_once() {
     const THREADS: usize = 10_000;
     const AT_ONCE: usize = 64;
-    let (sim, gpu) = machine(2);
-    let pool = HandlePool::new(&gpu, Cublas);
-    let devices: Vec<Device> = gpu.devices().collect();
+    let (sim, instance) = machine(2);
+    let pool = HandlePool::new(&instance, Cublas);
+    let devices: Vec<Device> = instance.devices().collect();
     let all_here = Arc::new(Barrier::new(AT_ONCE));
     let mut running = VecDeque::new();
     for number in 0..THREADS {
@@ -187,10 +188,10 @@ fn no_two_threads_have_one_handle_at_once() {
 #[test]
 fn a_repeated_fetch_makes_no_call() {
     let counting = Arc::new(Counting::new(Arc::new(SimDriver::new(SimConfig::default()))));
-    let gpu = Gpu::new(counting.clone()).unwrap();
-    let device = gpu.device(0).unwrap();
+    let instance = Instance::new(counting.clone()).unwrap();
+    let device = instance.device(0).unwrap();
     let stream = device.pool_stream().unwrap();
-    let pool = HandlePool::new(&gpu, Cusparse);
+    let pool = HandlePool::new(&instance, Cusparse);
     pool.current(&device).unwrap().set_stream(&stream).unwrap();
     counting.reset();
     for _ in 0..100 {
@@ -244,7 +245,7 @@ fn slow() -> (Toy, HandlePool<Slow>, Device, mpsc::Receiver<()>, mpsc::SyncSende
     let library = Toy::default();
     let device = common::device();
     let kind = Slow { begun, go_on: go_on.into(), library: library.clone() };
-    (library, HandlePool::new(device.gpu(), kind), device, has_begun, say_go)
+    (library, HandlePool::new(device.instance(), kind), device, has_begun, say_go)
 }
 
 #[test]
@@ -354,12 +355,12 @@ fn closing_takes_the_calling_threads_own() {
 
 #[test]
 fn a_gpu_can_be_closed_while_threads_still_have_handles_of_closed_pools() {
-    let (sim, gpu) = machine(1);
-    let pool = HandlePool::new(&gpu, Cublas);
+    let (sim, instance) = machine(1);
+    let pool = HandlePool::new(&instance, Cublas);
     thread::scope(|scope| {
         let (say_go, go_on) = mpsc::channel::<()>();
         let (begun, has_begun) = mpsc::channel();
-        let (device, of_thread) = (gpu.device(0).unwrap(), pool.clone());
+        let (device, of_thread) = (instance.device(0).unwrap(), pool.clone());
         scope.spawn(move || {
             of_thread.current(&device).unwrap();
             drop((of_thread, device));
@@ -368,9 +369,9 @@ fn a_gpu_can_be_closed_while_threads_still_have_handles_of_closed_pools() {
             let _ = go_on.recv();
         });
         has_begun.recv().unwrap();
-        pool.current(&gpu.device(0).unwrap()).unwrap();
+        pool.current(&instance.device(0).unwrap()).unwrap();
         pool.close().unwrap();
-        gpu.close().expect("nobody holds on to it");
+        instance.close().expect("nobody holds on to it");
         assert_eq!(sim.census().handles, 1, "the worker's, which is leaked");
         drop(say_go);
     });
@@ -393,7 +394,7 @@ fn a_pool_that_is_dropped_destroys_nothing() {
 #[test]
 fn two_gpus_have_their_own_handles() {
     let (first, second) = (machine(1).1.device(0).unwrap(), machine(1).1.device(0).unwrap());
-    let pools = [&first, &second].map(|device| HandlePool::new(device.gpu(), Toy::default()));
+    let pools = [&first, &second].map(|device| HandlePool::new(device.instance(), Toy::default()));
     pools[0].current(&first).unwrap().note.set(1);
     pools[1].current(&second).unwrap().note.set(2);
     assert_eq!(pools[0].current(&first).unwrap().note.get(), 1);
@@ -454,7 +455,7 @@ impl LibraryKind for Nested {
 #[test]
 fn a_library_may_use_the_pool_while_it_makes_a_handle() {
     let device = common::device();
-    let pool = HandlePool::new(device.gpu(), Nested(Toy::default()));
+    let pool = HandlePool::new(device.instance(), Nested(Toy::default()));
     POOL.set(Some(pool.clone()));
     // Whoever fetched first has it; there is one per thread.
     assert_eq!(pool.current(&device).unwrap().number, 1);
@@ -521,13 +522,18 @@ fn a_thread_at_its_end_fetches_what_it_has_and_no_more_after_that() {
 
 #[test]
 fn every_library_has_handles() {
-    let (sim, gpu) = machine(1);
-    let device = gpu.device(0).unwrap();
-    fn made<K: LibraryKind<Handle = LibraryHandle>>(gpu: &Gpu, kind: K) -> HandleId {
-        HandlePool::new(gpu, kind).lease(&gpu.device(0).unwrap()).unwrap().id()
+    let (sim, instance) = machine(1);
+    let device = instance.device(0).unwrap();
+    fn made<K: LibraryKind<Handle = LibraryHandle>>(instance: &Instance, kind: K) -> HandleId {
+        HandlePool::new(instance, kind).lease(&instance.device(0).unwrap()).unwrap().id()
     }
-    let handles =
-        [made(&gpu, Cublas), made(&gpu, CublasLt), made(&gpu, Cudnn), made(&gpu, Cusparse), made(&gpu, Cusolver)];
+    let handles = [
+        made(&instance, Cublas),
+        made(&instance, CublasLt),
+        made(&instance, Cudnn),
+        made(&instance, Cusparse),
+        made(&instance, Cusolver),
+    ];
     for (handle, library) in handles.into_iter().zip(Library::ALL) {
         assert_eq!(sim.library_calls(handle), [LibraryCall::Created { library, device: device.id() }]);
     }
@@ -536,25 +542,25 @@ fn every_library_has_handles() {
 #[test]
 fn an_absent_library_is_named() {
     let sim = SimDriver::new(SimConfig::default().without_library(Library::Dnn));
-    let gpu = Gpu::new(Arc::new(sim)).unwrap();
-    let device = gpu.device(0).unwrap();
-    let pool = HandlePool::new(&gpu, Cudnn);
+    let instance = Instance::new(Arc::new(sim)).unwrap();
+    let device = instance.device(0).unwrap();
+    let pool = HandlePool::new(&instance, Cudnn);
     for error in [pool.current(&device).err().unwrap(), pool.lease(&device).err().unwrap()] {
         assert_eq!(error.driver().unwrap().code, ErrorCode::SharedObjectInitFailed);
         assert!(error.to_string().contains("cuDNN"), "{error}");
     }
     assert_eq!(pool.alive(&device), 0);
-    HandlePool::new(&gpu, Cusolver).current(&device).unwrap();
+    HandlePool::new(&instance, Cusolver).current(&device).unwrap();
 }
 
 #[test]
 fn a_stream_is_set_when_it_differs_and_again_after_a_failure() {
     let sim = Arc::new(SimDriver::new(SimConfig::default().with_devices(2)));
     let plan = FaultPlan::new().fail_nth(Call::LibrarySetStream, 3, ErrorCode::UnknownError);
-    let gpu = Gpu::new(Arc::new(Faulty::new(sim.clone(), plan))).unwrap();
-    let device = gpu.device(0).unwrap();
+    let instance = Instance::new(Arc::new(Faulty::new(sim.clone(), plan))).unwrap();
+    let device = instance.device(0).unwrap();
     let [a, b] = [(); 2].map(|()| device.pool_stream().unwrap());
-    let pool = HandlePool::new(&gpu, Cusolver);
+    let pool = HandlePool::new(&instance, Cusolver);
     let handle = pool.current(&device).unwrap();
     for stream in [&a, &a, &b, &b] {
         handle.set_stream(stream).unwrap();
@@ -566,7 +572,7 @@ fn a_stream_is_set_when_it_differs_and_again_after_a_failure() {
     let set: Vec<LibraryCall> = [&a, &b, &b].map(|stream| LibraryCall::SetStream(stream.id())).into();
     assert_eq!(sim.library_calls(handle.id())[1..], set);
 
-    let elsewhere = gpu.device(1).unwrap().pool_stream().unwrap();
+    let elsewhere = instance.device(1).unwrap().pool_stream().unwrap();
     let (handle_on, owner) = (device.id(), elsewhere.device_id());
     let refused = Err(Error::HandleDevice { handle: handle_on, stream: elsewhere.id(), owner });
     assert_eq!(handle.set_stream(&elsewhere), refused);
@@ -577,9 +583,9 @@ fn a_stream_is_set_when_it_differs_and_again_after_a_failure() {
 
 #[test]
 fn every_call_may_fail_once() {
-    let scenario = |gpu: &Gpu| -> Result<()> {
-        let [zero, one] = [gpu.device(0)?, gpu.device(1)?];
-        let pool = HandlePool::new(gpu, Cublas);
+    let scenario = |instance: &Instance| -> Result<()> {
+        let [zero, one] = [instance.device(0)?, instance.device(1)?];
+        let pool = HandlePool::new(instance, Cublas);
         let outcome = (|| {
             pool.current(&zero)?.set_stream(&zero.default_stream()?)?;
             let lease = pool.lease(&zero)?;
@@ -594,11 +600,11 @@ fn every_call_may_fail_once() {
         let sim = Arc::new(SimDriver::new(SimConfig::default().with_devices(2)));
         let plan = FaultPlan::new().fail_nth_of_all(nth, ErrorCode::OutOfMemory).sparing(FaultPlan::CLEANUP);
         let faulty = Arc::new(Faulty::new(sim.clone(), plan));
-        let outcome = Gpu::new(faulty.clone()).and_then(|gpu| {
-            let outcome = scenario(&gpu);
+        let outcome = Instance::new(faulty.clone()).and_then(|instance| {
+            let outcome = scenario(&instance);
             faulty.clear_plan();
-            scenario(&gpu).expect("after a fault everything works");
-            gpu.close().expect("nobody holds on to it");
+            scenario(&instance).expect("after a fault everything works");
+            instance.close().expect("nobody holds on to it");
             outcome
         });
         assert_eq!(sim.census().handles, 0, "call {nth} failed and a handle stayed");
@@ -618,9 +624,9 @@ fn a_handle_that_cannot_be_destroyed_stays_and_does_not_keep_the_others() {
     let destroy = Call::LibraryDestroy;
     let plan = FaultPlan::new().fail_nth(destroy, 2, ErrorCode::UnknownError);
     let plan = plan.fail_nth(destroy, 4, ErrorCode::LaunchFailed);
-    let gpu = Gpu::new(Arc::new(Faulty::new(sim.clone(), plan))).unwrap();
-    let devices: Vec<Device> = gpu.devices().collect();
-    let pool = HandlePool::new(&gpu, Cublas);
+    let instance = Instance::new(Arc::new(Faulty::new(sim.clone(), plan))).unwrap();
+    let devices: Vec<Device> = instance.devices().collect();
+    let pool = HandlePool::new(&instance, Cublas);
     let leases = |n| drop((0..n).map(|_| pool.lease(&devices[0]).unwrap()).collect::<Vec<_>>());
     leases(3);
     assert_eq!(pool.trim(&devices[0]).unwrap_err().driver().unwrap().code, ErrorCode::UnknownError);
@@ -640,10 +646,10 @@ fn a_handle_that_cannot_be_destroyed_stays_and_does_not_keep_the_others() {
 /// Destroying one would break the capture, so the driver refuses it.
 #[test]
 fn trim_and_close_lose_no_handle_while_a_stream_captures() {
-    let (sim, gpu) = machine(1);
-    let device = gpu.device(0).unwrap();
+    let (sim, instance) = machine(1);
+    let device = instance.device(0).unwrap();
     let stream = device.pool_stream().unwrap();
-    let pool = HandlePool::new(&gpu, Cublas);
+    let pool = HandlePool::new(&instance, Cublas);
     drop(pool.lease(&device).unwrap());
     sim.capture_begin(stream.id(), CaptureMode::Global).unwrap();
     let refused = |error: Error| error.driver().map(|error| error.code) == Some(ErrorCode::StreamCaptureUnsupported);

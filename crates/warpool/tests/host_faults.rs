@@ -1,5 +1,5 @@
-//! Every driver call of a scenario with pinned memory fails once, and pairs of them: the allocator stays whole, leaks nothing, spoils nothing and still serves. The
-//! scenario is in `host_faults/lab.rs`.
+//! Every driver call of a scenario with pinned memory fails once, and pairs of them: the allocator stays whole, leaks
+//! nothing, spoils nothing and still serves. The scenario is in `host_faults/lab.rs`.
 
 #[path = "host_faults/lab.rs"]
 mod lab;
@@ -61,7 +61,8 @@ fn two_calls_may_fail_one_behind_the_other() {
         let calls = calls(&settings);
         for nth in 1..=calls {
             let code = if nth % 2 == 0 { ErrorCode::OutOfMemory } else { ErrorCode::LaunchFailed };
-            // Giving back is spared: what is pinned for nothing, and then cannot be unpinned, is given up with a warning.
+            // Giving back is spared: what is pinned for nothing, and then cannot be unpinned, is given up with a
+            // warning.
             let plan = FaultPlan::new().sparing(FaultPlan::CLEANUP);
             check(&settings, plan.fail_nth_of_all(nth, code).fail_nth_of_all(nth + 1 + nth % 4, code));
         }

@@ -1,7 +1,9 @@
-//! PyTorch's tests of pinned host memory, in our terms: each test names the one that it stands for. Where our behaviour differs on purpose, it says so.
+//! PyTorch's tests of pinned host memory, in our terms: each test names the one that it stands for. Where our behaviour
+//! differs on purpose, it says so.
 //!
-//! What differs in most of them is size. PyTorch rounds to powers of two and asks the driver for every block; here there are eight classes between two powers of two, and
-//! blocks up to 256 KiB are cut from shared segments, the first of 2 MiB. Its tests of pinned memory in graphs are in `graph_host.rs`.
+//! What differs in most of them is size. PyTorch rounds to powers of two and asks the driver for every block; here
+//! there are eight classes between two powers of two, and blocks up to 256 KiB are cut from shared segments, the first
+//! of 2 MiB. Its tests of pinned memory in graphs are in `graph_host.rs`.
 
 mod common;
 
@@ -15,13 +17,13 @@ use warpool::memory::{
     Action, Allocate as _, BlockState, CachingAllocator, DeviceAllocator, Frame, HistoryOptions, HostAllocator,
     HostBlock, HostStats, PinnedSettings, Settings, Snapshot, SnapshotOptions, StackLevel, Stat,
 };
-use warpool::{Gpu, Stream};
+use warpool::{Instance, Stream};
 
 /// A machine with an allocator of pinned memory, and every driver call counted.
 struct Lab {
     sim: Arc<SimDriver>,
     counting: Arc<Counting>,
-    gpu: Gpu,
+    instance: Instance,
     host: HostAllocator,
 }
 
@@ -33,9 +35,9 @@ impl Lab {
     fn with_devices(devices: u32, settings: PinnedSettings) -> Self {
         let sim = Arc::new(SimDriver::new(SimConfig::default().with_devices(devices)));
         let counting = Arc::new(Counting::new(sim.clone()));
-        let gpu = Gpu::new(counting.clone()).unwrap();
-        let host = HostAllocator::new(&gpu, settings);
-        Self { sim, counting, gpu, host }
+        let instance = Instance::new(counting.clone()).unwrap();
+        let host = HostAllocator::new(&instance, settings);
+        Self { sim, counting, instance, host }
     }
 
     fn block(&self, bytes: u64) -> HostBlock {
@@ -46,7 +48,7 @@ impl Lab {
     }
 
     fn stream(&self, device: u32) -> Stream {
-        self.gpu.device(device).unwrap().pool_stream().unwrap()
+        self.instance.device(device).unwrap().pool_stream().unwrap()
     }
 
     fn calls(&self, call: Call) -> u64 {
@@ -75,7 +77,7 @@ impl Lab {
 
     /// With all blocks given back: nothing stays pinned, and nothing was used that nobody had.
     fn finish(self) {
-        for device in self.gpu.devices() {
+        for device in self.instance.devices() {
             if self.sim.context_is_active(device.id()).unwrap() {
                 device.synchronize().unwrap();
             }
@@ -155,8 +157,8 @@ fn a_block_waits_for_copies_to_every_device() {
     lab.finish();
 }
 
-/// TestCuda.test_pinned_memory_with_cudaregister, test_pinned_memory_with_cudaregister_multithread. In ours the pages are whole segments of our own, and huge ones where
-/// the system has them.
+/// TestCuda.test_pinned_memory_with_cudaregister, test_pinned_memory_with_cudaregister_multithread. In ours the pages
+/// are whole segments of our own, and huge ones where the system has them.
 #[test]
 fn memory_is_pinned_where_it_is_by_any_number_of_threads() {
     for threads in [1, 2, 8, 128] {
@@ -179,7 +181,7 @@ fn memory_is_pinned_where_it_is_by_any_number_of_threads() {
             assert_eq!(got, want, "{bytes} bytes, {threads} threads");
         }
         assert_eq!((lab.calls(Call::HostAlloc), lab.calls(Call::HostRegister)), (0, lab.stats().num_host_alloc));
-        lab.gpu.device(0).unwrap().synchronize().unwrap();
+        lab.instance.device(0).unwrap().synchronize().unwrap();
         let Lab { sim, counting, host, .. } = &lab;
         host.trim(0).unwrap();
         assert_eq!((counting.count(Call::HostUnregister).calls, sim.census().pinned), (host.stats().num_host_alloc, 0));
@@ -187,7 +189,8 @@ fn memory_is_pinned_where_it_is_by_any_number_of_threads() {
     }
 }
 
-/// The rest of that story: the way is remembered by segment, so the setting may change in between. (PyTorch once unpinned by the setting of the moment.)
+/// The rest of that story: the way is remembered by segment, so the setting may change in between. (PyTorch once
+/// unpinned by the setting of the moment.)
 #[test]
 fn memory_goes_back_the_way_it_came() {
     let lab = Lab::new(plain());
@@ -222,7 +225,8 @@ fn an_emptied_cache_holds_only_what_somebody_has() {
     }
 }
 
-/// TestCuda.test_pinned_memory_use_background_threads: nobody asks for anything, and what waited comes back all the same. Ours sleeps while nothing waits.
+/// TestCuda.test_pinned_memory_use_background_threads: nobody asks for anything, and what waited comes back all the
+/// same. Ours sleeps while nothing waits.
 #[test]
 fn a_thread_of_its_own_looks_after_events() {
     let lab = Lab::new(parsed("pinned_use_background_threads:True"));
@@ -328,7 +332,8 @@ fn a_block_that_no_stream_used_is_inactive_at_once() {
     lab.finish();
 }
 
-/// TestCuda.test_host_memory_stats_active_after_event_drain: it counts until somebody has seen its events pass, and reading the counters is not that.
+/// TestCuda.test_host_memory_stats_active_after_event_drain: it counts until somebody has seen its events pass, and
+/// reading the counters is not that.
 #[test]
 fn a_block_that_waits_is_active_until_its_events_are_seen() {
     let lab = Lab::new(plain());
@@ -347,8 +352,8 @@ fn a_block_that_waits_is_active_until_its_events_are_seen() {
     lab.finish();
 }
 
-/// TestCachingHostAllocatorConfig.test_max_round_threshold. PyTorch's powers of two waste up to half; here a threshold spares an eighth at most, and large blocks are
-/// rounded to pages at any rate.
+/// TestCachingHostAllocatorConfig.test_max_round_threshold. PyTorch's powers of two waste up to half; here a threshold
+/// spares an eighth at most, and large blocks are rounded to pages at any rate.
 #[test]
 fn above_the_threshold_nothing_is_rounded_to_a_class() {
     let limited = |bytes| PinnedSettings { max_round_threshold_bytes: Some(bytes), ..plain() };
@@ -413,7 +418,8 @@ fn the_two_thresholds_do_not_disturb_each_other() {
     lab.finish();
 }
 
-/// TestCachingHostAllocatorConfig.test_round_threshold_larger_than_cached_size: the limit on what is kept wins, for rounding too.
+/// TestCachingHostAllocatorConfig.test_round_threshold_larger_than_cached_size: the limit on what is kept wins, for
+/// rounding too.
 #[test]
 fn what_is_not_kept_is_not_rounded() {
     let settings =
@@ -426,7 +432,8 @@ fn what_is_not_kept_is_not_rounded() {
     lab.finish();
 }
 
-/// TestCachingHostAllocatorConfig.test_unrounded_bucket_no_undersized_reuse: blocks of many sizes side by side, none of them is ever too small.
+/// TestCachingHostAllocatorConfig.test_unrounded_bucket_no_undersized_reuse: blocks of many sizes side by side, none of
+/// them is ever too small.
 #[test]
 fn nobody_gets_a_block_that_is_too_small() {
     let lab = Lab::new(PinnedSettings { max_round_threshold_bytes: Some(0), ..plain() });
@@ -476,7 +483,8 @@ fn counters_hold_across_threads() {
     lab.finish();
 }
 
-/// CachingHostAllocatorTest.pinned_alias_slice. A view of a block notes its use through the block, whatever part it is of; there is no other way to name a part.
+/// CachingHostAllocatorTest.pinned_alias_slice. A view of a block notes its use through the block, whatever part it is
+/// of; there is no other way to name a part.
 #[test]
 fn a_use_of_any_part_is_a_use_of_the_block() {
     let lab = Lab::new(plain());
@@ -493,7 +501,8 @@ fn a_use_of_any_part_is_a_use_of_the_block() {
     lab.finish();
 }
 
-/// CachingHostAllocatorTest.check_raw_allocation: by its address a block is known where it starts, as long as somebody has it.
+/// CachingHostAllocatorTest.check_raw_allocation: by its address a block is known where it starts, as long as somebody
+/// has it.
 #[test]
 fn a_use_by_address_is_by_the_start_of_a_block() {
     let lab = Lab::new(plain());
@@ -581,7 +590,7 @@ fn pinning_makes_no_context_where_there_is_one_elsewhere() {
     assert_eq!(active(), [false, false, true], "the only one there is serves");
     assert_eq!(lab.stats().pinned_bytes_by_device, [0, 0, 2 * MIB], "and it counts to its device");
     // For a device that is named, and has none.
-    let other = lab.host.allocate_for(3 * MIB, &lab.gpu.device(0).unwrap()).unwrap();
+    let other = lab.host.allocate_for(3 * MIB, &lab.instance.device(0).unwrap()).unwrap();
     assert_eq!(active(), [false, false, true]);
     drop((block, other));
     lab.sim.context_release(DeviceId(2)).unwrap();
@@ -592,7 +601,7 @@ fn pinning_makes_no_context_where_there_is_one_elsewhere() {
 #[test]
 fn the_first_context_is_the_current_devices() {
     let lab = Lab::with_devices(2, plain());
-    let _current = lab.gpu.device(1).unwrap().enter();
+    let _current = lab.instance.device(1).unwrap().enter();
     let block = lab.block(4 * KIB);
     let active = [0, 1].map(|at| lab.sim.context_is_active(DeviceId(at)).unwrap());
     assert_eq!(active, [false, true]);
@@ -610,7 +619,8 @@ fn actions(snapshot: &Snapshot) -> Vec<Action> {
     snapshot.host_traces.iter().flatten().map(|entry| entry.action).collect()
 }
 
-/// TestCudaAllocator.test_host_memory_snapshot: what there is, and what happened. A segment may have many blocks here, where PyTorch's has one.
+/// TestCudaAllocator.test_host_memory_snapshot: what there is, and what happened. A segment may have many blocks here,
+/// where PyTorch's has one.
 #[test]
 fn a_snapshot_has_the_hosts_segments_and_history() {
     let lab = Lab::new(plain());
@@ -667,7 +677,8 @@ fn a_snapshot_has_the_hosts_segments_and_history() {
     lab.finish();
 }
 
-/// TestCudaAllocator.test_host_memory_snapshot_disabled: without a history there are segments all the same, and nothing that happened.
+/// TestCudaAllocator.test_host_memory_snapshot_disabled: without a history there are segments all the same, and nothing
+/// that happened.
 #[test]
 fn without_a_history_a_snapshot_has_segments_only() {
     let lab = Lab::new(plain());
@@ -694,7 +705,8 @@ fn a_history_keeps_the_newest_entries() {
     lab.finish();
 }
 
-/// TestCudaAllocator.test_host_memory_snapshot_none_disables. PyTorch keeps what it has until it is told to clear it; here, as on the device's side, stopping forgets.
+/// TestCudaAllocator.test_host_memory_snapshot_none_disables. PyTorch keeps what it has until it is told to clear it;
+/// here, as on the device's side, stopping forgets.
 #[test]
 fn a_stopped_history_is_forgotten() {
     let lab = Lab::new(plain());
@@ -715,7 +727,7 @@ fn a_stopped_history_is_forgotten() {
 #[test]
 fn the_hosts_history_is_not_the_devices() {
     let lab = Lab::new(plain());
-    let allocator: Arc<dyn DeviceAllocator> = Arc::new(CachingAllocator::new(&lab.gpu, Settings::default()));
+    let allocator: Arc<dyn DeviceAllocator> = Arc::new(CachingAllocator::new(&lab.instance, Settings::default()));
     let stream = lab.stream(0);
     lab.host.record_history(Some(HistoryOptions::default()));
     let (pinned, block) = (lab.block(1000), allocator.allocate(2000, &stream).unwrap());

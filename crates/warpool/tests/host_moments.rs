@@ -1,6 +1,8 @@
-//! What others do while the host allocator is in the middle of a driver call. The driver has a hook here that does it at exactly that moment.
+//! What others do while the host allocator is in the middle of a driver call. The driver has a hook here that does it
+//! at exactly that moment.
 //!
-//! Where something has to wait for the call, the hook cannot wait for that; it gives it a while to go wrong. No assertion is about time.
+//! Where something has to wait for the call, the hook cannot wait for that; it gives it a while to go wrong. No
+//! assertion is about time.
 
 use std::sync::{Arc, Mutex, mpsc};
 use std::time::Duration;
@@ -12,7 +14,7 @@ use warpool::graph::{CaptureOptions, Graph, GraphOptions};
 use warpool::memory::{
     Action, CachingAllocator, DeviceAllocator, HistoryOptions, HostAllocator, PinnedSettings, Settings, Snapshot,
 };
-use warpool::{Gpu, Stream};
+use warpool::{Instance, Stream};
 
 const MIB: u64 = 1 << 20;
 /// How long something that must wait is given to go wrong.
@@ -65,7 +67,7 @@ impl Hook for Moments {
 struct Lab {
     sim: Arc<SimDriver>,
     tapped: Arc<Tapped<Moments>>,
-    gpu: Gpu,
+    instance: Instance,
     host: HostAllocator,
 }
 
@@ -73,9 +75,9 @@ impl Lab {
     fn new(settings: PinnedSettings) -> Self {
         let sim = Arc::new(SimDriver::new(SimConfig::default()));
         let tapped = Arc::new(Tapped::with_hook(sim.clone(), Moments::default()));
-        let gpu = Gpu::new(tapped.clone()).unwrap();
-        let host = HostAllocator::new(&gpu, settings);
-        Self { sim, tapped, gpu, host }
+        let instance = Instance::new(tapped.clone()).unwrap();
+        let host = HostAllocator::new(&instance, settings);
+        Self { sim, tapped, instance, host }
     }
 
     fn at(&self, when: When, call: Call, act: impl FnOnce() + Send + 'static) {
@@ -95,14 +97,14 @@ impl Lab {
 fn the_last_handle_may_go_while_a_segment_goes_back() {
     let lab = Lab::new(PinnedSettings { max_cached_bytes: Some(MIB), ..PinnedSettings::default() });
     let [block, other] = [5, 6].map(|mib| lab.host.allocate(mib * MIB).unwrap());
-    let Lab { sim, tapped, gpu, host } = lab;
+    let Lab { sim, tapped, instance, host } = lab;
     tapped.hook().at(When::Before, Call::HostFree, move || drop(host));
     block.free().unwrap();
     assert_eq!(sim.census().pinned, 1);
     // Its books are gone, so it stays pinned, and is still good.
     other.write(0, &[1; 8]).unwrap();
     other.free().unwrap();
-    drop(gpu);
+    drop(instance);
     assert_eq!(Arc::strong_count(&tapped), 1, "nobody holds the driver any more");
 }
 
@@ -152,8 +154,8 @@ fn a_request_under_a_cap_waits_for_memory_that_is_on_its_way_back() {
 #[test]
 fn a_replay_is_waited_for_although_its_stream_is_just_being_marked() {
     let lab = Lab::new(PinnedSettings::default());
-    let memory: Arc<dyn DeviceAllocator> = Arc::new(CachingAllocator::new(&lab.gpu, Settings::default()));
-    let device = lab.gpu.device(0).unwrap();
+    let memory: Arc<dyn DeviceAllocator> = Arc::new(CachingAllocator::new(&lab.instance, Settings::default()));
+    let device = lab.instance.device(0).unwrap();
     let [stream, captured] = [0, 1].map(|_| device.pool_stream().unwrap());
     let to = lab.sim.mem_alloc(device.id(), 64).unwrap();
     let block = lab.host.allocate(MIB).unwrap();
@@ -194,8 +196,8 @@ fn a_replay_is_waited_for_although_its_stream_is_just_being_marked() {
 #[test]
 fn no_capture_begins_while_the_devices_are_waited_for() {
     let lab = Lab::new(PinnedSettings::default());
-    let memory: Arc<dyn DeviceAllocator> = Arc::new(CachingAllocator::new(&lab.gpu, Settings::default()));
-    let device = lab.gpu.device(0).unwrap();
+    let memory: Arc<dyn DeviceAllocator> = Arc::new(CachingAllocator::new(&lab.instance, Settings::default()));
+    let device = lab.instance.device(0).unwrap();
     let captured = device.pool_stream().unwrap();
     let mut graph = Graph::new(&memory, &device, GraphOptions::default()).unwrap();
     let id = lab.sim.stream_create(device.id(), StreamOptions::default()).unwrap();

@@ -1,8 +1,10 @@
-//! Sixteen threads on one allocator of pinned memory, a million allocations each: nothing is lost, and nothing is handed out twice.
+//! Sixteen threads on one allocator of pinned memory, a million allocations each: nothing is lost, and nothing is
+//! handed out twice.
 //!
-//! Threads end all the time while blocks of theirs are alive: those go to other threads, which give them back. Every block is entered in a register of
-//! live ranges that compares it with its neighbours; every so often one also gets a stamp at both ends, or is copied from by a stream.
-//! (Only so often: contents go through the simulated device, which has one lock.) The interleaving is the system's, so no run is like another.
+//! Threads end all the time while blocks of theirs are alive: those go to other threads, which give them back. Every
+//! block is entered in a register of live ranges that compares it with its neighbours; every so often one also gets a
+//! stamp at both ends, or is copied from by a stream. (Only so often: contents go through the simulated device, which
+//! has one lock.) The interleaving is the system's, so no run is like another.
 
 #[path = "common/dice.rs"]
 mod dice;
@@ -17,7 +19,7 @@ use warpool::driver::decorate::{Arguments, Counting, Hook, Outcome, Tapped};
 use warpool::driver::sim::{SimConfig, SimDriver};
 use warpool::driver::{Call, Copies as _, DeviceId, DevicePtr, Driver, Memory as _};
 use warpool::memory::{HostAllocator, HostBlock, PinnedSettings};
-use warpool::{Gpu, StreamLease};
+use warpool::{Instance, StreamLease};
 
 const THREADS: u64 = 16;
 /// For each of the sixteen; the lives of its threads share them.
@@ -105,11 +107,11 @@ struct Lab {
 impl Lab {
     fn new(settings: PinnedSettings) -> Self {
         let sim = Arc::new(SimDriver::new(SimConfig::default()));
-        let gpu = Gpu::new(sim.clone()).unwrap();
-        let device = gpu.device(0).unwrap();
+        let instance = Instance::new(sim.clone()).unwrap();
+        let device = instance.device(0).unwrap();
         let streams = (0..THREADS).map(|_| device.lease_stream().unwrap()).collect();
         let buffers = (0..THREADS).map(|_| sim.mem_alloc(DeviceId(0), 4 * KIB).unwrap()).collect();
-        let host = HostAllocator::new(&gpu, settings);
+        let host = HostAllocator::new(&instance, settings);
         Self {
             sim,
             host,
@@ -290,8 +292,8 @@ fn a_million_pairs_from_sixteen_threads_make_no_driver_call() {
     const LIVE: usize = 8;
     let sim = Arc::new(SimDriver::new(SimConfig::default()));
     let counting = Arc::new(Counting::new(sim.clone()));
-    let gpu = Gpu::new(counting.clone()).unwrap();
-    let host = HostAllocator::new(&gpu, PinnedSettings::default());
+    let instance = Instance::new(counting.clone()).unwrap();
+    let host = HostAllocator::new(&instance, PinnedSettings::default());
     let barrier = Barrier::new(THREADS as usize);
     let p99s: Mutex<Vec<u128>> = Mutex::default();
     std::thread::scope(|scope| {
@@ -360,13 +362,14 @@ impl Hook for Latecomer {
     fn note(&self, _: Call, _: Arguments<'_>) {}
 }
 
-/// Found by the first test here: the driver may give an address out again before the thread that gave it up is back from the call.
+/// Found by the first test here: the driver may give an address out again before the thread that gave it up is back
+/// from the call.
 #[test]
 fn an_address_may_come_again_at_once() {
     let sim = Arc::new(SimDriver::new(SimConfig::default()));
     let tapped = Arc::new(Tapped::with_hook(sim.clone(), Latecomer::default()));
-    let gpu = Gpu::new(tapped.clone()).unwrap();
-    let host = HostAllocator::new(&gpu, PinnedSettings::default());
+    let instance = Instance::new(tapped.clone()).unwrap();
+    let host = HostAllocator::new(&instance, PinnedSettings::default());
     let first = host.allocate(LATE).unwrap();
     let ptr = first.ptr();
     drop(first);

@@ -1,8 +1,9 @@
 //! Random programs on the allocator of pinned host memory, over simulated devices.
 //!
-//! Each program allocates, gives back, lets streams of two devices copy from and to its blocks, holds streams up, trims, changes settings, captures graphs and
-//! replays them. Beside it runs a naive model, which knows who has which bytes, which streams may still use them and what must be in
-//! them. It knows nothing of segments and classes: what it holds against the allocator is what callers were promised, and what the driver counts.
+//! Each program allocates, gives back, lets streams of two devices copy from and to its blocks, holds streams up,
+//! trims, changes settings, captures graphs and replays them. Beside it runs a naive model, which knows who has which
+//! bytes, which streams may still use them and what must be in them. It knows nothing of segments and classes: what it
+//! holds against the allocator is what callers were promised, and what the driver counts.
 //!
 //! - `machine`: the devices, and work for them whose outcome can be checked.
 //! - `model`: who has what, and what must hold after every step.
@@ -11,7 +12,8 @@
 //! - `capture`: graphs that own pinned memory.
 //! - `found`: what the above found, made small.
 //!
-//! `WARPOOL_SWARM_SEED=n` runs the one program of that seed, `WARPOOL_SWARM_COUNT=n` that many, from `WARPOOL_SWARM_FIRST` on.
+//! `WARPOOL_SWARM_SEED=n` runs the one program of that seed, `WARPOOL_SWARM_COUNT=n` that many, from
+//! `WARPOOL_SWARM_FIRST` on.
 
 #[path = "memory_swarm/alarm.rs"]
 mod alarm;

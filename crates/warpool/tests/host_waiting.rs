@@ -1,6 +1,7 @@
 //! Who waits for whom: a block of pinned memory that streams used waits for exactly those, and for nothing else.
 //!
-//! Streams are stuck on purpose here. No assertion is about time: what a stuck stream has not let through is not done, however long one waits.
+//! Streams are stuck on purpose here. No assertion is about time: what a stuck stream has not let through is not done,
+//! however long one waits.
 
 use std::sync::Arc;
 
@@ -8,16 +9,17 @@ use warpool::driver::decorate::Counting;
 use warpool::driver::sim::{SimConfig, SimDriver};
 use warpool::driver::{Call, Copies as _, DevicePtr, HostPtr, Memory as _};
 use warpool::memory::{HostAllocator, HostBlock, PinnedSettings, Snapshot};
-use warpool::{Gpu, Stream, StreamLease};
+use warpool::{Instance, Stream, StreamLease};
 
 const KIB: u64 = 1 << 10;
 const MIB: u64 = 1 << 20;
 
-/// Two devices, four streams on the second, and pinned memory that belongs to the first: so giving memory back waits for none of them.
+/// Two devices, four streams on the second, and pinned memory that belongs to the first: so giving memory back waits
+/// for none of them.
 struct Lab {
     sim: Arc<SimDriver>,
     counting: Arc<Counting>,
-    gpu: Gpu,
+    instance: Instance,
     host: HostAllocator,
     streams: Vec<Stream>,
     buffer: DevicePtr,
@@ -28,19 +30,19 @@ impl Lab {
     fn new() -> Self {
         let sim = Arc::new(SimDriver::new(SimConfig::default().with_devices(2)));
         let counting = Arc::new(Counting::new(sim.clone()));
-        let gpu = Gpu::new(counting.clone()).unwrap();
-        let device = gpu.device(1).unwrap();
+        let instance = Instance::new(counting.clone()).unwrap();
+        let device = instance.device(1).unwrap();
         let mut leases: Vec<StreamLease> = (0..4).map(|_| device.lease_stream().unwrap()).collect();
         let streams = leases.iter().map(|lease| lease.stream().clone()).collect();
         // With a context of its own; else its memory would be pinned with the other device.
-        leases.push(gpu.device(0).unwrap().lease_stream().unwrap());
+        leases.push(instance.device(0).unwrap().lease_stream().unwrap());
         let buffer = sim.mem_alloc(device.id(), MIB).unwrap();
-        let host = HostAllocator::new(&gpu, PinnedSettings::default());
-        Self { sim, counting, gpu, host, streams, buffer, _leases: leases }
+        let host = HostAllocator::new(&instance, PinnedSettings::default());
+        Self { sim, counting, instance, host, streams, buffer, _leases: leases }
     }
 
     fn block(&self, bytes: u64) -> HostBlock {
-        let block = self.host.allocate_for(bytes, &self.gpu.device(0).unwrap()).unwrap();
+        let block = self.host.allocate_for(bytes, &self.instance.device(0).unwrap()).unwrap();
         block.write(0, &[7; 64]).unwrap();
         block
     }
@@ -61,7 +63,8 @@ impl Lab {
         self.streams[stream].synchronize().unwrap();
     }
 
-    /// All streams but the first are done, and the allocator looks twice: what was only dropped is marked at the first look.
+    /// All streams but the first are done, and the allocator looks twice: what was only dropped is marked at the first
+    /// look.
     fn settle(&self) {
         for _ in 0..2 {
             for stream in &self.streams[1..] {
@@ -250,7 +253,8 @@ fn trim_leaves_what_a_stuck_stream_uses_and_takes_the_rest() {
     lab.finish();
 }
 
-/// A use may be recorded before its work is queued, and many times: what counts is what is in the stream when the block goes back.
+/// A use may be recorded before its work is queued, and many times: what counts is what is in the stream when the block
+/// goes back.
 #[test]
 fn work_that_is_queued_after_the_use_was_recorded_counts_too() {
     let lab = Lab::new();

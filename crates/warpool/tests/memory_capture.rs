@@ -49,7 +49,8 @@ fn a_capture_gets_memory_from_its_pool() {
     }
 }
 
-/// A framework's stream that never allocated before: the capture begins on it, or comes to it by an event, and then it is adopted. By then it does not say what it is.
+/// A framework's stream that never allocated before: the capture begins on it, or comes to it by an event, and then it
+/// is adopted. By then it does not say what it is.
 #[test]
 fn a_stream_that_is_adopted_in_a_capture_gets_memory() {
     for (settings, forks) in
@@ -136,7 +137,8 @@ fn a_use_in_a_capture_defers_the_free_to_its_end() {
     bench.finish();
 }
 
-/// TestMemPool.test_graph_capture_reclaim_2_streams: where the graph puts all uses first, the block is reused in the capture.
+/// TestMemPool.test_graph_capture_reclaim_2_streams: where the graph puts all uses first, the block is reused in the
+/// capture.
 #[test]
 fn joined_uses_are_reused_in_the_capture() {
     for (reuse, joined) in [(true, true), (true, false), (false, true)] {
@@ -196,7 +198,8 @@ fn all_of_several_uses_must_be_joined() {
     bench.finish();
 }
 
-/// TestMemPool.test_graph_capture_pre_capture_stream_use: a use before the capture is not the graph's, and needs a mark afterwards.
+/// TestMemPool.test_graph_capture_pre_capture_stream_use: a use before the capture is not the graph's, and needs a mark
+/// afterwards.
 #[test]
 fn a_use_before_the_capture_is_still_waited_for() {
     for settings in ["", "graph_capture_record_stream_reuse:True"] {
@@ -276,7 +279,8 @@ fn running_out_in_a_capture_keeps_the_cache() {
     bench.finish();
 }
 
-/// While the calling thread's current stream captures, trim leaves the default pool alone but not pools that nobody uses.
+/// While the calling thread's current stream captures, trim leaves the default pool alone but not pools that nobody
+/// uses.
 #[test]
 fn trim_in_a_capture_spares_the_default_pool() {
     let bench = Bench::new("");

@@ -1,5 +1,5 @@
-//! Where blocks come from: rounding, best fit, cutting and joining, exact addresses, and what is not an allocation. After PyTorch's own tests
-//! where one is named.
+//! Where blocks come from: rounding, best fit, cutting and joining, exact addresses, and what is not an allocation.
+//! After PyTorch's own tests where one is named.
 
 mod common;
 
@@ -147,8 +147,8 @@ fn nothing_is_nothing() {
     bench.finish();
 }
 
-/// The second half of TestCuda.test_out_of_memory, and the negative sizes of test_caching_allocator_alloc_negative_size as they arrive in
-/// an unsigned number.
+/// The second half of TestCuda.test_out_of_memory, and the negative sizes of test_caching_allocator_alloc_negative_size
+/// as they arrive in an unsigned number.
 #[test]
 fn more_than_an_exbibyte_is_refused_before_anything_is_tried() {
     let bench = Bench::new("");
@@ -253,8 +253,8 @@ fn the_smallest_block_that_fits_is_taken() {
     bench.finish();
 }
 
-/// TestMemPool.test_nccl_mem_alloc_addresses_in_random_order: among blocks of one size the oldest segment's comes first, not that of the lowest
-/// address, so the same requests get the same memory again.
+/// TestMemPool.test_nccl_mem_alloc_addresses_in_random_order: among blocks of one size the oldest segment's comes
+/// first, not that of the lowest address, so the same requests get the same memory again.
 #[test]
 fn of_equal_blocks_the_oldest_segment_comes_first() {
     const PLACES: [u64; 4] = [0x7_4000_0000, 0x7_1000_0000, 0x7_3000_0000, 0x7_2000_0000];

@@ -234,7 +234,7 @@ fn garbage_collection_passes_over_segments_that_grow() {
 fn peers_reach_memory_that_grows() {
     for settings in [ON, ""] {
         let bench = Bench::with_config(SimConfig::default().with_devices(2), settings);
-        let peer = bench.gpu.device(1).unwrap().default_stream().unwrap();
+        let peer = bench.instance.device(1).unwrap().default_stream().unwrap();
         let before = bench.alloc(40 * MIB);
         bench.allocator.enable_peer_access(DeviceId(1), FIRST).unwrap();
         bench.allocator.enable_peer_access(DeviceId(1), FIRST).unwrap();

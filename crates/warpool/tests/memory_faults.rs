@@ -1,7 +1,9 @@
-//! Every driver call of a long scenario fails once, and pairs of them: the allocator stays whole, leaks nothing and still serves.
+//! Every driver call of a long scenario fails once, and pairs of them: the allocator stays whole, leaks nothing and
+//! still serves.
 //!
-//! The scenario goes on after an error, as a program would that meets one and tries the next thing: it skips what it could not get. What it does
-//! not forgive is an allocator whose books disagree, a block that is lost, or a call that fails although nothing was made to fail.
+//! The scenario goes on after an error, as a program would that meets one and tries the next thing: it skips what it
+//! could not get. What it does not forgive is an allocator whose books disagree, a block that is lost, or a call that
+//! fails although nothing was made to fail.
 
 use std::sync::Arc;
 
@@ -15,7 +17,7 @@ use warpool::memory::{
     Allocate as _, Block, CachingAllocator, DeviceAllocator, MemPoolId, PoolKeeper, PoolOptions, Request, Route,
     Settings, SnapshotOptions,
 };
-use warpool::{Error, Gpu, Result, Stream, StreamLease};
+use warpool::{Error, Instance, Result, Stream, StreamLease};
 
 const ZERO: DeviceId = DeviceId(0);
 const ONE: DeviceId = DeviceId(1);
@@ -27,7 +29,7 @@ const CAP: u64 = 120 * MIB;
 struct Lab {
     sim: Arc<SimDriver>,
     faulty: Arc<Faulty>,
-    gpu: Gpu,
+    instance: Instance,
     allocator: Arc<CachingAllocator>,
     main: Stream,
     side: Stream,
@@ -44,16 +46,16 @@ impl Lab {
         }
         let sim = Arc::new(SimDriver::new(config));
         let faulty = Arc::new(Faulty::new(sim.clone(), FaultPlan::new()));
-        let gpu = Gpu::new(faulty.clone()).unwrap();
-        let devices = [0, 0, 1].map(|index| gpu.device(index).unwrap());
+        let instance = Instance::new(faulty.clone()).unwrap();
+        let devices = [0, 0, 1].map(|index| instance.device(index).unwrap());
         let leases: Vec<StreamLease> = devices.iter().map(|device| device.lease_stream().unwrap()).collect();
-        for device in gpu.devices() {
+        for device in instance.devices() {
             device.synchronize().unwrap();
         }
         let [main, side, far] = [0, 1, 2].map(|index: usize| leases[index].stream().clone());
-        let allocator = Arc::new(CachingAllocator::new(&gpu, Settings::parse(settings).unwrap()));
+        let allocator = Arc::new(CachingAllocator::new(&instance, Settings::parse(settings).unwrap()));
         let start = sim.census();
-        Self { sim, faulty, gpu, allocator, main, side, far, _leases: leases, start }
+        Self { sim, faulty, instance, allocator, main, side, far, _leases: leases, start }
     }
 
     /// The whole scenario. Errors are passed over if `tolerant`.
@@ -317,7 +319,7 @@ impl Lab {
             self.allocator.trim(device, MemPoolId::DEFAULT).unwrap();
         }
         self.allocator.check();
-        for device in self.gpu.devices() {
+        for device in self.instance.devices() {
             device.synchronize().unwrap();
             device.event_pool().trim().unwrap();
         }
@@ -401,7 +403,8 @@ fn a_share_of_all_calls_may_fail() {
     }
 }
 
-/// Found by two faults in a row: the scope of a capture was passed by when the driver could not say whether the stream captures.
+/// Found by two faults in a row: the scope of a capture was passed by when the driver could not say whether the stream
+/// captures.
 #[test]
 fn a_request_in_a_capture_goes_to_its_pool_or_fails() {
     let lab = Lab::new("");
@@ -417,7 +420,8 @@ fn a_request_in_a_capture_goes_to_its_pool_or_fails() {
     assert!(lab.allocator.snapshot(SnapshotOptions::default()).unwrap().segments.iter().all(|one| one.pool == pool));
 }
 
-/// Found by two faults in a row: a growth failed, and so did taking back what it had mapped; the segment could never go.
+/// Found by two faults in a row: a growth failed, and so did taking back what it had mapped; the segment could never
+/// go.
 #[test]
 fn a_mapping_that_could_not_be_undone_is_undone_later() {
     let lab = Lab::new("expandable_segments:True");

@@ -207,7 +207,7 @@ fn trackers_see_what_is_skipped() {
     record(&bench, HistoryOptions::default().skipping(&["alloc"]).unwrap());
     let seen = Arc::new(AtomicU32::new(0));
     let count = seen.clone();
-    let tracker = Arc::new(move |_, _: &warpool::memory::Event| {
+    let tracker = Arc::new(move |_, _: &warpool::memory::HistoryEntry| {
         count.fetch_add(1, Ordering::Relaxed);
     });
     bench.allocator.observers().attach_tracker(&[Action::Alloc], tracker);
@@ -327,7 +327,7 @@ fn a_block_can_be_named() {
 fn devices_have_their_own_history() {
     let bench = Bench::with_config(SimConfig::default().with_devices(2), "");
     record(&bench, HistoryOptions::default());
-    let other = bench.gpu.device(1).unwrap().default_stream().unwrap();
+    let other = bench.instance.device(1).unwrap().default_stream().unwrap();
     bench.allocator.allocate_raw(Request::new(DeviceId(1), other.id(), MIB)).unwrap();
     let snapshot = snapshot(&bench);
     assert_eq!(snapshot.traces.iter().map(Vec::len).collect::<Vec<_>>(), [0, 2]);

@@ -1,4 +1,5 @@
-//! What happens when memory runs out: the ladder rung by rung, limits, refusals, oversize blocks, garbage collection, and who is told.
+//! What happens when memory runs out: the ladder rung by rung, limits, refusals, oversize blocks, garbage collection,
+//! and who is told.
 
 mod common;
 
@@ -313,7 +314,8 @@ fn too_few_oversize_segments_lead_to_the_next_rung() {
     bench.finish();
 }
 
-/// Garbage is collected above the threshold, from segments at least as old as the average, of the large default pool only.
+/// Garbage is collected above the threshold, from segments at least as old as the average, of the large default pool
+/// only.
 #[test]
 fn old_segments_go_above_the_threshold() {
     let bench = Bench::with_capacity(2 * GIB, "garbage_collection_threshold:0.5,per_process_memory_fraction:0.5");

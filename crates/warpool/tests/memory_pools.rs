@@ -1,4 +1,5 @@
-//! Private pools: ids and uses, routing, sources of their own, lifetimes in every order. After PyTorch's TestMemPool where a test is named.
+//! Private pools: ids and uses, routing, sources of their own, lifetimes in every order. After PyTorch's TestMemPool
+//! where a test is named.
 
 mod common;
 
@@ -114,7 +115,8 @@ fn a_pool_can_have_a_source_of_its_own() {
     }
 }
 
-/// TestMemPool.test_mempool_empty_cache, test_mempool_empty_cache_inactive and test_tensor_delete_after_allocator_delete.
+/// TestMemPool.test_mempool_empty_cache, test_mempool_empty_cache_inactive and
+/// test_tensor_delete_after_allocator_delete.
 #[test]
 fn blocks_and_pools_can_go_in_any_order() {
     for block_first in [true, false] {
@@ -289,7 +291,8 @@ fn the_same_requests_get_the_same_addresses() {
     bench.finish();
 }
 
-/// TestMemPool.test_mempool_release_cached_blocks_during_diversion and test_mempool_oom_recovery_releases_cached_blocks.
+/// TestMemPool.test_mempool_release_cached_blocks_during_diversion and
+/// test_mempool_oom_recovery_releases_cached_blocks.
 #[test]
 fn inside_a_scope_the_default_pool_is_trimmed_as_ever() {
     let bench = Bench::with_capacity(GIB, "");

@@ -1,5 +1,5 @@
-//! What callbacks, destructors and other threads do in the middle of a call: no lock is in their way, and nothing vanishes under the call.
-//! Most of these hang or abort where they do not pass.
+//! What callbacks, destructors and other threads do in the middle of a call: no lock is in their way, and nothing
+//! vanishes under the call. Most of these hang or abort where they do not pass.
 
 mod common;
 
@@ -42,7 +42,8 @@ impl Upstream for Source {
     }
 }
 
-/// A pool whose last use ends while a request to it is under way: the request is met, and the pool goes with what it was given.
+/// A pool whose last use ends while a request to it is under way: the request is met, and the pool goes with what it
+/// was given.
 #[test]
 fn a_pool_may_be_given_up_while_it_is_asked_for_memory() {
     for settings in ["", "expandable_segments:True"] {
@@ -85,7 +86,8 @@ fn a_pool_that_is_given_up_while_a_request_fails_is_gone() {
     bench.finish();
 }
 
-/// Whoever asks for memory and names no pool does not hear of one that another thread closed meanwhile. The hook stands for that thread.
+/// Whoever asks for memory and names no pool does not hear of one that another thread closed meanwhile. The hook stands
+/// for that thread.
 #[test]
 fn a_request_is_routed_anew_if_its_scope_closes_meanwhile() {
     let bench = Bench::new("");
@@ -174,7 +176,8 @@ fn observers_may_own_blocks() {
     bench.finish();
 }
 
-/// A pool's source may live in memory of the allocator that it serves; it goes when the pool does, or with its last segment.
+/// A pool's source may live in memory of the allocator that it serves; it goes when the pool does, or with its last
+/// segment.
 #[test]
 fn a_source_may_own_blocks_of_its_allocator() {
     for with_segment in [false, true] {

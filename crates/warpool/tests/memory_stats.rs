@@ -275,7 +275,8 @@ impl Luck {
     }
 }
 
-/// TestCudaAllocator.test_cachingAllocator_raw_alloc: what is asked for while caching is off is in no counter, and goes back the way it came.
+/// TestCudaAllocator.test_cachingAllocator_raw_alloc: what is asked for while caching is off is in no counter, and goes
+/// back the way it came.
 #[test]
 fn without_caching_every_request_is_the_drivers() {
     let bench = Bench::new("");
@@ -316,8 +317,8 @@ fn without_caching_destructors_leave_the_driver_call_to_the_next() {
     bench.finish();
 }
 
-/// cuda_allocatorTraceTracker_test TrackMallocFree, and check_reporter: a tracker sees one segment, one block given out, one back, with sizes
-/// that sum up, although no history is recorded.
+/// cuda_allocatorTraceTracker_test TrackMallocFree, and check_reporter: a tracker sees one segment, one block given
+/// out, one back, with sizes that sum up, although no history is recorded.
 #[test]
 fn a_tracker_sees_every_step() {
     use std::sync::{Arc, Mutex};
@@ -367,7 +368,8 @@ fn trackers_may_call_the_allocator() {
             allocator.stats(FIRST).unwrap();
             let mut taken = mine.lock().unwrap();
             if taken.is_empty() {
-                // The segment that it is told about can serve it already, or the small one that it makes is not told about again.
+                // The segment that it is told about can serve it already, or the small one that it makes is not told
+                // about again.
                 taken.push(Allocation {
                     ptr: DevicePtr(0),
                     bytes: 0,

@@ -210,7 +210,8 @@ fn a_destroyed_stream_is_waited_for() {
     bench.finish();
 }
 
-/// Only the devices can be waited for in place of a stream that is gone: not while a capture is under way, and not those that nobody uses.
+/// Only the devices can be waited for in place of a stream that is gone: not while a capture is under way, and not
+/// those that nobody uses.
 #[test]
 fn a_destroyed_stream_breaks_no_capture() {
     let bench = Bench::with_config(SimConfig::default().with_devices(2), "");
@@ -246,7 +247,8 @@ fn trim_waits_for_streams() {
     }
 }
 
-/// Work that is still queued in the block's own stream is no obstacle for that stream, and trim does not take the memory from under it.
+/// Work that is still queued in the block's own stream is no obstacle for that stream, and trim does not take the
+/// memory from under it.
 #[test]
 fn queued_work_survives_a_trim() {
     for settings in ["", "expandable_segments:True"] {

@@ -1,12 +1,14 @@
 //! Random programs on the caching allocator, over simulated devices.
 //!
-//! - `placement`: against a naive model that says where every block must be and what the driver must be asked, after every step.
-//! - `contents`: with real work on the memory, on several streams, in captures and graphs: no block is overwritten by another's owner, no
-//!   hazard, nothing left behind.
+//! - `placement`: against a naive model that says where every block must be and what the driver must be asked, after
+//!   every step.
+//! - `contents`: with real work on the memory, on several streams, in captures and graphs: no block is overwritten by
+//!   another's owner, no hazard, nothing left behind.
 //! - `threads`: several threads at once, with little memory.
 //! - `found`: what the above found, made small.
 //!
-//! `WARPOOL_SWARM_SEED=n` runs the one program of that seed, `WARPOOL_SWARM_COUNT=n` that many, from `WARPOOL_SWARM_FIRST` on.
+//! `WARPOOL_SWARM_SEED=n` runs the one program of that seed, `WARPOOL_SWARM_COUNT=n` that many, from
+//! `WARPOOL_SWARM_FIRST` on.
 
 #[path = "memory_swarm/alarm.rs"]
 mod alarm;

@@ -1,4 +1,5 @@
-//! Plugged allocators beyond what every allocator promises (`allocators.rs`): one file per subject, and here what they work with.
+//! Plugged allocators beyond what every allocator promises (`allocators.rs`): one file per subject, and here what they
+//! work with.
 
 mod common;
 
@@ -26,11 +27,11 @@ use warpool::driver::{
 };
 use warpool::graph::{CaptureOptions, Graph, GraphOptions};
 use warpool::memory::{
-    Action, Allocate, Allocation, CachingAllocator, CurrentAllocator, DeviceAllocator, FnPlug, Frame, HistoryOptions,
-    MemPool, MemPoolId, OomCause, OomReport, Plug, PlugUpstream, PluggableAllocator, PoolKeeper, PoolOptions, Request,
-    Route, Settings, SnapshotOptions, StackLevel, Stats,
+    Action, Allocate, Allocation, CachingAllocator, CurrentAllocator, DeviceAllocator, ExternalAllocator,
+    ExternalUpstream, FnAllocator, Frame, HistoryOptions, MemPool, MemPoolId, OomCause, OomReport, PluggableAllocator,
+    PoolKeeper, PoolOptions, Request, Route, Settings, SnapshotOptions, StackLevel, Stats,
 };
-use warpool::{Device, Error, Gpu, Stream};
+use warpool::{Device, Error, Instance, Stream};
 
 const DEVICE: DeviceId = DeviceId(0);
 const MIB: u64 = 1 << 20;
@@ -39,7 +40,7 @@ const GIB: u64 = 1 << 30;
 /// A plugged allocator on a machine of its own.
 struct Bench {
     sim: Arc<SimDriver>,
-    gpu: Gpu,
+    instance: Instance,
     book: Arc<Notebook>,
     allocator: Arc<PluggableAllocator>,
 }
@@ -57,12 +58,12 @@ impl Bench {
         bench
     }
 
-    fn with(settings: Settings, plug: fn(&Arc<Notebook>) -> FnPlug) -> Self {
+    fn with(settings: Settings, plug: fn(&Arc<Notebook>) -> FnAllocator) -> Self {
         let sim = Arc::new(SimDriver::new(SimConfig::default().with_devices(2)));
-        let gpu = Gpu::new(sim.clone()).unwrap();
+        let instance = Instance::new(sim.clone()).unwrap();
         let book = Notebook::new(sim.clone());
-        let allocator = PluggableAllocator::with_settings(&gpu, Arc::new(plug(&book)), settings).unwrap();
-        Self { sim, gpu, book, allocator: Arc::new(allocator) }
+        let allocator = PluggableAllocator::with_settings(&instance, Arc::new(plug(&book)), settings).unwrap();
+        Self { sim, instance, book, allocator: Arc::new(allocator) }
     }
 
     fn any(&self) -> Arc<dyn DeviceAllocator> {
@@ -74,7 +75,7 @@ impl Bench {
     }
 
     fn device(&self) -> Device {
-        self.gpu.device(0).unwrap()
+        self.instance.device(0).unwrap()
     }
 
     fn stream(&self) -> Stream {

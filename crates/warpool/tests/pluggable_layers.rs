@@ -12,24 +12,24 @@ use warpool::memory::{
     Allocate, AllocatorCall, Block, CachingAllocator, Counted, Counts, DeviceAllocator, FailureCallback, GivenBack,
     Limited, MemPoolId, OomCause, OomReport, Request, Settings, SnapshotOptions, Traced,
 };
-use warpool::{Error, Gpu, Result, Stream};
+use warpool::{Error, Instance, Result, Stream};
 
 const DEVICE: DeviceId = DeviceId(0);
 const MIB: u64 = 1 << 20;
 
 struct Bench {
     sim: Arc<SimDriver>,
-    gpu: Gpu,
+    instance: Instance,
     caching: Arc<dyn DeviceAllocator>,
     stream: Stream,
 }
 
 impl Bench {
     fn new() -> Self {
-        let (sim, gpu) = common::machine(1);
-        let caching: Arc<dyn DeviceAllocator> = Arc::new(CachingAllocator::new(&gpu, Settings::default()));
-        let stream = gpu.device(0).unwrap().pool_stream().unwrap();
-        Self { sim, gpu, caching, stream }
+        let (sim, instance) = common::machine(1);
+        let caching: Arc<dyn DeviceAllocator> = Arc::new(CachingAllocator::new(&instance, Settings::default()));
+        let stream = instance.device(0).unwrap().pool_stream().unwrap();
+        Self { sim, instance, caching, stream }
     }
 
     fn finish(self) {
@@ -122,7 +122,7 @@ fn threads_stay_below_the_cap() {
     std::thread::scope(|scope| {
         for _ in 0..4 {
             scope.spawn(|| {
-                let stream = bench.gpu.device(0).unwrap().pool_stream().unwrap();
+                let stream = bench.instance.device(0).unwrap().pool_stream().unwrap();
                 let mut blocks = Vec::new();
                 for _ in 0..200 {
                     match limited.allocate(MIB, &stream) {
@@ -207,7 +207,7 @@ fn calls_bytes_and_failures_are_counted() {
     let counted = Arc::new(Counted::new(Arc::clone(&bench.caching)));
     let any: Arc<dyn DeviceAllocator> = counted.clone();
     let blocks = [1000, 3 * MIB, 5000].map(|bytes| any.allocate(bytes, &bench.stream).unwrap());
-    blocks[0].record_use(&bench.gpu.device(0).unwrap().pool_stream().unwrap()).unwrap();
+    blocks[0].record_use(&bench.instance.device(0).unwrap().pool_stream().unwrap()).unwrap();
     let [first, second, third] = blocks;
     first.free().unwrap();
     drop(second);
@@ -269,9 +269,9 @@ fn layers_nest_and_graphs_go_through_them() {
     let counted = Arc::new(Counted::new(Limited::new(Arc::clone(&bench.caching), MIB)));
     let traced = Traced::new(Arc::clone(&counted), |_: &AllocatorCall, _: Option<&Error>| {});
     let any: Arc<dyn DeviceAllocator> = Arc::new(traced);
-    assert_eq!((any.name(), any.gpu()), ("traced", &bench.gpu));
+    assert_eq!((any.name(), any.instance()), ("traced", &bench.instance));
     assert!(format!("{any:?}").contains("Limited"), "{any:?}");
-    let device = bench.gpu.device(0).unwrap();
+    let device = bench.instance.device(0).unwrap();
     let lease = device.lease_stream().unwrap();
     let mut graph = Graph::new(&any, &device, GraphOptions::default()).unwrap();
     let key = graph
@@ -287,7 +287,7 @@ fn layers_nest_and_graphs_go_through_them() {
     graph.replay(&lease).unwrap();
     lease.synchronize().unwrap();
     let mut byte = [0];
-    bench.gpu.driver().download(DEVICE, graph.buffer(key).unwrap().ptr(), &mut byte).unwrap();
+    bench.instance.driver().download(DEVICE, graph.buffer(key).unwrap().ptr(), &mut byte).unwrap();
     assert_eq!(byte, [9]);
     drop(graph);
     assert_eq!((counted.counts().bytes_live, counted.counts().failures), (0, 1));

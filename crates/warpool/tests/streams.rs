@@ -15,28 +15,28 @@ use warpool::driver::sim::{SimConfig, SimDevice, SimDriver};
 use warpool::driver::{
     Call, CaptureMode, DeviceId, Driver, ForeignStream, PriorityRange, RawHandle, StreamOptions, Streams,
 };
-use warpool::{Error, Gpu, MultiStreamGuard, STREAMS_PER_POOL, Stream};
+use warpool::{Error, Instance, MultiStreamGuard, STREAMS_PER_POOL, Stream};
 
 #[test]
 fn device_out_of_range() {
-    let (_, gpu) = machine(2);
-    assert_eq!(gpu.device(7).unwrap_err().to_string(), "device index 7 is out of range [0, 2)");
-    assert_eq!(gpu.device(2).unwrap_err(), Error::DeviceOutOfRange { index: 2, count: 2 });
-    assert_eq!(gpu.devices().map(|device| device.index()).collect::<Vec<_>>(), [0, 1]);
-    assert_eq!(gpu.device(1).unwrap().properties().peers, [DeviceId(0)]);
+    let (_, instance) = machine(2);
+    assert_eq!(instance.device(7).unwrap_err().to_string(), "device index 7 is out of range [0, 2)");
+    assert_eq!(instance.device(2).unwrap_err(), Error::DeviceOutOfRange { index: 2, count: 2 });
+    assert_eq!(instance.devices().map(|device| device.index()).collect::<Vec<_>>(), [0, 1]);
+    assert_eq!(instance.device(1).unwrap().properties().peers, [DeviceId(0)]);
 }
 
 #[test]
 fn no_device_at_all() {
     let sim = Arc::new(SimDriver::new(SimConfig::default().with_devices(0)));
-    assert_eq!(Gpu::new(sim).unwrap_err(), Error::NoDevice { driver: "sim" });
+    assert_eq!(Instance::new(sim).unwrap_err(), Error::NoDevice { driver: "sim" });
 }
 
 #[test]
 fn a_gpu_makes_no_context_before_it_must() {
-    let (sim, gpu) = machine(2);
-    let _ = (gpu.current_device(), gpu.event(), gpu.device(1).unwrap().event_pool());
-    let _guard = gpu.device(1).unwrap().enter();
+    let (sim, instance) = machine(2);
+    let _ = (instance.current_device(), instance.event(), instance.device(1).unwrap().event_pool());
+    let _guard = instance.device(1).unwrap().enter();
     assert_eq!(sim.census().streams, 0);
     assert_eq!(sim.census().events, 0);
     assert_eq!(sim.census().bytes_used, 0);
@@ -45,8 +45,8 @@ fn a_gpu_makes_no_context_before_it_must() {
 /// StreamPoolTest.
 #[test]
 fn the_33rd_stream_equals_the_first() {
-    let (sim, gpu) = machine(2);
-    let device = gpu.device(0).unwrap();
+    let (sim, instance) = machine(2);
+    let device = instance.device(0).unwrap();
     let streams: Vec<_> = (0..200).map(|_| device.pool_stream().unwrap()).collect();
     assert_eq!(streams.iter().map(Stream::id).collect::<HashSet<_>>().len(), STREAMS_PER_POOL);
     assert_eq!(streams[32], streams[0]);
@@ -77,8 +77,8 @@ fn equal_streams_hash_alike() {
 
 #[test]
 fn every_device_and_priority_has_its_own_turn() {
-    let (sim, gpu) = machine(2);
-    let first = |device: u32, priority| gpu.device(device).unwrap().pool_stream_at(priority).unwrap().id();
+    let (sim, instance) = machine(2);
+    let first = |device: u32, priority| instance.device(device).unwrap().pool_stream_at(priority).unwrap().id();
     let all: HashSet<_> = [(0, 0), (0, -1), (0, -2), (0, -3), (1, 0)].map(|(d, p)| first(d, p)).into();
     assert_eq!(all.len(), 5);
     assert_eq!(sim.census().streams, 5 * 32);
@@ -102,7 +102,7 @@ fn priorities_are_clamped() {
 fn a_device_may_know_fewer_priorities() {
     let mut config = SimConfig::default();
     config.devices[0] = SimDevice { priorities: PriorityRange { least: 0, greatest: -1 }, ..SimDevice::h200() };
-    let device = Gpu::new(Arc::new(SimDriver::new(config))).unwrap().device(0).unwrap();
+    let device = Instance::new(Arc::new(SimDriver::new(config))).unwrap().device(0).unwrap();
     assert_eq!(device.priority_range().unwrap(), PriorityRange { least: 0, greatest: -1 });
     assert_eq!(device.high_priority_stream().unwrap().priority().unwrap(), -1);
 }
@@ -116,7 +116,7 @@ fn the_current_stream_starts_as_the_default() {
     let mine = device.pool_stream().unwrap();
     mine.make_current();
     assert_eq!(device.current_stream().unwrap(), mine);
-    assert_eq!(device.gpu().current_stream().unwrap(), mine);
+    assert_eq!(device.instance().current_stream().unwrap(), mine);
     assert_ne!(mine, default);
     default.make_current();
     assert_eq!(device.current_stream().unwrap(), default);
@@ -125,36 +125,36 @@ fn the_current_stream_starts_as_the_default() {
 /// MultithreadGetAndSetTest.
 #[test]
 fn another_thread_is_not_affected() {
-    let (_, gpu) = machine(2);
-    let default = gpu.current_stream().unwrap();
-    let set = |gpu: Gpu| {
+    let (_, instance) = machine(2);
+    let default = instance.current_stream().unwrap();
+    let set = |instance: Instance| {
         thread::spawn(move || {
-            let device = gpu.device(1).unwrap();
+            let device = instance.device(1).unwrap();
             device.make_current();
             let stream = device.pool_stream().unwrap();
             stream.make_current();
-            assert_eq!(gpu.current_stream().unwrap(), stream);
+            assert_eq!(instance.current_stream().unwrap(), stream);
             stream
         })
     };
-    let threads = [set(gpu.clone()), set(gpu.clone())];
+    let threads = [set(instance.clone()), set(instance.clone())];
     let [a, b] = threads.map(|thread| thread.join().unwrap());
     assert_ne!(a, b);
-    assert_eq!(gpu.current_device().index(), 0);
-    assert_eq!(gpu.current_stream().unwrap(), default);
+    assert_eq!(instance.current_device().index(), 0);
+    assert_eq!(instance.current_stream().unwrap(), default);
     assert_eq!(a.device().current_stream().unwrap(), a.device().default_stream().unwrap());
 }
 
 /// MultiGPUTest.
 #[test]
 fn setting_a_stream_does_not_change_the_device() {
-    let (_, gpu) = machine(2);
-    let streams: Vec<_> = gpu.devices().map(|device| device.pool_stream().unwrap()).collect();
+    let (_, instance) = machine(2);
+    let streams: Vec<_> = instance.devices().map(|device| device.pool_stream().unwrap()).collect();
     streams.iter().for_each(Stream::make_current);
-    assert_eq!(gpu.current_device().index(), 0);
-    assert_eq!(gpu.current_stream().unwrap(), streams[0]);
-    let _guard = gpu.device(1).unwrap().enter();
-    assert_eq!(gpu.current_stream().unwrap(), streams[1]);
+    assert_eq!(instance.current_device().index(), 0);
+    assert_eq!(instance.current_stream().unwrap(), streams[0]);
+    let _guard = instance.device(1).unwrap().enter();
+    assert_eq!(instance.current_stream().unwrap(), streams[1]);
 }
 
 #[test]
@@ -171,34 +171,34 @@ fn two_gpus_do_not_know_of_each_other() {
 /// CUDAGuardTest.
 #[test]
 fn a_stream_guard_restores_stream_and_device() {
-    let (_, gpu) = machine(2);
-    let [zero, one] = [0, 1].map(|index| gpu.device(index).unwrap());
+    let (_, instance) = machine(2);
+    let [zero, one] = [0, 1].map(|index| instance.device(index).unwrap());
     let a: Vec<_> = (0..2).map(|_| zero.pool_stream().unwrap()).collect();
     let b: Vec<_> = (0..2).map(|_| one.pool_stream().unwrap()).collect();
     a[0].make_current();
     b[0].make_current();
     {
         let _guard = b[1].enter();
-        assert_eq!(gpu.current_device(), one);
-        assert_eq!(gpu.current_stream().unwrap(), b[1]);
+        assert_eq!(instance.current_device(), one);
+        assert_eq!(instance.current_stream().unwrap(), b[1]);
         {
             let _guard = a[1].enter();
-            assert_eq!(gpu.current_device(), zero);
-            assert_eq!(gpu.current_stream().unwrap(), a[1]);
+            assert_eq!(instance.current_device(), zero);
+            assert_eq!(instance.current_stream().unwrap(), a[1]);
             assert_eq!(one.current_stream().unwrap(), b[1]);
         }
-        assert_eq!(gpu.current_device(), one);
+        assert_eq!(instance.current_device(), one);
         assert_eq!(zero.current_stream().unwrap(), a[0]);
     }
-    assert_eq!(gpu.current_device(), zero);
+    assert_eq!(instance.current_device(), zero);
     assert_eq!(one.current_stream().unwrap(), b[0]);
     assert_eq!(zero.current_stream().unwrap(), a[0]);
 }
 
 #[test]
 fn stream_guards_restore_in_any_order() {
-    let (_, gpu) = machine(2);
-    let [zero, one] = [0, 1].map(|index| gpu.device(index).unwrap());
+    let (_, instance) = machine(2);
+    let [zero, one] = [0, 1].map(|index| instance.device(index).unwrap());
     let (a, b, c) = (zero.pool_stream().unwrap(), one.pool_stream().unwrap(), zero.pool_stream().unwrap());
     let first = a.enter();
     let second = b.enter();
@@ -206,54 +206,54 @@ fn stream_guards_restore_in_any_order() {
     drop(first);
     assert_eq!(zero.current_stream().unwrap(), c);
     drop(third);
-    assert_eq!(gpu.current_device(), one);
+    assert_eq!(instance.current_device(), one);
     assert_eq!(zero.current_stream().unwrap(), zero.default_stream().unwrap());
     assert_eq!(one.current_stream().unwrap(), b);
     drop(second);
-    assert_eq!(gpu.current_device(), zero);
+    assert_eq!(instance.current_device(), zero);
     assert_eq!(one.current_stream().unwrap(), one.default_stream().unwrap());
 }
 
 #[test]
 fn a_multi_stream_guard_sets_many_and_leaves_the_device() {
-    let (_, gpu) = machine(3);
-    let streams: Vec<_> = [1, 2].map(|index| gpu.device(index).unwrap().pool_stream().unwrap()).into();
+    let (_, instance) = machine(3);
+    let streams: Vec<_> = [1, 2].map(|index| instance.device(index).unwrap().pool_stream().unwrap()).into();
     {
         let _guard = MultiStreamGuard::enter(&streams);
-        assert_eq!(gpu.current_device().index(), 0);
+        assert_eq!(instance.current_device().index(), 0);
         for stream in &streams {
             assert_eq!(stream.device().current_stream().unwrap(), *stream);
         }
-        assert!(gpu.current_stream().unwrap().is_default().unwrap());
+        assert!(instance.current_stream().unwrap().is_default().unwrap());
     }
-    assert!(gpu.devices().all(|device| device.current_stream().unwrap().is_default().unwrap()));
+    assert!(instance.devices().all(|device| device.current_stream().unwrap().is_default().unwrap()));
 }
 
 #[test]
 fn a_guard_restores_when_the_scope_panics() {
-    let (_, gpu) = machine(2);
-    let stream = gpu.device(1).unwrap().pool_stream().unwrap();
+    let (_, instance) = machine(2);
+    let stream = instance.device(1).unwrap().pool_stream().unwrap();
     let outcome = catch_unwind(AssertUnwindSafe(|| {
         let _guard = stream.enter();
         std::panic::resume_unwind(Box::new("on purpose"));
     }));
     assert!(outcome.is_err());
-    assert_eq!(gpu.current_device().index(), 0);
+    assert_eq!(instance.current_device().index(), 0);
     assert!(stream.device().current_stream().unwrap().is_default().unwrap());
 }
 
 #[test]
 fn reading_and_setting_what_is_current_makes_no_driver_call() {
     let counting = Arc::new(Counting::new(Arc::new(SimDriver::new(SimConfig::default().with_devices(2)))));
-    let gpu = Gpu::new(counting.clone()).unwrap();
-    let stream = gpu.device(1).unwrap().pool_stream().unwrap();
-    gpu.current_stream().unwrap();
+    let instance = Instance::new(counting.clone()).unwrap();
+    let stream = instance.device(1).unwrap().pool_stream().unwrap();
+    instance.current_stream().unwrap();
     counting.reset();
     for _ in 0..10 {
         let _guard = stream.enter();
-        assert_eq!(gpu.current_stream().unwrap(), stream);
-        gpu.device(0).unwrap().make_current();
-        assert_ne!(gpu.current_stream().unwrap(), stream);
+        assert_eq!(instance.current_stream().unwrap(), stream);
+        instance.device(0).unwrap().make_current();
+        assert_ne!(instance.current_stream().unwrap(), stream);
         stream.device().pool_stream().unwrap();
     }
     assert_eq!(counting.counts(), []);
@@ -262,8 +262,8 @@ fn reading_and_setting_what_is_current_makes_no_driver_call() {
 /// ExternalTest, ExternalMultiDeviceTest, ExternalGuardTest.
 #[test]
 fn external_streams_keep_their_handles() {
-    let (sim, gpu) = machine(2);
-    let foreign: Vec<_> = gpu
+    let (sim, instance) = machine(2);
+    let foreign: Vec<_> = instance
         .devices()
         .map(|device| {
             let id = sim.stream_create(device.id(), StreamOptions::default()).unwrap();
@@ -276,7 +276,7 @@ fn external_streams_keep_their_handles() {
         assert_eq!(stream.device(), *device);
         assert_eq!(*stream, Stream::external(device, *foreign).unwrap());
         let _guard = stream.enter();
-        assert_eq!(gpu.current_stream().unwrap(), *stream);
+        assert_eq!(instance.current_stream().unwrap(), *stream);
     }
     assert_ne!(streams[0], streams[1]);
     keep_busy(&streams[0]);
@@ -288,8 +288,8 @@ fn external_streams_keep_their_handles() {
 /// test_external_stream_wraps_null_handle.
 #[test]
 fn the_null_handle_is_the_default_stream() {
-    let (_, gpu) = machine(2);
-    for device in gpu.devices() {
+    let (_, instance) = machine(2);
+    for device in instance.devices() {
         assert_eq!(Stream::external(&device, ForeignStream::NULL).unwrap(), device.default_stream().unwrap());
         assert_eq!(Stream::external(&device, ForeignStream::LEGACY).unwrap(), device.default_stream().unwrap());
         // One name for as many streams as there are threads: what is kept by stream could not be in order.
@@ -300,8 +300,8 @@ fn the_null_handle_is_the_default_stream() {
 /// ExternalMultiThreadTest.
 #[test]
 fn external_streams_are_current_per_thread() {
-    let (sim, gpu) = machine(1);
-    let device = gpu.device(0).unwrap();
+    let (sim, instance) = machine(1);
+    let device = instance.device(0).unwrap();
     let foreign = [(); 2].map(|()| {
         let id = sim.stream_create(device.id(), StreamOptions::default()).unwrap();
         as_foreign(sim.stream_handle(id).unwrap().raw)
@@ -329,7 +329,7 @@ fn streams_say_whether_they_are_done_and_whether_they_capture() {
     idle.synchronize().unwrap();
     assert!(busy.query().unwrap());
 
-    let driver = device.gpu().driver();
+    let driver = device.instance().driver();
     assert!(!idle.is_capturing().unwrap());
     driver.capture_begin(idle.id(), CaptureMode::ThreadLocal).unwrap();
     assert!(idle.is_capturing().unwrap() && !busy.is_capturing().unwrap());
@@ -354,8 +354,8 @@ fn a_host_callback_runs_in_stream_order() {
 
 #[test]
 fn leased_streams_are_nobody_elses() {
-    let (sim, gpu) = machine(1);
-    let device = gpu.device(0).unwrap();
+    let (sim, instance) = machine(1);
+    let device = instance.device(0).unwrap();
     let shared: HashSet<_> = (0..64).map(|_| device.pool_stream().unwrap().id()).collect();
     let leases: Vec<_> = (0..40).map(|_| device.lease_stream().unwrap()).collect();
     let leased: HashSet<_> = leases.iter().map(|lease| lease.id()).collect();
@@ -373,7 +373,7 @@ fn leased_streams_are_nobody_elses() {
 #[test]
 fn a_lease_is_returned_without_a_driver_call() {
     let counting = Arc::new(Counting::new(Arc::new(SimDriver::new(SimConfig::default()))));
-    let device = Gpu::new(counting.clone()).unwrap().device(0).unwrap();
+    let device = Instance::new(counting.clone()).unwrap().device(0).unwrap();
     let lease = device.lease_stream().unwrap();
     keep_busy(&lease);
     counting.reset();
@@ -397,7 +397,7 @@ fn the_lease_that_was_returned_first_goes_out_first() {
 #[test]
 fn a_stream_that_was_returned_capturing_is_passed_over() {
     let device = device();
-    let driver: &dyn Driver = &**device.gpu().driver();
+    let driver: &dyn Driver = &**device.instance().driver();
     let lease = device.lease_stream().unwrap();
     let capturing = lease.id();
     driver.capture_begin(capturing, CaptureMode::Relaxed).unwrap();
@@ -411,14 +411,14 @@ fn a_stream_that_was_returned_capturing_is_passed_over() {
 #[test]
 fn threads_share_pools_without_harm() {
     const THREADS: usize = 8;
-    let (sim, gpu) = machine(2);
+    let (sim, instance) = machine(2);
     let start = Barrier::new(THREADS);
     let handed_out: Vec<_> = thread::scope(|scope| {
         let threads: Vec<_> = (0..THREADS)
             .map(|_| {
                 scope.spawn(|| {
                     start.wait();
-                    let device = gpu.device(1).unwrap();
+                    let device = instance.device(1).unwrap();
                     let mut streams = Vec::new();
                     for _ in 0..STREAMS_PER_POOL {
                         streams.push(device.pool_stream().unwrap().id());
@@ -442,15 +442,15 @@ fn threads_share_pools_without_harm() {
 
 #[test]
 fn closing_gives_everything_back_once_nobody_is_left() {
-    let (sim, gpu) = machine(2);
+    let (sim, instance) = machine(2);
     let before = sim.census();
-    let stream = gpu.device(1).unwrap().pool_stream().unwrap();
-    drop(gpu.device(0).unwrap().lease_stream().unwrap());
-    stream.wait_stream(&gpu.current_stream().unwrap()).unwrap();
-    let another = gpu.clone();
+    let stream = instance.device(1).unwrap().pool_stream().unwrap();
+    drop(instance.device(0).unwrap().lease_stream().unwrap());
+    stream.wait_stream(&instance.current_stream().unwrap()).unwrap();
+    let another = instance.clone();
     assert_eq!(another.close(), Err(Error::StillInUse { holders: 2 }));
     drop(stream);
-    gpu.close().unwrap();
+    instance.close().unwrap();
     let after = sim.census();
     assert_eq!((after.streams, after.events), (before.streams, before.events));
 }

@@ -1,6 +1,6 @@
-//! `warpool bench alloc`: what allocating and freeing device memory costs the host.
-//! An operation is a pair, or in the random cases one allocation or one free. Everything that is asked for is cached before time is taken, so no case
-//! but those of the driver's own pools calls the driver. Nothing is done with the memory.
+//! `warpool bench alloc`: what allocating and freeing device memory costs the host. An operation is a pair, or in the
+//! random cases one allocation or one free. Everything that is asked for is cached before time is taken, so no case but
+//! those of the driver's own pools calls the driver. Nothing is done with the memory.
 
 use std::hint::black_box;
 use std::sync::Arc;
@@ -10,7 +10,7 @@ use warpool::memory::{
     Allocation, Block, CachingAllocator, DeviceAllocator, DriverPoolAllocator, HistoryOptions, MemPoolId, Request,
     Settings,
 };
-use warpool::{Gpu, Stream};
+use warpool::{Instance, Stream};
 use warpool_driver::sim::SimDriver;
 use warpool_driver::{DeviceId, Driver};
 
@@ -25,8 +25,8 @@ const MIB: u64 = 1 << 20;
 /// What a cached pair should stay within, in baselines.
 const PAIR_RATIO_MAX: f64 = 15.0;
 
-/// Time is taken so often, each time of the baseline too, right before: on a machine with other work both are disturbed alike. Of each the
-/// quickest round counts.
+/// Time is taken so often, each time of the baseline too, right before: on a machine with other work both are disturbed
+/// alike. Of each the quickest round counts.
 const ROUNDS: u64 = 25;
 
 /// How long it works before time is taken.
@@ -52,9 +52,14 @@ pub fn run(args: &Args, rows: &mut Rows<'_>) -> Result<Verdict> {
     };
     let device = driver::device(&*driver, args.device)?;
     driver.set_current_device(device)?;
-    let gpu = Gpu::new(driver).map_err(stop)?;
+    let instance = Instance::new(driver).map_err(stop)?;
     let ops = args.ops.unwrap_or(1_000_000);
-    let bench = Bench { stream: gpu.device(device.0).and_then(|it| it.pool_stream()).map_err(stop)?, gpu, device, ops };
+    let bench = Bench {
+        stream: instance.device(device.0).and_then(|it| it.pool_stream()).map_err(stop)?,
+        instance,
+        device,
+        ops,
+    };
     let worst = measure(&bench, rows)?;
     rows.remark(format!(
         "a pair of a cached block through the raw interface costs at most {worst:.1} times the baseline; {PAIR_RATIO_MAX} is the aim"
@@ -64,7 +69,7 @@ pub fn run(args: &Args, rows: &mut Rows<'_>) -> Result<Verdict> {
 
 /// What the cases work with.
 struct Bench {
-    gpu: Gpu,
+    instance: Instance,
     device: DeviceId,
     stream: Stream,
     ops: u64,
@@ -74,7 +79,7 @@ type Shared = Arc<dyn DeviceAllocator>;
 
 /// Runs every case. Returns the largest ratio of a raw pair.
 fn measure(bench: &Bench, rows: &mut Rows<'_>) -> Result<f64> {
-    let caching = || Arc::new(CachingAllocator::new(&bench.gpu, Settings::default())) as Shared;
+    let caching = || Arc::new(CachingAllocator::new(&bench.instance, Settings::default())) as Shared;
     let mut worst: f64 = 0.0;
     let allocator = caching();
     bench.warm_up(&allocator).map_err(stop)?;
@@ -111,7 +116,7 @@ fn measure(bench: &Bench, rows: &mut Rows<'_>) -> Result<f64> {
     let properties = bench.stream.device().properties().clone();
     if properties.virtual_memory {
         let settings = Settings { expandable_segments: true, ..Settings::default() };
-        let growing = Arc::new(CachingAllocator::new(&bench.gpu, settings)) as Shared;
+        let growing = Arc::new(CachingAllocator::new(&bench.instance, settings)) as Shared;
         bench.pairs(&growing, 64 * KIB).show("expandable, pair of 64 KiB", rows)?;
         bench.pairs(&growing, 8 * MIB).show("expandable, pair of 8 MiB", rows)?;
         bench.random(&growing, 1024).show("expandable, random sizes in 1,024 slots, per call", rows)?;
@@ -120,7 +125,7 @@ fn measure(bench: &Bench, rows: &mut Rows<'_>) -> Result<f64> {
         rows.remark("left out: expandable, since the device has no virtual memory".to_owned());
     }
     if properties.async_pools {
-        let pool = Arc::new(DriverPoolAllocator::new(&bench.gpu)) as Shared;
+        let pool = Arc::new(DriverPoolAllocator::new(&bench.instance)) as Shared;
         bench.driver_pairs(&pool, 64 * KIB).show("driver-pool, pair of 64 KiB", rows)?;
         bench.driver_pairs(&pool, 8 * MIB).show("driver-pool, pair of 8 MiB", rows)?;
         bench.give_back(&pool)?;

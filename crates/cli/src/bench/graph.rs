@@ -1,6 +1,6 @@
-//! `warpool bench graph`: what replaying a graph costs the host, beside the launch alone.
-//! The baseline is the driver's own launch of the very same executable: on CUDA nothing but `cuGraphLaunch`, on the simulated device the
-//! contract's call. Only the host's time is taken; the device catches up in between, outside the time.
+//! `warpool bench graph`: what replaying a graph costs the host, beside the launch alone. The baseline is the driver's
+//! own launch of the very same executable: on CUDA nothing but `cuGraphLaunch`, on the simulated device the contract's
+//! call. Only the host's time is taken; the device catches up in between, outside the time.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -9,7 +9,7 @@ use serde_json::json;
 use warpool::generator::Generator;
 use warpool::graph::{CaptureOptions, Graph, GraphOptions};
 use warpool::memory::{Allocate, Block, CachingAllocator, DeviceAllocator, MemPoolId, Settings};
-use warpool::{Device, Gpu, Stream};
+use warpool::{Device, Instance, Stream};
 use warpool_cuda::CudaDriver;
 use warpool_driver::sim::SimDriver;
 use warpool_driver::{Driver, FunctionId, KernelMirror, KernelSource, LaunchShape};
@@ -24,8 +24,8 @@ const PLAIN_MAX: f64 = 1.05;
 /// What one with a generator should.
 const GENERATOR_MAX: f64 = 2.0;
 
-/// Launches and replays take turns, so many of each: fewer than a queue holds. Of each the quickest turn counts, since a host runs at several paces and changes between
-/// them when it likes.
+/// Launches and replays take turns, so many of each: fewer than a queue holds. Of each the quickest turn counts, since
+/// a host runs at several paces and changes between them when it likes.
 const BATCH: u64 = 200;
 
 const BASELINE: &str = "bare launch";
@@ -42,10 +42,10 @@ pub fn run(args: &Args, rows: &mut Rows<'_>) -> Result<Verdict> {
         return Err(Stop::Usage(format!("'bench graph' needs --driver: one of {}", NAMES.join(", "))));
     };
     let machine = Machine::open(name, args)?;
-    let gpu = Gpu::new(machine.driver()).map_err(stop)?;
-    let number = driver::device(&**gpu.driver(), args.device)?;
-    gpu.driver().set_current_device(number)?;
-    let device = gpu.device(number.0).map_err(stop)?;
+    let instance = Instance::new(machine.driver()).map_err(stop)?;
+    let number = driver::device(&**instance.driver(), args.device)?;
+    instance.driver().set_current_device(number)?;
+    let device = instance.device(number.0).map_err(stop)?;
     rows.baseline_name = BASELINE;
     let ops = args.ops.unwrap_or(100_000);
     let (plain, generator) = measure(&machine, &device, ops, rows)?;
@@ -102,9 +102,9 @@ fn timed(times: u64, mut act: impl FnMut() -> warpool::Result<()>) -> warpool::R
 
 /// Runs every case. Returns the largest ratio without and with generators.
 fn measure(machine: &Machine, device: &Device, ops: u64, rows: &mut Rows<'_>) -> Result<(f64, f64)> {
-    let allocator = Arc::new(CachingAllocator::new(device.gpu(), Settings::default())) as Arc<dyn DeviceAllocator>;
+    let allocator = Arc::new(CachingAllocator::new(device.instance(), Settings::default())) as Arc<dyn DeviceAllocator>;
     let stream = device.pool_stream().map_err(stop)?;
-    let driver = device.gpu().driver();
+    let driver = device.instance().driver();
     let module = driver.module_load(device.id(), &NOTHING)?;
     let kernel = driver.function_get(module, "nothing")?;
     let bench = Bench { machine, device, allocator: &allocator, stream: &stream, kernel, ops };

@@ -1,5 +1,6 @@
-//! `warpool bench handles`: what it costs the host to come by a library's handle.
-//! All but the last row find a handle that is there already, and must make no call, neither of the library nor of the driver: that is counted, beside the time.
+//! `warpool bench handles`: what it costs the host to come by a library's handle. All but the last row find a handle
+//! that is there already, and must make no call, neither of the library nor of the driver: that is counted, beside the
+//! time.
 
 use std::hint::black_box;
 use std::sync::Arc;
@@ -9,7 +10,7 @@ use serde_json::json;
 use warpool::blas::{Blas, BlasSettings};
 use warpool::handle::{Cublas, HandlePool, LibraryKind};
 use warpool::memory::{CachingAllocator, DeviceAllocator, Settings};
-use warpool::{Device, Gpu, Stream};
+use warpool::{Device, Instance, Stream};
 use warpool_driver::decorate::Counting;
 use warpool_driver::{Devices, Driver};
 
@@ -40,11 +41,11 @@ pub fn run(args: &Args, rows: &mut Rows<'_>) -> Result<Verdict> {
     let counting = Arc::new(Counting::new(driver::open(name, &args.sim, 0)?));
     let device = driver::device(&*counting, args.device)?;
     counting.set_current_device(device)?;
-    let gpu = Gpu::new(Arc::clone(&counting) as Arc<dyn Driver>).map_err(stop)?;
-    let device = gpu.device(device.0).map_err(stop)?;
+    let instance = Instance::new(Arc::clone(&counting) as Arc<dyn Driver>).map_err(stop)?;
+    let device = instance.device(device.0).map_err(stop)?;
     let stream = device.pool_stream().map_err(stop)?;
     let bench = Bench { device, stream, counting, ops: args.ops.unwrap_or(1_000_000) };
-    let called = bench.cases(&gpu, rows)?;
+    let called = bench.cases(&instance, rows)?;
     if called.is_empty() {
         return Ok(Verdict::Good);
     }
@@ -74,10 +75,10 @@ struct Bench {
 
 impl Bench {
     /// Measures every case. Returns those that made calls and should not have.
-    fn cases(&self, gpu: &Gpu, rows: &mut Rows<'_>) -> Result<Vec<&'static str>> {
+    fn cases(&self, instance: &Instance, rows: &mut Rows<'_>) -> Result<Vec<&'static str>> {
         let (device, stream) = (&self.device, &self.stream);
-        let pool = HandlePool::new(gpu, Cublas);
-        let allocator: Arc<dyn DeviceAllocator> = Arc::new(CachingAllocator::new(gpu, Settings::default()));
+        let pool = HandlePool::new(instance, Cublas);
+        let allocator: Arc<dyn DeviceAllocator> = Arc::new(CachingAllocator::new(instance, Settings::default()));
         let blas = Blas::new(&allocator, blas_settings());
         let _current = stream.enter();
 

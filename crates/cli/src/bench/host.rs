@@ -1,8 +1,11 @@
-//! `warpool bench host`: what pinned host memory costs the host: cached, in `host.rs`; pinned for the first time, in `host_cold.rs`.
+//! `warpool bench host`: what pinned host memory costs the host: cached, in `host.rs`; pinned for the first time, in
+//! `host_cold.rs`.
 //!
-//! Cached pairs are taken from one thread and from as many as the machine runs at once, all of them on one allocator. Every thread times itself over a number of
-//! pairs; the slowest one's time per pair is what the round took. The baseline is taken by the same threads in the same way, right before, each with a mutex of
-//! its own. Of both the quickest round counts. Before, all threads at once had one block of every size: what is cached beside the size in question is part of the case.
+//! Cached pairs are taken from one thread and from as many as the machine runs at once, all of them on one allocator.
+//! Every thread times itself over a number of pairs; the slowest one's time per pair is what the round took. The
+//! baseline is taken by the same threads in the same way, right before, each with a mutex of its own. Of both the
+//! quickest round counts. Before, all threads at once had one block of every size: what is cached beside the size in
+//! question is part of the case.
 //!
 //! A cached pair must make no driver call. That is counted in a second pass, with a driver that counts.
 
@@ -13,7 +16,7 @@ use std::time::{Duration, Instant};
 
 use serde_json::json;
 use warpool::memory::{HostAllocator, HostBlock, PinnedSettings};
-use warpool::{Device, Gpu};
+use warpool::{Device, Instance};
 use warpool_driver::Driver;
 use warpool_driver::decorate::Counting;
 use warpool_driver::sim::SimDriver;
@@ -62,17 +65,17 @@ pub fn run(args: &Args, rows: &mut Rows<'_>) -> Result<Verdict> {
     driver.context_retain(device)?;
     driver.set_current_device(device)?;
     let counting = Arc::new(Counting::new(Arc::clone(&driver)));
-    let counted = Gpu::new(Arc::clone(&counting) as Arc<dyn Driver>).map_err(stop)?;
-    let gpu = Gpu::new(driver).map_err(stop)?;
+    let counted = Instance::new(Arc::clone(&counting) as Arc<dyn Driver>).map_err(stop)?;
+    let instance = Instance::new(driver).map_err(stop)?;
     let threads = thread::available_parallelism().map_or(1, usize::from);
-    let device = gpu.device(device.0).map_err(stop)?;
-    let bench = Bench { gpu, counted, counting, device, threads, ops: args.ops.unwrap_or(1_000_000) };
+    let device = instance.device(device.0).map_err(stop)?;
+    let bench = Bench { instance, counted, counting, device, threads, ops: args.ops.unwrap_or(1_000_000) };
     let called = bench.cached(rows)?;
     let mutex = (rows.baseline.ns, rows.baseline_name);
     host_cold::measure(&bench.device, rows)?;
     // The title names the baseline of the first rows.
     (rows.baseline.ns, rows.baseline_name) = mutex;
-    bench.gpu.driver().context_release(bench.device.id())?;
+    bench.instance.driver().context_release(bench.device.id())?;
     if called.is_empty() {
         return Ok(Verdict::Good);
     }
@@ -82,9 +85,9 @@ pub fn run(args: &Args, rows: &mut Rows<'_>) -> Result<Verdict> {
 
 /// What the cases work with.
 struct Bench {
-    gpu: Gpu,
+    instance: Instance,
     /// The same devices, with every call counted.
-    counted: Gpu,
+    counted: Instance,
     counting: Arc<Counting>,
     device: Device,
     threads: usize,
@@ -108,7 +111,7 @@ const SIZES: &[Size] = &[
 impl Bench {
     /// Measures what is cached. Returns the cases that called the driver and should not have.
     fn cached(&self, rows: &mut Rows<'_>) -> Result<Vec<&'static str>> {
-        let allocator = HostAllocator::new(&self.gpu, PinnedSettings::default());
+        let allocator = HostAllocator::new(&self.instance, PinnedSettings::default());
         let counted = HostAllocator::new(&self.counted, PinnedSettings::default());
         let (mut called, mut worst) = (Vec::new(), [0.0_f64; 2]);
         warm_up(&allocator).map_err(stop)?;
@@ -140,7 +143,8 @@ impl Bench {
         let program = Program::new();
         for (case, threads) in [("random sizes, per call", 1), ("random sizes, per call, all threads", self.threads)] {
             let passes = (self.ops / ROUNDS / STEPS as u64).max(1);
-            // Several threads may meet so that more memory is needed than ever before; so the calls are shown, not judged.
+            // Several threads may meet so that more memory is needed than ever before; so the calls are shown, not
+            // judged.
             let calls = self
                 .calls(&counted, threads, 1, |_| Ok(Vec::new()), |allocator, ops| program.run(allocator, ops))
                 .map_err(stop)?;
@@ -168,8 +172,10 @@ impl Bench {
     }
 }
 
-/// Runs `work` on several threads at once, `ROUNDS` times, each time with the baseline before it; as described at the top. What `first` gives all threads have at once, and then
-/// give back; one more round comes before all others, for everything that is done only once, and behind it `warmed` is called. Returns nanoseconds of one operation, and of one of the baseline.
+/// Runs `work` on several threads at once, `ROUNDS` times, each time with the baseline before it; as described at the
+/// top. What `first` gives all threads have at once, and then give back; one more round comes before all others, for
+/// everything that is done only once, and behind it `warmed` is called. Returns nanoseconds of one operation, and of
+/// one of the baseline.
 fn together(
     threads: usize,
     ops: u64,
@@ -236,7 +242,8 @@ fn one_of_each(allocator: &HostAllocator) -> warpool::Result<Vec<HostBlock>> {
     SIZES.iter().map(|size| allocator.allocate(size.bytes)).collect()
 }
 
-/// Half of the pairs take less than the first, in nanoseconds, and all but one in a hundred less than the second; by means of ten pairs.
+/// Half of the pairs take less than the first, in nanoseconds, and all but one in a hundred less than the second; by
+/// means of ten pairs.
 fn spread(allocator: &HostAllocator, bytes: u64) -> warpool::Result<(f64, f64)> {
     let mut times = Vec::with_capacity(SPREAD_BATCHES);
     for _ in 0..SPREAD_BATCHES {
@@ -257,7 +264,8 @@ fn warm_up(allocator: &HostAllocator) -> warpool::Result<()> {
     Ok(())
 }
 
-/// Slots that are filled and emptied at random, with sizes from 4 KiB to 16 MiB, as many of each magnitude, as the batches of a data loader come and go.
+/// Slots that are filled and emptied at random, with sizes from 4 KiB to 16 MiB, as many of each magnitude, as the
+/// batches of a data loader come and go.
 struct Program(Vec<(usize, u64)>);
 
 impl Program {
@@ -270,7 +278,8 @@ impl Program {
         Self((0..STEPS).map(step).collect())
     }
 
-    /// Runs it from the beginning, so many times. Empties every slot behind it: the next pass finds what this one found.
+    /// Runs it from the beginning, so many times. Empties every slot behind it: the next pass finds what this one
+    /// found.
     fn run(&self, allocator: &HostAllocator, passes: u64) -> warpool::Result<()> {
         let mut slots: [Option<HostBlock>; SLOTS as usize] = [const { None }; SLOTS as usize];
         for _ in 0..passes {

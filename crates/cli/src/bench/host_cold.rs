@@ -1,7 +1,8 @@
-//! The part of `warpool bench host` about pinning for the first time: the register way, through a new allocator each time, beside the driver's own allocation.
+//! The part of `warpool bench host` about pinning for the first time: the register way, through a new allocator each
+//! time, beside the driver's own allocation.
 //!
-//! On the simulated GPU the driver's part is what its cost model says, and the host's part (mapping pages, touching them) is the machine's own time; the sum is
-//! shown. Sizes are smaller there: pages are touched for real.
+//! On the simulated GPU the driver's part is what its cost model says, and the host's part (mapping pages, touching
+//! them) is the machine's own time; the sum is shown. Sizes are smaller there: pages are touched for real.
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
@@ -45,7 +46,7 @@ pub fn measure(device: &Device, rows: &mut Rows<'_>) -> Result<()> {
         rows.remark("left out: first pinning, since the device pins no memory where it is".to_owned());
         return Ok(());
     }
-    let simulated = device.gpu().driver().kind() == "sim";
+    let simulated = device.instance().driver().kind() == "sim";
     // By size, the best number of threads.
     let mut best: BTreeMap<u64, f64> = BTreeMap::new();
     for &(case, bytes, threads) in if simulated { SIMULATED } else { REAL } {
@@ -73,7 +74,7 @@ pub fn measure(device: &Device, rows: &mut Rows<'_>) -> Result<()> {
 
 /// What it takes by registration, and what the driver takes alone, in nanoseconds.
 fn first_pinning(device: &Device, bytes: u64, threads: u64, simulated: bool) -> warpool::Result<(f64, f64)> {
-    let driver = &**device.gpu().driver();
+    let driver = &**device.instance().driver();
     let settings =
         PinnedSettings { use_cuda_host_register: true, num_register_threads: threads, ..PinnedSettings::default() };
     let mut least = (f64::INFINITY, f64::INFINITY);
@@ -83,7 +84,7 @@ fn first_pinning(device: &Device, bytes: u64, threads: u64, simulated: bool) -> 
         least.1 = least.1.min(watch.stop());
         driver.host_free(ptr)?;
 
-        let allocator = HostAllocator::new(device.gpu(), settings.clone());
+        let allocator = HostAllocator::new(device.instance(), settings.clone());
         let watch = Watch::start(driver, simulated);
         let block = allocator.allocate_for(bytes, device)?;
         least.0 = least.0.min(watch.stop());

@@ -19,10 +19,11 @@ use measure::Baseline;
 
 /// Measures what things cost, next to a baseline taken in the same run
 ///
-/// The baseline is the cheapest thing that a lock can do: taking and releasing a mutex that nobody else wants. `bench graph` compares with a
-/// bare launch instead. `bench host` takes pairs from one and from all threads: every thread times itself, the slowest one counts, and the baseline
-/// is taken by the same threads in the same way, each with its own mutex; of both the quickest of 25 rounds counts. Each thread has one
-/// block of every size cached besides. First pinnings it compares with the driver's own allocation, by the quickest of 7 rounds each.
+/// The baseline is the cheapest thing that a lock can do: taking and releasing a mutex that nobody else wants.
+/// `bench graph` compares with a bare launch instead. `bench host` takes pairs from one and from all threads: every
+/// thread times itself, the slowest one counts, and the baseline is taken by the same threads in the same way, each
+/// with its own mutex; of both the quickest of 25 rounds counts. Each thread has one block of every size cached
+/// besides. First pinnings it compares with the driver's own allocation, by the quickest of 7 rounds each.
 #[derive(Debug, clap::Args)]
 #[command(after_help = format!("Benchmarks:\n{}\n\n\
     Exit status: 0, 1 if a limit was passed (memory that grows, calls that should not be made), 2 if it could not be run.\n\n\

@@ -1,6 +1,6 @@
-//! The suite `processes`: what a driver promises about two processes on one device.
-//! It stands here and not beside the other suites since its second process is this binary, started again: `peer.rs` says what that
-//! one does, `other.rs` how the two talk.
+//! The suite `processes`: what a driver promises about two processes on one device. It stands here and not beside the
+//! other suites since its second process is this binary, started again: `peer.rs` says what that one does, `other.rs`
+//! how the two talk.
 
 mod other;
 pub mod peer;
@@ -37,7 +37,8 @@ fn a_stream_of_another_process_waits_for_an_event(bench: &Bench<'_>) -> Checked 
     event_in_another_process(bench, |handle| Task::Stream { handle })
 }
 
-/// The other process opens the event before it marks anything, finds it busy while a kernel of this process runs, and waits for it.
+/// The other process opens the event before it marks anything, finds it busy while a kernel of this process runs, and
+/// waits for it.
 fn event_in_another_process(bench: &Bench<'_>, task: fn(IpcEventHandle) -> Task) -> Checked {
     need_two_processes(bench)?;
     let (stream, event) = (bench.stream()?, bench.interprocess_event()?);

@@ -1,6 +1,5 @@
-//! The other process: `warpool __peer`, which only the suite `processes` starts.
-//! Its arguments say what to do; over standard input and output it says and hears one word per line, and at last says [`DONE`], or
-//! [`FAILED`] and why.
+//! The other process: `warpool __peer`, which only the suite `processes` starts. Its arguments say what to do; over
+//! standard input and output it says and hears one word per line, and at last says [`DONE`], or [`FAILED`] and why.
 
 use std::error::Error;
 use std::io::{self, BufRead, Write};
@@ -212,7 +211,8 @@ mod tests {
 
     type Part = fn(&dyn Driver, EventId, &mut Talk<'_>) -> Told;
 
-    /// Lets the other process do its part on an event of this one: with a kernel before the mark when it hears of it, or without.
+    /// Lets the other process do its part on an event of this one: with a kernel before the mark when it hears of it,
+    /// or without.
     fn talk(slow: bool, input: &str, part: Part) -> (std::result::Result<(), String>, String) {
         struct Input<'a>(&'a dyn Fn(), io::Cursor<&'a [u8]>);
         impl io::Read for Input<'_> {

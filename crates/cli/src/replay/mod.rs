@@ -20,10 +20,10 @@ use crate::size;
 
 /// Replays recorded programs with the real allocators on a simulated GPU
 ///
-/// A recording is a memory snapshot of PyTorch with its history (torch.cuda.memory._record_memory_history, then _dump_snapshot), plain
-/// or compressed, or a log of RMM. It is first replayed with the settings that it was recorded with, and every address and every segment
-/// is compared: that tells whether the model can be trusted on this program. With --settings, --allocator or --capacity it is then replayed
-/// the other way.
+/// A recording is a memory snapshot of PyTorch with its history (torch.cuda.memory._record_memory_history, then
+/// _dump_snapshot), plain or compressed, or a log of RMM. It is first replayed with the settings that it was recorded
+/// with, and every address and every segment is compared: that tells whether the model can be trusted on this program.
+/// With --settings, --allocator or --capacity it is then replayed the other way.
 #[derive(Debug, clap::Args)]
 #[command(
     after_help = "Exit status: 0, 1 if --expect-fit was given and a replay ran out of memory, 2 if a file cannot be read.\n\
@@ -43,7 +43,8 @@ pub struct Args {
     /// Which allocator: caching (PyTorch's) or driver-pool (the driver's own)
     #[arg(long, value_name = "NAME", default_value = "caching", value_parser = parse_allocator)]
     allocator: AllocatorChoice,
-    /// The memory of the device, such as 24GiB, of which its context takes half a GiB; an H200's without it, or more where the recording held more
+    /// The memory of the device, such as 24GiB, of which its context takes half a GiB; an H200's without it, or more
+    /// where the recording held more
     #[arg(long, value_name = "SIZE", value_parser = size::parse)]
     capacity: Option<u64>,
     /// Exit with 1 if a replay runs out of memory

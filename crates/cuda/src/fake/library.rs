@@ -1,5 +1,5 @@
-//! NVIDIA's libraries for tests. A handle is an object as well, and says [`DEAD`] as a status if it, or the stream that it
-//! points at, is gone.
+//! NVIDIA's libraries for tests. A handle is an object as well, and says [`DEAD`] as a status if it, or the stream that
+//! it points at, is gone.
 
 use std::cell::RefCell;
 use std::ffi::{c_int, c_void};

@@ -1,8 +1,8 @@
 //! A CUDA driver for tests: it does no work, but knows which of its objects are alive, and says [`DEAD`] to those who
 //! use one that is not. Nothing is freed, so that asking is safe.
 //!
-//! Captures note kernels, callbacks and products as nodes. Those that are not relaxed are broken by calls that CUDA would
-//! forbid on the thread that captures, as if all were thread-local: other tests run beside.
+//! Captures note kernels, callbacks and products as nodes. Those that are not relaxed are broken by calls that CUDA
+//! would forbid on the thread that captures, as if all were thread-local: other tests run beside.
 
 mod library;
 mod tests;

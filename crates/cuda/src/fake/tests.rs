@@ -119,8 +119,8 @@ fn a_body_within_a_forgotten_body_goes_with_the_outermost_graph() -> Result<()> 
     driver.graph_destroy(inner)
 }
 
-/// Six threads make, use and take away the same few objects. Calls may be refused, but none may reach a dead object, and
-/// none may wait for ever.
+/// Six threads make, use and take away the same few objects. Calls may be refused, but none may reach a dead object,
+/// and none may wait for ever.
 #[test]
 fn no_call_hands_cuda_what_another_thread_destroyed() {
     let (rounds, threads) = if cfg!(miri) { (100, 3) } else { (5_000, 6) };

@@ -33,7 +33,8 @@ pub struct Bench<'a> {
 #[repr(align(4096))]
 struct Page(#[expect(dead_code, reason = "drivers touch it, by its address")] [u8; 4096]);
 
-/// How long a spinning kernel runs where something else must be seen to finish first. Long for a host thread, short for a suite.
+/// How long a spinning kernel runs where something else must be seen to finish first. Long for a host thread, short for
+/// a suite.
 const LONG_NANOS: u64 = 150_000_000;
 
 /// How long one runs where it only has to be late, so that a missing wait would show.
@@ -286,8 +287,8 @@ impl<'a> Bench<'a> {
         let mut pages = vec![Page([0; 4096]); n];
         let ptr = HostPtr(pages.as_mut_ptr().expose_provenance() as u64);
         self.pages.lock().unwrap_or_else(PoisonError::into_inner).push(pages);
-        // SAFETY: the pages are writable, nobody holds a reference into them, and they live until the bench is gone, which
-        // comes after everything that the check registered was unregistered.
+        // SAFETY: the pages are writable, nobody holds a reference into them, and they live until the bench is gone,
+        // which comes after everything that the check registered was unregistered.
         unsafe { HostRange::new(ptr, 4096 * n as u64) }
     }
 

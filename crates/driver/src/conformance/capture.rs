@@ -155,7 +155,8 @@ fn captures_have_ids_of_their_own(bench: &Bench<'_>) -> Checked {
     Ok(())
 }
 
-/// Captures on a fresh stream in a relaxed capture, does `act`, which must fail with `want`, and sees that this broke the capture.
+/// Captures on a fresh stream in a relaxed capture, does `act`, which must fail with `want`, and sees that this broke
+/// the capture.
 fn breaks(bench: &Bench<'_>, want: ErrorCode, act: impl Fn(StreamId) -> crate::Result<()>) -> Checked {
     let (stream, log) = (bench.stream()?, bench.log(1)?);
     bench.begin(stream)?;

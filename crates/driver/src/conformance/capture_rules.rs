@@ -59,7 +59,8 @@ fn relaxed_captures_leave_other_threads_alone(bench: &Bench<'_>) -> Checked {
     rules_hold(bench, CaptureMode::Relaxed, false)
 }
 
-/// Makes every call of the table while a capture of `mode` is under way, and sees that exactly the forbidden ones fail and break it.
+/// Makes every call of the table while a capture of `mode` is under way, and sees that exactly the forbidden ones fail
+/// and break it.
 fn rules_hold(bench: &Bench<'_>, mode: CaptureMode, same_thread: bool) -> Checked {
     let properties = bench.properties()?;
     bench.kernels()?;
@@ -100,7 +101,8 @@ fn rules_hold(bench: &Bench<'_>, mode: CaptureMode, same_thread: bool) -> Checke
     expect(wrong.is_empty(), &format!("what the rules say; but in a {mode:?} capture {}", wrong.join("; ")))
 }
 
-/// The calls, each with what it needs. What a call makes is owned, and what it takes away is disowned, only if it worked.
+/// The calls, each with what it needs. What a call makes is owned, and what it takes away is disowned, only if it
+/// worked.
 const ROWS: &[(Call, Prepare)] = &[
     (Call::DeviceCount, |b| Ok(Box::new(|| b.driver.device_count().map(drop)))),
     (Call::DeviceProperties, |b| Ok(Box::new(|| b.driver.device_properties(b.device).map(drop)))),

@@ -1,4 +1,5 @@
-//! What a broken device says. These checks break it, for the rest of the process; they run last, and only when asked for.
+//! What a broken device says. These checks break it, for the rest of the process; they run last, and only when asked
+//! for.
 
 use super::Check;
 use super::bench::Bench;

@@ -253,8 +253,8 @@ impl<'a> Kit<'a> {
         Ok(found?)
     }
 
-    /// Runs every kernel and every fill once. CUDA loads code when it is first launched, and loading may wait for whatever runs: a
-    /// check that wants two things at once would then see them one after the other.
+    /// Runs every kernel and every fill once. CUDA loads code when it is first launched, and loading may wait for
+    /// whatever runs: a check that wants two things at once would then see them one after the other.
     fn warm_up(&self, kernels: &Plain) -> Checked {
         let driver = self.driver;
         let stream = driver.stream_default(self.device)?;

@@ -18,8 +18,9 @@ pub(super) struct Slot(Arc<Mutex<Option<&'static dyn Driver>>>);
 
 impl<'a> Lent<'a> {
     pub(super) fn new(driver: &'a dyn Driver) -> Self {
-        // SAFETY: the reference leaves the slot only inside `Slot::with`, which holds the lock meanwhile, and `drop` empties
-        // the slot under the same lock before `'a` ends. A leaked lender would break this; the type stays in this module's hands.
+        // SAFETY: the reference leaves the slot only inside `Slot::with`, which holds the lock meanwhile, and `drop`
+        // empties the slot under the same lock before `'a` ends. A leaked lender would break this; the type stays in
+        // this module's hands.
         let forever = unsafe { std::mem::transmute::<&'a dyn Driver, &'static dyn Driver>(driver) };
         Self { slot: Slot(Arc::new(Mutex::new(Some(forever)))), _driver: driver }
     }

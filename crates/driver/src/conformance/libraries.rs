@@ -1,5 +1,6 @@
-//! Libraries with handles: how handles come and go, what they may be told, and products of matrices against a plain loop on the host.
-//! Numbers are small and whole, so that every device computes them exactly, in whatever order it adds.
+//! Libraries with handles: how handles come and go, what they may be told, and products of matrices against a plain
+//! loop on the host. Numbers are small and whole, so that every device computes them exactly, in whatever order it
+//! adds.
 
 use super::Check;
 use super::bench::{Bench, Capturing};
@@ -60,7 +61,8 @@ fn solver_handles_come_and_go(bench: &Bench<'_>) -> Checked {
     come_and_go(bench, Library::Solver)
 }
 
-/// Makes handles, points them at streams and takes them away. They are also made while this thread captures, which must not notice, and cannot be taken away then.
+/// Makes handles, points them at streams and takes them away. They are also made while this thread captures, which must
+/// not notice, and cannot be taken away then.
 fn come_and_go(bench: &Bench<'_>, library: Library) -> Checked {
     let (first, second, stream) = (bench.handle(library)?, bench.handle(library)?, bench.stream()?);
     expect(first != second, "ids of their own")?;

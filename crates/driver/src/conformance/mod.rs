@@ -1,11 +1,15 @@
 //! One suite of checks for every driver.
 //!
-//! A check is a small program that uses nothing but the contract, does real work on real streams, and compares exactly what came out.
-//! The same checks run on CUDA and on the simulated device; that both pass is what makes the simulated one worth trusting.
+//! A check is a small program that uses nothing but the contract, does real work on real streams, and compares exactly
+//! what came out. The same checks run on CUDA and on the simulated device; that both pass is what makes the simulated
+//! one worth trusting.
 //!
-//! - A check says what it expected, what came and where ([`Stop`]); it skips only where the device lacks something, and names that.
-//! - Whatever a check makes through its [`Bench`] is taken away behind it, also after a failure, and no stream is left capturing.
-//! - No check depends on real time: where one thing must still be running while another is done, it waits for the other and then looks.
+//! - A check says what it expected, what came and where ([`Stop`]); it skips only where the device lacks something, and
+//!   names that.
+//! - Whatever a check makes through its [`Bench`] is taken away behind it, also after a failure, and no stream is left
+//!   capturing.
+//! - No check depends on real time: where one thing must still be running while another is done, it waits for the other
+//!   and then looks.
 //!
 //! Not here: how results are printed. [`run`] reports each check to a closure.
 
@@ -52,7 +56,8 @@ pub struct Options {
     pub seed: u64,
     /// The suites to run, by name. Empty means all.
     pub suites: Vec<String>,
-    /// Also the suite that breaks the device on purpose. It runs last, and the device is of no use to this process afterwards.
+    /// Also the suite that breaks the device on purpose. It runs last, and the device is of no use to this process
+    /// afterwards.
     pub destructive: bool,
 }
 
@@ -186,14 +191,14 @@ pub const fn suites() -> &'static [Suite] {
 
 /// Runs the chosen suites on `driver` and reports each check as it ends.
 ///
-/// Checks run one after another on the calling thread, which ends with the current device and capture mode that it came with.
-/// Nothing else should use the device meanwhile.
+/// Checks run one after another on the calling thread, which ends with the current device and capture mode that it came
+/// with. Nothing else should use the device meanwhile.
 pub fn run(driver: &dyn Driver, options: &Options, on_report: &mut dyn FnMut(&Report)) -> Summary {
     run_with(driver, &[], options, on_report)
 }
 
-/// The same with suites that cannot stand here, such as those that start a second process. They come after the harmless ones and before
-/// the destructive one, and are chosen by name like all others.
+/// The same with suites that cannot stand here, such as those that start a second process. They come after the harmless
+/// ones and before the destructive one, and are chosen by name like all others.
 pub fn run_with(driver: &dyn Driver, more: &[Suite], options: &Options, on_report: &mut dyn FnMut(&Report)) -> Summary {
     let mut summary = Summary::default();
     let kit = kernels::Kit::new(driver, options.device);

@@ -1,5 +1,5 @@
-//! What a check made and still holds, and how that is taken away behind it.
-//! Kept exactly: what a check destroys itself it must take off the list, so that clearing up never touches what is gone.
+//! What a check made and still holds, and how that is taken away behind it. Kept exactly: what a check destroys itself
+//! it must take off the list, so that clearing up never touches what is gone.
 
 use super::bench::Bench;
 use super::expect::Checked;
@@ -79,8 +79,8 @@ pub(super) fn clear(bench: &Bench<'_>, owned: Vec<Owned>) -> Checked {
     Ok(first?)
 }
 
-/// Ends every capture that a check left behind. Ending one on a stream that only joined fails and breaks it; its first stream comes later in the list
-/// or in the second round.
+/// Ends every capture that a check left behind. Ending one on a stream that only joined fails and breaks it; its first
+/// stream comes later in the list or in the second round.
 fn end_captures(bench: &Bench<'_>, owned: &[Owned]) {
     for _round in 0..2 {
         for thing in owned.iter().rev() {

@@ -445,8 +445,8 @@ fn any_thread_may_use_a_stream(bench: &Bench<'_>) -> Checked {
     bench.expect_log(log, &[0, 1, 2, 3, 4, 5, 6, 7])
 }
 
-/// A random program over several streams, in which events order exactly what touches the same data; it must compute what a single
-/// stream would have.
+/// A random program over several streams, in which events order exactly what touches the same data; it must compute
+/// what a single stream would have.
 fn random_programs_compute_what_their_order_says(bench: &Bench<'_>) -> Checked {
     const BUFFERS: usize = 6;
     const N: u32 = 128;

@@ -2,8 +2,8 @@
 
 use std::fmt;
 
-/// When a call is legal while some stream captures. Measured on an H200 (driver 580.159, November 2026) for the calls in the suite
-/// `capture_rules`; for the others it is what we expect.
+/// When a call is legal while some stream captures. Measured on an H200 (driver 580.159, November 2026) for the calls
+/// in the suite `capture_rules`; for the others it is what we expect.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CaptureRule {
     /// Always legal: it neither waits for nor disturbs a capture.
@@ -17,7 +17,8 @@ pub enum CaptureRule {
     Guarded,
     /// Forbidden while any stream of the device captures, in every mode; breaks those captures.
     Never,
-    /// Forbidden like [`Never`](Self::Never), but refused before it can do harm: the captures, as far as they began through this driver, stay whole.
+    /// Forbidden like [`Never`](Self::Never), but refused before it can do harm: the captures, as far as they began
+    /// through this driver, stay whole.
     Refused,
 }
 

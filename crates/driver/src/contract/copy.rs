@@ -25,9 +25,11 @@ impl Pattern {
     }
 }
 
-/// Copies and fills. Ranges must lie in live memory that the device may touch: else `InvalidValue`, when the call is made.
+/// Copies and fills. Ranges must lie in live memory that the device may touch: else `InvalidValue`, when the call is
+/// made.
 pub trait Copies {
-    /// Copies in the order of `stream`, in any direction. Host memory must be pinned. Source and target must not overlap: what comes out then is not defined. *During capture: stream.*
+    /// Copies in the order of `stream`, in any direction. Host memory must be pinned. Source and target must not
+    /// overlap: what comes out then is not defined. *During capture: stream.*
     fn copy(&self, dst: Address, src: Address, bytes: u64, stream: StreamId) -> Result<()>;
 
     /// Copies between two devices, with or without peer access, in the order of `stream`. *During capture: stream.*
@@ -48,6 +50,7 @@ pub trait Copies {
     /// stream, so work in non-blocking streams is not waited for. *During capture: stream* (the default one).
     fn upload(&self, device: DeviceId, dst: DevicePtr, bytes: &[u8]) -> Result<()>;
 
-    /// Copies device memory to ordinary host memory, as [`upload`](Self::upload) does the other way. *During capture: stream* (the default one).
+    /// Copies device memory to ordinary host memory, as [`upload`](Self::upload) does the other way. *During capture:
+    /// stream* (the default one).
     fn download(&self, device: DeviceId, src: DevicePtr, into: &mut [u8]) -> Result<()>;
 }

@@ -44,11 +44,12 @@ pub trait Devices {
     fn device_properties(&self, device: DeviceId) -> Result<DeviceProperties>;
 
     /// Makes the device's primary context if there is none, and holds it until as many
-    /// [`context_release`](Self::context_release) calls. The handle is the driver's own. The first call that needs a context also
-    /// makes one, which the driver then holds, at least for its own life. *During capture: free.*
+    /// [`context_release`](Self::context_release) calls. The handle is the driver's own. The first call that needs a
+    /// context also makes one, which the driver then holds, at least for its own life. *During capture: free.*
     fn context_retain(&self, device: DeviceId) -> Result<RawHandle>;
 
-    /// Gives back one [`context_retain`](Self::context_retain). `InvalidContext` if none is left to give back. *During capture: free.*
+    /// Gives back one [`context_retain`](Self::context_retain). `InvalidContext` if none is left to give back. *During
+    /// capture: free.*
     fn context_release(&self, device: DeviceId) -> Result<()>;
 
     /// Whether the device has a primary context; asking makes none. *During capture: free.*
@@ -61,10 +62,12 @@ pub trait Devices {
     /// Makes `device` the calling thread's own, with its primary context current. *During capture: free.*
     fn set_current_device(&self, device: DeviceId) -> Result<()>;
 
-    /// Waits until all work on `device` is done. Returns the code of work that failed meanwhile. *During capture: never.*
+    /// Waits until all work on `device` is done. Returns the code of work that failed meanwhile. *During capture:
+    /// never.*
     fn device_synchronize(&self, device: DeviceId) -> Result<()>;
 
-    /// Whether `device` can reach `peer`'s memory directly. `false` for a device and itself. Creates no context. *During capture: free.*
+    /// Whether `device` can reach `peer`'s memory directly. `false` for a device and itself. Creates no context.
+    /// *During capture: free.*
     fn peer_can_access(&self, device: DeviceId, peer: DeviceId) -> Result<bool>;
 
     /// Lets kernels on `device` use what `peer` allocated with `mem_alloc`. `PeerAccessUnsupported` if it cannot,

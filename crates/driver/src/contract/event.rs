@@ -36,9 +36,10 @@ pub trait Events {
     fn event_destroy(&self, event: EventId) -> Result<()>;
 
     /// Marks the work that is in `stream` now; forgets what the event marked before. Event and stream must be of one
-    /// device (`InvalidHandle`). *During capture: stream.* In a capture it belongs to the capture: asking about
-    /// it gives `CapturedEvent` and breaks the capture; once the capture is over, `InvalidValue`, until it is recorded again. With [`EventScope::External`] it
-    /// becomes a node that records at replay; `External` outside a capture gives `IllegalState`.
+    /// device (`InvalidHandle`). *During capture: stream.* In a capture it belongs to the capture: asking about it
+    /// gives `CapturedEvent` and breaks the capture; once the capture is over, `InvalidValue`, until it is recorded
+    /// again. With [`EventScope::External`] it becomes a node that records at replay; `External` outside a capture
+    /// gives `IllegalState`.
     fn event_record(&self, event: EventId, stream: StreamId, scope: EventScope) -> Result<()>;
 
     /// Whether the work that it marked is done; `true` if it never marked any. *During capture: guarded.*
@@ -47,8 +48,8 @@ pub trait Events {
     /// Waits for the work that it marked; nothing if it never marked any. *During capture: guarded.*
     fn event_synchronize(&self, event: EventId) -> Result<()>;
 
-    /// Milliseconds from the one mark to the other, negative if `end` came first. `InvalidHandle` if either has no timing or
-    /// never recorded, `NotReady` if either is not done yet. *During capture: free.*
+    /// Milliseconds from the one mark to the other, negative if `end` came first. `InvalidHandle` if either has no
+    /// timing or never recorded, `NotReady` if either is not done yet. *During capture: free.*
     fn event_elapsed_ms(&self, start: EventId, end: EventId) -> Result<f32>;
 
     /// The event's name for other processes. `InvalidHandle` if it was not made `interprocess`. *During capture: free.*

@@ -76,13 +76,14 @@ pub trait Graphs {
     fn graph_instantiate(&self, graph: GraphId, options: InstantiateOptions) -> Result<GraphExecId>;
 
     /// Runs it in the order of `stream`; its nodes run in the order of their edges. Two launches of one executable
-    /// never overlap. Memory and callbacks of the capture must still be there. *During capture: stream*; but on a stream that
-    /// captures it gives `StreamCaptureUnsupported` and breaks the capture.
+    /// never overlap. Memory and callbacks of the capture must still be there. *During capture: stream*; but on a
+    /// stream that captures it gives `StreamCaptureUnsupported` and breaks the capture.
     fn graph_launch(&self, exec: GraphExecId, stream: StreamId) -> Result<()>;
 
-    /// Gives a kernel node of an executable other arguments, for launches from now on; launches under way keep theirs. `node` is one of the template that
-    /// the executable was made of, which must still be there, and not in a conditional's body; `function` and `shape` are those that it was captured with. `InvalidValue`
-    /// if any of this does not hold, as far as it can be seen. *During capture: free.*
+    /// Gives a kernel node of an executable other arguments, for launches from now on; launches under way keep theirs.
+    /// `node` is one of the template that the executable was made of, which must still be there, and not in a
+    /// conditional's body; `function` and `shape` are those that it was captured with. `InvalidValue` if any of this
+    /// does not hold, as far as it can be seen. *During capture: free.*
     fn graph_exec_set_kernel(
         &self,
         exec: GraphExecId,
@@ -110,15 +111,18 @@ pub trait Graphs {
     /// The driver's own handle of an executable. *During capture: free.*
     fn graph_exec_raw(&self, exec: GraphExecId) -> Result<RawHandle>;
 
-    /// Makes a flag for one conditional node of the graph that `stream` captures. It has the value `default` when a launch
-    /// begins; kernels of the graph that get it as [`KernelArg::Conditional`](crate::KernelArg::Conditional) set it. `IllegalState` unless
-    /// the stream captures, `NotSupported` without conditional nodes. *During capture: free*, and only on a stream that captures.
+    /// Makes a flag for one conditional node of the graph that `stream` captures. It has the value `default` when a
+    /// launch begins; kernels of the graph that get it as [`KernelArg::Conditional`](crate::KernelArg::Conditional) set
+    /// it. `IllegalState` unless the stream captures, `NotSupported` without conditional nodes. *During capture: free*,
+    /// and only on a stream that captures.
     fn conditional_create(&self, stream: StreamId, default: u32) -> Result<ConditionalId>;
 
-    /// Appends a conditional node to what `stream` captures, and starts to capture its body on `body`, a stream that captures
-    /// nothing. [`capture_end`](crate::Captures::capture_end) on `body` ends it and returns the body's graph, which belongs to the node: destroying the id only
-    /// forgets it. A flag serves one node (`InvalidValue`). A body may hold kernels, copies, fills and further conditional nodes; with
-    /// anything else in it, [`graph_instantiate`](Self::graph_instantiate) gives `InvalidValue`. *During capture: free*, and only on a stream that captures.
+    /// Appends a conditional node to what `stream` captures, and starts to capture its body on `body`, a stream that
+    /// captures nothing. [`capture_end`](crate::Captures::capture_end) on `body` ends it and returns the body's graph,
+    /// which belongs to the node: destroying the id only forgets it. A flag serves one node (`InvalidValue`). A body
+    /// may hold kernels, copies, fills and further conditional nodes; with anything else in it,
+    /// [`graph_instantiate`](Self::graph_instantiate) gives `InvalidValue`. *During capture: free*, and only on a
+    /// stream that captures.
     fn conditional_begin(
         &self,
         stream: StreamId,

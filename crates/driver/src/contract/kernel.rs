@@ -57,7 +57,8 @@ pub struct KernelSource {
 pub struct KernelMirror {
     /// The kernel's name in the CUDA text.
     pub name: &'static str,
-    /// Does to simulated memory what the kernel does, all threads of the launch together. It must not call the driver (`NotPermitted`).
+    /// Does to simulated memory what the kernel does, all threads of the launch together. It must not call the driver
+    /// (`NotPermitted`).
     pub run: fn(&mut KernelScope<'_>) -> std::result::Result<(), KernelFault>,
     /// How long a launch takes, in nanoseconds, where its arguments tell; else the cost model decides.
     pub nanos: Option<fn(&LaunchShape, &[KernelArg]) -> u64>,
@@ -141,8 +142,8 @@ arguments_from! {
     ConditionalId => Conditional,
 }
 
-/// Why a kernel's double could not go on: it touched what it may not, or was given arguments that it does not take. The device is
-/// broken from then on (`IllegalAddress`), as it would be on a real one, and the hazard log says why.
+/// Why a kernel's double could not go on: it touched what it may not, or was given arguments that it does not take. The
+/// device is broken from then on (`IllegalAddress`), as it would be on a real one, and the hazard log says why.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{0}")]
 pub struct KernelFault(Box<str>);
@@ -246,8 +247,9 @@ fn wrong_argument(index: usize, got: Option<&KernelArg>, wanted: &str) -> Kernel
 
 /// Modules and kernels.
 pub trait Kernels {
-    /// Loads kernels for `device`: compiles the CUDA text, or takes the mirrors. `InvalidSource` with the compiler's log
-    /// if the text is wrong, `SharedObjectInitFailed` naming the compiler's library if that is missing. *During capture: free.*
+    /// Loads kernels for `device`: compiles the CUDA text, or takes the mirrors. `InvalidSource` with the compiler's
+    /// log if the text is wrong, `SharedObjectInitFailed` naming the compiler's library if that is missing. *During
+    /// capture: free.*
     fn module_load(&self, device: DeviceId, source: &KernelSource) -> Result<ModuleId>;
 
     /// Takes the module and its functions away; the work that uses them must be done. *During capture: guarded.*
@@ -256,9 +258,9 @@ pub trait Kernels {
     /// The kernel of that name; the same id each time. `NotFound` if there is none. *During capture: free.*
     fn function_get(&self, module: ModuleId, name: &str) -> Result<FunctionId>;
 
-    /// Runs a kernel in the order of `stream`. The arguments must be those that the kernel takes: nobody can check that on a real
-    /// device. `InvalidValue` for an empty shape or one that the device cannot run. A kernel that touches memory that it may not breaks the device
-    /// (`IllegalAddress`, reported by later calls). *During capture: stream.*
+    /// Runs a kernel in the order of `stream`. The arguments must be those that the kernel takes: nobody can check that
+    /// on a real device. `InvalidValue` for an empty shape or one that the device cannot run. A kernel that touches
+    /// memory that it may not breaks the device (`IllegalAddress`, reported by later calls). *During capture: stream.*
     fn kernel_launch(
         &self,
         function: FunctionId,

@@ -1,9 +1,10 @@
 //! Libraries that work through handles: the vendor's linear algebra, deep learning and solvers.
 //!
-//! A handle belongs to one device and to one thread at a time: calls on one handle from two threads at once are made one after the other, but
-//! what the one sets the other will use. Warpool knows how to make handles, point them at streams and give cuBLAS its memory; what else a library
-//! can do, callers do through its own functions and [`library_raw`](Libraries::library_raw). The one product here, `blas_sgemm`, is there so that
-//! all of it can be shown to work, on real and on simulated devices.
+//! A handle belongs to one device and to one thread at a time: calls on one handle from two threads at once are made
+//! one after the other, but what the one sets the other will use. Warpool knows how to make handles, point them at
+//! streams and give cuBLAS its memory; what else a library can do, callers do through its own functions and
+//! [`library_raw`](Libraries::library_raw). The one product here, `blas_sgemm`, is there so that all of it can be shown
+//! to work, on real and on simulated devices.
 
 use std::fmt;
 
@@ -68,8 +69,9 @@ pub struct BlasMatrix {
     pub transposed: bool,
 }
 
-/// A product of matrices of 32-bit numbers: `c = alpha * a * b + beta * c`, where `a` is `m` by `k`, `b` is `k` by `n` and `c` is `m` by `n`
-/// (`a` and `b` after their exchange of rows and columns, if they are [`transposed`](BlasMatrix::transposed)).
+/// A product of matrices of 32-bit numbers: `c = alpha * a * b + beta * c`, where `a` is `m` by `k`, `b` is `k` by `n`
+/// and `c` is `m` by `n` (`a` and `b` after their exchange of rows and columns, if they are
+/// [`transposed`](BlasMatrix::transposed)).
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Sgemm {
     /// Rows of `a` and `c`.
@@ -90,35 +92,40 @@ pub struct Sgemm {
     pub c: BlasMatrix,
 }
 
-/// Libraries with handles. A library is loaded at its first handle; one that is not there gives `SharedObjectInitFailed`, one that is too old
-/// `SharedObjectSymbolNotFound`, and the detail names it. A library's own status becomes the nearest code, and the detail names it too.
+/// Libraries with handles. A library is loaded at its first handle; one that is not there gives
+/// `SharedObjectInitFailed`, one that is too old `SharedObjectSymbolNotFound`, and the detail names it. A library's own
+/// status becomes the nearest code, and the detail names it too.
 pub trait Libraries {
-    /// Makes a handle, on the legacy default stream. *During capture: free*, although the libraries' own functions are not.
+    /// Makes a handle, on the legacy default stream. *During capture: free*, although the libraries' own functions are
+    /// not.
     fn library_create(&self, library: Library, device: DeviceId) -> Result<HandleId>;
 
-    /// Takes it away. May wait for all work of its device, as the libraries' own functions do, and breaks captures in every mode thereby: so it is not even tried while
-    /// a stream of the device captures (`StreamCaptureUnsupported`). *During capture: refused.*
+    /// Takes it away. May wait for all work of its device, as the libraries' own functions do, and breaks captures in
+    /// every mode thereby: so it is not even tried while a stream of the device captures (`StreamCaptureUnsupported`).
+    /// *During capture: refused.*
     fn library_destroy(&self, handle: HandleId) -> Result<()>;
 
-    /// Points it at a stream of its device (`InvalidValue` for one of another device). A cuBLAS handle forgets its workspace thereby, and goes back to cuBLAS's own.
-    /// `NotSupported` for [`Library::BlasLt`]. *During capture: free.*
+    /// Points it at a stream of its device (`InvalidValue` for one of another device). A cuBLAS handle forgets its
+    /// workspace thereby, and goes back to cuBLAS's own. `NotSupported` for [`Library::BlasLt`]. *During capture:
+    /// free.*
     fn library_set_stream(&self, handle: HandleId, stream: StreamId) -> Result<()>;
 
     /// The library's own handle. *During capture: free.*
     fn library_raw(&self, handle: HandleId) -> Result<RawHandle>;
 
-    /// Gives a cuBLAS handle (`InvalidHandle` for others) memory to work with, instead of cuBLAS's own; 0 bytes is none at all. The address must be a
-    /// multiple of 256 (`InvalidValue`). It belongs to the handle until the next call of this or of [`library_set_stream`](Self::library_set_stream). *During capture: free.*
+    /// Gives a cuBLAS handle (`InvalidHandle` for others) memory to work with, instead of cuBLAS's own; 0 bytes is none
+    /// at all. The address must be a multiple of 256 (`InvalidValue`). It belongs to the handle until the next call of
+    /// this or of [`library_set_stream`](Self::library_set_stream). *During capture: free.*
     fn blas_set_workspace(&self, handle: HandleId, ptr: DevicePtr, bytes: u64) -> Result<()>;
 
     /// Sets how precise a cuBLAS handle (`InvalidHandle` for others) is. *During capture: free.*
     fn blas_set_math(&self, handle: HandleId, math: BlasMath) -> Result<()>;
 
-    /// Whether a cuBLAS handle (`InvalidHandle` for others) may use atomic operations, whose results differ from run to run; they start out
-    /// forbidden. *During capture: free.*
+    /// Whether a cuBLAS handle (`InvalidHandle` for others) may use atomic operations, whose results differ from run to
+    /// run; they start out forbidden. *During capture: free.*
     fn blas_set_atomics(&self, handle: HandleId, allowed: bool) -> Result<()>;
 
-    /// Multiplies, in the order of the handle's stream. `InvalidValue` for strides that do not fit, `InvalidHandle` for handles of other libraries; a product
-    /// with `m` or `n` 0 does nothing. *During capture: stream* (the handle's).
+    /// Multiplies, in the order of the handle's stream. `InvalidValue` for strides that do not fit, `InvalidHandle` for
+    /// handles of other libraries; a product with `m` or `n` 0 does nothing. *During capture: stream* (the handle's).
     fn blas_sgemm(&self, handle: HandleId, product: &Sgemm) -> Result<()>;
 }

@@ -17,8 +17,9 @@ pub trait Memory {
     /// `OutOfMemory` if there is no room. Does not wait for running work. *During capture: guarded.*
     fn mem_alloc(&self, device: DeviceId, bytes: u64) -> Result<DevicePtr>;
 
-    /// Frees what [`mem_alloc`](Self::mem_alloc) or `pool_alloc` gave, after waiting for all work of its device. Freeing null does nothing;
-    /// any other address that starts no live allocation gives `InvalidValue`. *During capture: guarded.*
+    /// Frees what [`mem_alloc`](Self::mem_alloc) or `pool_alloc` gave, after waiting for all work of its device.
+    /// Freeing null does nothing; any other address that starts no live allocation gives `InvalidValue`. *During
+    /// capture: guarded.*
     fn mem_free(&self, ptr: DevicePtr) -> Result<()>;
 
     /// How much memory the device has left. *During capture: free.*

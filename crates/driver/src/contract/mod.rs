@@ -1,12 +1,12 @@
 //! The contract: what a GPU driver must offer, split by subject into object-safe traits.
 //!
 //! **What holds for every method.**
-//! - Callable from any thread, also one that never touched a GPU. A call names its device, or a stream or event
-//!   that has one; what the calling thread has as its current device neither matters nor changes, except for
+//! - Callable from any thread, also one that never touched a GPU. A call names its device, or a stream or event that
+//!   has one; what the calling thread has as its current device neither matters nor changes, except for
 //!   [`Devices::set_current_device`].
-//! - An id that was never handed out, or whose object is gone, gives [`InvalidHandle`]; a device number
-//!   out of range gives [`InvalidDevice`]. A failed call changes nothing, but for captures: a forbidden call breaks them,
-//!   and a failed `capture_end` ends one.
+//! - An id that was never handed out, or whose object is gone, gives [`InvalidHandle`]; a device number out of range
+//!   gives [`InvalidDevice`]. A failed call changes nothing, but for captures: a forbidden call breaks them, and a
+//!   failed `capture_end` ends one.
 //! - Once a device is broken ([`DriverError::is_sticky`]), every call on it may return that same code.
 //! - From inside a host callback, every call gives [`NotPermitted`].
 //! - *During capture* each method is of one of the kinds that [`CaptureRule`] lists; its doc says which.
@@ -76,7 +76,7 @@ pub trait Driver:
     /// monotonic clock of the machine otherwise. Differences of it are what calls cost.
     fn now(&self) -> Duration;
 
-    /// A number that nobody can foresee, another one at each call: what a program seeds itself with that was given no seed. On a simulated device
-    /// it follows from the device's own seed, so that runs repeat.
+    /// A number that nobody can foresee, another one at each call: what a program seeds itself with that was given no
+    /// seed. On a simulated device it follows from the device's own seed, so that runs repeat.
     fn entropy(&self) -> u64;
 }

@@ -1,7 +1,7 @@
 //! What an allocator tells the driver about memory that it keeps in its own books.
 //!
-//! A caching allocator gives one driver allocation to many users in turn, and the driver sees none of it. A driver that checks
-//! for hazards needs to know; one that does not ignores it. The notes change nothing and cannot fail.
+//! A caching allocator gives one driver allocation to many users in turn, and the driver sees none of it. A driver that
+//! checks for hazards needs to know; one that does not ignores it. The notes change nothing and cannot fail.
 
 use crate::{DevicePtr, StreamId};
 
@@ -12,7 +12,8 @@ pub trait Notes {
         false
     }
 
-    /// The range now belongs to work that comes behind what is in `stream`: whoever used it before must be done by then. *During capture: free.*
+    /// The range now belongs to work that comes behind what is in `stream`: whoever used it before must be done by
+    /// then. *During capture: free.*
     fn note_handed_out(&self, ptr: DevicePtr, bytes: u64, stream: StreamId) {
         let _ = (ptr, bytes, stream);
     }

@@ -35,11 +35,12 @@ pub trait Pools {
     fn pool_destroy(&self, pool: PoolId) -> Result<()>;
 
     /// Allocates in the order of `stream`: usable by work that comes after, in that stream or ordered behind it.
-    /// `OutOfMemory` if there is no room. *During capture:* on a stream that captures it becomes a node, and the address is the
-    /// same at every replay; on another stream guarded.
+    /// `OutOfMemory` if there is no room. *During capture:* on a stream that captures it becomes a node, and the
+    /// address is the same at every replay; on another stream guarded.
     fn pool_alloc(&self, pool: PoolId, bytes: u64, stream: StreamId) -> Result<DevicePtr>;
 
-    /// Frees in the order of `stream`: work that comes after must not touch it. `InvalidValue` if it starts no live allocation. *During capture:* as [`pool_alloc`](Self::pool_alloc).
+    /// Frees in the order of `stream`: work that comes after must not touch it. `InvalidValue` if it starts no live
+    /// allocation. *During capture:* as [`pool_alloc`](Self::pool_alloc).
     fn pool_free(&self, ptr: DevicePtr, stream: StreamId) -> Result<()>;
 
     /// Reads an attribute. *During capture: guarded.*
@@ -48,7 +49,8 @@ pub trait Pools {
     /// Sets an attribute; `InvalidValue` where [`PoolAttribute`] does not allow it. *During capture: guarded.*
     fn pool_set(&self, pool: PoolId, attribute: PoolAttribute, value: u64) -> Result<()>;
 
-    /// Gives unused memory back to the device until at most `keep` bytes are held, as far as it can. *During capture: guarded.*
+    /// Gives unused memory back to the device until at most `keep` bytes are held, as far as it can. *During capture:
+    /// guarded.*
     fn pool_trim(&self, pool: PoolId, keep: u64) -> Result<()>;
 
     /// Sets what another device may do with the pool's memory. The pool's own device keeps its rights

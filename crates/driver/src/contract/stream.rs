@@ -65,7 +65,8 @@ pub type HostCallback = Arc<dyn Fn() + Send + Sync>;
 
 /// Streams.
 pub trait Streams {
-    /// The device's legacy default stream: it waits for all blocking streams, and they for it. Always the same id. *During capture: free.*
+    /// The device's legacy default stream: it waits for all blocking streams, and they for it. Always the same id.
+    /// *During capture: free.*
     fn stream_default(&self, device: DeviceId) -> Result<StreamId>;
 
     /// The calling thread's own default stream on that device. One id, which means another stream on each
@@ -78,33 +79,37 @@ pub trait Streams {
     /// Makes a stream. Its id is never given to another. *During capture: free.*
     fn stream_create(&self, device: DeviceId, options: StreamOptions) -> Result<StreamId>;
 
-    /// Takes the stream away at once; work already in it still completes. The default streams cannot be
-    /// destroyed (`InvalidHandle`), an adopted one is only forgotten. If a capture began on it, the capture is dropped. *During capture: free.*
+    /// Takes the stream away at once; work already in it still completes. The default streams cannot be destroyed
+    /// (`InvalidHandle`), an adopted one is only forgotten. If a capture began on it, the capture is dropped. *During
+    /// capture: free.*
     fn stream_destroy(&self, stream: StreamId) -> Result<()>;
 
     /// Takes in a stream that somebody else made and keeps. Adopting the same live handle again gives the same id. The
-    /// handles of the two default streams (0 and 1 for the legacy one, 2 for the thread's own) give theirs. *During capture: free.*
+    /// handles of the two default streams (0 and 1 for the legacy one, 2 for the thread's own) give theirs. *During
+    /// capture: free.*
     fn stream_adopt(&self, device: DeviceId, stream: ForeignStream) -> Result<StreamId>;
 
-    /// What the stream is. *During capture: free*, but for a stream that was adopted while it captures: `StreamCaptureUnsupported`, which breaks nothing.
+    /// What the stream is. *During capture: free*, but for a stream that was adopted while it captures:
+    /// `StreamCaptureUnsupported`, which breaks nothing.
     fn stream_info(&self, stream: StreamId) -> Result<StreamInfo>;
 
-    /// Its device and its handle, and no more: that is known of every stream, so the system below is not asked. *During capture: free*, also for a
-    /// stream that was adopted while it captures.
+    /// Its device and its handle, and no more: that is known of every stream, so the system below is not asked. *During
+    /// capture: free*, also for a stream that was adopted while it captures.
     fn stream_handle(&self, stream: StreamId) -> Result<StreamHandle>;
 
-    /// Whether all work in the stream is done; for the legacy default stream, also that in the blocking streams of its device, though
-    /// not the other way round. Returns the code of work that failed. *During capture: guarded*; on
-    /// a stream that captures itself it always gives `StreamCaptureUnsupported` and breaks the capture.
+    /// Whether all work in the stream is done; for the legacy default stream, also that in the blocking streams of its
+    /// device, though not the other way round. Returns the code of work that failed. *During capture: guarded*; on a
+    /// stream that captures itself it always gives `StreamCaptureUnsupported` and breaks the capture.
     fn stream_query(&self, stream: StreamId) -> Result<bool>;
 
     /// Waits until all work in the stream is done. *During capture:* as [`stream_query`](Self::stream_query).
     fn stream_synchronize(&self, stream: StreamId) -> Result<()>;
 
-    /// Makes later work of `stream` wait for what `event` last recorded before this call; nothing if it never
-    /// recorded. *During capture: stream.* Waiting for an event of the capture joins the stream to it. In a capture, an event from
-    /// outside gives `StreamCaptureIsolation`, one from another capture `StreamCaptureMerge`; with
-    /// [`EventScope::External`] it becomes a node that waits at replay. `External` outside a capture gives `IllegalState`.
+    /// Makes later work of `stream` wait for what `event` last recorded before this call; nothing if it never recorded.
+    /// *During capture: stream.* Waiting for an event of the capture joins the stream to it. In a capture, an event
+    /// from outside gives `StreamCaptureIsolation`, one from another capture `StreamCaptureMerge`; with
+    /// [`EventScope::External`] it becomes a node that waits at replay. `External` outside a capture gives
+    /// `IllegalState`.
     fn stream_wait_event(&self, stream: StreamId, event: EventId, scope: EventScope) -> Result<()>;
 
     /// Runs `callback` on some host thread once the work before it is done; later work waits for it. It must not

@@ -63,14 +63,17 @@ pub struct DeviceAccess {
 
 /// Virtual memory.
 pub trait VirtualMemory {
-    /// The unit that sizes must be multiples of. `NotSupported` on a device without virtual memory. *During capture: free.*
+    /// The unit that sizes must be multiples of. `NotSupported` on a device without virtual memory. *During capture:
+    /// free.*
     fn vm_granularity(&self, device: DeviceId, which: Granularity) -> Result<u64>;
 
-    /// Reserves addresses: `bytes` (a multiple of 2 MiB, not 0), aligned to `align` (a power of two, or 0), at
-    /// `hint` if that is given and the driver likes it. Else `InvalidValue`; `OutOfMemory` if the space is used up. *During capture: free.*
+    /// Reserves addresses: `bytes` (a multiple of 2 MiB, not 0), aligned to `align` (a power of two, or 0), at `hint`
+    /// if that is given and the driver likes it. Else `InvalidValue`; `OutOfMemory` if the space is used up. *During
+    /// capture: free.*
     fn vm_reserve(&self, bytes: u64, align: u64, hint: Option<DevicePtr>) -> Result<DevicePtr>;
 
-    /// Gives back one whole reservation; `InvalidValue` for a part of one, or while anything is mapped in it. *During capture: free.*
+    /// Gives back one whole reservation; `InvalidValue` for a part of one, or while anything is mapped in it. *During
+    /// capture: free.*
     fn vm_free_range(&self, ptr: DevicePtr, bytes: u64) -> Result<()>;
 
     /// Creates physical memory on `device`: `bytes` (a multiple of the granularity, not 0, else
@@ -80,9 +83,9 @@ pub trait VirtualMemory {
     /// Gives up the id. The memory itself goes when it is mapped nowhere any more. *During capture: free.*
     fn vm_release(&self, physical: PhysicalId) -> Result<()>;
 
-    /// Maps the whole of `physical` at `ptr`, in reserved and unmapped addresses (`InvalidValue`; but a driver that reserved more than it
-    /// was asked for may let it reach beyond the end). One
-    /// piece may be mapped at several addresses at once. Nobody may touch it before [`vm_set_access`](Self::vm_set_access). *During capture: free.*
+    /// Maps the whole of `physical` at `ptr`, in reserved and unmapped addresses (`InvalidValue`; but a driver that
+    /// reserved more than it was asked for may let it reach beyond the end). One piece may be mapped at several
+    /// addresses at once. Nobody may touch it before [`vm_set_access`](Self::vm_set_access). *During capture: free.*
     fn vm_map(&self, ptr: DevicePtr, physical: PhysicalId) -> Result<()>;
 
     /// Unmaps all that is mapped in `[ptr, ptr + bytes)`, which must cut no piece in two and lie in one
@@ -93,11 +96,13 @@ pub trait VirtualMemory {
     /// names an unknown device, `InvalidDevice` if one of them cannot reach the memory. *During capture: free.*
     fn vm_set_access(&self, ptr: DevicePtr, bytes: u64, access: &[DeviceAccess]) -> Result<()>;
 
-    /// Makes a handle for another process. `InvalidValue` if the piece was not created for that kind. *During capture: free.*
+    /// Makes a handle for another process. `InvalidValue` if the piece was not created for that kind. *During capture:
+    /// free.*
     fn vm_export(&self, physical: PhysicalId, kind: ShareKind) -> Result<SharedMemory>;
 
-    /// Takes in a handle of memory that is `bytes` long, which its exporter must say since the driver does not; the id counts like
-    /// one of [`vm_create`](Self::vm_create). Fails (`InvalidValue`, or `UnknownError` where the driver says no more) for a handle that names
-    /// nothing. With a wrong size, this call or [`vm_map`](Self::vm_map) fails. *During capture: free.*
+    /// Takes in a handle of memory that is `bytes` long, which its exporter must say since the driver does not; the id
+    /// counts like one of [`vm_create`](Self::vm_create). Fails (`InvalidValue`, or `UnknownError` where the driver
+    /// says no more) for a handle that names nothing. With a wrong size, this call or [`vm_map`](Self::vm_map) fails.
+    /// *During capture: free.*
     fn vm_import(&self, device: DeviceId, shared: &SharedMemory, bytes: u64) -> Result<PhysicalId>;
 }

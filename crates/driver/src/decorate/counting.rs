@@ -1,5 +1,5 @@
-//! A driver that counts: calls, errors and modelled time, by call.
-//! Counters are atomic and independent; a snapshot taken while calls are under way is exact for each call that has ended.
+//! A driver that counts: calls, errors and modelled time, by call. Counters are atomic and independent; a snapshot
+//! taken while calls are under way is exact for each call that has ended.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
@@ -20,8 +20,8 @@ pub struct CallCount {
     pub calls: u64,
     /// How often of that it failed.
     pub errors: u64,
-    /// What it cost by the driver's own clock. Where several threads share a virtual clock, the time that others let pass
-    /// meanwhile is in it too.
+    /// What it cost by the driver's own clock. Where several threads share a virtual clock, the time that others let
+    /// pass meanwhile is in it too.
     pub time: Duration,
 }
 

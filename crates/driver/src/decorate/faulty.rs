@@ -69,14 +69,16 @@ impl FaultPlan {
         self.rule(&[], When::Nth(nth), code)
     }
 
-    /// A share of these calls (of all, if `calls` is empty) fails, drawn from `seed`. 0.0 is none of them, 1.0 every one.
+    /// A share of these calls (of all, if `calls` is empty) fails, drawn from `seed`. 0.0 is none of them, 1.0 every
+    /// one.
     #[must_use]
     pub fn fail_share(self, calls: &[Call], share: f64, seed: u64, code: ErrorCode) -> Self {
         assert!((0.0..=1.0).contains(&share), "a share lies between 0 and 1, not {share}");
         self.rule(calls, When::Share { seed, share }, code)
     }
 
-    /// These calls are left alone, and not numbered among all calls either. [`CLEANUP`](Self::CLEANUP) is a good choice.
+    /// These calls are left alone, and not numbered among all calls either. [`CLEANUP`](Self::CLEANUP) is a good
+    /// choice.
     #[must_use]
     pub fn sparing(mut self, calls: &[Call]) -> Self {
         self.spared.extend_from_slice(calls);

@@ -1,6 +1,6 @@
-//! A driver that lets a hook see every call before and after it is made.
-//! Every signature of the contract stands here once, in the table at the end, with the notes behind it; the decorators are hooks.
-//! Nothing is decided here: what a hook does not refuse goes through unchanged.
+//! A driver that lets a hook see every call before and after it is made. Every signature of the contract stands here
+//! once, in the table at the end, with the notes behind it; the decorators are hooks. Nothing is decided here: what a
+//! hook does not refuse goes through unchanged.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -43,7 +43,8 @@ pub trait Hook: Send + Sync {
     }
 }
 
-/// A driver around a driver, with a hook on every call. [`Driver::kind`], [`Driver::now`] and [`Driver::entropy`] go straight through.
+/// A driver around a driver, with a hook on every call. [`Driver::kind`], [`Driver::now`] and [`Driver::entropy`] go
+/// straight through.
 pub struct Tapped<H> {
     inner: Arc<dyn Driver>,
     hook: H,

@@ -1,5 +1,6 @@
-//! The bytes of simulated memory. Device memory exists page by page, once written; pinned memory is real memory of this process.
-//! The only unsafe code of the simulated device is here: reading and writing host memory at addresses that were pinned.
+//! The bytes of simulated memory. Device memory exists page by page, once written; pinned memory is real memory of this
+//! process. The only unsafe code of the simulated device is here: reading and writing host memory at addresses that
+//! were pinned.
 
 use rustc_hash::FxHashMap;
 
@@ -75,7 +76,8 @@ impl HostBytes {
     /// New memory, zeroed, aligned to a page. Nothing is touched, so a large piece costs nothing before it is used.
     pub fn allocate(bytes: u64) -> Option<Self> {
         let size = usize::try_from(bytes).ok()?.checked_add(PAGE)?;
-        // Asked for first in a way that may fail; zeroed memory, which costs nothing, can only be had in one that aborts.
+        // Asked for first in a way that may fail; zeroed memory, which costs nothing, can only be had in one that
+        // aborts.
         Vec::<u8>::new().try_reserve_exact(size).ok()?;
         let owned = vec![0; size];
         let start = (owned.as_ptr().expose_provenance() as u64).next_multiple_of(PAGE as u64);
@@ -93,8 +95,8 @@ impl HostBytes {
 
     fn read(&self, offset: u64, into: &mut [u8]) {
         let from = std::ptr::with_exposed_provenance::<u8>((self.start + offset) as usize);
-        // SAFETY: callers check that the range lies in this pinned piece, which is either owned or kept by `self`, or was
-        // promised to stay valid while it is pinned (`HostRange::new`). No reference into it exists on our side.
+        // SAFETY: callers check that the range lies in this pinned piece, which is either owned or kept by `self`, or
+        // was promised to stay valid while it is pinned (`HostRange::new`). No reference into it exists on our side.
         unsafe { std::ptr::copy_nonoverlapping(from, into.as_mut_ptr(), into.len()) }
     }
 

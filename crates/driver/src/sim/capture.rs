@@ -252,7 +252,8 @@ impl World {
         state.streams.iter().copied().find(|&stream| deps(stream).iter().any(lost))
     }
 
-    /// Breaks captures, by a call that gives `code`. What happens in them from now on is refused until they are ended, and the refusals name that call.
+    /// Breaks captures, by a call that gives `code`. What happens in them from now on is refused until they are ended,
+    /// and the refusals name that call.
     pub(super) fn break_captures<T>(&mut self, captures: &[CaptureId], code: ErrorCode, why: String) -> Result<T> {
         for &capture in captures {
             let (call, calls, now) = (self.call, self.calls, self.clock);

@@ -25,7 +25,8 @@ pub struct SimConfig {
     pub queue_depth: usize,
     /// How many hazards are kept; later ones are only counted.
     pub hazards_kept: usize,
-    /// Whether allocators' notes are heard. Without them the machine is faster, and cannot tell the users of one allocation apart.
+    /// Whether allocators' notes are heard. Without them the machine is faster, and cannot tell the users of one
+    /// allocation apart.
     pub notes: bool,
     /// Libraries that are not installed.
     pub libraries_absent: Vec<Library>,
@@ -45,8 +46,8 @@ pub struct SimDevice {
 /// How long work on the device takes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Timing {
-    /// As the cost model says, times a factor between 1/8 and 8 that the seed draws for each piece of work: other seeds,
-    /// other interleavings.
+    /// As the cost model says, times a factor between 1/8 and 8 that the seed draws for each piece of work: other
+    /// seeds, other interleavings.
     Seeded,
     /// As the cost model says.
     Model,

@@ -1,7 +1,7 @@
 //! What things cost on an H200: calls on the host, work on the device. Nanoseconds of the virtual clock.
 //!
-//! Where a figure was measured (one H200, driver 580.159, CUDA 13.0, November 2026), its comment says so; the others are
-//! estimates of the same order. All of them are settings.
+//! Where a figure was measured (one H200, driver 580.159, CUDA 13.0, November 2026), its comment says so; the others
+//! are estimates of the same order. All of them are settings.
 
 use crate::{Call, LaunchShape};
 
@@ -10,7 +10,8 @@ use crate::{Call, LaunchShape};
 pub enum Latency {
     /// Always the same.
     Flat(u64),
-    /// By size: points of (bytes, nanoseconds), ascending; between them a straight line, below the first its cost, beyond the last the line goes on.
+    /// By size: points of (bytes, nanoseconds), ascending; between them a straight line, below the first its cost,
+    /// beyond the last the line goes on.
     BySize(Vec<(u64, u64)>),
 }
 
@@ -144,7 +145,8 @@ fn h200(call: Call) -> Latency {
         Call::KernelLaunch => Latency::Flat(3_260),
         Call::GraphLaunch => Latency::Flat(1_500),
         Call::GraphExecSetKernel => Latency::Flat(132),
-        // Measured: create and destroy take 211 us together, nearly all of it the create; a product is a launch and a little more.
+        // Measured: create and destroy take 211 us together, nearly all of it the create; a product is a launch and a
+        // little more.
         Call::LibraryCreate => Latency::Flat(211_000),
         Call::LibrarySetStream => Latency::Flat(21),
         Call::BlasSetWorkspace => Latency::Flat(23),
@@ -262,7 +264,8 @@ fn at_speed(bytes: u64, speed: u64) -> u64 {
     u64::try_from(nanos).unwrap_or(u64::MAX)
 }
 
-/// A number that looks random, from the seed and the place where it is needed: luck that does not depend on the order of asking.
+/// A number that looks random, from the seed and the place where it is needed: luck that does not depend on the order
+/// of asking.
 pub(super) fn draw(seed: u64, lane: u64, seq: u64, node: u64) -> u64 {
     let mut z = seed
         .wrapping_add(lane.wrapping_mul(0x9e37_79b9_7f4a_7c15))

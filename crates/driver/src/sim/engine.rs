@@ -1,7 +1,7 @@
 //! How work moves: queues, the virtual clock, and what is known to be done.
 //!
-//! The first of each queue runs as soon as what it waits for is done; it takes effect when the clock reaches its end. The clock moves
-//! when a call is made, by what the call costs, and when the host waits, to where the wait is over.
+//! The first of each queue runs as soon as what it waits for is done; it takes effect when the clock reaches its end.
+//! The clock moves when a call is made, by what the call costs, and when the host waits, to where the wait is over.
 
 use std::sync::Arc;
 
@@ -71,8 +71,8 @@ impl std::fmt::Debug for Callback {
 impl World {
     pub fn add_stream(&mut self, device: DeviceId, kind: StreamKind, priority: i32) -> StreamId {
         let id = StreamId(self.streams.next_id());
-        // A lane may serve another stream once the host knows that all in it is done: whatever is queued from then on comes
-        // after it anyway.
+        // A lane may serve another stream once the host knows that all in it is done: whatever is queued from then on
+        // comes after it anyway.
         let spare = self.spare_lanes.iter().position(|&lane| self.host.seen(lane) >= self.lanes[lane as usize].done);
         let lane = match spare {
             Some(index) => self.spare_lanes.swap_remove(index),
@@ -118,8 +118,8 @@ impl World {
             let (base, last) = self.last_of(stream);
             self.streams.remove(stream.0);
             let state = &mut self.devices[device.0 as usize];
-            // Who waits for the device, and the default stream if it was a blocking one, come after its work, also now that
-            // it can no longer be asked.
+            // Who waits for the device, and the default stream if it was a blocking one, come after its work, also now
+            // that it can no longer be asked.
             state.retired.join(&base);
             state.retired.add(last);
             if kind == StreamKind::Blocking {
@@ -140,8 +140,8 @@ impl World {
         stamp
     }
 
-    /// Takes the next place in a stream: what is put there comes after all that the stream, the default-stream rules and the
-    /// host put before it.
+    /// Takes the next place in a stream: what is put there comes after all that the stream, the default-stream rules
+    /// and the host put before it.
     pub fn slot(&mut self, stream: StreamId, waits: Vec<Stamp>) -> Slot {
         let waits = self.with_default_stream_rules(stream, waits);
         self.learn_from_host(stream);
@@ -256,8 +256,8 @@ impl World {
         }
     }
 
-    /// What waiting for `stream` waits for: its last work, and for the default stream that of the blocking streams too. A blocking
-    /// stream is done with its own, whatever the default stream still does.
+    /// What waiting for `stream` waits for: its last work, and for the default stream that of the blocking streams too.
+    /// A blocking stream is done with its own, whatever the default stream still does.
     pub fn awaited(&self, stream: StreamId) -> Vec<(Arc<Frontier>, Stamp)> {
         let state = self.stream(stream);
         let others: &[StreamId] = match state.kind {

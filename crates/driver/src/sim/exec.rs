@@ -1,7 +1,8 @@
 //! Graphs: the template that a capture leaves, and the flat form that runs.
 //!
-//! In the flat form bodies of conditional nodes stand in the same list as the nodes around them, so that one table answers which
-//! node comes before which. The nodes are cut into chains; for each node the table holds how far it is behind each chain.
+//! In the flat form bodies of conditional nodes stand in the same list as the nodes around them, so that one table
+//! answers which node comes before which. The nodes are cut into chains; for each node the table holds how far it is
+//! behind each chain.
 
 use super::actor::Point;
 use super::work::Work;
@@ -25,7 +26,8 @@ pub(super) struct TemplateNode {
 pub(super) struct Template {
     pub device: DeviceId,
     pub nodes: Vec<TemplateNode>,
-    /// The flags of its conditional nodes with their values at the start, those of bodies included once they are inlined.
+    /// The flags of its conditional nodes with their values at the start, those of bodies included once they are
+    /// inlined.
     pub flags: Vec<(ConditionalId, u32)>,
     /// Memory that its nodes allocate, with the pool it comes from.
     pub memory: Vec<(DevicePtr, PoolId)>,

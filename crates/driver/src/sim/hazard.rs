@@ -123,8 +123,8 @@ impl fmt::Display for HazardRange {
 pub struct Hazard {
     /// What kind of trouble.
     pub kind: HazardKind,
-    /// The operations, in the order in which they took effect: what each is, the number of the call that queued it (counted over the whole
-    /// driver), its stream or graph.
+    /// The operations, in the order in which they took effect: what each is, the number of the call that queued it
+    /// (counted over the whole driver), its stream or graph.
     pub operations: Vec<String>,
     /// The bytes, where memory is concerned.
     pub range: Option<HazardRange>,
@@ -173,8 +173,8 @@ impl HazardLog {
         *self = Self::new(self.kept);
     }
 
-    /// Logs trouble over memory between `first`, if somebody came before, and `second`. `area` tells one piece of memory from
-    /// another: ranges of two are never joined.
+    /// Logs trouble over memory between `first`, if somebody came before, and `second`. `area` tells one piece of
+    /// memory from another: ranges of two are never joined.
     pub fn memory(
         &mut self,
         kind: HazardKind,

@@ -1,8 +1,9 @@
 //! Held streams: work that completes when a replay says so, and not by the clock.
 //!
-//! Not part of the contract. A held stream takes work as ever, but begins none of it before it is let through. Work that had begun when the
-//! hold came goes on to its end. A host that waits overrides the hold: what it waits for, and what that waits for in turn, is let
-//! through, no more, and takes the time that it would have taken. So nobody waits for ever.
+//! Not part of the contract. A held stream takes work as ever, but begins none of it before it is let through. Work
+//! that had begun when the hold came goes on to its end. A host that waits overrides the hold: what it waits for, and
+//! what that waits for in turn, is let through, no more, and takes the time that it would have taken. So nobody waits
+//! for ever.
 
 use std::collections::BTreeMap;
 
@@ -13,9 +14,9 @@ use super::world::World;
 use crate::{DriverError, ErrorCode, Result, StreamId};
 
 impl SimDriver {
-    /// From now on nothing begins in `stream` before it is [let through](Self::let_through), be it queued already or later: an
-    /// event recorded there stays unreached, and other streams that wait for it wait. Its queue
-    /// takes as much as comes. Holding twice is holding once; destroying the stream ends it.
+    /// From now on nothing begins in `stream` before it is [let through](Self::let_through), be it queued already or
+    /// later: an event recorded there stays unreached, and other streams that wait for it wait. Its queue takes as much
+    /// as comes. Holding twice is holding once; destroying the stream ends it.
     ///
     /// `InvalidHandle` if there is no such stream.
     pub fn hold(&self, stream: StreamId) -> Result<()> {
@@ -30,9 +31,10 @@ impl SimDriver {
         Ok(())
     }
 
-    /// Lets the next `count` pieces of work through that are queued in `stream`, in their order, and says how many there were: what is queued
-    /// later is held again. Each record, wait for an event, copy, fill, launch, callback, allocation or free in a pool is a piece.
-    /// They take no time (but rounds of loops in graphs do): unless one waits for another stream, the next call finds them done.
+    /// Lets the next `count` pieces of work through that are queued in `stream`, in their order, and says how many
+    /// there were: what is queued later is held again. Each record, wait for an event, copy, fill, launch, callback,
+    /// allocation or free in a pool is a piece. They take no time (but rounds of loops in graphs do): unless one waits
+    /// for another stream, the next call finds them done.
     ///
     /// `InvalidHandle` if there is no such stream, `InvalidValue` if it is not held.
     pub fn let_through(&self, stream: StreamId, count: u64) -> Result<u64> {
@@ -50,7 +52,8 @@ impl SimDriver {
         Ok(through - held)
     }
 
-    /// How many pieces of work wait in `stream` because it is held: what was queued, less what was let through, or what a host's wait let through.
+    /// How many pieces of work wait in `stream` because it is held: what was queued, less what was let through, or what
+    /// a host's wait let through.
     ///
     /// `InvalidHandle` if there is no such stream.
     pub fn pieces_held(&self, stream: StreamId) -> Result<u64> {
@@ -60,7 +63,8 @@ impl SimDriver {
         Ok(state.held.map_or(0, |held| state.tail.saturating_sub(held)))
     }
 
-    /// Ends the hold: what was held begins now, and takes the time that it takes. A stream that is not held stays as it is.
+    /// Ends the hold: what was held begins now, and takes the time that it takes. A stream that is not held stays as it
+    /// is.
     ///
     /// `InvalidHandle` if there is no such stream.
     pub fn unhold(&self, stream: StreamId) -> Result<()> {
@@ -110,7 +114,8 @@ impl World {
         }
     }
 
-    /// Starts the first of the queue if the hold alone kept it, at number `held`. Else it runs already, or waits for other streams and is known to.
+    /// Starts the first of the queue if the hold alone kept it, at number `held`. Else it runs already, or waits for
+    /// other streams and is known to.
     fn start_if_held_back(&mut self, stream: StreamId, held: u64) {
         if self.stream(stream).queue.front().is_some_and(|op| op.seq > held) {
             self.try_start(stream, self.clock);

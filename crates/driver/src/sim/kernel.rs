@@ -10,7 +10,8 @@ use crate::{
     Result, StreamId,
 };
 
-/// The most threads of a block, and the most blocks and threads in each dimension, as on every CUDA device of the last decade.
+/// The most threads of a block, and the most blocks and threads in each dimension, as on every CUDA device of the last
+/// decade.
 const BLOCK_THREADS: u64 = 1024;
 const GRID_MOST: [u32; 3] = [i32::MAX as u32, 65_535, 65_535];
 const BLOCK_MOST: [u32; 3] = [1024, 1024, 64];

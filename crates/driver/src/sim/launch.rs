@@ -1,4 +1,5 @@
-//! A launched graph on its way: its nodes run in the order of their edges, bodies of conditional nodes as often as their flags say.
+//! A launched graph on its way: its nodes run in the order of their edges, bodies of conditional nodes as often as
+//! their flags say.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -220,7 +221,8 @@ impl World {
             _ => false,
         };
         if again {
-            // Through the heap, so that an empty body that never ends does not hold up the host for ever within one call.
+            // Through the heap, so that an empty body that never ends does not hold up the host for ever within one
+            // call.
             self.run(Runner::Node(launch, owner), now.saturating_add(self.config.work.conditional), 0);
         } else {
             self.complete_node(launch, owner, now);

@@ -1,7 +1,8 @@
 //! The simulated libraries: handles that remember what they are told, and a cuBLAS that multiplies.
 //!
-//! A product is work like a kernel: it queues in the handle's stream, is captured, takes time, and touches its matrices and its
-//! workspace when its turn comes. cuBLAS's own workspace, which a handle has unless it is given one, takes no room here and is in nobody's way.
+//! A product is work like a kernel: it queues in the handle's stream, is captured, takes time, and touches its matrices
+//! and its workspace when its turn comes. cuBLAS's own workspace, which a handle has unless it is given one, takes no
+//! room here and is in nobody's way.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -90,8 +91,8 @@ impl LibraryLog {
 }
 
 impl SimDriver {
-    /// What a handle was told, oldest first; calls that failed are not in it. Of each handle the last 1,024 are remembered, also once it is gone; of
-    /// handles that are gone, the last 256.
+    /// What a handle was told, oldest first; calls that failed are not in it. Of each handle the last 1,024 are
+    /// remembered, also once it is gone; of handles that are gone, the last 256.
     #[must_use]
     pub fn library_calls(&self, handle: HandleId) -> Vec<LibraryCall> {
         self.lock().library_log.calls.get(&handle).map_or_else(Vec::new, |calls| calls.iter().copied().collect())

@@ -1,18 +1,23 @@
 //! The simulated GPU: a machine without hardware that keeps the contract, and watches how it is used.
 //!
-//! - **Memory** has addresses and contents. Terabytes can be reserved and a whole device allocated; pages exist once they are written.
-//! - **Work completes later.** A stream is a queue; each piece of work has a duration, from the cost model and the seed, and takes effect
-//!   when the virtual clock reaches its end. The clock moves only in calls: each costs time, and waiting moves it on. Nothing happens in between, so a program that waits for a
-//!   host callback must wait through the driver.
-//! - **Host code.** A callback runs on the thread in whose call its turn comes; one that waits for what that thread does later
-//!   waits for ever. A panic in a kernel's double is an assert of the device: it breaks the device, and later calls say so.
-//! - **Order** is tracked apart from time. What streams, events, default-stream rules, graphs and waits of the host put in order is in
-//!   order; everything else is not, even if the clock happened to separate it.
-//! - **The hazard log** names accesses that no order protects ([`SimDriver::hazards`]). Each is compared with the last write to its bytes and the reads since,
-//!   so of several clashes over the same bytes one may hide another: put it right, run again, and the next shows. All threads of the host count as
-//!   one: what one has waited for, all know. So a missing hand-over between two host threads goes unnoticed, but nothing is reported that is in order.
+//! - **Memory** has addresses and contents. Terabytes can be reserved and a whole device allocated; pages exist once
+//!   they are written.
+//! - **Work completes later.** A stream is a queue; each piece of work has a duration, from the cost model and the
+//!   seed, and takes effect when the virtual clock reaches its end. The clock moves only in calls: each costs time, and
+//!   waiting moves it on. Nothing happens in between, so a program that waits for a host callback must wait through the
+//!   driver.
+//! - **Host code.** A callback runs on the thread in whose call its turn comes; one that waits for what that thread
+//!   does later waits for ever. A panic in a kernel's double is an assert of the device: it breaks the device, and
+//!   later calls say so.
+//! - **Order** is tracked apart from time. What streams, events, default-stream rules, graphs and waits of the host put
+//!   in order is in order; everything else is not, even if the clock happened to separate it.
+//! - **The hazard log** names accesses that no order protects ([`SimDriver::hazards`]). Each is compared with the last
+//!   write to its bytes and the reads since, so of several clashes over the same bytes one may hide another: put it
+//!   right, run again, and the next shows. All threads of the host count as one: what one has waited for, all know. So
+//!   a missing hand-over between two host threads goes unnoticed, but nothing is reported that is in order.
 //! - **Capture and graphs** obey CUDA's rules, as measured on an H200; replays have real effects.
-//! - **Replays** may say where memory lies ([`SimDriver::place_next_alloc`]) and when work completes ([`SimDriver::hold`]).
+//! - **Replays** may say where memory lies ([`SimDriver::place_next_alloc`]) and when work completes
+//!   ([`SimDriver::hold`]).
 //! - The same seed and the same calls give the same run.
 //!
 //! ```
@@ -137,7 +142,8 @@ thread_local! {
     static IN_CALLBACK: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Runs code of others from where the driver may not be called: a host callback, or a kernel's double. It must not panic.
+/// Runs code of others from where the driver may not be called: a host callback, or a kernel's double. It must not
+/// panic.
 fn without_driver<T>(body: impl FnOnce() -> T) -> T {
     let before = IN_CALLBACK.replace(true);
     let outcome = body();
@@ -156,7 +162,8 @@ impl SimDriver {
         Self { world, callback_done: Condvar::new(), notes, entropy_asked: AtomicU64::new(0), seed }
     }
 
-    /// What has been noticed so far, in the order of noticing. Work that has not run yet is not in it: synchronize first.
+    /// What has been noticed so far, in the order of noticing. Work that has not run yet is not in it: synchronize
+    /// first.
     #[must_use]
     pub fn hazards(&self) -> Vec<Hazard> {
         self.lock().memory.log.entries().to_vec()
@@ -188,8 +195,8 @@ impl SimDriver {
         self.lock().calls_by_name[call as usize]
     }
 
-    /// How long all calls took, by the cost model, with the time that the host waited in them. The virtual clock moves in calls
-    /// only, so this is what it shows: [`Driver::now`] under the name of its other meaning.
+    /// How long all calls took, by the cost model, with the time that the host waited in them. The virtual clock moves
+    /// in calls only, so this is what it shows: [`Driver::now`] under the name of its other meaning.
     #[must_use]
     pub fn time_in_calls(&self) -> Duration {
         self.now()
@@ -236,7 +243,8 @@ impl SimDriver {
     }
 
     fn lock(&self) -> MutexGuard<'_, World> {
-        // A panic in a callback leaves nothing half done that later calls would trip over; one in a kernel's double is caught.
+        // A panic in a callback leaves nothing half done that later calls would trip over; one in a kernel's double is
+        // caught.
         self.world.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -281,7 +289,8 @@ impl SimDriver {
         outcome
     }
 
-    /// One whole call that gives work to a stream: `prepare` checks the arguments and says what is to be done and how long it takes.
+    /// One whole call that gives work to a stream: `prepare` checks the arguments and says what is to be done and how
+    /// long it takes.
     fn submit(
         &self,
         call: Call,
@@ -296,8 +305,8 @@ impl SimDriver {
         world.submit(stream, work, nanos)
     }
 
-    /// Waits until the stream's queue is shorter than its limit. That of a held stream has none: making room would let work through
-    /// that nobody waits for.
+    /// Waits until the stream's queue is shorter than its limit. That of a held stream has none: making room would let
+    /// work through that nobody waits for.
     fn wait_for_room<'a>(
         &'a self,
         mut world: MutexGuard<'a, World>,

@@ -1,7 +1,7 @@
 //! Who is known to come before whom.
 //!
-//! Every stream is a lane, and so is the host (lane 0). A piece of work is the n-th of its lane: its stamp. A frontier holds,
-//! for every lane, how far it is known to be done; work that starts with a frontier comes after all of it. Two
+//! Every stream is a lane, and so is the host (lane 0). A piece of work is the n-th of its lane: its stamp. A frontier
+//! holds, for every lane, how far it is known to be done; work that starts with a frontier comes after all of it. Two
 //! pieces of work neither of which knows of the other have no order, whatever the clock says.
 
 /// The host's lane.

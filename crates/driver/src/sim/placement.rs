@@ -1,9 +1,9 @@
 //! Addresses on request, for replays: the next allocation or reservation lies where a recording says.
 //!
-//! Not part of the contract: a real driver chooses its addresses itself. A placed range may lie anywhere below 2^56, also where the
-//! process has memory of its own, beside other ranges without a gap, and at once where another was freed. Only what is
-//! live is in its way. What was remembered of freed memory there is forgotten, since live memory wins: a stale pointer into
-//! it is no longer told from a good one. A replay cannot have both.
+//! Not part of the contract: a real driver chooses its addresses itself. A placed range may lie anywhere below 2^56,
+//! also where the process has memory of its own, beside other ranges without a gap, and at once where another was
+//! freed. Only what is live is in its way. What was remembered of freed memory there is forgotten, since live memory
+//! wins: a stale pointer into it is no longer told from a good one. A replay cannot have both.
 
 use super::SimDriver;
 use super::alloc::GRAIN;
@@ -27,9 +27,10 @@ impl Placements {
 }
 
 impl SimDriver {
-    /// The next [`mem_alloc`](crate::Memory::mem_alloc) on `device` that finds room lies at `ptr`. If some of that range is live,
-    /// it fails with `InvalidValue` and says what is in the way. Either way the placement is used up. A call that
-    /// fails before it needs an address, out of memory say, leaves it for the next. A second placement replaces one that was not used.
+    /// The next [`mem_alloc`](crate::Memory::mem_alloc) on `device` that finds room lies at `ptr`. If some of that
+    /// range is live, it fails with `InvalidValue` and says what is in the way. Either way the placement is used up. A
+    /// call that fails before it needs an address, out of memory say, leaves it for the next. A second placement
+    /// replaces one that was not used.
     ///
     /// `InvalidDevice` if there is no such device, `InvalidValue` if `ptr` is null or no multiple of 512.
     pub fn place_next_alloc(&self, device: DeviceId, ptr: DevicePtr) -> Result<()> {
@@ -47,8 +48,8 @@ impl SimDriver {
     }
 
     /// The next [`vm_reserve`](crate::VirtualMemory::vm_reserve) lies at `ptr`, whatever its hint; as with
-    /// [`place_next_alloc`](Self::place_next_alloc). A hint does less: one below 2^47, where the process may have memory of its own,
-    /// or where something is live, is passed over in silence.
+    /// [`place_next_alloc`](Self::place_next_alloc). A hint does less: one below 2^47, where the process may have
+    /// memory of its own, or where something is live, is passed over in silence.
     ///
     /// `InvalidValue` if `ptr` is null or no multiple of 2 MiB.
     pub fn place_next_reserve(&self, ptr: DevicePtr) -> Result<()> {

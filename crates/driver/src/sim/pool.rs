@@ -1,7 +1,8 @@
 //! Stream-ordered pools of the simulated machine.
 //!
-//! A pool holds memory from its device in units of 32 MiB, gives it out in the order of streams, and shrinks when the host waits. Which addresses it
-//! reuses is its own affair, as it is the driver's: here every allocation has fresh ones.
+//! A pool holds memory from its device in units of 32 MiB, gives it out in the order of streams, and shrinks when the
+//! host waits. Which addresses it reuses is its own affair, as it is the driver's: here every allocation has fresh
+//! ones.
 
 use super::SimDriver;
 use super::alloc::GRAIN;

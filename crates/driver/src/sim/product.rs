@@ -1,13 +1,15 @@
 //! The matrix product of the simulated cuBLAS, as a kernel: its arguments, and the double that computes it.
 //!
-//! Sums run over `k` upwards, without fused steps, so that one product gives the same bits wherever and whenever it runs.
+//! Sums run over `k` upwards, without fused steps, so that one product gives the same bits wherever and whenever it
+//! runs.
 
 use crate::{BlasMath, BlasMatrix, DevicePtr, KernelArg, KernelFault, KernelMirror, KernelScope, LaunchShape, Sgemm};
 
 /// The product's double.
 pub(super) static SGEMM: KernelMirror = KernelMirror { name: "sgemm", run, nanos: None };
 
-/// How much of a workspace a product writes, at its start and at its end: enough for the hazard log to see who else uses it, and whether all of it is there.
+/// How much of a workspace a product writes, at its start and at its end: enough for the hazard log to see who else
+/// uses it, and whether all of it is there.
 const WORKSPACE_TOUCHED: u64 = 16;
 
 /// The workspace of a product, if it was given one: where it lies, and how long it is.

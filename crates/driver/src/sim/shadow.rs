@@ -1,8 +1,8 @@
 //! What is remembered about who touched which bytes, so that the next one can be checked against them.
 //!
-//! Bytes with the same history form a cell: the last write, and the reads since that nobody has ordered themselves behind. Cells
-//! belong to memory itself, not to addresses, so that one piece mapped twice has one history.
-//! Beside them stand the marks of an allocator that keeps its own books.
+//! Bytes with the same history form a cell: the last write, and the reads since that nobody has ordered themselves
+//! behind. Cells belong to memory itself, not to addresses, so that one piece mapped twice has one history. Beside them
+//! stand the marks of an allocator that keeps its own books.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -13,7 +13,8 @@ use super::order::{Frontier, Stamp};
 /// What an allocator said about a range.
 #[derive(Clone, Debug)]
 pub(super) enum Mark {
-    /// Handed out by call number `at`, to work behind `frontier` and `stamp`, after call number `returned` took it back.
+    /// Handed out by call number `at`, to work behind `frontier` and `stamp`, after call number `returned` took it
+    /// back.
     HandedOut { at: u64, frontier: Arc<Frontier>, stamp: Stamp, returned: u64 },
     /// Taken back by call number `at`.
     Returned { at: u64 },
@@ -81,7 +82,8 @@ pub(super) struct Shadow {
 }
 
 impl Shadow {
-    /// Checks an access to `[start, end)` against the history, reports every clash with its bytes, and adds it to the history.
+    /// Checks an access to `[start, end)` against the history, reports every clash with its bytes, and adds it to the
+    /// history.
     pub fn touch(
         &mut self,
         (start, end): (u64, u64),
@@ -191,7 +193,8 @@ impl Shadow {
         }
     }
 
-    /// Cuts `[start, end)` into pieces that were taken back by one call each: where each ends, and that call's number; 0 if none did.
+    /// Cuts `[start, end)` into pieces that were taken back by one call each: where each ends, and that call's number;
+    /// 0 if none did.
     fn returns_within(&self, start: u64, end: u64) -> Vec<(u64, u64)> {
         let (mut pieces, mut from) = (Vec::new(), start);
         for (at, until, mark) in self.marks_within(start, end) {

@@ -1,7 +1,8 @@
 //! The address space: which addresses belong to what. What they belonged to before is in `tombs.rs`.
 //!
-//! Addresses lie above all that this process can have itself, so that pinned host memory keeps its own. They are handed out upwards and come
-//! again as late as possible, so that a stale address is told from a live one. A replay may place memory elsewhere (`placement.rs`).
+//! Addresses lie above all that this process can have itself, so that pinned host memory keeps its own. They are handed
+//! out upwards and come again as late as possible, so that a stale address is told from a live one. A replay may place
+//! memory elsewhere (`placement.rs`).
 
 use std::collections::BTreeMap;
 
@@ -37,8 +38,8 @@ pub(super) enum Region {
     Plain { piece: PieceId },
     /// Memory from a pool. `freed` once the free is queued.
     Pooled { piece: PieceId, pool: PoolId, freed: bool },
-    /// Addresses that nodes of a graph allocate and free; with memory only in between. `held` from the launch that allocates
-    /// without freeing until the free is queued.
+    /// Addresses that nodes of a graph allocate and free; with memory only in between. `held` from the launch that
+    /// allocates without freeing until the free is queued.
     OfGraph { piece: Option<PieceId>, pool: PoolId, held: bool },
     /// Pinned host memory, at the address that the host knows.
     Pinned { piece: PieceId, registered: bool },
@@ -52,7 +53,8 @@ pub(super) struct Mapping {
     pub bytes: u64,
     pub piece: PieceId,
     pub access: Vec<DeviceAccess>,
-    /// The last call that unmapped something from these addresses; 0 if none has. Work queued before it means what was there then.
+    /// The last call that unmapped something from these addresses; 0 if none has. Work queued before it means what was
+    /// there then.
     pub unmapped_at: u64,
 }
 
@@ -146,7 +148,8 @@ impl Space {
         (address < start + bytes).then_some((start, *bytes, region))
     }
 
-    /// Where `ptr` leads, and how far. `device` is who asks, with work that call number `queued_at` queued; `may` decides about memory that is not mapped by hand, by its pool if it is of one.
+    /// Where `ptr` leads, and how far. `device` is who asks, with work that call number `queued_at` queued; `may`
+    /// decides about memory that is not mapped by hand, by its pool if it is of one.
     pub fn resolve(
         &self,
         ptr: DevicePtr,

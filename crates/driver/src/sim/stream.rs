@@ -12,8 +12,9 @@ use crate::{
 
 impl SimDriver {
     /// Makes a stream as another part of the program would that has a driver of its own, such as a framework: with
-    /// [`stream_adopt`](Streams::stream_adopt) it can be taken in by its handle. If it captures by then, it says what it is
-    /// ([`stream_info`](Streams::stream_info)) only after that. The id is there for its maker's work; the adopter gets the same, and destroying it is the maker's business.
+    /// [`stream_adopt`](Streams::stream_adopt) it can be taken in by its handle. If it captures by then, it says what
+    /// it is ([`stream_info`](Streams::stream_info)) only after that. The id is there for its maker's work; the adopter
+    /// gets the same, and destroying it is the maker's business.
     pub fn stream_of_others(&self, device: DeviceId, options: StreamOptions) -> Result<StreamId> {
         let stream = self.stream_create(device, options)?;
         self.lock().stream_mut(stream).untold = true;
@@ -160,7 +161,8 @@ impl Streams for SimDriver {
                     world.learn(stream, &base, stamp);
                     return Ok(());
                 }
-                // Also behind a mark that has been reached: a wait is an action, which the default-stream rules hand on.
+                // Also behind a mark that has been reached: a wait is an action, which the default-stream rules hand
+                // on.
                 let mut world = self.wait_for_room(world, stream)?;
                 world.learn(stream, &base, stamp);
                 world.enqueue(stream, Work::Marker, 0, vec![stamp]);

@@ -1,7 +1,8 @@
 //! What addresses belonged to before: the ranges that are gone, so that a stale address can be named for what it was.
 //!
-//! No two graves share an address: the later burial wins, and so does live memory, which clears its addresses. What is left of a
-//! range that was cut still tells the whole story of it. The oldest are forgotten, so that a long run costs no more than a short one.
+//! No two graves share an address: the later burial wins, and so does live memory, which clears its addresses. What is
+//! left of a range that was cut still tells the whole story of it. The oldest are forgotten, so that a long run costs
+//! no more than a short one.
 
 use std::collections::{BTreeMap, VecDeque};
 

@@ -1,5 +1,5 @@
-//! The state of a simulated machine: everything that one lock protects.
-//! How work moves through it is in `engine.rs`; what the calls of the contract do to it, in the files named after their subjects.
+//! The state of a simulated machine: everything that one lock protects. How work moves through it is in `engine.rs`;
+//! what the calls of the contract do to it, in the files named after their subjects.
 
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, VecDeque};

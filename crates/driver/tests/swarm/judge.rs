@@ -1,9 +1,9 @@
 //! The judge: a naive account of who comes before whom, who clashes with whom, and what memory holds in the end.
 //!
-//! Every step becomes nodes of an explicit graph whose edges lead from earlier to later calls; each node carries the whole set of nodes
-//! before it. Two nodes clash over bytes that both touch, one of them writing, if neither is in the other's set. Contents are
-//! those of running all nodes in the order of their calls, which is one of the orders that the edges allow.
-//! Nothing of the simulated device is used here.
+//! Every step becomes nodes of an explicit graph whose edges lead from earlier to later calls; each node carries the
+//! whole set of nodes before it. Two nodes clash over bytes that both touch, one of them writing, if neither is in the
+//! other's set. Contents are those of running all nodes in the order of their calls, which is one of the orders that
+//! the edges allow. Nothing of the simulated device is used here.
 
 use super::effect::{mix, unroll};
 use super::program::{
@@ -49,7 +49,8 @@ pub enum About {
     Order,
     /// An access and a free that it is not before.
     Free,
-    /// An access behind the return to an allocator: of a launch also if it was captured before, whoever has the bytes now.
+    /// An access behind the return to an allocator: of a launch also if it was captured before, whoever has the bytes
+    /// now.
     Returned,
     /// An access that a new owner is not behind.
     HandedOut,

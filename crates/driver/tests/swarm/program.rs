@@ -1,7 +1,8 @@
 //! Random programs: what they are made of, and how they are drawn. How they read in a message is in `listing.rs`.
 //!
-//! A program is drawn step by step. Before a step that would clash with earlier work, waits are put in: always in a careful
-//! program, so that it is correct by construction, and only now and then in a careless one. The judge says where they are missing.
+//! A program is drawn step by step. Before a step that would clash with earlier work, waits are put in: always in a
+//! careful program, so that it is correct by construction, and only now and then in a careless one. The judge says
+//! where they are missing.
 
 use super::judge::{Judge, Outcome, Quarrel};
 

@@ -13,13 +13,15 @@ const VERSION: &CStr = match CStr::from_bytes_with_nul(concat!(env!("CARGO_PKG_V
     Err(_) => panic!("a version has no zeros"),
 };
 
-/// Reads the environment and opens the driver, unless that is done. Without it the first call that needs a driver does it. After a failure it can be called again.
+/// Reads the environment and opens the driver, unless that is done. Without it the first call that needs a driver does
+/// it. After a failure it can be called again.
 #[unsafe(no_mangle)]
 pub extern "C" fn warpool_start() -> c_int {
     boundary::status(|| runtime::get().map(drop))
 }
 
-/// `warpool_start`, as PyTorch calls it. The number of devices is the driver's own; 0 of them is the call that PyTorch makes before it knows any, and starts nothing.
+/// `warpool_start`, as PyTorch calls it. The number of devices is the driver's own; 0 of them is the call that PyTorch
+/// makes before it knows any, and starts nothing.
 #[unsafe(no_mangle)]
 pub extern "C" fn warpool_init(device_count: c_int) {
     static ABOUT: Hook = Hook::new("warpool_init");
@@ -35,14 +37,15 @@ pub extern "C" fn warpool_init(device_count: c_int) {
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn warpool_device_count(count: *mut c_int) -> c_int {
     boundary::status(|| {
-        let found = c_int::try_from(runtime::get()?.gpu().device_count()).unwrap_or(c_int::MAX);
+        let found = c_int::try_from(runtime::get()?.instance().device_count()).unwrap_or(c_int::MAX);
         // SAFETY: the caller's promise.
         unsafe { give(count, "count", found) }
     })
 }
 
-/// Writes what went wrong last on the calling thread to `buffer`, with a zero at its end, cut off where the buffer ends. Returns the length of the whole text
-/// without the zero. It stays until the thread's next failure; before the first it is empty.
+/// Writes what went wrong last on the calling thread to `buffer`, with a zero at its end, cut off where the buffer
+/// ends. Returns the length of the whole text without the zero. It stays until the thread's next failure; before the
+/// first it is empty.
 ///
 /// # Safety
 /// `buffer` is NULL or has `length` writable bytes.
@@ -61,7 +64,7 @@ pub extern "C" fn warpool_version() -> *const c_char {
 /// The driver that is open, `cuda` or `sim`; NULL before the start.
 #[unsafe(no_mangle)]
 pub extern "C" fn warpool_driver() -> *const c_char {
-    match runtime::started().map(|runtime| runtime.gpu().driver().kind()) {
+    match runtime::started().map(|runtime| runtime.instance().driver().kind()) {
         Some("sim") => c"sim".as_ptr(),
         Some("cuda") => c"cuda".as_ptr(),
         Some(_) => c"other".as_ptr(),

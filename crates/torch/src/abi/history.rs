@@ -14,7 +14,8 @@ use crate::{snapshot, stacks};
 /// A function that pushes the frames of the calling thread with `warpool_push_frame`, innermost first.
 pub type StackHook = Option<extern "C" fn()>;
 
-/// Writes the state of every device, and the history if one is recorded, to a file, as `torch.cuda.memory._dump_snapshot` would. The file appears whole or not at all.
+/// Writes the state of every device, and the history if one is recorded, to a file, as
+/// `torch.cuda.memory._dump_snapshot` would. The file appears whole or not at all.
 ///
 /// # Safety
 /// `path` is a text with a zero at its end.
@@ -28,11 +29,12 @@ pub unsafe extern "C" fn warpool_snapshot(path: *const c_char) -> c_int {
     })
 }
 
-/// Starts to write down what happens, at most the newest `max_entries` entries per device; or, if `on` is 0, stops and forgets it.
+/// Starts to write down what happens, at most the newest `max_entries` entries per device; or, if `on` is 0, stops and
+/// forgets it.
 ///
-/// `stack_level` says where call stacks are gathered, each with the ones before: 0 nowhere, 1 on blocks that somebody has, 2 in entries of
-/// allocations, 3 in entries of frees. `skip_actions` names actions that are not written down, with commas between them, or is NULL. If `clear` is
-/// not 0, what was written before is forgotten.
+/// `stack_level` says where call stacks are gathered, each with the ones before: 0 nowhere, 1 on blocks that somebody
+/// has, 2 in entries of allocations, 3 in entries of frees. `skip_actions` names actions that are not written down,
+/// with commas between them, or is NULL. If `clear` is not 0, what was written before is forgotten.
 ///
 /// # Safety
 /// `skip_actions` is NULL or a text with a zero at its end.
@@ -59,8 +61,9 @@ pub unsafe extern "C" fn warpool_record_history(
     })
 }
 
-/// Gathers call stacks with `hook`, where the history asks for them; NULL gathers none. It is called on the thread that allocates or frees, without
-/// any lock held. When this returns, no other thread is in the hook that was there before, unless it stayed in it for two seconds.
+/// Gathers call stacks with `hook`, where the history asks for them; NULL gathers none. It is called on the thread that
+/// allocates or frees, without any lock held. When this returns, no other thread is in the hook that was there before,
+/// unless it stayed in it for two seconds.
 #[unsafe(no_mangle)]
 pub extern "C" fn warpool_set_stack_hook(hook: StackHook) -> c_int {
     boundary::status(|| {
@@ -70,7 +73,8 @@ pub extern "C" fn warpool_set_stack_hook(hook: StackHook) -> c_int {
     })
 }
 
-/// One frame of the call stack that the hook running on this thread gathers. Elsewhere it does nothing. Texts that are NULL are empty, and what is no UTF-8 in them is replaced.
+/// One frame of the call stack that the hook running on this thread gathers. Elsewhere it does nothing. Texts that are
+/// NULL are empty, and what is no UTF-8 in them is replaced.
 ///
 /// # Safety
 /// `name` and `file` are NULL or texts with a zero at their end.
@@ -113,9 +117,10 @@ fn history_options(runtime: &Runtime, max_entries: u64, level: c_int, skip: &str
     Ok(options.skipping(&names)?)
 }
 
-/// What makes a time of the driver a Unix time, which is what snapshots of PyTorch have. The simulated GPU keeps its own time, so that runs repeat.
+/// What makes a time of the driver a Unix time, which is what snapshots of PyTorch have. The simulated GPU keeps its
+/// own time, so that runs repeat.
 fn epoch_us(runtime: &Runtime) -> i64 {
-    let driver = runtime.gpu().driver();
+    let driver = runtime.instance().driver();
     if driver.kind() == "sim" {
         return 0;
     }

@@ -11,8 +11,8 @@ use crate::{last_error, runtime};
 
 /// Memory of `size` bytes on `device` for work on `stream`, a `cudaStream_t`. 0 bytes are NULL.
 ///
-/// On failure it throws into PyTorch, if that is in the process: `c10::OutOfMemoryError` for lack of memory, `c10::Error` otherwise. Without
-/// PyTorch it returns NULL, and `warpool_last_error` says why.
+/// On failure it throws into PyTorch, if that is in the process: `c10::OutOfMemoryError` for lack of memory,
+/// `c10::Error` otherwise. Without PyTorch it returns NULL, and `warpool_last_error` says why.
 #[unsafe(no_mangle)]
 pub extern "C-unwind" fn warpool_malloc(size: isize, device: c_int, stream: *mut c_void) -> *mut c_void {
     // Nothing that has to be dropped may be alive here when the exception passes.
@@ -28,8 +28,8 @@ pub extern "C" fn warpool_try_malloc(size: isize, device: c_int, stream: *mut c_
     allocate(size, device, stream).unwrap_or(std::ptr::null_mut())
 }
 
-/// Takes memory back. NULL is nothing. Size, device and stream are those of the allocation; the device says where to look first. An unknown
-/// address changes nothing; `warpool_last_error` names it.
+/// Takes memory back. NULL is nothing. Size, device and stream are those of the allocation; the device says where to
+/// look first. An unknown address changes nothing; `warpool_last_error` names it.
 #[unsafe(no_mangle)]
 pub extern "C" fn warpool_free(ptr: *mut c_void, size: isize, device: c_int, stream: *mut c_void) {
     static ABOUT: Hook = Hook::new("warpool_free");
@@ -46,7 +46,8 @@ pub extern "C" fn warpool_record_stream(ptr: *mut c_void, stream: *mut c_void) {
     boundary::hook(&ABOUT, || runtime::get()?.record_stream(address(ptr), handle(stream)));
 }
 
-/// Where the segment starts that `ptr` lies in, and, if `size` is not NULL, how many bytes it has. NULL for an unknown address.
+/// Where the segment starts that `ptr` lies in, and, if `size` is not NULL, how many bytes it has. NULL for an unknown
+/// address.
 ///
 /// # Safety
 /// `size` is NULL or can be written to.
@@ -74,7 +75,8 @@ pub extern "C" fn warpool_reset() {
     boundary::hook(&ABOUT, || runtime::get()?.empty_cache());
 }
 
-/// How large a request could be met without giving anything back: the larger of what the device has free and the largest cached block.
+/// How large a request could be met without giving anything back: the larger of what the device has free and the
+/// largest cached block.
 ///
 /// # Safety
 /// `bytes` can be written to.

@@ -6,8 +6,8 @@ use crate::boundary::{self, Hook};
 use crate::captures::TorchPool;
 use crate::runtime;
 
-/// A capture is about to begin: what it asks for comes from that pool, and nothing else does. PyTorch calls it before `cudaStreamBeginCapture`. The filter is a
-/// `std::function` by its address, and is not touched.
+/// A capture is about to begin: what it asks for comes from that pool, and nothing else does. PyTorch calls it before
+/// `cudaStreamBeginCapture`. The filter is a `std::function` by its address, and is not touched.
 #[unsafe(no_mangle)]
 pub extern "C" fn warpool_begin_allocate_to_pool(device: c_int, id: TorchPool, filter: *mut c_void) {
     static ABOUT: Hook = Hook::new("warpool_begin_allocate_to_pool");

@@ -4,7 +4,8 @@ use std::ffi::{c_char, c_int};
 
 use crate::{boundary, runtime};
 
-/// Puts a further settings string in force, on top of what is. If anything in it is wrong nothing changes, and `warpool_last_error` lists all of it.
+/// Puts a further settings string in force, on top of what is. If anything in it is wrong nothing changes, and
+/// `warpool_last_error` lists all of it.
 ///
 /// # Safety
 /// `conf` is a text with a zero at its end.
@@ -17,8 +18,9 @@ pub unsafe extern "C" fn warpool_set_settings(conf: *const c_char) -> c_int {
     })
 }
 
-/// Writes the settings that are in force to `buffer`, as the string that gives them from the defaults, with a zero at its end, cut off where the buffer ends. Returns the
-/// length of the whole string without the zero; an allocator that does not start has none.
+/// Writes the settings that are in force to `buffer`, as the string that gives them from the defaults, with a zero at
+/// its end, cut off where the buffer ends. Returns the length of the whole string without the zero; an allocator that
+/// does not start has none.
 ///
 /// # Safety
 /// `buffer` is NULL or has `length` writable bytes.

@@ -10,7 +10,8 @@ use crate::runtime;
 /// Sees one counter. The name is valid during the call only.
 pub type StatVisitor = Option<unsafe extern "C" fn(user: *mut c_void, name: *const c_char, value: i64)>;
 
-/// Shows every counter of a device to `visit`, by the name that `torch.cuda.memory_stats` gives it, such as `allocated_bytes.all.peak`. `visit` may call anything here.
+/// Shows every counter of a device to `visit`, by the name that `torch.cuda.memory_stats` gives it, such as
+/// `allocated_bytes.all.peak`. `visit` may call anything here.
 ///
 /// # Safety
 /// `visit` takes `user` and a text.

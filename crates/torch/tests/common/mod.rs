@@ -38,7 +38,8 @@ pub fn run(command: &mut Command) -> Output {
     output
 }
 
-/// Whether there is such a compiler. The tests need one; without it nothing of what they are about was checked, and that is said.
+/// Whether there is such a compiler. The tests need one; without it nothing of what they are about was checked, and
+/// that is said.
 pub fn has(compiler: &str) -> bool {
     let there = Command::new(compiler).arg("--version").output().is_ok_and(|output| output.status.success());
     if !there {

@@ -1,6 +1,6 @@
-//! Why memory went back to the driver, and which limit the recorded program ran under. A recording tells neither. Given back was it by the
-//! program, by the end of a pool, or by the allocator itself, because a limit was reached: then the same limit must explain all
-//! of it, since nothing that succeeded was above it and everything that failed was.
+//! Why memory went back to the driver, and which limit the recorded program ran under. A recording tells neither. Given
+//! back was it by the program, by the end of a pool, or by the allocator itself, because a limit was reached: then the
+//! same limit must explain all of it, since nothing that succeeded was above it and everything that failed was.
 
 use warpool::memory::SegmentKind;
 

@@ -1,4 +1,5 @@
-//! Drives an allocator through a plan, on one simulated device, in one thread. The inner loop is as short as the plan allows.
+//! Drives an allocator through a plan, on one simulated device, in one thread. The inner loop is as short as the plan
+//! allows.
 
 use warpool::driver::DevicePtr;
 use warpool::memory::{Action, Allocation, OomReport, Settings, TraceEntry};

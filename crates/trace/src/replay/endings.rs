@@ -1,5 +1,5 @@
-//! Tells releases apart that follow each other without a pause, such as the ends of two pools: what was in one pool never contradicts itself, so
-//! a release whose regions do was more than one.
+//! Tells releases apart that follow each other without a pause, such as the ends of two pools: what was in one pool
+//! never contradicts itself, so a release whose regions do was more than one.
 
 use rustc_hash::FxHashSet;
 use warpool::memory::SegmentKind;

@@ -1,8 +1,9 @@
-//! Streams of our own that stand for the uses a recording does not name. A block that was given back and became free later had been used by
-//! other streams; which ones is not recorded, only when they were done. Such a block gets one use on a *lane*, a stream that is held, and the
-//! recorded moment lets it through.
+//! Streams of our own that stand for the uses a recording does not name. A block that was given back and became free
+//! later had been used by other streams; which ones is not recorded, only when they were done. Such a block gets one
+//! use on a *lane*, a stream that is held, and the recorded moment lets it through.
 //!
-//! A stream is done in order, so the blocks of a lane must have become free in the order in which they were given back. As few lanes as possible.
+//! A stream is done in order, so the blocks of a lane must have become free in the order in which they were given back.
+//! As few lanes as possible.
 
 use std::collections::BTreeMap;
 
@@ -17,8 +18,8 @@ pub(super) struct Place {
     pub turn: u32,
 }
 
-/// Puts each block on a lane, and says how many lanes there are. `done` is when each became free, in the order of their giving back; `None` is
-/// never.
+/// Puts each block on a lane, and says how many lanes there are. `done` is when each became free, in the order of their
+/// giving back; `None` is never.
 pub(super) fn assign(done: &[Option<u32>]) -> (Vec<Place>, usize) {
     // The moment at which the last of each lane is done.
     let mut lasts: BTreeMap<u32, Lane> = BTreeMap::new();

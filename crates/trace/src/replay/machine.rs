@@ -1,5 +1,6 @@
-//! The simulated GPU that a recording is replayed on, with the allocator under test, the recorded streams and pools, and our lanes.
-//! It does what it is told, one call at a time; what to do is in `plan.rs`, whether it went as recorded in `check.rs`.
+//! The simulated GPU that a recording is replayed on, with the allocator under test, the recorded streams and pools,
+//! and our lanes. It does what it is told, one call at a time; what to do is in `plan.rs`, whether it went as recorded
+//! in `check.rs`.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -11,7 +12,7 @@ use warpool::memory::{
     Action, Allocation, CachingAllocator, DeviceAllocator, DriverPoolAllocator, MemPoolId, PoolOptions, Request,
     Settings,
 };
-use warpool::{Error, Gpu, Result};
+use warpool::{Error, Instance, Result};
 
 use super::lanes::Place;
 use super::pools::{PoolIndex, PoolOrigin};
@@ -112,15 +113,15 @@ impl Machine {
         let mut config = SimConfig { queue_depth: usize::MAX, ..SimConfig::default() };
         config = config.with_timing(Timing::Model).with_capacity(capacity).without_notes();
         let driver = Arc::new(SimDriver::new(config));
-        let gpu = Gpu::new(Arc::clone(&driver) as Arc<dyn Driver>)?;
+        let instance = Instance::new(Arc::clone(&driver) as Arc<dyn Driver>)?;
         let (allocator, caching): (Arc<dyn DeviceAllocator>, _) = match choice {
             AllocatorChoice::Caching => {
-                let caching = Arc::new(CachingAllocator::new(&gpu, settings.clone()));
+                let caching = Arc::new(CachingAllocator::new(&instance, settings.clone()));
                 (Arc::clone(&caching) as Arc<dyn DeviceAllocator>, Some(caching))
             }
             AllocatorChoice::DriverPool => {
                 let settings = Settings { memory_cap_bytes: settings.memory_cap_bytes.or(cap), ..settings.clone() };
-                (Arc::new(DriverPoolAllocator::with_settings(&gpu, settings)), None)
+                (Arc::new(DriverPoolAllocator::with_settings(&instance, settings)), None)
             }
         };
         // In the recorded order, so that what is sorted by stream is sorted alike.

@@ -1,8 +1,9 @@
 //! Replays recordings on the simulated GPU, with the real allocators.
 //!
-//! What the program did is taken from the recording and done again: requests, frees, streams, the moments at which other streams were done.
-//! What its allocator did is not done but compared: with the recorded settings, and with memory coming where it came then, every address and every
-//! segment must come out as recorded. That is what makes an answer to a what-if worth something.
+//! What the program did is taken from the recording and done again: requests, frees, streams, the moments at which
+//! other streams were done. What its allocator did is not done but compared: with the recorded settings, and with
+//! memory coming where it came then, every address and every segment must come out as recorded. That is what makes an
+//! answer to a what-if worth something.
 //!
 //! ```no_run
 //! use warpool::memory::Settings;
@@ -16,9 +17,10 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 //!
-//! How: `start.rs` finds where the recording began, `survey.rs` walks over it with a `ledger`, `endings.rs`, `pools.rs` and `caps.rs` conclude what it does not
-//! say, `plan.rs` makes calls of it, `drive.rs` makes the calls on a `machine.rs`, and `check.rs` compares. Where nothing else explains a difference,
-//! `switches.rs` looks for settings that changed on the way.
+//! How: `start.rs` finds where the recording began, `survey.rs` walks over it with a `ledger`, `endings.rs`, `pools.rs`
+//! and `caps.rs` conclude what it does not say, `plan.rs` makes calls of it, `drive.rs` makes the calls on a
+//! `machine.rs`, and `check.rs` compares. Where nothing else explains a difference, `switches.rs` looks for settings
+//! that changed on the way.
 
 mod caps;
 mod check;
@@ -92,7 +94,8 @@ pub enum ReplayError {
     Allocator(#[from] warpool::Error),
 }
 
-/// Replays a recording: first as recorded, which proves the model, and then as `options` ask, if that is something else.
+/// Replays a recording: first as recorded, which proves the model, and then as `options` ask, if that is something
+/// else.
 ///
 /// # Errors
 /// If there is nothing to replay, or the allocator fails other than for lack of memory, which is an outcome.
@@ -302,8 +305,9 @@ impl Proof {
     }
 }
 
-/// Looks for the reading of the recording that reproduces it: the plain one first, then everything that can be concluded, in both orders of
-/// free blocks, with pauses that mean something and without, with the likely limits. Of readings that all differ, that with the most addresses right.
+/// Looks for the reading of the recording that reproduces it: the plain one first, then everything that can be
+/// concluded, in both orders of free blocks, with pauses that mean something and without, with the likely limits. Of
+/// readings that all differ, that with the most addresses right.
 fn prove(tape: Tape<'_>, settings: &Settings, usual: u64, options: &ReplayOptions<'_>) -> Result<Proof, ReplayError> {
     let orders = match tape.names_pools {
         // PyTorch named the pools in its history from the version on in which it also changed the order.

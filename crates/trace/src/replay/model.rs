@@ -1,4 +1,5 @@
-//! All that is concluded from the recording of one device before it is replayed: where it began, its pools, its limit, and the plan.
+//! All that is concluded from the recording of one device before it is replayed: where it began, its pools, its limit,
+//! and the plan.
 
 use warpool::memory::{Action, FreeBlockOrder, MemPoolId, SegmentInfo, Settings, TraceEntry};
 
@@ -21,7 +22,8 @@ pub(super) struct Tape<'a> {
     pub names_pools: bool,
     /// Whether a pause between two segments that go back tells two releases apart. A slow driver pauses too.
     pub pauses_tell: bool,
-    /// Whether the choice of a block tells pools apart. Where settings changed on the way, it may have had other reasons.
+    /// Whether the choice of a block tells pools apart. Where settings changed on the way, it may have had other
+    /// reasons.
     pub choices_tell: bool,
 }
 
@@ -132,8 +134,8 @@ impl Model {
         Self { settings, start, pools, plan, cap, retries, switches: Vec::new(), notes }
     }
 
-    /// The memory of the device that this is replayed on: `usual`, unless the recording held more, or reserved ranges closer together than
-    /// such a device would.
+    /// The memory of the device that this is replayed on: `usual`, unless the recording held more, or reserved ranges
+    /// closer together than such a device would.
     pub fn capacity(&self, tape: Tape<'_>, usual: u64) -> u64 {
         const CONTEXT: u64 = 1024 * MIB;
         let chunk = self.settings.large_segment_bytes;
@@ -170,8 +172,8 @@ impl Model {
     }
 }
 
-/// Walks over the events. Where a block of the starting state would have been chosen and was not, it must have been smaller, if that can
-/// be; then the walk begins anew.
+/// Walks over the events. Where a block of the starting state would have been chosen and was not, it must have been
+/// smaller, if that can be; then the walk begins anew.
 fn survey_corrected(tape: Tape<'_>, start: Option<&mut Start>, empty: &Ledger) -> Survey {
     const WALKS_MAX: u32 = 16;
     let Some(start) = start else { return survey(tape, empty.clone()) };

@@ -1,7 +1,8 @@
-//! A recording as calls: what a program did, without what its allocator did about it. The latter is kept beside, to compare with.
+//! A recording as calls: what a program did, without what its allocator did about it. The latter is kept beside, to
+//! compare with.
 //!
-//! Partners are found here, once: each free knows the slot of its allocation, each late completion its lane. The replay itself then
-//! looks up nothing.
+//! Partners are found here, once: each free knows the slot of its allocation, each late completion its lane. The replay
+//! itself then looks up nothing.
 
 use rustc_hash::FxHashMap;
 use warpool::memory::{Action, BlockState, TraceEntry};
@@ -293,8 +294,8 @@ impl<'a> Planner<'a> {
         release.events.end
     }
 
-    /// Whether what completes at `at` completes because everything that was given back was waited for: before a request failed, and before
-    /// everything cached was given back.
+    /// Whether what completes at `at` completes because everything that was given back was waited for: before a request
+    /// failed, and before everything cached was given back.
     fn everything_is_awaited(&self, at: usize) -> bool {
         let behind = at + self.events[at..].iter().take_while(|event| event.action == Action::FreeCompleted).count();
         let release = self.knowledge.releases.get(self.next_release).filter(|release| release.events.start == behind);

@@ -1,9 +1,10 @@
-//! Which pool each region was in. Newer recordings say so. Older ones say it only of what is there at the end; for the rest, a region is
-//! taken to be in the default pool unless the recording contradicts that: a better block was passed over, new memory came although some
-//! lay free, or a group of segments went back while others that would have gone with them stayed.
+//! Which pool each region was in. Newer recordings say so. Older ones say it only of what is there at the end; for the
+//! rest, a region is taken to be in the default pool unless the recording contradicts that: a better block was passed
+//! over, new memory came although some lay free, or a group of segments went back while others that would have gone
+//! with them stayed.
 //!
-//! A finer division always explains a recording, one pool per region in the extreme. So the coarsest is sought, and what was
-//! inferred is counted.
+//! A finer division always explains a recording, one pool per region in the extreme. So the coarsest is sought, and
+//! what was inferred is counted.
 
 use std::collections::BTreeMap;
 

@@ -4,7 +4,8 @@ use std::fmt;
 
 use warpool::memory::{FreeBlockOrder, MemPoolId, OomReport};
 
-/// What came of a replay. Numbers are those of the run that was asked for; [`fidelity`](Self::fidelity) is about the recorded settings.
+/// What came of a replay. Numbers are those of the run that was asked for; [`fidelity`](Self::fidelity) is about the
+/// recorded settings.
 #[derive(Clone, Debug, Default)]
 pub struct ReplayReport {
     /// Events of the recording.
@@ -13,7 +14,8 @@ pub struct ReplayReport {
     pub allocations: u64,
     /// How it ended.
     pub outcome: Outcome,
-    /// The most that callers had at once, after rounding to 512 bytes. Over several devices, the sum of theirs; so too the next.
+    /// The most that callers had at once, after rounding to 512 bytes. Over several devices, the sum of theirs; so too
+    /// the next.
     pub peak_live_bytes: u64,
     /// The most that was held from the driver at once.
     pub peak_reserved_bytes: u64,
@@ -45,7 +47,8 @@ pub enum Outcome {
     /// At the end of the recording.
     #[default]
     Completed,
-    /// A request failed for lack of memory. Where the recording has that failure too, the replay went on as the program did.
+    /// A request failed for lack of memory. Where the recording has that failure too, the replay went on as the program
+    /// did.
     OutOfMemory {
         /// The event of the request, counted from 0.
         event: u64,

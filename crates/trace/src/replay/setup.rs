@@ -1,5 +1,6 @@
-//! Brings an allocator into the state that a recording began with: regions where they were, cut as they were. Done before anything is
-//! counted, with settings that split everywhere, so that any state can be made; the recorded ones come into force at the end.
+//! Brings an allocator into the state that a recording began with: regions where they were, cut as they were. Done
+//! before anything is counted, with settings that split everywhere, so that any state can be made; the recorded ones
+//! come into force at the end.
 
 use warpool::driver::{DevicePtr, ErrorCode};
 use warpool::memory::{Allocation, BlockState, CachingAllocator, FreeBlockOrder, SegmentKind, Settings};
@@ -122,7 +123,8 @@ impl Builder<'_> {
         ids.map(|id| (id, self.ledger.region(id))).filter(|(_, region)| region.bytes > 0)
     }
 
-    /// Gets a region at its place, and holds all of it. Everything else is held too, so nothing else can serve these requests.
+    /// Gets a region at its place, and holds all of it. Everything else is held too, so nothing else can serve these
+    /// requests.
     fn fill(&self, id: RegionId, region: &Region) -> Result<Vec<Allocation>> {
         let base = DevicePtr(region.base);
         if region.expandable {

@@ -1,5 +1,6 @@
-//! The arithmetic of the recorded allocator, as far as a recording must be read with it: what a request takes, how large a segment is
-//! fetched for it, and when a block is split. The allocator that is replayed has its own; here nothing is decided, only explained.
+//! The arithmetic of the recorded allocator, as far as a recording must be read with it: what a request takes, how
+//! large a segment is fetched for it, and when a block is split. The allocator that is replayed has its own; here
+//! nothing is decided, only explained.
 
 use warpool::memory::{SegmentKind, Settings};
 
@@ -93,7 +94,8 @@ impl Sizes {
         }
     }
 
-    /// Whether the allocator itself gives back some of what it has and not the rest: garbage, or segments above the split limit.
+    /// Whether the allocator itself gives back some of what it has and not the rest: garbage, or segments above the
+    /// split limit.
     pub fn gives_back_parts(&self) -> bool {
         self.settings.garbage_collection_threshold > 0.0 || self.settings.max_split_bytes.is_some()
     }

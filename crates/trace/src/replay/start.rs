@@ -1,5 +1,5 @@
-//! Where a recording began. A history that starts late leaves out what was there before; the state then is found by undoing every event, the
-//! last first, from the segments at the end.
+//! Where a recording began. A history that starts late leaves out what was there before; the state then is found by
+//! undoing every event, the last first, from the segments at the end.
 
 use warpool::memory::{Action, BlockState, SegmentInfo, TraceEntry};
 

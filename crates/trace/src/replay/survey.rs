@@ -1,5 +1,5 @@
-//! One walk over a recording with a [`Ledger`]: where every allocation lay, what came from the driver and went back, and which regions
-//! cannot have been in one pool. No conclusions here: `pools.rs` and `caps.rs` draw them.
+//! One walk over a recording with a [`Ledger`]: where every allocation lay, what came from the driver and went back,
+//! and which regions cannot have been in one pool. No conclusions here: `pools.rs` and `caps.rs` draw them.
 
 use rustc_hash::FxHashSet;
 use warpool::memory::{Action, MemPoolId, SegmentKind, TraceEntry};
@@ -252,10 +252,10 @@ impl Survey {
     }
 }
 
-/// Where a release that begins at `first` ends. Two that follow each other at once are told apart by their pools, as far as those are
-/// named: the default pool comes first, and the end of a pool touches no other. Or else by their order, since a pool gives back what it has
-/// in the order of its searches, and by the time between them: only the first free of a release waits for the device. That a slow driver
-/// pauses too is why both are tried.
+/// Where a release that begins at `first` ends. Two that follow each other at once are told apart by their pools, as
+/// far as those are named: the default pool comes first, and the end of a pool touches no other. Or else by their
+/// order, since a pool gives back what it has in the order of its searches, and by the time between them: only the
+/// first free of a release waits for the device. That a slow driver pauses too is why both are tried.
 fn end_of_release(tape: Tape<'_>, first: usize, sizes: &Sizes) -> usize {
     let events = tape.events;
     let in_order = !sizes.gives_back_parts();
@@ -301,7 +301,8 @@ fn breaks_order(one: &TraceEntry, next: &TraceEntry) -> bool {
         && key(one) > key(next)
 }
 
-/// The request right behind a release that ends at `end`, if it failed or needed new memory: its stream, its size, and whether it failed.
+/// The request right behind a release that ends at `end`, if it failed or needed new memory: its stream, its size, and
+/// whether it failed.
 fn request_after_release(events: &[TraceEntry], end: usize, ledger: &Ledger) -> Option<(u64, u64, bool)> {
     let event = events.get(end)?;
     match event.action {
@@ -318,8 +319,8 @@ fn is_late(events: &[TraceEntry], at: usize) -> bool {
     at == 0 || events[at - 1].action != Action::FreeRequested || events[at - 1].addr != events[at].addr
 }
 
-/// If frees complete from `at` on because somebody waits for everything before a release: which regions could have served the request that it
-/// was for before that. What the wait frees comes too late for it.
+/// If frees complete from `at` on because somebody waits for everything before a release: which regions could have
+/// served the request that it was for before that. What the wait frees comes too late for it.
 fn could_serve_before_wait(tape: Tape<'_>, at: usize, ledger: &Ledger) -> Option<Vec<RegionId>> {
     let events = tape.events;
     let behind = at + events[at..].iter().take_while(|event| event.action == Action::FreeCompleted).count();

@@ -1,9 +1,10 @@
-//! Finds when `expandable_segments` was switched while a program ran. A snapshot has only the last value. Which way memory came tells the
-//! value at that moment; in between it shows only in which block is chosen, and how it is split, later.
+//! Finds when `expandable_segments` was switched while a program ran. A snapshot has only the last value. Which way
+//! memory came tells the value at that moment; in between it shows only in which block is chosen, and how it is split,
+//! later.
 //!
-//! So a replay begins the way the first memory came. Where it leaves the recording, a switch is put before one of the last allocations,
-//! whichever lets it get furthest; if that leads nowhere, another. That is a search and no proof; the proof is a replay that comes out as
-//! recorded.
+//! So a replay begins the way the first memory came. Where it leaves the recording, a switch is put before one of the
+//! last allocations, whichever lets it get furthest; if that leads nowhere, another. That is a search and no proof; the
+//! proof is a replay that comes out as recorded.
 
 use std::collections::{BTreeMap, BinaryHeap};
 
@@ -14,10 +15,12 @@ use super::survey::is_fetch;
 /// More switches than that are not looked for.
 const SWITCHES_MAX: usize = 32;
 
-/// A switch is looked for among so many allocations before a difference; among as many before those, if none of them explains it.
+/// A switch is looked for among so many allocations before a difference; among as many before those, if none of them
+/// explains it.
 const NEAR: usize = 128;
 
-/// How many events are replayed in search of them: some seconds' worth. A long recording that switches do not explain must come to an end.
+/// How many events are replayed in search of them: some seconds' worth. A long recording that switches do not explain
+/// must come to an end.
 const EVENTS_MAX: usize = 20_000_000;
 
 /// Whether some memory came otherwise than the settings at the end say.
@@ -35,8 +38,8 @@ fn is_growth(event: &TraceEntry) -> bool {
     event.action == Action::SegmentMap
 }
 
-/// Looks for the allocations before which it was switched. `first_difference` replays with some, and says at which event that left
-/// the recording.
+/// Looks for the allocations before which it was switched. `first_difference` replays with some, and says at which
+/// event that left the recording.
 pub(super) fn search<E>(
     events: &[TraceEntry],
     mut first_difference: impl FnMut(&[u32]) -> Result<Option<usize>, E>,

@@ -20,9 +20,10 @@ use crate::handle::ThreadHandle;
 /// # }
 /// ```
 ///
-/// The thread has one handle per device. A second fetch for another stream points it there; calls through the first are still right, since they point it
-/// back. What was got by [`raw`](Self::raw) is not: ask for it again after a fetch for another stream, after a capture began or ended, after precision, determinism or the
-/// size of workspaces was changed, and in and after a scope of [`forbid_tf32`](super::forbid_tf32).
+/// The thread has one handle per device. A second fetch for another stream points it there; calls through the first are
+/// still right, since they point it back. What was got by [`raw`](Self::raw) is not: ask for it again after a fetch for
+/// another stream, after a capture began or ended, after precision, determinism or the size of workspaces was changed,
+/// and in and after a scope of [`forbid_tf32`](super::forbid_tf32).
 pub struct BlasHandle {
     pub(super) handle: ThreadHandle<PooledHandle>,
     pub(super) stream: StreamId,
@@ -49,19 +50,21 @@ impl BlasHandle {
         (lent.ptr(), lent.bytes)
     }
 
-    /// cuBLAS's own handle, for its own functions. It is good as long as this is kept. Leave stream, workspace, math mode and atomics mode as they
-    /// are; whoever wants to set them takes a [bare](super::Blas::bare) handle.
+    /// cuBLAS's own handle, for its own functions. It is good as long as this is kept. Leave stream, workspace, math
+    /// mode and atomics mode as they are; whoever wants to set them takes a [bare](super::Blas::bare) handle.
     pub fn raw(&self) -> Result<RawHandle> {
         self.set_up()?;
         self.handle.raw()
     }
 
-    /// Multiplies, in the order of its stream. Scopes and captures count as they are now, not as they were at the fetch.
+    /// Multiplies, in the order of its stream. Scopes and captures count as they are now, not as they were at the
+    /// fetch.
     pub fn sgemm(&self, product: &Sgemm) -> Result<()> {
         self.set_up()?;
         let outcome = self.handle.driver().blas_sgemm(self.id(), product);
         if outcome.is_err() {
-            // What it was told may be the reason: a driver makes it leave a stream that was to go, also if that stays after all.
+            // What it was told may be the reason: a driver makes it leave a stream that was to go, also if that stays
+            // after all.
             self.handle.forget();
         }
         Ok(outcome?)
@@ -87,7 +90,8 @@ impl fmt::Debug for BlasHandle {
 
 /// The calling thread's cuBLASLt handle, with memory to work in on one stream.
 ///
-/// cuBLASLt is told stream and workspace at every call. Fetch again for another stream, and after a capture began or ended.
+/// cuBLASLt is told stream and workspace at every call. Fetch again for another stream, and after a capture began or
+/// ended.
 pub struct LtHandle {
     pub(super) handle: ThreadHandle<PooledHandle>,
     pub(super) stream: StreamId,
@@ -107,7 +111,8 @@ impl LtHandle {
         self.stream
     }
 
-    /// Where its workspace starts, and how much of it is to be used; null and 0 if there is none. It is there as long as this is kept.
+    /// Where its workspace starts, and how much of it is to be used; null and 0 if there is none. It is there as long
+    /// as this is kept.
     #[must_use]
     pub fn workspace(&self) -> (DevicePtr, u64) {
         (self.lent.ptr(), self.lent.bytes)
@@ -125,8 +130,8 @@ impl fmt::Debug for LtHandle {
     }
 }
 
-/// The calling thread's cuBLAS handle as whoever used it last left it: with any stream, and with a workspace that may be gone. Set both before
-/// the first product.
+/// The calling thread's cuBLAS handle as whoever used it last left it: with any stream, and with a workspace that may
+/// be gone. Set both before the first product.
 pub struct BareHandle {
     pub(super) handle: ThreadHandle<PooledHandle>,
 }
@@ -138,8 +143,9 @@ impl BareHandle {
         self.handle.id()
     }
 
-    /// cuBLAS's own handle. Stream, workspace, math mode and atomics mode that are set through it do not last: the thread's next fetch sets them again. Whatever
-    /// else is set, such as the pointer mode, lasts, and for the next thread too: put it back.
+    /// cuBLAS's own handle. Stream, workspace, math mode and atomics mode that are set through it do not last: the
+    /// thread's next fetch sets them again. Whatever else is set, such as the pointer mode, lasts, and for the next
+    /// thread too: put it back.
     pub fn raw(&self) -> Result<RawHandle> {
         // Also after a fetch in between.
         self.handle.forget();

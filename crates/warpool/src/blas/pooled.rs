@@ -1,6 +1,7 @@
 //! A handle with what it was last told, so that nothing is told twice.
 //!
-//! [`PooledHandle::set_up`] is the hot path: for a stream that the handle is on already it makes no library call, no driver call, and takes no lock.
+//! [`PooledHandle::set_up`] is the hot path: for a stream that the handle is on already it makes no library call, no
+//! driver call, and takes no lock.
 
 use std::cell::{Cell, OnceCell, RefCell};
 use std::sync::{Arc, Weak};
@@ -11,7 +12,7 @@ use super::workspace::{Lender, Lent, Workspace};
 use crate::graph::CaptureRecord;
 use crate::handle::LibraryKind;
 use crate::memory::Request;
-use crate::{Device, Gpu, Result, Stream, lock};
+use crate::{Device, Instance, Result, Stream, lock};
 
 /// Handles of cuBLAS or cuBLASLt, with the workspaces of a lender.
 pub(super) struct BlasKind {
@@ -28,7 +29,7 @@ impl LibraryKind for BlasKind {
 
     fn create(&self, device: &Device) -> Result<PooledHandle> {
         Ok(PooledHandle {
-            gpu: device.gpu().clone(),
+            instance: device.instance().clone(),
             device: device.id(),
             library: self.library,
             id: device.driver().library_create(self.library, device.id())?,
@@ -46,7 +47,7 @@ impl LibraryKind for BlasKind {
 
 /// One handle. Dropping it lets go of its workspaces, and makes no library call.
 pub(super) struct PooledHandle {
-    gpu: Gpu,
+    instance: Instance,
     device: DeviceId,
     library: Library,
     id: HandleId,
@@ -56,7 +57,8 @@ pub(super) struct PooledHandle {
     had: Had,
 }
 
-/// The workspace that was lent last, outside of captures. Not held: an idle handle should keep nothing from being trimmed.
+/// The workspace that was lent last, outside of captures. Not held: an idle handle should keep nothing from being
+/// trimmed.
 struct Last {
     epoch: u64,
     stream: StreamId,
@@ -101,7 +103,7 @@ impl PooledHandle {
     }
 
     pub(super) fn driver(&self) -> &dyn Driver {
-        &**self.gpu.driver()
+        &**self.instance.driver()
     }
 
     /// The library's own handle, asked for once.
@@ -129,17 +131,18 @@ impl PooledHandle {
         Ok(lent)
     }
 
-    /// Whether it still is as [`set_up`](Self::set_up) left it when it lent `lent`. Cheaper than another one, since `lent` is held.
+    /// Whether it still is as [`set_up`](Self::set_up) left it when it lent `lent`. Cheaper than another one, since
+    /// `lent` is held.
     #[inline]
     pub(super) fn is_set_up(&self, stream: StreamId, lent: &Lent) -> bool {
-        self.gpu.captures().none() && lent.epoch == self.lender.epoch() && self.had.is(stream, lent, &self.lender)
+        self.instance.captures().none() && lent.epoch == self.lender.epoch() && self.had.is(stream, lent, &self.lender)
     }
 
     /// The workspace for `stream`, of which the library is told nothing.
     #[inline]
     pub(super) fn lend(&self, stream: StreamId) -> Result<Lent> {
-        if !self.gpu.captures().none()
-            && let Some((id, site)) = self.gpu.captures().find_with_id(&self.stream(stream))?
+        if !self.instance.captures().none()
+            && let Some((id, site)) = self.instance.captures().find_with_id(&self.stream(stream))?
         {
             return self.lend_in_capture(id, &site.record, stream);
         }
@@ -170,8 +173,9 @@ impl PooledHandle {
         Ok(lent)
     }
 
-    /// A workspace that the graph owns, from the graph's pool: one for each handle and stream of a capture. A body of a conditional node has its own: what the same
-    /// stream does in the graph around it need not be behind the body. Nobody else keeps it, so it goes with the graph.
+    /// A workspace that the graph owns, from the graph's pool: one for each handle and stream of a capture. A body of a
+    /// conditional node has its own: what the same stream does in the graph around it need not be behind the body.
+    /// Nobody else keeps it, so it goes with the graph.
     fn lend_in_capture(&self, capture: CaptureId, record: &CaptureRecord, stream: StreamId) -> Result<Lent> {
         let (bytes, epoch) = (self.lender.bytes(self.library, self.device), Lent::FOR_ONCE);
         if bytes == 0 {
@@ -192,10 +196,11 @@ impl PooledHandle {
     }
 
     fn stream(&self, id: StreamId) -> Stream {
-        Stream::known(&Device::known(&self.gpu, self.device), id)
+        Stream::known(&Device::known(&self.instance, self.device), id)
     }
 
-    /// Tells the library what it does not know yet. Unknown while a call is under way: a failure leaves the next caller to tell it.
+    /// Tells the library what it does not know yet. Unknown while a call is under way: a failure leaves the next caller
+    /// to tell it.
     #[inline]
     fn tell(&self, stream: StreamId, lent: &Lent) -> Result<()> {
         let (had, lender) = (&self.had, &self.lender);

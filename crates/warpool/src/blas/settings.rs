@@ -1,5 +1,5 @@
-//! How cuBLAS is set up: sizes of workspaces, precision, determinism. Plain data, and the reading of the texts that PyTorch's users have in
-//! their environment. Nobody here looks at the environment: whoever does passes the texts on.
+//! How cuBLAS is set up: sizes of workspaces, precision, determinism. Plain data, and the reading of the texts that
+//! PyTorch's users have in their environment. Nobody here looks at the environment: whoever does passes the texts on.
 
 use warpool_driver::DeviceProperties;
 
@@ -14,8 +14,8 @@ const LT_BYTES: u64 = MIB;
 /// How a [`Blas`](super::Blas) starts out.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct BlasSettings {
-    /// How large workspaces are; 0 is none at all. `None` goes by what the device is: 32 MiB for compute capability 9 to 12, as NVIDIA recommends,
-    /// and 8 MiB and 128 KiB (`:4096:2:16:8`) for others.
+    /// How large workspaces are; 0 is none at all. `None` goes by what the device is: 32 MiB for compute capability 9
+    /// to 12, as NVIDIA recommends, and 8 MiB and 128 KiB (`:4096:2:16:8`) for others.
     pub workspace_bytes: Option<u64>,
     /// How large those of cuBLASLt are.
     pub lt_workspace_bytes: u64,
@@ -23,7 +23,8 @@ pub struct BlasSettings {
     pub unified_workspaces: bool,
     /// Whether products may round their numbers to TF32. See [`Blas::set_tf32`](super::Blas::set_tf32).
     pub tf32: bool,
-    /// Whether the same product must give the same bits every time. See [`Blas::set_deterministic`](super::Blas::set_deterministic).
+    /// Whether the same product must give the same bits every time. See
+    /// [`Blas::set_deterministic`](super::Blas::set_deterministic).
     pub deterministic: bool,
 }
 
@@ -41,8 +42,9 @@ impl Default for BlasSettings {
 }
 
 impl BlasSettings {
-    /// Reads what PyTorch reads, all of it optional: `CUBLAS_WORKSPACE_CONFIG` (every `:<KiB>:<count>` anywhere in it is added up), `CUBLASLT_WORKSPACE_SIZE`
-    /// (in KiB) and `TORCH_CUBLASLT_UNIFIED_WORKSPACE` (0 or 1). A text that means nothing is a warning, and its setting stays as by default.
+    /// Reads what PyTorch reads, all of it optional: `CUBLAS_WORKSPACE_CONFIG` (every `:<KiB>:<count>` anywhere in it
+    /// is added up), `CUBLASLT_WORKSPACE_SIZE` (in KiB) and `TORCH_CUBLASLT_UNIFIED_WORKSPACE` (0 or 1). A text that
+    /// means nothing is a warning, and its setting stays as by default.
     #[must_use]
     pub fn from_texts(
         cublas_workspace_config: Option<&str>,
@@ -176,11 +178,11 @@ mod tests {
 
     #[test]
     fn sizes_go_by_compute_capability() {
-        let gpu = crate::Gpu::new(std::sync::Arc::new(warpool_driver::sim::SimDriver::new(
+        let instance = crate::Instance::new(std::sync::Arc::new(warpool_driver::sim::SimDriver::new(
             warpool_driver::sim::SimConfig::default(),
         )))
         .unwrap();
-        let mut properties = gpu.device(0).unwrap().properties().clone();
+        let mut properties = instance.device(0).unwrap().properties().clone();
         for (major, mib) in [(7, 8), (8, 8), (9, 32), (10, 32), (11, 32), (12, 32), (13, 8)] {
             properties.compute_capability = (major, 0);
             assert_eq!(default_bytes(&properties) / MIB, mib, "compute capability {major}");

@@ -1,10 +1,11 @@
 //! Memory for cuBLAS to work in, and who keeps it between products.
 //!
-//! A workspace belongs to one handle and one stream: products of one stream come one after the other, so they can share it, and nobody else uses it.
-//! The same order protects its memory when it is given back: the next work that gets it comes later in the same stream.
+//! A workspace belongs to one handle and one stream: products of one stream come one after the other, so they can share
+//! it, and nobody else uses it. The same order protects its memory when it is given back: the next work that gets it
+//! comes later in the same stream.
 //!
-//! Whoever uses a workspace holds it by an [`Arc`], so that it can be cleared at any time by anybody: it goes when its last user is done.
-//! Here is no library call; blocks come and go by the allocator.
+//! Whoever uses a workspace holds it by an [`Arc`], so that it can be cleared at any time by anybody: it goes when its
+//! last user is done. Here is no library call; blocks come and go by the allocator.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -108,7 +109,7 @@ impl Lender {
             |device: crate::Device| settings.workspace_bytes.unwrap_or_else(|| default_bytes(device.properties()));
         Self {
             allocator: Arc::clone(allocator),
-            bytes_by_default: allocator.gpu().devices().map(bytes).collect(),
+            bytes_by_default: allocator.instance().devices().map(bytes).collect(),
             bytes_by_call: AtomicU64::new(UNSET),
             lt_bytes: settings.lt_workspace_bytes,
             unified: settings.unified_workspaces,
@@ -182,8 +183,8 @@ impl Lender {
                 return Ok(Lent { workspace: Some(Arc::clone(kept)), bytes, epoch });
             }
         }
-        // From the default pool, wherever the thread is routed to: it outlives the scope. The smaller one goes after the larger one has come, so that a failure leaves
-        // it in place.
+        // From the default pool, wherever the thread is routed to: it outlives the scope. The smaller one goes after
+        // the larger one has come, so that a failure leaves it in place.
         let request = Request::new(device, stream, bytes).in_pool(MemPoolId::DEFAULT);
         let workspace = Arc::new(Workspace::allocate(&self.allocator, (None, handle, stream), request)?);
         let mut shelf = lock(&self.shelf);
@@ -197,7 +198,8 @@ impl Lender {
         Ok(Lent { workspace: Some(workspace), bytes, epoch })
     }
 
-    /// Lets go of the workspaces that `which` chooses by handle and stream; how many. Those in use go when their users are done.
+    /// Lets go of the workspaces that `which` chooses by handle and stream; how many. Those in use go when their users
+    /// are done.
     pub(super) fn clear(&self, mut which: impl FnMut(HandleId, StreamId) -> bool) -> usize {
         let mut shelf = lock(&self.shelf);
         let mut gone = Vec::new();
@@ -216,10 +218,12 @@ impl Lender {
         gone.len()
     }
 
-    /// Lets go of the workspaces of `device` that nobody uses now, be their threads alive or not: the next fetch makes another.
+    /// Lets go of the workspaces of `device` that nobody uses now, be their threads alive or not: the next fetch makes
+    /// another.
     pub(super) fn clear_unused(&self, device: DeviceId) -> usize {
         let mut shelf = lock(&self.shelf);
-        // Only the shelf gives out more, so one that it alone has stays unused while the lock is held. A handle that remembers one finds it gone by the epoch, or uses it while it is there.
+        // Only the shelf gives out more, so one that it alone has stays unused while the lock is held. A handle that
+        // remembers one finds it gone by the epoch, or uses it while it is there.
         let goes = |kept: &Arc<Workspace>| kept.block().device_id() == device && Arc::strong_count(kept) == 1;
         let unused: Vec<_> = shelf.kept.iter().filter(|(_, kept)| goes(kept)).map(|(&key, _)| key).collect();
         let gone: Vec<_> = unused.iter().filter_map(|key| shelf.kept.remove(key)).collect();

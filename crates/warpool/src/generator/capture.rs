@@ -1,12 +1,14 @@
-//! Generators in captures: what a graph consumes is counted while it is captured, and where it starts is told anew at every replay.
+//! Generators in captures: what a graph consumes is counted while it is captured, and where it starts is told anew at
+//! every replay.
 //!
-//! A graph cannot have its seed and offset in it. So each stream that draws numbers in a capture gets a slot of 16 bytes (seed, offset), and at
-//! its first draw a *head*: a kernel of one thread that writes both into the slot, from its own arguments. Kernels that draw read the slot. Before a replay the
-//! arguments of the heads are exchanged in the executable, which costs the host a fraction of what writing the slot would; launches under way keep
-//! theirs, so replays on several streams do not disturb each other.
+//! A graph cannot have its seed and offset in it. So each stream that draws numbers in a capture gets a slot of 16
+//! bytes (seed, offset), and at its first draw a *head*: a kernel of one thread that writes both into the slot, from
+//! its own arguments. Kernels that draw read the slot. Before a replay the arguments of the heads are exchanged in the
+//! executable, which costs the host a fraction of what writing the slot would; launches under way keep theirs, so
+//! replays on several streams do not disturb each other.
 //!
-//! The rule: `used` of a capture is locked for its books alone. While a head is captured its own lock is held ([`Heads`]), over driver calls: which node it
-//! became is asked right after, and no second head may come between.
+//! The rule: `used` of a capture is locked for its books alone. While a head is captured its own lock is held
+//! ([`Heads`]), over driver calls: which node it became is asked right after, and no second head may come between.
 
 use std::sync::{Arc, Mutex};
 
@@ -44,8 +46,9 @@ pub(super) struct Head {
 }
 
 impl GeneratorInCapture {
-    /// Before a replay: gives the heads the current seed and offset, and advances the generator by what the graph consumes. The caller sees to it that
-    /// no other thread launches the executable between this and its own launch. If it fails, the generator is as before.
+    /// Before a replay: gives the heads the current seed and offset, and advances the generator by what the graph
+    /// consumes. The caller sees to it that no other thread launches the executable between this and its own launch. If
+    /// it fails, the generator is as before.
     pub(crate) fn prepare(&self, driver: &dyn Driver, exec: GraphExecId) -> Result<()> {
         if self.consumed == 0 {
             return Ok(());
@@ -94,8 +97,8 @@ pub(super) fn draw(site: &Site, state: &Arc<State>, stream: &Stream, increment: 
         return Ok(drawn);
     }
     // All that may call back into the caller's code, or take long, before the lock.
-    let gpu = stream.gpu();
-    let function = gpu.state(stream.device_id()).kernels.get(&**gpu.driver(), &SOURCE, HEAD)?;
+    let instance = stream.instance();
+    let function = instance.state(stream.device_id()).kernels.get(&**instance.driver(), &SOURCE, HEAD)?;
     let slot = Block::allocate(&record.allocator, slot_request(record, stream))?;
     let heads = Arc::clone(&lock(&record.used).heads);
     let _alone = lock(&heads);
@@ -104,8 +107,8 @@ pub(super) fn draw(site: &Site, state: &Arc<State>, stream: &Stream, increment: 
     }
     let (seed, offset) = state.get();
     let args = head_args(slot.ptr().into(), seed, offset);
-    gpu.driver().kernel_launch(function, LaunchShape::ONE, &args, stream.id())?;
-    let node = match gpu.driver().capture_dependencies(stream.id()) {
+    instance.driver().kernel_launch(function, LaunchShape::ONE, &args, stream.id())?;
+    let node = match instance.driver().capture_dependencies(stream.id()) {
         Ok(nodes) if nodes.len() == 1 => nodes[0],
         other => {
             // The head is in the graph, and will write to its slot: that must stay as long.

@@ -70,7 +70,9 @@ pub enum GeneratorError {
     },
 
     /// A generator was brought from elsewhere.
-    #[error("foreign generator: it belongs to another Gpu than what it is used with; use things of one Gpu together")]
+    #[error(
+        "foreign generator: it belongs to another Instance than what it is used with; use things of one Instance together"
+    )]
     ForeignGpu,
 
     /// More than an offset can count.

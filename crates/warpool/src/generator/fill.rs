@@ -41,10 +41,12 @@ impl From<(DevicePtr, u64)> for Target {
     }
 }
 
-/// Fills of memory, in the order of a stream. Number `i` is lane `i % 4` of subsequence `i / 4` at the generator's offset, which a fill advances by 4, however
-/// long it is; an empty one does nothing. The bits are the same on every device, and those that [`philox`](super::philox) computes on the host.
+/// Fills of memory, in the order of a stream. Number `i` is lane `i % 4` of subsequence `i / 4` at the generator's
+/// offset, which a fill advances by 4, however long it is; an empty one does nothing. The bits are the same on every
+/// device, and those that [`philox`](super::philox) computes on the host.
 ///
-/// The stream must be one of the generator's device. If it captures, replays draw on from where the generator then is. A fill that fails leaves the generator as it was.
+/// The stream must be one of the generator's device. If it captures, replays draw on from where the generator then is.
+/// A fill that fails leaves the generator as it was.
 impl Generator {
     /// Words of 32 random bits.
     pub fn fill_bits(&self, target: impl Into<Target>, stream: &Stream) -> Result<()> {

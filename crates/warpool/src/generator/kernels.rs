@@ -1,16 +1,18 @@
 //! The kernels that draw numbers: CUDA C++ text, and beside it the same in Rust.
 //!
-//! The rule of all fills: number `i` is lane `i % 4` of the block that subsequence `i / 4` has at the call's offset. A thread makes four numbers of one block, and a
-//! fill takes one block of every subsequence, however long it is: so it consumes 4 of the offset.
+//! The rule of all fills: number `i` is lane `i % 4` of the block that subsequence `i / 4` has at the call's offset. A
+//! thread makes four numbers of one block, and a fill takes one block of every subsequence, however long it is: so it
+//! consumes 4 of the offset.
 //!
-//! A kernel is told where it stands by three arguments, (slot, seed, offset): without a slot by value, else the slot holds seed and offset, and
-//! the third argument is added ([`Reservation::args`](super::Reservation::args)).
+//! A kernel is told where it stands by three arguments, (slot, seed, offset): without a slot by value, else the slot
+//! holds seed and offset, and the third argument is added ([`Reservation::args`](super::Reservation::args)).
 
 use warpool_driver::{DevicePtr, KernelFault, KernelMirror, KernelScope, KernelSource};
 
 use super::philox;
 
-/// The text of [`PHILOX_CUDA`](crate::generator::PHILOX_CUDA) as a literal, so that `concat!` can put it before a kernel's own text.
+/// The text of [`PHILOX_CUDA`](crate::generator::PHILOX_CUDA) as a literal, so that `concat!` can put it before a
+/// kernel's own text.
 #[macro_export]
 macro_rules! philox_cuda {
     () => {
@@ -187,8 +189,8 @@ fn fill<const SIZE: usize>(scope: &mut KernelScope<'_>, four: impl Fn([u32; 4]) 
     Ok(())
 }
 
-/// Where a kernel stands, by the three arguments from `first` on: what `warpool_place` is in CUDA. For the doubles of kernels that draw numbers of a
-/// [`Reservation`](super::Reservation).
+/// Where a kernel stands, by the three arguments from `first` on: what `warpool_place` is in CUDA. For the doubles of
+/// kernels that draw numbers of a [`Reservation`](super::Reservation).
 pub fn place(scope: &mut KernelScope<'_>, first: usize) -> Result<(u64, u64), KernelFault> {
     let (slot, seed, offset) = (scope.arg_ptr(first)?, scope.arg_u64(first + 1)?, scope.arg_u64(first + 2)?);
     if slot == DevicePtr(0) {

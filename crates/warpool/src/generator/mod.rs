@@ -2,16 +2,16 @@
 //!
 //! ```
 //! use std::sync::Arc;
-//! use warpool::Gpu;
+//! use warpool::Instance;
 //! use warpool::driver::sim::{SimConfig, SimDriver};
 //! use warpool::generator::{Generator, philox};
 //! use warpool::memory::{Allocate, CachingAllocator, Settings};
 //!
 //! # fn main() -> warpool::Result<()> {
-//! let gpu = Gpu::new(Arc::new(SimDriver::new(SimConfig::default())))?;
-//! let device = gpu.device(0)?;
+//! let instance = Instance::new(Arc::new(SimDriver::new(SimConfig::default())))?;
+//! let device = instance.device(0)?;
 //! let stream = device.pool_stream()?;
-//! let memory = Arc::new(CachingAllocator::new(&gpu, Settings::default())).allocate(4 * 1000, &stream)?;
+//! let memory = Arc::new(CachingAllocator::new(&instance, Settings::default())).allocate(4 * 1000, &stream)?;
 //!
 //! let generator = Generator::new(&device)?;
 //! generator.set_seed(42)?;
@@ -19,7 +19,7 @@
 //! stream.synchronize()?;
 //!
 //! let mut bytes = [0; 4];
-//! gpu.driver().download(device.id(), memory.ptr(), &mut bytes)?;
+//! instance.driver().download(device.id(), memory.ptr(), &mut bytes)?;
 //! assert_eq!(f32::from_le_bytes(bytes), philox::uniform(philox::block(42, 0, 0)[0]));
 //! assert_eq!(generator.offset()?, 4); // where the next numbers come from
 //! # Ok(())
@@ -27,24 +27,28 @@
 //! ```
 //!
 //! - [`Generator`]: seed and offset, fills, and [`reserve`](Generator::reserve) for one's own kernels.
-//! - A generator's *state* is seed and offset. Copies of a generator are the same generator; [`share`](Generator::share) makes another one on the same state,
-//!   [`duplicate`](Generator::duplicate) another one on a copy of it, and [`adopt`](Generator::adopt) goes over to another's.
-//! - In a capture, numbers are counted to the graph. A replay draws from where the generator is when it is replayed, and advances it by what the graph
-//!   consumes, as if its work had been done without a graph.
+//! - A generator's *state* is seed and offset. Copies of a generator are the same generator;
+//!   [`share`](Generator::share) makes another one on the same state, [`duplicate`](Generator::duplicate) another one
+//!   on a copy of it, and [`adopt`](Generator::adopt) goes over to another's.
+//! - In a capture, numbers are counted to the graph. A replay draws from where the generator is when it is replayed,
+//!   and advances it by what the graph consumes, as if its work had been done without a graph.
 //!
 //! # During a capture
-//! While the calling thread's current stream (on the generator's device) captures, what would have no meaning for a graph is
-//! [`GeneratorError::InCapture`]: making a generator, copying one, reading or setting the offset, setting the state, a new seed.
+//! While the calling thread's current stream (on the generator's device) captures, what would have no meaning for a
+//! graph is [`GeneratorError::InCapture`]: making a generator, copying one, reading or setting the offset, setting the
+//! state, a new seed.
 //!
 //! # Where it differs from PyTorch
-//! - A capture has one slot of 16 bytes per generator and stream, from the graph's pool; PyTorch has two tensors per generator, from the default pool. Nothing is
-//!   waited for when it is made.
+//! - A capture has one slot of 16 bytes per generator and stream, from the graph's pool; PyTorch has two tensors per
+//!   generator, from the default pool. Nothing is waited for when it is made.
 //! - What a graph consumes is counted in 64 bits, not 32.
 //! - Numbers in the body of a conditional node are refused where they are drawn, not at the end of the body.
-//! - The fills have their own rule of who gets which number, which does not depend on the device: see [`Generator`]. PyTorch's depends on how many threads a device runs.
+//! - The fills have their own rule of who gets which number, which does not depend on the device: see [`Generator`].
+//!   PyTorch's depends on how many threads a device runs.
 //! - A chance to keep of 1 keeps everything in a dropout mask.
 //!
-//! Rejected: *writing the slot from the host before each replay.* It costs more than the launch itself, and has to wait until no launch reads the slot any more.
+//! Rejected: *writing the slot from the host before each replay.* It costs more than the launch itself, and has to wait
+//! until no launch reads the slot any more.
 
 mod capture;
 mod error;
@@ -67,14 +71,14 @@ pub use fill::Target;
 pub use kernels::place;
 pub use reserve::{PHILOX_CUDA, Reservation};
 
-use crate::{Device, Gpu, Result, Stream, lock};
+use crate::{Device, Instance, Result, Stream, lock};
 use state::State;
 
 /// The seed of a generator that was given none.
 pub const DEFAULT_SEED: u64 = 67_280_421_310_721;
 
-/// A generator of random numbers for one device. Cheap to clone; clones are the same generator. Any number of threads may draw from it: each gets numbers
-/// of its own.
+/// A generator of random numbers for one device. Cheap to clone; clones are the same generator. Any number of threads
+/// may draw from it: each gets numbers of its own.
 #[derive(Clone)]
 pub struct Generator {
     device: Device,
@@ -173,9 +177,10 @@ impl Generator {
         Self::on(&self.device, self.current())
     }
 
-    /// Goes over to the state of `other`, and leaves its own to whoever is on it. Allowed during a capture, which then counts the numbers of both.
+    /// Goes over to the state of `other`, and leaves its own to whoever is on it. Allowed during a capture, which then
+    /// counts the numbers of both.
     pub fn adopt(&self, other: &Self) -> Result<()> {
-        if self.device.gpu() != other.device.gpu() {
+        if self.device.instance() != other.device.instance() {
             return Err(GeneratorError::ForeignGpu.into());
         }
         if self.device != other.device {
@@ -205,7 +210,7 @@ impl Generator {
 
     /// The generator and the stream belong together.
     fn expect_stream(&self, stream: &Stream) -> Result<()> {
-        if self.device.gpu() != stream.gpu() {
+        if self.device.instance() != stream.instance() {
             return Err(GeneratorError::ForeignGpu.into());
         }
         if self.device.id() != stream.device_id() {
@@ -225,7 +230,7 @@ impl Generator {
 
     /// Where the calling thread's current stream stands. Makes no driver call while no capture of ours is under way.
     fn capture_state(&self) -> Result<CaptureState> {
-        if self.device.gpu().captures().none() {
+        if self.device.instance().captures().none() {
             return Ok(CaptureState::None);
         }
         match self.device.driver().capture_state(self.device.current_stream_id()?) {
@@ -248,7 +253,8 @@ impl fmt::Debug for Generator {
 }
 
 impl Device {
-    /// The device's own generator, the same for all who ask. Made at its first use, with a seed that nobody can foresee.
+    /// The device's own generator, the same for all who ask. Made at its first use, with a seed that nobody can
+    /// foresee.
     #[must_use]
     pub fn default_generator(&self) -> Generator {
         let cell = &self.state().default_generator;
@@ -263,8 +269,9 @@ impl Device {
     }
 }
 
-impl Gpu {
-    /// The default generator of the device with that index. That of the thread's current device is `gpu.current_device().default_generator()`.
+impl Instance {
+    /// The default generator of the device with that index. That of the thread's current device is
+    /// `instance.current_device().default_generator()`.
     pub fn default_generator(&self, index: u32) -> Result<Generator> {
         Ok(self.device(index)?.default_generator())
     }

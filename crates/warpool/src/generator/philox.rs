@@ -1,9 +1,12 @@
-//! Philox 4x32-10 on the host: a pure function from a counter and a key to four words, and what generators make of the words.
+//! Philox 4x32-10 on the host: a pure function from a counter and a key to four words, and what generators make of the
+//! words.
 //!
-//! This is the reference that kernels are compared with, and what the simulated device runs. No state here: that is in `state.rs`.
+//! This is the reference that kernels are compared with, and what the simulated device runs. No state here: that is in
+//! `state.rs`.
 //!
-//! A *place* is (seed, subsequence, offset), as curand has it: the seed is the key, the subsequence the upper half of the counter, the lower half counts blocks of four
-//! words, so `offset / 4`. The same place gives the same words as curand's `curandStatePhilox4_32_10`.
+//! A *place* is (seed, subsequence, offset), as curand has it: the seed is the key, the subsequence the upper half of
+//! the counter, the lower half counts blocks of four words, so `offset / 4`. The same place gives the same words as
+//! curand's `curandStatePhilox4_32_10`.
 
 /// Four words for a counter and a key: Philox 4x32 with 10 rounds, by Salmon, Moraes, Dror and Shaw.
 #[must_use]
@@ -29,7 +32,8 @@ pub const fn block(seed: u64, subsequence: u64, offset: u64) -> [u32; 4] {
     block_at(seed, subsequence, offset / 4)
 }
 
-/// The words from a place on, without end. Any offset will do. Past offset 2⁶⁴ the count of blocks goes on, as curand's does.
+/// The words from a place on, without end. Any offset will do. Past offset 2⁶⁴ the count of blocks goes on, as curand's
+/// does.
 pub fn words(seed: u64, subsequence: u64, offset: u64) -> impl Iterator<Item = u32> {
     let skipped = (offset % 4) as usize;
     (offset / 4..).flat_map(move |count| block_at(seed, subsequence, count)).skip(skipped)
@@ -49,7 +53,8 @@ pub fn uniform(word: u32) -> f32 {
     word as f32 * STEP + STEP / 2.0
 }
 
-/// Two floats of the normal distribution with mean 0 and deviation 1, by Box and Muller: the sine first, then the cosine.
+/// Two floats of the normal distribution with mean 0 and deviation 1, by Box and Muller: the sine first, then the
+/// cosine.
 #[must_use]
 pub fn normals(first: u32, second: u32) -> [f32; 2] {
     const STEP: f32 = std::f32::consts::TAU / 4_294_967_296.0;

@@ -10,8 +10,9 @@ use super::{Generator, GeneratorError};
 use crate::graph::{CaptureRecord, GeneratorSlot, GraphArg};
 use crate::{Result, Stream};
 
-/// CUDA C++ for kernels that draw: `WarpoolPlace`, `warpool_place(slot, seed, offset)`, `warpool_words(place, subsequence)`, `warpool_uniform(word)`,
-/// `warpool_normals(first, second)`. As a literal, for `concat!`, it is [`philox_cuda!`](crate::philox_cuda).
+/// CUDA C++ for kernels that draw: `WarpoolPlace`, `warpool_place(slot, seed, offset)`,
+/// `warpool_words(place, subsequence)`, `warpool_uniform(word)`, `warpool_normals(first, second)`. As a literal, for
+/// `concat!`, it is [`philox_cuda!`](crate::philox_cuda).
 pub const PHILOX_CUDA: &str = crate::philox_cuda!();
 
 /// Where reserved numbers start. See [`Generator::reserve`].
@@ -34,7 +35,8 @@ pub enum Reservation {
 }
 
 impl Reservation {
-    /// The three arguments that `warpool_place` of [`PHILOX_CUDA`] takes, in CUDA's words `(const unsigned long long *slot, unsigned long long seed, unsigned long long offset)`.
+    /// The three arguments that `warpool_place` of [`PHILOX_CUDA`] takes, in CUDA's words
+    /// `(const unsigned long long *slot, unsigned long long seed, unsigned long long offset)`.
     #[must_use]
     pub const fn args(&self) -> [KernelArg; 3] {
         match *self {
@@ -85,26 +87,28 @@ impl Reserved {
 }
 
 impl Generator {
-    /// Takes the next `increment` numbers of every subsequence for a kernel of one's own on `stream`, and says where they start. `increment` is rounded up
-    /// to a multiple of 4; what comes after 2⁶⁴ begins again at 0, as PyTorch's does. Which threads take which subsequences is the kernel's affair.
+    /// Takes the next `increment` numbers of every subsequence for a kernel of one's own on `stream`, and says where
+    /// they start. `increment` is rounded up to a multiple of 4; what comes after 2⁶⁴ begins again at 0, as PyTorch's
+    /// does. Which threads take which subsequences is the kernel's affair.
     ///
-    /// If the stream captures, the numbers are counted to its graph, and each replay starts where the generator then is. The first reservation of a generator on a stream of a capture
-    /// captures a kernel of its own, on that stream, before what uses it: two threads must not put work into one stream during that, as nobody could say then whose
+    /// If the stream captures, the numbers are counted to its graph, and each replay starts where the generator then
+    /// is. The first reservation of a generator on a stream of a capture captures a kernel of its own, on that stream,
+    /// before what uses it: two threads must not put work into one stream during that, as nobody could say then whose
     /// work is whose. Nothing is told to a graph that reserved only 0 numbers.
     ///
     /// ```
     /// # use std::sync::Arc;
     /// # use warpool::driver::sim::{SimConfig, SimDriver};
     /// # use warpool::driver::KernelSource;
-    /// # use warpool::{Gpu, generator::{Generator, Reservation}};
+    /// # use warpool::{Instance, generator::{Generator, Reservation}};
     /// // As KernelSource::cuda, with its double beside it:
     /// const SHUFFLE: &str = concat!(warpool::philox_cuda!(), r#"
     ///     extern "C" __global__ void shuffle(unsigned *x, const unsigned long long *slot, unsigned long long seed, unsigned long long offset) {
     ///         x[threadIdx.x] ^= warpool_words(warpool_place(slot, seed, offset), threadIdx.x).x;
     ///     }"#);
     /// # fn main() -> warpool::Result<()> {
-    /// # let gpu = Gpu::new(Arc::new(SimDriver::new(SimConfig::default())))?;
-    /// let device = gpu.device(0)?;
+    /// # let instance = Instance::new(Arc::new(SimDriver::new(SimConfig::default())))?;
+    /// let device = instance.device(0)?;
     /// let generator = Generator::new(&device)?;
     /// generator.set_seed(7)?;
     /// let reserved = generator.reserve(1, &device.pool_stream()?)?;
@@ -123,7 +127,7 @@ impl Generator {
         let increment = increment.checked_next_multiple_of(4).ok_or(GeneratorError::Increment { increment })?;
         let state = self.current();
         // The driver is always asked: numbers that went into a capture unseen would be the same at every replay.
-        let Some(site) = self.device().gpu().captures().find(stream)? else {
+        let Some(site) = self.device().instance().captures().find(stream)? else {
             let taken = state.take(increment);
             let reservation = Reservation::Immediate { seed: taken.seed, offset: taken.offset };
             return Ok(Reserved { reservation, from: From::State(state, taken) });

@@ -1,4 +1,5 @@
-//! Generators in captures that are begun and ended by hand, so that each step can go wrong on its own. Whole graphs are in `tests/generator_graph.rs`.
+//! Generators in captures that are begun and ended by hand, so that each step can go wrong on its own. Whole graphs are
+//! in `tests/generator_graph.rs`.
 
 use std::sync::{Arc, Mutex};
 
@@ -9,12 +10,12 @@ use warpool_driver::{Call, CaptureId, CaptureMode, CaptureState, DevicePtr, Driv
 use super::{Generator, GeneratorError, GeneratorInCapture, Reservation, philox};
 use crate::graph::{CaptureRecord, Site};
 use crate::memory::{Allocate, Block, CachingAllocator, DeviceAllocator, Route, Settings};
-use crate::{Device, Error, Gpu, Result, Stream, lock};
+use crate::{Device, Error, Instance, Result, Stream, lock};
 
 struct Bench {
     sim: Arc<SimDriver>,
     faulty: Arc<Faulty>,
-    gpu: Gpu,
+    instance: Instance,
     device: Device,
     allocator: Arc<dyn DeviceAllocator>,
     generator: Generator,
@@ -39,12 +40,12 @@ impl Bench {
     fn new() -> Self {
         let sim = Arc::new(SimDriver::new(SimConfig::default()));
         let faulty = Arc::new(Faulty::new(sim.clone(), FaultPlan::new()));
-        let gpu = Gpu::new(faulty.clone()).unwrap();
-        let device = gpu.device(0).unwrap();
-        let allocator: Arc<dyn DeviceAllocator> = Arc::new(CachingAllocator::new(&gpu, Settings::default()));
+        let instance = Instance::new(faulty.clone()).unwrap();
+        let device = instance.device(0).unwrap();
+        let allocator: Arc<dyn DeviceAllocator> = Arc::new(CachingAllocator::new(&instance, Settings::default()));
         let generator = Generator::new(&device).unwrap();
         generator.set_seed(11).unwrap();
-        Self { sim, faulty, gpu, device, allocator, generator }
+        Self { sim, faulty, instance, device, allocator, generator }
     }
 
     fn driver(&self) -> &dyn Driver {
@@ -62,14 +63,14 @@ impl Bench {
     fn begin(&self, stream: &Stream) -> Capture<'_> {
         let (pools, device) = (self.allocator.pools().unwrap(), self.device.id());
         let pool = pools.create_graph_pool(device).unwrap();
-        self.gpu.captures().begins();
+        self.instance.captures().begins();
         pools.capture_began(device).unwrap();
         self.driver().capture_begin(stream.id(), CaptureMode::ThreadLocal).unwrap();
         let CaptureState::Active(id) = self.driver().capture_state(stream.id()).unwrap() else { panic!("begun") };
         pools.begin_routing(device, pool, Route::Capture(id)).unwrap();
         let (allocator, used) = (Arc::clone(&self.allocator), Mutex::default());
         let record = Arc::new(CaptureRecord { device, allocator, pool, used });
-        self.gpu.captures().insert(id, Site { record: Arc::clone(&record), in_body: false });
+        self.instance.captures().insert(id, Site { record: Arc::clone(&record), in_body: false });
         Capture { bench: self, id, stream: stream.clone(), record }
     }
 
@@ -108,10 +109,10 @@ impl Capture<'_> {
         let bench = self.bench;
         let graph = bench.driver().capture_end(self.stream.id()).unwrap();
         let pools = bench.allocator.pools().unwrap();
-        bench.gpu.captures().remove(self.id);
+        bench.instance.captures().remove(self.id);
         pools.end_routing(bench.device.id(), self.record.pool).unwrap();
         pools.capture_ended(bench.device.id()).unwrap();
-        bench.gpu.captures().ended();
+        bench.instance.captures().ended();
         let exec = bench.driver().graph_instantiate(graph, Default::default()).unwrap();
         let generators = std::mem::take(&mut lock(&self.record.used).generators);
         Captured { exec, generators, record: self.record }
@@ -316,7 +317,7 @@ fn refused_in_a_body() {
     let block = bench.block(16, &stream);
     let capture = bench.begin(&stream);
     let site = Site { record: Arc::clone(&capture.record), in_body: true };
-    bench.gpu.captures().insert(capture.id, site);
+    bench.instance.captures().insert(capture.id, site);
     let launches = bench.sim.calls_of(Call::KernelLaunch);
     let error = bench.generator.fill_bits(&block, &stream).unwrap_err();
     assert_eq!(error, GeneratorError::InBody.into());

@@ -1,4 +1,5 @@
-//! The begin of a capture: all checks first, then every step with its undoing at hand, so that a failure at any of them leaves nothing behind.
+//! The begin of a capture: all checks first, then every step with its undoing at hand, so that a failure at any of them
+//! leaves nothing behind.
 
 use std::sync::Arc;
 use std::thread::{self, ThreadId};
@@ -27,11 +28,13 @@ pub(super) struct UnderWay {
     pub(super) buffers: Buffers,
     /// Why it can come to nothing, whatever the driver says.
     pub(super) broken: Option<Error>,
-    /// Streams that bodies were captured on. Nobody else has them before the end: what others do on them need not be behind the bodies, and would get their memory.
+    /// Streams that bodies were captured on. Nobody else has them before the end: what others do on them need not be
+    /// behind the bodies, and would get their memory.
     pub(super) body_streams: Vec<StreamLease>,
 }
 
-/// What a capture has noted in books other than the driver's. Dropping it strikes all of that out, without a driver call.
+/// What a capture has noted in books other than the driver's. Dropping it strikes all of that out, without a driver
+/// call.
 pub(super) struct Booking {
     pub(super) allocator: Arc<dyn DeviceAllocator>,
     pub(super) device: Device,
@@ -45,19 +48,21 @@ pub(super) struct Booking {
 }
 
 impl Graph {
-    /// Begins a capture on `stream`: what is put there from now on is written down instead of being done, and memory that is asked for on streams of the capture
-    /// comes from the graph's pool. To be ended by [`capture_end`](Self::capture_end), also after an error in between. [`capture`](Self::capture) does
-    /// both, and cannot be left half done.
+    /// Begins a capture on `stream`: what is put there from now on is written down instead of being done, and memory
+    /// that is asked for on streams of the capture comes from the graph's pool. To be ended by
+    /// [`capture_end`](Self::capture_end), also after an error in between. [`capture`](Self::capture) does both, and
+    /// cannot be left half done.
     pub fn capture_begin(&mut self, stream: &Stream, options: CaptureOptions) -> Result<()> {
         self.check_begin(stream, &options)?;
-        let driver = &**self.device.gpu().driver();
-        let captures = self.device.gpu().captures();
+        let driver = &**self.device.instance().driver();
+        let captures = self.device.instance().captures();
         self.device.state().graphs.settle(driver, captures);
         if driver.capture_state(stream.id())? != CaptureState::None {
             return Err(GraphError::StreamCaptures { stream: stream.id() }.into());
         }
         let mut booking = Booking::new(&self.allocator, &self.device, options.pool)?;
-        // Before the driver's own begin: another thread that frees memory of this stream in between would put a mark into it.
+        // Before the driver's own begin: another thread that frees memory of this stream in between would put a mark
+        // into it.
         booking.route(Route::Stream(stream.id()))?;
         booking.count()?;
         let kept_out = captures.pollers.keep_out(options.poller_patience)?;
@@ -112,7 +117,7 @@ impl Graph {
         if options.pool.is_some_and(MemPoolId::is_default) {
             return Err(GraphError::DefaultPool.into());
         }
-        if held_by_thread(self.device.gpu()) > 0 {
+        if held_by_thread(self.device.instance()) > 0 {
             return Err(GraphError::PollsItself.into());
         }
         Ok(())
@@ -170,7 +175,7 @@ impl Booking {
 
     fn count(&mut self) -> Result<()> {
         self.keeper()?.capture_began(self.device.id())?;
-        self.device.gpu().captures().begins();
+        self.device.instance().captures().begins();
         self.counted = true;
         Ok(())
     }
@@ -182,13 +187,13 @@ impl Booking {
             self.registered.pop();
             return Err(error);
         }
-        self.device.gpu().captures().insert(id, site);
+        self.device.instance().captures().insert(id, site);
         Ok(())
     }
 
     /// The end of the body that was registered last.
     pub(super) fn unregister(&mut self, id: CaptureId) -> Result<()> {
-        self.device.gpu().captures().remove(id);
+        self.device.instance().captures().remove(id);
         self.registered.retain(|&other| other != id);
         self.reroute()
     }
@@ -236,7 +241,7 @@ impl Booking {
     }
 
     fn strike_out(&mut self) {
-        let captures = self.device.gpu().captures();
+        let captures = self.device.instance().captures();
         for id in self.registered.drain(..) {
             captures.remove(id);
         }

@@ -1,7 +1,7 @@
 //! The memory that a graph owns, of the device and of the host: blocks that were moved or lent into it, by keys.
 //!
-//! A key is a number, so it can be kept beside the graph without borrowing it; the block itself is only ever lent by the graph. Keys of one capture mean
-//! nothing to another. What is special about the host's is in `host.rs`.
+//! A key is a number, so it can be kept beside the graph without borrowing it; the block itself is only ever lent by
+//! the graph. Keys of one capture mean nothing to another. What is special about the host's is in `host.rs`.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -47,14 +47,16 @@ impl From<BufferKey> for BufferAt {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct GeneratorSlot(pub(crate) DevicePtr);
 
-/// An argument of a captured kernel. Memory is named by buffers that the graph owns, so it cannot be gone when the graph is replayed.
+/// An argument of a captured kernel. Memory is named by buffers that the graph owns, so it cannot be gone when the
+/// graph is replayed.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum GraphArg {
     /// The address of a place in a buffer.
     Buffer(BufferAt),
     /// The address, for the device, of a place in pinned host memory.
     Host(HostAt),
-    /// Where a generator tells replays where they start; `None` where it told the kernel by value. See [`Reservation::graph_args`](crate::generator::Reservation::graph_args).
+    /// Where a generator tells replays where they start; `None` where it told the kernel by value. See
+    /// [`Reservation::graph_args`](crate::generator::Reservation::graph_args).
     Slot(Option<GeneratorSlot>),
     /// `unsigned int`.
     U32(u32),

@@ -1,4 +1,5 @@
-//! What a [`GraphedCallable`](super::GraphedCallable) is made of, and what its calls answer: the work, its inputs, its outputs, and why it ran without a graph.
+//! What a [`GraphedCallable`](super::GraphedCallable) is made of, and what its calls answer: the work, its inputs, its
+//! outputs, and why it ran without a graph.
 
 use std::cell::RefCell;
 use std::fmt;
@@ -18,12 +19,14 @@ pub trait Callable {
     /// How many bytes each input has, in a call of that shape.
     fn input_bytes(&self, shape: &Self::Shape) -> Vec<u64>;
 
-    /// Puts the work into `call.stream()`, which is the thread's current stream meanwhile, and returns its outputs, allocated for that stream from `call.allocator()`. It must
-    /// do the same work each time for one shape, and wait for nothing on the host. Other memory that it needs, such as weights, it [shares](Call::share).
+    /// Puts the work into `call.stream()`, which is the thread's current stream meanwhile, and returns its outputs,
+    /// allocated for that stream from `call.allocator()`. It must do the same work each time for one shape, and wait
+    /// for nothing on the host. Other memory that it needs, such as weights, it [shares](Call::share).
     fn run(&self, call: &Call<'_, Self::Shape>) -> Result<Vec<Block>>;
 
-    /// Whether the graph of `captured` can serve a call of `asked`. Only the same shape, unless you say otherwise: a larger one may do, with its inputs filled in
-    /// part, if the work does not mind what lies behind: that is what earlier calls have left. One with less room for an input than the call has is never taken.
+    /// Whether the graph of `captured` can serve a call of `asked`. Only the same shape, unless you say otherwise: a
+    /// larger one may do, with its inputs filled in part, if the work does not mind what lies behind: that is what
+    /// earlier calls have left. One with less room for an input than the call has is never taken.
     fn serves(&self, captured: &Self::Shape, asked: &Self::Shape) -> bool {
         captured == asked
     }
@@ -65,8 +68,8 @@ impl<'a, S> Call<'a, S> {
         self.inputs
     }
 
-    /// Announces memory that the work uses besides its inputs, such as weights: a graph keeps it for its replays, and whoever gets it after that waits for them. Without a graph,
-    /// a use on the stream is noted.
+    /// Announces memory that the work uses besides its inputs, such as weights: a graph keeps it for its replays, and
+    /// whoever gets it after that waits for them. Without a graph, a use on the stream is noted.
     pub fn share(&self, block: &Arc<Block>) -> Result<()> {
         match self.shared {
             Some(shared) => {

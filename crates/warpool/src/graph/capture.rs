@@ -1,7 +1,8 @@
 //! The scope of a capture: what can be done while one is under way, with memory that the graph owns.
 //!
-//! Work that is put into the stream past this scope, by a library or the driver's own calls, is captured just the same; the graph then does not know what memory
-//! it needs, and whoever put it there keeps that. Give it blocks of the graph's ([`Capture::allocate`], [`Capture::keep`]), and it is safe too.
+//! Work that is put into the stream past this scope, by a library or the driver's own calls, is captured just the same;
+//! the graph then does not know what memory it needs, and whoever put it there keeps that. Give it blocks of the
+//! graph's ([`Capture::allocate`], [`Capture::keep`]), and it is safe too.
 
 use std::fmt;
 use std::ops::Deref;
@@ -38,7 +39,8 @@ impl Graph {
 }
 
 impl Capture<'_> {
-    /// The stream that captures: the one that the capture began on, or, in a body, the body's own. In [`Graph::capture`] and in bodies it is the thread's current stream.
+    /// The stream that captures: the one that the capture began on, or, in a body, the body's own. In
+    /// [`Graph::capture`] and in bodies it is the thread's current stream.
     #[must_use]
     pub fn stream(&self) -> &Stream {
         &self.stream
@@ -105,13 +107,13 @@ impl Capture<'_> {
 
     /// Moves a block into the graph.
     pub fn keep(&mut self, block: Block) -> Result<BufferKey> {
-        block.expect_of(self.device().gpu())?;
+        block.expect_of(self.device().instance())?;
         Ok(self.under_way.buffers.add(Owned::Moved(block)))
     }
 
     /// Shares a block with the graph: it is there at least as long as the graph is.
     pub fn share(&mut self, block: Arc<Block>) -> Result<BufferKey> {
-        block.expect_of(self.device().gpu())?;
+        block.expect_of(self.device().instance())?;
         Ok(self.under_way.buffers.add(Owned::Shared(block)))
     }
 
@@ -163,8 +165,8 @@ impl Capture<'_> {
         Ok(stream.driver().copy(to, from, bytes, stream.id())?)
     }
 
-    /// Another stream that takes part in the capture, behind what is in the scope's stream now. Nobody else has it until the fork is dropped. Work in it must be
-    /// [joined](Self::join) before the capture ends.
+    /// Another stream that takes part in the capture, behind what is in the scope's stream now. Nobody else has it
+    /// until the fork is dropped. Work in it must be [joined](Self::join) before the capture ends.
     pub fn fork(&mut self) -> Result<Fork> {
         let lease = self.device().lease_stream()?;
         lease.wait_stream(&self.stream)?;
@@ -178,9 +180,9 @@ impl Capture<'_> {
 
     /// Fails unless `stream` takes part in this capture.
     pub(super) fn expect_in_capture(&self, stream: &Stream) -> Result<()> {
-        let gpu = self.device().gpu();
-        gpu.expect_same(stream.gpu(), "the stream")?;
-        match gpu.captures().find(stream)? {
+        let instance = self.device().instance();
+        instance.expect_same(stream.instance(), "the stream")?;
+        match instance.captures().find(stream)? {
             Some(site) if Arc::ptr_eq(&site.record, &self.under_way.record) => Ok(()),
             _ => Err(GraphError::StreamNotInCapture { stream: stream.id() }.into()),
         }

@@ -1,7 +1,7 @@
-//! The captures that are under way on a [`Gpu`](crate::Gpu), and what each has used so far.
+//! The captures that are under way on a [`Instance`](crate::Instance), and what each has used so far.
 //!
-//! Whoever hands out something that a graph will need at every replay (a workspace, a generator's numbers) looks here for the graph that
-//! the stream captures for, and leaves it there. The graph takes it all over when the capture ends.
+//! Whoever hands out something that a graph will need at every replay (a workspace, a generator's numbers) looks here
+//! for the graph that the stream captures for, and leaves it there. The graph takes it all over when the capture ends.
 
 use std::any::Any;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -14,12 +14,13 @@ use super::GraphError;
 use super::pollers::{HeldOff, Pollers};
 use crate::generator::{GeneratorInCapture, Heads};
 use crate::memory::{DeviceAllocator, GraphHostPool, MemPoolId};
-use crate::{Gpu, Result, Stream, lock};
+use crate::{Instance, Result, Stream, lock};
 
 /// All captures under way.
 #[derive(Default)]
 pub(crate) struct Captures {
-    /// How many there are, or are about to be: so that nobody needs the lock, or the driver, to see that there are none.
+    /// How many there are, or are about to be: so that nobody needs the lock, or the driver, to see that there are
+    /// none.
     under_way: AtomicUsize,
     by_id: Mutex<FxHashMap<CaptureId, Site>>,
     pub(super) pollers: Pollers,
@@ -34,7 +35,8 @@ pub(crate) struct Site {
     pub(crate) in_body: bool,
 }
 
-/// What is known about one graph while it is captured; shared by all its streams and threads, and by the bodies of its conditional nodes.
+/// What is known about one graph while it is captured; shared by all its streams and threads, and by the bodies of its
+/// conditional nodes.
 pub(crate) struct CaptureRecord {
     pub(crate) device: DeviceId,
     /// Where its memory comes from.
@@ -76,7 +78,8 @@ impl Captures {
         self.under_way.load(Ordering::Acquire) == 0
     }
 
-    /// Keeps captures from beginning until the result is dropped; `None` if one is under way, or about to be. Never waits.
+    /// Keeps captures from beginning until the result is dropped; `None` if one is under way, or about to be. Never
+    /// waits.
     pub(crate) fn hold_off(&self) -> Option<HeldOff<'_>> {
         // Looked at with captures held off: one that began before is seen, one that comes after waits.
         self.pollers.hold_off().filter(|_| self.none())
@@ -102,8 +105,9 @@ impl Captures {
         lock(&self.by_id).remove(&id);
     }
 
-    /// The graph that `stream` captures for, and by which capture: a body has its own. `None` if it does not capture. Always asks the driver: also captures that began without us are seen, and
-    /// are [`GraphError::ForeignCapture`]. A broken capture is the driver's own error.
+    /// The graph that `stream` captures for, and by which capture: a body has its own. `None` if it does not capture.
+    /// Always asks the driver: also captures that began without us are seen, and are [`GraphError::ForeignCapture`]. A
+    /// broken capture is the driver's own error.
     pub(crate) fn find_with_id(&self, stream: &Stream) -> Result<Option<(CaptureId, Site)>> {
         let id = match stream.driver().capture_state(stream.id()) {
             Ok(CaptureState::None) => return Ok(None),
@@ -130,11 +134,11 @@ impl Captures {
     }
 }
 
-impl Gpu {
-    /// Whether `stream` takes part in a capture, be it a broken one. As [`Stream::is_capturing`], but asks the driver only while captures of [graphs](super::Graph)
-    /// are under way: those that began past Warpool may be missed.
+impl Instance {
+    /// Whether `stream` takes part in a capture, be it a broken one. As [`Stream::is_capturing`], but asks the driver
+    /// only while captures of [graphs](super::Graph) are under way: those that began past Warpool may be missed.
     pub fn is_capturing(&self, stream: &Stream) -> Result<bool> {
-        self.expect_same(stream.gpu(), "the stream")?;
+        self.expect_same(stream.instance(), "the stream")?;
         if self.captures().none() {
             return Ok(false);
         }

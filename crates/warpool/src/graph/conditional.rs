@@ -1,10 +1,12 @@
 //! `if` and `while` in graphs: bodies that run depending on a flag in device memory.
 //!
-//! A conditional node has a flag of its own, which only kernels set. So before the node, and at the end of a `while`'s body, a kernel of one thread reads the
-//! caller's flag from memory and sets the node's. The body is captured on a stream of its own, leased until the whole capture ends: bodies come one after
-//! another, so as many streams are needed as bodies are nested.
+//! A conditional node has a flag of its own, which only kernels set. So before the node, and at the end of a `while`'s
+//! body, a kernel of one thread reads the caller's flag from memory and sets the node's. The body is captured on a
+//! stream of its own, leased until the whole capture ends: bodies come one after another, so as many streams are needed
+//! as bodies are nested.
 //!
-//! The node is in the graph before its body is captured, and cannot be taken out again. So once anything fails from there on, the whole capture comes to nothing.
+//! The node is in the graph before its body is captured, and cannot be taken out again. So once anything fails from
+//! there on, the whole capture comes to nothing.
 
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::Arc;
@@ -80,17 +82,18 @@ impl Flag {
 }
 
 impl Capture<'_> {
-    /// Captures a body that runs at a replay only if `flag` is set when the replay gets there. Bodies can be nested. The body's own stream is
-    /// [`stream`](Self::stream) of its scope, and the thread's current one.
+    /// Captures a body that runs at a replay only if `flag` is set when the replay gets there. Bodies can be nested.
+    /// The body's own stream is [`stream`](Self::stream) of its scope, and the thread's current one.
     ///
-    /// A body may hold kernels, copies, fills and further conditional nodes, no callbacks and no events; no random numbers are drawn in it. If `body` fails, the
-    /// whole capture does: [`GraphError::BodyFailed`] at its end, whatever becomes of the error here.
+    /// A body may hold kernels, copies, fills and further conditional nodes, no callbacks and no events; no random
+    /// numbers are drawn in it. If `body` fails, the whole capture does: [`GraphError::BodyFailed`] at its end,
+    /// whatever becomes of the error here.
     pub fn if_node<R>(&mut self, flag: Flag, body: impl FnOnce(&mut Capture<'_>) -> Result<R>) -> Result<R> {
         self.conditional(flag, ConditionalKind::If, body)
     }
 
-    /// The same with a body that runs while `flag` is set: it is read before the first run and after each. The body changes the memory that it is in, or it
-    /// runs for ever.
+    /// The same with a body that runs while `flag` is set: it is read before the first run and after each. The body
+    /// changes the memory that it is in, or it runs for ever.
     pub fn while_node<R>(&mut self, flag: Flag, body: impl FnOnce(&mut Capture<'_>) -> Result<R>) -> Result<R> {
         self.conditional(flag, ConditionalKind::While, body)
     }

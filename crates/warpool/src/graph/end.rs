@@ -1,4 +1,5 @@
-//! The end of a capture: the driver's first, then everything else whether that went well or not, and only then the report.
+//! The end of a capture: the driver's first, then everything else whether that went well or not, and only then the
+//! report.
 
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::thread;
@@ -19,8 +20,9 @@ pub(super) const READY: InstantiateOptions = InstantiateOptions { auto_free_on_l
 impl Graph {
     /// Captures what `body` puts into `stream`, which is the current stream of the thread meanwhile.
     ///
-    /// However `body` is left, the capture is over afterwards. After an error (its own, or of a capture that was broken) or a panic the graph is as it was
-    /// before, and can capture again. An error of `body` is passed on, unless it only says that the capture was broken and more is known about why.
+    /// However `body` is left, the capture is over afterwards. After an error (its own, or of a capture that was
+    /// broken) or a panic the graph is as it was before, and can capture again. An error of `body` is passed on, unless
+    /// it only says that the capture was broken and more is known about why.
     pub fn capture<R>(
         &mut self,
         stream: &Stream,
@@ -43,10 +45,11 @@ impl Graph {
         }
     }
 
-    /// Ends the capture that [`capture_begin`](Self::capture_begin) began, on the same stream, and, unless the mode is relaxed, on the same thread; on another it is an error
-    /// and changes nothing.
+    /// Ends the capture that [`capture_begin`](Self::capture_begin) began, on the same stream, and, unless the mode is
+    /// relaxed, on the same thread; on another it is an error and changes nothing.
     ///
-    /// If the driver says that the capture failed, it is over all the same and the graph is as new; [`GraphError::CaptureFailed`] says why.
+    /// If the driver says that the capture failed, it is over all the same and the graph is as new;
+    /// [`GraphError::CaptureFailed`] says why.
     pub fn capture_end(&mut self, stream: &Stream) -> Result<()> {
         let Stage::Capturing(under_way) = &self.stage else {
             return Err(GraphError::NotCapturing.into());
@@ -77,7 +80,8 @@ impl Graph {
         }
     }
 
-    /// Ends the capture on the driver and takes it out of the graph, which is as new afterwards. `None` if there is none.
+    /// Ends the capture on the driver and takes it out of the graph, which is as new afterwards. `None` if there is
+    /// none.
     fn end_on_driver(&mut self) -> Result<Option<(UnderWay, GraphId)>> {
         let under_way = match std::mem::replace(&mut self.stage, Stage::New) {
             Stage::Capturing(under_way) => under_way,

@@ -1,12 +1,15 @@
 //! The graph itself: what it holds at each stage, and everything that is neither capturing nor replaying.
 //!
 //! # What happens to memory when a graph goes
-//! Replays may be under way when a graph is reset or dropped, on streams that its memory was never allocated for. Nothing waits for them there:
-//! - Blocks that it owns go back to their allocator, which was told of every stream that replays ran on, and gives them out again only behind those.
-//! - Its own pool gives out nothing any more once nobody uses it. Its memory goes back to the driver when the allocator is trimmed or needs room; that
-//!   waits for the streams that replays ran on.
+//! Replays may be under way when a graph is reset or dropped, on streams that its memory was never allocated for.
+//! Nothing waits for them there:
+//! - Blocks that it owns go back to their allocator, which was told of every stream that replays ran on, and gives them
+//!   out again only behind those.
+//! - Its own pool gives out nothing any more once nobody uses it. Its memory goes back to the driver when the allocator
+//!   is trimmed or needs room; that waits for the streams that replays ran on.
 //! - A pool that others still use is theirs to order: graphs that share one must not overlap.
-//! - Pinned blocks, be they owned or used in passing, go back to their allocator when the last graph of the pool goes, and to their next owner behind the streams that replays ran on.
+//! - Pinned blocks, be they owned or used in passing, go back to their allocator when the last graph of the pool goes,
+//!   and to their next owner behind the streams that replays ran on.
 //! - The executable is destroyed, or left on a shelf by a destructor; launches under way complete either way.
 
 use std::any::Any;
@@ -29,8 +32,9 @@ use crate::{Device, Result, Stream};
 
 /// Captured work that can be run again and again.
 ///
-/// It owns what the work needs: the pools that its memory came from, blocks that were moved or lent into it (pinned ones too), workspaces and generators' slots. In safe Rust none of
-/// that can go before the graph does. See the [module](super) for how it is used.
+/// It owns what the work needs: the pools that its memory came from, blocks that were moved or lent into it (pinned
+/// ones too), workspaces and generators' slots. In safe Rust none of that can go before the graph does. See the
+/// [module](super) for how it is used.
 ///
 /// A block that a graph keeps is gone for everybody else:
 /// ```compile_fail,E0382
@@ -150,9 +154,10 @@ impl Captured {
 }
 
 impl Graph {
-    /// A graph that holds nothing yet, for streams of `device` and with memory from `allocator`, which must have private pools. Makes no driver call.
+    /// A graph that holds nothing yet, for streams of `device` and with memory from `allocator`, which must have
+    /// private pools. Makes no driver call.
     pub fn new(allocator: &Arc<dyn DeviceAllocator>, device: &Device, options: GraphOptions) -> Result<Self> {
-        allocator.gpu().expect_same(device.gpu(), "the device")?;
+        allocator.instance().expect_same(device.instance(), "the device")?;
         allocator.pools()?;
         Ok(Self { allocator: Arc::clone(allocator), device: device.clone(), options, stage: Stage::New })
     }
@@ -201,7 +206,8 @@ impl Graph {
         }
     }
 
-    /// During a capture: keeps `pool`, whose memory the capture uses, for as long as the graph holds it. A second time changes nothing.
+    /// During a capture: keeps `pool`, whose memory the capture uses, for as long as the graph holds it. A second time
+    /// changes nothing.
     pub fn retain_pool(&mut self, pool: MemPoolId) -> Result<()> {
         self.scope()?.retain_pool(pool)
     }
@@ -215,7 +221,8 @@ impl Graph {
         }
     }
 
-    /// Makes a graph that keeps its template ready to launch, or ready anew. The first replay does it too, if nobody did.
+    /// Makes a graph that keeps its template ready to launch, or ready anew. The first replay does it too, if nobody
+    /// did.
     pub fn instantiate(&mut self) -> Result<()> {
         let template = self.template()?;
         let driver = self.device.driver();
@@ -227,12 +234,14 @@ impl Graph {
         Ok(())
     }
 
-    /// The driver's handle of the template, if it is [kept](GraphOptions::keep_graph). It is good until the graph is reset or dropped.
+    /// The driver's handle of the template, if it is [kept](GraphOptions::keep_graph). It is good until the graph is
+    /// reset or dropped.
     pub fn raw(&self) -> Result<RawHandle> {
         Ok(self.device.driver().graph_raw(self.template()?)?)
     }
 
-    /// The name of what is launched, for the driver's contract. It is good until the graph is made ready again, reset or dropped.
+    /// The name of what is launched, for the driver's contract. It is good until the graph is made ready again, reset
+    /// or dropped.
     pub fn exec_id(&self) -> Result<GraphExecId> {
         Ok(*self.captured()?.exec.get().ok_or(GraphError::NotInstantiated)?)
     }
@@ -260,8 +269,8 @@ impl Graph {
         Ok(std::fs::write(path, text).map_err(failed)?)
     }
 
-    /// Gives up everything that the graph holds; it can capture again then. A capture that is under way is ended and comes to nothing. What the driver
-    /// cannot destroy is tried again later, and is a warning.
+    /// Gives up everything that the graph holds; it can capture again then. A capture that is under way is ended and
+    /// comes to nothing. What the driver cannot destroy is tried again later, and is a warning.
     pub fn reset(&mut self) -> Result<()> {
         if let Some(error) = self.give_up_capture() {
             tracing::warn!(%error, "a capture was given up that had failed");
@@ -274,7 +283,7 @@ impl Graph {
             }
             release_pools(&self.allocator, &self.device, &captured.pools);
         }
-        shelf.settle(driver, self.device.gpu().captures());
+        shelf.settle(driver, self.device.instance().captures());
         Ok(())
     }
 
@@ -288,7 +297,7 @@ impl Graph {
     /// Fails unless `stream` is one of the graph's device.
     #[inline]
     pub(super) fn expect_own(&self, stream: &Stream) -> Result<()> {
-        self.device.gpu().expect_same(stream.gpu(), "the stream")?;
+        self.device.instance().expect_same(stream.instance(), "the stream")?;
         if stream.device_id() == self.device.id() {
             return Ok(());
         }

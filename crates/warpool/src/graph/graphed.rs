@@ -1,11 +1,12 @@
 //! A function on device memory that is captured once per shape, and replayed from then on.
 //!
-//! Launching many small kernels one by one costs more than running them; a graph launches them all at once, but has its addresses and sizes built in. So a
-//! [`GraphedCallable`] captures one graph for each shape that its user expects, copies the inputs of a call to where that graph reads them, and replays. A shape that
-//! nobody expected runs as if there were no graphs, and the answer says why.
+//! Launching many small kernels one by one costs more than running them; a graph launches them all at once, but has its
+//! addresses and sizes built in. So a [`GraphedCallable`] captures one graph for each shape that its user expects,
+//! copies the inputs of a call to where that graph reads them, and replays. A shape that nobody expected runs as if
+//! there were no graphs, and the answer says why.
 //!
-//! The graphs share one pool and the memory of their inputs: only one of them runs at a time. Shapes are captured from the largest to the smallest, so that the smaller find room in what the
-//! larger have left.
+//! The graphs share one pool and the memory of their inputs: only one of them runs at a time. Shapes are captured from
+//! the largest to the smallest, so that the smaller find room in what the larger have left.
 
 use std::cell::RefCell;
 use std::fmt;
@@ -21,7 +22,8 @@ use crate::{Device, Error, Result, Stream, StreamLease};
 /// How graphs are made of a [`Callable`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct GraphedOptions {
-    /// How often each shape runs before it is captured, on a stream aside: libraries choose their algorithms and load their code at first use.
+    /// How often each shape runs before it is captured, on a stream aside: libraries choose their algorithms and load
+    /// their code at first use.
     pub warmups: u32,
     /// How strict the captures are.
     pub mode: CaptureMode,
@@ -75,8 +77,9 @@ pub(super) struct Captured<S> {
 }
 
 impl<C: Callable> GraphedCallable<C> {
-    /// Warms up and captures each of `shapes`. One that cannot be captured is [reported](Self::reports), and its calls run without a graph; an error is what fails
-    /// before that: memory for the inputs, or the work itself when it runs without a graph.
+    /// Warms up and captures each of `shapes`. One that cannot be captured is [reported](Self::reports), and its calls
+    /// run without a graph; an error is what fails before that: memory for the inputs, or the work itself when it runs
+    /// without a graph.
     pub fn new(
         allocator: &Arc<dyn DeviceAllocator>,
         device: &Device,
@@ -84,7 +87,7 @@ impl<C: Callable> GraphedCallable<C> {
         shapes: impl IntoIterator<Item = C::Shape>,
         options: GraphedOptions,
     ) -> Result<Self> {
-        allocator.gpu().expect_same(device.gpu(), "the device")?;
+        allocator.instance().expect_same(device.instance(), "the device")?;
         let aside = device.lease_stream()?;
         let shapes = largest_first(&callable, shapes);
         let inputs = shared_inputs(allocator, &aside, shapes.iter().map(|(_, bytes)| bytes.as_slice()))?;
@@ -105,7 +108,8 @@ impl<C: Callable> GraphedCallable<C> {
             this.warm_up(shape, input_bytes, options.warmups)?;
         }
         if options.warmups > 0 && !shapes.is_empty() {
-            // What the warm-ups worked with is of no use to the graphs, which have a pool of their own; in a capture it could not go back any more.
+            // What the warm-ups worked with is of no use to the graphs, which have a pool of their own; in a capture it
+            // could not go back any more.
             this.allocator.trim(this.device.id(), MemPoolId::DEFAULT)?;
         }
         for (shape, input_bytes) in shapes {
@@ -138,11 +142,13 @@ impl<C: Callable> GraphedCallable<C> {
         &self.callable
     }
 
-    /// Does the work for `inputs`, in the order of `stream`: by the graph of the smallest shape that serves, or without one.
+    /// Does the work for `inputs`, in the order of `stream`: by the graph of the smallest shape that serves, or without
+    /// one.
     ///
-    /// Outputs of a replay are the graph's memory, good until the next call: work that reads them must be in `stream`, or be waited for by it, before that. An
-    /// input that already lies where the graph reads it ([`input`](Self::input)) is not copied. Calls on several streams come one after another on the device. An error leaves
-    /// everything usable.
+    /// Outputs of a replay are the graph's memory, good until the next call: work that reads them must be in `stream`,
+    /// or be waited for by it, before that. An input that already lies where the graph reads it
+    /// ([`input`](Self::input)) is not copied. Calls on several streams come one after another on the device. An error
+    /// leaves everything usable.
     pub fn call(&mut self, shape: &C::Shape, inputs: &[Input], stream: &Stream) -> Result<Answer<'_, C::Shape>> {
         self.check(shape, inputs, stream)?;
         match self.choose(shape, inputs, stream)? {
@@ -163,8 +169,8 @@ impl<C: Callable> GraphedCallable<C> {
         }
     }
 
-    /// Where the graphs read input `index`: who writes it there spares the copy. Write it in the order of the stream of the last call, or behind that, and call in the
-    /// order of the writing.
+    /// Where the graphs read input `index`: who writes it there spares the copy. Write it in the order of the stream of
+    /// the last call, or behind that, and call in the order of the writing.
     #[must_use]
     pub fn input(&self, index: usize) -> Option<&Block> {
         self.inputs.get(index).map(|block| &**block)
@@ -181,7 +187,7 @@ impl<C: Callable> GraphedCallable<C> {
     }
 
     fn check(&self, shape: &C::Shape, inputs: &[Input], stream: &Stream) -> Result<()> {
-        self.device.gpu().expect_same(stream.gpu(), "the stream")?;
+        self.device.instance().expect_same(stream.instance(), "the stream")?;
         if stream.device_id() != self.device.id() {
             let (graph, owner) = (self.device.id(), stream.device_id());
             return Err(GraphError::StreamDevice { graph, stream: stream.id(), owner }.into());

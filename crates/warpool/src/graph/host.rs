@@ -1,7 +1,9 @@
-//! Pinned host memory in a capture: memory that the graph owns, for copies between host and device, and for kernels that read and write it where it is.
+//! Pinned host memory in a capture: memory that the graph owns, for copies between host and device, and for kernels
+//! that read and write it where it is.
 //!
-//! Its contents are the host's as well: what is written there between two replays, the next replay sees. To do so while a replay runs is a race.
-//! The rule: before anything in the capture touches a block, the block knows that the graph uses it.
+//! Its contents are the host's as well: what is written there between two replays, the next replay sees. To do so while
+//! a replay runs is a race. The rule: before anything in the capture touches a block, the block knows that the graph
+//! uses it.
 
 use std::sync::Arc;
 
@@ -108,7 +110,8 @@ impl Graph {
 }
 
 impl Capture<'_> {
-    /// Pinned host memory that the graph owns, from its own pool in `host`. What is written there in the capture, or later between replays, replays read.
+    /// Pinned host memory that the graph owns, from its own pool in `host`. What is written there in the capture, or
+    /// later between replays, replays read.
     pub fn allocate_host(&mut self, host: &HostAllocator, bytes: u64) -> Result<HostKey> {
         self.expect_in_capture(&self.stream)?;
         let block = host.allocate_on(bytes, &self.stream)?;
@@ -124,13 +127,13 @@ impl Capture<'_> {
     /// # }
     /// ```
     pub fn keep_host(&mut self, block: HostBlock) -> Result<HostKey> {
-        block.expect_of(self.device().gpu())?;
+        block.expect_of(self.device().instance())?;
         Ok(self.under_way.buffers.add_host(Owned::Moved(block)))
     }
 
     /// Shares pinned host memory with the graph: it is there at least as long as the graph is.
     pub fn share_host(&mut self, block: Arc<HostBlock>) -> Result<HostKey> {
-        block.expect_of(self.device().gpu())?;
+        block.expect_of(self.device().instance())?;
         Ok(self.under_way.buffers.add_host(Owned::Shared(block)))
     }
 

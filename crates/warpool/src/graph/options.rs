@@ -10,22 +10,24 @@ use crate::memory::MemPoolId;
 /// How a graph is made.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct GraphOptions {
-    /// Whether the captured template stays after it was made ready: for [`Graph::raw`](super::Graph::raw), [`Graph::dot`](super::Graph::dot) and
-    /// making it ready again. It is then made ready at the first replay, not when the capture ends.
+    /// Whether the captured template stays after it was made ready: for [`Graph::raw`](super::Graph::raw),
+    /// [`Graph::dot`](super::Graph::dot) and making it ready again. It is then made ready at the first replay, not when
+    /// the capture ends.
     pub keep_graph: bool,
 }
 
 /// How a capture is done.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct CaptureOptions {
-    /// Where its memory comes from: the pool of another graph, or of a [`MemPool`](crate::memory::MemPool). `None` makes a pool of its own.
+    /// Where its memory comes from: the pool of another graph, or of a [`MemPool`](crate::memory::MemPool). `None`
+    /// makes a pool of its own.
     ///
-    /// Graphs that share a pool use the same memory at different times. So their replays must not overlap, and must come in the order of their captures
-    /// wherever one reads what another left.
+    /// Graphs that share a pool use the same memory at different times. So their replays must not overlap, and must
+    /// come in the order of their captures wherever one reads what another left.
     pub pool: Option<MemPoolId>,
     /// How strict it is with calls that could disturb it. See [`capture_mode`] for the names.
     pub mode: CaptureMode,
-    /// How long to wait for threads that [poll](crate::Gpu::polling); `None` is as long as it takes.
+    /// How long to wait for threads that [poll](crate::Instance::polling); `None` is as long as it takes.
     pub poller_patience: Option<Duration>,
 }
 

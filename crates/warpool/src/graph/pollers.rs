@@ -1,11 +1,14 @@
-//! Threads that ask about events again and again, as watchdogs of collective communication do, beside threads that capture.
+//! Threads that ask about events again and again, as watchdogs of collective communication do, beside threads that
+//! capture.
 //!
-//! In the strictest mode, any thread's question about an event breaks a capture. So a poller holds a guard, [`Gpu::polling`], around its questions and asks
-//! through it; a capture does not begin while any guard is held, and questions asked through a guard that was taken later know that a capture is under way and
-//! ask in the way that breaks nothing.
+//! In the strictest mode, any thread's question about an event breaks a capture. So a poller holds a guard,
+//! [`Instance::polling`], around its questions and asks through it; a capture does not begin while any guard is held, and
+//! questions asked through a guard that was taken later know that a capture is under way and ask in the way that breaks
+//! nothing.
 //!
-//! A beginning capture comes first: guards asked for while one waits are given when it has begun, so pollers that take turns cannot keep it waiting for ever. A
-//! thread that already holds a guard gets another at once; it would wait for itself otherwise.
+//! A beginning capture comes first: guards asked for while one waits are given when it has begun, so pollers that take
+//! turns cannot keep it waiting for ever. A thread that already holds a guard gets another at once; it would wait for
+//! itself otherwise.
 //!
 //! Without a capture about to begin, taking and dropping a guard is one atomic step each.
 
@@ -19,8 +22,8 @@ use std::time::{Duration, Instant};
 
 use super::GraphError;
 use super::relaxed::relaxed;
-use crate::device::GpuKey;
-use crate::{Event, Gpu, Result, lock};
+use crate::device::InstanceKey;
+use crate::{Event, Instance, Result, lock};
 
 /// After so long a beginning capture says that it waits.
 const WARN_AFTER: Duration = Duration::from_secs(5);
@@ -32,14 +35,15 @@ const CALL: u64 = 1 << 20;
 const BEGIN: u64 = 1 << 40;
 
 thread_local! {
-    // How many guards this thread holds, per Gpu. Mostly empty or one entry.
-    static HELD: RefCell<Vec<(GpuKey, u32)>> = const { RefCell::new(Vec::new()) };
+    // How many guards this thread holds, per Instance. Mostly empty or one entry.
+    static HELD: RefCell<Vec<(InstanceKey, u32)>> = const { RefCell::new(Vec::new()) };
 }
 
 /// Who polls, and who waits for that to end.
 #[derive(Default)]
 pub(crate) struct Pollers {
-    /// Guards in the low bits, calls of ours above them, beginning captures on top: one number, so that none can miss the others.
+    /// Guards in the low bits, calls of ours above them, beginning captures on top: one number, so that none can miss
+    /// the others.
     count: AtomicU64,
     /// For those who wait; locked for no longer than a look at `count`.
     waiting: Mutex<()>,
@@ -81,7 +85,8 @@ impl Pollers {
         self.changed.notify_all();
     }
 
-    /// Waits until nobody polls, and keeps pollers out until the result is dropped. Calls of ours that hold captures off are waited for too, but are no matter of patience.
+    /// Waits until nobody polls, and keeps pollers out until the result is dropped. Calls of ours that hold captures
+    /// off are waited for too, but are no matter of patience.
     pub(super) fn keep_out(&self, patience: Option<Duration>) -> Result<KeptOut<'_>> {
         self.count.fetch_add(BEGIN, Ordering::AcqRel);
         let kept_out = KeptOut { pollers: self };
@@ -134,34 +139,36 @@ impl Drop for HeldOff<'_> {
     }
 }
 
-/// The right to ask about events while others capture. No capture begins while it is held, so hold it for a round of questions, not for ever. Dropping
-/// it makes no driver call.
+/// The right to ask about events while others capture. No capture begins while it is held, so hold it for a round of
+/// questions, not for ever. Dropping it makes no driver call.
 ///
 /// It stays on its thread:
 /// ```compile_fail,E0277
-/// # fn on_another_thread(gpu: &warpool::Gpu) {
-/// let polling = gpu.polling();
+/// # fn on_another_thread(instance: &warpool::Instance) {
+/// let polling = instance.polling();
 /// std::thread::spawn(move || drop(polling));
 /// # }
 /// ```
 pub struct Polling {
-    gpu: Gpu,
+    instance: Instance,
     _not_send: PhantomData<Rc<()>>,
 }
 
-impl Gpu {
-    /// Announces questions about events. Waits while a capture is about to begin, unless this thread holds a guard already.
+impl Instance {
+    /// Announces questions about events. Waits while a capture is about to begin, unless this thread holds a guard
+    /// already.
     #[must_use = "dropping the guard ends the polling"]
     pub fn polling(&self) -> Polling {
         let again = held_by_thread(self) > 0;
         self.captures().pollers.enter(again);
         change_held(self, |held| held + 1);
-        Polling { gpu: self.clone(), _not_send: PhantomData }
+        Polling { instance: self.clone(), _not_send: PhantomData }
     }
 }
 
 impl Polling {
-    /// Whether what `event` marks is done. As [`Event::query`], but breaks no capture, unless the event itself was recorded in one.
+    /// Whether what `event` marks is done. As [`Event::query`], but breaks no capture, unless the event itself was
+    /// recorded in one.
     pub fn query(&self, event: &Event) -> Result<bool> {
         self.ask(|| event.query())
     }
@@ -169,36 +176,37 @@ impl Polling {
     /// Runs `act`, which asks the driver in ways of its own, so that it breaks no capture that is under way.
     pub fn ask<R>(&self, act: impl FnOnce() -> Result<R>) -> Result<R> {
         // None now means none until the guard is dropped: whoever begins one says so first and then waits for us.
-        if self.gpu.captures().none() { act() } else { relaxed(&**self.gpu.driver(), act) }
+        if self.instance.captures().none() { act() } else { relaxed(&**self.instance.driver(), act) }
     }
 }
 
 impl Drop for Polling {
     fn drop(&mut self) {
-        change_held(&self.gpu, |held| held.saturating_sub(1));
-        self.gpu.captures().pollers.leave(1);
+        change_held(&self.instance, |held| held.saturating_sub(1));
+        self.instance.captures().pollers.leave(1);
     }
 }
 
 impl fmt::Debug for Polling {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Polling").field("gpu", &self.gpu).finish()
+        f.debug_struct("Polling").field("gpu", &self.instance).finish()
     }
 }
 
-/// How many guards of `gpu` the calling thread holds. A thread that is past having notes counts as holding none.
-pub(super) fn held_by_thread(gpu: &Gpu) -> u32 {
-    let find =
-        |held: &RefCell<Vec<(GpuKey, u32)>>| held.borrow().iter().find(|(key, _)| *key == gpu.key()).map(|e| e.1);
+/// How many guards of `instance` the calling thread holds. A thread that is past having notes counts as holding none.
+pub(super) fn held_by_thread(instance: &Instance) -> u32 {
+    let find = |held: &RefCell<Vec<(InstanceKey, u32)>>| {
+        held.borrow().iter().find(|(key, _)| *key == instance.key()).map(|e| e.1)
+    };
     HELD.try_with(find).ok().flatten().unwrap_or(0)
 }
 
-fn change_held(gpu: &Gpu, change: impl Fn(u32) -> u32) {
+fn change_held(instance: &Instance, change: impl Fn(u32) -> u32) {
     let _ = HELD.try_with(|held| {
         let mut held = held.borrow_mut();
-        match held.iter_mut().find(|(key, _)| *key == gpu.key()) {
+        match held.iter_mut().find(|(key, _)| *key == instance.key()) {
             Some((_, count)) => *count = change(*count),
-            None => held.push((gpu.key(), change(0))),
+            None => held.push((instance.key(), change(0))),
         }
         held.retain(|&(_, count)| count > 0);
     });

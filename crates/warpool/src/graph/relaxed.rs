@@ -5,10 +5,11 @@ use std::fmt;
 use warpool_driver::{CaptureMode, Driver};
 
 use super::pollers::HeldOff;
-use crate::{Gpu, Result};
+use crate::{Instance, Result};
 
-/// While this is there, what the calling thread asks the driver for breaks no other stream's capture. A guard for the stack: it puts the thread's
-/// strictness back when dropped, also by a panic, and so is the one destructor that calls the driver.
+/// While this is there, what the calling thread asks the driver for breaks no other stream's capture. A guard for the
+/// stack: it puts the thread's strictness back when dropped, also by a panic, and so is the one destructor that calls
+/// the driver.
 pub(crate) struct Relaxed<'a> {
     driver: &'a dyn Driver,
     before: CaptureMode,
@@ -53,17 +54,17 @@ pub(crate) enum Harmless<'a> {
 
 impl<'a> Harmless<'a> {
     /// `none` says whether no capture is under way as far as the caller knows.
-    pub(crate) fn begin(gpu: &'a Gpu, none: impl Fn() -> bool) -> Result<Self> {
-        // Looked at with captures held off: one that began before is seen, one that comes after waits. One that is about to begin is not waited for: it may be
-        // waiting for a guard of a thread that waits for us.
+    pub(crate) fn begin(instance: &'a Instance, none: impl Fn() -> bool) -> Result<Self> {
+        // Looked at with captures held off: one that began before is seen, one that comes after waits. One that is
+        // about to begin is not waited for: it may be waiting for a guard of a thread that waits for us.
         if none()
-            && let Some(held_off) = gpu.captures().pollers.hold_off()
+            && let Some(held_off) = instance.captures().pollers.hold_off()
             && none()
-            && gpu.captures().none()
+            && instance.captures().none()
         {
             return Ok(Self::Alone { _held_off: held_off });
         }
-        Ok(Self::Relaxed { _relaxed: Relaxed::begin(&**gpu.driver())? })
+        Ok(Self::Relaxed { _relaxed: Relaxed::begin(&**instance.driver())? })
     }
 }
 

@@ -1,7 +1,7 @@
 //! Replays, and the streams that they went to.
 //!
-//! A replay of a graph without generators is one driver call: no lock, no memory, nothing counted. Only the first one on each stream does more, and notes that
-//! the memory of the graph is used there.
+//! A replay of a graph without generators is one driver call: no lock, no memory, nothing counted. Only the first one
+//! on each stream does more, and notes that the memory of the graph is used there.
 
 use std::sync::OnceLock;
 
@@ -13,17 +13,19 @@ use super::graph::{Captured, Graph, Stage};
 use crate::{Result, Stream, lock};
 
 impl Graph {
-    /// Runs what was captured, in the order of `stream`, which may be any stream of the device, the default one too. Returns at once.
+    /// Runs what was captured, in the order of `stream`, which may be any stream of the device, the default one too.
+    /// Returns at once.
     ///
-    /// Two replays of one graph never overlap, whatever their streams. Generators that were used in the capture give each replay the numbers that come next. A graph that
-    /// keeps its template is made ready at its first replay.
+    /// Two replays of one graph never overlap, whatever their streams. Generators that were used in the capture give
+    /// each replay the numbers that come next. A graph that keeps its template is made ready at its first replay.
     ///
-    /// A replay cannot be captured: on a stream of a capture it is [`GraphError::StreamCaptures`], and the capture goes on.
+    /// A replay cannot be captured: on a stream of a capture it is [`GraphError::StreamCaptures`], and the capture goes
+    /// on.
     #[inline]
     pub fn replay(&self, stream: &Stream) -> Result<()> {
         self.expect_own(stream)?;
         let captured = self.captured()?;
-        if !self.device.gpu().captures().none() {
+        if !self.device.instance().captures().none() {
             self.expect_no_capture(stream)?;
         }
         let Some(&exec) = captured.exec.get() else { return self.replay_first(captured, stream) };
@@ -104,7 +106,8 @@ impl Graph {
     }
 }
 
-/// The streams that a graph was replayed on: a chain that only grows, so that looking takes no lock. Most graphs see one or two.
+/// The streams that a graph was replayed on: a chain that only grows, so that looking takes no lock. Most graphs see
+/// one or two.
 #[derive(Default)]
 pub(super) struct SeenStreams {
     first: OnceLock<Box<Seen>>,

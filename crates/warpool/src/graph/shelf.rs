@@ -1,7 +1,7 @@
-//! What dropped graphs leave behind: a destructor must not call the driver, so templates, executables and captures that nobody ended wait here until
-//! the next capture or reset on the device, or until the [`Gpu`](crate::Gpu) is closed.
+//! What dropped graphs leave behind: a destructor must not call the driver, so templates, executables and captures that
+//! nobody ended wait here until the next capture or reset on the device, or until the [`Instance`](crate::Instance) is closed.
 //!
-//! Nothing here keeps an allocator alive: those hold the `Gpu`, which holds this.
+//! Nothing here keeps an allocator alive: those hold the `Instance`, which holds this.
 
 use std::sync::{Mutex, Weak};
 
@@ -113,9 +113,9 @@ impl GraphShelf {
         Ok(outcome?)
     }
 
-    /// Ends a capture. A driver promises that it is over whatever the answer; one that fails before it has looked, as a lost connection would, is
-    /// asked once more, and what it then gives is not trusted.
-    /// Another capture than `id`, which must have been ended past us, is left alone.
+    /// Ends a capture. A driver promises that it is over whatever the answer; one that fails before it has looked, as a
+    /// lost connection would, is asked once more, and what it then gives is not trusted. Another capture than `id`,
+    /// which must have been ended past us, is left alone.
     pub(crate) fn end(&self, driver: &dyn Driver, stream: StreamId, id: Option<CaptureId>) -> Ended {
         if let (Some(id), Ok(CaptureState::Active(now))) = (id, driver.capture_state(stream))
             && id != now
@@ -153,7 +153,8 @@ pub(crate) enum Ended {
     StillUnderWay(DriverError),
 }
 
-/// Whether `stream` still captures, and for that capture. A broken one does not tell which it is, and is taken for it; so is one that cannot be asked about.
+/// Whether `stream` still captures, and for that capture. A broken one does not tell which it is, and is taken for it;
+/// so is one that cannot be asked about.
 fn is_under_way(driver: &dyn Driver, stream: StreamId, id: Option<CaptureId>) -> bool {
     match driver.capture_state(stream) {
         Ok(CaptureState::None) => false,

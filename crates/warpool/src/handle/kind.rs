@@ -6,13 +6,14 @@ use std::sync::Mutex;
 
 use warpool_driver::{DeviceId, Driver, HandleId, Library, RawHandle, StreamId};
 
-use crate::device::GpuKey;
-use crate::{Device, Error, Gpu, Result, Stream, lock};
+use crate::device::InstanceKey;
+use crate::{Device, Error, Instance, Result, Stream, lock};
 
 /// A library whose handles can be pooled. Yours too: a `Handle` is any value that one thread at a time may use.
 pub trait LibraryKind: Send + Sync + 'static {
-    /// One handle, with what is remembered about it; its next holder finds it as it was left. Dropping one must not call the library: where
-    /// [`destroy`](Self::destroy) was not called, the library may be gone already. What a handle keeps alive lives as long as the thread that holds it.
+    /// One handle, with what is remembered about it; its next holder finds it as it was left. Dropping one must not
+    /// call the library: where [`destroy`](Self::destroy) was not called, the library may be gone already. What a
+    /// handle keeps alive lives as long as the thread that holds it.
     type Handle: Send + 'static;
 
     /// The library's name, for errors.
@@ -21,7 +22,8 @@ pub trait LibraryKind: Send + Sync + 'static {
     /// Makes a handle for `device`. No lock is held meanwhile.
     fn create(&self, device: &Device) -> Result<Self::Handle>;
 
-    /// Unmakes it. One that could not be unmade is still there, and still the pool's: a library may refuse while a stream captures.
+    /// Unmakes it. One that could not be unmade is still there, and still the pool's: a library may refuse while a
+    /// stream captures.
     fn destroy(&self, device: &Device, handle: &Self::Handle) -> Result<()>;
 }
 
@@ -82,9 +84,9 @@ impl StrayHandles {
 
 /// A handle of one of the contract's libraries, and the stream that it last was given.
 ///
-/// It keeps nothing alive: threads have theirs until they end, and a [`Gpu`](crate::Gpu) can be closed before that.
+/// It keeps nothing alive: threads have theirs until they end, and a [`Instance`](crate::Instance) can be closed before that.
 pub struct LibraryHandle {
-    gpu: GpuKey,
+    instance: InstanceKey,
     device: DeviceId,
     id: HandleId,
     raw: RawHandle,
@@ -99,7 +101,9 @@ impl LibraryHandle {
         strays.destroy_all(driver);
         let id = driver.library_create(library, device.id())?;
         match driver.library_raw(id) {
-            Ok(raw) => Ok(Self { gpu: device.gpu().key(), device: device.id(), id, raw, stream: Cell::new(None) }),
+            Ok(raw) => {
+                Ok(Self { instance: device.instance().key(), device: device.id(), id, raw, stream: Cell::new(None) })
+            }
             Err(error) => {
                 strays.put(id);
                 strays.destroy_all(driver);
@@ -110,7 +114,7 @@ impl LibraryHandle {
 
     /// Unmakes it; refused while a stream of its device captures. `device` is the one that it was made for.
     pub fn destroy(&self, device: &Device) -> Result<()> {
-        self.expect_same(device.gpu(), "the device")?;
+        self.expect_same(device.instance(), "the device")?;
         Ok(device.driver().library_destroy(self.id)?)
     }
 
@@ -126,19 +130,19 @@ impl LibraryHandle {
         self.raw
     }
 
-    /// Points it at `stream`, of its own device; no library call if it is there already. Whoever sets the stream through [`raw`](Self::raw) sets it
-    /// behind Warpool's back.
+    /// Points it at `stream`, of its own device; no library call if it is there already. Whoever sets the stream
+    /// through [`raw`](Self::raw) sets it behind Warpool's back.
     #[inline]
     pub fn set_stream(&self, stream: &Stream) -> Result<()> {
-        // Ids never come again, in one Gpu: the same id is the same stream.
-        if self.stream.get() == Some(stream.id()) && self.gpu == stream.gpu().key() {
+        // Ids never come again, in one Instance: the same id is the same stream.
+        if self.stream.get() == Some(stream.id()) && self.instance == stream.instance().key() {
             return Ok(());
         }
         self.change_stream(stream)
     }
 
     fn change_stream(&self, stream: &Stream) -> Result<()> {
-        self.expect_same(stream.gpu(), "the stream")?;
+        self.expect_same(stream.instance(), "the stream")?;
         if stream.device_id() != self.device {
             return Err(Error::HandleDevice { handle: self.device, stream: stream.id(), owner: stream.device_id() });
         }
@@ -149,8 +153,8 @@ impl LibraryHandle {
         Ok(())
     }
 
-    fn expect_same(&self, gpu: &Gpu, thing: &'static str) -> Result<()> {
-        if self.gpu == gpu.key() { Ok(()) } else { Err(Error::ForeignGpu { thing }) }
+    fn expect_same(&self, instance: &Instance, thing: &'static str) -> Result<()> {
+        if self.instance == instance.key() { Ok(()) } else { Err(Error::ForeignGpu { thing }) }
     }
 }
 

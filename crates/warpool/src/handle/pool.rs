@@ -12,9 +12,9 @@ use warpool_driver::DeviceId;
 use super::LibraryKind;
 use super::shelf::{Closed, Loan, Shelves};
 use super::thread::{self, ThreadHandle};
-use crate::{Device, Error, Gpu, Result};
+use crate::{Device, Error, Instance, Result};
 
-/// The handles of one library, for all devices of a [`Gpu`]. Cheap to clone; clones are the same pool.
+/// The handles of one library, for all devices of a [`Instance`]. Cheap to clone; clones are the same pool.
 ///
 /// Dropping the last clone destroys nothing; [`close`](Self::close) does.
 pub struct HandlePool<K: LibraryKind> {
@@ -23,7 +23,7 @@ pub struct HandlePool<K: LibraryKind> {
 
 struct Shared<K: LibraryKind> {
     key: PoolKey,
-    gpu: Gpu,
+    instance: Instance,
     kind: K,
     shelves: Arc<Shelves<K::Handle>>,
 }
@@ -35,18 +35,18 @@ pub(super) struct PoolKey(u64);
 impl<K: LibraryKind> HandlePool<K> {
     /// An empty pool. Loads nothing.
     #[must_use]
-    pub fn new(gpu: &Gpu, kind: K) -> Self {
+    pub fn new(instance: &Instance, kind: K) -> Self {
         static NEXT_KEY: AtomicU64 = AtomicU64::new(0);
         let key = PoolKey(NEXT_KEY.fetch_add(1, Ordering::Relaxed));
-        let shelves = Arc::new(Shelves::new(gpu.device_count()));
-        Self { shared: Arc::new(Shared { key, gpu: gpu.clone(), kind, shelves }) }
+        let shelves = Arc::new(Shelves::new(instance.device_count()));
+        Self { shared: Arc::new(Shared { key, instance: instance.clone(), kind, shelves }) }
     }
 
     /// The calling thread's handle for `device`: from its first use on always the same, and then without a lock.
     #[inline]
     pub fn current(&self, device: &Device) -> Result<ThreadHandle<K::Handle>> {
-        // Another Gpu's devices have the same numbers.
-        if self.shared.gpu == *device.gpu()
+        // Another Instance's devices have the same numbers.
+        if self.shared.instance == *device.instance()
             && let Some(handle) = self.held(device.id())
         {
             return Ok(handle);
@@ -54,7 +54,8 @@ impl<K: LibraryKind> HandlePool<K> {
         self.first(device)
     }
 
-    /// What the calling thread holds already, for a device of this pool's [`Gpu`]. A closed pool gives out nothing, not even that.
+    /// What the calling thread holds already, for a device of this pool's [`Instance`]. A closed pool gives out nothing, not
+    /// even that.
     #[inline]
     pub(crate) fn held(&self, device: DeviceId) -> Option<ThreadHandle<K::Handle>> {
         if self.shared.shelves.is_closed() { None } else { thread::held(self.shared.key, device) }
@@ -89,28 +90,29 @@ impl<K: LibraryKind> HandlePool<K> {
         count
     }
 
-    /// Shows the idle handles of `device`, the next to go out last. The shelf is locked meanwhile: no handle can go out or come back, and a visitor that
-    /// asked the pool for one would wait for ever.
+    /// Shows the idle handles of `device`, the next to go out last. The shelf is locked meanwhile: no handle can go out
+    /// or come back, and a visitor that asked the pool for one would wait for ever.
     pub(crate) fn for_each_idle(&self, device: &Device, visit: impl FnMut(&K::Handle)) {
         if let Ok(id) = self.known(device) {
             self.shared.shelves.for_each_idle(id, visit);
         }
     }
 
-    /// Destroys the idle handles of `device`, and returns how many. Goes on after a failure and reports the first; what could not be destroyed, as while a
-    /// stream of the device captures, stays.
+    /// Destroys the idle handles of `device`, and returns how many. Goes on after a failure and reports the first; what
+    /// could not be destroyed, as while a stream of the device captures, stays.
     pub fn trim(&self, device: &Device) -> Result<usize> {
         self.known(device)?;
         self.destroy_idle(device)
     }
 
-    /// Destroys the idle handles, and the calling thread's, and gives out no more. Handles that are still in use, and those of other threads, keep
-    /// working, and are leaked in silence when they are given up. Goes on after a failure and reports the first; closing another clone tries again what could not be destroyed.
+    /// Destroys the idle handles, and the calling thread's, and gives out no more. Handles that are still in use, and
+    /// those of other threads, keep working, and are leaked in silence when they are given up. Goes on after a failure
+    /// and reports the first; closing another clone tries again what could not be destroyed.
     pub fn close(self) -> Result<()> {
         thread::give_up(self.shared.key);
         self.shared.shelves.close();
         let mut outcome = Ok(());
-        for device in self.shared.gpu.devices() {
+        for device in self.shared.instance.devices() {
             outcome = outcome.and(self.destroy_idle(&device).map(drop));
         }
         outcome
@@ -147,9 +149,9 @@ impl<K: LibraryKind> HandlePool<K> {
         outcome
     }
 
-    /// The number of a device of the pool's own `Gpu`.
+    /// The number of a device of the pool's own `Instance`.
     fn known(&self, device: &Device) -> Result<DeviceId> {
-        self.shared.gpu.expect_same(device.gpu(), "the device")?;
+        self.shared.instance.expect_same(device.instance(), "the device")?;
         Ok(device.id())
     }
 }
@@ -200,9 +202,9 @@ mod tests {
 
     #[test]
     fn a_repeated_fetch_does_not_wait_for_the_shelf() {
-        let gpu = Gpu::new(Arc::new(SimDriver::new(SimConfig::default()))).unwrap();
-        let device = gpu.device(0).unwrap();
-        let pool = HandlePool::new(&gpu, Cusparse);
+        let instance = Instance::new(Arc::new(SimDriver::new(SimConfig::default()))).unwrap();
+        let device = instance.device(0).unwrap();
+        let pool = HandlePool::new(&instance, Cusparse);
         drop(pool.lease(&device).unwrap());
         let (to_worker, orders) = mpsc::channel();
         let (to_us, answers) = mpsc::channel();
@@ -232,8 +234,9 @@ mod tests {
 
     #[test]
     fn a_foreign_device_has_nothing_here() {
-        let gpu = |devices| Gpu::new(Arc::new(SimDriver::new(SimConfig::default().with_devices(devices)))).unwrap();
-        let (own, foreign) = (gpu(1), gpu(2));
+        let instance =
+            |devices| Instance::new(Arc::new(SimDriver::new(SimConfig::default().with_devices(devices)))).unwrap();
+        let (own, foreign) = (instance(1), instance(2));
         let pool = HandlePool::new(&own, Cublas);
         drop(pool.lease(&own.device(0).unwrap()).unwrap());
         pool.current(&own.device(0).unwrap()).unwrap();
@@ -243,7 +246,7 @@ mod tests {
             assert_eq!(pool.lease(&device).err(), Some(refused.clone()));
             assert_eq!(pool.trim(&device), Err(refused));
             assert_eq!((pool.alive(&device), pool.idle(&device)), (0, 0));
-            pool.for_each_idle(&device, |_| panic!("of another Gpu"));
+            pool.for_each_idle(&device, |_| panic!("of another Instance"));
         }
     }
 }

@@ -1,7 +1,7 @@
 //! What a pool has: which handles are idle, device by device, and how one that was lent comes back.
 //!
-//! No library calls here: handles are made and unmade in `pool.rs`. Each shelf has a lock, a leaf, held for a few moves, and no handle is
-//! dropped under it: a drop may be somebody's code.
+//! No library calls here: handles are made and unmade in `pool.rs`. Each shelf has a lock, a leaf, held for a few
+//! moves, and no handle is dropped under it: a drop may be somebody's code.
 
 use std::ops::Deref;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -36,12 +36,14 @@ impl<H> Shelves<H> {
         Self { closed: AtomicBool::new(false), by_device: (0..devices).map(shelf).collect() }
     }
 
-    /// Without a lock. A thread that another one told about the closing sees it; one that was not told may see it later.
+    /// Without a lock. A thread that another one told about the closing sees it; one that was not told may see it
+    /// later.
     pub(super) fn is_closed(&self) -> bool {
         self.closed.load(Ordering::Relaxed)
     }
 
-    /// From here on handles only come back, and those are leaked. What is idle stays for [`empty`](Self::empty) to take.
+    /// From here on handles only come back, and those are leaked. What is idle stays for [`empty`](Self::empty) to
+    /// take.
     pub(super) fn close(&self) {
         self.closed.store(true, Ordering::Relaxed);
     }
@@ -72,7 +74,8 @@ impl<H> Shelves<H> {
         std::mem::take(&mut shelf.idle)
     }
 
-    /// Takes back what was taken by [`empty`](Self::empty), or never lent, and could not be unmade; also when closed. It goes out last.
+    /// Takes back what was taken by [`empty`](Self::empty), or never lent, and could not be unmade; also when closed.
+    /// It goes out last.
     pub(super) fn put_back(&self, device: DeviceId, handles: Vec<H>) {
         let mut shelf = lock(self.shelf(device));
         shelf.alive += handles.len();
@@ -93,14 +96,15 @@ impl<H> Shelves<H> {
         Loan { handle: Some(handle), device, home: Arc::downgrade(self) }
     }
 
-    /// A device of the pool's own `Gpu`: the callers have seen to it.
+    /// A device of the pool's own `Instance`: the callers have seen to it.
     fn shelf(&self, device: DeviceId) -> &Mutex<Shelf<H>> {
         &self.by_device[device.0 as usize]
     }
 
     fn take_back(&self, device: DeviceId, handle: H) {
         let mut shelf = lock(self.shelf(device));
-        // Whoever closes sets the mark first and locks each shelf afterwards: a handle is put where `empty` will find it, or the mark is seen.
+        // Whoever closes sets the mark first and locks each shelf afterwards: a handle is put where `empty` will find
+        // it, or the mark is seen.
         if self.is_closed() {
             shelf.alive -= 1;
             drop(shelf);

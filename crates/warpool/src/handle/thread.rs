@@ -1,7 +1,8 @@
 //! What each thread holds: one handle per pool and device, from its first use to the thread's end.
 //!
-//! No lock and no library call here. A thread's list keeps no pool and no [`Gpu`](crate::Gpu) alive: a pool that is gone leaves its handles to
-//! leak. The list is borrowed for looking and moving only, and nothing is dropped meanwhile: a drop may be somebody's code, which may come back here.
+//! No lock and no library call here. A thread's list keeps no pool and no [`Instance`](crate::Instance) alive: a pool that is
+//! gone leaves its handles to leak. The list is borrowed for looking and moving only, and nothing is dropped meanwhile:
+//! a drop may be somebody's code, which may come back here.
 
 use std::any::Any;
 use std::cell::RefCell;
@@ -84,7 +85,8 @@ pub(super) fn hold<H: Send + 'static>(pool: PoolKey, loan: Loan<H>) -> ThreadHan
         .try_with(|held| {
             let held = &mut *held.borrow_mut();
             if let Some(handle) = find(held, pool, device) {
-                // Making the handle made another one, from the same pool: the first to be held stays, this one goes back.
+                // Making the handle made another one, from the same pool: the first to be held stays, this one goes
+                // back.
                 return (handle, Vec::new());
             }
             let stale: Vec<Held> = held.extract_if(.., |entry| entry.home.strong_count() == 0).collect();
@@ -112,7 +114,7 @@ mod tests {
 
     use super::super::{HandlePool, LibraryKind};
     use super::*;
-    use crate::{Device, Gpu, Result};
+    use crate::{Device, Instance, Result};
 
     struct Plain;
 
@@ -144,16 +146,16 @@ mod tests {
     #[test]
     fn entries_of_pools_that_are_gone_do_not_pile_up() {
         let listed = || HELD.with(|held| held.borrow().len());
-        let gpu = Gpu::new(Arc::new(SimDriver::new(SimConfig::default()))).unwrap();
-        let device = gpu.device(0).unwrap();
-        let kept = HandlePool::new(&gpu, Plain);
+        let instance = Instance::new(Arc::new(SimDriver::new(SimConfig::default()))).unwrap();
+        let device = instance.device(0).unwrap();
+        let kept = HandlePool::new(&instance, Plain);
         kept.current(&device).unwrap();
         for _ in 0..1_000 {
-            HandlePool::new(&gpu, Plain).current(&device).unwrap();
+            HandlePool::new(&instance, Plain).current(&device).unwrap();
             assert!(listed() <= 2);
         }
         for _ in 0..1_000 {
-            let pool = HandlePool::new(&gpu, Plain);
+            let pool = HandlePool::new(&instance, Plain);
             pool.current(&device).unwrap();
             pool.close().unwrap();
         }

@@ -1,14 +1,14 @@
 //! What every allocator of device memory offers: the trait [`DeviceAllocator`], and the plain data of its calls.
 //!
-//! The trait speaks in addresses and ids, as C callers and recordings do; [`Block`](super::Block) is the owned form on top of it. What a
-//! caller may rely on stands here and nowhere else, so that one suite of tests serves all allocators.
+//! The trait speaks in addresses and ids, as C callers and recordings do; [`Block`](super::Block) is the owned form on
+//! top of it. What a caller may rely on stands here and nowhere else, so that one suite of tests serves all allocators.
 
 use std::fmt;
 
 use warpool_driver::{DeviceId, DevicePtr, StreamId};
 
 use super::{HistoryOptions, MemPoolId, Observers, PoolKeeper, Snapshot, Stats};
-use crate::{Gpu, Result};
+use crate::{Instance, Result};
 
 /// What is asked for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -19,7 +19,8 @@ pub struct Request {
     pub stream: StreamId,
     /// How much. 0 gives the null address, which nobody needs to free.
     pub bytes: u64,
-    /// From which pool; `None` is where the calling thread or the stream is routed to, which mostly is the default pool.
+    /// From which pool; `None` is where the calling thread or the stream is routed to, which mostly is the default
+    /// pool.
     pub pool: Option<MemPoolId>,
 }
 
@@ -70,10 +71,10 @@ impl Default for SnapshotOptions {
     }
 }
 
-/// An allocator of device memory, for all devices of one [`Gpu`].
+/// An allocator of device memory, for all devices of one [`Instance`].
 ///
-/// A block is given for a stream. Freed, it may be given out again for the same stream at once: stream order protects it. A block that other
-/// streams used as well ([`record_use_raw`](Self::record_use_raw)) waits for their work first.
+/// A block is given for a stream. Freed, it may be given out again for the same stream at once: stream order protects
+/// it. A block that other streams used as well ([`record_use_raw`](Self::record_use_raw)) waits for their work first.
 ///
 /// - Every method may be called from any thread, at any time, also while a stream captures.
 /// - A failed call changes nothing that a caller could see, but for counters.
@@ -83,12 +84,13 @@ pub trait DeviceAllocator: fmt::Debug + Send + Sync {
     fn name(&self) -> &'static str;
 
     /// Whose memory it manages.
-    fn gpu(&self) -> &Gpu;
+    fn instance(&self) -> &Instance;
 
     /// Gives out memory. [`Error::OutOfMemory`](crate::Error::OutOfMemory) has a report of what was tried.
     fn allocate_raw(&self, request: Request) -> Result<Allocation>;
 
-    /// Takes back what starts at `ptr`. Null is nothing. [`Error::UnknownPointer`](crate::Error::UnknownPointer) if nothing does.
+    /// Takes back what starts at `ptr`. Null is nothing. [`Error::UnknownPointer`](crate::Error::UnknownPointer) if
+    /// nothing does.
     fn free_raw(&self, ptr: DevicePtr) -> Result<()>;
 
     /// The same, by a caller who knows the device: allocators that keep books per device look only there.
@@ -97,8 +99,8 @@ pub trait DeviceAllocator: fmt::Debug + Send + Sync {
         self.free_raw(ptr)
     }
 
-    /// Notes that `stream` uses what starts at `ptr`: it is not given out again before the work that is in the stream when it is freed is done.
-    /// Null, and the stream that it was allocated for, are nothing.
+    /// Notes that `stream` uses what starts at `ptr`: it is not given out again before the work that is in the stream
+    /// when it is freed is done. Null, and the stream that it was allocated for, are nothing.
     fn record_use_raw(&self, ptr: DevicePtr, stream: StreamId) -> Result<()>;
 
     /// What starts at `ptr` and is given out.
@@ -117,15 +119,17 @@ pub trait DeviceAllocator: fmt::Debug + Send + Sync {
         self.record_use_raw(allocation.ptr, stream)
     }
 
-    /// Gives cached memory back to the driver, as far as nothing of it is in use, and returns how many bytes. The default pool stands for
-    /// itself and for all private pools that nobody uses any more; another pool is touched only if nobody uses it any more.
+    /// Gives cached memory back to the driver, as far as nothing of it is in use, and returns how many bytes. The
+    /// default pool stands for itself and for all private pools that nobody uses any more; another pool is touched only
+    /// if nobody uses it any more.
     fn trim(&self, device: DeviceId, pool: MemPoolId) -> Result<u64>;
 
-    /// The largest request that could be met without waiting or giving anything back: the larger of what the device has free and the
-    /// largest cached block.
+    /// The largest request that could be met without waiting or giving anything back: the larger of what the device has
+    /// free and the largest cached block.
     fn largest_available(&self, device: DeviceId) -> Result<u64>;
 
-    /// Limits what it holds from the device to this share of its memory; 1 is no limit. [`Error::Fraction`](crate::Error::Fraction) outside of [0, 1].
+    /// Limits what it holds from the device to this share of its memory; 1 is no limit.
+    /// [`Error::Fraction`](crate::Error::Fraction) outside of [0, 1].
     fn set_memory_fraction(&self, device: DeviceId, fraction: f64) -> Result<()>;
 
     /// The share that is set.

@@ -6,10 +6,10 @@ use std::sync::Arc;
 use warpool_driver::{DeviceId, DevicePtr, StreamId};
 
 use super::{Allocation, DeviceAllocator, MemPoolId, Request};
-use crate::{Gpu, Result, Stream};
+use crate::{Instance, Result, Stream};
 
-/// Device memory with one owner. Dropping it gives it back without a driver call; what needs one (events of other streams that used it) is left
-/// to the allocator's next call. [`free`](Self::free) does it at once.
+/// Device memory with one owner. Dropping it gives it back without a driver call; what needs one (events of other
+/// streams that used it) is left to the allocator's next call. [`free`](Self::free) does it at once.
 ///
 /// It keeps its allocator alive, and the driver under it.
 pub struct Block {
@@ -25,7 +25,8 @@ impl Block {
     }
 
     /// Takes ownership of what a raw call gave. Nobody else may free it then; if somebody does, the drop of this finds
-    /// nothing, or frees what was given out at the same place since: memory stays safe for the host, not for the device.
+    /// nothing, or frees what was given out at the same place since: memory stays safe for the host, not for the
+    /// device.
     #[must_use]
     pub fn from_raw(allocator: Arc<dyn DeviceAllocator>, allocation: Allocation) -> Self {
         Self { allocator, allocation }
@@ -72,13 +73,13 @@ impl Block {
 
     /// Notes that `stream` uses it too. See [`DeviceAllocator::record_use_raw`].
     pub fn record_use(&self, stream: &Stream) -> Result<()> {
-        self.allocator.gpu().expect_same(stream.gpu(), "the stream")?;
+        self.allocator.instance().expect_same(stream.instance(), "the stream")?;
         self.allocator.record_use(self.allocation, stream.id())
     }
 
-    /// Fails if it is not memory of `gpu`.
-    pub(crate) fn expect_of(&self, gpu: &Gpu) -> Result<()> {
-        gpu.expect_same(self.allocator.gpu(), "the block")
+    /// Fails if it is not memory of `instance`.
+    pub(crate) fn expect_of(&self, instance: &Instance) -> Result<()> {
+        instance.expect_same(self.allocator.instance(), "the block")
     }
 
     /// Gives it back at once, and says what went wrong if something did. It is given back either way.
@@ -114,12 +115,12 @@ pub trait Allocate {
 
 impl Allocate for Arc<dyn DeviceAllocator> {
     fn allocate(&self, bytes: u64, stream: &Stream) -> Result<Block> {
-        self.gpu().expect_same(stream.gpu(), "the stream")?;
+        self.instance().expect_same(stream.instance(), "the stream")?;
         Block::allocate(self, Request::new(stream.device_id(), stream.id(), bytes))
     }
 
     fn allocate_in(&self, pool: MemPoolId, bytes: u64, stream: &Stream) -> Result<Block> {
-        self.gpu().expect_same(stream.gpu(), "the stream")?;
+        self.instance().expect_same(stream.instance(), "the stream")?;
         Block::allocate(self, Request::new(stream.device_id(), stream.id(), bytes).in_pool(pool))
     }
 }

@@ -1,7 +1,9 @@
-//! The books of allocators that have no cache of their own: who has which block, what was given back and is not yet where it came from, and the counters.
-//! One for each device. Every method is one step under the device's lock, and no driver, plug or observer is called here.
+//! The books of allocators that have no cache of their own: who has which block, what was given back and is not yet
+//! where it came from, and the counters. One for each device. Every method is one step under the device's lock, and no
+//! driver, plug or observer is called here.
 //!
-//! Every block is a segment of its own. What its source (the driver's pool, a plug) holds beyond the blocks is not known here.
+//! Every block is a segment of its own. What its source (the driver's pool, a plug) holds beyond the blocks is not
+//! known here.
 
 use std::collections::BTreeMap;
 
@@ -18,7 +20,8 @@ use crate::{Error, Result};
 /// Requests up to this count as small, as in the caching allocator.
 const SMALL_MAX: u64 = 1 << 20;
 
-/// How many handles of streams are remembered: more than most programs have streams, and few enough for one that makes a stream per request.
+/// How many handles of streams are remembered: more than most programs have streams, and few enough for one that makes
+/// a stream per request.
 const RAWS_MAX: usize = 1024;
 
 /// A block that somebody has, or had.
@@ -177,8 +180,8 @@ impl Books {
         true
     }
 
-    /// The caller's half of a free: it no longer has the block, which now waits, in the hand of the calling thread or in nobody's. A number of 0
-    /// stands for whatever starts there.
+    /// The caller's half of a free: it no longer has the block, which now waits, in the hand of the calling thread or
+    /// in nobody's. A number of 0 stands for whatever starts there.
     pub(crate) fn begin_free(&mut self, ptr: DevicePtr, number: u64, in_hand: bool, cause: &Cause) -> Result<Entry> {
         let known = self.live.get(&ptr.0).is_some_and(|entry| number == 0 || entry.number == number);
         let entry = if known { self.live.remove(&ptr.0) } else { None };
@@ -249,8 +252,8 @@ impl Books {
         live
     }
 
-    /// Every block of `only` (of all pools without it) as a segment of its own, by address; and the `rest`, which is held beyond that and has no
-    /// address that anybody knows, as an empty one at 0. So the sum of all is what is held.
+    /// Every block of `only` (of all pools without it) as a segment of its own, by address; and the `rest`, which is
+    /// held beyond that and has no address that anybody knows, as an empty one at 0. So the sum of all is what is held.
     pub(crate) fn segment_infos(
         &self,
         only: Option<MemPoolId>,

@@ -1,5 +1,6 @@
-//! What allocators without a cache of their own have for each device: the books under their lock, the share of memory that is set, and what the history
-//! wants to know. Each step under the lock is one of `books.rs`; nobody is called while it is held.
+//! What allocators without a cache of their own have for each device: the books under their lock, the share of memory
+//! that is set, and what the history wants to know. Each step under the lock is one of `books.rs`; nobody is called
+//! while it is held.
 
 use std::sync::Mutex;
 

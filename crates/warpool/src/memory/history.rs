@@ -1,7 +1,7 @@
 //! What happened, written into a ring: the newest entries, as many as were asked for.
 //!
-//! The ring holds references to call stacks and texts, so what falls out of it is freed; numbers for them are given when a snapshot is
-//! made. Off, it costs one branch per call.
+//! The ring holds references to call stacks and texts, so what falls out of it is freed; numbers for them are given
+//! when a snapshot is made. Off, it costs one branch per call.
 
 use std::cell::RefCell;
 use std::collections::VecDeque;
@@ -60,7 +60,7 @@ impl HistoryOptions {
 
 /// One thing that happened, as trackers see it. [`TraceEntry`] is its form in snapshots.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Event {
+pub struct HistoryEntry {
     /// What.
     pub action: Action,
     /// Where; of an [`Action::Oom`], the bytes that the device had free.
@@ -126,7 +126,7 @@ pub(crate) fn compile_context() -> Option<Arc<str>> {
 #[derive(Debug, Default)]
 pub(crate) struct History {
     options: Option<HistoryOptions>,
-    ring: VecDeque<Event>,
+    ring: VecDeque<HistoryEntry>,
 }
 
 impl History {
@@ -153,7 +153,7 @@ impl History {
         self.options.as_ref().map_or(0, |options| options.epoch_us)
     }
 
-    pub(crate) fn write(&mut self, event: Event) {
+    pub(crate) fn write(&mut self, event: HistoryEntry) {
         let Some(options) = &self.options else { return };
         if options.skip.contains(&event.action) {
             return;

@@ -1,5 +1,5 @@
-//! How allocators write down what happens: why is gathered before a device's lock is taken, the event is written under it, and trackers are told
-//! once it is gone.
+//! How allocators write down what happens: why is gathered before a device's lock is taken, the event is written under
+//! it, and trackers are told once it is gone.
 //!
 //! The rule: nothing here is called back under a lock. Off, and without trackers, all of it is two loads and a branch.
 
@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 
 use warpool_driver::Driver;
 
-use super::history::{Event, History, compile_context, user_metadata};
+use super::history::{History, HistoryEntry, compile_context, user_metadata};
 use super::observe::ActionSet;
 use super::{Action, HistoryOptions, MemPoolId, Observers, Stack, StackLevel};
 
@@ -81,7 +81,7 @@ fn now_us(driver: &dyn Driver) -> i64 {
 pub(crate) struct Journal {
     pub(crate) history: History,
     /// What trackers are to be told once the lock is gone.
-    outbox: Vec<Event>,
+    outbox: Vec<HistoryEntry>,
 }
 
 impl Journal {
@@ -97,7 +97,7 @@ impl Journal {
         !self.outbox.is_empty()
     }
 
-    pub(crate) fn take_news(&mut self) -> Vec<Event> {
+    pub(crate) fn take_news(&mut self) -> Vec<HistoryEntry> {
         std::mem::take(&mut self.outbox)
     }
 
@@ -110,7 +110,7 @@ impl Journal {
         let is_free = matches!(action, Action::FreeRequested | Action::FreeCompleted);
         let level = if is_free { StackLevel::All } else { StackLevel::Alloc };
         let stack = if self.history.stack_level() >= level { cause.stack.clone() } else { None };
-        let event = Event {
+        let event = HistoryEntry {
             action,
             addr,
             size,

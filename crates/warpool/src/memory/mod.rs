@@ -2,14 +2,14 @@
 //!
 //! ```
 //! use std::sync::Arc;
-//! use warpool::Gpu;
+//! use warpool::Instance;
 //! use warpool::driver::sim::{SimConfig, SimDriver};
 //! use warpool::memory::{Allocate, CachingAllocator, DeviceAllocator, MemPool, MemPoolId, PoolOptions, Settings};
 //!
 //! # fn main() -> Result<(), Box<dyn std::error::Error>> {
-//! let gpu = Gpu::new(Arc::new(SimDriver::new(SimConfig::default())))?;
-//! let (device, settings) = (gpu.device(0)?, Settings::parse("max_split_size_mb:200")?);
-//! let allocator: Arc<dyn DeviceAllocator> = Arc::new(CachingAllocator::new(&gpu, settings));
+//! let instance = Instance::new(Arc::new(SimDriver::new(SimConfig::default())))?;
+//! let (device, settings) = (instance.device(0)?, Settings::parse("max_split_size_mb:200")?);
+//! let allocator: Arc<dyn DeviceAllocator> = Arc::new(CachingAllocator::new(&instance, settings));
 //! let (stream, other) = (device.pool_stream()?, device.pool_stream()?);
 //!
 //! let block = allocator.allocate(3 << 20, &stream)?; // 3 MiB of a segment of 20
@@ -30,27 +30,33 @@
 //! # }
 //! ```
 //!
-//! - [`DeviceAllocator`] is what every allocator offers: [`CachingAllocator`], which puts every block where PyTorch's native allocator would, and
-//!   [`DriverPoolAllocator`], over the driver's own pools. [`Block`] is owned memory; the raw calls of the trait are for C and for recordings.
+//! - [`DeviceAllocator`] is what every allocator offers: [`CachingAllocator`], which puts every block where PyTorch's
+//!   native allocator would, and [`DriverPoolAllocator`], over the driver's own pools. [`Block`] is owned memory; the
+//!   raw calls of the trait are for C and for recordings.
 //! - [`HostAllocator`] gives pinned host memory, as [`HostBlock`]s, for all devices.
-//! - [`PluggableAllocator`] makes one of anybody's functions, a [`Plug`]; [`PlugUpstream`] makes them the source of one pool. [`CurrentAllocator`] is the place for the
-//!   program's one allocator.
-//! - [`Limited`], [`Traced`], [`Counted`], [`FailureCallback`] wrap any allocator and add one thing each. They are [`Layer`]s; anybody's layer is an allocator.
+//! - [`PluggableAllocator`] makes one of anybody's functions, a [`ExternalAllocator`]; [`ExternalUpstream`] makes them the source of one
+//!   pool. [`CurrentAllocator`] is the place for the program's one allocator.
+//! - [`Limited`], [`Traced`], [`Counted`], [`FailureCallback`] wrap any allocator and add one thing each. They are
+//!   [`Layer`]s; anybody's layer is an allocator.
 //! - [`MemPool`] and [`PoolKeeper`]: private pools, for graphs and for programs that want memory of their own.
 //! - [`Settings`]: PyTorch's settings strings, read strictly; [`lint`] says what of one has no effect.
 //! - [`Stats`], [`HistoryOptions`], [`Snapshot`]: what was counted, what happened, what there is, in PyTorch's terms.
 //! - [`Observers`]: who is told, and who helps when memory runs short.
 //!
 //! # Where it differs from PyTorch
-//! - Nobody's search waits for the driver: memory is asked for and given back under a lock of its own. `release_lock_on_cudamalloc` is
-//!   accepted and always so.
-//! - Trackers, observers and callbacks are called without any lock, and may call the allocator. Events of one thread come in order.
-//! - A dropped [`Block`] calls no driver: marks in streams that used it are put by the next call. [`Block::free`] puts them at once.
+//! - Nobody's search waits for the driver: memory is asked for and given back under a lock of its own.
+//!   `release_lock_on_cudamalloc` is accepted and always so.
+//! - Trackers, observers and callbacks are called without any lock, and may call the allocator. Events of one thread
+//!   come in order.
+//! - A dropped [`Block`] calls no driver: marks in streams that used it are put by the next call. [`Block::free`] puts
+//!   them at once.
 //! - An unknown pointer, a pool that is gone, a stream of another device are errors, never assertions.
-//! - While a capture is under way elsewhere, events are still asked about, with the thread's strictness lowered for the call: no other thread's capture
-//!   breaks. A stream that captures is never waited for.
-//! - The oversize release, which gives cached blocks back to make room, leaves private pools alone: a graph may own them.
-//! - A private pool is gone when its last segment is; nothing is counted in pairs, so it cannot be lost or dropped too early.
+//! - While a capture is under way elsewhere, events are still asked about, with the thread's strictness lowered for the
+//!   call: no other thread's capture breaks. A stream that captures is never waited for.
+//! - The oversize release, which gives cached blocks back to make room, leaves private pools alone: a graph may own
+//!   them.
+//! - A private pool is gone when its last segment is; nothing is counted in pairs, so it cannot be lost or dropped too
+//!   early.
 //! - [`CachingAllocator::allocate_at`] writes no entries about the parts that it cuts off.
 //! - Sharing blocks with other processes is not here yet.
 
@@ -81,7 +87,7 @@ pub use caching::{CachingAllocator, PoolCheckpoint, Restored};
 pub use driver_pool::DriverPoolAllocator;
 pub(crate) use history::with_metadata;
 pub use history::{
-    Event, HistoryOptions, Stack, StackLevel, pop_compile_context, push_compile_context, set_user_metadata,
+    HistoryEntry, HistoryOptions, Stack, StackLevel, pop_compile_context, push_compile_context, set_user_metadata,
     user_metadata,
 };
 pub(crate) use host::GraphHostPool;
@@ -93,7 +99,8 @@ pub use layer::{
 pub use observe::{ObserverId, Observers, OomObserver, PressureCallback, StackHook, Tracker, TrimHook};
 pub use oom::{OomCause, OomReport};
 pub use pluggable::{
-    BaseAllocation, CurrentAllocator, FnPlug, Handled, Plug, PlugStream, PlugUpstream, PluggableAllocator,
+    BaseAllocation, CurrentAllocator, ExternalAllocator, ExternalUpstream, FnAllocator, Handled, PluggableAllocator,
+    RawStream,
 };
 pub use pool::{MemPool, PoolKeeper, PoolOptions, PoolScope, Route, Upstream};
 pub use pool_id::MemPoolId;

@@ -1,7 +1,8 @@
-//! Who is told what an allocator does, and who helps it: trackers, observers of failures, callbacks under memory pressure, hooks of trims, and the
-//! hook that gathers call stacks.
+//! Who is told what an allocator does, and who helps it: trackers, observers of failures, callbacks under memory
+//! pressure, hooks of trims, and the hook that gathers call stacks.
 //!
-//! All of them run without any lock of the allocator held, and may call it. Asking whether there are any costs one load.
+//! All of them run without any lock of the allocator held, and may call it. Asking whether there are any costs one
+//! load.
 
 use std::fmt;
 use std::sync::atomic::{AtomicU16, AtomicU32, AtomicU64, Ordering};
@@ -9,13 +10,13 @@ use std::sync::{Arc, Mutex};
 
 use warpool_driver::DeviceId;
 
-use super::history::Event;
+use super::history::HistoryEntry;
 use super::stats::WorkspaceMeter;
 use super::{Action, OomReport, Stack};
 use crate::lock;
 
 /// Sees what happens, also while no history is recorded.
-pub type Tracker = Arc<dyn Fn(DeviceId, &Event) + Send + Sync>;
+pub type Tracker = Arc<dyn Fn(DeviceId, &HistoryEntry) + Send + Sync>;
 
 /// Sees every failure for lack of memory, before the caller does.
 pub type OomObserver = Arc<dyn Fn(&OomReport) + Send + Sync>;
@@ -23,7 +24,8 @@ pub type OomObserver = Arc<dyn Fn(&OomReport) + Send + Sync>;
 /// Asked for help when a request finds nothing cached, before the driver is asked: says whether it freed anything.
 pub type PressureCallback = Arc<dyn Fn(DeviceId) -> bool + Send + Sync>;
 
-/// Told that cached memory of a device is about to go back to the driver: the moment to give up what is held only for later.
+/// Told that cached memory of a device is about to go back to the driver: the moment to give up what is held only for
+/// later.
 pub type TrimHook = Arc<dyn Fn(DeviceId) + Send + Sync>;
 
 /// Gathers the caller's call stack.
@@ -108,7 +110,7 @@ impl Observers {
         ActionSet(self.tracked.load(Ordering::Relaxed))
     }
 
-    pub(crate) fn track(&self, device: DeviceId, events: &[Event]) {
+    pub(crate) fn track(&self, device: DeviceId, events: &[HistoryEntry]) {
         for (wanted, tracker) in self.trackers.all() {
             for event in events.iter().filter(|event| wanted.has(event.action)) {
                 tracker(device, event);
@@ -201,7 +203,8 @@ impl<T: Clone> List<T> {
         lock(&self.entries).iter().map(|(_, entry)| entry.clone()).collect()
     }
 
-    /// What is taken out is returned, and dropped without the lock: it may own blocks, whose drop is told to the trackers.
+    /// What is taken out is returned, and dropped without the lock: it may own blocks, whose drop is told to the
+    /// trackers.
     fn change<R>(&self, act: impl FnOnce(&mut Vec<(ObserverId, T)>) -> R) -> R {
         let mut entries = lock(&self.entries);
         let result = act(&mut entries);

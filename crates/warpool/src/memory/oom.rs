@@ -15,7 +15,8 @@ pub enum OomCause {
     Rejected,
     /// The memory does not come from the driver, and where it comes from has no room: a pool's own source, or a plug.
     Upstream,
-    /// A cap on what callers hold through [`Limited`](super::Limited), which is the report's `bytes_limit`. Nothing else was asked.
+    /// A cap on what callers hold through [`Limited`](super::Limited), which is the report's `bytes_limit`. Nothing
+    /// else was asked.
     Cap {
         /// What callers held through it.
         held: u64,

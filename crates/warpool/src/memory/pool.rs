@@ -16,7 +16,8 @@ use crate::{Device, Error, Result};
 pub struct PoolOptions {
     /// Where its segments come from; `None` is the driver.
     pub upstream: Option<Arc<dyn Upstream>>,
-    /// Whether its free blocks serve the default pool when that would run out. Not from the first capture on that takes memory from it: its graph goes on using that.
+    /// Whether its free blocks serve the default pool when that would run out. Not from the first capture on that takes
+    /// memory from it: its graph goes on using that.
     pub use_on_oom: bool,
     /// Whether each of its blocks is a whole segment.
     pub no_split: bool,
@@ -75,8 +76,8 @@ pub trait PoolKeeper: Send + Sync {
     /// Whether its free blocks serve the default pool when that would run out.
     fn set_use_on_oom(&self, device: DeviceId, pool: MemPoolId, on: bool) -> Result<()>;
 
-    /// Opens a scope: requests that `route` names come from the pool. Of several open scopes the newest that fits counts. One use more.
-    /// [`Error::AlreadyRouting`](crate::Error::AlreadyRouting) if the pool has one open.
+    /// Opens a scope: requests that `route` names come from the pool. Of several open scopes the newest that fits
+    /// counts. One use more. [`Error::AlreadyRouting`](crate::Error::AlreadyRouting) if the pool has one open.
     fn begin_routing(&self, device: DeviceId, pool: MemPoolId, route: Route) -> Result<()>;
 
     /// Names others whose requests go to the pool while its scope is open: those that any of `routes` names.
@@ -85,23 +86,24 @@ pub trait PoolKeeper: Send + Sync {
     /// Closes the scope of the pool, and takes back its use.
     fn end_routing(&self, device: DeviceId, pool: MemPoolId) -> Result<()>;
 
-    /// A capture is about to begin on a stream of the device: from here on, requests and frees look whether their stream captures. To be called
-    /// before the driver's `capture_begin`, so that no other thread waits for the stream meanwhile.
+    /// A capture is about to begin on a stream of the device: from here on, requests and frees look whether their
+    /// stream captures. To be called before the driver's `capture_begin`, so that no other thread waits for the stream
+    /// meanwhile.
     fn capture_began(&self, device: DeviceId) -> Result<()>;
 
     /// It ended; to be called after the driver's `capture_end`.
     fn capture_ended(&self, device: DeviceId) -> Result<()>;
 
-    /// Notes that work on `stream` uses the pool's memory although it was not allocated for it, as replays of a graph do. When the pool's memory goes back to the
-    /// driver, that work is waited for.
+    /// Notes that work on `stream` uses the pool's memory although it was not allocated for it, as replays of a graph
+    /// do. When the pool's memory goes back to the driver, that work is waited for.
     fn record_pool_use(&self, device: DeviceId, pool: MemPoolId, stream: StreamId) -> Result<()>;
 
     /// Whether exactly these addresses are given out in the pool.
     fn has_exactly(&self, device: DeviceId, pool: MemPoolId, live: &[DevicePtr]) -> Result<bool>;
 }
 
-/// A pool with an owner. Dropping it gives up the owner's use without a driver call; its cached memory goes back when the allocator next needs
-/// memory or is trimmed. [`close`](Self::close) gives it back at once.
+/// A pool with an owner. Dropping it gives up the owner's use without a driver call; its cached memory goes back when
+/// the allocator next needs memory or is trimmed. [`close`](Self::close) gives it back at once.
 pub struct MemPool {
     allocator: Arc<dyn DeviceAllocator>,
     device: DeviceId,
@@ -112,7 +114,7 @@ pub struct MemPool {
 impl MemPool {
     /// A new pool of `allocator` on `device`.
     pub fn new(allocator: &Arc<dyn DeviceAllocator>, device: &Device, options: PoolOptions) -> Result<Self> {
-        allocator.gpu().expect_same(device.gpu(), "the device")?;
+        allocator.instance().expect_same(device.instance(), "the device")?;
         let id = allocator.pools()?.create_pool(device.id(), options)?;
         Ok(Self { allocator: Arc::clone(allocator), device: device.id(), id, owned: true })
     }

@@ -1,4 +1,5 @@
-//! The open scopes of a device's private pools: which requests go where. Routing alone; whether a pool is there and who uses it, its keeper knows.
+//! The open scopes of a device's private pools: which requests go where. Routing alone; whether a pool is there and who
+//! uses it, its keeper knows.
 
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
@@ -49,8 +50,8 @@ impl Scopes {
         Ok(())
     }
 
-    /// Where a request goes that names no pool: the newest scope that it fits, or the default pool. `captures` says where the stream stands, and is asked
-    /// without the lock, if at all.
+    /// Where a request goes that names no pool: the newest scope that it fits, or the default pool. `captures` says
+    /// where the stream stands, and is asked without the lock, if at all.
     pub(crate) fn routed(
         &self,
         stream: StreamId,

@@ -10,7 +10,8 @@ pub(crate) enum Standing {
     Working,
     /// It takes part in this capture.
     Captures(CaptureId),
-    /// It takes part in a capture that is broken, or is the default stream and another captures: nothing can be put into it now.
+    /// It takes part in a capture that is broken, or is the default stream and another captures: nothing can be put
+    /// into it now.
     Blocked,
     /// It is no more. Its last work may not be done.
     Gone,

@@ -1,7 +1,7 @@
 //! The counters of an allocator, by PyTorch's names.
 //!
-//! `allocation` and `allocated_bytes` count what callers have; `active` counts also what waits for events; `segment` and
-//! `reserved_bytes` what is held from the driver; `inactive_split` the free parts of segments that are in use.
+//! `allocation` and `allocated_bytes` count what callers have; `active` counts also what waits for events; `segment`
+//! and `reserved_bytes` what is held from the driver; `inactive_split` the free parts of segments that are in use.
 
 use std::collections::BTreeMap;
 use std::sync::Mutex;
@@ -140,9 +140,11 @@ pub struct Stats {
     pub num_oom_rejections: u64,
     /// The size from which blocks are not split; -1 is none.
     pub max_split_size: i64,
-    /// Bytes held from the driver by each private pool that ever was. As in PyTorch, an entry outlives its pool: what the pool had at most can still be read.
+    /// Bytes held from the driver by each private pool that ever was. As in PyTorch, an entry outlives its pool: what
+    /// the pool had at most can still be read.
     pub reserved_bytes_by_private_pools: BTreeMap<MemPoolId, StatByKind>,
-    /// Bytes that libraries work with ([`blas`](crate::blas)). They are among the allocated ones too. PyTorch has no such counter.
+    /// Bytes that libraries work with ([`blas`](crate::blas)). They are among the allocated ones too. PyTorch has no
+    /// such counter.
     pub workspace_bytes: Stat,
 }
 
@@ -167,7 +169,8 @@ impl Stats {
         }
     }
 
-    /// Every counter by the name that `torch.cuda.memory_stats` gives it, such as `allocated_bytes.all.peak`, in their order there, and no others.
+    /// Every counter by the name that `torch.cuda.memory_stats` gives it, such as `allocated_bytes.all.peak`, in their
+    /// order there, and no others.
     #[must_use]
     pub fn flattened(&self) -> Vec<(String, i64)> {
         let mut flat = Vec::new();

@@ -1,5 +1,6 @@
-//! Allocators of device memory: reuse, waiting, growth, pools, captures, limits. Contents are written and counted by kernels.
-//! Where it makes sense a check runs on the caching allocator in both of its forms. No more than 2 GiB of a device are used.
+//! Allocators of device memory: reuse, waiting, growth, pools, captures, limits. Contents are written and counted by
+//! kernels. Where it makes sense a check runs on the caching allocator in both of its forms. No more than 2 GiB of a
+//! device are used.
 
 use std::sync::Arc;
 
@@ -40,7 +41,7 @@ type Shared = Arc<dyn DeviceAllocator>;
 
 /// Runs `body` on the caching allocator in both of its forms.
 fn on_caching(bench: &Bench, body: impl Fn(&Shared) -> Checked) -> Checked {
-    on(bench, "native", Arc::new(CachingAllocator::new(&bench.gpu, Settings::default())), &body)?;
+    on(bench, "native", Arc::new(CachingAllocator::new(&bench.instance, Settings::default())), &body)?;
     if bench.device.properties().virtual_memory {
         on(bench, "expandable", expandable(bench), &body)?;
     }
@@ -50,12 +51,12 @@ fn on_caching(bench: &Bench, body: impl Fn(&Shared) -> Checked) -> Checked {
 /// Runs `body` on the driver's pools, or skips.
 fn on_driver_pool(bench: &Bench, body: impl Fn(&Shared) -> Checked) -> Checked {
     need(bench.device.properties().async_pools, "the device has no stream-ordered pools")?;
-    on(bench, "driver-pool", Arc::new(DriverPoolAllocator::new(&bench.gpu)), body)
+    on(bench, "driver-pool", Arc::new(DriverPoolAllocator::new(&bench.instance)), body)
 }
 
 fn expandable(bench: &Bench) -> Shared {
     let settings = Settings { expandable_segments: true, ..Settings::default() };
-    Arc::new(CachingAllocator::new(&bench.gpu, settings))
+    Arc::new(CachingAllocator::new(&bench.instance, settings))
 }
 
 /// Runs `body`, and then expects everything to go back to the driver.
@@ -108,7 +109,7 @@ fn a_block_waits_for_another_stream_that_works_on_it(bench: &Bench) -> Checked {
             other.wait_stream(&own)?;
             kit.keep_busy(&other)?;
             kit.write(first.ptr(), BYTES, 7, &other)?;
-            bench.gpu.driver().copy(result.ptr().into(), first.ptr().into(), BYTES, other.id())?;
+            bench.instance.driver().copy(result.ptr().into(), first.ptr().into(), BYTES, other.id())?;
             first.record_use(&other)?;
             let place = first.ptr();
             first.free()?;
@@ -209,7 +210,7 @@ fn a_capture_takes_its_memory_from_a_graphs_pool(bench: &Bench) -> Checked {
     const BYTES: u64 = 2 * MIB;
     Kit::with(bench, |kit| {
         on_caching(bench, |allocator| {
-            let (driver, device) = (bench.gpu.driver(), bench.device.id());
+            let (driver, device) = (bench.instance.driver(), bench.device.id());
             let (stream, pools) = (bench.device.lease_stream()?, allocator.pools()?);
             let result = allocator.allocate(BYTES, &stream)?;
             let pool = pools.create_graph_pool(device)?;
@@ -404,7 +405,7 @@ fn a_driver_pool_waits_for_another_stream(bench: &Bench) -> Checked {
             other.wait_stream(&own)?;
             kit.keep_busy(&other)?;
             kit.write(block.ptr(), BYTES, 7, &other)?;
-            bench.gpu.driver().copy(result.ptr().into(), block.ptr().into(), BYTES, other.id())?;
+            bench.instance.driver().copy(result.ptr().into(), block.ptr().into(), BYTES, other.id())?;
             block.record_use(&other)?;
             result.record_use(&other)?;
             block.free()?;
@@ -441,7 +442,7 @@ fn a_driver_pools_blocks_become_nodes_of_a_graph(bench: &Bench) -> Checked {
     const BYTES: u64 = 2 * MIB;
     Kit::with(bench, |kit| {
         on_driver_pool(bench, |allocator| {
-            let driver = bench.gpu.driver();
+            let driver = bench.instance.driver();
             let stream = bench.device.lease_stream()?;
             let (result, before) = (allocator.allocate(BYTES, &stream)?, allocator.allocate(BYTES, &stream)?);
             stream.synchronize()?;

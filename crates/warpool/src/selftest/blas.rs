@@ -11,7 +11,7 @@ use super::{Bench, Check, checks};
 use crate::blas::{Blas, BlasSettings, forbid_tf32};
 use crate::graph::{CaptureOptions, Graph, GraphOptions};
 use crate::memory::{Allocate, Block, CachingAllocator, DeviceAllocator, MemPoolId, Settings, Stat};
-use crate::{Device, Error, Gpu, Stream};
+use crate::{Device, Error, Instance, Stream};
 
 pub(super) const CHECKS: &[Check] = checks![
     products_of_two_threads_on_two_streams,
@@ -28,7 +28,7 @@ const MIB: u64 = 1 << 20;
 
 /// Runs `body` with cuBLAS over an allocator, and gives everything back. A machine without the library skips the check.
 fn with_blas(device: &Device, body: impl FnOnce(&Arc<dyn DeviceAllocator>, &Blas) -> Checked) -> Checked {
-    let allocator: Arc<dyn DeviceAllocator> = Arc::new(CachingAllocator::new(device.gpu(), Settings::default()));
+    let allocator: Arc<dyn DeviceAllocator> = Arc::new(CachingAllocator::new(device.instance(), Settings::default()));
     let blas = Blas::new(&allocator, BlasSettings::default());
     if let Err(Error::Driver(error)) = blas.bare(device)
         && error.code == ErrorCode::SharedObjectInitFailed
@@ -224,7 +224,7 @@ fn tf32_can_be_allowed_and_forbidden(bench: &Bench) -> Checked {
         let rounded = multiply()?;
         let error = rounded.iter().zip(&exact).map(|(found, exact)| (found - exact).abs()).fold(0.0, f32::max);
         expect(error <= 2f32.powi(-10), "an error that TF32 can explain")?;
-        if bench.gpu.driver().kind() == "sim" {
+        if bench.instance.driver().kind() == "sim" {
             expect(error > 0.0, "the simulated library rounds when it may")?;
         }
         {
@@ -239,9 +239,9 @@ fn tf32_can_be_allowed_and_forbidden(bench: &Bench) -> Checked {
 }
 
 fn a_repeated_fetch_calls_nothing(bench: &Bench) -> Checked {
-    let counting = Arc::new(Counting::new(Arc::clone(bench.gpu.driver())));
-    let gpu = Gpu::new(Arc::<Counting>::clone(&counting) as Arc<dyn Driver>)?;
-    let device = gpu.device(bench.device.index())?;
+    let counting = Arc::new(Counting::new(Arc::clone(bench.instance.driver())));
+    let instance = Instance::new(Arc::<Counting>::clone(&counting) as Arc<dyn Driver>)?;
+    let device = instance.device(bench.device.index())?;
     let stream = device.lease_stream()?;
     with_blas(&device, |_, blas| {
         let first = blas.handle_on(&stream)?.id();
@@ -255,7 +255,7 @@ fn a_repeated_fetch_calls_nothing(bench: &Bench) -> Checked {
         expect_same("calls of the driver", &counting.counts(), &[])
     })?;
     drop((stream, device));
-    Ok(gpu.close()?)
+    Ok(instance.close()?)
 }
 
 fn captures_with_products_do_not_grow_memory(bench: &Bench) -> Checked {

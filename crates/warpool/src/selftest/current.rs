@@ -18,8 +18,8 @@ pub(super) const CHECKS: &[Check] = checks![
 ];
 
 fn a_thread_starts_with_the_first_device_and_default_streams(bench: &Bench) -> Checked {
-    expect_eq("the device", bench.gpu.current_device().index(), 0)?;
-    for device in bench.gpu.devices() {
+    expect_eq("the device", bench.instance.current_device().index(), 0)?;
+    for device in bench.instance.devices() {
         expect_eq("the stream", device.current_stream()?, device.default_stream()?)?;
     }
     Ok(())
@@ -27,18 +27,22 @@ fn a_thread_starts_with_the_first_device_and_default_streams(bench: &Bench) -> C
 
 fn guards_restore_device_and_stream(bench: &Bench) -> Checked {
     let stream = bench.device.pool_stream()?;
-    let before = (bench.gpu.current_device(), bench.gpu.current_stream()?);
+    let before = (bench.instance.current_device(), bench.instance.current_stream()?);
     {
         let _outer = stream.enter();
-        expect_eq("the stream within", bench.gpu.current_stream()?, stream.clone())?;
+        expect_eq("the stream within", bench.instance.current_stream()?, stream.clone())?;
         let other = bench.device.pool_stream()?;
         {
             let _inner = MultiStreamGuard::enter([&other]);
             expect_eq("the stream further within", bench.device.current_stream()?, other.clone())?;
         }
-        expect_eq("the stream within, again", bench.gpu.current_stream()?, stream.clone())?;
+        expect_eq("the stream within, again", bench.instance.current_stream()?, stream.clone())?;
     }
-    expect_eq("device and stream afterwards", (bench.gpu.current_device(), bench.gpu.current_stream()?), before)
+    expect_eq(
+        "device and stream afterwards",
+        (bench.instance.current_device(), bench.instance.current_stream()?),
+        before,
+    )
 }
 
 fn guards_restore_after_a_panic(bench: &Bench) -> Checked {
@@ -57,9 +61,9 @@ fn guards_restore_after_a_panic(bench: &Bench) -> Checked {
 
 fn a_current_stream_is_its_devices_own_affair(bench: &Bench) -> Checked {
     let other = bench.second_device()?;
-    let (device, stream) = (bench.gpu.current_device(), other.pool_stream()?);
+    let (device, stream) = (bench.instance.current_device(), other.pool_stream()?);
     stream.make_current();
-    expect_eq("the device", bench.gpu.current_device(), device)?;
+    expect_eq("the device", bench.instance.current_device(), device)?;
     expect_eq("the other device's stream", other.current_stream()?, stream)?;
     expect_eq("this device's stream", bench.device.current_stream()?, bench.device.default_stream()?)
 }
@@ -83,10 +87,10 @@ fn threads_do_not_see_each_other(bench: &Bench) -> Checked {
 }
 
 fn the_drivers_current_device_is_left_alone(bench: &Bench) -> Checked {
-    let before = bench.gpu.driver().current_device()?;
+    let before = bench.instance.driver().current_device()?;
     {
         let _guard = bench.device.pool_stream()?.enter();
-        bench.gpu.event().record(&bench.gpu.current_stream()?)?;
+        bench.instance.event().record(&bench.instance.current_stream()?)?;
     }
-    expect_eq("the driver's device", bench.gpu.driver().current_device()?, before)
+    expect_eq("the driver's device", bench.instance.driver().current_device()?, before)
 }

@@ -20,7 +20,7 @@ pub(super) const CHECKS: &[Check] = checks![
 ];
 
 fn a_never_recorded_event_is_done(bench: &Bench) -> Checked {
-    let event = bench.gpu.event();
+    let event = bench.instance.event();
     expect(event.query()?, "an event that is done")?;
     event.synchronize()?;
     event.wait(&bench.device.pool_stream()?)?;
@@ -28,7 +28,7 @@ fn a_never_recorded_event_is_done(bench: &Bench) -> Checked {
 }
 
 fn an_event_is_made_at_its_first_record(bench: &Bench) -> Checked {
-    let mut event = bench.gpu.event();
+    let mut event = bench.instance.event();
     expect_eq("its id before", event.id(), None)?;
     event.record(&bench.device.pool_stream()?)?;
     expect_eq("its device", event.device(), Some(bench.device.id()))?;
@@ -40,7 +40,7 @@ fn dropped_events_are_used_again(bench: &Bench) -> Checked {
     let stream = bench.device.pool_stream()?;
     let mut ids = Vec::new();
     for _ in 0..100 {
-        let mut event = bench.gpu.event();
+        let mut event = bench.instance.event();
         event.record(&stream)?;
         ids.extend(event.id());
     }
@@ -62,7 +62,7 @@ fn an_event_orders_two_streams(bench: &Bench) -> Checked {
     const BYTES: u64 = 16 << 20;
     let (first, second) = (bench.device.lease_stream()?, bench.device.lease_stream()?);
     bench.with_memory(BYTES, |ptr| {
-        let mut event = bench.gpu.event();
+        let mut event = bench.instance.event();
         bench.fill(ptr, 1, BYTES, &first)?;
         event.record(&first)?;
         event.wait(&second)?;
@@ -75,13 +75,13 @@ fn an_event_orders_two_streams(bench: &Bench) -> Checked {
 }
 
 fn record_once_records_once(bench: &Bench) -> Checked {
-    let (stream, mut event) = (bench.device.pool_stream()?, bench.gpu.event());
+    let (stream, mut event) = (bench.device.pool_stream()?, bench.instance.event());
     expect_eq("two attempts", (event.record_once(&stream)?, event.record_once(&stream)?), (true, false))
 }
 
 fn an_event_belongs_to_one_device(bench: &Bench) -> Checked {
     let (here, there) = (bench.device.pool_stream()?, bench.second_device()?.pool_stream()?);
-    let mut event = bench.gpu.event();
+    let mut event = bench.instance.event();
     event.record(&here)?;
     let wrong = Error::EventDevice { event: here.device_id(), stream: there.device_id() };
     expect_eq("recording on the other device", event.record(&there), Err(wrong))?;
@@ -90,7 +90,8 @@ fn an_event_belongs_to_one_device(bench: &Bench) -> Checked {
 
 fn elapsed_time_has_its_errors(bench: &Bench) -> Checked {
     let stream = bench.device.pool_stream()?;
-    let (mut plain, mut timed, unused) = (bench.gpu.event(), bench.gpu.timing_event(), bench.gpu.timing_event());
+    let (mut plain, mut timed, unused) =
+        (bench.instance.event(), bench.instance.timing_event(), bench.instance.timing_event());
     plain.record(&stream)?;
     timed.record(&stream)?;
     let untimed = Err(Error::ElapsedWithoutTiming { which: Endpoint::End });
@@ -102,7 +103,7 @@ fn elapsed_time_has_its_errors(bench: &Bench) -> Checked {
 fn elapsed_time_is_positive_over_work(bench: &Bench) -> Checked {
     const BYTES: u64 = 64 << 20;
     let stream = bench.device.lease_stream()?;
-    let (mut start, mut end) = (bench.gpu.timing_event(), bench.gpu.timing_event());
+    let (mut start, mut end) = (bench.instance.timing_event(), bench.instance.timing_event());
     bench.with_memory(BYTES, |ptr| {
         start.record(&stream)?;
         bench.fill(ptr, 1, BYTES, &stream)?;
@@ -115,7 +116,7 @@ fn elapsed_time_is_positive_over_work(bench: &Bench) -> Checked {
 
 fn exported_events_have_64_bytes(bench: &Bench) -> Checked {
     need(bench.device.properties().ipc_events, "the device shares no events between processes")?;
-    let mut event = bench.gpu.event_with(EventOptions { interprocess: true, ..EventOptions::default() })?;
+    let mut event = bench.instance.event_with(EventOptions { interprocess: true, ..EventOptions::default() })?;
     let bytes = event.export(&bench.device)?;
     expect_eq(
         "too few bytes",

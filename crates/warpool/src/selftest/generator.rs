@@ -1,4 +1,5 @@
-//! Generators: curand's answers on the device, bits that equal the host's, one's own kernels, and replays that draw what eager work would.
+//! Generators: curand's answers on the device, bits that equal the host's, one's own kernels, and replays that draw
+//! what eager work would.
 
 use std::sync::Arc;
 
@@ -92,7 +93,7 @@ const CASES: [(u64, u64, u64); 7] = [
 
 /// Runs `body` with an allocator, and expects everything to go back to the driver.
 fn with_allocator(bench: &Bench, body: impl FnOnce(&Shared, &Stream) -> Checked) -> Checked {
-    let allocator: Shared = Arc::new(CachingAllocator::new(&bench.gpu, Settings::default()));
+    let allocator: Shared = Arc::new(CachingAllocator::new(&bench.instance, Settings::default()));
     let stream = bench.device.lease_stream()?;
     body(&allocator, &stream)?;
     bench.device.synchronize()?;
@@ -103,7 +104,7 @@ fn with_allocator(bench: &Bench, body: impl FnOnce(&Shared, &Stream) -> Checked)
 
 /// Runs `body` with the kernel of one's own.
 fn with_kernel(bench: &Bench, body: impl FnOnce(FunctionId) -> Checked) -> Checked {
-    let driver = bench.gpu.driver();
+    let driver = bench.instance.driver();
     let module = driver.module_load(bench.device.id(), &SOURCE)?;
     let outcome = driver.function_get(module, "selftest_draw").map_err(Into::into).and_then(body);
     if outcome.is_err() {
@@ -157,7 +158,7 @@ fn kernels_give_what_curand_gave(bench: &Bench) -> Checked {
                 let [slot, seed, offset] = Reservation::Immediate { seed, offset }.args();
                 let args = [block.ptr().into(), KernelArg::U64(subsequence), slot, seed, offset];
                 let shape = LaunchShape { grid: [1; 3], block: [4, 1, 1], shared_bytes: 0 };
-                bench.gpu.driver().kernel_launch(function, shape, &args, stream.id())?;
+                bench.instance.driver().kernel_launch(function, shape, &args, stream.id())?;
                 stream.synchronize()?;
                 let got = words_of(bench, &block)?;
                 expect_same("words", &got[..16], &curand[..16])?;
@@ -238,7 +239,7 @@ fn a_fill_stays_within_its_bounds(bench: &Bench) -> Checked {
         for first in 1..6 {
             for count in 0..10 {
                 let generator = generator(bench, 3, 0)?;
-                bench.gpu.driver().fill(block.ptr(), Pattern::U32(UNTOUCHED), 64, stream.id())?;
+                bench.instance.driver().fill(block.ptr(), Pattern::U32(UNTOUCHED), 64, stream.id())?;
                 // Mostly at addresses where four numbers cannot be written at once.
                 generator.fill_bits((block.ptr().offset(4 * first), count), stream)?;
                 stream.synchronize()?;
@@ -260,7 +261,7 @@ fn ones_own_kernel_draws_what_it_reserved(bench: &Bench) -> Checked {
             let launch = || -> crate::Result<()> {
                 let [slot, seed, offset] = generator.reserve(7, stream)?.args();
                 let args = [block.ptr().into(), KernelArg::U64(5), slot, seed, offset];
-                Ok(bench.gpu.driver().kernel_launch(function, shape, &args, stream.id())?)
+                Ok(bench.instance.driver().kernel_launch(function, shape, &args, stream.id())?)
             };
             let expect_words = |offset| -> Checked {
                 stream.synchronize()?;
@@ -285,15 +286,15 @@ fn ones_own_kernel_draws_what_it_reserved(bench: &Bench) -> Checked {
 
 fn each_device_has_one_default_generator(bench: &Bench) -> Checked {
     let generator = bench.device.default_generator();
-    let again = bench.gpu.default_generator(bench.device.index())?;
+    let again = bench.instance.default_generator(bench.device.index())?;
     expect(generator.shares_with(&again), "one generator")?;
     generator.set_seed(9)?;
     generator.reserve(4, &bench.device.default_stream()?)?;
     expect_eq("its offset", again.offset()?, 4)?;
     let seeds = [again.reseed()?, again.reseed()?];
     expect(seeds[0] != seeds[1], "seeds that nobody foresees")?;
-    let count = bench.gpu.device_count();
-    let refused = bench.gpu.default_generator(count).err();
+    let count = bench.instance.device_count();
+    let refused = bench.instance.default_generator(count).err();
     expect_eq("a device too many", refused, Some(Error::DeviceOutOfRange { index: count, count }))
 }
 
@@ -398,7 +399,7 @@ fn replays_on_two_streams_do_not_disturb_each_other(bench: &Bench) -> Checked {
                 for ((graph, from, copies), stream) in lanes.iter().zip(streams) {
                     graph.replay(stream)?;
                     let to = copies.ptr().offset(4 * COUNT * round);
-                    bench.gpu.driver().copy(to.into(), (*from).into(), 4 * COUNT, stream.id())?;
+                    bench.instance.driver().copy(to.into(), (*from).into(), 4 * COUNT, stream.id())?;
                 }
             }
             bench.device.synchronize()?;

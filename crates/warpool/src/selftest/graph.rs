@@ -1,5 +1,6 @@
-//! Graphs: capture, replay, memory, conditional nodes. Contents are written and counted by kernels. Captures that fail and wrong use are in `graph_failures.rs`, what others do
-//! with graphs (generators, libraries, events, threads that poll, functions with graphs) in `graph_use.rs`; all of it is one suite.
+//! Graphs: capture, replay, memory, conditional nodes. Contents are written and counted by kernels. Captures that fail
+//! and wrong use are in `graph_failures.rs`, what others do with graphs (generators, libraries, events, threads that
+//! poll, functions with graphs) in `graph_use.rs`; all of it is one suite.
 
 use std::sync::Arc;
 
@@ -51,7 +52,7 @@ const MIB: u64 = 1 << 20;
 
 /// Runs `body` with an allocator and a stream to capture on, and expects everything to go back to the driver.
 pub(super) fn with_allocator(bench: &Bench, body: impl FnOnce(&Shared, &Stream) -> Checked) -> Checked {
-    let allocator: Shared = Arc::new(CachingAllocator::new(&bench.gpu, Settings::default()));
+    let allocator: Shared = Arc::new(CachingAllocator::new(&bench.instance, Settings::default()));
     let stream = bench.device.lease_stream()?;
     let outcome = body(&allocator, &stream);
     if outcome.is_err() {
@@ -144,7 +145,8 @@ fn replays_go_to_any_stream(bench: &Bench) -> Checked {
                 graph.replay(now)?;
                 kit.expect("the output on one of three streams", output, BYTES, 1000 * round + 9, now)?;
             }
-            // Gone while replays are under way on a stream that nothing was allocated for: whoever comes next must not meet them.
+            // Gone while replays are under way on a stream that nothing was allocated for: whoever comes next must not
+            // meet them.
             kit.keep_busy(&other)?;
             graph.replay(&other)?;
             graph.reset()?;
@@ -327,7 +329,7 @@ fn with_words<const N: usize>(
     let mut ptrs = [DevicePtr(0); N];
     for (ptr, &key) in ptrs.iter_mut().zip(&keys) {
         *ptr = graph.buffer(key)?.ptr();
-        bench.gpu.driver().upload(bench.device.id(), *ptr, &[0; 4])?;
+        bench.instance.driver().upload(bench.device.id(), *ptr, &[0; 4])?;
     }
     Ok((graph, ptrs))
 }

@@ -1,4 +1,5 @@
-//! Captures that fail, on purpose, and wrong use of graphs: each with its own error, and everything usable afterwards. Part of the suite `graph`.
+//! Captures that fail, on purpose, and wrong use of graphs: each with its own error, and everything usable afterwards.
+//! Part of the suite `graph`.
 
 use std::sync::Arc;
 
@@ -12,7 +13,7 @@ use super::kit::Kit;
 use crate::generator::{Generator, GeneratorError};
 use crate::graph::{CaptureOptions, Graph, GraphError};
 use crate::memory::{Allocate, MemPool, MemPoolId, PoolOptions};
-use crate::{Error, Gpu, Stream};
+use crate::{Error, Instance, Stream};
 
 const MIB: u64 = 1 << 20;
 
@@ -36,7 +37,7 @@ fn expect_usable(bench: &Bench, kit: &Kit<'_>, allocator: &Shared, graph: &mut G
     })?;
     graph.replay(stream)?;
     kit.expect("a graph after a failure", graph.buffer(key)?.ptr(), BYTES, 520, stream)?;
-    expect(!bench.gpu.is_capturing(stream)?, "a stream that captures no more")?;
+    expect(!bench.instance.is_capturing(stream)?, "a stream that captures no more")?;
     Ok(graph.reset()?)
 }
 
@@ -113,9 +114,9 @@ pub(super) fn wrong_use_has_its_own_errors(bench: &Bench) -> Checked {
             expect(destroyed.is_err_and(|error| known.contains(&error)), "a destroyed pool to be refused by name")?;
             let refusal = begin(&mut graph, stream, Some(MemPoolId::DEFAULT));
             expect_eq("the default pool", refusal, Err(GraphError::DefaultPool.into()))?;
-            let far = Gpu::new(Arc::clone(bench.gpu.driver()))?;
+            let far = Instance::new(Arc::clone(bench.instance.driver()))?;
             let foreign = Generator::new(&far.device(bench.device.index())?)?;
-            expect(!bench.gpu.is_capturing(stream)?, "no capture after all these")?;
+            expect(!bench.instance.is_capturing(stream)?, "no capture after all these")?;
 
             begin(&mut graph, stream, None)?;
             let in_between = (|| -> Checked {
@@ -130,7 +131,7 @@ pub(super) fn wrong_use_has_its_own_errors(bench: &Bench) -> Checked {
                 let key = graph.scope()?.allocate(4096)?;
                 let ptr = graph.buffer(key)?.ptr();
                 let drawn = foreign.fill_bits((ptr, 16), stream);
-                expect_eq("a generator of another Gpu", drawn, Err(GeneratorError::ForeignGpu.into()))?;
+                expect_eq("a generator of another Instance", drawn, Err(GeneratorError::ForeignGpu.into()))?;
                 let apart = graph.scope()?.fill(key, Pattern::U8(1), 1, &other);
                 let apart_error = GraphError::StreamNotInCapture { stream: other.id() };
                 expect_eq("a stream that takes no part", apart, Err(apart_error.into()))?;

@@ -1,4 +1,5 @@
-//! What others do with graphs: generators, libraries, threads that poll, events of the world outside, and functions with graphs. Part of the suite `graph`.
+//! What others do with graphs: generators, libraries, threads that poll, events of the world outside, and functions
+//! with graphs. Part of the suite `graph`.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -92,7 +93,7 @@ pub(super) fn two_graphs_of_one_generator_replay_on_two_streams(bench: &Bench) -
                 for (graph, key, copies, stream) in &lanes {
                     graph.replay(stream)?;
                     let (to, from) = (copies[round].ptr(), graph.buffer(*key)?.ptr());
-                    bench.gpu.driver().copy(to.into(), from.into(), 4 * COUNT as u64, stream.id())?;
+                    bench.instance.driver().copy(to.into(), from.into(), 4 * COUNT as u64, stream.id())?;
                 }
             }
             bench.device.synchronize()?;
@@ -130,7 +131,7 @@ pub(super) fn a_hundred_captures_with_products_do_not_grow_memory(bench: &Bench)
         let product =
             Sgemm { m: size, n: size, k: size, alpha: 1.0, a: matrix(0), b: matrix(1), beta: 1.0, c: matrix(2) };
         let contents = a.iter().chain(&b).copied().chain([0.0; N * N]).flat_map(f32::to_le_bytes).collect::<Vec<u8>>();
-        bench.gpu.driver().upload(bench.device.id(), data.ptr(), &contents)?;
+        bench.instance.driver().upload(bench.device.id(), data.ptr(), &contents)?;
         let outcome = multiply_often(bench, allocator, stream, &blas, &data, &product, &once);
         bench.device.synchronize()?;
         blas.close()?;
@@ -187,9 +188,9 @@ pub(super) fn pollers_do_not_break_captures(bench: &Bench) -> Checked {
             std::thread::scope(|scope| -> Checked {
                 let poller = scope.spawn(|| -> Checked {
                     while !stop.load(Ordering::Acquire) {
-                        let mut event = bench.gpu.event();
+                        let mut event = bench.instance.event();
                         event.record(&watched)?;
-                        let polling = bench.gpu.polling();
+                        let polling = bench.instance.polling();
                         polling.query(&event)?;
                         drop(polling);
                         asked.fetch_add(1, Ordering::AcqRel);
@@ -218,7 +219,7 @@ pub(super) fn pollers_do_not_break_captures(bench: &Bench) -> Checked {
                 captured
             })?;
             // A guard that is held for long keeps captures out; they can be told to give up.
-            let polling = bench.gpu.polling();
+            let polling = bench.instance.polling();
             let refusal = graph.capture(stream, PLAIN, |_| Ok(()));
             expect_eq("a capture by a thread that polls", refusal, Err(GraphError::PollsItself.into()))?;
             let patience = CaptureOptions { poller_patience: Some(Duration::from_millis(1)), ..PLAIN };
@@ -241,7 +242,7 @@ pub(super) fn external_events_order_replays_and_others(bench: &Bench) -> Checked
         with_allocator(bench, |allocator, stream| {
             let (before, after) = (bench.device.lease_stream()?, bench.device.lease_stream()?);
             let external = EventOptions { external: true, ..EventOptions::default() };
-            let (mut ready, mut done) = (bench.gpu.event_with(external)?, bench.gpu.event_with(external)?);
+            let (mut ready, mut done) = (bench.instance.event_with(external)?, bench.instance.event_with(external)?);
             ready.create(&bench.device)?;
             let [input, middle, output] = [&*before, stream, &*after].map(|stream| allocator.allocate(BYTES, stream));
             let (input, middle, output) = (Arc::new(input?), Arc::new(middle?), Arc::new(output?));
@@ -270,7 +271,8 @@ pub(super) fn external_events_order_replays_and_others(bench: &Bench) -> Checked
     })
 }
 
-/// Adds 7 to its input, by way of memory of its own. A shape is a size in KiB; what is captured for a larger one serves a smaller one.
+/// Adds 7 to its input, by way of memory of its own. A shape is a size in KiB; what is captured for a larger one serves
+/// a smaller one.
 struct AddSeven<'a> {
     kit: &'a Kit<'a>,
     /// A shape whose work waits on the host.

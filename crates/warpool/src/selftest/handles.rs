@@ -1,5 +1,6 @@
-//! Handles of libraries: all kinds are made, threads take them over from each other, leases hop, closing leaves nothing.
-//! A check whose library is not installed is skipped, with the reason. Real handles take device memory, some MiB each with cuBLAS.
+//! Handles of libraries: all kinds are made, threads take them over from each other, leases hop, closing leaves
+//! nothing. A check whose library is not installed is skipped, with the reason. Real handles take device memory, some
+//! MiB each with cuBLAS.
 
 use std::collections::VecDeque;
 use std::sync::Barrier;
@@ -34,7 +35,7 @@ const AT_ONCE_MAX: usize = 64;
 
 /// Runs `body` with a pool and closes that; skips if the library is not there.
 fn with_pool<K: LibraryKind>(bench: &Bench, kind: K, body: impl FnOnce(&HandlePool<K>) -> Checked) -> Checked {
-    let pool = HandlePool::new(&bench.gpu, kind);
+    let pool = HandlePool::new(&bench.instance, kind);
     match pool.lease(&bench.device) {
         Err(Error::Driver(error)) if error.code == ErrorCode::SharedObjectInitFailed => return skip(error.to_string()),
         first => drop(first?),
@@ -178,9 +179,9 @@ fn multiply(bench: &Bench, handle: &LibraryHandle, stream: &Stream) -> Checked {
         let matrix = |at| BlasMatrix { ptr: ptr.offset(at), stride: SIDE, transposed: false };
         let product =
             Sgemm { m: SIDE, n: SIDE, k: SIDE, alpha: 1.0, a: matrix(0), b: matrix(16), beta: 0.0, c: matrix(32) };
-        bench.gpu.driver().upload(bench.device.id(), ptr, &bytes)?;
+        bench.instance.driver().upload(bench.device.id(), ptr, &bytes)?;
         handle.set_stream(stream)?;
-        bench.gpu.driver().blas_sgemm(handle.id(), &product)?;
+        bench.instance.driver().blas_sgemm(handle.id(), &product)?;
         stream.synchronize()?;
         let got = bench.bytes_at(ptr.offset(32), 16)?;
         let want: Vec<u8> = [23f32, 34.0, 31.0, 46.0].iter().flat_map(|number| number.to_le_bytes()).collect();

@@ -1,5 +1,6 @@
-//! Pinned host memory: reuse, waiting, both ways of pinning, limits, threads, graphs. Contents go to the device and back; kernels also work on them where they are.
-//! Where something must be under way, a kernel keeps the stream busy and is asked afterwards whether it still was. No more than 50 MiB are pinned at once.
+//! Pinned host memory: reuse, waiting, both ways of pinning, limits, threads, graphs. Contents go to the device and
+//! back; kernels also work on them where they are. Where something must be under way, a kernel keeps the stream busy
+//! and is asked afterwards whether it still was. No more than 50 MiB are pinned at once.
 
 use std::sync::Arc;
 
@@ -58,7 +59,7 @@ fn with_host(
 ) -> Checked {
     // So that pinning finds a context, as in a program that uses the device.
     bench.device.default_stream()?.synchronize()?;
-    let host = HostAllocator::new(&bench.gpu, settings);
+    let host = HostAllocator::new(&bench.instance, settings);
     let outcome = body(&host).and_then(|()| {
         bench.device.synchronize()?;
         host.trim(0)?;
@@ -97,12 +98,12 @@ fn on_device(block: &HostBlock) -> DevicePtr {
 /// Puts a copy to the device into `stream`, and notes it.
 fn upload(bench: &Bench, to: DevicePtr, from: &HostBlock, stream: &Stream) -> Checked {
     from.record_use(stream)?;
-    Ok(bench.gpu.driver().copy(to.into(), from.ptr().into(), from.bytes(), stream.id())?)
+    Ok(bench.instance.driver().copy(to.into(), from.ptr().into(), from.bytes(), stream.id())?)
 }
 
 fn download(bench: &Bench, to: &HostBlock, from: DevicePtr, stream: &Stream) -> Checked {
     to.record_use(stream)?;
-    Ok(bench.gpu.driver().copy(to.ptr().into(), from.into(), to.bytes(), stream.id())?)
+    Ok(bench.instance.driver().copy(to.ptr().into(), from.into(), to.bytes(), stream.id())?)
 }
 
 /// Whether one of a few blocks of that size, taken at once, lies there. Each is written to.
@@ -215,7 +216,7 @@ fn host_and_device_have_one_address(bench: &Bench) -> Checked {
             let block = host.allocate(bytes)?;
             for offset in [0, bytes / 2, bytes - 1] {
                 let ptr = block.ptr().offset(offset);
-                let seen = bench.gpu.driver().host_device_ptr(bench.device.id(), ptr)?;
+                let seen = bench.instance.driver().host_device_ptr(bench.device.id(), ptr)?;
                 expect_eq("the device's address", seen.0, ptr.0)?;
             }
             expect(block.ptr().0.is_multiple_of(512), "an address that is a multiple of 512")?;
@@ -399,7 +400,7 @@ fn every_device_uses_it(bench: &Bench) -> Checked {
     const BYTES: u64 = MIB;
     let other = bench.second_device()?;
     both_ways(bench, |host| {
-        let driver = bench.gpu.driver();
+        let driver = bench.instance.driver();
         let (here, there) = (bench.device.lease_stream()?, other.lease_stream()?);
         let memory = driver.mem_alloc(other.id(), BYTES)?;
         let outcome = bench.with_memory(BYTES, |device| {

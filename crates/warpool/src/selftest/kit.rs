@@ -1,4 +1,5 @@
-//! Kernels for checks of contents: words that depend on their place are written, added to and counted on the device, and a stream can be kept busy.
+//! Kernels for checks of contents: words that depend on their place are written, added to and counted on the device,
+//! and a stream can be kept busy.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -93,7 +94,7 @@ impl<'a> Kit<'a> {
     pub(super) fn with(bench: &'a Bench, body: impl FnOnce(&Self) -> Checked) -> Checked {
         let kit = Self::load(bench)?;
         let outcome = body(&kit);
-        let driver = bench.gpu.driver();
+        let driver = bench.instance.driver();
         if outcome.is_err() {
             // Whatever it left under way must not touch what goes now. The first failure is the one to report.
             let _ = driver.device_synchronize(bench.device.id());
@@ -104,7 +105,7 @@ impl<'a> Kit<'a> {
     }
 
     fn load(bench: &'a Bench) -> Checked<Self> {
-        let driver = bench.gpu.driver();
+        let driver = bench.instance.driver();
         let module = driver.module_load(bench.device.id(), &SOURCE)?;
         let kit = Self {
             bench,
@@ -128,16 +129,22 @@ impl<'a> Kit<'a> {
     /// Keeps `stream` at work for long: what else the check does will be done first.
     pub(super) fn keep_busy(&self, stream: &Stream) -> Checked {
         let args = [KernelArg::U64(BUSY_NANOS)];
-        Ok(self.bench.gpu.driver().kernel_launch(self.busy, LaunchShape::ONE, &args, stream.id())?)
+        Ok(self.bench.instance.driver().kernel_launch(self.busy, LaunchShape::ONE, &args, stream.id())?)
     }
 
     /// Writes `first`, `first + 1` and so on, in words, over `bytes` bytes.
     pub(super) fn write(&self, ptr: DevicePtr, bytes: u64, first: u32, stream: &Stream) -> Checked {
         let args = [ptr.into(), KernelArg::U32(words(bytes)), KernelArg::U32(first)];
-        Ok(self.bench.gpu.driver().kernel_launch(self.write, LaunchShape::linear(words(bytes)), &args, stream.id())?)
+        Ok(self.bench.instance.driver().kernel_launch(
+            self.write,
+            LaunchShape::linear(words(bytes)),
+            &args,
+            stream.id(),
+        )?)
     }
 
-    /// Sets the words of `to` to those of `from` plus `by`, over `bytes` bytes: what [`write`](Self::write) wrote with one first word becomes what it writes with another.
+    /// Sets the words of `to` to those of `from` plus `by`, over `bytes` bytes: what [`write`](Self::write) wrote with
+    /// one first word becomes what it writes with another.
     pub(super) fn add(
         &self,
         to: DevicePtr,
@@ -147,13 +154,18 @@ impl<'a> Kit<'a> {
         stream: &Stream,
     ) -> crate::Result<()> {
         let args = [to.into(), from.into(), KernelArg::U32(words(bytes)), KernelArg::U32(by)];
-        Ok(self.bench.gpu.driver().kernel_launch(self.add, LaunchShape::linear(words(bytes)), &args, stream.id())?)
+        Ok(self.bench.instance.driver().kernel_launch(
+            self.add,
+            LaunchShape::linear(words(bytes)),
+            &args,
+            stream.id(),
+        )?)
     }
 
     /// Waits for `stream` and expects what [`write`](Self::write) writes, counted by a kernel.
     #[track_caller]
     pub(super) fn expect(&self, what: &str, ptr: DevicePtr, bytes: u64, first: u32, stream: &Stream) -> Checked {
-        let driver = self.bench.gpu.driver();
+        let driver = self.bench.instance.driver();
         let out = self.slots.offset(4 * (self.next.fetch_add(1, Ordering::Relaxed) % SLOTS));
         let args = [ptr.into(), KernelArg::U32(words(bytes)), KernelArg::U32(first), out.into()];
         let count = || -> Checked<Vec<u8>> {

@@ -1,7 +1,8 @@
-//! Checks of this crate on any driver, for machines where its tests cannot be built: `warpool selftest` runs them on real GPUs.
+//! Checks of this crate on any driver, for machines where its tests cannot be built: `warpool selftest` runs them on
+//! real GPUs.
 //!
-//! They come above the driver's own suite ([`conformance`]) and share its reports. Each check has a [`Gpu`] of its own, and must leave nothing of it
-//! in use.
+//! They come above the driver's own suite ([`conformance`]) and share its reports. Each check has a [`Instance`] of its own,
+//! and must leave nothing of it in use.
 
 mod allocator;
 mod blas;
@@ -22,7 +23,7 @@ use std::sync::Arc;
 use warpool_driver::conformance::{self, Checked, Options, Report, Stop, Summary};
 use warpool_driver::{DeviceId, DevicePtr, Driver, Pattern};
 
-use crate::{Device, Error, Gpu, Stream};
+use crate::{Device, Error, Instance, Stream};
 
 /// The checks of one subject.
 pub struct Suite {
@@ -53,7 +54,7 @@ pub const SUITES: &[Suite] = &[
 
 /// What a check works with.
 struct Bench {
-    gpu: Gpu,
+    instance: Instance,
     device: Device,
 }
 
@@ -71,21 +72,21 @@ pub fn run(driver: &Arc<dyn Driver>, options: &Options, on_report: &mut dyn FnMu
     summary
 }
 
-/// Runs one check with a `Gpu` of its own, and closes that: so every check also shows that nothing is left in use.
+/// Runs one check with a `Instance` of its own, and closes that: so every check also shows that nothing is left in use.
 fn run_one(driver: &Arc<dyn Driver>, device: DeviceId, check: &Check) -> Checked {
-    let gpu = Gpu::new(Arc::clone(driver))?;
-    let bench = Bench { device: gpu.device(device.0)?, gpu };
+    let instance = Instance::new(Arc::clone(driver))?;
+    let bench = Bench { device: instance.device(device.0)?, instance };
     (check.run)(&bench)?;
-    let Bench { gpu, device } = bench;
+    let Bench { instance, device } = bench;
     device.synchronize()?;
     drop(device);
-    Ok(gpu.close()?)
+    Ok(instance.close()?)
 }
 
 impl Bench {
     /// Another device, or a skip.
     fn second_device(&self) -> Checked<Device> {
-        match self.gpu.devices().find(|device| *device != self.device) {
+        match self.instance.devices().find(|device| *device != self.device) {
             Some(device) => Ok(device),
             None => conformance::expect::skip("there is only one device"),
         }
@@ -93,19 +94,19 @@ impl Bench {
 
     /// Runs `body` with memory of `bytes` bytes.
     fn with_memory(&self, bytes: u64, body: impl FnOnce(DevicePtr) -> Checked) -> Checked {
-        let ptr = self.gpu.driver().mem_alloc(self.device.id(), bytes)?;
+        let ptr = self.instance.driver().mem_alloc(self.device.id(), bytes)?;
         let outcome = body(ptr);
-        self.gpu.driver().mem_free(ptr)?;
+        self.instance.driver().mem_free(ptr)?;
         outcome
     }
 
     fn fill(&self, ptr: DevicePtr, value: u8, bytes: u64, stream: &Stream) -> Checked {
-        Ok(self.gpu.driver().fill(ptr, Pattern::U8(value), bytes, stream.id())?)
+        Ok(self.instance.driver().fill(ptr, Pattern::U8(value), bytes, stream.id())?)
     }
 
     fn bytes_at(&self, ptr: DevicePtr, n: usize) -> Checked<Vec<u8>> {
         let mut bytes = vec![0; n];
-        self.gpu.driver().download(self.device.id(), ptr, &mut bytes)?;
+        self.instance.driver().download(self.device.id(), ptr, &mut bytes)?;
         Ok(bytes)
     }
 }

@@ -1,5 +1,6 @@
-//! Plugged allocators: closures over the driver's plain memory, alone, as the source of a pool, and under layers. Contents are written and counted by kernels.
-//! One of the plugs gives out at once what it got back, so that nothing but the allocator's own care keeps streams apart.
+//! Plugged allocators: closures over the driver's plain memory, alone, as the source of a pool, and under layers.
+//! Contents are written and counted by kernels. One of the plugs gives out at once what it got back, so that nothing
+//! but the allocator's own care keeps streams apart.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -13,9 +14,9 @@ use super::kit::Kit;
 use super::{Bench, Check, checks};
 use crate::graph::{CaptureOptions, Graph, GraphOptions};
 use crate::memory::{
-    Allocate, AllocatorCall, Block, CachingAllocator, Counted, CurrentAllocator, DeviceAllocator, FailureCallback,
-    FnPlug, HistoryOptions, Limited, MemPool, MemPoolId, OomCause, Plug, PlugStream, PlugUpstream, PluggableAllocator,
-    PoolOptions, Request, Settings, SnapshotOptions, Traced,
+    Allocate, AllocatorCall, Block, CachingAllocator, Counted, CurrentAllocator, DeviceAllocator, ExternalAllocator,
+    ExternalUpstream, FailureCallback, FnAllocator, HistoryOptions, Limited, MemPool, MemPoolId, OomCause,
+    PluggableAllocator, PoolOptions, RawStream, Request, Settings, SnapshotOptions, Traced,
 };
 use crate::{Error, Result, lock};
 
@@ -44,7 +45,7 @@ struct Shelf {
 impl Shelf {
     fn new(bench: &Bench) -> Arc<Self> {
         Arc::new(Self {
-            driver: Arc::clone(bench.gpu.driver()),
+            driver: Arc::clone(bench.instance.driver()),
             idle: Mutex::default(),
             live: Mutex::default(),
             bytes_max: AtomicU64::new(u64::MAX),
@@ -55,9 +56,9 @@ impl Shelf {
         lock(&self.live).values().sum()
     }
 
-    fn plug(self: &Arc<Self>) -> FnPlug {
+    fn plug(self: &Arc<Self>) -> FnAllocator {
         let (gives, takes, resets) = (Arc::clone(self), Arc::clone(self), Arc::clone(self));
-        FnPlug::new(
+        FnAllocator::new(
             move |bytes, device, stream| gives.give(bytes, device, stream),
             move |ptr, bytes, _, _| {
                 lock(&takes.live).remove(&ptr.0);
@@ -68,7 +69,7 @@ impl Shelf {
         .on_reset(move || resets.clear())
     }
 
-    fn give(&self, bytes: u64, device: DeviceId, _: PlugStream) -> Result<Option<DevicePtr>> {
+    fn give(&self, bytes: u64, device: DeviceId, _: RawStream) -> Result<Option<DevicePtr>> {
         if self.bytes_live().saturating_add(bytes) > self.bytes_max.load(Ordering::Relaxed) {
             return Ok(None);
         }
@@ -102,7 +103,7 @@ impl Shelf {
 /// Runs `body` on a plugged allocator, and then expects everything to go back.
 fn on_plug(bench: &Bench, body: impl FnOnce(&Shared, &Arc<Shelf>) -> Checked) -> Checked {
     let shelf = Shelf::new(bench);
-    let allocator: Shared = Arc::new(PluggableAllocator::new(&bench.gpu, Arc::new(shelf.plug()))?);
+    let allocator: Shared = Arc::new(PluggableAllocator::new(&bench.instance, Arc::new(shelf.plug()))?);
     let outcome = body(&allocator, &shelf);
     allocator.trim(bench.device.id(), MemPoolId::DEFAULT)?;
     outcome?;
@@ -172,7 +173,7 @@ fn a_freed_block_waits_for_another_stream(bench: &Bench) -> Checked {
             other.wait_stream(&own)?;
             kit.keep_busy(&other)?;
             kit.write(first.ptr(), BYTES, 7, &other)?;
-            bench.gpu.driver().copy(result.ptr().into(), first.ptr().into(), BYTES, other.id())?;
+            bench.instance.driver().copy(result.ptr().into(), first.ptr().into(), BYTES, other.id())?;
             first.record_use(&other)?;
             let place = first.ptr();
             first.free()?;
@@ -191,8 +192,8 @@ fn a_freed_block_waits_for_another_stream(bench: &Bench) -> Checked {
 fn a_plug_feeds_a_pool_with_caching_on_top(bench: &Bench) -> Checked {
     Kit::with(bench, |kit| {
         let shelf = Shelf::new(bench);
-        let allocator: Shared = Arc::new(CachingAllocator::new(&bench.gpu, Settings::default()));
-        let upstream = Arc::new(PlugUpstream::new(&bench.gpu, Arc::new(shelf.plug()))?);
+        let allocator: Shared = Arc::new(CachingAllocator::new(&bench.instance, Settings::default()));
+        let upstream = Arc::new(ExternalUpstream::new(&bench.instance, Arc::new(shelf.plug()))?);
         let options = PoolOptions { upstream: Some(upstream), ..PoolOptions::default() };
         let pool = MemPool::new(&allocator, &bench.device, options)?;
         let stream = bench.device.lease_stream()?;
@@ -218,13 +219,13 @@ fn a_plug_feeds_a_pool_with_caching_on_top(bench: &Bench) -> Checked {
 
 fn the_programs_allocator_is_a_plug(bench: &Bench) -> Checked {
     let shelf = Shelf::new(bench);
-    let current = CurrentAllocator::new(&bench.gpu);
-    let plug: Arc<dyn Plug> = Arc::new(shelf.plug());
-    current.install(Arc::new(PluggableAllocator::new(&bench.gpu, plug)?))?;
+    let current = CurrentAllocator::new(&bench.instance);
+    let plug: Arc<dyn ExternalAllocator> = Arc::new(shelf.plug());
+    current.install(Arc::new(PluggableAllocator::new(&bench.instance, plug)?))?;
     let stream = bench.device.lease_stream()?;
     let block = current.get().allocate(5000, &stream)?;
     expect_eq("bytes of the plug", shelf.bytes_live(), 5000)?;
-    let late = current.install(Arc::new(CachingAllocator::new(&bench.gpu, Settings::default())));
+    let late = current.install(Arc::new(CachingAllocator::new(&bench.instance, Settings::default())));
     let refused = Error::AllocatorInUse { installed: "pluggable", bytes: 5000, wanted: "caching" };
     expect_eq("an install that comes too late", late, Err(refused))?;
     block.free()?;

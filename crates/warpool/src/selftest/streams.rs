@@ -9,7 +9,7 @@ use warpool_driver::conformance::Checked;
 use warpool_driver::conformance::expect::{expect, expect_eq, expect_same};
 
 use super::{Bench, Check, checks};
-use crate::{Error, Gpu, STREAMS_PER_POOL, Stream};
+use crate::{Error, Instance, STREAMS_PER_POOL, Stream};
 
 pub(super) const CHECKS: &[Check] = checks![
     streams_come_in_turn,
@@ -92,7 +92,7 @@ fn waiting_for_a_stream_orders_the_work(bench: &Bench) -> Checked {
         for round in 1..=20 {
             bench.fill(ptr, round, BYTES, &first)?;
             second.wait_stream(&first)?;
-            bench.gpu.driver().copy(ptr.offset(BYTES).into(), ptr.into(), BYTES, second.id())?;
+            bench.instance.driver().copy(ptr.offset(BYTES).into(), ptr.into(), BYTES, second.id())?;
             first.wait_stream(&second)?;
         }
         second.synchronize()?;
@@ -117,10 +117,10 @@ fn callbacks_run_in_stream_order(bench: &Bench) -> Checked {
 }
 
 fn what_is_in_use_cannot_be_closed(bench: &Bench) -> Checked {
-    let gpu = Gpu::new(Arc::clone(bench.gpu.driver()))?;
-    let stream = gpu.device(bench.device.index())?.pool_stream()?;
-    expect_eq("closing", gpu.close(), Err(Error::StillInUse { holders: 1 }))?;
-    let gpu = stream.gpu().clone();
+    let instance = Instance::new(Arc::clone(bench.instance.driver()))?;
+    let stream = instance.device(bench.device.index())?.pool_stream()?;
+    expect_eq("closing", instance.close(), Err(Error::StillInUse { holders: 1 }))?;
+    let instance = stream.instance().clone();
     drop(stream);
-    Ok(gpu.close()?)
+    Ok(instance.close()?)
 }

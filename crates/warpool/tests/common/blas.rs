@@ -1,4 +1,5 @@
-//! A bench for cuBLAS: a simulated machine, and products whose results are known. The rule: a test that makes a lab ends with [`Lab::finish`].
+//! A bench for cuBLAS: a simulated machine, and products whose results are known. The rule: a test that makes a lab
+//! ends with [`Lab::finish`].
 
 use std::sync::Arc;
 
@@ -7,7 +8,7 @@ use warpool::driver::decorate::Counting;
 use warpool::driver::sim::{LibraryCall, SimConfig, SimDriver};
 use warpool::driver::{BlasMatrix, Driver, HandleId, Libraries as _, Sgemm};
 use warpool::memory::{Allocate as _, Block, CachingAllocator, DeviceAllocator, MemPoolId, Settings, Stat};
-use warpool::{Device, Gpu, Result, Stream};
+use warpool::{Device, Instance, Result, Stream};
 
 use super::memory::{FIRST, MIB};
 
@@ -18,7 +19,7 @@ pub const HOPPER: u64 = 32 * MIB;
 pub struct Lab {
     pub sim: Arc<SimDriver>,
     pub counting: Arc<Counting>,
-    pub gpu: Gpu,
+    pub instance: Instance,
     pub device: Device,
     pub allocator: Arc<dyn DeviceAllocator>,
     pub blas: Blas,
@@ -30,16 +31,16 @@ impl Lab {
     }
 
     pub fn with(settings: BlasSettings) -> Self {
-        Self::on(|gpu| Arc::new(CachingAllocator::new(gpu, Settings::default())), settings)
+        Self::on(|instance| Arc::new(CachingAllocator::new(instance, Settings::default())), settings)
     }
 
-    pub fn on(allocator: impl FnOnce(&Gpu) -> Arc<dyn DeviceAllocator>, settings: BlasSettings) -> Self {
+    pub fn on(allocator: impl FnOnce(&Instance) -> Arc<dyn DeviceAllocator>, settings: BlasSettings) -> Self {
         let sim = Arc::new(SimDriver::new(SimConfig::default().with_devices(2)));
         let counting = Arc::new(Counting::new(sim.clone()));
-        let gpu = Gpu::new(counting.clone()).unwrap();
-        let allocator = allocator(&gpu);
+        let instance = Instance::new(counting.clone()).unwrap();
+        let allocator = allocator(&instance);
         let blas = Blas::new(&allocator, settings);
-        Self { sim, counting, device: gpu.device(0).unwrap(), gpu, allocator, blas }
+        Self { sim, counting, device: instance.device(0).unwrap(), instance, allocator, blas }
     }
 
     pub fn stream(&self) -> Stream {
@@ -67,7 +68,7 @@ impl Lab {
 
     /// Gives everything back, and looks for what may have gone wrong.
     pub fn finish(self) {
-        for device in self.gpu.devices() {
+        for device in self.instance.devices() {
             device.synchronize().unwrap();
         }
         assert_eq!(self.sim.hazards(), [], "hazards");
@@ -79,8 +80,8 @@ impl Lab {
     }
 }
 
-/// Runs `body` on as many threads at once, with their numbers, and waits until they are gone, with all that they held: the end of a scope does not wait
-/// for that.
+/// Runs `body` on as many threads at once, with their numbers, and waits until they are gone, with all that they held:
+/// the end of a scope does not wait for that.
 pub fn on_threads(count: usize, body: impl Fn(usize) + Sync) {
     std::thread::scope(|scope| {
         let body = &body;
@@ -89,7 +90,8 @@ pub fn on_threads(count: usize, body: impl Fn(usize) + Sync) {
     });
 }
 
-/// Three matrices on the device, small whole numbers that depend on `seed`: sums of them are exact whatever the order, also in TF32.
+/// Three matrices on the device, small whole numbers that depend on `seed`: sums of them are exact whatever the order,
+/// also in TF32.
 pub struct Matrices {
     pub product: Sgemm,
     pub expected: Vec<f32>,
@@ -109,7 +111,7 @@ impl Matrices {
             (0..n).map(|i| a[i * n + row] * b[column * n + i]).sum()
         };
         let expected = (0..n * n).map(cell).collect();
-        let driver = Arc::clone(allocator.gpu().driver());
+        let driver = Arc::clone(allocator.instance().driver());
         let block = allocator.allocate((3 * n * n * 4) as u64, stream)?;
         let bytes: Vec<u8> = a.iter().chain(&b).flat_map(|x| x.to_ne_bytes()).collect();
         // What the block was used for before is in the stream's order; the host is not.

@@ -1,5 +1,5 @@
-//! A bench for graphs: kernels that count, a stream to capture on, and an end that looks for everything that graphs may have left behind.
-//! The rule: a test that makes a lab ends with [`GraphLab::finish`], with all its graphs gone.
+//! A bench for graphs: kernels that count, a stream to capture on, and an end that looks for everything that graphs may
+//! have left behind. The rule: a test that makes a lab ends with [`GraphLab::finish`], with all its graphs gone.
 
 use warpool::driver::sim::{Census, HazardKind, SimConfig};
 use warpool::driver::{Copies as _, DevicePtr, FunctionId, KernelMirror, KernelSource, Kernels as _, LaunchShape};
@@ -160,7 +160,7 @@ impl GraphLab {
         assert_eq!((now.allocations, now.mappings, now.reservations), (0, 0, 0), "left behind");
         assert_eq!((now.events, now.handles), (self.start.events, 0), "left behind");
         assert_eq!(now.bytes_used, self.start.bytes_used, "memory left behind");
-        assert!(!self.bench.gpu.is_capturing(&self.side).unwrap());
+        assert!(!self.bench.instance.is_capturing(&self.side).unwrap());
         self.bench.finish();
     }
 }

@@ -1,5 +1,5 @@
-//! A bench for the caching allocator: one simulated machine, short calls, and an end that looks for everything that may have gone wrong.
-//! The rule: a test that makes a bench ends with [`Bench::finish`].
+//! A bench for the caching allocator: one simulated machine, short calls, and an end that looks for everything that may
+//! have gone wrong. The rule: a test that makes a bench ends with [`Bench::finish`].
 
 use std::sync::Arc;
 
@@ -12,7 +12,7 @@ use warpool::memory::{
     Allocation, CachingAllocator, DeviceAllocator, MemPoolId, PoolKeeper, Request, SegmentInfo, Settings,
     SnapshotOptions, Stats,
 };
-use warpool::{Device, Error, Gpu, Result, Stream};
+use warpool::{Device, Error, Instance, Result, Stream};
 
 pub const KIB: u64 = 1 << 10;
 pub const MIB: u64 = 1 << 20;
@@ -24,7 +24,7 @@ pub const FIRST: DeviceId = DeviceId(0);
 /// A machine, an allocator on it, and the default stream of its first device.
 pub struct Bench {
     pub sim: Arc<SimDriver>,
-    pub gpu: Gpu,
+    pub instance: Instance,
     pub allocator: Arc<CachingAllocator>,
     pub main: Stream,
 }
@@ -46,15 +46,15 @@ impl Bench {
             device.bytes_context = 0;
         }
         let sim = Arc::new(SimDriver::new(config));
-        let gpu = Gpu::new(sim.clone()).expect("a simulated device");
+        let instance = Instance::new(sim.clone()).expect("a simulated device");
         let settings = Settings::parse(settings).expect("settings without mistakes");
-        let allocator = Arc::new(CachingAllocator::new(&gpu, settings));
-        let main = gpu.device(0).unwrap().default_stream().unwrap();
-        Self { sim, gpu, allocator, main }
+        let allocator = Arc::new(CachingAllocator::new(&instance, settings));
+        let main = instance.device(0).unwrap().default_stream().unwrap();
+        Self { sim, instance, allocator, main }
     }
 
     pub fn device(&self) -> Device {
-        self.gpu.device(0).unwrap()
+        self.instance.device(0).unwrap()
     }
 
     /// The allocator as others see it.
@@ -217,7 +217,7 @@ impl Bench {
 
     /// Waits for the devices; the books agree, and nothing was used that nobody had.
     pub fn finish(self) {
-        for device in self.gpu.devices() {
+        for device in self.instance.devices() {
             device.synchronize().unwrap();
         }
         self.allocator.check();

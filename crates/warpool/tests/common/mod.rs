@@ -11,13 +11,13 @@ use std::sync::Arc;
 
 use warpool::driver::Pattern;
 use warpool::driver::sim::{SimConfig, SimDriver};
-use warpool::{Device, Gpu, Stream};
+use warpool::{Device, Instance, Stream};
 
-/// A simulated machine, and a `Gpu` on it.
-pub fn machine(devices: u32) -> (Arc<SimDriver>, Gpu) {
+/// A simulated machine, and a `Instance` on it.
+pub fn machine(devices: u32) -> (Arc<SimDriver>, Instance) {
     let sim = Arc::new(SimDriver::new(SimConfig::default().with_devices(devices)));
-    let gpu = Gpu::new(sim.clone()).expect("a simulated device");
-    (sim, gpu)
+    let instance = Instance::new(sim.clone()).expect("a simulated device");
+    (sim, instance)
 }
 
 /// The only device of a simulated machine.
@@ -28,7 +28,7 @@ pub fn device() -> Device {
 /// Queues work that takes longer, on the virtual clock, than the calls of a test do.
 pub fn keep_busy(stream: &Stream) {
     const BYTES: u64 = 8 << 20;
-    let driver = stream.gpu().driver();
+    let driver = stream.instance().driver();
     let memory = driver.mem_alloc(stream.device_id(), BYTES).expect("room for the work");
     for _ in 0..100 {
         driver.fill(memory, Pattern::U8(7), BYTES, stream.id()).expect("a fill");

@@ -1,4 +1,5 @@
-//! A plug for tests: memory from the simulated device, every call written down, and everything that is freed compared with what was given.
+//! A plug for tests: memory from the simulated device, every call written down, and everything that is freed compared
+//! with what was given.
 
 use std::collections::BTreeMap;
 use std::sync::Mutex;
@@ -7,10 +8,10 @@ use std::sync::{Arc, MutexGuard};
 
 use warpool::Result;
 use warpool::driver::{DeviceId, DevicePtr, Driver};
-use warpool::memory::{BaseAllocation, FnPlug, MemPoolId, PlugStream};
+use warpool::memory::{BaseAllocation, FnAllocator, MemPoolId, RawStream};
 
 /// What a plug gave, and to whom.
-pub type Given = (u64, DeviceId, PlugStream);
+pub type Given = (u64, DeviceId, RawStream);
 
 /// What is written down, shared with the closures.
 pub struct Notebook {
@@ -38,16 +39,16 @@ impl Notebook {
     }
 
     /// Two closures around the driver's plain calls.
-    pub fn plug(self: &Arc<Self>) -> FnPlug {
+    pub fn plug(self: &Arc<Self>) -> FnAllocator {
         let (gives, takes) = (Arc::clone(self), Arc::clone(self));
-        FnPlug::new(
+        FnAllocator::new(
             move |bytes, device, stream| gives.give(bytes, device, stream),
             move |ptr, bytes, device, stream| takes.take(ptr, bytes, device, stream),
         )
     }
 
     /// The same with a closure for every hook, which takes care of other streams by doing nothing.
-    pub fn plug_with_hooks(self: &Arc<Self>) -> FnPlug {
+    pub fn plug_with_hooks(self: &Arc<Self>) -> FnAllocator {
         let book = || Arc::clone(self);
         let (init, reset, fraction, base, record) = (book(), book(), book(), book(), book());
         let (begin, end, release) = (book(), book(), book());
@@ -90,7 +91,7 @@ impl Notebook {
         lock(&self.live).values().map(|given| given.0).sum()
     }
 
-    fn give(&self, bytes: u64, device: DeviceId, stream: PlugStream) -> Result<Option<DevicePtr>> {
+    fn give(&self, bytes: u64, device: DeviceId, stream: RawStream) -> Result<Option<DevicePtr>> {
         self.write(format!("give {bytes}"));
         assert_eq!(self.driver.stream_handle(stream.id).unwrap().raw, stream.raw, "the stream's own handle");
         if self.bytes_live().saturating_add(bytes) > self.capacity.load(Ordering::SeqCst) {
@@ -104,7 +105,7 @@ impl Notebook {
         Ok(given)
     }
 
-    fn take(&self, ptr: DevicePtr, bytes: u64, device: DeviceId, stream: PlugStream) -> Result<()> {
+    fn take(&self, ptr: DevicePtr, bytes: u64, device: DeviceId, stream: RawStream) -> Result<()> {
         let given = lock(&self.live).remove(&ptr.0);
         let (given_bytes, given_device, given_stream) = given.expect("what comes back was given, and once");
         assert_eq!((bytes, device), (given_bytes, given_device), "as it was given");

@@ -19,7 +19,7 @@ fn a_graph_runs_what_was_captured_each_time() {
     lab.bench.device().synchronize().unwrap();
     let key = graph
         .capture(&lab.side, CaptureOptions::default(), |capture| {
-            assert_eq!(lab.bench.gpu.current_stream()?, *lab.side.stream());
+            assert_eq!(lab.bench.instance.current_stream()?, *lab.side.stream());
             let (stream, key) = (capture.stream().clone(), capture.keep(data)?);
             capture.launch(lab.add, LaunchShape::ONE, &[key.into(), 1_u32.into(), 3_u32.into()], &stream)?;
             Ok(key)
@@ -41,7 +41,7 @@ fn bad_begins_are_refused_one_by_one_and_change_nothing() {
     let before = (lab.bench.stats(), lab.bench.sim.census());
     let main = lab.bench.main.clone();
     assert_eq!(graph_error(graph.capture_begin(&main, plain)), GraphError::DefaultStream);
-    let far = lab.bench.gpu.device(1).unwrap().lease_stream().unwrap();
+    let far = lab.bench.instance.device(1).unwrap().lease_stream().unwrap();
     assert!(matches!(graph_error(graph.capture_begin(&far, plain)), GraphError::StreamDevice { .. }));
     let other = Lab::new();
     assert_eq!(graph.capture_begin(&other.side, plain), Err(Error::ForeignGpu { thing: "the stream" }));
@@ -88,7 +88,7 @@ fn begin_and_end_are_a_pair() {
     assert_eq!(graph_error(graph.capture_end(&lab.side)), GraphError::NotCapturing);
     assert_eq!(graph_error(graph.replay(&lab.bench.main)), GraphError::NotCaptured);
     graph.capture_begin(&lab.side, CaptureOptions::default()).unwrap();
-    assert!(graph.is_capturing() && lab.bench.gpu.is_capturing(&lab.side).unwrap());
+    assert!(graph.is_capturing() && lab.bench.instance.is_capturing(&lab.side).unwrap());
     let nested = graph_error(graph.capture_begin(&lab.side, CaptureOptions::default()));
     assert_eq!(nested, GraphError::AlreadyCapturing { stream: lab.side.id() });
     assert_eq!(graph_error(graph.replay(&lab.bench.main)), GraphError::StillCapturing);
@@ -99,7 +99,7 @@ fn begin_and_end_are_a_pair() {
     let key = graph.scope().unwrap().allocate(4).unwrap();
     graph.scope().unwrap().fill(key, Pattern::U32(9), 1, &lab.side).unwrap();
     graph.capture_end(&lab.side).unwrap();
-    assert!(!lab.bench.gpu.is_capturing(&lab.side).unwrap());
+    assert!(!lab.bench.instance.is_capturing(&lab.side).unwrap());
     lab.expect(&graph, key, 9);
     drop(graph);
     lab.finish();
@@ -165,7 +165,7 @@ fn a_panic_in_the_scope_ends_the_capture_and_goes_on() {
         })
     }));
     assert_eq!(panic.unwrap_err().downcast_ref::<&str>(), Some(&"on purpose"));
-    assert!(!graph.is_capturing() && lab.bench.gpu.current_stream().unwrap() == lab.bench.main);
+    assert!(!graph.is_capturing() && lab.bench.instance.current_stream().unwrap() == lab.bench.main);
     lab.still_works(&mut graph);
     drop(graph);
     lab.finish();

@@ -37,10 +37,10 @@ fn an_if_runs_its_body_when_the_flag_is_set() {
                 let flag = if byte { Flag::byte(switch.at(1)) } else { Flag::word(switch) };
                 capture.if_node(flag, |body| {
                     assert!(body.in_body() && body.stream().id() != lab.side.id());
-                    assert_eq!(lab.bench.gpu.current_stream()?, *body.stream());
+                    assert_eq!(lab.bench.instance.current_stream()?, *body.stream());
                     add(&lab, body, out, 10)
                 })?;
-                assert_eq!(lab.bench.gpu.current_stream()?, *lab.side.stream());
+                assert_eq!(lab.bench.instance.current_stream()?, *lab.side.stream());
                 add(&lab, capture, out, 100)?;
                 Ok((switch, out))
             })
@@ -250,7 +250,7 @@ fn a_panic_in_a_body_that_is_caught_outside_fails_the_capture() {
             capture.if_node(Flag::word(key), |_| -> Result<()> { panic!("on purpose") })
         }));
         assert!(caught.is_err());
-        assert_eq!(lab.bench.gpu.current_stream()?, *lab.side.stream());
+        assert_eq!(lab.bench.instance.current_stream()?, *lab.side.stream());
         Ok(())
     });
     assert_eq!(graph_error(outcome), GraphError::BodyFailed { error: Box::new(GraphError::BodyPanicked.into()) });
@@ -297,7 +297,7 @@ fn nobody_else_gets_the_stream_of_a_body_before_the_capture_ends() {
         .capture(&lab.side, CaptureOptions::default(), |capture| {
             let switch = capture.allocate(4)?;
             fill(capture, switch, 1)?;
-            let mut before = lab.bench.gpu.event();
+            let mut before = lab.bench.instance.event();
             lab.side.record_event(&mut before)?;
             let mut used = Vec::new();
             for _ in 0..2 {

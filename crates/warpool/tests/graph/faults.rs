@@ -7,12 +7,12 @@ use warpool::driver::sim::{HazardKind, SimConfig, SimDriver};
 use warpool::driver::{ErrorCode, Pattern};
 use warpool::graph::{CaptureOptions, Flag, Graph, GraphOptions};
 use warpool::memory::{Allocate as _, CachingAllocator, DeviceAllocator, MemPoolId, Settings};
-use warpool::{Gpu, Result, StreamLease};
+use warpool::{Instance, Result, StreamLease};
 
 struct Lab {
     sim: Arc<SimDriver>,
     faulty: Arc<Faulty>,
-    gpu: Gpu,
+    instance: Instance,
     allocator: Arc<dyn DeviceAllocator>,
     side: StreamLease,
 }
@@ -21,15 +21,16 @@ impl Lab {
     fn new() -> Self {
         let sim = Arc::new(SimDriver::new(SimConfig::default()));
         let faulty = Arc::new(Faulty::new(sim.clone(), FaultPlan::new()));
-        let gpu = Gpu::new(faulty.clone()).unwrap();
-        let allocator: Arc<dyn DeviceAllocator> = Arc::new(CachingAllocator::new(&gpu, Settings::default()));
-        let side = gpu.device(0).unwrap().lease_stream().unwrap();
-        Self { sim, faulty, gpu, allocator, side }
+        let instance = Instance::new(faulty.clone()).unwrap();
+        let allocator: Arc<dyn DeviceAllocator> = Arc::new(CachingAllocator::new(&instance, Settings::default()));
+        let side = instance.device(0).unwrap().lease_stream().unwrap();
+        Self { sim, faulty, instance, allocator, side }
     }
 
-    /// A graph with memory of its own, memory from outside, a second stream and a conditional node; replayed on two streams, reset and captured again.
+    /// A graph with memory of its own, memory from outside, a second stream and a conditional node; replayed on two
+    /// streams, reset and captured again.
     fn scenario(&self, keep_graph: bool) -> Result<()> {
-        let device = self.gpu.device(0)?;
+        let device = self.instance.device(0)?;
         let mut graph = Graph::new(&self.allocator, &device, GraphOptions { keep_graph })?;
         let outside = Arc::new(self.allocator.allocate(512, &self.side)?);
         for _ in 0..2 {
@@ -65,7 +66,7 @@ impl Lab {
         self.faulty.clear_plan();
         self.scenario(false).unwrap_or_else(|error| panic!("{about}: afterwards it does not work: {error}"));
         self.scenario(true).unwrap_or_else(|error| panic!("{about}: afterwards it does not work: {error}"));
-        let device = self.gpu.device(0).unwrap();
+        let device = self.instance.device(0).unwrap();
         device.synchronize().unwrap();
         self.allocator.trim(device.id(), MemPoolId::DEFAULT).unwrap();
         let left = self.sim.census();
@@ -74,9 +75,9 @@ impl Lab {
         let meant = [HazardKind::CaptureBroken, HazardKind::CaptureUnjoined];
         let hazards: Vec<_> = self.sim.hazards().into_iter().filter(|one| !meant.contains(&one.kind)).collect();
         assert_eq!(hazards, [], "{about}");
-        let Self { sim, faulty, gpu, allocator, side } = self;
+        let Self { sim, faulty, instance, allocator, side } = self;
         drop((faulty, allocator, side, device));
-        gpu.close().unwrap();
+        instance.close().unwrap();
         let left = sim.census();
         assert_eq!((left.streams, left.events, left.modules), (0, 0, 0), "{about}");
     }

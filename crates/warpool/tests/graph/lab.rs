@@ -1,4 +1,5 @@
-//! A machine with an allocator, a stream to capture on and a kernel, and an end that looks for everything that graphs may have left behind.
+//! A machine with an allocator, a stream to capture on and a kernel, and an end that looks for everything that graphs
+//! may have left behind.
 
 use std::sync::Arc;
 
@@ -118,7 +119,7 @@ impl Lab {
         assert_eq!(now.bytes_used, self.start.bytes_used, "memory left behind");
         // Nobody asks the driver whether a stream captures, as long as no capture is counted.
         let calls = self.bench.sim.calls_made();
-        assert!(!self.bench.gpu.is_capturing(&self.side).unwrap());
+        assert!(!self.bench.instance.is_capturing(&self.side).unwrap());
         assert_eq!(self.bench.sim.calls_made(), calls, "a capture still counts");
         assert_eq!(self.bench.pools().capture_ended(FIRST), Err(Error::NotCapturing { device: FIRST }));
         assert_eq!(Arc::strong_count(&self.bench.allocator), 1, "something holds on to the allocator");

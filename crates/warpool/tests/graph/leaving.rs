@@ -6,7 +6,7 @@ use warpool::driver::sim::{SimConfig, SimDriver};
 use warpool::driver::{Captures as _, Copies as _, Graphs as _, Pattern};
 use warpool::graph::{CaptureOptions, Graph, GraphError, GraphOptions};
 use warpool::memory::{Allocate as _, CachingAllocator, DeviceAllocator, Settings};
-use warpool::{Gpu, Stream};
+use warpool::{Instance, Stream};
 
 use crate::lab::{Lab, graph_error};
 
@@ -49,7 +49,7 @@ fn a_graph_dropped_in_a_capture_leaves_it_to_the_next() {
     graph.scope().unwrap().fill(key, Pattern::U8(1), 64, &lab.side).unwrap();
     drop_quietly(&lab, graph);
     assert!(lab.side.is_capturing().unwrap(), "the driver was not told yet");
-    assert!(lab.bench.gpu.is_capturing(&lab.side).unwrap(), "and it still counts");
+    assert!(lab.bench.instance.is_capturing(&lab.side).unwrap(), "and it still counts");
     assert!(lab.bench.pools().pool_uses(crate::common::memory::FIRST, pool).unwrap_or(0) == 0);
     // Memory that the stream used meanwhile must wait for the end of that capture, not put a mark into it.
     let block = lab.bench.any().allocate(512, &lab.bench.main).unwrap();
@@ -89,7 +89,7 @@ fn a_reset_in_the_middle_of_a_capture_ends_it() {
     graph.capture_begin(&lab.side, CaptureOptions::default()).unwrap();
     graph.scope().unwrap().allocate(64).unwrap();
     graph.reset().unwrap();
-    assert!(!lab.side.is_capturing().unwrap() && !lab.bench.gpu.is_capturing(&lab.side).unwrap());
+    assert!(!lab.side.is_capturing().unwrap() && !lab.bench.instance.is_capturing(&lab.side).unwrap());
     assert_eq!(graph_error(graph.capture_end(&lab.side)), GraphError::NotCapturing);
     lab.still_works(&mut graph);
     drop(graph);
@@ -113,9 +113,9 @@ fn a_capture_that_is_ended_behind_our_back_is_over() {
 #[test]
 fn closing_the_gpu_destroys_what_graphs_left() {
     let sim = Arc::new(SimDriver::new(SimConfig::default()));
-    let gpu = Gpu::new(sim.clone()).unwrap();
-    let device = gpu.device(0).unwrap();
-    let allocator: Arc<dyn DeviceAllocator> = Arc::new(CachingAllocator::new(&gpu, Settings::default()));
+    let instance = Instance::new(sim.clone()).unwrap();
+    let device = instance.device(0).unwrap();
+    let allocator: Arc<dyn DeviceAllocator> = Arc::new(CachingAllocator::new(&instance, Settings::default()));
     let lease = device.lease_stream().unwrap();
     let stream: &Stream = &lease;
     let mut graph = Graph::new(&allocator, &device, GraphOptions { keep_graph: true }).unwrap();
@@ -131,7 +131,7 @@ fn closing_the_gpu_destroys_what_graphs_left() {
     abandoned.capture_begin(stream, CaptureOptions::default()).unwrap();
     drop((graph, abandoned));
     drop((allocator, lease, device));
-    gpu.close().unwrap();
+    instance.close().unwrap();
     let left = sim.census();
     assert_eq!((left.graphs, left.graph_execs, left.captures, left.streams, left.events), (0, 0, 0, 0, 0));
 }

@@ -131,7 +131,8 @@ fn a_graph_captures_again_after_a_reset() {
     lab.finish();
 }
 
-/// PyTorch's strictest test of graph memory, in our terms: what a capture holds, to the byte, before and after the graph goes, while its result is still in use.
+/// PyTorch's strictest test of graph memory, in our terms: what a capture holds, to the byte, before and after the
+/// graph goes, while its result is still in use.
 #[test]
 fn memory_is_accounted_for_to_the_byte() {
     const SMALL: u64 = 2 * MIB;
@@ -196,7 +197,8 @@ fn a_hundred_captures_do_not_grow_memory() {
     lab.finish();
 }
 
-/// A block that was the graph's is given out again only behind the replays that are under way, on whatever stream they are.
+/// A block that was the graph's is given out again only behind the replays that are under way, on whatever stream they
+/// are.
 #[test]
 fn memory_of_a_graph_that_is_gone_waits_for_its_replays() {
     let lab = Lab::new();
@@ -321,7 +323,7 @@ fn a_pool_for_need_keeps_what_graphs_use() {
 #[test]
 fn an_allocator_knows_of_captures_with_another() {
     let lab = Lab::new();
-    let other: Arc<dyn DeviceAllocator> = Arc::new(CachingAllocator::new(&lab.bench.gpu, Settings::default()));
+    let other: Arc<dyn DeviceAllocator> = Arc::new(CachingAllocator::new(&lab.bench.instance, Settings::default()));
     let (mut graph, plain) = (lab.graph(), lab.bench.side_stream());
     graph
         .capture(&lab.side, CaptureOptions::default(), |capture| {
@@ -369,7 +371,7 @@ fn memory_used_on_the_default_stream_goes_while_a_blocking_stream_captures() {
 #[test]
 fn a_pool_of_another_allocator_is_refused() {
     let lab = Lab::new();
-    let other: Arc<dyn DeviceAllocator> = Arc::new(CachingAllocator::new(&lab.bench.gpu, Settings::default()));
+    let other: Arc<dyn DeviceAllocator> = Arc::new(CachingAllocator::new(&lab.bench.instance, Settings::default()));
     let own = MemPool::new(&lab.bench.any(), &lab.bench.device(), PoolOptions::default()).unwrap();
     let foreign = MemPool::new(&other, &lab.bench.device(), PoolOptions::default()).unwrap();
     let mut graph = lab.graph();

@@ -1,4 +1,5 @@
-//! Threads that poll events beside threads that capture. How they take turns is tested beside the code, in `graph/pollers.rs`.
+//! Threads that poll events beside threads that capture. How they take turns is tested beside the code, in
+//! `graph/pollers.rs`.
 
 use std::sync::mpsc;
 use std::time::Duration;
@@ -11,12 +12,12 @@ use crate::lab::{Lab, graph_error};
 #[test]
 fn questions_asked_with_a_guard_break_no_capture() {
     let lab = Lab::new();
-    let mut event = lab.bench.gpu.event();
+    let mut event = lab.bench.instance.event();
     event.record(&lab.bench.side_stream()).unwrap();
     let mut graph = lab.graph();
     graph
         .capture(&lab.side, CaptureOptions::default(), |_| {
-            let asked = || lab.bench.gpu.polling().query(&event);
+            let asked = || lab.bench.instance.polling().query(&event);
             assert!(asked()?, "from the thread that captures");
             std::thread::scope(|threads| threads.spawn(asked).join().unwrap()).map(drop)
         })
@@ -33,7 +34,7 @@ fn a_capture_waits_for_those_who_poll() {
     let lab = Lab::new();
     let (say, heard) = mpsc::channel();
     std::thread::scope(|threads| {
-        let polling = lab.bench.gpu.polling();
+        let polling = lab.bench.instance.polling();
         threads.spawn(|| {
             let mut graph = lab.graph();
             lab.still_works(&mut graph);
@@ -55,16 +56,16 @@ fn a_capture_can_give_up_waiting() {
     let options = CaptureOptions { poller_patience: Some(Duration::ZERO), ..CaptureOptions::default() };
     let (ready, go) = (mpsc::channel(), mpsc::channel::<()>());
     std::thread::scope(|threads| {
-        let (gpu, say) = (&lab.bench.gpu, ready.0);
+        let (instance, say) = (&lab.bench.instance, ready.0);
         threads.spawn(move || {
-            let _polling = gpu.polling();
+            let _polling = instance.polling();
             say.send(()).unwrap();
             let _ = go.1.recv();
         });
         ready.1.recv().unwrap();
         let refused = graph_error(graph.capture(&lab.side, options, |_| Ok(())));
         assert!(matches!(refused, GraphError::PollersBusy { pollers: 1, .. }), "{refused}");
-        assert!(!lab.bench.gpu.is_capturing(&lab.side).unwrap() && graph.pools().is_empty());
+        assert!(!lab.bench.instance.is_capturing(&lab.side).unwrap() && graph.pools().is_empty());
         drop(go.0);
     });
     lab.fill_into(&mut graph, options, 1);
@@ -76,8 +77,8 @@ fn a_capture_can_give_up_waiting() {
 fn a_thread_that_polls_cannot_wait_for_itself() {
     let lab = Lab::new();
     let mut graph = lab.graph();
-    let polling = lab.bench.gpu.polling();
-    let nested = lab.bench.gpu.polling();
+    let polling = lab.bench.instance.polling();
+    let nested = lab.bench.instance.polling();
     drop(polling);
     assert_eq!(graph_error(graph.capture(&lab.side, CaptureOptions::default(), |_| Ok(()))), GraphError::PollsItself);
     drop(nested);

@@ -7,7 +7,7 @@ use warpool::driver::{CaptureMode, ErrorCode, LaunchShape, Pattern};
 use warpool::generator::Generator;
 use warpool::graph::{CaptureOptions, Graph, GraphError, capture_mode};
 use warpool::memory::{Allocate as _, DeviceAllocator, DriverPoolAllocator};
-use warpool::{Error, Gpu};
+use warpool::{Error, Instance};
 
 use crate::lab::{Lab, graph_error};
 
@@ -161,7 +161,7 @@ fn things_of_other_gpus_are_refused() {
     assert_eq!(made, Err(Error::ForeignGpu { thing: "the device" }));
     lab.still_works(&mut graph);
     assert_eq!(graph.replay(&other.side), Err(Error::ForeignGpu { thing: "the stream" }));
-    let far = lab.bench.gpu.device(1).unwrap().pool_stream().unwrap();
+    let far = lab.bench.instance.device(1).unwrap().pool_stream().unwrap();
     assert!(matches!(graph_error(graph.replay(&far)), GraphError::StreamDevice { .. }));
     drop(graph);
     other.finish();
@@ -193,7 +193,7 @@ fn a_replay_cannot_be_captured() {
 #[test]
 fn an_allocator_without_pools_has_no_graphs() {
     let lab = Lab::new();
-    let allocator: Arc<dyn DeviceAllocator> = Arc::new(DriverPoolAllocator::new(&lab.bench.gpu));
+    let allocator: Arc<dyn DeviceAllocator> = Arc::new(DriverPoolAllocator::new(&lab.bench.instance));
     let refused = Graph::new(&allocator, &lab.bench.device(), Default::default()).map(drop);
     assert_eq!(refused, Err(Error::Unsupported { allocator: "driver-pool", what: "private pools" }));
     lab.finish();
@@ -230,7 +230,7 @@ fn several_threads_capture_at_once() {
 fn graphs_go_from_thread_to_thread() {
     fn both<T: Send + Sync>() {}
     both::<Graph>();
-    both::<Gpu>();
+    both::<Instance>();
     let lab = Lab::new();
     let (graph, key) = lab.filled(8);
     std::thread::scope(|threads| threads.spawn(|| graph.replay(&lab.side)).join().unwrap()).unwrap();

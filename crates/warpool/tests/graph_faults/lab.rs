@@ -14,7 +14,7 @@ use warpool::graph::{Graph, GraphOptions};
 use warpool::memory::{
     Allocate as _, Block, CachingAllocator, DeviceAllocator, HostAllocator, MemPoolId, PinnedSettings, Settings,
 };
-use warpool::{Device, Error, Gpu, Result, Stream, StreamLease};
+use warpool::{Device, Error, Instance, Result, Stream, StreamLease};
 
 const FIRST: DeviceId = DeviceId(0);
 
@@ -51,7 +51,7 @@ static KERNELS: KernelSource = KernelSource {
 pub struct Lab {
     pub sim: Arc<SimDriver>,
     pub faulty: Arc<Faulty>,
-    pub gpu: Gpu,
+    pub instance: Instance,
     pub device: Device,
     caching: Arc<CachingAllocator>,
     pub any: Arc<dyn DeviceAllocator>,
@@ -74,11 +74,11 @@ impl Lab {
         let sim = Arc::new(SimDriver::new(config));
         let start = sim.census();
         let faulty = Arc::new(Faulty::new(sim.clone(), FaultPlan::new()));
-        let gpu = Gpu::new(faulty.clone()).unwrap();
-        let device = gpu.device(0).unwrap();
-        let caching = Arc::new(CachingAllocator::new(&gpu, Settings::parse(settings).unwrap()));
+        let instance = Instance::new(faulty.clone()).unwrap();
+        let device = instance.device(0).unwrap();
+        let caching = Arc::new(CachingAllocator::new(&instance, Settings::parse(settings).unwrap()));
         let any: Arc<dyn DeviceAllocator> = caching.clone();
-        let host = HostAllocator::new(&gpu, PinnedSettings::default());
+        let host = HostAllocator::new(&instance, PinnedSettings::default());
         let blas = Blas::new(&any, BlasSettings::default());
         let generator = Generator::new(&device).unwrap();
         let leases = [device.lease_stream().unwrap(), device.lease_stream().unwrap()];
@@ -88,7 +88,7 @@ impl Lab {
         Self {
             sim,
             faulty,
-            gpu,
+            instance,
             device,
             caching,
             any,
@@ -142,7 +142,8 @@ impl Lab {
         self.any.trim(FIRST, MemPoolId::DEFAULT).map(drop)
     }
 
-    /// The capture on the first stream is over, unless the driver refused to end it more than once: then nobody can do more, and the program stops.
+    /// The capture on the first stream is over, unless the driver refused to end it more than once: then nobody can do
+    /// more, and the program stops.
     pub fn expect_ended(&self) -> Result<()> {
         if self.sim.capture_state(self.one.id()) == Ok(CaptureState::None) {
             return Ok(());
@@ -175,7 +176,21 @@ impl Lab {
     pub fn close(self, about: &str) {
         self.expect_calm(about);
         let Self {
-            sim, faulty, gpu, device, caching, any, host, blas, generator, one, two, leases, module, start, ..
+            sim,
+            faulty,
+            instance,
+            device,
+            caching,
+            any,
+            host,
+            blas,
+            generator,
+            one,
+            two,
+            leases,
+            module,
+            start,
+            ..
         } = self;
         device.synchronize().unwrap();
         blas.close().unwrap();
@@ -190,7 +205,7 @@ impl Lab {
         assert_eq!(stats.reserved_bytes.all.current, 0, "{about}: memory is kept");
         sim.module_unload(module).unwrap();
         drop((caching, any, generator, one, two, leases, device));
-        gpu.close().unwrap();
+        instance.close().unwrap();
         drop(faulty);
         assert_eq!(sim.census(), start, "{about}: what is left, and what there was");
         let hazards: Vec<String> = sim.hazards().iter().map(ToString::to_string).collect();

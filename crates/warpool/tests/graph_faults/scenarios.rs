@@ -238,14 +238,14 @@ fn shared_pool(lab: &Lab, graph: &mut Graph) -> Result<()> {
 /// Questions about an event beside a strict capture.
 fn pollers(lab: &Lab, graph: &mut Graph) -> Result<()> {
     let outside = lab.get(BYTES, 1, &lab.two)?;
-    let mut event = lab.gpu.event();
+    let mut event = lab.instance.event();
     event.record(&lab.two)?;
-    let (gpu, event) = (&lab.gpu, &event);
-    gpu.polling().query(event)?;
+    let (instance, event) = (&lab.instance, &event);
+    instance.polling().query(event)?;
     let key = graph.capture(&lab.one, CaptureOptions::default(), |capture| {
         let key = capture.allocate(BYTES)?;
         capture.fill(key, Pattern::U32(3), WORDS as u64, &lab.one)?;
-        let polling = gpu.polling();
+        let polling = instance.polling();
         polling.query(event)?;
         polling.ask(|| lab.two.synchronize())?;
         Ok(key)
@@ -357,7 +357,7 @@ fn callable(lab: &Lab, _: &mut Graph) -> Result<()> {
 
 /// Pools of library handles, by thread and leased, while a stream captures.
 fn handles(lab: &Lab, graph: &mut Graph) -> Result<()> {
-    let (blas, solver) = (HandlePool::new(&lab.gpu, Cublas), HandlePool::new(&lab.gpu, Cusolver));
+    let (blas, solver) = (HandlePool::new(&lab.instance, Cublas), HandlePool::new(&lab.instance, Cusolver));
     let outcome = (|| {
         blas.current(&lab.device)?.set_stream(&lab.one)?;
         graph.capture(&lab.one, CaptureOptions::default(), |capture| {
@@ -375,7 +375,8 @@ fn handles(lab: &Lab, graph: &mut Graph) -> Result<()> {
         lab.one.synchronize()?;
         graph.reset()
     })();
-    // Handles cannot be destroyed while a stream captures, as one still does if the capture's end failed twice: the reset tries again.
+    // Handles cannot be destroyed while a stream captures, as one still does if the capture's end failed twice: the
+    // reset tries again.
     lab.faulty.clear_plan();
     graph.reset()?;
     blas.close()?;
@@ -383,7 +384,8 @@ fn handles(lab: &Lab, graph: &mut Graph) -> Result<()> {
     outcome
 }
 
-/// Pinned memory that a graph shares, makes and uses in passing, replays on two streams, and a graph that goes by a reset or with a replay under way.
+/// Pinned memory that a graph shares, makes and uses in passing, replays on two streams, and a graph that goes by a
+/// reset or with a replay under way.
 fn pinned(lab: &Lab, graph: &mut Graph) -> Result<()> {
     let words = |value: u32| [value.to_le_bytes(); WORDS].concat();
     let input = Arc::new(lab.host.allocate(BYTES)?);

@@ -1,4 +1,5 @@
-//! Draws the program of a seed, section by section: correct by construction, so that whatever goes wrong is not its fault.
+//! Draws the program of a seed, section by section: correct by construction, so that whatever goes wrong is not its
+//! fault.
 
 use std::collections::BTreeSet;
 

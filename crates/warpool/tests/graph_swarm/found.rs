@@ -122,7 +122,7 @@ fn a_panic_in_a_question_leaves_the_thread_as_strict_as_before() {
     let stream = machine.device.lease_stream().unwrap();
     graph(&machine)
         .capture(&stream, CaptureOptions::default(), |_| {
-            let polling = machine.gpu.polling();
+            let polling = machine.instance.polling();
             let asked = catch_unwind(AssertUnwindSafe(|| {
                 polling.ask(|| -> Result<()> { std::panic::resume_unwind(Box::new("on purpose")) })
             }));

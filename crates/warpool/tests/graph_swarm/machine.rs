@@ -1,4 +1,5 @@
-//! A simulated machine with all that a program works on. Two of them run the same program: one just does it, the other captures and replays.
+//! A simulated machine with all that a program works on. Two of them run the same program: one just does it, the other
+//! captures and replays.
 
 use std::sync::Arc;
 
@@ -10,7 +11,7 @@ use warpool::driver::{
 };
 use warpool::generator::Generator;
 use warpool::memory::{Allocate as _, Block, CachingAllocator, DeviceAllocator, MemPoolId, Settings};
-use warpool::{Device, Gpu, Result, Stream, StreamLease};
+use warpool::{Device, Instance, Result, Stream, StreamLease};
 
 use super::dice::Dice;
 use super::draw::STREAMS;
@@ -23,7 +24,7 @@ const BYTES: u64 = 4 * WORDS as u64;
 /// The machine.
 pub struct Machine {
     pub sim: Arc<SimDriver>,
-    pub gpu: Gpu,
+    pub instance: Instance,
     pub device: Device,
     pub caching: Arc<CachingAllocator>,
     pub allocator: Arc<dyn DeviceAllocator>,
@@ -47,9 +48,9 @@ impl Machine {
         config.check_uninitialized = true;
         let sim = Arc::new(SimDriver::new(config));
         let start = sim.census();
-        let gpu = Gpu::new(sim.clone()).unwrap();
-        let device = gpu.device(0).unwrap();
-        let caching = Arc::new(CachingAllocator::new(&gpu, Settings::parse(program.settings).unwrap()));
+        let instance = Instance::new(sim.clone()).unwrap();
+        let device = instance.device(0).unwrap();
+        let caching = Arc::new(CachingAllocator::new(&instance, Settings::parse(program.settings).unwrap()));
         let allocator: Arc<dyn DeviceAllocator> = caching.clone();
         let workspace_bytes = program.workspace_bytes;
         let blas = Blas::new(&allocator, BlasSettings { workspace_bytes, ..BlasSettings::default() });
@@ -74,16 +75,16 @@ impl Machine {
             })
             .collect();
         let kernels = Kernels::load(&sim);
-        Self { sim, gpu, device, caching, allocator, blas, generators, outside, streams, kernels, leases, start }
+        Self { sim, instance, device, caching, allocator, blas, generators, outside, streams, kernels, leases, start }
     }
 
     fn launch(&self, function: FunctionId, args: &[KernelArg], stream: &Stream) -> Result<()> {
-        Ok(self.gpu.driver().kernel_launch(function, LaunchShape::ONE, args, stream.id())?)
+        Ok(self.instance.driver().kernel_launch(function, LaunchShape::ONE, args, stream.id())?)
     }
 
     /// Gives a piece of work to a stream.
     pub fn issue(&self, work: Work, at: &dyn Fn(Var) -> DevicePtr, stream: &Stream) -> Result<()> {
-        let (driver, kernels) = (self.gpu.driver(), &self.kernels);
+        let (driver, kernels) = (self.instance.driver(), &self.kernels);
         let ptr = |var| KernelArg::Ptr(at(var));
         match work {
             Work::Fill { to, value, width } => {
@@ -135,8 +136,20 @@ impl Machine {
 
     /// At the end, with all graphs gone: nothing is left, in the allocator's books or on the driver.
     pub fn close(self) {
-        let Self { sim, gpu, device, caching, allocator, blas, generators, outside, streams, kernels, leases, start } =
-            self;
+        let Self {
+            sim,
+            instance,
+            device,
+            caching,
+            allocator,
+            blas,
+            generators,
+            outside,
+            streams,
+            kernels,
+            leases,
+            start,
+        } = self;
         device.synchronize().unwrap();
         drop(outside);
         blas.close().unwrap();
@@ -150,7 +163,7 @@ impl Machine {
         assert!(segments.is_empty(), "{segments:#?}");
         sim.module_unload(kernels.module).unwrap();
         drop((caching, allocator, generators, streams, leases, device));
-        gpu.close().unwrap();
+        instance.close().unwrap();
         assert_eq!(sim.census(), start, "what is left, and what there was");
         let hazards: Vec<String> = sim.hazards().iter().map(ToString::to_string).collect();
         assert!(hazards.is_empty(), "{hazards:#?}");

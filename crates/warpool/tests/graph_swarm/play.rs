@@ -1,5 +1,5 @@
-//! Does what a section says, on one machine: into streams that work, or into streams that capture. Where the two differ, it is about who owns
-//! temporaries, and about flags: without a graph the host looks at them.
+//! Does what a section says, on one machine: into streams that work, or into streams that capture. Where the two
+//! differ, it is about who owns temporaries, and about flags: without a graph the host looks at them.
 
 use std::collections::BTreeMap;
 
@@ -62,7 +62,8 @@ impl<'m> Player<'m> {
         }
     }
 
-    /// Allocates some of what will be moved into the graph, before the capture begins: memory that everybody else's comes from and goes back to.
+    /// Allocates some of what will be moved into the graph, before the capture begins: memory that everybody else's
+    /// comes from and goes back to.
     pub fn bring(&mut self, ops: &[Op]) {
         for op in ops {
             match *op {
@@ -141,7 +142,7 @@ impl<'m> Player<'m> {
             },
             Op::Wait { lane, on } => self.lanes[lane].wait_stream(&self.lanes[on]).unwrap(),
             Op::Mark { event, lane } => {
-                let mut mark = self.machine.gpu.event();
+                let mut mark = self.machine.instance.event();
                 mark.record(&self.lanes[lane]).unwrap();
                 self.events.insert(event, mark);
             }

@@ -1,5 +1,6 @@
-//! A program as data: sections that are captured, or just done, and what happens between them. Both machines read the same one.
-//! How a section is captured (mode, streams, threads of its begin and end) is not part of it: that must not make a difference.
+//! A program as data: sections that are captured, or just done, and what happens between them. Both machines read the
+//! same one. How a section is captured (mode, streams, threads of its begin and end) is not part of it: that must not
+//! make a difference.
 
 /// A variable: [`WORDS`](super::kernels::WORDS) words of device memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -49,7 +50,8 @@ pub struct Section {
     pub ops: Vec<Op>,
 }
 
-/// One thing that happens in a section. Lanes are streams; the first is where the capture begins, or, in a body, the body's own.
+/// One thing that happens in a section. Lanes are streams; the first is where the capture begins, or, in a body, the
+/// body's own.
 #[derive(Clone, Debug)]
 pub enum Op {
     Work {

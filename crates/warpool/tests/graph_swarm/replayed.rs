@@ -1,5 +1,6 @@
-//! The machine that captures sections and replays them. How it captures is drawn here, since it must make no difference: which streams, which mode, by a
-//! scope or by a begin and an end, on which thread it ends, whether the template is kept, whether captures fail before one succeeds.
+//! The machine that captures sections and replays them. How it captures is drawn here, since it must make no
+//! difference: which streams, which mode, by a scope or by a begin and an end, on which thread it ends, whether the
+//! template is kept, whether captures fail before one succeeds.
 
 use std::collections::BTreeMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -196,7 +197,7 @@ impl<'m> Replayed<'m> {
         assert!(!graph.is_captured() && !graph.is_capturing() && graph.pools().is_empty());
         drop(player);
         for stream in &machine.streams {
-            assert!(!machine.gpu.is_capturing(stream).unwrap(), "{stream} still captures");
+            assert!(!machine.instance.is_capturing(stream).unwrap(), "{stream} still captures");
         }
         assert_eq!(states, machine.generators.iter().map(Generator::state).collect::<Vec<_>>());
         let hazards = machine.sim.hazards();

@@ -1,5 +1,5 @@
-//! Draws what happens between captures: replays on any stream, work without graphs, new seeds, resets. Whatever touches the same memory, and whatever
-//! shares a pool, is put in order; everything else is not.
+//! Draws what happens between captures: replays on any stream, work without graphs, new seeds, resets. Whatever touches
+//! the same memory, and whatever shares a pool, is put in order; everything else is not.
 
 use std::collections::BTreeSet;
 

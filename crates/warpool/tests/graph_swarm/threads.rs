@@ -1,6 +1,6 @@
-//! Real threads on one machine: some capture graphs with temporaries, products and draws, replay them and look at what came out; others allocate and
-//! free, some poll events as watchdogs do, and somebody trims. The interleaving is the system's, so no run is like another; what is asserted holds for
-//! all of them.
+//! Real threads on one machine: some capture graphs with temporaries, products and draws, replay them and look at what
+//! came out; others allocate and free, some poll events as watchdogs do, and somebody trims. The interleaving is the
+//! system's, so no run is like another; what is asserted holds for all of them.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -63,7 +63,8 @@ pub fn run(seed: u64, rounds: usize) {
 /// What a graph was captured for.
 struct Captured {
     graph: Graph,
-    /// Where its results are: numbers of the thread's own generator, then a product of those; numbers of the shared one.
+    /// Where its results are: numbers of the thread's own generator, then a product of those; numbers of the shared
+    /// one.
     own: Arc<Block>,
     product: Arc<Block>,
     others: Arc<Block>,
@@ -160,7 +161,7 @@ fn replay(
     let (seed, offset) = (generator.seed(), generator.offset()?);
     captured.graph.replay(stream)?;
     drawn.fetch_add(4, Ordering::Relaxed);
-    machine.gpu.polling().ask(|| stream.synchronize())?;
+    machine.instance.polling().ask(|| stream.synchronize())?;
     let words = machine.words(captured.own.ptr());
     let expected: Vec<u32> = (0..).flat_map(|at| philox::block(seed, at, offset)).take(WORDS).collect();
     assert_eq!(words, expected);
@@ -187,18 +188,18 @@ fn poller(machine: &Machine, done: &AtomicBool) -> Result<()> {
     machine.issue(Work::Fill { to: Var::Outside(0), value: 0, width: 4 }, &|_| block.ptr(), &stream)?;
     let mut count = 0;
     while !done.load(Ordering::Acquire) {
-        machine.gpu.driver().kernel_launch(machine.kernels.add, LaunchShape::ONE, &args, stream.id())?;
+        machine.instance.driver().kernel_launch(machine.kernels.add, LaunchShape::ONE, &args, stream.id())?;
         count += 1;
-        let mut event = machine.gpu.event();
+        let mut event = machine.instance.event();
         event.record(&stream)?;
         // Calls may take no time here; then only waiting lets work be done.
-        let is_done = (0..20).map(|_| machine.gpu.polling().query(&event)).find(|done| *done != Ok(false));
+        let is_done = (0..20).map(|_| machine.instance.polling().query(&event)).find(|done| *done != Ok(false));
         if !is_done.unwrap_or(Ok(false))? {
-            machine.gpu.polling().ask(|| stream.synchronize())?;
+            machine.instance.polling().ask(|| stream.synchronize())?;
         }
         std::thread::yield_now();
     }
-    machine.gpu.polling().ask(|| stream.synchronize())?;
+    machine.instance.polling().ask(|| stream.synchronize())?;
     assert_eq!(machine.words(block.ptr()), [count; WORDS]);
     Ok(())
 }
@@ -223,7 +224,7 @@ fn renter(machine: &Machine, mut dice: Dice, done: &AtomicBool) -> Result<()> {
                     streams[1].wait_stream(&streams[0])?;
                     block.record_use(&streams[1])?;
                     machine.issue(Work::Add { to: Var::Temp(0), value: 1 }, &|_| block.ptr(), &streams[1])?;
-                    machine.gpu.polling().ask(|| streams[1].synchronize())?;
+                    machine.instance.polling().ask(|| streams[1].synchronize())?;
                     assert_eq!(machine.words(block.ptr()), [tag + 1; WORDS]);
                 }
                 if dice.once_in(2) { block.free()? } else { drop(block) }

@@ -65,7 +65,7 @@ fn the_last_small_segment_takes_what_is_left() {
 #[test]
 fn every_device_has_its_own_cap() {
     let lab = HostLab::on(SimConfig::default().with_devices(2), "pinned_device_cap_mb:4");
-    let [zero, one] = [0, 1].map(|index| lab.gpu.device(index).unwrap());
+    let [zero, one] = [0, 1].map(|index| lab.instance.device(index).unwrap());
     let first = lab.pinned.allocate_for(3 * MIB, &one).unwrap();
     assert_eq!(lab.stats().pinned_bytes_by_device, [0, 3 * MIB]);
     let Err(Error::PinnedCap(report)) = lab.pinned.allocate_for(2 * MIB, &one) else { panic!("too much") };

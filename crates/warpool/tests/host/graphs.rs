@@ -18,7 +18,7 @@ struct GraphLab {
 impl GraphLab {
     fn new() -> Self {
         let lab = HostLab::new("");
-        let allocator: Arc<dyn DeviceAllocator> = Arc::new(CachingAllocator::new(&lab.gpu, Settings::default()));
+        let allocator: Arc<dyn DeviceAllocator> = Arc::new(CachingAllocator::new(&lab.instance, Settings::default()));
         let stream = lab.stream();
         Self { lab, stream, allocator }
     }

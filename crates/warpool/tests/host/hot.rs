@@ -49,7 +49,7 @@ fn drop_calls_no_driver() {
     lab.upload(&used, &stream);
     lab.counting.reset();
     drop((plain, used, large));
-    let other = warpool::memory::HostAllocator::new(&lab.gpu, lab.pinned.settings());
+    let other = warpool::memory::HostAllocator::new(&lab.instance, lab.pinned.settings());
     drop(other);
     assert_eq!(calls(&lab), 0);
     lab.let_go(&stream);

@@ -1,5 +1,6 @@
-//! A lab for the host allocator: a simulated machine that counts calls, an allocator on it, and an end that looks for everything that may have gone wrong.
-//! The rule: a test that makes a lab ends with [`HostLab::finish`], with all its blocks gone.
+//! A lab for the host allocator: a simulated machine that counts calls, an allocator on it, and an end that looks for
+//! everything that may have gone wrong. The rule: a test that makes a lab ends with [`HostLab::finish`], with all its
+//! blocks gone.
 
 use std::sync::Arc;
 
@@ -7,7 +8,7 @@ use warpool::driver::decorate::Counting;
 use warpool::driver::sim::{Census, SimConfig, SimDriver};
 use warpool::driver::{Copies as _, DevicePtr, HostPtr, Memory as _};
 use warpool::memory::{BlockState, HostAllocator, HostBlock, HostStats, SegmentInfo, Settings, Snapshot};
-use warpool::{Device, Error, Gpu, Stream};
+use warpool::{Device, Error, Instance, Stream};
 
 pub const KIB: u64 = 1 << 10;
 pub const MIB: u64 = 1 << 20;
@@ -16,7 +17,7 @@ pub const GIB: u64 = 1 << 30;
 pub struct HostLab {
     pub sim: Arc<SimDriver>,
     pub counting: Arc<Counting>,
-    pub gpu: Gpu,
+    pub instance: Instance,
     pub pinned: HostAllocator,
     start: Census,
 }
@@ -29,15 +30,15 @@ impl HostLab {
     pub fn on(config: SimConfig, settings: &str) -> Self {
         let sim = Arc::new(SimDriver::new(config));
         let counting = Arc::new(Counting::new(sim.clone()));
-        let gpu = Gpu::new(counting.clone()).expect("a simulated device");
+        let instance = Instance::new(counting.clone()).expect("a simulated device");
         let settings = Settings::parse(settings).expect("settings without mistakes").pinned;
-        let pinned = HostAllocator::new(&gpu, settings);
+        let pinned = HostAllocator::new(&instance, settings);
         let start = sim.census();
-        Self { sim, counting, gpu, pinned, start }
+        Self { sim, counting, instance, pinned, start }
     }
 
     pub fn device(&self) -> Device {
-        self.gpu.device(0).unwrap()
+        self.instance.device(0).unwrap()
     }
 
     /// A stream in no order with the others.
@@ -138,7 +139,7 @@ impl HostLab {
     /// Closes; nothing stays pinned, and nothing was used that nobody had.
     pub fn finish(self) {
         self.pinned.check();
-        for device in self.gpu.devices() {
+        for device in self.instance.devices() {
             device.synchronize().unwrap();
         }
         self.assert_no_hazards();

@@ -69,7 +69,7 @@ fn blocks_outlive_their_allocator() {
     lab.upload(&marked, &stream);
     lab.free(marked);
     lab.let_go(&stream);
-    let HostLab { sim, counting, gpu, pinned, .. } = lab;
+    let HostLab { sim, counting, instance, pinned, .. } = lab;
     counting.reset();
     drop(pinned);
     plain.write(0, &[1; 1024]).unwrap();
@@ -78,7 +78,7 @@ fn blocks_outlive_their_allocator() {
     assert_eq!(counting.counts().len(), 1, "only the write");
     // By hand it may call the driver, and has nothing to do.
     freed.free().unwrap();
-    drop((stream, gpu));
+    drop((stream, instance));
     assert_eq!(Arc::strong_count(&counting), 1, "nobody holds the driver any more");
     assert_eq!(sim.census().pinned, 2, "what was pinned stays");
 }
@@ -91,11 +91,11 @@ fn caches_go_with_the_last_handle() {
     let used = lab.alloc(KIB);
     used.record_use(&stream).unwrap();
     drop((used, lab.alloc(5 * KIB), lab.alloc(100 * MIB)));
-    let HostLab { counting, gpu, pinned, .. } = lab;
+    let HostLab { counting, instance, pinned, .. } = lab;
     counting.reset();
     drop(pinned);
     assert_eq!(counting.counts(), []);
-    drop((stream, gpu));
+    drop((stream, instance));
     assert_eq!(Arc::strong_count(&counting), 1);
 }
 
@@ -103,7 +103,7 @@ fn caches_go_with_the_last_handle() {
 fn settings_are_kept() {
     let lab = HostLab::new("pinned_cap_mb:5");
     assert_eq!(lab.pinned.settings(), PinnedSettings { cap_bytes: Some(5 * MIB), ..PinnedSettings::default() });
-    assert_eq!(*lab.pinned.gpu(), lab.gpu);
+    assert_eq!(*lab.pinned.instance(), lab.instance);
     lab.set("pinned_device_cap_mb:7");
     assert_eq!(lab.pinned.settings().device_cap_bytes, Some(7 * MIB));
     lab.finish();

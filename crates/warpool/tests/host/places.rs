@@ -7,8 +7,8 @@ use warpool::memory::{BlockState, HostBlock};
 
 use super::lab::{GIB, HostLab, KIB, MIB};
 
-/// Runs a script and compares the segments. Steps: `a=SIZE`, `free a`, `drop a`, `trim`. Sizes have the units K, M, G. The picture lists segments by age, each block with
-/// its name, or `.` if free in the heap, or `:` if free in a cache.
+/// Runs a script and compares the segments. Steps: `a=SIZE`, `free a`, `drop a`, `trim`. Sizes have the units K, M, G.
+/// The picture lists segments by age, each block with its name, or `.` if free in the heap, or `:` if free in a cache.
 fn check(settings: &str, script: &str, picture: &str) {
     let lab = HostLab::new(settings);
     let mut named: BTreeMap<String, HostBlock> = BTreeMap::new();
@@ -128,7 +128,8 @@ fn many_small_requests_waste_an_eighth_at_most() {
     }
 }
 
-/// The weights of a Llama of 7 billion parameters, in 16 bits: 32000 x 4096 twice, and in each of 32 layers four of 4096 x 4096, three of 11008 x 4096 and two norms.
+/// The weights of a Llama of 7 billion parameters, in 16 bits: 32000 x 4096 twice, and in each of 32 layers four of
+/// 4096 x 4096, three of 11008 x 4096 and two norms.
 #[test]
 fn a_model_of_seven_billion_wastes_an_eighth_at_most() {
     let lab = HostLab::new("");
@@ -156,8 +157,8 @@ fn a_model_of_seven_billion_wastes_an_eighth_at_most() {
     lab.finish();
 }
 
-/// What took 32 GiB elsewhere: 20.4 GiB pin 20.5 at most, as one request or as many. Small pieces are tried with a hundredth of it: the simulated machine's memory is real, and
-/// only large pieces cost nothing before they are touched.
+/// What took 32 GiB elsewhere: 20.4 GiB pin 20.5 at most, as one request or as many. Small pieces are tried with a
+/// hundredth of it: the simulated machine's memory is real, and only large pieces cost nothing before they are touched.
 #[test]
 fn twenty_gibibytes_pin_no_more() {
     for (piece, share) in [(MIB + 1, 100), (5_000_001, 100), (100_000_001, 1), (3 * GIB + 1, 1), (21 * GIB, 1)] {

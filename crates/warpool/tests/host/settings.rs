@@ -4,7 +4,7 @@ use warpool::driver::decorate::{FaultPlan, Faulty};
 use warpool::driver::sim::SimConfig;
 use warpool::driver::{Call, Devices as _, ErrorCode};
 use warpool::memory::{HostAllocator, PinnedSettings, Settings};
-use warpool::{Error, Gpu};
+use warpool::{Error, Instance};
 
 use super::lab::{HostLab, KIB, MIB};
 
@@ -124,19 +124,19 @@ fn a_reserve_beyond_the_cap_is_left_out() {
 }
 
 /// A driver whose next calls of that kind fail.
-fn failing(call: Call, settings: &str) -> (Gpu, HostAllocator) {
+fn failing(call: Call, settings: &str) -> (Instance, HostAllocator) {
     let plan = FaultPlan::default().fail_nth(call, 1, ErrorCode::OutOfMemory);
     let sim = std::sync::Arc::new(warpool::driver::sim::SimDriver::new(SimConfig::default()));
-    let gpu = Gpu::new(std::sync::Arc::new(Faulty::new(sim, plan))).unwrap();
-    let pinned = HostAllocator::new(&gpu, Settings::parse(settings).unwrap().pinned);
-    (gpu, pinned)
+    let instance = Instance::new(std::sync::Arc::new(Faulty::new(sim, plan))).unwrap();
+    let pinned = HostAllocator::new(&instance, Settings::parse(settings).unwrap().pinned);
+    (instance, pinned)
 }
 
 #[test]
 fn errors_at_free_are_swallowed_if_wanted() {
     for (settings, swallowed) in [("", false), ("pinned_free_catch_all:True", true)] {
-        let (gpu, pinned) = failing(Call::EventRecord, settings);
-        let stream = gpu.device(0).unwrap().pool_stream().unwrap();
+        let (instance, pinned) = failing(Call::EventRecord, settings);
+        let stream = instance.device(0).unwrap().pool_stream().unwrap();
         let block = pinned.allocate(KIB).unwrap();
         block.record_use(&stream).unwrap();
         let outcome = block.free();
@@ -156,7 +156,7 @@ fn memory_is_pinned_with_a_context_that_there_is() {
     let active =
         |lab: &HostLab| [0, 1, 2].map(|index| lab.sim.context_is_active(warpool::driver::DeviceId(index)).unwrap());
     let lab = HostLab::on(SimConfig::default().with_devices(3), "");
-    lab.gpu.device(2).unwrap().pool_stream().unwrap();
+    lab.instance.device(2).unwrap().pool_stream().unwrap();
     assert_eq!(active(&lab), [false, false, true]);
     let any = lab.alloc(MIB);
     let of_first = lab.pinned.allocate_for(2 * MIB, &lab.device()).unwrap();
@@ -167,7 +167,7 @@ fn memory_is_pinned_with_a_context_that_there_is() {
 
     // The current device's, if it has one; and where none has, its own.
     let lab = HostLab::on(SimConfig::default().with_devices(3), "");
-    let _current = lab.gpu.device(1).unwrap().enter();
+    let _current = lab.instance.device(1).unwrap().enter();
     drop(lab.alloc(MIB));
     assert_eq!(active(&lab), [false, true, false]);
     lab.finish();

@@ -129,7 +129,7 @@ fn a_stream_that_is_gone_is_waited_for() {
 #[test]
 fn streams_of_all_devices_count() {
     let lab = HostLab::on(SimConfig::default().with_devices(2), "");
-    let streams = [0, 1].map(|index| lab.gpu.device(index).unwrap().pool_stream().unwrap());
+    let streams = [0, 1].map(|index| lab.instance.device(index).unwrap().pool_stream().unwrap());
     let block = lab.alloc(MIB);
     let ptr = block.ptr();
     for stream in &streams {
@@ -174,8 +174,8 @@ fn a_background_thread_ends_with_the_allocator() {
     lab.hold(&stream);
     lab.upload(&block, &stream);
     drop(block);
-    let HostLab { sim, counting, gpu, pinned, .. } = lab;
-    drop((pinned, stream, gpu));
+    let HostLab { sim, counting, instance, pinned, .. } = lab;
+    drop((pinned, stream, instance));
     // Whoever holds the driver beside us is gone once the thread is.
     while std::sync::Arc::strong_count(&counting) > 1 {
         std::thread::yield_now();

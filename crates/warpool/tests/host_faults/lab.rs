@@ -1,6 +1,8 @@
-//! A scenario with pinned memory, on a driver that can be made to fail. It goes on after an error, as a program would that meets one and tries the next thing.
+//! A scenario with pinned memory, on a driver that can be made to fail. It goes on after an error, as a program would
+//! that meets one and tries the next thing.
 //!
-//! What it does not forgive: books that disagree with the driver, memory that two have, a tag that is gone, or a call that fails although nothing was made to fail.
+//! What it does not forgive: books that disagree with the driver, memory that two have, a tag that is gone, or a call
+//! that fails although nothing was made to fail.
 
 use std::cell::{Cell, RefCell};
 use std::sync::Arc;
@@ -12,7 +14,7 @@ use warpool::driver::{
 };
 use warpool::graph::{CaptureOptions, Graph, GraphOptions};
 use warpool::memory::{CachingAllocator, DeviceAllocator, HostAllocator, HostBlock, PinnedSettings, Settings};
-use warpool::{Error, Gpu, Result, Stream, StreamLease};
+use warpool::{Error, Instance, Result, Stream, StreamLease};
 
 pub const KIB: u64 = 1 << 10;
 pub const MIB: u64 = 1 << 20;
@@ -23,7 +25,7 @@ const PART: u64 = 64;
 pub struct Lab {
     pub sim: Arc<SimDriver>,
     pub faulty: Arc<Faulty>,
-    gpu: Gpu,
+    instance: Instance,
     pub host: HostAllocator,
     memory: Arc<dyn DeviceAllocator>,
     pub streams: [Stream; 3],
@@ -81,19 +83,19 @@ impl Lab {
         }
         let sim = Arc::new(SimDriver::new(config));
         let faulty = Arc::new(Faulty::new(sim.clone(), FaultPlan::new()));
-        let gpu = Gpu::new(faulty.clone()).unwrap();
-        let devices = [0, 0, 1].map(|index| gpu.device(index).unwrap());
+        let instance = Instance::new(faulty.clone()).unwrap();
+        let devices = [0, 0, 1].map(|index| instance.device(index).unwrap());
         let leases: Vec<StreamLease> = devices.iter().map(|device| device.lease_stream().unwrap()).collect();
         let streams = [0, 1, 2].map(|index: usize| leases[index].stream().clone());
         let buffers = [0, 1].map(|device| sim.mem_alloc(DeviceId(device), 4 * KIB).unwrap());
-        for device in gpu.devices() {
+        for device in instance.devices() {
             device.synchronize().unwrap();
         }
-        let memory: Arc<dyn DeviceAllocator> = Arc::new(CachingAllocator::new(&gpu, Settings::default()));
-        let host = HostAllocator::new(&gpu, settings);
+        let memory: Arc<dyn DeviceAllocator> = Arc::new(CachingAllocator::new(&instance, Settings::default()));
+        let host = HostAllocator::new(&instance, settings);
         let start = sim.census();
         let (live, next_tag) = (RefCell::default(), Cell::new(1));
-        Self { sim, faulty, gpu, host, memory, streams, buffers, _leases: leases, live, next_tag, start }
+        Self { sim, faulty, instance, host, memory, streams, buffers, _leases: leases, live, next_tag, start }
     }
 
     /// The books agree with each other and with the driver, whatever failed.
@@ -189,7 +191,7 @@ impl Lab {
     fn devices(&self) -> Result<()> {
         let mut outcome = Ok(());
         let mut blocks = Vec::new();
-        for device in self.gpu.devices() {
+        for device in self.instance.devices() {
             match self.host.allocate_for(2 * MIB, &device) {
                 Ok(block) => blocks.push(self.tagged(block)),
                 Err(error) => outcome = Err(error),
@@ -307,7 +309,8 @@ impl Lab {
             );
             replayed
         });
-        // The end of a capture may have failed too. The next graph ends it; until then the stream is not to be waited for.
+        // The end of a capture may have failed too. The next graph ends it; until then the stream is not to be waited
+        // for.
         let ended = self.sim.capture_state(stream.id()).unwrap() == CaptureState::None;
         let waited = if ended { stream.synchronize() } else { Ok(()) };
         let gone = graph.reset();
@@ -330,12 +333,12 @@ impl Lab {
     }
 
     pub fn settle(&self, about: &str) {
-        for device in self.gpu.devices() {
+        for device in self.instance.devices() {
             // What destructors of graphs left to do.
             Graph::new(&self.memory, &device, GraphOptions::default()).unwrap().reset().unwrap();
         }
         for _ in 0..2 {
-            for device in self.gpu.devices() {
+            for device in self.instance.devices() {
                 device.synchronize().unwrap();
             }
             self.host.reap().unwrap();
@@ -344,7 +347,7 @@ impl Lab {
         assert_eq!(active.current, 0, "{about}: blocks are lost");
         self.host.trim(0).unwrap();
         self.check();
-        for device in self.gpu.devices() {
+        for device in self.instance.devices() {
             self.memory.trim(device.id(), warpool::memory::MemPoolId::DEFAULT).unwrap();
             device.event_pool().trim().unwrap();
         }

@@ -1,6 +1,7 @@
 //! Graphs that own pinned memory: captured, replayed on any stream, given up while replays may be under way.
 //!
-//! What a graph copies from is written once, in the capture. Every replay must find it there, whoever gave the block back meanwhile.
+//! What a graph copies from is written once, in the capture. Every replay must find it there, whoever gave the block
+//! back meanwhile.
 
 use std::collections::BTreeSet;
 
@@ -103,7 +104,8 @@ impl Run<'_> {
                 self.model.held.push(held);
             }
             6 => {
-                // Something from before the capture goes, with marks in other streams. A mark in this one would be captured.
+                // Something from before the capture goes, with marks in other streams. A mark in this one would be
+                // captured.
                 let at =
                     self.model.held.iter().position(|held| held.graph.is_none() && !held.recorded.contains(&index));
                 if let Some(at) = at {

@@ -1,6 +1,8 @@
-//! Two simulated devices with streams, and work on pinned memory whose outcome can be checked: copies of tags to and from small device buffers.
+//! Two simulated devices with streams, and work on pinned memory whose outcome can be checked: copies of tags to and
+//! from small device buffers.
 //!
-//! The rule: only what its caller ordered is put into streams. What is in order, and what may be in flight, the model knows.
+//! The rule: only what its caller ordered is put into streams. What is in order, and what may be in flight, the model
+//! knows.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -9,7 +11,7 @@ use warpool::driver::sim::{Census, Latencies, SimConfig, SimDriver};
 use warpool::driver::{
     Copies as _, DevicePtr, EventId, EventOptions, EventScope, Events as _, HostPtr, Memory as _, Pattern,
 };
-use warpool::{Gpu, Stream, StreamLease};
+use warpool::{Instance, Stream, StreamLease};
 
 use super::dice::Dice;
 
@@ -23,7 +25,7 @@ const SLOTS: usize = 8;
 /// The machine.
 pub struct Machine {
     pub sim: Arc<SimDriver>,
-    pub gpu: Gpu,
+    pub instance: Instance,
     /// Of all devices.
     pub streams: Vec<Stream>,
     _leases: Vec<StreamLease>,
@@ -76,8 +78,8 @@ impl Machine {
         config.queue_depth = dice.pick(&[4, 30, 1024]);
         config.latencies = if dice.once_in(2) { Latencies::flat(0) } else { Latencies::h200() };
         let sim = Arc::new(SimDriver::new(config));
-        let gpu = Gpu::new(sim.clone()).unwrap();
-        let leases: Vec<StreamLease> = gpu
+        let instance = Instance::new(sim.clone()).unwrap();
+        let leases: Vec<StreamLease> = instance
             .devices()
             .flat_map(|device| (0..STREAMS_EACH).map(move |_| device.lease_stream().unwrap()).collect::<Vec<_>>())
             .collect();
@@ -91,7 +93,7 @@ impl Machine {
             })
             .collect();
         let start = sim.census();
-        Self { sim, gpu, streams, _leases: leases, buffers, held: BTreeSet::new(), start }
+        Self { sim, instance, streams, _leases: leases, buffers, held: BTreeSet::new(), start }
     }
 
     /// Copies a block's tag to the stream's buffer, where it is looked at once the stream is done.
@@ -167,7 +169,7 @@ impl Machine {
         for event in events {
             self.sim.event_destroy(event).unwrap();
         }
-        for device in self.gpu.devices() {
+        for device in self.instance.devices() {
             device.event_pool().trim().unwrap();
         }
         self.expect_no_hazards();

@@ -1,7 +1,8 @@
 //! The naive model: who has which bytes, who may still use them, and what must hold after every step.
 //!
-//! It keeps lists and compares everything with everything. Whether a stream is done it learns from marks of its own, which it puts into the stream right
-//! before a block goes back: a block that comes again while such a mark is ahead came too early.
+//! It keeps lists and compares everything with everything. Whether a stream is done it learns from marks of its own,
+//! which it puts into the stream right before a block goes back: a block that comes again while such a mark is ahead
+//! came too early.
 
 use std::collections::BTreeSet;
 
@@ -64,7 +65,8 @@ struct Waiting {
     marks: Vec<EventId>,
     /// Marks right behind those of the allocator.
     behind: Vec<EventId>,
-    /// Whether a destructor gave it back: the allocator puts its own marks at some later call, so they may be further ahead than ours.
+    /// Whether a destructor gave it back: the allocator puts its own marks at some later call, so they may be further
+    /// ahead than ours.
     late: bool,
 }
 
@@ -87,7 +89,8 @@ pub struct Model {
     pub graphs: usize,
     /// All marks ever made.
     pub marks: Vec<EventId>,
-    /// Whether marks may be asked for. Asking tells the host that a stream is done, and so hides that the allocator did not ask.
+    /// Whether marks may be asked for. Asking tells the host that a stream is done, and so hides that the allocator did
+    /// not ask.
     curious: bool,
     /// Blocks and bytes given out so far.
     requests: u64,
@@ -131,7 +134,8 @@ impl Model {
         self.bytes += usable;
     }
 
-    /// Looks at what could not be looked at in a capture. Streams only go on, so a mark that is ahead now was ahead then.
+    /// Looks at what could not be looked at in a capture. Streams only go on, so a mark that is ahead now was ahead
+    /// then.
     pub fn look_at_suspects(&mut self, machine: &Machine) {
         for mark in std::mem::take(&mut self.suspects) {
             assert!(!self.curious || machine.passed(mark), "in a capture, memory came while a stream used it");
@@ -233,7 +237,8 @@ impl Model {
         }
     }
 
-    /// Blocks and bytes that are active for certain: that somebody has, that graphs have, that streams are not done with.
+    /// Blocks and bytes that are active for certain: that somebody has, that graphs have, that streams are not done
+    /// with.
     fn least(&self, machine: &Machine) -> (u64, u64) {
         let unfinished = |gone: &&Waiting| self.curious && gone.marks.iter().any(|&mark| !machine.passed(mark));
         let waiting: Vec<Range> = self.waiting.iter().filter(unfinished).map(|gone| gone.range).collect();
@@ -254,7 +259,8 @@ impl Model {
         (all.len() as u64, all.iter().map(|range| range.bytes).sum())
     }
 
-    /// With every stream done that is not held, and the allocator having looked: exactly what held streams use still waits.
+    /// With every stream done that is not held, and the allocator having looked: exactly what held streams use still
+    /// waits.
     pub fn check_settled(&mut self, machine: &Machine, host: &HostAllocator) {
         let ahead = |marks: &[EventId]| marks.iter().any(|&mark| !machine.passed(mark));
         let any_held = !machine.held.is_empty();
@@ -269,7 +275,8 @@ impl Model {
         self.check(machine, host);
     }
 
-    /// What the snapshot says, against what the program has and the driver pinned. Says how much lies in segments of which nobody has anything.
+    /// What the snapshot says, against what the program has and the driver pinned. Says how much lies in segments of
+    /// which nobody has anything.
     pub fn check_snapshot(&self, machine: &Machine, host: &HostAllocator) -> u64 {
         let mut snapshot = Snapshot::default();
         host.add_to(&mut snapshot);
@@ -302,7 +309,8 @@ impl Model {
         idle
     }
 
-    /// Whether a cap stood in the way for good reason, judged by what is pinned after all was given back that nobody uses.
+    /// Whether a cap stood in the way for good reason, judged by what is pinned after all was given back that nobody
+    /// uses.
     pub fn refusal_is_right(&self, asked: u64, pinned: u64, cap: u64) {
         let enough = asked + asked / 8 + 2 * MIB;
         assert!(

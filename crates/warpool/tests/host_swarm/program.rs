@@ -1,5 +1,6 @@
-//! The steps of a random program, each correct by itself: what streams do with a block is in order, and recorded or waited for before the block goes back.
-//! So any tag that is gone, and any hazard that the device reports, is the allocator's doing.
+//! The steps of a random program, each correct by itself: what streams do with a block is in order, and recorded or
+//! waited for before the block goes back. So any tag that is gone, and any hazard that the device reports, is the
+//! allocator's doing.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -58,8 +59,8 @@ pub fn run(seed: u64, tally: &mut Tally) {
     let mut dice = Dice(seed);
     let machine = Machine::new(seed);
     let settings = draw_settings(&mut dice);
-    let host = HostAllocator::new(&machine.gpu, settings.clone());
-    let device_memory = Arc::new(CachingAllocator::new(&machine.gpu, Settings::default()));
+    let host = HostAllocator::new(&machine.instance, settings.clone());
+    let device_memory = Arc::new(CachingAllocator::new(&machine.instance, Settings::default()));
     let mut alarm = Alarm::new(seed);
     alarm.tell(format!("{settings:?}"));
     let model = Model::new(dice.once_in(2));
@@ -139,7 +140,8 @@ impl Run<'_> {
     /// A block with its tag in it.
     fn try_allocate(&mut self, bytes: u64) -> Option<Held> {
         let way = self.dice.roll(4);
-        let device = self.machine.gpu.device(u32::try_from(self.dice.roll(DEVICES as usize)).expect("few")).unwrap();
+        let device =
+            self.machine.instance.device(u32::try_from(self.dice.roll(DEVICES as usize)).expect("few")).unwrap();
         let stream = self.any_stream();
         self.alarm.tell(format!("allocate {bytes}, way {way}, for {} or on stream {stream}", device.id()));
         let outcome = match way {
@@ -362,7 +364,7 @@ impl Run<'_> {
         self.tally.pinned += self.host.stats().num_host_alloc;
         self.host.close().unwrap();
         let memory: Arc<dyn DeviceAllocator> = self.device_memory.clone();
-        for device in self.machine.gpu.devices() {
+        for device in self.machine.instance.devices() {
             // What destructors of graphs left to do.
             Graph::new(&memory, &device, GraphOptions::default()).unwrap().reset().unwrap();
         }

@@ -1,8 +1,10 @@
-//! Random programs that use their memory: every block is stamped with a tag by its owner's stream, looked at there and from other
-//! streams, and looked at once more before it is given back. Whoever overwrites a block of another is found out.
+//! Random programs that use their memory: every block is stamped with a tag by its owner's stream, looked at there and
+//! from other streams, and looked at once more before it is given back. Whoever overwrites a block of another is found
+//! out.
 //!
-//! The programs are correct: whatever another stream does with a block comes behind its owner's work, and is recorded or joined
-//! before the block goes back. So any tag that is gone, and any hazard that the device reports, is the allocator's doing.
+//! The programs are correct: whatever another stream does with a block comes behind its owner's work, and is recorded
+//! or joined before the block goes back. So any tag that is gone, and any hazard that the device reports, is the
+//! allocator's doing.
 
 use std::sync::Arc;
 
@@ -97,7 +99,7 @@ pub fn run(seed: u64, tally: &mut Tally) {
     let mut dice = Dice(seed);
     let machine = Machine::new(seed, 2, STREAMS);
     let settings = draw_settings(&mut dice);
-    let allocator = Arc::new(CachingAllocator::new(&machine.gpu, settings.clone()));
+    let allocator = Arc::new(CachingAllocator::new(&machine.instance, settings.clone()));
     let peers = dice.once_in(3);
     if peers {
         allocator.enable_peer_access(DeviceId(1), DeviceId(0)).unwrap();

@@ -8,7 +8,7 @@ use warpool::driver::{
     Pattern,
 };
 use warpool::memory::{Allocate as _, CachingAllocator, DeviceAllocator, MemPoolId, PoolKeeper, Route, Settings};
-use warpool::{Gpu, Stream, StreamLease};
+use warpool::{Instance, Stream, StreamLease};
 
 const ZERO: DeviceId = DeviceId(0);
 const MIB: u64 = 1 << 20;
@@ -27,9 +27,9 @@ impl Lab {
             device.bytes_context = 2 * MIB;
         }
         let sim = Arc::new(SimDriver::new(config));
-        let gpu = Gpu::new(sim.clone()).unwrap();
-        let allocator = Arc::new(CachingAllocator::new(&gpu, Settings::parse(settings).unwrap()));
-        let leases = [0, 0, 1].map(|device| gpu.device(device).unwrap().lease_stream().unwrap());
+        let instance = Instance::new(sim.clone()).unwrap();
+        let allocator = Arc::new(CachingAllocator::new(&instance, Settings::parse(settings).unwrap()));
+        let leases = [0, 0, 1].map(|device| instance.device(device).unwrap().lease_stream().unwrap());
         Self { sim, allocator, leases: leases.into() }
     }
 
@@ -66,7 +66,8 @@ impl Lab {
     }
 }
 
-/// Contents, seed 0: the thread was guarded by the capture, but the allocator looked for captures on the trimmed device only.
+/// Contents, seed 0: the thread was guarded by the capture, but the allocator looked for captures on the trimmed device
+/// only.
 #[test]
 fn a_capture_on_one_device_does_not_stop_a_trim_on_another() {
     let lab = Lab::new("");
@@ -116,7 +117,8 @@ fn a_changed_split_limit_does_not_upset_the_counters() {
     lab.allocator.check();
 }
 
-/// Contents, seed 1506: with little memory, the capture's own second request gave the memory of its first back to the driver.
+/// Contents, seed 1506: with little memory, the capture's own second request gave the memory of its first back to the
+/// driver.
 #[test]
 fn oversize_memory_of_a_graph_stays_with_it() {
     let lab = Lab::new("max_split_size_mb:20");
@@ -131,7 +133,8 @@ fn oversize_memory_of_a_graph_stays_with_it() {
     lab.expect_no_hazards();
 }
 
-/// Contents, seed 14881: given back in a capture, a block went by the order of the graph alone, though another stream had used it before.
+/// Contents, seed 14881: given back in a capture, a block went by the order of the graph alone, though another stream
+/// had used it before.
 #[test]
 fn uses_from_before_a_capture_are_waited_for() {
     let lab = Lab::new("graph_capture_record_stream_reuse:True");

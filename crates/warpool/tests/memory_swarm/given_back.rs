@@ -74,8 +74,8 @@ impl Model {
         self.join(segment, place);
     }
 
-    /// Marks what destructors gave back, the last first: nothing depends on that order, but it shows in what passes first. Then what captures
-    /// deferred, as far as they are over.
+    /// Marks what destructors gave back, the last first: nothing depends on that order, but it shows in what passes
+    /// first. Then what captures deferred, as far as they are over.
     pub(super) fn mark_leftovers(&mut self) {
         for at in std::mem::take(&mut self.unmarked).into_iter().rev() {
             self.finish(at);

@@ -10,7 +10,8 @@ impl Model {
         pieces[at].size + behind.map_or(0, |piece| piece.size)
     }
 
-    /// The lowest place of growing segments with room: free or unmapped pieces one behind the other, one of the first two unmapped.
+    /// The lowest place of growing segments with room: free or unmapped pieces one behind the other, one of the first
+    /// two unmapped.
     pub(super) fn room(&self, want: &Want) -> Option<(usize, usize)> {
         let usable = |piece: &Piece| matches!(piece.standing, Standing::Free | Standing::Unmapped);
         let mut places = Vec::new();

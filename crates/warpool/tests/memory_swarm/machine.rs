@@ -1,4 +1,5 @@
-//! A simulated machine whose memory is watched: every block carries its owner's tag, and kernels look whether it is still there.
+//! A simulated machine whose memory is watched: every block carries its owner's tag, and kernels look whether it is
+//! still there.
 
 use std::sync::Arc;
 
@@ -7,7 +8,7 @@ use warpool::driver::{
     Copies as _, DeviceId, DevicePtr, FunctionId, KernelArg, KernelMirror, KernelSource, Kernels as _, LaunchShape,
     Memory as _,
 };
-use warpool::{Gpu, Stream, StreamLease};
+use warpool::{Instance, Stream, StreamLease};
 
 use super::dice::Dice;
 
@@ -42,7 +43,7 @@ static KERNELS: KernelSource = KernelSource {
 /// The machine.
 pub struct Machine {
     pub sim: Arc<SimDriver>,
-    pub gpu: Gpu,
+    pub instance: Instance,
     /// The streams of each device.
     pub streams: Vec<Vec<Stream>>,
     leases: Vec<StreamLease>,
@@ -66,9 +67,9 @@ impl Machine {
         config.queue_depth = dice.pick(&[3, 20, 1024]);
         config.latencies = if dice.once_in(2) { Latencies::flat(0) } else { Latencies::h200() };
         let sim = Arc::new(SimDriver::new(config));
-        let gpu = Gpu::new(sim.clone()).unwrap();
+        let instance = Instance::new(sim.clone()).unwrap();
         let (mut leases, mut kernels, mut verdicts, mut all) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
-        for device in gpu.devices() {
+        for device in instance.devices() {
             let own: Vec<StreamLease> = (0..streams).map(|_| device.lease_stream().unwrap()).collect();
             all.push(own.iter().map(|lease| lease.stream().clone()).collect::<Vec<Stream>>());
             leases.extend(own);
@@ -79,7 +80,7 @@ impl Machine {
             verdicts.push(verdict);
         }
         let start = sim.census();
-        Self { sim, gpu, streams: all, leases, kernels, verdicts, start }
+        Self { sim, instance, streams: all, leases, kernels, verdicts, start }
     }
 
     /// The parts of a block that carry the tag: its first and its last words.
@@ -117,7 +118,7 @@ impl Machine {
 
     /// At the end, after all was given back: nothing was overwritten, nothing was out of order, nothing is left.
     pub fn expect_clean(&self) {
-        for device in self.gpu.devices() {
+        for device in self.instance.devices() {
             device.synchronize().unwrap();
             device.event_pool().trim().unwrap();
         }

@@ -1,5 +1,5 @@
-//! A naive model of PyTorch's native allocator on one device: lists, and scans over them. It was written from the description of the
-//! behaviour and shares nothing with what it judges.
+//! A naive model of PyTorch's native allocator on one device: lists, and scans over them. It was written from the
+//! description of the behaviour and shares nothing with what it judges.
 //!
 //! It does not know what the driver has. Wherever the allocator should call it, the model takes the next call of that
 //! kind from the script of what was really called, with its answer; a call that is missing or too many is a complaint.

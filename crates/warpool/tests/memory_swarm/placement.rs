@@ -1,5 +1,5 @@
-//! Random programs, step by step on the allocator and on the naive model: after each step both must have every block at the same place, and
-//! the driver must have been asked for exactly what the model expects.
+//! Random programs, step by step on the allocator and on the naive model: after each step both must have every block at
+//! the same place, and the driver must have been asked for exactly what the model expects.
 //!
 //! Streams are held, so that marks in them pass when the program says so, or when the allocator waits for them.
 
@@ -14,7 +14,7 @@ use warpool::memory::{
     Allocation, Block, BlockState, CachingAllocator, DeviceAllocator, FreeBlockOrder, MemPoolId, PoolKeeper,
     PoolOptions, Request, Reserve, Route, SegmentKind, Settings, SnapshotOptions,
 };
-use warpool::{Error, Gpu};
+use warpool::{Error, Instance};
 
 use super::alarm::Alarm;
 use super::dice::Dice;
@@ -79,9 +79,9 @@ impl Run {
         let bytes_total = config.devices[0].properties.bytes_total;
         let sim = Arc::new(SimDriver::new(config));
         let driver = Arc::new(Tapped::with_hook(sim.clone(), Listener::default()));
-        let gpu = Gpu::new(driver.clone()).unwrap();
+        let instance = Instance::new(driver.clone()).unwrap();
         let settings = draw_settings(&mut dice);
-        let allocator = Arc::new(CachingAllocator::new(&gpu, settings.clone()));
+        let allocator = Arc::new(CachingAllocator::new(&instance, settings.clone()));
         let streams: Vec<StreamId> = (0..1 + dice.roll(3))
             .map(|_| driver.stream_create(DEVICE, StreamOptions { non_blocking: true, priority: 0 }).unwrap())
             .collect();

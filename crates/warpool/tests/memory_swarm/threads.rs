@@ -1,5 +1,5 @@
-//! Threads on one allocator, each with streams of its own, blocks that change hands, little memory, and trims at any time. The interleaving
-//! is the system's, so no run is like another; what is asserted holds for all of them.
+//! Threads on one allocator, each with streams of its own, blocks that change hands, little memory, and trims at any
+//! time. The interleaving is the system's, so no run is like another; what is asserted holds for all of them.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
@@ -41,7 +41,7 @@ pub fn run(seed: u64, rounds: usize) {
     settings.memory_cap_bytes = Some(CAP);
     settings.expandable_segments = seed % 2 == 1;
     let expandable = settings.expandable_segments;
-    let allocator = Arc::new(CachingAllocator::new(&machine.gpu, settings));
+    let allocator = Arc::new(CachingAllocator::new(&machine.instance, settings));
     let counts = Counts::default();
     let post: Mutex<Vec<Parcel>> = Mutex::default();
     std::thread::scope(|scope| {
@@ -81,7 +81,7 @@ fn worker(
     let mine = thread * (STREAMS_EACH + 1);
     let streams = &machine.streams[0][mine..mine + STREAMS_EACH];
     let for_captures = machine.stream(0, mine + STREAMS_EACH);
-    let device = machine.gpu.device(0).unwrap();
+    let device = machine.instance.device(0).unwrap();
     let shared: Arc<dyn DeviceAllocator> = allocator.clone();
     let pool = MemPool::new(&shared, &device, PoolOptions { use_on_oom: true, ..PoolOptions::default() }).unwrap();
     let mut mine: Vec<Parcel> = Vec::new();

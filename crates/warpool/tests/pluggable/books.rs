@@ -114,8 +114,8 @@ fn random_programs_keep_the_books() {
 }
 
 /// Everything that asks the driver: blocks that wait for streams, a capture, a replay, pools, a request that fails.
-fn scenario(gpu: &Gpu, sim: &SimDriver, any: &Arc<dyn DeviceAllocator>) -> warpool::Result<()> {
-    let device = gpu.device(0)?;
+fn scenario(instance: &Instance, sim: &SimDriver, any: &Arc<dyn DeviceAllocator>) -> warpool::Result<()> {
+    let device = instance.device(0)?;
     let (own, other) = (device.pool_stream()?, device.pool_stream()?);
     let shared = any.allocate(MIB, &own)?;
     sim.fill(shared.ptr(), Pattern::U8(1), MIB, other.id())?;
@@ -156,15 +156,15 @@ fn every_driver_call_may_fail_once() {
         let sim = Arc::new(SimDriver::new(SimConfig::default()));
         let plan = FaultPlan::new().fail_nth_of_all(nth, ErrorCode::NotPermitted).sparing(FaultPlan::CLEANUP);
         let faulty = Arc::new(Faulty::new(sim.clone(), plan));
-        let Ok(gpu) = Gpu::new(faulty.clone()) else { continue };
+        let Ok(instance) = Instance::new(faulty.clone()) else { continue };
         // The plug's own calls go past the faults.
         let book = Notebook::new(sim.clone());
         let plug = if nth % 2 == 0 { book.plug() } else { book.plug_with_hooks() };
-        let any: Arc<dyn DeviceAllocator> = Arc::new(PluggableAllocator::new(&gpu, Arc::new(plug)).unwrap());
-        let _ = scenario(&gpu, &sim, &any);
+        let any: Arc<dyn DeviceAllocator> = Arc::new(PluggableAllocator::new(&instance, Arc::new(plug)).unwrap());
+        let _ = scenario(&instance, &sim, &any);
         let fired = faulty.fired();
         faulty.clear_plan();
-        scenario(&gpu, &sim, &any).unwrap_or_else(|error| panic!("after call {nth} failed: {error}"));
+        scenario(&instance, &sim, &any).unwrap_or_else(|error| panic!("after call {nth} failed: {error}"));
         assert_eq!(book.live(), BTreeMap::new(), "call {nth} failed: {fired:?}");
         let stats = any.stats(DEVICE).unwrap();
         assert_eq!((stats.active.all.current, stats.allocation.all.current), (0, 0), "call {nth} failed: {fired:?}");

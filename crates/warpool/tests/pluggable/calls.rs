@@ -6,7 +6,7 @@ use super::*;
 fn the_plug_is_called_with_what_was_asked_for_and_gets_the_same_back() {
     let bench = Bench::plain();
     let (one, two) = (bench.stream(), bench.stream());
-    let far = bench.gpu.device(1).unwrap().pool_stream().unwrap();
+    let far = bench.instance.device(1).unwrap().pool_stream().unwrap();
     let given = [bench.give(1, &one), bench.give(1000, &two), bench.give(3 * MIB, &one)];
     let there = bench.allocator.allocate_raw(Request::new(DeviceId(1), far.id(), 77)).unwrap();
     let live = bench.book.live();
@@ -45,8 +45,8 @@ fn a_null_address_is_out_of_memory_with_a_report() {
     assert_eq!((bench.stats().num_ooms, bench.stats().num_alloc_retries), (1, 1));
 
     // Null and none are the same.
-    let nothing = FnPlug::new(|_, _, _| Ok(Some(DevicePtr(0))), |_, _, _, _| Ok(()));
-    let empty = PluggableAllocator::new(&bench.gpu, Arc::new(nothing)).unwrap();
+    let nothing = FnAllocator::new(|_, _, _| Ok(Some(DevicePtr(0))), |_, _, _, _| Ok(()));
+    let empty = PluggableAllocator::new(&bench.instance, Arc::new(nothing)).unwrap();
     let outcome = empty.allocate_raw(Request::new(DEVICE, stream.id(), 1));
     assert!(matches!(outcome, Err(Error::OutOfMemory(_))), "{outcome:?}");
 
@@ -67,23 +67,25 @@ fn a_null_address_is_out_of_memory_with_a_report() {
 fn errors_of_the_plug_are_passed_on() {
     let bench = Bench::plain();
     let stream = bench.stream();
-    let why = |text: &str| Error::Plug { why: text.to_owned() };
-    let plug = FnPlug::new(
-        |_, _, _| Err(Error::Plug { why: "no way".into() }),
-        |_, _, _, _| Err(Error::Plug { why: "not mine".into() }),
+    let why = |text: &str| Error::ExternalAllocator { why: text.to_owned() };
+    let plug = FnAllocator::new(
+        |_, _, _| Err(Error::ExternalAllocator { why: "no way".into() }),
+        |_, _, _, _| Err(Error::ExternalAllocator { why: "not mine".into() }),
     );
-    let refusing = PluggableAllocator::new(&bench.gpu, Arc::new(plug)).unwrap();
+    let refusing = PluggableAllocator::new(&bench.instance, Arc::new(plug)).unwrap();
     assert_eq!(refusing.allocate_raw(Request::new(DEVICE, stream.id(), 1)), Err(why("no way")));
     assert_eq!(refusing.stats(DEVICE).unwrap().allocation.all.allocated, 0);
 
-    let failed =
-        FnPlug::new(|_, _, _| Ok(None), |_, _, _, _| Ok(())).on_init(|_| Err(Error::Plug { why: "late".into() }));
-    assert_eq!(PluggableAllocator::new(&bench.gpu, Arc::new(failed)).map(drop), Err(why("late")));
+    let failed = FnAllocator::new(|_, _, _| Ok(None), |_, _, _, _| Ok(()))
+        .on_init(|_| Err(Error::ExternalAllocator { why: "late".into() }));
+    assert_eq!(PluggableAllocator::new(&bench.instance, Arc::new(failed)).map(drop), Err(why("late")));
 
     // A free that fails is reported, and the block is gone from the books.
-    let plug =
-        FnPlug::new(|_, _, _| Ok(Some(DevicePtr(4096))), |_, _, _, _| Err(Error::Plug { why: "not mine".into() }));
-    let keeping = PluggableAllocator::new(&bench.gpu, Arc::new(plug)).unwrap();
+    let plug = FnAllocator::new(
+        |_, _, _| Ok(Some(DevicePtr(4096))),
+        |_, _, _, _| Err(Error::ExternalAllocator { why: "not mine".into() }),
+    );
+    let keeping = PluggableAllocator::new(&bench.instance, Arc::new(plug)).unwrap();
     let given = keeping.allocate_raw(Request::new(DEVICE, stream.id(), 100)).unwrap();
     assert_eq!(keeping.free(given), Err(why("not mine")));
     assert_eq!(keeping.free(given), Err(Error::UnknownPointer { ptr: given.ptr }));
@@ -97,11 +99,11 @@ fn an_address_that_is_taken_is_an_error() {
     let stream = bench.stream();
     let next = Arc::new(AtomicU64::new(0x1_0000));
     let gives = Arc::clone(&next);
-    let plug = FnPlug::new(move |_, _, _| Ok(Some(DevicePtr(gives.load(Ordering::SeqCst)))), |_, _, _, _| Ok(()));
-    let allocator = PluggableAllocator::new(&bench.gpu, Arc::new(plug)).unwrap();
+    let plug = FnAllocator::new(move |_, _, _| Ok(Some(DevicePtr(gives.load(Ordering::SeqCst)))), |_, _, _, _| Ok(()));
+    let allocator = PluggableAllocator::new(&bench.instance, Arc::new(plug)).unwrap();
     let ask = |device: u32, stream: &Stream| allocator.allocate_raw(Request::new(DeviceId(device), stream.id(), 100));
     let first = ask(0, &stream).unwrap();
-    let far = bench.gpu.device(1).unwrap().pool_stream().unwrap();
+    let far = bench.instance.device(1).unwrap().pool_stream().unwrap();
     for (at, device, on) in [(0x1_0000, 0, &stream), (0x1_0040, 0, &stream), (0xffff, 0, &stream), (0x1_0000, 1, &far)]
     {
         next.store(at, Ordering::SeqCst);
@@ -240,7 +242,7 @@ fn the_base_of_an_address_comes_from_the_hook_or_from_the_books() {
 #[test]
 fn streams_that_are_gone_or_elsewhere() {
     let bench = Bench::plain();
-    let far = bench.gpu.device(1).unwrap().pool_stream().unwrap();
+    let far = bench.instance.device(1).unwrap().pool_stream().unwrap();
     let wrong = Error::StreamDevice { device: DEVICE, stream: far.id(), owner: DeviceId(1) };
     assert_eq!(bench.refused(100, &far), wrong);
     // Used by a stream of another device it may be.

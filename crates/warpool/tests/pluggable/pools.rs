@@ -39,7 +39,7 @@ fn pools_are_kept_and_the_plug_is_told() {
     assert_eq!(bench.allocator.pool_uses(DEVICE, id), Err(Error::UnknownPool { pool: id, device: DEVICE }));
     bench.allocator.free(open).unwrap();
 
-    let upstream = PlugUpstream::new(&bench.gpu, Arc::new(bench.book.plug())).unwrap();
+    let upstream = ExternalUpstream::new(&bench.instance, Arc::new(bench.book.plug())).unwrap();
     let options = PoolOptions { upstream: Some(Arc::new(upstream)), ..PoolOptions::default() };
     assert!(matches!(MemPool::new(&any, &bench.device(), options), Err(Error::Unsupported { .. })));
     bench.finish();
@@ -92,7 +92,7 @@ fn a_graph_keeps_what_its_capture_took() {
 fn a_stream_that_is_adopted_in_a_capture_gets_memory() {
     use warpool::memory::Upstream as _;
     let bench = Bench::plain();
-    let upstream = PlugUpstream::new(&bench.gpu, Arc::new(bench.book.plug())).unwrap();
+    let upstream = ExternalUpstream::new(&bench.instance, Arc::new(bench.book.plug())).unwrap();
     let id = bench.sim.stream_of_others(DEVICE, StreamOptions::default()).unwrap();
     bench.driver().capture_begin(id, CaptureMode::Relaxed).unwrap();
     bench.allocator.capture_began(DEVICE).unwrap();
@@ -112,7 +112,8 @@ fn a_stream_that_is_adopted_in_a_capture_gets_memory() {
     bench.finish();
 }
 
-/// One thread tells the plug of its pool, which takes a while. Another opens its own meanwhile, and may count on the plug's knowing.
+/// One thread tells the plug of its pool, which takes a while. Another opens its own meanwhile, and may count on the
+/// plug's knowing.
 #[test]
 fn the_plug_knows_of_a_pool_before_its_scope_is_open() {
     let bench = Bench::plain();
@@ -129,7 +130,7 @@ fn the_plug_knows_of_a_pool_before_its_scope_is_open() {
         }
         hears.lock().unwrap().push(pool);
     });
-    let allocator = PluggableAllocator::new(&bench.gpu, Arc::new(plug)).unwrap();
+    let allocator = PluggableAllocator::new(&bench.instance, Arc::new(plug)).unwrap();
     let pools = [(); 2].map(|()| allocator.create_pool(DEVICE, PoolOptions::default()).unwrap());
     let open = |pool| allocator.begin_routing(DEVICE, pool, Route::Thread(thread::current().id())).unwrap();
     let known = thread::scope(|scope| {
@@ -170,7 +171,7 @@ fn a_hook_may_open_a_scope() {
         }
         hears.lock().unwrap().push(pool);
     });
-    let made = Arc::new(PluggableAllocator::new(&bench.gpu, Arc::new(plug)).unwrap());
+    let made = Arc::new(PluggableAllocator::new(&bench.instance, Arc::new(plug)).unwrap());
     let pools = [(); 2].map(|()| made.create_pool(DEVICE, PoolOptions::default()).unwrap());
     allocator.set((Arc::clone(&made), pools[1])).expect("set once");
     made.begin_routing(DEVICE, pools[0], Route::Thread(thread::current().id())).unwrap();
@@ -210,7 +211,8 @@ fn a_block_that_a_capture_uses_goes_back_when_that_is_over() {
     for recorded in [false, true] {
         let bench = Bench::hooked();
         let (own, capturing) = (bench.stream(), bench.device().lease_stream().unwrap());
-        // Either the block's own stream captures, or another that uses it. The plug would take care of that one, but not in a capture.
+        // Either the block's own stream captures, or another that uses it. The plug would take care of that one, but
+        // not in a capture.
         let given = if recorded { bench.give(MIB, &own) } else { bench.give(MIB, &capturing) };
         let pools = bench.any();
         pools.pools().unwrap().capture_began(DEVICE).unwrap();

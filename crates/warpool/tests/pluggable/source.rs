@@ -5,8 +5,8 @@ use super::*;
 #[test]
 fn a_plug_is_the_source_of_one_pool_with_caching_on_top() {
     let bench = Bench::plain();
-    let caching: Arc<dyn DeviceAllocator> = Arc::new(CachingAllocator::new(&bench.gpu, Settings::default()));
-    let upstream = PlugUpstream::new(&bench.gpu, Arc::new(bench.book.plug_with_hooks())).unwrap();
+    let caching: Arc<dyn DeviceAllocator> = Arc::new(CachingAllocator::new(&bench.instance, Settings::default()));
+    let upstream = ExternalUpstream::new(&bench.instance, Arc::new(bench.book.plug_with_hooks())).unwrap();
     assert_eq!(bench.book.read(), ["init 2"]);
     let options = PoolOptions { upstream: Some(Arc::new(upstream)), ..PoolOptions::default() };
     let pool = MemPool::new(&caching, &bench.device(), options).unwrap();
@@ -39,7 +39,7 @@ fn a_plug_is_the_source_of_one_pool_with_caching_on_top() {
 fn an_upstream_remembers_streams_that_are_gone() {
     use warpool::memory::Upstream as _;
     let bench = Bench::plain();
-    let upstream = PlugUpstream::new(&bench.gpu, Arc::new(bench.book.plug())).unwrap();
+    let upstream = ExternalUpstream::new(&bench.instance, Arc::new(bench.book.plug())).unwrap();
     let short = bench.driver().stream_create(DEVICE, StreamOptions::default()).unwrap();
     let ptr = upstream.allocate(DEVICE, MIB, short).unwrap().unwrap();
     bench.driver().stream_destroy(short).unwrap();
@@ -56,11 +56,11 @@ fn an_upstream_refuses_an_address_that_is_taken() {
     let stream = bench.stream().id();
     let (next, takes) = (Arc::new(AtomicU64::new(0x1_0000)), Arc::new(AtomicBool::new(false)));
     let (gives, free) = (Arc::clone(&next), Arc::clone(&takes));
-    let plug = FnPlug::new(
+    let plug = FnAllocator::new(
         move |_, _, _| Ok(Some(DevicePtr(gives.load(Ordering::SeqCst)))),
         move |ptr, _, _, _| if free.load(Ordering::SeqCst) { Ok(()) } else { Err(Error::UnknownPointer { ptr }) },
     );
-    let upstream = PlugUpstream::new(&bench.gpu, Arc::new(plug)).unwrap();
+    let upstream = ExternalUpstream::new(&bench.instance, Arc::new(plug)).unwrap();
     let first = upstream.allocate(DEVICE, 100, stream).unwrap().unwrap();
     let ask = |at| {
         next.store(at, Ordering::SeqCst);
@@ -80,11 +80,11 @@ fn an_upstream_refuses_an_address_that_is_taken() {
 #[test]
 fn the_programs_allocator_is_chosen_before_it_is_used() {
     let bench = Bench::plain();
-    let current = CurrentAllocator::new(&bench.gpu);
+    let current = CurrentAllocator::new(&bench.instance);
     let (_, elsewhere) = common::machine(1);
     let foreign: Arc<dyn DeviceAllocator> = Arc::new(CachingAllocator::new(&elsewhere, Settings::default()));
     assert_eq!(current.install(foreign), Err(Error::ForeignGpu { thing: "the allocator" }));
-    let other: Arc<dyn DeviceAllocator> = Arc::new(CachingAllocator::new(&bench.gpu, Settings::default()));
+    let other: Arc<dyn DeviceAllocator> = Arc::new(CachingAllocator::new(&bench.instance, Settings::default()));
     current.install(Arc::clone(&other)).unwrap();
     current.install(bench.any()).expect("nobody got the first");
     assert!(!current.is_used());
@@ -96,7 +96,7 @@ fn the_programs_allocator_is_chosen_before_it_is_used() {
     assert!(refused.to_string().contains("1000 bytes; install before the first use"), "{refused}");
     block.free().unwrap();
 
-    let by_default = CurrentAllocator::new(&bench.gpu);
+    let by_default = CurrentAllocator::new(&bench.instance);
     assert_eq!(by_default.get().name(), "caching");
     assert!(Arc::ptr_eq(&by_default.get(), &by_default.get()) && by_default.is_used());
     assert!(matches!(by_default.install(other), Err(Error::AllocatorInUse { installed: "caching", bytes: 0, .. })));
@@ -110,25 +110,26 @@ fn any_type_can_be_a_plug() {
         base: DevicePtr,
         next: AtomicU64,
     }
-    impl Plug for Bump {
+    impl ExternalAllocator for Bump {
         fn allocate(
             &self,
             bytes: u64,
             _: DeviceId,
-            _: warpool::memory::PlugStream,
+            _: warpool::memory::RawStream,
         ) -> warpool::Result<Option<DevicePtr>> {
             let at = self.next.fetch_add(bytes.next_multiple_of(512), Ordering::SeqCst);
             Ok((at + bytes <= MIB).then(|| self.base.offset(at)))
         }
 
-        fn free(&self, _: DevicePtr, _: u64, _: DeviceId, _: warpool::memory::PlugStream) -> warpool::Result<()> {
+        fn free(&self, _: DevicePtr, _: u64, _: DeviceId, _: warpool::memory::RawStream) -> warpool::Result<()> {
             Ok(())
         }
     }
     let bench = Bench::plain();
     let base = bench.driver().mem_alloc(DEVICE, MIB).unwrap();
     let bump = Bump { base, next: AtomicU64::new(0) };
-    let allocator: Arc<dyn DeviceAllocator> = Arc::new(PluggableAllocator::new(&bench.gpu, Arc::new(bump)).unwrap());
+    let allocator: Arc<dyn DeviceAllocator> =
+        Arc::new(PluggableAllocator::new(&bench.instance, Arc::new(bump)).unwrap());
     let stream = bench.stream();
     let blocks: Vec<_> = (0..10).map(|_| allocator.allocate(100_000, &stream).unwrap()).collect();
     assert_eq!(blocks[9].ptr(), base.offset(9 * 100_352));

@@ -1,9 +1,11 @@
-//! What the recorded allocator had, from moment to moment, as the recording alone tells it: regions of memory, and the blocks in them.
+//! What the recorded allocator had, from moment to moment, as the recording alone tells it: regions of memory, and the
+//! blocks in them.
 //!
-//! A ledger chooses nothing. Forwards it takes each block where the recording says; backwards it undoes that. What it is asked is which
-//! other blocks would have served as well, which tells pools apart.
+//! A ledger chooses nothing. Forwards it takes each block where the recording says; backwards it undoes that. What it
+//! is asked is which other blocks would have served as well, which tells pools apart.
 //!
-//! A *region* is what the allocator got as one: a segment, or the address range of an expandable segment with what is mapped in it.
+//! A *region* is what the allocator got as one: a segment, or the address range of an expandable segment with what is
+//! mapped in it.
 
 #[cfg(test)]
 mod tests;
@@ -222,8 +224,8 @@ impl Ledger {
         Some(())
     }
 
-    /// Free blocks, with their regions, that a search for `size` would have met before the one at `chosen`, or at all where nothing was
-    /// chosen, had they been in its pool.
+    /// Free blocks, with their regions, that a search for `size` would have met before the one at `chosen`, or at all
+    /// where nothing was chosen, had they been in its pool.
     pub fn rivals(&self, stream: u64, size: u64, chosen: Option<u64>) -> Vec<(u64, RegionId)> {
         const MANY: usize = 256;
         let Some(free) = self.free.get(&(stream, Sizes::kind(size))) else { return Vec::new() };
@@ -397,7 +399,8 @@ impl Ledger {
         id
     }
 
-    /// A region lost some bytes; without any it is gone. Where the recording does not fit itself, there may be less than it says.
+    /// A region lost some bytes; without any it is gone. Where the recording does not fit itself, there may be less
+    /// than it says.
     fn shrink(&mut self, id: RegionId, bytes: u64) {
         self.bytes = self.bytes.saturating_sub(bytes);
         let region = &mut self.regions[id as usize];

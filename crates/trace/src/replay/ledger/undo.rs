@@ -1,5 +1,5 @@
-//! The ledger backwards: undoes what was recorded, the last first. What is told there only in part is completed: how far a block reached, and
-//! which kind of requests a range served.
+//! The ledger backwards: undoes what was recorded, the last first. What is told there only in part is completed: how
+//! far a block reached, and which kind of requests a range served.
 
 use warpool::memory::{BlockState, MemPoolId, SegmentKind};
 
@@ -7,16 +7,16 @@ use super::super::sizes::Sizes;
 use super::{Ledger, Piece, RegionId};
 
 impl Ledger {
-    /// Undoes an unmapping. Several pieces may have been unmapped as one, and the pieces between may not be back yet, so its range is
-    /// whichever is near, and of a new one the kind is a guess.
+    /// Undoes an unmapping. Several pieces may have been unmapped as one, and the pieces between may not be back yet,
+    /// so its range is whichever is near, and of a new one the kind is a guess.
     pub fn map_again(&mut self, addr: u64, bytes: u64, stream: u64, pool: Option<MemPoolId>) -> RegionId {
         let region = self.mapped_region(addr, bytes, stream, None, pool, true);
         self.add_free(addr, bytes, region);
         region
     }
 
-    /// Undoes a free: somebody had `requested` bytes at `addr`, anywhere in a free block. What cannot have been a block of its own belongs to
-    /// its neighbour in front. `None` if the place is not free.
+    /// Undoes a free: somebody had `requested` bytes at `addr`, anywhere in a free block. What cannot have been a block
+    /// of its own belongs to its neighbour in front. `None` if the place is not free.
     pub fn reinstate(&mut self, addr: u64, requested: u64) -> Option<()> {
         let size = self.sizes.round(requested);
         let (start, piece) = self.free_around(addr, size)?;
@@ -57,8 +57,9 @@ impl Ledger {
         Some(())
     }
 
-    /// Moves the end of the block in front of the free one at `addr` back by `more`, at the latter's cost. Where a block ends whose free was not
-    /// undone beside another is not known to the byte: up to 1 MiB behind it may have been its own. `None` if that is too little.
+    /// Moves the end of the block in front of the free one at `addr` back by `more`, at the latter's cost. Where a
+    /// block ends whose free was not undone beside another is not known to the byte: up to 1 MiB behind it may have
+    /// been its own. `None` if that is too little.
     pub fn lengthen_before(&mut self, addr: u64, more: u64) -> Option<()> {
         let free = *self.pieces.get(&addr).filter(|piece| piece.state == BlockState::Inactive && piece.bytes > more)?;
         let (&at, &block) = self.pieces.range(..addr).next_back()?;

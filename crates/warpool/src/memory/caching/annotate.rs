@@ -7,7 +7,8 @@ use crate::memory::{Action, StackLevel, set_user_metadata, user_metadata};
 use crate::{Error, Result};
 
 impl CachingAllocator {
-    /// Writes `text` into the history, beside what starts at `ptr`. [`Error::UnknownPointer`] if nothing that is given out does.
+    /// Writes `text` into the history, beside what starts at `ptr`. [`Error::UnknownPointer`] if nothing that is given
+    /// out does.
     pub fn annotate(&self, ptr: DevicePtr, text: &str) -> Result<()> {
         let (cell, _) = self.locate(ptr)?;
         let cause = self.cause(cell, StackLevel::Alloc).timed(self.driver());

@@ -12,13 +12,14 @@ use crate::memory::{
     Allocation, DeviceAllocator, HistoryOptions, MemPoolId, Observers, PoolKeeper, Request, Snapshot, SnapshotOptions,
     StackLevel, Stat, Stats,
 };
-use crate::{Error, Gpu, Result, lock};
+use crate::{Error, Instance, Result, lock};
 
 impl CachingAllocator {
     /// Takes a block back, if its caller has it. It is free then, or needs marks in streams that used it.
     fn take_back(&self, cell: &Cell, which: Which<'_>, cause: &Cause) -> Option<TakenBack> {
         if self.notes {
-            // Before anybody else can get it. The memory of a private pool may be a graph's, whose replays go on using what its capture gave back.
+            // Before anybody else can get it. The memory of a private pool may be a graph's, whose replays go on using
+            // what its capture gave back.
             let (range, of_pool) = self.with(cell, |state| {
                 let block = which.block(state)?;
                 Some((state.allocation(block), state.bin_of(state.blocks[block].segment).pool))
@@ -46,8 +47,8 @@ impl CachingAllocator {
         taken.map(|taken| self.see_to(cell, taken, &cause)).is_some()
     }
 
-    /// Sees to the streams that may still use a block that was taken back. The caller is rid of it whatever happens: what fails is tried again by the
-    /// next call, which also reports what stays wrong.
+    /// Sees to the streams that may still use a block that was taken back. The caller is rid of it whatever happens:
+    /// what fails is tried again by the next call, which also reports what stays wrong.
     fn see_to(&self, cell: &Cell, taken: TakenBack, cause: &Cause) {
         if let TakenBack::InUse(block) = taken
             && let Err(error) = self.finish_free(cell, block, cause)
@@ -113,8 +114,8 @@ impl DeviceAllocator for CachingAllocator {
         "caching"
     }
 
-    fn gpu(&self) -> &Gpu {
-        &self.gpu
+    fn instance(&self) -> &Instance {
+        &self.instance
     }
 
     fn allocate_raw(&self, request: Request) -> Result<Allocation> {
@@ -264,7 +265,7 @@ impl DeviceAllocator for CachingAllocator {
         let _slow = self.slow(cell);
         self.release_orphans(cell);
         if pool.is_default() {
-            let current = self.gpu.device(device.0)?.current_stream_id()?;
+            let current = self.instance.device(device.0)?.current_stream_id()?;
             let capturing = self.is_capturing(cell, current)?;
             if !capturing {
                 self.wait_for_pending(cell, &cause)?;

@@ -1,5 +1,6 @@
-//! Frees during a capture. No event may be recorded or asked about there, so blocks that several streams used wait until the capture is over,
-//! or, with `graph_capture_record_stream_reuse`, until the graph itself orders every use before what comes next.
+//! Frees during a capture. No event may be recorded or asked about there, so blocks that several streams used wait
+//! until the capture is over, or, with `graph_capture_record_stream_reuse`, until the graph itself orders every use
+//! before what comes next.
 //!
 //! "During a capture" means that the stream in question captures, not that some pool's scope is open.
 
@@ -24,9 +25,10 @@ pub(super) struct Deferred {
 }
 
 impl CachingAllocator {
-    /// Whether captures are under way on any device: those that this allocator was told of, and those of graphs that work with another one. Two loads.
+    /// Whether captures are under way on any device: those that this allocator was told of, and those of graphs that
+    /// work with another one. Two loads.
     pub(super) fn has_captures(&self, cell: &Cell) -> bool {
-        cell.has_captures() || !self.gpu.captures().none()
+        cell.has_captures() || !self.instance.captures().none()
     }
 
     /// Whether `stream` captures. No driver call, as long as no capture is under way on any device.
@@ -34,8 +36,8 @@ impl CachingAllocator {
         Ok(self.has_captures(cell) && self.capture_state(stream)? != CaptureState::None)
     }
 
-    /// Whether no mark can be put into `stream` now: it captures, or it is the default stream, which would wait for a blocking stream that does, and break
-    /// its capture.
+    /// Whether no mark can be put into `stream` now: it captures, or it is the default stream, which would wait for a
+    /// blocking stream that does, and break its capture.
     pub(super) fn refuses_marks(&self, cell: &Cell, stream: StreamId) -> Result<bool> {
         if !self.has_captures(cell) {
             return Ok(false);
@@ -58,18 +60,20 @@ impl CachingAllocator {
         }
     }
 
-    /// The same around code of others (a pool's source), which may poll or begin captures itself: so none are held off, and the driver is told in any case.
+    /// The same around code of others (a pool's source), which may poll or begin captures itself: so none are held off,
+    /// and the driver is told in any case.
     pub(super) fn relaxed_for_others(&self) -> Result<Relaxed<'_>> {
         Relaxed::begin(self.driver())
     }
 
-    /// Lets the calling thread ask the driver for what a capture elsewhere would forbid, and break. No driver call unless captures are under way.
+    /// Lets the calling thread ask the driver for what a capture elsewhere would forbid, and break. No driver call
+    /// unless captures are under way.
     pub(super) fn relaxed(&self, cell: &Cell) -> Result<Harmless<'_>> {
-        Harmless::begin(self.gpu(), || !self.has_captures(cell))
+        Harmless::begin(self.instance(), || !self.has_captures(cell))
     }
 
-    /// The second half of every free of a block with uses: marks for its streams, or, if one of them captures, a place in the queue until
-    /// the capture is over.
+    /// The second half of every free of a block with uses: marks for its streams, or, if one of them captures, a place
+    /// in the queue until the capture is over.
     pub(super) fn finish_free(&self, cell: &Cell, block: BlockKey, cause: &Cause) -> Result<()> {
         let streams = self.streams_of(cell, block);
         let mut any = false;
@@ -83,7 +87,8 @@ impl CachingAllocator {
             }
         }
         if any {
-            // The graph orders what was captured. Uses from before it need marks in their streams, which must wait until it is over.
+            // The graph orders what was captured. Uses from before it need marks in their streams, which must wait
+            // until it is over.
             let only_captured = self.with(cell, |state| state.uses_of(block).is_empty());
             let markers = if only_captured { self.markers(cell, &streams) } else { Vec::new() };
             self.with(cell, |state| state.deferred.push(Deferred { block, markers }));
@@ -94,8 +99,8 @@ impl CachingAllocator {
         self.mark_uses(cell, block, cause)
     }
 
-    /// Frees what waited for captures that are over. Every stream is asked about once, however many blocks wait: another thread's capture may
-    /// defer thousands, and this is called by every request outside of it.
+    /// Frees what waited for captures that are over. Every stream is asked about once, however many blocks wait:
+    /// another thread's capture may defer thousands, and this is called by every request outside of it.
     pub(super) fn settle_deferred(&self, cell: &Cell, cause: &Cause) -> Result<()> {
         let streams: BTreeSet<StreamId> =
             self.with(cell, |state| state.deferred.iter().flat_map(|entry| state.streams_of(entry.block)).collect());
@@ -123,7 +128,8 @@ impl CachingAllocator {
         Ok(())
     }
 
-    /// Frees what was given back in the capture of `stream` and is, by the graph's order, done before whatever the stream does next.
+    /// Frees what was given back in the capture of `stream` and is, by the graph's order, done before whatever the
+    /// stream does next.
     pub(super) fn reuse_in_capture(&self, cell: &Cell, stream: StreamId, cause: &Cause) -> Result<()> {
         let is_candidate = |state: &State, entry: &Deferred| {
             !entry.markers.is_empty() && state.place_of(state.blocks[entry.block].segment).1 == stream

@@ -1,7 +1,7 @@
 //! Checkpoints of a private pool: which of its blocks are given out is kept, and put back later.
 //!
-//! Putting back checks everything first and then changes all in one step: every block that is given out is freed, and every kept one is cut out
-//! of free memory at its old place. Use counts, and segments made since, stay as they are.
+//! Putting back checks everything first and then changes all in one step: every block that is given out is freed, and
+//! every kept one is cut out of free memory at its old place. Use counts, and segments made since, stay as they are.
 
 use warpool_driver::{DeviceId, DevicePtr, StreamId};
 
@@ -58,7 +58,8 @@ pub struct Restored {
 }
 
 impl CachingAllocator {
-    /// Keeps which blocks of a pool are given out. Fails if one of its blocks waits for streams, or if nobody uses the pool.
+    /// Keeps which blocks of a pool are given out. Fails if one of its blocks waits for streams, or if nobody uses the
+    /// pool.
     pub fn checkpoint(&self, device: DeviceId, pool: MemPoolId) -> Result<PoolCheckpoint> {
         let cell = self.settled(device)?;
         self.with(cell, |state| {
@@ -78,8 +79,8 @@ impl CachingAllocator {
         })
     }
 
-    /// Frees what the pool has given out, and gives out again what a checkpoint kept. Fails, and changes nothing, if some of that memory is no
-    /// longer there.
+    /// Frees what the pool has given out, and gives out again what a checkpoint kept. Fails, and changes nothing, if
+    /// some of that memory is no longer there.
     pub fn restore(&self, checkpoint: &PoolCheckpoint) -> Result<Restored> {
         let cell = self.settled(checkpoint.device)?;
         let cause = self.cause(cell, StackLevel::State);
@@ -163,7 +164,8 @@ impl State {
             .collect()
     }
 
-    /// Cuts the kept blocks out of free memory. Both are gone through by address: what is left of a block that was cut keeps its name.
+    /// Cuts the kept blocks out of free memory. Both are gone through by address: what is left of a block that was cut
+    /// keeps its name.
     fn carve_all(&mut self, checkpoint: &PoolCheckpoint, cause: &Cause) -> Vec<Allocation> {
         let mut free: Vec<(u64, BlockKey)> = self
             .blocks_of(checkpoint.pool)

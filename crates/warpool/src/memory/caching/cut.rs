@@ -1,5 +1,5 @@
-//! How blocks are cut, joined, and kept in the free sets of their lanes.
-//! The rule: two free neighbours are always joined, and a block in no set (`Standing::Moving`) is never joined by anybody but who moves it.
+//! How blocks are cut, joined, and kept in the free sets of their lanes. The rule: two free neighbours are always
+//! joined, and a block in no set (`Standing::Moving`) is never joined by anybody but who moves it.
 
 use super::block::{Block, BlockKey, Standing};
 use super::free_set::FreeKey;
@@ -25,7 +25,8 @@ impl State {
         front
     }
 
-    /// Makes a block in no set a free one, joined with the free blocks beside it. Says how many those were, and how much.
+    /// Makes a block in no set a free one, joined with the free blocks beside it. Says how many those were, and how
+    /// much.
     pub(super) fn join_free(&mut self, block: BlockKey) -> (u64, u64) {
         let is_free = |key: &BlockKey| self.blocks[*key].standing == Standing::Free;
         let (prev, next) = (self.blocks[block].prev.filter(is_free), self.blocks[block].next.filter(is_free));

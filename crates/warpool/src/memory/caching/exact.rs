@@ -10,8 +10,8 @@ use crate::memory::{Allocation, Request, StackLevel};
 use crate::{Error, Result};
 
 impl CachingAllocator {
-    /// As [`allocate_raw`](crate::memory::DeviceAllocator::allocate_raw), but at `ptr`, which must be a multiple of 512 and lie, with all that is asked for, in
-    /// one free block of the same stream and pool.
+    /// As [`allocate_raw`](crate::memory::DeviceAllocator::allocate_raw), but at `ptr`, which must be a multiple of 512
+    /// and lie, with all that is asked for, in one free block of the same stream and pool.
     pub fn allocate_at(&self, request: Request, ptr: DevicePtr) -> Result<Allocation> {
         let Request { device, stream, bytes, pool } = request;
         let refuse = |why| Err(Error::ExactAddress { ptr, bytes, why });
@@ -57,7 +57,8 @@ impl State {
         })
     }
 
-    /// Cuts a front off a block in no set and makes it free; the rest counts as a free part of its segment until it is handed out.
+    /// Cuts a front off a block in no set and makes it free; the rest counts as a free part of its segment until it is
+    /// handed out.
     pub(super) fn split_off_front(&mut self, block: BlockKey, bytes: u64) {
         let was_split = self.blocks[block].is_split();
         let (growing, whole) = (self.blocks[block].growing, self.blocks[block].size);

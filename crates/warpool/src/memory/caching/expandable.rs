@@ -1,8 +1,9 @@
-//! Expandable segments: one growing range of addresses per stream and kind, with memory mapped behind it chunk by chunk.
+//! Expandable segments: one growing range of addresses per stream and kind, with memory mapped behind it chunk by
+//! chunk.
 //!
-//! A block of such a segment is either mapped or not. Growing prefers the lowest hole; shrinking unmaps the whole chunks of free blocks. Blocks
-//! that the driver is at work on are `Moving`: neighbours that become free meanwhile stay apart, and are joined at the end.
-//! Whoever is here holds the device's `slow` lock.
+//! A block of such a segment is either mapped or not. Growing prefers the lowest hole; shrinking unmaps the whole
+//! chunks of free blocks. Blocks that the driver is at work on are `Moving`: neighbours that become free meanwhile stay
+//! apart, and are joined at the end. Whoever is here holds the device's `slow` lock.
 
 use warpool_driver::{Access, DeviceAccess, DevicePtr, ErrorCode, PhysicalId, PhysicalOptions, StreamId};
 
@@ -75,8 +76,9 @@ impl State {
         })
     }
 
-    /// Takes the first two parts of the lowest place with room for a request out of their sets: what is mapped of it, if it starts so, and the unmapped
-    /// part behind, which stays in its set: only holders of the `slow` lock touch those.
+    /// Takes the first two parts of the lowest place with room for a request out of their sets: what is mapped of it,
+    /// if it starts so, and the unmapped part behind, which stays in its set: only holders of the `slow` lock touch
+    /// those.
     fn take_room(&mut self, want: &Want) -> Option<(Option<BlockKey>, Option<BlockKey>)> {
         let lane = self.bins[want.bin].lane(want.stream)?;
         let start = self.find_room(lane, want.size)?;
@@ -94,7 +96,8 @@ impl State {
         lanes.flat_map(|lane| lane.unmapped.values().copied()).filter(|&block| !self.blocks[block].is_split()).collect()
     }
 
-    /// Whether that block is there and unmapped. What another thread has may go at any moment, joined into its neighbour.
+    /// Whether that block is there and unmapped. What another thread has may go at any moment, joined into its
+    /// neighbour.
     fn is_unmapped(&self, block: BlockKey) -> bool {
         self.blocks.get(block).is_some_and(|entry| entry.standing == Standing::Unmapped)
     }
@@ -125,8 +128,8 @@ impl State {
         self.put_free(block);
     }
 
-    /// Chunks were mapped at the start of `unmapped`, a block in no set. It keeps what is mapped and joins what is free beside it, and
-    /// `with`, the block that is to grow; the rest is unmapped again.
+    /// Chunks were mapped at the start of `unmapped`, a block in no set. It keeps what is mapped and joins what is free
+    /// beside it, and `with`, the block that is to grow; the rest is unmapped again.
     fn grow(&mut self, unmapped: BlockKey, with: Option<BlockKey>, handles: &[PhysicalId], cause: &Cause) -> BlockKey {
         let (ptr, segment) = (self.blocks[unmapped].ptr, self.blocks[unmapped].segment);
         let growing = self.growing_mut(unmapped);
@@ -217,7 +220,8 @@ impl CachingAllocator {
             if let Some(block) = grown.filter(|_| have >= want.size) {
                 return Ok(Fetched::Block(block));
             }
-            // A neighbour behind may have been free already and was joined; what is next is unmapped, or somebody else's by now.
+            // A neighbour behind may have been free already and was joined; what is next is unmapped, or somebody
+            // else's by now.
             let part = self.with(cell, |state| {
                 let part = next.filter(|&next| state.is_unmapped(next))?;
                 state.take_unmapped(part);
@@ -281,8 +285,8 @@ impl CachingAllocator {
         Ok(Some(()))
     }
 
-    /// How many bytes of addresses a segment of that stream gets: by its class, by the setting, or 9/8 of the device: room to move what is
-    /// unmapped in the middle to the end.
+    /// How many bytes of addresses a segment of that stream gets: by its class, by the setting, or 9/8 of the device:
+    /// room to move what is unmapped in the middle to the end.
     fn bytes_to_reserve(&self, cell: &Cell, stream: StreamId) -> u64 {
         let all = cell.bytes_total + cell.bytes_total / 8;
         let settings = self.settings();
@@ -335,8 +339,8 @@ impl CachingAllocator {
         devices.map(|device| DeviceAccess { device, access: Access::ReadWrite }).collect()
     }
 
-    /// Gives back the whole chunks inside a free block, if it still is one. Waits for the stream first: unmapping does not. Nothing goes while
-    /// the stream captures.
+    /// Gives back the whole chunks inside a free block, if it still is one. Waits for the stream first: unmapping does
+    /// not. Nothing goes while the stream captures.
     pub(super) fn return_chunks(&self, cell: &Cell, block: BlockKey, cause: &Cause) -> Result<u64> {
         let stream = self.with(cell, |state| {
             let entry = state.blocks.get(block)?;
@@ -367,8 +371,9 @@ impl CachingAllocator {
         Ok(bytes)
     }
 
-    /// Unmaps a range once the work that is in `stream` now is done; not if the stream captures. Waits for a mark and not for the stream: another
-    /// thread may begin a capture there at any moment, which a wait for the stream would break.
+    /// Unmaps a range once the work that is in `stream` now is done; not if the stream captures. Waits for a mark and
+    /// not for the stream: another thread may begin a capture there at any moment, which a wait for the stream would
+    /// break.
     fn wait_and_unmap(&self, cell: &Cell, stream: StreamId, ptr: DevicePtr, bytes: u64) -> Result<bool> {
         if self.refuses_marks(cell, stream)? {
             return Ok(false);
@@ -384,7 +389,8 @@ impl CachingAllocator {
         Ok(true)
     }
 
-    /// Gives the addresses of a segment back, if nothing of it is mapped. On failure it stays, unmapped, and serves again.
+    /// Gives the addresses of a segment back, if nothing of it is mapped. On failure it stays, unmapped, and serves
+    /// again.
     pub(super) fn drop_if_unmapped(&self, cell: &Cell, block: BlockKey) -> Result<()> {
         let taken = self.with(cell, |state| {
             let entry: &Block = state.blocks.get(block)?;

@@ -1,14 +1,16 @@
 //! The free blocks of one lane, in order.
 //!
-//! A sorted list in chunks: with the few dozen blocks that most lanes have, a search and a shift within one chunk; with thousands, one more
-//! search over the chunks. Giving an entry another key, which every cut and every join does, mostly stays within its chunk.
+//! A sorted list in chunks: with the few dozen blocks that most lanes have, a search and a shift within one chunk; with
+//! thousands, one more search over the chunks. Giving an entry another key, which every cut and every join does, mostly
+//! stays within its chunk.
 
 use super::block::BlockKey;
 
 /// A chunk that reaches this is cut in two.
 const CHUNK_MAX: usize = 64;
 
-/// The order of free blocks: by size, then by the age of the segment (0 where the order is by address), then by address.
+/// The order of free blocks: by size, then by the age of the segment (0 where the order is by address), then by
+/// address.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct FreeKey {
     pub(super) size: u64,

@@ -5,11 +5,12 @@
 //! 3. A new segment.
 //! 4. Free blocks of pools that are marked for need, for requests to the default pool.
 //! 5. Oversize segments of the stream, just enough; a new segment again.
-//! 6. Unless the stream captures: all events are waited for, everything cached goes back; a new segment for the last time.
+//! 6. Unless the stream captures: all events are waited for, everything cached goes back; a new segment for the last
+//!    time.
 //! 7. A report of all that.
 //!
-//! From the second rung on the device's `slow` lock is held: one thread at a time asks the driver for memory, and no other thread's search waits
-//! for it.
+//! From the second rung on the device's `slow` lock is held: one thread at a time asks the driver for memory, and no
+//! other thread's search waits for it.
 
 use warpool_driver::{DeviceId, MemoryInfo};
 

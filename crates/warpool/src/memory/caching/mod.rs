@@ -3,14 +3,16 @@
 //! # The life of an allocation
 //! 1. The request is routed to a pool (`pools.rs`) and rounded (`size.rs`).
 //! 2. What was given back meanwhile is looked after, if there is anything (`pending.rs`, `capture.rs`).
-//! 3. The smallest free block of the stream that fits is taken, and cut if too much would be left over (`place.rs`, `cut.rs`). This is the hot path: one lock, no
-//!    driver call.
+//! 3. The smallest free block of the stream that fits is taken, and cut if too much would be left over (`place.rs`,
+//!    `cut.rs`). This is the hot path: one lock, no driver call.
 //! 4. If none fits, a ladder is climbed (`ladder.rs`), with memory from the driver (`segment.rs`, `expandable.rs`).
-//! 5. Freed, a block that only its own stream used is joined with its free neighbours at once. Others wait for marks in the streams that used them.
+//! 5. Freed, a block that only its own stream used is joined with its free neighbours at once. Others wait for marks in
+//!    the streams that used them.
 //!
 //! # Locks
-//! Each device has two. `state` is held for one step of the books, never during a driver call. `slow` is held by the one thread that asks
-//! the driver for memory or gives it back; it comes before `state`. Observers are called with neither.
+//! Each device has two. `state` is held for one step of the books, never during a driver call. `slow` is held by the
+//! one thread that asks the driver for memory or gives it back; it comes before `state`. Observers are called with
+//! neither.
 
 mod annotate;
 mod block;
@@ -52,11 +54,11 @@ use self::uncached::Uncached;
 use super::journal::{Cause, Recording};
 use super::scopes::Scopes;
 use super::{Observers, Settings, StackLevel};
-use crate::{Error, Gpu, Result, lock};
+use crate::{Error, Instance, Result, lock};
 
 /// PyTorch's caching allocator, over any driver. See the [module](crate::memory) for how it is used.
 pub struct CachingAllocator {
-    gpu: Gpu,
+    instance: Instance,
     cells: Box<[Cell]>,
     settings: Mutex<Arc<Settings>>,
     observers: Observers,
@@ -84,8 +86,8 @@ struct Cell {
     slow_holder: slow::Holder,
     limits: Mutex<Limits>,
     scopes: Scopes,
-    /// How many captures are under way, on all devices together: another device's stream may have used this one's memory, and a thread that
-    /// captures is guarded on every device.
+    /// How many captures are under way, on all devices together: another device's stream may have used this one's
+    /// memory, and a thread that captures is guarded on every device.
     captures: Arc<AtomicU32>,
     recording: Recording,
     /// Other devices that may use this one's memory.
@@ -116,11 +118,11 @@ impl Cell {
 }
 
 impl CachingAllocator {
-    /// An allocator for all devices of `gpu`. Makes no driver call.
+    /// An allocator for all devices of `instance`. Makes no driver call.
     #[must_use]
-    pub fn new(gpu: &Gpu, settings: Settings) -> Self {
+    pub fn new(instance: &Instance, settings: Settings) -> Self {
         let captures = Arc::new(AtomicU32::new(0));
-        let cells = gpu.devices().map(|device| {
+        let cells = instance.devices().map(|device| {
             let properties = device.properties();
             let limits = Limits { fraction: settings.per_process_memory_fraction, cap: settings.memory_cap_bytes };
             let policy = Policy::new(&settings, properties.bytes_total, None, properties.virtual_memory);
@@ -146,9 +148,9 @@ impl CachingAllocator {
             cell
         });
         Self {
-            gpu: gpu.clone(),
+            instance: instance.clone(),
             cells: cells.collect(),
-            notes: gpu.driver().listens(),
+            notes: instance.driver().listens(),
             settings: Mutex::new(Arc::new(settings)),
             observers: Observers::default(),
             caching: AtomicBool::new(true),
@@ -165,8 +167,8 @@ impl CachingAllocator {
         Arc::clone(&lock(&self.settings))
     }
 
-    /// Puts other settings in force. What is cached stays; segments that grow stay usable only while `expandable_segments` is on. Memory
-    /// fraction and cap are those of the start, or of the last call that set them.
+    /// Puts other settings in force. What is cached stays; segments that grow stay usable only while
+    /// `expandable_segments` is on. Memory fraction and cap are those of the start, or of the last call that set them.
     pub fn set_settings(&self, settings: Settings) {
         for cell in &self.cells {
             let mut policy = Policy::new(&settings, cell.bytes_total, None, cell.virtual_memory);
@@ -190,8 +192,8 @@ impl CachingAllocator {
         Ok(())
     }
 
-    /// Turns caching off or on. Off, every request goes straight to the driver and appears in no counter; what was given out either way is taken back
-    /// the way it came.
+    /// Turns caching off or on. Off, every request goes straight to the driver and appears in no counter; what was
+    /// given out either way is taken back the way it came.
     pub fn set_caching(&self, on: bool) {
         self.caching.store(on, Ordering::Release);
     }
@@ -212,11 +214,11 @@ impl CachingAllocator {
     }
 
     fn driver(&self) -> &dyn Driver {
-        &**self.gpu.driver()
+        &**self.instance.driver()
     }
 
     fn cell(&self, device: DeviceId) -> Result<&Cell> {
-        let count = self.gpu.device_count();
+        let count = self.instance.device_count();
         self.cells.get(device.0 as usize).ok_or(Error::DeviceOutOfRange { index: device.0, count })
     }
 
@@ -259,6 +261,6 @@ impl CachingAllocator {
 
 impl fmt::Debug for CachingAllocator {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("CachingAllocator").field("gpu", &self.gpu).finish_non_exhaustive()
+        f.debug_struct("CachingAllocator").field("gpu", &self.instance).finish_non_exhaustive()
     }
 }

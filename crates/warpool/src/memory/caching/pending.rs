@@ -1,7 +1,7 @@
 //! Blocks that were given back while other streams may still use them: each waits for a mark in every such stream.
 //!
-//! Marks are asked about in the order of their stream, so one stream that is behind holds back only the blocks that it used. The driver is
-//! asked without the lock; marks have numbers, so that an answer that comes too late is recognised.
+//! Marks are asked about in the order of their stream, so one stream that is behind holds back only the blocks that it
+//! used. The driver is asked without the lock; marks have numbers, so that an answer that comes too late is recognised.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
@@ -27,7 +27,8 @@ struct Entry {
     block: BlockKey,
 }
 
-/// A mark to ask about, without the lock. It shares the event: another thread may take the mark out meanwhile, but the event goes nowhere.
+/// A mark to ask about, without the lock. It shares the event: another thread may take the mark out meanwhile, but the
+/// event goes nowhere.
 #[derive(Clone)]
 struct Head {
     stream: StreamId,
@@ -120,8 +121,8 @@ impl State {
 }
 
 impl CachingAllocator {
-    /// Looks after what was given back: marks for what destructors left, what captures deferred, and marks that have passed.
-    /// Not while the stream that is asked for captures.
+    /// Looks after what was given back: marks for what destructors left, what captures deferred, and marks that have
+    /// passed. Not while the stream that is asked for captures.
     pub(super) fn reap(&self, cell: &Cell, cause: &Cause) -> Result<()> {
         let (left_over, mut heads) =
             self.with(cell, |state| (!state.unmarked.is_empty() || !state.deferred.is_empty(), state.pending.heads()));
@@ -164,8 +165,8 @@ impl CachingAllocator {
         Ok(())
     }
 
-    /// Puts a mark for a block into every stream that used it. The block is safe whatever happens: what cannot be marked now is tried again
-    /// by the next call.
+    /// Puts a mark for a block into every stream that used it. The block is safe whatever happens: what cannot be
+    /// marked now is tried again by the next call.
     pub(super) fn mark_uses(&self, cell: &Cell, block: BlockKey, cause: &Cause) -> Result<()> {
         let uses = self.with(cell, |state| {
             let uses = state.uses_of(block);
@@ -206,12 +207,13 @@ impl CachingAllocator {
         let device = match self.driver().stream_handle(stream) {
             Ok(handle) => handle.device,
             Err(error) if error.code == ErrorCode::InvalidHandle => {
-                // The stream is gone, and its last work may not be: nothing but the devices can be waited for, which would break any capture.
+                // The stream is gone, and its last work may not be: nothing but the devices can be waited for, which
+                // would break any capture.
                 if self.has_captures(cell) {
                     return Ok(Mark::Captured);
                 }
-                let Some(_held_off) = self.gpu.captures().hold_off() else { return Ok(Mark::Captured) };
-                for device in self.gpu.devices() {
+                let Some(_held_off) = self.instance.captures().hold_off() else { return Ok(Mark::Captured) };
+                for device in self.instance.devices() {
                     if self.driver().context_is_active(device.id())? {
                         device.synchronize()?;
                     }
@@ -220,17 +222,19 @@ impl CachingAllocator {
             }
             Err(error) => return Err(error.into()),
         };
-        let mut event = Device::known(&self.gpu, device).event_pool().take()?;
+        let mut event = Device::known(&self.instance, device).event_pool().take()?;
         self.driver().event_record(event.id(), stream, EventScope::Plain)?;
         if self.is_capturing(cell, stream)? {
-            // Another thread began a capture since we looked: the mark may be the capture's, and asking about it would break that.
+            // Another thread began a capture since we looked: the mark may be the capture's, and asking about it would
+            // break that.
             event.never_reuse();
             return Ok(Mark::Captured);
         }
         Ok(Mark::Behind(event))
     }
 
-    /// Puts the marks that a destructor could not put, or that failed. Each is tried once: some cannot be put before a capture is over.
+    /// Puts the marks that a destructor could not put, or that failed. Each is tried once: some cannot be put before a
+    /// capture is over.
     pub(super) fn mark_unmarked(&self, cell: &Cell, cause: &Cause) -> Result<()> {
         let mut unmarked = self.with(cell, |state| std::mem::take(&mut state.unmarked)).into_iter().rev();
         while let Some(block) = unmarked.next() {

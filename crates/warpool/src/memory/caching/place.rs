@@ -76,7 +76,8 @@ impl State {
         let mut found = candidates.next()?;
         if self.blocks[found.1].growing {
             if want.expandable {
-                // The end of a segment counts as large as it can grow: what does not border on unmapped addresses is used first.
+                // The end of a segment counts as large as it can grow: what does not border on unmapped addresses is
+                // used first.
                 for next in candidates {
                     if !self.blocks[found.1].growing || self.size_grown(next.1) >= self.size_grown(found.1) {
                         break;
@@ -168,8 +169,8 @@ impl State {
         }
     }
 
-    /// The caller's half of a free: it no longer has the block, which is no longer among the live ones. The block waits; whether for anything is the
-    /// next question.
+    /// The caller's half of a free: it no longer has the block, which is no longer among the live ones. The block
+    /// waits; whether for anything is the next question.
     pub(super) fn begin_free(&mut self, freed: BlockKey, cause: &Cause) {
         let block = &mut self.blocks[freed];
         assert!(block.standing == Standing::Taken, "a block that nobody has cannot be given back");
@@ -203,8 +204,8 @@ impl State {
         }
     }
 
-    /// Of inactive blocks, some were joined into one, which counts itself if it is a part of its segment. One step in the counters, as
-    /// the peaks show.
+    /// Of inactive blocks, some were joined into one, which counts itself if it is a part of its segment. One step in
+    /// the counters, as the peaks show.
     fn change_inactive_split(&mut self, kind: SegmentKind, merged: u64, merged_bytes: u64, now: Option<u64>) {
         let stats = &mut self.stats;
         let (blocks_now, bytes_now) = now.map_or((0, 0), |bytes| (1, bytes));

@@ -1,7 +1,8 @@
 //! Private pools and the scopes that route requests to them.
 //!
-//! A pool has uses: its maker, open scopes, graphs. Without any it is *freeable*: it gives out nothing new, and once its last segment is gone it is
-//! gone too. That is asked of the segments themselves, so nothing has to be counted in pairs.
+//! A pool has uses: its maker, open scopes, graphs. Without any it is *freeable*: it gives out nothing new, and once
+//! its last segment is gone it is gone too. That is asked of the segments themselves, so nothing has to be counted in
+//! pairs.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -25,7 +26,8 @@ pub(super) struct Pool {
     visitors: u32,
     pub(super) upstream: Option<Arc<dyn Upstream>>,
     pub(super) use_on_oom: bool,
-    /// Whether captures took memory from it: what they gave back is free for other captures, but their graphs go on using it.
+    /// Whether captures took memory from it: what they gave back is free for other captures, but their graphs go on
+    /// using it.
     has_graphs: bool,
     /// Streams that use its memory beside those that it was allocated for.
     pub(super) used_by: Vec<StreamId>,
@@ -67,7 +69,8 @@ impl State {
         self.pools.iter().filter(|(_, pool)| pool.uses == 0).map(|(&id, _)| id).collect()
     }
 
-    /// Pools whose free blocks may serve the default pool in need. Not those that graphs work in: they would write into what others were given.
+    /// Pools whose free blocks may serve the default pool in need. Not those that graphs work in: they would write into
+    /// what others were given.
     pub(super) fn pools_for_oom(&self) -> Vec<MemPoolId> {
         let serves = |pool: &Pool| pool.use_on_oom && pool.uses > 0 && !pool.has_graphs;
         self.pools.iter().filter(|(_, pool)| serves(pool)).map(|(&id, _)| id).collect()
@@ -95,8 +98,8 @@ impl State {
         self.forget_if_empty(id)
     }
 
-    /// Forgets a pool that nobody uses and that holds nothing. What is left of it is dropped without the lock: with it may go its source, whose
-    /// destructor is the program's and may drop blocks.
+    /// Forgets a pool that nobody uses and that holds nothing. What is left of it is dropped without the lock: with it
+    /// may go its source, whose destructor is the program's and may drop blocks.
     #[must_use = "to be dropped without the lock"]
     fn forget_if_empty(&mut self, id: MemPoolId) -> Option<Pool> {
         let pool = self.pools.get(&id)?;
@@ -118,8 +121,9 @@ impl CachingAllocator {
         cell.scopes.routed(stream, |stream| self.capture_state(stream))
     }
 
-    /// Waits for the work that is in the streams that use a pool's memory beside its own: replays of graphs that are gone. The driver's free waits for all work, but
-    /// unmapping does not. Says no if one of them captures, and can only be waited for later.
+    /// Waits for the work that is in the streams that use a pool's memory beside its own: replays of graphs that are
+    /// gone. The driver's free waits for all work, but unmapping does not. Says no if one of them captures, and can
+    /// only be waited for later.
     pub(super) fn wait_for_users(&self, cell: &Cell, pool: MemPoolId) -> Result<bool> {
         let (users, anywhere) = self.with(cell, |state| {
             let pool = state.pool(pool)?;
@@ -153,8 +157,9 @@ impl CachingAllocator {
         Ok(true)
     }
 
-    /// As [`record_pool_use`](PoolKeeper::record_pool_use), of work on streams that nobody can name: replays that a framework makes by itself. When the pool's memory
-    /// goes back to the driver, all work of the device is waited for; while a capture is under way it does not go back.
+    /// As [`record_pool_use`](PoolKeeper::record_pool_use), of work on streams that nobody can name: replays that a
+    /// framework makes by itself. When the pool's memory goes back to the driver, all work of the device is waited for;
+    /// while a capture is under way it does not go back.
     pub fn record_pool_use_anywhere(&self, device: DeviceId, pool: MemPoolId) -> Result<()> {
         self.with(self.cell(device)?, |state| {
             state.pool_in_use(pool)?.used_anywhere = true;
@@ -243,7 +248,8 @@ impl PoolKeeper for CachingAllocator {
     fn capture_began(&self, device: DeviceId) -> Result<()> {
         let cell = self.cell(device)?;
         cell.captures.fetch_add(1, Ordering::AcqRel);
-        // What earlier captures gave back can be looked after now, and not in this one: graphs that share a pool are captured one right behind the other.
+        // What earlier captures gave back can be looked after now, and not in this one: graphs that share a pool are
+        // captured one right behind the other.
         let outcome = self.reap(cell, &self.cause(cell, StackLevel::State));
         if outcome.is_err() {
             cell.captures.fetch_sub(1, Ordering::AcqRel);

@@ -1,5 +1,5 @@
-//! Memory from the driver and back to it, in whole segments. Whoever is here holds the device's `slow` lock, so segments come and go one at a
-//! time; the state is locked only between the driver's calls.
+//! Memory from the driver and back to it, in whole segments. Whoever is here holds the device's `slow` lock, so
+//! segments come and go one at a time; the state is locked only between the driver's calls.
 
 use std::sync::Arc;
 
@@ -55,7 +55,8 @@ impl State {
         whole
     }
 
-    /// The free blocks of a bin, in the order in which they are given back: by stream, then as they stand in their lanes.
+    /// The free blocks of a bin, in the order in which they are given back: by stream, then as they stand in their
+    /// lanes.
     pub(super) fn free_of(&self, bin: BinKey) -> Vec<BlockKey> {
         self.bins[bin].lanes.iter().flat_map(|&(_, lane)| self.lanes[lane].free.all()).collect()
     }
@@ -166,7 +167,8 @@ impl CachingAllocator {
         outcome.map(|()| bytes)
     }
 
-    /// Gives back all that is free in a bin: whole segments, and the chunks of growing ones. Goes on after a failure and reports the first.
+    /// Gives back all that is free in a bin: whole segments, and the chunks of growing ones. Goes on after a failure
+    /// and reports the first.
     pub(super) fn return_bin(&self, cell: &Cell, bin: BinKey, cause: &Cause) -> Result<u64> {
         let (whole, growing): (Vec<_>, Vec<_>) =
             self.with(cell, |state| state.free_of(bin).into_iter().partition(|&block| !state.blocks[block].growing));
@@ -224,8 +226,9 @@ impl CachingAllocator {
         returned
     }
 
-    /// With a split limit, gives back cached oversize segments of the stream: one that is large enough, or else the largest ones until they
-    /// sum up. Says whether that may have made room. Only in the default pool: a private one's memory may be a graph's for as long as it is used.
+    /// With a split limit, gives back cached oversize segments of the stream: one that is large enough, or else the
+    /// largest ones until they sum up. Says whether that may have made room. Only in the default pool: a private one's
+    /// memory may be a graph's for as long as it is used.
     pub(super) fn return_oversize(&self, cell: &Cell, want: &Want, cause: &Cause) -> Result<bool> {
         let (needed, candidates) = self.with(cell, |state| {
             let limit = state.policy.max_split;
@@ -252,8 +255,9 @@ impl CachingAllocator {
         Ok(needed > 0 && returned >= needed)
     }
 
-    /// Above the threshold, gives back whole large segments of the default pool that have not been used for long: of those at least as old as
-    /// the average, until enough is gone. Waits for nothing but what the driver's free waits for.
+    /// Above the threshold, gives back whole large segments of the default pool that have not been used for long: of
+    /// those at least as old as the average, until enough is gone. Waits for nothing but what the driver's free waits
+    /// for.
     pub(super) fn collect_garbage(&self, cell: &Cell, cause: &Cause) -> Result<()> {
         let excess = self.with(cell, |state| {
             let Some(limit) = state.policy.limit.filter(|_| state.policy.collects_garbage()) else { return 0 };

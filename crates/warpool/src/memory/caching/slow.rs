@@ -1,7 +1,7 @@
 //! The lock of whoever asks the driver for memory or gives it back.
 //!
-//! What its holder does is kept for the trackers until the lock is gone: they are told without any lock, so that they may call the
-//! allocator.
+//! What its holder does is kept for the trackers until the lock is gone: they are told without any lock, so that they
+//! may call the allocator.
 
 use std::sync::MutexGuard;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -10,7 +10,8 @@ use super::{CachingAllocator, Cell};
 use crate::lock;
 
 thread_local! {
-    /// Its address names the thread. It has no destructor, so it is there also while those of other thread-locals run and drop blocks.
+    /// Its address names the thread. It has no destructor, so it is there also while those of other thread-locals run
+    /// and drop blocks.
     static NAME: u8 = const { 0 };
 }
 
@@ -19,8 +20,8 @@ thread_local! {
 pub(super) struct Holder(AtomicUsize);
 
 impl Holder {
-    /// Whether it is the calling thread, which must not tell trackers now. Only that thread itself ever writes its name, so it cannot be
-    /// mistaken.
+    /// Whether it is the calling thread, which must not tell trackers now. Only that thread itself ever writes its
+    /// name, so it cannot be mistaken.
     pub(super) fn is_me(&self) -> bool {
         self.0.load(Ordering::Relaxed) == Self::my_name()
     }

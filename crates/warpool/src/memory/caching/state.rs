@@ -1,5 +1,6 @@
-//! All that an allocator knows about one device: segments, lanes, pools, who has what. The rules are in `place.rs` and `cut.rs`.
-//! Every method is one step under the device's lock. No driver calls here: memory comes and goes in `segment.rs` and `expandable.rs`.
+//! All that an allocator knows about one device: segments, lanes, pools, who has what. The rules are in `place.rs` and
+//! `cut.rs`. Every method is one step under the device's lock. No driver calls here: memory comes and goes in
+//! `segment.rs` and `expandable.rs`.
 //!
 //! A *pool* has two *bins*, small and large. A bin has one *lane* per stream: its free blocks and unmapped addresses. A
 //! *segment* belongs to one lane, for life, and its blocks with it. So a search never sees another stream's blocks.
@@ -127,7 +128,8 @@ pub(super) struct State {
     pub(super) reserved: u64,
     /// Physical memory that could not be released, to be tried again.
     pub(super) orphans: Vec<PhysicalId>,
-    /// Mappings of growths that failed and could not be undone, to be tried again. The books have those addresses as unmapped.
+    /// Mappings of growths that failed and could not be undone, to be tried again. The books have those addresses as
+    /// unmapped.
     pub(super) stuck: Vec<(DevicePtr, u64)>,
     next_registration: u64,
 }

@@ -1,5 +1,5 @@
-//! Requests while caching is off: each is a call of the driver's, in no counter. The addresses are remembered, so that each goes back the way it
-//! came, whatever is switched meanwhile.
+//! Requests while caching is off: each is a call of the driver's, in no counter. The addresses are remembered, so that
+//! each goes back the way it came, whatever is switched meanwhile.
 
 use std::sync::Mutex;
 

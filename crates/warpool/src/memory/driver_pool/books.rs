@@ -4,8 +4,9 @@ use crate::memory::Stats;
 use crate::memory::books::Books;
 
 impl Books {
-    /// The counters, with what is held from the driver: `pool` is what its pool holds now, and the most that it did. What captures
-    /// allocated lies elsewhere and is held as well. The driver does not say which requests the rest served: it counts as large.
+    /// The counters, with what is held from the driver: `pool` is what its pool holds now, and the most that it did.
+    /// What captures allocated lies elsewhere and is held as well. The driver does not say which requests the rest
+    /// served: it counts as large.
     pub(super) fn stats_with(&self, pool: (u64, u64)) -> Stats {
         let mut stats = self.stats.clone();
         let small = stats.active_bytes.small_pool;
@@ -19,7 +20,8 @@ impl Books {
         stats
     }
 
-    /// What is held, if the driver's pool holds so much. Never less than what is in use: the pool may have grown since it was asked.
+    /// What is held, if the driver's pool holds so much. Never less than what is in use: the pool may have grown since
+    /// it was asked.
     fn held(&self, bytes_in_pool: u64) -> u64 {
         (bytes_in_pool + self.captured_bytes()).max(self.stats.active_bytes.all.current)
     }

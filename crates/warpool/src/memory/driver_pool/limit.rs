@@ -53,7 +53,8 @@ impl DriverPoolAllocator {
         });
         let second = ask()?;
         if second.is_none() {
-            // A pool grows before it finds that it cannot grow enough, and keeps what it has got: the whole of an H200 (seen there).
+            // A pool grows before it finds that it cannot grow enough, and keeps what it has got: the whole of an H200
+            // (seen there).
             let _lax = self.lax()?;
             self.driver().pool_trim(ready.pool, 0)?;
         }

@@ -2,17 +2,20 @@
 //!
 //! # The life of an allocation
 //! 1. The request is held against the limit, by what was asked for.
-//! 2. The device's default pool gives the memory, in the order of the stream. On a stream that captures it becomes a node of the graph.
-//! 3. Freed, a block that only its own stream used goes back in the order of that stream; one that others used goes back in a stream of
-//!    the allocator's own, which waits for all of them by events (`release.rs`).
-//! 4. If the driver has no memory, the streams that frees are in are waited for, the pool gives back what is unused, and it is asked once more.
+//! 2. The device's default pool gives the memory, in the order of the stream. On a stream that captures it becomes a
+//!    node of the graph.
+//! 3. Freed, a block that only its own stream used goes back in the order of that stream; one that others used goes
+//!    back in a stream of the allocator's own, which waits for all of them by events (`release.rs`).
+//! 4. If the driver has no memory, the streams that frees are in are waited for, the pool gives back what is unused,
+//!    and it is asked once more.
 //!
-//! The pool is set up at the first use of a device: it keeps what is freed (its release threshold is the largest number) and may reuse memory
-//! across streams in every way that it knows. Other users of the device's default pool share that.
+//! The pool is set up at the first use of a device: it keeps what is freed (its release threshold is the largest
+//! number) and may reuse memory across streams in every way that it knows. Other users of the device's default pool
+//! share that.
 //!
 //! # Captures
-//! Every call asks the driver whether its streams capture. A block of a capture is freed in it, as a node, if that still is under way. Any other block that a stream
-//! which captures used waits until that capture is over.
+//! Every call asks the driver whether its streams capture. A block of a capture is freed in it, as a node, if that
+//! still is under way. Any other block that a stream which captures used waits until that capture is over.
 //!
 //! # Where it differs from PyTorch's `cudaMallocAsync` backend
 //! - Several captures may be under way at once, also of several threads.
@@ -20,8 +23,8 @@
 //! - A block whose free has to wait is given back by the next call of any kind, not only by an allocation.
 //! - A second attempt waits for all streams that frees are in, not only for the one that asks.
 //! - A fraction outside of [0, 1] is an error, and one that was never set is 1.
-//! - All counters that have a meaning here are kept, and there are snapshots and a history. Every block is a segment of its own there; what the
-//!   pool holds beyond that is shown as one free segment at address 0.
+//! - All counters that have a meaning here are kept, and there are snapshots and a history. Every block is a segment of
+//!   its own there; what the pool holds beyond that is shown as one free segment at address 0.
 //! - Pressure callbacks run when a request would fail, since what is cached is not known before.
 //!
 //! # Locks
@@ -46,7 +49,7 @@ use super::{
     Allocation, DeviceAllocator, HistoryOptions, MemPoolId, Observers, OomCause, PoolKeeper, Request, Settings,
     Snapshot, SnapshotOptions, StackLevel, Stat, Stats,
 };
-use crate::{Device, Error, Gpu, Result, StreamLease};
+use crate::{Device, Error, Instance, Result, StreamLease};
 
 const NAME: &str = "driver-pool";
 
@@ -60,7 +63,7 @@ const TOO_LARGE: u64 = 1 << 60;
 ///
 /// It has no private pools: [`pools`](DeviceAllocator::pools) is [`Error::Unsupported`].
 pub struct DriverPoolAllocator {
-    gpu: Gpu,
+    instance: Instance,
     cells: Box<[Cell]>,
     settings: Settings,
     observers: Observers,
@@ -83,21 +86,21 @@ struct Ready {
 }
 
 impl DriverPoolAllocator {
-    /// An allocator for all devices of `gpu`, without limits. Makes no driver call.
+    /// An allocator for all devices of `instance`, without limits. Makes no driver call.
     #[must_use]
-    pub fn new(gpu: &Gpu) -> Self {
-        Self::with_settings(gpu, Settings::default())
+    pub fn new(instance: &Instance) -> Self {
+        Self::with_settings(instance, Settings::default())
     }
 
     /// The same with settings, of which memory fraction and cap count; the others are shown in snapshots.
     #[must_use]
-    pub fn with_settings(gpu: &Gpu, settings: Settings) -> Self {
-        let cells = gpu.devices().map(|device| Cell {
+    pub fn with_settings(instance: &Instance, settings: Settings) -> Self {
+        let cells = instance.devices().map(|device| Cell {
             desk: Desk::new(&device, settings.per_process_memory_fraction),
             ready: OnceLock::new(),
             freed_on: Mutex::default(),
         });
-        Self { gpu: gpu.clone(), cells: cells.collect(), observers: Observers::default(), settings }
+        Self { instance: instance.clone(), cells: cells.collect(), observers: Observers::default(), settings }
     }
 
     /// Lets kernels on `device` use what this allocator has on `owner`, now and later. A second time changes nothing.
@@ -111,11 +114,11 @@ impl DriverPoolAllocator {
     }
 
     fn driver(&self) -> &dyn Driver {
-        &**self.gpu.driver()
+        &**self.instance.driver()
     }
 
     fn cell(&self, device: DeviceId) -> Result<&Cell> {
-        let count = self.gpu.device_count();
+        let count = self.instance.device_count();
         self.cells.get(device.0 as usize).ok_or(Error::DeviceOutOfRange { index: device.0, count })
     }
 
@@ -135,7 +138,7 @@ impl DriverPoolAllocator {
             self.driver().pool_set(pool, attribute, value)?;
         }
         drop(lax);
-        let joined = Device::known(&self.gpu, cell.desk.device).lease_stream()?;
+        let joined = Device::known(&self.instance, cell.desk.device).lease_stream()?;
         Ok(cell.ready.get_or_init(|| Ready { pool, joined }))
     }
 
@@ -169,8 +172,8 @@ impl DeviceAllocator for DriverPoolAllocator {
         NAME
     }
 
-    fn gpu(&self) -> &Gpu {
-        &self.gpu
+    fn instance(&self) -> &Instance {
+        &self.instance
     }
 
     fn allocate_raw(&self, request: Request) -> Result<Allocation> {
@@ -332,6 +335,6 @@ impl DeviceAllocator for DriverPoolAllocator {
 
 impl fmt::Debug for DriverPoolAllocator {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("DriverPoolAllocator").field("gpu", &self.gpu).finish_non_exhaustive()
+        f.debug_struct("DriverPoolAllocator").field("gpu", &self.instance).finish_non_exhaustive()
     }
 }

@@ -1,4 +1,5 @@
-//! How blocks go back to the driver: in stream order, behind every stream that used them, and never into a capture that they are not of.
+//! How blocks go back to the driver: in stream order, behind every stream that used them, and never into a capture that
+//! they are not of.
 
 use warpool_driver::{CaptureId, ErrorCode, EventScope, PoolAttribute, StreamId};
 
@@ -22,7 +23,8 @@ pub(super) enum Released {
 }
 
 impl DriverPoolAllocator {
-    /// Gives everything that waits to the driver, as far as captures allow. What fails stays, and is tried again by the next call.
+    /// Gives everything that waits to the driver, as far as captures allow. What fails stays, and is tried again by the
+    /// next call.
     pub(super) fn settle(&self, cell: &Cell, cause: &Cause) {
         if self.with(cell, |books| books.has_chores()) {
             self.settle_all(cell, cause);
@@ -56,8 +58,8 @@ impl DriverPoolAllocator {
             .ok()
     }
 
-    /// Waits for every stream that frees were put into, and has the pool give back all that is unused. This is what a second attempt
-    /// after "out of memory" and [`trim`](crate::memory::DeviceAllocator::trim) do.
+    /// Waits for every stream that frees were put into, and has the pool give back all that is unused. This is what a
+    /// second attempt after "out of memory" and [`trim`](crate::memory::DeviceAllocator::trim) do.
     pub(super) fn drain(&self, cell: &Cell, ready: &Ready, cause: &Cause) -> Result<()> {
         let orphans = self.settle_all(cell, cause);
         self.release_orphans(cell, ready, &orphans, cause)?;
@@ -86,7 +88,7 @@ impl DriverPoolAllocator {
         if orphans.is_empty() {
             return Ok(());
         }
-        for device in self.gpu.devices() {
+        for device in self.instance.devices() {
             if self.driver().context_is_active(device.id())? {
                 device.synchronize()?;
             }
@@ -130,8 +132,9 @@ impl DriverPoolAllocator {
         self.free_into(entry, joined)
     }
 
-    /// A block of a capture that is still under way: its free becomes a node, behind all uses. There is no stream to join them in: whatever
-    /// joins a capture must be led back before it ends, and nobody says when that is. So the block's own stream waits for the others.
+    /// A block of a capture that is still under way: its free becomes a node, behind all uses. There is no stream to
+    /// join them in: whatever joins a capture must be led back before it ends, and nobody says when that is. So the
+    /// block's own stream waits for the others.
     fn release_in_capture(&self, entry: &Entry, capture: CaptureId, standings: &[Standing]) -> Result<Released> {
         if standings.iter().any(|&standing| standing != Standing::Captures(capture)) {
             // Used outside too; the graph cannot wait for that.
@@ -159,7 +162,7 @@ impl DriverPoolAllocator {
     /// Makes later work of `later` wait for what is in `earlier` now.
     fn order(&self, earlier: StreamId, later: StreamId) -> Result<()> {
         let device = self.driver().stream_handle(earlier)?.device;
-        let event = Device::known(&self.gpu, device).event_pool().take()?;
+        let event = Device::known(&self.instance, device).event_pool().take()?;
         self.driver().event_record(event.id(), earlier, EventScope::Plain)?;
         Ok(self.driver().stream_wait_event(later, event.id(), EventScope::Plain)?)
     }
@@ -168,8 +171,8 @@ impl DriverPoolAllocator {
         Standing::of(stream, self.driver())
     }
 
-    /// Until the guard is dropped, the calling thread may ask the driver for what a capture elsewhere would forbid. Nobody tells this
-    /// allocator of captures, so it has to expect one at any time.
+    /// Until the guard is dropped, the calling thread may ask the driver for what a capture elsewhere would forbid.
+    /// Nobody tells this allocator of captures, so it has to expect one at any time.
     pub(super) fn lax(&self) -> Result<Relaxed<'_>> {
         Relaxed::begin(self.driver())
     }

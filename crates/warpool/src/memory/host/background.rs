@@ -1,7 +1,8 @@
-//! A thread that looks after what waits for streams, so that requests need not. Optional: `pinned_use_background_threads`.
+//! A thread that looks after what waits for streams, so that requests need not. Optional:
+//! `pinned_use_background_threads`.
 //!
-//! It sleeps while nothing waits, and looks every 100 microseconds while something does; seldom while that fails. It keeps nothing alive: when the allocator goes, it
-//! ends.
+//! It sleeps while nothing waits, and looks every 100 microseconds while something does; seldom while that fails. It
+//! keeps nothing alive: when the allocator goes, it ends.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, PoisonError, Weak};
@@ -67,7 +68,8 @@ impl Bell {
 }
 
 impl Background {
-    /// Whether there should be a thread. It begins with the next request that finds nothing cached; an unwanted one ends at once.
+    /// Whether there should be a thread. It begins with the next request that finds nothing cached; an unwanted one
+    /// ends at once.
     pub(super) fn want(&self, wanted: bool) {
         self.wanted.store(wanted, Ordering::Release);
         if !wanted {

@@ -1,7 +1,8 @@
-//! Blocks: [`HostBlock`], which its owner has, and the cell inside, which moves between owners and caches without being made anew.
+//! Blocks: [`HostBlock`], which its owner has, and the cell inside, which moves between owners and caches without being
+//! made anew.
 //!
-//! What the hot path asks of a cell is one number: its `traits`, nonzero if anything about it is out of the ordinary. Everything else about uses
-//! is behind the cell's own lock, which is a leaf.
+//! What the hot path asks of a cell is one number: its `traits`, nonzero if anything about it is out of the ordinary.
+//! Everything else about uses is behind the cell's own lock, which is a leaf.
 
 use std::fmt;
 use std::sync::atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering};
@@ -12,7 +13,7 @@ use warpool_driver::{DeviceId, HostPtr, StreamId};
 use super::Shared;
 use super::capture::GraphHostPool;
 use crate::memory::Stack;
-use crate::{Error, Gpu, Result, Stream};
+use crate::{Error, Instance, Result, Stream};
 
 /// Streams or graphs used it: it cannot be given out again at once.
 pub(super) const USED: u8 = 1;
@@ -187,9 +188,10 @@ impl BlockCell {
     }
 }
 
-/// Pinned host memory with one owner. Dropping it gives it back without a driver call; what needs one (marks in streams that used it, memory that is not to be kept) is
-/// left to the allocator's next call that makes any: a request that its thread's cache cannot serve, a `free` of memory that streams used, a look
-/// ([`reap`](super::HostAllocator::reap)) or a trim. [`free`](Self::free) does it at once.
+/// Pinned host memory with one owner. Dropping it gives it back without a driver call; what needs one (marks in streams
+/// that used it, memory that is not to be kept) is left to the allocator's next call that makes any: a request that its
+/// thread's cache cannot serve, a `free` of memory that streams used, a look ([`reap`](super::HostAllocator::reap)) or
+/// a trim. [`free`](Self::free) does it at once.
 ///
 /// It keeps the driver alive, and its memory stays pinned also when the allocator is gone.
 pub struct HostBlock {
@@ -225,10 +227,12 @@ impl HostBlock {
         self.cell.as_ref().map_or(0, |cell| cell.size)
     }
 
-    /// Notes that work in `stream` uses it: given back, it goes to its next owner only when what is in the stream by then has passed. If the stream
-    /// captures, the graph needs the memory at every replay, and it goes to nobody before the graph is gone.
+    /// Notes that work in `stream` uses it: given back, it goes to its next owner only when what is in the stream by
+    /// then has passed. If the stream captures, the graph needs the memory at every replay, and it goes to nobody
+    /// before the graph is gone.
     ///
-    /// A capture that began past Warpool makes a graph of which nothing is known: the block is never given out again then, and a warning says so.
+    /// A capture that began past Warpool makes a graph of which nothing is known: the block is never given out again
+    /// then, and a warning says so.
     pub fn record_use(&self, stream: &Stream) -> Result<()> {
         match &self.cell {
             Some(cell) => Shared::record_use(cell, stream),
@@ -258,9 +262,9 @@ impl HostBlock {
         }
     }
 
-    /// Fails if it is not memory of `gpu`; an empty one is anybody's.
-    pub(crate) fn expect_of(&self, gpu: &Gpu) -> Result<()> {
-        self.cell.as_ref().map_or(Ok(()), |cell| gpu.expect_same(&cell.shared.gpu, "the block"))
+    /// Fails if it is not memory of `instance`; an empty one is anybody's.
+    pub(crate) fn expect_of(&self, instance: &Instance) -> Result<()> {
+        self.cell.as_ref().map_or(Ok(()), |cell| instance.expect_same(&cell.shared.instance, "the block"))
     }
 
     /// Gives it back at once, and says what went wrong if something did. It is given back either way.

@@ -1,7 +1,8 @@
-//! The life of a block: how it is found, given out, given back, and put away. What callers see of it is in `mod.rs` and `block.rs`.
+//! The life of a block: how it is found, given out, given back, and put away. What callers see of it is in `mod.rs` and
+//! `block.rs`.
 //!
-//! The hot path is [`Shared::allocate`] when the thread's cache has a block, and [`Shared::free_now`] when nothing is out of the ordinary: one lock each, no driver
-//! call, and no number that threads share.
+//! The hot path is [`Shared::allocate`] when the thread's cache has a block, and [`Shared::free_now`] when nothing is
+//! out of the ordinary: one lock each, no driver call, and no number that threads share.
 
 use std::sync::Arc;
 
@@ -61,7 +62,8 @@ impl Shared {
         }
     }
 
-    /// The thread's cache has none. What waited may be done by now; then the heap is searched, then once more with what all caches had; at last more is pinned.
+    /// The thread's cache has none. What waited may be done by now; then the heap is searched, then once more with what
+    /// all caches had; at last more is pinned.
     #[cold]
     fn find_slowly(
         self: &Arc<Self>,
@@ -85,7 +87,8 @@ impl Shared {
         }
         let cell = match found {
             Some(cell) => cell,
-            // Nor one to refuse memory that can be had. If none can, that stream may be why: what waits for it is not free.
+            // Nor one to refuse memory that can be had. If none can, that stream may be why: what waits for it is not
+            // free.
             None => self.grow(bytes, fit, device, cause).map_err(|error| looked_after.err().unwrap_or(error))?,
         };
         lock(&self.shards[home].0).count(cell.size);
@@ -108,7 +111,8 @@ impl Shared {
 
     /// The owner gives a block back, and the driver may be called.
     pub(super) fn free(cell: Arc<BlockCell>) -> Result<()> {
-        // The books are reached through the block, which moves on. Its own count is nobody else's business, unlike that of the books.
+        // The books are reached through the block, which moves on. Its own count is nobody else's business, unlike that
+        // of the books.
         let keep = Arc::clone(&cell);
         let shared = &keep.shared;
         let outcome = shared.free_now(cell);
@@ -176,7 +180,8 @@ impl Shared {
         self.put_into_pool(cell);
     }
 
-    /// Uncounts a block and puts it into the cache that it came from. Says whether something is left for a call to the driver.
+    /// Uncounts a block and puts it into the cache that it came from. Says whether something is left for a call to the
+    /// driver.
     #[inline]
     fn put_back(&self, cell: Arc<BlockCell>) -> bool {
         cell.stand(Standing::Idle);
@@ -227,7 +232,8 @@ impl Shared {
         any
     }
 
-    /// Gives blocks to the heap that were kept back for graphs of which nothing is known. At the very end: nobody is to use them any more.
+    /// Gives blocks to the heap that were kept back for graphs of which nothing is known. At the very end: nobody is to
+    /// use them any more.
     pub(super) fn give_up_lost(&self) {
         let is_lost = |cell: &BlockCell| cell.standing() == Standing::Waiting && lock(&cell.notes).is_only_lost();
         let lost: Vec<_> = lock(&self.heap).blocks().filter(|cell| is_lost(cell)).cloned().collect();

@@ -1,4 +1,5 @@
-//! Why a cap on pinned memory refused a request. Not out of memory: the machine may have room, and raising the cap helps.
+//! Why a cap on pinned memory refused a request. Not out of memory: the machine may have room, and raising the cap
+//! helps.
 
 use std::fmt;
 

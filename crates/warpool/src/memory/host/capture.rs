@@ -1,8 +1,10 @@
-//! Pinned memory in graphs. What a capture uses, its graph uses at every replay, so it goes to nobody else before the graph is gone.
+//! Pinned memory in graphs. What a capture uses, its graph uses at every replay, so it goes to nobody else before the
+//! graph is gone.
 //!
-//! Every pool of graphs that uses pinned memory has a [`GraphHostPool`] here; the graphs own it, together. It holds the blocks that captures used,
-//! whichever way they were allocated, and, for the captures that follow, those that were asked for in a capture and given back unused. When the last
-//! graph goes, so does the pool: its blocks then wait for the streams that replays ran on, like any others.
+//! Every pool of graphs that uses pinned memory has a [`GraphHostPool`] here; the graphs own it, together. It holds the
+//! blocks that captures used, whichever way they were allocated, and, for the captures that follow, those that were
+//! asked for in a capture and given back unused. When the last graph goes, so does the pool: its blocks then wait for
+//! the streams that replays ran on, like any others.
 //!
 //! The rule: dropping a pool calls no driver.
 
@@ -19,7 +21,8 @@ use crate::graph::{CaptureRecord, GraphError};
 use crate::memory::{MemPoolId, StackLevel};
 use crate::{Error, Result, Stream, lock};
 
-/// Which pool: the allocator of device memory that named it, by its address, and the name. Graphs keep the allocator, so the address is nobody else's meanwhile.
+/// Which pool: the allocator of device memory that named it, by its address, and the name. Graphs keep the allocator,
+/// so the address is nobody else's meanwhile.
 type PoolKey = (usize, DeviceId, MemPoolId);
 
 /// The pools of one host allocator.
@@ -110,8 +113,8 @@ impl Shared {
     /// Notes that `stream` uses a block.
     pub(super) fn record_use(cell: &Arc<BlockCell>, stream: &Stream) -> Result<()> {
         let shared = &cell.shared;
-        shared.gpu.expect_same(stream.gpu(), "the stream")?;
-        match shared.gpu.captures().find(stream) {
+        shared.instance.expect_same(stream.instance(), "the stream")?;
+        match shared.instance.captures().find(stream) {
             Ok(Some(site)) => shared.graph_pool(&site.record).hold(cell),
             // A broken capture comes to nothing, but what was in the stream before it may still run.
             Ok(None) | Err(Error::Driver(DriverError { code: ErrorCode::StreamCaptureInvalidated, .. })) => {
@@ -129,8 +132,8 @@ impl Shared {
 
     /// Memory for work on `stream`.
     pub(super) fn allocate_on(self: &Arc<Self>, bytes: u64, stream: &Stream) -> Result<HostBlock> {
-        self.gpu.expect_same(stream.gpu(), "the stream")?;
-        let site = match self.gpu.captures().find(stream) {
+        self.instance.expect_same(stream.instance(), "the stream")?;
+        let site = match self.instance.captures().find(stream) {
             Ok(site) => site,
             // Its use will say what that means.
             Err(Error::Graph(GraphError::ForeignCapture)) => None,
@@ -156,7 +159,8 @@ impl Shared {
         Ok(self.hand_out(cell, home, bytes, &cause))
     }
 
-    /// A block of a graph's pool comes back unused: for the next request in a capture of that pool, or, if that is gone, for anybody's.
+    /// A block of a graph's pool comes back unused: for the next request in a capture of that pool, or, if that is
+    /// gone, for anybody's.
     pub(super) fn put_into_pool(&self, cell: Arc<BlockCell>) {
         let pool = lock(&cell.notes).pool.upgrade();
         match pool {

@@ -1,7 +1,8 @@
 //! More memory from the driver, within the caps, and back to it.
 //!
-//! A cap is asked before the driver is: what is about to be pinned counts already, so threads that pin at once cannot exceed it together. Cached segments make room. No lock is
-//! held over a driver call: while one thread waits for the driver, the others go on.
+//! A cap is asked before the driver is: what is about to be pinned counts already, so threads that pin at once cannot
+//! exceed it together. Cached segments make room. No lock is held over a driver call: while one thread waits for the
+//! driver, the others go on.
 
 use std::sync::{Arc, PoisonError};
 
@@ -17,7 +18,8 @@ use crate::memory::journal::Cause;
 use crate::{Error, Result, lock};
 
 impl Shared {
-    /// Pins a segment for a request that nothing cached fits, and cuts the block from it. Before it fails, callbacks that can help are asked once.
+    /// Pins a segment for a request that nothing cached fits, and cuts the block from it. Before it fails, callbacks
+    /// that can help are asked once.
     pub(super) fn grow(
         self: &Arc<Self>,
         bytes: u64,
@@ -130,7 +132,8 @@ impl Shared {
         }
     }
 
-    /// Pins the reserved segment, once, if the settings want one. Without it everything works, so a failure is a warning.
+    /// Pins the reserved segment, once, if the settings want one. Without it everything works, so a failure is a
+    /// warning.
     pub(super) fn make_reserve(&self, cause: &Cause) {
         if !self.limits.take_reserve() {
             return;
@@ -167,8 +170,9 @@ impl Shared {
 
     /// Gives a segment back, if it is one free piece. Returns its bytes. On failure it stays as it was.
     ///
-    /// It is written down before the driver is asked: once that has it, another thread may be given the same address. Trackers hear of it afterwards, since they may make requests,
-    /// which wait for segments on their way. One that is refused is written down as taken back.
+    /// It is written down before the driver is asked: once that has it, another thread may be given the same address.
+    /// Trackers hear of it afterwards, since they may make requests, which wait for segments on their way. One that is
+    /// refused is written down as taken back.
     fn return_segment(&self, start: u64, cause: &Cause) -> Result<u64> {
         let Some(segment) = lock(&self.heap).begin_move(start) else { return Ok(0) };
         let bytes = segment.pinned.bytes;
@@ -193,8 +197,9 @@ impl Shared {
         }
     }
 
-    /// Gives back free segments, of a device or of all, until `bytes` are back or none is left: the smallest that is enough, or else the largest, and so on. How many bytes it
-    /// were. Goes on after a failure, and reports the first if there was not enough.
+    /// Gives back free segments, of a device or of all, until `bytes` are back or none is left: the smallest that is
+    /// enough, or else the largest, and so on. How many bytes it were. Goes on after a failure, and reports the first
+    /// if there was not enough.
     pub(super) fn return_spare(&self, bytes: u64, device: Option<DeviceId>, cause: &Cause) -> Result<u64> {
         let mut spare = lock(&self.heap).spare(device);
         let mut returned = 0;
@@ -210,7 +215,8 @@ impl Shared {
         if returned >= bytes { Ok(returned) } else { outcome.map(|()| returned) }
     }
 
-    /// Gives back the segments that are not to be kept, and adds up their bytes. What fails is tried again by the next call.
+    /// Gives back the segments that are not to be kept, and adds up their bytes. What fails is tried again by the next
+    /// call.
     pub(super) fn return_doomed(&self, returned: &mut u64, cause: &Cause) -> Result<()> {
         let doomed = std::mem::take(&mut lock(&self.pending).doomed);
         let mut outcome = Ok(());

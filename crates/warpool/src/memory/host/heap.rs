@@ -1,7 +1,8 @@
-//! The heap: segments of pinned memory, cut into blocks by address. Best fit by size; what is given back is joined with its free neighbours at once.
+//! The heap: segments of pinned memory, cut into blocks by address. Best fit by size; what is given back is joined with
+//! its free neighbours at once.
 //!
-//! Small requests share segments; a large one has its own unless a free stretch fits; the reserved segment serves both. A free stretch belongs to a lane: one kind of
-//! segment, counted to one device.
+//! Small requests share segments; a large one has its own unless a free stretch fits; the reserved segment serves both.
+//! A free stretch belongs to a lane: one kind of segment, counted to one device.
 //!
 //! No driver calls here. A segment that the driver is at work on is *moving*: it is not here but with whoever moves it.
 
@@ -147,8 +148,8 @@ impl Heap {
         cell
     }
 
-    /// Takes a block back and joins it with its neighbours. Returns the start of its segment if all of that is free now and may go; `None` too if the segment is gone.
-    /// The piece itself comes out, to be dropped without the lock.
+    /// Takes a block back and joins it with its neighbours. Returns the start of its segment if all of that is free now
+    /// and may go; `None` too if the segment is gone. The piece itself comes out, to be dropped without the lock.
     pub(super) fn give(&mut self, cell: &BlockCell) -> (Option<u64>, Option<Piece>) {
         let Some(segment) = self.segments.get_mut(&cell.segment) else { return (None, None) };
         let (kind, device) = (segment.kind, segment.device);
@@ -170,7 +171,8 @@ impl Heap {
         (segment.may_go().then_some(cell.segment), out)
     }
 
-    /// Room for a segment of `least` to `most` bytes under the caps; how much of that there is. It counts as pinned from here on.
+    /// Room for a segment of `least` to `most` bytes under the caps; how much of that there is. It counts as pinned
+    /// from here on.
     pub(super) fn promise(
         &mut self,
         least: u64,
@@ -235,8 +237,9 @@ impl Heap {
         spare
     }
 
-    /// Takes a segment out, if it is one free piece, so that the driver can be told. It counts as pinned until [`end_move`](Self::end_move). It is taken out before the driver
-    /// has it: from then on the address may come again, to another thread.
+    /// Takes a segment out, if it is one free piece, so that the driver can be told. It counts as pinned until
+    /// [`end_move`](Self::end_move). It is taken out before the driver has it: from then on the address may come again,
+    /// to another thread.
     pub(super) fn begin_move(&mut self, start: u64) -> Option<Segment> {
         let segment = self.segments.get(&start).filter(|segment| segment.is_whole())?;
         let bytes = segment.pinned.bytes;
@@ -277,7 +280,8 @@ impl Heap {
         self.segments.values().any(|segment| segment.kind == Kind::Reserve)
     }
 
-    /// Lets all segments and blocks go, to be dropped without the lock. What is on its way to the driver still comes to its end, so the counters stay.
+    /// Lets all segments and blocks go, to be dropped without the lock. What is on its way to the driver still comes to
+    /// its end, so the counters stay.
     pub(super) fn close(&mut self) -> BTreeMap<u64, Segment> {
         self.free.clear();
         std::mem::take(&mut self.segments)

@@ -2,14 +2,14 @@
 //!
 //! ```
 //! use std::sync::Arc;
-//! use warpool::Gpu;
+//! use warpool::Instance;
 //! use warpool::driver::sim::{SimConfig, SimDriver};
 //! use warpool::memory::{HostAllocator, PinnedSettings};
 //!
 //! # fn main() -> warpool::Result<()> {
-//! let gpu = Gpu::new(Arc::new(SimDriver::new(SimConfig::default())))?;
-//! let stream = gpu.device(0)?.pool_stream()?;
-//! let pinned = HostAllocator::new(&gpu, PinnedSettings::default());
+//! let instance = Instance::new(Arc::new(SimDriver::new(SimConfig::default())))?;
+//! let stream = instance.device(0)?.pool_stream()?;
+//! let pinned = HostAllocator::new(&instance, PinnedSettings::default());
 //!
 //! let block = pinned.allocate(3 << 20)?;
 //! block.write(0, b"from the host")?;
@@ -25,20 +25,24 @@
 //! ```
 //!
 //! # Life of one block
-//! 1. A request is rounded to its class (`size.rs`), and taken from the calling thread's front cache (`shard.rs`): one lock that nobody else wants.
-//! 2. If the cache has none (`calls.rs`): what waited for streams is looked after (`pending.rs`), the heap is searched (`heap.rs`), then once more with what all caches had.
+//! 1. A request is rounded to its class (`size.rs`), and taken from the calling thread's front cache (`shard.rs`): one
+//!    lock that nobody else wants.
+//! 2. If the cache has none (`calls.rs`): what waited for streams is looked after (`pending.rs`), the heap is searched
+//!    (`heap.rs`), then once more with what all caches had.
 //! 3. If that has none: a segment is pinned, within the caps (`grow.rs`, `pin.rs`), and the block cut from it.
-//! 4. Given back unused, it returns to the cache that it came from. Used by streams, it waits for a mark in each (`pending.rs`); used in a capture, for the end of the
-//!    graph (`capture.rs`).
+//! 4. Given back unused, it returns to the cache that it came from. Used by streams, it waits for a mark in each
+//!    (`pending.rs`); used in a capture, for the end of the graph (`capture.rs`).
 //!
 //! # Who keeps whom
-//! A block keeps the allocator's books, and the books keep the blocks: in caches, in the heap, on lists. The circle is cut when the last handle goes: it empties the books.
-//! Nothing is unpinned then, since no destructor calls the driver; blocks that callers have stay good, and what was pinned stays so until the process ends.
-//! [`HostAllocator::close`] gives it back by hand.
+//! A block keeps the allocator's books, and the books keep the blocks: in caches, in the heap, on lists. The circle is
+//! cut when the last handle goes: it empties the books. Nothing is unpinned then, since no destructor calls the driver;
+//! blocks that callers have stay good, and what was pinned stays so until the process ends. [`HostAllocator::close`]
+//! gives it back by hand.
 //!
 //! # Locks, and their order
-//! A graph's host pool and the heap come before a block's notes. All others (a front cache, what is pending, the journal, settings) are leaves, and none is held over
-//! a driver call or a tracker. Whoever waits for a segment that another thread gives back waits with the heap's lock alone, and lets it go meanwhile.
+//! A graph's host pool and the heap come before a block's notes. All others (a front cache, what is pending, the
+//! journal, settings) are leaves, and none is held over a driver call or a tracker. Whoever waits for a segment that
+//! another thread gives back waits with the heap's lock alone, and lets it go meanwhile.
 
 mod background;
 mod block;
@@ -75,15 +79,16 @@ use shard::Shard;
 
 use super::journal::{Journal, Recording};
 use super::{HistoryOptions, Observers, PinnedSettings, Snapshot, StackLevel, Stat};
-use crate::{Device, Error, Gpu, Result, Stream, lock};
+use crate::{Device, Error, Instance, Result, Stream, lock};
 
 /// What trackers see as the device of pinned memory. Snapshots say -1.
 const HOST: DeviceId = DeviceId(u32::MAX);
 
-/// Pinned host memory, cached, for all devices of one [`Gpu`]. Cheap to clone; clones are the same allocator.
+/// Pinned host memory, cached, for all devices of one [`Instance`]. Cheap to clone; clones are the same allocator.
 ///
-/// Taking a cached block and giving it back costs two locks that nobody contends for, and no driver call. Requests up to 256 KiB are rounded to size classes, which waste
-/// an eighth at most, larger ones to pages of 4 KiB; blocks are cut from segments and joined again.
+/// Taking a cached block and giving it back costs two locks that nobody contends for, and no driver call. Requests up
+/// to 256 KiB are rounded to size classes, which waste an eighth at most, larger ones to pages of 4 KiB; blocks are cut
+/// from segments and joined again.
 ///
 /// Dropping the last handle makes no driver call: what is pinned stays so. [`close`](Self::close) gives it back.
 ///
@@ -91,8 +96,10 @@ const HOST: DeviceId = DeviceId(u32::MAX);
 /// - Sizes are not rounded to powers of two, and cached memory of one size serves requests of another.
 /// - Marks are looked after stream by stream: one stream that is behind holds back only what it used.
 /// - `allocations` and `allocated_bytes` count segments, which may have many blocks.
-/// - `pinned_max_cached_size_mb` and `pinned_max_round_threshold_mb` are about different things: the one gives blocks back when they are free, the other keeps sizes exact.
-/// - There are caps, which are errors of their own kind ([`Error::PinnedCap`]), and a [`trim`](Self::trim) with a target.
+/// - `pinned_max_cached_size_mb` and `pinned_max_round_threshold_mb` are about different things: the one gives blocks
+///   back when they are free, the other keeps sizes exact.
+/// - There are caps, which are errors of their own kind ([`Error::PinnedCap`]), and a [`trim`](Self::trim) with a
+///   target.
 #[derive(Clone)]
 pub struct HostAllocator {
     handle: Arc<Handle>,
@@ -105,7 +112,7 @@ struct Handle {
 
 /// The books.
 struct Shared {
-    gpu: Gpu,
+    instance: Instance,
     shards: Box<[Shard]>,
     limits: Limits,
     heap: Mutex<Heap>,
@@ -165,7 +172,7 @@ impl Limits {
 
 impl Shared {
     fn driver(&self) -> &dyn Driver {
-        &**self.gpu.driver()
+        &**self.instance.driver()
     }
 
     /// Empties the books, so that nothing keeps them but blocks that somebody has. No driver call.
@@ -193,13 +200,13 @@ impl Shared {
 }
 
 impl HostAllocator {
-    /// An allocator for all devices of `gpu`. Makes no driver call.
+    /// An allocator for all devices of `instance`. Makes no driver call.
     #[must_use]
-    pub fn new(gpu: &Gpu, settings: PinnedSettings) -> Self {
+    pub fn new(instance: &Instance, settings: PinnedSettings) -> Self {
         let background = Background::default();
         background.want(settings.use_background_threads);
         let shared = Shared {
-            gpu: gpu.clone(),
+            instance: instance.clone(),
             shards: shard::shards(),
             limits: Limits::of(&settings),
             heap: Mutex::default(),
@@ -220,10 +227,10 @@ impl HostAllocator {
         &self.handle.shared
     }
 
-    /// The `Gpu` that it works for.
+    /// The `Instance` that it works for.
     #[must_use]
-    pub fn gpu(&self) -> &Gpu {
-        &self.shared().gpu
+    pub fn instance(&self) -> &Instance {
+        &self.shared().instance
     }
 
     /// The settings that are in force.
@@ -232,8 +239,9 @@ impl HostAllocator {
         lock(&self.shared().settings).clone()
     }
 
-    /// Puts other settings in force. What is cached stays, also above a lower cap, until room is needed. A reserved segment stays as it is, and there is never a second
-    /// one; one that was not asked for before is made at the next request that finds nothing cached.
+    /// Puts other settings in force. What is cached stays, also above a lower cap, until room is needed. A reserved
+    /// segment stays as it is, and there is never a second one; one that was not asked for before is made at the next
+    /// request that finds nothing cached.
     pub fn set_settings(&self, settings: PinnedSettings) {
         let shared = self.shared();
         shared.background.want(settings.use_background_threads);
@@ -247,7 +255,8 @@ impl HostAllocator {
         *current = settings;
     }
 
-    /// Pinned memory, aligned to 512 bytes, pinned with a device that already has a context. Its contents are undefined. 0 bytes are an empty block.
+    /// Pinned memory, aligned to 512 bytes, pinned with a device that already has a context. Its contents are
+    /// undefined. 0 bytes are an empty block.
     #[inline]
     pub fn allocate(&self, bytes: u64) -> Result<HostBlock> {
         self.shared().allocate(bytes, None)
@@ -255,19 +264,21 @@ impl HostAllocator {
 
     /// The same, of memory that counts to that device's cap. Pinning makes no context there; all devices can use it.
     pub fn allocate_for(&self, bytes: u64, device: &Device) -> Result<HostBlock> {
-        self.gpu().expect_same(device.gpu(), "the device")?;
+        self.instance().expect_same(device.instance(), "the device")?;
         self.shared().allocate(bytes, Some(device.id()))
     }
 
-    /// The same, for work on a stream. If that captures, the block comes from the graph's host pool: used, it stays there until the graph is gone; given back unused,
-    /// it can serve the next request of the capture. The use itself still has to be [recorded](HostBlock::record_use).
+    /// The same, for work on a stream. If that captures, the block comes from the graph's host pool: used, it stays
+    /// there until the graph is gone; given back unused, it can serve the next request of the capture. The use itself
+    /// still has to be [recorded](HostBlock::record_use).
     pub fn allocate_on(&self, bytes: u64, stream: &Stream) -> Result<HostBlock> {
         self.shared().allocate_on(bytes, stream)
     }
 
-    /// Notes that `stream` uses the block that starts at `ptr`, as [`HostBlock::record_use`] does. False if nobody has such a block.
+    /// Notes that `stream` uses the block that starts at `ptr`, as [`HostBlock::record_use`] does. False if nobody has
+    /// such a block.
     pub fn record_use_at(&self, ptr: HostPtr, stream: &Stream) -> Result<bool> {
-        self.gpu().expect_same(stream.gpu(), "the stream")?;
+        self.instance().expect_same(stream.instance(), "the stream")?;
         let found = lock(&self.shared().heap).block_at(ptr.0).cloned();
         match found.filter(|cell| cell.standing() == Standing::Taken) {
             Some(cell) => Shared::record_use(&cell, stream).map(|()| true),
@@ -280,8 +291,9 @@ impl HostAllocator {
         self.shared().look_after()
     }
 
-    /// Gives cached segments back to the driver until at most `target_bytes` are pinned, and says how much it gave back. What somebody has, what waits, and the reserved segment
-    /// stay. What is above `pinned_max_cached_size_mb` goes in any case, and counts. On real devices this waits for the work of the devices.
+    /// Gives cached segments back to the driver until at most `target_bytes` are pinned, and says how much it gave
+    /// back. What somebody has, what waits, and the reserved segment stay. What is above `pinned_max_cached_size_mb`
+    /// goes in any case, and counts. On real devices this waits for the work of the devices.
     pub fn trim(&self, target_bytes: u64) -> Result<u64> {
         let shared = self.shared();
         shared.observers.before_trim(HOST);
@@ -316,7 +328,7 @@ impl HostAllocator {
         stats.host_alloc_time = heap.pin_time;
         stats.host_free_time = heap.unpin_time;
         stats.cached_bytes = cached + heap.bytes_free();
-        stats.pinned_bytes_by_device = vec![0; shared.gpu.device_count() as usize];
+        stats.pinned_bytes_by_device = vec![0; shared.instance.device_count() as usize];
         for segment in heap.segments.values() {
             stats.pinned_bytes_by_device[segment.device.0 as usize] += segment.pinned.bytes;
         }
@@ -355,8 +367,9 @@ impl HostAllocator {
         journal.history.set(options);
     }
 
-    /// Who is told, and who helps: trackers, callbacks under memory pressure when a cap or the machine has no room, and hooks before a [`trim`](Self::trim). They see pinned
-    /// memory as that of a device with the number [`u32::MAX`]. Observers of failures are not called: their report is about a device's memory; what a cap refuses,
+    /// Who is told, and who helps: trackers, callbacks under memory pressure when a cap or the machine has no room, and
+    /// hooks before a [`trim`](Self::trim). They see pinned memory as that of a device with the number [`u32::MAX`].
+    /// Observers of failures are not called: their report is about a device's memory; what a cap refuses,
     /// [`Error::PinnedCap`] says.
     #[must_use]
     pub fn observers(&self) -> &Observers {
@@ -382,11 +395,13 @@ impl HostAllocator {
 
     /// Gives everything back to the driver, behind all work that uses it.
     ///
-    /// Nobody may have any of it any more: neither a clone of this handle, nor a block, nor a graph. [`Error::HostMemoryInUse`] otherwise, and nothing is given back. Of several
-    /// driver calls that fail the first is reported, and the rest is still given back.
+    /// Nobody may have any of it any more: neither a clone of this handle, nor a block, nor a graph.
+    /// [`Error::HostMemoryInUse`] otherwise, and nothing is given back. Of several driver calls that fail the first is
+    /// reported, and the rest is still given back.
     ///
-    /// The handle is gone either way. Where others are left, those go on working, and the last of them can be closed; if this was the last, what could not be given back stays pinned
-    /// until the process ends. [`try_close`](Self::try_close) returns it.
+    /// The handle is gone either way. Where others are left, those go on working, and the last of them can be closed;
+    /// if this was the last, what could not be given back stays pinned until the process ends.
+    /// [`try_close`](Self::try_close) returns it.
     pub fn close(self) -> Result<()> {
         self.try_close().map_err(|(_, error)| error)
     }
@@ -436,6 +451,6 @@ impl Drop for Handle {
 
 impl fmt::Debug for HostAllocator {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("HostAllocator").field("gpu", self.gpu()).finish_non_exhaustive()
+        f.debug_struct("HostAllocator").field("gpu", self.instance()).finish_non_exhaustive()
     }
 }

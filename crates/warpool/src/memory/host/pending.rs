@@ -1,13 +1,15 @@
 //! Blocks that were given back while streams may still use them: each waits for a mark in every such stream.
 //!
-//! Marks of one stream pass in about the order in which they are listed, so only the first is asked about, and one stream that is behind holds back only the blocks
-//! that it used. About: two threads may list marks the other way round than they put them, so that one has passed says nothing of those before it. The driver is asked
-//! without any lock; marks have numbers, so that an answer that comes too late is recognised.
+//! Marks of one stream pass in about the order in which they are listed, so only the first is asked about, and one
+//! stream that is behind holds back only the blocks that it used. About: two threads may list marks the other way round
+//! than they put them, so that one has passed says nothing of those before it. The driver is asked without any lock;
+//! marks have numbers, so that an answer that comes too late is recognised.
 //!
-//! A stream that fails stands in nobody else's way: everything else is still looked after, and the first failure is reported.
+//! A stream that fails stands in nobody else's way: everything else is still looked after, and the first failure is
+//! reported.
 //!
-//! No mark is ever put into a stream that captures: it would be the capture's, and asking about it would break that. Such a block stays on the list until the
-//! capture is over.
+//! No mark is ever put into a stream that captures: it would be the capture's, and asking about it would break that.
+//! Such a block stays on the list until the capture is over.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
@@ -26,7 +28,8 @@ use crate::{Device, PooledEvent, Result, lock};
 pub(super) struct Pending {
     queues: BTreeMap<StreamId, VecDeque<Entry>>,
     next_number: u64,
-    /// Blocks that were given back and need marks that are not there yet: destructors put none, and captures forbid them.
+    /// Blocks that were given back and need marks that are not there yet: destructors put none, and captures forbid
+    /// them.
     unmarked: Vec<Arc<BlockCell>>,
     /// Segments that should go back to the driver: what lies in them is not to be kept.
     pub(super) doomed: Vec<u64>,
@@ -40,7 +43,8 @@ struct Entry {
     cell: Arc<BlockCell>,
 }
 
-/// A mark to ask about, without the lock. It shares the event: another thread may take the mark out meanwhile, but the event goes nowhere.
+/// A mark to ask about, without the lock. It shares the event: another thread may take the mark out meanwhile, but the
+/// event goes nowhere.
 struct Head {
     stream: StreamId,
     number: u64,
@@ -108,7 +112,8 @@ impl Pending {
 }
 
 impl Shared {
-    /// Looks after what was given back: marks that destructors left, marks that have passed, segments that are not to be kept.
+    /// Looks after what was given back: marks that destructors left, marks that have passed, segments that are not to
+    /// be kept.
     pub(super) fn look_after(&self) -> Result<()> {
         if lock(&self.pending).is_idle() {
             return Ok(());
@@ -212,10 +217,11 @@ impl Shared {
         self.background.wake();
     }
 
-    /// Puts a mark for a block that was given back into every stream that used it. The block is safe whatever happens: what cannot be marked now is tried again
-    /// by the next call.
+    /// Puts a mark for a block that was given back into every stream that used it. The block is safe whatever happens:
+    /// what cannot be marked now is tried again by the next call.
     ///
-    /// A use is taken off before its mark is put, and counts as a mark meanwhile: so a use of the same stream that is noted in between is another one, with a mark of its own.
+    /// A use is taken off before its mark is put, and counts as a mark meanwhile: so a use of the same stream that is
+    /// noted in between is another one, with a mark of its own.
     pub(super) fn mark_uses(&self, cell: Arc<BlockCell>, cause: &Cause) -> Result<()> {
         let mut left = Vec::new();
         let mut outcome = Ok(());
@@ -260,7 +266,7 @@ impl Shared {
             Err(error) if error.code == ErrorCode::InvalidHandle => return self.outwait_gone(),
             Err(error) => return Err(error.into()),
         }
-        let mut event = Device::known(&self.gpu, used.device).event_pool().take()?;
+        let mut event = Device::known(&self.instance, used.device).event_pool().take()?;
         self.driver().event_record(event.id(), used.stream, EventScope::Plain)?;
         if self.driver().capture_state(used.stream) != Ok(CaptureState::None) {
             // Another thread began a capture since we looked: the mark may be the capture's.
@@ -270,10 +276,11 @@ impl Shared {
         Ok(Mark::Behind(event))
     }
 
-    /// A stream is gone, and its last work may not be: nothing but the devices can be waited for, which would break any capture.
+    /// A stream is gone, and its last work may not be: nothing but the devices can be waited for, which would break any
+    /// capture.
     fn outwait_gone(&self) -> Result<Mark> {
-        let Some(_held_off) = self.gpu.captures().hold_off() else { return Ok(Mark::Captured) };
-        for device in self.gpu.devices() {
+        let Some(_held_off) = self.instance.captures().hold_off() else { return Ok(Mark::Captured) };
+        for device in self.instance.devices() {
             if self.driver().context_is_active(device.id())? {
                 device.synchronize()?;
             }

@@ -1,7 +1,8 @@
-//! Memory from the driver and back: the only place here that pins. How a segment was pinned is kept with it, so that it goes back the same way whatever the settings
-//! say by then.
+//! Memory from the driver and back: the only place here that pins. How a segment was pinned is kept with it, so that it
+//! goes back the same way whatever the settings say by then.
 //!
-//! The rules: no lock is held, and no capture breaks, wherever it is under way: the thread's strictness is lowered for the call.
+//! The rules: no lock is held, and no capture breaks, wherever it is under way: the thread's strictness is lowered for
+//! the call.
 
 use warpool_driver::{DeviceId, HostOptions, HostPtr};
 
@@ -37,12 +38,13 @@ impl Shared {
         }
     }
 
-    /// Whose context memory is pinned with: one that there is already, since a context takes memory of its device. `wanted`'s if it has one, or else the current
-    /// device's, or else the first that has one. If none has, it cannot be helped: `wanted`'s, or the current device's.
+    /// Whose context memory is pinned with: one that there is already, since a context takes memory of its device.
+    /// `wanted`'s if it has one, or else the current device's, or else the first that has one. If none has, it cannot
+    /// be helped: `wanted`'s, or the current device's.
     pub(super) fn pinning_device(&self, wanted: Option<DeviceId>) -> Result<DeviceId> {
-        let current = self.gpu.current_device_id();
+        let current = self.instance.current_device_id();
         let first = wanted.unwrap_or(current);
-        let all = (0..self.gpu.device_count()).map(DeviceId);
+        let all = (0..self.instance.device_count()).map(DeviceId);
         for device in [first, current].into_iter().chain(all) {
             if self.driver().context_is_active(device)? {
                 return Ok(device);

@@ -1,7 +1,9 @@
-//! The register way of pinning: pages are mapped, touched by several threads, and then pinned where they are by one call.
-//! Touching is most of the work, and the part that threads can share; the driver, which would do it alone, finds nothing left to do.
+//! The register way of pinning: pages are mapped, touched by several threads, and then pinned where they are by one
+//! call. Touching is most of the work, and the part that threads can share; the driver, which would do it alone, finds
+//! nothing left to do.
 //!
-//! Not here: which way is taken, whether the address is the same for the device, and the way back (`pin.rs`). What fails here leaves nothing pinned and nothing mapped.
+//! Not here: which way is taken, whether the address is the same for the device, and the way back (`pin.rs`). What
+//! fails here leaves nothing pinned and nothing mapped.
 
 use warpool_driver::{DeviceId, Driver, DriverError, ErrorCode, HostOptions, HostPtr, HostRange, Pages};
 
@@ -13,7 +15,8 @@ const PAGE: u64 = 4096;
 /// Smaller memory has no room for a huge page.
 const HUGE: u64 = 2 << 20;
 
-/// Pins `bytes` bytes of new, zeroed memory for all devices, with the context of `device`. The driver keeps the pages until it unregisters them.
+/// Pins `bytes` bytes of new, zeroed memory for all devices, with the context of `device`. The driver keeps the pages
+/// until it unregisters them.
 pub(super) fn register(driver: &dyn Driver, device: DeviceId, bytes: u64, threads: u64) -> Result<HostPtr> {
     let pages = Pages::map(bytes, bytes >= HUGE).map_err(|error| {
         let detail = format!("{bytes} bytes of host memory could not be mapped: {error}");
@@ -41,7 +44,7 @@ mod tests {
     use warpool_driver::sim::{SimConfig, SimDriver};
 
     use super::*;
-    use crate::Gpu;
+    use crate::Instance;
     use crate::memory::{HostAllocator, PinnedSettings};
 
     const DEVICE: DeviceId = DeviceId(0);
@@ -50,19 +53,19 @@ mod tests {
     struct Machine {
         counting: Arc<Counting>,
         faulty: Arc<Faulty>,
-        gpu: Gpu,
+        instance: Instance,
     }
 
     impl Machine {
         fn new(config: SimConfig) -> Self {
             let counting = Arc::new(Counting::new(Arc::new(SimDriver::new(config))));
             let faulty = Arc::new(Faulty::new(Arc::clone(&counting) as Arc<dyn Driver>, FaultPlan::new()));
-            let gpu = Gpu::new(Arc::clone(&faulty) as Arc<dyn Driver>).expect("there is a device");
-            Self { counting, faulty, gpu }
+            let instance = Instance::new(Arc::clone(&faulty) as Arc<dyn Driver>).expect("there is a device");
+            Self { counting, faulty, instance }
         }
 
         fn allocator(&self, threads: u64) -> HostAllocator {
-            HostAllocator::new(&self.gpu, settings(true, threads))
+            HostAllocator::new(&self.instance, settings(true, threads))
         }
 
         /// How many ranges were registered, and how many of them still are.

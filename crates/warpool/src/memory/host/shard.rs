@@ -1,8 +1,10 @@
-//! The front caches: every thread works on one, and mostly alone, so taking and giving back a block is one lock that nobody contends for.
+//! The front caches: every thread works on one, and mostly alone, so taking and giving back a block is one lock that
+//! nobody contends for.
 //!
-//! A cache has whole blocks, newest on top, and the counters of the requests that it served. A block goes back to the cache that it came from, whoever
-//! gives it back: there it is wanted next, and there it was counted. Nothing here belongs to a thread, so threads may end at any time.
-//! The rule: no driver call, and no other lock, under a cache's lock.
+//! A cache has whole blocks, newest on top, and the counters of the requests that it served. A block goes back to the
+//! cache that it came from, whoever gives it back: there it is wanted next, and there it was counted. Nothing here
+//! belongs to a thread, so threads may end at any time. The rule: no driver call, and no other lock, under a cache's
+//! lock.
 
 use std::cell::Cell;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -20,8 +22,9 @@ const CLASS_MAX: usize = 64;
 /// How many blocks without a class a cache keeps.
 const LOOSE_MAX: usize = 16;
 
-/// How many bytes a cache keeps. They are no loss: before anything more is pinned, all caches are emptied. So it is much: at 64 MiB, a block of that size went to the heap
-/// and back as soon as any other was cached, which made a pair ten times slower.
+/// How many bytes a cache keeps. They are no loss: before anything more is pinned, all caches are emptied. So it is
+/// much: at 64 MiB, a block of that size went to the heap and back as soon as any other was cached, which made a pair
+/// ten times slower.
 const BYTES_MAX: u64 = 1 << 30;
 
 /// A cache with a cache line of its own; two, since some machines fetch them in pairs.

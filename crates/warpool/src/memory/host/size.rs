@@ -1,7 +1,8 @@
 //! The arithmetic of sizes: what a request is rounded to, and how large segments are.
 //!
-//! Up to 256 KiB there are classes, eight between two powers of two, so rounding wastes at most an eighth (below 4 KiB, the grain of 512 bytes). Larger
-//! requests are rounded to pages only: a hundred requests of 1.1 MiB each pin 110 MiB. No state here.
+//! Up to 256 KiB there are classes, eight between two powers of two, so rounding wastes at most an eighth (below 4 KiB,
+//! the grain of 512 bytes). Larger requests are rounded to pages only: a hundred requests of 1.1 MiB each pin 110 MiB.
+//! No state here.
 
 /// Every block is a multiple of it, and so aligned to it.
 pub(super) const GRAIN: u64 = 512;
@@ -9,7 +10,8 @@ pub(super) const GRAIN: u64 = 512;
 /// Segments and large blocks are multiples of it.
 pub(super) const PAGE: u64 = 4096;
 
-/// Requests up to here share segments. Seven blocks and more of the largest class lie in the smallest segment, so that what does not fill it is little.
+/// Requests up to here share segments. Seven blocks and more of the largest class lie in the smallest segment, so that
+/// what does not fill it is little.
 pub(super) const SMALL_MAX: u64 = 256 << 10;
 
 /// How many classes there are: 8 up to a page, and 8 for each doubling from there to [`SMALL_MAX`].
@@ -85,8 +87,8 @@ pub(super) fn class_of_block(size: u64) -> Option<u8> {
     (rounded == size).then_some(class)
 }
 
-/// How large the next segment for small requests is, with so much in such segments already. An eighth of that: what it does not fill wastes no more than an eighth, and
-/// the number of calls to the driver grows with the logarithm.
+/// How large the next segment for small requests is, with so much in such segments already. An eighth of that: what it
+/// does not fill wastes no more than an eighth, and the number of calls to the driver grows with the logarithm.
 pub(super) fn shared_segment(bytes_pinned: u64) -> u64 {
     (bytes_pinned / 8 / SEGMENT_MIN * SEGMENT_MIN).clamp(SEGMENT_MIN, SEGMENT_MAX)
 }

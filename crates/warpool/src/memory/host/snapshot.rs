@@ -1,11 +1,11 @@
-//! The state of pinned memory as plain data, and the history. The host is device -1, has no streams, and all of its segments are called small, as in PyTorch's
-//! snapshots; unlike there, a segment may have many blocks.
+//! The state of pinned memory as plain data, and the history. The host is device -1, has no streams, and all of its
+//! segments are called small, as in PyTorch's snapshots; unlike there, a segment may have many blocks.
 
 use super::block::{BlockCell, Standing};
 use super::heap::{Piece, Segment};
 use super::{HOST, Shared};
 use crate::lock;
-use crate::memory::history::{Event, StackNumbers};
+use crate::memory::history::{HistoryEntry, StackNumbers};
 use crate::memory::journal::Cause;
 use crate::memory::{Action, BlockInfo, BlockState, MemPoolId, SegmentInfo, SegmentKind, Snapshot, StackLevel};
 
@@ -31,7 +31,7 @@ impl Shared {
     }
 
     /// Writes down what happened. What comes out is for the trackers.
-    pub(super) fn write_down(&self, action: Action, addr: u64, size: u64, cause: &Cause) -> Vec<Event> {
+    pub(super) fn write_down(&self, action: Action, addr: u64, size: u64, cause: &Cause) -> Vec<HistoryEntry> {
         if cause.is_silent() {
             return Vec::new();
         }
@@ -41,7 +41,7 @@ impl Shared {
     }
 
     /// Tells the trackers. No lock may be held.
-    pub(super) fn tell(&self, news: &[Event]) {
+    pub(super) fn tell(&self, news: &[HistoryEntry]) {
         if !news.is_empty() {
             self.observers.track(HOST, news);
         }

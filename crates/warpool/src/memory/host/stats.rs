@@ -1,6 +1,7 @@
 //! The counters of pinned host memory, by PyTorch's names.
 //!
-//! Requests are counted where they are served, in the front caches; what is held from the driver in the heap. Reading sums them up.
+//! Requests are counted where they are served, in the front caches; what is held from the driver in the heap. Reading
+//! sums them up.
 
 use std::time::Duration;
 
@@ -58,13 +59,14 @@ pub struct HostStats {
     pub host_free_time: HostTime,
     /// Bytes held from the driver for each device. PyTorch has no such counter.
     pub pinned_bytes_by_device: Vec<u64>,
-    /// Bytes that lie free for anybody, whole segments or parts of them: without those that a capture gave back unused, which lie in the pool of a graph that lives.
-    /// PyTorch has no such counter.
+    /// Bytes that lie free for anybody, whole segments or parts of them: without those that a capture gave back unused,
+    /// which lie in the pool of a graph that lives. PyTorch has no such counter.
     pub cached_bytes: u64,
 }
 
 impl HostStats {
-    /// Every counter by the name that `torch.cuda.host_memory_stats` gives it, such as `active_bytes.peak`, in their order there, and no others.
+    /// Every counter by the name that `torch.cuda.host_memory_stats` gives it, such as `active_bytes.peak`, in their
+    /// order there, and no others.
     #[must_use]
     pub fn flattened(&self) -> Vec<(String, i64)> {
         let mut flat = Vec::new();

@@ -7,7 +7,8 @@ use super::{IntoAllocator, Layer};
 use crate::memory::{Allocation, DeviceAllocator, OomReport, Request};
 use crate::{Error, Result};
 
-/// An allocator that asks a callback before a request fails for lack of memory. If the callback says yes, the request is tried again: as often as it says so.
+/// An allocator that asks a callback before a request fails for lack of memory. If the callback says yes, the request
+/// is tried again: as often as it says so.
 ///
 /// It is called without a lock, on the caller's thread, and may free memory through any layer.
 pub struct FailureCallback {

@@ -1,4 +1,5 @@
-//! What callers hold through a layer, in the bytes that they asked for. What they got past it is not here, and does not count when it comes back through it.
+//! What callers hold through a layer, in the bytes that they asked for. What they got past it is not here, and does not
+//! count when it comes back through it.
 
 use rustc_hash::FxHashMap;
 
@@ -31,7 +32,8 @@ impl Held {
         }
     }
 
-    /// Takes out what comes back, if it is here: before the inner allocator has it, since from then on the address may be given out again.
+    /// Takes out what comes back, if it is here: before the inner allocator has it, since from then on the address may
+    /// be given out again.
     pub(super) fn take(&mut self, what: GivenBack) -> Option<Allocation> {
         let known = *self.by_ptr.get(&what.ptr().0)?;
         let is_it = match what {

@@ -11,10 +11,11 @@ use crate::memory::desk::Shortage;
 use crate::memory::{Allocation, DeviceAllocator, OomCause, Request};
 use crate::{Error, Result, lock};
 
-/// An allocator through which callers can hold no more than so many bytes at a time, on all devices together, by what they asked for.
+/// An allocator through which callers can hold no more than so many bytes at a time, on all devices together, by what
+/// they asked for.
 ///
-/// A request beyond the cap is [`Error::OutOfMemory`] with the cause [`OomCause::Cap`]; the inner allocator is not asked, and its observers are told. What it caches for itself
-/// does not count: for that, there is the memory fraction.
+/// A request beyond the cap is [`Error::OutOfMemory`] with the cause [`OomCause::Cap`]; the inner allocator is not
+/// asked, and its observers are told. What it caches for itself does not count: for that, there is the memory fraction.
 pub struct Limited {
     inner: Arc<dyn DeviceAllocator>,
     bytes_cap: u64,
@@ -75,7 +76,7 @@ impl Limited {
             // No such device, which is what is wrong then.
             Err(error) => return error,
         };
-        let driver = self.inner.gpu().driver();
+        let driver = self.inner.instance().driver();
         let memory = driver.mem_info(request.device).unwrap_or(MemoryInfo { bytes_free: 0, bytes_total: 0 });
         let (why, bytes_segment, limit) = (OomCause::Cap { held }, request.bytes, Some(self.bytes_cap));
         let capturing = false;

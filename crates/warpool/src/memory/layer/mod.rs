@@ -1,9 +1,12 @@
-//! Allocators around allocators, each of which adds one thing: [`Limited`], [`Traced`], [`Counted`], [`FailureCallback`].
+//! Allocators around allocators, each of which adds one thing: [`Limited`], [`Traced`], [`Counted`],
+//! [`FailureCallback`].
 //!
-//! The rule: a layer says what it does about a request, about memory that comes back, and after every call; all else goes through unchanged, and every method of
-//! [`DeviceAllocator`] stands here once. They nest: `Traced::new(Limited::new(caching, cap), sink)`.
+//! The rule: a layer says what it does about a request, about memory that comes back, and after every call; all else
+//! goes through unchanged, and every method of [`DeviceAllocator`] stands here once. They nest:
+//! `Traced::new(Limited::new(caching, cap), sink)`.
 //!
-//! Blocks remember the outermost allocator, the one that they were asked of: freed, they pass through all layers again. Private pools belong to the innermost one, and calls about them go straight there.
+//! Blocks remember the outermost allocator, the one that they were asked of: freed, they pass through all layers again.
+//! Private pools belong to the innermost one, and calls about them go straight there.
 
 mod counted;
 mod failure;
@@ -20,7 +23,7 @@ use super::{
     Allocation, DeviceAllocator, HistoryOptions, MemPoolId, Observers, PoolKeeper, Request, Snapshot, SnapshotOptions,
     Stats,
 };
-use crate::{Error, Gpu, Result};
+use crate::{Error, Instance, Result};
 
 pub use counted::{Counted, Counts};
 pub use failure::FailureCallback;
@@ -29,8 +32,8 @@ pub use traced::{CallSink, Traced, TracingSink};
 
 /// One thing to add to an allocator. Whatever implements it is a [`DeviceAllocator`].
 ///
-/// Its methods are called in the place of the inner allocator's, and call those. As destructors free memory too, [`take_back`](Self::take_back) must not call the driver for
-/// [`GivenBack::Later`].
+/// Its methods are called in the place of the inner allocator's, and call those. As destructors free memory too,
+/// [`take_back`](Self::take_back) must not call the driver for [`GivenBack::Later`].
 pub trait Layer: fmt::Debug + Send + Sync {
     /// What [`DeviceAllocator::name`] says.
     fn title(&self) -> &'static str;
@@ -98,7 +101,8 @@ impl GivenBack {
 pub enum AllocatorCall {
     /// [`allocate_raw`](DeviceAllocator::allocate_raw), and what it gave.
     Allocate { request: Request, given: Option<Allocation> },
-    /// [`free_raw`](DeviceAllocator::free_raw), [`free_on`](DeviceAllocator::free_on), [`free`](DeviceAllocator::free), [`free_later`](DeviceAllocator::free_later).
+    /// [`free_raw`](DeviceAllocator::free_raw), [`free_on`](DeviceAllocator::free_on), [`free`](DeviceAllocator::free),
+    /// [`free_later`](DeviceAllocator::free_later).
     Free { what: GivenBack },
     /// [`record_use_raw`](DeviceAllocator::record_use_raw), [`record_use`](DeviceAllocator::record_use).
     RecordUse { ptr: DevicePtr, stream: StreamId },
@@ -135,8 +139,8 @@ impl<L: Layer> DeviceAllocator for L {
         self.title()
     }
 
-    fn gpu(&self) -> &Gpu {
-        self.inner().gpu()
+    fn instance(&self) -> &Instance {
+        self.inner().instance()
     }
 
     fn allocate_raw(&self, request: Request) -> Result<Allocation> {

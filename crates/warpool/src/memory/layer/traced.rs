@@ -7,7 +7,8 @@ use super::{AllocatorCall, IntoAllocator, Layer};
 use crate::Error;
 use crate::memory::DeviceAllocator;
 
-/// Who is told of calls, after each. Called without a lock, on the caller's thread, also by destructors; it may call the allocator. Any closure is one.
+/// Who is told of calls, after each. Called without a lock, on the caller's thread, also by destructors; it may call
+/// the allocator. Any closure is one.
 pub trait CallSink: Send + Sync {
     /// A call was made; with the error if it failed.
     fn call(&self, call: &AllocatorCall, error: Option<&Error>);

@@ -2,26 +2,29 @@
 //!
 //! # The life of an allocation
 //! 1. The request is held against the limit, by what was asked for, and routed to a pool (`pools.rs`).
-//! 2. The plug is asked. If it has nothing, callbacks under memory pressure may help, blocks on their way back are waited for, the plug is told to give up what it
-//!    keeps for later, and it is asked once more (`fetch.rs`).
+//! 2. The plug is asked. If it has nothing, callbacks under memory pressure may help, blocks on their way back are
+//!    waited for, the plug is told to give up what it keeps for later, and it is asked once more (`fetch.rs`).
 //! 3. What it gives must not overlap what it has not got back (`claims.rs`).
-//! 4. Freed, a block goes back to the plug at once if only its own stream used it. Otherwise it waits for marks in the others (`release.rs`), unless the plug sees to that itself.
+//! 4. Freed, a block goes back to the plug at once if only its own stream used it. Otherwise it waits for marks in the
+//!    others (`release.rs`), unless the plug sees to that itself.
 //!
 //! # Captures
-//! A block that a capture took from a private pool is kept for the graph: it goes back when the pool has lost its last user and the replays are done, however early its owner freed
-//! it. It is not given out again meanwhile, since nothing is cached here: a graph that takes and frees often needs the sum of it all.
-//! Any other block that a stream which captures used goes back when that capture is over.
+//! A block that a capture took from a private pool is kept for the graph: it goes back when the pool has lost its last
+//! user and the replays are done, however early its owner freed it. It is not given out again meanwhile, since nothing
+//! is cached here: a graph that takes and frees often needs the sum of it all. Any other block that a stream which
+//! captures used goes back when that capture is over.
 //!
 //! # Where it differs from PyTorch's `CUDAPluggableAllocator`
 //! - Everything that it refuses works: statistics, snapshots, histories, observers, the memory fraction, private pools.
 //! - Nothing is the null address, and the plug is not called for it. A null address from the plug is out of memory.
 //! - `init` gets the true number of devices.
-//! - Pool hooks are called in their order, but those that end something may come with the next call of the allocator: destructors call nobody.
+//! - Pool hooks are called in their order, but those that end something may come with the next call of the allocator:
+//!   destructors call nobody.
 //! - Blocks that other streams used wait for them, if the plug has no hook for that.
 //!
 //! # Locks
-//! Each device has one for its books and one for its pools, and there is one for addresses; each is held for one step, none while another is taken, and never while a driver, the
-//! plug or an observer is called.
+//! Each device has one for its books and one for its pools, and there is one for addresses; each is held for one step,
+//! none while another is taken, and never while a driver, the plug or an observer is called.
 
 use std::fmt;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -32,7 +35,7 @@ use warpool_driver::{DeviceId, DevicePtr, Driver, RawHandle, StreamId};
 use super::claims::Claims;
 use super::pools::Pools;
 use super::release::Marks;
-use super::{BaseAllocation, Handled, Plug, PlugStream};
+use super::{BaseAllocation, ExternalAllocator, Handled, RawStream};
 use crate::graph::Relaxed;
 use crate::memory::books::Books;
 use crate::memory::desk::Desk;
@@ -44,16 +47,18 @@ use crate::memory::{
     Allocation, DeviceAllocator, HistoryOptions, MemPoolId, Observers, PoolKeeper, Request, Settings, Snapshot,
     SnapshotOptions, StackLevel, Stat, Stats,
 };
-use crate::{Error, Gpu, Result};
+use crate::{Error, Instance, Result};
 
 pub(super) const NAME: &str = "pluggable";
 
-/// Device memory from a [`Plug`], with nothing in between but books. See the [module](crate::memory) for how allocators are used.
+/// Device memory from a [`ExternalAllocator`], with nothing in between but books. See the [module](crate::memory) for how allocators
+/// are used.
 ///
-/// Dropping it gives nothing back: what destructors left is given to the plug by the next call, so [trim](DeviceAllocator::trim) before.
+/// Dropping it gives nothing back: what destructors left is given to the plug by the next call, so
+/// [trim](DeviceAllocator::trim) before.
 pub struct PluggableAllocator {
-    pub(super) gpu: Gpu,
-    pub(super) plug: Arc<dyn Plug>,
+    pub(super) instance: Instance,
+    pub(super) plug: Arc<dyn ExternalAllocator>,
     pub(super) cells: Box<[Cell]>,
     pub(super) settings: Settings,
     pub(super) observers: Observers,
@@ -75,15 +80,15 @@ pub(super) struct Cell {
 }
 
 impl PluggableAllocator {
-    /// An allocator for all devices of `gpu` over `plug`, whose `init` is called. No limits.
-    pub fn new(gpu: &Gpu, plug: Arc<dyn Plug>) -> Result<Self> {
-        Self::with_settings(gpu, plug, Settings::default())
+    /// An allocator for all devices of `instance` over `plug`, whose `init` is called. No limits.
+    pub fn new(instance: &Instance, plug: Arc<dyn ExternalAllocator>) -> Result<Self> {
+        Self::with_settings(instance, plug, Settings::default())
     }
 
     /// The same with settings, of which memory fraction and cap count; the others are shown in snapshots.
-    pub fn with_settings(gpu: &Gpu, plug: Arc<dyn Plug>, settings: Settings) -> Result<Self> {
-        plug.init(gpu.device_count())?;
-        let cells = gpu.devices().map(|device| Cell {
+    pub fn with_settings(instance: &Instance, plug: Arc<dyn ExternalAllocator>, settings: Settings) -> Result<Self> {
+        plug.init(instance.device_count())?;
+        let cells = instance.devices().map(|device| Cell {
             desk: Desk::new(&device, settings.per_process_memory_fraction),
             scopes: Scopes::default(),
             pools: Mutex::new(Pools::new()),
@@ -91,7 +96,7 @@ impl PluggableAllocator {
             marks: Mutex::default(),
         });
         Ok(Self {
-            gpu: gpu.clone(),
+            instance: instance.clone(),
             plug,
             cells: cells.collect(),
             settings,
@@ -105,11 +110,12 @@ impl PluggableAllocator {
 
     /// Where memory comes from.
     #[must_use]
-    pub fn plug(&self) -> &Arc<dyn Plug> {
+    pub fn plug(&self) -> &Arc<dyn ExternalAllocator> {
         &self.plug
     }
 
-    /// The allocation that `ptr`, which may lie inside of it, belongs to: by the plug's hook, or, where that does not say, by the books.
+    /// The allocation that `ptr`, which may lie inside of it, belongs to: by the plug's hook, or, where that does not
+    /// say, by the books.
     pub fn base_allocation(&self, ptr: DevicePtr) -> Result<BaseAllocation> {
         let told = self.call_plug(|plug| plug.base_allocation(ptr))?;
         let known = |at| self.claims.around(at).map(|(ptr, bytes)| BaseAllocation { ptr, bytes: Some(bytes) });
@@ -121,11 +127,11 @@ impl PluggableAllocator {
     }
 
     pub(super) fn driver(&self) -> &dyn Driver {
-        &**self.gpu.driver()
+        &**self.instance.driver()
     }
 
     pub(super) fn cell(&self, device: DeviceId) -> Result<&Cell> {
-        let count = self.gpu.device_count();
+        let count = self.instance.device_count();
         self.cells.get(device.0 as usize).ok_or(Error::DeviceOutOfRange { index: device.0, count })
     }
 
@@ -139,23 +145,24 @@ impl PluggableAllocator {
     }
 
     /// Calls the plug. It is foreign code, which may ask the driver for anything: no capture may break of it.
-    pub(super) fn call_plug<R>(&self, call: impl FnOnce(&(dyn Plug + 'static)) -> R) -> Result<R> {
+    pub(super) fn call_plug<R>(&self, call: impl FnOnce(&(dyn ExternalAllocator + 'static)) -> R) -> Result<R> {
         let _relaxed = Relaxed::begin(self.driver())?;
         Ok(call(&*self.plug))
     }
 
-    /// Has the plug give up what it keeps for later. Not while captures are under way: it may wait for the device, which breaks them even in the relaxed mode.
+    /// Has the plug give up what it keeps for later. Not while captures are under way: it may wait for the device,
+    /// which breaks them even in the relaxed mode.
     pub(super) fn reset_plug(&self) -> Result<()> {
         if self.has_captures() {
             return Ok(());
         }
-        self.call_plug(Plug::reset)
+        self.call_plug(ExternalAllocator::reset)
     }
 
     /// A stream as the plug wants it, and its device.
-    pub(super) fn plug_stream(&self, cell: &Cell, stream: StreamId) -> Result<(PlugStream, DeviceId)> {
+    pub(super) fn plug_stream(&self, cell: &Cell, stream: StreamId) -> Result<(RawStream, DeviceId)> {
         let (raw, device) = cell.desk.raw_of(stream, self.driver())?;
-        Ok((PlugStream { id: stream, raw: RawHandle(raw) }, device))
+        Ok((RawStream { id: stream, raw: RawHandle(raw) }, device))
     }
 
     pub(super) fn stats_of(books: &Books) -> Stats {
@@ -181,8 +188,8 @@ impl DeviceAllocator for PluggableAllocator {
         NAME
     }
 
-    fn gpu(&self) -> &Gpu {
-        &self.gpu
+    fn instance(&self) -> &Instance {
+        &self.instance
     }
 
     fn allocate_raw(&self, request: Request) -> Result<Allocation> {
@@ -323,12 +330,12 @@ fn bytes_of(books: &Books, pool: MemPoolId) -> u64 {
 impl PluggableAllocator {
     /// Whether captures are under way, as far as anybody told.
     pub(super) fn has_captures(&self) -> bool {
-        self.captures.load(Ordering::Acquire) > 0 || !self.gpu.captures().none()
+        self.captures.load(Ordering::Acquire) > 0 || !self.instance.captures().none()
     }
 }
 
 impl fmt::Debug for PluggableAllocator {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("PluggableAllocator").field("gpu", &self.gpu).finish_non_exhaustive()
+        f.debug_struct("PluggableAllocator").field("gpu", &self.instance).finish_non_exhaustive()
     }
 }

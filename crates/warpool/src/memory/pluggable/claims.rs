@@ -1,4 +1,5 @@
-//! Which addresses a plug has given and not got back, on all devices. What it gives is input from outside: this finds what cannot be.
+//! Which addresses a plug has given and not got back, on all devices. What it gives is input from outside: this finds
+//! what cannot be.
 
 use std::collections::BTreeMap;
 use std::sync::Mutex;
@@ -43,7 +44,8 @@ impl Claims {
 mod tests {
     use super::*;
 
-    /// Each step claims (start, length), or drops what starts there (length 0); a claim may be refused for what is at an address.
+    /// Each step claims (start, length), or drops what starts there (length 0); a claim may be refused for what is at
+    /// an address.
     #[test]
     fn nothing_is_claimed_twice() {
         let claims = Claims::default();

@@ -4,56 +4,56 @@ use std::fmt;
 
 use warpool_driver::{DeviceId, DevicePtr};
 
-use super::{BaseAllocation, Handled, Plug, PlugStream};
+use super::{BaseAllocation, ExternalAllocator, Handled, RawStream};
 use crate::Result;
 use crate::memory::MemPoolId;
 
-type Allocate = Box<dyn Fn(u64, DeviceId, PlugStream) -> Result<Option<DevicePtr>> + Send + Sync>;
-type Free = Box<dyn Fn(DevicePtr, u64, DeviceId, PlugStream) -> Result<()> + Send + Sync>;
+type Allocate = Box<dyn Fn(u64, DeviceId, RawStream) -> Result<Option<DevicePtr>> + Send + Sync>;
+type Free = Box<dyn Fn(DevicePtr, u64, DeviceId, RawStream) -> Result<()> + Send + Sync>;
 type PoolHook = Box<dyn Fn(DeviceId, MemPoolId) + Send + Sync>;
 
-/// A [`Plug`] made of closures: two that must be there, and a hook for each `on_` that is called.
+/// A [`ExternalAllocator`] made of closures: two that must be there, and a hook for each `on_` that is called.
 ///
 /// ```
 /// use std::sync::Arc;
-/// use warpool::Gpu;
+/// use warpool::Instance;
 /// use warpool::driver::sim::{SimConfig, SimDriver};
-/// use warpool::memory::{Allocate, DeviceAllocator, FnPlug, PluggableAllocator};
+/// use warpool::memory::{Allocate, DeviceAllocator, FnAllocator, PluggableAllocator};
 ///
 /// # fn main() -> warpool::Result<()> {
-/// let gpu = Gpu::new(Arc::new(SimDriver::new(SimConfig::default())))?;
-/// let (gives, takes) = (gpu.driver().clone(), gpu.driver().clone());
-/// let plug = FnPlug::new(
+/// let instance = Instance::new(Arc::new(SimDriver::new(SimConfig::default())))?;
+/// let (gives, takes) = (instance.driver().clone(), instance.driver().clone());
+/// let plug = FnAllocator::new(
 ///     move |bytes, device, _stream| Ok(gives.mem_alloc(device, bytes).ok()),
 ///     move |ptr, _bytes, _device, _stream| Ok(takes.mem_free(ptr)?),
 /// );
-/// let allocator: Arc<dyn DeviceAllocator> = Arc::new(PluggableAllocator::new(&gpu, Arc::new(plug))?);
+/// let allocator: Arc<dyn DeviceAllocator> = Arc::new(PluggableAllocator::new(&instance, Arc::new(plug))?);
 ///
-/// let device = gpu.device(0)?;
+/// let device = instance.device(0)?;
 /// let block = allocator.allocate(1000, &device.pool_stream()?)?;
 /// assert_eq!(allocator.stats(device.id())?.allocated_bytes.all.current, 1000);
 /// block.free()?;
 /// # Ok(())
 /// # }
 /// ```
-pub struct FnPlug {
+pub struct FnAllocator {
     allocate: Allocate,
     free: Free,
     init: Option<Box<dyn Fn(u32) -> Result<()> + Send + Sync>>,
     reset: Option<Box<dyn Fn() + Send + Sync>>,
     memory_fraction: Option<Box<dyn Fn(f64, DeviceId) + Send + Sync>>,
     base_allocation: Option<Box<dyn Fn(DevicePtr) -> Option<BaseAllocation> + Send + Sync>>,
-    record_stream: Option<Box<dyn Fn(DevicePtr, PlugStream) + Send + Sync>>,
+    record_stream: Option<Box<dyn Fn(DevicePtr, RawStream) + Send + Sync>>,
     begin_pool: Option<PoolHook>,
     end_pool: Option<PoolHook>,
     release_pool: Option<PoolHook>,
 }
 
-impl FnPlug {
-    /// Memory from `allocate`, which goes back to `free`. See [`Plug`] for what they are called with.
+impl FnAllocator {
+    /// Memory from `allocate`, which goes back to `free`. See [`ExternalAllocator`] for what they are called with.
     pub fn new(
-        allocate: impl Fn(u64, DeviceId, PlugStream) -> Result<Option<DevicePtr>> + Send + Sync + 'static,
-        free: impl Fn(DevicePtr, u64, DeviceId, PlugStream) -> Result<()> + Send + Sync + 'static,
+        allocate: impl Fn(u64, DeviceId, RawStream) -> Result<Option<DevicePtr>> + Send + Sync + 'static,
+        free: impl Fn(DevicePtr, u64, DeviceId, RawStream) -> Result<()> + Send + Sync + 'static,
     ) -> Self {
         Self {
             allocate: Box::new(allocate),
@@ -69,28 +69,28 @@ impl FnPlug {
         }
     }
 
-    /// As [`Plug::init`].
+    /// As [`ExternalAllocator::init`].
     #[must_use]
     pub fn on_init(mut self, hook: impl Fn(u32) -> Result<()> + Send + Sync + 'static) -> Self {
         self.init = Some(Box::new(hook));
         self
     }
 
-    /// As [`Plug::reset`].
+    /// As [`ExternalAllocator::reset`].
     #[must_use]
     pub fn on_reset(mut self, hook: impl Fn() + Send + Sync + 'static) -> Self {
         self.reset = Some(Box::new(hook));
         self
     }
 
-    /// As [`Plug::memory_fraction`].
+    /// As [`ExternalAllocator::memory_fraction`].
     #[must_use]
     pub fn on_memory_fraction(mut self, hook: impl Fn(f64, DeviceId) + Send + Sync + 'static) -> Self {
         self.memory_fraction = Some(Box::new(hook));
         self
     }
 
-    /// As [`Plug::base_allocation`].
+    /// As [`ExternalAllocator::base_allocation`].
     #[must_use]
     pub fn on_base_allocation(
         mut self,
@@ -100,28 +100,28 @@ impl FnPlug {
         self
     }
 
-    /// As [`Plug::record_stream`]; with this hook, the plug takes care of other streams.
+    /// As [`ExternalAllocator::record_stream`]; with this hook, the plug takes care of other streams.
     #[must_use]
-    pub fn on_record_stream(mut self, hook: impl Fn(DevicePtr, PlugStream) + Send + Sync + 'static) -> Self {
+    pub fn on_record_stream(mut self, hook: impl Fn(DevicePtr, RawStream) + Send + Sync + 'static) -> Self {
         self.record_stream = Some(Box::new(hook));
         self
     }
 
-    /// As [`Plug::begin_pool`].
+    /// As [`ExternalAllocator::begin_pool`].
     #[must_use]
     pub fn on_begin_pool(mut self, hook: impl Fn(DeviceId, MemPoolId) + Send + Sync + 'static) -> Self {
         self.begin_pool = Some(Box::new(hook));
         self
     }
 
-    /// As [`Plug::end_pool`].
+    /// As [`ExternalAllocator::end_pool`].
     #[must_use]
     pub fn on_end_pool(mut self, hook: impl Fn(DeviceId, MemPoolId) + Send + Sync + 'static) -> Self {
         self.end_pool = Some(Box::new(hook));
         self
     }
 
-    /// As [`Plug::release_pool`].
+    /// As [`ExternalAllocator::release_pool`].
     #[must_use]
     pub fn on_release_pool(mut self, hook: impl Fn(DeviceId, MemPoolId) + Send + Sync + 'static) -> Self {
         self.release_pool = Some(Box::new(hook));
@@ -129,12 +129,12 @@ impl FnPlug {
     }
 }
 
-impl Plug for FnPlug {
-    fn allocate(&self, bytes: u64, device: DeviceId, stream: PlugStream) -> Result<Option<DevicePtr>> {
+impl ExternalAllocator for FnAllocator {
+    fn allocate(&self, bytes: u64, device: DeviceId, stream: RawStream) -> Result<Option<DevicePtr>> {
         (self.allocate)(bytes, device, stream)
     }
 
-    fn free(&self, ptr: DevicePtr, bytes: u64, device: DeviceId, stream: PlugStream) -> Result<()> {
+    fn free(&self, ptr: DevicePtr, bytes: u64, device: DeviceId, stream: RawStream) -> Result<()> {
         (self.free)(ptr, bytes, device, stream)
     }
 
@@ -158,7 +158,7 @@ impl Plug for FnPlug {
         self.base_allocation.as_ref().and_then(|hook| hook(ptr))
     }
 
-    fn record_stream(&self, ptr: DevicePtr, stream: PlugStream) -> Handled {
+    fn record_stream(&self, ptr: DevicePtr, stream: RawStream) -> Handled {
         match &self.record_stream {
             Some(hook) => {
                 hook(ptr, stream);
@@ -187,7 +187,7 @@ impl Plug for FnPlug {
     }
 }
 
-impl fmt::Debug for FnPlug {
+impl fmt::Debug for FnAllocator {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let hooks = [
             ("init", self.init.is_some()),
@@ -200,6 +200,6 @@ impl fmt::Debug for FnPlug {
             ("release_pool", self.release_pool.is_some()),
         ];
         let names: Vec<_> = hooks.into_iter().filter_map(|(name, there)| there.then_some(name)).collect();
-        f.debug_struct("FnPlug").field("hooks", &names).finish()
+        f.debug_struct("FnAllocator").field("hooks", &names).finish()
     }
 }

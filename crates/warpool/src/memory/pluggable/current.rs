@@ -4,13 +4,15 @@ use std::fmt;
 use std::sync::{Arc, Mutex};
 
 use crate::memory::{CachingAllocator, DeviceAllocator, Settings};
-use crate::{Error, Gpu, Result, lock};
+use crate::{Error, Instance, Result, lock};
 
-/// Where a program keeps its allocator of device memory. Whoever needs memory [gets](Self::get) it; whoever wants another one [installs](Self::install) it before that.
+/// Where a program keeps its allocator of device memory. Whoever needs memory [gets](Self::get) it; whoever wants
+/// another one [installs](Self::install) it before that.
 ///
-/// It cannot be swapped afterwards: blocks of the one before would be freed by whoever made them, but limits and statistics would be about half of the truth.
+/// It cannot be swapped afterwards: blocks of the one before would be freed by whoever made them, but limits and
+/// statistics would be about half of the truth.
 pub struct CurrentAllocator {
-    gpu: Gpu,
+    instance: Instance,
     slot: Mutex<Slot>,
 }
 
@@ -22,16 +24,16 @@ struct Slot {
 }
 
 impl CurrentAllocator {
-    /// For memory of `gpu`; nothing is installed, and no driver call made.
+    /// For memory of `instance`; nothing is installed, and no driver call made.
     #[must_use]
-    pub fn new(gpu: &Gpu) -> Self {
-        Self { gpu: gpu.clone(), slot: Mutex::default() }
+    pub fn new(instance: &Instance) -> Self {
+        Self { instance: instance.clone(), slot: Mutex::default() }
     }
 
     /// Makes `allocator` the program's. One that was installed before and that nobody got yet makes way.
-    /// [`Error::AllocatorInUse`] if somebody got one, [`Error::ForeignGpu`] for one of another [`Gpu`].
+    /// [`Error::AllocatorInUse`] if somebody got one, [`Error::ForeignGpu`] for one of another [`Instance`].
     pub fn install(&self, allocator: Arc<dyn DeviceAllocator>) -> Result<()> {
-        self.gpu.expect_same(allocator.gpu(), "the allocator")?;
+        self.instance.expect_same(allocator.instance(), "the allocator")?;
         let mut slot = lock(&self.slot);
         if !slot.used {
             // Dropped without the lock: it may own what it likes.
@@ -46,12 +48,14 @@ impl CurrentAllocator {
         Err(Error::AllocatorInUse { installed: in_use.name(), bytes: held(&*in_use), wanted: allocator.name() })
     }
 
-    /// The program's allocator: the installed one, or, if there is none, a [`CachingAllocator`] with default settings. From now on it stays.
+    /// The program's allocator: the installed one, or, if there is none, a [`CachingAllocator`] with default settings.
+    /// From now on it stays.
     #[must_use]
     pub fn get(&self) -> Arc<dyn DeviceAllocator> {
         let mut slot = lock(&self.slot);
         slot.used = true;
-        let make = || -> Arc<dyn DeviceAllocator> { Arc::new(CachingAllocator::new(&self.gpu, Settings::default())) };
+        let make =
+            || -> Arc<dyn DeviceAllocator> { Arc::new(CachingAllocator::new(&self.instance, Settings::default())) };
         Arc::clone(slot.allocator.get_or_insert_with(make))
     }
 
@@ -64,7 +68,7 @@ impl CurrentAllocator {
 
 /// What an allocator holds, on all devices; those that cannot say are left out.
 fn held(allocator: &dyn DeviceAllocator) -> u64 {
-    let devices = allocator.gpu().devices();
+    let devices = allocator.instance().devices();
     devices.filter_map(|device| allocator.stats(device.id()).ok()).map(|stats| stats.reserved_bytes.all.current).sum()
 }
 

@@ -1,10 +1,11 @@
 //! How memory is asked of the plug, and what happens when it has none.
 //!
-//! The plug may panic. So what is noted for the time of a request is taken back by guards: a promise under the limit, a place in a pool.
+//! The plug may panic. So what is noted for the time of a request is taken back by guards: a promise under the limit, a
+//! place in a pool.
 
 use warpool_driver::{CaptureState, DeviceId, DevicePtr, ErrorCode, MemoryInfo, StreamId};
 
-use super::PlugStream;
+use super::RawStream;
 use super::allocator::{Cell, PluggableAllocator};
 use crate::memory::books::Entry;
 use crate::memory::desk::Shortage;
@@ -160,7 +161,7 @@ impl PluggableAllocator {
         &self,
         cell: &Cell,
         bytes: u64,
-        stream: PlugStream,
+        stream: RawStream,
         capturing: bool,
         cause: &Cause,
     ) -> Result<Option<DevicePtr>> {

@@ -1,7 +1,9 @@
-//! Private pools over a plug. Nothing is cached, so a pool is a name beside blocks, with its users; and what captures took from it stays until it has none.
+//! Private pools over a plug. Nothing is cached, so a pool is a name beside blocks, with its users; and what captures
+//! took from it stays until it has none.
 //!
-//! The plug is told when routing begins and ends and when a pool is given up. Destructors end and give up, and must call nobody: so what is to be told stands in a queue, and the
-//! next call that is no destructor delivers it, in its order.
+//! The plug is told when routing begins and ends and when a pool is given up. Destructors end and give up, and must
+//! call nobody: so what is to be told stands in a queue, and the next call that is no destructor delivers it, in its
+//! order.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::atomic::Ordering;
@@ -119,7 +121,8 @@ impl PluggableAllocator {
         self.deliver_or(cell, |_| None);
     }
 
-    /// The same, but waits for the other thread: when this returns, the plug has heard all that was to be told before, unless it could not be.
+    /// The same, but waits for the other thread: when this returns, the plug has heard all that was to be told before,
+    /// unless it could not be.
     fn deliver_all(&self, cell: &Cell) {
         self.deliver_or(cell, |pools| {
             // A hook of the plug's that comes back here would wait for itself.
@@ -169,7 +172,8 @@ impl PluggableAllocator {
 }
 
 impl PoolKeeper for PluggableAllocator {
-    /// [`Error::Unsupported`] with a source of its own: nothing is cached here, and the plug is the source of all. The other options have no effect.
+    /// [`Error::Unsupported`] with a source of its own: nothing is cached here, and the plug is the source of all. The
+    /// other options have no effect.
     fn create_pool(&self, device: DeviceId, options: PoolOptions) -> Result<MemPoolId> {
         if options.upstream.is_some() {
             return Err(Error::Unsupported { allocator: NAME, what: "pools with a source of their own" });

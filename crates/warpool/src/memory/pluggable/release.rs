@@ -1,13 +1,15 @@
-//! How blocks go back to the plug: when nothing but their own stream can still use them, and no capture that uses them is under way.
+//! How blocks go back to the plug: when nothing but their own stream can still use them, and no capture that uses them
+//! is under way.
 //!
-//! A block is out of the books before the plug is called: from then on the plug may give the address out again, and a panic of its leaves nothing half done.
+//! A block is out of the books before the plug is called: from then on the plug may give the address out again, and a
+//! panic of its leaves nothing half done.
 
 use std::collections::BTreeMap;
 
 use rustc_hash::FxHashMap;
 use warpool_driver::{EventScope, RawHandle, StreamId};
 
-use super::PlugStream;
+use super::RawStream;
 use super::allocator::{Cell, PluggableAllocator};
 use crate::graph::Relaxed;
 use crate::memory::books::Entry;
@@ -30,7 +32,8 @@ struct Mark {
     event: PooledEvent,
 }
 
-/// What is known about streams within one look at all blocks: each is asked about once, however many blocks wait for it.
+/// What is known about streams within one look at all blocks: each is asked about once, however many blocks wait for
+/// it.
 #[derive(Default)]
 struct Look {
     standings: FxHashMap<StreamId, Standing>,
@@ -43,14 +46,15 @@ struct Look {
 /// Whether a block can go back.
 enum Verdict<'a> {
     /// To be freed for this stream, in the relaxed mode that the thread is in.
-    Go(PlugStream, Relaxed<'a>),
+    Go(RawStream, Relaxed<'a>),
     NotYet,
     /// Not before its pool has lost its last user, which puts it out of hand.
     Kept,
 }
 
 impl PluggableAllocator {
-    /// Gives a block that the calling thread has in hand to the plug, or puts it out of hand. The error is the plug's; one of the driver only means that it is tried again.
+    /// Gives a block that the calling thread has in hand to the plug, or puts it out of hand. The error is the plug's;
+    /// one of the driver only means that it is tried again.
     pub(super) fn give_back(&self, cell: &Cell, entry: &Entry, cause: &Cause) -> Result<()> {
         self.give_back_in(cell, entry, &mut Look::default(), cause)
     }
@@ -144,10 +148,10 @@ impl PluggableAllocator {
         if own == Standing::Gone {
             return self.wait_for_devices(cell, entry, own);
         }
-        self.go(PlugStream { id: entry.stream, raw: RawHandle(entry.stream_raw) })
+        self.go(RawStream { id: entry.stream, raw: RawHandle(entry.stream_raw) })
     }
 
-    fn go(&self, stream: PlugStream) -> Result<Verdict<'_>> {
+    fn go(&self, stream: RawStream) -> Result<Verdict<'_>> {
         Ok(Verdict::Go(stream, Relaxed::begin(self.driver())?))
     }
 
@@ -156,10 +160,11 @@ impl PluggableAllocator {
         let mut marks = Vec::with_capacity(streams.len());
         for &stream in streams {
             let device = self.driver().stream_handle(stream)?.device;
-            let mut event = Device::known(&self.gpu, device).event_pool().take()?;
+            let mut event = Device::known(&self.instance, device).event_pool().take()?;
             self.driver().event_record(event.id(), stream, EventScope::Plain)?;
             if Standing::of(stream, self.driver())? != Standing::Working {
-                // Another thread began a capture since we looked: the mark may be the capture's, and asking about it would break that.
+                // Another thread began a capture since we looked: the mark may be the capture's, and asking about it
+                // would break that.
                 event.never_reuse();
                 return Ok(None);
             }
@@ -200,13 +205,14 @@ impl PluggableAllocator {
         if self.has_captures() {
             return Ok(Verdict::NotYet);
         }
-        for device in self.gpu.devices() {
+        for device in self.instance.devices() {
             if self.driver().context_is_active(device.id())? {
                 device.synchronize()?;
             }
         }
         // The handle of a stream that is gone leads nowhere, and a plug would follow it.
-        let stream = if own == Standing::Gone { self.gpu.default_stream_id(cell.desk.device)? } else { entry.stream };
+        let stream =
+            if own == Standing::Gone { self.instance.default_stream_id(cell.desk.device)? } else { entry.stream };
         self.go(self.plug_stream(cell, stream)?.0)
     }
 

@@ -7,32 +7,32 @@ use rustc_hash::FxHashMap;
 use warpool_driver::{DeviceId, DevicePtr, StreamId};
 
 use super::claims::Claims;
-use super::{Plug, PlugStream};
+use super::{ExternalAllocator, RawStream};
 use crate::memory::Upstream;
-use crate::{Gpu, Result, lock};
+use crate::{Instance, Result, lock};
 
 /// Where a pool of a [`CachingAllocator`](crate::memory::CachingAllocator) gets its segments from, by
-/// [`PoolOptions::upstream`](crate::memory::PoolOptions::upstream): a plug. It sees the sizes of segments, not of requests; and of its hooks `init` alone is called, since
-/// everything else is the business of the allocator on top.
-pub struct PlugUpstream {
-    gpu: Gpu,
-    plug: Arc<dyn Plug>,
+/// [`PoolOptions::upstream`](crate::memory::PoolOptions::upstream): a plug. It sees the sizes of segments, not of
+/// requests; and of its hooks `init` alone is called, since everything else is the business of the allocator on top.
+pub struct ExternalUpstream {
+    instance: Instance,
+    plug: Arc<dyn ExternalAllocator>,
     /// The streams that memory was given for: a stream may be gone when its memory goes back.
-    streams: Mutex<FxHashMap<u64, PlugStream>>,
+    streams: Mutex<FxHashMap<u64, RawStream>>,
     claims: Claims,
 }
 
-impl PlugUpstream {
-    /// Memory for pools of allocators of `gpu`, from `plug`, whose `init` is called.
-    pub fn new(gpu: &Gpu, plug: Arc<dyn Plug>) -> Result<Self> {
-        plug.init(gpu.device_count())?;
-        Ok(Self { gpu: gpu.clone(), plug, streams: Mutex::default(), claims: Claims::default() })
+impl ExternalUpstream {
+    /// Memory for pools of allocators of `instance`, from `plug`, whose `init` is called.
+    pub fn new(instance: &Instance, plug: Arc<dyn ExternalAllocator>) -> Result<Self> {
+        plug.init(instance.device_count())?;
+        Ok(Self { instance: instance.clone(), plug, streams: Mutex::default(), claims: Claims::default() })
     }
 }
 
-impl Upstream for PlugUpstream {
+impl Upstream for ExternalUpstream {
     fn allocate(&self, device: DeviceId, bytes: u64, stream: StreamId) -> Result<Option<DevicePtr>> {
-        let stream = PlugStream { id: stream, raw: self.gpu.driver().stream_handle(stream)?.raw };
+        let stream = RawStream { id: stream, raw: self.instance.driver().stream_handle(stream)?.raw };
         let given = self.plug.allocate(bytes, device, stream)?.filter(|ptr| !ptr.is_null());
         if let Some(ptr) = given {
             self.claims.claim(ptr, bytes)?;
@@ -46,7 +46,7 @@ impl Upstream for PlugUpstream {
         let noted = lock(&self.streams).remove(&ptr.0);
         let given_for = match noted {
             Some(stream) => stream,
-            None => PlugStream { id: stream, raw: self.gpu.driver().stream_handle(stream)?.raw },
+            None => RawStream { id: stream, raw: self.instance.driver().stream_handle(stream)?.raw },
         };
         self.claims.drop(ptr);
         let freed = self.plug.free(ptr, bytes, device, given_for);
@@ -61,8 +61,8 @@ impl Upstream for PlugUpstream {
     }
 }
 
-impl fmt::Debug for PlugUpstream {
+impl fmt::Debug for ExternalUpstream {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("PlugUpstream").field("gpu", &self.gpu).finish_non_exhaustive()
+        f.debug_struct("ExternalUpstream").field("gpu", &self.instance).finish_non_exhaustive()
     }
 }

@@ -46,7 +46,8 @@ const GIB: u64 = 1 << 30;
 /// or a list `[name:value,name:value]`. Booleans are `True` and `False`. A comma behind the last entry is allowed.
 ///
 /// # The keys
-/// A **reset** key goes back to its default with every further string that does not name it; the others keep what they have.
+/// A **reset** key goes back to its default with every further string that does not name it; the others keep what they
+/// have.
 ///
 /// | key | value | meaning | reset |
 /// |---|---|---|---|

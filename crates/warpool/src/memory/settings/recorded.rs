@@ -1,7 +1,8 @@
 //! Settings to and from what a snapshot shows of them.
 //!
 //! A snapshot has the last string, and the values of some settings as they were. The string is read for what only it
-//! tells; where both speak, the values count: earlier strings may have set them, and other versions have other defaults.
+//! tells; where both speak, the values count: earlier strings may have set them, and other versions have other
+//! defaults.
 
 use super::Settings;
 use super::error::{Problem, SettingsError, Warning};

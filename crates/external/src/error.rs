@@ -5,7 +5,7 @@ use std::path::PathBuf;
 /// Why a shared object cannot be a plug. The process goes on as before.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
-pub enum PlugError {
+pub enum LoadError {
     /// There is no such file.
     #[error("no plugged allocator: there is no file {}", path.display())]
     NoFile {

@@ -1,4 +1,5 @@
-//! An allocator written in C for PyTorch, compiled here, loaded, and used: as the program's allocator and as the source of a pool. And what is no allocator.
+//! An allocator written in C for PyTorch, compiled here, loaded, and used: as the program's allocator and as the source
+//! of a pool. And what is no allocator.
 //!
 //! On the simulated device it gets its memory from a function of the test's, since no C code can reach that device.
 
@@ -13,11 +14,12 @@ use warpool::driver::sim::{SimConfig, SimDriver};
 use warpool::driver::{Copies, DeviceId, DevicePtr, Devices, Memory, Pattern, Streams};
 use warpool::graph::{CaptureOptions, Graph, GraphOptions};
 use warpool::memory::{
-    Allocate, BaseAllocation, CachingAllocator, CurrentAllocator, DeviceAllocator, HistoryOptions, MemPool, MemPoolId,
-    OomCause, Plug, PlugStream, PlugUpstream, PluggableAllocator, PoolOptions, Settings, SnapshotOptions,
+    Allocate, BaseAllocation, CachingAllocator, CurrentAllocator, DeviceAllocator, ExternalAllocator, ExternalUpstream,
+    HistoryOptions, MemPool, MemPoolId, OomCause, PluggableAllocator, PoolOptions, RawStream, Settings,
+    SnapshotOptions,
 };
-use warpool::{Error, Gpu, Stream};
-use warpool_plug::{LoadedPlug, PlugError, PlugSymbols};
+use warpool::{Error, Instance, Stream};
+use warpool_external::{AllocatorSymbols, LoadError, LoadedAllocator};
 
 const DEVICE: DeviceId = DeviceId(0);
 const MIB: u64 = 1 << 20;
@@ -41,13 +43,13 @@ fn demo(name: &str) -> PathBuf {
     compile(name, &Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/c/allocator.c"))
 }
 
-fn plain_symbols() -> PlugSymbols {
-    PlugSymbols::new("demo_malloc", "demo_free")
+fn plain_symbols() -> AllocatorSymbols {
+    AllocatorSymbols::new("demo_malloc", "demo_free")
 }
 
-fn all_symbols() -> PlugSymbols {
+fn all_symbols() -> AllocatorSymbols {
     let named = |name: &str| Some(format!("demo_{name}"));
-    PlugSymbols {
+    AllocatorSymbols {
         init: named("init"),
         reset: named("reset"),
         memory_fraction: named("memory_fraction"),
@@ -92,7 +94,7 @@ type Take = unsafe extern "C" fn(*mut c_void, *mut c_void, isize, c_int, *mut c_
 /// A simulated machine, and a C allocator that is loaded and gets its memory there.
 struct Machine {
     sim: Arc<SimDriver>,
-    gpu: Gpu,
+    instance: Instance,
     object: PathBuf,
     library: Library,
 }
@@ -101,10 +103,10 @@ impl Machine {
     fn new(name: &str) -> Self {
         let object = demo(name);
         let sim = Arc::new(SimDriver::new(SimConfig::default().with_devices(2)));
-        let gpu = Gpu::new(sim.clone()).unwrap();
+        let instance = Instance::new(sim.clone()).unwrap();
         // SAFETY: it is our own file, and does nothing when it is loaded.
         let library = unsafe { Library::new(&object) }.unwrap();
-        let machine = Self { sim: sim.clone(), gpu, object, library };
+        let machine = Self { sim: sim.clone(), instance, object, library };
         // Leaked: the allocator remembers it for as long as the process runs.
         let source: *const Source = Box::leak(Box::new(Source { sim, panics_at: PANICS_AT }));
         // SAFETY: the signature is that of the file.
@@ -115,10 +117,10 @@ impl Machine {
         machine
     }
 
-    fn plug(&self, symbols: &PlugSymbols) -> Arc<LoadedPlug> {
+    fn plug(&self, symbols: &AllocatorSymbols) -> Arc<LoadedAllocator> {
         // SAFETY: it is our own file.
-        let plug = unsafe { LoadedPlug::open(&self.object, symbols) }.unwrap();
-        Arc::new(plug.on_current_device(&self.gpu))
+        let plug = unsafe { LoadedAllocator::open(&self.object, symbols) }.unwrap();
+        Arc::new(plug.on_current_device(&self.instance))
     }
 
     fn bytes_live(&self) -> u64 {
@@ -148,7 +150,7 @@ impl Machine {
     }
 
     fn stream(&self) -> Stream {
-        self.gpu.device(0).unwrap().pool_stream().unwrap()
+        self.instance.device(0).unwrap().pool_stream().unwrap()
     }
 
     /// Writes into memory on a stream, copies it, and compares.
@@ -167,8 +169,8 @@ fn a_c_allocator_is_the_programs_allocator() {
     let machine = Machine::new("program");
     let plug = machine.plug(&all_symbols());
     assert_eq!(plug.path(), machine.object.canonicalize().unwrap());
-    let current = CurrentAllocator::new(&machine.gpu);
-    let plugged = Arc::new(PluggableAllocator::new(&machine.gpu, plug).unwrap());
+    let current = CurrentAllocator::new(&machine.instance);
+    let plugged = Arc::new(PluggableAllocator::new(&machine.instance, plug).unwrap());
     current.install(plugged.clone()).unwrap();
     assert_eq!(machine.words(), ["init 2"]);
     let allocator = current.get();
@@ -190,7 +192,7 @@ fn a_c_allocator_is_the_programs_allocator() {
     allocator.set_memory_fraction(DEVICE, 0.5).unwrap();
     let base = plugged.base_allocation(first.ptr().offset(3)).unwrap();
     assert_eq!(base, BaseAllocation { ptr: first.ptr(), bytes: Some(12345) });
-    let device = machine.gpu.device(0).unwrap();
+    let device = machine.instance.device(0).unwrap();
     let pool = MemPool::new(&allocator, &device, PoolOptions::default()).unwrap();
     {
         let _scope = pool.enter().unwrap();
@@ -204,7 +206,7 @@ fn a_c_allocator_is_the_programs_allocator() {
     machine.set_limit(4 * MIB as isize);
     let refused = allocator.allocate(2 * MIB, &stream);
     assert!(matches!(&refused, Err(Error::OutOfMemory(report)) if report.cause == OomCause::Upstream), "{refused:?}");
-    let late = current.install(Arc::new(CachingAllocator::new(&machine.gpu, Settings::default())));
+    let late = current.install(Arc::new(CachingAllocator::new(&machine.instance, Settings::default())));
     let bytes = 100_000 + 3 * MIB;
     assert_eq!(late, Err(Error::AllocatorInUse { installed: "pluggable", bytes, wanted: "caching" }));
     first.free().unwrap();
@@ -217,10 +219,10 @@ fn a_c_allocator_is_the_programs_allocator() {
 #[test]
 fn a_c_allocator_is_the_source_of_a_pool() {
     let machine = Machine::new("upstream");
-    let allocator: Arc<dyn DeviceAllocator> = Arc::new(CachingAllocator::new(&machine.gpu, Settings::default()));
-    let upstream = PlugUpstream::new(&machine.gpu, machine.plug(&plain_symbols())).unwrap();
+    let allocator: Arc<dyn DeviceAllocator> = Arc::new(CachingAllocator::new(&machine.instance, Settings::default()));
+    let upstream = ExternalUpstream::new(&machine.instance, machine.plug(&plain_symbols())).unwrap();
     let options = PoolOptions { upstream: Some(Arc::new(upstream)), ..PoolOptions::default() };
-    let device = machine.gpu.device(0).unwrap();
+    let device = machine.instance.device(0).unwrap();
     let pool = MemPool::new(&allocator, &device, options).unwrap();
     let stream = machine.stream();
     let first = allocator.allocate_in(pool.id(), 100_000, &stream).unwrap();
@@ -246,7 +248,7 @@ fn the_current_device_comes_back_also_after_an_exception() {
     let machine = Machine::new("unwinds");
     let plug = machine.plug(&plain_symbols());
     let id = machine.stream().id();
-    let stream = PlugStream { id, raw: machine.sim.stream_handle(id).unwrap().raw };
+    let stream = RawStream { id, raw: machine.sim.stream_handle(id).unwrap().raw };
     let other = DeviceId(1);
     machine.sim.set_current_device(other).unwrap();
     let given = plug.allocate(100, DEVICE, stream).unwrap().unwrap();
@@ -262,8 +264,8 @@ fn the_current_device_comes_back_also_after_an_exception() {
 fn a_graph_works_on_a_c_allocator() {
     let machine = Machine::new("graph");
     let plug = machine.plug(&plain_symbols());
-    let allocator: Arc<dyn DeviceAllocator> = Arc::new(PluggableAllocator::new(&machine.gpu, plug).unwrap());
-    let device = machine.gpu.device(0).unwrap();
+    let allocator: Arc<dyn DeviceAllocator> = Arc::new(PluggableAllocator::new(&machine.instance, plug).unwrap());
+    let device = machine.instance.device(0).unwrap();
     let stream = device.lease_stream().unwrap();
     let mut graph = Graph::new(&allocator, &device, GraphOptions::default()).unwrap();
     let key = graph
@@ -294,32 +296,34 @@ fn a_graph_works_on_a_c_allocator() {
 fn what_is_no_allocator_is_an_error_that_says_why() {
     let object = demo("wrong");
     // SAFETY: the files are our own, or cannot be loaded at all.
-    let open = |path: &Path, symbols: &PlugSymbols| unsafe { LoadedPlug::open(path, symbols) }.map(drop).unwrap_err();
+    let open = |path: &Path, symbols: &AllocatorSymbols| {
+        unsafe { LoadedAllocator::open(path, symbols) }.map(drop).unwrap_err()
+    };
 
     let missing = Path::new(env!("CARGO_TARGET_TMPDIR")).join("nowhere.so");
     let error = open(&missing, &plain_symbols());
-    assert_eq!(error, PlugError::NoFile { path: missing.clone() });
+    assert_eq!(error, LoadError::NoFile { path: missing.clone() });
     assert!(error.to_string().contains("nowhere.so"), "{error}");
     // A bare name is a file's too: the loader does not search for it.
-    assert!(matches!(open(Path::new("libm.so.6"), &plain_symbols()), PlugError::NoFile { .. }));
+    assert!(matches!(open(Path::new("libm.so.6"), &plain_symbols()), LoadError::NoFile { .. }));
 
     let text = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/c/allocator.c");
     let error = open(&text, &plain_symbols());
-    assert!(matches!(&error, PlugError::NotLoaded { path, why } if *path == text && !why.is_empty()), "{error:?}");
+    assert!(matches!(&error, LoadError::NotLoaded { path, why } if *path == text && !why.is_empty()), "{error:?}");
     let folder = Path::new(env!("CARGO_MANIFEST_DIR"));
-    assert!(matches!(open(folder, &plain_symbols()), PlugError::NotLoaded { .. }));
+    assert!(matches!(open(folder, &plain_symbols()), LoadError::NotLoaded { .. }));
 
     let mut cases = vec![
-        ("alloc", PlugSymbols::new("demo_mallocc", "demo_free"), "demo_mallocc"),
-        ("free", PlugSymbols::new("demo_malloc", "demo_release"), "demo_release"),
-        ("alloc", PlugSymbols::new("", "demo_free"), ""),
-        ("alloc", PlugSymbols::new("de\0mo", "demo_free"), "de\0mo"),
+        ("alloc", AllocatorSymbols::new("demo_mallocc", "demo_free"), "demo_mallocc"),
+        ("free", AllocatorSymbols::new("demo_malloc", "demo_release"), "demo_release"),
+        ("alloc", AllocatorSymbols::new("", "demo_free"), ""),
+        ("alloc", AllocatorSymbols::new("de\0mo", "demo_free"), "de\0mo"),
     ];
     for role in
         ["init", "reset", "memory_fraction", "base_alloc", "record_stream", "begin_pool", "end_pool", "release_pool"]
     {
         let mut symbols = all_symbols();
-        let PlugSymbols {
+        let AllocatorSymbols {
             init,
             reset,
             memory_fraction,
@@ -345,11 +349,11 @@ fn what_is_no_allocator_is_an_error_that_says_why() {
     }
     for (role, symbols, symbol) in cases {
         let error = open(&object, &symbols);
-        let expected = PlugError::NoSymbol { path: object.canonicalize().unwrap(), symbol: symbol.to_owned(), role };
+        let expected = LoadError::NoSymbol { path: object.canonicalize().unwrap(), symbol: symbol.to_owned(), role };
         assert_eq!(error, expected);
         assert!(error.to_string().contains("wrong.so") && error.to_string().contains(role), "{error}");
     }
     // And the process goes on.
     // SAFETY: the file is our own.
-    unsafe { LoadedPlug::open(&object, &all_symbols()) }.unwrap();
+    unsafe { LoadedAllocator::open(&object, &all_symbols()) }.unwrap();
 }

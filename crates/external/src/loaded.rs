@@ -7,18 +7,18 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use libloading::Library;
-use warpool::memory::{BaseAllocation, Handled, MemPoolId, Plug, PlugStream};
-use warpool::{Error, Gpu, Result};
+use warpool::memory::{BaseAllocation, ExternalAllocator, Handled, MemPoolId, RawStream};
+use warpool::{Error, Instance, Result};
 use warpool_driver::{DeviceId, DevicePtr, Driver};
 
-use crate::PlugError;
+use crate::LoadError;
 use crate::abi::{
     Alloc, BaseAlloc, BeginPool, EmptyFunction, Free, Init, MemoryFraction, PoolHook, PoolId, RecordStream, Reset,
 };
 
 /// The names of an allocator's functions in its shared object.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct PlugSymbols {
+pub struct AllocatorSymbols {
     /// Gives memory.
     pub alloc: String,
     /// Takes it back.
@@ -41,7 +41,7 @@ pub struct PlugSymbols {
     pub release_pool: Option<String>,
 }
 
-impl PlugSymbols {
+impl AllocatorSymbols {
     /// The two that must be there, and no hooks.
     #[must_use]
     pub fn new(alloc: &str, free: &str) -> Self {
@@ -49,8 +49,9 @@ impl PlugSymbols {
     }
 }
 
-/// C functions of a shared object, as a plug. The object stays loaded until the process ends: its threads, or handlers that run at exit, may be in it.
-pub struct LoadedPlug {
+/// C functions of a shared object, as a plug. The object stays loaded until the process ends: its threads, or handlers
+/// that run at exit, may be in it.
+pub struct LoadedAllocator {
     path: PathBuf,
     alloc: Alloc,
     free: Free,
@@ -66,19 +67,21 @@ pub struct LoadedPlug {
     driver: Option<Arc<dyn Driver>>,
 }
 
-impl LoadedPlug {
-    /// Loads the shared object at `path` and finds the functions that `symbols` names. The path is a file's, not a name to search for.
+impl LoadedAllocator {
+    /// Loads the shared object at `path` and finds the functions that `symbols` names. The path is a file's, not a name
+    /// to search for.
     ///
     /// # Safety
-    /// Loading runs what the object does when it is loaded, which can be anything. The functions must have the signatures of the [crate's](crate) list, may be called from
-    /// any thread at any time, and must do as [`Plug`] says: what `alloc` gives is device memory of that size that nobody else has.
-    pub unsafe fn open(path: impl AsRef<Path>, symbols: &PlugSymbols) -> std::result::Result<Self, PlugError> {
+    /// Loading runs what the object does when it is loaded, which can be anything. The functions must have the
+    /// signatures of the [crate's](crate) list, may be called from any thread at any time, and must do as [`ExternalAllocator`]
+    /// says: what `alloc` gives is device memory of that size that nobody else has.
+    pub unsafe fn open(path: impl AsRef<Path>, symbols: &AllocatorSymbols) -> std::result::Result<Self, LoadError> {
         let path = path.as_ref();
         // The loader would search for a bare name, and find something else of that name.
-        let path = path.canonicalize().map_err(|_| PlugError::NoFile { path: path.to_owned() })?;
+        let path = path.canonicalize().map_err(|_| LoadError::NoFile { path: path.to_owned() })?;
         // SAFETY: the caller vouches for what runs when it is loaded.
         let library = unsafe { Library::new(&path) };
-        let library = library.map_err(|error| PlugError::NotLoaded { path: path.clone(), why: said(&error) })?;
+        let library = library.map_err(|error| LoadError::NotLoaded { path: path.clone(), why: said(&error) })?;
         let found = Symbols { library: &library, path: &path };
         // SAFETY: the caller vouches for the signatures.
         let plug = unsafe { Self::find(&found, symbols) }?;
@@ -89,7 +92,7 @@ impl LoadedPlug {
 
     /// # Safety
     /// The functions of those names have the signatures of the types here.
-    unsafe fn find(found: &Symbols<'_>, symbols: &PlugSymbols) -> std::result::Result<Self, PlugError> {
+    unsafe fn find(found: &Symbols<'_>, symbols: &AllocatorSymbols) -> std::result::Result<Self, LoadError> {
         /// Finds a hook, if one is named.
         macro_rules! hook {
             ($role:ident) => {
@@ -118,11 +121,11 @@ impl LoadedPlug {
         })
     }
 
-    /// Makes the device the thread's current one around `alloc` and `free`, for functions that rely on it as they can in PyTorch. The one before is current again
-    /// afterwards; a thread that had none keeps the device.
+    /// Makes the device the thread's current one around `alloc` and `free`, for functions that rely on it as they can
+    /// in PyTorch. The one before is current again afterwards; a thread that had none keeps the device.
     #[must_use]
-    pub fn on_current_device(mut self, gpu: &Gpu) -> Self {
-        self.driver = Some(Arc::clone(gpu.driver()));
+    pub fn on_current_device(mut self, instance: &Instance) -> Self {
+        self.driver = Some(Arc::clone(instance.driver()));
         self
     }
 
@@ -167,11 +170,11 @@ struct Symbols<'a> {
 impl Symbols<'_> {
     /// # Safety
     /// `F` is the type of a pointer to that very function.
-    unsafe fn get<F: Copy>(&self, role: &'static str, symbol: &str) -> std::result::Result<F, PlugError> {
+    unsafe fn get<F: Copy>(&self, role: &'static str, symbol: &str) -> std::result::Result<F, LoadError> {
         // SAFETY: the caller vouches for the type; `Option` has room for a symbol that is null.
         let found = unsafe { self.library.get::<Option<F>>(symbol.as_bytes()) };
         let found = found.ok().and_then(|found| *found);
-        found.ok_or_else(|| PlugError::NoSymbol { path: self.path.to_owned(), symbol: symbol.to_owned(), role })
+        found.ok_or_else(|| LoadError::NoSymbol { path: self.path.to_owned(), symbol: symbol.to_owned(), role })
     }
 }
 
@@ -197,8 +200,8 @@ const fn pool_id(pool: MemPoolId) -> PoolId {
     PoolId { graph: pool.graph as u64, user: pool.user as u64 }
 }
 
-impl Plug for LoadedPlug {
-    fn allocate(&self, bytes: u64, device: DeviceId, stream: PlugStream) -> Result<Option<DevicePtr>> {
+impl ExternalAllocator for LoadedAllocator {
+    fn allocate(&self, bytes: u64, device: DeviceId, stream: RawStream) -> Result<Option<DevicePtr>> {
         let bytes = size(bytes)?;
         let given = self.on(device, || {
             // SAFETY: whoever opened it vouched for the function.
@@ -207,7 +210,7 @@ impl Plug for LoadedPlug {
         Ok((!given.is_null()).then(|| DevicePtr(given.addr() as u64)))
     }
 
-    fn free(&self, ptr: DevicePtr, bytes: u64, device: DeviceId, stream: PlugStream) -> Result<()> {
+    fn free(&self, ptr: DevicePtr, bytes: u64, device: DeviceId, stream: RawStream) -> Result<()> {
         let bytes = size(bytes)?;
         self.on(device, || {
             // SAFETY: as above; it is what `alloc` gave, with its size, device and stream.
@@ -247,7 +250,7 @@ impl Plug for LoadedPlug {
         (!base.is_null()).then(|| BaseAllocation { ptr: DevicePtr(base.addr() as u64), bytes })
     }
 
-    fn record_stream(&self, ptr: DevicePtr, stream: PlugStream) -> Handled {
+    fn record_stream(&self, ptr: DevicePtr, stream: RawStream) -> Handled {
         let Some(hook) = self.record_stream else { return Handled::No };
         // SAFETY: whoever opened it vouched for the function; the stream is alive.
         unsafe { hook(pointer(ptr.0), pointer(stream.raw.0)) };
@@ -257,7 +260,8 @@ impl Plug for LoadedPlug {
     fn begin_pool(&self, device: DeviceId, pool: MemPoolId) {
         if let Some(hook) = self.begin_pool {
             let mut filter = EmptyFunction::new();
-            // SAFETY: whoever opened it vouched for the function, which does not call the filter; it is ours until the call is over.
+            // SAFETY: whoever opened it vouched for the function, which does not call the filter; it is ours until the
+            // call is over.
             unsafe { hook(device_number(device), pool_id(pool), (&raw mut filter).cast()) }
         }
     }
@@ -277,8 +281,8 @@ impl Plug for LoadedPlug {
     }
 }
 
-impl fmt::Debug for LoadedPlug {
+impl fmt::Debug for LoadedAllocator {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("LoadedPlug").field("path", &self.path).finish_non_exhaustive()
+        f.debug_struct("LoadedAllocator").field("path", &self.path).finish_non_exhaustive()
     }
 }

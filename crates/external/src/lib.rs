@@ -1,0 +1,45 @@
+//! Allocators of device memory that are C functions in a shared object, as written for PyTorch's
+//! `CUDAPluggableAllocator`, as a [`ExternalAllocator`](warpool::memory::ExternalAllocator) of Warpool.
+//!
+//! ```no_run
+//! use std::sync::Arc;
+//! use warpool::Instance;
+//! use warpool::memory::{CurrentAllocator, PluggableAllocator};
+//! use warpool_external::{LoadedAllocator, AllocatorSymbols};
+//!
+//! # fn with(instance: &Instance, current: &CurrentAllocator) -> Result<(), Box<dyn std::error::Error>> {
+//! // SAFETY: it is our own allocator, and these are its functions.
+//! let plug = unsafe { LoadedAllocator::open("./liballoc.so", &AllocatorSymbols::new("my_malloc", "my_free")) }?;
+//! let plug = Arc::new(plug.on_current_device(instance));
+//! current.install(Arc::new(PluggableAllocator::new(instance, plug)?))?;
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! # The functions
+//! | symbol | signature | must be there |
+//! |---|---|---|
+//! | `alloc` | `void* (ssize_t size, int device, cudaStream_t stream)` | yes |
+//! | `free` | `void (void* ptr, ssize_t size, int device, cudaStream_t stream)` | yes |
+//! | `init` | `void (int device_count)` | |
+//! | `reset` | `void (void)` | |
+//! | `memory_fraction` | `void (double fraction, int device)` | |
+//! | `base_alloc` | `void* (void* ptr, size_t* size)` | |
+//! | `record_stream` | `void (void* ptr, cudaStream_t stream)` | |
+//! | `begin_pool` | `void (int device, pool id, filter)` | |
+//! | `end_pool`, `release_pool` | `void (int device, pool id)` | |
+//!
+//! The pool id is a pair of `uint64_t`, by value; a `std::pair` of them is passed the same way. The filter is a C++
+//! `std::function<bool(cudaStream_t)>` by value, which C++ passes as a hidden pointer to it. Nothing but C++ can make
+//! one: it gets a pointer to zeros, which the standard libraries in use take for an empty function. It may be copied,
+//! and must not be called. Which requests belong to a pool Warpool decides itself.
+//!
+//! They must not throw: there is nobody to catch it. In PyTorch the device is the thread's current one when they are
+//! called, and many rely on it: [`LoadedAllocator::on_current_device`] does the same.
+
+mod abi;
+mod error;
+mod loaded;
+
+pub use error::LoadError;
+pub use loaded::{AllocatorSymbols, LoadedAllocator};
