@@ -77,7 +77,7 @@ use std::fmt;
 use std::sync::{Mutex, OnceLock, RwLock};
 use std::time::{Duration, Instant};
 
-use warpool_driver::{Driver, ErrorCode, Notes};
+use warpool_driver::{Driver, ErrorCode, Suballocations};
 
 use api::Api;
 use blame::Blame;
@@ -264,7 +264,7 @@ impl fmt::Debug for CudaDriver {
     }
 }
 
-impl Notes for CudaDriver {}
+impl Suballocations for CudaDriver {}
 
 impl Driver for CudaDriver {
     fn kind(&self) -> &'static str {

@@ -165,11 +165,11 @@ const PROGRAMS: &[Program] = &[
         name: "memory used after it went back to an allocator",
         hazard: HazardKind::UseAfterFree,
         run: |lab, fixed| {
-            lab.gpu.note_handed_out(lab.memory, 512, lab.one);
+            lab.gpu.suballocated(lab.memory, 512, lab.one);
             if fixed {
                 lab.gpu.fill(lab.memory, Pattern::U8(1), 512, lab.one)?;
             }
-            lab.gpu.note_returned(lab.memory, 512);
+            lab.gpu.suballocation_freed(lab.memory, 512);
             if !fixed {
                 lab.gpu.fill(lab.memory, Pattern::U8(1), 512, lab.one)?;
             }
@@ -288,13 +288,13 @@ const PROGRAMS: &[Program] = &[
         name: "a block handed to a second stream while the first still writes it",
         hazard: HazardKind::HandedOutInFlight,
         run: |lab, fixed| {
-            lab.gpu.note_handed_out(lab.memory, 512, lab.one);
+            lab.gpu.suballocated(lab.memory, 512, lab.one);
             lab.gpu.fill(lab.memory, Pattern::U8(1), 512, lab.one)?;
-            lab.gpu.note_returned(lab.memory, 512);
+            lab.gpu.suballocation_freed(lab.memory, 512);
             if fixed {
                 lab.gpu.stream_synchronize(lab.one)?;
             }
-            lab.gpu.note_handed_out(lab.memory, 512, lab.two);
+            lab.gpu.suballocated(lab.memory, 512, lab.two);
             lab.gpu.fill(lab.memory, Pattern::U8(2), 512, lab.two)
         },
     },
@@ -303,7 +303,7 @@ const PROGRAMS: &[Program] = &[
         hazard: HazardKind::HandedOutInFlight,
         run: |lab, fixed| {
             let out = lab.gpu.mem_alloc(DEVICE, BYTES)?;
-            lab.gpu.note_handed_out(lab.memory, BYTES, lab.one);
+            lab.gpu.suballocated(lab.memory, BYTES, lab.one);
             lab.fill(1, lab.one)?;
             lab.order(lab.one, lab.two)?;
             lab.gpu.copy(out.into(), lab.memory.into(), BYTES, lab.two)?;
@@ -311,8 +311,8 @@ const PROGRAMS: &[Program] = &[
                 // What record_stream is for.
                 lab.order(lab.two, lab.one)?;
             }
-            lab.gpu.note_returned(lab.memory, BYTES);
-            lab.gpu.note_handed_out(lab.memory, BYTES, lab.one);
+            lab.gpu.suballocation_freed(lab.memory, BYTES);
+            lab.gpu.suballocated(lab.memory, BYTES, lab.one);
             lab.fill(2, lab.one)
         },
     },
@@ -393,7 +393,7 @@ const PROGRAMS: &[Program] = &[
         run: |lab, fixed| {
             let exec = lab.capture(|| lab.fill(1, lab.one))?;
             if !fixed {
-                lab.gpu.note_returned(lab.memory, BYTES);
+                lab.gpu.suballocation_freed(lab.memory, BYTES);
             }
             lab.gpu.graph_launch(exec, lab.one)
         },
@@ -402,12 +402,12 @@ const PROGRAMS: &[Program] = &[
         name: "a graph replayed over a block that went back to its allocator and has another owner",
         hazard: HazardKind::GraphOverFreedMemory,
         run: |lab, fixed| {
-            lab.gpu.note_handed_out(lab.memory, BYTES, lab.one);
+            lab.gpu.suballocated(lab.memory, BYTES, lab.one);
             let exec = lab.capture(|| lab.fill(1, lab.one))?;
             lab.gpu.graph_launch(exec, lab.one)?;
             if !fixed {
-                lab.gpu.note_returned(lab.memory, BYTES);
-                lab.gpu.note_handed_out(lab.memory, BYTES, lab.one);
+                lab.gpu.suballocation_freed(lab.memory, BYTES);
+                lab.gpu.suballocated(lab.memory, BYTES, lab.one);
             }
             lab.gpu.graph_launch(exec, lab.one)
         },
@@ -566,14 +566,14 @@ fn a_replay_over_memory_that_is_gone_names_the_graph_and_the_address() {
 #[test]
 fn a_kernel_given_new_arguments_since_may_use_what_was_handed_out_again() -> Result<()> {
     let lab = Lab::new(SimConfig::default())?;
-    lab.gpu.note_handed_out(lab.memory, BYTES, lab.one);
+    lab.gpu.suballocated(lab.memory, BYTES, lab.one);
     lab.gpu.capture_begin(lab.one, CaptureMode::Relaxed)?;
     lab.add(lab.memory, WORDS, 1, lab.one)?;
     let graph = lab.gpu.capture_end(lab.one)?;
     let exec = lab.gpu.graph_instantiate(graph, InstantiateOptions::default())?;
     let node = lab.gpu.graph_topology(graph)?.nodes[0].id;
-    lab.gpu.note_returned(lab.memory, BYTES);
-    lab.gpu.note_handed_out(lab.memory, BYTES, lab.one);
+    lab.gpu.suballocation_freed(lab.memory, BYTES);
+    lab.gpu.suballocated(lab.memory, BYTES, lab.one);
     let args = [lab.memory.into(), KernelArg::U32(WORDS), KernelArg::U32(2)];
     lab.gpu.graph_exec_set_kernel(exec, node, lab.add, LaunchShape::ONE, &args)?;
     lab.gpu.graph_launch(exec, lab.one)?;

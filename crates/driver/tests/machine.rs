@@ -188,10 +188,10 @@ fn a_body_under_way_ends_with_the_capture_around_it() -> Result<()> {
 #[test]
 fn a_block_handed_out_in_a_capture_is_no_longer_taken_back() -> Result<()> {
     let lab = Lab::new(SimConfig::default())?;
-    lab.gpu.note_handed_out(lab.memory, BYTES, lab.one);
-    lab.gpu.note_returned(lab.memory, BYTES);
+    lab.gpu.suballocated(lab.memory, BYTES, lab.one);
+    lab.gpu.suballocation_freed(lab.memory, BYTES);
     let exec = lab.capture(|| {
-        lab.gpu.note_handed_out(lab.memory, BYTES, lab.one);
+        lab.gpu.suballocated(lab.memory, BYTES, lab.one);
         lab.fill(1, lab.one)
     })?;
     lab.gpu.graph_launch(exec, lab.one)?;
@@ -202,16 +202,18 @@ fn a_block_handed_out_in_a_capture_is_no_longer_taken_back() -> Result<()> {
 
 #[test]
 fn notes_are_heard_unless_they_are_off_and_a_recording_wants_them_all_the_same() -> Result<()> {
-    for (config, heard) in [(SimConfig::default(), true), (SimConfig::default().without_notes(), false)] {
+    for (config, heard) in
+        [(SimConfig::default(), true), (SimConfig::default().without_suballocation_tracking(), false)]
+    {
         let gpu = Arc::new(SimDriver::new(config));
-        assert_eq!(gpu.listens(), heard);
-        assert_eq!(Counting::new(gpu.clone()).listens(), heard);
+        assert_eq!(gpu.tracks_suballocations(), heard);
+        assert_eq!(Counting::new(gpu.clone()).tracks_suballocations(), heard);
         let recording = Recording::new(gpu.clone());
-        assert!(recording.listens());
+        assert!(recording.tracks_suballocations());
         let stream = recording.stream_create(DEVICE, StreamOptions::default())?;
         let ptr = recording.mem_alloc(DEVICE, BYTES)?;
-        recording.note_returned(ptr, BYTES);
-        assert_eq!(recording.log().entries.last().map(|entry| entry.call), Some(Call::NoteReturned));
+        recording.suballocation_freed(ptr, BYTES);
+        assert_eq!(recording.log().entries.last().map(|entry| entry.call), Some(Call::SuballocationFreed));
         // A use of what was taken back: seen if the note was heard.
         recording.fill(ptr, Pattern::U8(1), BYTES, stream)?;
         recording.device_synchronize(DEVICE)?;
@@ -226,7 +228,7 @@ fn calls_are_counted_and_their_time_is_all_the_time_there_is() -> Result<()> {
     assert_eq!((gpu.calls_made(), gpu.time_in_calls()), (0, Duration::ZERO));
     let ptr = gpu.mem_alloc(DEVICE, BYTES)?;
     gpu.mem_alloc(DEVICE, 0).expect_err("failed calls count too");
-    gpu.note_returned(ptr, BYTES);
+    gpu.suballocation_freed(ptr, BYTES);
     assert_eq!((gpu.calls_made(), gpu.calls_of(Call::MemAlloc), gpu.calls_of(Call::MemFree)), (2, 2, 0));
     let stream = gpu.stream_create(DEVICE, StreamOptions::default())?;
     gpu.fill(ptr, Pattern::U8(1), BYTES, stream).expect("queued");

@@ -68,7 +68,7 @@ fn a_hand_out_counts_what_the_default_stream_rules_put_first() -> Result<()> {
     let legacy = lab.gpu.stream_default(DEVICE)?;
     let blocking = lab.gpu.stream_create(DEVICE, StreamOptions { non_blocking: false, priority: 0 })?;
     lab.fill(1, legacy)?;
-    lab.gpu.note_handed_out(lab.memory, BYTES, blocking);
+    lab.gpu.suballocated(lab.memory, BYTES, blocking);
     lab.fill(2, blocking)?;
     lab.gpu.device_synchronize(DEVICE)?;
     assert!(log(&lab).is_empty(), "{:#?}", log(&lab));

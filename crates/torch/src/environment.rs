@@ -46,7 +46,7 @@ fn variable(name: &'static str) -> Result<Option<String>> {
 /// The simulated GPU that a string describes. It does not listen to allocators' notes unless asked, as a real one does
 /// not: who looks for hazards pays for it with every call.
 fn sim(string: &str) -> Result<SimConfig> {
-    let mut config = SimConfig::default().without_notes();
+    let mut config = SimConfig::default().without_suballocation_tracking();
     for entry in string.split(',').map(str::trim).filter(|entry| !entry.is_empty()) {
         let wrong = |why: String| Error::Sim { why };
         let (key, value) = entry.split_once(':').ok_or_else(|| wrong(format!("{entry:?} has no value")))?;
@@ -60,8 +60,8 @@ fn sim(string: &str) -> Result<SimConfig> {
             "memory_mb" => config.with_capacity(number(1024..=16 << 20)? << 20),
             "seed" => config.with_seed(number(0..=u64::MAX)?),
             "notes" => match value.trim() {
-                "True" => SimConfig { notes: true, ..config },
-                "False" => config.without_notes(),
+                "True" => SimConfig { track_suballocations: true, ..config },
+                "False" => config.without_suballocation_tracking(),
                 _ => return Err(wrong(format!("notes: {value:?} is neither True nor False"))),
             },
             _ => return Err(wrong(format!("{key:?} is no key"))),
@@ -79,8 +79,8 @@ mod tests {
         let config = sim("devices:3, memory_mb:2048,seed:7,notes:True").unwrap();
         assert_eq!(config.devices.len(), 3);
         assert!(config.devices.iter().all(|device| device.properties.bytes_total == 2 << 30));
-        assert_eq!((config.seed, config.notes), (7, true));
-        assert!(!sim("").unwrap().notes);
+        assert_eq!((config.seed, config.track_suballocations), (7, true));
+        assert!(!sim("").unwrap().track_suballocations);
     }
 
     #[test]

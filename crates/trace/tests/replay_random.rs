@@ -37,8 +37,9 @@ fn record(seed: u64, settings: &str, traits: Traits) -> Snapshot {
     let mut random = Random::new(seed);
     let order = if traits.old { FreeBlockOrder::Address } else { FreeBlockOrder::Registration };
     let settings = Settings { free_block_order: order, ..Settings::parse(settings).expect("a good string") };
-    let driver =
-        Arc::new(SimDriver::new(SimConfig { queue_depth: usize::MAX, ..SimConfig::default() }.without_notes()));
+    let driver = Arc::new(SimDriver::new(
+        SimConfig { queue_depth: usize::MAX, ..SimConfig::default() }.without_suballocation_tracking(),
+    ));
     let instance = Instance::new(Arc::clone(&driver) as Arc<dyn Driver>).expect("a device");
     let allocator = CachingAllocator::new(&instance, settings);
     allocator.record_history(Some(HistoryOptions::default())).expect("a history");

@@ -568,7 +568,7 @@ fn trim_gives_everything_back_that_nobody_uses() {
 
 #[test]
 fn destructors_call_no_driver() {
-    each(&SimConfig::default().without_notes(), |subject| {
+    each(&SimConfig::default().without_suballocation_tracking(), |subject| {
         let (own, other) = (subject.stream(), subject.stream());
         let blocks: Vec<_> = (0..4).map(|_| subject.allocator.allocate(3 * MIB, &own).unwrap()).collect();
         blocks[0].record_use(&other).unwrap();

@@ -70,7 +70,7 @@ impl Hook for Watch {
 
     fn after(&self, _: &dyn Driver, _: Call, (): (), _: Outcome<'_>) {}
 
-    fn note(&self, _: Call, _: Arguments<'_>) {}
+    fn suballocation(&self, _: Call, _: Arguments<'_>) {}
 }
 
 fn watched() -> Instance {

@@ -61,7 +61,7 @@ impl Hook for Moments {
         self.come(When::After, call);
     }
 
-    fn note(&self, _: Call, _: Arguments<'_>) {}
+    fn suballocation(&self, _: Call, _: Arguments<'_>) {}
 }
 
 struct Lab {

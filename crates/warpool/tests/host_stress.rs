@@ -359,7 +359,7 @@ impl Hook for Latecomer {
         }
     }
 
-    fn note(&self, _: Call, _: Arguments<'_>) {}
+    fn suballocation(&self, _: Call, _: Arguments<'_>) {}
 }
 
 /// Found by the first test here: the driver may give an address out again before the thread that gave it up is back

@@ -47,7 +47,7 @@ pub fn run(args: &Args, rows: &mut Rows<'_>) -> Result<Verdict> {
     };
     let driver: Arc<dyn Driver> = match name {
         // A real driver does not listen to notes either; who reads them pays for hazards, not for allocating.
-        "sim" => Arc::new(SimDriver::new(args.sim.config(0).without_notes())),
+        "sim" => Arc::new(SimDriver::new(args.sim.config(0).without_suballocation_tracking())),
         _ => driver::open(name, &args.sim, 0)?,
     };
     let device = driver::device(&*driver, args.device)?;

@@ -65,7 +65,7 @@ impl Machine {
     fn open(name: &str, args: &Args) -> Result<Self> {
         Ok(match name {
             "cuda" => Self::Cuda(driver::open_cuda(&args.sim)?),
-            "sim" => Self::Sim(Arc::new(SimDriver::new(args.sim.config(0).without_notes()))),
+            "sim" => Self::Sim(Arc::new(SimDriver::new(args.sim.config(0).without_suballocation_tracking()))),
             _ => return Err(driver::unknown(name)),
         })
     }

@@ -57,7 +57,7 @@ pub fn run(args: &Args, rows: &mut Rows<'_>) -> Result<Verdict> {
     };
     let driver: Arc<dyn Driver> = match name {
         // As in `bench alloc`: a real driver does not listen to notes either.
-        "sim" => Arc::new(SimDriver::new(args.sim.config(0).without_notes())),
+        "sim" => Arc::new(SimDriver::new(args.sim.config(0).without_suballocation_tracking())),
         _ => driver::open(name, &args.sim, 0)?,
     };
     let device = driver::device(&*driver, args.device)?;

@@ -157,13 +157,13 @@ fn notes_change_nothing(bench: &Bench<'_>) -> Checked {
     let (stream, ptr, n) = (bench.stream()?, bench.memory(4096)?, 1024_u32);
     let fill_index = bench.kernels()?.fill_index;
     for round in 0..3 {
-        bench.driver.note_handed_out(ptr, 4096, stream);
+        bench.driver.suballocated(ptr, 4096, stream);
         bench.launch(fill_index, n, &[ptr.into(), crate::KernelArg::U32(n)], stream)?;
         bench.add(ptr, n, round, stream)?;
         bench.sync(stream)?;
         let want: Vec<u32> = (round..n + round).collect();
         expect_same("what its user computed", &bench.words_at(ptr, n as usize)?, &want)?;
-        bench.driver.note_returned(ptr, 4096);
+        bench.driver.suballocation_freed(ptr, 4096);
     }
     Ok(())
 }

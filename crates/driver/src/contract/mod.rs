@@ -29,9 +29,9 @@ mod host;
 mod kernel;
 mod library;
 mod memory;
-mod notes;
 mod pool;
 mod stream;
+mod suballocations;
 mod virtual_memory;
 
 pub use call::{Call, CaptureRule};
@@ -44,9 +44,9 @@ pub use host::{HostMemory, HostOptions};
 pub use kernel::{KernelArg, KernelFault, KernelMemory, KernelMirror, KernelScope, KernelSource, Kernels, LaunchShape};
 pub use library::{BlasMath, BlasMatrix, Libraries, Library, Sgemm};
 pub use memory::{Memory, MemoryInfo};
-pub use notes::Notes;
 pub use pool::{PoolAttribute, Pools};
 pub use stream::{HostCallback, PriorityRange, StreamHandle, StreamInfo, StreamOptions, Streams};
+pub use suballocations::Suballocations;
 pub use virtual_memory::{Access, DeviceAccess, Granularity, PhysicalOptions, ShareKind, SharedMemory, VirtualMemory};
 
 use std::time::Duration;
@@ -65,7 +65,7 @@ pub trait Driver:
     + Graphs
     + Kernels
     + Libraries
-    + Notes
+    + Suballocations
     + Send
     + Sync
 {

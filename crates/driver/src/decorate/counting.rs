@@ -99,7 +99,7 @@ impl Hook for Counts {
         counter.nanos.fetch_add(nanos, Relaxed);
     }
 
-    fn note(&self, call: Call, _: Arguments<'_>) {
+    fn suballocation(&self, call: Call, _: Arguments<'_>) {
         self.of(call).calls.fetch_add(1, Relaxed);
     }
 }
@@ -108,7 +108,7 @@ impl Hook for Counts {
 mod tests {
     use super::*;
     use crate::sim::{SimConfig, SimDriver};
-    use crate::{DeviceId, DevicePtr, Devices, Memory, Notes, StreamOptions, Streams};
+    use crate::{DeviceId, DevicePtr, Devices, Memory, StreamOptions, Streams, Suballocations};
 
     const DEVICE: DeviceId = DeviceId(0);
 
@@ -131,9 +131,9 @@ mod tests {
         driver.mem_alloc(DEVICE, 4096).unwrap();
         driver.mem_alloc(DEVICE, 0).unwrap_err();
         driver.device_count().unwrap();
-        driver.note_returned(DevicePtr(0), 0);
+        driver.suballocation_freed(DevicePtr(0), 0);
         let seen: Vec<_> = driver.counts().iter().map(|c| (c.call.name(), c.calls, c.errors)).collect();
-        let expected = [("device_count", 1, 0), ("note_returned", 1, 0), ("mem_alloc", 2, 1)];
+        let expected = [("device_count", 1, 0), ("suballocation_freed", 1, 0), ("mem_alloc", 2, 1)];
         assert_eq!(seen, expected);
         driver.reset();
         assert_eq!(driver.counts(), []);

@@ -196,7 +196,7 @@ impl Hook for Faults {
 
     fn after(&self, _: &dyn Driver, _: Call, (): (), _: Outcome<'_>) {}
 
-    fn note(&self, _: Call, _: Arguments<'_>) {}
+    fn suballocation(&self, _: Call, _: Arguments<'_>) {}
 }
 
 /// Scatters the bits of `x` (the finaliser of SplitMix64), so that neighbours give unlike numbers.
@@ -218,7 +218,7 @@ mod tests {
     use super::*;
     use crate::decorate::Counting;
     use crate::sim::{SimConfig, SimDriver};
-    use crate::{DeviceId, DevicePtr, Devices, Memory, Notes};
+    use crate::{DeviceId, DevicePtr, Devices, Memory, Suballocations};
 
     const DEVICE: DeviceId = DeviceId(0);
 
@@ -283,9 +283,9 @@ mod tests {
     }
 
     #[test]
-    fn plans_change_while_it_runs_and_notes_always_pass() {
+    fn plans_change_while_it_runs_and_suballocations_always_pass() {
         let driver = faulty(FaultPlan::new().fail_share(&[], 1.0, 0, ErrorCode::NotPermitted));
-        driver.note_handed_out(DevicePtr(0), 0, crate::StreamId(0));
+        driver.suballocated(DevicePtr(0), 0, crate::StreamId(0));
         assert_eq!(driver.fired(), []);
         driver.device_count().unwrap_err();
         driver.clear_plan();

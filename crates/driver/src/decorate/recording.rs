@@ -126,14 +126,14 @@ impl Hook for Recorder {
         self.push(state, LogEntry { call, arguments: begun.arguments, outcome });
     }
 
-    fn note(&self, call: Call, arguments: Arguments<'_>) {
+    fn suballocation(&self, call: Call, arguments: Arguments<'_>) {
         let state = &mut *self.lock();
         let arguments = state.names.list(arguments);
         self.push(state, LogEntry { call, arguments, outcome: "()".to_owned() });
     }
 
     // A log is of what the program did, whoever else listens.
-    fn wants_notes(&self) -> bool {
+    fn tracks_suballocations(&self) -> bool {
         true
     }
 }

@@ -1,5 +1,5 @@
 //! A driver that lets a hook see every call before and after it is made. Every signature of the contract stands here
-//! once, in the table at the end, with the notes behind it; the decorators are hooks. Nothing is decided here: what a
+//! once, in the table at the end, with the suballocation reports behind it; the decorators are hooks. Nothing is decided here: what a
 //! hook does not refuse goes through unchanged.
 
 use std::sync::Arc;
@@ -11,9 +11,9 @@ use crate::{
     DeviceAccess, DeviceId, DeviceProperties, DevicePtr, Devices, Driver, DriverError, EventId, EventOptions,
     EventScope, Events, ForeignStream, FunctionId, Granularity, GraphExecId, GraphId, GraphTopology, Graphs, HandleId,
     HostCallback, HostMemory, HostOptions, HostPtr, HostRange, InstantiateOptions, IpcEventHandle, KernelArg,
-    KernelSource, Kernels, LaunchShape, Libraries, Library, Memory, MemoryInfo, ModuleId, NodeId, Notes, Pattern,
-    PhysicalId, PhysicalOptions, PoolAttribute, PoolId, Pools, PriorityRange, RawHandle, Result, Sgemm, ShareKind,
-    SharedMemory, StreamHandle, StreamId, StreamInfo, StreamOptions, Streams, VirtualMemory,
+    KernelSource, Kernels, LaunchShape, Libraries, Library, Memory, MemoryInfo, ModuleId, NodeId, Pattern, PhysicalId,
+    PhysicalOptions, PoolAttribute, PoolId, Pools, PriorityRange, RawHandle, Result, Sgemm, ShareKind, SharedMemory,
+    StreamHandle, StreamId, StreamInfo, StreamOptions, Streams, Suballocations, VirtualMemory,
 };
 
 /// The arguments of a call by name, in their order.
@@ -34,11 +34,11 @@ pub trait Hook: Send + Sync {
     /// The call was made.
     fn after(&self, inner: &dyn Driver, call: Call, mark: Self::Mark, outcome: Outcome<'_>);
 
-    /// A note was passed on. Notes cannot fail and return nothing.
-    fn note(&self, call: Call, arguments: Arguments<'_>);
+    /// An allocator reported a suballocation ([`Suballocations`]); such a call cannot fail and returns nothing.
+    fn suballocation(&self, call: Call, arguments: Arguments<'_>);
 
-    /// Whether it wants notes even if `inner` does not listen to them.
-    fn wants_notes(&self) -> bool {
+    /// Whether it needs these reports even if `inner` does not.
+    fn tracks_suballocations(&self) -> bool {
         false
     }
 }
@@ -91,7 +91,7 @@ impl<H: Hook> Driver for Tapped<H> {
 }
 
 /// Makes the table into code: `impl Trait { Call method(arguments) -> result; }`. `fills` names the buffer whose bytes
-/// are the result. A method without a result is a note.
+/// are the result. A method without a result is a suballocation report.
 macro_rules! forward {
     ($(impl $trait:ident { $($call:ident $method:ident($($arg:ident: $ty:ty),*) $(-> $ret:ty $(, fills $buffer:ident)?)?;)* })*) => {$(
         impl<H: Hook> $trait for Tapped<H> {
@@ -113,7 +113,7 @@ macro_rules! forward {
     };
     (@method $call:ident $method:ident($($arg:ident: $ty:ty),*)) => {
         fn $method(&self, $($arg: $ty),*) {
-            self.hook.note(Call::$call, &[$((stringify!($arg), $arg.shown())),*]);
+            self.hook.suballocation(Call::$call, &[$((stringify!($arg), $arg.shown())),*]);
             self.inner.$method($($arg),*);
         }
     };
@@ -245,11 +245,11 @@ forward! {
     }
 }
 
-impl<H: Hook> Notes for Tapped<H> {
-    fn listens(&self) -> bool {
-        self.hook.wants_notes() || self.inner.listens()
+impl<H: Hook> Suballocations for Tapped<H> {
+    fn tracks_suballocations(&self) -> bool {
+        self.hook.tracks_suballocations() || self.inner.tracks_suballocations()
     }
 
-    forward! { @method NoteHandedOut note_handed_out(ptr: DevicePtr, bytes: u64, stream: StreamId) }
-    forward! { @method NoteReturned note_returned(ptr: DevicePtr, bytes: u64) }
+    forward! { @method Suballocated suballocated(ptr: DevicePtr, bytes: u64, stream: StreamId) }
+    forward! { @method SuballocationFreed suballocation_freed(ptr: DevicePtr, bytes: u64) }
 }

@@ -1,4 +1,4 @@
-//! Plain device memory of the simulated machine, and the notes of allocators above it.
+//! Plain device memory of the simulated machine, and the suballocations that allocators report.
 
 use std::sync::Arc;
 
@@ -9,7 +9,7 @@ use super::memory::Toucher;
 use super::order::Stamp;
 use super::space::Region;
 use super::tombs::{Gone, Tomb};
-use crate::{Call, DeviceId, DevicePtr, ErrorCode, Memory, MemoryInfo, Notes, Result, StreamId};
+use crate::{Call, DeviceId, DevicePtr, ErrorCode, Memory, MemoryInfo, Result, StreamId, Suballocations};
 
 /// What allocations take is rounded up to this; what is beyond the bytes that were asked for cannot be touched.
 pub(super) const GRAIN: u64 = 512;
@@ -103,16 +103,16 @@ impl Memory for SimDriver {
     }
 }
 
-impl Notes for SimDriver {
-    fn listens(&self) -> bool {
-        self.notes
+impl Suballocations for SimDriver {
+    fn tracks_suballocations(&self) -> bool {
+        self.track_suballocations
     }
 
-    fn note_handed_out(&self, ptr: DevicePtr, bytes: u64, stream: StreamId) {
-        if !self.notes {
+    fn suballocated(&self, ptr: DevicePtr, bytes: u64, stream: StreamId) {
+        if !self.track_suballocations {
             return;
         }
-        let Ok(mut world) = self.enter(Call::NoteHandedOut) else { return };
+        let Ok(mut world) = self.enter(Call::Suballocated) else { return };
         let Ok(stream) = world.live_stream(stream) else { return };
         let state = world.stream(stream);
         if state.capture.is_some() {
@@ -129,11 +129,11 @@ impl Notes for SimDriver {
         world.memory.hand_out(ptr, bytes, &frontier, &by);
     }
 
-    fn note_returned(&self, ptr: DevicePtr, bytes: u64) {
-        if !self.notes {
+    fn suballocation_freed(&self, ptr: DevicePtr, bytes: u64) {
+        if !self.track_suballocations {
             return;
         }
-        let Ok(mut world) = self.enter(Call::NoteReturned) else { return };
+        let Ok(mut world) = self.enter(Call::SuballocationFreed) else { return };
         let at = world.calls;
         world.memory.take_back(ptr, bytes, at);
     }

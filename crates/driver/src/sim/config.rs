@@ -25,9 +25,9 @@ pub struct SimConfig {
     pub queue_depth: usize,
     /// How many hazards are kept; later ones are only counted.
     pub hazards_kept: usize,
-    /// Whether allocators' notes are heard. Without them the machine is faster, and cannot tell the users of one
+    /// Whether suballocations are tracked. Without it the simulation is faster, and cannot tell the users of one
     /// allocation apart.
-    pub notes: bool,
+    pub track_suballocations: bool,
     /// Libraries that are not installed.
     pub libraries_absent: Vec<Library>,
 }
@@ -92,7 +92,7 @@ impl Default for SimConfig {
             check_uninitialized: false,
             queue_depth: 1024,
             hazards_kept: 1000,
-            notes: true,
+            track_suballocations: true,
             libraries_absent: Vec::new(),
         }
     }
@@ -136,10 +136,10 @@ impl SimConfig {
         self
     }
 
-    /// With allocators' notes unheard.
+    /// Without tracking of suballocations.
     #[must_use]
-    pub fn without_notes(mut self) -> Self {
-        self.notes = false;
+    pub fn without_suballocation_tracking(mut self) -> Self {
+        self.track_suballocations = false;
         self
     }
 

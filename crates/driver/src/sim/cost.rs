@@ -175,7 +175,7 @@ fn h200(call: Call) -> Latency {
         Call::ModuleLoad => Latency::Flat(2_000_000),
         Call::Copy | Call::CopyPeer | Call::Fill => Latency::Flat(1_500),
         Call::Upload | Call::Download => Latency::Flat(6_000),
-        Call::NoteHandedOut | Call::NoteReturned | Call::HostRead | Call::HostWrite => Latency::Flat(0),
+        Call::Suballocated | Call::SuballocationFreed | Call::HostRead | Call::HostWrite => Latency::Flat(0),
         _ => Latency::Flat(100),
     }
 }

@@ -94,8 +94,8 @@ pub struct SimDriver {
     world: Mutex<World>,
     /// Rings when a callback has returned.
     callback_done: Condvar,
-    /// Whether allocators' notes are heard.
-    notes: bool,
+    /// Whether suballocations are tracked.
+    track_suballocations: bool,
     /// How many numbers have been asked for that nobody can foresee.
     entropy_asked: AtomicU64,
     seed: u64,
@@ -157,9 +157,9 @@ impl SimDriver {
     pub fn new(config: SimConfig) -> Self {
         static MACHINES: AtomicU64 = AtomicU64::new(1);
         let machine = MACHINES.fetch_add(1, Ordering::Relaxed);
-        let SimConfig { notes, seed, .. } = config;
+        let SimConfig { track_suballocations, seed, .. } = config;
         let world = Mutex::new(World::new(config, machine));
-        Self { world, callback_done: Condvar::new(), notes, entropy_asked: AtomicU64::new(0), seed }
+        Self { world, callback_done: Condvar::new(), track_suballocations, entropy_asked: AtomicU64::new(0), seed }
     }
 
     /// What has been noticed so far, in the order of noticing. Work that has not run yet is not in it: synchronize
@@ -180,13 +180,13 @@ impl SimDriver {
         self.lock().memory.log.clear();
     }
 
-    /// How many calls of the contract have been made; notes do not count.
+    /// How many calls of the contract have been made; reports of suballocations do not count.
     #[must_use]
     pub fn calls_made(&self) -> u64 {
         let world = self.lock();
-        let notes: u64 =
-            [Call::NoteHandedOut, Call::NoteReturned].map(|note| world.calls_by_name[note as usize]).iter().sum();
-        world.calls_made - notes
+        let reports: u64 =
+            [Call::Suballocated, Call::SuballocationFreed].map(|call| world.calls_by_name[call as usize]).iter().sum();
+        world.calls_made - reports
     }
 
     /// How often `call` has been made. Time by call is what [`Counting`](crate::decorate::Counting) adds.

@@ -192,8 +192,8 @@ impl<'a> Machine<'a> {
                 self.capture(plan)?;
             }
             Step::Launch { graph, stream } => gpu.graph_launch(self.execs[*graph], self.streams[*stream])?,
-            Step::HandOut(span, stream) => gpu.note_handed_out(self.ptr(span), span.len, self.streams[*stream]),
-            Step::Return(span) => gpu.note_returned(self.ptr(span), span.len),
+            Step::HandOut(span, stream) => gpu.suballocated(self.ptr(span), span.len, self.streams[*stream]),
+            Step::Return(span) => gpu.suballocation_freed(self.ptr(span), span.len),
             Step::Replace(stream) => {
                 gpu.stream_destroy(self.streams[*stream])?;
                 let options = StreamOptions { non_blocking: *stream >= NON_BLOCKING, priority: 0 };

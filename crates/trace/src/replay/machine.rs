@@ -111,7 +111,7 @@ impl Machine {
         let &Parts { choice, settings, cap, capacity, streams, lanes, pools } = parts;
         // Nothing runs here but marks in lanes, which must not be let through because there are many.
         let mut config = SimConfig { queue_depth: usize::MAX, ..SimConfig::default() };
-        config = config.with_timing(Timing::Model).with_capacity(capacity).without_notes();
+        config = config.with_timing(Timing::Model).with_capacity(capacity).without_suballocation_tracking();
         let driver = Arc::new(SimDriver::new(config));
         let instance = Instance::new(Arc::clone(&driver) as Arc<dyn Driver>)?;
         let (allocator, caching): (Arc<dyn DeviceAllocator>, _) = match choice {

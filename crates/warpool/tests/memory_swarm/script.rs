@@ -117,5 +117,5 @@ impl Hook for Listener {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).push(asked);
     }
 
-    fn note(&self, _: Call, _: Arguments<'_>) {}
+    fn suballocation(&self, _: Call, _: Arguments<'_>) {}
 }

@@ -17,7 +17,7 @@ use crate::{Error, Instance, Result, lock};
 impl CachingAllocator {
     /// Takes a block back, if its caller has it. It is free then, or needs marks in streams that used it.
     fn take_back(&self, cell: &Cell, which: Which<'_>, cause: &Cause) -> Option<TakenBack> {
-        if self.notes {
+        if self.tracks_suballocations {
             // Before anybody else can get it. The memory of a private pool may be a graph's, whose replays go on using
             // what its capture gave back.
             let (range, of_pool) = self.with(cell, |state| {
@@ -25,7 +25,7 @@ impl CachingAllocator {
                 Some((state.allocation(block), state.bin_of(state.blocks[block].segment).pool))
             })?;
             if of_pool.is_default() {
-                self.driver().note_returned(range.ptr, range.bytes);
+                self.driver().suballocation_freed(range.ptr, range.bytes);
             }
         }
         self.with(cell, |state| {
@@ -59,8 +59,8 @@ impl CachingAllocator {
 
     /// Hands out what was found.
     pub(super) fn handed_out(&self, allocation: Allocation) -> Allocation {
-        if self.notes {
-            self.driver().note_handed_out(allocation.ptr, allocation.bytes, allocation.stream);
+        if self.tracks_suballocations {
+            self.driver().suballocated(allocation.ptr, allocation.bytes, allocation.stream);
         }
         allocation
     }

@@ -62,8 +62,8 @@ pub struct CachingAllocator {
     cells: Box<[Cell]>,
     settings: Mutex<Arc<Settings>>,
     observers: Observers,
-    /// Whether the driver wants to know who has what.
-    notes: bool,
+    /// Whether the driver tracks suballocations.
+    tracks_suballocations: bool,
     /// Off, every request goes straight to the driver.
     caching: AtomicBool,
     uncached: Uncached,
@@ -150,7 +150,7 @@ impl CachingAllocator {
         Self {
             instance: instance.clone(),
             cells: cells.collect(),
-            notes: instance.driver().listens(),
+            tracks_suballocations: instance.driver().tracks_suballocations(),
             settings: Mutex::new(Arc::new(settings)),
             observers: Observers::default(),
             caching: AtomicBool::new(true),

@@ -1,0 +1,25 @@
+//! Suballocations: an allocator reports which parts of its memory are in use.
+//!
+//! A caching allocator gives one driver allocation to many users in turn, and the driver sees none of it. A driver that
+//! detects hazards needs these reports; other drivers ignore them. A report changes no behaviour and cannot fail.
+
+use crate::{DevicePtr, StreamId};
+
+/// Reports about suballocations.
+pub trait Suballocations {
+    /// Whether reports are used. An allocator reads this once and makes no reports if it is false.
+    fn tracks_suballocations(&self) -> bool {
+        false
+    }
+
+    /// The range was allocated for work queued behind what is in `stream` now: earlier users of the range must have
+    /// finished by then. *During capture: free.*
+    fn suballocated(&self, ptr: DevicePtr, bytes: u64, stream: StreamId) {
+        let _ = (ptr, bytes, stream);
+    }
+
+    /// The range was freed: work queued from now on must not touch it. *During capture: free.*
+    fn suballocation_freed(&self, ptr: DevicePtr, bytes: u64) {
+        let _ = (ptr, bytes);
+    }
+}
