@@ -7,7 +7,7 @@ use warpool_cuda::CudaDriver;
 use warpool_driver::sim::{SimConfig, SimDriver};
 use warpool_driver::{DeviceId, Driver};
 
-use crate::output::{Result, Stop};
+use crate::output::{CommandError, Result};
 use crate::size;
 
 /// The names that a driver can be chosen by.
@@ -68,25 +68,28 @@ pub fn open(name: &str, sim: &SimArgs, seed: u64) -> Result<Arc<dyn Driver>> {
 /// Opens the driver 'cuda'; settings of the simulated GPU are refused.
 pub fn open_cuda(sim: &SimArgs) -> Result<Arc<CudaDriver>> {
     if let Some(option) = sim.given() {
-        return Err(Stop::Usage(format!("{option} is for --driver sim, not for cuda")));
+        return Err(CommandError::Usage(format!("{option} is for --driver sim, not for cuda")));
     }
-    CudaDriver::open()
-        .map(Arc::new)
-        .map_err(|error| Stop::Usage(format!("the driver 'cuda' cannot be opened: {error} (--driver sim needs none)")))
+    CudaDriver::open().map(Arc::new).map_err(|error| {
+        CommandError::Usage(format!("the driver 'cuda' cannot be opened: {error} (--driver sim needs none)"))
+    })
 }
 
 /// What to say about a driver that there is not.
-pub fn unknown(name: &str) -> Stop {
-    Stop::Usage(format!("there is no driver '{name}': choose one of {}", NAMES.join(", ")))
+pub fn unknown(name: &str) -> CommandError {
+    CommandError::Usage(format!("there is no driver '{name}': choose one of {}", NAMES.join(", ")))
 }
 
 /// The device of that number, if the driver has it.
 pub fn device(driver: &dyn Driver, number: u32) -> Result<DeviceId> {
     match driver.device_count()? {
         count if number < count => Ok(DeviceId(number)),
-        0 => Err(Stop::Usage(format!("the driver '{}' has no device", driver.kind()))),
-        1 => Err(Stop::Usage(format!("there is no device {number}: the driver '{}' has only device 0", driver.kind()))),
-        count => Err(Stop::Usage(format!(
+        0 => Err(CommandError::Usage(format!("the driver '{}' has no device", driver.kind()))),
+        1 => Err(CommandError::Usage(format!(
+            "there is no device {number}: the driver '{}' has only device 0",
+            driver.kind()
+        ))),
+        count => Err(CommandError::Usage(format!(
             "there is no device {number}: the driver '{}' has devices 0 to {}",
             driver.kind(),
             count - 1

@@ -5,7 +5,7 @@ use warpool_cuda::CudaDriver;
 use warpool_driver::{DeviceId, DeviceProperties, Driver};
 
 use crate::driver::{self, SimArgs};
-use crate::output::{self, Output, Result, Stop, Verdict};
+use crate::output::{self, CommandError, Output, Result, Verdict};
 use crate::size;
 
 /// Shows devices, what they can do, and which libraries were found
@@ -39,7 +39,7 @@ pub fn run(args: &Args, output: &mut Output) -> Result<Verdict> {
         }
     }
     show_libraries(output)?;
-    Ok(Verdict::Good)
+    Ok(Verdict::Success)
 }
 
 fn show_cuda_or_why_not(output: &mut Output) -> Result<()> {
@@ -47,7 +47,7 @@ fn show_cuda_or_why_not(output: &mut Output) -> Result<()> {
         Err(error) => error.to_string(),
         Ok(driver) => match show_driver(&driver, output) {
             // A driver that is there but does not work is worth a line, like one that is not there.
-            Err(Stop::Driver(error)) => error.to_string(),
+            Err(CommandError::Driver(error)) => error.to_string(),
             shown => return shown,
         },
     };

@@ -1,8 +1,8 @@
-//! The command `warpool`: arguments in, tables or JSON lines out. It holds no logic of its own: one file per command
-//! asks the library and shows the answer. But for one suite of checks, in `processes`, which needs a second process and
-//! starts this binary for it.
+//! The command `warpool`: one file per subcommand, which parses arguments, calls the library and prints tables or JSON
+//! lines. The exception is the conformance suite in `processes`, which starts this binary as its second process.
 //!
-//! Every command exits with 0 if all is well, 1 if the answer is a bad one, 2 if it could not be asked.
+//! Exit status of every command: 0 success, 1 a check failed or a limit was exceeded, 2 wrong usage or something is
+//! missing.
 
 mod bench;
 mod driver;
@@ -20,24 +20,24 @@ use std::process::ExitCode;
 use clap::{Parser, Subcommand};
 use tracing_subscriber::filter::LevelFilter;
 
-use output::{Output, Stop, Verdict};
+use output::{CommandError, Output, Verdict};
 use processes::peer;
 
 #[derive(Debug, Parser)]
 #[command(
     name = "warpool",
     version,
-    about = "The layer between a GPU program and the CUDA driver, on a real GPU or a simulated one",
+    about = "GPU memory, streams, handles and graphs: replay recordings, check a driver, measure costs",
     after_help = "Every command takes --json: one JSON object per line on stdout, and nothing else there.\n\
-        Exit status: 0 all is well, 1 the answer is a bad one, 2 bad usage or something is missing.\n\n\
+        Exit status: 0 success, 1 a check failed or a limit was exceeded, 2 wrong usage or something is missing.\n\n\
         Examples:\n  \
-        warpool replay snapshot.pickle    how a recorded program used memory, and whether the model is right\n  \
-        warpool replay snapshot.pickle --settings expandable_segments:True    what would have been\n  \
-        warpool settings max_split_size_mb:200    what a settings string means\n  \
-        warpool info                      what this machine offers\n  \
-        warpool selftest --driver sim     does the simulated GPU keep the contract?\n  \
-        warpool selftest --driver cuda    does this GPU?\n  \
-        warpool bench sim                 how fast is the simulated GPU?"
+        warpool replay snapshot.pickle            replay a PyTorch memory snapshot and compare every address\n  \
+        warpool replay snapshot.pickle --settings expandable_segments:True    replay it with other settings\n  \
+        warpool settings max_split_size_mb:200    explain a settings string\n  \
+        warpool info                              list devices, their features and NVIDIA's libraries\n  \
+        warpool selftest --driver sim             run the conformance checks on the simulated GPU\n  \
+        warpool selftest --driver cuda            run them on a real GPU\n  \
+        warpool bench sim                         measure the simulated GPU"
 )]
 struct Cli {
     #[command(subcommand)]
@@ -58,10 +58,9 @@ enum Command {
 fn main() -> ExitCode {
     let cli = match Cli::try_parse() {
         Ok(cli) => cli,
-        Err(error) => return refuse(&error),
+        Err(error) => return exit_with_usage(&error),
     };
-    // What a library can only warn of, such as an object that could not be destroyed. The checks of a selftest provoke
-    // such warnings on purpose.
+    // The selftest provokes warnings on purpose (objects that cannot be destroyed, for example).
     let level = if matches!(cli.command, Command::Selftest(_)) { LevelFilter::ERROR } else { LevelFilter::WARN };
     tracing_subscriber::fmt().with_writer(std::io::stderr).with_max_level(level).without_time().init();
     let result = match cli.command {
@@ -73,38 +72,37 @@ fn main() -> ExitCode {
         Command::Peer(args) => peer::run(&args),
     };
     match result {
-        Ok(Verdict::Good) => ExitCode::SUCCESS,
-        Ok(Verdict::Bad) => ExitCode::FAILURE,
-        // Whoever reads has read enough, as `head` does.
-        Err(Stop::Output(error)) if error.kind() == std::io::ErrorKind::BrokenPipe => ExitCode::SUCCESS,
-        Err(stop) => {
-            eprintln!("warpool: {stop}");
-            ExitCode::from(stop.status())
+        Ok(Verdict::Success) => ExitCode::SUCCESS,
+        Ok(Verdict::Failure) => ExitCode::FAILURE,
+        // The reader closed the pipe, as `head` does.
+        Err(CommandError::Output(error)) if error.kind() == std::io::ErrorKind::BrokenPipe => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("warpool: {error}");
+            ExitCode::from(error.status())
         }
     }
 }
 
-/// Ends on arguments that cannot be used, or that ask for help.
-fn refuse(error: &clap::Error) -> ExitCode {
+/// Prints help, the version, or what is wrong with the arguments.
+fn exit_with_usage(error: &clap::Error) -> ExitCode {
     if !error.use_stderr() {
-        // Help and version. A closed pipe is no concern here either.
+        // Help or version; a closed pipe is ignored here too.
         let _ = error.print();
         return ExitCode::SUCCESS;
     }
     if error.kind() == clap::error::ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand {
         let _ = error.print();
     } else {
-        eprintln!("warpool: {} (--help tells more)", one_line(&error.to_string()));
+        eprintln!("warpool: {} (see --help)", one_line(&error.to_string()));
     }
     ExitCode::from(2)
 }
 
-/// What clap has to say, without the usage that it repeats below, and of its tips only those about a name that is
-/// almost right.
+/// Clap's message on one line, without the usage block; of its tips only those about a misspelled name.
 fn one_line(message: &str) -> String {
     let lines = message.lines().map(str::trim);
-    let said = lines.take_while(|line| !line.starts_with("Usage:") && !line.starts_with("For more information"));
-    let kept = said.filter(|line| !line.is_empty() && !line.starts_with("tip: to pass"));
+    let head = lines.take_while(|line| !line.starts_with("Usage:") && !line.starts_with("For more information"));
+    let kept = head.filter(|line| !line.is_empty() && !line.starts_with("tip: to pass"));
     let line = kept.collect::<Vec<_>>().join(" ").replace(" tip: ", "; ");
     line.strip_prefix("error: ").unwrap_or(&line).to_owned()
 }
@@ -115,17 +113,17 @@ mod tests {
     use clap::CommandFactory as _;
 
     #[test]
-    fn the_arguments_are_sound() {
+    fn arguments_are_consistent() {
         Cli::command().debug_assert();
     }
 
     #[test]
-    fn a_refusal_is_one_line() {
-        let refusal = |arguments: &[&str]| one_line(&Cli::try_parse_from(arguments).unwrap_err().to_string());
-        let missing = refusal(&["warpool", "selftest"]);
+    fn usage_error_is_one_line() {
+        let message = |arguments: &[&str]| one_line(&Cli::try_parse_from(arguments).unwrap_err().to_string());
+        let missing = message(&["warpool", "selftest"]);
         assert_eq!(missing, "the following required arguments were not provided: --driver <NAME>");
-        let unknown = refusal(&["warpool", "info", "--jsn"]);
+        let unknown = message(&["warpool", "info", "--jsn"]);
         assert_eq!(unknown, "unexpected argument '--jsn' found; a similar argument exists: '--json'");
-        assert_eq!(refusal(&["warpool", "bench", "sim", "--seed", "3"]), "unexpected argument '--seed' found");
+        assert_eq!(message(&["warpool", "bench", "sim", "--seed", "3"]), "unexpected argument '--seed' found");
     }
 }

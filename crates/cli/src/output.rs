@@ -1,4 +1,5 @@
-//! What commands give back: tables for people, or one JSON object per line for programs; never both.
+//! Output of the commands: tables for people, or one JSON object per line for programs; never both. Also the exit status
+//! that goes with a result.
 
 use std::fmt;
 use std::io::{self, Write};
@@ -7,37 +8,37 @@ use comfy_table::{CellAlignment, ContentLineStyle, LineStyle, Table, TableStyle}
 use indicatif::{ProgressBar, ProgressStyle};
 use serde_json::Value;
 
-/// How a command that ran to its end ended.
+/// The result of a command that completed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Verdict {
-    /// All is well.
-    Good,
-    /// The answer is a bad one: a check failed, a limit was passed.
-    Bad,
+    /// Exit status 0.
+    Success,
+    /// A check failed or a limit was exceeded: exit status 1.
+    Failure,
 }
 
-/// Why a command did not run to its end.
+/// Why a command did not complete.
 #[derive(Debug)]
-pub enum Stop {
-    /// It was asked for something that is not there.
+pub enum CommandError {
+    /// Wrong arguments, or a missing driver, device, library or file.
     Usage(String),
-    /// The driver failed on the way.
+    /// A driver call failed.
     Driver(warpool_driver::DriverError),
     /// The output could not be written.
     Output(io::Error),
 }
 
-/// A text from outside, such as a file's name, on one line and without orders to the terminal.
+/// `text` (a file name, for example) on one line, with control characters escaped.
 pub fn printable(text: &str) -> String {
     let escape = |c: char| if c.is_control() { c.escape_default().to_string() } else { c.to_string() };
     text.chars().map(escape).collect()
 }
 
-/// What a command returns.
-pub type Result<T> = std::result::Result<T, Stop>;
+/// The result of a command.
+pub type Result<T> = std::result::Result<T, CommandError>;
 
-impl Stop {
-    /// The exit status that says it.
+impl CommandError {
+    /// The exit status.
     pub const fn status(&self) -> u8 {
         match self {
             Self::Usage(_) => 2,
@@ -46,7 +47,7 @@ impl Stop {
     }
 }
 
-impl fmt::Display for Stop {
+impl fmt::Display for CommandError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Usage(message) => f.write_str(message),
@@ -56,21 +57,30 @@ impl fmt::Display for Stop {
     }
 }
 
-impl std::error::Error for Stop {}
+impl std::error::Error for CommandError {}
 
-impl From<io::Error> for Stop {
+impl From<io::Error> for CommandError {
     fn from(error: io::Error) -> Self {
         Self::Output(error)
     }
 }
 
-impl From<warpool_driver::DriverError> for Stop {
+impl From<warpool_driver::DriverError> for CommandError {
     fn from(error: warpool_driver::DriverError) -> Self {
         Self::Driver(error)
     }
 }
 
-/// Where a command writes. Text goes nowhere if JSON was asked for, and the other way around.
+impl From<warpool::Error> for CommandError {
+    fn from(error: warpool::Error) -> Self {
+        match error {
+            warpool::Error::Driver(error) => Self::Driver(error),
+            other => Self::Usage(other.to_string()),
+        }
+    }
+}
+
+/// The destination of a command's output. With JSON, text is discarded; without, objects are.
 pub struct Output {
     json: bool,
     out: Box<dyn Write>,
@@ -82,17 +92,17 @@ impl Output {
         Self { json, out: Box::new(io::stdout()) }
     }
 
-    /// One JSON object on a line of its own.
+    /// Writes one JSON object on its own line.
     pub fn object(&mut self, object: &Value) -> io::Result<()> {
         if self.json { writeln!(self.out, "{object}") } else { Ok(()) }
     }
 
-    /// A line for people.
+    /// Writes a line of text.
     pub fn line(&mut self, line: impl fmt::Display) -> io::Result<()> {
         if self.json { Ok(()) } else { writeln!(self.out, "{line}") }
     }
 
-    /// A table for people, under a title.
+    /// Writes a table under a title.
     pub fn table(&mut self, title: &str, table: &Table) -> io::Result<()> {
         if self.json {
             return Ok(());
@@ -105,7 +115,7 @@ impl Output {
     }
 }
 
-/// A table without frames: a line under the header, space between the columns.
+/// A table without borders: a line below the header, spaces between the columns.
 const STYLE: TableStyle = TableStyle::new()
     .header_lines(ContentLineStyle::new(' ', ' ', ' '))
     .header_separator(LineStyle::new(' ', '-', ' ', ' '))
@@ -123,10 +133,10 @@ pub fn table(columns: &[&str]) -> Table {
     table
 }
 
-/// A sign of life on stderr, which counts `things`; shows nothing unless that is a terminal.
-pub fn spinner(things: &str) -> ProgressBar {
+/// A progress spinner on stderr that counts `unit`; hidden unless stderr is a terminal.
+pub fn spinner(unit: &str) -> ProgressBar {
     let spinner = ProgressBar::new_spinner();
-    if let Ok(style) = ProgressStyle::with_template(&format!("{{spinner}} {{pos}} {things}, last {{msg}}")) {
+    if let Ok(style) = ProgressStyle::with_template(&format!("{{spinner}} {{pos}} {unit}, last {{msg}}")) {
         spinner.set_style(style);
     }
     spinner
@@ -137,7 +147,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_table_has_a_line_under_its_header_and_aligned_columns() {
+    fn table_has_a_header_line_and_aligned_columns() {
         let mut table = table(&["call", ">ns"]);
         table.add_row(["event_record", "7"]).add_row(["fill", "1200"]);
         let lines: Vec<String> = table.lines().map(|line| line.trim_end().to_owned()).collect();

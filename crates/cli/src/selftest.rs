@@ -12,7 +12,7 @@ use warpool_driver::Driver;
 use warpool_driver::conformance::{self, Options, Outcome, Report, Suite, Summary};
 
 use crate::driver::{self, SimArgs};
-use crate::output::{self, Output, Result, Stop, Verdict};
+use crate::output::{self, CommandError, Output, Result, Verdict};
 use crate::{foreign, processes};
 
 /// Checks that a driver keeps the contract, call by call, and that what stands on it works: streams, events, memory,
@@ -68,7 +68,7 @@ pub fn run(args: &Args, output: &mut Output) -> Result<Verdict> {
     match shown {
         // The answer stands, also where the reader left before it came.
         Err(error) if error.kind() != io::ErrorKind::BrokenPipe => Err(error.into()),
-        _ => Ok(if summary.failed == 0 { Verdict::Good } else { Verdict::Bad }),
+        _ => Ok(if summary.failed == 0 { Verdict::Success } else { Verdict::Failure }),
     }
 }
 
@@ -119,10 +119,13 @@ fn listed() -> String {
 fn check_suites(args: &Args) -> Result<()> {
     for asked in &args.suites {
         if !names().contains(&asked.as_str()) {
-            return Err(Stop::Usage(format!("there is no suite '{asked}': choose from {}", names().join(", "))));
+            return Err(CommandError::Usage(format!(
+                "there is no suite '{asked}': choose from {}",
+                names().join(", ")
+            )));
         }
         if args.no_destructive && destructive().any(|name| name == asked) {
-            return Err(Stop::Usage(format!("the suite '{asked}' is what --no-destructive leaves out")));
+            return Err(CommandError::Usage(format!("the suite '{asked}' is what --no-destructive leaves out")));
         }
     }
     Ok(())

@@ -57,5 +57,5 @@ pub fn run(args: &Args, output: &mut Output) -> Result<Verdict> {
     }
     let accepted = lint.effective.is_some();
     output.table(if accepted { "In force" } else { "Refused; the defaults stay in force" }, &table)?;
-    Ok(if accepted { Verdict::Good } else { Verdict::Bad })
+    Ok(if accepted { Verdict::Success } else { Verdict::Failure })
 }

@@ -15,9 +15,9 @@ use warpool_driver::sim::SimDriver;
 use warpool_driver::{DeviceId, Driver};
 
 use super::measure::{Baseline, ns_each};
-use super::{Args, Row, Rows, stop};
+use super::{Args, Row, Rows};
 use crate::driver::{self, NAMES};
-use crate::output::{Result, Stop, Verdict};
+use crate::output::{CommandError, Result, Verdict};
 
 const KIB: u64 = 1 << 10;
 const MIB: u64 = 1 << 20;
@@ -43,7 +43,7 @@ const HISTORY_ENTRIES: usize = 100_000;
 
 pub fn run(args: &Args, rows: &mut Rows<'_>) -> Result<Verdict> {
     let Some(name) = args.driver.as_deref() else {
-        return Err(Stop::Usage(format!("'bench alloc' needs --driver: one of {}", NAMES.join(", "))));
+        return Err(CommandError::Usage(format!("'bench alloc' needs --driver: one of {}", NAMES.join(", "))));
     };
     let driver: Arc<dyn Driver> = match name {
         // A real driver does not listen to notes either; who reads them pays for hazards, not for allocating.
@@ -52,19 +52,14 @@ pub fn run(args: &Args, rows: &mut Rows<'_>) -> Result<Verdict> {
     };
     let device = driver::device(&*driver, args.device)?;
     driver.set_current_device(device)?;
-    let instance = Instance::new(driver).map_err(stop)?;
+    let instance = Instance::new(driver)?;
     let ops = args.ops.unwrap_or(1_000_000);
-    let bench = Bench {
-        stream: instance.device(device.0).and_then(|it| it.pool_stream()).map_err(stop)?,
-        instance,
-        device,
-        ops,
-    };
+    let bench = Bench { stream: instance.device(device.0).and_then(|it| it.pool_stream())?, instance, device, ops };
     let worst = measure(&bench, rows)?;
     rows.remark(format!(
         "a pair of a cached block through the raw interface costs at most {worst:.1} times the baseline; {PAIR_RATIO_MAX} is the aim"
     ));
-    Ok(Verdict::Good)
+    Ok(Verdict::Success)
 }
 
 /// What the cases work with.
@@ -82,7 +77,7 @@ fn measure(bench: &Bench, rows: &mut Rows<'_>) -> Result<f64> {
     let caching = || Arc::new(CachingAllocator::new(&bench.instance, Settings::default())) as Shared;
     let mut worst: f64 = 0.0;
     let allocator = caching();
-    bench.warm_up(&allocator).map_err(stop)?;
+    bench.warm_up(&allocator)?;
     for (case, bytes) in [
         ("pair of 512 B", 512),
         ("pair of 64 KiB", 64 * KIB),
@@ -109,7 +104,7 @@ fn measure(bench: &Bench, rows: &mut Rows<'_>) -> Result<f64> {
 
     let recording = caching();
     let options = HistoryOptions { entries_max: HISTORY_ENTRIES, ..HistoryOptions::default() };
-    recording.record_history(Some(options)).map_err(stop)?;
+    recording.record_history(Some(options))?;
     bench.pairs(&recording, 64 * KIB).show("pair of 64 KiB, history of 100,000 entries", rows)?;
     bench.give_back(&recording)?;
 
@@ -146,7 +141,7 @@ trait Show {
 
 impl Show for Measured {
     fn show(self, case: &'static str, rows: &mut Rows<'_>) -> Result<f64> {
-        let (ns, baseline) = self.map_err(stop)?;
+        let (ns, baseline) = self?;
         rows.baseline.ns = baseline;
         rows.add(Row { case, ns, extra: Vec::new(), besides: String::new() })?;
         Ok(ns / baseline)
@@ -270,7 +265,7 @@ impl Bench {
 
     /// Ends an allocator's cases: what it has cached goes back.
     fn give_back(&self, allocator: &Shared) -> Result<()> {
-        allocator.trim(self.device, MemPoolId::DEFAULT).map(drop).map_err(stop)
+        Ok(allocator.trim(self.device, MemPoolId::DEFAULT).map(drop)?)
     }
 }
 

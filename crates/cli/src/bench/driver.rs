@@ -13,7 +13,7 @@ use warpool_driver::{
 use super::measure::ns_each;
 use super::{Args, Row, Rows};
 use crate::driver::{self, NAMES};
-use crate::output::{Result, Stop, Verdict};
+use crate::output::{CommandError, Result, Verdict};
 
 /// How many calls are timed in one go; the device catches up in between, outside the time.
 const BATCH: u64 = 500;
@@ -40,7 +40,7 @@ extern "C" __global__ void warpool_bench_set(unsigned int* out, unsigned int val
 
 pub fn run(args: &Args, rows: &mut Rows<'_>) -> Result<Verdict> {
     let Some(name) = args.driver.as_deref() else {
-        return Err(Stop::Usage(format!("'bench driver' needs --driver: one of {}", NAMES.join(", "))));
+        return Err(CommandError::Usage(format!("'bench driver' needs --driver: one of {}", NAMES.join(", "))));
     };
     let driver = driver::open(name, &args.sim, 0)?;
     let device = driver::device(&*driver, args.device)?;
@@ -58,7 +58,7 @@ pub fn run(args: &Args, rows: &mut Rows<'_>) -> Result<Verdict> {
         None => rows.remark("left out: vm_map, since the device has no virtual memory".to_owned()),
     }
     bench.close()?;
-    Ok(Verdict::Good)
+    Ok(Verdict::Success)
 }
 
 type Case = fn(&Setup<'_>) -> DriverResult<()>;

@@ -15,9 +15,9 @@ use warpool_driver::sim::SimDriver;
 use warpool_driver::{Driver, FunctionId, KernelMirror, KernelSource, LaunchShape};
 
 use super::measure::ns_each;
-use super::{Args, Row, Rows, stop};
+use super::{Args, Row, Rows};
 use crate::driver::{self, NAMES};
-use crate::output::{Result, Stop, Verdict};
+use crate::output::{CommandError, Result, Verdict};
 
 /// What a replay without generators should stay within, in launches.
 const PLAIN_MAX: f64 = 1.05;
@@ -39,20 +39,20 @@ static NOTHING: KernelSource = KernelSource {
 
 pub fn run(args: &Args, rows: &mut Rows<'_>) -> Result<Verdict> {
     let Some(name) = args.driver.as_deref() else {
-        return Err(Stop::Usage(format!("'bench graph' needs --driver: one of {}", NAMES.join(", "))));
+        return Err(CommandError::Usage(format!("'bench graph' needs --driver: one of {}", NAMES.join(", "))));
     };
     let machine = Machine::open(name, args)?;
-    let instance = Instance::new(machine.driver()).map_err(stop)?;
+    let instance = Instance::new(machine.driver())?;
     let number = driver::device(&**instance.driver(), args.device)?;
     instance.driver().set_current_device(number)?;
-    let device = instance.device(number.0).map_err(stop)?;
+    let device = instance.device(number.0)?;
     rows.baseline_name = BASELINE;
     let ops = args.ops.unwrap_or(100_000);
     let (plain, generator) = measure(&machine, &device, ops, rows)?;
     rows.remark(format!(
         "a replay costs at most {plain:.3} launches, with a generator {generator:.3}; {PLAIN_MAX} and {GENERATOR_MAX} are the aims on a real device"
     ));
-    Ok(Verdict::Good)
+    Ok(Verdict::Success)
 }
 
 /// The driver, by its kind: the bare launch is not of the contract.
@@ -103,7 +103,7 @@ fn timed(times: u64, mut act: impl FnMut() -> warpool::Result<()>) -> warpool::R
 /// Runs every case. Returns the largest ratio without and with generators.
 fn measure(machine: &Machine, device: &Device, ops: u64, rows: &mut Rows<'_>) -> Result<(f64, f64)> {
     let allocator = Arc::new(CachingAllocator::new(device.instance(), Settings::default())) as Arc<dyn DeviceAllocator>;
-    let stream = device.pool_stream().map_err(stop)?;
+    let stream = device.pool_stream()?;
     let driver = device.instance().driver();
     let module = driver.module_load(device.id(), &NOTHING)?;
     let kernel = driver.function_get(module, "nothing")?;
@@ -117,7 +117,7 @@ fn measure(machine: &Machine, device: &Device, ops: u64, rows: &mut Rows<'_>) ->
         ("replay, 100 kernels, 1 generator", 100, 1),
         ("replay, 1 kernel, 2 generators", 1, 2),
     ] {
-        let (ns, baseline) = bench.case(kernels, generators).map_err(stop)?;
+        let (ns, baseline) = bench.case(kernels, generators)?;
         rows.baseline.ns = baseline;
         let extra = vec![("kernels", json!(kernels)), ("generators", json!(generators))];
         rows.add(Row { case, ns, extra, besides: format!("launch {baseline:.1} ns") })?;
@@ -127,9 +127,9 @@ fn measure(machine: &Machine, device: &Device, ops: u64, rows: &mut Rows<'_>) ->
             _ => {}
         }
     }
-    stream.synchronize().map_err(stop)?;
+    stream.synchronize()?;
     driver.module_unload(module)?;
-    allocator.trim(device.id(), MemPoolId::DEFAULT).map_err(stop)?;
+    allocator.trim(device.id(), MemPoolId::DEFAULT)?;
     Ok(worst)
 }
 

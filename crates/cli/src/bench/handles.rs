@@ -15,9 +15,9 @@ use warpool_driver::decorate::Counting;
 use warpool_driver::{Devices, Driver};
 
 use super::measure::{Baseline, ns_each};
-use super::{Args, Row, Rows, stop};
+use super::{Args, Row, Rows};
 use crate::driver::{self, NAMES};
-use crate::output::{Result, Stop, Verdict};
+use crate::output::{CommandError, Result, Verdict};
 
 /// What a repeated fetch of the current cuBLAS handle should stay within, in baselines.
 const FETCH_RATIO_MAX: f64 = 5.0;
@@ -36,21 +36,21 @@ const MADE_MAX: u64 = 20;
 
 pub fn run(args: &Args, rows: &mut Rows<'_>) -> Result<Verdict> {
     let Some(name) = args.driver.as_deref() else {
-        return Err(Stop::Usage(format!("'bench handles' needs --driver: one of {}", NAMES.join(", "))));
+        return Err(CommandError::Usage(format!("'bench handles' needs --driver: one of {}", NAMES.join(", "))));
     };
     let counting = Arc::new(Counting::new(driver::open(name, &args.sim, 0)?));
     let device = driver::device(&*counting, args.device)?;
     counting.set_current_device(device)?;
-    let instance = Instance::new(Arc::clone(&counting) as Arc<dyn Driver>).map_err(stop)?;
-    let device = instance.device(device.0).map_err(stop)?;
-    let stream = device.pool_stream().map_err(stop)?;
+    let instance = Instance::new(Arc::clone(&counting) as Arc<dyn Driver>)?;
+    let device = instance.device(device.0)?;
+    let stream = device.pool_stream()?;
     let bench = Bench { device, stream, counting, ops: args.ops.unwrap_or(1_000_000) };
     let called = bench.cases(&instance, rows)?;
     if called.is_empty() {
-        return Ok(Verdict::Good);
+        return Ok(Verdict::Success);
     }
     rows.remark(format!("these made calls, and must not: {}", called.join(", ")));
-    Ok(Verdict::Bad)
+    Ok(Verdict::Failure)
 }
 
 /// Workspaces as the environment wants them, as PyTorch reads it.
@@ -87,7 +87,7 @@ impl Bench {
         let lease = || pool.lease(device).map(drop);
         let fetch_blas = || blas.handle(device).map(drop);
         let make = || Cublas.destroy(device, &Cublas.create(device)?);
-        warm_up(fetch_and_set).map_err(stop)?;
+        warm_up(fetch_and_set)?;
 
         let mut called = Vec::new();
         let ratio = self.quiet("current cuBLAS handle", fetch_blas, rows, &mut called)?;
@@ -98,7 +98,7 @@ impl Bench {
         rows.remark(format!(
             "the current cuBLAS handle, with stream, workspace and math mode, costs {ratio:.2} times the baseline; {FETCH_RATIO_MAX} is the aim"
         ));
-        blas.close().and(pool.close()).map_err(stop)?;
+        blas.close().and(pool.close())?;
         Ok(called)
     }
 
@@ -111,9 +111,9 @@ impl Bench {
         called: &mut Vec<&'static str>,
     ) -> Result<f64> {
         // The first time may make something.
-        act().map_err(stop)?;
+        act()?;
         self.counting.reset();
-        let measured = least(self.ops / ROUNDS, &mut act).map_err(stop)?;
+        let measured = least(self.ops / ROUNDS, &mut act)?;
         let calls: u64 = self.counting.counts().iter().map(|count| count.calls).sum();
         if calls > 0 {
             called.push(case);
@@ -125,7 +125,7 @@ impl Bench {
     /// A case that is there to be called.
     fn noisy(&self, case: &'static str, act: impl FnMut() -> warpool::Result<()>, rows: &mut Rows<'_>) -> Result<()> {
         self.counting.reset();
-        let measured = least((self.ops / ROUNDS).min(MADE_MAX), act).map_err(stop)?;
+        let measured = least((self.ops / ROUNDS).min(MADE_MAX), act)?;
         show(case, measured, self.counting.counts().iter().map(|count| count.calls).sum(), rows)
     }
 }

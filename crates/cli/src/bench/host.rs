@@ -22,9 +22,9 @@ use warpool_driver::decorate::Counting;
 use warpool_driver::sim::SimDriver;
 
 use super::measure::{Baseline, ns_each};
-use super::{Args, Row, Rows, host_cold, stop};
+use super::{Args, Row, Rows, host_cold};
 use crate::driver::{self, NAMES};
-use crate::output::{Result, Stop, Verdict};
+use crate::output::{CommandError, Result, Verdict};
 
 pub const KIB: u64 = 1 << 10;
 pub const MIB: u64 = 1 << 20;
@@ -53,7 +53,7 @@ const STEPS: usize = 1 << 14;
 
 pub fn run(args: &Args, rows: &mut Rows<'_>) -> Result<Verdict> {
     let Some(name) = args.driver.as_deref() else {
-        return Err(Stop::Usage(format!("'bench host' needs --driver: one of {}", NAMES.join(", "))));
+        return Err(CommandError::Usage(format!("'bench host' needs --driver: one of {}", NAMES.join(", "))));
     };
     let driver: Arc<dyn Driver> = match name {
         // As in `bench alloc`: a real driver does not listen to notes either.
@@ -65,10 +65,10 @@ pub fn run(args: &Args, rows: &mut Rows<'_>) -> Result<Verdict> {
     driver.context_retain(device)?;
     driver.set_current_device(device)?;
     let counting = Arc::new(Counting::new(Arc::clone(&driver)));
-    let counted = Instance::new(Arc::clone(&counting) as Arc<dyn Driver>).map_err(stop)?;
-    let instance = Instance::new(driver).map_err(stop)?;
+    let counted = Instance::new(Arc::clone(&counting) as Arc<dyn Driver>)?;
+    let instance = Instance::new(driver)?;
     let threads = thread::available_parallelism().map_or(1, usize::from);
-    let device = instance.device(device.0).map_err(stop)?;
+    let device = instance.device(device.0)?;
     let bench = Bench { instance, counted, counting, device, threads, ops: args.ops.unwrap_or(1_000_000) };
     let called = bench.cached(rows)?;
     let mutex = (rows.baseline.ns, rows.baseline_name);
@@ -77,10 +77,10 @@ pub fn run(args: &Args, rows: &mut Rows<'_>) -> Result<Verdict> {
     (rows.baseline.ns, rows.baseline_name) = mutex;
     bench.instance.driver().context_release(bench.device.id())?;
     if called.is_empty() {
-        return Ok(Verdict::Good);
+        return Ok(Verdict::Success);
     }
     rows.remark(format!("these called the driver, and must not: {}", called.join(", ")));
-    Ok(Verdict::Bad)
+    Ok(Verdict::Failure)
 }
 
 /// What the cases work with.
@@ -114,17 +114,16 @@ impl Bench {
         let allocator = HostAllocator::new(&self.instance, PinnedSettings::default());
         let counted = HostAllocator::new(&self.counted, PinnedSettings::default());
         let (mut called, mut worst) = (Vec::new(), [0.0_f64; 2]);
-        warm_up(&allocator).map_err(stop)?;
+        warm_up(&allocator)?;
         for size in SIZES {
             for (many, case, threads) in [(0, size.alone, 1), (1, size.together, self.threads)] {
                 let pairs = |allocator: &HostAllocator, ops| pairs(allocator, size.bytes, ops);
-                let calls = self.calls(&counted, threads, COUNTED_OPS, one_of_each, pairs).map_err(stop)?;
+                let calls = self.calls(&counted, threads, COUNTED_OPS, one_of_each, pairs)?;
                 let ops = (self.ops / ROUNDS).max(1);
                 let (ns, baseline) =
-                    together(threads, ops, || one_of_each(&allocator), || (), |ops| pairs(&allocator, ops))
-                        .map_err(stop)?;
+                    together(threads, ops, || one_of_each(&allocator), || (), |ops| pairs(&allocator, ops))?;
                 let besides = if many == 0 {
-                    let (p50, p99) = spread(&allocator, size.bytes).map_err(stop)?;
+                    let (p50, p99) = spread(&allocator, size.bytes)?;
                     format!("{calls} driver calls; p50 {p50:.0} ns, p99 {p99:.0} ns, in tens")
                 } else {
                     format!("{calls} driver calls; {threads} threads")
@@ -145,16 +144,14 @@ impl Bench {
             let passes = (self.ops / ROUNDS / STEPS as u64).max(1);
             // Several threads may meet so that more memory is needed than ever before; so the calls are shown, not
             // judged.
-            let calls = self
-                .calls(&counted, threads, 1, |_| Ok(Vec::new()), |allocator, ops| program.run(allocator, ops))
-                .map_err(stop)?;
+            let calls =
+                self.calls(&counted, threads, 1, |_| Ok(Vec::new()), |allocator, ops| program.run(allocator, ops))?;
             let (ns, baseline) =
-                together(threads, passes, || Ok(Vec::new()), || (), |passes| program.run(&allocator, passes))
-                    .map_err(stop)?;
+                together(threads, passes, || Ok(Vec::new()), || (), |passes| program.run(&allocator, passes))?;
             let besides = format!("{calls} driver calls; 4 KiB to 16 MiB in {SLOTS} slots of each thread");
             show(case, (ns / STEPS as f64, baseline), threads, calls, besides, rows)?;
         }
-        allocator.close().and(counted.close()).map_err(stop)?;
+        allocator.close().and(counted.close())?;
         Ok(called)
     }
 

@@ -13,7 +13,7 @@ use warpool::memory::{HostAllocator, PinnedSettings};
 use warpool_driver::{Driver, HostOptions};
 
 use super::host::MIB;
-use super::{Row, Rows, stop};
+use super::{Row, Rows};
 use crate::output::Result;
 
 /// What the register way is to take of the driver's own allocation, at most.
@@ -50,7 +50,7 @@ pub fn measure(device: &Device, rows: &mut Rows<'_>) -> Result<()> {
     // By size, the best number of threads.
     let mut best: BTreeMap<u64, f64> = BTreeMap::new();
     for &(case, bytes, threads) in if simulated { SIMULATED } else { REAL } {
-        let (ns, baseline) = first_pinning(device, bytes, threads, simulated).map_err(stop)?;
+        let (ns, baseline) = first_pinning(device, bytes, threads, simulated)?;
         rows.baseline.ns = baseline;
         rows.baseline_name = "the driver's host_alloc";
         let besides = format!("the driver alone: {:.1} ms", baseline / 1e6);

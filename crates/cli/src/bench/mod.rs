@@ -14,7 +14,7 @@ use indicatif::ProgressBar;
 use serde_json::{Value, json};
 
 use crate::driver::SimArgs;
-use crate::output::{self, Output, Result, Stop, Verdict};
+use crate::output::{self, CommandError, Output, Result, Verdict};
 use measure::Baseline;
 
 /// Measures what things cost, next to a baseline taken in the same run
@@ -82,7 +82,11 @@ const BENCHES: &[Bench] = &[
 pub fn run(args: &Args, output: &mut Output) -> Result<Verdict> {
     let Some(bench) = BENCHES.iter().find(|bench| bench.name == args.name) else {
         let names: Vec<&str> = BENCHES.iter().map(|bench| bench.name).collect();
-        return Err(Stop::Usage(format!("there is no benchmark '{}': choose one of {}", args.name, names.join(", "))));
+        return Err(CommandError::Usage(format!(
+            "there is no benchmark '{}': choose one of {}",
+            args.name,
+            names.join(", ")
+        )));
     };
     let mut rows = Rows {
         bench: bench.name,
@@ -101,14 +105,6 @@ pub fn run(args: &Args, output: &mut Output) -> Result<Verdict> {
 
 fn listed() -> String {
     BENCHES.iter().map(|bench| format!("  {:8} {}", bench.name, bench.about)).collect::<Vec<_>>().join("\n")
-}
-
-/// What a library's failure is for a benchmark: it could not be run.
-fn stop(error: warpool::Error) -> Stop {
-    match error {
-        warpool::Error::Driver(error) => error.into(),
-        other => Stop::Usage(other.to_string()),
-    }
 }
 
 /// One measured case.

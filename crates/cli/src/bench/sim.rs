@@ -15,7 +15,7 @@ use super::driver::KERNELS;
 use super::measure::{bytes_resident, ns_each};
 use super::{Args, Row, Rows};
 use crate::driver;
-use crate::output::{Result, Stop, Verdict};
+use crate::output::{CommandError, Result, Verdict};
 use crate::size;
 
 const STREAMS: usize = 4;
@@ -28,7 +28,9 @@ const FLAT_PERCENT: u64 = 5;
 
 pub fn run(args: &Args, rows: &mut Rows<'_>) -> Result<Verdict> {
     if let Some(name) = args.driver.as_deref().filter(|&name| name != "sim") {
-        return Err(Stop::Usage(format!("'bench sim' measures the driver 'sim', not '{name}'; see 'bench driver'")));
+        return Err(CommandError::Usage(format!(
+            "'bench sim' measures the driver 'sim', not '{name}'; see 'bench driver'"
+        )));
     }
     let sim = SimDriver::new(args.sim.config(0));
     let device = driver::device(&sim, args.device)?;
@@ -106,7 +108,7 @@ fn flat(bench: &Setup<'_>, ops: u64, rows: &mut Rows<'_>) -> Result<Verdict> {
     let ops = first + rest;
     let ns = ns_each(elapsed, ops);
     let mut extra = vec![("ops", json!(ops))];
-    let mut verdict = Verdict::Good;
+    let mut verdict = Verdict::Success;
     match (resident_early, resident) {
         (Some(before), Some(after)) => {
             let flat = after.saturating_sub(before) * 100 < before * FLAT_PERCENT;
@@ -122,7 +124,7 @@ fn flat(bench: &Setup<'_>, ops: u64, rows: &mut Rows<'_>) -> Result<Verdict> {
                 size::show(before),
                 size::show(after),
             ));
-            verdict = if flat { Verdict::Good } else { Verdict::Bad };
+            verdict = if flat { Verdict::Success } else { Verdict::Failure };
         }
         _ => rows.remark("memory: the system does not say how much is resident".to_owned()),
     }

@@ -72,11 +72,11 @@ pub fn run(args: &Args) -> Result<Verdict> {
     match perform(args, &mut talk) {
         Ok(()) => {
             talk.say(DONE)?;
-            Ok(Verdict::Good)
+            Ok(Verdict::Success)
         }
         Err(reason) => {
             talk.say(&format!("{FAILED}{reason}"))?;
-            Ok(Verdict::Bad)
+            Ok(Verdict::Failure)
         }
     }
 }

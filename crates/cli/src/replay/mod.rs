@@ -15,7 +15,7 @@ use warpool::memory::{Backend, Lint, Settings, lint};
 use warpool_trace::replay::{AllocatorChoice, ReplayOptions, ReplayReport, replay};
 use warpool_trace::{Progress, ReadError, ReadOptions, read_file};
 
-use crate::output::{self, Output, Result, Stop, Verdict};
+use crate::output::{self, CommandError, Output, Result, Verdict};
 use crate::size;
 
 /// Replays recorded programs with the real allocators on a simulated GPU
@@ -77,7 +77,8 @@ pub fn run(args: &Args, output: &mut Output) -> Result<Verdict> {
         None => (None, Vec::new()),
         Some((_, Lint { effective: Some(settings), warnings, .. })) => (Some(settings), warnings),
         Some((string, _)) => {
-            let refused = Settings::parse(string).map_err(|error| Stop::Usage(format!("--settings: {error}")))?;
+            let refused =
+                Settings::parse(string).map_err(|error| CommandError::Usage(format!("--settings: {error}")))?;
             (Some(refused), Vec::new())
         }
     };
@@ -85,7 +86,7 @@ pub fn run(args: &Args, output: &mut Output) -> Result<Verdict> {
         && args.allocator == AllocatorChoice::default()
     {
         let what = "`backend:cudaMallocAsync` is another allocator: ask for it with --allocator driver-pool";
-        return Err(Stop::Usage(format!("--settings: {what}")));
+        return Err(CommandError::Usage(format!("--settings: {what}")));
     }
     let mut answers = show::Answers::new(args);
     let mut unreadable = Vec::new();
@@ -104,9 +105,9 @@ pub fn run(args: &Args, output: &mut Output) -> Result<Verdict> {
     })?;
     answers.finish(output)?;
     if !unreadable.is_empty() {
-        return Err(Stop::Usage(unreadable.join("\nwarpool: ")));
+        return Err(CommandError::Usage(unreadable.join("\nwarpool: ")));
     }
-    Ok(if args.expect_fit && !fits { Verdict::Bad } else { Verdict::Good })
+    Ok(if args.expect_fit && !fits { Verdict::Failure } else { Verdict::Success })
 }
 
 /// Replays all files on all cores, and tells of each in the order in which they were given.
