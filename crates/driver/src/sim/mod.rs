@@ -37,43 +37,19 @@
 //! # }
 //! ```
 
-mod actor;
-mod alloc;
-mod bytes;
-mod capture;
+mod api;
 mod config;
-mod copy;
 mod cost;
-mod device;
-mod engine;
-mod event;
-mod exec;
-mod execute;
-mod graph;
-mod hazard;
-mod hold;
-mod host;
-mod kernel;
-mod launch;
-mod library;
 mod memory;
 mod order;
-mod placement;
-mod pool;
-mod product;
-mod shadow;
-mod space;
-mod stream;
 mod table;
-mod tombs;
-mod virtual_memory;
 mod work;
 mod world;
 
+pub use api::LibraryCall;
 pub use config::{SimConfig, SimDevice, Timing};
 pub use cost::{Latencies, Latency, WorkCosts};
-pub use hazard::{Hazard, HazardKind, HazardRange, RangeBase};
-pub use library::LibraryCall;
+pub use order::{Hazard, HazardKind, HazardRange, RangeBase};
 
 use std::cell::Cell;
 use std::panic::AssertUnwindSafe;
@@ -82,10 +58,9 @@ use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use crate::{Call, CaptureRule, Driver, DriverError, ErrorCode, Result, StreamId};
-use engine::Callback;
+use memory::Region;
 use order::Stamp;
-use space::Region;
-use work::Work;
+use work::{Callback, Work};
 use world::World;
 
 /// A simulated machine with one or more GPUs.

@@ -8,18 +8,12 @@ use std::thread::ThreadId;
 
 use rustc_hash::FxHashMap;
 
+use super::api::{Handle, LibraryLog, Placements};
 use super::config::SimConfig;
-use super::engine::{Callback, Due, Lane};
-use super::exec::{ExecGraph, Template, TemplateNode};
-use super::hazard::HazardKind;
-use super::launch::{Kernels, Launch};
-use super::library::{Handle, LibraryLog};
-use super::memory::Memory;
-use super::order::{Frontier, Stamp};
-use super::placement::Placements;
-use super::space::PieceId;
+use super::memory::{Memory, PieceId};
+use super::order::{Frontier, HazardKind, Stamp};
 use super::table::{Missing, Table};
-use super::work::{CapturedCallbacks, Op};
+use super::work::{Callback, CapturedCallbacks, Due, ExecGraph, Kernels, Lane, Launch, Op, Template, TemplateNode};
 use crate::{
     Call, CaptureId, CaptureMode, ConditionalId, DeviceId, DevicePtr, DriverError, ErrorCode, EventId, EventOptions,
     GraphExecId, GraphId, InstantiateOptions, KernelMirror, ModuleId, NodeId, PhysicalOptions, PoolAttribute, PoolId,
@@ -28,7 +22,7 @@ use crate::{
 
 /// Whom a stream waits for besides its own work.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum StreamKind {
+pub enum StreamKind {
     /// The device's default stream: waits for all blocking ones, and they for it.
     Legacy,
     Blocking,
@@ -37,7 +31,7 @@ pub(super) enum StreamKind {
 
 /// A stream.
 #[derive(Debug)]
-pub(super) struct Stream {
+pub struct Stream {
     pub device: DeviceId,
     pub lane: u32,
     pub kind: StreamKind,
@@ -74,7 +68,7 @@ impl Stream {
 
 /// A stream's part in a capture.
 #[derive(Clone, Debug)]
-pub(super) struct Joined {
+pub struct Joined {
     pub capture: CaptureId,
     /// The nodes that its next work depends on.
     pub deps: Vec<u32>,
@@ -82,7 +76,7 @@ pub(super) struct Joined {
 
 /// What an event last marked.
 #[derive(Clone, Debug)]
-pub(super) enum EventMark {
+pub enum EventMark {
     Never,
     Recorded { stamp: Stamp, base: Arc<Frontier>, done: Option<u64> },
     Captured { capture: CaptureId, deps: Vec<u32> },
@@ -90,7 +84,7 @@ pub(super) enum EventMark {
 
 /// An event.
 #[derive(Debug)]
-pub(super) struct Event {
+pub struct Event {
     pub device: DeviceId,
     pub options: EventOptions,
     pub mark: EventMark,
@@ -98,7 +92,7 @@ pub(super) struct Event {
 
 /// A capture under way.
 #[derive(Debug)]
-pub(super) struct Capture {
+pub struct Capture {
     pub origin: StreamId,
     pub device: DeviceId,
     pub mode: CaptureMode,
@@ -120,14 +114,14 @@ pub(super) struct Capture {
 
 /// A template by id.
 #[derive(Debug)]
-pub(super) struct Graph {
+pub struct Graph {
     /// Also held by its executables, and by its node if it is a conditional's body.
     pub template: Arc<Template>,
 }
 
 /// An executable by id.
 #[derive(Debug)]
-pub(super) struct Exec {
+pub struct Exec {
     pub graph: Arc<ExecGraph>,
     /// The template, and its name, which must be alive for nodes of it to be named.
     pub template: Arc<Template>,
@@ -141,21 +135,21 @@ pub(super) struct Exec {
 
 /// A conditional node's flag.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Conditional {
+pub struct Conditional {
     pub capture: CaptureId,
     pub used: bool,
 }
 
 /// Physical memory by id.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Physical {
+pub struct Physical {
     pub piece: PieceId,
     pub options: PhysicalOptions,
 }
 
 /// A pool.
 #[derive(Clone, Debug)]
-pub(super) struct Pool {
+pub struct Pool {
     pub device: DeviceId,
     pub is_default: bool,
     pub attributes: [u64; 8],
@@ -175,14 +169,14 @@ impl Pool {
 
 /// A kernel by id.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Function {
+pub struct Function {
     pub module: ModuleId,
     pub mirror: KernelMirror,
 }
 
 /// A device.
 #[derive(Debug)]
-pub(super) struct Device {
+pub struct Device {
     pub legacy: StreamId,
     /// What `stream_per_thread` gives; stands for another stream on each thread.
     pub per_thread: StreamId,
@@ -205,7 +199,7 @@ pub(super) struct Device {
 
 /// The whole machine.
 #[derive(Debug)]
-pub(super) struct World {
+pub struct World {
     pub config: SimConfig,
     /// Tells this machine's handles from another's.
     pub machine: u64,

@@ -11,7 +11,7 @@ const KEPT: usize = 65_536;
 
 /// Why an address that belonged to something does so no more.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Gone {
+pub enum Gone {
     Freed,
     /// Freed to a pool, which keeps it mapped: touching it is wrong but does not break the device.
     PoolFreed,
@@ -22,7 +22,7 @@ pub(super) enum Gone {
 
 /// A range that is gone, and the number of the call that took it.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Tomb {
+pub struct Tomb {
     pub start: u64,
     pub bytes: u64,
     pub gone: Gone,
@@ -42,7 +42,7 @@ struct Grave {
 
 /// All ranges that are gone and remembered.
 #[derive(Debug, Default)]
-pub(super) struct Tombs {
+pub struct Tombs {
     graves: BTreeMap<u64, Grave>,
     /// First addresses with ages, oldest first. One whose grave has another age, or none, counts for nothing.
     order: VecDeque<(u64, u64)>,

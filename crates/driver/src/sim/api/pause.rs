@@ -7,10 +7,10 @@
 
 use std::collections::BTreeMap;
 
-use super::SimDriver;
-use super::order::Stamp;
-use super::work::Work;
-use super::world::World;
+use crate::sim::SimDriver;
+use crate::sim::order::Stamp;
+use crate::sim::work::Work;
+use crate::sim::world::World;
 use crate::{DriverError, ErrorCode, Result, StreamId};
 
 impl SimDriver {

@@ -4,22 +4,18 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use super::actor::Point;
-use super::cost;
-use super::engine::{Callback, Runner};
-use super::exec::{ExecGraph, Template};
-use super::execute::Scene;
-use super::order::{Frontier, Stamp};
-use super::work::Work;
-use super::world::World;
+use crate::sim::cost;
+use crate::sim::order::{Frontier, Point, Stamp};
+use crate::sim::work::{Callback, ExecGraph, Runner, Scene, Template, Work};
+use crate::sim::world::World;
 use crate::{ConditionalId, ConditionalKind, GraphExecId, StreamId};
 
 /// Kernels that run instead of those that were captured, by the places of their nodes.
-pub(super) type Kernels = BTreeMap<u32, NewKernel>;
+pub type Kernels = BTreeMap<u32, NewKernel>;
 
 /// A kernel with other arguments than it was captured with.
 #[derive(Clone, Debug)]
-pub(super) struct NewKernel {
+pub struct NewKernel {
     pub work: Work,
     pub nanos: u64,
     /// The number of the call that gave it its arguments.
@@ -28,7 +24,7 @@ pub(super) struct NewKernel {
 
 /// One launch of an executable.
 #[derive(Debug)]
-pub(super) struct Launch {
+pub struct Launch {
     pub exec: GraphExecId,
     pub graph: Arc<ExecGraph>,
     /// Keeps the addresses that its nodes allocate, also if the executable goes first.

@@ -2,8 +2,8 @@
 
 use std::cell::Cell;
 
-use super::SimDriver;
-use super::world::World;
+use crate::sim::SimDriver;
+use crate::sim::world::World;
 use crate::{Call, DeviceId, DeviceProperties, Devices, ErrorCode, RawHandle, Result, StreamId};
 
 impl Devices for SimDriver {
@@ -104,7 +104,7 @@ impl Devices for SimDriver {
 
 impl SimDriver {
     /// Waits until all work of a device is done.
-    pub(super) fn wait_for_device<'a>(
+    pub(in crate::sim) fn wait_for_device<'a>(
         &'a self,
         mut world: std::sync::MutexGuard<'a, World>,
         device: DeviceId,

@@ -4,14 +4,11 @@
 //! host waits. Which addresses it reuses is its own affair, as it is the driver's: here every allocation has fresh
 //! ones.
 
-use super::SimDriver;
-use super::alloc::GRAIN;
-use super::bytes::Bytes;
-use super::memory::Toucher;
-use super::space::Region;
-use super::tombs::{Gone, Tomb};
-use super::work::Work;
-use super::world::{Pool, World};
+use crate::sim::SimDriver;
+use crate::sim::api::GRAIN;
+use crate::sim::memory::{Bytes, Gone, Region, Tomb, Toucher};
+use crate::sim::work::Work;
+use crate::sim::world::{Pool, World};
 use crate::{
     Access, Call, DeviceId, DevicePtr, ErrorCode, PoolAttribute as Attribute, PoolId, Pools, Result, StreamId,
 };
@@ -153,7 +150,7 @@ impl Pools for SimDriver {
 }
 
 impl Pool {
-    pub(super) fn new(device: DeviceId, is_default: bool) -> Self {
+    pub fn new(device: DeviceId, is_default: bool) -> Self {
         let mut pool = Self { device, is_default, attributes: [0; 8], gone: false };
         for reuse in [Attribute::ReuseFollowEvents, Attribute::ReuseOpportunistic, Attribute::ReuseInternalDependencies]
         {
@@ -174,13 +171,13 @@ impl World {
     /// A pool that has not been destroyed.
     fn pool_open(&mut self, pool: PoolId) -> Result<&mut Pool> {
         if self.pool(pool)?.gone {
-            return Err(self.missing(super::table::Missing::Destroyed, pool.to_string()));
+            return Err(self.missing(crate::sim::table::Missing::Destroyed, pool.to_string()));
         }
         self.pool(pool)
     }
 
     /// Makes room in a pool, from its device if need be.
-    pub(super) fn take_from_pool(&mut self, pool: PoolId, bytes: u64) -> Result<()> {
+    pub fn take_from_pool(&mut self, pool: PoolId, bytes: u64) -> Result<()> {
         let bytes = bytes.next_multiple_of(GRAIN);
         let state = self.pool(pool)?;
         let device = state.device;
@@ -200,7 +197,7 @@ impl World {
         Ok(())
     }
 
-    pub(super) fn return_to_pool(&mut self, pool: PoolId, bytes: u64) {
+    pub fn return_to_pool(&mut self, pool: PoolId, bytes: u64) {
         let bytes = bytes.next_multiple_of(GRAIN);
         if let Some(state) = self.pools.get_mut(pool.0) {
             state.set(Attribute::UsedCurrent, state.get(Attribute::UsedCurrent) - bytes);
@@ -231,7 +228,7 @@ impl World {
     }
 
     /// The host has waited for work of `device`: its pools shrink to what they may keep.
-    pub(super) fn settle_pools(&mut self, device: DeviceId) {
+    pub fn settle_pools(&mut self, device: DeviceId) {
         for id in self.pools.ids() {
             let state = self.pools.get(id).expect("a live id");
             if state.device == device && state.get(Attribute::ReservedCurrent) > state.get(Attribute::UsedCurrent) {
@@ -242,13 +239,13 @@ impl World {
     }
 
     /// What pools hold and have not given out.
-    pub(super) fn bytes_idle_in_pools(&self) -> u64 {
+    pub fn bytes_idle_in_pools(&self) -> u64 {
         let idle = |pool: &Pool| pool.get(Attribute::ReservedCurrent) - pool.get(Attribute::UsedCurrent);
         self.pools.ids().into_iter().filter_map(|id| self.pools.get(id)).map(idle).sum()
     }
 
     /// An allocation's turn has come. Its memory is there already, unless a graph allocates it.
-    pub(super) fn run_pool_alloc(&mut self, ptr: DevicePtr, bytes: u64, pool: PoolId, by: &Toucher<'_>) {
+    pub fn run_pool_alloc(&mut self, ptr: DevicePtr, bytes: u64, pool: PoolId, by: &Toucher<'_>) {
         if let Some((_, Region::OfGraph { piece: None, .. })) = self.memory.space.regions.get(&ptr.0) {
             // Room was made when the graph was launched.
             let device = self.pools.get(pool.0).map(|state| state.device);
@@ -262,7 +259,7 @@ impl World {
     }
 
     /// A free's turn has come.
-    pub(super) fn run_pool_free(&mut self, ptr: DevicePtr, by: &Toucher<'_>) {
+    pub fn run_pool_free(&mut self, ptr: DevicePtr, by: &Toucher<'_>) {
         let Some((bytes, _)) = self.memory.space.regions.get(&ptr.0) else { return };
         let bytes = *bytes;
         let _ = self.memory.touch_all(ptr, bytes, true, by);

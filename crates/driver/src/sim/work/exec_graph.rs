@@ -4,13 +4,13 @@
 //! answers which node comes before which. The nodes are cut into chains; for each node the table holds how far it is
 //! behind each chain.
 
-use super::actor::Point;
-use super::work::Work;
+use crate::sim::order::Point;
+use crate::sim::work::Work;
 use crate::{ConditionalId, DeviceId, DevicePtr, GraphTopology, Node, NodeId, PoolId, StreamId};
 
 /// A captured node.
 #[derive(Clone, Debug)]
-pub(super) struct TemplateNode {
+pub struct TemplateNode {
     pub id: NodeId,
     /// The number of the call that captured it.
     pub at: u64,
@@ -23,7 +23,7 @@ pub(super) struct TemplateNode {
 
 /// A captured graph.
 #[derive(Debug)]
-pub(super) struct Template {
+pub struct Template {
     pub device: DeviceId,
     pub nodes: Vec<TemplateNode>,
     /// The flags of its conditional nodes with their values at the start, those of bodies included once they are
@@ -63,7 +63,7 @@ impl Template {
 }
 
 /// The shape of these nodes, as the contract shows it.
-pub(super) fn topology(nodes: &[TemplateNode]) -> GraphTopology {
+pub fn topology(nodes: &[TemplateNode]) -> GraphTopology {
     GraphTopology {
         nodes: nodes.iter().map(|node| Node { id: node.id, kind: node.work.node_kind() }).collect(),
         edges: nodes.iter().flat_map(|node| node.deps.iter().map(|&dep| (nodes[dep as usize].id, node.id))).collect(),
@@ -72,7 +72,7 @@ pub(super) fn topology(nodes: &[TemplateNode]) -> GraphTopology {
 
 /// A node ready to run.
 #[derive(Debug)]
-pub(super) struct ExecNode {
+pub struct ExecNode {
     pub id: NodeId,
     pub at: u64,
     pub work: Work,
@@ -91,7 +91,7 @@ pub(super) struct ExecNode {
 
 /// A graph ready to run.
 #[derive(Debug)]
-pub(super) struct ExecGraph {
+pub struct ExecGraph {
     pub device: DeviceId,
     pub nodes: Vec<ExecNode>,
     /// The nodes of each body.

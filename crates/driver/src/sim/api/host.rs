@@ -1,12 +1,9 @@
 //! Pinned host memory of the simulated machine: real memory of this process, with a history.
 
-use super::SimDriver;
-use super::actor::{Actor, Label, Order};
-use super::bytes::{Bytes, HostBytes};
-use super::memory::Toucher;
-use super::space::Region;
-use super::tombs::{Gone, Tomb};
-use super::world::World;
+use crate::sim::SimDriver;
+use crate::sim::memory::{Bytes, Gone, HostBytes, Region, Tomb, Toucher};
+use crate::sim::order::{Actor, Label, Order};
+use crate::sim::world::World;
 use crate::{Call, DeviceId, DevicePtr, ErrorCode, HostMemory, HostOptions, HostPtr, HostRange, Result, StreamId};
 
 impl HostMemory for SimDriver {

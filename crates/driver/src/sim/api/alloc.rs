@@ -2,17 +2,13 @@
 
 use std::sync::Arc;
 
-use super::SimDriver;
-use super::actor::{Actor, Label, Order};
-use super::bytes::Bytes;
-use super::memory::Toucher;
-use super::order::Stamp;
-use super::space::Region;
-use super::tombs::{Gone, Tomb};
+use crate::sim::SimDriver;
+use crate::sim::memory::{Bytes, Gone, Region, Tomb, Toucher};
+use crate::sim::order::{Actor, Label, Order, Stamp};
 use crate::{Call, DeviceId, DevicePtr, ErrorCode, Memory, MemoryInfo, Result, StreamId, Suballocations};
 
 /// What allocations take is rounded up to this; what is beyond the bytes that were asked for cannot be touched.
-pub(super) const GRAIN: u64 = 512;
+pub const GRAIN: u64 = 512;
 
 impl Memory for SimDriver {
     fn mem_alloc(&self, device: DeviceId, bytes: u64) -> Result<DevicePtr> {
@@ -139,9 +135,9 @@ impl Suballocations for SimDriver {
     }
 }
 
-impl super::world::World {
+impl crate::sim::world::World {
     /// Remembers that a range is gone, by the call that is under way.
-    pub(super) fn bury(&mut self, start: u64, bytes: u64, gone: Gone) {
+    pub fn bury(&mut self, start: u64, bytes: u64, gone: Gone) {
         self.memory.space.bury(Tomb { start, bytes, gone, at: self.calls, pinned_by: None });
     }
 }

@@ -5,18 +5,18 @@
 //! pieces of work neither of which knows of the other have no order, whatever the clock says.
 
 /// The host's lane.
-pub(super) const HOST: u32 = 0;
+pub const HOST: u32 = 0;
 
 /// A place in the order: the `seq`-th of `lane`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(super) struct Stamp {
+pub struct Stamp {
     pub lane: u32,
     pub seq: u64,
 }
 
 /// For every lane, how far it is known to be done.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(super) struct Frontier {
+pub struct Frontier {
     seen: Vec<u64>,
 }
 

@@ -2,9 +2,9 @@
 
 use std::sync::Arc;
 
-use super::SimDriver;
-use super::work::Work;
-use super::world::{EventMark, StreamKind, World};
+use crate::sim::SimDriver;
+use crate::sim::work::Work;
+use crate::sim::world::{EventMark, StreamKind, World};
 use crate::{
     Call, DeviceId, ErrorCode, EventId, EventScope, ForeignStream, HostCallback, PriorityRange, RawHandle, Result,
     StreamHandle, StreamId, StreamInfo, StreamOptions, Streams,
@@ -216,7 +216,7 @@ impl World {
     }
 
     /// Gives work to a stream: into the graph if it captures, into its queue if not.
-    pub(super) fn submit(&mut self, stream: StreamId, work: Work, nanos: u64) -> Result<()> {
+    pub fn submit(&mut self, stream: StreamId, work: Work, nanos: u64) -> Result<()> {
         if self.stream(stream).capture.is_some() {
             return self.add_node(stream, work, nanos);
         }

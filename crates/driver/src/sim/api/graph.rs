@@ -2,14 +2,11 @@
 
 use std::sync::{Arc, OnceLock};
 
-use super::SimDriver;
-use super::exec::{ExecGraph, Template};
-use super::launch::{Launch, NewKernel};
-use super::space::Region;
-use super::table::Missing;
-use super::tombs::Gone;
-use super::work::{KernelWork, Work};
-use super::world::{Conditional, EventMark, Exec, World};
+use crate::sim::SimDriver;
+use crate::sim::memory::{Gone, Region};
+use crate::sim::table::Missing;
+use crate::sim::work::{ExecGraph, KernelWork, Launch, NewKernel, Template, Work};
+use crate::sim::world::{Conditional, EventMark, Exec, World};
 use crate::{
     Call, CaptureMode, ConditionalId, ConditionalKind, DevicePtr, ErrorCode, FunctionId, GraphExecId, GraphId,
     GraphTopology, Graphs, InstantiateOptions, KernelArg, LaunchShape, NodeId, PoolId, RawHandle, Result, StreamId,
@@ -250,7 +247,7 @@ impl World {
     }
 
     /// One holder of a template less. With the last one go the addresses that its nodes allocated.
-    pub(super) fn release_template(&mut self, template: Arc<Template>) {
+    pub fn release_template(&mut self, template: Arc<Template>) {
         let Ok(template) = Arc::try_unwrap(template) else { return };
         self.captured_callbacks.graph_gone();
         self.release_addresses(&template.memory);
@@ -264,7 +261,7 @@ impl World {
     }
 
     /// Gives up the addresses of a graph that will not be launched any more, but for those that hold memory.
-    pub(super) fn release_addresses(&mut self, memory: &[(DevicePtr, PoolId)]) {
+    pub fn release_addresses(&mut self, memory: &[(DevicePtr, PoolId)]) {
         for (ptr, _) in memory {
             if let Some((bytes, Region::OfGraph { piece: None, held: false, .. })) =
                 self.memory.space.regions.get(&ptr.0)

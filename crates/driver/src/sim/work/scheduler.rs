@@ -5,16 +5,16 @@
 
 use std::sync::Arc;
 
-use super::config::Timing;
-use super::cost;
-use super::order::{Frontier, HOST, Stamp};
-use super::work::{Op, Work};
-use super::world::{EventMark, Stream, StreamKind, World};
+use crate::sim::config::Timing;
+use crate::sim::cost;
+use crate::sim::order::{Frontier, HOST, Stamp};
+use crate::sim::work::{Op, Work};
+use crate::sim::world::{EventMark, Stream, StreamKind, World};
 use crate::{DeviceId, EventId, HostCallback, StreamId};
 
 /// How far a lane is done, and who waits for more.
 #[derive(Debug)]
-pub(super) struct Lane {
+pub struct Lane {
     pub done: u64,
     /// Whose lane it is, or was last.
     pub stream: StreamId,
@@ -30,7 +30,7 @@ impl Lane {
 
 /// Whose work ends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) enum Runner {
+pub enum Runner {
     /// The first of that stream's queue.
     Stream(StreamId),
     /// A node of a launch.
@@ -39,7 +39,7 @@ pub(super) enum Runner {
 
 /// Work that runs, and when it ends. Ties are broken by luck, then by age.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) struct Due {
+pub struct Due {
     end: u64,
     luck: u64,
     runner: Runner,
@@ -47,7 +47,7 @@ pub(super) struct Due {
 
 /// A place in a stream that the next work takes.
 #[derive(Debug)]
-pub(super) struct Slot {
+pub struct Slot {
     pub stamp: Stamp,
     /// What comes before it in other lanes.
     pub base: Arc<Frontier>,
@@ -56,7 +56,7 @@ pub(super) struct Slot {
 }
 
 /// A host callback whose turn has come.
-pub(super) struct Callback {
+pub struct Callback {
     pub run: HostCallback,
     pub runner: Runner,
     pub time: u64,

@@ -10,7 +10,7 @@ const PAGE: usize = 4096;
 
 /// Where a piece of memory keeps its contents.
 #[derive(Debug)]
-pub(super) enum Bytes {
+pub enum Bytes {
     /// Device memory: pages that were written; all others read as zero.
     Pages(FxHashMap<u64, Box<[u8; PAGE]>>),
     /// Pinned host memory that starts at this address.
@@ -59,7 +59,7 @@ fn for_each_page(offset: u64, len: usize, mut visit: impl FnMut(u64, usize, std:
 
 /// Host memory that is pinned: either ours, or somebody's who promised to keep it ([`crate::HostRange`]).
 #[derive(Debug)]
-pub(super) struct HostBytes {
+pub struct HostBytes {
     start: u64,
     /// Keeps the memory for as long as it is pinned.
     _owner: Owner,

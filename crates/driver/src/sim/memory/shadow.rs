@@ -7,12 +7,11 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use super::actor::{Actor, Label, Order};
-use super::order::{Frontier, Stamp};
+use crate::sim::order::{Actor, Frontier, Label, Order, Stamp};
 
 /// What an allocator said about a range.
 #[derive(Clone, Debug)]
-pub(super) enum Mark {
+pub enum Mark {
     /// Handed out by call number `at`, to work behind `frontier` and `stamp`, after call number `returned` took it
     /// back.
     HandedOut { at: u64, frontier: Arc<Frontier>, stamp: Stamp, returned: u64 },
@@ -22,7 +21,7 @@ pub(super) enum Mark {
 
 /// Why an access is not protected.
 #[derive(Clone, Debug)]
-pub(super) enum Clash {
+pub enum Clash {
     /// No order with that earlier access.
     Unordered(Actor),
     /// Nobody has written these bytes.
@@ -76,7 +75,7 @@ impl Cell {
 
 /// The history of one piece of memory.
 #[derive(Debug, Default)]
-pub(super) struct Shadow {
+pub struct Shadow {
     cells: BTreeMap<u64, Cell>,
     marks: BTreeMap<u64, (u64, Mark)>,
 }

@@ -7,18 +7,16 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::FileExt;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use super::SimDriver;
-use super::bytes::Bytes;
-use super::space::{Mapping, PieceId, Region};
-use super::tombs::Gone;
-use super::world::{Physical, World};
+use crate::sim::SimDriver;
+use crate::sim::memory::{Bytes, Gone, Mapping, PieceId, Region};
+use crate::sim::world::{Physical, World};
 use crate::{
     Access, Call, DeviceAccess, DeviceId, DevicePtr, ErrorCode, Granularity, PhysicalId, PhysicalOptions, Result,
     ShareKind, SharedMemory, VirtualMemory,
 };
 
 /// The unit of reserved addresses.
-pub(super) const PAGE: u64 = 2 << 20;
+pub const PAGE: u64 = 2 << 20;
 /// What the name of a shared piece begins with; the machine and the piece follow.
 const SHARE_MAGIC: &[u8; 8] = b"wpsimmem";
 

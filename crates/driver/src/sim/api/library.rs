@@ -9,10 +9,10 @@ use std::sync::Arc;
 
 use rustc_hash::FxHashMap;
 
-use super::SimDriver;
-use super::product::{self, SGEMM, Workspace};
-use super::work::{KernelWork, Work};
-use super::world::World;
+use crate::sim::SimDriver;
+use crate::sim::work::sgemm::{self, SGEMM, Workspace};
+use crate::sim::work::{KernelWork, Work};
+use crate::sim::world::World;
 use crate::{
     BlasMath, Call, DeviceId, DevicePtr, ErrorCode, HandleId, Libraries, Library, RawHandle, Result, Sgemm, StreamId,
 };
@@ -56,7 +56,7 @@ pub enum LibraryCall {
 
 /// A handle.
 #[derive(Debug)]
-pub(super) struct Handle {
+pub struct Handle {
     library: Library,
     device: DeviceId,
     /// As it was named: a thread's own default stream is looked up when work comes.
@@ -68,7 +68,7 @@ pub(super) struct Handle {
 
 /// What handles were told. Those that are gone are remembered too, as long as there are not too many.
 #[derive(Debug, Default)]
-pub(super) struct LibraryLog {
+pub struct LibraryLog {
     calls: FxHashMap<HandleId, VecDeque<LibraryCall>>,
     gone: VecDeque<HandleId>,
 }
@@ -191,13 +191,13 @@ impl Libraries for SimDriver {
         let mut world = self.enter(Call::BlasSgemm)?;
         let Handle { stream, math, workspace, .. } = *world.blas(handle)?;
         let stream = world.live_stream(stream)?;
-        if let Err(why) = product::refuse(product) {
+        if let Err(why) = sgemm::refuse(product) {
             return world.fail(ErrorCode::InvalidValue, why);
         }
         if product.m != 0 && product.n != 0 {
             world.forbid_implicit(stream)?;
-            let args = product::arguments(product, math, workspace);
-            let kernel = KernelWork { function: None, mirror: SGEMM, shape: product::shape(product), args };
+            let args = sgemm::arguments(product, math, workspace);
+            let kernel = KernelWork { function: None, mirror: SGEMM, shape: sgemm::shape(product), args };
             let nanos = world.config.work.product_nanos(product.m, product.n, product.k);
             world = self.wait_for_room(world, stream)?;
             world.submit(stream, Work::Kernel(Arc::new(kernel)), nanos)?;

@@ -4,21 +4,26 @@ use std::sync::Arc;
 
 use rustc_hash::FxHashMap;
 
-use super::actor::{Actor, Label, Order};
-use super::bytes::Bytes;
-use super::hazard::{HazardKind, HazardLog, HazardRange};
-use super::order::Frontier;
-use super::shadow::{Clash, Mark, Shadow};
-use super::space::{Fault, Piece, PieceId, Place, Region, Space};
-use super::tombs::Gone;
+mod address_space;
+mod bytes;
+mod quarantine;
+mod shadow;
+
+pub use address_space::{Fault, Mapping, PieceId, Region};
+pub use bytes::{Bytes, HostBytes};
+pub use quarantine::{Gone, Tomb};
+
+use crate::sim::order::{Actor, Frontier, HazardKind, HazardLog, HazardRange, Label, Order};
 use crate::{Access, DeviceId, DevicePtr, PoolId};
+use address_space::{Piece, Place, Space};
+use shadow::{Clash, Mark, Shadow};
 
 /// How much of a copy or fill is moved at a time.
 const CHUNK: u64 = 64 << 10;
 
 /// Who is at work, and what is known about order: all that an access needs to be checked.
 #[derive(Clone, Copy)]
-pub(super) struct Toucher<'a> {
+pub struct Toucher<'a> {
     pub device: DeviceId,
     pub who: Actor,
     pub order: Order<'a>,
@@ -29,11 +34,11 @@ pub(super) struct Toucher<'a> {
 
 /// The device touched what it may not. `true` if that breaks the device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Broken(pub bool);
+pub struct Broken(pub bool);
 
 /// All memory.
 #[derive(Debug)]
-pub(super) struct Memory {
+pub struct Memory {
     pub space: Space,
     pub log: HazardLog,
     /// For each device, the peers whose plain memory it may use.

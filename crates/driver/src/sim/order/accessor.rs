@@ -2,13 +2,13 @@
 
 use std::fmt;
 
-use super::exec::ExecGraph;
-use super::order::{Frontier, HOST, Stamp};
+use crate::sim::order::{Frontier, HOST, Stamp};
+use crate::sim::work::ExecGraph;
 use crate::{GraphExecId, StreamId};
 
 /// What a piece of work is called in messages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Label {
+pub enum Label {
     Kernel(&'static str),
     Fill,
     Copy,
@@ -38,7 +38,7 @@ impl fmt::Display for Label {
 
 /// Which node of a launched graph it was, and in which run of a conditional's body.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Point {
+pub struct Point {
     pub exec: GraphExecId,
     pub node: u32,
     /// Bodies of conditional nodes run many times in one launch; this counts all such runs. 0 outside of bodies.
@@ -49,7 +49,7 @@ pub(super) struct Point {
 
 /// Who touched memory.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Actor {
+pub struct Actor {
     pub label: Label,
     /// Where it stands. All nodes of one launch share the stamp of the launch.
     pub stamp: Stamp,
@@ -82,7 +82,7 @@ impl fmt::Display for Actor {
 
 /// What the work that runs now knows about everybody else.
 #[derive(Clone, Copy)]
-pub(super) struct Order<'a> {
+pub struct Order<'a> {
     pub stamp: Stamp,
     pub base: &'a Frontier,
     pub graph: Option<(&'a ExecGraph, Point)>,

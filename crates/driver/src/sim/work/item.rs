@@ -3,9 +3,8 @@
 use std::fmt;
 use std::sync::{Arc, Mutex, OnceLock};
 
-use super::actor::Label;
-use super::exec::Template;
-use super::order::{Frontier, Stamp};
+use crate::sim::order::{Frontier, Label, Stamp};
+use crate::sim::work::Template;
 use crate::{
     ConditionalId, ConditionalKind, DevicePtr, EventId, FunctionId, HostCallback, KernelArg, KernelMirror, LaunchShape,
     NodeKind, Pattern, PoolId,
@@ -13,7 +12,7 @@ use crate::{
 
 /// A kernel with its arguments.
 #[derive(Debug)]
-pub(super) struct KernelWork {
+pub struct KernelWork {
     /// What was launched; none for a library's own kernel.
     pub function: Option<FunctionId>,
     pub mirror: KernelMirror,
@@ -23,7 +22,7 @@ pub(super) struct KernelWork {
 
 /// What there is to do.
 #[derive(Clone)]
-pub(super) enum Work {
+pub enum Work {
     /// Nothing; it waits for others and others wait for it.
     Marker,
     Record(EventId),
@@ -119,7 +118,7 @@ impl fmt::Debug for Work {
 
 /// A piece of work in a stream's queue.
 #[derive(Debug)]
-pub(super) struct Op {
+pub struct Op {
     pub seq: u64,
     /// The number of the call that queued it.
     pub at: u64,
@@ -133,7 +132,7 @@ pub(super) struct Op {
 
 /// The callbacks that are in graphs, held once more so that the last graph does not let go of them under the lock.
 #[derive(Default)]
-pub(super) struct CapturedCallbacks {
+pub struct CapturedCallbacks {
     held: Vec<HostCallback>,
     /// Whether a graph has gone since they were last looked through.
     graph_gone: bool,

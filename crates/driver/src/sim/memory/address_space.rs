@@ -7,8 +7,8 @@
 use std::collections::BTreeMap;
 
 use super::bytes::Bytes;
+use super::quarantine::{Gone, Tomb, Tombs};
 use super::shadow::Shadow;
-use super::tombs::{Gone, Tomb, Tombs};
 use crate::{Access, DeviceAccess, DeviceId, DevicePtr, PoolId};
 
 /// The first address and the first beyond.
@@ -17,7 +17,7 @@ const BEYOND: u64 = 1 << 56;
 
 /// A piece of memory: contents and history. Reached by addresses through a region or a mapping.
 #[derive(Debug)]
-pub(super) struct Piece {
+pub struct Piece {
     pub bytes: u64,
     /// Whose memory it is; `None` for the host's.
     pub device: Option<DeviceId>,
@@ -29,11 +29,11 @@ pub(super) struct Piece {
 
 /// Names a piece.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub(super) struct PieceId(pub u64);
+pub struct PieceId(pub u64);
 
 /// What a range of addresses is.
 #[derive(Debug)]
-pub(super) enum Region {
+pub enum Region {
     /// Memory from `mem_alloc`.
     Plain { piece: PieceId },
     /// Memory from a pool. `freed` once the free is queued.
@@ -49,7 +49,7 @@ pub(super) enum Region {
 
 /// A piece mapped into reserved addresses.
 #[derive(Clone, Debug)]
-pub(super) struct Mapping {
+pub struct Mapping {
     pub bytes: u64,
     pub piece: PieceId,
     pub access: Vec<DeviceAccess>,
@@ -60,7 +60,7 @@ pub(super) struct Mapping {
 
 /// Why an address cannot be used.
 #[derive(Clone, Copy, Debug)]
-pub(super) enum Fault {
+pub enum Fault {
     /// It belongs to nothing, and is not remembered to have.
     Nothing,
     /// It belonged to something.
@@ -71,7 +71,7 @@ pub(super) enum Fault {
 
 /// Where an address leads: so many bytes of a piece.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Place {
+pub struct Place {
     pub piece: PieceId,
     pub offset: u64,
     pub bytes: u64,
@@ -79,7 +79,7 @@ pub(super) struct Place {
 
 /// All addresses.
 #[derive(Debug)]
-pub(super) struct Space {
+pub struct Space {
     pub regions: BTreeMap<u64, (u64, Region)>,
     tombs: Tombs,
     next: u64,

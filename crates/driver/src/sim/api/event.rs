@@ -2,9 +2,9 @@
 
 use std::sync::Arc;
 
-use super::SimDriver;
-use super::work::Work;
-use super::world::{Event, EventMark, World};
+use crate::sim::SimDriver;
+use crate::sim::work::Work;
+use crate::sim::world::{Event, EventMark, World};
 use crate::{Call, DeviceId, ErrorCode, EventId, EventOptions, EventScope, Events, IpcEventHandle, Result, StreamId};
 
 /// What exported events of simulated machines begin with.

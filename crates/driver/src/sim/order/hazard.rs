@@ -4,8 +4,8 @@ use std::fmt;
 
 use rustc_hash::FxHashMap;
 
-use super::actor::Actor;
 use crate::DevicePtr;
+use crate::sim::order::Actor;
 
 /// What kind of trouble it is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -90,7 +90,7 @@ pub enum RangeBase {
 
 impl HazardRange {
     /// `bytes` bytes at `ptr`, or from `offset` on in what the call `pinned_by` pinned.
-    pub(super) fn new(pinned_by: Option<u64>, ptr: DevicePtr, offset: u64, bytes: u64) -> Self {
+    pub(in crate::sim) fn new(pinned_by: Option<u64>, ptr: DevicePtr, offset: u64, bytes: u64) -> Self {
         match pinned_by {
             Some(call) => Self { base: RangeBase::PinnedBy(call), offset, bytes },
             None => Self { base: RangeBase::Address, offset: ptr.0, bytes },
@@ -149,7 +149,7 @@ type Key = (HazardKind, Option<(u64, u32)>, Option<(u64, u32)>, u64);
 
 /// The log itself. One entry for each pair of operations and piece of memory, however many bytes of it they clash over.
 #[derive(Debug, Default)]
-pub(super) struct HazardLog {
+pub struct HazardLog {
     kept: usize,
     entries: Vec<Hazard>,
     index: FxHashMap<Key, usize>,

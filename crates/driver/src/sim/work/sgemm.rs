@@ -6,17 +6,17 @@
 use crate::{BlasMath, BlasMatrix, DevicePtr, KernelArg, KernelFault, KernelMirror, KernelScope, LaunchShape, Sgemm};
 
 /// The product's double.
-pub(super) static SGEMM: KernelMirror = KernelMirror { name: "sgemm", run, nanos: None };
+pub static SGEMM: KernelMirror = KernelMirror { name: "sgemm", run, nanos: None };
 
 /// How much of a workspace a product writes, at its start and at its end: enough for the hazard log to see who else
 /// uses it, and whether all of it is there.
 const WORKSPACE_TOUCHED: u64 = 16;
 
 /// The workspace of a product, if it was given one: where it lies, and how long it is.
-pub(super) type Workspace = Option<(DevicePtr, u64)>;
+pub type Workspace = Option<(DevicePtr, u64)>;
 
 /// Why a product cannot be computed, if it cannot.
-pub(super) fn refuse(product: &Sgemm) -> Result<(), String> {
+pub fn refuse(product: &Sgemm) -> Result<(), String> {
     let Sgemm { m, n, k, a, b, c, .. } = *product;
     if c.transposed {
         return Err("the result of a product cannot be transposed".to_owned());
@@ -35,13 +35,13 @@ pub(super) fn refuse(product: &Sgemm) -> Result<(), String> {
 }
 
 /// The shape of its launch: a thread for each number of the result, as far as a grid goes.
-pub(super) fn shape(product: &Sgemm) -> LaunchShape {
+pub fn shape(product: &Sgemm) -> LaunchShape {
     let blocks = |n: u32| n.div_ceil(16).clamp(1, 65_535);
     LaunchShape { grid: [blocks(product.m), blocks(product.n), 1], block: [16, 16, 1], shared_bytes: 0 }
 }
 
 /// The arguments of its launch.
-pub(super) fn arguments(product: &Sgemm, math: BlasMath, workspace: Workspace) -> Vec<KernelArg> {
+pub fn arguments(product: &Sgemm, math: BlasMath, workspace: Workspace) -> Vec<KernelArg> {
     let Sgemm { m, n, k, alpha, a, b, beta, c } = *product;
     let (scratch, scratch_bytes) = workspace.unwrap_or((DevicePtr(0), 0));
     let mut args: Vec<KernelArg> = vec![m.into(), n.into(), k.into(), alpha.into(), beta.into()];

@@ -2,9 +2,9 @@
 
 use std::sync::Arc;
 
-use super::SimDriver;
-use super::work::{KernelWork, Work};
-use super::world::{Function, World};
+use crate::sim::SimDriver;
+use crate::sim::work::{KernelWork, Work};
+use crate::sim::world::{Function, World};
 use crate::{
     Call, DeviceId, ErrorCode, FunctionId, KernelArg, KernelMirror, KernelSource, Kernels, LaunchShape, ModuleId,
     Result, StreamId,
@@ -72,7 +72,7 @@ impl Kernels for SimDriver {
 
 impl World {
     /// The double of a kernel that is there.
-    pub(super) fn function(&mut self, function: FunctionId) -> Result<KernelMirror> {
+    pub fn function(&mut self, function: FunctionId) -> Result<KernelMirror> {
         match self.functions.get(function.0) {
             Some(&Function { mirror, .. }) => Ok(mirror),
             None => {
@@ -83,7 +83,7 @@ impl World {
     }
 
     /// How long a kernel runs.
-    pub(super) fn kernel_nanos(&self, kernel: &KernelWork) -> u64 {
+    pub fn kernel_nanos(&self, kernel: &KernelWork) -> u64 {
         match kernel.mirror.nanos {
             Some(nanos) => nanos(&kernel.shape, &kernel.args),
             None => self.config.work.kernel_nanos(&kernel.shape),

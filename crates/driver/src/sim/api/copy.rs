@@ -2,14 +2,12 @@
 
 use std::sync::{Arc, Mutex, PoisonError};
 
-use super::SimDriver;
-use super::actor::{Actor, Label};
-use super::cost::Route;
-use super::hazard::HazardKind;
-use super::order::Stamp;
-use super::space::{Fault, Region};
-use super::work::Work;
-use super::world::World;
+use crate::sim::SimDriver;
+use crate::sim::cost::Route;
+use crate::sim::memory::{Fault, Region};
+use crate::sim::order::{Actor, HazardKind, Label, Stamp};
+use crate::sim::work::Work;
+use crate::sim::world::World;
 use crate::{Address, Call, Copies, DeviceId, DevicePtr, ErrorCode, Pattern, Result, StreamId};
 
 impl Copies for SimDriver {

@@ -2,12 +2,11 @@
 
 use std::sync::Arc;
 
-use super::SimDriver;
-use super::exec::{Template, TemplateNode, topology};
-use super::hazard::HazardKind;
-use super::space::Region;
-use super::work::Work;
-use super::world::{Capture, Graph, Joined, StreamKind, World};
+use crate::sim::SimDriver;
+use crate::sim::memory::Region;
+use crate::sim::order::HazardKind;
+use crate::sim::work::{Template, TemplateNode, Work, topology};
+use crate::sim::world::{Capture, Graph, Joined, StreamKind, World};
 use crate::{
     Call, CaptureId, CaptureMode, CaptureState, Captures, DeviceId, DevicePtr, ErrorCode, GraphId, GraphTopology,
     NodeId, PoolId, Result, StreamId,
@@ -120,11 +119,11 @@ impl Capture {
 }
 
 impl World {
-    pub(super) fn capture(&self, capture: CaptureId) -> &Capture {
+    pub fn capture(&self, capture: CaptureId) -> &Capture {
         self.captures.get(capture.0).expect("a stream captures into a live capture")
     }
 
-    pub(super) fn begin_capture(&mut self, stream: StreamId, mode: CaptureMode) -> CaptureId {
+    pub fn begin_capture(&mut self, stream: StreamId, mode: CaptureMode) -> CaptureId {
         let capture = CaptureId(self.captures.insert(Capture {
             origin: stream,
             device: self.stream(stream).device,
@@ -166,7 +165,7 @@ impl World {
     }
 
     /// A stream is destroyed: the capture that began on it goes with it, any other loses a member.
-    pub(super) fn leave_capture(&mut self, stream: StreamId) {
+    pub fn leave_capture(&mut self, stream: StreamId) {
         let Some(joined) = self.stream_mut(stream).capture.take() else { return };
         if self.capture(joined.capture).origin == stream {
             let capture = self.drop_capture(joined.capture);
@@ -179,7 +178,7 @@ impl World {
     }
 
     /// What the stream captures into, if that is not broken.
-    pub(super) fn captured_by(&mut self, stream: StreamId) -> Result<Joined> {
+    pub fn captured_by(&mut self, stream: StreamId) -> Result<Joined> {
         let stream = self.live_stream(stream)?;
         let Some(joined) = self.stream(stream).capture.clone() else {
             return self.fail(ErrorCode::IllegalState, format!("{stream} captures nothing"));
@@ -188,7 +187,7 @@ impl World {
         Ok(joined)
     }
 
-    pub(super) fn check_unbroken(&self, capture: CaptureId) -> Result<()> {
+    pub fn check_unbroken(&self, capture: CaptureId) -> Result<()> {
         match &self.capture(capture).broken {
             None => Ok(()),
             Some(why) => self.fail(ErrorCode::StreamCaptureInvalidated, why.clone()),
@@ -196,7 +195,7 @@ impl World {
     }
 
     /// Writes work down as a node behind the stream's last ones.
-    pub(super) fn add_node(&mut self, stream: StreamId, work: Work, nanos: u64) -> Result<()> {
+    pub fn add_node(&mut self, stream: StreamId, work: Work, nanos: u64) -> Result<()> {
         let joined = self.stream(stream).capture.clone().expect("a stream that captures");
         self.check_unbroken(joined.capture)?;
         if let Work::Callback(callback) = &work {
@@ -211,7 +210,7 @@ impl World {
     }
 
     /// A stream waits for an event of a capture, and so becomes part of it.
-    pub(super) fn join_capture(&mut self, stream: StreamId, capture: CaptureId, deps: &[u32]) -> Result<()> {
+    pub fn join_capture(&mut self, stream: StreamId, capture: CaptureId, deps: &[u32]) -> Result<()> {
         if self.captures.get(capture.0).is_none() {
             return self.fail(ErrorCode::InvalidValue, "the event was last recorded in a capture that is over");
         }
@@ -254,7 +253,7 @@ impl World {
 
     /// Breaks captures, by a call that gives `code`. What happens in them from now on is refused until they are ended,
     /// and the refusals name that call.
-    pub(super) fn break_captures<T>(&mut self, captures: &[CaptureId], code: ErrorCode, why: String) -> Result<T> {
+    pub fn break_captures<T>(&mut self, captures: &[CaptureId], code: ErrorCode, why: String) -> Result<T> {
         for &capture in captures {
             let (call, calls, now) = (self.call, self.calls, self.clock);
             let state = self.captures.get_mut(capture.0).expect("a live capture");
@@ -269,13 +268,13 @@ impl World {
     }
 
     /// Breaks what `stream` captures.
-    pub(super) fn break_capture_of<T>(&mut self, stream: StreamId, code: ErrorCode, why: String) -> Result<T> {
+    pub fn break_capture_of<T>(&mut self, stream: StreamId, code: ErrorCode, why: String) -> Result<T> {
         let capture = self.stream(stream).capture.as_ref().expect("a stream that captures").capture;
         self.break_captures(&[capture], code, why)
     }
 
     /// Refuses a possibly unsafe call while a capture forbids it to this thread, and breaks that capture.
-    pub(super) fn forbid_guarded(&mut self) -> Result<()> {
+    pub fn forbid_guarded(&mut self) -> Result<()> {
         if self.captures.len() == 0 {
             return Ok(());
         }
@@ -291,7 +290,7 @@ impl World {
     }
 
     /// Refuses a call that is illegal while any stream of the device captures.
-    pub(super) fn forbid_on_capturing_device(&mut self, device: DeviceId) -> Result<()> {
+    pub fn forbid_on_capturing_device(&mut self, device: DeviceId) -> Result<()> {
         self.refuse_for(
             |capture| capture.device == device,
             "while any stream of the device captures it may not be called",
@@ -309,7 +308,7 @@ impl World {
     }
 
     /// Refuses to ask about, or wait for, a stream whose work is only being written down.
-    pub(super) fn forbid_waiting(&mut self, stream: StreamId) -> Result<()> {
+    pub fn forbid_waiting(&mut self, stream: StreamId) -> Result<()> {
         if self.stream(stream).capture.is_some() {
             let why = format!("{} on {stream}, which captures", self.call);
             return self.break_capture_of(stream, ErrorCode::StreamCaptureUnsupported, why);
@@ -334,7 +333,7 @@ impl World {
     }
 
     /// Refuses work on the default stream while a stream that it would wait for captures.
-    pub(super) fn forbid_implicit(&mut self, stream: StreamId) -> Result<()> {
+    pub fn forbid_implicit(&mut self, stream: StreamId) -> Result<()> {
         let broken = self.blocking_captures(stream);
         if broken.is_empty() {
             return Ok(());
@@ -344,9 +343,9 @@ impl World {
     }
 
     /// An allocation as a node: its address is fixed now, its memory comes when the graph runs.
-    pub(super) fn capture_pool_alloc(&mut self, pool: PoolId, bytes: u64, stream: StreamId) -> Result<DevicePtr> {
+    pub fn capture_pool_alloc(&mut self, pool: PoolId, bytes: u64, stream: StreamId) -> Result<DevicePtr> {
         let capture = self.captured_by(stream)?.capture;
-        let Some(start) = self.memory.space.find(bytes, super::alloc::GRAIN) else {
+        let Some(start) = self.memory.space.find(bytes, crate::sim::api::GRAIN) else {
             return self.fail(ErrorCode::OutOfMemory, "the address space is used up");
         };
         let ptr = DevicePtr(start);
@@ -357,7 +356,7 @@ impl World {
     }
 
     /// A free as a node: of memory that this graph allocates, or that was there before.
-    pub(super) fn capture_pool_free(&mut self, ptr: DevicePtr, stream: StreamId) -> Result<()> {
+    pub fn capture_pool_free(&mut self, ptr: DevicePtr, stream: StreamId) -> Result<()> {
         let capture = self.captured_by(stream)?.capture;
         let own = self.capture(capture).memory.iter().any(|&(known, _)| known == ptr);
         let nodes = &self.capture(capture).nodes;

@@ -5,16 +5,15 @@
 //! freed. Only what is live is in its way. What was remembered of freed memory there is forgotten, since live memory
 //! wins: a stale pointer into it is no longer told from a good one. A replay cannot have both.
 
-use super::SimDriver;
-use super::alloc::GRAIN;
-use super::space::Region;
-use super::virtual_memory::PAGE;
-use super::world::World;
+use crate::sim::SimDriver;
+use crate::sim::api::{GRAIN, PAGE};
+use crate::sim::memory::Region;
+use crate::sim::world::World;
 use crate::{DeviceId, DevicePtr, DriverError, ErrorCode, Result};
 
 /// Where the next ranges go; `None` where nobody cares.
 #[derive(Debug, Default)]
-pub(super) struct Placements {
+pub struct Placements {
     /// For each device, the next plain allocation.
     alloc: Vec<Option<DevicePtr>>,
     reserve: Option<DevicePtr>,

@@ -3,17 +3,14 @@
 use std::panic::AssertUnwindSafe;
 use std::sync::PoisonError;
 
-use super::actor::{Actor, Order, Point};
-use super::exec::ExecGraph;
-use super::hazard::HazardKind;
-use super::memory::{Broken, Memory, Toucher};
-use super::order::{Frontier, Stamp};
-use super::work::{Op, Work};
-use super::world::World;
+use crate::sim::memory::{Broken, Memory, Toucher};
+use crate::sim::order::{Actor, Frontier, HazardKind, Order, Point, Stamp};
+use crate::sim::work::{ExecGraph, Op, Work};
+use crate::sim::world::World;
 use crate::{ConditionalId, DeviceId, DevicePtr, ErrorCode, KernelFault, KernelMemory, KernelScope, Pattern, StreamId};
 
 /// Work in its place: who does it, and what it knows about the others.
-pub(super) struct Scene<'a> {
+pub struct Scene<'a> {
     pub device: DeviceId,
     pub stream: StreamId,
     pub stamp: Stamp,
@@ -70,7 +67,7 @@ impl World {
                 let mut view = View { memory, by, flags, broken: None };
                 let mut scope = KernelScope { shape: kernel.shape, args: &kernel.args, memory: &mut view };
                 // A panic is the device's assert: it breaks the device, not the simulation.
-                let outcome = super::without_driver(|| {
+                let outcome = crate::sim::without_driver(|| {
                     std::panic::catch_unwind(AssertUnwindSafe(|| (kernel.mirror.run)(&mut scope)))
                 });
                 match (outcome, view.broken) {
