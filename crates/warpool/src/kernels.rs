@@ -5,7 +5,7 @@ use std::sync::Mutex;
 
 use warpool_driver::{DeviceId, Driver, FunctionId, KernelSource, ModuleId};
 
-use crate::graph::relaxed;
+use crate::capture::RelaxedMode;
 use crate::{Result, lock};
 
 /// The loaded kernels of one device.
@@ -61,7 +61,7 @@ impl KernelShelf {
         };
         drop(loaded);
         // Relaxed: kernels are also loaded while a stream captures, which would forbid this, and break.
-        relaxed(driver, || Ok(driver.module_unload(module)?))?;
+        RelaxedMode::run(driver, || Ok(driver.module_unload(module)?))?;
         Ok(first)
     }
 

@@ -58,38 +58,25 @@
 #![deny(unsafe_code)]
 
 pub mod blas;
-mod current;
-mod device;
+mod capture;
 mod error;
-mod event;
-mod event_pool;
 pub mod generator;
 pub mod graph;
 pub mod handle;
+mod instance;
 mod kernels;
-mod lease;
 pub mod memory;
 pub mod selftest;
-mod stream;
-mod stream_pool;
-
-use std::sync::{Mutex, MutexGuard, PoisonError};
+mod sync;
 
 pub use warpool_driver as driver;
 
-pub use current::{DeviceGuard, MultiStreamGuard, StreamGuard};
-pub use device::{Device, Instance};
 pub use error::{Endpoint, Error, Result};
-pub use event::{Event, EventOptions};
-pub use event_pool::{EventPool, PooledEvent};
-pub use lease::StreamLease;
-pub use stream::Stream;
-pub use stream_pool::{PRIORITIES_MAX, STREAMS_PER_POOL};
-
-/// Locks a list of ids. Each is changed in one step, so a panic elsewhere cannot leave it half done.
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
+pub use instance::{
+    Device, DeviceGuard, Event, EventOptions, EventPool, Instance, MultiStreamGuard, PRIORITIES_MAX, PooledEvent,
+    STREAMS_PER_POOL, Stream, StreamGuard, StreamLease,
+};
+pub(crate) use sync::lock;
 
 /// Compiles and runs the examples of the README.
 #[cfg(doctest)]

@@ -9,7 +9,7 @@ use std::sync::{Arc, Weak};
 use warpool_driver::{BlasMath, CaptureId, DeviceId, DevicePtr, Driver, HandleId, Library, RawHandle, StreamId};
 
 use super::workspace::{Lender, Lent, Workspace};
-use crate::graph::CaptureRecord;
+use crate::capture::CaptureRecord;
 use crate::handle::LibraryKind;
 use crate::memory::Request;
 use crate::{Device, Instance, Result, Stream, lock};

@@ -17,7 +17,7 @@ use warpool_driver::{DevicePtr, Driver, FunctionId, GraphExecId, KernelArg, Laun
 use super::kernels::{HEAD, SOURCE};
 use super::state::{State, Taken};
 use super::{GeneratorError, Reservation};
-use crate::graph::{CaptureRecord, Site};
+use crate::capture::{CaptureRecord, Site};
 use crate::memory::{Block, Request};
 use crate::{Result, Stream, lock};
 

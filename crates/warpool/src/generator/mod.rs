@@ -63,7 +63,7 @@ mod tests;
 use std::fmt;
 use std::sync::{Arc, Mutex};
 
-use warpool_driver::{CaptureState, ErrorCode};
+use warpool_driver::CaptureState;
 
 pub(crate) use capture::{GeneratorInCapture, Heads};
 pub use error::GeneratorError;
@@ -71,6 +71,7 @@ pub use fill::Target;
 pub use kernels::place;
 pub use reserve::{PHILOX_CUDA, Reservation};
 
+use crate::capture::CaptureStatus;
 use crate::{Device, Instance, Result, Stream, lock};
 use state::State;
 
@@ -233,11 +234,12 @@ impl Generator {
         if self.device.instance().captures().none() {
             return Ok(CaptureState::None);
         }
-        match self.device.driver().capture_state(self.device.current_stream_id()?) {
-            // The default stream does not capture; it is only that others do.
-            Err(error) if error.code == ErrorCode::StreamCaptureImplicit => Ok(CaptureState::None),
-            other => Ok(other?),
-        }
+        let status = CaptureStatus::of_existing(self.device.driver(), self.device.current_stream_id()?)?;
+        Ok(match status {
+            CaptureStatus::Capturing(id) => CaptureState::Active(id),
+            CaptureStatus::Invalidated => CaptureState::Invalidated,
+            CaptureStatus::NotCapturing | CaptureStatus::Blocked | CaptureStatus::StreamDestroyed => CaptureState::None,
+        })
     }
 }
 

@@ -7,7 +7,8 @@ use warpool_driver::{DevicePtr, KernelArg};
 use super::capture;
 use super::state::{State, Taken};
 use super::{Generator, GeneratorError};
-use crate::graph::{CaptureRecord, GeneratorSlot, GraphArg};
+use crate::capture::CaptureRecord;
+use crate::graph::{GeneratorSlot, GraphArg};
 use crate::{Result, Stream};
 
 /// CUDA C++ for kernels that draw: `WarpoolPlace`, `warpool_place(slot, seed, offset)`,

@@ -8,7 +8,7 @@ use warpool_driver::sim::{SimConfig, SimDriver};
 use warpool_driver::{Call, CaptureId, CaptureMode, CaptureState, DevicePtr, Driver, ErrorCode, GraphExecId};
 
 use super::{Generator, GeneratorError, GeneratorInCapture, Reservation, philox};
-use crate::graph::{CaptureRecord, Site};
+use crate::capture::{CaptureRecord, Site};
 use crate::memory::{Allocate, Block, CachingAllocator, DeviceAllocator, Route, Settings};
 use crate::{Device, Error, Instance, Result, Stream, lock};
 

@@ -4,14 +4,14 @@
 use std::sync::Arc;
 use std::thread::{self, ThreadId};
 
-use warpool_driver::{CaptureId, CaptureMode, CaptureState};
+use warpool_driver::{CaptureId, CaptureMode};
 
 use super::buffers::Buffers;
-use super::captures::{CaptureRecord, Site, Used};
 use super::graph::{Graph, Stage};
-use super::pollers::held_by_thread;
 use super::shelf::{Doomed, Ended, Orphan};
 use super::{CaptureOptions, GraphError};
+use crate::capture::guards_of_thread;
+use crate::capture::{CaptureRecord, CaptureStatus, Site, Used};
 use crate::memory::{DeviceAllocator, MemPoolId, PoolKeeper, Route};
 use crate::{Device, Error, Result, Stream, StreamLease, lock};
 
@@ -57,7 +57,7 @@ impl Graph {
         let driver = &**self.device.instance().driver();
         let captures = self.device.instance().captures();
         self.device.state().graphs.settle(driver, captures);
-        if driver.capture_state(stream.id())? != CaptureState::None {
+        if stream.is_capturing()? {
             return Err(GraphError::StreamCaptures { stream: stream.id() }.into());
         }
         let mut booking = Booking::new(&self.allocator, &self.device, options.pool)?;
@@ -65,11 +65,11 @@ impl Graph {
         // into it.
         booking.route(Route::Stream(stream.id()))?;
         booking.count()?;
-        let kept_out = captures.pollers.keep_out(options.poller_patience)?;
+        let excluded = captures.pollers.exclude(options.poller_patience)?;
         driver.capture_begin(stream.id(), options.mode)?;
-        drop(kept_out);
-        let id = match driver.capture_state(stream.id()) {
-            Ok(CaptureState::Active(id)) => id,
+        drop(excluded);
+        let id = match CaptureStatus::of_existing(driver, stream.id()) {
+            Ok(CaptureStatus::Capturing(id)) => id,
             // The second can only be somebody else's doing, between the two calls.
             failed => {
                 booking.give_up(stream);
@@ -117,7 +117,7 @@ impl Graph {
         if options.pool.is_some_and(MemPoolId::is_default) {
             return Err(GraphError::DefaultPool.into());
         }
-        if held_by_thread(self.device.instance()) > 0 {
+        if guards_of_thread(self.device.instance()) > 0 {
             return Err(GraphError::PollsItself.into());
         }
         Ok(())

@@ -12,15 +12,15 @@ use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::Arc;
 
 use warpool_driver::{
-    CaptureState, ConditionalId, ConditionalKind, DevicePtr, DriverError, ErrorCode, FunctionId, KernelArg,
-    KernelFault, KernelMirror, KernelScope, KernelSource, LaunchShape,
+    ConditionalId, ConditionalKind, DevicePtr, DriverError, ErrorCode, FunctionId, KernelArg, KernelFault,
+    KernelMirror, KernelScope, KernelSource, LaunchShape,
 };
 
 use super::GraphError;
 use super::buffers::BufferAt;
 use super::capture::Capture;
-use super::captures::Site;
 use super::shelf::{Doomed, Ended};
+use crate::capture::{CaptureStatus, Site};
 use crate::{Error, Result, Stream};
 
 /// The kernels that carry a flag from memory into a node.
@@ -150,8 +150,8 @@ impl Capture<'_> {
         stream: &Stream,
         body: impl FnOnce(&mut Capture<'_>) -> Result<R>,
     ) -> Result<R> {
-        let id = match stream.driver().capture_state(stream.id())? {
-            CaptureState::Active(id) => id,
+        let id = match CaptureStatus::of_existing(stream.driver(), stream.id())? {
+            CaptureStatus::Capturing(id) => id,
             _ => return Err(DriverError::new("conditional_begin", ErrorCode::StreamCaptureInvalidated).into()),
         };
         let site = Site { record: Arc::clone(&self.under_way.record), in_body: true };

@@ -9,9 +9,9 @@ use warpool_driver::{CaptureMode, Driver, ErrorCode, GraphId, InstantiateOptions
 use super::begin::UnderWay;
 use super::capture::Capture;
 use super::graph::{Captured, Graph, Stage};
-use super::relaxed::relaxed;
 use super::shelf::{Doomed, Ended};
 use super::{CaptureOptions, GraphError};
+use crate::capture::RelaxedMode;
 use crate::{Error, Result, Stream};
 
 /// How graphs are made ready.
@@ -146,7 +146,7 @@ impl Graph {
 /// Makes a template ready to launch.
 pub(super) fn instantiate(driver: &dyn Driver, template: GraphId) -> Result<warpool_driver::GraphExecId> {
     // Relaxed: another thread's capture would forbid it, and break.
-    relaxed(driver, || Ok(driver.graph_instantiate(template, READY)?))
+    RelaxedMode::run(driver, || Ok(driver.graph_instantiate(template, READY)?))
 }
 
 /// The body's error, unless it only says that the capture was broken, and the end said why.

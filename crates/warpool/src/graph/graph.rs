@@ -21,11 +21,11 @@ use warpool_driver::{GraphExecId, GraphId, GraphTopology, RawHandle};
 
 use super::begin::{UnderWay, release_pools};
 use super::buffers::{BufferKey, Buffers};
-use super::captures::Used;
 use super::end::instantiate;
 use super::replay::SeenStreams;
 use super::shelf::Doomed;
 use super::{GraphError, GraphOptions};
+use crate::capture::Used;
 use crate::generator::GeneratorInCapture;
 use crate::memory::{Block, DeviceAllocator, GraphHostPool, MemPoolId};
 use crate::{Device, Result, Stream};

@@ -5,7 +5,7 @@
 
 use std::sync::OnceLock;
 
-use warpool_driver::{CaptureState, GraphExecId, StreamId};
+use warpool_driver::{GraphExecId, StreamId};
 
 use super::GraphError;
 use super::end::instantiate;
@@ -38,12 +38,10 @@ impl Graph {
     /// Fails where a launch would break a capture. Asked only while captures of ours are under way.
     #[cold]
     fn expect_no_capture(&self, stream: &Stream) -> Result<()> {
-        match stream.capture_state()? {
-            CaptureState::None => Ok(()),
-            CaptureState::Active(_) | CaptureState::Invalidated => {
-                Err(GraphError::StreamCaptures { stream: stream.id() }.into())
-            }
+        if stream.is_capturing()? {
+            return Err(GraphError::StreamCaptures { stream: stream.id() }.into());
         }
+        Ok(())
     }
 
     #[cold]

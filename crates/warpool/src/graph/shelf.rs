@@ -5,11 +5,9 @@
 
 use std::sync::{Mutex, Weak};
 
-use warpool_driver::{
-    CaptureId, CaptureState, DeviceId, Driver, DriverError, ErrorCode, GraphExecId, GraphId, StreamId,
-};
+use warpool_driver::{CaptureId, DeviceId, Driver, DriverError, ErrorCode, GraphExecId, GraphId, StreamId};
 
-use super::Captures;
+use crate::capture::{CaptureRegistry, CaptureStatus};
 use crate::memory::DeviceAllocator;
 use crate::{Result, lock};
 
@@ -65,7 +63,7 @@ impl GraphShelf {
     }
 
     /// Does what destructors left. What cannot be done stays.
-    pub(crate) fn settle(&self, driver: &dyn Driver, captures: &Captures) {
+    pub(crate) fn settle(&self, driver: &dyn Driver, captures: &CaptureRegistry) {
         for orphan in take(&self.orphans) {
             self.end_orphan(driver, captures, orphan);
         }
@@ -74,7 +72,7 @@ impl GraphShelf {
         }
     }
 
-    fn end_orphan(&self, driver: &dyn Driver, captures: &Captures, orphan: Orphan) {
+    fn end_orphan(&self, driver: &dyn Driver, captures: &CaptureRegistry, orphan: Orphan) {
         if is_under_way(driver, orphan.stream, orphan.id) {
             match self.end(driver, orphan.stream, orphan.id) {
                 Ended::Graph(graph) => self.destroy(driver, Doomed::Template(graph)),
@@ -117,7 +115,7 @@ impl GraphShelf {
     /// lost connection would, is asked once more, and what it then gives is not trusted. Another capture than `id`,
     /// which must have been ended past us, is left alone.
     pub(crate) fn end(&self, driver: &dyn Driver, stream: StreamId, id: Option<CaptureId>) -> Ended {
-        if let (Some(id), Ok(CaptureState::Active(now))) = (id, driver.capture_state(stream))
+        if let (Some(id), Ok(CaptureStatus::Capturing(now))) = (id, CaptureStatus::of(driver, stream))
             && id != now
         {
             let detail = format!("{stream} captures for {now} by now; somebody else has ended {id}");
@@ -156,11 +154,9 @@ pub(crate) enum Ended {
 /// Whether `stream` still captures, and for that capture. A broken one does not tell which it is, and is taken for it;
 /// so is one that cannot be asked about.
 fn is_under_way(driver: &dyn Driver, stream: StreamId, id: Option<CaptureId>) -> bool {
-    match driver.capture_state(stream) {
-        Ok(CaptureState::None) => false,
-        Ok(CaptureState::Active(now)) => id.is_none_or(|id| id == now),
-        Ok(CaptureState::Invalidated) => true,
-        // A stream that is gone captures nothing.
-        Err(error) => error.code != ErrorCode::InvalidHandle,
+    match CaptureStatus::of(driver, stream) {
+        Ok(CaptureStatus::NotCapturing | CaptureStatus::StreamDestroyed) => false,
+        Ok(CaptureStatus::Capturing(now)) => id.is_none_or(|id| id == now),
+        Ok(CaptureStatus::Invalidated | CaptureStatus::Blocked) | Err(_) => true,
     }
 }

@@ -6,7 +6,7 @@ use std::sync::Mutex;
 
 use warpool_driver::{DeviceId, Driver, HandleId, Library, RawHandle, StreamId};
 
-use crate::device::InstanceKey;
+use crate::instance::InstanceKey;
 use crate::{Device, Error, Instance, Result, Stream, lock};
 
 /// A library whose handles can be pooled. Yours too: a `Handle` is any value that one thread at a time may use.

@@ -247,7 +247,7 @@ fn pollers(lab: &Lab, graph: &mut Graph) -> Result<()> {
         capture.fill(key, Pattern::U32(3), WORDS as u64, &lab.one)?;
         let polling = instance.polling();
         polling.query(event)?;
-        polling.ask(|| lab.two.synchronize())?;
+        polling.run(|| lab.two.synchronize())?;
         Ok(key)
     })?;
     graph.replay(&lab.one)?;

@@ -124,7 +124,7 @@ fn a_panic_in_a_question_leaves_the_thread_as_strict_as_before() {
         .capture(&stream, CaptureOptions::default(), |_| {
             let polling = machine.instance.polling();
             let asked = catch_unwind(AssertUnwindSafe(|| {
-                polling.ask(|| -> Result<()> { std::panic::resume_unwind(Box::new("on purpose")) })
+                polling.run(|| -> Result<()> { std::panic::resume_unwind(Box::new("on purpose")) })
             }));
             assert!(asked.is_err());
             assert_eq!(machine.sim.capture_mode_exchange(CaptureMode::Global), Ok(CaptureMode::Global));

@@ -161,7 +161,7 @@ fn replay(
     let (seed, offset) = (generator.seed(), generator.offset()?);
     captured.graph.replay(stream)?;
     drawn.fetch_add(4, Ordering::Relaxed);
-    machine.instance.polling().ask(|| stream.synchronize())?;
+    machine.instance.polling().run(|| stream.synchronize())?;
     let words = machine.words(captured.own.ptr());
     let expected: Vec<u32> = (0..).flat_map(|at| philox::block(seed, at, offset)).take(WORDS).collect();
     assert_eq!(words, expected);
@@ -195,11 +195,11 @@ fn poller(machine: &Machine, done: &AtomicBool) -> Result<()> {
         // Calls may take no time here; then only waiting lets work be done.
         let is_done = (0..20).map(|_| machine.instance.polling().query(&event)).find(|done| *done != Ok(false));
         if !is_done.unwrap_or(Ok(false))? {
-            machine.instance.polling().ask(|| stream.synchronize())?;
+            machine.instance.polling().run(|| stream.synchronize())?;
         }
         std::thread::yield_now();
     }
-    machine.instance.polling().ask(|| stream.synchronize())?;
+    machine.instance.polling().run(|| stream.synchronize())?;
     assert_eq!(machine.words(block.ptr()), [count; WORDS]);
     Ok(())
 }
@@ -224,7 +224,7 @@ fn renter(machine: &Machine, mut dice: Dice, done: &AtomicBool) -> Result<()> {
                     streams[1].wait_stream(&streams[0])?;
                     block.record_use(&streams[1])?;
                     machine.issue(Work::Add { to: Var::Temp(0), value: 1 }, &|_| block.ptr(), &streams[1])?;
-                    machine.instance.polling().ask(|| streams[1].synchronize())?;
+                    machine.instance.polling().run(|| streams[1].synchronize())?;
                     assert_eq!(machine.words(block.ptr()), [tag + 1; WORDS]);
                 }
                 if dice.once_in(2) { block.free()? } else { drop(block) }

@@ -13,7 +13,7 @@ use super::block::BlockKey;
 use super::state::State;
 use super::{CachingAllocator, Cell};
 use crate::Result;
-use crate::graph::{Harmless, Relaxed};
+use crate::capture::{CaptureSafe, RelaxedMode};
 use crate::memory::DeviceAllocator as _;
 use crate::memory::journal::Cause;
 
@@ -62,14 +62,14 @@ impl CachingAllocator {
 
     /// The same around code of others (a pool's source), which may poll or begin captures itself: so none are held off,
     /// and the driver is told in any case.
-    pub(super) fn relaxed_for_others(&self) -> Result<Relaxed<'_>> {
-        Relaxed::begin(self.driver())
+    pub(super) fn relaxed_for_others(&self) -> Result<RelaxedMode<'_>> {
+        RelaxedMode::begin(self.driver())
     }
 
     /// Lets the calling thread ask the driver for what a capture elsewhere would forbid, and break. No driver call
     /// unless captures are under way.
-    pub(super) fn relaxed(&self, cell: &Cell) -> Result<Harmless<'_>> {
-        Harmless::begin(self.instance(), || !self.has_captures(cell))
+    pub(super) fn relaxed(&self, cell: &Cell) -> Result<CaptureSafe<'_>> {
+        CaptureSafe::begin(self.instance(), || !self.has_captures(cell))
     }
 
     /// The second half of every free of a block with uses: marks for its streams, or, if one of them captures, a place

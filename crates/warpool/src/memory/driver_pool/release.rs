@@ -4,7 +4,7 @@
 use warpool_driver::{CaptureId, ErrorCode, EventScope, PoolAttribute, StreamId};
 
 use super::{Cell, DriverPoolAllocator, Ready};
-use crate::graph::Relaxed;
+use crate::capture::RelaxedMode;
 use crate::memory::books::Entry;
 use crate::memory::journal::Cause;
 use crate::memory::standing::Standing;
@@ -173,8 +173,8 @@ impl DriverPoolAllocator {
 
     /// Until the guard is dropped, the calling thread may ask the driver for what a capture elsewhere would forbid.
     /// Nobody tells this allocator of captures, so it has to expect one at any time.
-    pub(super) fn lax(&self) -> Result<Relaxed<'_>> {
-        Relaxed::begin(self.driver())
+    pub(super) fn lax(&self) -> Result<RelaxedMode<'_>> {
+        RelaxedMode::begin(self.driver())
     }
 
     /// What the pool holds now, and the most that it held. Nothing as long as it was never used.

@@ -17,7 +17,8 @@ use warpool_driver::{DeviceId, DriverError, ErrorCode};
 use super::block::{BlockCell, POOLED, USED, Use};
 use super::size::Fit;
 use super::{HostBlock, Shared};
-use crate::graph::{CaptureRecord, GraphError};
+use crate::capture::CaptureRecord;
+use crate::graph::GraphError;
 use crate::memory::{MemPoolId, StackLevel};
 use crate::{Error, Result, Stream, lock};
 

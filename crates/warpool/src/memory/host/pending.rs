@@ -18,7 +18,7 @@ use warpool_driver::{CaptureState, ErrorCode, EventScope, StreamId};
 
 use super::Shared;
 use super::block::{BlockCell, Use};
-use crate::graph::Relaxed;
+use crate::capture::RelaxedMode;
 use crate::memory::StackLevel;
 use crate::memory::journal::Cause;
 use crate::{Device, PooledEvent, Result, lock};
@@ -135,7 +135,7 @@ impl Shared {
         if heads.is_empty() {
             return Ok(());
         }
-        let _relaxed = Relaxed::begin(self.driver())?;
+        let _relaxed = RelaxedMode::begin(self.driver())?;
         let mut outcome = Ok(());
         while !heads.is_empty() {
             let mut passed = Vec::new();
@@ -155,7 +155,7 @@ impl Shared {
     pub(super) fn wait_for_marks(&self, cause: &Cause) -> Result<()> {
         let mut outcome = self.mark_unmarked(cause);
         let mut heads = lock(&self.pending).heads();
-        let _relaxed = Relaxed::begin(self.driver())?;
+        let _relaxed = RelaxedMode::begin(self.driver())?;
         while !heads.is_empty() {
             let mut passed = Vec::new();
             for head in heads {

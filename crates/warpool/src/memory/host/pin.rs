@@ -8,7 +8,7 @@ use warpool_driver::{DeviceId, HostOptions, HostPtr};
 
 use super::Shared;
 use super::register::register;
-use crate::graph::Relaxed;
+use crate::capture::RelaxedMode;
 use crate::{Error, Result, lock};
 
 /// Pinned memory, as it came.
@@ -55,7 +55,7 @@ impl Shared {
 
     /// Pins memory with `device`'s context, for the host and every device at one address.
     pub(super) fn pin(&self, device: DeviceId, bytes: u64, how: How) -> Result<Pinned> {
-        let _relaxed = Relaxed::begin(self.driver())?;
+        let _relaxed = RelaxedMode::begin(self.driver())?;
         let ptr = match how {
             How::Allocated => {
                 let options = HostOptions { portable: true, mapped: true, write_combined: false };
@@ -79,7 +79,7 @@ impl Shared {
 
     /// Gives it back. On real devices that waits for the work of the device.
     pub(super) fn unpin(&self, pinned: &Pinned) -> Result<()> {
-        let _relaxed = Relaxed::begin(self.driver())?;
+        let _relaxed = RelaxedMode::begin(self.driver())?;
         self.unpin_relaxed(pinned)
     }
 

@@ -36,7 +36,7 @@ use super::claims::Claims;
 use super::pools::Pools;
 use super::release::Marks;
 use super::{BaseAllocation, ExternalAllocator, Handled, RawStream};
-use crate::graph::Relaxed;
+use crate::capture::RelaxedMode;
 use crate::memory::books::Books;
 use crate::memory::desk::Desk;
 use crate::memory::history::StackNumbers;
@@ -146,7 +146,7 @@ impl PluggableAllocator {
 
     /// Calls the plug. It is foreign code, which may ask the driver for anything: no capture may break of it.
     pub(super) fn call_plug<R>(&self, call: impl FnOnce(&(dyn ExternalAllocator + 'static)) -> R) -> Result<R> {
-        let _relaxed = Relaxed::begin(self.driver())?;
+        let _relaxed = RelaxedMode::begin(self.driver())?;
         Ok(call(&*self.plug))
     }
 

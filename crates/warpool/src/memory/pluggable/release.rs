@@ -11,7 +11,7 @@ use warpool_driver::{EventScope, RawHandle, StreamId};
 
 use super::RawStream;
 use super::allocator::{Cell, PluggableAllocator};
-use crate::graph::Relaxed;
+use crate::capture::RelaxedMode;
 use crate::memory::books::Entry;
 use crate::memory::journal::Cause;
 use crate::memory::standing::Standing;
@@ -46,7 +46,7 @@ struct Look {
 /// Whether a block can go back.
 enum Verdict<'a> {
     /// To be freed for this stream, in the relaxed mode that the thread is in.
-    Go(RawStream, Relaxed<'a>),
+    Go(RawStream, RelaxedMode<'a>),
     NotYet,
     /// Not before its pool has lost its last user, which puts it out of hand.
     Kept,
@@ -152,7 +152,7 @@ impl PluggableAllocator {
     }
 
     fn go(&self, stream: RawStream) -> Result<Verdict<'_>> {
-        Ok(Verdict::Go(stream, Relaxed::begin(self.driver())?))
+        Ok(Verdict::Go(stream, RelaxedMode::begin(self.driver())?))
     }
 
     /// Puts a mark into each of `streams`; `None` if one of them captures by now.
@@ -183,7 +183,7 @@ impl PluggableAllocator {
         if marks.is_empty() {
             return Ok(());
         }
-        let _relaxed = Relaxed::begin(self.driver())?;
+        let _relaxed = RelaxedMode::begin(self.driver())?;
         while let Some(mark) = marks.last() {
             if look.behind.get(&mark.stream).is_some_and(|&first| first <= mark.number) {
                 return Ok(());

@@ -8,7 +8,7 @@
 use std::fmt;
 use std::ops::Deref;
 
-use crate::stream_pool::RowIndex;
+use super::stream_pool::RowIndex;
 use crate::{Device, Result, Stream};
 
 /// A stream that nobody else has from Warpool, until this is dropped.

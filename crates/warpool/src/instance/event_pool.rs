@@ -10,7 +10,7 @@
 use std::fmt;
 use std::sync::Mutex;
 
-use warpool_driver::{CaptureState, DeviceId, Driver, EventId, EventOptions, EventScope};
+use warpool_driver::{DeviceId, Driver, EventId, EventOptions, EventScope};
 
 use crate::{Device, Error, Instance, Result, Stream, lock};
 
@@ -254,10 +254,7 @@ impl PooledEvent {
 
 /// The scope of an event that is to speak to the world outside: only a stream that captures has one.
 fn external_scope(stream: &Stream) -> Result<EventScope> {
-    Ok(match stream.capture_state()? {
-        CaptureState::None => EventScope::Plain,
-        CaptureState::Active(_) | CaptureState::Invalidated => EventScope::External,
-    })
+    Ok(if stream.is_capturing()? { EventScope::External } else { EventScope::Plain })
 }
 
 impl Drop for PooledEvent {

@@ -3,19 +3,34 @@
 //! A `Instance` owns what is kept per device (pools of streams and events); what is kept per thread is in `current.rs`.
 //! The rule: making a `Instance` or a `Device` creates no context, and dropping one makes no driver call.
 
+mod current;
+mod event;
+mod event_pool;
+mod lease;
+mod stream;
+mod stream_pool;
+
 use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 
 use warpool_driver::{DeviceId, DeviceProperties, Driver, StreamId};
 
-use crate::event_pool::EventShelf;
+use crate::capture::CaptureRegistry;
 use crate::generator::Seat;
-use crate::graph::{Captures, GraphShelf};
+use crate::graph::GraphShelf;
 use crate::handle::StrayHandles;
 use crate::kernels::KernelShelf;
-use crate::stream_pool::StreamShelf;
 use crate::{Error, Result};
+
+pub use current::{DeviceGuard, MultiStreamGuard, StreamGuard};
+pub use event::{Event, EventOptions};
+use event_pool::EventShelf;
+pub use event_pool::{EventPool, PooledEvent};
+pub use lease::StreamLease;
+pub use stream::Stream;
+use stream_pool::StreamShelf;
+pub use stream_pool::{PRIORITIES_MAX, STREAMS_PER_POOL};
 
 /// A driver with its devices, and the pools that Warpool keeps for them. Cheap to clone; clones are the same `Instance`.
 ///
@@ -33,7 +48,7 @@ struct Shared {
     alive: Arc<()>,
     driver: Arc<dyn Driver>,
     devices: Box<[DeviceState]>,
-    captures: Captures,
+    captures: CaptureRegistry,
 }
 
 /// Which `Instance`. Never reused in a process.
@@ -77,7 +92,13 @@ impl Instance {
             .collect::<Result<_>>()?;
         let key = InstanceKey(NEXT_KEY.fetch_add(1, Ordering::Relaxed));
         Ok(Self {
-            shared: Arc::new(Shared { key, alive: Arc::new(()), driver, devices, captures: Captures::default() }),
+            shared: Arc::new(Shared {
+                key,
+                alive: Arc::new(()),
+                driver,
+                devices,
+                captures: CaptureRegistry::default(),
+            }),
         })
     }
 
@@ -136,7 +157,7 @@ impl Instance {
     }
 
     /// The captures that are under way.
-    pub(crate) fn captures(&self) -> &Captures {
+    pub(crate) fn captures(&self) -> &CaptureRegistry {
         &self.shared.captures
     }
 

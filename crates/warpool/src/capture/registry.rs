@@ -8,22 +8,23 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 
 use rustc_hash::FxHashMap;
-use warpool_driver::{CaptureId, CaptureState, DeviceId, ErrorCode};
+use warpool_driver::{CaptureId, DeviceId, DriverError, ErrorCode};
 
-use super::GraphError;
-use super::pollers::{HeldOff, Pollers};
+use super::pollers::{HoldOff, Pollers};
+use super::status::CaptureStatus;
 use crate::generator::{GeneratorInCapture, Heads};
+use crate::graph::GraphError;
 use crate::memory::{DeviceAllocator, GraphHostPool, MemPoolId};
 use crate::{Instance, Result, Stream, lock};
 
 /// All captures under way.
 #[derive(Default)]
-pub(crate) struct Captures {
+pub(crate) struct CaptureRegistry {
     /// How many there are, or are about to be: so that nobody needs the lock, or the driver, to see that there are
     /// none.
     under_way: AtomicUsize,
     by_id: Mutex<FxHashMap<CaptureId, Site>>,
-    pub(super) pollers: Pollers,
+    pub(crate) pollers: Pollers,
 }
 
 /// Where in a capture a stream stands.
@@ -72,7 +73,7 @@ impl CaptureRecord {
     }
 }
 
-impl Captures {
+impl CaptureRegistry {
     /// Whether none is under way. One load.
     pub(crate) fn none(&self) -> bool {
         self.under_way.load(Ordering::Acquire) == 0
@@ -80,7 +81,7 @@ impl Captures {
 
     /// Keeps captures from beginning until the result is dropped; `None` if one is under way, or about to be. Never
     /// waits.
-    pub(crate) fn hold_off(&self) -> Option<HeldOff<'_>> {
+    pub(crate) fn hold_off(&self) -> Option<HoldOff<'_>> {
         // Looked at with captures held off: one that began before is seen, one that comes after waits.
         self.pollers.hold_off().filter(|_| self.none())
     }
@@ -109,18 +110,15 @@ impl Captures {
     /// Always asks the driver: also captures that began without us are seen, and are [`GraphError::ForeignCapture`]. A
     /// broken capture is the driver's own error.
     pub(crate) fn find_with_id(&self, stream: &Stream) -> Result<Option<(CaptureId, Site)>> {
-        let id = match stream.driver().capture_state(stream.id()) {
-            Ok(CaptureState::None) => return Ok(None),
-            Ok(CaptureState::Active(id)) => id,
-            Ok(CaptureState::Invalidated) => {
-                let detail = format!("{stream} takes part in a capture that is broken");
-                return Err(warpool_driver::DriverError::new("capture_state", ErrorCode::StreamCaptureInvalidated)
+        let id = match CaptureStatus::of_existing(stream.driver(), stream.id())? {
+            CaptureStatus::Capturing(id) => id,
+            CaptureStatus::Invalidated => {
+                let detail = format!("{stream} takes part in a capture that was invalidated");
+                return Err(DriverError::new("capture_state", ErrorCode::StreamCaptureInvalidated)
                     .with_detail(detail)
                     .into());
             }
-            // The default stream does not capture; it is only that others do.
-            Err(error) if error.code == ErrorCode::StreamCaptureImplicit => return Ok(None),
-            Err(error) => return Err(error.into()),
+            CaptureStatus::NotCapturing | CaptureStatus::Blocked | CaptureStatus::StreamDestroyed => return Ok(None),
         };
         match lock(&self.by_id).get(&id) {
             Some(site) => Ok(Some((id, site.clone()))),
@@ -136,16 +134,12 @@ impl Captures {
 
 impl Instance {
     /// Whether `stream` takes part in a capture, be it a broken one. As [`Stream::is_capturing`], but asks the driver
-    /// only while captures of [graphs](super::Graph) are under way: those that began past Warpool may be missed.
+    /// only while captures of [graphs](crate::graph::Graph) are under way: those that began past Warpool may be missed.
     pub fn is_capturing(&self, stream: &Stream) -> Result<bool> {
         self.expect_same(stream.instance(), "the stream")?;
         if self.captures().none() {
             return Ok(false);
         }
-        match self.driver().capture_state(stream.id()) {
-            Ok(state) => Ok(state != CaptureState::None),
-            Err(error) if error.code == ErrorCode::StreamCaptureImplicit => Ok(false),
-            Err(error) => Err(error.into()),
-        }
+        Ok(CaptureStatus::of_existing(&**self.driver(), stream.id())?.is_capturing())
     }
 }

@@ -21,7 +21,7 @@ use std::sync::{Arc, Weak};
 
 use warpool_driver::{DeviceId, StreamId};
 
-use crate::device::InstanceKey;
+use super::InstanceKey;
 use crate::{Device, Instance, Result, Stream};
 
 thread_local! {

@@ -1,0 +1,18 @@
+//! Stream captures: whether a stream captures, which captures are under way, and what each has used.
+//!
+//! Below memory, generators and graphs, which all need to know; nothing here knows them. Beginning and ending a capture
+//! is in [`graph`](crate::graph).
+
+mod capture_safe;
+mod pollers;
+mod polling;
+mod registry;
+mod relaxed;
+mod status;
+
+pub(crate) use capture_safe::CaptureSafe;
+pub use polling::Polling;
+pub(crate) use polling::guards_of_thread;
+pub(crate) use registry::{CaptureRecord, CaptureRegistry, Site, Used};
+pub(crate) use relaxed::RelaxedMode;
+pub(crate) use status::CaptureStatus;

@@ -1,0 +1,44 @@
+//! Driver calls that another stream's capture forbids, made without invalidating it.
+
+use std::fmt;
+
+use warpool_driver::{CaptureMode, Driver};
+
+use crate::Result;
+
+/// While this guard lives, driver calls of the calling thread invalidate no capture of another stream. Dropping it,
+/// also by a panic, restores the thread's capture mode: the one destructor of this crate that calls the driver, so keep
+/// it on the stack.
+pub(crate) struct RelaxedMode<'a> {
+    driver: &'a dyn Driver,
+    before: CaptureMode,
+}
+
+impl<'a> RelaxedMode<'a> {
+    pub(crate) fn begin(driver: &'a dyn Driver) -> Result<Self> {
+        let before = driver.capture_mode_exchange(CaptureMode::Relaxed)?;
+        Ok(Self { driver, before })
+    }
+
+    /// Runs `act` in relaxed mode.
+    pub(crate) fn run<R>(driver: &'a dyn Driver, act: impl FnOnce() -> Result<R>) -> Result<R> {
+        let _relaxed = Self::begin(driver)?;
+        act()
+    }
+}
+
+impl Drop for RelaxedMode<'_> {
+    fn drop(&mut self) {
+        let restore = || self.driver.capture_mode_exchange(self.before);
+        // Tried twice: in a thread that stays relaxed, calls that a capture forbids would go unnoticed.
+        if let Err(error) = restore().or_else(|_| restore()) {
+            tracing::warn!(%error, "the thread's capture mode could not be restored");
+        }
+    }
+}
+
+impl fmt::Debug for RelaxedMode<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "relaxed, {:?} before", self.before)
+    }
+}

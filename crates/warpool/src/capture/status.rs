@@ -1,0 +1,89 @@
+//! Whether a stream captures: the driver's answer to `capture_state`, with the errors that are answers too.
+
+use warpool_driver::{CaptureId, CaptureState, Driver, ErrorCode, StreamId};
+
+use crate::{Error, Result};
+
+/// Whether a stream captures, and whether work (an event, a wait) can be put into it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum CaptureStatus {
+    /// It does not capture: what is put into it is executed.
+    NotCapturing,
+    /// It takes part in this capture.
+    Capturing(CaptureId),
+    /// It takes part in a capture that was invalidated. Work before the capture may still run.
+    Invalidated,
+    /// It is the default stream, and a blocking stream captures: any work put into it would invalidate that capture.
+    Blocked,
+    /// The stream was destroyed. Its last work may still run.
+    StreamDestroyed,
+}
+
+impl CaptureStatus {
+    /// The status of `stream`. One driver call.
+    pub(crate) fn of(driver: &dyn Driver, stream: StreamId) -> Result<Self> {
+        match Self::of_existing(driver, stream) {
+            Err(Error::Driver(error)) if error.code == ErrorCode::InvalidHandle => Ok(Self::StreamDestroyed),
+            other => other,
+        }
+    }
+
+    /// As [`of`](Self::of), but a destroyed stream is the driver's error.
+    pub(crate) fn of_existing(driver: &dyn Driver, stream: StreamId) -> Result<Self> {
+        match driver.capture_state(stream) {
+            Ok(CaptureState::None) => Ok(Self::NotCapturing),
+            Ok(CaptureState::Active(capture)) => Ok(Self::Capturing(capture)),
+            Ok(CaptureState::Invalidated) => Ok(Self::Invalidated),
+            Err(error) if error.code == ErrorCode::StreamCaptureImplicit => Ok(Self::Blocked),
+            Err(error) => Err(error.into()),
+        }
+    }
+
+    /// The capture that the stream takes part in, if it is a valid one.
+    pub(crate) fn capture(self) -> Option<CaptureId> {
+        if let Self::Capturing(capture) = self { Some(capture) } else { None }
+    }
+
+    /// Whether the stream takes part in a capture, valid or invalidated.
+    pub(crate) fn is_capturing(self) -> bool {
+        matches!(self, Self::Capturing(_) | Self::Invalidated)
+    }
+
+    /// Whether no work can be put into the stream without becoming part of a capture or invalidating one.
+    pub(crate) fn refuses_work(self) -> bool {
+        matches!(self, Self::Capturing(_) | Self::Invalidated | Self::Blocked)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use warpool_driver::sim::{SimConfig, SimDriver};
+    use warpool_driver::{CaptureMode, Captures as _, StreamOptions, Streams as _};
+
+    use super::*;
+    use crate::Instance;
+
+    #[test]
+    fn every_answer_of_the_driver_has_a_status() {
+        let driver = Arc::new(SimDriver::new(SimConfig::default()));
+        let device = Instance::new(driver.clone()).unwrap().device(0).unwrap();
+        let of = |stream| CaptureStatus::of(&*driver, stream).unwrap();
+        let default = device.default_stream().unwrap().id();
+        let options = StreamOptions { non_blocking: false, priority: 0 };
+        let [blocking, gone] = [(); 2].map(|()| driver.stream_create(device.id(), options).unwrap());
+        assert_eq!(of(blocking), CaptureStatus::NotCapturing);
+        driver.capture_begin(blocking, CaptureMode::ThreadLocal).unwrap();
+        let status = of(blocking);
+        assert!(status.capture().is_some() && status.is_capturing() && status.refuses_work());
+        assert_eq!(of(default), CaptureStatus::Blocked);
+        driver.stream_synchronize(blocking).unwrap_err();
+        assert_eq!(of(blocking), CaptureStatus::Invalidated);
+        driver.capture_end(blocking).unwrap_err();
+        assert_eq!(of(blocking), CaptureStatus::NotCapturing);
+        driver.stream_destroy(gone).unwrap();
+        assert_eq!(of(gone), CaptureStatus::StreamDestroyed);
+        assert!(CaptureStatus::of_existing(&*driver, gone).is_err());
+    }
+}
