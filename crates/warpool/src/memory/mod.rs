@@ -77,6 +77,7 @@ mod pool;
 mod pool_id;
 mod scopes;
 mod settings;
+mod size_rules;
 mod snapshot;
 mod standing;
 mod stats;
@@ -108,6 +109,7 @@ pub use settings::{
     Backend, FreeBlockOrder, Lint, Origin, PinnedSettings, Problem, Reserve, SettingValue, Settings, SettingsError,
     Warning, lint,
 };
+pub use size_rules::SizeRules;
 pub use snapshot::{
     Action, Annotation, BlockInfo, BlockState, Frame, RecordedSettings, SegmentInfo, SegmentKind, Snapshot, StackId,
     TextId, Texts, TraceEntry,

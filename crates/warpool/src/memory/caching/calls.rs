@@ -6,11 +6,11 @@ use warpool_driver::{DeviceId, DevicePtr, StreamId};
 
 use super::block::{BlockKey, Standing};
 use super::state::{State, Want};
-use super::{CachingAllocator, Cell, size};
+use super::{CachingAllocator, Cell};
 use crate::memory::journal::Cause;
 use crate::memory::{
-    Allocation, DeviceAllocator, HistoryOptions, MemPoolId, Observers, PoolKeeper, Request, Snapshot, SnapshotOptions,
-    StackLevel, Stat, Stats,
+    Allocation, DeviceAllocator, HistoryOptions, MemPoolId, Observers, PoolKeeper, Request, SizeRules, Snapshot,
+    SnapshotOptions, StackLevel, Stat, Stats,
 };
 use crate::{Error, Instance, Result, lock};
 
@@ -124,7 +124,7 @@ impl DeviceAllocator for CachingAllocator {
         if bytes == 0 {
             return Ok(Allocation { ptr: DevicePtr(0), bytes: 0, bytes_requested: 0, device, stream, slot: 0 });
         }
-        if bytes >= size::TOO_LARGE {
+        if bytes >= SizeRules::REQUEST_TOO_LARGE {
             return Err(Error::RequestTooLarge { bytes });
         }
         if !self.caching.load(Ordering::Acquire) {

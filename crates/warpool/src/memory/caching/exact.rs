@@ -4,9 +4,8 @@ use warpool_driver::DevicePtr;
 
 use super::CachingAllocator;
 use super::block::BlockKey;
-use super::size::{BLOCK_MIN, TOO_LARGE};
 use super::state::{State, Want};
-use crate::memory::{Allocation, Request, StackLevel};
+use crate::memory::{Allocation, Request, SizeRules, StackLevel};
 use crate::{Error, Result};
 
 impl CachingAllocator {
@@ -15,10 +14,10 @@ impl CachingAllocator {
     pub fn allocate_at(&self, request: Request, ptr: DevicePtr) -> Result<Allocation> {
         let Request { device, stream, bytes, pool } = request;
         let refuse = |why| Err(Error::ExactAddress { ptr, bytes, why });
-        if bytes == 0 || !ptr.0.is_multiple_of(BLOCK_MIN) {
+        if bytes == 0 || !ptr.0.is_multiple_of(SizeRules::BLOCK_MULTIPLE) {
             return refuse("the size must not be 0, and the address must be a multiple of 512");
         }
-        if bytes >= TOO_LARGE {
+        if bytes >= SizeRules::REQUEST_TOO_LARGE {
             return Err(Error::RequestTooLarge { bytes });
         }
         let cell = self.cell(device)?;

@@ -10,13 +10,12 @@ use warpool_driver::{Access, DeviceAccess, DevicePtr, ErrorCode, PhysicalId, Phy
 use super::block::{Block, BlockKey, Standing};
 use super::pending::Mark;
 use super::segment::Fetched;
-use super::size;
 use super::state::{BinKey, LaneKey, Source, State, Want};
 use super::{CachingAllocator, Cell};
 use crate::Result;
 use crate::memory::journal::Cause;
 use crate::memory::settings::Reserve;
-use crate::memory::{Action, OomCause, SegmentKind};
+use crate::memory::{Action, OomCause};
 
 /// The driver's side of an expandable segment.
 pub(super) struct Growing {
@@ -261,10 +260,7 @@ impl CachingAllocator {
 
     /// Reserves addresses for a new segment, all unmapped. `None` if they would not suffice.
     fn new_growing(&self, cell: &Cell, want: &Want, cause: &Cause) -> Result<Option<()>> {
-        let chunk = match want.kind {
-            SegmentKind::Small => size::SMALL_SEGMENT,
-            SegmentKind::Large => self.with(cell, |state| state.policy.large_segment),
-        };
+        let chunk = self.with(cell, |state| state.policy.sizes.chunk(want.kind));
         let chunk = chunk.next_multiple_of(cell.granularity);
         let bytes = self.bytes_to_reserve(cell, want.stream).max(1).next_multiple_of(chunk);
         if bytes < want.size {

@@ -31,7 +31,6 @@ mod place;
 mod policy;
 mod pools;
 mod segment;
-mod size;
 mod slow;
 mod snapshot;
 mod state;

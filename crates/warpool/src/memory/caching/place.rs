@@ -6,10 +6,9 @@ use warpool_driver::{DevicePtr, StreamId};
 
 use super::block::{BlockKey, Standing};
 use super::free_set::Place;
-use super::size;
 use super::state::{BinKey, LaneKey, State, Want};
 use crate::memory::journal::Cause;
-use crate::memory::{Action, Allocation, MemPoolId, SegmentKind};
+use crate::memory::{Action, Allocation, MemPoolId, SegmentKind, SizeRules};
 use crate::{Error, Result};
 
 impl State {
@@ -31,8 +30,8 @@ impl State {
 
     #[inline]
     pub(super) fn want_of(&self, bins: [BinKey; 2], pool: MemPoolId, stream: StreamId, requested: u64) -> Want {
-        let size = size::round(requested, self.policy.divisions(requested));
-        let kind = size::kind(size);
+        let size = self.policy.sizes.round(requested);
+        let kind = SizeRules::kind(size);
         let bin = bins[kind as usize];
         Want {
             bin,
@@ -41,7 +40,7 @@ impl State {
             kind,
             requested,
             size,
-            segment: size::segment(size, self.policy.large_segment),
+            segment: self.policy.sizes.segment(size),
             expandable: self.policy.expandable && !self.bins[bin].has_upstream,
         }
     }
@@ -88,10 +87,7 @@ impl State {
                 found = candidates.find(|next| !self.blocks[next.1].growing)?;
             }
         }
-        let (size, oversize) = (self.blocks[found.1].size, self.policy.max_split);
-        let too_good = want.size < oversize && size >= oversize;
-        let too_wide = want.size >= oversize && size >= want.size.saturating_add(self.policy.max_non_split_rounding);
-        (!too_good && !too_wide).then_some(found)
+        self.policy.sizes.may_serve(want.size, self.blocks[found.1].size).then_some(found)
     }
 
     /// Its size, with the unmapped addresses behind it.
@@ -156,7 +152,7 @@ impl State {
         stats.active.increase(kind, 1);
         stats.active_bytes.increase(kind, size);
         stats.requested_bytes.increase(kind, requested);
-        if size >= self.policy.max_split {
+        if self.policy.sizes.is_oversize(size) {
             stats.oversize_allocations.increase(1);
         }
         Allocation {
@@ -179,7 +175,7 @@ impl State {
         let kind = block.kind;
         self.stats.allocation.decrease(kind, 1);
         self.stats.allocated_bytes.decrease(kind, size);
-        if size >= self.policy.max_split {
+        if self.policy.sizes.is_oversize(size) {
             self.stats.oversize_allocations.decrease(1);
         }
         self.record(Action::FreeRequested, ptr, requested, segment, cause);
@@ -226,10 +222,6 @@ impl State {
             return false;
         }
         let rest = self.blocks[found].size - want.size;
-        if want.kind == SegmentKind::Small || want.expandable {
-            rest >= size::BLOCK_MIN
-        } else {
-            want.size < self.policy.max_split && rest > size::SMALL_MAX
-        }
+        self.policy.sizes.splits(want.size, rest, want.expandable)
     }
 }

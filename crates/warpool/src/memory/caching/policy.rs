@@ -1,16 +1,11 @@
 //! The settings as the rules need them: plain numbers, one copy per device under its lock.
 
-use crate::memory::{FreeBlockOrder, Settings};
+use crate::memory::{FreeBlockOrder, Settings, SizeRules};
 
 /// What the rules of one device go by.
 #[derive(Clone, Debug)]
 pub(super) struct Policy {
-    divisions: [u64; 16],
-    has_divisions: bool,
-    pub(super) large_segment: u64,
-    /// Blocks from this size on are never split; the largest number is never.
-    pub(super) max_split: u64,
-    pub(super) max_non_split_rounding: u64,
+    pub(super) sizes: SizeRules,
     /// The share of the limit above which old segments go; 0 is never.
     pub(super) garbage_threshold: f64,
     pub(super) expandable: bool,
@@ -27,11 +22,7 @@ impl Policy {
     /// What `settings` mean for a device, under `limit`. `grows` says whether the device has virtual memory.
     pub(super) fn new(settings: &Settings, bytes_total: u64, limit: Option<u64>, grows: bool) -> Self {
         Self {
-            divisions: settings.roundup_power2_divisions,
-            has_divisions: settings.roundup_power2_divisions.iter().any(|&divisions| divisions > 1),
-            large_segment: settings.large_segment_bytes,
-            max_split: settings.max_split_bytes.unwrap_or(u64::MAX),
-            max_non_split_rounding: settings.max_non_split_rounding_bytes,
+            sizes: SizeRules::new(settings),
             garbage_threshold: settings.garbage_collection_threshold,
             expandable: settings.expandable_segments && grows,
             reuse_in_capture: settings.graph_capture_record_stream_reuse,
@@ -42,15 +33,6 @@ impl Policy {
             }),
             limit,
         }
-    }
-
-    /// Into how many steps the way to the next power of two is divided, for a request of that size.
-    pub(super) fn divisions(&self, bytes: u64) -> u64 {
-        if !self.has_divisions {
-            return 0;
-        }
-        let power = u64::from(bytes.max(1).ilog2());
-        self.divisions[usize::try_from(power.saturating_sub(20).min(15)).expect("at most 15")]
     }
 
     /// Whether old segments are ever given back because of their age. It takes a limit to be above.
@@ -71,7 +53,7 @@ impl Policy {
 
     /// As the counters show it.
     pub(super) fn max_split_stat(&self) -> i64 {
-        i64::try_from(self.max_split).unwrap_or(-1)
+        i64::try_from(self.sizes.max_split_bytes()).unwrap_or(-1)
     }
 }
 

@@ -117,7 +117,7 @@ impl CachingAllocator {
             let block = state.add_segment(lane, ptr.0, want.segment, source, cause);
             state.count_fetched(want.bin, want.segment);
             state.stats.segment.increase(want.kind, 1);
-            if want.segment >= state.policy.max_split {
+            if state.policy.sizes.is_oversize(want.segment) {
                 state.stats.oversize_segments.increase(1);
             }
             let segment = state.blocks[block].segment;
@@ -158,7 +158,7 @@ impl CachingAllocator {
             let source = state.remove_segment(block);
             state.count_returned(bin, bytes);
             state.stats.segment.decrease(kind, 1);
-            if bytes >= state.policy.max_split {
+            if state.policy.sizes.is_oversize(bytes) {
                 state.stats.oversize_segments.decrease(1);
             }
             Some(source)
@@ -231,7 +231,7 @@ impl CachingAllocator {
     /// memory may be a graph's for as long as it is used.
     pub(super) fn return_oversize(&self, cell: &Cell, want: &Want, cause: &Cause) -> Result<bool> {
         let (needed, candidates) = self.with(cell, |state| {
-            let limit = state.policy.max_split;
+            let limit = state.policy.sizes.max_split_bytes();
             if limit == u64::MAX || !want.pool.is_default() {
                 return (0, Vec::new());
             }

@@ -163,7 +163,7 @@ impl State {
 
     /// How many blocks that callers have, and how many segments, are too large to be split.
     pub(super) fn count_oversize(&self) -> (u64, u64) {
-        let limit = self.policy.max_split;
+        let limit = self.policy.sizes.max_split_bytes();
         let is_oversize = |block: &&Block| block.standing == Standing::Taken && block.size >= limit;
         let blocks = self.blocks.values().filter(is_oversize).count();
         let is_whole = |segment: &&Segment| !matches!(segment.source, Source::Growing(_));
