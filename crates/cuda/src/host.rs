@@ -6,7 +6,7 @@ use std::mem::ManuallyDrop;
 use std::ptr;
 
 use warpool_driver::{
-    Call, DeviceId, DevicePtr, ErrorCode, HostMemory, HostOptions, HostPtr, HostRange, KeptRange, Result,
+    Call, ClaimedRange, DeviceId, DevicePtr, ErrorCode, HostMemory, HostOptions, HostPtr, HostRange, Result,
 };
 
 use crate::CudaDriver;
@@ -31,7 +31,7 @@ enum How {
     Allocated,
     /// The range is kept for as long as CUDA has it pinned, which it goes on doing if the driver here is dropped: then
     /// nobody unmaps it.
-    Registered(ManuallyDrop<KeptRange>),
+    Registered(ManuallyDrop<ClaimedRange>),
 }
 
 /// CUDA's flags for pinned memory.
@@ -90,7 +90,7 @@ impl HostMemory for CudaDriver {
         }
         let _current = self.make_current(site, context)?;
         let (start, bytes) = (range.ptr(), range.bytes());
-        let Some(kept) = range.keep() else {
+        let Some(kept) = range.claim() else {
             let detail = format!("the pages at {start} are pinned already");
             return Err(site.explain(ErrorCode::HostMemoryAlreadyRegistered, detail));
         };
@@ -176,7 +176,7 @@ mod tests {
     use std::cell::Cell;
     use std::sync::Arc;
 
-    use warpool_driver::Pages;
+    use warpool_driver::HostPages;
 
     use super::*;
     use crate::api::Api;
@@ -199,9 +199,9 @@ mod tests {
     fn pages_stay_until_cuda_has_let_them_go() {
         let driver =
             fake::driver_with(Api { mem_host_register: register, mem_host_unregister: unregister, ..fake::api() });
-        let pages = Pages::map(4096, false).expect("a page");
+        let pages = HostPages::map(4096, false).expect("a page");
         let (ptr, alive) = (pages.ptr(), Arc::downgrade(&pages));
-        let register = || driver.host_register(DEVICE, HostRange::of(&pages), HostOptions::default());
+        let register = || driver.host_register(DEVICE, HostRange::of_pages(&pages), HostOptions::default());
 
         ANSWER.set(2);
         assert_eq!(register().map_err(|error| error.code), Err(ErrorCode::OutOfMemory));

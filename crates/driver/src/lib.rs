@@ -22,4 +22,4 @@ pub use id::{
     Address, CaptureId, ConditionalId, DeviceId, DevicePtr, EventId, ForeignStream, FunctionId, GraphExecId, GraphId,
     HandleId, HostPtr, ModuleId, NodeId, PhysicalId, PoolId, RawHandle, StreamId,
 };
-pub use pages::{HostRange, KeptRange, Pages};
+pub use pages::{ClaimedRange, HostPages, HostRange};

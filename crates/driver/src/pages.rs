@@ -20,16 +20,16 @@ const HUGE: u64 = 2 << 20;
 ///
 /// Nobody here gives references into it: the host reads and writes it through the driver that pinned it.
 /// It is unmapped when nobody has it any more, neither its owner nor a driver.
-pub struct Pages {
+pub struct HostPages {
     /// Everything that was mapped: with huge pages, more than the pages, so that they can be aligned.
     map: MmapRaw,
     start: u64,
     bytes: u64,
     /// Whether a driver has pinned it. Locked while pages are touched, so that nobody pins and uses them meanwhile.
-    kept: Mutex<bool>,
+    claimed: Mutex<bool>,
 }
 
-impl Pages {
+impl HostPages {
     /// Maps `bytes` bytes, up to whole pages. Nothing is touched, so the system gives no memory yet.
     ///
     /// With `huge` they are aligned to 2 MiB and the system is asked for huge pages, which are faster to touch and to
@@ -50,7 +50,7 @@ impl Pages {
         };
         let map = MmapRaw::from(MmapOptions::new().len(mapped).map_anon()?);
         let start = (map.as_mut_ptr().expose_provenance() as u64).next_multiple_of(align);
-        let pages = Self { map, start, bytes, kept: Mutex::new(false) };
+        let pages = Self { map, start, bytes, claimed: Mutex::new(false) };
         if huge {
             // Best effort: a system without huge pages says so here, and gives small ones.
             let _ = pages.ask_for_huge();
@@ -64,9 +64,9 @@ impl Pages {
     /// Contents stay as they are. While a driver has the pages pinned this does nothing: they are there then. It
     /// promises nothing: what the system does not have will be missed when a driver pins the pages, and the driver says
     /// so.
-    pub fn touch(&self, threads: usize) {
-        let kept = self.lock();
-        if *kept {
+    pub fn prefault(&self, threads: usize) {
+        let claimed = self.lock();
+        if *claimed {
             return;
         }
         let share = self.bytes.div_ceil(threads.max(1) as u64).next_multiple_of(HUGE);
@@ -97,7 +97,7 @@ impl Pages {
         self.bytes
     }
 
-    /// Touches one thread's share by writing into each page the byte that is there. Only while `kept` is locked and
+    /// Touches one thread's share by writing into each page the byte that is there. Only while `claimed` is locked and
     /// false.
     ///
     /// Not by asking the system for all of it at once (`MADV_POPULATE_WRITE`): until that is done no other thread can
@@ -107,7 +107,7 @@ impl Pages {
         for offset in (from..from + bytes).step_by(PAGE as usize) {
             let byte = ptr::with_exposed_provenance_mut::<u8>((self.start + offset) as usize);
             // SAFETY: the byte is mapped, and only this thread has it: nobody gives references into pages, shares do
-            // not overlap, and no driver has the pages, nor gets them before `kept` is unlocked.
+            // not overlap, and no driver has the pages, nor gets them before `claimed` is unlocked.
             let now = unsafe { byte.read_volatile() };
             // SAFETY: as above. Volatile, so that it is not left out.
             unsafe { byte.write_volatile(now) };
@@ -126,11 +126,11 @@ impl Pages {
     }
 
     fn lock(&self) -> MutexGuard<'_, bool> {
-        self.kept.lock().unwrap_or_else(PoisonError::into_inner)
+        self.claimed.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-impl fmt::Debug for Pages {
+impl fmt::Debug for HostPages {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "Pages({}, {} bytes)", self.ptr(), self.bytes)
     }
@@ -142,7 +142,7 @@ pub struct HostRange {
     ptr: HostPtr,
     bytes: u64,
     /// The pages that it lies in; `None` where whoever made it vouches for the memory.
-    pages: Option<Arc<Pages>>,
+    pages: Option<Arc<HostPages>>,
 }
 
 impl HostRange {
@@ -159,7 +159,7 @@ impl HostRange {
 
     /// All of these pages. Nothing is to be promised: a driver keeps them mapped while it has them pinned.
     #[must_use]
-    pub fn of(pages: &Arc<Pages>) -> Self {
+    pub fn of_pages(pages: &Arc<HostPages>) -> Self {
         Self { ptr: pages.ptr(), bytes: pages.bytes(), pages: Some(Arc::clone(pages)) }
     }
 
@@ -177,15 +177,15 @@ impl HostRange {
 
     /// For drivers: keeps the memory for one that is about to pin it. `None` if another driver has its pages.
     #[must_use]
-    pub fn keep(&self) -> Option<KeptRange> {
+    pub fn claim(&self) -> Option<ClaimedRange> {
         if let Some(pages) = &self.pages {
-            let mut kept = pages.lock();
-            if *kept {
+            let mut claimed = pages.lock();
+            if *claimed {
                 return None;
             }
-            *kept = true;
+            *claimed = true;
         }
-        Some(KeptRange(self.clone()))
+        Some(ClaimedRange(self.clone()))
     }
 }
 
@@ -195,9 +195,9 @@ impl HostRange {
 /// A driver drops it once the range is unpinned, and not before: not if unpinning failed, and not because the driver
 /// itself is dropped, if what it stands for has the range still pinned.
 #[derive(Debug)]
-pub struct KeptRange(HostRange);
+pub struct ClaimedRange(HostRange);
 
-impl KeptRange {
+impl ClaimedRange {
     /// Where it starts.
     #[must_use]
     pub const fn ptr(&self) -> HostPtr {
@@ -205,7 +205,7 @@ impl KeptRange {
     }
 }
 
-impl Drop for KeptRange {
+impl Drop for ClaimedRange {
     fn drop(&mut self) {
         if let Some(pages) = &self.0.pages {
             *pages.lock() = false;
@@ -218,7 +218,7 @@ mod tests {
     use super::*;
 
     /// What a driver would do with the byte at `offset`.
-    fn byte(pages: &Pages, offset: u64) -> *mut u8 {
+    fn byte(pages: &HostPages, offset: u64) -> *mut u8 {
         ptr::with_exposed_provenance_mut((pages.ptr().0 + offset) as usize)
     }
 
@@ -230,7 +230,7 @@ mod tests {
             (4097, true, 8192, HUGE),
             (5 << 20, true, 5 << 20, HUGE),
         ] {
-            let pages = Pages::map(asked, huge).expect("a few megabytes");
+            let pages = HostPages::map(asked, huge).expect("a few megabytes");
             assert_eq!((pages.bytes(), pages.ptr().0 % align), (bytes, 0), "{asked} bytes");
             // SAFETY: the last byte is mapped, and nobody else uses it.
             assert_eq!(unsafe { byte(&pages, bytes - 1).read() }, 0, "{asked} bytes");
@@ -240,13 +240,13 @@ mod tests {
     #[test]
     fn what_cannot_be_mapped_is_an_error() {
         for bytes in [0, u64::MAX, u64::MAX - 4095, 1 << 63, i64::MAX as u64 - 4095] {
-            assert!(Pages::map(bytes, true).is_err(), "{bytes} bytes");
+            assert!(HostPages::map(bytes, true).is_err(), "{bytes} bytes");
         }
     }
 
     /// How many bytes the system has given memory for.
     #[cfg(all(target_os = "linux", not(miri)))]
-    fn bytes_there(pages: &Pages) -> u64 {
+    fn bytes_there(pages: &HostPages) -> u64 {
         use std::io::{Read, Seek, SeekFrom};
         // One number per page of this process; the highest bit says whether it is there.
         let mut map = std::fs::File::open("/proc/self/pagemap").expect("Linux has it");
@@ -262,9 +262,9 @@ mod tests {
         for threads in [0, 1, 3] {
             for huge in [false, true] {
                 let bytes = (9 << 20) + 4096;
-                let pages = Pages::map(bytes, huge).expect("nine megabytes");
+                let pages = HostPages::map(bytes, huge).expect("nine megabytes");
                 assert_eq!(bytes_there(&pages), 0, "{threads} threads, huge: {huge}");
-                pages.touch(threads);
+                pages.prefault(threads);
                 assert_eq!(bytes_there(&pages), bytes, "{threads} threads, huge: {huge}");
             }
         }
@@ -274,12 +274,12 @@ mod tests {
     fn touching_changes_nothing() {
         let bytes = if cfg!(miri) { 5 * 4096 } else { 7 << 20 };
         for threads in [1, 2, 7, 10_000] {
-            let pages = Pages::map(bytes, true).expect("a few megabytes");
+            let pages = HostPages::map(bytes, true).expect("a few megabytes");
             for offset in (0..bytes).step_by(4096) {
                 // SAFETY: the byte is mapped, and nobody else uses it.
                 unsafe { byte(&pages, offset).write((offset >> 12) as u8 | 1) };
             }
-            pages.touch(threads);
+            pages.prefault(threads);
             for offset in (0..bytes).step_by(4096) {
                 // SAFETY: as above.
                 assert_eq!(unsafe { byte(&pages, offset).read() }, (offset >> 12) as u8 | 1, "{threads} threads");
@@ -289,17 +289,17 @@ mod tests {
 
     #[test]
     fn pages_have_one_keeper_and_outlive_their_owner() {
-        let pages = Pages::map(4096, false).expect("a page");
+        let pages = HostPages::map(4096, false).expect("a page");
         let alive = Arc::downgrade(&pages);
-        let range = HostRange::of(&pages);
-        let kept = range.keep().expect("nobody has them");
-        assert!(range.keep().is_none() && HostRange::of(&pages).keep().is_none());
-        pages.touch(1);
-        drop(kept);
-        let kept = HostRange::of(&pages).keep().expect("nobody has them any more");
+        let range = HostRange::of_pages(&pages);
+        let claimed = range.claim().expect("nobody has them");
+        assert!(range.claim().is_none() && HostRange::of_pages(&pages).claim().is_none());
+        pages.prefault(1);
+        drop(claimed);
+        let claimed = HostRange::of_pages(&pages).claim().expect("nobody has them any more");
         drop((pages, range));
         assert!(alive.upgrade().is_some());
-        drop(kept);
+        drop(claimed);
         assert!(alive.upgrade().is_none());
     }
 }

@@ -41,13 +41,13 @@ fn the_simulated_device_keeps_the_contract() {
     let mut wrong = Vec::new();
     for seed in 0..8 {
         let driver = driver(seed, 2);
-        let before = driver.census();
+        let before = driver.object_counts();
         let (summary, found) = run(&driver, &Options { seed, ..Options::default() });
         wrong.extend(found);
         if summary.passed < 80 || summary.failed > 0 {
             wrong.push(format!("seed {seed}: {summary:?}"));
         }
-        let after = driver.census();
+        let after = driver.object_counts();
         if after != before {
             wrong.push(format!("seed {seed}: left behind: {after:?}, before: {before:?}"));
         }
@@ -128,9 +128,9 @@ fn failed_checks_leave_nothing_behind() {
         &[Call::CaptureState, Call::CaptureEnd, Call::CaptureModeExchange, Call::DeviceSynchronize, Call::PoolTrim];
     for seed in 0..8 {
         let sim = Arc::new(driver(seed, 2));
-        let before = sim.census();
-        let plan = FaultPlan::new().fail_share(&[], 0.04, seed, ErrorCode::OutOfMemory);
-        let driver = Faulty::new(sim.clone(), plan.sparing(FaultPlan::CLEANUP).sparing(CLEARING));
+        let before = sim.object_counts();
+        let plan = FaultPlan::new().fail_fraction(&[], 0.04, seed, ErrorCode::OutOfMemory);
+        let driver = Faulty::new(sim.clone(), plan.excluding(FaultPlan::CLEANUP).excluding(CLEARING));
         let mut panics = Vec::new();
         let summary = conformance::run(&driver, &Options { seed, ..Options::default() }, &mut |report| {
             if let Outcome::Failed(text) = &report.outcome
@@ -141,6 +141,6 @@ fn failed_checks_leave_nothing_behind() {
         });
         assert!(panics.is_empty(), "seed {seed}: {}", panics.join("\n"));
         assert!(summary.failed > 80, "seed {seed}: faults were noticed, but {summary:?}");
-        assert_eq!(sim.census(), before, "seed {seed}");
+        assert_eq!(sim.object_counts(), before, "seed {seed}");
     }
 }

@@ -118,8 +118,8 @@ fn scenario(driver: &dyn Driver) -> Result<()> {
     driver.pool_trim(pool, 0)?;
     let host = driver.host_alloc(DEVICE, 4096, HostOptions::default())?;
     undo.push(move || driver.host_free(host));
-    let own = Pages::map(8192, false).expect("two pages");
-    driver.host_register(DEVICE, HostRange::of(&own), HostOptions::default())?;
+    let own = HostPages::map(8192, false).expect("two pages");
+    driver.host_register(DEVICE, HostRange::of_pages(&own), HostOptions::default())?;
     undo.push(move || driver.host_unregister(own.ptr()));
     driver.host_device_ptr(DEVICE, host)?;
     driver.host_write(host, &[7; 64])?;
@@ -235,11 +235,11 @@ fn each_call_failing_once_is_an_error_and_leaves_nothing_behind() {
     let sim = machine();
     let faulty = Faulty::new(Arc::clone(&sim) as Arc<dyn Driver>, FaultPlan::default());
     scenario(&faulty).expect("without faults it works");
-    let before = sim.census();
+    let before = sim.object_counts();
     for nth in 1..=calls {
         faulty.set_plan(FaultPlan::default().fail_nth_of_all(nth, ErrorCode::UnknownError));
         let outcome = scenario(&faulty);
-        let fired = faulty.fired();
+        let fired = faulty.injected();
         assert_eq!(fired.len() as u64, nth, "one fault each time");
         let failed = fired.last().expect("at least one").call;
         match outcome {
@@ -249,7 +249,7 @@ fn each_call_failing_once_is_an_error_and_leaves_nothing_behind() {
         }
         faulty.clear_plan();
         sim.device_synchronize(DEVICE).expect("the device goes on");
-        assert_eq!(sim.census(), before, "after {failed} failed as call {nth}");
+        assert_eq!(sim.object_counts(), before, "after {failed} failed as call {nth}");
         let wrong: Vec<String> = sim.hazards().iter().map(ToString::to_string).collect();
         assert!(wrong.is_empty(), "after {failed} failed as call {nth}: {wrong:#?}");
     }

@@ -286,7 +286,7 @@ const PROGRAMS: &[Program] = &[
     },
     Program {
         name: "a block handed to a second stream while the first still writes it",
-        hazard: HazardKind::HandedOutInFlight,
+        hazard: HazardKind::ReusedInFlight,
         run: |lab, fixed| {
             lab.gpu.suballocated(lab.memory, 512, lab.one);
             lab.gpu.fill(lab.memory, Pattern::U8(1), 512, lab.one)?;
@@ -300,7 +300,7 @@ const PROGRAMS: &[Program] = &[
     },
     Program {
         name: "a block reused by its stream while another stream still reads it",
-        hazard: HazardKind::HandedOutInFlight,
+        hazard: HazardKind::ReusedInFlight,
         run: |lab, fixed| {
             let out = lab.gpu.mem_alloc(DEVICE, BYTES)?;
             lab.gpu.suballocated(lab.memory, BYTES, lab.one);
@@ -318,7 +318,7 @@ const PROGRAMS: &[Program] = &[
     },
     Program {
         name: "the host reads a result before the copy has ended",
-        hazard: HazardKind::HostTooEarly,
+        hazard: HazardKind::HostRace,
         run: |lab, fixed| {
             let host = lab.gpu.host_alloc(DEVICE, BYTES, HostOptions::default())?;
             lab.fill(1, lab.one)?;
@@ -331,7 +331,7 @@ const PROGRAMS: &[Program] = &[
     },
     Program {
         name: "the host writes the next input before the copy of the last has ended",
-        hazard: HazardKind::HostTooEarly,
+        hazard: HazardKind::HostRace,
         run: |lab, fixed| {
             let host = lab.gpu.host_alloc(DEVICE, BYTES, HostOptions::default())?;
             lab.gpu.host_write(host, &[1; BYTES as usize])?;
@@ -376,7 +376,7 @@ const PROGRAMS: &[Program] = &[
     },
     Program {
         name: "a graph replayed over freed memory",
-        hazard: HazardKind::GraphOverFreedMemory,
+        hazard: HazardKind::GraphUsesFreedMemory,
         run: |lab, fixed| {
             let ptr = lab.gpu.mem_alloc(DEVICE, BYTES)?;
             let exec = lab.capture(|| lab.gpu.fill(ptr, Pattern::U8(1), BYTES, lab.one))?;
@@ -389,7 +389,7 @@ const PROGRAMS: &[Program] = &[
     },
     Program {
         name: "a graph replayed over a block that went back to its allocator",
-        hazard: HazardKind::GraphOverFreedMemory,
+        hazard: HazardKind::GraphUsesFreedMemory,
         run: |lab, fixed| {
             let exec = lab.capture(|| lab.fill(1, lab.one))?;
             if !fixed {
@@ -400,7 +400,7 @@ const PROGRAMS: &[Program] = &[
     },
     Program {
         name: "a graph replayed over a block that went back to its allocator and has another owner",
-        hazard: HazardKind::GraphOverFreedMemory,
+        hazard: HazardKind::GraphUsesFreedMemory,
         run: |lab, fixed| {
             lab.gpu.suballocated(lab.memory, BYTES, lab.one);
             let exec = lab.capture(|| lab.fill(1, lab.one))?;
@@ -414,7 +414,7 @@ const PROGRAMS: &[Program] = &[
     },
     Program {
         name: "a graph replayed over memory that was unmapped",
-        hazard: HazardKind::GraphOverFreedMemory,
+        hazard: HazardKind::GraphUsesFreedMemory,
         run: |lab, fixed| {
             let (ptr, _) = lab.mapped()?;
             let exec = lab.capture(|| lab.add(ptr, WORDS, 1, lab.one))?;
@@ -428,7 +428,7 @@ const PROGRAMS: &[Program] = &[
     },
     Program {
         name: "a graph replayed over memory that was freed to its pool",
-        hazard: HazardKind::GraphOverFreedMemory,
+        hazard: HazardKind::GraphUsesFreedMemory,
         run: |lab, fixed| {
             let pool = lab.gpu.pool_default(DEVICE)?;
             let ptr = lab.gpu.pool_alloc(pool, BYTES, lab.one)?;
@@ -441,7 +441,7 @@ const PROGRAMS: &[Program] = &[
     },
     Program {
         name: "memory freed while a replay over it is under way",
-        hazard: HazardKind::GraphOverFreedMemory,
+        hazard: HazardKind::GraphUsesFreedMemory,
         run: |lab, fixed| {
             let (ptr, _) = lab.mapped()?;
             let exec = lab.capture(|| lab.add(ptr, WORDS, 1, lab.one))?;
@@ -454,7 +454,7 @@ const PROGRAMS: &[Program] = &[
     },
     Program {
         name: "a graph whose kernel was given the address of freed memory",
-        hazard: HazardKind::GraphOverFreedMemory,
+        hazard: HazardKind::GraphUsesFreedMemory,
         run: |lab, fixed| {
             let ptr = lab.gpu.mem_alloc(DEVICE, BYTES)?;
             lab.gpu.mem_free(ptr)?;
@@ -483,7 +483,7 @@ const PROGRAMS: &[Program] = &[
     },
     Program {
         name: "an allocation in the middle of a capture",
-        hazard: HazardKind::CaptureBroken,
+        hazard: HazardKind::CaptureInvalidated,
         run: |lab, fixed| {
             let mode = if fixed { CaptureMode::Relaxed } else { CaptureMode::Global };
             lab.gpu.capture_begin(lab.one, mode)?;
@@ -495,7 +495,7 @@ const PROGRAMS: &[Program] = &[
     },
     Program {
         name: "a wait for an event from outside in the middle of a capture",
-        hazard: HazardKind::CaptureBroken,
+        hazard: HazardKind::CaptureInvalidated,
         run: |lab, fixed| {
             lab.gpu.event_record(lab.event, lab.two, EventScope::Plain)?;
             let scope = if fixed { EventScope::External } else { EventScope::Plain };
@@ -555,7 +555,7 @@ fn an_entry_names_operations_streams_bytes_and_the_reason() {
 
 #[test]
 fn a_replay_over_memory_that_is_gone_names_the_graph_and_the_address() {
-    let over_gone = PROGRAMS.iter().filter(|program| program.hazard == HazardKind::GraphOverFreedMemory);
+    let over_gone = PROGRAMS.iter().filter(|program| program.hazard == HazardKind::GraphUsesFreedMemory);
     let entries: Vec<String> = over_gone.map(|program| run(program, 0, false).remove(0)).collect();
     assert!(entries.len() >= 7);
     for entry in &entries {

@@ -36,21 +36,21 @@ fn reached(gpu: &SimDriver, events: &[EventId]) -> Result<String> {
 #[test]
 fn events_of_a_held_stream_are_reached_when_let_through_and_in_order() -> Result<()> {
     let Lab { gpu, one, two, .. } = lab()?;
-    gpu.hold(one)?;
+    gpu.pause_stream(one)?;
     let held = [record(&gpu, one)?, record(&gpu, one)?, record(&gpu, one)?];
     let free = record(&gpu, two)?;
     assert_eq!(reached(&gpu, &held)?, "...");
     assert_eq!(reached(&gpu, &[free])?, "x");
     assert!(!gpu.stream_query(one)?);
-    assert_eq!(gpu.let_through(one, 1)?, 1);
+    assert_eq!(gpu.run_paused(one, 1)?, 1);
     assert_eq!(reached(&gpu, &held)?, "x..");
-    assert_eq!(gpu.let_through(one, 0)?, 0);
-    assert_eq!(gpu.let_through(one, 9)?, 2, "only what is queued");
+    assert_eq!(gpu.run_paused(one, 0)?, 0);
+    assert_eq!(gpu.run_paused(one, 9)?, 2, "only what is queued");
     assert_eq!(reached(&gpu, &held)?, "xxx");
     assert!(gpu.stream_query(one)?);
     let later = record(&gpu, one)?;
     assert_eq!(reached(&gpu, &[later])?, ".");
-    gpu.unhold(one)?;
+    gpu.resume_stream(one)?;
     assert_eq!(reached(&gpu, &[later])?, "x");
     Ok(())
 }
@@ -60,13 +60,13 @@ fn what_is_let_through_is_done_by_the_next_call_however_long_it_would_take() -> 
     let work = WorkCosts { fill_start: 1_000_000_000, ..WorkCosts::h200() };
     let lab = Lab::new(SimConfig { work, ..SimConfig::default() })?;
     let exec = lab.capture(|| (0..5).try_for_each(|n| lab.fill(n, lab.one)))?;
-    lab.gpu.hold(lab.one)?;
+    lab.gpu.pause_stream(lab.one)?;
     lab.fill(5, lab.one)?;
     lab.gpu.graph_launch(exec, lab.one)?;
     let event = record(&lab.gpu, lab.one)?;
     assert!(!lab.gpu.event_query(event)?);
     let before = lab.gpu.now();
-    assert_eq!(lab.gpu.let_through(lab.one, 3)?, 3);
+    assert_eq!(lab.gpu.run_paused(lab.one, 3)?, 3);
     assert!(lab.gpu.event_query(event)?, "the next call");
     assert!(lab.gpu.now() - before < std::time::Duration::from_micros(100), "virtual time, and so no luck");
     Ok(())
@@ -77,10 +77,10 @@ fn work_that_had_begun_goes_on_and_the_rest_is_held() -> Result<()> {
     let lab = lab()?;
     lab.fill(1, lab.one)?;
     let event = record(&lab.gpu, lab.one)?;
-    lab.gpu.hold(lab.one)?;
-    lab.gpu.hold(lab.one)?;
+    lab.gpu.pause_stream(lab.one)?;
+    lab.gpu.pause_stream(lab.one)?;
     assert_eq!(reached(&lab.gpu, &[event])?, ".");
-    assert_eq!(lab.gpu.let_through(lab.one, 5)?, 1, "the fill had begun");
+    assert_eq!(lab.gpu.run_paused(lab.one, 5)?, 1, "the fill had begun");
     assert_eq!(reached(&lab.gpu, &[event])?, "x");
     Ok(())
 }
@@ -92,8 +92,8 @@ fn check_wait(picture: &str, wait: impl FnOnce(&Lab, &[EventId]) -> Result<()>) 
         |non_blocking| lab.gpu.stream_create(DEVICE, StreamOptions { non_blocking, ..StreamOptions::default() });
     let (blocking, other) = (stream(false)?, stream(true)?);
     lab.one = blocking;
-    lab.gpu.hold(lab.one)?;
-    lab.gpu.hold(other)?;
+    lab.gpu.pause_stream(lab.one)?;
+    lab.gpu.pause_stream(other)?;
     let events = [record(&lab.gpu, lab.one)?, record(&lab.gpu, lab.one)?, record(&lab.gpu, lab.one)?];
     let unasked = record(&lab.gpu, other)?;
     wait(&lab, &events)?;
@@ -116,7 +116,7 @@ fn a_host_that_waits_gets_what_it_waits_for_and_no_more() -> Result<()> {
     check_wait("xxx", |lab, _| lab.gpu.upload(DEVICE, lab.memory, &[1]))?;
     // Another stream that waits for the second.
     check_wait("xx.", |lab, events| {
-        lab.gpu.hold(lab.two)?;
+        lab.gpu.pause_stream(lab.two)?;
         lab.gpu.stream_wait_event(lab.two, events[1], EventScope::Plain)?;
         lab.gpu.event_record(lab.event, lab.two, EventScope::Plain)?;
         lab.gpu.event_synchronize(lab.event)
@@ -129,8 +129,8 @@ fn waiting_for_the_device_or_freeing_lets_everything_on_it_through() -> Result<(
     let waits: [Wait; 2] = [|lab| lab.gpu.device_synchronize(DEVICE), |lab| lab.gpu.mem_free(lab.memory)];
     for wait in waits {
         let lab = lab()?;
-        lab.gpu.hold(lab.one)?;
-        lab.gpu.hold(lab.two)?;
+        lab.gpu.pause_stream(lab.one)?;
+        lab.gpu.pause_stream(lab.two)?;
         let events = [record(&lab.gpu, lab.one)?, record(&lab.gpu, lab.two)?];
         wait(&lab)?;
         assert_eq!(reached(&lab.gpu, &events)?, "xx");
@@ -144,10 +144,10 @@ fn waiting_for_the_device_or_freeing_lets_everything_on_it_through() -> Result<(
 fn the_queue_of_a_held_stream_takes_as_much_as_comes() -> Result<()> {
     let config = SimConfig { queue_depth: 4, ..SimConfig::default() };
     let Lab { gpu, one, .. } = Lab::new(config)?;
-    gpu.hold(one)?;
+    gpu.pause_stream(one)?;
     let events = (0..6).map(|_| record(&gpu, one)).collect::<Result<Vec<_>>>()?;
     assert_eq!(reached(&gpu, &events)?, "......");
-    gpu.unhold(one)?;
+    gpu.resume_stream(one)?;
     record(&gpu, one)?;
     assert_eq!(reached(&gpu, &events)?, "xxxxxx");
     Ok(())
@@ -156,14 +156,14 @@ fn the_queue_of_a_held_stream_takes_as_much_as_comes() -> Result<()> {
 #[test]
 fn work_that_is_let_through_still_waits_for_other_streams() -> Result<()> {
     let Lab { gpu, one, two, .. } = lab()?;
-    gpu.hold(one)?;
-    gpu.hold(two)?;
+    gpu.pause_stream(one)?;
+    gpu.pause_stream(two)?;
     let first = record(&gpu, one)?;
     gpu.stream_wait_event(two, first, EventScope::Plain)?;
     let second = record(&gpu, two)?;
-    assert_eq!(gpu.let_through(two, 2)?, 2);
+    assert_eq!(gpu.run_paused(two, 2)?, 2);
     assert_eq!(reached(&gpu, &[first, second])?, "..");
-    gpu.let_through(one, 1)?;
+    gpu.run_paused(one, 1)?;
     assert_eq!(reached(&gpu, &[first, second])?, "xx");
     Ok(())
 }
@@ -175,15 +175,15 @@ fn held_work_takes_effect_when_it_is_let_through() -> Result<()> {
     let inner = Arc::clone(&calls);
     lab.fill(1, lab.one)?;
     lab.gpu.stream_synchronize(lab.one)?;
-    lab.gpu.hold(lab.one)?;
+    lab.gpu.pause_stream(lab.one)?;
     lab.fill(2, lab.one)?;
     lab.gpu.stream_host_callback(lab.one, Arc::new(move || _ = inner.fetch_add(1, Ordering::Relaxed)))?;
     lab.gpu.device_count()?;
     assert_eq!(calls.load(Ordering::Relaxed), 0);
-    lab.gpu.let_through(lab.one, 2)?;
+    lab.gpu.run_paused(lab.one, 2)?;
     lab.gpu.device_count()?;
     assert_eq!(calls.load(Ordering::Relaxed), 1);
-    lab.gpu.unhold(lab.one)?;
+    lab.gpu.resume_stream(lab.one)?;
     let mut back = vec![0; BYTES as usize];
     lab.gpu.stream_synchronize(lab.one)?;
     lab.gpu.download(DEVICE, lab.memory, &mut back)?;
@@ -194,11 +194,11 @@ fn held_work_takes_effect_when_it_is_let_through() -> Result<()> {
 #[test]
 fn a_destroyed_stream_is_no_longer_held() -> Result<()> {
     let Lab { gpu, one, .. } = lab()?;
-    gpu.hold(one)?;
+    gpu.pause_stream(one)?;
     let event = record(&gpu, one)?;
     gpu.stream_destroy(one)?;
     assert_eq!(reached(&gpu, &[event])?, "x");
-    for outcome in [gpu.hold(one), gpu.unhold(one), gpu.let_through(one, 1).map(drop)] {
+    for outcome in [gpu.pause_stream(one), gpu.resume_stream(one), gpu.run_paused(one, 1).map(drop)] {
         assert_eq!(outcome.map_err(|error| error.code), Err(ErrorCode::InvalidHandle));
     }
     assert_eq!(gpu.hazards(), [], "asking is no use of it");
@@ -208,8 +208,8 @@ fn a_destroyed_stream_is_no_longer_held() -> Result<()> {
 #[test]
 fn only_a_held_stream_lets_through() -> Result<()> {
     let Lab { gpu, one, .. } = lab()?;
-    gpu.unhold(one)?;
-    let error = gpu.let_through(one, 1).expect_err("it is not held");
+    gpu.resume_stream(one)?;
+    let error = gpu.run_paused(one, 1).expect_err("it is not held");
     assert_eq!(error.code, ErrorCode::InvalidValue);
     assert!(error.to_string().contains("is not held"), "{error}");
     Ok(())
@@ -220,13 +220,13 @@ fn two_runs_under_holds_are_one_run() -> Result<()> {
     let run = || -> Result<_> {
         let lab = lab()?;
         let mut seen = Vec::new();
-        lab.gpu.hold(lab.one)?;
+        lab.gpu.pause_stream(lab.one)?;
         for n in 0..50u8 {
             lab.fill(n, lab.one)?;
             lab.order(lab.one, lab.two)?;
             lab.fill(n, lab.two)?;
             if n % 3 == 0 {
-                lab.gpu.let_through(lab.one, u64::from(n % 7))?;
+                lab.gpu.run_paused(lab.one, u64::from(n % 7))?;
             }
             if n % 20 == 19 {
                 lab.gpu.event_synchronize(lab.event)?;
@@ -243,15 +243,15 @@ fn two_runs_under_holds_are_one_run() -> Result<()> {
 #[test]
 fn what_is_held_is_counted() -> Result<()> {
     let Lab { gpu, one, .. } = lab()?;
-    assert_eq!(gpu.pieces_held(one)?, 0);
-    gpu.hold(one)?;
+    assert_eq!(gpu.paused_work(one)?, 0);
+    gpu.pause_stream(one)?;
     let events = [record(&gpu, one)?, record(&gpu, one)?, record(&gpu, one)?];
-    assert_eq!(gpu.pieces_held(one)?, 3);
-    gpu.let_through(one, 1)?;
-    assert_eq!(gpu.pieces_held(one)?, 2);
+    assert_eq!(gpu.paused_work(one)?, 3);
+    gpu.run_paused(one, 1)?;
+    assert_eq!(gpu.paused_work(one)?, 2);
     gpu.event_synchronize(events[1])?;
-    assert_eq!(gpu.pieces_held(one)?, 1, "a host that waited let one through");
-    gpu.unhold(one)?;
-    assert_eq!(gpu.pieces_held(one)?, 0);
+    assert_eq!(gpu.paused_work(one)?, 1, "a host that waited let one through");
+    gpu.resume_stream(one)?;
+    assert_eq!(gpu.paused_work(one)?, 0);
     Ok(())
 }

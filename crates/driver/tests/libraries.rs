@@ -74,7 +74,7 @@ fn the_log_forgets_the_oldest() -> Result<()> {
         })
         .collect::<Result<_>>()?;
     let remembered = gone.iter().filter(|&&handle| !gpu.library_calls(handle).is_empty()).count();
-    assert_eq!((remembered, gpu.library_calls(gone[299]).len(), gpu.census().handles), (256, 2, 1));
+    assert_eq!((remembered, gpu.library_calls(gone[299]).len(), gpu.object_counts().handles), (256, 2, 1));
     Ok(())
 }
 
@@ -91,7 +91,7 @@ fn a_library_that_is_not_installed_is_named() -> Result<()> {
             gpu.library_destroy(made?)?;
         }
     }
-    assert_eq!(gpu.census().handles, 0);
+    assert_eq!(gpu.object_counts().handles, 0);
     Ok(())
 }
 
@@ -193,7 +193,7 @@ fn a_captured_product_over_freed_memory_names_its_graph() -> Result<()> {
     assert_eq!(hazards(&lab), []);
     lab.gpu.mem_free(workspace)?;
     lab.gpu.graph_launch(exec, lab.two)?;
-    assert_eq!(hazards(&lab), [HazardKind::GraphOverFreedMemory]);
+    assert_eq!(hazards(&lab), [HazardKind::GraphUsesFreedMemory]);
     let entry = lab.gpu.hazards()[0].to_string();
     let who = format!("kernel sgemm (node 0 of {exec}, launch #");
     assert!(entry.contains(&who) && entry.contains(&workspace.to_string()), "{entry}");
@@ -297,7 +297,7 @@ fn calls_of_libraries_are_counted_and_can_be_made_to_fail() -> Result<()> {
         let faulty = Faulty::new(sim.clone(), FaultPlan::new().fail_nth(call, 1, ErrorCode::OutOfMemory));
         let error = in_pinned_memory(&faulty).expect_err("the plan says so");
         assert_eq!((error.code, error.call), (ErrorCode::OutOfMemory, call.name()));
-        assert_eq!(sim.census().handles, left, "{call}");
+        assert_eq!(sim.object_counts().handles, left, "{call}");
     }
     Ok(())
 }

@@ -180,7 +180,7 @@ fn a_body_under_way_ends_with_the_capture_around_it() -> Result<()> {
             assert_eq!(unfinished.map_err(|error| error.code), Err(ErrorCode::InvalidValue));
         }
         assert_eq!(lab.gpu.capture_state(lab.two)?, CaptureState::None);
-        assert_eq!(lab.gpu.census().captures, 0);
+        assert_eq!(lab.gpu.object_counts().captures, 0);
     }
     Ok(())
 }
@@ -229,11 +229,11 @@ fn calls_are_counted_and_their_time_is_all_the_time_there_is() -> Result<()> {
     let ptr = gpu.mem_alloc(DEVICE, BYTES)?;
     gpu.mem_alloc(DEVICE, 0).expect_err("failed calls count too");
     gpu.suballocation_freed(ptr, BYTES);
-    assert_eq!((gpu.calls_made(), gpu.calls_of(Call::MemAlloc), gpu.calls_of(Call::MemFree)), (2, 2, 0));
+    assert_eq!((gpu.calls_made(), gpu.call_count(Call::MemAlloc), gpu.call_count(Call::MemFree)), (2, 2, 0));
     let stream = gpu.stream_create(DEVICE, StreamOptions::default())?;
     gpu.fill(ptr, Pattern::U8(1), BYTES, stream).expect("queued");
     gpu.place_next_alloc(DEVICE, ptr)?;
-    gpu.hold(stream)?;
+    gpu.pause_stream(stream)?;
     assert_eq!((gpu.calls_made(), gpu.time_in_calls()), (4, Duration::from_nanos(500)), "the note took its time");
     gpu.device_synchronize(DEVICE)?;
     assert!(gpu.time_in_calls() > Duration::from_nanos(600), "waiting is time in calls");
@@ -245,7 +245,7 @@ fn calls_are_counted_and_their_time_is_all_the_time_there_is() -> Result<()> {
 fn a_stream_of_others_keeps_to_itself_while_it_captures() -> Result<()> {
     let gpu = SimDriver::new(SimConfig::default());
     for adopted_before in [true, false] {
-        let stream = gpu.stream_of_others(DEVICE, StreamOptions { non_blocking: true, priority: -1 })?;
+        let stream = gpu.create_foreign_stream(DEVICE, StreamOptions { non_blocking: true, priority: -1 })?;
         let handle = gpu.stream_handle(stream)?;
         // SAFETY: a simulated driver follows no handle.
         let foreign = unsafe { ForeignStream::new(handle.raw) };

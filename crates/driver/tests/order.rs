@@ -131,7 +131,7 @@ fn allocating(lab: &Lab, frees: bool) -> Result<(GraphExecId, DevicePtr)> {
 fn memory_of_a_graph_counts_from_its_launch_whether_or_not_that_has_run() -> Result<()> {
     let lab = lab()?;
     launch(&lab, "slow")?;
-    let before = lab.gpu.census();
+    let before = lab.gpu.object_counts();
     let (exec, ptr) = allocating(&lab, false)?;
     lab.gpu.graph_launch(exec, lab.one)?;
     let error = lab.gpu.graph_launch(exec, lab.one).expect_err("what the first allocated was not freed");
@@ -141,7 +141,7 @@ fn memory_of_a_graph_counts_from_its_launch_whether_or_not_that_has_run() -> Res
     lab.gpu.graph_launch(exec, lab.one)?;
     lab.gpu.mem_free(ptr)?;
     lab.gpu.graph_exec_destroy(exec)?;
-    assert_eq!(lab.gpu.census(), before);
+    assert_eq!(lab.gpu.object_counts(), before);
     assert!(log(&lab).is_empty(), "{:#?}", log(&lab));
     Ok(())
 }
@@ -150,14 +150,14 @@ fn memory_of_a_graph_counts_from_its_launch_whether_or_not_that_has_run() -> Res
 fn a_launch_under_way_keeps_its_memory_when_the_executable_goes() -> Result<()> {
     let lab = lab()?;
     launch(&lab, "slow")?;
-    let before = lab.gpu.census();
+    let before = lab.gpu.object_counts();
     let (exec, _) = allocating(&lab, true)?;
     lab.gpu.graph_launch(exec, lab.one)?;
     lab.gpu.graph_launch(exec, lab.two)?;
     lab.gpu.graph_exec_destroy(exec)?;
     lab.gpu.device_synchronize(DEVICE)?;
     assert!(log(&lab).is_empty(), "{:#?}", log(&lab));
-    assert_eq!(lab.gpu.census(), before);
+    assert_eq!(lab.gpu.object_counts(), before);
     Ok(())
 }
 

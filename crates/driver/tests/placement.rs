@@ -39,7 +39,7 @@ fn allocations_lie_where_they_were_placed_side_by_side_and_anywhere() -> Result<
         gpu.mem_free(base.offset(512))?;
         gpu.mem_free(base.offset(1536))?;
     }
-    assert_eq!(gpu.census().allocations, 10);
+    assert_eq!(gpu.object_counts().allocations, 10);
     Ok(())
 }
 
@@ -67,7 +67,7 @@ fn a_placement_holds_for_one_allocation_on_its_device() -> Result<()> {
     assert_eq!(gpu.mem_alloc(DEVICE, 512)?, LOW.offset(512), "the later placement counts");
     gpu.place_next_alloc(DEVICE, HIGH)?;
     gpu.place_next_reserve(HIGH)?;
-    gpu.forget_placements();
+    gpu.clear_placements();
     assert_ne!(gpu.mem_alloc(DEVICE, 512)?, HIGH);
     assert_ne!(gpu.vm_reserve(2 * MIB, 0, None)?, HIGH);
     Ok(())

@@ -155,13 +155,13 @@ fn explains(quarrel: &Quarrel, hazard: &Hazard, run: &Run, judge: &Judge) -> boo
         _ => false,
     };
     let about = match hazard.kind {
-        HazardKind::Race | HazardKind::HostTooEarly => named.len() == 2 && quarrel.about == About::Order,
+        HazardKind::Race | HazardKind::HostRace => named.len() == 2 && quarrel.about == About::Order,
         HazardKind::UseAfterFree if named.len() == 2 => quarrel.about == About::Free,
         HazardKind::UseAfterFree => named[0].1.is_none() && matches!(quarrel.about, About::Free | About::Returned),
-        HazardKind::GraphOverFreedMemory => {
+        HazardKind::GraphUsesFreedMemory => {
             named[0].1.is_some() && matches!(quarrel.about, About::Free | About::Returned)
         }
-        HazardKind::HandedOutInFlight => quarrel.about == About::HandedOut,
+        HazardKind::ReusedInFlight => quarrel.about == About::HandedOut,
         _ => false,
     };
     if !both || !about {

@@ -138,7 +138,7 @@ fn eight_threads_on_one_machine_neither_hang_nor_leak() -> Result<()> {
         config.queue_depth = [3, 16, 1024][seed as usize];
         let gpu = SimDriver::new(config);
         let add = gpu.function_get(gpu.module_load(DEVICE, &KERNELS)?, "add")?;
-        let start = gpu.census();
+        let start = gpu.object_counts();
         let events =
             (0..4).map(|_| gpu.event_create(DEVICE, EventOptions::default()).map(Mutex::new)).collect::<Result<_>>()?;
         let (post, mail) = channel::<Sender<()>>();
@@ -161,7 +161,7 @@ fn eight_threads_on_one_machine_neither_hang_nor_leak() -> Result<()> {
         for event in &shared.events {
             shared.gpu.event_destroy(*event.lock().expect("no panic"))?;
         }
-        assert_eq!(shared.gpu.census(), start, "seed {seed}");
+        assert_eq!(shared.gpu.object_counts(), start, "seed {seed}");
     }
     Ok(())
 }

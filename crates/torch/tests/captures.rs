@@ -44,7 +44,7 @@ impl Bench {
     }
 
     fn lane(&self) -> Lane {
-        let id = self.sim.stream_of_others(FIRST, StreamOptions::default()).unwrap();
+        let id = self.sim.create_foreign_stream(FIRST, StreamOptions::default()).unwrap();
         Lane { raw: self.sim.stream_handle(id).unwrap().raw, id }
     }
 
@@ -371,9 +371,9 @@ fn a_begin_with_a_failing_driver_opens_its_scope() {
     bench.runtime.record_stream(block, side.raw).unwrap();
     bench.runtime.free(block, 0).unwrap();
 
-    faulty.set_plan(FaultPlan::new().fail_share(&[Call::EventQuery], 1.0, 1, ErrorCode::Unknown(7777)));
+    faulty.set_plan(FaultPlan::new().fail_fraction(&[Call::EventQuery], 1.0, 1, ErrorCode::Unknown(7777)));
     bench.begin(POOL, lane);
-    assert_eq!(faulty.fired().len(), 1);
+    assert_eq!(faulty.injected().len(), 1);
     bench.runtime.malloc(4 * MIB, 0, lane.raw).unwrap_err();
     faulty.clear_plan();
     assert!(!bench.pool_of(bench.alloc(lane)).is_default());

@@ -51,7 +51,7 @@ fn a_handle_is_looked_up_once() {
         }
     }
     thread::scope(|scope| _ = scope.spawn(|| runtime.malloc(MIB, 0, one).unwrap()));
-    assert_eq!(sim.calls_of(Call::StreamAdopt), 2);
+    assert_eq!(sim.call_count(Call::StreamAdopt), 2);
 }
 
 /// What the driver does not know, or what means another stream on each thread, is refused; nothing is remembered of it.
@@ -92,9 +92,9 @@ fn record_stream_finds_the_device() {
     runtime.record_stream(block, abroad).unwrap();
     runtime.record_stream(block, RawHandle(0)).unwrap();
     runtime.record_stream(block, RawHandle(0xdead)).unwrap_err();
-    let records = sim.calls_of(Call::EventRecord);
+    let records = sim.call_count(Call::EventRecord);
     runtime.free(block, 0).unwrap();
-    assert_eq!(sim.calls_of(Call::EventRecord) - records, 3, "one mark for each other stream");
+    assert_eq!(sim.call_count(Call::EventRecord) - records, 3, "one mark for each other stream");
 }
 
 /// A base is what sharing between processes needs: the driver's own allocation.

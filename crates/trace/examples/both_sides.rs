@@ -31,7 +31,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     host.record_history(Some(options));
 
     let stream = instance.device(0)?.pool_stream()?;
-    sim.hold(stream.id())?;
+    sim.pause_stream(stream.id())?;
     let (kept, dropped, target) = (host.allocate(5000)?, host.allocate(3 << 20)?, device.allocate(3 << 20, &stream)?);
     dropped.record_use(&stream)?;
     sim.copy(target.ptr().into(), dropped.ptr().into(), 3 << 20, stream.id())?;
@@ -42,7 +42,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     host.add_to(&mut snapshot);
     write_snapshot(&snapshot, File::create(out)?)?;
 
-    sim.unhold(stream.id())?;
+    sim.resume_stream(stream.id())?;
     stream.synchronize()?;
     drop((kept, target));
     Ok(host.close()?)

@@ -78,7 +78,7 @@ fn both_sides_come_back_from_one_file() {
     assert_eq!((&empty.host_segments, &empty.host_traces), (&Some(Vec::new()), &Some(Vec::new())));
     assert_eq!(written_and_read(&empty), empty);
 
-    both.sim.hold(both.stream.id()).unwrap();
+    both.sim.pause_stream(both.stream.id()).unwrap();
     set_user_metadata("epoch 1");
     let kept = both.staged(5000);
     drop(both.staged(3 * MIB + 1));
@@ -108,7 +108,7 @@ fn both_sides_come_back_from_one_file() {
     // What the device's side needs for a replay is not disturbed by the host's.
     let report = replay(&again, &ReplayOptions::default()).unwrap();
     assert!(report.fidelity.exact, "{:?}", report.fidelity.first_difference);
-    both.sim.unhold(both.stream.id()).unwrap();
+    both.sim.resume_stream(both.stream.id()).unwrap();
     both.stream.synchronize().unwrap();
     drop(kept);
     both.host.close().unwrap();

@@ -49,7 +49,7 @@ fn record(seed: u64, settings: &str, traits: Traits) -> Snapshot {
     let new_stream = || driver.stream_create(DEVICE, StreamOptions::default()).expect("a stream");
     streams.extend((1..traits.streams).map(|_| new_stream()));
     let user: StreamId = new_stream();
-    driver.hold(user).expect("a stream");
+    driver.pause_stream(user).expect("a stream");
 
     let mut pools: Vec<MemPoolId> = Vec::new();
     let mut live: Vec<(Allocation, MemPoolId)> = Vec::new();
@@ -77,7 +77,7 @@ fn record(seed: u64, settings: &str, traits: Traits) -> Snapshot {
                 }
                 allocator.free(block).expect("a block");
             }
-            95..97 if traits.shares => drop(driver.let_through(user, random.below(4)).expect("a held stream")),
+            95..97 if traits.shares => drop(driver.run_paused(user, random.below(4)).expect("a held stream")),
             97 if traits.pools && pools.len() < 3 => {
                 pools.push(allocator.create_pool(DEVICE, PoolOptions::default()).expect("a device"));
             }

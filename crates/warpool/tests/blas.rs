@@ -347,11 +347,11 @@ fn every_call_may_fail_once() {
         let device = instance.device(0).unwrap();
         let streams = [device.pool_stream().unwrap(), device.pool_stream().unwrap()];
         device.synchronize().unwrap();
-        let start = sim.census();
+        let start = sim.object_counts();
         let allocator: Arc<dyn DeviceAllocator> = Arc::new(CachingAllocator::new(&instance, Settings::default()));
         let blas = Blas::new(&allocator, BlasSettings::default());
 
-        faulty.set_plan(FaultPlan::new().fail_nth_of_all(nth, code).sparing(FaultPlan::CLEANUP));
+        faulty.set_plan(FaultPlan::new().fail_nth_of_all(nth, code).excluding(FaultPlan::CLEANUP));
         let outcome = scenario(&blas, &allocator, &streams);
         faulty.clear_plan();
         scenario(&blas, &allocator, &streams).expect("after a fault everything works");
@@ -360,16 +360,16 @@ fn every_call_may_fail_once() {
         assert_eq!(allocator.stats(FIRST).unwrap().allocated_bytes.all.current, 0, "call {nth}");
         allocator.trim(FIRST, MemPoolId::DEFAULT).unwrap();
         device.synchronize().unwrap();
-        let mut end = sim.census();
+        let mut end = sim.object_counts();
         // Events are pooled.
         end.events = start.events;
         assert_eq!(end, start, "call {nth} failed and something stayed");
         assert_eq!(sim.hazards(), [], "call {nth}");
-        if faulty.fired().is_empty() {
+        if faulty.injected().is_empty() {
             outcome.expect("nothing was made to fail");
             break;
         }
-        let fired = faulty.fired()[0];
+        let fired = faulty.injected()[0];
         // Some failures the allocator gets over by itself.
         if let Err(error) = outcome {
             assert_eq!(error.driver().map(|error| error.code), Some(code), "{} was made to fail", fired.call);

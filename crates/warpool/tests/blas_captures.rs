@@ -195,7 +195,7 @@ fn a_capture_that_fails_keeps_no_workspace() {
     });
     assert!(matches!(outcome, Err(Error::Graph(GraphError::CaptureFailed { .. }))), "{outcome:?}");
     let broken: Vec<HazardKind> = lab.sim.hazards().iter().map(|hazard| hazard.kind).collect();
-    assert_eq!(broken, [HazardKind::CaptureBroken]);
+    assert_eq!(broken, [HazardKind::CaptureInvalidated]);
     lab.sim.clear_hazards();
     lab.trim();
     assert_eq!(lab.workspaces().current, 0);

@@ -271,7 +271,7 @@ fn a_closed_blas_gives_out_nothing_on_any_thread() {
     assert_eq!(lab.blas.lt_on(&stream).unwrap_err(), Error::HandlePoolClosed { library: "cuBLASLt" });
     assert_eq!(lab.workspaces().current, 0);
     // That of the thread that was not told in time.
-    assert_eq!(lab.sim.census().handles, 1);
+    assert_eq!(lab.sim.object_counts().handles, 1);
 }
 
 /// A handle that another thread-local variable still has when the thread's own list goes comes back with that variable,

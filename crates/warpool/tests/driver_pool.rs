@@ -295,7 +295,7 @@ fn scenario(instance: &Instance, allocator: &DriverPoolAllocator) -> warpool::Re
 fn every_call_may_fail_once() {
     for nth in 1.. {
         let sim = Arc::new(SimDriver::new(SimConfig::default().with_capacity(4 << 30)));
-        let plan = FaultPlan::new().fail_nth_of_all(nth, ErrorCode::NotPermitted).sparing(FaultPlan::CLEANUP);
+        let plan = FaultPlan::new().fail_nth_of_all(nth, ErrorCode::NotPermitted).excluding(FaultPlan::CLEANUP);
         let faulty = Arc::new(Faulty::new(sim.clone(), plan));
         let Ok(instance) = Instance::new(faulty.clone()) else { continue };
         let allocator = DriverPoolAllocator::new(&instance);
@@ -304,12 +304,12 @@ fn every_call_may_fail_once() {
         scenario(&instance, &allocator).unwrap_or_else(|error| panic!("after call {nth} failed: {error}"));
         let stats = allocator.stats(DEVICE).unwrap();
         assert_eq!((stats.active_bytes.all.current, stats.reserved_bytes.all.current), (0, 0), "call {nth} failed");
-        assert_eq!(sim.census().allocations, 0, "call {nth} failed and something stayed");
+        assert_eq!(sim.object_counts().allocations, 0, "call {nth} failed and something stayed");
         assert!(sim.hazards().is_empty(), "call {nth} failed: {:#?}", sim.hazards());
-        if faulty.fired().is_empty() {
+        if faulty.injected().is_empty() {
             assert!(nth > 50, "the scenario made only {nth} calls");
             return;
         }
-        assert_ne!(faulty.fired()[0].call, Call::DeviceSynchronize);
+        assert_ne!(faulty.injected()[0].call, Call::DeviceSynchronize);
     }
 }

@@ -181,12 +181,12 @@ fn a_dropped_event_is_used_again_last_one_first() {
     let (first, second) = (a.id(), b.id());
     drop(a);
     drop(b);
-    assert_eq!((recorded(instance.event()).id(), sim.census().events), (second, 2));
+    assert_eq!((recorded(instance.event()).id(), sim.object_counts().events), (second, 2));
     let (again, other) = (recorded(instance.event()), recorded(instance.event()));
     assert_eq!((again.id(), other.id()), (second, first));
     // Another kind of event comes from another shelf.
     assert!(![first, second].contains(&recorded(instance.timing_event()).id()));
-    assert_eq!(sim.census().events, 3);
+    assert_eq!(sim.object_counts().events, 3);
 }
 
 #[test]
@@ -195,14 +195,14 @@ fn the_pool_reserves_and_trims() {
     let pool = instance.device(1).unwrap().event_pool();
     pool.reserve(5).unwrap();
     pool.reserve(3).unwrap();
-    assert_eq!((pool.idle(), sim.census().events), (5, 5));
+    assert_eq!((pool.idle(), sim.object_counts().events), (5, 5));
     let taken = pool.take().unwrap();
     assert_eq!((taken.device_id(), pool.idle()), (DeviceId(1), 4));
     assert_eq!(pool.trim().unwrap(), 4);
-    assert_eq!((pool.idle(), sim.census().events), (0, 1));
+    assert_eq!((pool.idle(), sim.object_counts().events), (0, 1));
     drop(taken);
     assert_eq!(pool.trim().unwrap(), 1);
-    assert_eq!(sim.census().events, 0);
+    assert_eq!(sim.object_counts().events, 0);
     assert_eq!(pool.trim().unwrap(), 0);
 }
 
@@ -335,5 +335,5 @@ fn events_move_between_threads() {
             });
         }
     });
-    assert_eq!((pool.idle(), sim.census().events), (16, 16));
+    assert_eq!((pool.idle(), sim.object_counts().events), (16, 16));
 }

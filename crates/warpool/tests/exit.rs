@@ -12,7 +12,7 @@ use std::sync::{Arc, Mutex, OnceLock, mpsc};
 use std::thread;
 
 use warpool::blas::{Blas, BlasSettings, forbid_tf32};
-use warpool::driver::decorate::{Arguments, Hook, Outcome, Tapped};
+use warpool::driver::decorate::{Arguments, Hook, Hooked, Outcome};
 use warpool::driver::sim::{SimConfig, SimDriver};
 use warpool::driver::{Call, Driver, Result};
 use warpool::handle::{Cublas, Cudnn, HandlePool};
@@ -75,7 +75,7 @@ impl Hook for Watch {
 
 fn watched() -> Instance {
     let sim = Arc::new(SimDriver::new(SimConfig::default().with_devices(2)));
-    Instance::new(Arc::new(Tapped::with_hook(sim, Watch))).expect("a simulated device")
+    Instance::new(Arc::new(Hooked::with_hook(sim, Watch))).expect("a simulated device")
 }
 
 /// Asks and sets what is current when it is dropped, and fetches the handle that this thread has or had, which must

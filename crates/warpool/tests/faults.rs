@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use common::keep_busy;
 use warpool::driver::decorate::{FaultPlan, Faulty};
-use warpool::driver::sim::{Census, SimConfig, SimDriver};
+use warpool::driver::sim::{ObjectCounts, SimConfig, SimDriver};
 use warpool::driver::{Call, ErrorCode};
 use warpool::{Error, EventOptions, Instance, Result, STREAMS_PER_POOL};
 
@@ -27,8 +27,8 @@ impl Machine {
     }
 
     /// What is alive in the driver; the context, once made, stays.
-    fn census(&self) -> Census {
-        let mut census = self.sim.census();
+    fn object_counts(&self) -> ObjectCounts {
+        let mut census = self.sim.object_counts();
         census.bytes_used = 0;
         census
     }
@@ -72,8 +72,8 @@ fn every_call_may_fail_once() {
     loop {
         nth += 1;
         let code = ErrorCode::OutOfMemory;
-        let machine = Machine::new(FaultPlan::new().fail_nth_of_all(nth, code).sparing(FaultPlan::CLEANUP));
-        let before = machine.census();
+        let machine = Machine::new(FaultPlan::new().fail_nth_of_all(nth, code).excluding(FaultPlan::CLEANUP));
+        let before = machine.object_counts();
         let outcome = machine.instance().and_then(|instance| {
             let outcome = scenario(&instance);
             machine.faulty.clear_plan();
@@ -81,12 +81,12 @@ fn every_call_may_fail_once() {
             instance.close().expect("nobody holds on to it");
             outcome
         });
-        assert_eq!(machine.census(), before, "call {nth} failed and something stayed");
-        if machine.faulty.fired().is_empty() {
+        assert_eq!(machine.object_counts(), before, "call {nth} failed and something stayed");
+        if machine.faulty.injected().is_empty() {
             outcome.expect("nothing was made to fail");
             break;
         }
-        let fired = machine.faulty.fired()[0];
+        let fired = machine.faulty.injected()[0];
         let error = outcome.expect_err("a failed call must be reported");
         assert_eq!(error.driver().map(|error| error.code), Some(code), "{} was made to fail", fired.call);
     }
@@ -98,11 +98,11 @@ fn a_pool_that_fails_half_way_leaves_nothing_and_works_the_next_time() {
     for nth in 1..=STREAMS_PER_POOL as u64 {
         let machine = Machine::new(FaultPlan::new().fail_nth(Call::StreamCreate, nth, ErrorCode::OutOfMemory));
         let device = machine.instance().unwrap().device(0).unwrap();
-        let before = machine.census();
+        let before = machine.object_counts();
         assert!(device.pool_stream().unwrap_err().driver().unwrap().is_out_of_memory());
-        assert_eq!(machine.census(), before);
+        assert_eq!(machine.object_counts(), before);
         device.pool_stream().unwrap();
-        assert_eq!(machine.census().streams, before.streams + STREAMS_PER_POOL);
+        assert_eq!(machine.object_counts().streams, before.streams + STREAMS_PER_POOL);
     }
 }
 
@@ -115,13 +115,13 @@ fn streams_that_could_not_be_destroyed_are_used_by_the_next_attempt() {
     );
     let machine = Machine::new(plan);
     let instance = machine.instance().unwrap();
-    let before = machine.census();
+    let before = machine.object_counts();
     assert!(instance.device(0).unwrap().pool_stream().is_err());
-    assert_eq!(machine.census().streams, before.streams + 1);
+    assert_eq!(machine.object_counts().streams, before.streams + 1);
     instance.device(0).unwrap().pool_stream().unwrap();
-    assert_eq!(machine.census().streams, before.streams + STREAMS_PER_POOL);
+    assert_eq!(machine.object_counts().streams, before.streams + STREAMS_PER_POOL);
     instance.close().unwrap();
-    assert_eq!(machine.census(), before);
+    assert_eq!(machine.object_counts(), before);
 }
 
 #[test]
@@ -144,9 +144,9 @@ fn trim_stops_at_a_failure_and_loses_nothing() {
     let pool = instance.device(0).unwrap().event_pool();
     pool.reserve(5).unwrap();
     assert!(matches!(pool.trim(), Err(Error::Driver(_))));
-    assert_eq!((pool.idle(), machine.census().events), (3, 3));
+    assert_eq!((pool.idle(), machine.object_counts().events), (3, 3));
     assert_eq!(pool.trim().unwrap(), 3);
-    assert_eq!(machine.census().events, 0);
+    assert_eq!(machine.object_counts().events, 0);
 }
 
 #[test]
@@ -158,9 +158,9 @@ fn a_doomed_event_that_cannot_be_destroyed_does_not_hold_up_a_new_one() {
     shared.create(&device).unwrap();
     drop(shared);
     let first = device.event_pool().take().unwrap();
-    assert_eq!(machine.census().events, 2);
+    assert_eq!(machine.object_counts().events, 2);
     let second = device.event_pool().take().unwrap();
-    assert_eq!(machine.census().events, 2);
+    assert_eq!(machine.object_counts().events, 2);
     assert_ne!(first.id(), second.id());
 }
 
@@ -168,9 +168,9 @@ fn a_doomed_event_that_cannot_be_destroyed_does_not_hold_up_a_new_one() {
 fn closing_reports_a_failure_and_still_gives_back_the_rest() {
     let machine = Machine::new(FaultPlan::new().fail_nth(Call::StreamDestroy, 5, ErrorCode::UnknownError));
     let instance = machine.instance().unwrap();
-    let before = machine.census();
+    let before = machine.object_counts();
     instance.device(0).unwrap().pool_stream().unwrap();
     instance.device(1).unwrap().event_pool().reserve(2).unwrap();
     assert_eq!(instance.close().unwrap_err().driver().unwrap().call, "stream_destroy");
-    assert_eq!((machine.census().streams, machine.census().events), (before.streams + 1, before.events));
+    assert_eq!((machine.object_counts().streams, machine.object_counts().events), (before.streams + 1, before.events));
 }

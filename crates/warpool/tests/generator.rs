@@ -158,10 +158,10 @@ fn targets() {
     let ragged = bench.any().allocate(7, &bench.main).unwrap();
     generator.fill_uniform(&ragged, &bench.main).unwrap();
     assert_eq!(generator.offset().unwrap(), 8);
-    let launches = bench.sim.calls_of(Call::KernelLaunch);
+    let launches = bench.sim.call_count(Call::KernelLaunch);
     generator.fill_normal((block.ptr(), 0), &bench.main).unwrap();
     generator.fill_bits(&bench.any().allocate(3, &bench.main).unwrap(), &bench.main).unwrap();
-    assert_eq!((bench.sim.calls_of(Call::KernelLaunch), generator.offset().unwrap()), (launches, 8));
+    assert_eq!((bench.sim.call_count(Call::KernelLaunch), generator.offset().unwrap()), (launches, 8));
 
     let odd = block.ptr().offset(2);
     let error = refused(generator.fill_bits((odd, 4), &bench.main));
@@ -192,7 +192,7 @@ fn a_fill_that_fails_consumes_nothing() {
         faulty.set_plan(FaultPlan::new().fail_nth(call, 1, ErrorCode::LaunchFailed));
         let error = generator.fill_bits((ptr, 9), &stream).unwrap_err();
         assert_eq!(error.driver().map(|error| error.code), Some(ErrorCode::LaunchFailed), "{call:?}: {error}");
-        assert_eq!((generator.offset().unwrap(), faulty.fired().len()), (0, fired), "{call:?}");
+        assert_eq!((generator.offset().unwrap(), faulty.injected().len()), (0, fired), "{call:?}");
     }
     faulty.clear_plan();
     generator.fill_bits((ptr, 9), &stream).unwrap();

@@ -139,7 +139,7 @@ fn concurrent_replays_do_not_disturb_each_other() {
     let generator = generator(&bench);
     let graphs = streams.each_ref().map(|stream| filling(&bench, &generator, BYTES / 4, stream));
     let copies = streams.each_ref().map(|stream| bench.any().allocate(ROUNDS * BYTES, stream).unwrap());
-    streams.iter().for_each(|stream| bench.hold(stream));
+    streams.iter().for_each(|stream| bench.pause_stream(stream));
     for round in 0..ROUNDS {
         for at in 0..2 {
             let (graph, key) = &graphs[at];
@@ -293,7 +293,7 @@ fn a_graph_may_go_before_its_replays_are_done() {
         graph.capture(&stream, options, |_| generator.fill_bits(&target, &stream)).unwrap();
         target.record_use(&other).unwrap();
         stream.synchronize().unwrap();
-        bench.hold(&other);
+        bench.pause_stream(&other);
         graph.replay(&other).unwrap();
         drop(graph);
         // Whoever asks in the same place now, for a stream in no order with the replay.
@@ -323,7 +323,10 @@ fn after_a_failed_capture() {
         stream.synchronize()
     });
     assert!(matches!(failed, Err(Error::Driver(_) | Error::Graph(GraphError::CaptureFailed { .. }))), "{failed:?}");
-    assert_eq!(bench.sim.hazards().iter().map(|hazard| hazard.kind).collect::<Vec<_>>(), [HazardKind::CaptureBroken]);
+    assert_eq!(
+        bench.sim.hazards().iter().map(|hazard| hazard.kind).collect::<Vec<_>>(),
+        [HazardKind::CaptureInvalidated]
+    );
     bench.sim.clear_hazards();
     assert_eq!(generator.offset().unwrap(), 0);
     generator.fill_bits(&target, &stream).unwrap();

@@ -10,7 +10,7 @@ mod scenarios;
 use std::collections::BTreeSet;
 
 use warpool::Result;
-use warpool::driver::decorate::{FaultPlan, FiredFault};
+use warpool::driver::decorate::{FaultPlan, InjectedFault};
 use warpool::driver::{Call, ErrorCode};
 
 use lab::Lab;
@@ -47,14 +47,14 @@ const DISPENSABLE: &[Call] = &[
 ];
 
 /// Runs a scenario with faults, then without. What fired, and how the first run went.
-fn check(scenario: &Scenario, settings: &str, plan: FaultPlan) -> (Vec<FiredFault>, Result<()>) {
+fn check(scenario: &Scenario, settings: &str, plan: FaultPlan) -> (Vec<InjectedFault>, Result<()>) {
     let lab = Lab::new(settings);
     let mut graph = lab.graph();
     // A handle that cannot be destroyed is forgotten by its pool: nothing could be done with it.
-    lab.faulty.set_plan(plan.sparing(&[Call::LibraryDestroy]));
+    lab.faulty.set_plan(plan.excluding(&[Call::LibraryDestroy]));
     let outcome = (scenario.run)(&lab, &mut graph);
     lab.faulty.clear_plan();
-    let fired = lab.faulty.fired();
+    let fired = lab.faulty.injected();
     let about = format!("{} with {settings:?}, {fired:?}: {outcome:?}", scenario.name);
     if graph.is_capturing() || graph.is_captured() {
         graph.reset().unwrap();
@@ -115,7 +115,7 @@ fn a_share_of_all_calls_may_fail() {
         for settings in SETTINGS {
             for seed in 0..100 {
                 let code = [ErrorCode::OutOfMemory, ErrorCode::UnknownError][(seed % 2) as usize];
-                drop(check(scenario, settings, FaultPlan::new().fail_share(&[], 0.1, seed, code)));
+                drop(check(scenario, settings, FaultPlan::new().fail_fraction(&[], 0.1, seed, code)));
             }
         }
     }

@@ -85,7 +85,7 @@ impl Lab {
         self.host.trim(0).unwrap();
         assert_eq!(self.host.stats().allocated_bytes.current, 0, "all of it can go");
         self.host.close().unwrap();
-        assert_eq!(self.graphs.bench.sim.census().pinned, 0, "memory left pinned");
+        assert_eq!(self.graphs.bench.sim.object_counts().pinned, 0, "memory left pinned");
         self.graphs.finish();
     }
 }
@@ -351,7 +351,7 @@ fn kernels_work_on_pinned_memory_where_it_is() {
         assert_eq!(u32::from_le_bytes(second), round);
     }
     // The last replay is under way when the graph goes.
-    lab.graphs.bench.hold(lab.side());
+    lab.graphs.bench.pause_stream(lab.side());
     graph.replay(lab.side()).unwrap();
     drop(graph);
     let eight_bytes = || lab.host.allocate(8).unwrap();
@@ -472,7 +472,7 @@ fn a_graph_that_goes_while_replays_run_leaves_its_memory_to_nobody_before_they_e
             graph.replay(lab.side()).unwrap();
             assert_eq!(lab.device_word(&graph, word), 3, "{way:?}");
             for stream in [lab.side(), &other] {
-                lab.graphs.bench.hold(stream);
+                lab.graphs.bench.pause_stream(stream);
                 graph.replay(stream).unwrap();
             }
             if by_reset {
@@ -540,7 +540,7 @@ fn a_capture_that_fails_gives_everything_back() {
                     Ok(())
                 });
                 assert!(matches!(graph_error(outcome), GraphError::CaptureFailed { .. }));
-                lab.graphs.forgive(HazardKind::CaptureBroken);
+                lab.graphs.forgive(HazardKind::CaptureInvalidated);
             }
             _ => {
                 graph.capture_begin(lab.side(), PLAIN).unwrap();
@@ -572,7 +572,7 @@ fn frees_of_blocks_whose_stream_captures_wait_for_the_capture() {
     let block = lab.block();
     let place = block.ptr();
     put(&block, 5);
-    lab.graphs.bench.hold(lab.side());
+    lab.graphs.bench.pause_stream(lab.side());
     lab.upload(target.ptr(), &block, lab.side()).unwrap();
     graph
         .capture(lab.side(), PLAIN, |_| {

@@ -168,7 +168,7 @@ fn modes_decide_whose_calls_break_a_capture() {
             assert!(error.to_string().contains("mem_alloc"), "{error}");
         }
         drop(graph);
-        lab.forgive(HazardKind::CaptureBroken);
+        lab.forgive(HazardKind::CaptureInvalidated);
         lab.finish();
     }
     let unknown = capture_mode("invalid").unwrap_err();
@@ -208,7 +208,7 @@ fn a_generator_works_on_after_a_failed_capture() {
         lab.bench.device().synchronize()
     });
     assert_eq!(failed.unwrap_err().driver().map(|error| error.code), Some(ErrorCode::StreamCaptureUnsupported));
-    lab.forgive(HazardKind::CaptureBroken);
+    lab.forgive(HazardKind::CaptureInvalidated);
     assert_eq!(generator.offset().unwrap(), 4);
     generator.fill_bits(&block, &lab.bench.main).unwrap();
     assert_eq!(lab.word(block.ptr()), first(4));
@@ -308,7 +308,11 @@ fn a_hundred_captures_with_products_do_not_grow_memory() {
         assert_eq!(f32::from_bits(lab.word(matrix(2).ptr)), 6.0 + 6.0 * round as f32);
         graph.reset().unwrap();
         lab.bench.trim();
-        held.push((lab.bench.bytes_reserved(), lab.bench.stats().workspace_bytes.current, lab.bench.sim.census()));
+        held.push((
+            lab.bench.bytes_reserved(),
+            lab.bench.stats().workspace_bytes.current,
+            lab.bench.sim.object_counts(),
+        ));
     }
     assert!(held.iter().all(|now| now == &held[0]), "{held:?}");
     drop(block);

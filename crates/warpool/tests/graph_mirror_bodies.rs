@@ -44,7 +44,7 @@ fn forty_graphs_with_an_if_do_not_use_up_the_streams() {
                 Ok([flag, count])
             })
             .unwrap();
-        streams.push(lab.bench.sim.census().streams);
+        streams.push(lab.bench.sim.object_counts().streams);
         graphs.push((graph, keys));
     }
     assert_eq!(streams.first(), streams.last(), "bodies take turns on one stream: {streams:?}");
@@ -64,7 +64,7 @@ fn forty_graphs_with_an_if_do_not_use_up_the_streams() {
 fn forty_ifs_in_one_graph_each_follow_their_flag() {
     let lab = GraphLab::new("");
     let mut graph = lab.graph_with(GraphOptions { keep_graph: true });
-    let before = lab.bench.sim.census().streams;
+    let before = lab.bench.sim.object_counts().streams;
     let keys: Vec<[BufferKey; 2]> = graph
         .capture(&lab.side, PLAIN, |capture| {
             let mut keys = Vec::new();
@@ -76,7 +76,7 @@ fn forty_ifs_in_one_graph_each_follow_their_flag() {
             Ok(keys)
         })
         .unwrap();
-    assert!(lab.bench.sim.census().streams <= before + 1);
+    assert!(lab.bench.sim.object_counts().streams <= before + 1);
     let kinds = graph.topology().unwrap().nodes;
     assert_eq!(kinds.iter().filter(|node| node.kind == NodeKind::Conditional).count(), 40);
     let mut sums = [0; 40];
@@ -103,7 +103,7 @@ fn forty_ifs_in_one_graph_each_follow_their_flag() {
 fn three_nested_ifs_run_only_behind_each_other() {
     let lab = GraphLab::new("");
     let mut graph = lab.graph();
-    let before = lab.bench.sim.census().streams;
+    let before = lab.bench.sim.object_counts().streams;
     let keys: [BufferKey; 6] = graph
         .capture(&lab.side, PLAIN, |capture| {
             let keys: [BufferKey; 6] = words(capture)?;
@@ -122,7 +122,7 @@ fn three_nested_ifs_run_only_behind_each_other() {
             Ok(keys)
         })
         .unwrap();
-    assert!(lab.bench.sim.census().streams <= before + 3);
+    assert!(lab.bench.sim.object_counts().streams <= before + 3);
     for ways in 0..8_u32 {
         let [a, b, c] = [ways & 1, ways >> 1 & 1, ways >> 2];
         set(&lab, &graph, &keys, &[a, b, c, 0, 0, 0]);

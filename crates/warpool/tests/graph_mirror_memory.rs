@@ -187,7 +187,7 @@ fn a_use_from_before_the_capture_is_still_waited_for() {
         let pool = MemPool::new(&lab.bench.any(), &lab.bench.device(), PoolOptions::default()).unwrap();
         let take = || lab.bench.any().allocate_in(pool.id(), 4 * MIB, &lab.side).unwrap();
         let block = take();
-        lab.bench.hold(&other);
+        lab.bench.pause_stream(&other);
         lab.bench.sim.fill(block.ptr(), Pattern::U32(1), 1, other.id()).unwrap();
         block.record_use(&other).unwrap();
         let place = block.ptr();
@@ -237,7 +237,7 @@ fn a_capture_that_runs_out_of_memory_gives_back_what_it_had() {
         Ok(())
     });
     assert!(matches!(graph_error(outcome), GraphError::CaptureFailed { .. }));
-    lab.forgive(HazardKind::CaptureBroken);
+    lab.forgive(HazardKind::CaptureInvalidated);
     assert_eq!((lab.bench.trim(), lab.bench.bytes_reserved()), (300 * MIB, 0));
     graph.capture(&lab.side, PLAIN, |capture| capture.allocate(900 * MIB)).unwrap();
     drop(graph);

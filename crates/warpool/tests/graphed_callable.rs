@@ -7,7 +7,7 @@ use std::cell::RefCell;
 use std::sync::Arc;
 
 use common::memory::{Bench, FIRST, KIB, MIB};
-use warpool::driver::sim::{Census, HazardKind, SimConfig};
+use warpool::driver::sim::{HazardKind, ObjectCounts, SimConfig};
 use warpool::driver::{
     Call as DriverCall, Copies as _, DevicePtr, ErrorCode, FunctionId, KernelArg, KernelMirror, KernelSource,
     Kernels as _, LaunchShape, Pattern,
@@ -85,7 +85,7 @@ struct Lab {
     bench: Bench,
     sum: FunctionId,
     side: StreamLease,
-    start: Census,
+    start: ObjectCounts,
 }
 
 impl Lab {
@@ -94,7 +94,7 @@ impl Lab {
         let module = bench.sim.module_load(FIRST, &KERNELS).unwrap();
         let sum = bench.sim.function_get(module, "sum").unwrap();
         let side = bench.device().lease_stream().unwrap();
-        let start = bench.sim.census();
+        let start = bench.sim.object_counts();
         Self { bench, sum, side, start }
     }
 
@@ -156,7 +156,7 @@ impl Lab {
         Graph::new(&self.bench.any(), &self.bench.device(), GraphOptions::default()).unwrap().reset().unwrap();
         self.bench.device().synchronize().unwrap();
         self.bench.trim();
-        let now = self.bench.sim.census();
+        let now = self.bench.sim.object_counts();
         assert_eq!((now.graphs, now.graph_execs, now.captures, now.allocations), (0, 0, 0, 0), "left behind");
         assert_eq!(now.bytes_used, self.start.bytes_used, "memory left behind");
         self.bench.finish();
@@ -209,7 +209,7 @@ fn inputs_are_copied_only_if_they_lie_elsewhere() {
     let lab = Lab::new();
     let mut graphed = lab.graphed(lab.adder(), &[64]);
     let main = lab.bench.main.clone();
-    let copies = || lab.bench.sim.calls_of(DriverCall::Copy);
+    let copies = || lab.bench.sim.call_count(DriverCall::Copy);
     let before = copies();
     assert_eq!(lab.call(&mut graphed, 64, 1), (Some(64), 11));
     assert_eq!(copies(), before + 1);
@@ -276,7 +276,7 @@ fn a_call_without_a_graph_says_why() {
     let mut graphed = lab.graphed(adder, &[64, 256, 1024]);
     let failed: Vec<u64> = graphed.reports().iter().filter(|it| it.failed.is_some()).map(|it| it.shape).collect();
     assert_eq!(failed, [256], "the others were captured all the same");
-    lab.forgive(HazardKind::CaptureBroken);
+    lab.forgive(HazardKind::CaptureInvalidated);
     let main = lab.bench.main.clone();
     let mut reason = |shape: u64, stream: &Stream| {
         let input = lab.block(shape * KIB, 1);
@@ -443,13 +443,13 @@ fn close_gives_everything_back_behind_the_last_replay() {
     for closes in [true, false] {
         let mut graphed = lab.graphed(lab.adder(), &[1024, 64]);
         let input = lab.block(1024 * KIB, 1);
-        lab.bench.hold(&lab.side);
+        lab.bench.pause_stream(&lab.side);
         graphed.call(&1024, &[Input::from(&input)], &lab.side).unwrap();
         input.record_use(&lab.side).unwrap();
         if closes {
             let adder = graphed.close().unwrap();
             assert_eq!(adder.runs.borrow().len(), 2 * 2 + 2);
-            assert_eq!(lab.bench.sim.census().graph_execs, 0, "at once, not by whoever comes next");
+            assert_eq!(lab.bench.sim.object_counts().graph_execs, 0, "at once, not by whoever comes next");
         } else {
             drop(graphed);
         }

@@ -156,9 +156,9 @@ fn ten_thousand_threads_need_as_many_handles_as_there_are_threads_at_once() {
     for device in &devices {
         assert_eq!((pool.alive(device), pool.idle(device)), (AT_ONCE, AT_ONCE));
     }
-    assert_eq!(sim.census().handles, 2 * AT_ONCE);
+    assert_eq!(sim.object_counts().handles, 2 * AT_ONCE);
     pool.close().unwrap();
-    assert_eq!(sim.census().handles, 0);
+    assert_eq!(sim.object_counts().handles, 0);
 }
 
 #[test]
@@ -372,10 +372,10 @@ fn a_gpu_can_be_closed_while_threads_still_have_handles_of_closed_pools() {
         pool.current(&instance.device(0).unwrap()).unwrap();
         pool.close().unwrap();
         instance.close().expect("nobody holds on to it");
-        assert_eq!(sim.census().handles, 1, "the worker's, which is leaked");
+        assert_eq!(sim.object_counts().handles, 1, "the worker's, which is leaked");
         drop(say_go);
     });
-    assert_eq!(sim.census().handles, 1);
+    assert_eq!(sim.object_counts().handles, 1);
 }
 
 #[test]
@@ -598,7 +598,7 @@ fn every_call_may_fail_once() {
     };
     for nth in 1.. {
         let sim = Arc::new(SimDriver::new(SimConfig::default().with_devices(2)));
-        let plan = FaultPlan::new().fail_nth_of_all(nth, ErrorCode::OutOfMemory).sparing(FaultPlan::CLEANUP);
+        let plan = FaultPlan::new().fail_nth_of_all(nth, ErrorCode::OutOfMemory).excluding(FaultPlan::CLEANUP);
         let faulty = Arc::new(Faulty::new(sim.clone(), plan));
         let outcome = Instance::new(faulty.clone()).and_then(|instance| {
             let outcome = scenario(&instance);
@@ -607,8 +607,8 @@ fn every_call_may_fail_once() {
             instance.close().expect("nobody holds on to it");
             outcome
         });
-        assert_eq!(sim.census().handles, 0, "call {nth} failed and a handle stayed");
-        if faulty.fired().is_empty() {
+        assert_eq!(sim.object_counts().handles, 0, "call {nth} failed and a handle stayed");
+        if faulty.injected().is_empty() {
             outcome.expect("nothing was made to fail");
             assert!(nth > 12, "the scenario made only {nth} calls");
             break;
@@ -630,17 +630,17 @@ fn a_handle_that_cannot_be_destroyed_stays_and_does_not_keep_the_others() {
     let leases = |n| drop((0..n).map(|_| pool.lease(&devices[0]).unwrap()).collect::<Vec<_>>());
     leases(3);
     assert_eq!(pool.trim(&devices[0]).unwrap_err().driver().unwrap().code, ErrorCode::UnknownError);
-    assert_eq!((pool.alive(&devices[0]), pool.idle(&devices[0]), sim.census().handles), (1, 1, 1));
+    assert_eq!((pool.alive(&devices[0]), pool.idle(&devices[0]), sim.object_counts().handles), (1, 1, 1));
     // It is as good as before.
     leases(1);
-    assert_eq!((pool.alive(&devices[0]), sim.census().handles), (1, 1));
+    assert_eq!((pool.alive(&devices[0]), sim.object_counts().handles), (1, 1));
     leases(2);
     pool.current(&devices[1]).unwrap();
     let again = pool.clone();
     assert_eq!(pool.close().unwrap_err().driver().unwrap().code, ErrorCode::LaunchFailed);
-    assert_eq!(sim.census().handles, 1);
+    assert_eq!(sim.object_counts().handles, 1);
     again.close().unwrap();
-    assert_eq!(sim.census().handles, 0);
+    assert_eq!(sim.object_counts().handles, 0);
 }
 
 /// Destroying one would break the capture, so the driver refuses it.
@@ -659,5 +659,5 @@ fn trim_and_close_lose_no_handle_while_a_stream_captures() {
     assert!(refused(pool.close().unwrap_err()));
     sim.graph_destroy(sim.capture_end(stream.id()).expect("nothing broke it")).unwrap();
     again.close().unwrap();
-    assert_eq!((sim.census().handles, sim.hazards()), (0, vec![]));
+    assert_eq!((sim.object_counts().handles, sim.hazards()), (0, vec![]));
 }

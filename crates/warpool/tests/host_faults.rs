@@ -33,7 +33,7 @@ fn check(settings: &PinnedSettings, plan: FaultPlan) {
     let lab = Lab::new(settings.clone());
     lab.faulty.set_plan(plan);
     lab.scenario(true);
-    let about = format!("{settings:?}, with {:?} failing", lab.faulty.fired());
+    let about = format!("{settings:?}, with {:?} failing", lab.faulty.injected());
     lab.expect_whole(&about);
 }
 
@@ -63,7 +63,7 @@ fn two_calls_may_fail_one_behind_the_other() {
             let code = if nth % 2 == 0 { ErrorCode::OutOfMemory } else { ErrorCode::LaunchFailed };
             // Giving back is spared: what is pinned for nothing, and then cannot be unpinned, is given up with a
             // warning.
-            let plan = FaultPlan::new().sparing(FaultPlan::CLEANUP);
+            let plan = FaultPlan::new().excluding(FaultPlan::CLEANUP);
             check(&settings, plan.fail_nth_of_all(nth, code).fail_nth_of_all(nth + 1 + nth % 4, code));
         }
     }
@@ -74,8 +74,8 @@ fn a_share_of_all_calls_may_fail() {
     for settings in ways() {
         for seed in 0..60 {
             let code = [ErrorCode::OutOfMemory, ErrorCode::UnknownError][seed as usize % 2];
-            let plan = FaultPlan::new().sparing(FaultPlan::CLEANUP);
-            check(&settings, plan.fail_share(&[], 0.1, seed, code));
+            let plan = FaultPlan::new().excluding(FaultPlan::CLEANUP);
+            check(&settings, plan.fail_fraction(&[], 0.1, seed, code));
         }
     }
 }
@@ -89,13 +89,13 @@ fn close_gives_back_all_but_what_fails() {
             let lab = Lab::new(PinnedSettings { reserve_segment_bytes: 0, ..settings.clone() });
             let blocks: Vec<HostBlock> = (0..3).map(|_| lab.host.allocate(5 * MIB).unwrap()).collect();
             drop(blocks);
-            assert_eq!(lab.sim.census().pinned, 3);
+            assert_eq!(lab.sim.object_counts().pinned, 3);
             let call = if registered { Call::HostUnregister } else { Call::HostFree };
             lab.faulty.set_plan(FaultPlan::new().fail_nth(call, nth, ErrorCode::UnknownError));
             let Lab { sim, host, .. } = lab;
             let error = host.close().unwrap_err();
             assert_eq!(error.driver().map(|error| error.call), Some(call.name()), "{error}");
-            assert_eq!(sim.census().pinned, 1, "{call:?}, number {nth}");
+            assert_eq!(sim.object_counts().pinned, 1, "{call:?}, number {nth}");
         }
     }
 }
@@ -113,7 +113,7 @@ fn close_refuses_while_somebody_has_a_block() {
     let mut seen = [0; 8];
     block.read(0, &mut seen).unwrap();
     assert_eq!(seen, [3; 8], "the block outlives the allocator");
-    assert_eq!(sim.census().pinned, 1);
+    assert_eq!(sim.object_counts().pinned, 1);
 }
 
 /// What is too large to be kept, and could not be given back at once, is given back by the next call.
@@ -128,9 +128,9 @@ fn what_is_not_to_be_kept_goes_later_if_it_could_not_go_at_once() {
         let error = block.free().unwrap_err();
         assert_eq!(error.driver().map(|error| error.call), Some(call.name()), "{error}");
         lab.check();
-        assert_eq!((lab.sim.census().pinned, lab.host.stats().active_requests.current), (1, 0));
+        assert_eq!((lab.sim.object_counts().pinned, lab.host.stats().active_requests.current), (1, 0));
         lab.host.reap().unwrap();
-        assert_eq!(lab.sim.census().pinned, 0);
+        assert_eq!(lab.sim.object_counts().pinned, 0);
         lab.host.close().unwrap();
     }
 }
@@ -148,7 +148,7 @@ fn a_stream_that_cannot_be_marked_holds_back_only_its_blocks() {
     lab.faulty.set_plan(FaultPlan::new().fail_nth(Call::EventRecord, 1, ErrorCode::LaunchFailed));
     lab.host.reap().unwrap_err();
     // The other one has its mark by now, and is done.
-    lab.faulty.set_plan(FaultPlan::new().fail_share(&[Call::EventRecord], 1.0, 0, ErrorCode::LaunchFailed));
+    lab.faulty.set_plan(FaultPlan::new().fail_fraction(&[Call::EventRecord], 1.0, 0, ErrorCode::LaunchFailed));
     lab.streams[2].synchronize().unwrap();
     lab.host.reap().unwrap_err();
     assert_eq!(lab.host.stats().active_requests.current, 1);
@@ -163,14 +163,14 @@ fn a_stream_that_cannot_be_asked_holds_back_only_its_blocks() {
     let blocks: Vec<HostBlock> = (0..6).map(|_| lab.host.allocate(MIB).unwrap()).collect();
     let streams = [0, 2].map(|stream: usize| &lab.streams[stream]);
     for stream in streams {
-        lab.sim.hold(stream.id()).unwrap();
+        lab.sim.pause_stream(stream.id()).unwrap();
     }
     for (index, block) in blocks.into_iter().enumerate() {
         block.record_use(streams[index % 2]).unwrap();
         block.free().unwrap();
     }
     for stream in streams {
-        lab.sim.unhold(stream.id()).unwrap();
+        lab.sim.resume_stream(stream.id()).unwrap();
         stream.synchronize().unwrap();
     }
     assert_eq!(lab.host.stats().active_requests.current, 6);
@@ -187,7 +187,7 @@ fn a_segment_that_cannot_go_holds_back_no_other() {
     drop([5, 6, 7].map(|mib| lab.host.allocate(mib * MIB).unwrap()));
     lab.faulty.set_plan(FaultPlan::new().fail_nth(Call::HostFree, 1, ErrorCode::UnknownError));
     lab.host.reap().unwrap_err();
-    assert_eq!(lab.sim.census().pinned, 1);
+    assert_eq!(lab.sim.object_counts().pinned, 1);
     lab.expect_whole("a segment could not go");
 }
 
@@ -199,7 +199,7 @@ fn a_machine_without_room_is_asked_again_although_a_segment_cannot_go() {
     let plan = FaultPlan::new().fail_nth(Call::HostAlloc, 1, ErrorCode::OutOfMemory);
     lab.faulty.set_plan(plan.fail_nth(Call::HostFree, 1, ErrorCode::UnknownError));
     lab.host.allocate(9 * MIB).unwrap().free().unwrap();
-    assert_eq!(lab.faulty.fired().len(), 2);
+    assert_eq!(lab.faulty.injected().len(), 2);
     lab.expect_whole("no room");
 }
 
@@ -213,8 +213,8 @@ fn a_close_that_failed_can_be_tried_again() {
     let (host, error) = host.try_close().unwrap_err();
     assert_eq!(error.driver().map(|error| error.code), Some(ErrorCode::UnknownError), "{error}");
     host.check();
-    assert_eq!(sim.census().pinned, 1);
+    assert_eq!(sim.object_counts().pinned, 1);
     host.allocate(MIB).unwrap().free().unwrap();
     host.close().unwrap();
-    assert_eq!(sim.census().pinned, 0);
+    assert_eq!(sim.object_counts().pinned, 0);
 }

@@ -57,7 +57,7 @@ impl Lab {
 
     /// Puts a copy from the block into a stream that does not get to it, notes the use, and returns where it goes.
     fn pending_copy(&self, from: &HostBlock, stream: &Stream) -> DevicePtr {
-        self.sim.hold(stream.id()).unwrap();
+        self.sim.pause_stream(stream.id()).unwrap();
         let to = self.sim.mem_alloc(stream.device_id(), from.bytes()).unwrap();
         self.sim.copy(to.into(), from.ptr().into(), from.bytes(), stream.id()).unwrap();
         from.record_use(stream).unwrap();
@@ -66,8 +66,8 @@ impl Lab {
 
     /// The stream gets to everything that it has.
     fn let_go(&self, stream: &Stream) {
-        self.sim.let_through(stream.id(), u64::MAX).unwrap();
-        self.sim.unhold(stream.id()).unwrap();
+        self.sim.run_paused(stream.id(), u64::MAX).unwrap();
+        self.sim.resume_stream(stream.id()).unwrap();
         stream.synchronize().unwrap();
     }
 
@@ -84,7 +84,7 @@ impl Lab {
         }
         self.host.check();
         self.host.close().unwrap();
-        assert_eq!(self.sim.census().pinned, 0, "left pinned");
+        assert_eq!(self.sim.object_counts().pinned, 0, "left pinned");
         assert_eq!(self.sim.hazards(), [], "hazards");
     }
 }
@@ -184,7 +184,10 @@ fn memory_is_pinned_where_it_is_by_any_number_of_threads() {
         lab.instance.device(0).unwrap().synchronize().unwrap();
         let Lab { sim, counting, host, .. } = &lab;
         host.trim(0).unwrap();
-        assert_eq!((counting.count(Call::HostUnregister).calls, sim.census().pinned), (host.stats().num_host_alloc, 0));
+        assert_eq!(
+            (counting.count(Call::HostUnregister).calls, sim.object_counts().pinned),
+            (host.stats().num_host_alloc, 0)
+        );
         lab.finish();
     }
 }
@@ -216,11 +219,11 @@ fn an_emptied_cache_holds_only_what_somebody_has() {
         let before = lab.stats().allocated_bytes.current;
         let returned = lab.host.trim(0).unwrap();
         assert_eq!((lab.stats().allocated_bytes.current, before - returned), (MIB, MIB), "{settings}");
-        assert_eq!(lab.sim.census().pinned, 1, "{settings}");
+        assert_eq!(lab.sim.object_counts().pinned, 1, "{settings}");
         kept.write(0, &[1; 100]).unwrap();
         drop(kept);
         assert_eq!(lab.host.trim(0).unwrap(), MIB, "{settings}");
-        assert_eq!((lab.sim.census().pinned, lab.host.trim(0).unwrap()), (0, 0), "{settings}");
+        assert_eq!((lab.sim.object_counts().pinned, lab.host.trim(0).unwrap()), (0, 0), "{settings}");
         lab.finish();
     }
 }
@@ -378,25 +381,29 @@ fn above_the_threshold_nothing_is_rounded_to_a_class() {
 fn above_the_limit_nothing_is_kept() {
     let lab = Lab::new(parsed("pinned_max_cached_size_mb:1"));
     let (small, large) = (lab.block(MIB), lab.block(MIB + 1));
-    assert_eq!(lab.sim.census().pinned, 2);
+    assert_eq!(lab.sim.object_counts().pinned, 2);
     let place = small.ptr();
     small.free().unwrap();
     large.free().unwrap();
-    assert_eq!((lab.sim.census().pinned, lab.stats().num_host_free), (1, 1), "the large one is the driver's again");
+    assert_eq!(
+        (lab.sim.object_counts().pinned, lab.stats().num_host_free),
+        (1, 1),
+        "the large one is the driver's again"
+    );
     assert_eq!(lab.block(MIB).ptr(), place, "the small one was kept");
     // A dropped one calls no driver, and goes with the next call that may.
     drop(lab.block(2 * MIB));
     lab.host.reap().unwrap();
-    assert_eq!((lab.sim.census().pinned, lab.stats().num_host_free), (1, 2));
+    assert_eq!((lab.sim.object_counts().pinned, lab.stats().num_host_free), (1, 2));
     // One that streams used goes when they are done with it.
     let (stream, large) = (lab.stream(0), lab.block(2 * MIB));
     lab.pending_copy(&large, &stream);
     large.free().unwrap();
     lab.host.reap().unwrap();
-    assert_eq!(lab.sim.census().pinned, 2);
+    assert_eq!(lab.sim.object_counts().pinned, 2);
     lab.let_go(&stream);
     lab.host.reap().unwrap();
-    assert_eq!((lab.sim.census().pinned, lab.stats().num_host_free), (1, 3));
+    assert_eq!((lab.sim.object_counts().pinned, lab.stats().num_host_free), (1, 3));
     lab.finish();
 }
 
@@ -491,7 +498,7 @@ fn a_use_of_any_part_is_a_use_of_the_block() {
     let stream = lab.stream(0);
     let block = lab.block(4 * KIB);
     let place = block.ptr();
-    lab.sim.hold(stream.id()).unwrap();
+    lab.sim.pause_stream(stream.id()).unwrap();
     let to = lab.sim.mem_alloc(DeviceId(0), 512).unwrap();
     lab.sim.copy(to.into(), block.ptr().offset(1024).into(), 512, stream.id()).unwrap();
     block.record_use(&stream).unwrap();
@@ -511,7 +518,7 @@ fn a_use_by_address_is_by_the_start_of_a_block() {
     let place = block.ptr();
     assert!(!lab.host.record_use_at(place.offset(8), &stream).unwrap(), "inside");
     assert!(!lab.host.record_use_at(place.offset(4 * KIB), &stream).unwrap(), "behind");
-    lab.sim.hold(stream.id()).unwrap();
+    lab.sim.pause_stream(stream.id()).unwrap();
     let to = lab.sim.mem_alloc(DeviceId(0), 4 * KIB).unwrap();
     lab.sim.copy(to.into(), place.into(), 4 * KIB, stream.id()).unwrap();
     assert!(lab.host.record_use_at(place, &stream).unwrap());
@@ -550,9 +557,9 @@ fn an_emptied_cache_leaves_what_is_pending() {
     drop(lab.block(5 * MIB));
     // The memory of a pending copy is not the cache's, and the call does not wait for it.
     assert_eq!(lab.host.trim(0).unwrap(), 5 * MIB);
-    assert_eq!((lab.sim.census().pinned, lab.stats().active_bytes.current), (1, 3 * MIB));
+    assert_eq!((lab.sim.object_counts().pinned, lab.stats().active_bytes.current), (1, 3 * MIB));
     lab.let_go(&stream);
-    assert_eq!((lab.host.trim(0).unwrap(), lab.sim.census().pinned), (3 * MIB, 0));
+    assert_eq!((lab.host.trim(0).unwrap(), lab.sim.object_counts().pinned), (3 * MIB, 0));
     lab.finish();
 }
 

@@ -7,7 +7,7 @@
 use std::sync::{Arc, Mutex, mpsc};
 use std::time::Duration;
 
-use warpool::driver::decorate::{Arguments, Hook, Outcome, Tapped};
+use warpool::driver::decorate::{Arguments, Hook, Hooked, Outcome};
 use warpool::driver::sim::{SimConfig, SimDriver};
 use warpool::driver::{Call, Copies as _, Driver, ForeignStream, Memory as _, StreamOptions, Streams as _};
 use warpool::graph::{CaptureOptions, Graph, GraphOptions};
@@ -66,7 +66,7 @@ impl Hook for Moments {
 
 struct Lab {
     sim: Arc<SimDriver>,
-    tapped: Arc<Tapped<Moments>>,
+    tapped: Arc<Hooked<Moments>>,
     instance: Instance,
     host: HostAllocator,
 }
@@ -74,7 +74,7 @@ struct Lab {
 impl Lab {
     fn new(settings: PinnedSettings) -> Self {
         let sim = Arc::new(SimDriver::new(SimConfig::default()));
-        let tapped = Arc::new(Tapped::with_hook(sim.clone(), Moments::default()));
+        let tapped = Arc::new(Hooked::with_hook(sim.clone(), Moments::default()));
         let instance = Instance::new(tapped.clone()).unwrap();
         let host = HostAllocator::new(&instance, settings);
         Self { sim, tapped, instance, host }
@@ -89,7 +89,7 @@ impl Lab {
         self.host.check();
         assert!(self.tapped.hook().0.lock().unwrap().is_empty(), "a moment never came");
         self.host.close().unwrap();
-        assert_eq!(self.sim.census().pinned, 0);
+        assert_eq!(self.sim.object_counts().pinned, 0);
     }
 }
 
@@ -100,7 +100,7 @@ fn the_last_handle_may_go_while_a_segment_goes_back() {
     let Lab { sim, tapped, instance, host } = lab;
     tapped.hook().at(When::Before, Call::HostFree, move || drop(host));
     block.free().unwrap();
-    assert_eq!(sim.census().pinned, 1);
+    assert_eq!(sim.object_counts().pinned, 1);
     // Its books are gone, so it stays pinned, and is still good.
     other.write(0, &[1; 8]).unwrap();
     other.free().unwrap();
@@ -167,24 +167,24 @@ fn a_replay_is_waited_for_although_its_stream_is_just_being_marked() {
             block.record_use(&captured)
         })
         .unwrap();
-    lab.sim.hold(stream.id()).unwrap();
+    lab.sim.pause_stream(stream.id()).unwrap();
     lab.sim.copy(to.into(), ptr.into(), 64, stream.id()).unwrap();
     block.record_use(&stream).unwrap();
     let (say, heard) = mpsc::channel();
     let (sim, replays) = (Arc::clone(&lab.sim), stream.clone());
     lab.at(When::After, Call::EventRecord, move || {
-        say.send(sim.pieces_held(replays.id()).unwrap()).unwrap();
+        say.send(sim.paused_work(replays.id()).unwrap()).unwrap();
         graph.replay(&replays).unwrap();
         drop(graph);
     });
     block.free().unwrap();
     lab.host.reap().unwrap();
     // The mark is through, and the replay is not.
-    lab.sim.let_through(stream.id(), heard.recv().unwrap()).unwrap();
-    assert_ne!(lab.sim.pieces_held(stream.id()).unwrap(), 0);
+    lab.sim.run_paused(stream.id(), heard.recv().unwrap()).unwrap();
+    assert_ne!(lab.sim.paused_work(stream.id()).unwrap(), 0);
     lab.host.reap().unwrap();
     assert_eq!(lab.host.stats().active_requests.current, 1, "the replay uses it");
-    lab.sim.unhold(stream.id()).unwrap();
+    lab.sim.resume_stream(stream.id()).unwrap();
     stream.synchronize().unwrap();
     lab.host.reap().unwrap();
     assert_eq!(lab.host.stats().active_requests.current, 0);

@@ -15,7 +15,7 @@ use std::time::Instant;
 
 use dice::Dice;
 use rustc_hash::FxHashMap;
-use warpool::driver::decorate::{Arguments, Counting, Hook, Outcome, Tapped};
+use warpool::driver::decorate::{Arguments, Counting, Hook, Hooked, Outcome};
 use warpool::driver::sim::{SimConfig, SimDriver};
 use warpool::driver::{Call, Copies as _, DeviceId, DevicePtr, Driver, Memory as _};
 use warpool::memory::{HostAllocator, HostBlock, PinnedSettings};
@@ -202,7 +202,7 @@ impl Lab {
         assert_eq!((requests.allocated, requests.freed, requests.current), (given, given, 0));
         assert_eq!((stats.active_bytes.current, stats.cached_bytes), (0, stats.allocated_bytes.current));
         self.host.trim(0).unwrap();
-        let census = self.sim.census();
+        let census = self.sim.object_counts();
         assert_eq!((census.pinned, census.bytes_pinned), (0, 0), "something stays pinned");
         assert_eq!(self.host.stats().allocated_bytes.current, 0);
         assert_eq!(self.sim.hazards(), []);
@@ -331,7 +331,7 @@ fn a_million_pairs_from_sixteen_threads_make_no_driver_call() {
     assert_eq!(counting.counts(), [], "calls of the driver after warm-up");
     host.check();
     host.trim(0).unwrap();
-    assert_eq!(sim.census().pinned, 0);
+    assert_eq!(sim.object_counts().pinned, 0);
 }
 
 /// Large enough to be mapped and unmapped by itself, so that the same address is the likeliest to come next.
@@ -367,7 +367,7 @@ impl Hook for Latecomer {
 #[test]
 fn an_address_may_come_again_at_once() {
     let sim = Arc::new(SimDriver::new(SimConfig::default()));
-    let tapped = Arc::new(Tapped::with_hook(sim.clone(), Latecomer::default()));
+    let tapped = Arc::new(Hooked::with_hook(sim.clone(), Latecomer::default()));
     let instance = Instance::new(tapped.clone()).unwrap();
     let host = HostAllocator::new(&instance, PinnedSettings::default());
     let first = host.allocate(LATE).unwrap();
@@ -381,8 +381,8 @@ fn an_address_may_come_again_at_once() {
     host.check();
     let stats = host.stats();
     assert_eq!((stats.allocations.current, stats.allocated_bytes.current), (1, LATE));
-    assert_eq!(sim.census().bytes_pinned, LATE);
+    assert_eq!(sim.object_counts().bytes_pinned, LATE);
     drop(block);
     host.trim(0).unwrap();
-    assert_eq!(sim.census().pinned, 0);
+    assert_eq!(sim.object_counts().pinned, 0);
 }

@@ -55,11 +55,11 @@ impl Lab {
     }
 
     fn stick(&self, stream: usize) {
-        self.sim.hold(self.streams[stream].id()).unwrap();
+        self.sim.pause_stream(self.streams[stream].id()).unwrap();
     }
 
     fn unstick(&self, stream: usize) {
-        self.sim.unhold(self.streams[stream].id()).unwrap();
+        self.sim.resume_stream(self.streams[stream].id()).unwrap();
         self.streams[stream].synchronize().unwrap();
     }
 
@@ -91,7 +91,7 @@ impl Lab {
         self.host.reap().unwrap();
         assert_eq!(self.active(), 0);
         self.host.trim(0).unwrap();
-        assert_eq!(self.sim.census().pinned, 0);
+        assert_eq!(self.sim.object_counts().pinned, 0);
         assert_eq!(self.sim.hazards(), []);
         self.host.close().unwrap();
     }
@@ -173,7 +173,11 @@ fn finished_blocks_are_free_although_the_oldest_is_not_finished_71616() {
             lab.settle();
             assert_eq!(lab.active(), 1, "{way:?}, round {round}: only the oldest");
         }
-        assert!(lab.sim.census().bytes_pinned <= 40 * MIB, "it piles up: {}", lab.sim.census().bytes_pinned);
+        assert!(
+            lab.sim.object_counts().bytes_pinned <= 40 * MIB,
+            "it piles up: {}",
+            lab.sim.object_counts().bytes_pinned
+        );
         lab.finish();
     }
 }
@@ -189,16 +193,16 @@ fn blocks_of_one_stream_come_free_as_it_goes_on() {
         lab.used(&block, 0);
         block.free().unwrap();
         // Its mark is in the stream by now.
-        ends.push(lab.sim.pieces_held(id).unwrap());
+        ends.push(lab.sim.paused_work(id).unwrap());
     }
     lab.host.reap().unwrap();
     assert_eq!(lab.active(), 6);
     let mut through = 0;
     for (done, end) in (1..).zip(ends) {
-        lab.sim.let_through(id, end - through - 1).unwrap();
+        lab.sim.run_paused(id, end - through - 1).unwrap();
         lab.host.reap().unwrap();
         assert_eq!(lab.active(), 6 - (done - 1), "all but the mark of block {done} is through");
-        lab.sim.let_through(id, 1).unwrap();
+        lab.sim.run_paused(id, 1).unwrap();
         through = end;
         lab.host.reap().unwrap();
         assert_eq!(lab.active(), 6 - done, "the mark of block {done} is through");
@@ -214,7 +218,7 @@ fn requests_go_on_beside_a_stuck_stream_and_wait_for_nothing() {
     lab.used(&stuck, 0);
     drop(stuck);
     lab.counting.reset();
-    let held = lab.sim.pieces_held(lab.streams[0].id()).unwrap();
+    let held = lab.sim.paused_work(lab.streams[0].id()).unwrap();
     for round in 0..100_u64 {
         let block = lab.block(5 * MIB);
         lab.used(&block, 1 + round as usize % 3);
@@ -223,7 +227,7 @@ fn requests_go_on_beside_a_stuck_stream_and_wait_for_nothing() {
     for call in [Call::StreamSynchronize, Call::EventSynchronize, Call::DeviceSynchronize, Call::HostFree] {
         assert_eq!(lab.counting.count(call).calls, 0, "{}", call.name());
     }
-    assert!(lab.sim.pieces_held(lab.streams[0].id()).unwrap() >= held, "somebody waited for the stuck stream");
+    assert!(lab.sim.paused_work(lab.streams[0].id()).unwrap() >= held, "somebody waited for the stuck stream");
     lab.finish();
 }
 
@@ -236,10 +240,10 @@ fn trim_leaves_what_a_stuck_stream_uses_and_takes_the_rest() {
     let range = (blocks[1].ptr(), blocks[1].bytes_usable());
     drop(blocks);
     lab.host.trim(0).unwrap();
-    let pinned = lab.sim.census().bytes_pinned;
+    let pinned = lab.sim.object_counts().bytes_pinned;
     assert!((64 * MIB..=80 * MIB).contains(&pinned), "{pinned} are pinned for one block of 64 MiB");
     assert_eq!(lab.active(), 1);
-    assert_ne!(lab.sim.pieces_held(lab.streams[0].id()).unwrap(), 0, "trim waited for the stuck stream");
+    assert_ne!(lab.sim.paused_work(lab.streams[0].id()).unwrap(), 0, "trim waited for the stuck stream");
     let mut snapshot = Snapshot::default();
     lab.host.add_to(&mut snapshot);
     let segments = snapshot.host_segments.unwrap();
@@ -249,7 +253,7 @@ fn trim_leaves_what_a_stuck_stream_uses_and_takes_the_rest() {
     assert!(segments.iter().any(has), "the block's segment stays");
     lab.unstick(0);
     lab.host.trim(0).unwrap();
-    assert_eq!(lab.sim.census().pinned, 0);
+    assert_eq!(lab.sim.object_counts().pinned, 0);
     lab.finish();
 }
 

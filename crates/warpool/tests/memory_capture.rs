@@ -63,8 +63,8 @@ fn a_stream_that_is_adopted_in_a_capture_gets_memory() {
             sim.event_record(event, earlier, EventScope::Plain).unwrap();
             sim.stream_wait_event(later, event, EventScope::Plain).unwrap();
         };
-        let first = sim.stream_of_others(FIRST, StreamOptions::default()).unwrap();
-        let fresh = if forks { sim.stream_of_others(FIRST, StreamOptions::default()).unwrap() } else { first };
+        let first = sim.create_foreign_stream(FIRST, StreamOptions::default()).unwrap();
+        let fresh = if forks { sim.create_foreign_stream(FIRST, StreamOptions::default()).unwrap() } else { first };
         let pool = bench.pools().create_graph_pool(FIRST).unwrap();
         sim.capture_begin(first, CaptureMode::Global).unwrap();
         bench.pools().capture_began(FIRST).unwrap();
@@ -123,9 +123,9 @@ fn a_use_in_a_capture_defers_the_free_to_its_end() {
     bench.fill(block, 1, &side);
     bench.record_use(block, &side);
     stream.wait_stream(&side).unwrap();
-    let records = bench.sim.calls_of(Call::EventRecord);
+    let records = bench.sim.call_count(Call::EventRecord);
     bench.free(block);
-    assert_eq!(bench.sim.calls_of(Call::EventRecord), records, "nothing is recorded for it in a capture");
+    assert_eq!(bench.sim.call_count(Call::EventRecord), records, "nothing is recorded for it in a capture");
     let other = bench.alloc_on(&stream, 4 * MIB);
     assert_ne!(other.ptr, block.ptr);
     assert_eq!(bench.stats().active.all.current, 2);
@@ -205,7 +205,7 @@ fn a_use_before_the_capture_is_still_waited_for() {
     for settings in ["", "graph_capture_record_stream_reuse:True"] {
         let bench = Bench::new(settings);
         let (stream, side) = (bench.side_stream(), bench.side_stream());
-        bench.hold(&side);
+        bench.pause_stream(&side);
         let block = bench.alloc_on(&stream, 4 * MIB);
         bench.fill(block, 1, &side);
         bench.record_use(block, &side);

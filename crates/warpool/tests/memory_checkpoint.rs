@@ -207,7 +207,7 @@ fn a_pool_must_be_there_and_at_rest() {
     assert!(bench.allocator.checkpoint(FIRST, MemPoolId::DEFAULT).is_err(), "the default pool is no private one");
     let [block, other] = [0; 2].map(|_| bench.alloc_in(pool, 4 * MIB));
     let checkpoint = bench.allocator.checkpoint(FIRST, pool).unwrap();
-    bench.hold(&side);
+    bench.pause_stream(&side);
     side.wait_stream(&bench.main).unwrap();
     bench.fill(block, 1, &side);
     bench.record_use(block, &side);
@@ -236,7 +236,7 @@ fn uses_are_kept() {
     bench.record_use(block, &side);
     let checkpoint = bench.allocator.checkpoint(FIRST, pool).unwrap();
     let restored = bench.allocator.restore(&checkpoint).unwrap().allocated[0];
-    bench.hold(&side);
+    bench.pause_stream(&side);
     side.wait_stream(&bench.main).unwrap();
     bench.fill(restored, 1, &side);
     bench.free(restored);

@@ -359,7 +359,7 @@ fn trim_gives_back_only_whole_segments() {
     assert_eq!(bench.segment_sizes(), [20 * MIB]);
     bench.free(kept);
     assert_eq!(bench.trim(), 20 * MIB);
-    assert_eq!((bench.trim(), bench.bytes_reserved(), bench.sim.census().allocations), (0, 0, 0));
+    assert_eq!((bench.trim(), bench.bytes_reserved(), bench.sim.object_counts().allocations), (0, 0, 0));
     bench.finish();
 }
 
@@ -373,7 +373,7 @@ fn the_hot_path_makes_no_driver_call() {
         bench.free_all([bench.alloc(100), bench.alloc(MIB), bench.alloc(5 * MIB), bench.alloc(0)]);
     }
     assert_eq!(bench.sim.calls_made(), calls);
-    assert_eq!(bench.sim.calls_of(Call::MemAlloc), 2);
+    assert_eq!(bench.sim.call_count(Call::MemAlloc), 2);
     bench.finish();
 }
 

@@ -83,10 +83,10 @@ fn no_new_memory_is_asked_for_and_other_streams_are_left_alone() {
     let side = bench.side_stream();
     let theirs = bench.alloc_on(&side, 20 * MIB);
     bench.free(theirs);
-    let asked = bench.sim.calls_of(Call::MemAlloc);
+    let asked = bench.sim.call_count(Call::MemAlloc);
     assert!(at(&bench, theirs.ptr.0, 2 * MIB).is_err());
     assert!(at(&bench, theirs.ptr.0 + (1 << 40), 2 * MIB).is_err());
-    assert_eq!(bench.sim.calls_of(Call::MemAlloc), asked);
+    assert_eq!(bench.sim.call_count(Call::MemAlloc), asked);
     let request = Request::new(FIRST, side.id(), 2 * MIB);
     assert_eq!(bench.allocator.allocate_at(request, theirs.ptr).unwrap().ptr, theirs.ptr);
     bench.finish();

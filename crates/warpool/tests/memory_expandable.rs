@@ -21,7 +21,7 @@ fn a_segment_grows_at_its_end() {
     assert!(follows(b, a) && follows(c, b), "{a:?} {b:?} {c:?}");
     // Chunks of 20 MiB, and the last is shared.
     assert_eq!((bench.bytes_reserved(), bench.segments().len()), (100 * MIB, 1));
-    let census = bench.sim.census();
+    let census = bench.sim.object_counts();
     assert_eq!((census.reservations, census.mappings, census.physical), (1, 5, 5));
     for (block, value) in [(a, 1), (b, 2), (c, 3)] {
         bench.fill(block, value, &bench.main);
@@ -37,7 +37,7 @@ fn small_requests_grow_by_two_mebibytes() {
     let bench = Bench::new(ON);
     let blocks = [0; 5].map(|_| bench.alloc(MIB));
     assert!(blocks.windows(2).all(|pair| follows(pair[1], pair[0])));
-    assert_eq!((bench.bytes_reserved(), bench.sim.census().mappings), (6 * MIB, 3));
+    assert_eq!((bench.bytes_reserved(), bench.sim.object_counts().mappings), (6 * MIB, 3));
     bench.finish();
 }
 
@@ -49,7 +49,7 @@ fn streams_have_their_own_segments() {
     bench.alloc(MIB);
     bench.alloc(2 * MIB);
     bench.alloc_on(&side, MIB);
-    assert_eq!((bench.sim.census().reservations, bench.segments().len()), (3, 3));
+    assert_eq!((bench.sim.object_counts().reservations, bench.segments().len()), (3, 3));
     bench.finish();
 }
 
@@ -77,7 +77,7 @@ fn growth_has_its_own_place_in_counters_and_history() {
         (Action::SegmentUnmap, 40),
     ];
     assert_eq!(seen, wanted);
-    assert_eq!(bench.sim.census().reservations, 0, "its addresses went back too");
+    assert_eq!(bench.sim.object_counts().reservations, 0, "its addresses went back too");
     bench.finish();
 }
 
@@ -138,10 +138,10 @@ fn a_growth_that_fails_takes_nothing() {
     let bench = Bench::with_capacity(100 * MIB, ON);
     let kept = bench.alloc(60 * MIB);
     bench.fill(kept, 1, &bench.main);
-    let census = bench.sim.census();
+    let census = bench.sim.object_counts();
     let report = bench.run_out(60 * MIB);
     assert!(report.expandable_segments);
-    assert_eq!(bench.sim.census(), census);
+    assert_eq!(bench.sim.object_counts(), census);
     assert_eq!((bench.bytes_reserved(), bench.stats().num_ooms), (60 * MIB, 1));
     let fits = bench.alloc(40 * MIB);
     assert!(follows(fits, kept));
@@ -158,7 +158,7 @@ fn a_request_beyond_the_reserve_runs_out() {
     // A second segment begins where the first is full.
     let [a, b] = [0; 2].map(|_| bench.alloc(600 * MIB));
     assert!(!follows(b, a));
-    assert_eq!(bench.sim.census().reservations, 2);
+    assert_eq!(bench.sim.object_counts().reservations, 2);
     bench.finish();
 }
 

@@ -8,7 +8,7 @@
 use std::sync::Arc;
 
 use warpool::driver::decorate::{FaultPlan, Faulty};
-use warpool::driver::sim::{Census, SimConfig, SimDriver};
+use warpool::driver::sim::{ObjectCounts, SimConfig, SimDriver};
 use warpool::driver::{
     Call, CaptureMode, CaptureState, Captures as _, Copies as _, DeviceId, ErrorCode, Graphs as _, Pattern,
     Streams as _,
@@ -35,7 +35,7 @@ struct Lab {
     side: Stream,
     far: Stream,
     _leases: Vec<StreamLease>,
-    start: Census,
+    start: ObjectCounts,
 }
 
 impl Lab {
@@ -54,7 +54,7 @@ impl Lab {
         }
         let [main, side, far] = [0, 1, 2].map(|index: usize| leases[index].stream().clone());
         let allocator = Arc::new(CachingAllocator::new(&instance, Settings::parse(settings).unwrap()));
-        let start = sim.census();
+        let start = sim.object_counts();
         Self { sim, faulty, instance, allocator, main, side, far, _leases: leases, start }
     }
 
@@ -325,7 +325,7 @@ impl Lab {
         }
         let left = self.allocator.snapshot(SnapshotOptions::default()).unwrap().segments;
         assert!(left.is_empty(), "{about}: {left:#?}");
-        assert_eq!(self.sim.census(), self.start, "{about}: what is left, and what there was");
+        assert_eq!(self.sim.object_counts(), self.start, "{about}: what is left, and what there was");
         let hazards: Vec<String> = self.sim.hazards().iter().map(ToString::to_string).collect();
         assert!(hazards.is_empty(), "{about}: {hazards:#?}");
     }
@@ -363,7 +363,7 @@ fn check(settings: &str, plan: FaultPlan) {
     let lab = Lab::new(settings);
     lab.faulty.set_plan(plan);
     lab.scenario(true);
-    let about = format!("{settings:?}, with {:?} failing", lab.faulty.fired());
+    let about = format!("{settings:?}, with {:?} failing", lab.faulty.injected());
     lab.expect_whole(&about);
 }
 
@@ -398,7 +398,7 @@ fn a_share_of_all_calls_may_fail() {
     for settings in SETTINGS {
         for seed in 0..200 {
             let code = [ErrorCode::OutOfMemory, ErrorCode::UnknownError][seed as usize % 2];
-            check(settings, FaultPlan::new().fail_share(&[], 0.1, seed, code));
+            check(settings, FaultPlan::new().fail_fraction(&[], 0.1, seed, code));
         }
     }
 }

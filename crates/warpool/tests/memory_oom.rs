@@ -53,7 +53,7 @@ fn cached_memory_goes_back_before_a_request_fails() {
 fn blocks_that_wait_for_streams_are_waited_for() {
     let bench = Bench::with_capacity(GIB, "");
     let side = bench.side_stream();
-    bench.hold(&side);
+    bench.pause_stream(&side);
     for _ in 0..10 {
         let block = bench.alloc(300 * MIB);
         bench.record_use(block, &side);
@@ -86,11 +86,11 @@ fn a_fraction_limits_what_is_held() {
     let exact = bench.alloc(5 * GIB);
     bench.free(exact);
     bench.trim();
-    let calls = bench.sim.calls_of(Call::MemAlloc);
+    let calls = bench.sim.call_count(Call::MemAlloc);
     let report = bench.run_out(5 * GIB + 1);
     assert_eq!((report.cause, report.bytes_limit), (OomCause::Limit, Some(5 * GIB)));
     assert!(report.to_string().contains("5.00 GiB allowed"), "{report}");
-    assert_eq!(bench.sim.calls_of(Call::MemAlloc), calls, "the driver is not even asked");
+    assert_eq!(bench.sim.call_count(Call::MemAlloc), calls, "the driver is not even asked");
     assert_eq!(bench.stats().num_alloc_retries, 1, "counted although it failed before the driver");
     allocator.set_memory_fraction(FIRST, 0.0).unwrap();
     bench.run_out(1);
@@ -213,15 +213,15 @@ fn pressure_callbacks_come_before_the_driver() {
         gone.is_some_and(|gone| allocator.upgrade().unwrap().free(gone).is_ok())
     }));
     let place = limbo.lock().unwrap()[0].ptr;
-    let calls = bench.sim.calls_of(Call::MemAlloc);
+    let calls = bench.sim.call_count(Call::MemAlloc);
     let given = bench.alloc(100 * MIB);
-    assert_eq!((given.ptr, bench.sim.calls_of(Call::MemAlloc)), (place, calls));
+    assert_eq!((given.ptr, bench.sim.call_count(Call::MemAlloc)), (place, calls));
     assert_eq!(asked.load(Ordering::Relaxed), 1);
     bench.free(given);
     bench.alloc(100 * MIB);
     assert_eq!(asked.load(Ordering::Relaxed), 1, "not for what is cached");
     bench.alloc(100 * MIB);
-    assert_eq!((asked.load(Ordering::Relaxed), bench.sim.calls_of(Call::MemAlloc)), (2, calls + 1));
+    assert_eq!((asked.load(Ordering::Relaxed), bench.sim.call_count(Call::MemAlloc)), (2, calls + 1));
     bench.finish();
 }
 

@@ -319,9 +319,9 @@ fn frees_in_a_scope_are_marked_at_once() {
     side.wait_stream(&bench.main).unwrap();
     bench.fill(shared, 1, &side);
     bench.record_use(shared, &side);
-    let records = bench.sim.calls_of(Call::EventRecord);
+    let records = bench.sim.call_count(Call::EventRecord);
     bench.free(shared);
-    assert_eq!(bench.sim.calls_of(Call::EventRecord), records + 1);
+    assert_eq!(bench.sim.call_count(Call::EventRecord), records + 1);
     side.synchronize().unwrap();
     assert_eq!(bench.alloc(4 * MIB).ptr, shared.ptr);
     bench.finish();

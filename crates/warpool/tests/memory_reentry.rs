@@ -260,9 +260,9 @@ fn a_capture_elsewhere_costs_a_request_one_question_per_stream() {
     stream.wait_stream(&side).unwrap();
     assert_eq!(bench.stats().active.all.current, BLOCKS as u64, "all of them wait");
     let other = bench.side_stream();
-    let asked = bench.sim.calls_of(Call::CaptureState);
+    let asked = bench.sim.call_count(Call::CaptureState);
     let block = bench.alloc_on(&other, MIB);
-    let questions = bench.sim.calls_of(Call::CaptureState) - asked;
+    let questions = bench.sim.call_count(Call::CaptureState) - asked;
     assert!(questions < 10, "{questions} questions for one request");
     bench.end_capture(&stream);
     bench.pools().end_routing(FIRST, pool).unwrap();

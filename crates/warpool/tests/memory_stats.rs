@@ -195,11 +195,11 @@ fn counters_stay_consistent() {
         let reserved = stats.reserved_bytes.all;
         assert!(reserved.current >= sum && reserved.peak >= reserved.current);
         assert_eq!(reserved.current, bench.segment_sizes().iter().sum::<u64>());
-        assert_eq!(reserved.current, bench.sim.census().bytes_used);
+        assert_eq!(reserved.current, bench.sim.object_counts().bytes_used);
     }
     bench.free_all(live);
     bench.trim();
-    assert_eq!((bench.bytes_reserved(), bench.sim.census().bytes_used), (0, 0));
+    assert_eq!((bench.bytes_reserved(), bench.sim.object_counts().bytes_used), (0, 0));
     bench.finish();
 }
 
@@ -261,7 +261,7 @@ fn fuzz(settings: &str, seed: u64) {
     }
     bench.free_all(live.into_iter().map(|(block, _)| block));
     bench.trim();
-    assert_eq!((bench.bytes_reserved(), bench.sim.census().bytes_used), (0, 0));
+    assert_eq!((bench.bytes_reserved(), bench.sim.object_counts().bytes_used), (0, 0));
     bench.finish();
 }
 
@@ -284,7 +284,7 @@ fn without_caching_every_request_is_the_drivers() {
     let before = bench.stats();
     bench.allocator.set_caching(false);
     let direct = bench.alloc(4096);
-    assert_eq!((direct.bytes, bench.sim.calls_of(Call::MemAlloc)), (4096, 2));
+    assert_eq!((direct.bytes, bench.sim.call_count(Call::MemAlloc)), (4096, 2));
     bench.allocator.record_use(direct, bench.side_stream().id()).unwrap();
     bench.fill(direct, 9, &bench.main);
     bench.assert_holds(direct, 9);
@@ -296,7 +296,7 @@ fn without_caching_every_request_is_the_drivers() {
     assert_eq!(bench.bytes_reserved(), 2 * MIB);
     bench.allocator.set_caching(true);
     bench.allocator.free_raw(direct.ptr).unwrap();
-    assert_eq!(bench.sim.calls_of(Call::MemFree), 1);
+    assert_eq!(bench.sim.call_count(Call::MemFree), 1);
     assert!(bench.allocator.free_raw(direct.ptr).is_err(), "twice");
     assert_eq!(bench.alloc(MIB).ptr, cached.ptr);
     bench.finish();
@@ -308,9 +308,9 @@ fn without_caching_destructors_leave_the_driver_call_to_the_next() {
     bench.allocator.set_caching(false);
     let direct = bench.alloc(MIB);
     bench.allocator.free_later(direct);
-    assert_eq!(bench.sim.calls_of(Call::MemFree), 0);
+    assert_eq!(bench.sim.call_count(Call::MemFree), 0);
     bench.trim();
-    assert_eq!((bench.sim.calls_of(Call::MemFree), bench.sim.census().bytes_used), (1, 0));
+    assert_eq!((bench.sim.call_count(Call::MemFree), bench.sim.object_counts().bytes_used), (1, 0));
     let (one, two) = (bench.alloc(64 * GIB - MIB), bench.try_alloc(2 * MIB));
     assert!(two.is_err(), "{two:?}");
     bench.free(one);

@@ -24,7 +24,7 @@ fn a_block_is_not_reused_while_another_stream_is_busy() {
     for settings in ["", "expandable_segments:True"] {
         let bench = Bench::new(settings);
         let side = bench.side_stream();
-        bench.hold(&side);
+        bench.pause_stream(&side);
         let block = bench.alloc(4 * MIB);
         use_and_free(&bench, block, &[&side]);
         let other = bench.alloc(4 * MIB);
@@ -45,7 +45,7 @@ fn a_block_is_not_reused_while_another_stream_is_busy() {
 fn a_use_of_a_part_protects_the_whole() {
     let bench = Bench::new("");
     let side = bench.side_stream();
-    bench.hold(&side);
+    bench.pause_stream(&side);
     let block = bench.alloc(8 * MIB);
     side.wait_stream(&bench.main).unwrap();
     bench.sim_fill_on(block.ptr.0 + 4 * MIB, 1, &side);
@@ -65,7 +65,7 @@ fn a_use_on_its_own_stream_is_nothing() {
     let calls = bench.sim.calls_made();
     bench.free(block);
     assert_eq!((bench.alloc(MIB).ptr, bench.sim.calls_made()), (block.ptr, calls));
-    assert_eq!(bench.sim.census().events, 0);
+    assert_eq!(bench.sim.object_counts().events, 0);
     bench.finish();
 }
 
@@ -75,7 +75,7 @@ fn counters_and_history_show_the_wait() {
     let bench = Bench::new("");
     let side = bench.side_stream();
     bench.allocator.record_history(Some(HistoryOptions::default())).unwrap();
-    bench.hold(&side);
+    bench.pause_stream(&side);
     let block = bench.alloc(4_000_000);
     use_and_free(&bench, block, &[&side]);
     let stats = bench.stats();
@@ -102,8 +102,8 @@ fn counters_and_history_show_the_wait() {
 fn all_streams_must_be_done() {
     let bench = Bench::new("");
     let (one, two) = (bench.side_stream(), bench.side_stream());
-    bench.hold(&one);
-    bench.hold(&two);
+    bench.pause_stream(&one);
+    bench.pause_stream(&two);
     let block = bench.alloc(4 * MIB);
     one.wait_stream(&bench.main).unwrap();
     two.wait_stream(&bench.main).unwrap();
@@ -124,7 +124,7 @@ fn all_streams_must_be_done() {
 fn a_stream_that_is_behind_holds_back_only_its_own() {
     let bench = Bench::new("");
     let (slow, quick) = (bench.side_stream(), bench.side_stream());
-    bench.hold(&slow);
+    bench.pause_stream(&slow);
     let (held, passed) = (bench.alloc(30 * MIB), bench.alloc(40 * MIB));
     use_and_free(&bench, held, &[&slow]);
     use_and_free(&bench, passed, &[&quick]);
@@ -139,7 +139,7 @@ fn a_stream_that_is_behind_holds_back_only_its_own() {
 fn a_waiting_block_is_not_joined() {
     let bench = Bench::new("");
     let side = bench.side_stream();
-    bench.hold(&side);
+    bench.pause_stream(&side);
     let [a, b, c] = [0; 3].map(|_| bench.alloc(4 * MIB));
     bench.free(a);
     use_and_free(&bench, b, &[&side]);
@@ -161,7 +161,7 @@ fn events_are_used_again() {
         use_and_free(&bench, block, &[&side]);
         side.synchronize().unwrap();
     }
-    assert!(bench.sim.census().events <= 2, "{:?}", bench.sim.census());
+    assert!(bench.sim.object_counts().events <= 2, "{:?}", bench.sim.object_counts());
     bench.finish();
 }
 
@@ -170,7 +170,7 @@ fn events_are_used_again() {
 fn a_dropped_block_is_looked_after_by_the_next_call() {
     let bench = Bench::new("");
     let side = bench.side_stream();
-    bench.hold(&side);
+    bench.pause_stream(&side);
     let block = bench.allocator.allocate(4 * MIB, &bench.main).unwrap();
     let place = block.ptr();
     side.wait_stream(&bench.main).unwrap();
@@ -181,7 +181,7 @@ fn a_dropped_block_is_looked_after_by_the_next_call() {
     assert_eq!(bench.sim.calls_made(), calls);
     bench.allocator.check();
     assert_ne!(bench.alloc(4 * MIB).ptr, place);
-    assert!(bench.sim.calls_of(Call::EventRecord) > 0);
+    assert!(bench.sim.call_count(Call::EventRecord) > 0);
     bench.let_go(&side);
     assert_eq!(bench.alloc(4 * MIB).ptr, place);
     bench.finish();
@@ -224,7 +224,7 @@ fn a_destroyed_stream_breaks_no_capture() {
     bench.free(block);
     let other = bench.alloc_on(&stream, 4 * MIB);
     assert_ne!(other.ptr, block.ptr);
-    assert_eq!(bench.sim.calls_of(Call::DeviceSynchronize), 0);
+    assert_eq!(bench.sim.call_count(Call::DeviceSynchronize), 0);
     bench.end_capture(&captures);
     assert_eq!(bench.alloc_on(&stream, 4 * MIB).ptr, block.ptr, "free as soon as the capture is over");
     assert!(!bench.sim.context_is_active(DeviceId(1)).unwrap(), "nobody uses the second device");
@@ -241,7 +241,7 @@ fn trim_waits_for_streams() {
         let block = bench.alloc(40 * MIB);
         use_and_free(&bench, block, &[&side]);
         assert_eq!(bench.trim(), 40 * MIB);
-        assert_eq!((bench.bytes_reserved(), bench.sim.census().bytes_used), (0, 0));
+        assert_eq!((bench.bytes_reserved(), bench.sim.object_counts().bytes_used), (0, 0));
         assert_eq!(bench.stats().num_sync_all_streams, 1);
         bench.finish();
     }

@@ -11,7 +11,7 @@ fn the_suites_pass_and_leave_nothing_behind() {
     for seed in 0..8 {
         let sim = Arc::new(SimDriver::new(SimConfig::default().with_seed(seed).with_devices(2)));
         let driver = Arc::clone(&sim) as Arc<dyn Driver>;
-        let before = sim.census();
+        let before = sim.object_counts();
         let mut wrong = Vec::new();
         let options = Options { device: DeviceId((seed % 2) as u32), seed, ..Options::default() };
         let summary = warpool::selftest::run(&driver, &options, &mut |report| {
@@ -22,10 +22,10 @@ fn the_suites_pass_and_leave_nothing_behind() {
         assert!(wrong.is_empty(), "seed {seed}: {wrong:#?}");
         assert!(summary.passed >= 25, "seed {seed}: {summary:?}");
         // Some checks break captures on purpose.
-        let on_purpose = |kind| matches!(kind, HazardKind::CaptureBroken | HazardKind::CaptureUnjoined);
+        let on_purpose = |kind| matches!(kind, HazardKind::CaptureInvalidated | HazardKind::CaptureUnjoined);
         let hazards: Vec<Hazard> = sim.hazards().into_iter().filter(|hazard| !on_purpose(hazard.kind)).collect();
         assert!(hazards.is_empty(), "seed {seed}: {hazards:#?}");
-        assert_eq!(sim.census(), before, "seed {seed}");
+        assert_eq!(sim.object_counts(), before, "seed {seed}");
     }
 }
 

@@ -37,9 +37,9 @@ fn a_gpu_makes_no_context_before_it_must() {
     let (sim, instance) = machine(2);
     let _ = (instance.current_device(), instance.event(), instance.device(1).unwrap().event_pool());
     let _guard = instance.device(1).unwrap().enter();
-    assert_eq!(sim.census().streams, 0);
-    assert_eq!(sim.census().events, 0);
-    assert_eq!(sim.census().bytes_used, 0);
+    assert_eq!(sim.object_counts().streams, 0);
+    assert_eq!(sim.object_counts().events, 0);
+    assert_eq!(sim.object_counts().bytes_used, 0);
 }
 
 /// StreamPoolTest.
@@ -53,7 +53,7 @@ fn the_33rd_stream_equals_the_first() {
     assert_eq!(streams[199], streams[199 % 32]);
     assert!(streams.iter().all(|stream| !stream.is_default().unwrap() && stream.info().unwrap().non_blocking));
     // Only what was used was made: one priority of one device.
-    assert_eq!(sim.census().streams, 32);
+    assert_eq!(sim.object_counts().streams, 32);
 }
 
 /// A stream as if somebody else had made it.
@@ -81,7 +81,7 @@ fn every_device_and_priority_has_its_own_turn() {
     let first = |device: u32, priority| instance.device(device).unwrap().pool_stream_at(priority).unwrap().id();
     let all: HashSet<_> = [(0, 0), (0, -1), (0, -2), (0, -3), (1, 0)].map(|(d, p)| first(d, p)).into();
     assert_eq!(all.len(), 5);
-    assert_eq!(sim.census().streams, 5 * 32);
+    assert_eq!(sim.object_counts().streams, 5 * 32);
 }
 
 /// StreamPriorityTest.
@@ -367,7 +367,7 @@ fn leased_streams_are_nobody_elses() {
         let again: Vec<_> = (0..40).map(|_| device.lease_stream().unwrap()).collect();
         assert!(again.iter().all(|lease| leased.contains(&lease.id())));
     }
-    assert_eq!(sim.census().streams, 32 + 40);
+    assert_eq!(sim.object_counts().streams, 32 + 40);
 }
 
 #[test]
@@ -437,13 +437,13 @@ fn threads_share_pools_without_harm() {
     for stream in distinct {
         assert_eq!(handed_out.iter().filter(|other| *other == stream).count(), THREADS);
     }
-    assert!(sim.census().streams <= STREAMS_PER_POOL + 2 * THREADS);
+    assert!(sim.object_counts().streams <= STREAMS_PER_POOL + 2 * THREADS);
 }
 
 #[test]
 fn closing_gives_everything_back_once_nobody_is_left() {
     let (sim, instance) = machine(2);
-    let before = sim.census();
+    let before = sim.object_counts();
     let stream = instance.device(1).unwrap().pool_stream().unwrap();
     drop(instance.device(0).unwrap().lease_stream().unwrap());
     stream.wait_stream(&instance.current_stream().unwrap()).unwrap();
@@ -451,6 +451,6 @@ fn closing_gives_everything_back_once_nobody_is_left() {
     assert_eq!(another.close(), Err(Error::StillInUse { holders: 2 }));
     drop(stream);
     instance.close().unwrap();
-    let after = sim.census();
+    let after = sim.object_counts();
     assert_eq!((after.streams, after.events), (before.streams, before.events));
 }

@@ -276,9 +276,9 @@ mod tests {
         driver.upload(DEVICE, ptr, &contents_before(7, bytes)).unwrap();
 
         let shared = driver.vm_export(physical, ShareKind::PosixFd).unwrap();
-        let before = driver.census();
+        let before = driver.object_counts();
         rewrite(&driver, DEVICE, &shared, bytes, 7).unwrap();
-        assert_eq!(driver.census(), before, "nothing is left behind");
+        assert_eq!(driver.object_counts(), before, "nothing is left behind");
         let mut found = vec![0; bytes as usize];
         driver.download(DEVICE, ptr, &mut found).unwrap();
         assert!(found == contents_after(7, bytes));

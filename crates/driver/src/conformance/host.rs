@@ -7,7 +7,7 @@ use super::bench::{Bench, to_bytes, to_words};
 use super::expect::{Checked, expect_code, expect_code_of, expect_eq, expect_same, need};
 use super::owned::Owned;
 use crate::ErrorCode::{HostMemoryAlreadyRegistered, HostMemoryNotRegistered, InvalidDevice, InvalidValue};
-use crate::{HostOptions, HostPtr, HostRange, KernelArg, Pages};
+use crate::{HostOptions, HostPages, HostPtr, HostRange, KernelArg};
 
 pub(super) const CHECKS: &[Check] = super::checks![
     no_bytes_are_refused,
@@ -218,17 +218,17 @@ fn any_thread_may_free_pinned_memory(bench: &Bench<'_>) -> Checked {
 }
 
 /// Pages that can be pinned, or a skip.
-fn own_pages(bench: &Bench<'_>, bytes: u64) -> Checked<Arc<Pages>> {
+fn own_pages(bench: &Bench<'_>, bytes: u64) -> Checked<Arc<HostPages>> {
     need(bench.properties()?.host_registration, "the device pins no memory where it is")?;
-    Ok(Pages::map(bytes, true).expect("the host has a few megabytes"))
+    Ok(HostPages::map(bytes, true).expect("the host has a few megabytes"))
 }
 
 fn pages_stay_while_they_are_pinned(bench: &Bench<'_>) -> Checked {
     let (stream, n) = (bench.stream()?, (5 << 20) + 4096);
     let pages = own_pages(bench, n)?;
-    pages.touch(2);
+    pages.prefault(2);
     let alive = Arc::downgrade(&pages);
-    let ptr = bench.register(HostRange::of(&pages))?;
+    let ptr = bench.register(HostRange::of_pages(&pages))?;
     let (bytes, end) = (bench.random_bytes(4096), ptr.offset(n - 4096));
     bench.driver.host_write(ptr, &bytes)?;
     drop(pages);
@@ -246,13 +246,13 @@ fn pages_stay_while_they_are_pinned(bench: &Bench<'_>) -> Checked {
 
 fn pages_are_pinned_once_at_a_time(bench: &Bench<'_>) -> Checked {
     let pages = own_pages(bench, 4096)?;
-    let register = || bench.driver.host_register(bench.device, HostRange::of(&pages), HostOptions::default());
+    let register = || bench.driver.host_register(bench.device, HostRange::of_pages(&pages), HostOptions::default());
     // A registration that fails takes nothing.
     let none = bench.no_device()?;
-    let failed = bench.driver.host_register(none, HostRange::of(&pages), HostOptions::default());
+    let failed = bench.driver.host_register(none, HostRange::of_pages(&pages), HostOptions::default());
     expect_code(failed, InvalidDevice)?;
     for _ in 0..2 {
-        let ptr = bench.register(HostRange::of(&pages))?;
+        let ptr = bench.register(HostRange::of_pages(&pages))?;
         expect_code_of("the same pages", register(), HostMemoryAlreadyRegistered)?;
         bench.disown(Owned::Registered(ptr));
         bench.driver.host_unregister(ptr)?;

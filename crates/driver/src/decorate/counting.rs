@@ -5,11 +5,11 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::Duration;
 
-use super::tap::{Arguments, Hook, Outcome, Tapped};
+use super::hooked::{Arguments, Hook, Hooked, Outcome};
 use crate::{Call, Driver, Result};
 
 /// A driver that counts.
-pub type Counting = Tapped<Counts>;
+pub type Counting = Hooked<Counts>;
 
 /// What one call came to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -3,11 +3,11 @@
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use super::tap::{Arguments, Hook, Outcome, Tapped};
+use super::hooked::{Arguments, Hook, Hooked, Outcome};
 use crate::{Call, Driver, DriverError, ErrorCode, Result};
 
 /// A driver whose calls fail on request.
-pub type Faulty = Tapped<Faults>;
+pub type Faulty = Hooked<Faults>;
 
 /// Which calls fail, and how. Calls are numbered from 1, in the order in which they are made.
 #[derive(Clone, Debug, Default)]
@@ -72,7 +72,7 @@ impl FaultPlan {
     /// A share of these calls (of all, if `calls` is empty) fails, drawn from `seed`. 0.0 is none of them, 1.0 every
     /// one.
     #[must_use]
-    pub fn fail_share(self, calls: &[Call], share: f64, seed: u64, code: ErrorCode) -> Self {
+    pub fn fail_fraction(self, calls: &[Call], share: f64, seed: u64, code: ErrorCode) -> Self {
         assert!((0.0..=1.0).contains(&share), "a share lies between 0 and 1, not {share}");
         self.rule(calls, When::Share { seed, share }, code)
     }
@@ -80,7 +80,7 @@ impl FaultPlan {
     /// These calls are left alone, and not numbered among all calls either. [`CLEANUP`](Self::CLEANUP) is a good
     /// choice.
     #[must_use]
-    pub fn sparing(mut self, calls: &[Call]) -> Self {
+    pub fn excluding(mut self, calls: &[Call]) -> Self {
         self.spared.extend_from_slice(calls);
         self
     }
@@ -93,7 +93,7 @@ impl FaultPlan {
 
 /// A call that was made to fail.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct FiredFault {
+pub struct InjectedFault {
     /// Which.
     pub call: Call,
     /// The how-manieth of its kind it was, since the plan was set.
@@ -125,7 +125,7 @@ impl Faulty {
 
     /// Every call that was made to fail, in order.
     #[must_use]
-    pub fn fired(&self) -> Vec<FiredFault> {
+    pub fn injected(&self) -> Vec<InjectedFault> {
         self.hook().lock().fired.clone()
     }
 }
@@ -140,7 +140,7 @@ struct State {
     /// How many calls of each kind there were.
     seen: Vec<u64>,
     seen_of_all: u64,
-    fired: Vec<FiredFault>,
+    fired: Vec<InjectedFault>,
 }
 
 impl State {
@@ -149,7 +149,7 @@ impl State {
     }
 
     /// Numbers one more call. Says how it fails, if it does: the first rule that applies decides.
-    fn next(&mut self, call: Call) -> Option<FiredFault> {
+    fn next(&mut self, call: Call) -> Option<InjectedFault> {
         if self.plan.rules.is_empty() || self.plan.spared.contains(&call) {
             return None;
         }
@@ -157,7 +157,7 @@ impl State {
         self.seen_of_all += 1;
         let (nth, nth_of_all) = (self.seen[call as usize], self.seen_of_all);
         let rule = self.plan.rules.iter().find(|rule| rule.applies(call, nth, nth_of_all))?;
-        let fault = FiredFault { call, nth, nth_of_all, code: rule.code };
+        let fault = InjectedFault { call, nth, nth_of_all, code: rule.code };
         self.fired.push(fault);
         Some(fault)
     }
@@ -243,21 +243,21 @@ mod tests {
     #[test]
     fn plans_fail_what_they_name() {
         let oom = ErrorCode::OutOfMemory;
-        let spare = |plan: FaultPlan| plan.sparing(FaultPlan::CLEANUP);
+        let spare = |plan: FaultPlan| plan.excluding(FaultPlan::CLEANUP);
         let check = |plan, expected: &str| assert_eq!(picture(&faulty(spare(plan))), expected);
         check(FaultPlan::new(), "....................");
         check(FaultPlan::new().fail_nth(Call::MemAlloc, 3, oom), "....x...............");
         check(FaultPlan::new().fail_nth_of_all(4, oom), "...x................");
         check(FaultPlan::new().fail_nth_of_all(1, oom).fail_nth(Call::MemInfo, 10, oom), "x..................x");
-        check(FaultPlan::new().fail_share(&[Call::MemAlloc], 1.0, 7, oom), "x.x.x.x.x.x.x.x.x.x.");
-        check(FaultPlan::new().fail_share(&[], 0.0, 7, oom), "....................");
-        check(FaultPlan::new().fail_share(&[], 1.0, 7, oom).sparing(&[Call::MemInfo]), "x.x.x.x.x.x.x.x.x.x.");
+        check(FaultPlan::new().fail_fraction(&[Call::MemAlloc], 1.0, 7, oom), "x.x.x.x.x.x.x.x.x.x.");
+        check(FaultPlan::new().fail_fraction(&[], 0.0, 7, oom), "....................");
+        check(FaultPlan::new().fail_fraction(&[], 1.0, 7, oom).excluding(&[Call::MemInfo]), "x.x.x.x.x.x.x.x.x.x.");
     }
 
     #[test]
     fn a_share_is_about_that_share_and_the_same_every_time() {
         let draw = |seed| {
-            let mut state = State::new(FaultPlan::new().fail_share(&[], 0.25, seed, ErrorCode::NotReady));
+            let mut state = State::new(FaultPlan::new().fail_fraction(&[], 0.25, seed, ErrorCode::NotReady));
             (0..4000).map(|_| state.next(Call::MemInfo).is_some()).collect::<Vec<_>>()
         };
         assert_eq!(draw(1), draw(1));
@@ -278,20 +278,20 @@ mod tests {
         assert_eq!(error.detail.as_deref(), Some("the fault plan failed it: number 1 of its kind, 1 of all"));
         assert_eq!(counting.count(Call::MemAlloc).calls, 0);
         assert_eq!((outer.count(Call::MemAlloc).calls, outer.count(Call::MemAlloc).errors), (1, 1));
-        let fired = FiredFault { call: Call::MemAlloc, nth: 1, nth_of_all: 1, code: ErrorCode::Unknown(4242) };
-        assert_eq!(faulty.fired(), [fired]);
+        let fired = InjectedFault { call: Call::MemAlloc, nth: 1, nth_of_all: 1, code: ErrorCode::Unknown(4242) };
+        assert_eq!(faulty.injected(), [fired]);
     }
 
     #[test]
     fn plans_change_while_it_runs_and_suballocations_always_pass() {
-        let driver = faulty(FaultPlan::new().fail_share(&[], 1.0, 0, ErrorCode::NotPermitted));
+        let driver = faulty(FaultPlan::new().fail_fraction(&[], 1.0, 0, ErrorCode::NotPermitted));
         driver.suballocated(DevicePtr(0), 0, crate::StreamId(0));
-        assert_eq!(driver.fired(), []);
+        assert_eq!(driver.injected(), []);
         driver.device_count().unwrap_err();
         driver.clear_plan();
         driver.device_count().unwrap();
         driver.set_plan(FaultPlan::new().fail_nth_of_all(1, ErrorCode::NoDevice));
         assert_eq!(driver.device_count().unwrap_err().code, ErrorCode::NoDevice);
-        assert_eq!(driver.fired().len(), 2);
+        assert_eq!(driver.injected().len(), 2);
     }
 }

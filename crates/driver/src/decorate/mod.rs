@@ -4,7 +4,7 @@
 //! - [`Recording`]: what was called with what, and what came of it, as a log that can be compared with another.
 //! - [`Faulty`]: calls that fail on request, so that the paths behind them can be tested.
 //!
-//! All three are a [`Tapped`] driver with their own [`Hook`]; the contract is forwarded in one place, `tap.rs`.
+//! All three are a [`Hooked`] driver with their own [`Hook`]; the contract is forwarded in one place, `hooked.rs`.
 //!
 //! ```
 //! use std::sync::Arc;
@@ -23,14 +23,14 @@
 
 mod counting;
 mod faulty;
+mod hooked;
 mod log;
 mod recording;
-mod tap;
 mod value;
 
 pub use counting::{CallCount, Counting, Counts};
-pub use faulty::{FaultPlan, Faults, Faulty, FiredFault};
+pub use faulty::{FaultPlan, Faults, Faulty, InjectedFault};
+pub use hooked::{Arguments, Hook, Hooked, Outcome};
 pub use log::{Difference, Log, LogEntry};
 pub use recording::{Recorder, Recording};
-pub use tap::{Arguments, Hook, Outcome, Tapped};
 pub use value::Value;

@@ -9,13 +9,13 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use rustc_hash::FxHasher;
 
+use super::hooked::{Arguments, Hook, Hooked, Outcome};
 use super::log::{Log, LogEntry};
-use super::tap::{Arguments, Hook, Outcome, Tapped};
 use super::value::Value;
 use crate::{BlasMatrix, Call, DevicePtr, Driver, HostPtr, KernelArg, RawHandle, Result, Sgemm};
 
 /// A driver that writes down every call.
-pub type Recording = Tapped<Recorder>;
+pub type Recording = Hooked<Recorder>;
 
 impl Recording {
     /// Records every call made to `inner` through the new driver.

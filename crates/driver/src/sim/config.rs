@@ -24,12 +24,12 @@ pub struct SimConfig {
     /// How much work a stream holds before a call that adds more waits, as a real driver's queue does.
     pub queue_depth: usize,
     /// How many hazards are kept; later ones are only counted.
-    pub hazards_kept: usize,
+    pub max_hazards: usize,
     /// Whether suballocations are tracked. Without it the simulation is faster, and cannot tell the users of one
     /// allocation apart.
     pub track_suballocations: bool,
     /// Libraries that are not installed.
-    pub libraries_absent: Vec<Library>,
+    pub missing_libraries: Vec<Library>,
 }
 
 /// One simulated device.
@@ -91,9 +91,9 @@ impl Default for SimConfig {
             work: WorkCosts::h200(),
             check_uninitialized: false,
             queue_depth: 1024,
-            hazards_kept: 1000,
+            max_hazards: 1000,
             track_suballocations: true,
-            libraries_absent: Vec::new(),
+            missing_libraries: Vec::new(),
         }
     }
 }
@@ -146,7 +146,7 @@ impl SimConfig {
     /// With a library that is not installed.
     #[must_use]
     pub fn without_library(mut self, library: Library) -> Self {
-        self.libraries_absent.push(library);
+        self.missing_libraries.push(library);
         self
     }
 

@@ -79,7 +79,7 @@ pub struct SimDriver {
 /// How many of each kind of thing there are: two equal counts, and nothing was left behind.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
-pub struct Census {
+pub struct ObjectCounts {
     /// Streams that were created or adopted; default streams do not count.
     pub streams: usize,
     /// Events.
@@ -166,7 +166,7 @@ impl SimDriver {
 
     /// How often `call` has been made. Time by call is what [`Counting`](crate::decorate::Counting) adds.
     #[must_use]
-    pub fn calls_of(&self, call: Call) -> u64 {
+    pub fn call_count(&self, call: Call) -> u64 {
         self.lock().calls_by_name[call as usize]
     }
 
@@ -179,14 +179,14 @@ impl SimDriver {
 
     /// Counts what there is.
     #[must_use]
-    pub fn census(&self) -> Census {
+    pub fn object_counts(&self) -> ObjectCounts {
         let world = self.lock();
         let own_streams = |stream: StreamId| {
             world.devices.iter().all(|device| device.legacy != stream && device.per_thread != stream)
                 && !world.thread_streams.values().any(|&own| own == stream)
                 && !world.stream(stream).gone
         };
-        let mut census = Census {
+        let mut census = ObjectCounts {
             streams: world.streams.ids().into_iter().filter(|&id| own_streams(StreamId(id))).count(),
             events: world.events.len(),
             physical: world.physical.len(),
@@ -197,7 +197,7 @@ impl SimDriver {
             handles: world.handles.len(),
             captures: world.captures.len(),
             bytes_used: world.devices.iter().map(|device| device.bytes_used).sum::<u64>() - world.bytes_idle_in_pools(),
-            ..Census::default()
+            ..ObjectCounts::default()
         };
         for (bytes, region) in world.memory.space.regions.values() {
             match region {

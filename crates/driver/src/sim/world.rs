@@ -256,7 +256,7 @@ pub struct World {
 
 impl World {
     pub fn new(config: SimConfig, machine: u64) -> Self {
-        let memory = Memory::new(config.devices.len(), config.hazards_kept, config.check_uninitialized);
+        let memory = Memory::new(config.devices.len(), config.max_hazards, config.check_uninitialized);
         let mut world = Self {
             machine,
             clock: 0,

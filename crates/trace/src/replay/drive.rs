@@ -321,7 +321,7 @@ impl<'a> Drive<'a> {
             }
         }
         let outcome = self.machine.allocate(stream, pool, bytes);
-        driver.forget_placements();
+        driver.clear_placements();
         match outcome {
             // After a difference something else may lie there.
             Err(Error::Driver(_)) => self.machine.allocate(stream, pool, bytes),

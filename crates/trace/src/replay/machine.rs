@@ -132,7 +132,7 @@ impl Machine {
         let streams = created.collect::<std::result::Result<_, _>>()?;
         let lanes = (0..lanes).map(|_| {
             let stream = driver.stream_create(DEVICE, StreamOptions::default())?;
-            driver.hold(stream)?;
+            driver.pause_stream(stream)?;
             Ok(LaneState { stream, queued: 0 })
         });
         let lanes = lanes.collect::<Result<_>>()?;
@@ -194,10 +194,10 @@ impl Machine {
     /// A block is done. It may be already, if somebody waited for it.
     pub fn complete(&mut self, place: Place) -> Result<()> {
         let lane = &self.lanes[usize::from(place.lane)];
-        let through = lane.queued.saturating_sub(self.driver.pieces_held(lane.stream)?);
+        let through = lane.queued.saturating_sub(self.driver.paused_work(lane.stream)?);
         let turn = u64::from(place.turn);
         if through < turn {
-            self.driver.let_through(lane.stream, turn - through)?;
+            self.driver.run_paused(lane.stream, turn - through)?;
         }
         Ok(())
     }
@@ -234,7 +234,7 @@ impl Machine {
         let waits = [Call::StreamSynchronize, Call::EventSynchronize, Call::DeviceSynchronize, Call::MemFree];
         Counters {
             calls: self.driver.calls_made(),
-            syncs: waits.into_iter().map(|call| self.driver.calls_of(call)).sum(),
+            syncs: waits.into_iter().map(|call| self.driver.call_count(call)).sum(),
             time: self.driver.time_in_calls(),
         }
     }

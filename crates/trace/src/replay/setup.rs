@@ -140,7 +140,7 @@ impl Builder<'_> {
                 if block.ptr.0 == addr { Ok(block) } else { Err(misplaced(addr, block.ptr)) }
             })
             .collect();
-        self.machine.driver().forget_placements();
+        self.machine.driver().clear_placements();
         filled
     }
 

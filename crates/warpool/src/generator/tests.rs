@@ -165,8 +165,8 @@ fn launches_under_way_keep_their_numbers() {
         capture.end()
     });
     let copies = bench.block(3 * 64, &stream);
-    bench.sim.hold(stream.id()).unwrap();
-    bench.sim.hold(other.id()).unwrap();
+    bench.sim.pause_stream(stream.id()).unwrap();
+    bench.sim.pause_stream(other.id()).unwrap();
     for round in 0..3 {
         bench.replay(&first, &stream);
         let to = copies.ptr().offset(256 * round);
@@ -174,8 +174,8 @@ fn launches_under_way_keep_their_numbers() {
         bench.replay(&second, &other);
     }
     for held in [&other, &stream] {
-        bench.sim.let_through(held.id(), u64::MAX).unwrap();
-        bench.sim.unhold(held.id()).unwrap();
+        bench.sim.run_paused(held.id(), u64::MAX).unwrap();
+        bench.sim.resume_stream(held.id()).unwrap();
         held.synchronize().unwrap();
     }
     for round in 0..3_u64 {
@@ -230,9 +230,9 @@ fn a_graph_without_numbers_needs_nothing() {
         panic!("captured")
     };
     let graph = capture.end();
-    let calls = bench.sim.calls_of(Call::GraphExecSetKernel);
+    let calls = bench.sim.call_count(Call::GraphExecSetKernel);
     bench.replay(&graph, &stream);
-    assert_eq!(bench.sim.calls_of(Call::GraphExecSetKernel), calls);
+    assert_eq!(bench.sim.call_count(Call::GraphExecSetKernel), calls);
     assert_eq!(bench.generator.offset().unwrap(), 0);
     bench.finish();
 }
@@ -318,11 +318,11 @@ fn refused_in_a_body() {
     let capture = bench.begin(&stream);
     let site = Site { record: Arc::clone(&capture.record), in_body: true };
     bench.instance.captures().insert(capture.id, site);
-    let launches = bench.sim.calls_of(Call::KernelLaunch);
+    let launches = bench.sim.call_count(Call::KernelLaunch);
     let error = bench.generator.fill_bits(&block, &stream).unwrap_err();
     assert_eq!(error, GeneratorError::InBody.into());
     assert!(error.to_string().contains("not supported in data-dependent bodies"));
-    assert_eq!(bench.sim.calls_of(Call::KernelLaunch), launches);
+    assert_eq!(bench.sim.call_count(Call::KernelLaunch), launches);
     capture.end();
     bench.finish();
 }

@@ -73,7 +73,7 @@ impl Lab {
         }
         assert_eq!(self.sim.hazards(), [], "hazards");
         self.blas.close().unwrap();
-        assert_eq!(self.sim.census().handles, 0, "handles");
+        assert_eq!(self.sim.object_counts().handles, 0, "handles");
         let stat = self.allocator.stats(FIRST).unwrap().workspace_bytes;
         assert_eq!((stat.current, stat.allocated), (0, stat.freed));
         assert_eq!(self.allocator.stats(FIRST).unwrap().allocated_bytes.all.current, 0, "blocks");

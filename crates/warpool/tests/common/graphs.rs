@@ -1,7 +1,7 @@
 //! A bench for graphs: kernels that count, a stream to capture on, and an end that looks for everything that graphs may
 //! have left behind. The rule: a test that makes a lab ends with [`GraphLab::finish`], with all its graphs gone.
 
-use warpool::driver::sim::{Census, HazardKind, SimConfig};
+use warpool::driver::sim::{HazardKind, ObjectCounts, SimConfig};
 use warpool::driver::{Copies as _, DevicePtr, FunctionId, KernelMirror, KernelSource, Kernels as _, LaunchShape};
 use warpool::graph::{BufferKey, Capture, Graph, GraphError, GraphOptions, HostAt};
 use warpool::memory::{Allocate as _, Block};
@@ -53,7 +53,7 @@ pub struct GraphLab {
     add: FunctionId,
     sum: FunctionId,
     odd: FunctionId,
-    start: Census,
+    start: ObjectCounts,
 }
 
 impl GraphLab {
@@ -66,7 +66,7 @@ impl GraphLab {
         let module = bench.sim.module_load(FIRST, &KERNELS).unwrap();
         let [add, sum, odd] = ["add", "sum", "odd"].map(|name| bench.sim.function_get(module, name).unwrap());
         let side = bench.device().lease_stream().unwrap();
-        let start = bench.sim.census();
+        let start = bench.sim.object_counts();
         Self { bench, side, add, sum, odd, start }
     }
 
@@ -155,7 +155,7 @@ impl GraphLab {
     /// With all graphs and blocks gone: nothing is left of them.
     pub fn finish(self) {
         self.clean();
-        let now = self.bench.sim.census();
+        let now = self.bench.sim.object_counts();
         assert_eq!((now.graphs, now.graph_execs, now.captures), (0, 0, 0), "left behind");
         assert_eq!((now.allocations, now.mappings, now.reservations), (0, 0, 0), "left behind");
         assert_eq!((now.events, now.handles), (self.start.events, 0), "left behind");

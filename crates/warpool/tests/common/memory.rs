@@ -187,14 +187,14 @@ impl Bench {
     }
 
     /// Nothing begins in the stream from now on.
-    pub fn hold(&self, stream: &Stream) {
-        self.sim.hold(stream.id()).unwrap();
+    pub fn pause_stream(&self, stream: &Stream) {
+        self.sim.pause_stream(stream.id()).unwrap();
     }
 
     /// All that the stream has is done, and it is held no more.
     pub fn let_go(&self, stream: &Stream) {
-        self.sim.let_through(stream.id(), u64::MAX).unwrap();
-        self.sim.unhold(stream.id()).unwrap();
+        self.sim.run_paused(stream.id(), u64::MAX).unwrap();
+        self.sim.resume_stream(stream.id()).unwrap();
         stream.synchronize().unwrap();
     }
 

@@ -38,7 +38,7 @@ fn a_graph_runs_what_was_captured_each_time() {
 fn bad_begins_are_refused_one_by_one_and_change_nothing() {
     let lab = Lab::new();
     let (mut graph, plain) = (lab.graph(), CaptureOptions::default());
-    let before = (lab.bench.stats(), lab.bench.sim.census());
+    let before = (lab.bench.stats(), lab.bench.sim.object_counts());
     let main = lab.bench.main.clone();
     assert_eq!(graph_error(graph.capture_begin(&main, plain)), GraphError::DefaultStream);
     let far = lab.bench.instance.device(1).unwrap().lease_stream().unwrap();
@@ -73,7 +73,10 @@ fn bad_begins_are_refused_one_by_one_and_change_nothing() {
     let template = lab.bench.sim.capture_end(lab.side.id()).unwrap();
     lab.bench.sim.graph_destroy(template).unwrap();
     lab.bench.trim();
-    assert_eq!((lab.bench.stats().reserved_bytes.all.current, lab.bench.sim.census().graphs), (0, before.1.graphs));
+    assert_eq!(
+        (lab.bench.stats().reserved_bytes.all.current, lab.bench.sim.object_counts().graphs),
+        (0, before.1.graphs)
+    );
     lab.still_works(&mut graph);
     assert_eq!(graph_error(graph.capture_begin(&lab.side, plain)), GraphError::AlreadyCaptured);
     drop((graph, far));
@@ -124,7 +127,7 @@ fn a_capture_broken_on_purpose_leaves_everything_usable() {
     }
     assert!(!graph.is_captured() && graph.pools().is_empty());
     assert_eq!(graph_error(graph.replay(&lab.bench.main)), GraphError::NotCaptured);
-    lab.forgive(&[HazardKind::CaptureBroken]);
+    lab.forgive(&[HazardKind::CaptureInvalidated]);
     lab.still_works(&mut graph);
     drop(graph);
     lab.finish();
@@ -148,7 +151,7 @@ fn an_error_in_the_scope_ends_the_capture_and_is_passed_on() {
     });
     let error = graph_error(only_broken);
     assert!(error.to_string().contains("device_synchronize"), "the cause, not only that it is broken: {error}");
-    lab.forgive(&[HazardKind::CaptureBroken]);
+    lab.forgive(&[HazardKind::CaptureInvalidated]);
     lab.still_works(&mut graph);
     drop(graph);
     lab.finish();

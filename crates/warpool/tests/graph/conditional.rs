@@ -117,7 +117,7 @@ fn bodies_nest_three_deep() {
 #[test]
 fn forty_ifs_take_one_stream() {
     let lab = Lab::new();
-    let before = lab.bench.sim.census().streams;
+    let before = lab.bench.sim.object_counts().streams;
     for graphs in 0..2 {
         let mut graph = lab.graph();
         let (switch, out) = graph
@@ -133,7 +133,7 @@ fn forty_ifs_take_one_stream() {
         upload(&lab, &graph, switch, 1);
         lab.expect(&graph, out, 80 + graphs);
     }
-    assert_eq!(lab.bench.sim.census().streams, before + 1);
+    assert_eq!(lab.bench.sim.object_counts().streams, before + 1);
     lab.finish();
 }
 
@@ -277,7 +277,7 @@ fn a_body_broken_on_purpose_says_by_what() {
         }
         other => panic!("{other}"),
     }
-    lab.forgive(&[HazardKind::CaptureBroken]);
+    lab.forgive(&[HazardKind::CaptureInvalidated]);
     lab.still_works(&mut graph);
     drop(graph);
     lab.finish();

@@ -69,16 +69,16 @@ impl Lab {
         let device = self.instance.device(0).unwrap();
         device.synchronize().unwrap();
         self.allocator.trim(device.id(), MemPoolId::DEFAULT).unwrap();
-        let left = self.sim.census();
+        let left = self.sim.object_counts();
         assert_eq!((left.graphs, left.graph_execs, left.captures), (0, 0, 0), "{about}");
         assert_eq!(left.allocations, 0, "{about}: memory left behind");
-        let meant = [HazardKind::CaptureBroken, HazardKind::CaptureUnjoined];
+        let meant = [HazardKind::CaptureInvalidated, HazardKind::CaptureUnjoined];
         let hazards: Vec<_> = self.sim.hazards().into_iter().filter(|one| !meant.contains(&one.kind)).collect();
         assert_eq!(hazards, [], "{about}");
         let Self { sim, faulty, instance, allocator, side } = self;
         drop((faulty, allocator, side, device));
         instance.close().unwrap();
-        let left = sim.census();
+        let left = sim.object_counts();
         assert_eq!((left.streams, left.events, left.modules), (0, 0, 0), "{about}");
     }
 }
@@ -87,7 +87,7 @@ fn check(keep_graph: bool, plan: FaultPlan) {
     let lab = Lab::new();
     lab.faulty.set_plan(plan);
     let outcome = lab.scenario(keep_graph);
-    let about = format!("keep_graph: {keep_graph}, failing: {:?}, outcome: {outcome:?}", lab.faulty.fired());
+    let about = format!("keep_graph: {keep_graph}, failing: {:?}, outcome: {outcome:?}", lab.faulty.injected());
     lab.finish(&about);
 }
 
@@ -128,6 +128,6 @@ fn two_calls_may_fail_one_behind_the_other() {
 #[test]
 fn a_share_of_all_calls_may_fail() {
     for seed in 0..300 {
-        check(seed % 2 == 0, FaultPlan::new().fail_share(&[], 0.1, seed, ErrorCode::UnknownError));
+        check(seed % 2 == 0, FaultPlan::new().fail_fraction(&[], 0.1, seed, ErrorCode::UnknownError));
     }
 }

@@ -3,7 +3,7 @@
 
 use std::sync::Arc;
 
-use warpool::driver::sim::{Census, HazardKind, SimConfig};
+use warpool::driver::sim::{HazardKind, ObjectCounts, SimConfig};
 use warpool::driver::{Copies as _, DevicePtr, FunctionId, KernelMirror, KernelSource, Kernels as _, Pattern};
 use warpool::graph::{BufferKey, CaptureOptions, Graph, GraphError, GraphOptions};
 use warpool::memory::MemPoolId;
@@ -30,7 +30,7 @@ pub struct Lab {
     pub bench: Bench,
     pub add: FunctionId,
     pub side: StreamLease,
-    start: Census,
+    start: ObjectCounts,
 }
 
 impl Lab {
@@ -47,7 +47,7 @@ impl Lab {
         let module = bench.sim.module_load(FIRST, &KERNELS).unwrap();
         let add = bench.sim.function_get(module, "add").unwrap();
         let side = bench.device().lease_stream().unwrap();
-        let start = bench.sim.census();
+        let start = bench.sim.object_counts();
         Self { bench, add, side, start }
     }
 
@@ -113,7 +113,7 @@ impl Lab {
         self.bench.free(block);
         self.bench.trim();
         self.bench.device().event_pool().trim().unwrap();
-        let now = self.bench.sim.census();
+        let now = self.bench.sim.object_counts();
         assert_eq!((now.graphs, now.graph_execs, now.captures), (0, 0, 0), "left behind");
         assert_eq!((now.allocations, now.mappings, now.reservations), (0, 0, 0), "left behind");
         assert_eq!(now.bytes_used, self.start.bytes_used, "memory left behind");

@@ -25,11 +25,11 @@ fn a_drop_calls_no_driver_and_the_next_capture_clears_up() {
         let key = lab.fill_into(&mut graph, CaptureOptions::default(), 5);
         lab.expect(&graph, key, 5);
         drop_quietly(&lab, graph);
-        let left = lab.bench.sim.census();
+        let left = lab.bench.sim.object_counts();
         assert_eq!((left.graphs, left.graph_execs), (usize::from(keep_graph), 1));
         let mut next = lab.graph();
         next.capture(&lab.side, CaptureOptions::default(), |_| {
-            let left = lab.bench.sim.census();
+            let left = lab.bench.sim.object_counts();
             assert_eq!((left.graphs, left.graph_execs), (0, 0));
             Ok(())
         })
@@ -132,7 +132,7 @@ fn closing_the_gpu_destroys_what_graphs_left() {
     drop((graph, abandoned));
     drop((allocator, lease, device));
     instance.close().unwrap();
-    let left = sim.census();
+    let left = sim.object_counts();
     assert_eq!((left.graphs, left.graph_execs, left.captures, left.streams, left.events), (0, 0, 0, 0, 0));
 }
 
@@ -149,7 +149,7 @@ fn a_replay_under_way_completes_when_its_graph_goes() {
                 capture.fill(key, Pattern::U32(9), 1, &stream)
             })
             .unwrap();
-        lab.bench.hold(&lab.side);
+        lab.bench.pause_stream(&lab.side);
         graph.replay(&lab.side).unwrap();
         if by_reset {
             graph.reset().unwrap();

@@ -189,7 +189,7 @@ fn a_hundred_captures_do_not_grow_memory() {
         lab.expect(&graph, key, value);
         graph.reset().unwrap();
         lab.bench.trim();
-        reserved.push((lab.bench.bytes_reserved(), lab.bench.sim.census().bytes_used));
+        reserved.push((lab.bench.bytes_reserved(), lab.bench.sim.object_counts().bytes_used));
     }
     reserved.dedup();
     assert_eq!(reserved.len(), 1, "{reserved:?}");
@@ -215,7 +215,7 @@ fn memory_of_a_graph_that_is_gone_waits_for_its_replays() {
                     capture.fill(key, Pattern::U8(1), 4 * KIB, &stream)
                 })
                 .unwrap();
-            lab.bench.hold(&replays);
+            lab.bench.pause_stream(&replays);
             graph.replay(&replays).unwrap();
             graph.replay(&replays).unwrap();
             if by_reset {
@@ -250,11 +250,11 @@ fn growing_memory_of_a_graph_that_is_gone_waits_for_its_replays() {
                 Ok(lab.bench.sim.fill(scratch.ptr(), Pattern::U32(5), 1, capture.stream().id())?)
             })
             .unwrap();
-        lab.bench.hold(&replays);
+        lab.bench.pause_stream(&replays);
         graph.replay(&replays).unwrap();
         drop(graph);
         assert!(lab.bench.trim() > 0);
-        assert_eq!(lab.bench.sim.pieces_held(replays.id()).unwrap(), 0, "{settings}: the trim waited for the replay");
+        assert_eq!(lab.bench.sim.paused_work(replays.id()).unwrap(), 0, "{settings}: the trim waited for the replay");
         lab.bench.let_go(&replays);
         lab.finish();
     }

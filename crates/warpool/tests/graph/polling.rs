@@ -24,7 +24,7 @@ fn questions_asked_with_a_guard_break_no_capture() {
         .unwrap();
     let without = graph.reset().and_then(|()| graph.capture(&lab.side, CaptureOptions::default(), |_| event.query()));
     assert!(without.is_err(), "without the guard the same question breaks it");
-    lab.forgive(&[HazardKind::CaptureBroken]);
+    lab.forgive(&[HazardKind::CaptureInvalidated]);
     drop(graph);
     lab.finish();
 }

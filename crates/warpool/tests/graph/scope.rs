@@ -44,7 +44,7 @@ fn the_mode_decides_what_breaks_a_capture() {
             assert_eq!(outcome.is_err(), breaks, "{mode:?}, by itself: {itself}");
         }
     }
-    lab.forgive(&[HazardKind::CaptureBroken]);
+    lab.forgive(&[HazardKind::CaptureInvalidated]);
     lab.finish();
 }
 

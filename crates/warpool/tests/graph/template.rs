@@ -13,7 +13,7 @@ const KEPT: GraphOptions = GraphOptions { keep_graph: true };
 fn a_template_that_is_not_kept_is_gone() {
     let lab = Lab::new();
     let (mut graph, key) = lab.filled(3);
-    assert_eq!(lab.bench.sim.census().graphs, 0);
+    assert_eq!(lab.bench.sim.object_counts().graphs, 0);
     for refused in [graph.raw().map(drop), graph.topology().map(drop), graph.dot().map(drop), graph.instantiate()] {
         assert_eq!(graph_error(refused), GraphError::NotKept);
     }
@@ -35,13 +35,13 @@ fn a_kept_template_is_made_ready_when_first_needed() {
     lab.expect(&graph, key, 4);
     let first = graph.raw_exec().unwrap();
     lab.expect(&graph, key, 4);
-    assert_eq!(lab.bench.sim.calls_of(Call::GraphInstantiate), 1, "once, whatever the number of replays");
+    assert_eq!(lab.bench.sim.call_count(Call::GraphInstantiate), 1, "once, whatever the number of replays");
     graph.instantiate().unwrap();
     assert_ne!(graph.raw_exec().unwrap(), first);
-    assert_eq!(lab.bench.sim.census().graph_execs, 1, "the old one is gone");
+    assert_eq!(lab.bench.sim.object_counts().graph_execs, 1, "the old one is gone");
     lab.expect(&graph, key, 4);
     graph.reset().unwrap();
-    assert_eq!((lab.bench.sim.census().graphs, lab.bench.sim.census().graph_execs), (0, 0));
+    assert_eq!((lab.bench.sim.object_counts().graphs, lab.bench.sim.object_counts().graph_execs), (0, 0));
     lab.still_works(&mut graph);
     drop(graph);
     lab.finish();
@@ -57,7 +57,7 @@ fn many_threads_make_it_ready_once() {
             threads.spawn(|| graph.replay(&lab.bench.device().pool_stream().unwrap()).unwrap());
         }
     });
-    assert_eq!(lab.bench.sim.calls_of(Call::GraphInstantiate), 1);
+    assert_eq!(lab.bench.sim.call_count(Call::GraphInstantiate), 1);
     lab.expect(&graph, key, 4);
     drop(graph);
     lab.finish();
@@ -121,7 +121,7 @@ fn generators_need_the_template_and_nobody_else_sees_it() {
     let eager = generator.duplicate().unwrap();
     let mut graph = lab.graph();
     graph.capture(&lab.side, CaptureOptions::default(), |_| generator.fill_bits(&target, &lab.side)).unwrap();
-    assert_eq!(lab.bench.sim.census().graphs, 1);
+    assert_eq!(lab.bench.sim.object_counts().graphs, 1);
     assert_eq!(graph_error(graph.raw()), GraphError::NotKept);
     let mut words = Vec::new();
     for _ in 0..3 {

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use warpool::blas::{Blas, BlasSettings};
 use warpool::driver::decorate::{FaultPlan, Faulty};
-use warpool::driver::sim::{Census, HazardKind, SimConfig, SimDriver};
+use warpool::driver::sim::{HazardKind, ObjectCounts, SimConfig, SimDriver};
 use warpool::driver::{
     CaptureMode, CaptureState, Captures as _, Copies as _, DeviceId, DevicePtr, FunctionId, KernelArg, KernelMirror,
     KernelSource, Kernels as _, LaunchShape, ModuleId, Pattern,
@@ -64,7 +64,7 @@ pub struct Lab {
     module: ModuleId,
     pub plus: FunctionId,
     pub less: FunctionId,
-    start: Census,
+    start: ObjectCounts,
 }
 
 impl Lab {
@@ -72,7 +72,7 @@ impl Lab {
         let mut config = SimConfig::default();
         config.devices[0].bytes_context = 0;
         let sim = Arc::new(SimDriver::new(config));
-        let start = sim.census();
+        let start = sim.object_counts();
         let faulty = Arc::new(Faulty::new(sim.clone(), FaultPlan::new()));
         let instance = Instance::new(faulty.clone()).unwrap();
         let device = instance.device(0).unwrap();
@@ -148,7 +148,7 @@ impl Lab {
         if self.sim.capture_state(self.one.id()) == Ok(CaptureState::None) {
             return Ok(());
         }
-        assert!(self.faulty.fired().len() > 1, "{} still captures", self.one);
+        assert!(self.faulty.injected().len() > 1, "{} still captures", self.one);
         Err(Error::ThreadEnding)
     }
 
@@ -158,14 +158,17 @@ impl Lab {
         self.host.check();
         // What destructors left is done by the next reset.
         self.graph().reset().unwrap();
-        assert_eq!(self.sim.census().captures, 0, "{about}: a capture is still under way");
+        assert_eq!(self.sim.object_counts().captures, 0, "{about}: a capture is still under way");
         for stream in [&self.one, &self.two] {
             assert_eq!(self.sim.capture_state(stream.id()), Ok(CaptureState::None), "{about}: {stream}");
         }
         // Putting it back is tried twice; a driver that refuses both times has it its way.
         let mode = self.sim.capture_mode_exchange(CaptureMode::Global).unwrap();
-        assert!(mode == CaptureMode::Global || self.faulty.fired().len() > 1, "{about}: the thread was left {mode:?}");
-        let meant = |kind| matches!(kind, HazardKind::CaptureBroken | HazardKind::CaptureUnjoined);
+        assert!(
+            mode == CaptureMode::Global || self.faulty.injected().len() > 1,
+            "{about}: the thread was left {mode:?}"
+        );
+        let meant = |kind| matches!(kind, HazardKind::CaptureInvalidated | HazardKind::CaptureUnjoined);
         let hazards: Vec<String> =
             self.sim.hazards().iter().filter(|hazard| !meant(hazard.kind)).map(ToString::to_string).collect();
         assert!(hazards.is_empty(), "{about}: {hazards:#?}");
@@ -207,7 +210,7 @@ impl Lab {
         drop((caching, any, generator, one, two, leases, device));
         instance.close().unwrap();
         drop(faulty);
-        assert_eq!(sim.census(), start, "{about}: what is left, and what there was");
+        assert_eq!(sim.object_counts(), start, "{about}: what is left, and what there was");
         let hazards: Vec<String> = sim.hazards().iter().map(ToString::to_string).collect();
         assert!(hazards.is_empty(), "{about}: {hazards:#?}");
     }

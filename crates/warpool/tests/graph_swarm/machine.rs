@@ -4,7 +4,7 @@
 use std::sync::Arc;
 
 use warpool::blas::{Blas, BlasSettings};
-use warpool::driver::sim::{Census, Latencies, SimConfig, SimDriver};
+use warpool::driver::sim::{Latencies, ObjectCounts, SimConfig, SimDriver};
 use warpool::driver::{
     Address, BlasMatrix, Copies as _, DeviceId, DevicePtr, FunctionId, KernelArg, Kernels as _, LaunchShape, Pattern,
     Sgemm,
@@ -35,7 +35,7 @@ pub struct Machine {
     pub streams: Vec<Stream>,
     pub kernels: Kernels,
     leases: Vec<StreamLease>,
-    start: Census,
+    start: ObjectCounts,
 }
 
 impl Machine {
@@ -47,7 +47,7 @@ impl Machine {
         config.latencies = if dice.once_in(2) { Latencies::flat(0) } else { Latencies::h200() };
         config.check_uninitialized = true;
         let sim = Arc::new(SimDriver::new(config));
-        let start = sim.census();
+        let start = sim.object_counts();
         let instance = Instance::new(sim.clone()).unwrap();
         let device = instance.device(0).unwrap();
         let caching = Arc::new(CachingAllocator::new(&instance, Settings::parse(program.settings).unwrap()));
@@ -164,7 +164,7 @@ impl Machine {
         sim.module_unload(kernels.module).unwrap();
         drop((caching, allocator, generators, streams, leases, device));
         instance.close().unwrap();
-        assert_eq!(sim.census(), start, "what is left, and what there was");
+        assert_eq!(sim.object_counts(), start, "what is left, and what there was");
         let hazards: Vec<String> = sim.hazards().iter().map(ToString::to_string).collect();
         assert!(hazards.is_empty(), "{hazards:#?}");
     }

@@ -201,7 +201,7 @@ impl<'m> Replayed<'m> {
         }
         assert_eq!(states, machine.generators.iter().map(Generator::state).collect::<Vec<_>>());
         let hazards = machine.sim.hazards();
-        let meant = |kind| matches!(kind, HazardKind::CaptureBroken | HazardKind::CaptureUnjoined);
+        let meant = |kind| matches!(kind, HazardKind::CaptureInvalidated | HazardKind::CaptureUnjoined);
         assert!(hazards.iter().all(|hazard| meant(hazard.kind)), "{hazards:#?}");
         machine.sim.clear_hazards();
     }

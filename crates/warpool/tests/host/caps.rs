@@ -89,7 +89,7 @@ fn what_waits_counts() {
     let lab = HostLab::new("pinned_cap_mb:4");
     let stream = lab.stream();
     let block = lab.alloc(3 * MIB);
-    lab.hold(&stream);
+    lab.pause_stream(&stream);
     lab.upload(&block, &stream);
     lab.free(block);
     let report = lab.capped(2 * MIB);

@@ -95,7 +95,7 @@ fn a_graph_keeps_what_it_uses_and_its_replays_are_waited_for() {
     kept.read(0, &mut back).unwrap();
     assert_eq!(back, [7; 64]);
     // One more is on its way when the graph goes.
-    lab.hold(&replays);
+    lab.pause_stream(&replays);
     graph.replay(&replays).unwrap();
     lab.counting.reset();
     drop(graph);

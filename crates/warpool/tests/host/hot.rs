@@ -45,7 +45,7 @@ fn drop_calls_no_driver() {
     let lab = HostLab::new("");
     let stream = lab.stream();
     let [plain, used, large] = [KIB, 2 * KIB, 80 * MIB].map(|bytes| lab.alloc(bytes));
-    lab.hold(&stream);
+    lab.pause_stream(&stream);
     lab.upload(&used, &stream);
     lab.counting.reset();
     drop((plain, used, large));

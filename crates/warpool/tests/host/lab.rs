@@ -5,7 +5,7 @@
 use std::sync::Arc;
 
 use warpool::driver::decorate::Counting;
-use warpool::driver::sim::{Census, SimConfig, SimDriver};
+use warpool::driver::sim::{ObjectCounts, SimConfig, SimDriver};
 use warpool::driver::{Copies as _, DevicePtr, HostPtr, Memory as _};
 use warpool::memory::{BlockState, HostAllocator, HostBlock, HostStats, SegmentInfo, Settings, Snapshot};
 use warpool::{Device, Error, Instance, Stream};
@@ -19,7 +19,7 @@ pub struct HostLab {
     pub counting: Arc<Counting>,
     pub instance: Instance,
     pub pinned: HostAllocator,
-    start: Census,
+    start: ObjectCounts,
 }
 
 impl HostLab {
@@ -33,7 +33,7 @@ impl HostLab {
         let instance = Instance::new(counting.clone()).expect("a simulated device");
         let settings = Settings::parse(settings).expect("settings without mistakes").pinned;
         let pinned = HostAllocator::new(&instance, settings);
-        let start = sim.census();
+        let start = sim.object_counts();
         Self { sim, counting, instance, pinned, start }
     }
 
@@ -107,14 +107,14 @@ impl HostLab {
     }
 
     /// Nothing begins in the stream from now on.
-    pub fn hold(&self, stream: &Stream) {
-        self.sim.hold(stream.id()).unwrap();
+    pub fn pause_stream(&self, stream: &Stream) {
+        self.sim.pause_stream(stream.id()).unwrap();
     }
 
     /// All that the stream has is done, and it is held no more.
     pub fn let_go(&self, stream: &Stream) {
-        self.sim.let_through(stream.id(), u64::MAX).unwrap();
-        self.sim.unhold(stream.id()).unwrap();
+        self.sim.run_paused(stream.id(), u64::MAX).unwrap();
+        self.sim.resume_stream(stream.id()).unwrap();
         stream.synchronize().unwrap();
     }
 
@@ -144,6 +144,6 @@ impl HostLab {
         }
         self.assert_no_hazards();
         self.pinned.close().unwrap();
-        assert_eq!(self.sim.census().pinned, self.start.pinned, "pinned memory left behind");
+        assert_eq!(self.sim.object_counts().pinned, self.start.pinned, "pinned memory left behind");
     }
 }

@@ -12,14 +12,14 @@ fn closing_gives_everything_back() {
     let lab = HostLab::new("pinned_reserve_segment_size_mb:4");
     let stream = lab.stream();
     let blocks: Vec<_> = [KIB, 3 * MIB, 9 * MIB, 70 * MIB].map(|bytes| lab.alloc(bytes)).into();
-    lab.hold(&stream);
+    lab.pause_stream(&stream);
     blocks.iter().for_each(|block| lab.upload(block, &stream));
-    assert_eq!(lab.sim.census().pinned, 3);
+    assert_eq!(lab.sim.object_counts().pinned, 3);
     drop(blocks);
     // What is still under way is waited for.
     lab.pinned.close().unwrap();
-    assert_eq!(lab.sim.census().pinned, 0);
-    assert_eq!(lab.sim.pieces_held(stream.id()).unwrap(), 0);
+    assert_eq!(lab.sim.object_counts().pinned, 0);
+    assert_eq!(lab.sim.paused_work(stream.id()).unwrap(), 0);
     assert_eq!(lab.sim.hazards(), []);
 }
 
@@ -35,7 +35,7 @@ fn nobody_closes_what_others_have() {
     // The block is still good.
     block.write(0, &[1; 1024]).unwrap();
     drop(block);
-    assert_eq!(sim.census().pinned, 1);
+    assert_eq!(sim.object_counts().pinned, 1);
 }
 
 /// The handle comes back, and works: first to go on with, then to close.
@@ -54,7 +54,7 @@ fn a_refused_close_can_be_tried_again() {
     other.record_use(&stream).unwrap();
     drop((block, other));
     pinned.try_close().unwrap();
-    assert_eq!(sim.census().pinned, 0);
+    assert_eq!(sim.object_counts().pinned, 0);
 }
 
 /// The books go with the last block, in whatever order things go, and no destructor calls the driver.
@@ -63,7 +63,7 @@ fn blocks_outlive_their_allocator() {
     let lab = HostLab::new("");
     let stream = lab.stream();
     let [plain, used, freed, marked] = [KIB, 2 * KIB, 3 * KIB, MIB].map(|bytes| lab.alloc(bytes));
-    lab.hold(&stream);
+    lab.pause_stream(&stream);
     lab.upload(&used, &stream);
     lab.upload(&freed, &stream);
     lab.upload(&marked, &stream);
@@ -80,7 +80,7 @@ fn blocks_outlive_their_allocator() {
     freed.free().unwrap();
     drop((stream, instance));
     assert_eq!(Arc::strong_count(&counting), 1, "nobody holds the driver any more");
-    assert_eq!(sim.census().pinned, 2, "what was pinned stays");
+    assert_eq!(sim.object_counts().pinned, 2, "what was pinned stays");
 }
 
 /// A dropped allocator leaves nothing behind but what it had pinned.

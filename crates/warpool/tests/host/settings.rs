@@ -37,7 +37,7 @@ fn blocks_above_the_limit_are_not_kept() {
     // Dropped, it goes with the next call that may call the driver; used, when the stream has passed.
     let stream = lab.stream();
     let [dropped, used] = [lab.alloc(5 * MIB), lab.alloc(6 * MIB)];
-    lab.hold(&stream);
+    lab.pause_stream(&stream);
     lab.upload(&used, &stream);
     drop(dropped);
     lab.free(used);

@@ -59,7 +59,7 @@ fn waiting_blocks_are_active() {
     let lab = HostLab::new("");
     let stream = lab.stream();
     let block = lab.alloc(KIB);
-    lab.hold(&stream);
+    lab.pause_stream(&stream);
     lab.upload(&block, &stream);
     lab.free(block);
     assert_eq!(lab.stats().active_bytes, stat(KIB, KIB, KIB, 0));
@@ -109,7 +109,7 @@ fn the_history_tells_what_happened() {
     let ptr = block.ptr();
     lab.free(block);
     let block = lab.alloc(900);
-    lab.hold(&stream);
+    lab.pause_stream(&stream);
     lab.upload(&block, &stream);
     drop(block);
     lab.let_go(&stream);
@@ -157,7 +157,7 @@ fn a_snapshot_shows_segments_and_blocks() {
     let lab = HostLab::new("");
     let stream = lab.stream();
     let [live, waiting, idle] = [1000, 3 * MIB, 2000].map(|bytes| lab.alloc(bytes));
-    lab.hold(&stream);
+    lab.pause_stream(&stream);
     lab.upload(&waiting, &stream);
     let ptrs = [live.ptr(), waiting.ptr(), idle.ptr()];
     lab.free(waiting);

@@ -14,7 +14,7 @@ fn a_used_block_waits_for_its_stream() {
     let stream = lab.stream();
     let block = lab.alloc(KIB);
     let ptr = block.ptr();
-    lab.hold(&stream);
+    lab.pause_stream(&stream);
     block.write(0, &[7; 1024]).unwrap();
     lab.upload(&block, &stream);
     lab.free(block);
@@ -37,7 +37,7 @@ fn a_dropped_block_waits_too() {
     let stream = lab.stream();
     let block = lab.alloc(KIB);
     let ptr = block.ptr();
-    lab.hold(&stream);
+    lab.pause_stream(&stream);
     lab.upload(&block, &stream);
     lab.counting.reset();
     drop(block);
@@ -55,7 +55,7 @@ fn a_dropped_block_waits_too() {
 fn one_stuck_stream_holds_back_only_its_blocks() {
     let lab = HostLab::new("");
     let [stuck, quick] = [lab.stream(), lab.stream()];
-    lab.hold(&stuck);
+    lab.pause_stream(&stuck);
     let blocks: Vec<_> = (0..6).map(|_| lab.alloc(300 * KIB)).collect();
     let ptrs: Vec<_> = blocks.iter().map(HostBlock::ptr).collect();
     for (index, block) in blocks.iter().enumerate() {
@@ -88,7 +88,7 @@ fn uses_are_recorded_by_address_too() {
     let stream = lab.stream();
     let block = lab.alloc(KIB);
     let ptr = block.ptr();
-    lab.hold(&stream);
+    lab.pause_stream(&stream);
     lab.sim.copy(lab.device_bytes(&[0; 8]).into(), ptr.into(), 8, stream.id()).unwrap();
     assert!(lab.pinned.record_use_at(ptr, &stream).unwrap());
     for unknown in [ptr.offset(512), ptr.offset(1024), warpool::driver::HostPtr(0), warpool::driver::HostPtr(u64::MAX)]
@@ -133,7 +133,7 @@ fn streams_of_all_devices_count() {
     let block = lab.alloc(MIB);
     let ptr = block.ptr();
     for stream in &streams {
-        lab.hold(stream);
+        lab.pause_stream(stream);
         lab.upload(&block, stream);
     }
     lab.free(block);
@@ -153,7 +153,7 @@ fn a_background_thread_looks_after_streams() {
     for _ in 0..3 {
         let block = lab.alloc(KIB);
         let ptr = block.ptr();
-        lab.hold(&stream);
+        lab.pause_stream(&stream);
         lab.upload(&block, &stream);
         drop(block);
         lab.let_go(&stream);
@@ -171,7 +171,7 @@ fn a_background_thread_ends_with_the_allocator() {
     let lab = HostLab::new("pinned_use_background_threads:True");
     let stream = lab.stream();
     let block = lab.alloc(KIB);
-    lab.hold(&stream);
+    lab.pause_stream(&stream);
     lab.upload(&block, &stream);
     drop(block);
     let HostLab { sim, counting, instance, pinned, .. } = lab;
@@ -180,5 +180,5 @@ fn a_background_thread_ends_with_the_allocator() {
     while std::sync::Arc::strong_count(&counting) > 1 {
         std::thread::yield_now();
     }
-    assert_eq!(sim.census().pinned, 1, "no destructor unpins");
+    assert_eq!(sim.object_counts().pinned, 1, "no destructor unpins");
 }

@@ -8,7 +8,7 @@ use std::cell::{Cell, RefCell};
 use std::sync::Arc;
 
 use warpool::driver::decorate::{FaultPlan, Faulty};
-use warpool::driver::sim::{Census, SimConfig, SimDriver};
+use warpool::driver::sim::{ObjectCounts, SimConfig, SimDriver};
 use warpool::driver::{
     CaptureState, Captures as _, Copies as _, DeviceId, DevicePtr, HostMemory as _, HostPtr, Memory as _,
 };
@@ -35,7 +35,7 @@ pub struct Lab {
     /// Ranges that the scenario has, with their tags.
     live: RefCell<Vec<(HostPtr, u64, u8)>>,
     next_tag: Cell<u8>,
-    start: Census,
+    start: ObjectCounts,
 }
 
 /// A block of the scenario's, with its tag in it. It is struck off the list as it goes.
@@ -93,7 +93,7 @@ impl Lab {
         }
         let memory: Arc<dyn DeviceAllocator> = Arc::new(CachingAllocator::new(&instance, Settings::default()));
         let host = HostAllocator::new(&instance, settings);
-        let start = sim.census();
+        let start = sim.object_counts();
         let (live, next_tag) = (RefCell::default(), Cell::new(1));
         Self { sim, faulty, instance, host, memory, streams, buffers, _leases: leases, live, next_tag, start }
     }
@@ -101,13 +101,13 @@ impl Lab {
     /// The books agree with each other and with the driver, whatever failed.
     pub fn check(&self) {
         self.host.check();
-        let (stats, census) = (self.host.stats(), self.sim.census());
+        let (stats, census) = (self.host.stats(), self.sim.object_counts());
         let books = (stats.allocations.current, stats.allocated_bytes.current);
         assert_eq!(
             books,
             (census.pinned as u64, census.bytes_pinned),
             "{:?}: pinned by the books, and by the driver",
-            self.faulty.fired()
+            self.faulty.injected()
         );
     }
 
@@ -116,7 +116,7 @@ impl Lab {
         let (start, end) = (block.ptr().0, block.ptr().0 + block.bytes_usable());
         let mut live = self.live.borrow_mut();
         let met = live.iter().find(|(ptr, bytes, _)| start < ptr.0 + bytes && ptr.0 < end);
-        assert_eq!(met, None, "{:?}: somebody has a part of {block:?}", self.faulty.fired());
+        assert_eq!(met, None, "{:?}: somebody has a part of {block:?}", self.faulty.injected());
         let tag = self.next_tag.get();
         self.next_tag.set(tag.wrapping_add(1));
         self.sim.host_write(block.ptr(), &[tag]).unwrap();
@@ -244,7 +244,10 @@ impl Lab {
                 Err(Error::PinnedCap(report)) => assert_eq!(report.bytes_cap, 12 * MIB),
                 Err(error) => outcome = Err(error),
             }
-            assert!(self.sim.census().bytes_pinned <= 12 * MIB + settings.reserve_segment_bytes, "the cap is exceeded");
+            assert!(
+                self.sim.object_counts().bytes_pinned <= 12 * MIB + settings.reserve_segment_bytes,
+                "the cap is exceeded"
+            );
         }
         drop(blocks);
         // Only if the others go does it fit.
@@ -329,7 +332,11 @@ impl Lab {
         let reserved = self.host.settings().reserve_segment_bytes;
         let Self { sim, host, start, .. } = self;
         host.close().unwrap();
-        assert_eq!(sim.census().pinned, start.pinned, "{about}: pinned after close, with {reserved} set aside before");
+        assert_eq!(
+            sim.object_counts().pinned,
+            start.pinned,
+            "{about}: pinned after close, with {reserved} set aside before"
+        );
     }
 
     pub fn settle(&self, about: &str) {
@@ -351,7 +358,7 @@ impl Lab {
             self.memory.trim(device.id(), warpool::memory::MemPoolId::DEFAULT).unwrap();
             device.event_pool().trim().unwrap();
         }
-        let mut now = self.sim.census();
+        let mut now = self.sim.object_counts();
         assert!(now.bytes_pinned <= self.host.settings().reserve_segment_bytes, "{about}: {now:?}");
         (now.pinned, now.bytes_pinned) = (self.start.pinned, self.start.bytes_pinned);
         assert_eq!(now, self.start, "{about}: what is left, and what there was");

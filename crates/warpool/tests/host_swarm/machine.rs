@@ -7,7 +7,7 @@
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
-use warpool::driver::sim::{Census, Latencies, SimConfig, SimDriver};
+use warpool::driver::sim::{Latencies, ObjectCounts, SimConfig, SimDriver};
 use warpool::driver::{
     Copies as _, DevicePtr, EventId, EventOptions, EventScope, Events as _, HostPtr, Memory as _, Pattern,
 };
@@ -32,7 +32,7 @@ pub struct Machine {
     buffers: Vec<Buffer>,
     /// Streams that are held, by number.
     pub held: BTreeSet<usize>,
-    start: Census,
+    start: ObjectCounts,
 }
 
 /// A stream's own device memory: where tags are copied to, and behind that, where they are copied from.
@@ -92,7 +92,7 @@ impl Machine {
                 next: 0,
             })
             .collect();
-        let start = sim.census();
+        let start = sim.object_counts();
         Self { sim, instance, streams, _leases: leases, buffers, held: BTreeSet::new(), start }
     }
 
@@ -151,13 +151,13 @@ impl Machine {
         self.held.contains(&stream)
     }
 
-    pub fn hold(&mut self, stream: usize) {
-        self.sim.hold(self.streams[stream].id()).unwrap();
+    pub fn pause_stream(&mut self, stream: usize) {
+        self.sim.pause_stream(self.streams[stream].id()).unwrap();
         self.held.insert(stream);
     }
 
     pub fn let_go(&mut self, stream: usize) {
-        self.sim.unhold(self.streams[stream].id()).unwrap();
+        self.sim.resume_stream(self.streams[stream].id()).unwrap();
         self.held.remove(&stream);
     }
 
@@ -173,7 +173,7 @@ impl Machine {
             device.event_pool().trim().unwrap();
         }
         self.expect_no_hazards();
-        assert_eq!(self.sim.census(), self.start, "what is left, and what there was");
+        assert_eq!(self.sim.object_counts(), self.start, "what is left, and what there was");
     }
 
     pub fn expect_no_hazards(&self) {

@@ -183,11 +183,11 @@ impl Model {
     pub fn check(&mut self, machine: &Machine, host: &HostAllocator) {
         host.check();
         machine.expect_no_hazards();
-        let (stats, census) = (host.stats(), machine.sim.census());
+        let (stats, census) = (host.stats(), machine.sim.object_counts());
         assert_eq!(stats.allocations.current, census.pinned as u64, "segments held, and ranges pinned");
         assert_eq!(stats.allocated_bytes.current, census.bytes_pinned, "bytes held, and bytes pinned");
         assert_eq!(stats.pinned_bytes_by_device.iter().sum::<u64>(), census.bytes_pinned, "by device, and in all");
-        let calls = |these: [Call; 2]| these.map(|call| machine.sim.calls_of(call)).iter().sum::<u64>();
+        let calls = |these: [Call; 2]| these.map(|call| machine.sim.call_count(call)).iter().sum::<u64>();
         assert_eq!(stats.num_host_alloc, calls([Call::HostAlloc, Call::HostRegister]), "times that memory was pinned");
         assert_eq!(stats.num_host_free, calls([Call::HostFree, Call::HostUnregister]), "times that it was unpinned");
         assert_eq!(stats.host_alloc_time.count, stats.num_host_alloc);
@@ -282,7 +282,7 @@ impl Model {
         host.add_to(&mut snapshot);
         let segments = snapshot.host_segments.expect("the allocator just told");
         let total: u64 = segments.iter().map(|segment| segment.total_size).sum();
-        assert_eq!(total, machine.sim.census().bytes_pinned, "bytes of all segments");
+        assert_eq!(total, machine.sim.object_counts().bytes_pinned, "bytes of all segments");
         let mut idle = 0;
         let mut allocated = BTreeSet::new();
         for pair in segments.windows(2) {

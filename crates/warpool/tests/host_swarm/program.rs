@@ -314,7 +314,7 @@ impl Run<'_> {
             self.machine.let_go(stream);
         } else {
             self.alarm.tell(format!("stream {stream} is stuck"));
-            self.machine.hold(stream);
+            self.machine.pause_stream(stream);
             self.tally.held += 1;
         }
     }
@@ -325,7 +325,7 @@ impl Run<'_> {
             0 if self.machine.is_held(stream) => {
                 let count = 1 + self.dice.roll(4) as u64;
                 self.alarm.tell(format!("{count} pieces of stream {stream} are done"));
-                self.machine.sim.let_through(self.machine.streams[stream].id(), count).unwrap();
+                self.machine.sim.run_paused(self.machine.streams[stream].id(), count).unwrap();
             }
             0 | 1 => {
                 self.alarm.tell(format!("ask for stream {stream}"));
@@ -359,7 +359,7 @@ impl Run<'_> {
         self.settle();
         let reserved = self.host.settings().reserve_segment_bytes;
         self.host.trim(0).unwrap();
-        let left = self.machine.sim.census().bytes_pinned;
+        let left = self.machine.sim.object_counts().bytes_pinned;
         assert!(left <= reserved, "{left} bytes are pinned, for nobody");
         self.tally.pinned += self.host.stats().num_host_alloc;
         self.host.close().unwrap();

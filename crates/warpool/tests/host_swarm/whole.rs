@@ -15,7 +15,7 @@ impl Run<'_> {
     pub fn pair(&mut self) {
         let settings = self.host.settings();
         let bytes = self.bytes();
-        let before = self.machine.sim.census().bytes_pinned;
+        let before = self.machine.sim.object_counts().bytes_pinned;
         self.alarm.tell(format!("a pair of {bytes}"));
         let first = match self.host.allocate(bytes) {
             Ok(block) => block,
@@ -31,14 +31,14 @@ impl Run<'_> {
         }
         if settings.max_cached_bytes.is_some_and(|most| usable > most) {
             self.host.reap().unwrap();
-            let after = self.machine.sim.census().bytes_pinned;
+            let after = self.machine.sim.object_counts().bytes_pinned;
             // But for the reserved segment, which the request may have made, and which stays.
             let most = before + settings.reserve_segment_bytes;
             assert!(after <= most, "{bytes} bytes are too large to be kept, and were: {before}, then {after}");
             return;
         }
         let asked =
-            |run: &Self| run.machine.sim.calls_of(Call::HostAlloc) + run.machine.sim.calls_of(Call::HostRegister);
+            |run: &Self| run.machine.sim.call_count(Call::HostAlloc) + run.machine.sim.call_count(Call::HostRegister);
         let calls = asked(self);
         let again = self.host.allocate(bytes).unwrap();
         assert_eq!(asked(self), calls, "{bytes} bytes were given back, and pinned once more");
@@ -70,7 +70,7 @@ impl Run<'_> {
     pub fn trim(&mut self) {
         self.host.reap().unwrap();
         let keeps_all = self.host.settings().max_cached_bytes.is_none();
-        let before = self.machine.sim.census().bytes_pinned;
+        let before = self.machine.sim.object_counts().bytes_pinned;
         let target = match self.dice.roll(3) {
             0 => 0,
             1 => before,
@@ -78,7 +78,7 @@ impl Run<'_> {
         };
         self.alarm.tell(format!("trim to {target} of {before}"));
         let gave = self.host.trim(target).unwrap();
-        let after = self.machine.sim.census().bytes_pinned;
+        let after = self.machine.sim.object_counts().bytes_pinned;
         assert_eq!(
             gave,
             before - after,

@@ -3,7 +3,7 @@
 
 use std::sync::Arc;
 
-use warpool::driver::sim::{Census, Latencies, SimConfig, SimDriver};
+use warpool::driver::sim::{Latencies, ObjectCounts, SimConfig, SimDriver};
 use warpool::driver::{
     Copies as _, DeviceId, DevicePtr, FunctionId, KernelArg, KernelMirror, KernelSource, Kernels as _, LaunchShape,
     Memory as _,
@@ -50,7 +50,7 @@ pub struct Machine {
     kernels: Vec<(FunctionId, FunctionId)>,
     /// Where kernels write what they found wrong, on each device.
     verdicts: Vec<DevicePtr>,
-    start: Census,
+    start: ObjectCounts,
 }
 
 impl Machine {
@@ -79,7 +79,7 @@ impl Machine {
             sim.upload(device.id(), verdict, &[0; 12]).unwrap();
             verdicts.push(verdict);
         }
-        let start = sim.census();
+        let start = sim.object_counts();
         Self { sim, instance, streams: all, leases, kernels, verdicts, start }
     }
 
@@ -134,6 +134,11 @@ impl Machine {
         }
         let hazards: Vec<String> = self.sim.hazards().iter().map(ToString::to_string).collect();
         assert!(hazards.is_empty(), "{hazards:#?}");
-        assert_eq!(self.sim.census(), self.start, "what is left, and what there was; {} leases", self.leases.len());
+        assert_eq!(
+            self.sim.object_counts(),
+            self.start,
+            "what is left, and what there was; {} leases",
+            self.leases.len()
+        );
     }
 }

@@ -5,7 +5,7 @@
 
 use std::sync::Arc;
 
-use warpool::driver::decorate::Tapped;
+use warpool::driver::decorate::Hooked;
 use warpool::driver::sim::{SimConfig, SimDriver};
 use warpool::driver::{
     CaptureMode, CaptureState, Captures as _, DeviceId, Graphs as _, StreamId, StreamOptions, Streams as _,
@@ -39,7 +39,7 @@ pub struct Tally {
 
 struct Run {
     sim: Arc<SimDriver>,
-    driver: Arc<Tapped<Listener>>,
+    driver: Arc<Hooked<Listener>>,
     allocator: Arc<CachingAllocator>,
     model: Model,
     settings: Settings,
@@ -78,7 +78,7 @@ impl Run {
         config.devices[0].bytes_context = 2 * MIB;
         let bytes_total = config.devices[0].properties.bytes_total;
         let sim = Arc::new(SimDriver::new(config));
-        let driver = Arc::new(Tapped::with_hook(sim.clone(), Listener::default()));
+        let driver = Arc::new(Hooked::with_hook(sim.clone(), Listener::default()));
         let instance = Instance::new(driver.clone()).unwrap();
         let settings = draw_settings(&mut dice);
         let allocator = Arc::new(CachingAllocator::new(&instance, settings.clone()));
@@ -86,7 +86,7 @@ impl Run {
             .map(|_| driver.stream_create(DEVICE, StreamOptions { non_blocking: true, priority: 0 }).unwrap())
             .collect();
         for &stream in &streams {
-            sim.hold(stream).unwrap();
+            sim.pause_stream(stream).unwrap();
         }
         let mut alarm = Alarm::new(seed);
         alarm.tell(format!("{} MiB, {} streams, {}", bytes_total / MIB, streams.len(), settings.to_conf_string()));
@@ -113,7 +113,7 @@ impl Run {
     fn listen(&mut self) {
         drop(self.driver.hook().script());
         for &stream in &self.streams {
-            let held = self.sim.pieces_held(stream).unwrap();
+            let held = self.sim.paused_work(stream).unwrap();
             let marked = self.model.marked.get(&stream).copied().unwrap_or(0);
             self.model.passed.insert(stream, marked - held);
         }
@@ -129,7 +129,7 @@ impl Run {
             0..17 => self.allocate(tally),
             17..27 => self.free(),
             27..30 => self.record_use(),
-            30 | 31 => self.let_through(),
+            30 | 31 => self.run_paused(),
             32 => self.trim(),
             33 | 34 => self.change_pools(tally),
             35 | 36 => self.change_scopes(),
@@ -199,10 +199,10 @@ impl Run {
         self.model.record_use(given.ptr.0, stream);
     }
 
-    fn let_through(&mut self) {
+    fn run_paused(&mut self) {
         let (stream, count) = (self.dice.pick(&self.streams), 1 + self.dice.roll(3) as u64);
         self.tell(format!("{stream} goes on by {count}"));
-        self.sim.let_through(stream, count).unwrap();
+        self.sim.run_paused(stream, count).unwrap();
     }
 
     fn trim(&mut self) {
@@ -361,7 +361,7 @@ impl Run {
         self.allocator.trim(DEVICE, MemPoolId::DEFAULT).unwrap();
         self.allocator.check();
         assert_eq!(self.allocator.snapshot(SnapshotOptions::default()).unwrap().segments, []);
-        let census = self.sim.census();
+        let census = self.sim.object_counts();
         let left = (census.allocations, census.reservations, census.mappings, census.physical);
         assert_eq!(left, (0, 0, 0, 0), "allocations, reservations, mappings, chunks");
         let hazards: Vec<String> = self.sim.hazards().iter().map(ToString::to_string).collect();

@@ -154,7 +154,7 @@ fn scenario(instance: &Instance, sim: &SimDriver, any: &Arc<dyn DeviceAllocator>
 fn every_driver_call_may_fail_once() {
     for nth in 1.. {
         let sim = Arc::new(SimDriver::new(SimConfig::default()));
-        let plan = FaultPlan::new().fail_nth_of_all(nth, ErrorCode::NotPermitted).sparing(FaultPlan::CLEANUP);
+        let plan = FaultPlan::new().fail_nth_of_all(nth, ErrorCode::NotPermitted).excluding(FaultPlan::CLEANUP);
         let faulty = Arc::new(Faulty::new(sim.clone(), plan));
         let Ok(instance) = Instance::new(faulty.clone()) else { continue };
         // The plug's own calls go past the faults.
@@ -162,13 +162,13 @@ fn every_driver_call_may_fail_once() {
         let plug = if nth % 2 == 0 { book.plug() } else { book.plug_with_hooks() };
         let any: Arc<dyn DeviceAllocator> = Arc::new(PluggableAllocator::new(&instance, Arc::new(plug)).unwrap());
         let _ = scenario(&instance, &sim, &any);
-        let fired = faulty.fired();
+        let fired = faulty.injected();
         faulty.clear_plan();
         scenario(&instance, &sim, &any).unwrap_or_else(|error| panic!("after call {nth} failed: {error}"));
         assert_eq!(book.live(), BTreeMap::new(), "call {nth} failed: {fired:?}");
         let stats = any.stats(DEVICE).unwrap();
         assert_eq!((stats.active.all.current, stats.allocation.all.current), (0, 0), "call {nth} failed: {fired:?}");
-        assert_eq!(sim.census().allocations, 0, "call {nth} failed: {fired:?}");
+        assert_eq!(sim.object_counts().allocations, 0, "call {nth} failed: {fired:?}");
         assert_eq!(sim.hazards(), [], "call {nth} failed: {fired:?}");
         if fired.is_empty() {
             assert!(nth > 60, "the scenario made only {nth} calls");

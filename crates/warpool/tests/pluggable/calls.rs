@@ -156,7 +156,7 @@ fn a_block_goes_back_when_other_streams_have_passed() {
     bench.book.keeps.store(true, Ordering::SeqCst);
     let (own, other, third) = (bench.stream(), bench.stream(), bench.stream());
     let (slow, quick) = (bench.give(MIB, &own), bench.give(2 * MIB, &own));
-    bench.sim.hold(other.id()).unwrap();
+    bench.sim.pause_stream(other.id()).unwrap();
     bench.fill(slow.ptr, 1, MIB, &other);
     bench.allocator.record_use(slow, other.id()).unwrap();
     bench.fill(quick.ptr, 1, MIB, &third);
@@ -173,8 +173,8 @@ fn a_block_goes_back_when_other_streams_have_passed() {
     bench.allocator.free(next).unwrap();
     let words = bench.book.read();
     assert!(words.contains(&"take 2097152".to_owned()) && !words.contains(&"take 1048576".to_owned()), "{words:?}");
-    bench.sim.let_through(other.id(), u64::MAX).unwrap();
-    bench.sim.unhold(other.id()).unwrap();
+    bench.sim.run_paused(other.id(), u64::MAX).unwrap();
+    bench.sim.resume_stream(other.id()).unwrap();
     other.synchronize().unwrap();
     let next = bench.give(100, &own);
     assert_eq!(bench.book.read()[0], "take 1048576");
@@ -187,13 +187,13 @@ fn a_plug_with_the_hook_is_told_of_other_streams_and_takes_care() {
     let bench = Bench::hooked();
     let (own, other) = (bench.stream(), bench.stream());
     let given = bench.give(MIB, &own);
-    bench.sim.hold(other.id()).unwrap();
+    bench.sim.pause_stream(other.id()).unwrap();
     bench.allocator.record_use(given, other.id()).unwrap();
     bench.allocator.record_use(given, own.id()).unwrap();
     bench.allocator.free(given).unwrap();
     let used = format!("{} used by {}", given.ptr, other.id());
     assert_eq!(bench.book.read(), ["give 1048576".to_owned(), used, "take 1048576".to_owned()]);
-    bench.sim.unhold(other.id()).unwrap();
+    bench.sim.resume_stream(other.id()).unwrap();
     bench.finish();
 }
 

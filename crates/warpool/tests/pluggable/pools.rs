@@ -93,7 +93,7 @@ fn a_stream_that_is_adopted_in_a_capture_gets_memory() {
     use warpool::memory::Upstream as _;
     let bench = Bench::plain();
     let upstream = ExternalUpstream::new(&bench.instance, Arc::new(bench.book.plug())).unwrap();
-    let id = bench.sim.stream_of_others(DEVICE, StreamOptions::default()).unwrap();
+    let id = bench.sim.create_foreign_stream(DEVICE, StreamOptions::default()).unwrap();
     bench.driver().capture_begin(id, CaptureMode::Relaxed).unwrap();
     bench.allocator.capture_began(DEVICE).unwrap();
     let raw = bench.driver().stream_handle(id).unwrap().raw;
@@ -192,7 +192,7 @@ fn a_replay_that_is_under_way_is_waited_for() {
             capture.fill(key, Pattern::U8(1), MIB, &stream)
         })
         .unwrap();
-    bench.sim.hold(other.id()).unwrap();
+    bench.sim.pause_stream(other.id()).unwrap();
     graph.replay(&other).unwrap();
     drop(graph);
     bench.book.read();
@@ -201,8 +201,8 @@ fn a_replay_that_is_under_way_is_waited_for() {
         bench.allocator.free(next).unwrap();
     }
     assert!(!bench.book.read().contains(&"take 1048576".to_owned()), "the replay is held");
-    bench.sim.let_through(other.id(), u64::MAX).unwrap();
-    bench.sim.unhold(other.id()).unwrap();
+    bench.sim.run_paused(other.id(), u64::MAX).unwrap();
+    bench.sim.resume_stream(other.id()).unwrap();
     bench.finish();
 }
 

@@ -261,7 +261,7 @@ impl World {
                 let thread = if state.thread == std::thread::current().id() { "" } else { " of another thread" };
                 state.broken = Some(format!("broken by {call}: {code:?}, call #{calls}{thread}: {why}"));
                 let operation = format!("{call} #{calls} in {capture} of {}", state.origin);
-                self.memory.log.plain(HazardKind::CaptureBroken, operation, why.clone(), now);
+                self.memory.log.plain(HazardKind::CaptureInvalidated, operation, why.clone(), now);
             }
         }
         self.fail(code, why)

@@ -50,7 +50,7 @@ impl HostMemory for SimDriver {
                     format!("some of {ptr} is pinned", ptr = range.ptr()),
                 );
             }
-            let Some(kept) = range.keep() else {
+            let Some(kept) = range.claim() else {
                 return world.fail(
                     ErrorCode::HostMemoryAlreadyRegistered,
                     format!("another driver has {ptr} pinned", ptr = range.ptr()),

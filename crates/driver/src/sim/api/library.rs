@@ -103,7 +103,7 @@ impl Libraries for SimDriver {
     fn library_create(&self, library: Library, device: DeviceId) -> Result<HandleId> {
         self.call(Call::LibraryCreate, |world| {
             let stream = world.device(device)?.legacy;
-            if world.config.libraries_absent.contains(&library) {
+            if world.config.missing_libraries.contains(&library) {
                 return world.fail(ErrorCode::SharedObjectInitFailed, format!("{library} is not installed"));
             }
             let handle = Handle { library, device, stream, workspace: None, math: BlasMath::Default };

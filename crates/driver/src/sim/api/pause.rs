@@ -14,12 +14,12 @@ use crate::sim::world::World;
 use crate::{DriverError, ErrorCode, Result, StreamId};
 
 impl SimDriver {
-    /// From now on nothing begins in `stream` before it is [let through](Self::let_through), be it queued already or
+    /// From now on nothing begins in `stream` before it is [let through](Self::run_paused), be it queued already or
     /// later: an event recorded there stays unreached, and other streams that wait for it wait. Its queue takes as much
     /// as comes. Holding twice is holding once; destroying the stream ends it.
     ///
     /// `InvalidHandle` if there is no such stream.
-    pub fn hold(&self, stream: StreamId) -> Result<()> {
+    pub fn pause_stream(&self, stream: StreamId) -> Result<()> {
         let mut world = self.lock();
         let stream = world.stream_to_hold("hold", stream)?;
         let World { streams, lanes, streams_held, .. } = &mut *world;
@@ -37,8 +37,8 @@ impl SimDriver {
     /// for another stream, the next call finds them done.
     ///
     /// `InvalidHandle` if there is no such stream, `InvalidValue` if it is not held.
-    pub fn let_through(&self, stream: StreamId, count: u64) -> Result<u64> {
-        const NAME: &str = "let_through";
+    pub fn run_paused(&self, stream: StreamId, count: u64) -> Result<u64> {
+        const NAME: &str = "run_paused";
         let mut world = self.lock();
         let stream = world.stream_to_hold(NAME, stream)?;
         let state = world.stream(stream);
@@ -56,9 +56,9 @@ impl SimDriver {
     /// a host's wait let through.
     ///
     /// `InvalidHandle` if there is no such stream.
-    pub fn pieces_held(&self, stream: StreamId) -> Result<u64> {
+    pub fn paused_work(&self, stream: StreamId) -> Result<u64> {
         let mut world = self.lock();
-        let stream = world.stream_to_hold("pieces_held", stream)?;
+        let stream = world.stream_to_hold("paused_work", stream)?;
         let state = world.stream(stream);
         Ok(state.held.map_or(0, |held| state.tail.saturating_sub(held)))
     }
@@ -67,9 +67,9 @@ impl SimDriver {
     /// is.
     ///
     /// `InvalidHandle` if there is no such stream.
-    pub fn unhold(&self, stream: StreamId) -> Result<()> {
+    pub fn resume_stream(&self, stream: StreamId) -> Result<()> {
         let mut world = self.lock();
-        let stream = world.stream_to_hold("unhold", stream)?;
+        let stream = world.stream_to_hold("resume_stream", stream)?;
         world.end_hold(stream);
         Ok(())
     }

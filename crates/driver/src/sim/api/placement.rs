@@ -58,7 +58,7 @@ impl SimDriver {
     }
 
     /// Takes back the placements that were not used: the next ranges lie where the machine likes.
-    pub fn forget_placements(&self) {
+    pub fn clear_placements(&self) {
         let mut world = self.lock();
         world.placed = Placements::new(world.devices.len());
     }

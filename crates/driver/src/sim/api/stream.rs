@@ -15,7 +15,7 @@ impl SimDriver {
     /// [`stream_adopt`](Streams::stream_adopt) it can be taken in by its handle. If it captures by then, it says what
     /// it is ([`stream_info`](Streams::stream_info)) only after that. The id is there for its maker's work; the adopter
     /// gets the same, and destroying it is the maker's business.
-    pub fn stream_of_others(&self, device: DeviceId, options: StreamOptions) -> Result<StreamId> {
+    pub fn create_foreign_stream(&self, device: DeviceId, options: StreamOptions) -> Result<StreamId> {
         let stream = self.stream_create(device, options)?;
         self.lock().stream_mut(stream).untold = true;
         Ok(stream)

@@ -4,7 +4,7 @@
 
 use rustc_hash::FxHashMap;
 
-use crate::KeptRange;
+use crate::ClaimedRange;
 
 const PAGE: usize = 4096;
 
@@ -69,7 +69,7 @@ pub struct HostBytes {
 #[derive(Debug)]
 enum Owner {
     Ours(#[expect(dead_code, reason = "held, not read")] Vec<u8>),
-    Theirs(#[expect(dead_code, reason = "held, not read")] KeptRange),
+    Theirs(#[expect(dead_code, reason = "held, not read")] ClaimedRange),
 }
 
 impl HostBytes {
@@ -85,7 +85,7 @@ impl HostBytes {
     }
 
     /// Somebody's memory, pinned where it is.
-    pub fn borrowed(range: KeptRange) -> Self {
+    pub fn borrowed(range: ClaimedRange) -> Self {
         Self { start: range.ptr().0, _owner: Owner::Theirs(range) }
     }
 

@@ -52,10 +52,10 @@ pub struct Memory {
 }
 
 impl Memory {
-    pub fn new(devices: usize, hazards_kept: usize, check_uninitialized: bool) -> Self {
+    pub fn new(devices: usize, max_hazards: usize, check_uninitialized: bool) -> Self {
         Self {
             space: Space::default(),
-            log: HazardLog::new(hazards_kept),
+            log: HazardLog::new(max_hazards),
             peers: vec![Vec::new(); devices],
             pool_access: Vec::new(),
             pieces: FxHashMap::default(),
@@ -231,16 +231,16 @@ impl Memory {
                 }
                 Clash::Unwritten => {}
                 Clash::HandedOut => {
-                    let kind = HazardKind::HandedOutInFlight;
+                    let kind = HazardKind::ReusedInFlight;
                     log.memory(kind, (None, who), area, range, || why_handed_out(who), by.now);
                 }
                 Clash::ReturnedSinceCapture => {
-                    let kind = HazardKind::GraphOverFreedMemory;
+                    let kind = HazardKind::GraphUsesFreedMemory;
                     log.memory(kind, (None, who), area, range, || RETURNED_SINCE_CAPTURE.to_owned(), by.now);
                 }
                 Clash::Returned => {
                     let kind = match who.point {
-                        Some(_) => HazardKind::GraphOverFreedMemory,
+                        Some(_) => HazardKind::GraphUsesFreedMemory,
                         None => HazardKind::UseAfterFree,
                     };
                     log.memory(kind, (None, who), area, range, || RETURNED.to_owned(), by.now);
@@ -257,7 +257,7 @@ impl Memory {
             Fault::Denied => (HazardKind::IllegalAccess, "the device was given no access to it".to_owned(), 0, true),
             Fault::Gone(tomb) => {
                 let kind = match (who.point, tomb.gone) {
-                    (Some(_), _) => HazardKind::GraphOverFreedMemory,
+                    (Some(_), _) => HazardKind::GraphUsesFreedMemory,
                     (None, Gone::Unmapped | Gone::Remapped) => HazardKind::UseAfterUnmap,
                     (None, Gone::Freed | Gone::PoolFreed) => HazardKind::UseAfterFree,
                 };
@@ -298,7 +298,7 @@ impl Memory {
                 let range = HazardRange::new(pinned_by, here.offset(from - place.offset), from, to - from);
                 let why = || format!("{}; it was handed out by call #{}", why_unordered(earlier, by), by.who.at);
                 let area = here.0.wrapping_sub(place.offset);
-                log.memory(HazardKind::HandedOutInFlight, (None, earlier), area, range, why, by.now);
+                log.memory(HazardKind::ReusedInFlight, (None, earlier), area, range, why, by.now);
             });
             done += n;
         }
@@ -344,7 +344,7 @@ const RETURNED: &str = "the allocator had taken the memory back before this was 
 
 fn unordered_kind(earlier: &Actor, who: &Actor) -> HazardKind {
     if earlier.is_host() || who.is_host() {
-        HazardKind::HostTooEarly
+        HazardKind::HostRace
     } else if earlier.label == Label::PoolFree || who.label == Label::PoolFree {
         HazardKind::UseAfterFree
     } else {

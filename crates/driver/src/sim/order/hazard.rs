@@ -22,13 +22,13 @@ pub enum HazardKind {
     /// Two accesses have no order, and one of them writes.
     Race,
     /// An allocator handed out memory that other work, in no order with the new owner, still uses.
-    HandedOutInFlight,
+    ReusedInFlight,
     /// The host touched pinned memory while the device still used it.
-    HostTooEarly,
+    HostRace,
     /// A stream, event, graph or other object was used after it had been destroyed.
     UseAfterDestroy,
     /// A graph was replayed over memory that is gone.
-    GraphOverFreedMemory,
+    GraphUsesFreedMemory,
     /// A copy whose source and target overlap.
     OverlappingCopy,
     /// A kernel's double could not go on, for a reason of its own.
@@ -36,7 +36,7 @@ pub enum HazardKind {
     /// A capture ended while a stream that joined it had work that leads nowhere.
     CaptureUnjoined,
     /// A call broke a capture.
-    CaptureBroken,
+    CaptureInvalidated,
 }
 
 impl HazardKind {
@@ -49,14 +49,14 @@ impl HazardKind {
             Self::IllegalAccess => "illegal access",
             Self::UninitializedRead => "read of never-written memory",
             Self::Race => "unordered accesses",
-            Self::HandedOutInFlight => "handed out while in use",
-            Self::HostTooEarly => "host access before the device was done",
+            Self::ReusedInFlight => "handed out while in use",
+            Self::HostRace => "host access before the device was done",
             Self::UseAfterDestroy => "use after destroy",
-            Self::GraphOverFreedMemory => "graph replayed over freed memory",
+            Self::GraphUsesFreedMemory => "graph replayed over freed memory",
             Self::OverlappingCopy => "copy onto itself",
             Self::KernelFault => "kernel could not go on",
             Self::CaptureUnjoined => "capture left unjoined",
-            Self::CaptureBroken => "capture broken",
+            Self::CaptureInvalidated => "capture broken",
         }
     }
 }

@@ -5,7 +5,7 @@
 //! Not here: which way is taken, whether the address is the same for the device, and the way back (`pin.rs`). What
 //! fails here leaves nothing pinned and nothing mapped.
 
-use warpool_driver::{DeviceId, Driver, DriverError, ErrorCode, HostOptions, HostPtr, HostRange, Pages};
+use warpool_driver::{DeviceId, Driver, DriverError, ErrorCode, HostOptions, HostPages, HostPtr, HostRange};
 
 use crate::{Error, Result};
 
@@ -18,14 +18,16 @@ const HUGE: u64 = 2 << 20;
 /// Pins `bytes` bytes of new, zeroed memory for all devices, with the context of `device`. The driver keeps the pages
 /// until it unregisters them.
 pub(super) fn register(driver: &dyn Driver, device: DeviceId, bytes: u64, threads: u64) -> Result<HostPtr> {
-    let pages = Pages::map(bytes, bytes >= HUGE).map_err(|error| {
+    let pages = HostPages::map(bytes, bytes >= HUGE).map_err(|error| {
         let detail = format!("{bytes} bytes of host memory could not be mapped: {error}");
         DriverError::new("host_register", ErrorCode::OutOfMemory).with_detail(detail)
     })?;
-    pages.touch(threads_for(bytes, threads));
-    driver.host_register(device, HostRange::of(&pages), HostOptions::default()).map_err(|error| match error.code {
-        ErrorCode::NotSupported => Error::HostRegister { why: error.to_string() },
-        _ => error.into(),
+    pages.prefault(threads_for(bytes, threads));
+    driver.host_register(device, HostRange::of_pages(&pages), HostOptions::default()).map_err(|error| {
+        match error.code {
+            ErrorCode::NotSupported => Error::HostRegister { why: error.to_string() },
+            _ => error.into(),
+        }
     })?;
     Ok(pages.ptr())
 }

@@ -22,7 +22,7 @@ pub type Arguments<'a> = &'a [(&'static str, Value<'a>)];
 /// What a call returned. Calls that fill a buffer return its bytes.
 pub type Outcome<'a> = std::result::Result<Value<'a>, &'a DriverError>;
 
-/// What sees the calls of a [`Tapped`] driver.
+/// What sees the calls of a [`Hooked`] driver.
 pub trait Hook: Send + Sync {
     /// What it carries from before a call to after it.
     type Mark;
@@ -45,12 +45,12 @@ pub trait Hook: Send + Sync {
 
 /// A driver around a driver, with a hook on every call. [`Driver::kind`], [`Driver::now`] and [`Driver::entropy`] go
 /// straight through.
-pub struct Tapped<H> {
+pub struct Hooked<H> {
     inner: Arc<dyn Driver>,
     hook: H,
 }
 
-impl<H: Hook> Tapped<H> {
+impl<H: Hook> Hooked<H> {
     /// `inner`, with `hook` on it.
     #[must_use]
     pub fn with_hook(inner: Arc<dyn Driver>, hook: H) -> Self {
@@ -70,13 +70,13 @@ impl<H: Hook> Tapped<H> {
     }
 }
 
-impl<H> std::fmt::Debug for Tapped<H> {
+impl<H> std::fmt::Debug for Hooked<H> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "Tapped({})", self.inner.kind())
+        write!(f, "Hooked({})", self.inner.kind())
     }
 }
 
-impl<H: Hook> Driver for Tapped<H> {
+impl<H: Hook> Driver for Hooked<H> {
     fn kind(&self) -> &'static str {
         self.inner.kind()
     }
@@ -94,7 +94,7 @@ impl<H: Hook> Driver for Tapped<H> {
 /// are the result. A method without a result is a suballocation report.
 macro_rules! forward {
     ($(impl $trait:ident { $($call:ident $method:ident($($arg:ident: $ty:ty),*) $(-> $ret:ty $(, fills $buffer:ident)?)?;)* })*) => {$(
-        impl<H: Hook> $trait for Tapped<H> {
+        impl<H: Hook> $trait for Hooked<H> {
             $(forward! { @method $call $method($($arg: $ty),*) $(-> $ret $(, fills $buffer)?)? })*
         }
     )*};
@@ -245,7 +245,7 @@ forward! {
     }
 }
 
-impl<H: Hook> Suballocations for Tapped<H> {
+impl<H: Hook> Suballocations for Hooked<H> {
     fn tracks_suballocations(&self) -> bool {
         self.hook.tracks_suballocations() || self.inner.tracks_suballocations()
     }
