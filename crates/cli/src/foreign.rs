@@ -1,9 +1,9 @@
 //! What comes from elsewhere: streams that another driver of this process made, adopted as a framework's would be.
 //! It stands here because it needs a second driver, and only a real one has anything in common with the first.
 
+use warpool_conformance::driver::{Bench, Check, Checked, Stop, Suite};
+use warpool_conformance::expect::{expect, expect_eq, expect_same, skip};
 use warpool_cuda::CudaDriver;
-use warpool_driver::conformance::expect::{expect, expect_eq, expect_same, skip};
-use warpool_driver::conformance::{Bench, Check, Checked, Stop, Suite};
 use warpool_driver::{CaptureMode, Copies, ErrorCode, ForeignStream, Memory, Pattern, Streams};
 
 /// The suite.

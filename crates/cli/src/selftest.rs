@@ -8,8 +8,8 @@ use std::time::Duration;
 
 use indicatif::ProgressBar;
 use serde_json::json;
+use warpool_conformance::driver::{self as conformance, Options, Outcome, Report, Suite, Summary};
 use warpool_driver::Driver;
-use warpool_driver::conformance::{self, Options, Outcome, Report, Suite, Summary};
 
 use crate::driver::{self, SimArgs};
 use crate::output::{self, CommandError, Output, Result, Verdict};
@@ -77,7 +77,7 @@ pub fn run(args: &Args, output: &mut Output) -> Result<Verdict> {
 fn run_suites(driver: &Arc<dyn Driver>, options: &Options, on_report: &mut dyn FnMut(&Report)) -> Summary {
     let harmless = Options { destructive: false, ..options.clone() };
     let mut summary = conformance::run_with(&**driver, HERE, &harmless, on_report);
-    summary += warpool::selftest::run(driver, options, on_report);
+    summary += warpool_conformance::resources::run(driver, options, on_report);
     let asked = |name: &str| options.suites.is_empty() || options.suites.iter().any(|asked| asked == name);
     let last: Vec<String> = destructive().filter(|name| asked(name)).map(str::to_owned).collect();
     if options.destructive && !last.is_empty() {
@@ -103,7 +103,7 @@ const HERE: &[Suite] = &[foreign::SUITE, processes::SUITE];
 /// All suites by name, in the order in which they run.
 fn names() -> Vec<&'static str> {
     let harmless = conformance::in_order(HERE).filter(|suite| !suite.destructive).map(|suite| suite.name);
-    harmless.chain(warpool::selftest::SUITES.iter().map(|suite| suite.name)).chain(destructive()).collect()
+    harmless.chain(warpool_conformance::resources::SUITES.iter().map(|suite| suite.name)).chain(destructive()).collect()
 }
 
 /// The suites that leave the device broken.

@@ -4,11 +4,9 @@
 //! - [`sim`]: the simulated GPU. Memory with contents, streams that complete later, captures, graphs, and a log of
 //!   every hazard.
 //! - [`decorate`]: drivers around drivers, which count, record, or fail.
-//! - [`conformance`]: one suite of checks for every driver.
 //!
 //! Nothing here knows CUDA's libraries: the backend for them is the crate `warpool-cuda`.
 
-pub mod conformance;
 pub mod contract;
 pub mod decorate;
 mod error;

@@ -66,7 +66,6 @@ pub mod handle;
 mod instance;
 mod kernels;
 pub mod memory;
-pub mod selftest;
 mod sync;
 
 pub use warpool_driver as driver;

@@ -8,8 +8,8 @@ pub mod peer;
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
-use warpool_driver::conformance::expect::{expect, expect_same, need};
-use warpool_driver::conformance::{Bench, Check, Checked, Granules, Stop, Suite};
+use warpool_conformance::driver::{Bench, Check, Checked, Granules, Stop, Suite};
+use warpool_conformance::expect::{expect, expect_same, need};
 use warpool_driver::{IpcEventHandle, SharedMemory};
 
 use other::Other;

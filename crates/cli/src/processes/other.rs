@@ -5,7 +5,7 @@ use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::time::{Duration, Instant};
 
-use warpool_driver::conformance::{Checked, Stop};
+use warpool_conformance::driver::{Checked, Stop};
 
 use super::peer::{DONE, FAILED};
 

@@ -12,7 +12,7 @@
 //! - *During capture* each method is of one of the kinds that [`CaptureRule`] lists; its doc says which.
 //!
 //! A backend promises what the docs say; a caller may rely on no more. Both backends are held to it by the
-//! [`conformance`](crate::conformance) suite.
+//! `warpool-conformance` suite.
 //!
 //! [`InvalidHandle`]: crate::ErrorCode::InvalidHandle
 //! [`InvalidDevice`]: crate::ErrorCode::InvalidDevice

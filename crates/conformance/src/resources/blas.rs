@@ -1,0 +1,286 @@
+//! cuBLAS: products on threads and streams, the memory that it works in, precision, and that nothing is told twice.
+
+use std::sync::Arc;
+
+use crate::driver::Checked;
+use crate::expect::{expect, expect_eq, expect_same, skip};
+use warpool_driver::decorate::Counting;
+use warpool_driver::{BlasMatrix, Driver, ErrorCode, Sgemm};
+
+use super::{Bench, Check, checks};
+use warpool::blas::{Blas, BlasSettings, forbid_tf32};
+use warpool::graph::{CaptureOptions, Graph, GraphOptions};
+use warpool::memory::{Allocate, Block, CachingAllocator, DeviceAllocator, MemPoolId, Settings, Stat};
+use warpool::{Device, Error, Instance, Stream};
+
+pub(super) const CHECKS: &[Check] = checks![
+    products_of_two_threads_on_two_streams,
+    one_handle_on_two_streams,
+    workspaces_have_the_size_that_is_set,
+    cublaslt_shares_the_workspace,
+    trim_takes_workspaces_that_nobody_uses,
+    tf32_can_be_allowed_and_forbidden,
+    a_repeated_fetch_calls_nothing,
+    captures_with_products_do_not_grow_memory,
+];
+
+const MIB: u64 = 1 << 20;
+
+/// Runs `body` with cuBLAS over an allocator, and gives everything back. A machine without the library skips the check.
+fn with_blas(device: &Device, body: impl FnOnce(&Arc<dyn DeviceAllocator>, &Blas) -> Checked) -> Checked {
+    let allocator: Arc<dyn DeviceAllocator> = Arc::new(CachingAllocator::new(device.instance(), Settings::default()));
+    let blas = Blas::new(&allocator, BlasSettings::default());
+    if let Err(Error::Driver(error)) = blas.bare(device)
+        && error.code == ErrorCode::SharedObjectInitFailed
+    {
+        return skip("cuBLAS is not installed");
+    }
+    let outcome = body(&allocator, &blas);
+    device.synchronize()?;
+    blas.close()?;
+    allocator.trim(device.id(), MemPoolId::DEFAULT)?;
+    outcome
+}
+
+/// Square matrices of small whole numbers, whose products are exact in any order and any precision.
+struct Matrices {
+    block: Block,
+    product: Sgemm,
+    expected: Vec<f32>,
+}
+
+impl Matrices {
+    fn new(allocator: &Arc<dyn DeviceAllocator>, stream: &Stream, size: u32, seed: usize) -> Checked<Self> {
+        let n = size as usize;
+        let number = |i: usize, salt: usize| ((i * 7 + salt * 11 + seed * 5) % 9) as f32 - 4.0;
+        let a: Vec<f32> = (0..n * n).map(|i| number(i, 1)).collect();
+        let b: Vec<f32> = (0..n * n).map(|i| number(i, 2)).collect();
+        // Column by column: `a[k * n + row]` and `b[column * n + k]`.
+        let sum = |row: usize, column: usize| (0..n).map(|k| a[k * n + row] * b[column * n + k]).sum::<f32>();
+        let expected = (0..n * n).map(|at| sum(at % n, at / n)).collect();
+        let (block, product) = Self::upload(allocator, stream, size, &a, &b)?;
+        Ok(Self { block, product, expected })
+    }
+
+    /// Puts two square matrices onto the device, and room for their product behind them.
+    fn upload(
+        allocator: &Arc<dyn DeviceAllocator>,
+        stream: &Stream,
+        size: u32,
+        a: &[f32],
+        b: &[f32],
+    ) -> Checked<(Block, Sgemm)> {
+        let bytes = u64::from(size) * u64::from(size) * 4;
+        let block = allocator.allocate(3 * bytes, stream)?;
+        let contents: Vec<u8> = a.iter().chain(b).flat_map(|number| number.to_ne_bytes()).collect();
+        stream.synchronize()?;
+        stream.instance().driver().upload(stream.device_id(), block.ptr(), &contents)?;
+        let matrix =
+            |index: u64| BlasMatrix { ptr: block.ptr().offset(index * bytes), stride: size, transposed: false };
+        let (m, n, k) = (size, size, size);
+        let product = Sgemm { m, n, k, alpha: 1.0, a: matrix(0), b: matrix(1), beta: 0.0, c: matrix(2) };
+        Ok((block, product))
+    }
+
+    /// Waits for the stream and compares.
+    fn check(&self, stream: &Stream) -> Checked {
+        expect_same("the product", &result(&self.product, stream)?, &self.expected)?;
+        expect(self.block.bytes() > 0, "matrices that are still there")
+    }
+}
+
+/// The result of a product, once the stream is done.
+fn result(product: &Sgemm, stream: &Stream) -> Checked<Vec<f32>> {
+    stream.synchronize()?;
+    let mut bytes = vec![0; product.m as usize * product.n as usize * 4];
+    stream.instance().driver().download(stream.device_id(), product.c.ptr, &mut bytes)?;
+    let number = |bytes: &[u8]| f32::from_ne_bytes(bytes.try_into().expect("chunks of four"));
+    Ok(bytes.chunks(4).map(number).collect())
+}
+
+/// Runs `body` on a thread of its own and waits until that is gone, with its handles.
+fn on_a_thread(body: impl FnOnce() -> Checked + Send) -> Checked {
+    std::thread::scope(|scope| scope.spawn(body).join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
+}
+
+fn products_of_two_threads_on_two_streams(bench: &Bench) -> Checked {
+    with_blas(&bench.device, |allocator, blas| {
+        let streams = [bench.device.pool_stream()?, bench.device.pool_stream()?];
+        let multiply = |thread: usize| -> Checked {
+            let make = |i: usize| Matrices::new(allocator, &streams[i], 64, 2 * thread + i);
+            let matrices = [make(0)?, make(1)?];
+            for _ in 0..20 {
+                for (stream, matrices) in streams.iter().zip(&matrices) {
+                    blas.handle_on(stream)?.sgemm(&matrices.product)?;
+                }
+            }
+            streams.iter().zip(&matrices).try_for_each(|(stream, matrices)| matrices.check(stream))
+        };
+        let outcomes = std::thread::scope(|scope| {
+            let multiply = &multiply;
+            let threads = [0, 1].map(|thread| scope.spawn(move || multiply(thread)));
+            threads.map(|thread| thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
+        });
+        outcomes.into_iter().collect::<Checked<Vec<()>>>()?;
+        expect(blas.handles_alive(&bench.device) <= 3, "one handle per thread, with this one")
+    })
+}
+
+/// A handle that was fetched for a stream multiplies there, also after a fetch for another.
+fn one_handle_on_two_streams(bench: &Bench) -> Checked {
+    with_blas(&bench.device, |allocator, blas| {
+        let (one, two) = (bench.device.pool_stream()?, bench.device.pool_stream()?);
+        let (left, right) = (Matrices::new(allocator, &one, 64, 1)?, Matrices::new(allocator, &two, 64, 2)?);
+        let (on_one, on_two) = (blas.handle_on(&one)?, blas.handle_on(&two)?);
+        expect_eq("the handle of a thread", on_one.id(), on_two.id())?;
+        for _ in 0..20 {
+            on_one.sgemm(&left.product)?;
+            on_two.sgemm(&right.product)?;
+        }
+        left.check(&one)?;
+        right.check(&two)
+    })
+}
+
+fn workspaces_have_the_size_that_is_set(bench: &Bench) -> Checked {
+    with_blas(&bench.device, |allocator, blas| {
+        let stream = bench.device.pool_stream()?;
+        let counted = || Ok::<u64, Error>(allocator.stats(bench.device.id())?.workspace_bytes.current);
+        let default = match bench.device.properties().compute_capability.0 {
+            9..=12 => 32 * MIB,
+            _ => 8 * MIB + (128 << 10),
+        };
+        let (ptr, bytes) = blas.handle_on(&stream)?.workspace();
+        expect_eq("bytes by default", (bytes, counted()?), (default, default))?;
+        blas.set_workspace_bytes(Some(MIB));
+        expect_eq("a smaller size", blas.handle_on(&stream)?.workspace(), (ptr, MIB))?;
+        blas.set_workspace_bytes(Some(2 * default));
+        expect_eq("bytes of a larger size", blas.handle_on(&stream)?.workspace().1, 2 * default)?;
+        expect_eq("bytes counted then", counted()?, 2 * default)?;
+        let matrices = Matrices::new(allocator, &stream, 64, 3)?;
+        for bytes in [Some(0), Some(MIB), None] {
+            blas.set_workspace_bytes(bytes);
+            blas.handle_on(&stream)?.sgemm(&matrices.product)?;
+            matrices.check(&stream)?;
+        }
+        expect_eq("workspaces that were cleared", blas.clear_workspaces_of(&stream)?, 1)?;
+        expect_eq("bytes after that", counted()?, 0)
+    })
+}
+
+fn cublaslt_shares_the_workspace(bench: &Bench) -> Checked {
+    with_blas(&bench.device, |_, blas| {
+        let stream = bench.device.pool_stream()?;
+        let (handle, lt) = (blas.handle_on(&stream)?, blas.lt_on(&stream)?);
+        expect_eq("its workspace", lt.workspace(), (handle.workspace().0, MIB))?;
+        expect(lt.raw()? != handle.raw()?, "two handles")
+    })
+}
+
+fn trim_takes_workspaces_that_nobody_uses(bench: &Bench) -> Checked {
+    with_blas(&bench.device, |allocator, blas| {
+        let stream = bench.device.pool_stream()?;
+        let held = blas.handle_on(&stream)?;
+        let mine = held.workspace();
+        on_a_thread(|| {
+            let matrices = Matrices::new(allocator, &stream, 64, 4)?;
+            blas.handle_on(&stream)?.sgemm(&matrices.product)?;
+            matrices.check(&stream)
+        })?;
+        let counted = || allocator.stats(bench.device.id()).map(|stats| stats.workspace_bytes);
+        let Stat { current, .. } = counted()?;
+        expect_eq("bytes with the other thread's", current, 2 * mine.1)?;
+        let trimmed = allocator.trim(bench.device.id(), MemPoolId::DEFAULT)?;
+        expect(trimmed >= mine.1, "the other thread's workspace given back to the driver")?;
+        expect_eq("bytes without it", counted()?.current, mine.1)?;
+        expect_eq("this thread's", blas.handle_on(&stream)?.workspace(), mine)?;
+        drop(held);
+        allocator.trim(bench.device.id(), MemPoolId::DEFAULT)?;
+        expect_eq("bytes once it is let go of", counted()?.current, 0)?;
+        let matrices = Matrices::new(allocator, &stream, 64, 5)?;
+        blas.handle_on(&stream)?.sgemm(&matrices.product)?;
+        matrices.check(&stream)
+    })
+}
+
+/// TF32 has 10 bits behind the point. Allowed, it may be used or not, as the library likes; forbidden, it must not be.
+fn tf32_can_be_allowed_and_forbidden(bench: &Bench) -> Checked {
+    const SIZE: u32 = 128;
+    with_blas(&bench.device, |allocator, blas| {
+        let stream = bench.device.pool_stream()?;
+        // One number with 13 bits behind the point in each row and column: every product has one summand.
+        let fine = 1.0 + 2f32.powi(-13);
+        let n = SIZE as usize;
+        let diagonal = |value: f32| (0..n * n).map(|at| if at % n == at / n { value } else { 0.0 }).collect::<Vec<_>>();
+        let (block, product) = Matrices::upload(allocator, &stream, SIZE, &diagonal(fine), &diagonal(1.0))?;
+        let handle = blas.handle_on(&stream)?;
+        let multiply = || {
+            handle.sgemm(&product)?;
+            result(&product, &stream)
+        };
+        let exact = diagonal(fine);
+        expect_same("by default", &multiply()?, &exact)?;
+        blas.set_tf32(true);
+        let rounded = multiply()?;
+        let error = rounded.iter().zip(&exact).map(|(found, exact)| (found - exact).abs()).fold(0.0, f32::max);
+        expect(error <= 2f32.powi(-10), "an error that TF32 can explain")?;
+        if bench.instance.driver().kind() == "sim" {
+            expect(error > 0.0, "the simulated library rounds when it may")?;
+        }
+        {
+            let _guard = forbid_tf32();
+            expect_same("in a scope that forbids it", &multiply()?, &exact)?;
+        }
+        blas.set_tf32(false);
+        expect_same("forbidden again", &multiply()?, &exact)?;
+        drop(block);
+        Ok(())
+    })
+}
+
+fn a_repeated_fetch_calls_nothing(bench: &Bench) -> Checked {
+    let counting = Arc::new(Counting::new(Arc::clone(bench.instance.driver())));
+    let instance = Instance::new(Arc::<Counting>::clone(&counting) as Arc<dyn Driver>)?;
+    let device = instance.device(bench.device.index())?;
+    let stream = device.lease_stream()?;
+    with_blas(&device, |_, blas| {
+        let first = blas.handle_on(&stream)?.id();
+        let _guard = stream.enter();
+        blas.handle(&device)?;
+        counting.reset();
+        for _ in 0..100 {
+            expect_eq("the handle", blas.handle(&device)?.id(), first)?;
+            expect_eq("the handle", blas.handle_on(&stream)?.id(), first)?;
+        }
+        expect_same("calls of the driver", &counting.counts(), &[])
+    })?;
+    drop((stream, device));
+    Ok(instance.close()?)
+}
+
+fn captures_with_products_do_not_grow_memory(bench: &Bench) -> Checked {
+    with_blas(&bench.device, |allocator, blas| {
+        let (stream, device) = (bench.device.lease_stream()?, bench.device.id());
+        let matrices = Matrices::new(allocator, &stream, 32, 6)?;
+        // Held, so that trimming leaves it alone.
+        let held = blas.handle_on(&stream)?;
+        let eager = held.workspace();
+        let mut graph = Graph::new(allocator, &bench.device, GraphOptions::default())?;
+        let mut first = None;
+        for _ in 0..100 {
+            let capture = || -> warpool::Result<()> {
+                let handle = blas.handle_on(&stream)?;
+                (0..3).try_for_each(|_| handle.sgemm(&matrices.product))
+            };
+            graph.capture(&stream, CaptureOptions::default(), |_| capture())?;
+            graph.replay(&stream)?;
+            matrices.check(&stream)?;
+            graph.reset()?;
+            allocator.trim(device, MemPoolId::DEFAULT)?;
+            let reserved = allocator.stats(device)?.reserved_bytes.all.current;
+            expect_eq("bytes reserved after each capture", reserved, *first.get_or_insert(reserved))?;
+        }
+        expect_eq("workspace after all of them", blas.handle_on(&stream)?.workspace(), eager)?;
+        expect_eq("bytes of workspaces", allocator.stats(device)?.workspace_bytes.current, eager.1)
+    })
+}

@@ -1,0 +1,448 @@
+//! Generators: curand's answers on the device, bits that equal the host's, one's own kernels, and replays that draw
+//! what eager work would.
+
+use std::sync::Arc;
+
+use crate::driver::Checked;
+use crate::expect::{expect, expect_eq, expect_same};
+use warpool_driver::{
+    DevicePtr, FunctionId, KernelArg, KernelFault, KernelMirror, KernelScope, KernelSource, LaunchShape, Pattern,
+};
+
+use super::kit::Kit;
+use super::{Bench, Check, checks};
+use warpool::generator::{self, DEFAULT_SEED, Generator, GeneratorError, Reservation, philox};
+use warpool::graph::{CaptureOptions, Graph, GraphOptions};
+use warpool::memory::{Allocate, Block, CachingAllocator, DeviceAllocator, MemPoolId, Settings};
+use warpool::{Error, Stream};
+
+pub(super) const CHECKS: &[Check] = checks![
+    kernels_give_what_curand_gave,
+    bits_and_uniforms_equal_the_hosts,
+    normals_are_within_rounding_of_the_hosts,
+    dropout_masks_equal_the_hosts,
+    a_fill_stays_within_its_bounds,
+    ones_own_kernel_draws_what_it_reserved,
+    each_device_has_one_default_generator,
+    threads_draw_different_numbers,
+    replayed_numbers_equal_the_eager_sequence,
+    replays_on_two_streams_do_not_disturb_each_other,
+    a_capture_refuses_and_goes_on,
+];
+
+type Shared = Arc<dyn DeviceAllocator>;
+
+/// A kernel as a user writes it: one subsequence, its words, uniforms and normals.
+const SOURCE: KernelSource = KernelSource {
+    name: "warpool selftest generator",
+    cuda: concat!(
+        warpool::philox_cuda!(),
+        r#"
+extern "C" __global__ void selftest_draw(unsigned int *out, unsigned long long subsequence,
+                                         const unsigned long long *slot, unsigned long long seed, unsigned long long offset) {
+    WarpoolPlace place = warpool_place(slot, seed, offset);
+    place.offset += 4ull * threadIdx.x;
+    uint4 words = warpool_words(place, subsequence);
+    unsigned int four[4] = { words.x, words.y, words.z, words.w };
+    float2 first = warpool_normals(words.x, words.y), second = warpool_normals(words.z, words.w);
+    float normals[4] = { first.x, first.y, second.x, second.y };
+    for (int i = 0; i < 4; ++i) {
+        unsigned int at = 4 * threadIdx.x + i, n = 4 * blockDim.x;
+        out[at] = four[i];
+        out[n + at] = __float_as_uint(warpool_uniform(four[i]));
+        out[2 * n + at] = __float_as_uint(normals[i]);
+    }
+}
+"#
+    ),
+    mirrors: &[KernelMirror { name: "selftest_draw", run: draw, nanos: None }],
+};
+
+fn draw(scope: &mut KernelScope<'_>) -> Result<(), KernelFault> {
+    let (out, subsequence) = (scope.arg_ptr(0)?, scope.arg_u64(1)?);
+    let (seed, offset) = generator::place(scope, 2)?;
+    let blocks = u64::from(scope.shape.block[0]);
+    let words: Vec<u32> =
+        (0..blocks).flat_map(|block| philox::block(seed, subsequence, offset.wrapping_add(4 * block))).collect();
+    let uniforms = words.iter().map(|&word| philox::uniform(word).to_bits());
+    let all: Vec<u32> =
+        words.iter().copied().chain(uniforms).chain(normals(&words).iter().map(|x| x.to_bits())).collect();
+    scope.write_u32(out, &all)
+}
+
+/// What the host makes of an even number of words.
+fn normals(words: &[u32]) -> Vec<f32> {
+    words.as_chunks().0.iter().flat_map(|&[first, second]| philox::normals(first, second)).collect()
+}
+
+/// What a fill of `count` words leaves.
+fn words(seed: u64, offset: u64, count: usize) -> Vec<u32> {
+    (0..).flat_map(|subsequence| philox::block(seed, subsequence, offset)).take(count).collect()
+}
+
+/// Seeds, offsets and lengths that are easy to get wrong.
+const CASES: [(u64, u64, u64); 7] = [
+    (0, 0, 4),
+    (DEFAULT_SEED, 0, 1),
+    (DEFAULT_SEED, 4, 1023),
+    (42, 1 << 34, 1025),
+    (u64::MAX, u64::MAX - 3, 77),
+    (1 << 32, (1 << 34) - 4, 6),
+    (7, 400, 100_003),
+];
+
+/// Runs `body` with an allocator, and expects everything to go back to the driver.
+fn with_allocator(bench: &Bench, body: impl FnOnce(&Shared, &Stream) -> Checked) -> Checked {
+    let allocator: Shared = Arc::new(CachingAllocator::new(&bench.instance, Settings::default()));
+    let stream = bench.device.lease_stream()?;
+    body(&allocator, &stream)?;
+    bench.device.synchronize()?;
+    allocator.trim(bench.device.id(), MemPoolId::DEFAULT)?;
+    let stats = allocator.stats(bench.device.id())?;
+    expect_eq("bytes held in the end", stats.reserved_bytes.all.current, 0)
+}
+
+/// Runs `body` with the kernel of one's own.
+fn with_kernel(bench: &Bench, body: impl FnOnce(FunctionId) -> Checked) -> Checked {
+    let driver = bench.instance.driver();
+    let module = driver.module_load(bench.device.id(), &SOURCE)?;
+    let outcome = driver.function_get(module, "selftest_draw").map_err(Into::into).and_then(body);
+    if outcome.is_err() {
+        // Whatever it left under way must not need what goes now. The first failure is the one to report.
+        let _ = driver.device_synchronize(bench.device.id());
+    }
+    driver.module_unload(module)?;
+    outcome
+}
+
+fn generator(bench: &Bench, seed: u64, offset: u64) -> Checked<Generator> {
+    let generator = Generator::new(&bench.device)?;
+    generator.set_seed(seed)?;
+    generator.set_offset(offset)?;
+    Ok(generator)
+}
+
+fn words_at(bench: &Bench, ptr: DevicePtr, count: u64) -> Checked<Vec<u32>> {
+    let bytes = bench.bytes_at(ptr, 4 * count as usize)?;
+    Ok(bytes.as_chunks().0.iter().map(|&word| u32::from_le_bytes(word)).collect())
+}
+
+fn words_of(bench: &Bench, block: &Block) -> Checked<Vec<u32>> {
+    words_at(bench, block.ptr(), block.bytes() / 4)
+}
+
+/// How many floats lie between the two. Both zeros are one.
+fn ulps(a: f32, b: f32) -> u32 {
+    let place = |x: f32| {
+        let bits = x.abs().to_bits().cast_signed();
+        if x.is_sign_negative() { -bits } else { bits }
+    };
+    place(a).abs_diff(place(b))
+}
+
+fn kernels_give_what_curand_gave(bench: &Bench) -> Checked {
+    with_kernel(bench, |function| {
+        with_allocator(bench, |allocator, stream| {
+            let block = allocator.allocate(4 * 48, stream)?;
+            let mut seen = 0;
+            for line in include_str!("../../../warpool/tests/data/curand_philox.txt").lines() {
+                let fields: Vec<u64> =
+                    line.split(' ').filter_map(|field| u64::from_str_radix(field, 16).ok()).collect();
+                let (seed, subsequence, offset) = (fields[0], fields[1], fields[2]);
+                // Ours are multiples of 4, and begin again where curand's count goes on.
+                if offset % 4 != 0 || offset.checked_add(16).is_none() {
+                    continue;
+                }
+                seen += 1;
+                let curand: Vec<u32> = fields[3..].iter().map(|&word| word as u32).collect();
+                let [slot, seed, offset] = Reservation::Immediate { seed, offset }.args();
+                let args = [block.ptr().into(), KernelArg::U64(subsequence), slot, seed, offset];
+                let shape = LaunchShape { grid: [1; 3], block: [4, 1, 1], shared_bytes: 0 };
+                bench.instance.driver().kernel_launch(function, shape, &args, stream.id())?;
+                stream.synchronize()?;
+                let got = words_of(bench, &block)?;
+                expect_same("words", &got[..16], &curand[..16])?;
+                expect_same("uniforms", &got[16..32], &curand[16..32])?;
+                for (&got, &curand) in got[32..].iter().zip(&curand[32..]) {
+                    let (got, curand) = (f32::from_bits(got), f32::from_bits(curand));
+                    // curand takes a quicker sine, which is right to 2^-21.
+                    expect((got - curand).abs() < 4e-6, &format!("a normal near curand's: {got} and {curand}"))?;
+                }
+            }
+            expect_eq("places of curand", seen, 12)
+        })
+    })
+}
+
+fn bits_and_uniforms_equal_the_hosts(bench: &Bench) -> Checked {
+    with_allocator(bench, |allocator, stream| {
+        for (seed, offset, count) in CASES {
+            let generator = generator(bench, seed, offset)?;
+            let block = allocator.allocate(4 * count, stream)?;
+            generator.fill_bits(&block, stream)?;
+            stream.synchronize()?;
+            let what = format!("{count} words of seed {seed} at {offset}");
+            expect_same(&what, &words_of(bench, &block)?, &words(seed, offset, count as usize))?;
+            let offset = offset.wrapping_add(4);
+            expect_eq("the offset", generator.offset()?, offset)?;
+            generator.fill_uniform(&block, stream)?;
+            stream.synchronize()?;
+            let want: Vec<u32> =
+                words(seed, offset, count as usize).into_iter().map(|word| philox::uniform(word).to_bits()).collect();
+            expect_same(&format!("uniforms, {what}"), &words_of(bench, &block)?, &want)?;
+        }
+        Ok(())
+    })
+}
+
+fn normals_are_within_rounding_of_the_hosts(bench: &Bench) -> Checked {
+    // Logarithm, root, sine and product: each right to the last bit or two.
+    const MOST: u32 = 8;
+    with_allocator(bench, |allocator, stream| {
+        for (seed, offset, count) in CASES {
+            let generator = generator(bench, seed, offset)?;
+            let block = allocator.allocate(4 * count, stream)?;
+            generator.fill_normal(&block, stream)?;
+            stream.synchronize()?;
+            let want = normals(&words(seed, offset, count as usize + 1));
+            for (got, want) in words_of(bench, &block)?.into_iter().map(f32::from_bits).zip(want) {
+                let apart = ulps(got, want);
+                expect(apart <= MOST, &format!("a normal within {MOST} floats: {got} and {want}, {apart} apart"))?;
+            }
+        }
+        Ok(())
+    })
+}
+
+fn dropout_masks_equal_the_hosts(bench: &Bench) -> Checked {
+    with_allocator(bench, |allocator, stream| {
+        for (keep, (seed, offset, count)) in [0.5, 0.1, 0.9, 0.0, 1.0, 0.3, 0.75].into_iter().zip(CASES) {
+            let generator = generator(bench, seed, offset)?;
+            let block = allocator.allocate(count, stream)?;
+            generator.fill_dropout_mask(&block, keep, stream)?;
+            stream.synchronize()?;
+            let want: Vec<u8> = words(seed, offset, count as usize)
+                .into_iter()
+                .map(|word| u8::from(philox::uniform(word) <= keep))
+                .collect();
+            let got = bench.bytes_at(block.ptr(), count as usize)?;
+            expect_same(&format!("a mask with {keep} of seed {seed}"), &got, &want)?;
+        }
+        Ok(())
+    })
+}
+
+fn a_fill_stays_within_its_bounds(bench: &Bench) -> Checked {
+    const UNTOUCHED: u32 = 0xAAAA_AAAA;
+    with_allocator(bench, |allocator, stream| {
+        let block = allocator.allocate(4 * 64, stream)?;
+        for first in 1..6 {
+            for count in 0..10 {
+                let generator = generator(bench, 3, 0)?;
+                bench.instance.driver().fill(block.ptr(), Pattern::U32(UNTOUCHED), 64, stream.id())?;
+                // Mostly at addresses where four numbers cannot be written at once.
+                generator.fill_bits((block.ptr().offset(4 * first), count), stream)?;
+                stream.synchronize()?;
+                let mut want = vec![UNTOUCHED; 64];
+                want[first as usize..][..count as usize].copy_from_slice(&words(3, 0, count as usize));
+                expect_same(&format!("{count} words from {first} on"), &words_of(bench, &block)?, &want)?;
+            }
+        }
+        Ok(())
+    })
+}
+
+fn ones_own_kernel_draws_what_it_reserved(bench: &Bench) -> Checked {
+    with_kernel(bench, |function| {
+        with_allocator(bench, |allocator, stream| {
+            let generator = generator(bench, 77, 12)?;
+            let block = allocator.allocate(4 * 24, stream)?;
+            let shape = LaunchShape { grid: [1; 3], block: [2, 1, 1], shared_bytes: 0 };
+            let launch = || -> warpool::Result<()> {
+                let [slot, seed, offset] = generator.reserve(7, stream)?.args();
+                let args = [block.ptr().into(), KernelArg::U64(5), slot, seed, offset];
+                Ok(bench.instance.driver().kernel_launch(function, shape, &args, stream.id())?)
+            };
+            let expect_words = |offset| -> Checked {
+                stream.synchronize()?;
+                let want: Vec<u32> = philox::words(77, 5, offset).take(8).collect();
+                expect_same("eight words", &words_of(bench, &block)?[..8], &want)
+            };
+            launch()?;
+            expect_words(12)?;
+            expect_eq("the offset, rounded up", generator.offset()?, 20)?;
+            let mut graph = Graph::new(allocator, &bench.device, GraphOptions::default())?;
+            graph.capture(stream, CaptureOptions::default(), |_| launch().and_then(|()| launch()))?;
+            for round in 0..3 {
+                graph.replay(stream)?;
+                // The second launch came last.
+                expect_words(20 + 16 * round + 8)?;
+            }
+            expect_eq("the offset after replays", generator.offset()?, 20 + 48)?;
+            Ok(graph.reset()?)
+        })
+    })
+}
+
+fn each_device_has_one_default_generator(bench: &Bench) -> Checked {
+    let generator = bench.device.default_generator();
+    let again = bench.instance.default_generator(bench.device.index())?;
+    expect(generator.shares_with(&again), "one generator")?;
+    generator.set_seed(9)?;
+    generator.reserve(4, &bench.device.default_stream()?)?;
+    expect_eq("its offset", again.offset()?, 4)?;
+    let seeds = [again.reseed()?, again.reseed()?];
+    expect(seeds[0] != seeds[1], "seeds that nobody foresees")?;
+    let count = bench.instance.device_count();
+    let refused = bench.instance.default_generator(count).err();
+    expect_eq("a device too many", refused, Some(Error::DeviceOutOfRange { index: count, count }))
+}
+
+fn threads_draw_different_numbers(bench: &Bench) -> Checked {
+    const COUNT: u64 = 4096;
+    const THREADS: u64 = 4;
+    const EACH: u64 = 8;
+    with_allocator(bench, |allocator, _| {
+        let generator = generator(bench, 21, 0)?;
+        let drawn = std::thread::scope(|scope| {
+            let work = |_| {
+                scope.spawn(|| -> Checked<Vec<Vec<u32>>> {
+                    let stream = bench.device.lease_stream()?;
+                    let block = allocator.allocate(4 * COUNT, &stream)?;
+                    let draw = |_| {
+                        generator.fill_bits(&block, &stream)?;
+                        stream.synchronize()?;
+                        words_of(bench, &block)
+                    };
+                    (0..EACH).map(draw).collect()
+                })
+            };
+            let threads: Vec<_> = (0..THREADS).map(work).collect();
+            let join = |thread: std::thread::ScopedJoinHandle<'_, _>| {
+                thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+            };
+            threads.into_iter().map(join).collect::<Checked<Vec<_>>>()
+        })?;
+        let mut drawn: Vec<Vec<u32>> = drawn.into_iter().flatten().collect();
+        let mut want: Vec<Vec<u32>> = (0..THREADS * EACH).map(|number| words(21, 4 * number, COUNT as usize)).collect();
+        drawn.sort_unstable();
+        want.sort_unstable();
+        expect(drawn == want, "every stretch of numbers once")
+    })
+}
+
+fn replayed_numbers_equal_the_eager_sequence(bench: &Bench) -> Checked {
+    const BYTES: u64 = 40_004;
+    with_allocator(bench, |allocator, stream| {
+        let (eager, captured) = (generator(bench, 5, 0)?, generator(bench, 5, 0)?);
+        let work = |generator: &Generator, blocks: &[Block], side: &Stream| -> warpool::Result<()> {
+            generator.fill_bits(&blocks[0], stream)?;
+            side.wait_stream(stream)?;
+            generator.fill_uniform(&blocks[1], side)?;
+            generator.fill_normal(&blocks[2], stream)?;
+            generator.fill_dropout_mask(&blocks[3], 0.5, side)?;
+            stream.wait_stream(side)
+        };
+        let side = bench.device.lease_stream()?;
+        let allocate = || -> Checked<Vec<Block>> {
+            let streams = [stream, &*side, stream, &*side];
+            Ok(streams.into_iter().map(|stream| allocator.allocate(BYTES, stream)).collect::<warpool::Result<_>>()?)
+        };
+        let (own, graphs) = (allocate()?, allocate()?);
+        let mut graph = Graph::new(allocator, &bench.device, GraphOptions::default())?;
+        graph.capture(stream, CaptureOptions::default(), |_| work(&captured, &graphs, &side))?;
+        expect_eq("the offset after the capture", captured.offset()?, 0)?;
+        for round in 0..4 {
+            // Seeds and eager draws in between count for replays as well.
+            for generator in [&eager, &captured] {
+                if round == 2 {
+                    generator.set_seed(6)?;
+                }
+                generator.reserve(round, stream)?;
+            }
+            work(&eager, &own, &side)?;
+            graph.replay(stream)?;
+            bench.device.synchronize()?;
+            expect_eq("seed and offset", captured.state(), eager.state())?;
+            for (own, graphs) in own.iter().zip(&graphs) {
+                let (own, graphs) =
+                    (bench.bytes_at(own.ptr(), BYTES as usize)?, bench.bytes_at(graphs.ptr(), BYTES as usize)?);
+                expect_same(&format!("numbers of round {round}"), &graphs, &own)?;
+            }
+        }
+        Ok(graph.reset()?)
+    })
+}
+
+fn replays_on_two_streams_do_not_disturb_each_other(bench: &Bench) -> Checked {
+    const COUNT: u64 = 1024;
+    const ROUNDS: u64 = 20;
+    Kit::with(bench, |kit| {
+        with_allocator(bench, |allocator, first| {
+            let second = bench.device.lease_stream()?;
+            let streams = [first, &*second];
+            let generator = generator(bench, 31, 0)?;
+            let mut lanes = Vec::new();
+            for stream in streams {
+                let mut graph = Graph::new(allocator, &bench.device, GraphOptions::default())?;
+                let key = graph.capture(stream, CaptureOptions::default(), |capture| {
+                    let key = capture.allocate(4 * COUNT)?;
+                    generator.fill_bits(capture.buffer(key)?, stream)?;
+                    Ok(key)
+                })?;
+                let from = graph.buffer(key)?.ptr();
+                lanes.push((graph, from, allocator.allocate(4 * COUNT * ROUNDS, stream)?));
+            }
+            // All launches of one stream are still under way when the other's are done.
+            kit.keep_busy(first)?;
+            for round in 0..ROUNDS {
+                for ((graph, from, copies), stream) in lanes.iter().zip(streams) {
+                    graph.replay(stream)?;
+                    let to = copies.ptr().offset(4 * COUNT * round);
+                    bench.instance.driver().copy(to.into(), (*from).into(), 4 * COUNT, stream.id())?;
+                }
+            }
+            bench.device.synchronize()?;
+            for round in 0..ROUNDS {
+                for ((_, _, copies), number) in lanes.iter().zip(0..) {
+                    let got = words_at(bench, copies.ptr().offset(4 * COUNT * round), COUNT)?;
+                    let want = words(31, 4 * (2 * round + number), COUNT as usize);
+                    expect_same(&format!("graph {number}, replay {round}"), &got, &want)?;
+                }
+            }
+            Ok(lanes.iter_mut().try_for_each(|(graph, ..)| graph.reset())?)
+        })
+    })
+}
+
+fn a_capture_refuses_and_goes_on(bench: &Bench) -> Checked {
+    with_allocator(bench, |allocator, stream| {
+        let generator = generator(bench, 13, 0)?;
+        let block = allocator.allocate(4 * 100, stream)?;
+        let mut graph = Graph::new(allocator, &bench.device, GraphOptions::default())?;
+        let mut outcomes = Vec::new();
+        graph.capture(stream, CaptureOptions::default(), |_| {
+            outcomes = vec![
+                Generator::new(&bench.device).map(drop),
+                generator.offset().map(drop),
+                generator.set_offset(4),
+                generator.reseed().map(drop),
+                generator.duplicate().map(drop),
+                generator.set_state(&[0; 16]),
+            ];
+            outcomes.push(generator.set_seed(14));
+            generator.set_seed(13)?;
+            generator.fill_bits(&block, stream)
+        })?;
+        let seed = outcomes.pop();
+        let in_capture =
+            |outcome: &warpool::Result<()>| matches!(outcome, Err(Error::Generator(GeneratorError::InCapture { .. })));
+        expect(outcomes.iter().all(in_capture), "refusals during a capture")?;
+        let want = GeneratorError::SeedInCapture { wanted: 14, seed: 13 }.into();
+        expect_eq("another seed", seed, Some(Err(want)))?;
+        graph.replay(stream)?;
+        stream.synchronize()?;
+        expect_same("the numbers", &words_of(bench, &block)?, &words(13, 0, 100))?;
+        Ok(graph.reset()?)
+    })
+}

@@ -1,0 +1,300 @@
+//! Plugged allocators: closures over the driver's plain memory, alone, as the source of a pool, and under layers.
+//! Contents are written and counted by kernels. One of the plugs gives out at once what it got back, so that nothing
+//! but the allocator's own care keeps streams apart.
+
+use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
+
+use crate::driver::Checked;
+use crate::expect::{expect, expect_eq};
+use crate::lock;
+use warpool_driver::{DeviceId, DevicePtr, Driver};
+
+use super::kit::Kit;
+use super::{Bench, Check, checks};
+use warpool::graph::{CaptureOptions, Graph, GraphOptions};
+use warpool::memory::{
+    Allocate, AllocatorCall, Block, CachingAllocator, Counted, CurrentAllocator, DeviceAllocator, ExternalAllocator,
+    ExternalUpstream, FailureCallback, FnAllocator, HistoryOptions, Limited, MemPool, MemPoolId, OomCause,
+    PluggableAllocator, PoolOptions, RawStream, Request, Settings, SnapshotOptions, Traced,
+};
+use warpool::{Error, Result};
+
+pub(super) const CHECKS: &[Check] = checks![
+    closures_serve_and_get_everything_back,
+    a_null_address_is_out_of_memory,
+    a_freed_block_waits_for_another_stream,
+    a_plug_feeds_a_pool_with_caching_on_top,
+    the_programs_allocator_is_a_plug,
+    a_graph_keeps_its_plugged_memory,
+    layers_add_one_thing_each,
+];
+
+const MIB: u64 = 1 << 20;
+
+type Shared = Arc<dyn DeviceAllocator>;
+
+/// Plain memory of the driver's; what comes back is given out again at once, if the size is the same.
+struct Shelf {
+    driver: Arc<dyn Driver>,
+    idle: Mutex<Vec<(DevicePtr, u64)>>,
+    live: Mutex<BTreeMap<u64, u64>>,
+    bytes_max: AtomicU64,
+}
+
+impl Shelf {
+    fn new(bench: &Bench) -> Arc<Self> {
+        Arc::new(Self {
+            driver: Arc::clone(bench.instance.driver()),
+            idle: Mutex::default(),
+            live: Mutex::default(),
+            bytes_max: AtomicU64::new(u64::MAX),
+        })
+    }
+
+    fn bytes_live(&self) -> u64 {
+        lock(&self.live).values().sum()
+    }
+
+    fn plug(self: &Arc<Self>) -> FnAllocator {
+        let (gives, takes, resets) = (Arc::clone(self), Arc::clone(self), Arc::clone(self));
+        FnAllocator::new(
+            move |bytes, device, stream| gives.give(bytes, device, stream),
+            move |ptr, bytes, _, _| {
+                lock(&takes.live).remove(&ptr.0);
+                lock(&takes.idle).push((ptr, bytes));
+                Ok(())
+            },
+        )
+        .on_reset(move || resets.clear())
+    }
+
+    fn give(&self, bytes: u64, device: DeviceId, _: RawStream) -> Result<Option<DevicePtr>> {
+        if self.bytes_live().saturating_add(bytes) > self.bytes_max.load(Ordering::Relaxed) {
+            return Ok(None);
+        }
+        let idle = {
+            let mut idle = lock(&self.idle);
+            let at = idle.iter().position(|&(_, there)| there == bytes);
+            at.map(|at| idle.swap_remove(at).0)
+        };
+        let ptr = match idle {
+            Some(ptr) => ptr,
+            None => match self.driver.mem_alloc(device, bytes) {
+                Ok(ptr) => ptr,
+                Err(error) if error.is_out_of_memory() => return Ok(None),
+                Err(error) => return Err(error.into()),
+            },
+        };
+        lock(&self.live).insert(ptr.0, bytes);
+        Ok(Some(ptr))
+    }
+
+    /// Gives everything idle back to the driver.
+    fn clear(&self) {
+        for (ptr, bytes) in std::mem::take(&mut *lock(&self.idle)) {
+            if self.driver.mem_free(ptr).is_err() {
+                lock(&self.idle).push((ptr, bytes));
+            }
+        }
+    }
+}
+
+/// Runs `body` on a plugged allocator, and then expects everything to go back.
+fn on_plug(bench: &Bench, body: impl FnOnce(&Shared, &Arc<Shelf>) -> Checked) -> Checked {
+    let shelf = Shelf::new(bench);
+    let allocator: Shared = Arc::new(PluggableAllocator::new(&bench.instance, Arc::new(shelf.plug()))?);
+    let outcome = body(&allocator, &shelf);
+    allocator.trim(bench.device.id(), MemPoolId::DEFAULT)?;
+    outcome?;
+    let stats = allocator.stats(bench.device.id())?;
+    let left = (stats.active.all.current, stats.reserved_bytes.all.current, shelf.bytes_live());
+    expect_eq("active blocks, bytes held, bytes that the plug misses", left, (0, 0, 0))
+}
+
+fn closures_serve_and_get_everything_back(bench: &Bench) -> Checked {
+    Kit::with(bench, |kit| {
+        on_plug(bench, |allocator, shelf| {
+            let stream = bench.device.lease_stream()?;
+            allocator.record_history(Some(HistoryOptions::default()))?;
+            let blocks = [4096, 3 * MIB, 14 * MIB].map(|bytes| allocator.allocate(bytes, &stream));
+            let blocks = blocks.into_iter().collect::<Result<Vec<_>>>()?;
+            for (block, value) in blocks.iter().zip([1, 2, 3]) {
+                kit.write(block.ptr(), block.bytes(), value << 28, &stream)?;
+            }
+            for (block, value) in blocks.iter().zip([1, 2, 3]) {
+                kit.expect("a plugged block", block.ptr(), block.bytes(), value << 28, &stream)?;
+            }
+            let bytes: u64 = blocks.iter().map(Block::bytes).sum();
+            let stats = allocator.stats(bench.device.id())?;
+            let counted = (stats.allocated_bytes.all.current, stats.reserved_bytes.all.peak, shelf.bytes_live());
+            expect_eq("bytes given out", counted, (bytes, bytes, bytes))?;
+            let snapshot = allocator.snapshot(SnapshotOptions::default())?;
+            let shown: u64 = snapshot.segments.iter().map(|segment| segment.allocated_size).sum();
+            let written = snapshot.traces[bench.device.index() as usize].len();
+            expect_eq("a snapshot's bytes and entries", (shown, written), (bytes, 6))?;
+            let empty = allocator.allocate(0, &stream)?;
+            expect(empty.ptr().is_null(), "nothing to be the null address")?;
+            drop(blocks);
+            expect_eq("bytes of the plug, before the next call", shelf.bytes_live(), bytes)
+        })
+    })
+}
+
+fn a_null_address_is_out_of_memory(bench: &Bench) -> Checked {
+    on_plug(bench, |allocator, shelf| {
+        let stream = bench.device.lease_stream()?;
+        shelf.bytes_max.store(10 * MIB, Ordering::Relaxed);
+        let held = allocator.allocate(8 * MIB, &stream)?;
+        let Err(Error::OutOfMemory(report)) = allocator.allocate(3 * MIB, &stream) else {
+            return expect(false, "no memory");
+        };
+        expect_eq("why it failed", report.cause, OomCause::Upstream)?;
+        let shown = (report.bytes_requested, report.bytes_allocated, report.bytes_total > 0);
+        expect_eq("what the report says", shown, (3 * MIB, 8 * MIB, true))?;
+        held.free()?;
+        allocator.allocate(9 * MIB, &stream)?.free()?;
+        allocator.set_memory_fraction(bench.device.id(), 0.0)?;
+        let refused = allocator.allocate(1, &stream);
+        expect(
+            matches!(refused, Err(Error::OutOfMemory(report)) if report.cause == OomCause::Limit),
+            "the books to keep the fraction",
+        )?;
+        Ok(allocator.set_memory_fraction(bench.device.id(), 1.0)?)
+    })
+}
+
+fn a_freed_block_waits_for_another_stream(bench: &Bench) -> Checked {
+    const BYTES: u64 = 8 * MIB;
+    Kit::with(bench, |kit| {
+        on_plug(bench, |allocator, _| {
+            let (own, other) = (bench.device.lease_stream()?, bench.device.lease_stream()?);
+            let (first, result) = (allocator.allocate(BYTES, &own)?, allocator.allocate(BYTES, &other)?);
+            other.wait_stream(&own)?;
+            kit.keep_busy(&other)?;
+            kit.write(first.ptr(), BYTES, 7, &other)?;
+            bench.instance.driver().copy(result.ptr().into(), first.ptr().into(), BYTES, other.id())?;
+            first.record_use(&other)?;
+            let place = first.ptr();
+            first.free()?;
+            let second = allocator.allocate(BYTES, &own)?;
+            expect(second.ptr() != place, "another place while the other stream works")?;
+            kit.write(second.ptr(), BYTES, 9, &own)?;
+            other.synchronize()?;
+            kit.expect("what the other stream wrote", result.ptr(), BYTES, 7, &other)?;
+            let third = allocator.allocate(BYTES, &own)?;
+            expect_eq("the place once the other stream is done", third.ptr(), place)?;
+            kit.expect("the second block, untouched", second.ptr(), BYTES, 9, &own)
+        })
+    })
+}
+
+fn a_plug_feeds_a_pool_with_caching_on_top(bench: &Bench) -> Checked {
+    Kit::with(bench, |kit| {
+        let shelf = Shelf::new(bench);
+        let allocator: Shared = Arc::new(CachingAllocator::new(&bench.instance, Settings::default()));
+        let upstream = Arc::new(ExternalUpstream::new(&bench.instance, Arc::new(shelf.plug()))?);
+        let options = PoolOptions { upstream: Some(upstream), ..PoolOptions::default() };
+        let pool = MemPool::new(&allocator, &bench.device, options)?;
+        let stream = bench.device.lease_stream()?;
+        let blocks = [4096, 8192].map(|bytes| allocator.allocate_in(pool.id(), bytes, &stream));
+        let [first, second] = blocks;
+        let (first, second) = (first?, second?);
+        expect_eq("bytes of the plug: one segment for both", shelf.bytes_live(), 2 * MIB)?;
+        kit.write(first.ptr(), 4096, 1, &stream)?;
+        kit.write(second.ptr(), 8192, 2 << 28, &stream)?;
+        kit.expect("the first block", first.ptr(), 4096, 1, &stream)?;
+        kit.expect("the second block", second.ptr(), 8192, 2 << 28, &stream)?;
+        let place = first.ptr();
+        first.free()?;
+        let again = allocator.allocate_in(pool.id(), 4096, &stream)?;
+        expect_eq("the place of the next block", again.ptr(), place)?;
+        drop((again, second));
+        pool.close()?;
+        expect_eq("bytes that the plug misses", shelf.bytes_live(), 0)?;
+        shelf.clear();
+        Ok(())
+    })
+}
+
+fn the_programs_allocator_is_a_plug(bench: &Bench) -> Checked {
+    let shelf = Shelf::new(bench);
+    let current = CurrentAllocator::new(&bench.instance);
+    let plug: Arc<dyn ExternalAllocator> = Arc::new(shelf.plug());
+    current.install(Arc::new(PluggableAllocator::new(&bench.instance, plug)?))?;
+    let stream = bench.device.lease_stream()?;
+    let block = current.get().allocate(5000, &stream)?;
+    expect_eq("bytes of the plug", shelf.bytes_live(), 5000)?;
+    let late = current.install(Arc::new(CachingAllocator::new(&bench.instance, Settings::default())));
+    let refused = Error::AllocatorInUse { installed: "pluggable", bytes: 5000, wanted: "caching" };
+    expect_eq("an install that comes too late", late, Err(refused))?;
+    block.free()?;
+    current.get().trim(bench.device.id(), MemPoolId::DEFAULT)?;
+    expect_eq("bytes that the plug misses", shelf.bytes_live(), 0)
+}
+
+fn a_graph_keeps_its_plugged_memory(bench: &Bench) -> Checked {
+    const BYTES: u64 = MIB;
+    Kit::with(bench, |kit| {
+        on_plug(bench, |allocator, shelf| {
+            let stream = bench.device.lease_stream()?;
+            let outside = allocator.allocate(BYTES, &stream)?;
+            let mut graph = Graph::new(allocator, &bench.device, GraphOptions::default())?;
+            let key = graph.capture(&stream, CaptureOptions::default(), |capture| {
+                let key = capture.allocate(BYTES)?;
+                // Freed in the capture: the plug would give it to the next who asks.
+                let scratch = allocator.allocate(BYTES, capture.stream())?;
+                kit.add(scratch.ptr(), outside.ptr(), BYTES, 1, capture.stream())?;
+                kit.add(capture.buffer(key)?.ptr(), scratch.ptr(), BYTES, 1, capture.stream())?;
+                Ok(key)
+            })?;
+            for round in 0..50 {
+                let other = allocator.allocate(BYTES, &stream)?;
+                kit.write(other.ptr(), BYTES, 1000, &stream)?;
+                kit.write(outside.ptr(), BYTES, round, &stream)?;
+                graph.replay(&stream)?;
+                if round % 10 == 9 {
+                    kit.expect("what the graph wrote", graph.buffer(key)?.ptr(), BYTES, round + 2, &stream)?;
+                    kit.expect("a block beside it", other.ptr(), BYTES, 1000, &stream)?;
+                }
+            }
+            outside.free()?;
+            expect_eq("bytes of the plug: those of the graph", shelf.bytes_live(), 2 * BYTES)?;
+            graph.replay(&stream)?;
+            drop(graph);
+            allocator.trim(bench.device.id(), MemPoolId::DEFAULT)?;
+            expect_eq("bytes of the plug after the graph", shelf.bytes_live(), 0)
+        })
+    })
+}
+
+fn layers_add_one_thing_each(bench: &Bench) -> Checked {
+    on_plug(bench, |plugged, _| {
+        let stream = bench.device.lease_stream()?;
+        let calls = Arc::new(AtomicU64::new(0));
+        let count = Arc::clone(&calls);
+        let counted = Arc::new(Counted::new(Limited::new(Arc::clone(plugged), 10 * MIB)));
+        let spare = Arc::new(Mutex::new(None));
+        let gives_up = Arc::clone(&spare);
+        let patient = FailureCallback::new(Arc::clone(&counted), move |_| lock(&gives_up).take().is_some());
+        let allocator: Shared = Arc::new(Traced::new(patient, move |_: &AllocatorCall, _: Option<&Error>| {
+            count.fetch_add(1, Ordering::Relaxed);
+        }));
+        *lock(&spare) = Some(allocator.allocate(6 * MIB, &stream)?);
+        // The cap refuses, the callback gives the first block up, and the second attempt goes through.
+        let block = allocator.allocate(8 * MIB, &stream)?;
+        expect(lock(&spare).is_none(), "the callback to be asked")?;
+        let counts = counted.counts();
+        let seen = (counts.allocations, counts.frees, counts.out_of_memory, counts.bytes_live, counts.bytes_peak);
+        expect_eq("what was counted", seen, (3, 1, 1, 8 * MIB, 8 * MIB))?;
+        let request = Request::new(bench.device.id(), stream.id(), 3 * MIB);
+        let Err(Error::OutOfMemory(report)) = allocator.allocate_raw(request) else {
+            return expect(false, "no more than the cap");
+        };
+        expect_eq("the cap", (report.cause, report.bytes_limit), (OomCause::Cap { held: 8 * MIB }, Some(10 * MIB)))?;
+        drop(block);
+        expect_eq("bytes held in the end", counted.counts().bytes_live, 0)?;
+        expect_eq("calls that were told", calls.load(Ordering::Relaxed), 5)
+    })
+}
