@@ -66,6 +66,7 @@ pub mod handle;
 mod instance;
 mod kernels;
 pub mod memory;
+mod pool_id;
 mod sync;
 
 pub use warpool_driver as driver;

@@ -593,9 +593,12 @@ fn destructors_call_no_driver() {
 fn owned_blocks_refuse_streams_of_another_gpu() {
     each_by_default(|subject| {
         let foreign = common::device().pool_stream().unwrap();
-        assert_eq!(subject.allocator.allocate(1, &foreign).unwrap_err(), Error::ForeignGpu { thing: "the stream" });
+        assert_eq!(
+            subject.allocator.allocate(1, &foreign).unwrap_err(),
+            Error::ForeignInstance { object: "the stream" }
+        );
         let block = subject.allocator.allocate(1000, &subject.stream()).unwrap();
-        assert_eq!(block.record_use(&foreign), Err(Error::ForeignGpu { thing: "the stream" }));
+        assert_eq!(block.record_use(&foreign), Err(Error::ForeignInstance { object: "the stream" }));
         let raw = block.into_raw();
         subject.allocator.free(raw).unwrap();
         subject.expect_sound(&[]);

@@ -77,9 +77,9 @@ fn the_current_stream_counts_without_a_call() {
     assert_eq!(lab.allocator.stats(other.id()).unwrap().workspace_bytes.current, HOPPER);
     drop(far);
     let foreign = common::device();
-    assert_eq!(lab.blas.handle(&foreign).unwrap_err(), Error::ForeignGpu { thing: "the device" });
+    assert_eq!(lab.blas.handle(&foreign).unwrap_err(), Error::ForeignInstance { object: "the device" });
     let foreign = foreign.default_stream().unwrap();
-    assert_eq!(lab.blas.handle_on(&foreign).unwrap_err(), Error::ForeignGpu { thing: "the stream" });
+    assert_eq!(lab.blas.handle_on(&foreign).unwrap_err(), Error::ForeignInstance { object: "the stream" });
     lab.finish();
 }
 

@@ -121,9 +121,9 @@ fn things_of_another_gpu_are_refused() {
     let (a, b) = (device(), device());
     let stream = b.pool_stream().unwrap();
     let mut event = a.instance().event();
-    assert!(matches!(event.record(&stream), Err(Error::ForeignGpu { .. })));
-    assert!(matches!(event.wait(&stream), Err(Error::ForeignGpu { .. })));
-    assert!(matches!(event.create(&b), Err(Error::ForeignGpu { .. })));
+    assert!(matches!(event.record(&stream), Err(Error::ForeignInstance { .. })));
+    assert!(matches!(event.wait(&stream), Err(Error::ForeignInstance { .. })));
+    assert!(matches!(event.create(&b), Err(Error::ForeignInstance { .. })));
     assert_eq!(event.id(), None);
 }
 

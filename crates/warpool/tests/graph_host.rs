@@ -609,8 +609,8 @@ fn wrong_uses_say_what_is_wrong() {
         assert!(matches!(graph_error(capture.copy(own, device, 65, &stream)), GraphError::OutOfBounds { .. }));
         let outside = GraphError::StreamNotInCapture { stream: not_in_capture.id() };
         assert_eq!(graph_error(capture.copy(own, device, 4, &not_in_capture)), outside);
-        assert!(matches!(capture.keep_host(foreign), Err(Error::ForeignGpu { .. })));
-        assert!(matches!(capture.allocate_host(&elsewhere, 64), Err(Error::ForeignGpu { .. })));
+        assert!(matches!(capture.keep_host(foreign), Err(Error::ForeignInstance { .. })));
+        assert!(matches!(capture.allocate_host(&elsewhere, 64), Err(Error::ForeignInstance { .. })));
         // Nothing of all this has harmed the capture.
         capture.copy(device, own, 64, &stream)
     })

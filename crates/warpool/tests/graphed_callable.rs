@@ -411,7 +411,7 @@ fn wrong_inputs_are_errors_and_change_nothing() {
     let far = lab.bench.instance.device(1).unwrap().default_stream().unwrap();
     assert!(matches!(refused(&[good], &far), Error::Graph(GraphError::StreamDevice { .. })));
     let other = Lab::new();
-    assert_eq!(refused(&[good], &other.bench.main), Error::ForeignGpu { thing: "the stream" });
+    assert_eq!(refused(&[good], &other.bench.main), Error::ForeignInstance { object: "the stream" });
     other.finish();
     assert_eq!(lab.call(&mut graphed, 64, 1), (Some(64), 11));
     drop(input);
@@ -425,7 +425,7 @@ fn work_that_fails_without_a_graph_is_an_error() {
     let adder = lab.adder();
     let far = lab.bench.instance.device(1).unwrap();
     let foreign = GraphedCallable::new(&Lab::new().bench.any(), &far, lab.adder(), [64], GraphedOptions::default());
-    assert_eq!(foreign.unwrap_err(), Error::ForeignGpu { thing: "the device" });
+    assert_eq!(foreign.unwrap_err(), Error::ForeignInstance { object: "the device" });
     // More than the device has: there is not even room for the inputs.
     let outcome = lab.try_graphed(adder, &[1 << 40]);
     assert!(matches!(outcome, Err(Error::OutOfMemory(_))), "{outcome:?}");

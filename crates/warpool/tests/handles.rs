@@ -399,7 +399,7 @@ fn two_gpus_have_their_own_handles() {
     pools[1].current(&second).unwrap().note.set(2);
     assert_eq!(pools[0].current(&first).unwrap().note.get(), 1);
     assert_eq!(pools[1].current(&second).unwrap().note.get(), 2);
-    assert_eq!(pools[0].current(&second).err(), Some(Error::ForeignGpu { thing: "the device" }));
+    assert_eq!(pools[0].current(&second).err(), Some(Error::ForeignInstance { object: "the device" }));
 }
 
 #[test]
@@ -577,7 +577,7 @@ fn a_stream_is_set_when_it_differs_and_again_after_a_failure() {
     let refused = Err(Error::HandleDevice { handle: handle_on, stream: elsewhere.id(), owner });
     assert_eq!(handle.set_stream(&elsewhere), refused);
     let foreign = common::device().pool_stream().unwrap();
-    assert_eq!(handle.set_stream(&foreign), Err(Error::ForeignGpu { thing: "the stream" }));
+    assert_eq!(handle.set_stream(&foreign), Err(Error::ForeignInstance { object: "the stream" }));
     assert_eq!(sim.library_calls(handle.id()).len(), 4);
 }
 

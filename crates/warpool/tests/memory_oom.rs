@@ -192,7 +192,7 @@ fn the_report_says_where_the_memory_is() {
     bench.free_all(blocks.iter().copied().step_by(2));
     let report = bench.run_out(950 * MIB);
     assert_eq!((report.bytes_private_free, report.bytes_allocated), (100 * MIB, 40 * MIB));
-    assert_eq!((report.bytes_cached, report.pieces_cached, report.bytes_largest_cached), (40 * MIB, 10, 4 * MIB));
+    assert_eq!((report.bytes_cached, report.blocks_cached, report.bytes_largest_cached), (40 * MIB, 10, 4 * MIB));
     assert_eq!((report.bytes_reserved, report.cause, report.capturing), (180 * MIB, OomCause::Device, false));
     let text = report.to_string();
     assert!(text.contains("100.00 MiB lies free in private pools (e.g., CUDA Graphs)"), "{text}");

@@ -165,7 +165,7 @@ fn two_gpus_do_not_know_of_each_other() {
     assert_eq!((a.current_device().index(), b.current_device().index()), (1, 0));
     assert_ne!(a.current_stream().unwrap(), b.device(1).unwrap().current_stream().unwrap());
     let refused = a.current_stream().unwrap().wait_stream(&b.current_stream().unwrap());
-    assert!(matches!(refused, Err(Error::ForeignGpu { .. })));
+    assert!(matches!(refused, Err(Error::ForeignInstance { .. })));
 }
 
 /// CUDAGuardTest.
@@ -448,7 +448,7 @@ fn closing_gives_everything_back_once_nobody_is_left() {
     drop(instance.device(0).unwrap().lease_stream().unwrap());
     stream.wait_stream(&instance.current_stream().unwrap()).unwrap();
     let another = instance.clone();
-    assert_eq!(another.close(), Err(Error::StillInUse { holders: 2 }));
+    assert_eq!(another.close(), Err(Error::StillInUse { references: 2 }));
     drop(stream);
     instance.close().unwrap();
     let after = sim.object_counts();

@@ -131,7 +131,7 @@ pub(super) fn wrong_use_has_its_own_errors(bench: &Bench) -> Checked {
                 let key = graph.scope()?.allocate(4096)?;
                 let ptr = graph.buffer(key)?.ptr();
                 let drawn = foreign.fill_bits((ptr, 16), stream);
-                expect_eq("a generator of another Instance", drawn, Err(GeneratorError::ForeignGpu.into()))?;
+                expect_eq("a generator of another Instance", drawn, Err(GeneratorError::ForeignInstance.into()))?;
                 let apart = graph.scope()?.fill(key, Pattern::U8(1), 1, &other);
                 let apart_error = GraphError::StreamNotInCapture { stream: other.id() };
                 expect_eq("a stream that takes no part", apart, Err(apart_error.into()))?;

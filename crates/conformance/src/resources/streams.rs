@@ -120,7 +120,7 @@ fn callbacks_run_in_stream_order(bench: &Bench) -> Checked {
 fn what_is_in_use_cannot_be_closed(bench: &Bench) -> Checked {
     let instance = Instance::new(Arc::clone(bench.instance.driver()))?;
     let stream = instance.device(bench.device.index())?.pool_stream()?;
-    expect_eq("closing", instance.close(), Err(Error::StillInUse { holders: 1 }))?;
+    expect_eq("closing", instance.close(), Err(Error::StillInUse { references: 1 }))?;
     let instance = stream.instance().clone();
     drop(stream);
     Ok(instance.close()?)

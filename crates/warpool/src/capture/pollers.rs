@@ -14,7 +14,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use crate::graph::GraphError;
+use crate::error::GraphError;
 use crate::{Result, lock};
 
 /// After this long, a capture that waits to begin logs a warning.

@@ -12,8 +12,8 @@ use warpool_driver::{CaptureId, DeviceId, DriverError, ErrorCode};
 
 use super::pollers::{HoldOff, Pollers};
 use super::status::CaptureStatus;
+use crate::error::GraphError;
 use crate::generator::{GeneratorInCapture, Heads};
-use crate::graph::GraphError;
 use crate::memory::{DeviceAllocator, GraphHostPool, MemPoolId};
 use crate::{Instance, Result, Stream, lock};
 

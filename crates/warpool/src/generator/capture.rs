@@ -114,7 +114,7 @@ pub(super) fn draw(site: &Site, state: &Arc<State>, stream: &Stream, increment: 
             // The head is in the graph, and will write to its slot: that must stay as long.
             record.keep(Arc::new(slot));
             other?;
-            return Err(GeneratorError::HeadLost { stream: stream.id() }.into());
+            return Err(GeneratorError::SeedKernelLost { stream: stream.id() }.into());
         }
     };
     let mut used = lock(&record.used);

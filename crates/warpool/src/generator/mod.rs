@@ -51,7 +51,6 @@
 //! until no launch reads the slot any more.
 
 mod capture;
-mod error;
 mod fill;
 mod kernels;
 pub mod philox;
@@ -65,8 +64,8 @@ use std::sync::{Arc, Mutex};
 
 use warpool_driver::CaptureState;
 
+pub use crate::error::GeneratorError;
 pub(crate) use capture::{GeneratorInCapture, Heads};
-pub use error::GeneratorError;
 pub use fill::Target;
 pub use kernels::place;
 pub use reserve::{PHILOX_CUDA, Reservation};
@@ -182,7 +181,7 @@ impl Generator {
     /// counts the numbers of both.
     pub fn adopt(&self, other: &Self) -> Result<()> {
         if self.device.instance() != other.device.instance() {
-            return Err(GeneratorError::ForeignGpu.into());
+            return Err(GeneratorError::ForeignInstance.into());
         }
         if self.device != other.device {
             let (generator, wanted) = (other.device.id(), self.device.id());
@@ -212,7 +211,7 @@ impl Generator {
     /// The generator and the stream belong together.
     fn expect_stream(&self, stream: &Stream) -> Result<()> {
         if self.device.instance() != stream.instance() {
-            return Err(GeneratorError::ForeignGpu.into());
+            return Err(GeneratorError::ForeignInstance.into());
         }
         if self.device.id() != stream.device_id() {
             let (generator, wanted) = (self.device.id(), stream.device_id());

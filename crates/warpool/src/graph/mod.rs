@@ -87,7 +87,6 @@ mod callable;
 mod capture;
 mod conditional;
 mod end;
-mod error;
 #[expect(clippy::module_inception, reason = "the graph is what the module is about")]
 mod graph;
 mod graphed;
@@ -97,11 +96,11 @@ mod replay;
 mod shelf;
 
 pub use crate::capture::Polling;
+pub use crate::error::GraphError;
 pub use buffers::{BufferAt, BufferKey, GeneratorSlot, GraphArg};
 pub use callable::{Answer, Call, Callable, Fallback, Input};
 pub use capture::{Capture, Fork};
 pub use conditional::Flag;
-pub use error::GraphError;
 pub use graph::Graph;
 pub use graphed::{GraphReport, GraphedCallable, GraphedOptions};
 pub use host::{HostAt, HostKey, Place};

@@ -153,8 +153,8 @@ impl LibraryHandle {
         Ok(())
     }
 
-    fn expect_same(&self, instance: &Instance, thing: &'static str) -> Result<()> {
-        if self.instance == instance.key() { Ok(()) } else { Err(Error::ForeignGpu { thing }) }
+    fn expect_same(&self, instance: &Instance, object: &'static str) -> Result<()> {
+        if self.instance == instance.key() { Ok(()) } else { Err(Error::ForeignInstance { object }) }
     }
 }
 

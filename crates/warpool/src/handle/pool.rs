@@ -241,7 +241,7 @@ mod tests {
         drop(pool.lease(&own.device(0).unwrap()).unwrap());
         pool.current(&own.device(0).unwrap()).unwrap();
         for device in foreign.devices() {
-            let refused = Error::ForeignGpu { thing: "the device" };
+            let refused = Error::ForeignInstance { object: "the device" };
             assert_eq!(pool.current(&device).err(), Some(refused.clone()));
             assert_eq!(pool.lease(&device).err(), Some(refused.clone()));
             assert_eq!(pool.trim(&device), Err(refused));

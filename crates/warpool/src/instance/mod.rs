@@ -147,7 +147,7 @@ impl Instance {
                 }
                 outcome
             }
-            Err(shared) => Err(Error::StillInUse { holders: Arc::strong_count(&shared) - 1 }),
+            Err(shared) => Err(Error::StillInUse { references: Arc::strong_count(&shared) - 1 }),
         }
     }
 
@@ -179,9 +179,9 @@ impl Instance {
         Ok(*cell.get_or_init(|| id))
     }
 
-    /// Fails if `other` is another `Instance`; `thing` says what of it was brought here.
-    pub(crate) fn expect_same(&self, other: &Self, thing: &'static str) -> Result<()> {
-        if self == other { Ok(()) } else { Err(Error::ForeignGpu { thing }) }
+    /// Fails if `other` is another `Instance`; `object` is the argument that it came with.
+    pub(crate) fn expect_same(&self, other: &Self, object: &'static str) -> Result<()> {
+        if self == other { Ok(()) } else { Err(Error::ForeignInstance { object }) }
     }
 }
 

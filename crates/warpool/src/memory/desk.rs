@@ -145,7 +145,7 @@ impl Shortage<'_> {
             bytes_private_free: 0,
             bytes_cached: reserved - active,
             // The source does not say how its free memory lies.
-            pieces_cached: u64::from(reserved > active),
+            blocks_cached: u64::from(reserved > active),
             bytes_largest_cached: reserved - active,
             // No setting of ours would place it otherwise.
             expandable_segments: true,

@@ -51,7 +51,10 @@ impl HistoryOptions {
     /// Skips actions by the names that snapshots use. [`Error::UnknownAction`] for any other.
     pub fn skipping(mut self, names: &[&str]) -> Result<Self> {
         for &name in names {
-            let action = Action::from_name(name).ok_or_else(|| Error::UnknownAction { name: name.to_owned() })?;
+            let action = Action::from_name(name).ok_or_else(|| Error::UnknownAction {
+                name: name.to_owned(),
+                known: Action::ALL.map(Action::name).to_vec(),
+            })?;
             self.skip.push(action);
         }
         Ok(self)

@@ -71,10 +71,8 @@ mod host;
 mod journal;
 mod layer;
 mod observe;
-mod oom;
 mod pluggable;
 mod pool;
-mod pool_id;
 mod scopes;
 mod settings;
 mod size_rules;
@@ -82,6 +80,8 @@ mod snapshot;
 mod standing;
 mod stats;
 
+pub use crate::error::{OomCause, OomReport, PinnedCapReport};
+pub use crate::pool_id::MemPoolId;
 pub use allocator::{Allocation, DeviceAllocator, Request, SnapshotOptions};
 pub use block::{Allocate, Block};
 pub use caching::{CachingAllocator, PoolCheckpoint, Restored};
@@ -92,19 +92,17 @@ pub use history::{
     user_metadata,
 };
 pub(crate) use host::GraphHostPool;
-pub use host::{HostAllocator, HostBlock, HostStats, HostTime, PinnedCapReport};
+pub use host::{HostAllocator, HostBlock, HostStats, HostTime};
 pub use layer::{
     AllocatorCall, CallSink, Counted, Counts, FailureCallback, GivenBack, IntoAllocator, Layer, Limited, Traced,
     TracingSink,
 };
 pub use observe::{ObserverId, Observers, OomObserver, PressureCallback, StackHook, Tracker, TrimHook};
-pub use oom::{OomCause, OomReport};
 pub use pluggable::{
     BaseAllocation, CurrentAllocator, ExternalAllocator, ExternalUpstream, FnAllocator, Handled, PluggableAllocator,
     RawStream,
 };
 pub use pool::{MemPool, PoolKeeper, PoolOptions, PoolScope, Route, Upstream};
-pub use pool_id::MemPoolId;
 pub use settings::{
     Backend, FreeBlockOrder, Lint, Origin, PinnedSettings, Problem, Reserve, SettingValue, Settings, SettingsError,
     Warning, lint,

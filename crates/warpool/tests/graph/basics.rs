@@ -44,7 +44,7 @@ fn bad_begins_are_refused_one_by_one_and_change_nothing() {
     let far = lab.bench.instance.device(1).unwrap().lease_stream().unwrap();
     assert!(matches!(graph_error(graph.capture_begin(&far, plain)), GraphError::StreamDevice { .. }));
     let other = Lab::new();
-    assert_eq!(graph.capture_begin(&other.side, plain), Err(Error::ForeignGpu { thing: "the stream" }));
+    assert_eq!(graph.capture_begin(&other.side, plain), Err(Error::ForeignInstance { object: "the stream" }));
     assert_eq!(
         graph_error(graph.capture_begin(&lab.side, plain.with_pool(MemPoolId::DEFAULT))),
         GraphError::DefaultPool

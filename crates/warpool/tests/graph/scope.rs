@@ -156,11 +156,11 @@ fn things_of_other_gpus_are_refused() {
     let foreign = other.bench.any().allocate(64, &other.side).unwrap();
     let mut graph = lab.graph();
     let outcome = graph.capture(&lab.side, CaptureOptions::default(), |capture| capture.keep(foreign).map(drop));
-    assert_eq!(outcome, Err(Error::ForeignGpu { thing: "the block" }));
+    assert_eq!(outcome, Err(Error::ForeignInstance { object: "the block" }));
     let made = Graph::new(&lab.bench.any(), &other.bench.device(), Default::default()).map(drop);
-    assert_eq!(made, Err(Error::ForeignGpu { thing: "the device" }));
+    assert_eq!(made, Err(Error::ForeignInstance { object: "the device" }));
     lab.still_works(&mut graph);
-    assert_eq!(graph.replay(&other.side), Err(Error::ForeignGpu { thing: "the stream" }));
+    assert_eq!(graph.replay(&other.side), Err(Error::ForeignInstance { object: "the stream" }));
     let far = lab.bench.instance.device(1).unwrap().pool_stream().unwrap();
     assert!(matches!(graph_error(graph.replay(&far)), GraphError::StreamDevice { .. }));
     drop(graph);

@@ -182,7 +182,7 @@ fn odd_sizes_are_answered() {
     empty.write(0, &[]).unwrap();
     assert!(matches!(empty.read(0, &mut [0]), Err(Error::HostBounds { offset: 0, bytes: 1, available: 0 })));
     lab.free(empty);
-    assert!(matches!(lab.pinned.allocate(u64::MAX), Err(Error::RequestTooLarge { bytes: u64::MAX })));
+    assert!(matches!(lab.pinned.allocate(u64::MAX), Err(Error::PinnedRequestTooLarge { bytes: u64::MAX })));
     let block = lab.alloc(1000);
     block.write(990, &[1; 10]).unwrap();
     assert!(matches!(block.write(991, &[1; 10]), Err(Error::HostBounds { offset: 991, bytes: 10, available: 1000 })));

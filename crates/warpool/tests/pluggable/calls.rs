@@ -107,7 +107,7 @@ fn an_address_that_is_taken_is_an_error() {
     for (at, device, on) in [(0x1_0000, 0, &stream), (0x1_0040, 0, &stream), (0xffff, 0, &stream), (0x1_0000, 1, &far)]
     {
         next.store(at, Ordering::SeqCst);
-        let taken = Error::PlugAddress { ptr: DevicePtr(at), bytes: 100, taken: first.ptr, taken_bytes: 100 };
+        let taken = Error::ExternalOverlap { ptr: DevicePtr(at), bytes: 100, live: first.ptr, live_bytes: 100 };
         assert_eq!(ask(device, on), Err(taken.clone()));
         assert!(taken.to_string().contains("0x10000"), "{taken}");
     }

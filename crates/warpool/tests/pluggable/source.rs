@@ -66,7 +66,7 @@ fn an_upstream_refuses_an_address_that_is_taken() {
         next.store(at, Ordering::SeqCst);
         upstream.allocate(DEVICE, 100, stream)
     };
-    let taken = |at| Err(Error::PlugAddress { ptr: DevicePtr(at), bytes: 100, taken: first, taken_bytes: 100 });
+    let taken = |at| Err(Error::ExternalOverlap { ptr: DevicePtr(at), bytes: 100, live: first, live_bytes: 100 });
     assert_eq!((ask(0x1_0000), ask(0x1_0040)), (taken(0x1_0000), taken(0x1_0040)));
     // What the plug would not take back is still taken; what it took may come again.
     upstream.free(first, 100, DEVICE, stream).unwrap_err();
@@ -83,7 +83,7 @@ fn the_programs_allocator_is_chosen_before_it_is_used() {
     let current = CurrentAllocator::new(&bench.instance);
     let (_, elsewhere) = common::machine(1);
     let foreign: Arc<dyn DeviceAllocator> = Arc::new(CachingAllocator::new(&elsewhere, Settings::default()));
-    assert_eq!(current.install(foreign), Err(Error::ForeignGpu { thing: "the allocator" }));
+    assert_eq!(current.install(foreign), Err(Error::ForeignInstance { object: "the allocator" }));
     let other: Arc<dyn DeviceAllocator> = Arc::new(CachingAllocator::new(&bench.instance, Settings::default()));
     current.install(Arc::clone(&other)).unwrap();
     current.install(bench.any()).expect("nobody got the first");

@@ -149,7 +149,7 @@ impl State {
             bytes_pending: self.stats.active_bytes.all.current - self.stats.allocated_bytes.all.current,
             bytes_private_free: 0,
             bytes_cached: 0,
-            pieces_cached: 0,
+            blocks_cached: 0,
             bytes_largest_cached: 0,
             expandable_segments: self.policy.expandable,
             capturing: false,
@@ -157,7 +157,7 @@ impl State {
         for block in self.blocks.values().filter(|block| block.standing == Standing::Free) {
             if self.bin_of(block.segment).pool.is_default() {
                 report.bytes_cached += block.size;
-                report.pieces_cached += 1;
+                report.blocks_cached += 1;
                 report.bytes_largest_cached = report.bytes_largest_cached.max(block.size);
             } else {
                 report.bytes_private_free += block.size;

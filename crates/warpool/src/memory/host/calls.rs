@@ -34,7 +34,7 @@ impl Shared {
     #[inline]
     pub(super) fn fit(&self, bytes: u64) -> Result<Fit> {
         if bytes > BYTES_MAX {
-            return Err(Error::RequestTooLarge { bytes });
+            return Err(Error::PinnedRequestTooLarge { bytes });
         }
         Ok(Fit::of(bytes, self.limits.round_max()))
     }

@@ -18,7 +18,7 @@ use super::block::{BlockCell, POOLED, USED, Use};
 use super::size::Fit;
 use super::{HostBlock, Shared};
 use crate::capture::CaptureRecord;
-use crate::graph::GraphError;
+use crate::error::GraphError;
 use crate::memory::{MemPoolId, StackLevel};
 use crate::{Error, Result, Stream, lock};
 

@@ -9,10 +9,10 @@ use std::sync::{Arc, PoisonError};
 use warpool_driver::{DeviceId, ErrorCode};
 
 use super::block::{BlockCell, Standing};
-use super::cap::PinnedCapReport;
 use super::heap::{Kind, Short};
 use super::size::{BYTES_MAX, Fit, PAGE, shared_segment};
 use super::{HOST, Shared};
+use crate::error::PinnedCapReport;
 use crate::memory::Action;
 use crate::memory::journal::Cause;
 use crate::{Error, Result, lock};

@@ -47,7 +47,6 @@
 mod background;
 mod block;
 mod calls;
-mod cap;
 mod capture;
 mod grow;
 mod heap;
@@ -66,7 +65,6 @@ use std::sync::{Arc, Condvar, Mutex};
 use warpool_driver::{DeviceId, Driver, HostPtr};
 
 pub use block::HostBlock;
-pub use cap::PinnedCapReport;
 pub(crate) use capture::GraphHostPool;
 pub use stats::{HostStats, HostTime};
 

@@ -13,7 +13,7 @@ use crate::{Error, Result, lock};
 pub(super) struct Claims(Mutex<BTreeMap<u64, u64>>);
 
 impl Claims {
-    /// Notes what the plug gave. [`Error::PlugAddress`] if it overlaps something that it has not got back.
+    /// Notes what the plug gave. [`Error::ExternalOverlap`] if it overlaps something that it has not got back.
     pub(super) fn claim(&self, ptr: DevicePtr, bytes: u64) -> Result<()> {
         let mut claims = lock(&self.0);
         let end = ptr.0.saturating_add(bytes);
@@ -21,7 +21,7 @@ impl Claims {
         if let Some((&start, &length)) = claims.range(..end).next_back()
             && start.saturating_add(length) > ptr.0
         {
-            return Err(Error::PlugAddress { ptr, bytes, taken: DevicePtr(start), taken_bytes: length });
+            return Err(Error::ExternalOverlap { ptr, bytes, live: DevicePtr(start), live_bytes: length });
         }
         claims.insert(ptr.0, bytes);
         Ok(())
@@ -70,7 +70,7 @@ mod tests {
             }
             let taken = match claims.claim(DevicePtr(start), length) {
                 Ok(()) => None,
-                Err(Error::PlugAddress { taken, .. }) => Some(taken.0),
+                Err(Error::ExternalOverlap { live, .. }) => Some(live.0),
                 Err(other) => panic!("{other}"),
             };
             assert_eq!(taken, refused_for, "{length} bytes at {start}");

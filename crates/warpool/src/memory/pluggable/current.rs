@@ -31,7 +31,7 @@ impl CurrentAllocator {
     }
 
     /// Makes `allocator` the program's. One that was installed before and that nobody got yet makes way.
-    /// [`Error::AllocatorInUse`] if somebody got one, [`Error::ForeignGpu`] for one of another [`Instance`].
+    /// [`Error::AllocatorInUse`] if somebody got one, [`Error::ForeignInstance`] for one of another [`Instance`].
     pub fn install(&self, allocator: Arc<dyn DeviceAllocator>) -> Result<()> {
         self.instance.expect_same(allocator.instance(), "the allocator")?;
         let mut slot = lock(&self.slot);

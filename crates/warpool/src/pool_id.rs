@@ -1,16 +1,16 @@
-//! The names of memory pools.
+//! Ids of memory pools.
 
 use std::fmt;
 
 /// Which pool a block belongs to: PyTorch's pair of numbers.
 ///
-/// `(0, 0)` is the default pool, `(n, 0)` one that a graph made for itself, `(0, n)` one that a user made. Both numbers
-/// at once name nothing.
+/// `(0, 0)` is the default pool, `(n, 0)` a pool made by a graph, `(0, n)` a pool made by the user. No pool has two
+/// nonzero numbers.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct MemPoolId {
-    /// The number among those of graphs, or 0.
+    /// The number of a graph's pool, or 0.
     pub graph: u32,
-    /// The number among those of users, or 0.
+    /// The number of a user's pool, or 0.
     pub user: u32,
 }
 

@@ -1,29 +1,29 @@
-//! Why a cap on pinned memory refused a request. Not out of memory: the machine may have room, and raising the cap
-//! helps.
+//! The report of a refusal by a cap on pinned memory. Not out of memory: the machine may have memory, and raising the
+//! cap helps.
 
 use std::fmt;
 
 use warpool_driver::DeviceId;
 
-use crate::memory::oom::Size;
+use super::oom::Size;
 
-/// What was asked for, what is allowed, and where it is.
+/// What was requested, what is allowed, and where it is.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct PinnedCapReport {
-    /// What the caller asked for.
+    /// What the caller requested.
     pub bytes_requested: u64,
     /// What would have had to be pinned, at least.
     pub bytes_segment: u64,
     /// The cap.
     pub bytes_cap: u64,
-    /// The device whose cap it is; `None` for the one on all.
+    /// The device whose cap it is; `None` for the cap over all devices.
     pub device: Option<DeviceId>,
     /// What is pinned, for that device or in all.
     pub bytes_pinned: u64,
-    /// What of it callers have.
+    /// What of it is allocated.
     pub bytes_allocated: u64,
-    /// What of it was given back and waits for streams or graphs.
+    /// What of it was freed and waits for streams or graphs.
     pub bytes_pending: u64,
 }
 
@@ -35,8 +35,8 @@ impl fmt::Display for PinnedCapReport {
         };
         write!(
             f,
-            "pinned memory is capped: asked {}, which pins {} more; {} is pinned {whose}, of it {} is with callers and {} waits for streams or graphs, and \
-             {key} allows {}; free some, or raise the cap",
+            "pinned memory is capped: {} requested, which pins {} more; {} is pinned {whose}, of which {} is allocated \
+             and {} waits for streams or graphs, and {key} allows {}; free some, or raise the cap",
             Size(self.bytes_requested),
             Size(self.bytes_segment),
             Size(self.bytes_pinned),

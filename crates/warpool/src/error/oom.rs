@@ -1,68 +1,69 @@
-//! Why a request could not be met: the report that an out-of-memory error carries.
+//! The report of an out-of-memory error: what was requested, what there is, and where it is.
 
 use std::fmt;
 
 use warpool_driver::DeviceId;
 
-/// What stood in the way.
+/// Why a request failed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum OomCause {
-    /// The device has no room.
+    /// The device is full.
     Device,
-    /// A limit that was set: a fraction or a cap. The device may have room.
+    /// A limit that was set: a fraction or a cap. The device may have memory.
     Limit,
-    /// The limit, before anything was tried, because `throw_on_cudamalloc_oom` is set.
+    /// The limit, before any retry, because `throw_on_cudamalloc_oom` is set.
     Rejected,
-    /// The memory does not come from the driver, and where it comes from has no room: a pool's own source, or a plug.
+    /// The memory does not come from the driver, and its source is out of memory: a pool's upstream, or an external
+    /// allocator.
     Upstream,
-    /// A cap on what callers hold through [`Limited`](super::Limited), which is the report's `bytes_limit`. Nothing
-    /// else was asked.
+    /// A cap on what is allocated through [`Limited`](crate::memory::Limited), which is the report's `bytes_limit`.
+    /// The inner allocator was not called.
     Cap {
-        /// What callers held through it.
+        /// What was allocated through it.
         held: u64,
     },
 }
 
-/// What was asked for, what there is, and where it is.
+/// What was requested, what there is, and where it is.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct OomReport {
-    /// On which device.
+    /// The device.
     pub device: DeviceId,
-    /// What stood in the way.
+    /// Why the request failed.
     pub cause: OomCause,
-    /// What the caller asked for.
+    /// What the caller requested.
     pub bytes_requested: u64,
-    /// What the driver was, or would have been, asked for.
+    /// What was, or would have been, requested from the driver.
     pub bytes_segment: u64,
-    /// What the device has.
+    /// The device's memory.
     pub bytes_total: u64,
-    /// What of it nobody has.
+    /// What of it is free.
     pub bytes_free: u64,
-    /// What this allocator may hold, if that is limited.
+    /// What this allocator may reserve, if that is limited.
     pub bytes_limit: Option<u64>,
-    /// What it holds.
+    /// What it has reserved.
     pub bytes_reserved: u64,
-    /// What of it callers have.
+    /// What of it is allocated.
     pub bytes_allocated: u64,
-    /// What callers have given back and streams may still use.
+    /// What was freed and waits for streams.
     pub bytes_pending: u64,
-    /// What lies free in private pools, such as those of graphs.
+    /// What is free in private pools, such as those of graphs.
     pub bytes_private_free: u64,
-    /// What lies free in the default pool.
+    /// What is free in the default pool.
     pub bytes_cached: u64,
-    /// In how many pieces it lies free there.
-    pub pieces_cached: u64,
+    /// In how many blocks.
+    pub blocks_cached: u64,
     /// The largest of them.
     pub bytes_largest_cached: u64,
-    /// Whether segments grow (`expandable_segments`).
+    /// Whether segments are expandable (`expandable_segments`).
     pub expandable_segments: bool,
-    /// Whether the stream captures, so that nothing could be given back.
+    /// Whether the stream captures, so that nothing could be reclaimed.
     pub capturing: bool,
 }
 
 impl OomReport {
-    /// What others have of the device: other processes, contexts, other allocators of this process.
+    /// What is used by others: other processes, contexts, other allocators of this process.
     #[must_use]
     pub fn bytes_elsewhere(&self) -> u64 {
         self.bytes_total.saturating_sub(self.bytes_free).saturating_sub(self.bytes_reserved)
@@ -85,7 +86,8 @@ impl fmt::Display for OomReport {
             let (cap, held) = (Size(cap), Size(held));
             write!(
                 f,
-                " Refused by a cap of {cap} on what callers may hold, of which they hold {held}; raise the cap, or free something first."
+                " Refused by a cap of {cap} on allocated memory, of which {held} is allocated; \
+                 raise the cap, or free something first."
             )?;
         } else if let Some(limit) = self.bytes_limit {
             write!(f, " {} allowed; raise the limit, or set it to 1.0 to remove it.", Size(limit))?;
@@ -93,45 +95,48 @@ impl fmt::Display for OomReport {
         match self.cause {
             OomCause::Device | OomCause::Limit | OomCause::Cap { .. } => {}
             OomCause::Rejected => {
-                f.write_str(" Refused before the driver was asked, because throw_on_cudamalloc_oom is set.")?;
+                f.write_str(" Refused before the driver was called, because throw_on_cudamalloc_oom is set.")?;
             }
             OomCause::Upstream => {
-                f.write_str(" Its own source of memory (a pool's upstream, or a plugged allocator) had none.")?;
+                f.write_str(
+                    " The source of the memory (a pool's upstream, or an external allocator) is out of memory.",
+                )?;
             }
         }
         write!(
             f,
-            " Of the allocated memory {} is allocated by Warpool's callers, {} waits for streams",
+            " Of the allocated memory {} is allocated by Warpool's callers, {} was freed and waits for streams",
             Size(self.bytes_allocated),
             Size(self.bytes_pending),
         )?;
         if self.bytes_private_free > 0 {
-            write!(f, ", {} lies free in private pools (e.g., CUDA Graphs)", Size(self.bytes_private_free))?;
+            write!(f, ", {} is free in private pools (e.g., CUDA Graphs)", Size(self.bytes_private_free))?;
         }
         write!(
             f,
-            ", and {} is reserved by Warpool but unallocated, in {} pieces, the largest {}.",
+            ", and {} is reserved by Warpool but unallocated, in {} blocks, the largest {}.",
             Size(self.bytes_cached),
-            self.pieces_cached,
+            self.blocks_cached,
             Size(self.bytes_largest_cached),
         )?;
         write!(f, " {} is held by others (contexts, other libraries, other processes).", Size(self.bytes_elsewhere()))?;
         if self.capturing {
-            f.write_str(" Nothing could be given back, because the stream captures a graph.")?;
+            f.write_str(" Nothing could be reclaimed, because the stream captures a graph.")?;
         }
         if self.bytes_cached >= self.bytes_segment {
+            f.write_str(" Free memory would have sufficed but is fragmented: ")?;
             f.write_str(if self.expandable_segments {
-                " Free memory would have sufficed but lies in the wrong places: call trim between phases of the program."
+                "call trim between phases of the program."
             } else {
-                " Free memory would have sufficed but lies in the wrong places: set expandable_segments:True to avoid that."
+                "set expandable_segments:True to avoid that."
             })?;
         }
         Ok(())
     }
 }
 
-/// Bytes for people, as PyTorch writes them.
-pub(crate) struct Size(pub(crate) u64);
+/// A number of bytes as PyTorch writes it.
+pub(super) struct Size(pub(super) u64);
 
 impl fmt::Display for Size {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -151,7 +156,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn sizes_read_as_in_pytorch() {
+    fn sizes_are_written_as_in_pytorch() {
         let cases = [
             (0, "0 bytes"),
             (1024, "1024 bytes"),

@@ -1,0 +1,437 @@
+//! Errors, and the plain data that they carry. The bottom module of the crate: everything may use it, it uses nothing.
+//!
+//! Each kind of failure is a variant of its own; a failed driver call is passed on unchanged.
+
+mod generator;
+mod graph;
+mod oom;
+mod pinned_cap;
+
+use std::fmt;
+
+use warpool_driver::{DeviceId, DevicePtr, DriverError, HostPtr, StreamId};
+
+pub use generator::GeneratorError;
+pub use graph::GraphError;
+pub use oom::{OomCause, OomReport};
+pub use pinned_cap::PinnedCapReport;
+
+use crate::pool_id::MemPoolId;
+
+/// The result of a call into this crate.
+pub type Result<T> = std::result::Result<T, Error>;
+
+/// Why a call failed, and, where that helps, what to do about it.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// A driver call failed.
+    #[error(transparent)]
+    Driver(#[from] DriverError),
+
+    /// The driver reports no device.
+    #[error("the {driver} driver has no device; check that a GPU is installed and visible to this process")]
+    NoDevice {
+        /// The driver's [kind](warpool_driver::Driver::kind).
+        driver: &'static str,
+    },
+
+    /// There is no device with that index.
+    #[error("device index {index} is out of range [0, {count})")]
+    DeviceOutOfRange {
+        /// The index.
+        index: u32,
+        /// How many devices there are.
+        count: u32,
+    },
+
+    /// An object of another [`Instance`](crate::Instance) was passed.
+    #[error("{object} belongs to another Instance; only objects of one Instance can be used together")]
+    ForeignInstance {
+        /// Which argument it was.
+        object: &'static str,
+    },
+
+    /// An event belongs to one device, and only streams of that device can record it.
+    #[error(
+        "event of {event} cannot record on a stream of {stream}; use one event per device \
+         (waiting for an event from another device's stream is fine)"
+    )]
+    EventDevice {
+        /// The event's device.
+        event: DeviceId,
+        /// The stream's device.
+        stream: DeviceId,
+    },
+
+    /// An event belongs to one device and cannot be created on a second.
+    #[error("event of {event} cannot be created again on {wanted}; make another event")]
+    EventExists {
+        /// The event's device.
+        event: DeviceId,
+        /// The device that it was to be created on.
+        wanted: DeviceId,
+    },
+
+    /// An event with timing cannot be shared between processes.
+    #[error("an event cannot be both timing and interprocess; drop one of the two options")]
+    TimingInterprocess,
+
+    /// An event without the option `interprocess` cannot be exported.
+    #[error("the event cannot be exported; make it with the option interprocess")]
+    NotInterprocess,
+
+    /// An exported event is 64 bytes.
+    #[error("an exported event has 64 bytes, not {bytes}; pass exactly what the export returned")]
+    IpcHandleLength {
+        /// How many bytes were passed.
+        bytes: usize,
+    },
+
+    /// The elapsed time of an event without timing.
+    #[error("no elapsed time: the {which} event was made without timing; make both with the option timing")]
+    ElapsedWithoutTiming {
+        /// Which of the two.
+        which: Endpoint,
+    },
+
+    /// The elapsed time of an event that was never recorded.
+    #[error("no elapsed time: the {which} event was never recorded; record both first")]
+    ElapsedNotRecorded {
+        /// Which of the two.
+        which: Endpoint,
+    },
+
+    /// The elapsed time before both events are done.
+    #[error("no elapsed time yet: the work before one of the events is not done; synchronize with the end event first")]
+    ElapsedNotReady,
+
+    /// The elapsed time between events of two devices, whose clocks do not compare.
+    #[error("no elapsed time between events of {start} and {end}; record both on one device")]
+    ElapsedAcrossDevices {
+        /// The start event's device.
+        start: DeviceId,
+        /// The end event's device.
+        end: DeviceId,
+    },
+
+    /// The handle of the per-thread default stream.
+    #[error(
+        "the per-thread default stream is not supported: its handle is a different stream on each thread; \
+         create a stream, or pass one by a handle of its own"
+    )]
+    PerThreadStream,
+
+    /// A request names a stream of another device.
+    #[error(
+        "a request for {device} names {stream}, which belongs to {owner}; \
+         allocate on the stream's own device, and record the use"
+    )]
+    StreamDevice {
+        /// The device of the request.
+        device: DeviceId,
+        /// The stream.
+        stream: StreamId,
+        /// The stream's device.
+        owner: DeviceId,
+    },
+
+    /// There is no device memory for a request.
+    #[error("{0}")]
+    OutOfMemory(Box<OomReport>),
+
+    /// A request for more memory than any device has.
+    #[error(
+        "CUDA out of memory. Tried to allocate more than 1EB memory: {bytes} bytes; check how the size was computed"
+    )]
+    RequestTooLarge {
+        /// How much.
+        bytes: u64,
+    },
+
+    /// A request for more pinned memory than any machine has.
+    #[error("cannot pin {bytes} bytes: more than 1EB of host memory was requested; check how the size was computed")]
+    PinnedRequestTooLarge {
+        /// How much.
+        bytes: u64,
+    },
+
+    /// Host memory cannot be pinned by registering it.
+    #[error("host memory cannot be pinned by registering it: {why}; set pinned_use_cuda_host_register:False")]
+    HostRegister {
+        /// The driver's reason.
+        why: String,
+    },
+
+    /// No live allocation starts at an address.
+    #[error(
+        "invalid device pointer: {ptr} starts no live allocation of this allocator; \
+         it was freed already, lies inside an allocation, or belongs to another allocator"
+    )]
+    UnknownPointer {
+        /// The address.
+        ptr: DevicePtr,
+    },
+
+    /// There is no such pool, or no longer.
+    #[error(
+        "could not find pool of id {pool} on {device}; pools are per device, and are destroyed with their last use"
+    )]
+    UnknownPool {
+        /// The pool.
+        pool: MemPoolId,
+        /// The device.
+        device: DeviceId,
+    },
+
+    /// A pool of another allocator.
+    #[error("pool {pool} belongs to another allocator; pass a pool of the allocator that is used")]
+    ForeignAllocator {
+        /// The pool.
+        pool: MemPoolId,
+    },
+
+    /// A pool that was released by its last user.
+    #[error("pool {pool} was released by its last user and cannot be used again; make another")]
+    PoolReleased {
+        /// The pool.
+        pool: MemPoolId,
+    },
+
+    /// A pool has at most one open scope.
+    #[error("already recording to mempool_id {pool}; close that scope first, or use another pool")]
+    AlreadyRouting {
+        /// The pool.
+        pool: MemPoolId,
+    },
+
+    /// The end of a scope that was not opened.
+    #[error("not currently recording to mempool_id {pool}; begin and end must be paired")]
+    NotRouting {
+        /// The pool.
+        pool: MemPoolId,
+    },
+
+    /// The end of a capture that was not begun.
+    #[error("no capture is under way on {device}; begin and end must be paired")]
+    NotCapturing {
+        /// The device.
+        device: DeviceId,
+    },
+
+    /// A memory fraction outside of [0, 1].
+    #[error("invalid fraction: {fraction}. Please set within [0, 1]")]
+    Fraction {
+        /// The value, as text.
+        fraction: String,
+    },
+
+    /// A history has no action with that name.
+    #[error("unknown action {name:?}; the actions of a history are {}", known.join(", "))]
+    UnknownAction {
+        /// The name.
+        name: String,
+        /// The names that exist.
+        known: Vec<&'static str>,
+    },
+
+    /// A feature that an allocator does not have.
+    #[error("the {allocator} allocator does not support {what}")]
+    Unsupported {
+        /// The allocator.
+        allocator: &'static str,
+        /// The feature.
+        what: &'static str,
+    },
+
+    /// An external allocator returned memory that overlaps a live allocation of its own.
+    #[error(
+        "the external allocator returned {bytes} bytes at {ptr}, which overlap {live_bytes} live bytes at {live}; \
+         the memory is not used: check the external allocator's bookkeeping"
+    )]
+    ExternalOverlap {
+        /// The address that it returned.
+        ptr: DevicePtr,
+        /// How many bytes.
+        bytes: u64,
+        /// The live allocation.
+        live: DevicePtr,
+        /// Its length.
+        live_bytes: u64,
+    },
+
+    /// An external allocator failed.
+    #[error("external allocator: {why}")]
+    ExternalAllocator {
+        /// Its own message.
+        why: String,
+    },
+
+    /// The program's allocator can be replaced only before it is used.
+    #[error(
+        "cannot install the {wanted} allocator: the program already uses the {installed} allocator, \
+         which holds {bytes} bytes; install before the first use"
+    )]
+    AllocatorInUse {
+        /// The allocator in use.
+        installed: &'static str,
+        /// What it holds, on all devices.
+        bytes: u64,
+        /// The allocator that was to replace it.
+        wanted: &'static str,
+    },
+
+    /// A pool's state could not be saved or restored.
+    #[error("checkpoint of pool {pool}: {why}")]
+    Checkpoint {
+        /// The pool.
+        pool: MemPoolId,
+        /// The reason.
+        why: String,
+    },
+
+    /// An allocation at a given address was not possible.
+    #[error("could not allocate {bytes} bytes at exact address {ptr}: {why}")]
+    ExactAddress {
+        /// The address.
+        ptr: DevicePtr,
+        /// How much.
+        bytes: u64,
+        /// The reason.
+        why: &'static str,
+    },
+
+    /// The handle pool was closed.
+    #[error("cannot create a {library} handle: its pool is closed; make another pool")]
+    HandlePoolClosed {
+        /// The library.
+        library: &'static str,
+    },
+
+    /// A handle and a stream of different devices.
+    #[error("a handle of {handle} cannot use {stream}, which belongs to {owner}; use a handle of the stream's device")]
+    HandleDevice {
+        /// The handle's device.
+        handle: DeviceId,
+        /// The stream.
+        stream: StreamId,
+        /// The stream's device.
+        owner: DeviceId,
+    },
+
+    /// The calling thread is ending and has no handles of its own any more.
+    #[error("the calling thread is ending and cannot own a handle; lease one instead")]
+    ThreadEnding,
+
+    /// A cap on pinned host memory refused a request; the machine may have memory.
+    #[error("{0}")]
+    PinnedCap(Box<PinnedCapReport>),
+
+    /// A range that does not lie in a pinned block.
+    #[error("{bytes} bytes at offset {offset} do not lie in a pinned block of {available} bytes")]
+    HostBounds {
+        /// Where the range starts.
+        offset: u64,
+        /// Its length.
+        bytes: u64,
+        /// The length of the block.
+        available: u64,
+    },
+
+    /// Pinned memory has another address on a device than on the host.
+    #[error(
+        "pinned memory at {host} is at {seen} for {device}; Warpool needs one address for both: \
+         set pinned_use_cuda_host_register:False"
+    )]
+    HostAddress {
+        /// The address on the host.
+        host: HostPtr,
+        /// The address on the device.
+        seen: DevicePtr,
+        /// The device.
+        device: DeviceId,
+    },
+
+    /// Pinned memory is still in use.
+    #[error(
+        "cannot close: {handles} more handles of this host allocator are alive, \
+         and {blocks} of its blocks are allocated or used by a graph; drop them first"
+    )]
+    HostMemoryInUse {
+        /// Handles besides the one that was to be closed.
+        handles: usize,
+        /// Blocks.
+        blocks: usize,
+    },
+
+    /// Wrong use of a graph, or a capture that failed.
+    #[error(transparent)]
+    Graph(#[from] GraphError),
+
+    /// Wrong use of a generator.
+    #[error(transparent)]
+    Generator(#[from] GeneratorError),
+
+    /// The [`Instance`](crate::Instance) is still in use.
+    #[error(
+        "cannot close: {references} more handles, devices, streams, leases or events of this Instance are alive; \
+         drop them first"
+    )]
+    StillInUse {
+        /// How many.
+        references: usize,
+    },
+}
+
+impl Error {
+    /// The driver call that failed, if this is one.
+    #[must_use]
+    pub const fn driver(&self) -> Option<&DriverError> {
+        match self {
+            Self::Driver(error) => Some(error),
+            _ => None,
+        }
+    }
+}
+
+/// One of the two events of an elapsed time.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Endpoint {
+    /// Where the time starts.
+    Start,
+    /// Where it ends.
+    End,
+}
+
+impl fmt::Display for Endpoint {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Start => "start",
+            Self::End => "end",
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn messages_name_the_objects_and_the_remedy() {
+        let cases = [
+            (Error::DeviceOutOfRange { index: 7, count: 2 }, "device index 7 is out of range [0, 2)"),
+            (
+                Error::EventDevice { event: DeviceId(0), stream: DeviceId(1) },
+                "event of device 0 cannot record on a stream of device 1; use one event per device \
+                 (waiting for an event from another device's stream is fine)",
+            ),
+            (
+                Error::ElapsedWithoutTiming { which: Endpoint::End },
+                "no elapsed time: the end event was made without timing; make both with the option timing",
+            ),
+        ];
+        for (error, message) in cases {
+            assert_eq!(error.to_string(), message);
+        }
+    }
+}
