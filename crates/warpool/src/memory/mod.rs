@@ -79,6 +79,7 @@ mod size_rules;
 mod snapshot;
 mod standing;
 mod stats;
+mod stream_fence;
 
 pub use crate::error::{OomCause, OomReport, PinnedCapReport};
 pub use crate::pool_id::MemPoolId;

@@ -5,6 +5,7 @@ use slotmap::new_key_type;
 use warpool_driver::StreamId;
 
 use super::state::SegmentKey;
+use crate::memory::stream_fence::StreamUses;
 use crate::memory::{SegmentKind, Stack};
 
 new_key_type! {
@@ -42,8 +43,6 @@ pub(super) struct Block {
     pub(super) growing: bool,
     /// Which requests its segment serves.
     pub(super) kind: SegmentKind,
-    /// Marks in streams that it still waits for.
-    pub(super) marks: u32,
     /// How many searches its bin had seen when it became free.
     pub(super) born: u64,
     /// What few blocks have.
@@ -53,8 +52,8 @@ pub(super) struct Block {
 /// What few blocks have.
 #[derive(Debug, Default)]
 pub(super) struct Extra {
-    /// Other streams that used it.
-    pub(super) uses: Vec<StreamId>,
+    /// Other streams that used it, and the fences that it waits for once it is freed.
+    pub(super) uses: StreamUses,
     /// Of those, the ones that used it while they captured: the graph joins them.
     pub(super) uses_in_capture: Vec<StreamId>,
     /// Who asked for it.
@@ -74,7 +73,6 @@ impl Block {
             standing: Standing::Moving,
             growing,
             kind,
-            marks: 0,
             born: 0,
             extra: None,
         }
@@ -98,6 +96,6 @@ impl Block {
     }
 
     pub(super) fn has_uses(&self) -> bool {
-        self.extra.as_ref().is_some_and(|extra| !extra.uses.is_empty() || !extra.uses_in_capture.is_empty())
+        self.extra.as_ref().is_some_and(|extra| !extra.uses.is_clear() || !extra.uses_in_capture.is_empty())
     }
 }

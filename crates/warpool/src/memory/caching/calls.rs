@@ -8,6 +8,7 @@ use super::block::{BlockKey, Standing};
 use super::state::{State, Want};
 use super::{CachingAllocator, Cell};
 use crate::memory::journal::Cause;
+use crate::memory::stream_fence;
 use crate::memory::{
     Allocation, DeviceAllocator, HistoryOptions, MemPoolId, Observers, PoolKeeper, Request, SizeRules, Snapshot,
     SnapshotOptions, StackLevel, Stat, Stats,
@@ -104,8 +105,8 @@ enum First {
     Found(Allocation),
     /// Nothing cached fits. The pool is being visited.
     Missed(Want),
-    /// Something was given back that has to be looked after first.
-    Chores,
+    /// Frees are pending that have to be processed first.
+    Pending,
     Refused(Error),
 }
 
@@ -139,11 +140,11 @@ impl DeviceAllocator for CachingAllocator {
         if capturing {
             self.reuse_in_capture(cell, stream, &cause)?;
         }
-        let mut look_after = !capturing;
+        let mut process = !capturing;
         loop {
             let first = self.with(cell, |state| {
-                if look_after && state.has_chores() {
-                    return First::Chores;
+                if process && state.has_pending() {
+                    return First::Pending;
                 }
                 match state.bins_for_use(pool) {
                     Ok(bins) => {
@@ -166,7 +167,7 @@ impl DeviceAllocator for CachingAllocator {
                     drop(self.with(cell, |state| state.leave(pool)));
                     return Ok(self.handed_out(outcome?));
                 }
-                First::Chores => self.reap(cell, &cause)?,
+                First::Pending => self.process_pending(cell, &cause)?,
                 First::Refused(error) => {
                     // The scope that led here may have been closed by another thread since: it is as if we came later.
                     let now = if request.pool.is_none() { self.routed(cell, stream)? } else { pool };
@@ -176,7 +177,7 @@ impl DeviceAllocator for CachingAllocator {
                     pool = now;
                 }
             }
-            look_after = false;
+            process = false;
         }
     }
 
@@ -216,9 +217,10 @@ impl DeviceAllocator for CachingAllocator {
                 return;
             }
             let extra = state.blocks[block].extra();
-            let list = if in_capture { &mut extra.uses_in_capture } else { &mut extra.uses };
-            if !list.contains(&stream) {
-                list.push(stream);
+            if !in_capture {
+                extra.uses.add(stream);
+            } else if !extra.uses_in_capture.contains(&stream) {
+                extra.uses_in_capture.push(stream);
             }
         });
         Ok(())
@@ -251,7 +253,7 @@ impl DeviceAllocator for CachingAllocator {
         }
         let cause = self.cause(cell, StackLevel::All);
         if let Some(TakenBack::InUse(block)) = self.take_back(cell, Which::Owned(&allocation), &cause) {
-            self.with(cell, |state| state.unmarked.push(block));
+            stream_fence::fence_later(&self.pending_frees(cell, &cause), block);
         }
     }
 

@@ -7,15 +7,16 @@
 use std::collections::BTreeSet;
 
 use rustc_hash::FxHashSet;
-use warpool_driver::{CaptureState, ErrorCode, NodeId, StreamId};
+use warpool_driver::{NodeId, StreamId};
 
 use super::block::BlockKey;
 use super::state::State;
 use super::{CachingAllocator, Cell};
 use crate::Result;
-use crate::capture::{CaptureSafe, RelaxedMode};
+use crate::capture::{CaptureSafe, CaptureStatus, RelaxedMode};
 use crate::memory::DeviceAllocator as _;
 use crate::memory::journal::Cause;
+use crate::memory::stream_fence;
 
 /// A block that was given back in a capture.
 pub(super) struct Deferred {
@@ -31,33 +32,14 @@ impl CachingAllocator {
         cell.has_captures() || !self.instance.captures().none()
     }
 
-    /// Whether `stream` captures. No driver call, as long as no capture is under way on any device.
+    /// The capture status of `stream`. No driver call, as long as no capture is under way on any device.
+    pub(super) fn capture_status(&self, cell: &Cell, stream: StreamId) -> Result<CaptureStatus> {
+        if self.has_captures(cell) { CaptureStatus::of(self.driver(), stream) } else { Ok(CaptureStatus::NotCapturing) }
+    }
+
+    /// Whether `stream` captures.
     pub(super) fn is_capturing(&self, cell: &Cell, stream: StreamId) -> Result<bool> {
-        Ok(self.has_captures(cell) && self.capture_state(stream)? != CaptureState::None)
-    }
-
-    /// Whether no mark can be put into `stream` now: it captures, or it is the default stream, which would wait for a
-    /// blocking stream that does, and break its capture.
-    pub(super) fn refuses_marks(&self, cell: &Cell, stream: StreamId) -> Result<bool> {
-        if !self.has_captures(cell) {
-            return Ok(false);
-        }
-        match self.driver().capture_state(stream) {
-            Err(error) if error.code == ErrorCode::StreamCaptureImplicit => Ok(true),
-            _ => self.is_capturing(cell, stream),
-        }
-    }
-
-    /// Where `stream` stands with captures.
-    pub(super) fn capture_state(&self, stream: StreamId) -> Result<CaptureState> {
-        match self.driver().capture_state(stream) {
-            Ok(state) => Ok(state),
-            // The default stream does not capture; it is only that others do.
-            Err(error) if error.code == ErrorCode::StreamCaptureImplicit => Ok(CaptureState::None),
-            // A stream that is gone does not either.
-            Err(error) if error.code == ErrorCode::InvalidHandle => Ok(CaptureState::None),
-            Err(error) => Err(error.into()),
-        }
+        Ok(self.capture_status(cell, stream)?.is_capturing())
     }
 
     /// The same around code of others (a pool's source), which may poll or begin captures itself: so none are held off,
@@ -78,10 +60,10 @@ impl CachingAllocator {
         let streams = self.streams_of(cell, block);
         let mut any = false;
         for &stream in &streams {
-            match self.refuses_marks(cell, stream) {
-                Ok(refuses) => any |= refuses,
+            match self.capture_status(cell, stream) {
+                Ok(status) => any |= status.refuses_work(),
                 Err(error) => {
-                    self.with(cell, |state| state.unmarked.push(block));
+                    stream_fence::fence_later(&self.pending_frees(cell, cause), block);
                     return Err(error);
                 }
             }
@@ -96,17 +78,17 @@ impl CachingAllocator {
         }
         // Whatever used it in a capture was joined when that ended.
         self.with(cell, |state| state.blocks[block].extra().uses_in_capture.clear());
-        self.mark_uses(cell, block, cause)
+        stream_fence::fence(&self.pending_frees(cell, cause), block)
     }
 
     /// Frees what waited for captures that are over. Every stream is asked about once, however many blocks wait:
     /// another thread's capture may defer thousands, and this is called by every request outside of it.
-    pub(super) fn settle_deferred(&self, cell: &Cell, cause: &Cause) -> Result<()> {
+    pub(super) fn retry_deferred(&self, cell: &Cell, cause: &Cause) -> Result<()> {
         let streams: BTreeSet<StreamId> =
             self.with(cell, |state| state.deferred.iter().flat_map(|entry| state.streams_of(entry.block)).collect());
         let mut captures = FxHashSet::default();
         for stream in streams {
-            if self.refuses_marks(cell, stream)? {
+            if self.capture_status(cell, stream)?.refuses_work() {
                 captures.insert(stream);
             }
         }
@@ -117,15 +99,7 @@ impl CachingAllocator {
             state.deferred = kept;
             ready
         });
-        let mut ready = ready.into_iter();
-        while let Some(Deferred { block, .. }) = ready.next() {
-            let outcome = self.finish_free(cell, block, cause);
-            if outcome.is_err() {
-                self.with(cell, |state| state.deferred.extend(ready));
-                return outcome;
-            }
-        }
-        Ok(())
+        ready.into_iter().fold(Ok(()), |outcome, entry| outcome.and(self.finish_free(cell, entry.block, cause)))
     }
 
     /// Frees what was given back in the capture of `stream` and is, by the graph's order, done before whatever the
@@ -134,13 +108,13 @@ impl CachingAllocator {
         let is_candidate = |state: &State, entry: &Deferred| {
             !entry.markers.is_empty() && state.place_of(state.blocks[entry.block].segment).1 == stream
         };
-        let (on, left_over) = self.with(cell, |state| (state.policy.reuse_in_capture, !state.unmarked.is_empty()));
+        let (on, left_over) = self.with(cell, |state| (state.policy.reuse_in_capture, state.fences.has_unfenced()));
         if !on {
             return Ok(());
         }
         if left_over {
             // Of these, destructors could not say what they come after.
-            self.mark_unmarked(cell, cause)?;
+            self.retry_unfenced(cell, cause)?;
         }
         if !self.with(cell, |state| state.deferred.iter().any(|entry| is_candidate(state, entry))) {
             return Ok(());
@@ -202,7 +176,7 @@ impl CachingAllocator {
 impl State {
     fn streams_of(&self, block: BlockKey) -> impl Iterator<Item = StreamId> + '_ {
         let entry = &self.blocks[block];
-        let uses = entry.extra.iter().flat_map(|extra| extra.uses.iter().chain(&extra.uses_in_capture));
+        let uses = entry.extra.iter().flat_map(|extra| extra.uses.unfenced().iter().chain(&extra.uses_in_capture));
         std::iter::once(self.place_of(entry.segment).1).chain(uses.copied())
     }
 }

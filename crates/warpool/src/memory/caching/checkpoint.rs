@@ -9,6 +9,7 @@ use super::block::{Block, BlockKey, Standing};
 use super::state::State;
 use super::{CachingAllocator, Cell};
 use crate::memory::journal::Cause;
+use crate::memory::stream_fence::StreamUses;
 use crate::memory::{Allocation, MemPoolId, StackLevel};
 use crate::{Error, Result};
 
@@ -71,7 +72,7 @@ impl CachingAllocator {
                     ptr: state.blocks[block].ptr,
                     size: state.blocks[block].size,
                     requested: state.blocks[block].requested,
-                    uses: state.uses_of(block),
+                    uses: state.uses_of(block).to_vec(),
                 })
                 .collect();
             blocks.sort_by_key(|block| block.ptr);
@@ -102,7 +103,7 @@ impl CachingAllocator {
     fn settled(&self, device: DeviceId) -> Result<&Cell> {
         let cell = self.cell(device)?;
         let cause = self.cause(cell, StackLevel::All);
-        self.reap(cell, &cause)?;
+        self.process_pending(cell, &cause)?;
         Ok(cell)
     }
 }
@@ -220,7 +221,7 @@ impl State {
         }
         let allocation = self.mark_taken(given, kept.requested, stream, cause);
         if !kept.uses.is_empty() {
-            self.blocks[given].extra().uses.clone_from(&kept.uses);
+            self.blocks[given].extra().uses = StreamUses::of(kept.uses.clone());
         }
         allocation
     }

@@ -27,7 +27,7 @@ impl CachingAllocator {
         };
         let cause = self.cause(cell, StackLevel::State);
         if !self.is_capturing(cell, stream)? {
-            self.reap(cell, &cause)?;
+            self.process_pending(cell, &cause)?;
         }
         let found = self.try_with(cell, |state| {
             let want = state.want(pool, stream, bytes)?;

@@ -8,13 +8,13 @@
 use warpool_driver::{Access, DeviceAccess, DevicePtr, ErrorCode, PhysicalId, PhysicalOptions, StreamId};
 
 use super::block::{Block, BlockKey, Standing};
-use super::pending::Mark;
 use super::segment::Fetched;
 use super::state::{BinKey, LaneKey, Source, State, Want};
 use super::{CachingAllocator, Cell};
 use crate::Result;
 use crate::memory::journal::Cause;
 use crate::memory::settings::Reserve;
+use crate::memory::stream_fence;
 use crate::memory::{Action, OomCause};
 
 /// The driver's side of an expandable segment.
@@ -367,22 +367,14 @@ impl CachingAllocator {
         Ok(bytes)
     }
 
-    /// Unmaps a range once the work that is in `stream` now is done; not if the stream captures. Waits for a mark and
-    /// not for the stream: another thread may begin a capture there at any moment, which a wait for the stream would
-    /// break.
+    /// Unmaps a range once the work that `stream` holds now is done; not if a capture forbids to wait for it.
     fn wait_and_unmap(&self, cell: &Cell, stream: StreamId, ptr: DevicePtr, bytes: u64) -> Result<bool> {
-        if self.refuses_marks(cell, stream)? {
-            return Ok(false);
+        let waited = stream_fence::wait_for_stream(&self.pending_frees(cell, &Cause::default()), stream)?;
+        if waited {
+            let _relaxed = self.relaxed(cell)?;
+            self.driver().vm_unmap(ptr, bytes)?;
         }
-        let mark = self.mark(cell, stream)?;
-        let _relaxed = self.relaxed(cell)?;
-        match mark {
-            Mark::Behind(event) => self.driver().event_synchronize(event.id())?,
-            Mark::NotNeeded => {}
-            Mark::Captured => return Ok(false),
-        }
-        self.driver().vm_unmap(ptr, bytes)?;
-        Ok(true)
+        Ok(waited)
     }
 
     /// Gives the addresses of a segment back, if nothing of it is mapped. On failure it stays, unmapped, and serves

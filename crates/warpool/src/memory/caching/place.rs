@@ -171,6 +171,9 @@ impl State {
         let block = &mut self.blocks[freed];
         assert!(block.standing == Standing::Taken, "a block that nobody has cannot be given back");
         block.standing = Standing::Waiting;
+        if let Some(extra) = &mut block.extra {
+            extra.uses.mark_freed();
+        }
         let (ptr, size, requested, segment) = (block.ptr, block.size, block.requested, block.segment);
         let kind = block.kind;
         self.stats.allocation.decrease(kind, 1);
@@ -184,8 +187,8 @@ impl State {
     /// The other half: nothing uses it any more, and it joins the free ones.
     pub(super) fn complete_free(&mut self, freed: BlockKey, cause: &Cause) {
         let block = &mut self.blocks[freed];
-        assert!(block.standing == Standing::Waiting && block.marks == 0, "a block in use cannot become free");
-        block.extra = None;
+        let unused = block.extra.take().is_none_or(|extra| extra.uses.is_clear());
+        assert!(block.standing == Standing::Waiting && unused, "a block in use cannot become free");
         let (ptr, size, requested, segment) = (block.ptr, block.size, block.requested, block.segment);
         let (growing, kind) = (block.growing, block.kind);
         self.record(Action::FreeCompleted, ptr, requested, segment, cause);

@@ -7,12 +7,14 @@
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use warpool_driver::{DeviceId, DevicePtr, StreamId};
+use warpool_driver::{CaptureState, DeviceId, DevicePtr, StreamId};
 
 use super::block::Standing;
-use super::pending::Mark;
 use super::state::{Bin, BinKey, State};
 use super::{CachingAllocator, Cell};
+use crate::capture::CaptureStatus;
+use crate::memory::journal::Cause;
+use crate::memory::stream_fence;
 use crate::memory::{MemPoolId, PoolKeeper, PoolOptions, Route, SegmentKind, StackLevel, Upstream};
 use crate::{Error, Result};
 
@@ -118,7 +120,10 @@ impl State {
 impl CachingAllocator {
     /// Where a request goes that names no pool: the newest scope that it fits, or the default pool.
     pub(super) fn routed(&self, cell: &Cell, stream: StreamId) -> Result<MemPoolId> {
-        cell.scopes.routed(stream, |stream| self.capture_state(stream))
+        cell.scopes.routed(stream, |stream| {
+            let capture = CaptureStatus::of(self.driver(), stream)?.capture();
+            Ok(capture.map_or(CaptureState::None, CaptureState::Active))
+        })
     }
 
     /// Waits for the work that is in the streams that use a pool's memory beside its own: replays of graphs that are
@@ -143,15 +148,8 @@ impl CachingAllocator {
             });
         }
         for stream in users {
-            if self.refuses_marks(cell, stream)? {
+            if !stream_fence::wait_for_stream(&self.pending_frees(cell, &Cause::default()), stream)? {
                 return Ok(false);
-            }
-            let mark = self.mark(cell, stream)?;
-            let _relaxed = self.relaxed(cell)?;
-            match mark {
-                Mark::Behind(event) => self.driver().event_synchronize(event.id())?,
-                Mark::NotNeeded => {}
-                Mark::Captured => return Ok(false),
             }
         }
         Ok(true)
@@ -250,7 +248,7 @@ impl PoolKeeper for CachingAllocator {
         cell.captures.fetch_add(1, Ordering::AcqRel);
         // What earlier captures gave back can be looked after now, and not in this one: graphs that share a pool are
         // captured one right behind the other.
-        let outcome = self.reap(cell, &self.cause(cell, StackLevel::State));
+        let outcome = self.process_pending(cell, &self.cause(cell, StackLevel::State));
         if outcome.is_err() {
             cell.captures.fetch_sub(1, Ordering::AcqRel);
         }

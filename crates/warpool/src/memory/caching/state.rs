@@ -15,10 +15,10 @@ use super::block::{Block, BlockKey, Standing};
 use super::capture::Deferred;
 use super::expandable::Growing;
 use super::free_set::FreeSet;
-use super::pending::Pending;
 use super::policy::Policy;
 use super::pools::Pool;
 use crate::memory::journal::{Cause, Journal};
+use crate::memory::stream_fence::StreamFences;
 use crate::memory::{Action, Allocation, MemPoolId, SegmentKind, Stack, Stats, Upstream};
 
 new_key_type! {
@@ -116,9 +116,8 @@ pub(super) struct State {
     pub(super) default_bins: [BinKey; 2],
     /// Blocks that callers have, by address.
     pub(super) live: FxHashMap<u64, BlockKey>,
-    pub(super) pending: Pending,
-    /// Blocks that destructors gave back and that still need marks in streams.
-    pub(super) unmarked: Vec<BlockKey>,
+    /// What freed blocks wait for.
+    pub(super) fences: StreamFences<BlockKey>,
     /// Blocks freed in captures.
     pub(super) deferred: Vec<Deferred>,
     pub(super) stats: Stats,
@@ -145,8 +144,7 @@ impl State {
             pools: BTreeMap::new(),
             default_bins: [BinKey::null(); 2],
             live: FxHashMap::default(),
-            pending: Pending::default(),
-            unmarked: Vec::new(),
+            fences: StreamFences::default(),
             deferred: Vec::new(),
             stats: Stats { max_split_size: policy.max_split_stat(), ..Stats::default() },
             journal: Journal::default(),
