@@ -6,6 +6,7 @@
 
 pub mod driver;
 pub mod expect;
+mod launch;
 pub mod resources;
 
 use std::sync::{Mutex, MutexGuard, PoisonError};

@@ -382,7 +382,7 @@ fn origin_key(stream: &Stream) -> OriginKey {
 
 #[cfg(test)]
 mod tests {
-    use warpool_driver::{Graphs, Kernels, LaunchShape, Memory, Streams};
+    use warpool_driver::{Graphs, LaunchShape, Memory, Streams};
 
     use super::*;
     use crate::fake::{self, DEVICE};
@@ -401,7 +401,7 @@ mod tests {
 
         driver.capture_begin(stream, CaptureMode::Global)?;
         assert_eq!(alloc().code, ErrorCode::StreamCaptureUnsupported);
-        let late = driver.kernel_launch(function, LaunchShape::ONE, &[], stream);
+        let late = fake::launch(&driver, function, LaunchShape::ONE, &[], stream);
         assert_eq!(late.expect_err("it is broken").code, ErrorCode::StreamCaptureInvalidated);
         assert_eq!(end(), "most likely broken by mem_alloc: StreamCaptureUnsupported");
 

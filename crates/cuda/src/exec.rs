@@ -115,7 +115,10 @@ impl CudaDriver {
     }
 
     /// `graph_exec_set_kernel` of the contract.
-    pub(crate) fn set_kernel(
+    ///
+    /// # Safety
+    /// As there.
+    pub(crate) unsafe fn set_kernel(
         &self,
         exec: GraphExecId,
         node: NodeId,
@@ -224,7 +227,7 @@ impl fmt::Debug for BareLaunch<'_> {
 #[cfg(test)]
 mod tests {
 
-    use warpool_driver::{CaptureMode, Captures, Graphs, InstantiateOptions, Kernels, Node, NodeKind, Streams};
+    use warpool_driver::{CaptureMode, Captures, Graphs, InstantiateOptions, Node, NodeKind, Streams};
 
     use super::*;
     use crate::fake::{self, DEVICE, LISTED};
@@ -233,7 +236,7 @@ mod tests {
     fn graph(driver: &CudaDriver, function: FunctionId) -> Result<(GraphId, GraphExecId, Vec<Node>)> {
         let stream = driver.stream_create(DEVICE, Default::default())?;
         driver.capture_begin(stream, CaptureMode::Relaxed)?;
-        driver.kernel_launch(function, LaunchShape::ONE, &[KernelArg::U64(1)], stream)?;
+        fake::launch(driver, function, LaunchShape::ONE, &[KernelArg::U64(1)], stream)?;
         driver.stream_host_callback(stream, Arc::new(|| {}))?;
         let graph = driver.capture_end(stream)?;
         let exec = driver.graph_instantiate(graph, InstantiateOptions::default())?;
@@ -247,8 +250,7 @@ mod tests {
         let (template, exec, nodes) = graph(&driver, function)?;
         let (_, _, others) = graph(&driver, function)?;
         assert_eq!([nodes[0].kind, nodes[1].kind], [NodeKind::Kernel, NodeKind::HostCallback]);
-        let set =
-            |exec, node, shape, args: &[KernelArg]| driver.graph_exec_set_kernel(exec, node, function, shape, args);
+        let set = |exec, node, shape, args: &[KernelArg]| fake::set_kernel(&driver, exec, node, function, shape, args);
         let one = [KernelArg::U64(2)];
         set(exec, nodes[0].id, LaunchShape::ONE, &one)?;
 
@@ -265,7 +267,7 @@ mod tests {
         assert_eq!((code, &*why), (ErrorCode::InvalidValue, "k takes 1 arguments, 0 are given"));
         let none = LaunchShape { grid: [0; 3], ..LaunchShape::ONE };
         assert_eq!(refused(set(exec, nodes[0].id, none, &one)).0, ErrorCode::InvalidValue);
-        let unknown = driver.graph_exec_set_kernel(exec, nodes[0].id, FunctionId(99), LaunchShape::ONE, &one);
+        let unknown = fake::set_kernel(&driver, exec, nodes[0].id, FunctionId(99), LaunchShape::ONE, &one);
         assert_eq!(refused(unknown).0, ErrorCode::InvalidHandle);
         assert_eq!(refused(set(GraphExecId(99), nodes[0].id, LaunchShape::ONE, &one)).0, ErrorCode::InvalidHandle);
 
@@ -285,7 +287,7 @@ mod tests {
         driver.capture_begin(stream, CaptureMode::Global)?;
         let mut asked = [0; 2];
         for asked in &mut asked {
-            driver.graph_exec_set_kernel(exec, nodes[0].id, function, LaunchShape::ONE, &[KernelArg::U64(3)])?;
+            fake::set_kernel(&driver, exec, nodes[0].id, function, LaunchShape::ONE, &[KernelArg::U64(3)])?;
             *asked = LISTED.get();
         }
         assert_eq!(asked[0], asked[1]);

@@ -115,7 +115,7 @@ impl Graphs for CudaDriver {
         self.launch_exec(exec, stream)
     }
 
-    fn graph_exec_set_kernel(
+    unsafe fn graph_exec_set_kernel(
         &self,
         exec: GraphExecId,
         node: NodeId,
@@ -123,7 +123,8 @@ impl Graphs for CudaDriver {
         shape: LaunchShape,
         args: &[KernelArg],
     ) -> Result<()> {
-        self.set_kernel(exec, node, function, shape, args)
+        // SAFETY: the caller promises what the kernel does with these arguments.
+        unsafe { self.set_kernel(exec, node, function, shape, args) }
     }
 
     fn graph_topology(&self, graph: GraphId) -> Result<GraphTopology> {

@@ -96,7 +96,7 @@ impl Kernels for CudaDriver {
         Ok(FunctionId(self.functions.find_or_insert(same, function)))
     }
 
-    fn kernel_launch(
+    unsafe fn kernel_launch(
         &self,
         function: FunctionId,
         shape: LaunchShape,
@@ -111,7 +111,8 @@ impl Kernels for CudaDriver {
         let ([gx, gy, gz], [bx, by, bz]) = (shape.grid, shape.block);
         let (raw, stream) = (function.raw.raw(), stream.raw.raw());
         self.with_arguments(site, &function, args, |arguments, extra| {
-            // SAFETY: function and stream are live, their rows being in use; the arguments are the function's.
+            // SAFETY: function and stream are live, their rows being in use. The arguments are the function's, and
+            // the caller promises what it does with them.
             unsafe {
                 (self.api.launch_kernel)(raw, gx, gy, gz, bx, by, bz, shape.shared_bytes, stream, arguments, extra)
             }
@@ -362,9 +363,9 @@ mod tests {
             let shape = LaunchShape { grid: [count as u32, 1, 1], ..LaunchShape::ONE };
             for sizes in [Some(&vec![8; count][..]), None] {
                 let function = driver.functions.insert(Function::pretend(sizes));
-                driver.kernel_launch(FunctionId(function), shape, &args, stream)?;
+                fake::launch(&driver, FunctionId(function), shape, &args, stream)?;
                 assert_eq!(GIVEN.take(), wanted, "{count} arguments");
-                let fewer = driver.kernel_launch(FunctionId(function), shape, &args[1..], stream);
+                let fewer = fake::launch(&driver, FunctionId(function), shape, &args[1..], stream);
                 let known = driver.functions.get(function).is_some_and(|function| function.sizes.is_some());
                 assert_eq!(fewer.is_err(), known);
             }
@@ -379,7 +380,7 @@ mod tests {
         let function = fake::kernel(&driver, &[]);
         let code = |grid, block| {
             let shape = LaunchShape { grid, block, shared_bytes: 0 };
-            driver.kernel_launch(function, shape, &[], stream).err().map(|error| error.code)
+            fake::launch(&driver, function, shape, &[], stream).err().map(|error| error.code)
         };
         assert_eq!(code([1, 0, 1], [1; 3]), Some(ErrorCode::InvalidValue));
         assert_eq!(code([1; 3], [1, 1, 0]), Some(ErrorCode::InvalidValue));

@@ -140,10 +140,10 @@ fn scenario(driver: &dyn Driver) -> Result<()> {
     undo.push(move || driver.module_unload(module));
     let add = driver.function_get(module, "add")?;
     let args = [memory.into(), KernelArg::U32(4), KernelArg::U32(1)];
-    driver.kernel_launch(add, LaunchShape::ONE, &args, stream)?;
+    launch(driver, add, &args, stream)?;
     driver.capture_mode_exchange(CaptureMode::Global)?;
     let graph = captured(driver, stream, side, |flag| {
-        driver.kernel_launch(add, LaunchShape::ONE, &args, stream)?;
+        launch(driver, add, &args, stream)?;
         driver.conditional_begin(stream, flag, ConditionalKind::If, side, CaptureMode::Relaxed)?;
         let filled = driver.fill(range, Pattern::U8(1), 16, side);
         let body = driver.capture_end(side)?;
@@ -156,7 +156,8 @@ fn scenario(driver: &dyn Driver) -> Result<()> {
     let exec = driver.graph_instantiate(graph, InstantiateOptions::default())?;
     undo.push(move || driver.graph_exec_destroy(exec));
     driver.graph_exec_raw(exec)?;
-    driver.graph_exec_set_kernel(exec, node, add, LaunchShape::ONE, &args)?;
+    // SAFETY: the simulated device checks every access of a kernel.
+    unsafe { driver.graph_exec_set_kernel(exec, node, add, LaunchShape::ONE, &args) }?;
     driver.graph_launch(exec, stream)?;
 
     // Libraries.
@@ -173,6 +174,12 @@ fn scenario(driver: &dyn Driver) -> Result<()> {
     driver.stream_synchronize(stream)?;
     driver.stream_synchronize(default)?;
     driver.device_synchronize(DEVICE)
+}
+
+/// Launches a kernel of one thread.
+fn launch(driver: &dyn Driver, function: FunctionId, args: &[KernelArg], stream: StreamId) -> Result<()> {
+    // SAFETY: the simulated device checks every access of a kernel.
+    unsafe { driver.kernel_launch(function, LaunchShape::ONE, args, stream) }
 }
 
 /// A capture that is ended whatever happens in it, also if ending it fails the first time.

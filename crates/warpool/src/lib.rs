@@ -65,6 +65,7 @@ pub mod graph;
 pub mod handle;
 mod instance;
 mod kernels;
+mod launch;
 pub mod memory;
 mod pool_id;
 mod sync;

@@ -5,12 +5,11 @@ mod common;
 
 use std::sync::Arc;
 
+use common::launch::capture_kernel;
 use common::memory::{Bench, FIRST, KIB};
 use warpool::driver::decorate::{FaultPlan, Faulty};
 use warpool::driver::sim::{HazardKind, SimConfig, SimDriver};
-use warpool::driver::{
-    Call, CaptureMode, Copies, DevicePtr, ErrorCode, KernelMirror, KernelSource, Kernels, LaunchShape,
-};
+use warpool::driver::{Call, CaptureMode, Copies, DevicePtr, ErrorCode, KernelMirror, KernelSource, Kernels};
 use warpool::generator::{Generator, GeneratorError, Reservation, philox, place};
 use warpool::graph::{BufferKey, CaptureOptions, Flag, Graph, GraphError, GraphOptions};
 use warpool::memory::{Allocate, Block, CachingAllocator, DeviceAllocator, Settings};
@@ -481,7 +480,7 @@ fn own_kernels_draw_through_the_scope() {
             let key = capture.allocate(4)?;
             let reserved = generator.reserve(4, &stream)?;
             let [slot, seed, offset] = reserved.graph_args();
-            capture.launch(draw, LaunchShape::ONE, &[key.into(), slot, seed, offset], &stream)?;
+            capture_kernel(capture, draw, &[key.into(), slot, seed, offset], &stream)?;
             Ok((key, slot))
         })
     };
@@ -494,7 +493,7 @@ fn own_kernels_draw_through_the_scope() {
     }
     let stolen = other.capture(&stream, CaptureOptions::default(), |capture| {
         let key = capture.allocate(4)?;
-        capture.launch(draw, LaunchShape::ONE, &[key.into(), slot, 0_u64.into(), 0_u64.into()], &stream)
+        capture_kernel(capture, draw, &[key.into(), slot, 0_u64.into(), 0_u64.into()], &stream)
     });
     assert_eq!(stolen, Err(Error::Graph(GraphError::ForeignSlot)));
     capture_into(&mut other).unwrap();

@@ -4,6 +4,8 @@
 
 #[path = "graph_faults/lab.rs"]
 mod lab;
+#[path = "common/launch.rs"]
+mod launch;
 #[path = "graph_faults/scenarios.rs"]
 mod scenarios;
 

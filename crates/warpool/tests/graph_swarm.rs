@@ -21,6 +21,8 @@ mod draw;
 mod found;
 #[path = "graph_swarm/kernels.rs"]
 mod kernels;
+#[path = "common/launch.rs"]
+mod launch;
 #[path = "graph_swarm/machine.rs"]
 mod machine;
 #[path = "graph_swarm/order.rs"]

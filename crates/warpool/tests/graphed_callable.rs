@@ -6,11 +6,12 @@ mod common;
 use std::cell::RefCell;
 use std::sync::Arc;
 
+use common::launch::launch_kernel;
 use common::memory::{Bench, FIRST, KIB, MIB};
 use warpool::driver::sim::{HazardKind, ObjectCounts, SimConfig};
 use warpool::driver::{
     Call as DriverCall, Copies as _, DevicePtr, ErrorCode, FunctionId, KernelArg, KernelMirror, KernelSource,
-    Kernels as _, LaunchShape, Pattern,
+    Kernels as _, Pattern,
 };
 use warpool::graph::{
     Call, Callable, CaptureOptions, Fallback, Graph, GraphError, GraphOptions, GraphedCallable, GraphedOptions, Input,
@@ -69,7 +70,7 @@ impl Callable for Adder {
         let output = call.allocator().allocate(shape * KIB, stream)?;
         let add = |to: DevicePtr, from: DevicePtr| -> Result<()> {
             let args = [to, from, self.weight.ptr()].map(KernelArg::Ptr);
-            Ok(stream.instance().driver().kernel_launch(self.sum, LaunchShape::ONE, &args, stream.id())?)
+            launch_kernel(&**stream.instance().driver(), self.sum, &args, stream.id())
         };
         add(between.ptr(), input.ptr)?;
         add(output.ptr(), between.ptr())?;

@@ -67,7 +67,8 @@ const CASES: &[(&str, Case)] = &[
     ("event_record", |bench| bench.driver.event_record(bench.event, bench.stream, EventScope::Plain)),
     ("event_query", |bench| bench.driver.event_query(bench.event).map(drop)),
     ("kernel_launch of an empty kernel", |bench| {
-        bench.driver.kernel_launch(bench.kernel, LaunchShape::ONE, &[], bench.stream)
+        // SAFETY: the kernel is empty and takes nothing.
+        unsafe { bench.driver.kernel_launch(bench.kernel, LaunchShape::ONE, &[], bench.stream) }
     }),
     ("capture_state", |bench| bench.driver.capture_state(bench.stream).map(drop)),
     ("mem_info", |bench| bench.driver.mem_info(bench.device).map(drop)),

@@ -8,6 +8,7 @@ use super::kernels::{Conditional, Kit, Plain};
 use super::luck::Luck;
 use super::owned::{self, Owned};
 use crate::expect::{Checked, Stop, expect_eq, need, skip};
+use crate::launch::launch_kernel;
 use warpool_driver::{
     CaptureMode, CaptureState, DeviceId, DeviceProperties, DevicePtr, Driver, DriverError, ErrorCode, EventId,
     EventOptions, EventScope, FunctionId, GraphExecId, GraphId, HandleId, HostOptions, HostPtr, HostRange,
@@ -336,12 +337,12 @@ impl<'a> Bench<'a> {
     }
 
     pub(super) fn launch(&self, function: FunctionId, n: u32, args: &[KernelArg], stream: StreamId) -> Checked {
-        Ok(self.driver.kernel_launch(function, LaunchShape::linear(n), args, stream)?)
+        Ok(launch_kernel(self.driver, function, LaunchShape::linear(n), args, stream)?)
     }
 
     /// Launches a kernel of one thread.
     pub(super) fn launch_one(&self, function: FunctionId, args: &[KernelArg], stream: StreamId) -> Checked {
-        Ok(self.driver.kernel_launch(function, LaunchShape::ONE, args, stream)?)
+        Ok(launch_kernel(self.driver, function, LaunchShape::ONE, args, stream)?)
     }
 
     /// Keeps `stream` at work for long: what else the check does will be done first.

@@ -8,6 +8,7 @@ use super::bench::{Bench, Capturing};
 use super::kernels::PLAIN;
 use super::owned::Owned;
 use crate::expect::{Checked, Stop, expect, expect_code, expect_eq};
+use crate::launch::{launch_kernel, set_kernel};
 use warpool_driver::ErrorCode::{StreamCaptureInvalidated, StreamCaptureUnsupported};
 use warpool_driver::{
     Access, BlasMath, BlasMatrix, Call, CaptureMode, CaptureRule, DeviceAccess, EventOptions, EventScope,
@@ -348,14 +349,14 @@ const ROWS: &[(Call, Prepare)] = &[
     }),
     (Call::KernelLaunch, |b| {
         let (spin, other) = (b.kernels()?.spin, b.stream()?);
-        Ok(Box::new(move || b.driver.kernel_launch(spin, LaunchShape::ONE, &[KernelArg::U64(0)], other)))
+        Ok(Box::new(move || launch_kernel(b.driver, spin, LaunchShape::ONE, &[KernelArg::U64(0)], other)))
     }),
     (Call::GraphExecSetKernel, |b| {
         let (spin, other) = (b.kernels()?.spin, b.stream()?);
         let graph = b.captured(other, || b.launch_one(spin, &[KernelArg::U64(0)], other))?;
         let (exec, node) = (b.instantiate(graph)?, b.driver.graph_topology(graph)?.nodes[0].id);
         let one = LaunchShape::ONE;
-        Ok(Box::new(move || b.driver.graph_exec_set_kernel(exec, node, spin, one, &[KernelArg::U64(1)])))
+        Ok(Box::new(move || set_kernel(b.driver, exec, node, spin, one, &[KernelArg::U64(1)])))
     }),
     (Call::LibraryCreate, |b| {
         Ok(Box::new(|| b.driver.library_create(Library::Blas, b.device).map(|made| b.own(Owned::Handle(made)))))

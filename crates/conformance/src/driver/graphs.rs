@@ -13,6 +13,7 @@ use super::new_arguments::{
 };
 use super::owned::Owned;
 use crate::expect::{Checked, expect, expect_code, expect_code_of, expect_eq, expect_same};
+use crate::launch::set_kernel;
 use warpool_driver::ErrorCode::{InvalidHandle, StreamCaptureInvalidated, StreamCaptureUnsupported};
 use warpool_driver::{
     EventScope, GraphExecId, GraphId, InstantiateOptions, KernelArg, NodeKind, Pattern, RawHandle, StreamId,
@@ -467,7 +468,7 @@ fn unknown(bench: &Bench<'_>, graph: GraphId, exec: GraphExecId, stream: StreamI
     refused("graph_destroy", driver.graph_destroy(graph))?;
     refused("graph_launch", driver.graph_launch(exec, stream))?;
     let (append, node) = (bench.kernels()?.append, warpool_driver::NodeId(1));
-    let set = driver.graph_exec_set_kernel(exec, node, append, warpool_driver::LaunchShape::ONE, &[]);
+    let set = set_kernel(driver, exec, node, append, warpool_driver::LaunchShape::ONE, &[]);
     refused("graph_exec_set_kernel", set)?;
     refused("graph_exec_raw", driver.graph_exec_raw(exec).map(drop))?;
     refused("graph_exec_destroy", driver.graph_exec_destroy(exec))

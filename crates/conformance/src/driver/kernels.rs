@@ -4,6 +4,7 @@
 use std::sync::Mutex;
 
 use crate::expect::Checked;
+use crate::launch::launch_kernel;
 use warpool_driver::{
     DeviceId, Driver, FunctionId, KernelArg, KernelFault, KernelMirror, KernelScope, KernelSource, LaunchShape,
     ModuleId,
@@ -285,7 +286,7 @@ impl<'a> Kit<'a> {
                 (kernels.spin, &[KernelArg::U64(0)]),
             ];
             for (function, args) in all {
-                driver.kernel_launch(function, LaunchShape::ONE, args, stream)?;
+                launch_kernel(driver, function, LaunchShape::ONE, args, stream)?;
             }
             driver.stream_synchronize(stream)
         })();

@@ -5,6 +5,7 @@ use super::bench::Bench;
 use super::kernels::PLAIN;
 use super::owned::Owned;
 use crate::expect::{Checked, expect, expect_code, expect_code_of, expect_eq, expect_same};
+use crate::launch::launch_kernel;
 use warpool_driver::ErrorCode::{InvalidHandle, InvalidSource, InvalidValue, NotFound};
 use warpool_driver::{FunctionId, KernelArg, KernelSource, LaunchShape, ModuleId};
 
@@ -60,7 +61,7 @@ fn shapes_arrive(bench: &Bench<'_>) -> Checked {
     {
         let out = bench.words_of(&[0; 7])?;
         let shape = LaunchShape { grid, block, shared_bytes: 1024 };
-        bench.driver.kernel_launch(function, shape, &[out.into()], stream)?;
+        launch_kernel(bench.driver, function, shape, &[out.into()], stream)?;
         bench.sync(stream)?;
         let threads = shape.threads() as u32;
         let want = [threads, grid[0], grid[1], grid[2], block[0], block[1], block[2]];
@@ -98,7 +99,7 @@ fn floats_are_computed_exactly(bench: &Bench<'_>) -> Checked {
 
 fn refused(bench: &Bench<'_>, shape: LaunchShape) -> Checked {
     let (stream, spin) = (bench.stream()?, bench.kernels()?.spin);
-    let launched = bench.driver.kernel_launch(spin, shape, &[KernelArg::U64(0)], stream);
+    let launched = launch_kernel(bench.driver, spin, shape, &[KernelArg::U64(0)], stream);
     expect_code_of(&format!("{shape:?}"), launched, InvalidValue)
 }
 
@@ -194,7 +195,7 @@ fn an_unloaded_module_is_unknown(bench: &Bench<'_>) -> Checked {
 fn unknown(bench: &Bench<'_>, module: ModuleId, function: FunctionId) -> Checked {
     let (driver, stream) = (bench.driver, bench.stream()?);
     expect_code(driver.function_get(module, "spin"), InvalidHandle)?;
-    let launched = driver.kernel_launch(function, LaunchShape::ONE, &[KernelArg::U64(0)], stream);
+    let launched = launch_kernel(driver, function, LaunchShape::ONE, &[KernelArg::U64(0)], stream);
     expect_code(launched, InvalidHandle)?;
     expect_code(driver.module_unload(module), InvalidHandle)
 }

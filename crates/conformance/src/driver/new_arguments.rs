@@ -3,6 +3,7 @@
 use super::bench::{Bench, Log};
 use super::owned::Owned;
 use crate::expect::{Checked, expect_code_of, expect_eq};
+use crate::launch::set_kernel;
 use warpool_driver::ErrorCode::InvalidValue;
 use warpool_driver::{
     CaptureMode, ConditionalKind, GraphExecId, GraphId, KernelArg, LaunchShape, NodeId, NodeKind, Pattern, StreamId,
@@ -28,7 +29,7 @@ fn set_with(
     shape: LaunchShape,
 ) -> warpool_driver::Result<()> {
     let append = bench.kernels().expect("a log has loaded them").append;
-    bench.driver.graph_exec_set_kernel(exec, node, append, shape, &[log.ptr.into(), KernelArg::U32(value)])
+    set_kernel(bench.driver, exec, node, append, shape, &[log.ptr.into(), KernelArg::U32(value)])
 }
 
 /// A template that appends 1, and an executable of it.

@@ -9,6 +9,7 @@ use super::bench::{Bench, to_bytes};
 use super::kernels::mixed;
 use super::lent::Lent;
 use crate::expect::{Checked, expect, expect_code, expect_code_of, expect_eq, expect_same};
+use crate::launch::launch_kernel;
 use warpool_driver::ErrorCode::{InvalidHandle, NotPermitted};
 use warpool_driver::{
     CaptureMode, DevicePtr, EventId, EventOptions, EventScope, ForeignStream, GraphExecId, KernelArg, LaunchShape,
@@ -143,7 +144,7 @@ fn unknown(bench: &Bench<'_>, stream: StreamId) -> Checked {
     refused("event_record", driver.event_record(event, stream, EventScope::Plain))?;
     refused("copy", driver.copy(memory.into(), pinned.into(), 16, stream))?;
     refused("fill", driver.fill(memory, Pattern::U8(1), 16, stream))?;
-    refused("kernel_launch", driver.kernel_launch(spin, LaunchShape::ONE, &[KernelArg::U64(0)], stream))?;
+    refused("kernel_launch", launch_kernel(driver, spin, LaunchShape::ONE, &[KernelArg::U64(0)], stream))?;
     refused("capture_begin", driver.capture_begin(stream, CaptureMode::Relaxed))?;
     refused("capture_state", driver.capture_state(stream).map(drop))?;
     refused("capture_end", driver.capture_end(stream).map(drop))?;

@@ -11,6 +11,7 @@ use warpool_driver::{
 
 use super::kit::Kit;
 use super::{Bench, Check, checks};
+use crate::launch::launch_kernel;
 use warpool::generator::{self, DEFAULT_SEED, Generator, GeneratorError, Reservation, philox};
 use warpool::graph::{CaptureOptions, Graph, GraphOptions};
 use warpool::memory::{Allocate, Block, CachingAllocator, DeviceAllocator, MemPoolId, Settings};
@@ -158,7 +159,7 @@ fn kernels_give_what_curand_gave(bench: &Bench) -> Checked {
                 let [slot, seed, offset] = Reservation::Immediate { seed, offset }.args();
                 let args = [block.ptr().into(), KernelArg::U64(subsequence), slot, seed, offset];
                 let shape = LaunchShape { grid: [1; 3], block: [4, 1, 1], shared_bytes: 0 };
-                bench.instance.driver().kernel_launch(function, shape, &args, stream.id())?;
+                launch_kernel(&**bench.instance.driver(), function, shape, &args, stream.id())?;
                 stream.synchronize()?;
                 let got = words_of(bench, &block)?;
                 expect_same("words", &got[..16], &curand[..16])?;
@@ -261,7 +262,7 @@ fn ones_own_kernel_draws_what_it_reserved(bench: &Bench) -> Checked {
             let launch = || -> warpool::Result<()> {
                 let [slot, seed, offset] = generator.reserve(7, stream)?.args();
                 let args = [block.ptr().into(), KernelArg::U64(5), slot, seed, offset];
-                Ok(bench.instance.driver().kernel_launch(function, shape, &args, stream.id())?)
+                Ok(launch_kernel(&**bench.instance.driver(), function, shape, &args, stream.id())?)
             };
             let expect_words = |offset| -> Checked {
                 stream.synchronize()?;

@@ -5,6 +5,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::driver::Checked;
 use crate::expect::expect_eq;
+use crate::launch::launch_kernel;
 use warpool_driver::{
     DevicePtr, FunctionId, KernelArg, KernelFault, KernelMirror, KernelScope, KernelSource, LaunchShape, ModuleId,
     Pattern,
@@ -119,7 +120,7 @@ impl<'a> Kit<'a> {
         };
         // CUDA loads code at its first launch, which may wait for whatever runs: so that happens here.
         let stream = bench.device.default_stream()?;
-        driver.kernel_launch(kit.busy, LaunchShape::ONE, &[KernelArg::U64(0)], stream.id())?;
+        launch_kernel(&**driver, kit.busy, LaunchShape::ONE, &[KernelArg::U64(0)], stream.id())?;
         kit.write(kit.slots, 4, 7, &stream)?;
         kit.add(kit.slots, kit.slots, 4, 0_u32.wrapping_sub(7), &stream)?;
         kit.expect("the kernels' own work", kit.slots, 4, 0, &stream)?;
@@ -129,13 +130,14 @@ impl<'a> Kit<'a> {
     /// Keeps `stream` at work for long: what else the check does will be done first.
     pub(super) fn keep_busy(&self, stream: &Stream) -> Checked {
         let args = [KernelArg::U64(BUSY_NANOS)];
-        Ok(self.bench.instance.driver().kernel_launch(self.busy, LaunchShape::ONE, &args, stream.id())?)
+        Ok(launch_kernel(&**self.bench.instance.driver(), self.busy, LaunchShape::ONE, &args, stream.id())?)
     }
 
     /// Writes `first`, `first + 1` and so on, in words, over `bytes` bytes.
     pub(super) fn write(&self, ptr: DevicePtr, bytes: u64, first: u32, stream: &Stream) -> Checked {
         let args = [ptr.into(), KernelArg::U32(words(bytes)), KernelArg::U32(first)];
-        Ok(self.bench.instance.driver().kernel_launch(
+        Ok(launch_kernel(
+            &**self.bench.instance.driver(),
             self.write,
             LaunchShape::linear(words(bytes)),
             &args,
@@ -154,7 +156,8 @@ impl<'a> Kit<'a> {
         stream: &Stream,
     ) -> warpool::Result<()> {
         let args = [to.into(), from.into(), KernelArg::U32(words(bytes)), KernelArg::U32(by)];
-        Ok(self.bench.instance.driver().kernel_launch(
+        Ok(launch_kernel(
+            &**self.bench.instance.driver(),
             self.add,
             LaunchShape::linear(words(bytes)),
             &args,
@@ -170,7 +173,7 @@ impl<'a> Kit<'a> {
         let args = [ptr.into(), KernelArg::U32(words(bytes)), KernelArg::U32(first), out.into()];
         let count = || -> Checked<Vec<u8>> {
             driver.fill(out, Pattern::U32(0), 1, stream.id())?;
-            driver.kernel_launch(self.count, LaunchShape::linear(words(bytes)), &args, stream.id())?;
+            launch_kernel(&**driver, self.count, LaunchShape::linear(words(bytes)), &args, stream.id())?;
             stream.synchronize()?;
             self.bench.bytes_at(out, 4)
         };

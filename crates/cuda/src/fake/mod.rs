@@ -14,7 +14,10 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::{ptr, thread};
 
 use cudarc::driver::sys::*;
-use warpool_driver::{DeviceId, ErrorCode, FunctionId, Library};
+use warpool_driver::{
+    DeviceId, ErrorCode, FunctionId, GraphExecId, Graphs, KernelArg, Kernels, LaunchShape, Library, NodeId, Result,
+    StreamId,
+};
 
 use crate::api::Api;
 use crate::kernel::Function;
@@ -378,6 +381,31 @@ pub(crate) fn driver_with(api: Api) -> CudaDriver {
 /// The backend over this driver.
 pub(crate) fn driver() -> CudaDriver {
     driver_with(api())
+}
+
+/// Launches a kernel.
+pub(crate) fn launch(
+    driver: &CudaDriver,
+    function: FunctionId,
+    shape: LaunchShape,
+    args: &[KernelArg],
+    stream: StreamId,
+) -> Result<()> {
+    // SAFETY: this driver runs no kernels.
+    unsafe { driver.kernel_launch(function, shape, args, stream) }
+}
+
+/// Gives a kernel of an executable new arguments.
+pub(crate) fn set_kernel(
+    driver: &CudaDriver,
+    exec: GraphExecId,
+    node: NodeId,
+    function: FunctionId,
+    shape: LaunchShape,
+    args: &[KernelArg],
+) -> Result<()> {
+    // SAFETY: this driver runs no kernels.
+    unsafe { driver.graph_exec_set_kernel(exec, node, function, shape, args) }
 }
 
 /// A kernel that takes such arguments.

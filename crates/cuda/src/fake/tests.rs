@@ -8,11 +8,10 @@ use cudarc::driver::sys::CUstream;
 use warpool_driver::{
     BlasMatrix, Call, CaptureMode, CaptureState, Captures, ConditionalId, ConditionalKind, DevicePtr, DriverError,
     ErrorCode, EventId, EventOptions, EventScope, Events, ForeignStream, GraphExecId, GraphId, Graphs, HandleId,
-    InstantiateOptions, Kernels, LaunchShape, Libraries, Library, NodeId, Result, Sgemm, StreamId, StreamOptions,
-    Streams,
+    InstantiateOptions, LaunchShape, Libraries, Library, NodeId, Result, Sgemm, StreamId, StreamOptions, Streams,
 };
 
-use super::{CURRENT, DEAD, DEVICE, api, driver, driver_with, guarded, kernel, object};
+use super::{CURRENT, DEAD, DEVICE, api, driver, driver_with, guarded, kernel, launch, object, set_kernel};
 use crate::CudaDriver;
 
 fn code<T>(result: Result<T>) -> Option<ErrorCode> {
@@ -172,8 +171,8 @@ fn no_call_hands_cuda_what_another_thread_destroyed() {
                 17 | 18 => driver.library_set_stream(handle, stream),
                 19 => driver.blas_sgemm(handle, &product),
                 20 => driver.blas_set_workspace(handle, DevicePtr(0x100), 0x100),
-                21 => driver.graph_exec_set_kernel(exec, node, function, LaunchShape::ONE, &[]),
-                22 | 23 => driver.kernel_launch(function, LaunchShape::ONE, &[], stream),
+                21 => set_kernel(&driver, exec, node, function, LaunchShape::ONE, &[]),
+                22 | 23 => launch(&driver, function, LaunchShape::ONE, &[], stream),
                 14 => driver.conditional_create(stream, 1).map(|new| _ = put(&flags, new.0)),
                 _ => {
                     let (flag, body) = (ConditionalId(now(&flags, a)), StreamId(now(&streams, b)));

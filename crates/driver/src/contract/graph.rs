@@ -84,7 +84,10 @@ pub trait Graphs {
     /// `node` is one of the template that the executable was made of, which must still be there, and not in a
     /// conditional's body; `function` and `shape` are those that it was captured with. `InvalidValue` if any of this
     /// does not hold, as far as it can be seen. *During capture: free.*
-    fn graph_exec_set_kernel(
+    ///
+    /// # Safety
+    /// As for [`kernel_launch`](crate::Kernels::kernel_launch), for every launch of the executable from now on.
+    unsafe fn graph_exec_set_kernel(
         &self,
         exec: GraphExecId,
         node: NodeId,

@@ -258,10 +258,18 @@ pub trait Kernels {
     /// The kernel of that name; the same id each time. `NotFound` if there is none. *During capture: free.*
     fn function_get(&self, module: ModuleId, name: &str) -> Result<FunctionId>;
 
-    /// Runs a kernel in the order of `stream`. The arguments must be those that the kernel takes: nobody can check that
-    /// on a real device. `InvalidValue` for an empty shape or one that the device cannot run. A kernel that touches
+    /// Runs a kernel in the order of `stream`. `InvalidValue` for an empty shape, one that the device cannot run, or
+    /// arguments of other sizes than the kernel takes, as far as the driver knows them. A kernel that touches device
     /// memory that it may not breaks the device (`IllegalAddress`, reported by later calls). *During capture: stream.*
-    fn kernel_launch(
+    ///
+    /// # Safety
+    /// Nothing checks what a kernel on a real device reads and writes. The caller promises, for this launch and for
+    /// every launch of a graph that captures it:
+    /// - The arguments are those that the kernel takes, in number and type.
+    /// - Of this process's memory the kernel touches only pinned memory, which stays pinned and has no Rust reference
+    ///   into it until the kernel has finished. Where devices reach ordinary host memory (HMM, Grace), a wrong address
+    ///   is written like any other.
+    unsafe fn kernel_launch(
         &self,
         function: FunctionId,
         shape: LaunchShape,

@@ -91,18 +91,20 @@ impl<H: Hook> Driver for Hooked<H> {
 }
 
 /// Makes the table into code: `impl Trait { Call method(arguments) -> result; }`. `fills` names the buffer whose bytes
-/// are the result. A method without a result is a suballocation report.
+/// are the result; `@unsafe` stands before an unsafe method. A method without a result is a suballocation report.
 macro_rules! forward {
-    ($(impl $trait:ident { $($call:ident $method:ident($($arg:ident: $ty:ty),*) $(-> $ret:ty $(, fills $buffer:ident)?)?;)* })*) => {$(
+    ($(impl $trait:ident { $($(@$unsafe:tt)? $call:ident $method:ident($($arg:ident: $ty:ty),*)
+        $(-> $ret:ty $(, fills $buffer:ident)?)?;)* })*) => {$(
         impl<H: Hook> $trait for Hooked<H> {
-            $(forward! { @method $call $method($($arg: $ty),*) $(-> $ret $(, fills $buffer)?)? })*
+            $(forward! { @method $(@$unsafe)? $call $method($($arg: $ty),*) $(-> $ret $(, fills $buffer)?)? })*
         }
     )*};
-    (@method $call:ident $method:ident($($arg:ident: $ty:ty),*) -> $ret:ty $(, fills $buffer:ident)?) => {
-        fn $method(&self, $($arg: $ty),*) -> Result<$ret> {
+    (@method $(@$unsafe:tt)? $call:ident $method:ident($($arg:ident: $ty:ty),*) -> $ret:ty $(, fills $buffer:ident)?) => {
+        $($unsafe)? fn $method(&self, $($arg: $ty),*) -> Result<$ret> {
             let inner = &*self.inner;
             let mark = self.hook.before(inner, Call::$call, &[$((stringify!($arg), $arg.shown())),*])?;
-            let result = inner.$method($($arg),*);
+            // SAFETY: of an unsafe method: the caller of this one promises the same.
+            let result = $($unsafe)? { inner.$method($($arg),*) };
             let outcome = match &result {
                 Ok(value) => Ok(forward! { @shown value $($buffer)? }),
                 Err(error) => Err(error),
@@ -217,7 +219,7 @@ forward! {
     impl Graphs {
         GraphInstantiate graph_instantiate(graph: GraphId, options: InstantiateOptions) -> GraphExecId;
         GraphLaunch graph_launch(exec: GraphExecId, stream: StreamId) -> ();
-        GraphExecSetKernel graph_exec_set_kernel(exec: GraphExecId, node: NodeId, function: FunctionId, shape: LaunchShape, args: &[KernelArg]) -> ();
+        @unsafe GraphExecSetKernel graph_exec_set_kernel(exec: GraphExecId, node: NodeId, function: FunctionId, shape: LaunchShape, args: &[KernelArg]) -> ();
         GraphTopology graph_topology(graph: GraphId) -> GraphTopology;
         GraphDot graph_dot(graph: GraphId) -> String;
         GraphDestroy graph_destroy(graph: GraphId) -> ();
@@ -231,7 +233,7 @@ forward! {
         ModuleLoad module_load(device: DeviceId, source: &KernelSource) -> ModuleId;
         ModuleUnload module_unload(module: ModuleId) -> ();
         FunctionGet function_get(module: ModuleId, name: &str) -> FunctionId;
-        KernelLaunch kernel_launch(function: FunctionId, shape: LaunchShape, args: &[KernelArg], stream: StreamId) -> ();
+        @unsafe KernelLaunch kernel_launch(function: FunctionId, shape: LaunchShape, args: &[KernelArg], stream: StreamId) -> ();
     }
     impl Libraries {
         LibraryCreate library_create(library: Library, device: DeviceId) -> HandleId;

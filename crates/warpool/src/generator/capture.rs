@@ -12,14 +12,14 @@
 
 use std::sync::{Arc, Mutex};
 
-use warpool_driver::{DevicePtr, Driver, FunctionId, GraphExecId, KernelArg, LaunchShape, NodeId, StreamId};
+use warpool_driver::{DevicePtr, Driver, FunctionId, GraphExecId, NodeId, StreamId};
 
 use super::kernels::{HEAD, SOURCE};
 use super::state::{State, Taken};
 use super::{GeneratorError, Reservation};
 use crate::capture::{CaptureRecord, Site};
 use crate::memory::{Block, Request};
-use crate::{Result, Stream, lock};
+use crate::{Result, Stream, launch, lock};
 
 /// A slot: seed and offset, 8 bytes each.
 const SLOT_BYTES: u64 = 16;
@@ -55,8 +55,8 @@ impl GeneratorInCapture {
         }
         let taken = self.state.take(self.consumed);
         for head in &self.heads {
-            let args = head_args(head.slot.ptr().into(), taken.seed, taken.offset);
-            if let Err(error) = driver.graph_exec_set_kernel(exec, head.node, head.function, LaunchShape::ONE, &args) {
+            let start = (taken.seed, taken.offset);
+            if let Err(error) = launch::set_seed(driver, exec, head.node, head.function, &head.slot, start) {
                 self.state.take_back(taken);
                 return Err(error.into());
             }
@@ -83,10 +83,6 @@ impl GeneratorInCapture {
     }
 }
 
-fn head_args(slot: KernelArg, seed: u64, offset: u64) -> [KernelArg; 3] {
-    [slot, KernelArg::U64(seed), KernelArg::U64(offset)]
-}
-
 /// Counts `increment` numbers, a multiple of 4, to the graph that `stream` captures for.
 pub(super) fn draw(site: &Site, state: &Arc<State>, stream: &Stream, increment: u64) -> Result<Reservation> {
     if site.in_body {
@@ -105,9 +101,7 @@ pub(super) fn draw(site: &Site, state: &Arc<State>, stream: &Stream, increment: 
     if let Some(drawn) = draw_behind_head(record, state, stream.id(), increment)? {
         return Ok(drawn);
     }
-    let (seed, offset) = state.get();
-    let args = head_args(slot.ptr().into(), seed, offset);
-    instance.driver().kernel_launch(function, LaunchShape::ONE, &args, stream.id())?;
+    launch::write_seed(&**instance.driver(), function, &slot, state.get(), stream.id())?;
     let node = match instance.driver().capture_dependencies(stream.id()) {
         Ok(nodes) if nodes.len() == 1 => nodes[0],
         other => {

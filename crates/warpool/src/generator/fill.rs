@@ -5,7 +5,7 @@ use warpool_driver::{DeviceId, DevicePtr, KernelArg, LaunchShape};
 use super::kernels::{BITS, DROPOUT, NORMAL, SOURCE, UNIFORM};
 use super::{Generator, GeneratorError};
 use crate::memory::Block;
-use crate::{Result, Stream};
+use crate::{Result, Stream, launch};
 
 /// A thread makes four numbers.
 const THREADS_PER_BLOCK: u64 = 256;
@@ -102,7 +102,7 @@ impl Generator {
         let [slot, seed, offset] = reserved.reservation.args();
         let mut args = vec![target.ptr.into(), KernelArg::U64(count), slot, seed, offset];
         args.extend(last);
-        let launched = driver.kernel_launch(function, shape(count), &args, stream.id());
+        let launched = launch::fill_random(driver, function, shape(count), &args, stream.id());
         if launched.is_err() {
             reserved.take_back();
         }

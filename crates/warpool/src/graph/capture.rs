@@ -122,8 +122,14 @@ impl Capture<'_> {
         self.under_way.buffers.get(key)
     }
 
-    /// Captures a kernel. The arguments must be those that it takes: nobody can check that.
-    pub fn launch(
+    /// Captures a kernel.
+    ///
+    /// # Safety
+    /// As for [`Kernels::kernel_launch`](warpool_driver::Kernels::kernel_launch): the arguments are those that the
+    /// kernel takes, and of this process's memory it touches only pinned memory that stays pinned, at every replay.
+    /// Buffers that are passed by key stay as long as the graph.
+    #[expect(unsafe_code, reason = "passes on the promise of `kernel_launch`")]
+    pub unsafe fn launch(
         &mut self,
         function: FunctionId,
         shape: LaunchShape,
@@ -135,7 +141,8 @@ impl Capture<'_> {
         self.note_host_uses(args, stream)?;
         let buffers = &self.under_way.buffers;
         let args: Vec<KernelArg> = args.iter().map(|&arg| buffers.argument(arg)).collect::<Result<_>>()?;
-        Ok(stream.driver().kernel_launch(function, shape, &args, stream.id())?)
+        // SAFETY: the caller promises it; the graph owns the buffers among the arguments.
+        Ok(unsafe { stream.driver().kernel_launch(function, shape, &args, stream.id()) }?)
     }
 
     /// Fails if a slot among the arguments is another graph's, which may be gone before this one.

@@ -12,8 +12,8 @@ use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::Arc;
 
 use warpool_driver::{
-    ConditionalId, ConditionalKind, DevicePtr, DriverError, ErrorCode, FunctionId, KernelArg, KernelFault,
-    KernelMirror, KernelScope, KernelSource, LaunchShape,
+    ConditionalId, ConditionalKind, DevicePtr, DriverError, ErrorCode, FunctionId, KernelFault, KernelMirror,
+    KernelScope, KernelSource,
 };
 
 use super::GraphError;
@@ -21,7 +21,7 @@ use super::buffers::BufferAt;
 use super::capture::Capture;
 use super::shelf::{Doomed, Ended};
 use crate::capture::{CaptureStatus, Site};
-use crate::{Error, Result, Stream};
+use crate::{Error, Result, Stream, launch};
 
 /// The kernels that carry a flag from memory into a node.
 static FLAGS: KernelSource = KernelSource {
@@ -210,7 +210,6 @@ struct NewNode {
 impl NewNode {
     /// Captures that the node's flag is set from memory.
     fn set_flag(&self, stream: &Stream) -> Result<()> {
-        let args = [KernelArg::Conditional(self.node), self.value.into()];
-        Ok(stream.driver().kernel_launch(self.set, LaunchShape::ONE, &args, stream.id())?)
+        Ok(launch::set_conditional(stream.driver(), self.set, self.node, self.value, stream.id())?)
     }
 }

@@ -7,6 +7,7 @@ use warpool::graph::{BufferKey, Capture, Graph, GraphError, GraphOptions, HostAt
 use warpool::memory::{Allocate as _, Block};
 use warpool::{Error, Result, Stream, StreamLease};
 
+use super::launch::capture_kernel;
 use super::memory::{Bench, FIRST};
 
 static KERNELS: KernelSource = KernelSource {
@@ -103,19 +104,19 @@ impl GraphLab {
     /// Captures `to += value` on the scope's stream.
     pub fn capture_add(&self, capture: &mut Capture<'_>, to: BufferKey, value: u32) -> Result<()> {
         let stream = capture.stream().clone();
-        capture.launch(self.add, LaunchShape::ONE, &[to.into(), value.into()], &stream)
+        capture_kernel(capture, self.add, &[to.into(), value.into()], &stream)
     }
 
     /// The same where pinned host memory is.
     pub fn capture_add_host(&self, capture: &mut Capture<'_>, to: impl Into<HostAt>, value: u32) -> Result<()> {
         let stream = capture.stream().clone();
-        capture.launch(self.add, LaunchShape::ONE, &[to.into().into(), value.into()], &stream)
+        capture_kernel(capture, self.add, &[to.into().into(), value.into()], &stream)
     }
 
     /// Captures `to = from % 2` on the scope's stream.
     pub fn capture_odd(&self, capture: &mut Capture<'_>, to: BufferKey, from: BufferKey) -> Result<()> {
         let stream = capture.stream().clone();
-        capture.launch(self.odd, LaunchShape::ONE, &[to.into(), from.into()], &stream)
+        capture_kernel(capture, self.odd, &[to.into(), from.into()], &stream)
     }
 
     /// Waits for the device and sets a word.

@@ -4,6 +4,7 @@
 
 pub mod blas;
 pub mod graphs;
+pub mod launch;
 pub mod memory;
 pub mod plugs;
 

@@ -2,10 +2,11 @@
 
 use warpool::Error;
 use warpool::driver::sim::HazardKind;
-use warpool::driver::{CaptureMode, Captures as _, Copies as _, ErrorCode, Graphs as _, LaunchShape, Pattern};
+use warpool::driver::{CaptureMode, Captures as _, Copies as _, ErrorCode, Graphs as _, Pattern};
 use warpool::graph::{CaptureOptions, GraphError};
 use warpool::memory::{Allocate as _, MemPool, MemPoolId, PoolOptions};
 
+use crate::common::launch::capture_kernel;
 use crate::common::memory::{FIRST, MIB};
 use crate::lab::{Lab, graph_error};
 
@@ -21,7 +22,7 @@ fn a_graph_runs_what_was_captured_each_time() {
         .capture(&lab.side, CaptureOptions::default(), |capture| {
             assert_eq!(lab.bench.instance.current_stream()?, *lab.side.stream());
             let (stream, key) = (capture.stream().clone(), capture.keep(data)?);
-            capture.launch(lab.add, LaunchShape::ONE, &[key.into(), 1_u32.into(), 3_u32.into()], &stream)?;
+            capture_kernel(capture, lab.add, &[key.into(), 1_u32.into(), 3_u32.into()], &stream)?;
             Ok(key)
         })
         .unwrap();

@@ -1,18 +1,19 @@
 //! Bodies that run if, or while, a flag in device memory is set.
 
 use warpool::driver::sim::{HazardKind, SimConfig};
-use warpool::driver::{Copies as _, ErrorCode, LaunchShape, NodeKind, Pattern};
+use warpool::driver::{Copies as _, ErrorCode, NodeKind, Pattern};
 use warpool::graph::{BufferKey, Capture, CaptureOptions, Flag, Graph, GraphError, GraphOptions};
 use warpool::memory::{Allocate as _, MemPoolId};
 use warpool::{Error, Result, Stream};
 
+use crate::common::launch::capture_kernel;
 use crate::common::memory::FIRST;
 use crate::lab::{Lab, graph_error};
 
 /// Adds `value` to the word in `key`, on the scope's stream.
 fn add(lab: &Lab, capture: &mut Capture<'_>, key: BufferKey, value: u32) -> Result<()> {
     let stream = capture.stream().clone();
-    capture.launch(lab.add, LaunchShape::ONE, &[key.into(), 1_u32.into(), value.into()], &stream)
+    capture_kernel(capture, lab.add, &[key.into(), 1_u32.into(), value.into()], &stream)
 }
 
 fn fill(capture: &mut Capture<'_>, key: BufferKey, value: u32) -> Result<()> {

@@ -3,12 +3,13 @@
 use std::sync::Arc;
 
 use warpool::driver::sim::HazardKind;
-use warpool::driver::{CaptureMode, ErrorCode, LaunchShape, Pattern};
+use warpool::driver::{CaptureMode, ErrorCode, Pattern};
 use warpool::generator::Generator;
 use warpool::graph::{CaptureOptions, Graph, GraphError, capture_mode};
 use warpool::memory::{Allocate as _, DeviceAllocator, DriverPoolAllocator};
 use warpool::{Error, Instance};
 
+use crate::common::launch::capture_kernel;
 use crate::lab::{Lab, graph_error};
 
 #[test]
@@ -60,7 +61,7 @@ fn forks_run_side_by_side_and_are_joined() {
             let fork = capture.fork()?;
             let right = capture.allocate_on(4, &fork)?;
             capture.copy(right, left, 4, &fork)?;
-            capture.launch(lab.add, LaunchShape::ONE, &[right.into(), 1_u32.into(), 10_u32.into()], &fork)?;
+            capture_kernel(capture, lab.add, &[right.into(), 1_u32.into(), 10_u32.into()], &fork)?;
             let other = capture.allocate(4)?;
             capture.fill(other, Pattern::U32(2), 1, &stream)?;
             capture.join(fork)?;
@@ -107,7 +108,7 @@ fn work_goes_to_streams_of_the_capture_only() {
             let refused = GraphError::StreamNotInCapture { stream: outside.id() };
             assert_eq!(graph_error(capture.fill(key, Pattern::U8(1), 1, &outside)), refused);
             assert_eq!(graph_error(capture.copy(key.at(32), key, 32, &outside)), refused);
-            assert_eq!(graph_error(capture.launch(lab.add, LaunchShape::ONE, &[], &outside)), refused);
+            assert_eq!(graph_error(capture_kernel(capture, lab.add, &[], &outside)), refused);
             assert_eq!(graph_error(capture.allocate_on(64, &outside)), refused);
             Ok(())
         })
@@ -131,7 +132,7 @@ fn ends_of_buffers_and_strange_keys_are_noticed() {
             assert!(capture.fill(key.at(u64::MAX), Pattern::U8(1), 1, &stream).is_err());
             let argument = [key.at(65).into()];
             assert!(matches!(
-                graph_error(capture.launch(lab.add, LaunchShape::ONE, &argument, &stream)),
+                graph_error(capture_kernel(capture, lab.add, &argument, &stream)),
                 GraphError::OutOfBounds { .. }
             ));
             assert_eq!(graph_error(capture.buffer(foreign)), GraphError::UnknownBuffer);

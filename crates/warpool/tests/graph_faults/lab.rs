@@ -7,7 +7,7 @@ use warpool::driver::decorate::{FaultPlan, Faulty};
 use warpool::driver::sim::{HazardKind, ObjectCounts, SimConfig, SimDriver};
 use warpool::driver::{
     CaptureMode, CaptureState, Captures as _, Copies as _, DeviceId, DevicePtr, FunctionId, KernelArg, KernelMirror,
-    KernelSource, Kernels as _, LaunchShape, ModuleId, Pattern,
+    KernelSource, Kernels as _, ModuleId, Pattern,
 };
 use warpool::generator::Generator;
 use warpool::graph::{Graph, GraphOptions};
@@ -15,6 +15,8 @@ use warpool::memory::{
     Allocate as _, Block, CachingAllocator, DeviceAllocator, HostAllocator, MemPoolId, PinnedSettings, Settings,
 };
 use warpool::{Device, Error, Instance, Result, Stream, StreamLease};
+
+use super::launch::launch_kernel;
 
 const FIRST: DeviceId = DeviceId(0);
 
@@ -127,7 +129,7 @@ impl Lab {
     /// Adds the words at `from` to those at `to`.
     pub fn plus(&self, to: DevicePtr, from: DevicePtr, stream: &Stream) -> Result<()> {
         let args = [KernelArg::Ptr(to), KernelArg::Ptr(from)];
-        Ok(self.faulty.kernel_launch(self.plus, LaunchShape::ONE, &args, stream.id())?)
+        launch_kernel(&*self.faulty, self.plus, &args, stream.id())
     }
 
     /// The words at `ptr`, which the host has waited for.

@@ -3,7 +3,7 @@
 
 use std::sync::Arc;
 
-use warpool::driver::{BlasMatrix, CaptureMode, ErrorCode, LaunchShape, Pattern, Sgemm};
+use warpool::driver::{BlasMatrix, CaptureMode, ErrorCode, Pattern, Sgemm};
 use warpool::generator::philox;
 use warpool::graph::{
     Call, Callable, CaptureOptions, Flag, Graph, GraphOptions, GraphedCallable, GraphedOptions, Input,
@@ -13,6 +13,7 @@ use warpool::memory::{Allocate as _, Block, MemPool, PoolOptions};
 use warpool::{Error, Result};
 
 use super::lab::{Lab, WORDS};
+use super::launch::capture_kernel;
 
 const MIB: u64 = 1 << 20;
 const BYTES: u64 = 4 * WORDS as u64;
@@ -53,7 +54,7 @@ fn temporaries(lab: &Lab, graph: &mut Graph) -> Result<()> {
             capture.join(fork)?;
             drop(temp);
             let kept = capture.keep(lab.get(BYTES, 3, &stream)?)?;
-            capture.launch(lab.plus, LaunchShape::ONE, &[key.into(), kept.into()], &stream)?;
+            capture_kernel(capture, lab.plus, &[key.into(), kept.into()], &stream)?;
             let copy = capture.allocate(BYTES)?;
             capture.fill(copy, Pattern::U8(0), BYTES, &stream)?;
             capture.copy(copy, key, BYTES, &stream)?;
@@ -179,10 +180,10 @@ fn conditionals(lab: &Lab, graph: &mut Graph) -> Result<()> {
             temp.free()?;
             body.if_node(Flag::byte(choice), |inner| {
                 let stream = inner.stream().clone();
-                inner.launch(lab.plus, LaunchShape::ONE, &[total.into(), step.into()], &stream)
+                capture_kernel(inner, lab.plus, &[total.into(), step.into()], &stream)
             })?;
             body.fill(choice, Pattern::U8(0), 1, &stream)?;
-            body.launch(lab.less, LaunchShape::ONE, &[count.into()], &stream)
+            capture_kernel(body, lab.less, &[count.into()], &stream)
         })?;
         Ok((count, choice))
     })?;
@@ -405,7 +406,7 @@ fn pinned(lab: &Lab, graph: &mut Graph) -> Result<()> {
             let fork = capture.fork()?;
             capture.copy(more, loose, BYTES, &fork)?;
             capture.join(fork)?;
-            capture.launch(lab.plus, LaunchShape::ONE, &[sum.into(), more.into()], &stream)?;
+            capture_kernel(capture, lab.plus, &[sum.into(), more.into()], &stream)?;
             capture.copy(output, sum, BYTES, &stream)?;
             let used_past_the_scope = lab.host.allocate_on(BYTES, &stream)?;
             used_past_the_scope.record_use(&stream)?;

@@ -6,8 +6,7 @@ use std::sync::Arc;
 use warpool::blas::{Blas, BlasSettings};
 use warpool::driver::sim::{Latencies, ObjectCounts, SimConfig, SimDriver};
 use warpool::driver::{
-    Address, BlasMatrix, Copies as _, DeviceId, DevicePtr, FunctionId, KernelArg, Kernels as _, LaunchShape, Pattern,
-    Sgemm,
+    Address, BlasMatrix, Copies as _, DeviceId, DevicePtr, FunctionId, KernelArg, Kernels as _, Pattern, Sgemm,
 };
 use warpool::generator::Generator;
 use warpool::memory::{Allocate as _, Block, CachingAllocator, DeviceAllocator, MemPoolId, Settings};
@@ -16,6 +15,7 @@ use warpool::{Device, Instance, Result, Stream, StreamLease};
 use super::dice::Dice;
 use super::draw::STREAMS;
 use super::kernels::{Kernels, WORDS};
+use super::launch::launch_kernel;
 use super::program::{Program, Var, Work};
 
 const FIRST: DeviceId = DeviceId(0);
@@ -79,7 +79,7 @@ impl Machine {
     }
 
     fn launch(&self, function: FunctionId, args: &[KernelArg], stream: &Stream) -> Result<()> {
-        Ok(self.instance.driver().kernel_launch(function, LaunchShape::ONE, args, stream.id())?)
+        launch_kernel(&**self.instance.driver(), function, args, stream.id())
     }
 
     /// Gives a piece of work to a stream.

@@ -3,11 +3,12 @@
 
 use std::collections::BTreeMap;
 
-use warpool::driver::{DevicePtr, LaunchShape};
+use warpool::driver::DevicePtr;
 use warpool::graph::{BufferKey, Capture, Flag, Fork, GraphArg};
 use warpool::memory::{Allocate as _, Block};
 use warpool::{Event, Stream};
 
+use super::launch::capture_kernel;
 use super::machine::{Machine, fill};
 use super::program::{How, Op, Var, Work};
 
@@ -236,7 +237,7 @@ impl<'m> Player<'m> {
             _ => return false,
         };
         let Some(args) = args else { return false };
-        capture.launch(function, LaunchShape::ONE, &args, stream).unwrap();
+        capture_kernel(capture, function, &args, stream).unwrap();
         true
     }
 

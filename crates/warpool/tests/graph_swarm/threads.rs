@@ -5,7 +5,7 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-use warpool::driver::{CaptureMode, DevicePtr, LaunchShape};
+use warpool::driver::{CaptureMode, DevicePtr};
 use warpool::generator::{Generator, philox};
 use warpool::graph::{CaptureOptions, Graph, GraphOptions};
 use warpool::memory::{Allocate as _, Block, MemPoolId};
@@ -13,6 +13,7 @@ use warpool::{Result, StreamLease};
 
 use super::dice::Dice;
 use super::kernels::WORDS;
+use super::launch::launch_kernel;
 use super::machine::Machine;
 use super::program::{Program, Var, Work};
 
@@ -188,7 +189,7 @@ fn poller(machine: &Machine, done: &AtomicBool) -> Result<()> {
     machine.issue(Work::Fill { to: Var::Outside(0), value: 0, width: 4 }, &|_| block.ptr(), &stream)?;
     let mut count = 0;
     while !done.load(Ordering::Acquire) {
-        machine.instance.driver().kernel_launch(machine.kernels.add, LaunchShape::ONE, &args, stream.id())?;
+        launch_kernel(&**machine.instance.driver(), machine.kernels.add, &args, stream.id())?;
         count += 1;
         let mut event = machine.instance.event();
         event.record(&stream)?;

@@ -42,7 +42,7 @@ impl Graphs for SimDriver {
         world.launch_graph(exec, stream)
     }
 
-    fn graph_exec_set_kernel(
+    unsafe fn graph_exec_set_kernel(
         &self,
         exec: GraphExecId,
         node: NodeId,
@@ -50,33 +50,7 @@ impl Graphs for SimDriver {
         shape: LaunchShape,
         args: &[KernelArg],
     ) -> Result<()> {
-        self.call(Call::GraphExecSetKernel, |world| {
-            let Exec { graph, of, .. } = world.exec(exec)?;
-            let (graph, of) = (Arc::clone(graph), *of);
-            let mirror = world.function(function)?;
-            world.device(graph.device)?;
-            if world.graphs.get(of.0).is_none() {
-                let why = format!("{of}, the template of {exec}, is gone, and its nodes with it");
-                return world.fail(ErrorCode::InvalidValue, why);
-            }
-            let Some(place) = graph.place_of(node) else {
-                return world.fail(ErrorCode::InvalidValue, format!("{node} is not one of {of}"));
-            };
-            let Work::Kernel(captured) = &graph.nodes[place as usize].work else {
-                return world.fail(ErrorCode::InvalidValue, format!("{node} is no kernel"));
-            };
-            if captured.function != Some(function) || captured.shape != shape {
-                let what = captured.mirror.name;
-                let why = format!("{node} was captured as {what} with {:?}, and cannot become another", captured.shape);
-                return world.fail(ErrorCode::InvalidValue, why);
-            }
-            let kernel = KernelWork { function: Some(function), mirror, shape, args: args.to_vec() };
-            let (nanos, at) = (world.kernel_nanos(&kernel), world.calls);
-            // Launches under way hold on to what was there.
-            let kernels = Arc::make_mut(&mut world.exec(exec)?.kernels);
-            kernels.insert(place, NewKernel { work: Work::Kernel(Arc::new(kernel)), nanos, at });
-            Ok(())
-        })
+        Self::graph_exec_set_kernel(self, exec, node, function, shape, args)
     }
 
     fn graph_topology(&self, graph: GraphId) -> Result<GraphTopology> {
@@ -160,6 +134,47 @@ impl Graphs for SimDriver {
             let state = world.captures.get_mut(capture.0).expect("just begun");
             state.body_of = Some(place);
             state.parent = Some(joined.capture);
+            Ok(())
+        })
+    }
+}
+
+impl SimDriver {
+    /// [`Graphs::graph_exec_set_kernel`], which is safe on the simulated device, as
+    /// [`SimDriver::kernel_launch`] is.
+    pub fn graph_exec_set_kernel(
+        &self,
+        exec: GraphExecId,
+        node: NodeId,
+        function: FunctionId,
+        shape: LaunchShape,
+        args: &[KernelArg],
+    ) -> Result<()> {
+        self.call(Call::GraphExecSetKernel, |world| {
+            let Exec { graph, of, .. } = world.exec(exec)?;
+            let (graph, of) = (Arc::clone(graph), *of);
+            let mirror = world.function(function)?;
+            world.device(graph.device)?;
+            if world.graphs.get(of.0).is_none() {
+                let why = format!("{of}, the template of {exec}, is gone, and its nodes with it");
+                return world.fail(ErrorCode::InvalidValue, why);
+            }
+            let Some(place) = graph.place_of(node) else {
+                return world.fail(ErrorCode::InvalidValue, format!("{node} is not one of {of}"));
+            };
+            let Work::Kernel(captured) = &graph.nodes[place as usize].work else {
+                return world.fail(ErrorCode::InvalidValue, format!("{node} is no kernel"));
+            };
+            if captured.function != Some(function) || captured.shape != shape {
+                let what = captured.mirror.name;
+                let why = format!("{node} was captured as {what} with {:?}, and cannot become another", captured.shape);
+                return world.fail(ErrorCode::InvalidValue, why);
+            }
+            let kernel = KernelWork { function: Some(function), mirror, shape, args: args.to_vec() };
+            let (nanos, at) = (world.kernel_nanos(&kernel), world.calls);
+            // Launches under way hold on to what was there.
+            let kernels = Arc::make_mut(&mut world.exec(exec)?.kernels);
+            kernels.insert(place, NewKernel { work: Work::Kernel(Arc::new(kernel)), nanos, at });
             Ok(())
         })
     }

@@ -49,7 +49,21 @@ impl Kernels for SimDriver {
         })
     }
 
-    fn kernel_launch(
+    unsafe fn kernel_launch(
+        &self,
+        function: FunctionId,
+        shape: LaunchShape,
+        args: &[KernelArg],
+        stream: StreamId,
+    ) -> Result<()> {
+        Self::kernel_launch(self, function, shape, args, stream)
+    }
+}
+
+impl SimDriver {
+    /// [`Kernels::kernel_launch`], which is safe on the simulated device: a host implementation reaches memory only
+    /// through its [`KernelScope`](crate::KernelScope), which checks every access.
+    pub fn kernel_launch(
         &self,
         function: FunctionId,
         shape: LaunchShape,

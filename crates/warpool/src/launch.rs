@@ -1,0 +1,70 @@
+//! Launches of this crate's own kernels: its only unsafe code.
+//!
+//! A kernel goes wherever its arguments point, so [`Kernels::kernel_launch`](warpool_driver::Kernels::kernel_launch)
+//! is unsafe. The kernels here are few and known: each function says what its kernel touches.
+#![expect(unsafe_code, reason = "the launches of this crate's own kernels")]
+
+use warpool_driver::{
+    ConditionalId, DevicePtr, Driver, FunctionId, GraphExecId, KernelArg, LaunchShape, NodeId, Result, StreamId,
+};
+
+use crate::memory::Block;
+
+/// Launches a kernel that fills memory with random numbers. `args` begin with the target's address and the count of
+/// numbers; the others are numbers, and the generator's slot.
+pub(crate) fn fill_random(
+    driver: &dyn Driver,
+    function: FunctionId,
+    shape: LaunchShape,
+    args: &[KernelArg],
+    stream: StreamId,
+) -> Result<()> {
+    // SAFETY: the kernel writes `count` numbers at the target, in a block of device memory, and reads the 16 bytes of
+    // the slot, which the graph owns.
+    unsafe { driver.kernel_launch(function, shape, args, stream) }
+}
+
+/// Launches the kernel that writes seed and offset into a generator's slot.
+pub(crate) fn write_seed(
+    driver: &dyn Driver,
+    function: FunctionId,
+    slot: &Block,
+    (seed, offset): (u64, u64),
+    stream: StreamId,
+) -> Result<()> {
+    let args = seed_args(slot, seed, offset);
+    // SAFETY: the kernel writes 16 bytes into a block of device memory of that size, which belongs to the graph that
+    // captures this.
+    unsafe { driver.kernel_launch(function, LaunchShape::ONE, &args, stream) }
+}
+
+/// Gives that kernel another seed and offset in an executable.
+pub(crate) fn set_seed(
+    driver: &dyn Driver,
+    exec: GraphExecId,
+    node: NodeId,
+    function: FunctionId,
+    slot: &Block,
+    (seed, offset): (u64, u64),
+) -> Result<()> {
+    let args = seed_args(slot, seed, offset);
+    // SAFETY: as in `write_seed`: the slot is the one that the node was captured with.
+    unsafe { driver.graph_exec_set_kernel(exec, node, function, LaunchShape::ONE, &args) }
+}
+
+fn seed_args(slot: &Block, seed: u64, offset: u64) -> [KernelArg; 3] {
+    [slot.ptr().into(), KernelArg::U64(seed), KernelArg::U64(offset)]
+}
+
+/// Launches the kernel that sets a conditional node's flag from device memory.
+pub(crate) fn set_conditional(
+    driver: &dyn Driver,
+    function: FunctionId,
+    flag: ConditionalId,
+    value: DevicePtr,
+    stream: StreamId,
+) -> Result<()> {
+    let args = [KernelArg::Conditional(flag), value.into()];
+    // SAFETY: the kernel writes nothing but the flag, and reads at most 4 bytes of a block that the graph owns.
+    unsafe { driver.kernel_launch(function, LaunchShape::ONE, &args, stream) }
+}

@@ -1,0 +1,25 @@
+//! Launches on the simulated device, whose kernels reach no memory but that which they may: safe, unlike the calls
+//! behind them.
+
+use warpool::driver::{Driver, FunctionId, KernelArg, LaunchShape, StreamId};
+use warpool::graph::{Capture, GraphArg};
+use warpool::{Result, Stream};
+
+/// Launches a kernel of one thread.
+pub fn launch_kernel(driver: &dyn Driver, function: FunctionId, args: &[KernelArg], stream: StreamId) -> Result<()> {
+    assert_eq!(driver.kind(), "sim");
+    // SAFETY: the simulated device checks every access of a kernel.
+    Ok(unsafe { driver.kernel_launch(function, LaunchShape::ONE, args, stream) }?)
+}
+
+/// Captures a kernel of one thread.
+pub fn capture_kernel(
+    capture: &mut Capture<'_>,
+    function: FunctionId,
+    args: &[GraphArg],
+    stream: &Stream,
+) -> Result<()> {
+    assert_eq!(stream.instance().driver().kind(), "sim");
+    // SAFETY: the simulated device checks every access of a kernel.
+    unsafe { capture.launch(function, LaunchShape::ONE, args, stream) }
+}
