@@ -4,15 +4,15 @@
 //! ```no_run
 //! use std::sync::Arc;
 //! use warpool::Instance;
-//! use warpool::memory::{CurrentAllocator, PluggableAllocator};
-//! use warpool_external::{LoadedAllocator, AllocatorSymbols};
+//! use warpool::memory::{DeviceAllocator, PluggableAllocator};
+//! use warpool_external::{AllocatorSymbols, LoadedAllocator};
 //!
-//! # fn with(instance: &Instance, current: &CurrentAllocator) -> Result<(), Box<dyn std::error::Error>> {
+//! # fn allocator(instance: &Instance) -> Result<Arc<dyn DeviceAllocator>, Box<dyn std::error::Error>> {
 //! // SAFETY: it is our own allocator, and these are its functions.
-//! let plug = unsafe { LoadedAllocator::open("./liballoc.so", &AllocatorSymbols::new("my_malloc", "my_free")) }?;
-//! let plug = Arc::new(plug.on_current_device(instance));
-//! current.install(Arc::new(PluggableAllocator::new(instance, plug)?))?;
-//! # Ok(())
+//! let loaded = unsafe { LoadedAllocator::open("./liballoc.so", &AllocatorSymbols::new("my_malloc", "my_free")) }?;
+//! let external = Arc::new(loaded.on_current_device(instance));
+//! let allocator: Arc<dyn DeviceAllocator> = Arc::new(PluggableAllocator::new(instance, external)?);
+//! # Ok(allocator)
 //! # }
 //! ```
 //!

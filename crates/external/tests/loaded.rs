@@ -14,9 +14,8 @@ use warpool::driver::sim::{SimConfig, SimDriver};
 use warpool::driver::{Copies, DeviceId, DevicePtr, Devices, Memory, Pattern, Streams};
 use warpool::graph::{CaptureOptions, Graph, GraphOptions};
 use warpool::memory::{
-    Allocate, BaseAllocation, CachingAllocator, CurrentAllocator, DeviceAllocator, ExternalAllocator, ExternalUpstream,
-    HistoryOptions, MemPool, MemPoolId, OomCause, PluggableAllocator, PoolOptions, RawStream, Settings,
-    SnapshotOptions,
+    Allocate, BaseAllocation, CachingAllocator, DeviceAllocator, ExternalAllocator, ExternalUpstream, HistoryOptions,
+    MemPool, MemPoolId, OomCause, PluggableAllocator, PoolOptions, RawStream, Settings, SnapshotOptions,
 };
 use warpool::{Error, Instance, Stream};
 use warpool_external::{AllocatorSymbols, LoadError, LoadedAllocator};
@@ -165,15 +164,13 @@ impl Machine {
 }
 
 #[test]
-fn a_c_allocator_is_the_programs_allocator() {
+fn c_functions_are_a_device_allocator() {
     let machine = Machine::new("program");
     let plug = machine.plug(&all_symbols());
     assert_eq!(plug.path(), machine.object.canonicalize().unwrap());
-    let current = CurrentAllocator::new(&machine.instance);
     let plugged = Arc::new(PluggableAllocator::new(&machine.instance, plug).unwrap());
-    current.install(plugged.clone()).unwrap();
     assert_eq!(machine.words(), ["init 2"]);
-    let allocator = current.get();
+    let allocator: Arc<dyn DeviceAllocator> = plugged.clone();
     allocator.record_history(Some(HistoryOptions::default())).unwrap();
     let (stream, other) = (machine.stream(), machine.stream());
     let (first, second) =
@@ -206,9 +203,6 @@ fn a_c_allocator_is_the_programs_allocator() {
     machine.set_limit(4 * MIB as isize);
     let refused = allocator.allocate(2 * MIB, &stream);
     assert!(matches!(&refused, Err(Error::OutOfMemory(report)) if report.cause == OomCause::Upstream), "{refused:?}");
-    let late = current.install(Arc::new(CachingAllocator::new(&machine.instance, Settings::default())));
-    let bytes = 100_000 + 3 * MIB;
-    assert_eq!(late, Err(Error::AllocatorInUse { installed: "pluggable", bytes, wanted: "caching" }));
     first.free().unwrap();
     drop(second);
     allocator.trim(DEVICE, MemPoolId::DEFAULT).unwrap();

@@ -27,9 +27,9 @@ use warpool::driver::{
 };
 use warpool::graph::{CaptureOptions, Graph, GraphOptions};
 use warpool::memory::{
-    Action, Allocate, Allocation, CachingAllocator, CurrentAllocator, DeviceAllocator, ExternalAllocator,
-    ExternalUpstream, FnAllocator, Frame, HistoryOptions, MemPool, MemPoolId, OomCause, OomReport, PluggableAllocator,
-    PoolKeeper, PoolOptions, Request, Route, Settings, SnapshotOptions, StackLevel, Stats,
+    Action, Allocate, Allocation, CachingAllocator, DeviceAllocator, ExternalAllocator, ExternalUpstream, FnAllocator,
+    Frame, HistoryOptions, MemPool, MemPoolId, OomCause, OomReport, PluggableAllocator, PoolKeeper, PoolOptions,
+    Request, Route, Settings, SnapshotOptions, StackLevel, Stats,
 };
 use warpool::{Device, Error, Instance, Stream};
 

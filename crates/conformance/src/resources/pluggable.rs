@@ -15,9 +15,9 @@ use super::kit::Kit;
 use super::{Bench, Check, checks};
 use warpool::graph::{CaptureOptions, Graph, GraphOptions};
 use warpool::memory::{
-    Allocate, AllocatorCall, Block, CachingAllocator, Counted, CurrentAllocator, DeviceAllocator, ExternalAllocator,
-    ExternalUpstream, FailureCallback, FnAllocator, HistoryOptions, Limited, MemPool, MemPoolId, OomCause,
-    PluggableAllocator, PoolOptions, RawStream, Request, Settings, SnapshotOptions, Traced,
+    Allocate, AllocatorCall, Block, CachingAllocator, Counted, DeviceAllocator, ExternalUpstream, FailureCallback,
+    FnAllocator, HistoryOptions, Limited, MemPool, MemPoolId, OomCause, PluggableAllocator, PoolOptions, RawStream,
+    Request, Settings, SnapshotOptions, Traced,
 };
 use warpool::{Error, Result};
 
@@ -26,7 +26,7 @@ pub(super) const CHECKS: &[Check] = checks![
     a_null_address_is_out_of_memory,
     a_freed_block_waits_for_another_stream,
     a_plug_feeds_a_pool_with_caching_on_top,
-    the_programs_allocator_is_a_plug,
+    an_overlapping_address_is_refused,
     a_graph_keeps_its_plugged_memory,
     layers_add_one_thing_each,
 ];
@@ -218,20 +218,18 @@ fn a_plug_feeds_a_pool_with_caching_on_top(bench: &Bench) -> Checked {
     })
 }
 
-fn the_programs_allocator_is_a_plug(bench: &Bench) -> Checked {
-    let shelf = Shelf::new(bench);
-    let current = CurrentAllocator::new(&bench.instance);
-    let plug: Arc<dyn ExternalAllocator> = Arc::new(shelf.plug());
-    current.install(Arc::new(PluggableAllocator::new(&bench.instance, plug)?))?;
-    let stream = bench.device.lease_stream()?;
-    let block = current.get().allocate(5000, &stream)?;
-    expect_eq("bytes of the plug", shelf.bytes_live(), 5000)?;
-    let late = current.install(Arc::new(CachingAllocator::new(&bench.instance, Settings::default())));
-    let refused = Error::AllocatorInUse { installed: "pluggable", bytes: 5000, wanted: "caching" };
-    expect_eq("an install that comes too late", late, Err(refused))?;
-    block.free()?;
-    current.get().trim(bench.device.id(), MemPoolId::DEFAULT)?;
-    expect_eq("bytes that the plug misses", shelf.bytes_live(), 0)
+fn an_overlapping_address_is_refused(bench: &Bench) -> Checked {
+    let (driver, stream) = (Arc::clone(bench.instance.driver()), bench.device.lease_stream()?);
+    let base = driver.mem_alloc(bench.device.id(), MIB)?;
+    let external = FnAllocator::new(move |_, _, _| Ok(Some(base)), |_, _, _, _| Ok(()));
+    let allocator: Shared = Arc::new(PluggableAllocator::new(&bench.instance, Arc::new(external))?);
+    let first = allocator.allocate(5000, &stream)?;
+    let refused = Error::ExternalOverlap { ptr: base, bytes: 100, live: base, live_bytes: 5000 };
+    expect_eq("a second block at the same address", allocator.allocate(100, &stream).map(drop), Err(refused))?;
+    first.free()?;
+    allocator.allocate(100, &stream)?.free()?;
+    expect_eq("active blocks", allocator.stats(bench.device.id())?.active.all.current, 0)?;
+    Ok(driver.mem_free(base)?)
 }
 
 fn a_graph_keeps_its_plugged_memory(bench: &Bench) -> Checked {

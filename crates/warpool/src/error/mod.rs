@@ -267,20 +267,6 @@ pub enum Error {
         why: String,
     },
 
-    /// The program's allocator can be replaced only before it is used.
-    #[error(
-        "cannot install the {wanted} allocator: the program already uses the {installed} allocator, \
-         which holds {bytes} bytes; install before the first use"
-    )]
-    AllocatorInUse {
-        /// The allocator in use.
-        installed: &'static str,
-        /// What it holds, on all devices.
-        bytes: u64,
-        /// The allocator that was to replace it.
-        wanted: &'static str,
-    },
-
     /// A pool's state could not be saved or restored.
     #[error("checkpoint of pool {pool}: {why}")]
     Checkpoint {

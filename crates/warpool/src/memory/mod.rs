@@ -34,8 +34,8 @@
 //!   native allocator would, and [`DriverPoolAllocator`], over the driver's own pools. [`Block`] is owned memory; the
 //!   raw calls of the trait are for C and for recordings.
 //! - [`HostAllocator`] gives pinned host memory, as [`HostBlock`]s, for all devices.
-//! - [`PluggableAllocator`] makes one of anybody's functions, a [`ExternalAllocator`]; [`ExternalUpstream`] makes them the source of one
-//!   pool. [`CurrentAllocator`] is the place for the program's one allocator.
+//! - [`PluggableAllocator`] is a device allocator over a user's functions, an [`ExternalAllocator`]; [`ExternalUpstream`]
+//!   makes them the upstream of one pool.
 //! - [`Limited`], [`Traced`], [`Counted`], [`FailureCallback`] wrap any allocator and add one thing each. They are
 //!   [`Layer`]s; anybody's layer is an allocator.
 //! - [`MemPool`] and [`PoolKeeper`]: private pools, for graphs and for programs that want memory of their own.
@@ -62,31 +62,29 @@
 
 mod allocator;
 mod block;
-mod books;
 mod caching;
-mod desk;
-mod driver_pool;
+mod external;
 mod history;
 mod host;
 mod journal;
 mod layer;
 mod observe;
-mod pluggable;
 mod pool;
 mod scopes;
 mod settings;
+mod shortage;
 mod size_rules;
 mod snapshot;
-mod standing;
 mod stats;
 mod stream_fence;
+mod uncached;
 
 pub use crate::error::{OomCause, OomReport, PinnedCapReport};
 pub use crate::pool_id::MemPoolId;
 pub use allocator::{Allocation, DeviceAllocator, Request, SnapshotOptions};
 pub use block::{Allocate, Block};
 pub use caching::{CachingAllocator, PoolCheckpoint, Restored};
-pub use driver_pool::DriverPoolAllocator;
+pub use external::{BaseAllocation, ExternalAllocator, ExternalUpstream, FnAllocator, Handled, RawStream};
 pub(crate) use history::with_metadata;
 pub use history::{
     HistoryEntry, HistoryOptions, Stack, StackLevel, pop_compile_context, push_compile_context, set_user_metadata,
@@ -99,10 +97,6 @@ pub use layer::{
     TracingSink,
 };
 pub use observe::{ObserverId, Observers, OomObserver, PressureCallback, StackHook, Tracker, TrimHook};
-pub use pluggable::{
-    BaseAllocation, CurrentAllocator, ExternalAllocator, ExternalUpstream, FnAllocator, Handled, PluggableAllocator,
-    RawStream,
-};
 pub use pool::{MemPool, PoolKeeper, PoolOptions, PoolScope, Route, Upstream};
 pub use settings::{
     Backend, FreeBlockOrder, Lint, Origin, PinnedSettings, Problem, Reserve, SettingValue, Settings, SettingsError,
@@ -114,3 +108,4 @@ pub use snapshot::{
     TextId, Texts, TraceEntry,
 };
 pub use stats::{Stat, StatByKind, Stats};
+pub use uncached::{DriverPoolAllocator, PluggableAllocator, UncachedAllocator};

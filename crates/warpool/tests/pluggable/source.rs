@@ -77,32 +77,6 @@ fn an_upstream_refuses_an_address_that_is_taken() {
     bench.finish();
 }
 
-#[test]
-fn the_programs_allocator_is_chosen_before_it_is_used() {
-    let bench = Bench::plain();
-    let current = CurrentAllocator::new(&bench.instance);
-    let (_, elsewhere) = common::machine(1);
-    let foreign: Arc<dyn DeviceAllocator> = Arc::new(CachingAllocator::new(&elsewhere, Settings::default()));
-    assert_eq!(current.install(foreign), Err(Error::ForeignInstance { object: "the allocator" }));
-    let other: Arc<dyn DeviceAllocator> = Arc::new(CachingAllocator::new(&bench.instance, Settings::default()));
-    current.install(Arc::clone(&other)).unwrap();
-    current.install(bench.any()).expect("nobody got the first");
-    assert!(!current.is_used());
-    let stream = bench.stream();
-    let block = current.get().allocate(1000, &stream).unwrap();
-    assert_eq!(bench.book.bytes_live(), 1000);
-    let refused = current.install(Arc::clone(&other)).unwrap_err();
-    assert_eq!(refused, Error::AllocatorInUse { installed: "pluggable", bytes: 1000, wanted: "caching" });
-    assert!(refused.to_string().contains("1000 bytes; install before the first use"), "{refused}");
-    block.free().unwrap();
-
-    let by_default = CurrentAllocator::new(&bench.instance);
-    assert_eq!(by_default.get().name(), "caching");
-    assert!(Arc::ptr_eq(&by_default.get(), &by_default.get()) && by_default.is_used());
-    assert!(matches!(by_default.install(other), Err(Error::AllocatorInUse { installed: "caching", bytes: 0, .. })));
-    bench.finish();
-}
-
 /// A Rust type as a plug, with no closure in sight.
 #[test]
 fn any_type_can_be_a_plug() {

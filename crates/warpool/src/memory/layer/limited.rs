@@ -7,7 +7,7 @@ use warpool_driver::MemoryInfo;
 
 use super::held::Held;
 use super::{GivenBack, IntoAllocator, Layer};
-use crate::memory::desk::Shortage;
+use crate::memory::shortage::Shortage;
 use crate::memory::{Allocation, DeviceAllocator, OomCause, Request};
 use crate::{Error, Result, lock};
 

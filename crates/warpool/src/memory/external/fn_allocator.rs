@@ -1,4 +1,4 @@
-//! Closures as a plug.
+//! Closures as an external allocator.
 
 use std::fmt;
 
@@ -12,7 +12,7 @@ type Allocate = Box<dyn Fn(u64, DeviceId, RawStream) -> Result<Option<DevicePtr>
 type Free = Box<dyn Fn(DevicePtr, u64, DeviceId, RawStream) -> Result<()> + Send + Sync>;
 type PoolHook = Box<dyn Fn(DeviceId, MemPoolId) + Send + Sync>;
 
-/// A [`ExternalAllocator`] made of closures: two that must be there, and a hook for each `on_` that is called.
+/// An [`ExternalAllocator`] made of closures: two required ones, and optional hooks set with the `on_` methods.
 ///
 /// ```
 /// use std::sync::Arc;
@@ -22,12 +22,12 @@ type PoolHook = Box<dyn Fn(DeviceId, MemPoolId) + Send + Sync>;
 ///
 /// # fn main() -> warpool::Result<()> {
 /// let instance = Instance::new(Arc::new(SimDriver::new(SimConfig::default())))?;
-/// let (gives, takes) = (instance.driver().clone(), instance.driver().clone());
-/// let plug = FnAllocator::new(
-///     move |bytes, device, _stream| Ok(gives.mem_alloc(device, bytes).ok()),
-///     move |ptr, _bytes, _device, _stream| Ok(takes.mem_free(ptr)?),
+/// let (allocates, frees) = (instance.driver().clone(), instance.driver().clone());
+/// let external = FnAllocator::new(
+///     move |bytes, device, _stream| Ok(allocates.mem_alloc(device, bytes).ok()),
+///     move |ptr, _bytes, _device, _stream| Ok(frees.mem_free(ptr)?),
 /// );
-/// let allocator: Arc<dyn DeviceAllocator> = Arc::new(PluggableAllocator::new(&instance, Arc::new(plug))?);
+/// let allocator: Arc<dyn DeviceAllocator> = Arc::new(PluggableAllocator::new(&instance, Arc::new(external))?);
 ///
 /// let device = instance.device(0)?;
 /// let block = allocator.allocate(1000, &device.pool_stream()?)?;
@@ -50,7 +50,7 @@ pub struct FnAllocator {
 }
 
 impl FnAllocator {
-    /// Memory from `allocate`, which goes back to `free`. See [`ExternalAllocator`] for what they are called with.
+    /// Memory from `allocate`, freed by `free`. See [`ExternalAllocator`] for their arguments.
     pub fn new(
         allocate: impl Fn(u64, DeviceId, RawStream) -> Result<Option<DevicePtr>> + Send + Sync + 'static,
         free: impl Fn(DevicePtr, u64, DeviceId, RawStream) -> Result<()> + Send + Sync + 'static,
@@ -100,7 +100,8 @@ impl FnAllocator {
         self
     }
 
-    /// As [`ExternalAllocator::record_stream`]; with this hook, the plug takes care of other streams.
+    /// As [`ExternalAllocator::record_stream`]; with this hook, the external allocator handles other
+    /// streams itself.
     #[must_use]
     pub fn on_record_stream(mut self, hook: impl Fn(DevicePtr, RawStream) + Send + Sync + 'static) -> Self {
         self.record_stream = Some(Box::new(hook));
@@ -199,7 +200,7 @@ impl fmt::Debug for FnAllocator {
             ("end_pool", self.end_pool.is_some()),
             ("release_pool", self.release_pool.is_some()),
         ];
-        let names: Vec<_> = hooks.into_iter().filter_map(|(name, there)| there.then_some(name)).collect();
+        let names: Vec<_> = hooks.into_iter().filter_map(|(name, is_set)| is_set.then_some(name)).collect();
         f.debug_struct("FnAllocator").field("hooks", &names).finish()
     }
 }

@@ -1,0 +1,113 @@
+//! External allocators: device memory from a user's functions. A Rust type, closures ([`FnAllocator`]) or C functions
+//! written for PyTorch's `CUDAPluggableAllocator` (the crate `warpool-external`).
+//!
+//! [`PluggableAllocator`](super::PluggableAllocator) is a device allocator over one; [`ExternalUpstream`] makes one the
+//! upstream of a pool of the caching allocator.
+
+mod address_ranges;
+mod fn_allocator;
+mod upstream;
+
+use warpool_driver::{DeviceId, DevicePtr, RawHandle, StreamId};
+
+use super::MemPoolId;
+use crate::Result;
+
+pub(super) use address_ranges::AddressRanges;
+pub use fn_allocator::FnAllocator;
+pub use upstream::ExternalUpstream;
+
+/// A user's allocator of device memory: two required functions and optional hooks, those of PyTorch's pluggable
+/// allocator ABI.
+///
+/// - Every method may be called from any thread, also concurrently.
+/// - No lock of Warpool is held during a call, and the calling thread is in the relaxed capture mode: the driver calls
+///   that a method makes invalidate no capture.
+/// - A panic propagates to the caller of the allocator. The allocation table stays consistent; memory that was being
+///   freed counts as freed.
+pub trait ExternalAllocator: Send + Sync {
+    /// Allocates `bytes` of device memory, more than 0, for work on `stream`. `None` and the null address mean out of
+    /// memory.
+    ///
+    /// Earlier work of that stream, and of no other, may still use the memory: stream order has to protect it.
+    fn allocate(&self, bytes: u64, device: DeviceId, stream: RawStream) -> Result<Option<DevicePtr>>;
+
+    /// Frees what [`allocate`](Self::allocate) returned, with the same size, device and stream. Work of that stream may
+    /// still use it. If the stream has been destroyed, the devices have been synchronized, and the device's default
+    /// stream is passed instead.
+    ///
+    /// An error means that the memory was not freed. A [`PluggableAllocator`](super::PluggableAllocator) returns the
+    /// error and forgets the block; a pool over an [`ExternalUpstream`] keeps the segment.
+    fn free(&self, ptr: DevicePtr, bytes: u64, device: DeviceId, stream: RawStream) -> Result<()>;
+
+    /// Called once for each allocator or upstream that is built on it, before anything else.
+    fn init(&self, device_count: u32) -> Result<()> {
+        let _ = device_count;
+        Ok(())
+    }
+
+    /// Returns cached memory to the driver. Called when the allocator is trimmed, and before a failed request is
+    /// retried; not while a stream captures, since it may synchronize the device.
+    fn reset(&self) {}
+
+    /// The fraction of the device's memory that may be used was set. Warpool enforces it in any case.
+    fn memory_fraction(&self, fraction: f64, device: DeviceId) {
+        let _ = (fraction, device);
+    }
+
+    /// The allocation that contains `ptr`. With `None`, Warpool answers from its own records.
+    fn base_allocation(&self, ptr: DevicePtr) -> Option<BaseAllocation> {
+        let _ = ptr;
+        None
+    }
+
+    /// `stream` uses the memory at `ptr` too. [`Handled::Yes`] promises not to reuse the memory, once freed, before the
+    /// work that is in that stream by then has completed. Otherwise Warpool delays the free until then.
+    fn record_stream(&self, ptr: DevicePtr, stream: RawStream) -> Handled {
+        let _ = (ptr, stream);
+        Handled::No
+    }
+
+    /// Requests are routed to a pool from here on. Warpool decides which ones, and keeps the pool of every block.
+    fn begin_pool(&self, device: DeviceId, pool: MemPoolId) {
+        let _ = (device, pool);
+    }
+
+    /// Routing to the pool ended.
+    fn end_pool(&self, device: DeviceId, pool: MemPoolId) {
+        let _ = (device, pool);
+    }
+
+    /// The pool has lost its last user. Called as often as [`begin_pool`](Self::begin_pool) was, for allocators that
+    /// count.
+    fn release_pool(&self, device: DeviceId, pool: MemPoolId) {
+        let _ = (device, pool);
+    }
+}
+
+/// A stream: its id in the driver contract, and the handle that C functions take.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct RawStream {
+    /// The id.
+    pub id: StreamId,
+    /// The driver's handle: a `CUstream`.
+    pub raw: RawHandle,
+}
+
+/// The allocation that contains some address.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct BaseAllocation {
+    /// Where it starts.
+    pub ptr: DevicePtr,
+    /// Its size, if known.
+    pub bytes: Option<u64>,
+}
+
+/// Whether an external allocator handles a recorded use itself.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Handled {
+    /// It does.
+    Yes,
+    /// Warpool has to.
+    No,
+}

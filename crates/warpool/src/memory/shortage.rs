@@ -1,0 +1,42 @@
+//! The out-of-memory report of an allocator that knows its counters and not how its free memory is divided.
+
+use warpool_driver::MemoryInfo;
+
+use super::{OomCause, OomReport, Request, Stats};
+
+pub(crate) struct Shortage<'a> {
+    pub(crate) request: &'a Request,
+    pub(crate) why: OomCause,
+    /// What the source was, or would have been, asked for.
+    pub(crate) bytes_segment: u64,
+    pub(crate) memory: MemoryInfo,
+    pub(crate) limit: Option<u64>,
+    pub(crate) stats: &'a Stats,
+    pub(crate) capturing: bool,
+}
+
+impl Shortage<'_> {
+    pub(crate) fn report(&self) -> OomReport {
+        let (reserved, active) = (self.stats.reserved_bytes.all.current, self.stats.active_bytes.all.current);
+        let allocated = self.stats.allocated_bytes.all.current;
+        OomReport {
+            device: self.request.device,
+            cause: self.why,
+            bytes_requested: self.request.bytes,
+            bytes_segment: self.bytes_segment,
+            bytes_total: self.memory.bytes_total,
+            bytes_free: self.memory.bytes_free,
+            bytes_limit: self.limit,
+            bytes_reserved: reserved,
+            bytes_allocated: allocated,
+            bytes_pending: active - allocated,
+            bytes_private_free: 0,
+            bytes_cached: reserved - active,
+            blocks_cached: u64::from(reserved > active),
+            bytes_largest_cached: reserved - active,
+            // No setting would place it otherwise.
+            expandable_segments: true,
+            capturing: self.capturing,
+        }
+    }
+}

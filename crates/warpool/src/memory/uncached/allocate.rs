@@ -1,0 +1,175 @@
+//! How a request is served, and what happens when the source has no memory.
+//!
+//! The source may panic: what counts while a request is in flight (quota, a slot in a pool) is undone by guards.
+
+use warpool_driver::{CaptureState, DevicePtr, MemoryInfo};
+
+use super::source::Source;
+use super::table::TableEntry;
+use super::{DeviceState, UncachedAllocator};
+use crate::capture::CaptureStatus;
+use crate::memory::journal::Cause;
+use crate::memory::shortage::Shortage;
+use crate::memory::{Allocation, MemPoolId, OomCause, RawStream, Request, StackLevel};
+use crate::{Error, Result};
+
+/// Requests from this size on (an exbibyte) are refused.
+const TOO_LARGE: u64 = 1 << 60;
+
+/// Bytes that count against the limit while a request is in flight.
+struct Quota<'a, S: Source> {
+    allocator: &'a UncachedAllocator<S>,
+    state: &'a DeviceState,
+    bytes: u64,
+}
+
+impl<S: Source> Drop for Quota<'_, S> {
+    fn drop(&mut self) {
+        self.allocator.with(self.state, |table| table.release_quota(self.bytes));
+    }
+}
+
+impl<S: Source> UncachedAllocator<S> {
+    pub(super) fn allocate(&self, request: Request) -> Result<Allocation> {
+        let Request { device, stream, bytes, pool } = request;
+        let state = self.state(device)?;
+        if !S::PRIVATE_POOLS && pool.is_some_and(|pool| !pool.is_default()) {
+            return Err(self.no_private_pools());
+        }
+        if bytes == 0 {
+            return Ok(Allocation { ptr: DevicePtr(0), bytes: 0, bytes_requested: 0, device, stream, slot: 0 });
+        }
+        if bytes >= TOO_LARGE {
+            return Err(Error::RequestTooLarge { bytes });
+        }
+        self.deliver_pool_events(state, false);
+        let slot = state.pools.reserve_slot(pool, stream, |stream| {
+            let capture = CaptureStatus::of(self.driver(), stream)?.capture();
+            Ok(capture.map_or(CaptureState::None, CaptureState::Active))
+        })?;
+        let cause = self.cause(state, StackLevel::State);
+        self.process_pending(state, &cause);
+        let (capture, capturing) = match CaptureStatus::of(self.driver(), stream)? {
+            CaptureStatus::NotCapturing => (None, false),
+            CaptureStatus::Capturing(capture) => (Some(capture), true),
+            CaptureStatus::Invalidated => (None, true),
+            CaptureStatus::Blocked if !S::STREAM_ORDERED => (None, true),
+            // Queried again for the driver's own error.
+            CaptureStatus::Blocked | CaptureStatus::StreamDestroyed => {
+                self.driver().capture_state(stream)?;
+                (None, true)
+            }
+        };
+        let (raw_stream, owner) = state.ledger.raw_stream(stream, self.driver())?;
+        // The driver's pools serve streams of any device.
+        if owner != device && !S::STREAM_ORDERED {
+            return Err(Error::StreamDevice { device, stream, owner });
+        }
+        let size = bytes.next_multiple_of(S::GRANULARITY);
+        let out_of_memory = |why| Err(self.out_of_memory(state, &request, slot.pool(), why, capturing, &cause));
+        let Some(quota) = self.reserve_quota(state, bytes, capturing, &cause)? else {
+            return out_of_memory(OomCause::Limit);
+        };
+        let Some(ptr) = self.fetch(state, size, raw_stream, capturing, &cause)? else {
+            drop(quota);
+            return out_of_memory(S::OOM_CAUSE);
+        };
+        let entry = TableEntry {
+            serial: 0,
+            ptr,
+            bytes: size,
+            requested: bytes,
+            stream,
+            stream_raw: raw_stream.raw.0,
+            pool: slot.pool(),
+            uses: Vec::new(),
+            capture,
+            stack: None,
+        };
+        slot.fill();
+        let allocation = self.with(state, |table| table.insert(entry, &cause));
+        drop(quota);
+        Ok(allocation)
+    }
+
+    /// Counts `bytes` against the limit. If that is exceeded: calls the pressure callbacks, then waits for freed blocks.
+    fn reserve_quota<'a>(
+        &'a self,
+        state: &'a DeviceState,
+        bytes: u64,
+        capturing: bool,
+        cause: &Cause,
+    ) -> Result<Option<Quota<'a, S>>> {
+        let limit = state.ledger.limit(self.settings.memory_cap_bytes);
+        let reserve = || {
+            let reserved = self.with(state, |table| table.reserve_quota(bytes, limit));
+            reserved.then(|| Quota { allocator: self, state, bytes })
+        };
+        if let Some(quota) = reserve() {
+            return Ok(Some(quota));
+        }
+        if self.observers.relieve(state.ledger.device())
+            && let Some(quota) = reserve()
+        {
+            return Ok(Some(quota));
+        }
+        if !capturing && self.with(state, |table| table.has_pending()) {
+            self.wait_for_pending(state, cause)?;
+            return Ok(reserve());
+        }
+        Ok(None)
+    }
+
+    /// Memory from the source. If it has none: calls the pressure callbacks, waits for freed blocks, trims the source,
+    /// and tries once more. `None` means out of memory.
+    fn fetch(
+        &self,
+        state: &DeviceState,
+        bytes: u64,
+        stream: RawStream,
+        capturing: bool,
+        cause: &Cause,
+    ) -> Result<Option<DevicePtr>> {
+        let device = state.ledger.device();
+        if let Some(ptr) = self.source.allocate(device, bytes, stream)? {
+            return Ok(Some(ptr));
+        }
+        self.observers.relieve(device);
+        if !capturing {
+            self.wait_for_pending(state, cause)?;
+            self.source.trim(device, self.has_captures())?;
+            self.with(state, |table| table.count_retry());
+        }
+        let retried = self.source.allocate(device, bytes, stream)?;
+        if retried.is_none() && !capturing {
+            self.source.undo_growth(device)?;
+        }
+        Ok(retried)
+    }
+
+    /// Counts a failure, calls the observers, and builds the error.
+    fn out_of_memory(
+        &self,
+        state: &DeviceState,
+        request: &Request,
+        pool: MemPoolId,
+        why: OomCause,
+        capturing: bool,
+        cause: &Cause,
+    ) -> Error {
+        let (device, bytes_segment) = (state.ledger.device(), request.bytes.next_multiple_of(S::GRANULARITY));
+        // A failure of these must not hide the out-of-memory error.
+        let unknown = MemoryInfo { bytes_free: 0, bytes_total: state.ledger.bytes_total() };
+        let memory = self.driver().mem_info(device).unwrap_or(unknown);
+        let reserved = self.source.reserved(device).unwrap_or_default();
+        let stream_raw = state.ledger.raw_stream(request.stream, self.driver()).map_or(0, |(stream, _)| stream.raw.0);
+        let stats = self.with(state, |table| {
+            table.record_oom(memory.bytes_free, bytes_segment, stream_raw, pool, cause);
+            table.stats(reserved)
+        });
+        let limit = state.ledger.limit(self.settings.memory_cap_bytes);
+        let report = Shortage { request, why, bytes_segment, memory, limit, stats: &stats, capturing }.report();
+        self.observers.out_of_memory(&report);
+        Error::OutOfMemory(Box::new(report))
+    }
+}

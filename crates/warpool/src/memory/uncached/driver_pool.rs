@@ -1,0 +1,190 @@
+//! The driver's stream-ordered pool as a source: the driver caches, and orders frees by streams.
+//!
+//! A device's pool is set up at its first use: it keeps what is freed (the release threshold is the largest number) and
+//! may reuse memory across streams in every way that the driver supports. Other users of the device's default pool
+//! share that configuration.
+
+use std::collections::BTreeSet;
+use std::sync::{Mutex, OnceLock};
+
+use warpool_driver::{Access, DeviceId, DevicePtr, Driver, PoolAttribute, PoolId, StreamId};
+
+use super::UncachedAllocator;
+use super::source::{Reserved, Source};
+use crate::capture::{CaptureStatus, RelaxedMode};
+use crate::memory::{OomCause, RawStream, Settings};
+use crate::{Device, Instance, Result, StreamLease, lock};
+
+/// Memory from the driver's stream-ordered pools, as PyTorch's `cudaMallocAsync` backend uses them. See the
+/// [module](crate::memory) for how allocators are used.
+///
+/// It has no private pools: [`pools`](crate::memory::DeviceAllocator::pools) is
+/// [`Error::Unsupported`](crate::Error::Unsupported).
+///
+/// # Captures
+/// Memory allocated on a capturing stream is a node of the graph. It is freed by a node if its capture is still under
+/// way. Any other block that a capturing stream used is freed after that capture.
+///
+/// # Where it differs from PyTorch's backend
+/// - Several captures may be under way at once, also on several threads.
+/// - Frees in a capture are joined in the block's own stream, so nothing has to be joined when it ends.
+/// - A free that has to wait is made by the next call of any kind, not only by an allocation.
+/// - A retry waits for all streams that frees are in, not only for the request's.
+/// - A fraction outside of [0, 1] is an error, and the default is 1.
+/// - There are snapshots, a history, and all counters that have a meaning here. Every block is a segment of its own;
+///   what the pool holds beyond the blocks is shown as one free segment at address 0.
+/// - Pressure callbacks run when a request would fail, since it is not known before what is cached.
+pub type DriverPoolAllocator = UncachedAllocator<DriverPool>;
+
+/// The default pools of all devices.
+pub struct DriverPool {
+    instance: Instance,
+    devices: Box<[PoolState]>,
+}
+
+#[derive(Default)]
+struct PoolState {
+    /// Set up at the first use, since it creates a context.
+    ready: OnceLock<ReadyPool>,
+    /// Streams that frees were put into since they were last waited for.
+    freed_on: Mutex<BTreeSet<StreamId>>,
+}
+
+struct ReadyPool {
+    id: PoolId,
+    /// Frees of blocks that several streams used are joined here.
+    release_stream: StreamLease,
+}
+
+impl UncachedAllocator<DriverPool> {
+    /// An allocator for all devices of `instance`, without limits. Makes no driver call.
+    #[must_use]
+    pub fn new(instance: &Instance) -> Self {
+        Self::with_settings(instance, Settings::default())
+    }
+
+    /// With settings, of which the memory fraction and the cap have an effect; the others are shown in snapshots.
+    #[must_use]
+    pub fn with_settings(instance: &Instance, settings: Settings) -> Self {
+        let devices = instance.devices().map(|_| PoolState::default()).collect();
+        Self::over(instance, DriverPool { instance: instance.clone(), devices }, settings)
+    }
+
+    /// Lets kernels on `device` access this allocator's memory on `owner`, present and future. Idempotent.
+    pub fn enable_peer_access(&self, device: DeviceId, owner: DeviceId) -> Result<()> {
+        self.state(device)?;
+        self.state(owner)?;
+        let pool = self.source().ready(owner)?;
+        if device == owner {
+            return Ok(());
+        }
+        Ok(self.driver().pool_set_access(pool.id, device, Access::ReadWrite)?)
+    }
+}
+
+impl DriverPool {
+    fn driver(&self) -> &dyn Driver {
+        &**self.instance.driver()
+    }
+
+    fn state(&self, device: DeviceId) -> &PoolState {
+        &self.devices[device.0 as usize]
+    }
+
+    /// The device's pool, set up. Two threads may both set it up, to the same effect.
+    fn ready(&self, device: DeviceId) -> Result<&ReadyPool> {
+        let state = self.state(device);
+        if let Some(ready) = state.ready.get() {
+            return Ok(ready);
+        }
+        let id = self.driver().pool_default(device)?;
+        let relaxed = self.relaxed()?;
+        for (attribute, value) in [
+            (PoolAttribute::ReleaseThreshold, u64::MAX),
+            (PoolAttribute::ReuseFollowEvents, 1),
+            (PoolAttribute::ReuseOpportunistic, 1),
+            (PoolAttribute::ReuseInternalDependencies, 1),
+        ] {
+            self.driver().pool_set(id, attribute, value)?;
+        }
+        drop(relaxed);
+        let release_stream = Device::known(&self.instance, device).lease_stream()?;
+        Ok(state.ready.get_or_init(|| ReadyPool { id, release_stream }))
+    }
+
+    /// Every call that a capture elsewhere would forbid is made in the relaxed mode: this allocator is not notified of
+    /// captures.
+    fn relaxed(&self) -> Result<RelaxedMode<'_>> {
+        RelaxedMode::begin(self.driver())
+    }
+}
+
+impl Source for DriverPool {
+    const NAME: &'static str = "driver-pool";
+    const STREAM_ORDERED: bool = true;
+    const PRIVATE_POOLS: bool = false;
+    /// That of the driver's pools on an H200.
+    const GRANULARITY: u64 = 512;
+    const OOM_CAUSE: OomCause = OomCause::Device;
+
+    fn allocate(&self, device: DeviceId, bytes: u64, stream: RawStream) -> Result<Option<DevicePtr>> {
+        let pool = self.ready(device)?.id;
+        let _relaxed = self.relaxed()?;
+        match self.driver().pool_alloc(pool, bytes, stream.id) {
+            Ok(ptr) => Ok(Some(ptr)),
+            Err(error) if error.is_out_of_memory() => Ok(None),
+            Err(error) => Err(error.into()),
+        }
+    }
+
+    fn free(&self, ptr: DevicePtr, _bytes: u64, device: DeviceId, stream: RawStream) -> Result<()> {
+        self.driver().pool_free(ptr, stream.id)?;
+        lock(&self.state(device).freed_on).insert(stream.id);
+        Ok(())
+    }
+
+    fn release_stream(&self, device: DeviceId) -> Result<StreamId> {
+        Ok(self.ready(device)?.release_stream.id())
+    }
+
+    fn trim(&self, device: DeviceId, _capturing: bool) -> Result<()> {
+        let Some(pool) = self.state(device).ready.get() else { return Ok(()) };
+        let _relaxed = self.relaxed()?;
+        Ok(self.driver().pool_trim(pool.id, 0)?)
+    }
+
+    fn wait_for_frees(&self, device: DeviceId) -> Result<bool> {
+        let state = self.state(device);
+        let streams = std::mem::take(&mut *lock(&state.freed_on));
+        let waited = streams.iter().try_for_each(|&stream| {
+            if CaptureStatus::of(self.driver(), stream)? == CaptureStatus::NotCapturing {
+                let _relaxed = self.relaxed()?;
+                self.driver().stream_synchronize(stream)?;
+            }
+            Ok(())
+        });
+        if waited.is_err() {
+            lock(&state.freed_on).extend(&streams);
+        }
+        waited.map(|()| !streams.is_empty())
+    }
+
+    fn undo_growth(&self, device: DeviceId) -> Result<()> {
+        // A pool grows until the driver refuses, and keeps what it got: all of an H200 (measured there).
+        self.trim(device, false)
+    }
+
+    fn reserved(&self, device: DeviceId) -> Result<Option<Reserved>> {
+        let Some(pool) = self.state(device).ready.get() else { return Ok(Some(Reserved::default())) };
+        let _relaxed = self.relaxed()?;
+        let get = |attribute| self.driver().pool_get(pool.id, attribute);
+        let (current, peak) = (get(PoolAttribute::ReservedCurrent)?, get(PoolAttribute::ReservedHigh)?);
+        Ok(Some(Reserved { current, peak }))
+    }
+
+    fn reset_peak(&self, device: DeviceId) -> Result<()> {
+        let Some(pool) = self.state(device).ready.get() else { return Ok(()) };
+        let _relaxed = self.relaxed()?;
+        Ok(self.driver().pool_set(pool.id, PoolAttribute::ReservedHigh, 0)?)
+    }
+}

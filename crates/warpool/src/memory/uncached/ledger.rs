@@ -1,0 +1,119 @@
+//! The state of one device of an [`UncachedAllocator`](super::UncachedAllocator): the allocation table under its lock,
+//! the memory fraction, and whether a history is recorded. No call out of the allocator is made under the lock.
+
+use std::sync::Mutex;
+
+use warpool_driver::{DeviceId, DevicePtr, Driver, RawHandle, StreamId};
+
+use super::source::Reserved;
+use super::table::AllocationTable;
+use crate::memory::caching::share_of;
+use crate::memory::history::StackNumbers;
+use crate::memory::journal::{Cause, Recording};
+use crate::memory::{
+    Allocation, HistoryOptions, MemPoolId, Observers, RawStream, Snapshot, SnapshotOptions, StackLevel,
+};
+use crate::{Device, Error, Result, lock};
+
+pub(super) struct DeviceLedger {
+    device: DeviceId,
+    bytes_total: u64,
+    table: Mutex<AllocationTable>,
+    fraction: Mutex<f64>,
+    recording: Recording,
+}
+
+impl DeviceLedger {
+    pub(super) fn new(device: &Device, fraction: f64) -> Self {
+        Self {
+            device: device.id(),
+            bytes_total: device.properties().bytes_total,
+            table: Mutex::new(AllocationTable::new(device.id())),
+            fraction: Mutex::new(fraction),
+            recording: Recording::default(),
+        }
+    }
+
+    pub(super) fn device(&self) -> DeviceId {
+        self.device
+    }
+
+    pub(super) fn bytes_total(&self) -> u64 {
+        self.bytes_total
+    }
+
+    /// One step under the lock. Trackers are called afterwards, without it.
+    pub(super) fn with<R>(&self, observers: &Observers, step: impl FnOnce(&mut AllocationTable) -> R) -> R {
+        let mut table = lock(&self.table);
+        let result = step(&mut table);
+        let entries = table.take_untracked();
+        drop(table);
+        if !entries.is_empty() {
+            observers.track(self.device, &entries);
+        }
+        result
+    }
+
+    pub(super) fn find(&self, ptr: DevicePtr) -> Option<Allocation> {
+        lock(&self.table).find(ptr)
+    }
+
+    /// What the history stores with the next entries. Gathered before the lock is taken.
+    pub(super) fn cause(&self, level: StackLevel, observers: &Observers, driver: &dyn Driver) -> Cause {
+        self.recording.cause(level, observers, driver).timed(driver)
+    }
+
+    /// A stream with its driver handle, and its device. Cached.
+    pub(super) fn raw_stream(&self, stream: StreamId, driver: &dyn Driver) -> Result<(RawStream, DeviceId)> {
+        let cached = lock(&self.table).stream_handle(stream);
+        let (raw, device) = match cached {
+            Some(handle) => handle,
+            None => {
+                let handle = driver.stream_handle(stream)?;
+                lock(&self.table).cache_stream_handle(stream, (handle.raw.0, handle.device));
+                (handle.raw.0, handle.device)
+            }
+        };
+        Ok((RawStream { id: stream, raw: RawHandle(raw) }, device))
+    }
+
+    pub(super) fn fraction(&self) -> f64 {
+        *lock(&self.fraction)
+    }
+
+    pub(super) fn set_fraction(&self, fraction: f64) -> Result<()> {
+        if !(0.0..=1.0).contains(&fraction) {
+            return Err(Error::Fraction { fraction: fraction.to_string() });
+        }
+        *lock(&self.fraction) = fraction;
+        Ok(())
+    }
+
+    /// The lower of the memory fraction and the cap.
+    pub(super) fn limit(&self, cap: Option<u64>) -> Option<u64> {
+        let fraction = self.fraction();
+        let by_fraction = (fraction < 1.0).then(|| share_of(self.bytes_total, fraction));
+        [by_fraction, cap].into_iter().flatten().min()
+    }
+
+    pub(super) fn record_history(&self, options: Option<&HistoryOptions>, observers: &Observers) {
+        self.with(observers, |table| table.set_history(options.cloned()));
+        self.recording.set(options);
+    }
+
+    /// Adds the device to a snapshot.
+    pub(super) fn add_to(
+        &self,
+        snapshot: &mut Snapshot,
+        stacks: &mut StackNumbers,
+        SnapshotOptions { pool, traces }: SnapshotOptions,
+        reserved: Option<Reserved>,
+        observers: &Observers,
+        cause: &Cause,
+    ) {
+        self.with(observers, |table| {
+            let unused = if pool.is_none_or(MemPoolId::is_default) { table.unused_bytes(reserved) } else { 0 };
+            table.add_to(snapshot, stacks, (pool, traces), unused, cause);
+        });
+    }
+}

@@ -1,0 +1,286 @@
+//! Device allocators without a cache of their own: [`UncachedAllocator`], over a source of memory. The source is the
+//! driver's stream-ordered pool ([`DriverPoolAllocator`]) or a user's allocator ([`PluggableAllocator`]); this keeps
+//! the allocation table, limits, statistics, history, private pools, and decides when a freed block may be released.
+//!
+//! # The life of an allocation
+//! 1. The request is routed to a pool, and counted against the limit by the requested size (`allocate.rs`).
+//! 2. The source allocates. If it has no memory: pressure callbacks, a wait for freed blocks, a trim of the source, and
+//!    one retry.
+//! 3. The block is added to the allocation table of its device (`table.rs`, `ledger.rs`).
+//! 4. Freed, it is released to the source once the streams that used it allow that (`release.rs`): put into a stream
+//!    behind their work, or after fences in the other streams have passed, as the source requires (`source.rs`).
+//!    Dropped blocks are released by the next call, since a destructor makes no driver call.
+//!
+//! # Locks
+//! Each device has one for its table and one for its pools. Each is held for one step, none while another is taken, and
+//! never while the driver, the source or an observer is called.
+
+mod allocate;
+mod driver_pool;
+mod external;
+mod ledger;
+mod pool_keeper;
+mod pools;
+mod release;
+mod source;
+mod table;
+
+use std::fmt;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicU32, Ordering};
+
+use warpool_driver::{DeviceId, DevicePtr, Driver, StreamId};
+
+use super::history::StackNumbers;
+use super::journal::Cause;
+use super::{
+    Allocation, DeviceAllocator, Handled, HistoryOptions, MemPoolId, Observers, PoolKeeper, Request, Settings,
+    Snapshot, SnapshotOptions, StackLevel, Stat, Stats,
+};
+use crate::capture::CaptureStatus;
+use crate::{Error, Instance, Result};
+use ledger::DeviceLedger;
+use pools::DevicePools;
+use release::Fences;
+use source::Source;
+use table::AllocationTable;
+
+pub use driver_pool::DriverPoolAllocator;
+pub use external::PluggableAllocator;
+
+/// A device allocator that caches nothing itself: every request and every free reaches its source.
+pub struct UncachedAllocator<S> {
+    instance: Instance,
+    source: S,
+    devices: Box<[DeviceState]>,
+    settings: Settings,
+    observers: Observers,
+    /// Captures under way on all devices that the allocator was notified of.
+    captures: AtomicU32,
+    next_user_pool: AtomicU32,
+    next_graph_pool: AtomicU32,
+}
+
+struct DeviceState {
+    ledger: DeviceLedger,
+    pools: DevicePools,
+    fences: Mutex<Fences>,
+}
+
+impl<S: Source> UncachedAllocator<S> {
+    fn over(instance: &Instance, source: S, settings: Settings) -> Self {
+        let devices = instance.devices().map(|device| DeviceState {
+            ledger: DeviceLedger::new(&device, settings.per_process_memory_fraction),
+            pools: DevicePools::new(device.id()),
+            fences: Mutex::default(),
+        });
+        Self {
+            instance: instance.clone(),
+            source,
+            devices: devices.collect(),
+            settings,
+            observers: Observers::default(),
+            captures: AtomicU32::new(0),
+            next_user_pool: AtomicU32::new(1),
+            next_graph_pool: AtomicU32::new(1),
+        }
+    }
+
+    fn source(&self) -> &S {
+        &self.source
+    }
+
+    fn driver(&self) -> &dyn Driver {
+        &**self.instance.driver()
+    }
+
+    fn state(&self, device: DeviceId) -> Result<&DeviceState> {
+        let count = self.instance.device_count();
+        self.devices.get(device.0 as usize).ok_or(Error::DeviceOutOfRange { index: device.0, count })
+    }
+
+    /// One step under a device's lock. Trackers are called afterwards, without it.
+    fn with<R>(&self, state: &DeviceState, step: impl FnOnce(&mut AllocationTable) -> R) -> R {
+        state.ledger.with(&self.observers, step)
+    }
+
+    fn cause(&self, state: &DeviceState, level: StackLevel) -> Cause {
+        state.ledger.cause(level, &self.observers, self.driver())
+    }
+
+    /// Whether a capture is under way, as far as Warpool was told.
+    fn has_captures(&self) -> bool {
+        self.captures.load(Ordering::Acquire) > 0 || !self.instance.captures().none()
+    }
+
+    /// Notifies the source of pool events. With `wait`, events that another thread is delivering are waited for.
+    fn deliver_pool_events(&self, state: &DeviceState, wait: bool) {
+        state.pools.deliver(wait, |event| self.source.pool_event(state.ledger.device(), event));
+    }
+
+    fn no_private_pools(&self) -> Error {
+        Error::Unsupported { allocator: S::NAME, what: "private pools" }
+    }
+}
+
+impl<S: Source> DeviceAllocator for UncachedAllocator<S> {
+    fn name(&self) -> &'static str {
+        S::NAME
+    }
+
+    fn instance(&self) -> &Instance {
+        &self.instance
+    }
+
+    fn allocate_raw(&self, request: Request) -> Result<Allocation> {
+        self.allocate(request)
+    }
+
+    fn free_raw(&self, ptr: DevicePtr) -> Result<()> {
+        if ptr.is_null() {
+            return Ok(());
+        }
+        self.free(self.find(ptr)?)
+    }
+
+    fn record_use_raw(&self, ptr: DevicePtr, stream: StreamId) -> Result<()> {
+        if ptr.is_null() {
+            return Ok(());
+        }
+        let used = self.find(ptr)?;
+        if used.stream == stream {
+            return Ok(());
+        }
+        let state = self.state(used.device)?;
+        let (raw_stream, _) = state.ledger.raw_stream(stream, self.driver())?;
+        let handled = self.source.record_use(ptr, raw_stream)?;
+        // A use in a capture delays the free in any case: the source cannot record an event there.
+        if handled == Handled::Yes && CaptureStatus::of(self.driver(), stream)? == CaptureStatus::NotCapturing {
+            return Ok(());
+        }
+        let recorded = self.with(state, |table| table.record_use(ptr, stream));
+        if recorded { Ok(()) } else { Err(Error::UnknownPointer { ptr }) }
+    }
+
+    fn find(&self, ptr: DevicePtr) -> Result<Allocation> {
+        self.devices.iter().find_map(|state| state.ledger.find(ptr)).ok_or(Error::UnknownPointer { ptr })
+    }
+
+    fn free(&self, allocation: Allocation) -> Result<()> {
+        if allocation.ptr.is_null() {
+            return Ok(());
+        }
+        let state = self.state(allocation.device)?;
+        self.deliver_pool_events(state, false);
+        let cause = self.cause(state, StackLevel::All);
+        let entry = self.with(state, |table| table.begin_free(allocation.ptr, allocation.slot, true, &cause))?;
+        let released = self.release_block(state, &entry, &cause);
+        self.process_pending(state, &cause);
+        released
+    }
+
+    fn free_later(&self, allocation: Allocation) {
+        let Ok(state) = self.state(allocation.device) else { return };
+        let cause = self.cause(state, StackLevel::All);
+        // A destructor cannot report that there is no such block.
+        let _ = self.with(state, |table| table.begin_free(allocation.ptr, allocation.slot, false, &cause).map(drop));
+    }
+
+    fn trim(&self, device: DeviceId, pool: MemPoolId) -> Result<u64> {
+        let state = self.state(device)?;
+        self.deliver_pool_events(state, false);
+        if pool.is_default() {
+            self.observers.before_trim(device);
+        }
+        let reserved = || -> Result<u64> {
+            if !pool.is_default() {
+                return Ok(self.with(state, |table| table.bytes_in(pool)));
+            }
+            let reserved = self.source.reserved(device)?;
+            Ok(reserved.map_or_else(|| self.with(state, |table| table.active_bytes()), |reserved| reserved.current))
+        };
+        let before = reserved()?;
+        self.wait_for_pending(state, &self.cause(state, StackLevel::All))?;
+        if pool.is_default() {
+            self.source.trim(device, self.has_captures())?;
+        }
+        Ok(before.saturating_sub(reserved()?))
+    }
+
+    fn largest_available(&self, device: DeviceId) -> Result<u64> {
+        let state = self.state(device)?;
+        let free = self.driver().mem_info(device)?.bytes_free;
+        let reserved = self.source.reserved(device)?;
+        Ok(free.max(self.with(state, |table| table.unused_bytes(reserved))))
+    }
+
+    fn set_memory_fraction(&self, device: DeviceId, fraction: f64) -> Result<()> {
+        let ledger = &self.state(device)?.ledger;
+        let before = ledger.fraction();
+        ledger.set_fraction(fraction)?;
+        let set = self.source.set_memory_fraction(device, fraction);
+        if set.is_err() {
+            ledger.set_fraction(before)?;
+        }
+        set
+    }
+
+    fn memory_fraction(&self, device: DeviceId) -> Result<f64> {
+        Ok(self.state(device)?.ledger.fraction())
+    }
+
+    fn stats(&self, device: DeviceId) -> Result<Stats> {
+        let state = self.state(device)?;
+        let reserved = self.source.reserved(device)?;
+        let mut stats = self.with(state, |table| table.stats(reserved));
+        stats.workspace_bytes = self.observers.workspaces.read(device);
+        Ok(stats)
+    }
+
+    fn reset_peak_stats(&self, device: DeviceId) -> Result<()> {
+        let state = self.state(device)?;
+        self.source.reset_peak(device)?;
+        self.with(state, |table| table.reset_peak_stats());
+        self.observers.workspaces.change(device, Stat::reset_peak);
+        Ok(())
+    }
+
+    fn reset_accumulated_stats(&self, device: DeviceId) -> Result<()> {
+        self.with(self.state(device)?, |table| table.reset_accumulated_stats());
+        self.observers.workspaces.change(device, Stat::reset_accumulated);
+        Ok(())
+    }
+
+    fn snapshot(&self, options: SnapshotOptions) -> Result<Snapshot> {
+        let mut snapshot = Snapshot { settings: self.settings.recorded(), ..Snapshot::default() };
+        let mut stacks = StackNumbers::default();
+        for state in &self.devices {
+            let reserved = self.source.reserved(state.ledger.device())?;
+            let cause = self.cause(state, StackLevel::Alloc);
+            state.ledger.add_to(&mut snapshot, &mut stacks, options, reserved, &self.observers, &cause);
+        }
+        Ok(snapshot)
+    }
+
+    fn record_history(&self, options: Option<HistoryOptions>) -> Result<()> {
+        for state in &self.devices {
+            state.ledger.record_history(options.as_ref(), &self.observers);
+        }
+        Ok(())
+    }
+
+    fn observers(&self) -> &Observers {
+        &self.observers
+    }
+
+    fn pools(&self) -> Result<&dyn PoolKeeper> {
+        if S::PRIVATE_POOLS { Ok(self) } else { Err(self.no_private_pools()) }
+    }
+}
+
+impl<S: Source> fmt::Debug for UncachedAllocator<S> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mut shown = f.debug_struct("UncachedAllocator");
+        shown.field("source", &S::NAME).field("instance", &self.instance).finish_non_exhaustive()
+    }
+}

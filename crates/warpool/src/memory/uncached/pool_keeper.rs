@@ -1,0 +1,108 @@
+//! The private pools as callers see them: [`PoolKeeper`] for sources that allow them.
+
+use std::sync::atomic::Ordering;
+
+use warpool_driver::{DeviceId, DevicePtr, StreamId};
+
+use super::source::Source;
+use super::{DeviceState, UncachedAllocator};
+use crate::memory::{MemPoolId, PoolKeeper, PoolOptions, Route, StackLevel};
+use crate::{Error, Result};
+
+impl<S: Source> UncachedAllocator<S> {
+    /// One use less. Calls neither the driver nor the source.
+    fn release(&self, state: &DeviceState, pool: MemPoolId) -> Result<()> {
+        let kept = state.pools.release(pool)?;
+        self.with(state, |table| kept.into_iter().for_each(|serial| table.end_release(serial)));
+        Ok(())
+    }
+}
+
+impl<S: Source> PoolKeeper for UncachedAllocator<S> {
+    /// [`Error::Unsupported`] with an upstream: the source is that of all pools. The other options have no effect,
+    /// since nothing is cached.
+    fn create_pool(&self, device: DeviceId, options: PoolOptions) -> Result<MemPoolId> {
+        if options.upstream.is_some() {
+            return Err(Error::Unsupported { allocator: S::NAME, what: "pools with an upstream of their own" });
+        }
+        let id = MemPoolId { graph: 0, user: self.next_user_pool.fetch_add(1, Ordering::Relaxed) };
+        self.state(device)?.pools.create(id);
+        Ok(id)
+    }
+
+    fn create_graph_pool(&self, device: DeviceId) -> Result<MemPoolId> {
+        let id = MemPoolId { graph: self.next_graph_pool.fetch_add(1, Ordering::Relaxed), user: 0 };
+        self.state(device)?.pools.create(id);
+        Ok(id)
+    }
+
+    fn retain_pool(&self, device: DeviceId, pool: MemPoolId) -> Result<()> {
+        self.state(device)?.pools.retain(pool)
+    }
+
+    fn release_pool(&self, device: DeviceId, pool: MemPoolId) -> Result<()> {
+        if pool.is_default() {
+            return Err(Error::PoolReleased { pool });
+        }
+        self.release(self.state(device)?, pool)
+    }
+
+    fn pool_uses(&self, device: DeviceId, pool: MemPoolId) -> Result<u32> {
+        self.state(device)?.pools.uses(pool)
+    }
+
+    fn set_use_on_oom(&self, device: DeviceId, pool: MemPoolId, _on: bool) -> Result<()> {
+        // No pool has free blocks that another could use.
+        self.state(device)?.pools.expect_in_use(pool)
+    }
+
+    fn begin_routing(&self, device: DeviceId, pool: MemPoolId, route: Route) -> Result<()> {
+        let state = self.state(device)?;
+        state.pools.retain(pool)?;
+        let begun = state.pools.begin_routing(pool, route);
+        if begun.is_err() {
+            self.release(state, pool)?;
+            return begun;
+        }
+        // The source must have been notified before anything is allocated from the pool.
+        self.deliver_pool_events(state, true);
+        Ok(())
+    }
+
+    fn reroute(&self, device: DeviceId, pool: MemPoolId, routes: &[Route]) -> Result<()> {
+        self.state(device)?.pools.reroute(pool, routes)
+    }
+
+    fn end_routing(&self, device: DeviceId, pool: MemPoolId) -> Result<()> {
+        let state = self.state(device)?;
+        state.pools.end_routing(pool)?;
+        self.release(state, pool)
+    }
+
+    fn capture_began(&self, device: DeviceId) -> Result<()> {
+        let state = self.state(device)?;
+        self.captures.fetch_add(1, Ordering::AcqRel);
+        self.deliver_pool_events(state, false);
+        // During the capture fewer blocks can be freed.
+        self.process_pending(state, &self.cause(state, StackLevel::All));
+        Ok(())
+    }
+
+    fn capture_ended(&self, device: DeviceId) -> Result<()> {
+        self.state(device)?;
+        let ended = self.captures.fetch_update(Ordering::AcqRel, Ordering::Acquire, |count| count.checked_sub(1));
+        ended.map(drop).map_err(|_| Error::NotCapturing { device })
+    }
+
+    fn record_pool_use(&self, device: DeviceId, pool: MemPoolId, stream: StreamId) -> Result<()> {
+        self.state(device)?.pools.record_stream(pool, stream)
+    }
+
+    fn has_exactly(&self, device: DeviceId, pool: MemPoolId, live: &[DevicePtr]) -> Result<bool> {
+        let state = self.state(device)?;
+        state.pools.uses(pool)?;
+        let mut expected = live.to_vec();
+        expected.sort_unstable();
+        Ok(self.with(state, |table| table.live_in(pool)) == expected)
+    }
+}

@@ -1,0 +1,238 @@
+//! The private pools of one device. Nothing is cached, so a pool is an id stored with each block, its users, and the
+//! blocks that captures allocated from it, which stay until the pool has no users.
+//!
+//! The source is notified when routing begins and ends and when a pool is released. Destructors end and release, and
+//! must not call out: so events are queued, and the next call that may call out delivers them in order.
+
+use std::collections::{BTreeMap, VecDeque};
+use std::sync::{Condvar, Mutex, PoisonError};
+use std::thread::{self, ThreadId};
+
+use warpool_driver::{CaptureState, DeviceId, StreamId};
+
+use crate::memory::scopes::Scopes;
+use crate::memory::{MemPoolId, Route};
+use crate::{Error, Result, lock};
+
+/// What a source is notified of.
+#[derive(Clone, Copy, Debug)]
+pub enum PoolEvent {
+    /// Routing to the pool began.
+    Begin(MemPoolId),
+    /// It ended.
+    End(MemPoolId),
+    /// The pool has lost its last user. As often as it was begun.
+    Release(MemPoolId),
+}
+
+pub(super) struct DevicePools {
+    device: DeviceId,
+    scopes: Scopes,
+    table: Mutex<PoolTable>,
+    /// Signalled when a thread stops delivering events.
+    delivered: Condvar,
+}
+
+struct PoolTable {
+    by_id: BTreeMap<MemPoolId, Pool>,
+    events: VecDeque<PoolEvent>,
+    /// The thread that is delivering events.
+    delivering: Option<ThreadId>,
+}
+
+#[derive(Default)]
+struct Pool {
+    uses: u32,
+    /// Blocks that are in it or about to be, until the source has them back.
+    blocks: usize,
+    /// How often the source was notified that routing began.
+    begun: u32,
+    /// Streams that use its memory beside those that it was allocated for.
+    streams: Vec<StreamId>,
+    /// Serials of blocks that captures allocated and that were freed since.
+    kept: Vec<u64>,
+}
+
+impl PoolTable {
+    fn in_use(&mut self, id: MemPoolId, device: DeviceId) -> Result<&mut Pool> {
+        let pool = self.by_id.get_mut(&id).ok_or(Error::UnknownPool { pool: id, device })?;
+        if pool.uses == 0 { Err(Error::PoolReleased { pool: id }) } else { Ok(pool) }
+    }
+
+    fn remove_if_empty(&mut self, id: MemPoolId) {
+        if self.by_id.get(&id).is_some_and(|pool| pool.uses == 0 && pool.blocks == 0) {
+            self.by_id.remove(&id);
+        }
+    }
+}
+
+/// A block that a pool counts before it is allocated. Dropped, it no longer counts.
+pub(super) struct PoolSlot<'a> {
+    pools: &'a DevicePools,
+    pool: MemPoolId,
+}
+
+impl PoolSlot<'_> {
+    pub(super) fn pool(&self) -> MemPoolId {
+        self.pool
+    }
+
+    /// The block is allocated: it counts until [`DevicePools::remove_block`].
+    pub(super) fn fill(self) {
+        std::mem::forget(self);
+    }
+}
+
+impl Drop for PoolSlot<'_> {
+    fn drop(&mut self) {
+        self.pools.remove_block(self.pool);
+    }
+}
+
+/// Lets other threads deliver events again, also after a panic of the source.
+struct Delivering<'a>(&'a DevicePools);
+
+impl Drop for Delivering<'_> {
+    fn drop(&mut self) {
+        lock(&self.0.table).delivering = None;
+        self.0.delivered.notify_all();
+    }
+}
+
+impl DevicePools {
+    pub(super) fn new(device: DeviceId) -> Self {
+        let default = Pool { uses: 1, ..Pool::default() };
+        let by_id = [(MemPoolId::DEFAULT, default)].into();
+        let table = PoolTable { by_id, events: VecDeque::new(), delivering: None };
+        Self { device, scopes: Scopes::default(), table: Mutex::new(table), delivered: Condvar::new() }
+    }
+
+    /// Counts a block in the pool that a request names, or is routed to.
+    pub(super) fn reserve_slot(
+        &self,
+        named: Option<MemPoolId>,
+        stream: StreamId,
+        capture_state: impl Fn(StreamId) -> Result<CaptureState>,
+    ) -> Result<PoolSlot<'_>> {
+        let route = || self.scopes.routed(stream, &capture_state);
+        let mut pool = named.map_or_else(route, Ok)?;
+        loop {
+            let reserved = lock(&self.table).in_use(pool, self.device).map(|pool| pool.blocks += 1);
+            let Err(error) = reserved else { return Ok(PoolSlot { pools: self, pool }) };
+            // Another thread may have closed the scope meanwhile: then the request is routed as if it came later.
+            let now = if named.is_none() { route()? } else { pool };
+            if now == pool {
+                return Err(error);
+            }
+            pool = now;
+        }
+    }
+
+    /// The source has a block of the pool back.
+    pub(super) fn remove_block(&self, id: MemPoolId) {
+        let mut table = lock(&self.table);
+        table.by_id.get_mut(&id).expect("a pool with blocks is not removed").blocks -= 1;
+        table.remove_if_empty(id);
+    }
+
+    /// Keeps a freed block that a capture allocated, if its pool is private and still in use. Says whether it does.
+    pub(super) fn keep_for_graph(&self, id: MemPoolId, serial: u64) -> bool {
+        match lock(&self.table).by_id.get_mut(&id) {
+            Some(pool) if !id.is_default() && pool.uses > 0 => {
+                pool.kept.push(serial);
+                true
+            }
+            _ => false,
+        }
+    }
+
+    /// Streams that use the pool's memory beside those that it was allocated for.
+    pub(super) fn streams_of(&self, id: MemPoolId) -> Vec<StreamId> {
+        lock(&self.table).by_id.get(&id).map(|pool| pool.streams.clone()).unwrap_or_default()
+    }
+
+    pub(super) fn create(&self, id: MemPoolId) {
+        lock(&self.table).by_id.insert(id, Pool { uses: 1, ..Pool::default() });
+    }
+
+    pub(super) fn retain(&self, id: MemPoolId) -> Result<()> {
+        lock(&self.table).in_use(id, self.device)?.uses += 1;
+        Ok(())
+    }
+
+    /// One use less. Returns the serials of blocks that the pool no longer keeps.
+    pub(super) fn release(&self, id: MemPoolId) -> Result<Vec<u64>> {
+        let mut table = lock(&self.table);
+        let pool = table.in_use(id, self.device)?;
+        pool.uses -= 1;
+        if pool.uses > 0 {
+            return Ok(Vec::new());
+        }
+        let (begun, kept) = (std::mem::take(&mut pool.begun), std::mem::take(&mut pool.kept));
+        table.events.extend((0..begun).map(|_| PoolEvent::Release(id)));
+        table.remove_if_empty(id);
+        Ok(kept)
+    }
+
+    pub(super) fn uses(&self, id: MemPoolId) -> Result<u32> {
+        let uses = lock(&self.table).by_id.get(&id).map(|pool| pool.uses);
+        uses.ok_or(Error::UnknownPool { pool: id, device: self.device })
+    }
+
+    /// Fails unless the pool is in use.
+    pub(super) fn expect_in_use(&self, id: MemPoolId) -> Result<()> {
+        lock(&self.table).in_use(id, self.device).map(drop)
+    }
+
+    pub(super) fn record_stream(&self, id: MemPoolId, stream: StreamId) -> Result<()> {
+        let mut table = lock(&self.table);
+        let streams = &mut table.in_use(id, self.device)?.streams;
+        if !streams.contains(&stream) {
+            streams.push(stream);
+        }
+        Ok(())
+    }
+
+    /// Opens a scope of a pool that the caller retained for it.
+    pub(super) fn begin_routing(&self, id: MemPoolId, route: Route) -> Result<()> {
+        self.scopes.begin(id, route)?;
+        let mut table = lock(&self.table);
+        table.in_use(id, self.device)?.begun += 1;
+        table.events.push_back(PoolEvent::Begin(id));
+        Ok(())
+    }
+
+    pub(super) fn reroute(&self, id: MemPoolId, routes: &[Route]) -> Result<()> {
+        self.scopes.reroute(id, routes)
+    }
+
+    pub(super) fn end_routing(&self, id: MemPoolId) -> Result<()> {
+        self.scopes.end(id)?;
+        lock(&self.table).events.push_back(PoolEvent::End(id));
+        Ok(())
+    }
+
+    /// Delivers queued events to `notify`. If another thread is delivering, that one delivers all: with `wait` this
+    /// waits for it, so that on return every event that was queued before has been delivered or has failed.
+    pub(super) fn deliver(&self, wait: bool, notify: impl Fn(PoolEvent) -> Result<()>) {
+        loop {
+            let mut table = lock(&self.table);
+            while let Some(other) = table.delivering {
+                // A hook that calls the allocator must not wait for itself.
+                if !wait || other == thread::current().id() {
+                    return;
+                }
+                table = self.delivered.wait(table).unwrap_or_else(PoisonError::into_inner);
+            }
+            let Some(event) = table.events.pop_front() else { return };
+            table.delivering = Some(thread::current().id());
+            drop(table);
+            let _delivering = Delivering(self);
+            if let Err(error) = notify(event) {
+                tracing::warn!(%error, ?event, "a pool event could not be delivered; it is retried");
+                lock(&self.table).events.push_front(event);
+                return;
+            }
+        }
+    }
+}

@@ -1,0 +1,390 @@
+//! The allocation table of one device: every block that callers have or that is being freed, and the counters.
+//!
+//! Every block is a segment of its own. Each method is one step under the device's lock; nothing here calls the driver,
+//! the source or an observer.
+
+use std::collections::BTreeMap;
+
+use rustc_hash::FxHashMap;
+use warpool_driver::{CaptureId, DeviceId, DevicePtr, StreamId};
+
+use crate::memory::history::StackNumbers;
+use crate::memory::journal::{Cause, Journal};
+use crate::memory::{
+    Action, Allocation, BlockInfo, BlockState, HistoryEntry, HistoryOptions, MemPoolId, SegmentInfo, SegmentKind,
+    Snapshot, Stack, Stats,
+};
+use crate::{Error, Result};
+
+use super::source::Reserved;
+
+/// Requests up to this count as small, as in the caching allocator.
+const SMALL_MAX: u64 = 1 << 20;
+
+/// How many stream handles are cached: more than most programs have streams, and few enough for one that creates a
+/// stream per request.
+const HANDLES_MAX: usize = 1024;
+
+/// A block that is allocated or being freed.
+#[derive(Clone, Debug)]
+pub(super) struct TableEntry {
+    /// Identifies the block. Never reused, unlike its address.
+    pub(super) serial: u64,
+    pub(super) ptr: DevicePtr,
+    pub(super) bytes: u64,
+    pub(super) requested: u64,
+    pub(super) stream: StreamId,
+    /// The driver's handle of the stream, for the source and for snapshots.
+    pub(super) stream_raw: u64,
+    pub(super) pool: MemPoolId,
+    /// Other streams that used it.
+    pub(super) uses: Vec<StreamId>,
+    /// The capture that allocated it, if any: its memory belongs to the graph.
+    pub(super) capture: Option<CaptureId>,
+    pub(super) stack: Option<Stack>,
+}
+
+impl TableEntry {
+    fn kind(&self) -> SegmentKind {
+        if self.bytes <= SMALL_MAX { SegmentKind::Small } else { SegmentKind::Large }
+    }
+}
+
+/// A block that its owner freed and the source does not have back.
+struct PendingFree {
+    entry: TableEntry,
+    /// Whether a thread is releasing it now.
+    releasing: bool,
+}
+
+pub(super) struct AllocationTable {
+    device: DeviceId,
+    /// Allocated blocks by address.
+    live: FxHashMap<u64, TableEntry>,
+    /// Freed blocks by serial.
+    pending: BTreeMap<u64, PendingFree>,
+    /// How many of them no thread is releasing.
+    idle_pending: usize,
+    last_serial: u64,
+    /// Bytes of requests in flight, before rounding. They count against the limit.
+    in_flight_bytes: u64,
+    /// Bytes of blocks that captures allocated.
+    captured_bytes: u64,
+    /// Driver handles and devices of streams; a cache, cleared when full.
+    stream_handles: FxHashMap<StreamId, (u64, DeviceId)>,
+    stats: Stats,
+    journal: Journal,
+}
+
+impl AllocationTable {
+    pub(super) fn new(device: DeviceId) -> Self {
+        Self {
+            device,
+            live: FxHashMap::default(),
+            pending: BTreeMap::new(),
+            idle_pending: 0,
+            last_serial: 0,
+            in_flight_bytes: 0,
+            captured_bytes: 0,
+            stream_handles: FxHashMap::default(),
+            stats: Stats { max_split_size: -1, ..Stats::default() },
+            journal: Journal::default(),
+        }
+    }
+
+    /// Counts `bytes` as in flight, unless active and in-flight bytes would exceed `limit`. Says whether it did.
+    pub(super) fn reserve_quota(&mut self, bytes: u64, limit: Option<u64>) -> bool {
+        let after = self.stats.requested_bytes.all.current.saturating_add(self.in_flight_bytes).saturating_add(bytes);
+        let allowed = limit.is_none_or(|limit| after <= limit);
+        if allowed {
+            self.in_flight_bytes += bytes;
+        }
+        allowed
+    }
+
+    /// The request is no longer in flight, allocated or not.
+    pub(super) fn release_quota(&mut self, bytes: u64) {
+        self.in_flight_bytes -= bytes;
+    }
+
+    pub(super) fn stream_handle(&self, stream: StreamId) -> Option<(u64, DeviceId)> {
+        self.stream_handles.get(&stream).copied()
+    }
+
+    pub(super) fn cache_stream_handle(&mut self, stream: StreamId, handle: (u64, DeviceId)) {
+        if self.stream_handles.len() >= HANDLES_MAX {
+            self.stream_handles.clear();
+        }
+        self.stream_handles.insert(stream, handle);
+    }
+
+    /// Adds an allocated block. Fills in its serial and stack.
+    pub(super) fn insert(&mut self, mut entry: TableEntry, cause: &Cause) -> Allocation {
+        self.last_serial += 1;
+        entry.serial = self.last_serial;
+        entry.stack.clone_from(&cause.stack);
+        if let Some(stale) = self.live.get(&entry.ptr.0) {
+            // Its capture was discarded, and the source reuses the address.
+            assert!(stale.capture.is_some(), "{} was allocated twice", entry.ptr);
+            let stale = self.begin_free(entry.ptr, 0, true, cause).expect("it is in the table");
+            self.complete_free(stale.serial, cause);
+        }
+        let allocation = self.allocation(&entry);
+        let (kind, bytes, requested, pool) = (entry.kind(), entry.bytes, entry.requested, entry.pool);
+        self.record_block(Action::SegmentAlloc, bytes, &entry, cause);
+        self.record_block(Action::Alloc, requested, &entry, cause);
+        if entry.capture.is_some() {
+            self.captured_bytes += bytes;
+        }
+        self.live.insert(entry.ptr.0, entry);
+        let stats = &mut self.stats;
+        stats.num_device_alloc += 1;
+        stats.segment.increase(kind, 1);
+        stats.allocation.increase(kind, 1);
+        stats.allocated_bytes.increase(kind, bytes);
+        stats.active.increase(kind, 1);
+        stats.active_bytes.increase(kind, bytes);
+        stats.requested_bytes.increase(kind, requested);
+        if !pool.is_default() {
+            stats.reserved_bytes_by_private_pools.entry(pool).or_default().increase(kind, bytes);
+        }
+        allocation
+    }
+
+    pub(super) fn find(&self, ptr: DevicePtr) -> Option<Allocation> {
+        self.live.get(&ptr.0).map(|entry| self.allocation(entry))
+    }
+
+    fn allocation(&self, entry: &TableEntry) -> Allocation {
+        Allocation {
+            ptr: entry.ptr,
+            bytes: entry.bytes,
+            bytes_requested: entry.requested,
+            device: self.device,
+            stream: entry.stream,
+            slot: entry.serial,
+        }
+    }
+
+    /// Records that `stream` uses the block at `ptr`. Says whether there is one.
+    pub(super) fn record_use(&mut self, ptr: DevicePtr, stream: StreamId) -> bool {
+        let Some(entry) = self.live.get_mut(&ptr.0) else { return false };
+        if entry.stream != stream && !entry.uses.contains(&stream) {
+            entry.uses.push(stream);
+        }
+        true
+    }
+
+    /// First half of a free: the owner no longer has the block, which is now pending. With `releasing`, the calling
+    /// thread releases it. Serial 0 means any block at that address.
+    pub(super) fn begin_free(
+        &mut self,
+        ptr: DevicePtr,
+        serial: u64,
+        releasing: bool,
+        cause: &Cause,
+    ) -> Result<TableEntry> {
+        let matches = self.live.get(&ptr.0).is_some_and(|entry| serial == 0 || entry.serial == serial);
+        let entry = if matches { self.live.remove(&ptr.0) } else { None };
+        let entry = entry.ok_or(Error::UnknownPointer { ptr })?;
+        self.stats.allocation.decrease(entry.kind(), 1);
+        self.stats.allocated_bytes.decrease(entry.kind(), entry.bytes);
+        self.record_block(Action::FreeRequested, entry.requested, &entry, cause);
+        self.pending.insert(entry.serial, PendingFree { entry: entry.clone(), releasing });
+        self.idle_pending += usize::from(!releasing);
+        Ok(entry)
+    }
+
+    /// Whether a freed block waits for a thread to release it.
+    pub(super) fn has_pending(&self) -> bool {
+        self.idle_pending > 0
+    }
+
+    /// The serials of freed blocks that no thread is releasing, oldest first.
+    pub(super) fn pending(&self) -> Vec<u64> {
+        self.pending.iter().filter(|(_, pending)| !pending.releasing).map(|(&serial, _)| serial).collect()
+    }
+
+    /// The calling thread begins to release a block. `None` if another thread does, or did.
+    pub(super) fn begin_release(&mut self, serial: u64) -> Option<TableEntry> {
+        let pending = self.pending.get_mut(&serial).filter(|pending| !pending.releasing)?;
+        pending.releasing = true;
+        self.idle_pending -= 1;
+        Some(pending.entry.clone())
+    }
+
+    /// The block could not be released now.
+    pub(super) fn end_release(&mut self, serial: u64) {
+        let pending = self.pending.get_mut(&serial).expect("a block that is being released is pending");
+        assert!(pending.releasing, "block {serial} is not being released");
+        pending.releasing = false;
+        self.idle_pending += 1;
+    }
+
+    /// Second half of a free: the source has the block, or is about to.
+    pub(super) fn complete_free(&mut self, serial: u64, cause: &Cause) {
+        let pending = self.pending.remove(&serial).expect("a block that is being released is pending");
+        assert!(pending.releasing, "block {serial} is not being released");
+        let entry = pending.entry;
+        self.record_block(Action::FreeCompleted, entry.requested, &entry, cause);
+        self.record_block(Action::SegmentFree, entry.bytes, &entry, cause);
+        if entry.capture.is_some() {
+            self.captured_bytes -= entry.bytes;
+        }
+        let (kind, stats) = (entry.kind(), &mut self.stats);
+        stats.num_device_free += 1;
+        stats.segment.decrease(kind, 1);
+        stats.active.decrease(kind, 1);
+        stats.active_bytes.decrease(kind, entry.bytes);
+        stats.requested_bytes.decrease(kind, entry.requested);
+        if let Some(reserved) = stats.reserved_bytes_by_private_pools.get_mut(&entry.pool) {
+            reserved.decrease(kind, entry.bytes);
+        }
+    }
+
+    /// The addresses of a pool's allocated blocks, ascending.
+    pub(super) fn live_in(&self, pool: MemPoolId) -> Vec<DevicePtr> {
+        let mut live: Vec<_> = self.live.values().filter(|entry| entry.pool == pool).map(|entry| entry.ptr).collect();
+        live.sort_unstable();
+        live
+    }
+
+    pub(super) fn count_retry(&mut self) {
+        self.stats.num_alloc_retries += 1;
+    }
+
+    pub(super) fn count_synchronization(&mut self) {
+        self.stats.num_sync_all_streams += 1;
+    }
+
+    pub(super) fn record_oom(&mut self, bytes_free: u64, size: u64, stream_raw: u64, pool: MemPoolId, cause: &Cause) {
+        self.stats.num_ooms += 1;
+        self.journal.record(Action::Oom, bytes_free, size, stream_raw, pool, cause);
+    }
+
+    pub(super) fn reset_peak_stats(&mut self) {
+        self.stats.reset_peak();
+    }
+
+    pub(super) fn reset_accumulated_stats(&mut self) {
+        self.stats.reset_accumulated();
+    }
+
+    pub(super) fn active_bytes(&self) -> u64 {
+        self.stats.active_bytes.all.current
+    }
+
+    /// Bytes of a private pool's blocks.
+    pub(super) fn bytes_in(&self, pool: MemPoolId) -> u64 {
+        self.stats.reserved_bytes_by_private_pools.get(&pool).map_or(0, |reserved| reserved.all.current)
+    }
+
+    /// The counters. `reserved` is what the source holds; `None` if that is exactly the blocks. A source does not say
+    /// which requests its unused memory served: it counts as large.
+    pub(super) fn stats(&self, reserved: Option<Reserved>) -> Stats {
+        let mut stats = self.stats.clone();
+        let Some(reserved) = reserved else {
+            stats.reserved_bytes = stats.active_bytes;
+            return stats;
+        };
+        let (current, small) = (self.reserved_bytes(reserved), stats.active_bytes.small_pool);
+        let bytes = &mut stats.reserved_bytes;
+        bytes.all.current = current;
+        bytes.all.peak = reserved.peak.max(current);
+        (bytes.small_pool.current, bytes.small_pool.peak) = (small.current, small.peak);
+        bytes.large_pool.current = current - small.current;
+        bytes.large_pool.peak = bytes.all.peak.saturating_sub(small.current);
+        stats
+    }
+
+    /// What the source holds beyond the blocks.
+    pub(super) fn unused_bytes(&self, reserved: Option<Reserved>) -> u64 {
+        reserved.map_or(0, |reserved| self.reserved_bytes(reserved) - self.active_bytes())
+    }
+
+    /// With the memory that captures allocated, which is in no pool. At least what is active: the pool may have grown
+    /// since it was asked.
+    fn reserved_bytes(&self, reserved: Reserved) -> u64 {
+        (reserved.current + self.captured_bytes).max(self.active_bytes())
+    }
+
+    pub(super) fn set_history(&mut self, options: Option<HistoryOptions>) {
+        self.journal.history.set(options);
+    }
+
+    /// The entries that trackers have not seen.
+    pub(super) fn take_untracked(&mut self) -> Vec<HistoryEntry> {
+        self.journal.take_news()
+    }
+
+    /// Adds the device's history, if wanted, and its segments to a snapshot: the blocks of `only` (of all pools if
+    /// `None`) by address, and `unused` bytes, whose address is unknown, as one free segment at 0.
+    pub(super) fn add_to(
+        &mut self,
+        snapshot: &mut Snapshot,
+        stacks: &mut StackNumbers,
+        (only, traces): (Option<MemPoolId>, bool),
+        unused: u64,
+        cause: &Cause,
+    ) {
+        let trace = if traces { self.journal.history.copy_to(snapshot, stacks) } else { Vec::new() };
+        snapshot.traces.push(trace);
+        let segments = self.segment_infos(only, unused, snapshot, stacks);
+        snapshot.segments.extend(segments);
+        // Visible from the next snapshot on.
+        self.journal.record(Action::Snapshot, 0, self.active_bytes(), 0, MemPoolId::DEFAULT, cause);
+    }
+
+    fn segment_infos(
+        &self,
+        only: Option<MemPoolId>,
+        unused: u64,
+        snapshot: &mut Snapshot,
+        stacks: &mut StackNumbers,
+    ) -> Vec<SegmentInfo> {
+        let live = self.live.values().map(|entry| (entry, BlockState::ActiveAllocated));
+        let pending = self.pending.values().map(|pending| (&pending.entry, BlockState::ActivePendingFree));
+        let selected = |entry: &TableEntry| only.is_none_or(|pool| pool == entry.pool);
+        let mut blocks: Vec<_> = live.chain(pending).filter(|(entry, _)| selected(entry)).collect();
+        blocks.sort_by_key(|(entry, _)| entry.serial);
+        let mut infos: Vec<SegmentInfo> = Vec::with_capacity(blocks.len() + 1);
+        for (entry, state) in blocks {
+            let stack = entry.stack.as_ref().map(|stack| stacks.number(snapshot, stack));
+            let mut info = self.segment_info(entry.ptr.0, entry.bytes, entry.kind(), state);
+            (info.stream, info.pool) = (entry.stream_raw, entry.pool);
+            info.allocated_size = if state == BlockState::ActiveAllocated { entry.bytes } else { 0 };
+            info.active_size = entry.bytes;
+            info.requested_size = entry.requested;
+            info.stack = stack;
+            info.blocks[0].requested_size = entry.requested;
+            info.blocks[0].stack = stack;
+            infos.push(info);
+        }
+        if unused > 0 {
+            infos.push(self.segment_info(0, unused, SegmentKind::Large, BlockState::Inactive));
+        }
+        infos.sort_by_key(|info| info.address);
+        infos
+    }
+
+    fn segment_info(&self, address: u64, size: u64, kind: SegmentKind, state: BlockState) -> SegmentInfo {
+        SegmentInfo {
+            device: i32::try_from(self.device.0).unwrap_or(i32::MAX),
+            address,
+            total_size: size,
+            allocated_size: 0,
+            active_size: 0,
+            requested_size: 0,
+            stream: 0,
+            kind,
+            pool: MemPoolId::DEFAULT,
+            is_expandable: false,
+            stack: None,
+            blocks: vec![BlockInfo { address, size, requested_size: 0, state, stack: None }],
+        }
+    }
+
+    fn record_block(&mut self, action: Action, size: u64, entry: &TableEntry, cause: &Cause) {
+        self.journal.record(action, entry.ptr.0, size, entry.stream_raw, entry.pool, cause);
+    }
+}
