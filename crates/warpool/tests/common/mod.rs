@@ -3,10 +3,12 @@
 #![allow(clippy::allow_attributes, dead_code, reason = "each test binary uses its own part of this")]
 
 pub mod blas;
+pub mod failing_seed;
 pub mod graphs;
 pub mod launch;
 pub mod memory;
 pub mod plugs;
+pub mod rng;
 
 use std::sync::Arc;
 

@@ -1,0 +1,219 @@
+//! A simulated machine whose calls can be made to fail, and an end that looks for everything that may have been left.
+
+use std::sync::Arc;
+
+use warpool::blas::{Blas, BlasSettings};
+use warpool::driver::decorate::{FaultPlan, Faulty};
+use warpool::driver::sim::{HazardKind, ObjectCounts, SimConfig, SimDriver};
+use warpool::driver::{
+    CaptureMode, CaptureState, Captures as _, Copies as _, DeviceId, DevicePtr, FunctionId, KernelArg, KernelMirror,
+    KernelSource, Kernels as _, ModuleId, Pattern,
+};
+use warpool::generator::Generator;
+use warpool::graph::{Graph, GraphOptions};
+use warpool::memory::{
+    Allocate as _, Block, CachingAllocator, DeviceAllocator, HostAllocator, MemPoolId, PinnedSettings, Settings,
+};
+use warpool::{Device, Error, Instance, Result, Stream, StreamLease};
+
+use crate::common::launch::launch_kernel;
+
+const FIRST: DeviceId = DeviceId(0);
+
+/// How many words the kernels work on.
+pub const WORDS: usize = 8;
+
+static KERNELS: KernelSource = KernelSource {
+    name: "graph faults",
+    cuda: "",
+    mirrors: &[
+        KernelMirror {
+            name: "plus",
+            run: |k| {
+                let (to, from) = (k.arg_ptr(0)?, k.arg_ptr(1)?);
+                let (to_words, from_words) = (k.read_u32(to, WORDS)?, k.read_u32(from, WORDS)?);
+                let sums: Vec<u32> = to_words.iter().zip(&from_words).map(|(a, b)| a.wrapping_add(*b)).collect();
+                k.write_u32(to, &sums)
+            },
+            nanos: None,
+        },
+        KernelMirror {
+            name: "less",
+            run: |k| {
+                let flag = k.arg_ptr(0)?;
+                let word = k.read_u32(flag, 1)?[0];
+                k.write_u32(flag, &[word.saturating_sub(1)])
+            },
+            nanos: None,
+        },
+    ],
+};
+
+/// The machine.
+pub struct Lab {
+    pub sim: Arc<SimDriver>,
+    pub faulty: Arc<Faulty>,
+    pub instance: Instance,
+    pub device: Device,
+    caching: Arc<CachingAllocator>,
+    pub any: Arc<dyn DeviceAllocator>,
+    pub host: HostAllocator,
+    pub blas: Blas,
+    pub generator: Generator,
+    pub one: Stream,
+    pub two: Stream,
+    leases: [StreamLease; 2],
+    module: ModuleId,
+    pub plus: FunctionId,
+    pub less: FunctionId,
+    start: ObjectCounts,
+}
+
+impl Lab {
+    pub fn new(settings: &str) -> Self {
+        let mut config = SimConfig::default();
+        config.devices[0].bytes_context = 0;
+        let sim = Arc::new(SimDriver::new(config));
+        let start = sim.object_counts();
+        let faulty = Arc::new(Faulty::new(sim.clone(), FaultPlan::new()));
+        let instance = Instance::new(faulty.clone()).unwrap();
+        let device = instance.device(0).unwrap();
+        let caching = Arc::new(CachingAllocator::new(&instance, Settings::parse(settings).unwrap()));
+        let any: Arc<dyn DeviceAllocator> = caching.clone();
+        let host = HostAllocator::new(&instance, PinnedSettings::default());
+        let blas = Blas::new(&any, BlasSettings::default());
+        let generator = Generator::new(&device).unwrap();
+        let leases = [device.lease_stream().unwrap(), device.lease_stream().unwrap()];
+        let [one, two] = [0, 1].map(|index: usize| leases[index].stream().clone());
+        let module = sim.module_load(FIRST, &KERNELS).unwrap();
+        let [plus, less] = ["plus", "less"].map(|name| sim.function_get(module, name).unwrap());
+        Self {
+            sim,
+            faulty,
+            instance,
+            device,
+            caching,
+            any,
+            host,
+            blas,
+            generator,
+            one,
+            two,
+            leases,
+            module,
+            plus,
+            less,
+            start,
+        }
+    }
+
+    pub fn graph(&self) -> Graph {
+        self.graph_with(GraphOptions::default())
+    }
+
+    pub fn graph_with(&self, options: GraphOptions) -> Graph {
+        Graph::new(&self.any, &self.device, options).unwrap()
+    }
+
+    /// Memory with `value` in its first words.
+    pub fn get(&self, bytes: u64, value: u32, stream: &Stream) -> Result<Block> {
+        let block = self.any.allocate(bytes, stream)?;
+        self.fill(block.ptr(), value, stream)?;
+        Ok(block)
+    }
+
+    pub fn fill(&self, ptr: DevicePtr, value: u32, stream: &Stream) -> Result<()> {
+        Ok(self.faulty.fill(ptr, Pattern::U32(value), WORDS as u64, stream.id())?)
+    }
+
+    /// Adds the words at `from` to those at `to`.
+    pub fn plus(&self, to: DevicePtr, from: DevicePtr, stream: &Stream) -> Result<()> {
+        let args = [KernelArg::Ptr(to), KernelArg::Ptr(from)];
+        launch_kernel(&*self.faulty, self.plus, &args, stream.id())
+    }
+
+    /// The words at `ptr`, which the host has waited for.
+    pub fn words(&self, ptr: DevicePtr) -> [u32; WORDS] {
+        let mut bytes = [0; 4 * WORDS];
+        self.sim.download(FIRST, ptr, &mut bytes).unwrap();
+        let words: Vec<u32> = bytes.as_chunks::<4>().0.iter().map(|&word| u32::from_le_bytes(word)).collect();
+        words.try_into().expect("as many as were read")
+    }
+
+    pub fn trim(&self) -> Result<()> {
+        self.any.trim(FIRST, MemPoolId::DEFAULT).map(drop)
+    }
+
+    /// The capture on the first stream is over, unless the driver refused to end it more than once: then nobody can do
+    /// more, and the program stops.
+    pub fn expect_ended(&self) -> Result<()> {
+        if self.sim.capture_state(self.one.id()) == Ok(CaptureState::None) {
+            return Ok(());
+        }
+        assert!(self.faulty.injected().len() > 1, "{} still captures", self.one);
+        Err(Error::ThreadEnding)
+    }
+
+    /// After a fault: no stream captures, the thread is as strict as before, and the books agree.
+    pub fn expect_calm(&self, about: &str) {
+        self.caching.check();
+        self.host.check();
+        // What destructors left is done by the next reset.
+        self.graph().reset().unwrap();
+        assert_eq!(self.sim.object_counts().captures, 0, "{about}: a capture is still under way");
+        for stream in [&self.one, &self.two] {
+            assert_eq!(self.sim.capture_state(stream.id()), Ok(CaptureState::None), "{about}: {stream}");
+        }
+        // Putting it back is tried twice; a driver that refuses both times has it its way.
+        let mode = self.sim.capture_mode_exchange(CaptureMode::Global).unwrap();
+        assert!(
+            mode == CaptureMode::Global || self.faulty.injected().len() > 1,
+            "{about}: the thread was left {mode:?}"
+        );
+        let meant = |kind| matches!(kind, HazardKind::CaptureInvalidated | HazardKind::CaptureUnjoined);
+        let hazards: Vec<String> =
+            self.sim.hazards().iter().filter(|hazard| !meant(hazard.kind)).map(ToString::to_string).collect();
+        assert!(hazards.is_empty(), "{about}: {hazards:#?}");
+        self.sim.clear_hazards();
+    }
+
+    /// At the end: nothing is left.
+    pub fn close(self, about: &str) {
+        self.expect_calm(about);
+        let Self {
+            sim,
+            faulty,
+            instance,
+            device,
+            caching,
+            any,
+            host,
+            blas,
+            generator,
+            one,
+            two,
+            leases,
+            module,
+            start,
+            ..
+        } = self;
+        device.synchronize().unwrap();
+        blas.close().unwrap();
+        host.reap().unwrap();
+        assert_eq!(host.stats().active_requests.current, 0, "{about}: pinned blocks are lost");
+        host.close().unwrap();
+        any.trim(FIRST, MemPoolId::DEFAULT).unwrap();
+        caching.check();
+        let stats = any.stats(FIRST).unwrap();
+        assert_eq!(stats.allocation.all.current, 0, "{about}: blocks are lost");
+        assert_eq!(stats.workspace_bytes.current, 0, "{about}: workspaces are lost");
+        assert_eq!(stats.reserved_bytes.all.current, 0, "{about}: memory is kept");
+        sim.module_unload(module).unwrap();
+        drop((caching, any, generator, one, two, leases, device));
+        instance.close().unwrap();
+        drop(faulty);
+        assert_eq!(sim.object_counts(), start, "{about}: what is left, and what there was");
+        let hazards: Vec<String> = sim.hazards().iter().map(ToString::to_string).collect();
+        assert!(hazards.is_empty(), "{about}: {hazards:#?}");
+    }
+}

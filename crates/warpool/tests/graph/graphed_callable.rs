@@ -1,0 +1,465 @@
+//! Functions with graphs: what is captured in which order, what it costs, which call is served by what, and why not.
+//! The simulated device judges the order of everything: a test ends with [`Lab::finish`].
+
+use std::cell::RefCell;
+use std::sync::Arc;
+
+use crate::common::launch::launch_kernel;
+use crate::common::memory::{Bench, FIRST, KIB, MIB};
+use warpool::driver::sim::{HazardKind, ObjectCounts, SimConfig};
+use warpool::driver::{
+    Call as DriverCall, Copies as _, DevicePtr, ErrorCode, FunctionId, KernelArg, KernelMirror, KernelSource,
+    Kernels as _, Pattern,
+};
+use warpool::graph::{
+    Call, Callable, CaptureOptions, Fallback, Graph, GraphError, GraphOptions, GraphedCallable, GraphedOptions, Input,
+};
+use warpool::memory::{Allocate as _, Block};
+use warpool::{Error, Result, Stream, StreamLease};
+
+static KERNELS: KernelSource = KernelSource {
+    name: "graphed tests",
+    cuda: "",
+    mirrors: &[KernelMirror {
+        name: "sum",
+        run: |kernel| {
+            let (to, from, by) = (kernel.arg_ptr(0)?, kernel.arg_ptr(1)?, kernel.arg_ptr(2)?);
+            let by = kernel.read_u32(by, 1)?[0];
+            let sums: Vec<u32> = kernel.read_u32(from, WORDS)?.iter().map(|word| word + by).collect();
+            kernel.write_u32(to, &sums)
+        },
+        nanos: None,
+    }],
+};
+
+/// How much of a block the work looks at.
+const WORDS: usize = 16;
+
+/// Adds a weight to its input, twice: once into memory of its own, once into its output. A shape is the size of each in
+/// KiB.
+struct Adder {
+    sum: FunctionId,
+    weight: Arc<Block>,
+    /// A shape whose work waits on the host.
+    waits_at: Option<u64>,
+    pads: bool,
+    /// Every run: its shape, and whether it was captured.
+    runs: RefCell<Vec<(u64, bool)>>,
+}
+
+impl Callable for Adder {
+    type Shape = u64;
+
+    fn input_bytes(&self, &kib: &u64) -> Vec<u64> {
+        vec![kib * KIB]
+    }
+
+    fn run(&self, call: &Call<'_, u64>) -> Result<Vec<Block>> {
+        let (&shape, stream, input) = (call.shape(), call.stream(), call.inputs()[0]);
+        assert_eq!(stream.device().current_stream()?, *stream);
+        assert_eq!(input.bytes, shape * KIB);
+        let capturing = stream.is_capturing()?;
+        self.runs.borrow_mut().push((shape, capturing));
+        if self.waits_at == Some(shape) {
+            stream.synchronize()?;
+        }
+        call.share(&self.weight)?;
+        let between = call.allocator().allocate(shape * KIB, stream)?;
+        let output = call.allocator().allocate(shape * KIB, stream)?;
+        let add = |to: DevicePtr, from: DevicePtr| -> Result<()> {
+            let args = [to, from, self.weight.ptr()].map(KernelArg::Ptr);
+            launch_kernel(&**stream.instance().driver(), self.sum, &args, stream.id())
+        };
+        add(between.ptr(), input.ptr)?;
+        add(output.ptr(), between.ptr())?;
+        Ok(vec![output])
+    }
+
+    fn serves(&self, captured: &u64, asked: &u64) -> bool {
+        if self.pads { captured >= asked } else { captured == asked }
+    }
+}
+
+struct Lab {
+    bench: Bench,
+    sum: FunctionId,
+    side: StreamLease,
+    start: ObjectCounts,
+}
+
+impl Lab {
+    fn new() -> Self {
+        let bench = Bench::with_config(SimConfig::default().with_devices(2), "");
+        let module = bench.sim.module_load(FIRST, &KERNELS).unwrap();
+        let sum = bench.sim.function_get(module, "sum").unwrap();
+        let side = bench.device().lease_stream().unwrap();
+        let start = bench.sim.object_counts();
+        Self { bench, sum, side, start }
+    }
+
+    /// With a weight of 5: an output is its input plus 10.
+    fn adder(&self) -> Adder {
+        let weight = self.block(4, 5);
+        Adder { sum: self.sum, weight: Arc::new(weight), waits_at: None, pads: false, runs: RefCell::default() }
+    }
+
+    fn graphed(&self, adder: Adder, shapes: &[u64]) -> GraphedCallable<Adder> {
+        self.try_graphed(adder, shapes).unwrap()
+    }
+
+    fn try_graphed(&self, adder: Adder, shapes: &[u64]) -> Result<GraphedCallable<Adder>> {
+        let (any, options) = (self.bench.any(), GraphedOptions { warmups: 2, ..GraphedOptions::default() });
+        GraphedCallable::new(&any, &self.bench.device(), adder, shapes.iter().copied(), options)
+    }
+
+    /// Memory whose words are all `value`, which has been written.
+    fn block(&self, bytes: u64, value: u32) -> Block {
+        let block = self.bench.any().allocate(bytes, &self.bench.main).unwrap();
+        self.write(&block, value, &self.bench.main);
+        self.bench.main.synchronize().unwrap();
+        block
+    }
+
+    fn write(&self, block: &Block, value: u32, stream: &Stream) {
+        self.bench.sim.fill(block.ptr(), Pattern::U32(value), (block.bytes() / 4).min(16), stream.id()).unwrap();
+    }
+
+    /// The first words of what `stream` has written.
+    fn word(&self, block: &Block, stream: &Stream) -> u32 {
+        stream.synchronize().unwrap();
+        let mut bytes = [0; 4];
+        self.bench.sim.download(FIRST, block.ptr(), &mut bytes).unwrap();
+        u32::from_le_bytes(bytes)
+    }
+
+    /// Calls with an input of `value`, and says which graph served and what came out.
+    fn call(&self, graphed: &mut GraphedCallable<Adder>, shape: u64, value: u32) -> (Option<u64>, u32) {
+        let (input, main) = (self.block(shape * KIB, value), &self.bench.main);
+        let answer = graphed.call(&shape, &[Input::from(&input)], main).unwrap();
+        let output = answer.outputs().next().unwrap();
+        (answer.replayed().copied(), self.word(output, main))
+    }
+
+    fn reserved(&self) -> u64 {
+        self.bench.bytes_reserved()
+    }
+
+    fn forgive(&self, kind: HazardKind) {
+        let hazards = self.bench.sim.hazards();
+        assert!(hazards.iter().all(|hazard| hazard.kind == kind), "{hazards:#?}");
+        self.bench.sim.clear_hazards();
+    }
+
+    fn finish(self) {
+        // What destructors left goes with the next reset.
+        Graph::new(&self.bench.any(), &self.bench.device(), GraphOptions::default()).unwrap().reset().unwrap();
+        self.bench.device().synchronize().unwrap();
+        self.bench.trim();
+        let now = self.bench.sim.object_counts();
+        assert_eq!((now.graphs, now.graph_execs, now.captures, now.allocations), (0, 0, 0, 0), "left behind");
+        assert_eq!(now.bytes_used, self.start.bytes_used, "memory left behind");
+        self.bench.finish();
+    }
+}
+
+const SHAPES: [u64; 3] = [1 << 10, 12 << 10, 4 << 10];
+
+/// The numbers follow from the allocator's rules: 12 MiB have segments of their own; of what the first graph's own
+/// memory leaves, 4 MiB are cut; 1 MiB is small.
+#[test]
+fn shapes_are_captured_largest_first_into_one_pool() {
+    let lab = Lab::new();
+    let before = lab.adder();
+    let reserved = lab.reserved();
+    let graphed = lab.graphed(before, &[SHAPES[0], SHAPES[1], SHAPES[2], SHAPES[1]]);
+    let runs = graphed.callable().runs.borrow().clone();
+    let warm = [12 << 10, 4 << 10, 1 << 10].map(|shape| [(shape, false); 2]).concat();
+    assert_eq!(runs[..6], warm, "each shape is warmed up before the first capture, and none twice");
+    assert_eq!(runs[6..], [12 << 10, 4 << 10, 1 << 10].map(|shape| (shape, true)));
+
+    let told: Vec<_> = graphed.reports().iter().map(|it| (it.shape, it.bytes_added, it.bytes_outputs)).collect();
+    assert_eq!(told, [(12 << 10, 24 * MIB, 12 * MIB), (4 << 10, 0, 4 * MIB), (1 << 10, 2 * MIB, MIB)]);
+    assert!(graphed.reports().iter().all(|report| report.failed.is_none()));
+    assert_eq!(graphed.bytes_inputs(), 12 * MIB);
+    let pool = graphed.pool().unwrap();
+    let of_pool: u64 = lab.bench.segments_of(pool).iter().map(|segment| segment.total_size).sum();
+    assert_eq!(of_pool, 26 * MIB, "all graphs are in one pool");
+    let added = lab.reserved() - reserved;
+    assert_eq!(added, (12 + 26) * MIB, "inputs and graphs; what the warm-ups had is given back");
+    graphed.close().unwrap();
+    lab.finish();
+}
+
+#[test]
+fn a_call_is_served_by_the_graph_of_its_shape() {
+    let lab = Lab::new();
+    let mut graphed = lab.graphed(lab.adder(), &SHAPES);
+    for (round, &shape) in SHAPES.iter().cycle().take(9).enumerate() {
+        let value = 100 * round as u32;
+        assert_eq!(lab.call(&mut graphed, shape, value), (Some(shape), value + 10));
+    }
+    assert_eq!(graphed.callable().runs.borrow().len(), 3 * 2 + 3, "no call has run the work itself");
+    drop(graphed);
+    lab.finish();
+}
+
+#[test]
+fn inputs_are_copied_only_if_they_lie_elsewhere() {
+    let lab = Lab::new();
+    let mut graphed = lab.graphed(lab.adder(), &[64]);
+    let main = lab.bench.main.clone();
+    let copies = || lab.bench.sim.call_count(DriverCall::Copy);
+    let before = copies();
+    assert_eq!(lab.call(&mut graphed, 64, 1), (Some(64), 11));
+    assert_eq!(copies(), before + 1);
+    assert!(graphed.input(1).is_none());
+    let place = graphed.input(0).unwrap();
+    lab.write(place, 2, &main);
+    let input = Input::from(place);
+    let answer = graphed.call(&64, &[input], &main).unwrap();
+    let output = answer.outputs().next().unwrap();
+    assert_eq!((lab.word(output, &main), answer.outputs().len()), (12, 1));
+    assert_eq!(copies(), before + 1, "it was where the graph reads");
+    drop(graphed);
+    lab.finish();
+}
+
+#[test]
+fn a_larger_graph_serves_if_the_work_says_so() {
+    let lab = Lab::new();
+    let mut adder = lab.adder();
+    adder.pads = true;
+    let mut graphed = lab.graphed(adder, &[64, 256, 1024]);
+    let cases = [(1, Some(64)), (64, Some(64)), (65, Some(256)), (300, Some(1024)), (1024, Some(1024)), (1025, None)];
+    for (asked, served) in cases {
+        assert_eq!(lab.call(&mut graphed, asked, 7), (served, 17), "{asked}");
+    }
+    drop(graphed);
+    lab.finish();
+}
+
+/// Whatever the work claims, an input that does not fit is not copied over the edge.
+#[test]
+fn a_graph_without_room_for_the_inputs_never_serves() {
+    struct Boaster(Adder);
+    impl Callable for Boaster {
+        type Shape = u64;
+        fn input_bytes(&self, shape: &u64) -> Vec<u64> {
+            self.0.input_bytes(shape)
+        }
+        fn run(&self, call: &Call<'_, u64>) -> Result<Vec<Block>> {
+            self.0.run(call)
+        }
+        fn serves(&self, _: &u64, _: &u64) -> bool {
+            true
+        }
+    }
+    let lab = Lab::new();
+    let (any, device) = (lab.bench.any(), lab.bench.device());
+    let options = GraphedOptions::default();
+    let mut graphed = GraphedCallable::new(&any, &device, Boaster(lab.adder()), [8, 64], options).unwrap();
+    for (asked, served) in [(4, Some(8)), (9, Some(64)), (65, None)] {
+        let input = lab.block(asked * KIB, 3);
+        let answer = graphed.call(&asked, &[Input::from(&input)], &lab.bench.main).unwrap();
+        assert_eq!(answer.replayed().copied(), served, "{asked}");
+    }
+    drop(graphed);
+    lab.finish();
+}
+
+#[test]
+fn a_call_without_a_graph_says_why() {
+    let lab = Lab::new();
+    let mut adder = lab.adder();
+    adder.waits_at = Some(256);
+    let mut graphed = lab.graphed(adder, &[64, 256, 1024]);
+    let failed: Vec<u64> = graphed.reports().iter().filter(|it| it.failed.is_some()).map(|it| it.shape).collect();
+    assert_eq!(failed, [256], "the others were captured all the same");
+    lab.forgive(HazardKind::CaptureInvalidated);
+    let main = lab.bench.main.clone();
+    let mut reason = |shape: u64, stream: &Stream| {
+        let input = lab.block(shape * KIB, 1);
+        let answer = graphed.call(&shape, &[Input::from(&input)], stream).unwrap();
+        assert_eq!((answer.replayed(), answer.outputs().len()), (None, 1));
+        if stream == &main {
+            assert_eq!(lab.word(answer.outputs().next().unwrap(), stream), 11);
+        }
+        answer.fallback().cloned().unwrap()
+    };
+    assert_eq!(reason(128, &main), Fallback::NoSuchShape);
+    match reason(256, &main) {
+        Fallback::CaptureFailed(Error::Driver(error)) => {
+            assert_eq!(error.code, ErrorCode::StreamCaptureUnsupported);
+            assert!(error.to_string().contains("stream_synchronize"), "{error}");
+        }
+        other => panic!("{other}"),
+    }
+    // Inside a capture the work itself is captured.
+    let mut outer = Graph::new(&lab.bench.any(), &lab.bench.device(), GraphOptions::default()).unwrap();
+    outer
+        .capture(&lab.side, CaptureOptions::default(), |capture| {
+            let input = capture.allocate(64 * KIB)?;
+            let stream = capture.stream().clone();
+            capture.fill(input, Pattern::U32(1), WORDS as u64, &stream)?;
+            let input = Input::from(capture.buffer(input)?);
+            let answer = graphed.call(&64, &[input], &stream)?;
+            assert_eq!(answer.fallback(), Some(&Fallback::StreamCaptures));
+            Ok(())
+        })
+        .unwrap();
+    outer.replay(&main).unwrap();
+    assert_eq!(lab.call(&mut graphed, 64, 1), (Some(64), 11));
+    drop((outer, graphed));
+    lab.finish();
+}
+
+/// To wait for the stream of the call before would draw the next one's into its capture.
+#[test]
+fn a_capture_on_the_last_calls_stream_is_left_alone() {
+    let lab = Lab::new();
+    let mut graphed = lab.graphed(lab.adder(), &[64]);
+    let input = lab.block(64 * KIB, 1);
+    let given = [Input::from(&input)];
+    graphed.call(&64, &given, &lab.side).unwrap();
+    let mut outer = Graph::new(&lab.bench.any(), &lab.bench.device(), GraphOptions::default()).unwrap();
+    let other = lab.bench.device().lease_stream().unwrap();
+    outer
+        .capture(&lab.side, CaptureOptions::default(), |capture| {
+            let answer = graphed.call(&64, &given, &other)?;
+            assert_eq!(answer.fallback(), Some(&Fallback::LastStreamCaptures));
+            assert!(!other.is_capturing()?);
+            assert_eq!(capture.topology()?.nodes.len(), 0, "nothing of it got into the capture");
+            Ok(())
+        })
+        .unwrap();
+    let answer = graphed.call(&64, &given, &other).unwrap();
+    assert_eq!(answer.replayed(), Some(&64));
+    other.synchronize().unwrap();
+    drop((graphed, outer, other, input));
+    lab.finish();
+}
+
+/// Inputs, graphs and outputs are shared by all calls: those on another stream come behind. The device's order is what
+/// is judged.
+#[test]
+fn calls_on_two_streams_in_turn_do_not_disturb_each_other() {
+    let lab = Lab::new();
+    let mut graphed = lab.graphed(lab.adder(), &[64, 256]);
+    let other = lab.bench.device().lease_stream().unwrap();
+    let mut results = Vec::new();
+    for round in 0..12_u32 {
+        let stream: &Stream = if round % 2 == 0 { &lab.side } else { &other };
+        let shape = if round % 3 == 0 { 64 } else { 256 };
+        let any = lab.bench.any();
+        let (input, result) = (any.allocate(shape * KIB, stream).unwrap(), any.allocate(64, stream).unwrap());
+        lab.write(&input, 1000 * round, stream);
+        let answer = graphed.call(&shape, &[Input::from(&input)], stream).unwrap();
+        assert_eq!(answer.replayed(), Some(&shape));
+        let output = answer.outputs().next().unwrap().ptr();
+        lab.bench.sim.copy(result.ptr().into(), output.into(), 64, stream.id()).unwrap();
+        results.push((result, stream.clone(), 1000 * round + 10));
+    }
+    for (result, stream, value) in &results {
+        assert_eq!(lab.word(result, stream), *value);
+    }
+    drop((graphed, results, other));
+    lab.finish();
+}
+
+/// A call without a graph may read where the graphs do; the next one with a graph writes there only behind it.
+#[test]
+fn a_call_without_a_graph_that_reads_the_shared_input_has_its_turn() {
+    let lab = Lab::new();
+    let mut graphed = lab.graphed(lab.adder(), &[4, 8]);
+    let other = lab.bench.device().lease_stream().unwrap();
+    for round in 1..4 {
+        let shared = graphed.input(0).unwrap();
+        lab.write(shared, round, &lab.side);
+        let input = Input { ptr: shared.ptr(), bytes: 2 * KIB };
+        let answer = graphed.call(&2, &[input], &lab.side).unwrap();
+        assert_eq!(answer.fallback(), Some(&Fallback::NoSuchShape));
+        let outputs: Vec<u32> = answer.outputs().map(|block| lab.word(block, &lab.side)).collect();
+        drop(answer);
+        assert_eq!(outputs, [round + 10]);
+        lab.write(graphed.input(0).unwrap(), round, &lab.side);
+        drop(graphed.call(&2, &[input], &lab.side).unwrap());
+        let elsewhere = lab.bench.any().allocate(4 * KIB, &other).unwrap();
+        lab.write(&elsewhere, 7, &other);
+        let answer = graphed.call(&4, &[Input::from(&elsewhere)], &other).unwrap();
+        assert_eq!(answer.replayed(), Some(&4));
+        assert_eq!(lab.word(answer.outputs().next().unwrap(), &other), 17);
+        drop(answer);
+        lab.side.wait_stream(&other).unwrap();
+    }
+    drop(graphed.close().unwrap());
+    drop(other);
+    lab.finish();
+}
+
+#[test]
+fn wrong_inputs_are_errors_and_change_nothing() {
+    let lab = Lab::new();
+    let mut graphed = lab.graphed(lab.adder(), &[64]);
+    let (input, main) = (lab.block(64 * KIB, 1), lab.bench.main.clone());
+    let good = Input::from(&input);
+    let mut refused = |inputs: &[Input], stream: &Stream| graphed.call(&64, inputs, stream).unwrap_err();
+    let inputs = |given: Vec<u64>| Error::from(GraphError::CallInputs { given, wanted: vec![64 * KIB] });
+    assert_eq!(refused(&[], &main), inputs(vec![]));
+    assert_eq!(refused(&[good, good], &main), inputs(vec![64 * KIB; 2]));
+    assert_eq!(refused(&[Input { bytes: 63 * KIB, ..good }], &main), inputs(vec![63 * KIB]));
+    let far = lab.bench.instance.device(1).unwrap().default_stream().unwrap();
+    assert!(matches!(refused(&[good], &far), Error::Graph(GraphError::StreamDevice { .. })));
+    let other = Lab::new();
+    assert_eq!(refused(&[good], &other.bench.main), Error::ForeignInstance { object: "the stream" });
+    other.finish();
+    assert_eq!(lab.call(&mut graphed, 64, 1), (Some(64), 11));
+    drop(input);
+    drop(graphed);
+    lab.finish();
+}
+
+#[test]
+fn work_that_fails_without_a_graph_is_an_error() {
+    let lab = Lab::new();
+    let adder = lab.adder();
+    let far = lab.bench.instance.device(1).unwrap();
+    let foreign = GraphedCallable::new(&Lab::new().bench.any(), &far, lab.adder(), [64], GraphedOptions::default());
+    assert_eq!(foreign.unwrap_err(), Error::ForeignInstance { object: "the device" });
+    // More than the device has: there is not even room for the inputs.
+    let outcome = lab.try_graphed(adder, &[1 << 40]);
+    assert!(matches!(outcome, Err(Error::OutOfMemory(_))), "{outcome:?}");
+    let mut none = lab.graphed(lab.adder(), &[]);
+    assert_eq!((none.pool(), none.bytes_inputs(), none.reports().len()), (None, 0, 0));
+    assert_eq!(lab.call(&mut none, 64, 1), (None, 11));
+    drop(none);
+    lab.finish();
+}
+
+/// Nothing waits at the end: what goes back is not given out before the replay that uses it is done.
+#[test]
+fn close_gives_everything_back_behind_the_last_replay() {
+    let lab = Lab::new();
+    for closes in [true, false] {
+        let mut graphed = lab.graphed(lab.adder(), &[1024, 64]);
+        let input = lab.block(1024 * KIB, 1);
+        lab.bench.pause_stream(&lab.side);
+        graphed.call(&1024, &[Input::from(&input)], &lab.side).unwrap();
+        input.record_use(&lab.side).unwrap();
+        if closes {
+            let adder = graphed.close().unwrap();
+            assert_eq!(adder.runs.borrow().len(), 2 * 2 + 2);
+            assert_eq!(lab.bench.sim.object_counts().graph_execs, 0, "at once, not by whoever comes next");
+        } else {
+            drop(graphed);
+        }
+        drop(input);
+        // The weight, the input, and where it was copied to: whoever gets them now writes into the replay, or it shows
+        // that they wait.
+        let others: Vec<Block> = [4, 1024 * KIB, 1024 * KIB, 1024 * KIB].map(|bytes| lab.block(bytes, 9)).into();
+        lab.bench.let_go(&lab.side);
+        drop(others);
+        lab.bench.trim();
+        assert_eq!(lab.reserved(), 0);
+    }
+    lab.finish();
+}

@@ -1,0 +1,388 @@
+//! Generators outside of captures: known answers, state, sharing, fills, errors. What they do in graphs is in
+//! `generator_graph.rs`.
+
+use std::collections::BTreeSet;
+use std::sync::Arc;
+
+use crate::common::machine;
+use crate::common::memory::{Bench, KIB};
+use warpool::driver::decorate::{FaultPlan, Faulty};
+use warpool::driver::sim::{SimConfig, SimDriver};
+use warpool::driver::{Call, CaptureMode, Captures, DevicePtr, ErrorCode, KernelArg, Pattern};
+use warpool::generator::{DEFAULT_SEED, Generator, GeneratorError, PHILOX_CUDA, Reservation, philox};
+use warpool::graph::GraphError;
+use warpool::memory::{Allocate, Block};
+use warpool::{Error, Instance, Result};
+
+fn refused<T: std::fmt::Debug>(outcome: Result<T>) -> GeneratorError {
+    match outcome {
+        Err(Error::Generator(error)) => error,
+        other => panic!("a generator's error was expected, not {other:?}"),
+    }
+}
+
+fn generator(bench: &Bench, seed: u64) -> Generator {
+    let generator = Generator::new(&bench.device()).unwrap();
+    generator.set_seed(seed).unwrap();
+    generator
+}
+
+/// Fills with `fill` and returns what is there when the stream is done.
+fn drawn(bench: &Bench, bytes: u64, fill: impl FnOnce(&Block) -> Result<()>) -> Vec<u8> {
+    let block = bench.any().allocate(bytes, &bench.main).unwrap();
+    fill(&block).unwrap();
+    bench.main.synchronize().unwrap();
+    let mut into = vec![0; bytes as usize];
+    bench.instance.driver().download(block.device_id(), block.ptr(), &mut into).unwrap();
+    into
+}
+
+fn words(bytes: &[u8]) -> Vec<u32> {
+    bytes.as_chunks().0.iter().map(|&word| u32::from_le_bytes(word)).collect()
+}
+
+fn floats(bytes: &[u8]) -> Vec<f32> {
+    words(bytes).into_iter().map(f32::from_bits).collect()
+}
+
+/// What a fill of `count` words at an offset should leave.
+fn expected(seed: u64, offset: u64, count: usize) -> Vec<u32> {
+    (0..).flat_map(|subsequence| philox::block(seed, subsequence, offset)).take(count).collect()
+}
+
+/// `tests/data/curand_philox.txt`, made by curand on an H200; also offsets inside a block, and the end of all offsets.
+#[test]
+fn the_host_function_is_curand() {
+    let lines: Vec<&str> = include_str!("../data/curand_philox.txt").lines().collect();
+    assert_eq!(lines.len(), 16);
+    for line in lines {
+        let fields: Vec<u64> = line.split(' ').map(|field| u64::from_str_radix(field, 16).unwrap()).collect();
+        let [seed, subsequence, offset] = fields[..3] else { panic!("a place: {line}") };
+        let told: Vec<u32> = fields[3..].iter().map(|&word| u32::try_from(word).unwrap()).collect();
+        assert_eq!(told.len(), 48);
+        let ours: Vec<u32> = philox::words(seed, subsequence, offset).take(16).collect();
+        assert_eq!(ours, told[..16], "words of {line}");
+        let uniforms: Vec<u32> = ours.iter().map(|&word| philox::uniform(word).to_bits()).collect();
+        assert_eq!(uniforms, told[16..32], "uniforms of {line}");
+        let normals = ours.as_chunks().0.iter().flat_map(|&[first, second]| philox::normals(first, second));
+        for (ours, &curand) in normals.zip(&told[32..]) {
+            let curand = f32::from_bits(curand);
+            // curand takes the quick sine, which is right to 2^-21 of the radius; that is at most 6.8.
+            assert!((ours - curand).abs() < 4e-6, "normals of {line}: {ours} and {curand}");
+        }
+    }
+}
+
+/// test_graph_rng_functional, without the graph: the numbers depend on seed and offset alone.
+#[test]
+fn fills_are_the_host_functions_numbers() {
+    let bench = Bench::new("");
+    for (seed, offset, count) in [(0, 0, 1), (42, 0, 5), (DEFAULT_SEED, 8, 4096), (u64::MAX, 1 << 40, 70_003)] {
+        let generator = generator(&bench, seed);
+        generator.set_offset(offset).unwrap();
+        let bits = words(&drawn(&bench, 4 * count, |block| generator.fill_bits(block, &bench.main)));
+        assert_eq!(bits, expected(seed, offset, count as usize));
+        let uniforms = floats(&drawn(&bench, 4 * count, |block| generator.fill_uniform(block, &bench.main)));
+        let want: Vec<f32> = expected(seed, offset + 4, count as usize).into_iter().map(philox::uniform).collect();
+        assert_eq!(uniforms, want);
+        let normals = floats(&drawn(&bench, 4 * count, |block| generator.fill_normal(block, &bench.main)));
+        let want = expected(seed, offset + 8, (count as usize).next_multiple_of(2));
+        let want = want.as_chunks().0.iter().flat_map(|&[first, second]| philox::normals(first, second));
+        assert_eq!(normals, want.take(count as usize).collect::<Vec<_>>());
+        let mask = drawn(&bench, count, |block| generator.fill_dropout_mask(block, 0.3, &bench.main));
+        let want = expected(seed, offset + 12, count as usize);
+        let want: Vec<u8> = want.into_iter().map(|word| u8::from(philox::uniform(word) <= 0.3)).collect();
+        assert_eq!(mask, want);
+        assert_eq!(generator.offset().unwrap(), offset + 16, "four for each, however long");
+    }
+    bench.finish();
+}
+
+/// test_graph_rng_distributions, without the graph.
+#[test]
+fn distributions_are_what_they_should_be() {
+    const COUNT: usize = 1 << 18;
+    let bench = Bench::new("");
+    let generator = generator(&bench, 5);
+    let mean = |values: &[f64]| values.iter().sum::<f64>() / values.len() as f64;
+    let doubles = |bytes: Vec<u8>| floats(&bytes).into_iter().map(f64::from).collect::<Vec<_>>();
+    // Five standard errors: the seed is fixed, so this holds or does not.
+    let near = |what: &str, got: f64, want: f64, deviation: f64| {
+        let error = deviation / (COUNT as f64).sqrt();
+        assert!((got - want).abs() < 5.0 * error, "{what}: {got}, not {want}");
+    };
+
+    let uniforms = doubles(drawn(&bench, 4 * COUNT as u64, |block| generator.fill_uniform(block, &bench.main)));
+    assert!(uniforms.iter().all(|&x| 0.0 < x && x <= 1.0));
+    near("mean of uniforms", mean(&uniforms), 0.5, (1.0_f64 / 12.0).sqrt());
+    let squares: Vec<f64> = uniforms.iter().map(|x| x * x).collect();
+    near("mean square of uniforms", mean(&squares), 1.0 / 3.0, (4.0_f64 / 45.0).sqrt());
+
+    let normals = doubles(drawn(&bench, 4 * COUNT as u64, |block| generator.fill_normal(block, &bench.main)));
+    near("mean of normals", mean(&normals), 0.0, 1.0);
+    let squares: Vec<f64> = normals.iter().map(|x| x * x).collect();
+    near("variance of normals", mean(&squares), 1.0, 2.0_f64.sqrt());
+    let neighbours: Vec<f64> = normals.as_chunks().0.iter().map(|[first, second]| first * second).collect();
+    near("correlation of neighbours", mean(&neighbours) / 2.0_f64.sqrt(), 0.0, 1.0);
+
+    for keep in [0.1_f32, 0.5, 0.9] {
+        let mask = drawn(&bench, COUNT as u64, |block| generator.fill_dropout_mask(block, keep, &bench.main));
+        let kept = mask.iter().map(|&byte| f64::from(byte)).sum::<f64>() / COUNT as f64;
+        let keep = f64::from(keep);
+        near("share that is kept", kept, keep, (keep * (1.0 - keep)).sqrt());
+    }
+    for (keep, byte) in [(0.0, 0), (1.0, 1)] {
+        let mask = drawn(&bench, COUNT as u64, |block| generator.fill_dropout_mask(block, keep, &bench.main));
+        assert!(mask.iter().all(|&kept| kept == byte), "{keep} is certain");
+    }
+    bench.finish();
+}
+
+/// Blocks are filled as far as whole numbers fit, addresses as far as is said; an empty fill is nothing at all.
+#[test]
+fn targets() {
+    let bench = Bench::new("");
+    let generator = generator(&bench, 3);
+    let block = bench.any().allocate(KIB, &bench.main).unwrap();
+    bench.instance.driver().fill(block.ptr(), Pattern::U8(0xAA), KIB, bench.main.id()).unwrap();
+    // Not at a multiple of 16, so the device cannot write four at once; the simulated one does not care.
+    generator.fill_bits((block.ptr().offset(4), 6), &bench.main).unwrap();
+    bench.main.synchronize().unwrap();
+    let mut bytes = vec![0; 40];
+    bench.instance.driver().download(block.device_id(), block.ptr(), &mut bytes).unwrap();
+    assert_eq!(words(&bytes)[1..7], expected(3, 0, 6));
+    assert_eq!((words(&bytes)[0], words(&bytes)[7]), (0xAAAA_AAAA, 0xAAAA_AAAA), "and nothing around it");
+
+    let ragged = bench.any().allocate(7, &bench.main).unwrap();
+    generator.fill_uniform(&ragged, &bench.main).unwrap();
+    assert_eq!(generator.offset().unwrap(), 8);
+    let launches = bench.sim.call_count(Call::KernelLaunch);
+    generator.fill_normal((block.ptr(), 0), &bench.main).unwrap();
+    generator.fill_bits(&bench.any().allocate(3, &bench.main).unwrap(), &bench.main).unwrap();
+    assert_eq!((bench.sim.call_count(Call::KernelLaunch), generator.offset().unwrap()), (launches, 8));
+
+    let odd = block.ptr().offset(2);
+    let error = refused(generator.fill_bits((odd, 4), &bench.main));
+    assert_eq!(error, GeneratorError::Alignment { ptr: odd, bytes: 4 });
+    generator.fill_dropout_mask((odd, 4), 0.5, &bench.main).unwrap();
+    let error = refused(generator.fill_bits((block.ptr(), u64::MAX), &bench.main));
+    assert!(matches!(error, GeneratorError::Count { count: u64::MAX, .. }));
+    for keep in [-0.1, 1.1, f32::NAN, f32::INFINITY] {
+        let error = refused(generator.fill_dropout_mask(&block, keep, &bench.main));
+        assert_eq!(error, GeneratorError::Probability { keep: keep.to_string() });
+    }
+    assert_eq!(generator.offset().unwrap(), 12, "what fails consumes nothing");
+    bench.finish();
+}
+
+/// Whatever call of a fill fails, it consumed nothing, and the next one works.
+#[test]
+fn a_fill_that_fails_consumes_nothing() {
+    let faulty = Arc::new(Faulty::new(Arc::new(SimDriver::new(SimConfig::default())), FaultPlan::new()));
+    let instance = Instance::new(faulty.clone()).unwrap();
+    let device = instance.device(0).unwrap();
+    let (stream, generator) = (device.pool_stream().unwrap(), Generator::new(&device).unwrap());
+    let ptr = instance.driver().mem_alloc(device.id(), KIB).unwrap();
+    // In this order: each is the first of its kind, and what worked once is not asked for again.
+    for (call, fired) in
+        [Call::ModuleLoad, Call::FunctionGet, Call::CaptureState, Call::KernelLaunch].into_iter().zip(1..)
+    {
+        faulty.set_plan(FaultPlan::new().fail_nth(call, 1, ErrorCode::LaunchFailed));
+        let error = generator.fill_bits((ptr, 9), &stream).unwrap_err();
+        assert_eq!(error.driver().map(|error| error.code), Some(ErrorCode::LaunchFailed), "{call:?}: {error}");
+        assert_eq!((generator.offset().unwrap(), faulty.injected().len()), (0, fired), "{call:?}");
+    }
+    faulty.clear_plan();
+    generator.fill_bits((ptr, 9), &stream).unwrap();
+    assert_eq!(generator.offset().unwrap(), 4);
+}
+
+/// The defaults, and what a seed resets.
+#[test]
+fn a_new_generator_is_the_same_every_time() {
+    let bench = Bench::new("");
+    let generator = Generator::new(&bench.device()).unwrap();
+    assert_eq!((generator.seed(), generator.offset().unwrap()), (67_280_421_310_721, 0));
+    generator.set_offset(400).unwrap();
+    generator.set_seed(u64::MAX).unwrap();
+    assert_eq!((generator.seed(), generator.offset().unwrap()), (u64::MAX, 0), "a seed starts anew");
+    generator.set_offset(8).unwrap();
+    let seed = generator.reseed().unwrap();
+    assert_eq!((generator.seed(), generator.offset().unwrap()), (seed, 0));
+    assert_ne!(generator.reseed().unwrap(), seed);
+    for offset in [1, 2, 3, u64::MAX] {
+        assert_eq!(refused(generator.set_offset(offset)), GeneratorError::Offset { offset });
+    }
+    assert_eq!(refused(generator.set_offset(6)).to_string(), "offset must be a multiple of 4, not 6");
+    bench.finish();
+}
+
+/// PyTorch's 16 bytes, and the older 8.
+#[test]
+fn states_as_bytes() {
+    let bench = Bench::new("");
+    let generator = generator(&bench, 0x0807_0605_0403_0201);
+    generator.set_offset(0x8000_0000_0000_0010).unwrap();
+    let state = generator.state();
+    assert_eq!(state, [1, 2, 3, 4, 5, 6, 7, 8, 0x10, 0, 0, 0, 0, 0, 0, 0x80]);
+    let other = Generator::new(&bench.device()).unwrap();
+    other.set_state(&state).unwrap();
+    assert_eq!((other.seed(), other.offset().unwrap()), (0x0807_0605_0403_0201, 0x8000_0000_0000_0010));
+    other.set_state(&7_u64.to_le_bytes()).unwrap();
+    assert_eq!((other.seed(), other.offset().unwrap()), (7, 0), "the seed alone");
+    for bytes in [0, 1, 7, 9, 15, 17, 32] {
+        let error = refused(other.set_state(&vec![0; bytes]));
+        assert_eq!(error, GeneratorError::StateSize { bytes });
+        assert!(error.to_string().starts_with("RNG state is wrong size"), "{error}");
+    }
+    let mut odd = state;
+    odd[8] = 3;
+    assert!(matches!(refused(other.set_state(&odd)), GeneratorError::Offset { .. }));
+    assert_eq!((other.seed(), other.offset().unwrap()), (7, 0), "what fails changes nothing");
+    bench.finish();
+}
+
+/// cuda_generator_test: copies go their own way, shares go the same.
+#[test]
+fn copies_and_shares() {
+    let bench = Bench::new("");
+    let first = generator(&bench, 9);
+    first.set_offset(20).unwrap();
+    let (copy, share, clone) = (first.duplicate().unwrap(), first.share(), first.clone());
+    first.reserve(4, &bench.main).unwrap();
+    assert_eq!(
+        [&first, &copy, &share, &clone].map(|generator| (generator.seed(), generator.offset().unwrap())),
+        [(9, 24), (9, 20), (9, 24), (9, 24)]
+    );
+    assert!(first.shares_with(&share) && !first.shares_with(&copy));
+
+    // Going over to another's state takes the clones along, and nobody else.
+    first.adopt(&copy).unwrap();
+    assert!(clone.shares_with(&copy) && !share.shares_with(&copy));
+    clone.reserve(4, &bench.main).unwrap();
+    assert_eq!((copy.offset().unwrap(), share.offset().unwrap()), (24, 24));
+    share.set_seed(1).unwrap();
+    assert_eq!(first.seed(), 9);
+    first.adopt(&first).unwrap();
+    assert!(first.shares_with(&copy));
+    bench.finish();
+}
+
+/// test_philox_state_*: rounding to 4, large seeds, the end of all offsets.
+#[test]
+fn reservations() {
+    let bench = Bench::new("");
+    let generator = generator(&bench, u64::MAX - 1);
+    let mut offset = 0;
+    for (increment, advance) in [(0, 0), (1, 4), (2, 4), (3, 4), (4, 4), (5, 8), (7, 8), (1 << 40, 1 << 40)] {
+        let reserved = generator.reserve(increment, &bench.main).unwrap();
+        assert_eq!(reserved, Reservation::Immediate { seed: u64::MAX - 1, offset }, "the old offset");
+        offset += advance;
+        assert_eq!(generator.offset().unwrap(), offset, "{increment} rounded up");
+    }
+    generator.set_offset(u64::MAX - 3).unwrap();
+    let reserved = generator.reserve(8, &bench.main).unwrap();
+    assert_eq!(reserved, Reservation::Immediate { seed: u64::MAX - 1, offset: u64::MAX - 3 });
+    assert_eq!(
+        reserved.args(),
+        [KernelArg::Ptr(DevicePtr(0)), KernelArg::U64(u64::MAX - 1), KernelArg::U64(u64::MAX - 3)]
+    );
+    assert_eq!(generator.offset().unwrap(), 4, "past the end it begins again");
+    let increment = u64::MAX - 2;
+    assert_eq!(refused(generator.reserve(increment, &bench.main)), GeneratorError::Increment { increment });
+    generator.reserve(u64::MAX - 3, &bench.main).unwrap();
+    assert_eq!(generator.offset().unwrap(), 0);
+    assert!(PHILOX_CUDA.contains("warpool_place") && !PHILOX_CUDA.contains("#include"));
+    bench.finish();
+}
+
+/// cuda_generator_test, multithreaded: every thread gets numbers of its own, and none are lost.
+#[test]
+fn threads_draw_different_numbers() {
+    const THREADS: u64 = 8;
+    const EACH: u64 = 200;
+    let bench = Bench::new("");
+    let generator = generator(&bench, 1);
+    let streams: Vec<_> = (0..THREADS).map(|_| bench.side_stream()).collect();
+    let offsets: Vec<u64> = std::thread::scope(|scope| {
+        let threads: Vec<_> = streams
+            .iter()
+            .map(|stream| {
+                let generator = generator.share();
+                scope.spawn(move || {
+                    let reserve = |_| match generator.reserve(3, stream).unwrap() {
+                        Reservation::Immediate { offset, .. } => offset,
+                        captured => panic!("nobody captures: {captured:?}"),
+                    };
+                    (0..EACH).map(reserve).collect::<Vec<_>>()
+                })
+            })
+            .collect();
+        threads.into_iter().flat_map(|thread| thread.join().unwrap()).collect()
+    });
+    let different: BTreeSet<u64> = offsets.iter().copied().collect();
+    assert_eq!(different, (0..THREADS * EACH).map(|number| 4 * number).collect());
+    assert_eq!(generator.offset().unwrap(), 4 * THREADS * EACH);
+    bench.finish();
+}
+
+#[test]
+fn each_device_has_a_default_generator() {
+    let (_, instance) = machine(2);
+    let generators = [0, 1].map(|index| instance.default_generator(index).unwrap());
+    assert_ne!(generators[0].seed(), generators[1].seed());
+    assert_eq!(generators.each_ref().map(|generator| generator.device().index()), [0, 1]);
+    let again = instance.device(1).unwrap().default_generator();
+    assert!(again.shares_with(&generators[1]), "made once");
+    assert_eq!(instance.default_generator(2).unwrap_err(), Error::DeviceOutOfRange { index: 2, count: 2 });
+
+    // It may go over to another state, for all who have it.
+    let own = Generator::new(generators[1].device()).unwrap();
+    again.adopt(&own).unwrap();
+    assert!(instance.default_generator(1).unwrap().shares_with(&own));
+
+    // The same machine seeds itself the same way; and a default generator does not keep its Instance in use.
+    let (_, twin) = machine(2);
+    assert_eq!(twin.default_generator(0).unwrap().seed(), generators[0].seed());
+    twin.close().unwrap();
+}
+
+/// A generator, a stream and memory must be of one device of one `Instance`.
+#[test]
+fn foreign_generators() {
+    let bench = Bench::with_config(SimConfig::default().with_devices(2), "");
+    let [first, second] = [0, 1].map(|index| bench.instance.device(index).unwrap());
+    let generator = Generator::new(&second).unwrap();
+    let error = refused(generator.reserve(4, &bench.main));
+    assert_eq!(error, GeneratorError::ForeignDevice { generator: second.id(), wanted: first.id() });
+    assert!(error.to_string().starts_with("foreign generator"), "{error}");
+    let block = bench.any().allocate(64, &bench.main).unwrap();
+    let error = refused(generator.fill_bits(&block, &second.default_stream().unwrap()));
+    assert_eq!(error, GeneratorError::ForeignDevice { generator: second.id(), wanted: first.id() });
+    let error = refused(generator.adopt(&first.default_generator()));
+    assert_eq!(error, GeneratorError::ForeignDevice { generator: first.id(), wanted: second.id() });
+
+    let elsewhere = Generator::new(&machine(1).1.device(0).unwrap()).unwrap();
+    let error = refused(elsewhere.reserve(4, &bench.main));
+    assert_eq!(error, GeneratorError::ForeignInstance);
+    assert!(error.to_string().starts_with("foreign generator"), "{error}");
+    assert_eq!(refused(generator.adopt(&elsewhere)), GeneratorError::ForeignInstance);
+    assert_eq!((generator.offset().unwrap(), elsewhere.offset().unwrap()), (0, 0));
+    bench.finish();
+}
+
+/// Numbers that went unseen into a capture of somebody else would be the same at every replay.
+#[test]
+fn somebody_elses_capture() {
+    let bench = Bench::new("");
+    let (stream, generator) = (bench.side_stream(), generator(&bench, 1));
+    bench.sim.capture_begin(stream.id(), CaptureMode::Relaxed).unwrap();
+    assert_eq!(generator.reserve(4, &stream), Err(GraphError::ForeignCapture.into()));
+    let block = bench.any().allocate(64, &bench.main).unwrap();
+    assert_eq!(generator.fill_bits(&block, &stream), Err(GraphError::ForeignCapture.into()));
+    assert_eq!(generator.offset().unwrap(), 0);
+    let graph = bench.sim.capture_end(stream.id()).unwrap();
+    assert_eq!(bench.instance.driver().graph_topology(graph).unwrap().nodes, [], "and the capture is as it was");
+    generator.reserve(4, &stream).unwrap();
+    bench.finish();
+}

@@ -1,0 +1,502 @@
+//! Random numbers in graphs: a replay draws what the same work would have drawn without the graph. Single steps that
+//! fail are tested beside the code.
+
+use std::sync::Arc;
+
+use crate::common::launch::capture_kernel;
+use crate::common::memory::{Bench, FIRST, KIB};
+use warpool::driver::decorate::{FaultPlan, Faulty};
+use warpool::driver::sim::{HazardKind, SimConfig, SimDriver};
+use warpool::driver::{Call, CaptureMode, Copies, DevicePtr, ErrorCode, KernelMirror, KernelSource, Kernels};
+use warpool::generator::{Generator, GeneratorError, Reservation, philox, place};
+use warpool::graph::{BufferKey, CaptureOptions, Flag, Graph, GraphError, GraphOptions};
+use warpool::memory::{Allocate, Block, CachingAllocator, DeviceAllocator, Settings};
+use warpool::{Error, Instance, Result, Stream};
+
+const SEED: u64 = 2024;
+
+fn generator(bench: &Bench) -> Generator {
+    let generator = Generator::new(&bench.device()).unwrap();
+    generator.set_seed(SEED).unwrap();
+    generator
+}
+
+fn graph(bench: &Bench) -> Graph {
+    Graph::new(&bench.any(), &bench.device(), GraphOptions::default()).unwrap()
+}
+
+/// A graph that fills one buffer of `words` words.
+fn filling(bench: &Bench, generator: &Generator, words: u64, stream: &Stream) -> (Graph, BufferKey) {
+    let mut graph = graph(bench);
+    let key = graph
+        .capture(stream, CaptureOptions::default(), |capture| {
+            let key = capture.allocate(4 * words)?;
+            generator.fill_bits(capture.buffer(key)?, stream)?;
+            Ok(key)
+        })
+        .unwrap();
+    (graph, key)
+}
+
+fn bytes_at(bench: &Bench, ptr: DevicePtr, bytes: u64) -> Vec<u8> {
+    bench.device().synchronize().unwrap();
+    let mut into = vec![0; bytes as usize];
+    bench.sim.download(FIRST, ptr, &mut into).unwrap();
+    into
+}
+
+fn bytes_of(bench: &Bench, block: &Block) -> Vec<u8> {
+    bytes_at(bench, block.ptr(), block.bytes())
+}
+
+/// What `fill_bits` of so many bytes leaves at an offset.
+fn bits(seed: u64, offset: u64, bytes: u64) -> Vec<u8> {
+    let words = (0..).flat_map(|at| philox::block(seed, at, offset)).take((bytes / 4) as usize);
+    words.flat_map(u32::to_le_bytes).collect()
+}
+
+/// test_graph_rng_functional, test_graph_rng_distributions: every kind of fill, three replays, the same numbers and
+/// offsets as without a graph.
+#[test]
+fn replays_are_the_eager_sequence() {
+    let bench = Bench::new("");
+    let stream = bench.side_stream();
+    let (eager, captured) = (generator(&bench), generator(&bench));
+    let work = |generator: &Generator, blocks: [&Block; 4], stream: &Stream| -> Result<()> {
+        generator.fill_bits(blocks[0], stream)?;
+        generator.fill_uniform(blocks[1], stream)?;
+        generator.fill_normal(blocks[2], stream)?;
+        generator.fill_dropout_mask(blocks[3], 0.25, stream)
+    };
+    let allocate = |bytes| bench.any().allocate(bytes, &stream).unwrap();
+    let blocks = [4 * KIB, 20, 4004, 1001].map(allocate);
+    let mut graph = graph(&bench);
+    let keys = graph
+        .capture(&stream, CaptureOptions::default(), |capture| {
+            let mut allocate = |bytes| capture.allocate(bytes);
+            let keys = [allocate(4 * KIB)?, allocate(20)?, allocate(4004)?, allocate(1001)?];
+            let blocks = [0, 1, 2, 3].map(|at: usize| capture.buffer(keys[at]).unwrap());
+            work(&captured, blocks, &stream)?;
+            Ok(keys)
+        })
+        .unwrap();
+    for round in 1..=3 {
+        work(&eager, blocks.each_ref(), &stream).unwrap();
+        graph.replay(&stream).unwrap();
+        assert_eq!(eager.state(), captured.state());
+        assert_eq!(captured.offset().unwrap(), 16 * round);
+        for (key, block) in keys.into_iter().zip(&blocks) {
+            assert_eq!(bytes_of(&bench, graph.buffer(key).unwrap()), bytes_of(&bench, block), "round {round}");
+        }
+        // Eager draws in between count as well.
+        eager.fill_bits(&blocks[1], &stream).unwrap();
+        captured.fill_bits(&blocks[1], &stream).unwrap();
+        eager.set_offset(16 * round).unwrap();
+        captured.set_offset(16 * round).unwrap();
+    }
+    drop((graph, blocks));
+    bench.finish();
+}
+
+/// Interleaved with eager use, after a later seed, and on any stream.
+#[test]
+fn replays_start_where_the_generator_is() {
+    let bench = Bench::new("");
+    let (stream, other) = (bench.side_stream(), bench.side_stream());
+    let generator = generator(&bench);
+    let (graph, key) = filling(&bench, &generator, 100, &stream);
+    let ptr = graph.buffer(key).unwrap().ptr();
+    assert_eq!(generator.offset().unwrap(), 0);
+    // What is done before a replay, and where its numbers then start.
+    type Step<'a> = (&'a dyn Fn() -> Result<()>, u64, u64);
+    let steps: [Step<'_>; 5] = [
+        (&|| Ok(()), SEED, 0),
+        (&|| generator.reserve(9, &stream).map(drop), SEED, 16),
+        (&|| generator.set_seed(5), 5, 0),
+        (&|| generator.set_offset(u64::MAX - 3), 5, u64::MAX - 3),
+        (&|| generator.share().set_state(&[7; 16][..8]), u64::from_le_bytes([7; 8]), 0),
+    ];
+    for ((step, seed, offset), on) in steps.into_iter().zip([&stream, &other, &bench.main, &stream, &other]) {
+        step().unwrap();
+        graph.replay(on).unwrap();
+        assert_eq!(bytes_at(&bench, ptr, 400), bits(seed, offset, 400), "seed {seed}, offset {offset}");
+        assert_eq!(generator.offset().unwrap(), offset.wrapping_add(4));
+    }
+    drop(graph);
+    bench.finish();
+}
+
+/// test_graph_rng_concurrent_replay_on_different_streams: two graphs of one generator, many replays under way at once.
+#[test]
+fn concurrent_replays_do_not_disturb_each_other() {
+    const ROUNDS: u64 = 10;
+    const BYTES: u64 = 256;
+    let bench = Bench::new("");
+    let streams = [bench.side_stream(), bench.side_stream()];
+    let generator = generator(&bench);
+    let graphs = streams.each_ref().map(|stream| filling(&bench, &generator, BYTES / 4, stream));
+    let copies = streams.each_ref().map(|stream| bench.any().allocate(ROUNDS * BYTES, stream).unwrap());
+    streams.iter().for_each(|stream| bench.pause_stream(stream));
+    for round in 0..ROUNDS {
+        for at in 0..2 {
+            let (graph, key) = &graphs[at];
+            graph.replay(&streams[at]).unwrap();
+            let to = copies[at].ptr().offset(round * BYTES);
+            let from = graph.buffer(*key).unwrap().ptr();
+            bench.sim.copy(to.into(), from.into(), BYTES, streams[at].id()).unwrap();
+        }
+    }
+    // The one that was launched second goes first.
+    streams.iter().rev().for_each(|stream| bench.let_go(stream));
+    for round in 0..ROUNDS {
+        for (copies, number) in copies.iter().zip(0..) {
+            let got = bytes_at(&bench, copies.ptr().offset(round * BYTES), BYTES);
+            assert_eq!(got, bits(SEED, 4 * (2 * round + number), BYTES), "round {round} of graph {number}");
+        }
+    }
+    drop((graphs, copies));
+    bench.finish();
+}
+
+/// One graph, two threads: every replay has numbers of its own.
+#[test]
+fn threads_replay_one_graph() {
+    const EACH: u64 = 20;
+    let bench = Bench::new("");
+    let stream = bench.side_stream();
+    let generator = generator(&bench);
+    let (graph, key) = filling(&bench, &generator, 64, &stream);
+    let from = graph.buffer(key).unwrap().ptr();
+    let copies = bench.any().allocate(2 * EACH * 256, &stream).unwrap();
+    // Copies of one stream: the graph's memory is one, so replays and what reads it must be in order.
+    let turn = std::sync::Mutex::new(0);
+    std::thread::scope(|scope| {
+        for _ in 0..2 {
+            scope.spawn(|| {
+                for _ in 0..EACH {
+                    let mut done = turn.lock().unwrap();
+                    graph.replay(&stream).unwrap();
+                    let to = copies.ptr().offset(*done * 256);
+                    bench.sim.copy(to.into(), from.into(), 256, stream.id()).unwrap();
+                    *done += 1;
+                }
+            });
+        }
+        scope.spawn(|| (0..50).for_each(|_| assert_eq!(generator.seed(), SEED)));
+    });
+    let got = bytes_of(&bench, &copies);
+    for (round, got) in got.chunks(256).enumerate() {
+        assert_eq!(got, bits(SEED, 4 * round as u64, 256), "round {round}");
+    }
+    drop((graph, copies));
+    bench.finish();
+}
+
+/// test_graphsafe_set_get_rng_state: a generator goes over to other states in a capture, and each is advanced by its
+/// own share.
+#[test]
+fn states_are_exchanged_in_a_capture() {
+    let bench = Bench::new("");
+    let stream = bench.side_stream();
+    let main = bench.device().default_generator();
+    main.set_seed(1).unwrap();
+    let original = main.share();
+    let states = [original.share(), original.duplicate().unwrap(), original.duplicate().unwrap()];
+    states[2].set_seed(3).unwrap();
+    let mut graph = graph(&bench);
+    let keys = graph
+        .capture(&stream, CaptureOptions::default(), |capture| {
+            let mut keys = Vec::new();
+            for (state, draws) in states.iter().zip([1, 2, 3]) {
+                bench.device().default_generator().adopt(state)?;
+                for _ in 0..draws {
+                    let key = capture.allocate(64)?;
+                    main.fill_bits(capture.buffer(key)?, &stream)?;
+                    keys.push(key);
+                }
+            }
+            main.adopt(&original)?;
+            Ok(keys)
+        })
+        .unwrap();
+    for round in 0..3 {
+        graph.replay(&stream).unwrap();
+        let places = [
+            (1, 4 * round),
+            (1, 8 * round),
+            (1, 8 * round + 4),
+            (3, 12 * round),
+            (3, 12 * round + 4),
+            (3, 12 * round + 8),
+        ];
+        for (&key, (seed, offset)) in keys.iter().zip(places) {
+            assert_eq!(bytes_of(&bench, graph.buffer(key).unwrap()), bits(seed, offset, 64), "round {round}");
+        }
+        let offsets = [&main, &states[0], &states[1], &states[2]].map(|state| state.offset().unwrap());
+        assert_eq!(offsets, [4, 4, 8, 12].map(|share| share * (round + 1)));
+    }
+    drop(graph);
+    bench.finish();
+}
+
+/// test_memory_stats_of_multiple_generators_and_graphs: one slot for each generator and graph, and none for those that
+/// draw nothing.
+#[test]
+fn memory_per_generator_and_graph() {
+    let bench = Bench::new("");
+    let stream = bench.side_stream();
+    let generators: Vec<Generator> = (0..3).map(|_| generator(&bench)).collect();
+    let mut graphs = Vec::new();
+    for number in 1..=4 {
+        let mut graph = graph(&bench);
+        graph
+            .capture(&stream, CaptureOptions::default(), |_| {
+                for generator in &generators {
+                    for _ in 0..5 {
+                        generator.reserve(4, &stream)?;
+                    }
+                }
+                Ok(())
+            })
+            .unwrap();
+        graphs.push(graph);
+        assert_eq!(bench.bytes_allocated(), number * 3 * 512);
+    }
+    for graph in &mut graphs {
+        graph.replay(&bench.main).unwrap();
+        graph.reset().unwrap();
+    }
+    bench.device().synchronize().unwrap();
+    bench.trim();
+    assert_eq!((bench.bytes_allocated(), bench.bytes_reserved()), (0, 0));
+    assert!(generators.iter().all(|generator| generator.offset().unwrap() == 4 * 20));
+    drop(graphs);
+    bench.finish();
+}
+
+/// test_graph_rng_replay_record_stream: a graph may go while its replays are under way, and its slot is not given out
+/// before they are done.
+#[test]
+fn a_graph_may_go_before_its_replays_are_done() {
+    for keeps_pool in [false, true] {
+        let bench = Bench::new("");
+        let (stream, other) = (bench.side_stream(), bench.side_stream());
+        let generator = generator(&bench);
+        let target = bench.any().allocate(256, &stream).unwrap();
+        let keeper = filling(&bench, &generator, 1, &stream).0;
+        let pool = keeps_pool.then(|| keeper.pool().unwrap());
+        let mut graph = graph(&bench);
+        let options = CaptureOptions { pool, ..CaptureOptions::default() };
+        graph.capture(&stream, options, |_| generator.fill_bits(&target, &stream)).unwrap();
+        target.record_use(&other).unwrap();
+        stream.synchronize().unwrap();
+        bench.pause_stream(&other);
+        graph.replay(&other).unwrap();
+        drop(graph);
+        // Whoever asks in the same place now, for a stream in no order with the replay.
+        let request = warpool::memory::Request::new(FIRST, stream.id(), 16);
+        let request = pool.map_or(request, |pool| request.in_pool(pool));
+        let given: Vec<_> = (0..8).map(|_| bench.allocator.allocate_raw(request).unwrap()).collect();
+        given.iter().for_each(|&block| bench.fill(block, 0xFF, &stream));
+        stream.synchronize().unwrap();
+        bench.let_go(&other);
+        assert_eq!(bytes_of(&bench, &target), bits(SEED, 0, 256), "keeps_pool {keeps_pool}");
+        bench.free_all(given);
+        drop((keeper, target));
+        bench.finish();
+    }
+}
+
+/// test_graph_rng_after_failed_capture: what a capture drew that came to nothing is forgotten.
+#[test]
+fn after_a_failed_capture() {
+    let bench = Bench::new("");
+    let stream = bench.side_stream();
+    let generator = generator(&bench);
+    let mut graph = graph(&bench);
+    let target = bench.any().allocate(256, &stream).unwrap();
+    let failed = graph.capture(&stream, CaptureOptions::default(), |_| {
+        generator.fill_bits(&target, &stream)?;
+        stream.synchronize()
+    });
+    assert!(matches!(failed, Err(Error::Driver(_) | Error::Graph(GraphError::CaptureFailed { .. }))), "{failed:?}");
+    assert_eq!(
+        bench.sim.hazards().iter().map(|hazard| hazard.kind).collect::<Vec<_>>(),
+        [HazardKind::CaptureInvalidated]
+    );
+    bench.sim.clear_hazards();
+    assert_eq!(generator.offset().unwrap(), 0);
+    generator.fill_bits(&target, &stream).unwrap();
+    assert_eq!(bytes_of(&bench, &target), bits(SEED, 0, 256));
+    graph.capture(&stream, CaptureOptions::default(), |_| generator.fill_bits(&target, &stream)).unwrap();
+    graph.replay(&stream).unwrap();
+    assert_eq!(bytes_of(&bench, &target), bits(SEED, 4, 256));
+    drop((graph, target));
+    bench.finish();
+}
+
+/// Refusals inside of a capture leave it whole.
+#[test]
+fn refusals_break_nothing() {
+    let bench = Bench::new("");
+    let stream = bench.side_stream();
+    let generator = generator(&bench);
+    let mut graph = graph(&bench);
+    let refused = |outcome: Result<()>| matches!(outcome, Err(Error::Generator(GeneratorError::InCapture { .. })));
+    let key = graph
+        .capture(&stream, CaptureOptions::default(), |capture| {
+            assert!(refused(generator.offset().map(drop)) && refused(generator.set_offset(4)));
+            assert!(refused(generator.duplicate().map(drop)) && refused(generator.reseed().map(drop)));
+            assert!(refused(generator.set_state(&[0; 16])) && refused(Generator::new(&bench.device()).map(drop)));
+            assert!(matches!(generator.set_seed(1), Err(Error::Generator(GeneratorError::SeedInCapture { .. }))));
+            generator.set_seed(SEED)?;
+            let flag = capture.allocate(4)?;
+            capture.fill(flag, warpool::driver::Pattern::U32(1), 1, &stream)?;
+            let key = capture.allocate(64)?;
+            generator.fill_bits(capture.buffer(key)?, &stream)?;
+            capture.if_node(Flag::word(flag), |body| {
+                let outcome = generator.fill_bits(body.buffer(key)?, body.stream());
+                assert_eq!(outcome, Err(GeneratorError::InBody.into()));
+                Ok(())
+            })?;
+            Ok(key)
+        })
+        .unwrap();
+    graph.replay(&stream).unwrap();
+    assert_eq!(bytes_of(&bench, graph.buffer(key).unwrap()), bits(SEED, 0, 64));
+    assert_eq!(generator.offset().unwrap(), 4);
+    drop(graph);
+    bench.finish();
+}
+
+/// Two generators in a graph; whichever call of a replay fails, both are as before.
+#[test]
+fn a_replay_that_fails_draws_nothing() {
+    let faulty = Arc::new(Faulty::new(Arc::new(SimDriver::new(SimConfig::default())), FaultPlan::new()));
+    let instance = Instance::new(faulty.clone()).unwrap();
+    let device = instance.device(0).unwrap();
+    let allocator: Arc<dyn DeviceAllocator> = Arc::new(CachingAllocator::new(&instance, Settings::default()));
+    let stream = device.pool_stream().unwrap();
+    let generators = [(); 2].map(|()| Generator::new(&device).unwrap());
+    let target = allocator.allocate(64, &stream).unwrap();
+    let mut graph = Graph::new(&allocator, &device, GraphOptions::default()).unwrap();
+    graph
+        .capture(&stream, CaptureOptions::default(), |_| {
+            generators.iter().try_for_each(|generator| generator.fill_bits(&target, &stream))
+        })
+        .unwrap();
+    for (call, nth) in [(Call::GraphExecSetKernel, 1), (Call::GraphExecSetKernel, 2), (Call::GraphLaunch, 1)] {
+        faulty.set_plan(FaultPlan::new().fail_nth(call, nth, ErrorCode::OutOfMemory));
+        graph.replay(&stream).unwrap_err();
+        assert_eq!(generators.each_ref().map(|generator| generator.offset().unwrap()), [0, 0], "{call:?} {nth}");
+    }
+    faulty.clear_plan();
+    graph.replay(&stream).unwrap();
+    assert_eq!(generators.each_ref().map(|generator| generator.offset().unwrap()), [4, 4]);
+    instance.driver().stream_synchronize(stream.id()).unwrap();
+}
+
+/// Random programs over streams and generators, captured and replayed beside the same program done eagerly.
+#[test]
+fn random_programs() {
+    for seed in 0..300 {
+        let mut luck = philox::words(seed, 0, 0);
+        let mut dice = move |sides: u32| luck.next().unwrap() % sides;
+        let bench = Bench::with_config(SimConfig::default().with_seed(seed), "");
+        let (stream, side) = (bench.side_stream(), bench.side_stream());
+        let make = || {
+            let first = generator(&bench);
+            let second = Generator::new(&bench.device()).unwrap();
+            [first.share(), first, second]
+        };
+        let (eager, captured) = (make(), make());
+        // (generator, side stream, words); streams are joined at the end.
+        let draws: Vec<(usize, bool, u64)> =
+            (0..1 + dice(6)).map(|_| (dice(3) as usize, dice(2) == 1, 1 + u64::from(dice(40)))).collect();
+        let run = |generators: &[Generator; 3], blocks: &[Block]| -> Result<()> {
+            side.wait_stream(&stream)?;
+            for (&(who, on_side, _), block) in draws.iter().zip(blocks) {
+                generators[who].fill_bits(block, if on_side { &side } else { &stream })?;
+            }
+            stream.wait_stream(&side)
+        };
+        let allocate = |&(_, on_side, words): &(usize, bool, u64)| {
+            bench.any().allocate(4 * words, if on_side { &side } else { &stream }).unwrap()
+        };
+        let [own, graphs]: [Vec<Block>; 2] = [(); 2].map(|()| draws.iter().map(allocate).collect());
+        let mut graph = graph(&bench);
+        let options = CaptureOptions { mode: CaptureMode::ThreadLocal, ..CaptureOptions::default() };
+        graph.capture(&stream, options, |_| run(&captured, &graphs)).unwrap();
+        for round in 0..1 + dice(3) {
+            let pause = u64::from(dice(9));
+            let who = dice(3) as usize;
+            for generators in [&eager, &captured] {
+                assert!(matches!(generators[who].reserve(pause, &stream), Ok(Reservation::Immediate { .. })));
+            }
+            run(&eager, &own).unwrap();
+            graph.replay(&stream).unwrap();
+            for (at, (own, graphs)) in own.iter().zip(&graphs).enumerate() {
+                assert_eq!(bytes_of(&bench, own), bytes_of(&bench, graphs), "seed {seed}, round {round}, draw {at}");
+            }
+            let states = [&eager, &captured].map(|generators| generators.each_ref().map(Generator::state));
+            assert_eq!(states[0], states[1], "seed {seed}, round {round}");
+        }
+        drop((graph, own, graphs));
+        assert_eq!(bench.sim.hazards(), [], "seed {seed}");
+        bench.finish();
+    }
+}
+
+/// A kernel of one's own that draws: its numbers come through the scope's own launch, and only from the capture that
+/// they were reserved in.
+#[test]
+fn own_kernels_draw_through_the_scope() {
+    static OWN: KernelSource = KernelSource {
+        name: "draws",
+        cuda: concat!(
+            warpool::philox_cuda!(),
+            r#"extern "C" __global__ void draw(unsigned *to, const unsigned long long *slot, unsigned long long seed, unsigned long long offset) {
+                *to = warpool_words(warpool_place(slot, seed, offset), 0).x;
+            }"#
+        ),
+        mirrors: &[KernelMirror {
+            name: "draw",
+            run: |scope| {
+                let (to, (seed, offset)) = (scope.arg_ptr(0)?, place(scope, 1)?);
+                scope.write_u32(to, &[philox::block(seed, 0, offset)[0]])
+            },
+            nanos: None,
+        }],
+    };
+    let bench = Bench::new("");
+    let stream = bench.side_stream();
+    let generator = generator(&bench);
+    let module = bench.sim.module_load(FIRST, &OWN).unwrap();
+    let draw = bench.sim.function_get(module, "draw").unwrap();
+    let capture_into = |graph: &mut Graph| {
+        graph.capture(&stream, CaptureOptions::default(), |capture| {
+            let key = capture.allocate(4)?;
+            let reserved = generator.reserve(4, &stream)?;
+            let [slot, seed, offset] = reserved.graph_args();
+            capture_kernel(capture, draw, &[key.into(), slot, seed, offset], &stream)?;
+            Ok((key, slot))
+        })
+    };
+    let (mut graph, mut other) = (graph(&bench), graph(&bench));
+    let (key, slot) = capture_into(&mut graph).unwrap();
+    for round in 0..3 {
+        graph.replay(&stream).unwrap();
+        let word = philox::block(SEED, 0, 4 * round)[0];
+        assert_eq!(bytes_of(&bench, graph.buffer(key).unwrap()), word.to_le_bytes(), "round {round}");
+    }
+    let stolen = other.capture(&stream, CaptureOptions::default(), |capture| {
+        let key = capture.allocate(4)?;
+        capture_kernel(capture, draw, &[key.into(), slot, 0_u64.into(), 0_u64.into()], &stream)
+    });
+    assert_eq!(stolen, Err(Error::Graph(GraphError::ForeignSlot)));
+    capture_into(&mut other).unwrap();
+    drop((graph, other));
+    bench.device().synchronize().unwrap();
+    bench.sim.module_unload(module).unwrap();
+    bench.finish();
+}

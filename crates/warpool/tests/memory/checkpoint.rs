@@ -1,0 +1,245 @@
+//! Checkpoints of private pools, after PyTorch's TestBlockStateAbsorption.
+
+use std::ops::Range;
+use std::thread;
+
+use crate::common::memory::{Bench, FIRST, KIB, MIB};
+use warpool::Error;
+use warpool::driver::DevicePtr;
+use warpool::memory::{Allocation, BlockState, DeviceAllocator, MemPoolId, Restored};
+
+/// Where every block of a pool stands.
+fn layout(bench: &Bench, pool: MemPoolId) -> Vec<(u64, u64, BlockState)> {
+    let segments = bench.segments_of(pool);
+    let blocks = segments.iter().flat_map(|segment| &segment.blocks);
+    blocks.map(|block| (block.address, block.size, block.state)).collect()
+}
+
+fn pool(bench: &Bench) -> MemPoolId {
+    bench.pools().create_graph_pool(FIRST).unwrap()
+}
+
+fn ptrs(blocks: &[Allocation]) -> Vec<DevicePtr> {
+    let mut ptrs: Vec<DevicePtr> = blocks.iter().map(|block| block.ptr).collect();
+    ptrs.sort_unstable();
+    ptrs
+}
+
+/// Keeps what `before` leaves, does `after` to it, and puts it back: every block stands where it stood.
+fn check(
+    before: impl Fn(&Bench, MemPoolId) -> Vec<Allocation>,
+    after: impl Fn(&Bench, MemPoolId, Vec<Allocation>) -> Vec<Allocation>,
+) {
+    for settings in ["", "expandable_segments:True", "max_split_size_mb:20"] {
+        let bench = Bench::new(settings);
+        let pool = pool(&bench);
+        let live = before(&bench, pool);
+        let kept = layout(&bench, pool);
+        let ranges =
+            bench.segments_of(pool).into_iter().map(|segment| segment.address..segment.address + segment.total_size);
+        let segments: Vec<Range<u64>> = ranges.collect();
+        let checkpoint = bench.allocator.checkpoint(FIRST, pool).unwrap();
+        assert_eq!((checkpoint.pool(), checkpoint.live().collect::<Vec<_>>()), (pool, ptrs(&live)));
+        let live_since = after(&bench, pool, live.clone());
+        for round in 0..2 {
+            let Restored { freed, allocated } = bench.allocator.restore(&checkpoint).unwrap();
+            bench.allocator.check();
+            let expected = if round == 0 { ptrs(&live_since) } else { ptrs(&live) };
+            assert_eq!(freed, expected, "round {round} with {settings:?}");
+            assert_eq!(ptrs(&allocated), ptrs(&live));
+            // Segments that were made since are none of it.
+            let made_since = |address: u64| !segments.iter().any(|segment| segment.contains(&address));
+            let mut now = layout(&bench, pool);
+            now.retain(|&(address, _, state)| !made_since(address) || state != BlockState::Inactive);
+            assert_eq!(now, kept, "round {round} with {settings:?}");
+            assert!(bench.pools().has_exactly(FIRST, pool, &ptrs(&live)).unwrap());
+            for (block, value) in allocated.iter().zip(1..) {
+                bench.fill(*block, value, &bench.main);
+            }
+            for (block, value) in allocated.iter().zip(1..) {
+                bench.assert_holds(*block, value);
+            }
+            if round == 1 {
+                bench.free_all(allocated);
+            }
+        }
+        bench.pools().release_pool(FIRST, pool).unwrap();
+        bench.trim();
+        assert_eq!((bench.bytes_reserved(), bench.stats().active.all.current), (0, 0));
+        bench.finish();
+    }
+}
+
+fn several(bench: &Bench, pool: MemPoolId, sizes: &[u64]) -> Vec<Allocation> {
+    sizes.iter().map(|&bytes| bench.alloc_in(pool, bytes)).collect()
+}
+
+/// test_simple.
+#[test]
+fn nothing_happened_since() {
+    check(|bench, pool| several(bench, pool, &[10 * MIB, 512, 3 * MIB, 700 * KIB]), |_, _, live| live);
+}
+
+/// test_allocated_in_middle_of_segment, test_multiple_middle_allocations and test_middle_allocations_contiguous.
+#[test]
+fn blocks_in_the_middle_come_back_there() {
+    for kept in [vec![2], vec![1, 4, 6], vec![3, 4, 5], vec![0, 7], vec![]] {
+        let before = |bench: &Bench, pool| {
+            let all = several(bench, pool, &[100 * KIB; 8]);
+            let (live, gone): (Vec<_>, Vec<_>) = (0..8).partition(|at| kept.contains(at));
+            bench.free_all(gone.into_iter().map(|at: usize| all[at]));
+            live.into_iter().map(|at| all[at]).collect()
+        };
+        check(before, |_, _, live| live);
+        check(before, |bench, _, live| {
+            bench.free_all(live);
+            Vec::new()
+        });
+        check(before, |bench, pool, live| {
+            let more = several(bench, pool, &[50 * KIB; 5]);
+            live.into_iter().chain(more).collect()
+        });
+    }
+}
+
+/// test_additional_free_following_checkpoint and test_tensor_dies_after_checkpoint.
+#[test]
+fn what_died_since_is_there_again() {
+    check(
+        |bench, pool| several(bench, pool, &[MIB, MIB, 12 * MIB, 4 * MIB]),
+        |bench, _, live| {
+            bench.free_all(live[1..3].iter().copied());
+            vec![live[0], live[3]]
+        },
+    );
+}
+
+#[test]
+fn the_same_place_cut_in_another_way() {
+    check(
+        |bench, pool| several(bench, pool, &[4 * MIB, 2 * MIB, 4 * MIB]),
+        |bench, pool, live| {
+            bench.free_all(live);
+            several(bench, pool, &[3 * MIB, 5 * MIB, 2 * MIB])
+        },
+    );
+}
+
+/// Segments that were made since stay, free.
+#[test]
+fn new_segments_are_left_free() {
+    let bench = Bench::new("");
+    let pool = pool(&bench);
+    let live = several(&bench, pool, &[12 * MIB]);
+    let checkpoint = bench.allocator.checkpoint(FIRST, pool).unwrap();
+    let more = several(&bench, pool, &[14 * MIB, MIB]);
+    let restored = bench.allocator.restore(&checkpoint).unwrap();
+    assert_eq!(restored.freed, ptrs(&[live[0], more[0], more[1]]));
+    assert_eq!(bench.bytes_reserved(), 28 * MIB);
+    let free = layout(&bench, pool).iter().filter(|block| block.2 == BlockState::Inactive).count();
+    assert_eq!(free, 2);
+    assert_eq!(bench.alloc_in(pool, 14 * MIB).ptr, more[0].ptr);
+    bench.finish();
+}
+
+/// test_expandable_segment_checkpoint_growth: a segment that has grown since, or that has grown into its hole.
+#[test]
+fn a_segment_that_grew_since_is_accepted() {
+    let bench = Bench::new("expandable_segments:True");
+    let pool = pool(&bench);
+    let live = several(&bench, pool, &[20 * MIB, 20 * MIB]);
+    let checkpoint = bench.allocator.checkpoint(FIRST, pool).unwrap();
+    several(&bench, pool, &[60 * MIB]);
+    let restored = bench.allocator.restore(&checkpoint).unwrap();
+    assert_eq!(ptrs(&restored.allocated), ptrs(&live));
+    bench.allocator.check();
+    let blocks: Vec<_> = layout(&bench, pool).iter().map(|block| (block.1 / MIB, block.2)).collect();
+    let (taken, free) = (BlockState::ActiveAllocated, BlockState::Inactive);
+    assert_eq!(blocks, [(20, taken), (20, taken), (60, free)]);
+    bench.finish();
+}
+
+/// test_allocate_in_thread_to_pool, with the restore on another thread than the rest.
+#[test]
+fn another_thread_can_put_it_back() {
+    let bench = Bench::new("");
+    let pool = pool(&bench);
+    let live = thread::scope(|scope| scope.spawn(|| several(&bench, pool, &[3 * MIB, MIB])).join().unwrap());
+    let checkpoint = bench.allocator.checkpoint(FIRST, pool).unwrap();
+    bench.free_all(live.clone());
+    let restored = thread::scope(|scope| scope.spawn(|| bench.allocator.restore(&checkpoint)).join().unwrap()).unwrap();
+    assert_eq!((restored.freed.len(), ptrs(&restored.allocated)), (0, ptrs(&live)));
+    // What was owned before is not what is owned now.
+    assert!(
+        bench.allocator.free(live[0]).is_err() || restored.allocated.iter().any(|block| block.slot == live[0].slot)
+    );
+    bench.finish();
+}
+
+/// Counters move as if every block had been freed and allocated.
+#[test]
+fn counters_follow() {
+    let bench = Bench::new("");
+    let pool = pool(&bench);
+    several(&bench, pool, &[3 * MIB, 1000]);
+    let before = bench.stats();
+    let checkpoint = bench.allocator.checkpoint(FIRST, pool).unwrap();
+    assert_eq!(bench.stats(), before);
+    let restored = bench.allocator.restore(&checkpoint).unwrap();
+    let stats = bench.stats();
+    assert_eq!(stats.requested_bytes.all.current, 3 * MIB + 1000);
+    assert_eq!(stats.allocated_bytes.all.current, before.allocated_bytes.all.current);
+    assert_eq!(stats.allocation.all.freed, before.allocation.all.freed + 2);
+    assert_eq!(restored.allocated.iter().map(|block| block.bytes_requested).max(), Some(3 * MIB));
+    bench.finish();
+}
+
+/// What cannot be kept or put back is refused, and nothing changes.
+#[test]
+fn a_pool_must_be_there_and_at_rest() {
+    let bench = Bench::new("");
+    let (pool, side) = (pool(&bench), bench.side_stream());
+    let unknown = MemPoolId { graph: 99, user: 0 };
+    let error = bench.allocator.checkpoint(FIRST, unknown).unwrap_err();
+    assert!(error.to_string().contains("could not find pool of id"), "{error}");
+    assert!(bench.allocator.checkpoint(FIRST, MemPoolId::DEFAULT).is_err(), "the default pool is no private one");
+    let [block, other] = [0; 2].map(|_| bench.alloc_in(pool, 4 * MIB));
+    let checkpoint = bench.allocator.checkpoint(FIRST, pool).unwrap();
+    bench.pause_stream(&side);
+    side.wait_stream(&bench.main).unwrap();
+    bench.fill(block, 1, &side);
+    bench.record_use(block, &side);
+    bench.free(block);
+    let stats = bench.stats();
+    assert!(matches!(bench.allocator.checkpoint(FIRST, pool), Err(Error::Checkpoint { .. })));
+    assert!(matches!(bench.allocator.restore(&checkpoint), Err(Error::Checkpoint { .. })));
+    assert_eq!(bench.stats(), stats);
+    bench.let_go(&side);
+    bench.allocator.checkpoint(FIRST, pool).unwrap();
+    bench.pools().release_pool(FIRST, pool).unwrap();
+    assert!(bench.allocator.checkpoint(FIRST, pool).is_err(), "nobody uses it");
+    assert!(bench.allocator.restore(&checkpoint).is_err());
+    bench.free(other);
+    bench.trim();
+    assert!(matches!(bench.allocator.restore(&checkpoint), Err(Error::UnknownPool { .. })));
+    bench.finish();
+}
+
+/// Streams that had used a block when it was kept are waited for when the restored one is freed.
+#[test]
+fn uses_are_kept() {
+    let bench = Bench::new("");
+    let (pool, side) = (pool(&bench), bench.side_stream());
+    let block = bench.alloc_in(pool, 4 * MIB);
+    bench.record_use(block, &side);
+    let checkpoint = bench.allocator.checkpoint(FIRST, pool).unwrap();
+    let restored = bench.allocator.restore(&checkpoint).unwrap().allocated[0];
+    bench.pause_stream(&side);
+    side.wait_stream(&bench.main).unwrap();
+    bench.fill(restored, 1, &side);
+    bench.free(restored);
+    assert_ne!(bench.alloc_in(pool, 4 * MIB).ptr, block.ptr);
+    bench.let_go(&side);
+    assert_eq!(bench.alloc_in(pool, 4 * MIB).ptr, block.ptr);
+    bench.finish();
+}

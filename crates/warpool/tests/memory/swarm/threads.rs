@@ -1,0 +1,177 @@
+//! Threads on one allocator, each with streams of its own, blocks that change hands, little memory, and trims at any
+//! time. The interleaving is the system's, so no run is like another; what is asserted holds for all of them.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
+
+use warpool::driver::{CaptureMode, CaptureState, Captures as _, DeviceId, Graphs as _, InstantiateOptions};
+use warpool::memory::{
+    Allocate as _, Block, CachingAllocator, DeviceAllocator, MemPool, MemPoolId, PoolKeeper, PoolOptions, Route,
+    Settings,
+};
+use warpool::{Error, Stream};
+
+use super::machine::Machine;
+use crate::common::rng::Rng;
+
+const DEVICE: DeviceId = DeviceId(0);
+const THREADS: usize = 4;
+/// For work, and one more for captures: what another thread did there would be captured too.
+const STREAMS_EACH: usize = 2;
+const CAP: u64 = 100 << 20;
+const CHUNK: u64 = 20 << 20;
+
+/// What the threads count.
+#[derive(Default)]
+struct Counts {
+    allocations: AtomicU64,
+    ooms: AtomicU64,
+}
+
+/// A block on its way from one thread to another.
+struct Parcel {
+    block: Block,
+    tag: u32,
+    stream: Stream,
+}
+
+pub fn run(seed: u64, rounds: usize) {
+    let machine = Machine::new(seed, 1, THREADS * (STREAMS_EACH + 1));
+    let mut settings = Settings::parse("garbage_collection_threshold:0.6,memory_cap_mb:2").unwrap();
+    settings.memory_cap_bytes = Some(CAP);
+    settings.expandable_segments = seed % 2 == 1;
+    let expandable = settings.expandable_segments;
+    let allocator = Arc::new(CachingAllocator::new(&machine.instance, settings));
+    let counts = Counts::default();
+    let post: Mutex<Vec<Parcel>> = Mutex::default();
+    std::thread::scope(|scope| {
+        for thread in 0..THREADS {
+            let (machine, allocator, counts, post) = (&machine, &allocator, &counts, &post);
+            scope.spawn(move || {
+                worker(thread, Rng::new(seed * 100 + thread as u64), machine, allocator, counts, post, rounds);
+            });
+        }
+    });
+    drop(post);
+    allocator.trim(DEVICE, MemPoolId::DEFAULT).unwrap();
+    allocator.check();
+    let stats = allocator.stats(DEVICE).unwrap();
+    let allocations = counts.allocations.load(Ordering::Relaxed);
+    assert_eq!((stats.allocation.all.allocated, stats.allocation.all.freed), (allocations, allocations), "seed {seed}");
+    assert_eq!(stats.num_ooms, counts.ooms.load(Ordering::Relaxed), "seed {seed}");
+    assert_eq!(stats.active_bytes.all.allocated, stats.active_bytes.all.freed, "seed {seed}");
+    assert_eq!(stats.reserved_bytes.all.current, 0, "seed {seed}");
+    // A segment that grows is asked for by the size of the request, and mapped in whole chunks.
+    let most = if expandable { CAP + CHUNK } else { CAP };
+    assert!(stats.reserved_bytes.all.peak <= most, "seed {seed}: more than the cap was held");
+    let bytes = &stats.allocated_bytes;
+    assert_eq!(bytes.small_pool.allocated + bytes.large_pool.allocated, bytes.all.allocated, "seed {seed}");
+    machine.expect_clean();
+}
+
+fn worker(
+    thread: usize,
+    mut rng: Rng,
+    machine: &Machine,
+    allocator: &Arc<CachingAllocator>,
+    counts: &Counts,
+    post: &Mutex<Vec<Parcel>>,
+    rounds: usize,
+) {
+    let mine = thread * (STREAMS_EACH + 1);
+    let streams = &machine.streams[0][mine..mine + STREAMS_EACH];
+    let for_captures = machine.stream(0, mine + STREAMS_EACH);
+    let device = machine.instance.device(0).unwrap();
+    let shared: Arc<dyn DeviceAllocator> = allocator.clone();
+    let pool = MemPool::new(&shared, &device, PoolOptions { use_on_oom: true, ..PoolOptions::default() }).unwrap();
+    let mut mine: Vec<Parcel> = Vec::new();
+    for round in 0..rounds {
+        let stream = &streams[rng.below(STREAMS_EACH)];
+        match rng.below(16) {
+            0..7 => {
+                let bytes = rng.request_bytes();
+                let pool = if rng.one_in(4) { pool.id() } else { MemPoolId::DEFAULT };
+                match allocator.allocate_in(pool, bytes, stream) {
+                    Ok(block) => {
+                        counts.allocations.fetch_add(1, Ordering::Relaxed);
+                        let tag = u32::try_from(thread << 24 | round).expect("few rounds");
+                        machine.stamp(block.ptr(), bytes, tag, stream);
+                        mine.push(Parcel { block, tag, stream: stream.clone() });
+                    }
+                    Err(Error::OutOfMemory(_)) => {
+                        counts.ooms.fetch_add(1, Ordering::Relaxed);
+                        mine.truncate(mine.len() / 2);
+                    }
+                    Err(error) => panic!("{error}"),
+                }
+            }
+            7 | 8 if !mine.is_empty() => {
+                let parcel = &mine[rng.below(mine.len())];
+                if parcel.stream != *stream {
+                    stream.wait_stream(&parcel.stream).unwrap();
+                    machine.look(parcel.block.ptr(), parcel.block.bytes(), parcel.tag, stream);
+                    parcel.block.record_use(stream).unwrap();
+                }
+            }
+            9..12 if !mine.is_empty() => {
+                let parcel = mine.swap_remove(rng.below(mine.len()));
+                machine.look(parcel.block.ptr(), parcel.block.bytes(), parcel.tag, &parcel.stream);
+                if rng.one_in(2) { parcel.block.free().unwrap() } else { drop(parcel.block) }
+            }
+            12 if !mine.is_empty() => post.lock().unwrap().push(mine.swap_remove(rng.below(mine.len()))),
+            13 => {
+                let parcel = post.lock().unwrap().pop();
+                if let Some(parcel) = parcel {
+                    machine.look(parcel.block.ptr(), parcel.block.bytes(), parcel.tag, &parcel.stream);
+                    drop(parcel.block);
+                }
+            }
+            14 if rng.one_in(4) => drop(allocator.trim(DEVICE, MemPoolId::DEFAULT).unwrap()),
+            14 if rng.one_in(4) => drop(device.event_pool().trim().unwrap()),
+            15 if rng.one_in(4) => capture(&mut rng, machine, allocator, counts, for_captures),
+            _ => {}
+        }
+    }
+    drop(mine);
+    pool.close().unwrap();
+}
+
+/// A graph with memory of its own, captured, launched and given up, while the other threads go on.
+fn capture(rng: &mut Rng, machine: &Machine, allocator: &Arc<CachingAllocator>, counts: &Counts, stream: &Stream) {
+    let sim = &machine.sim;
+    let pool = allocator.create_graph_pool(DEVICE).unwrap();
+    // Before the driver hears of it: from the first moment on, every thread must know.
+    allocator.capture_began(DEVICE).unwrap();
+    sim.capture_begin(stream.id(), CaptureMode::ThreadLocal).unwrap();
+    let CaptureState::Active(capture) = sim.capture_state(stream.id()).unwrap() else { panic!("it captures") };
+    allocator.begin_routing(DEVICE, pool, Route::Capture(capture)).unwrap();
+    let mut kept = Vec::new();
+    for round in 0..3 + rng.below(3) {
+        let bytes = rng.request_bytes().div_ceil(4);
+        match allocator.allocate(bytes, stream) {
+            Ok(block) => {
+                counts.allocations.fetch_add(1, Ordering::Relaxed);
+                let tag = u32::try_from(round).expect("few") | 1 << 30;
+                machine.stamp(block.ptr(), bytes, tag, stream);
+                machine.look(block.ptr(), bytes, tag, stream);
+                if rng.one_in(2) {
+                    kept.push(block);
+                }
+            }
+            Err(Error::OutOfMemory(_)) => drop(counts.ooms.fetch_add(1, Ordering::Relaxed)),
+            Err(error) => panic!("{error}"),
+        }
+    }
+    let graph = sim.capture_end(stream.id()).unwrap();
+    allocator.end_routing(DEVICE, pool).unwrap();
+    allocator.capture_ended(DEVICE).unwrap();
+    let exec = sim.graph_instantiate(graph, InstantiateOptions::default()).unwrap();
+    for _ in 0..2 {
+        sim.graph_launch(exec, stream.id()).unwrap();
+    }
+    stream.synchronize().unwrap();
+    sim.graph_exec_destroy(exec).unwrap();
+    sim.graph_destroy(graph).unwrap();
+    drop(kept);
+    allocator.release_pool(DEVICE, pool).unwrap();
+}

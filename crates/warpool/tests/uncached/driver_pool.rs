@@ -1,0 +1,313 @@
+//! What the allocator over the driver's pools does beyond the common promises: captures, joined frees, faults.
+
+use std::sync::Arc;
+
+use warpool::driver::decorate::{FaultPlan, Faulty};
+use warpool::driver::sim::{SimConfig, SimDriver};
+use warpool::driver::{
+    Call, CaptureMode, DeviceId, Driver, ErrorCode, GraphExecId, InstantiateOptions, NodeKind, Pattern, PoolAttribute,
+    StreamOptions,
+};
+use warpool::memory::{
+    Action, Allocation, DeviceAllocator, DriverPoolAllocator, HistoryOptions, MemPoolId, Request, Settings,
+    SnapshotOptions,
+};
+use warpool::{Error, Instance, Stream};
+
+const DEVICE: DeviceId = DeviceId(0);
+const MIB: u64 = 1 << 20;
+
+struct Bench {
+    sim: Arc<SimDriver>,
+    instance: Instance,
+    allocator: DriverPoolAllocator,
+}
+
+impl Bench {
+    fn new() -> Self {
+        let (sim, instance) = crate::common::machine(1);
+        let allocator = DriverPoolAllocator::new(&instance);
+        Self { sim, instance, allocator }
+    }
+
+    fn driver(&self) -> &dyn Driver {
+        &*self.sim
+    }
+
+    fn stream(&self) -> Stream {
+        self.instance.device(0).unwrap().pool_stream().unwrap()
+    }
+
+    fn give(&self, bytes: u64, stream: &Stream) -> Allocation {
+        self.allocator.allocate_raw(Request::new(DEVICE, stream.id(), bytes)).unwrap()
+    }
+
+    fn fill(&self, what: Allocation, value: u8, stream: &Stream) {
+        self.driver().fill(what.ptr, Pattern::U8(value), what.bytes_requested, stream.id()).unwrap();
+    }
+
+    fn byte_at(&self, what: Allocation) -> u8 {
+        let mut byte = [0];
+        self.driver().download(DEVICE, what.ptr, &mut byte).unwrap();
+        byte[0]
+    }
+
+    fn active(&self) -> u64 {
+        self.allocator.stats(DEVICE).unwrap().active.all.current
+    }
+
+    /// Ends a capture; what kinds of nodes it has, and the graph, ready to launch.
+    fn end(&self, stream: &Stream) -> (Vec<NodeKind>, GraphExecId) {
+        let graph = self.driver().capture_end(stream.id()).unwrap();
+        let kinds = self.driver().graph_topology(graph).unwrap().nodes.iter().map(|node| node.kind).collect();
+        let exec = self.driver().graph_instantiate(graph, InstantiateOptions::default()).unwrap();
+        (kinds, exec)
+    }
+
+    #[track_caller]
+    fn expect_no_hazard(&self) {
+        assert!(self.sim.hazards().is_empty(), "{:#?}", self.sim.hazards());
+    }
+}
+
+#[test]
+fn the_pool_is_set_up_at_first_use_and_keeps_what_is_freed() {
+    let bench = Bench::new();
+    let stream = bench.stream();
+    let pool = bench.driver().pool_default(DEVICE).unwrap();
+    assert_eq!(bench.driver().pool_get(pool, PoolAttribute::ReleaseThreshold), Ok(0));
+    let given = bench.give(100 * MIB, &stream);
+    assert_eq!(bench.driver().pool_get(pool, PoolAttribute::ReleaseThreshold), Ok(u64::MAX));
+    bench.allocator.free(given).unwrap();
+    stream.synchronize().unwrap();
+    assert!(bench.allocator.stats(DEVICE).unwrap().reserved_bytes.all.current >= 100 * MIB);
+}
+
+#[test]
+fn there_are_no_private_pools() {
+    let bench = Bench::new();
+    let unsupported = Error::Unsupported { allocator: "driver-pool", what: "private pools" };
+    assert_eq!(bench.allocator.pools().err(), Some(unsupported.clone()));
+    let pool = MemPoolId { graph: 0, user: 1 };
+    let request = Request::new(DEVICE, bench.stream().id(), 1).in_pool(pool);
+    assert_eq!(bench.allocator.allocate_raw(request), Err(unsupported));
+    assert_eq!(bench.allocator.trim(DEVICE, pool), Ok(0));
+}
+
+#[test]
+fn a_block_of_a_capture_is_a_node_and_so_is_its_free() {
+    let bench = Bench::new();
+    let (stream, result) = (bench.stream(), bench.give(MIB, &bench.stream()));
+    bench.instance.device(0).unwrap().synchronize().unwrap();
+    bench.driver().capture_begin(stream.id(), CaptureMode::Global).unwrap();
+    let given = bench.give(MIB, &stream);
+    bench.fill(given, 7, &stream);
+    bench.driver().copy(result.ptr.into(), given.ptr.into(), MIB, stream.id()).unwrap();
+    bench.allocator.free(given).unwrap();
+    assert_eq!(bench.active(), 1);
+    let (kinds, exec) = bench.end(&stream);
+    assert_eq!(kinds, [NodeKind::MemAlloc, NodeKind::Fill, NodeKind::Copy, NodeKind::MemFree]);
+    for _ in 0..3 {
+        bench.driver().graph_launch(exec, stream.id()).unwrap();
+    }
+    stream.synchronize().unwrap();
+    assert_eq!(bench.byte_at(result), 7);
+    bench.expect_no_hazard();
+}
+
+#[test]
+fn uses_in_a_capture_are_joined_in_it() {
+    let bench = Bench::new();
+    let (own, other) = (bench.stream(), bench.stream());
+    bench.driver().capture_begin(own.id(), CaptureMode::Global).unwrap();
+    let given = bench.give(MIB, &own);
+    other.wait_stream(&own).unwrap();
+    bench.fill(given, 7, &other);
+    bench.allocator.record_use(given, other.id()).unwrap();
+    bench.allocator.free_later(given);
+    // The next call frees it, and the capture needs no further join.
+    let next = bench.give(MIB, &own);
+    bench.allocator.free(next).unwrap();
+    let (kinds, exec) = bench.end(&own);
+    assert_eq!(kinds.iter().filter(|&&kind| kind == NodeKind::MemFree).count(), 2);
+    bench.driver().graph_launch(exec, own.id()).unwrap();
+    own.synchronize().unwrap();
+    assert_eq!(bench.active(), 0);
+    bench.expect_no_hazard();
+}
+
+#[test]
+fn a_block_from_before_a_capture_goes_back_after_it() {
+    let bench = Bench::new();
+    let (own, other) = (bench.stream(), bench.stream());
+    let (first, second) = (bench.give(MIB, &own), bench.give(MIB, &other));
+    bench.allocator.record_use(second, own.id()).unwrap();
+    bench.driver().capture_begin(own.id(), CaptureMode::Global).unwrap();
+    bench.allocator.free(first).unwrap();
+    bench.allocator.free(second).unwrap();
+    let stats = bench.allocator.stats(DEVICE).unwrap();
+    assert_eq!((stats.allocation.all.current, stats.active.all.current), (0, 2));
+    let snapshot = bench.allocator.snapshot(SnapshotOptions::default()).unwrap();
+    assert_eq!(snapshot.segments.iter().map(|segment| segment.active_size).sum::<u64>(), 2 * MIB);
+    let (kinds, _) = bench.end(&own);
+    assert_eq!(kinds, []);
+    let next = bench.give(MIB, &other);
+    assert_eq!(bench.active(), 1);
+    bench.allocator.free(next).unwrap();
+    bench.expect_no_hazard();
+}
+
+#[test]
+fn two_captures_at_once_do_not_mind_each_other() {
+    let bench = Bench::new();
+    let streams = [bench.stream(), bench.stream()];
+    for stream in &streams {
+        bench.driver().capture_begin(stream.id(), CaptureMode::Relaxed).unwrap();
+    }
+    let given = streams.each_ref().map(|stream| bench.give(MIB, stream));
+    for (given, stream) in given.into_iter().zip(&streams) {
+        bench.fill(given, 1, stream);
+        bench.allocator.free(given).unwrap();
+    }
+    for stream in &streams {
+        let (kinds, exec) = bench.end(stream);
+        assert_eq!(kinds, [NodeKind::MemAlloc, NodeKind::Fill, NodeKind::MemFree]);
+        bench.driver().graph_launch(exec, stream.id()).unwrap();
+    }
+    bench.instance.device(0).unwrap().synchronize().unwrap();
+    bench.expect_no_hazard();
+}
+
+#[test]
+fn a_block_of_a_capture_may_be_freed_after_its_graph_ran() {
+    let bench = Bench::new();
+    let stream = bench.stream();
+    for launched in [true, false] {
+        bench.driver().capture_begin(stream.id(), CaptureMode::Global).unwrap();
+        let given = bench.give(MIB, &stream);
+        bench.fill(given, 3, &stream);
+        let (_, exec) = bench.end(&stream);
+        if launched {
+            bench.driver().graph_launch(exec, stream.id()).unwrap();
+            stream.synchronize().unwrap();
+            assert_eq!(bench.byte_at(given), 3);
+        }
+        // Without a launch there is nothing to give back, and the books are right all the same.
+        bench.allocator.free(given).unwrap();
+        assert_eq!(bench.active(), 0);
+        stream.synchronize().unwrap();
+    }
+    bench.expect_no_hazard();
+}
+
+#[test]
+fn a_block_whose_own_stream_is_gone_goes_back_when_memory_is_wanted() {
+    let bench = Bench::new();
+    let gone = bench.driver().stream_create(DEVICE, StreamOptions::default()).unwrap();
+    let given = bench.allocator.allocate_raw(Request::new(DEVICE, gone, MIB)).unwrap();
+    bench.driver().stream_destroy(gone).unwrap();
+    bench.allocator.free(given).unwrap();
+    assert_eq!(bench.active(), 1);
+    bench.allocator.trim(DEVICE, MemPoolId::DEFAULT).unwrap();
+    assert_eq!(bench.active(), 0);
+}
+
+#[test]
+fn limits_count_what_was_asked_for() {
+    let (_, instance) = crate::common::machine(1);
+    let settings = Settings { memory_cap_bytes: Some(10_000), ..Settings::default() };
+    let allocator = DriverPoolAllocator::with_settings(&instance, settings);
+    let stream = instance.device(0).unwrap().pool_stream().unwrap();
+    let request = |bytes| allocator.allocate_raw(Request::new(DEVICE, stream.id(), bytes));
+    // 5,120 bytes each, after rounding.
+    let (first, _second) = (request(5000).unwrap(), request(5000).unwrap());
+    assert!(matches!(request(1), Err(Error::OutOfMemory(report)) if report.bytes_limit == Some(10_000)));
+    assert_eq!(allocator.stats(DEVICE).unwrap().num_alloc_retries, 0);
+    allocator.free(first).unwrap();
+    request(5000).unwrap();
+}
+
+#[test]
+fn every_block_is_a_segment_in_the_history() {
+    let bench = Bench::new();
+    let stream = bench.stream();
+    bench.allocator.record_history(Some(HistoryOptions::default())).unwrap();
+    let given = bench.give(1000, &stream);
+    bench.allocator.free(given).unwrap();
+    let trace = bench.allocator.snapshot(SnapshotOptions::default()).unwrap().traces.remove(0);
+    let shown: Vec<_> = trace.iter().map(|entry| (entry.action, entry.size)).collect();
+    let expected = [
+        (Action::SegmentAlloc, 1024),
+        (Action::Alloc, 1000),
+        (Action::FreeRequested, 1000),
+        (Action::FreeCompleted, 1000),
+        (Action::SegmentFree, 1024),
+    ];
+    assert_eq!(shown, expected);
+}
+
+#[test]
+fn peers_may_use_a_pools_memory() {
+    let (sim, instance) = crate::common::machine(2);
+    let allocator = DriverPoolAllocator::new(&instance);
+    let streams = [0, 1].map(|index| instance.device(index).unwrap().pool_stream().unwrap());
+    let given = allocator.allocate_raw(Request::new(DEVICE, streams[0].id(), MIB)).unwrap();
+    streams[1].wait_stream(&streams[0]).unwrap();
+    for _ in 0..2 {
+        allocator.enable_peer_access(DeviceId(1), DEVICE).unwrap();
+    }
+    instance.driver().fill(given.ptr, Pattern::U8(1), MIB, streams[1].id()).unwrap();
+    // A stream of another device is waited for as well.
+    allocator.record_use(given, streams[1].id()).unwrap();
+    allocator.free(given).unwrap();
+    allocator.trim(DEVICE, MemPoolId::DEFAULT).unwrap();
+    assert!(sim.hazards().is_empty(), "{:#?}", sim.hazards());
+}
+
+/// Allocates, shares, frees in every way, runs out of memory, trims.
+fn scenario(instance: &Instance, allocator: &DriverPoolAllocator) -> warpool::Result<()> {
+    let device = instance.device(0)?;
+    let (own, other) = (device.pool_stream()?, device.pool_stream()?);
+    let give = |bytes| allocator.allocate_raw(Request::new(DEVICE, own.id(), bytes));
+    let mut live = Vec::new();
+    let outcome = (|| {
+        for bytes in [1000, 5 * MIB, 900 * MIB] {
+            live.push(give(bytes)?);
+        }
+        allocator.record_use(live[0], other.id())?;
+        allocator.record_use(live[2], other.id())?;
+        assert!(give(4 << 30).is_err(), "no room for it");
+        allocator.free(live.pop().expect("three were given"))?;
+        live.push(give(3 << 30)?);
+        allocator.stats(DEVICE)?;
+        Ok(())
+    })();
+    live.into_iter().enumerate().for_each(|(at, given)| match at {
+        0 => allocator.free_later(given),
+        _ => allocator.free(given).expect("a free is taken, whatever the driver says"),
+    });
+    outcome.and(allocator.trim(DEVICE, MemPoolId::DEFAULT).map(drop))
+}
+
+#[test]
+fn every_call_may_fail_once() {
+    for nth in 1.. {
+        let sim = Arc::new(SimDriver::new(SimConfig::default().with_capacity(4 << 30)));
+        let plan = FaultPlan::new().fail_nth_of_all(nth, ErrorCode::NotPermitted).excluding(FaultPlan::CLEANUP);
+        let faulty = Arc::new(Faulty::new(sim.clone(), plan));
+        let Ok(instance) = Instance::new(faulty.clone()) else { continue };
+        let allocator = DriverPoolAllocator::new(&instance);
+        let _ = scenario(&instance, &allocator);
+        faulty.clear_plan();
+        scenario(&instance, &allocator).unwrap_or_else(|error| panic!("after call {nth} failed: {error}"));
+        let stats = allocator.stats(DEVICE).unwrap();
+        assert_eq!((stats.active_bytes.all.current, stats.reserved_bytes.all.current), (0, 0), "call {nth} failed");
+        assert_eq!(sim.object_counts().allocations, 0, "call {nth} failed and something stayed");
+        assert!(sim.hazards().is_empty(), "call {nth} failed: {:#?}", sim.hazards());
+        if faulty.injected().is_empty() {
+            assert!(nth > 50, "the scenario made only {nth} calls");
+            return;
+        }
+        assert_ne!(faulty.injected()[0].call, Call::DeviceSynchronize);
+    }
+}

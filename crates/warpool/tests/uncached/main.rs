@@ -1,0 +1,9 @@
+//! Allocators without a cache, what every allocator promises, and decorators, on the simulated GPU.
+
+#[path = "../common/mod.rs"]
+mod common;
+
+mod allocators;
+mod decorators;
+mod driver_pool;
+mod pluggable;

@@ -1,0 +1,129 @@
+//! Plugged allocators beyond what every allocator promises (`allocators.rs`): one file per subject, and here what they
+//! work with.
+
+mod books;
+mod calls;
+mod pools;
+mod source;
+
+use std::collections::BTreeMap;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, OnceLock, mpsc};
+use std::thread;
+use std::time::Duration;
+
+use crate::common::plugs::Notebook;
+use warpool::driver::decorate::{FaultPlan, Faulty};
+use warpool::driver::sim::{HazardKind, SimConfig, SimDriver};
+use warpool::driver::{
+    CaptureMode, Copies as _, DeviceId, DevicePtr, Driver, ErrorCode, ForeignStream, Pattern, StreamId, StreamOptions,
+};
+use warpool::graph::{CaptureOptions, Graph, GraphOptions};
+use warpool::memory::{
+    Action, Allocate, Allocation, CachingAllocator, DeviceAllocator, ExternalAllocator, ExternalUpstream, FnAllocator,
+    Frame, HistoryOptions, MemPool, MemPoolId, OomCause, OomReport, PluggableAllocator, PoolKeeper, PoolOptions,
+    Request, Route, Settings, SnapshotOptions, StackLevel, Stats,
+};
+use warpool::{Device, Error, Instance, Stream};
+
+const DEVICE: DeviceId = DeviceId(0);
+const MIB: u64 = 1 << 20;
+const GIB: u64 = 1 << 30;
+
+/// A plugged allocator on a machine of its own.
+struct Bench {
+    sim: Arc<SimDriver>,
+    instance: Instance,
+    book: Arc<Notebook>,
+    allocator: Arc<PluggableAllocator>,
+}
+
+impl Bench {
+    /// Two closures and nothing else.
+    fn plain() -> Self {
+        Self::with(Settings::default(), Notebook::plug)
+    }
+
+    /// All hooks.
+    fn hooked() -> Self {
+        let bench = Self::with(Settings::default(), Notebook::plug_with_hooks);
+        bench.book.read();
+        bench
+    }
+
+    fn with(settings: Settings, plug: fn(&Arc<Notebook>) -> FnAllocator) -> Self {
+        let sim = Arc::new(SimDriver::new(SimConfig::default().with_devices(2)));
+        let instance = Instance::new(sim.clone()).unwrap();
+        let book = Notebook::new(sim.clone());
+        let allocator = PluggableAllocator::with_settings(&instance, Arc::new(plug(&book)), settings).unwrap();
+        Self { sim, instance, book, allocator: Arc::new(allocator) }
+    }
+
+    fn any(&self) -> Arc<dyn DeviceAllocator> {
+        self.allocator.clone()
+    }
+
+    fn driver(&self) -> &dyn Driver {
+        &*self.sim
+    }
+
+    fn device(&self) -> Device {
+        self.instance.device(0).unwrap()
+    }
+
+    fn stream(&self) -> Stream {
+        self.device().pool_stream().unwrap()
+    }
+
+    fn give(&self, bytes: u64, stream: &Stream) -> Allocation {
+        self.allocator.allocate_raw(Request::new(DEVICE, stream.id(), bytes)).unwrap()
+    }
+
+    fn refused(&self, bytes: u64, stream: &Stream) -> Error {
+        self.allocator.allocate_raw(Request::new(DEVICE, stream.id(), bytes)).unwrap_err()
+    }
+
+    fn run_out(&self, bytes: u64, stream: &Stream) -> OomReport {
+        match self.refused(bytes, stream) {
+            Error::OutOfMemory(report) => *report,
+            other => panic!("{other}"),
+        }
+    }
+
+    fn stats(&self) -> Stats {
+        self.allocator.stats(DEVICE).unwrap()
+    }
+
+    fn trim(&self) -> u64 {
+        self.allocator.trim(DEVICE, MemPoolId::DEFAULT).unwrap()
+    }
+
+    fn fill(&self, ptr: DevicePtr, value: u8, bytes: u64, stream: &Stream) {
+        self.driver().fill(ptr, Pattern::U8(value), bytes, stream.id()).unwrap();
+    }
+
+    fn byte_at(&self, ptr: DevicePtr) -> u8 {
+        self.device().synchronize().unwrap();
+        let mut byte = [0];
+        self.driver().download(DEVICE, ptr, &mut byte).unwrap();
+        byte[0]
+    }
+
+    /// Forgets that the test asked about streams that it has destroyed.
+    fn forgive_stale_streams(&self) {
+        let hazards = self.sim.hazards();
+        assert!(hazards.iter().all(|hazard| hazard.kind == HazardKind::UseAfterDestroy), "{hazards:#?}");
+        self.sim.clear_hazards();
+    }
+
+    /// Everything went back, nothing was used that nobody had, and the thread is as strict as before.
+    fn finish(self) {
+        self.trim();
+        assert_eq!(self.driver().capture_mode_exchange(CaptureMode::Global).unwrap(), CaptureMode::Global);
+        assert_eq!(self.book.live(), BTreeMap::new(), "the plug did not get these back");
+        let stats = self.stats();
+        assert_eq!((stats.active.all.current, stats.reserved_bytes.all.current), (0, 0));
+        assert_eq!(self.sim.hazards(), []);
+    }
+}
