@@ -1,10 +1,10 @@
-//! What a pair of `warpool_malloc` and `warpool_free` costs through the shared object on the simulated GPU, in
-//! uncontended mutexes.
+//! The cost of a `warpool_malloc` and `warpool_free` pair through the shared object on the simulated GPU, relative to
+//! an uncontended mutex.
 //!
 //! ```text
 //! cargo build --release -p warpool-torch && cargo run --release -p warpool-torch --example pair
 //! ```
-//! Takes the path of the shared object, or finds it where cargo puts it. 20 mutexes are the aim.
+//! Takes the path of the shared object; by default the one in cargo's target folder. The target is 20 mutexes.
 
 use std::error::Error;
 use std::ffi::{c_int, c_void};
@@ -24,21 +24,21 @@ const ROUNDS: usize = 25;
 const PAIRS: u32 = 40_000;
 
 fn main() -> Result<(), Box<dyn Error>> {
-    // SAFETY: no other thread of this program is there yet.
+    // SAFETY: the program has no other thread yet.
     unsafe { std::env::set_var("WARPOOL_DRIVER", "sim") };
-    let path = std::env::args_os().nth(1).map_or_else(beside, |path| Ok(path.into()))?;
-    // SAFETY: loading it runs nothing.
+    let path = std::env::args_os().nth(1).map_or_else(default_path, |path| Ok(path.into()))?;
+    // SAFETY: the library has no initializers.
     let library = unsafe { Library::new(&path) }?;
-    // SAFETY: the header declares it so.
+    // SAFETY: the type is that of the header.
     let malloc: Malloc = *unsafe { library.get("warpool_malloc") }?;
-    // SAFETY: the header declares it so.
+    // SAFETY: the type is that of the header.
     let free: Free = *unsafe { library.get("warpool_free") }?;
     let pairs = |bytes: isize| {
         move || {
-            // SAFETY: stream null is the default stream, and nobody follows the address.
+            // SAFETY: a null stream is the default stream.
             let ptr = unsafe { malloc(bytes, 0, null_mut()) };
             assert!(!black_box(ptr).is_null());
-            // SAFETY: it was just allocated.
+            // SAFETY: allocated above, and not used.
             unsafe { free(ptr, bytes, 0, null_mut()) };
         }
     };
@@ -47,34 +47,34 @@ fn main() -> Result<(), Box<dyn Error>> {
         let (mutex, pair) = compare(pairs(bytes));
         println!("pair of {name:>6}: {pair:6.1} ns, mutex {mutex:5.1} ns, ratio {:5.1}", pair / mutex);
     }
-    let crowd = thread::scope(|scope| {
+    let concurrent = thread::scope(|scope| {
         let threads: Vec<_> = (0..4).map(|_| scope.spawn(|| round(pairs(64 << 10)))).collect();
         threads.into_iter().map(|thread| thread.join().expect("no panic")).sum::<f64>() / 4.0
     });
-    println!("pair of 64 KiB on 4 threads at once: {crowd:6.1} ns");
+    println!("pair of 64 KiB on 4 threads at once: {concurrent:6.1} ns");
     Ok(())
 }
 
-/// The quickest round of each, taken in turns: on a busy machine both are disturbed alike.
+/// The fastest round of each, measured in turns, so that other load on the machine affects both.
 fn compare(pair: impl Fn()) -> (f64, f64) {
     let mutex = Mutex::new(0_u64);
-    let lock = || *black_box(&mutex).lock().expect("nobody panicked") += 1;
+    let lock = || *black_box(&mutex).lock().expect("no panic") += 1;
     (0..ROUNDS)
         .map(|_| (round(lock), round(&pair)))
         .fold((f64::MAX, f64::MAX), |best, now| (best.0.min(now.0), best.1.min(now.1)))
 }
 
-/// Nanoseconds of one of many.
-fn round(act: impl Fn()) -> f64 {
+/// Nanoseconds per call.
+fn round(operation: impl Fn()) -> f64 {
     let begun = Instant::now();
     for _ in 0..PAIRS {
-        act();
+        operation();
     }
     begun.elapsed().as_secs_f64() * 1e9 / f64::from(PAIRS)
 }
 
-fn beside() -> Result<PathBuf, Box<dyn Error>> {
+fn default_path() -> Result<PathBuf, Box<dyn Error>> {
     let example = std::env::current_exe()?;
-    let profile = example.parent().and_then(|folder| folder.parent()).ok_or("this program lies in no folder")?;
+    let profile = example.parent().and_then(|folder| folder.parent()).ok_or("the executable has no folder")?;
     Ok(profile.join("libwarpool_torch.so"))
 }

@@ -1,6 +1,5 @@
-//! What the environment asks for: which driver, which settings, which simulated GPU. Read once, when the allocator
-//! starts; nothing else of the crate looks at a variable. What is asked for is given or refused; nothing else is put in
-//! its place.
+//! The environment variables: driver, settings, simulated GPU. Read once, when the runtime starts, and nowhere else in
+//! the crate. An invalid value is an error; there is no fallback.
 
 use std::env::{self, VarError};
 use std::sync::Arc;
@@ -12,11 +11,10 @@ use warpool_driver::sim::{SimConfig, SimDriver};
 
 use crate::error::{Error, Result};
 
-/// The variables that settings are taken from, in this order: ours, then PyTorch's in PyTorch's order. The first that
-/// is set counts.
-const CONF: [&str; 3] = ["WARPOOL_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"];
+/// The variables with settings: ours, then PyTorch's in PyTorch's order. The first that is set is used.
+const SETTINGS_VARIABLES: [&str; 3] = ["WARPOOL_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"];
 
-/// The driver that `WARPOOL_DRIVER` names: `cuda`, which is the default, or `sim`.
+/// The driver that `WARPOOL_DRIVER` names: `cuda` (the default) or `sim`.
 pub(crate) fn driver() -> Result<Arc<dyn Driver>> {
     match variable("WARPOOL_DRIVER")?.as_deref() {
         None | Some("" | "cuda") => Ok(Arc::new(CudaDriver::open()?)),
@@ -25,9 +23,9 @@ pub(crate) fn driver() -> Result<Arc<dyn Driver>> {
     }
 }
 
-/// The settings that the environment asks for, else the defaults.
+/// The settings in the environment, else the defaults.
 pub(crate) fn settings() -> Result<Settings> {
-    for name in CONF {
+    for name in SETTINGS_VARIABLES {
         if let Some(string) = variable(name)? {
             return Settings::parse(&string).map_err(|source| Error::SettingsOf { variable: name, source });
         }
@@ -43,8 +41,8 @@ fn variable(name: &'static str) -> Result<Option<String>> {
     }
 }
 
-/// The simulated GPU that a string describes. It does not listen to allocators' notes unless asked, as a real one does
-/// not: who looks for hazards pays for it with every call.
+/// Parses `WARPOOL_SIM`. Suballocations are not tracked by default: only the hazard detector needs them, and they cost
+/// time on every call.
 fn sim(string: &str) -> Result<SimConfig> {
     let mut config = SimConfig::default().without_suballocation_tracking();
     for entry in string.split(',').map(str::trim).filter(|entry| !entry.is_empty()) {
@@ -52,19 +50,21 @@ fn sim(string: &str) -> Result<SimConfig> {
         let (key, value) = entry.split_once(':').ok_or_else(|| wrong(format!("{entry:?} has no value")))?;
         let number = |range: std::ops::RangeInclusive<u64>| match value.trim().parse() {
             Ok(number) if range.contains(&number) => Ok(number),
-            _ => Err(wrong(format!("{key}: {value:?} is no whole number from {} to {}", range.start(), range.end()))),
+            _ => {
+                Err(wrong(format!("{key}: {value:?} is not a whole number from {} to {}", range.start(), range.end())))
+            }
         };
         config = match key.trim() {
             "devices" => config.with_devices(u32::try_from(number(1..=64)?).expect("at most 64")),
-            // A context alone takes half a gibibyte.
+            // A context takes 0.5 GiB.
             "memory_mb" => config.with_capacity(number(1024..=16 << 20)? << 20),
             "seed" => config.with_seed(number(0..=u64::MAX)?),
-            "notes" => match value.trim() {
+            "track_suballocations" => match value.trim() {
                 "True" => SimConfig { track_suballocations: true, ..config },
                 "False" => config.without_suballocation_tracking(),
-                _ => return Err(wrong(format!("notes: {value:?} is neither True nor False"))),
+                _ => return Err(wrong(format!("{key}: {value:?} is neither True nor False"))),
             },
-            _ => return Err(wrong(format!("{key:?} is no key"))),
+            _ => return Err(wrong(format!("unknown key {key:?}"))),
         };
     }
     Ok(config)
@@ -75,8 +75,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_simulated_gpu_is_described_in_a_line() {
-        let config = sim("devices:3, memory_mb:2048,seed:7,notes:True").unwrap();
+    fn sim_string_is_parsed() {
+        let config = sim("devices:3, memory_mb:2048,seed:7,track_suballocations:True").unwrap();
         assert_eq!(config.devices.len(), 3);
         assert!(config.devices.iter().all(|device| device.properties.bytes_total == 2 << 30));
         assert_eq!((config.seed, config.track_suballocations), (7, true));
@@ -84,13 +84,13 @@ mod tests {
     }
 
     #[test]
-    fn what_is_wrong_is_said() {
+    fn sim_string_errors_name_the_problem() {
         for (string, part) in [
             ("devices", "\"devices\" has no value"),
-            ("devices:0", "\"0\" is no whole number from 1 to 64"),
-            ("memory_mb:big", "\"big\" is no whole number"),
-            ("notes:yes", "neither True nor False"),
-            ("cores:2", "\"cores\" is no key"),
+            ("devices:0", "\"0\" is not a whole number from 1 to 64"),
+            ("memory_mb:big", "\"big\" is not a whole number"),
+            ("track_suballocations:yes", "neither True nor False"),
+            ("cores:2", "unknown key \"cores\""),
         ] {
             let text = sim(string).unwrap_err().to_string();
             assert!(text.starts_with("WARPOOL_SIM: ") && text.contains(part), "{string}: {text}");

@@ -1,4 +1,4 @@
-//! Why a call through the C interface failed. Callers get a text, and PyTorch's users read it, so each says what to do.
+//! Why a call through the C interface failed. C callers and PyTorch's users read the text, so each says what to do.
 
 use std::io;
 use std::path::PathBuf;
@@ -7,7 +7,7 @@ use warpool::memory::SettingsError;
 use warpool_cuda::OpenError;
 use warpool_driver::DriverError;
 
-use crate::captures::TorchPool;
+use crate::torch_pool::TorchPoolId;
 
 /// The result of a call.
 pub type Result<T> = std::result::Result<T, Error>;
@@ -16,134 +16,136 @@ pub type Result<T> = std::result::Result<T, Error>;
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// Something below said no; out of memory is among it.
+    /// The library or the driver failed, for example out of memory.
     #[error(transparent)]
     Warpool(#[from] warpool::Error),
 
-    /// A settings string is wrong.
+    /// A settings string is invalid.
     #[error(transparent)]
     Settings(#[from] SettingsError),
 
-    /// The variable that settings were taken from has a wrong string.
+    /// The settings string in an environment variable is invalid.
     #[error("{variable}: {source}")]
     SettingsOf {
-        /// Which variable.
+        /// The variable.
         variable: &'static str,
         /// What is wrong.
         source: SettingsError,
     },
 
-    /// The CUDA driver does not open.
+    /// The CUDA driver cannot be opened.
     #[error("the driver 'cuda' cannot be opened: {0} (WARPOOL_DRIVER=sim needs none)")]
     Cuda(#[from] OpenError),
 
-    /// There is no driver of that name.
-    #[error("WARPOOL_DRIVER: there is no driver {name:?}; choose cuda, the default, or sim")]
+    /// `WARPOOL_DRIVER` names no driver.
+    #[error("WARPOOL_DRIVER: unknown driver {name:?}; choose cuda, the default, or sim")]
     UnknownDriver {
-        /// What was asked for.
+        /// Its value.
         name: String,
     },
 
-    /// The variable that describes the simulated GPU is wrong.
-    #[error("WARPOOL_SIM: {why}; it takes devices:N, memory_mb:N, seed:N and notes:True, with commas between them")]
+    /// `WARPOOL_SIM` is invalid.
+    #[error(
+        "WARPOOL_SIM: {why}; it takes devices:N, memory_mb:N, seed:N and track_suballocations:True, separated by commas"
+    )]
     Sim {
         /// What is wrong.
         why: String,
     },
 
-    /// A variable holds something that is no text.
-    #[error("{variable}: its value is no UTF-8 text")]
+    /// An environment variable is not UTF-8.
+    #[error("{variable}: the value is not valid UTF-8")]
     Variable {
-        /// Which.
+        /// The variable.
         variable: &'static str,
     },
 
-    /// Sizes are not negative.
+    /// A negative size.
     #[error("cannot allocate {bytes} bytes; check how the size was computed")]
     NegativeSize {
-        /// What was asked for.
+        /// The size.
         bytes: isize,
     },
 
-    /// Nor are devices.
-    #[error("there is no device {device}: devices are numbered from 0; name one by its number")]
+    /// A negative device index.
+    #[error("device index {device} is negative; devices are numbered from 0")]
     NegativeDevice {
-        /// What was asked for.
+        /// The index.
         device: i32,
     },
 
-    /// A pointer that must not be null was.
-    #[error("the argument '{what}' is null; pass an address")]
+    /// A pointer argument is null.
+    #[error("the argument '{argument}' is null; pass a valid pointer")]
     Null {
-        /// Which argument.
-        what: &'static str,
+        /// The argument's name.
+        argument: &'static str,
     },
 
-    /// A text argument is no UTF-8.
-    #[error("the argument '{what}' is no UTF-8 text")]
-    NotText {
-        /// Which argument.
-        what: &'static str,
+    /// A string argument is not UTF-8.
+    #[error("the argument '{argument}' is not valid UTF-8")]
+    NotUtf8 {
+        /// The argument's name.
+        argument: &'static str,
     },
 
-    /// There are four levels.
-    #[error("there is no stack level {level}: choose 0 (never), 1 (state), 2 (alloc) or 3 (all)")]
+    /// An unknown stack level.
+    #[error("unknown stack level {level}; choose 0 (never), 1 (state), 2 (alloc) or 3 (all)")]
     StackLevel {
-        /// What was asked for.
+        /// The level.
         level: i32,
     },
 
-    /// A pool's scope was to be closed that is not open.
+    /// The end of a capture scope that is not open.
     #[error("pool {pool} is not being allocated to on device {device}; begin and end must be paired")]
     PoolNotOpen {
-        /// PyTorch's name for it.
-        pool: TorchPool,
-        /// On which device.
+        /// PyTorch's id of the pool.
+        pool: TorchPoolId,
+        /// The device.
         device: u32,
     },
 
-    /// A capture's first allocation came from a thread that began no capture, while several wait for theirs.
+    /// A capture's first allocation came from a thread that began no capture, while several scopes are unbound.
     #[error(
-        "several captures began on device {device}, and it is unclear whose memory this is for; let the thread that began a capture make \
-         its first allocation"
+        "several captures began on device {device}, and this allocation could belong to any of them; make the first \
+         allocation of a capture on the thread that began it"
     )]
     CaptureUnclear {
-        /// On which device.
+        /// The device.
         device: u32,
     },
 
-    /// A pool was to be released that nobody uses.
+    /// A release of a pool that is not in use.
     #[error("pool {pool} is unknown on device {device}; each begin can be released once")]
     PoolUnknown {
-        /// PyTorch's name for it.
-        pool: TorchPool,
-        /// On which device.
+        /// PyTorch's id of the pool.
+        pool: TorchPoolId,
+        /// The device.
         device: u32,
     },
 
-    /// A snapshot could not be written. Nothing is left of it.
+    /// A snapshot could not be written. No partial file is left.
     #[error("the snapshot cannot be written to {}: {source}", path.display())]
     Snapshot {
-        /// Where to.
+        /// The file.
         path: PathBuf,
         /// Why not.
         source: io::Error,
     },
 
-    /// Only the caching allocator can change its settings while it works.
-    #[error("with backend:cudaMallocAsync the settings are those of the start; set them in the environment")]
+    /// Only the caching allocator can change its settings at run time.
+    #[error("settings cannot be changed at run time with backend:cudaMallocAsync; set them in the environment")]
     FixedSettings,
 
-    /// A bug of ours.
+    /// A bug in Warpool.
     #[error("internal error in Warpool: {text}; please report it")]
     Panic {
-        /// What the panic said.
+        /// The panic message.
         text: String,
     },
 }
 
 impl Error {
-    /// Whether it is for lack of memory, which PyTorch has an exception of its own for.
+    /// Whether it is out of memory, for which PyTorch has its own exception type.
     #[must_use]
     pub fn is_out_of_memory(&self) -> bool {
         matches!(self, Self::Warpool(warpool::Error::OutOfMemory(_) | warpool::Error::RequestTooLarge { .. }))

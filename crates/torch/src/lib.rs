@@ -1,31 +1,33 @@
-//! Warpool as PyTorch's allocator: `libwarpool_torch.so`, with a C interface that PyTorch, Python and C programs call.
+//! Warpool as PyTorch's CUDA allocator: `libwarpool_torch.so`, a C interface for PyTorch, Python and C programs.
 //!
-//! The header is `include/warpool_torch.h`, made from `abi/` and committed. `exports.txt` lists every symbol that the
-//! library has; there are no others.
+//! The header is `include/warpool_torch.h`, generated from `abi/` and committed. `exports.txt` lists every exported
+//! symbol.
 //!
-//! # What a caller may rely on
-//! - Any thread may call anything at any time, also one without a CUDA context.
-//! - The environment is read by the first call, or by `warpool_start`: `WARPOOL_DRIVER` (`cuda`, the default, or
-//!   `sim`), `WARPOOL_CONF`, else `PYTORCH_CUDA_ALLOC_CONF`, else `PYTORCH_ALLOC_CONF`, and `WARPOOL_SIM` for the
-//!   simulated GPU. A start that failed can be tried again.
-//! - No panic leaves. Only `warpool_malloc` throws, and only into a process that has PyTorch's `libc10.so`.
-//! - Nothing is torn down at the end of the process.
+//! # Guarantees to callers
+//! - Every function may be called from any thread at any time, also from a thread without a CUDA context.
+//! - The environment is read by the first call that needs a driver, or by `warpool_start`: `WARPOOL_DRIVER` (`cuda`,
+//!   the default, or `sim`), `WARPOOL_CONF`, else `PYTORCH_CUDA_ALLOC_CONF`, else `PYTORCH_ALLOC_CONF`, and
+//!   `WARPOOL_SIM` for the simulated GPU. A failed start can be repeated.
+//! - No panic crosses the boundary. Only `warpool_malloc` throws, and only if PyTorch's `libc10.so` is loaded.
+//! - Nothing is freed or destroyed at process exit.
 //!
 //! # In Rust
-//! The same calls are methods of [`Runtime`], which tests make on a simulated GPU of their own.
+//! The same operations are methods of [`Runtime`]; tests create one over a simulated GPU.
 
 pub mod abi;
+mod allocator;
 mod boundary;
 mod captures;
 mod environment;
 mod error;
+mod exception;
 mod last_error;
-mod raise;
 mod runtime;
 mod snapshot;
 mod stacks;
 mod streams;
+mod torch_pool;
 
-pub use captures::TorchPool;
 pub use error::{Error, Result};
 pub use runtime::{Runtime, get, started};
+pub use torch_pool::TorchPoolId;

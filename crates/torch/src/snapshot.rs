@@ -1,5 +1,5 @@
-//! Writes a snapshot to a file, whole or not at all: first beside the place, then by rename. An error names the place,
-//! and nothing is left of it. Only what is no plain file, such as a pipe, is written to as it is.
+//! Writes a snapshot to a file atomically: to a temporary file in the same folder, then by rename. On error nothing is
+//! left. Only a target that is not a regular file, such as a pipe, is written to directly.
 
 use std::ffi::OsString;
 use std::fs::{self, File};
@@ -14,19 +14,19 @@ use crate::error::{Error, Result};
 
 /// Writes `snapshot` to `path`.
 pub(crate) fn write(snapshot: &Snapshot, path: &Path) -> Result<()> {
-    let wrong = |source| Error::Snapshot { path: path.to_owned(), source };
+    let error = |source| Error::Snapshot { path: path.to_owned(), source };
     let target = match fs::canonicalize(path) {
-        Ok(there) if !there.is_file() => return write_to(snapshot, &there).map_err(wrong),
-        // What a link points to is replaced, not the link.
-        Ok(there) => there,
+        Ok(existing) if !existing.is_file() => return write_to(snapshot, &existing).map_err(error),
+        // The target of a symbolic link is replaced, not the link.
+        Ok(existing) => existing,
         Err(_) => path.to_owned(),
     };
-    let beside = beside(&target).ok_or_else(|| wrong(io::Error::other("it names no file")))?;
-    let written = write_new(snapshot, &beside).and_then(|()| fs::rename(&beside, &target));
-    written.map_err(|error| {
-        // What could not be made cannot be removed either; what matters was said.
-        let _ = fs::remove_file(&beside);
-        wrong(error)
+    let temporary = temporary_beside(&target).ok_or_else(|| error(io::Error::other("not a file name")))?;
+    let written = write_new(snapshot, &temporary).and_then(|()| fs::rename(&temporary, &target));
+    written.map_err(|source| {
+        // Fails if the file could not be created; the first error is the one to report.
+        let _ = fs::remove_file(&temporary);
+        error(source)
     })
 }
 
@@ -37,12 +37,12 @@ fn write_to(snapshot: &Snapshot, path: &Path) -> io::Result<()> {
 fn write_new(snapshot: &Snapshot, path: &Path) -> io::Result<()> {
     let file = File::create_new(path)?;
     write_snapshot(snapshot, &file)?;
-    // A full disk may be noticed only here.
+    // A full disk may be reported only here.
     file.sync_all()
 }
 
-/// A name in the same folder that nobody else uses.
-fn beside(path: &Path) -> Option<PathBuf> {
+/// An unused file name in the same folder.
+fn temporary_beside(path: &Path) -> Option<PathBuf> {
     static NEXT: AtomicU64 = AtomicU64::new(0);
     let mut name = OsString::from(".");
     name.push(path.file_name()?);
@@ -68,7 +68,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_is_replaced_whole_and_a_link_stays_one() {
+    fn file_is_replaced_and_symbolic_link_is_kept() {
         let folder = folder("replaced");
         let (file, link) = (folder.join("file"), folder.join("link"));
         fs::write(&file, "before").unwrap();
@@ -81,7 +81,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_written_leaves_nothing() {
+    fn failed_write_leaves_no_file() {
         let folder = folder("refused");
         for path in [folder.join("no/file"), folder.clone(), folder.join(".."), PathBuf::new()] {
             let text = write(&Snapshot::default(), &path).unwrap_err().to_string();

@@ -1,9 +1,9 @@
-//! Call stacks of another language: a hook, which the allocator calls where its history wants a stack, pushes the
-//! frames of the calling thread one by one.
+//! Call stacks of another language, for the history. The allocator calls a hook where an entry needs a stack; the hook
+//! pushes the frames of the calling thread one by one.
 //!
-//! No lock is held while the hook runs, and it may allocate and free: what it causes itself has no stack. Equal stacks
-//! are kept once. A hook that was replaced is not running any more, and runs never again: an interpreter that is about
-//! to end removes its hook first.
+//! The hook runs without locks held and may allocate and free; allocations inside the hook get no stack. Equal stacks
+//! are stored once. After a hook is replaced it is not running and will not run again, so an interpreter can remove its
+//! hook before it shuts down.
 
 use std::cell::RefCell;
 use std::fmt;
@@ -15,110 +15,111 @@ use std::{ptr, thread};
 use rustc_hash::FxHashSet;
 use warpool::memory::{Frame, Observers, Stack};
 
-/// A function that pushes the frames of the calling thread, innermost first.
-pub(crate) type Hook = extern "C" fn();
+/// A function that pushes the frames of the calling thread with [`push`], innermost first.
+pub(crate) type StackHook = extern "C" fn();
 
 thread_local! {
-    /// What the hook that is running on this thread has pushed.
-    static GATHERED: RefCell<Option<Vec<Frame>>> = const { RefCell::new(None) };
+    /// Frames pushed by the hook that is running on this thread; `None` while none is.
+    static PUSHED: RefCell<Option<Vec<Frame>>> = const { RefCell::new(None) };
 }
 
-/// The stacks that were gathered.
+/// The stack hook and the stacks that it collected.
 #[derive(Default)]
 pub(crate) struct Stacks {
-    kept: Mutex<Kept>,
-    /// The hook as an address, null if there is none; the allocator may come with an earlier one, which is not called
-    /// then.
+    interned: Mutex<Interned>,
+    /// The address of the current hook, or null. The allocator may still call an earlier one, which is then skipped.
     current: AtomicPtr<()>,
-    /// How many threads are in a hook, or about to look whether it is the current one.
+    /// The number of threads that are in a hook, or about to check whether it is the current one.
     running: AtomicUsize,
 }
 
+/// One copy of each distinct stack.
 #[derive(Default)]
-struct Kept {
+struct Interned {
     stacks: FxHashSet<Stack>,
-    /// How many there may be before those that nobody has any more are dropped.
+    /// At this many stacks, those without another reference are dropped.
     limit: usize,
 }
 
-/// So many are kept before it is worth looking for those that nobody has.
+/// Below this many stacks nothing is dropped.
 const LIMIT_MIN: usize = 1024;
 
-/// So long is waited for a hook that is running. In a child of `fork` the threads that ran it are gone and their count
-/// is not.
-const PATIENCE: Duration = Duration::from_secs(2);
+/// How long replacing a hook waits for a running one. In a forked child, threads that were in a hook are gone but still
+/// counted.
+const REPLACE_TIMEOUT: Duration = Duration::from_secs(2);
 
 impl Stacks {
-    /// Has stacks gathered by `hook`, or by nobody. Returns when no other thread is in an earlier hook any more.
-    pub(crate) fn set_hook(self: &Arc<Self>, observers: &Observers, hook: Option<Hook>) {
+    /// Replaces the hook. On return no other thread runs an earlier hook, unless [`REPLACE_TIMEOUT`] has passed.
+    pub(crate) fn set_hook(self: &Arc<Self>, observers: &Observers, hook: Option<StackHook>) {
         self.current.store(address(hook), Ordering::SeqCst);
         let stacks = Arc::clone(self);
         observers.set_stack_hook(hook.map(|hook| {
-            let gather = move || stacks.gather(hook).map(|frames| stacks.keep(frames));
-            Arc::new(gather) as warpool::memory::StackHook
+            let collect = move || stacks.collect(hook).map(|frames| stacks.intern(frames));
+            Arc::new(collect) as warpool::memory::StackHook
         }));
-        // The hook itself may replace the hook: this thread is not waited for.
-        let own = usize::from(GATHERED.try_with(|gathered| gathered.borrow().is_some()).unwrap_or(false));
+        // A hook may replace itself: this thread is not waited for.
+        let own = usize::from(PUSHED.try_with(|pushed| pushed.borrow().is_some()).unwrap_or(false));
         let start = Instant::now();
-        while self.running.load(Ordering::SeqCst) > own && start.elapsed() < PATIENCE {
+        while self.running.load(Ordering::SeqCst) > own && start.elapsed() < REPLACE_TIMEOUT {
             thread::sleep(Duration::from_micros(50));
         }
     }
 
-    /// The stack of this thread, by `hook`, if that is still the one. Counted before it looks: whoever replaces the
-    /// hook sees the count, or is seen here.
-    fn gather(&self, hook: Hook) -> Option<Vec<Frame>> {
+    /// The stack of this thread by `hook`, if that is still the current one. `running` is incremented before the check:
+    /// either `set_hook` sees the count, or this sees the new hook.
+    fn collect(&self, hook: StackHook) -> Option<Vec<Frame>> {
         self.running.fetch_add(1, Ordering::SeqCst);
         let is_current = self.current.load(Ordering::SeqCst) == address(Some(hook));
-        let frames = if is_current { gather(hook) } else { None };
+        let frames = if is_current { collect(hook) } else { None };
         self.running.fetch_sub(1, Ordering::SeqCst);
         frames
     }
 
-    /// The one copy of a stack.
-    fn keep(&self, frames: Vec<Frame>) -> Stack {
-        let mut kept = self.kept.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(stack) = kept.stacks.get(&frames[..]) {
+    /// The shared copy of a stack.
+    fn intern(&self, frames: Vec<Frame>) -> Stack {
+        let mut interned = self.interned.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(stack) = interned.stacks.get(&frames[..]) {
             return Arc::clone(stack);
         }
-        if kept.stacks.len() >= kept.limit.max(LIMIT_MIN) {
-            kept.stacks.retain(|stack| Arc::strong_count(stack) > 1);
-            kept.limit = kept.stacks.len() * 2;
+        if interned.stacks.len() >= interned.limit.max(LIMIT_MIN) {
+            interned.stacks.retain(|stack| Arc::strong_count(stack) > 1);
+            interned.limit = interned.stacks.len() * 2;
         }
         let stack: Stack = frames.into();
-        kept.stacks.insert(Arc::clone(&stack));
+        interned.stacks.insert(Arc::clone(&stack));
         stack
     }
 }
 
 impl fmt::Debug for Stacks {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let kept = self.kept.lock().unwrap_or_else(PoisonError::into_inner);
-        write!(f, "{} call stacks", kept.stacks.len())
+        let interned = self.interned.lock().unwrap_or_else(PoisonError::into_inner);
+        write!(f, "{} call stacks", interned.stacks.len())
     }
 }
 
-/// Adds a frame to what the hook that is running on this thread gathers; elsewhere it is nothing.
+/// Adds a frame to the stack of the hook that is running on this thread; ignored outside a hook.
 pub(crate) fn push(frame: Frame) {
-    let _ = GATHERED.try_with(|gathered| {
-        if let Some(frames) = &mut *gathered.borrow_mut() {
+    let _ = PUSHED.try_with(|pushed| {
+        if let Some(frames) = &mut *pushed.borrow_mut() {
             frames.push(frame);
         }
     });
 }
 
-fn address(hook: Option<Hook>) -> *mut () {
+fn address(hook: Option<StackHook>) -> *mut () {
     hook.map_or(ptr::null_mut(), |hook| hook as *mut ())
 }
 
-fn gather(hook: Hook) -> Option<Vec<Frame>> {
-    let begun = GATHERED.try_with(|gathered| {
-        let mut gathered = gathered.borrow_mut();
-        gathered.is_none().then(|| *gathered = Some(Vec::new()))
+/// Runs the hook, unless one is running on this thread already.
+fn collect(hook: StackHook) -> Option<Vec<Frame>> {
+    let begun = PUSHED.try_with(|pushed| {
+        let mut pushed = pushed.borrow_mut();
+        pushed.is_none().then(|| *pushed = Some(Vec::new()))
     });
     begun.ok().flatten()?;
     hook();
-    GATHERED.try_with(|gathered| gathered.borrow_mut().take()).ok().flatten().filter(|frames| !frames.is_empty())
+    PUSHED.try_with(|pushed| pushed.borrow_mut().take()).ok().flatten().filter(|frames| !frames.is_empty())
 }
 
 #[cfg(test)]
@@ -132,53 +133,53 @@ mod tests {
     extern "C" fn nested() {
         push(frame(1));
         // As if the hook had caused an allocation.
-        assert!(gather(nested).is_none());
+        assert!(collect(nested).is_none());
         push(frame(2));
     }
 
     #[test]
-    fn what_the_hook_causes_has_no_stack() {
+    fn allocations_inside_the_hook_have_no_stack() {
         push(frame(0));
-        assert_eq!(gather(nested).unwrap(), [frame(1), frame(2)]);
-        assert!(GATHERED.with(|gathered| gathered.borrow().is_none()));
+        assert_eq!(collect(nested).unwrap(), [frame(1), frame(2)]);
+        assert!(PUSHED.with(|pushed| pushed.borrow().is_none()));
     }
 
-    /// 1 once the hook runs, 2 when it is about to end.
+    /// 1 once the hook runs, 2 when it is about to return.
     static SLOW: AtomicUsize = AtomicUsize::new(0);
 
     extern "C" fn slow() {
         SLOW.store(1, Ordering::SeqCst);
-        // Long enough that whoever does not wait is seen not to.
+        // Long enough to show a replacement that does not wait.
         thread::sleep(Duration::from_millis(50));
         push(frame(1));
         SLOW.store(2, Ordering::SeqCst);
     }
 
     #[test]
-    fn a_removed_hook_has_ended_and_does_not_run_again() {
+    fn removed_hook_has_returned_and_does_not_run_again() {
         let (stacks, observers) = (Arc::new(Stacks::default()), Observers::default());
         stacks.set_hook(&observers, Some(slow));
         thread::scope(|scope| {
-            let gathering = scope.spawn(|| stacks.gather(slow));
+            let collecting = scope.spawn(|| stacks.collect(slow));
             while SLOW.load(Ordering::SeqCst) == 0 {
                 thread::yield_now();
             }
             stacks.set_hook(&observers, None);
             assert_eq!(SLOW.load(Ordering::SeqCst), 2, "removed while it runs");
-            assert_eq!(gathering.join().unwrap().unwrap(), [frame(1)]);
+            assert_eq!(collecting.join().unwrap().unwrap(), [frame(1)]);
         });
-        assert!(stacks.gather(slow).is_none());
+        assert!(stacks.collect(slow).is_none());
     }
 
     #[test]
-    fn equal_stacks_are_one_and_unused_ones_go() {
+    fn equal_stacks_are_shared_and_unused_ones_dropped() {
         let stacks = Stacks::default();
-        let first = stacks.keep(vec![frame(7)]);
-        assert!(Arc::ptr_eq(&first, &stacks.keep(vec![frame(7)])));
+        let first = stacks.intern(vec![frame(7)]);
+        assert!(Arc::ptr_eq(&first, &stacks.intern(vec![frame(7)])));
         for line in 0..5 * LIMIT_MIN as u64 {
-            stacks.keep(vec![frame(line + 100)]);
+            stacks.intern(vec![frame(line + 100)]);
         }
-        let kept = stacks.kept.lock().unwrap();
-        assert!(kept.stacks.len() <= LIMIT_MIN && kept.stacks.contains(&first));
+        let interned = stacks.interned.lock().unwrap();
+        assert!(interned.stacks.len() <= LIMIT_MIN && interned.stacks.contains(&first));
     }
 }

@@ -1,4 +1,4 @@
-//! Snapshots and the history: what there is, and what happened.
+//! Snapshots and the history of allocations.
 
 use std::ffi::{c_char, c_int};
 use std::path::Path;
@@ -11,33 +11,32 @@ use crate::error::{Error, Result};
 use crate::runtime::{self, Runtime};
 use crate::{snapshot, stacks};
 
-/// A function that pushes the frames of the calling thread with `warpool_push_frame`, innermost first.
+/// Pushes the frames of the calling thread with `warpool_push_frame`, innermost first.
 pub type StackHook = Option<extern "C" fn()>;
 
-/// Writes the state of every device, and the history if one is recorded, to a file, as
-/// `torch.cuda.memory._dump_snapshot` would. The file appears whole or not at all.
+/// Writes the state of every device, and the history if it is recorded, to a file, in the format of
+/// `torch.cuda.memory._dump_snapshot`. On failure no partial file is left.
 ///
 /// # Safety
-/// `path` is a text with a zero at its end.
+/// `path` is NULL, which is an error, or a null-terminated string.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn warpool_snapshot(path: *const c_char) -> c_int {
     boundary::status(|| {
-        // SAFETY: the caller's promise.
+        // SAFETY: `path` is null or null-terminated by this function's contract.
         let path = unsafe { boundary::text(path, "path") }?;
         let content = runtime::get()?.snapshot()?;
         snapshot::write(&content, Path::new(path))
     })
 }
 
-/// Starts to write down what happens, at most the newest `max_entries` entries per device; or, if `on` is 0, stops and
-/// forgets it.
+/// Starts recording the history, keeping the newest `max_entries` entries per device; if `on` is 0, stops and drops it.
 ///
-/// `stack_level` says where call stacks are gathered, each with the ones before: 0 nowhere, 1 on blocks that somebody
-/// has, 2 in entries of allocations, 3 in entries of frees. `skip_actions` names actions that are not written down,
-/// with commas between them, or is NULL. If `clear` is not 0, what was written before is forgotten.
+/// `stack_level` selects where call stacks are collected, each level including those below: 0 nowhere, 1 for allocated
+/// blocks, 2 for entries of allocations, 3 for entries of frees. `skip_actions` is NULL or a comma-separated list of
+/// actions that are not recorded. If `clear` is not 0, earlier entries are dropped.
 ///
 /// # Safety
-/// `skip_actions` is NULL or a text with a zero at its end.
+/// `skip_actions` is NULL or a null-terminated string.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn warpool_record_history(
     on: c_int,
@@ -51,7 +50,7 @@ pub unsafe extern "C" fn warpool_record_history(
         if on == 0 {
             return Ok(runtime.allocator().record_history(None)?);
         }
-        // SAFETY: the caller's promise.
+        // SAFETY: `skip_actions` is not null here, and null-terminated by this function's contract.
         let skip = if skip_actions.is_null() { "" } else { unsafe { boundary::text(skip_actions, "skip_actions") }? };
         let options = history_options(runtime, max_entries, stack_level, skip)?;
         if clear != 0 {
@@ -61,43 +60,43 @@ pub unsafe extern "C" fn warpool_record_history(
     })
 }
 
-/// Gathers call stacks with `hook`, where the history asks for them; NULL gathers none. It is called on the thread that
-/// allocates or frees, without any lock held. When this returns, no other thread is in the hook that was there before,
-/// unless it stayed in it for two seconds.
+/// Collects call stacks for the history with `hook`; NULL collects none. The hook is called on the thread that
+/// allocates or frees, without locks held. On return no other thread runs the previous hook, unless it ran for longer
+/// than two seconds.
 #[unsafe(no_mangle)]
 pub extern "C" fn warpool_set_stack_hook(hook: StackHook) -> c_int {
     boundary::status(|| {
-        let runtime = runtime::get()?;
-        runtime.stacks.set_hook(runtime.allocator().observers(), hook);
+        runtime::get()?.set_stack_hook(hook);
         Ok(())
     })
 }
 
-/// One frame of the call stack that the hook running on this thread gathers. Elsewhere it does nothing. Texts that are
-/// NULL are empty, and what is no UTF-8 in them is replaced.
+/// Adds a frame to the call stack that the hook running on this thread collects; does nothing outside a hook. A NULL
+/// string is taken as empty, and invalid UTF-8 is replaced.
 ///
 /// # Safety
-/// `name` and `file` are NULL or texts with a zero at their end.
+/// `name` and `file` are NULL or null-terminated strings.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn warpool_push_frame(name: *const c_char, file: *const c_char, line: u64) {
     let _ = boundary::run(|| {
-        // SAFETY: the caller's promise.
-        let name = unsafe { loose_text(name) };
-        // SAFETY: the caller's promise.
-        let filename = unsafe { loose_text(file) };
+        // SAFETY: `name` is null or null-terminated by this function's contract.
+        let name = unsafe { lossy_text(name) };
+        // SAFETY: `file` is null or null-terminated by this function's contract.
+        let filename = unsafe { lossy_text(file) };
         stacks::push(Frame { name, filename, line });
         Ok(())
     });
 }
 
-/// Writes `text` beside everything that the calling thread causes from now on; NULL or an empty text is nothing.
+/// Sets the user metadata of the history entries that the calling thread adds from now on; NULL or an empty string for
+/// none.
 ///
 /// # Safety
-/// `text` is NULL or a text with a zero at its end.
+/// `text` is NULL or a null-terminated string.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn warpool_set_user_metadata(text: *const c_char) -> c_int {
     boundary::status(|| {
-        // SAFETY: the caller's promise.
+        // SAFETY: `text` is not null where it is read, and null-terminated by this function's contract.
         set_user_metadata(if text.is_null() { "" } else { unsafe { boundary::text(text, "text") }? });
         Ok(())
     })
@@ -117,8 +116,8 @@ fn history_options(runtime: &Runtime, max_entries: u64, level: c_int, skip: &str
     Ok(options.skipping(&names)?)
 }
 
-/// What makes a time of the driver a Unix time, which is what snapshots of PyTorch have. The simulated GPU keeps its
-/// own time, so that runs repeat.
+/// What to add to the driver's clock to get Unix time, as in PyTorch's snapshots. The simulated GPU's own clock is
+/// kept, so that runs are reproducible.
 fn epoch_us(runtime: &Runtime) -> i64 {
     let driver = runtime.instance().driver();
     if driver.kind() == "sim" {
@@ -129,11 +128,11 @@ fn epoch_us(runtime: &Runtime) -> i64 {
 }
 
 /// # Safety
-/// `text` is null or a text with a zero at its end.
-unsafe fn loose_text(text: *const c_char) -> String {
+/// `text` is null or a null-terminated string.
+unsafe fn lossy_text(text: *const c_char) -> String {
     if text.is_null() {
         return String::new();
     }
-    // SAFETY: the caller's promise.
+    // SAFETY: not null, and null-terminated by this function's contract.
     unsafe { std::ffi::CStr::from_ptr(text) }.to_string_lossy().into_owned()
 }

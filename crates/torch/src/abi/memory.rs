@@ -1,127 +1,140 @@
-//! Memory: what PyTorch's allocator is made of.
+//! Allocating and freeing: the functions of PyTorch's allocator.
 
 use std::ffi::{c_int, c_void};
 
-use warpool_driver::{DevicePtr, RawHandle};
+use warpool_driver::{DevicePtr, ForeignStream, RawHandle};
 
-use crate::boundary::{self, Hook};
-use crate::error::{Error, Result};
-use crate::raise::{self, Failure};
+use crate::boundary::{self, FailureLog};
+use crate::error::Error;
+use crate::exception::{self, Failure};
 use crate::{last_error, runtime};
 
-/// Memory of `size` bytes on `device` for work on `stream`, a `cudaStream_t`. 0 bytes are NULL.
+/// Allocates `size` bytes on `device` for work on `stream`, a `cudaStream_t`. 0 bytes return NULL.
 ///
-/// On failure it throws into PyTorch, if that is in the process: `c10::OutOfMemoryError` for lack of memory,
-/// `c10::Error` otherwise. Without PyTorch it returns NULL, and `warpool_last_error` says why.
-#[unsafe(no_mangle)]
-pub extern "C-unwind" fn warpool_malloc(size: isize, device: c_int, stream: *mut c_void) -> *mut c_void {
-    // Nothing that has to be dropped may be alive here when the exception passes.
-    match allocate(size, device, stream) {
-        Ok(ptr) => ptr,
-        Err(failure) => raise::raise(failure),
-    }
-}
-
-/// The same, but it never throws: NULL on failure, and `warpool_last_error` says why.
-#[unsafe(no_mangle)]
-pub extern "C" fn warpool_try_malloc(size: isize, device: c_int, stream: *mut c_void) -> *mut c_void {
-    allocate(size, device, stream).unwrap_or(std::ptr::null_mut())
-}
-
-/// Takes memory back. NULL is nothing. Size, device and stream are those of the allocation; the device says where to
-/// look first. An unknown address changes nothing; `warpool_last_error` names it.
-#[unsafe(no_mangle)]
-pub extern "C" fn warpool_free(ptr: *mut c_void, size: isize, device: c_int, stream: *mut c_void) {
-    static ABOUT: Hook = Hook::new("warpool_free");
-    let _ = (size, stream);
-    if !ptr.is_null() {
-        boundary::hook(&ABOUT, || runtime::get()?.free(address(ptr), device));
-    }
-}
-
-/// Notes that work on `stream` uses the memory at `ptr`: freed, it is not given out again before that work is done.
-#[unsafe(no_mangle)]
-pub extern "C" fn warpool_record_stream(ptr: *mut c_void, stream: *mut c_void) {
-    static ABOUT: Hook = Hook::new("warpool_record_stream");
-    boundary::hook(&ABOUT, || runtime::get()?.record_stream(address(ptr), handle(stream)));
-}
-
-/// Where the segment starts that `ptr` lies in, and, if `size` is not NULL, how many bytes it has. NULL for an unknown
-/// address.
+/// On failure it throws if PyTorch is loaded: `c10::OutOfMemoryError` for out of memory, `c10::Error` otherwise.
+/// Without PyTorch it returns NULL, and `warpool_last_error` has the reason.
 ///
 /// # Safety
-/// `size` is NULL or can be written to.
+/// `stream` is NULL or a stream of the driver, and stays alive as long as memory that was allocated for it.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn warpool_base_alloc(ptr: *mut c_void, size: *mut usize) -> *mut c_void {
-    let found = boundary::run(|| runtime::get()?.segment_of(address(ptr)));
-    let Ok((start, bytes)) = found else { return std::ptr::null_mut() };
-    if !size.is_null() {
-        // SAFETY: the caller's promise.
-        unsafe { size.write(usize::try_from(bytes).unwrap_or(usize::MAX)) };
+pub unsafe extern "C-unwind" fn warpool_malloc(size: isize, device: c_int, stream: *mut c_void) -> *mut c_void {
+    // SAFETY: `stream` is as `allocate` requires by this function's contract.
+    match unsafe { allocate(size, device, stream) } {
+        Ok(ptr) => ptr,
+        // SAFETY: this frame owns nothing, and its callers are C++.
+        Err(failure) => unsafe { exception::throw(failure) },
     }
-    pointer(start)
 }
 
-/// Gives all cached memory that nobody uses back to the driver, on every device.
+/// Like `warpool_malloc`, but never throws: NULL on failure, and `warpool_last_error` has the reason.
+///
+/// # Safety
+/// `stream` is NULL or a stream of the driver, and stays alive as long as memory that was allocated for it.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn warpool_try_malloc(size: isize, device: c_int, stream: *mut c_void) -> *mut c_void {
+    // SAFETY: `stream` is as `allocate` requires by this function's contract.
+    unsafe { allocate(size, device, stream) }.unwrap_or(std::ptr::null_mut())
+}
+
+/// Frees memory. NULL is ignored. `device` is searched first; `size` and `stream` are not used. An address that is not
+/// allocated changes nothing, and `warpool_last_error` names it.
+///
+/// # Safety
+/// The memory at `ptr` belongs to the caller, and nothing uses it afterwards but work that was submitted before on its
+/// stream and on recorded ones.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn warpool_free(ptr: *mut c_void, size: isize, device: c_int, stream: *mut c_void) {
+    static LOG: FailureLog = FailureLog::new("warpool_free");
+    let _ = (size, stream);
+    if !ptr.is_null() {
+        boundary::run_logged(&LOG, || runtime::get()?.free(device_ptr(ptr), device));
+    }
+}
+
+/// Records that work on `stream` uses the memory at `ptr`: after it is freed, it is not reused before that work is
+/// done.
+///
+/// # Safety
+/// `stream` is NULL or a stream of the driver, and stays alive as long as the memory at `ptr`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn warpool_record_stream(ptr: *mut c_void, stream: *mut c_void) {
+    static LOG: FailureLog = FailureLog::new("warpool_record_stream");
+    // SAFETY: a live stream by this function's contract.
+    let stream = unsafe { foreign_stream(stream) };
+    boundary::run_logged(&LOG, || runtime::get()?.record_stream(device_ptr(ptr), stream));
+}
+
+/// The start of the segment that contains `ptr`; its size is written to `size` unless that is NULL. NULL if no segment
+/// contains it.
+///
+/// # Safety
+/// `size` is NULL or writable.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn warpool_base_alloc(ptr: *mut c_void, size: *mut usize) -> *mut c_void {
+    let found = boundary::run(|| runtime::get()?.segment_of(device_ptr(ptr)));
+    let Ok((start, bytes)) = found else { return std::ptr::null_mut() };
+    if !size.is_null() {
+        // SAFETY: not null, and writable by this function's contract.
+        unsafe { size.write(usize::try_from(bytes).unwrap_or(usize::MAX)) };
+    }
+    c_pointer(start)
+}
+
+/// Returns all cached memory to the driver, on every device.
 #[unsafe(no_mangle)]
 pub extern "C" fn warpool_empty_cache() -> c_int {
     boundary::status(|| runtime::get()?.empty_cache())
 }
 
-/// `warpool_empty_cache`, as PyTorch calls it.
+/// `warpool_empty_cache`, with the signature that PyTorch calls.
 #[unsafe(no_mangle)]
 pub extern "C" fn warpool_reset() {
-    static ABOUT: Hook = Hook::new("warpool_reset");
-    boundary::hook(&ABOUT, || runtime::get()?.empty_cache());
+    static LOG: FailureLog = FailureLog::new("warpool_reset");
+    boundary::run_logged(&LOG, || runtime::get()?.empty_cache());
 }
 
-/// How large a request could be met without giving anything back: the larger of what the device has free and the
-/// largest cached block.
+/// Writes the size of the largest request that would succeed without returning cached memory to the driver: the larger
+/// of the device's free memory and the largest cached block.
 ///
 /// # Safety
-/// `bytes` can be written to.
+/// `bytes` is NULL, which is an error, or writable.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn warpool_largest_available(device: c_int, bytes: *mut usize) -> c_int {
     boundary::status(|| {
         let runtime = runtime::get()?;
         let found = runtime.allocator().largest_available(runtime.device(device)?.id())?;
-        // SAFETY: the caller's promise.
-        unsafe { give(bytes, "bytes", usize::try_from(found).unwrap_or(usize::MAX)) }
+        // SAFETY: `bytes` is null or writable by this function's contract.
+        unsafe { boundary::write_output(bytes, "bytes", usize::try_from(found).unwrap_or(usize::MAX)) }
     })
 }
 
-fn allocate(size: isize, device: c_int, stream: *mut c_void) -> std::result::Result<*mut c_void, Failure> {
-    let outcome = boundary::run(|| runtime::get()?.malloc(size, device, handle(stream)));
-    outcome.map(pointer).map_err(|error| failure(&error))
+/// # Safety
+/// As for [`warpool_malloc`].
+unsafe fn allocate(size: isize, device: c_int, stream: *mut c_void) -> Result<*mut c_void, Failure> {
+    // SAFETY: a live stream by this function's contract.
+    let stream = unsafe { foreign_stream(stream) };
+    let result = boundary::run(|| runtime::get()?.malloc(size, device, stream));
+    result.map(c_pointer).map_err(|error| failure(&error))
 }
 
 #[cold]
 fn failure(error: &Error) -> Failure {
-    Failure { out_of_memory: error.is_out_of_memory(), text: last_error::pointer() }
+    // SAFETY: the pointer is valid until this thread's next failure, and the caller throws or drops it before that.
+    unsafe { Failure::new(error.is_out_of_memory(), last_error::pointer()) }
 }
 
-/// Writes an answer.
-///
-/// # Safety
-/// `to` is null or can be written to.
-pub(super) unsafe fn give<T>(to: *mut T, what: &'static str, value: T) -> Result<()> {
-    if to.is_null() {
-        return Err(Error::Null { what });
-    }
-    // SAFETY: the caller's promise.
-    unsafe { to.write(value) };
-    Ok(())
-}
-
-fn address(ptr: *mut c_void) -> DevicePtr {
+fn device_ptr(ptr: *mut c_void) -> DevicePtr {
     DevicePtr(ptr.addr() as u64)
 }
 
-fn handle(stream: *mut c_void) -> RawHandle {
-    RawHandle(stream.addr() as u64)
+/// # Safety
+/// `stream` is NULL or a stream of the driver, and stays alive as long as memory for it.
+unsafe fn foreign_stream(stream: *mut c_void) -> ForeignStream {
+    // SAFETY: by this function's contract.
+    unsafe { ForeignStream::new(RawHandle(stream.addr() as u64)) }
 }
 
-/// An address of the device, as C's functions pass it. Nobody on the host follows it.
-fn pointer(ptr: DevicePtr) -> *mut c_void {
+/// A device address as a C pointer, which the host does not follow.
+fn c_pointer(ptr: DevicePtr) -> *mut c_void {
     std::ptr::without_provenance_mut(usize::try_from(ptr.0).expect("addresses have 64 bits"))
 }

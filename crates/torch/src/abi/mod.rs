@@ -1,10 +1,11 @@
-//! The C interface, by subject. Each function is a few lines: arguments to Rust, the call, the answer to C.
+//! The C interface, by subject. Each function converts its arguments, makes one call, and converts the result.
 //!
-//! Unless it says otherwise, a function that returns `int` gives 0 for success and 1 for failure, and
-//! `warpool_last_error` then says why.
+//! Unless documented otherwise, a function that returns `int` returns 0 for success and 1 for failure, and
+//! `warpool_last_error` has the reason. Functions are `unsafe` if an argument is a pointer that is followed, or a
+//! `cudaStream_t`, which the driver follows.
 
-pub mod about;
 pub mod history;
+pub mod library;
 pub mod memory;
 pub mod pools;
 pub mod settings;

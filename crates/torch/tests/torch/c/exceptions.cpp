@@ -1,5 +1,5 @@
-// A failed allocation arrives as a C++ exception, and the program goes on. Opens the allocator as PyTorch does: by path and name.
-// argv: the allocator, then "out_of_memory" if the library that knows that type is to be there, and its path.
+// A failed allocation throws a C++ exception, and the program continues. Opens the allocator as PyTorch does, by path
+// and name. argv: the allocator, then "out_of_memory" and the path of the library with that type, or "plain".
 #include <dlfcn.h>
 
 #include <cstdio>
@@ -13,12 +13,12 @@
 #define CHECK(condition)                                                                \
   do {                                                                                  \
     if (!(condition)) {                                                                 \
-      std::fprintf(stderr, "%s:%d: not so: %s\n", __FILE__, __LINE__, #condition);      \
+      std::fprintf(stderr, "%s:%d: failed: %s\n", __FILE__, __LINE__, #condition);      \
       std::exit(1);                                                                     \
     }                                                                                   \
   } while (0)
 
-// Through a std::function and with something to destroy on the way, as in PyTorch.
+// Through a std::function and a frame with a destructor, as in PyTorch.
 static std::function<void*(size_t, int, void*)> alloc;
 
 struct Guard {
@@ -26,15 +26,15 @@ struct Guard {
   ~Guard() { count++; }
 };
 
-static int left = 0;
+static int unwound = 0;
 
 static void* through_frames(size_t bytes) {
-  Guard guard{left};
+  Guard guard{unwound};
   return alloc(bytes, 0, nullptr);
 }
 
 static void out_of_memory_is_thrown(bool has_type) {
-  int before = left;
+  int before = unwound;
   try {
     through_frames(size_t{1} << 40);
     CHECK(!"it returned");
@@ -48,7 +48,7 @@ static void out_of_memory_is_thrown(bool has_type) {
     CHECK(!has_type);
     CHECK(std::strstr(error.what(), "CUDA out of memory. Tried to allocate 1024.00 GiB. GPU 0 has") == error.what());
   }
-  CHECK(left == before + 1);
+  CHECK(unwound == before + 1);
   CHECK(c10::errors_alive() == 0);
 }
 
@@ -57,7 +57,7 @@ static void other_failures_are_thrown() {
     alloc(static_cast<size_t>(-7), 0, nullptr);
     CHECK(!"it returned");
   } catch (const c10::OutOfMemoryError&) {
-    CHECK(!"this has nothing to do with memory");
+    CHECK(!"not an out-of-memory error");
   } catch (const c10::Error& error) {
     CHECK(std::strstr(error.what(), "cannot allocate -7 bytes") == error.what());
   }
@@ -72,7 +72,7 @@ int main(int argc, char** argv) {
   alloc = reinterpret_cast<void* (*)(size_t, int, void*)>(dlsym(allocator, "warpool_malloc"));
   auto try_alloc = reinterpret_cast<void* (*)(size_t, int, void*)>(dlsym(allocator, "warpool_try_malloc"));
   auto free = reinterpret_cast<void (*)(void*, size_t, int, void*)>(dlsym(allocator, "warpool_free"));
-  // Before the library is there, lack of memory is an error like others; afterwards it has its type.
+  // Before the library with the type is loaded, out of memory is a plain error.
   out_of_memory_is_thrown(false);
   if (has_type) CHECK(dlopen(argv[3], RTLD_NOW | RTLD_LOCAL) != nullptr);
   for (int round = 0; round < 200; round++) {
@@ -86,6 +86,6 @@ int main(int argc, char** argv) {
   for (int round = 0; round < 4; round++) {
     std::thread([&] { out_of_memory_is_thrown(has_type); }).join();
   }
-  std::puts("all is well");
+  std::puts("passed");
   return 0;
 }

@@ -1,6 +1,4 @@
-//! What the tests of the shared object need: where it is, and a C compiler.
-// Not `expect`: what is unused differs from one test binary to the next.
-#![allow(clippy::allow_attributes, dead_code, reason = "each test binary uses its own part of this")]
+//! Helpers for the tests of the shared object: its path, compilers, and running programs with it.
 
 use std::io::{self, Write as _};
 use std::path::{Path, PathBuf};
@@ -11,7 +9,7 @@ pub fn crate_folder() -> &'static Path {
     Path::new(env!("CARGO_MANIFEST_DIR"))
 }
 
-/// The shared object that cargo built for this test: beside the test itself.
+/// The shared object that cargo built for this test, in the folder of the test or above it.
 pub fn shared_object() -> PathBuf {
     let test = std::env::current_exe().expect("the path of this test");
     let deps = test.parent().expect("a test lies in a folder");
@@ -22,7 +20,7 @@ pub fn shared_object() -> PathBuf {
     found.unwrap_or_else(|| panic!("libwarpool_torch.so is neither in {} nor above it", deps.display()))
 }
 
-/// A folder of its own, empty.
+/// An empty folder for one test.
 pub fn scratch(name: &str) -> PathBuf {
     let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join(name);
     let _ = std::fs::remove_dir_all(&folder);
@@ -30,7 +28,7 @@ pub fn scratch(name: &str) -> PathBuf {
     folder
 }
 
-/// Runs a command that must work.
+/// Runs a command that must succeed.
 pub fn run(command: &mut Command) -> Output {
     let output = command.output().unwrap_or_else(|error| panic!("{command:?} does not start: {error}"));
     let (stdout, stderr) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
@@ -38,19 +36,25 @@ pub fn run(command: &mut Command) -> Output {
     output
 }
 
-/// Whether there is such a compiler. The tests need one; without it nothing of what they are about was checked, and
-/// that is said.
-pub fn has(compiler: &str) -> bool {
-    let there = Command::new(compiler).arg("--version").output().is_ok_and(|output| output.status.success());
-    if !there {
-        // Not by `eprintln`, which nobody sees of a test that passes.
-        let _ =
-            writeln!(io::stderr(), "\n!!! NOT CHECKED: there is no {compiler} here, so this test did nothing !!!\n");
-    }
-    there
+/// Runs a test program, which must succeed and print "passed".
+pub fn passed(program: &mut Command) -> Output {
+    let output = run(program);
+    assert_eq!(String::from_utf8_lossy(&output.stdout), "passed\n");
+    output
 }
 
-/// A compiler with the header at hand.
+/// Whether the compiler is installed. If not, prints that the test checks nothing.
+pub fn has(compiler: &str) -> bool {
+    let installed = Command::new(compiler).arg("--version").output().is_ok_and(|output| output.status.success());
+    if !installed {
+        // Not `eprintln`, which is captured in a test that passes.
+        let _ =
+            writeln!(io::stderr(), "\n!!! NOT CHECKED: {compiler} is not installed, so this test did nothing !!!\n");
+    }
+    installed
+}
+
+/// A compiler command that finds the header.
 pub fn compiler(name: &str) -> Command {
     let mut command = Command::new(name);
     command.args(["-Wall", "-Wextra", "-Werror", "-g", "-pthread"]).arg("-I").arg(crate_folder().join("include"));

@@ -1,4 +1,4 @@
-// Stands for libc10.so.
+// Stand-in for libc10.so.
 #include "fake_c10.h"
 
 namespace c10 {

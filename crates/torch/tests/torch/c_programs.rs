@@ -1,30 +1,24 @@
-//! The shared object as C programs use it: compiled against the header, linked to the library, run on the simulated
-//! GPU.
-
-mod common;
+//! C programs that are compiled against the header, linked to the shared object, and run on the simulated GPU.
 
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use common::{compiler, crate_folder, has, run, scratch, shared_object, simulated};
 use warpool::memory::{Action, MemPoolId};
 use warpool_trace::{ReadOptions, read_file};
 
-/// Compiles `tests/c/<name>.c` into a folder of its own.
+use crate::shared_object::{compiler, crate_folder, has, passed, run, scratch, shared_object, simulated};
+
+/// Compiles `c/<name>.c` into `folder`.
 fn build(name: &str, folder: &Path) -> PathBuf {
     let library = shared_object();
     let program = folder.join(name);
     run(compiler("cc")
-        .arg(crate_folder().join(format!("tests/c/{name}.c")))
+        .arg(crate_folder().join(format!("tests/torch/c/{name}.c")))
         .arg(&library)
         .arg(format!("-Wl,-rpath,{}", library.parent().unwrap().display()))
         .arg("-o")
         .arg(&program));
     program
-}
-
-fn assert_well(output: &std::process::Output) {
-    assert_eq!(String::from_utf8_lossy(&output.stdout), "all is well\n");
 }
 
 #[test]
@@ -36,11 +30,11 @@ fn memory_statistics_settings_and_snapshots() {
     let snapshot = folder.join("snapshot.pickle");
     let mut program = simulated(&build("memory", &folder));
     program.env("WARPOOL_SIM", "devices:2,memory_mb:8192").env("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:200");
-    assert_well(&run(program.arg(&snapshot)));
+    passed(program.arg(&snapshot));
 
     let read = read_file(&snapshot, &ReadOptions { stacks: true, progress: None }).unwrap().snapshot;
     let actions: Vec<Action> = read.traces[0].iter().map(|entry| entry.action).collect();
-    // The hook's own blocks are there too, without a stack; the last of them is for the snapshot's.
+    // Includes the blocks that the hook allocates, without a stack.
     let own = [Action::Alloc, Action::FreeRequested];
     let expected = [&own[..], &own[..1], &own, &own[..1], &own, &own[1..], &own].concat();
     assert_eq!(actions, expected);
@@ -56,24 +50,23 @@ fn memory_statistics_settings_and_snapshots() {
     assert_eq!(metadata, [Some("step 7"), None, None]);
     assert!(read.traces[0].iter().filter(|entry| entry.size == 512).all(|entry| entry.stack.is_none()));
     assert_eq!(read.segments.iter().map(|segment| segment.allocated_size).sum::<u64>(), 3 << 20);
-    assert_eq!(fs::read_dir(&folder).unwrap().count(), 2, "the program and its snapshot, nothing else");
+    assert_eq!(fs::read_dir(&folder).unwrap().count(), 2, "the program and its snapshot");
 }
 
 #[test]
-fn what_is_wrong_is_said_and_the_program_goes_on() {
+fn errors_are_reported_and_the_program_continues() {
     if !has("cc") {
         return;
     }
     let folder = scratch("errors");
-    let output = run(simulated(&build("errors", &folder)).arg(&folder));
-    assert_well(&output);
-    // Functions that cannot say that they failed log it, each once.
+    let output = passed(simulated(&build("errors", &folder)).arg(&folder));
+    // Functions without a status log their first failure.
     let log = String::from_utf8_lossy(&output.stderr);
     for name in ["warpool_free", "warpool_end_allocate_to_pool", "warpool_release_pool", "warpool_memory_fraction"] {
         let lines = log.lines().filter(|line| line.contains(&format!("{name}: "))).count();
         assert_eq!(lines, 1, "{name} in\n{log}");
     }
-    assert_eq!(fs::read_dir(&folder).unwrap().count(), 1, "the program, and no snapshot");
+    assert_eq!(fs::read_dir(&folder).unwrap().count(), 1, "the program only, no snapshot");
 }
 
 #[test]
@@ -81,14 +74,14 @@ fn threads() {
     if !has("cc") {
         return;
     }
-    assert_well(&run(&mut simulated(&build("threads", &scratch("threads")))));
+    passed(&mut simulated(&build("threads", &scratch("threads"))));
 }
 
 #[test]
-fn the_drivers_own_pools() {
+fn threads_with_driver_pools() {
     if !has("cc") {
         return;
     }
     let mut program = simulated(&build("threads", &scratch("driver_pools")));
-    assert_well(&run(program.env("WARPOOL_CONF", "backend:cudaMallocAsync")));
+    passed(program.env("WARPOOL_CONF", "backend:cudaMallocAsync"));
 }

@@ -1,58 +1,57 @@
-//! Starting, and what there is to know about the library itself.
+//! Start, version, driver, and the last error.
 
 use std::ffi::{CStr, c_char, c_int};
 use std::ptr;
 
-use super::memory::give;
-use crate::boundary::{self, Hook};
+use crate::boundary::{self, FailureLog};
 use crate::{last_error, runtime};
 
-/// The version, with a zero at its end.
+/// The version, null-terminated.
 const VERSION: &CStr = match CStr::from_bytes_with_nul(concat!(env!("CARGO_PKG_VERSION"), "\0").as_bytes()) {
     Ok(version) => version,
-    Err(_) => panic!("a version has no zeros"),
+    Err(_) => panic!("a version has no null characters"),
 };
 
-/// Reads the environment and opens the driver, unless that is done. Without it the first call that needs a driver does
-/// it. After a failure it can be called again.
+/// Reads the environment and opens the driver, unless that is done. Optional: the first call that needs a driver does
+/// the same. Can be called again after a failure.
 #[unsafe(no_mangle)]
 pub extern "C" fn warpool_start() -> c_int {
     boundary::status(|| runtime::get().map(drop))
 }
 
-/// `warpool_start`, as PyTorch calls it. The number of devices is the driver's own; 0 of them is the call that PyTorch
-/// makes before it knows any, and starts nothing.
+/// `warpool_start`, with the signature that PyTorch calls. `device_count` is not used, except that 0 starts nothing:
+/// PyTorch calls it so before it has counted the devices.
 #[unsafe(no_mangle)]
 pub extern "C" fn warpool_init(device_count: c_int) {
-    static ABOUT: Hook = Hook::new("warpool_init");
+    static LOG: FailureLog = FailureLog::new("warpool_init");
     if device_count > 0 {
-        boundary::hook(&ABOUT, || runtime::get().map(drop));
+        boundary::run_logged(&LOG, || runtime::get().map(drop));
     }
 }
 
-/// How many devices the driver has.
+/// Writes the number of devices to `count`.
 ///
 /// # Safety
-/// `count` can be written to.
+/// `count` is NULL, which is an error, or writable.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn warpool_device_count(count: *mut c_int) -> c_int {
     boundary::status(|| {
         let found = c_int::try_from(runtime::get()?.instance().device_count()).unwrap_or(c_int::MAX);
-        // SAFETY: the caller's promise.
-        unsafe { give(count, "count", found) }
+        // SAFETY: `count` is null or writable by this function's contract.
+        unsafe { boundary::write_output(count, "count", found) }
     })
 }
 
-/// Writes what went wrong last on the calling thread to `buffer`, with a zero at its end, cut off where the buffer
-/// ends. Returns the length of the whole text without the zero. It stays until the thread's next failure; before the
+/// Copies the last error of the calling thread to `buffer`, null-terminated and truncated if it does not fit. Returns
+/// the length of the whole text without the terminator. The text is kept until the thread's next failure; before the
 /// first it is empty.
 ///
 /// # Safety
-/// `buffer` is NULL or has `length` writable bytes.
+/// `buffer` is NULL or points to `length` writable bytes.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn warpool_last_error(buffer: *mut c_char, length: usize) -> usize {
-    // SAFETY: the caller's promise.
-    last_error::with(|text| unsafe { boundary::give_text(text, buffer, length) })
+    // SAFETY: `buffer` is null or has `length` bytes by this function's contract.
+    last_error::with(|text| unsafe { boundary::copy_text(text, buffer, length) })
 }
 
 /// The version of the library.

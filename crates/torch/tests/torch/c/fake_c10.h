@@ -1,4 +1,5 @@
-// PyTorch's exceptions as far as the allocator needs them: the same names and the same shape, so that the same symbols come out.
+// PyTorch's exceptions as far as the allocator needs them: same names and signatures, so that the mangled symbols are
+// the same.
 #pragma once
 
 #include <atomic>
@@ -35,7 +36,7 @@ class OutOfMemoryError : public Error {
   using Error::Error;
 };
 
-// How many errors are alive.
+// The number of existing errors.
 long errors_alive();
 
 namespace detail {

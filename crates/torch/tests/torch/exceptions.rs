@@ -1,18 +1,16 @@
-//! A failed `warpool_malloc` becomes a C++ exception where PyTorch's libraries are in the process. Here stand-ins for
-//! them are: the same classes under the same names, compiled with whatever C++ compiler the machine has.
-
-mod common;
+//! A failed `warpool_malloc` becomes a C++ exception if PyTorch's libraries are loaded. Here stand-ins with the same
+//! class names are loaded, compiled with the machine's C++ compiler.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use common::{compiler, crate_folder, has, run, scratch, shared_object, simulated};
+use crate::shared_object::{compiler, crate_folder, has, passed, run, scratch, shared_object, simulated};
 
 fn source(name: &str) -> PathBuf {
-    crate_folder().join("tests/c").join(name)
+    crate_folder().join("tests/torch/c").join(name)
 }
 
-/// A shared object by the name that the loader knows PyTorch's by.
+/// A shared object with the soname of PyTorch's.
 fn library(folder: &Path, name: &str, from: &str) -> PathBuf {
     let path = folder.join(name);
     run(compiler("c++")
@@ -24,13 +22,13 @@ fn library(folder: &Path, name: &str, from: &str) -> PathBuf {
     path
 }
 
-/// The program that catches, linked to the stand-in for libc10.so.
+/// The program that catches the exceptions, linked to the stand-in for libc10.so.
 fn program(folder: &Path) -> Command {
     let c10 = library(folder, "libc10.so", "fake_c10.cpp");
-    let path = folder.join("throws");
+    let path = folder.join("exceptions");
     run(compiler("c++")
         .args(["-std=c++17", "-O1"])
-        .arg(source("throws.cpp"))
+        .arg(source("exceptions.cpp"))
         .arg(&c10)
         .arg(format!("-Wl,-rpath,{}", folder.display()))
         .args(["-ldl", "-o"])
@@ -41,22 +39,20 @@ fn program(folder: &Path) -> Command {
 }
 
 #[test]
-fn lack_of_memory_has_its_own_type() {
+fn out_of_memory_has_its_own_type() {
     if !has("c++") {
         return;
     }
-    let folder = scratch("throws");
+    let folder = scratch("exceptions");
     let mut program = program(&folder);
     let cuda = library(&folder, "libc10_cuda.so", "fake_c10_cuda.cpp");
-    let output = run(program.arg("out_of_memory").arg(cuda));
-    assert_eq!(String::from_utf8_lossy(&output.stdout), "all is well\n");
+    passed(program.arg("out_of_memory").arg(cuda));
 }
 
 #[test]
-fn without_the_type_it_is_an_error_like_others() {
+fn out_of_memory_without_the_type_is_a_plain_error() {
     if !has("c++") {
         return;
     }
-    let output = run(program(&scratch("throws_plain")).arg("plain"));
-    assert_eq!(String::from_utf8_lossy(&output.stdout), "all is well\n");
+    passed(program(&scratch("exceptions_plain")).arg("plain"));
 }

@@ -1,40 +1,38 @@
-//! What the outside sees of the library: the header is what the code says, and the symbols are those of the list, no
-//! more and no less.
-
-mod common;
+//! The committed header is the generated one, and the exported symbols are exactly those of `exports.txt`.
 
 use std::fs;
 use std::path::Path;
 
-use common::{crate_folder, shared_object};
 use object::{Object as _, ObjectSymbol as _};
 
-/// Set, the header is written instead of compared.
+use crate::shared_object::{crate_folder, shared_object};
+
+/// If set, the header is written instead of compared.
 const WRITE: &str = "WARPOOL_WRITE_HEADER";
 
 #[test]
-fn the_header_is_what_the_code_says() {
+fn committed_header_is_up_to_date() {
     let config = cbindgen::Config::from_file(crate_folder().join("cbindgen.toml")).expect("a configuration");
-    let mut builder = cbindgen::Builder::new().with_config(config).with_src(crate_folder().join("src/captures.rs"));
-    for name in ["about", "memory", "stats", "history", "settings", "pools"] {
+    let mut builder = cbindgen::Builder::new().with_config(config).with_src(crate_folder().join("src/torch_pool.rs"));
+    for name in ["library", "memory", "stats", "history", "settings", "pools"] {
         builder = builder.with_src(crate_folder().join(format!("src/abi/{name}.rs")));
     }
-    let mut made = Vec::new();
-    builder.generate().expect("a header").write(&mut made);
-    let made = String::from_utf8(made).expect("a header is text");
+    let mut generated = Vec::new();
+    builder.generate().expect("a header").write(&mut generated);
+    let generated = String::from_utf8(generated).expect("a header is text");
     let path = crate_folder().join("include/warpool_torch.h");
     if std::env::var_os(WRITE).is_some() {
-        fs::write(&path, &made).expect("a header that can be written");
+        fs::write(&path, &generated).expect("a header that can be written");
     }
     let committed = fs::read_to_string(&path).unwrap_or_default();
-    assert!(committed == made, "include/warpool_torch.h is not what the code says: run this test with {WRITE}=1");
+    assert!(committed == generated, "include/warpool_torch.h is out of date: run this test with {WRITE}=1");
     for symbol in listed() {
-        assert!(made.contains(&format!("{symbol}(")), "{symbol} is not in the header");
+        assert!(generated.contains(&format!("{symbol}(")), "{symbol} is not in the header");
     }
 }
 
 #[test]
-fn the_symbols_are_those_of_the_list() {
+fn exported_symbols_are_those_of_the_list() {
     let exported = exported(&shared_object());
     assert_eq!(exported, listed(), "exports.txt and libwarpool_torch.so differ");
 }

@@ -1,0 +1,82 @@
+//! The allocator that the settings select, and the operations that only one of the two kinds has.
+
+use std::sync::{Mutex, PoisonError};
+
+use warpool::Instance;
+use warpool::memory::{
+    Backend, CachingAllocator, DeviceAllocator, DriverPoolAllocator, MemPoolId, PoolKeeper, Settings,
+};
+use warpool_driver::DeviceId;
+
+use crate::error::{Error, Result};
+
+/// The device allocator of a runtime.
+#[derive(Debug)]
+pub(crate) enum Allocator {
+    Caching(Box<CachingAllocator>),
+    DriverPool(Box<DriverPoolAllocator>, Box<Settings>),
+}
+
+impl Allocator {
+    /// Creates the allocator that `settings.backend` names. Creates no context.
+    pub(crate) fn new(instance: &Instance, settings: Settings) -> Self {
+        match settings.backend {
+            Backend::Native => Self::Caching(Box::new(CachingAllocator::new(instance, settings))),
+            Backend::CudaMallocAsync => {
+                let allocator = DriverPoolAllocator::with_settings(instance, settings.clone());
+                Self::DriverPool(Box::new(allocator), Box::new(settings))
+            }
+        }
+    }
+
+    #[inline]
+    pub(crate) fn as_dyn(&self) -> &dyn DeviceAllocator {
+        match self {
+            Self::Caching(allocator) => &**allocator,
+            Self::DriverPool(allocator, _) => &**allocator,
+        }
+    }
+
+    /// The private pools, if the allocator has any. The driver's own pools need none: memory that they give to a
+    /// capture belongs to its graph.
+    pub(crate) fn pools(&self) -> Option<&dyn PoolKeeper> {
+        self.as_dyn().pools().ok()
+    }
+
+    /// Records that graphs of a pool may have been replayed on streams that PyTorch does not name.
+    pub(crate) fn record_replays(&self, device: DeviceId, pool: MemPoolId) -> Result<()> {
+        match self {
+            Self::Caching(allocator) => Ok(allocator.record_pool_use_anywhere(device, pool)?),
+            Self::DriverPool(..) => Ok(()),
+        }
+    }
+
+    /// The settings in effect.
+    pub(crate) fn settings(&self) -> Settings {
+        match self {
+            Self::Caching(allocator) => Settings::clone(&allocator.settings()),
+            Self::DriverPool(_, settings) => Settings::clone(settings),
+        }
+    }
+
+    /// Applies a settings string on top of the settings in effect, including memory limits. On error nothing changes.
+    pub(crate) fn set_settings(&self, string: &str) -> Result<()> {
+        let Self::Caching(allocator) = self else { return Err(Error::FixedSettings) };
+        static UPDATE: Mutex<()> = Mutex::new(());
+        let _serialized = UPDATE.lock().unwrap_or_else(PoisonError::into_inner);
+        let before = allocator.settings();
+        let after = before.updated(string)?;
+        let (fraction, cap) = (after.per_process_memory_fraction, after.memory_cap_bytes);
+        for device in allocator.instance().devices() {
+            #[expect(clippy::float_cmp, reason = "whether the setting was changed at all")]
+            if fraction != before.per_process_memory_fraction {
+                allocator.set_memory_fraction(device.id(), fraction)?;
+            }
+            if cap != before.memory_cap_bytes {
+                allocator.set_memory_cap(device.id(), cap)?;
+            }
+        }
+        allocator.set_settings(after);
+        Ok(())
+    }
+}

@@ -1,0 +1,140 @@
+//! `Runtime` on a simulated GPU: stream handles, devices, settings at run time.
+
+use std::sync::Arc;
+use std::thread;
+
+use warpool::memory::{MemPoolId, Settings};
+use warpool_driver::sim::{SimConfig, SimDriver};
+use warpool_driver::{Call, DeviceId, DevicePtr, ForeignStream, RawHandle, StreamOptions, Streams as _};
+use warpool_torch::{Error, Runtime};
+
+const FIRST: DeviceId = DeviceId(0);
+const SECOND: DeviceId = DeviceId(1);
+const MIB: isize = 1 << 20;
+const DEFAULT: ForeignStream = ForeignStream::NULL;
+
+fn two_devices() -> (Arc<SimDriver>, Runtime) {
+    let sim = Arc::new(SimDriver::new(SimConfig::default().with_devices(2)));
+    let runtime = Runtime::new(sim.clone(), Settings::default()).unwrap();
+    (sim, runtime)
+}
+
+fn foreign(raw: u64) -> ForeignStream {
+    // SAFETY: the simulated GPU looks handles up and never follows them.
+    unsafe { ForeignStream::new(RawHandle(raw)) }
+}
+
+fn stream(sim: &SimDriver, device: DeviceId) -> ForeignStream {
+    let id = sim.stream_create(device, StreamOptions::default()).unwrap();
+    foreign(sim.stream_handle(id).unwrap().raw.0)
+}
+
+/// 0 and 1 are the default stream of the device in question; each stream has its own blocks.
+#[test]
+fn handles_are_resolved_to_streams() {
+    let (sim, runtime) = two_devices();
+    let own = stream(&sim, FIRST);
+    let stream_of = |ptr| runtime.allocator().find(ptr).unwrap().stream;
+    let at = |device, raw| runtime.malloc(MIB, device, foreign(raw)).unwrap();
+    assert_eq!(stream_of(at(0, 0)), sim.stream_default(FIRST).unwrap());
+    assert_eq!(stream_of(at(0, 1)), sim.stream_default(FIRST).unwrap());
+    // The same handle right after, on another device.
+    assert_eq!(stream_of(at(1, 1)), sim.stream_default(SECOND).unwrap());
+    assert_eq!(stream_of(at(1, 0)), sim.stream_default(SECOND).unwrap());
+    let block = at(0, own.raw().0);
+    assert_eq!(sim.stream_handle(stream_of(block)).unwrap().raw, own.raw());
+    runtime.free(block, 0).unwrap();
+    assert_ne!(at(0, 0), block, "a block of another stream was reused");
+}
+
+#[test]
+fn handle_is_resolved_once() {
+    let (sim, runtime) = two_devices();
+    let (one, two) = (stream(&sim, FIRST), stream(&sim, FIRST));
+    for _ in 0..100 {
+        for stream in [one, two] {
+            runtime.malloc(MIB, 0, stream).unwrap();
+        }
+    }
+    thread::scope(|scope| _ = scope.spawn(|| runtime.malloc(MIB, 0, one).unwrap()));
+    assert_eq!(sim.call_count(Call::StreamAdopt), 2);
+}
+
+/// Unknown handles, that of another device, and the per-thread default stream.
+#[test]
+fn wrong_handles_are_errors_and_change_nothing() {
+    let (sim, runtime) = two_devices();
+    let elsewhere = stream(&sim, SECOND);
+    for stream in [foreign(0xdead), ForeignStream::PER_THREAD, elsewhere] {
+        runtime.malloc(MIB, 0, stream).unwrap_err();
+    }
+    assert!(runtime.malloc(MIB, 1, elsewhere).is_ok());
+    assert_eq!(runtime.allocator().stats(FIRST).unwrap().allocation.all.current, 0);
+}
+
+#[test]
+fn edge_case_requests() {
+    let (_, runtime) = two_devices();
+    assert_eq!(runtime.malloc(0, 0, DEFAULT).unwrap(), DevicePtr(0));
+    runtime.free(DevicePtr(0), 0).unwrap();
+    runtime.record_stream(DevicePtr(0), DEFAULT).unwrap();
+    let text = |outcome: Result<DevicePtr, Error>| outcome.unwrap_err().to_string();
+    assert_eq!(text(runtime.malloc(-1, 0, DEFAULT)), "cannot allocate -1 bytes; check how the size was computed");
+    assert_eq!(text(runtime.malloc(1, 2, DEFAULT)), "device index 2 is out of range [0, 2)");
+    assert!(text(runtime.malloc(0, -3, DEFAULT)).starts_with("device index -3 is negative"));
+    let too_large = runtime.malloc(isize::MAX, 0, DEFAULT).unwrap_err();
+    assert!(too_large.is_out_of_memory() && too_large.to_string().starts_with("CUDA out of memory. Tried to allocate"));
+    assert!(runtime.free(DevicePtr(0x1234), 0).is_err());
+    assert!(runtime.record_stream(DevicePtr(0x1234), DEFAULT).is_err());
+}
+
+/// The stream may belong to another device than the memory, and the default stream to any device in use.
+#[test]
+fn record_stream_finds_the_streams_device() {
+    let (sim, runtime) = two_devices();
+    let (own, other) = (stream(&sim, FIRST), stream(&sim, SECOND));
+    let block = runtime.malloc(MIB, 0, own).unwrap();
+    runtime.record_stream(block, other).unwrap();
+    runtime.record_stream(block, DEFAULT).unwrap();
+    runtime.record_stream(block, foreign(0xdead)).unwrap_err();
+    let records = sim.call_count(Call::EventRecord);
+    runtime.free(block, 0).unwrap();
+    assert_eq!(sim.call_count(Call::EventRecord) - records, 3, "one event per other stream");
+}
+
+#[test]
+fn segment_of_an_address_is_found() {
+    let (_, runtime) = two_devices();
+    let (one, two) = (runtime.malloc(MIB, 0, DEFAULT).unwrap(), runtime.malloc(MIB, 0, DEFAULT).unwrap());
+    assert_eq!(runtime.segment_of(two).unwrap(), (one, 2 << 20));
+    assert_eq!(runtime.segment_of(two.offset(77)).unwrap(), (one, 2 << 20));
+    assert!(runtime.segment_of(DevicePtr(0x10)).is_err());
+}
+
+#[test]
+fn empty_cache_skips_unused_devices() {
+    let (_, runtime) = two_devices();
+    runtime.empty_cache().unwrap();
+    let block = runtime.malloc(MIB, 1, DEFAULT).unwrap();
+    runtime.free(block, 0).unwrap();
+    runtime.empty_cache().unwrap();
+    assert_eq!(runtime.allocator().stats(SECOND).unwrap().reserved_bytes.all.current, 0);
+    assert_eq!(runtime.allocator().trim(SECOND, MemPoolId::DEFAULT).unwrap(), 0);
+}
+
+/// A string adds to the settings in effect; a wrong one changes nothing, and the error lists all problems.
+#[test]
+fn settings_change_at_run_time() {
+    let (_, runtime) = two_devices();
+    runtime.set_settings("expandable_segments:True,per_process_memory_fraction:0.5").unwrap();
+    assert_eq!(runtime.allocator().memory_fraction(SECOND).unwrap(), 0.5);
+    runtime.set_settings("max_split_size_mb:200").unwrap();
+    let before = runtime.settings();
+    assert!(before.expandable_segments && before.max_split_bytes == Some(200 << 20));
+    let text = runtime.set_settings("max_splt_size_mb:1,garbage_collection_threshold:7").unwrap_err().to_string();
+    assert!(text.contains("max_split_size_mb") && text.contains("garbage_collection_threshold"), "{text}");
+    assert_eq!(runtime.settings(), before);
+    runtime.set_settings("memory_cap_mb:100").unwrap();
+    let refused = runtime.malloc(200 * MIB, 0, DEFAULT).unwrap_err();
+    assert!(refused.is_out_of_memory(), "{refused}");
+}
