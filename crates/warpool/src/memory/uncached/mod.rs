@@ -33,6 +33,7 @@ use warpool_driver::{DeviceId, DevicePtr, Driver, StreamId};
 
 use super::history::StackNumbers;
 use super::journal::Cause;
+use super::stream_fence::StreamFences;
 use super::{
     Allocation, DeviceAllocator, Handled, HistoryOptions, MemPoolId, Observers, PoolKeeper, Request, Settings,
     Snapshot, SnapshotOptions, StackLevel, Stat, Stats,
@@ -41,7 +42,6 @@ use crate::capture::CaptureStatus;
 use crate::{Error, Instance, Result};
 use ledger::DeviceLedger;
 use pools::DevicePools;
-use release::Fences;
 use source::Source;
 use table::AllocationTable;
 
@@ -64,7 +64,8 @@ pub struct UncachedAllocator<S> {
 struct DeviceState {
     ledger: DeviceLedger,
     pools: DevicePools,
-    fences: Mutex<Fences>,
+    /// Fences of freed blocks, by serial.
+    fences: Mutex<StreamFences<u64>>,
 }
 
 impl<S: Source> UncachedAllocator<S> {

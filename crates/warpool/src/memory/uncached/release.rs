@@ -7,10 +7,8 @@
 //!
 //! A block that cannot be released now stays in the table, and every later call tries again.
 
-use std::collections::BTreeMap;
-
 use rustc_hash::FxHashMap;
-use warpool_driver::{CaptureId, ErrorCode, EventScope, RawHandle, StreamId};
+use warpool_driver::{CaptureId, ErrorCode, RawHandle, StreamId};
 
 use super::source::Source;
 use super::table::TableEntry;
@@ -18,31 +16,17 @@ use super::{DeviceState, UncachedAllocator};
 use crate::capture::{CaptureStatus, RelaxedMode};
 use crate::memory::RawStream;
 use crate::memory::journal::Cause;
-use crate::{Device, Error, PooledEvent, Result, lock};
+use crate::memory::stream_fence::{self, Fence, FenceOwner, StreamFences, StreamUses};
+use crate::{Error, Instance, Result, lock};
 
-/// The fences that freed blocks wait for, by serial.
-#[derive(Default)]
-pub(super) struct Fences {
-    of: BTreeMap<u64, Vec<Fence>>,
-    last: u64,
-}
-
-/// An event recorded behind the work that was in a stream when the block was freed.
-struct Fence {
-    stream: StreamId,
-    /// Fences of one stream pass in the order of their numbers.
-    number: u64,
-    event: PooledEvent,
-}
-
-/// What is known about streams while pending blocks are processed: each is queried once, however many blocks used it.
+/// A walk over the pending blocks. Each stream is queried once, however many blocks used it.
 #[derive(Default)]
 struct Pass {
     statuses: FxHashMap<StreamId, CaptureStatus>,
-    /// The first fence of a stream that has not passed.
-    behind: FxHashMap<StreamId, u64>,
     /// Whether to wait for fences and devices.
     waits: bool,
+    /// Whether fences were polled. Those recorded later are polled by the next pass.
+    polled: bool,
 }
 
 enum Decision {
@@ -80,6 +64,10 @@ impl<S: Source> UncachedAllocator<S> {
     }
 
     fn process(&self, state: &DeviceState, pass: &mut Pass, cause: &Cause) {
+        let owner = Fencing { allocator: self, state };
+        if let Err(error) = stream_fence::retry_unfenced(&owner, |serial| stream_fence::fence(&owner, serial)) {
+            tracing::warn!(%error, "no event could be recorded behind the use of a freed block; it is retried");
+        }
         for serial in self.with(state, |table| table.pending()) {
             let Some(entry) = self.with(state, |table| table.begin_release(serial)) else { continue };
             if let Err(error) = self.release_in(state, &entry, pass, cause) {
@@ -127,7 +115,6 @@ impl<S: Source> UncachedAllocator<S> {
     }
 
     fn complete(&self, state: &DeviceState, entry: &TableEntry, cause: &Cause) {
-        drop(lock(&state.fences).of.remove(&entry.serial));
         self.with(state, |table| table.complete_free(entry.serial, cause));
         state.pools.remove_block(entry.pool);
     }
@@ -136,55 +123,43 @@ impl<S: Source> UncachedAllocator<S> {
         if entry.capture.is_some() && state.pools.keep_for_graph(entry.pool, entry.serial) {
             return Ok(Decision::KeptForGraph);
         }
-        let mut others = state.pools.streams_of(entry.pool);
-        others.extend(&entry.uses);
-        others.retain(|&stream| stream != entry.stream);
-        others.sort_unstable();
-        others.dedup();
         let own = self.status(entry.stream, pass)?;
+        if S::STREAM_ORDERED {
+            self.decide_stream_ordered(state, entry, own, pass)
+        } else {
+            self.decide_fenced(state, entry, own, pass)
+        }
+    }
+
+    fn decide_stream_ordered(
+        &self,
+        state: &DeviceState,
+        entry: &TableEntry,
+        own: CaptureStatus,
+        pass: &mut Pass,
+    ) -> Result<Decision> {
+        let others = other_streams(state, entry);
+        let statuses = others.iter().map(|&stream| self.status(stream, pass)).collect::<Result<Vec<_>>>()?;
         if let Some(capture) = entry.capture
-            && S::STREAM_ORDERED
             && own == CaptureStatus::Capturing(capture)
         {
-            return self.decide_in_capture(entry, capture, &others, pass);
+            return self.decide_in_capture(entry, capture, &others, &statuses);
         }
-        if own.refuses_work() {
+        if own.refuses_work() || statuses.iter().any(|status| status.refuses_work()) {
             return Ok(Decision::NotYet);
         }
-        let fences = lock(&state.fences).of.remove(&entry.serial);
-        let is_fenced = fences.is_some();
-        let mut destroyed = own == CaptureStatus::StreamDestroyed;
-        for &stream in others.iter().filter(|_| !is_fenced) {
-            let status = self.status(stream, pass)?;
-            if status.refuses_work() {
-                return Ok(Decision::NotYet);
-            }
-            destroyed |= status == CaptureStatus::StreamDestroyed;
+        if own == CaptureStatus::StreamDestroyed || statuses.contains(&CaptureStatus::StreamDestroyed) {
+            // Only the devices can be waited for: left to a caller that waits anyhow.
+            return if pass.waits { self.decide_after_devices(state, entry, own) } else { Ok(Decision::NotYet) };
         }
-        if destroyed && !is_fenced {
-            return self.wait_for_devices(state, entry, own, pass);
+        if others.is_empty() {
+            return Ok(Decision::Release(own_stream(entry)));
         }
-        let own_stream = RawStream { id: entry.stream, raw: RawHandle(entry.stream_raw) };
-        if S::STREAM_ORDERED {
-            return match others.is_empty() {
-                true => Ok(Decision::Release(own_stream)),
-                false => self.join(state, entry.stream, &others).map(Decision::Release),
-            };
+        let joined = self.source.release_stream(state.ledger.device())?;
+        for &stream in [entry.stream].iter().chain(&others) {
+            stream_fence::order_after(&self.instance, stream, joined)?;
         }
-        let fences = match fences {
-            Some(fences) => Some(fences),
-            None => self.record_fences(state, &others)?,
-        };
-        let Some(mut fences) = fences else { return Ok(Decision::NotYet) };
-        let dropped = self.drop_passed(&mut fences, pass);
-        if dropped.is_err() || !fences.is_empty() {
-            lock(&state.fences).of.insert(entry.serial, fences);
-            return dropped.map(|()| Decision::NotYet);
-        }
-        if own == CaptureStatus::StreamDestroyed {
-            return self.wait_for_devices(state, entry, own, pass);
-        }
-        Ok(Decision::Release(own_stream))
+        Ok(Decision::Release(state.ledger.raw_stream(joined, self.driver())?.0))
     }
 
     /// In the capture that allocated the block the free is a node, behind all uses. The block's own stream waits for the
@@ -194,104 +169,63 @@ impl<S: Source> UncachedAllocator<S> {
         entry: &TableEntry,
         capture: CaptureId,
         others: &[StreamId],
-        pass: &mut Pass,
+        statuses: &[CaptureStatus],
     ) -> Result<Decision> {
-        for &stream in others {
+        if statuses.iter().any(|&status| status != CaptureStatus::Capturing(capture)) {
             // A use outside of the capture: the graph cannot wait for it.
-            if self.status(stream, pass)? != CaptureStatus::Capturing(capture) {
-                return Ok(Decision::NotYet);
-            }
+            return Ok(Decision::NotYet);
         }
         for &stream in others {
-            self.wait_for_stream(entry.stream, stream)?;
+            stream_fence::order_after(&self.instance, stream, entry.stream)?;
         }
-        Ok(Decision::Release(RawStream { id: entry.stream, raw: RawHandle(entry.stream_raw) }))
+        Ok(Decision::Release(own_stream(entry)))
     }
 
-    /// The allocator's release stream, behind the work of `own` and `others`.
-    fn join(&self, state: &DeviceState, own: StreamId, others: &[StreamId]) -> Result<RawStream> {
-        let joined = self.source.release_stream(state.ledger.device())?;
-        for &stream in [own].iter().chain(others) {
-            self.wait_for_stream(joined, stream)?;
-        }
-        Ok(state.ledger.raw_stream(joined, self.driver())?.0)
-    }
-
-    /// Makes later work of `waiting` wait for what is in `stream` now.
-    fn wait_for_stream(&self, waiting: StreamId, stream: StreamId) -> Result<()> {
-        let device = self.driver().stream_handle(stream)?.device;
-        let event = Device::known(&self.instance, device).event_pool().take()?;
-        self.driver().event_record(event.id(), stream, EventScope::Plain)?;
-        Ok(self.driver().stream_wait_event(waiting, event.id(), EventScope::Plain)?)
-    }
-
-    /// Records a fence in each of `streams`; `None` if one of them captures by now.
-    fn record_fences(&self, state: &DeviceState, streams: &[StreamId]) -> Result<Option<Vec<Fence>>> {
-        let mut fences = Vec::with_capacity(streams.len());
-        for &stream in streams {
-            let device = self.driver().stream_handle(stream)?.device;
-            let mut event = Device::known(&self.instance, device).event_pool().take()?;
-            self.driver().event_record(event.id(), stream, EventScope::Plain)?;
-            if CaptureStatus::of(self.driver(), stream)? != CaptureStatus::NotCapturing {
-                // Another thread began a capture meanwhile: the event may belong to it, and a query would invalidate it.
-                event.never_reuse();
-                return Ok(None);
-            }
-            let number = {
-                let mut all = lock(&state.fences);
-                all.last += 1;
-                all.last
-            };
-            fences.push(Fence { stream, number, event });
-        }
-        Ok(Some(fences))
-    }
-
-    /// Drops the fences that have passed; all of them, if this pass waits.
-    fn drop_passed(&self, fences: &mut Vec<Fence>, pass: &mut Pass) -> Result<()> {
-        if fences.is_empty() {
-            return Ok(());
-        }
-        let _relaxed = RelaxedMode::begin(self.driver())?;
-        while let Some(fence) = fences.last() {
-            if pass.behind.get(&fence.stream).is_some_and(|&first| first <= fence.number) {
-                return Ok(());
-            }
-            if pass.waits {
-                self.driver().event_synchronize(fence.event.id())?;
-            } else if !self.driver().event_query(fence.event.id())? {
-                let first = pass.behind.entry(fence.stream).or_insert(fence.number);
-                *first = fence.number.min(*first);
-                return Ok(());
-            }
-            fences.pop();
-        }
-        Ok(())
-    }
-
-    /// A stream that used the block was destroyed, so only the devices can be waited for, which would invalidate a
-    /// capture. A stream-ordered source leaves that to a pass that waits.
-    fn wait_for_devices(
+    fn decide_fenced(
         &self,
         state: &DeviceState,
         entry: &TableEntry,
         own: CaptureStatus,
-        pass: &Pass,
+        pass: &mut Pass,
     ) -> Result<Decision> {
-        if self.has_captures() || S::STREAM_ORDERED && !pass.waits {
+        if own.refuses_work() {
             return Ok(Decision::NotYet);
         }
-        for device in self.instance.devices() {
-            if self.driver().context_is_active(device.id())? {
-                device.synchronize()?;
+        let owner = Fencing { allocator: self, state };
+        if !self.with(state, |table| table.has_fences(entry.serial)) {
+            let others = other_streams(state, entry);
+            self.with(state, |table| table.begin_fences(entry.serial, others));
+            stream_fence::fence(&owner, entry.serial)?;
+        }
+        let is_clear = || owner.with_uses(&entry.serial, |uses| uses.is_clear());
+        if !is_clear() {
+            let outcome = if pass.waits {
+                stream_fence::wait_all(&owner)
+            } else if !std::mem::replace(&mut pass.polled, true) {
+                stream_fence::poll(&owner)
+            } else {
+                Ok(())
+            };
+            if !is_clear() {
+                return outcome.map(|()| Decision::NotYet);
             }
         }
+        if own == CaptureStatus::StreamDestroyed {
+            return self.decide_after_devices(state, entry, own);
+        }
+        Ok(Decision::Release(own_stream(entry)))
+    }
+
+    /// Waits for the devices, unless a capture is under way: it would be invalidated.
+    fn decide_after_devices(&self, state: &DeviceState, entry: &TableEntry, own: CaptureStatus) -> Result<Decision> {
+        if self.has_captures() || !stream_fence::wait_for_devices(&self.instance)? {
+            return Ok(Decision::NotYet);
+        }
+        if own != CaptureStatus::StreamDestroyed {
+            return Ok(Decision::Release(own_stream(entry)));
+        }
         // A source must not get the handle of a destroyed stream.
-        let stream = if own == CaptureStatus::StreamDestroyed {
-            self.source.release_stream(state.ledger.device())?
-        } else {
-            entry.stream
-        };
+        let stream = self.source.release_stream(state.ledger.device())?;
         Ok(Decision::Release(state.ledger.raw_stream(stream, self.driver())?.0))
     }
 
@@ -303,4 +237,56 @@ impl<S: Source> UncachedAllocator<S> {
         pass.statuses.insert(stream, status);
         Ok(status)
     }
+}
+
+fn own_stream(entry: &TableEntry) -> RawStream {
+    RawStream { id: entry.stream, raw: RawHandle(entry.stream_raw) }
+}
+
+/// The streams other than its own that may use a block.
+fn other_streams(state: &DeviceState, entry: &TableEntry) -> Vec<StreamId> {
+    let mut others = state.pools.streams_of(entry.pool);
+    others.extend(&entry.uses);
+    others.retain(|&stream| stream != entry.stream);
+    others.sort_unstable();
+    others.dedup();
+    others
+}
+
+/// The fences of one device. A freed block is named by its serial; `decide` reclaims it.
+struct Fencing<'a, S> {
+    allocator: &'a UncachedAllocator<S>,
+    state: &'a DeviceState,
+}
+
+impl<S: Source> FenceOwner for Fencing<'_, S> {
+    type Key = u64;
+
+    fn instance(&self) -> &Instance {
+        &self.allocator.instance
+    }
+
+    fn has_captures(&self) -> bool {
+        self.allocator.has_captures()
+    }
+
+    fn capture_guard(&self) -> Result<impl Sized> {
+        RelaxedMode::begin(self.allocator.driver())
+    }
+
+    fn with_uses<R>(&self, serial: &u64, act: impl FnOnce(&mut StreamUses) -> R) -> R {
+        self.allocator.with(self.state, |table| act(table.stream_uses(*serial)))
+    }
+
+    fn with_fences<R>(&self, act: impl FnOnce(&mut StreamFences<u64>) -> R) -> R {
+        act(&mut lock(&self.state.fences))
+    }
+
+    fn complete(&self, passed: &[Fence]) {
+        let pop = |fences: &mut StreamFences<u64>| passed.iter().filter_map(|fence| fences.pop(fence)).collect();
+        let serials: Vec<u64> = self.with_fences(pop);
+        self.allocator.with(self.state, |table| serials.iter().for_each(|&at| table.stream_uses(at).fence_passed()));
+    }
+
+    fn reclaim_if_clear(&self, _: u64) {}
 }

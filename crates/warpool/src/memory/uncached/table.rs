@@ -10,6 +10,7 @@ use warpool_driver::{CaptureId, DeviceId, DevicePtr, StreamId};
 
 use crate::memory::history::StackNumbers;
 use crate::memory::journal::{Cause, Journal};
+use crate::memory::stream_fence::StreamUses;
 use crate::memory::{
     Action, Allocation, BlockInfo, BlockState, HistoryEntry, HistoryOptions, MemPoolId, SegmentInfo, SegmentKind,
     Snapshot, Stack, Stats,
@@ -53,6 +54,8 @@ impl TableEntry {
 /// A block that its owner freed and the source does not have back.
 struct PendingFree {
     entry: TableEntry,
+    /// The streams that it waits for, once fences are recorded for it.
+    uses: Option<StreamUses>,
     /// Whether a thread is releasing it now.
     releasing: bool,
 }
@@ -190,7 +193,7 @@ impl AllocationTable {
         self.stats.allocation.decrease(entry.kind(), 1);
         self.stats.allocated_bytes.decrease(entry.kind(), entry.bytes);
         self.record_block(Action::FreeRequested, entry.requested, &entry, cause);
-        self.pending.insert(entry.serial, PendingFree { entry: entry.clone(), releasing });
+        self.pending.insert(entry.serial, PendingFree { entry: entry.clone(), uses: None, releasing });
         self.idle_pending += usize::from(!releasing);
         Ok(entry)
     }
@@ -219,6 +222,23 @@ impl AllocationTable {
         assert!(pending.releasing, "block {serial} is not being released");
         pending.releasing = false;
         self.idle_pending += 1;
+    }
+
+    /// Whether [`begin_fences`](Self::begin_fences) was called for a freed block.
+    pub(super) fn has_fences(&self, serial: u64) -> bool {
+        self.pending.get(&serial).is_some_and(|pending| pending.uses.is_some())
+    }
+
+    /// Lets a freed block wait for `streams`.
+    pub(super) fn begin_fences(&mut self, serial: u64, streams: Vec<StreamId>) {
+        let pending = self.pending.get_mut(&serial).expect("a block that is being released is pending");
+        pending.uses.insert(StreamUses::of(streams)).mark_freed();
+    }
+
+    /// The streams that a freed block waits for.
+    pub(super) fn stream_uses(&mut self, serial: u64) -> &mut StreamUses {
+        let uses = self.pending.get_mut(&serial).and_then(|pending| pending.uses.as_mut());
+        uses.expect("a block with fences is pending")
     }
 
     /// Second half of a free: the source has the block, or is about to.
