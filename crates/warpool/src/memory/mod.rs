@@ -36,8 +36,7 @@
 //! - [`HostAllocator`] gives pinned host memory, as [`HostBlock`]s, for all devices.
 //! - [`PluggableAllocator`] is a device allocator over a user's functions, an [`ExternalAllocator`]; [`ExternalUpstream`]
 //!   makes them the upstream of one pool.
-//! - [`Limited`], [`Traced`], [`Counted`], [`FailureCallback`] wrap any allocator and add one thing each. They are
-//!   [`Layer`]s; anybody's layer is an allocator.
+//! - [`Limited`] and [`Traced`] are [`Decorator`]s: each wraps any allocator and adds one thing.
 //! - [`MemPool`] and [`PoolKeeper`]: private pools, for graphs and for programs that want memory of their own.
 //! - [`Settings`]: PyTorch's settings strings, read strictly; [`lint`] says what of one has no effect.
 //! - [`Stats`], [`HistoryOptions`], [`Snapshot`]: what was counted, what happened, what there is, in PyTorch's terms.
@@ -63,11 +62,11 @@
 mod allocator;
 mod block;
 mod caching;
+mod decorate;
 mod external;
 mod history;
 mod host;
 mod journal;
-mod layer;
 mod observe;
 mod pool;
 mod scopes;
@@ -84,6 +83,7 @@ pub use crate::pool_id::MemPoolId;
 pub use allocator::{Allocation, DeviceAllocator, Request, SnapshotOptions};
 pub use block::{Allocate, Block};
 pub use caching::{CachingAllocator, PoolCheckpoint, Restored};
+pub use decorate::{AllocatorCall, Decorator, FreeCall, Limited, Traced};
 pub use external::{BaseAllocation, ExternalAllocator, ExternalUpstream, FnAllocator, Handled, RawStream};
 pub(crate) use history::with_metadata;
 pub use history::{
@@ -92,10 +92,6 @@ pub use history::{
 };
 pub(crate) use host::GraphHostPool;
 pub use host::{HostAllocator, HostBlock, HostStats, HostTime};
-pub use layer::{
-    AllocatorCall, CallSink, Counted, Counts, FailureCallback, GivenBack, IntoAllocator, Layer, Limited, Traced,
-    TracingSink,
-};
 pub use observe::{ObserverId, Observers, OomObserver, PressureCallback, StackHook, Tracker, TrimHook};
 pub use pool::{MemPool, PoolKeeper, PoolOptions, PoolScope, Route, Upstream};
 pub use settings::{

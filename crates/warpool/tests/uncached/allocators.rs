@@ -12,10 +12,9 @@ use warpool::driver::decorate::Counting;
 use warpool::driver::sim::{SimConfig, SimDriver};
 use warpool::driver::{CaptureMode, DeviceId, DevicePtr, Driver, Pattern, PoolAttribute};
 use warpool::memory::{
-    Action, Allocate, Allocation, AllocatorCall, BlockState, CachingAllocator, Counted, DeviceAllocator,
-    DriverPoolAllocator, ExternalAllocator, FailureCallback, HistoryOptions, Limited, MemPoolId, OomCause,
-    PluggableAllocator, RawStream, Request, Settings, Snapshot, SnapshotOptions, StatByKind, Stats, Traced,
-    TracingSink,
+    Action, Allocate, Allocation, BlockState, CachingAllocator, DeviceAllocator, DriverPoolAllocator,
+    ExternalAllocator, HistoryOptions, Limited, MemPoolId, OomCause, PluggableAllocator, RawStream, Request, Settings,
+    Snapshot, SnapshotOptions, StatByKind, Stats, Traced,
 };
 use warpool::{Device, Error, Instance, Stream};
 
@@ -26,16 +25,13 @@ const ALLOCATORS: &[(&str, Make)] = &[
     ("caching, expandable", |instance| Arc::new(CachingAllocator::new(instance, parsed("expandable_segments:True")))),
     ("driver-pool", |instance| Arc::new(DriverPoolAllocator::new(instance))),
     ("pluggable", |instance| Arc::new(plugged(instance))),
-    ("limited", |instance| Arc::new(Limited::new(CachingAllocator::new(instance, Settings::default()), u64::MAX))),
-    ("traced", |instance| Arc::new(Traced::new(plugged(instance), |_: &AllocatorCall, _: Option<&Error>| {}))),
-    ("counted", |instance| Arc::new(Counted::new(Arc::new(DriverPoolAllocator::new(instance))))),
-    ("failure-callback", |instance| {
-        Arc::new(FailureCallback::new(CachingAllocator::new(instance, Settings::default()), |_| false))
+    ("limited", |instance| {
+        Arc::new(Limited::new(Arc::new(CachingAllocator::new(instance, Settings::default())), u64::MAX))
     }),
-    ("four layers", |instance| {
-        let caching: Arc<dyn DeviceAllocator> = Arc::new(CachingAllocator::new(instance, Settings::default()));
-        let layers = Counted::new(Limited::new(FailureCallback::new(caching, |_| false), u64::MAX));
-        Arc::new(Traced::new(layers, TracingSink))
+    ("traced", |instance| Arc::new(Traced::new(Arc::new(plugged(instance)), |_, _| {}))),
+    ("traced, limited", |instance| {
+        let limited = Limited::new(Arc::new(DriverPoolAllocator::new(instance)), u64::MAX);
+        Arc::new(Traced::new(Arc::new(limited), |_, _| {}))
     }),
 ];
 

@@ -1,4 +1,4 @@
-//! What each layer around an allocator adds. That nothing else changes, `allocators.rs` checks.
+//! What each decorator adds. That nothing else changes is checked in `allocators.rs`.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
@@ -7,22 +7,22 @@ use warpool::driver::DeviceId;
 use warpool::driver::sim::SimDriver;
 use warpool::graph::{CaptureOptions, Graph, GraphOptions};
 use warpool::memory::{
-    Allocate, AllocatorCall, Block, CachingAllocator, Counted, Counts, DeviceAllocator, FailureCallback, GivenBack,
-    Limited, MemPoolId, OomCause, OomReport, Request, Settings, SnapshotOptions, Traced,
+    Allocate, AllocatorCall, Block, CachingAllocator, DeviceAllocator, FreeCall, Limited, MemPoolId, OomCause,
+    OomReport, Request, Settings, Traced,
 };
 use warpool::{Error, Instance, Result, Stream};
 
 const DEVICE: DeviceId = DeviceId(0);
 const MIB: u64 = 1 << 20;
 
-struct Bench {
+struct Setup {
     sim: Arc<SimDriver>,
     instance: Instance,
     caching: Arc<dyn DeviceAllocator>,
     stream: Stream,
 }
 
-impl Bench {
+impl Setup {
     fn new() -> Self {
         let (sim, instance) = crate::common::machine(1);
         let caching: Arc<dyn DeviceAllocator> = Arc::new(CachingAllocator::new(&instance, Settings::default()));
@@ -36,91 +36,92 @@ impl Bench {
     }
 }
 
-fn report(outcome: Result<Block>) -> OomReport {
+fn oom_report(outcome: Result<Block>) -> OomReport {
     match outcome {
         Err(Error::OutOfMemory(report)) => *report,
-        other => panic!("out of memory was due: {other:?}"),
+        other => panic!("expected out of memory: {other:?}"),
     }
 }
 
-/// The device that the caller knows reaches the allocator inside, through every layer.
+/// The device passed by the caller reaches the innermost allocator.
 #[test]
-fn a_free_by_address_and_device_goes_through() {
-    let bench = Bench::new();
-    let heard = Arc::new(Mutex::new(Vec::new()));
-    let hears = Arc::clone(&heard);
-    let inner = Traced::new(Arc::clone(&bench.caching), move |call: &AllocatorCall, _: Option<&Error>| {
-        hears.lock().unwrap().push(call.clone());
-    });
-    let limited = Arc::new(Limited::new(FailureCallback::new(inner, |_| false), 10 * MIB));
-    let any: Arc<dyn DeviceAllocator> = Arc::new(Counted::new(limited.clone()));
-    let given = any.allocate(MIB, &bench.stream).unwrap().into_raw();
-    heard.lock().unwrap().clear();
-    any.free_on(DEVICE, given.ptr).unwrap();
-    assert_eq!(*heard.lock().unwrap(), [AllocatorCall::Free { what: GivenBack::On(DEVICE, given.ptr) }]);
-    assert_eq!(limited.bytes_held(), 0);
-    bench.finish();
+fn a_free_by_device_is_forwarded() {
+    let setup = Setup::new();
+    let calls = Arc::new(Mutex::new(Vec::new()));
+    let log = Arc::clone(&calls);
+    let inner = Traced::new(Arc::clone(&setup.caching), move |call, _| log.lock().unwrap().push(call.clone()));
+    let limited = Arc::new(Limited::new(Arc::new(inner), 10 * MIB));
+    let block = limited.allocate(MIB, &setup.stream).unwrap().into_raw();
+    calls.lock().unwrap().clear();
+    limited.free_on(DEVICE, block.ptr).unwrap();
+    assert_eq!(*calls.lock().unwrap(), [AllocatorCall::Free(FreeCall::OnDevice(DEVICE, block.ptr))]);
+    assert_eq!(limited.bytes_allocated(), 0);
+    setup.finish();
 }
 
 #[test]
-fn a_cap_limits_what_callers_hold() {
-    let bench = Bench::new();
-    let limited = Arc::new(Limited::new(Arc::clone(&bench.caching), 10 * MIB));
+fn a_cap_limits_allocated_bytes() {
+    let setup = Setup::new();
+    let limited = Arc::new(Limited::new(Arc::clone(&setup.caching), 10 * MIB));
     let any: Arc<dyn DeviceAllocator> = limited.clone();
-    let told = Arc::new(AtomicU64::new(0));
-    let count = Arc::clone(&told);
+    let observed = Arc::new(AtomicU64::new(0));
+    let count = Arc::clone(&observed);
     any.observers().attach_oom_observer(Arc::new(move |_| {
         count.fetch_add(1, Ordering::SeqCst);
     }));
 
-    let first = any.allocate(6 * MIB, &bench.stream).unwrap();
-    let reserved = bench.caching.stats(DEVICE).unwrap().reserved_bytes.all.current;
-    let refused = report(any.allocate(4 * MIB + 1, &bench.stream));
+    let first = any.allocate(6 * MIB, &setup.stream).unwrap();
+    let reserved = setup.caching.stats(DEVICE).unwrap().reserved_bytes.all.current;
+    let refused = oom_report(any.allocate(4 * MIB + 1, &setup.stream));
     assert_eq!((refused.cause, refused.bytes_limit), (OomCause::Cap { held: 6 * MIB }, Some(10 * MIB)));
     assert_eq!((refused.bytes_requested, refused.bytes_allocated), (4 * MIB + 1, 6 * MIB));
     let text = refused.to_string();
-    assert!(text.contains("a cap of 10.00 MiB") && text.contains("they hold 6.00 MiB"), "{text}");
-    assert_eq!(told.load(Ordering::SeqCst), 1);
-    assert_eq!(bench.caching.stats(DEVICE).unwrap().reserved_bytes.all.current, reserved, "the inner one is not asked");
+    assert!(text.contains("a cap of 10.00 MiB") && text.contains("6.00 MiB is allocated"), "{text}");
+    assert_eq!(observed.load(Ordering::SeqCst), 1);
+    assert_eq!(
+        setup.caching.stats(DEVICE).unwrap().reserved_bytes.all.current,
+        reserved,
+        "the inner allocator is not called"
+    );
 
-    let second = any.allocate(4 * MIB, &bench.stream).unwrap();
-    assert_eq!((limited.bytes_held(), limited.bytes_cap()), (10 * MIB, 10 * MIB));
-    // Dropped, freed, freed by address: all of it comes back through the layer.
+    let second = any.allocate(4 * MIB, &setup.stream).unwrap();
+    assert_eq!((limited.bytes_allocated(), limited.bytes_cap()), (10 * MIB, 10 * MIB));
+    // Every kind of free passes through the decorator.
     drop(first);
-    assert_eq!(limited.bytes_held(), 4 * MIB);
+    assert_eq!(limited.bytes_allocated(), 4 * MIB);
     second.free().unwrap();
-    let third = any.allocate(10 * MIB, &bench.stream).unwrap().into_raw();
+    let third = any.allocate(10 * MIB, &setup.stream).unwrap().into_raw();
     any.free_raw(third.ptr).unwrap();
-    assert_eq!(limited.bytes_held(), 0);
+    assert_eq!(limited.bytes_allocated(), 0);
 
-    // What was got past the layer is none of its business, and what is stale is not counted twice.
-    let past = bench.caching.allocate(MIB, &bench.stream).unwrap().into_raw();
+    // Blocks allocated past the decorator do not count, and a stale free changes nothing.
+    let past = setup.caching.allocate(MIB, &setup.stream).unwrap().into_raw();
     any.free(past).unwrap();
-    assert_eq!(limited.bytes_held(), 0);
-    let stale = any.allocate(MIB, &bench.stream).unwrap().into_raw();
+    assert_eq!(limited.bytes_allocated(), 0);
+    let stale = any.allocate(MIB, &setup.stream).unwrap().into_raw();
     any.free(stale).unwrap();
-    let next = any.allocate(MIB, &bench.stream).unwrap();
+    let next = any.allocate(MIB, &setup.stream).unwrap();
     assert_eq!(any.free(stale), Err(Error::UnknownPointer { ptr: stale.ptr }));
     any.free_later(stale);
-    assert_eq!(limited.bytes_held(), MIB);
+    assert_eq!(limited.bytes_allocated(), MIB);
     drop(next);
 
-    // A failure inside holds nothing.
-    assert!(matches!(any.allocate(u64::MAX, &bench.stream), Err(Error::OutOfMemory(_))));
-    let wide = Limited::new(Arc::clone(&bench.caching), u64::MAX);
-    assert!(wide.allocate_raw(Request::new(DEVICE, bench.stream.id(), 1 << 50)).is_err());
-    assert_eq!((wide.bytes_held(), limited.bytes_held()), (0, 0));
-    bench.finish();
+    // A failed request counts nothing.
+    assert!(matches!(any.allocate(u64::MAX, &setup.stream), Err(Error::OutOfMemory(_))));
+    let wide = Limited::new(Arc::clone(&setup.caching), u64::MAX);
+    assert!(wide.allocate_raw(Request::new(DEVICE, setup.stream.id(), 1 << 50)).is_err());
+    assert_eq!((wide.bytes_allocated(), limited.bytes_allocated()), (0, 0));
+    setup.finish();
 }
 
 #[test]
 fn threads_stay_below_the_cap() {
-    let bench = Bench::new();
-    let limited = Arc::new(Limited::new(Arc::clone(&bench.caching), 8 * MIB));
+    let setup = Setup::new();
+    let limited = Arc::new(Limited::new(Arc::clone(&setup.caching), 8 * MIB));
     std::thread::scope(|scope| {
         for _ in 0..4 {
             scope.spawn(|| {
-                let stream = bench.instance.device(0).unwrap().pool_stream().unwrap();
+                let stream = setup.instance.device(0).unwrap().pool_stream().unwrap();
                 let mut blocks = Vec::new();
                 for _ in 0..200 {
                     match limited.allocate(MIB, &stream) {
@@ -131,145 +132,61 @@ fn threads_stay_below_the_cap() {
                         }
                         Err(other) => panic!("{other}"),
                     }
-                    assert!(limited.bytes_held() <= 8 * MIB);
+                    assert!(limited.bytes_allocated() <= 8 * MIB);
                 }
             });
         }
     });
-    assert_eq!(limited.bytes_held(), 0);
-    bench.finish();
+    assert_eq!(limited.bytes_allocated(), 0);
+    setup.finish();
 }
 
 #[test]
-fn every_call_is_told() {
-    let bench = Bench::new();
-    let told = Arc::new(Mutex::new(Vec::<(AllocatorCall, Option<Error>)>::new()));
-    let sink = Arc::clone(&told);
-    let traced: Arc<dyn DeviceAllocator> =
-        Arc::new(Traced::new(Arc::clone(&bench.caching), move |call: &AllocatorCall, error: Option<&Error>| {
-            sink.lock().unwrap().push((call.clone(), error.cloned()));
-        }));
-    let request = Request::new(DEVICE, bench.stream.id(), 1000);
-    let given = traced.allocate_raw(request).unwrap();
-    traced.record_use(given, bench.stream.id()).unwrap();
-    traced.find(given.ptr).unwrap();
-    traced.free(given).unwrap();
-    let twice = traced.free_raw(given.ptr).unwrap_err();
-    let block = traced.allocate(0, &bench.stream).unwrap();
-    drop(block);
-    let by_device = traced.allocate(10, &bench.stream).unwrap().into_raw();
-    traced.free_on(DEVICE, by_device.ptr).unwrap();
-    let kept = traced.allocate(1000, &bench.stream).unwrap();
-    let again = Request::new(DEVICE, bench.stream.id(), 1000);
-    drop(kept);
-    let trimmed = traced.trim(DEVICE, MemPoolId::DEFAULT).unwrap();
-    traced.largest_available(DEVICE).unwrap();
-    traced.set_memory_fraction(DEVICE, 1.0).unwrap();
-    traced.memory_fraction(DEVICE).unwrap();
-    traced.stats(DEVICE).unwrap();
-    traced.reset_peak_stats(DEVICE).unwrap();
-    traced.reset_accumulated_stats(DEVICE).unwrap();
-    traced.snapshot(SnapshotOptions::default()).unwrap();
-    traced.record_history(None).unwrap();
-
-    let mut told = std::mem::take(&mut *told.lock().unwrap()).into_iter();
-    let mut next = || told.next().expect("one more call");
-    let fine = |call| (call, None);
-    assert_eq!(next(), fine(AllocatorCall::Allocate { request, given: Some(given) }));
-    assert_eq!(next(), fine(AllocatorCall::RecordUse { ptr: given.ptr, stream: bench.stream.id() }));
-    assert_eq!(next(), fine(AllocatorCall::Find { ptr: given.ptr }));
-    assert_eq!(next(), fine(AllocatorCall::Free { what: GivenBack::Owned(given) }));
-    assert_eq!(next(), (AllocatorCall::Free { what: GivenBack::At(given.ptr) }, Some(twice)));
-    let (nothing, error) = next();
-    assert!(error.is_none() && matches!(nothing, AllocatorCall::Allocate { request, .. } if request.bytes == 0));
-    assert!(matches!(next().0, AllocatorCall::Allocate { request, .. } if request.bytes == 10));
-    assert_eq!(next(), fine(AllocatorCall::Free { what: GivenBack::On(DEVICE, by_device.ptr) }));
-    assert!(matches!(next().0, AllocatorCall::Allocate { request, given: Some(_) } if request == again));
-    assert!(matches!(next().0, AllocatorCall::Free { what: GivenBack::Later(_) }), "a dropped block comes through");
-    assert_eq!(next(), fine(AllocatorCall::Trim { device: DEVICE, pool: MemPoolId::DEFAULT, bytes: trimmed }));
-    assert_eq!(next(), fine(AllocatorCall::LargestAvailable { device: DEVICE }));
-    assert_eq!(next(), fine(AllocatorCall::SetMemoryFraction { device: DEVICE, fraction: 1.0 }));
-    assert_eq!(next(), fine(AllocatorCall::MemoryFraction { device: DEVICE }));
-    assert_eq!(next(), fine(AllocatorCall::Stats { device: DEVICE }));
-    assert_eq!(next(), fine(AllocatorCall::ResetPeakStats { device: DEVICE }));
-    assert_eq!(next(), fine(AllocatorCall::ResetAccumulatedStats { device: DEVICE }));
-    assert_eq!(next(), fine(AllocatorCall::Snapshot { options: SnapshotOptions::default() }));
-    assert_eq!(next(), fine(AllocatorCall::RecordHistory { on: false }));
-    assert_eq!(told.next(), None);
-    bench.finish();
-}
-
-#[test]
-fn calls_bytes_and_failures_are_counted() {
-    let bench = Bench::new();
-    let counted = Arc::new(Counted::new(Arc::clone(&bench.caching)));
-    let any: Arc<dyn DeviceAllocator> = counted.clone();
-    let blocks = [1000, 3 * MIB, 5000].map(|bytes| any.allocate(bytes, &bench.stream).unwrap());
-    blocks[0].record_use(&bench.instance.device(0).unwrap().pool_stream().unwrap()).unwrap();
-    let [first, second, third] = blocks;
-    first.free().unwrap();
-    drop(second);
-    assert!(any.allocate(1 << 50, &bench.stream).is_err());
-    assert!(any.free_raw(warpool::driver::DevicePtr(512)).is_err());
-    any.stats(DEVICE).unwrap();
-    let counts = Counts {
-        allocations: 4,
-        frees: 3,
-        uses: 1,
-        others: 1,
-        failures: 2,
-        out_of_memory: 1,
-        blocks_live: 1,
-        blocks_peak: 3,
-        bytes_live: 5000,
-        bytes_peak: 3 * MIB + 6000,
-        bytes_given: 3 * MIB + 6000,
-    };
-    assert_eq!(counted.counts(), counts);
-    counted.reset();
-    let held = Counts { blocks_live: 1, blocks_peak: 1, bytes_live: 5000, bytes_peak: 5000, ..Counts::default() };
-    assert_eq!(counted.counts(), held);
-    drop(third);
-    assert_eq!((counted.counts().bytes_live, counted.counts().frees), (0, 1));
-    bench.finish();
-}
-
-#[test]
-fn a_callback_decides_whether_to_try_again() {
-    let bench = Bench::new();
-    let limited = Arc::new(Limited::new(Arc::clone(&bench.caching), 10 * MIB));
-    let spare: Arc<Mutex<Vec<Block>>> = Arc::default();
-    let asked = Arc::new(AtomicU64::new(0));
-    let (gives_up, count) = (Arc::clone(&spare), Arc::clone(&asked));
-    let any: Arc<dyn DeviceAllocator> = Arc::new(FailureCallback::new(Arc::clone(&limited), move |report| {
-        assert!(matches!(report.cause, OomCause::Cap { .. }));
-        count.fetch_add(1, Ordering::SeqCst);
-        gives_up.lock().unwrap().pop().is_some()
+fn every_call_is_traced() {
+    let setup = Setup::new();
+    let calls = Arc::new(Mutex::new(Vec::<(AllocatorCall, Option<Error>)>::new()));
+    let log = Arc::clone(&calls);
+    let traced: Arc<dyn DeviceAllocator> = Arc::new(Traced::new(Arc::clone(&setup.caching), move |call, error| {
+        log.lock().unwrap().push((call.clone(), error.cloned()));
     }));
-    for _ in 0..5 {
-        spare.lock().unwrap().push(any.allocate(2 * MIB, &bench.stream).unwrap());
-    }
-    // Three have to go: asked as often, and no more.
-    let large = any.allocate(6 * MIB, &bench.stream).unwrap();
-    assert_eq!((asked.load(Ordering::SeqCst), spare.lock().unwrap().len()), (3, 2));
-    let refused = report(any.allocate(11 * MIB, &bench.stream));
-    assert_eq!((asked.load(Ordering::SeqCst), refused.cause), (6, OomCause::Cap { held: 6 * MIB }));
-    // Other failures are not its business.
-    assert_eq!(any.free_raw(warpool::driver::DevicePtr(512)).map_err(|_| ()), Err(()));
-    assert_eq!(asked.load(Ordering::SeqCst), 6);
-    drop(large);
-    bench.finish();
+    let request = Request::new(DEVICE, setup.stream.id(), 1000);
+    let block = traced.allocate_raw(request).unwrap();
+    traced.record_use(block, setup.stream.id()).unwrap();
+    traced.free(block).unwrap();
+    let twice = traced.free_raw(block.ptr).unwrap_err();
+    let by_device = traced.allocate(10, &setup.stream).unwrap().into_raw();
+    traced.free_on(DEVICE, by_device.ptr).unwrap();
+    drop(traced.allocate(1000, &setup.stream).unwrap());
+    traced.allocate(1 << 50, &setup.stream).unwrap_err();
+    let trimmed = traced.trim(DEVICE, MemPoolId::DEFAULT).unwrap();
+    traced.stats(DEVICE).expect("it is not traced");
+
+    let mut calls = std::mem::take(&mut *calls.lock().unwrap()).into_iter();
+    let mut next = || calls.next().expect("one more call");
+    let ok = |call| (call, None);
+    assert_eq!(next(), ok(AllocatorCall::Allocate { request, allocation: Some(block) }));
+    assert_eq!(next(), ok(AllocatorCall::RecordUse { ptr: block.ptr, stream: setup.stream.id() }));
+    assert_eq!(next(), ok(AllocatorCall::Free(FreeCall::Owned(block))));
+    assert_eq!(next(), (AllocatorCall::Free(FreeCall::Raw(block.ptr)), Some(twice)));
+    assert!(matches!(next().0, AllocatorCall::Allocate { request, .. } if request.bytes == 10));
+    assert_eq!(next(), ok(AllocatorCall::Free(FreeCall::OnDevice(DEVICE, by_device.ptr))));
+    assert!(matches!(next().0, AllocatorCall::Allocate { allocation: Some(_), .. }));
+    assert!(matches!(next().0, AllocatorCall::Free(FreeCall::Dropped(_))));
+    let (failed, error) = next();
+    assert!(matches!(failed, AllocatorCall::Allocate { allocation: None, .. }) && error.is_some());
+    assert_eq!(next(), ok(AllocatorCall::Trim { device: DEVICE, pool: MemPoolId::DEFAULT, bytes: trimmed }));
+    assert_eq!(calls.next(), None);
+    setup.finish();
 }
 
 #[test]
-fn layers_nest_and_graphs_go_through_them() {
-    let bench = Bench::new();
-    let counted = Arc::new(Counted::new(Limited::new(Arc::clone(&bench.caching), MIB)));
-    let traced = Traced::new(Arc::clone(&counted), |_: &AllocatorCall, _: Option<&Error>| {});
-    let any: Arc<dyn DeviceAllocator> = Arc::new(traced);
-    assert_eq!((any.name(), any.instance()), ("traced", &bench.instance));
+fn decorators_nest_and_serve_graphs() {
+    let setup = Setup::new();
+    let limited = Arc::new(Limited::new(Arc::clone(&setup.caching), MIB));
+    let any: Arc<dyn DeviceAllocator> = Arc::new(Traced::new(limited.clone(), |_, _| {}));
+    assert_eq!((any.name(), any.instance()), ("traced", &setup.instance));
     assert!(format!("{any:?}").contains("Limited"), "{any:?}");
-    let device = bench.instance.device(0).unwrap();
+    let device = setup.instance.device(0).unwrap();
     let lease = device.lease_stream().unwrap();
     let mut graph = Graph::new(&any, &device, GraphOptions::default()).unwrap();
     let key = graph
@@ -281,13 +198,13 @@ fn layers_nest_and_graphs_go_through_them() {
             Ok(key)
         })
         .unwrap();
-    assert_eq!(counted.counts().bytes_live, 4096);
+    assert_eq!(limited.bytes_allocated(), 4096);
     graph.replay(&lease).unwrap();
     lease.synchronize().unwrap();
     let mut byte = [0];
-    bench.instance.driver().download(DEVICE, graph.buffer(key).unwrap().ptr(), &mut byte).unwrap();
+    setup.instance.driver().download(DEVICE, graph.buffer(key).unwrap().ptr(), &mut byte).unwrap();
     assert_eq!(byte, [9]);
     drop(graph);
-    assert_eq!((counted.counts().bytes_live, counted.counts().failures), (0, 1));
-    bench.finish();
+    assert_eq!(limited.bytes_allocated(), 0);
+    setup.finish();
 }

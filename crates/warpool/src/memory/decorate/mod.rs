@@ -1,0 +1,226 @@
+//! Decorators: allocators around allocators, each of which adds one thing, as RMM's resource adaptors do. [`Limited`]
+//! caps what is allocated through it, [`Traced`] passes every call to a function.
+//!
+//! They nest: `Traced::new(Arc::new(Limited::new(caching, cap)), log)`. A block remembers the outermost allocator, the
+//! one that it was requested from, so its free passes through all decorators. Private pools belong to the innermost
+//! one, and calls about them go straight there.
+
+mod limited;
+mod traced;
+
+use std::fmt;
+use std::sync::Arc;
+
+use warpool_driver::{DeviceId, DevicePtr, StreamId};
+
+use super::{
+    Allocation, DeviceAllocator, HistoryOptions, MemPoolId, Observers, PoolKeeper, Request, Snapshot, SnapshotOptions,
+    Stats,
+};
+use crate::{Error, Instance, Result};
+
+pub use limited::Limited;
+pub use traced::Traced;
+
+/// An allocator around another one. Every implementation is a [`DeviceAllocator`]: methods that are not here are
+/// forwarded.
+pub trait Decorator: fmt::Debug + Send + Sync {
+    /// What [`DeviceAllocator::name`] returns.
+    fn decorator_name(&self) -> &'static str;
+
+    /// The allocator that it is around.
+    fn inner(&self) -> &Arc<dyn DeviceAllocator>;
+
+    /// Replaces [`allocate_raw`](DeviceAllocator::allocate_raw).
+    fn on_allocate(&self, request: Request) -> Result<Allocation> {
+        self.inner().allocate_raw(request)
+    }
+
+    /// Replaces all four frees. Must not call the driver for [`FreeCall::Dropped`].
+    fn on_free(&self, free: FreeCall) -> Result<()> {
+        free.forward(&**self.inner())
+    }
+
+    /// Runs after each call that [`AllocatorCall`] lists, with its error if it failed.
+    fn after(&self, call: &AllocatorCall, error: Option<&Error>) {
+        let _ = (call, error);
+    }
+}
+
+/// Which of the four frees was called, and with what.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum FreeCall {
+    /// [`free_raw`](DeviceAllocator::free_raw).
+    Raw(DevicePtr),
+    /// [`free_on`](DeviceAllocator::free_on).
+    OnDevice(DeviceId, DevicePtr),
+    /// [`free`](DeviceAllocator::free).
+    Owned(Allocation),
+    /// [`free_later`](DeviceAllocator::free_later): a destructor, so no driver call, and errors are ignored.
+    Dropped(Allocation),
+}
+
+impl FreeCall {
+    /// The address.
+    #[must_use]
+    pub const fn ptr(self) -> DevicePtr {
+        match self {
+            Self::Raw(ptr) | Self::OnDevice(_, ptr) => ptr,
+            Self::Owned(allocation) | Self::Dropped(allocation) => allocation.ptr,
+        }
+    }
+
+    /// The allocation, if the caller passed it.
+    #[must_use]
+    pub const fn allocation(self) -> Option<Allocation> {
+        match self {
+            Self::Raw(_) | Self::OnDevice(..) => None,
+            Self::Owned(allocation) | Self::Dropped(allocation) => Some(allocation),
+        }
+    }
+
+    /// Makes the same call of `allocator`.
+    pub fn forward(self, allocator: &dyn DeviceAllocator) -> Result<()> {
+        match self {
+            Self::Raw(ptr) => allocator.free_raw(ptr),
+            Self::OnDevice(device, ptr) => allocator.free_on(device, ptr),
+            Self::Owned(allocation) => allocator.free(allocation),
+            Self::Dropped(allocation) => {
+                allocator.free_later(allocation);
+                Ok(())
+            }
+        }
+    }
+}
+
+/// A call of [`DeviceAllocator`] that decorators see.
+#[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
+pub enum AllocatorCall {
+    /// [`allocate_raw`](DeviceAllocator::allocate_raw).
+    Allocate {
+        /// The argument.
+        request: Request,
+        /// The result, unless it failed.
+        allocation: Option<Allocation>,
+    },
+    /// One of the four frees.
+    Free(FreeCall),
+    /// [`record_use_raw`](DeviceAllocator::record_use_raw) or [`record_use`](DeviceAllocator::record_use).
+    RecordUse {
+        /// The block.
+        ptr: DevicePtr,
+        /// The stream that uses it.
+        stream: StreamId,
+    },
+    /// [`trim`](DeviceAllocator::trim).
+    Trim {
+        /// Which device.
+        device: DeviceId,
+        /// Which pool.
+        pool: MemPoolId,
+        /// How many bytes were returned to the driver.
+        bytes: u64,
+    },
+}
+
+fn finish<T>(decorator: &impl Decorator, call: &AllocatorCall, outcome: Result<T>) -> Result<T> {
+    decorator.after(call, outcome.as_ref().err());
+    outcome
+}
+
+fn free(decorator: &impl Decorator, free: FreeCall) -> Result<()> {
+    finish(decorator, &AllocatorCall::Free(free), decorator.on_free(free))
+}
+
+impl<D: Decorator> DeviceAllocator for D {
+    fn name(&self) -> &'static str {
+        self.decorator_name()
+    }
+
+    fn instance(&self) -> &Instance {
+        self.inner().instance()
+    }
+
+    fn allocate_raw(&self, request: Request) -> Result<Allocation> {
+        let outcome = self.on_allocate(request);
+        let allocation = outcome.as_ref().ok().copied();
+        finish(self, &AllocatorCall::Allocate { request, allocation }, outcome)
+    }
+
+    fn free_raw(&self, ptr: DevicePtr) -> Result<()> {
+        free(self, FreeCall::Raw(ptr))
+    }
+
+    fn free_on(&self, device: DeviceId, ptr: DevicePtr) -> Result<()> {
+        free(self, FreeCall::OnDevice(device, ptr))
+    }
+
+    fn free(&self, allocation: Allocation) -> Result<()> {
+        free(self, FreeCall::Owned(allocation))
+    }
+
+    fn free_later(&self, allocation: Allocation) {
+        // A destructor cannot report an error.
+        let _ = free(self, FreeCall::Dropped(allocation));
+    }
+
+    fn record_use_raw(&self, ptr: DevicePtr, stream: StreamId) -> Result<()> {
+        finish(self, &AllocatorCall::RecordUse { ptr, stream }, self.inner().record_use_raw(ptr, stream))
+    }
+
+    fn record_use(&self, allocation: Allocation, stream: StreamId) -> Result<()> {
+        let call = AllocatorCall::RecordUse { ptr: allocation.ptr, stream };
+        finish(self, &call, self.inner().record_use(allocation, stream))
+    }
+
+    fn trim(&self, device: DeviceId, pool: MemPoolId) -> Result<u64> {
+        let outcome = self.inner().trim(device, pool);
+        let bytes = outcome.as_ref().map_or(0, |&bytes| bytes);
+        finish(self, &AllocatorCall::Trim { device, pool, bytes }, outcome)
+    }
+
+    fn find(&self, ptr: DevicePtr) -> Result<Allocation> {
+        self.inner().find(ptr)
+    }
+
+    fn largest_available(&self, device: DeviceId) -> Result<u64> {
+        self.inner().largest_available(device)
+    }
+
+    fn set_memory_fraction(&self, device: DeviceId, fraction: f64) -> Result<()> {
+        self.inner().set_memory_fraction(device, fraction)
+    }
+
+    fn memory_fraction(&self, device: DeviceId) -> Result<f64> {
+        self.inner().memory_fraction(device)
+    }
+
+    fn stats(&self, device: DeviceId) -> Result<Stats> {
+        self.inner().stats(device)
+    }
+
+    fn reset_peak_stats(&self, device: DeviceId) -> Result<()> {
+        self.inner().reset_peak_stats(device)
+    }
+
+    fn reset_accumulated_stats(&self, device: DeviceId) -> Result<()> {
+        self.inner().reset_accumulated_stats(device)
+    }
+
+    fn snapshot(&self, options: SnapshotOptions) -> Result<Snapshot> {
+        self.inner().snapshot(options)
+    }
+
+    fn record_history(&self, options: Option<HistoryOptions>) -> Result<()> {
+        self.inner().record_history(options)
+    }
+
+    fn observers(&self) -> &Observers {
+        self.inner().observers()
+    }
+
+    fn pools(&self) -> Result<&dyn PoolKeeper> {
+        self.inner().pools()
+    }
+}
