@@ -70,21 +70,29 @@ impl CudaDriver {
     }
 
     /// `graph_launch` of the contract.
-    pub(crate) fn launch_exec(&self, exec: GraphExecId, stream: StreamId) -> Result<()> {
+    ///
+    /// # Safety
+    /// As there.
+    pub(crate) unsafe fn launch_exec(&self, exec: GraphExecId, stream: StreamId) -> Result<()> {
         let site = self.enter(Call::GraphLaunch)?;
         let mut row = self.exec(site, exec)?;
         let Some(known) = row.known.filter(|known| known.id == stream) else {
-            return self.launch_elsewhere(site, exec, row, stream);
+            // SAFETY: the caller promises what the nodes need.
+            return unsafe { self.launch_elsewhere(site, exec, row, stream) };
         };
         row.other = None;
         let context = known.context.map_or_else(|| self.context_of(site, known.device), Ok)?;
         let _current = self.make_current(site, context)?;
-        // SAFETY: the executable is live and ours alone, its row being held, and the stream that it knows is live.
+        // SAFETY: the executable is live and ours alone, its row being held, and the stream that it knows is live. The
+        // caller promises what the nodes need.
         site.check(unsafe { (self.api.graph_launch)(row.raw.raw(), known.raw.raw()) })
     }
 
     /// Launches on a stream that the executable does not know.
-    fn launch_elsewhere(
+    ///
+    /// # Safety
+    /// As `launch_exec`.
+    unsafe fn launch_elsewhere(
         &self,
         site: Site<'_>,
         exec: GraphExecId,
@@ -93,7 +101,8 @@ impl CudaDriver {
     ) -> Result<()> {
         let target = self.stream(site, stream)?;
         let _current = self.on_stream(site, &target)?;
-        // SAFETY: the executable is live and ours alone, its row being held; the stream is live.
+        // SAFETY: the executable is live and ours alone, its row being held; the stream is live. The caller promises
+        // what the nodes need.
         site.check(unsafe { (self.api.graph_launch)(row.raw.raw(), target.raw.raw()) })?;
         // Once is nothing: one that goes to and fro between two streams would be noted anew each time.
         if row.other.replace(stream) == Some(stream) {
@@ -190,7 +199,10 @@ impl CudaDriver {
     /// Prepares launches of `exec` on `stream` that cost what CUDA's own function costs, to compare others with. For
     /// benchmarks: until the result is dropped, whoever else wants to use the executable, or to take it or the stream
     /// away, waits. On the same thread that is for ever.
-    pub fn bare_launcher(&self, exec: GraphExecId, stream: StreamId) -> Result<BareLaunch<'_>> {
+    ///
+    /// # Safety
+    /// As for [`Graphs::graph_launch`](warpool_driver::Graphs::graph_launch), for every launch through the result.
+    pub unsafe fn bare_launcher(&self, exec: GraphExecId, stream: StreamId) -> Result<BareLaunch<'_>> {
         let site = self.enter_named("bare_launcher")?;
         let exec = self.exec(site, exec)?;
         let stream = self.stream(site, stream)?;
@@ -213,7 +225,8 @@ pub struct BareLaunch<'a> {
 impl BareLaunch<'_> {
     /// Launches the graph, by nothing but CUDA's own function.
     pub fn launch(&mut self) -> Result<()> {
-        // SAFETY: the executable is live and ours alone, and the stream live, their rows being held.
+        // SAFETY: the executable is live and ours alone, and the stream live, their rows being held. Whoever made this
+        // promised what the nodes need.
         self.site.check(unsafe { (self.launch)(self.exec.raw.raw(), self.stream.raw.raw()) })
     }
 }
@@ -226,7 +239,6 @@ impl fmt::Debug for BareLaunch<'_> {
 
 #[cfg(test)]
 mod tests {
-
     use warpool_driver::{CaptureMode, Captures, Graphs, InstantiateOptions, Node, NodeKind, Streams};
 
     use super::*;
@@ -302,18 +314,23 @@ mod tests {
         let known = || driver.execs.turn(exec.0).and_then(|row| row.known.map(|known| known.id));
         // One launch is not enough, and going to and fro is not either.
         for (stream, then) in [(a, None), (a, Some(a)), (b, Some(a)), (a, Some(a)), (b, Some(a)), (b, Some(b))] {
-            driver.graph_launch(exec, stream)?;
+            fake::launch_graph(&driver, exec, stream)?;
             assert_eq!(known(), then);
         }
         assert_eq!(driver.holders.count(), 1);
         driver.stream_destroy(b)?;
         assert_eq!((known(), driver.holders.count()), (None, 0));
-        assert_eq!(driver.graph_launch(exec, b).err().map(|error| error.code), Some(ErrorCode::InvalidHandle));
+        assert_eq!(fake::launch_graph(&driver, exec, b).err().map(|error| error.code), Some(ErrorCode::InvalidHandle));
 
-        (0..2).try_for_each(|_| driver.graph_launch(exec, a))?;
+        (0..2).try_for_each(|_| fake::launch_graph(&driver, exec, a))?;
         driver.graph_exec_destroy(exec)?;
         assert_eq!(driver.holders.count(), 0);
         driver.stream_destroy(a)
+    }
+
+    fn bare(driver: &CudaDriver, exec: GraphExecId, stream: StreamId) -> Result<BareLaunch<'_>> {
+        // SAFETY: the fake driver runs no graphs.
+        unsafe { driver.bare_launcher(exec, stream) }
     }
 
     #[test]
@@ -321,9 +338,9 @@ mod tests {
         let driver = fake::driver();
         let (_, exec, _) = graph(&driver, fake::kernel(&driver, &[8]))?;
         let stream = driver.stream_create(DEVICE, Default::default())?;
-        assert!(driver.bare_launcher(GraphExecId(99), stream).is_err());
-        assert!(driver.bare_launcher(exec, StreamId(99)).is_err());
-        let mut bare = driver.bare_launcher(exec, stream)?;
+        assert!(bare(&driver, GraphExecId(99), stream).is_err());
+        assert!(bare(&driver, exec, StreamId(99)).is_err());
+        let mut bare = bare(&driver, exec, stream)?;
         std::thread::scope(|scope| {
             let destroyer = scope.spawn(|| driver.graph_exec_destroy(exec));
             for _ in 0..100 {
@@ -332,7 +349,10 @@ mod tests {
             drop(bare);
             destroyer.join().expect("it does not panic")
         })?;
-        assert_eq!(driver.graph_launch(exec, stream).err().map(|error| error.code), Some(ErrorCode::InvalidHandle));
+        assert_eq!(
+            fake::launch_graph(&driver, exec, stream).err().map(|error| error.code),
+            Some(ErrorCode::InvalidHandle)
+        );
         driver.stream_destroy(stream)
     }
 }

@@ -111,8 +111,9 @@ impl Graphs for CudaDriver {
         Ok(GraphExecId(self.execs.insert(Exec::new(raw, row.context, graph, Arc::clone(&row.template)))))
     }
 
-    fn graph_launch(&self, exec: GraphExecId, stream: StreamId) -> Result<()> {
-        self.launch_exec(exec, stream)
+    unsafe fn graph_launch(&self, exec: GraphExecId, stream: StreamId) -> Result<()> {
+        // SAFETY: the caller promises what the nodes need.
+        unsafe { self.launch_exec(exec, stream) }
     }
 
     unsafe fn graph_exec_set_kernel(

@@ -48,9 +48,9 @@ impl VirtualMemory for CudaDriver {
         Ok(DevicePtr(address))
     }
 
-    fn vm_free_range(&self, ptr: DevicePtr, bytes: u64) -> Result<()> {
+    unsafe fn vm_free_range(&self, ptr: DevicePtr, bytes: u64) -> Result<()> {
         let site = self.enter(Call::VmFreeRange)?;
-        // SAFETY: addresses only; CUDA checks them.
+        // SAFETY: addresses only; CUDA checks them, and the caller promises that no work uses them any more.
         site.check(unsafe { (self.api.mem_address_free)(ptr.0, bytes as usize) })
     }
 

@@ -94,7 +94,8 @@ fn scenario(driver: &dyn Driver) -> Result<()> {
     undo.push(move || driver.mem_free(far));
     let unit = driver.vm_granularity(DEVICE, Granularity::Minimum)?;
     let range = driver.vm_reserve(2 * unit, 0, None)?;
-    undo.push(move || driver.vm_free_range(range, 2 * unit));
+    // SAFETY: the simulated device's addresses are never this process's.
+    undo.push(move || unsafe { driver.vm_free_range(range, 2 * unit) });
     let options = PhysicalOptions { share: Some(ShareKind::PosixFd), rdma: false };
     let physical = driver.vm_create(DEVICE, unit, options)?;
     undo.push(move || driver.vm_release(physical));
@@ -158,7 +159,8 @@ fn scenario(driver: &dyn Driver) -> Result<()> {
     driver.graph_exec_raw(exec)?;
     // SAFETY: the simulated device checks every access of a kernel.
     unsafe { driver.graph_exec_set_kernel(exec, node, add, LaunchShape::ONE, &args) }?;
-    driver.graph_launch(exec, stream)?;
+    // SAFETY: the simulated device checks every access of a node.
+    unsafe { driver.graph_launch(exec, stream) }?;
 
     // Libraries.
     let handle = driver.library_create(Library::Blas, DEVICE)?;

@@ -1,14 +1,22 @@
-//! Launches of this crate's own kernels: its only unsafe code.
+//! Launches of this crate's own kernels, and of graphs.
 //!
 //! A kernel goes wherever its arguments point, so [`Kernels::kernel_launch`](warpool_driver::Kernels::kernel_launch)
 //! is unsafe. The kernels here are few and known: each function says what its kernel touches.
-#![expect(unsafe_code, reason = "the launches of this crate's own kernels")]
+#![expect(unsafe_code, reason = "launches of this crate's own kernels, and of graphs")]
 
 use warpool_driver::{
     ConditionalId, DevicePtr, Driver, FunctionId, GraphExecId, KernelArg, LaunchShape, NodeId, Result, StreamId,
 };
 
 use crate::memory::Block;
+
+/// Launches a graph of this crate.
+#[inline]
+pub(crate) fn graph(driver: &dyn Driver, exec: GraphExecId, stream: StreamId) -> Result<()> {
+    // SAFETY: the graph owns the memory that it was captured with through `Capture`, and is alive. Kernels were captured
+    // under a promise that holds for replays.
+    unsafe { driver.graph_launch(exec, stream) }
+}
 
 /// Launches a kernel that fills memory with random numbers. `args` begin with the target's address and the count of
 /// numbers; the others are numbers, and the generator's slot.

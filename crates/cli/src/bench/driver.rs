@@ -153,7 +153,8 @@ impl<'a> Setup<'a> {
         self.driver.module_unload(self.module)?;
         if let Some(mapping) = self.mapping {
             self.driver.vm_release(mapping.physical)?;
-            self.driver.vm_free_range(mapping.range, mapping.bytes)?;
+            // SAFETY: the stream's work has finished, and nothing is mapped there.
+            unsafe { self.driver.vm_free_range(mapping.range, mapping.bytes) }?;
         }
         Ok(())
     }

@@ -81,11 +81,10 @@ impl Machine {
     fn launches(&self, graph: &Graph, stream: &Stream, times: u64) -> warpool::Result<Duration> {
         let exec = graph.exec_id()?;
         match self {
-            Self::Sim(driver) => {
-                timed(times, || Ok(warpool_driver::Graphs::graph_launch(&**driver, exec, stream.id())?))
-            }
+            Self::Sim(driver) => timed(times, || Ok(driver.graph_launch(exec, stream.id())?)),
             Self::Cuda(driver) => {
-                let mut bare = driver.bare_launcher(exec, stream.id())?;
+                // SAFETY: the graph owns what it was captured with, and is alive.
+                let mut bare = unsafe { driver.bare_launcher(exec, stream.id()) }?;
                 timed(times, || Ok(bare.launch()?))
             }
         }

@@ -138,7 +138,8 @@ fn rewrite(driver: &dyn Driver, device: DeviceId, shared: &SharedMemory, bytes: 
     driver.device_synchronize(device)?;
     driver.vm_unmap(ptr, bytes)?;
     driver.vm_release(physical)?;
-    Ok(driver.vm_free_range(ptr, bytes)?)
+    // SAFETY: all work of the device has finished.
+    Ok(unsafe { driver.vm_free_range(ptr, bytes) }?)
 }
 
 /// What the first process puts into shared memory.

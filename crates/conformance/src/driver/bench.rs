@@ -8,7 +8,7 @@ use super::kernels::{Conditional, Kit, Plain};
 use super::luck::Luck;
 use super::owned::{self, Owned};
 use crate::expect::{Checked, Stop, expect_eq, need, skip};
-use crate::launch::launch_kernel;
+use crate::launch::{launch_graph, launch_kernel};
 use warpool_driver::{
     CaptureMode, CaptureState, DeviceId, DeviceProperties, DevicePtr, Driver, DriverError, ErrorCode, EventId,
     EventOptions, EventScope, FunctionId, GraphExecId, GraphId, HandleId, HostOptions, HostPtr, HostRange,
@@ -451,7 +451,7 @@ impl<'a> Bench<'a> {
 
     /// Launches and waits.
     pub(super) fn replay(&self, exec: GraphExecId, stream: StreamId) -> Checked {
-        self.driver.graph_launch(exec, stream)?;
+        launch_graph(self.driver, exec, stream)?;
         self.sync(stream)
     }
 

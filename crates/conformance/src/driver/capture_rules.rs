@@ -8,7 +8,7 @@ use super::bench::{Bench, Capturing};
 use super::kernels::PLAIN;
 use super::owned::Owned;
 use crate::expect::{Checked, Stop, expect, expect_code, expect_eq};
-use crate::launch::{launch_kernel, set_kernel};
+use crate::launch::{free_range, launch_graph, launch_kernel, set_kernel};
 use warpool_driver::ErrorCode::{StreamCaptureInvalidated, StreamCaptureUnsupported};
 use warpool_driver::{
     Access, BlasMath, BlasMatrix, Call, CaptureMode, CaptureRule, DeviceAccess, EventOptions, EventScope,
@@ -199,7 +199,7 @@ const ROWS: &[(Call, Prepare)] = &[
     (Call::VmFreeRange, |b| {
         let ptr = b.driver.vm_reserve(PIECE, 0, None)?;
         b.own(Owned::Range(ptr, PIECE));
-        Ok(Box::new(move || b.driver.vm_free_range(ptr, PIECE).map(|()| b.disown(Owned::Range(ptr, PIECE)))))
+        Ok(Box::new(move || free_range(b.driver, ptr, PIECE).map(|()| b.disown(Owned::Range(ptr, PIECE)))))
     }),
     (Call::VmCreate, |b| {
         Ok(Box::new(|| {
@@ -318,7 +318,7 @@ const ROWS: &[(Call, Prepare)] = &[
     }),
     (Call::GraphLaunch, |b| {
         let (exec, other) = (b.instantiate(empty(b)?)?, b.stream()?);
-        Ok(Box::new(move || b.driver.graph_launch(exec, other)))
+        Ok(Box::new(move || launch_graph(b.driver, exec, other)))
     }),
     (Call::GraphTopology, |b| {
         let graph = empty(b)?;

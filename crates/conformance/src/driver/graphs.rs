@@ -13,7 +13,7 @@ use super::new_arguments::{
 };
 use super::owned::Owned;
 use crate::expect::{Checked, expect, expect_code, expect_code_of, expect_eq, expect_same};
-use crate::launch::set_kernel;
+use crate::launch::{launch_graph, set_kernel};
 use warpool_driver::ErrorCode::{InvalidHandle, StreamCaptureInvalidated, StreamCaptureUnsupported};
 use warpool_driver::{
     EventScope, GraphExecId, GraphId, InstantiateOptions, KernelArg, NodeKind, Pattern, RawHandle, StreamId,
@@ -62,7 +62,7 @@ fn every_replay_has_its_effect(bench: &Bench<'_>) -> Checked {
     let exec = bench.ready(stream, || bench.add(data, n, 3, stream))?;
     expect_same("before any launch", &bench.words_at(data, n as usize)?, &words)?;
     for _ in 0..20 {
-        bench.driver.graph_launch(exec, stream)?;
+        launch_graph(bench.driver, exec, stream)?;
     }
     bench.sync(stream)?;
     let want: Vec<u32> = words.iter().map(|word| word.wrapping_add(60)).collect();
@@ -72,7 +72,7 @@ fn every_replay_has_its_effect(bench: &Bench<'_>) -> Checked {
 fn long_chains_keep_their_order(bench: &Bench<'_>) -> Checked {
     let (stream, log) = (bench.stream()?, bench.log(400)?);
     let exec = bench.ready(stream, || (0..200).try_for_each(|value| bench.append(log, value, stream)))?;
-    bench.driver.graph_launch(exec, stream)?;
+    launch_graph(bench.driver, exec, stream)?;
     bench.replay(exec, stream)?;
     bench.expect_log(log, &(0..200).chain(0..200).collect::<Vec<_>>())
 }
@@ -167,9 +167,9 @@ fn a_launch_keeps_its_place_in_the_stream(bench: &Bench<'_>) -> Checked {
     })?;
     bench.spin(stream)?;
     bench.append(log, 1, stream)?;
-    bench.driver.graph_launch(exec, stream)?;
+    launch_graph(bench.driver, exec, stream)?;
     bench.append(log, 3, stream)?;
-    bench.driver.graph_launch(exec, stream)?;
+    launch_graph(bench.driver, exec, stream)?;
     bench.append(log, 4, stream)?;
     bench.sync(stream)?;
     bench.expect_log(log, &[1, 2, 3, 2, 4])
@@ -192,7 +192,7 @@ fn launches_of_one_executable_do_not_overlap(bench: &Bench<'_>) -> Checked {
         bench.append(log, 2, first)
     })?;
     for stream in [first, second, first] {
-        bench.driver.graph_launch(exec, stream)?;
+        launch_graph(bench.driver, exec, stream)?;
     }
     bench.sync(first)?;
     bench.sync(second)?;
@@ -228,7 +228,7 @@ fn a_destroyed_executable_finishes_its_launch(bench: &Bench<'_>) -> Checked {
         bench.spin(stream)?;
         bench.append(log, 1, stream)
     })?;
-    bench.driver.graph_launch(exec, stream)?;
+    launch_graph(bench.driver, exec, stream)?;
     bench.disown(Owned::Exec(exec));
     bench.driver.graph_exec_destroy(exec)?;
     bench.append(log, 2, stream)?;
@@ -242,7 +242,7 @@ fn an_empty_graph_can_be_launched(bench: &Bench<'_>) -> Checked {
     let shape = bench.driver.graph_topology(graph)?;
     expect_eq("nodes and edges", (shape.nodes.len(), shape.edges.len()), (0, 0))?;
     bench.append(log, 1, stream)?;
-    bench.driver.graph_launch(bench.instantiate(graph)?, stream)?;
+    launch_graph(bench.driver, bench.instantiate(graph)?, stream)?;
     bench.append(log, 2, stream)?;
     bench.sync(stream)?;
     bench.expect_log(log, &[1, 2])
@@ -290,7 +290,7 @@ fn an_external_record_happens_at_replay(bench: &Bench<'_>) -> Checked {
         Ok(bench.driver.event_record(event, stream, EventScope::External)?)
     })?;
     expect(bench.driver.event_query(event)?, "an event that marks nothing yet")?;
-    bench.driver.graph_launch(exec, stream)?;
+    launch_graph(bench.driver, exec, stream)?;
     bench.wait(other, event)?;
     bench.append(log, 2, other)?;
     bench.sync(other)?;
@@ -342,7 +342,7 @@ fn a_launch_cannot_be_captured(bench: &Bench<'_>) -> Checked {
     let exec = bench.ready(stream, || bench.append(log, 1, stream))?;
     bench.begin(stream)?;
     bench.append(log, 2, stream)?;
-    expect_code(bench.driver.graph_launch(exec, stream), StreamCaptureUnsupported)?;
+    expect_code(launch_graph(bench.driver, exec, stream), StreamCaptureUnsupported)?;
     bench.expect_state(stream, Capturing::Broken)?;
     expect_code(bench.driver.capture_end(stream), StreamCaptureInvalidated)?;
     bench.replay(exec, stream)?;
@@ -466,7 +466,7 @@ fn unknown(bench: &Bench<'_>, graph: GraphId, exec: GraphExecId, stream: StreamI
     refused("graph_dot", driver.graph_dot(graph).map(drop))?;
     refused("graph_raw", driver.graph_raw(graph).map(drop))?;
     refused("graph_destroy", driver.graph_destroy(graph))?;
-    refused("graph_launch", driver.graph_launch(exec, stream))?;
+    refused("graph_launch", launch_graph(driver, exec, stream))?;
     let (append, node) = (bench.kernels()?.append, warpool_driver::NodeId(1));
     let set = set_kernel(driver, exec, node, append, warpool_driver::LaunchShape::ONE, &[]);
     refused("graph_exec_set_kernel", set)?;

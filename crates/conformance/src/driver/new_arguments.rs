@@ -3,7 +3,7 @@
 use super::bench::{Bench, Log};
 use super::owned::Owned;
 use crate::expect::{Checked, expect_code_of, expect_eq};
-use crate::launch::set_kernel;
+use crate::launch::{launch_graph, set_kernel};
 use warpool_driver::ErrorCode::InvalidValue;
 use warpool_driver::{
     CaptureMode, ConditionalKind, GraphExecId, GraphId, KernelArg, LaunchShape, NodeId, NodeKind, Pattern, StreamId,
@@ -41,12 +41,12 @@ fn appender(bench: &Bench<'_>, log: Log, stream: StreamId) -> Checked<(GraphId, 
 pub(super) fn new_arguments_count_from_the_next_launch_on(bench: &Bench<'_>) -> Checked {
     let (stream, log) = (bench.stream()?, bench.log(8)?);
     let (_, exec, node) = appender(bench, log, stream)?;
-    bench.driver.graph_launch(exec, stream)?;
+    launch_graph(bench.driver, exec, stream)?;
     for value in 2..5 {
         set(bench, exec, node, log, value)?;
-        bench.driver.graph_launch(exec, stream)?;
+        launch_graph(bench.driver, exec, stream)?;
     }
-    bench.driver.graph_launch(exec, stream)?;
+    launch_graph(bench.driver, exec, stream)?;
     bench.sync(stream)?;
     bench.expect_log(log, &[1, 2, 3, 4, 4])
 }
@@ -59,11 +59,11 @@ pub(super) fn launches_under_way_keep_their_arguments(bench: &Bench<'_>) -> Chec
         bench.append(log, 2, stream)
     })?;
     let (exec, nodes) = (bench.instantiate(graph)?, kernels(bench, graph)?);
-    bench.driver.graph_launch(exec, stream)?;
+    launch_graph(bench.driver, exec, stream)?;
     set(bench, exec, nodes[1], log, 10)?;
-    bench.driver.graph_launch(exec, stream)?;
+    launch_graph(bench.driver, exec, stream)?;
     set(bench, exec, nodes[2], log, 20)?;
-    bench.driver.graph_launch(exec, stream)?;
+    launch_graph(bench.driver, exec, stream)?;
     bench.sync(stream)?;
     bench.expect_log(log, &[1, 2, 10, 2, 10, 20])
 }

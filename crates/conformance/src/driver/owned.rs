@@ -3,6 +3,7 @@
 
 use super::bench::Bench;
 use crate::expect::Checked;
+use crate::launch::free_range;
 use warpool_driver::{
     CaptureMode, CaptureState, DevicePtr, EventId, GraphExecId, GraphId, HandleId, HostPtr, ModuleId, PhysicalId,
     PoolId, StreamId,
@@ -64,7 +65,7 @@ pub(super) fn clear(bench: &Bench<'_>, owned: Vec<Owned>) -> Checked {
             Owned::Memory(ptr) => driver.mem_free(ptr),
             Owned::Pinned(ptr) => driver.host_free(ptr),
             Owned::Registered(ptr) => driver.host_unregister(ptr),
-            Owned::Range(ptr, bytes) => driver.vm_free_range(ptr, bytes),
+            Owned::Range(ptr, bytes) => free_range(driver, ptr, bytes),
             Owned::Mapping(ptr, bytes) => driver.vm_unmap(ptr, bytes),
             Owned::Physical(physical) => driver.vm_release(physical),
             Owned::Pool(pool) => driver.pool_destroy(pool),

@@ -9,7 +9,7 @@ use super::bench::{Bench, to_bytes};
 use super::kernels::mixed;
 use super::lent::Lent;
 use crate::expect::{Checked, expect, expect_code, expect_code_of, expect_eq, expect_same};
-use crate::launch::launch_kernel;
+use crate::launch::{launch_graph, launch_kernel};
 use warpool_driver::ErrorCode::{InvalidHandle, NotPermitted};
 use warpool_driver::{
     CaptureMode, DevicePtr, EventId, EventOptions, EventScope, ForeignStream, GraphExecId, KernelArg, LaunchShape,
@@ -149,7 +149,7 @@ fn unknown(bench: &Bench<'_>, stream: StreamId) -> Checked {
     refused("capture_state", driver.capture_state(stream).map(drop))?;
     refused("capture_end", driver.capture_end(stream).map(drop))?;
     refused("capture_dependencies", driver.capture_dependencies(stream).map(drop))?;
-    refused("graph_launch", driver.graph_launch(GraphExecId(u64::MAX), stream))?;
+    refused("graph_launch", launch_graph(driver, GraphExecId(u64::MAX), stream))?;
     refused("stream_destroy", driver.stream_destroy(stream))
 }
 

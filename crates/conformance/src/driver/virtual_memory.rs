@@ -8,6 +8,7 @@ use super::bench::Bench;
 use super::granules::Granules;
 use super::owned::Owned;
 use crate::expect::{Checked, expect, expect_code, expect_code_of, expect_eq, expect_same, need};
+use crate::launch::free_range;
 use warpool_driver::ErrorCode::{InvalidHandle, InvalidValue, OutOfMemory, UnknownError};
 use warpool_driver::{
     Access, DeviceAccess, DevicePtr, Granularity, Pattern, PhysicalId, PhysicalOptions, ShareKind, SharedMemory,
@@ -107,11 +108,11 @@ fn ranges_do_not_overlap(bench: &Bench<'_>) -> Checked {
 fn a_range_is_given_back_whole(bench: &Bench<'_>) -> Checked {
     let granules = Granules::new(bench)?;
     let (ptr, bytes) = (granules.reserve(4)?, 4 * granules.bytes);
-    expect_code(bench.driver.vm_free_range(ptr, granules.bytes), InvalidValue)?;
-    expect_code(bench.driver.vm_free_range(granules.at(ptr, 1), 3 * granules.bytes), InvalidValue)?;
+    expect_code(free_range(bench.driver, ptr, granules.bytes), InvalidValue)?;
+    expect_code(free_range(bench.driver, granules.at(ptr, 1), 3 * granules.bytes), InvalidValue)?;
     bench.disown(Owned::Range(ptr, bytes));
-    bench.driver.vm_free_range(ptr, bytes)?;
-    expect_code(bench.driver.vm_free_range(ptr, bytes), InvalidValue)?;
+    free_range(bench.driver, ptr, bytes)?;
+    expect_code(free_range(bench.driver, ptr, bytes), InvalidValue)?;
     expect_code(granules.set_access(ptr, granules.bytes, Access::ReadWrite), InvalidValue)
 }
 
@@ -247,7 +248,7 @@ fn a_range_with_mappings_stays(bench: &Bench<'_>) -> Checked {
     let granules = Granules::new(bench)?;
     let range = granules.reserve(4)?;
     let ptr = granules.map(range, 2, granules.piece()?, 1)?;
-    expect_code(bench.driver.vm_free_range(range, 4 * granules.bytes), InvalidValue)?;
+    expect_code(free_range(bench.driver, range, 4 * granules.bytes), InvalidValue)?;
     granules.open(ptr, 1)?;
     bench.driver.upload(bench.device, ptr, &[5; 64])?;
     expect_same("the mapping after the failure", &bench.bytes_at(ptr, 64)?, &[5; 64])

@@ -408,6 +408,12 @@ pub(crate) fn set_kernel(
     unsafe { driver.graph_exec_set_kernel(exec, node, function, shape, args) }
 }
 
+/// Launches an executable.
+pub(crate) fn launch_graph(driver: &CudaDriver, exec: GraphExecId, stream: StreamId) -> Result<()> {
+    // SAFETY: this driver runs no graphs.
+    unsafe { driver.graph_launch(exec, stream) }
+}
+
 /// A kernel that takes such arguments.
 pub(crate) fn kernel(driver: &CudaDriver, sizes: &[usize]) -> FunctionId {
     FunctionId(driver.functions.insert(Function::pretend(Some(sizes))))

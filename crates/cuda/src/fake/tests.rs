@@ -11,7 +11,9 @@ use warpool_driver::{
     InstantiateOptions, LaunchShape, Libraries, Library, NodeId, Result, Sgemm, StreamId, StreamOptions, Streams,
 };
 
-use super::{CURRENT, DEAD, DEVICE, api, driver, driver_with, guarded, kernel, launch, object, set_kernel};
+use super::{
+    CURRENT, DEAD, DEVICE, api, driver, driver_with, guarded, kernel, launch, launch_graph, object, set_kernel,
+};
 use crate::CudaDriver;
 
 fn code<T>(result: Result<T>) -> Option<ErrorCode> {
@@ -159,7 +161,7 @@ fn no_call_hands_cuda_what_another_thread_destroyed() {
                 11 => driver
                     .graph_instantiate(graph, InstantiateOptions::default())
                     .and_then(|new| driver.graph_exec_destroy(GraphExecId(put(&execs, new.0)))),
-                12 => driver.graph_launch(exec, stream),
+                12 => launch_graph(&driver, exec, stream),
                 13 => driver.graph_topology(graph).map(|shape| {
                     if let Some(node) = shape.nodes.first() {
                         put(&nodes, node.id.0);

@@ -76,9 +76,15 @@ pub trait Graphs {
     fn graph_instantiate(&self, graph: GraphId, options: InstantiateOptions) -> Result<GraphExecId>;
 
     /// Runs it in the order of `stream`; its nodes run in the order of their edges. Two launches of one executable
-    /// never overlap. Memory and callbacks of the capture must still be there. *During capture: stream*; but on a
-    /// stream that captures it gives `StreamCaptureUnsupported` and breaks the capture.
-    fn graph_launch(&self, exec: GraphExecId, stream: StreamId) -> Result<()>;
+    /// never overlap. *During capture: stream*; but on a stream that captures it gives `StreamCaptureUnsupported` and
+    /// breaks the capture.
+    ///
+    /// # Safety
+    /// Its nodes use the addresses that they were captured with, and nothing checks what is there now: a freed address
+    /// may have become memory of this process. The caller promises, until the launch has finished:
+    /// - All memory that its copies, fills and products use is still allocated or mapped, or pinned.
+    /// - What [`kernel_launch`](crate::Kernels::kernel_launch) asks for holds for its kernels.
+    unsafe fn graph_launch(&self, exec: GraphExecId, stream: StreamId) -> Result<()>;
 
     /// Gives a kernel node of an executable other arguments, for launches from now on; launches under way keep theirs.
     /// `node` is one of the template that the executable was made of, which must still be there, and not in a

@@ -263,12 +263,13 @@ pub trait Kernels {
     /// memory that it may not breaks the device (`IllegalAddress`, reported by later calls). *During capture: stream.*
     ///
     /// # Safety
-    /// Nothing checks what a kernel on a real device reads and writes. The caller promises, for this launch and for
-    /// every launch of a graph that captures it:
+    /// Nothing checks what a kernel on a real device reads and writes. The caller promises:
     /// - The arguments are those that the kernel takes, in number and type.
     /// - Of this process's memory the kernel touches only pinned memory, which stays pinned and has no Rust reference
     ///   into it until the kernel has finished. Where devices reach ordinary host memory (HMM, Grace), a wrong address
     ///   is written like any other.
+    ///
+    /// A captured kernel runs when a graph is launched; see [`graph_launch`](crate::Graphs::graph_launch).
     unsafe fn kernel_launch(
         &self,
         function: FunctionId,

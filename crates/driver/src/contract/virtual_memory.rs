@@ -72,9 +72,12 @@ pub trait VirtualMemory {
     /// capture: free.*
     fn vm_reserve(&self, bytes: u64, align: u64, hint: Option<DevicePtr>) -> Result<DevicePtr>;
 
-    /// Gives back one whole reservation; `InvalidValue` for a part of one, or while anything is mapped in it. *During
-    /// capture: free.*
-    fn vm_free_range(&self, ptr: DevicePtr, bytes: u64) -> Result<()>;
+    /// Gives back one whole reservation; `InvalidValue` for a part of one, or while anything is mapped in it. Waits for
+    /// nothing. *During capture: free.*
+    ///
+    /// # Safety
+    /// No work that is queued or running uses the range: its addresses may become memory of this process at once.
+    unsafe fn vm_free_range(&self, ptr: DevicePtr, bytes: u64) -> Result<()>;
 
     /// Creates physical memory on `device`: `bytes` (a multiple of the granularity, not 0, else
     /// `InvalidValue`). `OutOfMemory` if there is no room. *During capture: free.*

@@ -172,7 +172,7 @@ forward! {
     impl VirtualMemory {
         VmGranularity vm_granularity(device: DeviceId, which: Granularity) -> u64;
         VmReserve vm_reserve(bytes: u64, align: u64, hint: Option<DevicePtr>) -> DevicePtr;
-        VmFreeRange vm_free_range(ptr: DevicePtr, bytes: u64) -> ();
+        @unsafe VmFreeRange vm_free_range(ptr: DevicePtr, bytes: u64) -> ();
         VmCreate vm_create(device: DeviceId, bytes: u64, options: PhysicalOptions) -> PhysicalId;
         VmRelease vm_release(physical: PhysicalId) -> ();
         VmMap vm_map(ptr: DevicePtr, physical: PhysicalId) -> ();
@@ -218,7 +218,7 @@ forward! {
     }
     impl Graphs {
         GraphInstantiate graph_instantiate(graph: GraphId, options: InstantiateOptions) -> GraphExecId;
-        GraphLaunch graph_launch(exec: GraphExecId, stream: StreamId) -> ();
+        @unsafe GraphLaunch graph_launch(exec: GraphExecId, stream: StreamId) -> ();
         @unsafe GraphExecSetKernel graph_exec_set_kernel(exec: GraphExecId, node: NodeId, function: FunctionId, shape: LaunchShape, args: &[KernelArg]) -> ();
         GraphTopology graph_topology(graph: GraphId) -> GraphTopology;
         GraphDot graph_dot(graph: GraphId) -> String;

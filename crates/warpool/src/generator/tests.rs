@@ -10,7 +10,7 @@ use warpool_driver::{Call, CaptureId, CaptureMode, CaptureState, DevicePtr, Driv
 use super::{Generator, GeneratorError, GeneratorInCapture, Reservation, philox};
 use crate::capture::{CaptureRecord, Site};
 use crate::memory::{Allocate, Block, CachingAllocator, DeviceAllocator, Route, Settings};
-use crate::{Device, Error, Instance, Result, Stream, lock};
+use crate::{Device, Error, Instance, Result, Stream, launch, lock};
 
 struct Bench {
     sim: Arc<SimDriver>,
@@ -81,7 +81,7 @@ impl Bench {
 
     fn replay(&self, graph: &Captured, stream: &Stream) {
         graph.prepare(self).unwrap();
-        self.driver().graph_launch(graph.exec, stream.id()).unwrap();
+        launch::graph(self.driver(), graph.exec, stream.id()).unwrap();
     }
 
     fn words(&self, ptr: DevicePtr, count: usize) -> Vec<u32> {

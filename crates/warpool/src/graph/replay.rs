@@ -10,7 +10,7 @@ use warpool_driver::{GraphExecId, StreamId};
 use super::GraphError;
 use super::end::instantiate;
 use super::graph::{Captured, Graph, Stage};
-use crate::{Result, Stream, lock};
+use crate::{Result, Stream, launch, lock};
 
 impl Graph {
     /// Runs what was captured, in the order of `stream`, which may be any stream of the device, the default one too.
@@ -32,7 +32,7 @@ impl Graph {
         if !captured.seen.contains(stream.id()) || !captured.generators.is_empty() {
             return self.replay_with(captured, exec, stream);
         }
-        Ok(self.device.driver().graph_launch(exec, stream.id())?)
+        Ok(launch::graph(self.device.driver(), exec, stream.id())?)
     }
 
     /// Fails where a launch would break a capture. Asked only while captures of ours are under way.
@@ -77,7 +77,7 @@ impl Graph {
     fn launch(&self, captured: &Captured, exec: GraphExecId, stream: &Stream) -> Result<()> {
         let driver = self.device.driver();
         if captured.generators.is_empty() {
-            return Ok(driver.graph_launch(exec, stream.id())?);
+            return Ok(launch::graph(driver, exec, stream.id())?);
         }
         // Held over the calls: the arguments that are set are those of the next launch, which must be ours.
         let _turn = lock(&captured.turn);
@@ -86,7 +86,7 @@ impl Graph {
             .generators
             .iter()
             .try_for_each(|generator| generator.prepare(driver, exec).inspect(|()| prepared += 1))
-            .and_then(|()| Ok(driver.graph_launch(exec, stream.id())?));
+            .and_then(|()| Ok(launch::graph(driver, exec, stream.id())?));
         if outcome.is_err() {
             for generator in captured.generators[..prepared].iter().rev() {
                 generator.take_back();

@@ -1,7 +1,7 @@
 //! Launches on the simulated device, whose kernels reach no memory but that which they may: safe, unlike the calls
 //! behind them.
 
-use warpool::driver::{Driver, FunctionId, KernelArg, LaunchShape, StreamId};
+use warpool::driver::{Driver, FunctionId, GraphExecId, KernelArg, LaunchShape, StreamId};
 use warpool::graph::{Capture, GraphArg};
 use warpool::{Result, Stream};
 
@@ -22,4 +22,11 @@ pub fn capture_kernel(
     assert_eq!(stream.instance().driver().kind(), "sim");
     // SAFETY: the simulated device checks every access of a kernel.
     unsafe { capture.launch(function, LaunchShape::ONE, args, stream) }
+}
+
+/// Launches a graph.
+pub fn launch_graph(driver: &dyn Driver, exec: GraphExecId, stream: StreamId) -> Result<()> {
+    assert_eq!(driver.kind(), "sim");
+    // SAFETY: the simulated device checks every access of a node.
+    Ok(unsafe { driver.graph_launch(exec, stream) }?)
 }

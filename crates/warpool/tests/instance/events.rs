@@ -3,6 +3,7 @@
 use std::sync::Arc;
 use std::thread;
 
+use crate::common::launch::launch_graph;
 use crate::common::{device, keep_busy, machine};
 use warpool::driver::decorate::Counting;
 use warpool::driver::sim::{HazardKind, SimConfig, SimDriver};
@@ -286,7 +287,7 @@ fn an_external_event_speaks_to_the_world_outside_only_in_a_capture() {
     let exec = driver.graph_instantiate(graph, Default::default()).unwrap();
     keep_busy(&outside);
     begun.record(&outside).unwrap();
-    driver.graph_launch(exec, lease.id()).unwrap();
+    launch_graph(&**driver, exec, lease.id()).unwrap();
     assert!(!lease.query().unwrap());
     ended.synchronize().unwrap();
     assert!(begun.query().unwrap());

@@ -19,6 +19,8 @@ use warpool::memory::{
 };
 use warpool::{Error, Instance, Result, Stream, StreamLease};
 
+use crate::common::launch::launch_graph;
+
 const ZERO: DeviceId = DeviceId(0);
 const ONE: DeviceId = DeviceId(1);
 const KIB: u64 = 1 << 10;
@@ -226,11 +228,11 @@ impl Lab {
         let graph = ended?;
         let launched = inside.and_then(|block| {
             let exec = self.faulty.graph_instantiate(graph, Default::default())?;
-            let launched = self.faulty.graph_launch(exec, self.main.id());
+            let launched = launch_graph(&*self.faulty, exec, self.main.id());
             insist(|| self.faulty.stream_synchronize(self.main.id()))?;
             insist(|| self.faulty.graph_exec_destroy(exec))?;
             drop(block);
-            Ok(launched?)
+            launched
         });
         insist(|| self.faulty.graph_destroy(graph))?;
         launched

@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use crate::common::launch::launch_graph;
 use warpool::driver::decorate::{FaultPlan, Faulty};
 use warpool::driver::sim::{SimConfig, SimDriver};
 use warpool::driver::{
@@ -108,7 +109,7 @@ fn a_block_of_a_capture_is_a_node_and_so_is_its_free() {
     let (kinds, exec) = bench.end(&stream);
     assert_eq!(kinds, [NodeKind::MemAlloc, NodeKind::Fill, NodeKind::Copy, NodeKind::MemFree]);
     for _ in 0..3 {
-        bench.driver().graph_launch(exec, stream.id()).unwrap();
+        launch_graph(bench.driver(), exec, stream.id()).unwrap();
     }
     stream.synchronize().unwrap();
     assert_eq!(bench.byte_at(result), 7);
@@ -130,7 +131,7 @@ fn uses_in_a_capture_are_joined_in_it() {
     bench.allocator.free(next).unwrap();
     let (kinds, exec) = bench.end(&own);
     assert_eq!(kinds.iter().filter(|&&kind| kind == NodeKind::MemFree).count(), 2);
-    bench.driver().graph_launch(exec, own.id()).unwrap();
+    launch_graph(bench.driver(), exec, own.id()).unwrap();
     own.synchronize().unwrap();
     assert_eq!(bench.active(), 0);
     bench.expect_no_hazard();
@@ -172,7 +173,7 @@ fn two_captures_at_once_do_not_mind_each_other() {
     for stream in &streams {
         let (kinds, exec) = bench.end(stream);
         assert_eq!(kinds, [NodeKind::MemAlloc, NodeKind::Fill, NodeKind::MemFree]);
-        bench.driver().graph_launch(exec, stream.id()).unwrap();
+        launch_graph(bench.driver(), exec, stream.id()).unwrap();
     }
     bench.instance.device(0).unwrap().synchronize().unwrap();
     bench.expect_no_hazard();
@@ -188,7 +189,7 @@ fn a_block_of_a_capture_may_be_freed_after_its_graph_ran() {
         bench.fill(given, 3, &stream);
         let (_, exec) = bench.end(&stream);
         if launched {
-            bench.driver().graph_launch(exec, stream.id()).unwrap();
+            launch_graph(bench.driver(), exec, stream.id()).unwrap();
             stream.synchronize().unwrap();
             assert_eq!(bench.byte_at(given), 3);
         }

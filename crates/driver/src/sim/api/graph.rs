@@ -27,19 +27,8 @@ impl Graphs for SimDriver {
         })
     }
 
-    fn graph_launch(&self, exec: GraphExecId, stream: StreamId) -> Result<()> {
-        let mut world = self.enter(Call::GraphLaunch)?;
-        let stream = world.live_stream(stream)?;
-        let device = world.exec(exec)?.template.device;
-        world.forbid_implicit(stream)?;
-        if world.stream(stream).capture.is_some() {
-            let why = format!("{exec} was launched on {stream}, which captures");
-            return world.break_capture_of(stream, ErrorCode::StreamCaptureUnsupported, why);
-        }
-        world.device(device)?;
-        let mut world = self.wait_for_room(world, stream)?;
-        world.make_room_for_graph(exec)?;
-        world.launch_graph(exec, stream)
+    unsafe fn graph_launch(&self, exec: GraphExecId, stream: StreamId) -> Result<()> {
+        Self::graph_launch(self, exec, stream)
     }
 
     unsafe fn graph_exec_set_kernel(
@@ -140,6 +129,22 @@ impl Graphs for SimDriver {
 }
 
 impl SimDriver {
+    /// [`Graphs::graph_launch`], which is safe on the simulated device, as [`SimDriver::kernel_launch`] is.
+    pub fn graph_launch(&self, exec: GraphExecId, stream: StreamId) -> Result<()> {
+        let mut world = self.enter(Call::GraphLaunch)?;
+        let stream = world.live_stream(stream)?;
+        let device = world.exec(exec)?.template.device;
+        world.forbid_implicit(stream)?;
+        if world.stream(stream).capture.is_some() {
+            let why = format!("{exec} was launched on {stream}, which captures");
+            return world.break_capture_of(stream, ErrorCode::StreamCaptureUnsupported, why);
+        }
+        world.device(device)?;
+        let mut world = self.wait_for_room(world, stream)?;
+        world.make_room_for_graph(exec)?;
+        world.launch_graph(exec, stream)
+    }
+
     /// [`Graphs::graph_exec_set_kernel`], which is safe on the simulated device, as
     /// [`SimDriver::kernel_launch`] is.
     pub fn graph_exec_set_kernel(

@@ -41,18 +41,8 @@ impl VirtualMemory for SimDriver {
         })
     }
 
-    fn vm_free_range(&self, ptr: DevicePtr, bytes: u64) -> Result<()> {
-        self.call(Call::VmFreeRange, |world| match world.memory.space.regions.get(&ptr.0) {
-            Some((size, Region::Reserved { mappings })) if *size == bytes => {
-                if !mappings.is_empty() {
-                    return world.fail(ErrorCode::InvalidValue, "something is still mapped there");
-                }
-                world.memory.space.regions.remove(&ptr.0);
-                world.bury(ptr.0, bytes, Gone::Unmapped);
-                Ok(())
-            }
-            _ => world.fail(ErrorCode::InvalidValue, format!("{ptr} and {bytes} bytes are no whole reservation")),
-        })
+    unsafe fn vm_free_range(&self, ptr: DevicePtr, bytes: u64) -> Result<()> {
+        Self::vm_free_range(self, ptr, bytes)
     }
 
     fn vm_create(&self, device: DeviceId, bytes: u64, options: PhysicalOptions) -> Result<PhysicalId> {
@@ -216,6 +206,23 @@ impl VirtualMemory for SimDriver {
             *holds += 1;
             let options = PhysicalOptions { share: Some(kind), rdma: false };
             Ok(PhysicalId(world.physical.insert(Physical { piece, options })))
+        })
+    }
+}
+
+impl SimDriver {
+    /// [`VirtualMemory::vm_free_range`], which is safe on the simulated device: its addresses are never this process's.
+    pub fn vm_free_range(&self, ptr: DevicePtr, bytes: u64) -> Result<()> {
+        self.call(Call::VmFreeRange, |world| match world.memory.space.regions.get(&ptr.0) {
+            Some((size, Region::Reserved { mappings })) if *size == bytes => {
+                if !mappings.is_empty() {
+                    return world.fail(ErrorCode::InvalidValue, "something is still mapped there");
+                }
+                world.memory.space.regions.remove(&ptr.0);
+                world.bury(ptr.0, bytes, Gone::Unmapped);
+                Ok(())
+            }
+            _ => world.fail(ErrorCode::InvalidValue, format!("{ptr} and {bytes} bytes are no whole reservation")),
         })
     }
 }

@@ -379,6 +379,7 @@ impl CachingAllocator {
 
     /// Gives the addresses of a segment back, if nothing of it is mapped. On failure it stays, unmapped, and serves
     /// again.
+    #[expect(unsafe_code, reason = "the driver cannot check that no work uses the addresses")]
     pub(super) fn drop_if_unmapped(&self, cell: &Cell, block: BlockKey) -> Result<()> {
         let taken = self.with(cell, |state| {
             let entry: &Block = state.blocks.get(block)?;
@@ -389,7 +390,8 @@ impl CachingAllocator {
             Some((DevicePtr(state.blocks[block].ptr), state.blocks[block].size))
         });
         let Some((ptr, bytes)) = taken else { return Ok(()) };
-        let outcome = self.driver().vm_free_range(ptr, bytes);
+        // SAFETY: a range is unmapped only once the streams that used it have passed.
+        let outcome = unsafe { self.driver().vm_free_range(ptr, bytes) };
         self.with(cell, |state| match outcome {
             Ok(()) => drop(state.remove_segment(block)),
             Err(_) => state.put_unmapped(block),
