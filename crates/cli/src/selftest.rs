@@ -3,13 +3,11 @@
 
 use std::collections::BTreeMap;
 use std::io;
-use std::sync::Arc;
 use std::time::Duration;
 
 use indicatif::ProgressBar;
 use serde_json::json;
-use warpool_conformance::driver::{self as conformance, Options, Outcome, Report, Suite, Summary};
-use warpool_driver::Driver;
+use warpool_conformance::{Options, Outcome, Report, Suite, Summary};
 
 use crate::driver::{self, SimArgs};
 use crate::output::{self, CommandError, Output, Result, Verdict};
@@ -56,34 +54,27 @@ pub fn run(args: &Args, output: &mut Output) -> Result<Verdict> {
     check_suites(args)?;
     let driver = driver::open(&args.driver, &args.sim, args.seed)?;
     let device = driver::device(&*driver, args.device)?;
-    let options = Options { device, seed: args.seed, suites: args.suites.clone(), destructive: !args.no_destructive };
+    let options = Options {
+        device,
+        seed: args.seed,
+        level: None,
+        suites: args.suites.clone(),
+        extra: EXTRA,
+        destructive: !args.no_destructive,
+    };
 
     // Names are looked up while the device still answers: the last suite breaks it.
     let name = driver.device_properties(device)?.name;
     output.line(format!("driver {}, {device} ({name}), seed {}\n", driver.kind(), args.seed))?;
     let mut printer =
         Printer { output, reports: Vec::new(), suite_begun: 0, ended: Ok(()), spinner: output::spinner("checks") };
-    let summary = run_suites(&driver, &options, &mut |report| printer.take(report));
+    let summary = warpool_conformance::run(&driver, &options, &mut |report| printer.take(report));
     let shown = printer.finish().and_then(|reports| conclude(output, &reports, summary));
     match shown {
         // The answer stands, also where the reader left before it came.
         Err(error) if error.kind() != io::ErrorKind::BrokenPipe => Err(error.into()),
         _ => Ok(if summary.failed == 0 { Verdict::Success } else { Verdict::Failure }),
     }
-}
-
-/// Runs the driver's own suites, those that need a second driver or process, those of the layer above, and at last what
-/// breaks the device.
-fn run_suites(driver: &Arc<dyn Driver>, options: &Options, on_report: &mut dyn FnMut(&Report)) -> Summary {
-    let harmless = Options { destructive: false, ..options.clone() };
-    let mut summary = conformance::run_with(&**driver, HERE, &harmless, on_report);
-    summary += warpool_conformance::resources::run(driver, options, on_report);
-    let asked = |name: &str| options.suites.is_empty() || options.suites.iter().any(|asked| asked == name);
-    let last: Vec<String> = destructive().filter(|name| asked(name)).map(str::to_owned).collect();
-    if options.destructive && !last.is_empty() {
-        summary += conformance::run(&**driver, &Options { suites: last, ..options.clone() }, on_report);
-    }
-    summary
 }
 
 /// What a person reads first, and so comes last.
@@ -97,18 +88,17 @@ fn conclude(output: &mut Output, reports: &[Report], summary: Summary) -> io::Re
     output.line(format!("{passed} passed, {failed} failed, {skipped} skipped"))
 }
 
-/// The suites that stand in this crate.
-const HERE: &[Suite] = &[foreign::SUITE, processes::SUITE];
+/// The suites of this crate.
+const EXTRA: &[Suite] = &[foreign::SUITE, processes::SUITE];
 
-/// All suites by name, in the order in which they run.
+/// The names of all suites, in the order in which they run.
 fn names() -> Vec<&'static str> {
-    let harmless = conformance::in_order(HERE).filter(|suite| !suite.destructive).map(|suite| suite.name);
-    harmless.chain(warpool_conformance::resources::SUITES.iter().map(|suite| suite.name)).chain(destructive()).collect()
+    warpool_conformance::suites(EXTRA).map(|suite| suite.name).collect()
 }
 
-/// The suites that leave the device broken.
+/// The names of the suites that leave the device unusable.
 fn destructive() -> impl Iterator<Item = &'static str> {
-    conformance::suites().iter().filter(|suite| suite.destructive).map(|suite| suite.name)
+    warpool_conformance::suites(EXTRA).filter(|suite| suite.destructive).map(|suite| suite.name)
 }
 
 fn listed() -> String {

@@ -1,102 +1,112 @@
-//! Expectations: how a check says what should have come, and how it stops when something else did.
+//! Expectations: how a check states what it expects, and the error that ends it when something else happens.
 
 use std::fmt::{self, Debug};
 use std::panic::Location;
 
 use warpool_driver::{DriverError, ErrorCode};
 
-/// Why a check stopped before its end.
+/// Why a check ended early.
 #[derive(Clone, Debug)]
-pub enum Stop {
-    /// An expectation did not hold: what was expected, what came, and where.
+pub enum CheckError {
+    /// An expectation did not hold: what was expected, what happened, and the source line.
     Failed(String),
-    /// A call failed that should not have.
-    Unexpected {
-        /// The failure.
+    /// A driver call failed unexpectedly.
+    Driver {
+        /// The error.
         error: DriverError,
-        /// The place in the check.
-        place: &'static Location<'static>,
+        /// The source line of the call.
+        location: &'static Location<'static>,
     },
     /// The device lacks what the check needs.
     Skipped(String),
 }
 
-impl fmt::Display for Stop {
+impl fmt::Display for CheckError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Failed(text) | Self::Skipped(text) => f.write_str(text),
-            Self::Unexpected { error, place } => write!(f, "{error} (at {})", short(place)),
+            Self::Driver { error, location } => write!(f, "{error} (at {})", file_and_line(location)),
         }
     }
 }
 
-impl From<DriverError> for Stop {
+impl From<DriverError> for CheckError {
     #[track_caller]
     fn from(error: DriverError) -> Self {
-        Self::Unexpected { error, place: Location::caller() }
+        Self::Driver { error, location: Location::caller() }
+    }
+}
+
+impl From<warpool::Error> for CheckError {
+    #[track_caller]
+    fn from(error: warpool::Error) -> Self {
+        match error {
+            warpool::Error::Driver(error) => error.into(),
+            other => Self::Failed(format!("{other} (at {})", file_and_line(Location::caller()))),
+        }
     }
 }
 
 /// The result of a check, or of a part of one.
-pub type Checked<T = ()> = Result<T, Stop>;
+pub type CheckResult<T = ()> = Result<T, CheckError>;
 
-/// Stops with a skip, saying what the device lacks.
-pub fn skip<T>(reason: impl Into<String>) -> Checked<T> {
-    Err(Stop::Skipped(reason.into()))
+/// Ends the check as skipped; `reason` says what the device lacks.
+pub fn skip<T>(reason: impl Into<String>) -> CheckResult<T> {
+    Err(CheckError::Skipped(reason.into()))
 }
 
-/// Skips unless the device `can`.
-pub fn need(can: bool, lacking: &str) -> Checked {
-    if can { Ok(()) } else { skip(lacking) }
+/// Skips the check unless `supported`; `reason` says what the device lacks.
+pub fn require(supported: bool, reason: &str) -> CheckResult {
+    if supported { Ok(()) } else { skip(reason) }
 }
 
-/// `what` must hold.
+/// Fails the check unless `condition` holds; `what` states it.
 #[track_caller]
-pub fn expect(holds: bool, what: &str) -> Checked {
-    if holds { Ok(()) } else { fail(&format!("expected: {what}")) }
+pub fn expect(condition: bool, what: &str) -> CheckResult {
+    if condition { Ok(()) } else { fail(&format!("expected: {what}")) }
 }
 
-/// `got` must equal `want`.
+/// Fails the check unless `got` equals `want`; `what` names the value.
 #[track_caller]
-#[expect(clippy::needless_pass_by_value, reason = "what a call returns is compared at once and needed no more")]
-pub fn expect_eq<T: PartialEq + Debug>(what: &str, got: T, want: T) -> Checked {
+#[expect(clippy::needless_pass_by_value, reason = "arguments are mostly results of calls")]
+pub fn expect_eq<T: PartialEq + Debug>(what: &str, got: T, want: T) -> CheckResult {
     if got == want { Ok(()) } else { fail(&format!("{what}: expected {want:?}, got {got:?}")) }
 }
 
-/// The call must fail with `want`.
+/// Fails the check unless a call returned the error `want`.
 #[track_caller]
-pub(crate) fn expect_code<T: Debug>(result: warpool_driver::Result<T>, want: ErrorCode) -> Checked {
+pub(crate) fn expect_error<T: Debug>(result: warpool_driver::Result<T>, want: ErrorCode) -> CheckResult {
     match result {
         Err(error) if error.code == want => Ok(()),
         Err(error) => fail(&format!("expected {want:?}, got {error}")),
-        Ok(value) => fail(&format!("expected {want:?}, but the call worked and gave {value:?}")),
+        Ok(value) => fail(&format!("expected {want:?}, but the call returned {value:?}")),
     }
 }
 
-/// The same, for a call of a table: the text names it.
+/// The same for one of several calls: `what` names it.
 #[track_caller]
-pub(crate) fn expect_code_of(what: &str, result: warpool_driver::Result<()>, want: ErrorCode) -> Checked {
+pub(crate) fn expect_error_of(what: &str, result: warpool_driver::Result<()>, want: ErrorCode) -> CheckResult {
     match result {
         Err(error) if error.code == want => Ok(()),
         Err(error) => fail(&format!("{what}: expected {want:?}, got {error}")),
-        Ok(()) => fail(&format!("{what}: expected {want:?}, but the call worked")),
+        Ok(()) => fail(&format!("{what}: expected {want:?}, but the call succeeded")),
     }
 }
 
-/// Two stretches of memory must hold the same; the text names the first place where they do not.
+/// Fails the check unless two slices are equal; the error names the first difference.
 #[track_caller]
-pub fn expect_same<T: PartialEq + Debug>(what: &str, got: &[T], want: &[T]) -> Checked {
+pub fn expect_slice_eq<T: PartialEq + Debug>(what: &str, got: &[T], want: &[T]) -> CheckResult {
     if got.len() != want.len() {
         return fail(&format!("{what}: expected {} values, got {}", want.len(), got.len()));
     }
     match got.iter().zip(want).position(|(got, want)| got != want) {
         None => Ok(()),
-        Some(at) => {
-            let wrong = got.iter().zip(want).filter(|(got, want)| got != want).count();
+        Some(index) => {
+            let different = got.iter().zip(want).filter(|(got, want)| got != want).count();
             fail(&format!(
-                "{what}: at {at} expected {:?}, got {:?} ({wrong} of {} differ)",
-                want[at],
-                got[at],
+                "{what}: at {index} expected {:?}, got {:?} ({different} of {} differ)",
+                want[index],
+                got[index],
                 got.len()
             ))
         }
@@ -104,14 +114,13 @@ pub fn expect_same<T: PartialEq + Debug>(what: &str, got: &[T], want: &[T]) -> C
 }
 
 #[track_caller]
-fn fail(text: &str) -> Checked {
-    Err(Stop::Failed(format!("{text} (at {})", short(Location::caller()))))
+fn fail(text: &str) -> CheckResult {
+    Err(CheckError::Failed(format!("{text} (at {})", file_and_line(Location::caller()))))
 }
 
-/// A place by its file's name and line.
-fn short(place: &Location<'_>) -> String {
-    let file = place.file().rsplit(['/', '\\']).next().unwrap_or_default();
-    format!("{file}:{}", place.line())
+fn file_and_line(location: &Location<'_>) -> String {
+    let file = location.file().rsplit(['/', '\\']).next().unwrap_or_default();
+    format!("{file}:{}", location.line())
 }
 
 #[cfg(test)]
@@ -119,22 +128,22 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_stop_names_its_place() {
+    fn an_error_names_its_source_line() {
         let text = expect_eq("sum", 1, 2).unwrap_err().to_string();
         assert!(text.starts_with("sum: expected 2, got 1 (at expect.rs:"), "{text}");
 
         let line = line!() + 2;
-        let stopped = || -> Checked {
+        let failing = || -> CheckResult {
             Err(DriverError::new("mem_alloc", ErrorCode::OutOfMemory))?;
             Ok(())
         };
-        let text = stopped().unwrap_err().to_string();
+        let text = failing().unwrap_err().to_string();
         assert!(text.ends_with(&format!("(at expect.rs:{line})")), "{text} should name line {line}");
     }
 
     #[test]
-    fn the_first_difference_is_named() {
-        let text = expect_same("bytes", &[1, 2, 3], &[1, 5, 6]).unwrap_err().to_string();
+    fn the_first_difference_is_reported() {
+        let text = expect_slice_eq("bytes", &[1, 2, 3], &[1, 5, 6]).unwrap_err().to_string();
         assert!(text.starts_with("bytes: at 1 expected 5, got 2 (2 of 3 differ)"), "{text}");
     }
 }

@@ -1,138 +1,145 @@
-//! The conformance suite on the simulated device, with several seeds.
+//! The suites over the driver contract on the simulated GPU, with several seeds.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
-use warpool_conformance::driver::{self as conformance, Options, Outcome, Report, Summary};
+use warpool_conformance::{Level, Options, Outcome, Report, SUITES, Summary, run};
 use warpool_driver::decorate::{Counting, FaultPlan, Faulty};
 use warpool_driver::sim::{SimConfig, SimDriver};
-use warpool_driver::{Call, DeviceId, ErrorCode, Library};
+use warpool_driver::{Call, DeviceId, Driver, ErrorCode, Library};
 
-fn driver(seed: u64, devices: u32) -> SimDriver {
-    SimDriver::new(SimConfig::default().with_seed(seed).with_devices(devices))
+fn sim(seed: u64, devices: u32) -> Arc<SimDriver> {
+    Arc::new(SimDriver::new(SimConfig::default().with_seed(seed).with_devices(devices)))
 }
 
-/// Runs the suite and lists what went wrong: failed checks, and hazards that no check meant to provoke.
-fn run(driver: &SimDriver, options: &Options) -> (Summary, Vec<String>) {
-    let mut wrong = Vec::new();
-    let mut hazards = driver.hazards().len();
-    let summary = conformance::run(driver, options, &mut |report| {
+fn options(seed: u64) -> Options {
+    Options { level: Some(Level::Driver), seed, ..Options::default() }
+}
+
+/// Runs the suites and lists what went wrong: failed checks, and hazards that a check did not provoke on purpose.
+fn run_on_sim(sim: &Arc<SimDriver>, options: &Options) -> (Summary, Vec<String>) {
+    let driver = Arc::clone(sim) as Arc<dyn Driver>;
+    let mut problems = Vec::new();
+    let mut seen = sim.hazards().len();
+    let summary = run(&driver, options, &mut |report| {
         let name = format!("seed {}: {}.{}", options.seed, report.suite, report.check);
         if let Outcome::Failed(text) = &report.outcome {
-            wrong.push(format!("{name}: {text}"));
+            problems.push(format!("{name}: {text}"));
         }
-        let logged = driver.hazards();
-        if logged.len() > hazards && !provokes_hazard(report) {
-            wrong.extend(logged[hazards..].iter().map(|hazard| format!("{name}: {hazard}")));
+        let hazards = sim.hazards();
+        if hazards.len() > seen && !provokes_hazards(report) {
+            problems.extend(hazards[seen..].iter().map(|hazard| format!("{name}: {hazard}")));
         }
-        hazards = logged.len();
+        seen = hazards.len();
     });
-    (summary, wrong)
+    (summary, problems)
 }
 
-/// Whether a check does on purpose what the device logs as a hazard.
-fn provokes_hazard(report: &Report) -> bool {
-    let suite = conformance::suites().iter().find(|suite| suite.name == report.suite).expect("a known suite");
-    suite.checks.iter().find(|check| check.name == report.check).expect("a known check").provokes_hazard
+fn provokes_hazards(report: &Report) -> bool {
+    let suite = SUITES.iter().find(|suite| suite.name == report.suite).expect("a registered suite");
+    suite.checks.iter().find(|check| check.name == report.check).expect("a registered check").provokes_hazards
 }
 
 #[test]
-fn the_simulated_device_keeps_the_contract() {
-    let mut wrong = Vec::new();
+fn simulated_gpu_conforms() {
+    let mut problems = Vec::new();
     for seed in 0..8 {
-        let driver = driver(seed, 2);
-        let before = driver.object_counts();
-        let (summary, found) = run(&driver, &Options { seed, ..Options::default() });
-        wrong.extend(found);
+        let sim = sim(seed, 2);
+        let before = sim.object_counts();
+        let (summary, found) = run_on_sim(&sim, &options(seed));
+        problems.extend(found);
         if summary.passed < 80 || summary.failed > 0 {
-            wrong.push(format!("seed {seed}: {summary:?}"));
+            problems.push(format!("seed {seed}: {summary:?}"));
         }
-        let after = driver.object_counts();
+        let after = sim.object_counts();
         if after != before {
-            wrong.push(format!("seed {seed}: left behind: {after:?}, before: {before:?}"));
+            problems.push(format!("seed {seed}: objects leaked: {after:?}, before: {before:?}"));
         }
     }
-    assert!(wrong.is_empty(), "{} things went wrong:\n{}", wrong.len(), wrong.join("\n"));
+    assert!(problems.is_empty(), "{} problems:\n{}", problems.len(), problems.join("\n"));
 }
 
 #[test]
-fn one_device_skips_only_what_needs_two() {
+fn one_device_skips_only_checks_that_need_two() {
+    let driver: Arc<dyn Driver> = sim(1, 1);
     let mut skipped = Vec::new();
-    conformance::run(&driver(1, 1), &Options::default(), &mut |report| {
+    run(&driver, &options(0), &mut |report| {
         if let Outcome::Skipped(reason) = &report.outcome {
             skipped.push(format!("{}.{}: {reason}", report.suite, report.check));
         }
     });
-    assert!(!skipped.is_empty(), "peers need two devices");
+    assert!(!skipped.is_empty(), "checks of peer access need two devices");
     for line in &skipped {
         assert!(line.ends_with("there is only one device"), "{line}");
     }
 }
 
 #[test]
-fn the_last_device_is_as_good_as_the_first() {
-    let options = Options { device: DeviceId(2), seed: 2, ..Options::default() };
-    let (_, wrong) = run(&driver(2, 3), &options);
-    assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+fn every_device_can_be_checked() {
+    let (_, problems) = run_on_sim(&sim(2, 3), &Options { device: DeviceId(2), ..options(2) });
+    assert!(problems.is_empty(), "{}", problems.join("\n"));
 }
 
 #[test]
-fn a_broken_device_says_so() {
-    let options = Options { suites: vec!["errors".into()], destructive: true, ..Options::default() };
-    let (summary, wrong) = run(&driver(3, 2), &options);
-    assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+fn sticky_errors_are_reported() {
+    let options = Options { suites: vec!["errors".into()], destructive: true, ..options(0) };
+    let (summary, problems) = run_on_sim(&sim(3, 2), &options);
+    assert!(problems.is_empty(), "{}", problems.join("\n"));
     assert!(summary.passed > 0 && summary.skipped == 0, "{summary:?}");
 }
 
 #[test]
-fn without_libraries_their_checks_are_skipped_by_name() {
+fn a_missing_library_is_named_in_the_skip() {
     let config = Library::ALL.into_iter().fold(SimConfig::default(), SimConfig::without_library);
-    let driver = SimDriver::new(config);
-    let options = Options { suites: vec!["libraries".into(), "capture_rules".into()], ..Options::default() };
+    let driver: Arc<dyn Driver> = Arc::new(SimDriver::new(config));
+    let options = Options { suites: vec!["libraries".into(), "capture_rules".into()], ..options(0) };
     let mut reasons = Vec::new();
-    let summary = conformance::run(&driver, &options, &mut |report| match &report.outcome {
+    let summary = run(&driver, &options, &mut |report| match &report.outcome {
         Outcome::Skipped(reason) => reasons.push(reason.clone()),
         Outcome::Failed(text) => panic!("{}.{}: {text}", report.suite, report.check),
         Outcome::Passed => {}
     });
     assert!(summary.skipped >= 20, "{summary:?}");
     for library in Library::ALL {
-        let text = format!("{library} is not there");
+        let text = format!("{library} is not installed");
         assert!(reasons.iter().any(|reason| reason.contains(&text)), "{text}: {reasons:#?}");
     }
 }
 
 #[test]
-fn suites_are_chosen_by_name() {
+fn suites_are_selected_by_name() {
+    let driver: Arc<dyn Driver> = sim(4, 1);
+    let options = Options { suites: vec!["events".into(), "copies".into(), "errors".into()], ..options(0) };
     let mut seen = BTreeSet::new();
-    let options = Options { suites: vec!["events".into(), "copies".into(), "errors".into()], ..Options::default() };
-    conformance::run(&driver(4, 1), &options, &mut |report| {
+    run(&driver, &options, &mut |report| {
         seen.insert(report.suite);
     });
-    // What breaks the device runs only if that is asked for too.
+    // A destructive suite runs only with `destructive`.
     assert_eq!(seen.into_iter().collect::<Vec<_>>(), ["copies", "events"]);
 }
 
 #[test]
 fn every_call_of_the_contract_is_made() {
-    let driver = Counting::new(Arc::new(driver(5, 2)));
-    conformance::run(&driver, &Options::default(), &mut |_| ());
-    let missing: Vec<_> = Call::ALL.iter().filter(|&&call| driver.count(call).calls == 0).collect();
+    let counting = Arc::new(Counting::new(sim(5, 2)));
+    let driver = Arc::clone(&counting) as Arc<dyn Driver>;
+    run(&driver, &options(0), &mut |_| ());
+    let missing: Vec<_> = Call::ALL.iter().filter(|&&call| counting.count(call).calls == 0).collect();
     assert!(missing.is_empty(), "no check calls {missing:?}");
 }
 
-/// Checks that fail half-way clear up behind themselves. Only what the clearing up itself needs is spared.
+/// Every call may fail, except for those that the cleanup itself needs.
 #[test]
-fn failed_checks_leave_nothing_behind() {
-    const CLEARING: &[Call] =
+fn failed_checks_leak_nothing() {
+    const USED_BY_CLEANUP: &[Call] =
         &[Call::CaptureState, Call::CaptureEnd, Call::CaptureModeExchange, Call::DeviceSynchronize, Call::PoolTrim];
     for seed in 0..8 {
-        let sim = Arc::new(driver(seed, 2));
+        let sim = sim(seed, 2);
         let before = sim.object_counts();
         let plan = FaultPlan::new().fail_fraction(&[], 0.04, seed, ErrorCode::OutOfMemory);
-        let driver = Faulty::new(sim.clone(), plan.excluding(FaultPlan::CLEANUP).excluding(CLEARING));
+        let plan = plan.excluding(FaultPlan::CLEANUP).excluding(USED_BY_CLEANUP);
+        let driver: Arc<dyn Driver> = Arc::new(Faulty::new(sim.clone(), plan));
         let mut panics = Vec::new();
-        let summary = conformance::run(&driver, &Options { seed, ..Options::default() }, &mut |report| {
+        let summary = run(&driver, &options(seed), &mut |report| {
             if let Outcome::Failed(text) = &report.outcome
                 && text.contains("panicked")
             {
@@ -140,7 +147,7 @@ fn failed_checks_leave_nothing_behind() {
             }
         });
         assert!(panics.is_empty(), "seed {seed}: {}", panics.join("\n"));
-        assert!(summary.failed > 80, "seed {seed}: faults were noticed, but {summary:?}");
+        assert!(summary.failed > 80, "seed {seed}: {summary:?}");
         assert_eq!(sim.object_counts(), before, "seed {seed}");
     }
 }

@@ -8,80 +8,80 @@ pub mod peer;
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
-use warpool_conformance::driver::{Bench, Check, Checked, Granules, Stop, Suite};
-use warpool_conformance::expect::{expect, expect_same, need};
+use warpool_conformance::expect::{expect, expect_slice_eq, require};
+use warpool_conformance::{CheckError, CheckResult, Level, Suite, TestContext, VmContext, checks};
 use warpool_driver::{IpcEventHandle, SharedMemory};
 
 use other::Other;
 use peer::{READY, RECORDED, RUNNING, Task};
 
 /// The suite.
-pub const SUITE: Suite = Suite {
-    name: "processes",
-    checks: &[
-        Check::new("another_process_waits_for_an_event", another_process_waits_for_an_event),
-        Check::new("a_stream_of_another_process_waits_for_an_event", a_stream_of_another_process_waits_for_an_event),
-        Check::new("another_process_reads_and_writes_shared_memory", another_process_reads_and_writes_shared_memory),
+pub const SUITE: Suite = Suite::new(
+    "processes",
+    Level::Driver,
+    checks![
+        another_process_waits_for_an_event,
+        a_stream_of_another_process_waits_for_an_event,
+        another_process_reads_and_writes_shared_memory,
     ],
-    destructive: false,
-};
+);
 
 /// How long the other process may take for everything. A driver needs a second or two to start.
 const LIMIT: Duration = Duration::from_secs(30);
 
-fn another_process_waits_for_an_event(bench: &Bench<'_>) -> Checked {
-    event_in_another_process(bench, |handle| Task::Event { handle })
+fn another_process_waits_for_an_event(context: &TestContext) -> CheckResult {
+    event_in_another_process(context, |handle| Task::Event { handle })
 }
 
-fn a_stream_of_another_process_waits_for_an_event(bench: &Bench<'_>) -> Checked {
-    event_in_another_process(bench, |handle| Task::Stream { handle })
+fn a_stream_of_another_process_waits_for_an_event(context: &TestContext) -> CheckResult {
+    event_in_another_process(context, |handle| Task::Stream { handle })
 }
 
 /// The other process opens the event before it marks anything, finds it busy while a kernel of this process runs, and
 /// waits for it.
-fn event_in_another_process(bench: &Bench<'_>, task: fn(IpcEventHandle) -> Task) -> Checked {
-    need_two_processes(bench)?;
-    let (stream, event) = (bench.stream()?, bench.interprocess_event()?);
-    let handle = bench.driver.event_export(event)?;
-    let mut other = start(bench, &task(handle), Stdio::piped())?;
+fn event_in_another_process(context: &TestContext, task: fn(IpcEventHandle) -> Task) -> CheckResult {
+    need_two_processes(context)?;
+    let (stream, event) = (context.stream()?, context.interprocess_event()?);
+    let handle = context.driver.event_export(event)?;
+    let mut other = start(context, &task(handle), Stdio::piped())?;
     other.expect(READY)?;
-    bench.spin_long(stream)?;
-    bench.record(event, stream)?;
+    context.keep_busy(stream)?;
+    context.record(event, stream)?;
     other.tell(RECORDED);
     other.expect(RUNNING)?;
     other.finish()?;
-    expect(bench.driver.event_query(event)?, "the event to be done here once the other process has waited for it")
+    expect(context.driver.event_query(event)?, "the event to be done here once the other process has waited for it")
 }
 
-fn another_process_reads_and_writes_shared_memory(bench: &Bench<'_>) -> Checked {
-    need_two_processes(bench)?;
-    let granules = Granules::new(bench)?;
-    let (physical, shared) = granules.shared()?;
+fn another_process_reads_and_writes_shared_memory(context: &TestContext) -> CheckResult {
+    need_two_processes(context)?;
+    let vm = VmContext::new(context)?;
+    let (physical, shared) = vm.create_shared()?;
     let SharedMemory::PosixFd(memory) = shared else {
-        return Err(Stop::Failed("asked for a file descriptor, got something else".to_owned()));
+        return Err(CheckError::Failed("asked for a file descriptor, got something else".to_owned()));
     };
-    let ptr = granules.map(granules.reserve(1)?, 0, physical, 1)?;
-    granules.open(ptr, 1)?;
+    let ptr = vm.map(vm.reserve(1)?, 0, physical, 1)?;
+    vm.allow_access(ptr, 1)?;
 
-    let (bytes, seed) = (granules.bytes, bench.random());
-    bench.driver.upload(bench.device, ptr, &peer::contents_before(seed, bytes))?;
+    let (bytes, seed) = (vm.granule, context.random());
+    context.driver.upload(context.device_id, ptr, &peer::contents_before(seed, bytes))?;
     // The other process is in no stream of this one.
-    bench.driver.device_synchronize(bench.device)?;
-    start(bench, &Task::Memory { bytes, seed }, Stdio::from(memory))?.finish()?;
-    let got = bench.bytes_at(ptr, bytes as usize)?;
-    expect_same("what the other process wrote", &got, &peer::contents_after(seed, bytes))
+    context.driver.device_synchronize(context.device_id)?;
+    start(context, &Task::Memory { bytes, seed }, Stdio::from(memory))?.finish()?;
+    let got = context.read_bytes(ptr, bytes as usize)?;
+    expect_slice_eq("what the other process wrote", &got, &peer::contents_after(seed, bytes))
 }
 
-fn need_two_processes(bench: &Bench<'_>) -> Checked {
-    need(bench.driver.kind() != "sim", "no two processes share a simulated machine")
+fn need_two_processes(context: &TestContext) -> CheckResult {
+    require(context.driver.kind() != "sim", "no two processes share a simulated machine")
 }
 
 /// Starts this binary again, for `task`, on the same device of the same driver.
-fn start(bench: &Bench<'_>, task: &Task, input: Stdio) -> Checked<Other> {
+fn start(context: &TestContext, task: &Task, input: Stdio) -> CheckResult<Other> {
     let binary = std::env::current_exe().map_err(|error| {
-        Stop::Failed(format!("this binary cannot be started again: where it is, is unknown: {error}"))
+        CheckError::Failed(format!("this binary cannot be started again: where it is, is unknown: {error}"))
     })?;
     let mut command = Command::new(binary);
-    command.args(task.arguments(bench.driver.kind(), bench.device)).stdin(input);
+    command.args(task.arguments(context.driver.kind(), context.device_id)).stdin(input);
     Other::start(command, LIMIT)
 }

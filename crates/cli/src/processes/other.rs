@@ -5,7 +5,7 @@ use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::time::{Duration, Instant};
 
-use warpool_conformance::driver::{Checked, Stop};
+use warpool_conformance::{CheckError, CheckResult};
 
 use super::peer::{DONE, FAILED};
 
@@ -22,12 +22,12 @@ pub struct Other {
 
 impl Other {
     /// Starts it. All that it does must be done within `limit`.
-    pub fn start(mut command: Command, limit: Duration) -> Checked<Self> {
+    pub fn start(mut command: Command, limit: Duration) -> CheckResult<Self> {
         let deadline = Instant::now() + limit;
         let mut child = command
             .stdout(Stdio::piped())
             .spawn()
-            .map_err(|error| Stop::Failed(format!("a second process cannot be started: {error}")))?;
+            .map_err(|error| CheckError::Failed(format!("a second process cannot be started: {error}")))?;
         let (sender, lines) = channel();
         if let Some(output) = child.stdout.take() {
             // A pipe cannot be read with a limit, a channel can. The thread ends with the process's output.
@@ -47,7 +47,7 @@ impl Other {
     }
 
     /// The next word must be `word`.
-    pub fn expect(&mut self, word: &str) -> Checked {
+    pub fn expect(&mut self, word: &str) -> CheckResult {
         let left = self.deadline.saturating_duration_since(Instant::now());
         let wrong = match self.lines.recv_timeout(left) {
             Ok(said) if said == word => return Ok(()),
@@ -63,16 +63,16 @@ impl Other {
                 format!("the other process ended and never said '{word}' ({status})")
             }
         };
-        Err(Stop::Failed(wrong))
+        Err(CheckError::Failed(wrong))
     }
 
     /// It must say that it is done, and end well.
-    pub fn finish(mut self) -> Checked {
+    pub fn finish(mut self) -> CheckResult {
         self.expect(DONE)?;
         match self.reap() {
             Some(status) if status.success() => Ok(()),
-            Some(status) => Err(Stop::Failed(format!("the other process was done, but ended with {status}"))),
-            None => Err(Stop::Failed("the other process was done, but did not end".to_owned())),
+            Some(status) => Err(CheckError::Failed(format!("the other process was done, but ended with {status}"))),
+            None => Err(CheckError::Failed("the other process was done, but did not end".to_owned())),
         }
     }
 

@@ -2,10 +2,6 @@
 
 use std::collections::BTreeSet;
 
-use super::Check;
-use super::bench::{Bench, Capturing, Log};
-use super::owned::Owned;
-use crate::expect::{Checked, expect, expect_code, expect_code_of, expect_eq};
 use warpool_driver::ErrorCode::{
     CapturedEvent, IllegalState, InvalidValue, StreamCaptureImplicit, StreamCaptureInvalidated, StreamCaptureIsolation,
     StreamCaptureMerge, StreamCaptureUnjoined, StreamCaptureUnmatched, StreamCaptureUnsupported,
@@ -13,7 +9,11 @@ use warpool_driver::ErrorCode::{
 };
 use warpool_driver::{CaptureMode, CaptureState, ErrorCode, EventScope, NodeKind, StreamHandle, StreamId};
 
-pub(super) const CHECKS: &[Check] = super::checks![
+use crate::check::Check;
+use crate::context::{Capture, KernelLog, Resource, TestContext};
+use crate::expect::{CheckResult, expect, expect_eq, expect_error, expect_error_of};
+
+pub(crate) const CHECKS: &[Check] = crate::checks![
     captured_work_does_not_run,
     ending_nothing_is_refused,
     the_legacy_default_stream_cannot_capture,
@@ -37,7 +37,7 @@ pub(super) const CHECKS: &[Check] = super::checks![
     dependencies_follow_the_work,
     the_graph_can_be_seen_as_it_grows,
     external_events_become_nodes,
-    ; provoking:
+    ; provoking hazards:
     waiting_for_the_capturing_stream_breaks_the_capture,
     a_broken_capture_takes_no_more_work,
     a_stream_works_again_after_a_broken_capture,
@@ -55,26 +55,26 @@ pub(super) const CHECKS: &[Check] = super::checks![
 
 const MODES: [CaptureMode; 3] = [CaptureMode::Global, CaptureMode::ThreadLocal, CaptureMode::Relaxed];
 
-fn a_stream_tells_what_it_is_while_it_captures(bench: &Bench<'_>) -> Checked {
-    let stream = bench.stream()?;
+fn a_stream_tells_what_it_is_while_it_captures(context: &TestContext) -> CheckResult {
+    let stream = context.stream()?;
     let mut told = None;
-    bench.captured(stream, || {
-        told = Some(bench.driver.stream_info(stream)?);
+    context.capture(stream, || {
+        told = Some(context.driver.stream_info(stream)?);
         Ok(())
     })?;
-    expect_eq("what it told", told, Some(bench.driver.stream_info(stream)?))
+    expect_eq("what it told", told, Some(context.driver.stream_info(stream)?))
 }
 
 /// In every mode, on the thread that captures and on another: also for a stream that nobody asked before.
-fn a_stream_has_its_handle_while_it_captures(bench: &Bench<'_>) -> Checked {
+fn a_stream_has_its_handle_while_it_captures(context: &TestContext) -> CheckResult {
     for mode in MODES {
-        let stream = bench.stream()?;
-        bench.driver.capture_begin(stream, mode)?;
-        let here = bench.driver.stream_handle(stream);
-        let elsewhere = bench.elsewhere(|| bench.driver.stream_handle(stream));
-        let state = bench.driver.capture_state(stream);
-        let ended = bench.driver.capture_end(stream).map(|graph| bench.own(Owned::Graph(graph)));
-        let info = bench.driver.stream_info(stream)?;
+        let stream = context.stream()?;
+        context.driver.capture_begin(stream, mode)?;
+        let here = context.driver.stream_handle(stream);
+        let elsewhere = context.on_new_thread(|| context.driver.stream_handle(stream));
+        let state = context.driver.capture_state(stream);
+        let ended = context.driver.capture_end(stream).map(|graph| context.track(Resource::Graph(graph)));
+        let info = context.driver.stream_info(stream)?;
         let want = StreamHandle { device: info.device, raw: info.raw };
         expect_eq(&format!("its handle in a {mode:?} capture, here and elsewhere"), (here?, elsewhere?), (want, want))?;
         expect(matches!(state?, CaptureState::Active(_)), "a capture that goes on")?;
@@ -83,131 +83,131 @@ fn a_stream_has_its_handle_while_it_captures(bench: &Bench<'_>) -> Checked {
     Ok(())
 }
 
-fn captured_work_does_not_run(bench: &Bench<'_>) -> Checked {
-    let (stream, log) = (bench.stream()?, bench.log(3)?);
-    bench.append(log, 1, stream)?;
-    bench.captured(stream, || bench.append(log, 2, stream))?;
-    bench.append(log, 3, stream)?;
-    bench.sync(stream)?;
-    bench.expect_log(log, &[1, 3])
+fn captured_work_does_not_run(context: &TestContext) -> CheckResult {
+    let (stream, log) = (context.stream()?, context.kernel_log(3)?);
+    context.append(log, 1, stream)?;
+    context.capture(stream, || context.append(log, 2, stream))?;
+    context.append(log, 3, stream)?;
+    context.synchronize(stream)?;
+    context.expect_log(log, &[1, 3])
 }
 
-fn ending_nothing_is_refused(bench: &Bench<'_>) -> Checked {
-    for stream in [bench.stream()?, bench.blocking_stream()?, bench.thread_stream()?] {
-        expect_code(bench.driver.capture_end(stream), IllegalState)?;
-        bench.expect_state(stream, Capturing::No)?;
+fn ending_nothing_is_refused(context: &TestContext) -> CheckResult {
+    for stream in [context.stream()?, context.blocking_stream()?, context.per_thread_stream()?] {
+        expect_error(context.driver.capture_end(stream), IllegalState)?;
+        context.expect_capture(stream, Capture::None)?;
     }
     Ok(())
 }
 
-fn the_legacy_default_stream_cannot_capture(bench: &Bench<'_>) -> Checked {
-    let (legacy, log) = (bench.default_stream()?, bench.log(1)?);
+fn the_legacy_default_stream_cannot_capture(context: &TestContext) -> CheckResult {
+    let (legacy, log) = (context.legacy_stream()?, context.kernel_log(1)?);
     for mode in MODES {
-        expect_code(bench.driver.capture_begin(legacy, mode), StreamCaptureUnsupported)?;
+        expect_error(context.driver.capture_begin(legacy, mode), StreamCaptureUnsupported)?;
     }
-    bench.expect_state(legacy, Capturing::No)?;
-    bench.append(log, 1, legacy)?;
-    bench.sync(legacy)?;
-    bench.expect_log(log, &[1])
+    context.expect_capture(legacy, Capture::None)?;
+    context.append(log, 1, legacy)?;
+    context.synchronize(legacy)?;
+    context.expect_log(log, &[1])
 }
 
-fn other_streams_can_capture_in_every_mode(bench: &Bench<'_>) -> Checked {
-    let log = bench.log(9)?;
+fn other_streams_can_capture_in_every_mode(context: &TestContext) -> CheckResult {
+    let log = context.kernel_log(9)?;
     for mode in MODES {
-        for stream in [bench.stream()?, bench.blocking_stream()?, bench.thread_stream()?] {
-            bench.driver.capture_begin(stream, mode)?;
-            bench.expect_state(stream, Capturing::Yes)?;
-            bench.append(log, 1, stream)?;
-            let graph = bench.end(stream)?;
-            bench.expect_state(stream, Capturing::No)?;
-            expect_eq("its nodes", bench.driver.graph_topology(graph)?.nodes.len(), 1)?;
+        for stream in [context.stream()?, context.blocking_stream()?, context.per_thread_stream()?] {
+            context.driver.capture_begin(stream, mode)?;
+            context.expect_capture(stream, Capture::Active)?;
+            context.append(log, 1, stream)?;
+            let graph = context.end_capture(stream)?;
+            context.expect_capture(stream, Capture::None)?;
+            expect_eq("its nodes", context.driver.graph_topology(graph)?.nodes.len(), 1)?;
         }
     }
     Ok(())
 }
 
-fn a_stream_captures_once_at_a_time(bench: &Bench<'_>) -> Checked {
-    let (stream, log) = (bench.stream()?, bench.log(1)?);
-    bench.begin(stream)?;
-    expect_code(bench.driver.capture_begin(stream, CaptureMode::Relaxed), IllegalState)?;
-    expect_code(bench.driver.capture_begin(stream, CaptureMode::Global), IllegalState)?;
-    bench.expect_state(stream, Capturing::Yes)?;
-    bench.append(log, 1, stream)?;
-    let graph = bench.end(stream)?;
-    expect_eq("its nodes", bench.driver.graph_topology(graph)?.nodes.len(), 1)
+fn a_stream_captures_once_at_a_time(context: &TestContext) -> CheckResult {
+    let (stream, log) = (context.stream()?, context.kernel_log(1)?);
+    context.begin_capture(stream)?;
+    expect_error(context.driver.capture_begin(stream, CaptureMode::Relaxed), IllegalState)?;
+    expect_error(context.driver.capture_begin(stream, CaptureMode::Global), IllegalState)?;
+    context.expect_capture(stream, Capture::Active)?;
+    context.append(log, 1, stream)?;
+    let graph = context.end_capture(stream)?;
+    expect_eq("its nodes", context.driver.graph_topology(graph)?.nodes.len(), 1)
 }
 
-fn captures_have_ids_of_their_own(bench: &Bench<'_>) -> Checked {
-    let (first, second) = (bench.stream()?, bench.stream()?);
-    let id = |stream| match bench.driver.capture_state(stream)? {
+fn captures_have_ids_of_their_own(context: &TestContext) -> CheckResult {
+    let (first, second) = (context.stream()?, context.stream()?);
+    let id = |stream| match context.driver.capture_state(stream)? {
         CaptureState::Active(id) => Ok(id),
         other => expect(false, &format!("an active capture, got {other:?}")).map(|()| unreachable!()),
     };
     let mut seen = BTreeSet::new();
     for _ in 0..10 {
-        bench.driver.capture_begin(first, CaptureMode::Global)?;
-        bench.driver.capture_begin(second, CaptureMode::Global)?;
+        context.driver.capture_begin(first, CaptureMode::Global)?;
+        context.driver.capture_begin(second, CaptureMode::Global)?;
         expect_eq("the id, asked again", id(first)?, id(first)?)?;
         expect(seen.insert(id(first)?) && seen.insert(id(second)?), "ids that were never given before")?;
-        bench.end(second)?;
-        bench.end(first)?;
+        context.end_capture(second)?;
+        context.end_capture(first)?;
     }
     Ok(())
 }
 
 /// Captures on a fresh stream in a relaxed capture, does `act`, which must fail with `want`, and sees that this broke
 /// the capture.
-fn breaks(bench: &Bench<'_>, want: ErrorCode, act: impl Fn(StreamId) -> warpool_driver::Result<()>) -> Checked {
-    let (stream, log) = (bench.stream()?, bench.log(1)?);
-    bench.begin(stream)?;
-    expect_code_of("the call that breaks it", act(stream), want)?;
-    broken(bench, stream)?;
-    usable(bench, stream, log)
+fn breaks(context: &TestContext, want: ErrorCode, act: impl Fn(StreamId) -> warpool_driver::Result<()>) -> CheckResult {
+    let (stream, log) = (context.stream()?, context.kernel_log(1)?);
+    context.begin_capture(stream)?;
+    expect_error_of("the call that breaks it", act(stream), want)?;
+    broken(context, stream)?;
+    usable(context, stream, log)
 }
 
 /// The capture that began on `stream` is broken, says so at its end, and is over then.
-fn broken(bench: &Bench<'_>, stream: StreamId) -> Checked {
-    bench.expect_state(stream, Capturing::Broken)?;
-    expect_code(bench.driver.capture_end(stream), StreamCaptureInvalidated)?;
-    bench.expect_state(stream, Capturing::No)
+fn broken(context: &TestContext, stream: StreamId) -> CheckResult {
+    context.expect_capture(stream, Capture::Invalidated)?;
+    expect_error(context.driver.capture_end(stream), StreamCaptureInvalidated)?;
+    context.expect_capture(stream, Capture::None)
 }
 
-fn usable(bench: &Bench<'_>, stream: StreamId, log: Log) -> Checked {
-    bench.append(log, 5, stream)?;
-    bench.sync(stream)?;
-    bench.expect_log(log, &[5])
+fn usable(context: &TestContext, stream: StreamId, log: KernelLog) -> CheckResult {
+    context.append(log, 5, stream)?;
+    context.synchronize(stream)?;
+    context.expect_log(log, &[5])
 }
 
-fn waiting_for_the_capturing_stream_breaks_the_capture(bench: &Bench<'_>) -> Checked {
-    breaks(bench, StreamCaptureUnsupported, |stream| bench.driver.stream_synchronize(stream))?;
-    breaks(bench, StreamCaptureUnsupported, |stream| bench.driver.stream_query(stream).map(drop))
+fn waiting_for_the_capturing_stream_breaks_the_capture(context: &TestContext) -> CheckResult {
+    breaks(context, StreamCaptureUnsupported, |stream| context.driver.stream_synchronize(stream))?;
+    breaks(context, StreamCaptureUnsupported, |stream| context.driver.stream_query(stream).map(drop))
 }
 
-fn a_broken_capture_takes_no_more_work(bench: &Bench<'_>) -> Checked {
-    let (stream, log) = (bench.stream()?, bench.log(1)?);
-    let memory = bench.memory(64)?;
-    bench.begin(stream)?;
-    expect_code(bench.driver.stream_query(stream), StreamCaptureUnsupported)?;
-    let fill = bench.driver.fill(memory, warpool_driver::Pattern::U8(1), 16, stream);
-    expect_code(fill, StreamCaptureInvalidated)?;
-    broken(bench, stream)?;
-    usable(bench, stream, log)
+fn a_broken_capture_takes_no_more_work(context: &TestContext) -> CheckResult {
+    let (stream, log) = (context.stream()?, context.kernel_log(1)?);
+    let memory = context.alloc(64)?;
+    context.begin_capture(stream)?;
+    expect_error(context.driver.stream_query(stream), StreamCaptureUnsupported)?;
+    let fill = context.driver.fill(memory, warpool_driver::Pattern::U8(1), 16, stream);
+    expect_error(fill, StreamCaptureInvalidated)?;
+    broken(context, stream)?;
+    usable(context, stream, log)
 }
 
-fn a_stream_works_again_after_a_broken_capture(bench: &Bench<'_>) -> Checked {
-    let (stream, log) = (bench.stream()?, bench.log(2)?);
-    bench.begin(stream)?;
-    bench.append(log, 1, stream)?;
-    expect_code(bench.driver.stream_query(stream), StreamCaptureUnsupported)?;
-    broken(bench, stream)?;
-    let exec = bench.ready(stream, || bench.append(log, 2, stream))?;
-    bench.replay(exec, stream)?;
-    bench.expect_log(log, &[2])
+fn a_stream_works_again_after_a_broken_capture(context: &TestContext) -> CheckResult {
+    let (stream, log) = (context.stream()?, context.kernel_log(2)?);
+    context.begin_capture(stream)?;
+    context.append(log, 1, stream)?;
+    expect_error(context.driver.stream_query(stream), StreamCaptureUnsupported)?;
+    broken(context, stream)?;
+    let exec = context.capture_exec(stream, || context.append(log, 2, stream))?;
+    context.replay(exec, stream)?;
+    context.expect_log(log, &[2])
 }
 
-fn the_end_of_a_broken_capture_names_the_call_that_broke_it(bench: &Bench<'_>) -> Checked {
-    let (driver, device, stream, event) = (bench.driver, bench.device, bench.stream()?, bench.event()?);
-    bench.record(event, bench.stream()?)?;
+fn the_end_of_a_broken_capture_names_the_call_that_broke_it(context: &TestContext) -> CheckResult {
+    let (driver, device, stream, event) = (&context.driver, context.device_id, context.stream()?, context.event()?);
+    context.record(event, context.stream()?)?;
     type Act<'b> = Box<dyn Fn() -> warpool_driver::Result<()> + Sync + 'b>;
     let acts: [(&str, bool, Act<'_>); 5] = [
         ("stream_query", true, Box::new(|| driver.stream_query(stream).map(drop))),
@@ -218,10 +218,10 @@ fn the_end_of_a_broken_capture_names_the_call_that_broke_it(bench: &Bench<'_>) -
     ];
     for (name, here, act) in acts {
         driver.capture_begin(stream, CaptureMode::Global)?;
-        let broke = if here { act() } else { bench.elsewhere(&act) };
+        let broke = if here { act() } else { context.on_new_thread(&act) };
         let Err(cause) = broke else { return expect(false, &format!("{name} to be refused")) };
         // What comes after it does not change what broke it.
-        expect_code_of("another", driver.event_record(event, stream, EventScope::Plain), StreamCaptureInvalidated)?;
+        expect_error_of("another", driver.event_record(event, stream, EventScope::Plain), StreamCaptureInvalidated)?;
         let Err(error) = driver.capture_end(stream) else { return expect(false, "the end to be refused") };
         expect_eq("the code at the end", error.code, StreamCaptureInvalidated)?;
         let detail = error.detail.as_deref().unwrap_or_default();
@@ -231,85 +231,85 @@ fn the_end_of_a_broken_capture_names_the_call_that_broke_it(bench: &Bench<'_>) -
     Ok(())
 }
 
-fn asking_about_a_captured_event_breaks_the_capture(bench: &Bench<'_>) -> Checked {
+fn asking_about_a_captured_event_breaks_the_capture(context: &TestContext) -> CheckResult {
     for _ in 0..2 {
-        let event = bench.event()?;
-        breaks(bench, CapturedEvent, |stream| {
-            bench.driver.event_record(event, stream, EventScope::Plain)?;
-            bench.driver.event_query(event).map(drop)
+        let event = context.event()?;
+        breaks(context, CapturedEvent, |stream| {
+            context.driver.event_record(event, stream, EventScope::Plain)?;
+            context.driver.event_query(event).map(drop)
         })?;
-        breaks(bench, CapturedEvent, |stream| {
-            bench.driver.event_record(event, stream, EventScope::Plain)?;
-            bench.driver.event_synchronize(event)
+        breaks(context, CapturedEvent, |stream| {
+            context.driver.event_record(event, stream, EventScope::Plain)?;
+            context.driver.event_synchronize(event)
         })?;
     }
     Ok(())
 }
 
-fn a_captured_event_is_useless_until_recorded_again(bench: &Bench<'_>) -> Checked {
-    let (stream, other, event) = (bench.stream()?, bench.stream()?, bench.event()?);
-    bench.record(event, stream)?;
-    bench.sync(stream)?;
-    bench.captured(stream, || bench.record(event, stream))?;
-    expect_code(bench.driver.event_query(event), InvalidValue)?;
-    expect_code(bench.driver.event_synchronize(event), InvalidValue)?;
-    expect_code(bench.driver.stream_wait_event(other, event, EventScope::Plain), InvalidValue)?;
-    bench.expect_state(other, Capturing::No)?;
-    bench.record(event, stream)?;
-    bench.driver.event_synchronize(event)?;
-    expect(bench.driver.event_query(event)?, "the event to be done")?;
-    bench.wait(other, event)?;
-    bench.sync(other)
+fn a_captured_event_is_useless_until_recorded_again(context: &TestContext) -> CheckResult {
+    let (stream, other, event) = (context.stream()?, context.stream()?, context.event()?);
+    context.record(event, stream)?;
+    context.synchronize(stream)?;
+    context.capture(stream, || context.record(event, stream))?;
+    expect_error(context.driver.event_query(event), InvalidValue)?;
+    expect_error(context.driver.event_synchronize(event), InvalidValue)?;
+    expect_error(context.driver.stream_wait_event(other, event, EventScope::Plain), InvalidValue)?;
+    context.expect_capture(other, Capture::None)?;
+    context.record(event, stream)?;
+    context.driver.event_synchronize(event)?;
+    expect(context.driver.event_query(event)?, "the event to be done")?;
+    context.wait(other, event)?;
+    context.synchronize(other)
 }
 
-fn a_captured_event_may_be_destroyed(bench: &Bench<'_>) -> Checked {
-    let (first, second, event, log) = (bench.stream()?, bench.stream()?, bench.event()?, bench.log(2)?);
-    let exec = bench.ready(first, || {
-        bench.append(log, 1, first)?;
-        bench.record(event, first)?;
-        bench.wait(second, event)?;
-        bench.destroy_event(event)?;
-        bench.append(log, 2, second)?;
-        bench.order(second, first)
+fn a_captured_event_may_be_destroyed(context: &TestContext) -> CheckResult {
+    let (first, second, event, log) = (context.stream()?, context.stream()?, context.event()?, context.kernel_log(2)?);
+    let exec = context.capture_exec(first, || {
+        context.append(log, 1, first)?;
+        context.record(event, first)?;
+        context.wait(second, event)?;
+        context.destroy_event(event)?;
+        context.append(log, 2, second)?;
+        context.order(second, first)
     })?;
-    bench.replay(exec, first)?;
-    bench.expect_log(log, &[1, 2])
+    context.replay(exec, first)?;
+    context.expect_log(log, &[1, 2])
 }
 
-fn waiting_for_outside_work_breaks_the_capture(bench: &Bench<'_>) -> Checked {
-    let (other, event) = (bench.stream()?, bench.event()?);
-    bench.record(event, other)?;
-    bench.sync(other)?;
-    breaks(bench, StreamCaptureIsolation, |stream| bench.driver.stream_wait_event(stream, event, EventScope::Plain))
+fn waiting_for_outside_work_breaks_the_capture(context: &TestContext) -> CheckResult {
+    let (other, event) = (context.stream()?, context.event()?);
+    context.record(event, other)?;
+    context.synchronize(other)?;
+    breaks(context, StreamCaptureIsolation, |stream| context.driver.stream_wait_event(stream, event, EventScope::Plain))
 }
 
-fn waiting_for_a_never_recorded_event_adds_nothing(bench: &Bench<'_>) -> Checked {
-    let (stream, event) = (bench.stream()?, bench.event()?);
-    let graph = bench.captured(stream, || bench.wait(stream, event))?;
-    expect_eq("its nodes", bench.driver.graph_topology(graph)?.nodes.len(), 0)
+fn waiting_for_a_never_recorded_event_adds_nothing(context: &TestContext) -> CheckResult {
+    let (stream, event) = (context.stream()?, context.event()?);
+    let graph = context.capture(stream, || context.wait(stream, event))?;
+    expect_eq("its nodes", context.driver.graph_topology(graph)?.nodes.len(), 0)
 }
 
-fn an_event_recorded_elsewhere_leaves_the_capture(bench: &Bench<'_>) -> Checked {
-    let (other, event) = (bench.stream()?, bench.event()?);
-    breaks(bench, StreamCaptureIsolation, |stream| {
-        bench.driver.event_record(event, stream, EventScope::Plain)?;
-        bench.driver.event_record(event, other, EventScope::Plain)?;
-        bench.driver.stream_wait_event(stream, event, EventScope::Plain)
+fn an_event_recorded_elsewhere_leaves_the_capture(context: &TestContext) -> CheckResult {
+    let (other, event) = (context.stream()?, context.event()?);
+    breaks(context, StreamCaptureIsolation, |stream| {
+        context.driver.event_record(event, stream, EventScope::Plain)?;
+        context.driver.event_record(event, other, EventScope::Plain)?;
+        context.driver.stream_wait_event(stream, event, EventScope::Plain)
     })
 }
 
-fn a_wait_joins_a_stream_to_the_capture(bench: &Bench<'_>) -> Checked {
-    let (first, second, log) = (bench.stream()?, bench.stream()?, bench.log(3)?);
-    let graph = bench.captured(first, || {
-        bench.append(log, 1, first)?;
-        bench.order(first, second)?;
-        expect_eq("the second stream", bench.driver.capture_state(second)?, bench.driver.capture_state(first)?)?;
-        bench.append(log, 2, second)?;
-        bench.order(second, first)?;
-        bench.append(log, 3, first)
+fn a_wait_joins_a_stream_to_the_capture(context: &TestContext) -> CheckResult {
+    let (first, second, log) = (context.stream()?, context.stream()?, context.kernel_log(3)?);
+    let graph = context.capture(first, || {
+        context.append(log, 1, first)?;
+        context.order(first, second)?;
+        expect_eq("the second stream", context.driver.capture_state(second)?, context.driver.capture_state(first)?)?;
+        context.append(log, 2, second)?;
+        context.order(second, first)?;
+        context.append(log, 3, first)
     })?;
-    bench.expect_state(second, Capturing::No)?;
-    let shape = bench.driver.graph_topology(graph)?;
+    context.expect_capture(second, Capture::None)?;
+    let shape = context.driver.graph_topology(graph)?;
     let [one, two, three] = [0, 1, 2].map(|at| shape.nodes.get(at).map(|node| node.id));
     let edges: Vec<_> = shape.edges.iter().map(|&(from, to)| (Some(from), Some(to))).collect();
     // A join adds to what the stream waits for and takes nothing away, also where one edge says as much as two.
@@ -317,222 +317,222 @@ fn a_wait_joins_a_stream_to_the_capture(bench: &Bench<'_>) -> Checked {
         expect(edges.contains(&edge), &format!("the edge {edge:?} among {edges:?}"))?;
     }
     expect_eq("nodes and edges", (shape.nodes.len(), edges.len()), (3, 3))?;
-    bench.replay(bench.instantiate(graph)?, second)?;
-    bench.expect_log(log, &[1, 2, 3])
+    context.replay(context.instantiate(graph)?, second)?;
+    context.expect_log(log, &[1, 2, 3])
 }
 
-fn unjoined_work_is_refused_at_the_end(bench: &Bench<'_>) -> Checked {
-    let (first, second, log) = (bench.stream()?, bench.stream()?, bench.log(1)?);
-    bench.begin(first)?;
-    bench.order(first, second)?;
-    bench.append(log, 1, second)?;
-    expect_code(bench.driver.capture_end(first), StreamCaptureUnjoined)?;
-    bench.expect_state(first, Capturing::No)?;
-    bench.expect_state(second, Capturing::No)?;
-    usable(bench, second, log)
+fn unjoined_work_is_refused_at_the_end(context: &TestContext) -> CheckResult {
+    let (first, second, log) = (context.stream()?, context.stream()?, context.kernel_log(1)?);
+    context.begin_capture(first)?;
+    context.order(first, second)?;
+    context.append(log, 1, second)?;
+    expect_error(context.driver.capture_end(first), StreamCaptureUnjoined)?;
+    context.expect_capture(first, Capture::None)?;
+    context.expect_capture(second, Capture::None)?;
+    usable(context, second, log)
 }
 
-fn a_branch_without_work_need_not_join(bench: &Bench<'_>) -> Checked {
-    let (first, second, log) = (bench.stream()?, bench.stream()?, bench.log(1)?);
-    bench.captured(first, || bench.order(first, second))?;
-    bench.expect_state(second, Capturing::No)?;
-    usable(bench, second, log)
+fn a_branch_without_work_need_not_join(context: &TestContext) -> CheckResult {
+    let (first, second, log) = (context.stream()?, context.stream()?, context.kernel_log(1)?);
+    context.capture(first, || context.order(first, second))?;
+    context.expect_capture(second, Capture::None)?;
+    usable(context, second, log)
 }
 
-fn only_the_first_stream_ends_a_capture(bench: &Bench<'_>) -> Checked {
-    let (first, second, log) = (bench.stream()?, bench.stream()?, bench.log(1)?);
-    bench.begin(first)?;
-    bench.order(first, second)?;
-    expect_code(bench.driver.capture_end(second), StreamCaptureUnmatched)?;
-    bench.expect_state(second, Capturing::Broken)?;
-    broken(bench, first)?;
-    bench.expect_state(second, Capturing::No)?;
-    usable(bench, second, log)
+fn only_the_first_stream_ends_a_capture(context: &TestContext) -> CheckResult {
+    let (first, second, log) = (context.stream()?, context.stream()?, context.kernel_log(1)?);
+    context.begin_capture(first)?;
+    context.order(first, second)?;
+    expect_error(context.driver.capture_end(second), StreamCaptureUnmatched)?;
+    context.expect_capture(second, Capture::Invalidated)?;
+    broken(context, first)?;
+    context.expect_capture(second, Capture::None)?;
+    usable(context, second, log)
 }
 
-fn a_joined_stream_cannot_begin_a_capture(bench: &Bench<'_>) -> Checked {
-    let (first, second) = (bench.stream()?, bench.stream()?);
-    bench.begin(first)?;
-    bench.order(first, second)?;
-    expect_code(bench.driver.capture_begin(second, CaptureMode::Relaxed), IllegalState)?;
-    bench.expect_state(first, Capturing::Yes)?;
-    bench.expect_state(second, Capturing::Yes)?;
-    bench.end(first)?;
+fn a_joined_stream_cannot_begin_a_capture(context: &TestContext) -> CheckResult {
+    let (first, second) = (context.stream()?, context.stream()?);
+    context.begin_capture(first)?;
+    context.order(first, second)?;
+    expect_error(context.driver.capture_begin(second, CaptureMode::Relaxed), IllegalState)?;
+    context.expect_capture(first, Capture::Active)?;
+    context.expect_capture(second, Capture::Active)?;
+    context.end_capture(first)?;
     Ok(())
 }
 
-fn two_captures_do_not_merge(bench: &Bench<'_>) -> Checked {
-    let (first, second, event) = (bench.stream()?, bench.stream()?, bench.event()?);
-    bench.begin(first)?;
-    bench.begin(second)?;
-    bench.record(event, first)?;
-    expect_code(bench.driver.stream_wait_event(second, event, EventScope::Plain), StreamCaptureMerge)?;
-    bench.expect_state(second, Capturing::Broken)?;
-    broken(bench, first)?;
-    broken(bench, second)
+fn two_captures_do_not_merge(context: &TestContext) -> CheckResult {
+    let (first, second, event) = (context.stream()?, context.stream()?, context.event()?);
+    context.begin_capture(first)?;
+    context.begin_capture(second)?;
+    context.record(event, first)?;
+    expect_error(context.driver.stream_wait_event(second, event, EventScope::Plain), StreamCaptureMerge)?;
+    context.expect_capture(second, Capture::Invalidated)?;
+    broken(context, first)?;
+    broken(context, second)
 }
 
-fn the_default_stream_breaks_captures_of_blocking_streams(bench: &Bench<'_>) -> Checked {
-    let (legacy, blocking) = (bench.default_stream()?, bench.blocking_stream()?);
-    let (event, memory, log) = (bench.event()?, bench.memory(64)?, bench.log(1)?);
+fn the_default_stream_breaks_captures_of_blocking_streams(context: &TestContext) -> CheckResult {
+    let (legacy, blocking) = (context.legacy_stream()?, context.blocking_stream()?);
+    let (event, memory, log) = (context.event()?, context.alloc(64)?, context.kernel_log(1)?);
     let calls: [(&str, &dyn Fn() -> warpool_driver::Result<()>); 3] = [
-        ("fill", &|| bench.driver.fill(memory, warpool_driver::Pattern::U8(1), 16, legacy)),
-        ("event_record", &|| bench.driver.event_record(event, legacy, EventScope::Plain)),
-        ("stream_query", &|| bench.driver.stream_query(legacy).map(drop)),
+        ("fill", &|| context.driver.fill(memory, warpool_driver::Pattern::U8(1), 16, legacy)),
+        ("event_record", &|| context.driver.event_record(event, legacy, EventScope::Plain)),
+        ("stream_query", &|| context.driver.stream_query(legacy).map(drop)),
     ];
     for (name, call) in calls {
-        bench.begin(blocking)?;
-        expect_code_of(name, call(), StreamCaptureImplicit)?;
-        broken(bench, blocking)?;
+        context.begin_capture(blocking)?;
+        expect_error_of(name, call(), StreamCaptureImplicit)?;
+        broken(context, blocking)?;
     }
-    usable(bench, blocking, log)
+    usable(context, blocking, log)
 }
 
-fn asking_for_the_default_streams_state_breaks_nothing(bench: &Bench<'_>) -> Checked {
-    let (legacy, blocking) = (bench.default_stream()?, bench.blocking_stream()?);
-    bench.begin(blocking)?;
-    expect_code(bench.driver.capture_state(legacy), StreamCaptureImplicit)?;
-    bench.expect_state(blocking, Capturing::Yes)?;
-    bench.end(blocking)?;
-    bench.expect_state(legacy, Capturing::No)
+fn asking_for_the_default_streams_state_breaks_nothing(context: &TestContext) -> CheckResult {
+    let (legacy, blocking) = (context.legacy_stream()?, context.blocking_stream()?);
+    context.begin_capture(blocking)?;
+    expect_error(context.driver.capture_state(legacy), StreamCaptureImplicit)?;
+    context.expect_capture(blocking, Capture::Active)?;
+    context.end_capture(blocking)?;
+    context.expect_capture(legacy, Capture::None)
 }
 
-fn the_default_stream_works_beside_a_non_blocking_capture(bench: &Bench<'_>) -> Checked {
-    let (legacy, stream, log) = (bench.default_stream()?, bench.stream()?, bench.log(2)?);
-    bench.captured(stream, || {
-        bench.append(log, 1, legacy)?;
-        bench.sync(legacy)?;
-        bench.expect_state(legacy, Capturing::No)?;
-        bench.expect_state(stream, Capturing::Yes)
+fn the_default_stream_works_beside_a_non_blocking_capture(context: &TestContext) -> CheckResult {
+    let (legacy, stream, log) = (context.legacy_stream()?, context.stream()?, context.kernel_log(2)?);
+    context.capture(stream, || {
+        context.append(log, 1, legacy)?;
+        context.synchronize(legacy)?;
+        context.expect_capture(legacy, Capture::None)?;
+        context.expect_capture(stream, Capture::Active)
     })?;
-    bench.expect_log(log, &[1])
+    context.expect_log(log, &[1])
 }
 
-fn the_default_stream_cannot_join(bench: &Bench<'_>) -> Checked {
-    let (legacy, event) = (bench.default_stream()?, bench.event()?);
-    breaks(bench, StreamCaptureImplicit, |stream| {
-        bench.driver.event_record(event, stream, EventScope::Plain)?;
-        bench.driver.stream_wait_event(legacy, event, EventScope::Plain)
+fn the_default_stream_cannot_join(context: &TestContext) -> CheckResult {
+    let (legacy, event) = (context.legacy_stream()?, context.event()?);
+    breaks(context, StreamCaptureImplicit, |stream| {
+        context.driver.event_record(event, stream, EventScope::Plain)?;
+        context.driver.stream_wait_event(legacy, event, EventScope::Plain)
     })
 }
 
-fn another_thread_ends_only_relaxed_captures(bench: &Bench<'_>) -> Checked {
-    let stream = bench.stream()?;
+fn another_thread_ends_only_relaxed_captures(context: &TestContext) -> CheckResult {
+    let stream = context.stream()?;
     for mode in MODES {
-        bench.driver.capture_begin(stream, mode)?;
-        let ended = bench.elsewhere(|| bench.driver.capture_end(stream));
+        context.driver.capture_begin(stream, mode)?;
+        let ended = context.on_new_thread(|| context.driver.capture_end(stream));
         if mode == CaptureMode::Relaxed {
-            bench.own(Owned::Graph(ended?));
+            context.track(Resource::Graph(ended?));
         } else {
-            expect_code(ended, StreamCaptureWrongThread)?;
+            expect_error(ended, StreamCaptureWrongThread)?;
         }
-        bench.expect_state(stream, Capturing::No)?;
-        expect_code(bench.driver.capture_end(stream), IllegalState)?;
+        context.expect_capture(stream, Capture::None)?;
+        expect_error(context.driver.capture_end(stream), IllegalState)?;
     }
     Ok(())
 }
 
-fn other_threads_add_work_to_a_capture(bench: &Bench<'_>) -> Checked {
-    let stream = bench.stream()?;
+fn other_threads_add_work_to_a_capture(context: &TestContext) -> CheckResult {
+    let stream = context.stream()?;
     for mode in MODES {
-        let log = bench.log(3)?;
-        bench.driver.capture_begin(stream, mode)?;
-        bench.append(log, 1, stream)?;
-        bench.elsewhere(|| bench.append(log, 2, stream))?;
-        bench.append(log, 3, stream)?;
-        let graph = bench.end(stream)?;
-        bench.replay(bench.instantiate(graph)?, stream)?;
-        bench.expect_log(log, &[1, 2, 3])?;
+        let log = context.kernel_log(3)?;
+        context.driver.capture_begin(stream, mode)?;
+        context.append(log, 1, stream)?;
+        context.on_new_thread(|| context.append(log, 2, stream))?;
+        context.append(log, 3, stream)?;
+        let graph = context.end_capture(stream)?;
+        context.replay(context.instantiate(graph)?, stream)?;
+        context.expect_log(log, &[1, 2, 3])?;
     }
     Ok(())
 }
 
-fn destroying_the_first_stream_drops_the_capture(bench: &Bench<'_>) -> Checked {
-    let (first, log) = (bench.stream()?, bench.log(2)?);
-    bench.driver.capture_begin(first, CaptureMode::Global)?;
-    bench.append(log, 1, first)?;
-    bench.destroy_stream(first)?;
+fn destroying_the_first_stream_drops_the_capture(context: &TestContext) -> CheckResult {
+    let (first, log) = (context.stream()?, context.kernel_log(2)?);
+    context.driver.capture_begin(first, CaptureMode::Global)?;
+    context.append(log, 1, first)?;
+    context.destroy_stream(first)?;
     // Nothing forbids guarded calls any more.
-    let other = bench.stream()?;
-    bench.sync(other)?;
-    usable(bench, other, log)
+    let other = context.stream()?;
+    context.synchronize(other)?;
+    usable(context, other, log)
 }
 
-fn a_joined_stream_may_be_destroyed(bench: &Bench<'_>) -> Checked {
-    let (first, second, log) = (bench.stream()?, bench.stream()?, bench.log(2)?);
-    let exec = bench.ready(first, || {
-        bench.order(first, second)?;
-        bench.append(log, 1, second)?;
-        bench.order(second, first)?;
-        bench.destroy_stream(second)?;
-        bench.append(log, 2, first)
+fn a_joined_stream_may_be_destroyed(context: &TestContext) -> CheckResult {
+    let (first, second, log) = (context.stream()?, context.stream()?, context.kernel_log(2)?);
+    let exec = context.capture_exec(first, || {
+        context.order(first, second)?;
+        context.append(log, 1, second)?;
+        context.order(second, first)?;
+        context.destroy_stream(second)?;
+        context.append(log, 2, first)
     })?;
-    bench.replay(exec, first)?;
-    bench.expect_log(log, &[1, 2])
+    context.replay(exec, first)?;
+    context.expect_log(log, &[1, 2])
 }
 
-fn dependencies_follow_the_work(bench: &Bench<'_>) -> Checked {
-    let (first, second) = (bench.stream()?, bench.stream()?);
-    let (left, right) = (bench.log(2)?, bench.log(2)?);
-    let waits = |stream| bench.driver.capture_dependencies(stream);
-    bench.begin(first)?;
+fn dependencies_follow_the_work(context: &TestContext) -> CheckResult {
+    let (first, second) = (context.stream()?, context.stream()?);
+    let (left, right) = (context.kernel_log(2)?, context.kernel_log(2)?);
+    let waits = |stream| context.driver.capture_dependencies(stream);
+    context.begin_capture(first)?;
     expect_eq("dependencies at the start", waits(first)?.len(), 0)?;
-    bench.append(left, 1, first)?;
+    context.append(left, 1, first)?;
     let one = waits(first)?;
     expect_eq("dependencies after a kernel", one.len(), 1)?;
-    bench.order(first, second)?;
+    context.order(first, second)?;
     expect_eq("dependencies of a stream that joined", waits(second)?, one.clone())?;
-    bench.append(left, 2, first)?;
-    bench.append(right, 3, second)?;
+    context.append(left, 2, first)?;
+    context.append(right, 3, second)?;
     expect(waits(first)? != one && waits(first)? != waits(second)?, "each branch to go its own way")?;
-    bench.order(second, first)?;
+    context.order(second, first)?;
     let joined: BTreeSet<_> = waits(first)?.into_iter().collect();
     expect_eq("dependencies after the join", joined.len(), 2)?;
     expect(joined.contains(&waits(second)?[0]), "the other branch among them")?;
-    bench.append(left, 4, first)?;
+    context.append(left, 4, first)?;
     expect_eq("dependencies after work behind the join", waits(first)?.len(), 1)?;
-    bench.end(first)?;
+    context.end_capture(first)?;
     Ok(())
 }
 
-fn dependencies_need_a_live_capture(bench: &Bench<'_>) -> Checked {
-    let stream = bench.stream()?;
-    expect_code(bench.driver.capture_dependencies(stream), IllegalState)?;
-    expect_code(bench.driver.capture_topology(stream), IllegalState)?;
-    bench.begin(stream)?;
-    expect_code(bench.driver.stream_query(stream), StreamCaptureUnsupported)?;
-    expect_code(bench.driver.capture_dependencies(stream), StreamCaptureInvalidated)?;
-    expect_code(bench.driver.capture_topology(stream), StreamCaptureInvalidated)?;
-    broken(bench, stream)
+fn dependencies_need_a_live_capture(context: &TestContext) -> CheckResult {
+    let stream = context.stream()?;
+    expect_error(context.driver.capture_dependencies(stream), IllegalState)?;
+    expect_error(context.driver.capture_topology(stream), IllegalState)?;
+    context.begin_capture(stream)?;
+    expect_error(context.driver.stream_query(stream), StreamCaptureUnsupported)?;
+    expect_error(context.driver.capture_dependencies(stream), StreamCaptureInvalidated)?;
+    expect_error(context.driver.capture_topology(stream), StreamCaptureInvalidated)?;
+    broken(context, stream)
 }
 
-fn the_graph_can_be_seen_as_it_grows(bench: &Bench<'_>) -> Checked {
-    let (stream, log) = (bench.stream()?, bench.log(5)?);
-    bench.begin(stream)?;
+fn the_graph_can_be_seen_as_it_grows(context: &TestContext) -> CheckResult {
+    let (stream, log) = (context.stream()?, context.kernel_log(5)?);
+    context.begin_capture(stream)?;
     for n in 0..5_usize {
-        let shape = bench.driver.capture_topology(stream)?;
+        let shape = context.driver.capture_topology(stream)?;
         expect_eq("nodes so far", shape.nodes.len(), n)?;
         expect_eq("edges so far", shape.edges.len(), n.saturating_sub(1))?;
         let last: Vec<_> = shape.nodes.last().map(|node| node.id).into_iter().collect();
-        expect_eq("the last node", bench.driver.capture_dependencies(stream)?, last)?;
-        bench.append(log, n as u32, stream)?;
+        expect_eq("the last node", context.driver.capture_dependencies(stream)?, last)?;
+        context.append(log, n as u32, stream)?;
     }
-    let seen = bench.driver.capture_topology(stream)?;
-    let graph = bench.end(stream)?;
+    let seen = context.driver.capture_topology(stream)?;
+    let graph = context.end_capture(stream)?;
     let kinds = |shape: &warpool_driver::GraphTopology| shape.nodes.iter().map(|node| node.kind).collect::<Vec<_>>();
-    expect_eq("the kinds at the end", kinds(&bench.driver.graph_topology(graph)?), kinds(&seen))
+    expect_eq("the kinds at the end", kinds(&context.driver.graph_topology(graph)?), kinds(&seen))
 }
 
-fn external_events_become_nodes(bench: &Bench<'_>) -> Checked {
-    let (stream, other, event, outside) = (bench.stream()?, bench.stream()?, bench.event()?, bench.event()?);
-    bench.record(outside, other)?;
-    bench.sync(other)?;
-    let graph = bench.captured(stream, || {
-        bench.driver.stream_wait_event(stream, outside, EventScope::External)?;
-        bench.driver.event_record(event, stream, EventScope::External)?;
-        expect(bench.driver.event_query(event)?, "an event that marks nothing yet")?;
-        bench.expect_state(stream, Capturing::Yes)
+fn external_events_become_nodes(context: &TestContext) -> CheckResult {
+    let (stream, other, event, outside) = (context.stream()?, context.stream()?, context.event()?, context.event()?);
+    context.record(outside, other)?;
+    context.synchronize(other)?;
+    let graph = context.capture(stream, || {
+        context.driver.stream_wait_event(stream, outside, EventScope::External)?;
+        context.driver.event_record(event, stream, EventScope::External)?;
+        expect(context.driver.event_query(event)?, "an event that marks nothing yet")?;
+        context.expect_capture(stream, Capture::Active)
     })?;
-    let kinds: Vec<_> = bench.driver.graph_topology(graph)?.nodes.iter().map(|node| node.kind).collect();
+    let kinds: Vec<_> = context.driver.graph_topology(graph)?.nodes.iter().map(|node| node.kind).collect();
     expect_eq("the nodes", kinds, vec![NodeKind::EventWait, NodeKind::EventRecord])
 }

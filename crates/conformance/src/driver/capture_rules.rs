@@ -3,12 +3,6 @@
 
 use std::sync::Arc;
 
-use super::Check;
-use super::bench::{Bench, Capturing};
-use super::kernels::PLAIN;
-use super::owned::Owned;
-use crate::expect::{Checked, Stop, expect, expect_code, expect_eq};
-use crate::launch::{free_range, launch_graph, launch_kernel, set_kernel};
 use warpool_driver::ErrorCode::{StreamCaptureInvalidated, StreamCaptureUnsupported};
 use warpool_driver::{
     Access, BlasMath, BlasMatrix, Call, CaptureMode, CaptureRule, DeviceAccess, EventOptions, EventScope,
@@ -16,10 +10,14 @@ use warpool_driver::{
     PhysicalOptions, PoolAttribute, Sgemm, StreamOptions,
 };
 
-pub(super) const CHECKS: &[Check] = super::checks![
+use crate::check::Check;
+use crate::context::{Capture, Resource, SOURCE, TestContext};
+use crate::expect::{CheckError, CheckResult, expect, expect_eq, expect_error};
+
+pub(crate) const CHECKS: &[Check] = crate::checks![
     a_thread_gives_its_mode_back,
     every_thread_starts_strict,
-    ; provoking:
+    ; provoking hazards:
     global_captures_rule_their_own_thread,
     global_captures_rule_other_threads,
     thread_local_captures_rule_their_own_thread,
@@ -34,39 +32,39 @@ pub(super) const CHECKS: &[Check] = super::checks![
 type Act<'b> = Box<dyn FnOnce() -> warpool_driver::Result<()> + Send + 'b>;
 
 /// Gets everything ready that the call needs.
-type Prepare = for<'b> fn(&'b Bench<'b>) -> Checked<Act<'b>>;
+type Prepare = for<'b> fn(&'b TestContext) -> CheckResult<Act<'b>>;
 
-fn global_captures_rule_their_own_thread(bench: &Bench<'_>) -> Checked {
-    rules_hold(bench, CaptureMode::Global, true)
+fn global_captures_rule_their_own_thread(context: &TestContext) -> CheckResult {
+    rules_hold(context, CaptureMode::Global, true)
 }
 
-fn global_captures_rule_other_threads(bench: &Bench<'_>) -> Checked {
-    rules_hold(bench, CaptureMode::Global, false)
+fn global_captures_rule_other_threads(context: &TestContext) -> CheckResult {
+    rules_hold(context, CaptureMode::Global, false)
 }
 
-fn thread_local_captures_rule_their_own_thread(bench: &Bench<'_>) -> Checked {
-    rules_hold(bench, CaptureMode::ThreadLocal, true)
+fn thread_local_captures_rule_their_own_thread(context: &TestContext) -> CheckResult {
+    rules_hold(context, CaptureMode::ThreadLocal, true)
 }
 
-fn thread_local_captures_leave_other_threads_alone(bench: &Bench<'_>) -> Checked {
-    rules_hold(bench, CaptureMode::ThreadLocal, false)
+fn thread_local_captures_leave_other_threads_alone(context: &TestContext) -> CheckResult {
+    rules_hold(context, CaptureMode::ThreadLocal, false)
 }
 
-fn relaxed_captures_leave_their_own_thread_alone(bench: &Bench<'_>) -> Checked {
-    rules_hold(bench, CaptureMode::Relaxed, true)
+fn relaxed_captures_leave_their_own_thread_alone(context: &TestContext) -> CheckResult {
+    rules_hold(context, CaptureMode::Relaxed, true)
 }
 
-fn relaxed_captures_leave_other_threads_alone(bench: &Bench<'_>) -> Checked {
-    rules_hold(bench, CaptureMode::Relaxed, false)
+fn relaxed_captures_leave_other_threads_alone(context: &TestContext) -> CheckResult {
+    rules_hold(context, CaptureMode::Relaxed, false)
 }
 
 /// Makes every call of the table while a capture of `mode` is under way, and sees that exactly the forbidden ones fail
 /// and break it.
-fn rules_hold(bench: &Bench<'_>, mode: CaptureMode, same_thread: bool) -> Checked {
-    let properties = bench.properties()?;
-    bench.kernels()?;
-    let stream = bench.stream()?;
-    let blas = bench.handle_if_there(Library::Blas)?.is_some();
+fn rules_hold(context: &TestContext, mode: CaptureMode, same_thread: bool) -> CheckResult {
+    let properties = context.properties()?;
+    context.kernels()?;
+    let stream = context.stream()?;
+    let blas = context.library_handle_if_installed(Library::Blas)?.is_some();
     let mut wrong = Vec::new();
     for &(call, prepare) in ROWS {
         let (name, can) = (call.name(), &properties);
@@ -78,12 +76,12 @@ fn rules_hold(bench: &Bench<'_>, mode: CaptureMode, same_thread: bool) -> Checke
         if lacking {
             continue;
         }
-        let act = prepare(bench)?;
-        bench.driver.device_synchronize(bench.device)?;
-        bench.driver.capture_begin(stream, mode)?;
-        let answer = if same_thread { act() } else { bench.elsewhere(act) };
-        let ended = bench.driver.capture_end(stream);
-        let ended = ended.map(|graph| bench.own(Owned::Graph(graph))).map_err(|error| error.code);
+        let act = prepare(context)?;
+        context.driver.device_synchronize(context.device_id)?;
+        context.driver.capture_begin(stream, mode)?;
+        let answer = if same_thread { act() } else { context.on_new_thread(act) };
+        let ended = context.driver.capture_end(stream);
+        let ended = ended.map(|graph| context.track(Resource::Graph(graph))).map_err(|error| error.code);
         let forbidden = match call.capture_rule() {
             CaptureRule::Free | CaptureRule::Stream => false,
             CaptureRule::Guarded => mode == CaptureMode::Global || (mode == CaptureMode::ThreadLocal && same_thread),
@@ -106,20 +104,20 @@ fn rules_hold(bench: &Bench<'_>, mode: CaptureMode, same_thread: bool) -> Checke
 /// worked.
 const ROWS: &[(Call, Prepare)] = &[
     (Call::DeviceCount, |b| Ok(Box::new(|| b.driver.device_count().map(drop)))),
-    (Call::DeviceProperties, |b| Ok(Box::new(|| b.driver.device_properties(b.device).map(drop)))),
+    (Call::DeviceProperties, |b| Ok(Box::new(|| b.driver.device_properties(b.device_id).map(drop)))),
     (Call::ContextRetain, |b| {
-        Ok(Box::new(|| b.driver.context_retain(b.device).and_then(|_| b.driver.context_release(b.device))))
+        Ok(Box::new(|| b.driver.context_retain(b.device_id).and_then(|_| b.driver.context_release(b.device_id))))
     }),
-    (Call::ContextIsActive, |b| Ok(Box::new(|| b.driver.context_is_active(b.device).map(drop)))),
+    (Call::ContextIsActive, |b| Ok(Box::new(|| b.driver.context_is_active(b.device_id).map(drop)))),
     (Call::CurrentDevice, |b| Ok(Box::new(|| b.driver.current_device().map(drop)))),
-    (Call::DeviceSynchronize, |b| Ok(Box::new(|| b.driver.device_synchronize(b.device)))),
-    (Call::StreamDefault, |b| Ok(Box::new(|| b.driver.stream_default(b.device).map(drop)))),
-    (Call::StreamPerThread, |b| Ok(Box::new(|| b.driver.stream_per_thread(b.device).map(drop)))),
-    (Call::StreamPriorityRange, |b| Ok(Box::new(|| b.driver.stream_priority_range(b.device).map(drop)))),
-    (Call::StreamAdopt, |b| Ok(Box::new(|| b.driver.stream_adopt(b.device, ForeignStream::NULL).map(drop)))),
+    (Call::DeviceSynchronize, |b| Ok(Box::new(|| b.driver.device_synchronize(b.device_id)))),
+    (Call::StreamDefault, |b| Ok(Box::new(|| b.driver.stream_default(b.device_id).map(drop)))),
+    (Call::StreamPerThread, |b| Ok(Box::new(|| b.driver.stream_per_thread(b.device_id).map(drop)))),
+    (Call::StreamPriorityRange, |b| Ok(Box::new(|| b.driver.stream_priority_range(b.device_id).map(drop)))),
+    (Call::StreamAdopt, |b| Ok(Box::new(|| b.driver.stream_adopt(b.device_id, ForeignStream::NULL).map(drop)))),
     (Call::StreamCreate, |b| {
         Ok(Box::new(|| {
-            b.driver.stream_create(b.device, StreamOptions::default()).map(|made| b.own(Owned::Stream(made)))
+            b.driver.stream_create(b.device_id, StreamOptions::default()).map(|made| b.track(Resource::Stream(made)))
         }))
     }),
     (Call::StreamInfo, |b| {
@@ -132,14 +130,14 @@ const ROWS: &[(Call, Prepare)] = &[
     }),
     (Call::StreamDestroy, |b| {
         let other = b.stream()?;
-        Ok(Box::new(move || b.driver.stream_destroy(other).map(|()| b.disown(Owned::Stream(other)))))
+        Ok(Box::new(move || b.driver.stream_destroy(other).map(|()| b.untrack(Resource::Stream(other)))))
     }),
     (Call::StreamQuery, |b| {
         let other = b.stream()?;
         Ok(Box::new(move || b.driver.stream_query(other).map(drop)))
     }),
     (Call::StreamQuery, |b| {
-        let legacy = b.default_stream()?;
+        let legacy = b.legacy_stream()?;
         Ok(Box::new(move || b.driver.stream_query(legacy).map(drop)))
     }),
     (Call::StreamSynchronize, |b| {
@@ -147,7 +145,7 @@ const ROWS: &[(Call, Prepare)] = &[
         Ok(Box::new(move || b.driver.stream_synchronize(other)))
     }),
     (Call::StreamSynchronize, |b| {
-        let legacy = b.default_stream()?;
+        let legacy = b.legacy_stream()?;
         Ok(Box::new(move || b.driver.stream_synchronize(legacy)))
     }),
     (Call::StreamWaitEvent, |b| {
@@ -159,11 +157,13 @@ const ROWS: &[(Call, Prepare)] = &[
         Ok(Box::new(move || b.driver.stream_host_callback(other, Arc::new(|| ()))))
     }),
     (Call::EventCreate, |b| {
-        Ok(Box::new(|| b.driver.event_create(b.device, EventOptions::default()).map(|made| b.own(Owned::Event(made)))))
+        Ok(Box::new(|| {
+            b.driver.event_create(b.device_id, EventOptions::default()).map(|made| b.track(Resource::Event(made)))
+        }))
     }),
     (Call::EventDestroy, |b| {
         let event = b.event()?;
-        Ok(Box::new(move || b.driver.event_destroy(event).map(|()| b.disown(Owned::Event(event)))))
+        Ok(Box::new(move || b.driver.event_destroy(event).map(|()| b.untrack(Resource::Event(event)))))
     }),
     (Call::EventRecord, |b| {
         let (other, event) = (b.stream()?, b.event()?);
@@ -178,7 +178,7 @@ const ROWS: &[(Call, Prepare)] = &[
         Ok(Box::new(move || b.driver.event_synchronize(event)))
     }),
     (Call::EventElapsedMs, |b| {
-        let (other, event) = (b.stream()?, b.timed_event()?);
+        let (other, event) = (b.stream()?, b.timing_event()?);
         b.record(event, other)?;
         Ok(Box::new(move || b.driver.event_elapsed_ms(event, event).map(drop)))
     }),
@@ -186,57 +186,63 @@ const ROWS: &[(Call, Prepare)] = &[
         let event = b.event_with(EventOptions { interprocess: true, ..EventOptions::default() })?;
         Ok(Box::new(move || b.driver.event_export(event).map(drop)))
     }),
-    (Call::MemInfo, |b| Ok(Box::new(|| b.driver.mem_info(b.device).map(drop)))),
-    (Call::MemAlloc, |b| Ok(Box::new(|| b.driver.mem_alloc(b.device, 4096).map(|ptr| b.own(Owned::Memory(ptr)))))),
-    (Call::MemFree, |b| {
-        let ptr = b.memory(4096)?;
-        Ok(Box::new(move || b.driver.mem_free(ptr).map(|()| b.disown(Owned::Memory(ptr)))))
+    (Call::MemInfo, |b| Ok(Box::new(|| b.driver.mem_info(b.device_id).map(drop)))),
+    (Call::MemAlloc, |b| {
+        Ok(Box::new(|| b.driver.mem_alloc(b.device_id, 4096).map(|ptr| b.track(Resource::Memory(ptr)))))
     }),
-    (Call::VmGranularity, |b| Ok(Box::new(|| b.driver.vm_granularity(b.device, Granularity::Minimum).map(drop)))),
+    (Call::MemFree, |b| {
+        let ptr = b.alloc(4096)?;
+        Ok(Box::new(move || b.driver.mem_free(ptr).map(|()| b.untrack(Resource::Memory(ptr)))))
+    }),
+    (Call::VmGranularity, |b| Ok(Box::new(|| b.driver.vm_granularity(b.device_id, Granularity::Minimum).map(drop)))),
     (Call::VmReserve, |b| {
-        Ok(Box::new(|| b.driver.vm_reserve(PIECE, 0, None).map(|ptr| b.own(Owned::Range(ptr, PIECE)))))
+        Ok(Box::new(|| b.driver.vm_reserve(PIECE, 0, None).map(|ptr| b.track(Resource::AddressRange(ptr, PIECE)))))
     }),
     (Call::VmFreeRange, |b| {
         let ptr = b.driver.vm_reserve(PIECE, 0, None)?;
-        b.own(Owned::Range(ptr, PIECE));
-        Ok(Box::new(move || free_range(b.driver, ptr, PIECE).map(|()| b.disown(Owned::Range(ptr, PIECE)))))
+        b.track(Resource::AddressRange(ptr, PIECE));
+        Ok(Box::new(move || b.free_range(ptr, PIECE).map(|()| b.untrack(Resource::AddressRange(ptr, PIECE)))))
     }),
     (Call::VmCreate, |b| {
         Ok(Box::new(|| {
-            b.driver.vm_create(b.device, PIECE, PhysicalOptions::default()).map(|made| b.own(Owned::Physical(made)))
+            b.driver
+                .vm_create(b.device_id, PIECE, PhysicalOptions::default())
+                .map(|made| b.track(Resource::Physical(made)))
         }))
     }),
     (Call::VmMap, |b| {
         let (ptr, physical) = unmapped(b)?;
-        Ok(Box::new(move || b.driver.vm_map(ptr, physical).map(|()| b.own(Owned::Mapping(ptr, PIECE)))))
+        Ok(Box::new(move || b.driver.vm_map(ptr, physical).map(|()| b.track(Resource::Mapping(ptr, PIECE)))))
     }),
     (Call::VmSetAccess, |b| {
         let ptr = mapped(b)?;
-        let all = [DeviceAccess { device: b.device, access: Access::ReadWrite }];
+        let all = [DeviceAccess { device: b.device_id, access: Access::ReadWrite }];
         Ok(Box::new(move || b.driver.vm_set_access(ptr, PIECE, &all)))
     }),
     (Call::VmUnmap, |b| {
         let ptr = mapped(b)?;
-        Ok(Box::new(move || b.driver.vm_unmap(ptr, PIECE).map(|()| b.disown(Owned::Mapping(ptr, PIECE)))))
+        Ok(Box::new(move || b.driver.vm_unmap(ptr, PIECE).map(|()| b.untrack(Resource::Mapping(ptr, PIECE)))))
     }),
     (Call::VmRelease, |b| {
         let (_, physical) = unmapped(b)?;
-        Ok(Box::new(move || b.driver.vm_release(physical).map(|()| b.disown(Owned::Physical(physical)))))
+        Ok(Box::new(move || b.driver.vm_release(physical).map(|()| b.untrack(Resource::Physical(physical)))))
     }),
-    (Call::PoolDefault, |b| Ok(Box::new(|| b.driver.pool_default(b.device).map(drop)))),
-    (Call::PoolCreate, |b| Ok(Box::new(|| b.driver.pool_create(b.device).map(|made| b.own(Owned::Pool(made)))))),
+    (Call::PoolDefault, |b| Ok(Box::new(|| b.driver.pool_default(b.device_id).map(drop)))),
+    (Call::PoolCreate, |b| {
+        Ok(Box::new(|| b.driver.pool_create(b.device_id).map(|made| b.track(Resource::Pool(made)))))
+    }),
     (Call::PoolDestroy, |b| {
         let pool = b.pool()?;
-        Ok(Box::new(move || b.driver.pool_destroy(pool).map(|()| b.disown(Owned::Pool(pool)))))
+        Ok(Box::new(move || b.driver.pool_destroy(pool).map(|()| b.untrack(Resource::Pool(pool)))))
     }),
     (Call::PoolAlloc, |b| {
         let (pool, other) = (b.pool()?, b.stream()?);
-        Ok(Box::new(move || b.driver.pool_alloc(pool, 4096, other).map(|ptr| b.own(Owned::Memory(ptr)))))
+        Ok(Box::new(move || b.driver.pool_alloc(pool, 4096, other).map(|ptr| b.track(Resource::Memory(ptr)))))
     }),
     (Call::PoolFree, |b| {
         let (pool, other) = (b.pool()?, b.stream()?);
-        let ptr = b.pool_memory(pool, 4096, other)?;
-        Ok(Box::new(move || b.driver.pool_free(ptr, other).map(|()| b.disown(Owned::Memory(ptr)))))
+        let ptr = b.pool_alloc(pool, 4096, other)?;
+        Ok(Box::new(move || b.driver.pool_free(ptr, other).map(|()| b.untrack(Resource::Memory(ptr)))))
     }),
     (Call::PoolGet, |b| {
         let pool = b.pool()?;
@@ -252,73 +258,75 @@ const ROWS: &[(Call, Prepare)] = &[
     }),
     (Call::HostAlloc, |b| {
         Ok(Box::new(|| {
-            b.driver.host_alloc(b.device, 4096, HostOptions::default()).map(|ptr| b.own(Owned::Pinned(ptr)))
+            b.driver.host_alloc(b.device_id, 4096, HostOptions::default()).map(|ptr| b.track(Resource::Pinned(ptr)))
         }))
     }),
     (Call::HostFree, |b| {
-        let ptr = b.pinned(4096)?;
-        Ok(Box::new(move || b.driver.host_free(ptr).map(|()| b.disown(Owned::Pinned(ptr)))))
+        let ptr = b.alloc_pinned(4096)?;
+        Ok(Box::new(move || b.driver.host_free(ptr).map(|()| b.untrack(Resource::Pinned(ptr)))))
     }),
     (Call::HostRegister, |b| {
-        let range = b.pages(1);
+        let range = b.host_pages(1);
         Ok(Box::new(move || {
             let ptr = range.ptr();
-            let done = b.driver.host_register(b.device, range, HostOptions::default());
-            done.map(|()| b.own(Owned::Registered(ptr)))
+            let done = b.driver.host_register(b.device_id, range, HostOptions::default());
+            done.map(|()| b.track(Resource::Registered(ptr)))
         }))
     }),
     (Call::HostUnregister, |b| {
-        let ptr = b.register(b.pages(1))?;
-        Ok(Box::new(move || b.driver.host_unregister(ptr).map(|()| b.disown(Owned::Registered(ptr)))))
+        let ptr = b.register(b.host_pages(1))?;
+        Ok(Box::new(move || b.driver.host_unregister(ptr).map(|()| b.untrack(Resource::Registered(ptr)))))
     }),
     (Call::HostDevicePtr, |b| {
-        let ptr = b.pinned(4096)?;
-        Ok(Box::new(move || b.driver.host_device_ptr(b.device, ptr).map(drop)))
+        let ptr = b.alloc_pinned(4096)?;
+        Ok(Box::new(move || b.driver.host_device_ptr(b.device_id, ptr).map(drop)))
     }),
     (Call::HostWrite, |b| {
-        let ptr = b.pinned(4096)?;
+        let ptr = b.alloc_pinned(4096)?;
         Ok(Box::new(move || b.driver.host_write(ptr, &[1; 16])))
     }),
     (Call::HostRead, |b| {
-        let ptr = b.pinned_of(&[1; 4096])?;
+        let ptr = b.alloc_pinned_bytes(&[1; 4096])?;
         Ok(Box::new(move || b.driver.host_read(ptr, &mut [1; 16])))
     }),
     (Call::Copy, |b| {
-        let (other, ptr, pinned) = (b.stream()?, b.memory(64)?, b.pinned_of(&[1; 64])?);
+        let (other, ptr, pinned) = (b.stream()?, b.alloc(64)?, b.alloc_pinned_bytes(&[1; 64])?);
         Ok(Box::new(move || b.driver.copy(ptr.into(), pinned.into(), 64, other)))
     }),
     (Call::Fill, |b| {
-        let (other, ptr) = (b.stream()?, b.memory(64)?);
+        let (other, ptr) = (b.stream()?, b.alloc(64)?);
         Ok(Box::new(move || b.driver.fill(ptr, Pattern::U8(1), 64, other)))
     }),
     (Call::Fill, |b| {
-        let (legacy, ptr) = (b.default_stream()?, b.memory(64)?);
+        let (legacy, ptr) = (b.legacy_stream()?, b.alloc(64)?);
         Ok(Box::new(move || b.driver.fill(ptr, Pattern::U8(1), 64, legacy)))
     }),
     (Call::Upload, |b| {
-        let ptr = b.memory(64)?;
-        Ok(Box::new(move || b.driver.upload(b.device, ptr, &[1; 64])))
+        let ptr = b.alloc(64)?;
+        Ok(Box::new(move || b.driver.upload(b.device_id, ptr, &[1; 64])))
     }),
     (Call::Download, |b| {
-        let ptr = b.memory_of(&[1; 64])?;
-        Ok(Box::new(move || b.driver.download(b.device, ptr, &mut [1; 64])))
+        let ptr = b.alloc_bytes(&[1; 64])?;
+        Ok(Box::new(move || b.driver.download(b.device_id, ptr, &mut [1; 64])))
     }),
     (Call::CaptureBegin, |b| {
         let other = b.stream()?;
         Ok(Box::new(move || {
             b.driver.capture_begin(other, CaptureMode::Relaxed)?;
-            b.driver.capture_end(other).map(|graph| b.own(Owned::Graph(graph)))
+            b.driver.capture_end(other).map(|graph| b.track(Resource::Graph(graph)))
         }))
     }),
     (Call::GraphInstantiate, |b| {
         let graph = empty(b)?;
         Ok(Box::new(move || {
-            b.driver.graph_instantiate(graph, InstantiateOptions::default()).map(|made| b.own(Owned::Exec(made)))
+            b.driver
+                .graph_instantiate(graph, InstantiateOptions::default())
+                .map(|made| b.track(Resource::GraphExec(made)))
         }))
     }),
     (Call::GraphLaunch, |b| {
         let (exec, other) = (b.instantiate(empty(b)?)?, b.stream()?);
-        Ok(Box::new(move || launch_graph(b.driver, exec, other)))
+        Ok(Box::new(move || b.launch_graph(exec, other)))
     }),
     (Call::GraphTopology, |b| {
         let graph = empty(b)?;
@@ -330,14 +338,14 @@ const ROWS: &[(Call, Prepare)] = &[
     }),
     (Call::GraphDestroy, |b| {
         let graph = empty(b)?;
-        Ok(Box::new(move || b.driver.graph_destroy(graph).map(|()| b.disown(Owned::Graph(graph)))))
+        Ok(Box::new(move || b.driver.graph_destroy(graph).map(|()| b.untrack(Resource::Graph(graph)))))
     }),
     (Call::GraphExecDestroy, |b| {
         let exec: GraphExecId = b.instantiate(empty(b)?)?;
-        Ok(Box::new(move || b.driver.graph_exec_destroy(exec).map(|()| b.disown(Owned::Exec(exec)))))
+        Ok(Box::new(move || b.driver.graph_exec_destroy(exec).map(|()| b.untrack(Resource::GraphExec(exec)))))
     }),
     (Call::ModuleLoad, |b| {
-        Ok(Box::new(|| b.driver.module_load(b.device, &PLAIN).map(|made| b.own(Owned::Module(made)))))
+        Ok(Box::new(|| b.driver.module_load(b.device_id, &SOURCE).map(|made| b.track(Resource::Module(made)))))
     }),
     (Call::FunctionGet, |b| {
         let module = loaded(b)?;
@@ -345,48 +353,48 @@ const ROWS: &[(Call, Prepare)] = &[
     }),
     (Call::ModuleUnload, |b| {
         let module = loaded(b)?;
-        Ok(Box::new(move || b.driver.module_unload(module).map(|()| b.disown(Owned::Module(module)))))
+        Ok(Box::new(move || b.driver.module_unload(module).map(|()| b.untrack(Resource::Module(module)))))
     }),
     (Call::KernelLaunch, |b| {
         let (spin, other) = (b.kernels()?.spin, b.stream()?);
-        Ok(Box::new(move || launch_kernel(b.driver, spin, LaunchShape::ONE, &[KernelArg::U64(0)], other)))
+        Ok(Box::new(move || b.launch_kernel(spin, LaunchShape::ONE, &[KernelArg::U64(0)], other)))
     }),
     (Call::GraphExecSetKernel, |b| {
         let (spin, other) = (b.kernels()?.spin, b.stream()?);
-        let graph = b.captured(other, || b.launch_one(spin, &[KernelArg::U64(0)], other))?;
+        let graph = b.capture(other, || b.launch_single(spin, &[KernelArg::U64(0)], other))?;
         let (exec, node) = (b.instantiate(graph)?, b.driver.graph_topology(graph)?.nodes[0].id);
         let one = LaunchShape::ONE;
-        Ok(Box::new(move || set_kernel(b.driver, exec, node, spin, one, &[KernelArg::U64(1)])))
+        Ok(Box::new(move || b.set_exec_kernel(exec, node, spin, one, &[KernelArg::U64(1)])))
     }),
     (Call::LibraryCreate, |b| {
-        Ok(Box::new(|| b.driver.library_create(Library::Blas, b.device).map(|made| b.own(Owned::Handle(made)))))
+        Ok(Box::new(|| b.driver.library_create(Library::Blas, b.device_id).map(|made| b.track(Resource::Handle(made)))))
     }),
     (Call::LibraryDestroy, |b| {
-        let handle = b.handle(Library::Blas)?;
-        Ok(Box::new(move || b.driver.library_destroy(handle).map(|()| b.disown(Owned::Handle(handle)))))
+        let handle = b.library_handle(Library::Blas)?;
+        Ok(Box::new(move || b.driver.library_destroy(handle).map(|()| b.untrack(Resource::Handle(handle)))))
     }),
     (Call::LibrarySetStream, |b| {
-        let (handle, other) = (b.handle(Library::Blas)?, b.stream()?);
+        let (handle, other) = (b.library_handle(Library::Blas)?, b.stream()?);
         Ok(Box::new(move || b.driver.library_set_stream(handle, other)))
     }),
     (Call::LibraryRaw, |b| {
-        let handle = b.handle(Library::Blas)?;
+        let handle = b.library_handle(Library::Blas)?;
         Ok(Box::new(move || b.driver.library_raw(handle).map(drop)))
     }),
     (Call::BlasSetWorkspace, |b| {
-        let (handle, workspace) = (b.handle(Library::Blas)?, b.memory(4096)?);
+        let (handle, workspace) = (b.library_handle(Library::Blas)?, b.alloc(4096)?);
         Ok(Box::new(move || b.driver.blas_set_workspace(handle, workspace, 4096)))
     }),
     (Call::BlasSetMath, |b| {
-        let handle = b.handle(Library::Blas)?;
+        let handle = b.library_handle(Library::Blas)?;
         Ok(Box::new(move || b.driver.blas_set_math(handle, BlasMath::Tf32)))
     }),
     (Call::BlasSetAtomics, |b| {
-        let handle = b.handle(Library::Blas)?;
+        let handle = b.library_handle(Library::Blas)?;
         Ok(Box::new(move || b.driver.blas_set_atomics(handle, true)))
     }),
     (Call::BlasSgemm, |b| {
-        let (handle, other, memory) = (b.handle(Library::Blas)?, b.stream()?, b.words_of(&[0; 12])?);
+        let (handle, other, memory) = (b.library_handle(Library::Blas)?, b.stream()?, b.alloc_words(&[0; 12])?);
         let at = |n: u64| BlasMatrix { ptr: memory.offset(16 * n), stride: 2, transposed: false };
         let product = Sgemm { m: 2, n: 2, k: 2, alpha: 1.0, a: at(0), b: at(1), beta: 0.0, c: at(2) };
         b.driver.library_set_stream(handle, other)?;
@@ -399,87 +407,87 @@ const ROWS: &[(Call, Prepare)] = &[
 /// The size of the pieces of virtual memory in the table: what every device known so far has as its granularity.
 const PIECE: u64 = 2 << 20;
 
-fn recorded(bench: &Bench<'_>) -> Checked<warpool_driver::EventId> {
-    let (other, event) = (bench.stream()?, bench.event()?);
-    bench.record(event, other)?;
+fn recorded(context: &TestContext) -> CheckResult<warpool_driver::EventId> {
+    let (other, event) = (context.stream()?, context.event()?);
+    context.record(event, other)?;
     Ok(event)
 }
 
-fn unmapped(bench: &Bench<'_>) -> Checked<(warpool_driver::DevicePtr, warpool_driver::PhysicalId)> {
-    let ptr = bench.driver.vm_reserve(PIECE, 0, None)?;
-    bench.own(Owned::Range(ptr, PIECE));
-    let physical = bench.driver.vm_create(bench.device, PIECE, PhysicalOptions::default())?;
-    bench.own(Owned::Physical(physical));
+fn unmapped(context: &TestContext) -> CheckResult<(warpool_driver::DevicePtr, warpool_driver::PhysicalId)> {
+    let ptr = context.driver.vm_reserve(PIECE, 0, None)?;
+    context.track(Resource::AddressRange(ptr, PIECE));
+    let physical = context.driver.vm_create(context.device_id, PIECE, PhysicalOptions::default())?;
+    context.track(Resource::Physical(physical));
     Ok((ptr, physical))
 }
 
-fn mapped(bench: &Bench<'_>) -> Checked<warpool_driver::DevicePtr> {
-    let (ptr, physical) = unmapped(bench)?;
-    bench.driver.vm_map(ptr, physical)?;
-    bench.own(Owned::Mapping(ptr, PIECE));
+fn mapped(context: &TestContext) -> CheckResult<warpool_driver::DevicePtr> {
+    let (ptr, physical) = unmapped(context)?;
+    context.driver.vm_map(ptr, physical)?;
+    context.track(Resource::Mapping(ptr, PIECE));
     Ok(ptr)
 }
 
-fn empty(bench: &Bench<'_>) -> Checked<warpool_driver::GraphId> {
-    let other = bench.stream()?;
-    bench.captured(other, || Ok(()))
+fn empty(context: &TestContext) -> CheckResult<warpool_driver::GraphId> {
+    let other = context.stream()?;
+    context.capture(other, || Ok(()))
 }
 
-fn loaded(bench: &Bench<'_>) -> Checked<warpool_driver::ModuleId> {
-    let module = bench.driver.module_load(bench.device, &PLAIN)?;
-    bench.own(Owned::Module(module));
+fn loaded(context: &TestContext) -> CheckResult<warpool_driver::ModuleId> {
+    let module = context.driver.module_load(context.device_id, &SOURCE)?;
+    context.track(Resource::Module(module));
     Ok(module)
 }
 
-fn a_forbidden_call_breaks_every_capture_that_forbids_it(bench: &Bench<'_>) -> Checked {
-    let (global, relaxed) = (bench.stream()?, bench.stream()?);
-    bench.driver.capture_begin(global, CaptureMode::Global)?;
-    bench.driver.capture_begin(relaxed, CaptureMode::Relaxed)?;
-    expect_code(bench.driver.mem_alloc(bench.device, 4096), StreamCaptureUnsupported)?;
-    bench.expect_state(global, Capturing::Broken)?;
-    bench.expect_state(relaxed, Capturing::Yes)?;
-    bench.end(relaxed)?;
-    expect_code(bench.driver.capture_end(global), StreamCaptureInvalidated)
+fn a_forbidden_call_breaks_every_capture_that_forbids_it(context: &TestContext) -> CheckResult {
+    let (global, relaxed) = (context.stream()?, context.stream()?);
+    context.driver.capture_begin(global, CaptureMode::Global)?;
+    context.driver.capture_begin(relaxed, CaptureMode::Relaxed)?;
+    expect_error(context.driver.mem_alloc(context.device_id, 4096), StreamCaptureUnsupported)?;
+    context.expect_capture(global, Capture::Invalidated)?;
+    context.expect_capture(relaxed, Capture::Active)?;
+    context.end_capture(relaxed)?;
+    expect_error(context.driver.capture_end(global), StreamCaptureInvalidated)
 }
 
-fn a_laxer_thread_is_allowed_more(bench: &Bench<'_>) -> Checked {
-    let stream = bench.stream()?;
-    let driver = bench.driver;
-    bench.driver.capture_begin(stream, CaptureMode::Global)?;
+fn a_laxer_thread_is_allowed_more(context: &TestContext) -> CheckResult {
+    let stream = context.stream()?;
+    let driver = &context.driver;
+    context.driver.capture_begin(stream, CaptureMode::Global)?;
     // On another thread, a mode laxer than global is enough.
-    bench.elsewhere(|| {
+    context.on_new_thread(|| {
         for mode in [CaptureMode::Relaxed, CaptureMode::ThreadLocal] {
             driver.capture_mode_exchange(mode)?;
-            bench.memory(4096)?;
-            bench.expect_state(stream, Capturing::Yes)?;
+            context.alloc(4096)?;
+            context.expect_capture(stream, Capture::Active)?;
         }
-        Ok::<_, Stop>(())
+        Ok::<_, CheckError>(())
     })?;
     // On the thread that captures, only relaxed is.
     driver.capture_mode_exchange(CaptureMode::Relaxed)?;
-    bench.memory(4096)?;
-    bench.expect_state(stream, Capturing::Yes)?;
+    context.alloc(4096)?;
+    context.expect_capture(stream, Capture::Active)?;
     driver.capture_mode_exchange(CaptureMode::Global)?;
-    bench.end(stream)?;
-    bench.driver.capture_begin(stream, CaptureMode::Global)?;
-    let strict = bench.elsewhere(|| driver.mem_alloc(bench.device, 4096));
-    expect_code(strict, StreamCaptureUnsupported)?;
-    expect_code(driver.capture_end(stream), StreamCaptureInvalidated)
+    context.end_capture(stream)?;
+    context.driver.capture_begin(stream, CaptureMode::Global)?;
+    let strict = context.on_new_thread(|| driver.mem_alloc(context.device_id, 4096));
+    expect_error(strict, StreamCaptureUnsupported)?;
+    expect_error(driver.capture_end(stream), StreamCaptureInvalidated)
 }
 
-fn a_thread_gives_its_mode_back(bench: &Bench<'_>) -> Checked {
-    bench.elsewhere(|| {
-        let exchange = |mode| bench.driver.capture_mode_exchange(mode);
+fn a_thread_gives_its_mode_back(context: &TestContext) -> CheckResult {
+    context.on_new_thread(|| {
+        let exchange = |mode| context.driver.capture_mode_exchange(mode);
         expect_eq("the mode before relaxed", exchange(CaptureMode::Relaxed)?, CaptureMode::Global)?;
         expect_eq("the mode before thread-local", exchange(CaptureMode::ThreadLocal)?, CaptureMode::Relaxed)?;
         expect_eq("the mode before global", exchange(CaptureMode::Global)?, CaptureMode::ThreadLocal)
     })
 }
 
-fn every_thread_starts_strict(bench: &Bench<'_>) -> Checked {
-    let driver = bench.driver;
+fn every_thread_starts_strict(context: &TestContext) -> CheckResult {
+    let driver = &context.driver;
     let before = driver.capture_mode_exchange(CaptureMode::Relaxed)?;
-    let beside = bench.elsewhere(|| driver.capture_mode_exchange(CaptureMode::Global));
+    let beside = context.on_new_thread(|| driver.capture_mode_exchange(CaptureMode::Global));
     let ours = driver.capture_mode_exchange(before)?;
     expect_eq("this thread's mode at first", before, CaptureMode::Global)?;
     expect_eq("this thread's mode", ours, CaptureMode::Relaxed)?;

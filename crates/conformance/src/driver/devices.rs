@@ -1,18 +1,18 @@
 //! Devices, contexts, the thread's current device, peers, the clock.
 
-use super::Check;
-use super::bench::Bench;
-use super::kernels::PLAIN;
-use crate::expect::{Checked, expect, expect_code, expect_code_of, expect_eq, skip};
 use warpool_driver::ErrorCode::{
     InvalidContext, InvalidDevice, PeerAccessAlreadyEnabled, PeerAccessNotEnabled, PeerAccessUnsupported,
 };
 use warpool_driver::{
-    Access, DeviceId, EventOptions, ForeignStream, Granularity, HostOptions, HostPtr, HostRange, IpcEventHandle,
-    PhysicalOptions, RawHandle, StreamOptions,
+    Access, DeviceId, EventOptions, ForeignStream, Granularity, HostOptions, IpcEventHandle, PhysicalOptions,
+    RawHandle, StreamOptions,
 };
 
-pub(super) const CHECKS: &[Check] = super::checks![
+use crate::check::Check;
+use crate::context::{SOURCE, TestContext};
+use crate::expect::{CheckResult, expect, expect_eq, expect_error, expect_error_of, skip};
+
+pub(crate) const CHECKS: &[Check] = crate::checks![
     asking_makes_no_context,
     there_is_a_device,
     properties_are_sane,
@@ -29,8 +29,8 @@ pub(super) const CHECKS: &[Check] = super::checks![
     the_clock_moves_with_the_work,
 ];
 
-fn asking_makes_no_context(bench: &Bench<'_>) -> Checked {
-    let driver = bench.driver;
+fn asking_makes_no_context(context: &TestContext) -> CheckResult {
+    let driver = &context.driver;
     let count = driver.device_count()?;
     let mut asleep = None;
     for device in (0..count).map(DeviceId) {
@@ -48,50 +48,48 @@ fn asking_makes_no_context(bench: &Bench<'_>) -> Checked {
     expect(!driver.context_is_active(device)?, "a device that still has no context")
 }
 
-fn there_is_a_device(bench: &Bench<'_>) -> Checked {
-    let count = bench.driver.device_count()?;
-    expect(bench.device.0 < count, "the device under test is one of those counted")?;
-    expect_eq("the count, asked again", bench.driver.device_count()?, count)
+fn there_is_a_device(context: &TestContext) -> CheckResult {
+    let count = context.driver.device_count()?;
+    expect(context.device_id.0 < count, "the device under test is one of those counted")?;
+    expect_eq("the count, asked again", context.driver.device_count()?, count)
 }
 
-fn properties_are_sane(bench: &Bench<'_>) -> Checked {
-    let first = bench.properties()?;
+fn properties_are_sane(context: &TestContext) -> CheckResult {
+    let first = context.properties()?;
     expect(!first.name.is_empty(), "a name")?;
     expect(first.compute_capability.0 >= 1, "a compute capability")?;
     expect(first.multiprocessors > 0, "multiprocessors")?;
     expect(first.granularity.is_power_of_two() == first.virtual_memory, "a granularity exactly with virtual memory")?;
-    expect(!first.peers.contains(&bench.device), "no device among its own peers")?;
-    let count = bench.driver.device_count()?;
+    expect(!first.peers.contains(&context.device_id), "no device among its own peers")?;
+    let count = context.driver.device_count()?;
     expect(first.peers.iter().all(|peer| peer.0 < count), "peers that exist")?;
-    let info = bench.driver.mem_info(bench.device)?;
+    let info = context.driver.mem_info(context.device_id)?;
     expect(info.bytes_total <= first.bytes_total, "no more memory than the properties say")?;
     expect(info.bytes_free <= info.bytes_total, "no more free memory than there is")?;
-    expect_eq("the properties, asked again", bench.properties()?, first)
+    expect_eq("the properties, asked again", context.properties()?, first)
 }
 
-fn properties_and_queries_agree_on_peers(bench: &Bench<'_>) -> Checked {
-    let count = bench.driver.device_count()?;
+fn properties_and_queries_agree_on_peers(context: &TestContext) -> CheckResult {
+    let count = context.driver.device_count()?;
     for device in (0..count).map(DeviceId) {
-        let listed = bench.driver.device_properties(device)?.peers;
+        let listed = context.driver.device_properties(device)?.peers;
         for peer in (0..count).map(DeviceId) {
-            let can = bench.driver.peer_can_access(device, peer)?;
+            let can = context.driver.peer_can_access(device, peer)?;
             expect_eq(&format!("whether {device} lists {peer}"), listed.contains(&peer), can)?;
         }
     }
     Ok(())
 }
 
-fn a_device_out_of_range_is_refused_by_every_call(bench: &Bench<'_>) -> Checked {
-    let (driver, here) = (bench.driver, bench.device);
-    let memory = bench.memory(64)?;
-    let stream = bench.stream()?;
-    let pool = if bench.properties()?.async_pools { Some(bench.pool()?) } else { None };
-    let pinned = bench.pinned(64)?;
-    let mut page = vec![0_u8; 64];
-    // SAFETY: the range is refused before anything is pinned, and `page` outlives the loop.
-    let range = unsafe { HostRange::new(HostPtr(page.as_mut_ptr() as u64), 64) };
-    for none in [bench.no_device()?, DeviceId(4_000_000_000)] {
-        let refused = |call: &str, result: warpool_driver::Result<()>| expect_code_of(call, result, InvalidDevice);
+fn a_device_out_of_range_is_refused_by_every_call(context: &TestContext) -> CheckResult {
+    let (driver, here) = (&context.driver, context.device_id);
+    let memory = context.alloc(64)?;
+    let stream = context.stream()?;
+    let pool = if context.properties()?.async_pools { Some(context.pool()?) } else { None };
+    let pinned = context.alloc_pinned(64)?;
+    let range = context.host_pages(1);
+    for none in [context.invalid_device_id()?, DeviceId(4_000_000_000)] {
+        let refused = |call: &str, result: warpool_driver::Result<()>| expect_error_of(call, result, InvalidDevice);
         refused("device_properties", driver.device_properties(none).map(drop))?;
         refused("context_retain", driver.context_retain(none).map(drop))?;
         refused("context_release", driver.context_release(none))?;
@@ -125,13 +123,13 @@ fn a_device_out_of_range_is_refused_by_every_call(bench: &Bench<'_>) -> Checked 
         refused("copy_peer from it", driver.copy_peer(memory, here, memory.offset(32), none, 16, stream))?;
         refused("upload", driver.upload(none, memory, &[0; 16]))?;
         refused("download", driver.download(none, memory, &mut [0; 16]))?;
-        refused("module_load", driver.module_load(none, &PLAIN).map(drop))?;
+        refused("module_load", driver.module_load(none, &SOURCE).map(drop))?;
     }
     Ok(())
 }
 
-fn a_context_is_held_until_released(bench: &Bench<'_>) -> Checked {
-    let (driver, device) = (bench.driver, bench.device);
+fn a_context_is_held_until_released(context: &TestContext) -> CheckResult {
+    let (driver, device) = (&context.driver, context.device_id);
     let first = driver.context_retain(device)?;
     let second = driver.context_retain(device);
     let active = driver.context_is_active(device);
@@ -140,60 +138,60 @@ fn a_context_is_held_until_released(bench: &Bench<'_>) -> Checked {
     expect(first != RawHandle(0), "a context handle")?;
     expect_eq("the handle, asked again", second?, first)?;
     expect(active?, "a context while it is held")?;
-    expect_code(driver.context_release(device), InvalidContext)
+    expect_error(driver.context_release(device), InvalidContext)
 }
 
-fn a_fresh_thread_has_no_device_and_works(bench: &Bench<'_>) -> Checked {
-    let words = bench.random_words(64);
-    bench.kernels()?;
-    bench.elsewhere(|| {
-        expect_eq("a fresh thread's device", bench.driver.current_device()?, None)?;
-        let stream = bench.stream()?;
-        let data = bench.words_of(&words)?;
-        bench.add(data, 64, 7, stream)?;
-        bench.sync(stream)?;
+fn a_fresh_thread_has_no_device_and_works(context: &TestContext) -> CheckResult {
+    let words = context.random_words(64);
+    context.kernels()?;
+    context.on_new_thread(|| {
+        expect_eq("a fresh thread's device", context.driver.current_device()?, None)?;
+        let stream = context.stream()?;
+        let data = context.alloc_words(&words)?;
+        context.add_u32(data, 64, 7, stream)?;
+        context.synchronize(stream)?;
         let sums: Vec<u32> = words.iter().map(|word| word.wrapping_add(7)).collect();
-        expect_eq("what it computed", bench.words_at(data, 64)?, sums)?;
-        bench.free_memory(data)?;
-        bench.destroy_stream(stream)?;
-        expect_eq("the thread's device after work", bench.driver.current_device()?, None)
+        expect_eq("what it computed", context.read_words(data, 64)?, sums)?;
+        context.free(data)?;
+        context.destroy_stream(stream)?;
+        expect_eq("the thread's device after work", context.driver.current_device()?, None)
     })
 }
 
-fn the_current_device_belongs_to_the_thread(bench: &Bench<'_>) -> Checked {
-    let (driver, device) = (bench.driver, bench.device);
+fn the_current_device_belongs_to_the_thread(context: &TestContext) -> CheckResult {
+    let (driver, device) = (&context.driver, context.device_id);
     let here = driver.current_device()?;
-    bench.elsewhere(|| {
+    context.on_new_thread(|| {
         driver.set_current_device(device)?;
         expect_eq("the device that was set", driver.current_device()?, Some(device))?;
-        let beside = bench.elsewhere(|| driver.current_device());
+        let beside = context.on_new_thread(|| driver.current_device());
         expect_eq("another thread's device", beside?, None)
     })?;
     expect_eq("this thread's device", driver.current_device()?, here)
 }
 
-fn calls_leave_the_current_device_alone(bench: &Bench<'_>) -> Checked {
-    let driver = bench.driver;
+fn calls_leave_the_current_device_alone(context: &TestContext) -> CheckResult {
+    let driver = &context.driver;
     let count = driver.device_count()?;
-    bench.elsewhere(|| {
-        driver.set_current_device(bench.device)?;
+    context.on_new_thread(|| {
+        driver.set_current_device(context.device_id)?;
         for device in (0..count).map(DeviceId) {
             driver.mem_info(device)?;
             let stream = driver.stream_create(device, StreamOptions::default())?;
             let ended = driver.stream_synchronize(stream).and(driver.stream_destroy(stream));
             ended?;
             driver.device_synchronize(device)?;
-            expect_eq("the thread's device", driver.current_device()?, Some(bench.device))?;
+            expect_eq("the thread's device", driver.current_device()?, Some(context.device_id))?;
         }
-        expect_code(driver.set_current_device(bench.no_device()?), InvalidDevice)?;
-        expect_eq("the device after a failed set", driver.current_device()?, Some(bench.device))
+        expect_error(driver.set_current_device(context.invalid_device_id()?), InvalidDevice)?;
+        expect_eq("the device after a failed set", driver.current_device()?, Some(context.device_id))
     })
 }
 
-fn every_device_can_be_current(bench: &Bench<'_>) -> Checked {
-    let driver = bench.driver;
+fn every_device_can_be_current(context: &TestContext) -> CheckResult {
+    let driver = &context.driver;
     let count = driver.device_count()?;
-    bench.elsewhere(|| {
+    context.on_new_thread(|| {
         for device in (0..count).chain([0]).map(DeviceId) {
             driver.set_current_device(device)?;
             expect_eq("the device that was set", driver.current_device()?, Some(device))?;
@@ -203,43 +201,44 @@ fn every_device_can_be_current(bench: &Bench<'_>) -> Checked {
     })
 }
 
-fn synchronize_waits_for_all_streams(bench: &Bench<'_>) -> Checked {
-    let streams = [bench.stream()?, bench.blocking_stream()?, bench.default_stream()?, bench.thread_stream()?];
-    let logs = [bench.log(4)?, bench.log(4)?, bench.log(4)?, bench.log(4)?];
+fn synchronize_waits_for_all_streams(context: &TestContext) -> CheckResult {
+    let streams =
+        [context.stream()?, context.blocking_stream()?, context.legacy_stream()?, context.per_thread_stream()?];
+    let logs = [context.kernel_log(4)?, context.kernel_log(4)?, context.kernel_log(4)?, context.kernel_log(4)?];
     for (at, (stream, log)) in streams.into_iter().zip(logs).enumerate() {
-        bench.spin(stream)?;
-        bench.append(log, at as u32, stream)?;
+        context.delay(stream)?;
+        context.append(log, at as u32, stream)?;
     }
-    bench.driver.device_synchronize(bench.device)?;
+    context.driver.device_synchronize(context.device_id)?;
     for (at, (stream, log)) in streams.into_iter().zip(logs).enumerate() {
-        bench.expect_idle("every stream", stream)?;
-        bench.expect_log(log, &[at as u32])?;
+        context.expect_idle("every stream", stream)?;
+        context.expect_log(log, &[at as u32])?;
     }
     Ok(())
 }
 
-fn a_device_is_no_peer_of_itself(bench: &Bench<'_>) -> Checked {
-    let (driver, device) = (bench.driver, bench.device);
+fn a_device_is_no_peer_of_itself(context: &TestContext) -> CheckResult {
+    let (driver, device) = (&context.driver, context.device_id);
     expect(!driver.peer_can_access(device, device)?, "no peer access to itself")?;
-    expect_code(driver.peer_enable(device, device), PeerAccessUnsupported)?;
-    expect_code(driver.peer_disable(device, device), PeerAccessNotEnabled)
+    expect_error(driver.peer_enable(device, device), PeerAccessUnsupported)?;
+    expect_error(driver.peer_disable(device, device), PeerAccessNotEnabled)
 }
 
-fn peer_access_is_switched_on_and_off_once(bench: &Bench<'_>) -> Checked {
-    let (driver, device, peer) = (bench.driver, bench.device, bench.peer()?);
-    expect_code(driver.peer_disable(device, peer), PeerAccessNotEnabled)?;
+fn peer_access_is_switched_on_and_off_once(context: &TestContext) -> CheckResult {
+    let (driver, device, peer) = (&context.driver, context.device_id, context.peer_device_id()?);
+    expect_error(driver.peer_disable(device, peer), PeerAccessNotEnabled)?;
     driver.peer_enable(device, peer)?;
     let again = driver.peer_enable(device, peer);
     driver.peer_disable(device, peer)?;
-    expect_code(again, PeerAccessAlreadyEnabled)?;
-    expect_code(driver.peer_disable(device, peer), PeerAccessNotEnabled)
+    expect_error(again, PeerAccessAlreadyEnabled)?;
+    expect_error(driver.peer_disable(device, peer), PeerAccessNotEnabled)
 }
 
-fn the_clock_moves_with_the_work(bench: &Bench<'_>) -> Checked {
-    let stream = bench.stream()?;
-    bench.kernels()?;
-    let begun = bench.driver.now();
-    bench.spin(stream)?;
-    bench.sync(stream)?;
-    expect(bench.driver.now() > begun, "a later time after work")
+fn the_clock_moves_with_the_work(context: &TestContext) -> CheckResult {
+    let stream = context.stream()?;
+    context.kernels()?;
+    let begun = context.driver.now();
+    context.delay(stream)?;
+    context.synchronize(stream)?;
+    expect(context.driver.now() > begun, "a later time after work")
 }

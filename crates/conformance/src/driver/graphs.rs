@@ -3,23 +3,21 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 
-use super::Check;
-use super::bench::{Bench, Capturing, to_bytes};
-use super::kernels::mixed;
-use super::new_arguments::{
-    a_destroyed_template_has_no_nodes_to_set, arguments_can_be_set_while_streams_capture,
-    arguments_for_other_nodes_are_refused, launches_under_way_keep_their_arguments,
-    new_arguments_are_of_one_executable, new_arguments_count_from_the_next_launch_on, nodes_of_bodies_cannot_be_set,
-};
-use super::owned::Owned;
-use crate::expect::{Checked, expect, expect_code, expect_code_of, expect_eq, expect_same};
-use crate::launch::{launch_graph, set_kernel};
 use warpool_driver::ErrorCode::{InvalidHandle, StreamCaptureInvalidated, StreamCaptureUnsupported};
 use warpool_driver::{
     EventScope, GraphExecId, GraphId, InstantiateOptions, KernelArg, NodeKind, Pattern, RawHandle, StreamId,
 };
 
-pub(super) const CHECKS: &[Check] = super::checks![
+use super::exec_params::{
+    a_destroyed_template_has_no_nodes_to_set, arguments_can_be_set_while_streams_capture,
+    arguments_for_other_nodes_are_refused, launches_under_way_keep_their_arguments,
+    new_arguments_are_of_one_executable, new_arguments_count_from_the_next_launch_on, nodes_of_bodies_cannot_be_set,
+};
+use crate::check::Check;
+use crate::context::{Capture, Resource, TestContext, mix_u32_on_host, to_bytes};
+use crate::expect::{CheckResult, expect, expect_eq, expect_error, expect_error_of, expect_slice_eq};
+
+pub(crate) const CHECKS: &[Check] = crate::checks![
     every_replay_has_its_effect,
     long_chains_keep_their_order,
     edges_are_respected,
@@ -49,362 +47,372 @@ pub(super) const CHECKS: &[Check] = super::checks![
     a_destroyed_template_has_no_nodes_to_set,
     nodes_of_bodies_cannot_be_set,
     graphs_never_made_are_unknown,
-    ; provoking:
+    ; provoking hazards:
     a_launch_cannot_be_captured,
     destroyed_graphs_are_unknown,
 ];
 
-fn every_replay_has_its_effect(bench: &Bench<'_>) -> Checked {
-    let (stream, n) = (bench.stream()?, 777_u32);
-    let words = bench.random_words(n as usize);
-    bench.kernels()?;
-    let data = bench.words_of(&words)?;
-    let exec = bench.ready(stream, || bench.add(data, n, 3, stream))?;
-    expect_same("before any launch", &bench.words_at(data, n as usize)?, &words)?;
+fn every_replay_has_its_effect(context: &TestContext) -> CheckResult {
+    let (stream, n) = (context.stream()?, 777_u32);
+    let words = context.random_words(n as usize);
+    context.kernels()?;
+    let data = context.alloc_words(&words)?;
+    let exec = context.capture_exec(stream, || context.add_u32(data, n, 3, stream))?;
+    expect_slice_eq("before any launch", &context.read_words(data, n as usize)?, &words)?;
     for _ in 0..20 {
-        launch_graph(bench.driver, exec, stream)?;
+        context.launch_graph(exec, stream)?;
     }
-    bench.sync(stream)?;
+    context.synchronize(stream)?;
     let want: Vec<u32> = words.iter().map(|word| word.wrapping_add(60)).collect();
-    expect_same("after twenty launches", &bench.words_at(data, n as usize)?, &want)
+    expect_slice_eq("after twenty launches", &context.read_words(data, n as usize)?, &want)
 }
 
-fn long_chains_keep_their_order(bench: &Bench<'_>) -> Checked {
-    let (stream, log) = (bench.stream()?, bench.log(400)?);
-    let exec = bench.ready(stream, || (0..200).try_for_each(|value| bench.append(log, value, stream)))?;
-    launch_graph(bench.driver, exec, stream)?;
-    bench.replay(exec, stream)?;
-    bench.expect_log(log, &(0..200).chain(0..200).collect::<Vec<_>>())
+fn long_chains_keep_their_order(context: &TestContext) -> CheckResult {
+    let (stream, log) = (context.stream()?, context.kernel_log(400)?);
+    let exec = context.capture_exec(stream, || (0..200).try_for_each(|value| context.append(log, value, stream)))?;
+    context.launch_graph(exec, stream)?;
+    context.replay(exec, stream)?;
+    context.expect_log(log, &(0..200).chain(0..200).collect::<Vec<_>>())
 }
 
-fn edges_are_respected(bench: &Bench<'_>) -> Checked {
-    let (root, left, right, n) = (bench.stream()?, bench.stream()?, bench.stream()?, 300_u32);
-    let (mix, fill_index) = (bench.kernels()?.mix_u32, bench.kernels()?.fill_index);
-    let (top, one, two, bottom) = (words(bench, n)?, words(bench, n)?, words(bench, n)?, words(bench, n)?);
+fn edges_are_respected(context: &TestContext) -> CheckResult {
+    let (root, left, right, n) = (context.stream()?, context.stream()?, context.stream()?, 300_u32);
+    let mix = context.kernels()?.mix_u32;
+    let (top, one, two, bottom) = (words(context, n)?, words(context, n)?, words(context, n)?, words(context, n)?);
     let put = |to: warpool_driver::DevicePtr, from: warpool_driver::DevicePtr, stream| {
-        bench.launch(mix, n, &[to.into(), from.into(), KernelArg::U32(n)], stream)
+        context.launch(mix, n, &[to.into(), from.into(), KernelArg::U32(n)], stream)
     };
-    let exec = bench.ready(root, || {
-        bench.spin(root)?;
-        bench.launch(fill_index, n, &[top.into(), KernelArg::U32(n)], root)?;
-        bench.order(root, left)?;
-        bench.order(root, right)?;
-        bench.spin(left)?;
+    let exec = context.capture_exec(root, || {
+        context.delay(root)?;
+        context.fill_index(top, n, root)?;
+        context.order(root, left)?;
+        context.order(root, right)?;
+        context.delay(left)?;
         put(one, top, left)?;
         put(two, top, right)?;
-        bench.spin(right)?;
+        context.delay(right)?;
         put(two, top, right)?;
-        bench.order(left, root)?;
-        bench.order(right, root)?;
+        context.order(left, root)?;
+        context.order(right, root)?;
         put(bottom, one, root)?;
         put(bottom, two, root)
     })?;
     let (mut first, mut second, mut last) = (vec![0; n as usize], vec![0; n as usize], vec![0; n as usize]);
     let index: Vec<u32> = (0..n).collect();
     for round in 1..=3 {
-        bench.replay(exec, root)?;
-        first = mixed(&first, &index);
-        second = mixed(&mixed(&second, &index), &index);
-        last = mixed(&mixed(&last, &first), &second);
-        expect_same(&format!("the bottom of the diamond, round {round}"), &bench.words_at(bottom, n as usize)?, &last)?;
+        context.replay(exec, root)?;
+        first = mix_u32_on_host(&first, &index);
+        second = mix_u32_on_host(&mix_u32_on_host(&second, &index), &index);
+        last = mix_u32_on_host(&mix_u32_on_host(&last, &first), &second);
+        expect_slice_eq(
+            &format!("the bottom of the diamond, round {round}"),
+            &context.read_words(bottom, n as usize)?,
+            &last,
+        )?;
     }
     Ok(())
 }
 
-fn words(bench: &Bench<'_>, n: u32) -> Checked<warpool_driver::DevicePtr> {
-    bench.words_of(&vec![0; n as usize])
+fn words(context: &TestContext, n: u32) -> CheckResult<warpool_driver::DevicePtr> {
+    context.alloc_words(&vec![0; n as usize])
 }
 
 /// A random program over several streams, captured; each replay must compute what a single stream would have.
-fn random_graphs_compute_what_their_order_says(bench: &Bench<'_>) -> Checked {
+fn random_graphs_compute_what_their_order_says(context: &TestContext) -> CheckResult {
     const N: u32 = 64;
     const BUFFERS: usize = 5;
-    let streams = [bench.stream()?, bench.stream()?, bench.stream()?];
-    let mix = bench.kernels()?.mix_u32;
-    let mut hosts: Vec<Vec<u32>> = (0..BUFFERS).map(|_| bench.random_words(N as usize)).collect();
-    let buffers = hosts.iter().map(|host| bench.words_of(host)).collect::<Checked<Vec<_>>>()?;
+    let streams = [context.stream()?, context.stream()?, context.stream()?];
+    let mix = context.kernels()?.mix_u32;
+    let mut hosts: Vec<Vec<u32>> = (0..BUFFERS).map(|_| context.random_words(N as usize)).collect();
+    let buffers = hosts.iter().map(|host| context.alloc_words(host)).collect::<CheckResult<Vec<_>>>()?;
     let program: Vec<(usize, usize, usize)> = (0..40)
         .map(|_| {
-            let to = bench.below(BUFFERS as u64) as usize;
-            (bench.below(3) as usize, to, (to + 1 + bench.below(BUFFERS as u64 - 1) as usize) % BUFFERS)
+            let to = context.random_below(BUFFERS as u64) as usize;
+            (
+                context.random_below(3) as usize,
+                to,
+                (to + 1 + context.random_below(BUFFERS as u64 - 1) as usize) % BUFFERS,
+            )
         })
         .collect();
-    let exec = bench.ready(streams[0], || {
-        bench.order(streams[0], streams[1])?;
-        bench.order(streams[0], streams[2])?;
+    let exec = context.capture_exec(streams[0], || {
+        context.order(streams[0], streams[1])?;
+        context.order(streams[0], streams[2])?;
         let mut last = [None; BUFFERS];
         for &(stream, to, from) in &program {
             for used in [to, from] {
                 if let Some(event) = last[used] {
-                    bench.wait(streams[stream], event)?;
+                    context.wait(streams[stream], event)?;
                 }
             }
-            bench.launch(mix, N, &[buffers[to].into(), buffers[from].into(), KernelArg::U32(N)], streams[stream])?;
-            let event = bench.event()?;
-            bench.record(event, streams[stream])?;
+            context.launch(mix, N, &[buffers[to].into(), buffers[from].into(), KernelArg::U32(N)], streams[stream])?;
+            let event = context.event()?;
+            context.record(event, streams[stream])?;
             (last[to], last[from]) = (Some(event), Some(event));
         }
-        bench.order(streams[1], streams[0])?;
-        bench.order(streams[2], streams[0])
+        context.order(streams[1], streams[0])?;
+        context.order(streams[2], streams[0])
     })?;
     for (round, stream) in streams.into_iter().enumerate() {
-        bench.replay(exec, stream)?;
+        context.replay(exec, stream)?;
         for &(_, to, from) in &program {
-            hosts[to] = mixed(&hosts[to], &hosts[from]);
+            hosts[to] = mix_u32_on_host(&hosts[to], &hosts[from]);
         }
         for (at, (buffer, host)) in buffers.iter().zip(&hosts).enumerate() {
-            expect_same(&format!("buffer {at}, round {round}"), &bench.words_at(*buffer, N as usize)?, host)?;
+            expect_slice_eq(&format!("buffer {at}, round {round}"), &context.read_words(*buffer, N as usize)?, host)?;
         }
     }
     Ok(())
 }
 
-fn a_launch_keeps_its_place_in_the_stream(bench: &Bench<'_>) -> Checked {
-    let (stream, log) = (bench.stream()?, bench.log(5)?);
-    let exec = bench.ready(stream, || {
-        bench.spin(stream)?;
-        bench.append(log, 2, stream)
+fn a_launch_keeps_its_place_in_the_stream(context: &TestContext) -> CheckResult {
+    let (stream, log) = (context.stream()?, context.kernel_log(5)?);
+    let exec = context.capture_exec(stream, || {
+        context.delay(stream)?;
+        context.append(log, 2, stream)
     })?;
-    bench.spin(stream)?;
-    bench.append(log, 1, stream)?;
-    launch_graph(bench.driver, exec, stream)?;
-    bench.append(log, 3, stream)?;
-    launch_graph(bench.driver, exec, stream)?;
-    bench.append(log, 4, stream)?;
-    bench.sync(stream)?;
-    bench.expect_log(log, &[1, 2, 3, 2, 4])
+    context.delay(stream)?;
+    context.append(log, 1, stream)?;
+    context.launch_graph(exec, stream)?;
+    context.append(log, 3, stream)?;
+    context.launch_graph(exec, stream)?;
+    context.append(log, 4, stream)?;
+    context.synchronize(stream)?;
+    context.expect_log(log, &[1, 2, 3, 2, 4])
 }
 
-fn any_stream_can_launch(bench: &Bench<'_>) -> Checked {
-    let (stream, log) = (bench.stream()?, bench.log(4)?);
-    let exec = bench.ready(stream, || bench.append(log, 1, stream))?;
-    for stream in [bench.stream()?, bench.blocking_stream()?, bench.default_stream()?, bench.thread_stream()?] {
-        bench.replay(exec, stream)?;
+fn any_stream_can_launch(context: &TestContext) -> CheckResult {
+    let (stream, log) = (context.stream()?, context.kernel_log(4)?);
+    let exec = context.capture_exec(stream, || context.append(log, 1, stream))?;
+    for stream in
+        [context.stream()?, context.blocking_stream()?, context.legacy_stream()?, context.per_thread_stream()?]
+    {
+        context.replay(exec, stream)?;
     }
-    bench.expect_log(log, &[1, 1, 1, 1])
+    context.expect_log(log, &[1, 1, 1, 1])
 }
 
-fn launches_of_one_executable_do_not_overlap(bench: &Bench<'_>) -> Checked {
-    let (first, second, log) = (bench.stream()?, bench.stream()?, bench.log(6)?);
-    let exec = bench.ready(first, || {
-        bench.append(log, 1, first)?;
-        bench.spin(first)?;
-        bench.append(log, 2, first)
+fn launches_of_one_executable_do_not_overlap(context: &TestContext) -> CheckResult {
+    let (first, second, log) = (context.stream()?, context.stream()?, context.kernel_log(6)?);
+    let exec = context.capture_exec(first, || {
+        context.append(log, 1, first)?;
+        context.delay(first)?;
+        context.append(log, 2, first)
     })?;
     for stream in [first, second, first] {
-        launch_graph(bench.driver, exec, stream)?;
+        context.launch_graph(exec, stream)?;
     }
-    bench.sync(first)?;
-    bench.sync(second)?;
-    bench.expect_log(log, &[1, 2, 1, 2, 1, 2])
+    context.synchronize(first)?;
+    context.synchronize(second)?;
+    context.expect_log(log, &[1, 2, 1, 2, 1, 2])
 }
 
-fn a_template_serves_many_executables(bench: &Bench<'_>) -> Checked {
-    let (stream, log) = (bench.stream()?, bench.log(3)?);
-    let graph = bench.captured(stream, || bench.append(log, 1, stream))?;
-    let (first, second) = (bench.instantiate(graph)?, bench.instantiate(graph)?);
+fn a_template_serves_many_executables(context: &TestContext) -> CheckResult {
+    let (stream, log) = (context.stream()?, context.kernel_log(3)?);
+    let graph = context.capture(stream, || context.append(log, 1, stream))?;
+    let (first, second) = (context.instantiate(graph)?, context.instantiate(graph)?);
     expect(first != second, "executables of their own")?;
-    bench.replay(first, stream)?;
-    bench.replay(second, stream)?;
-    bench.disown(Owned::Exec(first));
-    bench.driver.graph_exec_destroy(first)?;
-    bench.replay(second, stream)?;
-    bench.expect_log(log, &[1, 1, 1])
+    context.replay(first, stream)?;
+    context.replay(second, stream)?;
+    context.untrack(Resource::GraphExec(first));
+    context.driver.graph_exec_destroy(first)?;
+    context.replay(second, stream)?;
+    context.expect_log(log, &[1, 1, 1])
 }
 
-fn executables_outlive_their_template(bench: &Bench<'_>) -> Checked {
-    let (stream, log) = (bench.stream()?, bench.log(2)?);
-    let graph = bench.captured(stream, || bench.append(log, 1, stream))?;
-    let exec = bench.instantiate(graph)?;
-    bench.disown(Owned::Graph(graph));
-    bench.driver.graph_destroy(graph)?;
-    bench.replay(exec, stream)?;
-    bench.expect_log(log, &[1])
+fn executables_outlive_their_template(context: &TestContext) -> CheckResult {
+    let (stream, log) = (context.stream()?, context.kernel_log(2)?);
+    let graph = context.capture(stream, || context.append(log, 1, stream))?;
+    let exec = context.instantiate(graph)?;
+    context.untrack(Resource::Graph(graph));
+    context.driver.graph_destroy(graph)?;
+    context.replay(exec, stream)?;
+    context.expect_log(log, &[1])
 }
 
-fn a_destroyed_executable_finishes_its_launch(bench: &Bench<'_>) -> Checked {
-    let (stream, log) = (bench.stream()?, bench.log(2)?);
-    let exec = bench.ready(stream, || {
-        bench.spin(stream)?;
-        bench.append(log, 1, stream)
+fn a_destroyed_executable_finishes_its_launch(context: &TestContext) -> CheckResult {
+    let (stream, log) = (context.stream()?, context.kernel_log(2)?);
+    let exec = context.capture_exec(stream, || {
+        context.delay(stream)?;
+        context.append(log, 1, stream)
     })?;
-    launch_graph(bench.driver, exec, stream)?;
-    bench.disown(Owned::Exec(exec));
-    bench.driver.graph_exec_destroy(exec)?;
-    bench.append(log, 2, stream)?;
-    bench.sync(stream)?;
-    bench.expect_log(log, &[1, 2])
+    context.launch_graph(exec, stream)?;
+    context.untrack(Resource::GraphExec(exec));
+    context.driver.graph_exec_destroy(exec)?;
+    context.append(log, 2, stream)?;
+    context.synchronize(stream)?;
+    context.expect_log(log, &[1, 2])
 }
 
-fn an_empty_graph_can_be_launched(bench: &Bench<'_>) -> Checked {
-    let (stream, log) = (bench.stream()?, bench.log(2)?);
-    let graph = bench.captured(stream, || Ok(()))?;
-    let shape = bench.driver.graph_topology(graph)?;
+fn an_empty_graph_can_be_launched(context: &TestContext) -> CheckResult {
+    let (stream, log) = (context.stream()?, context.kernel_log(2)?);
+    let graph = context.capture(stream, || Ok(()))?;
+    let shape = context.driver.graph_topology(graph)?;
     expect_eq("nodes and edges", (shape.nodes.len(), shape.edges.len()), (0, 0))?;
-    bench.append(log, 1, stream)?;
-    launch_graph(bench.driver, bench.instantiate(graph)?, stream)?;
-    bench.append(log, 2, stream)?;
-    bench.sync(stream)?;
-    bench.expect_log(log, &[1, 2])
+    context.append(log, 1, stream)?;
+    context.launch_graph(context.instantiate(graph)?, stream)?;
+    context.append(log, 2, stream)?;
+    context.synchronize(stream)?;
+    context.expect_log(log, &[1, 2])
 }
 
-fn copies_read_what_is_there_at_replay(bench: &Bench<'_>) -> Checked {
-    let (stream, pinned, memory) = (bench.stream()?, bench.pinned(4096)?, bench.memory(4096)?);
-    let exec = bench.ready(stream, || {
-        bench.driver.fill(memory, Pattern::U8(0), 4096, stream)?;
-        Ok(bench.driver.copy(memory.offset(5).into(), pinned.into(), 4000, stream)?)
+fn copies_read_what_is_there_at_replay(context: &TestContext) -> CheckResult {
+    let (stream, pinned, memory) = (context.stream()?, context.alloc_pinned(4096)?, context.alloc(4096)?);
+    let exec = context.capture_exec(stream, || {
+        context.driver.fill(memory, Pattern::U8(0), 4096, stream)?;
+        Ok(context.driver.copy(memory.offset(5).into(), pinned.into(), 4000, stream)?)
     })?;
     for _ in 0..3 {
-        let bytes = bench.random_bytes(4096);
-        bench.driver.host_write(pinned, &bytes)?;
-        bench.replay(exec, stream)?;
+        let bytes = context.random_bytes(4096);
+        context.driver.host_write(pinned, &bytes)?;
+        context.replay(exec, stream)?;
         let want = [&[0; 5], &bytes[..4000], &[0; 91]].concat();
-        expect_same("the copy", &bench.bytes_at(memory, 4096)?, &want)?;
+        expect_slice_eq("the copy", &context.read_bytes(memory, 4096)?, &want)?;
     }
     Ok(())
 }
 
-fn callbacks_run_at_every_replay(bench: &Bench<'_>) -> Checked {
-    let stream = bench.stream()?;
+fn callbacks_run_at_every_replay(context: &TestContext) -> CheckResult {
+    let stream = context.stream()?;
     let count = Arc::new(AtomicU32::new(0));
     let inside = Arc::clone(&count);
-    let exec = bench.ready(stream, || {
+    let exec = context.capture_exec(stream, || {
         let callback = Arc::new(move || {
             inside.fetch_add(1, Ordering::SeqCst);
         });
-        Ok(bench.driver.stream_host_callback(stream, callback)?)
+        Ok(context.driver.stream_host_callback(stream, callback)?)
     })?;
     expect_eq("calls before any launch", count.load(Ordering::SeqCst), 0)?;
     for round in 1..=5 {
-        bench.replay(exec, stream)?;
+        context.replay(exec, stream)?;
         expect_eq("calls so far", count.load(Ordering::SeqCst), round)?;
     }
     Ok(())
 }
 
-fn an_external_record_happens_at_replay(bench: &Bench<'_>) -> Checked {
-    let (stream, other, event, log) = (bench.stream()?, bench.stream()?, bench.event()?, bench.log(2)?);
-    let exec = bench.ready(stream, || {
-        bench.spin(stream)?;
-        bench.append(log, 1, stream)?;
-        Ok(bench.driver.event_record(event, stream, EventScope::External)?)
+fn an_external_record_happens_at_replay(context: &TestContext) -> CheckResult {
+    let (stream, other, event, log) = (context.stream()?, context.stream()?, context.event()?, context.kernel_log(2)?);
+    let exec = context.capture_exec(stream, || {
+        context.delay(stream)?;
+        context.append(log, 1, stream)?;
+        Ok(context.driver.event_record(event, stream, EventScope::External)?)
     })?;
-    expect(bench.driver.event_query(event)?, "an event that marks nothing yet")?;
-    launch_graph(bench.driver, exec, stream)?;
-    bench.wait(other, event)?;
-    bench.append(log, 2, other)?;
-    bench.sync(other)?;
-    bench.driver.event_synchronize(event)?;
-    bench.expect_log(log, &[1, 2])
+    expect(context.driver.event_query(event)?, "an event that marks nothing yet")?;
+    context.launch_graph(exec, stream)?;
+    context.wait(other, event)?;
+    context.append(log, 2, other)?;
+    context.synchronize(other)?;
+    context.driver.event_synchronize(event)?;
+    context.expect_log(log, &[1, 2])
 }
 
-fn an_external_wait_happens_at_replay(bench: &Bench<'_>) -> Checked {
-    let (stream, other, event, log) = (bench.stream()?, bench.stream()?, bench.event()?, bench.log(4)?);
-    let exec = bench.ready(stream, || {
-        bench.driver.stream_wait_event(stream, event, EventScope::External)?;
-        bench.append(log, 2, stream)
+fn an_external_wait_happens_at_replay(context: &TestContext) -> CheckResult {
+    let (stream, other, event, log) = (context.stream()?, context.stream()?, context.event()?, context.kernel_log(4)?);
+    let exec = context.capture_exec(stream, || {
+        context.driver.stream_wait_event(stream, event, EventScope::External)?;
+        context.append(log, 2, stream)
     })?;
     for _ in 0..2 {
-        bench.spin(other)?;
-        bench.append(log, 1, other)?;
-        bench.record(event, other)?;
-        bench.replay(exec, stream)?;
+        context.delay(other)?;
+        context.append(log, 1, other)?;
+        context.record(event, other)?;
+        context.replay(exec, stream)?;
     }
-    bench.expect_log(log, &[1, 2, 1, 2])
+    context.expect_log(log, &[1, 2, 1, 2])
 }
 
-fn allocations_have_the_same_address_at_every_replay(bench: &Bench<'_>) -> Checked {
-    let (pool, stream, n) = (bench.pool()?, bench.stream()?, 2000_u32);
-    let fill_index = bench.kernels()?.fill_index;
-    let back = bench.pinned(4 * u64::from(n))?;
+fn allocations_have_the_same_address_at_every_replay(context: &TestContext) -> CheckResult {
+    let (pool, stream, n) = (context.pool()?, context.stream()?, 2000_u32);
+    context.kernels()?;
+    let back = context.alloc_pinned(4 * u64::from(n))?;
     let mut address = None;
-    let graph = bench.captured(stream, || {
-        let ptr = bench.driver.pool_alloc(pool, 4 * u64::from(n), stream)?;
+    let graph = context.capture(stream, || {
+        let ptr = context.driver.pool_alloc(pool, 4 * u64::from(n), stream)?;
         address = Some(ptr);
-        bench.launch(fill_index, n, &[ptr.into(), KernelArg::U32(n)], stream)?;
-        bench.add(ptr, n, 10, stream)?;
-        bench.driver.copy(back.into(), ptr.into(), 4 * u64::from(n), stream)?;
-        Ok(bench.driver.pool_free(ptr, stream)?)
+        context.fill_index(ptr, n, stream)?;
+        context.add_u32(ptr, n, 10, stream)?;
+        context.driver.copy(back.into(), ptr.into(), 4 * u64::from(n), stream)?;
+        Ok(context.driver.pool_free(ptr, stream)?)
     })?;
     expect(address.is_some_and(|ptr| !ptr.is_null()), "an address")?;
-    let exec = bench.instantiate(graph)?;
+    let exec = context.instantiate(graph)?;
     let want = to_bytes(&(10..n + 10).collect::<Vec<_>>());
     for round in 0..3 {
-        bench.driver.host_write(back, &vec![0; 4 * n as usize])?;
-        bench.replay(exec, stream)?;
-        expect_same(&format!("what round {round} computed"), &bench.pinned_bytes(back, 4 * n as usize)?, &want)?;
+        context.driver.host_write(back, &vec![0; 4 * n as usize])?;
+        context.replay(exec, stream)?;
+        expect_slice_eq(&format!("what round {round} computed"), &context.read_pinned(back, 4 * n as usize)?, &want)?;
     }
     Ok(())
 }
 
-fn a_launch_cannot_be_captured(bench: &Bench<'_>) -> Checked {
-    let (stream, log) = (bench.stream()?, bench.log(2)?);
-    let exec = bench.ready(stream, || bench.append(log, 1, stream))?;
-    bench.begin(stream)?;
-    bench.append(log, 2, stream)?;
-    expect_code(launch_graph(bench.driver, exec, stream), StreamCaptureUnsupported)?;
-    bench.expect_state(stream, Capturing::Broken)?;
-    expect_code(bench.driver.capture_end(stream), StreamCaptureInvalidated)?;
-    bench.replay(exec, stream)?;
-    bench.expect_log(log, &[1])
+fn a_launch_cannot_be_captured(context: &TestContext) -> CheckResult {
+    let (stream, log) = (context.stream()?, context.kernel_log(2)?);
+    let exec = context.capture_exec(stream, || context.append(log, 1, stream))?;
+    context.begin_capture(stream)?;
+    context.append(log, 2, stream)?;
+    expect_error(context.launch_graph(exec, stream), StreamCaptureUnsupported)?;
+    context.expect_capture(stream, Capture::Invalidated)?;
+    expect_error(context.driver.capture_end(stream), StreamCaptureInvalidated)?;
+    context.replay(exec, stream)?;
+    context.expect_log(log, &[1])
 }
 
-fn unfreed_allocations_can_be_freed_at_the_next_launch(bench: &Bench<'_>) -> Checked {
-    let (pool, stream, n) = (bench.pool()?, bench.stream()?, 256_u32);
-    let fill_index = bench.kernels()?.fill_index;
-    bench.begin(stream)?;
-    let ptr = bench.driver.pool_alloc(pool, 4 * u64::from(n), stream)?;
-    bench.launch(fill_index, n, &[ptr.into(), KernelArg::U32(n)], stream)?;
-    let graph = bench.end(stream)?;
+fn unfreed_allocations_can_be_freed_at_the_next_launch(context: &TestContext) -> CheckResult {
+    let (pool, stream, n) = (context.pool()?, context.stream()?, 256_u32);
+    context.kernels()?;
+    context.begin_capture(stream)?;
+    let ptr = context.driver.pool_alloc(pool, 4 * u64::from(n), stream)?;
+    context.fill_index(ptr, n, stream)?;
+    let graph = context.end_capture(stream)?;
     let options = InstantiateOptions { auto_free_on_launch: true, use_node_priority: false };
-    let exec = bench.instantiate_with(graph, options)?;
-    bench.own(Owned::Memory(ptr));
+    let exec = context.instantiate_with(graph, options)?;
+    context.track(Resource::Memory(ptr));
     for _ in 0..3 {
-        bench.replay(exec, stream)?;
-        expect_same("what the graph left", &bench.words_at(ptr, n as usize)?, &(0..n).collect::<Vec<_>>())?;
+        context.replay(exec, stream)?;
+        expect_slice_eq("what the graph left", &context.read_words(ptr, n as usize)?, &(0..n).collect::<Vec<_>>())?;
     }
-    bench.disown(Owned::Memory(ptr));
-    bench.driver.pool_free(ptr, stream)?;
-    bench.sync(stream)
+    context.untrack(Resource::Memory(ptr));
+    context.driver.pool_free(ptr, stream)?;
+    context.synchronize(stream)
 }
 
-fn node_priorities_change_no_results(bench: &Bench<'_>) -> Checked {
+fn node_priorities_change_no_results(context: &TestContext) -> CheckResult {
     let urgent = warpool_driver::StreamOptions { non_blocking: true, priority: -1 };
-    let (stream, other, log) = (bench.stream()?, bench.stream_with(urgent)?, bench.log(3)?);
-    let graph = bench.captured(stream, || {
-        bench.append(log, 1, stream)?;
-        bench.order(stream, other)?;
-        bench.append(log, 2, other)?;
-        bench.order(other, stream)?;
-        bench.append(log, 3, stream)
+    let (stream, other, log) = (context.stream()?, context.stream_with(urgent)?, context.kernel_log(3)?);
+    let graph = context.capture(stream, || {
+        context.append(log, 1, stream)?;
+        context.order(stream, other)?;
+        context.append(log, 2, other)?;
+        context.order(other, stream)?;
+        context.append(log, 3, stream)
     })?;
     let options = InstantiateOptions { auto_free_on_launch: false, use_node_priority: true };
-    let exec = bench.instantiate_with(graph, options)?;
-    bench.replay(exec, stream)?;
-    bench.expect_log(log, &[1, 2, 3])
+    let exec = context.instantiate_with(graph, options)?;
+    context.replay(exec, stream)?;
+    context.expect_log(log, &[1, 2, 3])
 }
 
 /// One node of every kind that capture makes, on two streams.
-fn everything(bench: &Bench<'_>) -> Checked<GraphId> {
-    let (first, second, event, n) = (bench.stream()?, bench.stream()?, bench.event()?, 4_u32);
-    let (pool, memory, pinned) = (bench.pool()?, bench.memory(64)?, bench.pinned(64)?);
-    bench.kernels()?;
-    bench.captured(first, || {
-        bench.driver.fill(memory, Pattern::U32(0), 4, first)?;
-        bench.add(memory, n, 1, first)?;
-        bench.order(first, second)?;
-        bench.driver.copy(pinned.into(), memory.into(), 4, second)?;
-        bench.driver.stream_host_callback(second, Arc::new(|| ()))?;
-        let ptr = bench.driver.pool_alloc(pool, 4096, first)?;
-        bench.driver.pool_free(ptr, first)?;
-        bench.order(second, first)?;
-        bench.driver.event_record(event, first, EventScope::External)?;
-        Ok(bench.driver.stream_wait_event(first, event, EventScope::External)?)
+fn everything(context: &TestContext) -> CheckResult<GraphId> {
+    let (first, second, event, n) = (context.stream()?, context.stream()?, context.event()?, 4_u32);
+    let (pool, memory, pinned) = (context.pool()?, context.alloc(64)?, context.alloc_pinned(64)?);
+    context.kernels()?;
+    context.capture(first, || {
+        context.driver.fill(memory, Pattern::U32(0), 4, first)?;
+        context.add_u32(memory, n, 1, first)?;
+        context.order(first, second)?;
+        context.driver.copy(pinned.into(), memory.into(), 4, second)?;
+        context.driver.stream_host_callback(second, Arc::new(|| ()))?;
+        let ptr = context.driver.pool_alloc(pool, 4096, first)?;
+        context.driver.pool_free(ptr, first)?;
+        context.order(second, first)?;
+        context.driver.event_record(event, first, EventScope::External)?;
+        Ok(context.driver.stream_wait_event(first, event, EventScope::External)?)
     })
 }
 
-fn the_shape_is_what_was_captured(bench: &Bench<'_>) -> Checked {
-    let shape = bench.driver.graph_topology(everything(bench)?)?;
+fn the_shape_is_what_was_captured(context: &TestContext) -> CheckResult {
+    let shape = context.driver.graph_topology(everything(context)?)?;
     let kinds: Vec<_> = shape.nodes.iter().map(|node| node.kind).collect();
     let want = vec![
         NodeKind::Fill,
@@ -424,51 +432,51 @@ fn the_shape_is_what_was_captured(bench: &Bench<'_>) -> Checked {
     expect_eq("the edges", edges, want.map(|(from, to)| (Some(from), Some(to))).to_vec())
 }
 
-fn the_dot_text_is_for_people(bench: &Bench<'_>) -> Checked {
-    let text = bench.driver.graph_dot(everything(bench)?)?;
+fn the_dot_text_is_for_people(context: &TestContext) -> CheckResult {
+    let text = context.driver.graph_dot(everything(context)?)?;
     expect(text.starts_with("digraph"), "a text in the DOT language")?;
     expect(text.trim_end().ends_with('}'), "all of it")?;
     expect_eq("its edges", text.matches("->").count(), 8)?;
     expect(text.contains("add_u32"), "the kernel's name in it")
 }
 
-fn handles_are_there_for_others(bench: &Bench<'_>) -> Checked {
-    let stream = bench.stream()?;
-    let (first, second) = (bench.captured(stream, || Ok(()))?, bench.captured(stream, || Ok(()))?);
-    let raw = |graph| bench.driver.graph_raw(graph);
+fn handles_are_there_for_others(context: &TestContext) -> CheckResult {
+    let stream = context.stream()?;
+    let (first, second) = (context.capture(stream, || Ok(()))?, context.capture(stream, || Ok(()))?);
+    let raw = |graph| context.driver.graph_raw(graph);
     expect(raw(first)? != RawHandle(0) && raw(first)? != raw(second)?, "handles of templates")?;
-    let (one, two) = (bench.instantiate(first)?, bench.instantiate(first)?);
-    let raw = |exec| bench.driver.graph_exec_raw(exec);
+    let (one, two) = (context.instantiate(first)?, context.instantiate(first)?);
+    let raw = |exec| context.driver.graph_exec_raw(exec);
     expect(raw(one)? != RawHandle(0) && raw(one)? != raw(two)?, "handles of executables")
 }
 
-fn graphs_never_made_are_unknown(bench: &Bench<'_>) -> Checked {
-    unknown(bench, GraphId(u64::MAX), GraphExecId(u64::MAX), bench.stream()?)
+fn graphs_never_made_are_unknown(context: &TestContext) -> CheckResult {
+    unknown(context, GraphId(u64::MAX), GraphExecId(u64::MAX), context.stream()?)
 }
 
-fn destroyed_graphs_are_unknown(bench: &Bench<'_>) -> Checked {
-    let stream = bench.stream()?;
-    let graph = bench.captured(stream, || Ok(()))?;
-    let exec = bench.instantiate(graph)?;
-    bench.disown(Owned::Exec(exec));
-    bench.driver.graph_exec_destroy(exec)?;
-    bench.disown(Owned::Graph(graph));
-    bench.driver.graph_destroy(graph)?;
-    unknown(bench, graph, exec, stream)
+fn destroyed_graphs_are_unknown(context: &TestContext) -> CheckResult {
+    let stream = context.stream()?;
+    let graph = context.capture(stream, || Ok(()))?;
+    let exec = context.instantiate(graph)?;
+    context.untrack(Resource::GraphExec(exec));
+    context.driver.graph_exec_destroy(exec)?;
+    context.untrack(Resource::Graph(graph));
+    context.driver.graph_destroy(graph)?;
+    unknown(context, graph, exec, stream)
 }
 
 /// Every call that takes a graph refuses these.
-fn unknown(bench: &Bench<'_>, graph: GraphId, exec: GraphExecId, stream: StreamId) -> Checked {
-    let driver = bench.driver;
-    let refused = |call: &str, result: warpool_driver::Result<()>| expect_code_of(call, result, InvalidHandle);
+fn unknown(context: &TestContext, graph: GraphId, exec: GraphExecId, stream: StreamId) -> CheckResult {
+    let driver = &context.driver;
+    let refused = |call: &str, result: warpool_driver::Result<()>| expect_error_of(call, result, InvalidHandle);
     refused("graph_instantiate", driver.graph_instantiate(graph, InstantiateOptions::default()).map(drop))?;
     refused("graph_topology", driver.graph_topology(graph).map(drop))?;
     refused("graph_dot", driver.graph_dot(graph).map(drop))?;
     refused("graph_raw", driver.graph_raw(graph).map(drop))?;
     refused("graph_destroy", driver.graph_destroy(graph))?;
-    refused("graph_launch", launch_graph(driver, exec, stream))?;
-    let (append, node) = (bench.kernels()?.append, warpool_driver::NodeId(1));
-    let set = set_kernel(driver, exec, node, append, warpool_driver::LaunchShape::ONE, &[]);
+    refused("graph_launch", context.launch_graph(exec, stream))?;
+    let (append, node) = (context.kernels()?.append, warpool_driver::NodeId(1));
+    let set = context.set_exec_kernel(exec, node, append, warpool_driver::LaunchShape::ONE, &[]);
     refused("graph_exec_set_kernel", set)?;
     refused("graph_exec_raw", driver.graph_exec_raw(exec).map(drop))?;
     refused("graph_exec_destroy", driver.graph_exec_destroy(exec))

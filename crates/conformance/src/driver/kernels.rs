@@ -1,308 +1,199 @@
-//! The kernels that checks run: CUDA C++ text, and beside it the same in Rust.
-//! Loaded once for a whole run, since compiling them takes longer than most checks.
+//! Modules and kernels.
 
-use std::sync::Mutex;
+use warpool_driver::ErrorCode::{InvalidHandle, InvalidSource, InvalidValue, NotFound};
+use warpool_driver::{FunctionId, KernelArg, KernelSource, LaunchShape, ModuleId};
 
-use crate::expect::Checked;
-use crate::launch::launch_kernel;
-use warpool_driver::{
-    DeviceId, Driver, FunctionId, KernelArg, KernelFault, KernelMirror, KernelScope, KernelSource, LaunchShape,
-    ModuleId,
-};
+use crate::check::Check;
+use crate::context::{Resource, SOURCE, TestContext};
+use crate::expect::{CheckResult, expect, expect_eq, expect_error, expect_error_of, expect_slice_eq};
 
-/// Kernels that every device can run.
-pub(super) const PLAIN: KernelSource = KernelSource {
-    name: "conformance",
-    cuda: r#"
-extern "C" __global__ void spin(unsigned long long nanos) {
-    unsigned long long begun, now;
-    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(begun));
-    do { asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now)); } while (now - begun < nanos);
-}
-extern "C" __global__ void append(unsigned int *log, unsigned int value) {
-    unsigned int n = log[0];
-    log[1 + n] = value;
-    log[0] = n + 1;
-}
-extern "C" __global__ void add_u32(unsigned int *data, unsigned int n, unsigned int value) {
-    unsigned int i = blockIdx.x * blockDim.x + threadIdx.x;
-    if (i < n) data[i] += value;
-}
-extern "C" __global__ void fill_index(unsigned int *data, unsigned int n) {
-    unsigned int i = blockIdx.x * blockDim.x + threadIdx.x;
-    if (i < n) data[i] = i;
-}
-extern "C" __global__ void mix_u32(unsigned int *to, const unsigned int *from, unsigned int n) {
-    unsigned int i = blockIdx.x * blockDim.x + threadIdx.x;
-    if (i < n) to[i] = to[i] * 5u + from[i];
-}
-extern "C" __global__ void axpy_f32(float *y, const float *x, float a, unsigned int n) {
-    unsigned int i = blockIdx.x * blockDim.x + threadIdx.x;
-    if (i < n) y[i] = __fadd_rn(__fmul_rn(a, x[i]), y[i]);
-}
-extern "C" __global__ void echo(unsigned long long *out, unsigned int a, int b, unsigned long long c, long long d, float e, double f) {
-    out[0] = a;
-    out[1] = (unsigned long long)(long long)b;
-    out[2] = c;
-    out[3] = (unsigned long long)d;
-    out[4] = __float_as_uint(e);
-    out[5] = (unsigned long long)__double_as_longlong(f);
-}
-extern "C" __global__ void shape(unsigned int *out) {
-    atomicAdd(out + 0, 1u);
-    if (blockIdx.x + blockIdx.y + blockIdx.z + threadIdx.x + threadIdx.y + threadIdx.z == 0) {
-        out[1] = gridDim.x; out[2] = gridDim.y; out[3] = gridDim.z;
-        out[4] = blockDim.x; out[5] = blockDim.y; out[6] = blockDim.z;
-    }
-}
-"#,
-    mirrors: &[
-        KernelMirror { name: "spin", run: |_| Ok(()), nanos: Some(spin_nanos) },
-        KernelMirror { name: "append", run: append, nanos: None },
-        KernelMirror { name: "add_u32", run: add_u32, nanos: None },
-        KernelMirror { name: "fill_index", run: fill_index, nanos: None },
-        KernelMirror { name: "mix_u32", run: mix_u32, nanos: None },
-        KernelMirror { name: "axpy_f32", run: axpy_f32, nanos: None },
-        KernelMirror { name: "echo", run: echo, nanos: None },
-        KernelMirror { name: "shape", run: shape, nanos: None },
-    ],
-};
+pub(crate) const CHECKS: &[Check] = crate::checks![
+    arguments_of_every_type_arrive,
+    shapes_arrive,
+    every_element_is_visited,
+    floats_are_computed_exactly,
+    an_empty_shape_is_refused,
+    a_shape_beyond_the_device_is_refused,
+    an_unknown_name_is_not_found,
+    wrong_source_is_refused_with_a_reason,
+    modules_do_not_disturb_each_other,
+    any_thread_may_load_and_launch,
+    functions_never_made_are_unknown,
+    ; provoking hazards:
+    an_unloaded_module_is_unknown,
+];
 
-/// Kernels that set flags of conditional nodes. Apart, since older devices cannot load them.
-pub(super) const CONDITIONAL: KernelSource = KernelSource {
-    name: "conformance conditionals",
-    cuda: r#"
-extern "C" __device__ void cudaGraphSetConditional(unsigned long long handle, unsigned int value);
-extern "C" __global__ void set_flag(unsigned long long flag, const unsigned int *value) {
-    cudaGraphSetConditional(flag, *value);
-}
-extern "C" __global__ void count_down(unsigned long long flag, unsigned int *left) {
-    if (*left > 0) *left -= 1;
-    cudaGraphSetConditional(flag, *left > 0 ? 1 : 0);
-}
-"#,
-    mirrors: &[
-        KernelMirror { name: "set_flag", run: set_flag, nanos: None },
-        KernelMirror { name: "count_down", run: count_down, nanos: None },
-    ],
-};
-
-type Ran = Result<(), KernelFault>;
-
-fn spin_nanos(_: &LaunchShape, args: &[KernelArg]) -> u64 {
-    match args.first() {
-        Some(&KernelArg::U64(nanos)) => nanos,
-        _ => 0,
-    }
-}
-
-fn append(scope: &mut KernelScope<'_>) -> Ran {
-    let (log, value) = (scope.arg_ptr(0)?, scope.arg_u32(1)?);
-    let n = scope.read_u32(log, 1)?[0];
-    scope.write_u32(log.offset(4 * (1 + u64::from(n))), &[value])?;
-    scope.write_u32(log, &[n + 1])
-}
-
-fn add_u32(scope: &mut KernelScope<'_>) -> Ran {
-    let (data, n, value) = (scope.arg_ptr(0)?, scope.arg_u32(1)?, scope.arg_u32(2)?);
-    let mut values = scope.read_u32(data, n as usize)?;
-    values.iter_mut().for_each(|each| *each = each.wrapping_add(value));
-    scope.write_u32(data, &values)
-}
-
-fn fill_index(scope: &mut KernelScope<'_>) -> Ran {
-    let (data, n) = (scope.arg_ptr(0)?, scope.arg_u32(1)?);
-    scope.write_u32(data, &(0..n).collect::<Vec<_>>())
-}
-
-fn mix_u32(scope: &mut KernelScope<'_>) -> Ran {
-    let (to, from, n) = (scope.arg_ptr(0)?, scope.arg_ptr(1)?, scope.arg_u32(2)? as usize);
-    let (old, other) = (scope.read_u32(to, n)?, scope.read_u32(from, n)?);
-    scope.write_u32(to, &mixed(&old, &other))
-}
-
-/// What `mix_u32` leaves behind, for those who compute it on the host.
-pub(super) fn mixed(to: &[u32], from: &[u32]) -> Vec<u32> {
-    to.iter().zip(from).map(|(to, from)| to.wrapping_mul(5).wrapping_add(*from)).collect()
-}
-
-fn axpy_f32(scope: &mut KernelScope<'_>) -> Ran {
-    let (y, x, a, n) = (scope.arg_ptr(0)?, scope.arg_ptr(1)?, scope.arg_f32(2)?, scope.arg_u32(3)? as usize);
-    let (old, xs) = (scope.read_f32(y, n)?, scope.read_f32(x, n)?);
-    let sums: Vec<f32> = old.iter().zip(&xs).map(|(y, x)| a * x + y).collect();
-    scope.write_f32(y, &sums)
-}
-
-fn echo(scope: &mut KernelScope<'_>) -> Ran {
-    let words = [
-        u64::from(scope.arg_u32(1)?),
-        i64::from(scope.arg_i32(2)?).cast_unsigned(),
-        scope.arg_u64(3)?,
-        scope.arg_i64(4)?.cast_unsigned(),
-        u64::from(scope.arg_f32(5)?.to_bits()),
-        scope.arg_f64(6)?.to_bits(),
+fn arguments_of_every_type_arrive(context: &TestContext) -> CheckResult {
+    let (stream, out) = (context.stream()?, context.alloc(48)?);
+    let echo = context.kernels()?.echo;
+    let cases = [
+        (0_u32, 0_i32, 0_u64, 0_i64, 0.0_f32, 0.0_f64),
+        (u32::MAX, i32::MIN, u64::MAX, i64::MIN, f32::MIN_POSITIVE, f64::MAX),
+        (0x0102_0304, -2, 0x0102_0304_0506_0708, -3, -1.5, std::f64::consts::PI),
     ];
-    let out = scope.arg_ptr(0)?;
-    scope.write_u64(out, &words)
-}
-
-fn shape(scope: &mut KernelScope<'_>) -> Ran {
-    let out = scope.arg_ptr(0)?;
-    let LaunchShape { grid, block, .. } = scope.shape;
-    let threads =
-        u32::try_from(scope.shape.threads()).map_err(|_| KernelFault::new("more threads than a u32 counts"))?;
-    let before = scope.read_u32(out, 1)?[0];
-    scope.write_u32(out, &[before + threads, grid[0], grid[1], grid[2], block[0], block[1], block[2]])
-}
-
-fn set_flag(scope: &mut KernelScope<'_>) -> Ran {
-    let (flag, ptr) = (scope.arg_conditional(0)?, scope.arg_ptr(1)?);
-    let value = scope.read_u32(ptr, 1)?[0];
-    scope.memory.set_conditional(flag, value)
-}
-
-fn count_down(scope: &mut KernelScope<'_>) -> Ran {
-    let (flag, ptr) = (scope.arg_conditional(0)?, scope.arg_ptr(1)?);
-    let left = scope.read_u32(ptr, 1)?[0].saturating_sub(1);
-    scope.write_u32(ptr, &[left])?;
-    scope.memory.set_conditional(flag, u32::from(left > 0))
-}
-
-/// The plain kernels, ready to launch.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Plain {
-    module: ModuleId,
-    pub(super) spin: FunctionId,
-    pub(super) append: FunctionId,
-    pub(super) add_u32: FunctionId,
-    pub(super) fill_index: FunctionId,
-    pub(super) mix_u32: FunctionId,
-    pub(super) axpy_f32: FunctionId,
-    pub(super) echo: FunctionId,
-    pub(super) shape: FunctionId,
-}
-
-/// The kernels for conditional nodes, ready to launch.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Conditional {
-    module: ModuleId,
-    pub(super) set_flag: FunctionId,
-    pub(super) count_down: FunctionId,
-}
-
-/// The kernels of one run, loaded when first asked for and unloaded at its end.
-pub(super) struct Kit<'a> {
-    driver: &'a dyn Driver,
-    device: DeviceId,
-    plain: Mutex<Option<Plain>>,
-    conditional: Mutex<Option<Conditional>>,
-}
-
-impl<'a> Kit<'a> {
-    pub(super) fn new(driver: &'a dyn Driver, device: DeviceId) -> Self {
-        Self { driver, device, plain: Mutex::new(None), conditional: Mutex::new(None) }
+    for (a, b, c, d, e, f) in cases {
+        let args = [
+            KernelArg::Ptr(out),
+            KernelArg::U32(a),
+            KernelArg::I32(b),
+            KernelArg::U64(c),
+            KernelArg::I64(d),
+            KernelArg::F32(e),
+            KernelArg::F64(f),
+        ];
+        context.launch_single(echo, &args, stream)?;
+        context.synchronize(stream)?;
+        let want =
+            [u64::from(a), i64::from(b).cast_unsigned(), c, d.cast_unsigned(), u64::from(e.to_bits()), f.to_bits()];
+        let want: Vec<u8> = want.iter().flat_map(|word| word.to_le_bytes()).collect();
+        expect_slice_eq("the arguments as the kernel saw them", &context.read_bytes(out, 48)?, &want)?;
     }
+    Ok(())
+}
 
-    /// The plain kernels. The first call must not come while something captures.
-    pub(super) fn plain(&self) -> Checked<Plain> {
-        let mut slot = self.plain.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
-        if let Some(plain) = *slot {
-            return Ok(plain);
+fn shapes_arrive(context: &TestContext) -> CheckResult {
+    let stream = context.stream()?;
+    let function = context.kernels()?.shape;
+    for (grid, block) in
+        [([1, 1, 1], [1, 1, 1]), ([2, 3, 4], [5, 6, 7]), ([100, 1, 2], [1024, 1, 1]), ([1, 1, 9], [1, 1, 64])]
+    {
+        let out = context.alloc_words(&[0; 7])?;
+        let shape = LaunchShape { grid, block, shared_bytes: 1024 };
+        context.launch_kernel(function, shape, &[out.into()], stream)?;
+        context.synchronize(stream)?;
+        let threads = shape.threads() as u32;
+        let want = [threads, grid[0], grid[1], grid[2], block[0], block[1], block[2]];
+        expect_slice_eq("threads, grid and block", &context.read_words(out, 7)?, &want)?;
+    }
+    Ok(())
+}
+
+fn every_element_is_visited(context: &TestContext) -> CheckResult {
+    let stream = context.stream()?;
+    for n in [1_u32, 255, 256, 257, 100_003] {
+        let data = context.alloc_words(&vec![u32::MAX; n as usize + 1])?;
+        context.fill_index(data, n, stream)?;
+        context.synchronize(stream)?;
+        let want: Vec<u32> = (0..n).chain([u32::MAX]).collect();
+        expect_slice_eq("the elements and the one behind them", &context.read_words(data, n as usize + 1)?, &want)?;
+    }
+    Ok(())
+}
+
+fn floats_are_computed_exactly(context: &TestContext) -> CheckResult {
+    let (stream, n) = (context.stream()?, 1000_u32);
+    let axpy = context.kernels()?.axpy_f32;
+    let some = |at: u32| (context.random_below(2_000_000) as f32 - 1e6) / (1.0 + at as f32);
+    let xs: Vec<f32> = (0..n).map(some).collect();
+    let ys: Vec<f32> = (0..n).map(some).collect();
+    let bits = |values: &[f32]| values.iter().map(|value| value.to_bits()).collect::<Vec<_>>();
+    let (x, y) = (context.alloc_words(&bits(&xs))?, context.alloc_words(&bits(&ys))?);
+    context.launch(axpy, n, &[y.into(), x.into(), KernelArg::F32(0.37), KernelArg::U32(n)], stream)?;
+    context.synchronize(stream)?;
+    let want: Vec<f32> = xs.iter().zip(&ys).map(|(x, y)| 0.37 * x + y).collect();
+    expect_slice_eq("the sums, bit by bit", &context.read_words(y, n as usize)?, &bits(&want))
+}
+
+fn refused(context: &TestContext, shape: LaunchShape) -> CheckResult {
+    let (stream, spin) = (context.stream()?, context.kernels()?.spin);
+    let launched = context.launch_kernel(spin, shape, &[KernelArg::U64(0)], stream);
+    expect_error_of(&format!("{shape:?}"), launched, InvalidValue)
+}
+
+fn an_empty_shape_is_refused(context: &TestContext) -> CheckResult {
+    for axis in 0..3 {
+        let (mut no_blocks, mut no_threads) = (LaunchShape::ONE, LaunchShape::ONE);
+        no_blocks.grid[axis] = 0;
+        no_threads.block[axis] = 0;
+        refused(context, no_blocks)?;
+        refused(context, no_threads)?;
+    }
+    Ok(())
+}
+
+fn a_shape_beyond_the_device_is_refused(context: &TestContext) -> CheckResult {
+    refused(context, LaunchShape { block: [2048, 1, 1], ..LaunchShape::ONE })?;
+    refused(context, LaunchShape { block: [64, 64, 1], ..LaunchShape::ONE })?;
+    refused(context, LaunchShape { grid: [1, 70_000, 1], ..LaunchShape::ONE })
+}
+
+fn loaded(context: &TestContext) -> CheckResult<ModuleId> {
+    let module = context.driver.module_load(context.device_id, &SOURCE)?;
+    context.track(Resource::Module(module));
+    Ok(module)
+}
+
+fn an_unknown_name_is_not_found(context: &TestContext) -> CheckResult {
+    let module = loaded(context)?;
+    for name in ["nope", "", "spi", "spin2"] {
+        expect_error(context.driver.function_get(module, name), NotFound)?;
+    }
+    let known = context.driver.function_get(module, "spin")?;
+    expect_eq("a known one, asked again", context.driver.function_get(module, "spin")?, known)
+}
+
+fn wrong_source_is_refused_with_a_reason(context: &TestContext) -> CheckResult {
+    const WRONG: KernelSource = KernelSource {
+        name: "wrong on purpose",
+        cuda: "extern \"C\" __global__ void broken() { this is no kernel }",
+        mirrors: &[],
+    };
+    // A simulated device compiles nothing: there the kernel is simply not to be found.
+    match context.driver.module_load(context.device_id, &WRONG) {
+        Err(error) => {
+            expect_eq("the code", error.code, InvalidSource)?;
+            expect(error.detail.is_some_and(|log| log.contains("error")), "the compiler's log")
         }
-        let plain = self.load(&PLAIN, |module, get| {
-            Ok(Plain {
-                module,
-                spin: get("spin")?,
-                append: get("append")?,
-                add_u32: get("add_u32")?,
-                fill_index: get("fill_index")?,
-                mix_u32: get("mix_u32")?,
-                axpy_f32: get("axpy_f32")?,
-                echo: get("echo")?,
-                shape: get("shape")?,
-            })
-        })?;
-        *slot = Some(plain);
-        self.warm_up(&plain)?;
-        Ok(plain)
-    }
-
-    /// The kernels for conditional nodes.
-    pub(super) fn conditional(&self) -> Checked<Conditional> {
-        let mut slot = self.conditional.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
-        if let Some(conditional) = *slot {
-            return Ok(conditional);
-        }
-        let conditional = self.load(&CONDITIONAL, |module, get| {
-            Ok(Conditional { module, set_flag: get("set_flag")?, count_down: get("count_down")? })
-        })?;
-        *slot = Some(conditional);
-        Ok(conditional)
-    }
-
-    /// Loads a module and looks its functions up; without all of them, none stay.
-    fn load<T>(
-        &self,
-        source: &KernelSource,
-        functions: impl Fn(ModuleId, &dyn Fn(&str) -> warpool_driver::Result<FunctionId>) -> warpool_driver::Result<T>,
-    ) -> Checked<T> {
-        let module = self.driver.module_load(self.device, source)?;
-        let found = functions(module, &|name| self.driver.function_get(module, name));
-        if found.is_err() {
-            self.driver.module_unload(module)?;
-        }
-        Ok(found?)
-    }
-
-    /// Runs every kernel and every fill once. CUDA loads code when it is first launched, and loading may wait for
-    /// whatever runs: a check that wants two things at once would then see them one after the other.
-    fn warm_up(&self, kernels: &Plain) -> Checked {
-        let driver = self.driver;
-        let stream = driver.stream_default(self.device)?;
-        let scratch = driver.mem_alloc(self.device, 4096)?;
-        let worked = (|| {
-            driver.fill(scratch, warpool_driver::Pattern::U8(0), 4096, stream)?;
-            driver.fill(scratch, warpool_driver::Pattern::U16(0), 8, stream)?;
-            driver.fill(scratch, warpool_driver::Pattern::U32(0), 4, stream)?;
-            driver.copy(scratch.offset(2048).into(), scratch.into(), 64, stream)?;
-            let (ptr, one) = (KernelArg::Ptr(scratch), KernelArg::U32(1));
-            let echoed = [
-                ptr,
-                one,
-                KernelArg::I32(1),
-                KernelArg::U64(1),
-                KernelArg::I64(1),
-                KernelArg::F32(1.0),
-                KernelArg::F64(1.0),
-            ];
-            let all: [(FunctionId, &[KernelArg]); 8] = [
-                (kernels.append, &[ptr, one]),
-                (kernels.add_u32, &[ptr, one, one]),
-                (kernels.fill_index, &[ptr, one]),
-                (kernels.mix_u32, &[ptr, KernelArg::Ptr(scratch.offset(64)), one]),
-                (kernels.axpy_f32, &[ptr, KernelArg::Ptr(scratch.offset(64)), KernelArg::F32(1.0), one]),
-                (kernels.echo, &echoed),
-                (kernels.shape, &[ptr]),
-                (kernels.spin, &[KernelArg::U64(0)]),
-            ];
-            for (function, args) in all {
-                launch_kernel(driver, function, LaunchShape::ONE, args, stream)?;
-            }
-            driver.stream_synchronize(stream)
-        })();
-        Ok(worked.and(driver.mem_free(scratch))?)
-    }
-}
-
-impl Drop for Kit<'_> {
-    fn drop(&mut self) {
-        let slots = (
-            self.plain.get_mut().unwrap_or_else(std::sync::PoisonError::into_inner).map(|plain| plain.module),
-            self.conditional.get_mut().unwrap_or_else(std::sync::PoisonError::into_inner).map(|those| those.module),
-        );
-        for module in [slots.0, slots.1].into_iter().flatten() {
-            // Fails only on a device that the destructive suite broke.
-            let _ = self.driver.module_unload(module);
+        Ok(module) => {
+            context.track(Resource::Module(module));
+            expect_eq("a backend that loads wrong source", context.driver.kind(), "sim")?;
+            expect_error(context.driver.function_get(module, "broken"), NotFound)
         }
     }
+}
+
+fn modules_do_not_disturb_each_other(context: &TestContext) -> CheckResult {
+    let (stream, log) = (context.stream()?, context.kernel_log(2)?);
+    let (first, second) = (loaded(context)?, loaded(context)?);
+    expect(first != second, "modules of their own")?;
+    let one = context.driver.function_get(first, "append")?;
+    let two = context.driver.function_get(second, "append")?;
+    context.launch_single(one, &[log.ptr.into(), KernelArg::U32(1)], stream)?;
+    context.synchronize(stream)?;
+    context.untrack(Resource::Module(first));
+    context.driver.module_unload(first)?;
+    context.launch_single(two, &[log.ptr.into(), KernelArg::U32(2)], stream)?;
+    context.synchronize(stream)?;
+    context.expect_log(log, &[1, 2])
+}
+
+fn any_thread_may_load_and_launch(context: &TestContext) -> CheckResult {
+    let (stream, log) = (context.stream()?, context.kernel_log(2)?);
+    let function = context.on_new_thread(|| -> CheckResult<FunctionId> {
+        Ok(context.driver.function_get(loaded(context)?, "append")?)
+    })?;
+    context.launch_single(function, &[log.ptr.into(), KernelArg::U32(1)], stream)?;
+    context.on_new_thread(|| context.launch_single(function, &[log.ptr.into(), KernelArg::U32(2)], stream))?;
+    context.synchronize(stream)?;
+    context.expect_log(log, &[1, 2])
+}
+
+fn functions_never_made_are_unknown(context: &TestContext) -> CheckResult {
+    unknown(context, ModuleId(u64::MAX), FunctionId(u64::MAX))
+}
+
+fn an_unloaded_module_is_unknown(context: &TestContext) -> CheckResult {
+    let module = loaded(context)?;
+    let function = context.driver.function_get(module, "spin")?;
+    context.untrack(Resource::Module(module));
+    context.driver.module_unload(module)?;
+    unknown(context, module, function)
+}
+
+fn unknown(context: &TestContext, module: ModuleId, function: FunctionId) -> CheckResult {
+    let (driver, stream) = (&context.driver, context.stream()?);
+    expect_error(driver.function_get(module, "spin"), InvalidHandle)?;
+    let launched = context.launch_kernel(function, LaunchShape::ONE, &[KernelArg::U64(0)], stream);
+    expect_error(launched, InvalidHandle)?;
+    expect_error(driver.module_unload(module), InvalidHandle)
 }

@@ -2,16 +2,17 @@
 //! loop on the host. Numbers are small and whole, so that every device computes them exactly, in whatever order it
 //! adds.
 
-use super::Check;
-use super::bench::{Bench, Capturing};
-use crate::expect::{Checked, expect, expect_code, expect_code_of, expect_eq, expect_same, need};
 use warpool_driver::ErrorCode::{InvalidDevice, InvalidHandle, InvalidValue, NotSupported, StreamCaptureUnsupported};
 use warpool_driver::{
     BlasMath, BlasMatrix, CaptureMode, DeviceId, DevicePtr, HandleId, Library, NodeKind, RawHandle, Sgemm, StreamId,
     StreamOptions,
 };
 
-pub(super) const CHECKS: &[Check] = super::checks![
+use crate::check::Check;
+use crate::context::{Capture, TestContext};
+use crate::expect::{CheckResult, expect, expect_eq, expect_error, expect_error_of, expect_slice_eq, require};
+
+pub(crate) const CHECKS: &[Check] = crate::checks![
     blas_handles_come_and_go,
     blas_lt_handles_come_and_go,
     dnn_handles_come_and_go,
@@ -35,127 +36,128 @@ pub(super) const CHECKS: &[Check] = super::checks![
     a_handle_takes_no_stream_of_another_device,
     every_device_multiplies,
     handles_never_made_are_unknown,
-    ; provoking:
+    ; provoking hazards:
     destroyed_handles_are_unknown,
 ];
 
 // ---- handles
 
-fn blas_handles_come_and_go(bench: &Bench<'_>) -> Checked {
-    come_and_go(bench, Library::Blas)
+fn blas_handles_come_and_go(context: &TestContext) -> CheckResult {
+    come_and_go(context, Library::Blas)
 }
 
-fn blas_lt_handles_come_and_go(bench: &Bench<'_>) -> Checked {
-    come_and_go(bench, Library::BlasLt)
+fn blas_lt_handles_come_and_go(context: &TestContext) -> CheckResult {
+    come_and_go(context, Library::BlasLt)
 }
 
-fn dnn_handles_come_and_go(bench: &Bench<'_>) -> Checked {
-    come_and_go(bench, Library::Dnn)
+fn dnn_handles_come_and_go(context: &TestContext) -> CheckResult {
+    come_and_go(context, Library::Dnn)
 }
 
-fn sparse_handles_come_and_go(bench: &Bench<'_>) -> Checked {
-    come_and_go(bench, Library::Sparse)
+fn sparse_handles_come_and_go(context: &TestContext) -> CheckResult {
+    come_and_go(context, Library::Sparse)
 }
 
-fn solver_handles_come_and_go(bench: &Bench<'_>) -> Checked {
-    come_and_go(bench, Library::Solver)
+fn solver_handles_come_and_go(context: &TestContext) -> CheckResult {
+    come_and_go(context, Library::Solver)
 }
 
 /// Makes handles, points them at streams and takes them away. They are also made while this thread captures, which must
 /// not notice, and cannot be taken away then.
-fn come_and_go(bench: &Bench<'_>, library: Library) -> Checked {
-    let (first, second, stream) = (bench.handle(library)?, bench.handle(library)?, bench.stream()?);
+fn come_and_go(context: &TestContext, library: Library) -> CheckResult {
+    let (first, second, stream) =
+        (context.library_handle(library)?, context.library_handle(library)?, context.stream()?);
     expect(first != second, "ids of their own")?;
-    let raw = |handle| bench.driver.library_raw(handle);
+    let raw = |handle| context.driver.library_raw(handle);
     // cuBLASLt gives everybody the same.
     let own = library == Library::BlasLt || raw(first)? != raw(second)?;
     expect(raw(first)? != RawHandle(0) && own, "handles of their own")?;
-    for stream in [stream, bench.default_stream()?, bench.thread_stream()?] {
-        let pointed = bench.driver.library_set_stream(first, stream);
+    for stream in [stream, context.legacy_stream()?, context.per_thread_stream()?] {
+        let pointed = context.driver.library_set_stream(first, stream);
         match library {
-            Library::BlasLt => expect_code(pointed, NotSupported)?,
+            Library::BlasLt => expect_error(pointed, NotSupported)?,
             _ => pointed?,
         }
     }
     for mode in [CaptureMode::Global, CaptureMode::ThreadLocal, CaptureMode::Relaxed] {
-        bench.driver.capture_begin(stream, mode)?;
-        let handle = bench.handle(library)?;
-        expect_code(bench.driver.library_destroy(handle), StreamCaptureUnsupported)?;
-        bench.expect_state(stream, Capturing::Yes)?;
-        bench.end(stream)?;
-        bench.destroy_handle(handle)?;
+        context.driver.capture_begin(stream, mode)?;
+        let handle = context.library_handle(library)?;
+        expect_error(context.driver.library_destroy(handle), StreamCaptureUnsupported)?;
+        context.expect_capture(stream, Capture::Active)?;
+        context.end_capture(stream)?;
+        context.destroy_handle(handle)?;
     }
-    bench.destroy_handle(first)?;
+    context.destroy_handle(first)?;
     expect(raw(second)? != RawHandle(0), "the second to live on")?;
-    expect_code(bench.driver.library_create(library, bench.no_device()?), InvalidDevice)
+    expect_error(context.driver.library_create(library, context.invalid_device_id()?), InvalidDevice)
 }
 
-fn handles_never_made_are_unknown(bench: &Bench<'_>) -> Checked {
-    unknown(bench, HandleId(u64::MAX))
+fn handles_never_made_are_unknown(context: &TestContext) -> CheckResult {
+    unknown(context, HandleId(u64::MAX))
 }
 
-fn destroyed_handles_are_unknown(bench: &Bench<'_>) -> Checked {
-    let handle = bench.handle(Library::Blas)?;
-    bench.destroy_handle(handle)?;
+fn destroyed_handles_are_unknown(context: &TestContext) -> CheckResult {
+    let handle = context.library_handle(Library::Blas)?;
+    context.destroy_handle(handle)?;
     // The next one has another id, whatever the library's own handle is.
-    let next = bench.handle(Library::Blas)?;
+    let next = context.library_handle(Library::Blas)?;
     expect(next != handle, "an id that was never given before")?;
-    unknown(bench, handle)
+    unknown(context, handle)
 }
 
 /// Every call that takes a handle refuses this one.
-fn unknown(bench: &Bench<'_>, handle: HandleId) -> Checked {
-    let (driver, stream) = (bench.driver, bench.stream()?);
-    let refused = |call: &str, result: warpool_driver::Result<()>| expect_code_of(call, result, InvalidHandle);
+fn unknown(context: &TestContext, handle: HandleId) -> CheckResult {
+    let (driver, stream) = (&context.driver, context.stream()?);
+    let refused = |call: &str, result: warpool_driver::Result<()>| expect_error_of(call, result, InvalidHandle);
     refused("library_destroy", driver.library_destroy(handle))?;
     refused("library_set_stream", driver.library_set_stream(handle, stream))?;
     refused("library_raw", driver.library_raw(handle).map(drop))?;
-    no_blas(bench, handle)
+    no_blas(context, handle)
 }
 
 /// Every call of cuBLAS refuses this one.
-fn no_blas(bench: &Bench<'_>, handle: HandleId) -> Checked {
-    let (driver, memory) = (bench.driver, bench.memory(4096)?);
-    let product = Product::new(bench, Case::default())?;
-    let refused = |call: &str, result: warpool_driver::Result<()>| expect_code_of(call, result, InvalidHandle);
+fn no_blas(context: &TestContext, handle: HandleId) -> CheckResult {
+    let (driver, memory) = (&context.driver, context.alloc(4096)?);
+    let product = Product::new(context, Case::default())?;
+    let refused = |call: &str, result: warpool_driver::Result<()>| expect_error_of(call, result, InvalidHandle);
     refused("blas_set_workspace", driver.blas_set_workspace(handle, memory, 4096))?;
     refused("blas_set_math", driver.blas_set_math(handle, BlasMath::Tf32))?;
     refused("blas_set_atomics", driver.blas_set_atomics(handle, true))?;
     refused("blas_sgemm", driver.blas_sgemm(handle, &product.call))?;
-    product.expect("after nothing", bench, 0)
+    product.expect("after nothing", context, 0)
 }
 
-fn handles_of_other_libraries_do_not_multiply(bench: &Bench<'_>) -> Checked {
+fn handles_of_other_libraries_do_not_multiply(context: &TestContext) -> CheckResult {
     let mut found = 0;
     for library in Library::ALL.into_iter().filter(|&library| library != Library::Blas) {
-        if let Some(handle) = bench.handle_if_there(library)? {
-            no_blas(bench, handle)?;
+        if let Some(handle) = context.library_handle_if_installed(library)? {
+            no_blas(context, handle)?;
             found += 1;
         }
     }
-    need(found != 0, "no library but cuBLAS is installed")
+    require(found != 0, "no library but cuBLAS is installed")
 }
 
-fn a_handle_takes_no_stream_of_another_device(bench: &Bench<'_>) -> Checked {
-    let (handle, other) = (bench.handle(Library::Blas)?, bench.second_device()?);
-    let (ours, theirs) = (bench.stream()?, bench.stream_on(other, StreamOptions::default())?);
-    bench.driver.library_set_stream(handle, ours)?;
-    expect_code(bench.driver.library_set_stream(handle, theirs), InvalidValue)?;
-    let product = Product::new(bench, Case::default())?;
-    bench.driver.blas_sgemm(handle, &product.call)?;
-    bench.sync(ours)?;
-    product.expect("on the stream it had", bench, 1)
+fn a_handle_takes_no_stream_of_another_device(context: &TestContext) -> CheckResult {
+    let (handle, other) = (context.library_handle(Library::Blas)?, context.second_device_id()?);
+    let (ours, theirs) = (context.stream()?, context.stream_on(other, StreamOptions::default())?);
+    context.driver.library_set_stream(handle, ours)?;
+    expect_error(context.driver.library_set_stream(handle, theirs), InvalidValue)?;
+    let product = Product::new(context, Case::default())?;
+    context.driver.blas_sgemm(handle, &product.call)?;
+    context.synchronize(ours)?;
+    product.expect("on the stream it had", context, 1)
 }
 
-fn every_device_multiplies(bench: &Bench<'_>) -> Checked {
-    let other = bench.second_device()?;
-    let handle = bench.handle_on(Library::Blas, other)?;
-    let stream = bench.stream_on(other, StreamOptions::default())?;
-    bench.driver.library_set_stream(handle, stream)?;
-    let product = Product::on(bench, other, Case::default())?;
-    bench.driver.blas_sgemm(handle, &product.call)?;
-    bench.sync(stream)?;
-    product.expect("on the other device", bench, 1)
+fn every_device_multiplies(context: &TestContext) -> CheckResult {
+    let other = context.second_device_id()?;
+    let handle = context.library_handle_on(Library::Blas, other)?;
+    let stream = context.stream_on(other, StreamOptions::default())?;
+    context.driver.library_set_stream(handle, stream)?;
+    let product = Product::on(context, other, Case::default())?;
+    context.driver.blas_sgemm(handle, &product.call)?;
+    context.synchronize(stream)?;
+    product.expect("on the other device", context, 1)
 }
 
 // ---- products
@@ -187,19 +189,20 @@ struct Product {
 }
 
 impl Product {
-    fn new(bench: &Bench<'_>, case: Case) -> Checked<Self> {
-        Self::on(bench, bench.device, case)
+    fn new(context: &TestContext, case: Case) -> CheckResult<Self> {
+        Self::on(context, context.device_id, case)
     }
 
     /// Puts matrices of small whole numbers onto `device`; the gaps between columns hold numbers too.
-    fn on(bench: &Bench<'_>, device: DeviceId, case: Case) -> Checked<Self> {
+    fn on(context: &TestContext, device: DeviceId, case: Case) -> CheckResult<Self> {
         let Case { size: (m, n, k), transposed, gaps, alpha, beta } = case;
-        let matrix = |rows: u32, columns: u32, transposed: bool, gap: u32| -> Checked<(BlasMatrix, Vec<f32>)> {
+        let matrix = |rows: u32, columns: u32, transposed: bool, gap: u32| -> CheckResult<(BlasMatrix, Vec<f32>)> {
             let (rows, columns) = if transposed { (columns, rows) } else { (rows, columns) };
             let stride = rows.max(1) + gap;
-            let numbers: Vec<f32> = (0..stride * columns.max(1)).map(|_| bench.below(9) as f32 - 4.0).collect();
-            let ptr = bench.memory_on(device, 4 * numbers.len() as u64)?;
-            bench.driver.upload(device, ptr, &to_bytes(&numbers))?;
+            let numbers: Vec<f32> =
+                (0..stride * columns.max(1)).map(|_| context.random_below(9) as f32 - 4.0).collect();
+            let ptr = context.alloc_on(device, 4 * numbers.len() as u64)?;
+            context.driver.upload(device, ptr, &to_bytes(&numbers))?;
             Ok((BlasMatrix { ptr, stride, transposed }, numbers))
         };
         let (a, in_a) = matrix(m, k, transposed.0, gaps.0)?;
@@ -226,12 +229,12 @@ impl Product {
 
     /// All of `c`, gaps too, must be what it is after `times` products.
     #[track_caller]
-    fn expect(&self, what: &str, bench: &Bench<'_>, times: u32) -> Checked {
+    fn expect(&self, what: &str, context: &TestContext, times: u32) -> CheckResult {
         let mut want = self.c.clone();
         (0..times).for_each(|_| self.step(&mut want));
         let mut bytes = vec![0; 4 * want.len()];
-        bench.driver.download(self.device, self.call.c.ptr, &mut bytes)?;
-        expect_same(what, &to_floats(&bytes), &want)
+        context.driver.download(self.device, self.call.c.ptr, &mut bytes)?;
+        expect_slice_eq(what, &to_floats(&bytes), &want)
     }
 }
 
@@ -244,14 +247,14 @@ fn to_floats(bytes: &[u8]) -> Vec<f32> {
 }
 
 /// A handle of cuBLAS, pointed at a stream of its own.
-fn blas(bench: &Bench<'_>) -> Checked<(HandleId, StreamId)> {
-    let (handle, stream) = (bench.handle(Library::Blas)?, bench.stream()?);
-    bench.driver.library_set_stream(handle, stream)?;
+fn blas(context: &TestContext) -> CheckResult<(HandleId, StreamId)> {
+    let (handle, stream) = (context.library_handle(Library::Blas)?, context.stream()?);
+    context.driver.library_set_stream(handle, stream)?;
     Ok((handle, stream))
 }
 
-fn products_are_those_of_a_plain_loop(bench: &Bench<'_>) -> Checked {
-    let (handle, stream) = blas(bench)?;
+fn products_are_those_of_a_plain_loop(context: &TestContext) -> CheckResult {
+    let (handle, stream) = blas(context)?;
     let sizes = [(1, 1, 1), (2, 3, 4), (16, 16, 16), (33, 17, 25), (1, 64, 7), (64, 1, 7), (96, 64, 130), (5, 5, 0)];
     let scales = [(1.0, 0.0), (1.0, 1.0), (-2.0, 0.5), (0.0, 3.0), (0.5, -1.0)];
     for size in sizes {
@@ -259,85 +262,86 @@ fn products_are_those_of_a_plain_loop(bench: &Bench<'_>) -> Checked {
             for transposed in [(false, false), (true, false), (false, true), (true, true)] {
                 let gaps = if at % 2 == 0 { (0, 0, 0) } else { (3, 1, 5) };
                 let case = Case { size, transposed, gaps, alpha, beta };
-                let product = Product::new(bench, case)?;
-                bench.driver.blas_sgemm(handle, &product.call)?;
-                bench.sync(stream)?;
-                product.expect(&format!("{case:?}"), bench, 1)?;
+                let product = Product::new(context, case)?;
+                context.driver.blas_sgemm(handle, &product.call)?;
+                context.synchronize(stream)?;
+                product.expect(&format!("{case:?}"), context, 1)?;
             }
         }
     }
     Ok(())
 }
 
-fn an_unread_result_may_hold_anything(bench: &Bench<'_>) -> Checked {
-    let (handle, stream) = blas(bench)?;
-    let mut product = Product::new(bench, Case { beta: 0.0, ..Case::default() })?;
+fn an_unread_result_may_hold_anything(context: &TestContext) -> CheckResult {
+    let (handle, stream) = blas(context)?;
+    let mut product = Product::new(context, Case { beta: 0.0, ..Case::default() })?;
     product.c.fill(f32::NAN);
-    bench.driver.upload(bench.device, product.call.c.ptr, &to_bytes(&product.c))?;
-    bench.driver.blas_sgemm(handle, &product.call)?;
-    bench.sync(stream)?;
-    product.expect("over numbers that are none", bench, 1)
+    context.driver.upload(context.device_id, product.call.c.ptr, &to_bytes(&product.c))?;
+    context.driver.blas_sgemm(handle, &product.call)?;
+    context.synchronize(stream)?;
+    product.expect("over numbers that are none", context, 1)
 }
 
-fn products_keep_their_place_in_the_stream(bench: &Bench<'_>) -> Checked {
-    let (handle, stream) = blas(bench)?;
-    in_order(bench, handle, stream)
+fn products_keep_their_place_in_the_stream(context: &TestContext) -> CheckResult {
+    let (handle, stream) = blas(context)?;
+    in_order(context, handle, stream)
 }
 
-fn a_handle_starts_on_the_default_stream(bench: &Bench<'_>) -> Checked {
-    let handle = bench.handle(Library::Blas)?;
+fn a_handle_starts_on_the_default_stream(context: &TestContext) -> CheckResult {
+    let handle = context.library_handle(Library::Blas)?;
     // The default stream waits for this one.
-    let stream = bench.blocking_stream()?;
-    in_order(bench, handle, stream)?;
-    in_order(bench, handle, bench.default_stream()?)
+    let stream = context.blocking_stream()?;
+    in_order(context, handle, stream)?;
+    in_order(context, handle, context.legacy_stream()?)
 }
 
 /// A product must come behind what `stream` was given before, and before what `stream` is given next.
-fn in_order(bench: &Bench<'_>, handle: HandleId, stream: StreamId) -> Checked {
-    bench.kernels()?;
-    let mut product = Product::new(bench, Case::default())?;
+fn in_order(context: &TestContext, handle: HandleId, stream: StreamId) -> CheckResult {
+    context.kernels()?;
+    let mut product = Product::new(context, Case::default())?;
     let new = vec![2.0; product.c.len()];
-    let (from, back, bytes) = (bench.memory_of(&to_bytes(&new))?, bench.memory(4 * new.len() as u64)?, 4 * new.len());
+    let (from, back, bytes) =
+        (context.alloc_bytes(&to_bytes(&new))?, context.alloc(4 * new.len() as u64)?, 4 * new.len());
     let c = product.call.c.ptr;
-    bench.spin(stream)?;
-    bench.driver.copy(c.into(), from.into(), bytes as u64, stream)?;
-    bench.driver.blas_sgemm(handle, &product.call)?;
-    bench.driver.copy(back.into(), c.into(), bytes as u64, stream)?;
-    bench.driver.fill(c, warpool_driver::Pattern::U8(0), bytes as u64, stream)?;
-    bench.sync(stream)?;
+    context.delay(stream)?;
+    context.driver.copy(c.into(), from.into(), bytes as u64, stream)?;
+    context.driver.blas_sgemm(handle, &product.call)?;
+    context.driver.copy(back.into(), c.into(), bytes as u64, stream)?;
+    context.driver.fill(c, warpool_driver::Pattern::U8(0), bytes as u64, stream)?;
+    context.synchronize(stream)?;
     product.c = new;
     product.call.c.ptr = back;
-    product.expect("between two copies", bench, 1)
+    product.expect("between two copies", context, 1)
 }
 
-fn a_handle_serves_one_stream_after_the_other(bench: &Bench<'_>) -> Checked {
-    let (handle, first) = blas(bench)?;
-    let second = bench.stream()?;
-    bench.kernels()?;
-    let product = Product::new(bench, Case { size: (20, 20, 20), ..Case::default() })?;
+fn a_handle_serves_one_stream_after_the_other(context: &TestContext) -> CheckResult {
+    let (handle, first) = blas(context)?;
+    let second = context.stream()?;
+    context.kernels()?;
+    let product = Product::new(context, Case { size: (20, 20, 20), ..Case::default() })?;
     for round in 0..4 {
         let (stream, other) = if round % 2 == 0 { (first, second) } else { (second, first) };
-        bench.driver.library_set_stream(handle, stream)?;
-        bench.spin(stream)?;
-        bench.driver.blas_sgemm(handle, &product.call)?;
-        bench.order(stream, other)?;
+        context.driver.library_set_stream(handle, stream)?;
+        context.delay(stream)?;
+        context.driver.blas_sgemm(handle, &product.call)?;
+        context.order(stream, other)?;
     }
-    bench.sync(first)?;
-    bench.sync(second)?;
-    product.expect("after four", bench, 4)
+    context.synchronize(first)?;
+    context.synchronize(second)?;
+    product.expect("after four", context, 4)
 }
 
-fn threads_multiply_side_by_side(bench: &Bench<'_>) -> Checked {
-    bench.handle(Library::Blas)?;
+fn threads_multiply_side_by_side(context: &TestContext) -> CheckResult {
+    context.library_handle(Library::Blas)?;
     let case = Case { size: (20, 30, 40), ..Case::default() };
-    let products = (0..4).map(|_| Product::new(bench, case)).collect::<Checked<Vec<_>>>()?;
-    let one = |product: &Product| -> Checked {
-        let (handle, stream) = blas(bench)?;
+    let products = (0..4).map(|_| Product::new(context, case)).collect::<CheckResult<Vec<_>>>()?;
+    let one = |product: &Product| -> CheckResult {
+        let (handle, stream) = blas(context)?;
         for _ in 0..10 {
-            bench.driver.blas_sgemm(handle, &product.call)?;
+            context.driver.blas_sgemm(handle, &product.call)?;
         }
-        bench.sync(stream)?;
-        product.expect("after ten on one thread", bench, 10)
+        context.synchronize(stream)?;
+        product.expect("after ten on one thread", context, 10)
     };
     std::thread::scope(|scope| {
         let threads: Vec<_> = products.iter().map(|product| scope.spawn(move || one(product))).collect();
@@ -348,89 +352,89 @@ fn threads_multiply_side_by_side(bench: &Bench<'_>) -> Checked {
     })
 }
 
-fn a_handle_may_change_threads(bench: &Bench<'_>) -> Checked {
-    let (handle, stream) = blas(bench)?;
-    let product = Product::new(bench, Case::default())?;
-    bench.driver.blas_sgemm(handle, &product.call)?;
-    bench.elsewhere(|| bench.driver.blas_sgemm(handle, &product.call))?;
-    bench.sync(stream)?;
-    product.expect("after one on each thread", bench, 2)?;
-    bench.elsewhere(|| bench.destroy_handle(handle))
+fn a_handle_may_change_threads(context: &TestContext) -> CheckResult {
+    let (handle, stream) = blas(context)?;
+    let product = Product::new(context, Case::default())?;
+    context.driver.blas_sgemm(handle, &product.call)?;
+    context.on_new_thread(|| context.driver.blas_sgemm(handle, &product.call))?;
+    context.synchronize(stream)?;
+    product.expect("after one on each thread", context, 2)?;
+    context.on_new_thread(|| context.destroy_handle(handle))
 }
 
-fn a_workspace_changes_no_results(bench: &Bench<'_>) -> Checked {
-    let (handle, stream) = blas(bench)?;
-    let workspace = bench.memory(4 << 20)?;
+fn a_workspace_changes_no_results(context: &TestContext) -> CheckResult {
+    let (handle, stream) = blas(context)?;
+    let workspace = context.alloc(4 << 20)?;
     for (ptr, bytes) in [(workspace, 4 << 20), (workspace.offset(256), 4096), (DevicePtr(0), 0), (workspace, 4 << 20)] {
-        bench.driver.blas_set_workspace(handle, ptr, bytes)?;
-        let product = Product::new(bench, Case { size: (60, 50, 300), ..Case::default() })?;
-        bench.driver.blas_sgemm(handle, &product.call)?;
-        bench.sync(stream)?;
-        product.expect(&format!("with {bytes} bytes at {ptr}"), bench, 1)?;
+        context.driver.blas_set_workspace(handle, ptr, bytes)?;
+        let product = Product::new(context, Case { size: (60, 50, 300), ..Case::default() })?;
+        context.driver.blas_sgemm(handle, &product.call)?;
+        context.synchronize(stream)?;
+        product.expect(&format!("with {bytes} bytes at {ptr}"), context, 1)?;
     }
     // A stream takes the workspace with it: the memory may go.
-    bench.driver.library_set_stream(handle, stream)?;
-    bench.free_memory(workspace)?;
-    let product = Product::new(bench, Case::default())?;
-    bench.driver.blas_sgemm(handle, &product.call)?;
-    bench.sync(stream)?;
-    product.expect("with the library's own", bench, 1)
+    context.driver.library_set_stream(handle, stream)?;
+    context.free(workspace)?;
+    let product = Product::new(context, Case::default())?;
+    context.driver.blas_sgemm(handle, &product.call)?;
+    context.synchronize(stream)?;
+    product.expect("with the library's own", context, 1)
 }
 
-fn a_workspace_begins_at_a_multiple_of_256(bench: &Bench<'_>) -> Checked {
-    let (handle, stream) = blas(bench)?;
-    let workspace = bench.memory(1 << 20)?;
+fn a_workspace_begins_at_a_multiple_of_256(context: &TestContext) -> CheckResult {
+    let (handle, stream) = blas(context)?;
+    let workspace = context.alloc(1 << 20)?;
     for offset in [1, 16, 128, 255] {
-        let set = bench.driver.blas_set_workspace(handle, workspace.offset(offset), 4096);
-        expect_code_of(&format!("{offset} bytes in"), set, InvalidValue)?;
+        let set = context.driver.blas_set_workspace(handle, workspace.offset(offset), 4096);
+        expect_error_of(&format!("{offset} bytes in"), set, InvalidValue)?;
     }
-    let product = Product::new(bench, Case::default())?;
-    bench.driver.blas_sgemm(handle, &product.call)?;
-    bench.sync(stream)?;
-    product.expect("with what it had", bench, 1)
+    let product = Product::new(context, Case::default())?;
+    context.driver.blas_sgemm(handle, &product.call)?;
+    context.synchronize(stream)?;
+    product.expect("with what it had", context, 1)
 }
 
-fn small_whole_numbers_survive_tf32(bench: &Bench<'_>) -> Checked {
-    let (handle, stream) = blas(bench)?;
+fn small_whole_numbers_survive_tf32(context: &TestContext) -> CheckResult {
+    let (handle, stream) = blas(context)?;
     for math in [BlasMath::Tf32, BlasMath::Default, BlasMath::Tf32] {
-        bench.driver.blas_set_math(handle, math)?;
-        let product = Product::new(bench, Case { size: (64, 64, 64), ..Case::default() })?;
-        bench.driver.blas_sgemm(handle, &product.call)?;
-        bench.sync(stream)?;
-        product.expect(&format!("{math:?}"), bench, 1)?;
+        context.driver.blas_set_math(handle, math)?;
+        let product = Product::new(context, Case { size: (64, 64, 64), ..Case::default() })?;
+        context.driver.blas_sgemm(handle, &product.call)?;
+        context.synchronize(stream)?;
+        product.expect(&format!("{math:?}"), context, 1)?;
     }
     Ok(())
 }
 
-fn switches_can_be_set_again_and_again(bench: &Bench<'_>) -> Checked {
-    let (handle, stream) = blas(bench)?;
-    let product = Product::new(bench, Case::default())?;
+fn switches_can_be_set_again_and_again(context: &TestContext) -> CheckResult {
+    let (handle, stream) = blas(context)?;
+    let product = Product::new(context, Case::default())?;
     for allowed in [true, true, false, false, true, false] {
-        bench.driver.blas_set_atomics(handle, allowed)?;
-        bench.driver.blas_sgemm(handle, &product.call)?;
+        context.driver.blas_set_atomics(handle, allowed)?;
+        context.driver.blas_sgemm(handle, &product.call)?;
     }
-    bench.sync(stream)?;
-    product.expect("after six", bench, 6)
+    context.synchronize(stream)?;
+    product.expect("after six", context, 6)
 }
 
-fn a_product_of_no_size_does_nothing(bench: &Bench<'_>) -> Checked {
-    let (handle, stream) = blas(bench)?;
-    let product = Product::new(bench, Case { beta: 0.0, ..Case::default() })?;
-    let none = |bench: &Bench<'_>| -> Checked {
-        bench.driver.blas_sgemm(handle, &Sgemm { m: 0, ..product.call })?;
-        bench.driver.blas_sgemm(handle, &Sgemm { n: 0, ..product.call })?;
-        Ok(bench.driver.blas_sgemm(handle, &Sgemm { m: 0, n: 0, k: 0, ..product.call })?)
+fn a_product_of_no_size_does_nothing(context: &TestContext) -> CheckResult {
+    let (handle, stream) = blas(context)?;
+    let product = Product::new(context, Case { beta: 0.0, ..Case::default() })?;
+    let none = |context: &TestContext| -> CheckResult {
+        context.driver.blas_sgemm(handle, &Sgemm { m: 0, ..product.call })?;
+        context.driver.blas_sgemm(handle, &Sgemm { n: 0, ..product.call })?;
+        Ok(context.driver.blas_sgemm(handle, &Sgemm { m: 0, n: 0, k: 0, ..product.call })?)
     };
-    none(bench)?;
-    bench.sync(stream)?;
-    product.expect("after nothing", bench, 0)?;
-    let graph = bench.captured(stream, || none(bench))?;
-    expect_eq("nodes", bench.driver.graph_topology(graph)?.nodes.len(), 0)
+    none(context)?;
+    context.synchronize(stream)?;
+    product.expect("after nothing", context, 0)?;
+    let graph = context.capture(stream, || none(context))?;
+    expect_eq("nodes", context.driver.graph_topology(graph)?.nodes.len(), 0)
 }
 
-fn products_that_do_not_fit_are_refused(bench: &Bench<'_>) -> Checked {
-    let (handle, stream) = blas(bench)?;
-    let product = Product::new(bench, Case { gaps: (1, 1, 1), ..Case::default() })?;
+fn products_that_do_not_fit_are_refused(context: &TestContext) -> CheckResult {
+    let (handle, stream) = blas(context)?;
+    let product = Product::new(context, Case { gaps: (1, 1, 1), ..Case::default() })?;
     let Sgemm { m, k, n, a, b, c, .. } = product.call;
     let narrow =
         |matrix: BlasMatrix, rows: u32, transposed: bool| BlasMatrix { stride: rows - 1, transposed, ..matrix };
@@ -443,38 +447,38 @@ fn products_that_do_not_fit_are_refused(bench: &Bench<'_>) -> Checked {
         ("a transposed result", Sgemm { c: BlasMatrix { transposed: true, stride: m.max(n), ..c }, ..product.call }),
     ];
     for (what, call) in wrong {
-        expect_code_of(what, bench.driver.blas_sgemm(handle, &call), InvalidValue)?;
+        expect_error_of(what, context.driver.blas_sgemm(handle, &call), InvalidValue)?;
     }
-    bench.sync(stream)?;
-    product.expect("after nothing", bench, 0)
+    context.synchronize(stream)?;
+    product.expect("after nothing", context, 0)
 }
 
-fn a_captured_product_runs_at_every_replay(bench: &Bench<'_>) -> Checked {
-    let (handle, stream) = blas(bench)?;
-    let (other, workspace) = (bench.stream()?, bench.memory(4 << 20)?);
-    let product = Product::new(bench, Case { size: (20, 20, 20), ..Case::default() })?;
+fn a_captured_product_runs_at_every_replay(context: &TestContext) -> CheckResult {
+    let (handle, stream) = blas(context)?;
+    let (other, workspace) = (context.stream()?, context.alloc(4 << 20)?);
+    let product = Product::new(context, Case { size: (20, 20, 20), ..Case::default() })?;
     // Once outside, so that the library has loaded what it needs.
-    bench.driver.blas_sgemm(handle, &product.call)?;
-    bench.sync(stream)?;
-    bench.driver.capture_begin(stream, CaptureMode::Global)?;
-    bench.driver.library_set_stream(handle, stream)?;
-    bench.driver.blas_set_workspace(handle, workspace, 4 << 20)?;
-    bench.driver.blas_set_math(handle, BlasMath::Default)?;
-    bench.driver.blas_sgemm(handle, &product.call)?;
-    bench.driver.blas_sgemm(handle, &product.call)?;
-    bench.expect_state(stream, Capturing::Yes)?;
-    let graph = bench.end(stream)?;
-    let nodes = bench.driver.graph_topology(graph)?.nodes;
+    context.driver.blas_sgemm(handle, &product.call)?;
+    context.synchronize(stream)?;
+    context.driver.capture_begin(stream, CaptureMode::Global)?;
+    context.driver.library_set_stream(handle, stream)?;
+    context.driver.blas_set_workspace(handle, workspace, 4 << 20)?;
+    context.driver.blas_set_math(handle, BlasMath::Default)?;
+    context.driver.blas_sgemm(handle, &product.call)?;
+    context.driver.blas_sgemm(handle, &product.call)?;
+    context.expect_capture(stream, Capture::Active)?;
+    let graph = context.end_capture(stream)?;
+    let nodes = context.driver.graph_topology(graph)?.nodes;
     let kernels = nodes.iter().filter(|node| node.kind == NodeKind::Kernel).count();
     expect(kernels >= 2, &format!("a kernel for each product, among {nodes:?}"))?;
-    product.expect("before any replay", bench, 1)?;
-    let exec = bench.instantiate(graph)?;
+    product.expect("before any replay", context, 1)?;
+    let exec = context.instantiate(graph)?;
     // What the handle is told later is no concern of the graph's.
-    bench.driver.library_set_stream(handle, other)?;
-    bench.destroy_handle(handle)?;
+    context.driver.library_set_stream(handle, other)?;
+    context.destroy_handle(handle)?;
     for round in 1..=3 {
-        bench.replay(exec, if round % 2 == 0 { stream } else { other })?;
-        product.expect(&format!("after replay {round}"), bench, 1 + 2 * round)?;
+        context.replay(exec, if round % 2 == 0 { stream } else { other })?;
+        product.expect(&format!("after replay {round}"), context, 1 + 2 * round)?;
     }
     Ok(())
 }

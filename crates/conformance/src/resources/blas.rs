@@ -2,18 +2,18 @@
 
 use std::sync::Arc;
 
-use crate::driver::Checked;
-use crate::expect::{expect, expect_eq, expect_same, skip};
-use warpool_driver::decorate::Counting;
-use warpool_driver::{BlasMatrix, Driver, ErrorCode, Sgemm};
-
-use super::{Bench, Check, checks};
 use warpool::blas::{Blas, BlasSettings, forbid_tf32};
 use warpool::graph::{CaptureOptions, Graph, GraphOptions};
 use warpool::memory::{Allocate, Block, CachingAllocator, DeviceAllocator, MemPoolId, Settings, Stat};
 use warpool::{Device, Error, Instance, Stream};
+use warpool_driver::decorate::Counting;
+use warpool_driver::{BlasMatrix, Driver, ErrorCode, Sgemm};
 
-pub(super) const CHECKS: &[Check] = checks![
+use crate::check::Check;
+use crate::context::TestContext;
+use crate::expect::{CheckResult, expect, expect_eq, expect_slice_eq, skip};
+
+pub(crate) const CHECKS: &[Check] = crate::checks![
     products_of_two_threads_on_two_streams,
     one_handle_on_two_streams,
     workspaces_have_the_size_that_is_set,
@@ -27,7 +27,7 @@ pub(super) const CHECKS: &[Check] = checks![
 const MIB: u64 = 1 << 20;
 
 /// Runs `body` with cuBLAS over an allocator, and gives everything back. A machine without the library skips the check.
-fn with_blas(device: &Device, body: impl FnOnce(&Arc<dyn DeviceAllocator>, &Blas) -> Checked) -> Checked {
+fn with_blas(device: &Device, body: impl FnOnce(&Arc<dyn DeviceAllocator>, &Blas) -> CheckResult) -> CheckResult {
     let allocator: Arc<dyn DeviceAllocator> = Arc::new(CachingAllocator::new(device.instance(), Settings::default()));
     let blas = Blas::new(&allocator, BlasSettings::default());
     if let Err(Error::Driver(error)) = blas.bare(device)
@@ -50,7 +50,7 @@ struct Matrices {
 }
 
 impl Matrices {
-    fn new(allocator: &Arc<dyn DeviceAllocator>, stream: &Stream, size: u32, seed: usize) -> Checked<Self> {
+    fn new(allocator: &Arc<dyn DeviceAllocator>, stream: &Stream, size: u32, seed: usize) -> CheckResult<Self> {
         let n = size as usize;
         let number = |i: usize, salt: usize| ((i * 7 + salt * 11 + seed * 5) % 9) as f32 - 4.0;
         let a: Vec<f32> = (0..n * n).map(|i| number(i, 1)).collect();
@@ -69,7 +69,7 @@ impl Matrices {
         size: u32,
         a: &[f32],
         b: &[f32],
-    ) -> Checked<(Block, Sgemm)> {
+    ) -> CheckResult<(Block, Sgemm)> {
         let bytes = u64::from(size) * u64::from(size) * 4;
         let block = allocator.allocate(3 * bytes, stream)?;
         let contents: Vec<u8> = a.iter().chain(b).flat_map(|number| number.to_ne_bytes()).collect();
@@ -83,14 +83,14 @@ impl Matrices {
     }
 
     /// Waits for the stream and compares.
-    fn check(&self, stream: &Stream) -> Checked {
-        expect_same("the product", &result(&self.product, stream)?, &self.expected)?;
+    fn check(&self, stream: &Stream) -> CheckResult {
+        expect_slice_eq("the product", &result(&self.product, stream)?, &self.expected)?;
         expect(self.block.bytes() > 0, "matrices that are still there")
     }
 }
 
 /// The result of a product, once the stream is done.
-fn result(product: &Sgemm, stream: &Stream) -> Checked<Vec<f32>> {
+fn result(product: &Sgemm, stream: &Stream) -> CheckResult<Vec<f32>> {
     stream.synchronize()?;
     let mut bytes = vec![0; product.m as usize * product.n as usize * 4];
     stream.instance().driver().download(stream.device_id(), product.c.ptr, &mut bytes)?;
@@ -99,14 +99,14 @@ fn result(product: &Sgemm, stream: &Stream) -> Checked<Vec<f32>> {
 }
 
 /// Runs `body` on a thread of its own and waits until that is gone, with its handles.
-fn on_a_thread(body: impl FnOnce() -> Checked + Send) -> Checked {
+fn on_a_thread(body: impl FnOnce() -> CheckResult + Send) -> CheckResult {
     std::thread::scope(|scope| scope.spawn(body).join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
 }
 
-fn products_of_two_threads_on_two_streams(bench: &Bench) -> Checked {
-    with_blas(&bench.device, |allocator, blas| {
-        let streams = [bench.device.pool_stream()?, bench.device.pool_stream()?];
-        let multiply = |thread: usize| -> Checked {
+fn products_of_two_threads_on_two_streams(context: &TestContext) -> CheckResult {
+    with_blas(context.device(), |allocator, blas| {
+        let streams = [context.device().pool_stream()?, context.device().pool_stream()?];
+        let multiply = |thread: usize| -> CheckResult {
             let make = |i: usize| Matrices::new(allocator, &streams[i], 64, 2 * thread + i);
             let matrices = [make(0)?, make(1)?];
             for _ in 0..20 {
@@ -121,15 +121,15 @@ fn products_of_two_threads_on_two_streams(bench: &Bench) -> Checked {
             let threads = [0, 1].map(|thread| scope.spawn(move || multiply(thread)));
             threads.map(|thread| thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
         });
-        outcomes.into_iter().collect::<Checked<Vec<()>>>()?;
-        expect(blas.handles_alive(&bench.device) <= 3, "one handle per thread, with this one")
+        outcomes.into_iter().collect::<CheckResult<Vec<()>>>()?;
+        expect(blas.handles_alive(context.device()) <= 3, "one handle per thread, with this one")
     })
 }
 
 /// A handle that was fetched for a stream multiplies there, also after a fetch for another.
-fn one_handle_on_two_streams(bench: &Bench) -> Checked {
-    with_blas(&bench.device, |allocator, blas| {
-        let (one, two) = (bench.device.pool_stream()?, bench.device.pool_stream()?);
+fn one_handle_on_two_streams(context: &TestContext) -> CheckResult {
+    with_blas(context.device(), |allocator, blas| {
+        let (one, two) = (context.device().pool_stream()?, context.device().pool_stream()?);
         let (left, right) = (Matrices::new(allocator, &one, 64, 1)?, Matrices::new(allocator, &two, 64, 2)?);
         let (on_one, on_two) = (blas.handle_on(&one)?, blas.handle_on(&two)?);
         expect_eq("the handle of a thread", on_one.id(), on_two.id())?;
@@ -142,11 +142,11 @@ fn one_handle_on_two_streams(bench: &Bench) -> Checked {
     })
 }
 
-fn workspaces_have_the_size_that_is_set(bench: &Bench) -> Checked {
-    with_blas(&bench.device, |allocator, blas| {
-        let stream = bench.device.pool_stream()?;
-        let counted = || Ok::<u64, Error>(allocator.stats(bench.device.id())?.workspace_bytes.current);
-        let default = match bench.device.properties().compute_capability.0 {
+fn workspaces_have_the_size_that_is_set(context: &TestContext) -> CheckResult {
+    with_blas(context.device(), |allocator, blas| {
+        let stream = context.device().pool_stream()?;
+        let counted = || Ok::<u64, Error>(allocator.stats(context.device_id)?.workspace_bytes.current);
+        let default = match context.device().properties().compute_capability.0 {
             9..=12 => 32 * MIB,
             _ => 8 * MIB + (128 << 10),
         };
@@ -168,18 +168,18 @@ fn workspaces_have_the_size_that_is_set(bench: &Bench) -> Checked {
     })
 }
 
-fn cublaslt_shares_the_workspace(bench: &Bench) -> Checked {
-    with_blas(&bench.device, |_, blas| {
-        let stream = bench.device.pool_stream()?;
+fn cublaslt_shares_the_workspace(context: &TestContext) -> CheckResult {
+    with_blas(context.device(), |_, blas| {
+        let stream = context.device().pool_stream()?;
         let (handle, lt) = (blas.handle_on(&stream)?, blas.lt_on(&stream)?);
         expect_eq("its workspace", lt.workspace(), (handle.workspace().0, MIB))?;
         expect(lt.raw()? != handle.raw()?, "two handles")
     })
 }
 
-fn trim_takes_workspaces_that_nobody_uses(bench: &Bench) -> Checked {
-    with_blas(&bench.device, |allocator, blas| {
-        let stream = bench.device.pool_stream()?;
+fn trim_takes_workspaces_that_nobody_uses(context: &TestContext) -> CheckResult {
+    with_blas(context.device(), |allocator, blas| {
+        let stream = context.device().pool_stream()?;
         let held = blas.handle_on(&stream)?;
         let mine = held.workspace();
         on_a_thread(|| {
@@ -187,15 +187,15 @@ fn trim_takes_workspaces_that_nobody_uses(bench: &Bench) -> Checked {
             blas.handle_on(&stream)?.sgemm(&matrices.product)?;
             matrices.check(&stream)
         })?;
-        let counted = || allocator.stats(bench.device.id()).map(|stats| stats.workspace_bytes);
+        let counted = || allocator.stats(context.device_id).map(|stats| stats.workspace_bytes);
         let Stat { current, .. } = counted()?;
         expect_eq("bytes with the other thread's", current, 2 * mine.1)?;
-        let trimmed = allocator.trim(bench.device.id(), MemPoolId::DEFAULT)?;
+        let trimmed = allocator.trim(context.device_id, MemPoolId::DEFAULT)?;
         expect(trimmed >= mine.1, "the other thread's workspace given back to the driver")?;
         expect_eq("bytes without it", counted()?.current, mine.1)?;
         expect_eq("this thread's", blas.handle_on(&stream)?.workspace(), mine)?;
         drop(held);
-        allocator.trim(bench.device.id(), MemPoolId::DEFAULT)?;
+        allocator.trim(context.device_id, MemPoolId::DEFAULT)?;
         expect_eq("bytes once it is let go of", counted()?.current, 0)?;
         let matrices = Matrices::new(allocator, &stream, 64, 5)?;
         blas.handle_on(&stream)?.sgemm(&matrices.product)?;
@@ -204,10 +204,10 @@ fn trim_takes_workspaces_that_nobody_uses(bench: &Bench) -> Checked {
 }
 
 /// TF32 has 10 bits behind the point. Allowed, it may be used or not, as the library likes; forbidden, it must not be.
-fn tf32_can_be_allowed_and_forbidden(bench: &Bench) -> Checked {
+fn tf32_can_be_allowed_and_forbidden(context: &TestContext) -> CheckResult {
     const SIZE: u32 = 128;
-    with_blas(&bench.device, |allocator, blas| {
-        let stream = bench.device.pool_stream()?;
+    with_blas(context.device(), |allocator, blas| {
+        let stream = context.device().pool_stream()?;
         // One number with 13 bits behind the point in each row and column: every product has one summand.
         let fine = 1.0 + 2f32.powi(-13);
         let n = SIZE as usize;
@@ -219,29 +219,29 @@ fn tf32_can_be_allowed_and_forbidden(bench: &Bench) -> Checked {
             result(&product, &stream)
         };
         let exact = diagonal(fine);
-        expect_same("by default", &multiply()?, &exact)?;
+        expect_slice_eq("by default", &multiply()?, &exact)?;
         blas.set_tf32(true);
         let rounded = multiply()?;
         let error = rounded.iter().zip(&exact).map(|(found, exact)| (found - exact).abs()).fold(0.0, f32::max);
         expect(error <= 2f32.powi(-10), "an error that TF32 can explain")?;
-        if bench.instance.driver().kind() == "sim" {
+        if context.driver.kind() == "sim" {
             expect(error > 0.0, "the simulated library rounds when it may")?;
         }
         {
             let _guard = forbid_tf32();
-            expect_same("in a scope that forbids it", &multiply()?, &exact)?;
+            expect_slice_eq("in a scope that forbids it", &multiply()?, &exact)?;
         }
         blas.set_tf32(false);
-        expect_same("forbidden again", &multiply()?, &exact)?;
+        expect_slice_eq("forbidden again", &multiply()?, &exact)?;
         drop(block);
         Ok(())
     })
 }
 
-fn a_repeated_fetch_calls_nothing(bench: &Bench) -> Checked {
-    let counting = Arc::new(Counting::new(Arc::clone(bench.instance.driver())));
+fn a_repeated_fetch_calls_nothing(context: &TestContext) -> CheckResult {
+    let counting = Arc::new(Counting::new(Arc::clone(&context.driver)));
     let instance = Instance::new(Arc::<Counting>::clone(&counting) as Arc<dyn Driver>)?;
-    let device = instance.device(bench.device.index())?;
+    let device = instance.device(context.device().index())?;
     let stream = device.lease_stream()?;
     with_blas(&device, |_, blas| {
         let first = blas.handle_on(&stream)?.id();
@@ -252,20 +252,20 @@ fn a_repeated_fetch_calls_nothing(bench: &Bench) -> Checked {
             expect_eq("the handle", blas.handle(&device)?.id(), first)?;
             expect_eq("the handle", blas.handle_on(&stream)?.id(), first)?;
         }
-        expect_same("calls of the driver", &counting.counts(), &[])
+        expect_slice_eq("calls of the driver", &counting.counts(), &[])
     })?;
     drop((stream, device));
     Ok(instance.close()?)
 }
 
-fn captures_with_products_do_not_grow_memory(bench: &Bench) -> Checked {
-    with_blas(&bench.device, |allocator, blas| {
-        let (stream, device) = (bench.device.lease_stream()?, bench.device.id());
+fn captures_with_products_do_not_grow_memory(context: &TestContext) -> CheckResult {
+    with_blas(context.device(), |allocator, blas| {
+        let (stream, device) = (context.device().lease_stream()?, context.device_id);
         let matrices = Matrices::new(allocator, &stream, 32, 6)?;
         // Held, so that trimming leaves it alone.
         let held = blas.handle_on(&stream)?;
         let eager = held.workspace();
-        let mut graph = Graph::new(allocator, &bench.device, GraphOptions::default())?;
+        let mut graph = Graph::new(allocator, context.device(), GraphOptions::default())?;
         let mut first = None;
         for _ in 0..100 {
             let capture = || -> warpool::Result<()> {

@@ -1,12 +1,13 @@
 //! Events: made when first needed, used again, with their errors.
 
-use crate::driver::Checked;
-use crate::expect::{expect, expect_eq, expect_same, need};
-
-use super::{Bench, Check, checks};
 use warpool::{Endpoint, Error, Event, EventOptions};
+use warpool_driver::Pattern;
 
-pub(super) const CHECKS: &[Check] = checks![
+use crate::check::Check;
+use crate::context::TestContext;
+use crate::expect::{CheckResult, expect, expect_eq, expect_slice_eq, require};
+
+pub(crate) const CHECKS: &[Check] = crate::checks![
     a_never_recorded_event_is_done,
     an_event_is_made_at_its_first_record,
     dropped_events_are_used_again,
@@ -19,28 +20,28 @@ pub(super) const CHECKS: &[Check] = checks![
     exported_events_have_64_bytes,
 ];
 
-fn a_never_recorded_event_is_done(bench: &Bench) -> Checked {
-    let event = bench.instance.event();
+fn a_never_recorded_event_is_done(context: &TestContext) -> CheckResult {
+    let event = context.instance().event();
     expect(event.query()?, "an event that is done")?;
     event.synchronize()?;
-    event.wait(&bench.device.pool_stream()?)?;
+    event.wait(&context.device().pool_stream()?)?;
     expect_eq("its device", event.device(), None)
 }
 
-fn an_event_is_made_at_its_first_record(bench: &Bench) -> Checked {
-    let mut event = bench.instance.event();
+fn an_event_is_made_at_its_first_record(context: &TestContext) -> CheckResult {
+    let mut event = context.instance().event();
     expect_eq("its id before", event.id(), None)?;
-    event.record(&bench.device.pool_stream()?)?;
-    expect_eq("its device", event.device(), Some(bench.device.id()))?;
+    event.record(&context.device().pool_stream()?)?;
+    expect_eq("its device", event.device(), Some(context.device_id))?;
     event.synchronize()?;
     expect(event.query()? && event.is_recorded(), "a recorded event that is done")
 }
 
-fn dropped_events_are_used_again(bench: &Bench) -> Checked {
-    let stream = bench.device.pool_stream()?;
+fn dropped_events_are_used_again(context: &TestContext) -> CheckResult {
+    let stream = context.device().pool_stream()?;
     let mut ids = Vec::new();
     for _ in 0..100 {
-        let mut event = bench.instance.event();
+        let mut event = context.instance().event();
         event.record(&stream)?;
         ids.extend(event.id());
     }
@@ -48,8 +49,8 @@ fn dropped_events_are_used_again(bench: &Bench) -> Checked {
     expect_eq("events that were made", ids.len(), 1)
 }
 
-fn a_pool_can_be_filled_and_emptied(bench: &Bench) -> Checked {
-    let pool = bench.device.event_pool();
+fn a_pool_can_be_filled_and_emptied(context: &TestContext) -> CheckResult {
+    let pool = context.device().event_pool();
     pool.reserve(8)?;
     expect_eq("idle events", pool.idle(), 8)?;
     let taken = (0..8).map(|_| pool.take()).collect::<warpool::Result<Vec<_>>>()?;
@@ -58,40 +59,39 @@ fn a_pool_can_be_filled_and_emptied(bench: &Bench) -> Checked {
     expect_eq("events that a trim destroys", pool.trim()?, 8)
 }
 
-fn an_event_orders_two_streams(bench: &Bench) -> Checked {
+fn an_event_orders_two_streams(context: &TestContext) -> CheckResult {
     const BYTES: u64 = 16 << 20;
-    let (first, second) = (bench.device.lease_stream()?, bench.device.lease_stream()?);
-    bench.with_memory(BYTES, |ptr| {
-        let mut event = bench.instance.event();
-        bench.fill(ptr, 1, BYTES, &first)?;
-        event.record(&first)?;
-        event.wait(&second)?;
-        // Recorded again at once: the wait was for the first mark.
-        event.record(&second)?;
-        bench.fill(ptr, 2, BYTES, &second)?;
-        second.synchronize()?;
-        expect_same("what is left", &bench.bytes_at(ptr.offset(BYTES - 32), 32)?, &[2; 32])
-    })
+    let (first, second) = (context.device().lease_stream()?, context.device().lease_stream()?);
+    let ptr = context.alloc(BYTES)?;
+    let mut event = context.instance().event();
+    context.driver.fill(ptr, Pattern::U8(1), BYTES, first.id())?;
+    event.record(&first)?;
+    event.wait(&second)?;
+    // Recorded again at once: the wait was for the first mark.
+    event.record(&second)?;
+    context.driver.fill(ptr, Pattern::U8(2), BYTES, second.id())?;
+    second.synchronize()?;
+    expect_slice_eq("what is left", &context.read_bytes(ptr.offset(BYTES - 32), 32)?, &[2; 32])
 }
 
-fn record_once_records_once(bench: &Bench) -> Checked {
-    let (stream, mut event) = (bench.device.pool_stream()?, bench.instance.event());
+fn record_once_records_once(context: &TestContext) -> CheckResult {
+    let (stream, mut event) = (context.device().pool_stream()?, context.instance().event());
     expect_eq("two attempts", (event.record_once(&stream)?, event.record_once(&stream)?), (true, false))
 }
 
-fn an_event_belongs_to_one_device(bench: &Bench) -> Checked {
-    let (here, there) = (bench.device.pool_stream()?, bench.second_device()?.pool_stream()?);
-    let mut event = bench.instance.event();
+fn an_event_belongs_to_one_device(context: &TestContext) -> CheckResult {
+    let (here, there) = (context.device().pool_stream()?, context.second_device()?.pool_stream()?);
+    let mut event = context.instance().event();
     event.record(&here)?;
     let wrong = Error::EventDevice { event: here.device_id(), stream: there.device_id() };
     expect_eq("recording on the other device", event.record(&there), Err(wrong))?;
     Ok(event.wait(&there)?)
 }
 
-fn elapsed_time_has_its_errors(bench: &Bench) -> Checked {
-    let stream = bench.device.pool_stream()?;
+fn elapsed_time_has_its_errors(context: &TestContext) -> CheckResult {
+    let stream = context.device().pool_stream()?;
     let (mut plain, mut timed, unused) =
-        (bench.instance.event(), bench.instance.timing_event(), bench.instance.timing_event());
+        (context.instance().event(), context.instance().timing_event(), context.instance().timing_event());
     plain.record(&stream)?;
     timed.record(&stream)?;
     let untimed = Err(Error::ElapsedWithoutTiming { which: Endpoint::End });
@@ -100,28 +100,27 @@ fn elapsed_time_has_its_errors(bench: &Bench) -> Checked {
     expect_eq("to an event never recorded", timed.elapsed_ms(&unused), unrecorded)
 }
 
-fn elapsed_time_is_positive_over_work(bench: &Bench) -> Checked {
+fn elapsed_time_is_positive_over_work(context: &TestContext) -> CheckResult {
     const BYTES: u64 = 64 << 20;
-    let stream = bench.device.lease_stream()?;
-    let (mut start, mut end) = (bench.instance.timing_event(), bench.instance.timing_event());
-    bench.with_memory(BYTES, |ptr| {
-        start.record(&stream)?;
-        bench.fill(ptr, 1, BYTES, &stream)?;
-        end.record(&stream)?;
-        end.synchronize()?;
-        let (forth, back) = (start.elapsed_ms(&end)?, end.elapsed_ms(&start)?);
-        expect(forth > 0.0 && (forth + back).abs() < 1e-3, &format!("a time and its negative, got {forth} and {back}"))
-    })
+    let stream = context.device().lease_stream()?;
+    let (mut start, mut end) = (context.instance().timing_event(), context.instance().timing_event());
+    let ptr = context.alloc(BYTES)?;
+    start.record(&stream)?;
+    context.driver.fill(ptr, Pattern::U8(1), BYTES, stream.id())?;
+    end.record(&stream)?;
+    end.synchronize()?;
+    let (forth, back) = (start.elapsed_ms(&end)?, end.elapsed_ms(&start)?);
+    expect(forth > 0.0 && (forth + back).abs() < 1e-3, &format!("a time and its negative, got {forth} and {back}"))
 }
 
-fn exported_events_have_64_bytes(bench: &Bench) -> Checked {
-    need(bench.device.properties().ipc_events, "the device shares no events between processes")?;
-    let mut event = bench.instance.event_with(EventOptions { interprocess: true, ..EventOptions::default() })?;
-    let bytes = event.export(&bench.device)?;
+fn exported_events_have_64_bytes(context: &TestContext) -> CheckResult {
+    require(context.device().properties().ipc_events, "the device shares no events between processes")?;
+    let mut event = context.instance().event_with(EventOptions { interprocess: true, ..EventOptions::default() })?;
+    let bytes = event.export(context.device())?;
     expect_eq(
         "too few bytes",
-        Event::import(&bench.device, &bytes[1..]).err(),
+        Event::import(context.device(), &bytes[1..]).err(),
         Some(Error::IpcHandleLength { bytes: 63 }),
     )?;
-    expect(Event::import(&bench.device, &bytes).is_err(), "a refusal in the process that exported it")
+    expect(Event::import(context.device(), &bytes).is_err(), "a refusal in the process that exported it")
 }

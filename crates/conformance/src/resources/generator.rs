@@ -3,21 +3,19 @@
 
 use std::sync::Arc;
 
-use crate::driver::Checked;
-use crate::expect::{expect, expect_eq, expect_same};
-use warpool_driver::{
-    DevicePtr, FunctionId, KernelArg, KernelFault, KernelMirror, KernelScope, KernelSource, LaunchShape, Pattern,
-};
-
-use super::kit::Kit;
-use super::{Bench, Check, checks};
-use crate::launch::launch_kernel;
 use warpool::generator::{self, DEFAULT_SEED, Generator, GeneratorError, Reservation, philox};
 use warpool::graph::{CaptureOptions, Graph, GraphOptions};
 use warpool::memory::{Allocate, Block, CachingAllocator, DeviceAllocator, MemPoolId, Settings};
 use warpool::{Error, Stream};
+use warpool_driver::{
+    DevicePtr, FunctionId, KernelArg, KernelFault, KernelMirror, KernelScope, KernelSource, LaunchShape, Pattern,
+};
 
-pub(super) const CHECKS: &[Check] = checks![
+use crate::check::Check;
+use crate::context::TestContext;
+use crate::expect::{CheckResult, expect, expect_eq, expect_slice_eq};
+
+pub(crate) const CHECKS: &[Check] = crate::checks![
     kernels_give_what_curand_gave,
     bits_and_uniforms_equal_the_hosts,
     normals_are_within_rounding_of_the_hosts,
@@ -93,43 +91,43 @@ const CASES: [(u64, u64, u64); 7] = [
 ];
 
 /// Runs `body` with an allocator, and expects everything to go back to the driver.
-fn with_allocator(bench: &Bench, body: impl FnOnce(&Shared, &Stream) -> Checked) -> Checked {
-    let allocator: Shared = Arc::new(CachingAllocator::new(&bench.instance, Settings::default()));
-    let stream = bench.device.lease_stream()?;
+fn with_allocator(context: &TestContext, body: impl FnOnce(&Shared, &Stream) -> CheckResult) -> CheckResult {
+    let allocator: Shared = Arc::new(CachingAllocator::new(context.instance(), Settings::default()));
+    let stream = context.device().lease_stream()?;
     body(&allocator, &stream)?;
-    bench.device.synchronize()?;
-    allocator.trim(bench.device.id(), MemPoolId::DEFAULT)?;
-    let stats = allocator.stats(bench.device.id())?;
+    context.device().synchronize()?;
+    allocator.trim(context.device_id, MemPoolId::DEFAULT)?;
+    let stats = allocator.stats(context.device_id)?;
     expect_eq("bytes held in the end", stats.reserved_bytes.all.current, 0)
 }
 
 /// Runs `body` with the kernel of one's own.
-fn with_kernel(bench: &Bench, body: impl FnOnce(FunctionId) -> Checked) -> Checked {
-    let driver = bench.instance.driver();
-    let module = driver.module_load(bench.device.id(), &SOURCE)?;
+fn with_kernel(context: &TestContext, body: impl FnOnce(FunctionId) -> CheckResult) -> CheckResult {
+    let driver = &context.driver;
+    let module = driver.module_load(context.device_id, &SOURCE)?;
     let outcome = driver.function_get(module, "selftest_draw").map_err(Into::into).and_then(body);
     if outcome.is_err() {
         // Whatever it left under way must not need what goes now. The first failure is the one to report.
-        let _ = driver.device_synchronize(bench.device.id());
+        let _ = driver.device_synchronize(context.device_id);
     }
     driver.module_unload(module)?;
     outcome
 }
 
-fn generator(bench: &Bench, seed: u64, offset: u64) -> Checked<Generator> {
-    let generator = Generator::new(&bench.device)?;
+fn generator(context: &TestContext, seed: u64, offset: u64) -> CheckResult<Generator> {
+    let generator = Generator::new(context.device())?;
     generator.set_seed(seed)?;
     generator.set_offset(offset)?;
     Ok(generator)
 }
 
-fn words_at(bench: &Bench, ptr: DevicePtr, count: u64) -> Checked<Vec<u32>> {
-    let bytes = bench.bytes_at(ptr, 4 * count as usize)?;
+fn words_at(context: &TestContext, ptr: DevicePtr, count: u64) -> CheckResult<Vec<u32>> {
+    let bytes = context.read_bytes(ptr, 4 * count as usize)?;
     Ok(bytes.as_chunks().0.iter().map(|&word| u32::from_le_bytes(word)).collect())
 }
 
-fn words_of(bench: &Bench, block: &Block) -> Checked<Vec<u32>> {
-    words_at(bench, block.ptr(), block.bytes() / 4)
+fn words_of(context: &TestContext, block: &Block) -> CheckResult<Vec<u32>> {
+    words_at(context, block.ptr(), block.bytes() / 4)
 }
 
 /// How many floats lie between the two. Both zeros are one.
@@ -141,9 +139,9 @@ fn ulps(a: f32, b: f32) -> u32 {
     place(a).abs_diff(place(b))
 }
 
-fn kernels_give_what_curand_gave(bench: &Bench) -> Checked {
-    with_kernel(bench, |function| {
-        with_allocator(bench, |allocator, stream| {
+fn kernels_give_what_curand_gave(context: &TestContext) -> CheckResult {
+    with_kernel(context, |function| {
+        with_allocator(context, |allocator, stream| {
             let block = allocator.allocate(4 * 48, stream)?;
             let mut seen = 0;
             for line in include_str!("../../../warpool/tests/data/curand_philox.txt").lines() {
@@ -159,11 +157,11 @@ fn kernels_give_what_curand_gave(bench: &Bench) -> Checked {
                 let [slot, seed, offset] = Reservation::Immediate { seed, offset }.args();
                 let args = [block.ptr().into(), KernelArg::U64(subsequence), slot, seed, offset];
                 let shape = LaunchShape { grid: [1; 3], block: [4, 1, 1], shared_bytes: 0 };
-                launch_kernel(&**bench.instance.driver(), function, shape, &args, stream.id())?;
+                context.launch_kernel(function, shape, &args, stream.id())?;
                 stream.synchronize()?;
-                let got = words_of(bench, &block)?;
-                expect_same("words", &got[..16], &curand[..16])?;
-                expect_same("uniforms", &got[16..32], &curand[16..32])?;
+                let got = words_of(context, &block)?;
+                expect_slice_eq("words", &got[..16], &curand[..16])?;
+                expect_slice_eq("uniforms", &got[16..32], &curand[16..32])?;
                 for (&got, &curand) in got[32..].iter().zip(&curand[32..]) {
                     let (got, curand) = (f32::from_bits(got), f32::from_bits(curand));
                     // curand takes a quicker sine, which is right to 2^-21.
@@ -175,38 +173,38 @@ fn kernels_give_what_curand_gave(bench: &Bench) -> Checked {
     })
 }
 
-fn bits_and_uniforms_equal_the_hosts(bench: &Bench) -> Checked {
-    with_allocator(bench, |allocator, stream| {
+fn bits_and_uniforms_equal_the_hosts(context: &TestContext) -> CheckResult {
+    with_allocator(context, |allocator, stream| {
         for (seed, offset, count) in CASES {
-            let generator = generator(bench, seed, offset)?;
+            let generator = generator(context, seed, offset)?;
             let block = allocator.allocate(4 * count, stream)?;
             generator.fill_bits(&block, stream)?;
             stream.synchronize()?;
             let what = format!("{count} words of seed {seed} at {offset}");
-            expect_same(&what, &words_of(bench, &block)?, &words(seed, offset, count as usize))?;
+            expect_slice_eq(&what, &words_of(context, &block)?, &words(seed, offset, count as usize))?;
             let offset = offset.wrapping_add(4);
             expect_eq("the offset", generator.offset()?, offset)?;
             generator.fill_uniform(&block, stream)?;
             stream.synchronize()?;
             let want: Vec<u32> =
                 words(seed, offset, count as usize).into_iter().map(|word| philox::uniform(word).to_bits()).collect();
-            expect_same(&format!("uniforms, {what}"), &words_of(bench, &block)?, &want)?;
+            expect_slice_eq(&format!("uniforms, {what}"), &words_of(context, &block)?, &want)?;
         }
         Ok(())
     })
 }
 
-fn normals_are_within_rounding_of_the_hosts(bench: &Bench) -> Checked {
+fn normals_are_within_rounding_of_the_hosts(context: &TestContext) -> CheckResult {
     // Logarithm, root, sine and product: each right to the last bit or two.
     const MOST: u32 = 8;
-    with_allocator(bench, |allocator, stream| {
+    with_allocator(context, |allocator, stream| {
         for (seed, offset, count) in CASES {
-            let generator = generator(bench, seed, offset)?;
+            let generator = generator(context, seed, offset)?;
             let block = allocator.allocate(4 * count, stream)?;
             generator.fill_normal(&block, stream)?;
             stream.synchronize()?;
             let want = normals(&words(seed, offset, count as usize + 1));
-            for (got, want) in words_of(bench, &block)?.into_iter().map(f32::from_bits).zip(want) {
+            for (got, want) in words_of(context, &block)?.into_iter().map(f32::from_bits).zip(want) {
                 let apart = ulps(got, want);
                 expect(apart <= MOST, &format!("a normal within {MOST} floats: {got} and {want}, {apart} apart"))?;
             }
@@ -215,10 +213,10 @@ fn normals_are_within_rounding_of_the_hosts(bench: &Bench) -> Checked {
     })
 }
 
-fn dropout_masks_equal_the_hosts(bench: &Bench) -> Checked {
-    with_allocator(bench, |allocator, stream| {
+fn dropout_masks_equal_the_hosts(context: &TestContext) -> CheckResult {
+    with_allocator(context, |allocator, stream| {
         for (keep, (seed, offset, count)) in [0.5, 0.1, 0.9, 0.0, 1.0, 0.3, 0.75].into_iter().zip(CASES) {
-            let generator = generator(bench, seed, offset)?;
+            let generator = generator(context, seed, offset)?;
             let block = allocator.allocate(count, stream)?;
             generator.fill_dropout_mask(&block, keep, stream)?;
             stream.synchronize()?;
@@ -226,53 +224,53 @@ fn dropout_masks_equal_the_hosts(bench: &Bench) -> Checked {
                 .into_iter()
                 .map(|word| u8::from(philox::uniform(word) <= keep))
                 .collect();
-            let got = bench.bytes_at(block.ptr(), count as usize)?;
-            expect_same(&format!("a mask with {keep} of seed {seed}"), &got, &want)?;
+            let got = context.read_bytes(block.ptr(), count as usize)?;
+            expect_slice_eq(&format!("a mask with {keep} of seed {seed}"), &got, &want)?;
         }
         Ok(())
     })
 }
 
-fn a_fill_stays_within_its_bounds(bench: &Bench) -> Checked {
+fn a_fill_stays_within_its_bounds(context: &TestContext) -> CheckResult {
     const UNTOUCHED: u32 = 0xAAAA_AAAA;
-    with_allocator(bench, |allocator, stream| {
+    with_allocator(context, |allocator, stream| {
         let block = allocator.allocate(4 * 64, stream)?;
         for first in 1..6 {
             for count in 0..10 {
-                let generator = generator(bench, 3, 0)?;
-                bench.instance.driver().fill(block.ptr(), Pattern::U32(UNTOUCHED), 64, stream.id())?;
+                let generator = generator(context, 3, 0)?;
+                context.driver.fill(block.ptr(), Pattern::U32(UNTOUCHED), 64, stream.id())?;
                 // Mostly at addresses where four numbers cannot be written at once.
                 generator.fill_bits((block.ptr().offset(4 * first), count), stream)?;
                 stream.synchronize()?;
                 let mut want = vec![UNTOUCHED; 64];
                 want[first as usize..][..count as usize].copy_from_slice(&words(3, 0, count as usize));
-                expect_same(&format!("{count} words from {first} on"), &words_of(bench, &block)?, &want)?;
+                expect_slice_eq(&format!("{count} words from {first} on"), &words_of(context, &block)?, &want)?;
             }
         }
         Ok(())
     })
 }
 
-fn ones_own_kernel_draws_what_it_reserved(bench: &Bench) -> Checked {
-    with_kernel(bench, |function| {
-        with_allocator(bench, |allocator, stream| {
-            let generator = generator(bench, 77, 12)?;
+fn ones_own_kernel_draws_what_it_reserved(context: &TestContext) -> CheckResult {
+    with_kernel(context, |function| {
+        with_allocator(context, |allocator, stream| {
+            let generator = generator(context, 77, 12)?;
             let block = allocator.allocate(4 * 24, stream)?;
             let shape = LaunchShape { grid: [1; 3], block: [2, 1, 1], shared_bytes: 0 };
             let launch = || -> warpool::Result<()> {
                 let [slot, seed, offset] = generator.reserve(7, stream)?.args();
                 let args = [block.ptr().into(), KernelArg::U64(5), slot, seed, offset];
-                Ok(launch_kernel(&**bench.instance.driver(), function, shape, &args, stream.id())?)
+                Ok(context.launch_kernel(function, shape, &args, stream.id())?)
             };
-            let expect_words = |offset| -> Checked {
+            let expect_words = |offset| -> CheckResult {
                 stream.synchronize()?;
                 let want: Vec<u32> = philox::words(77, 5, offset).take(8).collect();
-                expect_same("eight words", &words_of(bench, &block)?[..8], &want)
+                expect_slice_eq("eight words", &words_of(context, &block)?[..8], &want)
             };
             launch()?;
             expect_words(12)?;
             expect_eq("the offset, rounded up", generator.offset()?, 20)?;
-            let mut graph = Graph::new(allocator, &bench.device, GraphOptions::default())?;
+            let mut graph = Graph::new(allocator, context.device(), GraphOptions::default())?;
             graph.capture(stream, CaptureOptions::default(), |_| launch().and_then(|()| launch()))?;
             for round in 0..3 {
                 graph.replay(stream)?;
@@ -285,35 +283,35 @@ fn ones_own_kernel_draws_what_it_reserved(bench: &Bench) -> Checked {
     })
 }
 
-fn each_device_has_one_default_generator(bench: &Bench) -> Checked {
-    let generator = bench.device.default_generator();
-    let again = bench.instance.default_generator(bench.device.index())?;
+fn each_device_has_one_default_generator(context: &TestContext) -> CheckResult {
+    let generator = context.device().default_generator();
+    let again = context.instance().default_generator(context.device().index())?;
     expect(generator.shares_with(&again), "one generator")?;
     generator.set_seed(9)?;
-    generator.reserve(4, &bench.device.default_stream()?)?;
+    generator.reserve(4, &context.device().default_stream()?)?;
     expect_eq("its offset", again.offset()?, 4)?;
     let seeds = [again.reseed()?, again.reseed()?];
     expect(seeds[0] != seeds[1], "seeds that nobody foresees")?;
-    let count = bench.instance.device_count();
-    let refused = bench.instance.default_generator(count).err();
+    let count = context.instance().device_count();
+    let refused = context.instance().default_generator(count).err();
     expect_eq("a device too many", refused, Some(Error::DeviceOutOfRange { index: count, count }))
 }
 
-fn threads_draw_different_numbers(bench: &Bench) -> Checked {
+fn threads_draw_different_numbers(context: &TestContext) -> CheckResult {
     const COUNT: u64 = 4096;
     const THREADS: u64 = 4;
     const EACH: u64 = 8;
-    with_allocator(bench, |allocator, _| {
-        let generator = generator(bench, 21, 0)?;
+    with_allocator(context, |allocator, _| {
+        let generator = generator(context, 21, 0)?;
         let drawn = std::thread::scope(|scope| {
             let work = |_| {
-                scope.spawn(|| -> Checked<Vec<Vec<u32>>> {
-                    let stream = bench.device.lease_stream()?;
+                scope.spawn(|| -> CheckResult<Vec<Vec<u32>>> {
+                    let stream = context.device().lease_stream()?;
                     let block = allocator.allocate(4 * COUNT, &stream)?;
                     let draw = |_| {
                         generator.fill_bits(&block, &stream)?;
                         stream.synchronize()?;
-                        words_of(bench, &block)
+                        words_of(context, &block)
                     };
                     (0..EACH).map(draw).collect()
                 })
@@ -322,7 +320,7 @@ fn threads_draw_different_numbers(bench: &Bench) -> Checked {
             let join = |thread: std::thread::ScopedJoinHandle<'_, _>| {
                 thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
             };
-            threads.into_iter().map(join).collect::<Checked<Vec<_>>>()
+            threads.into_iter().map(join).collect::<CheckResult<Vec<_>>>()
         })?;
         let mut drawn: Vec<Vec<u32>> = drawn.into_iter().flatten().collect();
         let mut want: Vec<Vec<u32>> = (0..THREADS * EACH).map(|number| words(21, 4 * number, COUNT as usize)).collect();
@@ -332,10 +330,10 @@ fn threads_draw_different_numbers(bench: &Bench) -> Checked {
     })
 }
 
-fn replayed_numbers_equal_the_eager_sequence(bench: &Bench) -> Checked {
+fn replayed_numbers_equal_the_eager_sequence(context: &TestContext) -> CheckResult {
     const BYTES: u64 = 40_004;
-    with_allocator(bench, |allocator, stream| {
-        let (eager, captured) = (generator(bench, 5, 0)?, generator(bench, 5, 0)?);
+    with_allocator(context, |allocator, stream| {
+        let (eager, captured) = (generator(context, 5, 0)?, generator(context, 5, 0)?);
         let work = |generator: &Generator, blocks: &[Block], side: &Stream| -> warpool::Result<()> {
             generator.fill_bits(&blocks[0], stream)?;
             side.wait_stream(stream)?;
@@ -344,13 +342,13 @@ fn replayed_numbers_equal_the_eager_sequence(bench: &Bench) -> Checked {
             generator.fill_dropout_mask(&blocks[3], 0.5, side)?;
             stream.wait_stream(side)
         };
-        let side = bench.device.lease_stream()?;
-        let allocate = || -> Checked<Vec<Block>> {
+        let side = context.device().lease_stream()?;
+        let allocate = || -> CheckResult<Vec<Block>> {
             let streams = [stream, &*side, stream, &*side];
             Ok(streams.into_iter().map(|stream| allocator.allocate(BYTES, stream)).collect::<warpool::Result<_>>()?)
         };
         let (own, graphs) = (allocate()?, allocate()?);
-        let mut graph = Graph::new(allocator, &bench.device, GraphOptions::default())?;
+        let mut graph = Graph::new(allocator, context.device(), GraphOptions::default())?;
         graph.capture(stream, CaptureOptions::default(), |_| work(&captured, &graphs, &side))?;
         expect_eq("the offset after the capture", captured.offset()?, 0)?;
         for round in 0..4 {
@@ -363,68 +361,66 @@ fn replayed_numbers_equal_the_eager_sequence(bench: &Bench) -> Checked {
             }
             work(&eager, &own, &side)?;
             graph.replay(stream)?;
-            bench.device.synchronize()?;
+            context.device().synchronize()?;
             expect_eq("seed and offset", captured.state(), eager.state())?;
             for (own, graphs) in own.iter().zip(&graphs) {
                 let (own, graphs) =
-                    (bench.bytes_at(own.ptr(), BYTES as usize)?, bench.bytes_at(graphs.ptr(), BYTES as usize)?);
-                expect_same(&format!("numbers of round {round}"), &graphs, &own)?;
+                    (context.read_bytes(own.ptr(), BYTES as usize)?, context.read_bytes(graphs.ptr(), BYTES as usize)?);
+                expect_slice_eq(&format!("numbers of round {round}"), &graphs, &own)?;
             }
         }
         Ok(graph.reset()?)
     })
 }
 
-fn replays_on_two_streams_do_not_disturb_each_other(bench: &Bench) -> Checked {
+fn replays_on_two_streams_do_not_disturb_each_other(context: &TestContext) -> CheckResult {
     const COUNT: u64 = 1024;
     const ROUNDS: u64 = 20;
-    Kit::with(bench, |kit| {
-        with_allocator(bench, |allocator, first| {
-            let second = bench.device.lease_stream()?;
-            let streams = [first, &*second];
-            let generator = generator(bench, 31, 0)?;
-            let mut lanes = Vec::new();
-            for stream in streams {
-                let mut graph = Graph::new(allocator, &bench.device, GraphOptions::default())?;
-                let key = graph.capture(stream, CaptureOptions::default(), |capture| {
-                    let key = capture.allocate(4 * COUNT)?;
-                    generator.fill_bits(capture.buffer(key)?, stream)?;
-                    Ok(key)
-                })?;
-                let from = graph.buffer(key)?.ptr();
-                lanes.push((graph, from, allocator.allocate(4 * COUNT * ROUNDS, stream)?));
+    with_allocator(context, |allocator, first| {
+        let second = context.device().lease_stream()?;
+        let streams = [first, &*second];
+        let generator = generator(context, 31, 0)?;
+        let mut lanes = Vec::new();
+        for stream in streams {
+            let mut graph = Graph::new(allocator, context.device(), GraphOptions::default())?;
+            let key = graph.capture(stream, CaptureOptions::default(), |capture| {
+                let key = capture.allocate(4 * COUNT)?;
+                generator.fill_bits(capture.buffer(key)?, stream)?;
+                Ok(key)
+            })?;
+            let from = graph.buffer(key)?.ptr();
+            lanes.push((graph, from, allocator.allocate(4 * COUNT * ROUNDS, stream)?));
+        }
+        // All launches of one stream are still under way when the other's are done.
+        context.keep_stream_busy(first)?;
+        for round in 0..ROUNDS {
+            for ((graph, from, copies), stream) in lanes.iter().zip(streams) {
+                graph.replay(stream)?;
+                let to = copies.ptr().offset(4 * COUNT * round);
+                context.driver.copy(to.into(), (*from).into(), 4 * COUNT, stream.id())?;
             }
-            // All launches of one stream are still under way when the other's are done.
-            kit.keep_busy(first)?;
-            for round in 0..ROUNDS {
-                for ((graph, from, copies), stream) in lanes.iter().zip(streams) {
-                    graph.replay(stream)?;
-                    let to = copies.ptr().offset(4 * COUNT * round);
-                    bench.instance.driver().copy(to.into(), (*from).into(), 4 * COUNT, stream.id())?;
-                }
+        }
+        context.device().synchronize()?;
+        for round in 0..ROUNDS {
+            for ((_, _, copies), number) in lanes.iter().zip(0..) {
+                let got = words_at(context, copies.ptr().offset(4 * COUNT * round), COUNT)?;
+                let want = words(31, 4 * (2 * round + number), COUNT as usize);
+                expect_slice_eq(&format!("graph {number}, replay {round}"), &got, &want)?;
             }
-            bench.device.synchronize()?;
-            for round in 0..ROUNDS {
-                for ((_, _, copies), number) in lanes.iter().zip(0..) {
-                    let got = words_at(bench, copies.ptr().offset(4 * COUNT * round), COUNT)?;
-                    let want = words(31, 4 * (2 * round + number), COUNT as usize);
-                    expect_same(&format!("graph {number}, replay {round}"), &got, &want)?;
-                }
-            }
-            Ok(lanes.iter_mut().try_for_each(|(graph, ..)| graph.reset())?)
-        })
+        }
+        Ok(lanes.iter_mut().try_for_each(|(graph, ..)| graph.reset())?)
     })
 }
 
-fn a_capture_refuses_and_goes_on(bench: &Bench) -> Checked {
-    with_allocator(bench, |allocator, stream| {
-        let generator = generator(bench, 13, 0)?;
+fn a_capture_refuses_and_goes_on(context: &TestContext) -> CheckResult {
+    with_allocator(context, |allocator, stream| {
+        let generator = generator(context, 13, 0)?;
         let block = allocator.allocate(4 * 100, stream)?;
-        let mut graph = Graph::new(allocator, &bench.device, GraphOptions::default())?;
+        let mut graph = Graph::new(allocator, context.device(), GraphOptions::default())?;
         let mut outcomes = Vec::new();
         graph.capture(stream, CaptureOptions::default(), |_| {
             outcomes = vec![
-                Generator::new(&bench.device).map(drop),
+                Generator::new(context.device()).map(drop),
                 generator.offset().map(drop),
                 generator.set_offset(4),
                 generator.reseed().map(drop),
@@ -443,7 +439,7 @@ fn a_capture_refuses_and_goes_on(bench: &Bench) -> Checked {
         expect_eq("another seed", seed, Some(Err(want)))?;
         graph.replay(stream)?;
         stream.synchronize()?;
-        expect_same("the numbers", &words_of(bench, &block)?, &words(13, 0, 100))?;
+        expect_slice_eq("the numbers", &words_of(context, &block)?, &words(13, 0, 100))?;
         Ok(graph.reset()?)
     })
 }

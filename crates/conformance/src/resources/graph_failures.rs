@@ -3,155 +3,142 @@
 
 use std::sync::Arc;
 
-use crate::driver::{Checked, Stop};
-use crate::expect::{expect, expect_eq};
-use warpool_driver::{ErrorCode, Pattern};
-
-use super::Bench;
-use super::graph::{PLAIN, Shared, capture_sum, graph, with_allocator};
-use super::kit::Kit;
 use warpool::generator::{Generator, GeneratorError};
 use warpool::graph::{CaptureOptions, Graph, GraphError};
 use warpool::memory::{Allocate, MemPool, MemPoolId, PoolOptions};
 use warpool::{Error, Instance, Stream};
+use warpool_driver::{ErrorCode, Pattern};
+
+use super::graph_helpers::{PLAIN, Shared, capture_sum, graph, with_allocator};
+use crate::context::TestContext;
+use crate::expect::{CheckError, CheckResult, expect, expect_eq};
 
 const MIB: u64 = 1 << 20;
 
 /// The call must fail with a graph's error, which is returned.
 #[track_caller]
-fn refused<T: std::fmt::Debug>(what: &str, outcome: warpool::Result<T>) -> Checked<GraphError> {
+fn refused<T: std::fmt::Debug>(what: &str, outcome: warpool::Result<T>) -> CheckResult<GraphError> {
     match outcome {
         Err(Error::Graph(error)) => Ok(error),
-        other => Err(Stop::Failed(format!("{what}: expected an error of graphs, got {other:?}"))),
+        other => Err(CheckError::Failed(format!("{what}: expected an error of graphs, got {other:?}"))),
     }
 }
 
 /// What works always must work now.
-fn expect_usable(bench: &Bench, kit: &Kit<'_>, allocator: &Shared, graph: &mut Graph, stream: &Stream) -> Checked {
+fn expect_usable(context: &TestContext, allocator: &Shared, graph: &mut Graph, stream: &Stream) -> CheckResult {
     const BYTES: u64 = 64 << 10;
     let input = Arc::new(allocator.allocate(BYTES, stream)?);
-    kit.write(input.ptr(), BYTES, 500, stream)?;
+    context.write_sequence(input.ptr(), BYTES, 500, stream)?;
     let key = graph.capture(stream, PLAIN, |capture| {
         capture.share(Arc::clone(&input))?;
-        capture_sum(kit, capture, input.ptr(), BYTES, 20)
+        capture_sum(context, capture, input.ptr(), BYTES, 20)
     })?;
     graph.replay(stream)?;
-    kit.expect("a graph after a failure", graph.buffer(key)?.ptr(), BYTES, 520, stream)?;
-    expect(!bench.instance.is_capturing(stream)?, "a stream that captures no more")?;
+    context.expect_sequence("a graph after a failure", graph.buffer(key)?.ptr(), BYTES, 520, stream)?;
+    expect(!context.instance().is_capturing(stream)?, "a stream that captures no more")?;
     Ok(graph.reset()?)
 }
 
-pub(super) fn a_broken_capture_names_the_call_and_all_is_usable(bench: &Bench) -> Checked {
-    Kit::with(bench, |kit| {
-        with_allocator(bench, |allocator, stream| {
-            let mut graph = graph(bench, allocator)?;
-            type Breaker<'a> = (&'static str, Box<dyn Fn() -> bool + 'a>);
-            let breakers: [Breaker<'_>; 3] = [
-                ("stream_query", Box::new(|| stream.query().is_err())),
-                ("stream_synchronize", Box::new(|| stream.synchronize().is_err())),
-                ("device_synchronize", Box::new(|| bench.device.synchronize().is_err())),
-            ];
-            for (name, breaks) in breakers {
-                let outcome = graph.capture(stream, PLAIN, |capture| {
-                    let key = capture.allocate(MIB)?;
-                    kit.add(capture.buffer(key)?.ptr(), capture.buffer(key)?.ptr(), MIB, 1, stream)?;
-                    Ok(breaks())
-                });
-                match refused(name, outcome)? {
-                    GraphError::CaptureFailed { error } => {
-                        let text = error.to_string();
-                        expect_eq("the code", error.code, ErrorCode::StreamCaptureInvalidated)?;
-                        expect(text.contains(name), &format!("an error that names {name}: {text}"))?;
-                    }
-                    other => return Err(Stop::Failed(format!("{name}: {other}"))),
+pub(super) fn a_broken_capture_names_the_call_and_all_is_usable(context: &TestContext) -> CheckResult {
+    with_allocator(context, |allocator, stream| {
+        let mut graph = graph(context, allocator)?;
+        type Breaker<'a> = (&'static str, Box<dyn Fn() -> bool + 'a>);
+        let breakers: [Breaker<'_>; 3] = [
+            ("stream_query", Box::new(|| stream.query().is_err())),
+            ("stream_synchronize", Box::new(|| stream.synchronize().is_err())),
+            ("device_synchronize", Box::new(|| context.device().synchronize().is_err())),
+        ];
+        for (name, breaks) in breakers {
+            let outcome = graph.capture(stream, PLAIN, |capture| {
+                let key = capture.allocate(MIB)?;
+                context.add_sequence(capture.buffer(key)?.ptr(), capture.buffer(key)?.ptr(), MIB, 1, stream)?;
+                Ok(breaks())
+            });
+            match refused(name, outcome)? {
+                GraphError::CaptureFailed { error } => {
+                    let text = error.to_string();
+                    expect_eq("the code", error.code, ErrorCode::StreamCaptureInvalidated)?;
+                    expect(text.contains(name), &format!("an error that names {name}: {text}"))?;
                 }
-                expect(!graph.is_captured() && graph.pools().is_empty(), "a graph as new")?;
-                expect_usable(bench, kit, allocator, &mut graph, stream)?;
+                other => return Err(CheckError::Failed(format!("{name}: {other}"))),
             }
-            Ok(())
-        })
+            expect(!graph.is_captured() && graph.pools().is_empty(), "a graph as new")?;
+            expect_usable(context, allocator, &mut graph, stream)?;
+        }
+        Ok(())
     })
 }
 
-pub(super) fn an_error_or_a_missing_join_ends_the_capture(bench: &Bench) -> Checked {
-    Kit::with(bench, |kit| {
-        with_allocator(bench, |allocator, stream| {
-            let mut graph = graph(bench, allocator)?;
-            let failed = graph.capture(stream, PLAIN, |capture| {
-                capture.allocate(30 * MIB)?;
-                Err::<(), _>(Error::ThreadEnding)
-            });
-            expect_eq("an error of the work's own", failed, Err(Error::ThreadEnding))?;
-            expect_usable(bench, kit, allocator, &mut graph, stream)?;
-            // Half of a fork: the stream was never joined.
-            let unjoined = graph.capture(stream, PLAIN, |capture| {
-                let (fork, key) = (capture.fork()?, capture.allocate(4096)?);
-                kit.add(capture.buffer(key)?.ptr(), capture.buffer(key)?.ptr(), 4096, 1, &fork)
-            });
-            let error = refused("work that was not joined", unjoined)?;
-            expect(matches!(error, GraphError::CaptureFailed { .. }), &format!("a capture that failed: {error}"))?;
-            expect_usable(bench, kit, allocator, &mut graph, stream)
-        })
+pub(super) fn an_error_or_a_missing_join_ends_the_capture(context: &TestContext) -> CheckResult {
+    with_allocator(context, |allocator, stream| {
+        let mut graph = graph(context, allocator)?;
+        let failed = graph.capture(stream, PLAIN, |capture| {
+            capture.allocate(30 * MIB)?;
+            Err::<(), _>(Error::ThreadEnding)
+        });
+        expect_eq("an error of the work's own", failed, Err(Error::ThreadEnding))?;
+        expect_usable(context, allocator, &mut graph, stream)?;
+        // Half of a fork: the stream was never joined.
+        let unjoined = graph.capture(stream, PLAIN, |capture| {
+            let (fork, key) = (capture.fork()?, capture.allocate(4096)?);
+            context.add_sequence(capture.buffer(key)?.ptr(), capture.buffer(key)?.ptr(), 4096, 1, &fork)
+        });
+        let error = refused("work that was not joined", unjoined)?;
+        expect(matches!(error, GraphError::CaptureFailed { .. }), &format!("a capture that failed: {error}"))?;
+        expect_usable(context, allocator, &mut graph, stream)
     })
 }
 
-pub(super) fn wrong_use_has_its_own_errors(bench: &Bench) -> Checked {
-    Kit::with(bench, |kit| {
-        with_allocator(bench, |allocator, stream| {
-            let (main, other) = (bench.device.default_stream()?, bench.device.lease_stream()?);
-            let mut graph = graph(bench, allocator)?;
-            let begin = |graph: &mut Graph, stream: &Stream, pool| {
-                graph.capture_begin(stream, CaptureOptions { pool, ..PLAIN })
-            };
-            expect_eq("an end without a begin", graph.capture_end(stream), Err(GraphError::NotCapturing.into()))?;
-            expect_eq("a replay before a capture", graph.replay(stream), Err(GraphError::NotCaptured.into()))?;
-            let default = begin(&mut graph, &main, None);
-            expect_eq("the default stream", default, Err(GraphError::DefaultStream.into()))?;
-            let gone = MemPool::new(allocator, &bench.device, PoolOptions::default())?.id();
-            let destroyed = begin(&mut graph, stream, Some(gone));
-            let device = bench.device.id();
-            let known = [Error::PoolReleased { pool: gone }, Error::UnknownPool { pool: gone, device }];
-            expect(destroyed.is_err_and(|error| known.contains(&error)), "a destroyed pool to be refused by name")?;
-            let refusal = begin(&mut graph, stream, Some(MemPoolId::DEFAULT));
-            expect_eq("the default pool", refusal, Err(GraphError::DefaultPool.into()))?;
-            let far = Instance::new(Arc::clone(bench.instance.driver()))?;
-            let foreign = Generator::new(&far.device(bench.device.index())?)?;
-            expect(!bench.instance.is_capturing(stream)?, "no capture after all these")?;
+pub(super) fn wrong_use_has_its_own_errors(context: &TestContext) -> CheckResult {
+    with_allocator(context, |allocator, stream| {
+        let (main, other) = (context.device().default_stream()?, context.device().lease_stream()?);
+        let mut graph = graph(context, allocator)?;
+        let begin =
+            |graph: &mut Graph, stream: &Stream, pool| graph.capture_begin(stream, CaptureOptions { pool, ..PLAIN });
+        expect_eq("an end without a begin", graph.capture_end(stream), Err(GraphError::NotCapturing.into()))?;
+        expect_eq("a replay before a capture", graph.replay(stream), Err(GraphError::NotCaptured.into()))?;
+        let default = begin(&mut graph, &main, None);
+        expect_eq("the default stream", default, Err(GraphError::DefaultStream.into()))?;
+        let gone = MemPool::new(allocator, context.device(), PoolOptions::default())?.id();
+        let destroyed = begin(&mut graph, stream, Some(gone));
+        let device = context.device_id;
+        let known = [Error::PoolReleased { pool: gone }, Error::UnknownPool { pool: gone, device }];
+        expect(destroyed.is_err_and(|error| known.contains(&error)), "a destroyed pool to be refused by name")?;
+        let refusal = begin(&mut graph, stream, Some(MemPoolId::DEFAULT));
+        expect_eq("the default pool", refusal, Err(GraphError::DefaultPool.into()))?;
+        let far = Instance::new(Arc::clone(&context.driver))?;
+        let foreign = Generator::new(&far.device(context.device().index())?)?;
+        expect(!context.instance().is_capturing(stream)?, "no capture after all these")?;
 
-            begin(&mut graph, stream, None)?;
-            let in_between = (|| -> Checked {
-                let nested = begin(&mut graph, stream, None);
-                expect_eq("a second begin", nested, Err(GraphError::AlreadyCapturing { stream: stream.id() }.into()))?;
-                let wrong = GraphError::WrongStream { began: stream.id(), ended: other.id() };
-                expect_eq("an end on another stream", graph.capture_end(&other), Err(wrong.into()))?;
-                expect_eq("a replay in a capture", graph.replay(&other), Err(GraphError::StillCapturing.into()))?;
-                let mut second = super::graph::graph(bench, allocator)?;
-                let busy = GraphError::StreamCaptures { stream: stream.id() };
-                expect_eq("a stream that captures", begin(&mut second, stream, None), Err(busy.into()))?;
-                let key = graph.scope()?.allocate(4096)?;
-                let ptr = graph.buffer(key)?.ptr();
-                let drawn = foreign.fill_bits((ptr, 16), stream);
-                expect_eq("a generator of another Instance", drawn, Err(GeneratorError::ForeignInstance.into()))?;
-                let apart = graph.scope()?.fill(key, Pattern::U8(1), 1, &other);
-                let apart_error = GraphError::StreamNotInCapture { stream: other.id() };
-                expect_eq("a stream that takes no part", apart, Err(apart_error.into()))?;
-                Ok(kit.add(ptr, ptr, 4096, 1, stream)?)
-            })();
-            // All of that has left the capture whole.
-            let ended = graph.capture_end(stream);
-            in_between?;
-            ended?;
-            graph.replay(stream)?;
-            expect_eq(
-                "a begin over a capture",
-                begin(&mut graph, stream, None),
-                Err(GraphError::AlreadyCaptured.into()),
-            )?;
-            expect_eq("a handle of what was not kept", graph.raw(), Err(GraphError::NotKept.into()))?;
-            graph.reset()?;
-            expect_usable(bench, kit, allocator, &mut graph, stream)?;
-            drop(foreign);
-            Ok(far.close()?)
-        })
+        begin(&mut graph, stream, None)?;
+        let in_between = (|| -> CheckResult {
+            let nested = begin(&mut graph, stream, None);
+            expect_eq("a second begin", nested, Err(GraphError::AlreadyCapturing { stream: stream.id() }.into()))?;
+            let wrong = GraphError::WrongStream { began: stream.id(), ended: other.id() };
+            expect_eq("an end on another stream", graph.capture_end(&other), Err(wrong.into()))?;
+            expect_eq("a replay in a capture", graph.replay(&other), Err(GraphError::StillCapturing.into()))?;
+            let mut second = super::graph_helpers::graph(context, allocator)?;
+            let busy = GraphError::StreamCaptures { stream: stream.id() };
+            expect_eq("a stream that captures", begin(&mut second, stream, None), Err(busy.into()))?;
+            let key = graph.scope()?.allocate(4096)?;
+            let ptr = graph.buffer(key)?.ptr();
+            let drawn = foreign.fill_bits((ptr, 16), stream);
+            expect_eq("a generator of another Instance", drawn, Err(GeneratorError::ForeignInstance.into()))?;
+            let apart = graph.scope()?.fill(key, Pattern::U8(1), 1, &other);
+            let apart_error = GraphError::StreamNotInCapture { stream: other.id() };
+            expect_eq("a stream that takes no part", apart, Err(apart_error.into()))?;
+            Ok(context.add_sequence(ptr, ptr, 4096, 1, stream)?)
+        })();
+        // All of that has left the capture whole.
+        let ended = graph.capture_end(stream);
+        in_between?;
+        ended?;
+        graph.replay(stream)?;
+        expect_eq("a begin over a capture", begin(&mut graph, stream, None), Err(GraphError::AlreadyCaptured.into()))?;
+        expect_eq("a handle of what was not kept", graph.raw(), Err(GraphError::NotKept.into()))?;
+        graph.reset()?;
+        expect_usable(context, allocator, &mut graph, stream)?;
+        drop(foreign);
+        Ok(far.close()?)
     })
 }

@@ -6,15 +6,15 @@ use std::collections::VecDeque;
 use std::sync::Barrier;
 use std::thread;
 
-use crate::driver::{Checked, Stop};
-use crate::expect::{expect, expect_eq, expect_same, skip};
-use warpool_driver::{BlasMatrix, ErrorCode, RawHandle, Sgemm};
-
-use super::{Bench, Check, checks};
 use warpool::handle::{Cublas, CublasLt, Cudnn, Cusolver, Cusparse, HandlePool, LibraryHandle, LibraryKind};
 use warpool::{Error, Stream};
+use warpool_driver::{BlasMatrix, ErrorCode, RawHandle, Sgemm};
 
-pub(super) const CHECKS: &[Check] = checks![
+use crate::check::Check;
+use crate::context::TestContext;
+use crate::expect::{CheckError, CheckResult, expect, expect_eq, expect_slice_eq, skip};
+
+pub(crate) const CHECKS: &[Check] = crate::checks![
     cublas_has_handles,
     cublaslt_has_handles,
     cudnn_has_handles,
@@ -34,25 +34,35 @@ const THREADS: usize = 1_000;
 const AT_ONCE_MAX: usize = 64;
 
 /// Runs `body` with a pool and closes that; skips if the library is not there.
-fn with_pool<K: LibraryKind>(bench: &Bench, kind: K, body: impl FnOnce(&HandlePool<K>) -> Checked) -> Checked {
-    let pool = HandlePool::new(&bench.instance, kind);
-    match pool.lease(&bench.device) {
+fn with_pool<K: LibraryKind>(
+    context: &TestContext,
+    kind: K,
+    body: impl FnOnce(&HandlePool<K>) -> CheckResult,
+) -> CheckResult {
+    let pool = HandlePool::new(context.instance(), kind);
+    match pool.lease(context.device()) {
         Err(Error::Driver(error)) if error.code == ErrorCode::SharedObjectInitFailed => return skip(error.to_string()),
         first => drop(first?),
     }
     let outcome = body(&pool);
-    outcome.and(pool.close().map_err(Stop::from))
+    outcome.and(pool.close().map_err(CheckError::from))
 }
 
 /// Makes handles of one kind, and points them at streams where they have one.
-fn has_handles<K: LibraryKind<Handle = LibraryHandle>>(bench: &Bench, kind: K, has_stream: bool) -> Checked {
-    with_pool(bench, kind, |pool| {
-        let [own, leased] = [(*pool.current(&bench.device)?).raw(), pool.lease(&bench.device)?.raw()];
+fn has_handles<K: LibraryKind<Handle = LibraryHandle>>(
+    context: &TestContext,
+    kind: K,
+    has_stream: bool,
+) -> CheckResult {
+    with_pool(context, kind, |pool| {
+        let [own, leased] = [(*pool.current(context.device())?).raw(), pool.lease(context.device())?.raw()];
         expect(own != RawHandle(0) && leased != RawHandle(0), "two handles of the library's")?;
-        expect_eq("handles", (pool.alive(&bench.device), pool.idle(&bench.device)), (2, 1))?;
-        let handle = pool.current(&bench.device)?;
+        expect_eq("handles", (pool.alive(context.device()), pool.idle(context.device())), (2, 1))?;
+        let handle = pool.current(context.device())?;
         expect_eq("the handle of a second fetch", handle.raw(), own)?;
-        for stream in [bench.device.pool_stream()?, bench.device.pool_stream()?, bench.device.default_stream()?] {
+        for stream in
+            [context.device().pool_stream()?, context.device().pool_stream()?, context.device().default_stream()?]
+        {
             match handle.set_stream(&stream) {
                 Err(Error::Driver(error)) if !has_stream && error.code == ErrorCode::NotSupported => {}
                 outcome => {
@@ -65,28 +75,28 @@ fn has_handles<K: LibraryKind<Handle = LibraryHandle>>(bench: &Bench, kind: K, h
     })
 }
 
-fn cublas_has_handles(bench: &Bench) -> Checked {
-    has_handles(bench, Cublas, true)
+fn cublas_has_handles(context: &TestContext) -> CheckResult {
+    has_handles(context, Cublas, true)
 }
 
-fn cublaslt_has_handles(bench: &Bench) -> Checked {
-    has_handles(bench, CublasLt, false)
+fn cublaslt_has_handles(context: &TestContext) -> CheckResult {
+    has_handles(context, CublasLt, false)
 }
 
-fn cudnn_has_handles(bench: &Bench) -> Checked {
-    has_handles(bench, Cudnn, true)
+fn cudnn_has_handles(context: &TestContext) -> CheckResult {
+    has_handles(context, Cudnn, true)
 }
 
-fn cusparse_has_handles(bench: &Bench) -> Checked {
-    has_handles(bench, Cusparse, true)
+fn cusparse_has_handles(context: &TestContext) -> CheckResult {
+    has_handles(context, Cusparse, true)
 }
 
-fn cusolver_has_handles(bench: &Bench) -> Checked {
-    has_handles(bench, Cusolver, true)
+fn cusolver_has_handles(context: &TestContext) -> CheckResult {
+    has_handles(context, Cusolver, true)
 }
 
 /// Runs `body` on a thread of its own, and waits until that is gone, with all that it held.
-fn on_a_thread<T: Send>(body: impl FnOnce() -> Checked<T> + Send) -> Checked<T> {
+fn on_a_thread<T: Send>(body: impl FnOnce() -> CheckResult<T> + Send) -> CheckResult<T> {
     thread::scope(|scope| joined(scope.spawn(body)))
 }
 
@@ -94,9 +104,9 @@ fn joined<T>(thread: thread::ScopedJoinHandle<'_, T>) -> T {
     thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
 }
 
-fn a_thread_keeps_its_handle(bench: &Bench) -> Checked {
-    with_pool(bench, Cublas, |pool| {
-        let fetch = || -> Checked<_> { Ok(pool.current(&bench.device)?.id()) };
+fn a_thread_keeps_its_handle(context: &TestContext) -> CheckResult {
+    with_pool(context, Cublas, |pool| {
+        let fetch = || -> CheckResult<_> { Ok(pool.current(context.device())?.id()) };
         let ours = fetch()?;
         let theirs = on_a_thread(|| {
             let first = fetch()?;
@@ -108,12 +118,12 @@ fn a_thread_keeps_its_handle(bench: &Bench) -> Checked {
     })
 }
 
-fn a_thousand_threads_need_few_handles(bench: &Bench) -> Checked {
+fn a_thousand_threads_need_few_handles(context: &TestContext) -> CheckResult {
     let at_once = thread::available_parallelism().map_or(8, |cores| 8 * cores.get()).min(AT_ONCE_MAX);
-    with_pool(bench, Cublas, |pool| {
-        let device = &bench.device;
+    with_pool(context, Cublas, |pool| {
+        let device = context.device();
         let all_here = Barrier::new(at_once);
-        let work = |number| -> Checked {
+        let work = |number| -> CheckResult {
             let handle = pool.current(device);
             if number < at_once {
                 // The first ones wait until each has its handle, so that there are as many as there may be.
@@ -138,27 +148,27 @@ fn a_thousand_threads_need_few_handles(bench: &Bench) -> Checked {
     })
 }
 
-fn a_handle_goes_on_to_the_next_thread(bench: &Bench) -> Checked {
-    with_pool(bench, Cublas, |pool| {
-        let stream = bench.device.pool_stream()?;
-        let visit = || -> Checked<_> {
-            let handle = pool.current(&bench.device)?;
+fn a_handle_goes_on_to_the_next_thread(context: &TestContext) -> CheckResult {
+    with_pool(context, Cublas, |pool| {
+        let stream = context.device().pool_stream()?;
+        let visit = || -> CheckResult<_> {
+            let handle = pool.current(context.device())?;
             handle.set_stream(&stream)?;
             Ok(handle.id())
         };
         let first = on_a_thread(visit)?;
         expect_eq("the handle of the next thread", on_a_thread(visit)?, first)?;
-        expect_eq("handles", (pool.alive(&bench.device), pool.idle(&bench.device)), (1, 1))
+        expect_eq("handles", (pool.alive(context.device()), pool.idle(context.device())), (1, 1))
     })
 }
 
-fn a_lease_works_on_another_thread(bench: &Bench) -> Checked {
-    with_pool(bench, Cublas, |pool| {
-        let lease = pool.lease(&bench.device)?;
-        let streams = [bench.device.pool_stream()?, bench.device.pool_stream()?];
-        multiply(bench, &lease, &streams[0])?;
+fn a_lease_works_on_another_thread(context: &TestContext) -> CheckResult {
+    with_pool(context, Cublas, |pool| {
+        let lease = pool.lease(context.device())?;
+        let streams = [context.device().pool_stream()?, context.device().pool_stream()?];
+        multiply(context, &lease, &streams[0])?;
         let lease = on_a_thread(move || {
-            multiply(bench, &lease, &streams[1])?;
+            multiply(context, &lease, &streams[1])?;
             Ok(lease)
         })?;
         let id = lease.id();
@@ -166,60 +176,59 @@ fn a_lease_works_on_another_thread(bench: &Bench) -> Checked {
             drop(lease);
             Ok(())
         })?;
-        expect_eq("the next lease", pool.lease(&bench.device)?.id(), id)
+        expect_eq("the next lease", pool.lease(context.device())?.id(), id)
     })
 }
 
 /// A product of small numbers, which is exact whatever the order of the sums.
-fn multiply(bench: &Bench, handle: &LibraryHandle, stream: &Stream) -> Checked {
+fn multiply(context: &TestContext, handle: &LibraryHandle, stream: &Stream) -> CheckResult {
     const SIDE: u32 = 2;
     let matrices: [f32; 8] = [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0];
     let bytes: Vec<u8> = matrices.iter().flat_map(|number| number.to_le_bytes()).collect();
-    bench.with_memory(48, |ptr| {
-        let matrix = |at| BlasMatrix { ptr: ptr.offset(at), stride: SIDE, transposed: false };
-        let product =
-            Sgemm { m: SIDE, n: SIDE, k: SIDE, alpha: 1.0, a: matrix(0), b: matrix(16), beta: 0.0, c: matrix(32) };
-        bench.instance.driver().upload(bench.device.id(), ptr, &bytes)?;
-        handle.set_stream(stream)?;
-        bench.instance.driver().blas_sgemm(handle.id(), &product)?;
-        stream.synchronize()?;
-        let got = bench.bytes_at(ptr.offset(32), 16)?;
-        let want: Vec<u8> = [23f32, 34.0, 31.0, 46.0].iter().flat_map(|number| number.to_le_bytes()).collect();
-        expect_same("the product", &got, &want)
-    })
+    let ptr = context.alloc(48)?;
+    let matrix = |at| BlasMatrix { ptr: ptr.offset(at), stride: SIDE, transposed: false };
+    let product =
+        Sgemm { m: SIDE, n: SIDE, k: SIDE, alpha: 1.0, a: matrix(0), b: matrix(16), beta: 0.0, c: matrix(32) };
+    context.driver.upload(context.device_id, ptr, &bytes)?;
+    handle.set_stream(stream)?;
+    context.driver.blas_sgemm(handle.id(), &product)?;
+    stream.synchronize()?;
+    let got = context.read_bytes(ptr.offset(32), 16)?;
+    let want: Vec<u8> = [23f32, 34.0, 31.0, 46.0].iter().flat_map(|number| number.to_le_bytes()).collect();
+    expect_slice_eq("the product", &got, &want)
 }
 
-fn two_devices_have_their_own_handles(bench: &Bench) -> Checked {
-    let second = bench.second_device()?;
-    with_pool(bench, Cublas, |pool| {
-        let [here, there] = [pool.current(&bench.device)?, pool.current(&second)?];
+fn two_devices_have_their_own_handles(context: &TestContext) -> CheckResult {
+    let second = context.second_device()?;
+    with_pool(context, Cublas, |pool| {
+        let [here, there] = [pool.current(context.device())?, pool.current(&second)?];
         expect(here.id() != there.id(), "different handles")?;
-        here.set_stream(&bench.device.pool_stream()?)?;
+        here.set_stream(&context.device().pool_stream()?)?;
         there.set_stream(&second.pool_stream()?)?;
         let foreign = second.pool_stream()?;
-        let refused = Error::HandleDevice { handle: bench.device.id(), stream: foreign.id(), owner: second.id() };
+        let refused = Error::HandleDevice { handle: context.device_id, stream: foreign.id(), owner: second.id() };
         expect_eq("a stream of the other device", here.set_stream(&foreign), Err(refused))
     })
 }
 
-fn trimming_destroys_what_is_idle(bench: &Bench) -> Checked {
-    with_pool(bench, Cublas, |pool| {
-        let held = pool.current(&bench.device)?;
-        drop([pool.lease(&bench.device)?, pool.lease(&bench.device)?]);
-        expect_eq("destroyed", pool.trim(&bench.device)?, 2)?;
-        expect_eq("handles", (pool.alive(&bench.device), pool.idle(&bench.device)), (1, 0))?;
-        multiply(bench, &held, &bench.device.pool_stream()?)
+fn trimming_destroys_what_is_idle(context: &TestContext) -> CheckResult {
+    with_pool(context, Cublas, |pool| {
+        let held = pool.current(context.device())?;
+        drop([pool.lease(context.device())?, pool.lease(context.device())?]);
+        expect_eq("destroyed", pool.trim(context.device())?, 2)?;
+        expect_eq("handles", (pool.alive(context.device()), pool.idle(context.device())), (1, 0))?;
+        multiply(context, &held, &context.device().pool_stream()?)
     })
 }
 
-fn a_closed_pool_gives_out_nothing(bench: &Bench) -> Checked {
-    with_pool(bench, Cublas, |pool| {
-        pool.current(&bench.device)?;
-        drop([pool.lease(&bench.device)?, pool.lease(&bench.device)?]);
+fn a_closed_pool_gives_out_nothing(context: &TestContext) -> CheckResult {
+    with_pool(context, Cublas, |pool| {
+        pool.current(context.device())?;
+        drop([pool.lease(context.device())?, pool.lease(context.device())?]);
         pool.clone().close()?;
-        expect_eq("handles", pool.alive(&bench.device), 0)?;
+        expect_eq("handles", pool.alive(context.device()), 0)?;
         let refused = Some(Error::HandlePoolClosed { library: Cublas.name() });
-        expect_eq("a fetch", pool.current(&bench.device).err(), refused.clone())?;
-        expect_eq("a lease", pool.lease(&bench.device).err(), refused)
+        expect_eq("a fetch", pool.current(context.device()).err(), refused.clone())?;
+        expect_eq("a lease", pool.lease(context.device()).err(), refused)
     })
 }

@@ -4,14 +4,14 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 
-use crate::driver::Checked;
-use crate::expect::{expect, expect_eq, expect_same};
-use warpool_driver::ForeignStream;
-
-use super::{Bench, Check, checks};
 use warpool::{Error, Instance, STREAMS_PER_POOL, Stream};
+use warpool_driver::{ForeignStream, Pattern};
 
-pub(super) const CHECKS: &[Check] = checks![
+use crate::check::Check;
+use crate::context::TestContext;
+use crate::expect::{CheckResult, expect, expect_eq, expect_slice_eq};
+
+pub(crate) const CHECKS: &[Check] = crate::checks![
     streams_come_in_turn,
     priorities_are_clamped_and_kept,
     threads_share_one_pool,
@@ -23,11 +23,11 @@ pub(super) const CHECKS: &[Check] = checks![
     what_is_in_use_cannot_be_closed,
 ];
 
-fn streams_come_in_turn(bench: &Bench) -> Checked {
+fn streams_come_in_turn(context: &TestContext) -> CheckResult {
     let streams: Vec<Stream> =
-        (0..2 * STREAMS_PER_POOL).map(|_| bench.device.pool_stream()).collect::<warpool::Result<_>>()?;
+        (0..2 * STREAMS_PER_POOL).map(|_| context.device().pool_stream()).collect::<warpool::Result<_>>()?;
     let (first, second) = streams.split_at(STREAMS_PER_POOL);
-    expect_same("the second round", second, first)?;
+    expect_slice_eq("the second round", second, first)?;
     let ids: BTreeSet<_> = first.iter().map(Stream::id).collect();
     expect_eq("different streams", ids.len(), STREAMS_PER_POOL)?;
     for stream in first {
@@ -40,20 +40,21 @@ fn streams_come_in_turn(bench: &Bench) -> Checked {
     Ok(())
 }
 
-fn priorities_are_clamped_and_kept(bench: &Bench) -> Checked {
-    let range = bench.device.priority_range()?;
+fn priorities_are_clamped_and_kept(context: &TestContext) -> CheckResult {
+    let range = context.device().priority_range()?;
     for (asked, given) in
         [(100, range.least), (0, range.least), (-100, range.greatest), (range.greatest, range.greatest)]
     {
-        expect_eq("a priority", bench.device.pool_stream_at(asked)?.priority()?, given)?;
+        expect_eq("a priority", context.device().pool_stream_at(asked)?.priority()?, given)?;
     }
-    expect_eq("the most urgent", bench.device.high_priority_stream()?.priority()?, range.greatest)
+    expect_eq("the most urgent", context.device().high_priority_stream()?.priority()?, range.greatest)
 }
 
-fn threads_share_one_pool(bench: &Bench) -> Checked {
+fn threads_share_one_pool(context: &TestContext) -> CheckResult {
     let ids = std::thread::scope(|scope| {
         let work = |_| {
-            scope.spawn(|| (0..8).map(|_| Ok(bench.device.pool_stream()?.id())).collect::<warpool::Result<Vec<_>>>())
+            scope
+                .spawn(|| (0..8).map(|_| Ok(context.device().pool_stream()?.id())).collect::<warpool::Result<Vec<_>>>())
         };
         let threads: Vec<_> = (0..4).map(work).collect();
         threads
@@ -65,44 +66,43 @@ fn threads_share_one_pool(bench: &Bench) -> Checked {
     expect_eq("different streams of four threads with eight each", ids.len(), STREAMS_PER_POOL)
 }
 
-fn leases_are_exclusive(bench: &Bench) -> Checked {
+fn leases_are_exclusive(context: &TestContext) -> CheckResult {
     let shared: BTreeSet<_> =
-        (0..STREAMS_PER_POOL).map(|_| Ok(bench.device.pool_stream()?.id())).collect::<warpool::Result<_>>()?;
-    let leases = (0..40).map(|_| bench.device.lease_stream()).collect::<warpool::Result<Vec<_>>>()?;
+        (0..STREAMS_PER_POOL).map(|_| Ok(context.device().pool_stream()?.id())).collect::<warpool::Result<_>>()?;
+    let leases = (0..40).map(|_| context.device().lease_stream()).collect::<warpool::Result<Vec<_>>>()?;
     let leased: BTreeSet<_> = leases.iter().map(|lease| lease.id()).collect();
     expect_eq("different leased streams", leased.len(), leases.len())?;
     expect(leased.is_disjoint(&shared), "leased streams that nobody shares")
 }
 
-fn a_returned_lease_is_leased_again(bench: &Bench) -> Checked {
-    let lease = bench.device.lease_stream()?;
+fn a_returned_lease_is_leased_again(context: &TestContext) -> CheckResult {
+    let lease = context.device().lease_stream()?;
     let id = lease.id();
     drop(lease);
-    expect_eq("the next lease", bench.device.lease_stream()?.id(), id)
+    expect_eq("the next lease", context.device().lease_stream()?.id(), id)
 }
 
-fn the_null_handle_is_the_default_stream(bench: &Bench) -> Checked {
-    let external = Stream::external(&bench.device, ForeignStream::NULL)?;
-    expect_eq("the stream", external, bench.device.default_stream()?)
+fn the_null_handle_is_the_default_stream(context: &TestContext) -> CheckResult {
+    let external = Stream::external(context.device(), ForeignStream::NULL)?;
+    expect_eq("the stream", external, context.device().default_stream()?)
 }
 
-fn waiting_for_a_stream_orders_the_work(bench: &Bench) -> Checked {
+fn waiting_for_a_stream_orders_the_work(context: &TestContext) -> CheckResult {
     const BYTES: u64 = 8 << 20;
-    let (first, second) = (bench.device.pool_stream()?, bench.device.pool_stream()?);
-    bench.with_memory(2 * BYTES, |ptr| {
-        for round in 1..=20 {
-            bench.fill(ptr, round, BYTES, &first)?;
-            second.wait_stream(&first)?;
-            bench.instance.driver().copy(ptr.offset(BYTES).into(), ptr.into(), BYTES, second.id())?;
-            first.wait_stream(&second)?;
-        }
-        second.synchronize()?;
-        expect_same("the last round", &bench.bytes_at(ptr.offset(2 * BYTES - 64), 64)?, &[20; 64])
-    })
+    let (first, second) = (context.device().pool_stream()?, context.device().pool_stream()?);
+    let ptr = context.alloc(2 * BYTES)?;
+    for round in 1..=20 {
+        context.driver.fill(ptr, Pattern::U8(round), BYTES, first.id())?;
+        second.wait_stream(&first)?;
+        context.driver.copy(ptr.offset(BYTES).into(), ptr.into(), BYTES, second.id())?;
+        first.wait_stream(&second)?;
+    }
+    second.synchronize()?;
+    expect_slice_eq("the last round", &context.read_bytes(ptr.offset(2 * BYTES - 64), 64)?, &[20; 64])
 }
 
-fn callbacks_run_in_stream_order(bench: &Bench) -> Checked {
-    let stream = bench.device.lease_stream()?;
+fn callbacks_run_in_stream_order(context: &TestContext) -> CheckResult {
+    let stream = context.device().lease_stream()?;
     let last = Arc::new(AtomicU32::new(0));
     let in_order = Arc::new(AtomicU32::new(0));
     for number in 1..=50 {
@@ -117,9 +117,9 @@ fn callbacks_run_in_stream_order(bench: &Bench) -> Checked {
     expect_eq("callbacks that came in order", in_order.load(Ordering::Relaxed), 50)
 }
 
-fn what_is_in_use_cannot_be_closed(bench: &Bench) -> Checked {
-    let instance = Instance::new(Arc::clone(bench.instance.driver()))?;
-    let stream = instance.device(bench.device.index())?.pool_stream()?;
+fn what_is_in_use_cannot_be_closed(context: &TestContext) -> CheckResult {
+    let instance = Instance::new(Arc::clone(&context.driver))?;
+    let stream = instance.device(context.device().index())?.pool_stream()?;
     expect_eq("closing", instance.close(), Err(Error::StillInUse { references: 1 }))?;
     let instance = stream.instance().clone();
     drop(stream);

@@ -1,0 +1,143 @@
+//! Kernels of executables that are given other arguments. Part of the suite of graphs.
+
+use warpool_driver::ErrorCode::InvalidValue;
+use warpool_driver::{
+    CaptureMode, ConditionalKind, GraphExecId, GraphId, KernelArg, LaunchShape, NodeId, NodeKind, Pattern, StreamId,
+};
+
+use crate::context::{KernelLog, Resource, TestContext};
+use crate::expect::{CheckResult, expect_eq, expect_error_of};
+
+/// The kernels among a template's nodes.
+fn kernels(context: &TestContext, graph: GraphId) -> CheckResult<Vec<NodeId>> {
+    let nodes = context.driver.graph_topology(graph)?.nodes;
+    Ok(nodes.iter().filter(|node| node.kind == NodeKind::Kernel).map(|node| node.id).collect())
+}
+
+/// Makes a node that appends to `log` append `value`.
+fn set(
+    context: &TestContext,
+    exec: GraphExecId,
+    node: NodeId,
+    log: KernelLog,
+    value: u32,
+) -> warpool_driver::Result<()> {
+    set_with(context, exec, node, log, value, LaunchShape::ONE)
+}
+
+fn set_with(
+    context: &TestContext,
+    exec: GraphExecId,
+    node: NodeId,
+    log: KernelLog,
+    value: u32,
+    shape: LaunchShape,
+) -> warpool_driver::Result<()> {
+    let append = context.kernels().expect("a log has loaded them").append;
+    context.set_exec_kernel(exec, node, append, shape, &[log.ptr.into(), KernelArg::U32(value)])
+}
+
+/// A template that appends 1, and an executable of it.
+fn appender(context: &TestContext, log: KernelLog, stream: StreamId) -> CheckResult<(GraphId, GraphExecId, NodeId)> {
+    let graph = context.capture(stream, || context.append(log, 1, stream))?;
+    Ok((graph, context.instantiate(graph)?, kernels(context, graph)?[0]))
+}
+
+pub(super) fn new_arguments_count_from_the_next_launch_on(context: &TestContext) -> CheckResult {
+    let (stream, log) = (context.stream()?, context.kernel_log(8)?);
+    let (_, exec, node) = appender(context, log, stream)?;
+    context.launch_graph(exec, stream)?;
+    for value in 2..5 {
+        set(context, exec, node, log, value)?;
+        context.launch_graph(exec, stream)?;
+    }
+    context.launch_graph(exec, stream)?;
+    context.synchronize(stream)?;
+    context.expect_log(log, &[1, 2, 3, 4, 4])
+}
+
+pub(super) fn launches_under_way_keep_their_arguments(context: &TestContext) -> CheckResult {
+    let (stream, log) = (context.stream()?, context.kernel_log(8)?);
+    let graph = context.capture(stream, || {
+        context.delay(stream)?;
+        context.append(log, 1, stream)?;
+        context.append(log, 2, stream)
+    })?;
+    let (exec, nodes) = (context.instantiate(graph)?, kernels(context, graph)?);
+    context.launch_graph(exec, stream)?;
+    set(context, exec, nodes[1], log, 10)?;
+    context.launch_graph(exec, stream)?;
+    set(context, exec, nodes[2], log, 20)?;
+    context.launch_graph(exec, stream)?;
+    context.synchronize(stream)?;
+    context.expect_log(log, &[1, 2, 10, 2, 10, 20])
+}
+
+pub(super) fn new_arguments_are_of_one_executable(context: &TestContext) -> CheckResult {
+    let (stream, log) = (context.stream()?, context.kernel_log(8)?);
+    let (graph, first, node) = appender(context, log, stream)?;
+    let second = context.instantiate(graph)?;
+    set(context, first, node, log, 2)?;
+    context.replay(first, stream)?;
+    context.replay(second, stream)?;
+    context.replay(context.instantiate(graph)?, stream)?;
+    context.expect_log(log, &[2, 1, 1])
+}
+
+pub(super) fn arguments_can_be_set_while_streams_capture(context: &TestContext) -> CheckResult {
+    let (stream, other, log) = (context.stream()?, context.stream()?, context.kernel_log(8)?);
+    let (_, exec, node) = appender(context, log, stream)?;
+    context.driver.capture_begin(other, CaptureMode::Global)?;
+    set(context, exec, node, log, 2)?;
+    let graph = context.end_capture(other)?;
+    expect_eq("nodes of the capture", context.driver.graph_topology(graph)?.nodes.len(), 0)?;
+    context.replay(exec, stream)?;
+    context.expect_log(log, &[2])
+}
+
+pub(super) fn arguments_for_other_nodes_are_refused(context: &TestContext) -> CheckResult {
+    let (stream, log, memory) = (context.stream()?, context.kernel_log(8)?, context.alloc(64)?);
+    let graph = context.capture(stream, || {
+        context.append(log, 1, stream)?;
+        Ok(context.driver.fill(memory, Pattern::U8(1), 64, stream)?)
+    })?;
+    let exec = context.instantiate(graph)?;
+    let nodes = context.driver.graph_topology(graph)?.nodes;
+    let fill = nodes[1].id;
+    let (_, _, foreign) = appender(context, log, stream)?;
+    let refused = |what: &str, result| expect_error_of(what, result, InvalidValue);
+    refused("a fill", set(context, exec, fill, log, 2))?;
+    refused("a node of another graph", set(context, exec, foreign, log, 2))?;
+    refused("a node never made", set(context, exec, NodeId(u64::MAX), log, 2))?;
+    context.replay(exec, stream)?;
+    context.expect_log(log, &[1])
+}
+
+pub(super) fn a_destroyed_template_has_no_nodes_to_set(context: &TestContext) -> CheckResult {
+    let (stream, log) = (context.stream()?, context.kernel_log(8)?);
+    let (graph, exec, node) = appender(context, log, stream)?;
+    set(context, exec, node, log, 2)?;
+    context.untrack(Resource::Graph(graph));
+    context.driver.graph_destroy(graph)?;
+    expect_error_of("a node of a template that is gone", set(context, exec, node, log, 3), InvalidValue)?;
+    context.replay(exec, stream)?;
+    context.expect_log(log, &[2])
+}
+
+pub(super) fn nodes_of_bodies_cannot_be_set(context: &TestContext) -> CheckResult {
+    context.conditional_kernels()?;
+    let (stream, inner, log) = (context.stream()?, context.stream()?, context.kernel_log(8)?);
+    let mut body = None;
+    let graph = context.capture(stream, || {
+        let flag = context.driver.conditional_create(stream, 1)?;
+        context.driver.conditional_begin(stream, flag, ConditionalKind::If, inner, CaptureMode::Relaxed)?;
+        context.append(log, 1, inner)?;
+        body = Some(context.end_capture(inner)?);
+        Ok(())
+    })?;
+    let nodes = kernels(context, body.expect("captured above"))?;
+    let exec = context.instantiate(graph)?;
+    expect_error_of("a node of a body", set(context, exec, nodes[0], log, 2), InvalidValue)?;
+    context.replay(exec, stream)?;
+    context.expect_log(log, &[1])
+}

@@ -1,0 +1,255 @@
+//! Pinned host memory, allocated and registered.
+
+use std::sync::Arc;
+
+use warpool_driver::ErrorCode::{HostMemoryAlreadyRegistered, HostMemoryNotRegistered, InvalidDevice, InvalidValue};
+use warpool_driver::{HostOptions, HostPages, HostPtr, HostRange};
+
+use crate::check::Check;
+use crate::context::{Resource, TestContext, to_bytes, to_words};
+use crate::expect::{CheckResult, expect_eq, expect_error, expect_error_of, expect_slice_eq, require};
+
+pub(crate) const CHECKS: &[Check] = crate::checks![
+    no_bytes_are_refused,
+    the_host_reads_what_it_wrote,
+    reads_and_writes_stay_in_their_range,
+    kernels_use_pinned_memory,
+    device_addresses_keep_offsets,
+    memory_that_is_not_pinned_has_no_device_address,
+    only_the_start_of_an_allocation_is_freed,
+    freeing_waits_for_the_device,
+    every_kind_of_pinned_memory_works,
+    memory_can_be_pinned_where_it_is,
+    nothing_is_registered_twice,
+    a_range_is_unregistered_by_its_start,
+    a_range_need_not_be_page_aligned,
+    registered_memory_is_not_freed,
+    unregistered_memory_is_not_pinned,
+    any_thread_may_free_pinned_memory,
+    pages_stay_while_they_are_pinned,
+    pages_are_pinned_once_at_a_time,
+    ; provoking hazards:
+    nothing_is_freed_twice,
+];
+
+fn no_bytes_are_refused(context: &TestContext) -> CheckResult {
+    expect_error(context.driver.host_alloc(context.device_id, 0, HostOptions::default()), InvalidValue)
+}
+
+fn the_host_reads_what_it_wrote(context: &TestContext) -> CheckResult {
+    for n in [1, 3, 4096, 4097, 100_001] {
+        let bytes = context.random_bytes(n);
+        let ptr = context.alloc_pinned_bytes(&bytes)?;
+        expect_slice_eq("pinned memory", &context.read_pinned(ptr, n)?, &bytes)?;
+        let (from, some) = (n / 3, context.random_bytes(n / 3));
+        context.driver.host_write(ptr.offset(from as u64), &some)?;
+        let mut want = bytes;
+        want[from..from + some.len()].copy_from_slice(&some);
+        expect_slice_eq("pinned memory, partly written", &context.read_pinned(ptr, n)?, &want)?;
+    }
+    Ok(())
+}
+
+fn reads_and_writes_stay_in_their_range(context: &TestContext) -> CheckResult {
+    let ptr = context.alloc_pinned_bytes(&[1; 4096])?;
+    let (read, write) = (
+        |ptr, n: usize| context.driver.host_read(ptr, &mut vec![0; n]),
+        |ptr, n: usize| context.driver.host_write(ptr, &vec![2; n]),
+    );
+    let nowhere = context.host_pages(1).ptr();
+    expect_error_of("a read past the end", read(ptr, 4097), InvalidValue)?;
+    expect_error_of("a read over the end", read(ptr.offset(4000), 97), InvalidValue)?;
+    expect_error_of("a read of other memory", read(nowhere, 16), InvalidValue)?;
+    expect_error_of("a write past the end", write(ptr, 4097), InvalidValue)?;
+    expect_error_of("a write over the end", write(ptr.offset(4000), 97), InvalidValue)?;
+    expect_error_of("a write of other memory", write(nowhere, 16), InvalidValue)?;
+    expect_slice_eq("the memory after the failures", &context.read_pinned(ptr, 4096)?, &[1; 4096])?;
+    Ok(read(ptr.offset(4000), 96)?)
+}
+
+fn kernels_use_pinned_memory(context: &TestContext) -> CheckResult {
+    let (stream, n) = (context.stream()?, 3000_u32);
+    let words = context.random_words(n as usize);
+    let ptr = context.alloc_pinned_bytes(&to_bytes(&words))?;
+    let there = context.driver.host_device_ptr(context.device_id, ptr)?;
+    context.add_u32(there, n, 77, stream)?;
+    context.synchronize(stream)?;
+    let want: Vec<u32> = words.iter().map(|word| word.wrapping_add(77)).collect();
+    expect_slice_eq("what the kernel left", &to_words(&context.read_pinned(ptr, 4 * n as usize)?), &want)
+}
+
+fn device_addresses_keep_offsets(context: &TestContext) -> CheckResult {
+    let ptr = context.alloc_pinned(10_000)?;
+    let start = context.driver.host_device_ptr(context.device_id, ptr)?;
+    for offset in [8, 4096, 9999] {
+        let inside = context.driver.host_device_ptr(context.device_id, ptr.offset(offset))?;
+        expect_eq("the device address inside", inside, start.offset(offset))?;
+    }
+    Ok(())
+}
+
+fn memory_that_is_not_pinned_has_no_device_address(context: &TestContext) -> CheckResult {
+    expect_error(context.driver.host_device_ptr(context.device_id, context.host_pages(1).ptr()), InvalidValue)
+}
+
+fn only_the_start_of_an_allocation_is_freed(context: &TestContext) -> CheckResult {
+    let ptr = context.alloc_pinned_bytes(&[4; 4096])?;
+    expect_error(context.driver.host_free(ptr.offset(8)), InvalidValue)?;
+    expect_error(context.driver.host_free(context.host_pages(1).ptr()), InvalidValue)?;
+    expect_slice_eq("the memory after the failures", &context.read_pinned(ptr, 4096)?, &[4; 4096])
+}
+
+fn nothing_is_freed_twice(context: &TestContext) -> CheckResult {
+    let ptr = context.alloc_pinned(4096)?;
+    context.untrack(Resource::Pinned(ptr));
+    context.driver.host_free(ptr)?;
+    expect_error(context.driver.host_free(ptr), InvalidValue)?;
+    expect_error(context.driver.host_read(ptr, &mut [0; 16]), InvalidValue)
+}
+
+fn freeing_waits_for_the_device(context: &TestContext) -> CheckResult {
+    let (stream, log, ptr) = (context.stream()?, context.kernel_log(1)?, context.alloc_pinned(1 << 20)?);
+    context.delay(stream)?;
+    context.append(log, 1, stream)?;
+    context.untrack(Resource::Pinned(ptr));
+    context.driver.host_free(ptr)?;
+    context.expect_idle("all work", stream)?;
+    context.expect_log(log, &[1])
+}
+
+fn every_kind_of_pinned_memory_works(context: &TestContext) -> CheckResult {
+    let (stream, memory) = (context.stream()?, context.alloc(4096)?);
+    for kind in 0..8 {
+        let options = HostOptions { portable: kind & 1 != 0, mapped: kind & 2 != 0, write_combined: kind & 4 != 0 };
+        let bytes = context.random_bytes(4096);
+        let ptr = context.driver.host_alloc(context.device_id, 4096, options)?;
+        context.track(Resource::Pinned(ptr));
+        context.driver.host_write(ptr, &bytes)?;
+        context.driver.copy(memory.into(), ptr.into(), 4096, stream)?;
+        context.synchronize(stream)?;
+        expect_slice_eq(&format!("memory copied from {options:?}"), &context.read_bytes(memory, 4096)?, &bytes)?;
+    }
+    Ok(())
+}
+
+/// Pages that can be pinned, or a skip.
+fn registrable(context: &TestContext, n: usize) -> CheckResult<HostRange> {
+    require(context.properties()?.host_registration, "the device pins no memory where it is")?;
+    Ok(context.host_pages(n))
+}
+
+fn memory_can_be_pinned_where_it_is(context: &TestContext) -> CheckResult {
+    let (stream, n) = (context.stream()?, 4096_u32);
+    let ptr = context.register(registrable(context, 4)?)?;
+    let words = context.random_words(n as usize);
+    let memory = context.alloc_words(&words)?;
+    context.driver.copy(ptr.into(), memory.into(), 4 * u64::from(n), stream)?;
+    let there = context.driver.host_device_ptr(context.device_id, ptr)?;
+    context.add_u32(there, n, 9, stream)?;
+    context.synchronize(stream)?;
+    let want: Vec<u32> = words.iter().map(|word| word.wrapping_add(9)).collect();
+    expect_slice_eq("what a copy and a kernel left", &to_words(&context.read_pinned(ptr, 4 * n as usize)?), &want)?;
+    context.driver.host_write(ptr, &[3; 64])?;
+    context.driver.copy(memory.into(), ptr.into(), 64, stream)?;
+    context.synchronize(stream)?;
+    expect_slice_eq("what was copied from it", &context.read_bytes(memory, 64)?, &[3; 64])
+}
+
+fn nothing_is_registered_twice(context: &TestContext) -> CheckResult {
+    let range = registrable(context, 4)?;
+    context.register(range.clone())?;
+    let register = |range| context.driver.host_register(context.device_id, range, HostOptions::default());
+    expect_error_of("the same range", register(range.clone()), HostMemoryAlreadyRegistered)?;
+    expect_error_of("a part of it", register(context.part_of(&range, 4096, 4096)), HostMemoryAlreadyRegistered)?;
+    expect_error_of("no bytes", register(context.part_of(&context.host_pages(1), 0, 0)), InvalidValue)
+}
+
+fn a_range_is_unregistered_by_its_start(context: &TestContext) -> CheckResult {
+    let ptr = context.register(registrable(context, 4)?)?;
+    expect_error(context.driver.host_unregister(ptr.offset(4096)), InvalidValue)?;
+    context.untrack(Resource::Registered(ptr));
+    context.driver.host_unregister(ptr)?;
+    expect_error(context.driver.host_unregister(ptr), HostMemoryNotRegistered)
+}
+
+fn a_range_need_not_be_page_aligned(context: &TestContext) -> CheckResult {
+    let range = context.part_of(&registrable(context, 4)?, 100, 5000);
+    let ptr = context.register(range)?;
+    let (stream, bytes) = (context.stream()?, context.random_bytes(5000));
+    let memory = context.alloc_bytes(&bytes)?;
+    context.driver.copy(ptr.into(), memory.into(), 5000, stream)?;
+    context.synchronize(stream)?;
+    expect_slice_eq("an odd range", &context.read_pinned(ptr, 5000)?, &bytes)
+}
+
+fn registered_memory_is_not_freed(context: &TestContext) -> CheckResult {
+    let ptr = context.register(registrable(context, 1)?)?;
+    expect_error(context.driver.host_free(ptr), InvalidValue)
+}
+
+fn unregistered_memory_is_not_pinned(context: &TestContext) -> CheckResult {
+    let (stream, memory) = (context.stream()?, context.alloc(64)?);
+    let ptr = context.register(registrable(context, 1)?)?;
+    context.untrack(Resource::Registered(ptr));
+    context.driver.host_unregister(ptr)?;
+    expect_error(context.driver.host_device_ptr(context.device_id, ptr), InvalidValue)?;
+    expect_error(context.driver.host_read(ptr, &mut [0; 16]), InvalidValue)?;
+    expect_error(context.driver.copy(memory.into(), ptr.into(), 64, stream), InvalidValue)
+}
+
+fn any_thread_may_free_pinned_memory(context: &TestContext) -> CheckResult {
+    let bytes = context.random_bytes(512);
+    let ptr: HostPtr = context.on_new_thread(|| context.alloc_pinned_bytes(&bytes))?;
+    expect_slice_eq("what another thread wrote", &context.read_pinned(ptr, 512)?, &bytes)?;
+    let (stream, memory) = (context.stream()?, context.alloc(512)?);
+    context.fill_index(memory, 128, stream)?;
+    context.driver.copy(ptr.into(), memory.into(), 512, stream)?;
+    context.synchronize(stream)?;
+    expect_slice_eq("what was copied", &to_words(&context.read_pinned(ptr, 512)?), &(0..128).collect::<Vec<_>>())?;
+    context.untrack(Resource::Pinned(ptr));
+    Ok(context.on_new_thread(|| context.driver.host_free(ptr))?)
+}
+
+/// Pages that can be pinned, or a skip.
+fn own_pages(context: &TestContext, bytes: u64) -> CheckResult<Arc<HostPages>> {
+    require(context.properties()?.host_registration, "the device pins no memory where it is")?;
+    Ok(HostPages::map(bytes, true).expect("the host has a few megabytes"))
+}
+
+fn pages_stay_while_they_are_pinned(context: &TestContext) -> CheckResult {
+    let (stream, n) = (context.stream()?, (5 << 20) + 4096);
+    let pages = own_pages(context, n)?;
+    pages.prefault(2);
+    let alive = Arc::downgrade(&pages);
+    let ptr = context.register(HostRange::of_pages(&pages))?;
+    let (bytes, end) = (context.random_bytes(4096), ptr.offset(n - 4096));
+    context.driver.host_write(ptr, &bytes)?;
+    drop(pages);
+    let there = context.alloc(4096)?;
+    context.driver.copy(there.into(), ptr.into(), 4096, stream)?;
+    context.driver.copy(end.into(), there.into(), 4096, stream)?;
+    context.synchronize(stream)?;
+    expect_slice_eq("the pages after their owner let them go", &context.read_pinned(ptr, 4096)?, &bytes)?;
+    expect_slice_eq("what came back from the device", &context.read_pinned(end, 4096)?, &bytes)?;
+    expect_eq("whether the driver keeps the pages", alive.strong_count(), 1)?;
+    context.untrack(Resource::Registered(ptr));
+    context.driver.host_unregister(ptr)?;
+    expect_eq("whether it keeps them after", alive.strong_count(), 0)
+}
+
+fn pages_are_pinned_once_at_a_time(context: &TestContext) -> CheckResult {
+    let pages = own_pages(context, 4096)?;
+    let register =
+        || context.driver.host_register(context.device_id, HostRange::of_pages(&pages), HostOptions::default());
+    // A registration that fails takes nothing.
+    let none = context.invalid_device_id()?;
+    let failed = context.driver.host_register(none, HostRange::of_pages(&pages), HostOptions::default());
+    expect_error(failed, InvalidDevice)?;
+    for _ in 0..2 {
+        let ptr = context.register(HostRange::of_pages(&pages))?;
+        expect_error_of("the same pages", register(), HostMemoryAlreadyRegistered)?;
+        context.untrack(Resource::Registered(ptr));
+        context.driver.host_unregister(ptr)?;
+    }
+    expect_eq("who has the pages in the end", Arc::strong_count(&pages), 1)
+}

@@ -1,0 +1,55 @@
+//! Helpers of the checks that capture graphs.
+
+use std::sync::Arc;
+
+use warpool::Stream;
+use warpool::graph::{BufferKey, Capture, CaptureOptions, Graph, GraphOptions};
+use warpool::memory::{Allocate, CachingAllocator, DeviceAllocator, MemPoolId, Settings};
+use warpool_driver::{CaptureMode, DevicePtr};
+
+use crate::context::TestContext;
+use crate::expect::{CheckResult, expect_eq};
+
+pub(super) type Shared = Arc<dyn DeviceAllocator>;
+
+pub(super) const PLAIN: CaptureOptions =
+    CaptureOptions { pool: None, mode: CaptureMode::Global, poller_patience: None };
+
+/// Runs `body` with an allocator and a stream to capture on, and expects everything to go back to the driver.
+pub(super) fn with_allocator(context: &TestContext, body: impl FnOnce(&Shared, &Stream) -> CheckResult) -> CheckResult {
+    let allocator: Shared = Arc::new(CachingAllocator::new(context.instance(), Settings::default()));
+    let stream = context.device().lease_stream()?;
+    let outcome = body(&allocator, &stream);
+    if outcome.is_err() {
+        // Whatever it left under way must not touch what goes now. The first failure is the one to report.
+        let _ = context.device().synchronize();
+        return outcome;
+    }
+    context.device().synchronize()?;
+    allocator.trim(context.device_id, MemPoolId::DEFAULT)?;
+    expect_eq("bytes held in the end", held(context, &allocator)?, 0)
+}
+
+pub(super) fn held(context: &TestContext, allocator: &Shared) -> CheckResult<u64> {
+    Ok(allocator.stats(context.device_id)?.reserved_bytes.all.current)
+}
+
+pub(super) fn graph(context: &TestContext, allocator: &Shared) -> warpool::Result<Graph> {
+    Graph::new(allocator, context.device(), GraphOptions::default())
+}
+
+/// Captures `output = input + by`, over memory of its own in between.
+pub(super) fn capture_sum(
+    context: &TestContext,
+    capture: &mut Capture<'_>,
+    from: DevicePtr,
+    bytes: u64,
+    by: u32,
+) -> warpool::Result<BufferKey> {
+    let stream = capture.stream().clone();
+    let between = capture.allocator().allocate(bytes, &stream)?;
+    context.add_sequence(between.ptr(), from, bytes, by - 1, &stream)?;
+    let output = capture.allocate(bytes)?;
+    context.add_sequence(capture.buffer(output)?.ptr(), between.ptr(), bytes, 1, &stream)?;
+    Ok(output)
+}
