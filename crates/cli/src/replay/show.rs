@@ -5,7 +5,7 @@ use std::path::Path;
 
 use comfy_table::Table;
 use serde_json::{Value, json};
-use warpool_trace::replay::{AllocatorChoice, Fidelity, Inferred, Outcome, ReplayReport};
+use warpool_trace::replay::{AllocatorChoice, Fidelity, Inferences, Outcome, ReplayReport};
 
 use super::{Args, Replayed};
 use crate::output::{self, Output};
@@ -154,12 +154,13 @@ fn remarks(report: &ReplayReport) -> Vec<String> {
         let times = if report.retries == 1 { "once".to_owned() } else { format!("{} times", report.retries) };
         remarks.push(format!("{times} everything cached was given back to make room"));
     }
-    let Inferred { cap, pools_inferred, segments_inferred, bytes_unknown_origin, notes, .. } = &report.inferred;
-    if let Some(cap) = cap {
-        let (least, below) = (size::show(cap.least), size::show(cap.below));
+    let inferred = &report.inferred;
+    let Inferences { pools_inferred, segments_inferred, bytes_unknown_origin, .. } = inferred;
+    if let Some(limit) = inferred.memory_limit {
+        let (least, below) = (size::show(limit.at_least), size::show(limit.below));
         remarks.push(format!(
             "ran under a limit of at least {least} and below {below}; taken to be {}",
-            size::show(cap.used)
+            size::show(limit.used)
         ));
     }
     if *pools_inferred > 0 || *segments_inferred > 0 {
@@ -170,7 +171,7 @@ fn remarks(report: &ReplayReport) -> Vec<String> {
         let bytes = size::show(*bytes_unknown_origin);
         remarks.push(format!("{bytes} were in use before the history starts; who allocated them is not known"));
     }
-    remarks.extend(notes.iter().cloned());
+    remarks.extend(inferred.remarks.iter().cloned());
     remarks
 }
 
@@ -209,7 +210,7 @@ fn object(file: &Path, replayed: &Replayed) -> Value {
             Outcome::OutOfMemory { event, report } => json!({ "event": event, "message": report.to_string() }),
         },
         "inferred": {
-            "cap_bytes": inferred.cap.map(|cap| cap.used),
+            "cap_bytes": inferred.memory_limit.map(|limit| limit.used),
             "free_block_order": inferred.free_block_order.name(),
             "pools_recorded": inferred.pools_recorded.iter().map(ToString::to_string).collect::<Vec<_>>(),
             "pools_inferred": inferred.pools_inferred,
@@ -217,7 +218,7 @@ fn object(file: &Path, replayed: &Replayed) -> Value {
             "segments_assumed": inferred.segments_assumed,
             "bytes_unknown_origin": inferred.bytes_unknown_origin,
             "bytes_reserved_at_start": inferred.bytes_reserved_at_start,
-            "notes": inferred.notes,
+            "notes": inferred.remarks,
         },
         "warnings": report.warnings,
     })

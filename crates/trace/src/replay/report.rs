@@ -1,58 +1,56 @@
-//! What a replay tells: plain data. Tables and JSON are made of it elsewhere.
+//! The result of a replay, as plain data. The command makes tables and JSON from it.
 
 use std::fmt;
 
 use warpool::memory::{FreeBlockOrder, MemPoolId, OomReport};
 
-/// What came of a replay. Numbers are those of the run that was asked for; [`fidelity`](Self::fidelity) is about the
-/// recorded settings.
+/// The result of a replay. The numbers are those of the requested run; [`fidelity`](Self::fidelity) is about the run
+/// with the recorded settings. Over several devices, peaks are sums over the devices.
 #[derive(Clone, Debug, Default)]
 pub struct ReplayReport {
     /// Events of the recording.
     pub events: u64,
     /// Allocations among them.
     pub allocations: u64,
-    /// How it ended.
+    /// How the replay ended.
     pub outcome: Outcome,
-    /// The most that callers had at once, after rounding to 512 bytes. Over several devices, the sum of theirs; so too
-    /// the next.
+    /// The largest sum of allocated bytes at one time, each allocation rounded to 512 bytes.
     pub peak_live_bytes: u64,
-    /// The most that was held from the driver at once.
+    /// The largest sum of bytes reserved from the driver at one time.
     pub peak_reserved_bytes: u64,
-    /// How often memory came from the driver.
+    /// How often memory was allocated or mapped from the driver.
     pub segments_allocated: u64,
-    /// How often everything cached was given back to try once more.
+    /// How often an allocation was retried after all cached memory had been released.
     pub retries: u64,
-    /// Requests that failed for lack of memory.
+    /// Requests that ran out of memory.
     pub ooms: u64,
-    /// Calls of the driver.
+    /// Driver calls.
     pub driver_calls: u64,
-    /// Those of them that wait for the device: synchronizations, and plain frees.
+    /// Driver calls that wait for the device: synchronizations, and `cuMemFree`.
     pub forced_syncs: u64,
-    /// How long the calls would have taken on the device that the cost model describes.
+    /// The time of the driver calls by the simulated device's cost model.
     pub driver_seconds_modelled: f64,
-    /// How long the replay took, with all that was tried to prove the model.
+    /// The time the replay took, with all runs that were needed to reproduce the recording.
     pub replay_seconds: f64,
-    /// Whether the model was proven on this recording.
+    /// How far the recorded settings reproduce the recording.
     pub fidelity: Fidelity,
-    /// What the recording does not say and was concluded.
-    pub inferred: Inferred,
-    /// What to keep in mind: such as a what-if on a model that was not proven.
+    /// What the recording does not contain and was inferred.
+    pub inferred: Inferences,
+    /// Warnings about the result, such as a what-if on a recording that could not be reproduced.
     pub warnings: Vec<String>,
 }
 
 /// How a replay ended.
 #[derive(Clone, Debug, Default)]
 pub enum Outcome {
-    /// At the end of the recording.
+    /// All events were replayed, and no request ran out of memory.
     #[default]
     Completed,
-    /// A request failed for lack of memory. Where the recording has that failure too, the replay went on as the program
-    /// did.
+    /// A request ran out of memory. If the recorded request did too, the replay went on behind it.
     OutOfMemory {
-        /// The event of the request, counted from 0.
+        /// The event of the first such request, counted from 0.
         event: u64,
-        /// What stood in the way.
+        /// The allocator's report.
         report: Box<OomReport>,
     },
 }
@@ -68,37 +66,37 @@ impl Outcome {
     }
 }
 
-/// How the recorded settings reproduce the recording.
+/// How far a replay with the recorded settings reproduces the recording.
 #[derive(Clone, Debug, Default)]
 pub struct Fidelity {
     /// Whether there was anything to compare with. Logs without segments have nothing.
     pub checked: bool,
-    /// Every address, every segment event, the peak, retries and failures are as recorded.
+    /// Every address, every segment event, the peak, the retries and the failures are as recorded.
     pub exact: bool,
     /// Allocations that got their recorded address.
     pub addresses_equal: u64,
-    /// All of them.
+    /// All allocations.
     pub addresses_total: u64,
-    /// The most that the recorded program held from the driver.
+    /// The largest sum of bytes that the recorded program reserved at one time.
     pub recorded_peak_reserved_bytes: u64,
-    /// How often it got memory from the driver.
+    /// How often it allocated or mapped memory from the driver.
     pub recorded_segments_allocated: u64,
-    /// What differed first.
+    /// The first difference.
     pub first_difference: Option<Difference>,
 }
 
-/// Where a replay left the recording.
+/// Where a replay differs from the recording.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Difference {
-    /// On which device.
+    /// The device.
     pub device: u32,
-    /// At which event, counted from 0; `None` if it showed only in the sums.
+    /// The event, counted from 0; `None` if only the totals differ.
     pub event: Option<u64>,
-    /// When, in microseconds since the first event.
+    /// Microseconds since the first event.
     pub time_us: i64,
     /// What was recorded.
     pub expected: String,
-    /// What came instead.
+    /// What the replay did.
     pub got: String,
 }
 
@@ -110,51 +108,42 @@ impl fmt::Display for Difference {
         match self.event {
             #[expect(clippy::cast_precision_loss, reason = "three decimals are shown")]
             Some(event) => write!(f, "event {event} at {:.3} ms", self.time_us as f64 / 1000.0)?,
-            None => f.write_str("in all")?,
+            None => f.write_str("in total")?,
         }
         write!(f, ": recorded {}, replayed {}", self.expected, self.got)
     }
 }
 
-/// What was concluded.
+/// What the recording does not contain and was inferred from its events.
 #[derive(Clone, Debug, Default)]
-pub struct Inferred {
-    /// The limit that the recorded program ran under.
-    pub cap: Option<InferredCap>,
-    /// Which of two free blocks of one size came first.
+pub struct Inferences {
+    /// The memory limit of the recorded program.
+    pub memory_limit: Option<InferredLimit>,
+    /// Which of several free blocks of one size was used first.
     pub free_block_order: FreeBlockOrder,
     /// The private pools that the recording names.
     pub pools_recorded: Vec<MemPoolId>,
-    /// Pools that must have been and are not named.
+    /// Private pools that the recording does not name.
     pub pools_inferred: u64,
-    /// Segments that were put into such a pool, or into a named one.
+    /// Segments of unknown pool that were assigned to a private pool.
     pub segments_inferred: u64,
-    /// Segments that were taken to be in the default pool, because nothing contradicts it.
+    /// Segments of unknown pool that were assumed to be in the default pool, since nothing contradicts it.
     pub segments_assumed: u64,
-    /// Bytes in use at the first event, whose allocation is not in the history.
+    /// Bytes in use at the first event whose allocation is not in the history.
     pub bytes_unknown_origin: u64,
-    /// Bytes held from the driver at the first event.
+    /// Bytes reserved from the driver at the first event.
     pub bytes_reserved_at_start: u64,
-    /// Whatever else a reader should know, in sentences.
-    pub notes: Vec<String>,
+    /// Further remarks for the reader, in sentences.
+    pub remarks: Vec<String>,
 }
 
-/// A limit, as far as a recording tells it.
+/// Bounds of a memory limit, and the value that was used.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct InferredCap {
-    /// It was at least this.
-    pub least: u64,
-    /// And below this.
+pub struct InferredLimit {
+    /// The limit was at least this.
+    pub at_least: u64,
+    /// The limit was below this.
     pub below: u64,
-    /// What it was taken to be.
+    /// The limit of the replay.
     pub used: u64,
-}
-
-/// How far a replay is.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct ReplayProgress {
-    /// Events done, in this run.
-    pub done: u64,
-    /// Events in all.
-    pub total: u64,
 }

@@ -1,19 +1,29 @@
 //! Files for the tests, and shorthands.
 
-#![allow(dead_code, clippy::allow_attributes, reason = "each test uses some of them")]
+#![allow(dead_code, clippy::allow_attributes, reason = "each test binary uses some of them")]
 
 use std::path::PathBuf;
 
-use warpool::memory::{Action, TraceEntry};
-use warpool_trace::{ReadError, ReadOptions, Recording};
+use warpool::memory::{Action, Snapshot, TraceEntry};
+use warpool_trace::{ReadError, ReadOptions, Recording, write_snapshot};
+
+pub const MIB: u64 = 1 << 20;
 
 /// Recordings of real programs.
 pub const RECORDINGS: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../../recordings");
 
-/// Where a file is: one of `tests/data`, or else a recording of a real program.
+/// The factor for the length of the longest tests: `WARPOOL_TEST_SCALE`, 1 by default.
+pub fn scale() -> u64 {
+    match std::env::var("WARPOOL_TEST_SCALE") {
+        Ok(factor) => factor.parse().expect("WARPOOL_TEST_SCALE is a whole number"),
+        Err(_) => 1,
+    }
+}
+
+/// The path of a file in `tests/data`, or else of a recording of a real program.
 pub fn path(name: &str) -> PathBuf {
-    let beside = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/data").join(name);
-    if beside.exists() { beside } else { PathBuf::from(RECORDINGS).join(name) }
+    let data = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/data").join(name);
+    if data.exists() { data } else { PathBuf::from(RECORDINGS).join(name) }
 }
 
 /// The bytes of such a file.
@@ -29,6 +39,13 @@ pub fn read(bytes: &[u8]) -> Result<Recording, ReadError> {
 /// Reads such a file, with stacks.
 pub fn recording(name: &str) -> Recording {
     read(&bytes(name)).unwrap_or_else(|error| panic!("{name}: {error}"))
+}
+
+/// The snapshot as a file.
+pub fn written(snapshot: &Snapshot) -> Vec<u8> {
+    let mut file = Vec::new();
+    write_snapshot(snapshot, &mut file).expect("writing to memory succeeds");
+    file
 }
 
 /// An entry with nothing but numbers.

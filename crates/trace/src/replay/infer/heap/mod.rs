@@ -1,0 +1,404 @@
+//! The segments and blocks that the recorded allocator had at one moment, reconstructed from the recording alone.
+//!
+//! A [`RecordedHeap`] places nothing by itself: an event names the block that was allocated or freed. It runs forward
+//! over the events, and backward by undoing them from the segments of the snapshot. On the way it answers which other
+//! free blocks a best-fit search would have preferred, from which pools are inferred.
+//!
+//! Why not the caching allocator's own free lists: those belong to one pool, while here the pools are still unknown and
+//! all free blocks of a stream are searched together. They run only forward and treat contradictions as bugs, while here
+//! blocks are restored backward with sizes that are corrected later, and a damaged recording may contradict itself.
+
+#[cfg(test)]
+mod tests;
+mod undo;
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use warpool::memory::{BlockState, MemPoolId, SegmentInfo, SegmentKind, SizeRules};
+
+use super::rules::{MIB, RecordedRules};
+
+/// The number of a segment in the order of appearance: the same in every pass over the same events.
+pub(in crate::replay) type SegmentId = u32;
+
+/// Memory from the driver: a segment, or the whole address range of an expandable segment with what is mapped in it.
+#[derive(Clone, Debug)]
+pub(in crate::replay) struct RecordedSegment {
+    /// The lowest address that it ever had.
+    pub base: u64,
+    /// The end of the highest address that it has.
+    pub end: u64,
+    pub stream: u64,
+    pub kind: SegmentKind,
+    pub expandable: bool,
+    /// Its pool, if the recording names it.
+    pub pool: Option<MemPoolId>,
+    /// Bytes that are mapped; 0 once it is freed.
+    pub bytes: u64,
+}
+
+/// A block of a segment.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(in crate::replay) struct RecordedBlock {
+    pub bytes: u64,
+    pub requested: u64,
+    pub state: BlockState,
+    pub segment: SegmentId,
+}
+
+/// The order of free blocks in a search: by size, then by age of the segment, then by address.
+type FreeKey = (u64, SegmentId, u64);
+
+/// The segments and their blocks at one moment.
+#[derive(Clone, Debug)]
+pub(in crate::replay) struct RecordedHeap {
+    rules: RecordedRules,
+    /// All that ever were, by id.
+    segments: Vec<RecordedSegment>,
+    /// Those that are not freed, by base address.
+    segments_by_base: BTreeMap<u64, SegmentId>,
+    blocks: BTreeMap<u64, RecordedBlock>,
+    /// Free blocks of each stream and kind, in the order of a search.
+    free: BTreeMap<(u64, SegmentKind), BTreeSet<FreeKey>>,
+    bytes_reserved: u64,
+}
+
+impl RecordedHeap {
+    pub fn new(rules: RecordedRules) -> Self {
+        Self {
+            rules,
+            segments: Vec::new(),
+            segments_by_base: BTreeMap::new(),
+            blocks: BTreeMap::new(),
+            free: BTreeMap::new(),
+            bytes_reserved: 0,
+        }
+    }
+
+    /// The state that a snapshot shows.
+    pub fn from_snapshot(rules: RecordedRules, segments: &[&SegmentInfo]) -> Self {
+        let mut heap = Self::new(rules);
+        for info in segments {
+            let (addr, bytes, pool) = (info.address, info.total_size, Some(info.pool));
+            let segment = if info.is_expandable {
+                heap.extend_expandable(addr, bytes, info.stream, Some(info.kind), pool, true)
+            } else {
+                heap.new_segment(addr, bytes, info.stream, info.kind, false, pool)
+            };
+            for block in &info.blocks {
+                let (bytes, requested) = (block.size, block.requested_size);
+                heap.insert(block.address, RecordedBlock { bytes, requested, state: block.state, segment });
+            }
+        }
+        heap
+    }
+
+    /// The expandable segments only, with all their blocks free.
+    pub fn expandable_segments_only(&self) -> Self {
+        let mut heap = Self::new(self.rules.clone());
+        for (&addr, block) in &self.blocks {
+            let from = self.segment(block.segment);
+            if from.expandable {
+                let segment = heap.extend_expandable(addr, block.bytes, from.stream, Some(from.kind), from.pool, true);
+                heap.insert(addr, RecordedBlock { state: BlockState::Inactive, segment, ..*block });
+                heap.merge(addr);
+            }
+        }
+        heap
+    }
+
+    pub fn rules(&self) -> &RecordedRules {
+        &self.rules
+    }
+
+    pub fn segment(&self, id: SegmentId) -> &RecordedSegment {
+        &self.segments[id as usize]
+    }
+
+    /// All segments that ever were, by id.
+    pub fn segments(&self) -> &[RecordedSegment] {
+        &self.segments
+    }
+
+    pub fn bytes_reserved(&self) -> u64 {
+        self.bytes_reserved
+    }
+
+    /// The blocks by address.
+    pub fn blocks(&self) -> &BTreeMap<u64, RecordedBlock> {
+        &self.blocks
+    }
+
+    /// A segment was allocated.
+    pub fn add_segment(&mut self, addr: u64, bytes: u64, stream: u64, pool: Option<MemPoolId>) -> SegmentId {
+        let segment = self.new_segment(addr, bytes, stream, SizeRules::kind_of_segment(bytes), false, pool);
+        self.insert(addr, RecordedBlock { bytes, requested: 0, state: BlockState::Inactive, segment });
+        segment
+    }
+
+    /// A segment was freed. `None` if there is none, or a block of it is in use.
+    pub fn remove_segment(&mut self, addr: u64, bytes: u64) -> Option<SegmentId> {
+        let block = *self.blocks.get(&addr)?;
+        let segment = block.segment;
+        if block.state != BlockState::Inactive || block.bytes != bytes || self.segment(segment).bytes != bytes {
+            return None;
+        }
+        self.remove(addr);
+        self.shrink(segment, bytes);
+        Some(segment)
+    }
+
+    /// Memory was mapped at the end of an expandable segment, or for a new one.
+    pub fn map(&mut self, addr: u64, bytes: u64, stream: u64, pool: Option<MemPoolId>) -> SegmentId {
+        let kind = SizeRules::kind_of_segment(bytes);
+        let segment = self.extend_expandable(addr, bytes, stream, Some(kind), pool, false);
+        self.insert_free(addr, bytes, segment);
+        segment
+    }
+
+    /// A part of an expandable segment was unmapped. `None` if it is not one free block.
+    pub fn unmap(&mut self, addr: u64, bytes: u64) -> Option<SegmentId> {
+        let (start, block) = self.free_block_around(addr, bytes)?;
+        self.remove(start);
+        let free = |bytes| RecordedBlock { bytes, requested: 0, ..block };
+        if start < addr {
+            self.insert(start, free(addr - start));
+        }
+        let (end, block_end) = (addr + bytes, start + block.bytes);
+        if end < block_end {
+            self.insert(end, free(block_end - end));
+        }
+        self.shrink(block.segment, bytes);
+        Some(block.segment)
+    }
+
+    /// A request got the block at `addr`. `None` if no free block of sufficient size starts there.
+    pub fn alloc(&mut self, addr: u64, requested: u64) -> Option<SegmentId> {
+        let block = *self.blocks.get(&addr)?;
+        let size = self.rules.sizes().round(requested);
+        if block.state != BlockState::Inactive || block.bytes < size {
+            return None;
+        }
+        self.remove(addr);
+        let rest = block.bytes - size;
+        let bytes = if rest > 0 && self.rules.splits(size, rest) {
+            self.insert(addr + size, RecordedBlock { bytes: rest, requested: 0, ..block });
+            size
+        } else {
+            block.bytes
+        };
+        self.insert(addr, RecordedBlock { bytes, requested, state: BlockState::ActiveAllocated, ..block });
+        Some(block.segment)
+    }
+
+    /// The block at `addr` was freed, and streams may still use it. `None` if it is not allocated.
+    pub fn free_requested(&mut self, addr: u64) -> Option<()> {
+        let block = self.blocks.get_mut(&addr).filter(|block| block.state == BlockState::ActiveAllocated)?;
+        block.state = BlockState::ActivePendingFree;
+        Some(())
+    }
+
+    /// The block at `addr` became free. `None` if it was not in use.
+    pub fn free_completed(&mut self, addr: u64) -> Option<()> {
+        let block = *self.blocks.get(&addr).filter(|block| block.state != BlockState::Inactive)?;
+        self.insert(addr, RecordedBlock { state: BlockState::Inactive, ..block });
+        self.merge(addr);
+        Some(())
+    }
+
+    /// Free blocks that a search for `size` would have preferred to the one at `chosen`, or to new memory where that is
+    /// `None`, if they were in the same pool: their addresses and segments.
+    pub fn preferred_blocks(&self, stream: u64, size: u64, chosen: Option<u64>) -> Vec<(u64, SegmentId)> {
+        const COUNT_MAX: usize = 256;
+        let Some(free) = self.free.get(&(stream, SizeRules::kind(size))) else { return Vec::new() };
+        let chosen = chosen.and_then(|addr| Some((addr, self.blocks.get(&addr)?)));
+        let chosen_key = chosen.map_or((u64::MAX, 0, 0), |(addr, block)| self.key(addr, block));
+        if chosen_key < (size, 0, 0) {
+            // Too small for the request: the recording contradicts itself.
+            return Vec::new();
+        }
+        let chosen_size = chosen.map_or(u64::MAX, |(addr, block)| self.extended_size(addr, block));
+        free.range((size, 0, 0)..chosen_key)
+            .map(|&(_, _, addr)| (addr, &self.blocks[&addr]))
+            // Of blocks that can be extended the one that can be extended least is preferred.
+            .filter(|&(addr, block)| {
+                self.rules.sizes().may_serve(size, block.bytes) && self.extended_size(addr, block) <= chosen_size
+            })
+            .map(|(addr, block)| (addr, block.segment))
+            .take(COUNT_MAX)
+            .collect()
+    }
+
+    /// Segments of which at least a part could be returned to the driver.
+    pub fn releasable_segments(&self) -> Vec<SegmentId> {
+        let mut found = Vec::new();
+        for (&(_, kind), free) in &self.free {
+            let chunk = self.rules.sizes().chunk(kind);
+            for &(bytes, _, addr) in free {
+                let id = self.blocks[&addr].segment;
+                let segment = self.segment(id);
+                let releasable = if segment.expandable {
+                    let first_chunk = segment.base + (addr - segment.base).next_multiple_of(chunk);
+                    first_chunk + chunk <= addr + bytes
+                } else {
+                    bytes == segment.bytes
+                };
+                if releasable {
+                    found.push(id);
+                }
+            }
+        }
+        found
+    }
+
+    /// The size of a free block with the unmapped addresses behind it.
+    fn extended_size(&self, addr: u64, block: &RecordedBlock) -> u64 {
+        let segment = self.segment(block.segment);
+        if !segment.expandable {
+            return block.bytes;
+        }
+        let end = addr + block.bytes;
+        if end == segment.end {
+            return u64::MAX;
+        }
+        let next = self.blocks.range(end..).next().map_or(end, |(&next, _)| next);
+        next - addr
+    }
+
+    fn key(&self, addr: u64, block: &RecordedBlock) -> FreeKey {
+        (block.bytes, if self.rules.oldest_segment_first() { block.segment } else { 0 }, addr)
+    }
+
+    fn insert_free(&mut self, addr: u64, bytes: u64, segment: SegmentId) {
+        self.insert(addr, RecordedBlock { bytes, requested: 0, state: BlockState::Inactive, segment });
+        self.merge(addr);
+    }
+
+    /// Inserts a block. In a recording that contradicts itself there may be one at this address, which is replaced.
+    fn insert(&mut self, addr: u64, block: RecordedBlock) {
+        if self.blocks.contains_key(&addr) {
+            self.remove(addr);
+        }
+        if block.state == BlockState::Inactive {
+            let segment = self.segment(block.segment);
+            let list = (segment.stream, segment.kind);
+            let key = self.key(addr, &block);
+            self.free.entry(list).or_default().insert(key);
+        }
+        self.blocks.insert(addr, block);
+    }
+
+    fn remove(&mut self, addr: u64) -> RecordedBlock {
+        let block = self.blocks.remove(&addr).expect("only blocks that were found are removed");
+        if block.state == BlockState::Inactive {
+            let segment = self.segment(block.segment);
+            let list = (segment.stream, segment.kind);
+            let key = self.key(addr, &block);
+            let was_listed = self.free.get_mut(&list).is_some_and(|free| free.remove(&key));
+            assert!(was_listed, "a free block is in the free list of its stream and kind");
+        }
+        block
+    }
+
+    /// Merges the free block at `addr` with free neighbours in its segment.
+    fn merge(&mut self, addr: u64) {
+        let mut block = self.remove(addr);
+        let mut start = addr;
+        let joins = |other: &RecordedBlock| other.segment == block.segment && other.state == BlockState::Inactive;
+        if let Some((&before, other)) = self.blocks.range(..addr).next_back()
+            && before + other.bytes == addr
+            && joins(other)
+        {
+            start = before;
+            block.bytes += self.remove(before).bytes;
+        }
+        let end = start + block.bytes;
+        if let Some(other) = self.blocks.get(&end)
+            && other.segment == block.segment
+            && other.state == BlockState::Inactive
+        {
+            block.bytes += self.remove(end).bytes;
+        }
+        self.insert(start, RecordedBlock { requested: 0, ..block });
+    }
+
+    /// The free block that contains the whole range.
+    fn free_block_around(&self, addr: u64, bytes: u64) -> Option<(u64, RecordedBlock)> {
+        let (&start, &block) = self.blocks.range(..=addr).next_back()?;
+        (block.state == BlockState::Inactive && addr + bytes <= start + block.bytes).then_some((start, block))
+    }
+
+    fn new_segment(
+        &mut self,
+        addr: u64,
+        bytes: u64,
+        stream: u64,
+        kind: SegmentKind,
+        expandable: bool,
+        pool: Option<MemPoolId>,
+    ) -> SegmentId {
+        let id = SegmentId::try_from(self.segments.len()).expect("fewer than 2^32 segments");
+        self.segments.push(RecordedSegment { base: addr, end: addr + bytes, stream, kind, expandable, pool, bytes });
+        self.segments_by_base.insert(addr, id);
+        self.bytes_reserved += bytes;
+        id
+    }
+
+    /// Adds mapped bytes to the expandable segment that they belong to, or makes a new one. `near`: there may be gaps
+    /// to the rest of the segment.
+    fn extend_expandable(
+        &mut self,
+        addr: u64,
+        bytes: u64,
+        stream: u64,
+        kind: Option<SegmentKind>,
+        pool: Option<MemPoolId>,
+        near: bool,
+    ) -> SegmentId {
+        // Address ranges lie further apart than a device has memory, so what is near belongs to the same range.
+        let distance_max = if near { 4096 * MIB } else { 0 };
+        let belongs = |segment: &RecordedSegment| {
+            segment.expandable
+                && segment.stream == stream
+                && kind.is_none_or(|kind| kind == segment.kind)
+                && (pool.is_none() || segment.pool.is_none() || pool == segment.pool)
+                && addr <= segment.end.saturating_add(distance_max)
+                && addr + bytes + distance_max >= segment.base
+                && (near || addr >= segment.base)
+        };
+        let below = self.segments_by_base.range(..=addr).next_back();
+        let above = self.segments_by_base.range(addr..).next();
+        let found = below.into_iter().chain(above).map(|(_, &id)| id).find(|&id| belongs(self.segment(id)));
+        let Some(id) = found else {
+            let whole_chunks = bytes.is_multiple_of(self.rules.sizes().chunk(SegmentKind::Large));
+            let likely_kind = if whole_chunks { SegmentKind::Large } else { SegmentKind::Small };
+            return self.new_segment(addr, bytes, stream, kind.unwrap_or(likely_kind), true, pool);
+        };
+        let segment = &mut self.segments[id as usize];
+        let base = segment.base;
+        segment.base = base.min(addr);
+        segment.end = segment.end.max(addr + bytes);
+        segment.bytes += bytes;
+        segment.pool = segment.pool.or(pool);
+        if addr < base {
+            self.segments_by_base.remove(&base);
+            self.segments_by_base.insert(addr, id);
+        }
+        self.bytes_reserved += bytes;
+        id
+    }
+
+    /// Takes `bytes` off a segment, which is freed with its last byte. A recording that contradicts itself may return
+    /// more than there is.
+    fn shrink(&mut self, id: SegmentId, bytes: u64) {
+        self.bytes_reserved = self.bytes_reserved.saturating_sub(bytes);
+        let segment = &mut self.segments[id as usize];
+        segment.bytes = segment.bytes.saturating_sub(bytes);
+        if segment.bytes == 0 {
+            self.segments_by_base.remove(&segment.base);
+        } else if segment.expandable {
+            let last = self.blocks.range(segment.base..segment.end).next_back();
+            segment.end = last.map_or(segment.base, |(&addr, block)| addr + block.bytes);
+        }
+    }
+}

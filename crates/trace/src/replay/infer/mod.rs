@@ -1,0 +1,198 @@
+//! What a recording does not contain and is inferred from its events before it is replayed: the state at its start, the
+//! pool of each allocation, why memory was released, and the memory limit.
+
+mod heap;
+mod initial_state;
+mod limit;
+mod observe;
+mod pools;
+mod rules;
+mod split_releases;
+pub(super) mod toggles;
+
+use warpool::memory::{Action, Settings, TraceEntry};
+
+pub(super) use heap::{RecordedHeap, RecordedSegment, SegmentId};
+pub(super) use initial_state::InitialState;
+pub(super) use limit::{LimitBounds, ReleaseCause, RetryBounds};
+pub(super) use pools::{DEFAULT_POOL, InferredPools, PoolIndex, PoolOrigin};
+pub(super) use rules::{MIB, RecordedRules};
+
+use super::recording::DeviceRecording;
+use limit::{ReleaseCauses, infer_causes};
+use observe::{Observations, observe};
+
+/// Which signs in a recording are used.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct InferOptions {
+    /// A pause between two freed segments separates two releases. A slow driver pauses too.
+    pub pauses_end_releases: bool,
+    /// The choice of a block shows which segments were in one pool. Where settings changed on the way it may have had
+    /// other reasons.
+    pub choices_show_pools: bool,
+}
+
+/// What was inferred about the recording of one device.
+#[derive(Debug)]
+pub(super) struct Inference {
+    /// The recorded settings, with an assumed order of free blocks.
+    pub settings: Settings,
+    /// The state before the first event; `None` if there was nothing.
+    pub initial: Option<InitialState>,
+    pub pools: InferredPools,
+    /// The pool of each allocation; the default pool for those beyond the end.
+    pub allocation_pools: Vec<PoolIndex>,
+    /// Likewise of each failed request.
+    pub failed_request_pools: Vec<PoolIndex>,
+    /// Releases in the order of their events.
+    pub releases: Vec<InferredRelease>,
+    pub limit: Option<LimitBounds>,
+    pub retries: RetryBounds,
+    /// Events that do not match the state before them.
+    pub mismatches: u64,
+    /// Remarks for the reader.
+    pub remarks: Vec<String>,
+}
+
+/// A release and why it happened.
+#[derive(Debug)]
+pub(super) struct InferredRelease {
+    pub events: std::ops::Range<usize>,
+    pub cause: ReleaseCause,
+    /// The private pools of the released segments, ascending.
+    pub private_pools: Vec<PoolIndex>,
+}
+
+impl Inference {
+    /// Infers nothing: the history is complete, and everything is in the default pool.
+    pub fn none(settings: Settings) -> Self {
+        Self {
+            settings,
+            initial: None,
+            pools: InferredPools::default_only(),
+            allocation_pools: Vec::new(),
+            failed_request_pools: Vec::new(),
+            releases: Vec::new(),
+            limit: None,
+            retries: RetryBounds::default(),
+            mismatches: 0,
+            remarks: Vec::new(),
+        }
+    }
+
+    /// Infers all that the recording shows.
+    pub fn new(recording: DeviceRecording<'_>, settings: Settings, options: InferOptions) -> Self {
+        let rules = RecordedRules::new(&settings);
+        let mut initial = initial_state(recording, &rules, options);
+        let mut observed = observe_corrected(recording, initial.as_mut(), &rules, options);
+        if !options.choices_show_pools {
+            observed.conflicts.clear();
+        }
+        if !rules.releases_partially() {
+            split_releases::split_releases(&mut observed);
+        }
+        let mut pools = InferredPools::infer(&observed, rules.releases_partially());
+        let ReleaseCauses { causes, limit, retries, mut remarks } = infer_causes(&observed, &pools, &rules);
+        let failed_request_pools = recorded_pools(recording.events, Action::Oom, &mut pools);
+        let allocation_pools = match recording.names_pools {
+            true => recorded_pools(recording.events, Action::Alloc, &mut pools),
+            false => pools.of_allocations(&observed),
+        };
+        let releases = observed.releases.iter().zip(causes).map(|(release, cause)| {
+            let mut private_pools: Vec<PoolIndex> = release.segments.iter().map(|&id| pools.of_segment(id)).collect();
+            private_pools.retain(|&pool| pool != DEFAULT_POOL);
+            private_pools.sort_unstable();
+            private_pools.dedup();
+            InferredRelease { events: release.events.clone(), cause, private_pools }
+        });
+        let releases = releases.collect();
+        if let Some(initial) = &initial {
+            remark_on_initial_state(initial, &mut remarks);
+        }
+        // With settings that changed, blocks were split by other rules than are known here.
+        let mismatches = if options.choices_show_pools { observed.mismatches } else { 0 };
+        Self {
+            settings,
+            initial,
+            pools,
+            allocation_pools,
+            failed_request_pools,
+            releases,
+            limit,
+            retries,
+            mismatches,
+            remarks,
+        }
+    }
+}
+
+/// Whether some segments were freed with a pause between them, so that it matters whether pauses separate releases.
+pub(super) fn has_pauses(recording: DeviceRecording<'_>) -> bool {
+    observe::has_pauses(recording.events)
+}
+
+/// The state before the first event, if the history starts late.
+fn initial_state(recording: DeviceRecording<'_>, rules: &RecordedRules, options: InferOptions) -> Option<InitialState> {
+    if !recording.has_segments() || recording.is_complete() {
+        return None;
+    }
+    let initial = InitialState::reconstruct(recording, rules.clone());
+    if initial.events_not_undone > 0 {
+        // The history may still be complete, with segments in the snapshot that do not match it.
+        let from_empty = observe(recording, RecordedHeap::new(rules.clone()), options.pauses_end_releases);
+        if from_empty.mismatches < initial.events_not_undone {
+            return None;
+        }
+    }
+    Some(initial)
+}
+
+/// Passes over the events. A block of the initial state that would have been chosen and was not must have been smaller,
+/// if that is possible; then the pass starts again.
+fn observe_corrected(
+    recording: DeviceRecording<'_>,
+    initial: Option<&mut InitialState>,
+    rules: &RecordedRules,
+    options: InferOptions,
+) -> Observations {
+    const PASSES_MAX: u32 = 16;
+    let observe = |heap: RecordedHeap| observe(recording, heap, options.pauses_end_releases);
+    let Some(initial) = initial else { return observe(RecordedHeap::new(rules.clone())) };
+    for _ in 0..PASSES_MAX {
+        let observed = observe(initial.heap.clone());
+        let before = initial.blocks_extended;
+        for conflict in &observed.conflicts {
+            let extended = initial.heap.extend_block_before(conflict.addr, conflict.excess);
+            initial.blocks_extended += u64::from(extended.is_some());
+        }
+        if initial.blocks_extended == before {
+            return observed;
+        }
+    }
+    observe(initial.heap.clone())
+}
+
+/// The pools that the events of that kind name.
+fn recorded_pools(events: &[TraceEntry], action: Action, pools: &mut InferredPools) -> Vec<PoolIndex> {
+    let events = events.iter().filter(|event| event.action == action);
+    events.map(|event| event.pool.map_or(DEFAULT_POOL, |id| pools.recorded(id))).collect()
+}
+
+fn remark_on_initial_state(initial: &InitialState, remarks: &mut Vec<String>) {
+    remarks.push(format!(
+        "the history starts late: {} MiB were already reserved, {} MiB of them in use by allocations that are not in the \
+         history; this state was reconstructed backward from the snapshot",
+        initial.heap.bytes_reserved() / MIB,
+        initial.bytes_unknown_origin / MIB
+    ));
+    if initial.blocks_extended > 0 {
+        let count = initial.blocks_extended;
+        remarks
+            .push(format!("the sizes of {count} blocks from before the history were inferred from later allocations"));
+    }
+    if initial.events_not_undone > 0 {
+        let count = initial.events_not_undone;
+        remarks
+            .push(format!("{count} events could not be undone: the segments of the snapshot do not match the history"));
+    }
+}

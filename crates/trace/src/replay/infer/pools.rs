@@ -1,0 +1,243 @@
+//! The pool of each segment. Newer recordings name it. Older ones name it only for segments that are in the snapshot;
+//! another segment is assumed to be in the default pool unless the recording contradicts that: a better block was passed
+//! over, new memory was allocated although a free block fitted, or some segments were released while others stayed that
+//! would have been released with them.
+//!
+//! A finer division always explains a recording, in the extreme one pool per segment. So the coarsest one is inferred,
+//! and the number of inferred assignments is reported.
+
+use std::collections::BTreeMap;
+
+use warpool::memory::MemPoolId;
+
+use super::heap::SegmentId;
+use super::observe::{Observations, SEGMENT_UNKNOWN};
+
+/// A pool by its number in [`InferredPools::origins`].
+pub(in crate::replay) type PoolIndex = u16;
+
+/// The default pool.
+pub(in crate::replay) const DEFAULT_POOL: PoolIndex = 0;
+
+/// Where a pool is known from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(in crate::replay) enum PoolOrigin {
+    /// The recording names it.
+    Recorded(MemPoolId),
+    /// Some segments cannot have been in a recorded pool.
+    Inferred,
+}
+
+/// The pools of a recording and the pool of each segment.
+#[derive(Clone, Debug)]
+pub(in crate::replay) struct InferredPools {
+    /// All pools, the default pool first.
+    origins: Vec<PoolOrigin>,
+    of_segment: Vec<PoolIndex>,
+    segments_inferred: u64,
+    segments_assumed: u64,
+    conflicts_left: u64,
+}
+
+impl InferredPools {
+    /// The default pool only.
+    pub fn default_only() -> Self {
+        Self {
+            origins: vec![PoolOrigin::Recorded(MemPoolId::DEFAULT)],
+            of_segment: Vec::new(),
+            segments_inferred: 0,
+            segments_assumed: 0,
+            conflicts_left: 0,
+        }
+    }
+
+    /// Assigns the segments to pools. `releases_partially`: a release that keeps segments need not be that of a pool.
+    pub(super) fn infer(observed: &Observations, releases_partially: bool) -> Self {
+        let mut pools = Self::default_only();
+        let known: Vec<bool> = observed.segments.iter().map(|segment| segment.pool.is_some()).collect();
+        pools.of_segment = vec![DEFAULT_POOL; observed.segments.len()];
+        for (segment, info) in observed.segments.iter().enumerate() {
+            if let Some(id) = info.pool {
+                pools.of_segment[segment] = pools.recorded(id);
+            }
+        }
+        let assigned = pools.assign_released(observed, &known, releases_partially);
+        pools.resolve_conflicts(observed, &known, &assigned);
+        for (segment, known) in known.iter().enumerate() {
+            if !known {
+                let inferred = pools.of_segment[segment] != DEFAULT_POOL;
+                pools.segments_inferred += u64::from(inferred);
+                pools.segments_assumed += u64::from(!inferred);
+            }
+        }
+        pools
+    }
+
+    /// All pools, the default pool first.
+    pub fn origins(&self) -> &[PoolOrigin] {
+        &self.origins
+    }
+
+    /// Segments of unknown pool that were assigned to a private pool.
+    pub fn segments_inferred(&self) -> u64 {
+        self.segments_inferred
+    }
+
+    /// Segments of unknown pool that were assumed to be in the default pool.
+    pub fn segments_assumed(&self) -> u64 {
+        self.segments_assumed
+    }
+
+    /// Conflicts between segments that no assignment resolves.
+    pub fn conflicts_left(&self) -> u64 {
+        self.conflicts_left
+    }
+
+    pub fn of_segment(&self, segment: SegmentId) -> PoolIndex {
+        self.of_segment.get(segment as usize).copied().unwrap_or(DEFAULT_POOL)
+    }
+
+    /// The pool of each allocation, in their order.
+    pub(super) fn of_allocations(&self, observed: &Observations) -> Vec<PoolIndex> {
+        let pool = |&segment: &SegmentId| match segment {
+            SEGMENT_UNKNOWN => DEFAULT_POOL,
+            segment => self.of_segment(segment),
+        };
+        observed.allocation_segments.iter().map(pool).collect()
+    }
+
+    /// The pool of that recorded id; added if it is new.
+    pub(super) fn recorded(&mut self, id: MemPoolId) -> PoolIndex {
+        let origin = PoolOrigin::Recorded(id);
+        match self.origins.iter().position(|&other| other == origin) {
+            Some(at) => PoolIndex::try_from(at).expect("few pools"),
+            None => self.add(origin),
+        }
+    }
+
+    fn add(&mut self, origin: PoolOrigin) -> PoolIndex {
+        self.origins.push(origin);
+        PoolIndex::try_from(self.origins.len() - 1).expect("fewer than 65536 pools")
+    }
+
+    /// Assigns segments that were released together while default-pool segments stayed to a private pool. Returns which
+    /// segments have a pool after that.
+    fn assign_released(&mut self, observed: &Observations, known: &[bool], releases_partially: bool) -> Vec<bool> {
+        let mut assigned = known.to_vec();
+        for release in &observed.releases {
+            let in_default = |pools: &Self, id: SegmentId| known[id as usize] && pools.of_segment(id) == DEFAULT_POOL;
+            let default_kept = release.kept.iter().any(|&id| in_default(self, id));
+            let of_private_pool = release.small_first || (default_kept && !releases_partially);
+            let unassigned: Vec<SegmentId> =
+                release.segments.iter().copied().filter(|&id| !assigned[id as usize]).collect();
+            let default_released = release.segments.iter().any(|&id| in_default(self, id));
+            if of_private_pool && !default_released && !unassigned.is_empty() {
+                // It may be a pool that is known from its other segments.
+                let private = release.segments.iter().map(|&id| self.of_segment(id)).find(|&pool| pool != DEFAULT_POOL);
+                let pool = private.unwrap_or_else(|| self.add(PoolOrigin::Inferred));
+                for id in unassigned {
+                    self.of_segment[id as usize] = pool;
+                    assigned[id as usize] = true;
+                }
+            }
+        }
+        assigned
+    }
+
+    /// Moves segments that conflict with others of their pool to another pool, until none do.
+    fn resolve_conflicts(&mut self, observed: &Observations, known: &[bool], assigned: &[bool]) {
+        let mut conflicting: BTreeMap<SegmentId, Vec<SegmentId>> = BTreeMap::new();
+        for pair in observed.conflicts.iter().filter(|pair| pair.chosen != pair.passed_over) {
+            conflicting.entry(pair.chosen).or_default().push(pair.passed_over);
+            conflicting.entry(pair.passed_over).or_default().push(pair.chosen);
+        }
+        let fits = |pools: &Self, segment: SegmentId, pool: PoolIndex| {
+            conflicting.get(&segment).is_none_or(|others| others.iter().all(|&other| pools.of_segment(other) != pool))
+        };
+        // Conflicts with segments that are known to be in the default pool.
+        let default_conflicts = |segment: SegmentId| {
+            let in_default = |other: SegmentId| {
+                known[other as usize] && observed.segments[other as usize].pool == Some(MemPoolId::DEFAULT)
+            };
+            let others = conflicting.get(&segment).map_or(&[][..], Vec::as_slice);
+            others.iter().filter(|&&other| in_default(other)).count()
+        };
+        let mut moves_left = 4 * observed.segments.len();
+        loop {
+            let open = observed.conflicts.iter().filter(|pair| {
+                pair.chosen != pair.passed_over && self.of_segment(pair.chosen) == self.of_segment(pair.passed_over)
+            });
+            let movable = open.clone().find_map(|pair| {
+                let may_move = |id: SegmentId| !known[id as usize] && !assigned[id as usize];
+                match (may_move(pair.chosen), may_move(pair.passed_over)) {
+                    (false, false) => None,
+                    (true, false) => Some(pair.chosen),
+                    (false, true) => Some(pair.passed_over),
+                    (true, true)
+                        if pair.chosen_is_new
+                            || default_conflicts(pair.chosen) >= default_conflicts(pair.passed_over) =>
+                    {
+                        Some(pair.chosen)
+                    }
+                    (true, true) => Some(pair.passed_over),
+                }
+            });
+            let Some(segment) = movable.filter(|_| moves_left > 0) else {
+                self.conflicts_left = open.count() as u64;
+                return;
+            };
+            moves_left -= 1;
+            let inferred = (1..self.origins.len())
+                .map(|pool| PoolIndex::try_from(pool).expect("few pools"))
+                .find(|&pool| self.origins[pool as usize] == PoolOrigin::Inferred && fits(self, segment, pool));
+            let pool = inferred.unwrap_or_else(|| self.add(PoolOrigin::Inferred));
+            self.of_segment[segment as usize] = pool;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use warpool::memory::SegmentKind;
+
+    use super::super::heap::RecordedSegment;
+    use super::super::observe::PoolConflict;
+    use super::*;
+
+    /// Segments by their recorded pools (`.` is unknown, `0` the default pool), and which pairs conflict.
+    fn check(segments: &str, conflicts: &[(SegmentId, SegmentId, bool)], expected: &[PoolIndex]) {
+        let segment = |name: char| RecordedSegment {
+            base: 0,
+            end: 0,
+            stream: 0,
+            kind: SegmentKind::Large,
+            expandable: false,
+            pool: name.to_digit(10).map(|user| MemPoolId { graph: 0, user }),
+            bytes: 0,
+        };
+        let conflict = |&(chosen, passed_over, chosen_is_new): &(SegmentId, SegmentId, bool)| PoolConflict {
+            chosen,
+            passed_over,
+            chosen_is_new,
+            addr: 0,
+            excess: 0,
+        };
+        let observed = Observations {
+            segments: segments.chars().map(segment).collect(),
+            conflicts: conflicts.iter().map(conflict).collect(),
+            ..Observations::default()
+        };
+        assert_eq!(InferredPools::infer(&observed, false).of_segment, expected, "{segments}");
+    }
+
+    #[test]
+    fn conflicting_segments_are_in_different_pools() {
+        check("...", &[], &[0, 0, 0]);
+        check("0.1", &[], &[0, 0, 1]);
+        check("0.", &[(1, 0, true)], &[0, 1]);
+        check(".0", &[(1, 0, false)], &[1, 0]);
+        check("0..", &[(1, 0, true), (2, 0, true)], &[0, 1, 1]);
+        check("0..", &[(1, 0, true), (2, 0, true), (2, 1, true)], &[0, 1, 2]);
+        check("00", &[(1, 0, true)], &[0, 0]);
+    }
+}

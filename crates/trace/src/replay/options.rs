@@ -1,0 +1,62 @@
+//! What a caller of a replay chooses.
+
+use warpool::memory::Settings;
+
+/// How to replay. The default is as recorded.
+#[derive(Clone, Default)]
+pub struct ReplayOptions<'a> {
+    /// Settings in place of the recorded ones.
+    pub settings: Option<Settings>,
+    /// The allocator.
+    pub allocator: AllocatorChoice,
+    /// The memory of the device in bytes; `None` is an H200's, or more if the recording reserved more.
+    pub capacity: Option<u64>,
+    /// Called now and then during a run. There are several runs if the first does not reproduce the recording.
+    pub progress: Option<&'a dyn Fn(ReplayProgress)>,
+}
+
+impl ReplayOptions<'_> {
+    /// Whether anything differs from the recorded program.
+    pub(super) fn is_what_if(&self) -> bool {
+        self.settings.is_some() || self.allocator != AllocatorChoice::default() || self.capacity.is_some()
+    }
+}
+
+/// The allocator of a replay.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum AllocatorChoice {
+    /// [`CachingAllocator`](warpool::memory::CachingAllocator), which works as PyTorch's.
+    #[default]
+    Caching,
+    /// [`DriverPoolAllocator`](warpool::memory::DriverPoolAllocator), over the driver's stream-ordered pool.
+    DriverPool,
+}
+
+impl AllocatorChoice {
+    /// All allocators.
+    pub const ALL: [Self; 2] = [Self::Caching, Self::DriverPool];
+
+    /// Its name: `caching`, `driver-pool`.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Caching => "caching",
+            Self::DriverPool => "driver-pool",
+        }
+    }
+
+    /// The allocator of that name.
+    #[must_use]
+    pub fn from_name(name: &str) -> Option<Self> {
+        Self::ALL.into_iter().find(|choice| choice.name() == name)
+    }
+}
+
+/// The progress of one run.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ReplayProgress {
+    /// Events replayed in this run.
+    pub done: u64,
+    /// All events.
+    pub total: u64,
+}

@@ -1,0 +1,377 @@
+//! Runs a plan on one simulated device, in one thread, and compares it with the recording.
+
+mod compare;
+mod device;
+mod restore;
+
+use warpool::driver::DevicePtr;
+use warpool::memory::{Action, Allocation, OomReport, Settings, SizeRules, TraceEntry};
+use warpool::{Error, Result};
+
+use super::infer::{Inference, PoolIndex, RetryBounds};
+use super::options::{AllocatorChoice, ReplayProgress};
+use super::plan::{Plan, SegmentEvent, Step, StreamIndex};
+use super::recording::allocates_segment;
+use super::report::Difference;
+use compare::Comparison;
+use device::{Counters, DEVICE, DeviceOptions, ReplayDevice};
+use restore::Restore;
+
+/// One run of a plan.
+#[derive(Clone, Copy)]
+pub(super) struct Run<'a> {
+    pub device: u32,
+    pub events: &'a [TraceEntry],
+    pub inference: &'a Inference,
+    pub plan: &'a Plan,
+    /// Whether the segments of the initial state are restored, or only the blocks that were in use.
+    pub restores_segments: bool,
+    pub allocator: AllocatorChoice,
+    pub settings: &'a Settings,
+    pub memory_limit: Option<u64>,
+    pub capacity: u64,
+    /// If the recording should be reproduced: memory comes from the driver at the recorded addresses, and everything is
+    /// compared.
+    pub expected: Option<Expected>,
+    /// The events before which `expandable_segments` changes.
+    pub toggles: &'a [u32],
+    pub progress: Option<&'a dyn Fn(ReplayProgress)>,
+}
+
+/// What a run is compared with, beside the events.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Expected {
+    pub retries: RetryBounds,
+    /// Whether the run ends at the first wrong address.
+    pub stops_at_difference: bool,
+}
+
+/// The result of a run.
+#[derive(Debug, Default)]
+pub(super) struct RunResult {
+    pub addresses_equal: u64,
+    pub first_difference: Option<Difference>,
+    pub peak_live_bytes: u64,
+    pub peak_reserved_bytes: u64,
+    pub segments_allocated: u64,
+    pub retries: u64,
+    pub ooms: u64,
+    pub driver_calls: u64,
+    pub forced_syncs: u64,
+    pub driver_seconds: f64,
+    /// The first request that ran out of memory: its event, and the allocator's report.
+    pub out_of_memory: Option<(u64, Box<OomReport>)>,
+    /// The initial state could not be restored; nothing was replayed.
+    pub not_started: bool,
+    /// Recorded failures that succeeded here.
+    pub failures_avoided: u64,
+}
+
+impl Run<'_> {
+    pub fn run(&self) -> Result<RunResult> {
+        let plan = self.plan;
+        let mut device = ReplayDevice::new(&DeviceOptions {
+            allocator: self.allocator,
+            settings: self.settings,
+            memory_limit: self.memory_limit,
+            capacity: self.capacity,
+            streams: &plan.streams,
+            paused_streams: plan.paused_streams,
+            pools: &plan.pools,
+        })?;
+        let mut slots = vec![None; plan.slots];
+        match self.restore(&mut device, &mut slots) {
+            Ok(()) => {}
+            Err(error) if self.expected.is_some() => {
+                let first_difference = Some(self.not_restored(&error));
+                return Ok(RunResult { first_difference, not_started: true, ..RunResult::default() });
+            }
+            Err(Error::OutOfMemory(report)) => return out_of_memory_at_start(&device, report),
+            Err(error) => return Err(error),
+        }
+        if let (Some(limit), Some(caching)) = (self.memory_limit, device.caching()) {
+            // Only now: the initial state is restored without a limit.
+            caching.set_memory_cap(DEVICE, Some(limit))?;
+        }
+        device.allocator().reset_peak_stats(DEVICE)?;
+        device.allocator().reset_accumulated_stats(DEVICE)?;
+        device.take_segment_actions();
+        let before = device.counters();
+
+        let live_bytes = slots.iter().flatten().map(|block: &Allocation| live_size(block.bytes_requested)).sum();
+        let mut runner = Runner {
+            run: self,
+            device,
+            slots,
+            comparison: Comparison::new(self.device, self.events),
+            segment_events: &plan.segment_events,
+            toggles: self.toggles,
+            next_toggle: self.toggles.first().copied().unwrap_or(u32::MAX),
+            live_bytes,
+            result: RunResult { peak_live_bytes: live_bytes, ..RunResult::default() },
+        };
+        runner.run_steps()?;
+        runner.finish(before)
+    }
+
+    fn restore(&self, device: &mut ReplayDevice, slots: &mut [Option<Allocation>]) -> Result<()> {
+        let Some(initial) = self.inference.initial.as_ref().filter(|initial| !initial.is_empty()) else {
+            return Ok(());
+        };
+        let restore = Restore { initial, inference: self.inference, plan: self.plan, settings: self.settings };
+        if self.restores_segments { restore.exactly(device, slots) } else { restore.blocks_only(device, slots) }
+    }
+
+    fn not_restored(&self, error: &Error) -> Difference {
+        Difference {
+            device: self.device,
+            event: Some(0),
+            time_us: 0,
+            expected: "the state before the first event".to_owned(),
+            got: format!("nothing, since that state could not be restored ({error})"),
+        }
+    }
+}
+
+/// What a request counts as live; an empty one gets no block.
+fn live_size(requested: u64) -> u64 {
+    if requested == 0 { 0 } else { SizeRules::round_to_block(requested) }
+}
+
+/// What was in use at the first event does not fit.
+fn out_of_memory_at_start(device: &ReplayDevice, report: Box<OomReport>) -> Result<RunResult> {
+    let stats = device.allocator().stats(DEVICE)?;
+    Ok(RunResult {
+        peak_live_bytes: stats.allocated_bytes.all.peak,
+        peak_reserved_bytes: stats.reserved_bytes.all.peak,
+        ooms: stats.num_ooms.max(1),
+        out_of_memory: Some((0, report)),
+        ..RunResult::default()
+    })
+}
+
+struct Runner<'a> {
+    run: &'a Run<'a>,
+    device: ReplayDevice,
+    slots: Vec<Option<Allocation>>,
+    comparison: Comparison<'a>,
+    /// The recorded segment events of the remaining steps.
+    segment_events: &'a [SegmentEvent],
+    /// The remaining changes of `expandable_segments`, and the event of the first.
+    toggles: &'a [u32],
+    next_toggle: u32,
+    live_bytes: u64,
+    result: RunResult,
+}
+
+/// Whether the run goes on.
+enum Flow {
+    Continue,
+    Stop,
+}
+
+impl<'a> Runner<'a> {
+    fn run_steps(&mut self) -> Result<()> {
+        const PROGRESS_STEPS: usize = 1 << 14;
+        let steps = &self.run.plan.steps;
+        for (number, step) in steps.iter().enumerate() {
+            if number % PROGRESS_STEPS == 0 {
+                self.report_progress(number, steps.len());
+            }
+            match self.run_step(number, step) {
+                Ok(Flow::Continue) => {}
+                Ok(Flow::Stop) => return Ok(()),
+                // Something inferred was wrong: a difference, after which something else may be tried.
+                Err(error) if self.run.expected.is_some() => {
+                    self.comparison.differs(step.event(), "a call without an error", error);
+                    return Ok(());
+                }
+                Err(error) => return Err(error),
+            }
+        }
+        self.report_progress(steps.len(), steps.len());
+        Ok(())
+    }
+
+    #[inline]
+    fn run_step(&mut self, number: usize, step: &Step) -> Result<Flow> {
+        match *step {
+            Step::Alloc { addr, bytes, event, slot, stream, pool } => {
+                if event >= self.next_toggle {
+                    self.toggle_expandable_segments();
+                }
+                let recorded = self.recorded_segment_events(number);
+                let result = if recorded.is_empty() {
+                    self.device.allocate(stream, pool, bytes)
+                } else {
+                    self.allocate_at_recorded_address(stream, pool, bytes, recorded)
+                };
+                self.compare_segments(event, recorded);
+                match result {
+                    Ok(block) => {
+                        self.live_bytes += live_size(bytes);
+                        self.result.peak_live_bytes = self.result.peak_live_bytes.max(self.live_bytes);
+                        self.comparison.address(event, addr, block.ptr.0);
+                        self.slots[slot as usize] = Some(block);
+                        if !self.comparison.is_exact() && self.stops_at_difference() {
+                            return Ok(Flow::Stop);
+                        }
+                    }
+                    Err(Error::OutOfMemory(report)) => {
+                        let expected = format_args!("{bytes} bytes at {addr:#x}");
+                        self.comparison.differs(event, expected, "out of memory");
+                        self.result.out_of_memory.get_or_insert((u64::from(event), report));
+                        return Ok(Flow::Stop);
+                    }
+                    Err(error) => return Err(error),
+                }
+            }
+            Step::Free { slot, .. } => {
+                if let Some(block) = self.slots[slot as usize].take() {
+                    self.live_bytes -= live_size(block.bytes_requested);
+                    self.device.free(block)?;
+                }
+            }
+            Step::FreeInUse { slot, paused, .. } => {
+                if let Some(block) = self.slots[slot as usize].take() {
+                    self.live_bytes -= live_size(block.bytes_requested);
+                    self.device.free_in_use(block, paused)?;
+                }
+            }
+            Step::Complete { paused, awaited, .. } => {
+                // As recorded, the allocator is about to wait for it.
+                if !awaited || self.run.expected.is_none() {
+                    self.device.complete(paused)?;
+                }
+            }
+            Step::FailedAlloc { bytes, event, stream, pool } => {
+                let recorded = self.recorded_segment_events(number);
+                match self.device.allocate(stream, pool, bytes) {
+                    Ok(block) => {
+                        let got = format_args!("{bytes} bytes at {:#x}", block.ptr.0);
+                        self.comparison.differs(event, "out of memory", got);
+                        self.result.failures_avoided += 1;
+                        // The recorded program went on without it.
+                        self.device.free(block)?;
+                    }
+                    Err(Error::OutOfMemory(report)) => {
+                        self.result.out_of_memory.get_or_insert((u64::from(event), report));
+                    }
+                    Err(error) => return Err(error),
+                }
+                self.compare_segments(event, recorded);
+            }
+            Step::ReleasePool { pool, .. } => self.device.release_pool(pool)?,
+            Step::Trim { event, pool } => {
+                let recorded = self.recorded_segment_events(number);
+                self.device.trim(pool)?;
+                self.compare_segments(event, recorded);
+            }
+        }
+        Ok(Flow::Continue)
+    }
+
+    /// Changes the setting as the recorded program did.
+    #[cold]
+    fn toggle_expandable_segments(&mut self) {
+        if let (Some(caching), Some((_, rest))) = (self.device.caching(), self.toggles.split_first()) {
+            let done = self.run.toggles.len() - rest.len();
+            let expandable_segments = self.run.settings.expandable_segments != (done % 2 == 1);
+            caching.set_settings(Settings { expandable_segments, ..self.run.settings.clone() });
+            self.toggles = rest;
+        }
+        self.next_toggle = self.toggles.first().copied().unwrap_or(u32::MAX);
+    }
+
+    fn stops_at_difference(&self) -> bool {
+        self.run.expected.is_some_and(|expected| expected.stops_at_difference)
+    }
+
+    /// The recorded segment events of this step.
+    #[inline]
+    fn recorded_segment_events(&mut self, number: usize) -> &'a [SegmentEvent] {
+        let in_step = |segment: &&SegmentEvent| segment.step as usize == number;
+        if self.segment_events.first().is_none_or(|segment| !in_step(&segment)) {
+            return &[];
+        }
+        let count = self.segment_events.iter().take_while(in_step).count();
+        let (here, rest) = self.segment_events.split_at(count);
+        self.segment_events = rest;
+        here
+    }
+
+    /// Makes a request for which the recorded allocator got memory from the driver: it comes at the recorded address.
+    fn allocate_at_recorded_address(
+        &self,
+        stream: StreamIndex,
+        pool: PoolIndex,
+        bytes: u64,
+        recorded: &[SegmentEvent],
+    ) -> Result<Allocation> {
+        if self.run.expected.is_none() {
+            return self.device.allocate(stream, pool, bytes);
+        }
+        let driver = self.device.driver();
+        let events = recorded.iter().map(|segment| &self.run.events[segment.event as usize]);
+        for event in events {
+            let ptr = DevicePtr(event.addr);
+            let placed = match event.action {
+                Action::SegmentAlloc => driver.place_next_alloc(DEVICE, ptr),
+                // Only the first mapping of a segment reserves addresses; for others the placement is cleared below.
+                Action::SegmentMap => driver.place_next_reserve(ptr),
+                _ => Ok(()),
+            };
+            // An address that is not possible shows in the comparison.
+            if placed.is_err() || event.action == Action::SegmentMap {
+                break;
+            }
+        }
+        let outcome = self.device.allocate(stream, pool, bytes);
+        driver.clear_placements();
+        match outcome {
+            // After a difference the address may be in use.
+            Err(Error::Driver(_)) => self.device.allocate(stream, pool, bytes),
+            outcome => outcome,
+        }
+    }
+
+    #[inline]
+    fn compare_segments(&mut self, event: u32, recorded: &[SegmentEvent]) {
+        if self.device.segment_action_count() > 0 || !recorded.is_empty() {
+            let got = self.device.take_segment_actions();
+            self.result.segments_allocated += got.iter().filter(|got| allocates_segment(got.action)).count() as u64;
+            if self.run.expected.is_some() {
+                self.comparison.segments(event, recorded.iter().map(|segment| segment.event), &got);
+            }
+        }
+    }
+
+    fn finish(mut self, before: Counters) -> Result<RunResult> {
+        let after = self.device.counters();
+        let stats = self.device.allocator().stats(DEVICE)?;
+        let mut result = self.result;
+        result.peak_reserved_bytes = stats.reserved_bytes.all.peak;
+        result.retries = stats.num_alloc_retries;
+        result.ooms = stats.num_ooms;
+        result.driver_calls = after.calls - before.calls;
+        result.forced_syncs = after.syncs - before.syncs;
+        result.driver_seconds = (after.time - before.time).as_secs_f64();
+        if let Some(Expected { retries, .. }) = self.run.expected {
+            let plan = self.run.plan;
+            self.comparison.total("bytes reserved at peak", plan.peak_reserved_bytes, result.peak_reserved_bytes);
+            self.comparison.total("retries", result.retries.clamp(retries.least, retries.most), result.retries);
+            self.comparison.total("failed requests", plan.failed_requests, result.ooms);
+        }
+        (result.addresses_equal, result.first_difference) = self.comparison.finish();
+        Ok(result)
+    }
+
+    /// In events of the recording, of which there are more than steps.
+    fn report_progress(&self, step: usize, steps: usize) {
+        if let Some(progress) = self.run.progress {
+            let total = self.run.events.len() as u64;
+            let done = if steps == 0 { total } else { total * step as u64 / steps as u64 };
+            progress(ReplayProgress { done, total });
+        }
+    }
+}

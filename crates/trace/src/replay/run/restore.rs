@@ -1,0 +1,161 @@
+//! Brings an allocator into the initial state of a recording: the same segments at the same addresses, split into the
+//! same blocks. This is done before anything is counted, with settings under which every block is split, so that any
+//! state can be made; the settings of the run are set at the end.
+
+use warpool::driver::{DevicePtr, DriverError, ErrorCode};
+use warpool::memory::{Allocation, CachingAllocator, FreeBlockOrder, SegmentKind, Settings, SizeRules};
+use warpool::{Error, Result};
+
+use super::device::{DEVICE, ReplayDevice};
+use crate::replay::infer::{DEFAULT_POOL, Inference, InitialState, RecordedSegment, SegmentId};
+use crate::replay::plan::{InitialBlock, Plan, StreamIndex};
+
+/// The initial state and where it belongs.
+#[derive(Clone, Copy)]
+pub(super) struct Restore<'a> {
+    pub initial: &'a InitialState,
+    pub inference: &'a Inference,
+    pub plan: &'a Plan,
+    /// The settings of the run.
+    pub settings: &'a Settings,
+}
+
+impl Restore<'_> {
+    /// Restores segments and blocks, and puts allocated blocks into their slots. Allocators other than the caching one
+    /// have no segments: there only the blocks are allocated.
+    pub fn exactly(&self, device: &mut ReplayDevice, slots: &mut [Option<Allocation>]) -> Result<()> {
+        let Some(caching) = device.caching() else { return self.blocks_only(device, slots) };
+        let held = self.restore_segments(caching, device)?;
+        held.into_iter().try_for_each(|block| device.free(block))?;
+
+        caching.set_settings(Settings { expandable_segments: true, ..splitting_settings() });
+        let mut pending = Vec::new();
+        for block in &self.plan.initial_blocks {
+            let allocation = self.allocate_at(device, self.segment_of(block), block.addr, block.bytes)?;
+            let allocation = Allocation { bytes_requested: block.requested, ..allocation };
+            match block.paused {
+                None => slots[block.slot as usize] = Some(allocation),
+                Some(paused) => pending.push((allocation, paused)),
+            }
+        }
+        caching.set_settings(self.settings.clone());
+        pending.into_iter().try_for_each(|(allocation, paused)| device.free_in_use(allocation, paused))
+    }
+
+    /// Allocates the blocks that were in use, at any address: for settings under which the recorded segments would not
+    /// have come about.
+    pub fn blocks_only(&self, device: &mut ReplayDevice, slots: &mut [Option<Allocation>]) -> Result<()> {
+        for block in &self.plan.initial_blocks {
+            let segment = self.segment_of(block);
+            let stream = self.stream_index(self.initial.heap.segment(segment).stream);
+            let pool = self.inference.pools.of_segment(segment);
+            let allocation = device.allocate(stream, pool, block.requested)?;
+            match block.paused {
+                None => slots[block.slot as usize] = Some(allocation),
+                Some(paused) => device.free_in_use(allocation, paused)?,
+            }
+        }
+        Ok(())
+    }
+
+    /// Allocates all segments at their addresses, with the recorded gaps, and returns allocations that fill them.
+    fn restore_segments(&self, caching: &CachingAllocator, device: &ReplayDevice) -> Result<Vec<Allocation>> {
+        let mut held = Vec::new();
+        let mut has_gaps = false;
+        let ids = 0..SegmentId::try_from(self.initial.heap.segments().len()).expect("numbered so");
+        for (id, segment) in ids.map(|id| (id, self.initial.heap.segment(id))).filter(|(_, it)| it.bytes > 0) {
+            caching.set_settings(Settings { expandable_segments: segment.expandable, ..splitting_settings() });
+            let filled = self.allocate_segment(device, id, segment)?;
+            let ranges = self.mapped_ranges(id);
+            if ranges.iter().map(|&(_, bytes)| bytes).sum::<u64>() == segment.end - segment.base {
+                held.extend(filled);
+                continue;
+            }
+            has_gaps = true;
+            filled.into_iter().try_for_each(|block| device.free(block))?;
+            for (addr, bytes) in ranges.into_iter().flat_map(|(addr, bytes)| requests(addr, bytes, segment.kind)) {
+                held.push(self.allocate_at(device, id, addr, bytes)?);
+            }
+        }
+        if has_gaps {
+            device.trim(DEFAULT_POOL)?;
+        }
+        Ok(held)
+    }
+
+    /// Allocates a segment at its address and fills it. All other memory is allocated too, so nothing else can serve
+    /// these requests.
+    fn allocate_segment(
+        &self,
+        device: &ReplayDevice,
+        id: SegmentId,
+        segment: &RecordedSegment,
+    ) -> Result<Vec<Allocation>> {
+        let base = DevicePtr(segment.base);
+        if segment.expandable {
+            device.driver().place_next_reserve(base)?;
+        } else {
+            device.driver().place_next_alloc(DEVICE, base)?;
+        }
+        let (stream, pool) = (self.stream_index(segment.stream), self.inference.pools.of_segment(id));
+        let filled = requests(segment.base, segment.end - segment.base, segment.kind)
+            .into_iter()
+            .map(|(addr, bytes)| {
+                let block = device.allocate(stream, pool, bytes)?;
+                if block.ptr.0 == addr { Ok(block) } else { Err(wrong_address(addr, block.ptr)) }
+            })
+            .collect();
+        device.driver().clear_placements();
+        filled
+    }
+
+    /// The mapped ranges of a segment: address and length.
+    fn mapped_ranges(&self, id: SegmentId) -> Vec<(u64, u64)> {
+        let segment = self.initial.heap.segment(id);
+        let mut ranges: Vec<(u64, u64)> = Vec::new();
+        for (&addr, block) in self.initial.heap.blocks().range(segment.base..segment.end) {
+            match ranges.last_mut() {
+                _ if block.segment != id => {}
+                Some((start, bytes)) if *start + *bytes == addr => *bytes += block.bytes,
+                _ => ranges.push((addr, block.bytes)),
+            }
+        }
+        ranges
+    }
+
+    fn allocate_at(&self, device: &ReplayDevice, id: SegmentId, addr: u64, bytes: u64) -> Result<Allocation> {
+        let stream = self.stream_index(self.initial.heap.segment(id).stream);
+        let request = device.request(stream, self.inference.pools.of_segment(id), bytes);
+        let caching = device.caching().expect("only the caching allocator has segments to restore");
+        caching.allocate_at(request, DevicePtr(addr))
+    }
+
+    fn segment_of(&self, block: &InitialBlock) -> SegmentId {
+        self.initial.heap.blocks()[&block.addr].segment
+    }
+
+    fn stream_index(&self, stream: u64) -> StreamIndex {
+        let at = self.plan.streams.binary_search(&stream).expect("the plan has all streams");
+        StreamIndex::try_from(at).expect("the plan numbers them so")
+    }
+}
+
+/// Settings under which every block is split.
+fn splitting_settings() -> Settings {
+    Settings { free_block_order: FreeBlockOrder::Address, ..Settings::default() }
+}
+
+/// A range as requests that a segment of that kind can serve.
+fn requests(addr: u64, bytes: u64, kind: SegmentKind) -> Vec<(u64, u64)> {
+    let step = match kind {
+        SegmentKind::Small => SizeRules::SMALL_REQUEST_MAX,
+        SegmentKind::Large => bytes,
+    };
+    let count = bytes.div_ceil(step.max(1));
+    (0..count).map(|at| (addr + at * step, step.min(bytes - at * step))).collect()
+}
+
+fn wrong_address(addr: u64, got: DevicePtr) -> Error {
+    let error = DriverError::new("place", ErrorCode::InvalidValue);
+    error.with_detail(format!("memory for {} was allocated at {got}", DevicePtr(addr))).into()
+}

@@ -1,0 +1,10 @@
+//! Reading recordings of every form, damaged ones included, and writing snapshots.
+
+#[path = "../common/mod.rs"]
+mod common;
+
+mod damage;
+mod formats;
+mod host_memory;
+mod rmm;
+mod write;

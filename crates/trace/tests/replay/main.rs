@@ -1,0 +1,9 @@
+//! Replaying recordings of real programs and of random ones.
+
+#[path = "../common/mod.rs"]
+mod common;
+
+mod implausible;
+mod inferences;
+mod random;
+mod recordings;
