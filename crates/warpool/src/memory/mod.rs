@@ -67,6 +67,7 @@ mod external;
 mod history;
 mod host;
 mod journal;
+mod limit;
 mod observe;
 mod pool;
 mod scopes;

@@ -1,30 +1,31 @@
-//! The open scopes of a device's private pools: which requests go where. Routing alone; whether a pool is there and who
-//! uses it, its keeper knows.
+//! The open scopes of a device's private pools: which requests are routed to which pool. Whether a pool exists is its
+//! keeper's part.
 
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
-use warpool_driver::{CaptureState, StreamId};
+use warpool_driver::{Driver, StreamId};
 
 use super::{MemPoolId, Route};
+use crate::capture::CaptureStatus;
 use crate::{Error, Result};
 
-/// One device's, oldest first.
+/// The scopes of one device, oldest first.
 #[derive(Default)]
 pub(crate) struct Scopes {
     open: RwLock<Vec<Scope>>,
-    /// How many there are: so that nobody needs the lock to see that there are none.
+    /// How many there are: without any, a request takes no lock.
     count: AtomicU32,
 }
 
 struct Scope {
     pool: MemPoolId,
-    /// Any of them will do.
+    /// A request that matches any of them goes to the pool.
     routes: Vec<Route>,
 }
 
 impl Scopes {
-    /// Opens one. [`Error::AlreadyRouting`] if the pool has one.
+    /// Opens a scope. [`Error::AlreadyRouting`] if the pool has one.
     pub(crate) fn begin(&self, pool: MemPoolId, route: Route) -> Result<()> {
         let mut open = self.write();
         if open.iter().any(|scope| scope.pool == pool) {
@@ -50,26 +51,22 @@ impl Scopes {
         Ok(())
     }
 
-    /// Where a request goes that names no pool: the newest scope that it fits, or the default pool. `captures` says
-    /// where the stream stands, and is asked without the lock, if at all.
-    pub(crate) fn routed(
-        &self,
-        stream: StreamId,
-        captures: impl Fn(StreamId) -> Result<CaptureState>,
-    ) -> Result<MemPoolId> {
+    /// The pool for a request that names none: that of the newest matching scope, or the default pool. Reads the
+    /// stream's capture status only for routes by capture, without the lock.
+    pub(crate) fn routed(&self, stream: StreamId, driver: &dyn Driver) -> Result<MemPoolId> {
         if self.count.load(Ordering::Acquire) == 0 {
             return Ok(MemPoolId::DEFAULT);
         }
         let routes: Vec<(MemPoolId, Route)> =
             self.read().iter().rev().flat_map(|scope| scope.routes.iter().map(|&route| (scope.pool, route))).collect();
         for (pool, route) in routes {
-            let fits = match route {
+            let matches = match route {
                 Route::Thread(thread) => thread == std::thread::current().id(),
                 Route::Stream(only) => only == stream,
                 Route::Everything => true,
-                Route::Capture(capture) => captures(stream)? == CaptureState::Active(capture),
+                Route::Capture(capture) => CaptureStatus::of(driver, stream)?.capture() == Some(capture),
             };
-            if fits {
+            if matches {
                 return Ok(pool);
             }
         }

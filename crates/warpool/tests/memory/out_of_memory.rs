@@ -193,7 +193,7 @@ fn the_report_says_where_the_memory_is() {
     assert_eq!((report.bytes_cached, report.blocks_cached, report.bytes_largest_cached), (40 * MIB, 10, 4 * MIB));
     assert_eq!((report.bytes_reserved, report.cause, report.capturing), (180 * MIB, OomCause::Device, false));
     let text = report.to_string();
-    assert!(text.contains("100.00 MiB lies free in private pools (e.g., CUDA Graphs)"), "{text}");
+    assert!(text.contains("100.00 MiB is free in private pools (e.g., CUDA Graphs)"), "{text}");
     bench.finish();
 }
 

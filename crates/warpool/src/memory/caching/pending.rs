@@ -1,11 +1,14 @@
 //! Pending frees: blocks that were freed while other streams may still use them. The mechanism is `stream_fence.rs`;
-//! here it meets this allocator's state, and the frees that captures deferred.
+//! here it meets this allocator's state and the captures that defer frees.
+//!
+//! "During a capture" means that a stream in question captures, not that some pool's scope is open.
 
+use rustc_hash::FxHashSet;
 use warpool_driver::StreamId;
 
-use super::block::{BlockKey, Standing};
-use super::state::State;
-use super::{CachingAllocator, Cell};
+use super::capture_order;
+use super::device::CachingDevice;
+use super::heap::BlockKey;
 use crate::capture::CaptureStatus;
 use crate::memory::journal::Cause;
 use crate::memory::stream_fence::{self, Fence, FenceOwner, StreamFences, StreamUses};
@@ -13,104 +16,136 @@ use crate::{Instance, Result};
 
 /// The pending frees of one device, on behalf of one call.
 pub(super) struct PendingFrees<'a> {
-    pub(super) allocator: &'a CachingAllocator,
-    pub(super) cell: &'a Cell,
-    pub(super) cause: &'a Cause,
+    device: &'a CachingDevice,
+    cause: &'a Cause,
 }
 
 impl FenceOwner for PendingFrees<'_> {
     type Key = BlockKey;
 
     fn instance(&self) -> &Instance {
-        &self.allocator.instance
+        self.device.instance()
     }
 
     fn has_captures(&self) -> bool {
-        self.allocator.has_captures(self.cell)
+        self.device.has_captures()
     }
 
     fn capture_status(&self, stream: StreamId) -> Result<CaptureStatus> {
-        self.allocator.capture_status(self.cell, stream)
+        self.device.capture_status(stream)
     }
 
     fn capture_guard(&self) -> Result<impl Sized> {
-        self.allocator.relaxed(self.cell)
+        self.device.capture_safe()
     }
 
     fn with_uses<R>(&self, key: &BlockKey, act: impl FnOnce(&mut StreamUses) -> R) -> R {
-        self.allocator.with(self.cell, |state| act(&mut state.blocks[*key].extra().uses))
+        self.device.with(|state| act(state.uses_mut(*key)))
     }
 
     fn with_fences<R>(&self, act: impl FnOnce(&mut StreamFences<BlockKey>) -> R) -> R {
-        self.allocator.with(self.cell, |state| act(&mut state.fences))
+        self.device.with(|state| act(state.fences()))
     }
 
     // In one step: a thread that finds no fence left to wait for finds the blocks free.
     fn complete(&self, passed: &[Fence]) {
-        self.allocator.with(self.cell, |state| {
-            for fence in passed {
-                if let Some(block) = state.fences.pop(fence) {
-                    state.blocks[block].extra().uses.fence_passed();
-                    state.reclaim_if_clear(block, self.cause);
-                }
-            }
-        });
+        self.device.with(|state| state.complete_fences(passed, self.cause));
     }
 
     fn reclaim_if_clear(&self, key: BlockKey) {
-        self.allocator.with(self.cell, |state| state.reclaim_if_clear(key, self.cause));
+        self.device.with(|state| state.reclaim_if_clear(key, self.cause));
     }
 }
 
-impl State {
-    /// Whether frees are pending that may be completed before the next search.
-    pub(super) fn has_pending(&self) -> bool {
-        !self.fences.is_empty() || !self.deferred.is_empty()
-    }
-
-    /// The streams that a freed block has no fence for yet.
-    pub(super) fn uses_of(&self, block: BlockKey) -> &[StreamId] {
-        self.blocks[block].extra.as_ref().map_or(&[], |extra| extra.uses.unfenced())
-    }
-
-    fn reclaim_if_clear(&mut self, block: BlockKey, cause: &Cause) {
-        let Some(entry) = self.blocks.get_mut(block).filter(|entry| entry.standing == Standing::Waiting) else {
-            return;
-        };
-        let extra = entry.extra();
-        if extra.uses_in_capture.is_empty() && extra.uses.take_reclaimable() {
-            self.complete_free(block, cause);
-        }
-    }
-}
-
-impl CachingAllocator {
-    pub(super) fn pending_frees<'a>(&'a self, cell: &'a Cell, cause: &'a Cause) -> PendingFrees<'a> {
-        PendingFrees { allocator: self, cell, cause }
+impl<'a> PendingFrees<'a> {
+    pub(super) fn new(device: &'a CachingDevice, cause: &'a Cause) -> Self {
+        Self { device, cause }
     }
 
     /// Completes the pending frees that can be: records fences that destructors or captures left, frees what captures
     /// deferred, and polls the fences. Not while the requested stream captures.
-    pub(super) fn process_pending(&self, cell: &Cell, cause: &Cause) -> Result<()> {
-        let left_over = self.with(cell, |state| state.fences.has_unfenced() || !state.deferred.is_empty());
-        let retried = if left_over { self.retry_pending(cell, cause) } else { Ok(()) };
-        retried.and(stream_fence::poll(&self.pending_frees(cell, cause)))
+    pub(super) fn process(&self) -> Result<()> {
+        let left_over = self.device.with(|state| state.fences().has_unfenced() || state.has_deferred());
+        let retried = if left_over { self.retry() } else { Ok(()) };
+        retried.and(stream_fence::poll(self))
     }
 
-    /// Waits until every pending free is completed that no capture holds back.
-    pub(super) fn wait_for_pending(&self, cell: &Cell, cause: &Cause) -> Result<()> {
-        self.with(cell, |state| state.stats.num_sync_all_streams += 1);
-        let retried = self.retry_pending(cell, cause);
-        retried.and(stream_fence::wait_all(&self.pending_frees(cell, cause)))
+    /// Waits until every pending free is completed, but for those that captures hold back.
+    pub(super) fn wait(&self) -> Result<()> {
+        self.device.with(|state| state.counters_mut().sync_all_streams());
+        let retried = self.retry();
+        retried.and(stream_fence::wait_all(self))
     }
 
-    fn retry_pending(&self, cell: &Cell, cause: &Cause) -> Result<()> {
-        let fenced = self.retry_unfenced(cell, cause);
-        fenced.and(self.retry_deferred(cell, cause))
+    /// Starts to complete the free of a block that other streams used: records fences in them, or, if a capture forbids
+    /// that, defers the free. What fails is retried by later calls.
+    pub(super) fn start(&self, block: BlockKey) -> Result<()> {
+        let streams: Vec<StreamId> = self.device.read(|state| state.heap().streams_of(block).collect());
+        let mut refused = false;
+        for &stream in &streams {
+            match self.device.capture_status(stream) {
+                Ok(status) => refused |= status.refuses_work(),
+                Err(error) => {
+                    self.start_later(block);
+                    return Err(error);
+                }
+            }
+        }
+        if !refused {
+            // Whatever used it in a capture was joined when that ended.
+            self.device.with(|state| state.clear_uses_in_capture(block));
+            return stream_fence::fence(self, block);
+        }
+        // The graph orders the uses that were captured. Uses from before need fences in their streams, after the
+        // capture.
+        let by_graph = self
+            .device
+            .read(|state| state.policy().reuse_in_capture && state.heap().block(block).unfenced_streams().is_empty());
+        let last_nodes = if by_graph { capture_order::last_nodes(self.device.driver(), &streams) } else { Vec::new() };
+        self.device.with(|state| state.defer(block, last_nodes));
+        Ok(())
     }
 
-    pub(super) fn retry_unfenced(&self, cell: &Cell, cause: &Cause) -> Result<()> {
-        let pending = self.pending_frees(cell, cause);
-        stream_fence::retry_unfenced(&pending, |block| self.finish_free(cell, block, cause))
+    /// As [`start`](Self::start), without a driver call: the next call does it.
+    pub(super) fn start_later(&self, block: BlockKey) {
+        stream_fence::fence_later(self, block);
+    }
+
+    /// Completes the frees that the capture of `stream` deferred and whose uses the graph orders before the next work of
+    /// the stream.
+    pub(super) fn reuse_in_capture(&self, stream: StreamId) -> Result<()> {
+        if !self.device.read(|state| state.policy().reuse_in_capture) {
+            return Ok(());
+        }
+        // Destructors did not look up which nodes their frees come after.
+        self.retry_unfenced()?;
+        if !self.device.read(|state| state.has_captured_frees(stream)) {
+            return Ok(());
+        }
+        let done = capture_order::ancestors(self.device.driver(), stream)?;
+        self.device.with(|state| state.complete_captured_frees(stream, &done, self.cause));
+        Ok(())
+    }
+
+    fn retry(&self) -> Result<()> {
+        let fenced = self.retry_unfenced();
+        fenced.and(self.retry_deferred())
+    }
+
+    fn retry_unfenced(&self) -> Result<()> {
+        stream_fence::retry_unfenced(self, |block| self.start(block))
+    }
+
+    /// Retries the frees that captures deferred. Each stream's status is read once, however many blocks wait: another
+    /// thread's capture may defer thousands, and every request outside of it comes here.
+    fn retry_deferred(&self) -> Result<()> {
+        let mut capturing = FxHashSet::default();
+        for stream in self.device.read(|state| state.deferred_streams()) {
+            if self.device.capture_status(stream)?.refuses_work() {
+                capturing.insert(stream);
+            }
+        }
+        let ready = self.device.with(|state| state.take_undeferred(&capturing));
+        ready.into_iter().fold(Ok(()), |outcome, block| outcome.and(self.start(block)))
     }
 }

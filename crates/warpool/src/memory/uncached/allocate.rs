@@ -2,7 +2,7 @@
 //!
 //! The source may panic: what counts while a request is in flight (quota, a slot in a pool) is undone by guards.
 
-use warpool_driver::{CaptureState, DevicePtr, MemoryInfo};
+use warpool_driver::{DevicePtr, MemoryInfo};
 
 use super::source::Source;
 use super::table::TableEntry;
@@ -43,10 +43,7 @@ impl<S: Source> UncachedAllocator<S> {
             return Err(Error::RequestTooLarge { bytes });
         }
         self.deliver_pool_events(state, false);
-        let slot = state.pools.reserve_slot(pool, stream, |stream| {
-            let capture = CaptureStatus::of(self.driver(), stream)?.capture();
-            Ok(capture.map_or(CaptureState::None, CaptureState::Active))
-        })?;
+        let slot = state.pools.reserve_slot(pool, stream, self.driver())?;
         let cause = self.cause(state, StackLevel::State);
         self.process_pending(state, &cause);
         let (capture, capturing) = match CaptureStatus::of(self.driver(), stream)? {

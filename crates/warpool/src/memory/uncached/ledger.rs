@@ -7,9 +7,9 @@ use warpool_driver::{DeviceId, DevicePtr, Driver, RawHandle, StreamId};
 
 use super::source::Reserved;
 use super::table::AllocationTable;
-use crate::memory::caching::share_of;
 use crate::memory::history::StackNumbers;
 use crate::memory::journal::{Cause, Recording};
+use crate::memory::limit::limit_bytes;
 use crate::memory::{
     Allocation, HistoryOptions, MemPoolId, Observers, RawStream, Snapshot, SnapshotOptions, StackLevel,
 };
@@ -91,9 +91,7 @@ impl DeviceLedger {
 
     /// The lower of the memory fraction and the cap.
     pub(super) fn limit(&self, cap: Option<u64>) -> Option<u64> {
-        let fraction = self.fraction();
-        let by_fraction = (fraction < 1.0).then(|| share_of(self.bytes_total, fraction));
-        [by_fraction, cap].into_iter().flatten().min()
+        limit_bytes(self.bytes_total, self.fraction(), cap)
     }
 
     pub(super) fn record_history(&self, options: Option<&HistoryOptions>, observers: &Observers) {

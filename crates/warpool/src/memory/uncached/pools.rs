@@ -8,7 +8,7 @@ use std::collections::{BTreeMap, VecDeque};
 use std::sync::{Condvar, Mutex, PoisonError};
 use std::thread::{self, ThreadId};
 
-use warpool_driver::{CaptureState, DeviceId, StreamId};
+use warpool_driver::{DeviceId, Driver, StreamId};
 
 use crate::memory::scopes::Scopes;
 use crate::memory::{MemPoolId, Route};
@@ -112,9 +112,9 @@ impl DevicePools {
         &self,
         named: Option<MemPoolId>,
         stream: StreamId,
-        capture_state: impl Fn(StreamId) -> Result<CaptureState>,
+        driver: &dyn Driver,
     ) -> Result<PoolSlot<'_>> {
-        let route = || self.scopes.routed(stream, &capture_state);
+        let route = || self.scopes.routed(stream, driver);
         let mut pool = named.map_or_else(route, Ok)?;
         loop {
             let reserved = lock(&self.table).in_use(pool, self.device).map(|pool| pool.blocks += 1);

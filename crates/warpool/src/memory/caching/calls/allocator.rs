@@ -1,0 +1,284 @@
+//! The calls of [`DeviceAllocator`].
+
+use std::sync::atomic::Ordering;
+
+use warpool_driver::{DeviceId, DevicePtr, StreamId};
+
+use crate::memory::caching::CachingAllocator;
+use crate::memory::caching::device::CachingDevice;
+use crate::memory::caching::heap::BlockKey;
+use crate::memory::caching::pending::PendingFrees;
+use crate::memory::caching::state::{DeviceState, Search};
+use crate::memory::caching::{slow_path, source};
+use crate::memory::history::StackNumbers;
+use crate::memory::journal::Cause;
+use crate::memory::{
+    Allocation, DeviceAllocator, HistoryOptions, MemPoolId, Observers, PoolKeeper, Request, SizeRules, Snapshot,
+    SnapshotOptions, StackLevel, Stat, Stats,
+};
+use crate::{Error, Instance, Result};
+
+/// A block that was freed.
+enum Freed {
+    Completed,
+    /// Other streams may still use it.
+    Pending(BlockKey),
+}
+
+impl CachingDevice {
+    /// Frees the block that `find` finds, if there is one.
+    fn free(&self, find: impl Fn(&DeviceState) -> Option<BlockKey>, cause: &Cause) -> Option<Freed> {
+        if self.shared().tracks_suballocations() {
+            // Before another request can get it. Memory of a private pool may be a graph's, whose replays go on using
+            // what its capture freed.
+            let (allocation, pool) = self.read(|state| {
+                let block = find(state)?;
+                let segment = state.heap().block(block).segment();
+                Some((state.allocation(block), state.heap().block_pool_of(segment).pool()))
+            })?;
+            if pool.is_default() {
+                self.driver().suballocation_freed(allocation.ptr, allocation.bytes);
+            }
+        }
+        self.with(|state| {
+            let block = find(state)?;
+            Some(if state.free(block, cause) { Freed::Pending(block) } else { Freed::Completed })
+        })
+    }
+
+    /// Frees the block that starts at `ptr`. Returns whether one does.
+    fn free_at(&self, ptr: DevicePtr) -> bool {
+        let cause = self.cause(StackLevel::All);
+        let freed = self.free(|state| state.heap().allocated_at(ptr), &cause);
+        freed.map(|freed| self.start_pending(freed, &cause)).is_some()
+    }
+
+    /// The block is freed whatever happens: what fails is retried by the next call, which also returns an error that
+    /// persists.
+    fn start_pending(&self, freed: Freed, cause: &Cause) {
+        if let Freed::Pending(block) = freed
+            && let Err(error) = PendingFrees::new(self, cause).start(block)
+        {
+            tracing::warn!(%error, "no fence could be recorded for a freed block; it is retried");
+        }
+    }
+}
+
+/// A search for a cached block, or why there was none.
+enum Attempt {
+    Searched(Search),
+    /// Pending frees are to be processed first.
+    Pending,
+    Refused(Error),
+}
+
+impl DeviceAllocator for CachingAllocator {
+    fn name(&self) -> &'static str {
+        "caching"
+    }
+
+    fn instance(&self) -> &Instance {
+        self.shared.instance()
+    }
+
+    fn allocate_raw(&self, request: Request) -> Result<Allocation> {
+        let Request { device, stream, bytes, pool } = request;
+        let caching_device = self.device(device)?;
+        if bytes == 0 {
+            return Ok(Allocation { ptr: DevicePtr(0), bytes: 0, bytes_requested: 0, device, stream, slot: 0 });
+        }
+        if bytes >= SizeRules::REQUEST_TOO_LARGE {
+            return Err(Error::RequestTooLarge { bytes });
+        }
+        if !self.caching.load(Ordering::Acquire) {
+            return self.bypass.allocate(self.driver(), request);
+        }
+        let device = caching_device;
+        let mut pool = match pool {
+            Some(pool) => pool,
+            None => device.routed(stream)?,
+        };
+        let cause = device.cause(StackLevel::State);
+        let capturing = device.is_capturing(stream)?;
+        if capturing {
+            PendingFrees::new(device, &cause).reuse_in_capture(stream)?;
+        }
+        let mut process_pending = !capturing;
+        loop {
+            let attempt = device.with(|state| {
+                if process_pending && state.has_pending() {
+                    return Attempt::Pending;
+                }
+                let searched = state.search((pool, stream, bytes), capturing, &cause);
+                searched.map_or_else(Attempt::Refused, Attempt::Searched)
+            });
+            match attempt {
+                Attempt::Searched(Search::Found(allocation)) => return Ok(device.report_allocated(allocation)),
+                Attempt::Searched(Search::NotFound(request)) => {
+                    let outcome = slow_path::allocate(device, &request, capturing, &cause);
+                    drop(device.with(|state| state.leave_pool(pool)));
+                    return Ok(device.report_allocated(outcome?));
+                }
+                Attempt::Pending => PendingFrees::new(device, &cause).process()?,
+                Attempt::Refused(error) => {
+                    // Another thread may have closed the scope since the request was routed: route it again.
+                    let routed = if request.pool.is_none() { device.routed(stream)? } else { pool };
+                    if routed == pool {
+                        return Err(error);
+                    }
+                    pool = routed;
+                }
+            }
+            process_pending = false;
+        }
+    }
+
+    fn free_raw(&self, ptr: DevicePtr) -> Result<()> {
+        if ptr.is_null() {
+            return Ok(());
+        }
+        // The device is found first, so that what the history says is collected once.
+        let found = match &*self.devices {
+            [only] => Some(only),
+            devices => devices.iter().find(|device| device.read(|state| state.heap().allocated_at(ptr).is_some())),
+        };
+        if found.is_some_and(|device| device.free_at(ptr)) || self.bypass.free(self.driver(), ptr)? {
+            return Ok(());
+        }
+        Err(Error::UnknownPointer { ptr })
+    }
+
+    fn free_on(&self, device: DeviceId, ptr: DevicePtr) -> Result<()> {
+        if !ptr.is_null() && self.device(device)?.free_at(ptr) {
+            return Ok(());
+        }
+        self.free_raw(ptr)
+    }
+
+    fn record_use_raw(&self, ptr: DevicePtr, stream: StreamId) -> Result<()> {
+        if ptr.is_null() || self.bypass.contains(ptr) {
+            return Ok(());
+        }
+        let (device, block) = self.locate(ptr)?;
+        let in_capture = device.is_capturing(stream)?;
+        device.with(|state| state.record_use(block, ptr, stream, in_capture));
+        Ok(())
+    }
+
+    fn find(&self, ptr: DevicePtr) -> Result<Allocation> {
+        let find = |state: &DeviceState| state.heap().allocated_at(ptr).map(|block| state.allocation(block));
+        let found = self.devices.iter().find_map(|device| device.read(find));
+        found.ok_or(Error::UnknownPointer { ptr })
+    }
+
+    fn free(&self, allocation: Allocation) -> Result<()> {
+        let device = self.device(allocation.device)?;
+        if allocation.slot == 0 {
+            return self.free_raw(allocation.ptr);
+        }
+        let cause = device.cause(StackLevel::All);
+        let freed = device.free(|state| state.heap().allocated_in_slot(allocation.slot, allocation.ptr), &cause);
+        device.start_pending(freed.ok_or(Error::UnknownPointer { ptr: allocation.ptr })?, &cause);
+        Ok(())
+    }
+
+    fn free_later(&self, allocation: Allocation) {
+        let Ok(device) = self.device(allocation.device) else { return };
+        if allocation.slot == 0 {
+            self.bypass.free_later(allocation.ptr);
+            return;
+        }
+        let cause = device.cause(StackLevel::All);
+        let freed = device.free(|state| state.heap().allocated_in_slot(allocation.slot, allocation.ptr), &cause);
+        if let Some(Freed::Pending(block)) = freed {
+            PendingFrees::new(device, &cause).start_later(block);
+        }
+    }
+
+    fn trim(&self, device: DeviceId, pool: MemPoolId) -> Result<u64> {
+        let caching_device = self.device(device)?;
+        if pool.is_default() {
+            self.shared.observers().before_trim(device);
+        }
+        let cause = caching_device.cause(StackLevel::All).timed(self.driver());
+        self.bypass.free_pending(self.driver())?;
+        let slow = caching_device.lock_slow();
+        source::retry_failed_calls(&slow);
+        if pool.is_default() {
+            let current = self.instance().device(device.0)?.current_stream_id()?;
+            let capturing = slow.is_capturing(current)?;
+            if !capturing {
+                PendingFrees::new(&slow, &cause).wait()?;
+            }
+            return source::release_all(&slow, capturing, &cause);
+        }
+        match slow.read(|state| state.pools().uses(pool)) {
+            Ok(0) => {
+                PendingFrees::new(&slow, &cause).wait()?;
+                source::release_pool(&slow, pool, &cause)
+            }
+            // In use, or removed already with all that it had.
+            Ok(_) | Err(Error::UnknownPool { .. }) => Ok(0),
+            Err(error) => Err(error),
+        }
+    }
+
+    fn largest_available(&self, device: DeviceId) -> Result<u64> {
+        let caching_device = self.device(device)?;
+        let free = self.driver().mem_info(device)?.bytes_free;
+        Ok(free.max(caching_device.read(|state| state.heap().largest_free())))
+    }
+
+    fn set_memory_fraction(&self, device: DeviceId, fraction: f64) -> Result<()> {
+        if !(0.0..=1.0).contains(&fraction) {
+            return Err(Error::Fraction { fraction: fraction.to_string() });
+        }
+        self.device(device)?.change_limits(|limits| limits.fraction = fraction);
+        Ok(())
+    }
+
+    fn memory_fraction(&self, device: DeviceId) -> Result<f64> {
+        Ok(self.device(device)?.limits().fraction)
+    }
+
+    fn stats(&self, device: DeviceId) -> Result<Stats> {
+        let mut stats = self.device(device)?.read(|state| state.stats().clone());
+        stats.workspace_bytes = self.shared.observers().workspaces.read(device);
+        Ok(stats)
+    }
+
+    fn reset_peak_stats(&self, device: DeviceId) -> Result<()> {
+        self.device(device)?.with(|state| state.counters_mut().reset_peak());
+        self.shared.observers().workspaces.change(device, Stat::reset_peak);
+        Ok(())
+    }
+
+    fn reset_accumulated_stats(&self, device: DeviceId) -> Result<()> {
+        self.device(device)?.with(|state| state.counters_mut().reset_accumulated());
+        self.shared.observers().workspaces.change(device, Stat::reset_accumulated);
+        Ok(())
+    }
+
+    fn snapshot(&self, options: SnapshotOptions) -> Result<Snapshot> {
+        let mut snapshot = Snapshot { settings: self.settings().recorded(), ..Snapshot::default() };
+        let mut stacks = StackNumbers::default();
+        for device in &self.devices {
+            let cause = device.cause(StackLevel::Alloc).timed(self.driver());
+            device.with(|state| state.add_to(&mut snapshot, &mut stacks, options, &cause));
+        }
+        Ok(snapshot)
+    }
+
+    fn record_history(&self, options: Option<HistoryOptions>) -> Result<()> {
+        self.devices.iter().for_each(|device| device.record_history(options.as_ref()));
+        Ok(())
+    }
+
+    fn observers(&self) -> &Observers {
+        self.shared.observers()
+    }
+
+    fn pools(&self) -> Result<&dyn PoolKeeper> {
+        Ok(self)
+    }
+}

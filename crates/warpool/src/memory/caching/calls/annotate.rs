@@ -1,0 +1,18 @@
+//! Names that the program gives to its blocks, for readers of the history.
+
+use warpool_driver::DevicePtr;
+
+use crate::Result;
+use crate::memory::caching::CachingAllocator;
+use crate::memory::{StackLevel, with_metadata};
+
+impl CachingAllocator {
+    /// Writes `text` into the history, with the allocated block that starts at `ptr`.
+    /// [`Error::UnknownPointer`](crate::Error::UnknownPointer) if none does.
+    pub fn annotate(&self, ptr: DevicePtr, text: &str) -> Result<()> {
+        let (device, _) = self.locate(ptr)?;
+        let cause = device.cause(StackLevel::Alloc).timed(self.driver());
+        // An entry carries the metadata of the thread.
+        with_metadata(text, || device.with(|state| state.annotate(ptr, &cause)))
+    }
+}

@@ -1,0 +1,8 @@
+//! The calls of [`CachingAllocator`](super::CachingAllocator), by subject.
+
+mod allocate_at;
+mod allocator;
+mod annotate;
+mod checkpoint;
+mod peer_access;
+mod pools;

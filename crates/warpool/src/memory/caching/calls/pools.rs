@@ -1,0 +1,98 @@
+//! The calls of [`PoolKeeper`].
+
+use std::sync::atomic::Ordering;
+
+use warpool_driver::{DeviceId, DevicePtr, StreamId};
+
+use crate::memory::caching::CachingAllocator;
+use crate::memory::caching::pending::PendingFrees;
+use crate::memory::{MemPoolId, PoolKeeper, PoolOptions, Route, StackLevel};
+use crate::{Error, Result};
+
+impl CachingAllocator {
+    /// As [`record_pool_use`](PoolKeeper::record_pool_use), of work on streams that are not known: replays that a
+    /// framework makes by itself. Before the pool's memory returns to the driver, all work of the device is waited for;
+    /// while a capture is active it does not return.
+    pub fn record_pool_use_anywhere(&self, device: DeviceId, pool: MemPoolId) -> Result<()> {
+        self.device(device)?.with(|state| state.pools_mut().record_use_anywhere(pool))
+    }
+
+    fn create(&self, device: DeviceId, id: MemPoolId, options: PoolOptions) -> Result<MemPoolId> {
+        self.device(device)?.with(|state| state.add_pool(id, options));
+        Ok(id)
+    }
+}
+
+impl PoolKeeper for CachingAllocator {
+    fn create_pool(&self, device: DeviceId, options: PoolOptions) -> Result<MemPoolId> {
+        let user = self.next_user_pool.fetch_add(1, Ordering::Relaxed);
+        self.create(device, MemPoolId { graph: 0, user }, options)
+    }
+
+    fn create_graph_pool(&self, device: DeviceId) -> Result<MemPoolId> {
+        let graph = self.next_graph_pool.fetch_add(1, Ordering::Relaxed);
+        self.create(device, MemPoolId { graph, user: 0 }, PoolOptions::default())
+    }
+
+    fn retain_pool(&self, device: DeviceId, pool: MemPoolId) -> Result<()> {
+        self.device(device)?.with(|state| state.pools_mut().retain(pool))
+    }
+
+    fn release_pool(&self, device: DeviceId, pool: MemPoolId) -> Result<()> {
+        let removed = self.device(device)?.with(|state| state.release_pool(pool));
+        removed.map(drop)
+    }
+
+    fn pool_uses(&self, device: DeviceId, pool: MemPoolId) -> Result<u32> {
+        self.device(device)?.read(|state| state.pools().uses(pool))
+    }
+
+    fn set_use_on_oom(&self, device: DeviceId, pool: MemPoolId, on: bool) -> Result<()> {
+        self.device(device)?.with(|state| state.pools_mut().set_use_on_oom(pool, on))
+    }
+
+    fn begin_routing(&self, device: DeviceId, pool: MemPoolId, route: Route) -> Result<()> {
+        let scopes = &self.device(device)?.scopes;
+        // Not with the scopes locked: trackers may be called, and may allocate.
+        self.retain_pool(device, pool)?;
+        let opened = scopes.begin(pool, route);
+        if opened.is_err() {
+            self.release_pool(device, pool)?;
+        }
+        opened
+    }
+
+    fn reroute(&self, device: DeviceId, pool: MemPoolId, routes: &[Route]) -> Result<()> {
+        self.device(device)?.scopes.reroute(pool, routes)
+    }
+
+    fn end_routing(&self, device: DeviceId, pool: MemPoolId) -> Result<()> {
+        self.device(device)?.scopes.end(pool)?;
+        self.release_pool(device, pool)
+    }
+
+    fn capture_began(&self, device: DeviceId) -> Result<()> {
+        let device = self.device(device)?;
+        self.shared.capture_began();
+        // Frees of earlier captures can be completed now, and not during this one: graphs that share a pool are
+        // captured one after the other.
+        let outcome = PendingFrees::new(device, &device.cause(StackLevel::State)).process();
+        if outcome.is_err() {
+            self.shared.capture_ended();
+        }
+        outcome
+    }
+
+    fn capture_ended(&self, device: DeviceId) -> Result<()> {
+        self.device(device)?;
+        if self.shared.capture_ended() { Ok(()) } else { Err(Error::NotCapturing { device }) }
+    }
+
+    fn record_pool_use(&self, device: DeviceId, pool: MemPoolId, stream: StreamId) -> Result<()> {
+        self.device(device)?.with(|state| state.pools_mut().record_use(pool, stream))
+    }
+
+    fn has_exactly(&self, device: DeviceId, pool: MemPoolId, live: &[DevicePtr]) -> Result<bool> {
+        self.device(device)?.read(|state| state.has_exactly(pool, live))
+    }
+}

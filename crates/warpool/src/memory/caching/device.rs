@@ -1,0 +1,310 @@
+//! One device of the caching allocator: its state under its lock, and what the driver calls around it need.
+//!
+//! Locks: `state` is held for one step, never during a driver call. `slow` is held by the one thread that allocates
+//! memory from the driver or returns it; it comes before `state`. Observers are called with neither.
+
+use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, Mutex};
+
+use warpool_driver::{DeviceId, Driver, StreamId};
+
+use super::slow_lock::{SlowLock, SlowLockGuard};
+use super::state::{DeviceState, Policy};
+use crate::capture::{CaptureSafe, CaptureStatus, RelaxedMode};
+use crate::memory::journal::{Cause, Recording};
+use crate::memory::limit::limit_bytes;
+use crate::memory::scopes::Scopes;
+use crate::memory::{Allocation, HistoryOptions, MemPoolId, Observers, Settings, StackLevel};
+use crate::{Device, Error, Instance, Result, lock};
+
+/// What the devices of an allocator share.
+pub(super) struct Shared {
+    instance: Instance,
+    observers: Observers,
+    /// Whether the driver tracks suballocations.
+    tracks_suballocations: bool,
+    settings: Mutex<Arc<Settings>>,
+    /// How many captures are active on all devices together: another device's stream may have used this one's memory,
+    /// and a thread that captures is restricted on every device.
+    captures: AtomicU32,
+    /// Classes of streams, for the sizes of their expandable segments.
+    stream_classes: Mutex<BTreeMap<StreamId, String>>,
+}
+
+impl Shared {
+    pub(super) fn new(instance: &Instance, settings: Settings) -> Self {
+        Self {
+            instance: instance.clone(),
+            observers: Observers::default(),
+            tracks_suballocations: instance.driver().tracks_suballocations(),
+            settings: Mutex::new(Arc::new(settings)),
+            captures: AtomicU32::new(0),
+            stream_classes: Mutex::default(),
+        }
+    }
+
+    pub(super) fn instance(&self) -> &Instance {
+        &self.instance
+    }
+
+    pub(super) fn observers(&self) -> &Observers {
+        &self.observers
+    }
+
+    pub(super) fn tracks_suballocations(&self) -> bool {
+        self.tracks_suballocations
+    }
+
+    pub(super) fn settings(&self) -> Arc<Settings> {
+        Arc::clone(&lock(&self.settings))
+    }
+
+    pub(super) fn set_settings(&self, settings: Settings) {
+        *lock(&self.settings) = Arc::new(settings);
+    }
+
+    /// The class of a stream, if it has one.
+    pub(super) fn stream_class(&self, stream: StreamId) -> Option<String> {
+        lock(&self.stream_classes).get(&stream).cloned()
+    }
+
+    /// Sets the class of a stream; an empty one removes it.
+    pub(super) fn set_stream_class(&self, stream: StreamId, class: &str) {
+        let mut classes = lock(&self.stream_classes);
+        if class.is_empty() {
+            classes.remove(&stream);
+        } else {
+            classes.insert(stream, class.to_owned());
+        }
+    }
+
+    pub(super) fn capture_began(&self) {
+        self.captures.fetch_add(1, Ordering::AcqRel);
+    }
+
+    /// Returns `false` if no capture is active.
+    pub(super) fn capture_ended(&self) -> bool {
+        self.captures.fetch_update(Ordering::AcqRel, Ordering::Acquire, |count| count.checked_sub(1)).is_ok()
+    }
+}
+
+pub(super) struct CachingDevice {
+    shared: Arc<Shared>,
+    pub(super) id: DeviceId,
+    pub(super) bytes_total: u64,
+    pub(super) granularity: u64,
+    pub(super) rdma: bool,
+    virtual_memory: bool,
+    state: Mutex<DeviceState>,
+    slow: SlowLock,
+    limits: Mutex<Limits>,
+    pub(super) scopes: Scopes,
+    recording: Recording,
+    /// Other devices that may access this one's memory.
+    peers: Mutex<Vec<DeviceId>>,
+}
+
+/// How much of a device may be reserved.
+#[derive(Clone, Copy)]
+pub(super) struct Limits {
+    pub(super) fraction: f64,
+    pub(super) cap: Option<u64>,
+}
+
+impl Limits {
+    fn bytes(self, bytes_total: u64) -> Option<u64> {
+        limit_bytes(bytes_total, self.fraction, self.cap)
+    }
+}
+
+impl CachingDevice {
+    pub(super) fn new(shared: &Arc<Shared>, device: &Device, settings: &Settings) -> Self {
+        let properties = device.properties();
+        let limits = Limits { fraction: settings.per_process_memory_fraction, cap: settings.memory_cap_bytes };
+        let mut policy = Policy::new(settings, properties.bytes_total, properties.virtual_memory);
+        policy.limit = limits.bytes(properties.bytes_total);
+        if settings.expandable_segments && !properties.virtual_memory {
+            tracing::warn!(device = %device.id(), "expandable_segments is off: the device has no virtual memory");
+        }
+        Self {
+            shared: Arc::clone(shared),
+            id: device.id(),
+            bytes_total: properties.bytes_total,
+            granularity: properties.granularity.max(1),
+            rdma: properties.rdma,
+            virtual_memory: properties.virtual_memory,
+            state: Mutex::new(DeviceState::new(device.id(), policy)),
+            slow: SlowLock::default(),
+            limits: Mutex::new(limits),
+            scopes: Scopes::default(),
+            recording: Recording::default(),
+            peers: Mutex::default(),
+        }
+    }
+
+    pub(super) fn instance(&self) -> &Instance {
+        &self.shared.instance
+    }
+
+    pub(super) fn driver(&self) -> &dyn Driver {
+        &**self.shared.instance.driver()
+    }
+
+    pub(super) fn observers(&self) -> &Observers {
+        &self.shared.observers
+    }
+
+    pub(super) fn shared(&self) -> &Shared {
+        &self.shared
+    }
+
+    /// One step under the device's lock. Trackers see its entries afterwards, with no lock held.
+    pub(super) fn with<R>(&self, step: impl FnOnce(&mut DeviceState) -> R) -> R {
+        let mut state = lock(&self.state);
+        let result = step(&mut state);
+        if state.has_unreported() && !self.slow.is_held_by_this_thread() {
+            let entries = state.take_unreported();
+            drop(state);
+            self.observers().track(self.id, &entries);
+        }
+        result
+    }
+
+    /// Reads the state.
+    pub(super) fn read<R>(&self, read: impl FnOnce(&DeviceState) -> R) -> R {
+        read(&lock(&self.state))
+    }
+
+    /// Takes the lock for allocating memory from the driver and for returning it.
+    pub(super) fn lock_slow(&self) -> SlowGuard<'_> {
+        SlowGuard { device: self, guard: Some(self.slow.lock()) }
+    }
+
+    /// Collects what history entries will say, before a lock is taken.
+    #[inline]
+    pub(super) fn cause(&self, level: StackLevel) -> Cause {
+        self.recording.cause(level, self.observers(), self.driver())
+    }
+
+    pub(super) fn record_history(&self, options: Option<&HistoryOptions>) {
+        self.with(|state| state.set_history(options.cloned()));
+        self.recording.set(options);
+    }
+
+    pub(super) fn set_settings(&self, settings: &Settings) {
+        let policy = Policy::new(settings, self.bytes_total, self.virtual_memory);
+        self.with(|state| state.set_policy(policy));
+    }
+
+    pub(super) fn limits(&self) -> Limits {
+        *lock(&self.limits)
+    }
+
+    pub(super) fn change_limits(&self, change: impl FnOnce(&mut Limits)) {
+        let limit = {
+            let mut limits = lock(&self.limits);
+            change(&mut limits);
+            limits.bytes(self.bytes_total)
+        };
+        self.with(|state| state.set_limit(limit));
+    }
+
+    /// Devices that may access the memory, beside this one.
+    pub(super) fn peers(&self) -> Vec<DeviceId> {
+        lock(&self.peers).clone()
+    }
+
+    pub(super) fn add_peer(&self, device: DeviceId) {
+        lock(&self.peers).push(device);
+    }
+
+    /// The pool that a request without a pool is routed to.
+    pub(super) fn routed(&self, stream: StreamId) -> Result<MemPoolId> {
+        self.scopes.routed(stream, self.driver())
+    }
+
+    /// The driver's handle of a stream, which must be of this device.
+    pub(super) fn stream_raw(&self, stream: StreamId) -> Result<u64> {
+        // Unknown only before its first segment.
+        if let Some(raw) = self.read(|state| state.heap().stream_raw(stream)) {
+            return Ok(raw);
+        }
+        let handle = self.driver().stream_handle(stream)?;
+        if handle.device != self.id {
+            return Err(Error::StreamDevice { device: self.id, stream, owner: handle.device });
+        }
+        Ok(handle.raw.0)
+    }
+
+    /// Reports an allocation to a driver that tracks suballocations.
+    #[inline]
+    pub(super) fn report_allocated(&self, allocation: Allocation) -> Allocation {
+        if self.shared.tracks_suballocations {
+            self.driver().suballocated(allocation.ptr, allocation.bytes, allocation.stream);
+        }
+        allocation
+    }
+}
+
+/// Captures.
+impl CachingDevice {
+    /// Whether captures are active on any device: those that this allocator was told of, and those of graphs that use
+    /// another allocator. Two loads.
+    pub(super) fn has_captures(&self) -> bool {
+        self.shared.captures.load(Ordering::Acquire) > 0 || !self.instance().captures().none()
+    }
+
+    /// The capture status of a stream. No driver call while no capture is active on any device.
+    pub(super) fn capture_status(&self, stream: StreamId) -> Result<CaptureStatus> {
+        if self.has_captures() { CaptureStatus::of(self.driver(), stream) } else { Ok(CaptureStatus::NotCapturing) }
+    }
+
+    pub(super) fn is_capturing(&self, stream: StreamId) -> Result<bool> {
+        Ok(self.capture_status(stream)?.is_capturing())
+    }
+
+    /// While the result is held, driver calls of the calling thread invalidate no capture. No driver call unless
+    /// captures are active.
+    pub(super) fn capture_safe(&self) -> Result<CaptureSafe<'_>> {
+        CaptureSafe::begin(self.instance(), || !self.has_captures())
+    }
+
+    /// The same around foreign code (an upstream), which may poll or begin captures itself: so captures are not held
+    /// off, and the thread is always put into relaxed mode.
+    pub(super) fn relaxed_mode(&self) -> Result<RelaxedMode<'_>> {
+        RelaxedMode::begin(self.driver())
+    }
+}
+
+/// The right to allocate memory from the driver and to return it, one thread at a time. What happens meanwhile is shown
+/// to trackers when it is dropped: they are called without any lock, so that they may call the allocator.
+#[must_use = "dropping it releases the lock"]
+pub(super) struct SlowGuard<'a> {
+    device: &'a CachingDevice,
+    guard: Option<SlowLockGuard<'a>>,
+}
+
+impl SlowGuard<'_> {
+    /// Whether another thread held the lock, so that much may have changed.
+    pub(super) fn waited(&self) -> bool {
+        self.guard.as_ref().is_some_and(SlowLockGuard::waited)
+    }
+}
+
+impl std::ops::Deref for SlowGuard<'_> {
+    type Target = CachingDevice;
+
+    fn deref(&self) -> &CachingDevice {
+        self.device
+    }
+}
+
+impl Drop for SlowGuard<'_> {
+    fn drop(&mut self) {
+        self.guard = None;
+        if !std::thread::panicking() {
+            self.device.with(|_| ());
+        }
+    }
+}

@@ -1,0 +1,139 @@
+//! Blocks: the parts that a segment is split into. Only the heap changes them, so that their neighbours, free lists and
+//! statuses agree.
+
+use warpool_driver::StreamId;
+
+use super::key::{BlockKey, SegmentKey};
+use crate::memory::stream_fence::StreamUses;
+use crate::memory::{SegmentKind, Stack};
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum BlockStatus {
+    /// In the free list of its stream and block pool.
+    Free,
+    Allocated,
+    /// Freed; streams may still use it.
+    PendingFree,
+    /// Freed; a capture has to end before fences can be recorded for it.
+    Deferred,
+    /// Addresses without memory, in the list of its stream and block pool.
+    Unmapped,
+    /// In no list: one thread works on it, possibly with a driver call under way. It is not merged with neighbours.
+    InTransit,
+}
+
+/// A part of a segment.
+#[derive(Debug)]
+pub(crate) struct Block {
+    pub(super) ptr: u64,
+    pub(super) size: u64,
+    pub(super) requested: u64,
+    pub(super) segment: SegmentKey,
+    pub(super) prev: Option<BlockKey>,
+    pub(super) next: Option<BlockKey>,
+    pub(super) status: BlockStatus,
+    pub(super) expandable: bool,
+    pub(super) kind: SegmentKind,
+    /// How many searches its block pool had counted when it became free.
+    pub(super) freed_at_search: u64,
+    /// What few blocks have.
+    pub(super) extra: Option<Box<Extra>>,
+}
+
+/// What few blocks have.
+#[derive(Debug, Default)]
+pub(crate) struct Extra {
+    /// Other streams that used it, and the fences that it waits for once it is freed.
+    pub(crate) uses: StreamUses,
+    /// Streams that used it while they captured: the graph orders these uses.
+    pub(crate) uses_in_capture: Vec<StreamId>,
+    /// The call stack of the allocation.
+    pub(crate) stack: Option<Stack>,
+}
+
+impl Block {
+    /// A block in transit.
+    pub(super) fn new(ptr: u64, size: u64, segment: SegmentKey, kind: SegmentKind, expandable: bool) -> Self {
+        Self {
+            ptr,
+            size,
+            requested: 0,
+            segment,
+            prev: None,
+            next: None,
+            status: BlockStatus::InTransit,
+            expandable,
+            kind,
+            freed_at_search: 0,
+            extra: None,
+        }
+    }
+
+    pub(crate) fn ptr(&self) -> u64 {
+        self.ptr
+    }
+
+    pub(crate) fn size(&self) -> u64 {
+        self.size
+    }
+
+    pub(crate) fn end(&self) -> u64 {
+        self.ptr + self.size
+    }
+
+    /// The size that was last requested, before rounding.
+    pub(crate) fn requested(&self) -> u64 {
+        self.requested
+    }
+
+    pub(crate) fn segment(&self) -> SegmentKey {
+        self.segment
+    }
+
+    pub(crate) fn next(&self) -> Option<BlockKey> {
+        self.next
+    }
+
+    pub(crate) fn status(&self) -> BlockStatus {
+        self.status
+    }
+
+    /// Whether its segment is expandable.
+    pub(crate) fn is_expandable(&self) -> bool {
+        self.expandable
+    }
+
+    /// The kind of its segment.
+    pub(crate) fn kind(&self) -> SegmentKind {
+        self.kind
+    }
+
+    /// Whether its segment has other blocks.
+    pub(crate) fn is_split(&self) -> bool {
+        self.prev.is_some() || self.next.is_some()
+    }
+
+    /// Whether it is free and all of a segment that is not expandable.
+    pub(crate) fn is_free_segment(&self) -> bool {
+        self.status == BlockStatus::Free && !self.expandable && !self.is_split()
+    }
+
+    pub(crate) fn stack(&self) -> Option<&Stack> {
+        self.extra.as_ref().and_then(|extra| extra.stack.as_ref())
+    }
+
+    pub(crate) fn has_uses(&self) -> bool {
+        self.extra.as_ref().is_some_and(|extra| !extra.uses.is_clear() || !extra.uses_in_capture.is_empty())
+    }
+
+    /// The other streams that used it and have no fence yet; not those that used it in a capture.
+    pub(crate) fn unfenced_streams(&self) -> &[StreamId] {
+        self.extra.as_ref().map_or(&[], |extra| extra.uses.unfenced())
+    }
+
+    /// All other streams that used it and have no fence yet.
+    pub(crate) fn streams_used(&self) -> impl Iterator<Item = StreamId> + '_ {
+        let captured = self.extra.as_ref().map_or(&[][..], |extra| &extra.uses_in_capture);
+        self.unfenced_streams().iter().chain(captured).copied()
+    }
+}

@@ -1,0 +1,224 @@
+//! Free blocks, ordered by size.
+//!
+//! A sorted list in runs: with the few dozen blocks that most lists have, a search and a shift within one run; with
+//! thousands, one more search over the runs. Changing the key of an entry, which every split and every merge does,
+//! mostly stays within its run.
+
+use super::key::BlockKey;
+
+/// A run of this length is divided in two.
+const RUN_MAX: usize = 64;
+
+/// The order of free blocks: by size, then by the registration of the segment (0 where the order is by address), then
+/// by address.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) struct FreeKey {
+    pub(super) size: u64,
+    pub(super) registration: u64,
+    pub(super) ptr: u64,
+}
+
+/// The position of an entry, until the list changes.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Position {
+    run: usize,
+    at: usize,
+}
+
+/// The free blocks of one stream in one block pool.
+#[derive(Debug, Default)]
+pub(super) struct FreeList {
+    /// In order, none of them empty.
+    runs: Vec<Vec<(FreeKey, BlockKey)>>,
+}
+
+impl FreeList {
+    pub(super) fn insert(&mut self, key: FreeKey, block: BlockKey) {
+        let Position { mut run, mut at } = self.position(key);
+        if run == self.runs.len() {
+            match self.runs.last() {
+                // After all others: at the end of the last run.
+                Some(last) => (run, at) = (run - 1, last.len()),
+                None => self.runs.push(Vec::with_capacity(RUN_MAX)),
+            }
+        }
+        let entries = &mut self.runs[run];
+        assert!(entries.get(at).is_none_or(|&(entry, _)| entry != key), "two free blocks at {:#x}", key.ptr);
+        entries.insert(at, (key, block));
+        if entries.len() >= RUN_MAX {
+            let mut upper = Vec::with_capacity(RUN_MAX);
+            upper.extend(entries.drain(RUN_MAX / 2..));
+            self.runs.insert(run + 1, upper);
+        }
+    }
+
+    pub(super) fn remove(&mut self, key: FreeKey) {
+        let position = self.position(key);
+        let found = self.runs.get(position.run).and_then(|entries| entries.get(position.at));
+        assert!(found.is_some_and(|&(entry, _)| entry == key), "no free block at {:#x}", key.ptr);
+        self.remove_at(position);
+    }
+
+    /// Blocks of at least that size, smallest first, with their positions.
+    pub(super) fn at_least(&self, size: u64) -> impl Iterator<Item = (Position, BlockKey)> + '_ {
+        let mut position = self.position(FreeKey { size, registration: 0, ptr: 0 });
+        std::iter::from_fn(move || {
+            let entries = self.runs.get(position.run)?;
+            let &(_, block) = entries.get(position.at)?;
+            let found = position;
+            position.at += 1;
+            if position.at == entries.len() {
+                position = Position { run: position.run + 1, at: 0 };
+            }
+            Some((found, block))
+        })
+    }
+
+    /// Removes the entry at `position`.
+    pub(super) fn remove_at(&mut self, position: Position) {
+        self.runs[position.run].remove(position.at);
+        // The last run stays, so that a list that empties and fills does not allocate.
+        if self.runs[position.run].is_empty() && self.runs.len() > 1 {
+            self.runs.remove(position.run);
+        }
+    }
+
+    /// Gives the entry at `position` a smaller key.
+    pub(super) fn lower_at(&mut self, position: Position, key: FreeKey) {
+        let entries = &mut self.runs[position.run];
+        let block = entries[position.at].1;
+        let stays_in_run = position.run == 0 || entries[0].0 < key;
+        if stays_in_run && position.at > 0 {
+            let at = entries[..position.at].partition_point(|&(entry, _)| entry < key);
+            entries.copy_within(at..position.at, at + 1);
+            entries[at] = (key, block);
+        } else if stays_in_run {
+            entries[0].0 = key;
+        } else {
+            self.remove_at(position);
+            self.insert(key, block);
+        }
+    }
+
+    /// Gives the entry with the key `before` a larger key and another block.
+    pub(super) fn raise(&mut self, before: FreeKey, after: FreeKey, block: BlockKey) {
+        let Position { run, at } = self.position(before);
+        let is_last = run + 1 == self.runs.len();
+        let entries = &mut self.runs[run];
+        assert!(entries[at].0 == before, "no free block at {:#x}", before.ptr);
+        let skipped = entries[at + 1..].partition_point(|&(entry, _)| entry < after);
+        let last = at + skipped;
+        if last + 1 < entries.len() || is_last {
+            entries.copy_within(at + 1..=last, at);
+            entries[last] = (after, block);
+        } else {
+            // It may belong in a later run.
+            self.remove_at(Position { run, at });
+            self.insert(after, block);
+        }
+    }
+
+    /// All blocks, smallest first.
+    pub(super) fn all(&self) -> impl DoubleEndedIterator<Item = BlockKey> + '_ {
+        self.runs.iter().flatten().map(|&(_, block)| block)
+    }
+
+    pub(super) fn len(&self) -> usize {
+        self.runs.iter().map(Vec::len).sum()
+    }
+
+    pub(super) fn is_empty(&self) -> bool {
+        self.runs.first().is_none_or(Vec::is_empty)
+    }
+
+    /// The size of the largest block.
+    pub(super) fn largest(&self) -> u64 {
+        self.runs.last().and_then(|entries| entries.last()).map_or(0, |(key, _)| key.size)
+    }
+
+    /// Whether it contains that block, under that key.
+    pub(super) fn contains(&self, key: FreeKey, block: BlockKey) -> bool {
+        let Position { run, at } = self.position(key);
+        self.runs.get(run).and_then(|entries| entries.get(at)) == Some(&(key, block))
+    }
+
+    /// Removes all, to be inserted again under other keys.
+    pub(super) fn drain(&mut self) -> Vec<BlockKey> {
+        std::mem::take(&mut self.runs).into_iter().flatten().map(|(_, block)| block).collect()
+    }
+
+    /// The position of the first entry that is not before `key`. Without one, the run is the one after the last.
+    fn position(&self, key: FreeKey) -> Position {
+        let run = match self.runs.as_slice() {
+            [only] => usize::from(only.last().is_none_or(|&(last, _)| last < key)),
+            runs => runs.partition_point(|entries| entries.last().is_none_or(|&(last, _)| last < key)),
+        };
+        let at = self.runs.get(run).map_or(0, |entries| entries.partition_point(|&(entry, _)| entry < key));
+        Position { run, at }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeMap;
+
+    use slotmap::{KeyData, SlotMap};
+
+    use super::*;
+
+    /// Random inserts and removes, compared with a B-tree.
+    #[test]
+    fn free_list_is_an_ordered_map() {
+        for seed in 0..20_u64 {
+            let mut keys: SlotMap<BlockKey, ()> = SlotMap::with_key();
+            let (mut list, mut model) = (FreeList::default(), BTreeMap::new());
+            let mut rng = fastrand::Rng::with_seed(seed);
+            let mut below = |limit: u64| rng.u64(..limit);
+            let ptr_max = [3, 70, 5000][usize::try_from(seed % 3).unwrap()];
+            for _ in 0..4_000 {
+                let key = FreeKey { size: below(40), registration: below(3), ptr: below(ptr_max) };
+                if model.contains_key(&key) {
+                    list.remove(key);
+                    model.remove(&key);
+                } else if below(3) > 0 || model.len() < 2 {
+                    let block = keys.insert(());
+                    list.insert(key, block);
+                    model.insert(key, block);
+                }
+                let size = below(42);
+                let least = FreeKey { size, registration: 0, ptr: 0 };
+                let expected = model.range(least..).next().map(|(_, &block)| block);
+                assert_eq!(list.at_least(size).next().map(|(_, block)| block), expected, "seed {seed}");
+                let lower = FreeKey { size: size / 2, registration: 0, ptr: ptr_max + below(1000) };
+                let first = list.at_least(size).next();
+                if let Some((position, block)) = first
+                    && !model.contains_key(&lower)
+                    && size > 1
+                {
+                    model.retain(|_, other| *other != block);
+                    model.insert(lower, block);
+                    list.lower_at(position, lower);
+                }
+                let higher = FreeKey { size: size + 1 + below(5), registration: 1, ptr: 2 * ptr_max + below(1000) };
+                if let Some((&before, _)) = model.range(..higher).next_back()
+                    && !model.contains_key(&higher)
+                {
+                    let block = keys.insert(());
+                    model.remove(&before);
+                    model.insert(higher, block);
+                    list.raise(before, higher, block);
+                }
+            }
+            assert!(list.all().eq(model.values().copied()), "seed {seed}");
+            assert!(
+                list.at_least(20)
+                    .map(|(_, block)| block)
+                    .eq(model.iter().filter(|(key, _)| key.size >= 20).map(|(_, &block)| block))
+            );
+            assert_eq!(list.len(), model.len());
+            assert_eq!(list.largest(), model.last_key_value().map_or(0, |(key, _)| key.size));
+            let (&key, &block) = model.first_key_value().unwrap();
+            assert!(list.contains(key, block) && !list.contains(key, BlockKey::from(KeyData::from_ffi(u64::MAX))));
+        }
+    }
+}

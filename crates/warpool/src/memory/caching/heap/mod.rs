@@ -1,0 +1,559 @@
+//! The memory of one device: segments, the blocks that they are split into, and the free lists. No driver calls, no
+//! statistics.
+//!
+//! A memory pool has two *block pools*, small and large. A block pool has *stream blocks*: the free and the unmapped
+//! blocks of one stream. A *segment* belongs to one stream in one block pool.
+//!
+//! Invariants, checked by [`Heap::check`]:
+//! - The blocks of a segment lie side by side without gaps and link to each other.
+//! - A block is in a free list exactly if its status is `Free`, in a list of unmapped blocks exactly if it is
+//!   `Unmapped`, and among the allocated blocks exactly if it is `Allocated`.
+//! - Two free neighbours are always merged, as are two unmapped ones. A block in transit is merged only by the thread
+//!   that works on it.
+
+mod block;
+mod block_pool;
+mod check;
+mod free_list;
+mod key;
+mod mapping;
+mod segment;
+
+use rustc_hash::FxHashMap;
+use slotmap::{Key, KeyData, SlotMap};
+use warpool_driver::{DevicePtr, StreamId};
+
+pub(super) use self::block::{Block, BlockStatus};
+pub(super) use self::block_pool::{BlockPool, StreamBlocks};
+pub(super) use self::check::HeapTotals;
+use self::free_list::{FreeKey, Position};
+use self::key::StreamBlocksKey;
+pub(super) use self::key::{BlockKey, BlockPoolKey, SegmentKey};
+pub(super) use self::mapping::{Room, Unmapped};
+pub(super) use self::segment::{Chunks, ExpandableSegment, Segment, SegmentSource};
+use crate::memory::stream_fence::StreamUses;
+use crate::memory::{MemPoolId, SegmentKind, SizeRules, Stack};
+
+/// A request, resolved to a block pool and to sizes.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct BlockRequest {
+    pub(super) block_pool: BlockPoolKey,
+    pub(super) pool: MemPoolId,
+    pub(super) stream: StreamId,
+    pub(super) kind: SegmentKind,
+    pub(super) requested: u64,
+    /// The requested size, rounded.
+    pub(super) size: u64,
+    /// The size of a segment that would be allocated for it.
+    pub(super) segment: u64,
+    /// Whether expandable segments may serve it.
+    pub(super) expandable: bool,
+}
+
+/// A block in transit that was taken for an allocation, and what became of the memory that it did not need.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Taken {
+    pub(super) block: BlockKey,
+    /// Whether the block was one of several of its segment before.
+    pub(super) was_split: bool,
+    /// The size of the free block that was split off behind it.
+    pub(super) rest: Option<u64>,
+}
+
+/// Free neighbours that were merged into a block.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Merged {
+    pub(super) blocks: u64,
+    pub(super) bytes: u64,
+}
+
+/// The segments, blocks and free lists of one device.
+pub(super) struct Heap {
+    blocks: SlotMap<BlockKey, Block>,
+    segments: SlotMap<SegmentKey, Segment>,
+    stream_blocks: SlotMap<StreamBlocksKey, StreamBlocks>,
+    block_pools: SlotMap<BlockPoolKey, BlockPool>,
+    /// Allocated blocks by address.
+    allocated: FxHashMap<u64, BlockKey>,
+    /// Whether free blocks of one size are ordered by the registration of their segments, rather than by address.
+    by_registration: bool,
+    next_registration: u64,
+}
+
+impl Heap {
+    pub(super) fn new(by_registration: bool) -> Self {
+        Self {
+            blocks: SlotMap::with_key(),
+            segments: SlotMap::with_key(),
+            stream_blocks: SlotMap::with_key(),
+            block_pools: SlotMap::with_key(),
+            allocated: FxHashMap::default(),
+            by_registration,
+            next_registration: 0,
+        }
+    }
+
+    /// Changes the order of free blocks of one size.
+    pub(super) fn set_order(&mut self, by_registration: bool) {
+        if std::mem::replace(&mut self.by_registration, by_registration) == by_registration {
+            return;
+        }
+        let keys: Vec<StreamBlocksKey> = self.stream_blocks.keys().collect();
+        for key in keys {
+            for block in self.stream_blocks[key].free.drain() {
+                let (_, free_key) = self.free_key(block);
+                self.stream_blocks[key].free.insert(free_key, block);
+            }
+        }
+    }
+}
+
+/// Block pools and their streams.
+impl Heap {
+    pub(super) fn add_block_pool(
+        &mut self,
+        pool: MemPoolId,
+        kind: SegmentKind,
+        has_upstream: bool,
+        no_split: bool,
+    ) -> BlockPoolKey {
+        self.block_pools.insert(BlockPool { pool, kind, has_upstream, no_split, streams: Vec::new(), searches: 0 })
+    }
+
+    /// Removes a block pool without segments.
+    pub(super) fn remove_block_pool(&mut self, key: BlockPoolKey) {
+        let block_pool = self.block_pools.remove(key).expect("the block pool exists");
+        assert!(block_pool.is_empty(), "a block pool with segments cannot be removed");
+    }
+
+    pub(super) fn block_pool(&self, key: BlockPoolKey) -> &BlockPool {
+        &self.block_pools[key]
+    }
+
+    pub(super) fn block_pools(&self) -> usize {
+        self.block_pools.len()
+    }
+
+    /// Blocks of that block pool may be split from here on.
+    pub(super) fn allow_splits(&mut self, key: BlockPoolKey) {
+        self.block_pools[key].no_split = false;
+    }
+
+    /// Counts a search, for the age of free blocks.
+    pub(super) fn count_search(&mut self, key: BlockPoolKey) {
+        self.block_pools[key].searches += 1;
+    }
+
+    /// The driver's handle of a stream that has segments.
+    pub(super) fn stream_raw(&self, stream: StreamId) -> Option<u64> {
+        self.stream_blocks.values().find(|blocks| blocks.stream == stream).map(|blocks| blocks.stream_raw)
+    }
+
+    /// The free blocks of a block pool, by stream and then in the order of its free list.
+    pub(super) fn free_blocks(&self, key: BlockPoolKey) -> Vec<BlockKey> {
+        let streams = &self.block_pools[key].streams;
+        streams.iter().flat_map(|&(_, stream_blocks)| self.stream_blocks[stream_blocks].free.all()).collect()
+    }
+
+    /// The free blocks of one stream in a block pool, largest first.
+    pub(super) fn free_blocks_of(
+        &self,
+        key: BlockPoolKey,
+        stream: StreamId,
+    ) -> impl Iterator<Item = (BlockKey, &Block)> {
+        let stream_blocks = self.block_pools[key].of_stream(stream).map(|key| &self.stream_blocks[key]);
+        stream_blocks.into_iter().flat_map(|blocks| blocks.free.all().rev()).map(|key| (key, &self.blocks[key]))
+    }
+
+    /// The smallest free blocks of at least `size` bytes of one stream in a block pool.
+    pub(super) fn free_blocks_from(
+        &self,
+        key: BlockPoolKey,
+        stream: StreamId,
+        size: u64,
+    ) -> impl Iterator<Item = (BlockKey, &Block)> {
+        let stream_blocks = self.block_pools[key].of_stream(stream).map(|key| &self.stream_blocks[key]);
+        stream_blocks
+            .into_iter()
+            .flat_map(move |blocks| blocks.free.at_least(size))
+            .map(|(_, key)| (key, &self.blocks[key]))
+    }
+
+    /// How many searches ago a free block became free.
+    pub(super) fn age(&self, block: BlockKey) -> u64 {
+        let block = &self.blocks[block];
+        self.block_pools[self.stream_blocks_of(block.segment).block_pool].searches - block.freed_at_search
+    }
+
+    /// The size of the largest free block.
+    pub(super) fn largest_free(&self) -> u64 {
+        self.stream_blocks.values().map(|blocks| blocks.free.largest()).max().unwrap_or(0)
+    }
+}
+
+/// Segments.
+impl Heap {
+    /// Adds a segment with one block, in transit.
+    pub(super) fn add_segment(
+        &mut self,
+        block_pool: BlockPoolKey,
+        (stream, stream_raw): (StreamId, u64),
+        (ptr, bytes): (u64, u64),
+        source: SegmentSource,
+        stack: Option<Stack>,
+    ) -> BlockKey {
+        let registration = self.next_registration;
+        self.next_registration += 1;
+        let stream_blocks = self.stream_blocks_for(block_pool, stream, stream_raw);
+        self.stream_blocks[stream_blocks].segments += 1;
+        let expandable = matches!(source, SegmentSource::Expandable(_));
+        let kind = self.block_pools[block_pool].kind;
+        let first = BlockKey::null();
+        let segment = self.segments.insert(Segment { stream_blocks, first, registration, source, stack });
+        let block = self.blocks.insert(Block::new(ptr, bytes, segment, kind, expandable));
+        self.segments[segment].first = block;
+        block
+    }
+
+    /// Removes a segment that is one block in transit, and returns its source.
+    pub(super) fn remove_segment(&mut self, block: BlockKey) -> SegmentSource {
+        let block = self.blocks.remove(block).expect("the block exists");
+        assert!(!block.is_split() && block.status == BlockStatus::InTransit, "a segment in use cannot be removed");
+        let segment = self.segments.remove(block.segment).expect("its segment exists");
+        let stream_blocks = &mut self.stream_blocks[segment.stream_blocks];
+        stream_blocks.segments -= 1;
+        if stream_blocks.segments == 0 {
+            let removed = self.stream_blocks.remove(segment.stream_blocks).expect("its stream's blocks exist");
+            assert!(removed.free.is_empty() && removed.unmapped.is_empty(), "blocks without a segment");
+            self.block_pools[removed.block_pool].streams.retain(|&(_, key)| key != segment.stream_blocks);
+        }
+        segment.source
+    }
+
+    fn stream_blocks_for(&mut self, block_pool: BlockPoolKey, stream: StreamId, stream_raw: u64) -> StreamBlocksKey {
+        if let Some(key) = self.block_pools[block_pool].of_stream(stream) {
+            return key;
+        }
+        let key = self.stream_blocks.insert(StreamBlocks::new(block_pool, stream, stream_raw));
+        let streams = &mut self.block_pools[block_pool].streams;
+        let at = streams.partition_point(|&(other, _)| other < stream);
+        streams.insert(at, (stream, key));
+        key
+    }
+
+    pub(super) fn segment(&self, key: SegmentKey) -> &Segment {
+        &self.segments[key]
+    }
+
+    pub(super) fn segments(&self) -> impl Iterator<Item = (SegmentKey, &Segment)> {
+        self.segments.iter()
+    }
+
+    /// The stream of a segment, with its handle and block pool.
+    pub(super) fn stream_blocks_of(&self, segment: SegmentKey) -> &StreamBlocks {
+        &self.stream_blocks[self.segments[segment].stream_blocks]
+    }
+
+    pub(super) fn block_pool_of(&self, segment: SegmentKey) -> &BlockPool {
+        &self.block_pools[self.stream_blocks_of(segment).block_pool]
+    }
+
+    /// The blocks of a segment, by address.
+    pub(super) fn blocks_of(&self, segment: &Segment) -> impl Iterator<Item = (BlockKey, &Block)> {
+        let mut next = Some(segment.first);
+        std::iter::from_fn(move || {
+            let key = next?;
+            let block = &self.blocks[key];
+            next = block.next;
+            Some((key, block))
+        })
+    }
+}
+
+/// Blocks.
+impl Heap {
+    pub(super) fn block(&self, key: BlockKey) -> &Block {
+        &self.blocks[key]
+    }
+
+    /// The block, if it exists. One that another thread works on may be merged into its neighbour at any moment.
+    pub(super) fn get(&self, key: BlockKey) -> Option<&Block> {
+        self.blocks.get(key)
+    }
+
+    pub(super) fn blocks(&self) -> impl Iterator<Item = (BlockKey, &Block)> {
+        self.blocks.iter()
+    }
+
+    /// The blocks of a memory pool, in no order.
+    pub(super) fn blocks_in(&self, pool: MemPoolId) -> impl Iterator<Item = (BlockKey, &Block)> {
+        self.blocks.iter().filter(move |(_, block)| self.block_pool_of(block.segment).pool == pool)
+    }
+
+    /// The stream that a block is for.
+    pub(super) fn stream_of(&self, key: BlockKey) -> StreamId {
+        self.stream_blocks_of(self.blocks[key].segment).stream
+    }
+
+    /// All streams that may use a block and have no fence yet, its own first.
+    pub(super) fn streams_of(&self, key: BlockKey) -> impl Iterator<Item = StreamId> + '_ {
+        std::iter::once(self.stream_of(key)).chain(self.blocks[key].streams_used())
+    }
+
+    /// The allocated block that starts at `ptr`.
+    pub(super) fn allocated_at(&self, ptr: DevicePtr) -> Option<BlockKey> {
+        self.allocated.get(&ptr.0).copied()
+    }
+
+    /// The block of that slot, if it is allocated and starts at `ptr`.
+    pub(super) fn allocated_in_slot(&self, slot: u64, ptr: DevicePtr) -> Option<BlockKey> {
+        let key = BlockKey::from(KeyData::from_ffi(slot));
+        let block = self.blocks.get(key)?;
+        (block.status == BlockStatus::Allocated && block.ptr == ptr.0).then_some(key)
+    }
+
+    /// A number for a block, for [`allocated_in_slot`](Self::allocated_in_slot).
+    pub(super) fn slot(key: BlockKey) -> u64 {
+        key.data().as_ffi()
+    }
+
+    /// Takes the best free block for a request: the smallest that fits, split if too much of it would be unused.
+    pub(super) fn take_best_fit(&mut self, request: &BlockRequest, rules: &SizeRules) -> Option<Taken> {
+        let block_pool = &self.block_pools[request.block_pool];
+        let searches = block_pool.searches;
+        let stream_blocks = block_pool.of_stream(request.stream)?;
+        let (position, found) = self.best_fit(stream_blocks, request, rules)?;
+        let was_split = self.blocks[found].is_split();
+        if !self.should_split(found, request, rules) {
+            self.stream_blocks[stream_blocks].free.remove_at(position);
+            self.blocks[found].status = BlockStatus::InTransit;
+            return Some(Taken { block: found, was_split, rest: None });
+        }
+        // The rest keeps the entry in the free list.
+        let block = self.split_front(found, request.size);
+        let (_, key) = self.free_key(found);
+        self.blocks[found].freed_at_search = searches;
+        self.stream_blocks[stream_blocks].free.lower_at(position, key);
+        Some(Taken { block, was_split, rest: Some(key.size) })
+    }
+
+    fn best_fit(
+        &self,
+        stream_blocks: StreamBlocksKey,
+        request: &BlockRequest,
+        rules: &SizeRules,
+    ) -> Option<(Position, BlockKey)> {
+        let mut candidates = self.stream_blocks[stream_blocks].free.at_least(request.size);
+        let mut found = candidates.next()?;
+        if self.blocks[found.1].expandable {
+            if request.expandable {
+                // A free block before unmapped addresses counts with these: blocks that cannot grow are used first.
+                for next in candidates {
+                    if !self.blocks[found.1].expandable
+                        || self.size_with_unmapped(next.1) >= self.size_with_unmapped(found.1)
+                    {
+                        break;
+                    }
+                    found = next;
+                }
+            } else {
+                found = candidates.find(|next| !self.blocks[next.1].expandable)?;
+            }
+        }
+        rules.may_serve(request.size, self.blocks[found.1].size).then_some(found)
+    }
+
+    /// The size of a block and of the unmapped block behind it.
+    fn size_with_unmapped(&self, key: BlockKey) -> u64 {
+        let block = &self.blocks[key];
+        let behind = block.next.map(|next| &self.blocks[next]).filter(|next| next.status == BlockStatus::Unmapped);
+        block.size + behind.map_or(0, |next| next.size)
+    }
+
+    fn should_split(&self, found: BlockKey, request: &BlockRequest, rules: &SizeRules) -> bool {
+        let rest = self.blocks[found].size - request.size;
+        !self.block_pools[request.block_pool].no_split && rules.splits(request.size, rest, request.expandable)
+    }
+
+    /// Splits a block in transit for a request, if too much of it would be unused.
+    pub(super) fn split_for(&mut self, block: BlockKey, request: &BlockRequest, rules: &SizeRules) -> Taken {
+        if self.should_split(block, request, rules) {
+            self.split(block, request.size)
+        } else {
+            Taken { block, was_split: self.blocks[block].is_split(), rest: None }
+        }
+    }
+
+    /// Splits the first `size` bytes off a block in transit; the rest, if there is any, becomes free.
+    pub(super) fn split(&mut self, block: BlockKey, size: u64) -> Taken {
+        let was_split = self.blocks[block].is_split();
+        if self.blocks[block].size == size {
+            return Taken { block, was_split, rest: None };
+        }
+        let front = self.split_front(block, size);
+        self.put_free(block);
+        Taken { block: front, was_split, rest: Some(self.blocks[block].size) }
+    }
+
+    /// Splits the first `size` bytes off a block in transit and makes them free; the block keeps the rest. Returns
+    /// whether the block was one of several of its segment before.
+    pub(super) fn free_front(&mut self, block: BlockKey, size: u64) -> bool {
+        let was_split = self.blocks[block].is_split();
+        let front = self.split_front(block, size);
+        self.put_free(front);
+        was_split
+    }
+
+    /// Takes a free block out of its free list: it is in transit.
+    pub(super) fn take_free(&mut self, block: BlockKey) {
+        let (stream_blocks, key) = self.free_key(block);
+        self.stream_blocks[stream_blocks].free.remove(key);
+        self.blocks[block].status = BlockStatus::InTransit;
+    }
+
+    /// Puts a block in transit that was never split nor merged meanwhile back into its free list.
+    pub(super) fn put_free(&mut self, block: BlockKey) {
+        let (stream_blocks, key) = self.free_key(block);
+        self.set_free(block, stream_blocks);
+        self.stream_blocks[stream_blocks].free.insert(key, block);
+    }
+
+    /// Makes a block in transit, or one that was freed, a free one, merged with its free neighbours.
+    pub(super) fn merge_and_free(&mut self, block: BlockKey) -> Merged {
+        let is_free = |key: &BlockKey| self.blocks[*key].status == BlockStatus::Free;
+        let (prev, next) = (self.blocks[block].prev.filter(is_free), self.blocks[block].next.filter(is_free));
+        let ((Some(only), None) | (None, Some(only))) = (prev, next) else {
+            let merged = self.merge_free_neighbours(block);
+            self.put_free(block);
+            return merged;
+        };
+        // The common case: the neighbour's entry in the free list is reused.
+        let (stream_blocks, before) = self.free_key(only);
+        let bytes = self.absorb(block, only);
+        let (_, after) = self.free_key(block);
+        self.set_free(block, stream_blocks);
+        self.stream_blocks[stream_blocks].free.raise(before, after, block);
+        Merged { blocks: 1, bytes }
+    }
+
+    /// A block in transit is allocated from here on.
+    pub(super) fn set_allocated(&mut self, key: BlockKey, requested: u64, stack: Option<&Stack>) -> &Block {
+        let block = &mut self.blocks[key];
+        block.status = BlockStatus::Allocated;
+        block.requested = requested;
+        if let Some(stack) = stack {
+            block.extra.get_or_insert_default().stack = Some(Stack::clone(stack));
+        }
+        self.allocated.insert(block.ptr, key);
+        block
+    }
+
+    /// An allocated block is freed: its free is pending from here on.
+    pub(super) fn set_pending_free(&mut self, key: BlockKey) -> &Block {
+        let block = &mut self.blocks[key];
+        assert!(block.status == BlockStatus::Allocated, "only an allocated block can be freed");
+        block.status = BlockStatus::PendingFree;
+        if let Some(extra) = &mut block.extra {
+            extra.uses.mark_freed();
+        }
+        self.allocated.remove(&block.ptr);
+        block
+    }
+
+    /// A pending free waits for the end of a capture (`deferred`), or no longer does.
+    pub(super) fn set_deferred(&mut self, key: BlockKey, deferred: bool) {
+        let block = &mut self.blocks[key];
+        let (from, to) = match deferred {
+            true => (BlockStatus::PendingFree, BlockStatus::Deferred),
+            false => (BlockStatus::Deferred, BlockStatus::PendingFree),
+        };
+        assert!(block.status == from, "only a pending free is deferred");
+        block.status = to;
+    }
+
+    /// Forgets who used and allocated a block whose free is pending.
+    pub(super) fn clear_extra(&mut self, key: BlockKey) {
+        self.blocks[key].extra = None;
+    }
+
+    /// The streams that used a block, with the state of its fences.
+    pub(super) fn uses_mut(&mut self, key: BlockKey) -> &mut StreamUses {
+        &mut self.blocks[key].extra.get_or_insert_default().uses
+    }
+
+    /// The streams that used a block while they captured.
+    pub(super) fn uses_in_capture_mut(&mut self, key: BlockKey) -> &mut Vec<StreamId> {
+        &mut self.blocks[key].extra.get_or_insert_default().uses_in_capture
+    }
+
+    /// Splits the first `size` bytes off a block, as a new block in transit; the old one keeps the rest, and its entry
+    /// in a list, if it has one, is the caller's to change.
+    fn split_front(&mut self, from: BlockKey, size: u64) -> BlockKey {
+        let rest = &mut self.blocks[from];
+        let mut front = Block::new(rest.ptr, size, rest.segment, rest.kind, rest.expandable);
+        front.prev = rest.prev;
+        front.next = Some(from);
+        rest.ptr += size;
+        rest.size -= size;
+        assert!(rest.size > 0, "nothing is left of a block that was split");
+        let (segment, prev) = (rest.segment, rest.prev);
+        let front = self.blocks.insert(front);
+        self.blocks[from].prev = Some(front);
+        match prev {
+            Some(prev) => self.blocks[prev].next = Some(front),
+            None => self.segments[segment].first = front,
+        }
+        front
+    }
+
+    /// Merges the free neighbours of a block in transit into it.
+    fn merge_free_neighbours(&mut self, block: BlockKey) -> Merged {
+        let mut merged = Merged::default();
+        for neighbour in [self.blocks[block].prev, self.blocks[block].next].into_iter().flatten() {
+            if self.blocks[neighbour].status == BlockStatus::Free {
+                self.take_free(neighbour);
+                merged.blocks += 1;
+                merged.bytes += self.absorb(block, neighbour);
+            }
+        }
+        merged
+    }
+
+    /// Merges `other`, a neighbour in no list, into `block`. Returns its size.
+    fn absorb(&mut self, block: BlockKey, other: BlockKey) -> u64 {
+        let other_block = self.blocks.remove(other).expect("neighbours exist");
+        let segment = other_block.segment;
+        if self.blocks[block].prev == Some(other) {
+            let block_mut = &mut self.blocks[block];
+            block_mut.ptr = other_block.ptr;
+            block_mut.prev = other_block.prev;
+            match other_block.prev {
+                Some(prev) => self.blocks[prev].next = Some(block),
+                None => self.segments[segment].first = block,
+            }
+        } else {
+            assert!(self.blocks[block].next == Some(other), "only neighbours are merged");
+            self.blocks[block].next = other_block.next;
+            if let Some(next) = other_block.next {
+                self.blocks[next].prev = Some(block);
+            }
+        }
+        self.blocks[block].size += other_block.size;
+        other_block.size
+    }
+
+    fn set_free(&mut self, block: BlockKey, stream_blocks: StreamBlocksKey) {
+        let searches = self.block_pools[self.stream_blocks[stream_blocks].block_pool].searches;
+        let block = &mut self.blocks[block];
+        block.status = BlockStatus::Free;
+        block.freed_at_search = searches;
+    }
+
+    /// The key of a block in the free list that it belongs in.
+    fn free_key(&self, block: BlockKey) -> (StreamBlocksKey, FreeKey) {
+        let block = &self.blocks[block];
+        let segment = &self.segments[block.segment];
+        let registration = if self.by_registration { segment.registration } else { 0 };
+        (segment.stream_blocks, FreeKey { size: block.size, registration, ptr: block.ptr })
+    }
+}

@@ -1,0 +1,103 @@
+//! The slow path of an allocation, when no cached block fits. Each retry is made only if the ones before did not help.
+//!
+//! 1. Pressure callbacks, without any lock; if one freed something, another search.
+//! 2. Garbage collection of old segments, if it is enabled.
+//! 3. A new segment.
+//! 4. Free blocks of pools with `use_on_oom`, for requests to the default pool.
+//! 5. Release of oversize segments of the stream, just enough; then a new segment.
+//! 6. Unless the stream captures: wait for all fences, release everything cached; then a new segment.
+//! 7. An out-of-memory report.
+//!
+//! From the second step on the device's slow lock is held: one thread at a time allocates from the driver, and no other
+//! thread's search waits for it.
+
+use warpool_driver::MemoryInfo;
+
+use super::device::{CachingDevice, SlowGuard};
+use super::heap::{BlockKey, BlockRequest};
+use super::pending::PendingFrees;
+use super::source::{self, OrOom};
+use crate::memory::journal::Cause;
+use crate::memory::{Allocation, OomCause};
+use crate::{Error, Result};
+
+/// Allocates a block when no cached one fits.
+pub(super) fn allocate(
+    device: &CachingDevice,
+    request: &BlockRequest,
+    capturing: bool,
+    cause: &Cause,
+) -> Result<Allocation> {
+    let cause = &cause.clone().timed(device.driver());
+    let search = || device.with(|state| state.allocate_cached(request, cause));
+    if device.observers().relieve(device.id)
+        && let Some(found) = search()
+    {
+        return Ok(found);
+    }
+    let slow = device.lock_slow();
+    if slow.waited()
+        && let Some(found) = search()
+    {
+        // The thread that held the lock left something that fits.
+        return Ok(found);
+    }
+    let outcome = allocate_locked(&slow, request, capturing, cause);
+    drop(slow);
+    outcome?.map_err(|why| out_of_memory(device, request, why, capturing, cause))
+}
+
+/// The steps under the slow lock.
+fn allocate_locked(
+    slow: &SlowGuard<'_>,
+    request: &BlockRequest,
+    capturing: bool,
+    cause: &Cause,
+) -> Result<OrOom<Allocation>> {
+    let allocate = |block: BlockKey| slow.with(|state| state.allocate_block(block, request, cause));
+    if slow.read(|state| state.policy().collects_garbage()) {
+        source::collect_garbage(slow, cause)?;
+    }
+    if slow.read(|state| state.rejects(request)) {
+        return Ok(Err(OomCause::Rejected));
+    }
+    if let Ok(block) = source::allocate(slow, request, cause)? {
+        return Ok(Ok(allocate(block)));
+    }
+    if request.pool.is_default()
+        && let Some(found) = slow.with(|state| state.allocate_from_pools_for_oom(request, cause))
+    {
+        return Ok(Ok(found));
+    }
+    if source::release_oversize(slow, request, cause)?
+        && let Ok(block) = source::allocate(slow, request, cause)?
+    {
+        return Ok(Ok(allocate(block)));
+    }
+    if capturing {
+        return Ok(Err(slow.read(|state| state.oom_cause(request))));
+    }
+    PendingFrees::new(slow, cause).wait()?;
+    source::release_all(slow, false, cause)?;
+    slow.with(|state| state.counters_mut().alloc_retry());
+    Ok(source::allocate(slow, request, cause)?.map(allocate))
+}
+
+/// Counts a failed request, calls the observers, and makes the error.
+fn out_of_memory(
+    device: &CachingDevice,
+    request: &BlockRequest,
+    why: OomCause,
+    capturing: bool,
+    cause: &Cause,
+) -> Error {
+    // A failure of these calls must not hide the error.
+    let unknown = MemoryInfo { bytes_free: 0, bytes_total: device.bytes_total };
+    let memory = device.driver().mem_info(device.id).unwrap_or(unknown);
+    let stream_raw = device.driver().stream_handle(request.stream).map_or(0, |handle| handle.raw.0);
+    let mut report = device.with(|state| state.out_of_memory(request, why, stream_raw, memory.bytes_free, cause));
+    report.bytes_total = memory.bytes_total;
+    report.capturing = capturing;
+    device.observers().out_of_memory(&report);
+    Error::OutOfMemory(Box::new(report))
+}

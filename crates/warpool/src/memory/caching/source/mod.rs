@@ -1,0 +1,150 @@
+//! Memory from the driver or an upstream, and back to it. Everything here needs the device's slow lock, so segments are
+//! added and removed one at a time; the state is locked only between driver calls.
+
+mod expandable;
+mod segments;
+
+pub(super) use self::expandable::retry_failed_calls;
+use super::device::SlowGuard;
+use super::heap::{BlockKey, BlockPoolKey, BlockRequest};
+use super::pending::PendingFrees;
+use crate::Result;
+use crate::memory::journal::Cause;
+use crate::memory::stream_fence;
+use crate::memory::{MemPoolId, OomCause};
+
+/// A result, or the reason why there is not enough memory for it.
+pub(super) type OrOom<T> = std::result::Result<T, OomCause>;
+
+/// Allocates a segment for a request, or grows an expandable one. The block is in transit and at least as large as
+/// requested.
+pub(super) fn allocate(slow: &SlowGuard<'_>, request: &BlockRequest, cause: &Cause) -> Result<OrOom<BlockKey>> {
+    if slow.read(|state| state.exceeds_limit(request)) {
+        return Ok(Err(OomCause::Limit));
+    }
+    if request.expandable {
+        expandable::allocate(slow, request, cause)
+    } else {
+        segments::allocate(slow, request, cause)
+    }
+}
+
+/// Bytes that were released, with the first error: a failure does not stop the rest.
+struct Released {
+    bytes: u64,
+    outcome: Result<()>,
+}
+
+impl Released {
+    fn none() -> Self {
+        Self { bytes: 0, outcome: Ok(()) }
+    }
+
+    fn add(&mut self, released: Result<u64>) {
+        match released {
+            Ok(bytes) => self.bytes += bytes,
+            Err(error) => self.outcome = std::mem::replace(&mut self.outcome, Ok(())).and(Err(error)),
+        }
+    }
+
+    fn total(self) -> Result<u64> {
+        self.outcome.map(|()| self.bytes)
+    }
+}
+
+/// Releases all that is free in a block pool: segments, and the chunks of expandable ones.
+fn release_block_pool(slow: &SlowGuard<'_>, block_pool: BlockPoolKey, cause: &Cause) -> Result<u64> {
+    let free = slow.read(|state| state.free_memory(block_pool));
+    let mut released = Released::none();
+    for block in free.blocks {
+        released.add(segments::release(slow, block, cause));
+    }
+    for block in free.expandable {
+        released.add(expandable::release_chunks(slow, block, cause));
+    }
+    for segment in slow.read(|state| state.unmapped_segments(block_pool)) {
+        released.add(expandable::release_addresses(slow, segment).map(|()| 0));
+    }
+    released.total()
+}
+
+/// Releases all that is free in the default pool, unless `spare_default`, and in released pools.
+pub(super) fn release_all(slow: &SlowGuard<'_>, spare_default: bool, cause: &Cause) -> Result<u64> {
+    let mut released = Released::none();
+    if !spare_default {
+        let [small, large] = slow.read(|state| state.pools().default_block_pools());
+        released.add(release_block_pool(slow, large, cause));
+        released.add(release_block_pool(slow, small, cause));
+    }
+    for pool in slow.read(|state| state.pools().released()) {
+        released.add(release_pool(slow, pool, cause));
+    }
+    released.total()
+}
+
+/// Releases all that is free in a private pool, and removes it if that was all and it is released.
+pub(super) fn release_pool(slow: &SlowGuard<'_>, pool: MemPoolId, cause: &Cause) -> Result<u64> {
+    let Ok([small, large]) = slow.with(|state| state.pools_mut().enter(pool)) else { return Ok(0) };
+    let released = wait_for_users(slow, pool, cause).and_then(|waited| {
+        let mut released = Released::none();
+        if waited {
+            released.add(release_block_pool(slow, small, cause));
+            released.add(release_block_pool(slow, large, cause));
+        }
+        released.total()
+    });
+    drop(slow.with(|state| state.leave_pool(pool)));
+    released
+}
+
+/// Waits for the work of the streams that use a pool's memory beside those that it was allocated for: replays of graphs
+/// that are gone. The driver's free waits for all work, but unmapping does not. Returns `false` if a capture forbids to
+/// wait.
+fn wait_for_users(slow: &SlowGuard<'_>, pool: MemPoolId, cause: &Cause) -> Result<bool> {
+    let (streams, anywhere) = slow.read(|state| state.pools().users(pool))?;
+    if anywhere {
+        // Only the device can be waited for, which would invalidate any capture.
+        if slow.has_captures() {
+            return Ok(false);
+        }
+        slow.driver().device_synchronize(slow.id)?;
+        slow.with(|state| state.pools_mut().clear_use_anywhere(pool));
+    }
+    for stream in streams {
+        if !stream_fence::wait_for_stream(&PendingFrees::new(slow, cause), stream)? {
+            return Ok(false);
+        }
+    }
+    Ok(true)
+}
+
+/// With a split limit, releases free oversize segments of the request's stream: one that is large enough, or else the
+/// largest ones until they sum up. Returns whether that may suffice.
+pub(super) fn release_oversize(slow: &SlowGuard<'_>, request: &BlockRequest, cause: &Cause) -> Result<bool> {
+    let (needed, candidates) = slow.read(|state| state.oversize_segments(request));
+    let mut released = 0;
+    for block in candidates {
+        if released >= needed {
+            break;
+        }
+        released += segments::release(slow, block, cause)?;
+    }
+    Ok(needed > 0 && released >= needed)
+}
+
+/// Above the threshold, releases free large segments of the default pool that were not used for long: those at least as
+/// old as the average, until enough is released. Waits only for what the driver's free waits for.
+pub(super) fn collect_garbage(slow: &SlowGuard<'_>, cause: &Cause) -> Result<()> {
+    let excess = slow.read(|state| state.garbage());
+    let mut released = 0;
+    while released < excess {
+        let before = released;
+        for block in slow.read(|state| state.old_segments()) {
+            released += segments::release(slow, block, cause)?;
+        }
+        if released == before {
+            break;
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,413 @@
+//! The state of one device: the heap, the pools, pending frees, statistics and history. Every method is one step under
+//! the device's lock. No driver calls here.
+
+mod checkpoint;
+mod counters;
+mod deferred;
+mod policy;
+mod pools;
+mod segments;
+mod snapshot;
+
+use warpool_driver::{DeviceId, DevicePtr, StreamId};
+
+pub use self::checkpoint::{PoolCheckpoint, Restored};
+use self::counters::Counters;
+use self::deferred::Deferred;
+pub(super) use self::policy::Policy;
+use self::pools::{Pool, Pools};
+use self::segments::DriverRetries;
+use super::heap::{BlockKey, BlockRequest, BlockStatus, Heap, SegmentKey, Taken};
+use crate::memory::history::HistoryOptions;
+use crate::memory::journal::{Cause, Journal};
+use crate::memory::stream_fence::{Fence, StreamFences, StreamUses};
+use crate::memory::{Action, Allocation, HistoryEntry, MemPoolId, OomCause, OomReport, PoolOptions, SizeRules, Stats};
+use crate::{Error, Result};
+
+pub(super) struct DeviceState {
+    device: DeviceId,
+    policy: Policy,
+    heap: Heap,
+    pools: Pools,
+    /// What freed blocks wait for.
+    fences: StreamFences<BlockKey>,
+    /// Blocks whose frees wait for the end of a capture.
+    deferred: Vec<Deferred>,
+    counters: Counters,
+    journal: Journal,
+    retries: DriverRetries,
+}
+
+/// A search for a cached block.
+pub(super) enum Search {
+    Found(Allocation),
+    /// Nothing cached fits. The thread has entered the pool.
+    NotFound(BlockRequest),
+}
+
+impl DeviceState {
+    pub(super) fn new(device: DeviceId, policy: Policy) -> Self {
+        let mut heap = Heap::new(policy.by_registration);
+        Self {
+            device,
+            pools: Pools::new(device, &mut heap),
+            heap,
+            fences: StreamFences::default(),
+            deferred: Vec::new(),
+            counters: Counters::new(policy.max_split_stat()),
+            policy,
+            journal: Journal::default(),
+            retries: DriverRetries::default(),
+        }
+    }
+
+    pub(super) fn policy(&self) -> &Policy {
+        &self.policy
+    }
+
+    pub(super) fn set_limit(&mut self, limit: Option<u64>) {
+        self.policy.limit = limit;
+    }
+
+    /// Replaces the policy but for the limit.
+    pub(super) fn set_policy(&mut self, mut policy: Policy) {
+        policy.limit = self.policy.limit;
+        self.policy = policy;
+        self.counters.set_oversize(self.policy.max_split_stat(), self.heap.count_oversize(&self.policy.sizes));
+        self.heap.set_order(self.policy.by_registration);
+    }
+
+    pub(super) fn heap(&self) -> &Heap {
+        &self.heap
+    }
+
+    pub(super) fn counters_mut(&mut self) -> &mut Counters {
+        &mut self.counters
+    }
+
+    pub(super) fn stats(&self) -> &Stats {
+        self.counters.stats()
+    }
+
+    /// Checks every invariant, while no other thread is at work.
+    ///
+    /// # Panics
+    /// If one does not hold.
+    pub(super) fn check(&self) {
+        let totals = self.heap.check(&self.policy.sizes);
+        assert_eq!(totals.deferred, self.deferred.len(), "deferred frees");
+        self.counters.check(&totals);
+        self.pools.check(&self.heap);
+    }
+}
+
+/// Allocating.
+impl DeviceState {
+    /// Resolves a request. Fails if the pool does not exist or is released.
+    pub(super) fn request(&self, pool: MemPoolId, stream: StreamId, requested: u64) -> Result<BlockRequest> {
+        let block_pools = self.pools.block_pools_in_use(pool)?;
+        let size = self.policy.sizes.round(requested);
+        let kind = SizeRules::kind(size);
+        let block_pool = block_pools[kind as usize];
+        Ok(BlockRequest {
+            block_pool,
+            pool,
+            stream,
+            kind,
+            requested,
+            size,
+            segment: self.policy.sizes.segment(size),
+            expandable: self.policy.expandable && !self.heap.block_pool(block_pool).has_upstream(),
+        })
+    }
+
+    /// Allocates a cached block, or enters the pool.
+    pub(super) fn search(
+        &mut self,
+        (pool, stream, requested): (MemPoolId, StreamId, u64),
+        capturing: bool,
+        cause: &Cause,
+    ) -> Result<Search> {
+        let request = self.request(pool, stream, requested)?;
+        if capturing {
+            self.pools.record_capture(pool);
+        }
+        if let Some(allocation) = self.allocate_cached(&request, cause) {
+            return Ok(Search::Found(allocation));
+        }
+        self.pools.enter(pool)?;
+        Ok(Search::NotFound(request))
+    }
+
+    /// Allocates the best free block for a request.
+    pub(super) fn allocate_cached(&mut self, request: &BlockRequest, cause: &Cause) -> Option<Allocation> {
+        if self.policy.collects_garbage() {
+            self.heap.count_search(request.block_pool);
+        }
+        let taken = self.heap.take_best_fit(request, &self.policy.sizes)?;
+        Some(self.allocate_taken(&taken, request.requested, request.stream, cause))
+    }
+
+    /// Allocates a free block of a pool that lends its memory to the default pool.
+    pub(super) fn allocate_from_pools_for_oom(&mut self, request: &BlockRequest, cause: &Cause) -> Option<Allocation> {
+        self.pools.for_oom().into_iter().find_map(|pool| {
+            let request = self.request(pool, request.stream, request.requested).ok()?;
+            self.allocate_cached(&request, cause)
+        })
+    }
+
+    /// Allocates a block in transit that is at least as large as requested; what it does not need becomes free.
+    pub(super) fn allocate_block(&mut self, block: BlockKey, request: &BlockRequest, cause: &Cause) -> Allocation {
+        let taken = self.heap.split_for(block, request, &self.policy.sizes);
+        self.allocate_taken(&taken, request.requested, request.stream, cause)
+    }
+
+    /// Allocates at `ptr`, in a free block that contains all of the request.
+    pub(super) fn allocate_at(&mut self, request: &BlockRequest, ptr: u64, cause: &Cause) -> Option<Allocation> {
+        let mut candidates = self.heap.free_blocks_from(request.block_pool, request.stream, request.size);
+        let end = ptr.saturating_add(request.size);
+        let (found, _) = candidates.find(|(_, block)| block.ptr() <= ptr && end <= block.end())?;
+        drop(candidates);
+        self.take_free_from(found, ptr);
+        Some(self.allocate_block(found, request, cause))
+    }
+
+    /// Takes a free block; what of it lies before `ptr` becomes a free block of its own.
+    fn take_free_from(&mut self, block: BlockKey, ptr: u64) {
+        self.heap.take_free(block);
+        let (start, whole) = (self.heap.block(block).ptr(), self.heap.block(block).size());
+        if ptr > start {
+            let was_split = self.heap.free_front(block, ptr - start);
+            self.counters.front_freed(self.heap.block(block), was_split, whole);
+        }
+    }
+
+    fn allocate_taken(&mut self, taken: &Taken, requested: u64, stream: StreamId, cause: &Cause) -> Allocation {
+        self.counters.taken(taken, self.heap.block(taken.block));
+        let block = self.heap.set_allocated(taken.block, requested, cause.stack.as_ref());
+        let (ptr, size, segment, kind) = (block.ptr(), block.size(), block.segment(), block.kind());
+        self.counters.block_allocated(kind, size, requested, self.policy.sizes.is_oversize(size));
+        self.record(Action::Alloc, ptr, requested, segment, cause);
+        Allocation {
+            ptr: DevicePtr(ptr),
+            bytes: size,
+            bytes_requested: requested,
+            device: self.device,
+            stream,
+            slot: Heap::slot(taken.block),
+        }
+    }
+
+    /// The allocation of an allocated block.
+    pub(super) fn allocation(&self, key: BlockKey) -> Allocation {
+        let block = self.heap.block(key);
+        Allocation {
+            ptr: DevicePtr(block.ptr()),
+            bytes: block.size(),
+            bytes_requested: block.requested(),
+            device: self.device,
+            stream: self.heap.stream_of(key),
+            slot: Heap::slot(key),
+        }
+    }
+}
+
+/// Freeing.
+impl DeviceState {
+    /// Frees an allocated block. Returns whether other streams may still use it: its free is pending then.
+    pub(super) fn free(&mut self, block: BlockKey, cause: &Cause) -> bool {
+        self.request_free(block, cause);
+        let in_use = self.heap.block(block).has_uses();
+        if !in_use {
+            self.complete_free(block, cause);
+        }
+        in_use
+    }
+
+    fn request_free(&mut self, block: BlockKey, cause: &Cause) {
+        let block = self.heap.set_pending_free(block);
+        let (ptr, size, requested, segment) = (block.ptr(), block.size(), block.requested(), block.segment());
+        self.counters.free_requested(block.kind(), size, self.policy.sizes.is_oversize(size));
+        self.record(Action::FreeRequested, ptr, requested, segment, cause);
+    }
+
+    /// A pending free is completed: no stream uses the block any more, and it is merged with its free neighbours.
+    fn complete_free(&mut self, key: BlockKey, cause: &Cause) {
+        let block = self.heap.block(key);
+        assert!(block.status() == BlockStatus::PendingFree && !block.has_uses(), "a block in use cannot become free");
+        let (ptr, size, requested, segment) = (block.ptr(), block.size(), block.requested(), block.segment());
+        self.heap.clear_extra(key);
+        self.record(Action::FreeCompleted, ptr, requested, segment, cause);
+        let merged = self.heap.merge_and_free(key);
+        self.counters.free_completed(size, requested, merged, self.heap.block(key));
+    }
+
+    /// Records that `stream` uses the allocated block at `ptr`, if it still is allocated.
+    pub(super) fn record_use(&mut self, block: BlockKey, ptr: DevicePtr, stream: StreamId, in_capture: bool) {
+        let is_allocated = self.heap.allocated_at(ptr) == Some(block);
+        if !is_allocated || self.heap.stream_of(block) == stream {
+            return;
+        }
+        if !in_capture {
+            self.heap.uses_mut(block).add(stream);
+            return;
+        }
+        let uses = self.heap.uses_in_capture_mut(block);
+        if !uses.contains(&stream) {
+            uses.push(stream);
+        }
+    }
+
+    /// Whether frees are pending that may be completed before the next search.
+    pub(super) fn has_pending(&self) -> bool {
+        !self.fences.is_empty() || !self.deferred.is_empty()
+    }
+
+    pub(super) fn fences(&mut self) -> &mut StreamFences<BlockKey> {
+        &mut self.fences
+    }
+
+    /// The streams that used a block whose free is pending.
+    pub(super) fn uses_mut(&mut self, block: BlockKey) -> &mut StreamUses {
+        self.heap.uses_mut(block)
+    }
+
+    /// These fences have passed.
+    pub(super) fn complete_fences(&mut self, passed: &[Fence], cause: &Cause) {
+        for fence in passed {
+            if let Some(block) = self.fences.pop(fence) {
+                self.heap.uses_mut(block).fence_passed();
+                self.reclaim_if_clear(block, cause);
+            }
+        }
+    }
+
+    /// Completes a pending free if no stream may still use the block.
+    pub(super) fn reclaim_if_clear(&mut self, key: BlockKey, cause: &Cause) {
+        let pending = self.heap.get(key).is_some_and(|block| block.status() == BlockStatus::PendingFree);
+        if pending && self.heap.uses_mut(key).take_reclaimable() {
+            self.complete_free(key, cause);
+        }
+    }
+}
+
+/// Pools.
+impl DeviceState {
+    pub(super) fn add_pool(&mut self, id: MemPoolId, options: PoolOptions) {
+        self.pools.add(&mut self.heap, id, options);
+    }
+
+    pub(super) fn pools(&self) -> &Pools {
+        &self.pools
+    }
+
+    pub(super) fn pools_mut(&mut self) -> &mut Pools {
+        &mut self.pools
+    }
+
+    /// Ends a use of a pool. What is returned is to be dropped without the lock.
+    pub(super) fn release_pool(&mut self, id: MemPoolId) -> Result<Option<Pool>> {
+        self.pools.release(id, &mut self.heap)
+    }
+
+    /// A thread that entered a pool is done. What is returned is to be dropped without the lock.
+    #[must_use = "to be dropped without the lock"]
+    pub(super) fn leave_pool(&mut self, id: MemPoolId) -> Option<Pool> {
+        self.pools.leave(id, &mut self.heap)
+    }
+
+    /// Whether exactly these addresses are allocated in a pool.
+    pub(super) fn has_exactly(&self, pool: MemPoolId, live: &[DevicePtr]) -> Result<bool> {
+        self.pools.uses(pool)?;
+        let mut expected: Vec<u64> = live.iter().map(|ptr| ptr.0).collect();
+        let is_allocated = |block: &&super::heap::Block| block.status() == BlockStatus::Allocated;
+        let blocks = self.heap.blocks_in(pool).map(|(_, block)| block).filter(is_allocated);
+        let mut allocated: Vec<u64> = blocks.map(super::heap::Block::ptr).collect();
+        expected.sort_unstable();
+        allocated.sort_unstable();
+        Ok(expected == allocated)
+    }
+}
+
+/// History and reports.
+impl DeviceState {
+    /// Writes an entry about a segment's memory into the history, and for trackers.
+    fn record(&mut self, action: Action, addr: u64, size: u64, segment: SegmentKey, cause: &Cause) {
+        if !self.journal.is_open(cause) {
+            return;
+        }
+        let (stream, pool) = {
+            let stream_blocks = self.heap.stream_blocks_of(segment);
+            (stream_blocks.stream_raw(), self.heap.block_pool(stream_blocks.block_pool()).pool())
+        };
+        self.journal.record(action, addr, size, stream, pool, cause);
+    }
+
+    /// Writes the program's name for an allocated block into the history.
+    pub(super) fn annotate(&mut self, ptr: DevicePtr, cause: &Cause) -> Result<()> {
+        let block = self.heap.allocated_at(ptr).ok_or(Error::UnknownPointer { ptr })?;
+        let (requested, segment) = (self.heap.block(block).requested(), self.heap.block(block).segment());
+        self.record(Action::Annotate, ptr.0, requested, segment, cause);
+        Ok(())
+    }
+
+    pub(super) fn set_history(&mut self, options: Option<HistoryOptions>) {
+        self.journal.history.set(options);
+    }
+
+    /// Whether trackers have entries to see.
+    #[inline]
+    pub(super) fn has_unreported(&self) -> bool {
+        self.journal.has_news()
+    }
+
+    pub(super) fn take_unreported(&mut self) -> Vec<HistoryEntry> {
+        self.journal.take_news()
+    }
+
+    /// Counts a request that failed, and reports the memory that there is.
+    pub(super) fn out_of_memory(
+        &mut self,
+        request: &BlockRequest,
+        why: OomCause,
+        stream_raw: u64,
+        bytes_free: u64,
+        cause: &Cause,
+    ) -> OomReport {
+        if why == OomCause::Rejected {
+            self.counters.oom_rejection();
+        } else {
+            self.counters.oom();
+            self.journal.record(Action::Oom, bytes_free, request.size, stream_raw, request.pool, cause);
+        }
+        let stats = self.counters.stats();
+        let mut report = OomReport {
+            device: self.device,
+            cause: why,
+            bytes_requested: request.requested,
+            bytes_segment: request.segment,
+            bytes_total: 0,
+            bytes_free,
+            bytes_limit: self.policy.limit,
+            bytes_reserved: self.counters.bytes_reserved(),
+            bytes_allocated: stats.allocated_bytes.all.current,
+            bytes_pending: stats.active_bytes.all.current - stats.allocated_bytes.all.current,
+            bytes_private_free: 0,
+            bytes_cached: 0,
+            blocks_cached: 0,
+            bytes_largest_cached: 0,
+            expandable_segments: self.policy.expandable,
+            capturing: false,
+        };
+        for (_, block) in self.heap.blocks().filter(|(_, block)| block.status() == BlockStatus::Free) {
+            if self.heap.block_pool_of(block.segment()).pool().is_default() {
+                report.bytes_cached += block.size();
+                report.blocks_cached += 1;
+                report.bytes_largest_cached = report.bytes_largest_cached.max(block.size());
+            } else {
+                report.bytes_private_free += block.size();
+            }
+        }
+        report
+    }
+}

@@ -1,0 +1,228 @@
+//! The memory pools of one device: the default pool and the private ones.
+//!
+//! A private pool has uses: its creator, open scopes, graphs. Without any it is *released*: it serves no new requests,
+//! and is removed with its last segment. Whether it has segments is read from the heap, so no pairs of calls have to
+//! match.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use warpool_driver::{DeviceId, StreamId};
+
+use crate::memory::caching::heap::{BlockPoolKey, Heap};
+use crate::memory::{MemPoolId, PoolOptions, SegmentKind, Upstream};
+use crate::{Error, Result};
+
+pub(crate) struct Pools {
+    device: DeviceId,
+    by_id: BTreeMap<MemPoolId, Pool>,
+    /// Small, large.
+    default: [BlockPoolKey; 2],
+}
+
+/// One pool.
+pub(crate) struct Pool {
+    /// Small, large.
+    block_pools: [BlockPoolKey; 2],
+    uses: u32,
+    /// Threads that work on it without the lock: it is not removed meanwhile.
+    threads: u32,
+    upstream: Option<Arc<dyn Upstream>>,
+    use_on_oom: bool,
+    /// Whether captures allocated from it. Blocks that they freed may serve other captures, but the graphs go on using
+    /// them.
+    has_graphs: bool,
+    /// Streams that use its memory beside those that it was allocated for.
+    used_by: Vec<StreamId>,
+    /// Whether streams that are not known may use it too.
+    used_anywhere: bool,
+}
+
+impl Pools {
+    /// The default pool alone.
+    pub(crate) fn new(device: DeviceId, heap: &mut Heap) -> Self {
+        let default = block_pools(heap, MemPoolId::DEFAULT, &PoolOptions::default());
+        let pool = Pool::new(default, PoolOptions::default());
+        Self { device, by_id: BTreeMap::from([(MemPoolId::DEFAULT, pool)]), default }
+    }
+
+    /// Adds a pool with one use.
+    pub(crate) fn add(&mut self, heap: &mut Heap, id: MemPoolId, options: PoolOptions) {
+        let block_pools = block_pools(heap, id, &options);
+        self.by_id.insert(id, Pool::new(block_pools, options));
+    }
+
+    /// The block pools of the default pool.
+    pub(crate) fn default_block_pools(&self) -> [BlockPoolKey; 2] {
+        self.default
+    }
+
+    /// The block pools of a pool that serves requests.
+    #[inline]
+    pub(crate) fn block_pools_in_use(&self, id: MemPoolId) -> Result<[BlockPoolKey; 2]> {
+        if id.is_default() {
+            return Ok(self.default);
+        }
+        let pool = self.get(id)?;
+        if pool.uses == 0 { Err(Error::PoolReleased { pool: id }) } else { Ok(pool.block_pools) }
+    }
+
+    pub(crate) fn uses(&self, id: MemPoolId) -> Result<u32> {
+        Ok(self.get(id)?.uses)
+    }
+
+    pub(crate) fn upstream(&self, id: MemPoolId) -> Result<Option<Arc<dyn Upstream>>> {
+        Ok(self.get(id)?.upstream.clone())
+    }
+
+    pub(crate) fn retain(&mut self, id: MemPoolId) -> Result<()> {
+        self.in_use(id)?.uses += 1;
+        Ok(())
+    }
+
+    /// Ends a use. Returns the pool if it was the last and the pool is removed, to be dropped without the lock: its
+    /// upstream's destructor may drop blocks.
+    pub(crate) fn release(&mut self, id: MemPoolId, heap: &mut Heap) -> Result<Option<Pool>> {
+        if id.is_default() {
+            return Err(Error::PoolReleased { pool: id });
+        }
+        let pool = self.in_use(id)?;
+        pool.uses -= 1;
+        if pool.uses > 0 {
+            return Ok(None);
+        }
+        pool.use_on_oom = false;
+        for key in pool.block_pools {
+            heap.allow_splits(key);
+        }
+        Ok(self.remove_if_unused(id, heap))
+    }
+
+    /// Whether its free blocks serve the default pool when that would run out of memory.
+    pub(crate) fn set_use_on_oom(&mut self, id: MemPoolId, on: bool) -> Result<()> {
+        self.in_use(id)?.use_on_oom = on;
+        Ok(())
+    }
+
+    /// A thread works on a pool without the lock from here on. Returns its block pools.
+    pub(crate) fn enter(&mut self, id: MemPoolId) -> Result<[BlockPoolKey; 2]> {
+        let pool = self.get_mut(id)?;
+        pool.threads += 1;
+        Ok(pool.block_pools)
+    }
+
+    /// The thread is done. Returns the pool if it is removed, to be dropped without the lock.
+    #[must_use = "to be dropped without the lock"]
+    pub(crate) fn leave(&mut self, id: MemPoolId, heap: &mut Heap) -> Option<Pool> {
+        self.get_mut(id).expect("a pool that a thread works on is not removed").threads -= 1;
+        self.remove_if_unused(id, heap)
+    }
+
+    fn remove_if_unused(&mut self, id: MemPoolId, heap: &mut Heap) -> Option<Pool> {
+        let pool = self.by_id.get(&id)?;
+        if pool.uses > 0 || pool.threads > 0 || !pool.is_empty(heap) {
+            return None;
+        }
+        let pool = self.by_id.remove(&id)?;
+        for key in pool.block_pools {
+            heap.remove_block_pool(key);
+        }
+        Some(pool)
+    }
+
+    /// Pools without uses.
+    pub(crate) fn released(&self) -> Vec<MemPoolId> {
+        self.by_id.iter().filter(|(_, pool)| pool.uses == 0).map(|(&id, _)| id).collect()
+    }
+
+    /// Pools whose free blocks may serve the default pool before it runs out of memory. Not those of graphs: replays
+    /// write into what captures freed.
+    pub(crate) fn for_oom(&self) -> Vec<MemPoolId> {
+        let serves = |pool: &Pool| pool.use_on_oom && pool.uses > 0 && !pool.has_graphs;
+        self.by_id.iter().filter(|(_, pool)| serves(pool)).map(|(&id, _)| id).collect()
+    }
+
+    /// Records that a capture allocates from a pool.
+    pub(crate) fn record_capture(&mut self, id: MemPoolId) {
+        if let Some(pool) = self.by_id.get_mut(&id) {
+            pool.has_graphs = true;
+        }
+    }
+
+    /// Records that work on `stream` uses the pool's memory.
+    pub(crate) fn record_use(&mut self, id: MemPoolId, stream: StreamId) -> Result<()> {
+        let used_by = &mut self.in_use(id)?.used_by;
+        if !used_by.contains(&stream) {
+            used_by.push(stream);
+        }
+        Ok(())
+    }
+
+    /// Records that work on streams that are not known uses the pool's memory.
+    pub(crate) fn record_use_anywhere(&mut self, id: MemPoolId) -> Result<()> {
+        self.in_use(id)?.used_anywhere = true;
+        Ok(())
+    }
+
+    /// The streams that were recorded, and whether there are some that are not known.
+    pub(crate) fn users(&self, id: MemPoolId) -> Result<(Vec<StreamId>, bool)> {
+        let pool = self.get(id)?;
+        Ok((pool.used_by.clone(), pool.used_anywhere))
+    }
+
+    /// All work that used a pool's memory is done. Of a released pool, it stays so.
+    pub(crate) fn clear_use_anywhere(&mut self, id: MemPoolId) {
+        if let Some(pool) = self.by_id.get_mut(&id).filter(|pool| pool.uses == 0) {
+            pool.used_anywhere = false;
+        }
+    }
+
+    /// Checks that released pools without segments are removed.
+    ///
+    /// # Panics
+    /// If one is not.
+    pub(crate) fn check(&self, heap: &Heap) {
+        for (id, pool) in &self.by_id {
+            assert!(pool.uses > 0 || !pool.is_empty(heap), "pool {id} should be removed");
+        }
+        assert_eq!(heap.block_pools(), 2 * self.by_id.len(), "every block pool has a pool");
+    }
+
+    fn get(&self, id: MemPoolId) -> Result<&Pool> {
+        self.by_id.get(&id).ok_or(Error::UnknownPool { pool: id, device: self.device })
+    }
+
+    fn get_mut(&mut self, id: MemPoolId) -> Result<&mut Pool> {
+        let device = self.device;
+        self.by_id.get_mut(&id).ok_or(Error::UnknownPool { pool: id, device })
+    }
+
+    fn in_use(&mut self, id: MemPoolId) -> Result<&mut Pool> {
+        let pool = self.get_mut(id)?;
+        if pool.uses == 0 { Err(Error::PoolReleased { pool: id }) } else { Ok(pool) }
+    }
+}
+
+impl Pool {
+    fn new(block_pools: [BlockPoolKey; 2], options: PoolOptions) -> Self {
+        Self {
+            block_pools,
+            uses: 1,
+            threads: 0,
+            upstream: options.upstream,
+            use_on_oom: options.use_on_oom,
+            has_graphs: false,
+            used_by: Vec::new(),
+            used_anywhere: false,
+        }
+    }
+
+    fn is_empty(&self, heap: &Heap) -> bool {
+        self.block_pools.iter().all(|&key| heap.block_pool(key).is_empty())
+    }
+}
+
+fn block_pools(heap: &mut Heap, id: MemPoolId, options: &PoolOptions) -> [BlockPoolKey; 2] {
+    [SegmentKind::Small, SegmentKind::Large]
+        .map(|kind| heap.add_block_pool(id, kind, options.upstream.is_some(), options.no_split))
+}

@@ -1,0 +1,238 @@
+//! Segments in the state: what the driver calls of `source/` change. Their callers hold the slow lock.
+
+use std::sync::Arc;
+
+use warpool_driver::{DevicePtr, PhysicalId, StreamId};
+
+use super::DeviceState;
+use crate::memory::caching::heap::{
+    BlockKey, BlockPoolKey, BlockRequest, Chunks, ExpandableSegment, Room, SegmentKey, SegmentSource, Unmapped,
+};
+use crate::memory::journal::Cause;
+use crate::memory::{Action, OomCause, SegmentKind, Upstream};
+
+/// Driver calls that failed and are to be retried.
+#[derive(Default)]
+pub(super) struct DriverRetries {
+    /// Physical memory that could not be released.
+    releases: Vec<PhysicalId>,
+    /// Mappings of failed attempts to grow that could not be undone. The heap has these addresses as unmapped.
+    unmaps: Vec<(DevicePtr, u64)>,
+}
+
+/// A segment taken out of the free list, to be returned to its source.
+pub(crate) struct SegmentTaken {
+    pub(crate) ptr: DevicePtr,
+    pub(crate) bytes: u64,
+    pub(crate) stream: StreamId,
+    /// `None` is the driver.
+    pub(crate) upstream: Option<Arc<dyn Upstream>>,
+}
+
+/// What is free in a block pool.
+pub(crate) struct FreeMemory {
+    /// Free blocks of segments that are not expandable.
+    pub(crate) blocks: Vec<BlockKey>,
+    /// Free blocks of expandable segments.
+    pub(crate) expandable: Vec<BlockKey>,
+}
+
+impl DeviceState {
+    /// Whether a segment for the request would exceed the limit.
+    pub(crate) fn exceeds_limit(&self, request: &BlockRequest) -> bool {
+        self.policy.exceeds_limit(self.counters.bytes_reserved().saturating_add(request.segment))
+    }
+
+    /// Whether the policy rejects the request before anything is tried.
+    pub(crate) fn rejects(&self, request: &BlockRequest) -> bool {
+        self.policy.rejects(self.counters.bytes_reserved().saturating_add(request.segment))
+    }
+
+    /// Why no segment can be allocated for a request, as far as is known without another driver call.
+    pub(crate) fn oom_cause(&self, request: &BlockRequest) -> OomCause {
+        if self.exceeds_limit(request) { OomCause::Limit } else { OomCause::Device }
+    }
+
+    /// How much is reserved above the threshold of garbage collection.
+    pub(crate) fn garbage(&self) -> u64 {
+        self.policy.garbage(self.counters.bytes_reserved())
+    }
+
+    /// Adds a segment that was allocated for a request, as one block in transit.
+    pub(crate) fn add_segment(
+        &mut self,
+        request: &BlockRequest,
+        stream_raw: u64,
+        ptr: DevicePtr,
+        source: SegmentSource,
+        cause: &Cause,
+    ) -> BlockKey {
+        let (stream, range) = ((request.stream, stream_raw), (ptr.0, request.segment));
+        let block = self.heap.add_segment(request.block_pool, stream, range, source, cause.stack.clone());
+        let oversize = self.policy.sizes.is_oversize(request.segment);
+        self.counters.segment_allocated(self.heap.block_pool(request.block_pool), request.segment, oversize);
+        self.record(Action::SegmentAlloc, ptr.0, request.segment, self.heap.block(block).segment(), cause);
+        block
+    }
+
+    /// Takes a free segment out of its free list, if the block is one.
+    pub(crate) fn take_segment(&mut self, block: BlockKey) -> Option<SegmentTaken> {
+        let entry = self.heap.get(block).filter(|entry| entry.is_free_segment())?;
+        let upstream = match self.heap.segment(entry.segment()).source() {
+            SegmentSource::Upstream(upstream) => Some(Arc::clone(upstream)),
+            SegmentSource::Driver | SegmentSource::Expandable(_) => None,
+        };
+        let (ptr, bytes) = (DevicePtr(entry.ptr()), entry.size());
+        let stream = self.heap.stream_of(block);
+        self.heap.take_free(block);
+        Some(SegmentTaken { ptr, bytes, stream, upstream })
+    }
+
+    /// Puts a segment that could not be returned to its source back.
+    pub(crate) fn put_segment_back(&mut self, block: BlockKey) {
+        self.heap.put_free(block);
+    }
+
+    /// Removes a segment that was returned. Its source is to be dropped without the lock: an upstream's destructor may
+    /// drop blocks.
+    pub(crate) fn remove_segment(&mut self, block: BlockKey, cause: &Cause) -> SegmentSource {
+        let entry = self.heap.block(block);
+        let (ptr, bytes, segment) = (entry.ptr(), entry.size(), entry.segment());
+        self.record(Action::SegmentFree, ptr, bytes, segment, cause);
+        let oversize = self.policy.sizes.is_oversize(bytes);
+        self.counters.segment_freed(self.heap.block_pool_of(segment), bytes, oversize);
+        self.heap.remove_segment(block)
+    }
+
+    /// What is free in a block pool, in the order in which it is returned.
+    pub(crate) fn free_memory(&self, block_pool: BlockPoolKey) -> FreeMemory {
+        let free = self.heap.free_blocks(block_pool).into_iter();
+        let (expandable, blocks) = free.partition(|&block| self.heap.block(block).is_expandable());
+        FreeMemory { blocks, expandable }
+    }
+
+    /// With a split limit, the oversize segments of the request's stream to release, and the bytes that it needs: one
+    /// that is large enough, or else the largest ones. Only in the default pool: a graph may use a private one's memory
+    /// as long as it exists.
+    pub(crate) fn oversize_segments(&self, request: &BlockRequest) -> (u64, Vec<BlockKey>) {
+        let limit = self.policy.sizes.max_split_bytes();
+        if limit == u64::MAX || !request.pool.is_default() {
+            return (0, Vec::new());
+        }
+        let needed = request.size.max(limit);
+        let mut large_enough = self.heap.free_blocks_from(request.block_pool, request.stream, needed);
+        if let Some((one, _)) = large_enough.find(|(_, block)| !block.is_expandable()) {
+            return (needed, vec![one]);
+        }
+        let largest = self.heap.free_blocks_of(request.block_pool, request.stream);
+        let oversize = largest.take_while(|(_, block)| block.size() >= limit);
+        (needed, oversize.filter(|(_, block)| !block.is_expandable()).map(|(key, _)| key).collect())
+    }
+
+    /// The free large segments of the default pool that are at least as old as their average.
+    pub(crate) fn old_segments(&self) -> Vec<BlockKey> {
+        let large = self.pools.default_block_pools()[SegmentKind::Large as usize];
+        let segments: Vec<(BlockKey, u64)> = self
+            .heap
+            .free_blocks(large)
+            .into_iter()
+            .filter(|&block| self.heap.block(block).is_free_segment())
+            .map(|block| (block, self.heap.age(block)))
+            .collect();
+        let ages: u64 = segments.iter().map(|&(_, age)| age).sum();
+        let count = segments.len() as u64;
+        segments.into_iter().filter(|&(_, age)| age * count >= ages).map(|(block, _)| block).collect()
+    }
+}
+
+/// Expandable segments.
+impl DeviceState {
+    /// Adds an expandable segment for a request, all of it unmapped.
+    pub(crate) fn add_expandable(
+        &mut self,
+        request: &BlockRequest,
+        stream_raw: u64,
+        (ptr, bytes): (DevicePtr, u64),
+        chunk: u64,
+        cause: &Cause,
+    ) {
+        let source = SegmentSource::Expandable(ExpandableSegment::new(ptr.0, chunk));
+        let stream = (request.stream, stream_raw);
+        let block = self.heap.add_segment(request.block_pool, stream, (ptr.0, bytes), source, cause.stack.clone());
+        self.heap.put_unmapped(block);
+    }
+
+    pub(crate) fn take_room(&mut self, request: &BlockRequest) -> Option<Room> {
+        self.heap.take_room(request)
+    }
+
+    pub(crate) fn take_unmapped(&mut self, block: BlockKey, bytes: u64) -> Option<Unmapped> {
+        self.heap.take_unmapped(block, bytes)
+    }
+
+    pub(crate) fn put_unmapped(&mut self, block: BlockKey) {
+        self.heap.put_unmapped(block);
+    }
+
+    /// Makes a block in transit free.
+    pub(crate) fn put_mapped(&mut self, block: BlockKey) {
+        self.heap.merge_and_free(block);
+    }
+
+    /// Chunks were mapped. Returns the block in transit, with `grown` and its free neighbours merged into it.
+    pub(crate) fn set_mapped(
+        &mut self,
+        unmapped: &Unmapped,
+        grown: Option<BlockKey>,
+        handles: &[PhysicalId],
+        cause: &Cause,
+    ) -> BlockKey {
+        let segment = self.heap.block(unmapped.block).segment();
+        let block = self.heap.set_mapped(unmapped.block, grown, handles);
+        self.counters.reserved(self.heap.block_pool_of(segment), unmapped.bytes);
+        self.record(Action::SegmentMap, unmapped.ptr, unmapped.bytes, segment, cause);
+        block
+    }
+
+    /// Takes a free block with whole chunks inside, and the stream that has to pass before they are unmapped.
+    pub(crate) fn take_chunks(&mut self, block: BlockKey) -> Option<(Chunks, StreamId)> {
+        let chunks = self.heap.take_chunks(block)?;
+        Some((chunks, self.heap.stream_of(block)))
+    }
+
+    /// Chunks were unmapped. Returns their segment.
+    pub(crate) fn set_unmapped(&mut self, block: BlockKey, chunks: &Chunks, cause: &Cause) -> SegmentKey {
+        let segment = self.heap.block(block).segment();
+        self.heap.set_unmapped(block, chunks.ptr, chunks.bytes);
+        self.counters.released(self.heap.block_pool_of(segment), chunks.bytes);
+        self.record(Action::SegmentUnmap, chunks.ptr, chunks.bytes, segment, cause);
+        segment
+    }
+
+    pub(crate) fn unmapped_segments(&self, block_pool: BlockPoolKey) -> Vec<SegmentKey> {
+        self.heap.unmapped_segments(block_pool)
+    }
+
+    pub(crate) fn take_unmapped_segment(&mut self, segment: SegmentKey) -> Option<(BlockKey, DevicePtr, u64)> {
+        self.heap.take_unmapped_segment(segment)
+    }
+
+    /// Removes a segment whose addresses were given up.
+    pub(crate) fn remove_unmapped_segment(&mut self, block: BlockKey) {
+        drop(self.heap.remove_segment(block));
+    }
+
+    /// Physical memory could not be released.
+    pub(crate) fn retry_releases(&mut self, handles: Vec<PhysicalId>) {
+        self.retries.releases.extend(handles);
+    }
+
+    /// A mapping could not be undone.
+    pub(crate) fn retry_unmap(&mut self, ptr: DevicePtr, bytes: u64) {
+        self.retries.unmaps.push((ptr, bytes));
+    }
+
+    pub(crate) fn take_retries(&mut self) -> (Vec<(DevicePtr, u64)>, Vec<PhysicalId>) {
+        (std::mem::take(&mut self.retries.unmaps), std::mem::take(&mut self.retries.releases))
+    }
+}
