@@ -170,7 +170,7 @@ fn a_pending_copy_keeps_its_block(context: &TestContext) -> CheckResult {
         expect_eq("blocks that wait", host.stats().active_requests.current, 1)?;
         stream.synchronize()?;
         expect_slice_eq("what the copy found", &context.read_bytes(device, BYTES as usize)?, &want)?;
-        host.reap()?;
+        host.process_pending()?;
         expect_eq("blocks that wait, afterwards", host.stats().active_requests.current, 0)?;
         expect(gives(host, place, BYTES)?, "the place, now that the copy is done")
     })
@@ -191,7 +191,7 @@ fn a_busy_stream_holds_back_only_its_own_blocks(context: &TestContext) -> CheckR
         upload(context, device.offset(BYTES), &second, &quick)?;
         drop((first, second));
         quick.synchronize()?;
-        host.reap()?;
+        host.process_pending()?;
         let (waits, came_back) = (!gives(host, first_at, BYTES)?, gives(host, second_at, BYTES)?);
         expect(!busy.query()?, "the busy stream still at work")?;
         expect(waits, "the block of the busy stream waits")?;
@@ -469,7 +469,7 @@ fn a_graph_that_goes_leaves_it_behind_its_replays(context: &TestContext) -> Chec
             expect(!early, "nobody's before the replay is done")?;
             other.synchronize()?;
             expect_slice_eq("what the replay found", &context.read_bytes(device, BYTES as usize)?, &want)?;
-            host.reap()?;
+            host.process_pending()?;
             expect(gives(host, place, BYTES)?, "everybody's now")
         })
     })

@@ -76,7 +76,7 @@ impl Lab {
     /// With all graphs and blocks gone.
     fn finish(self) {
         self.graphs.bench.device().synchronize().unwrap();
-        self.host.reap().unwrap();
+        self.host.process_pending().unwrap();
         self.host.check();
         let stats = self.host.stats();
         assert_eq!((stats.active_requests.current, stats.active_bytes.current), (0, 0), "blocks left behind");
@@ -576,7 +576,7 @@ fn frees_of_blocks_whose_stream_captures_wait_for_the_capture() {
         .capture(lab.side(), PLAIN, |_| {
             block.free()?;
             assert!(!lab.gives(place), "in the capture");
-            lab.host.reap()
+            lab.host.process_pending()
         })
         .unwrap();
     assert!(!lab.gives(place), "the copy from before the capture waits");

@@ -23,8 +23,9 @@ fn a_cap_on_all_is_an_error_of_its_own_kind() {
     let text = Error::PinnedCap(Box::new(report)).to_string();
     assert_eq!(
         text,
-        "pinned memory is capped: asked 5.00 MiB, which pins 5.00 MiB more; 6.00 MiB is pinned in all, of it 6.00 MiB is with callers and 0 bytes waits for streams or graphs, \
-         and pinned_cap_mb allows 10.00 MiB; free some, or raise the cap"
+        "pinned memory is capped: 5.00 MiB requested, which pins 5.00 MiB more; 6.00 MiB is pinned in all, of which \
+         6.00 MiB is allocated and 0 bytes waits for streams or graphs, and pinned_cap_mb allows 10.00 MiB; free some, \
+         or raise the cap"
     );
     // Exactly what is left is fine, and raising the cap helps.
     let rest = lab.alloc(4 * MIB);

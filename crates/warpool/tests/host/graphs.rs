@@ -61,11 +61,11 @@ fn a_capture_has_its_own_blocks() {
     assert_ne!(lab.alloc(KIB).ptr(), unused);
     graph.replay(stream).unwrap();
     stream.synchronize().unwrap();
-    lab.pinned.reap().unwrap();
+    lab.pinned.process_pending().unwrap();
     assert_eq!(lab.state_at(used), BlockState::ActivePendingFree);
     // With the graph goes the pool.
     drop(graph);
-    lab.pinned.reap().unwrap();
+    lab.pinned.process_pending().unwrap();
     assert_eq!(lab.state_at(used), BlockState::Inactive);
     lab.pinned.check();
     made.lab.finish();
@@ -101,11 +101,11 @@ fn a_graph_keeps_what_it_uses_and_its_replays_are_waited_for() {
     drop(graph);
     drop(kept);
     assert_eq!(lab.counting.counts(), [], "no destructor calls the driver");
-    lab.pinned.reap().unwrap();
+    lab.pinned.process_pending().unwrap();
     assert_eq!([lab.state_at(a), lab.state_at(b)], [BlockState::ActivePendingFree; 2]);
     assert_ne!(lab.alloc(MIB).ptr(), a);
     lab.let_go(&replays);
-    lab.pinned.reap().unwrap();
+    lab.pinned.process_pending().unwrap();
     assert_eq!([lab.state_at(a), lab.state_at(b)], [BlockState::Inactive; 2]);
     let again = lab.alloc(MIB);
     again.write(0, &[1; 64]).unwrap();
@@ -121,10 +121,10 @@ fn what_is_not_to_be_kept_goes_with_the_graph() {
     lab.set("pinned_max_cached_size_mb:1");
     let mut graph = made.graph();
     graph.capture(stream, CaptureOptions::default(), |_| lab.pinned.allocate_on(2 * MIB, stream)?.free()).unwrap();
-    lab.pinned.reap().unwrap();
+    lab.pinned.process_pending().unwrap();
     assert_eq!((lab.pinned_bytes(), lab.stats().cached_bytes), (2 * MIB, 0));
     drop(graph);
-    lab.pinned.reap().unwrap();
+    lab.pinned.process_pending().unwrap();
     assert_eq!(lab.pinned_bytes(), 0);
     made.lab.finish();
 }
@@ -141,7 +141,7 @@ fn a_failed_capture_keeps_nothing() {
         Err::<(), _>(Error::ThreadEnding)
     });
     assert_eq!(failed, Err(Error::ThreadEnding));
-    lab.pinned.reap().unwrap();
+    lab.pinned.process_pending().unwrap();
     assert_eq!(lab.stats().active_requests.current, 0);
     drop(graph);
     made.lab.finish();
@@ -166,7 +166,7 @@ fn captures_are_left_alone() {
             before.free()?;
             beside.free()?;
             drop(dropped);
-            lab.pinned.reap()?;
+            lab.pinned.process_pending()?;
             assert_eq!(lab.state_at(ptr), BlockState::ActivePendingFree, "its stream captures");
             // More is pinned, and given back.
             drop(lab.pinned.allocate(50 * MIB)?);
@@ -176,9 +176,9 @@ fn captures_are_left_alone() {
         .unwrap();
     drop(graph);
     stream.synchronize().unwrap();
-    lab.pinned.reap().unwrap();
+    lab.pinned.process_pending().unwrap();
     stream.synchronize().unwrap();
-    lab.pinned.reap().unwrap();
+    lab.pinned.process_pending().unwrap();
     assert_eq!(lab.stats().active_requests.current, 0);
     made.lab.finish();
 }
@@ -197,9 +197,9 @@ fn a_foreign_capture_keeps_its_blocks_for_good() {
     let own = lab.pinned.allocate_on(KIB, &stream).unwrap();
     lab.free(block);
     lab.free(own);
-    lab.pinned.reap().unwrap();
+    lab.pinned.process_pending().unwrap();
     let graph = lab.sim.capture_end(stream.id()).unwrap();
-    lab.pinned.reap().unwrap();
+    lab.pinned.process_pending().unwrap();
     assert_eq!(lab.state_at(ptr), BlockState::ActivePendingFree);
     assert_ne!(lab.alloc(MIB).ptr(), ptr);
     lab.sim.graph_destroy(graph).unwrap();

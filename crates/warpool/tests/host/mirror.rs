@@ -120,7 +120,7 @@ fn a_block_is_reused_but_not_while_a_copy_is_pending() {
     let mut bytes = [0; 4096];
     lab.sim.download(DeviceId(0), to, &mut bytes).unwrap();
     assert_eq!(bytes, [5; 4096], "what was there when the copy was asked for");
-    lab.host.reap().unwrap();
+    lab.host.process_pending().unwrap();
     assert_eq!(lab.block(4 * KIB).ptr(), place, "the copy is done");
     drop(third);
     lab.finish();
@@ -142,7 +142,7 @@ fn a_block_waits_for_copies_to_every_device() {
         other.write(0, &[2; 4096]).unwrap();
         lab.let_go(stream);
         drop(other);
-        lab.host.reap().unwrap();
+        lab.host.process_pending().unwrap();
     }
     let held: Vec<HostBlock> = (0..2).map(|_| lab.block(4 * KIB)).collect();
     assert!(held.iter().any(|block| block.ptr() == place), "both are done");
@@ -344,11 +344,11 @@ fn a_block_that_waits_is_active_until_its_events_are_seen() {
     drop(block);
     let active = || (lab.stats().active_requests.current, lab.stats().active_bytes.current);
     assert_eq!(active(), (1, 4 * KIB));
-    lab.host.reap().unwrap();
+    lab.host.process_pending().unwrap();
     assert_eq!(active(), (1, 4 * KIB), "the copy is still to come");
     lab.let_go(&stream);
     assert_eq!(active(), (1, 4 * KIB), "nobody has looked");
-    lab.host.reap().unwrap();
+    lab.host.process_pending().unwrap();
     assert_eq!(active(), (0, 0));
     lab.finish();
 }
@@ -391,16 +391,16 @@ fn above_the_limit_nothing_is_kept() {
     assert_eq!(lab.block(MIB).ptr(), place, "the small one was kept");
     // A dropped one calls no driver, and goes with the next call that may.
     drop(lab.block(2 * MIB));
-    lab.host.reap().unwrap();
+    lab.host.process_pending().unwrap();
     assert_eq!((lab.sim.object_counts().pinned, lab.stats().num_host_free), (1, 2));
     // One that streams used goes when they are done with it.
     let (stream, large) = (lab.stream(0), lab.block(2 * MIB));
     lab.pending_copy(&large, &stream);
     large.free().unwrap();
-    lab.host.reap().unwrap();
+    lab.host.process_pending().unwrap();
     assert_eq!(lab.sim.object_counts().pinned, 2);
     lab.let_go(&stream);
-    lab.host.reap().unwrap();
+    lab.host.process_pending().unwrap();
     assert_eq!((lab.sim.object_counts().pinned, lab.stats().num_host_free), (1, 3));
     lab.finish();
 }
@@ -523,7 +523,7 @@ fn a_use_by_address_is_by_the_start_of_a_block() {
     drop(block);
     assert_ne!(lab.block(4 * KIB).ptr(), place, "as if noted by the block");
     lab.let_go(&stream);
-    lab.host.reap().unwrap();
+    lab.host.process_pending().unwrap();
     assert!(!lab.host.record_use_at(place, &stream).unwrap(), "nobody has it");
     lab.finish();
 }
@@ -590,7 +590,7 @@ fn pinning_makes_no_context_where_there_is_one_elsewhere() {
     assert_eq!(active(), [false, false, true]);
     let block = lab.block(4 * KIB);
     block.write(0, &[1; 64]).unwrap();
-    lab.host.reap().unwrap();
+    lab.host.process_pending().unwrap();
     lab.host.trim(0).unwrap();
     assert_eq!(active(), [false, false, true], "the only one there is serves");
     assert_eq!(lab.stats().pinned_bytes_by_device, [0, 0, 2 * MIB], "and it counts to its device");

@@ -178,15 +178,15 @@ fn a_replay_is_waited_for_although_its_stream_is_just_being_marked() {
         drop(graph);
     });
     block.free().unwrap();
-    lab.host.reap().unwrap();
+    lab.host.process_pending().unwrap();
     // The mark is through, and the replay is not.
     lab.sim.run_paused(stream.id(), heard.recv().unwrap()).unwrap();
     assert_ne!(lab.sim.paused_work(stream.id()).unwrap(), 0);
-    lab.host.reap().unwrap();
+    lab.host.process_pending().unwrap();
     assert_eq!(lab.host.stats().active_requests.current, 1, "the replay uses it");
     lab.sim.resume_stream(stream.id()).unwrap();
     stream.synchronize().unwrap();
-    lab.host.reap().unwrap();
+    lab.host.process_pending().unwrap();
     assert_eq!(lab.host.stats().active_requests.current, 0);
     assert_eq!(lab.sim.hazards(), []);
     lab.finish();
@@ -222,7 +222,7 @@ fn no_capture_begins_while_the_devices_are_waited_for() {
         let _ = has_begun.recv_timeout(A_WHILE);
         asked.send(thread).unwrap();
     });
-    lab.host.reap().unwrap();
+    lab.host.process_pending().unwrap();
     assert_eq!(lab.host.stats().active_requests.current, 0);
     done.send(()).unwrap();
     answered.recv().unwrap().join().unwrap().unwrap();

@@ -70,7 +70,7 @@ impl Lab {
             for stream in &self.streams[1..] {
                 stream.synchronize().unwrap();
             }
-            self.host.reap().unwrap();
+            self.host.process_pending().unwrap();
         }
         self.host.check();
     }
@@ -88,7 +88,7 @@ impl Lab {
         for stream in 0..self.streams.len() {
             self.unstick(stream);
         }
-        self.host.reap().unwrap();
+        self.host.process_pending().unwrap();
         assert_eq!(self.active(), 0);
         self.host.trim(0).unwrap();
         assert_eq!(self.sim.object_counts().pinned, 0);
@@ -195,16 +195,16 @@ fn blocks_of_one_stream_come_free_as_it_goes_on() {
         // Its mark is in the stream by now.
         ends.push(lab.sim.paused_work(id).unwrap());
     }
-    lab.host.reap().unwrap();
+    lab.host.process_pending().unwrap();
     assert_eq!(lab.active(), 6);
     let mut through = 0;
     for (done, end) in (1..).zip(ends) {
         lab.sim.run_paused(id, end - through - 1).unwrap();
-        lab.host.reap().unwrap();
+        lab.host.process_pending().unwrap();
         assert_eq!(lab.active(), 6 - (done - 1), "all but the mark of block {done} is through");
         lab.sim.run_paused(id, 1).unwrap();
         through = end;
-        lab.host.reap().unwrap();
+        lab.host.process_pending().unwrap();
         assert_eq!(lab.active(), 6 - done, "the mark of block {done} is through");
     }
     lab.finish();

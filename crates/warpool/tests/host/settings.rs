@@ -43,7 +43,7 @@ fn blocks_above_the_limit_are_not_kept() {
     lab.free(used);
     assert_eq!(lab.pinned_bytes(), 10 * MIB);
     lab.let_go(&stream);
-    lab.pinned.reap().unwrap();
+    lab.pinned.process_pending().unwrap();
     assert_eq!(lab.pinned_bytes(), 4 * MIB);
     lab.finish();
 }
@@ -71,7 +71,7 @@ fn the_reserve_stays_when_blocks_of_it_are_not_kept() {
     for _ in 0..2 {
         lab.free(lab.alloc(8 * MIB));
         drop(lab.alloc(8 * MIB));
-        lab.pinned.reap().unwrap();
+        lab.pinned.process_pending().unwrap();
         assert_eq!((lab.pinned_bytes(), lab.stats().num_host_free), (16 * MIB, 0));
     }
     lab.finish();
@@ -142,9 +142,9 @@ fn errors_at_free_are_swallowed_if_wanted() {
         let outcome = block.free();
         assert_eq!(outcome.is_ok(), swallowed, "{outcome:?}");
         assert_eq!(pinned.stats().active_requests.current, 1, "it waits for the next try");
-        pinned.reap().unwrap();
+        pinned.process_pending().unwrap();
         stream.synchronize().unwrap();
-        pinned.reap().unwrap();
+        pinned.process_pending().unwrap();
         assert_eq!(pinned.stats().active_requests.current, 0);
         pinned.close().unwrap();
     }

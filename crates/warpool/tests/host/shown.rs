@@ -65,7 +65,7 @@ fn waiting_blocks_are_active() {
     assert_eq!(lab.stats().active_bytes, stat(KIB, KIB, KIB, 0));
     lab.let_go(&stream);
     assert_eq!(lab.stats().active_requests.current, 1, "reading the counters asks nobody");
-    lab.pinned.reap().unwrap();
+    lab.pinned.process_pending().unwrap();
     assert_eq!(lab.stats().active_bytes, stat(0, KIB, KIB, KIB));
     lab.finish();
 }
@@ -113,7 +113,7 @@ fn the_history_tells_what_happened() {
     lab.upload(&block, &stream);
     drop(block);
     lab.let_go(&stream);
-    lab.pinned.reap().unwrap();
+    lab.pinned.process_pending().unwrap();
     use Action::{Alloc, FreeCompleted, FreeRequested, SegmentAlloc, SegmentFree};
     let free = [FreeRequested, FreeCompleted];
     assert_eq!(actions(&lab), [&[SegmentAlloc, Alloc][..], &free, &[Alloc], &free].concat());

@@ -189,7 +189,7 @@ impl Lab {
             stream.synchronize().unwrap();
         }
         for _ in 0..2 {
-            self.host.reap().unwrap();
+            self.host.process_pending().unwrap();
             self.streams[0].synchronize().unwrap();
         }
         self.host.check();

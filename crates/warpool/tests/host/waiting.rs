@@ -45,7 +45,7 @@ fn a_dropped_block_waits_too() {
     assert_ne!(lab.alloc(KIB).ptr(), ptr);
     assert_eq!(lab.counting.count(Call::EventRecord).calls, 1);
     lab.let_go(&stream);
-    lab.pinned.reap().unwrap();
+    lab.pinned.process_pending().unwrap();
     assert_eq!(lab.state_at(ptr), BlockState::Inactive);
     lab.finish();
 }
@@ -65,7 +65,7 @@ fn one_stuck_stream_holds_back_only_its_blocks() {
     blocks[1].record_use(&stuck).unwrap();
     blocks.into_iter().for_each(|block| block.free().unwrap());
     quick.synchronize().unwrap();
-    lab.pinned.reap().unwrap();
+    lab.pinned.process_pending().unwrap();
     let waiting =
         |lab: &HostLab| ptrs.iter().map(|&ptr| lab.state_at(ptr) == BlockState::ActivePendingFree).collect::<Vec<_>>();
     assert_eq!(waiting(&lab), [true, true, true, false, true, false]);
@@ -77,7 +77,7 @@ fn one_stuck_stream_holds_back_only_its_blocks() {
     assert_eq!(lab.pinned_bytes(), pinned);
     drop((one, two));
     lab.let_go(&stuck);
-    lab.pinned.reap().unwrap();
+    lab.pinned.process_pending().unwrap();
     assert_eq!(waiting(&lab), [false; 6]);
     lab.finish();
 }
@@ -114,7 +114,7 @@ fn a_stream_that_is_gone_is_waited_for() {
     lab.upload(&block, &stream);
     drop(block);
     lab.sim.stream_destroy(stream.id()).unwrap();
-    lab.pinned.reap().unwrap();
+    lab.pinned.process_pending().unwrap();
     assert_eq!(lab.state_at(ptr), BlockState::Inactive);
     // That we asked is all there is to complain about.
     assert!(lab.sim.hazards().iter().all(|hazard| hazard.kind == HazardKind::UseAfterDestroy));
@@ -139,7 +139,7 @@ fn streams_of_all_devices_count() {
     lab.free(block);
     for (stream, state) in streams.iter().zip([BlockState::ActivePendingFree, BlockState::Inactive]) {
         lab.let_go(stream);
-        lab.pinned.reap().unwrap();
+        lab.pinned.process_pending().unwrap();
         assert_eq!(lab.state_at(ptr), state);
     }
     lab.finish();

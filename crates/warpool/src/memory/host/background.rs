@@ -1,8 +1,7 @@
-//! A thread that looks after what waits for streams, so that requests need not. Optional:
-//! `pinned_use_background_threads`.
+//! A thread that processes pending frees, so that requests need not. Optional: `pinned_use_background_threads`.
 //!
-//! It sleeps while nothing waits, and looks every 100 microseconds while something does; seldom while that fails. It
-//! keeps nothing alive: when the allocator goes, it ends.
+//! It sleeps while no free is pending, and polls every 100 microseconds otherwise; less often after an error. It keeps
+//! nothing alive: it ends with the allocator.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, PoisonError, Weak};
@@ -12,128 +11,125 @@ use std::time::Duration;
 use super::Shared;
 use crate::lock;
 
-/// How long it sleeps between two looks.
-const PAUSE: Duration = Duration::from_micros(100);
+const POLL_INTERVAL: Duration = Duration::from_micros(100);
 
-/// How long it sleeps after a look that failed.
-const PAUSE_AFTER_FAILURE: Duration = Duration::from_millis(100);
+const POLL_INTERVAL_AFTER_ERROR: Duration = Duration::from_millis(100);
 
-/// The thread, if there is one.
 #[derive(Default)]
-pub(super) struct Background {
-    wanted: AtomicBool,
-    thread: Mutex<Option<Running>>,
+pub(super) struct BackgroundThread {
+    enabled: AtomicBool,
+    running: Mutex<Option<Running>>,
 }
 
 struct Running {
-    bell: Arc<Bell>,
+    signal: Arc<Signal>,
     thread: JoinHandle<()>,
 }
 
-/// What the thread is woken by.
+/// Wakes the thread.
 #[derive(Default)]
-struct Bell {
-    call: Mutex<Call>,
-    rung: Condvar,
+struct Signal {
+    state: Mutex<SignalState>,
+    changed: Condvar,
 }
 
 #[derive(Default)]
-struct Call {
+struct SignalState {
     work: bool,
     stop: bool,
 }
 
-impl Bell {
-    fn ring(&self, change: impl FnOnce(&mut Call)) {
-        change(&mut lock(&self.call));
-        self.rung.notify_one();
+impl Signal {
+    fn send(&self, change: impl FnOnce(&mut SignalState)) {
+        change(&mut lock(&self.state));
+        self.changed.notify_one();
     }
 
-    /// Sleeps until there is work. False if it is to stop.
+    /// Sleeps until there is work. Returns `false` to stop.
     fn wait_for_work(&self) -> bool {
-        let mut call = lock(&self.call);
-        while !call.work && !call.stop {
-            call = self.rung.wait(call).unwrap_or_else(PoisonError::into_inner);
+        let mut state = lock(&self.state);
+        while !state.work && !state.stop {
+            state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
         }
-        call.work = false;
-        !call.stop
+        state.work = false;
+        !state.stop
     }
 
-    /// Sleeps for so long, whatever is rung for. False if it is to stop, which ends the sleep.
-    fn pause(&self, pause: Duration) -> bool {
-        let goes_on = |call: &mut Call| !call.stop;
-        let slept = self.rung.wait_timeout_while(lock(&self.call), pause, goes_on);
+    /// Sleeps for `interval`, whether there is work or not. Returns `false` to stop, at once.
+    fn sleep(&self, interval: Duration) -> bool {
+        let slept = self.changed.wait_timeout_while(lock(&self.state), interval, |state| !state.stop);
         !slept.unwrap_or_else(PoisonError::into_inner).0.stop
     }
 }
 
-impl Background {
-    /// Whether there should be a thread. It begins with the next request that finds nothing cached; an unwanted one
-    /// ends at once.
-    pub(super) fn want(&self, wanted: bool) {
-        self.wanted.store(wanted, Ordering::Release);
-        if !wanted {
+impl BackgroundThread {
+    /// Enabled, it starts with the next request that finds nothing cached; disabled, it ends.
+    pub(super) fn set_enabled(&self, enabled: bool) {
+        self.enabled.store(enabled, Ordering::Release);
+        if !enabled {
             drop(self.stop());
         }
     }
 
-    /// Begins the thread, if it is wanted and not there.
+    /// Starts the thread, if it is enabled and not running.
     pub(super) fn start(&self, shared: &Arc<Shared>) {
-        if !self.wanted.load(Ordering::Acquire) {
+        if !self.enabled.load(Ordering::Acquire) {
             return;
         }
-        let mut running = lock(&self.thread);
-        // Asked again: whoever wants none any more says so first, and then stops what there is.
-        if running.is_some() || !self.wanted.load(Ordering::Acquire) {
+        let mut running = lock(&self.running);
+        // Checked again: `set_enabled` clears the flag first, and then stops a running thread.
+        if running.is_some() || !self.enabled.load(Ordering::Acquire) {
             return;
         }
-        let bell = Arc::new(Bell::default());
-        bell.ring(|call| call.work = true);
-        let (theirs, shared) = (Arc::clone(&bell), Arc::downgrade(shared));
+        let signal = Arc::new(Signal::default());
+        signal.send(|state| state.work = true);
+        let (received, shared) = (Arc::clone(&signal), Arc::downgrade(shared));
         let builder = std::thread::Builder::new().name("warpool-pinned".into());
-        match builder.spawn(move || run(&theirs, &shared)) {
-            Ok(thread) => *running = Some(Running { bell, thread }),
-            Err(error) => tracing::warn!(%error, "no thread looks after pinned memory; requests do it themselves"),
+        match builder.spawn(move || run(&received, &shared)) {
+            Ok(thread) => *running = Some(Running { signal, thread }),
+            Err(error) => {
+                tracing::warn!(%error, "cannot start the thread for pinned memory; requests do its work");
+            }
         }
     }
 
-    /// Something waits.
+    /// There is work.
     pub(super) fn wake(&self) {
-        if self.wanted.load(Ordering::Acquire)
-            && let Some(running) = &*lock(&self.thread)
+        if self.enabled.load(Ordering::Acquire)
+            && let Some(running) = &*lock(&self.running)
         {
-            running.bell.ring(|call| call.work = true);
+            running.signal.send(|state| state.work = true);
         }
     }
 
-    /// Tells the thread to end. Whoever wants to wait for that can.
+    /// Tells the thread to end. The result can be joined.
     pub(super) fn stop(&self) -> Option<JoinHandle<()>> {
-        let running = lock(&self.thread).take()?;
-        running.bell.ring(|call| call.stop = true);
+        let running = lock(&self.running).take()?;
+        running.signal.send(|state| state.stop = true);
         Some(running.thread)
     }
 }
 
-fn run(bell: &Bell, shared: &Weak<Shared>) {
-    let mut told = None;
-    while bell.wait_for_work() {
+fn run(signal: &Signal, shared: &Weak<Shared>) {
+    let mut logged = None;
+    while signal.wait_for_work() {
         loop {
             let Some(shared) = shared.upgrade() else { return };
-            let outcome = shared.look_after();
-            let waits = lock(&shared.pending).waits();
+            let outcome = shared.process_pending();
+            let has_pending = shared.has_pending_frees();
             drop(shared);
-            if !waits {
+            if !has_pending {
                 break;
             }
-            let pause = if outcome.is_ok() { PAUSE } else { PAUSE_AFTER_FAILURE };
+            let interval = if outcome.is_ok() { POLL_INTERVAL } else { POLL_INTERVAL_AFTER_ERROR };
             if let Err(error) = outcome
-                && told.as_ref() != Some(&error)
+                && logged.as_ref() != Some(&error)
             {
-                // Once: a stream that failed goes on failing, and requests meet it too.
-                tracing::warn!(%error, "while looking after pinned memory");
-                told = Some(error);
+                // Once: a failed stream keeps failing, and requests report it too.
+                tracing::warn!(%error, "pending frees of pinned memory could not be processed; they are retried");
+                logged = Some(error);
             }
-            if !bell.pause(pause) {
+            if !signal.sleep(interval) {
                 return;
             }
         }

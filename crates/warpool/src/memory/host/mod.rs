@@ -13,159 +13,115 @@
 //!
 //! let block = pinned.allocate(3 << 20)?;
 //! block.write(0, b"from the host")?;
-//! block.record_use(&stream)?; // say so whenever a copy or a kernel uses it
-//! drop(block); // given out again when the stream has passed
+//! block.record_use(&stream)?; // required whenever a copy or a kernel uses it
+//! drop(block); // reused once the stream has passed
 //!
 //! stream.synchronize()?;
-//! pinned.trim(0)?; // what is cached goes back to the driver
+//! pinned.trim(0)?; // unpins what is cached
 //! assert_eq!(pinned.stats().allocated_bytes.current, 0);
 //! # pinned.close()?;
 //! # Ok(())
 //! # }
 //! ```
 //!
-//! # Life of one block
-//! 1. A request is rounded to its class (`size.rs`), and taken from the calling thread's front cache (`shard.rs`): one
-//!    lock that nobody else wants.
-//! 2. If the cache has none (`calls.rs`): what waited for streams is looked after (`pending.rs`), the heap is searched
-//!    (`heap.rs`), then once more with what all caches had.
-//! 3. If that has none: a segment is pinned, within the caps (`grow.rs`, `pin.rs`), and the block cut from it.
-//! 4. Given back unused, it returns to the cache that it came from. Used by streams, it waits for a mark in each
-//!    (`pending.rs`); used in a capture, for the end of the graph (`capture.rs`).
+//! # The life of a block
+//! 1. A request is rounded to its size class (`size_class.rs`), and a block taken from the calling thread's front cache
+//!    (`front_cache.rs`): one uncontended lock.
+//! 2. If the cache has none (`allocate.rs`): pending frees are processed (`reclaim.rs`), the heap is searched
+//!    (`heap.rs`), then once more with the blocks of all caches.
+//! 3. If the heap has none: a segment is pinned within the caps (`segments.rs`, `pin.rs`), and the block cut from it.
+//! 4. Freed unused, it returns to the cache that it was taken from (`store.rs`). Used by streams, it waits for a fence
+//!    in each (`reclaim.rs`); used in a capture, for the end of the graph (`graph_pool.rs`).
 //!
-//! # Who keeps whom
-//! A block keeps the allocator's books, and the books keep the blocks: in caches, in the heap, on lists. The circle is
-//! cut when the last handle goes: it empties the books. Nothing is unpinned then, since no destructor calls the driver;
-//! blocks that callers have stay good, and what was pinned stays so until the process ends. [`HostAllocator::close`]
-//! gives it back by hand.
+//! # Ownership
+//! A block keeps the allocator's state alive, and the state refers to blocks: in caches, in the heap, in lists. Dropping
+//! the last handle breaks the cycle by emptying the state. Nothing is unpinned then, since no destructor calls the
+//! driver; blocks that callers have stay valid, and pinned memory stays pinned until the process ends.
+//! [`HostAllocator::close`] unpins it.
 //!
-//! # Locks, and their order
-//! A graph's host pool and the heap come before a block's notes. All others (a front cache, what is pending, the
-//! journal, settings) are leaves, and none is held over a driver call or a tracker. Whoever waits for a segment that
-//! another thread gives back waits with the heap's lock alone, and lets it go meanwhile.
+//! # Lock order
+//! A graph's host pool and the heap come before a block's usage. All others (a front cache, pending work, the history,
+//! settings) are leaves, and none is held over a driver call or a tracker. A thread that waits for a segment in transit
+//! holds only the heap's lock, and releases it while it waits.
 
+mod allocate;
 mod background;
 mod block;
-mod calls;
-mod capture;
-mod grow;
+mod front_cache;
+mod graph_pool;
 mod heap;
-mod pending;
+mod history;
+mod limits;
 mod pin;
+mod reclaim;
 mod register;
-mod shard;
-mod size;
+mod segments;
+mod size_class;
 mod snapshot;
 mod stats;
+mod store;
 
 use std::fmt;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex};
 
-use warpool_driver::{DeviceId, Driver, HostPtr};
+use warpool_driver::{Driver, HostPtr};
 
 pub use block::HostBlock;
-pub(crate) use capture::GraphHostPool;
+pub(crate) use graph_pool::GraphHostPool;
 pub use stats::{HostStats, HostTime};
 
-use background::Background;
-use block::{BlockCell, POOLED, Standing};
-use capture::GraphHostPools;
+use background::BackgroundThread;
+use block::{IN_GRAPH_POOL, PinnedBlock, PinnedState};
+use front_cache::FrontCaches;
+use graph_pool::GraphHostPools;
 use heap::Heap;
-use pending::Pending;
-use shard::Shard;
+use history::{HOST, HostHistory};
+use limits::Limits;
+use reclaim::Pending;
 
-use super::journal::{Journal, Recording};
+use super::history::StackNumbers;
+use super::journal::Cause;
 use super::{HistoryOptions, Observers, PinnedSettings, Snapshot, StackLevel, Stat};
 use crate::{Device, Error, Instance, Result, Stream, lock};
 
-/// What trackers see as the device of pinned memory. Snapshots say -1.
-const HOST: DeviceId = DeviceId(u32::MAX);
-
 /// Pinned host memory, cached, for all devices of one [`Instance`]. Cheap to clone; clones are the same allocator.
 ///
-/// Taking a cached block and giving it back costs two locks that nobody contends for, and no driver call. Requests up
-/// to 256 KiB are rounded to size classes, which waste an eighth at most, larger ones to pages of 4 KiB; blocks are cut
-/// from segments and joined again.
+/// Allocating and freeing a cached block takes two uncontended locks and no driver call. Requests up to 256 KiB are
+/// rounded to size classes, which waste an eighth at most, larger ones to pages of 4 KiB; blocks are split from segments
+/// and merged again.
 ///
-/// Dropping the last handle makes no driver call: what is pinned stays so. [`close`](Self::close) gives it back.
+/// Dropping the last handle makes no driver call: what is pinned stays pinned. [`close`](Self::close) unpins it.
 ///
 /// # Where it differs from PyTorch
 /// - Sizes are not rounded to powers of two, and cached memory of one size serves requests of another.
-/// - Marks are looked after stream by stream: one stream that is behind holds back only what it used.
+/// - Fences are polled by stream: a busy stream delays only the blocks that it used.
 /// - `allocations` and `allocated_bytes` count segments, which may have many blocks.
-/// - `pinned_max_cached_size_mb` and `pinned_max_round_threshold_mb` are about different things: the one gives blocks
-///   back when they are free, the other keeps sizes exact.
-/// - There are caps, which are errors of their own kind ([`Error::PinnedCap`]), and a [`trim`](Self::trim) with a
-///   target.
+/// - `pinned_max_cached_size_mb` and `pinned_max_round_threshold_mb` are independent: one unpins blocks when they are
+///   freed, the other keeps sizes exact.
+/// - There are caps, with an error of their own ([`Error::PinnedCap`]), and a [`trim`](Self::trim) with a target.
 #[derive(Clone)]
 pub struct HostAllocator {
     handle: Arc<Handle>,
 }
 
-/// What handles share. It goes with the last of them, while blocks may live on.
+/// What handles share. Dropped with the last of them, while blocks may live on.
 struct Handle {
     shared: Arc<Shared>,
 }
 
-/// The books.
+/// The state that handles and blocks share.
 struct Shared {
     instance: Instance,
-    shards: Box<[Shard]>,
+    front: FrontCaches,
     limits: Limits,
     heap: Mutex<Heap>,
-    /// A segment that was on its way to the driver has arrived, or is back.
-    moved: Condvar,
+    /// Signalled when a segment is no longer in transit.
+    transit_ended: Condvar,
     pending: Mutex<Pending>,
     graph_pools: GraphHostPools,
     settings: Mutex<PinnedSettings>,
-    background: Background,
-    recording: Recording,
-    journal: Mutex<Journal>,
-    observers: Observers,
-}
-
-/// What the hot path asks of the settings.
-struct Limits {
-    /// Above it sizes are not rounded to classes.
-    round_max: AtomicU64,
-    /// Above it blocks are not kept.
-    cached_max: AtomicU64,
-    /// Whether the reserved segment is still to be made.
-    wants_reserve: AtomicBool,
-}
-
-impl Limits {
-    fn of(settings: &PinnedSettings) -> Self {
-        let limits = Self {
-            round_max: AtomicU64::new(0),
-            cached_max: AtomicU64::new(0),
-            wants_reserve: AtomicBool::new(settings.reserve_segment_bytes > 0),
-        };
-        limits.set(settings);
-        limits
-    }
-
-    fn set(&self, settings: &PinnedSettings) {
-        self.round_max.store(settings.max_round_threshold_bytes.unwrap_or(u64::MAX), Ordering::Relaxed);
-        self.cached_max.store(settings.max_cached_bytes.unwrap_or(u64::MAX), Ordering::Relaxed);
-    }
-
-    #[inline]
-    fn round_max(&self) -> u64 {
-        // What is not kept is not rounded either: nobody else will have it.
-        self.round_max.load(Ordering::Relaxed).min(self.cached_max())
-    }
-
-    #[inline]
-    fn cached_max(&self) -> u64 {
-        self.cached_max.load(Ordering::Relaxed)
-    }
-
-    /// Whether the caller is to make the reserved segment; says so once.
-    fn take_reserve(&self) -> bool {
-        self.wants_reserve.load(Ordering::Relaxed) && self.wants_reserve.swap(false, Ordering::Relaxed)
-    }
+    background: BackgroundThread,
+    history: HostHistory,
 }
 
 impl Shared {
@@ -173,27 +129,29 @@ impl Shared {
         &**self.instance.driver()
     }
 
-    /// Empties the books, so that nothing keeps them but blocks that somebody has. No driver call.
-    fn let_go(&self) {
-        drop(self.background.stop());
-        for shard in &self.shards {
-            let cells = lock(&shard.0).close();
-            drop(cells);
-        }
-        let pending = lock(&self.pending).close();
-        let segments = lock(&self.heap).close();
-        drop((pending, segments));
+    #[inline]
+    fn cause(&self, level: StackLevel) -> Cause {
+        self.history.cause(level, self.driver())
     }
 
-    /// Blocks that somebody has, that a stream or a graph may still use, or that lie in a graph's pool.
+    /// Empties the state, so that only blocks that callers have keep it alive. No driver call.
+    fn clear(&self) {
+        drop(self.background.stop());
+        drop(self.front.close());
+        let fences = lock(&self.pending).fences.close();
+        let segments = lock(&self.heap).close();
+        drop((fences, segments));
+    }
+
+    /// Blocks that are allocated, that a stream or a known graph may still use, or that are in a graph's pool.
     fn blocks_in_use(&self) -> usize {
-        let in_use = |cell: &BlockCell| match cell.standing() {
-            Standing::Taken => true,
-            Standing::Waiting => !lock(&cell.notes).is_only_lost(),
-            Standing::Idle => cell.traits() & POOLED != 0,
-            Standing::Gone => false,
+        let in_use = |block: &PinnedBlock| match block.state() {
+            PinnedState::Allocated => true,
+            PinnedState::PendingFree => !lock(&block.usage).is_leaked(),
+            PinnedState::Free => block.flags() & IN_GRAPH_POOL != 0,
+            PinnedState::Merged => false,
         };
-        lock(&self.heap).blocks().filter(|cell| in_use(cell)).count()
+        lock(&self.heap).blocks().filter(|block| in_use(block)).count()
     }
 }
 
@@ -201,21 +159,19 @@ impl HostAllocator {
     /// An allocator for all devices of `instance`. Makes no driver call.
     #[must_use]
     pub fn new(instance: &Instance, settings: PinnedSettings) -> Self {
-        let background = Background::default();
-        background.want(settings.use_background_threads);
+        let background = BackgroundThread::default();
+        background.set_enabled(settings.use_background_threads);
         let shared = Shared {
             instance: instance.clone(),
-            shards: shard::shards(),
+            front: FrontCaches::new(),
             limits: Limits::of(&settings),
             heap: Mutex::default(),
-            moved: Condvar::new(),
+            transit_ended: Condvar::new(),
             pending: Mutex::default(),
             graph_pools: GraphHostPools::default(),
             settings: Mutex::new(settings),
             background,
-            recording: Recording::default(),
-            journal: Mutex::default(),
-            observers: Observers::default(),
+            history: HostHistory::default(),
         };
         Self { handle: Arc::new(Handle { shared: Arc::new(shared) }) }
     }
@@ -225,214 +181,175 @@ impl HostAllocator {
         &self.handle.shared
     }
 
-    /// The `Instance` that it works for.
+    /// The instance.
     #[must_use]
     pub fn instance(&self) -> &Instance {
         &self.shared().instance
     }
 
-    /// The settings that are in force.
+    /// The current settings.
     #[must_use]
     pub fn settings(&self) -> PinnedSettings {
         lock(&self.shared().settings).clone()
     }
 
-    /// Puts other settings in force. What is cached stays, also above a lower cap, until room is needed. A reserved
-    /// segment stays as it is, and there is never a second one; one that was not asked for before is made at the next
-    /// request that finds nothing cached.
+    /// Replaces the settings. Cached memory stays, also above a lower cap, until room is needed. A reserved segment
+    /// stays as it is, and there is never a second one; if none was asked for before, it is pinned by the next request
+    /// that finds nothing cached.
     pub fn set_settings(&self, settings: PinnedSettings) {
         let shared = self.shared();
-        shared.background.want(settings.use_background_threads);
+        shared.background.set_enabled(settings.use_background_threads);
         let mut current = lock(&shared.settings);
-        shared.limits.set(&settings);
-        match (current.reserve_segment_bytes, settings.reserve_segment_bytes) {
-            (_, 0) => shared.limits.wants_reserve.store(false, Ordering::Relaxed),
-            (0, _) => shared.limits.wants_reserve.store(true, Ordering::Relaxed),
-            _ => {}
-        }
+        shared.limits.set(&current, &settings);
         *current = settings;
     }
 
-    /// Pinned memory, aligned to 512 bytes, pinned with a device that already has a context. Its contents are
-    /// undefined. 0 bytes are an empty block.
+    /// Pinned memory, aligned to 512 bytes, with undefined contents. It is pinned with the context of a device that has
+    /// one. 0 bytes are an empty block.
     #[inline]
     pub fn allocate(&self, bytes: u64) -> Result<HostBlock> {
         self.shared().allocate(bytes, None)
     }
 
-    /// The same, of memory that counts to that device's cap. Pinning makes no context there; all devices can use it.
+    /// Pinned memory that counts against that device's cap. No context is created on it; all devices can use the
+    /// memory.
     pub fn allocate_for(&self, bytes: u64, device: &Device) -> Result<HostBlock> {
         self.instance().expect_same(device.instance(), "the device")?;
         self.shared().allocate(bytes, Some(device.id()))
     }
 
-    /// The same, for work on a stream. If that captures, the block comes from the graph's host pool: used, it stays
-    /// there until the graph is gone; given back unused, it can serve the next request of the capture. The use itself
-    /// still has to be [recorded](HostBlock::record_use).
+    /// Pinned memory for work on a stream. If that captures, the block comes from the graph's host pool: used, it stays
+    /// there until the graph is gone; freed unused, it can serve the next request of the capture. The use itself still
+    /// has to be [recorded](HostBlock::record_use).
     pub fn allocate_on(&self, bytes: u64, stream: &Stream) -> Result<HostBlock> {
         self.shared().allocate_on(bytes, stream)
     }
 
-    /// Notes that `stream` uses the block that starts at `ptr`, as [`HostBlock::record_use`] does. False if nobody has
-    /// such a block.
+    /// Records that `stream` uses the block at `ptr`, as [`HostBlock::record_use`] does. Returns `false` if no block is
+    /// allocated there.
     pub fn record_use_at(&self, ptr: HostPtr, stream: &Stream) -> Result<bool> {
         self.instance().expect_same(stream.instance(), "the stream")?;
         let found = lock(&self.shared().heap).block_at(ptr.0).cloned();
-        match found.filter(|cell| cell.standing() == Standing::Taken) {
-            Some(cell) => Shared::record_use(&cell, stream).map(|()| true),
+        match found.filter(|block| block.state() == PinnedState::Allocated) {
+            Some(block) => Shared::record_use(&block, stream).map(|()| true),
             None => Ok(false),
         }
     }
 
-    /// Looks after what waits for streams, now: what has passed is free again.
-    pub fn reap(&self) -> Result<()> {
-        self.shared().look_after()
+    /// Reclaims freed blocks whose streams have passed. Requests that find nothing cached do this too.
+    pub fn process_pending(&self) -> Result<()> {
+        self.shared().process_pending()
     }
 
-    /// Gives cached segments back to the driver until at most `target_bytes` are pinned, and says how much it gave
-    /// back. What somebody has, what waits, and the reserved segment stay. What is above `pinned_max_cached_size_mb`
-    /// goes in any case, and counts. On real devices this waits for the work of the devices.
+    /// Unpins cached segments until at most `target_bytes` are pinned. Returns the unpinned bytes. Allocated and pending
+    /// blocks and the reserved segment stay. Segments above `pinned_max_cached_size_mb` are unpinned in any case, and
+    /// count. On real devices this waits for the devices' work.
     pub fn trim(&self, target_bytes: u64) -> Result<u64> {
         let shared = self.shared();
-        shared.observers.before_trim(HOST);
-        let mut returned = 0;
-        let looked_after = shared.look_after_all(&mut returned);
-        let pinned = || lock(&shared.heap).bytes.current;
+        shared.history.observers().before_trim(HOST);
+        let mut unpinned = 0;
+        let processed = shared.process_all(&mut unpinned);
+        let pinned = || lock(&shared.heap).bytes_pinned();
         if pinned() > target_bytes {
-            shared.empty_shards();
+            shared.empty_front_caches();
             let cause = shared.cause(StackLevel::Alloc);
-            returned += shared.return_spare(pinned().saturating_sub(target_bytes), None, &cause)?;
+            unpinned += shared.unpin_spare(pinned().saturating_sub(target_bytes), None, &cause)?;
         }
-        looked_after.map(|()| returned)
+        processed.map(|()| unpinned)
     }
 
     /// The counters.
     #[must_use]
     pub fn stats(&self) -> HostStats {
-        let shared = self.shared();
         let mut stats = HostStats::default();
-        let mut cached = 0;
-        for shard in &shared.shards {
-            let cache = lock(&shard.0);
-            stats::sum(&mut stats.active_requests, cache.requests);
-            stats::sum(&mut stats.active_bytes, cache.request_bytes);
-            cached += cache.bytes();
-        }
-        let heap = lock(&shared.heap);
-        stats.allocations = heap.count;
-        stats.allocated_bytes = heap.bytes;
-        stats.num_host_alloc = heap.pins;
-        stats.num_host_free = heap.unpins;
-        stats.host_alloc_time = heap.pin_time;
-        stats.host_free_time = heap.unpin_time;
-        stats.cached_bytes = cached + heap.bytes_free();
-        stats.pinned_bytes_by_device = vec![0; shared.instance.device_count() as usize];
-        for segment in heap.segments.values() {
-            stats.pinned_bytes_by_device[segment.device.0 as usize] += segment.pinned.bytes;
-        }
+        self.shared().front.add_to(&mut stats);
+        lock(&self.shared().heap).add_to(&mut stats, self.instance().device_count());
         stats
     }
 
-    /// Makes every peak what is now.
+    /// Sets every peak to the current value.
     pub fn reset_peak_stats(&self) {
-        self.each_stat(Stat::reset_peak);
+        self.shared().front.for_each_stat(Stat::reset_peak);
+        lock(&self.shared().heap).for_each_stat(Stat::reset_peak);
     }
 
-    /// Zeroes what was ever added and taken away, the plain counters and the times.
+    /// Sets the accumulated counters and the times to zero.
     pub fn reset_accumulated_stats(&self) {
-        self.each_stat(Stat::reset_accumulated);
-        let mut heap = lock(&self.shared().heap);
-        (heap.pins, heap.unpins) = (0, 0);
-        (heap.pin_time, heap.unpin_time) = (HostTime::default(), HostTime::default());
+        self.shared().front.for_each_stat(Stat::reset_accumulated);
+        lock(&self.shared().heap).reset_accumulated_stats();
     }
 
-    fn each_stat(&self, act: fn(&mut Stat)) {
-        for shard in &self.shared().shards {
-            let mut cache = lock(&shard.0);
-            act(&mut cache.requests);
-            act(&mut cache.request_bytes);
-        }
-        let mut heap = lock(&self.shared().heap);
-        act(&mut heap.count);
-        act(&mut heap.bytes);
-    }
-
-    /// Starts recording a history, or stops and forgets it.
+    /// Starts recording a history, or stops and clears it.
     pub fn record_history(&self, options: Option<HistoryOptions>) {
-        let shared = self.shared();
-        let mut journal = lock(&shared.journal);
-        shared.recording.set(options.as_ref());
-        journal.history.set(options);
+        self.shared().history.set(options);
     }
 
-    /// Who is told, and who helps: trackers, callbacks under memory pressure when a cap or the machine has no room, and
-    /// hooks before a [`trim`](Self::trim). They see pinned memory as that of a device with the number [`u32::MAX`].
-    /// Observers of failures are not called: their report is about a device's memory; what a cap refuses,
-    /// [`Error::PinnedCap`] says.
+    /// The observers: trackers, pressure callbacks (called when a cap or the machine has no room), and hooks before a
+    /// [`trim`](Self::trim). They see pinned memory as that of a device with the number [`u32::MAX`]. Out-of-memory
+    /// observers are not called: their report is about device memory.
     #[must_use]
     pub fn observers(&self) -> &Observers {
-        &self.shared().observers
+        self.shared().history.observers()
     }
 
-    /// Adds what is pinned, and the history, to a snapshot.
+    /// Adds the pinned segments and the history to a snapshot.
     pub fn add_to(&self, snapshot: &mut Snapshot) {
-        self.shared().add_to(snapshot);
+        let mut stacks = StackNumbers::of(snapshot);
+        self.shared().history.add_to(snapshot, &mut stacks);
+        snapshot::add_segments(&lock(&self.shared().heap), snapshot, &mut stacks);
     }
 
-    /// Compares the books with each other. For tests; while other threads are at work the caches are not compared.
+    /// Checks the invariants of the state. For tests.
     ///
     /// # Panics
-    /// If they disagree.
+    /// If one does not hold.
     pub fn check(&self) {
-        let shared = self.shared();
-        for shard in &shared.shards {
-            lock(&shard.0).check();
-        }
-        lock(&shared.heap).check();
+        self.shared().front.check();
+        lock(&self.shared().heap).check();
     }
 
-    /// Gives everything back to the driver, behind all work that uses it.
+    /// Unpins everything, behind all work that uses it.
     ///
-    /// Nobody may have any of it any more: neither a clone of this handle, nor a block, nor a graph.
-    /// [`Error::HostMemoryInUse`] otherwise, and nothing is given back. Of several driver calls that fail the first is
-    /// reported, and the rest is still given back.
+    /// [`Error::HostMemoryInUse`] if there is another handle, an allocated block, or a graph that uses one; nothing is
+    /// unpinned then. After an error of the driver the rest is still unpinned, and the first error is returned.
     ///
-    /// The handle is gone either way. Where others are left, those go on working, and the last of them can be closed;
-    /// if this was the last, what could not be given back stays pinned until the process ends.
-    /// [`try_close`](Self::try_close) returns it.
+    /// The handle is consumed either way. Other handles keep working, and the last of them can be closed; if this was
+    /// the last, what could not be unpinned stays pinned until the process ends. [`try_close`](Self::try_close) returns
+    /// the handle.
     pub fn close(self) -> Result<()> {
         self.try_close().map_err(|(_, error)| error)
     }
 
-    /// The same, but the handle comes back with the error: the allocator still works, and can be closed later.
+    /// As [`close`](Self::close), but returns the handle with the error: the allocator still works, and can be closed
+    /// later.
     pub fn try_close(self) -> std::result::Result<(), (Self, Error)> {
-        self.give_back_all().map_err(|error| (self, error))
+        self.unpin_everything().map_err(|error| (self, error))
     }
 
-    fn give_back_all(&self) -> Result<()> {
+    fn unpin_everything(&self) -> Result<()> {
         let shared = self.shared();
-        // Only a handle makes handles: if this is the last one, it stays so.
+        // Handles are made from handles only, so the last one stays the last.
         let handles = Arc::strong_count(&self.handle) - 1;
         if handles > 0 {
             return Err(Error::HostMemoryInUse { handles, blocks: shared.blocks_in_use() });
         }
         if let Some(thread) = shared.background.stop() {
-            // It ends within a look; that it panicked would be a bug that it has told already.
+            // It ends after one round. A panic of it was reported already.
             let _ = thread.join();
         }
         let cause = shared.cause(StackLevel::Alloc);
-        shared.wait_for_marks(&cause)?;
+        shared.wait_for_fences(&cause)?;
         let mut blocks = shared.blocks_in_use();
         if blocks == 0 {
-            shared.give_up_lost();
+            shared.merge_leaked();
         }
         while blocks == 0 {
-            shared.empty_shards();
-            shared.return_everything(&cause)?;
-            // Other threads that are just giving a block back, or a segment, may not be through yet.
-            shared.wait_for_moves();
+            shared.empty_front_caches();
+            shared.unpin_all(&cause)?;
+            // Other threads may still be freeing a block or unpinning a segment.
+            shared.wait_for_transit();
             let heap = lock(&shared.heap);
-            if heap.count.current == 0 {
+            if heap.is_empty() {
                 return Ok(());
             }
             blocks = heap.blocks().count();
@@ -443,12 +360,12 @@ impl HostAllocator {
 
 impl Drop for Handle {
     fn drop(&mut self) {
-        self.shared.let_go();
+        self.shared.clear();
     }
 }
 
 impl fmt::Debug for HostAllocator {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("HostAllocator").field("gpu", self.instance()).finish_non_exhaustive()
+        f.debug_struct("HostAllocator").field("instance", self.instance()).finish_non_exhaustive()
     }
 }

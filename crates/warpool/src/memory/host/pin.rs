@@ -1,99 +1,104 @@
-//! Memory from the driver and back: the only place here that pins. How a segment was pinned is kept with it, so that it
-//! goes back the same way whatever the settings say by then.
+//! Pinning and unpinning, the driver calls for segments. How a range was pinned is stored with it, so that it is
+//! unpinned the same way whatever the settings are by then.
 //!
-//! The rules: no lock is held, and no capture breaks, wherever it is under way: the thread's strictness is lowered for
-//! the call.
+//! Rules: no lock is held during these calls, and they run in the relaxed capture mode, so that they invalidate no
+//! capture.
 
-use warpool_driver::{DeviceId, HostOptions, HostPtr};
+use warpool_driver::{DeviceId, Driver, HostOptions, HostPtr};
 
-use super::Shared;
 use super::register::register;
 use crate::capture::RelaxedMode;
-use crate::{Error, Result, lock};
+use crate::memory::PinnedSettings;
+use crate::{Error, Instance, Result};
 
-/// Pinned memory, as it came.
+/// Memory that was pinned by one call.
 #[derive(Clone, Debug)]
-pub(super) struct Pinned {
-    pub(super) ptr: HostPtr,
-    pub(super) bytes: u64,
-    how: How,
+pub(super) struct PinnedRange {
+    ptr: HostPtr,
+    bytes: u64,
+    method: PinMethod,
 }
 
-/// How memory was pinned.
+/// How memory is pinned.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum How {
-    /// The driver allocated it.
-    Allocated,
-    /// Pages were mapped here, touched by so many threads, and pinned where they are.
-    Registered { threads: u64 },
+pub(super) enum PinMethod {
+    /// The driver allocates it.
+    Allocate,
+    /// Pages are mapped, touched by so many threads, and registered.
+    Register { threads: u64 },
 }
 
-impl Shared {
-    /// How the settings want memory pinned.
-    pub(super) fn way(&self) -> How {
-        let settings = lock(&self.settings);
+impl PinMethod {
+    pub(super) fn of(settings: &PinnedSettings) -> Self {
         match settings.use_cuda_host_register {
-            true => How::Registered { threads: settings.num_register_threads },
-            false => How::Allocated,
+            true => Self::Register { threads: settings.num_register_threads },
+            false => Self::Allocate,
         }
     }
+}
 
-    /// Whose context memory is pinned with: one that there is already, since a context takes memory of its device.
-    /// `wanted`'s if it has one, or else the current device's, or else the first that has one. If none has, it cannot
-    /// be helped: `wanted`'s, or the current device's.
-    pub(super) fn pinning_device(&self, wanted: Option<DeviceId>) -> Result<DeviceId> {
-        let current = self.instance.current_device_id();
-        let first = wanted.unwrap_or(current);
-        let all = (0..self.instance.device_count()).map(DeviceId);
-        for device in [first, current].into_iter().chain(all) {
-            if self.driver().context_is_active(device)? {
-                return Ok(device);
-            }
+/// The device whose context pins: one that has a context, since creating one takes device memory. `wanted`, else the
+/// current device, else the first one with a context. If no device has one: `wanted`, or the current device.
+pub(super) fn pinning_device(instance: &Instance, wanted: Option<DeviceId>) -> Result<DeviceId> {
+    let current = instance.current_device_id();
+    let first = wanted.unwrap_or(current);
+    let all = (0..instance.device_count()).map(DeviceId);
+    for device in [first, current].into_iter().chain(all) {
+        if instance.driver().context_is_active(device)? {
+            return Ok(device);
         }
-        Ok(first)
     }
+    Ok(first)
+}
 
+impl PinnedRange {
     /// Pins memory with `device`'s context, for the host and every device at one address.
-    pub(super) fn pin(&self, device: DeviceId, bytes: u64, how: How) -> Result<Pinned> {
-        let _relaxed = RelaxedMode::begin(self.driver())?;
-        let ptr = match how {
-            How::Allocated => {
+    pub(super) fn pin(driver: &dyn Driver, device: DeviceId, bytes: u64, method: PinMethod) -> Result<Self> {
+        let _relaxed = RelaxedMode::begin(driver)?;
+        let ptr = match method {
+            PinMethod::Allocate => {
                 let options = HostOptions { portable: true, mapped: true, write_combined: false };
-                self.driver().host_alloc(device, bytes, options)?
+                driver.host_alloc(device, bytes, options)?
             }
-            How::Registered { threads } => register(self.driver(), device, bytes, threads)?,
+            PinMethod::Register { threads } => register(driver, device, bytes, threads)?,
         };
-        let pinned = Pinned { ptr, bytes, how };
-        match self.check_address(device, &pinned) {
-            Ok(()) => Ok(pinned),
-            Err(error) => {
-                // Tried twice: nobody else will know of this memory.
-                let unpin = || self.unpin_relaxed(&pinned);
-                if let Err(second) = unpin().or_else(|_| unpin()) {
-                    tracing::warn!(error = %second, ptr = %pinned.ptr, "memory that is of no use stays pinned");
-                }
-                Err(error)
+        let range = Self { ptr, bytes, method };
+        if let Err(error) = range.check_address(driver, device) {
+            // Tried twice: the range is not stored anywhere.
+            let unpin = || range.unpin_relaxed(driver);
+            if let Err(second) = unpin().or_else(|_| unpin()) {
+                tracing::warn!(error = %second, %ptr, "unusable memory could not be unpinned; it stays pinned");
             }
+            return Err(error);
+        }
+        Ok(range)
+    }
+
+    /// Unpins it. On real devices that waits for the device's work.
+    pub(super) fn unpin(&self, driver: &dyn Driver) -> Result<()> {
+        let _relaxed = RelaxedMode::begin(driver)?;
+        self.unpin_relaxed(driver)
+    }
+
+    pub(super) fn start(&self) -> u64 {
+        self.ptr.0
+    }
+
+    pub(super) fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
+    fn unpin_relaxed(&self, driver: &dyn Driver) -> Result<()> {
+        match self.method {
+            PinMethod::Allocate => Ok(driver.host_free(self.ptr)?),
+            // The driver owns the pages, and unmaps them.
+            PinMethod::Register { .. } => Ok(driver.host_unregister(self.ptr)?),
         }
     }
 
-    /// Gives it back. On real devices that waits for the work of the device.
-    pub(super) fn unpin(&self, pinned: &Pinned) -> Result<()> {
-        let _relaxed = RelaxedMode::begin(self.driver())?;
-        self.unpin_relaxed(pinned)
-    }
-
-    fn unpin_relaxed(&self, pinned: &Pinned) -> Result<()> {
-        match pinned.how {
-            How::Allocated => Ok(self.driver().host_free(pinned.ptr)?),
-            // The pages go with it: the driver had them.
-            How::Registered { .. } => Ok(self.driver().host_unregister(pinned.ptr)?),
-        }
-    }
-
-    /// Blocks have one address for everybody.
-    fn check_address(&self, device: DeviceId, pinned: &Pinned) -> Result<()> {
-        let seen = self.driver().host_device_ptr(device, pinned.ptr)?;
-        if seen.0 == pinned.ptr.0 { Ok(()) } else { Err(Error::HostAddress { host: pinned.ptr, seen, device }) }
+    /// Blocks have one address for the host and all devices.
+    fn check_address(&self, driver: &dyn Driver, device: DeviceId) -> Result<()> {
+        let seen = driver.host_device_ptr(device, self.ptr)?;
+        if seen.0 == self.ptr.0 { Ok(()) } else { Err(Error::HostAddress { host: self.ptr, seen, device }) }
     }
 }

@@ -1,24 +1,23 @@
-//! The register way of pinning: pages are mapped, touched by several threads, and then pinned where they are by one
-//! call. Touching is most of the work, and the part that threads can share; the driver, which would do it alone, finds
-//! nothing left to do.
+//! Pinning by registering: pages are mapped, touched by several threads, and then registered by one call. Touching is
+//! most of the work, and the part that threads can share; the driver alone would do it on one.
 //!
-//! Not here: which way is taken, whether the address is the same for the device, and the way back (`pin.rs`). What
-//! fails here leaves nothing pinned and nothing mapped.
+//! Not here: the choice of the method, the check of the address, and unpinning (`pin.rs`). A failure leaves nothing
+//! pinned and nothing mapped.
 
 use warpool_driver::{DeviceId, Driver, DriverError, ErrorCode, HostOptions, HostPages, HostPtr, HostRange};
 
 use crate::{Error, Result};
 
-/// What each thread must have to touch, at the least: a page.
+/// The least that a thread touches.
 const PAGE: u64 = 4096;
 
-/// Smaller memory has no room for a huge page.
-const HUGE: u64 = 2 << 20;
+/// The size of a huge page; less memory does not use them.
+const HUGE_PAGE: u64 = 2 << 20;
 
-/// Pins `bytes` bytes of new, zeroed memory for all devices, with the context of `device`. The driver keeps the pages
-/// until it unregisters them.
+/// Pins `bytes` of new, zeroed memory for all devices, with the context of `device`. The driver owns the pages until it
+/// unregisters them.
 pub(super) fn register(driver: &dyn Driver, device: DeviceId, bytes: u64, threads: u64) -> Result<HostPtr> {
-    let pages = HostPages::map(bytes, bytes >= HUGE).map_err(|error| {
+    let pages = HostPages::map(bytes, bytes >= HUGE_PAGE).map_err(|error| {
         let detail = format!("{bytes} bytes of host memory could not be mapped: {error}");
         DriverError::new("host_register", ErrorCode::OutOfMemory).with_detail(detail)
     })?;
@@ -32,7 +31,7 @@ pub(super) fn register(driver: &dyn Driver, device: DeviceId, bytes: u64, thread
     Ok(pages.ptr())
 }
 
-/// Threads help only where each finds at least a page.
+/// One thread, if there is not a page for each.
 fn threads_for(bytes: u64, threads: u64) -> usize {
     if bytes / PAGE >= threads { usize::try_from(threads).unwrap_or(1) } else { 1 }
 }
@@ -51,18 +50,18 @@ mod tests {
 
     const DEVICE: DeviceId = DeviceId(0);
 
-    /// A device whose calls are counted below those that are made to fail: what was done and what was undone.
-    struct Machine {
+    /// Counts the calls that reach the simulated device, below the injected faults.
+    struct Setup {
         counting: Arc<Counting>,
         faulty: Arc<Faulty>,
         instance: Instance,
     }
 
-    impl Machine {
+    impl Setup {
         fn new(config: SimConfig) -> Self {
             let counting = Arc::new(Counting::new(Arc::new(SimDriver::new(config))));
             let faulty = Arc::new(Faulty::new(Arc::clone(&counting) as Arc<dyn Driver>, FaultPlan::new()));
-            let instance = Instance::new(Arc::clone(&faulty) as Arc<dyn Driver>).expect("there is a device");
+            let instance = Instance::new(Arc::clone(&faulty) as Arc<dyn Driver>).expect("a device");
             Self { counting, faulty, instance }
         }
 
@@ -82,42 +81,42 @@ mod tests {
     }
 
     #[test]
-    fn a_segment_is_registered_by_one_call_and_goes_with_one() {
-        let machine = Machine::new(SimConfig::default());
+    fn a_segment_is_registered_and_unregistered_by_one_call() {
+        let setup = Setup::new(SimConfig::default());
         for (nth, bytes) in [4096, 1 << 20, (2 << 20) + 4096, 64 << 20].into_iter().enumerate() {
-            let allocator = machine.allocator(8);
+            let allocator = setup.allocator(8);
             let block = allocator.allocate(bytes).expect("there is room");
-            assert_eq!(block.ptr().0 % if bytes < HUGE { PAGE } else { HUGE }, 0, "{bytes} bytes");
+            assert_eq!(block.ptr().0 % if bytes < HUGE_PAGE { PAGE } else { HUGE_PAGE }, 0, "{bytes} bytes");
             block.write(bytes - 16, &[7; 16]).expect("all of it is pinned");
-            assert_eq!(machine.registered(), (nth as u64 + 1, 1));
+            assert_eq!(setup.registered(), (nth as u64 + 1, 1));
             drop(block);
-            allocator.close().expect("nobody has any of it");
-            assert_eq!(machine.registered(), (nth as u64 + 1, 0));
+            allocator.close().expect("no block is allocated");
+            assert_eq!(setup.registered(), (nth as u64 + 1, 0));
         }
-        assert_eq!(machine.counting.count(Call::HostAlloc).calls, 0);
+        assert_eq!(setup.counting.count(Call::HostAlloc).calls, 0);
     }
 
     #[test]
-    fn a_segment_goes_back_the_way_it_came() {
-        let machine = Machine::new(SimConfig::default());
-        let allocator = machine.allocator(2);
+    fn a_segment_is_unpinned_the_way_it_was_pinned() {
+        let setup = Setup::new(SimConfig::default());
+        let allocator = setup.allocator(2);
         let registered = allocator.allocate(4 << 20).expect("there is room");
         allocator.set_settings(settings(false, 2));
         let plain = allocator.allocate(6 << 20).expect("there is room");
         allocator.set_settings(settings(true, 1));
         let again = allocator.allocate(8 << 20).expect("there is room");
-        let calls = |call| machine.counting.count(call).calls;
+        let calls = |call| setup.counting.count(call).calls;
         assert_eq!((calls(Call::HostRegister), calls(Call::HostAlloc)), (2, 1));
         drop((registered, plain, again));
         allocator.set_settings(settings(false, 1));
-        allocator.close().expect("nobody has any of it");
+        allocator.close().expect("no block is allocated");
         assert_eq!((calls(Call::HostUnregister), calls(Call::HostFree)), (2, 1));
-        assert!(machine.counting.counts().iter().all(|count| count.errors == 0));
+        assert!(setup.counting.counts().iter().all(|count| count.errors == 0));
     }
 
     #[test]
-    fn a_failure_at_any_step_leaves_nothing_behind() {
-        let machine = Machine::new(SimConfig::default());
+    fn a_failure_at_any_step_leaves_nothing_pinned() {
+        let setup = Setup::new(SimConfig::default());
         let plans = [
             FaultPlan::new().fail_nth(Call::HostRegister, 1, ErrorCode::InvalidValue),
             FaultPlan::new().fail_nth(Call::HostDevicePtr, 1, ErrorCode::InvalidValue),
@@ -128,45 +127,45 @@ mod tests {
             ),
         ];
         for plan in plans {
-            let allocator = machine.allocator(2);
-            machine.faulty.set_plan(plan.clone());
+            let allocator = setup.allocator(2);
+            setup.faulty.set_plan(plan.clone());
             let error = allocator.allocate(4 << 20).expect_err("a call fails");
             assert_eq!(error.driver().map(|error| error.code), Some(ErrorCode::InvalidValue), "{plan:?}");
-            assert_eq!(machine.registered().1, 0, "{plan:?}");
+            assert_eq!(setup.registered().1, 0, "{plan:?}");
             assert_eq!(allocator.stats().allocated_bytes.current, 0, "{plan:?}");
             allocator.check();
             drop(allocator.allocate(4 << 20).expect("the next one succeeds"));
-            allocator.close().expect("nobody has any of it");
-            assert_eq!(machine.registered().1, 0, "{plan:?}");
+            allocator.close().expect("no block is allocated");
+            assert_eq!(setup.registered().1, 0, "{plan:?}");
         }
     }
 
     #[test]
     fn memory_that_cannot_be_mapped_is_out_of_memory() {
-        let machine = Machine::new(SimConfig::default());
-        machine.counting.reset();
+        let setup = Setup::new(SimConfig::default());
+        setup.counting.reset();
         for bytes in [1 << 62, u64::MAX] {
-            let error = register(&*machine.faulty, DEVICE, bytes, 1).expect_err("nobody has that much");
+            let error = register(&*setup.faulty, DEVICE, bytes, 1).expect_err("no machine has that much");
             assert!(error.driver().is_some_and(DriverError::is_out_of_memory), "{error}");
         }
-        assert_eq!(machine.counting.counts(), []);
+        assert_eq!(setup.counting.counts(), []);
     }
 
     #[test]
-    fn what_a_device_cannot_do_is_said_with_the_way_out() {
+    fn unsupported_registration_names_the_setting() {
         let mut config = SimConfig::default();
         config.devices[0].properties.host_registration = false;
-        let machine = Machine::new(config);
-        let allocator = machine.allocator(1);
+        let setup = Setup::new(config);
+        let allocator = setup.allocator(1);
         let error = allocator.allocate(4096).expect_err("it cannot register");
         assert!(matches!(error, Error::HostRegister { .. }), "{error}");
         assert!(error.to_string().ends_with("set pinned_use_cuda_host_register:False"), "{error}");
         allocator.set_settings(settings(false, 1));
-        drop(allocator.allocate(4096).expect("that was the way out"));
+        drop(allocator.allocate(4096).expect("the driver allocates it"));
     }
 
     #[test]
-    fn every_thread_has_a_page_to_touch() {
+    fn every_thread_touches_at_least_a_page() {
         assert_eq!((threads_for(8 * PAGE, 8), threads_for(8 * PAGE - 1, 8), threads_for(1 << 30, 1)), (8, 1, 1));
         assert_eq!(threads_for(u64::MAX, u64::MAX), 1);
     }

@@ -1,16 +1,15 @@
 //! The counters of pinned host memory, by PyTorch's names.
 //!
-//! Requests are counted where they are served, in the front caches; what is held from the driver in the heap. Reading
-//! sums them up.
+//! Requests are counted in the front caches that serve them, pinned memory in the heap. Reading adds them up.
 
 use std::time::Duration;
 
 use crate::memory::Stat;
 
-/// What calls to the driver took, in microseconds of its clock.
+/// The duration of driver calls, in microseconds of the driver's clock.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct HostTime {
-    /// All of them.
+    /// The sum.
     pub total_us: u64,
     /// The longest.
     pub max_us: u64,
@@ -27,8 +26,8 @@ impl HostTime {
         self.total_us.checked_div(self.count).unwrap_or(0)
     }
 
-    pub(super) fn add(&mut self, took: Duration) {
-        let us = u64::try_from(took.as_micros()).unwrap_or(u64::MAX);
+    pub(super) fn add(&mut self, duration: Duration) {
+        let us = u64::try_from(duration.as_micros()).unwrap_or(u64::MAX);
         self.min_us = if self.count == 0 { us } else { self.min_us.min(us) };
         self.max_us = self.max_us.max(us);
         self.total_us = self.total_us.saturating_add(us);
@@ -38,35 +37,35 @@ impl HostTime {
 
 /// The counters of a [`HostAllocator`](super::HostAllocator).
 ///
-/// Peaks of the requests are sums over the front caches: exact for one thread, and an upper bound for several.
+/// Peaks of the requests are sums over the front caches: exact for one thread, an upper bound for several.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct HostStats {
-    /// Segments held from the driver. PyTorch, which does not cut them, counts blocks here.
+    /// Pinned segments. PyTorch does not split them, and counts blocks here.
     pub allocations: Stat,
-    /// Bytes held from the driver.
+    /// Pinned bytes.
     pub allocated_bytes: Stat,
-    /// Blocks that callers have, or that wait for streams or graphs.
+    /// Blocks that are allocated or pending free.
     pub active_requests: Stat,
     /// Bytes of those blocks.
     pub active_bytes: Stat,
-    /// How often memory came from the driver.
+    /// How often memory was pinned.
     pub num_host_alloc: u64,
-    /// How often memory went back to the driver.
+    /// How often memory was unpinned.
     pub num_host_free: u64,
-    /// What pinning took.
+    /// The time that pinning took.
     pub host_alloc_time: HostTime,
-    /// What unpinning took.
+    /// The time that unpinning took.
     pub host_free_time: HostTime,
-    /// Bytes held from the driver for each device. PyTorch has no such counter.
+    /// Pinned bytes by device. PyTorch has no such counter.
     pub pinned_bytes_by_device: Vec<u64>,
-    /// Bytes that lie free for anybody, whole segments or parts of them: without those that a capture gave back unused,
-    /// which lie in the pool of a graph that lives. PyTorch has no such counter.
+    /// Free bytes, in whole segments or parts of them, without those in the pools of live graphs. PyTorch has no such
+    /// counter.
     pub cached_bytes: u64,
 }
 
 impl HostStats {
-    /// Every counter by the name that `torch.cuda.host_memory_stats` gives it, such as `active_bytes.peak`, in their
-    /// order there, and no others.
+    /// Every counter by its name in `torch.cuda.host_memory_stats`, such as `active_bytes.peak`, in the order there,
+    /// and no others.
     #[must_use]
     pub fn flattened(&self) -> Vec<(String, i64)> {
         let mut flat = Vec::new();
@@ -94,12 +93,4 @@ impl HostStats {
         }
         flat
     }
-}
-
-/// One counter of several caches, summed up.
-pub(super) fn sum(into: &mut Stat, of: Stat) {
-    into.current += of.current;
-    into.peak += of.peak;
-    into.allocated += of.allocated;
-    into.freed += of.freed;
 }

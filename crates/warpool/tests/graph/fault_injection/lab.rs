@@ -199,7 +199,7 @@ impl Lab {
         } = self;
         device.synchronize().unwrap();
         blas.close().unwrap();
-        host.reap().unwrap();
+        host.process_pending().unwrap();
         assert_eq!(host.stats().active_requests.current, 0, "{about}: pinned blocks are lost");
         host.close().unwrap();
         any.trim(FIRST, MemPoolId::DEFAULT).unwrap();

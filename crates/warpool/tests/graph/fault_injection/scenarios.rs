@@ -430,7 +430,7 @@ fn pinned(lab: &Lab, graph: &mut Graph) -> Result<()> {
         next.write(0, &words(9))?;
         next.free()?;
         lab.two.synchronize()?;
-        lab.host.reap()?;
+        lab.host.process_pending()?;
         lab.host.trim(0)?;
         lab.one.wait_stream(&lab.two)?;
     }

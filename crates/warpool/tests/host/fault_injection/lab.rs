@@ -150,7 +150,7 @@ impl Lab {
         pass(self.caps());
         pass(self.switches());
         pass(self.capture());
-        pass(self.host.reap());
+        pass(self.host.process_pending());
         pass(self.host.trim(3 * MIB).map(drop));
         pass(self.host.trim(0).map(drop));
     }
@@ -228,7 +228,7 @@ impl Lab {
         for stream in &self.streams {
             outcome = outcome.and(stream.synchronize());
         }
-        let looked = self.host.reap();
+        let looked = self.host.process_pending();
         outcome.and(looked).and(self.get(100 * KIB).map(drop))
     }
 
@@ -276,7 +276,7 @@ impl Lab {
         let freed = between.and_then(Tagged::free);
         let first = before.and_then(Tagged::free);
         let waited = self.streams[0].synchronize();
-        let looked = self.host.reap();
+        let looked = self.host.process_pending();
         self.host.set_settings(settings);
         self.check();
         used.and(freed).and(first).and(waited).and(looked)
@@ -294,7 +294,7 @@ impl Lab {
             let spare = self.tagged(self.host.allocate_on(400 * KIB, stream)?);
             let eager = self.get(MIB)?;
             drop(outside);
-            self.host.reap()?;
+            self.host.process_pending()?;
             eager.free()?;
             drop(spare);
             Ok(block)
@@ -348,7 +348,7 @@ impl Lab {
             for device in self.instance.devices() {
                 device.synchronize().unwrap();
             }
-            self.host.reap().unwrap();
+            self.host.process_pending().unwrap();
         }
         let active = self.host.stats().active_requests;
         assert_eq!(active.current, 0, "{about}: blocks are lost");

@@ -128,7 +128,7 @@ fn what_is_not_to_be_kept_goes_later_if_it_could_not_go_at_once() {
         assert_eq!(error.driver().map(|error| error.call), Some(call.name()), "{error}");
         lab.check();
         assert_eq!((lab.sim.object_counts().pinned, lab.host.stats().active_requests.current), (1, 0));
-        lab.host.reap().unwrap();
+        lab.host.process_pending().unwrap();
         assert_eq!(lab.sim.object_counts().pinned, 0);
         lab.host.close().unwrap();
     }
@@ -145,11 +145,11 @@ fn a_stream_that_cannot_be_marked_holds_back_only_its_blocks() {
     });
     drop(blocks);
     lab.faulty.set_plan(FaultPlan::new().fail_nth(Call::EventRecord, 1, ErrorCode::LaunchFailed));
-    lab.host.reap().unwrap_err();
+    lab.host.process_pending().unwrap_err();
     // The other one has its mark by now, and is done.
     lab.faulty.set_plan(FaultPlan::new().fail_fraction(&[Call::EventRecord], 1.0, 0, ErrorCode::LaunchFailed));
     lab.streams[2].synchronize().unwrap();
-    lab.host.reap().unwrap_err();
+    lab.host.process_pending().unwrap_err();
     assert_eq!(lab.host.stats().active_requests.current, 1);
     lab.host.allocate(64 * MIB).unwrap().free().unwrap();
     lab.expect_whole("marks failed");
@@ -174,7 +174,7 @@ fn a_stream_that_cannot_be_asked_holds_back_only_its_blocks() {
     }
     assert_eq!(lab.host.stats().active_requests.current, 6);
     lab.faulty.set_plan(FaultPlan::new().fail_nth(Call::EventQuery, 1, ErrorCode::LaunchFailed));
-    lab.host.reap().unwrap_err();
+    lab.host.process_pending().unwrap_err();
     assert_eq!(lab.host.stats().active_requests.current, 3);
     lab.expect_whole("a question failed");
 }
@@ -185,7 +185,7 @@ fn a_segment_that_cannot_go_holds_back_no_other() {
     let lab = Lab::new(PinnedSettings { max_cached_bytes: Some(MIB), ..PinnedSettings::default() });
     drop([5, 6, 7].map(|mib| lab.host.allocate(mib * MIB).unwrap()));
     lab.faulty.set_plan(FaultPlan::new().fail_nth(Call::HostFree, 1, ErrorCode::UnknownError));
-    lab.host.reap().unwrap_err();
+    lab.host.process_pending().unwrap_err();
     assert_eq!(lab.sim.object_counts().pinned, 1);
     lab.expect_whole("a segment could not go");
 }

@@ -125,7 +125,7 @@ impl Run<'_> {
             }
             _ => {
                 self.failing.push("  reap in the capture".into());
-                self.host.reap()?;
+                self.host.process_pending()?;
             }
         }
         Ok(())

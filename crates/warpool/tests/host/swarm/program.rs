@@ -90,7 +90,7 @@ impl Run<'_> {
             49..51 => self.trim(),
             51 => self.change_settings(),
             52 => self.ask_nonsense(),
-            53 => self.reap(),
+            53 => self.process_pending(),
             54..57 => self.capture(),
             57..61 => self.replay(),
             61 | 62 => self.drop_graph(),

@@ -30,7 +30,7 @@ impl Run<'_> {
             drop(first);
         }
         if settings.max_cached_bytes.is_some_and(|most| usable > most) {
-            self.host.reap().unwrap();
+            self.host.process_pending().unwrap();
             let after = self.machine.sim.object_counts().bytes_pinned;
             // But for the reserved segment, which the request may have made, and which stays.
             let most = before + settings.reserve_segment_bytes;
@@ -56,19 +56,19 @@ impl Run<'_> {
                     self.machine.wait_for(stream);
                 }
             }
-            self.host.reap().unwrap();
+            self.host.process_pending().unwrap();
         }
         self.model.graphs = self.graphs.len();
         self.model.check_settled(&self.machine, &self.host);
     }
 
-    pub fn reap(&mut self) {
+    pub fn process_pending(&mut self) {
         self.failing.push("reap".into());
-        self.host.reap().unwrap();
+        self.host.process_pending().unwrap();
     }
 
     pub fn trim(&mut self) {
-        self.host.reap().unwrap();
+        self.host.process_pending().unwrap();
         let keeps_all = self.host.settings().max_cached_bytes.is_none();
         let before = self.machine.sim.object_counts().bytes_pinned;
         let target = match self.rng.below(3) {

@@ -1,56 +1,56 @@
-//! The arithmetic of sizes: what a request is rounded to, and how large segments are.
+//! Size classes of pinned memory: what a request is rounded to, and how large segments are.
 //!
-//! Up to 256 KiB there are classes, eight between two powers of two, so rounding wastes at most an eighth (below 4 KiB,
-//! the grain of 512 bytes). Larger requests are rounded to pages only: a hundred requests of 1.1 MiB each pin 110 MiB.
-//! No state here.
+//! Up to 256 KiB there are eight classes between two powers of two, so rounding wastes at most an eighth (below 4 KiB,
+//! the granularity of 512 bytes). Larger requests are rounded to pages only: a hundred requests of 1.1 MiB pin 110 MiB.
+//! Arithmetic only, no state.
 
-/// Every block is a multiple of it, and so aligned to it.
-pub(super) const GRAIN: u64 = 512;
+/// The granularity of block sizes, and so their alignment.
+pub(super) const GRANULARITY: u64 = 512;
 
-/// Segments and large blocks are multiples of it.
+/// The granularity of segments and large blocks.
 pub(super) const PAGE: u64 = 4096;
 
-/// Requests up to here share segments. Seven blocks and more of the largest class lie in the smallest segment, so that
-/// what does not fill it is little.
+/// Requests up to this size share segments. The smallest segment holds more than seven blocks of the largest class, so
+/// its unused rest is small.
 pub(super) const SMALL_MAX: u64 = 256 << 10;
 
-/// How many classes there are: 8 up to a page, and 8 for each doubling from there to [`SMALL_MAX`].
+/// The number of classes: 8 up to a page, and 8 for each doubling from there to [`SMALL_MAX`].
 pub(super) const CLASSES: usize = 8 + 8 * 6;
 
-/// The smallest segment that small requests share.
-pub(super) const SEGMENT_MIN: u64 = 2 << 20;
+/// The smallest segment for small requests.
+const SEGMENT_MIN: u64 = 2 << 20;
 
-/// The largest of them.
-pub(super) const SEGMENT_MAX: u64 = 32 << 20;
+/// The largest one.
+const SEGMENT_MAX: u64 = 32 << 20;
 
-/// No machine has that much.
+/// Larger requests are refused: no machine has that much.
 pub(super) const BYTES_MAX: u64 = 1 << 60;
 
-/// What a request becomes.
+/// A rounded request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Fit {
     /// The size of its block.
     pub(super) size: u64,
-    /// The class whose blocks have its size; large ones have none, nor most unrounded ones.
+    /// The size class of that size; large sizes and most unrounded ones have none.
     pub(super) class: Option<u8>,
-    /// How much larger a block may be that is there already.
+    /// How much larger an existing block may be to serve it.
     pub(super) slack: u64,
 }
 
 impl Fit {
-    /// Rounds a request; above `round_max` only to what alignment needs.
+    /// Rounds a request; above `round_max` only as far as alignment requires.
     #[inline]
     pub(super) fn of(bytes: u64, round_max: u64) -> Self {
         debug_assert!(0 < bytes && bytes <= BYTES_MAX);
         if bytes > round_max {
-            let unit = if bytes > SMALL_MAX { PAGE } else { GRAIN };
+            let unit = if bytes > SMALL_MAX { PAGE } else { GRANULARITY };
             let size = bytes.next_multiple_of(unit);
-            // It may have the size of a class all the same, and then lies with those.
+            // It may still have the size of a class, and then its blocks are cached there.
             return Self { size, class: class_of_block(size), slack: 0 };
         }
         if bytes > SMALL_MAX {
             let size = bytes.next_multiple_of(PAGE);
-            // Of what was asked, not of the pages: an eighth is the most that may be wasted in all.
+            // An eighth of the requested size, not of the pages: at most an eighth may be wasted in all.
             return Self { size, class: None, slack: (bytes + bytes / 8).saturating_sub(size) };
         }
         let (class, size) = class_of(bytes);
@@ -67,17 +67,17 @@ impl Fit {
 #[inline]
 fn class_of(bytes: u64) -> (u8, u64) {
     if bytes <= PAGE {
-        let steps = bytes.div_ceil(GRAIN);
-        return ((steps - 1) as u8, steps * GRAIN);
+        let steps = bytes.div_ceil(GRANULARITY);
+        return ((steps - 1) as u8, steps * GRANULARITY);
     }
-    // Above 2^power and up to twice that, in steps of an eighth: the 9th to the 16th.
+    // Above 2^power and up to twice that, in steps of an eighth: steps 9 to 16.
     let power = (bytes - 1).ilog2();
     let steps = bytes.div_ceil(1 << (power - 3));
     let class = 8 * u64::from(power - PAGE.ilog2() + 1) + steps - 9;
     (class as u8, steps << (power - 3))
 }
 
-/// The class whose blocks have exactly that size.
+/// The class with exactly that block size.
 #[inline]
 pub(super) fn class_of_block(size: u64) -> Option<u8> {
     if size > SMALL_MAX {
@@ -87,8 +87,8 @@ pub(super) fn class_of_block(size: u64) -> Option<u8> {
     (rounded == size).then_some(class)
 }
 
-/// How large the next segment for small requests is, with so much in such segments already. An eighth of that: what it
-/// does not fill wastes no more than an eighth, and the number of calls to the driver grows with the logarithm.
+/// The size of the next segment for small requests, given the bytes of those that exist. An eighth of them: an unused
+/// rest wastes at most an eighth, and the number of driver calls grows with the logarithm.
 pub(super) fn shared_segment(bytes_pinned: u64) -> u64 {
     (bytes_pinned / 8 / SEGMENT_MIN * SEGMENT_MIN).clamp(SEGMENT_MIN, SEGMENT_MAX)
 }
@@ -98,12 +98,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn classes_are_in_order_and_waste_an_eighth_at_most() {
+    fn size_classes_ascend_and_waste_at_most_an_eighth() {
         let mut last = (0, 0);
         for bytes in 1..=SMALL_MAX {
             let (class, size) = class_of(bytes);
-            assert!(size >= bytes && size.is_multiple_of(GRAIN), "{bytes}");
-            assert!(size - bytes < GRAIN || (size - bytes) * 8 <= bytes, "{bytes} becomes {size}");
+            assert!(size >= bytes && size.is_multiple_of(GRANULARITY), "{bytes}");
+            assert!(size - bytes < GRANULARITY || (size - bytes) * 8 <= bytes, "{bytes} becomes {size}");
             assert!((class, size) == last || (class > last.0 || last.1 == 0) && size > last.1, "{bytes}");
             assert_eq!(class_of_block(size), Some(class));
             last = (class, size);

@@ -1,0 +1,247 @@
+//! How a block is allocated, used and freed.
+//!
+//! The hot path is [`Shared::allocate`] if the thread's front cache has a block, and [`Shared::free_now`] if nothing
+//! about the block is unusual: one lock each, no driver call, and no counter that threads share.
+
+use std::sync::Arc;
+
+use warpool_driver::{DeviceId, DriverError, ErrorCode};
+
+use super::block::{HAS_STACK, PinnedBlock, PinnedState, USED};
+use super::graph_pool::GraphHostPool;
+use super::history::HOST;
+use super::size_class::{BYTES_MAX, Fit};
+use super::{HostBlock, Shared};
+use crate::capture::CaptureRecord;
+use crate::error::GraphError;
+use crate::memory::journal::Cause;
+use crate::memory::{Action, StackLevel};
+use crate::{Error, Result, Stream, lock};
+
+impl Shared {
+    #[inline]
+    pub(super) fn allocate(self: &Arc<Self>, bytes: u64, device: Option<DeviceId>) -> Result<HostBlock> {
+        if bytes == 0 {
+            return Ok(HostBlock::empty());
+        }
+        let fit = self.fit(bytes)?;
+        let cause = self.cause(StackLevel::State);
+        let home = self.front.of_thread();
+        let block = self.find(home, bytes, &fit, device, &cause)?;
+        Ok(self.hand_out(block, home, bytes, &cause))
+    }
+
+    /// Memory for work on `stream`: from the graph's pool, if it captures.
+    pub(super) fn allocate_on(self: &Arc<Self>, bytes: u64, stream: &Stream) -> Result<HostBlock> {
+        self.instance.expect_same(stream.instance(), "the stream")?;
+        let site = match self.instance.captures().find(stream) {
+            Ok(site) => site,
+            // Handled when the use is recorded.
+            Err(Error::Graph(GraphError::ForeignCapture)) => None,
+            Err(error) => return Err(error),
+        };
+        let Some(site) = site.filter(|_| bytes > 0) else { return self.allocate(bytes, None) };
+        let pool = self.graph_pool(&site.record);
+        let fit = self.fit(bytes)?;
+        let cause = self.cause(StackLevel::State);
+        let home = self.front.of_thread();
+        let block = match pool.take(&fit) {
+            Some(block) => {
+                self.front.count_allocated(home, block.size());
+                block
+            }
+            None => {
+                let block = self.find(home, bytes, &fit, None, &cause)?;
+                pool.adopt(&block);
+                block
+            }
+        };
+        Ok(self.hand_out(block, home, bytes, &cause))
+    }
+
+    /// The pool of the graph that is being captured, which keeps it.
+    fn graph_pool(&self, record: &CaptureRecord) -> Arc<GraphHostPool> {
+        let pool = self.graph_pools.get((Arc::as_ptr(&record.allocator).addr(), record.device, record.pool));
+        record.keep_host_pool(&pool);
+        pool
+    }
+
+    #[inline]
+    fn fit(&self, bytes: u64) -> Result<Fit> {
+        if bytes > BYTES_MAX {
+            return Err(Error::PinnedRequestTooLarge { bytes });
+        }
+        Ok(Fit::of(bytes, self.limits.round_max()))
+    }
+
+    /// A block, counted as allocated by the front cache `home`.
+    #[inline]
+    fn find(
+        self: &Arc<Self>,
+        home: usize,
+        bytes: u64,
+        fit: &Fit,
+        device: Option<DeviceId>,
+        cause: &Cause,
+    ) -> Result<Arc<PinnedBlock>> {
+        match self.front.take(home, fit, device) {
+            Some(block) => Ok(block),
+            None => self.find_slow(home, bytes, fit, device, cause),
+        }
+    }
+
+    /// The thread's cache has no block. Processes pending frees; then searches the heap, once more with the blocks of
+    /// all caches; then pins a segment.
+    #[cold]
+    fn find_slow(
+        self: &Arc<Self>,
+        home: usize,
+        bytes: u64,
+        fit: &Fit,
+        device: Option<DeviceId>,
+        cause: &Cause,
+    ) -> Result<Arc<PinnedBlock>> {
+        self.background.start(self);
+        self.pin_reserve(cause);
+        // An error of some stream does not matter if there is memory. If there is none, it may be the reason: blocks
+        // that wait for the stream are not free.
+        let processed = self.process_pending();
+        if let Some(block) = self.front.take(home, fit, device) {
+            return Ok(block);
+        }
+        let mut found = lock(&self.heap).take(fit, device, self);
+        if found.is_none() {
+            self.empty_front_caches();
+            found = lock(&self.heap).take(fit, device, self);
+        }
+        let block = match found {
+            Some(block) => block,
+            None => {
+                let pinned = self.pin_or_relieve(bytes, fit, device, cause);
+                pinned.map_err(|error| processed.err().unwrap_or(error))?
+            }
+        };
+        self.front.count_allocated(home, block.size());
+        Ok(block)
+    }
+
+    /// Pins a segment. If there is no memory, calls the pressure callbacks and tries once more.
+    fn pin_or_relieve(
+        self: &Arc<Self>,
+        bytes: u64,
+        fit: &Fit,
+        device: Option<DeviceId>,
+        cause: &Cause,
+    ) -> Result<Arc<PinnedBlock>> {
+        match self.pin_block(bytes, fit, device, cause) {
+            Err(error) if is_shortage(&error) && self.history.observers().relieve(HOST) => {
+                self.process_pending()?;
+                self.empty_front_caches();
+                if let Some(block) = lock(&self.heap).take(fit, device, self) {
+                    return Ok(block);
+                }
+                self.pin_block(bytes, fit, device, cause)
+            }
+            outcome => outcome,
+        }
+    }
+
+    #[inline]
+    fn hand_out(&self, block: Arc<PinnedBlock>, home: usize, bytes: u64, cause: &Cause) -> HostBlock {
+        block.set_allocated(home, bytes);
+        if !cause.is_silent() {
+            if let Some(stack) = &cause.stack {
+                lock(&block.usage).stack = Some(Arc::clone(stack));
+                block.set_flag(HAS_STACK);
+            }
+            self.history.record(Action::Alloc, block.ptr(), bytes, cause);
+        }
+        HostBlock::new(block)
+    }
+
+    /// Records that `stream` uses a block.
+    pub(super) fn record_use(block: &Arc<PinnedBlock>, stream: &Stream) -> Result<()> {
+        let shared = block.shared();
+        shared.instance.expect_same(stream.instance(), "the stream")?;
+        match shared.instance.captures().find(stream) {
+            Ok(Some(site)) => shared.graph_pool(&site.record).add_used(block),
+            // An invalidated capture makes no graph, but work that was in the stream before it may still run.
+            Ok(None) | Err(Error::Driver(DriverError { code: ErrorCode::StreamCaptureInvalidated, .. })) => {
+                lock(&block.usage).streams.add(stream.id());
+            }
+            Err(Error::Graph(GraphError::ForeignCapture)) => {
+                let ptr = format_args!("{:#x}", block.ptr());
+                tracing::warn!(%stream, ptr, "pinned memory used by a capture begun without Warpool is never reused");
+                lock(&block.usage).in_foreign_graph = true;
+            }
+            Err(error) => return Err(error),
+        }
+        block.set_flag(USED);
+        Ok(())
+    }
+
+    /// Frees a block, with driver calls if it needs any.
+    pub(super) fn free(block: Arc<PinnedBlock>) -> Result<()> {
+        // The state is reached through the block, which is moved on. Cloning the block's count is uncontended, unlike
+        // the state's.
+        let keep = Arc::clone(&block);
+        let shared = keep.shared();
+        match shared.free_now(block) {
+            Err(error) if lock(&shared.settings).free_catch_all => {
+                tracing::warn!(%error, "ignored while pinned memory was freed, because pinned_free_catch_all is set");
+                Ok(())
+            }
+            outcome => outcome,
+        }
+    }
+
+    #[inline]
+    fn free_now(&self, block: Arc<PinnedBlock>) -> Result<()> {
+        let cause = self.cause(StackLevel::All);
+        if block.flags() != 0 || !cause.is_silent() {
+            return if self.begin_free(&block, &cause) {
+                self.fence(block, &cause)?;
+                self.process_pending()
+            } else {
+                self.complete_free(block, &cause);
+                self.unpin_listed(&mut 0, &cause)
+            };
+        }
+        if self.put_back(block) { self.unpin_listed(&mut 0, &cause) } else { Ok(()) }
+    }
+
+    /// Frees a block in a destructor: driver calls are left to the next call.
+    #[inline]
+    pub(super) fn free_later(block: Arc<PinnedBlock>) {
+        let keep = Arc::clone(&block);
+        let shared = keep.shared();
+        let cause = shared.cause(StackLevel::All);
+        if block.flags() == 0 && cause.is_silent() {
+            shared.put_back(block);
+        } else if shared.begin_free(&block, &cause) {
+            shared.fence_later(block, &cause);
+        } else {
+            shared.complete_free(block, &cause);
+        }
+    }
+
+    /// First half of a free that is not the hot path. Returns whether the block must wait.
+    fn begin_free(&self, block: &PinnedBlock, cause: &Cause) -> bool {
+        self.history.record(Action::FreeRequested, block.ptr(), block.requested(), cause);
+        let waits = block.flags() & USED != 0;
+        if waits {
+            block.set_state(PinnedState::PendingFree);
+            lock(&block.usage).streams.mark_freed();
+        }
+        waits
+    }
+}
+
+/// Whether more memory would help.
+fn is_shortage(error: &Error) -> bool {
+    match error {
+        Error::PinnedCap(_) => true,
+        Error::Driver(error) => error.is_out_of_memory(),
+        _ => false,
+    }
+}

@@ -1,0 +1,241 @@
+//! The front caches: every thread uses one, mostly alone, so allocating and freeing a cached block takes one
+//! uncontended lock.
+//!
+//! A cache holds whole blocks, newest on top, and the counters of the requests that it served. A block returns to the
+//! cache that it was taken from, whichever thread frees it: there it is needed next, and there it was counted. Nothing
+//! here belongs to a thread, so threads may end at any time. Rule: under a cache's lock there is no driver call and no
+//! other lock.
+
+use std::cell::Cell;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, Mutex};
+
+use warpool_driver::DeviceId;
+
+use super::block::PinnedBlock;
+use super::size_class::{CLASSES, Fit, class_of_block};
+use super::stats::HostStats;
+use crate::lock;
+use crate::memory::Stat;
+
+/// How many blocks of one class a cache keeps.
+const CLASS_MAX: usize = 64;
+
+/// How many blocks without a class a cache keeps.
+const UNCLASSED_MAX: usize = 16;
+
+/// How many bytes a cache keeps. They are not lost: before more is pinned, all caches are emptied. So the limit is high:
+/// with 64 MiB a block of that size went to the heap and back as soon as another was cached, which made a pair ten times
+/// slower.
+const BYTES_MAX: u64 = 1 << 30;
+
+/// All front caches of an allocator.
+pub(super) struct FrontCaches(Box<[Aligned]>);
+
+/// A cache on a cache line of its own; two, since some machines fetch them in pairs.
+#[repr(align(128))]
+#[derive(Default)]
+struct Aligned(Mutex<FrontCache>);
+
+struct FrontCache {
+    classes: [Vec<Arc<PinnedBlock>>; CLASSES],
+    /// Large blocks, and unrounded ones.
+    unclassed: Vec<Arc<PinnedBlock>>,
+    bytes: u64,
+    /// Set when the allocator is gone: blocks are refused.
+    closed: bool,
+    requests: Stat,
+    request_bytes: Stat,
+}
+
+impl Default for FrontCache {
+    fn default() -> Self {
+        Self {
+            classes: [const { Vec::new() }; CLASSES],
+            unclassed: Vec::new(),
+            bytes: 0,
+            closed: false,
+            requests: Stat::default(),
+            request_bytes: Stat::default(),
+        }
+    }
+}
+
+impl FrontCaches {
+    /// Four for each thread that can run at once, so that two rarely share one.
+    pub(super) fn new() -> Self {
+        let threads = std::thread::available_parallelism().map_or(1, usize::from);
+        let count = (4 * threads).next_power_of_two().max(32);
+        Self((0..count).map(|_| Aligned::default()).collect())
+    }
+
+    /// The index of the calling thread's cache.
+    #[inline]
+    pub(super) fn of_thread(&self) -> usize {
+        thread_number() as usize & (self.0.len() - 1)
+    }
+
+    /// A block that fits, counted as allocated.
+    #[inline]
+    pub(super) fn take(&self, at: usize, fit: &Fit, device: Option<DeviceId>) -> Option<Arc<PinnedBlock>> {
+        lock(&self.0[at].0).take(fit, device)
+    }
+
+    /// Counts a block as allocated that was not taken from a cache.
+    pub(super) fn count_allocated(&self, at: usize, size: u64) {
+        lock(&self.0[at].0).count_allocated(size);
+    }
+
+    /// Counts a block as free that is not put into a cache.
+    pub(super) fn count_freed(&self, at: usize, size: u64) {
+        lock(&self.0[at].0).count_freed(size);
+    }
+
+    /// Counts a block as free and caches it; returns it if there is no room or it is not to be kept.
+    #[inline]
+    pub(super) fn free(&self, block: Arc<PinnedBlock>, keep: bool) -> Result<(), Arc<PinnedBlock>> {
+        let mut cache = lock(&self.0[block.home()].0);
+        cache.count_freed(block.size());
+        if keep { cache.put(block) } else { Err(block) }
+    }
+
+    /// Caches a block that was counted as free before; returns it if there is no room.
+    pub(super) fn put(&self, block: Arc<PinnedBlock>) -> Result<(), Arc<PinnedBlock>> {
+        lock(&self.0[block.home()].0).put(block)
+    }
+
+    /// Empties the caches one by one, oldest blocks first within a class.
+    pub(super) fn drain(&self) -> impl Iterator<Item = Vec<Arc<PinnedBlock>>> {
+        self.0.iter().map(|cache| lock(&cache.0).drain()).filter(|blocks| !blocks.is_empty())
+    }
+
+    /// Empties the caches for good.
+    pub(super) fn close(&self) -> Vec<Arc<PinnedBlock>> {
+        let close = |cache: &Aligned| {
+            let mut cache = lock(&cache.0);
+            cache.closed = true;
+            cache.drain()
+        };
+        self.0.iter().flat_map(close).collect()
+    }
+
+    /// Adds the counters of requests and the cached bytes.
+    pub(super) fn add_to(&self, stats: &mut HostStats) {
+        for cache in &self.0 {
+            let cache = lock(&cache.0);
+            add(&mut stats.active_requests, cache.requests);
+            add(&mut stats.active_bytes, cache.request_bytes);
+            stats.cached_bytes += cache.bytes;
+        }
+    }
+
+    pub(super) fn for_each_stat(&self, act: fn(&mut Stat)) {
+        for cache in &self.0 {
+            let mut cache = lock(&cache.0);
+            act(&mut cache.requests);
+            act(&mut cache.request_bytes);
+        }
+    }
+
+    /// Panics if an invariant does not hold.
+    pub(super) fn check(&self) {
+        self.0.iter().for_each(|cache| lock(&cache.0).check());
+    }
+}
+
+impl FrontCache {
+    #[inline]
+    fn take(&mut self, fit: &Fit, device: Option<DeviceId>) -> Option<Arc<PinnedBlock>> {
+        let block = match fit.class {
+            Some(class) => {
+                let list = &mut self.classes[usize::from(class)];
+                match device {
+                    None => list.pop()?,
+                    Some(device) => {
+                        let at = list.iter().rposition(|block| block.device() == device)?;
+                        list.remove(at)
+                    }
+                }
+            }
+            None => self.take_unclassed(fit, device)?,
+        };
+        self.bytes -= block.size();
+        self.count_allocated(block.size());
+        Some(block)
+    }
+
+    /// The smallest that fits within the slack; of several, the newest.
+    fn take_unclassed(&mut self, fit: &Fit, device: Option<DeviceId>) -> Option<Arc<PinnedBlock>> {
+        let sizes = fit.size..=fit.size + fit.slack;
+        let fits =
+            |block: &PinnedBlock| sizes.contains(&block.size()) && device.is_none_or(|device| block.device() == device);
+        let candidates = self.unclassed.iter().enumerate().rev().filter(|(_, block)| fits(block));
+        let (at, _) = candidates.min_by_key(|(_, block)| block.size())?;
+        Some(self.unclassed.remove(at))
+    }
+
+    #[inline]
+    fn put(&mut self, block: Arc<PinnedBlock>) -> Result<(), Arc<PinnedBlock>> {
+        let (list, max) = match class_of_block(block.size()) {
+            Some(class) => (&mut self.classes[usize::from(class)], CLASS_MAX),
+            None => (&mut self.unclassed, UNCLASSED_MAX),
+        };
+        if self.closed || list.len() >= max || self.bytes + block.size() > BYTES_MAX {
+            return Err(block);
+        }
+        self.bytes += block.size();
+        list.push(block);
+        Ok(())
+    }
+
+    #[inline]
+    fn count_allocated(&mut self, size: u64) {
+        self.requests.increase(1);
+        self.request_bytes.increase(size);
+    }
+
+    #[inline]
+    fn count_freed(&mut self, size: u64) {
+        self.requests.decrease(1);
+        self.request_bytes.decrease(size);
+    }
+
+    fn drain(&mut self) -> Vec<Arc<PinnedBlock>> {
+        self.bytes = 0;
+        let lists = self.classes.iter_mut().chain([&mut self.unclassed]);
+        lists.flat_map(|list| list.drain(..)).collect()
+    }
+
+    fn check(&self) {
+        let blocks = self.classes.iter().flatten().chain(&self.unclassed);
+        assert_eq!(self.bytes, blocks.map(|block| block.size()).sum::<u64>(), "bytes of a front cache");
+        for (class, list) in self.classes.iter().enumerate() {
+            assert!(list.iter().all(|block| class_of_block(block.size()) == Some(class as u8)), "class {class}");
+        }
+    }
+}
+
+fn add(sum: &mut Stat, stat: Stat) {
+    sum.current += stat.current;
+    sum.peak += stat.peak;
+    sum.allocated += stat.allocated;
+    sum.freed += stat.freed;
+}
+
+/// The calling thread's number. Numbers wrap around: they only choose a cache.
+#[inline]
+fn thread_number() -> u32 {
+    thread_local! {
+        // Without a destructor, so that it works while other thread-locals are being destroyed. 0: none yet.
+        static NUMBER: Cell<u32> = const { Cell::new(0) };
+    }
+    NUMBER.with(|number| match number.get() {
+        0 => {
+            static NEXT: AtomicU32 = AtomicU32::new(0);
+            let next = NEXT.fetch_add(1, Ordering::Relaxed) | 1 << 31;
+            number.set(next);
+            next
+        }
+        known => known,
+    })
+}

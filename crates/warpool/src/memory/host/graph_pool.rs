@@ -1,0 +1,137 @@
+//! Pinned memory of graphs. What a capture uses, its graph uses at every replay, so it is not reused before the graph is
+//! gone.
+//!
+//! Every pool of graphs that uses pinned memory has a [`GraphHostPool`], which the graphs own together. It holds the
+//! blocks that captures used, however they were allocated, and, for later captures, those that were allocated in a
+//! capture and freed unused. It is dropped with the last graph: its blocks then wait for the streams that replays ran
+//! on, like any others.
+//!
+//! Rule: dropping a pool makes no driver call.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::sync::{Arc, Mutex, PoisonError, Weak};
+
+use warpool_driver::StreamId;
+
+use super::block::{GraphPoolKey, IN_GRAPH_POOL, PinnedBlock, USED};
+use super::size_class::Fit;
+use crate::memory::StackLevel;
+use crate::{Stream, lock};
+
+/// The graph pools of one host allocator.
+#[derive(Default)]
+pub(super) struct GraphHostPools(Mutex<BTreeMap<GraphPoolKey, Weak<GraphHostPool>>>);
+
+/// The pinned memory of the graphs that share a pool.
+pub(crate) struct GraphHostPool {
+    key: GraphPoolKey,
+    contents: Mutex<Contents>,
+}
+
+#[derive(Default)]
+struct Contents {
+    /// Blocks that captures used.
+    used: Vec<Arc<PinnedBlock>>,
+    /// Blocks that were freed unused.
+    free: Vec<Arc<PinnedBlock>>,
+    /// Streams that replays ran on.
+    replay_streams: Vec<StreamId>,
+}
+
+impl GraphHostPools {
+    /// The pool of that key, created if there is none.
+    pub(super) fn get(&self, key: GraphPoolKey) -> Arc<GraphHostPool> {
+        let mut pools = lock(&self.0);
+        pools.retain(|_, pool| pool.strong_count() > 0);
+        if let Some(pool) = pools.get(&key).and_then(Weak::upgrade) {
+            return pool;
+        }
+        let pool = Arc::new(GraphHostPool { key, contents: Mutex::default() });
+        pools.insert(key, Arc::downgrade(&pool));
+        pool
+    }
+
+    /// Returns a free block to its pool, for the next request of a capture; returns it if the pool is gone.
+    pub(super) fn put(&self, block: Arc<PinnedBlock>) -> Result<(), Arc<PinnedBlock>> {
+        let key = lock(&block.usage).pool;
+        let pool = key.and_then(|key| lock(&self.0).get(&key).and_then(Weak::upgrade));
+        match pool {
+            Some(pool) => {
+                lock(&pool.contents).free.push(block);
+                Ok(())
+            }
+            None => Err(block),
+        }
+    }
+}
+
+impl GraphHostPool {
+    /// Records that replays run on `stream`.
+    pub(crate) fn record_replay(&self, stream: &Stream) {
+        let streams = &mut lock(&self.contents).replay_streams;
+        if !streams.contains(&stream.id()) {
+            streams.push(stream.id());
+        }
+    }
+
+    /// A capture uses the block.
+    pub(super) fn add_used(&self, block: &Arc<PinnedBlock>) {
+        let mut contents = lock(&self.contents);
+        if !contents.used.iter().any(|other| Arc::ptr_eq(other, block)) {
+            contents.used.push(Arc::clone(block));
+            lock(&block.usage).graphs += 1;
+            block.set_flag(USED);
+        }
+    }
+
+    /// The smallest free block that fits.
+    pub(super) fn take(&self, fit: &Fit) -> Option<Arc<PinnedBlock>> {
+        let free = &mut lock(&self.contents).free;
+        let sizes = fit.size..=fit.size + fit.slack;
+        let candidates = free.iter().enumerate().filter(|(_, block)| sizes.contains(&block.size()));
+        let (at, _) = candidates.min_by_key(|(_, block)| block.size())?;
+        Some(free.remove(at))
+    }
+
+    /// Makes a new block one of the pool, which it returns to when it is freed.
+    pub(super) fn adopt(&self, block: &PinnedBlock) {
+        lock(&block.usage).pool = Some(self.key);
+        block.set_flag(IN_GRAPH_POOL);
+    }
+}
+
+impl Drop for GraphHostPool {
+    fn drop(&mut self) {
+        let contents = self.contents.get_mut().unwrap_or_else(PoisonError::into_inner);
+        let Contents { used, free, replay_streams } = std::mem::take(contents);
+        for block in used {
+            // The state is reached through the block, which is moved on.
+            let keep = Arc::clone(&block);
+            let (is_freed, reclaimable) = {
+                let mut usage = lock(&block.usage);
+                usage.graphs -= 1;
+                replay_streams.iter().for_each(|&stream| usage.streams.add(stream));
+                let is_freed = usage.streams.is_freed();
+                (is_freed, usage.take_reclaimable())
+            };
+            let cause = keep.shared().cause(StackLevel::All);
+            if reclaimable {
+                keep.shared().complete_free(block, &cause);
+            } else if is_freed {
+                keep.shared().fence_later(block, &cause);
+            }
+        }
+        for block in free {
+            let keep = Arc::clone(&block);
+            keep.shared().put_away(block);
+        }
+    }
+}
+
+impl fmt::Debug for GraphHostPool {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let contents = lock(&self.contents);
+        write!(f, "{} blocks used, {} free", contents.used.len(), contents.free.len())
+    }
+}

@@ -1,0 +1,110 @@
+//! Freed blocks that streams may still use: each waits for a fence in every such stream, by
+//! [`stream_fence`](crate::memory::stream_fence).
+
+use std::sync::Arc;
+
+use super::Shared;
+use super::block::PinnedBlock;
+use crate::capture::RelaxedMode;
+use crate::memory::StackLevel;
+use crate::memory::journal::Cause;
+use crate::memory::stream_fence::{self, Fence, FenceOwner, StreamFences, StreamUses};
+use crate::{Instance, Result, lock};
+
+/// Work that is left to later calls.
+#[derive(Default)]
+pub(super) struct Pending {
+    pub(super) fences: StreamFences<Arc<PinnedBlock>>,
+    /// Segments that are not to be kept.
+    pub(super) to_unpin: Vec<u64>,
+}
+
+impl Shared {
+    pub(super) fn has_pending_frees(&self) -> bool {
+        !lock(&self.pending).fences.is_empty()
+    }
+
+    /// Records fences that destructors left, reclaims blocks whose fences have passed, and unpins segments that are not
+    /// to be kept.
+    pub(super) fn process_pending(&self) -> Result<()> {
+        let pending = lock(&self.pending);
+        if pending.fences.is_empty() && pending.to_unpin.is_empty() {
+            return Ok(());
+        }
+        drop(pending);
+        self.process_all(&mut 0)
+    }
+
+    /// The same, and adds up the unpinned bytes.
+    pub(super) fn process_all(&self, unpinned: &mut u64) -> Result<()> {
+        let cause = self.cause(StackLevel::All);
+        let fenced = self.retry_unfenced(&cause);
+        let polled = stream_fence::poll(&Reclaimer { shared: self, cause: &cause });
+        fenced.and(polled).and(self.unpin_listed(unpinned, &cause))
+    }
+
+    /// Waits for all fences.
+    pub(super) fn wait_for_fences(&self, cause: &Cause) -> Result<()> {
+        let fenced = self.retry_unfenced(cause);
+        fenced.and(stream_fence::wait_all(&Reclaimer { shared: self, cause }))
+    }
+
+    /// Records fences for a freed block. What fails or is forbidden by a capture is retried by later calls.
+    pub(super) fn fence(&self, block: Arc<PinnedBlock>, cause: &Cause) -> Result<()> {
+        let outcome = stream_fence::fence(&Reclaimer { shared: self, cause }, block);
+        self.background.wake();
+        outcome
+    }
+
+    /// Leaves the fences of a freed block to the next call that may call the driver.
+    pub(super) fn fence_later(&self, block: Arc<PinnedBlock>, cause: &Cause) {
+        stream_fence::fence_later(&Reclaimer { shared: self, cause }, block);
+        self.background.wake();
+    }
+
+    fn retry_unfenced(&self, cause: &Cause) -> Result<()> {
+        let owner = Reclaimer { shared: self, cause };
+        stream_fence::retry_unfenced(&owner, |block| stream_fence::fence(&owner, block))
+    }
+}
+
+struct Reclaimer<'a> {
+    shared: &'a Shared,
+    cause: &'a Cause,
+}
+
+impl FenceOwner for Reclaimer<'_> {
+    type Key = Arc<PinnedBlock>;
+
+    fn instance(&self) -> &Instance {
+        &self.shared.instance
+    }
+
+    fn capture_guard(&self) -> Result<impl Sized> {
+        RelaxedMode::begin(self.shared.driver())
+    }
+
+    fn with_uses<R>(&self, block: &Arc<PinnedBlock>, act: impl FnOnce(&mut StreamUses) -> R) -> R {
+        act(&mut lock(&block.usage).streams)
+    }
+
+    fn with_fences<R>(&self, act: impl FnOnce(&mut StreamFences<Arc<PinnedBlock>>) -> R) -> R {
+        act(&mut lock(&self.shared.pending).fences)
+    }
+
+    fn complete(&self, passed: &[Fence]) {
+        let pop = |fences: &mut StreamFences<_>| passed.iter().filter_map(|fence| fences.pop(fence)).collect();
+        let blocks: Vec<Arc<PinnedBlock>> = self.with_fences(pop);
+        for block in blocks {
+            lock(&block.usage).streams.fence_passed();
+            self.reclaim_if_clear(block);
+        }
+    }
+
+    fn reclaim_if_clear(&self, block: Arc<PinnedBlock>) {
+        let reclaimable = lock(&block.usage).take_reclaimable();
+        if reclaimable {
+            self.shared.complete_free(block, self.cause);
+        }
+    }
+}

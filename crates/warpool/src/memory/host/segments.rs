@@ -1,0 +1,265 @@
+//! Pinning segments within the caps, and unpinning them.
+//!
+//! A segment counts against the caps before it is pinned, so that threads that pin at the same time cannot exceed them
+//! together. Cached segments are unpinned to make room. No lock is held over a driver call.
+
+use std::sync::{Arc, PoisonError};
+use std::time::Duration;
+
+use warpool_driver::DeviceId;
+
+use super::Shared;
+use super::block::{PinnedBlock, PinnedState};
+use super::heap::{CapExceeded, SegmentUse};
+use super::pin::{PinMethod, PinnedRange, pinning_device};
+use super::size_class::{BYTES_MAX, Fit, PAGE, shared_segment};
+use crate::error::PinnedCapReport;
+use crate::memory::Action;
+use crate::memory::journal::Cause;
+use crate::{Error, Result, lock};
+
+impl Shared {
+    /// Pins a segment for a request, and cuts the block from it. If the machine has no memory, cached segments are
+    /// unpinned first, and only what the request needs is pinned.
+    pub(super) fn pin_block(
+        self: &Arc<Self>,
+        bytes: u64,
+        fit: &Fit,
+        device: Option<DeviceId>,
+        cause: &Cause,
+    ) -> Result<Arc<PinnedBlock>> {
+        let pinning = pinning_device(&self.instance, device)?;
+        let counted = device.unwrap_or(pinning);
+        let least = fit.size.next_multiple_of(PAGE);
+        let (serves, most) = match fit.is_small() {
+            true => (SegmentUse::Small, shared_segment(lock(&self.heap).bytes_small())),
+            false => (SegmentUse::Large, least),
+        };
+        let mut quota = self.reserve_quota(bytes, least, most, counted, cause)?;
+        let mut pinned = self.pin_timed(pinning, quota);
+        if let Err(Error::Driver(error)) = &pinned
+            && error.is_out_of_memory()
+        {
+            lock(&self.heap).release_quota(counted, quota);
+            // A segment that cannot be unpinned does not matter if the others suffice.
+            let unpinned = self.unpin_spare(u64::MAX, None, cause);
+            if matches!(unpinned, Ok(0)) && quota == least {
+                return Err(self.describe(error.clone().into(), least));
+            }
+            quota = self.reserve_quota(bytes, least, least, counted, cause)?;
+            pinned = self.pin_timed(pinning, quota);
+        }
+        let (range, duration) = pinned.map_err(|error| {
+            lock(&self.heap).release_quota(counted, quota);
+            self.describe(error, quota)
+        })?;
+        let start = range.start();
+        let entries = self.history.write(Action::SegmentAlloc, start, range.bytes(), cause);
+        let block = {
+            let mut heap = lock(&self.heap);
+            heap.add(serves, counted, range, cause.stack.clone(), duration);
+            heap.take_from(start, fit, self)
+        };
+        self.history.notify(&entries);
+        Ok(block)
+    }
+
+    /// Says of a failure for lack of memory that host memory was to be pinned.
+    fn describe(&self, error: Error, bytes: u64) -> Error {
+        match error {
+            Error::Driver(error) if error.is_out_of_memory() => {
+                let pinned = lock(&self.heap).bytes_pinned();
+                let reason = error.detail.as_ref().map_or(String::new(), |detail| format!("{detail}; "));
+                let advice = "free or trim pinned memory, or raise the limit on locked memory";
+                let detail =
+                    format!("{reason}cannot pin {bytes} bytes of host memory, {pinned} bytes are pinned; {advice}");
+                error.with_detail(detail).into()
+            }
+            error => error,
+        }
+    }
+
+    /// Counts a segment against the caps. Makes room by unpinning cached segments, or by waiting for another thread that
+    /// does.
+    fn reserve_quota(&self, bytes: u64, least: u64, most: u64, device: DeviceId, cause: &Cause) -> Result<u64> {
+        let settings = lock(&self.settings).clone();
+        let mut emptied = false;
+        loop {
+            let mut heap = lock(&self.heap);
+            let exceeded = match heap.reserve_quota(least, most, device, &settings) {
+                Ok(quota) => return Ok(quota),
+                Err(exceeded) => exceeded,
+            };
+            // All or nothing: a request that fails anyway unpins nothing.
+            let spare: u64 = heap.spare(exceeded.device).iter().map(|&(size, _)| size).sum();
+            if spare >= exceeded.excess {
+                drop(heap);
+                self.unpin_spare(exceeded.excess, exceeded.device, cause)?;
+            } else if spare + heap.bytes_in_transit() >= exceeded.excess {
+                drop(self.transit_ended.wait(heap).unwrap_or_else(PoisonError::into_inner));
+            } else if !emptied {
+                // Other threads may have freed blocks since the request searched.
+                drop(heap);
+                self.empty_front_caches();
+                emptied = true;
+            } else {
+                drop(heap);
+                return Err(Error::PinnedCap(Box::new(self.cap_report(bytes, least, exceeded))));
+            }
+        }
+    }
+
+    fn cap_report(&self, bytes: u64, least: u64, exceeded: CapExceeded) -> PinnedCapReport {
+        let heap = lock(&self.heap);
+        let counts = |block: &&Arc<PinnedBlock>| exceeded.device.is_none_or(|device| block.device() == device);
+        let sum = |state: PinnedState| {
+            let blocks = heap.blocks().filter(counts).filter(|block| block.state() == state);
+            blocks.map(|block| block.size()).sum()
+        };
+        PinnedCapReport {
+            bytes_requested: bytes,
+            bytes_segment: least,
+            bytes_cap: exceeded.cap,
+            device: exceeded.device,
+            bytes_pinned: exceeded.pinned,
+            bytes_allocated: sum(PinnedState::Allocated),
+            bytes_pending: sum(PinnedState::PendingFree),
+        }
+    }
+
+    /// Pins the reserved segment, once, if the settings ask for one. It is not required, so a failure is a warning.
+    pub(super) fn pin_reserve(&self, cause: &Cause) {
+        if !self.limits.take_reserve() {
+            return;
+        }
+        let bytes = lock(&self.settings).reserve_segment_bytes.min(BYTES_MAX).next_multiple_of(PAGE);
+        if bytes == 0 || lock(&self.heap).has_reserve() {
+            return;
+        }
+        let pinned = pinning_device(&self.instance, None).and_then(|device| {
+            self.reserve_quota(bytes, bytes, bytes, device, cause)?;
+            let pinned = self.pin_timed(device, bytes);
+            if pinned.is_err() {
+                lock(&self.heap).release_quota(device, bytes);
+            }
+            pinned.map(|(range, duration)| (device, range, duration))
+        });
+        match pinned {
+            Ok((device, range, duration)) => {
+                let entries = self.history.write(Action::SegmentAlloc, range.start(), bytes, cause);
+                lock(&self.heap).add(SegmentUse::Reserve, device, range, cause.stack.clone(), duration);
+                self.history.notify(&entries);
+            }
+            Err(error) => tracing::warn!(%error, "pinned_reserve_segment_size_mb: no segment could be reserved"),
+        }
+    }
+
+    fn pin_timed(&self, device: DeviceId, bytes: u64) -> Result<(PinnedRange, Duration)> {
+        let method = PinMethod::of(&lock(&self.settings));
+        let begun = self.driver().now();
+        let range = PinnedRange::pin(self.driver(), device, bytes, method)?;
+        Ok((range, self.driver().now().saturating_sub(begun)))
+    }
+
+    /// Unpins a segment, if it is free. Returns its bytes. On failure it stays.
+    ///
+    /// The history entry is written before the driver call: after that another thread may be given the same address.
+    /// Trackers are called afterwards, since they may make requests, which wait for segments in transit. A failure is
+    /// written as another allocation.
+    fn unpin_segment(&self, start: u64, cause: &Cause) -> Result<u64> {
+        let Some(segment) = lock(&self.heap).begin_transit(start) else { return Ok(0) };
+        let bytes = segment.range().bytes();
+        let mut entries = self.history.write(Action::SegmentFree, start, bytes, cause);
+        let begun = self.driver().now();
+        let outcome = segment.range().unpin(self.driver());
+        let duration = outcome.is_ok().then(|| self.driver().now().saturating_sub(begun));
+        if outcome.is_err() {
+            entries.extend(self.history.write(Action::SegmentAlloc, start, bytes, cause));
+        }
+        lock(&self.heap).end_transit(segment, duration);
+        self.transit_ended.notify_all();
+        self.history.notify(&entries);
+        outcome.map(|()| bytes)
+    }
+
+    /// Waits until no segment is in transit.
+    pub(super) fn wait_for_transit(&self) {
+        let mut heap = lock(&self.heap);
+        while heap.bytes_in_transit() > 0 {
+            heap = self.transit_ended.wait(heap).unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+
+    /// Unpins spare segments, of a device or of all, until `bytes` are unpinned or none is left: the smallest one that
+    /// suffices, or else the largest, and so on. Returns the unpinned bytes. Continues after an error, and returns the
+    /// first if the rest did not suffice.
+    pub(super) fn unpin_spare(&self, bytes: u64, device: Option<DeviceId>, cause: &Cause) -> Result<u64> {
+        let mut spare = lock(&self.heap).spare(device);
+        let mut unpinned = 0;
+        let mut outcome = Ok(());
+        while unpinned < bytes && !spare.is_empty() {
+            let sufficient = spare.partition_point(|&(size, _)| size < bytes - unpinned);
+            let (_, start) = spare.remove(sufficient.min(spare.len() - 1));
+            match self.unpin_segment(start, cause) {
+                Ok(bytes) => unpinned += bytes,
+                Err(error) => outcome = outcome.and(Err(error)),
+            }
+        }
+        if unpinned >= bytes { Ok(unpinned) } else { outcome.map(|()| unpinned) }
+    }
+
+    /// Unpins the segments that are not to be kept, and adds up their bytes. Failures are retried by the next call.
+    pub(super) fn unpin_listed(&self, unpinned: &mut u64, cause: &Cause) -> Result<()> {
+        let listed = std::mem::take(&mut lock(&self.pending).to_unpin);
+        let mut outcome = Ok(());
+        for start in listed {
+            match self.unpin_segment(start, cause) {
+                Ok(bytes) => *unpinned += bytes,
+                Err(error) => {
+                    lock(&self.pending).to_unpin.push(start);
+                    outcome = outcome.and(Err(error));
+                }
+            }
+        }
+        outcome
+    }
+
+    /// Unpins every free segment, the reserved one too, and returns the first error.
+    pub(super) fn unpin_all(&self, cause: &Cause) -> Result<()> {
+        let starts: Vec<u64> = lock(&self.heap).segments().keys().copied().collect();
+        let mut outcome = Ok(());
+        for start in starts {
+            outcome = outcome.and(self.unpin_segment(start, cause).map(drop));
+        }
+        outcome
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use warpool_driver::decorate::{FaultPlan, Faulty};
+    use warpool_driver::sim::{SimConfig, SimDriver};
+    use warpool_driver::{Call, ErrorCode};
+
+    use super::*;
+    use crate::Instance;
+    use crate::memory::{HostAllocator, PinnedSettings};
+
+    #[test]
+    fn out_of_memory_errors_speak_of_pinned_host_memory() {
+        let plan = FaultPlan::new().fail_nth(Call::HostAlloc, 2, ErrorCode::OutOfMemory);
+        let driver = Arc::new(Faulty::new(Arc::new(SimDriver::new(SimConfig::default())), plan));
+        let instance = Instance::new(driver).expect("a device");
+        let pinned = HostAllocator::new(&instance, PinnedSettings::default());
+        let block = pinned.allocate(3 << 20).expect("the first pin succeeds");
+        let error = pinned.allocate(4 << 20).expect_err("the second fails");
+        assert!(error.driver().is_some_and(warpool_driver::DriverError::is_out_of_memory), "{error}");
+        let text = error.to_string();
+        let expected = "cannot pin 4194304 bytes of host memory, 3145728 bytes are pinned; free or trim pinned memory";
+        assert!(text.contains(expected) && !text.contains("CUDA out of memory"), "{text}");
+        let text = pinned.allocate(1 << 61).expect_err("more than any machine has").to_string();
+        assert!(text.contains("host memory") && !text.contains("CUDA out of memory"), "{text}");
+        drop(block);
+        pinned.close().expect("no block is allocated");
+    }
+}

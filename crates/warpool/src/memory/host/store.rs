@@ -1,0 +1,90 @@
+//! Where blocks go that nothing uses any more: a front cache, a graph's pool, or the free ranges of the heap. No driver
+//! calls: segments that are not to be kept are listed for `segments.rs`.
+
+use std::sync::Arc;
+
+use super::Shared;
+use super::block::{HAS_STACK, IN_GRAPH_POOL, PinnedBlock, PinnedState, USED};
+use crate::lock;
+use crate::memory::Action;
+use crate::memory::journal::Cause;
+
+impl Shared {
+    /// Second half of a free that is not the hot path: nothing uses the block any more.
+    pub(super) fn complete_free(&self, block: Arc<PinnedBlock>, cause: &Cause) {
+        self.history.record(Action::FreeCompleted, block.ptr(), block.requested(), cause);
+        lock(&block.usage).stack = None;
+        block.clear_flags(USED | HAS_STACK);
+        if block.flags() & IN_GRAPH_POOL == 0 {
+            self.put_back(block);
+            return;
+        }
+        block.set_state(PinnedState::Free);
+        self.front.count_freed(block.home(), block.size());
+        if let Err(block) = self.graph_pools.put(block) {
+            self.put_away(block);
+        }
+    }
+
+    /// Counts a block as free and puts it into its front cache. Returns whether there are segments to unpin.
+    #[inline]
+    pub(super) fn put_back(&self, block: Arc<PinnedBlock>) -> bool {
+        block.set_state(PinnedState::Free);
+        let keep = self.keeps(&block);
+        match self.front.free(block, keep) {
+            Ok(()) => false,
+            Err(block) => self.merge(&[block]),
+        }
+    }
+
+    /// Puts away a block of a graph's pool, which was counted as free before.
+    pub(super) fn put_away(&self, block: Arc<PinnedBlock>) {
+        block.clear_flags(IN_GRAPH_POOL);
+        let refused = if self.keeps(&block) { self.front.put(block) } else { Err(block) };
+        if let Err(block) = refused {
+            self.merge(&[block]);
+        }
+    }
+
+    #[inline]
+    fn keeps(&self, block: &PinnedBlock) -> bool {
+        block.size() <= self.limits.cached_max()
+    }
+
+    /// Merges blocks into the free ranges of the heap. Returns whether there are segments to unpin.
+    fn merge(&self, blocks: &[Arc<PinnedBlock>]) -> bool {
+        let mut to_unpin = Vec::new();
+        let mut pieces = Vec::with_capacity(blocks.len());
+        {
+            let mut heap = lock(&self.heap);
+            for block in blocks {
+                let (spare, piece) = heap.merge(block);
+                block.set_state(PinnedState::Merged);
+                pieces.push(piece);
+                to_unpin.extend(spare.filter(|_| !self.keeps(block)));
+            }
+        }
+        // Without the lock: the last block of an allocator that is gone drops the allocator's state.
+        drop(pieces);
+        let any = !to_unpin.is_empty();
+        if any {
+            lock(&self.pending).to_unpin.append(&mut to_unpin);
+        }
+        any
+    }
+
+    /// Merges blocks that were withheld for unknown graphs. When the allocator is closed: nothing uses them any more.
+    pub(super) fn merge_leaked(&self) {
+        let is_leaked =
+            |block: &PinnedBlock| block.state() == PinnedState::PendingFree && lock(&block.usage).is_leaked();
+        let leaked: Vec<_> = lock(&self.heap).blocks().filter(|block| is_leaked(block)).cloned().collect();
+        self.merge(&leaked);
+    }
+
+    /// Merges the blocks of all front caches.
+    pub(super) fn empty_front_caches(&self) {
+        for blocks in self.front.drain() {
+            self.merge(&blocks);
+        }
+    }
+}
