@@ -203,6 +203,12 @@ impl ClaimedRange {
     pub const fn ptr(&self) -> HostPtr {
         self.0.ptr
     }
+
+    /// Its size.
+    #[must_use]
+    pub const fn bytes(&self) -> u64 {
+        self.0.bytes
+    }
 }
 
 impl Drop for ClaimedRange {

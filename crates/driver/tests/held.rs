@@ -211,7 +211,7 @@ fn only_a_held_stream_lets_through() -> Result<()> {
     gpu.resume_stream(one)?;
     let error = gpu.run_paused(one, 1).expect_err("it is not held");
     assert_eq!(error.code, ErrorCode::InvalidValue);
-    assert!(error.to_string().contains("is not held"), "{error}");
+    assert!(error.to_string().contains("is not paused"), "{error}");
     Ok(())
 }
 

@@ -264,28 +264,6 @@ fn at_speed(bytes: u64, speed: u64) -> u64 {
     u64::try_from(nanos).unwrap_or(u64::MAX)
 }
 
-/// A number that looks random, from the seed and the place where it is needed: luck that does not depend on the order
-/// of asking.
-pub(super) fn draw(seed: u64, lane: u64, seq: u64, node: u64) -> u64 {
-    let mut z = seed
-        .wrapping_add(lane.wrapping_mul(0x9e37_79b9_7f4a_7c15))
-        .wrapping_add(seq.wrapping_mul(0xd1b5_4a32_d192_ed03))
-        .wrapping_add(node.wrapping_mul(0x8cb9_2ba7_2f3d_8dd7))
-        .wrapping_add(0x9e37_79b9_7f4a_7c15);
-    z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-    z ^ (z >> 31)
-}
-
-/// `nanos` times a factor between 1/8 and 8, drawn.
-pub(super) fn stretch(nanos: u64, luck: u64) -> u64 {
-    // Steps of the eighth root of two; exact in integers, so that every machine draws the same.
-    const STEPS: [u64; 8] = [1024, 1117, 1218, 1328, 1448, 1579, 1722, 1878];
-    let octave = (luck >> 3) % 6;
-    let factor = STEPS[(luck & 7) as usize] << octave;
-    (u128::from(nanos) * u128::from(factor) / (1024 * 8)) as u64
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -295,13 +273,5 @@ mod tests {
         let latency = Latency::BySize(vec![(10, 100), (20, 200), (40, 240)]);
         let costs: Vec<u64> = [0, 10, 15, 20, 30, 40, 99].iter().map(|&b| latency.nanos(b)).collect();
         assert_eq!(costs, [100, 100, 150, 200, 220, 240, 358]);
-    }
-
-    #[test]
-    fn luck_stays_within_a_factor_of_eight() {
-        for seq in 0..10_000 {
-            let nanos = stretch(8_000, draw(1, 2, seq, 0));
-            assert!((1_000..=64_000).contains(&nanos), "{nanos}");
-        }
     }
 }

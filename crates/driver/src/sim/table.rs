@@ -1,19 +1,20 @@
-//! Objects by id. Ids count upwards and are never given twice, so a stale one can be told from a wrong one.
+//! Objects by id. Ids count upwards and are never reused, so an id that was destroyed differs from one that never
+//! existed.
 
 use rustc_hash::FxHashMap;
 
-/// Why an id leads nowhere.
+/// Why an id has no object.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Missing {
-    /// Its object was destroyed.
+pub enum Missing {
+    /// The object was destroyed.
     Destroyed,
-    /// It was never given out.
+    /// The id was never given out.
     Unknown,
 }
 
 /// Objects by id.
 #[derive(Debug)]
-pub(super) struct Table<T> {
+pub struct Table<T> {
     last: u64,
     live: FxHashMap<u64, T>,
 }
@@ -48,7 +49,7 @@ impl<T> Table<T> {
         self.live.remove(&id)
     }
 
-    /// Why `id` leads nowhere.
+    /// Why `id` has no object.
     pub fn why_missing(&self, id: u64) -> Missing {
         if id != 0 && id <= self.last { Missing::Destroyed } else { Missing::Unknown }
     }

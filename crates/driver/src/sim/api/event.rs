@@ -1,168 +1,163 @@
-//! Events of the simulated machine.
+//! Events.
 
-use std::sync::Arc;
-
-use crate::sim::SimDriver;
-use crate::sim::work::Work;
-use crate::sim::world::{Event, EventMark, World};
+use crate::sim::driver::SimDriver;
+use crate::sim::refuse::{refuse, unnamed};
+use crate::sim::state::SimState;
+use crate::sim::work::{Event, EventState, Work};
 use crate::{Call, DeviceId, ErrorCode, EventId, EventOptions, EventScope, Events, IpcEventHandle, Result, StreamId};
 
-/// What exported events of simulated machines begin with.
+/// What handles of exported events begin with.
 const IPC_MAGIC: &[u8; 8] = b"wpsimevt";
 
 impl Events for SimDriver {
     fn event_create(&self, device: DeviceId, options: EventOptions) -> Result<EventId> {
-        self.call(Call::EventCreate, |world| {
-            world.device(device)?;
-            if options.interprocess && !world.config.devices[device.0 as usize].properties.ipc_events {
-                return world.fail(ErrorCode::NotSupported, format!("{device} shares no events between processes"));
+        self.call(Call::EventCreate, |state| {
+            state.use_device(device)?;
+            if options.interprocess && !state.config.devices[device.0 as usize].properties.ipc_events {
+                let why = format!("{device} cannot share events between processes");
+                return refuse(ErrorCode::NotSupported, why);
             }
             if options.interprocess && options.timing {
-                return world.fail(ErrorCode::InvalidValue, "an interprocess event cannot take the time");
+                return refuse(ErrorCode::InvalidValue, "an interprocess event cannot have timing");
             }
-            Ok(EventId(world.events.insert(Event { device, options, mark: EventMark::Never })))
+            let event = Event { device, options, state: EventState::NeverRecorded };
+            Ok(EventId(state.scheduler.events.insert(event)))
         })
     }
 
     fn event_destroy(&self, event: EventId) -> Result<()> {
-        self.call(Call::EventDestroy, |world| {
-            world.event(event)?;
-            world.events.remove(event.0);
+        self.call(Call::EventDestroy, |state| {
+            state.event(event)?;
+            state.scheduler.events.remove(event.0);
             Ok(())
         })
     }
 
     fn event_record(&self, event: EventId, stream: StreamId, scope: EventScope) -> Result<()> {
-        let mut world = self.enter(Call::EventRecord)?;
-        let stream = world.live_stream(stream)?;
-        let (own, theirs) = (world.event(event)?.device, world.stream(stream).device);
-        if own != theirs {
-            return world.fail(ErrorCode::InvalidHandle, format!("{event} is of {own}, {stream} of {theirs}"));
-        }
-        world.forbid_implicit(stream)?;
-        match (world.stream(stream).capture.clone(), scope) {
-            (None, EventScope::External) => {
-                world.fail(ErrorCode::IllegalState, "external records are for streams that capture")
+        self.waiting_call(Call::EventRecord, |mut state| {
+            let stream = state.live_stream(stream)?;
+            let device = state.event(event)?.device;
+            let stream_device = state.scheduler.streams.get(stream).device;
+            if device != stream_device {
+                let why = format!("{event} is on {device}, {stream} on {stream_device}");
+                return refuse(ErrorCode::InvalidHandle, why);
             }
-            (None, EventScope::Plain) => {
-                let mut world = self.wait_for_room(world, stream)?;
-                // Another thread may have destroyed it meanwhile.
-                world.event(event)?;
-                let stamp = world.enqueue(stream, Work::Record(event), 0, Vec::new());
-                let base = Arc::clone(&world.stream(stream).base);
-                world.mark(event, EventMark::Recorded { stamp, base, done: None });
-                Ok(())
+            state.forbid_implicit_wait(stream)?;
+            match (state.captures.membership(stream).cloned(), scope) {
+                (None, EventScope::External) => {
+                    refuse(ErrorCode::IllegalState, "external records are only for streams that capture")
+                }
+                (None, EventScope::Plain) => {
+                    let mut state = self.wait_for_queue(state, stream)?;
+                    // Another thread may have destroyed it meanwhile.
+                    state.event(event)?;
+                    let at = state.call_number();
+                    let point = state.scheduler.enqueue(stream, Work::Record(event), 0, Vec::new(), at);
+                    state.event(event)?.state = EventState::Recorded { point, done_at: None };
+                    Ok(())
+                }
+                (Some(_), EventScope::External) => state.submit(stream, Work::Record(event), 0),
+                (Some(member), EventScope::Plain) => {
+                    state.captures.check_valid(member.capture)?;
+                    let (capture, dependencies) = (member.capture, member.dependencies);
+                    state.event(event)?.state = EventState::Captured { capture, dependencies };
+                    Ok(())
+                }
             }
-            (Some(_), EventScope::External) => world.submit(stream, Work::Record(event), 0),
-            (Some(joined), EventScope::Plain) => {
-                world.check_unbroken(joined.capture)?;
-                world.mark(event, EventMark::Captured { capture: joined.capture, deps: joined.deps });
-                Ok(())
-            }
-        }
+        })
     }
 
     fn event_query(&self, event: EventId) -> Result<bool> {
-        self.call(Call::EventQuery, |world| {
-            world.askable(event)?;
-            let mark = world.event(event)?.mark.clone();
-            if let EventMark::Recorded { stamp, base, done } = mark {
-                if done.is_none() {
+        self.call(Call::EventQuery, |state| {
+            check_queryable(state, event)?;
+            if let EventState::Recorded { point, done_at } = state.event(event)?.state.clone() {
+                if done_at.is_none() {
                     return Ok(false);
                 }
-                world.host_learns(&base, stamp);
+                state.scheduler.streams.host_observed(&point);
             }
             Ok(true)
         })
     }
 
     fn event_synchronize(&self, event: EventId) -> Result<()> {
-        let mut world = self.enter(Call::EventSynchronize)?;
-        world.askable(event)?;
-        let state = world.event(event)?;
-        let device = state.device;
-        let EventMark::Recorded { stamp, base, .. } = state.mark.clone() else { return Ok(()) };
-        let mut world = self.wait(world, std::iter::once(stamp), |world| {
-            match world.events.get(event.0).map(|state| &state.mark) {
-                // Recorded again or destroyed by another thread meanwhile: what was waited for is in the lane.
-                Some(EventMark::Recorded { stamp: now, done, .. }) if *now == stamp => done.is_some(),
-                _ => world.lanes[stamp.lane as usize].done >= stamp.seq,
-            }
-        });
-        world.host_learns(&base, stamp);
-        world.settle_pools(device);
-        world.device(device).map(drop)
+        self.waiting_call(Call::EventSynchronize, |mut state| {
+            check_queryable(&mut state, event)?;
+            let Event { device, state: recorded, .. } = state.event(event)?;
+            let device = *device;
+            let EventState::Recorded { point, .. } = recorded.clone() else { return Ok(()) };
+            let epoch = point.epoch;
+            let mut state = self.wait(state, std::iter::once(epoch), |state| {
+                match state.scheduler.events.get(event.0).map(|event| &event.state) {
+                    // Otherwise another thread recorded it again or destroyed it: its stream tells.
+                    Some(EventState::Recorded { point, done_at }) if point.epoch == epoch => done_at.is_some(),
+                    _ => state.scheduler.is_done(epoch),
+                }
+            });
+            state.scheduler.streams.host_observed(&point);
+            state.memory.trim_pools(device);
+            state.use_device(device)
+        })
     }
 
     fn event_elapsed_ms(&self, start: EventId, end: EventId) -> Result<f32> {
-        self.call(Call::EventElapsedMs, |world| {
-            let (start, end) = (world.time_of(start)?, world.time_of(end)?);
-            match (start, end) {
-                (Some(start), Some(end)) => Ok(((end as f64 - start as f64) / 1e6) as f32),
-                _ => Err(world.error(ErrorCode::NotReady)),
-            }
+        self.call(Call::EventElapsedMs, |state| match (time_of(state, start)?, time_of(state, end)?) {
+            (Some(start), Some(end)) => Ok(((end as f64 - start as f64) / 1e6) as f32),
+            _ => Err(unnamed(ErrorCode::NotReady)),
         })
     }
 
     fn event_export(&self, event: EventId) -> Result<IpcEventHandle> {
-        self.call(Call::EventExport, |world| {
-            if !world.event(event)?.options.interprocess {
-                return world.fail(ErrorCode::InvalidHandle, format!("{event} was not made for other processes"));
+        self.call(Call::EventExport, |state| {
+            if !state.event(event)?.options.interprocess {
+                return refuse(ErrorCode::InvalidHandle, format!("{event} was not created as interprocess"));
             }
             let mut handle = [0; 64];
             handle[..8].copy_from_slice(IPC_MAGIC);
             handle[8..16].copy_from_slice(&u64::from(std::process::id()).to_le_bytes());
-            handle[16..24].copy_from_slice(&world.machine.to_le_bytes());
+            handle[16..24].copy_from_slice(&state.driver_id.to_le_bytes());
             handle[24..32].copy_from_slice(&event.0.to_le_bytes());
             Ok(IpcEventHandle(handle))
         })
     }
 
     fn event_import(&self, device: DeviceId, handle: &IpcEventHandle) -> Result<EventId> {
-        self.call(Call::EventImport, |world| {
-            world.device(device)?;
+        self.call(Call::EventImport, |state| {
+            state.use_device(device)?;
             if handle.0[..8] != *IPC_MAGIC {
-                return world.fail(ErrorCode::MapFailed, "these bytes name no event");
+                return refuse(ErrorCode::MapFailed, "these bytes are not the handle of an event");
             }
             if handle.0[8..16] == u64::from(std::process::id()).to_le_bytes() {
-                return world
-                    .fail(ErrorCode::InvalidContext, "an event cannot be opened in the process that exported it");
+                let why = "an event cannot be opened in the process that exported it";
+                return refuse(ErrorCode::InvalidContext, why);
             }
-            // No two processes share a simulated machine.
-            world.fail(ErrorCode::MapFailed, "the event is of a simulated machine in another process")
+            refuse(ErrorCode::MapFailed, "the event belongs to a simulated driver of another process")
         })
     }
 }
 
-impl World {
-    fn mark(&mut self, event: EventId, mark: EventMark) {
-        self.events.get_mut(event.0).expect("an event that was looked up").mark = mark;
-    }
-
-    /// Whether an event may be asked about: not while, and not after, it belongs to a capture.
-    fn askable(&mut self, event: EventId) -> Result<()> {
-        if let EventMark::Captured { capture, .. } = self.event(event)?.mark {
-            if self.captures.get(capture.0).is_none() {
-                return self
-                    .fail(ErrorCode::InvalidValue, format!("{event} was last recorded in a capture that is over"));
-            }
-            let why = format!("{} asked about {event}, which was recorded in the capture", self.call);
-            return self.break_captures(&[capture], ErrorCode::CapturedEvent, why);
+/// Checks that an event may be queried: not if it was last recorded in a capture.
+fn check_queryable(state: &mut SimState, event: EventId) -> Result<()> {
+    if let EventState::Captured { capture, .. } = state.event(event)?.state {
+        if !state.captures.exists(capture) {
+            let why = format!("{event} was last recorded in a capture that has ended");
+            return refuse(ErrorCode::InvalidValue, why);
         }
-        self.forbid_guarded()
+        let why = format!("{} on {event}, which was recorded in the capture", state.current_call.call);
+        return state.invalidate(&[capture], ErrorCode::CapturedEvent, &why);
     }
+    state.forbid_unsafe_call()
+}
 
-    /// When an event was reached; `None` if it has not been.
-    fn time_of(&mut self, event: EventId) -> Result<Option<u64>> {
-        let state = self.event(event)?;
-        let timing = state.options.timing;
-        match state.mark {
-            EventMark::Recorded { done, .. } if timing => Ok(done),
-            _ if !timing => self.fail(ErrorCode::InvalidHandle, format!("{event} does not take the time")),
-            EventMark::Captured { .. } => {
-                self.fail(ErrorCode::InvalidHandle, format!("{event} was last recorded in a capture"))
-            }
-            _ => self.fail(ErrorCode::InvalidHandle, format!("{event} was never recorded")),
+/// The time at which an event was reached; `None` if it has not been.
+fn time_of(state: &mut SimState, event: EventId) -> Result<Option<u64>> {
+    let Event { options, state, .. } = state.event(event)?;
+    match state {
+        _ if !options.timing => refuse(ErrorCode::InvalidHandle, format!("{event} has no timing")),
+        EventState::Recorded { done_at, .. } => Ok(*done_at),
+        EventState::Captured { .. } => {
+            refuse(ErrorCode::InvalidHandle, format!("{event} was last recorded in a capture"))
         }
+        EventState::NeverRecorded => refuse(ErrorCode::InvalidHandle, format!("{event} was never recorded")),
     }
 }

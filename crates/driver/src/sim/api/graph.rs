@@ -1,29 +1,30 @@
-//! Graphs of the simulated machine: instantiate, launch, look at, conditional nodes.
+//! Graphs: instantiate, launch, inspect, conditional nodes.
 
 use std::sync::{Arc, OnceLock};
 
-use crate::sim::SimDriver;
-use crate::sim::memory::{Gone, Region};
+use crate::sim::driver::SimDriver;
+use crate::sim::objects::{Conditional, Exec};
+use crate::sim::refuse::refuse;
+use crate::sim::state::SimState;
 use crate::sim::table::Missing;
-use crate::sim::work::{ExecGraph, KernelWork, Launch, NewKernel, Template, Work};
-use crate::sim::world::{Conditional, EventMark, Exec, World};
+use crate::sim::work::{EventState, ExecGraph, KernelWork, Launch, ReplacedKernel, Work};
 use crate::{
-    Call, CaptureMode, ConditionalId, ConditionalKind, DevicePtr, ErrorCode, FunctionId, GraphExecId, GraphId,
-    GraphTopology, Graphs, InstantiateOptions, KernelArg, LaunchShape, NodeId, PoolId, RawHandle, Result, StreamId,
+    Call, CaptureMode, ConditionalId, ConditionalKind, ErrorCode, FunctionId, GraphExecId, GraphId, GraphTopology,
+    Graphs, InstantiateOptions, KernelArg, LaunchShape, NodeId, RawHandle, Result, StreamId,
 };
 
 impl Graphs for SimDriver {
     fn graph_instantiate(&self, graph: GraphId, options: InstantiateOptions) -> Result<GraphExecId> {
-        self.call(Call::GraphInstantiate, |world| {
-            let template = Arc::clone(&world.graph(graph)?.template);
-            world.device(template.device)?;
+        self.call(Call::GraphInstantiate, |state| {
+            let template = state.template(graph)?;
+            state.use_device(template.device)?;
             let flat = match ExecGraph::new(&template) {
-                Ok(flat) => flat,
-                Err(why) => return world.fail(ErrorCode::InvalidValue, why),
+                Ok(flat) => Arc::new(flat),
+                Err(why) => return refuse(ErrorCode::InvalidValue, why),
             };
-            let (flat, kernels) = (Arc::new(flat), Arc::default());
-            let exec = Exec { graph: flat, template, of: graph, kernels, options, last: None };
-            Ok(GraphExecId(world.execs.insert(exec)))
+            let kernels = Arc::default();
+            let exec = Exec { graph: flat, template, template_id: graph, kernels, options, last_launch: None };
+            Ok(state.graphs.add_exec(exec))
         })
     }
 
@@ -43,55 +44,55 @@ impl Graphs for SimDriver {
     }
 
     fn graph_topology(&self, graph: GraphId) -> Result<GraphTopology> {
-        self.call(Call::GraphTopology, |world| Ok(world.graph(graph)?.template.topology()))
+        self.call(Call::GraphTopology, |state| Ok(state.template(graph)?.topology()))
     }
 
     fn graph_dot(&self, graph: GraphId) -> Result<String> {
-        self.call(Call::GraphDot, |world| Ok(world.graph(graph)?.template.dot()))
+        self.call(Call::GraphDot, |state| Ok(state.template(graph)?.dot()))
     }
 
     fn graph_destroy(&self, graph: GraphId) -> Result<()> {
-        self.call(Call::GraphDestroy, |world| {
-            world.graph(graph)?;
-            let state = world.graphs.remove(graph.0).expect("just found");
-            world.release_template(state.template);
+        self.call(Call::GraphDestroy, |state| {
+            // Not kept while the id's own reference is released.
+            drop(state.template(graph)?);
+            let template = state.graphs.remove_template(graph);
+            state.release_template(template);
             Ok(())
         })
     }
 
     fn graph_exec_destroy(&self, exec: GraphExecId) -> Result<()> {
-        self.call(Call::GraphExecDestroy, |world| {
-            world.exec(exec)?;
-            let state = world.execs.remove(exec.0).expect("just found");
-            world.release_template(state.template);
+        self.call(Call::GraphExecDestroy, |state| {
+            drop(state.exec(exec)?);
+            let removed = state.graphs.remove_exec(exec);
+            state.release_template(removed.template);
             Ok(())
         })
     }
 
     fn graph_raw(&self, graph: GraphId) -> Result<RawHandle> {
-        self.call(Call::GraphRaw, |world| {
-            world.graph(graph)?;
+        self.call(Call::GraphRaw, |state| {
+            state.template(graph)?;
             Ok(RawHandle(0x6000_0000 + graph.0 * 0x40))
         })
     }
 
     fn graph_exec_raw(&self, exec: GraphExecId) -> Result<RawHandle> {
-        self.call(Call::GraphExecRaw, |world| {
-            world.exec(exec)?;
+        self.call(Call::GraphExecRaw, |state| {
+            state.exec(exec)?;
             Ok(RawHandle(0x7000_0000 + exec.0 * 0x40))
         })
     }
 
     fn conditional_create(&self, stream: StreamId, default: u32) -> Result<ConditionalId> {
-        self.call(Call::ConditionalCreate, |world| {
-            let capture = world.captured_by(stream)?.capture;
-            let device = world.capture(capture).device;
-            if !world.config.devices[device.0 as usize].properties.conditional_nodes {
-                return world.fail(ErrorCode::NotSupported, format!("{device} has no conditional nodes"));
+        self.call(Call::ConditionalCreate, |state| {
+            let stream = state.live_stream(stream)?;
+            let capture = state.captures.valid_membership(stream)?.capture;
+            let device = state.captures.get(capture).device;
+            if !state.config.devices[device.0 as usize].properties.conditional_nodes {
+                return refuse(ErrorCode::NotSupported, format!("{device} has no conditional nodes"));
             }
-            let flag = ConditionalId(world.conditionals.insert(Conditional { capture, used: false }));
-            world.captures.get_mut(capture.0).expect("a live capture").flags.push((flag, default));
-            Ok(flag)
+            Ok(state.captures.create_flag(capture, default))
         })
     }
 
@@ -103,26 +104,24 @@ impl Graphs for SimDriver {
         body: StreamId,
         mode: CaptureMode,
     ) -> Result<()> {
-        self.call(Call::ConditionalBegin, |world| {
-            let joined = world.captured_by(stream)?;
-            let stream = world.live_stream(stream)?;
-            let body = world.live_stream(body)?;
-            match world.conditionals.get(conditional.0) {
-                Some(state) if state.capture == joined.capture && !state.used => {}
-                _ => return world.fail(ErrorCode::InvalidValue, format!("{conditional} is not free for this graph")),
+        self.call(Call::ConditionalBegin, |state| {
+            let stream = state.live_stream(stream)?;
+            let member = state.captures.valid_membership(stream)?;
+            let body = state.live_stream(body)?;
+            match state.captures.conditional(conditional) {
+                Some(Conditional { capture, used: false }) if capture == member.capture => {}
+                _ => return refuse(ErrorCode::InvalidValue, format!("{conditional} cannot be used in this graph")),
             }
-            if world.stream(body).capture.is_some() {
-                return world.fail(ErrorCode::IllegalState, format!("{body} captures already"));
+            if state.captures.is_capturing(body) {
+                return refuse(ErrorCode::IllegalState, format!("{body} is capturing already"));
             }
-            let place = Arc::new(OnceLock::new());
-            let work = Work::Conditional { flag: conditional, kind, body: Arc::clone(&place) };
-            let nanos = world.config.work.conditional;
-            world.add_node(stream, work, nanos)?;
-            world.conditionals.get_mut(conditional.0).expect("just found").used = true;
-            let capture = world.begin_capture(body, mode);
-            let state = world.captures.get_mut(capture.0).expect("just begun");
-            state.body_of = Some(place);
-            state.parent = Some(joined.capture);
+            let slot = Arc::new(OnceLock::new());
+            let work = Work::Conditional { flag: conditional, kind, body: Arc::clone(&slot) };
+            let (nanos, at) = (state.config.work.conditional, state.call_number());
+            state.captures.add_node(stream, work, nanos, at)?;
+            state.captures.set_used(conditional);
+            let device = state.scheduler.streams.get(body).device;
+            state.captures.begin(body, device, mode, Some((member.capture, slot)));
             Ok(())
         })
     }
@@ -131,18 +130,19 @@ impl Graphs for SimDriver {
 impl SimDriver {
     /// [`Graphs::graph_launch`], which is safe on the simulated device, as [`SimDriver::kernel_launch`] is.
     pub fn graph_launch(&self, exec: GraphExecId, stream: StreamId) -> Result<()> {
-        let mut world = self.enter(Call::GraphLaunch)?;
-        let stream = world.live_stream(stream)?;
-        let device = world.exec(exec)?.template.device;
-        world.forbid_implicit(stream)?;
-        if world.stream(stream).capture.is_some() {
-            let why = format!("{exec} was launched on {stream}, which captures");
-            return world.break_capture_of(stream, ErrorCode::StreamCaptureUnsupported, why);
-        }
-        world.device(device)?;
-        let mut world = self.wait_for_room(world, stream)?;
-        world.make_room_for_graph(exec)?;
-        world.launch_graph(exec, stream)
+        self.waiting_call(Call::GraphLaunch, |mut state| {
+            let stream = state.live_stream(stream)?;
+            let device = state.exec(exec)?.template.device;
+            state.forbid_implicit_wait(stream)?;
+            if state.captures.is_capturing(stream) {
+                let why = format!("{exec} was launched on {stream}, which captures");
+                return state.invalidate_capture_of(stream, ErrorCode::StreamCaptureUnsupported, &why);
+            }
+            state.use_device(device)?;
+            let mut state = self.wait_for_queue(state, stream)?;
+            take_graph_memory(&mut state, exec)?;
+            queue_launch(&mut state, exec, stream)
+        })
     }
 
     /// [`Graphs::graph_exec_set_kernel`], which is safe on the simulated device, as
@@ -155,141 +155,102 @@ impl SimDriver {
         shape: LaunchShape,
         args: &[KernelArg],
     ) -> Result<()> {
-        self.call(Call::GraphExecSetKernel, |world| {
-            let Exec { graph, of, .. } = world.exec(exec)?;
-            let (graph, of) = (Arc::clone(graph), *of);
-            let mirror = world.function(function)?;
-            world.device(graph.device)?;
-            if world.graphs.get(of.0).is_none() {
-                let why = format!("{of}, the template of {exec}, is gone, and its nodes with it");
-                return world.fail(ErrorCode::InvalidValue, why);
+        self.call(Call::GraphExecSetKernel, |state| {
+            let Exec { graph, template_id, .. } = state.exec(exec)?;
+            let host = state.host_kernel(function)?;
+            state.use_device(graph.device)?;
+            if state.graphs.template(template_id).is_err() {
+                let why = format!("{template_id}, the template of {exec}, was destroyed, and its nodes with it");
+                return refuse(ErrorCode::InvalidValue, why);
             }
-            let Some(place) = graph.place_of(node) else {
-                return world.fail(ErrorCode::InvalidValue, format!("{node} is not one of {of}"));
+            let Some(index) = graph.index_of(node) else {
+                return refuse(ErrorCode::InvalidValue, format!("{node} is not a node of {template_id}"));
             };
-            let Work::Kernel(captured) = &graph.nodes[place as usize].work else {
-                return world.fail(ErrorCode::InvalidValue, format!("{node} is no kernel"));
+            let Work::Kernel(captured) = &graph.nodes[index as usize].work else {
+                return refuse(ErrorCode::InvalidValue, format!("{node} is not a kernel"));
             };
             if captured.function != Some(function) || captured.shape != shape {
-                let what = captured.mirror.name;
-                let why = format!("{node} was captured as {what} with {:?}, and cannot become another", captured.shape);
-                return world.fail(ErrorCode::InvalidValue, why);
+                let KernelWork { host, shape, .. } = &**captured;
+                let why = format!("{node} was captured as {} with {shape:?}, which cannot be changed", host.name);
+                return refuse(ErrorCode::InvalidValue, why);
             }
-            let kernel = KernelWork { function: Some(function), mirror, shape, args: args.to_vec() };
-            let (nanos, at) = (world.kernel_nanos(&kernel), world.calls);
-            // Launches under way hold on to what was there.
-            let kernels = Arc::make_mut(&mut world.exec(exec)?.kernels);
-            kernels.insert(place, NewKernel { work: Work::Kernel(Arc::new(kernel)), nanos, at });
+            let kernel = KernelWork { function: Some(function), host, shape, args: args.to_vec() };
+            let (nanos, replaced_at) = (state.kernel_nanos(&kernel), state.call_number());
+            let kernel = ReplacedKernel { work: Work::Kernel(Arc::new(kernel)), nanos, replaced_at };
+            state.graphs.replace_kernel(exec, index, kernel);
             Ok(())
         })
     }
 }
 
-impl World {
-    /// Makes room for what the graph's nodes allocate. What counts is what has been queued, not what has run.
-    fn make_room_for_graph(&mut self, exec: GraphExecId) -> Result<()> {
-        let Exec { template, options, .. } = self.exec(exec)?;
-        let (template, options) = (Arc::clone(template), *options);
-        let mut taken = Vec::new();
-        for &(ptr, pool) in &template.memory {
-            let (bytes, held) = match self.memory.space.regions.get(&ptr.0) {
-                Some((bytes, Region::OfGraph { held, .. })) => (*bytes, *held),
-                _ => continue,
-            };
-            if held && options.auto_free_on_launch {
-                // The room of the last launch serves this one.
-                continue;
-            }
-            let refused = if held {
-                self.fail(ErrorCode::InvalidValue, format!("{ptr}, allocated by the last launch, was not freed"))
-            } else {
-                self.take_from_pool(pool, bytes)
-            };
-            if let Err(error) = refused {
-                for (pool, bytes) in taken {
-                    self.return_to_pool(pool, bytes);
-                }
-                return Err(error);
-            }
-            taken.push((pool, bytes));
+/// Takes the memory that the graph's nodes allocate from its pools, as far as earlier launches did not. What counts is
+/// what has been queued, not what has run.
+fn take_graph_memory(state: &mut SimState, exec: GraphExecId) -> Result<()> {
+    let Exec { template, options, .. } = state.exec(exec)?;
+    let mut taken = Vec::new();
+    for &(ptr, pool) in &template.memory {
+        let Some((bytes, is_live)) = state.memory.graph_memory(ptr) else { continue };
+        if is_live && options.auto_free_on_launch {
+            // This launch uses what the last one took.
+            continue;
         }
-        for &(ptr, _) in &template.memory {
-            if let Some((_, Region::OfGraph { held, .. })) = self.memory.space.regions.get_mut(&ptr.0) {
-                *held = !template.frees(ptr);
+        let outcome = if is_live {
+            refuse(ErrorCode::InvalidValue, format!("{ptr}, allocated by the last launch, was not freed"))
+        } else {
+            state.pool(pool).map(drop).and_then(|()| state.memory.take_from_pool(pool, bytes))
+        };
+        if let Err(error) = outcome {
+            for (pool, bytes) in taken {
+                state.memory.give_back_to_pool(pool, bytes);
             }
+            return Err(error);
         }
-        Ok(())
+        taken.push((pool, bytes));
     }
+    for &(ptr, _) in &template.memory {
+        state.memory.set_graph_memory_live(ptr, !template.frees(ptr));
+    }
+    Ok(())
+}
 
-    /// Puts a launch into the stream's queue.
-    fn launch_graph(&mut self, exec: GraphExecId, stream: StreamId) -> Result<()> {
-        let Exec { graph, template, kernels, last, .. } = self.exec(exec)?;
-        let (graph, template, kernels, last) =
-            (Arc::clone(graph), Arc::clone(template), Arc::clone(kernels), last.clone());
-        let mut waits = Vec::new();
-        if let Some((stamp, base)) = last {
-            // Launches of one executable never overlap.
-            self.learn(stream, &base, stamp);
-            waits.push(stamp);
-        }
-        for node in &graph.nodes {
-            if let Work::EventWait(event) | Work::Record(event) = node.work
-                && self.events.get(event.0).is_none()
-            {
-                // Logged; the launch goes on without it, as a real one would with whatever is there.
-                self.missing(Missing::Destroyed, format!("{event}, which a node of {exec} uses"));
-            }
-        }
-        // What an event has marked counts when the graph is launched, not when its node gets to run.
-        for node in &graph.nodes {
-            if let Work::EventWait(event) = node.work
-                && let Some(EventMark::Recorded { stamp, base, .. }) = self.events.get(event.0).map(|e| e.mark.clone())
-            {
-                self.learn(stream, &base, stamp);
-                waits.push(stamp);
-            }
-        }
-        let slot = self.slot(stream, waits);
-        let (stamp, base) = (slot.stamp, Arc::clone(&slot.base));
-        self.last_launch += 1;
-        let launch = Launch::new(exec, (&graph, template, kernels), stream, stamp, self.calls, Arc::clone(&base));
-        self.launches.insert(self.last_launch, launch);
-        self.push(stream, slot, Work::Launch(self.last_launch), 0);
-        for node in &graph.nodes {
-            if let Work::Record(event) = node.work
-                && let Some(state) = self.events.get_mut(event.0)
-            {
-                state.mark = EventMark::Recorded { stamp, base: Arc::clone(&base), done: None };
-            }
-        }
-        self.exec(exec)?.last = Some((stamp, base));
-        Ok(())
+/// Queues a launch.
+fn queue_launch(state: &mut SimState, exec: GraphExecId, stream: StreamId) -> Result<()> {
+    let Exec { graph, template, kernels, last_launch, .. } = state.exec(exec)?;
+    let mut waits = Vec::new();
+    if let Some(last) = last_launch {
+        // Launches of one executable never overlap.
+        state.scheduler.streams.order_after(stream, &last);
+        waits.push(last.epoch);
     }
-
-    /// One holder of a template less. With the last one go the addresses that its nodes allocated.
-    pub fn release_template(&mut self, template: Arc<Template>) {
-        let Ok(template) = Arc::try_unwrap(template) else { return };
-        self.captured_callbacks.graph_gone();
-        self.release_addresses(&template.memory);
-        for node in template.nodes {
-            if let Work::Conditional { body, .. } = node.work
-                && let Some(body) = Arc::try_unwrap(body).ok().and_then(OnceLock::into_inner)
-            {
-                self.release_template(body);
-            }
+    for node in &graph.nodes {
+        if let Work::EventWait(event) | Work::Record(event) = node.work
+            && state.scheduler.events.get(event.0).is_none()
+        {
+            // Logged; the launch goes on without the event.
+            state.missing(Missing::Destroyed, format!("{event}, which a node of {exec} uses"));
         }
     }
-
-    /// Gives up the addresses of a graph that will not be launched any more, but for those that hold memory.
-    pub fn release_addresses(&mut self, memory: &[(DevicePtr, PoolId)]) {
-        for (ptr, _) in memory {
-            if let Some((bytes, Region::OfGraph { piece: None, held: false, .. })) =
-                self.memory.space.regions.get(&ptr.0)
-            {
-                let bytes = *bytes;
-                self.memory.space.regions.remove(&ptr.0);
-                self.bury(ptr.0, bytes, Gone::PoolFreed);
-            }
+    // A node waits for what its event had recorded when the graph was launched, not when the node runs.
+    for node in &graph.nodes {
+        if let Work::EventWait(event) = node.work
+            && let Some(event) = state.scheduler.events.get(event.0)
+            && let EventState::Recorded { point, .. } = event.state.clone()
+        {
+            state.scheduler.streams.order_after(stream, &point);
+            waits.push(point.epoch);
         }
     }
+    let at = state.call_number();
+    let parts = (Arc::clone(&graph), template, kernels);
+    let launch = |point| Launch::new(exec, parts, stream, point, at);
+    let point = state.scheduler.enqueue_launch(stream, waits, at, launch);
+    for node in &graph.nodes {
+        if let Work::Record(event) = node.work
+            && let Some(event) = state.scheduler.events.get_mut(event.0)
+        {
+            event.state = EventState::Recorded { point: point.clone(), done_at: None };
+        }
+    }
+    state.graphs.set_last_launch(exec, point);
+    Ok(())
 }

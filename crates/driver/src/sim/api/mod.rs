@@ -1,4 +1,5 @@
-//! The contract's traits on the simulated machine, one file per subject, and what replays can set besides.
+//! The contract's traits on the simulated driver, one file per subject, and the controls that replays and tests use
+//! besides.
 
 mod alloc;
 mod capture;
@@ -13,9 +14,5 @@ mod pause;
 mod placement;
 mod pool;
 mod stream;
+mod suballocation;
 mod virtual_memory;
-
-pub use alloc::GRAIN;
-pub use library::{Handle, LibraryCall, LibraryLog};
-pub use placement::Placements;
-pub use virtual_memory::PAGE;

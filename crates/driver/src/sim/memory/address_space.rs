@@ -1,98 +1,72 @@
-//! The address space: which addresses belong to what. What they belonged to before is in `tombs.rs`.
+//! The address space: which addresses are in use, and for what.
 //!
-//! Addresses lie above all that this process can have itself, so that pinned host memory keeps its own. They are handed
-//! out upwards and come again as late as possible, so that a stale address is told from a live one. A replay may place
-//! memory elsewhere (`placement.rs`).
+//! Device addresses lie above all that this process can have itself, so that pinned host memory keeps its own. They
+//! are given out upwards and reused as late as possible, so that a stale address is not mistaken for a live one. Freed
+//! ranges stay in quarantine. A replay may place memory elsewhere (`placement.rs`).
 
 use std::collections::BTreeMap;
 
-use super::bytes::Bytes;
-use super::quarantine::{Gone, Tomb, Tombs};
-use super::shadow::Shadow;
-use crate::{Access, DeviceAccess, DeviceId, DevicePtr, PoolId};
+use super::backing::BackingId;
+use super::quarantine::{FreedRange, Quarantine, Removal};
+use super::reservation::Reservation;
+use crate::{DeviceId, DevicePtr, PoolId};
 
-/// The first address and the first beyond.
+/// The first device address, and the end of the address space.
 const FIRST: u64 = 1 << 47;
-const BEYOND: u64 = 1 << 56;
+const END: u64 = 1 << 56;
 
-/// A piece of memory: contents and history. Reached by addresses through a region or a mapping.
-#[derive(Debug)]
-pub struct Piece {
-    pub bytes: u64,
-    /// Whose memory it is; `None` for the host's.
-    pub device: Option<DeviceId>,
-    /// The call that pinned it, if it is the host's.
-    pub pinned_by: Option<u64>,
-    pub contents: Bytes,
-    pub shadow: Shadow,
-}
-
-/// Names a piece.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct PieceId(pub u64);
-
-/// What a range of addresses is.
+/// What an address range is used for.
 #[derive(Debug)]
 pub enum Region {
     /// Memory from `mem_alloc`.
-    Plain { piece: PieceId },
+    Allocation { backing: BackingId },
     /// Memory from a pool. `freed` once the free is queued.
-    Pooled { piece: PieceId, pool: PoolId, freed: bool },
-    /// Addresses that nodes of a graph allocate and free; with memory only in between. `held` from the launch that
+    PoolAllocation { backing: BackingId, pool: PoolId, freed: bool },
+    /// Addresses that nodes of a graph allocate and free; there is memory only in between. `live` from the launch that
     /// allocates without freeing until the free is queued.
-    OfGraph { piece: Option<PieceId>, pool: PoolId, held: bool },
-    /// Pinned host memory, at the address that the host knows.
-    Pinned { piece: PieceId, registered: bool },
+    GraphMemory { backing: Option<BackingId>, pool: PoolId, live: bool },
+    /// Pinned host memory at its host address, and the device that it was pinned with.
+    Pinned { backing: BackingId, device: DeviceId, registered: bool },
     /// Reserved addresses with what is mapped in them.
-    Reserved { mappings: BTreeMap<u64, Mapping> },
+    Reserved(Reservation),
 }
 
-/// A piece mapped into reserved addresses.
-#[derive(Clone, Debug)]
-pub struct Mapping {
-    pub bytes: u64,
-    pub piece: PieceId,
-    pub access: Vec<DeviceAccess>,
-    /// The last call that unmapped something from these addresses; 0 if none has. Work queued before it means what was
-    /// there then.
-    pub unmapped_at: u64,
-}
-
-/// Why an address cannot be used.
+/// Why an address cannot be accessed.
 #[derive(Clone, Copy, Debug)]
-pub enum Fault {
-    /// It belongs to nothing, and is not remembered to have.
-    Nothing,
-    /// It belonged to something.
-    Gone(Tomb),
-    /// It is not for this device.
+pub enum AccessFault {
+    /// Nothing is there, and nothing is known to have been.
+    NotMapped,
+    /// What was there was freed or unmapped.
+    Freed(FreedRange),
+    /// The device has no access.
     Denied,
 }
 
-/// Where an address leads: so many bytes of a piece.
+/// What an address refers to: `bytes` bytes of backing memory from `offset` on.
 #[derive(Clone, Copy, Debug)]
-pub struct Place {
-    pub piece: PieceId,
+pub struct Location {
+    pub backing: BackingId,
     pub offset: u64,
     pub bytes: u64,
 }
 
 /// All addresses.
 #[derive(Debug)]
-pub struct Space {
-    pub regions: BTreeMap<u64, (u64, Region)>,
-    tombs: Tombs,
+pub struct AddressSpace {
+    /// By first address, with the size; without overlaps.
+    regions: BTreeMap<u64, (u64, Region)>,
+    quarantine: Quarantine,
     next: u64,
 }
 
-impl Default for Space {
+impl Default for AddressSpace {
     fn default() -> Self {
-        Self { regions: BTreeMap::new(), tombs: Tombs::default(), next: FIRST }
+        Self { regions: BTreeMap::new(), quarantine: Quarantine::default(), next: FIRST }
     }
 }
 
-impl Space {
-    /// Free addresses for `bytes`, aligned; `None` if the space is used up.
+impl AddressSpace {
+    /// Unused addresses for `bytes`, aligned; `None` if no gap is large enough.
     pub fn find(&mut self, bytes: u64, align: u64) -> Option<u64> {
         let start = self.fit(self.next, bytes, align).or_else(|| self.fit(FIRST, bytes, align))?;
         self.next = start + bytes;
@@ -101,45 +75,58 @@ impl Space {
 
     fn fit(&self, from: u64, bytes: u64, align: u64) -> Option<u64> {
         let mut start = from.next_multiple_of(align);
-        while start.checked_add(bytes)? <= BEYOND {
-            match self.overlap(start, bytes) {
+        while start.checked_add(bytes)? <= END {
+            match self.overlapping(start, bytes) {
                 None => return Some(start),
-                Some(end) => start = end.next_multiple_of(align),
+                Some((at, size, _)) => start = (at + size).next_multiple_of(align),
             }
         }
         None
     }
 
-    /// Where the last region ends that overlaps these addresses, if any does.
-    fn overlap(&self, start: u64, bytes: u64) -> Option<u64> {
-        self.in_the_way(start, bytes).map(|(at, size, _)| at + size)
-    }
-
-    /// The last region that overlaps these addresses, if any does: its start, its size, and what it is.
-    pub fn in_the_way(&self, start: u64, bytes: u64) -> Option<(u64, u64, &Region)> {
+    /// The last region that overlaps these addresses: its start, its size, and what it is.
+    pub fn overlapping(&self, start: u64, bytes: u64) -> Option<(u64, u64, &Region)> {
         let (&at, (size, region)) = self.regions.range(..start.saturating_add(bytes)).next_back()?;
         (at + size > start).then_some((at, *size, region))
     }
 
-    /// Whether these addresses are free and not the host's own.
-    pub fn may_give(&self, start: u64, bytes: u64) -> bool {
+    /// Whether these addresses are unused.
+    pub fn is_free(&self, start: u64, bytes: u64) -> bool {
+        start != 0 && start.checked_add(bytes).is_some_and(|end| end <= END) && self.overlapping(start, bytes).is_none()
+    }
+
+    /// Whether these addresses are unused, and no host address could be among them.
+    pub fn is_free_of_host(&self, start: u64, bytes: u64) -> bool {
         start >= FIRST && self.is_free(start, bytes)
     }
 
-    /// Whether these addresses are free.
-    pub fn is_free(&self, start: u64, bytes: u64) -> bool {
-        start != 0 && start.checked_add(bytes).is_some_and(|end| end <= BEYOND) && self.overlap(start, bytes).is_none()
-    }
-
+    /// Adds a region at unused addresses.
     pub fn insert(&mut self, start: u64, bytes: u64, region: Region) {
-        debug_assert!(self.overlap(start, bytes).is_none(), "two regions share addresses");
-        self.tombs.clear(start, start + bytes);
+        debug_assert!(self.overlapping(start, bytes).is_none(), "two regions share addresses");
+        self.quarantine.remove(start, start + bytes);
         self.regions.insert(start, (bytes, region));
     }
 
-    /// Remembers that a range is gone.
-    pub fn bury(&mut self, tomb: Tomb) {
-        self.tombs.bury(tomb);
+    /// Removes the region that starts at `start` and puts its addresses into quarantine, as freed by call number `at`.
+    pub fn remove(&mut self, start: u64, removal: Removal, at: u64, pinned_by: Option<u64>) -> Option<(u64, Region)> {
+        let (bytes, region) = self.regions.remove(&start)?;
+        self.quarantine(FreedRange { start, bytes, removal, freed_at: at, pinned_by });
+        Some((bytes, region))
+    }
+
+    /// Puts a range into quarantine that was freed or unmapped while its addresses stay reserved.
+    pub fn quarantine(&mut self, range: FreedRange) {
+        self.quarantine.add(range);
+    }
+
+    /// The region that starts at `start`, with its size.
+    pub fn get(&self, start: u64) -> Option<(u64, &Region)> {
+        self.regions.get(&start).map(|(bytes, region)| (*bytes, region))
+    }
+
+    /// The same, to change it.
+    pub fn get_mut(&mut self, start: u64) -> Option<(u64, &mut Region)> {
+        self.regions.get_mut(&start).map(|(bytes, region)| (*bytes, region))
     }
 
     /// The region that `address` lies in: its start, its size, and what it is.
@@ -148,75 +135,53 @@ impl Space {
         (address < start + bytes).then_some((start, *bytes, region))
     }
 
-    /// Where `ptr` leads, and how far. `device` is who asks, with work that call number `queued_at` queued; `may`
-    /// decides about memory that is not mapped by hand, by its pool if it is of one.
-    pub fn resolve(
-        &self,
-        ptr: DevicePtr,
-        device: DeviceId,
-        write: bool,
-        queued_at: u64,
-        may: impl Fn(PieceId, Option<PoolId>) -> bool,
-    ) -> Result<Place, Fault> {
-        let Some((_, _, region)) = self.region_at(ptr.0) else { return Err(self.why_gone(ptr.0)) };
-        let allowed = match region {
-            Region::Pinned { .. } => true,
-            Region::Plain { piece } => may(*piece, None),
-            Region::Pooled { piece, pool, .. } | Region::OfGraph { piece: Some(piece), pool, .. } => {
-                may(*piece, Some(*pool))
+    /// The reservation that contains the range.
+    pub fn reservation(&mut self, ptr: DevicePtr, bytes: u64) -> Option<&mut Reservation> {
+        let (&start, (size, region)) = self.regions.range_mut(..=ptr.0).next_back()?;
+        match region {
+            Region::Reserved(reservation) if ptr.0.checked_add(bytes)? <= start + *size => Some(reservation),
+            _ => None,
+        }
+    }
+
+    /// All regions with their sizes.
+    pub fn regions(&self) -> impl Iterator<Item = (u64, &Region)> {
+        self.regions.values().map(|(bytes, region)| (*bytes, region))
+    }
+
+    /// What `ptr` refers to, whoever may access it.
+    pub fn locate(&self, ptr: DevicePtr) -> Option<Location> {
+        let (start, bytes, region) = self.region_at(ptr.0)?;
+        let (start, bytes, backing) = match region {
+            Region::Pinned { backing, .. }
+            | Region::Allocation { backing }
+            | Region::PoolAllocation { backing, .. }
+            | Region::GraphMemory { backing: Some(backing), .. } => (start, bytes, *backing),
+            Region::GraphMemory { backing: None, .. } => return None,
+            Region::Reserved(reservation) => {
+                let (start, mapping) = reservation.get(ptr.0)?;
+                (start, mapping.bytes, mapping.backing)
             }
-            Region::OfGraph { piece: None, .. } => false,
-            Region::Reserved { mappings } => mappings.range(..=ptr.0).next_back().is_some_and(|(_, mapping)| {
-                mapping.access.iter().any(|rights| {
-                    rights.device == device
-                        && (rights.access == Access::ReadWrite || (rights.access == Access::Read && !write))
-                })
-            }),
         };
-        if let Some(tomb) = self.remapped(ptr, queued_at) {
-            return Err(Fault::Gone(tomb));
-        }
-        match self.locate(ptr) {
-            Some(place) if allowed => Ok(place),
-            Some(_) => Err(Fault::Denied),
-            None => Err(self.why_gone(ptr.0)),
-        }
+        Some(Location { backing, offset: ptr.0 - start, bytes: start + bytes - ptr.0 })
     }
 
     /// What was unmapped at `ptr` since call number `since`, if something else is mapped there now.
-    fn remapped(&self, ptr: DevicePtr, since: u64) -> Option<Tomb> {
-        let Some((_, _, Region::Reserved { mappings })) = self.region_at(ptr.0) else { return None };
-        let (&start, mapping) = mappings.range(..=ptr.0).next_back()?;
-        let stale = ptr.0 < start + mapping.bytes && mapping.unmapped_at > since;
-        let at = mapping.unmapped_at;
-        stale.then_some(Tomb { start, bytes: mapping.bytes, gone: Gone::Remapped, at, pinned_by: None })
+    pub fn remapped_since(&self, ptr: DevicePtr, since: u64) -> Option<FreedRange> {
+        let Some((_, _, Region::Reserved(reservation))) = self.region_at(ptr.0) else { return None };
+        let (start, mapping) = reservation.get(ptr.0)?;
+        let (bytes, freed_at) = (mapping.bytes, mapping.unmapped_at);
+        (freed_at > since).then_some(FreedRange { start, bytes, removal: Removal::Remapped, freed_at, pinned_by: None })
     }
 
-    /// The last call that unmapped something from `[start, start + bytes)`, as far as is remembered; 0 if none did.
+    /// The number of the last call known to have unmapped something from these addresses; 0 if none did.
     pub fn last_unmap(&self, start: u64, bytes: u64) -> u64 {
-        let unmapped = self.tombs.within(start, start + bytes).filter(|tomb| tomb.gone == Gone::Unmapped);
-        unmapped.map(|tomb| tomb.at).max().unwrap_or(0)
+        let freed = self.quarantine.overlapping(start, start + bytes);
+        freed.filter(|range| range.removal == Removal::Unmapped).map(|range| range.freed_at).max().unwrap_or(0)
     }
 
-    /// Where `ptr` leads, whoever asks.
-    pub fn locate(&self, ptr: DevicePtr) -> Option<Place> {
-        let (start, bytes, region) = self.region_at(ptr.0)?;
-        let place = |piece, start, bytes| Place { piece, offset: ptr.0 - start, bytes: start + bytes - ptr.0 };
-        match region {
-            Region::Pinned { piece, .. }
-            | Region::Plain { piece }
-            | Region::Pooled { piece, .. }
-            | Region::OfGraph { piece: Some(piece), .. } => Some(place(*piece, start, bytes)),
-            Region::OfGraph { piece: None, .. } => None,
-            Region::Reserved { mappings } => {
-                let (&at, mapping) = mappings.range(..=ptr.0).next_back()?;
-                (ptr.0 < at + mapping.bytes).then(|| place(mapping.piece, at, mapping.bytes))
-            }
-        }
-    }
-
-    /// Why there is nothing at `address`.
-    pub fn why_gone(&self, address: u64) -> Fault {
-        self.tombs.at(address).map_or(Fault::Nothing, Fault::Gone)
+    /// Why nothing is at `address`.
+    pub fn why_not_mapped(&self, address: u64) -> AccessFault {
+        self.quarantine.get(address).map_or(AccessFault::NotMapped, AccessFault::Freed)
     }
 }

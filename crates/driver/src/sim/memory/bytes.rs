@@ -1,6 +1,8 @@
-//! The bytes of simulated memory. Device memory exists page by page, once written; pinned memory is real memory of this
-//! process. The only unsafe code of the simulated device is here: reading and writing host memory at addresses that
-//! were pinned.
+//! The contents of simulated memory. Device memory exists page by page, once written; pinned memory is real memory of
+//! this process. The simulation's unsafe code is here: reading and writing pinned host memory.
+
+use std::alloc::{Layout, alloc_zeroed, dealloc};
+use std::ptr::{self, NonNull};
 
 use rustc_hash::FxHashMap;
 
@@ -8,16 +10,17 @@ use crate::ClaimedRange;
 
 const PAGE: usize = 4096;
 
-/// Where a piece of memory keeps its contents.
+/// Where memory keeps its contents.
 #[derive(Debug)]
 pub enum Bytes {
-    /// Device memory: pages that were written; all others read as zero.
+    /// Device memory: the pages that were written; all others read as zero.
     Pages(FxHashMap<u64, Box<[u8; PAGE]>>),
-    /// Pinned host memory that starts at this address.
+    /// Pinned host memory.
     Host(HostBytes),
 }
 
 impl Bytes {
+    /// Device memory, zeroed.
     pub fn device() -> Self {
         Self::Pages(FxHashMap::default())
     }
@@ -45,7 +48,7 @@ impl Bytes {
     }
 }
 
-/// Walks over the pages that a range touches: the page, where in it, and which part of the range.
+/// Visits the pages of a range: the page, the offset in it, and the part of the range.
 fn for_each_page(offset: u64, len: usize, mut visit: impl FnMut(u64, usize, std::ops::Range<usize>)) {
     let mut done = 0;
     while done < len {
@@ -57,64 +60,117 @@ fn for_each_page(offset: u64, len: usize, mut visit: impl FnMut(u64, usize, std:
     }
 }
 
-/// Host memory that is pinned: either ours, or somebody's who promised to keep it ([`crate::HostRange`]).
+/// Pinned host memory: allocated here, or registered by the caller, who keeps it valid ([`crate::HostRange`]).
+///
+/// It is only accessed through the raw pointer, never by reference: host code may hold pointers into it too.
 #[derive(Debug)]
 pub struct HostBytes {
-    start: u64,
-    /// Keeps the memory for as long as it is pinned.
+    start: NonNull<u8>,
+    bytes: u64,
+    /// Keeps the memory valid while it is pinned.
     _owner: Owner,
 }
 
-/// Whose memory is pinned.
+// SAFETY: the memory is valid until `_owner` is dropped, whichever thread holds it, and this type accesses it only
+// through `&self` (reads) and `&mut self` (writes). Accesses of host code through pointers of its own are that code's
+// responsibility, as with memory that a device writes.
+unsafe impl Send for HostBytes {}
+
 #[derive(Debug)]
 enum Owner {
-    Ours(#[expect(dead_code, reason = "held, not read")] Vec<u8>),
-    Theirs(#[expect(dead_code, reason = "held, not read")] ClaimedRange),
+    Allocated(#[expect(dead_code, reason = "held until the memory is unpinned")] Allocation),
+    Registered(#[expect(dead_code, reason = "held until the memory is unpinned")] ClaimedRange),
 }
 
 impl HostBytes {
-    /// New memory, zeroed, aligned to a page. Nothing is touched, so a large piece costs nothing before it is used.
+    /// Allocates zeroed memory, aligned to a page. No page is touched, so a large allocation costs nothing before it
+    /// is used. `None` if the host does not have that much.
     pub fn allocate(bytes: u64) -> Option<Self> {
         let size = usize::try_from(bytes).ok()?.checked_add(PAGE)?;
-        // Asked for first in a way that may fail; zeroed memory, which costs nothing, can only be had in one that
-        // aborts.
-        Vec::<u8>::new().try_reserve_exact(size).ok()?;
-        let owned = vec![0; size];
-        let start = (owned.as_ptr().expose_provenance() as u64).next_multiple_of(PAGE as u64);
-        Some(Self { start, _owner: Owner::Ours(owned) })
+        let allocation = Allocation::zeroed(size)?;
+        let unaligned = allocation.start;
+        // Host code makes pointers of the address, as it does with real pinned memory.
+        let misalignment = unaligned.as_ptr().expose_provenance() % PAGE;
+        // SAFETY: less than a page is added, and the allocation is a page longer than `bytes`.
+        let start = unsafe { unaligned.add((PAGE - misalignment) % PAGE) };
+        Some(Self { start, bytes, _owner: Owner::Allocated(allocation) })
     }
 
-    /// Somebody's memory, pinned where it is.
-    pub fn borrowed(range: ClaimedRange) -> Self {
-        Self { start: range.ptr().0, _owner: Owner::Theirs(range) }
+    /// The caller's memory, pinned in place.
+    pub fn registered(range: ClaimedRange) -> Self {
+        let start = ptr::with_exposed_provenance_mut::<u8>(range.ptr().0 as usize);
+        let start = NonNull::new(start).expect("host memory is not at address 0");
+        Self { start, bytes: range.bytes(), _owner: Owner::Registered(range) }
     }
 
+    /// The address.
     pub fn start(&self) -> u64 {
-        self.start
+        self.start.addr().get() as u64
     }
 
     fn read(&self, offset: u64, into: &mut [u8]) {
-        let from = std::ptr::with_exposed_provenance::<u8>((self.start + offset) as usize);
-        // SAFETY: callers check that the range lies in this pinned piece, which is either owned or kept by `self`, or
-        // was promised to stay valid while it is pinned (`HostRange::new`). No reference into it exists on our side.
-        unsafe { std::ptr::copy_nonoverlapping(from, into.as_mut_ptr(), into.len()) }
+        let from = self.at(offset, into.len());
+        // SAFETY: `at` checked that the range lies in this memory, which `_owner` keeps valid. The target is a Rust
+        // slice, so it does not overlap memory that is only reached through raw pointers.
+        unsafe { ptr::copy_nonoverlapping(from.as_ptr(), into.as_mut_ptr(), into.len()) }
     }
 
     fn write(&mut self, offset: u64, from: &[u8]) {
-        let to = std::ptr::with_exposed_provenance_mut::<u8>((self.start + offset) as usize);
-        // SAFETY: as in `read`; and the owned buffer is never read or written through the `Vec` again.
-        unsafe { std::ptr::copy_nonoverlapping(from.as_ptr(), to, from.len()) }
+        let to = self.at(offset, from.len());
+        // SAFETY: as in `read`. `start` may be written through: it comes from the allocator, or from a range that was
+        // promised to be writable and exposed (`HostRange`).
+        unsafe { ptr::copy_nonoverlapping(from.as_ptr(), to.as_ptr(), from.len()) }
+    }
+
+    /// The address of `len` bytes at `offset`.
+    fn at(&self, offset: u64, len: usize) -> NonNull<u8> {
+        let end = offset.checked_add(len as u64);
+        assert!(end.is_some_and(|end| end <= self.bytes), "{len} bytes at {offset} are outside {} bytes", self.bytes);
+        // SAFETY: the offset is within the memory at `start`, which is `bytes` long.
+        unsafe { self.start.add(offset as usize) }
+    }
+}
+
+/// Memory from the global allocator, without a Rust object in it.
+#[derive(Debug)]
+struct Allocation {
+    start: NonNull<u8>,
+    layout: Layout,
+}
+
+impl Allocation {
+    /// `bytes` zero bytes (not 0 of them), unaligned: the allocator maps fresh zeroed pages for these without touching
+    /// them, while for aligned memory it would write the zeros.
+    fn zeroed(bytes: usize) -> Option<Self> {
+        let layout = Layout::from_size_align(bytes, 1).ok().filter(|layout| layout.size() > 0)?;
+        // SAFETY: the layout's size is not zero.
+        let start = NonNull::new(unsafe { alloc_zeroed(layout) })?;
+        Some(Self { start, layout })
+    }
+}
+
+impl Drop for Allocation {
+    fn drop(&mut self) {
+        // SAFETY: `start` was allocated with this layout in `zeroed` and is freed only here.
+        unsafe { dealloc(self.start.as_ptr(), self.layout) }
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::{HostPages, HostRange};
+
+    fn registered(bytes: u64) -> HostBytes {
+        let pages = HostPages::map(bytes, false).expect("a few pages");
+        HostBytes::registered(HostRange::of_pages(&pages).claim().expect("claimed by nobody else"))
+    }
 
     #[test]
-    fn bytes_come_back_across_pages_and_untouched_ones_are_zero() {
+    fn contents_survive_across_pages_and_unwritten_bytes_are_zero() {
         let data: Vec<u8> = (0..10_000u32).map(|n| n as u8).collect();
-        for mut bytes in [Bytes::device(), Bytes::Host(HostBytes::allocate(1 << 20).expect("a megabyte"))] {
+        let allocated = HostBytes::allocate(1 << 16).expect("64 KiB");
+        for mut bytes in [Bytes::device(), Bytes::Host(allocated), Bytes::Host(registered(1 << 16))] {
             bytes.write(4_000, &data);
             let mut back = vec![9; 10_010];
             bytes.read(3_995, &mut back);
@@ -122,5 +178,26 @@ mod tests {
             assert_eq!(back[5..10_005], data);
             assert_eq!(back[10_005..], [0; 5]);
         }
+    }
+
+    #[test]
+    fn allocated_host_memory_is_page_aligned_and_shared_with_host_code() {
+        let mut bytes = HostBytes::allocate(4096).expect("a page");
+        assert_eq!(bytes.start() % PAGE as u64, 0);
+        let host = ptr::with_exposed_provenance_mut::<u8>(bytes.start() as usize);
+        // SAFETY: the memory is allocated, and no other access is under way.
+        unsafe { host.write(7) };
+        let mut back = [0];
+        bytes.read(0, &mut back);
+        assert_eq!(back, [7]);
+        bytes.write(0, &[8]);
+        // SAFETY: as above.
+        assert_eq!(unsafe { host.read() }, 8);
+    }
+
+    #[test]
+    #[should_panic(expected = "are outside")]
+    fn access_beyond_the_end_is_an_assertion() {
+        HostBytes::allocate(16).expect("16 bytes").read(10, &mut [0; 7]);
     }
 }

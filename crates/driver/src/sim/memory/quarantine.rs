@@ -1,101 +1,102 @@
-//! What addresses belonged to before: the ranges that are gone, so that a stale address can be named for what it was.
+//! The quarantine: address ranges that were freed or unmapped, so that an access through a stale address can be
+//! reported as what it is.
 //!
-//! No two graves share an address: the later burial wins, and so does live memory, which clears its addresses. What is
-//! left of a range that was cut still tells the whole story of it. The oldest are forgotten, so that a long run costs
-//! no more than a short one.
+//! Entries do not share addresses: a later one replaces the addresses of an earlier one, and live memory removes its
+//! addresses from the quarantine. The remaining part of an entry still describes the whole range. The oldest entries
+//! are dropped, so that a long run needs no more memory than a short one.
 
 use std::collections::{BTreeMap, VecDeque};
 
-/// How many gone ranges are remembered.
-const KEPT: usize = 65_536;
+/// How many entries are kept.
+const CAPACITY: usize = 65_536;
 
-/// Why an address that belonged to something does so no more.
+/// How a range ceased to be usable.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Gone {
+pub enum Removal {
     Freed,
-    /// Freed to a pool, which keeps it mapped: touching it is wrong but does not break the device.
+    /// Freed to a pool, which keeps it mapped: an access is wrong, but the device survives it.
     PoolFreed,
     Unmapped,
     /// Unmapped, and other memory has been mapped there since.
     Remapped,
 }
 
-/// A range that is gone, and the number of the call that took it.
+/// A range that was freed or unmapped, and the number of the call that did it.
 #[derive(Clone, Copy, Debug)]
-pub struct Tomb {
+pub struct FreedRange {
     pub start: u64,
     pub bytes: u64,
-    pub gone: Gone,
-    pub at: u64,
-    /// The call that had pinned it, if it was the host's.
+    pub removal: Removal,
+    pub freed_at: u64,
+    /// The number of the call that had pinned it, if it was host memory.
     pub pinned_by: Option<u64>,
 }
 
-/// What is left of a range that is gone, by its first address.
+/// The part of a freed range that is still quarantined, by its first address.
 #[derive(Clone, Copy, Debug)]
-struct Grave {
+struct Part {
     end: u64,
-    /// Tells it from what lay there before.
-    age: u64,
-    tomb: Tomb,
+    /// Identifies this part among all that ever began at this address.
+    id: u64,
+    range: FreedRange,
 }
 
-/// All ranges that are gone and remembered.
+/// The freed ranges that are remembered.
 #[derive(Debug, Default)]
-pub struct Tombs {
-    graves: BTreeMap<u64, Grave>,
-    /// First addresses with ages, oldest first. One whose grave has another age, or none, counts for nothing.
-    order: VecDeque<(u64, u64)>,
-    last_age: u64,
+pub struct Quarantine {
+    parts: BTreeMap<u64, Part>,
+    /// First addresses and ids, oldest first. An entry without a part of that id is obsolete.
+    oldest: VecDeque<(u64, u64)>,
+    last_id: u64,
 }
 
-impl Tombs {
-    /// Remembers that a range is gone.
-    pub fn bury(&mut self, tomb: Tomb) {
-        let end = tomb.start.saturating_add(tomb.bytes);
-        self.clear(tomb.start, end);
-        self.dig(tomb.start, end, tomb);
+impl Quarantine {
+    /// Adds a range that was freed.
+    pub fn add(&mut self, range: FreedRange) {
+        let end = range.start.saturating_add(range.bytes);
+        self.remove(range.start, end);
+        self.insert(range.start, end, range);
     }
 
-    /// Forgets what is remembered of `[start, end)`; what lies beside it stays.
-    pub fn clear(&mut self, start: u64, end: u64) {
-        // Graves do not overlap, so only the last that begins before the end can reach beyond it, and so on downwards.
-        while let Some((&from, &Grave { end: to, tomb, .. })) = self.graves.range(..end).next_back()
+    /// Removes the addresses `[start, end)`; parts beside them stay.
+    pub fn remove(&mut self, start: u64, end: u64) {
+        // Parts do not overlap, so only the last that begins before `end` can reach beyond it, and so on downwards.
+        while let Some((&from, &Part { end: to, range, .. })) = self.parts.range(..end).next_back()
             && to > start
         {
-            self.graves.remove(&from);
+            self.parts.remove(&from);
             if to > end {
-                self.dig(end, to, tomb);
+                self.insert(end, to, range);
             }
             if from < start {
-                self.dig(from, start, tomb);
+                self.insert(from, start, range);
             }
         }
     }
 
-    /// What `address` belonged to, if that is remembered.
-    pub fn at(&self, address: u64) -> Option<Tomb> {
-        let (_, grave) = self.graves.range(..=address).next_back()?;
-        (address < grave.end).then_some(grave.tomb)
+    /// The freed range that `address` was part of, if that is known.
+    pub fn get(&self, address: u64) -> Option<FreedRange> {
+        let (_, part) = self.parts.range(..=address).next_back()?;
+        (address < part.end).then_some(part.range)
     }
 
-    /// What is remembered of `[start, end)`, from the highest address down.
-    pub fn within(&self, start: u64, end: u64) -> impl Iterator<Item = &Tomb> {
-        let down = self.graves.range(..end).rev().map(|(_, grave)| grave);
-        down.take_while(move |grave| grave.end > start).map(|grave| &grave.tomb)
+    /// The freed ranges that overlap `[start, end)`, from the highest address down.
+    pub fn overlapping(&self, start: u64, end: u64) -> impl Iterator<Item = &FreedRange> {
+        let down = self.parts.range(..end).rev().map(|(_, part)| part);
+        down.take_while(move |part| part.end > start).map(|part| &part.range)
     }
 
-    fn dig(&mut self, start: u64, end: u64, tomb: Tomb) {
+    fn insert(&mut self, start: u64, end: u64, range: FreedRange) {
         if start >= end {
             return;
         }
-        self.last_age += 1;
-        self.graves.insert(start, Grave { end, age: self.last_age, tomb });
-        self.order.push_back((start, self.last_age));
-        if self.order.len() > KEPT {
-            let (oldest, age) = self.order.pop_front().expect("more than none");
-            if self.graves.get(&oldest).is_some_and(|grave| grave.age == age) {
-                self.graves.remove(&oldest);
+        self.last_id += 1;
+        self.parts.insert(start, Part { end, id: self.last_id, range });
+        self.oldest.push_back((start, self.last_id));
+        if self.oldest.len() > CAPACITY {
+            let (oldest, id) = self.oldest.pop_front().expect("more than none");
+            if self.parts.get(&oldest).is_some_and(|part| part.id == id) {
+                self.parts.remove(&oldest);
             }
         }
     }
@@ -105,24 +106,25 @@ impl Tombs {
 mod tests {
     use super::*;
 
-    fn tomb(start: u64, end: u64, at: u64) -> Tomb {
-        Tomb { start, bytes: end - start, gone: Gone::Freed, at, pinned_by: None }
+    fn freed(start: u64, end: u64, freed_at: u64) -> FreedRange {
+        FreedRange { start, bytes: end - start, removal: Removal::Freed, freed_at, pinned_by: None }
     }
 
-    /// Buries ranges, each by the call of its number, clears one, and shows who is remembered at each address.
-    fn check(buried: &[(u64, u64)], cleared: (u64, u64), picture: &str) {
-        let mut tombs = Tombs::default();
-        for (at, &(start, end)) in (1..).zip(buried) {
-            tombs.bury(tomb(start, end, at));
+    /// Adds ranges, each freed by the call of its number, removes one, and shows the call for each address.
+    fn check(added: &[(u64, u64)], removed: (u64, u64), picture: &str) {
+        let mut quarantine = Quarantine::default();
+        for (call, &(start, end)) in (1..).zip(added) {
+            quarantine.add(freed(start, end, call));
         }
-        tombs.clear(cleared.0, cleared.1);
-        let seen: String =
-            (0..picture.len() as u64).map(|a| tombs.at(a).map_or(".".to_owned(), |tomb| tomb.at.to_string())).collect();
-        assert_eq!(seen, picture, "buried {buried:?}, cleared {cleared:?}");
+        quarantine.remove(removed.0, removed.1);
+        let shown: String = (0..picture.len() as u64)
+            .map(|address| quarantine.get(address).map_or(".".to_owned(), |range| range.freed_at.to_string()))
+            .collect();
+        assert_eq!(shown, picture, "added {added:?}, removed {removed:?}");
     }
 
     #[test]
-    fn the_later_burial_wins_and_live_memory_clears_only_its_own() {
+    fn later_ranges_replace_earlier_ones_and_removal_cuts_them() {
         check(&[(2, 6)], (0, 0), "..1111..");
         check(&[(2, 6)], (3, 5), "..1..1..");
         check(&[(2, 6)], (0, 4), "....11..");
@@ -135,28 +137,29 @@ mod tests {
     }
 
     #[test]
-    fn what_is_left_of_a_range_still_says_what_the_whole_was() {
-        let mut tombs = Tombs::default();
-        tombs.bury(tomb(100, 200, 7));
-        tombs.clear(120, 130);
-        let rest = tombs.at(150).expect("it was not cleared");
-        assert_eq!((rest.start, rest.bytes, rest.at), (100, 100, 7));
-        assert_eq!(tombs.within(110, 140).count(), 2);
-        assert_eq!(tombs.within(120, 130).count(), 0);
+    fn the_rest_of_a_cut_range_describes_the_whole_range() {
+        let mut quarantine = Quarantine::default();
+        quarantine.add(freed(100, 200, 7));
+        quarantine.remove(120, 130);
+        let rest = quarantine.get(150).expect("it was not removed");
+        assert_eq!((rest.start, rest.bytes, rest.freed_at), (100, 100, 7));
+        assert_eq!(quarantine.overlapping(110, 140).count(), 2);
+        assert_eq!(quarantine.overlapping(120, 130).count(), 0);
     }
 
     #[test]
-    fn the_oldest_are_forgotten_and_nothing_grows() {
-        let mut tombs = Tombs::default();
-        for n in 0..3 * KEPT as u64 {
-            tombs.bury(tomb(n * 10, n * 10 + 5, n));
-            // The same address over and over costs no room either.
-            tombs.bury(tomb(u64::MAX - 9, u64::MAX, n));
+    #[cfg_attr(miri, ignore = "200,000 insertions take minutes in an interpreter")]
+    fn the_oldest_ranges_are_dropped() {
+        let mut quarantine = Quarantine::default();
+        for n in 0..3 * CAPACITY as u64 {
+            quarantine.add(freed(n * 10, n * 10 + 5, n));
+            // The same address again and again needs no more room either.
+            quarantine.add(freed(u64::MAX - 9, u64::MAX, n));
         }
-        assert!(tombs.graves.len() <= KEPT && tombs.order.len() <= KEPT);
-        assert!(tombs.at(0).is_none());
-        let last = 3 * KEPT as u64 - 1;
-        assert_eq!(tombs.at(last * 10 + 4).map(|tomb| tomb.at), Some(last));
-        assert_eq!(tombs.at(u64::MAX - 1).map(|tomb| tomb.at), Some(last));
+        assert!(quarantine.parts.len() <= CAPACITY && quarantine.oldest.len() <= CAPACITY);
+        assert!(quarantine.get(0).is_none());
+        let last = 3 * CAPACITY as u64 - 1;
+        assert_eq!(quarantine.get(last * 10 + 4).map(|range| range.freed_at), Some(last));
+        assert_eq!(quarantine.get(u64::MAX - 1).map(|range| range.freed_at), Some(last));
     }
 }

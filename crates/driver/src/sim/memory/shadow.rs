@@ -1,135 +1,143 @@
-//! What is remembered about who touched which bytes, so that the next one can be checked against them.
+//! Shadow memory: for every byte the last write and the reads since, so that the next access can be checked against
+//! them, and what an allocator reported about the byte.
 //!
-//! Bytes with the same history form a cell: the last write, and the reads since that nobody has ordered themselves
-//! behind. Cells belong to memory itself, not to addresses, so that one piece mapped twice has one history. Beside them
-//! stand the marks of an allocator that keeps its own books.
+//! Bytes with the same history share a cell. A cell keeps only the reads that no later read is ordered after.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use crate::sim::order::{Actor, Frontier, Label, Order, Stamp};
+use crate::sim::order::{Accessor, Epoch, HappensBefore, Operation, VectorClock};
 
-/// What an allocator said about a range.
+/// What an allocator reported about a range.
 #[derive(Clone, Debug)]
-pub enum Mark {
-    /// Handed out by call number `at`, to work behind `frontier` and `stamp`, after call number `returned` took it
-    /// back.
-    HandedOut { at: u64, frontier: Arc<Frontier>, stamp: Stamp, returned: u64 },
-    /// Taken back by call number `at`.
-    Returned { at: u64 },
+pub enum Suballocation {
+    /// Allocated by call number `at` for work behind `epoch` and `clock`, after call number `freed_at` freed it.
+    Allocated { at: u64, clock: Arc<VectorClock>, epoch: Epoch, freed_at: u64 },
+    /// Freed by call number `at`.
+    Freed { at: u64 },
 }
 
 /// Why an access is not protected.
 #[derive(Clone, Debug)]
-pub enum Clash {
-    /// No order with that earlier access.
-    Unordered(Actor),
-    /// Nobody has written these bytes.
-    Unwritten,
-    /// An allocator handed the bytes to somebody else meanwhile.
-    HandedOut,
-    /// An allocator took the bytes back before this work was queued.
-    Returned,
-    /// An allocator took the bytes back after this work was captured, and handed them out again before it was launched.
-    ReturnedSinceCapture,
+pub enum Conflict {
+    /// Unordered with that earlier access.
+    Unordered(Accessor),
+    /// These bytes were never written.
+    Uninitialized,
+    /// An allocator reused the bytes for other work meanwhile.
+    Reused,
+    /// An allocator freed the bytes before this work was queued.
+    Freed,
+    /// An allocator freed the bytes after this work was captured, and reused them before it was launched.
+    FreedSinceCapture,
 }
 
 #[derive(Clone, Debug, Default)]
 struct Cell {
     end: u64,
-    write: Option<Actor>,
-    reads: Vec<Actor>,
+    write: Option<Accessor>,
+    reads: Vec<Accessor>,
 }
 
 impl Cell {
-    /// What in this cell clashes with an access.
-    fn clashes(&self, write: bool, order: &Order<'_>, report: &mut impl FnMut(Clash)) {
+    /// Reports the accesses in this cell that conflict with a new one.
+    fn conflicts(&self, write: bool, before: &HappensBefore<'_>, report: &mut impl FnMut(Conflict)) {
         if let Some(earlier) = &self.write
-            && !order.covers(earlier)
+            && !before.includes(earlier)
         {
-            report(Clash::Unordered(*earlier));
+            report(Conflict::Unordered(*earlier));
         }
         if write {
-            for earlier in self.reads.iter().filter(|earlier| !order.covers(earlier)) {
-                report(Clash::Unordered(*earlier));
+            for earlier in self.reads.iter().filter(|earlier| !before.includes(earlier)) {
+                report(Conflict::Unordered(*earlier));
             }
         }
     }
 
-    /// Whether nobody has given these bytes a value. An allocation comes first in their history, but gives them none.
-    fn is_unwritten(&self) -> bool {
-        self.write.is_none_or(|earlier| earlier.label == Label::PoolAlloc)
+    /// Whether these bytes have no value yet. An allocation is recorded as a write, but gives them none.
+    fn is_uninitialized(&self) -> bool {
+        self.write.is_none_or(|earlier| earlier.operation == Operation::PoolAlloc)
     }
 
-    fn set_written(&mut self, who: &Actor) {
-        self.write = Some(*who);
+    fn set_written(&mut self, by: &Accessor) {
+        self.write = Some(*by);
         self.reads.clear();
     }
 
-    fn add_read(&mut self, who: &Actor, order: &Order<'_>) {
-        // Whoever is ordered behind this read is ordered behind the reads that this one is behind.
-        self.reads.retain(|earlier| !order.covers(earlier));
-        self.reads.push(*who);
+    fn add_read(&mut self, by: &Accessor, before: &HappensBefore<'_>) {
+        // What is ordered after this read is ordered after the reads before it.
+        self.reads.retain(|earlier| !before.includes(earlier));
+        self.reads.push(*by);
     }
 }
 
-/// The history of one piece of memory.
+/// The access history of backing memory.
 #[derive(Debug, Default)]
 pub struct Shadow {
+    /// By first offset; without overlaps.
     cells: BTreeMap<u64, Cell>,
-    marks: BTreeMap<u64, (u64, Mark)>,
+    /// By first offset, with the end; without overlaps.
+    suballocations: BTreeMap<u64, (u64, Suballocation)>,
 }
 
 impl Shadow {
-    /// Checks an access to `[start, end)` against the history, reports every clash with its bytes, and adds it to the
-    /// history.
-    pub fn touch(
+    /// Checks an access to `[start, end)` against the history, reports every conflict with its bytes, and adds the
+    /// access to the history.
+    pub fn access(
         &mut self,
         (start, end): (u64, u64),
         write: bool,
-        who: &Actor,
-        order: &Order<'_>,
-        report: &mut impl FnMut(Clash, u64, u64),
+        by: &Accessor,
+        before: &HappensBefore<'_>,
+        report: &mut impl FnMut(Conflict, u64, u64),
     ) {
-        if start == end || (!self.marks.is_empty() && self.clashes_with_marks(start, end, who, report)) {
-            // A clash with the allocator's books explains all that would follow from it.
+        let has_suballocations = !self.suballocations.is_empty();
+        if start == end || (has_suballocations && self.conflicts_with_suballocations(start, end, by, report)) {
+            // A conflict with the allocator explains all that would follow from it.
             return;
         }
         if let Some(cell) = self.cells.get_mut(&start)
             && cell.end == end
         {
-            cell.clashes(write, order, &mut |clash| report(clash, start, end));
+            cell.conflicts(write, before, &mut |conflict| report(conflict, start, end));
             if write {
-                cell.set_written(who);
+                cell.set_written(by);
             } else {
-                if cell.is_unwritten() {
-                    report(Clash::Unwritten, start, end);
+                if cell.is_uninitialized() {
+                    report(Conflict::Uninitialized, start, end);
                 }
-                cell.add_read(who, order);
+                cell.add_read(by, before);
             }
             return;
         }
         self.split(start);
         self.split(end);
-        if write { self.write(start, end, who, order, report) } else { self.read(start, end, who, order, report) }
+        if write { self.write(start, end, by, before, report) } else { self.read(start, end, by, before, report) }
     }
 
     fn write(
         &mut self,
         start: u64,
         end: u64,
-        who: &Actor,
-        order: &Order<'_>,
-        report: &mut impl FnMut(Clash, u64, u64),
+        by: &Accessor,
+        before: &HappensBefore<'_>,
+        report: &mut impl FnMut(Conflict, u64, u64),
     ) {
         while let Some((&at, _)) = self.cells.range(start..end).next() {
             let cell = self.cells.remove(&at).expect("a key that was just found");
-            cell.clashes(true, order, &mut |clash| report(clash, at, cell.end));
+            cell.conflicts(true, before, &mut |conflict| report(conflict, at, cell.end));
         }
-        self.cells.insert(start, Cell { end, write: Some(*who), reads: Vec::new() });
+        self.cells.insert(start, Cell { end, write: Some(*by), reads: Vec::new() });
     }
 
-    fn read(&mut self, start: u64, end: u64, who: &Actor, order: &Order<'_>, report: &mut impl FnMut(Clash, u64, u64)) {
+    fn read(
+        &mut self,
+        start: u64,
+        end: u64,
+        by: &Accessor,
+        before: &HappensBefore<'_>,
+        report: &mut impl FnMut(Conflict, u64, u64),
+    ) {
         let mut gaps = Vec::new();
         let mut from = start;
         for (&at, cell) in self.cells.range_mut(start..end) {
@@ -137,18 +145,18 @@ impl Shadow {
                 gaps.push((from, at));
             }
             from = cell.end;
-            cell.clashes(false, order, &mut |clash| report(clash, at, from));
-            if cell.is_unwritten() {
-                report(Clash::Unwritten, at, from);
+            cell.conflicts(false, before, &mut |conflict| report(conflict, at, from));
+            if cell.is_uninitialized() {
+                report(Conflict::Uninitialized, at, from);
             }
-            cell.add_read(who, order);
+            cell.add_read(by, before);
         }
         if from < end {
             gaps.push((from, end));
         }
         for (at, end) in gaps {
-            report(Clash::Unwritten, at, end);
-            self.cells.insert(at, Cell { end, write: None, reads: vec![*who] });
+            report(Conflict::Uninitialized, at, end);
+            self.cells.insert(at, Cell { end, write: None, reads: vec![*by] });
         }
     }
 
@@ -163,116 +171,126 @@ impl Shadow {
         }
     }
 
-    /// Notes that an allocator handed out `[start, end)`. Reports who still uses it.
-    pub fn hand_out(
+    /// An allocator allocated `[start, end)` for work behind `clock` and `epoch`, by call number `at`. Reports the
+    /// accesses that the new work is not ordered after.
+    pub fn suballocate(
         &mut self,
         (start, end): (u64, u64),
-        (at, frontier, stamp): (u64, &Arc<Frontier>, Stamp),
-        order: &Order<'_>,
-        report: &mut impl FnMut(&Actor, u64, u64),
+        (at, clock, epoch): (u64, &Arc<VectorClock>, Epoch),
+        before: &HappensBefore<'_>,
+        report: &mut impl FnMut(&Accessor, u64, u64),
     ) {
         self.split(start);
         self.split(end);
         let mut reported = false;
         for (&at, cell) in self.cells.range(start..end) {
-            for earlier in cell.write.iter().chain(&cell.reads).filter(|earlier| !order.covers(earlier)) {
+            for earlier in cell.write.iter().chain(&cell.reads).filter(|earlier| !before.includes(earlier)) {
                 report(earlier, at, cell.end);
                 reported = true;
             }
         }
         if reported {
-            // Said once: the new owner's own accesses would only repeat it.
-            self.forget(start, end);
+            // The accesses of the new work would only repeat the report.
+            self.forget_accesses(start, end);
         }
-        // What was taken back before may have been several pieces, at several times.
+        // The bytes may have been freed by several calls.
         let mut from = start;
-        for (until, returned) in self.returns_within(start, end) {
-            self.mark(from, until, Mark::HandedOut { at, frontier: Arc::clone(frontier), stamp, returned });
+        for (until, freed_at) in self.frees_within(start, end) {
+            let allocated = Suballocation::Allocated { at, clock: Arc::clone(clock), epoch, freed_at };
+            self.set_suballocation(from, until, allocated);
             from = until;
         }
     }
 
-    /// Cuts `[start, end)` into pieces that were taken back by one call each: where each ends, and that call's number;
-    /// 0 if none did.
-    fn returns_within(&self, start: u64, end: u64) -> Vec<(u64, u64)> {
-        let (mut pieces, mut from) = (Vec::new(), start);
-        for (at, until, mark) in self.marks_within(start, end) {
+    /// Divides `[start, end)` into parts that were freed by one call each: the end of the part, and the number of the
+    /// call; 0 if none freed it.
+    fn frees_within(&self, start: u64, end: u64) -> Vec<(u64, u64)> {
+        let (mut parts, mut from) = (Vec::new(), start);
+        for (at, until, suballocation) in self.suballocations_within(start, end) {
             if from < at {
-                pieces.push((at, 0));
+                parts.push((at, 0));
             }
             from = until.min(end);
-            let (Mark::HandedOut { returned, .. } | Mark::Returned { at: returned }) = *mark;
-            pieces.push((from, returned));
+            let (Suballocation::Allocated { freed_at, .. } | Suballocation::Freed { at: freed_at }) = *suballocation;
+            parts.push((from, freed_at));
         }
         if from < end {
-            pieces.push((end, 0));
+            parts.push((end, 0));
         }
-        // Neighbours with the same past are one piece.
-        pieces.dedup_by(|next, piece| {
-            let same = next.1 == piece.1;
+        // Merges neighbours that the same call freed.
+        parts.dedup_by(|next, part| {
+            let same = next.1 == part.1;
             if same {
-                piece.0 = next.0;
+                part.0 = next.0;
             }
             same
         });
-        pieces
+        parts
     }
 
-    /// The marks on `[start, end)`, with where each begins and ends.
-    fn marks_within(&self, start: u64, end: u64) -> impl Iterator<Item = (u64, u64, &Mark)> {
-        let first = self.marks.range(..=start).next_back().map_or(start, |(&at, _)| at);
-        let marks = self.marks.range(first..end).map(|(&at, (until, mark))| (at, *until, mark));
-        marks.filter(move |&(_, until, _)| until > start)
+    /// The suballocations that overlap `[start, end)`, each with its first and last offset.
+    fn suballocations_within(&self, start: u64, end: u64) -> impl Iterator<Item = (u64, u64, &Suballocation)> {
+        let first = self.suballocations.range(..=start).next_back().map_or(start, |(&at, _)| at);
+        let all = self.suballocations.range(first..end).map(|(&at, (until, reported))| (at, *until, reported));
+        all.filter(move |&(_, until, _)| until > start)
     }
 
-    /// Sets an allocator's mark on `[start, end)`, in place of what was marked there.
-    pub fn mark(&mut self, start: u64, end: u64, mark: Mark) {
-        self.unmark(start, end);
-        self.marks.insert(start, (end, mark));
+    /// An allocator freed `[start, end)` by call number `at`.
+    pub fn free_suballocation(&mut self, start: u64, end: u64, at: u64) {
+        self.set_suballocation(start, end, Suballocation::Freed { at });
     }
 
-    /// Takes away what was marked on `[start, end)`.
-    pub fn unmark(&mut self, start: u64, end: u64) {
-        if let Some((_, (until, old))) = self.marks.range_mut(..start).next_back()
+    fn set_suballocation(&mut self, start: u64, end: u64, suballocation: Suballocation) {
+        self.forget_suballocations(start, end);
+        self.suballocations.insert(start, (end, suballocation));
+    }
+
+    /// Forgets what an allocator reported about `[start, end)`.
+    pub fn forget_suballocations(&mut self, start: u64, end: u64) {
+        if let Some((_, (until, old))) = self.suballocations.range_mut(..start).next_back()
             && *until > start
         {
             let rest = (*until, old.clone());
             *until = start;
-            self.marks.insert(start, rest);
+            self.suballocations.insert(start, rest);
         }
-        while let Some((&at, _)) = self.marks.range(start..end).next() {
-            let (until, old) = self.marks.remove(&at).expect("a key that was just found");
+        while let Some((&at, _)) = self.suballocations.range(start..end).next() {
+            let (until, old) = self.suballocations.remove(&at).expect("a key that was just found");
             if until > end {
-                self.marks.insert(end, (until, old));
+                self.suballocations.insert(end, (until, old));
             }
         }
     }
 
-    fn clashes_with_marks(&self, start: u64, end: u64, who: &Actor, report: &mut impl FnMut(Clash, u64, u64)) -> bool {
-        let mut clashed = false;
-        for (at, until, mark) in self.marks_within(start, end) {
-            let clash = match mark {
-                Mark::HandedOut { at, returned, .. } if who.at >= *at => {
-                    let stale = who.point.is_some_and(|point| point.captured_at < *returned);
-                    stale.then_some(Clash::ReturnedSinceCapture)
+    fn conflicts_with_suballocations(
+        &self,
+        start: u64,
+        end: u64,
+        by: &Accessor,
+        report: &mut impl FnMut(Conflict, u64, u64),
+    ) -> bool {
+        let mut found = false;
+        for (at, until, suballocation) in self.suballocations_within(start, end) {
+            let conflict = match suballocation {
+                Suballocation::Allocated { at, freed_at, .. } if by.queued_at >= *at => {
+                    let stale = by.node.is_some_and(|instance| instance.captured_at < *freed_at);
+                    stale.then_some(Conflict::FreedSinceCapture)
                 }
-                Mark::HandedOut { frontier, stamp, .. } => {
-                    let known =
-                        frontier.covers(who.stamp) || (stamp.lane == who.stamp.lane && who.stamp.seq <= stamp.seq);
-                    (!known).then_some(Clash::HandedOut)
+                Suballocation::Allocated { clock, epoch, .. } => {
+                    let same_timeline = epoch.timeline == by.epoch.timeline && by.epoch.seq <= epoch.seq;
+                    (!same_timeline && !clock.covers(by.epoch)).then_some(Conflict::Reused)
                 }
-                Mark::Returned { at } => (who.at > *at).then_some(Clash::Returned),
+                Suballocation::Freed { at } => (by.queued_at > *at).then_some(Conflict::Freed),
             };
-            if let Some(clash) = clash {
-                report(clash, at.max(start), until.min(end));
-                clashed = true;
+            if let Some(conflict) = conflict {
+                report(conflict, at.max(start), until.min(end));
+                found = true;
             }
         }
-        clashed
+        found
     }
 
-    /// Forgets who touched `[start, end)`.
-    fn forget(&mut self, start: u64, end: u64) {
+    fn forget_accesses(&mut self, start: u64, end: u64) {
         while let Some((&at, _)) = self.cells.range(start..end).next() {
             self.cells.remove(&at);
         }
@@ -283,34 +301,47 @@ impl Shadow {
 mod tests {
     use super::*;
     use crate::StreamId;
+    use crate::sim::order::TimelineId;
 
-    /// Work number `seq` of `lane`, which knows of `seen`.
-    fn access(shadow: &mut Shadow, range: (u64, u64), write: bool, me: (u32, u64), seen: &[(u32, u64)]) -> Vec<String> {
-        let stamp = Stamp { lane: me.0, seq: me.1 };
-        let mut base = Frontier::default();
-        for &(lane, seq) in seen {
-            base.add(Stamp { lane, seq });
+    fn epoch((timeline, seq): (u32, u64)) -> Epoch {
+        Epoch { timeline: TimelineId(timeline), seq }
+    }
+
+    /// An access of operation `own`, which is ordered after `waited`.
+    fn access(
+        shadow: &mut Shadow,
+        range: (u64, u64),
+        write: bool,
+        own: (u32, u64),
+        waited: &[(u32, u64)],
+    ) -> Vec<String> {
+        let mut clock = VectorClock::default();
+        for &other in waited {
+            clock.add(epoch(other));
         }
-        let who = Actor {
-            label: Label::Fill,
-            stamp,
-            point: None,
-            stream: StreamId(u64::from(me.0)),
-            at: me.1 + 100 * u64::from(me.0),
+        let by = Accessor {
+            operation: Operation::Fill,
+            epoch: epoch(own),
+            number: own.1,
+            node: None,
+            stream: StreamId(u64::from(own.0)),
+            queued_at: own.1 + 100 * u64::from(own.0),
         };
-        let order = Order { stamp, base: &base, graph: None };
-        let mut clashes = Vec::new();
-        shadow.touch(range, write, &who, &order, &mut |clash, from, to| {
-            clashes.push(match clash {
-                Clash::Unordered(other) => format!("{}.{} {from}..{to}", other.stamp.lane, other.stamp.seq),
+        let before = HappensBefore { epoch: by.epoch, clock: &clock, graph: None };
+        let mut conflicts = Vec::new();
+        shadow.access(range, write, &by, &before, &mut |conflict, from, to| {
+            conflicts.push(match conflict {
+                Conflict::Unordered(Accessor { epoch: Epoch { timeline, seq }, .. }) => {
+                    format!("{}.{seq} {from}..{to}", timeline.0)
+                }
                 other => format!("{other:?} {from}..{to}"),
             });
         });
-        clashes
+        conflicts
     }
 
     #[test]
-    fn writes_of_two_lanes_clash_where_they_overlap() {
+    fn unordered_writes_conflict_where_they_overlap() {
         let mut shadow = Shadow::default();
         assert!(access(&mut shadow, (0, 100), true, (1, 1), &[]).is_empty());
         assert_eq!(access(&mut shadow, (50, 150), true, (2, 1), &[]), ["1.1 50..100"]);
@@ -318,7 +349,7 @@ mod tests {
     }
 
     #[test]
-    fn reads_do_not_clash_with_reads_but_with_the_next_write() {
+    fn reads_conflict_with_the_next_write_but_not_with_reads() {
         let mut shadow = Shadow::default();
         access(&mut shadow, (0, 10), true, (1, 1), &[]);
         assert!(access(&mut shadow, (0, 10), false, (2, 1), &[(1, 1)]).is_empty());
@@ -327,7 +358,7 @@ mod tests {
     }
 
     #[test]
-    fn a_later_read_of_the_same_lane_stands_for_the_earlier() {
+    fn a_later_read_of_a_timeline_replaces_the_earlier() {
         let mut shadow = Shadow::default();
         for seq in 1..100 {
             access(&mut shadow, (0, 8), false, (1, seq), &[]);
@@ -336,20 +367,21 @@ mod tests {
     }
 
     #[test]
-    fn unwritten_bytes_are_told_apart_from_written_ones() {
+    fn reads_of_unwritten_bytes_are_reported() {
         let mut shadow = Shadow::default();
         access(&mut shadow, (10, 20), true, (1, 1), &[]);
-        assert_eq!(access(&mut shadow, (5, 25), false, (1, 2), &[]), ["Unwritten 5..10", "Unwritten 20..25"]);
+        assert_eq!(access(&mut shadow, (5, 25), false, (1, 2), &[]), ["Uninitialized 5..10", "Uninitialized 20..25"]);
     }
 
     #[test]
-    fn a_new_owner_excuses_only_those_it_comes_after() {
+    fn reuse_conflicts_with_work_that_the_new_work_is_not_behind() {
         let mut shadow = Shadow::default();
-        let frontier = Arc::new(Frontier::default());
-        shadow.mark(0, 64, Mark::HandedOut { at: 500, frontier, stamp: Stamp { lane: 1, seq: 3 }, returned: 0 });
+        let clock = Arc::new(VectorClock::default());
+        let allocated = Suballocation::Allocated { at: 500, clock, epoch: epoch((1, 3)), freed_at: 0 };
+        shadow.set_suballocation(0, 64, allocated);
         assert!(access(&mut shadow, (0, 64), true, (1, 2), &[]).is_empty(), "queued before in the same stream");
-        assert_eq!(access(&mut shadow, (0, 64), true, (2, 1), &[]), ["HandedOut 0..64"]);
-        shadow.mark(16, 32, Mark::Returned { at: 0 });
-        assert_eq!(access(&mut shadow, (0, 64), false, (1, 2), &[]), ["Returned 16..32"]);
+        assert_eq!(access(&mut shadow, (0, 64), true, (2, 1), &[]), ["Reused 0..64"]);
+        shadow.free_suballocation(16, 32, 0);
+        assert_eq!(access(&mut shadow, (0, 64), false, (1, 2), &[]), ["Freed 16..32"]);
     }
 }

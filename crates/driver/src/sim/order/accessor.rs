@@ -1,14 +1,14 @@
-//! Who touched memory: a piece of work or the host, with its place in the order.
+//! Who accessed memory: an operation of a stream, a node of a launched graph, or the host.
 
 use std::fmt;
 
-use crate::sim::order::{Frontier, HOST, Stamp};
-use crate::sim::work::ExecGraph;
-use crate::{GraphExecId, StreamId};
+use super::clock::{Epoch, TimelineId, VectorClock};
+use super::node_order::{NodeInstance, NodeOrder};
+use crate::StreamId;
 
-/// What a piece of work is called in messages.
+/// What an operation is called in messages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Label {
+pub enum Operation {
     Kernel(&'static str),
     Fill,
     Copy,
@@ -20,7 +20,7 @@ pub enum Label {
     HostWrite,
 }
 
-impl fmt::Display for Label {
+impl fmt::Display for Operation {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Kernel(name) => write!(f, "kernel {name}"),
@@ -36,70 +36,96 @@ impl fmt::Display for Label {
     }
 }
 
-/// Which node of a launched graph it was, and in which run of a conditional's body.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Point {
-    pub exec: GraphExecId,
-    pub node: u32,
-    /// Bodies of conditional nodes run many times in one launch; this counts all such runs. 0 outside of bodies.
-    pub run: u32,
-    /// The number of the call that captured it, or gave it its arguments since.
-    pub captured_at: u64,
-}
-
-/// Who touched memory.
+/// Who accessed memory.
 #[derive(Clone, Copy, Debug)]
-pub struct Actor {
-    pub label: Label,
-    /// Where it stands. All nodes of one launch share the stamp of the launch.
-    pub stamp: Stamp,
-    pub point: Option<Point>,
+pub struct Accessor {
+    pub operation: Operation,
+    /// All nodes of one launch share the epoch of the launch.
+    pub epoch: Epoch,
+    /// The number of the operation in its stream, from 1; that of the launch for a node.
+    pub number: u64,
+    pub node: Option<NodeInstance>,
+    /// Of no meaning for the host.
     pub stream: StreamId,
     /// The number of the call that queued it.
-    pub at: u64,
+    pub queued_at: u64,
 }
 
-impl Actor {
+impl Accessor {
     /// Tells one operation from another.
     pub fn key(&self) -> (u64, u32) {
-        (self.at, self.point.map_or(0, |point| point.node + 1))
+        (self.queued_at, self.node.map_or(0, |instance| instance.node + 1))
     }
 
     pub fn is_host(&self) -> bool {
-        self.stamp.lane == HOST
+        self.epoch.timeline == TimelineId::HOST
     }
 }
 
-impl fmt::Display for Actor {
+impl fmt::Display for Accessor {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self.point {
-            Some(point) => write!(f, "{} (node {} of {}, launch #{})", self.label, point.node, point.exec, self.at)?,
-            None => write!(f, "{} #{}", self.label, self.at)?,
+        let Self { operation, queued_at, stream, .. } = self;
+        match self.node {
+            Some(NodeInstance { exec, node, .. }) => {
+                write!(f, "{operation} (node {node} of {exec}, launch #{queued_at})")?;
+            }
+            None => write!(f, "{operation} #{queued_at}")?,
         }
-        if self.is_host() { f.write_str(" on the host") } else { write!(f, " in {}", self.stream) }
+        if self.is_host() { f.write_str(" on the host") } else { write!(f, " in {stream}") }
     }
 }
 
-/// What the work that runs now knows about everybody else.
+/// What is ordered before the operation that runs now.
 #[derive(Clone, Copy)]
-pub struct Order<'a> {
-    pub stamp: Stamp,
-    pub base: &'a Frontier,
-    pub graph: Option<(&'a ExecGraph, Point)>,
+pub struct HappensBefore<'a> {
+    /// The epoch of the operation itself.
+    pub epoch: Epoch,
+    /// What it is ordered after on other timelines.
+    pub clock: &'a VectorClock,
+    /// The graph that it is a node of, if it is.
+    pub graph: Option<(&'a NodeOrder, NodeInstance)>,
 }
 
-impl Order<'_> {
-    /// Whether `earlier`, which has already run, is known to come before this.
-    pub fn covers(&self, earlier: &Actor) -> bool {
-        if earlier.stamp.lane != self.stamp.lane {
-            return self.base.covers(earlier.stamp);
+impl HappensBefore<'_> {
+    /// Whether `earlier`, which has run, is ordered before this operation.
+    pub fn includes(&self, earlier: &Accessor) -> bool {
+        if earlier.epoch.timeline != self.epoch.timeline {
+            return self.clock.covers(earlier.epoch);
         }
-        if earlier.stamp.seq != self.stamp.seq {
-            return earlier.stamp.seq < self.stamp.seq;
+        if earlier.epoch.seq != self.epoch.seq {
+            return earlier.epoch.seq < self.epoch.seq;
         }
-        match (self.graph, earlier.point) {
-            (Some((graph, here)), Some(there)) => graph.ordered(there, here),
+        match (self.graph, earlier.node) {
+            (Some((order, this)), Some(other)) => order.is_before(other, this),
             _ => true,
+        }
+    }
+
+    /// In words, why `earlier` is not ordered before `later`, the operation that this is about.
+    pub fn why_not(&self, earlier: &Accessor, later: &Accessor) -> String {
+        let (before, after) = (earlier.stream, later.stream);
+        if earlier.is_host() {
+            return format!(
+                "it was queued in {after} before the host accessed the memory, and the host did not wait for it"
+            );
+        }
+        if let (Some(this), Some(other)) = (later.node, earlier.node)
+            && earlier.epoch == later.epoch
+        {
+            return format!("the graph has no path from node {} to node {}", other.node, this.node);
+        }
+        // Counted in the stream: its timeline may have served another stream before.
+        let first = earlier.epoch.seq - earlier.number;
+        let waited = match self.clock.get(earlier.epoch.timeline).saturating_sub(first) {
+            0 => format!("has not waited for any work of {before}"),
+            last => {
+                format!("has waited for {before} only up to operation {last}; this was operation {}", earlier.number)
+            }
+        };
+        if later.is_host() {
+            format!("the host {waited}")
+        } else {
+            format!("{after} {waited} (no event, default stream or wait of the host orders the two)")
         }
     }
 }

@@ -1,58 +1,65 @@
-//! Who is known to come before whom.
+//! Vector clocks.
 //!
-//! Every stream is a lane, and so is the host (lane 0). A piece of work is the n-th of its lane: its stamp. A frontier
-//! holds, for every lane, how far it is known to be done; work that starts with a frontier comes after all of it. Two
-//! pieces of work neither of which knows of the other have no order, whatever the clock says.
+//! A timeline is a totally ordered sequence of work: every stream has one, and the host has timeline 0. An epoch is a
+//! position on a timeline. A vector clock holds for every timeline the last epoch that is known to be done; work that
+//! starts with a clock is ordered after everything that the clock covers. Two operations are unordered if neither is
+//! covered by the other's clock, whatever the virtual time says.
 
-/// The host's lane.
-pub const HOST: u32 = 0;
+/// Names a timeline.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct TimelineId(pub u32);
 
-/// A place in the order: the `seq`-th of `lane`.
+impl TimelineId {
+    /// The host's timeline.
+    pub const HOST: Self = Self(0);
+}
+
+/// A position on a timeline: operation number `seq`, counted from 1.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct Stamp {
-    pub lane: u32,
+pub struct Epoch {
+    pub timeline: TimelineId,
     pub seq: u64,
 }
 
-/// For every lane, how far it is known to be done.
+/// For every timeline, the number of the last operation known to be done.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Frontier {
-    seen: Vec<u64>,
+pub struct VectorClock {
+    done: Vec<u64>,
 }
 
-impl Frontier {
-    /// How far `lane` is known to be done.
-    pub fn seen(&self, lane: u32) -> u64 {
-        self.seen.get(lane as usize).copied().unwrap_or(0)
+impl VectorClock {
+    /// The number of the last operation of `timeline` known to be done; 0 if none is.
+    pub fn get(&self, timeline: TimelineId) -> u64 {
+        self.done.get(timeline.0 as usize).copied().unwrap_or(0)
     }
 
-    /// Whether the work at `stamp` is known to be done.
-    pub fn covers(&self, stamp: Stamp) -> bool {
-        self.seen(stamp.lane) >= stamp.seq
+    /// Whether `epoch` is known to be done.
+    pub fn covers(&self, epoch: Epoch) -> bool {
+        self.get(epoch.timeline) >= epoch.seq
     }
 
-    /// Whether all of `other` is known here.
-    pub fn contains(&self, other: &Self) -> bool {
-        other.seen.iter().enumerate().all(|(lane, &seq)| seq <= self.seen.get(lane).copied().unwrap_or(0))
+    /// Whether everything that `other` covers is covered here.
+    pub fn covers_all(&self, other: &Self) -> bool {
+        other.done.iter().enumerate().all(|(index, &seq)| seq <= self.done.get(index).copied().unwrap_or(0))
     }
 
-    /// Learns that the work at `stamp` is done. Says whether that was news.
-    pub fn add(&mut self, stamp: Stamp) -> bool {
-        let lane = stamp.lane as usize;
-        if self.seen.len() <= lane {
-            self.seen.resize(lane + 1, 0);
+    /// Covers `epoch` from now on. Returns whether it was not covered before.
+    pub fn add(&mut self, epoch: Epoch) -> bool {
+        let index = epoch.timeline.0 as usize;
+        if self.done.len() <= index {
+            self.done.resize(index + 1, 0);
         }
-        let news = self.seen[lane] < stamp.seq;
-        self.seen[lane] = self.seen[lane].max(stamp.seq);
-        news
+        let is_new = self.done[index] < epoch.seq;
+        self.done[index] = self.done[index].max(epoch.seq);
+        is_new
     }
 
-    /// Learns all of `other`.
+    /// Covers everything that `other` covers from now on.
     pub fn join(&mut self, other: &Self) {
-        if self.seen.len() < other.seen.len() {
-            self.seen.resize(other.seen.len(), 0);
+        if self.done.len() < other.done.len() {
+            self.done.resize(other.done.len(), 0);
         }
-        for (mine, &theirs) in self.seen.iter_mut().zip(&other.seen) {
+        for (mine, &theirs) in self.done.iter_mut().zip(&other.done) {
             *mine = (*mine).max(theirs);
         }
     }
@@ -62,31 +69,35 @@ impl Frontier {
 mod tests {
     use super::*;
 
-    fn frontier(stamps: &[(u32, u64)]) -> Frontier {
-        let mut frontier = Frontier::default();
-        for &(lane, seq) in stamps {
-            frontier.add(Stamp { lane, seq });
+    fn epoch(timeline: u32, seq: u64) -> Epoch {
+        Epoch { timeline: TimelineId(timeline), seq }
+    }
+
+    fn clock(epochs: &[(u32, u64)]) -> VectorClock {
+        let mut clock = VectorClock::default();
+        for &(timeline, seq) in epochs {
+            clock.add(epoch(timeline, seq));
         }
-        frontier
+        clock
     }
 
     #[test]
-    fn a_frontier_covers_what_it_has_seen_and_no_more() {
-        let seen = frontier(&[(1, 5), (3, 2)]);
-        assert!(seen.covers(Stamp { lane: 1, seq: 5 }));
-        assert!(!seen.covers(Stamp { lane: 1, seq: 6 }));
-        assert!(!seen.covers(Stamp { lane: 2, seq: 1 }));
-        assert!(!seen.covers(Stamp { lane: 9, seq: 1 }));
+    fn clock_covers_epochs_up_to_its_own() {
+        let clock = clock(&[(1, 5), (3, 2)]);
+        assert!(clock.covers(epoch(1, 5)));
+        assert!(!clock.covers(epoch(1, 6)));
+        assert!(!clock.covers(epoch(2, 1)));
+        assert!(!clock.covers(epoch(9, 1)));
     }
 
     #[test]
-    fn joining_takes_the_later_of_each_lane() {
-        let mut a = frontier(&[(1, 5), (2, 1)]);
-        let b = frontier(&[(1, 3), (2, 4), (4, 1)]);
-        assert!(!a.contains(&b));
+    fn join_takes_the_later_epoch_of_each_timeline() {
+        let mut a = clock(&[(1, 5), (2, 1)]);
+        let b = clock(&[(1, 3), (2, 4), (4, 1)]);
+        assert!(!a.covers_all(&b));
         a.join(&b);
-        assert_eq!(a, frontier(&[(1, 5), (2, 4), (4, 1)]));
-        assert!(a.contains(&b));
-        assert!(!a.add(Stamp { lane: 2, seq: 4 }), "known already");
+        assert_eq!(a, clock(&[(1, 5), (2, 4), (4, 1)]));
+        assert!(a.covers_all(&b));
+        assert!(!a.add(epoch(2, 4)), "covered already");
     }
 }

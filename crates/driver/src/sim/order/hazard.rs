@@ -1,41 +1,41 @@
-//! The hazard log: every use of memory or of a handle that nothing protects, with who, where and why.
+//! The hazard log: every use of memory or of a handle that nothing protects, with the operations and the reason.
 
 use std::fmt;
 
 use rustc_hash::FxHashMap;
 
+use super::accessor::Accessor;
 use crate::DevicePtr;
-use crate::sim::order::Actor;
 
-/// What kind of trouble it is.
+/// The kind of a hazard.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[non_exhaustive]
 pub enum HazardKind {
-    /// Memory was touched after it had been freed, or in no order with the free.
+    /// Memory was accessed after it was freed, or unordered with the free.
     UseAfterFree,
-    /// Memory was touched after it had been unmapped.
+    /// Memory was accessed after it was unmapped.
     UseAfterUnmap,
-    /// An address was touched that belongs to nothing, or that this device may not touch.
+    /// An address was accessed that is not mapped, or that this device has no access to.
     IllegalAccess,
-    /// Memory was read that nobody had written.
+    /// Memory was read that had never been written.
     UninitializedRead,
-    /// Two accesses have no order, and one of them writes.
+    /// Two accesses are unordered, and at least one of them writes.
     Race,
-    /// An allocator handed out memory that other work, in no order with the new owner, still uses.
+    /// An allocator reused memory for new work that is not ordered after earlier work on the same memory.
     ReusedInFlight,
-    /// The host touched pinned memory while the device still used it.
+    /// The host accessed pinned memory that the device was still using.
     HostRace,
-    /// A stream, event, graph or other object was used after it had been destroyed.
+    /// A stream, event, graph or other object was used after it was destroyed.
     UseAfterDestroy,
-    /// A graph was replayed over memory that is gone.
+    /// A graph was launched that uses memory freed or unmapped since its capture.
     GraphUsesFreedMemory,
-    /// A copy whose source and target overlap.
+    /// The source and the target of a copy overlap.
     OverlappingCopy,
-    /// A kernel's double could not go on, for a reason of its own.
+    /// The host implementation of a kernel returned an error.
     KernelFault,
-    /// A capture ended while a stream that joined it had work that leads nowhere.
+    /// A capture ended while a stream that had joined it had work that the first stream did not wait for.
     CaptureUnjoined,
-    /// A call broke a capture.
+    /// A call invalidated a capture.
     CaptureInvalidated,
 }
 
@@ -47,16 +47,16 @@ impl HazardKind {
             Self::UseAfterFree => "use after free",
             Self::UseAfterUnmap => "use after unmap",
             Self::IllegalAccess => "illegal access",
-            Self::UninitializedRead => "read of never-written memory",
+            Self::UninitializedRead => "uninitialized read",
             Self::Race => "unordered accesses",
-            Self::ReusedInFlight => "handed out while in use",
-            Self::HostRace => "host access before the device was done",
+            Self::ReusedInFlight => "memory reused while in use",
+            Self::HostRace => "host access while the device used the memory",
             Self::UseAfterDestroy => "use after destroy",
-            Self::GraphUsesFreedMemory => "graph replayed over freed memory",
-            Self::OverlappingCopy => "copy onto itself",
-            Self::KernelFault => "kernel could not go on",
-            Self::CaptureUnjoined => "capture left unjoined",
-            Self::CaptureInvalidated => "capture broken",
+            Self::GraphUsesFreedMemory => "graph uses freed memory",
+            Self::OverlappingCopy => "overlapping copy",
+            Self::KernelFault => "kernel fault",
+            Self::CaptureUnjoined => "capture unjoined",
+            Self::CaptureInvalidated => "capture invalidated",
         }
     }
 }
@@ -67,29 +67,29 @@ impl fmt::Display for HazardKind {
     }
 }
 
-/// Bytes that operations clash over.
+/// The bytes that a hazard is about.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct HazardRange {
-    /// What `offset` counts from.
+    /// What `offset` is relative to.
     pub base: RangeBase,
     /// The first byte.
     pub offset: u64,
-    /// How many.
+    /// The number of bytes.
     pub bytes: u64,
 }
 
-/// Where an offset counts from. Addresses of host memory differ from run to run, so pinned memory is named by the call
-/// that pinned it: one seed gives one log.
+/// What an offset is relative to. Addresses of host memory differ from run to run, so pinned memory is named by the
+/// call that pinned it: the same seed gives the same log.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RangeBase {
-    /// Address 0: the offset is the device's address.
+    /// Address 0: the offset is a device address.
     Address,
     /// The start of the host memory that the call of that number pinned.
     PinnedBy(u64),
 }
 
 impl HazardRange {
-    /// `bytes` bytes at `ptr`, or from `offset` on in what the call `pinned_by` pinned.
+    /// `bytes` bytes at `ptr`, or at `offset` of the memory that call `pinned_by` pinned.
     pub(in crate::sim) fn new(pinned_by: Option<u64>, ptr: DevicePtr, offset: u64, bytes: u64) -> Self {
         match pinned_by {
             Some(call) => Self { base: RangeBase::PinnedBy(call), offset, bytes },
@@ -97,8 +97,8 @@ impl HazardRange {
         }
     }
 
-    /// Grows to hold `other` too, if both count from the same.
-    fn widen(&mut self, other: Self) {
+    /// Grows to include `other`, if both have the same base.
+    fn extend(&mut self, other: Self) {
         if self.base == other.base {
             let end = (self.offset + self.bytes).max(other.offset + other.bytes);
             self.offset = self.offset.min(other.offset);
@@ -121,16 +121,16 @@ impl fmt::Display for HazardRange {
 /// One entry of the log.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Hazard {
-    /// What kind of trouble.
+    /// The kind.
     pub kind: HazardKind,
     /// The operations, in the order in which they took effect: what each is, the number of the call that queued it
     /// (counted over the whole driver), its stream or graph.
     pub operations: Vec<String>,
-    /// The bytes, where memory is concerned.
+    /// The bytes, if the hazard is about memory.
     pub range: Option<HazardRange>,
-    /// Why no order protects them.
+    /// Why nothing protects them.
     pub why: String,
-    /// When it was noticed, in nanoseconds of the virtual clock.
+    /// When it was detected, in nanoseconds of virtual time.
     pub at_nanos: u64,
 }
 
@@ -144,21 +144,22 @@ impl fmt::Display for Hazard {
     }
 }
 
-/// Who took part, for telling the same trouble again from new trouble.
+/// What makes two hazards the same: kind, operations, memory.
 type Key = (HazardKind, Option<(u64, u32)>, Option<(u64, u32)>, u64);
 
-/// The log itself. One entry for each pair of operations and piece of memory, however many bytes of it they clash over.
+/// The log. One entry for each pair of operations and backing memory, however many of its bytes they conflict over.
 #[derive(Debug, Default)]
 pub struct HazardLog {
-    kept: usize,
+    max: usize,
     entries: Vec<Hazard>,
     index: FxHashMap<Key, usize>,
     dropped: u64,
 }
 
 impl HazardLog {
-    pub fn new(kept: usize) -> Self {
-        Self { kept, ..Self::default() }
+    /// Keeps up to `max` entries and counts the others.
+    pub fn new(max: usize) -> Self {
+        Self { max, ..Self::default() }
     }
 
     pub fn entries(&self) -> &[Hazard] {
@@ -170,24 +171,24 @@ impl HazardLog {
     }
 
     pub fn clear(&mut self) {
-        *self = Self::new(self.kept);
+        *self = Self::new(self.max);
     }
 
-    /// Logs trouble over memory between `first`, if somebody came before, and `second`. `area` tells one piece of
-    /// memory from another: ranges of two are never joined.
-    pub fn memory(
+    /// Logs a hazard about memory, of `second` and of `first`, if another operation is involved. `area` identifies the
+    /// mapped memory: ranges of two areas are never merged.
+    pub fn add_access(
         &mut self,
         kind: HazardKind,
-        (first, second): (Option<&Actor>, &Actor),
+        (first, second): (Option<&Accessor>, &Accessor),
         area: u64,
         range: HazardRange,
         why: impl FnOnce() -> String,
         at_nanos: u64,
     ) {
-        let key = (kind, first.map(Actor::key), Some(second.key()), area);
+        let key = (kind, first.map(Accessor::key), Some(second.key()), area);
         if let Some(&known) = self.index.get(&key) {
             if let Some(old) = &mut self.entries[known].range {
-                old.widen(range);
+                old.extend(range);
             }
             return;
         }
@@ -195,8 +196,8 @@ impl HazardLog {
         self.push(key, Hazard { kind, operations, range: Some(range), why: why(), at_nanos });
     }
 
-    /// Logs trouble that is not about bytes.
-    pub fn plain(&mut self, kind: HazardKind, operation: String, why: String, at_nanos: u64) {
+    /// Logs a hazard that is not about bytes.
+    pub fn add(&mut self, kind: HazardKind, operation: String, why: String, at_nanos: u64) {
         if self.entries.iter().any(|known| known.kind == kind && known.operations == [operation.as_str()]) {
             return;
         }
@@ -205,7 +206,7 @@ impl HazardLog {
     }
 
     fn push(&mut self, key: Key, hazard: Hazard) {
-        if self.entries.len() == self.kept {
+        if self.entries.len() == self.max {
             self.dropped += 1;
             return;
         }

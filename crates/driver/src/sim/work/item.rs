@@ -1,21 +1,20 @@
-//! Pieces of work: what a stream or a graph does, one after the other.
+//! Items of work, and captured graphs of them. (A conditional node is an item that contains a graph.)
 
 use std::fmt;
 use std::sync::{Arc, Mutex, OnceLock};
 
-use crate::sim::order::{Frontier, Label, Stamp};
-use crate::sim::work::Template;
+use crate::sim::order::Operation;
 use crate::{
-    ConditionalId, ConditionalKind, DevicePtr, EventId, FunctionId, HostCallback, KernelArg, KernelMirror, LaunchShape,
-    NodeKind, Pattern, PoolId,
+    ConditionalId, ConditionalKind, DeviceId, DevicePtr, EventId, FunctionId, GraphTopology, HostCallback, KernelArg,
+    KernelMirror, LaunchShape, Node, NodeId, NodeKind, Pattern, PoolId, StreamId,
 };
 
 /// A kernel with its arguments.
 #[derive(Debug)]
 pub struct KernelWork {
-    /// What was launched; none for a library's own kernel.
+    /// The launched function; `None` for a kernel of a library.
     pub function: Option<FunctionId>,
-    pub mirror: KernelMirror,
+    pub host: KernelMirror,
     pub shape: LaunchShape,
     pub args: Vec<KernelArg>,
 }
@@ -23,7 +22,7 @@ pub struct KernelWork {
 /// What there is to do.
 #[derive(Clone)]
 pub enum Work {
-    /// Nothing; it waits for others and others wait for it.
+    /// Nothing: a position in the order.
     Marker,
     Record(EventId),
     Fill {
@@ -56,7 +55,7 @@ pub enum Work {
     },
     /// A launched graph, by the number of its launch. Only in a stream.
     Launch(u64),
-    /// Waits for an event of the world outside. Only in a graph.
+    /// Waits for an event recorded outside the graph. Only in a graph.
     EventWait(EventId),
     /// A body that runs if, or while, a flag is set. Only in a graph.
     Conditional {
@@ -83,7 +82,7 @@ impl Work {
         }
     }
 
-    /// Whether the body of a conditional node may hold it.
+    /// Whether the body of a conditional node may contain it.
     pub fn is_allowed_in_body(&self) -> bool {
         matches!(
             self,
@@ -91,21 +90,21 @@ impl Work {
         )
     }
 
-    /// Whether it says itself how long it takes, so that luck has no part in it.
-    pub fn is_timed(&self) -> bool {
-        matches!(self, Self::Kernel(kernel) if kernel.mirror.nanos.is_some())
+    /// Whether its duration is given, so that the seed does not change it.
+    pub fn has_fixed_duration(&self) -> bool {
+        matches!(self, Self::Kernel(kernel) if kernel.host.nanos.is_some())
     }
 
-    /// What messages call it, where it touches memory.
-    pub fn label(&self) -> Label {
+    /// What messages call it, where it accesses memory.
+    pub fn operation(&self) -> Operation {
         match self {
-            Self::Fill { .. } => Label::Fill,
-            Self::Upload { .. } => Label::Upload,
-            Self::Download { .. } => Label::Download,
-            Self::Kernel(kernel) => Label::Kernel(kernel.mirror.name),
-            Self::PoolAlloc { .. } => Label::PoolAlloc,
-            Self::PoolFree { .. } => Label::PoolFree,
-            _ => Label::Copy,
+            Self::Fill { .. } => Operation::Fill,
+            Self::Upload { .. } => Operation::Upload,
+            Self::Download { .. } => Operation::Download,
+            Self::Kernel(kernel) => Operation::Kernel(kernel.host.name),
+            Self::PoolAlloc { .. } => Operation::PoolAlloc,
+            Self::PoolFree { .. } => Operation::PoolFree,
+            _ => Operation::Copy,
         }
     }
 }
@@ -116,48 +115,69 @@ impl fmt::Debug for Work {
     }
 }
 
-/// A piece of work in a stream's queue.
-#[derive(Debug)]
-pub struct Op {
-    pub seq: u64,
-    /// The number of the call that queued it.
-    pub at: u64,
-    /// What it comes after, besides what is before it in its stream.
-    pub base: Arc<Frontier>,
-    /// What of that is not done yet and in other lanes.
-    pub waits: Vec<Stamp>,
-    pub nanos: u64,
+/// A captured node.
+#[derive(Clone, Debug)]
+pub struct TemplateNode {
+    pub id: NodeId,
+    /// The number of the call that captured it.
+    pub captured_at: u64,
     pub work: Work,
+    pub nanos: u64,
+    /// The indices of the nodes that it depends on.
+    pub dependencies: Vec<u32>,
+    pub stream: StreamId,
 }
 
-/// The callbacks that are in graphs, held once more so that the last graph does not let go of them under the lock.
-#[derive(Default)]
-pub struct CapturedCallbacks {
-    held: Vec<HostCallback>,
-    /// Whether a graph has gone since they were last looked through.
-    graph_gone: bool,
+/// A captured graph.
+#[derive(Debug)]
+pub struct Template {
+    pub device: DeviceId,
+    pub nodes: Vec<TemplateNode>,
+    /// The flags of its conditional nodes with their initial values.
+    pub flags: Vec<(ConditionalId, u32)>,
+    /// Memory that its nodes allocate, with the pool.
+    pub memory: Vec<(DevicePtr, PoolId)>,
 }
 
-impl CapturedCallbacks {
-    pub fn push(&mut self, callback: HostCallback) {
-        self.held.push(callback);
+impl Template {
+    pub fn topology(&self) -> GraphTopology {
+        topology(&self.nodes)
     }
 
-    pub fn graph_gone(&mut self) {
-        self.graph_gone = true;
+    /// Whether one of its nodes frees `ptr`.
+    pub fn frees(&self, ptr: DevicePtr) -> bool {
+        frees(&self.nodes, ptr)
     }
 
-    /// Takes out those that no graph holds any more.
-    pub fn take_unused(&mut self) -> Vec<HostCallback> {
-        if !std::mem::take(&mut self.graph_gone) {
-            return Vec::new();
+    /// The graph in the DOT language.
+    pub fn dot(&self) -> String {
+        let mut text = String::from("digraph warpool {\n");
+        for (index, node) in self.nodes.iter().enumerate() {
+            let label = match &node.work {
+                Work::Kernel(kernel) => kernel.host.name.to_owned(),
+                other => format!("{:?}", other.node_kind()),
+            };
+            text += &format!("  n{index} [label=\"{index}\\n{label}\"];\n");
         }
-        self.held.extract_if(.., |callback| Arc::strong_count(callback) == 1).collect()
+        for (index, node) in self.nodes.iter().enumerate() {
+            for dependency in &node.dependencies {
+                text += &format!("  n{dependency} -> n{index};\n");
+            }
+        }
+        text + "}\n"
     }
 }
 
-impl fmt::Debug for CapturedCallbacks {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} callbacks", self.held.len())
+/// Whether one of these nodes frees `ptr`.
+pub fn frees(nodes: &[TemplateNode], ptr: DevicePtr) -> bool {
+    nodes.iter().any(|node| matches!(node.work, Work::PoolFree { ptr: freed } if freed == ptr))
+}
+
+/// Nodes and edges as the contract shows them.
+pub fn topology(nodes: &[TemplateNode]) -> GraphTopology {
+    let edge = |from: u32, to: &TemplateNode| (nodes[from as usize].id, to.id);
+    GraphTopology {
+        nodes: nodes.iter().map(|node| Node { id: node.id, kind: node.work.node_kind() }).collect(),
+        edges: nodes.iter().flat_map(|node| node.dependencies.iter().map(move |&from| edge(from, node))).collect(),
     }
 }

@@ -1,227 +1,189 @@
-//! A launched graph on its way: its nodes run in the order of their edges, bodies of conditional nodes as often as
-//! their flags say.
+//! A launched graph in execution: which nodes are done, which can start, how often bodies of conditional nodes run.
+//!
+//! It decides what happens next ([`LaunchAction`]); the scheduler does it.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use crate::sim::cost;
-use crate::sim::order::{Frontier, Point, Stamp};
-use crate::sim::work::{Callback, ExecGraph, Runner, Scene, Template, Work};
-use crate::sim::world::World;
+use super::exec_graph::{ExecGraph, ExecNode};
+use super::item::{Template, Work};
+use super::stream::StreamPoint;
+use crate::sim::order::NodeInstance;
 use crate::{ConditionalId, ConditionalKind, GraphExecId, StreamId};
 
-/// Kernels that run instead of those that were captured, by the places of their nodes.
-pub type Kernels = BTreeMap<u32, NewKernel>;
+/// Kernels whose arguments were replaced since the capture, by the indices of their nodes.
+pub type ReplacedKernels = BTreeMap<u32, ReplacedKernel>;
 
 /// A kernel with other arguments than it was captured with.
 #[derive(Clone, Debug)]
-pub struct NewKernel {
+pub struct ReplacedKernel {
     pub work: Work,
     pub nanos: u64,
-    /// The number of the call that gave it its arguments.
-    pub at: u64,
+    /// The number of the call that replaced the arguments.
+    pub replaced_at: u64,
 }
 
-/// One launch of an executable.
+/// What happens next in a launch.
+#[derive(Debug)]
+pub enum LaunchAction {
+    /// A node starts. `iterations` is the number of body runs so far.
+    Start { node: u32, iterations: u32 },
+    /// A conditional node of a loop tests its flag again.
+    Retest { node: u32 },
+    /// All nodes are done.
+    End,
+}
+
+/// One launch of an executable graph.
 #[derive(Debug)]
 pub struct Launch {
     pub exec: GraphExecId,
     pub graph: Arc<ExecGraph>,
-    /// Keeps the addresses that its nodes allocate, also if the executable goes first.
+    /// Keeps the addresses that its nodes allocate, even if the executable is destroyed first.
     pub template: Arc<Template>,
-    kernels: Arc<Kernels>,
+    kernels: Arc<ReplacedKernels>,
     pub stream: StreamId,
-    /// The place of the launch in its stream: all its nodes share it.
-    pub stamp: Stamp,
-    pub at: u64,
-    pub base: Arc<Frontier>,
+    /// The point of the launch in its stream, shared by all its nodes.
+    pub point: StreamPoint,
+    pub queued_at: u64,
     pub flags: Vec<(ConditionalId, u32)>,
-    /// For each node, how many before it are not done.
-    preds: Vec<u32>,
-    /// For each body, how many nodes are not done.
-    left: Vec<u32>,
-    /// For each body, the number of its current run.
-    run: Vec<u32>,
-    runs: u32,
-    /// Let through by hand: its nodes take no time.
-    pub hurried: bool,
+    /// Released from a paused stream: its nodes take no time.
+    pub instant: bool,
+    /// For each node, the number of predecessors that are not done.
+    pending: Vec<u32>,
+    /// For each body, the number of nodes that are not done.
+    remaining: Vec<u32>,
+    /// For each body, the number of its current run among all runs of bodies.
+    iteration: Vec<u32>,
+    iterations: u32,
 }
 
 impl Launch {
     pub fn new(
         exec: GraphExecId,
-        (graph, template, kernels): (&Arc<ExecGraph>, Arc<Template>, Arc<Kernels>),
+        (graph, template, kernels): (Arc<ExecGraph>, Arc<Template>, Arc<ReplacedKernels>),
         stream: StreamId,
-        stamp: Stamp,
-        at: u64,
-        base: Arc<Frontier>,
+        point: StreamPoint,
+        queued_at: u64,
     ) -> Self {
         Self {
             exec,
             stream,
-            stamp,
-            at,
-            base,
+            point,
+            queued_at,
             flags: graph.flags.clone(),
-            preds: vec![0; graph.nodes.len()],
-            left: vec![0; graph.bodies.len()],
-            run: vec![0; graph.bodies.len()],
-            runs: 0,
-            hurried: false,
-            graph: Arc::clone(graph),
+            pending: vec![0; graph.nodes.len()],
+            remaining: vec![0; graph.bodies.len()],
+            iteration: vec![0; graph.bodies.len()],
+            iterations: 0,
+            instant: false,
+            graph,
             template,
             kernels,
         }
     }
 
-    fn flag(&self, flag: ConditionalId) -> bool {
-        self.flags.iter().any(|&(id, value)| id == flag && value != 0)
-    }
-}
-
-impl World {
-    /// The launch is the first of its stream: it begins.
-    pub fn start_launch(&mut self, launch: u64, now: u64) {
-        self.start_body(launch, 0, now);
+    pub fn is_empty(&self) -> bool {
+        self.graph.nodes.is_empty()
     }
 
-    /// Whether a launch has nothing to do.
-    pub fn is_empty_launch(&self, launch: u64) -> bool {
-        self.launches.get(&launch).is_none_or(|state| state.graph.nodes.is_empty())
+    /// What a node does, and how long that takes by the cost model.
+    pub fn work(&self, node: u32) -> (&Work, u64) {
+        let captured = self.node(node);
+        self.kernels.get(&node).map_or((&captured.work, captured.nanos), |new| (&new.work, new.nanos))
     }
 
-    /// A launch is over. Returns its stream.
-    pub fn end_launch(&mut self, launch: u64) -> StreamId {
-        let Launch { stream, template, .. } = self.launches.remove(&launch).expect("a launch under way");
-        self.release_template(template);
-        stream
+    /// The current execution of a node.
+    pub fn instance(&self, node: u32) -> NodeInstance {
+        let captured = self.node(node);
+        let captured_at = self.kernels.get(&node).map_or(captured.captured_at, |new| new.replaced_at);
+        NodeInstance { exec: self.exec, node, iteration: self.iteration[captured.body as usize], captured_at }
     }
 
-    fn launch(&mut self, launch: u64) -> &mut Launch {
-        self.launches.get_mut(&launch).expect("a launch under way")
+    /// Starts the graph, which is not empty.
+    pub fn start(&mut self, device_failed: bool) -> Vec<LaunchAction> {
+        let mut actions = Vec::new();
+        self.start_body(0, device_failed, &mut actions);
+        actions
     }
 
-    fn start_body(&mut self, launch: u64, body: u32, now: u64) {
-        let state = self.launch(launch);
-        let graph = Arc::clone(&state.graph);
+    /// A conditional node has read its flag: its body runs, or it is done. On a failed device no body runs.
+    pub fn run_conditional(&mut self, node: u32, flag: ConditionalId, device_failed: bool) -> Vec<LaunchAction> {
+        let mut actions = Vec::new();
+        let body = self.node(node).conditional_body.expect("a conditional node has a body");
+        if self.is_set(flag) && !device_failed {
+            self.start_body(body, device_failed, &mut actions);
+        } else {
+            self.complete_node(node, device_failed, &mut actions);
+        }
+        actions
+    }
+
+    /// A node is done: its successors may start.
+    pub fn complete(&mut self, node: u32, device_failed: bool) -> Vec<LaunchAction> {
+        let mut actions = Vec::new();
+        self.complete_node(node, device_failed, &mut actions);
+        actions
+    }
+
+    fn start_body(&mut self, body: u32, device_failed: bool, actions: &mut Vec<LaunchAction>) {
+        let graph = Arc::clone(&self.graph);
         let nodes = &graph.bodies[body as usize];
-        state.left[body as usize] = nodes.len() as u32;
+        self.remaining[body as usize] = nodes.len() as u32;
         if body != 0 {
-            state.runs += 1;
-            state.run[body as usize] = state.runs;
+            self.iterations += 1;
+            self.iteration[body as usize] = self.iterations;
         }
         for &node in nodes {
-            state.preds[node as usize] = graph.nodes[node as usize].preds;
+            self.pending[node as usize] = graph.nodes[node as usize].predecessors;
         }
         if nodes.is_empty() {
-            self.finish_body(launch, body, now);
+            self.finish_body(body, device_failed, actions);
             return;
         }
-        for &node in nodes.iter().filter(|&&node| graph.nodes[node as usize].preds == 0) {
-            self.start_node(launch, node, now);
+        let roots = nodes.iter().filter(|&&node| graph.nodes[node as usize].predecessors == 0);
+        actions.extend(roots.map(|&node| LaunchAction::Start { node, iterations: self.iterations }));
+    }
+
+    fn complete_node(&mut self, node: u32, device_failed: bool, actions: &mut Vec<LaunchAction>) {
+        let graph = Arc::clone(&self.graph);
+        let ExecNode { body, successors, .. } = &graph.nodes[node as usize];
+        let remaining = &mut self.remaining[*body as usize];
+        *remaining -= 1;
+        let is_body_done = *remaining == 0;
+        for &next in successors {
+            let pending = &mut self.pending[next as usize];
+            *pending -= 1;
+            if *pending == 0 {
+                actions.push(LaunchAction::Start { node: next, iterations: self.iterations });
+            }
+        }
+        if is_body_done {
+            self.finish_body(*body, device_failed, actions);
         }
     }
 
-    fn start_node(&mut self, launch: u64, node: u32, now: u64) {
-        let seed = self.config.seed;
-        let state = self.launch(launch);
-        let graph = Arc::clone(&state.graph);
-        let Stamp { lane, seq } = state.stamp;
-        // The number of the run is part of the draw, so that the rounds of a loop differ.
-        let place = (u64::from(state.runs) << 32) + u64::from(node) + 2;
-        let luck = cost::draw(seed, u64::from(lane), seq, place);
-        let this = &graph.nodes[node as usize];
-        let kernels = Arc::clone(&state.kernels);
-        let (work, nanos) = kernels.get(&node).map_or((&this.work, this.nanos), |new| (&new.work, new.nanos));
-        let nanos = if state.hurried { 0 } else { self.lasting(work, nanos, luck) };
-        self.run(Runner::Node(launch, node), now.saturating_add(nanos), luck);
-    }
-
-    /// A node has ended: it takes effect.
-    pub fn finish_node(&mut self, launch: u64, node: u32, now: u64) {
-        let state = self.launches.get_mut(&launch).expect("a launch under way");
-        let graph = Arc::clone(&state.graph);
-        let this = &graph.nodes[node as usize];
-        let kernels = Arc::clone(&state.kernels);
-        let (work, captured_at) = kernels.get(&node).map_or((&this.work, this.at), |new| (&new.work, new.at));
-        match work {
-            Work::Callback(run) => {
-                let runner = Runner::Node(launch, node);
-                self.callbacks.push_back(Callback { run: Arc::clone(run), runner, time: now });
-            }
-            Work::Conditional { flag, .. } => {
-                let body = this.runs.expect("a conditional has a body");
-                let broken = self.devices[graph.device.0 as usize].broken.is_some();
-                if self.launch(launch).flag(*flag) && !broken {
-                    self.start_body(launch, body, now);
-                } else {
-                    self.complete_node(launch, node, now);
-                }
-            }
-            work => {
-                let point = Point { exec: state.exec, node, run: state.run[this.body as usize], captured_at };
-                let base = Arc::clone(&state.base);
-                let scene = Scene {
-                    device: graph.device,
-                    stream: state.stream,
-                    stamp: state.stamp,
-                    at: state.at,
-                    base: &base,
-                    graph: Some((&graph, point)),
-                    now,
-                };
-                let mut flags = std::mem::take(&mut state.flags);
-                self.perform(work, &scene, &mut flags);
-                self.launch(launch).flags = flags;
-                self.complete_node(launch, node, now);
-            }
-        }
-    }
-
-    /// A node is done: those behind it may go on.
-    pub fn complete_node(&mut self, launch: u64, node: u32, now: u64) {
-        let state = self.launch(launch);
-        let graph = Arc::clone(&state.graph);
-        let this = &graph.nodes[node as usize];
-        state.left[this.body as usize] -= 1;
-        let body_done = state.left[this.body as usize] == 0;
-        let mut ready = Vec::new();
-        for &next in &this.succs {
-            let preds = &mut state.preds[next as usize];
-            *preds -= 1;
-            if *preds == 0 {
-                ready.push(next);
-            }
-        }
-        for next in ready {
-            self.start_node(launch, next, now);
-        }
-        if body_done {
-            self.finish_body(launch, this.body, now);
-        }
-    }
-
-    /// All nodes of a body are done.
-    fn finish_body(&mut self, launch: u64, body: u32, now: u64) {
-        let graph = Arc::clone(&self.launch(launch).graph);
-        let Some(owner) = graph.owner[body as usize] else {
-            let stream = self.end_launch(launch);
-            self.stream_mut(stream).queue.pop_front();
-            self.complete(stream, now);
+    fn finish_body(&mut self, body: u32, device_failed: bool, actions: &mut Vec<LaunchAction>) {
+        let Some(owner) = self.graph.owner[body as usize] else {
+            actions.push(LaunchAction::End);
             return;
         };
-        let again = match graph.nodes[owner as usize].work {
-            Work::Conditional { flag, kind: ConditionalKind::While, .. } => {
-                self.launch(launch).flag(flag) && self.devices[graph.device.0 as usize].broken.is_none()
-            }
+        let is_repeated = match self.node(owner).work {
+            Work::Conditional { flag, kind: ConditionalKind::While, .. } => self.is_set(flag) && !device_failed,
             _ => false,
         };
-        if again {
-            // Through the heap, so that an empty body that never ends does not hold up the host for ever within one
-            // call.
-            self.run(Runner::Node(launch, owner), now.saturating_add(self.config.work.conditional), 0);
+        if is_repeated {
+            actions.push(LaunchAction::Retest { node: owner });
         } else {
-            self.complete_node(launch, owner, now);
+            self.complete_node(owner, device_failed, actions);
         }
+    }
+
+    fn is_set(&self, flag: ConditionalId) -> bool {
+        self.flags.iter().any(|&(id, value)| id == flag && value != 0)
+    }
+
+    fn node(&self, node: u32) -> &ExecNode {
+        &self.graph.nodes[node as usize]
     }
 }

@@ -1,14 +1,24 @@
-//! Work: what streams and graphs do, when it runs, and what it does then.
+//! Work: what streams and graphs do, when it runs, and its effect.
+//!
+//! `Streams` keeps the queues and the order between them, `Scheduler` the virtual time at which work ends, `execute`
+//! the effect of work on memory. An operation takes effect when the virtual time reaches its end.
 
+mod event;
 mod exec_graph;
 mod execute;
+mod host_code;
 mod item;
 mod launch;
 mod scheduler;
-pub mod sgemm;
+mod stream;
+mod streams;
+mod timelines;
 
-pub use exec_graph::{ExecGraph, Template, TemplateNode, topology};
-pub use execute::Scene;
-pub use item::{CapturedCallbacks, KernelWork, Op, Work};
-pub use launch::{Kernels, Launch, NewKernel};
-pub use scheduler::{Callback, Due, Lane, Runner};
+pub use event::{Event, EventState};
+pub use exec_graph::ExecGraph;
+pub use execute::execute;
+pub use host_code::{in_host_code, run_host_code};
+pub use item::{KernelWork, Template, TemplateNode, Work, frees, topology};
+pub use launch::{Launch, ReplacedKernel, ReplacedKernels};
+pub use scheduler::{DueWork, ReturnedCallback, Scheduler, Step};
+pub use stream::{StreamKind, StreamPoint};

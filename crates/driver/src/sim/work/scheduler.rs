@@ -1,414 +1,512 @@
-//! How work moves: queues, the virtual clock, and what is known to be done.
+//! When work runs: virtual time, the queues of streams, launched graphs, host callbacks.
 //!
-//! The first of each queue runs as soon as what it waits for is done; it takes effect when the clock reaches its end.
-//! The clock moves when a call is made, by what the call costs, and when the host waits, to where the wait is over.
+//! The first operation of a queue starts as soon as what it waits for is done, and takes effect when the virtual time
+//! reaches its end. The scheduler does not touch memory: [`Scheduler::step`] returns the work that takes effect next,
+//! and [`Scheduler::complete`] is called once it has.
 
+use std::cmp::Reverse;
+use std::collections::{BTreeMap, BinaryHeap, VecDeque};
 use std::sync::Arc;
 
-use crate::sim::config::Timing;
-use crate::sim::cost;
-use crate::sim::order::{Frontier, HOST, Stamp};
-use crate::sim::work::{Op, Work};
-use crate::sim::world::{EventMark, Stream, StreamKind, World};
-use crate::{DeviceId, EventId, HostCallback, StreamId};
+use rustc_hash::FxHashMap;
 
-/// How far a lane is done, and who waits for more.
-#[derive(Debug)]
-pub struct Lane {
-    pub done: u64,
-    /// Whose lane it is, or was last.
-    pub stream: StreamId,
-    /// Streams that wait until the lane is done up to a number.
-    waiters: Vec<(u64, StreamId)>,
-}
+use super::event::{Event, EventState};
+use super::exec_graph::ExecGraph;
+use super::item::{Template, Work};
+use super::launch::{Launch, LaunchAction};
+use super::stream::{QueuedWork, StreamPoint};
+use super::streams::{QueuePosition, Streams};
+use crate::sim::config::{SimConfig, Timing};
+use crate::sim::order::{Epoch, NodeInstance, TimelineId, VectorClock};
+use crate::sim::rng;
+use crate::sim::table::Table;
+use crate::{ConditionalId, DeviceId, ErrorCode, EventId, HostCallback, StreamId};
 
-impl Lane {
-    pub fn new(stream: StreamId) -> Self {
-        Self { done: 0, stream, waiters: Vec::new() }
-    }
-}
-
-/// Whose work ends.
+/// What is running.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Runner {
-    /// The first of that stream's queue.
+pub enum Running {
+    /// The first operation of a stream's queue.
     Stream(StreamId),
     /// A node of a launch.
-    Node(u64, u32),
+    Node { launch: u64, node: u32 },
 }
 
-/// Work that runs, and when it ends. Ties are broken by luck, then by age.
+/// When something that runs ends. At equal times a random number decides, then age.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Due {
+struct Completion {
     end: u64,
-    luck: u64,
-    runner: Runner,
+    tie_break: u64,
+    running: Running,
 }
 
-/// A place in a stream that the next work takes.
+/// Work that takes effect now.
 #[derive(Debug)]
-pub struct Slot {
-    pub stamp: Stamp,
-    /// What comes before it in other lanes.
-    pub base: Arc<Frontier>,
-    /// What of that may not be done yet.
-    pub waits: Vec<Stamp>,
+pub struct DueWork {
+    pub running: Running,
+    pub work: Work,
+    pub device: DeviceId,
+    pub stream: StreamId,
+    pub epoch: Epoch,
+    /// The number of the operation in its stream.
+    pub number: u64,
+    /// What it is ordered after on other timelines.
+    pub clock: Arc<VectorClock>,
+    /// The graph and the node, if it is a node of a launch.
+    pub node: Option<(Arc<ExecGraph>, NodeInstance)>,
+    pub queued_at: u64,
+    pub time: u64,
 }
 
-/// A host callback whose turn has come.
+/// What the next completion was.
+#[derive(Debug)]
+pub enum Step {
+    /// Nothing is running.
+    Idle,
+    /// Something that does not access memory. Nothing is left to do.
+    Done,
+    /// Work that takes effect now. [`Scheduler::complete`] must be called after it has.
+    Due(DueWork),
+}
+
+/// A host callback that can run.
 pub struct Callback {
     pub run: HostCallback,
-    pub runner: Runner,
-    pub time: u64,
+    returned: ReturnedCallback,
+}
+
+/// A host callback that has run.
+#[derive(Clone, Copy, Debug)]
+pub struct ReturnedCallback {
+    running: Running,
+    time: u64,
+}
+
+impl Callback {
+    fn new(run: HostCallback, running: Running, time: u64) -> Self {
+        Self { run, returned: ReturnedCallback { running, time } }
+    }
+
+    /// Drops the callback, without the simulation's lock: what it owns may call the driver when it is dropped.
+    pub fn end(self) -> ReturnedCallback {
+        self.returned
+    }
 }
 
 impl std::fmt::Debug for Callback {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Callback").field("runner", &self.runner).finish_non_exhaustive()
+        f.debug_struct("Callback").field("running", &self.returned.running).finish_non_exhaustive()
     }
 }
 
-impl World {
-    pub fn add_stream(&mut self, device: DeviceId, kind: StreamKind, priority: i32) -> StreamId {
-        let id = StreamId(self.streams.next_id());
-        // A lane may serve another stream once the host knows that all in it is done: whatever is queued from then on
-        // comes after it anyway.
-        let spare = self.spare_lanes.iter().position(|&lane| self.host.seen(lane) >= self.lanes[lane as usize].done);
-        let lane = match spare {
-            Some(index) => self.spare_lanes.swap_remove(index),
-            None => {
-                self.lanes.push(Lane::new(id));
-                (self.lanes.len() - 1) as u32
-            }
-        };
-        self.lanes[lane as usize].stream = id;
-        self.streams.insert(Stream {
-            device,
-            lane,
-            kind,
-            priority,
-            // Looks like a pointer, and is not one of the three special handles.
-            raw: 0x5000_0000 + id.0 * 0x40,
-            queue: std::collections::VecDeque::new(),
-            running: false,
-            tail: self.lanes[lane as usize].done,
-            base: Arc::new(self.host.clone()),
-            host_version: self.host_version,
-            changes: 1,
-            changes_waited_for: 0,
-            capture: None,
-            untold: false,
-            gone: false,
-            held: None,
-        });
-        let state = &mut self.devices[device.0 as usize];
-        state.streams.push(id);
-        if kind == StreamKind::Blocking {
-            state.blocking.push(id);
-        }
-        id
-    }
+/// Streams and events in virtual time.
+#[derive(Debug)]
+pub struct Scheduler {
+    pub streams: Streams,
+    pub events: Table<Event>,
+    now: u64,
+    seed: u64,
+    timing: Timing,
+    /// How long testing the flag of a conditional node takes again.
+    retest_nanos: u64,
+    completions: BinaryHeap<Reverse<Completion>>,
+    launches: FxHashMap<u64, Launch>,
+    last_launch: u64,
+    paused_streams: usize,
+    /// For each device, why it failed, if it did.
+    failures: Vec<Option<ErrorCode>>,
+    callbacks: VecDeque<Callback>,
+    callbacks_running: usize,
+    /// The templates of launches that have ended.
+    ended: Vec<Arc<Template>>,
+}
 
-    /// Takes a stream away once its queue is empty.
-    pub fn retire_if_drained(&mut self, stream: StreamId) {
-        let state = self.stream(stream);
-        if state.gone && state.queue.is_empty() && !state.running {
-            let (device, lane) = (state.device, state.lane);
-            let kind = state.kind;
-            let (base, last) = self.last_of(stream);
-            self.streams.remove(stream.0);
-            let state = &mut self.devices[device.0 as usize];
-            // Who waits for the device, and the default stream if it was a blocking one, come after its work, also now
-            // that it can no longer be asked.
-            state.retired.join(&base);
-            state.retired.add(last);
-            if kind == StreamKind::Blocking {
-                state.retired_blocking.join(&base);
-                state.retired_blocking.add(last);
-            }
-            state.streams.retain(|&other| other != stream);
-            state.blocking.retain(|&other| other != stream);
-            self.spare_lanes.push(lane);
+impl Scheduler {
+    pub fn new(config: &SimConfig) -> Self {
+        let devices = config.devices.len();
+        Self {
+            streams: Streams::new(devices as u32),
+            events: Table::default(),
+            now: 0,
+            seed: config.seed,
+            timing: config.timing,
+            retest_nanos: config.work.conditional,
+            completions: BinaryHeap::new(),
+            launches: FxHashMap::default(),
+            last_launch: 0,
+            paused_streams: 0,
+            failures: vec![None; devices],
+            callbacks: VecDeque::new(),
+            callbacks_running: 0,
+            ended: Vec::new(),
         }
     }
 
-    /// Puts work into a stream's queue, behind all that it must come after, and says where it stands.
-    pub fn enqueue(&mut self, stream: StreamId, work: Work, nanos: u64, waits: Vec<Stamp>) -> Stamp {
-        let slot = self.slot(stream, waits);
-        let stamp = slot.stamp;
-        self.push(stream, slot, work, nanos);
-        stamp
+    /// The virtual time, in nanoseconds.
+    pub fn now(&self) -> u64 {
+        self.now
     }
 
-    /// Takes the next place in a stream: what is put there comes after all that the stream, the default-stream rules
-    /// and the host put before it.
-    pub fn slot(&mut self, stream: StreamId, waits: Vec<Stamp>) -> Slot {
-        let waits = self.with_default_stream_rules(stream, waits);
-        self.learn_from_host(stream);
-        let state = self.stream_mut(stream);
-        state.tail += 1;
-        state.changes += 1;
-        Slot { stamp: Stamp { lane: state.lane, seq: state.tail }, base: Arc::clone(&state.base), waits }
+    /// Moves the time on. Nothing may end before `time`.
+    pub fn advance(&mut self, time: u64) {
+        self.now = self.now.max(time);
     }
 
-    /// Puts work into its place.
-    pub fn push(&mut self, stream: StreamId, slot: Slot, work: Work, nanos: u64) {
-        let Slot { stamp, base, waits } = slot;
-        let nanos = self.lasting(&work, nanos, cost::draw(self.config.seed, u64::from(stamp.lane), stamp.seq, 0));
-        let (at, now) = (self.calls, self.clock);
-        let queue = &mut self.stream_mut(stream).queue;
-        queue.push_back(Op { seq: stamp.seq, at, base, waits, nanos, work });
+    /// When the next completion is.
+    pub fn next_completion(&self) -> Option<u64> {
+        self.completions.peek().map(|completion| completion.0.end)
+    }
+
+    /// Why a device failed, if it did. A failed device does nothing any more.
+    pub fn failure(&self, device: DeviceId) -> Option<ErrorCode> {
+        self.failures[device.0 as usize]
+    }
+
+    pub fn set_failed(&mut self, device: DeviceId, code: ErrorCode) {
+        self.failures[device.0 as usize] = Some(code);
+    }
+
+    /// Queues work of call number `at` in a stream, and returns its point.
+    pub fn enqueue(&mut self, stream: StreamId, work: Work, nanos: u64, waits: Vec<Epoch>, at: u64) -> StreamPoint {
+        let position = self.streams.next_position(stream, waits);
+        let point = position.point.clone();
+        self.push(stream, position, work, nanos, at);
+        point
+    }
+
+    /// Queues a launch of call number `at`. `launch` makes it for its point.
+    pub fn enqueue_launch(
+        &mut self,
+        stream: StreamId,
+        waits: Vec<Epoch>,
+        at: u64,
+        launch: impl FnOnce(StreamPoint) -> Launch,
+    ) -> StreamPoint {
+        let position = self.streams.next_position(stream, waits);
+        let point = position.point.clone();
+        self.last_launch += 1;
+        self.launches.insert(self.last_launch, launch(point.clone()));
+        self.push(stream, position, Work::Launch(self.last_launch), 0, at);
+        point
+    }
+
+    fn push(&mut self, stream: StreamId, position: QueuePosition, work: Work, nanos: u64, at: u64) {
+        let QueuePosition { point: StreamPoint { epoch, clock }, waits } = position;
+        let nanos = self.duration(&work, nanos, self.draw(epoch, 0));
+        let queue = &mut self.streams.get_mut(stream).queue;
+        queue.push_back(QueuedWork { seq: epoch.seq, queued_at: at, clock, waits, nanos, work });
         if queue.len() == 1 {
-            self.try_start(stream, now);
+            self.try_start(stream, self.now);
         }
     }
 
-    /// How long work lasts that the cost model gives `nanos`.
-    pub fn lasting(&self, work: &Work, nanos: u64, luck: u64) -> u64 {
-        match self.config.timing {
-            Timing::Seeded if !work.is_timed() => cost::stretch(nanos, luck),
+    fn draw(&self, epoch: Epoch, salt: u64) -> u64 {
+        rng::draw(self.seed, u64::from(epoch.timeline.0), epoch.seq, salt)
+    }
+
+    /// How long work takes that the cost model gives `nanos`.
+    fn duration(&self, work: &Work, nanos: u64, random: u64) -> u64 {
+        match self.timing {
+            Timing::Seeded if !work.has_fixed_duration() => rng::stretch(nanos, random),
             _ => nanos,
         }
     }
 
-    /// The legacy default stream comes after the blocking streams of its device, and they after it.
-    fn with_default_stream_rules(&mut self, stream: StreamId, mut waits: Vec<Stamp>) -> Vec<Stamp> {
-        let Stream { kind, device, .. } = *self.stream(stream);
-        if kind == StreamKind::NonBlocking {
-            return waits;
-        }
-        for (theirs, last) in self.implied(stream) {
-            self.learn(stream, &theirs, last);
-            waits.push(last);
-        }
-        if kind == StreamKind::Legacy {
-            let retired = std::mem::take(&mut self.devices[device.0 as usize].retired_blocking);
-            let state = self.stream_mut(stream);
-            if !state.base.contains(&retired) {
-                state.base_mut().join(&retired);
-            }
-        }
-        waits
-    }
-
-    /// What the default-stream rules put before the next work of `stream`, as far as it does not know of it.
-    fn implied(&self, stream: StreamId) -> Vec<(Arc<Frontier>, Stamp)> {
-        let state = self.stream(stream);
-        let device = &self.devices[state.device.0 as usize];
-        let others = match state.kind {
-            StreamKind::NonBlocking => &[],
-            StreamKind::Legacy => device.blocking.as_slice(),
-            StreamKind::Blocking => std::slice::from_ref(&device.legacy),
-        };
-        let news = |&(_, last): &(Arc<Frontier>, Stamp)| last.seq != 0 && !state.base.covers(last);
-        others.iter().map(|&other| self.last_of(other)).filter(news).collect()
-    }
-
-    /// What the next work of `stream` comes after, in all lanes.
-    pub fn knowledge(&mut self, stream: StreamId) -> Frontier {
-        self.learn_from_host(stream);
-        let mut known = Frontier::clone(&self.stream(stream).base);
-        known.add(self.last_of(stream).1);
-        for (theirs, last) in self.implied(stream) {
-            known.join(&theirs);
-            known.add(last);
-        }
-        if self.stream(stream).kind == StreamKind::Legacy {
-            known.join(&self.devices[self.stream(stream).device.0 as usize].retired_blocking);
-        }
-        known
-    }
-
-    /// The last work of `stream`, and what came before it in other lanes.
-    pub fn last_of(&self, stream: StreamId) -> (Arc<Frontier>, Stamp) {
-        let state = self.stream(stream);
-        (Arc::clone(&state.base), Stamp { lane: state.lane, seq: state.tail })
-    }
-
-    /// What `stream` queues from now on comes after `stamp` and all that came before that.
-    pub fn learn(&mut self, stream: StreamId, base: &Frontier, stamp: Stamp) {
-        let state = self.stream_mut(stream);
-        if !state.base.contains(base) || !state.base.covers(stamp) {
-            let mine = state.base_mut();
-            mine.join(base);
-            mine.add(stamp);
-        }
-    }
-
-    /// What is queued from now on comes after all that the host knows to be done.
-    pub fn learn_from_host(&mut self, stream: StreamId) {
-        let Self { host, host_version, streams, .. } = self;
-        let state = streams.get_mut(stream.0).expect("a live stream");
-        if state.host_version != *host_version {
-            state.host_version = *host_version;
-            if !state.base.contains(host) {
-                state.base_mut().join(host);
-            }
-        }
-    }
-
-    /// The host has learnt that `stamp` is done, and all before it.
-    pub fn host_learns(&mut self, base: &Frontier, stamp: Stamp) {
-        if !self.host.covers(stamp) || !self.host.contains(base) {
-            self.host.join(base);
-            self.host.add(stamp);
-            self.host_version += 1;
-        }
-    }
-
-    /// What waiting for `stream` waits for: its last work, and for the default stream that of the blocking streams too.
-    /// A blocking stream is done with its own, whatever the default stream still does.
-    pub fn awaited(&self, stream: StreamId) -> Vec<(Arc<Frontier>, Stamp)> {
-        let state = self.stream(stream);
-        let others: &[StreamId] = match state.kind {
-            StreamKind::Legacy => &self.devices[state.device.0 as usize].blocking,
-            StreamKind::Blocking | StreamKind::NonBlocking => &[],
-        };
-        others.iter().chain([&stream]).map(|&stream| self.last_of(stream)).collect()
-    }
-
-    /// The host has waited for `stream`, and so for all that was `awaited`.
-    pub fn host_waited(&mut self, stream: StreamId, awaited: &[(Arc<Frontier>, Stamp)]) {
-        for (base, last) in awaited {
-            self.host_learns(base, *last);
-        }
-        if let Some(Stream { kind: StreamKind::Legacy, device, .. }) = self.streams.get(stream.0) {
-            let retired = self.devices[device.0 as usize].retired_blocking.clone();
-            self.host_learns_all(&retired);
-        }
-    }
-
-    /// The host has learnt that all of `frontier` is done.
-    pub fn host_learns_all(&mut self, frontier: &Frontier) {
-        if !self.host.contains(frontier) {
-            self.host.join(frontier);
-            self.host_version += 1;
-        }
-    }
-
-    /// A place in the order for something that the host does itself.
-    pub fn host_stamp(&mut self) -> Stamp {
-        let stamp = Stamp { lane: HOST, seq: self.host.seen(HOST) + 1 };
-        self.host.add(stamp);
-        self.host_version += 1;
-        stamp
-    }
-
-    pub fn is_done(&self, stamp: Stamp) -> bool {
-        self.lanes[stamp.lane as usize].done >= stamp.seq
-    }
-
-    /// Starts the first of the queue if nothing keeps it: a hold, or work that it waits for.
-    pub fn try_start(&mut self, stream: StreamId, now: u64) {
-        let Self { streams, lanes, .. } = self;
-        let Some(state) = streams.get_mut(stream.0) else { return };
-        if state.running {
+    /// Starts the first of the queue, unless it is paused or waits for other work.
+    fn try_start(&mut self, stream: StreamId, now: u64) {
+        let Some(state) = self.streams.find(stream) else { return };
+        let Some(first) = state.queue.front() else { return };
+        if state.running || state.paused_after.is_some_and(|last| first.seq > last) {
             return;
         }
-        let Some(op) = state.queue.front_mut() else { return };
-        if state.held.is_some_and(|through| op.seq > through) {
-            return;
-        }
-        op.waits.retain(|wait| lanes[wait.lane as usize].done < wait.seq);
-        if let Some(wait) = op.waits.first() {
-            lanes[wait.lane as usize].waiters.push((wait.seq, stream));
-            return;
-        }
-        state.running = true;
-        let (lane, seq, nanos) = (state.lane, op.seq, op.nanos);
-        let launch = match op.work {
+        let (epoch, nanos) = (Epoch { timeline: state.timeline, seq: first.seq }, first.nanos);
+        let launch = match first.work {
             Work::Launch(launch) => Some(launch),
             _ => None,
         };
-        // An empty graph goes through the heap like other work: a thousand of them in a row would nest as many calls.
-        if let Some(launch) = launch.filter(|&launch| !self.is_empty_launch(launch)) {
-            self.start_launch(launch, now);
+        let waits = self.streams.pending_waits(stream);
+        if let Some(&wait) = waits.first() {
+            self.streams.timelines.add_waiter(wait, stream);
+            return;
+        }
+        self.streams.get_mut(stream).running = true;
+        // An empty graph takes the way of other work: starting and ending it here would nest, once for each of a
+        // thousand empty launches in a row.
+        if let Some(launch) = launch.filter(|launch| !self.launches[launch].is_empty()) {
+            let failed = self.launch_failed(launch);
+            let actions = self.launch_mut(launch).start(failed);
+            self.apply(launch, actions, now);
         } else {
-            let luck = cost::draw(self.config.seed, u64::from(lane), seq, 1);
-            self.run(Runner::Stream(stream), now.saturating_add(nanos), luck);
+            let tie_break = self.draw(epoch, 1);
+            self.run_until(now.saturating_add(nanos), tie_break, Running::Stream(stream));
         }
     }
 
-    /// Lets work run until `end`.
-    pub fn run(&mut self, runner: Runner, end: u64, luck: u64) {
-        self.heap.push(std::cmp::Reverse(Due { end, luck, runner }));
+    fn run_until(&mut self, end: u64, tie_break: u64, running: Running) {
+        self.completions.push(Reverse(Completion { end, tie_break, running }));
     }
 
-    /// Moves the clock on, and completes what ends until then.
-    pub fn advance_to(&mut self, time: u64) {
-        while self.heap.peek().is_some_and(|due| due.0.end <= time) {
-            self.step();
+    /// Completes what ends next.
+    pub fn step(&mut self) -> Step {
+        let Some(Reverse(Completion { end, running, .. })) = self.completions.pop() else { return Step::Idle };
+        self.now = self.now.max(end);
+        match running {
+            Running::Stream(stream) => self.finish_first(stream, end),
+            Running::Node { launch, node } => self.finish_node(launch, node, end),
         }
-        self.clock = self.clock.max(time);
     }
 
-    /// Completes the work that ends next. Says whether there was any.
-    pub fn step(&mut self) -> bool {
-        let Some(std::cmp::Reverse(due)) = self.heap.pop() else { return false };
-        self.clock = self.clock.max(due.end);
-        match due.runner {
-            Runner::Stream(stream) => self.finish_first(stream, due.end),
-            Runner::Node(launch, node) => self.finish_node(launch, node, due.end),
+    fn finish_first(&mut self, stream: StreamId, time: u64) -> Step {
+        let running = Running::Stream(stream);
+        let state = self.streams.get_mut(stream);
+        let QueuedWork { seq, queued_at, clock, work, .. } = state.queue.pop_front().expect("something ran");
+        let epoch = Epoch { timeline: state.timeline, seq };
+        let (device, number) = (state.device, state.number_of(epoch));
+        match work {
+            Work::Callback(run) => {
+                self.callbacks.push_back(Callback::new(run, running, time));
+                return Step::Done;
+            }
+            Work::Launch(launch) => _ = self.end_launch(launch),
+            Work::Record(event) => self.set_reached(event, epoch, time),
+            Work::Marker | Work::EventWait(_) | Work::Conditional { .. } => {}
+            work => {
+                let node = None;
+                let due = DueWork { running, work, device, stream, epoch, number, clock, node, queued_at, time };
+                return Step::Due(due);
+            }
         }
+        self.complete_first(stream, time);
+        Step::Done
+    }
+
+    fn finish_node(&mut self, launch: u64, node: u32, time: u64) -> Step {
+        let running = Running::Node { launch, node };
+        let failed = self.launch_failed(launch);
+        let state = self.launch_mut(launch);
+        let (work, epoch) = (state.work(node).0.clone(), state.point.epoch);
+        match work {
+            Work::Callback(run) => self.callbacks.push_back(Callback::new(run, running, time)),
+            Work::Conditional { flag, .. } => {
+                let actions = state.run_conditional(node, flag, failed);
+                self.apply(launch, actions, time);
+            }
+            Work::Record(event) => {
+                self.set_reached(event, epoch, time);
+                self.complete(running, time);
+            }
+            Work::Marker | Work::EventWait(_) | Work::Launch(_) => self.complete(running, time),
+            work => {
+                let instance = state.instance(node);
+                let (stream, queued_at) = (state.stream, state.queued_at);
+                let (graph, clock) = (Arc::clone(&state.graph), Arc::clone(&state.point.clock));
+                let number = self.streams.get(stream).number_of(epoch);
+                let (device, node) = (graph.device, Some((graph, instance)));
+                let due = DueWork { running, work, device, stream, epoch, number, clock, node, queued_at, time };
+                return Step::Due(due);
+            }
+        }
+        Step::Done
+    }
+
+    /// Work that was due has taken effect, or a callback has returned: what waits for it goes on.
+    pub fn complete(&mut self, running: Running, time: u64) {
+        match running {
+            Running::Stream(stream) => self.complete_first(stream, time),
+            Running::Node { launch, node } => {
+                let failed = self.launch_failed(launch);
+                let actions = self.launch_mut(launch).complete(node, failed);
+                self.apply(launch, actions, time);
+            }
+        }
+    }
+
+    /// The first operation of a stream is done and has left the queue.
+    fn complete_first(&mut self, stream: StreamId, now: u64) {
+        let state = self.streams.get_mut(stream);
+        state.running = false;
+        let timeline = state.timeline;
+        for waiter in self.streams.timelines.complete_next(timeline) {
+            self.try_start(waiter, now);
+        }
+        self.try_start(stream, now);
+        self.streams.remove_if_drained(stream);
+    }
+
+    fn apply(&mut self, launch: u64, actions: Vec<LaunchAction>, now: u64) {
+        for action in actions {
+            match action {
+                LaunchAction::Start { node, iterations } => {
+                    // The number of the iteration is part of the draw, so that the iterations of a loop differ.
+                    let salt = (u64::from(iterations) << 32) + u64::from(node) + 2;
+                    let state = &self.launches[&launch];
+                    let random = self.draw(state.point.epoch, salt);
+                    let (work, nanos) = state.work(node);
+                    let nanos = if state.instant { 0 } else { self.duration(work, nanos, random) };
+                    self.run_until(now.saturating_add(nanos), random, Running::Node { launch, node });
+                }
+                LaunchAction::Retest { node } => {
+                    // With a completion of its own, so that a loop with an empty body that never ends does not keep
+                    // the host in one call for ever.
+                    let end = now.saturating_add(self.retest_nanos);
+                    self.run_until(end, 0, Running::Node { launch, node });
+                }
+                LaunchAction::End => {
+                    let stream = self.end_launch(launch);
+                    self.streams.get_mut(stream).queue.pop_front();
+                    self.complete_first(stream, now);
+                }
+            }
+        }
+    }
+
+    fn end_launch(&mut self, launch: u64) -> StreamId {
+        let Launch { stream, template, .. } = self.launches.remove(&launch).expect("a launch in execution");
+        self.ended.push(template);
+        stream
+    }
+
+    /// The templates of launches that have ended, to be released.
+    pub fn take_ended(&mut self) -> Vec<Arc<Template>> {
+        std::mem::take(&mut self.ended)
+    }
+
+    fn launch_mut(&mut self, launch: u64) -> &mut Launch {
+        self.launches.get_mut(&launch).expect("a launch in execution")
+    }
+
+    fn launch_failed(&self, launch: u64) -> bool {
+        self.failure(self.launches[&launch].graph.device).is_some()
+    }
+
+    /// The flags of conditional nodes that running work can set.
+    pub fn flags_mut(&mut self, running: Running) -> Option<&mut Vec<(ConditionalId, u32)>> {
+        match running {
+            Running::Stream(_) => None,
+            Running::Node { launch, .. } => Some(&mut self.launch_mut(launch).flags),
+        }
+    }
+
+    fn set_reached(&mut self, event: EventId, epoch: Epoch, time: u64) {
+        if let Some(state) = self.events.get_mut(event.0)
+            && let EventState::Recorded { point, done_at } = &mut state.state
+            && point.epoch == epoch
+        {
+            *done_at = Some(time);
+        }
+    }
+
+    pub fn is_done(&self, epoch: Epoch) -> bool {
+        self.streams.is_done(epoch)
+    }
+
+    /// Destroys a stream. What is queued in it still runs.
+    pub fn destroy_stream(&mut self, stream: StreamId) {
+        self.resume(stream);
+        self.streams.get_mut(stream).destroyed = true;
+        self.streams.remove_if_drained(stream);
+    }
+
+    /// A host callback that can run. [`callback_returned`](Self::callback_returned) must be called afterwards.
+    pub fn take_callback(&mut self) -> Option<Callback> {
+        let callback = self.callbacks.pop_front()?;
+        self.callbacks_running += 1;
+        Some(callback)
+    }
+
+    pub fn callback_returned(&mut self, callback: ReturnedCallback) {
+        self.callbacks_running -= 1;
+        self.complete(callback.running, callback.time);
+    }
+
+    pub fn has_callbacks(&self) -> bool {
+        !self.callbacks.is_empty()
+    }
+
+    pub fn are_callbacks_running(&self) -> bool {
+        self.callbacks_running > 0
+    }
+
+    /// Pauses a stream: what has not started stays queued.
+    pub fn pause(&mut self, stream: StreamId) {
+        let done = self.streams.timelines.done(self.streams.get(stream).timeline);
+        let state = self.streams.get_mut(stream);
+        if state.paused_after.is_none() {
+            state.paused_after = Some(done + u64::from(state.running));
+            self.paused_streams += 1;
+        }
+    }
+
+    /// Ends the pause of a stream, if it is paused.
+    pub fn resume(&mut self, stream: StreamId) {
+        if let Some(last) = self.streams.get_mut(stream).paused_after.take() {
+            self.paused_streams -= 1;
+            self.start_if_was_paused(stream, last);
+        }
+    }
+
+    /// Runs up to `count` queued operations of a paused stream, which take no time. Returns how many; `None` if the
+    /// stream is not paused.
+    pub fn run_paused(&mut self, stream: StreamId, count: u64) -> Option<u64> {
+        let state = self.streams.get_mut(stream);
+        let before = state.paused_after?;
+        let last = before.saturating_add(count).min(state.last);
+        for queued in state.queued_between_mut(before, last) {
+            queued.nanos = 0;
+            if let Work::Launch(launch) = queued.work {
+                self.launches.get_mut(&launch).expect("a queued launch").instant = true;
+            }
+        }
+        self.allow(stream, last);
+        Some(last - before)
+    }
+
+    /// How many operations are queued in `stream` because it is paused.
+    pub fn paused_work(&self, stream: StreamId) -> u64 {
+        let state = self.streams.get(stream);
+        state.paused_after.map_or(0, |last| state.last.saturating_sub(last))
+    }
+
+    /// Lets the operations of a paused stream start up to number `last`. Returns whether some could not before.
+    fn allow(&mut self, stream: StreamId, last: u64) -> bool {
+        let Some(state) = self.streams.find_mut(stream) else { return false };
+        let Some(before) = state.paused_after.filter(|&before| before < last) else { return false };
+        state.paused_after = Some(last);
+        self.start_if_was_paused(stream, before);
         true
     }
 
-    /// The first of the queue has ended: it takes effect.
-    fn finish_first(&mut self, stream: StreamId, now: u64) {
-        let state = self.stream_mut(stream);
-        let op = state.queue.pop_front().expect("something ran");
-        let device = state.device;
-        let stamp = Stamp { lane: state.lane, seq: op.seq };
-        if let Work::Callback(run) = op.work {
-            self.callbacks.push_back(Callback { run, runner: Runner::Stream(stream), time: now });
-            return;
+    /// Starts the first of the queue if only the pause after number `last` kept it. Otherwise it runs already, or waits
+    /// for other streams.
+    fn start_if_was_paused(&mut self, stream: StreamId, last: u64) {
+        if self.streams.get(stream).queue.front().is_some_and(|first| first.seq > last) {
+            self.try_start(stream, self.now);
         }
-        if let Work::Launch(launch) = op.work {
-            self.end_launch(launch);
-        }
-        self.execute(device, stream, &op, stamp, now);
-        self.complete(stream, now);
     }
 
-    /// The first of the queue is done, and has left it.
-    pub fn complete(&mut self, stream: StreamId, now: u64) {
-        let state = self.streams.get_mut(stream.0).expect("a stream with work stays");
-        state.running = false;
-        let lane = &mut self.lanes[state.lane as usize];
-        lane.done += 1;
-        let done = lane.done;
-        if !lane.waiters.is_empty() {
-            let mut ready: Vec<StreamId> = Vec::new();
-            lane.waiters.retain(|&(seq, waiter)| {
-                let over = seq <= done;
-                if over {
-                    ready.push(waiter);
-                }
-                !over
-            });
-            for waiter in ready {
-                self.try_start(waiter, now);
+    /// Lets the operations of paused streams start that the host waits for, and those that they wait for. Returns
+    /// whether any were paused.
+    pub fn allow_awaited(&mut self, awaited: impl Iterator<Item = Epoch>) -> bool {
+        if self.paused_streams == 0 {
+            return false;
+        }
+        // How far each timeline must come. Ordered, since the order of starting has an effect.
+        let mut needed: BTreeMap<TimelineId, u64> = BTreeMap::new();
+        let mut open: Vec<Epoch> = awaited.collect();
+        while let Some(epoch) = open.pop() {
+            let done = self.streams.timelines.done(epoch.timeline);
+            let needed = needed.entry(epoch.timeline).or_insert(done);
+            if *needed >= epoch.seq {
+                continue;
             }
+            let before = std::mem::replace(needed, epoch.seq);
+            let Some(state) = self.streams.find(self.streams.timelines.stream(epoch.timeline)) else { continue };
+            let queued = state.queued_between(before, epoch.seq);
+            open.extend(queued.flat_map(|queued| queued.waits.iter().copied()));
         }
-        self.try_start(stream, now);
-        self.retire_if_drained(stream);
-    }
-
-    /// A callback has returned: what it held up goes on.
-    pub fn finish_callback(&mut self, runner: Runner, time: u64) {
-        match runner {
-            Runner::Stream(stream) => self.complete(stream, time),
-            Runner::Node(launch, node) => self.complete_node(launch, node, time),
+        let mut allowed = false;
+        for (timeline, last) in needed {
+            allowed |= self.allow(self.streams.timelines.stream(timeline), last);
         }
-    }
-
-    /// An event's mark has been reached.
-    pub fn reach(&mut self, event: EventId, at: Stamp, now: u64) {
-        if let Some(state) = self.events.get_mut(event.0)
-            && let EventMark::Recorded { stamp, done, .. } = &mut state.mark
-            && *stamp == at
-        {
-            *done = Some(now);
-        }
+        allowed
     }
 }

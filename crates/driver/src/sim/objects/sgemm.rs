@@ -1,40 +1,39 @@
-//! The matrix product of the simulated cuBLAS, as a kernel: its arguments, and the double that computes it.
+//! The matrix product of the simulated cuBLAS, as a kernel: its arguments and its host implementation.
 //!
-//! Sums run over `k` upwards, without fused steps, so that one product gives the same bits wherever and whenever it
-//! runs.
+//! Sums run over `k` upwards, without fused multiply-add, so that a product gives the same bits on every machine.
 
 use crate::{BlasMath, BlasMatrix, DevicePtr, KernelArg, KernelFault, KernelMirror, KernelScope, LaunchShape, Sgemm};
 
-/// The product's double.
+/// The product as a kernel.
 pub static SGEMM: KernelMirror = KernelMirror { name: "sgemm", run, nanos: None };
 
-/// How much of a workspace a product writes, at its start and at its end: enough for the hazard log to see who else
-/// uses it, and whether all of it is there.
+/// How many bytes a product writes at the start and at the end of its workspace, so that hazards of other users and a
+/// wrong size are detected.
 const WORKSPACE_TOUCHED: u64 = 16;
 
-/// The workspace of a product, if it was given one: where it lies, and how long it is.
+/// The workspace of a product, if one was set: its address and its size.
 pub type Workspace = Option<(DevicePtr, u64)>;
 
-/// Why a product cannot be computed, if it cannot.
-pub fn refuse(product: &Sgemm) -> Result<(), String> {
+/// Checks a product, as cuBLAS does.
+pub fn check(product: &Sgemm) -> Result<(), String> {
     let Sgemm { m, n, k, a, b, c, .. } = *product;
     if c.transposed {
         return Err("the result of a product cannot be transposed".to_owned());
     }
-    // cuBLAS counts in 32 bits with a sign.
+    // cuBLAS takes 32-bit signed integers.
     let all = [m, n, k, a.stride, b.stride, c.stride];
     if let Some(count) = all.into_iter().find(|&count| i32::try_from(count).is_err()) {
-        return Err(format!("{count} is more than a product can count to"));
+        return Err(format!("{count} is larger than a 32-bit signed integer"));
     }
     for (name, matrix, rows) in [("a", a, rows(&a, m, k)), ("b", b, rows(&b, k, n)), ("c", c, m)] {
         if matrix.stride < rows.max(1) {
-            return Err(format!("{name} has columns of {rows}, and a stride of {}", matrix.stride));
+            return Err(format!("{name} has columns of {rows} elements, but a stride of {}", matrix.stride));
         }
     }
     Ok(())
 }
 
-/// The shape of its launch: a thread for each number of the result, as far as a grid goes.
+/// The shape of its launch: one thread for each element of the result, up to the maximal grid.
 pub fn shape(product: &Sgemm) -> LaunchShape {
     let blocks = |n: u32| n.div_ceil(16).clamp(1, 65_535);
     LaunchShape { grid: [blocks(product.m), blocks(product.n), 1], block: [16, 16, 1], shared_bytes: 0 }
@@ -53,7 +52,7 @@ pub fn arguments(product: &Sgemm, math: BlasMath, workspace: Workspace) -> Vec<K
     args
 }
 
-/// How many numbers a column has in memory, of a matrix that takes part with `rows` rows and `columns` columns.
+/// The length of a column in memory, of a matrix that the product uses as `rows` by `columns`.
 fn rows(matrix: &BlasMatrix, rows: u32, columns: u32) -> u32 {
     if matrix.transposed { columns } else { rows }
 }
@@ -69,7 +68,7 @@ fn run(kernel: &mut KernelScope<'_>) -> Result<(), KernelFault> {
     let tf32 = kernel.arg_u32(14)? != 0;
     let (scratch, scratch_bytes) = (kernel.arg_ptr(15)?, kernel.arg_u64(16)?);
     touch_workspace(kernel, scratch, scratch_bytes)?;
-    // As in every BLAS, nothing is read that is multiplied by 0.
+    // As in every BLAS, what is multiplied by 0 is not read.
     let k = if alpha == 0.0 { 0 } else { k };
     let mut left = load(kernel, &a, m, k)?;
     let mut right = load(kernel, &b, k, n)?;
@@ -96,50 +95,50 @@ fn touch_workspace(kernel: &mut KernelScope<'_>, ptr: DevicePtr, bytes: u64) -> 
     if touched == 0 {
         return Ok(());
     }
-    let scribble = [0xb1; WORKSPACE_TOUCHED as usize];
-    kernel.memory.write(ptr, &scribble[..touched as usize])?;
-    kernel.memory.write(ptr.offset(bytes - touched), &scribble[..touched as usize])
+    let bytes_written = [0xb1; WORKSPACE_TOUCHED as usize];
+    kernel.memory.write(ptr, &bytes_written[..touched as usize])?;
+    kernel.memory.write(ptr.offset(bytes - touched), &bytes_written[..touched as usize])
 }
 
-/// Where a column of a matrix begins.
+/// The address of a column of a matrix.
 fn start_of(matrix: &BlasMatrix, column: u32) -> DevicePtr {
     matrix.ptr.offset(u64::from(column) * u64::from(matrix.stride) * 4)
 }
 
-/// The numbers of a matrix, its columns one after the other, as they lie in memory but for the gaps.
-struct Numbers {
-    numbers: Vec<f32>,
+/// The elements of a matrix by columns, as in memory but without the gaps.
+struct Elements {
+    values: Vec<f32>,
     rows: u32,
     transposed: bool,
 }
 
-impl Numbers {
-    /// The number in that row and column of the product's own matrix.
+impl Elements {
+    /// The element in that row and column of the matrix as the product uses it.
     fn at(&self, row: u32, column: u32) -> f32 {
         let (row, column) = if self.transposed { (column, row) } else { (row, column) };
-        self.numbers[column as usize * self.rows as usize + row as usize]
+        self.values[column as usize * self.rows as usize + row as usize]
     }
 
     fn round(&mut self) {
-        for number in &mut self.numbers {
-            *number = to_tf32(*number);
+        for value in &mut self.values {
+            *value = to_tf32(*value);
         }
     }
 }
 
-/// Reads a matrix that takes part with `rows` rows and `columns` columns.
-fn load(kernel: &mut KernelScope<'_>, matrix: &BlasMatrix, rows: u32, columns: u32) -> Result<Numbers, KernelFault> {
+/// Reads a matrix that the product uses as `rows` by `columns`.
+fn load(kernel: &mut KernelScope<'_>, matrix: &BlasMatrix, rows: u32, columns: u32) -> Result<Elements, KernelFault> {
     let (rows, columns) = if matrix.transposed { (columns, rows) } else { (rows, columns) };
-    let mut numbers = Vec::new();
+    let mut values = Vec::new();
     if rows != 0 {
         for column in 0..columns {
-            numbers.extend(kernel.read_f32(start_of(matrix, column), rows as usize)?);
+            values.extend(kernel.read_f32(start_of(matrix, column), rows as usize)?);
         }
     }
-    Ok(Numbers { numbers, rows, transposed: matrix.transposed })
+    Ok(Elements { values, rows, transposed: matrix.transposed })
 }
 
-/// The nearest number with 10 bits of mantissa; of two, the even one.
+/// Rounds to 10 bits of mantissa, ties to even.
 fn to_tf32(number: f32) -> f32 {
     const DROPPED: u32 = 13;
     if !number.is_finite() {
@@ -156,7 +155,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn tf32_keeps_ten_bits_and_rounds_to_the_nearest() {
+    fn tf32_rounds_to_ten_bits_of_mantissa() {
         let bit = |n: i32| 2_f32.powi(-n);
         for (number, rounded) in [
             (1.0, 1.0),

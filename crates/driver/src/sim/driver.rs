@@ -1,0 +1,253 @@
+//! The simulated driver: one lock around its state, calls that take virtual time, waits, host callbacks.
+
+use std::panic::AssertUnwindSafe;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use super::config::SimConfig;
+use super::object_counts::ObjectCounts;
+use super::objects::CurrentCall;
+use super::order::{Epoch, Hazard};
+use super::refuse::{named, refuse};
+use super::rng;
+use super::state::SimState;
+use super::work::{Work, in_host_code, run_host_code};
+use crate::{Call, CaptureRule, DeviceId, Driver, ErrorCode, Result, StreamId};
+
+/// A driver with one or more simulated GPUs.
+#[derive(Debug)]
+pub struct SimDriver {
+    state: Mutex<SimState>,
+    /// Notified when a host callback has returned.
+    callback_returned: Condvar,
+    track_suballocations: bool,
+    /// How many random numbers were drawn for the program.
+    entropy_drawn: AtomicU64,
+    seed: u64,
+}
+
+/// The state, locked.
+pub(in crate::sim) type Guard<'a> = MutexGuard<'a, SimState>;
+
+impl SimDriver {
+    /// Creates a driver.
+    #[must_use]
+    pub fn new(config: SimConfig) -> Self {
+        static LAST_ID: AtomicU64 = AtomicU64::new(1);
+        let driver_id = LAST_ID.fetch_add(1, Ordering::Relaxed);
+        let SimConfig { track_suballocations, seed, .. } = config;
+        Self {
+            state: Mutex::new(SimState::new(config, driver_id)),
+            callback_returned: Condvar::new(),
+            track_suballocations,
+            entropy_drawn: AtomicU64::new(0),
+            seed,
+        }
+    }
+
+    /// The hazards detected so far, in the order of detection. Work that has not run yet is not included: synchronize
+    /// first.
+    #[must_use]
+    pub fn hazards(&self) -> Vec<Hazard> {
+        self.lock().hazards.entries().to_vec()
+    }
+
+    /// How many hazards were detected beyond [`SimConfig::max_hazards`].
+    #[must_use]
+    pub fn hazards_dropped(&self) -> u64 {
+        self.lock().hazards.dropped()
+    }
+
+    /// Empties the hazard log.
+    pub fn clear_hazards(&self) {
+        self.lock().hazards.clear();
+    }
+
+    /// How many calls of the contract were made, without reports of suballocations.
+    #[must_use]
+    pub fn calls_made(&self) -> u64 {
+        self.lock().calls_made()
+    }
+
+    /// How often `call` was made. [`Counting`](crate::decorate::Counting) also measures time.
+    #[must_use]
+    pub fn call_count(&self, call: Call) -> u64 {
+        self.lock().call_count(call)
+    }
+
+    /// How long all calls took by the cost model, waits included. Virtual time passes only in calls, so this equals
+    /// [`Driver::now`].
+    #[must_use]
+    pub fn time_in_calls(&self) -> Duration {
+        self.now()
+    }
+
+    /// Counts the objects of each kind.
+    #[must_use]
+    pub fn object_counts(&self) -> ObjectCounts {
+        self.lock().object_counts()
+    }
+
+    pub(in crate::sim) fn tracks_suballocations(&self) -> bool {
+        self.track_suballocations
+    }
+
+    pub(in crate::sim) fn lock(&self) -> Guard<'_> {
+        // A panic in a host callback leaves the state consistent, and one in the host implementation of a kernel is
+        // caught.
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Begins a call: time passes, work completes, host callbacks run, captures may forbid the call.
+    pub(in crate::sim) fn enter(&self, call: Call) -> Result<Guard<'_>> {
+        named(call, self.try_enter(call))
+    }
+
+    fn try_enter(&self, call: Call) -> Result<Guard<'_>> {
+        if in_host_code() {
+            let why = "host callbacks and host implementations of kernels must not call the driver";
+            return refuse(ErrorCode::NotPermitted, why);
+        }
+        let mut state = self.lock();
+        let number = state.count_call(call);
+        let mut state = self.run_callbacks(state);
+        state.current_call = CurrentCall { call, number };
+        let checks_captures_itself = matches!(
+            call,
+            Call::StreamQuery
+                | Call::StreamSynchronize
+                | Call::EventQuery
+                | Call::EventSynchronize
+                | Call::PoolAlloc
+                | Call::PoolFree
+        );
+        if call.capture_rule() == CaptureRule::Guarded && !checks_captures_itself {
+            state.forbid_unsafe_call()?;
+        }
+        Ok(state)
+    }
+
+    /// A call that does not wait.
+    pub(in crate::sim) fn call<R>(&self, call: Call, body: impl FnOnce(&mut SimState) -> Result<R>) -> Result<R> {
+        let mut state = self.enter(call)?;
+        let outcome = body(&mut state);
+        let unused = state.captures.take_unused_callbacks();
+        drop(state);
+        // Without the lock: what they own may call the driver when it is dropped.
+        drop(unused);
+        named(call, outcome)
+    }
+
+    /// A call that may wait, for which it gives up the lock.
+    pub(in crate::sim) fn waiting_call<'a, R>(
+        &'a self,
+        call: Call,
+        body: impl FnOnce(Guard<'a>) -> Result<R>,
+    ) -> Result<R> {
+        named(call, body(self.enter(call)?))
+    }
+
+    /// A call that gives work to a stream: `prepare` checks the arguments and returns the work and its duration.
+    pub(in crate::sim) fn submit(
+        &self,
+        call: Call,
+        stream: StreamId,
+        prepare: impl FnOnce(&mut SimState, StreamId) -> Result<(Work, u64)>,
+    ) -> Result<()> {
+        self.waiting_call(call, |mut state| {
+            let stream = state.live_stream(stream)?;
+            state.forbid_implicit_wait(stream)?;
+            let (work, nanos) = prepare(&mut state, stream)?;
+            self.wait_for_queue(state, stream)?.submit(stream, work, nanos)
+        })
+    }
+
+    /// Waits until the stream's queue is shorter than its limit. The queue of a paused stream has no limit: making room
+    /// would run work that nothing waits for.
+    pub(in crate::sim) fn wait_for_queue<'a>(&'a self, mut state: Guard<'a>, stream: StreamId) -> Result<Guard<'a>> {
+        let depth = state.config.queue_depth.max(1);
+        let queue = state.scheduler.streams.get(stream);
+        let Some(last) = queue.operation_before_room(depth).filter(|_| !queue.is_paused()) else { return Ok(state) };
+        let has_room = |state: &SimState| {
+            let queue = state.scheduler.streams.find(stream);
+            queue.is_none_or(|queue| queue.operation_before_room(depth).is_none() || queue.is_paused())
+        };
+        state = self.wait(state, std::iter::once(last), has_room);
+        // Another thread may have destroyed it meanwhile.
+        state.live_stream(stream)?;
+        Ok(state)
+    }
+
+    /// Waits until all work of a device is done.
+    pub(in crate::sim) fn wait_for_device<'a>(&'a self, mut state: Guard<'a>, device: DeviceId) -> Guard<'a> {
+        let changed = state.scheduler.streams.begin_device_wait(device);
+        let done = std::cell::Cell::new(0);
+        let mut state = self.wait(state, changed.iter().map(|stream| stream.epoch()), |state| {
+            let rest = &changed[done.get()..];
+            let newly_done = rest.iter().take_while(|stream| state.scheduler.is_done(stream.epoch())).count();
+            done.set(done.get() + newly_done);
+            newly_done == rest.len()
+        });
+        state.scheduler.streams.end_device_wait(changed);
+        state.memory.trim_pools(device);
+        state
+    }
+
+    /// Lets virtual time pass until `is_over`, which holds once all of `awaited` is done. What of it is paused runs.
+    pub(in crate::sim) fn wait<'a>(
+        &'a self,
+        mut state: Guard<'a>,
+        awaited: impl Iterator<Item = Epoch> + Clone,
+        is_over: impl Fn(&SimState) -> bool,
+    ) -> Guard<'a> {
+        let current_call = state.current_call;
+        state.scheduler.allow_awaited(awaited.clone());
+        while !is_over(&state) {
+            if state.scheduler.has_callbacks() {
+                state = self.run_callbacks(state);
+            } else if !state.step() {
+                // Another thread may have paused a stream while a callback ran.
+                if state.scheduler.allow_awaited(awaited.clone()) {
+                    continue;
+                }
+                assert!(state.scheduler.are_callbacks_running(), "a wait without work that could end it");
+                state = self.callback_returned.wait(state).unwrap_or_else(PoisonError::into_inner);
+            }
+        }
+        state.current_call = current_call;
+        state
+    }
+
+    /// Runs host callbacks that can run, without the lock: they may wait for other threads.
+    fn run_callbacks<'a>(&'a self, mut state: Guard<'a>) -> Guard<'a> {
+        while let Some(callback) = state.scheduler.take_callback() {
+            drop(state);
+            let outcome = run_host_code(|| std::panic::catch_unwind(AssertUnwindSafe(|| (callback.run)())));
+            let returned = callback.end();
+            state = self.lock();
+            state.callback_returned(returned);
+            self.callback_returned.notify_all();
+            if let Err(panic) = outcome {
+                drop(state);
+                std::panic::resume_unwind(panic);
+            }
+        }
+        state
+    }
+}
+
+impl Driver for SimDriver {
+    fn kind(&self) -> &'static str {
+        "sim"
+    }
+
+    fn now(&self) -> Duration {
+        Duration::from_nanos(self.lock().scheduler.now())
+    }
+
+    fn entropy(&self) -> u64 {
+        // No timeline has this number, so these draws change no other.
+        rng::draw(self.seed, u64::MAX, self.entropy_drawn.fetch_add(1, Ordering::Relaxed), 0)
+    }
+}

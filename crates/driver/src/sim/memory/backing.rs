@@ -1,0 +1,63 @@
+//! Backing memory: contents and access history, reached by addresses through a region or a mapping.
+
+use rustc_hash::FxHashMap;
+
+use super::bytes::Bytes;
+use super::shadow::Shadow;
+use crate::DeviceId;
+
+/// Memory with its access history. The history belongs to the memory, not to addresses, so memory mapped at two
+/// addresses has one.
+#[derive(Debug)]
+pub struct Backing {
+    pub bytes: u64,
+    /// The device; `None` for host memory.
+    pub device: Option<DeviceId>,
+    /// The number of the call that pinned it, if it is host memory.
+    pub pinned_by: Option<u64>,
+    pub contents: Bytes,
+    pub shadow: Shadow,
+}
+
+/// Names backing memory. Never reused.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct BackingId(pub u64);
+
+/// All backing memory.
+#[derive(Debug, Default)]
+pub struct Backings {
+    live: FxHashMap<BackingId, Backing>,
+    last: u64,
+}
+
+impl Backings {
+    /// Adds zeroed device memory.
+    pub fn add_device(&mut self, bytes: u64, device: DeviceId) -> BackingId {
+        let device = Some(device);
+        self.add(Backing { bytes, device, pinned_by: None, contents: Bytes::device(), shadow: Shadow::default() })
+    }
+
+    /// Adds host memory that call number `pinned_by` pinned.
+    pub fn add_host(&mut self, bytes: u64, contents: Bytes, pinned_by: u64) -> BackingId {
+        self.add(Backing { bytes, device: None, pinned_by: Some(pinned_by), contents, shadow: Shadow::default() })
+    }
+
+    fn add(&mut self, backing: Backing) -> BackingId {
+        self.last += 1;
+        let id = BackingId(self.last);
+        self.live.insert(id, backing);
+        id
+    }
+
+    pub fn get(&self, id: BackingId) -> &Backing {
+        &self.live[&id]
+    }
+
+    pub fn get_mut(&mut self, id: BackingId) -> &mut Backing {
+        self.live.get_mut(&id).expect("live backing memory")
+    }
+
+    pub fn remove(&mut self, id: BackingId) {
+        self.live.remove(&id);
+    }
+}

@@ -1,0 +1,381 @@
+//! All streams, and the order between them: default-stream rules, waits for events, waits of the host. No time here.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::thread::ThreadId;
+
+use rustc_hash::FxHashMap;
+
+use super::stream::{Stream, StreamKind, StreamPoint};
+use super::timelines::Timelines;
+use crate::sim::order::{Epoch, TimelineId, VectorClock};
+use crate::sim::table::{Missing, Table};
+use crate::{DeviceId, StreamId};
+
+/// The streams of a device.
+#[derive(Debug)]
+struct DeviceStreams {
+    legacy: StreamId,
+    /// What `stream_per_thread` returns; stands for a different stream on each thread.
+    per_thread: StreamId,
+    /// The blocking streams, those of threads included.
+    blocking: Vec<StreamId>,
+    /// All streams that exist, destroyed ones with work included.
+    all: Vec<StreamId>,
+    /// Work of streams that no longer exist, as far as the host has not waited for it.
+    retired: VectorClock,
+    /// The same for blocking streams, as far as the legacy default stream is not ordered after it yet.
+    retired_blocking: VectorClock,
+}
+
+/// What the host knows to be done.
+#[derive(Debug, Default)]
+struct HostClock {
+    clock: VectorClock,
+    /// How often it has changed.
+    version: u64,
+}
+
+/// A position in a stream, taken by the next operation.
+#[derive(Debug)]
+pub struct QueuePosition {
+    pub point: StreamPoint,
+    /// What is ordered before it and may not be done yet.
+    pub waits: Vec<Epoch>,
+}
+
+/// A stream that has changed since the host last waited for its device.
+#[derive(Debug)]
+pub struct ChangedStream {
+    stream: StreamId,
+    changes: u64,
+    last: StreamPoint,
+}
+
+impl ChangedStream {
+    pub fn epoch(&self) -> Epoch {
+        self.last.epoch
+    }
+}
+
+/// All streams.
+#[derive(Debug, Default)]
+pub struct Streams {
+    table: Table<Stream>,
+    devices: Vec<DeviceStreams>,
+    /// The streams behind the per-thread default streams.
+    by_thread: FxHashMap<(ThreadId, DeviceId), StreamId>,
+    pub(super) timelines: Timelines,
+    host: HostClock,
+}
+
+impl Streams {
+    /// The default streams of each device.
+    pub fn new(devices: u32) -> Self {
+        let mut streams = Self::default();
+        for device in (0..devices).map(DeviceId) {
+            streams.devices.push(DeviceStreams {
+                legacy: StreamId(0),
+                per_thread: StreamId(0),
+                blocking: Vec::new(),
+                all: Vec::new(),
+                retired: VectorClock::default(),
+                retired_blocking: VectorClock::default(),
+            });
+            let legacy = streams.create(device, StreamKind::Legacy, 0);
+            let per_thread = streams.create(device, StreamKind::NonBlocking, 0);
+            let state = streams.device_mut(device);
+            (state.legacy, state.per_thread) = (legacy, per_thread);
+        }
+        streams
+    }
+
+    pub fn create(&mut self, device: DeviceId, kind: StreamKind, priority: i32) -> StreamId {
+        let id = StreamId(self.table.next_id());
+        let (timeline, done) = self.timelines.assign(id, &self.host.clock);
+        self.table.insert(Stream {
+            device,
+            kind,
+            priority,
+            // Looks like a pointer, and is none of the three special handles.
+            raw: 0x5000_0000 + id.0 * 0x40,
+            attributes_hidden: false,
+            destroyed: false,
+            timeline,
+            before_first: done,
+            queue: VecDeque::new(),
+            running: false,
+            last: done,
+            clock: Arc::new(self.host.clock.clone()),
+            host_version: self.host.version,
+            changes: 1,
+            changes_waited_for: 0,
+            paused_after: None,
+        });
+        let state = self.device_mut(device);
+        state.all.push(id);
+        if kind == StreamKind::Blocking {
+            state.blocking.push(id);
+        }
+        id
+    }
+
+    /// The stream of that id, if it exists; also one that was destroyed and has work left.
+    pub fn find(&self, stream: StreamId) -> Option<&Stream> {
+        self.table.get(stream.0)
+    }
+
+    /// The same, to be changed.
+    pub fn find_mut(&mut self, stream: StreamId) -> Option<&mut Stream> {
+        self.table.get_mut(stream.0)
+    }
+
+    /// A stream that was looked up.
+    pub fn get(&self, stream: StreamId) -> &Stream {
+        self.find(stream).expect("a stream that was looked up")
+    }
+
+    /// The same, to be changed.
+    pub fn get_mut(&mut self, stream: StreamId) -> &mut Stream {
+        self.find_mut(stream).expect("a stream that was looked up")
+    }
+
+    /// A stream that exists and was not destroyed; else why it cannot be used.
+    pub fn live(&self, stream: StreamId) -> Result<&Stream, Missing> {
+        match self.find(stream) {
+            Some(state) if !state.destroyed => Ok(state),
+            Some(_) => Err(Missing::Destroyed),
+            None => Err(self.table.why_missing(stream.0)),
+        }
+    }
+
+    pub fn legacy(&self, device: DeviceId) -> StreamId {
+        self.device(device).legacy
+    }
+
+    pub fn per_thread(&self, device: DeviceId) -> StreamId {
+        self.device(device).per_thread
+    }
+
+    /// The calling thread's own default stream on `device`.
+    pub fn of_this_thread(&mut self, device: DeviceId) -> StreamId {
+        let key = (std::thread::current().id(), device);
+        if let Some(&own) = self.by_thread.get(&key) {
+            return own;
+        }
+        let own = self.create(device, StreamKind::Blocking, 0);
+        self.by_thread.insert(key, own);
+        own
+    }
+
+    /// The live stream of `device` with that raw handle.
+    pub fn with_raw(&self, device: DeviceId, raw: u64) -> Option<StreamId> {
+        let has_handle = |&stream: &StreamId| self.live(stream).is_ok_and(|state| state.raw == raw);
+        self.device(device).all.iter().copied().find(has_handle)
+    }
+
+    /// The number of streams that a program created.
+    pub fn created(&self) -> usize {
+        let is_default = |stream: StreamId| {
+            self.devices.iter().any(|device| device.legacy == stream || device.per_thread == stream)
+                || self.by_thread.values().any(|&own| own == stream)
+        };
+        let ids = self.table.ids().into_iter().map(StreamId);
+        ids.filter(|&id| self.live(id).is_ok() && !is_default(id)).count()
+    }
+
+    /// The blocking streams of a device.
+    pub fn blocking(&self, device: DeviceId) -> &[StreamId] {
+        &self.device(device).blocking
+    }
+
+    /// Removes a destroyed stream once its queue is empty.
+    pub(super) fn remove_if_drained(&mut self, stream: StreamId) {
+        let state = self.get(stream);
+        if !state.destroyed || !state.queue.is_empty() || state.running {
+            return;
+        }
+        let (device, timeline, kind, last) = (state.device, state.timeline, state.kind, state.last());
+        self.table.remove(stream.0);
+        let state = self.device_mut(device);
+        // A wait for the device is ordered after its work, and so is the default stream if it was a blocking one.
+        state.retired.join(&last.clock);
+        state.retired.add(last.epoch);
+        if kind == StreamKind::Blocking {
+            state.retired_blocking.join(&last.clock);
+            state.retired_blocking.add(last.epoch);
+        }
+        state.all.retain(|&other| other != stream);
+        state.blocking.retain(|&other| other != stream);
+        self.timelines.release(timeline);
+    }
+
+    /// Takes the next position in a stream: ordered after `waits` and after all that the stream, the default-stream
+    /// rules and the host order before it.
+    pub fn next_position(&mut self, stream: StreamId, waits: Vec<Epoch>) -> QueuePosition {
+        let waits = self.apply_default_stream_rules(stream, waits);
+        self.order_after_host(stream);
+        let state = self.get_mut(stream);
+        state.last += 1;
+        state.changes += 1;
+        QueuePosition { point: state.last(), waits }
+    }
+
+    /// Orders the next operation of `stream` as the default-stream rules say: the legacy default stream after the
+    /// blocking streams of its device, and they after it.
+    fn apply_default_stream_rules(&mut self, stream: StreamId, mut waits: Vec<Epoch>) -> Vec<Epoch> {
+        let Stream { kind, device, .. } = *self.get(stream);
+        if kind == StreamKind::NonBlocking {
+            return waits;
+        }
+        for point in self.implicit_waits(stream) {
+            self.order_after(stream, &point);
+            waits.push(point.epoch);
+        }
+        if kind == StreamKind::Legacy {
+            let retired = std::mem::take(&mut self.device_mut(device).retired_blocking);
+            let state = self.get_mut(stream);
+            if !state.clock.covers_all(&retired) {
+                state.clock_mut().join(&retired);
+            }
+        }
+        waits
+    }
+
+    /// What the default-stream rules order before the next operation of `stream`, as far as it is not ordered yet.
+    fn implicit_waits(&self, stream: StreamId) -> Vec<StreamPoint> {
+        let state = self.get(stream);
+        let device = self.device(state.device);
+        let others = match state.kind {
+            StreamKind::NonBlocking => &[],
+            StreamKind::Legacy => device.blocking.as_slice(),
+            StreamKind::Blocking => std::slice::from_ref(&device.legacy),
+        };
+        let is_new = |last: &StreamPoint| last.epoch.seq != 0 && !state.clock.covers(last.epoch);
+        others.iter().map(|&other| self.get(other).last()).filter(is_new).collect()
+    }
+
+    /// What the next operation of `stream` would be ordered after, on all timelines.
+    pub fn clock_of_next(&mut self, stream: StreamId) -> VectorClock {
+        self.order_after_host(stream);
+        let state = self.get(stream);
+        let mut clock = VectorClock::clone(&state.clock);
+        clock.add(state.last().epoch);
+        for point in self.implicit_waits(stream) {
+            clock.join(&point.clock);
+            clock.add(point.epoch);
+        }
+        if state.kind == StreamKind::Legacy {
+            clock.join(&self.device(state.device).retired_blocking);
+        }
+        clock
+    }
+
+    /// Orders what is queued in `stream` from now on after `point`.
+    pub fn order_after(&mut self, stream: StreamId, point: &StreamPoint) {
+        self.get_mut(stream).order_after(point);
+    }
+
+    /// Orders what is queued in `stream` from now on after all that the host knows to be done.
+    fn order_after_host(&mut self, stream: StreamId) {
+        let Self { host, table, .. } = self;
+        let state = table.get_mut(stream.0).expect("a live stream");
+        if state.host_version != host.version {
+            state.host_version = host.version;
+            if !state.clock.covers_all(&host.clock) {
+                state.clock_mut().join(&host.clock);
+            }
+        }
+    }
+
+    /// The host knows that `point` is done, and all that is ordered before it.
+    pub fn host_observed(&mut self, point: &StreamPoint) {
+        if !self.host.clock.covers(point.epoch) || !self.host.clock.covers_all(&point.clock) {
+            self.host.clock.join(&point.clock);
+            self.host.clock.add(point.epoch);
+            self.host.version += 1;
+        }
+    }
+
+    fn host_observed_all(&mut self, clock: &VectorClock) {
+        if !self.host.clock.covers_all(clock) {
+            self.host.clock.join(clock);
+            self.host.version += 1;
+        }
+    }
+
+    /// An epoch for an operation of the host itself, and what that is ordered after.
+    pub fn next_host_operation(&mut self) -> (Epoch, VectorClock) {
+        let epoch = Epoch { timeline: TimelineId::HOST, seq: self.host.clock.get(TimelineId::HOST) + 1 };
+        self.host.clock.add(epoch);
+        self.host.version += 1;
+        (epoch, self.host.clock.clone())
+    }
+
+    /// What a wait for `stream` waits for: its last operation, and for the legacy default stream also those of the
+    /// blocking streams. A wait for a blocking stream does not wait for the default stream.
+    pub fn awaited(&self, stream: StreamId) -> Vec<StreamPoint> {
+        let state = self.get(stream);
+        let others: &[StreamId] = match state.kind {
+            StreamKind::Legacy => self.blocking(state.device),
+            StreamKind::Blocking | StreamKind::NonBlocking => &[],
+        };
+        others.iter().chain([&stream]).map(|&stream| self.get(stream).last()).collect()
+    }
+
+    /// The host has waited for `stream`, and so for all of `awaited`.
+    pub fn host_waited(&mut self, stream: StreamId, awaited: &[StreamPoint]) {
+        for point in awaited {
+            self.host_observed(point);
+        }
+        if let Some(Stream { kind: StreamKind::Legacy, device, .. }) = self.find(stream) {
+            let retired = self.device(*device).retired_blocking.clone();
+            self.host_observed_all(&retired);
+        }
+    }
+
+    /// A wait for `device` begins: the streams of which the host must wait for something. Most have nothing new since
+    /// the last wait, and a program may have a hundred.
+    pub fn begin_device_wait(&mut self, device: DeviceId) -> Vec<ChangedStream> {
+        let retired = std::mem::take(&mut self.device_mut(device).retired);
+        self.host_observed_all(&retired);
+        let changed = |&stream: &StreamId| {
+            let state = self.get(stream);
+            let is_changed = state.changes != state.changes_waited_for;
+            is_changed.then(|| ChangedStream { stream, changes: state.changes, last: state.last() })
+        };
+        self.device(device).all.iter().filter_map(changed).collect()
+    }
+
+    /// The host has waited for these.
+    pub fn end_device_wait(&mut self, waited: Vec<ChangedStream>) {
+        for ChangedStream { stream, changes, last } in waited {
+            self.host_observed(&last);
+            // It may have been destroyed and drained meanwhile.
+            if let Some(state) = self.find_mut(stream) {
+                state.changes_waited_for = changes;
+            }
+        }
+    }
+
+    pub fn is_done(&self, epoch: Epoch) -> bool {
+        self.timelines.is_done(epoch)
+    }
+
+    /// What the first of a queue waits for and is not done. Forgets what is.
+    pub(super) fn pending_waits(&mut self, stream: StreamId) -> &[Epoch] {
+        let Self { table, timelines, .. } = self;
+        let first = table.get_mut(stream.0).and_then(|state| state.queue.front_mut());
+        let Some(first) = first else { return &[] };
+        first.waits.retain(|&wait| !timelines.is_done(wait));
+        &first.waits
+    }
+
+    fn device(&self, device: DeviceId) -> &DeviceStreams {
+        &self.devices[device.0 as usize]
+    }
+
+    fn device_mut(&mut self, device: DeviceId) -> &mut DeviceStreams {
+        &mut self.devices[device.0 as usize]
+    }
+}
