@@ -1,4 +1,4 @@
-//! The choice of a driver, by name. What was asked for is opened or refused; nothing else is ever put in its place.
+//! Opens a driver by its name. There is no fallback to another one.
 
 use std::sync::Arc;
 
@@ -10,22 +10,22 @@ use warpool_driver::{DeviceId, Driver};
 use crate::output::{CommandError, Result};
 use crate::size;
 
-/// The names that a driver can be chosen by.
+/// The names of the drivers.
 pub const NAMES: &[&str] = &["sim", "cuda"];
 
 /// Settings of the simulated GPU.
 #[derive(Clone, Debug, Default, clap::Args)]
 pub struct SimArgs {
-    /// How many simulated GPUs there are, each a peer of the others [default: 2]
+    /// Number of simulated GPUs, all peers of each other [default: 2]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=64))]
     sim_devices: Option<u32>,
-    /// The memory of each simulated GPU, such as 80GiB, from 1GiB to 16TiB [default: that of an H200]
+    /// Memory of each simulated GPU, for example 80GiB, from 1GiB to 16TiB [default: that of an H200]
     #[arg(long, value_name = "SIZE", value_parser = ValueParser::new(sim_memory))]
     sim_memory: Option<u64>,
 }
 
-/// A context alone takes half a gibibyte, so less than one leaves nothing to work with; and the checks must be able to
-/// ask for too much.
+/// At least 1 GiB because a context takes 0.5 GiB; at most 16 TiB because the selftest must be able to request more
+/// than there is.
 const SIM_MEMORY: std::ops::RangeInclusive<u64> = 1 << 30..=16 << 40;
 
 fn sim_memory(text: &str) -> std::result::Result<u64, String> {
@@ -33,12 +33,12 @@ fn sim_memory(text: &str) -> std::result::Result<u64, String> {
     if SIM_MEMORY.contains(&bytes) {
         return Ok(bytes);
     }
-    let (least, most) = (size::show(*SIM_MEMORY.start()), size::show(*SIM_MEMORY.end()));
-    Err(format!("a simulated GPU has from {least} to {most}"))
+    let (min, max) = (size::format(*SIM_MEMORY.start()), size::format(*SIM_MEMORY.end()));
+    Err(format!("a simulated GPU has from {min} to {max}"))
 }
 
 impl SimArgs {
-    /// The simulated GPU as it was asked for. Two devices unless told otherwise, so that peers can be shown.
+    /// The configuration of the simulated GPU. Two devices by default, so that there are peers.
     pub fn config(&self, seed: u64) -> SimConfig {
         let config = SimConfig::default().with_seed(seed).with_devices(self.sim_devices.unwrap_or(2));
         match self.sim_memory {
@@ -47,7 +47,7 @@ impl SimArgs {
         }
     }
 
-    fn given(&self) -> Option<&'static str> {
+    fn first_given(&self) -> Option<&'static str> {
         match (self.sim_devices, self.sim_memory) {
             (Some(_), _) => Some("--sim-devices"),
             (_, Some(_)) => Some("--sim-memory"),
@@ -56,7 +56,7 @@ impl SimArgs {
     }
 }
 
-/// Opens the driver of that name.
+/// Opens the driver with that name.
 pub fn open(name: &str, sim: &SimArgs, seed: u64) -> Result<Arc<dyn Driver>> {
     match name {
         "sim" => Ok(Arc::new(SimDriver::new(sim.config(seed)))),
@@ -65,9 +65,9 @@ pub fn open(name: &str, sim: &SimArgs, seed: u64) -> Result<Arc<dyn Driver>> {
     }
 }
 
-/// Opens the driver 'cuda'; settings of the simulated GPU are refused.
+/// Opens the driver 'cuda'; options of the simulated GPU are an error.
 pub fn open_cuda(sim: &SimArgs) -> Result<Arc<CudaDriver>> {
-    if let Some(option) = sim.given() {
+    if let Some(option) = sim.first_given() {
         return Err(CommandError::Usage(format!("{option} is for --driver sim, not for cuda")));
     }
     CudaDriver::open().map(Arc::new).map_err(|error| {
@@ -75,12 +75,12 @@ pub fn open_cuda(sim: &SimArgs) -> Result<Arc<CudaDriver>> {
     })
 }
 
-/// What to say about a driver that there is not.
+/// The error for an unknown driver name.
 pub fn unknown(name: &str) -> CommandError {
-    CommandError::Usage(format!("there is no driver '{name}': choose one of {}", NAMES.join(", ")))
+    CommandError::Usage(format!("unknown driver '{name}': choose one of {}", NAMES.join(", ")))
 }
 
-/// The device of that number, if the driver has it.
+/// The device with that number, if the driver has it.
 pub fn device(driver: &dyn Driver, number: u32) -> Result<DeviceId> {
     match driver.device_count()? {
         count if number < count => Ok(DeviceId(number)),

@@ -1,4 +1,4 @@
-//! `warpool info`: what this machine offers.
+//! `warpool info`: devices, their features, and NVIDIA's libraries on this machine.
 
 use serde_json::{Value, json};
 use warpool_cuda::CudaDriver;
@@ -8,19 +8,19 @@ use crate::driver::{self, SimArgs};
 use crate::output::{self, CommandError, Output, Result, Verdict};
 use crate::size;
 
-/// Shows devices, what they can do, and which libraries were found
+/// Lists devices with their features, and the NVIDIA libraries that were found
 ///
-/// Without --driver it shows what every driver offers, or why one offers nothing.
+/// Without --driver it lists the devices of every driver, or why a driver cannot be opened.
 #[derive(Debug, clap::Args)]
 #[command(
-    after_help = "Exit status: 0, 1 if a driver fails when asked, 2 if the one that --driver names cannot be had.\n\n\
+    after_help = "Exit status: 0 success, 1 a driver call failed, 2 the driver of --driver cannot be opened.\n\n\
     Examples:\n  \
     warpool info\n  \
     warpool info --driver cuda --json\n  \
     warpool info --driver sim --sim-memory 80GiB"
 )]
 pub struct Args {
-    /// Only this driver: sim or cuda
+    /// List only this driver: sim or cuda
     #[arg(long, value_name = "NAME")]
     driver: Option<String>,
     #[command(flatten)]
@@ -34,7 +34,7 @@ pub fn run(args: &Args, output: &mut Output) -> Result<Verdict> {
     match &args.driver {
         Some(name) => show_driver(&*driver::open(name, &args.sim, 0)?, output)?,
         None => {
-            show_cuda_or_why_not(output)?;
+            show_cuda_or_reason(output)?;
             show_driver(&*driver::open("sim", &args.sim, 0)?, output)?;
         }
     }
@@ -42,13 +42,13 @@ pub fn run(args: &Args, output: &mut Output) -> Result<Verdict> {
     Ok(Verdict::Success)
 }
 
-fn show_cuda_or_why_not(output: &mut Output) -> Result<()> {
+fn show_cuda_or_reason(output: &mut Output) -> Result<()> {
     let reason = match CudaDriver::open() {
         Err(error) => error.to_string(),
         Ok(driver) => match show_driver(&driver, output) {
-            // A driver that is there but does not work is worth a line, like one that is not there.
+            // A driver that opens but fails gets a line too.
             Err(CommandError::Driver(error)) => error.to_string(),
-            shown => return shown,
+            other => return other,
         },
     };
     output.object(&json!({ "kind": "driver", "driver": "cuda", "available": false, "reason": reason }))?;
@@ -75,7 +75,7 @@ fn show_driver(driver: &dyn Driver, output: &mut Output) -> Result<()> {
 }
 
 fn object(kind: &str, device: DeviceId, properties: &DeviceProperties) -> Value {
-    // All fields by name: a new one must be shown, too.
+    // All fields by name, so that a new one is not forgotten.
     let DeviceProperties {
         name,
         compute_capability: (major, minor),
@@ -114,28 +114,28 @@ fn object(kind: &str, device: DeviceId, properties: &DeviceProperties) -> Value 
 }
 
 fn rows(properties: &DeviceProperties) -> [(&'static str, String); 13] {
-    let yes = |able: bool| if able { "yes" } else { "no" }.to_owned();
+    let yes = |supported: bool| if supported { "yes" } else { "no" }.to_owned();
     let (major, minor) = properties.compute_capability;
     let peers: Vec<String> = properties.peers.iter().map(ToString::to_string).collect();
     [
         ("compute capability", format!("{major}.{minor}")),
-        ("memory", size::show(properties.bytes_total)),
+        ("memory", size::format(properties.bytes_total)),
         ("multiprocessors", properties.multiprocessors.to_string()),
-        ("granularity", size::show(properties.granularity)),
+        ("granularity", size::format(properties.granularity)),
         ("virtual memory", yes(properties.virtual_memory)),
         ("host registration", yes(properties.host_registration)),
         ("async pools", yes(properties.async_pools)),
         ("conditional nodes", yes(properties.conditional_nodes)),
         ("interprocess events", yes(properties.ipc_events)),
-        ("shared as file descriptor", yes(properties.share_posix_fd)),
-        ("shared over a fabric", yes(properties.share_fabric)),
+        ("sharing by file descriptor", yes(properties.share_posix_fd)),
+        ("sharing over a fabric", yes(properties.share_fabric)),
         ("RDMA", yes(properties.rdma)),
         ("peers", if peers.is_empty() { "none".to_owned() } else { peers.join(", ") }),
     ]
 }
 
 fn show_libraries(output: &mut Output) -> Result<()> {
-    let mut table = output::table(&["library", "version", "opened as, or what it means that it is missing"]);
+    let mut table = output::table(&["library", "version", "opened as, or what is unavailable without it"]);
     for library in warpool_cuda::libraries() {
         let found = library.found.as_ref();
         let version = found.and_then(|found| found.version.as_deref());
@@ -148,7 +148,7 @@ fn show_libraries(output: &mut Output) -> Result<()> {
             "if_missing": library.if_missing,
         }))?;
         table.add_row(match found {
-            Some(found) => [library.name, version.unwrap_or("not told"), &found.name],
+            Some(found) => [library.name, version.unwrap_or("unknown"), &found.name],
             None => [library.name, "missing", library.if_missing],
         });
     }

@@ -1,5 +1,5 @@
-//! Output of the commands: tables for people, or one JSON object per line for programs; never both. Also the exit status
-//! that goes with a result.
+//! Output of the commands: tables for people, or one JSON object per line for programs; never both. Also the exit
+//! status of a result.
 
 use std::fmt;
 use std::io::{self, Write};

@@ -1,24 +1,24 @@
-//! `warpool settings`: what a settings string means, and what is wrong with it.
+//! `warpool settings`: explains a settings string and lists its problems.
 
 use serde_json::json;
 use warpool::memory::lint;
 
 use crate::output::{self, Output, Result, Verdict};
 
-/// The variables that settings are taken from, in this order.
+/// The environment variables with settings; the first that is set is used.
 const VARIABLES: [&str; 2] = ["WARPOOL_CONF", "PYTORCH_CUDA_ALLOC_CONF"];
 
-/// Says what a settings string means: every setting with its value, and whatever is wrong or has no effect
+/// Explains a settings string: every setting with its value, and what is invalid or has no effect
 ///
-/// Without a string it takes the one in WARPOOL_CONF, or else in PYTORCH_CUDA_ALLOC_CONF.
+/// Without a string it reads WARPOOL_CONF, else PYTORCH_CUDA_ALLOC_CONF.
 #[derive(Debug, clap::Args)]
-#[command(after_help = "Exit status: 0, 1 if the string would be refused.\n\n\
+#[command(after_help = "Exit status: 0 success, 1 the string is invalid.\n\n\
     Examples:\n  \
     warpool settings\n  \
     warpool settings expandable_segments:True,garbage_collection_threshold:0.8\n  \
     warpool settings roundup_power2_divisions:[256:1,512:2,>:4] --json")]
 pub struct Args {
-    /// The string, as in PYTORCH_CUDA_ALLOC_CONF
+    /// The string, in the format of PYTORCH_CUDA_ALLOC_CONF
     string: Option<String>,
     /// One JSON object per finding and setting
     #[arg(long)]
@@ -29,8 +29,8 @@ pub fn run(args: &Args, output: &mut Output) -> Result<Verdict> {
     let from_environment =
         || VARIABLES.into_iter().find_map(|name| Some((std::env::var(name).ok()?, format!("from {name}"))));
     let (string, origin) = match &args.string {
-        Some(string) => (string.clone(), "given".to_owned()),
-        None => from_environment().unwrap_or_else(|| (String::new(), "nothing is set".to_owned())),
+        Some(string) => (string.clone(), "from the command line".to_owned()),
+        None => from_environment().unwrap_or_else(|| (String::new(), "no variable is set".to_owned())),
     };
     let lint = lint(&string);
     output.line(format!("settings {string:?} ({origin})\n"))?;
@@ -49,13 +49,13 @@ pub fn run(args: &Args, output: &mut Output) -> Result<Verdict> {
     if !lint.is_clean() {
         output.line("")?;
     }
-    let mut table = output::table(&["setting", "value", "from"]);
+    let mut table = output::table(&["setting", "value", "origin"]);
     for value in &lint.values {
         table.add_row([value.key, &value.value, value.origin.name()]);
         let origin = value.origin.name();
         output.object(&json!({ "kind": "setting", "key": value.key, "value": value.value, "origin": origin }))?;
     }
-    let accepted = lint.effective.is_some();
-    output.table(if accepted { "In force" } else { "Refused; the defaults stay in force" }, &table)?;
-    Ok(if accepted { Verdict::Success } else { Verdict::Failure })
+    let valid = lint.effective.is_some();
+    output.table(if valid { "In effect" } else { "Invalid; the defaults stay in effect" }, &table)?;
+    Ok(if valid { Verdict::Success } else { Verdict::Failure })
 }

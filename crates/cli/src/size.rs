@@ -1,6 +1,6 @@
-//! Sizes in bytes, as people write and read them.
+//! Parsing and formatting of sizes in bytes.
 
-/// The units by their names, largest first. Powers of 1024 and of 1000 are told apart by the `i`.
+/// The units, largest first. Binary units have an `i`.
 const UNITS: &[(&str, u64)] = &[
     ("TiB", 1 << 40),
     ("TB", 1_000_000_000_000),
@@ -13,7 +13,7 @@ const UNITS: &[(&str, u64)] = &[
     ("B", 1),
 ];
 
-/// Reads `80GiB`, `1.5 GiB`, `512MiB` or plain bytes.
+/// Parses `80GiB`, `1.5 GiB`, `512MiB` or plain bytes.
 pub fn parse(text: &str) -> Result<u64, String> {
     let text = text.trim();
     let digits = text.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(text.len());
@@ -22,13 +22,15 @@ pub fn parse(text: &str) -> Result<u64, String> {
         "" => 1,
         _ => {
             let known = UNITS.iter().find(|(name, _)| name.eq_ignore_ascii_case(unit));
-            known.ok_or_else(|| format!("'{text}' is no size: write bytes, or a number with KiB, MiB, GiB or TiB"))?.1
+            known
+                .ok_or_else(|| format!("'{text}' is not a size: write bytes, or a number with KiB, MiB, GiB or TiB"))?
+                .1
         }
     };
-    exact(number, unit).ok_or_else(|| format!("'{text}' is no size: it must be a whole number of bytes below 2^64"))
+    exact(number, unit).ok_or_else(|| format!("'{text}' is not a size: it must be a whole number of bytes below 2^64"))
 }
 
-/// `number`, a decimal with or without a fraction, times `unit`; `None` if that is no whole number that fits.
+/// The decimal `number` times `unit`; `None` if the product is not a whole number below 2^64.
 fn exact(number: &str, unit: u64) -> Option<u64> {
     let (whole, fraction) = number.split_once('.').unwrap_or((number, ""));
     let scale = 10u128.checked_pow(u32::try_from(fraction.len()).ok()?)?;
@@ -40,8 +42,8 @@ fn exact(number: &str, unit: u64) -> Option<u64> {
     u64::try_from(scaled / scale).ok()
 }
 
-/// Writes `bytes` in the largest binary unit that it fills.
-pub fn show(bytes: u64) -> String {
+/// Formats `bytes` in the largest binary unit that is not larger.
+pub fn format(bytes: u64) -> String {
     let binary = UNITS.iter().filter(|(name, _)| name.contains('i'));
     match binary.into_iter().find(|(_, unit)| bytes >= *unit) {
         None => format!("{bytes} B"),
@@ -55,7 +57,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn sizes_are_read() {
+    fn sizes_are_parsed() {
         let check = |text: &str, bytes: u64| assert_eq!(parse(text), Ok(bytes), "{text}");
         check("0", 0);
         check("4096", 4096);
@@ -70,18 +72,18 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_size_is_refused_by_name() {
+    fn invalid_size_is_an_error_that_quotes_it() {
         for text in
             ["", "GiB", "-1", "1.2.3GiB", "80G", "80 apples", "0.3B", "18446744073709551616", "99999999TiB", "1e9"]
         {
-            let refusal = parse(text).unwrap_err();
-            assert!(refusal.contains(&format!("'{text}' is no size")), "{text}: {refusal}");
+            let error = parse(text).unwrap_err();
+            assert!(error.contains(&format!("'{text}' is not a size")), "{text}: {error}");
         }
     }
 
     #[test]
-    fn sizes_are_shown() {
-        let check = |bytes: u64, text: &str| assert_eq!(show(bytes), text);
+    fn sizes_are_formatted() {
+        let check = |bytes: u64, text: &str| assert_eq!(format(bytes), text);
         check(0, "0 B");
         check(1023, "1023 B");
         check(2 << 20, "2 MiB");

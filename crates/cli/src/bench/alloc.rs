@@ -1,6 +1,6 @@
-//! `warpool bench alloc`: what allocating and freeing device memory costs the host. An operation is a pair, or in the
-//! random cases one allocation or one free. Everything that is asked for is cached before time is taken, so no case but
-//! those of the driver's own pools calls the driver. Nothing is done with the memory.
+//! `warpool bench alloc`: host time of allocating and freeing device memory. An operation is an allocate-free pair, or
+//! in the random cases one allocation or one free. Everything is cached before it is timed, so only the driver-pool
+//! cases call the driver. The memory is not used.
 
 use std::hint::black_box;
 use std::sync::Arc;
@@ -11,251 +11,206 @@ use warpool::memory::{
     Settings,
 };
 use warpool::{Instance, Stream};
-use warpool_driver::sim::SimDriver;
-use warpool_driver::{DeviceId, Driver};
+use warpool_driver::DeviceId;
 
-use super::measure::{Baseline, ns_each};
-use super::{Args, Row, Rows};
-use crate::driver::{self, NAMES};
-use crate::output::{CommandError, Result, Verdict};
+use super::measure::{Measurement, fastest, mutex_round, ns_each, timed, warm_up};
+use super::{Args, Report, Row};
+use crate::driver;
+use crate::output::{Result, Verdict};
 
 const KIB: u64 = 1 << 10;
 const MIB: u64 = 1 << 20;
 
-/// What a cached pair should stay within, in baselines.
+/// The target for a cached pair, in baselines.
 const PAIR_RATIO_MAX: f64 = 15.0;
 
-/// Time is taken so often, each time of the baseline too, right before: on a machine with other work both are disturbed
-/// alike. Of each the quickest round counts.
+/// Rounds per case; the fastest counts.
 const ROUNDS: u64 = 25;
 
-/// How long it works before time is taken.
+/// Without it the first case was often the slowest, whichever it was.
 const WARM_UP: Duration = Duration::from_secs(1);
 
-/// How many locks a round of the baseline takes.
+/// Lock-unlock pairs per round of the baseline.
 const LOCKS: u32 = 40_000;
 
-/// How many pairs of the driver's own pools are timed in one go; the device catches up in between, outside the time.
+/// Pairs of the driver's pools that are timed at once; the stream is synchronized in between, untimed.
 const BATCH: u64 = 500;
 
-/// How many entries the history's ring has where one is recorded.
+/// Entries of the history where it is recorded.
 const HISTORY_ENTRIES: usize = 100_000;
 
-pub fn run(args: &Args, rows: &mut Rows<'_>) -> Result<Verdict> {
-    let Some(name) = args.driver.as_deref() else {
-        return Err(CommandError::Usage(format!("'bench alloc' needs --driver: one of {}", NAMES.join(", "))));
-    };
-    let driver: Arc<dyn Driver> = match name {
-        // A real driver does not listen to notes either; who reads them pays for hazards, not for allocating.
-        "sim" => Arc::new(SimDriver::new(args.sim.config(0).without_suballocation_tracking())),
-        _ => driver::open(name, &args.sim, 0)?,
-    };
+pub fn run(args: &Args, report: &mut Report<'_>) -> Result<Verdict> {
+    let driver = args.open_driver()?;
     let device = driver::device(&*driver, args.device)?;
     driver.set_current_device(device)?;
     let instance = Instance::new(driver)?;
-    let ops = args.ops.unwrap_or(1_000_000);
-    let bench = Bench { stream: instance.device(device.0).and_then(|it| it.pool_stream())?, instance, device, ops };
-    let worst = measure(&bench, rows)?;
-    rows.remark(format!(
-        "a pair of a cached block through the raw interface costs at most {worst:.1} times the baseline; {PAIR_RATIO_MAX} is the aim"
+    let stream = instance.device(device.0)?.pool_stream()?;
+    let context = BenchContext { instance, device, stream, ops: args.ops.unwrap_or(1_000_000) };
+    let worst = context.measure(report)?;
+    report.remark(format!(
+        "a cached pair through the raw interface costs at most {worst:.1} times the baseline; target: {PAIR_RATIO_MAX}"
     ));
     Ok(Verdict::Success)
 }
 
 /// What the cases work with.
-struct Bench {
+struct BenchContext {
     instance: Instance,
     device: DeviceId,
     stream: Stream,
     ops: u64,
 }
 
-type Shared = Arc<dyn DeviceAllocator>;
+type SharedAllocator = Arc<dyn DeviceAllocator>;
 
-/// Runs every case. Returns the largest ratio of a raw pair.
-fn measure(bench: &Bench, rows: &mut Rows<'_>) -> Result<f64> {
-    let caching = || Arc::new(CachingAllocator::new(&bench.instance, Settings::default())) as Shared;
-    let mut worst: f64 = 0.0;
-    let allocator = caching();
-    bench.warm_up(&allocator)?;
-    for (case, bytes) in [
-        ("pair of 512 B", 512),
-        ("pair of 64 KiB", 64 * KIB),
-        ("pair of 1 MiB", MIB),
-        ("pair of 8 MiB", 8 * MIB),
-        ("pair of 64 MiB", 64 * MIB),
-    ] {
-        worst = worst.max(bench.pairs(&allocator, bytes).show(case, rows)?);
+impl BenchContext {
+    /// Runs every case. Returns the largest ratio of a raw pair.
+    fn measure(&self, report: &mut Report<'_>) -> Result<f64> {
+        let mut worst: f64 = 0.0;
+        let allocator = self.caching(Settings::default());
+        warm_up(WARM_UP, || pair(&*allocator, self.request(64 * KIB)))?;
+        for (case, bytes) in [
+            ("pair of 512 B", 512),
+            ("pair of 64 KiB", 64 * KIB),
+            ("pair of 1 MiB", MIB),
+            ("pair of 8 MiB", 8 * MIB),
+            ("pair of 64 MiB", 64 * MIB),
+        ] {
+            let measurement = self.pairs(&allocator, bytes)?;
+            report.add(Row::new(case, measurement))?;
+            worst = worst.max(measurement.ratio());
+        }
+        for (case, bytes) in [("owned pair of 64 KiB", 64 * KIB), ("owned pair of 8 MiB", 8 * MIB)] {
+            report.add(Row::new(case, self.owned_pairs(&allocator, bytes)?))?;
+        }
+        let threads = self.pairs_on_threads(&allocator, 64 * KIB)?;
+        report.add(Row::new("pair of 64 KiB, 4 threads on own streams", threads))?;
+        self.empty_cache(&allocator)?;
+        for (case, slots) in [
+            ("random sizes in 64 slots, per call", 64),
+            ("random sizes in 1,024 slots, per call", 1024),
+            ("random sizes in 8,192 slots, per call", 8192),
+        ] {
+            let allocator = self.caching(Settings::default());
+            report.add(Row::new(case, self.random(&allocator, slots)?))?;
+            self.empty_cache(&allocator)?;
+        }
+
+        let recording = self.caching(Settings::default());
+        let options = HistoryOptions { entries_max: HISTORY_ENTRIES, ..HistoryOptions::default() };
+        recording.record_history(Some(options))?;
+        let measurement = self.pairs(&recording, 64 * KIB)?;
+        report.add(Row::new("pair of 64 KiB, history of 100,000 entries", measurement))?;
+        self.empty_cache(&recording)?;
+
+        let properties = self.stream.device().properties().clone();
+        if properties.virtual_memory {
+            let expandable = self.caching(Settings { expandable_segments: true, ..Settings::default() });
+            report.add(Row::new("expandable, pair of 64 KiB", self.pairs(&expandable, 64 * KIB)?))?;
+            report.add(Row::new("expandable, pair of 8 MiB", self.pairs(&expandable, 8 * MIB)?))?;
+            let random = self.random(&expandable, 1024)?;
+            report.add(Row::new("expandable, random sizes in 1,024 slots, per call", random))?;
+            self.empty_cache(&expandable)?;
+        } else {
+            report.remark("skipped: expandable, since the device has no virtual memory".to_owned());
+        }
+        if properties.async_pools {
+            let pool = Arc::new(DriverPoolAllocator::new(&self.instance)) as SharedAllocator;
+            report.add(Row::new("driver-pool, pair of 64 KiB", self.driver_pairs(&pool, 64 * KIB)?))?;
+            report.add(Row::new("driver-pool, pair of 8 MiB", self.driver_pairs(&pool, 8 * MIB)?))?;
+            self.empty_cache(&pool)?;
+        } else {
+            report.remark("skipped: driver-pool, since the device has no stream-ordered pools".to_owned());
+        }
+        Ok(worst)
     }
-    for (case, bytes) in [("owned pair of 64 KiB", 64 * KIB), ("owned pair of 8 MiB", 8 * MIB)] {
-        bench.owned_pairs(&allocator, bytes).show(case, rows)?;
-    }
-    bench.pairs_on_threads(&allocator, 64 * KIB).show("pair of 64 KiB, 4 threads on own streams", rows)?;
-    bench.give_back(&allocator)?;
-    for (case, slots) in [
-        ("random sizes in 64 slots, per call", 64),
-        ("random sizes in 1,024 slots, per call", 1024),
-        ("random sizes in 8,192 slots, per call", 8192),
-    ] {
-        let allocator = caching();
-        bench.random(&allocator, slots).show(case, rows)?;
-        bench.give_back(&allocator)?;
+
+    fn caching(&self, settings: Settings) -> SharedAllocator {
+        Arc::new(CachingAllocator::new(&self.instance, settings))
     }
 
-    let recording = caching();
-    let options = HistoryOptions { entries_max: HISTORY_ENTRIES, ..HistoryOptions::default() };
-    recording.record_history(Some(options))?;
-    bench.pairs(&recording, 64 * KIB).show("pair of 64 KiB, history of 100,000 entries", rows)?;
-    bench.give_back(&recording)?;
-
-    let properties = bench.stream.device().properties().clone();
-    if properties.virtual_memory {
-        let settings = Settings { expandable_segments: true, ..Settings::default() };
-        let growing = Arc::new(CachingAllocator::new(&bench.instance, settings)) as Shared;
-        bench.pairs(&growing, 64 * KIB).show("expandable, pair of 64 KiB", rows)?;
-        bench.pairs(&growing, 8 * MIB).show("expandable, pair of 8 MiB", rows)?;
-        bench.random(&growing, 1024).show("expandable, random sizes in 1,024 slots, per call", rows)?;
-        bench.give_back(&growing)?;
-    } else {
-        rows.remark("left out: expandable, since the device has no virtual memory".to_owned());
-    }
-    if properties.async_pools {
-        let pool = Arc::new(DriverPoolAllocator::new(&bench.instance)) as Shared;
-        bench.driver_pairs(&pool, 64 * KIB).show("driver-pool, pair of 64 KiB", rows)?;
-        bench.driver_pairs(&pool, 8 * MIB).show("driver-pool, pair of 8 MiB", rows)?;
-        bench.give_back(&pool)?;
-    } else {
-        rows.remark("left out: driver-pool, since the device has no stream-ordered pools".to_owned());
-    }
-    Ok(worst)
-}
-
-/// What one operation took, and the baseline beside it, in nanoseconds; or why it could not be measured.
-type Measured = warpool::Result<(f64, f64)>;
-
-/// Makes a row of what was measured.
-trait Show {
-    /// Adds the row, and returns the ratio to the baseline.
-    fn show(self, case: &'static str, rows: &mut Rows<'_>) -> Result<f64>;
-}
-
-impl Show for Measured {
-    fn show(self, case: &'static str, rows: &mut Rows<'_>) -> Result<f64> {
-        let (ns, baseline) = self?;
-        rows.baseline.ns = baseline;
-        rows.add(Row { case, ns, extra: Vec::new(), besides: String::new() })?;
-        Ok(ns / baseline)
-    }
-}
-
-impl Bench {
     fn request(&self, bytes: u64) -> Request {
         Request::new(self.device, self.stream.id(), bytes)
     }
 
-    /// Runs `round` with a number of operations, several times, with the baseline in between.
-    fn least(&self, mut round: impl FnMut(u64) -> warpool::Result<Duration>) -> Measured {
+    /// The fastest round of `round`, which takes a number of operations and returns their time. The first one is not
+    /// counted.
+    fn fastest(&self, mut round: impl FnMut(u64) -> warpool::Result<Duration>) -> warpool::Result<Measurement> {
         let ops = (self.ops / ROUNDS).max(1);
         round(ops)?;
-        let mut least = (f64::INFINITY, f64::INFINITY);
-        for _ in 0..ROUNDS {
-            let baseline = Baseline::round(LOCKS);
-            least = (least.0.min(ns_each(round(ops)?, ops)), least.1.min(baseline));
-        }
-        Ok(least)
+        fastest(ROUNDS, || Ok(mutex_round(LOCKS)), || Ok(ns_each(round(ops)?, ops)))
     }
 
-    /// Works until the processor has come to its pace: the first case of a run was often the slowest, whichever it was.
-    fn warm_up(&self, allocator: &Shared) -> warpool::Result<()> {
-        let begun = Instant::now();
-        while begun.elapsed() < WARM_UP {
-            (0..10_000).try_for_each(|_| pair(&**allocator, self.request(64 * KIB)))?;
-        }
-        Ok(())
-    }
-
-    fn pairs(&self, allocator: &Shared, bytes: u64) -> Measured {
+    fn pairs(&self, allocator: &SharedAllocator, bytes: u64) -> warpool::Result<Measurement> {
         let request = self.request(bytes);
-        self.least(|ops| {
-            let begun = Instant::now();
-            for _ in 0..ops {
-                pair(&**allocator, request)?;
-            }
-            Ok(begun.elapsed())
-        })
+        self.fastest(|ops| timed(ops, || pair(&**allocator, request)))
     }
 
-    fn owned_pairs(&self, allocator: &Shared, bytes: u64) -> Measured {
+    fn owned_pairs(&self, allocator: &SharedAllocator, bytes: u64) -> warpool::Result<Measurement> {
         let request = self.request(bytes);
-        self.least(|ops| {
-            let begun = Instant::now();
-            for _ in 0..ops {
+        self.fastest(|ops| {
+            timed(ops, || {
                 drop(black_box(Block::allocate(allocator, request)?));
-            }
-            Ok(begun.elapsed())
+                Ok(())
+            })
         })
     }
 
-    /// The time for all threads, per pair: with as many cores, a quarter of one thread's.
-    fn pairs_on_threads(&self, allocator: &Shared, bytes: u64) -> Measured {
+    /// The elapsed time of all threads, per pair: with enough cores, a quarter of one thread's.
+    fn pairs_on_threads(&self, allocator: &SharedAllocator, bytes: u64) -> warpool::Result<Measurement> {
         const THREADS: u64 = 4;
         let device = self.stream.device();
         let streams = (0..THREADS).map(|_| device.lease_stream()).collect::<warpool::Result<Vec<_>>>()?;
-        self.least(|ops| {
-            let begun = Instant::now();
+        self.fastest(|ops| {
+            let start = Instant::now();
             std::thread::scope(|scope| {
-                let work = |stream| {
+                let spawn = |stream| {
                     let request = Request::new(self.device, stream, bytes);
                     scope.spawn(move || (0..ops / THREADS).try_for_each(|_| pair(&**allocator, request)))
                 };
-                let threads: Vec<_> = streams.iter().map(|stream| work(stream.id())).collect();
+                let threads: Vec<_> = streams.iter().map(|stream| spawn(stream.id())).collect();
                 threads
                     .into_iter()
                     .try_for_each(|thread| thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
             })?;
-            Ok(begun.elapsed())
+            Ok(start.elapsed())
         })
     }
 
-    /// Slots that are filled and emptied at random, with sizes from 512 B to 16 MiB, as many of each magnitude.
-    fn random(&self, allocator: &Shared, slots: usize) -> Measured {
-        let mut luck = Luck(slots as u64);
+    /// Slots that are filled and emptied at random, with sizes from 512 B to 16 MiB, uniform in magnitude.
+    fn random(&self, allocator: &SharedAllocator, slots: usize) -> warpool::Result<Measurement> {
+        let mut rng = fastrand::Rng::with_seed(slots as u64);
         let program: Vec<(usize, Request)> = (0..1 << 16)
             .map(|_| {
-                let (slot, magnitude) = (luck.below(slots as u64) as usize, 9 + luck.below(15));
-                (slot, self.request((1 << magnitude) + luck.below(1 << magnitude)))
+                let (slot, magnitude) = (rng.usize(..slots), rng.u32(9..24));
+                (slot, self.request((1 << magnitude) + rng.u64(..1 << magnitude)))
             })
             .collect();
-        let mut held: Vec<Option<Allocation>> = vec![None; slots];
-        // Once through the whole program, until every segment that it needs is there.
+        let mut allocated: Vec<Option<Allocation>> = vec![None; slots];
+        // The whole program once, so that every segment that it needs is cached.
         for &(slot, request) in &program {
-            step(&**allocator, &mut held[slot], request)?;
+            step(&**allocator, &mut allocated[slot], request)?;
         }
         let mut steps = program.iter().cycle();
-        let ns = self.least(|ops| {
-            let begun = Instant::now();
+        let measurement = self.fastest(|ops| {
+            let start = Instant::now();
             for &(slot, request) in steps.by_ref().take(ops as usize) {
-                step(&**allocator, &mut held[slot], request)?;
+                step(&**allocator, &mut allocated[slot], request)?;
             }
-            Ok(begun.elapsed())
+            Ok(start.elapsed())
         })?;
-        held.into_iter().flatten().try_for_each(|given| allocator.free(given))?;
-        Ok(ns)
+        allocated.into_iter().flatten().try_for_each(|allocation| allocator.free(allocation))?;
+        Ok(measurement)
     }
 
     /// Pairs that call the driver.
-    fn driver_pairs(&self, allocator: &Shared, bytes: u64) -> Measured {
+    fn driver_pairs(&self, allocator: &SharedAllocator, bytes: u64) -> warpool::Result<Measurement> {
         let request = self.request(bytes);
-        self.least(|ops| {
-            let mut elapsed = Duration::ZERO;
-            let mut left = ops;
+        self.fastest(|ops| {
+            let (mut elapsed, mut left) = (Duration::ZERO, ops);
             while left > 0 {
                 let batch = left.min(BATCH);
-                let begun = Instant::now();
-                for _ in 0..batch {
-                    pair(&**allocator, request)?;
-                }
-                elapsed += begun.elapsed();
+                elapsed += timed(batch, || pair(&**allocator, request))?;
                 self.stream.synchronize()?;
                 left -= batch;
             }
@@ -263,38 +218,25 @@ impl Bench {
         })
     }
 
-    /// Ends an allocator's cases: what it has cached goes back.
-    fn give_back(&self, allocator: &Shared) -> Result<()> {
+    /// Returns the cached memory of an allocator to the driver.
+    fn empty_cache(&self, allocator: &SharedAllocator) -> Result<()> {
         Ok(allocator.trim(self.device, MemPoolId::DEFAULT).map(drop)?)
     }
 }
 
 /// An allocation and its free, by address.
 fn pair(allocator: &dyn DeviceAllocator, request: Request) -> warpool::Result<()> {
-    let given = black_box(allocator.allocate_raw(request)?);
-    allocator.free_raw(given.ptr)
+    let allocation = black_box(allocator.allocate_raw(request)?);
+    allocator.free_raw(allocation.ptr)
 }
 
-/// Empties a slot that is full, fills one that is empty.
+/// Frees the slot's allocation if it has one; allocates if not.
 fn step(allocator: &dyn DeviceAllocator, slot: &mut Option<Allocation>, request: Request) -> warpool::Result<()> {
     match slot.take() {
-        Some(given) => allocator.free_raw(given.ptr),
+        Some(allocation) => allocator.free_raw(allocation.ptr),
         None => {
             *slot = Some(allocator.allocate_raw(request)?);
             Ok(())
         }
-    }
-}
-
-/// Random numbers from a seed (`SplitMix64`).
-pub struct Luck(pub u64);
-
-impl Luck {
-    pub fn below(&mut self, n: u64) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        (z ^ (z >> 31)) % n
     }
 }

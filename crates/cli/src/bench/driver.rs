@@ -1,89 +1,69 @@
-//! `warpool bench driver`: what a handful of calls cost the host, on whichever driver.
-//! The calls are those that an allocator or a stream pool makes on its hot path.
+//! `warpool bench driver`: host time of driver calls that an allocator or a stream pool makes often.
 
 use std::time::{Duration, Instant};
 
 use serde_json::json;
 use warpool_driver::{
     Access, DeviceAccess, DeviceId, DevicePtr, Driver, EventId, EventOptions, EventScope, FunctionId, Granularity,
-    KernelMirror, KernelSource, LaunchShape, PhysicalId, PhysicalOptions, Result as DriverResult, StreamId,
-    StreamOptions,
+    LaunchShape, PhysicalId, PhysicalOptions, Result as DriverResult, StreamId, StreamOptions,
 };
 
-use super::measure::ns_each;
-use super::{Args, Row, Rows};
-use crate::driver::{self, NAMES};
-use crate::output::{CommandError, Result, Verdict};
+use super::kernels::KERNELS;
+use super::measure::{Measurement, mutex_median, ns_each};
+use super::{Args, Report, Row};
+use crate::driver;
+use crate::output::{Result, Verdict};
 
-/// How many calls are timed in one go; the device catches up in between, outside the time.
+/// Calls that are timed at once; the stream is synchronized in between, untimed.
 const BATCH: u64 = 500;
 
-/// The kernels of the benchmarks: one that does nothing, and one that writes a number.
-pub const KERNELS: KernelSource = KernelSource {
-    name: "bench",
-    cuda: r#"
-extern "C" __global__ void warpool_bench_empty() {}
-extern "C" __global__ void warpool_bench_set(unsigned int* out, unsigned int value) { *out = value; }
-"#,
-    mirrors: &[
-        KernelMirror { name: "warpool_bench_empty", run: |_| Ok(()), nanos: None },
-        KernelMirror {
-            name: "warpool_bench_set",
-            run: |scope| {
-                let (out, value) = (scope.arg_ptr(0)?, scope.arg_u32(1)?);
-                scope.memory.write(out, &value.to_le_bytes())
-            },
-            nanos: None,
-        },
-    ],
-};
-
-pub fn run(args: &Args, rows: &mut Rows<'_>) -> Result<Verdict> {
-    let Some(name) = args.driver.as_deref() else {
-        return Err(CommandError::Usage(format!("'bench driver' needs --driver: one of {}", NAMES.join(", "))));
-    };
-    let driver = driver::open(name, &args.sim, 0)?;
+pub fn run(args: &Args, report: &mut Report<'_>) -> Result<Verdict> {
+    let driver = driver::open(args.driver_name()?, &args.sim, 0)?;
     let device = driver::device(&*driver, args.device)?;
     let calls = args.ops.unwrap_or(100_000);
-    // As the threads of a framework have it; without, each call sets a context and puts back what was.
+    // As in the threads of a framework. Otherwise each call would push and pop the context.
     driver.set_current_device(device)?;
-    let bench = Setup::new(&*driver, device)?;
+    let context = BenchContext::new(&*driver, device)?;
+    let baseline_ns = mutex_median();
 
     for (case, call) in CASES {
-        bench.measure(case, calls, *call, rows)?;
+        context.measure(case, calls, *call, baseline_ns, report)?;
     }
-    match &bench.mapping {
-        // Mapping costs a thousand times what the others do.
-        Some(_) => bench.measure("vm_map, set_access and unmap of 2 MiB", calls.div_ceil(100), map_cycle, rows)?,
-        None => rows.remark("left out: vm_map, since the device has no virtual memory".to_owned()),
+    match &context.mapping {
+        Some(_) => {
+            // Mapping takes about a thousand times as long as the others.
+            let (case, calls) = ("vm_map, set_access and unmap of 2 MiB", calls.div_ceil(100));
+            context.measure(case, calls, map_cycle, baseline_ns, report)?;
+        }
+        None => report.remark("skipped: vm_map, since the device has no virtual memory".to_owned()),
     }
-    bench.close()?;
+    context.close()?;
     Ok(Verdict::Success)
 }
 
-type Case = fn(&Setup<'_>) -> DriverResult<()>;
+type Case = fn(&BenchContext<'_>) -> DriverResult<()>;
 
 const CASES: &[(&str, Case)] = &[
-    ("event_record", |bench| bench.driver.event_record(bench.event, bench.stream, EventScope::Plain)),
-    ("event_query", |bench| bench.driver.event_query(bench.event).map(drop)),
-    ("kernel_launch of an empty kernel", |bench| {
+    ("event_record", |context| context.driver.event_record(context.event, context.stream, EventScope::Plain)),
+    ("event_query", |context| context.driver.event_query(context.event).map(drop)),
+    ("kernel_launch of an empty kernel", |context| {
         // SAFETY: the kernel is empty and takes nothing.
-        unsafe { bench.driver.kernel_launch(bench.kernel, LaunchShape::ONE, &[], bench.stream) }
+        unsafe { context.driver.kernel_launch(context.kernel, LaunchShape::ONE, &[], context.stream) }
     }),
-    ("capture_state", |bench| bench.driver.capture_state(bench.stream).map(drop)),
-    ("mem_info", |bench| bench.driver.mem_info(bench.device).map(drop)),
+    ("capture_state", |context| context.driver.capture_state(context.stream).map(drop)),
+    ("mem_info", |context| context.driver.mem_info(context.device).map(drop)),
 ];
 
-fn map_cycle(bench: &Setup<'_>) -> DriverResult<()> {
-    let Some(mapping) = &bench.mapping else { return Ok(()) };
-    let access = [DeviceAccess { device: bench.device, access: Access::ReadWrite }];
-    bench.driver.vm_map(mapping.range, mapping.physical)?;
-    bench.driver.vm_set_access(mapping.range, mapping.bytes, &access)?;
-    bench.driver.vm_unmap(mapping.range, mapping.bytes)
+fn map_cycle(context: &BenchContext<'_>) -> DriverResult<()> {
+    let Some(mapping) = &context.mapping else { return Ok(()) };
+    let access = [DeviceAccess { device: context.device, access: Access::ReadWrite }];
+    context.driver.vm_map(mapping.range, mapping.physical)?;
+    context.driver.vm_set_access(mapping.range, mapping.bytes, &access)?;
+    context.driver.vm_unmap(mapping.range, mapping.bytes)
 }
 
-/// What the calls work with.
-struct Setup<'a> {
+/// What the cases work with.
+struct BenchContext<'a> {
     driver: &'a dyn Driver,
     device: DeviceId,
     stream: StreamId,
@@ -99,7 +79,7 @@ struct Mapping {
     bytes: u64,
 }
 
-impl<'a> Setup<'a> {
+impl<'a> BenchContext<'a> {
     fn new(driver: &'a dyn Driver, device: DeviceId) -> DriverResult<Self> {
         let mapping = if driver.device_properties(device)?.virtual_memory {
             let bytes = driver.vm_granularity(device, Granularity::Minimum)?;
@@ -121,29 +101,36 @@ impl<'a> Setup<'a> {
         })
     }
 
-    /// Times `calls` calls in batches. On a driver with a clock of its own, says what that thinks of it, too.
-    fn measure(&self, case: &'static str, calls: u64, call: Case, rows: &mut Rows<'_>) -> Result<()> {
+    /// Times `calls` calls in batches. On the simulated GPU the modelled time is reported too.
+    fn measure(
+        &self,
+        case: &'static str,
+        calls: u64,
+        call: Case,
+        baseline_ns: f64,
+        report: &mut Report<'_>,
+    ) -> Result<()> {
         let mut elapsed = Duration::ZERO;
         let mut modelled = Duration::ZERO;
         let mut left = calls;
         while left > 0 {
             let batch = left.min(BATCH);
-            let (begun, begun_modelled) = (Instant::now(), self.driver.now());
+            let (start, start_modelled) = (Instant::now(), self.driver.now());
             for _ in 0..batch {
                 call(self)?;
             }
-            elapsed += begun.elapsed();
-            modelled += self.driver.now().saturating_sub(begun_modelled);
+            elapsed += start.elapsed();
+            modelled += self.driver.now().saturating_sub(start_modelled);
             self.driver.stream_synchronize(self.stream)?;
             left -= batch;
         }
-        let mut row = Row { case, ns: ns_each(elapsed, calls), extra: Vec::new(), besides: String::new() };
+        let mut row = Row::new(case, Measurement { ns: ns_each(elapsed, calls), baseline_ns });
         if self.driver.kind() == "sim" {
             let modelled = ns_each(modelled, calls);
-            row.extra.push(("modelled_ns", json!(modelled)));
-            row.besides = format!("modelled {modelled:.0} ns");
+            row.fields.push(("modelled_ns", json!(modelled)));
+            row.details = format!("modelled {modelled:.0} ns");
         }
-        rows.add(row)
+        report.add(row)
     }
 
     fn close(self) -> DriverResult<()> {

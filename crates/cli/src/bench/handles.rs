@@ -1,10 +1,9 @@
-//! `warpool bench handles`: what it costs the host to come by a library's handle. All but the last row find a handle
-//! that is there already, and must make no call, neither of the library nor of the driver: that is counted, beside the
-//! time.
+//! `warpool bench handles`: host time of getting a library handle. All cases but the last find an existing handle and
+//! must make no library or driver call; calls are counted next to the time.
 
 use std::hint::black_box;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use serde_json::json;
 use warpool::blas::{Blas, BlasSettings};
@@ -14,46 +13,42 @@ use warpool::{Device, Instance, Stream};
 use warpool_driver::decorate::Counting;
 use warpool_driver::{Devices, Driver};
 
-use super::measure::{Baseline, ns_each};
-use super::{Args, Row, Rows};
-use crate::driver::{self, NAMES};
-use crate::output::{CommandError, Result, Verdict};
+use super::measure::{Measurement, fastest, mutex_round, ns_each, timed, warm_up};
+use super::{Args, Report, Row};
+use crate::driver;
+use crate::output::{Result, Verdict};
 
-/// What a repeated fetch of the current cuBLAS handle should stay within, in baselines.
-const FETCH_RATIO_MAX: f64 = 5.0;
+/// The target for getting the current cuBLAS handle again, in baselines.
+const CURRENT_RATIO_MAX: f64 = 5.0;
 
-/// Time is taken so often, each time of the baseline too, right before. Of each the quickest round counts.
+/// Rounds per case; the fastest counts.
 const ROUNDS: u64 = 25;
 
-/// How long it works before time is taken.
 const WARM_UP: Duration = Duration::from_millis(500);
 
-/// How many locks a round of the baseline takes.
+/// Lock-unlock pairs per round of the baseline.
 const LOCKS: u32 = 40_000;
 
-/// The most handles that are made and destroyed in one round: on a real device each takes a fifth of a millisecond.
-const MADE_MAX: u64 = 20;
+/// The most handles that are created and destroyed per round: on a real device each takes 0.2 ms.
+const CREATED_MAX: u64 = 20;
 
-pub fn run(args: &Args, rows: &mut Rows<'_>) -> Result<Verdict> {
-    let Some(name) = args.driver.as_deref() else {
-        return Err(CommandError::Usage(format!("'bench handles' needs --driver: one of {}", NAMES.join(", "))));
-    };
-    let counting = Arc::new(Counting::new(driver::open(name, &args.sim, 0)?));
+pub fn run(args: &Args, report: &mut Report<'_>) -> Result<Verdict> {
+    let counting = Arc::new(Counting::new(driver::open(args.driver_name()?, &args.sim, 0)?));
     let device = driver::device(&*counting, args.device)?;
     counting.set_current_device(device)?;
     let instance = Instance::new(Arc::clone(&counting) as Arc<dyn Driver>)?;
     let device = instance.device(device.0)?;
     let stream = device.pool_stream()?;
-    let bench = Bench { device, stream, counting, ops: args.ops.unwrap_or(1_000_000) };
-    let called = bench.cases(&instance, rows)?;
-    if called.is_empty() {
+    let context = BenchContext { device, stream, counting, ops: args.ops.unwrap_or(1_000_000) };
+    let unexpected = context.measure(&instance, report)?;
+    if unexpected.is_empty() {
         return Ok(Verdict::Success);
     }
-    rows.remark(format!("these made calls, and must not: {}", called.join(", ")));
+    report.remark(format!("made calls, but must not: {}", unexpected.join(", ")));
     Ok(Verdict::Failure)
 }
 
-/// Workspaces as the environment wants them, as PyTorch reads it.
+/// Workspace settings from the environment, with PyTorch's variables.
 fn blas_settings() -> BlasSettings {
     let text = |name| std::env::var(name).ok();
     let [config, lt, unified] =
@@ -66,96 +61,86 @@ fn blas_settings() -> BlasSettings {
 }
 
 /// What the cases work with.
-struct Bench {
+struct BenchContext {
     device: Device,
     stream: Stream,
     counting: Arc<Counting>,
     ops: u64,
 }
 
-impl Bench {
-    /// Measures every case. Returns those that made calls and should not have.
-    fn cases(&self, instance: &Instance, rows: &mut Rows<'_>) -> Result<Vec<&'static str>> {
+impl BenchContext {
+    /// Measures every case. Returns those that made calls but must not.
+    fn measure(&self, instance: &Instance, report: &mut Report<'_>) -> Result<Vec<&'static str>> {
         let (device, stream) = (&self.device, &self.stream);
         let pool = HandlePool::new(instance, Cublas);
         let allocator: Arc<dyn DeviceAllocator> = Arc::new(CachingAllocator::new(instance, Settings::default()));
         let blas = Blas::new(&allocator, blas_settings());
         let _current = stream.enter();
 
-        let fetch = || pool.current(device).map(drop);
-        let fetch_and_set = || pool.current(device)?.set_stream(stream);
+        let current = || pool.current(device).map(drop);
+        let current_with_stream = || pool.current(device)?.set_stream(stream);
         let lease = || pool.lease(device).map(drop);
-        let fetch_blas = || blas.handle(device).map(drop);
-        let make = || Cublas.destroy(device, &Cublas.create(device)?);
-        warm_up(fetch_and_set)?;
+        let current_blas = || blas.handle(device).map(drop);
+        let create = || Cublas.destroy(device, &Cublas.create(device)?);
+        warm_up(WARM_UP, current_with_stream)?;
 
-        let mut called = Vec::new();
-        let ratio = self.quiet("current cuBLAS handle", fetch_blas, rows, &mut called)?;
-        self.quiet("current handle of a pool", fetch, rows, &mut called)?;
-        self.quiet("current handle of a pool, and its stream", fetch_and_set, rows, &mut called)?;
-        self.quiet("lease of a handle, and back", lease, rows, &mut called)?;
-        self.noisy("cuBLAS handle made and destroyed", make, rows)?;
-        rows.remark(format!(
-            "the current cuBLAS handle, with stream, workspace and math mode, costs {ratio:.2} times the baseline; {FETCH_RATIO_MAX} is the aim"
+        let mut unexpected = Vec::new();
+        let ratio = self.without_calls("current cuBLAS handle", current_blas, report, &mut unexpected)?;
+        self.without_calls("current handle of a pool", current, report, &mut unexpected)?;
+        self.without_calls("current handle of a pool, and its stream", current_with_stream, report, &mut unexpected)?;
+        self.without_calls("lease of a handle, and back", lease, report, &mut unexpected)?;
+        self.with_calls("cuBLAS handle made and destroyed", create, report)?;
+        report.remark(format!(
+            "the current cuBLAS handle, with stream, workspace and math mode, costs {ratio:.2} times the baseline; \
+             target: {CURRENT_RATIO_MAX}"
         ));
         blas.close().and(pool.close())?;
-        Ok(called)
+        Ok(unexpected)
     }
 
-    /// A case that must make no call. Returns its ratio to the baseline.
-    fn quiet(
+    /// A case that must make no calls. Returns its ratio to the baseline.
+    fn without_calls(
         &self,
         case: &'static str,
-        mut act: impl FnMut() -> warpool::Result<()>,
-        rows: &mut Rows<'_>,
-        called: &mut Vec<&'static str>,
+        mut operation: impl FnMut() -> warpool::Result<()>,
+        report: &mut Report<'_>,
+        unexpected: &mut Vec<&'static str>,
     ) -> Result<f64> {
-        // The first time may make something.
-        act()?;
+        // The first time may create something.
+        operation()?;
         self.counting.reset();
-        let measured = least(self.ops / ROUNDS, &mut act)?;
-        let calls: u64 = self.counting.counts().iter().map(|count| count.calls).sum();
+        let measurement = measure(self.ops / ROUNDS, operation)?;
+        let calls = self.calls();
         if calls > 0 {
-            called.push(case);
+            unexpected.push(case);
         }
-        show(case, measured, calls, rows)?;
-        Ok(measured.0 / measured.1)
+        add(case, measurement, calls, report)?;
+        Ok(measurement.ratio())
     }
 
-    /// A case that is there to be called.
-    fn noisy(&self, case: &'static str, act: impl FnMut() -> warpool::Result<()>, rows: &mut Rows<'_>) -> Result<()> {
+    /// A case that makes calls.
+    fn with_calls(
+        &self,
+        case: &'static str,
+        operation: impl FnMut() -> warpool::Result<()>,
+        report: &mut Report<'_>,
+    ) -> Result<()> {
         self.counting.reset();
-        let measured = least((self.ops / ROUNDS).min(MADE_MAX), act)?;
-        show(case, measured, self.counting.counts().iter().map(|count| count.calls).sum(), rows)
+        let measurement = measure((self.ops / ROUNDS).min(CREATED_MAX), operation)?;
+        add(case, measurement, self.calls(), report)
+    }
+
+    fn calls(&self) -> u64 {
+        self.counting.counts().iter().map(|count| count.calls).sum()
     }
 }
 
-/// What one operation took, and the baseline beside it, in nanoseconds.
-fn least(ops: u64, mut act: impl FnMut() -> warpool::Result<()>) -> warpool::Result<(f64, f64)> {
+fn measure(ops: u64, mut operation: impl FnMut() -> warpool::Result<()>) -> warpool::Result<Measurement> {
     let ops = ops.max(1);
-    let mut least = (f64::INFINITY, f64::INFINITY);
-    for _ in 0..ROUNDS {
-        let baseline = Baseline::round(LOCKS);
-        let begun = Instant::now();
-        for _ in 0..ops {
-            black_box(&mut act)()?;
-        }
-        least = (least.0.min(ns_each(begun.elapsed(), ops)), least.1.min(baseline));
-    }
-    Ok(least)
+    fastest(ROUNDS, || Ok(mutex_round(LOCKS)), || Ok(ns_each(timed(ops, || black_box(&mut operation)())?, ops)))
 }
 
-/// Works until the processor has come to its pace.
-fn warm_up(act: impl Fn() -> warpool::Result<()>) -> warpool::Result<()> {
-    let begun = Instant::now();
-    while begun.elapsed() < WARM_UP {
-        (0..10_000).try_for_each(|_| act())?;
-    }
-    Ok(())
-}
-
-fn show(case: &'static str, (ns, baseline): (f64, f64), calls: u64, rows: &mut Rows<'_>) -> Result<()> {
-    rows.baseline.ns = baseline;
-    let besides = format!("{calls} calls");
-    rows.add(Row { case, ns, extra: vec![("library_calls", json!(calls))], besides })
+fn add(case: &'static str, measurement: Measurement, calls: u64, report: &mut Report<'_>) -> Result<()> {
+    let (fields, details) = (vec![("library_calls", json!(calls))], format!("{calls} calls"));
+    report.add(Row { fields, details, ..Row::new(case, measurement) })
 }

@@ -1,44 +1,104 @@
-//! How benchmarks take time and memory.
+//! Timing of the benchmarks: rounds of measured operations in turns with rounds of a baseline.
 
 use std::hint::black_box;
 use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
-/// Taking and releasing an uncontended `std` mutex: what every lock-based design pays at least once.
-pub struct Baseline {
+/// The default baseline: locking and unlocking an uncontended `std` mutex, which every lock-based design does at least
+/// once.
+pub const MUTEX_BASELINE: &str = "uncontended mutex";
+
+/// Nanoseconds per operation, and per operation of the baseline.
+#[derive(Clone, Copy, Debug)]
+pub struct Measurement {
     pub ns: f64,
+    pub baseline_ns: f64,
 }
 
-impl Baseline {
-    pub const NAME: &'static str = "uncontended mutex";
+impl Measurement {
+    /// The identity of [`min`](Self::min).
+    pub const MAX: Self = Self { ns: f64::INFINITY, baseline_ns: f64::INFINITY };
 
-    /// The median of several rounds, so that one interruption does not count.
-    pub fn measure() -> Self {
-        const ROUNDS: usize = 9;
-        let mut rounds: Vec<f64> = (0..ROUNDS).map(|_| Self::round(200_000)).collect();
-        rounds.sort_by(f64::total_cmp);
-        Self { ns: rounds[ROUNDS / 2] }
+    /// How many operations of the baseline the operation costs.
+    pub fn ratio(self) -> f64 {
+        self.ns / self.baseline_ns
     }
 
-    /// One round of so many.
-    pub fn round(locks: u32) -> f64 {
-        let mutex = Mutex::new(0u64);
-        let begun = Instant::now();
-        for _ in 0..locks {
-            if let Ok(mut value) = black_box(&mutex).lock() {
-                *value += 1;
-            }
+    /// The smaller of each time.
+    pub fn min(self, other: Self) -> Self {
+        Self { ns: self.ns.min(other.ns), baseline_ns: self.baseline_ns.min(other.baseline_ns) }
+    }
+
+    /// The larger of each time.
+    pub fn max(self, other: Self) -> Self {
+        Self { ns: self.ns.max(other.ns), baseline_ns: self.baseline_ns.max(other.baseline_ns) }
+    }
+
+    /// With `operations` operations where one was counted.
+    pub fn per(self, operations: usize) -> Self {
+        Self { ns: self.ns / operations as f64, ..self }
+    }
+}
+
+/// Runs both functions `rounds` times in turns, so that other load on the machine affects both alike, and takes the
+/// fastest round of each. Both return nanoseconds per operation.
+pub fn fastest<E>(
+    rounds: u64,
+    mut baseline: impl FnMut() -> Result<f64, E>,
+    mut operation: impl FnMut() -> Result<f64, E>,
+) -> Result<Measurement, E> {
+    let mut fastest = Measurement::MAX;
+    for _ in 0..rounds {
+        let baseline_ns = baseline()?;
+        fastest = fastest.min(Measurement { ns: operation()?, baseline_ns });
+    }
+    Ok(fastest)
+}
+
+/// One round of `locks` uncontended lock-unlock pairs; nanoseconds per pair.
+pub fn mutex_round(locks: u32) -> f64 {
+    let mutex = Mutex::new(0u64);
+    let start = Instant::now();
+    for _ in 0..locks {
+        if let Ok(mut value) = black_box(&mutex).lock() {
+            *value += 1;
         }
-        ns_each(begun.elapsed(), u64::from(locks))
     }
+    ns_each(start.elapsed(), u64::from(locks))
 }
 
-/// Nanoseconds of one of `ops` operations that took `elapsed` together.
+/// The median of several rounds of [`mutex_round`], for benchmarks that measure the baseline once.
+pub fn mutex_median() -> f64 {
+    const ROUNDS: usize = 9;
+    let mut rounds: Vec<f64> = (0..ROUNDS).map(|_| mutex_round(200_000)).collect();
+    rounds.sort_by(f64::total_cmp);
+    rounds[ROUNDS / 2]
+}
+
+/// Repeats `operation` for `duration`, until the processor runs at full clock.
+pub fn warm_up<E>(duration: Duration, mut operation: impl FnMut() -> Result<(), E>) -> Result<(), E> {
+    let start = Instant::now();
+    while start.elapsed() < duration {
+        (0..1_000).try_for_each(|_| operation())?;
+    }
+    Ok(())
+}
+
+/// The time of `times` calls.
+pub fn timed<E>(times: u64, mut operation: impl FnMut() -> Result<(), E>) -> Result<Duration, E> {
+    let start = Instant::now();
+    for _ in 0..times {
+        operation()?;
+    }
+    Ok(start.elapsed())
+}
+
+/// Nanoseconds per operation.
 pub fn ns_each(elapsed: Duration, ops: u64) -> f64 {
     elapsed.as_secs_f64() * 1e9 / ops as f64
 }
 
-/// Memory of this process that lies in RAM; `None` where the system does not say.
+/// Resident memory of this process; `None` if the system does not report it.
 pub fn bytes_resident() -> Option<u64> {
     let status = std::fs::read_to_string("/proc/self/status").ok()?;
     let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:"))?;

@@ -1,32 +1,36 @@
-//! `warpool bench NAME`: what things cost on this machine, each next to a baseline measured in the same run.
-//! A benchmark is a function in a file of its own and a line in [`BENCHES`]; how time is taken stands in `measure.rs`.
+//! `warpool bench NAME`: measures costs on this machine, each next to a baseline measured in the same run.
+//! A benchmark is a file with a `run` function and an entry in [`BENCHMARKS`]; `measure.rs` has the timing.
 
 mod alloc;
 mod driver;
 mod graph;
 mod handles;
 mod host;
-mod host_cold;
+mod kernels;
 mod measure;
 mod sim;
 
+use std::sync::Arc;
+
 use indicatif::ProgressBar;
 use serde_json::{Value, json};
+use warpool_driver::Driver;
+use warpool_driver::sim::{SimConfig, SimDriver};
 
-use crate::driver::SimArgs;
+use crate::driver::{NAMES, SimArgs};
 use crate::output::{self, CommandError, Output, Result, Verdict};
-use measure::Baseline;
+use measure::{MUTEX_BASELINE, Measurement};
 
-/// Measures what things cost, next to a baseline taken in the same run
+/// Measures costs, next to a baseline from the same run
 ///
-/// The baseline is the cheapest thing that a lock can do: taking and releasing a mutex that nobody else wants.
-/// `bench graph` compares with a bare launch instead. `bench host` takes pairs from one and from all threads: every
-/// thread times itself, the slowest one counts, and the baseline is taken by the same threads in the same way, each
-/// with its own mutex; of both the quickest of 25 rounds counts. Each thread has one block of every size cached
-/// besides. First pinnings it compares with the driver's own allocation, by the quickest of 7 rounds each.
+/// The baseline is locking and unlocking an uncontended mutex. `bench graph` compares with the driver's own graph
+/// launch instead. `bench host` measures allocate-free pairs on one thread and on all threads: every thread times
+/// itself, the slowest one counts, and the baseline is measured by the same threads, each with its own mutex; the
+/// fastest of 25 rounds of each is reported. Each thread also has one block of every size cached. First pinnings are
+/// compared with the driver's own allocation, by the fastest of 9 rounds of each.
 #[derive(Debug, clap::Args)]
 #[command(after_help = format!("Benchmarks:\n{}\n\n\
-    Exit status: 0, 1 if a limit was passed (memory that grows, calls that should not be made), 2 if it could not be run.\n\n\
+    Exit status: 0 success, 1 a limit was exceeded (memory grows, unexpected calls), 2 it could not be run.\n\n\
     Examples:\n  \
     warpool bench sim\n  \
     warpool bench sim --ops 10000000 --json\n  \
@@ -34,9 +38,9 @@ use measure::Baseline;
     warpool bench alloc --driver sim\n  \
     warpool bench handles --driver sim\n  \
     warpool bench host --driver sim\n  \
-    warpool bench graph --driver cuda --json", listed()))]
+    warpool bench graph --driver cuda --json", list()))]
 pub struct Args {
-    /// The benchmark to run; the list is below
+    /// The benchmark to run; see the list below
     #[arg(value_name = "BENCHMARK")]
     name: String,
     /// The driver to measure: sim or cuda; not needed for `bench sim`
@@ -45,7 +49,7 @@ pub struct Args {
     /// The device to measure
     #[arg(long, value_name = "N", default_value_t = 0)]
     device: u32,
-    /// How many operations each case runs [default: 1000000; 100000 for calls to a driver]
+    /// Number of operations per case [default: 1000000; 100000 for driver calls]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
     ops: Option<u64>,
     #[command(flatten)]
@@ -55,121 +59,149 @@ pub struct Args {
     pub json: bool,
 }
 
-/// A benchmark that can be asked for.
-struct Bench {
-    name: &'static str,
-    about: &'static str,
-    run: fn(&Args, &mut Rows<'_>) -> Result<Verdict>,
+impl Args {
+    /// The driver's name, which all benchmarks but `sim` require.
+    fn driver_name(&self) -> Result<&str> {
+        self.driver.as_deref().ok_or_else(|| {
+            CommandError::Usage(format!("'bench {}' needs --driver: one of {}", self.name, NAMES.join(", ")))
+        })
+    }
+
+    /// Opens the driver. The simulated GPU tracks no suballocations: a real driver does not either, and the hazard
+    /// detector is not what is measured.
+    fn open_driver(&self) -> Result<Arc<dyn Driver>> {
+        match self.driver_name()? {
+            "sim" => Ok(Arc::new(SimDriver::new(self.untracked_sim()))),
+            name => crate::driver::open(name, &self.sim, 0),
+        }
+    }
+
+    fn untracked_sim(&self) -> SimConfig {
+        self.sim.config(0).without_suballocation_tracking()
+    }
 }
 
-const BENCHES: &[Bench] = &[
-    Bench { name: "sim", about: "what the simulated GPU does per second, and whether its memory grows", run: sim::run },
-    Bench { name: "driver", about: "what calls to a driver cost the host", run: driver::run },
-    Bench { name: "alloc", about: "what allocating and freeing device memory costs the host", run: alloc::run },
-    Bench { name: "graph", about: "what replaying a graph costs the host, beside the launch alone", run: graph::run },
-    Bench {
+struct Benchmark {
+    name: &'static str,
+    about: &'static str,
+    run: fn(&Args, &mut Report<'_>) -> Result<Verdict>,
+}
+
+const BENCHMARKS: &[Benchmark] = &[
+    Benchmark { name: "sim", about: "throughput of the simulated GPU, and whether its memory grows", run: sim::run },
+    Benchmark { name: "driver", about: "host time of driver calls", run: driver::run },
+    Benchmark { name: "alloc", about: "host time of allocating and freeing device memory", run: alloc::run },
+    Benchmark {
+        name: "graph",
+        about: "host time of replaying a graph, next to the driver's launch alone",
+        run: graph::run,
+    },
+    Benchmark {
         name: "handles",
-        about: "what it costs to come by a library's handle, and that it makes no call",
+        about: "host time of getting a library handle, and that it makes no calls",
         run: handles::run,
     },
-    Bench {
+    Benchmark {
         name: "host",
-        about: "what pinned host memory costs the host, cached and for the first time",
+        about: "host time of pinned memory: cached, and pinned for the first time",
         run: host::run,
     },
 ];
 
 pub fn run(args: &Args, output: &mut Output) -> Result<Verdict> {
-    let Some(bench) = BENCHES.iter().find(|bench| bench.name == args.name) else {
-        let names: Vec<&str> = BENCHES.iter().map(|bench| bench.name).collect();
-        return Err(CommandError::Usage(format!(
-            "there is no benchmark '{}': choose one of {}",
-            args.name,
-            names.join(", ")
-        )));
+    let Some(benchmark) = BENCHMARKS.iter().find(|benchmark| benchmark.name == args.name) else {
+        let names: Vec<&str> = BENCHMARKS.iter().map(|benchmark| benchmark.name).collect();
+        let message = format!("unknown benchmark '{}': choose one of {}", args.name, names.join(", "));
+        return Err(CommandError::Usage(message));
     };
-    let mut rows = Rows {
-        bench: bench.name,
-        baseline: Baseline::measure(),
-        baseline_name: Baseline::NAME,
-        output,
-        shown: Vec::new(),
-        remarks: Vec::new(),
-        spinner: output::spinner("cases measured"),
-    };
-    rows.spinner.set_message("the baseline");
-    let verdict = (bench.run)(args, &mut rows)?;
-    rows.finish()?;
+    let mut report = Report::new(benchmark.name, output);
+    let verdict = (benchmark.run)(args, &mut report)?;
+    report.finish()?;
     Ok(verdict)
 }
 
-fn listed() -> String {
-    BENCHES.iter().map(|bench| format!("  {:8} {}", bench.name, bench.about)).collect::<Vec<_>>().join("\n")
+fn list() -> String {
+    let lines = BENCHMARKS.iter().map(|benchmark| format!("  {:8} {}", benchmark.name, benchmark.about));
+    lines.collect::<Vec<_>>().join("\n")
 }
 
 /// One measured case.
 struct Row {
     case: &'static str,
-    /// What one operation took.
-    ns: f64,
-    /// More keys of the JSON object.
-    extra: Vec<(&'static str, Value)>,
-    /// More for people, in the last column.
-    besides: String,
+    measurement: Measurement,
+    /// What `measurement.baseline_ns` is of.
+    baseline: &'static str,
+    /// Additional keys of the JSON object.
+    fields: Vec<(&'static str, Value)>,
+    /// The last column of the table.
+    details: String,
 }
 
-/// The rows of a benchmark: objects are written at once, the table and the remarks below it at the end.
-struct Rows<'a> {
-    bench: &'static str,
-    baseline: Baseline,
-    /// What it is; a benchmark may choose its own.
-    baseline_name: &'static str,
+impl Row {
+    /// A case compared with an uncontended mutex.
+    fn new(case: &'static str, measurement: Measurement) -> Self {
+        Self { case, measurement, baseline: MUTEX_BASELINE, fields: Vec::new(), details: String::new() }
+    }
+}
+
+/// The rows of a benchmark: JSON objects are written at once, the table and the remarks below it at the end.
+struct Report<'a> {
+    benchmark: &'static str,
     output: &'a mut Output,
-    shown: Vec<[String; 5]>,
+    /// Name and nanoseconds of the first row's baseline, for the title.
+    baseline: Option<(&'static str, f64)>,
+    cells: Vec<[String; 5]>,
     remarks: Vec<String>,
     spinner: ProgressBar,
 }
 
-impl Rows<'_> {
+impl<'a> Report<'a> {
+    fn new(benchmark: &'static str, output: &'a mut Output) -> Self {
+        let spinner = output::spinner("cases measured");
+        spinner.set_message("none");
+        Self { benchmark, output, baseline: None, cells: Vec::new(), remarks: Vec::new(), spinner }
+    }
+
     fn add(&mut self, row: Row) -> Result<()> {
         self.spinner.set_message(row.case);
         self.spinner.inc(1);
-        let ratio = row.ns / self.baseline.ns;
-        let per_second = 1e9 / row.ns;
+        let Measurement { ns, baseline_ns } = row.measurement;
+        let (ratio, per_second) = (row.measurement.ratio(), 1e9 / ns);
         let mut object = json!({
-            "bench": self.bench,
+            "bench": self.benchmark,
             "case": row.case,
-            "ns": row.ns,
-            "baseline": self.baseline_name,
-            "baseline_ns": self.baseline.ns,
+            "ns": ns,
+            "baseline": row.baseline,
+            "baseline_ns": baseline_ns,
             "ratio": ratio,
             "ops_per_second": per_second,
         });
-        for (key, value) in row.extra {
+        for (key, value) in row.fields {
             object[key] = value;
         }
         self.spinner.suspend(|| self.output.object(&object))?;
-        self.shown.push([
+        self.baseline.get_or_insert((row.baseline, baseline_ns));
+        self.cells.push([
             row.case.to_owned(),
-            format!("{:.1}", row.ns),
+            format!("{ns:.1}"),
             format!("{ratio:.2}"),
             format!("{per_second:.0}"),
-            row.besides,
+            row.details,
         ]);
         Ok(())
     }
 
-    /// A sentence for people, below the table.
+    /// Adds a line below the table.
     fn remark(&mut self, remark: String) {
         self.remarks.push(remark);
     }
 
     fn finish(self) -> Result<()> {
         self.spinner.finish_and_clear();
-        let mut table = output::table(&["case", ">ns", ">x baseline", ">per second", "besides"]);
-        table.add_rows(self.shown);
-        let title = format!("bench {}, against {} at {:.1} ns", self.bench, self.baseline_name, self.baseline.ns);
-        self.output.table(&title, &table)?;
+        let mut table = output::table(&["case", ">ns", ">x baseline", ">per second", "details"]);
+        table.add_rows(self.cells);
+        let (name, ns) = self.baseline.unwrap_or((MUTEX_BASELINE, 0.0));
+        self.output.table(&format!("bench {}, baseline: {name}, {ns:.1} ns", self.benchmark), &table)?;
         for remark in self.remarks {
             self.output.line(remark)?;
         }

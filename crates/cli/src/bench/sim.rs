@@ -1,5 +1,5 @@
-//! `warpool bench sim`: how much work the simulated GPU gets through, and whether its memory stays flat meanwhile.
-//! Every case queues work on streams and lets it complete; an operation is one call, or one node of a graph.
+//! `warpool bench sim`: throughput of the simulated GPU, and whether its memory grows meanwhile.
+//! Every case submits work to streams and waits for it; an operation is one call, or one node of a graph.
 
 use std::time::{Duration, Instant};
 
@@ -11,41 +11,42 @@ use warpool_driver::{
     StreamId, StreamOptions, Streams,
 };
 
-use super::driver::KERNELS;
-use super::measure::{bytes_resident, ns_each};
-use super::{Args, Row, Rows};
+use super::kernels::KERNELS;
+use super::measure::{Measurement, bytes_resident, mutex_median, ns_each};
+use super::{Args, Report, Row};
 use crate::driver;
 use crate::output::{CommandError, Result, Verdict};
 use crate::size;
 
 const STREAMS: usize = 4;
-/// Each stream has a page of its own to work on.
+/// The memory of each stream.
 const PAGE: u64 = 4096;
-/// How many kernels are in the graph.
+/// Kernels in the graph.
 const NODES: u64 = 10;
-/// How much memory may grow by and still count as flat, in percent.
+/// Memory that grows by less than this counts as flat.
 const FLAT_PERCENT: u64 = 5;
 
-pub fn run(args: &Args, rows: &mut Rows<'_>) -> Result<Verdict> {
+pub fn run(args: &Args, report: &mut Report<'_>) -> Result<Verdict> {
     if let Some(name) = args.driver.as_deref().filter(|&name| name != "sim") {
         return Err(CommandError::Usage(format!(
-            "'bench sim' measures the driver 'sim', not '{name}'; see 'bench driver'"
+            "'bench sim' measures the driver 'sim', not '{name}'; use 'bench driver'"
         )));
     }
     let sim = SimDriver::new(args.sim.config(0));
     let device = driver::device(&sim, args.device)?;
     let ops = args.ops.unwrap_or(1_000_000);
-    let bench = Setup::new(&sim, device)?;
+    let context = BenchContext::new(&sim, device)?;
+    let baseline_ns = mutex_median();
 
     for (case, run) in CASES {
-        let (done, elapsed) = bench.time(ops, *run)?;
-        rows.add(Row { case, ns: ns_each(elapsed, done), extra: Vec::new(), besides: String::new() })?;
+        let (done, elapsed) = context.time(ops, *run)?;
+        report.add(Row::new(case, Measurement { ns: ns_each(elapsed, done), baseline_ns }))?;
     }
-    flat(&bench, ops, rows)
+    memory_growth(&context, ops, baseline_ns, report)
 }
 
-/// A case queues work: one round of operations, of which it returns the number.
-type Case = fn(&Setup<'_>) -> DriverResult<u64>;
+/// Submits one round of operations and returns their number.
+type Case = fn(&BenchContext<'_>) -> DriverResult<u64>;
 
 const CASES: &[(&str, Case)] = &[
     ("fills of 64 bytes on one stream", fills),
@@ -55,85 +56,86 @@ const CASES: &[(&str, Case)] = &[
     ("graph launches of 10 kernels, per kernel", graph_launches),
 ];
 
-fn fills(bench: &Setup<'_>) -> DriverResult<u64> {
-    bench.sim.fill(bench.pages[0], Pattern::U8(1), 64, bench.streams[0])?;
+fn fills(context: &BenchContext<'_>) -> DriverResult<u64> {
+    context.sim.fill(context.pages[0], Pattern::U8(1), 64, context.streams[0])?;
     Ok(1)
 }
 
-fn copies(bench: &Setup<'_>) -> DriverResult<u64> {
-    bench.sim.copy(bench.pages[1].into(), bench.pages[0].into(), 64, bench.streams[0])?;
+fn copies(context: &BenchContext<'_>) -> DriverResult<u64> {
+    context.sim.copy(context.pages[1].into(), context.pages[0].into(), 64, context.streams[0])?;
     Ok(1)
 }
 
-fn events(bench: &Setup<'_>) -> DriverResult<u64> {
-    bench.sim.event_record(bench.events[0], bench.streams[0], EventScope::Plain)?;
-    bench.sim.event_query(bench.events[0])?;
+fn events(context: &BenchContext<'_>) -> DriverResult<u64> {
+    context.sim.event_record(context.events[0], context.streams[0], EventScope::Plain)?;
+    context.sim.event_query(context.events[0])?;
     Ok(2)
 }
 
 /// A kernel on each stream, which the next stream's kernel waits for.
-fn kernels(bench: &Setup<'_>) -> DriverResult<u64> {
+fn kernels(context: &BenchContext<'_>) -> DriverResult<u64> {
     for this in 0..STREAMS {
         let next = (this + 1) % STREAMS;
-        bench.launch(this)?;
-        bench.sim.event_record(bench.events[this], bench.streams[this], EventScope::Plain)?;
-        bench.sim.stream_wait_event(bench.streams[next], bench.events[this], EventScope::Plain)?;
+        context.launch(this)?;
+        context.sim.event_record(context.events[this], context.streams[this], EventScope::Plain)?;
+        context.sim.stream_wait_event(context.streams[next], context.events[this], EventScope::Plain)?;
     }
     Ok(3 * STREAMS as u64)
 }
 
-fn graph_launches(bench: &Setup<'_>) -> DriverResult<u64> {
-    bench.sim.graph_launch(bench.graph, bench.streams[0])?;
+fn graph_launches(context: &BenchContext<'_>) -> DriverResult<u64> {
+    context.sim.graph_launch(context.graph, context.streams[0])?;
     Ok(NODES)
 }
 
-/// A bit of everything on every stream; what a program under way looks like.
-fn mixed(bench: &Setup<'_>) -> DriverResult<u64> {
-    for (&stream, &page) in bench.streams.iter().zip(&bench.pages) {
-        bench.sim.fill(page, Pattern::U8(1), 64, stream)?;
-        bench.sim.copy(page.offset(1024).into(), page.into(), 64, stream)?;
+/// Fills, copies, kernels and events on every stream.
+fn mixed(context: &BenchContext<'_>) -> DriverResult<u64> {
+    for (&stream, &page) in context.streams.iter().zip(&context.pages) {
+        context.sim.fill(page, Pattern::U8(1), 64, stream)?;
+        context.sim.copy(page.offset(1024).into(), page.into(), 64, stream)?;
     }
-    Ok(2 * STREAMS as u64 + kernels(bench)?)
+    Ok(2 * STREAMS as u64 + kernels(context)?)
 }
 
-/// Queues all the operations and looks at the memory of the process once early and once at the end.
-fn flat(bench: &Setup<'_>, ops: u64, rows: &mut Rows<'_>) -> Result<Verdict> {
+/// Runs mixed work, and compares the resident memory of the process early on and at the end.
+fn memory_growth(context: &BenchContext<'_>, ops: u64, baseline_ns: f64, report: &mut Report<'_>) -> Result<Verdict> {
     let early = (ops / 2).clamp(1, 1_000_000);
-    let (first, mut elapsed) = bench.time(early, mixed)?;
+    let (first, mut elapsed) = context.time(early, mixed)?;
     let resident_early = bytes_resident();
-    let (rest, more) = bench.time(ops.saturating_sub(first).max(1), mixed)?;
+    let (rest, more) = context.time(ops.saturating_sub(first).max(1), mixed)?;
     let resident = bytes_resident();
     elapsed += more;
 
     let ops = first + rest;
     let ns = ns_each(elapsed, ops);
-    let mut extra = vec![("ops", json!(ops))];
+    let mut fields = vec![("ops", json!(ops))];
     let mut verdict = Verdict::Success;
     match (resident_early, resident) {
         (Some(before), Some(after)) => {
-            let flat = after.saturating_sub(before) * 100 < before * FLAT_PERCENT;
-            extra.extend([
+            let is_flat = after.saturating_sub(before) * 100 < before * FLAT_PERCENT;
+            fields.extend([
                 ("ops_early", json!(first)),
                 ("bytes_resident_early", json!(before)),
                 ("bytes_resident", json!(after)),
-                ("flat", json!(flat)),
+                ("flat", json!(is_flat)),
             ]);
-            rows.remark(format!(
+            report.remark(format!(
                 "memory {}: {} resident after {first} operations, {} after {ops}",
-                if flat { "is flat" } else { "GROWS" },
-                size::show(before),
-                size::show(after),
+                if is_flat { "is flat" } else { "GROWS" },
+                size::format(before),
+                size::format(after),
             ));
-            verdict = if flat { Verdict::Success } else { Verdict::Failure };
+            verdict = if is_flat { Verdict::Success } else { Verdict::Failure };
         }
-        _ => rows.remark("memory: the system does not say how much is resident".to_owned()),
+        _ => report.remark("memory: the system does not report resident memory".to_owned()),
     }
-    rows.add(Row { case: "everything on 4 streams", ns, extra, besides: format!("{ops} operations") })?;
+    let row = Row::new("everything on 4 streams", Measurement { ns, baseline_ns });
+    report.add(Row { fields, details: format!("{ops} operations"), ..row })?;
     Ok(verdict)
 }
 
-/// What the cases work with. It goes with its simulated device.
-struct Setup<'a> {
+/// What the cases work with; dropped together with the simulated GPU.
+struct BenchContext<'a> {
     sim: &'a SimDriver,
     device: DeviceId,
     streams: Vec<StreamId>,
@@ -143,7 +145,7 @@ struct Setup<'a> {
     graph: GraphExecId,
 }
 
-impl<'a> Setup<'a> {
+impl<'a> BenchContext<'a> {
     fn new(sim: &'a SimDriver, device: DeviceId) -> DriverResult<Self> {
         let module = sim.module_load(device, &KERNELS)?;
         let kernel = sim.function_get(module, "warpool_bench_set")?;
@@ -167,15 +169,15 @@ impl<'a> Setup<'a> {
         launch(self.sim, self.kernel, self.pages[stream], self.streams[stream])
     }
 
-    /// Runs rounds until there were `ops` operations, and waits for all of them. Returns how many there were.
+    /// Runs rounds until at least `ops` operations are submitted, and waits for them. Returns their number and time.
     fn time(&self, ops: u64, round: Case) -> DriverResult<(u64, Duration)> {
-        let begun = Instant::now();
+        let start = Instant::now();
         let mut done = 0;
         while done < ops {
             done += round(self)?;
         }
         self.sim.device_synchronize(self.device)?;
-        Ok((done, begun.elapsed()))
+        Ok((done, start.elapsed()))
     }
 }
 

@@ -1,4 +1,4 @@
-//! What a replay looks like: a table with a legend for people, one JSON object per file for programs.
+//! The report of replays: a table with remarks and a legend for people, one JSON object per file for programs.
 
 use std::io;
 use std::path::Path;
@@ -11,33 +11,42 @@ use super::{Args, Replayed};
 use crate::output::{self, Output};
 use crate::size;
 
-/// The answers about all files, as they come.
-pub struct Answers {
+/// The table of all files, filled one by one.
+pub struct ReplayTable {
     table: Table,
-    /// What there is to say below the table.
+    /// Lines below the table.
     remarks: Vec<String>,
     rows: usize,
-    /// What is asked for other than what was recorded; empty if nothing.
+    /// What differs from the recording (settings, allocator, capacity); empty if nothing.
     what_if: String,
     is_driver_pool: bool,
 }
 
-impl Answers {
+impl ReplayTable {
     pub fn new(args: &Args) -> Self {
         let mut what_if = Vec::new();
         what_if.extend(args.settings.as_ref().map(|settings| format!("with settings {settings:?}")));
         if args.allocator.name() != "caching" {
             what_if.push(format!("with the {} allocator", args.allocator.name()));
         }
-        what_if.extend(args.capacity.map(|bytes| format!("on a device of {}", size::show(bytes))));
-        let columns =
-            ["file", ">live", ">reserved", ">lost", ">recorded", ">driver calls", ">in driver", "outcome", "model"];
+        what_if.extend(args.capacity.map(|bytes| format!("on a device of {}", size::format(bytes))));
+        let columns = [
+            "file",
+            ">live",
+            ">reserved",
+            ">overhead",
+            ">recorded",
+            ">driver calls",
+            ">driver time",
+            "outcome",
+            "fidelity",
+        ];
         let is_driver_pool = args.allocator == AllocatorChoice::DriverPool;
         let what_if = what_if.join(", ");
         Self { table: output::table(&columns), remarks: Vec::new(), rows: 0, what_if, is_driver_pool }
     }
 
-    /// One file's.
+    /// Adds a file: its JSON object is written at once, its row is kept for [`finish`](Self::finish).
     pub fn add(&mut self, file: &Path, replayed: &Replayed, output: &mut Output) -> io::Result<()> {
         output.object(&object(file, replayed))?;
         let report = &replayed.report;
@@ -45,27 +54,27 @@ impl Answers {
         self.rows += 1;
         self.table.add_row([
             name.clone(),
-            size::show(report.peak_live_bytes),
-            size::show(report.peak_reserved_bytes),
-            lost(report),
+            size::format(report.peak_live_bytes),
+            size::format(report.peak_reserved_bytes),
+            overhead(report),
             recorded(&report.fidelity),
             report.driver_calls.to_string(),
             format!("{:.3} s", report.driver_seconds_modelled),
             self.outcome(report),
-            if self.is_driver_pool { "a lower bound" } else { model(&report.fidelity) }.to_owned(),
+            if self.is_driver_pool { "lower bound" } else { fidelity(&report.fidelity) }.to_owned(),
         ]);
-        self.remarks.extend(self.instead(report).map(|remark| format!("{name}: {remark}")));
+        self.remarks.extend(self.comparison(report).map(|remark| format!("{name}: {remark}")));
         self.remarks.extend(remarks(report).into_iter().map(|remark| format!("{name}: {remark}")));
         Ok(())
     }
 
-    /// All of them, for people.
+    /// Writes the table, the remarks and the legend.
     pub fn finish(self, output: &mut Output) -> io::Result<()> {
         if self.rows == 0 {
             return Ok(());
         }
-        let how = if self.what_if.is_empty() { "as recorded".to_owned() } else { self.what_if };
-        output.table(&format!("Replayed {how}"), &self.table)?;
+        let what = if self.what_if.is_empty() { "as recorded".to_owned() } else { self.what_if };
+        output.table(&format!("Replayed {what}"), &self.table)?;
         let has_remarks = !self.remarks.is_empty();
         for remark in self.remarks {
             output.line(remark)?;
@@ -86,65 +95,64 @@ impl Answers {
         }
     }
 
-    /// The answer to a what-if, in a sentence.
-    fn instead(&self, report: &ReplayReport) -> Option<String> {
+    /// The result of a what-if replay compared with the recording, in a sentence.
+    fn comparison(&self, report: &ReplayReport) -> Option<String> {
         let (now, before) = (report.peak_reserved_bytes, report.fidelity.recorded_peak_reserved_bytes);
         if self.what_if.is_empty() || !report.fidelity.checked || before == 0 {
             return None;
         }
         if let Outcome::OutOfMemory { event, report } = &report.outcome {
-            let asked = size::show(report.bytes_requested);
-            return Some(format!("would not have fitted: nothing is left for a request of {asked} at event {event}"));
+            let bytes = size::format(report.bytes_requested);
+            return Some(format!("does not fit: out of memory for a request of {bytes} at event {event}"));
         }
         #[expect(clippy::cast_precision_loss, reason = "a percentage")]
         let change = 100.0 * (now as f64 / before as f64 - 1.0);
-        let (now, before) = (size::show(now), size::show(before));
+        let (now, before) = (size::format(now), size::format(before));
         Some(match change {
-            _ if change.abs() < 0.05 => format!("would have held {now}, as it did"),
-            _ if change < 0.0 => format!("would have held {now} instead of {before}, {:.1}% less", -change),
-            _ => format!("would have held {now} instead of {before}, {change:.1}% more"),
+            _ if change.abs() < 0.05 => format!("reserves {now} at its peak, as recorded"),
+            _ if change < 0.0 => format!("reserves {now} at its peak instead of {before}, {:.1}% less", -change),
+            _ => format!("reserves {now} at its peak instead of {before}, {change:.1}% more"),
         })
     }
 }
 
 const LEGEND: &str = "\
-live       the most that the program had at once
-reserved   the most that the allocator held from the driver for it
-lost       the part of that which was not live: fragmentation, rounding, caching
-recorded   the most that the recorded program held
-in driver  how long the driver calls would have taken on an H200, modelled
-model      proven: replayed with its own settings, every address and every segment came out as recorded";
+live         peak of the bytes that the program had allocated
+reserved     peak of the bytes that the allocator held from the driver
+overhead     reserved minus live: fragmentation, rounding and cached blocks
+recorded     peak of the reserved bytes in the recording
+driver time  modelled time of the driver calls on an H200
+fidelity     exact: with the recorded settings, every address and every segment is as recorded";
 
-/// The share of what was reserved that was not live.
-fn lost(report: &ReplayReport) -> String {
+/// The part of the reserved memory that was not live.
+fn overhead(report: &ReplayReport) -> String {
     if report.peak_reserved_bytes == 0 {
         return "-".to_owned();
     }
     #[expect(clippy::cast_precision_loss, reason = "a percentage")]
-    let share = 1.0 - report.peak_live_bytes as f64 / report.peak_reserved_bytes as f64;
+    let fraction = 1.0 - report.peak_live_bytes as f64 / report.peak_reserved_bytes as f64;
     let bytes = report.peak_reserved_bytes.saturating_sub(report.peak_live_bytes);
-    format!("{} ({:.1}%)", size::show(bytes), 100.0 * share.max(0.0))
+    format!("{} ({:.1}%)", size::format(bytes), 100.0 * fraction.max(0.0))
 }
 
 fn recorded(fidelity: &Fidelity) -> String {
-    if fidelity.checked { size::show(fidelity.recorded_peak_reserved_bytes) } else { "-".to_owned() }
+    if fidelity.checked { size::format(fidelity.recorded_peak_reserved_bytes) } else { "-".to_owned() }
 }
 
-fn model(fidelity: &Fidelity) -> &'static str {
+fn fidelity(fidelity: &Fidelity) -> &'static str {
     match (fidelity.checked, fidelity.exact) {
         (false, _) => "not checked",
-        (true, true) => "proven",
-        (true, false) => "NOT proven",
+        (true, true) => "exact",
+        (true, false) => "NOT exact",
     }
 }
 
-/// What a reader should know beyond the numbers.
+/// Warnings, differences from the recording, and what was inferred.
 fn remarks(report: &ReplayReport) -> Vec<String> {
     let mut remarks: Vec<String> = report.warnings.iter().map(|warning| format!("warning: {warning}")).collect();
     let Fidelity { checked, exact, addresses_equal, addresses_total, first_difference, .. } = &report.fidelity;
     if *checked && !exact {
-        let first =
-            first_difference.as_ref().map_or_else(String::new, |first| format!("; the first difference: {first}"));
+        let first = first_difference.as_ref().map_or_else(String::new, |first| format!("; first difference: {first}"));
         remarks.push(format!("{addresses_equal} of {addresses_total} addresses are as recorded{first}"));
     }
     if let Outcome::OutOfMemory { report: oom, .. } = &report.outcome {
@@ -152,15 +160,15 @@ fn remarks(report: &ReplayReport) -> Vec<String> {
     }
     if report.retries > 0 {
         let times = if report.retries == 1 { "once".to_owned() } else { format!("{} times", report.retries) };
-        remarks.push(format!("{times} everything cached was given back to make room"));
+        remarks.push(format!("the whole cache was returned to the driver {times} to make room"));
     }
     let inferred = &report.inferred;
     let Inferences { pools_inferred, segments_inferred, bytes_unknown_origin, .. } = inferred;
     if let Some(limit) = inferred.memory_limit {
-        let (least, below) = (size::show(limit.at_least), size::show(limit.below));
+        let (least, below) = (size::format(limit.at_least), size::format(limit.below));
         remarks.push(format!(
-            "ran under a limit of at least {least} and below {below}; taken to be {}",
-            size::show(limit.used)
+            "recorded with a memory limit of at least {least} and below {below}; replayed with {}",
+            size::format(limit.used)
         ));
     }
     if *pools_inferred > 0 || *segments_inferred > 0 {
@@ -168,8 +176,8 @@ fn remarks(report: &ReplayReport) -> Vec<String> {
         remarks.push(format!("{pools}, and the pool of {segments_inferred} segments, were inferred"));
     }
     if *bytes_unknown_origin > 0 {
-        let bytes = size::show(*bytes_unknown_origin);
-        remarks.push(format!("{bytes} were in use before the history starts; who allocated them is not known"));
+        let bytes = size::format(*bytes_unknown_origin);
+        remarks.push(format!("{bytes} were allocated before the history starts, by unknown code"));
     }
     remarks.extend(inferred.remarks.iter().cloned());
     remarks

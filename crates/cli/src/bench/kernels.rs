@@ -1,0 +1,23 @@
+//! The kernels of the benchmarks.
+
+use warpool_driver::{KernelMirror, KernelSource};
+
+/// `warpool_bench_empty` does nothing; `warpool_bench_set` writes a number.
+pub static KERNELS: KernelSource = KernelSource {
+    name: "bench",
+    cuda: r#"
+extern "C" __global__ void warpool_bench_empty() {}
+extern "C" __global__ void warpool_bench_set(unsigned int* out, unsigned int value) { *out = value; }
+"#,
+    mirrors: &[
+        KernelMirror { name: "warpool_bench_empty", run: |_| Ok(()), nanos: None },
+        KernelMirror {
+            name: "warpool_bench_set",
+            run: |scope| {
+                let (out, value) = (scope.arg_ptr(0)?, scope.arg_u32(1)?);
+                scope.memory.write(out, &value.to_le_bytes())
+            },
+            nanos: None,
+        },
+    ],
+};

@@ -1,0 +1,177 @@
+//! `replay` and `settings`.
+
+use std::io::Write as _;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use crate::{assert_usage_error, objects, text, warpool};
+
+const RECORDINGS: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../../recordings");
+
+fn recording(name: &str) -> String {
+    format!("{RECORDINGS}/{name}.pickle.xz")
+}
+
+/// A temporary file, removed on drop.
+struct TemporaryFile(PathBuf);
+
+impl TemporaryFile {
+    fn new(name: &str, content: &[u8]) -> Self {
+        let path = std::env::temp_dir().join(format!("warpool-{}-{name}", std::process::id()));
+        std::fs::File::create(&path).and_then(|mut file| file.write_all(content)).expect("a temporary file");
+        Self(path)
+    }
+
+    fn path(&self) -> &str {
+        self.0.to_str().expect("a plain path")
+    }
+}
+
+impl Drop for TemporaryFile {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_file(&self.0);
+    }
+}
+
+#[test]
+fn replay_with_recorded_settings_is_exact() {
+    let file = recording("resnet_train.native");
+    let reports = objects(&["replay", &file, "--json"], 0);
+    let [report] = reports.as_slice() else { panic!("one object per file") };
+    for key in [
+        "file",
+        "events",
+        "allocations",
+        "outcome",
+        "peak_live_bytes",
+        "peak_reserved_bytes",
+        "segments_allocated",
+        "retries",
+        "ooms",
+        "driver_calls",
+        "forced_syncs",
+        "driver_seconds_modelled",
+        "replay_seconds",
+        "parse_seconds",
+        "fidelity",
+    ] {
+        assert!(report.get(key).is_some(), "no {key}");
+    }
+    assert_eq!(report["file"], file.as_str());
+    assert_eq!((&report["events"], &report["allocations"]), (&66_407.into(), &22_089.into()));
+    assert_eq!(report["outcome"], "completed");
+    assert_eq!(report["peak_reserved_bytes"], 7_470_055_424_u64);
+    assert_eq!(report["segments_allocated"], 146);
+    let fidelity = &report["fidelity"];
+    assert_eq!((&fidelity["checked"], &fidelity["exact"]), (&true.into(), &true.into()));
+    assert_eq!(fidelity["addresses_equal"], fidelity["addresses_total"]);
+    assert_eq!(fidelity["recorded_peak_reserved_bytes"], 7_470_055_424_u64);
+    assert_eq!(fidelity["recorded_segments_allocated"], 146);
+}
+
+#[test]
+fn files_are_reported_in_the_order_of_the_arguments() {
+    let names = ["prefetch_streams_train.native", "mempool.native", "resnet_train.expandable", "graphs.expandable"];
+    let files = names.map(recording);
+    let mut arguments = vec!["replay", "--json"];
+    arguments.extend(files.iter().map(String::as_str));
+    let reported: Vec<_> = objects(&arguments, 0).iter().map(|report| report["file"].clone()).collect();
+    assert_eq!(reported, files);
+}
+
+#[test]
+fn what_if_replay_tells_whether_it_fits() {
+    let file = recording("resnet_train.native");
+    let expandable = ["replay", &file, "--settings", "expandable_segments:True", "--json"];
+    let report = &objects(&expandable, 0)[0];
+    assert_eq!(report["peak_reserved_bytes"], 6_098_518_016_u64, "as in the recording with that setting");
+    assert_eq!(report["fidelity"]["exact"], true);
+
+    let with_capacity =
+        |bytes: &'static str| -> Vec<&str> { [&expandable[..], &["--capacity", bytes, "--expect-fit"]].concat() };
+    assert_eq!(objects(&with_capacity("7GiB"), 0)[0]["outcome"], "completed");
+    let tight = &objects(&with_capacity("4GiB"), 1)[0];
+    assert_eq!(tight["outcome"], "out_of_memory");
+    assert!(tight["ooms"].as_u64() > Some(0));
+    assert!(tight["oom"]["message"].as_str().is_some_and(|message| message.starts_with("CUDA out of memory")));
+}
+
+#[test]
+fn table_has_a_legend_and_remarks() {
+    let output = warpool(&["replay", &recording("oom_stacks.fraction_6gib")]);
+    assert!(output.status.success(), "{}", text(&output.stderr));
+    let stdout = text(&output.stdout);
+    for part in
+        ["live", "reserved", "overhead", "exact", "out of memory at event 108301", "returned to the driver 8 times"]
+    {
+        assert!(stdout.contains(part), "no '{part}' in {stdout}");
+    }
+}
+
+#[test]
+fn unreadable_files_are_usage_errors() {
+    let whole = std::fs::read(recording("mempool.native")).expect("a recording");
+    let cases = [
+        (TemporaryFile::new("text", b"Dear diary, today I ran out of memory.\n"), "text that starts with"),
+        (TemporaryFile::new("empty", b""), "empty"),
+        (TemporaryFile::new("cut.xz", &whole[..whole.len() / 2]), "cut off"),
+        (TemporaryFile::new("evil", b"\x80\x02cos\nsystem\nX\x04\x00\x00\x00true\x85R."), "GLOBAL"),
+        (TemporaryFile::new("line\nend", b"Dear diary.\n"), "line\\nend: not a recording"),
+        (TemporaryFile::new("cut", b"\x80\x04\x95\x10\x00\x00\x00\x00\x00\x00\x00}"), "cut off"),
+    ];
+    for (file, part) in &cases {
+        assert_usage_error(&["replay", file.path(), "--json"], &[part, &file.path().replace('\n', "\\n")]);
+        assert_usage_error(&["replay", file.path()], &[part]);
+    }
+    assert_usage_error(&["replay", "/nonexistent/recording.pickle"], &["cannot open /nonexistent/recording.pickle"]);
+    assert_usage_error(&["replay", Path::new(RECORDINGS).to_str().expect("a path")], &["recordings"]);
+}
+
+#[test]
+fn invalid_arguments_are_reported_before_files_are_read() {
+    let file = recording("mempool.native");
+    assert_usage_error(&["replay"], &["<FILE>"]);
+    assert_usage_error(
+        &["replay", &file, "--settings", "max_splt_size_mb:200"],
+        &["max_splt_size_mb", "did you mean `max_split_size_mb`"],
+    );
+    assert_usage_error(&["replay", &file, "--settings", "expandable_segments=True"], &["expandable_segments"]);
+    assert_usage_error(&["replay", &file, "--settings", "backend:cudaMallocAsync"], &["--allocator driver-pool"]);
+    assert_usage_error(&["replay", &file, "--allocator", "paged"], &["paged", "caching, driver-pool"]);
+    assert_usage_error(&["replay", &file, "--capacity", "80apples"], &["'80apples' is not a size"]);
+}
+
+#[test]
+fn other_files_are_reported_beside_an_unreadable_one() {
+    let output = warpool(&["replay", &recording("mempool.native"), "/nonexistent", "--json"]);
+    assert_eq!(output.status.code(), Some(2));
+    assert_eq!(text(&output.stdout).lines().count(), 1, "the readable one is reported");
+    assert_eq!(text(&output.stderr).lines().count(), 1, "{}", text(&output.stderr));
+}
+
+#[test]
+fn settings_are_listed_with_origin_and_warnings() {
+    let lines = objects(&["settings", "garbage_collection_threshold:0.8", "--json"], 0);
+    assert!(lines.iter().any(|line| line["kind"] == "warning" && line["key"] == "garbage_collection_threshold"));
+    let value = lines.iter().find(|line| line["kind"] == "setting" && line["key"] == "max_split_size_mb");
+    assert_eq!(value.expect("every setting is listed")["origin"], "default");
+
+    let invalid = objects(&["settings", "max_split_size_mb:5,nonsense:1", "--json"], 1);
+    let errors = invalid.iter().filter(|line| line["kind"] == "error").count();
+    assert_eq!(errors, 2, "all problems are reported at once");
+}
+
+#[test]
+fn settings_are_read_from_the_environment() {
+    let run = |variables: &[(&str, &str)]| {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_warpool"));
+        command.arg("settings").env_remove("WARPOOL_CONF").env_remove("PYTORCH_CUDA_ALLOC_CONF");
+        let output = command.envs(variables.iter().copied()).output().expect("the binary was built for this test");
+        text(&output.stdout).lines().next().map(str::to_owned)
+    };
+    let pytorch = ("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64");
+    assert_eq!(run(&[]).as_deref(), Some("settings \"\" (no variable is set)"));
+    assert_eq!(run(&[pytorch]).as_deref(), Some("settings \"max_split_size_mb:64\" (from PYTORCH_CUDA_ALLOC_CONF)"));
+    let warpool = ("WARPOOL_CONF", "expandable_segments:True");
+    assert_eq!(run(&[pytorch, warpool]).as_deref(), Some("settings \"expandable_segments:True\" (from WARPOOL_CONF)"));
+}
