@@ -4,7 +4,7 @@ use std::sync::{Mutex, PoisonError};
 
 use warpool::Instance;
 use warpool::memory::{
-    Backend, CachingAllocator, DeviceAllocator, DriverPoolAllocator, MemPoolId, PoolKeeper, Settings,
+    Backend, CachingAllocator, DeviceAllocator, DriverPoolAllocator, MemPoolId, PrivatePools, Settings,
 };
 use warpool_driver::DeviceId;
 
@@ -39,7 +39,7 @@ impl Allocator {
 
     /// The private pools, if the allocator has any. The driver's own pools need none: memory that they give to a
     /// capture belongs to its graph.
-    pub(crate) fn pools(&self) -> Option<&dyn PoolKeeper> {
+    pub(crate) fn pools(&self) -> Option<&dyn PrivatePools> {
         self.as_dyn().pools().ok()
     }
 

@@ -8,7 +8,7 @@ use warpool_driver::{
     ConditionalId, DevicePtr, Driver, FunctionId, GraphExecId, KernelArg, LaunchShape, NodeId, Result, StreamId,
 };
 
-use crate::memory::Block;
+use crate::memory::DeviceBlock;
 
 /// Launches a graph of this crate.
 #[inline]
@@ -36,7 +36,7 @@ pub(crate) fn fill_random(
 pub(crate) fn write_seed(
     driver: &dyn Driver,
     function: FunctionId,
-    slot: &Block,
+    slot: &DeviceBlock,
     (seed, offset): (u64, u64),
     stream: StreamId,
 ) -> Result<()> {
@@ -52,7 +52,7 @@ pub(crate) fn set_seed(
     exec: GraphExecId,
     node: NodeId,
     function: FunctionId,
-    slot: &Block,
+    slot: &DeviceBlock,
     (seed, offset): (u64, u64),
 ) -> Result<()> {
     let args = seed_args(slot, seed, offset);
@@ -60,7 +60,7 @@ pub(crate) fn set_seed(
     unsafe { driver.graph_exec_set_kernel(exec, node, function, LaunchShape::ONE, &args) }
 }
 
-fn seed_args(slot: &Block, seed: u64, offset: u64) -> [KernelArg; 3] {
+fn seed_args(slot: &DeviceBlock, seed: u64, offset: u64) -> [KernelArg; 3] {
     [slot.ptr().into(), KernelArg::U64(seed), KernelArg::U64(offset)]
 }
 

@@ -7,8 +7,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use warpool::memory::{
-    Allocation, Block, CachingAllocator, DeviceAllocator, DriverPoolAllocator, HistoryOptions, MemPoolId, Request,
-    Settings,
+    Allocation, CachingAllocator, DeviceAllocator, DeviceBlock, DriverPoolAllocator, HistoryOptions, MemPoolId,
+    Request, Settings,
 };
 use warpool::{Instance, Stream};
 use warpool_driver::DeviceId;
@@ -150,7 +150,7 @@ impl BenchContext {
         let request = self.request(bytes);
         self.fastest(|ops| {
             timed(ops, || {
-                drop(black_box(Block::allocate(allocator, request)?));
+                drop(black_box(DeviceBlock::allocate(allocator, request)?));
                 Ok(())
             })
         })

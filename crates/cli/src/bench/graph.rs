@@ -8,7 +8,7 @@ use std::time::Duration;
 use serde_json::json;
 use warpool::generator::Generator;
 use warpool::graph::{CaptureOptions, Graph, GraphOptions};
-use warpool::memory::{Allocate, Block, CachingAllocator, DeviceAllocator, MemPoolId, Settings};
+use warpool::memory::{Allocate, CachingAllocator, DeviceAllocator, DeviceBlock, MemPoolId, Settings};
 use warpool::{Device, Instance, Stream};
 use warpool_cuda::CudaDriver;
 use warpool_driver::sim::SimDriver;
@@ -141,7 +141,7 @@ impl BenchContext<'_> {
         Ok(fastest)
     }
 
-    fn graph(&self, kernels: u32, generators: usize, numbers: &Arc<Block>) -> warpool::Result<Graph> {
+    fn graph(&self, kernels: u32, generators: usize, numbers: &Arc<DeviceBlock>) -> warpool::Result<Graph> {
         let generators: Vec<Generator> =
             (0..generators).map(|_| Generator::new(self.device)).collect::<warpool::Result<_>>()?;
         let mut graph = Graph::new(self.allocator, self.device, GraphOptions::default())?;

@@ -5,8 +5,8 @@
 use std::sync::Arc;
 
 use warpool::memory::{
-    Allocate, Allocation, Block, CachingAllocator, DeviceAllocator, DriverPoolAllocator, MemPool, MemPoolId, OomCause,
-    OomReport, PoolOptions, Request, Route, SegmentInfo, Settings, SnapshotOptions,
+    Allocate, Allocation, CachingAllocator, DeviceAllocator, DeviceBlock, DriverPoolAllocator, MemPool, MemPoolId,
+    OomCause, OomReport, PoolOptions, Request, Route, SegmentInfo, Settings, SnapshotOptions,
 };
 use warpool::{Error, Stream};
 use warpool_driver::{CaptureMode, CaptureState, InstantiateOptions, NodeKind};
@@ -214,7 +214,7 @@ fn a_capture_takes_its_memory_from_a_graphs_pool(context: &TestContext) -> Check
         pools.capture_began(device)?;
         driver.capture_begin(stream.id(), CaptureMode::Global)?;
         expect(matches!(stream.capture_state()?, CaptureState::Active(_)), "a stream that captures")?;
-        let captured = (|| -> CheckResult<Block> {
+        let captured = (|| -> CheckResult<DeviceBlock> {
             let scratch = allocator.allocate(BYTES, &stream)?;
             context.write_sequence(scratch.ptr(), BYTES, 5, &stream)?;
             scratch.free()?;
@@ -260,7 +260,7 @@ fn a_limit_gives_back_cached_memory_before_it_fails(context: &TestContext) -> Ch
         let stream = context.device().lease_stream()?;
         let limit = limit_to(context, allocator, 256 * MIB)?;
         let small = (0..4).map(|_| allocator.allocate(48 * MIB, &stream)).collect::<warpool::Result<Vec<_>>>()?;
-        small.into_iter().try_for_each(Block::free)?;
+        small.into_iter().try_for_each(DeviceBlock::free)?;
         // 192 MiB are cached, in pieces that are too small or in the way.
         let large = allocator.allocate(200 * MIB, &stream)?;
         context.write_sequence(large.ptr(), SAMPLE, 1, &stream)?;

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use warpool::blas::{Blas, BlasSettings, forbid_tf32};
 use warpool::graph::{CaptureOptions, Graph, GraphOptions};
-use warpool::memory::{Allocate, Block, CachingAllocator, DeviceAllocator, MemPoolId, Settings, Stat};
+use warpool::memory::{Allocate, CachingAllocator, DeviceAllocator, DeviceBlock, MemPoolId, Settings, Stat};
 use warpool::{Device, Error, Instance, Stream};
 use warpool_driver::decorate::Counting;
 use warpool_driver::{BlasMatrix, Driver, ErrorCode, Sgemm};
@@ -44,7 +44,7 @@ fn with_blas(device: &Device, body: impl FnOnce(&Arc<dyn DeviceAllocator>, &Blas
 
 /// Square matrices of small whole numbers, whose products are exact in any order and any precision.
 struct Matrices {
-    block: Block,
+    block: DeviceBlock,
     product: Sgemm,
     expected: Vec<f32>,
 }
@@ -69,7 +69,7 @@ impl Matrices {
         size: u32,
         a: &[f32],
         b: &[f32],
-    ) -> CheckResult<(Block, Sgemm)> {
+    ) -> CheckResult<(DeviceBlock, Sgemm)> {
         let bytes = u64::from(size) * u64::from(size) * 4;
         let block = allocator.allocate(3 * bytes, stream)?;
         let contents: Vec<u8> = a.iter().chain(b).flat_map(|number| number.to_ne_bytes()).collect();

@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex};
 
 use warpool::graph::{CaptureOptions, Graph, GraphOptions};
 use warpool::memory::{
-    Allocate, Block, CachingAllocator, DeviceAllocator, ExternalUpstream, FnAllocator, HistoryOptions, Limited,
+    Allocate, CachingAllocator, DeviceAllocator, DeviceBlock, ExternalUpstream, FnAllocator, HistoryOptions, Limited,
     MemPool, MemPoolId, OomCause, PluggableAllocator, PoolOptions, RawStream, Request, Settings, SnapshotOptions,
     Traced,
 };
@@ -124,7 +124,7 @@ fn closures_serve_and_get_everything_back(context: &TestContext) -> CheckResult 
         for (block, value) in blocks.iter().zip([1, 2, 3]) {
             context.expect_sequence("a plugged block", block.ptr(), block.bytes(), value << 28, &stream)?;
         }
-        let bytes: u64 = blocks.iter().map(Block::bytes).sum();
+        let bytes: u64 = blocks.iter().map(DeviceBlock::bytes).sum();
         let stats = allocator.stats(context.device_id)?;
         let counted = (stats.allocated_bytes.all.current, stats.reserved_bytes.all.peak, shelf.bytes_live());
         expect_eq("bytes given out", counted, (bytes, bytes, bytes))?;

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use warpool::generator::{self, DEFAULT_SEED, Generator, GeneratorError, Reservation, philox};
 use warpool::graph::{CaptureOptions, Graph, GraphOptions};
-use warpool::memory::{Allocate, Block, CachingAllocator, DeviceAllocator, MemPoolId, Settings};
+use warpool::memory::{Allocate, CachingAllocator, DeviceAllocator, DeviceBlock, MemPoolId, Settings};
 use warpool::{Error, Stream};
 use warpool_driver::{
     DevicePtr, FunctionId, KernelArg, KernelFault, KernelMirror, KernelScope, KernelSource, LaunchShape, Pattern,
@@ -126,7 +126,7 @@ fn words_at(context: &TestContext, ptr: DevicePtr, count: u64) -> CheckResult<Ve
     Ok(bytes.as_chunks().0.iter().map(|&word| u32::from_le_bytes(word)).collect())
 }
 
-fn words_of(context: &TestContext, block: &Block) -> CheckResult<Vec<u32>> {
+fn words_of(context: &TestContext, block: &DeviceBlock) -> CheckResult<Vec<u32>> {
     words_at(context, block.ptr(), block.bytes() / 4)
 }
 
@@ -334,7 +334,7 @@ fn replayed_numbers_equal_the_eager_sequence(context: &TestContext) -> CheckResu
     const BYTES: u64 = 40_004;
     with_allocator(context, |allocator, stream| {
         let (eager, captured) = (generator(context, 5, 0)?, generator(context, 5, 0)?);
-        let work = |generator: &Generator, blocks: &[Block], side: &Stream| -> warpool::Result<()> {
+        let work = |generator: &Generator, blocks: &[DeviceBlock], side: &Stream| -> warpool::Result<()> {
             generator.fill_bits(&blocks[0], stream)?;
             side.wait_stream(stream)?;
             generator.fill_uniform(&blocks[1], side)?;
@@ -343,7 +343,7 @@ fn replayed_numbers_equal_the_eager_sequence(context: &TestContext) -> CheckResu
             stream.wait_stream(side)
         };
         let side = context.device().lease_stream()?;
-        let allocate = || -> CheckResult<Vec<Block>> {
+        let allocate = || -> CheckResult<Vec<DeviceBlock>> {
             let streams = [stream, &*side, stream, &*side];
             Ok(streams.into_iter().map(|stream| allocator.allocate(BYTES, stream)).collect::<warpool::Result<_>>()?)
         };

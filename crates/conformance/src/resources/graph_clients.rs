@@ -8,7 +8,7 @@ use std::time::Duration;
 use warpool::blas::{Blas, BlasSettings};
 use warpool::generator::{Generator, philox};
 use warpool::graph::{Call, Callable, CaptureOptions, Fallback, GraphError, GraphedCallable, GraphedOptions, Input};
-use warpool::memory::{Allocate, Block, MemPoolId};
+use warpool::memory::{Allocate, DeviceBlock, MemPoolId};
 use warpool::{Error, EventOptions, Stream};
 use warpool_driver::{BlasMatrix, DevicePtr, ErrorCode, Sgemm};
 
@@ -19,7 +19,7 @@ use crate::expect::{CheckError, CheckResult, expect, expect_eq, expect_slice_eq,
 const KIB: u64 = 1 << 10;
 const MIB: u64 = 1 << 20;
 
-fn words_of(context: &TestContext, block: &Block) -> CheckResult<Vec<u32>> {
+fn words_of(context: &TestContext, block: &DeviceBlock) -> CheckResult<Vec<u32>> {
     let bytes = context.read_bytes(block.ptr(), block.bytes() as usize)?;
     Ok(bytes.as_chunks().0.iter().map(|&word| u32::from_le_bytes(word)).collect())
 }
@@ -141,7 +141,7 @@ fn multiply_often(
     allocator: &Shared,
     stream: &Stream,
     blas: &Blas,
-    data: &Arc<Block>,
+    data: &Arc<DeviceBlock>,
     product: &Sgemm,
     once: &[f32],
 ) -> CheckResult {
@@ -279,7 +279,7 @@ impl Callable for AddSeven<'_> {
         vec![kib * KIB]
     }
 
-    fn run(&self, call: &Call<'_, u64>) -> warpool::Result<Vec<Block>> {
+    fn run(&self, call: &Call<'_, u64>) -> warpool::Result<Vec<DeviceBlock>> {
         let (stream, bytes, input) = (call.stream(), call.shape() * KIB, call.inputs()[0]);
         if *call.shape() == self.waits_at {
             stream.synchronize()?;
@@ -309,7 +309,7 @@ pub(super) fn a_function_is_served_by_the_graph_of_its_shape(context: &TestConte
             context.write_sequence(input.ptr(), shape * KIB, 100 * round, stream)?;
             let answer = graphed.call(&shape, &[Input::from(&input)], stream)?;
             expect_eq("the graph that served", answer.replayed().copied(), Some(shape))?;
-            let output = answer.outputs().next().map_or(DevicePtr(0), Block::ptr);
+            let output = answer.outputs().next().map_or(DevicePtr(0), DeviceBlock::ptr);
             context.expect_sequence("its output", output, shape * KIB, 100 * round + 7, stream)?;
         }
         for (shape, why) in [(128, "no captured shape"), (WAITS, "stream_synchronize")] {
@@ -318,7 +318,7 @@ pub(super) fn a_function_is_served_by_the_graph_of_its_shape(context: &TestConte
             let answer = graphed.call(&shape, &[Input::from(&input)], stream)?;
             let told = answer.fallback().map(Fallback::to_string).unwrap_or_default();
             expect(told.contains(why), &format!("a reason with {why:?}: {told:?}"))?;
-            let output = answer.outputs().next().map_or(DevicePtr(0), Block::ptr);
+            let output = answer.outputs().next().map_or(DevicePtr(0), DeviceBlock::ptr);
             context.expect_sequence("its output without a graph", output, shape * KIB, 16, stream)?;
         }
         match graphed.call(&64, &[], stream) {

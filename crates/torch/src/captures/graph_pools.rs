@@ -3,7 +3,7 @@
 
 use std::collections::BTreeMap;
 
-use warpool::memory::{MemPoolId, PoolKeeper};
+use warpool::memory::{MemPoolId, PrivatePools};
 use warpool_driver::DeviceId;
 
 use crate::error::{Error, Result};
@@ -59,7 +59,7 @@ impl GraphPools {
     /// while its capture was under way: nothing would release what is created here.
     pub(super) fn get_or_create(
         &mut self,
-        pools: &dyn PoolKeeper,
+        pools: &dyn PrivatePools,
         device: DeviceId,
         torch_pool: TorchPoolId,
     ) -> Result<MemPoolId> {

@@ -16,7 +16,7 @@ mod scopes;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use warpool::memory::{MemPoolId, PoolKeeper, Route};
+use warpool::memory::{MemPoolId, PrivatePools, Route};
 use warpool_driver::{CaptureState, DeviceId, ErrorCode, StreamId};
 
 use crate::allocator::Allocator;
@@ -140,7 +140,7 @@ impl Captures {
     }
 
     /// This thread begins another capture, so its earlier captures that never allocated are over: closes their scopes.
-    fn close_unbound(&self, pools: &dyn PoolKeeper, device: DeviceId) {
+    fn close_unbound(&self, pools: &dyn PrivatePools, device: DeviceId) {
         loop {
             let state = self.lock();
             let Some(index) = state.scopes.position_unbound_of_this_thread(device) else { return };
@@ -164,14 +164,14 @@ impl Captures {
         id.map_or(pool, |TorchPoolId { graph, user }| MemPoolId { graph: number(graph), user: number(user) })
     }
 
-    fn close_early(&self, mut state: MutexGuard<'_, State>, pools: &dyn PoolKeeper, index: usize) -> Result<()> {
+    fn close_early(&self, mut state: MutexGuard<'_, State>, pools: &dyn PrivatePools, index: usize) -> Result<()> {
         let pool = state.scopes.get(index).torch_pool();
         tracing::warn!(%pool, "a capture ended without endAllocateToPool; allocations to its pool end now");
         state.scopes.expect_late_end(index);
         self.close(state, pools, index)
     }
 
-    fn close(&self, mut state: MutexGuard<'_, State>, pools: &dyn PoolKeeper, index: usize) -> Result<()> {
+    fn close(&self, mut state: MutexGuard<'_, State>, pools: &dyn PrivatePools, index: usize) -> Result<()> {
         let scope = state.scopes.close(index);
         let device = scope.device();
         let routed = match scope.bound() {

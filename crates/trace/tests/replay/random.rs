@@ -11,7 +11,7 @@ use warpool::driver::sim::{SimConfig, SimDriver};
 use warpool::driver::{DeviceId, Driver, StreamId, StreamOptions, Streams};
 use warpool::memory::{
     Action, Allocation, BlockState, CachingAllocator, DeviceAllocator, FreeBlockOrder, HistoryOptions, MemPoolId,
-    PoolKeeper, PoolOptions, Request, SegmentInfo, Settings, Snapshot, SnapshotOptions,
+    PoolOptions, PrivatePools, Request, SegmentInfo, Settings, Snapshot, SnapshotOptions,
 };
 use warpool::{Error, Instance};
 use warpool_trace::replay::{ReplayOptions, ReplayReport, replay};

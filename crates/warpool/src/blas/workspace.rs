@@ -15,7 +15,7 @@ use warpool_driver::{BlasMath, CaptureId, DeviceId, DevicePtr, HandleId, Library
 
 use super::precision;
 use super::settings::{BlasSettings, default_bytes};
-use crate::memory::{Block, DeviceAllocator, MemPoolId, Request, with_metadata};
+use crate::memory::{DeviceAllocator, DeviceBlock, MemPoolId, Request, with_metadata};
 use crate::{Error, Result, lock};
 
 /// What a history shows beside a workspace.
@@ -29,19 +29,19 @@ pub(super) struct Workspace {
     pub(super) whose: Whose,
     allocator: Arc<dyn DeviceAllocator>,
     /// There until the drop.
-    block: Option<Block>,
+    block: Option<DeviceBlock>,
 }
 
 impl Workspace {
     /// Takes a block from `allocator`.
     pub(super) fn allocate(allocator: &Arc<dyn DeviceAllocator>, whose: Whose, request: Request) -> Result<Self> {
-        let block = with_metadata(MARK, || Block::allocate(allocator, request))?;
+        let block = with_metadata(MARK, || DeviceBlock::allocate(allocator, request))?;
         let bytes = block.bytes_usable();
         allocator.observers().workspaces.change(request.device, |stat| stat.increase(bytes));
         Ok(Self { whose, allocator: Arc::clone(allocator), block: Some(block) })
     }
 
-    fn block(&self) -> &Block {
+    fn block(&self) -> &DeviceBlock {
         self.block.as_ref().expect("a workspace has its block until it is dropped")
     }
 

@@ -18,7 +18,7 @@ use super::kernels::{HEAD, SOURCE};
 use super::state::{State, Taken};
 use super::{GeneratorError, Reservation};
 use crate::capture::{CaptureRecord, Site};
-use crate::memory::{Block, Request};
+use crate::memory::{DeviceBlock, Request};
 use crate::{Result, Stream, launch, lock};
 
 /// A slot: seed and offset, 8 bytes each.
@@ -42,7 +42,7 @@ pub(super) struct Head {
     stream: StreamId,
     node: NodeId,
     function: FunctionId,
-    slot: Block,
+    slot: DeviceBlock,
 }
 
 impl GeneratorInCapture {
@@ -95,7 +95,7 @@ pub(super) fn draw(site: &Site, state: &Arc<State>, stream: &Stream, increment: 
     // All that may call back into the caller's code, or take long, before the lock.
     let instance = stream.instance();
     let function = instance.state(stream.device_id()).kernels.get(&**instance.driver(), &SOURCE, HEAD)?;
-    let slot = Block::allocate(&record.allocator, slot_request(record, stream))?;
+    let slot = DeviceBlock::allocate(&record.allocator, slot_request(record, stream))?;
     let heads = Arc::clone(&lock(&record.used).heads);
     let _alone = lock(&heads);
     if let Some(drawn) = draw_behind_head(record, state, stream.id(), increment)? {

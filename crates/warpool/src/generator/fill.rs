@@ -4,7 +4,7 @@ use warpool_driver::{DeviceId, DevicePtr, KernelArg, LaunchShape};
 
 use super::kernels::{BITS, DROPOUT, NORMAL, SOURCE, UNIFORM};
 use super::{Generator, GeneratorError};
-use crate::memory::Block;
+use crate::memory::DeviceBlock;
 use crate::{Result, Stream, launch};
 
 /// A thread makes four numbers.
@@ -13,7 +13,7 @@ const NUMBERS_PER_BLOCK: u64 = 4 * THREADS_PER_BLOCK;
 /// As many blocks as a grid of one dimension has.
 const COUNT_MOST: u64 = NUMBERS_PER_BLOCK * (i32::MAX as u64);
 
-/// Where numbers go: a [`Block`], as many as fit, or an address and a count of them.
+/// Where numbers go: a [`DeviceBlock`], as many as fit, or an address and a count of them.
 #[derive(Clone, Copy, Debug)]
 pub struct Target {
     ptr: DevicePtr,
@@ -28,8 +28,8 @@ enum Extent {
     Count(u64),
 }
 
-impl From<&Block> for Target {
-    fn from(block: &Block) -> Self {
+impl From<&DeviceBlock> for Target {
+    fn from(block: &DeviceBlock) -> Self {
         Self { ptr: block.ptr(), extent: Extent::Bytes(block.bytes()), device: Some(block.device_id()) }
     }
 }

@@ -9,7 +9,7 @@ use warpool_driver::{Call, CaptureId, CaptureMode, CaptureState, DevicePtr, Driv
 
 use super::{Generator, GeneratorError, GeneratorInCapture, Reservation, philox};
 use crate::capture::{CaptureRecord, Site};
-use crate::memory::{Allocate, Block, CachingAllocator, DeviceAllocator, Route, Settings};
+use crate::memory::{Allocate, CachingAllocator, DeviceAllocator, DeviceBlock, Route, Settings};
 use crate::{Device, Error, Instance, Result, Stream, launch, lock};
 
 struct Bench {
@@ -56,7 +56,7 @@ impl Bench {
         self.device.pool_stream().unwrap()
     }
 
-    fn block(&self, words: u64, stream: &Stream) -> Block {
+    fn block(&self, words: u64, stream: &Stream) -> DeviceBlock {
         self.allocator.allocate(4 * words, stream).unwrap()
     }
 
@@ -75,7 +75,7 @@ impl Bench {
     }
 
     /// Fills the block, as it is done eagerly or captured.
-    fn fill(&self, block: &Block, stream: &Stream) {
+    fn fill(&self, block: &DeviceBlock, stream: &Stream) {
         self.generator.fill_bits(block, stream).unwrap();
     }
 
@@ -92,7 +92,7 @@ impl Bench {
     }
 
     #[track_caller]
-    fn expect(&self, block: &Block, seed: u64, offset: u64) {
+    fn expect(&self, block: &DeviceBlock, seed: u64, offset: u64) {
         let count = (block.bytes() / 4) as usize;
         let want: Vec<u32> = (0..).flat_map(|at| philox::block(seed, at, offset)).take(count).collect();
         assert_eq!(self.words(block.ptr(), count), want, "seed {seed}, offset {offset}");

@@ -12,7 +12,7 @@ use super::shelf::{Doomed, Ended, Orphan};
 use super::{CaptureOptions, GraphError};
 use crate::capture::guards_of_thread;
 use crate::capture::{CaptureRecord, CaptureStatus, Site, Used};
-use crate::memory::{DeviceAllocator, MemPoolId, PoolKeeper, Route};
+use crate::memory::{DeviceAllocator, MemPoolId, PrivatePools, Route};
 use crate::{Device, Error, Result, Stream, StreamLease, lock};
 
 /// A capture under way.
@@ -163,7 +163,7 @@ impl Booking {
         &self.pools
     }
 
-    fn keeper(&self) -> Result<&dyn PoolKeeper> {
+    fn keeper(&self) -> Result<&dyn PrivatePools> {
         self.allocator.pools()
     }
 

@@ -10,7 +10,7 @@ use warpool_driver::{DevicePtr, HostPtr, KernelArg};
 
 use super::GraphError;
 use super::host::{HostAt, HostKey};
-use crate::memory::{Block, HostBlock};
+use crate::memory::{DeviceBlock, HostBlock};
 use crate::{Result, Stream};
 
 /// The name of a buffer in one capture, and in the graph that comes of it.
@@ -99,7 +99,7 @@ arguments_from! {
 /// The buffers of one capture.
 pub(super) struct Buffers {
     capture: u64,
-    device: Vec<Owned<Block>>,
+    device: Vec<Owned<DeviceBlock>>,
     host: Vec<Owned<HostBlock>>,
 }
 
@@ -124,7 +124,7 @@ impl Buffers {
         Self { capture: NEXT.fetch_add(1, Ordering::Relaxed), device: Vec::new(), host: Vec::new() }
     }
 
-    pub(super) fn add(&mut self, block: Owned<Block>) -> BufferKey {
+    pub(super) fn add(&mut self, block: Owned<DeviceBlock>) -> BufferKey {
         self.device.push(block);
         BufferKey { capture: self.capture, index: last(&self.device) }
     }
@@ -134,7 +134,7 @@ impl Buffers {
         HostKey { capture: self.capture, index: last(&self.host) }
     }
 
-    pub(super) fn get(&self, key: BufferKey) -> Result<&Block> {
+    pub(super) fn get(&self, key: BufferKey) -> Result<&DeviceBlock> {
         let owned = self.device.get(key.index as usize).filter(|_| key.capture == self.capture);
         Ok(owned.ok_or(GraphError::UnknownBuffer)?.block())
     }

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use warpool_driver::DevicePtr;
 
 use super::graphed::Captured;
-use crate::memory::{Block, DeviceAllocator};
+use crate::memory::{DeviceAllocator, DeviceBlock};
 use crate::{Error, Result, Stream};
 
 /// Work that can be captured.
@@ -22,7 +22,7 @@ pub trait Callable {
     /// Puts the work into `call.stream()`, which is the thread's current stream meanwhile, and returns its outputs,
     /// allocated for that stream from `call.allocator()`. It must do the same work each time for one shape, and wait
     /// for nothing on the host. Other memory that it needs, such as weights, it [shares](Call::share).
-    fn run(&self, call: &Call<'_, Self::Shape>) -> Result<Vec<Block>>;
+    fn run(&self, call: &Call<'_, Self::Shape>) -> Result<Vec<DeviceBlock>>;
 
     /// Whether the graph of `captured` can serve a call of `asked`. Only the same shape, unless you say otherwise: a
     /// larger one may do, with its inputs filled in part, if the work does not mind what lies behind: that is what
@@ -40,7 +40,7 @@ pub struct Call<'a, S> {
     pub(super) allocator: &'a Arc<dyn DeviceAllocator>,
     pub(super) inputs: &'a [Input],
     /// In a capture: what the graph is to keep.
-    pub(super) shared: Option<&'a RefCell<Vec<Arc<Block>>>>,
+    pub(super) shared: Option<&'a RefCell<Vec<Arc<DeviceBlock>>>>,
 }
 
 impl<'a, S> Call<'a, S> {
@@ -70,7 +70,7 @@ impl<'a, S> Call<'a, S> {
 
     /// Announces memory that the work uses besides its inputs, such as weights: a graph keeps it for its replays, and
     /// whoever gets it after that waits for them. Without a graph, a use on the stream is noted.
-    pub fn share(&self, block: &Arc<Block>) -> Result<()> {
+    pub fn share(&self, block: &Arc<DeviceBlock>) -> Result<()> {
         match self.shared {
             Some(shared) => {
                 shared.borrow_mut().push(Arc::clone(block));
@@ -90,8 +90,8 @@ pub struct Input {
     pub bytes: u64,
 }
 
-impl From<&Block> for Input {
-    fn from(block: &Block) -> Self {
+impl From<&DeviceBlock> for Input {
+    fn from(block: &DeviceBlock) -> Self {
         Self { ptr: block.ptr(), bytes: block.bytes() }
     }
 }
@@ -103,7 +103,7 @@ pub struct Answer<'a, S> {
 
 pub(super) enum How<'a, S> {
     Replayed(&'a Captured<S>),
-    Eager { why: Fallback, outputs: Vec<Block> },
+    Eager { why: Fallback, outputs: Vec<DeviceBlock> },
 }
 
 /// Why a call ran without a graph.
@@ -153,7 +153,7 @@ impl<S> Answer<'_, S> {
     }
 
     /// Its outputs, in their order.
-    pub fn outputs(&self) -> impl ExactSizeIterator<Item = &Block> {
+    pub fn outputs(&self) -> impl ExactSizeIterator<Item = &DeviceBlock> {
         let count = match &self.how {
             How::Replayed(captured) => captured.outputs.len(),
             How::Eager { outputs, .. } => outputs.len(),

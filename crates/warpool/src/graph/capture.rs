@@ -15,7 +15,7 @@ use super::begin::UnderWay;
 use super::buffers::{BufferAt, BufferKey, GraphArg, Owned};
 use super::graph::{Graph, Stage};
 use super::host::Place;
-use crate::memory::{Allocate, Block, DeviceAllocator, MemPool, MemPoolId, PoolScope};
+use crate::memory::{Allocate, DeviceAllocator, DeviceBlock, MemPool, MemPoolId, PoolScope};
 use crate::{Device, Result, Stream, StreamLease, lock};
 
 /// A capture under way, or the body of a conditional node in it. See [`Graph::capture`].
@@ -106,19 +106,19 @@ impl Capture<'_> {
     }
 
     /// Moves a block into the graph.
-    pub fn keep(&mut self, block: Block) -> Result<BufferKey> {
+    pub fn keep(&mut self, block: DeviceBlock) -> Result<BufferKey> {
         block.expect_of(self.device().instance())?;
         Ok(self.under_way.buffers.add(Owned::Moved(block)))
     }
 
     /// Shares a block with the graph: it is there at least as long as the graph is.
-    pub fn share(&mut self, block: Arc<Block>) -> Result<BufferKey> {
+    pub fn share(&mut self, block: Arc<DeviceBlock>) -> Result<BufferKey> {
         block.expect_of(self.device().instance())?;
         Ok(self.under_way.buffers.add(Owned::Shared(block)))
     }
 
     /// A block that the graph owns.
-    pub fn buffer(&self, key: BufferKey) -> Result<&Block> {
+    pub fn buffer(&self, key: BufferKey) -> Result<&DeviceBlock> {
         self.under_way.buffers.get(key)
     }
 

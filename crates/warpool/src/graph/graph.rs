@@ -27,7 +27,7 @@ use super::shelf::Doomed;
 use super::{GraphError, GraphOptions};
 use crate::capture::Used;
 use crate::generator::GeneratorInCapture;
-use crate::memory::{Block, DeviceAllocator, GraphHostPool, MemPoolId};
+use crate::memory::{DeviceAllocator, DeviceBlock, GraphHostPool, MemPoolId};
 use crate::{Device, Result, Stream};
 
 /// Captured work that can be run again and again.
@@ -38,8 +38,8 @@ use crate::{Device, Result, Stream};
 ///
 /// A block that a graph keeps is gone for everybody else:
 /// ```compile_fail,E0382
-/// # use warpool::{Stream, graph::{CaptureOptions, Graph}, memory::Block};
-/// # fn lost(graph: &mut Graph, stream: &Stream, block: Block) -> warpool::Result<()> {
+/// # use warpool::{Stream, graph::{CaptureOptions, Graph}, memory::DeviceBlock};
+/// # fn lost(graph: &mut Graph, stream: &Stream, block: DeviceBlock) -> warpool::Result<()> {
 /// graph.capture(stream, CaptureOptions::default(), |capture| capture.keep(block))?;
 /// drop(block);
 /// # Ok(())
@@ -213,7 +213,7 @@ impl Graph {
     }
 
     /// A block that the graph owns.
-    pub fn buffer(&self, key: BufferKey) -> Result<&Block> {
+    pub fn buffer(&self, key: BufferKey) -> Result<&DeviceBlock> {
         match &self.stage {
             Stage::New => Err(GraphError::NotCaptured.into()),
             Stage::Capturing(under_way) => under_way.buffers.get(key),

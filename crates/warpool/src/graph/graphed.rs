@@ -16,7 +16,7 @@ use warpool_driver::{Address, CaptureMode, Pattern, StreamId};
 
 use super::callable::How;
 use super::{Answer, BufferKey, Call, Callable, CaptureOptions, Fallback, Graph, GraphError, GraphOptions, Input};
-use crate::memory::{Allocate, Block, DeviceAllocator, MemPoolId};
+use crate::memory::{Allocate, DeviceAllocator, DeviceBlock, MemPoolId};
 use crate::{Device, Error, Result, Stream, StreamLease};
 
 /// How graphs are made of a [`Callable`].
@@ -57,7 +57,7 @@ pub struct GraphedCallable<C: Callable> {
     reports: Vec<GraphReport<C::Shape>>,
     captured: Vec<Captured<C::Shape>>,
     /// Where the graphs read: one block per input, as large as the largest shape needs.
-    inputs: Vec<Arc<Block>>,
+    inputs: Vec<Arc<DeviceBlock>>,
     bytes_inputs: u64,
     /// Where the last replay went: the next, on another stream, comes behind it.
     last: Option<Stream>,
@@ -172,7 +172,7 @@ impl<C: Callable> GraphedCallable<C> {
     /// Where the graphs read input `index`: who writes it there spares the copy. Write it in the order of the stream of
     /// the last call, or behind that, and call in the order of the writing.
     #[must_use]
-    pub fn input(&self, index: usize) -> Option<&Block> {
+    pub fn input(&self, index: usize) -> Option<&DeviceBlock> {
         self.inputs.get(index).map(|block| &**block)
     }
 
@@ -309,7 +309,7 @@ impl<C: Callable> GraphedCallable<C> {
 
     /// The shared inputs, as far as a shape uses them.
     fn inputs_of(&self, input_bytes: &[u64]) -> Vec<Input> {
-        let part = |(block, &bytes): (&Arc<Block>, &u64)| Input { ptr: block.ptr(), bytes };
+        let part = |(block, &bytes): (&Arc<DeviceBlock>, &u64)| Input { ptr: block.ptr(), bytes };
         self.inputs.iter().zip(input_bytes).map(part).collect()
     }
 
@@ -361,7 +361,7 @@ fn shared_inputs<'a>(
     allocator: &Arc<dyn DeviceAllocator>,
     stream: &Stream,
     shapes: impl Iterator<Item = &'a [u64]>,
-) -> Result<Vec<Arc<Block>>> {
+) -> Result<Vec<Arc<DeviceBlock>>> {
     let mut largest: Vec<u64> = Vec::new();
     for shape in shapes {
         largest.resize(largest.len().max(shape.len()), 0);
@@ -369,7 +369,7 @@ fn shared_inputs<'a>(
             *most = bytes.max(*most);
         }
     }
-    let make = |bytes: u64| -> Result<Arc<Block>> {
+    let make = |bytes: u64| -> Result<Arc<DeviceBlock>> {
         let block = allocator.allocate(bytes, stream)?;
         if bytes > 0 {
             stream.driver().fill(block.ptr(), Pattern::U8(0), bytes, stream.id())?;

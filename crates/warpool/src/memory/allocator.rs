@@ -1,37 +1,36 @@
-//! What every allocator of device memory offers: the trait [`DeviceAllocator`], and the plain data of its calls.
+//! The trait [`DeviceAllocator`] of all allocators of device memory, and the plain data of its calls.
 //!
-//! The trait speaks in addresses and ids, as C callers and recordings do; [`Block`](super::Block) is the owned form on
-//! top of it. What a caller may rely on stands here and nowhere else, so that one suite of tests serves all allocators.
+//! It uses addresses and ids, for C callers and replays; [`DeviceBlock`](super::DeviceBlock) is the owned form on top
+//! of it. What a caller may rely on is written here alone, so that one suite of tests checks every allocator.
 
 use std::fmt;
 
 use warpool_driver::{DeviceId, DevicePtr, StreamId};
 
-use super::{HistoryOptions, MemPoolId, Observers, PoolKeeper, Snapshot, Stats};
+use super::{HistoryOptions, MemPoolId, Observers, PrivatePools, Snapshot, Stats};
 use crate::{Instance, Result};
 
-/// What is asked for.
+/// A request for memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Request {
-    /// On which device.
+    /// The device.
     pub device: DeviceId,
-    /// For work on which stream. Other streams may use it too, but must be [recorded](DeviceAllocator::record_use_raw).
+    /// The stream whose work uses it. Uses on other streams must be [recorded](DeviceAllocator::record_use_raw).
     pub stream: StreamId,
-    /// How much. 0 gives the null address, which nobody needs to free.
+    /// The size. 0 gives the null address, which need not be freed.
     pub bytes: u64,
-    /// From which pool; `None` is where the calling thread or the stream is routed to, which mostly is the default
-    /// pool.
+    /// The pool; `None` is the one that the calling thread or the stream is routed to, mostly the default pool.
     pub pool: Option<MemPoolId>,
 }
 
 impl Request {
-    /// `bytes` for `stream` of `device`, from wherever it is routed to.
+    /// `bytes` for `stream` of `device`, from the pool that it is routed to.
     #[must_use]
     pub const fn new(device: DeviceId, stream: StreamId, bytes: u64) -> Self {
         Self { device, stream, bytes, pool: None }
     }
 
-    /// From that pool.
+    /// The same request, from that pool.
     #[must_use]
     pub const fn in_pool(mut self, pool: MemPoolId) -> Self {
         self.pool = Some(pool);
@@ -39,29 +38,29 @@ impl Request {
     }
 }
 
-/// Memory that somebody has. Plain data: copies of it own nothing.
+/// Allocated memory, as plain data: a copy owns nothing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Allocation {
-    /// Where it starts. Null if nothing was asked for.
+    /// Its address. Null if 0 bytes were requested.
     pub ptr: DevicePtr,
-    /// How much there is, at least what was asked for.
+    /// Its size, at least the requested one.
     pub bytes: u64,
-    /// How much was asked for.
+    /// The requested size.
     pub bytes_requested: u64,
-    /// On which device.
+    /// The device.
     pub device: DeviceId,
-    /// For which stream.
+    /// The stream that it was allocated for.
     pub stream: StreamId,
-    /// Where its allocator finds it again; a note of the allocator's own, 0 if it needs none.
+    /// A number by which its allocator finds it; 0 if that needs none.
     pub slot: u64,
 }
 
-/// Which part of the state a snapshot shows.
+/// What a snapshot contains.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SnapshotOptions {
-    /// Only this pool's segments; `None` is all.
+    /// Segments of this pool alone; `None` is all.
     pub pool: Option<MemPoolId>,
-    /// With the history.
+    /// Whether it contains the history.
     pub traces: bool,
 }
 
@@ -73,45 +72,45 @@ impl Default for SnapshotOptions {
 
 /// An allocator of device memory, for all devices of one [`Instance`].
 ///
-/// A block is given for a stream. Freed, it may be given out again for the same stream at once: stream order protects
-/// it. A block that other streams used as well ([`record_use_raw`](Self::record_use_raw)) waits for their work first.
+/// A block is allocated for a stream. Freed, it may be reused for the same stream at once: stream order protects it. A
+/// block that other streams used as well ([`record_use_raw`](Self::record_use_raw)) waits for their work first.
 ///
-/// - Every method may be called from any thread, at any time, also while a stream captures.
-/// - A failed call changes nothing that a caller could see, but for counters.
+/// - Every method may be called from any thread at any time, also while a stream captures.
+/// - A failed call has no visible effect but on statistics.
 /// - Observers are called without any lock held, and may call the allocator.
 pub trait DeviceAllocator: fmt::Debug + Send + Sync {
-    /// The name that it is chosen by: `caching`, `driver-pool`.
+    /// The name by which it is chosen: `caching`, `driver-pool`.
     fn name(&self) -> &'static str;
 
-    /// Whose memory it manages.
+    /// The instance whose memory it allocates.
     fn instance(&self) -> &Instance;
 
-    /// Gives out memory. [`Error::OutOfMemory`](crate::Error::OutOfMemory) has a report of what was tried.
+    /// Allocates memory. [`Error::OutOfMemory`](crate::Error::OutOfMemory) has a report of the memory that there is.
     fn allocate_raw(&self, request: Request) -> Result<Allocation>;
 
-    /// Takes back what starts at `ptr`. Null is nothing. [`Error::UnknownPointer`](crate::Error::UnknownPointer) if
-    /// nothing does.
+    /// Frees the allocation that starts at `ptr`; null is ignored.
+    /// [`Error::UnknownPointer`](crate::Error::UnknownPointer) if there is none.
     fn free_raw(&self, ptr: DevicePtr) -> Result<()>;
 
-    /// The same, by a caller who knows the device: allocators that keep books per device look only there.
+    /// The same for a caller that knows the device: an allocator with a table per device searches only that one.
     fn free_on(&self, device: DeviceId, ptr: DevicePtr) -> Result<()> {
         let _ = device;
         self.free_raw(ptr)
     }
 
-    /// Notes that `stream` uses what starts at `ptr`: it is not given out again before the work that is in the stream
-    /// when it is freed is done. Null, and the stream that it was allocated for, are nothing.
+    /// Records that work on `stream` uses the allocation that starts at `ptr`: after its free it is reused only when
+    /// the work that the stream holds then is done. Null, and the stream that it was allocated for, are ignored.
     fn record_use_raw(&self, ptr: DevicePtr, stream: StreamId) -> Result<()>;
 
-    /// What starts at `ptr` and is given out.
+    /// The allocation that starts at `ptr`.
     fn find(&self, ptr: DevicePtr) -> Result<Allocation>;
 
-    /// As [`free_raw`](Self::free_raw), of an allocation that this allocator made and the caller owns.
+    /// As [`free_raw`](Self::free_raw), of an allocation of this allocator that the caller owns.
     fn free(&self, allocation: Allocation) -> Result<()> {
         self.free_raw(allocation.ptr)
     }
 
-    /// The same for destructors: calls no driver. What needs the driver is done by a later call.
+    /// The same for destructors: makes no driver call. What needs one is done by a later call.
     fn free_later(&self, allocation: Allocation);
 
     /// As [`record_use_raw`](Self::record_use_raw), of an allocation that the caller owns.
@@ -119,40 +118,39 @@ pub trait DeviceAllocator: fmt::Debug + Send + Sync {
         self.record_use_raw(allocation.ptr, stream)
     }
 
-    /// Gives cached memory back to the driver, as far as nothing of it is in use, and returns how many bytes. The
-    /// default pool stands for itself and for all private pools that nobody uses any more; another pool is touched only
-    /// if nobody uses it any more.
+    /// Returns cached memory that nothing uses to the driver. Returns how many bytes. For the default pool, that is its
+    /// memory and that of all released private pools; another pool is trimmed only if it is released.
     fn trim(&self, device: DeviceId, pool: MemPoolId) -> Result<u64>;
 
-    /// The largest request that could be met without waiting or giving anything back: the larger of what the device has
-    /// free and the largest cached block.
+    /// The largest request that could succeed without waiting or releasing anything: the larger of the device's free
+    /// memory and the largest cached block.
     fn largest_available(&self, device: DeviceId) -> Result<u64>;
 
-    /// Limits what it holds from the device to this share of its memory; 1 is no limit.
+    /// Limits what it reserves to this share of the device's memory; 1 is no limit.
     /// [`Error::Fraction`](crate::Error::Fraction) outside of [0, 1].
     fn set_memory_fraction(&self, device: DeviceId, fraction: f64) -> Result<()>;
 
     /// The share that is set.
     fn memory_fraction(&self, device: DeviceId) -> Result<f64>;
 
-    /// The counters.
+    /// The statistics.
     fn stats(&self, device: DeviceId) -> Result<Stats>;
 
-    /// Makes every peak what is now.
+    /// Sets every peak to its current value.
     fn reset_peak_stats(&self, device: DeviceId) -> Result<()>;
 
-    /// Zeroes what was counted up.
+    /// Sets accumulated statistics to 0.
     fn reset_accumulated_stats(&self, device: DeviceId) -> Result<()>;
 
-    /// The state as plain data, of all devices.
+    /// The state of all devices as plain data.
     fn snapshot(&self, options: SnapshotOptions) -> Result<Snapshot>;
 
-    /// Starts to write down what happens, or stops it and forgets what was written (`None`).
+    /// Starts to record the history, or stops and clears it (`None`).
     fn record_history(&self, options: Option<HistoryOptions>) -> Result<()>;
 
-    /// Who is told what happens.
+    /// Its observers.
     fn observers(&self) -> &Observers;
 
     /// Its private pools; [`Error::Unsupported`](crate::Error::Unsupported) if it has none.
-    fn pools(&self) -> Result<&dyn PoolKeeper>;
+    fn pools(&self) -> Result<&dyn PrivatePools>;
 }

@@ -7,7 +7,7 @@ use warpool::blas::{Blas, BlasSettings};
 use warpool::driver::decorate::Counting;
 use warpool::driver::sim::{LibraryCall, SimConfig, SimDriver};
 use warpool::driver::{BlasMatrix, Driver, HandleId, Libraries as _, Sgemm};
-use warpool::memory::{Allocate as _, Block, CachingAllocator, DeviceAllocator, MemPoolId, Settings, Stat};
+use warpool::memory::{Allocate as _, CachingAllocator, DeviceAllocator, DeviceBlock, MemPoolId, Settings, Stat};
 use warpool::{Device, Instance, Result, Stream};
 
 use super::memory::{FIRST, MIB};
@@ -96,7 +96,7 @@ pub struct Matrices {
     pub product: Sgemm,
     pub expected: Vec<f32>,
     pub driver: Arc<dyn Driver>,
-    _block: Block,
+    _block: DeviceBlock,
 }
 
 impl Matrices {

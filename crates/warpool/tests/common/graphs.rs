@@ -4,7 +4,7 @@
 use warpool::driver::sim::{HazardKind, ObjectCounts, SimConfig};
 use warpool::driver::{Copies as _, DevicePtr, FunctionId, KernelMirror, KernelSource, Kernels as _, LaunchShape};
 use warpool::graph::{BufferKey, Capture, Graph, GraphError, GraphOptions, HostAt};
-use warpool::memory::{Allocate as _, Block};
+use warpool::memory::{Allocate as _, DeviceBlock};
 use warpool::{Error, Result, Stream, StreamLease};
 
 use super::launch::capture_kernel;
@@ -80,7 +80,7 @@ impl GraphLab {
     }
 
     /// A block of the stream's, from wherever it is routed to.
-    pub fn block(&self, bytes: u64, stream: &Stream) -> Block {
+    pub fn block(&self, bytes: u64, stream: &Stream) -> DeviceBlock {
         self.bench.any().allocate(bytes, stream).unwrap()
     }
 

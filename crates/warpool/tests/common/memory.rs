@@ -9,7 +9,7 @@ use warpool::driver::{
     InstantiateOptions, Pattern, StreamId,
 };
 use warpool::memory::{
-    Allocation, CachingAllocator, DeviceAllocator, MemPoolId, PoolKeeper, Request, SegmentInfo, Settings,
+    Allocation, CachingAllocator, DeviceAllocator, MemPoolId, PrivatePools, Request, SegmentInfo, Settings,
     SnapshotOptions, Stats,
 };
 use warpool::{Device, Error, Instance, Result, Stream};
@@ -62,7 +62,7 @@ impl Bench {
         self.allocator.clone()
     }
 
-    pub fn pools(&self) -> &dyn PoolKeeper {
+    pub fn pools(&self) -> &dyn PrivatePools {
         self.allocator.pools().unwrap()
     }
 

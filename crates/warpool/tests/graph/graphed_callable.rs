@@ -14,7 +14,7 @@ use warpool::driver::{
 use warpool::graph::{
     Call, Callable, CaptureOptions, Fallback, Graph, GraphError, GraphOptions, GraphedCallable, GraphedOptions, Input,
 };
-use warpool::memory::{Allocate as _, Block};
+use warpool::memory::{Allocate as _, DeviceBlock};
 use warpool::{Error, Result, Stream, StreamLease};
 
 static KERNELS: KernelSource = KernelSource {
@@ -39,7 +39,7 @@ const WORDS: usize = 16;
 /// KiB.
 struct Adder {
     sum: FunctionId,
-    weight: Arc<Block>,
+    weight: Arc<DeviceBlock>,
     /// A shape whose work waits on the host.
     waits_at: Option<u64>,
     pads: bool,
@@ -54,7 +54,7 @@ impl Callable for Adder {
         vec![kib * KIB]
     }
 
-    fn run(&self, call: &Call<'_, u64>) -> Result<Vec<Block>> {
+    fn run(&self, call: &Call<'_, u64>) -> Result<Vec<DeviceBlock>> {
         let (&shape, stream, input) = (call.shape(), call.stream(), call.inputs()[0]);
         assert_eq!(stream.device().current_stream()?, *stream);
         assert_eq!(input.bytes, shape * KIB);
@@ -113,19 +113,19 @@ impl Lab {
     }
 
     /// Memory whose words are all `value`, which has been written.
-    fn block(&self, bytes: u64, value: u32) -> Block {
+    fn block(&self, bytes: u64, value: u32) -> DeviceBlock {
         let block = self.bench.any().allocate(bytes, &self.bench.main).unwrap();
         self.write(&block, value, &self.bench.main);
         self.bench.main.synchronize().unwrap();
         block
     }
 
-    fn write(&self, block: &Block, value: u32, stream: &Stream) {
+    fn write(&self, block: &DeviceBlock, value: u32, stream: &Stream) {
         self.bench.sim.fill(block.ptr(), Pattern::U32(value), (block.bytes() / 4).min(16), stream.id()).unwrap();
     }
 
     /// The first words of what `stream` has written.
-    fn word(&self, block: &Block, stream: &Stream) -> u32 {
+    fn word(&self, block: &DeviceBlock, stream: &Stream) -> u32 {
         stream.synchronize().unwrap();
         let mut bytes = [0; 4];
         self.bench.sim.download(FIRST, block.ptr(), &mut bytes).unwrap();
@@ -247,7 +247,7 @@ fn a_graph_without_room_for_the_inputs_never_serves() {
         fn input_bytes(&self, shape: &u64) -> Vec<u64> {
             self.0.input_bytes(shape)
         }
-        fn run(&self, call: &Call<'_, u64>) -> Result<Vec<Block>> {
+        fn run(&self, call: &Call<'_, u64>) -> Result<Vec<DeviceBlock>> {
             self.0.run(call)
         }
         fn serves(&self, _: &u64, _: &u64) -> bool {
@@ -455,7 +455,7 @@ fn close_gives_everything_back_behind_the_last_replay() {
         drop(input);
         // The weight, the input, and where it was copied to: whoever gets them now writes into the replay, or it shows
         // that they wait.
-        let others: Vec<Block> = [4, 1024 * KIB, 1024 * KIB, 1024 * KIB].map(|bytes| lab.block(bytes, 9)).into();
+        let others: Vec<DeviceBlock> = [4, 1024 * KIB, 1024 * KIB, 1024 * KIB].map(|bytes| lab.block(bytes, 9)).into();
         lab.bench.let_go(&lab.side);
         drop(others);
         lab.bench.trim();

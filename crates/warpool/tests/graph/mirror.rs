@@ -14,7 +14,7 @@ use warpool::driver::sim::HazardKind;
 use warpool::driver::{BlasMatrix, Copies as _, ErrorCode, Memory as _, NodeKind, Sgemm};
 use warpool::generator::{Generator, philox};
 use warpool::graph::{CaptureOptions, GraphError, GraphOptions, capture_mode};
-use warpool::memory::Block;
+use warpool::memory::DeviceBlock;
 
 const PLAIN: CaptureOptions =
     CaptureOptions { pool: None, mode: warpool::driver::CaptureMode::Global, poller_patience: None };
@@ -328,7 +328,7 @@ fn external_events_speak_to_the_world_outside() {
     let mut ready = lab.bench.instance.event_with(external).unwrap();
     let mut done = lab.bench.instance.event_with(external).unwrap();
     ready.create(&lab.bench.device()).unwrap();
-    let blocks: [Block; 3] = [0; 3].map(|_| lab.block(4, &lab.bench.main));
+    let blocks: [DeviceBlock; 3] = [0; 3].map(|_| lab.block(4, &lab.bench.main));
     let [input, middle, output] = [0, 1, 2].map(|at: usize| blocks[at].ptr());
     for ptr in [input, middle, output] {
         lab.set(ptr, 0);

@@ -7,7 +7,7 @@ use crate::common::memory::{GIB, KIB, MIB};
 use warpool::driver::sim::{HazardKind, SimConfig};
 use warpool::driver::{Copies as _, DevicePtr, Pattern};
 use warpool::graph::{CaptureOptions, Fork, Graph, GraphError};
-use warpool::memory::{Allocate as _, Block, MemPool, MemPoolId, PoolOptions, StatByKind, Stats};
+use warpool::memory::{Allocate as _, DeviceBlock, MemPool, MemPoolId, PoolOptions, StatByKind, Stats};
 use warpool::{Error, Result, Stream};
 
 const PLAIN: CaptureOptions =
@@ -54,11 +54,11 @@ fn memory_is_held_to_the_byte_and_results_outlive_their_graph() {
         let mut graph = lab.graph();
         let result = graph
             .capture(&lab.side, PLAIN, |_| {
-                let mut last: Option<Block> = None;
+                let mut last: Option<DeviceBlock> = None;
                 for round in 0..4 {
                     let (first, second) = (lab.block(bytes, &lab.side), lab.block(bytes, &lab.side));
                     lab.bench.sim.fill(first.ptr(), Pattern::U32(round), 1, lab.side.id())?;
-                    lab.sum(second.ptr(), last.as_ref().map_or(first.ptr(), Block::ptr), 10, &lab.side);
+                    lab.sum(second.ptr(), last.as_ref().map_or(first.ptr(), DeviceBlock::ptr), 10, &lab.side);
                     drop(last.take());
                     let result = lab.block(bytes, &lab.side);
                     lab.sum(result.ptr(), second.ptr(), round, &lab.side);

@@ -3,7 +3,7 @@
 use warpool::driver::{Call, NodeKind};
 use warpool::generator::Generator;
 use warpool::graph::{CaptureOptions, GraphError, GraphOptions};
-use warpool::memory::{Allocate as _, Block};
+use warpool::memory::{Allocate as _, DeviceBlock};
 
 use crate::lab::{Lab, graph_error};
 
@@ -117,7 +117,7 @@ fn a_graph_without_work_says_so_and_can_be_replayed() {
 fn generators_need_the_template_and_nobody_else_sees_it() {
     let lab = Lab::new();
     let generator = Generator::new(&lab.bench.device()).unwrap();
-    let target: Block = lab.bench.any().allocate(4 * 64, &lab.side).unwrap();
+    let target: DeviceBlock = lab.bench.any().allocate(4 * 64, &lab.side).unwrap();
     let eager = generator.duplicate().unwrap();
     let mut graph = lab.graph();
     graph.capture(&lab.side, CaptureOptions::default(), |_| generator.fill_bits(&target, &lab.side)).unwrap();

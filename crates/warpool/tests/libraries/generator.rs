@@ -11,7 +11,7 @@ use warpool::driver::sim::{SimConfig, SimDriver};
 use warpool::driver::{Call, CaptureMode, Captures, DevicePtr, ErrorCode, KernelArg, Pattern};
 use warpool::generator::{DEFAULT_SEED, Generator, GeneratorError, PHILOX_CUDA, Reservation, philox};
 use warpool::graph::GraphError;
-use warpool::memory::{Allocate, Block};
+use warpool::memory::{Allocate, DeviceBlock};
 use warpool::{Error, Instance, Result};
 
 fn refused<T: std::fmt::Debug>(outcome: Result<T>) -> GeneratorError {
@@ -28,7 +28,7 @@ fn generator(bench: &Bench, seed: u64) -> Generator {
 }
 
 /// Fills with `fill` and returns what is there when the stream is done.
-fn drawn(bench: &Bench, bytes: u64, fill: impl FnOnce(&Block) -> Result<()>) -> Vec<u8> {
+fn drawn(bench: &Bench, bytes: u64, fill: impl FnOnce(&DeviceBlock) -> Result<()>) -> Vec<u8> {
     let block = bench.any().allocate(bytes, &bench.main).unwrap();
     fill(&block).unwrap();
     bench.main.synchronize().unwrap();

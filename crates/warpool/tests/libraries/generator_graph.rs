@@ -10,7 +10,7 @@ use warpool::driver::sim::{HazardKind, SimConfig, SimDriver};
 use warpool::driver::{Call, CaptureMode, Copies, DevicePtr, ErrorCode, KernelMirror, KernelSource, Kernels};
 use warpool::generator::{Generator, GeneratorError, Reservation, philox, place};
 use warpool::graph::{BufferKey, CaptureOptions, Flag, Graph, GraphError, GraphOptions};
-use warpool::memory::{Allocate, Block, CachingAllocator, DeviceAllocator, Settings};
+use warpool::memory::{Allocate, CachingAllocator, DeviceAllocator, DeviceBlock, Settings};
 use warpool::{Error, Instance, Result, Stream};
 
 const SEED: u64 = 2024;
@@ -45,7 +45,7 @@ fn bytes_at(bench: &Bench, ptr: DevicePtr, bytes: u64) -> Vec<u8> {
     into
 }
 
-fn bytes_of(bench: &Bench, block: &Block) -> Vec<u8> {
+fn bytes_of(bench: &Bench, block: &DeviceBlock) -> Vec<u8> {
     bytes_at(bench, block.ptr(), block.bytes())
 }
 
@@ -62,7 +62,7 @@ fn replays_are_the_eager_sequence() {
     let bench = Bench::new("");
     let stream = bench.side_stream();
     let (eager, captured) = (generator(&bench), generator(&bench));
-    let work = |generator: &Generator, blocks: [&Block; 4], stream: &Stream| -> Result<()> {
+    let work = |generator: &Generator, blocks: [&DeviceBlock; 4], stream: &Stream| -> Result<()> {
         generator.fill_bits(blocks[0], stream)?;
         generator.fill_uniform(blocks[1], stream)?;
         generator.fill_normal(blocks[2], stream)?;
@@ -413,7 +413,7 @@ fn random_programs() {
         // (generator, side stream, words); streams are joined at the end.
         let draws: Vec<(usize, bool, u64)> =
             (0..1 + dice(6)).map(|_| (dice(3) as usize, dice(2) == 1, 1 + u64::from(dice(40)))).collect();
-        let run = |generators: &[Generator; 3], blocks: &[Block]| -> Result<()> {
+        let run = |generators: &[Generator; 3], blocks: &[DeviceBlock]| -> Result<()> {
             side.wait_stream(&stream)?;
             for (&(who, on_side, _), block) in draws.iter().zip(blocks) {
                 generators[who].fill_bits(block, if on_side { &side } else { &stream })?;
@@ -423,7 +423,7 @@ fn random_programs() {
         let allocate = |&(_, on_side, words): &(usize, bool, u64)| {
             bench.any().allocate(4 * words, if on_side { &side } else { &stream }).unwrap()
         };
-        let [own, graphs]: [Vec<Block>; 2] = [(); 2].map(|()| draws.iter().map(allocate).collect());
+        let [own, graphs]: [Vec<DeviceBlock>; 2] = [(); 2].map(|()| draws.iter().map(allocate).collect());
         let mut graph = graph(&bench);
         let options = CaptureOptions { mode: CaptureMode::ThreadLocal, ..CaptureOptions::default() };
         graph.capture(&stream, options, |_| run(&captured, &graphs)).unwrap();

@@ -14,8 +14,8 @@ use warpool::driver::{
     Streams as _,
 };
 use warpool::memory::{
-    Allocate as _, Block, CachingAllocator, DeviceAllocator, MemPoolId, PoolKeeper, PoolOptions, Request, Route,
-    Settings, SnapshotOptions,
+    Allocate as _, CachingAllocator, DeviceAllocator, DeviceBlock, MemPoolId, PoolOptions, PrivatePools, Request,
+    Route, Settings, SnapshotOptions,
 };
 use warpool::{Error, Instance, Result, Stream, StreamLease};
 
@@ -78,7 +78,7 @@ impl Lab {
         pass(self.allocator.trim(ONE, MemPoolId::DEFAULT).map(drop));
     }
 
-    fn get(&self, bytes: u64, stream: &Stream) -> Result<Block> {
+    fn get(&self, bytes: u64, stream: &Stream) -> Result<DeviceBlock> {
         let block = self.allocator.allocate(bytes, stream)?;
         self.faulty.fill(block.ptr(), Pattern::U8(1), bytes.min(64), stream.id())?;
         Ok(block)
@@ -199,7 +199,7 @@ impl Lab {
         outcome
     }
 
-    fn capture(&self, pool: MemPoolId, outside: Option<Block>) -> Result<()> {
+    fn capture(&self, pool: MemPoolId, outside: Option<DeviceBlock>) -> Result<()> {
         self.faulty.capture_begin(self.main.id(), CaptureMode::ThreadLocal)?;
         self.allocator.capture_began(ZERO)?;
         let inside = (|| {
@@ -264,7 +264,7 @@ impl Lab {
     fn limits(&self) -> Result<()> {
         let mut outcome = Ok(());
         self.allocator.set_memory_cap(ZERO, Some(CAP))?;
-        let mut blocks: Vec<Block> = Vec::new();
+        let mut blocks: Vec<DeviceBlock> = Vec::new();
         for bytes in [20 * MIB, 30 * MIB, 40 * MIB, 40 * MIB, MIB, 500 * MIB] {
             match self.get(bytes, &self.main) {
                 Ok(block) => blocks.push(block),

@@ -10,7 +10,8 @@ use crate::common::memory::{Bench, FIRST, GIB, MIB};
 use warpool::driver::sim::SimDriver;
 use warpool::driver::{Call, DeviceId, DevicePtr, Memory, StreamId};
 use warpool::memory::{
-    Allocate, Block, DeviceAllocator, MemPool, MemPoolId, OomCause, PoolOptions, PoolScope, Request, Route, Upstream,
+    Allocate, DeviceAllocator, DeviceBlock, MemPool, MemPoolId, OomCause, PoolOptions, PoolScope, Request, Route,
+    Upstream,
 };
 use warpool::{Error, Result};
 
@@ -58,7 +59,7 @@ fn plain_pool(bench: &Bench) -> MemPool {
     pool_with(bench, PoolOptions::default())
 }
 
-fn block(bench: &Bench, bytes: u64) -> Block {
+fn block(bench: &Bench, bytes: u64) -> DeviceBlock {
     let block = bench.allocator.allocate(bytes, &bench.main).unwrap();
     bench.allocator.check();
     block
@@ -270,8 +271,8 @@ fn the_same_requests_get_the_same_addresses() {
     let pool = plain_pool(&bench);
     let run = |sizes: &[u64]| {
         let _scope = pool.enter().unwrap();
-        let blocks: Vec<Block> = sizes.iter().map(|&bytes| block(&bench, bytes)).collect();
-        blocks.iter().map(Block::ptr).collect::<Vec<_>>()
+        let blocks: Vec<DeviceBlock> = sizes.iter().map(|&bytes| block(&bench, bytes)).collect();
+        blocks.iter().map(DeviceBlock::ptr).collect::<Vec<_>>()
     };
     let equal = [12 * MIB; 6];
     let mixed = [1, 300_000, 2 * MIB, 2 * MIB, 700, 11 * MIB, 11 * MIB, 5 * MIB];

@@ -10,8 +10,8 @@ use crate::common::memory::{Bench, FIRST, MIB};
 use warpool::driver::sim::SimDriver;
 use warpool::driver::{Call, DeviceId, DevicePtr, Memory, StreamId};
 use warpool::memory::{
-    Action, Allocate, Block, DeviceAllocator, HistoryOptions, MemPool, MemPoolId, PoolOptions, PoolScope, Request,
-    Route, StackLevel, Upstream,
+    Action, Allocate, DeviceAllocator, DeviceBlock, HistoryOptions, MemPool, MemPoolId, PoolOptions, PoolScope,
+    Request, Route, StackLevel, Upstream,
 };
 use warpool::{Error, Result};
 
@@ -19,11 +19,11 @@ use warpool::{Error, Result};
 struct Source {
     sim: Arc<SimDriver>,
     on_free: Box<dyn Fn() + Send + Sync>,
-    _own: Mutex<Option<Block>>,
+    _own: Mutex<Option<DeviceBlock>>,
 }
 
 impl Source {
-    fn options(bench: &Bench, on_free: impl Fn() + Send + Sync + 'static, own: Option<Block>) -> PoolOptions {
+    fn options(bench: &Bench, on_free: impl Fn() + Send + Sync + 'static, own: Option<DeviceBlock>) -> PoolOptions {
         let source = Self { sim: bench.sim.clone(), on_free: Box::new(on_free), _own: Mutex::new(own) };
         PoolOptions { upstream: Some(Arc::new(source)), ..PoolOptions::default() }
     }

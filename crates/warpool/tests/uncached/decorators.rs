@@ -7,7 +7,7 @@ use warpool::driver::DeviceId;
 use warpool::driver::sim::SimDriver;
 use warpool::graph::{CaptureOptions, Graph, GraphOptions};
 use warpool::memory::{
-    Allocate, AllocatorCall, Block, CachingAllocator, DeviceAllocator, FreeCall, Limited, MemPoolId, OomCause,
+    Allocate, AllocatorCall, CachingAllocator, DeviceAllocator, DeviceBlock, FreeCall, Limited, MemPoolId, OomCause,
     OomReport, Request, Settings, Traced,
 };
 use warpool::{Error, Instance, Result, Stream};
@@ -36,7 +36,7 @@ impl Setup {
     }
 }
 
-fn oom_report(outcome: Result<Block>) -> OomReport {
+fn oom_report(outcome: Result<DeviceBlock>) -> OomReport {
     match outcome {
         Err(Error::OutOfMemory(report)) => *report,
         other => panic!("expected out of memory: {other:?}"),

@@ -12,8 +12,8 @@ use warpool_driver::{DeviceId, Driver, StreamId};
 use super::slow_lock::{SlowLock, SlowLockGuard};
 use super::state::{DeviceState, Policy};
 use crate::capture::{CaptureSafe, CaptureStatus, RelaxedMode};
-use crate::memory::journal::{Cause, Recording};
 use crate::memory::limit::limit_bytes;
+use crate::memory::report::{EntryDetails, HistoryFlags};
 use crate::memory::scopes::Scopes;
 use crate::memory::{Allocation, HistoryOptions, MemPoolId, Observers, Settings, StackLevel};
 use crate::{Device, Error, Instance, Result, lock};
@@ -100,7 +100,7 @@ pub(super) struct CachingDevice {
     slow: SlowLock,
     limits: Mutex<Limits>,
     pub(super) scopes: Scopes,
-    recording: Recording,
+    history_flags: HistoryFlags,
     /// Other devices that may access this one's memory.
     peers: Mutex<Vec<DeviceId>>,
 }
@@ -138,7 +138,7 @@ impl CachingDevice {
             slow: SlowLock::default(),
             limits: Mutex::new(limits),
             scopes: Scopes::default(),
-            recording: Recording::default(),
+            history_flags: HistoryFlags::default(),
             peers: Mutex::default(),
         }
     }
@@ -183,13 +183,13 @@ impl CachingDevice {
 
     /// Collects what history entries will say, before a lock is taken.
     #[inline]
-    pub(super) fn cause(&self, level: StackLevel) -> Cause {
-        self.recording.cause(level, self.observers(), self.driver())
+    pub(super) fn entry_details(&self, level: StackLevel) -> EntryDetails {
+        self.history_flags.entry_details(level, self.observers(), self.driver())
     }
 
     pub(super) fn record_history(&self, options: Option<&HistoryOptions>) {
         self.with(|state| state.set_history(options.cloned()));
-        self.recording.set(options);
+        self.history_flags.set(options);
     }
 
     pub(super) fn set_settings(&self, settings: &Settings) {

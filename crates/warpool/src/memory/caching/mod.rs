@@ -6,11 +6,11 @@
 //! 3. The smallest free block of the stream that fits is taken, and split if too much of it would be unused (`heap/`).
 //!    This is the hot path: one lock, no driver call.
 //! 4. If none fits, the slow path (`slow_path.rs`) allocates memory from the driver or an upstream (`source/`).
-//! 5. Freed, a block that only its own stream used is merged with its free neighbours at once. Others wait for fences in
-//!    the streams that used them (`stream_fence.rs`).
+//! 5. Freed, a block that only its own stream used is merged with its free neighbours at once. Others wait for fences
+//!    in the streams that used them (`stream_fence.rs`).
 //!
-//! `heap/` has segments, blocks and free lists; `state/` has all of one device, without driver calls; `device.rs` has it
-//! under its locks; `calls/` has what callers see.
+//! `heap/` has segments, blocks and free lists; `state/` has all of one device, without driver calls; `device.rs` has
+//! it under its locks; `calls/` has what callers see.
 
 mod bypass;
 mod calls;
@@ -70,8 +70,8 @@ impl CachingAllocator {
         self.shared.settings()
     }
 
-    /// Changes the settings. Cached memory stays; expandable segments serve requests only while `expandable_segments` is
-    /// on. Memory fraction and cap stay as they were set first, or by the last call for them.
+    /// Changes the settings. Cached memory stays; expandable segments serve requests only while `expandable_segments`
+    /// is on. Memory fraction and cap stay as they were set first, or by the last call for them.
     pub fn set_settings(&self, settings: Settings) {
         self.devices.iter().for_each(|device| device.set_settings(&settings));
         self.shared.set_settings(settings);

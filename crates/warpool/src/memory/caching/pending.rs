@@ -10,14 +10,14 @@ use super::capture_order;
 use super::device::CachingDevice;
 use super::heap::BlockKey;
 use crate::capture::CaptureStatus;
-use crate::memory::journal::Cause;
+use crate::memory::report::EntryDetails;
 use crate::memory::stream_fence::{self, Fence, FenceOwner, StreamFences, StreamUses};
 use crate::{Instance, Result};
 
 /// The pending frees of one device, on behalf of one call.
 pub(super) struct PendingFrees<'a> {
     device: &'a CachingDevice,
-    cause: &'a Cause,
+    details: &'a EntryDetails,
 }
 
 impl FenceOwner for PendingFrees<'_> {
@@ -49,17 +49,17 @@ impl FenceOwner for PendingFrees<'_> {
 
     // In one step: a thread that finds no fence left to wait for finds the blocks free.
     fn complete(&self, passed: &[Fence]) {
-        self.device.with(|state| state.complete_fences(passed, self.cause));
+        self.device.with(|state| state.complete_fences(passed, self.details));
     }
 
     fn reclaim_if_clear(&self, key: BlockKey) {
-        self.device.with(|state| state.reclaim_if_clear(key, self.cause));
+        self.device.with(|state| state.reclaim_if_clear(key, self.details));
     }
 }
 
 impl<'a> PendingFrees<'a> {
-    pub(super) fn new(device: &'a CachingDevice, cause: &'a Cause) -> Self {
-        Self { device, cause }
+    pub(super) fn new(device: &'a CachingDevice, details: &'a EntryDetails) -> Self {
+        Self { device, details }
     }
 
     /// Completes the pending frees that can be: records fences that destructors or captures left, frees what captures
@@ -111,8 +111,8 @@ impl<'a> PendingFrees<'a> {
         stream_fence::fence_later(self, block);
     }
 
-    /// Completes the frees that the capture of `stream` deferred and whose uses the graph orders before the next work of
-    /// the stream.
+    /// Completes the frees that the capture of `stream` deferred and whose uses the graph orders before the next work
+    /// of the stream.
     pub(super) fn reuse_in_capture(&self, stream: StreamId) -> Result<()> {
         if !self.device.read(|state| state.policy().reuse_in_capture) {
             return Ok(());
@@ -123,7 +123,7 @@ impl<'a> PendingFrees<'a> {
             return Ok(());
         }
         let done = capture_order::ancestors(self.device.driver(), stream)?;
-        self.device.with(|state| state.complete_captured_frees(stream, &done, self.cause));
+        self.device.with(|state| state.complete_captured_frees(stream, &done, self.details));
         Ok(())
     }
 

@@ -17,7 +17,7 @@ use super::device::{CachingDevice, SlowGuard};
 use super::heap::{BlockKey, BlockRequest};
 use super::pending::PendingFrees;
 use super::source::{self, OrOom};
-use crate::memory::journal::Cause;
+use crate::memory::report::EntryDetails;
 use crate::memory::{Allocation, OomCause};
 use crate::{Error, Result};
 
@@ -26,11 +26,11 @@ pub(super) fn allocate(
     device: &CachingDevice,
     request: &BlockRequest,
     capturing: bool,
-    cause: &Cause,
+    details: &EntryDetails,
 ) -> Result<Allocation> {
-    let cause = &cause.clone().timed(device.driver());
-    let search = || device.with(|state| state.allocate_cached(request, cause));
-    if device.observers().relieve(device.id)
+    let details = &details.clone().timed(device.driver());
+    let search = || device.with(|state| state.allocate_cached(request, details));
+    if device.observers().under_pressure(device.id)
         && let Some(found) = search()
     {
         return Ok(found);
@@ -42,9 +42,9 @@ pub(super) fn allocate(
         // The thread that held the lock left something that fits.
         return Ok(found);
     }
-    let outcome = allocate_locked(&slow, request, capturing, cause);
+    let outcome = allocate_locked(&slow, request, capturing, details);
     drop(slow);
-    outcome?.map_err(|why| out_of_memory(device, request, why, capturing, cause))
+    outcome?.map_err(|why| out_of_memory(device, request, why, capturing, details))
 }
 
 /// The steps under the slow lock.
@@ -52,35 +52,35 @@ fn allocate_locked(
     slow: &SlowGuard<'_>,
     request: &BlockRequest,
     capturing: bool,
-    cause: &Cause,
+    details: &EntryDetails,
 ) -> Result<OrOom<Allocation>> {
-    let allocate = |block: BlockKey| slow.with(|state| state.allocate_block(block, request, cause));
+    let allocate = |block: BlockKey| slow.with(|state| state.allocate_block(block, request, details));
     if slow.read(|state| state.policy().collects_garbage()) {
-        source::collect_garbage(slow, cause)?;
+        source::collect_garbage(slow, details)?;
     }
     if slow.read(|state| state.rejects(request)) {
         return Ok(Err(OomCause::Rejected));
     }
-    if let Ok(block) = source::allocate(slow, request, cause)? {
+    if let Ok(block) = source::allocate(slow, request, details)? {
         return Ok(Ok(allocate(block)));
     }
     if request.pool.is_default()
-        && let Some(found) = slow.with(|state| state.allocate_from_pools_for_oom(request, cause))
+        && let Some(found) = slow.with(|state| state.allocate_from_pools_for_oom(request, details))
     {
         return Ok(Ok(found));
     }
-    if source::release_oversize(slow, request, cause)?
-        && let Ok(block) = source::allocate(slow, request, cause)?
+    if source::release_oversize(slow, request, details)?
+        && let Ok(block) = source::allocate(slow, request, details)?
     {
         return Ok(Ok(allocate(block)));
     }
     if capturing {
         return Ok(Err(slow.read(|state| state.oom_cause(request))));
     }
-    PendingFrees::new(slow, cause).wait()?;
-    source::release_all(slow, false, cause)?;
+    PendingFrees::new(slow, details).wait()?;
+    source::release_all(slow, false, details)?;
     slow.with(|state| state.counters_mut().alloc_retry());
-    Ok(source::allocate(slow, request, cause)?.map(allocate))
+    Ok(source::allocate(slow, request, details)?.map(allocate))
 }
 
 /// Counts a failed request, calls the observers, and makes the error.
@@ -89,13 +89,13 @@ fn out_of_memory(
     request: &BlockRequest,
     why: OomCause,
     capturing: bool,
-    cause: &Cause,
+    details: &EntryDetails,
 ) -> Error {
     // A failure of these calls must not hide the error.
     let unknown = MemoryInfo { bytes_free: 0, bytes_total: device.bytes_total };
     let memory = device.driver().mem_info(device.id).unwrap_or(unknown);
     let stream_raw = device.driver().stream_handle(request.stream).map_or(0, |handle| handle.raw.0);
-    let mut report = device.with(|state| state.out_of_memory(request, why, stream_raw, memory.bytes_free, cause));
+    let mut report = device.with(|state| state.out_of_memory(request, why, stream_raw, memory.bytes_free, details));
     report.bytes_total = memory.bytes_total;
     report.capturing = capturing;
     device.observers().out_of_memory(&report);

@@ -14,8 +14,8 @@ use std::sync::Arc;
 use warpool_driver::{DeviceId, DevicePtr, StreamId};
 
 use super::{
-    Allocation, DeviceAllocator, HistoryOptions, MemPoolId, Observers, PoolKeeper, Request, Snapshot, SnapshotOptions,
-    Stats,
+    Allocation, DeviceAllocator, HistoryOptions, MemPoolId, Observers, PrivatePools, Request, Snapshot,
+    SnapshotOptions, Stats,
 };
 use crate::{Error, Instance, Result};
 
@@ -220,7 +220,7 @@ impl<D: Decorator> DeviceAllocator for D {
         self.inner().observers()
     }
 
-    fn pools(&self) -> Result<&dyn PoolKeeper> {
+    fn pools(&self) -> Result<&dyn PrivatePools> {
         self.inner().pools()
     }
 }

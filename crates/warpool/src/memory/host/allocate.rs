@@ -14,7 +14,7 @@ use super::size_class::{BYTES_MAX, Fit};
 use super::{HostBlock, Shared};
 use crate::capture::CaptureRecord;
 use crate::error::GraphError;
-use crate::memory::journal::Cause;
+use crate::memory::report::EntryDetails;
 use crate::memory::{Action, StackLevel};
 use crate::{Error, Result, Stream, lock};
 
@@ -25,10 +25,10 @@ impl Shared {
             return Ok(HostBlock::empty());
         }
         let fit = self.fit(bytes)?;
-        let cause = self.cause(StackLevel::State);
+        let details = self.entry_details(StackLevel::State);
         let home = self.front.of_thread();
-        let block = self.find(home, bytes, &fit, device, &cause)?;
-        Ok(self.hand_out(block, home, bytes, &cause))
+        let block = self.find(home, bytes, &fit, device, &details)?;
+        Ok(self.hand_out(block, home, bytes, &details))
     }
 
     /// Memory for work on `stream`: from the graph's pool, if it captures.
@@ -43,7 +43,7 @@ impl Shared {
         let Some(site) = site.filter(|_| bytes > 0) else { return self.allocate(bytes, None) };
         let pool = self.graph_pool(&site.record);
         let fit = self.fit(bytes)?;
-        let cause = self.cause(StackLevel::State);
+        let details = self.entry_details(StackLevel::State);
         let home = self.front.of_thread();
         let block = match pool.take(&fit) {
             Some(block) => {
@@ -51,12 +51,12 @@ impl Shared {
                 block
             }
             None => {
-                let block = self.find(home, bytes, &fit, None, &cause)?;
+                let block = self.find(home, bytes, &fit, None, &details)?;
                 pool.adopt(&block);
                 block
             }
         };
-        Ok(self.hand_out(block, home, bytes, &cause))
+        Ok(self.hand_out(block, home, bytes, &details))
     }
 
     /// The pool of the graph that is being captured, which keeps it.
@@ -82,11 +82,11 @@ impl Shared {
         bytes: u64,
         fit: &Fit,
         device: Option<DeviceId>,
-        cause: &Cause,
+        details: &EntryDetails,
     ) -> Result<Arc<PinnedBlock>> {
         match self.front.take(home, fit, device) {
             Some(block) => Ok(block),
-            None => self.find_slow(home, bytes, fit, device, cause),
+            None => self.find_slow(home, bytes, fit, device, details),
         }
     }
 
@@ -99,10 +99,10 @@ impl Shared {
         bytes: u64,
         fit: &Fit,
         device: Option<DeviceId>,
-        cause: &Cause,
+        details: &EntryDetails,
     ) -> Result<Arc<PinnedBlock>> {
         self.background.start(self);
-        self.pin_reserve(cause);
+        self.pin_reserve(details);
         // An error of some stream does not matter if there is memory. If there is none, it may be the reason: blocks
         // that wait for the stream are not free.
         let processed = self.process_pending();
@@ -117,7 +117,7 @@ impl Shared {
         let block = match found {
             Some(block) => block,
             None => {
-                let pinned = self.pin_or_relieve(bytes, fit, device, cause);
+                let pinned = self.pin_or_relieve(bytes, fit, device, details);
                 pinned.map_err(|error| processed.err().unwrap_or(error))?
             }
         };
@@ -131,30 +131,30 @@ impl Shared {
         bytes: u64,
         fit: &Fit,
         device: Option<DeviceId>,
-        cause: &Cause,
+        details: &EntryDetails,
     ) -> Result<Arc<PinnedBlock>> {
-        match self.pin_block(bytes, fit, device, cause) {
-            Err(error) if is_shortage(&error) && self.history.observers().relieve(HOST) => {
+        match self.pin_block(bytes, fit, device, details) {
+            Err(error) if is_shortage(&error) && self.history.observers().under_pressure(HOST) => {
                 self.process_pending()?;
                 self.empty_front_caches();
                 if let Some(block) = lock(&self.heap).take(fit, device, self) {
                     return Ok(block);
                 }
-                self.pin_block(bytes, fit, device, cause)
+                self.pin_block(bytes, fit, device, details)
             }
             outcome => outcome,
         }
     }
 
     #[inline]
-    fn hand_out(&self, block: Arc<PinnedBlock>, home: usize, bytes: u64, cause: &Cause) -> HostBlock {
+    fn hand_out(&self, block: Arc<PinnedBlock>, home: usize, bytes: u64, details: &EntryDetails) -> HostBlock {
         block.set_allocated(home, bytes);
-        if !cause.is_silent() {
-            if let Some(stack) = &cause.stack {
+        if !details.is_off() {
+            if let Some(stack) = &details.stack {
                 lock(&block.usage).stack = Some(Arc::clone(stack));
                 block.set_flag(HAS_STACK);
             }
-            self.history.record(Action::Alloc, block.ptr(), bytes, cause);
+            self.history.record(Action::Alloc, block.ptr(), bytes, details);
         }
         HostBlock::new(block)
     }
@@ -197,17 +197,17 @@ impl Shared {
 
     #[inline]
     fn free_now(&self, block: Arc<PinnedBlock>) -> Result<()> {
-        let cause = self.cause(StackLevel::All);
-        if block.flags() != 0 || !cause.is_silent() {
-            return if self.begin_free(&block, &cause) {
-                self.fence(block, &cause)?;
+        let details = self.entry_details(StackLevel::All);
+        if block.flags() != 0 || !details.is_off() {
+            return if self.begin_free(&block, &details) {
+                self.fence(block, &details)?;
                 self.process_pending()
             } else {
-                self.complete_free(block, &cause);
-                self.unpin_listed(&mut 0, &cause)
+                self.complete_free(block, &details);
+                self.unpin_listed(&mut 0, &details)
             };
         }
-        if self.put_back(block) { self.unpin_listed(&mut 0, &cause) } else { Ok(()) }
+        if self.put_back(block) { self.unpin_listed(&mut 0, &details) } else { Ok(()) }
     }
 
     /// Frees a block in a destructor: driver calls are left to the next call.
@@ -215,19 +215,19 @@ impl Shared {
     pub(super) fn free_later(block: Arc<PinnedBlock>) {
         let keep = Arc::clone(&block);
         let shared = keep.shared();
-        let cause = shared.cause(StackLevel::All);
-        if block.flags() == 0 && cause.is_silent() {
+        let details = shared.entry_details(StackLevel::All);
+        if block.flags() == 0 && details.is_off() {
             shared.put_back(block);
-        } else if shared.begin_free(&block, &cause) {
-            shared.fence_later(block, &cause);
+        } else if shared.begin_free(&block, &details) {
+            shared.fence_later(block, &details);
         } else {
-            shared.complete_free(block, &cause);
+            shared.complete_free(block, &details);
         }
     }
 
     /// First half of a free that is not the hot path. Returns whether the block must wait.
-    fn begin_free(&self, block: &PinnedBlock, cause: &Cause) -> bool {
-        self.history.record(Action::FreeRequested, block.ptr(), block.requested(), cause);
+    fn begin_free(&self, block: &PinnedBlock, details: &EntryDetails) -> bool {
+        self.history.record(Action::FreeRequested, block.ptr(), block.requested(), details);
         let waits = block.flags() & USED != 0;
         if waits {
             block.set_state(PinnedState::PendingFree);

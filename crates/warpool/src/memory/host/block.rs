@@ -166,9 +166,9 @@ impl PinnedBlock {
     }
 }
 
-/// Pinned host memory with one owner. Dropping it frees it without a driver call. What needs one (fences in streams that
-/// used it, memory that is not to be kept) is left to the allocator's next call that makes driver calls: a request that
-/// its thread's cache cannot serve, a `free` of memory that streams used,
+/// Pinned host memory with one owner. Dropping it frees it without a driver call. What needs one (fences in streams
+/// that used it, memory that is not to be kept) is left to the allocator's next call that makes driver calls: a request
+/// that its thread's cache cannot serve, a `free` of memory that streams used,
 /// [`process_pending`](super::HostAllocator::process_pending) or a trim. [`free`](Self::free) does it at once.
 ///
 /// It keeps the driver alive, and its memory stays pinned when the allocator is gone.

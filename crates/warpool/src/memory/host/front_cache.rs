@@ -24,9 +24,9 @@ const CLASS_MAX: usize = 64;
 /// How many blocks without a class a cache keeps.
 const UNCLASSED_MAX: usize = 16;
 
-/// How many bytes a cache keeps. They are not lost: before more is pinned, all caches are emptied. So the limit is high:
-/// with 64 MiB a block of that size went to the heap and back as soon as another was cached, which made a pair ten times
-/// slower.
+/// How many bytes a cache keeps. They are not lost: before more is pinned, all caches are emptied. So the limit is
+/// high: with 64 MiB a block of that size went to the heap and back as soon as another was cached, which made a pair
+/// ten times slower.
 const BYTES_MAX: u64 = 1 << 30;
 
 /// All front caches of an allocator.

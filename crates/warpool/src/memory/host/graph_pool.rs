@@ -1,5 +1,5 @@
-//! Pinned memory of graphs. What a capture uses, its graph uses at every replay, so it is not reused before the graph is
-//! gone.
+//! Pinned memory of graphs. What a capture uses, its graph uses at every replay, so it is not reused before the graph
+//! is gone.
 //!
 //! Every pool of graphs that uses pinned memory has a [`GraphHostPool`], which the graphs own together. It holds the
 //! blocks that captures used, however they were allocated, and, for later captures, those that were allocated in a
@@ -115,11 +115,11 @@ impl Drop for GraphHostPool {
                 let is_freed = usage.streams.is_freed();
                 (is_freed, usage.take_reclaimable())
             };
-            let cause = keep.shared().cause(StackLevel::All);
+            let details = keep.shared().entry_details(StackLevel::All);
             if reclaimable {
-                keep.shared().complete_free(block, &cause);
+                keep.shared().complete_free(block, &details);
             } else if is_freed {
-                keep.shared().fence_later(block, &cause);
+                keep.shared().fence_later(block, &details);
             }
         }
         for block in free {

@@ -5,8 +5,8 @@ use std::sync::Mutex;
 use warpool_driver::{DeviceId, Driver};
 
 use crate::lock;
-use crate::memory::history::StackNumbers;
-use crate::memory::journal::{Cause, Journal, Recording};
+use crate::memory::report::StackIds;
+use crate::memory::report::{EntryDetails, HistoryFlags, HistoryRecorder};
 use crate::memory::{Action, HistoryEntry, HistoryOptions, MemPoolId, Observers, Snapshot, StackLevel};
 
 /// The device id of pinned memory for trackers. In snapshots it is -1.
@@ -14,8 +14,8 @@ pub(super) const HOST: DeviceId = DeviceId(u32::MAX);
 
 #[derive(Default)]
 pub(super) struct HostHistory {
-    recording: Recording,
-    journal: Mutex<Journal>,
+    history_flags: HistoryFlags,
+    recorder: Mutex<HistoryRecorder>,
     observers: Observers,
 }
 
@@ -25,39 +25,39 @@ impl HostHistory {
     }
 
     pub(super) fn set(&self, options: Option<HistoryOptions>) {
-        let mut journal = lock(&self.journal);
-        self.recording.set(options.as_ref());
-        journal.history.set(options);
+        let mut recorder = lock(&self.recorder);
+        self.history_flags.set(options.as_ref());
+        recorder.history.set(options);
     }
 
     /// What the history stores with the next entries. Gathered before any lock is taken.
     #[inline]
-    pub(super) fn cause(&self, level: StackLevel, driver: &dyn Driver) -> Cause {
-        self.recording.cause(level, &self.observers, driver)
+    pub(super) fn entry_details(&self, level: StackLevel, driver: &dyn Driver) -> EntryDetails {
+        self.history_flags.entry_details(level, &self.observers, driver)
     }
 
     /// Adds an entry and calls the trackers. No lock may be held.
     #[inline]
-    pub(super) fn record(&self, action: Action, addr: u64, size: u64, cause: &Cause) {
-        if !cause.is_silent() {
-            self.record_now(action, addr, size, cause);
+    pub(super) fn record(&self, action: Action, addr: u64, size: u64, details: &EntryDetails) {
+        if !details.is_off() {
+            self.record_now(action, addr, size, details);
         }
     }
 
     #[cold]
-    fn record_now(&self, action: Action, addr: u64, size: u64, cause: &Cause) {
-        let entries = self.write(action, addr, size, cause);
+    fn record_now(&self, action: Action, addr: u64, size: u64, details: &EntryDetails) {
+        let entries = self.write(action, addr, size, details);
         self.notify(&entries);
     }
 
     /// Adds an entry. Returns what [`notify`](Self::notify) is to be called with.
-    pub(super) fn write(&self, action: Action, addr: u64, size: u64, cause: &Cause) -> Vec<HistoryEntry> {
-        if cause.is_silent() {
+    pub(super) fn write(&self, action: Action, addr: u64, size: u64, details: &EntryDetails) -> Vec<HistoryEntry> {
+        if details.is_off() {
             return Vec::new();
         }
-        let mut journal = lock(&self.journal);
-        journal.record(action, addr, size, 0, MemPoolId::DEFAULT, cause);
-        journal.take_news()
+        let mut recorder = lock(&self.recorder);
+        recorder.record(action, addr, size, 0, MemPoolId::DEFAULT, details);
+        recorder.take_unreported()
     }
 
     /// Calls the trackers. No lock may be held.
@@ -67,7 +67,7 @@ impl HostHistory {
         }
     }
 
-    pub(super) fn add_to(&self, snapshot: &mut Snapshot, stacks: &mut StackNumbers) {
-        snapshot.host_traces = Some(lock(&self.journal).history.copy_to(snapshot, stacks));
+    pub(super) fn add_to(&self, snapshot: &mut Snapshot, stacks: &mut StackIds) {
+        snapshot.host_traces = Some(lock(&self.recorder).history.copy_to(snapshot, stacks));
     }
 }

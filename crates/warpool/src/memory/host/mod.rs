@@ -34,9 +34,9 @@
 //!    in each (`reclaim.rs`); used in a capture, for the end of the graph (`graph_pool.rs`).
 //!
 //! # Ownership
-//! A block keeps the allocator's state alive, and the state refers to blocks: in caches, in the heap, in lists. Dropping
-//! the last handle breaks the cycle by emptying the state. Nothing is unpinned then, since no destructor calls the
-//! driver; blocks that callers have stay valid, and pinned memory stays pinned until the process ends.
+//! A block keeps the allocator's state alive, and the state refers to blocks: in caches, in the heap, in lists.
+//! Dropping the last handle breaks the cycle by emptying the state. Nothing is unpinned then, since no destructor calls
+//! the driver; blocks that callers have stay valid, and pinned memory stays pinned until the process ends.
 //! [`HostAllocator::close`] unpins it.
 //!
 //! # Lock order
@@ -79,16 +79,15 @@ use history::{HOST, HostHistory};
 use limits::Limits;
 use reclaim::Pending;
 
-use super::history::StackNumbers;
-use super::journal::Cause;
+use super::report::{EntryDetails, StackIds};
 use super::{HistoryOptions, Observers, PinnedSettings, Snapshot, StackLevel, Stat};
 use crate::{Device, Error, Instance, Result, Stream, lock};
 
 /// Pinned host memory, cached, for all devices of one [`Instance`]. Cheap to clone; clones are the same allocator.
 ///
 /// Allocating and freeing a cached block takes two uncontended locks and no driver call. Requests up to 256 KiB are
-/// rounded to size classes, which waste an eighth at most, larger ones to pages of 4 KiB; blocks are split from segments
-/// and merged again.
+/// rounded to size classes, which waste an eighth at most, larger ones to pages of 4 KiB; blocks are split from
+/// segments and merged again.
 ///
 /// Dropping the last handle makes no driver call: what is pinned stays pinned. [`close`](Self::close) unpins it.
 ///
@@ -130,8 +129,8 @@ impl Shared {
     }
 
     #[inline]
-    fn cause(&self, level: StackLevel) -> Cause {
-        self.history.cause(level, self.driver())
+    fn entry_details(&self, level: StackLevel) -> EntryDetails {
+        self.history.entry_details(level, self.driver())
     }
 
     /// Empties the state, so that only blocks that callers have keep it alive. No driver call.
@@ -241,9 +240,9 @@ impl HostAllocator {
         self.shared().process_pending()
     }
 
-    /// Unpins cached segments until at most `target_bytes` are pinned. Returns the unpinned bytes. Allocated and pending
-    /// blocks and the reserved segment stay. Segments above `pinned_max_cached_size_mb` are unpinned in any case, and
-    /// count. On real devices this waits for the devices' work.
+    /// Unpins cached segments until at most `target_bytes` are pinned. Returns the unpinned bytes. Allocated and
+    /// pending blocks and the reserved segment stay. Segments above `pinned_max_cached_size_mb` are unpinned in any
+    /// case, and count. On real devices this waits for the devices' work.
     pub fn trim(&self, target_bytes: u64) -> Result<u64> {
         let shared = self.shared();
         shared.history.observers().before_trim(HOST);
@@ -252,8 +251,8 @@ impl HostAllocator {
         let pinned = || lock(&shared.heap).bytes_pinned();
         if pinned() > target_bytes {
             shared.empty_front_caches();
-            let cause = shared.cause(StackLevel::Alloc);
-            unpinned += shared.unpin_spare(pinned().saturating_sub(target_bytes), None, &cause)?;
+            let details = shared.entry_details(StackLevel::Alloc);
+            unpinned += shared.unpin_spare(pinned().saturating_sub(target_bytes), None, &details)?;
         }
         processed.map(|()| unpinned)
     }
@@ -294,7 +293,7 @@ impl HostAllocator {
 
     /// Adds the pinned segments and the history to a snapshot.
     pub fn add_to(&self, snapshot: &mut Snapshot) {
-        let mut stacks = StackNumbers::of(snapshot);
+        let mut stacks = StackIds::of(snapshot);
         self.shared().history.add_to(snapshot, &mut stacks);
         snapshot::add_segments(&lock(&self.shared().heap), snapshot, &mut stacks);
     }
@@ -337,15 +336,15 @@ impl HostAllocator {
             // It ends after one round. A panic of it was reported already.
             let _ = thread.join();
         }
-        let cause = shared.cause(StackLevel::Alloc);
-        shared.wait_for_fences(&cause)?;
+        let details = shared.entry_details(StackLevel::Alloc);
+        shared.wait_for_fences(&details)?;
         let mut blocks = shared.blocks_in_use();
         if blocks == 0 {
             shared.merge_leaked();
         }
         while blocks == 0 {
             shared.empty_front_caches();
-            shared.unpin_all(&cause)?;
+            shared.unpin_all(&details)?;
             // Other threads may still be freeing a block or unpinning a segment.
             shared.wait_for_transit();
             let heap = lock(&shared.heap);

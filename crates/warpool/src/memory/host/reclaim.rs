@@ -7,7 +7,7 @@ use super::Shared;
 use super::block::PinnedBlock;
 use crate::capture::RelaxedMode;
 use crate::memory::StackLevel;
-use crate::memory::journal::Cause;
+use crate::memory::report::EntryDetails;
 use crate::memory::stream_fence::{self, Fence, FenceOwner, StreamFences, StreamUses};
 use crate::{Instance, Result, lock};
 
@@ -37,40 +37,40 @@ impl Shared {
 
     /// The same, and adds up the unpinned bytes.
     pub(super) fn process_all(&self, unpinned: &mut u64) -> Result<()> {
-        let cause = self.cause(StackLevel::All);
-        let fenced = self.retry_unfenced(&cause);
-        let polled = stream_fence::poll(&Reclaimer { shared: self, cause: &cause });
-        fenced.and(polled).and(self.unpin_listed(unpinned, &cause))
+        let details = self.entry_details(StackLevel::All);
+        let fenced = self.retry_unfenced(&details);
+        let polled = stream_fence::poll(&Reclaimer { shared: self, details: &details });
+        fenced.and(polled).and(self.unpin_listed(unpinned, &details))
     }
 
     /// Waits for all fences.
-    pub(super) fn wait_for_fences(&self, cause: &Cause) -> Result<()> {
-        let fenced = self.retry_unfenced(cause);
-        fenced.and(stream_fence::wait_all(&Reclaimer { shared: self, cause }))
+    pub(super) fn wait_for_fences(&self, details: &EntryDetails) -> Result<()> {
+        let fenced = self.retry_unfenced(details);
+        fenced.and(stream_fence::wait_all(&Reclaimer { shared: self, details }))
     }
 
     /// Records fences for a freed block. What fails or is forbidden by a capture is retried by later calls.
-    pub(super) fn fence(&self, block: Arc<PinnedBlock>, cause: &Cause) -> Result<()> {
-        let outcome = stream_fence::fence(&Reclaimer { shared: self, cause }, block);
+    pub(super) fn fence(&self, block: Arc<PinnedBlock>, details: &EntryDetails) -> Result<()> {
+        let outcome = stream_fence::fence(&Reclaimer { shared: self, details }, block);
         self.background.wake();
         outcome
     }
 
     /// Leaves the fences of a freed block to the next call that may call the driver.
-    pub(super) fn fence_later(&self, block: Arc<PinnedBlock>, cause: &Cause) {
-        stream_fence::fence_later(&Reclaimer { shared: self, cause }, block);
+    pub(super) fn fence_later(&self, block: Arc<PinnedBlock>, details: &EntryDetails) {
+        stream_fence::fence_later(&Reclaimer { shared: self, details }, block);
         self.background.wake();
     }
 
-    fn retry_unfenced(&self, cause: &Cause) -> Result<()> {
-        let owner = Reclaimer { shared: self, cause };
+    fn retry_unfenced(&self, details: &EntryDetails) -> Result<()> {
+        let owner = Reclaimer { shared: self, details };
         stream_fence::retry_unfenced(&owner, |block| stream_fence::fence(&owner, block))
     }
 }
 
 struct Reclaimer<'a> {
     shared: &'a Shared,
-    cause: &'a Cause,
+    details: &'a EntryDetails,
 }
 
 impl FenceOwner for Reclaimer<'_> {
@@ -104,7 +104,7 @@ impl FenceOwner for Reclaimer<'_> {
     fn reclaim_if_clear(&self, block: Arc<PinnedBlock>) {
         let reclaimable = lock(&block.usage).take_reclaimable();
         if reclaimable {
-            self.shared.complete_free(block, self.cause);
+            self.shared.complete_free(block, self.details);
         }
     }
 }

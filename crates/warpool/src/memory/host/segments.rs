@@ -15,7 +15,7 @@ use super::pin::{PinMethod, PinnedRange, pinning_device};
 use super::size_class::{BYTES_MAX, Fit, PAGE, shared_segment};
 use crate::error::PinnedCapReport;
 use crate::memory::Action;
-use crate::memory::journal::Cause;
+use crate::memory::report::EntryDetails;
 use crate::{Error, Result, lock};
 
 impl Shared {
@@ -26,7 +26,7 @@ impl Shared {
         bytes: u64,
         fit: &Fit,
         device: Option<DeviceId>,
-        cause: &Cause,
+        details: &EntryDetails,
     ) -> Result<Arc<PinnedBlock>> {
         let pinning = pinning_device(&self.instance, device)?;
         let counted = device.unwrap_or(pinning);
@@ -35,18 +35,18 @@ impl Shared {
             true => (SegmentUse::Small, shared_segment(lock(&self.heap).bytes_small())),
             false => (SegmentUse::Large, least),
         };
-        let mut quota = self.reserve_quota(bytes, least, most, counted, cause)?;
+        let mut quota = self.reserve_quota(bytes, least, most, counted, details)?;
         let mut pinned = self.pin_timed(pinning, quota);
         if let Err(Error::Driver(error)) = &pinned
             && error.is_out_of_memory()
         {
             lock(&self.heap).release_quota(counted, quota);
             // A segment that cannot be unpinned does not matter if the others suffice.
-            let unpinned = self.unpin_spare(u64::MAX, None, cause);
+            let unpinned = self.unpin_spare(u64::MAX, None, details);
             if matches!(unpinned, Ok(0)) && quota == least {
                 return Err(self.describe(error.clone().into(), least));
             }
-            quota = self.reserve_quota(bytes, least, least, counted, cause)?;
+            quota = self.reserve_quota(bytes, least, least, counted, details)?;
             pinned = self.pin_timed(pinning, quota);
         }
         let (range, duration) = pinned.map_err(|error| {
@@ -54,10 +54,10 @@ impl Shared {
             self.describe(error, quota)
         })?;
         let start = range.start();
-        let entries = self.history.write(Action::SegmentAlloc, start, range.bytes(), cause);
+        let entries = self.history.write(Action::SegmentAlloc, start, range.bytes(), details);
         let block = {
             let mut heap = lock(&self.heap);
-            heap.add(serves, counted, range, cause.stack.clone(), duration);
+            heap.add(serves, counted, range, details.stack.clone(), duration);
             heap.take_from(start, fit, self)
         };
         self.history.notify(&entries);
@@ -79,9 +79,16 @@ impl Shared {
         }
     }
 
-    /// Counts a segment against the caps. Makes room by unpinning cached segments, or by waiting for another thread that
-    /// does.
-    fn reserve_quota(&self, bytes: u64, least: u64, most: u64, device: DeviceId, cause: &Cause) -> Result<u64> {
+    /// Counts a segment against the caps. Makes room by unpinning cached segments, or by waiting for another thread
+    /// that does.
+    fn reserve_quota(
+        &self,
+        bytes: u64,
+        least: u64,
+        most: u64,
+        device: DeviceId,
+        details: &EntryDetails,
+    ) -> Result<u64> {
         let settings = lock(&self.settings).clone();
         let mut emptied = false;
         loop {
@@ -94,7 +101,7 @@ impl Shared {
             let spare: u64 = heap.spare(exceeded.device).iter().map(|&(size, _)| size).sum();
             if spare >= exceeded.excess {
                 drop(heap);
-                self.unpin_spare(exceeded.excess, exceeded.device, cause)?;
+                self.unpin_spare(exceeded.excess, exceeded.device, details)?;
             } else if spare + heap.bytes_in_transit() >= exceeded.excess {
                 drop(self.transit_ended.wait(heap).unwrap_or_else(PoisonError::into_inner));
             } else if !emptied {
@@ -128,7 +135,7 @@ impl Shared {
     }
 
     /// Pins the reserved segment, once, if the settings ask for one. It is not required, so a failure is a warning.
-    pub(super) fn pin_reserve(&self, cause: &Cause) {
+    pub(super) fn pin_reserve(&self, details: &EntryDetails) {
         if !self.limits.take_reserve() {
             return;
         }
@@ -137,7 +144,7 @@ impl Shared {
             return;
         }
         let pinned = pinning_device(&self.instance, None).and_then(|device| {
-            self.reserve_quota(bytes, bytes, bytes, device, cause)?;
+            self.reserve_quota(bytes, bytes, bytes, device, details)?;
             let pinned = self.pin_timed(device, bytes);
             if pinned.is_err() {
                 lock(&self.heap).release_quota(device, bytes);
@@ -146,8 +153,8 @@ impl Shared {
         });
         match pinned {
             Ok((device, range, duration)) => {
-                let entries = self.history.write(Action::SegmentAlloc, range.start(), bytes, cause);
-                lock(&self.heap).add(SegmentUse::Reserve, device, range, cause.stack.clone(), duration);
+                let entries = self.history.write(Action::SegmentAlloc, range.start(), bytes, details);
+                lock(&self.heap).add(SegmentUse::Reserve, device, range, details.stack.clone(), duration);
                 self.history.notify(&entries);
             }
             Err(error) => tracing::warn!(%error, "pinned_reserve_segment_size_mb: no segment could be reserved"),
@@ -166,15 +173,15 @@ impl Shared {
     /// The history entry is written before the driver call: after that another thread may be given the same address.
     /// Trackers are called afterwards, since they may make requests, which wait for segments in transit. A failure is
     /// written as another allocation.
-    fn unpin_segment(&self, start: u64, cause: &Cause) -> Result<u64> {
+    fn unpin_segment(&self, start: u64, details: &EntryDetails) -> Result<u64> {
         let Some(segment) = lock(&self.heap).begin_transit(start) else { return Ok(0) };
         let bytes = segment.range().bytes();
-        let mut entries = self.history.write(Action::SegmentFree, start, bytes, cause);
+        let mut entries = self.history.write(Action::SegmentFree, start, bytes, details);
         let begun = self.driver().now();
         let outcome = segment.range().unpin(self.driver());
         let duration = outcome.is_ok().then(|| self.driver().now().saturating_sub(begun));
         if outcome.is_err() {
-            entries.extend(self.history.write(Action::SegmentAlloc, start, bytes, cause));
+            entries.extend(self.history.write(Action::SegmentAlloc, start, bytes, details));
         }
         lock(&self.heap).end_transit(segment, duration);
         self.transit_ended.notify_all();
@@ -193,14 +200,14 @@ impl Shared {
     /// Unpins spare segments, of a device or of all, until `bytes` are unpinned or none is left: the smallest one that
     /// suffices, or else the largest, and so on. Returns the unpinned bytes. Continues after an error, and returns the
     /// first if the rest did not suffice.
-    pub(super) fn unpin_spare(&self, bytes: u64, device: Option<DeviceId>, cause: &Cause) -> Result<u64> {
+    pub(super) fn unpin_spare(&self, bytes: u64, device: Option<DeviceId>, details: &EntryDetails) -> Result<u64> {
         let mut spare = lock(&self.heap).spare(device);
         let mut unpinned = 0;
         let mut outcome = Ok(());
         while unpinned < bytes && !spare.is_empty() {
             let sufficient = spare.partition_point(|&(size, _)| size < bytes - unpinned);
             let (_, start) = spare.remove(sufficient.min(spare.len() - 1));
-            match self.unpin_segment(start, cause) {
+            match self.unpin_segment(start, details) {
                 Ok(bytes) => unpinned += bytes,
                 Err(error) => outcome = outcome.and(Err(error)),
             }
@@ -209,11 +216,11 @@ impl Shared {
     }
 
     /// Unpins the segments that are not to be kept, and adds up their bytes. Failures are retried by the next call.
-    pub(super) fn unpin_listed(&self, unpinned: &mut u64, cause: &Cause) -> Result<()> {
+    pub(super) fn unpin_listed(&self, unpinned: &mut u64, details: &EntryDetails) -> Result<()> {
         let listed = std::mem::take(&mut lock(&self.pending).to_unpin);
         let mut outcome = Ok(());
         for start in listed {
-            match self.unpin_segment(start, cause) {
+            match self.unpin_segment(start, details) {
                 Ok(bytes) => *unpinned += bytes,
                 Err(error) => {
                     lock(&self.pending).to_unpin.push(start);
@@ -225,11 +232,11 @@ impl Shared {
     }
 
     /// Unpins every free segment, the reserved one too, and returns the first error.
-    pub(super) fn unpin_all(&self, cause: &Cause) -> Result<()> {
+    pub(super) fn unpin_all(&self, details: &EntryDetails) -> Result<()> {
         let starts: Vec<u64> = lock(&self.heap).segments().keys().copied().collect();
         let mut outcome = Ok(());
         for start in starts {
-            outcome = outcome.and(self.unpin_segment(start, cause).map(drop));
+            outcome = outcome.and(self.unpin_segment(start, details).map(drop));
         }
         outcome
     }

@@ -4,15 +4,15 @@
 use super::block::{PinnedBlock, PinnedState};
 use super::heap::{Heap, Piece, Segment};
 use crate::lock;
-use crate::memory::history::StackNumbers;
+use crate::memory::report::StackIds;
 use crate::memory::{BlockInfo, BlockState, MemPoolId, SegmentInfo, SegmentKind, Snapshot};
 
-pub(super) fn add_segments(heap: &Heap, snapshot: &mut Snapshot, stacks: &mut StackNumbers) {
+pub(super) fn add_segments(heap: &Heap, snapshot: &mut Snapshot, stacks: &mut StackIds) {
     let infos = heap.segments().values().map(|segment| segment_info(segment, snapshot, stacks)).collect();
     snapshot.host_segments = Some(infos);
 }
 
-fn segment_info(segment: &Segment, snapshot: &mut Snapshot, stacks: &mut StackNumbers) -> SegmentInfo {
+fn segment_info(segment: &Segment, snapshot: &mut Snapshot, stacks: &mut StackIds) -> SegmentInfo {
     let mut info = SegmentInfo {
         device: -1,
         address: segment.range().start(),
@@ -24,7 +24,7 @@ fn segment_info(segment: &Segment, snapshot: &mut Snapshot, stacks: &mut StackNu
         kind: SegmentKind::Small,
         pool: MemPoolId::DEFAULT,
         is_expandable: false,
-        stack: segment.stack().map(|stack| stacks.number(snapshot, stack)),
+        stack: segment.stack().map(|stack| stacks.id(snapshot, stack)),
         blocks: Vec::with_capacity(segment.pieces().len()),
     };
     for (&address, piece) in segment.pieces() {
@@ -35,7 +35,7 @@ fn segment_info(segment: &Segment, snapshot: &mut Snapshot, stacks: &mut StackNu
             }
             Piece::Block(block) => {
                 let stack = lock(&block.usage).stack.clone();
-                let stack = stack.map(|stack| stacks.number(snapshot, &stack));
+                let stack = stack.map(|stack| stacks.id(snapshot, &stack));
                 let (size, requested_size, state) = (block.size(), block.requested(), state_of(block));
                 BlockInfo { address, size, requested_size, state, stack }
             }

@@ -7,12 +7,12 @@ use super::Shared;
 use super::block::{HAS_STACK, IN_GRAPH_POOL, PinnedBlock, PinnedState, USED};
 use crate::lock;
 use crate::memory::Action;
-use crate::memory::journal::Cause;
+use crate::memory::report::EntryDetails;
 
 impl Shared {
     /// Second half of a free that is not the hot path: nothing uses the block any more.
-    pub(super) fn complete_free(&self, block: Arc<PinnedBlock>, cause: &Cause) {
-        self.history.record(Action::FreeCompleted, block.ptr(), block.requested(), cause);
+    pub(super) fn complete_free(&self, block: Arc<PinnedBlock>, details: &EntryDetails) {
+        self.history.record(Action::FreeCompleted, block.ptr(), block.requested(), details);
         lock(&block.usage).stack = None;
         block.clear_flags(USED | HAS_STACK);
         if block.flags() & IN_GRAPH_POOL == 0 {

@@ -8,7 +8,7 @@ use super::source::Source;
 use super::table::TableEntry;
 use super::{DeviceState, UncachedAllocator};
 use crate::capture::CaptureStatus;
-use crate::memory::journal::Cause;
+use crate::memory::report::EntryDetails;
 use crate::memory::shortage::Shortage;
 use crate::memory::{Allocation, MemPoolId, OomCause, RawStream, Request, StackLevel};
 use crate::{Error, Result};
@@ -44,8 +44,8 @@ impl<S: Source> UncachedAllocator<S> {
         }
         self.deliver_pool_events(state, false);
         let slot = state.pools.reserve_slot(pool, stream, self.driver())?;
-        let cause = self.cause(state, StackLevel::State);
-        self.process_pending(state, &cause);
+        let details = self.entry_details(state, StackLevel::State);
+        self.process_pending(state, &details);
         let (capture, capturing) = match CaptureStatus::of(self.driver(), stream)? {
             CaptureStatus::NotCapturing => (None, false),
             CaptureStatus::Capturing(capture) => (Some(capture), true),
@@ -63,11 +63,11 @@ impl<S: Source> UncachedAllocator<S> {
             return Err(Error::StreamDevice { device, stream, owner });
         }
         let size = bytes.next_multiple_of(S::GRANULARITY);
-        let out_of_memory = |why| Err(self.out_of_memory(state, &request, slot.pool(), why, capturing, &cause));
-        let Some(quota) = self.reserve_quota(state, bytes, capturing, &cause)? else {
+        let out_of_memory = |why| Err(self.out_of_memory(state, &request, slot.pool(), why, capturing, &details));
+        let Some(quota) = self.reserve_quota(state, bytes, capturing, &details)? else {
             return out_of_memory(OomCause::Limit);
         };
-        let Some(ptr) = self.fetch(state, size, raw_stream, capturing, &cause)? else {
+        let Some(ptr) = self.fetch(state, size, raw_stream, capturing, &details)? else {
             drop(quota);
             return out_of_memory(S::OOM_CAUSE);
         };
@@ -84,18 +84,19 @@ impl<S: Source> UncachedAllocator<S> {
             stack: None,
         };
         slot.fill();
-        let allocation = self.with(state, |table| table.insert(entry, &cause));
+        let allocation = self.with(state, |table| table.insert(entry, &details));
         drop(quota);
         Ok(allocation)
     }
 
-    /// Counts `bytes` against the limit. If that is exceeded: calls the pressure callbacks, then waits for freed blocks.
+    /// Counts `bytes` against the limit. If that is exceeded: calls the pressure callbacks, then waits for freed
+    /// blocks.
     fn reserve_quota<'a>(
         &'a self,
         state: &'a DeviceState,
         bytes: u64,
         capturing: bool,
-        cause: &Cause,
+        details: &EntryDetails,
     ) -> Result<Option<Quota<'a, S>>> {
         let limit = state.ledger.limit(self.settings.memory_cap_bytes);
         let reserve = || {
@@ -105,13 +106,13 @@ impl<S: Source> UncachedAllocator<S> {
         if let Some(quota) = reserve() {
             return Ok(Some(quota));
         }
-        if self.observers.relieve(state.ledger.device())
+        if self.observers.under_pressure(state.ledger.device())
             && let Some(quota) = reserve()
         {
             return Ok(Some(quota));
         }
         if !capturing && self.with(state, |table| table.has_pending()) {
-            self.wait_for_pending(state, cause)?;
+            self.wait_for_pending(state, details)?;
             return Ok(reserve());
         }
         Ok(None)
@@ -125,15 +126,15 @@ impl<S: Source> UncachedAllocator<S> {
         bytes: u64,
         stream: RawStream,
         capturing: bool,
-        cause: &Cause,
+        details: &EntryDetails,
     ) -> Result<Option<DevicePtr>> {
         let device = state.ledger.device();
         if let Some(ptr) = self.source.allocate(device, bytes, stream)? {
             return Ok(Some(ptr));
         }
-        self.observers.relieve(device);
+        self.observers.under_pressure(device);
         if !capturing {
-            self.wait_for_pending(state, cause)?;
+            self.wait_for_pending(state, details)?;
             self.source.trim(device, self.has_captures())?;
             self.with(state, |table| table.count_retry());
         }
@@ -152,7 +153,7 @@ impl<S: Source> UncachedAllocator<S> {
         pool: MemPoolId,
         why: OomCause,
         capturing: bool,
-        cause: &Cause,
+        details: &EntryDetails,
     ) -> Error {
         let (device, bytes_segment) = (state.ledger.device(), request.bytes.next_multiple_of(S::GRANULARITY));
         // A failure of these must not hide the out-of-memory error.
@@ -161,7 +162,7 @@ impl<S: Source> UncachedAllocator<S> {
         let reserved = self.source.reserved(device).unwrap_or_default();
         let stream_raw = state.ledger.raw_stream(request.stream, self.driver()).map_or(0, |(stream, _)| stream.raw.0);
         let stats = self.with(state, |table| {
-            table.record_oom(memory.bytes_free, bytes_segment, stream_raw, pool, cause);
+            table.record_oom(memory.bytes_free, bytes_segment, stream_raw, pool, details);
             table.stats(reserved)
         });
         let limit = state.ledger.limit(self.settings.memory_cap_bytes);

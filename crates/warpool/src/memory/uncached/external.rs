@@ -25,7 +25,8 @@ use crate::{Error, Instance, Result};
 /// that capture.
 ///
 /// # Where it differs from PyTorch's
-/// - Everything that PyTorch's refuses works: statistics, snapshots, history, observers, memory fraction, private pools.
+/// - Everything that PyTorch's refuses works: statistics, snapshots, history, observers, memory fraction, private
+///   pools.
 /// - A request for 0 bytes returns the null address without a call. A null address from the external allocator means
 ///   out of memory.
 /// - `init` gets the actual number of devices.

@@ -7,9 +7,9 @@ use warpool_driver::{DeviceId, DevicePtr, Driver, RawHandle, StreamId};
 
 use super::source::Reserved;
 use super::table::AllocationTable;
-use crate::memory::history::StackNumbers;
-use crate::memory::journal::{Cause, Recording};
 use crate::memory::limit::limit_bytes;
+use crate::memory::report::StackIds;
+use crate::memory::report::{EntryDetails, HistoryFlags};
 use crate::memory::{
     Allocation, HistoryOptions, MemPoolId, Observers, RawStream, Snapshot, SnapshotOptions, StackLevel,
 };
@@ -20,7 +20,7 @@ pub(super) struct DeviceLedger {
     bytes_total: u64,
     table: Mutex<AllocationTable>,
     fraction: Mutex<f64>,
-    recording: Recording,
+    history_flags: HistoryFlags,
 }
 
 impl DeviceLedger {
@@ -30,7 +30,7 @@ impl DeviceLedger {
             bytes_total: device.properties().bytes_total,
             table: Mutex::new(AllocationTable::new(device.id())),
             fraction: Mutex::new(fraction),
-            recording: Recording::default(),
+            history_flags: HistoryFlags::default(),
         }
     }
 
@@ -59,8 +59,8 @@ impl DeviceLedger {
     }
 
     /// What the history stores with the next entries. Gathered before the lock is taken.
-    pub(super) fn cause(&self, level: StackLevel, observers: &Observers, driver: &dyn Driver) -> Cause {
-        self.recording.cause(level, observers, driver).timed(driver)
+    pub(super) fn entry_details(&self, level: StackLevel, observers: &Observers, driver: &dyn Driver) -> EntryDetails {
+        self.history_flags.entry_details(level, observers, driver).timed(driver)
     }
 
     /// A stream with its driver handle, and its device. Cached.
@@ -96,22 +96,22 @@ impl DeviceLedger {
 
     pub(super) fn record_history(&self, options: Option<&HistoryOptions>, observers: &Observers) {
         self.with(observers, |table| table.set_history(options.cloned()));
-        self.recording.set(options);
+        self.history_flags.set(options);
     }
 
     /// Adds the device to a snapshot.
     pub(super) fn add_to(
         &self,
         snapshot: &mut Snapshot,
-        stacks: &mut StackNumbers,
+        stacks: &mut StackIds,
         SnapshotOptions { pool, traces }: SnapshotOptions,
         reserved: Option<Reserved>,
         observers: &Observers,
-        cause: &Cause,
+        details: &EntryDetails,
     ) {
         self.with(observers, |table| {
             let unused = if pool.is_none_or(MemPoolId::is_default) { table.unused_bytes(reserved) } else { 0 };
-            table.add_to(snapshot, stacks, (pool, traces), unused, cause);
+            table.add_to(snapshot, stacks, (pool, traces), unused, details);
         });
     }
 }

@@ -31,11 +31,10 @@ use std::sync::atomic::{AtomicU32, Ordering};
 
 use warpool_driver::{DeviceId, DevicePtr, Driver, StreamId};
 
-use super::history::StackNumbers;
-use super::journal::Cause;
+use super::report::{EntryDetails, StackIds};
 use super::stream_fence::StreamFences;
 use super::{
-    Allocation, DeviceAllocator, Handled, HistoryOptions, MemPoolId, Observers, PoolKeeper, Request, Settings,
+    Allocation, DeviceAllocator, Handled, HistoryOptions, MemPoolId, Observers, PrivatePools, Request, Settings,
     Snapshot, SnapshotOptions, StackLevel, Stat, Stats,
 };
 use crate::capture::CaptureStatus;
@@ -105,8 +104,8 @@ impl<S: Source> UncachedAllocator<S> {
         state.ledger.with(&self.observers, step)
     }
 
-    fn cause(&self, state: &DeviceState, level: StackLevel) -> Cause {
-        state.ledger.cause(level, &self.observers, self.driver())
+    fn entry_details(&self, state: &DeviceState, level: StackLevel) -> EntryDetails {
+        state.ledger.entry_details(level, &self.observers, self.driver())
     }
 
     /// Whether a capture is under way, as far as Warpool was told.
@@ -173,18 +172,18 @@ impl<S: Source> DeviceAllocator for UncachedAllocator<S> {
         }
         let state = self.state(allocation.device)?;
         self.deliver_pool_events(state, false);
-        let cause = self.cause(state, StackLevel::All);
-        let entry = self.with(state, |table| table.begin_free(allocation.ptr, allocation.slot, true, &cause))?;
-        let released = self.release_block(state, &entry, &cause);
-        self.process_pending(state, &cause);
+        let details = self.entry_details(state, StackLevel::All);
+        let entry = self.with(state, |table| table.begin_free(allocation.ptr, allocation.slot, true, &details))?;
+        let released = self.release_block(state, &entry, &details);
+        self.process_pending(state, &details);
         released
     }
 
     fn free_later(&self, allocation: Allocation) {
         let Ok(state) = self.state(allocation.device) else { return };
-        let cause = self.cause(state, StackLevel::All);
+        let details = self.entry_details(state, StackLevel::All);
         // A destructor cannot report that there is no such block.
-        let _ = self.with(state, |table| table.begin_free(allocation.ptr, allocation.slot, false, &cause).map(drop));
+        let _ = self.with(state, |table| table.begin_free(allocation.ptr, allocation.slot, false, &details).map(drop));
     }
 
     fn trim(&self, device: DeviceId, pool: MemPoolId) -> Result<u64> {
@@ -201,7 +200,7 @@ impl<S: Source> DeviceAllocator for UncachedAllocator<S> {
             Ok(reserved.map_or_else(|| self.with(state, |table| table.active_bytes()), |reserved| reserved.current))
         };
         let before = reserved()?;
-        self.wait_for_pending(state, &self.cause(state, StackLevel::All))?;
+        self.wait_for_pending(state, &self.entry_details(state, StackLevel::All))?;
         if pool.is_default() {
             self.source.trim(device, self.has_captures())?;
         }
@@ -254,11 +253,11 @@ impl<S: Source> DeviceAllocator for UncachedAllocator<S> {
 
     fn snapshot(&self, options: SnapshotOptions) -> Result<Snapshot> {
         let mut snapshot = Snapshot { settings: self.settings.recorded(), ..Snapshot::default() };
-        let mut stacks = StackNumbers::default();
+        let mut stacks = StackIds::default();
         for state in &self.devices {
             let reserved = self.source.reserved(state.ledger.device())?;
-            let cause = self.cause(state, StackLevel::Alloc);
-            state.ledger.add_to(&mut snapshot, &mut stacks, options, reserved, &self.observers, &cause);
+            let details = self.entry_details(state, StackLevel::Alloc);
+            state.ledger.add_to(&mut snapshot, &mut stacks, options, reserved, &self.observers, &details);
         }
         Ok(snapshot)
     }
@@ -274,7 +273,7 @@ impl<S: Source> DeviceAllocator for UncachedAllocator<S> {
         &self.observers
     }
 
-    fn pools(&self) -> Result<&dyn PoolKeeper> {
+    fn pools(&self) -> Result<&dyn PrivatePools> {
         if S::PRIVATE_POOLS { Ok(self) } else { Err(self.no_private_pools()) }
     }
 }

@@ -1,4 +1,4 @@
-//! The private pools as callers see them: [`PoolKeeper`] for sources that allow them.
+//! The private pools as callers see them: [`PrivatePools`] for sources that allow them.
 
 use std::sync::atomic::Ordering;
 
@@ -6,7 +6,7 @@ use warpool_driver::{DeviceId, DevicePtr, StreamId};
 
 use super::source::Source;
 use super::{DeviceState, UncachedAllocator};
-use crate::memory::{MemPoolId, PoolKeeper, PoolOptions, Route, StackLevel};
+use crate::memory::{MemPoolId, PoolOptions, PrivatePools, Route, StackLevel};
 use crate::{Error, Result};
 
 impl<S: Source> UncachedAllocator<S> {
@@ -18,7 +18,7 @@ impl<S: Source> UncachedAllocator<S> {
     }
 }
 
-impl<S: Source> PoolKeeper for UncachedAllocator<S> {
+impl<S: Source> PrivatePools for UncachedAllocator<S> {
     /// [`Error::Unsupported`] with an upstream: the source is that of all pools. The other options have no effect,
     /// since nothing is cached.
     fn create_pool(&self, device: DeviceId, options: PoolOptions) -> Result<MemPoolId> {
@@ -84,7 +84,7 @@ impl<S: Source> PoolKeeper for UncachedAllocator<S> {
         self.captures.fetch_add(1, Ordering::AcqRel);
         self.deliver_pool_events(state, false);
         // During the capture fewer blocks can be freed.
-        self.process_pending(state, &self.cause(state, StackLevel::All));
+        self.process_pending(state, &self.entry_details(state, StackLevel::All));
         Ok(())
     }
 

@@ -15,7 +15,7 @@ use super::table::TableEntry;
 use super::{DeviceState, UncachedAllocator};
 use crate::capture::{CaptureStatus, RelaxedMode};
 use crate::memory::RawStream;
-use crate::memory::journal::Cause;
+use crate::memory::report::EntryDetails;
 use crate::memory::stream_fence::{self, Fence, FenceOwner, StreamFences, StreamUses};
 use crate::{Error, Instance, Result, lock};
 
@@ -40,22 +40,22 @@ enum Decision {
 impl<S: Source> UncachedAllocator<S> {
     /// Releases a block that the calling thread is releasing, or leaves it pending. An error is the source's; the
     /// block is gone then. After an error of the driver the block is pending.
-    pub(super) fn release_block(&self, state: &DeviceState, entry: &TableEntry, cause: &Cause) -> Result<()> {
-        self.release_in(state, entry, &mut Pass::default(), cause)
+    pub(super) fn release_block(&self, state: &DeviceState, entry: &TableEntry, details: &EntryDetails) -> Result<()> {
+        self.release_in(state, entry, &mut Pass::default(), details)
     }
 
     /// Releases every pending block that streams and captures allow.
-    pub(super) fn process_pending(&self, state: &DeviceState, cause: &Cause) {
+    pub(super) fn process_pending(&self, state: &DeviceState, details: &EntryDetails) {
         if self.with(state, |table| table.has_pending()) {
-            self.process(state, &mut Pass::default(), cause);
+            self.process(state, &mut Pass::default(), details);
         }
     }
 
     /// Waits for streams and releases every pending block that captures allow; then waits for the source's frees.
-    pub(super) fn wait_for_pending(&self, state: &DeviceState, cause: &Cause) -> Result<()> {
+    pub(super) fn wait_for_pending(&self, state: &DeviceState, details: &EntryDetails) -> Result<()> {
         let pending = self.with(state, |table| table.has_pending());
         if pending {
-            self.process(state, &mut Pass { waits: true, ..Pass::default() }, cause);
+            self.process(state, &mut Pass { waits: true, ..Pass::default() }, details);
         }
         if self.source.wait_for_frees(state.ledger.device())? || pending {
             self.with(state, |table| table.count_synchronization());
@@ -63,20 +63,26 @@ impl<S: Source> UncachedAllocator<S> {
         Ok(())
     }
 
-    fn process(&self, state: &DeviceState, pass: &mut Pass, cause: &Cause) {
+    fn process(&self, state: &DeviceState, pass: &mut Pass, details: &EntryDetails) {
         let owner = Fencing { allocator: self, state };
         if let Err(error) = stream_fence::retry_unfenced(&owner, |serial| stream_fence::fence(&owner, serial)) {
             tracing::warn!(%error, "no event could be recorded behind the use of a freed block; it is retried");
         }
         for serial in self.with(state, |table| table.pending()) {
             let Some(entry) = self.with(state, |table| table.begin_release(serial)) else { continue };
-            if let Err(error) = self.release_in(state, &entry, pass, cause) {
+            if let Err(error) = self.release_in(state, &entry, pass, details) {
                 tracing::warn!(%error, ptr = %entry.ptr, "the external allocator failed to free a block");
             }
         }
     }
 
-    fn release_in(&self, state: &DeviceState, entry: &TableEntry, pass: &mut Pass, cause: &Cause) -> Result<()> {
+    fn release_in(
+        &self,
+        state: &DeviceState,
+        entry: &TableEntry,
+        pass: &mut Pass,
+        details: &EntryDetails,
+    ) -> Result<()> {
         let stay_pending = |error: Option<Error>| {
             if let Some(error) = error {
                 tracing::warn!(%error, ptr = %entry.ptr, "a freed block could not be released; it is retried");
@@ -97,7 +103,7 @@ impl<S: Source> UncachedAllocator<S> {
         if !S::STREAM_ORDERED {
             // Out of the table first: from the call on the address may be allocated again, and a panic of the source
             // leaves nothing half done.
-            self.complete(state, entry, cause);
+            self.complete(state, entry, details);
             return free();
         }
         match free() {
@@ -110,12 +116,12 @@ impl<S: Source> UncachedAllocator<S> {
             Err(error) => return stay_pending(Some(error)),
             Ok(()) => {}
         }
-        self.complete(state, entry, cause);
+        self.complete(state, entry, details);
         Ok(())
     }
 
-    fn complete(&self, state: &DeviceState, entry: &TableEntry, cause: &Cause) {
-        self.with(state, |table| table.complete_free(entry.serial, cause));
+    fn complete(&self, state: &DeviceState, entry: &TableEntry, details: &EntryDetails) {
+        self.with(state, |table| table.complete_free(entry.serial, details));
         state.pools.remove_block(entry.pool);
     }
 
@@ -162,8 +168,8 @@ impl<S: Source> UncachedAllocator<S> {
         Ok(Decision::Release(state.ledger.raw_stream(joined, self.driver())?.0))
     }
 
-    /// In the capture that allocated the block the free is a node, behind all uses. The block's own stream waits for the
-    /// others: a stream of the allocator could not be joined into the capture before it ends.
+    /// In the capture that allocated the block the free is a node, behind all uses. The block's own stream waits for
+    /// the others: a stream of the allocator could not be joined into the capture before it ends.
     fn decide_in_capture(
         &self,
         entry: &TableEntry,

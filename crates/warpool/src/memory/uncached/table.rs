@@ -8,8 +8,8 @@ use std::collections::BTreeMap;
 use rustc_hash::FxHashMap;
 use warpool_driver::{CaptureId, DeviceId, DevicePtr, StreamId};
 
-use crate::memory::history::StackNumbers;
-use crate::memory::journal::{Cause, Journal};
+use crate::memory::report::StackIds;
+use crate::memory::report::{EntryDetails, HistoryRecorder};
 use crate::memory::stream_fence::StreamUses;
 use crate::memory::{
     Action, Allocation, BlockInfo, BlockState, HistoryEntry, HistoryOptions, MemPoolId, SegmentInfo, SegmentKind,
@@ -76,7 +76,7 @@ pub(super) struct AllocationTable {
     /// Driver handles and devices of streams; a cache, cleared when full.
     stream_handles: FxHashMap<StreamId, (u64, DeviceId)>,
     stats: Stats,
-    journal: Journal,
+    recorder: HistoryRecorder,
 }
 
 impl AllocationTable {
@@ -91,7 +91,7 @@ impl AllocationTable {
             captured_bytes: 0,
             stream_handles: FxHashMap::default(),
             stats: Stats { max_split_size: -1, ..Stats::default() },
-            journal: Journal::default(),
+            recorder: HistoryRecorder::default(),
         }
     }
 
@@ -122,20 +122,20 @@ impl AllocationTable {
     }
 
     /// Adds an allocated block. Fills in its serial and stack.
-    pub(super) fn insert(&mut self, mut entry: TableEntry, cause: &Cause) -> Allocation {
+    pub(super) fn insert(&mut self, mut entry: TableEntry, details: &EntryDetails) -> Allocation {
         self.last_serial += 1;
         entry.serial = self.last_serial;
-        entry.stack.clone_from(&cause.stack);
+        entry.stack.clone_from(&details.stack);
         if let Some(stale) = self.live.get(&entry.ptr.0) {
             // Its capture was discarded, and the source reuses the address.
             assert!(stale.capture.is_some(), "{} was allocated twice", entry.ptr);
-            let stale = self.begin_free(entry.ptr, 0, true, cause).expect("it is in the table");
-            self.complete_free(stale.serial, cause);
+            let stale = self.begin_free(entry.ptr, 0, true, details).expect("it is in the table");
+            self.complete_free(stale.serial, details);
         }
         let allocation = self.allocation(&entry);
         let (kind, bytes, requested, pool) = (entry.kind(), entry.bytes, entry.requested, entry.pool);
-        self.record_block(Action::SegmentAlloc, bytes, &entry, cause);
-        self.record_block(Action::Alloc, requested, &entry, cause);
+        self.record_block(Action::SegmentAlloc, bytes, &entry, details);
+        self.record_block(Action::Alloc, requested, &entry, details);
         if entry.capture.is_some() {
             self.captured_bytes += bytes;
         }
@@ -185,14 +185,14 @@ impl AllocationTable {
         ptr: DevicePtr,
         serial: u64,
         releasing: bool,
-        cause: &Cause,
+        details: &EntryDetails,
     ) -> Result<TableEntry> {
         let matches = self.live.get(&ptr.0).is_some_and(|entry| serial == 0 || entry.serial == serial);
         let entry = if matches { self.live.remove(&ptr.0) } else { None };
         let entry = entry.ok_or(Error::UnknownPointer { ptr })?;
         self.stats.allocation.decrease(entry.kind(), 1);
         self.stats.allocated_bytes.decrease(entry.kind(), entry.bytes);
-        self.record_block(Action::FreeRequested, entry.requested, &entry, cause);
+        self.record_block(Action::FreeRequested, entry.requested, &entry, details);
         self.pending.insert(entry.serial, PendingFree { entry: entry.clone(), uses: None, releasing });
         self.idle_pending += usize::from(!releasing);
         Ok(entry)
@@ -242,12 +242,12 @@ impl AllocationTable {
     }
 
     /// Second half of a free: the source has the block, or is about to.
-    pub(super) fn complete_free(&mut self, serial: u64, cause: &Cause) {
+    pub(super) fn complete_free(&mut self, serial: u64, details: &EntryDetails) {
         let pending = self.pending.remove(&serial).expect("a block that is being released is pending");
         assert!(pending.releasing, "block {serial} is not being released");
         let entry = pending.entry;
-        self.record_block(Action::FreeCompleted, entry.requested, &entry, cause);
-        self.record_block(Action::SegmentFree, entry.bytes, &entry, cause);
+        self.record_block(Action::FreeCompleted, entry.requested, &entry, details);
+        self.record_block(Action::SegmentFree, entry.bytes, &entry, details);
         if entry.capture.is_some() {
             self.captured_bytes -= entry.bytes;
         }
@@ -277,9 +277,16 @@ impl AllocationTable {
         self.stats.num_sync_all_streams += 1;
     }
 
-    pub(super) fn record_oom(&mut self, bytes_free: u64, size: u64, stream_raw: u64, pool: MemPoolId, cause: &Cause) {
+    pub(super) fn record_oom(
+        &mut self,
+        bytes_free: u64,
+        size: u64,
+        stream_raw: u64,
+        pool: MemPoolId,
+        details: &EntryDetails,
+    ) {
         self.stats.num_ooms += 1;
-        self.journal.record(Action::Oom, bytes_free, size, stream_raw, pool, cause);
+        self.recorder.record(Action::Oom, bytes_free, size, stream_raw, pool, details);
     }
 
     pub(super) fn reset_peak_stats(&mut self) {
@@ -329,12 +336,12 @@ impl AllocationTable {
     }
 
     pub(super) fn set_history(&mut self, options: Option<HistoryOptions>) {
-        self.journal.history.set(options);
+        self.recorder.history.set(options);
     }
 
     /// The entries that trackers have not seen.
     pub(super) fn take_untracked(&mut self) -> Vec<HistoryEntry> {
-        self.journal.take_news()
+        self.recorder.take_unreported()
     }
 
     /// Adds the device's history, if wanted, and its segments to a snapshot: the blocks of `only` (of all pools if
@@ -342,17 +349,17 @@ impl AllocationTable {
     pub(super) fn add_to(
         &mut self,
         snapshot: &mut Snapshot,
-        stacks: &mut StackNumbers,
+        stacks: &mut StackIds,
         (only, traces): (Option<MemPoolId>, bool),
         unused: u64,
-        cause: &Cause,
+        details: &EntryDetails,
     ) {
-        let trace = if traces { self.journal.history.copy_to(snapshot, stacks) } else { Vec::new() };
+        let trace = if traces { self.recorder.history.copy_to(snapshot, stacks) } else { Vec::new() };
         snapshot.traces.push(trace);
         let segments = self.segment_infos(only, unused, snapshot, stacks);
         snapshot.segments.extend(segments);
         // Visible from the next snapshot on.
-        self.journal.record(Action::Snapshot, 0, self.active_bytes(), 0, MemPoolId::DEFAULT, cause);
+        self.recorder.record(Action::Snapshot, 0, self.active_bytes(), 0, MemPoolId::DEFAULT, details);
     }
 
     fn segment_infos(
@@ -360,7 +367,7 @@ impl AllocationTable {
         only: Option<MemPoolId>,
         unused: u64,
         snapshot: &mut Snapshot,
-        stacks: &mut StackNumbers,
+        stacks: &mut StackIds,
     ) -> Vec<SegmentInfo> {
         let live = self.live.values().map(|entry| (entry, BlockState::ActiveAllocated));
         let pending = self.pending.values().map(|pending| (&pending.entry, BlockState::ActivePendingFree));
@@ -369,7 +376,7 @@ impl AllocationTable {
         blocks.sort_by_key(|(entry, _)| entry.serial);
         let mut infos: Vec<SegmentInfo> = Vec::with_capacity(blocks.len() + 1);
         for (entry, state) in blocks {
-            let stack = entry.stack.as_ref().map(|stack| stacks.number(snapshot, stack));
+            let stack = entry.stack.as_ref().map(|stack| stacks.id(snapshot, stack));
             let mut info = self.segment_info(entry.ptr.0, entry.bytes, entry.kind(), state);
             (info.stream, info.pool) = (entry.stream_raw, entry.pool);
             info.allocated_size = if state == BlockState::ActiveAllocated { entry.bytes } else { 0 };
@@ -404,7 +411,7 @@ impl AllocationTable {
         }
     }
 
-    fn record_block(&mut self, action: Action, size: u64, entry: &TableEntry, cause: &Cause) {
-        self.journal.record(action, entry.ptr.0, size, entry.stream_raw, entry.pool, cause);
+    fn record_block(&mut self, action: Action, size: u64, entry: &TableEntry, details: &EntryDetails) {
+        self.recorder.record(action, entry.ptr.0, size, entry.stream_raw, entry.pool, details);
     }
 }

@@ -12,7 +12,7 @@ use warpool::driver::{
 use warpool::generator::Generator;
 use warpool::graph::{Graph, GraphOptions};
 use warpool::memory::{
-    Allocate as _, Block, CachingAllocator, DeviceAllocator, HostAllocator, MemPoolId, PinnedSettings, Settings,
+    Allocate as _, CachingAllocator, DeviceAllocator, DeviceBlock, HostAllocator, MemPoolId, PinnedSettings, Settings,
 };
 use warpool::{Device, Error, Instance, Result, Stream, StreamLease};
 
@@ -116,7 +116,7 @@ impl Lab {
     }
 
     /// Memory with `value` in its first words.
-    pub fn get(&self, bytes: u64, value: u32, stream: &Stream) -> Result<Block> {
+    pub fn get(&self, bytes: u64, value: u32, stream: &Stream) -> Result<DeviceBlock> {
         let block = self.any.allocate(bytes, stream)?;
         self.fill(block.ptr(), value, stream)?;
         Ok(block)

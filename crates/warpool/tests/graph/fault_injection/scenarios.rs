@@ -9,7 +9,7 @@ use warpool::graph::{
     Call, Callable, CaptureOptions, Flag, Graph, GraphOptions, GraphedCallable, GraphedOptions, Input,
 };
 use warpool::handle::{Cublas, Cusolver, HandlePool};
-use warpool::memory::{Allocate as _, Block, MemPool, PoolOptions};
+use warpool::memory::{Allocate as _, DeviceBlock, MemPool, PoolOptions};
 use warpool::{Error, Result};
 
 use super::lab::{Lab, WORDS};
@@ -141,8 +141,8 @@ fn products(lab: &Lab, graph: &mut Graph) -> Result<()> {
     let bits = |value: f32| value.to_bits();
     let [a, b] = [lab.get(BYTES, bits(2.0), &lab.one)?, lab.get(BYTES, bits(3.0), &lab.one)?];
     let results = [lab.get(BYTES, 0, &lab.one)?, lab.get(BYTES, 0, &lab.one)?];
-    let product = |to: &Block| {
-        let matrix = |block: &Block| BlasMatrix { ptr: block.ptr(), stride: 2, transposed: false };
+    let product = |to: &DeviceBlock| {
+        let matrix = |block: &DeviceBlock| BlasMatrix { ptr: block.ptr(), stride: 2, transposed: false };
         Sgemm { m: 2, n: 2, k: 2, alpha: 1.0, a: matrix(&a), b: matrix(&b), beta: 1.0, c: matrix(to) }
     };
     graph.capture(&lab.one, CaptureOptions::default(), |capture| {
@@ -324,7 +324,7 @@ impl Callable for Double<'_> {
         vec![BYTES * shape]
     }
 
-    fn run(&self, call: &Call<'_, u64>) -> Result<Vec<Block>> {
+    fn run(&self, call: &Call<'_, u64>) -> Result<Vec<DeviceBlock>> {
         let (lab, from) = (self.0, call.inputs()[0].ptr);
         let scratch = call.allocator().allocate(MIB, call.stream())?;
         lab.fill(scratch.ptr(), 0, call.stream())?;

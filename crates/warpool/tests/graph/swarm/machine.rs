@@ -9,7 +9,7 @@ use warpool::driver::{
     Address, BlasMatrix, Copies as _, DeviceId, DevicePtr, FunctionId, KernelArg, Kernels as _, Pattern, Sgemm,
 };
 use warpool::generator::Generator;
-use warpool::memory::{Allocate as _, Block, CachingAllocator, DeviceAllocator, MemPoolId, Settings};
+use warpool::memory::{Allocate as _, CachingAllocator, DeviceAllocator, DeviceBlock, MemPoolId, Settings};
 use warpool::{Device, Instance, Result, Stream, StreamLease};
 
 use super::draw::STREAMS;
@@ -30,7 +30,7 @@ pub struct Machine {
     pub allocator: Arc<dyn DeviceAllocator>,
     pub blas: Blas,
     pub generators: Vec<Generator>,
-    pub outside: Vec<Arc<Block>>,
+    pub outside: Vec<Arc<DeviceBlock>>,
     /// The default stream, and others.
     pub streams: Vec<Stream>,
     pub kernels: Kernels,

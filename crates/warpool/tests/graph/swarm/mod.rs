@@ -28,7 +28,7 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use warpool::driver::DevicePtr;
-use warpool::memory::{Allocate as _, Block};
+use warpool::memory::{Allocate as _, DeviceBlock};
 
 use crate::common::rng::seeds;
 use failing_program::FailingProgram;
@@ -104,7 +104,7 @@ fn run(seed: u64, tally: &mut Tally) {
 }
 
 /// Memory for what sections leave to later ones, where no graph has it.
-fn left_by(program: &Program, machine: &Machine) -> BTreeMap<usize, Block> {
+fn left_by(program: &Program, machine: &Machine) -> BTreeMap<usize, DeviceBlock> {
     fn leaves(ops: &[Op], found: &mut Vec<usize>) {
         for op in ops {
             match op {
@@ -119,7 +119,7 @@ fn left_by(program: &Program, machine: &Machine) -> BTreeMap<usize, Block> {
     found.into_iter().map(|section| (section, machine.allocator.allocate(64, &machine.streams[0]).unwrap())).collect()
 }
 
-fn do_plainly(machine: &Machine, program: &Program, left: &BTreeMap<usize, Block>, step: &Step) {
+fn do_plainly(machine: &Machine, program: &Program, left: &BTreeMap<usize, DeviceBlock>, step: &Step) {
     match step {
         Step::Run { section, stream } => {
             let left: BTreeMap<usize, DevicePtr> =

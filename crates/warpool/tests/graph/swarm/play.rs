@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 
 use warpool::driver::DevicePtr;
 use warpool::graph::{BufferKey, Capture, Flag, Fork, GraphArg};
-use warpool::memory::{Allocate as _, Block};
+use warpool::memory::{Allocate as _, DeviceBlock};
 use warpool::{Event, Stream};
 
 use super::machine::{Machine, fill};
@@ -22,7 +22,7 @@ pub struct Player<'m> {
     by_forks: bool,
     temps: BTreeMap<usize, Temp>,
     /// Blocks from before the capture, for temporaries that are to be moved into the graph.
-    brought: BTreeMap<usize, Block>,
+    brought: BTreeMap<usize, DeviceBlock>,
     events: BTreeMap<usize, Event>,
     /// Where `Left` variables are.
     left: BTreeMap<usize, DevicePtr>,
@@ -33,7 +33,7 @@ pub struct Player<'m> {
 }
 
 enum Temp {
-    Block(Block),
+    Block(DeviceBlock),
     Key(BufferKey),
 }
 
@@ -96,7 +96,7 @@ impl<'m> Player<'m> {
     }
 
     /// What is the program's own of a capture.
-    pub fn held(&mut self) -> Vec<Block> {
+    pub fn held(&mut self) -> Vec<DeviceBlock> {
         let block = |temp| match temp {
             Temp::Block(block) => Some(block),
             Temp::Key(_) => None,

@@ -9,7 +9,7 @@ use warpool::driver::sim::HazardKind;
 use warpool::driver::{CaptureMode, DevicePtr};
 use warpool::generator::Generator;
 use warpool::graph::{BufferKey, CaptureOptions, Graph, GraphOptions};
-use warpool::memory::{Block, MemPool, MemPoolId, PoolOptions};
+use warpool::memory::{DeviceBlock, MemPool, MemPoolId, PoolOptions};
 use warpool::{Error, Stream};
 
 use super::Tally;
@@ -29,7 +29,7 @@ pub struct Replayed<'m> {
     leaves: BTreeMap<usize, BufferKey>,
     /// The pools that are the program's own, by groups.
     pools: Vec<Option<MemPool>>,
-    held: Vec<Block>,
+    held: Vec<DeviceBlock>,
     rng: Rng,
 }
 

@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use warpool::driver::{CaptureMode, DevicePtr};
 use warpool::generator::{Generator, philox};
 use warpool::graph::{CaptureOptions, Graph, GraphOptions};
-use warpool::memory::{Allocate as _, Block, MemPoolId};
+use warpool::memory::{Allocate as _, DeviceBlock, MemPoolId};
 use warpool::{Result, StreamLease};
 
 use super::kernels::WORDS;
@@ -66,9 +66,9 @@ struct Captured {
     graph: Graph,
     /// Where its results are: numbers of the thread's own generator, then a product of those; numbers of the shared
     /// one.
-    own: Arc<Block>,
-    product: Arc<Block>,
-    others: Arc<Block>,
+    own: Arc<DeviceBlock>,
+    product: Arc<DeviceBlock>,
+    others: Arc<DeviceBlock>,
 }
 
 /// Captures, replays and looks, with a stream and a generator of its own, and one that all share.
@@ -208,7 +208,7 @@ fn poller(machine: &Machine, done: &AtomicBool) -> Result<()> {
 /// Allocates, uses on two streams, frees, multiplies and trims.
 fn renter(machine: &Machine, mut rng: Rng, done: &AtomicBool) -> Result<()> {
     let streams = [machine.device.lease_stream()?, machine.device.lease_stream()?];
-    let mut held: Vec<(Block, u32)> = Vec::new();
+    let mut held: Vec<(DeviceBlock, u32)> = Vec::new();
     let mut tag = 0;
     while !done.load(Ordering::Acquire) {
         let stream = &streams[rng.below(2)];

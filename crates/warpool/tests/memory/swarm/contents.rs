@@ -12,8 +12,8 @@ use warpool::driver::{
     CaptureMode, CaptureState, Captures as _, DeviceId, DevicePtr, GraphExecId, Graphs as _, InstantiateOptions,
 };
 use warpool::memory::{
-    Allocation, Block, CachingAllocator, DeviceAllocator, FreeBlockOrder, MemPoolId, PoolKeeper, PoolOptions,
-    PoolScope, Request, Route, Settings,
+    Allocation, CachingAllocator, DeviceAllocator, DeviceBlock, FreeBlockOrder, MemPoolId, PoolOptions, PoolScope,
+    PrivatePools, Request, Route, Settings,
 };
 use warpool::{Error, Stream};
 
@@ -35,7 +35,7 @@ struct Held {
 
 enum Owned {
     Raw(Allocation),
-    Block(Block),
+    Block(DeviceBlock),
 }
 
 impl Held {
@@ -191,7 +191,7 @@ impl Run<'_> {
         self.machine.stamp(given.ptr, bytes, tag, stream);
         let owned = match self.rng.below(2) {
             0 => Owned::Raw(given),
-            _ => Owned::Block(Block::from_raw(self.allocator.clone(), given)),
+            _ => Owned::Block(DeviceBlock::from_raw(self.allocator.clone(), given)),
         };
         Some(Held { owned, tag, stream: stream.clone(), read_elsewhere: false })
     }

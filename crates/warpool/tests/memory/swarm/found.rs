@@ -7,7 +7,7 @@ use warpool::driver::{
     CaptureMode, CaptureState, Captures as _, Copies as _, DeviceId, GraphExecId, Graphs as _, InstantiateOptions,
     Pattern,
 };
-use warpool::memory::{Allocate as _, CachingAllocator, DeviceAllocator, MemPoolId, PoolKeeper, Route, Settings};
+use warpool::memory::{Allocate as _, CachingAllocator, DeviceAllocator, MemPoolId, PrivatePools, Route, Settings};
 use warpool::{Instance, Stream, StreamLease};
 
 const ZERO: DeviceId = DeviceId(0);
@@ -37,7 +37,7 @@ impl Lab {
         self.leases[index].stream()
     }
 
-    fn fill(&self, block: &warpool::memory::Block, stream: &Stream) {
+    fn fill(&self, block: &warpool::memory::DeviceBlock, stream: &Stream) {
         self.sim.fill(block.ptr(), Pattern::U8(1), block.bytes(), stream.id()).unwrap();
     }
 

@@ -11,8 +11,8 @@ use warpool::driver::{
     CaptureMode, CaptureState, Captures as _, DeviceId, Graphs as _, StreamId, StreamOptions, Streams as _,
 };
 use warpool::memory::{
-    Allocation, Block, BlockState, CachingAllocator, DeviceAllocator, FreeBlockOrder, MemPoolId, PoolKeeper,
-    PoolOptions, Request, Reserve, Route, SegmentKind, Settings, SnapshotOptions,
+    Allocation, BlockState, CachingAllocator, DeviceAllocator, DeviceBlock, FreeBlockOrder, MemPoolId, PoolOptions,
+    PrivatePools, Request, Reserve, Route, SegmentKind, Settings, SnapshotOptions,
 };
 use warpool::{Error, Instance};
 
@@ -184,7 +184,7 @@ impl Run {
         match way {
             0 => self.allocator.free(given).unwrap(),
             1 => self.allocator.free_raw(given.ptr).unwrap(),
-            _ => drop(Block::from_raw(self.allocator.clone(), given)),
+            _ => drop(DeviceBlock::from_raw(self.allocator.clone(), given)),
         }
         self.model.free(given.ptr.0, way == 2);
     }

@@ -6,8 +6,8 @@ use std::sync::{Arc, Mutex};
 
 use warpool::driver::{CaptureMode, CaptureState, Captures as _, DeviceId, Graphs as _, InstantiateOptions};
 use warpool::memory::{
-    Allocate as _, Block, CachingAllocator, DeviceAllocator, MemPool, MemPoolId, PoolKeeper, PoolOptions, Route,
-    Settings,
+    Allocate as _, CachingAllocator, DeviceAllocator, DeviceBlock, MemPool, MemPoolId, PoolOptions, PrivatePools,
+    Route, Settings,
 };
 use warpool::{Error, Stream};
 
@@ -30,7 +30,7 @@ struct Counts {
 
 /// A block on its way from one thread to another.
 struct Parcel {
-    block: Block,
+    block: DeviceBlock,
     tag: u32,
     stream: Stream,
 }

@@ -22,7 +22,7 @@ use warpool::driver::{
 use warpool::graph::{CaptureOptions, Graph, GraphOptions};
 use warpool::memory::{
     Action, Allocate, Allocation, CachingAllocator, DeviceAllocator, ExternalAllocator, ExternalUpstream, FnAllocator,
-    Frame, HistoryOptions, MemPool, MemPoolId, OomCause, OomReport, PluggableAllocator, PoolKeeper, PoolOptions,
+    Frame, HistoryOptions, MemPool, MemPoolId, OomCause, OomReport, PluggableAllocator, PoolOptions, PrivatePools,
     Request, Route, Settings, SnapshotOptions, StackLevel, Stats,
 };
 use warpool::{Device, Error, Instance, Stream};

@@ -8,8 +8,8 @@ use crate::memory::{Allocation, Request, SizeRules, StackLevel};
 use crate::{Error, Result};
 
 impl CachingAllocator {
-    /// As [`allocate_raw`](crate::memory::DeviceAllocator::allocate_raw), but at `ptr`, which must be a multiple of 512.
-    /// The requested range must lie in one free block of the same stream and pool.
+    /// As [`allocate_raw`](crate::memory::DeviceAllocator::allocate_raw), but at `ptr`, which must be a multiple of
+    /// 512. The requested range must lie in one free block of the same stream and pool.
     pub fn allocate_at(&self, request: Request, ptr: DevicePtr) -> Result<Allocation> {
         let Request { device, stream, bytes, pool } = request;
         let refuse = |why| Err(Error::ExactAddress { ptr, bytes, why });
@@ -24,13 +24,13 @@ impl CachingAllocator {
             Some(pool) => pool,
             None => device.routed(stream)?,
         };
-        let cause = device.cause(StackLevel::State);
+        let details = device.entry_details(StackLevel::State);
         if !device.is_capturing(stream)? {
-            PendingFrees::new(device, &cause).process()?;
+            PendingFrees::new(device, &details).process()?;
         }
         let allocated = device.with(|state| {
             let request = state.request(pool, stream, bytes)?;
-            Ok::<_, Error>(state.allocate_at(&request, ptr.0, &cause))
+            Ok::<_, Error>(state.allocate_at(&request, ptr.0, &details))
         })?;
         match allocated {
             Some(allocation) => Ok(device.report_allocated(allocation)),

@@ -10,10 +10,10 @@ use crate::memory::caching::heap::BlockKey;
 use crate::memory::caching::pending::PendingFrees;
 use crate::memory::caching::state::{DeviceState, Search};
 use crate::memory::caching::{slow_path, source};
-use crate::memory::history::StackNumbers;
-use crate::memory::journal::Cause;
+use crate::memory::report::EntryDetails;
+use crate::memory::report::StackIds;
 use crate::memory::{
-    Allocation, DeviceAllocator, HistoryOptions, MemPoolId, Observers, PoolKeeper, Request, SizeRules, Snapshot,
+    Allocation, DeviceAllocator, HistoryOptions, MemPoolId, Observers, PrivatePools, Request, SizeRules, Snapshot,
     SnapshotOptions, StackLevel, Stat, Stats,
 };
 use crate::{Error, Instance, Result};
@@ -27,7 +27,7 @@ enum Freed {
 
 impl CachingDevice {
     /// Frees the block that `find` finds, if there is one.
-    fn free(&self, find: impl Fn(&DeviceState) -> Option<BlockKey>, cause: &Cause) -> Option<Freed> {
+    fn free(&self, find: impl Fn(&DeviceState) -> Option<BlockKey>, details: &EntryDetails) -> Option<Freed> {
         if self.shared().tracks_suballocations() {
             // Before another request can get it. Memory of a private pool may be a graph's, whose replays go on using
             // what its capture freed.
@@ -42,22 +42,22 @@ impl CachingDevice {
         }
         self.with(|state| {
             let block = find(state)?;
-            Some(if state.free(block, cause) { Freed::Pending(block) } else { Freed::Completed })
+            Some(if state.free(block, details) { Freed::Pending(block) } else { Freed::Completed })
         })
     }
 
     /// Frees the block that starts at `ptr`. Returns whether one does.
     fn free_at(&self, ptr: DevicePtr) -> bool {
-        let cause = self.cause(StackLevel::All);
-        let freed = self.free(|state| state.heap().allocated_at(ptr), &cause);
-        freed.map(|freed| self.start_pending(freed, &cause)).is_some()
+        let details = self.entry_details(StackLevel::All);
+        let freed = self.free(|state| state.heap().allocated_at(ptr), &details);
+        freed.map(|freed| self.start_pending(freed, &details)).is_some()
     }
 
     /// The block is freed whatever happens: what fails is retried by the next call, which also returns an error that
     /// persists.
-    fn start_pending(&self, freed: Freed, cause: &Cause) {
+    fn start_pending(&self, freed: Freed, details: &EntryDetails) {
         if let Freed::Pending(block) = freed
-            && let Err(error) = PendingFrees::new(self, cause).start(block)
+            && let Err(error) = PendingFrees::new(self, details).start(block)
         {
             tracing::warn!(%error, "no fence could be recorded for a freed block; it is retried");
         }
@@ -98,10 +98,10 @@ impl DeviceAllocator for CachingAllocator {
             Some(pool) => pool,
             None => device.routed(stream)?,
         };
-        let cause = device.cause(StackLevel::State);
+        let details = device.entry_details(StackLevel::State);
         let capturing = device.is_capturing(stream)?;
         if capturing {
-            PendingFrees::new(device, &cause).reuse_in_capture(stream)?;
+            PendingFrees::new(device, &details).reuse_in_capture(stream)?;
         }
         let mut process_pending = !capturing;
         loop {
@@ -109,17 +109,17 @@ impl DeviceAllocator for CachingAllocator {
                 if process_pending && state.has_pending() {
                     return Attempt::Pending;
                 }
-                let searched = state.search((pool, stream, bytes), capturing, &cause);
+                let searched = state.search((pool, stream, bytes), capturing, &details);
                 searched.map_or_else(Attempt::Refused, Attempt::Searched)
             });
             match attempt {
                 Attempt::Searched(Search::Found(allocation)) => return Ok(device.report_allocated(allocation)),
                 Attempt::Searched(Search::NotFound(request)) => {
-                    let outcome = slow_path::allocate(device, &request, capturing, &cause);
+                    let outcome = slow_path::allocate(device, &request, capturing, &details);
                     drop(device.with(|state| state.leave_pool(pool)));
                     return Ok(device.report_allocated(outcome?));
                 }
-                Attempt::Pending => PendingFrees::new(device, &cause).process()?,
+                Attempt::Pending => PendingFrees::new(device, &details).process()?,
                 Attempt::Refused(error) => {
                     // Another thread may have closed the scope since the request was routed: route it again.
                     let routed = if request.pool.is_none() { device.routed(stream)? } else { pool };
@@ -176,9 +176,9 @@ impl DeviceAllocator for CachingAllocator {
         if allocation.slot == 0 {
             return self.free_raw(allocation.ptr);
         }
-        let cause = device.cause(StackLevel::All);
-        let freed = device.free(|state| state.heap().allocated_in_slot(allocation.slot, allocation.ptr), &cause);
-        device.start_pending(freed.ok_or(Error::UnknownPointer { ptr: allocation.ptr })?, &cause);
+        let details = device.entry_details(StackLevel::All);
+        let freed = device.free(|state| state.heap().allocated_in_slot(allocation.slot, allocation.ptr), &details);
+        device.start_pending(freed.ok_or(Error::UnknownPointer { ptr: allocation.ptr })?, &details);
         Ok(())
     }
 
@@ -188,10 +188,10 @@ impl DeviceAllocator for CachingAllocator {
             self.bypass.free_later(allocation.ptr);
             return;
         }
-        let cause = device.cause(StackLevel::All);
-        let freed = device.free(|state| state.heap().allocated_in_slot(allocation.slot, allocation.ptr), &cause);
+        let details = device.entry_details(StackLevel::All);
+        let freed = device.free(|state| state.heap().allocated_in_slot(allocation.slot, allocation.ptr), &details);
         if let Some(Freed::Pending(block)) = freed {
-            PendingFrees::new(device, &cause).start_later(block);
+            PendingFrees::new(device, &details).start_later(block);
         }
     }
 
@@ -200,7 +200,7 @@ impl DeviceAllocator for CachingAllocator {
         if pool.is_default() {
             self.shared.observers().before_trim(device);
         }
-        let cause = caching_device.cause(StackLevel::All).timed(self.driver());
+        let details = caching_device.entry_details(StackLevel::All).timed(self.driver());
         self.bypass.free_pending(self.driver())?;
         let slow = caching_device.lock_slow();
         source::retry_failed_calls(&slow);
@@ -208,14 +208,14 @@ impl DeviceAllocator for CachingAllocator {
             let current = self.instance().device(device.0)?.current_stream_id()?;
             let capturing = slow.is_capturing(current)?;
             if !capturing {
-                PendingFrees::new(&slow, &cause).wait()?;
+                PendingFrees::new(&slow, &details).wait()?;
             }
-            return source::release_all(&slow, capturing, &cause);
+            return source::release_all(&slow, capturing, &details);
         }
         match slow.read(|state| state.pools().uses(pool)) {
             Ok(0) => {
-                PendingFrees::new(&slow, &cause).wait()?;
-                source::release_pool(&slow, pool, &cause)
+                PendingFrees::new(&slow, &details).wait()?;
+                source::release_pool(&slow, pool, &details)
             }
             // In use, or removed already with all that it had.
             Ok(_) | Err(Error::UnknownPool { .. }) => Ok(0),
@@ -261,10 +261,10 @@ impl DeviceAllocator for CachingAllocator {
 
     fn snapshot(&self, options: SnapshotOptions) -> Result<Snapshot> {
         let mut snapshot = Snapshot { settings: self.settings().recorded(), ..Snapshot::default() };
-        let mut stacks = StackNumbers::default();
+        let mut stacks = StackIds::default();
         for device in &self.devices {
-            let cause = device.cause(StackLevel::Alloc).timed(self.driver());
-            device.with(|state| state.add_to(&mut snapshot, &mut stacks, options, &cause));
+            let details = device.entry_details(StackLevel::Alloc).timed(self.driver());
+            device.with(|state| state.add_to(&mut snapshot, &mut stacks, options, &details));
         }
         Ok(snapshot)
     }
@@ -278,7 +278,7 @@ impl DeviceAllocator for CachingAllocator {
         self.shared.observers()
     }
 
-    fn pools(&self) -> Result<&dyn PoolKeeper> {
+    fn pools(&self) -> Result<&dyn PrivatePools> {
         Ok(self)
     }
 }

@@ -11,8 +11,8 @@ impl CachingAllocator {
     /// [`Error::UnknownPointer`](crate::Error::UnknownPointer) if none does.
     pub fn annotate(&self, ptr: DevicePtr, text: &str) -> Result<()> {
         let (device, _) = self.locate(ptr)?;
-        let cause = device.cause(StackLevel::Alloc).timed(self.driver());
+        let details = device.entry_details(StackLevel::Alloc).timed(self.driver());
         // An entry carries the metadata of the thread.
-        with_metadata(text, || device.with(|state| state.annotate(ptr, &cause)))
+        with_metadata(text, || device.with(|state| state.annotate(ptr, &details)))
     }
 }

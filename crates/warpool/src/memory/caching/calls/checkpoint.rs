@@ -9,7 +9,8 @@ use crate::memory::caching::{CachingAllocator, PoolCheckpoint, Restored};
 use crate::memory::{MemPoolId, StackLevel};
 
 impl CachingAllocator {
-    /// Records the allocated blocks of a pool. Fails if one of its blocks waits for streams, or if the pool is released.
+    /// Records the allocated blocks of a pool. Fails if one of its blocks waits for streams, or if the pool is
+    /// released.
     pub fn checkpoint(&self, device: DeviceId, pool: MemPoolId) -> Result<PoolCheckpoint> {
         self.device_without_pending(device)?.read(|state| state.checkpoint(pool))
     }
@@ -18,8 +19,8 @@ impl CachingAllocator {
     /// nothing, if some of that memory was released since.
     pub fn restore(&self, checkpoint: &PoolCheckpoint) -> Result<Restored> {
         let device = self.device_without_pending(checkpoint.device())?;
-        let cause = device.cause(StackLevel::State);
-        let restored = device.with(|state| state.restore(checkpoint, &cause))?;
+        let details = device.entry_details(StackLevel::State);
+        let restored = device.with(|state| state.restore(checkpoint, &details))?;
         for &allocation in &restored.allocated {
             device.report_allocated(allocation);
         }
@@ -29,7 +30,7 @@ impl CachingAllocator {
     /// The device, after pending frees have been processed.
     fn device_without_pending(&self, device: DeviceId) -> Result<&CachingDevice> {
         let device = self.device(device)?;
-        PendingFrees::new(device, &device.cause(StackLevel::All)).process()?;
+        PendingFrees::new(device, &device.entry_details(StackLevel::All)).process()?;
         Ok(device)
     }
 }

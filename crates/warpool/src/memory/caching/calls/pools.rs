@@ -1,4 +1,4 @@
-//! The calls of [`PoolKeeper`].
+//! The calls of [`PrivatePools`].
 
 use std::sync::atomic::Ordering;
 
@@ -6,11 +6,11 @@ use warpool_driver::{DeviceId, DevicePtr, StreamId};
 
 use crate::memory::caching::CachingAllocator;
 use crate::memory::caching::pending::PendingFrees;
-use crate::memory::{MemPoolId, PoolKeeper, PoolOptions, Route, StackLevel};
+use crate::memory::{MemPoolId, PoolOptions, PrivatePools, Route, StackLevel};
 use crate::{Error, Result};
 
 impl CachingAllocator {
-    /// As [`record_pool_use`](PoolKeeper::record_pool_use), of work on streams that are not known: replays that a
+    /// As [`record_pool_use`](PrivatePools::record_pool_use), of work on streams that are not known: replays that a
     /// framework makes by itself. Before the pool's memory returns to the driver, all work of the device is waited for;
     /// while a capture is active it does not return.
     pub fn record_pool_use_anywhere(&self, device: DeviceId, pool: MemPoolId) -> Result<()> {
@@ -23,7 +23,7 @@ impl CachingAllocator {
     }
 }
 
-impl PoolKeeper for CachingAllocator {
+impl PrivatePools for CachingAllocator {
     fn create_pool(&self, device: DeviceId, options: PoolOptions) -> Result<MemPoolId> {
         let user = self.next_user_pool.fetch_add(1, Ordering::Relaxed);
         self.create(device, MemPoolId { graph: 0, user }, options)
@@ -76,7 +76,7 @@ impl PoolKeeper for CachingAllocator {
         self.shared.capture_began();
         // Frees of earlier captures can be completed now, and not during this one: graphs that share a pool are
         // captured one after the other.
-        let outcome = PendingFrees::new(device, &device.cause(StackLevel::State)).process();
+        let outcome = PendingFrees::new(device, &device.entry_details(StackLevel::State)).process();
         if outcome.is_err() {
             self.shared.capture_ended();
         }

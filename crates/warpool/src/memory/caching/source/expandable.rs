@@ -1,7 +1,7 @@
 //! Expandable segments: one range of reserved addresses per stream and kind, with memory mapped chunk by chunk.
 //!
-//! Growing prefers the lowest hole; shrinking unmaps the whole chunks of free blocks. Blocks that a driver call works on
-//! are in transit: neighbours that become free meanwhile are merged at the end.
+//! Growing prefers the lowest hole; shrinking unmaps the whole chunks of free blocks. Blocks that a driver call works
+//! on are in transit: neighbours that become free meanwhile are merged at the end.
 
 use warpool_driver::{Access, DeviceAccess, DevicePtr, ErrorCode, PhysicalId, PhysicalOptions, StreamId};
 
@@ -11,18 +11,22 @@ use crate::memory::OomCause;
 use crate::memory::caching::device::SlowGuard;
 use crate::memory::caching::heap::{BlockKey, BlockRequest, Chunks, SegmentKey, Unmapped};
 use crate::memory::caching::pending::PendingFrees;
-use crate::memory::journal::Cause;
 use crate::memory::limit::share_of;
+use crate::memory::report::EntryDetails;
 use crate::memory::settings::Reserve;
 use crate::memory::stream_fence;
 
 /// Memory for a request in an expandable segment: in the lowest addresses with room, or in a new segment.
-pub(super) fn allocate(slow: &SlowGuard<'_>, request: &BlockRequest, cause: &Cause) -> Result<OrOom<BlockKey>> {
+pub(super) fn allocate(
+    slow: &SlowGuard<'_>,
+    request: &BlockRequest,
+    details: &EntryDetails,
+) -> Result<OrOom<BlockKey>> {
     retry_failed_calls(slow);
     let room = match slow.with(|state| state.take_room(request)) {
         Some(room) => room,
         None => {
-            if !reserve(slow, request, cause)? {
+            if !reserve(slow, request, details)? {
                 return Ok(Err(OomCause::Device));
             }
             slow.with(|state| state.take_room(request)).expect("a new segment has room")
@@ -38,12 +42,12 @@ pub(super) fn allocate(slow: &SlowGuard<'_>, request: &BlockRequest, cause: &Cau
         let Some(unmapped) = unmapped else {
             // What was free behind is allocated by now.
             abandon(slow, grown);
-            return allocate(slow, request, cause);
+            return allocate(slow, request, details);
         };
         match map(slow, &unmapped) {
             Ok(Ok(handles)) => {
                 (grown, next) = slow.with(|state| {
-                    let block = state.set_mapped(&unmapped, grown, &handles, cause);
+                    let block = state.set_mapped(&unmapped, grown, &handles, details);
                     (Some(block), state.heap().block(block).next())
                 });
             }
@@ -64,7 +68,7 @@ fn abandon(slow: &SlowGuard<'_>, grown: Option<BlockKey>) {
 }
 
 /// Reserves addresses for a new segment, all unmapped. Returns `false` if they would not suffice.
-fn reserve(slow: &SlowGuard<'_>, request: &BlockRequest, cause: &Cause) -> Result<bool> {
+fn reserve(slow: &SlowGuard<'_>, request: &BlockRequest, details: &EntryDetails) -> Result<bool> {
     let chunk = slow.read(|state| state.policy().sizes.chunk(request.kind)).next_multiple_of(slow.granularity);
     let bytes = bytes_to_reserve(slow, request.stream).max(1).next_multiple_of(chunk);
     if bytes < request.size {
@@ -76,7 +80,7 @@ fn reserve(slow: &SlowGuard<'_>, request: &BlockRequest, cause: &Cause) -> Resul
         Err(error) if error.code == ErrorCode::OutOfMemory => return Ok(false),
         Err(error) => return Err(error.into()),
     };
-    slow.with(|state| state.add_expandable(request, stream_raw, (base, bytes), chunk, cause));
+    slow.with(|state| state.add_expandable(request, stream_raw, (base, bytes), chunk, details));
     Ok(true)
 }
 
@@ -140,22 +144,22 @@ fn access(slow: &SlowGuard<'_>) -> Vec<DeviceAccess> {
 
 /// Releases the whole chunks inside a free block, if it still is one, once the work of its stream is done: unmapping
 /// does not wait for it. Nothing while a capture forbids to wait.
-pub(super) fn release_chunks(slow: &SlowGuard<'_>, block: BlockKey, cause: &Cause) -> Result<u64> {
+pub(super) fn release_chunks(slow: &SlowGuard<'_>, block: BlockKey, details: &EntryDetails) -> Result<u64> {
     let Some((chunks, stream)) = slow.with(|state| state.take_chunks(block)) else { return Ok(0) };
-    let unmapped = unmap(slow, &chunks, stream, cause);
+    let unmapped = unmap(slow, &chunks, stream, details);
     if !matches!(unmapped, Ok(true)) {
         slow.with(|state| state.put_mapped(block));
         return unmapped.map(|_| 0);
     }
-    let segment = slow.with(|state| state.set_unmapped(block, &chunks, cause));
+    let segment = slow.with(|state| state.set_unmapped(block, &chunks, details));
     release_physical(slow, chunks.handles);
     release_addresses(slow, segment)?;
     Ok(chunks.bytes)
 }
 
 /// Unmaps chunks once the work that `stream` holds now is done. Returns `false` if a capture forbids to wait for it.
-fn unmap(slow: &SlowGuard<'_>, chunks: &Chunks, stream: StreamId, cause: &Cause) -> Result<bool> {
-    let waited = stream_fence::wait_for_stream(&PendingFrees::new(slow, cause), stream)?;
+fn unmap(slow: &SlowGuard<'_>, chunks: &Chunks, stream: StreamId, details: &EntryDetails) -> Result<bool> {
+    let waited = stream_fence::wait_for_stream(&PendingFrees::new(slow, details), stream)?;
     if waited {
         let _safe = slow.capture_safe()?;
         slow.driver().vm_unmap(DevicePtr(chunks.ptr), chunks.bytes)?;

@@ -9,7 +9,7 @@ use super::device::SlowGuard;
 use super::heap::{BlockKey, BlockPoolKey, BlockRequest};
 use super::pending::PendingFrees;
 use crate::Result;
-use crate::memory::journal::Cause;
+use crate::memory::report::EntryDetails;
 use crate::memory::stream_fence;
 use crate::memory::{MemPoolId, OomCause};
 
@@ -18,14 +18,18 @@ pub(super) type OrOom<T> = std::result::Result<T, OomCause>;
 
 /// Allocates a segment for a request, or grows an expandable one. The block is in transit and at least as large as
 /// requested.
-pub(super) fn allocate(slow: &SlowGuard<'_>, request: &BlockRequest, cause: &Cause) -> Result<OrOom<BlockKey>> {
+pub(super) fn allocate(
+    slow: &SlowGuard<'_>,
+    request: &BlockRequest,
+    details: &EntryDetails,
+) -> Result<OrOom<BlockKey>> {
     if slow.read(|state| state.exceeds_limit(request)) {
         return Ok(Err(OomCause::Limit));
     }
     if request.expandable {
-        expandable::allocate(slow, request, cause)
+        expandable::allocate(slow, request, details)
     } else {
-        segments::allocate(slow, request, cause)
+        segments::allocate(slow, request, details)
     }
 }
 
@@ -53,14 +57,14 @@ impl Released {
 }
 
 /// Releases all that is free in a block pool: segments, and the chunks of expandable ones.
-fn release_block_pool(slow: &SlowGuard<'_>, block_pool: BlockPoolKey, cause: &Cause) -> Result<u64> {
+fn release_block_pool(slow: &SlowGuard<'_>, block_pool: BlockPoolKey, details: &EntryDetails) -> Result<u64> {
     let free = slow.read(|state| state.free_memory(block_pool));
     let mut released = Released::none();
     for block in free.blocks {
-        released.add(segments::release(slow, block, cause));
+        released.add(segments::release(slow, block, details));
     }
     for block in free.expandable {
-        released.add(expandable::release_chunks(slow, block, cause));
+        released.add(expandable::release_chunks(slow, block, details));
     }
     for segment in slow.read(|state| state.unmapped_segments(block_pool)) {
         released.add(expandable::release_addresses(slow, segment).map(|()| 0));
@@ -69,27 +73,27 @@ fn release_block_pool(slow: &SlowGuard<'_>, block_pool: BlockPoolKey, cause: &Ca
 }
 
 /// Releases all that is free in the default pool, unless `spare_default`, and in released pools.
-pub(super) fn release_all(slow: &SlowGuard<'_>, spare_default: bool, cause: &Cause) -> Result<u64> {
+pub(super) fn release_all(slow: &SlowGuard<'_>, spare_default: bool, details: &EntryDetails) -> Result<u64> {
     let mut released = Released::none();
     if !spare_default {
         let [small, large] = slow.read(|state| state.pools().default_block_pools());
-        released.add(release_block_pool(slow, large, cause));
-        released.add(release_block_pool(slow, small, cause));
+        released.add(release_block_pool(slow, large, details));
+        released.add(release_block_pool(slow, small, details));
     }
     for pool in slow.read(|state| state.pools().released()) {
-        released.add(release_pool(slow, pool, cause));
+        released.add(release_pool(slow, pool, details));
     }
     released.total()
 }
 
 /// Releases all that is free in a private pool, and removes it if that was all and it is released.
-pub(super) fn release_pool(slow: &SlowGuard<'_>, pool: MemPoolId, cause: &Cause) -> Result<u64> {
+pub(super) fn release_pool(slow: &SlowGuard<'_>, pool: MemPoolId, details: &EntryDetails) -> Result<u64> {
     let Ok([small, large]) = slow.with(|state| state.pools_mut().enter(pool)) else { return Ok(0) };
-    let released = wait_for_users(slow, pool, cause).and_then(|waited| {
+    let released = wait_for_users(slow, pool, details).and_then(|waited| {
         let mut released = Released::none();
         if waited {
-            released.add(release_block_pool(slow, small, cause));
-            released.add(release_block_pool(slow, large, cause));
+            released.add(release_block_pool(slow, small, details));
+            released.add(release_block_pool(slow, large, details));
         }
         released.total()
     });
@@ -100,7 +104,7 @@ pub(super) fn release_pool(slow: &SlowGuard<'_>, pool: MemPoolId, cause: &Cause)
 /// Waits for the work of the streams that use a pool's memory beside those that it was allocated for: replays of graphs
 /// that are gone. The driver's free waits for all work, but unmapping does not. Returns `false` if a capture forbids to
 /// wait.
-fn wait_for_users(slow: &SlowGuard<'_>, pool: MemPoolId, cause: &Cause) -> Result<bool> {
+fn wait_for_users(slow: &SlowGuard<'_>, pool: MemPoolId, details: &EntryDetails) -> Result<bool> {
     let (streams, anywhere) = slow.read(|state| state.pools().users(pool))?;
     if anywhere {
         // Only the device can be waited for, which would invalidate any capture.
@@ -111,7 +115,7 @@ fn wait_for_users(slow: &SlowGuard<'_>, pool: MemPoolId, cause: &Cause) -> Resul
         slow.with(|state| state.pools_mut().clear_use_anywhere(pool));
     }
     for stream in streams {
-        if !stream_fence::wait_for_stream(&PendingFrees::new(slow, cause), stream)? {
+        if !stream_fence::wait_for_stream(&PendingFrees::new(slow, details), stream)? {
             return Ok(false);
         }
     }
@@ -120,27 +124,27 @@ fn wait_for_users(slow: &SlowGuard<'_>, pool: MemPoolId, cause: &Cause) -> Resul
 
 /// With a split limit, releases free oversize segments of the request's stream: one that is large enough, or else the
 /// largest ones until they sum up. Returns whether that may suffice.
-pub(super) fn release_oversize(slow: &SlowGuard<'_>, request: &BlockRequest, cause: &Cause) -> Result<bool> {
+pub(super) fn release_oversize(slow: &SlowGuard<'_>, request: &BlockRequest, details: &EntryDetails) -> Result<bool> {
     let (needed, candidates) = slow.read(|state| state.oversize_segments(request));
     let mut released = 0;
     for block in candidates {
         if released >= needed {
             break;
         }
-        released += segments::release(slow, block, cause)?;
+        released += segments::release(slow, block, details)?;
     }
     Ok(needed > 0 && released >= needed)
 }
 
 /// Above the threshold, releases free large segments of the default pool that were not used for long: those at least as
 /// old as the average, until enough is released. Waits only for what the driver's free waits for.
-pub(super) fn collect_garbage(slow: &SlowGuard<'_>, cause: &Cause) -> Result<()> {
+pub(super) fn collect_garbage(slow: &SlowGuard<'_>, details: &EntryDetails) -> Result<()> {
     let excess = slow.read(|state| state.garbage());
     let mut released = 0;
     while released < excess {
         let before = released;
         for block in slow.read(|state| state.old_segments()) {
-            released += segments::release(slow, block, cause)?;
+            released += segments::release(slow, block, details)?;
         }
         if released == before {
             break;

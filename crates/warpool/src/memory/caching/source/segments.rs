@@ -9,10 +9,14 @@ use crate::Result;
 use crate::memory::OomCause;
 use crate::memory::caching::device::SlowGuard;
 use crate::memory::caching::heap::{BlockKey, BlockRequest, SegmentSource};
-use crate::memory::journal::Cause;
+use crate::memory::report::EntryDetails;
 
 /// Allocates a segment for a request.
-pub(super) fn allocate(slow: &SlowGuard<'_>, request: &BlockRequest, cause: &Cause) -> Result<OrOom<BlockKey>> {
+pub(super) fn allocate(
+    slow: &SlowGuard<'_>,
+    request: &BlockRequest,
+    details: &EntryDetails,
+) -> Result<OrOom<BlockKey>> {
     let upstream = slow.read(|state| state.pools().upstream(request.pool))?;
     let stream_raw = slow.stream_raw(request.stream)?;
     let (ptr, source) = match upstream {
@@ -32,11 +36,11 @@ pub(super) fn allocate(slow: &SlowGuard<'_>, request: &BlockRequest, cause: &Cau
             }
         }
     };
-    Ok(Ok(slow.with(|state| state.add_segment(request, stream_raw, ptr, source, cause))))
+    Ok(Ok(slow.with(|state| state.add_segment(request, stream_raw, ptr, source, details))))
 }
 
 /// Returns a free segment to its source, if the block still is one. Returns its bytes. On failure it stays.
-pub(super) fn release(slow: &SlowGuard<'_>, block: BlockKey, cause: &Cause) -> Result<u64> {
+pub(super) fn release(slow: &SlowGuard<'_>, block: BlockKey, details: &EntryDetails) -> Result<u64> {
     let Some(segment) = slow.with(|state| state.take_segment(block)) else { return Ok(0) };
     let (ptr, bytes) = (segment.ptr, segment.bytes);
     let outcome = match segment.upstream {
@@ -44,7 +48,7 @@ pub(super) fn release(slow: &SlowGuard<'_>, block: BlockKey, cause: &Cause) -> R
         None => slow.capture_safe().and_then(|_safe| Ok(slow.driver().mem_free(ptr)?)),
     };
     let source = slow.with(|state| match outcome {
-        Ok(()) => Some(state.remove_segment(block, cause)),
+        Ok(()) => Some(state.remove_segment(block, details)),
         Err(_) => {
             state.put_segment_back(block);
             None

@@ -8,7 +8,7 @@ use warpool_driver::{DeviceId, DevicePtr, StreamId};
 
 use super::DeviceState;
 use crate::memory::caching::heap::{Block, BlockKey, BlockStatus};
-use crate::memory::journal::Cause;
+use crate::memory::report::EntryDetails;
 use crate::memory::stream_fence::StreamUses;
 use crate::memory::{Allocation, MemPoolId};
 use crate::{Error, Result};
@@ -79,12 +79,12 @@ impl DeviceState {
     }
 
     /// Frees what is allocated in the pool, and allocates what the checkpoint recorded.
-    pub(crate) fn restore(&mut self, checkpoint: &PoolCheckpoint, cause: &Cause) -> Result<Restored> {
+    pub(crate) fn restore(&mut self, checkpoint: &PoolCheckpoint, details: &EntryDetails) -> Result<Restored> {
         self.check_checkpointable(checkpoint.pool)?;
         self.check_room_for(checkpoint)?;
-        let mut freed = self.free_pool(checkpoint.pool, cause);
+        let mut freed = self.free_pool(checkpoint.pool, details);
         freed.sort_unstable();
-        Ok(Restored { freed, allocated: self.allocate_saved(checkpoint, cause) })
+        Ok(Restored { freed, allocated: self.allocate_saved(checkpoint, details) })
     }
 
     fn check_checkpointable(&self, pool: MemPoolId) -> Result<()> {
@@ -129,7 +129,7 @@ impl DeviceState {
         Ok(())
     }
 
-    fn free_pool(&mut self, pool: MemPoolId, cause: &Cause) -> Vec<DevicePtr> {
+    fn free_pool(&mut self, pool: MemPoolId, details: &EntryDetails) -> Vec<DevicePtr> {
         let allocated: Vec<(BlockKey, DevicePtr)> = self
             .heap
             .blocks_in(pool)
@@ -137,15 +137,15 @@ impl DeviceState {
             .map(|(key, block)| (key, DevicePtr(block.ptr())))
             .collect();
         for &(block, _) in &allocated {
-            self.request_free(block, cause);
+            self.request_free(block, details);
             self.heap.clear_extra(block);
-            self.complete_free(block, cause);
+            self.complete_free(block, details);
         }
         allocated.into_iter().map(|(_, ptr)| ptr).collect()
     }
 
     /// Splits the saved blocks out of free memory, both by address: the rest of a block that is split keeps its key.
-    fn allocate_saved(&mut self, checkpoint: &PoolCheckpoint, cause: &Cause) -> Vec<Allocation> {
+    fn allocate_saved(&mut self, checkpoint: &PoolCheckpoint, details: &EntryDetails) -> Vec<Allocation> {
         let mut free: Vec<(u64, BlockKey)> = self
             .heap
             .blocks_in(checkpoint.pool)
@@ -156,19 +156,19 @@ impl DeviceState {
         let around = |saved: &SavedBlock| free[..free.partition_point(|&(ptr, _)| ptr <= saved.ptr)].last();
         let allocate = |saved: &SavedBlock| {
             let &(_, block) = around(saved).expect("room was checked, and all of the pool is free");
-            self.allocate_saved_block(block, saved, cause)
+            self.allocate_saved_block(block, saved, details)
         };
         checkpoint.blocks.iter().map(allocate).collect()
     }
 
     /// Splits a saved block out of the free one around it, whatever the size rules say.
-    fn allocate_saved_block(&mut self, free: BlockKey, saved: &SavedBlock, cause: &Cause) -> Allocation {
+    fn allocate_saved_block(&mut self, free: BlockKey, saved: &SavedBlock, details: &EntryDetails) -> Allocation {
         let around = self.heap.block(free);
         assert!(around.ptr() <= saved.ptr && saved.end() <= around.end(), "room for {:#x} was checked", saved.ptr);
         let stream = self.heap.stream_of(free);
         self.take_free_from(free, saved.ptr);
         let taken = self.heap.split(free, saved.size);
-        let allocation = self.allocate_taken(&taken, saved.requested, stream, cause);
+        let allocation = self.allocate_taken(&taken, saved.requested, stream, details);
         if !saved.uses.is_empty() {
             *self.heap.uses_mut(taken.block) = StreamUses::of(saved.uses.clone());
         }

@@ -86,8 +86,8 @@ impl Counters {
         }
     }
 
-    /// The front of a block of `whole` bytes that is about to be allocated became a free block; both count as free parts
-    /// of their segment until then.
+    /// The front of a block of `whole` bytes that is about to be allocated became a free block; both count as free
+    /// parts of their segment until then.
     pub(crate) fn front_freed(&mut self, block: &Block, was_split: bool, whole: u64) {
         if block.is_expandable() {
             return;

@@ -9,7 +9,7 @@ use warpool_driver::{NodeId, StreamId};
 
 use super::DeviceState;
 use crate::memory::caching::heap::BlockKey;
-use crate::memory::journal::Cause;
+use crate::memory::report::EntryDetails;
 
 /// A deferred free.
 pub(super) struct Deferred {
@@ -50,7 +50,12 @@ impl DeviceState {
     }
 
     /// Completes the frees of blocks of `stream` whose uses are all among the nodes `done`.
-    pub(crate) fn complete_captured_frees(&mut self, stream: StreamId, done: &FxHashSet<NodeId>, cause: &Cause) {
+    pub(crate) fn complete_captured_frees(
+        &mut self,
+        stream: StreamId,
+        done: &FxHashSet<NodeId>,
+        details: &EntryDetails,
+    ) {
         let deferred = std::mem::take(&mut self.deferred);
         let is_done = |entry: &Deferred| {
             self.is_captured_free(entry, stream) && entry.last_nodes.iter().all(|node| done.contains(node))
@@ -60,7 +65,7 @@ impl DeviceState {
         for entry in reusable {
             self.heap.set_deferred(entry.block, false);
             self.heap.clear_extra(entry.block);
-            self.complete_free(entry.block, cause);
+            self.complete_free(entry.block, details);
         }
     }
 

@@ -18,8 +18,8 @@ pub(super) use self::policy::Policy;
 use self::pools::{Pool, Pools};
 use self::segments::DriverRetries;
 use super::heap::{BlockKey, BlockRequest, BlockStatus, Heap, SegmentKey, Taken};
-use crate::memory::history::HistoryOptions;
-use crate::memory::journal::{Cause, Journal};
+use crate::memory::HistoryOptions;
+use crate::memory::report::{EntryDetails, HistoryRecorder};
 use crate::memory::stream_fence::{Fence, StreamFences, StreamUses};
 use crate::memory::{Action, Allocation, HistoryEntry, MemPoolId, OomCause, OomReport, PoolOptions, SizeRules, Stats};
 use crate::{Error, Result};
@@ -34,7 +34,7 @@ pub(super) struct DeviceState {
     /// Blocks whose frees wait for the end of a capture.
     deferred: Vec<Deferred>,
     counters: Counters,
-    journal: Journal,
+    recorder: HistoryRecorder,
     retries: DriverRetries,
 }
 
@@ -56,7 +56,7 @@ impl DeviceState {
             deferred: Vec::new(),
             counters: Counters::new(policy.max_split_stat()),
             policy,
-            journal: Journal::default(),
+            recorder: HistoryRecorder::default(),
             retries: DriverRetries::default(),
         }
     }
@@ -126,13 +126,13 @@ impl DeviceState {
         &mut self,
         (pool, stream, requested): (MemPoolId, StreamId, u64),
         capturing: bool,
-        cause: &Cause,
+        details: &EntryDetails,
     ) -> Result<Search> {
         let request = self.request(pool, stream, requested)?;
         if capturing {
             self.pools.record_capture(pool);
         }
-        if let Some(allocation) = self.allocate_cached(&request, cause) {
+        if let Some(allocation) = self.allocate_cached(&request, details) {
             return Ok(Search::Found(allocation));
         }
         self.pools.enter(pool)?;
@@ -140,36 +140,50 @@ impl DeviceState {
     }
 
     /// Allocates the best free block for a request.
-    pub(super) fn allocate_cached(&mut self, request: &BlockRequest, cause: &Cause) -> Option<Allocation> {
+    pub(super) fn allocate_cached(&mut self, request: &BlockRequest, details: &EntryDetails) -> Option<Allocation> {
         if self.policy.collects_garbage() {
             self.heap.count_search(request.block_pool);
         }
         let taken = self.heap.take_best_fit(request, &self.policy.sizes)?;
-        Some(self.allocate_taken(&taken, request.requested, request.stream, cause))
+        Some(self.allocate_taken(&taken, request.requested, request.stream, details))
     }
 
     /// Allocates a free block of a pool that lends its memory to the default pool.
-    pub(super) fn allocate_from_pools_for_oom(&mut self, request: &BlockRequest, cause: &Cause) -> Option<Allocation> {
+    pub(super) fn allocate_from_pools_for_oom(
+        &mut self,
+        request: &BlockRequest,
+        details: &EntryDetails,
+    ) -> Option<Allocation> {
         self.pools.for_oom().into_iter().find_map(|pool| {
             let request = self.request(pool, request.stream, request.requested).ok()?;
-            self.allocate_cached(&request, cause)
+            self.allocate_cached(&request, details)
         })
     }
 
     /// Allocates a block in transit that is at least as large as requested; what it does not need becomes free.
-    pub(super) fn allocate_block(&mut self, block: BlockKey, request: &BlockRequest, cause: &Cause) -> Allocation {
+    pub(super) fn allocate_block(
+        &mut self,
+        block: BlockKey,
+        request: &BlockRequest,
+        details: &EntryDetails,
+    ) -> Allocation {
         let taken = self.heap.split_for(block, request, &self.policy.sizes);
-        self.allocate_taken(&taken, request.requested, request.stream, cause)
+        self.allocate_taken(&taken, request.requested, request.stream, details)
     }
 
     /// Allocates at `ptr`, in a free block that contains all of the request.
-    pub(super) fn allocate_at(&mut self, request: &BlockRequest, ptr: u64, cause: &Cause) -> Option<Allocation> {
+    pub(super) fn allocate_at(
+        &mut self,
+        request: &BlockRequest,
+        ptr: u64,
+        details: &EntryDetails,
+    ) -> Option<Allocation> {
         let mut candidates = self.heap.free_blocks_from(request.block_pool, request.stream, request.size);
         let end = ptr.saturating_add(request.size);
         let (found, _) = candidates.find(|(_, block)| block.ptr() <= ptr && end <= block.end())?;
         drop(candidates);
         self.take_free_from(found, ptr);
-        Some(self.allocate_block(found, request, cause))
+        Some(self.allocate_block(found, request, details))
     }
 
     /// Takes a free block; what of it lies before `ptr` becomes a free block of its own.
@@ -182,12 +196,18 @@ impl DeviceState {
         }
     }
 
-    fn allocate_taken(&mut self, taken: &Taken, requested: u64, stream: StreamId, cause: &Cause) -> Allocation {
+    fn allocate_taken(
+        &mut self,
+        taken: &Taken,
+        requested: u64,
+        stream: StreamId,
+        details: &EntryDetails,
+    ) -> Allocation {
         self.counters.taken(taken, self.heap.block(taken.block));
-        let block = self.heap.set_allocated(taken.block, requested, cause.stack.as_ref());
+        let block = self.heap.set_allocated(taken.block, requested, details.stack.as_ref());
         let (ptr, size, segment, kind) = (block.ptr(), block.size(), block.segment(), block.kind());
         self.counters.block_allocated(kind, size, requested, self.policy.sizes.is_oversize(size));
-        self.record(Action::Alloc, ptr, requested, segment, cause);
+        self.record(Action::Alloc, ptr, requested, segment, details);
         Allocation {
             ptr: DevicePtr(ptr),
             bytes: size,
@@ -215,29 +235,29 @@ impl DeviceState {
 /// Freeing.
 impl DeviceState {
     /// Frees an allocated block. Returns whether other streams may still use it: its free is pending then.
-    pub(super) fn free(&mut self, block: BlockKey, cause: &Cause) -> bool {
-        self.request_free(block, cause);
+    pub(super) fn free(&mut self, block: BlockKey, details: &EntryDetails) -> bool {
+        self.request_free(block, details);
         let in_use = self.heap.block(block).has_uses();
         if !in_use {
-            self.complete_free(block, cause);
+            self.complete_free(block, details);
         }
         in_use
     }
 
-    fn request_free(&mut self, block: BlockKey, cause: &Cause) {
+    fn request_free(&mut self, block: BlockKey, details: &EntryDetails) {
         let block = self.heap.set_pending_free(block);
         let (ptr, size, requested, segment) = (block.ptr(), block.size(), block.requested(), block.segment());
         self.counters.free_requested(block.kind(), size, self.policy.sizes.is_oversize(size));
-        self.record(Action::FreeRequested, ptr, requested, segment, cause);
+        self.record(Action::FreeRequested, ptr, requested, segment, details);
     }
 
     /// A pending free is completed: no stream uses the block any more, and it is merged with its free neighbours.
-    fn complete_free(&mut self, key: BlockKey, cause: &Cause) {
+    fn complete_free(&mut self, key: BlockKey, details: &EntryDetails) {
         let block = self.heap.block(key);
         assert!(block.status() == BlockStatus::PendingFree && !block.has_uses(), "a block in use cannot become free");
         let (ptr, size, requested, segment) = (block.ptr(), block.size(), block.requested(), block.segment());
         self.heap.clear_extra(key);
-        self.record(Action::FreeCompleted, ptr, requested, segment, cause);
+        self.record(Action::FreeCompleted, ptr, requested, segment, details);
         let merged = self.heap.merge_and_free(key);
         self.counters.free_completed(size, requested, merged, self.heap.block(key));
     }
@@ -273,20 +293,20 @@ impl DeviceState {
     }
 
     /// These fences have passed.
-    pub(super) fn complete_fences(&mut self, passed: &[Fence], cause: &Cause) {
+    pub(super) fn complete_fences(&mut self, passed: &[Fence], details: &EntryDetails) {
         for fence in passed {
             if let Some(block) = self.fences.pop(fence) {
                 self.heap.uses_mut(block).fence_passed();
-                self.reclaim_if_clear(block, cause);
+                self.reclaim_if_clear(block, details);
             }
         }
     }
 
     /// Completes a pending free if no stream may still use the block.
-    pub(super) fn reclaim_if_clear(&mut self, key: BlockKey, cause: &Cause) {
+    pub(super) fn reclaim_if_clear(&mut self, key: BlockKey, details: &EntryDetails) {
         let pending = self.heap.get(key).is_some_and(|block| block.status() == BlockStatus::PendingFree);
         if pending && self.heap.uses_mut(key).take_reclaimable() {
-            self.complete_free(key, cause);
+            self.complete_free(key, details);
         }
     }
 }
@@ -332,37 +352,37 @@ impl DeviceState {
 /// History and reports.
 impl DeviceState {
     /// Writes an entry about a segment's memory into the history, and for trackers.
-    fn record(&mut self, action: Action, addr: u64, size: u64, segment: SegmentKey, cause: &Cause) {
-        if !self.journal.is_open(cause) {
+    fn record(&mut self, action: Action, addr: u64, size: u64, segment: SegmentKey, details: &EntryDetails) {
+        if !self.recorder.is_on(details) {
             return;
         }
         let (stream, pool) = {
             let stream_blocks = self.heap.stream_blocks_of(segment);
             (stream_blocks.stream_raw(), self.heap.block_pool(stream_blocks.block_pool()).pool())
         };
-        self.journal.record(action, addr, size, stream, pool, cause);
+        self.recorder.record(action, addr, size, stream, pool, details);
     }
 
     /// Writes the program's name for an allocated block into the history.
-    pub(super) fn annotate(&mut self, ptr: DevicePtr, cause: &Cause) -> Result<()> {
+    pub(super) fn annotate(&mut self, ptr: DevicePtr, details: &EntryDetails) -> Result<()> {
         let block = self.heap.allocated_at(ptr).ok_or(Error::UnknownPointer { ptr })?;
         let (requested, segment) = (self.heap.block(block).requested(), self.heap.block(block).segment());
-        self.record(Action::Annotate, ptr.0, requested, segment, cause);
+        self.record(Action::Annotate, ptr.0, requested, segment, details);
         Ok(())
     }
 
     pub(super) fn set_history(&mut self, options: Option<HistoryOptions>) {
-        self.journal.history.set(options);
+        self.recorder.history.set(options);
     }
 
     /// Whether trackers have entries to see.
     #[inline]
     pub(super) fn has_unreported(&self) -> bool {
-        self.journal.has_news()
+        self.recorder.has_unreported()
     }
 
     pub(super) fn take_unreported(&mut self) -> Vec<HistoryEntry> {
-        self.journal.take_news()
+        self.recorder.take_unreported()
     }
 
     /// Counts a request that failed, and reports the memory that there is.
@@ -372,13 +392,13 @@ impl DeviceState {
         why: OomCause,
         stream_raw: u64,
         bytes_free: u64,
-        cause: &Cause,
+        details: &EntryDetails,
     ) -> OomReport {
         if why == OomCause::Rejected {
             self.counters.oom_rejection();
         } else {
             self.counters.oom();
-            self.journal.record(Action::Oom, bytes_free, request.size, stream_raw, request.pool, cause);
+            self.recorder.record(Action::Oom, bytes_free, request.size, stream_raw, request.pool, details);
         }
         let stats = self.counters.stats();
         let mut report = OomReport {

@@ -8,7 +8,7 @@ use super::DeviceState;
 use crate::memory::caching::heap::{
     BlockKey, BlockPoolKey, BlockRequest, Chunks, ExpandableSegment, Room, SegmentKey, SegmentSource, Unmapped,
 };
-use crate::memory::journal::Cause;
+use crate::memory::report::EntryDetails;
 use crate::memory::{Action, OomCause, SegmentKind, Upstream};
 
 /// Driver calls that failed and are to be retried.
@@ -65,13 +65,13 @@ impl DeviceState {
         stream_raw: u64,
         ptr: DevicePtr,
         source: SegmentSource,
-        cause: &Cause,
+        details: &EntryDetails,
     ) -> BlockKey {
         let (stream, range) = ((request.stream, stream_raw), (ptr.0, request.segment));
-        let block = self.heap.add_segment(request.block_pool, stream, range, source, cause.stack.clone());
+        let block = self.heap.add_segment(request.block_pool, stream, range, source, details.stack.clone());
         let oversize = self.policy.sizes.is_oversize(request.segment);
         self.counters.segment_allocated(self.heap.block_pool(request.block_pool), request.segment, oversize);
-        self.record(Action::SegmentAlloc, ptr.0, request.segment, self.heap.block(block).segment(), cause);
+        self.record(Action::SegmentAlloc, ptr.0, request.segment, self.heap.block(block).segment(), details);
         block
     }
 
@@ -95,10 +95,10 @@ impl DeviceState {
 
     /// Removes a segment that was returned. Its source is to be dropped without the lock: an upstream's destructor may
     /// drop blocks.
-    pub(crate) fn remove_segment(&mut self, block: BlockKey, cause: &Cause) -> SegmentSource {
+    pub(crate) fn remove_segment(&mut self, block: BlockKey, details: &EntryDetails) -> SegmentSource {
         let entry = self.heap.block(block);
         let (ptr, bytes, segment) = (entry.ptr(), entry.size(), entry.segment());
-        self.record(Action::SegmentFree, ptr, bytes, segment, cause);
+        self.record(Action::SegmentFree, ptr, bytes, segment, details);
         let oversize = self.policy.sizes.is_oversize(bytes);
         self.counters.segment_freed(self.heap.block_pool_of(segment), bytes, oversize);
         self.heap.remove_segment(block)
@@ -154,11 +154,11 @@ impl DeviceState {
         stream_raw: u64,
         (ptr, bytes): (DevicePtr, u64),
         chunk: u64,
-        cause: &Cause,
+        details: &EntryDetails,
     ) {
         let source = SegmentSource::Expandable(ExpandableSegment::new(ptr.0, chunk));
         let stream = (request.stream, stream_raw);
-        let block = self.heap.add_segment(request.block_pool, stream, (ptr.0, bytes), source, cause.stack.clone());
+        let block = self.heap.add_segment(request.block_pool, stream, (ptr.0, bytes), source, details.stack.clone());
         self.heap.put_unmapped(block);
     }
 
@@ -185,12 +185,12 @@ impl DeviceState {
         unmapped: &Unmapped,
         grown: Option<BlockKey>,
         handles: &[PhysicalId],
-        cause: &Cause,
+        details: &EntryDetails,
     ) -> BlockKey {
         let segment = self.heap.block(unmapped.block).segment();
         let block = self.heap.set_mapped(unmapped.block, grown, handles);
         self.counters.reserved(self.heap.block_pool_of(segment), unmapped.bytes);
-        self.record(Action::SegmentMap, unmapped.ptr, unmapped.bytes, segment, cause);
+        self.record(Action::SegmentMap, unmapped.ptr, unmapped.bytes, segment, details);
         block
     }
 
@@ -201,11 +201,11 @@ impl DeviceState {
     }
 
     /// Chunks were unmapped. Returns their segment.
-    pub(crate) fn set_unmapped(&mut self, block: BlockKey, chunks: &Chunks, cause: &Cause) -> SegmentKey {
+    pub(crate) fn set_unmapped(&mut self, block: BlockKey, chunks: &Chunks, details: &EntryDetails) -> SegmentKey {
         let segment = self.heap.block(block).segment();
         self.heap.set_unmapped(block, chunks.ptr, chunks.bytes);
         self.counters.released(self.heap.block_pool_of(segment), chunks.bytes);
-        self.record(Action::SegmentUnmap, chunks.ptr, chunks.bytes, segment, cause);
+        self.record(Action::SegmentUnmap, chunks.ptr, chunks.bytes, segment, details);
         segment
     }
 

@@ -2,8 +2,8 @@
 
 use super::DeviceState;
 use crate::memory::caching::heap::{Block, BlockStatus, Segment, SegmentKey};
-use crate::memory::history::StackNumbers;
-use crate::memory::journal::Cause;
+use crate::memory::report::EntryDetails;
+use crate::memory::report::StackIds;
 use crate::memory::{Action, BlockInfo, BlockState, MemPoolId, SegmentInfo, Snapshot, SnapshotOptions, StackId};
 
 impl DeviceState {
@@ -11,11 +11,11 @@ impl DeviceState {
     pub(crate) fn add_to(
         &mut self,
         snapshot: &mut Snapshot,
-        stacks: &mut StackNumbers,
+        stacks: &mut StackIds,
         options: SnapshotOptions,
-        cause: &Cause,
+        details: &EntryDetails,
     ) {
-        let trace = if options.traces { self.journal.history.copy_to(snapshot, stacks) } else { Vec::new() };
+        let trace = if options.traces { self.recorder.history.copy_to(snapshot, stacks) } else { Vec::new() };
         snapshot.traces.push(trace);
         let mut segments = Vec::new();
         for (key, segment) in self.heap.segments() {
@@ -27,7 +27,7 @@ impl DeviceState {
         snapshot.segments.extend(segments);
         // In the next snapshot's history only: this one's was copied before.
         let active = self.counters.stats().active_bytes.all.current;
-        self.journal.record(Action::Snapshot, 0, active, 0, MemPoolId::DEFAULT, cause);
+        self.recorder.record(Action::Snapshot, 0, active, 0, MemPoolId::DEFAULT, details);
     }
 
     fn add_segment_infos(
@@ -36,10 +36,10 @@ impl DeviceState {
         segment: &Segment,
         infos: &mut Vec<SegmentInfo>,
         snapshot: &mut Snapshot,
-        stacks: &mut StackNumbers,
+        stacks: &mut StackIds,
     ) {
         let block_pool = self.heap.block_pool_of(key);
-        let stack = segment.stack().map(|stack| stacks.number(snapshot, stack));
+        let stack = segment.stack().map(|stack| stacks.id(snapshot, stack));
         let mut open: Option<SegmentInfo> = None;
         for (_, block) in self.heap.blocks_of(segment) {
             if block.status() == BlockStatus::Unmapped {
@@ -60,7 +60,7 @@ impl DeviceState {
                 stack,
                 blocks: Vec::new(),
             });
-            let stack = block.stack().map(|stack| stacks.number(snapshot, stack));
+            let stack = block.stack().map(|stack| stacks.id(snapshot, stack));
             add_block(info, block, stack);
         }
         infos.extend(open);

@@ -1,31 +1,32 @@
-//! The counters of an allocator, by PyTorch's names.
+//! The statistics of an allocator, by PyTorch's names.
 //!
-//! `allocation` and `allocated_bytes` count what callers have; `active` counts also what waits for events; `segment`
-//! and `reserved_bytes` what is held from the driver; `inactive_split` the free parts of segments that are in use.
+//! `allocation` and `allocated_bytes` count allocated blocks; `active` counts pending frees too; `segment` and
+//! `reserved_bytes` count memory from the driver; `inactive_split` counts free parts of segments that are in use.
 
 use std::collections::BTreeMap;
 use std::sync::Mutex;
 
 use warpool_driver::DeviceId;
 
-use super::{MemPoolId, SegmentKind};
+use super::SegmentKind;
 use crate::lock;
+use crate::memory::MemPoolId;
 
-/// A number that goes up and down.
+/// A statistic with its peak.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Stat {
-    /// Now.
+    /// The current value.
     pub current: u64,
-    /// The most that it was.
+    /// The highest value.
     pub peak: u64,
-    /// All that was ever added.
+    /// The sum of all increases.
     pub allocated: u64,
-    /// All that was ever taken away.
+    /// The sum of all decreases.
     pub freed: u64,
 }
 
 impl Stat {
-    /// Adds.
+    /// Adds `by`.
     #[inline]
     pub fn increase(&mut self, by: u64) {
         self.current += by;
@@ -33,49 +34,50 @@ impl Stat {
         self.peak = self.peak.max(self.current);
     }
 
-    /// Takes away.
+    /// Subtracts `by`.
     ///
     /// # Panics
-    /// If there is less than that: a counter that goes below zero hides a bug.
+    /// If the current value is lower.
     #[inline]
     pub fn decrease(&mut self, by: u64) {
-        assert!(self.current >= by, "a counter of {} cannot lose {by}", self.current);
+        assert!(self.current >= by, "a statistic of {} cannot decrease by {by}", self.current);
         self.current -= by;
         self.freed += by;
     }
 
-    /// Forgets the past: the peak is now.
+    /// Sets the peak to the current value.
     pub fn reset_peak(&mut self) {
         self.peak = self.current;
     }
 
-    /// Forgets what was added and taken away.
+    /// Sets the sums of increases and decreases to 0.
     pub fn reset_accumulated(&mut self) {
         self.allocated = 0;
         self.freed = 0;
     }
 }
 
-/// A number for all requests, for small ones, and for large ones. The peak of all is not the sum of the peaks.
+/// A statistic of all blocks, of those of small pools, and of those of large pools. The peak of all is not the sum of
+/// the peaks.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct StatByKind {
-    /// All of them.
+    /// Both.
     pub all: Stat,
-    /// Those of small pools.
+    /// Small pools.
     pub small_pool: Stat,
-    /// Those of large pools.
+    /// Large pools.
     pub large_pool: Stat,
 }
 
 impl StatByKind {
-    /// Adds to that kind, and to all.
+    /// Adds `by` to that kind and to all.
     #[inline]
     pub fn increase(&mut self, kind: SegmentKind, by: u64) {
         self.all.increase(by);
         self.of_mut(kind).increase(by);
     }
 
-    /// Takes away from that kind, and from all.
+    /// Subtracts `by` from that kind and from all.
     #[inline]
     pub fn decrease(&mut self, kind: SegmentKind, by: u64) {
         self.all.decrease(by);
@@ -101,60 +103,60 @@ impl StatByKind {
     }
 }
 
-/// The counters of one device.
+/// The statistics of one device.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Stats {
-    /// Blocks that callers have.
+    /// Allocated blocks.
     pub allocation: StatByKind,
-    /// Segments held from the driver. Expandable ones do not count.
+    /// Segments. Expandable ones do not count.
     pub segment: StatByKind,
-    /// Blocks that callers have, or that wait for events.
+    /// Allocated blocks and pending frees.
     pub active: StatByKind,
     /// Free blocks of segments that are partly in use. Those of expandable segments do not count.
     pub inactive_split: StatByKind,
-    /// Bytes that callers have.
+    /// Bytes of allocated blocks.
     pub allocated_bytes: StatByKind,
-    /// Bytes held from the driver.
+    /// Bytes allocated from the driver.
     pub reserved_bytes: StatByKind,
-    /// Bytes that callers have, or that wait for events.
+    /// Bytes of allocated blocks and of pending frees.
     pub active_bytes: StatByKind,
     /// Bytes of the blocks that `inactive_split` counts.
     pub inactive_split_bytes: StatByKind,
-    /// What was asked for, before rounding, of the active blocks.
+    /// Requested bytes, before rounding, of the active blocks.
     pub requested_bytes: StatByKind,
-    /// Blocks of at least `max_split_size`.
+    /// Allocated blocks of at least `max_split_size`.
     pub oversize_allocations: Stat,
     /// Segments of at least `max_split_size`.
     pub oversize_segments: Stat,
-    /// How often everything cached was given back to try once more.
+    /// How often all cached memory was released to retry a request.
     pub num_alloc_retries: u64,
-    /// How often a request failed for lack of memory.
+    /// How often a request ran out of memory.
     pub num_ooms: u64,
-    /// How often the allocator waited for all pending events.
+    /// How often the allocator waited for all pending frees.
     pub num_sync_all_streams: u64,
-    /// How often memory came from the driver.
+    /// How often memory was allocated from the driver.
     pub num_device_alloc: u64,
-    /// How often memory went back to the driver.
+    /// How often memory was returned to the driver.
     pub num_device_free: u64,
-    /// How often a request was refused before the driver was asked.
+    /// How often a request was rejected before the driver was called.
     pub num_oom_rejections: u64,
     /// The size from which blocks are not split; -1 is none.
     pub max_split_size: i64,
-    /// Bytes held from the driver by each private pool that ever was. As in PyTorch, an entry outlives its pool: what
-    /// the pool had at most can still be read.
+    /// Bytes reserved by each private pool that ever existed. As in PyTorch, an entry outlives its pool, so that its
+    /// peak can still be read.
     pub reserved_bytes_by_private_pools: BTreeMap<MemPoolId, StatByKind>,
-    /// Bytes that libraries work with ([`blas`](crate::blas)). They are among the allocated ones too. PyTorch has no
-    /// such counter.
+    /// Bytes of workspaces of libraries ([`blas`](crate::blas)). They are allocated ones too. PyTorch has no such
+    /// statistic.
     pub workspace_bytes: Stat,
 }
 
 impl Stats {
-    /// Makes every peak what is now.
+    /// Sets every peak to its current value.
     pub fn reset_peak(&mut self) {
         self.each(Stat::reset_peak);
     }
 
-    /// Zeroes what was ever added and taken away, and the plain counters.
+    /// Sets the sums of increases and decreases, and the plain counters, to 0.
     pub fn reset_accumulated(&mut self) {
         self.each(Stat::reset_accumulated);
         for counter in [
@@ -169,8 +171,8 @@ impl Stats {
         }
     }
 
-    /// Every counter by the name that `torch.cuda.memory_stats` gives it, such as `allocated_bytes.all.peak`, in their
-    /// order there, and no others.
+    /// Every statistic of `torch.cuda.memory_stats`, by its name there, such as `allocated_bytes.all.peak`, and in its
+    /// order.
     #[must_use]
     pub fn flattened(&self) -> Vec<(String, i64)> {
         let mut flat = Vec::new();
@@ -240,11 +242,11 @@ impl Stats {
     }
 }
 
-/// Counts what libraries work with, by device.
+/// The workspaces of libraries, by device.
 #[derive(Debug, Default)]
-pub(crate) struct WorkspaceMeter(Mutex<BTreeMap<DeviceId, Stat>>);
+pub(crate) struct WorkspaceStats(Mutex<BTreeMap<DeviceId, Stat>>);
 
-impl WorkspaceMeter {
+impl WorkspaceStats {
     pub(crate) fn read(&self, device: DeviceId) -> Stat {
         lock(&self.0).get(&device).copied().unwrap_or_default()
     }

@@ -1,49 +1,49 @@
 //! A snapshot as plain data: segments, their blocks, and the history, in the terms of PyTorch's snapshot files.
 //!
-//! Allocators make one, `warpool-trace` reads and writes files of it. Nothing here is live, and nothing is computed.
-//! Texts and call stacks are kept once and named by number: a history repeats the same few over and over.
+//! Allocators fill it in; `warpool-trace` reads and writes it as a file. Texts and call stacks are stored once and
+//! referred to by id: a history repeats the same few many times.
 
 use std::sync::Arc;
 
-use super::MemPoolId;
+use crate::memory::MemPoolId;
 
-/// The state of allocators at one moment, with what led to it.
+/// The state of allocators at one moment, with their history.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Snapshot {
-    /// Memory that is held from the driver, by device and address.
+    /// Reserved memory, by device and address.
     pub segments: Vec<SegmentInfo>,
-    /// What happened, oldest first, one list per device.
+    /// The history, oldest first, one list per device.
     pub traces: Vec<Vec<TraceEntry>>,
-    /// The settings that the allocator had.
+    /// The allocator's settings.
     pub settings: RecordedSettings,
-    /// Scopes that the program named, with their times.
+    /// Regions that the program named, with their times.
     pub annotations: Vec<Annotation>,
-    /// Pinned host memory; `None` if whoever took the snapshot does not know of it.
+    /// Pinned host memory; `None` if unknown.
     pub host_segments: Option<Vec<SegmentInfo>>,
-    /// What happened to pinned host memory; `None` if unknown.
+    /// The history of pinned host memory; `None` if unknown.
     pub host_traces: Option<Vec<TraceEntry>>,
-    /// The texts that entries name.
+    /// The texts that entries refer to.
     pub texts: Texts,
-    /// The call stacks that entries, blocks and segments name.
+    /// The call stacks that entries, blocks and segments refer to.
     pub stacks: Vec<Arc<[Frame]>>,
 }
 
-/// A stretch of memory that was obtained as one; of expandable segments, one stretch without holes.
+/// A segment; of an expandable one, a mapped range without holes.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SegmentInfo {
-    /// Whose memory; -1 is the host's.
+    /// The device; -1 is the host.
     pub device: i32,
-    /// Where it starts.
+    /// Its first address.
     pub address: u64,
-    /// How long it is.
+    /// Its size.
     pub total_size: u64,
-    /// Bytes in blocks that somebody has.
+    /// Bytes of allocated blocks.
     pub allocated_size: u64,
-    /// The same, with blocks that wait for events.
+    /// Bytes of allocated blocks and of pending frees.
     pub active_size: u64,
-    /// What was asked for, of the active blocks.
+    /// Requested bytes of the active blocks.
     pub requested_size: u64,
-    /// The stream that its blocks are for, by the driver's handle.
+    /// The stream that it was allocated for, by the driver's handle.
     pub stream: u64,
     /// Whether it serves large or small requests.
     pub kind: SegmentKind,
@@ -51,13 +51,13 @@ pub struct SegmentInfo {
     pub pool: MemPoolId,
     /// Whether it is a part of an expandable segment.
     pub is_expandable: bool,
-    /// Who asked for it.
+    /// The call stack of the request that it was allocated for.
     pub stack: Option<StackId>,
-    /// What it is cut into, by address, without gaps.
+    /// Its blocks, by address, without gaps.
     pub blocks: Vec<BlockInfo>,
 }
 
-/// Which requests a segment serves.
+/// The requests that a segment serves.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum SegmentKind {
     /// Up to 1 MiB.
@@ -80,26 +80,26 @@ impl SegmentKind {
 /// A block of a segment.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BlockInfo {
-    /// Where it starts.
+    /// Its first address.
     pub address: u64,
-    /// How long it is.
+    /// Its size.
     pub size: u64,
-    /// What was asked for; of an inactive block, what was asked for the last time.
+    /// The requested size; of an inactive block, that of its last allocation.
     pub requested_size: u64,
-    /// Who has it.
+    /// Its state.
     pub state: BlockState,
-    /// Who asked for it.
+    /// The call stack of its allocation.
     pub stack: Option<StackId>,
 }
 
-/// Who has a block.
+/// The state of a block, as PyTorch's snapshots tell them apart.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum BlockState {
-    /// Somebody.
+    /// Allocated.
     ActiveAllocated,
-    /// Nobody, but streams may still use it.
+    /// Freed; streams may still use it.
     ActivePendingFree,
-    /// Nobody.
+    /// Free.
     Inactive,
 }
 
@@ -118,33 +118,33 @@ impl BlockState {
     }
 }
 
-/// One thing that happened.
+/// An entry of the history.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TraceEntry {
-    /// What.
+    /// What happened.
     pub action: Action,
-    /// Where; of an [`Action::Oom`], the bytes that the device had free.
+    /// The address; of an [`Action::Oom`], the bytes that were free on the device.
     pub addr: u64,
-    /// How many bytes: of blocks what was asked for, of segments what they take.
+    /// The size in bytes: of blocks the requested one, of segments the whole.
     pub size: u64,
-    /// For which stream, by the driver's handle.
+    /// The stream, by the driver's handle.
     pub stream: u64,
-    /// When, in microseconds.
+    /// The time, in microseconds.
     pub time_us: i64,
-    /// In which pool; `None` if the recording does not say (PyTorch 2.11 does not).
+    /// The pool; `None` in recordings without it (PyTorch 2.11 records none).
     pub pool: Option<MemPoolId>,
-    /// The compiled region that it happened in.
+    /// The compiled region of the program.
     pub compile_context: Option<TextId>,
-    /// What the program wanted written beside it.
+    /// The metadata that the program had set.
     pub user_metadata: Option<TextId>,
-    /// Who asked for it.
+    /// The call stack.
     pub stack: Option<StackId>,
-    /// Who asked for it in the forward pass, where it happened in the backward pass.
+    /// The call stack of the forward pass, for entries of the backward pass.
     pub forward_stack: Option<StackId>,
 }
 
 impl TraceEntry {
-    /// An entry with nothing but numbers.
+    /// An entry without texts and stacks.
     #[must_use]
     pub const fn new(action: Action, addr: u64, size: u64, stream: u64, time_us: i64) -> Self {
         Self {
@@ -162,27 +162,27 @@ impl TraceEntry {
     }
 }
 
-/// What can happen.
+/// What an entry is about.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[repr(u8)]
 pub enum Action {
-    /// A block was given out.
+    /// A block was allocated.
     Alloc,
-    /// Its owner gave it back.
+    /// A block was freed.
     FreeRequested,
-    /// All streams were done with it.
+    /// No stream uses a freed block any more.
     FreeCompleted,
-    /// A segment was obtained from the driver.
+    /// A segment was allocated from the driver.
     SegmentAlloc,
-    /// A segment was given back to the driver.
+    /// A segment was returned to the driver.
     SegmentFree,
-    /// An expandable segment grew.
+    /// A part of an expandable segment was mapped.
     SegmentMap,
-    /// An expandable segment lost a part.
+    /// A part of an expandable segment was unmapped.
     SegmentUnmap,
     /// A snapshot was taken.
     Snapshot,
-    /// A request could not be met.
+    /// A request ran out of memory.
     Oom,
     /// The program named a block.
     Annotate,
@@ -220,89 +220,89 @@ impl Action {
         }
     }
 
-    /// The one of that name.
+    /// The action of that name.
     #[must_use]
     pub fn from_name(name: &str) -> Option<Self> {
         Self::ALL.into_iter().find(|action| action.name() == name)
     }
 }
 
-/// A scope that the program named: where it starts or ends.
+/// The start or the end of a region that the program named.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Annotation {
     /// Its name.
     pub name: String,
     /// `START` or `END`.
     pub stage: String,
-    /// On which device.
+    /// The device.
     pub device: i64,
-    /// When, in microseconds.
+    /// The time, in microseconds.
     pub time_us: i64,
 }
 
-/// One line of a call stack.
+/// A frame of a call stack.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Frame {
     /// The function.
     pub name: String,
     /// Its file.
     pub filename: String,
-    /// The line in it.
+    /// The line.
     pub line: u64,
 }
 
-/// A call stack of a [`Snapshot`], by its place in [`Snapshot::stacks`].
+/// A call stack of a [`Snapshot`]: an index into [`Snapshot::stacks`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct StackId(pub u32);
 
-/// A text of a [`Snapshot`], by its place in [`Snapshot::texts`].
+/// A text of a [`Snapshot`], of [`Snapshot::texts`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct TextId(pub u32);
 
-/// Texts, each once, in the order in which they came.
+/// Texts, each once, in the order in which they were added.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Texts {
     list: Vec<Arc<str>>,
-    places: std::collections::BTreeMap<Arc<str>, TextId>,
+    ids: std::collections::BTreeMap<Arc<str>, TextId>,
 }
 
 impl Texts {
-    /// The number of a text; a new one if it is new.
+    /// The id of a text, which is added if it is new.
     pub fn intern(&mut self, text: &str) -> TextId {
-        if let Some(&id) = self.places.get(text) {
+        if let Some(&id) = self.ids.get(text) {
             return id;
         }
         let id = TextId(u32::try_from(self.list.len()).expect("fewer than 2^32 different texts"));
         let text: Arc<str> = text.into();
         self.list.push(Arc::clone(&text));
-        self.places.insert(text, id);
+        self.ids.insert(text, id);
         id
     }
 
-    /// The text of that number.
+    /// The text with that id.
     ///
     /// # Panics
-    /// If the number is not one of its own.
+    /// If the id is not one of its own.
     #[must_use]
     pub fn get(&self, id: TextId) -> &str {
         &self.list[id.0 as usize]
     }
 }
 
-/// The settings as a snapshot shows them. `None` where the recording does not say: older versions know fewer.
+/// The settings in a snapshot. `None` where a recording has no value: older versions record fewer.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct RecordedSettings {
-    /// The string that the settings were given as.
+    /// The settings string.
     pub conf: Option<String>,
     /// `max_split_size` in bytes; -1 is unlimited.
     pub max_split_size: Option<i64>,
-    /// The share of the limit above which old segments are given back.
+    /// The share of the limit above which old segments are released.
     pub garbage_collection_threshold: Option<f64>,
-    /// Whether segments grow.
+    /// Whether segments are expandable.
     pub expandable_segments: Option<bool>,
     /// How many threads touch pages before they are pinned.
     pub pinned_num_register_threads: Option<i64>,
-    /// Whether the lock was let go around the driver's allocation.
+    /// Whether the lock was released around the driver's allocation.
     pub release_lock_on_cudamalloc: Option<bool>,
     /// Whether host memory was pinned by registration.
     pub pinned_use_cuda_host_register: Option<bool>,
@@ -310,7 +310,7 @@ pub struct RecordedSettings {
     pub graph_capture_record_stream_reuse: Option<bool>,
     /// The size above which pinned requests were not rounded; -1 is unlimited.
     pub max_round_threshold: Option<i64>,
-    /// The size above which pinned blocks were not kept; -1 is unlimited.
+    /// The size above which pinned blocks were not cached; -1 is unlimited.
     pub max_cached_size: Option<i64>,
     /// Divisions by power of two, from 1 MiB to 32 GiB, as (lower end in MiB, divisions).
     pub roundup_power2_divisions: Option<Vec<(String, i64)>>,

@@ -1,25 +1,26 @@
-//! What happened, written into a ring: the newest entries, as many as were asked for.
+//! The allocation history: a ring of the newest entries.
 //!
-//! The ring holds references to call stacks and texts, so what falls out of it is freed; numbers for them are given
-//! when a snapshot is made. Off, it costs one branch per call.
+//! Entries hold references to call stacks and texts, so that these are freed with the last entry that leaves the ring;
+//! they get ids when a snapshot is taken. Off, the history costs one branch per call.
 
 use std::cell::RefCell;
 use std::collections::VecDeque;
 use std::sync::Arc;
 
-use super::{Action, Frame, MemPoolId, Snapshot, StackId, TraceEntry};
+use super::{Action, Frame, Snapshot, StackId, TraceEntry};
+use crate::memory::MemPoolId;
 use crate::{Error, Result};
 
 /// A call stack, innermost frame first.
 pub type Stack = Arc<[Frame]>;
 
-/// Where call stacks are gathered, if a hook is set: each level includes the ones before.
+/// Where call stacks are recorded, if a hook is set: each level includes the ones before.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub enum StackLevel {
     /// Nowhere.
     #[default]
     Never,
-    /// On blocks that somebody has.
+    /// With allocated blocks.
     State,
     /// In entries of allocations too.
     Alloc,
@@ -32,9 +33,9 @@ pub enum StackLevel {
 pub struct HistoryOptions {
     /// How many entries are kept, the newest; at least 1.
     pub entries_max: usize,
-    /// Where call stacks are gathered.
+    /// Where call stacks are recorded.
     pub stacks: StackLevel,
-    /// Actions that are not written down. Trackers still see them.
+    /// Actions that are not recorded. Trackers still see them.
     pub skip: Vec<Action>,
     /// Added to the driver's clock, in microseconds: a Unix time, if entries are to carry one.
     pub epoch_us: i64,
@@ -48,7 +49,7 @@ impl Default for HistoryOptions {
 }
 
 impl HistoryOptions {
-    /// Skips actions by the names that snapshots use. [`Error::UnknownAction`] for any other.
+    /// Skips actions by their names in snapshots. [`Error::UnknownAction`] for any other.
     pub fn skipping(mut self, names: &[&str]) -> Result<Self> {
         for &name in names {
             let action = Action::from_name(name).ok_or_else(|| Error::UnknownAction {
@@ -61,26 +62,26 @@ impl HistoryOptions {
     }
 }
 
-/// One thing that happened, as trackers see it. [`TraceEntry`] is its form in snapshots.
+/// An entry of the allocation history, as trackers see it. [`TraceEntry`] is its form in snapshots.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct HistoryEntry {
-    /// What.
+    /// What happened.
     pub action: Action,
-    /// Where; of an [`Action::Oom`], the bytes that the device had free.
+    /// The address; of an [`Action::Oom`], the bytes that were free on the device.
     pub addr: u64,
-    /// How many bytes.
+    /// The size in bytes.
     pub size: u64,
-    /// For which stream, by the driver's handle.
+    /// The stream, by the driver's handle.
     pub stream: u64,
-    /// When, in microseconds of the driver's clock.
+    /// The time, in microseconds of the driver's clock.
     pub time_us: i64,
-    /// In which pool.
+    /// The pool.
     pub pool: MemPoolId,
-    /// Who asked for it.
+    /// The call stack.
     pub stack: Option<Stack>,
-    /// What the program wanted written beside it.
+    /// The metadata that the program had set.
     pub user_metadata: Option<Arc<str>>,
-    /// The compiled region that it happened in.
+    /// The compiled region of the program.
     pub compile_context: Option<Arc<str>>,
 }
 
@@ -89,20 +90,20 @@ thread_local! {
     static COMPILE_CONTEXTS: RefCell<Vec<Arc<str>>> = const { RefCell::new(Vec::new()) };
 }
 
-/// Sets what is written beside everything that the calling thread causes from now on; an empty text is nothing.
+/// Sets the metadata of entries that the calling thread causes from now on; an empty text is none.
 pub fn set_user_metadata(text: &str) {
     let text = if text.is_empty() { None } else { Some(text.into()) };
-    // Where the thread's notes are gone already, at its very end, nothing is written beside anything.
+    // At the end of the thread its thread-locals may be destroyed already: then entries have none.
     let _ = USER_METADATA.try_with(|slot| *slot.borrow_mut() = text);
 }
 
-/// What is written beside everything that the calling thread causes.
+/// The metadata of entries that the calling thread causes.
 #[must_use]
 pub fn user_metadata() -> Option<Arc<str>> {
     USER_METADATA.try_with(|slot| slot.borrow().clone()).ok().flatten()
 }
 
-/// Writes `text` beside what `act` causes, instead of what the program wanted there.
+/// Runs `act` with `text` as metadata instead of the program's.
 pub(crate) fn with_metadata<R>(text: &str, act: impl FnOnce() -> R) -> R {
     let before = user_metadata();
     set_user_metadata(text);
@@ -111,12 +112,12 @@ pub(crate) fn with_metadata<R>(text: &str, act: impl FnOnce() -> R) -> R {
     result
 }
 
-/// Enters a compiled region: its name is written beside everything that the calling thread causes.
+/// Enters a compiled region: its name is in entries that the calling thread causes.
 pub fn push_compile_context(name: &str) {
     let _ = COMPILE_CONTEXTS.try_with(|stack| stack.borrow_mut().push(name.into()));
 }
 
-/// Leaves the compiled region entered last.
+/// Leaves the compiled region that was entered last.
 pub fn pop_compile_context() {
     let _ = COMPILE_CONTEXTS.try_with(|stack| drop(stack.borrow_mut().pop()));
 }
@@ -133,7 +134,7 @@ pub(crate) struct History {
 }
 
 impl History {
-    /// Starts, or stops and forgets.
+    /// Starts recording, or stops and clears it.
     pub(crate) fn set(&mut self, options: Option<HistoryOptions>) {
         match options {
             Some(mut options) => {
@@ -156,51 +157,52 @@ impl History {
         self.options.as_ref().map_or(0, |options| options.epoch_us)
     }
 
-    pub(crate) fn write(&mut self, event: HistoryEntry) {
+    pub(crate) fn write(&mut self, entry: HistoryEntry) {
         let Some(options) = &self.options else { return };
-        if options.skip.contains(&event.action) {
+        if options.skip.contains(&entry.action) {
             return;
         }
         while self.ring.len() >= options.entries_max {
             self.ring.pop_front();
         }
-        self.ring.push_back(event);
+        self.ring.push_back(entry);
     }
 
-    /// A copy of all entries, oldest first; what they refer to goes into `snapshot`.
-    pub(crate) fn copy_to(&self, snapshot: &mut Snapshot, stacks: &mut StackNumbers) -> Vec<TraceEntry> {
+    /// A copy of all entries, oldest first; the stacks and texts that they refer to are added to `snapshot`.
+    pub(crate) fn copy_to(&self, snapshot: &mut Snapshot, stacks: &mut StackIds) -> Vec<TraceEntry> {
         self.ring
             .iter()
-            .map(|event| TraceEntry {
-                action: event.action,
-                addr: event.addr,
-                size: event.size,
-                stream: event.stream,
-                time_us: event.time_us,
-                pool: Some(event.pool),
-                compile_context: event.compile_context.as_deref().map(|text| snapshot.texts.intern(text)),
-                user_metadata: event.user_metadata.as_deref().map(|text| snapshot.texts.intern(text)),
-                stack: event.stack.as_ref().map(|stack| stacks.number(snapshot, stack)),
+            .map(|entry| TraceEntry {
+                action: entry.action,
+                addr: entry.addr,
+                size: entry.size,
+                stream: entry.stream,
+                time_us: entry.time_us,
+                pool: Some(entry.pool),
+                compile_context: entry.compile_context.as_deref().map(|text| snapshot.texts.intern(text)),
+                user_metadata: entry.user_metadata.as_deref().map(|text| snapshot.texts.intern(text)),
+                stack: entry.stack.as_ref().map(|stack| stacks.id(snapshot, stack)),
                 forward_stack: None,
             })
             .collect()
     }
 }
 
-/// Gives call stacks their numbers in a snapshot, the same number to the same stack.
+/// The ids of call stacks in a snapshot, one for each different stack.
 #[derive(Debug, Default)]
-pub(crate) struct StackNumbers {
+pub(crate) struct StackIds {
     by_stack: std::collections::HashMap<Stack, StackId>,
 }
 
-impl StackNumbers {
-    /// With those that the snapshot has already.
+impl StackIds {
+    /// The ids of stacks that the snapshot has already.
     pub(crate) fn of(snapshot: &Snapshot) -> Self {
-        let numbered = |(stack, at): (&Stack, u32)| (Arc::clone(stack), StackId(at));
-        Self { by_stack: snapshot.stacks.iter().zip(0..).map(numbered).collect() }
+        let with_id = |(stack, at): (&Stack, u32)| (Arc::clone(stack), StackId(at));
+        Self { by_stack: snapshot.stacks.iter().zip(0..).map(with_id).collect() }
     }
 
-    pub(crate) fn number(&mut self, snapshot: &mut Snapshot, stack: &Stack) -> StackId {
+    /// The id of a stack, which is added to the snapshot if it is new.
+    pub(crate) fn id(&mut self, snapshot: &mut Snapshot, stack: &Stack) -> StackId {
         if let Some(&id) = self.by_stack.get(stack) {
             return id;
         }

@@ -1,4 +1,4 @@
-//! Owned device memory: a [`Block`] that frees itself, and the calls that give one.
+//! Owned device memory: [`DeviceBlock`], and the calls that allocate one.
 
 use std::fmt;
 use std::sync::Arc;
@@ -8,52 +8,51 @@ use warpool_driver::{DeviceId, DevicePtr, StreamId};
 use super::{Allocation, DeviceAllocator, MemPoolId, Request};
 use crate::{Instance, Result, Stream};
 
-/// Device memory with one owner. Dropping it gives it back without a driver call; what needs one (events of other
-/// streams that used it) is left to the allocator's next call. [`free`](Self::free) does it at once.
+/// Owned device memory. Dropping it frees it without a driver call: fences in other streams that used it are recorded
+/// by the allocator's next call. [`free`](Self::free) records them at once.
 ///
-/// It keeps its allocator alive, and the driver under it.
-pub struct Block {
+/// It keeps its allocator and the driver alive.
+pub struct DeviceBlock {
     allocator: Arc<dyn DeviceAllocator>,
     allocation: Allocation,
 }
 
-impl Block {
-    /// Memory from `allocator`.
+impl DeviceBlock {
+    /// Allocates memory from `allocator`.
     pub fn allocate(allocator: &Arc<dyn DeviceAllocator>, request: Request) -> Result<Self> {
         let allocation = allocator.allocate_raw(request)?;
         Ok(Self { allocator: Arc::clone(allocator), allocation })
     }
 
-    /// Takes ownership of what a raw call gave. Nobody else may free it then; if somebody does, the drop of this finds
-    /// nothing, or frees what was given out at the same place since: memory stays safe for the host, not for the
-    /// device.
+    /// Takes ownership of what a raw call allocated. It must not be freed otherwise: the drop would then find nothing,
+    /// or free what was allocated at the same address since, which is safe for the host but not for work on the device.
     #[must_use]
     pub fn from_raw(allocator: Arc<dyn DeviceAllocator>, allocation: Allocation) -> Self {
         Self { allocator, allocation }
     }
 
-    /// Gives up ownership: nobody frees it any more but by the raw call.
-    #[must_use = "what is not freed by hand is never freed"]
+    /// Gives up ownership: it has to be freed by a raw call.
+    #[must_use = "it is not freed otherwise"]
     pub fn into_raw(mut self) -> Allocation {
         let allocation = self.allocation;
         self.allocation.ptr = DevicePtr(0);
         allocation
     }
 
-    /// Where it starts; null if it is empty.
+    /// Its address; null if it is empty.
     #[must_use]
     pub fn ptr(&self) -> DevicePtr {
         self.allocation.ptr
     }
 
-    /// How much was asked for.
+    /// The requested size.
     #[must_use]
-    #[expect(clippy::misnamed_getters, reason = "what its owner calls its size is what was asked for")]
+    #[expect(clippy::misnamed_getters, reason = "the size for its owner is the requested one")]
     pub fn bytes(&self) -> u64 {
         self.allocation.bytes_requested
     }
 
-    /// How much there is, after rounding.
+    /// The size after rounding.
     #[must_use]
     pub fn bytes_usable(&self) -> u64 {
         self.allocation.bytes
@@ -71,7 +70,7 @@ impl Block {
         self.allocation.stream
     }
 
-    /// Notes that `stream` uses it too. See [`DeviceAllocator::record_use_raw`].
+    /// Records that work on `stream` uses it too. See [`DeviceAllocator::record_use_raw`].
     pub fn record_use(&self, stream: &Stream) -> Result<()> {
         self.allocator.instance().expect_same(stream.instance(), "the stream")?;
         self.allocator.record_use(self.allocation, stream.id())
@@ -82,7 +81,7 @@ impl Block {
         instance.expect_same(self.allocator.instance(), "the block")
     }
 
-    /// Gives it back at once, and says what went wrong if something did. It is given back either way.
+    /// Frees it, and records fences in other streams that used it. It is freed also on an error.
     pub fn free(mut self) -> Result<()> {
         let allocation = self.allocation;
         self.allocation.ptr = DevicePtr(0);
@@ -90,7 +89,7 @@ impl Block {
     }
 }
 
-impl Drop for Block {
+impl Drop for DeviceBlock {
     fn drop(&mut self) {
         if !self.allocation.ptr.is_null() {
             self.allocator.free_later(self.allocation);
@@ -98,40 +97,40 @@ impl Drop for Block {
     }
 }
 
-impl fmt::Debug for Block {
+impl fmt::Debug for DeviceBlock {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{} bytes at {} of {}", self.bytes(), self.ptr(), self.device_id())
     }
 }
 
-/// Owned blocks from an allocator behind an [`Arc`].
+/// Allocation of owned blocks, for allocators behind an [`Arc`].
 pub trait Allocate {
-    /// Memory for work on `stream`, from wherever the thread or the stream is routed to.
-    fn allocate(&self, bytes: u64, stream: &Stream) -> Result<Block>;
+    /// Memory for work on `stream`, from the pool that the thread or the stream is routed to.
+    fn allocate(&self, bytes: u64, stream: &Stream) -> Result<DeviceBlock>;
 
-    /// The same, from a pool.
-    fn allocate_in(&self, pool: MemPoolId, bytes: u64, stream: &Stream) -> Result<Block>;
+    /// Memory from that pool.
+    fn allocate_in(&self, pool: MemPoolId, bytes: u64, stream: &Stream) -> Result<DeviceBlock>;
 }
 
 impl Allocate for Arc<dyn DeviceAllocator> {
-    fn allocate(&self, bytes: u64, stream: &Stream) -> Result<Block> {
+    fn allocate(&self, bytes: u64, stream: &Stream) -> Result<DeviceBlock> {
         self.instance().expect_same(stream.instance(), "the stream")?;
-        Block::allocate(self, Request::new(stream.device_id(), stream.id(), bytes))
+        DeviceBlock::allocate(self, Request::new(stream.device_id(), stream.id(), bytes))
     }
 
-    fn allocate_in(&self, pool: MemPoolId, bytes: u64, stream: &Stream) -> Result<Block> {
+    fn allocate_in(&self, pool: MemPoolId, bytes: u64, stream: &Stream) -> Result<DeviceBlock> {
         self.instance().expect_same(stream.instance(), "the stream")?;
-        Block::allocate(self, Request::new(stream.device_id(), stream.id(), bytes).in_pool(pool))
+        DeviceBlock::allocate(self, Request::new(stream.device_id(), stream.id(), bytes).in_pool(pool))
     }
 }
 
 impl<A: DeviceAllocator + 'static> Allocate for Arc<A> {
-    fn allocate(&self, bytes: u64, stream: &Stream) -> Result<Block> {
+    fn allocate(&self, bytes: u64, stream: &Stream) -> Result<DeviceBlock> {
         let allocator: Arc<dyn DeviceAllocator> = Arc::<A>::clone(self);
         allocator.allocate(bytes, stream)
     }
 
-    fn allocate_in(&self, pool: MemPoolId, bytes: u64, stream: &Stream) -> Result<Block> {
+    fn allocate_in(&self, pool: MemPoolId, bytes: u64, stream: &Stream) -> Result<DeviceBlock> {
         let allocator: Arc<dyn DeviceAllocator> = Arc::<A>::clone(self);
         allocator.allocate_in(pool, bytes, stream)
     }

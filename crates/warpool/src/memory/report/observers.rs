@@ -1,8 +1,7 @@
-//! Who is told what an allocator does, and who helps it: trackers, observers of failures, callbacks under memory
-//! pressure, hooks of trims, and the hook that gathers call stacks.
+//! What an allocator calls: trackers, observers of out-of-memory errors, pressure callbacks, trim hooks, and the hook
+//! that collects call stacks.
 //!
-//! All of them run without any lock of the allocator held, and may call it. Asking whether there are any costs one
-//! load.
+//! All run without any lock of the allocator held, and may call it. Checking whether there are any costs one load.
 
 use std::fmt;
 use std::sync::atomic::{AtomicU16, AtomicU32, AtomicU64, Ordering};
@@ -11,24 +10,24 @@ use std::sync::{Arc, Mutex};
 use warpool_driver::DeviceId;
 
 use super::history::HistoryEntry;
-use super::stats::WorkspaceMeter;
-use super::{Action, OomReport, Stack};
+use super::stats::WorkspaceStats;
+use super::{Action, Stack};
+use crate::error::OomReport;
 use crate::lock;
 
-/// Sees what happens, also while no history is recorded.
+/// Called with every entry, also while no history is recorded.
 pub type Tracker = Arc<dyn Fn(DeviceId, &HistoryEntry) + Send + Sync>;
 
-/// Sees every failure for lack of memory, before the caller does.
+/// Called with every out-of-memory report, before the request fails.
 pub type OomObserver = Arc<dyn Fn(&OomReport) + Send + Sync>;
 
-/// Asked for help when a request finds nothing cached, before the driver is asked: says whether it freed anything.
+/// Called when no cached block fits a request, before the driver is called. Returns whether it freed anything.
 pub type PressureCallback = Arc<dyn Fn(DeviceId) -> bool + Send + Sync>;
 
-/// Told that cached memory of a device is about to go back to the driver: the moment to give up what is held only for
-/// later.
+/// Called before cached memory of a device is returned to the driver: the time to free what is kept only for later.
 pub type TrimHook = Arc<dyn Fn(DeviceId) + Send + Sync>;
 
-/// Gathers the caller's call stack.
+/// Collects the call stack of the calling thread.
 pub type StackHook = Arc<dyn Fn() -> Option<Stack> + Send + Sync>;
 
 /// A set of actions.
@@ -49,7 +48,7 @@ impl ActionSet {
     }
 }
 
-/// What was attached, to detach it again.
+/// Identifies what was attached, to detach it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ObserverId(u64);
 
@@ -57,46 +56,46 @@ pub struct ObserverId(u64);
 #[derive(Default)]
 pub struct Observers {
     trackers: List<(ActionSet, Tracker)>,
-    /// What any tracker wants to see.
+    /// The actions that any tracker sees.
     tracked: AtomicU16,
     ooms: List<OomObserver>,
     pressure: List<PressureCallback>,
     trims: List<TrimHook>,
     stacks: List<StackHook>,
     next: AtomicU64,
-    /// What of the allocator's memory libraries work with, as told by those who lend it to them.
-    pub(crate) workspaces: WorkspaceMeter,
+    /// The part of the allocator's memory that libraries use as workspaces.
+    pub(crate) workspaces: WorkspaceStats,
 }
 
 impl Observers {
-    /// Tells `tracker` about every one of `actions` ([`Action::ALL`] is everything).
+    /// Calls `tracker` for every one of `actions` ([`Action::ALL`] for all).
     pub fn attach_tracker(&self, actions: &[Action], tracker: Tracker) -> ObserverId {
         let id = self.trackers.add(self.next_id(), (ActionSet::of(actions), tracker));
         self.count_tracked();
         id
     }
 
-    /// Tells `observer` about failures. Refusals by policy count too.
+    /// Calls `observer` with out-of-memory reports, those of rejections included.
     pub fn attach_oom_observer(&self, observer: OomObserver) -> ObserverId {
         self.ooms.add(self.next_id(), observer)
     }
 
-    /// Asks `callback` for help before the driver is asked.
+    /// Calls `callback` when no cached block fits a request.
     pub fn attach_pressure_callback(&self, callback: PressureCallback) -> ObserverId {
         self.pressure.add(self.next_id(), callback)
     }
 
-    /// Calls `hook` before cached memory goes back by [`trim`](super::DeviceAllocator::trim) of the default pool.
+    /// Calls `hook` before [`trim`](crate::memory::DeviceAllocator::trim) of the default pool releases memory.
     pub fn attach_trim_hook(&self, hook: TrimHook) -> ObserverId {
         self.trims.add(self.next_id(), hook)
     }
 
-    /// Gathers call stacks with `hook`, where the history asks for them; `None` gathers none, which is how it starts.
+    /// Collects call stacks with `hook`, where the history records them; `None`, the default, collects none.
     pub fn set_stack_hook(&self, hook: Option<StackHook>) {
         self.stacks.replace(hook.map(|hook| (self.next_id(), hook)));
     }
 
-    /// Forgets what was attached; whether it was there.
+    /// Detaches; returns whether it was attached.
     pub fn detach(&self, id: ObserverId) -> bool {
         if self.trackers.remove(id) {
             self.count_tracked();
@@ -105,21 +104,22 @@ impl Observers {
         self.ooms.remove(id) || self.pressure.remove(id) || self.trims.remove(id)
     }
 
-    /// What any tracker wants to see.
+    /// The actions that any tracker sees.
     pub(crate) fn tracked(&self) -> ActionSet {
         ActionSet(self.tracked.load(Ordering::Relaxed))
     }
 
-    pub(crate) fn track(&self, device: DeviceId, events: &[HistoryEntry]) {
-        for (wanted, tracker) in self.trackers.all() {
-            for event in events.iter().filter(|event| wanted.has(event.action)) {
-                tracker(device, event);
+    /// Calls the trackers.
+    pub(crate) fn track(&self, device: DeviceId, entries: &[HistoryEntry]) {
+        for (actions, tracker) in self.trackers.all() {
+            for entry in entries.iter().filter(|entry| actions.has(entry.action)) {
+                tracker(device, entry);
             }
         }
     }
 
     fn count_tracked(&self) {
-        let all = self.trackers.all().iter().fold(0, |all, (wanted, _)| all | wanted.0);
+        let all = self.trackers.all().iter().fold(0, |all, (actions, _)| all | actions.0);
         self.tracked.store(all, Ordering::Relaxed);
     }
 
@@ -129,9 +129,8 @@ impl Observers {
         }
     }
 
-    /// Asks all of them, and says whether any freed something.
-    pub(crate) fn relieve(&self, device: DeviceId) -> bool {
-        // All of them, also after one has freed something.
+    /// Calls all pressure callbacks, also after one has freed something. Returns whether any did.
+    pub(crate) fn under_pressure(&self, device: DeviceId) -> bool {
         self.pressure.all().iter().filter(|callback| callback(device)).count() > 0
     }
 
@@ -161,7 +160,7 @@ impl fmt::Debug for Observers {
     }
 }
 
-/// A list that is seldom changed and often empty.
+/// A list that changes seldom and is often empty.
 struct List<T> {
     entries: Mutex<Vec<(ObserverId, T)>>,
     count: AtomicU32,
@@ -195,7 +194,7 @@ impl<T: Clone> List<T> {
         removed.is_some()
     }
 
-    /// Copies, so that they are called without the lock.
+    /// Copies, to be called without the lock.
     fn all(&self) -> Vec<T> {
         if self.is_empty() {
             return Vec::new();
@@ -203,8 +202,7 @@ impl<T: Clone> List<T> {
         lock(&self.entries).iter().map(|(_, entry)| entry.clone()).collect()
     }
 
-    /// What is taken out is returned, and dropped without the lock: it may own blocks, whose drop is told to the
-    /// trackers.
+    /// What `act` removes is returned, to be dropped without the lock: it may own blocks, whose drop calls trackers.
     fn change<R>(&self, act: impl FnOnce(&mut Vec<(ObserverId, T)>) -> R) -> R {
         let mut entries = lock(&self.entries);
         let result = act(&mut entries);

@@ -1,0 +1,104 @@
+//! The trait [`PrivatePools`], and how pools are created and requests routed to them.
+//!
+//! Routing is not capturing: a scope decides which pool serves a request and changes nothing else.
+
+use std::fmt;
+use std::sync::Arc;
+use std::thread::ThreadId;
+
+use warpool_driver::{CaptureId, DeviceId, DevicePtr, StreamId};
+
+use super::MemPoolId;
+use crate::Result;
+
+/// How a pool is created.
+#[derive(Clone, Default)]
+pub struct PoolOptions {
+    /// Where its segments come from; `None` is the driver.
+    pub upstream: Option<Arc<dyn Upstream>>,
+    /// Whether its free blocks serve the default pool before that runs out of memory. Not after a capture allocated
+    /// from it: the graph goes on using that memory.
+    pub use_on_oom: bool,
+    /// Whether each of its blocks is a whole segment.
+    pub no_split: bool,
+}
+
+impl fmt::Debug for PoolOptions {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("PoolOptions")
+            .field("upstream", &self.upstream.is_some())
+            .field("use_on_oom", &self.use_on_oom)
+            .field("no_split", &self.no_split)
+            .finish()
+    }
+}
+
+/// The source of a pool's segments instead of the driver. It must not call the allocator that it serves.
+pub trait Upstream: Send + Sync {
+    /// Allocates `bytes` of device memory for `stream`; `None` is out of memory.
+    fn allocate(&self, device: DeviceId, bytes: u64, stream: StreamId) -> Result<Option<DevicePtr>>;
+
+    /// Frees it. Work of the stream that used it may still run.
+    fn free(&self, ptr: DevicePtr, bytes: u64, device: DeviceId, stream: StreamId) -> Result<()>;
+}
+
+/// Which requests go to a pool.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Route {
+    /// Those of this thread.
+    Thread(ThreadId),
+    /// Those for streams that take part in this capture.
+    Capture(CaptureId),
+    /// Those for this stream.
+    Stream(StreamId),
+    /// All of the device.
+    Everything,
+}
+
+/// The private pools of an allocator. A pool exists as long as it has uses: its creator, open scopes, graphs. After
+/// that it is released: its memory is returned when memory is trimmed, and blocks that are still allocated stay valid.
+pub trait PrivatePools: Send + Sync {
+    /// Creates a pool with one use, the creator's: `(0, n)`.
+    fn create_pool(&self, device: DeviceId, options: PoolOptions) -> Result<MemPoolId>;
+
+    /// The same for a graph: `(n, 0)`.
+    fn create_graph_pool(&self, device: DeviceId) -> Result<MemPoolId>;
+
+    /// Adds a use.
+    fn retain_pool(&self, device: DeviceId, pool: MemPoolId) -> Result<()>;
+
+    /// Ends a use. Makes no driver call.
+    fn release_pool(&self, device: DeviceId, pool: MemPoolId) -> Result<()>;
+
+    /// The number of uses.
+    fn pool_uses(&self, device: DeviceId, pool: MemPoolId) -> Result<u32>;
+
+    /// Whether its free blocks serve the default pool before that runs out of memory.
+    fn set_use_on_oom(&self, device: DeviceId, pool: MemPoolId, on: bool) -> Result<()>;
+
+    /// Opens a scope: requests that match `route` are served by the pool. Of several open scopes the newest that
+    /// matches counts. Adds a use. [`Error::AlreadyRouting`](crate::Error::AlreadyRouting) if the pool has an open
+    /// scope.
+    fn begin_routing(&self, device: DeviceId, pool: MemPoolId, route: Route) -> Result<()>;
+
+    /// Replaces the routes of the pool's open scope: requests that match any of them are served by the pool.
+    fn reroute(&self, device: DeviceId, pool: MemPoolId, routes: &[Route]) -> Result<()>;
+
+    /// Closes the pool's scope, and ends its use.
+    fn end_routing(&self, device: DeviceId, pool: MemPoolId) -> Result<()>;
+
+    /// A capture is about to begin on a stream of the device: from here on, requests and frees check the capture status
+    /// of their streams. To be called before the driver's `capture_begin`, so that no other thread waits for the stream
+    /// meanwhile.
+    fn capture_began(&self, device: DeviceId) -> Result<()>;
+
+    /// The capture ended; to be called after the driver's `capture_end`.
+    fn capture_ended(&self, device: DeviceId) -> Result<()>;
+
+    /// Records that work on `stream` uses the pool's memory although it was allocated for other streams, as replays of
+    /// a graph do. That work is waited for before the pool's memory returns to the driver.
+    fn record_pool_use(&self, device: DeviceId, pool: MemPoolId, stream: StreamId) -> Result<()>;
+
+    /// Whether exactly these addresses are allocated in the pool.
+    fn has_exactly(&self, device: DeviceId, pool: MemPoolId, live: &[DevicePtr]) -> Result<bool>;
+}

@@ -1,0 +1,137 @@
+//! Recording of what allocators do. What entries will say is collected before a device's lock is taken; entries are
+//! written under it; trackers are called after it is released.
+//!
+//! Nothing here calls user code under a lock. Without a history and trackers it costs two loads and a branch.
+
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+
+use warpool_driver::Driver;
+
+use super::history::{History, HistoryEntry, compile_context, user_metadata};
+use super::observers::ActionSet;
+use super::{Action, HistoryOptions, Observers, Stack, StackLevel};
+use crate::memory::MemPoolId;
+
+/// Whether a history is recorded, and from which level on with call stacks: what is read before the lock is taken.
+#[derive(Debug, Default)]
+pub(crate) struct HistoryFlags {
+    on: AtomicBool,
+    stack_level: AtomicU32,
+}
+
+impl HistoryFlags {
+    pub(crate) fn set(&self, options: Option<&HistoryOptions>) {
+        let level = options.map_or(StackLevel::Never, |options| options.stacks);
+        self.stack_level.store(level as u32, Ordering::Relaxed);
+        self.on.store(options.is_some(), Ordering::Relaxed);
+    }
+
+    /// Collects what entries of this call will say; with the call stack, if that is recorded from `level` on.
+    #[inline]
+    pub(crate) fn entry_details(&self, level: StackLevel, observers: &Observers, driver: &dyn Driver) -> EntryDetails {
+        let tracked = observers.tracked();
+        let recording = self.on.load(Ordering::Relaxed);
+        if !recording && tracked.is_empty() {
+            return EntryDetails::default();
+        }
+        let wants_stack = recording && self.stack_level.load(Ordering::Relaxed) >= level as u32;
+        let stack = if wants_stack { observers.stack() } else { None };
+        // Trackers of segments alone should not make every call read the clock.
+        let wants_time = recording || HOT.into_iter().any(|action| tracked.has(action));
+        let time_us = wants_time.then(|| now_us(driver));
+        EntryDetails { tracked, time_us, stack }
+    }
+}
+
+/// The actions of every allocation and every free.
+const HOT: [Action; 3] = [Action::Alloc, Action::FreeRequested, Action::FreeCompleted];
+
+/// What entries say beside the memory: time and call stack.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct EntryDetails {
+    /// The actions that trackers see.
+    tracked: ActionSet,
+    /// In microseconds of the driver's clock; `None` if it was not needed so far.
+    time_us: Option<i64>,
+    pub(crate) stack: Option<Stack>,
+}
+
+impl EntryDetails {
+    /// Whether nothing is recorded.
+    #[inline]
+    pub(crate) fn is_off(&self) -> bool {
+        self.time_us.is_none() && self.tracked.is_empty()
+    }
+
+    /// With the time, if there are trackers: for actions that not every call takes.
+    pub(crate) fn timed(mut self, driver: &dyn Driver) -> Self {
+        if !self.tracked.is_empty() {
+            self.time_us.get_or_insert_with(|| now_us(driver));
+        }
+        self
+    }
+}
+
+fn now_us(driver: &dyn Driver) -> i64 {
+    i64::try_from(driver.now().as_micros()).unwrap_or(i64::MAX)
+}
+
+/// What happened on one device: the history, and entries that trackers have not seen yet.
+#[derive(Debug, Default)]
+pub(crate) struct HistoryRecorder {
+    pub(crate) history: History,
+    unreported: Vec<HistoryEntry>,
+}
+
+impl HistoryRecorder {
+    /// Whether entries are recorded.
+    #[inline]
+    pub(crate) fn is_on(&self, details: &EntryDetails) -> bool {
+        self.history.is_on() || !details.tracked.is_empty()
+    }
+
+    /// Whether there are entries that trackers have not seen yet.
+    #[inline]
+    pub(crate) fn has_unreported(&self) -> bool {
+        !self.unreported.is_empty()
+    }
+
+    /// The entries for [`Observers::track`], to be called without the lock.
+    pub(crate) fn take_unreported(&mut self) -> Vec<HistoryEntry> {
+        std::mem::take(&mut self.unreported)
+    }
+
+    /// Writes an entry into the history, and for trackers.
+    pub(crate) fn record(
+        &mut self,
+        action: Action,
+        addr: u64,
+        size: u64,
+        stream: u64,
+        pool: MemPoolId,
+        details: &EntryDetails,
+    ) {
+        let tracked = details.tracked.has(action);
+        if !self.history.is_on() && !tracked {
+            return;
+        }
+        let is_free = matches!(action, Action::FreeRequested | Action::FreeCompleted);
+        let level = if is_free { StackLevel::All } else { StackLevel::Alloc };
+        let stack = if self.history.stack_level() >= level { details.stack.clone() } else { None };
+        let entry = HistoryEntry {
+            action,
+            addr,
+            size,
+            stream,
+            time_us: details.time_us.unwrap_or(0).saturating_add(self.history.epoch_us()),
+            pool,
+            stack,
+            user_metadata: user_metadata(),
+            compile_context: compile_context(),
+        };
+        if tracked {
+            self.unreported.push(entry.clone());
+        }
+        self.history.write(entry);
+    }
+}
