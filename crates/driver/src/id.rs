@@ -1,11 +1,11 @@
-//! The names of things: newtyped numbers, so that a stream cannot be passed for an event.
+//! Ids and addresses: newtyped numbers, so that a stream cannot be passed for an event.
 //!
-//! Ids that a driver hands out are never reused, even where the raw handle behind them is: a stale id is
-//! an error ([`ErrorCode::InvalidHandle`](crate::ErrorCode::InvalidHandle)), never another object.
+//! A driver never reuses an id, even where the raw handle behind it is reused: a stale id is an error
+//! ([`ErrorCode::InvalidHandle`](crate::ErrorCode::InvalidHandle)), never another object.
 
 use std::fmt;
 
-/// Declares an id: a number with a name, ordered by age.
+/// Declares ids: numbers with a name, ordered by age.
 macro_rules! ids {
     ($($(#[$doc:meta])* $name:ident($inner:ty) = $prefix:literal;)*) => {$(
         $(#[$doc])*
@@ -33,21 +33,21 @@ ids! {
     StreamId(u64) = "stream ";
     /// An event of one device.
     EventId(u64) = "event ";
-    /// A piece of physical memory that can be mapped into reserved addresses.
+    /// Physical memory that can be mapped into reserved addresses.
     PhysicalId(u64) = "physical ";
     /// A stream-ordered memory pool of the driver.
     PoolId(u64) = "pool ";
-    /// One capture, from begin to end; shared by every stream that joined it.
+    /// A stream capture, from its begin to its end, with all streams that joined it.
     CaptureId(u64) = "capture ";
-    /// A captured graph, the template.
+    /// A captured graph, the template of executables.
     GraphId(u64) = "graph ";
-    /// A graph made ready to launch.
+    /// An executable graph.
     GraphExecId(u64) = "graph exec ";
-    /// A node of a graph. Valid as long as its graph.
+    /// A node of a graph; valid while the graph exists.
     NodeId(u64) = "node ";
-    /// The flag that an `if` or `while` node of a graph tests.
+    /// The flag of an `if` or `while` node of a graph.
     ConditionalId(u64) = "conditional ";
-    /// Loaded code.
+    /// A loaded module.
     ModuleId(u64) = "module ";
     /// A kernel in a module.
     FunctionId(u64) = "function ";
@@ -55,8 +55,8 @@ ids! {
     HandleId(u64) = "handle ";
 }
 
-/// A handle as the driver itself knows it (a `CUstream`, a `CUcontext`, …), for libraries that want one. Only a number
-/// here: nothing that is safe to call follows it.
+/// A handle of the system below (a `CUstream`, a `CUcontext`, …), for libraries that need one. Only a number here: no
+/// safe function dereferences it.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct RawHandle(pub u64);
 
@@ -72,23 +72,23 @@ impl fmt::Display for RawHandle {
     }
 }
 
-/// A stream that somebody else made and keeps alive, so that it can be adopted.
+/// A stream that was created outside the driver, to be adopted by it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ForeignStream(RawHandle);
 
 impl ForeignStream {
-    /// The legacy default stream, as most libraries name it.
+    /// The legacy default stream, by its usual handle.
     pub const NULL: Self = Self(RawHandle(0));
-    /// The legacy default stream by its other name.
+    /// The legacy default stream, by its other handle.
     pub const LEGACY: Self = Self(RawHandle(1));
-    /// The default stream of whichever thread uses it.
+    /// The per-thread default stream.
     pub const PER_THREAD: Self = Self(RawHandle(2));
 
     /// The stream with that handle.
     ///
     /// # Safety
-    /// It must be a live stream of the driver that it is given to, and stay alive for as long as it is used through
-    /// that driver: a real driver follows the handle like a pointer.
+    /// It must be a stream of the system that the driver works with, and exist for as long as it is used through that
+    /// driver: a real driver dereferences the handle like a pointer.
     #[must_use]
     pub const unsafe fn new(raw: RawHandle) -> Self {
         Self(raw)
@@ -101,7 +101,7 @@ impl ForeignStream {
     }
 }
 
-/// Declares an address: a number with hexadecimal looks and byte arithmetic.
+/// Declares addresses: numbers shown in hexadecimal, with byte arithmetic.
 macro_rules! addresses {
     ($($(#[$doc:meta])* $name:ident;)*) => {$(
         $(#[$doc])*
@@ -109,7 +109,7 @@ macro_rules! addresses {
         pub struct $name(pub u64);
 
         impl $name {
-            /// The address that lies `bytes` further on.
+            /// The address `bytes` bytes higher.
             #[must_use]
             pub const fn offset(self, bytes: u64) -> Self {
                 Self(self.0.wrapping_add(bytes))
@@ -137,16 +137,16 @@ macro_rules! addresses {
 }
 
 addresses! {
-    /// An address that the device understands.
+    /// A device address.
     DevicePtr;
-    /// An address of pinned host memory. Drivers check it against what they pinned before they use it.
+    /// An address of pinned host memory. Drivers check it against the ranges that they pinned.
     HostPtr;
 }
 
-/// Either side of a copy.
+/// The source or target of a copy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Address {
-    /// Memory that the device addresses.
+    /// A device address.
     Device(DevicePtr),
     /// Pinned host memory.
     Host(HostPtr),

@@ -1,11 +1,11 @@
-//! The contract between Warpool and a GPU driver, and a simulated GPU that keeps it.
+//! The contract between Warpool and a GPU driver, and a simulated GPU that implements it.
 //!
-//! - [`contract`]: the traits, one file per subject, joined in [`Driver`]. Ids, plain numbers, no handles.
-//! - [`sim`]: the simulated GPU. Memory with contents, streams that complete later, captures, graphs, and a log of
-//!   every hazard.
-//! - [`decorate`]: drivers around drivers, which count, record, or fail.
+//! - [`contract`]: the traits, one file per subject, combined in [`Driver`]. Ids and plain numbers, no handles.
+//! - [`sim`]: the simulated GPU: memory with contents, streams whose work completes later, captures, graphs, and a log
+//!   of every hazard.
+//! - [`decorate`]: decorators around a driver that count calls, record them, or make them fail.
 //!
-//! Nothing here knows CUDA's libraries: the backend for them is the crate `warpool-cuda`.
+//! No CUDA here: that backend is the crate `warpool-cuda`.
 
 pub mod contract;
 pub mod decorate;

@@ -59,7 +59,7 @@ thread_local! {
 struct Watch;
 
 impl Hook for Watch {
-    type Mark = ();
+    type CallState = ();
 
     fn before(&self, _: &dyn Driver, call: Call, _: Arguments<'_>) -> Result<()> {
         if EXITING.load(Ordering::SeqCst) {

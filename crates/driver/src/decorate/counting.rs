@@ -1,5 +1,5 @@
-//! A driver that counts: calls, errors and modelled time, by call. Counters are atomic and independent; a snapshot
-//! taken while calls are under way is exact for each call that has ended.
+//! A driver that counts calls and errors and measures time by the driver's clock, for each kind of call. The counters
+//! are atomic and independent: read while calls are running, they are exact for the calls that have returned.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
@@ -8,20 +8,20 @@ use std::time::Duration;
 use super::hooked::{Arguments, Hook, Hooked, Outcome};
 use crate::{Call, Driver, Result};
 
-/// A driver that counts.
+/// A driver that counts calls.
 pub type Counting = Hooked<Counts>;
 
-/// What one call came to.
+/// The counts of one kind of call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CallCount {
-    /// Which.
+    /// The call.
     pub call: Call,
     /// How often it was made.
     pub calls: u64,
-    /// How often of that it failed.
+    /// How often it failed.
     pub errors: u64,
-    /// What it cost by the driver's own clock. Where several threads share a virtual clock, the time that others let
-    /// pass meanwhile is in it too.
+    /// The time spent in it, by the driver's clock. With several threads on one virtual clock this includes time that
+    /// calls of other threads advanced meanwhile.
     pub time: Duration,
 }
 
@@ -32,13 +32,13 @@ impl Counting {
         Self::with_hook(inner, Counts::default())
     }
 
-    /// The calls that were made at least once since the start or the last reset, by subject as in [`Call::ALL`].
+    /// The calls that were made since the start or the last reset, in the order of [`Call::ALL`].
     #[must_use]
     pub fn counts(&self) -> Vec<CallCount> {
         Call::ALL.iter().map(|&call| self.count(call)).filter(|count| count.calls > 0).collect()
     }
 
-    /// What `call` came to so far.
+    /// The counts of `call`.
     #[must_use]
     pub fn count(&self, call: Call) -> CallCount {
         let counter = self.hook().of(call);
@@ -50,7 +50,7 @@ impl Counting {
         }
     }
 
-    /// Starts again from nothing. Calls under way meanwhile may count on either side.
+    /// Sets all counts to zero. Calls running meanwhile may be counted before or after.
     pub fn reset(&self) {
         for counter in &self.hook().0 {
             counter.calls.store(0, Relaxed);
@@ -85,7 +85,7 @@ impl Default for Counts {
 }
 
 impl Hook for Counts {
-    type Mark = Duration;
+    type CallState = Duration;
 
     fn before(&self, inner: &dyn Driver, _: Call, _: Arguments<'_>) -> Result<Duration> {
         Ok(inner.now())
@@ -117,7 +117,7 @@ mod tests {
     }
 
     #[test]
-    fn every_call_has_its_own_counter() {
+    fn each_call_has_its_own_counter() {
         let counts = Counts::default();
         for &call in Call::ALL {
             counts.of(call).calls.fetch_add(1, Relaxed);
@@ -126,7 +126,7 @@ mod tests {
     }
 
     #[test]
-    fn calls_and_errors_are_counted_in_the_order_of_subjects() {
+    fn calls_and_errors_are_counted() {
         let driver = counting();
         driver.mem_alloc(DEVICE, 4096).unwrap();
         driver.mem_alloc(DEVICE, 0).unwrap_err();
@@ -140,7 +140,7 @@ mod tests {
     }
 
     #[test]
-    fn time_is_the_drivers_own() {
+    fn time_is_that_of_the_drivers_clock() {
         let driver = counting();
         let start = driver.now();
         let stream = driver.stream_create(DEVICE, StreamOptions::default()).unwrap();

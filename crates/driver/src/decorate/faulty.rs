@@ -1,24 +1,24 @@
-//! A driver whose calls fail on request. A call that is made to fail never reaches the driver inside.
-//! The same plan over the same calls fails the same ones: nothing here asks a clock or a random source.
+//! Fault injection: a driver whose calls fail by a plan. A failed call does not reach the decorated driver. The same
+//! plan over the same calls fails the same ones: it depends on no clock and no source of randomness.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use super::hooked::{Arguments, Hook, Hooked, Outcome};
 use crate::{Call, Driver, DriverError, ErrorCode, Result};
 
-/// A driver whose calls fail on request.
+/// A driver whose calls fail by a [`FaultPlan`].
 pub type Faulty = Hooked<Faults>;
 
-/// Which calls fail, and how. Calls are numbered from 1, in the order in which they are made.
+/// Which calls fail, and with which codes. Calls are numbered from 1, in the order in which they are made.
 #[derive(Clone, Debug, Default)]
 pub struct FaultPlan {
     rules: Vec<Rule>,
-    spared: Vec<Call>,
+    excluded: Vec<Call>,
 }
 
 #[derive(Clone, Debug)]
 struct Rule {
-    /// The calls that it is about; all, if none.
+    /// The calls that it applies to; all calls if empty.
     calls: Vec<Call>,
     when: When,
     code: ErrorCode,
@@ -27,11 +27,11 @@ struct Rule {
 #[derive(Clone, Copy, Debug)]
 enum When {
     Nth(u64),
-    Share { seed: u64, share: f64 },
+    Fraction { seed: u64, fraction: f64 },
 }
 
 impl FaultPlan {
-    /// The calls that give something back. Spared, a scenario can clean up after the fault that it is made to meet.
+    /// The calls that release something. With these excluded, a scenario can clean up after a fault.
     pub const CLEANUP: &'static [Call] = &[
         Call::ContextRelease,
         Call::PeerDisable,
@@ -54,7 +54,7 @@ impl FaultPlan {
     /// A plan in which nothing fails.
     #[must_use]
     pub const fn new() -> Self {
-        Self { rules: Vec::new(), spared: Vec::new() }
+        Self { rules: Vec::new(), excluded: Vec::new() }
     }
 
     /// The `nth` call of that kind fails.
@@ -69,19 +69,18 @@ impl FaultPlan {
         self.rule(&[], When::Nth(nth), code)
     }
 
-    /// A share of these calls (of all, if `calls` is empty) fails, drawn from `seed`. 0.0 is none of them, 1.0 every
-    /// one.
+    /// A fraction of these calls fails (of all calls, if `calls` is empty), selected by `seed`: none for 0.0, all for
+    /// 1.0.
     #[must_use]
-    pub fn fail_fraction(self, calls: &[Call], share: f64, seed: u64, code: ErrorCode) -> Self {
-        assert!((0.0..=1.0).contains(&share), "a share lies between 0 and 1, not {share}");
-        self.rule(calls, When::Share { seed, share }, code)
+    pub fn fail_fraction(self, calls: &[Call], fraction: f64, seed: u64, code: ErrorCode) -> Self {
+        assert!((0.0..=1.0).contains(&fraction), "a fraction is between 0 and 1, not {fraction}");
+        self.rule(calls, When::Fraction { seed, fraction }, code)
     }
 
-    /// These calls are left alone, and not numbered among all calls either. [`CLEANUP`](Self::CLEANUP) is a good
-    /// choice.
+    /// These calls never fail, and are not numbered among all calls; for instance [`CLEANUP`](Self::CLEANUP).
     #[must_use]
     pub fn excluding(mut self, calls: &[Call]) -> Self {
-        self.spared.extend_from_slice(calls);
+        self.excluded.extend_from_slice(calls);
         self
     }
 
@@ -91,66 +90,66 @@ impl FaultPlan {
     }
 }
 
-/// A call that was made to fail.
+/// A call that the plan failed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct InjectedFault {
-    /// Which.
+    /// The call.
     pub call: Call,
-    /// The how-manieth of its kind it was, since the plan was set.
+    /// Its number among calls of its kind, since the plan was set.
     pub nth: u64,
-    /// The how-manieth of all that are not spared.
+    /// Its number among all calls that are not excluded.
     pub nth_of_all: u64,
-    /// How it failed.
+    /// The code that it failed with.
     pub code: ErrorCode,
 }
 
 impl Faulty {
-    /// `inner`, with its calls failing as `plan` says.
+    /// Fails the calls made to `inner` by `plan`.
     #[must_use]
     pub fn new(inner: Arc<dyn Driver>, plan: FaultPlan) -> Self {
         Self::with_hook(inner, Faults(Mutex::new(State::new(plan))))
     }
 
-    /// Follows another plan from here on: calls are numbered from 1 again. What fired before is kept.
+    /// Sets another plan. Calls are numbered from 1 again; the injected faults so far are kept.
     pub fn set_plan(&self, plan: FaultPlan) {
         let mut state = self.hook().lock();
-        let fired = std::mem::take(&mut state.fired);
-        *state = State { fired, ..State::new(plan) };
+        let injected = std::mem::take(&mut state.injected);
+        *state = State { injected, ..State::new(plan) };
     }
 
-    /// Lets everything through from here on.
+    /// Fails no calls from now on.
     pub fn clear_plan(&self) {
         self.set_plan(FaultPlan::new());
     }
 
-    /// Every call that was made to fail, in order.
+    /// Every injected fault, in order.
     #[must_use]
     pub fn injected(&self) -> Vec<InjectedFault> {
-        self.hook().lock().fired.clone()
+        self.hook().lock().injected.clone()
     }
 }
 
-/// The plan of a [`Faulty`] driver, and how far it has come.
+/// The hook of a [`Faulty`] driver: its plan and the numbers of calls so far.
 #[derive(Debug)]
 pub struct Faults(Mutex<State>);
 
 #[derive(Debug)]
 struct State {
     plan: FaultPlan,
-    /// How many calls of each kind there were.
+    /// How many calls of each kind were made.
     seen: Vec<u64>,
     seen_of_all: u64,
-    fired: Vec<InjectedFault>,
+    injected: Vec<InjectedFault>,
 }
 
 impl State {
     fn new(plan: FaultPlan) -> Self {
-        Self { plan, seen: vec![0; Call::ALL.len()], seen_of_all: 0, fired: Vec::new() }
+        Self { plan, seen: vec![0; Call::ALL.len()], seen_of_all: 0, injected: Vec::new() }
     }
 
-    /// Numbers one more call. Says how it fails, if it does: the first rule that applies decides.
+    /// Numbers a call. Returns the fault, if it fails: the first rule that applies decides.
     fn next(&mut self, call: Call) -> Option<InjectedFault> {
-        if self.plan.rules.is_empty() || self.plan.spared.contains(&call) {
+        if self.plan.rules.is_empty() || self.plan.excluded.contains(&call) {
             return None;
         }
         self.seen[call as usize] += 1;
@@ -158,7 +157,7 @@ impl State {
         let (nth, nth_of_all) = (self.seen[call as usize], self.seen_of_all);
         let rule = self.plan.rules.iter().find(|rule| rule.applies(call, nth, nth_of_all))?;
         let fault = InjectedFault { call, nth, nth_of_all, code: rule.code };
-        self.fired.push(fault);
+        self.injected.push(fault);
         Some(fault)
     }
 }
@@ -169,28 +168,26 @@ impl Rule {
         match self.when {
             _ if !all && !self.calls.contains(&call) => false,
             When::Nth(wanted) => wanted == if all { nth_of_all } else { nth },
-            When::Share { seed, share } => unit(seed ^ scatter(nth_of_all)) < share,
+            When::Fraction { seed, fraction } => unit(seed ^ mix(nth_of_all)) < fraction,
         }
     }
 }
 
 impl Faults {
     fn lock(&self) -> MutexGuard<'_, State> {
-        // Nothing in here panics half way through a change.
+        // No code under this lock panics in the middle of a change.
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 impl Hook for Faults {
-    type Mark = ();
+    type CallState = ();
 
     fn before(&self, _: &dyn Driver, call: Call, _: Arguments<'_>) -> Result<()> {
         match self.lock().next(call) {
             None => Ok(()),
-            Some(fault) => Err(DriverError::new(call.name(), fault.code).with_detail(format!(
-                "the fault plan failed it: number {} of its kind, {} of all",
-                fault.nth, fault.nth_of_all
-            ))),
+            Some(fault) => Err(DriverError::new(call.name(), fault.code)
+                .with_detail(format!("injected fault: call {} of its kind, {} of all", fault.nth, fault.nth_of_all))),
         }
     }
 
@@ -199,18 +196,18 @@ impl Hook for Faults {
     fn suballocation(&self, _: Call, _: Arguments<'_>) {}
 }
 
-/// Scatters the bits of `x` (the finaliser of SplitMix64), so that neighbours give unlike numbers.
-const fn scatter(x: u64) -> u64 {
+/// A hash of `x`: the finaliser of SplitMix64.
+const fn mix(x: u64) -> u64 {
     let x = x.wrapping_add(0x9e37_79b9_7f4a_7c15);
     let x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     let x = (x ^ (x >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
     x ^ (x >> 31)
 }
 
-/// A number in [0, 1) drawn from `x`.
+/// A number in [0, 1) selected by `x`.
 fn unit(x: u64) -> f64 {
-    // A double holds 53 bits of fraction.
-    (scatter(x) >> 11) as f64 / (1u64 << 53) as f64
+    // A double has 53 bits of fraction.
+    (mix(x) >> 11) as f64 / (1u64 << 53) as f64
 }
 
 #[cfg(test)]
@@ -226,13 +223,13 @@ mod tests {
         Faulty::new(Arc::new(SimDriver::new(SimConfig::default())), plan)
     }
 
-    /// Ten rounds of allocate and ask, as a picture: `.` for a call that went well, `x` for one that failed.
+    /// Ten rounds of two calls, as a picture: `.` for a call that succeeded, `x` for one that failed.
     fn picture(driver: &dyn Driver) -> String {
         let mut picture = String::new();
         for _ in 0..10 {
-            let (alloc, ask) = (driver.mem_alloc(DEVICE, 4096), driver.mem_info(DEVICE));
+            let (alloc, info) = (driver.mem_alloc(DEVICE, 4096), driver.mem_info(DEVICE));
             picture.push(if alloc.is_ok() { '.' } else { 'x' });
-            picture.push(if ask.is_ok() { '.' } else { 'x' });
+            picture.push(if info.is_ok() { '.' } else { 'x' });
             if let Ok(ptr) = alloc {
                 driver.mem_free(ptr).unwrap();
             }
@@ -241,10 +238,10 @@ mod tests {
     }
 
     #[test]
-    fn plans_fail_what_they_name() {
+    fn plan_fails_the_calls_it_names() {
         let oom = ErrorCode::OutOfMemory;
-        let spare = |plan: FaultPlan| plan.excluding(FaultPlan::CLEANUP);
-        let check = |plan, expected: &str| assert_eq!(picture(&faulty(spare(plan))), expected);
+        let keep_cleanup = |plan: FaultPlan| plan.excluding(FaultPlan::CLEANUP);
+        let check = |plan, expected: &str| assert_eq!(picture(&faulty(keep_cleanup(plan))), expected);
         check(FaultPlan::new(), "....................");
         check(FaultPlan::new().fail_nth(Call::MemAlloc, 3, oom), "....x...............");
         check(FaultPlan::new().fail_nth_of_all(4, oom), "...x................");
@@ -255,7 +252,7 @@ mod tests {
     }
 
     #[test]
-    fn a_share_is_about_that_share_and_the_same_every_time() {
+    fn fraction_is_met_and_depends_only_on_the_seed() {
         let draw = |seed| {
             let mut state = State::new(FaultPlan::new().fail_fraction(&[], 0.25, seed, ErrorCode::NotReady));
             (0..4000).map(|_| state.next(Call::MemInfo).is_some()).collect::<Vec<_>>()
@@ -267,7 +264,7 @@ mod tests {
     }
 
     #[test]
-    fn a_failed_call_does_not_reach_the_driver_inside() {
+    fn failed_call_does_not_reach_the_decorated_driver() {
         let counting = Arc::new(Counting::new(Arc::new(SimDriver::new(SimConfig::default()))));
         let plan = FaultPlan::new().fail_nth(Call::MemAlloc, 1, ErrorCode::Unknown(4242));
         let faulty = Arc::new(Faulty::new(counting.clone(), plan));
@@ -275,7 +272,7 @@ mod tests {
 
         let error = outer.mem_alloc(DEVICE, 4096).unwrap_err();
         assert_eq!((error.call, error.code), ("mem_alloc", ErrorCode::Unknown(4242)));
-        assert_eq!(error.detail.as_deref(), Some("the fault plan failed it: number 1 of its kind, 1 of all"));
+        assert_eq!(error.detail.as_deref(), Some("injected fault: call 1 of its kind, 1 of all"));
         assert_eq!(counting.count(Call::MemAlloc).calls, 0);
         assert_eq!((outer.count(Call::MemAlloc).calls, outer.count(Call::MemAlloc).errors), (1, 1));
         let fired = InjectedFault { call: Call::MemAlloc, nth: 1, nth_of_all: 1, code: ErrorCode::Unknown(4242) };
@@ -283,7 +280,7 @@ mod tests {
     }
 
     #[test]
-    fn plans_change_while_it_runs_and_suballocations_always_pass() {
+    fn plan_can_change_and_suballocation_reports_never_fail() {
         let driver = faulty(FaultPlan::new().fail_fraction(&[], 1.0, 0, ErrorCode::NotPermitted));
         driver.suballocated(DevicePtr(0), 0, crate::StreamId(0));
         assert_eq!(driver.injected(), []);

@@ -1,11 +1,10 @@
-//! A driver that lets a hook see every call before and after it is made. Every signature of the contract stands here
-//! once, in the table at the end, with the suballocation reports behind it; the decorators are hooks. Nothing is decided here: what a
-//! hook does not refuse goes through unchanged.
+//! A driver that calls a hook before and after every call. The table at the end lists every signature of the contract
+//! once; the decorators are hooks. A call that the hook does not refuse is forwarded unchanged.
 
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::value::{Shown, Value};
+use super::value::{AsValue, Value};
 use crate::{
     Access, Address, BlasMath, Call, CaptureMode, CaptureState, Captures, ConditionalId, ConditionalKind, Copies,
     DeviceAccess, DeviceId, DeviceProperties, DevicePtr, Devices, Driver, DriverError, EventId, EventOptions,
@@ -16,23 +15,23 @@ use crate::{
     StreamHandle, StreamId, StreamInfo, StreamOptions, Streams, Suballocations, VirtualMemory,
 };
 
-/// The arguments of a call by name, in their order.
+/// The arguments of a call with their names, in order.
 pub type Arguments<'a> = &'a [(&'static str, Value<'a>)];
 
-/// What a call returned. Calls that fill a buffer return its bytes.
+/// What a call returned. For calls that fill a buffer, its bytes.
 pub type Outcome<'a> = std::result::Result<Value<'a>, &'a DriverError>;
 
-/// What sees the calls of a [`Hooked`] driver.
+/// What is called around every call of a [`Hooked`] driver.
 pub trait Hook: Send + Sync {
-    /// What it carries from before a call to after it.
-    type Mark;
+    /// What it keeps of a call from [`before`](Self::before) to [`after`](Self::after).
+    type CallState;
 
-    /// A call is about to be made to `inner`. An error is returned in its place: `inner` and
-    /// [`after`](Self::after) are not called then.
-    fn before(&self, inner: &dyn Driver, call: Call, arguments: Arguments<'_>) -> Result<Self::Mark>;
+    /// A call is about to be made to `inner`. If this returns an error, the call returns it: `inner` and
+    /// [`after`](Self::after) are not called.
+    fn before(&self, inner: &dyn Driver, call: Call, arguments: Arguments<'_>) -> Result<Self::CallState>;
 
     /// The call was made.
-    fn after(&self, inner: &dyn Driver, call: Call, mark: Self::Mark, outcome: Outcome<'_>);
+    fn after(&self, inner: &dyn Driver, call: Call, state: Self::CallState, outcome: Outcome<'_>);
 
     /// An allocator reported a suballocation ([`Suballocations`]); such a call cannot fail and returns nothing.
     fn suballocation(&self, call: Call, arguments: Arguments<'_>);
@@ -43,15 +42,15 @@ pub trait Hook: Send + Sync {
     }
 }
 
-/// A driver around a driver, with a hook on every call. [`Driver::kind`], [`Driver::now`] and [`Driver::entropy`] go
-/// straight through.
+/// A decorator with a hook on every call. [`Driver::kind`], [`Driver::now`] and [`Driver::entropy`] are forwarded
+/// without the hook.
 pub struct Hooked<H> {
     inner: Arc<dyn Driver>,
     hook: H,
 }
 
 impl<H: Hook> Hooked<H> {
-    /// `inner`, with `hook` on it.
+    /// Decorates `inner` with `hook`.
     #[must_use]
     pub fn with_hook(inner: Arc<dyn Driver>, hook: H) -> Self {
         Self { inner, hook }
@@ -63,7 +62,7 @@ impl<H: Hook> Hooked<H> {
         &self.hook
     }
 
-    /// The driver inside; calls made on it are not seen by the hook.
+    /// The decorated driver. Calls made on it directly do not reach the hook.
     #[must_use]
     pub const fn inner(&self) -> &Arc<dyn Driver> {
         &self.inner
@@ -90,8 +89,8 @@ impl<H: Hook> Driver for Hooked<H> {
     }
 }
 
-/// Makes the table into code: `impl Trait { Call method(arguments) -> result; }`. `fills` names the buffer whose bytes
-/// are the result; `@unsafe` stands before an unsafe method. A method without a result is a suballocation report.
+/// Generates the methods of the table: `impl Trait { Call method(arguments) -> result; }`. `fills` names the buffer
+/// whose bytes are the result; `@unsafe` marks an unsafe method. A method without a result is a suballocation report.
 macro_rules! forward {
     ($(impl $trait:ident { $($(@$unsafe:tt)? $call:ident $method:ident($($arg:ident: $ty:ty),*)
         $(-> $ret:ty $(, fills $buffer:ident)?)?;)* })*) => {$(
@@ -99,28 +98,29 @@ macro_rules! forward {
             $(forward! { @method $(@$unsafe)? $call $method($($arg: $ty),*) $(-> $ret $(, fills $buffer)?)? })*
         }
     )*};
-    (@method $(@$unsafe:tt)? $call:ident $method:ident($($arg:ident: $ty:ty),*) -> $ret:ty $(, fills $buffer:ident)?) => {
+    (@method $(@$unsafe:tt)? $call:ident $method:ident($($arg:ident: $ty:ty),*)
+        -> $ret:ty $(, fills $buffer:ident)?) => {
         $($unsafe)? fn $method(&self, $($arg: $ty),*) -> Result<$ret> {
             let inner = &*self.inner;
-            let mark = self.hook.before(inner, Call::$call, &[$((stringify!($arg), $arg.shown())),*])?;
-            // SAFETY: of an unsafe method: the caller of this one promises the same.
+            let state = self.hook.before(inner, Call::$call, &[$((stringify!($arg), $arg.as_value())),*])?;
+            // SAFETY: for an unsafe method, the caller of this one makes the same promises.
             let result = $($unsafe)? { inner.$method($($arg),*) };
             let outcome = match &result {
-                Ok(value) => Ok(forward! { @shown value $($buffer)? }),
+                Ok(value) => Ok(forward! { @value value $($buffer)? }),
                 Err(error) => Err(error),
             };
-            self.hook.after(inner, Call::$call, mark, outcome);
+            self.hook.after(inner, Call::$call, state, outcome);
             result
         }
     };
     (@method $call:ident $method:ident($($arg:ident: $ty:ty),*)) => {
         fn $method(&self, $($arg: $ty),*) {
-            self.hook.suballocation(Call::$call, &[$((stringify!($arg), $arg.shown())),*]);
+            self.hook.suballocation(Call::$call, &[$((stringify!($arg), $arg.as_value())),*]);
             self.inner.$method($($arg),*);
         }
     };
-    (@shown $value:ident) => { $value.shown() };
-    (@shown $value:ident $buffer:ident) => {{
+    (@value $value:ident) => { $value.as_value() };
+    (@value $value:ident $buffer:ident) => {{
         let () = $value;
         Value::Bytes($buffer)
     }};
@@ -203,7 +203,9 @@ forward! {
     }
     impl Copies {
         Copy copy(dst: Address, src: Address, bytes: u64, stream: StreamId) -> ();
-        CopyPeer copy_peer(dst: DevicePtr, dst_device: DeviceId, src: DevicePtr, src_device: DeviceId, bytes: u64, stream: StreamId) -> ();
+        CopyPeer copy_peer(
+            dst: DevicePtr, dst_device: DeviceId, src: DevicePtr, src_device: DeviceId, bytes: u64, stream: StreamId
+        ) -> ();
         Fill fill(dst: DevicePtr, pattern: Pattern, count: u64, stream: StreamId) -> ();
         Upload upload(device: DeviceId, dst: DevicePtr, bytes: &[u8]) -> ();
         Download download(device: DeviceId, src: DevicePtr, into: &mut [u8]) -> (), fills into;
@@ -219,7 +221,9 @@ forward! {
     impl Graphs {
         GraphInstantiate graph_instantiate(graph: GraphId, options: InstantiateOptions) -> GraphExecId;
         @unsafe GraphLaunch graph_launch(exec: GraphExecId, stream: StreamId) -> ();
-        @unsafe GraphExecSetKernel graph_exec_set_kernel(exec: GraphExecId, node: NodeId, function: FunctionId, shape: LaunchShape, args: &[KernelArg]) -> ();
+        @unsafe GraphExecSetKernel graph_exec_set_kernel(
+            exec: GraphExecId, node: NodeId, function: FunctionId, shape: LaunchShape, args: &[KernelArg]
+        ) -> ();
         GraphTopology graph_topology(graph: GraphId) -> GraphTopology;
         GraphDot graph_dot(graph: GraphId) -> String;
         GraphDestroy graph_destroy(graph: GraphId) -> ();
@@ -227,13 +231,17 @@ forward! {
         GraphRaw graph_raw(graph: GraphId) -> RawHandle;
         GraphExecRaw graph_exec_raw(exec: GraphExecId) -> RawHandle;
         ConditionalCreate conditional_create(stream: StreamId, default: u32) -> ConditionalId;
-        ConditionalBegin conditional_begin(stream: StreamId, conditional: ConditionalId, kind: ConditionalKind, body: StreamId, mode: CaptureMode) -> ();
+        ConditionalBegin conditional_begin(
+            stream: StreamId, conditional: ConditionalId, kind: ConditionalKind, body: StreamId, mode: CaptureMode
+        ) -> ();
     }
     impl Kernels {
         ModuleLoad module_load(device: DeviceId, source: &KernelSource) -> ModuleId;
         ModuleUnload module_unload(module: ModuleId) -> ();
         FunctionGet function_get(module: ModuleId, name: &str) -> FunctionId;
-        @unsafe KernelLaunch kernel_launch(function: FunctionId, shape: LaunchShape, args: &[KernelArg], stream: StreamId) -> ();
+        @unsafe KernelLaunch kernel_launch(
+            function: FunctionId, shape: LaunchShape, args: &[KernelArg], stream: StreamId
+        ) -> ();
     }
     impl Libraries {
         LibraryCreate library_create(library: Library, device: DeviceId) -> HandleId;

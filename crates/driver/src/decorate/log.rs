@@ -1,14 +1,13 @@
-//! A log of driver calls as text, and the comparison of two.
-//! No driver here: `recording.rs` writes the entries.
+//! A log of driver calls as text, and the comparison of two logs. `recording.rs` makes the entries.
 
 use std::fmt;
 
 use crate::Call;
 
-/// What was called, in order.
+/// Calls, in order.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Log {
-    /// How many entries came before the first and were given up to keep memory bounded.
+    /// How many earlier entries were dropped to limit the size.
     pub dropped: u64,
     /// The entries.
     pub entries: Vec<LogEntry>,
@@ -17,27 +16,27 @@ pub struct Log {
 /// One call.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LogEntry {
-    /// Which.
+    /// The call.
     pub call: Call,
-    /// Its arguments by name.
+    /// Its arguments with their names.
     pub arguments: String,
     /// What it returned, or the error's text.
     pub outcome: String,
 }
 
-/// Where two logs part.
+/// The first difference between two logs.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Difference {
-    /// The number of the entry, counted from 0 and from before what was dropped.
+    /// The number of the entry from 0, dropped entries included.
     pub index: u64,
-    /// What the one log has there; `None` if it has ended.
+    /// The entry of the one log; `None` if it has ended.
     pub left: Option<LogEntry>,
-    /// What the other has.
+    /// The entry of the other log.
     pub right: Option<LogEntry>,
 }
 
 impl Log {
-    /// The first entry in which `other` differs; `None` if the logs agree. What either has dropped is not compared.
+    /// The first entry in which `other` differs; `None` if the logs are equal. Dropped entries are not compared.
     #[must_use]
     pub fn diff(&self, other: &Self) -> Option<Difference> {
         let end = self.end().max(other.end());
@@ -74,7 +73,7 @@ impl fmt::Display for LogEntry {
 
 impl fmt::Display for Difference {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        writeln!(f, "the logs part at call {}:", self.index)?;
+        writeln!(f, "the logs differ at call {}:", self.index)?;
         for (side, entry) in [("left ", &self.left), ("right", &self.right)] {
             match entry {
                 Some(entry) => writeln!(f, "  {side} {entry}")?,
@@ -97,7 +96,7 @@ mod tests {
         Log { dropped: dropped as u64, entries: script.chars().skip(dropped).map(entry).collect() }
     }
 
-    /// Where the logs part, and what stands there.
+    /// The index of the first difference, and the entries.
     fn check(left: &str, right: &str, expected: Option<(u64, &str, &str)>) {
         let text = |entry: Option<LogEntry>| entry.map_or("-".to_owned(), |entry| entry.arguments);
         let found = log(left).diff(&log(right)).map(|d| (d.index, text(d.left), text(d.right)));
@@ -105,7 +104,7 @@ mod tests {
     }
 
     #[test]
-    fn logs_part_at_their_first_difference() {
+    fn diff_finds_the_first_difference() {
         check("", "", None);
         check("abc", "abc", None);
         check("abc", "axd", Some((1, "b", "x")));
@@ -114,7 +113,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_dropped_is_not_compared() {
+    fn dropped_entries_are_not_compared() {
         check("ABcd", "xycd", None);
         check("ABcd", "Xbcd", None);
         check("ABcd", "xyce", Some((3, "d", "e")));
@@ -122,9 +121,9 @@ mod tests {
     }
 
     #[test]
-    fn a_difference_reads_well() {
+    fn difference_shows_both_sides() {
         let difference = log("ab").diff(&log("a")).unwrap();
-        let expected = "the logs part at call 1:\n  left  mem_info(b) = ok\n  right (no more calls)\n";
+        let expected = "the logs differ at call 1:\n  left  mem_info(b) = ok\n  right (no more calls)\n";
         assert_eq!(difference.to_string(), expected);
     }
 }

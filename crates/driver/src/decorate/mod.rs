@@ -1,10 +1,10 @@
-//! Drivers around drivers. Each adds one thing; wrap again for the next.
+//! Decorators: drivers around drivers. Each adds one thing; several can be combined.
 //!
-//! - [`Counting`]: how often each call was made, how often it failed, what it cost.
-//! - [`Recording`]: what was called with what, and what came of it, as a log that can be compared with another.
-//! - [`Faulty`]: calls that fail on request, so that the paths behind them can be tested.
+//! - [`Counting`]: counts calls and failures, and measures time.
+//! - [`Recording`]: logs calls with arguments and results; two logs can be compared.
+//! - [`Faulty`]: injects faults, to test error paths.
 //!
-//! All three are a [`Hooked`] driver with their own [`Hook`]; the contract is forwarded in one place, `hooked.rs`.
+//! Each is a [`Hooked`] driver with its own [`Hook`]; only `hooked.rs` forwards the contract.
 //!
 //! ```
 //! use std::sync::Arc;

@@ -1,6 +1,6 @@
-//! A driver that writes down every call. Two runs of one program on the same driver with the same seed give equal logs.
-//! For that, what differs from run to run (addresses of this process, handles of the system) is written as a number of
-//! our own, and bytes as their count and a digest. Calls of several threads stand in the order in which they ended.
+//! A driver that logs every call. Two runs of one program on the same driver with the same seed give equal logs: what
+//! differs from run to run (addresses of this process, raw handles) is replaced by a number, and bytes by their count
+//! and a hash. Calls of several threads are in the order in which they ended.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::fmt::Write as _;
@@ -14,30 +14,30 @@ use super::log::{Log, LogEntry};
 use super::value::Value;
 use crate::{BlasMatrix, Call, DevicePtr, Driver, HostPtr, KernelArg, RawHandle, Result, Sgemm};
 
-/// A driver that writes down every call.
+/// A driver that logs every call.
 pub type Recording = Hooked<Recorder>;
 
 impl Recording {
-    /// Records every call made to `inner` through the new driver.
+    /// Logs every call made to `inner` through the new driver.
     #[must_use]
     pub fn new(inner: Arc<dyn Driver>) -> Self {
         Self::with_limit(inner, usize::MAX)
     }
 
-    /// The same, but keeps only the latest `entries` of them.
+    /// The same, but keeps only the last `entries` calls.
     #[must_use]
     pub fn with_limit(inner: Arc<dyn Driver>, entries: usize) -> Self {
         Self::with_hook(inner, Recorder { limit: entries, state: Mutex::default() })
     }
 
-    /// What was recorded so far.
+    /// The log so far.
     #[must_use]
     pub fn log(&self) -> Log {
         let state = self.hook().lock();
         Log { dropped: state.dropped, entries: state.entries.iter().cloned().collect() }
     }
 
-    /// Forgets what was recorded. Numbers given to addresses and handles stay as they are.
+    /// Empties the log. The numbers of addresses and handles are kept.
     pub fn clear(&self) {
         let mut state = self.hook().lock();
         state.entries.clear();
@@ -45,7 +45,7 @@ impl Recording {
     }
 }
 
-/// The pen of a [`Recording`] driver.
+/// The hook of a [`Recording`] driver.
 #[derive(Debug)]
 pub struct Recorder {
     limit: usize,
@@ -59,30 +59,30 @@ struct State {
     names: Names,
 }
 
-/// A call that has begun.
+/// A call that has not returned.
 #[derive(Debug)]
-pub struct Begun {
+pub struct PendingCall {
     arguments: String,
     change: Change,
 }
 
-/// What a call does to the host memory that has a number.
+/// What a call does to the numbers of host memory.
 #[derive(Clone, Copy, Debug)]
 enum Change {
     Nothing,
-    /// Gives a number to what the call returns.
+    /// Numbers what the call returns.
     Pins {
         bytes: u64,
     },
-    /// Gave a number to an argument already; takes it back should the call fail.
+    /// Has numbered an argument; undone if the call fails.
     Registers(HostPtr),
-    /// Takes the number back should the call succeed.
+    /// Removes the number if the call succeeds.
     Unpins(HostPtr),
 }
 
 impl Recorder {
     fn lock(&self) -> MutexGuard<'_, State> {
-        // Nothing in here panics half way through a change.
+        // No code under this lock panics in the middle of a change.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -96,9 +96,9 @@ impl Recorder {
 }
 
 impl Hook for Recorder {
-    type Mark = Begun;
+    type CallState = PendingCall;
 
-    fn before(&self, _: &dyn Driver, call: Call, arguments: Arguments<'_>) -> Result<Begun> {
+    fn before(&self, _: &dyn Driver, call: Call, arguments: Arguments<'_>) -> Result<PendingCall> {
         let names = &mut self.lock().names;
         let change = match (call, arguments) {
             (Call::HostAlloc, [_, (_, Value::Number(bytes)), ..]) => Change::Pins { bytes: *bytes },
@@ -109,12 +109,12 @@ impl Hook for Recorder {
             (Call::HostFree | Call::HostUnregister, [(_, Value::Host(ptr))]) => Change::Unpins(*ptr),
             _ => Change::Nothing,
         };
-        Ok(Begun { arguments: names.list(arguments), change })
+        Ok(PendingCall { arguments: names.list(arguments), change })
     }
 
-    fn after(&self, _: &dyn Driver, call: Call, begun: Begun, outcome: Outcome<'_>) {
+    fn after(&self, _: &dyn Driver, call: Call, pending: PendingCall, outcome: Outcome<'_>) {
         let state = &mut *self.lock();
-        match (outcome, begun.change) {
+        match (outcome, pending.change) {
             (Ok(Value::Host(ptr)), Change::Pins { bytes }) => state.names.pin(ptr, bytes),
             (Ok(_), Change::Unpins(ptr)) | (Err(_), Change::Registers(ptr)) => state.names.unpin(ptr),
             _ => {}
@@ -123,7 +123,7 @@ impl Hook for Recorder {
             Ok(value) => state.names.text(value),
             Err(error) => format!("error {}", error.code),
         };
-        self.push(state, LogEntry { call, arguments: begun.arguments, outcome });
+        self.push(state, LogEntry { call, arguments: pending.arguments, outcome });
     }
 
     fn suballocation(&self, call: Call, arguments: Arguments<'_>) {
@@ -132,25 +132,25 @@ impl Hook for Recorder {
         self.push(state, LogEntry { call, arguments, outcome: "()".to_owned() });
     }
 
-    // A log is of what the program did, whoever else listens.
+    // The log contains everything the program did, also what the driver ignores.
     fn tracks_suballocations(&self) -> bool {
         true
     }
 }
 
-/// Our numbers for what differs from run to run, given in the order of first sight.
+/// The numbers of what differs from run to run, in the order of first use.
 #[derive(Debug, Default)]
 struct Names {
-    /// Pinned host memory by its start: how long it is, and its number.
+    /// Pinned host memory by address: its size and its number.
     pinned: BTreeMap<HostPtr, (u64, usize)>,
-    pinned_ever: usize,
+    last_pinned: usize,
     raw: BTreeMap<RawHandle, usize>,
 }
 
 impl Names {
     fn pin(&mut self, ptr: HostPtr, bytes: u64) {
-        self.pinned_ever += 1;
-        self.pinned.insert(ptr, (bytes, self.pinned_ever));
+        self.last_pinned += 1;
+        self.pinned.insert(ptr, (bytes, self.last_pinned));
     }
 
     fn unpin(&mut self, ptr: HostPtr) {
@@ -183,21 +183,21 @@ impl Names {
                 format!("{}, priority {}, {kind}, {}", info.device, info.priority, self.raw(info.raw))
             }
             Value::StreamHandle(handle) => format!("{}, {}", handle.device, self.raw(handle.raw)),
-            Value::Bytes(bytes) => format!("{} bytes #{:016x}", bytes.len(), digest(bytes)),
-            Value::Room(bytes) => format!("room for {bytes} bytes"),
+            Value::Bytes(bytes) => format!("{} bytes #{:016x}", bytes.len(), hash(bytes)),
+            Value::Buffer(bytes) => format!("buffer of {bytes} bytes"),
             Value::Opaque(kind) => kind.to_owned(),
         }
     }
 
-    /// The pinned memory that holds `ptr`: its number, and how far in.
+    /// The pinned memory that contains `ptr`: its number, and the offset.
     fn find(&self, ptr: HostPtr) -> Option<(usize, u64)> {
         let (start, &(bytes, number)) = self.pinned.range(..=ptr).next_back()?;
         let offset = ptr.0 - start.0;
         (offset < bytes).then_some((number, offset))
     }
 
-    /// Pinned memory has the same address on the device.
     fn device(&self, ptr: DevicePtr) -> String {
+        // Pinned memory has the same address on the device.
         match self.find(HostPtr(ptr.0)) {
             Some(_) => self.host(HostPtr(ptr.0)),
             None => ptr.to_string(),
@@ -239,7 +239,7 @@ impl Names {
     }
 }
 
-fn digest(bytes: &[u8]) -> u64 {
+fn hash(bytes: &[u8]) -> u64 {
     let mut hasher = FxHasher::default();
     hasher.write(bytes);
     hasher.finish()
@@ -275,10 +275,10 @@ mod tests {
     }
 
     #[test]
-    fn two_runs_of_one_program_give_equal_logs() {
+    fn runs_of_one_program_give_equal_logs() {
         let (first, second) = (recording(usize::MAX), recording(usize::MAX));
         program(&first, 1);
-        // Keeps the second run from being given the same memory again.
+        // So that the second run does not get the same memory.
         let _moved = vec![0_u8; 5000];
         program(&second, 1);
         assert_eq!(first.log().diff(&second.log()), None);
@@ -287,7 +287,7 @@ mod tests {
     }
 
     #[test]
-    fn a_different_run_parts_where_it_differs() {
+    fn diff_finds_the_first_different_call() {
         let (first, second) = (recording(usize::MAX), recording(usize::MAX));
         program(&first, 1);
         program(&second, 2);
@@ -297,20 +297,20 @@ mod tests {
     }
 
     #[test]
-    fn entries_name_host_memory_by_number_and_errors_by_code() {
+    fn entries_show_numbers_of_host_memory_and_error_codes() {
         let driver = recording(usize::MAX);
         program(&driver, 1);
         let text: Vec<String> = driver.log().entries.iter().map(ToString::to_string).collect();
         assert!(text[2].ends_with(" = host 1"), "{}", text[2]);
-        assert!(text[6].starts_with("host_read(ptr: host 1 + 16, into: room for 8 bytes) = 8 bytes #"), "{}", text[6]);
-        let refused = "error CUDA_ERROR_INVALID_VALUE (1): an argument is out of its range";
+        assert!(text[6].starts_with("host_read(ptr: host 1 + 16, into: buffer of 8 bytes) = 8 bytes #"), "{}", text[6]);
+        let error = "error CUDA_ERROR_INVALID_VALUE (1): an argument is out of its range";
         assert_eq!(text[7], "host_device_ptr(device: device 0, ptr: host 1) = host 1");
-        assert_eq!(text[9], format!("mem_alloc(device: device 0, bytes: 0) = {refused}"));
+        assert_eq!(text[9], format!("mem_alloc(device: device 0, bytes: 0) = {error}"));
         assert_eq!(text[10], "host_free(ptr: host 1) = ()");
     }
 
     #[test]
-    fn a_limit_keeps_the_latest() {
+    fn limited_log_keeps_the_last_calls() {
         let driver = recording(3);
         program(&driver, 1);
         let log = driver.log();
@@ -321,7 +321,7 @@ mod tests {
     }
 
     #[test]
-    fn a_number_goes_with_its_memory_and_never_comes_back() {
+    fn numbers_of_host_memory_are_not_reused() {
         let mut names = Names::default();
         names.pin(HostPtr(0x1000), 16);
         names.pin(HostPtr(0x2000), 16);
@@ -336,7 +336,7 @@ mod tests {
     }
 
     #[test]
-    fn raw_handles_are_numbered_by_first_sight() {
+    fn raw_handles_are_numbered_by_first_use() {
         let mut names = Names::default();
         let seen: Vec<String> = [0, 0x5555, 0x7777, 0x5555, 2].map(|raw| names.raw(RawHandle(raw))).to_vec();
         assert_eq!(seen, ["raw constant 0", "raw 1", "raw 2", "raw 1", "raw constant 2"]);

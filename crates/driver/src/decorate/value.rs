@@ -1,5 +1,5 @@
-//! Arguments and results of calls, in the few forms that a hook cares about.
-//! A value is borrowed and costs nothing to make; text is made of it only by those who want text.
+//! Arguments and results of calls, in the few forms that hooks distinguish. A value borrows and is cheap to make; text
+//! is made only by hooks that need text.
 
 use std::fmt::Debug;
 
@@ -16,44 +16,44 @@ use crate::{
 #[derive(Clone, Copy, Debug)]
 #[non_exhaustive]
 pub enum Value<'a> {
-    /// A size, count or address arithmetic.
+    /// A size or count.
     Number(u64),
-    /// Something that reads the same in every run of the same program: ids, options, enums.
+    /// Something whose `Debug` form is the same in every run of the same program: ids, options, enums.
     Plain(&'a dyn Debug),
-    /// An address that the device knows: its own, or one of pinned memory, which differs from run to run.
+    /// A device address: of device memory, or of pinned memory, which differs from run to run.
     Device(DevicePtr),
-    /// The arguments of a kernel; addresses among them.
+    /// The arguments of a kernel, which may contain addresses.
     Arguments(&'a [KernelArg]),
-    /// A product of matrices; addresses in it.
+    /// A matrix product, which contains addresses.
     Product(&'a Sgemm),
     /// An address of this process, which differs from run to run.
     Host(HostPtr),
-    /// A stretch of this process's memory.
+    /// A range of this process's memory.
     HostRange(&'a HostRange),
     /// A handle of the system below, which differs from run to run.
     Raw(RawHandle),
-    /// What a stream is; it holds a raw handle.
+    /// The attributes of a stream, with its raw handle.
     Stream(&'a StreamInfo),
-    /// A stream's device, and its raw handle.
+    /// The device and raw handle of a stream.
     StreamHandle(&'a StreamHandle),
-    /// Bytes that go in, or that came out.
+    /// Bytes, in either direction.
     Bytes(&'a [u8]),
-    /// Room for that many bytes, to be filled by the call.
-    Room(usize),
-    /// Something with nothing to compare in it but its kind.
+    /// A buffer of that many bytes, to be filled by the call.
+    Buffer(usize),
+    /// Something of which only the kind can be compared.
     Opaque(&'static str),
 }
 
-/// What can be looked at as a [`Value`].
-pub(super) trait Shown {
-    fn shown(&self) -> Value<'_>;
+/// What can be shown as a [`Value`].
+pub(super) trait AsValue {
+    fn as_value(&self) -> Value<'_>;
 }
 
 /// Types whose `Debug` form is the same in every run.
 macro_rules! plain {
     ($($ty:ty),* $(,)?) => {$(
-        impl Shown for $ty {
-            fn shown(&self) -> Value<'_> {
+        impl AsValue for $ty {
+            fn as_value(&self) -> Value<'_> {
                 Value::Plain(self)
             }
         }
@@ -69,19 +69,19 @@ plain! {
     InstantiateOptions, ConditionalKind, LaunchShape, Library, BlasMath,
 }
 
-/// Types that are another form of value.
-macro_rules! shown {
-    ($($ty:ty: |$value:pat_param| $shown:expr;)*) => {$(
-        impl Shown for $ty {
-            fn shown(&self) -> Value<'_> {
+/// Types with other forms.
+macro_rules! values {
+    ($($ty:ty: |$value:pat_param| $as_value:expr;)*) => {$(
+        impl AsValue for $ty {
+            fn as_value(&self) -> Value<'_> {
                 let $value = self;
-                $shown
+                $as_value
             }
         }
     )*};
 }
 
-shown! {
+values! {
     u64: |&number| Value::Number(number);
     DevicePtr: |&ptr| Value::Device(ptr);
     &[KernelArg]: |args| Value::Arguments(args);
@@ -93,7 +93,7 @@ shown! {
     StreamInfo: |info| Value::Stream(info);
     StreamHandle: |handle| Value::StreamHandle(handle);
     &[u8]: |bytes| Value::Bytes(bytes);
-    &mut [u8]: |room| Value::Room(room.len());
+    &mut [u8]: |buffer| Value::Buffer(buffer.len());
     String: |text| Value::Bytes(text.as_bytes());
     &KernelSource: |source| Value::Plain(&source.name);
     HostCallback: |_| Value::Opaque("callback");

@@ -1,60 +1,60 @@
-//! The settings of a simulated GPU. The defaults describe one H200.
+//! Settings of the simulated driver. The defaults describe one H200.
 
 use super::cost::{Latencies, WorkCosts};
 use crate::{DeviceProperties, Library};
 
 const MIB: u64 = 1 << 20;
 
-/// A simulated machine: its devices, and how it behaves.
+/// The devices of a simulated driver, and its behaviour.
 #[derive(Clone, Debug)]
 pub struct SimConfig {
-    /// Where luck comes from. The same seed and the same calls give the same run.
+    /// The seed of all randomness. The same seed and the same calls give the same run.
     pub seed: u64,
-    /// The devices, in the order of their numbers. Who reaches whom stands in their `peers`.
+    /// The devices, by number. Their `peers` say which can reach which.
     pub devices: Vec<SimDevice>,
     /// How long work on the device takes.
     pub timing: Timing,
     /// How long calls take on the host.
     pub latencies: Latencies,
-    /// What the durations of work on the device are made of.
+    /// The cost model of work on the device.
     pub work: WorkCosts,
-    /// Whether reading memory that nobody has written since it was allocated is a hazard. Off: programs do
-    /// that on purpose, when they copy more than they filled.
+    /// Whether reading memory that was not written since its allocation is a hazard. Off by default: programs do that
+    /// on purpose, when they copy more than they filled.
     pub check_uninitialized: bool,
-    /// How much work a stream holds before a call that adds more waits, as a real driver's queue does.
+    /// How many operations a stream's queue holds before a call that adds one waits, as with a real driver.
     pub queue_depth: usize,
-    /// How many hazards are kept; later ones are only counted.
+    /// How many hazards are kept; further ones are only counted.
     pub max_hazards: usize,
     /// Whether suballocations are tracked. Without it the simulation is faster, and cannot tell the users of one
     /// allocation apart.
     pub track_suballocations: bool,
-    /// Libraries that are not installed.
+    /// Libraries that are reported as not installed.
     pub missing_libraries: Vec<Library>,
 }
 
 /// One simulated device.
 #[derive(Clone, Debug)]
 pub struct SimDevice {
-    /// What it says of itself.
+    /// Its properties.
     pub properties: DeviceProperties,
-    /// What the context takes of its memory once there is one.
+    /// The memory that its context takes.
     pub bytes_context: u64,
-    /// What streams of it can be ranked by.
+    /// The stream priorities.
     pub priorities: crate::PriorityRange,
 }
 
 /// How long work on the device takes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Timing {
-    /// As the cost model says, times a factor between 1/8 and 8 that the seed draws for each piece of work: other
-    /// seeds, other interleavings.
+    /// By the cost model, times a factor between 1/8 and 8 that is drawn for each operation: different seeds give
+    /// different interleavings.
     Seeded,
-    /// As the cost model says.
+    /// By the cost model.
     Model,
 }
 
 impl SimDevice {
-    /// The H200 that `measured` costs were taken on.
+    /// The H200 on which the costs were measured.
     #[must_use]
     pub fn h200() -> Self {
         Self {
@@ -74,7 +74,7 @@ impl SimDevice {
                 rdma: true,
                 peers: Vec::new(),
             },
-            // Measured: what was missing of the total once a context was there and nothing else.
+            // Measured: the total minus what was free with a context and no allocations.
             bytes_context: 552_402_944,
             priorities: crate::PriorityRange { least: 0, greatest: -5 },
         }
@@ -99,14 +99,14 @@ impl Default for SimConfig {
 }
 
 impl SimConfig {
-    /// With another seed.
+    /// Sets the seed.
     #[must_use]
     pub fn with_seed(mut self, seed: u64) -> Self {
         self.seed = seed;
         self
     }
 
-    /// With `count` devices like the first, each a peer of every other.
+    /// Sets the number of devices: all like the first, each a peer of every other.
     #[must_use]
     pub fn with_devices(mut self, count: u32) -> Self {
         let first = self.devices.first().cloned().unwrap_or_else(SimDevice::h200);
@@ -120,7 +120,7 @@ impl SimConfig {
         self
     }
 
-    /// With `bytes` of memory on each device.
+    /// Sets the memory of each device.
     #[must_use]
     pub fn with_capacity(mut self, bytes: u64) -> Self {
         for device in &mut self.devices {
@@ -129,7 +129,7 @@ impl SimConfig {
         self
     }
 
-    /// With work that takes as long as the cost model says.
+    /// Sets how long work takes.
     #[must_use]
     pub fn with_timing(mut self, timing: Timing) -> Self {
         self.timing = timing;
@@ -143,14 +143,14 @@ impl SimConfig {
         self
     }
 
-    /// With a library that is not installed.
+    /// Reports a library as not installed.
     #[must_use]
     pub fn without_library(mut self, library: Library) -> Self {
         self.missing_libraries.push(library);
         self
     }
 
-    /// With reads of never-written memory reported.
+    /// Reports reads of memory that was never written.
     #[must_use]
     pub fn with_uninitialized_check(mut self) -> Self {
         self.check_uninitialized = true;

@@ -1,22 +1,22 @@
-//! What things cost on an H200: calls on the host, work on the device. Nanoseconds of the virtual clock.
+//! The cost model: how long calls take on the host, and work on the device, in nanoseconds of virtual time.
 //!
-//! Where a figure was measured (one H200, driver 580.159, CUDA 13.0, November 2026), its comment says so; the others
-//! are estimates of the same order. All of them are settings.
+//! Figures marked as measured are of one H200 (driver 580.159, CUDA 13.0, November 2026); the others are estimates of
+//! the same order. All of them are settings.
 
 use crate::{Call, LaunchShape};
 
-/// What one call costs the host.
+/// How long a call takes on the host.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Latency {
-    /// Always the same.
+    /// A constant.
     Flat(u64),
-    /// By size: points of (bytes, nanoseconds), ascending; between them a straight line, below the first its cost,
-    /// beyond the last the line goes on.
+    /// By size: points of (bytes, nanoseconds), ascending. Linear between points and beyond the last; constant below
+    /// the first.
     BySize(Vec<(u64, u64)>),
 }
 
 impl Latency {
-    /// The cost of a call about `bytes` bytes.
+    /// The time of a call for `bytes` bytes.
     #[must_use]
     pub fn nanos(&self, bytes: u64) -> u64 {
         match self {
@@ -41,33 +41,33 @@ fn interpolate(points: &[(u64, u64)], bytes: u64) -> u64 {
     }
 }
 
-/// What every call costs the host.
+/// How long every call takes on the host.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Latencies {
     by_call: Vec<Latency>,
 }
 
 impl Latencies {
-    /// The measured machine.
+    /// An H200 and its host.
     #[must_use]
     pub fn h200() -> Self {
         Self { by_call: Call::ALL.iter().map(|&call| h200(call)).collect() }
     }
 
-    /// A host for which all calls cost `nanos`.
+    /// The same time for all calls.
     #[must_use]
     pub fn flat(nanos: u64) -> Self {
         Self { by_call: vec![Latency::Flat(nanos); Call::ALL.len()] }
     }
 
-    /// Sets what one call costs.
+    /// Sets the time of one call.
     #[must_use]
     pub fn with(mut self, call: Call, latency: Latency) -> Self {
         self.by_call[call as usize] = latency;
         self
     }
 
-    /// What `call` costs at its start: all of it, but for what depends on a size that is told later.
+    /// What `call` takes at its start: everything that does not depend on a size.
     pub(super) fn flat_nanos(&self, call: Call) -> u64 {
         match &self.by_call[call as usize] {
             Latency::BySize(_) if SIZED.contains(&call) => 0,
@@ -75,7 +75,7 @@ impl Latencies {
         }
     }
 
-    /// What `call` costs beyond that, for its size.
+    /// What `call` takes in addition, for its size.
     pub(super) fn sized_nanos(&self, call: Call, bytes: u64) -> u64 {
         match &self.by_call[call as usize] {
             Latency::Flat(_) => 0,
@@ -83,14 +83,14 @@ impl Latencies {
         }
     }
 
-    /// What `call` costs when it is about `bytes` bytes.
+    /// How long `call` takes for `bytes` bytes.
     #[must_use]
     pub fn nanos(&self, call: Call, bytes: u64) -> u64 {
         self.by_call[call as usize].nanos(bytes)
     }
 }
 
-/// The calls that are about a size. For any other, a latency by size counts as one of 0 bytes.
+/// The calls that have a size. For others, a latency by size is that of 0 bytes.
 const SIZED: &[Call] = &[
     Call::MemAlloc,
     Call::MemFree,
@@ -125,7 +125,7 @@ fn h200(call: Call) -> Latency {
         Call::VmReserve => Latency::Flat(13_000),
         Call::VmCreate => by_size([(2 * MIB, 12_000), (64 * MIB, 16_000), (512 * MIB, 33_000), (2048 * MIB, 177_000)]),
         Call::VmMap => Latency::Flat(1_000),
-        // Measured for one piece of that size; a call over several costs the sum.
+        // Measured for one mapping of that size; a call over several takes the sum.
         Call::VmSetAccess => {
             by_size([(2 * MIB, 30_000), (64 * MIB, 27_000), (512 * MIB, 51_000), (2048 * MIB, 110_000)])
         }
@@ -134,7 +134,7 @@ fn h200(call: Call) -> Latency {
             by_size([(2 * MIB, 14_000), (64 * MIB, 45_000), (512 * MIB, 256_000), (2048 * MIB, 984_000)])
         }
         Call::VmFreeRange => Latency::Flat(8_000),
-        // Measured. (A query of a mark already reached took 150 to 350 on other days: docs/h200.md.)
+        // Measured. (A query of an event already reached took 150 to 350 on other days: docs/h200.md.)
         Call::EventRecord => Latency::Flat(140),
         Call::EventQuery => Latency::Flat(1_290),
         Call::StreamQuery => Latency::Flat(1_290),
@@ -145,8 +145,8 @@ fn h200(call: Call) -> Latency {
         Call::KernelLaunch => Latency::Flat(3_260),
         Call::GraphLaunch => Latency::Flat(1_500),
         Call::GraphExecSetKernel => Latency::Flat(132),
-        // Measured: create and destroy take 211 us together, nearly all of it the create; a product is a launch and a
-        // little more.
+        // Measured: create and destroy take 211 us together, nearly all of it in create; a product takes a little
+        // longer than a launch.
         Call::LibraryCreate => Latency::Flat(211_000),
         Call::LibrarySetStream => Latency::Flat(21),
         Call::BlasSetWorkspace => Latency::Flat(23),
@@ -180,7 +180,7 @@ fn h200(call: Call) -> Latency {
     }
 }
 
-/// Where a copy goes, as far as its speed is concerned.
+/// The path of a copy, which determines its speed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Route {
     OnDevice,
@@ -188,35 +188,35 @@ pub(super) enum Route {
     Peer,
 }
 
-/// How long work takes on the device, in nanoseconds and bytes per microsecond.
+/// How long work takes on the device; rates are in bytes per microsecond.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct WorkCosts {
-    /// What starting a kernel takes that does not say itself how long it runs.
+    /// Start of a kernel without a duration of its own.
     pub kernel_start: u64,
-    /// What a thousand threads of such a kernel take.
+    /// Each thousand threads of such a kernel.
     pub kernel_per_1000_threads: u64,
-    /// What a million multiplications of a matrix product take.
+    /// Each million multiplications of a matrix product.
     pub product_per_million: u64,
-    /// What starting a copy takes.
+    /// Start of a copy.
     pub copy_start: u64,
-    /// How fast copies are within a device.
+    /// Rate of copies within a device.
     pub copy_on_device: u64,
-    /// How fast copies are over the bus, and within the host.
+    /// Rate of copies over the bus, and within the host.
     pub copy_host: u64,
-    /// How fast copies are from device to device.
+    /// Rate of copies between devices.
     pub copy_peer: u64,
-    /// What starting a fill takes.
+    /// Start of a fill.
     pub fill_start: u64,
-    /// How fast fills are.
+    /// Rate of fills.
     pub fill: u64,
-    /// What getting to a host callback takes.
+    /// Start of a host callback.
     pub callback: u64,
-    /// What looking at the flag of a conditional node takes, the first time and in each round of a loop.
+    /// Each test of the flag of a conditional node.
     pub conditional: u64,
 }
 
 impl WorkCosts {
-    /// The measured machine. Copies within the device: 4.3 TB/s read and written. The rest are estimates.
+    /// An H200. Measured: copies within the device, 4.3 TB/s read plus written. The others are estimates.
     #[must_use]
     pub const fn h200() -> Self {
         Self {
@@ -245,22 +245,22 @@ impl WorkCosts {
     }
 
     pub(super) fn copy_nanos(&self, bytes: u64, route: Route) -> u64 {
-        let speed = match route {
+        let rate = match route {
             Route::OnDevice => self.copy_on_device,
             Route::Host => self.copy_host,
             Route::Peer => self.copy_peer,
         };
-        self.copy_start.saturating_add(at_speed(bytes, speed))
+        self.copy_start.saturating_add(at_rate(bytes, rate))
     }
 
     pub(super) fn fill_nanos(&self, bytes: u64) -> u64 {
-        self.fill_start.saturating_add(at_speed(bytes, self.fill))
+        self.fill_start.saturating_add(at_rate(bytes, self.fill))
     }
 }
 
-/// How long `bytes` take at `speed` bytes per microsecond.
-fn at_speed(bytes: u64, speed: u64) -> u64 {
-    let nanos = u128::from(bytes) * 1000 / u128::from(speed.max(1));
+/// How long `bytes` take at `rate` bytes per microsecond.
+fn at_rate(bytes: u64, rate: u64) -> u64 {
+    let nanos = u128::from(bytes) * 1000 / u128::from(rate.max(1));
     u64::try_from(nanos).unwrap_or(u64::MAX)
 }
 
@@ -269,7 +269,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn sizes_between_two_points_lie_on_the_line() {
+    fn latency_is_interpolated_between_points() {
         let latency = Latency::BySize(vec![(10, 100), (20, 200), (40, 240)]);
         let costs: Vec<u64> = [0, 10, 15, 20, 30, 40, 99].iter().map(|&b| latency.nanos(b)).collect();
         assert_eq!(costs, [100, 100, 150, 200, 220, 240, 358]);

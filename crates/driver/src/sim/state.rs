@@ -1,4 +1,4 @@
-//! The state of a simulated driver: everything that its lock protects, with the lookups and rules that many calls share.
+//! The state of a simulated driver: everything that its lock protects, with lookups and rules that many calls share.
 //! What single calls do to it is in `api/`.
 
 use std::sync::{Arc, OnceLock};

@@ -50,7 +50,7 @@ impl Moments {
 }
 
 impl Hook for Moments {
-    type Mark = ();
+    type CallState = ();
 
     fn before(&self, _: &dyn Driver, call: Call, _: Arguments<'_>) -> warpool::driver::Result<()> {
         self.come(When::Before, call);

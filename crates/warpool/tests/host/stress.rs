@@ -342,7 +342,7 @@ struct Latecomer {
 }
 
 impl Hook for Latecomer {
-    type Mark = ();
+    type CallState = ();
 
     fn before(&self, _: &dyn Driver, _: Call, _: Arguments<'_>) -> warpool::driver::Result<()> {
         Ok(())

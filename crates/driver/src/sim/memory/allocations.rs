@@ -55,7 +55,7 @@ impl Memory {
         self.space.get(ptr.0).map_or(0, |(bytes, _)| bytes)
     }
 
-    /// Frees what [`find_allocation`](Self::find_allocation) found, by call number `at`. All work of the device is done.
+    /// Frees what [`find_allocation`](Self::find_allocation) found, by call number `at`, after a wait for the device.
     pub fn free(&mut self, ptr: DevicePtr, found: Option<BackingId>, at: u64) -> Result<()> {
         match self.space.get_mut(ptr.0) {
             Some((bytes, Region::Allocation { backing })) if Some(*backing) == found => {

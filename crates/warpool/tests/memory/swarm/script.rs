@@ -87,7 +87,7 @@ impl Listener {
 }
 
 impl Hook for Listener {
-    type Mark = [u64; 2];
+    type CallState = [u64; 2];
 
     fn before(&self, _: &dyn Driver, _: Call, arguments: Arguments<'_>) -> Result<[u64; 2]> {
         let mut numbers = arguments.iter().filter_map(|(_, value)| match value {
