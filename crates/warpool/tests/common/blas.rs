@@ -1,5 +1,5 @@
-//! A bench for cuBLAS: a simulated machine, and products whose results are known. The rule: a test that makes a lab
-//! ends with [`Lab::finish`].
+//! A test context for cuBLAS: a simulated machine, and products whose results are known. A test that makes one ends with
+//! [`Lab::finish`].
 
 use std::sync::Arc;
 

@@ -1,5 +1,5 @@
-//! A bench for graphs: kernels that count, a stream to capture on, and an end that looks for everything that graphs may
-//! have left behind. The rule: a test that makes a lab ends with [`GraphLab::finish`], with all its graphs gone.
+//! A test context for graphs: kernels that count, a stream to capture on, and checks at the end. A test that makes one
+//! ends with [`GraphLab::finish`], after all its graphs are dropped.
 
 use warpool::driver::sim::{HazardKind, ObjectCounts, SimConfig};
 use warpool::driver::{Copies as _, DevicePtr, FunctionId, KernelMirror, KernelSource, Kernels as _, LaunchShape};
@@ -8,7 +8,7 @@ use warpool::memory::{Allocate as _, DeviceBlock};
 use warpool::{Error, Result, Stream, StreamLease};
 
 use super::launch::capture_kernel;
-use super::memory::{Bench, FIRST};
+use super::memory::{FIRST, TestContext};
 
 static KERNELS: KernelSource = KernelSource {
     name: "graph labs",
@@ -49,7 +49,7 @@ static KERNELS: KernelSource = KernelSource {
 
 /// A machine with an allocator, kernels, and a stream to capture on.
 pub struct GraphLab {
-    pub bench: Bench,
+    pub context: TestContext,
     pub side: StreamLease,
     add: FunctionId,
     sum: FunctionId,
@@ -63,12 +63,12 @@ impl GraphLab {
     }
 
     pub fn on(config: SimConfig, settings: &str) -> Self {
-        let bench = Bench::with_config(config, settings);
-        let module = bench.sim.module_load(FIRST, &KERNELS).unwrap();
-        let [add, sum, odd] = ["add", "sum", "odd"].map(|name| bench.sim.function_get(module, name).unwrap());
-        let side = bench.device().lease_stream().unwrap();
-        let start = bench.sim.object_counts();
-        Self { bench, side, add, sum, odd, start }
+        let context = TestContext::with_config(config, settings);
+        let module = context.sim.module_load(FIRST, &KERNELS).unwrap();
+        let [add, sum, odd] = ["add", "sum", "odd"].map(|name| context.sim.function_get(module, name).unwrap());
+        let side = context.device().lease_stream().unwrap();
+        let start = context.sim.object_counts();
+        Self { context, side, add, sum, odd, start }
     }
 
     pub fn graph(&self) -> Graph {
@@ -76,12 +76,12 @@ impl GraphLab {
     }
 
     pub fn graph_with(&self, options: GraphOptions) -> Graph {
-        Graph::new(&self.bench.any(), &self.bench.device(), options).unwrap()
+        Graph::new(&self.context.any(), &self.context.device(), options).unwrap()
     }
 
     /// A block of the stream's, from wherever it is routed to.
     pub fn block(&self, bytes: u64, stream: &Stream) -> DeviceBlock {
-        self.bench.any().allocate(bytes, stream).unwrap()
+        self.context.any().allocate(bytes, stream).unwrap()
     }
 
     /// Puts `to += value` into a stream.
@@ -92,13 +92,13 @@ impl GraphLab {
     /// The same, as the body of a capture wants it.
     pub fn try_add(&self, to: DevicePtr, value: u32, stream: &Stream) -> Result<()> {
         let args = [to.into(), value.into()];
-        Ok(self.bench.sim.kernel_launch(self.add, LaunchShape::ONE, &args, stream.id())?)
+        Ok(self.context.sim.kernel_launch(self.add, LaunchShape::ONE, &args, stream.id())?)
     }
 
     /// Puts `to = from + value` into a stream.
     pub fn sum(&self, to: DevicePtr, from: DevicePtr, value: u32, stream: &Stream) {
         let args = [to.into(), from.into(), value.into()];
-        self.bench.sim.kernel_launch(self.sum, LaunchShape::ONE, &args, stream.id()).unwrap();
+        self.context.sim.kernel_launch(self.sum, LaunchShape::ONE, &args, stream.id()).unwrap();
     }
 
     /// Captures `to += value` on the scope's stream.
@@ -121,15 +121,15 @@ impl GraphLab {
 
     /// Waits for the device and sets a word.
     pub fn set(&self, ptr: DevicePtr, value: u32) {
-        self.bench.device().synchronize().unwrap();
-        self.bench.sim.upload(FIRST, ptr, &value.to_le_bytes()).unwrap();
+        self.context.device().synchronize().unwrap();
+        self.context.sim.upload(FIRST, ptr, &value.to_le_bytes()).unwrap();
     }
 
     /// Waits for the device and reads a word.
     pub fn word(&self, ptr: DevicePtr) -> u32 {
-        self.bench.device().synchronize().unwrap();
+        self.context.device().synchronize().unwrap();
         let mut bytes = [0; 4];
-        self.bench.sim.download(FIRST, ptr, &mut bytes).unwrap();
+        self.context.sim.download(FIRST, ptr, &mut bytes).unwrap();
         u32::from_le_bytes(bytes)
     }
 
@@ -140,29 +140,29 @@ impl GraphLab {
 
     /// Forgets the hazards of that kind, which the test meant to cause.
     pub fn forgive(&self, kind: HazardKind) {
-        let hazards = self.bench.sim.hazards();
+        let hazards = self.context.sim.hazards();
         assert!(hazards.iter().all(|hazard| hazard.kind == kind), "{hazards:#?}");
-        self.bench.sim.clear_hazards();
+        self.context.sim.clear_hazards();
     }
 
     /// Gives back everything that nobody uses any more; also what destructors left.
     pub fn clean(&self) {
         self.graph().reset().unwrap();
-        self.bench.device().synchronize().unwrap();
-        self.bench.trim();
-        self.bench.device().event_pool().trim().unwrap();
+        self.context.device().synchronize().unwrap();
+        self.context.trim();
+        self.context.device().event_pool().trim().unwrap();
     }
 
     /// With all graphs and blocks gone: nothing is left of them.
     pub fn finish(self) {
         self.clean();
-        let now = self.bench.sim.object_counts();
+        let now = self.context.sim.object_counts();
         assert_eq!((now.graphs, now.graph_execs, now.captures), (0, 0, 0), "left behind");
         assert_eq!((now.allocations, now.mappings, now.reservations), (0, 0, 0), "left behind");
         assert_eq!((now.events, now.handles), (self.start.events, 0), "left behind");
         assert_eq!(now.bytes_used, self.start.bytes_used, "memory left behind");
-        assert!(!self.bench.instance.is_capturing(&self.side).unwrap());
-        self.bench.finish();
+        assert!(!self.context.instance.is_capturing(&self.side).unwrap());
+        self.context.finish();
     }
 }
 

@@ -1,5 +1,5 @@
-//! A bench for the caching allocator: one simulated machine, short calls, and an end that looks for everything that may
-//! have gone wrong. The rule: a test that makes a bench ends with [`Bench::finish`].
+//! A test context for the caching allocator: one simulated machine, short calls, and checks at the end. A test that
+//! makes one ends with [`TestContext::finish`].
 
 use std::sync::Arc;
 
@@ -22,32 +22,32 @@ pub const GIB: u64 = 1 << 30;
 pub const FIRST: DeviceId = DeviceId(0);
 
 /// A machine, an allocator on it, and the default stream of its first device.
-pub struct Bench {
+pub struct TestContext {
     pub sim: Arc<SimDriver>,
     pub instance: Instance,
     pub allocator: Arc<CachingAllocator>,
     pub main: Stream,
 }
 
-impl Bench {
-    /// One device of 64 GiB, all of it for us.
+impl TestContext {
+    /// One device with 64 GiB, all of it free.
     pub fn new(settings: &str) -> Self {
         Self::with_capacity(64 * GIB, settings)
     }
 
-    /// One device of that size, all of it for us.
+    /// One device of that size, all of it free.
     pub fn with_capacity(bytes: u64, settings: &str) -> Self {
         Self::with_config(SimConfig::default().with_capacity(bytes), settings)
     }
 
-    /// Any machine; contexts take no memory on it.
+    /// Any machine; CUDA contexts take no memory on it.
     pub fn with_config(mut config: SimConfig, settings: &str) -> Self {
         for device in &mut config.devices {
             device.bytes_context = 0;
         }
         let sim = Arc::new(SimDriver::new(config));
         let instance = Instance::new(sim.clone()).expect("a simulated device");
-        let settings = Settings::parse(settings).expect("settings without mistakes");
+        let settings = Settings::parse(settings).expect("valid settings");
         let allocator = Arc::new(CachingAllocator::new(&instance, settings));
         let main = instance.device(0).unwrap().default_stream().unwrap();
         Self { sim, instance, allocator, main }
@@ -57,7 +57,7 @@ impl Bench {
         self.instance.device(0).unwrap()
     }
 
-    /// The allocator as others see it.
+    /// The allocator as a trait object.
     pub fn any(&self) -> Arc<dyn DeviceAllocator> {
         self.allocator.clone()
     }
@@ -66,7 +66,7 @@ impl Bench {
         self.allocator.pools().unwrap()
     }
 
-    /// A stream in no order with the others.
+    /// A stream that is not ordered with the others.
     pub fn side_stream(&self) -> Stream {
         self.device().pool_stream().unwrap()
     }
@@ -83,9 +83,9 @@ impl Bench {
     }
 
     pub fn alloc_on(&self, stream: &Stream, bytes: u64) -> Allocation {
-        let given = self.allocator.allocate_raw(Request::new(FIRST, stream.id(), bytes)).unwrap();
+        let allocation = self.allocator.allocate_raw(Request::new(FIRST, stream.id(), bytes)).unwrap();
         self.allocator.check();
-        given
+        allocation
     }
 
     pub fn alloc_in(&self, pool: MemPoolId, bytes: u64) -> Allocation {
@@ -94,16 +94,16 @@ impl Bench {
 
     pub fn alloc_in_on(&self, pool: MemPoolId, stream: &Stream, bytes: u64) -> Allocation {
         let request = Request::new(FIRST, stream.id(), bytes).in_pool(pool);
-        let given = self.allocator.allocate_raw(request).unwrap();
+        let allocation = self.allocator.allocate_raw(request).unwrap();
         self.allocator.check();
-        given
+        allocation
     }
 
-    /// Asks for more than there is, and returns the report of it.
-    pub fn run_out(&self, bytes: u64) -> warpool::memory::OomReport {
+    /// Requests more than there is, and returns the report.
+    pub fn expect_oom(&self, bytes: u64) -> warpool::memory::OomReport {
         match self.try_alloc(bytes) {
             Err(Error::OutOfMemory(report)) => *report,
-            other => panic!("{bytes} bytes should not be there: {other:?}"),
+            other => panic!("a request for {bytes} bytes should fail: {other:?}"),
         }
     }
 
@@ -120,7 +120,7 @@ impl Bench {
         self.allocator.record_use(allocation, stream.id()).unwrap();
     }
 
-    /// Gives back what is cached in the default pool and in pools that nobody uses.
+    /// Releases what is cached in the default pool and in released pools.
     pub fn trim(&self) -> u64 {
         let bytes = self.allocator.trim(FIRST, MemPoolId::DEFAULT).unwrap();
         self.allocator.check();
@@ -139,7 +139,7 @@ impl Bench {
         self.stats().allocated_bytes.all.current
     }
 
-    /// Other settings from here on.
+    /// Changes the settings.
     pub fn set(&self, settings: &str) {
         self.allocator.set_settings(self.allocator.settings().updated(settings).unwrap());
         self.allocator.check();
@@ -153,7 +153,7 @@ impl Bench {
         self.allocator.snapshot(SnapshotOptions { pool: Some(pool), traces: false }).unwrap().segments
     }
 
-    /// The sizes of all segments, in the order of their addresses.
+    /// The sizes of all segments, by address.
     pub fn segment_sizes(&self) -> Vec<u64> {
         self.segments().iter().map(|segment| segment.total_size).collect()
     }
@@ -176,7 +176,7 @@ impl Bench {
         self.sim.fill(DevicePtr(address), Pattern::U8(value), 1, stream).unwrap();
     }
 
-    /// Waits for the device and compares both ends of a block.
+    /// Waits for the device and compares the first and the last byte of a block.
     pub fn assert_holds(&self, block: Allocation, value: u8) {
         self.device().synchronize().unwrap();
         for offset in [0, block.bytes_requested - 1] {
@@ -186,36 +186,36 @@ impl Bench {
         }
     }
 
-    /// Nothing begins in the stream from now on.
+    /// No work of the stream starts from here on.
     pub fn pause_stream(&self, stream: &Stream) {
         self.sim.pause_stream(stream.id()).unwrap();
     }
 
-    /// All that the stream has is done, and it is held no more.
-    pub fn let_go(&self, stream: &Stream) {
+    /// Runs all work of a paused stream, and resumes it.
+    pub fn resume_stream(&self, stream: &Stream) {
         self.sim.run_paused(stream.id(), u64::MAX).unwrap();
         self.sim.resume_stream(stream.id()).unwrap();
         stream.synchronize().unwrap();
     }
 
-    /// Begins a capture on a stream, and tells the allocator.
+    /// Begins a capture on a stream that the allocator is told of.
     pub fn begin_capture(&self, stream: &Stream) -> CaptureId {
         self.sim.capture_begin(stream.id(), CaptureMode::Global).unwrap();
         self.pools().capture_began(FIRST).unwrap();
         match self.sim.capture_state(stream.id()).unwrap() {
             CaptureState::Active(id) => id,
-            other => panic!("the capture should be under way: {other:?}"),
+            other => panic!("the stream should capture: {other:?}"),
         }
     }
 
-    /// Ends it and makes the graph ready.
+    /// Ends the capture and instantiates the graph.
     pub fn end_capture(&self, stream: &Stream) -> GraphExecId {
         let graph = self.sim.capture_end(stream.id()).unwrap();
         self.pools().capture_ended(FIRST).unwrap();
         self.sim.graph_instantiate(graph, InstantiateOptions::default()).unwrap()
     }
 
-    /// Waits for the devices; the books agree, and nothing was used that nobody had.
+    /// Waits for the devices, checks the allocator's invariants, and that the simulation saw no hazard.
     pub fn finish(self) {
         for device in self.instance.devices() {
             device.synchronize().unwrap();

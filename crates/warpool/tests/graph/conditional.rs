@@ -22,8 +22,8 @@ fn fill(capture: &mut Capture<'_>, key: BufferKey, value: u32) -> Result<()> {
 }
 
 fn upload(lab: &Lab, graph: &Graph, key: BufferKey, value: u32) {
-    lab.bench.device().synchronize().unwrap();
-    lab.bench.sim.upload(FIRST, graph.buffer(key).unwrap().ptr(), &value.to_le_bytes()).unwrap();
+    lab.context.device().synchronize().unwrap();
+    lab.context.sim.upload(FIRST, graph.buffer(key).unwrap().ptr(), &value.to_le_bytes()).unwrap();
 }
 
 #[test]
@@ -38,10 +38,10 @@ fn an_if_runs_its_body_when_the_flag_is_set() {
                 let flag = if byte { Flag::byte(switch.at(1)) } else { Flag::word(switch) };
                 capture.if_node(flag, |body| {
                     assert!(body.in_body() && body.stream().id() != lab.side.id());
-                    assert_eq!(lab.bench.instance.current_stream()?, *body.stream());
+                    assert_eq!(lab.context.instance.current_stream()?, *body.stream());
                     add(&lab, body, out, 10)
                 })?;
-                assert_eq!(lab.bench.instance.current_stream()?, *lab.side.stream());
+                assert_eq!(lab.context.instance.current_stream()?, *lab.side.stream());
                 add(&lab, capture, out, 100)?;
                 Ok((switch, out))
             })
@@ -118,7 +118,7 @@ fn bodies_nest_three_deep() {
 #[test]
 fn forty_ifs_take_one_stream() {
     let lab = Lab::new();
-    let before = lab.bench.sim.object_counts().streams;
+    let before = lab.context.sim.object_counts().streams;
     for graphs in 0..2 {
         let mut graph = lab.graph();
         let (switch, out) = graph
@@ -134,7 +134,7 @@ fn forty_ifs_take_one_stream() {
         upload(&lab, &graph, switch, 1);
         lab.expect(&graph, out, 80 + graphs);
     }
-    assert_eq!(lab.bench.sim.object_counts().streams, before + 1);
+    assert_eq!(lab.context.sim.object_counts().streams, before + 1);
     lab.finish();
 }
 
@@ -159,11 +159,11 @@ fn memory_asked_for_in_a_body_is_the_graphs() {
                     body.copy(out, forked, 4, &stream)
                 })?;
             }
-            let segments = lab.bench.segments_of(pool);
+            let segments = lab.context.segments_of(pool);
             for ptr in inside {
                 assert!(segments.iter().any(|one| (one.address..one.address + one.total_size).contains(&ptr.0)));
             }
-            assert_eq!(lab.bench.segments_of(MemPoolId::DEFAULT), []);
+            assert_eq!(lab.context.segments_of(MemPoolId::DEFAULT), []);
             Ok((switch, out))
         })
         .unwrap();
@@ -251,7 +251,7 @@ fn a_panic_in_a_body_that_is_caught_outside_fails_the_capture() {
             capture.if_node(Flag::word(key), |_| -> Result<()> { panic!("on purpose") })
         }));
         assert!(caught.is_err());
-        assert_eq!(lab.bench.instance.current_stream()?, *lab.side.stream());
+        assert_eq!(lab.context.instance.current_stream()?, *lab.side.stream());
         Ok(())
     });
     assert_eq!(graph_error(outcome), GraphError::BodyFailed { error: Box::new(GraphError::BodyPanicked.into()) });
@@ -267,7 +267,7 @@ fn a_body_broken_on_purpose_says_by_what() {
     let outcome = graph.capture(&lab.side, CaptureOptions::default(), |capture| {
         let key = capture.allocate(4)?;
         capture.if_node(Flag::word(key), |_| {
-            let _ = lab.bench.device().synchronize();
+            let _ = lab.context.device().synchronize();
             Ok(())
         })
     });
@@ -289,16 +289,16 @@ fn a_body_broken_on_purpose_says_by_what() {
 fn nobody_else_gets_the_stream_of_a_body_before_the_capture_ends() {
     let lab = Lab::new();
     let mut graph = lab.graph();
-    let device = lab.bench.device();
+    let device = lab.context.device();
     let scratch = |stream: &Stream| -> Result<()> {
-        let block = lab.bench.any().allocate(1 << 20, stream)?;
-        Ok(lab.bench.sim.fill(block.ptr(), Pattern::U8(9), 1 << 20, stream.id())?)
+        let block = lab.context.any().allocate(1 << 20, stream)?;
+        Ok(lab.context.sim.fill(block.ptr(), Pattern::U8(9), 1 << 20, stream.id())?)
     };
     graph
         .capture(&lab.side, CaptureOptions::default(), |capture| {
             let switch = capture.allocate(4)?;
             fill(capture, switch, 1)?;
-            let mut before = lab.bench.instance.event();
+            let mut before = lab.context.instance.event();
             lab.side.record_event(&mut before)?;
             let mut used = Vec::new();
             for _ in 0..2 {
@@ -314,7 +314,7 @@ fn nobody_else_gets_the_stream_of_a_body_before_the_capture_ends() {
             lab.side.wait_stream(&beside)
         })
         .unwrap();
-    graph.replay(&lab.bench.main).unwrap();
+    graph.replay(&lab.context.main).unwrap();
     drop(graph);
     lab.finish();
 }

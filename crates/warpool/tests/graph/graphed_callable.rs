@@ -5,7 +5,7 @@ use std::cell::RefCell;
 use std::sync::Arc;
 
 use crate::common::launch::launch_kernel;
-use crate::common::memory::{Bench, FIRST, KIB, MIB};
+use crate::common::memory::{FIRST, KIB, MIB, TestContext};
 use warpool::driver::sim::{HazardKind, ObjectCounts, SimConfig};
 use warpool::driver::{
     Call as DriverCall, Copies as _, DevicePtr, ErrorCode, FunctionId, KernelArg, KernelMirror, KernelSource,
@@ -81,7 +81,7 @@ impl Callable for Adder {
 }
 
 struct Lab {
-    bench: Bench,
+    context: TestContext,
     sum: FunctionId,
     side: StreamLease,
     start: ObjectCounts,
@@ -89,12 +89,12 @@ struct Lab {
 
 impl Lab {
     fn new() -> Self {
-        let bench = Bench::with_config(SimConfig::default().with_devices(2), "");
-        let module = bench.sim.module_load(FIRST, &KERNELS).unwrap();
-        let sum = bench.sim.function_get(module, "sum").unwrap();
-        let side = bench.device().lease_stream().unwrap();
-        let start = bench.sim.object_counts();
-        Self { bench, sum, side, start }
+        let context = TestContext::with_config(SimConfig::default().with_devices(2), "");
+        let module = context.sim.module_load(FIRST, &KERNELS).unwrap();
+        let sum = context.sim.function_get(module, "sum").unwrap();
+        let side = context.device().lease_stream().unwrap();
+        let start = context.sim.object_counts();
+        Self { context, sum, side, start }
     }
 
     /// With a weight of 5: an output is its input plus 10.
@@ -108,57 +108,57 @@ impl Lab {
     }
 
     fn try_graphed(&self, adder: Adder, shapes: &[u64]) -> Result<GraphedCallable<Adder>> {
-        let (any, options) = (self.bench.any(), GraphedOptions { warmups: 2, ..GraphedOptions::default() });
-        GraphedCallable::new(&any, &self.bench.device(), adder, shapes.iter().copied(), options)
+        let (any, options) = (self.context.any(), GraphedOptions { warmups: 2, ..GraphedOptions::default() });
+        GraphedCallable::new(&any, &self.context.device(), adder, shapes.iter().copied(), options)
     }
 
     /// Memory whose words are all `value`, which has been written.
     fn block(&self, bytes: u64, value: u32) -> DeviceBlock {
-        let block = self.bench.any().allocate(bytes, &self.bench.main).unwrap();
-        self.write(&block, value, &self.bench.main);
-        self.bench.main.synchronize().unwrap();
+        let block = self.context.any().allocate(bytes, &self.context.main).unwrap();
+        self.write(&block, value, &self.context.main);
+        self.context.main.synchronize().unwrap();
         block
     }
 
     fn write(&self, block: &DeviceBlock, value: u32, stream: &Stream) {
-        self.bench.sim.fill(block.ptr(), Pattern::U32(value), (block.bytes() / 4).min(16), stream.id()).unwrap();
+        self.context.sim.fill(block.ptr(), Pattern::U32(value), (block.bytes() / 4).min(16), stream.id()).unwrap();
     }
 
     /// The first words of what `stream` has written.
     fn word(&self, block: &DeviceBlock, stream: &Stream) -> u32 {
         stream.synchronize().unwrap();
         let mut bytes = [0; 4];
-        self.bench.sim.download(FIRST, block.ptr(), &mut bytes).unwrap();
+        self.context.sim.download(FIRST, block.ptr(), &mut bytes).unwrap();
         u32::from_le_bytes(bytes)
     }
 
     /// Calls with an input of `value`, and says which graph served and what came out.
     fn call(&self, graphed: &mut GraphedCallable<Adder>, shape: u64, value: u32) -> (Option<u64>, u32) {
-        let (input, main) = (self.block(shape * KIB, value), &self.bench.main);
+        let (input, main) = (self.block(shape * KIB, value), &self.context.main);
         let answer = graphed.call(&shape, &[Input::from(&input)], main).unwrap();
         let output = answer.outputs().next().unwrap();
         (answer.replayed().copied(), self.word(output, main))
     }
 
     fn reserved(&self) -> u64 {
-        self.bench.bytes_reserved()
+        self.context.bytes_reserved()
     }
 
     fn forgive(&self, kind: HazardKind) {
-        let hazards = self.bench.sim.hazards();
+        let hazards = self.context.sim.hazards();
         assert!(hazards.iter().all(|hazard| hazard.kind == kind), "{hazards:#?}");
-        self.bench.sim.clear_hazards();
+        self.context.sim.clear_hazards();
     }
 
     fn finish(self) {
         // What destructors left goes with the next reset.
-        Graph::new(&self.bench.any(), &self.bench.device(), GraphOptions::default()).unwrap().reset().unwrap();
-        self.bench.device().synchronize().unwrap();
-        self.bench.trim();
-        let now = self.bench.sim.object_counts();
+        Graph::new(&self.context.any(), &self.context.device(), GraphOptions::default()).unwrap().reset().unwrap();
+        self.context.device().synchronize().unwrap();
+        self.context.trim();
+        let now = self.context.sim.object_counts();
         assert_eq!((now.graphs, now.graph_execs, now.captures, now.allocations), (0, 0, 0, 0), "left behind");
         assert_eq!(now.bytes_used, self.start.bytes_used, "memory left behind");
-        self.bench.finish();
+        self.context.finish();
     }
 }
 
@@ -182,7 +182,7 @@ fn shapes_are_captured_largest_first_into_one_pool() {
     assert!(graphed.reports().iter().all(|report| report.failed.is_none()));
     assert_eq!(graphed.bytes_inputs(), 12 * MIB);
     let pool = graphed.pool().unwrap();
-    let of_pool: u64 = lab.bench.segments_of(pool).iter().map(|segment| segment.total_size).sum();
+    let of_pool: u64 = lab.context.segments_of(pool).iter().map(|segment| segment.total_size).sum();
     assert_eq!(of_pool, 26 * MIB, "all graphs are in one pool");
     let added = lab.reserved() - reserved;
     assert_eq!(added, (12 + 26) * MIB, "inputs and graphs; what the warm-ups had is given back");
@@ -207,8 +207,8 @@ fn a_call_is_served_by_the_graph_of_its_shape() {
 fn inputs_are_copied_only_if_they_lie_elsewhere() {
     let lab = Lab::new();
     let mut graphed = lab.graphed(lab.adder(), &[64]);
-    let main = lab.bench.main.clone();
-    let copies = || lab.bench.sim.call_count(DriverCall::Copy);
+    let main = lab.context.main.clone();
+    let copies = || lab.context.sim.call_count(DriverCall::Copy);
     let before = copies();
     assert_eq!(lab.call(&mut graphed, 64, 1), (Some(64), 11));
     assert_eq!(copies(), before + 1);
@@ -255,12 +255,12 @@ fn a_graph_without_room_for_the_inputs_never_serves() {
         }
     }
     let lab = Lab::new();
-    let (any, device) = (lab.bench.any(), lab.bench.device());
+    let (any, device) = (lab.context.any(), lab.context.device());
     let options = GraphedOptions::default();
     let mut graphed = GraphedCallable::new(&any, &device, Boaster(lab.adder()), [8, 64], options).unwrap();
     for (asked, served) in [(4, Some(8)), (9, Some(64)), (65, None)] {
         let input = lab.block(asked * KIB, 3);
-        let answer = graphed.call(&asked, &[Input::from(&input)], &lab.bench.main).unwrap();
+        let answer = graphed.call(&asked, &[Input::from(&input)], &lab.context.main).unwrap();
         assert_eq!(answer.replayed().copied(), served, "{asked}");
     }
     drop(graphed);
@@ -276,7 +276,7 @@ fn a_call_without_a_graph_says_why() {
     let failed: Vec<u64> = graphed.reports().iter().filter(|it| it.failed.is_some()).map(|it| it.shape).collect();
     assert_eq!(failed, [256], "the others were captured all the same");
     lab.forgive(HazardKind::CaptureInvalidated);
-    let main = lab.bench.main.clone();
+    let main = lab.context.main.clone();
     let mut reason = |shape: u64, stream: &Stream| {
         let input = lab.block(shape * KIB, 1);
         let answer = graphed.call(&shape, &[Input::from(&input)], stream).unwrap();
@@ -295,7 +295,7 @@ fn a_call_without_a_graph_says_why() {
         other => panic!("{other}"),
     }
     // Inside a capture the work itself is captured.
-    let mut outer = Graph::new(&lab.bench.any(), &lab.bench.device(), GraphOptions::default()).unwrap();
+    let mut outer = Graph::new(&lab.context.any(), &lab.context.device(), GraphOptions::default()).unwrap();
     outer
         .capture(&lab.side, CaptureOptions::default(), |capture| {
             let input = capture.allocate(64 * KIB)?;
@@ -321,8 +321,8 @@ fn a_capture_on_the_last_calls_stream_is_left_alone() {
     let input = lab.block(64 * KIB, 1);
     let given = [Input::from(&input)];
     graphed.call(&64, &given, &lab.side).unwrap();
-    let mut outer = Graph::new(&lab.bench.any(), &lab.bench.device(), GraphOptions::default()).unwrap();
-    let other = lab.bench.device().lease_stream().unwrap();
+    let mut outer = Graph::new(&lab.context.any(), &lab.context.device(), GraphOptions::default()).unwrap();
+    let other = lab.context.device().lease_stream().unwrap();
     outer
         .capture(&lab.side, CaptureOptions::default(), |capture| {
             let answer = graphed.call(&64, &given, &other)?;
@@ -345,18 +345,18 @@ fn a_capture_on_the_last_calls_stream_is_left_alone() {
 fn calls_on_two_streams_in_turn_do_not_disturb_each_other() {
     let lab = Lab::new();
     let mut graphed = lab.graphed(lab.adder(), &[64, 256]);
-    let other = lab.bench.device().lease_stream().unwrap();
+    let other = lab.context.device().lease_stream().unwrap();
     let mut results = Vec::new();
     for round in 0..12_u32 {
         let stream: &Stream = if round % 2 == 0 { &lab.side } else { &other };
         let shape = if round % 3 == 0 { 64 } else { 256 };
-        let any = lab.bench.any();
+        let any = lab.context.any();
         let (input, result) = (any.allocate(shape * KIB, stream).unwrap(), any.allocate(64, stream).unwrap());
         lab.write(&input, 1000 * round, stream);
         let answer = graphed.call(&shape, &[Input::from(&input)], stream).unwrap();
         assert_eq!(answer.replayed(), Some(&shape));
         let output = answer.outputs().next().unwrap().ptr();
-        lab.bench.sim.copy(result.ptr().into(), output.into(), 64, stream.id()).unwrap();
+        lab.context.sim.copy(result.ptr().into(), output.into(), 64, stream.id()).unwrap();
         results.push((result, stream.clone(), 1000 * round + 10));
     }
     for (result, stream, value) in &results {
@@ -371,7 +371,7 @@ fn calls_on_two_streams_in_turn_do_not_disturb_each_other() {
 fn a_call_without_a_graph_that_reads_the_shared_input_has_its_turn() {
     let lab = Lab::new();
     let mut graphed = lab.graphed(lab.adder(), &[4, 8]);
-    let other = lab.bench.device().lease_stream().unwrap();
+    let other = lab.context.device().lease_stream().unwrap();
     for round in 1..4 {
         let shared = graphed.input(0).unwrap();
         lab.write(shared, round, &lab.side);
@@ -383,7 +383,7 @@ fn a_call_without_a_graph_that_reads_the_shared_input_has_its_turn() {
         assert_eq!(outputs, [round + 10]);
         lab.write(graphed.input(0).unwrap(), round, &lab.side);
         drop(graphed.call(&2, &[input], &lab.side).unwrap());
-        let elsewhere = lab.bench.any().allocate(4 * KIB, &other).unwrap();
+        let elsewhere = lab.context.any().allocate(4 * KIB, &other).unwrap();
         lab.write(&elsewhere, 7, &other);
         let answer = graphed.call(&4, &[Input::from(&elsewhere)], &other).unwrap();
         assert_eq!(answer.replayed(), Some(&4));
@@ -400,17 +400,17 @@ fn a_call_without_a_graph_that_reads_the_shared_input_has_its_turn() {
 fn wrong_inputs_are_errors_and_change_nothing() {
     let lab = Lab::new();
     let mut graphed = lab.graphed(lab.adder(), &[64]);
-    let (input, main) = (lab.block(64 * KIB, 1), lab.bench.main.clone());
+    let (input, main) = (lab.block(64 * KIB, 1), lab.context.main.clone());
     let good = Input::from(&input);
     let mut refused = |inputs: &[Input], stream: &Stream| graphed.call(&64, inputs, stream).unwrap_err();
     let inputs = |given: Vec<u64>| Error::from(GraphError::CallInputs { given, wanted: vec![64 * KIB] });
     assert_eq!(refused(&[], &main), inputs(vec![]));
     assert_eq!(refused(&[good, good], &main), inputs(vec![64 * KIB; 2]));
     assert_eq!(refused(&[Input { bytes: 63 * KIB, ..good }], &main), inputs(vec![63 * KIB]));
-    let far = lab.bench.instance.device(1).unwrap().default_stream().unwrap();
+    let far = lab.context.instance.device(1).unwrap().default_stream().unwrap();
     assert!(matches!(refused(&[good], &far), Error::Graph(GraphError::StreamDevice { .. })));
     let other = Lab::new();
-    assert_eq!(refused(&[good], &other.bench.main), Error::ForeignInstance { object: "the stream" });
+    assert_eq!(refused(&[good], &other.context.main), Error::ForeignInstance { object: "the stream" });
     other.finish();
     assert_eq!(lab.call(&mut graphed, 64, 1), (Some(64), 11));
     drop(input);
@@ -422,8 +422,8 @@ fn wrong_inputs_are_errors_and_change_nothing() {
 fn work_that_fails_without_a_graph_is_an_error() {
     let lab = Lab::new();
     let adder = lab.adder();
-    let far = lab.bench.instance.device(1).unwrap();
-    let foreign = GraphedCallable::new(&Lab::new().bench.any(), &far, lab.adder(), [64], GraphedOptions::default());
+    let far = lab.context.instance.device(1).unwrap();
+    let foreign = GraphedCallable::new(&Lab::new().context.any(), &far, lab.adder(), [64], GraphedOptions::default());
     assert_eq!(foreign.unwrap_err(), Error::ForeignInstance { object: "the device" });
     // More than the device has: there is not even room for the inputs.
     let outcome = lab.try_graphed(adder, &[1 << 40]);
@@ -442,13 +442,13 @@ fn close_gives_everything_back_behind_the_last_replay() {
     for closes in [true, false] {
         let mut graphed = lab.graphed(lab.adder(), &[1024, 64]);
         let input = lab.block(1024 * KIB, 1);
-        lab.bench.pause_stream(&lab.side);
+        lab.context.pause_stream(&lab.side);
         graphed.call(&1024, &[Input::from(&input)], &lab.side).unwrap();
         input.record_use(&lab.side).unwrap();
         if closes {
             let adder = graphed.close().unwrap();
             assert_eq!(adder.runs.borrow().len(), 2 * 2 + 2);
-            assert_eq!(lab.bench.sim.object_counts().graph_execs, 0, "at once, not by whoever comes next");
+            assert_eq!(lab.context.sim.object_counts().graph_execs, 0, "at once, not by whoever comes next");
         } else {
             drop(graphed);
         }
@@ -456,9 +456,9 @@ fn close_gives_everything_back_behind_the_last_replay() {
         // The weight, the input, and where it was copied to: whoever gets them now writes into the replay, or it shows
         // that they wait.
         let others: Vec<DeviceBlock> = [4, 1024 * KIB, 1024 * KIB, 1024 * KIB].map(|bytes| lab.block(bytes, 9)).into();
-        lab.bench.let_go(&lab.side);
+        lab.context.resume_stream(&lab.side);
         drop(others);
-        lab.bench.trim();
+        lab.context.trim();
         assert_eq!(lab.reserved(), 0);
     }
     lab.finish();

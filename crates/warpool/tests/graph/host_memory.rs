@@ -26,7 +26,7 @@ struct Lab {
 impl Lab {
     fn new() -> Self {
         let graphs = GraphLab::new("");
-        let host = HostAllocator::new(&graphs.bench.instance, PinnedSettings::default());
+        let host = HostAllocator::new(&graphs.context.instance, PinnedSettings::default());
         Self { graphs, host }
     }
 
@@ -66,7 +66,7 @@ impl Lab {
     /// Captures a copy past the scope, as a library would, which notes its use.
     fn upload(&self, to: DevicePtr, from: &HostBlock, stream: &Stream) -> Result<()> {
         from.record_use(stream)?;
-        Ok(self.graphs.bench.sim.copy(to.into(), from.ptr().into(), 4, stream.id())?)
+        Ok(self.graphs.context.sim.copy(to.into(), from.ptr().into(), 4, stream.id())?)
     }
 
     fn device_word(&self, graph: &Graph, key: BufferKey) -> u32 {
@@ -75,7 +75,7 @@ impl Lab {
 
     /// With all graphs and blocks gone.
     fn finish(self) {
-        self.graphs.bench.device().synchronize().unwrap();
+        self.graphs.context.device().synchronize().unwrap();
         self.host.process_pending().unwrap();
         self.host.check();
         let stats = self.host.stats();
@@ -83,7 +83,7 @@ impl Lab {
         self.host.trim(0).unwrap();
         assert_eq!(self.host.stats().allocated_bytes.current, 0, "all of it can go");
         self.host.close().unwrap();
-        assert_eq!(self.graphs.bench.sim.object_counts().pinned, 0, "memory left pinned");
+        assert_eq!(self.graphs.context.sim.object_counts().pinned, 0, "memory left pinned");
         self.graphs.finish();
     }
 }
@@ -158,7 +158,7 @@ fn what_a_capture_used_goes_to_nobody_while_the_graph_lives() {
     for round in 0..3 {
         assert!(!lab.gives(place), "round {round}");
         lab.graphs.set(lab.graphs.at(&graph, word), 0);
-        graph.replay(&lab.graphs.bench.main).unwrap();
+        graph.replay(&lab.graphs.context.main).unwrap();
         assert_eq!(lab.device_word(&graph, word), 41, "what was written in the capture is there in round {round}");
     }
     drop(graph);
@@ -201,7 +201,7 @@ fn two_graphs_of_one_pool_share_only_what_neither_used() {
     assert!(![used, unused, second].into_iter().any(|place| lab.gives(place)));
     two.replay(lab.side()).unwrap();
     drop(two);
-    lab.graphs.bench.device().synchronize().unwrap();
+    lab.graphs.context.device().synchronize().unwrap();
     let places = lab.places();
     assert!([used, unused, second].iter().all(|place| places.contains(place)), "{places:?}");
     lab.finish();
@@ -274,7 +274,7 @@ fn bodies_copy_from_pinned_memory_of_their_own() {
         for (at, way) in ways.into_iter().enumerate() {
             lab.graphs.set(lab.graphs.at(&graph, flags).offset(4 * at as u64), way);
         }
-        graph.replay(&lab.graphs.bench.main).unwrap();
+        graph.replay(&lab.graphs.context.main).unwrap();
         assert_eq!(lab.device_word(&graph, word), want, "{ways:?}");
     }
     let given = lab.places();
@@ -309,7 +309,7 @@ fn replays_see_what_the_host_wrote_and_the_host_what_they_wrote() {
         .unwrap();
     assert_eq!(graph.host_buffer(input_key).unwrap().ptr(), input.ptr());
     for round in 1..=3_u8 {
-        let stream = if round == 2 { &lab.graphs.bench.main } else { lab.side() };
+        let stream = if round == 2 { &lab.graphs.context.main } else { lab.side() };
         let bytes: Vec<u8> = (0..BYTES).map(|at| (at as u8).wrapping_mul(round)).collect();
         input.write(0, &bytes).unwrap();
         graph.replay(stream).unwrap();
@@ -341,22 +341,22 @@ fn kernels_work_on_pinned_memory_where_it_is() {
         .unwrap();
     graph.host_buffer(count).unwrap().write(4, &[0; 4]).unwrap();
     for round in 1..=4 {
-        graph.replay(&lab.graphs.bench.main).unwrap();
-        lab.graphs.bench.main.synchronize().unwrap();
+        graph.replay(&lab.graphs.context.main).unwrap();
+        lab.graphs.context.main.synchronize().unwrap();
         assert_eq!(get(graph.host_buffer(count).unwrap()), 100 + 5 * round);
         let mut second = [0; 4];
         graph.host_buffer(count).unwrap().read(4, &mut second).unwrap();
         assert_eq!(u32::from_le_bytes(second), round);
     }
     // The last replay is under way when the graph goes.
-    lab.graphs.bench.pause_stream(lab.side());
+    lab.graphs.context.pause_stream(lab.side());
     graph.replay(lab.side()).unwrap();
     drop(graph);
     let eight_bytes = || lab.host.allocate(8).unwrap();
     let early: Vec<HostBlock> = (0..20).map(|_| eight_bytes()).collect();
     assert!(!early.iter().any(|block| block.ptr() == place));
     early.iter().for_each(|block| put(block, 1));
-    lab.graphs.bench.let_go(lab.side());
+    lab.graphs.context.resume_stream(lab.side());
     drop(early);
     lab.finish();
 }
@@ -432,7 +432,7 @@ fn a_graph_that_goes_while_replays_run_leaves_its_memory_to_nobody_before_they_e
     for way in WAYS {
         for by_reset in [false, true] {
             let lab = Lab::new();
-            let other = lab.graphs.bench.side_stream();
+            let other = lab.graphs.context.side_stream();
             let mut graph = lab.graph();
             let mut outlives = None;
             let mut place = HostPtr(0);
@@ -450,7 +450,7 @@ fn a_graph_that_goes_while_replays_run_leaves_its_memory_to_nobody_before_they_e
                         put(capture.host_buffer(key)?, 3);
                         place = capture.host_buffer(key)?.ptr();
                         if matches!(way, Way::Untold) {
-                            lab.graphs.bench.sim.copy(ptr.into(), place.into(), 4, stream.id())?;
+                            lab.graphs.context.sim.copy(ptr.into(), place.into(), 4, stream.id())?;
                         } else {
                             capture.copy(word, key, 4, &stream)?;
                         }
@@ -470,7 +470,7 @@ fn a_graph_that_goes_while_replays_run_leaves_its_memory_to_nobody_before_they_e
             graph.replay(lab.side()).unwrap();
             assert_eq!(lab.device_word(&graph, word), 3, "{way:?}");
             for stream in [lab.side(), &other] {
-                lab.graphs.bench.pause_stream(stream);
+                lab.graphs.context.pause_stream(stream);
                 graph.replay(stream).unwrap();
             }
             if by_reset {
@@ -482,9 +482,9 @@ fn a_graph_that_goes_while_replays_run_leaves_its_memory_to_nobody_before_they_e
                 drop(block);
             }
             assert!(!lab.gives(place), "{way:?}: two replays under way");
-            lab.graphs.bench.let_go(&other);
+            lab.graphs.context.resume_stream(&other);
             assert!(!lab.gives(place), "{way:?}: one replay under way");
-            lab.graphs.bench.let_go(lab.side());
+            lab.graphs.context.resume_stream(lab.side());
             assert!(lab.gives(place), "{way:?}: nobody uses it");
             lab.finish();
         }
@@ -534,7 +534,7 @@ fn a_capture_that_fails_gives_everything_back() {
             2 => {
                 let outcome = graph.capture(lab.side(), PLAIN, |capture| {
                     body(capture)?;
-                    assert!(lab.graphs.bench.sim.stream_synchronize(lab.side().id()).is_err());
+                    assert!(lab.graphs.context.sim.stream_synchronize(lab.side().id()).is_err());
                     Ok(())
                 });
                 assert!(matches!(graph_error(outcome), GraphError::CaptureFailed { .. }));
@@ -570,7 +570,7 @@ fn frees_of_blocks_whose_stream_captures_wait_for_the_capture() {
     let block = lab.block();
     let place = block.ptr();
     put(&block, 5);
-    lab.graphs.bench.pause_stream(lab.side());
+    lab.graphs.context.pause_stream(lab.side());
     lab.upload(target.ptr(), &block, lab.side()).unwrap();
     graph
         .capture(lab.side(), PLAIN, |_| {
@@ -580,7 +580,7 @@ fn frees_of_blocks_whose_stream_captures_wait_for_the_capture() {
         })
         .unwrap();
     assert!(!lab.gives(place), "the copy from before the capture waits");
-    lab.graphs.bench.let_go(lab.side());
+    lab.graphs.context.resume_stream(lab.side());
     assert!(lab.gives(place), "it is done, and the graph has nothing to do with it");
     assert_eq!(lab.graphs.word(target.ptr()), 5);
     drop((graph, target));
@@ -594,7 +594,7 @@ fn wrong_uses_say_what_is_wrong() {
     let key = one.capture(lab.side(), PLAIN, |capture| capture.allocate_host(&lab.host, 100)).unwrap();
     let elsewhere = HostAllocator::new(&crate::common::machine(1).1, PinnedSettings::default());
     let foreign = elsewhere.allocate(64).unwrap();
-    let not_in_capture = lab.graphs.bench.side_stream();
+    let not_in_capture = lab.graphs.context.side_stream();
     assert_eq!(graph_error(two.host_buffer(key)), GraphError::NotCaptured);
     two.capture(lab.side(), PLAIN, |capture| {
         let stream = capture.stream().clone();
@@ -672,16 +672,16 @@ fn uses_by_address_count_in_captures() {
             put(&block, 1);
             assert!(lab.host.record_use_at(block.ptr(), lab.side())?);
             assert!(!lab.host.record_use_at(block.ptr().offset(4), lab.side())?, "not where it starts");
-            lab.graphs.bench.sim.copy(capture.buffer(word)?.ptr().into(), block.ptr().into(), 4, lab.side().id())?;
+            lab.graphs.context.sim.copy(capture.buffer(word)?.ptr().into(), block.ptr().into(), 4, lab.side().id())?;
             Ok(block.ptr())
         })
         .unwrap();
     graph.replay(lab.side()).unwrap();
     assert!(!lab.gives(place));
     drop(graph);
-    lab.graphs.bench.device().synchronize().unwrap();
+    lab.graphs.context.device().synchronize().unwrap();
     assert!(lab.gives(place));
-    assert_eq!(lab.graphs.bench.sim.capture_state(lab.side().id()).unwrap(), warpool::driver::CaptureState::None);
-    assert!(!lab.host.record_use_at(HostPtr(64), &lab.graphs.bench.main).unwrap(), "nobody's address");
+    assert_eq!(lab.graphs.context.sim.capture_state(lab.side().id()).unwrap(), warpool::driver::CaptureState::None);
+    assert!(!lab.host.record_use_at(HostPtr(64), &lab.graphs.context.main).unwrap(), "nobody's address");
     lab.finish();
 }

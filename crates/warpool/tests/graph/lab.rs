@@ -9,7 +9,7 @@ use warpool::graph::{BufferKey, CaptureOptions, Graph, GraphError, GraphOptions}
 use warpool::memory::MemPoolId;
 use warpool::{Error, StreamLease};
 
-use crate::common::memory::{Bench, FIRST};
+use crate::common::memory::{FIRST, TestContext};
 
 static KERNELS: KernelSource = KernelSource {
     name: "graph tests",
@@ -27,7 +27,7 @@ static KERNELS: KernelSource = KernelSource {
 
 /// A machine with an allocator, and a stream to capture on.
 pub struct Lab {
-    pub bench: Bench,
+    pub context: TestContext,
     pub add: FunctionId,
     pub side: StreamLease,
     start: ObjectCounts,
@@ -43,12 +43,12 @@ impl Lab {
     }
 
     pub fn on(config: SimConfig, settings: &str) -> Self {
-        let bench = Bench::with_config(config, settings);
-        let module = bench.sim.module_load(FIRST, &KERNELS).unwrap();
-        let add = bench.sim.function_get(module, "add").unwrap();
-        let side = bench.device().lease_stream().unwrap();
-        let start = bench.sim.object_counts();
-        Self { bench, add, side, start }
+        let context = TestContext::with_config(config, settings);
+        let module = context.sim.module_load(FIRST, &KERNELS).unwrap();
+        let add = context.sim.function_get(module, "add").unwrap();
+        let side = context.device().lease_stream().unwrap();
+        let start = context.sim.object_counts();
+        Self { context, add, side, start }
     }
 
     pub fn graph(&self) -> Graph {
@@ -56,7 +56,7 @@ impl Lab {
     }
 
     pub fn graph_with(&self, options: GraphOptions) -> Graph {
-        Graph::new(&self.bench.any(), &self.bench.device(), options).unwrap()
+        Graph::new(&self.context.any(), &self.context.device(), options).unwrap()
     }
 
     /// A graph that sets a word to `value`, and the buffer that holds it.
@@ -78,15 +78,15 @@ impl Lab {
     }
 
     pub fn word(&self, ptr: DevicePtr) -> u32 {
-        self.bench.device().synchronize().unwrap();
+        self.context.device().synchronize().unwrap();
         let mut bytes = [0; 4];
-        self.bench.sim.download(FIRST, ptr, &mut bytes).unwrap();
+        self.context.sim.download(FIRST, ptr, &mut bytes).unwrap();
         u32::from_le_bytes(bytes)
     }
 
     /// Replays and compares.
     pub fn expect(&self, graph: &Graph, key: BufferKey, value: u32) {
-        graph.replay(&self.bench.main).unwrap();
+        graph.replay(&self.context.main).unwrap();
         assert_eq!(self.word(graph.buffer(key).unwrap().ptr()), value);
     }
 
@@ -98,9 +98,9 @@ impl Lab {
 
     /// Forgets the hazards of those kinds, which the test meant to cause.
     pub fn forgive(&self, kinds: &[HazardKind]) {
-        let hazards = self.bench.sim.hazards();
+        let hazards = self.context.sim.hazards();
         assert!(hazards.iter().all(|hazard| kinds.contains(&hazard.kind)), "{hazards:#?}");
-        self.bench.sim.clear_hazards();
+        self.context.sim.clear_hazards();
     }
 
     /// With all graphs gone: nothing is left of them.
@@ -108,22 +108,22 @@ impl Lab {
         // What destructors left goes with the next reset.
         self.graph().reset().unwrap();
         // No route leads to a pool that is gone.
-        let block = self.bench.alloc_on(&self.side, 512);
-        assert_eq!(self.bench.segments_of(MemPoolId::DEFAULT).iter().filter(|one| one.allocated_size > 0).count(), 1);
-        self.bench.free(block);
-        self.bench.trim();
-        self.bench.device().event_pool().trim().unwrap();
-        let now = self.bench.sim.object_counts();
+        let block = self.context.alloc_on(&self.side, 512);
+        assert_eq!(self.context.segments_of(MemPoolId::DEFAULT).iter().filter(|one| one.allocated_size > 0).count(), 1);
+        self.context.free(block);
+        self.context.trim();
+        self.context.device().event_pool().trim().unwrap();
+        let now = self.context.sim.object_counts();
         assert_eq!((now.graphs, now.graph_execs, now.captures), (0, 0, 0), "left behind");
         assert_eq!((now.allocations, now.mappings, now.reservations), (0, 0, 0), "left behind");
         assert_eq!(now.bytes_used, self.start.bytes_used, "memory left behind");
         // Nobody asks the driver whether a stream captures, as long as no capture is counted.
-        let calls = self.bench.sim.calls_made();
-        assert!(!self.bench.instance.is_capturing(&self.side).unwrap());
-        assert_eq!(self.bench.sim.calls_made(), calls, "a capture still counts");
-        assert_eq!(self.bench.pools().capture_ended(FIRST), Err(Error::NotCapturing { device: FIRST }));
-        assert_eq!(Arc::strong_count(&self.bench.allocator), 1, "something holds on to the allocator");
-        self.bench.finish();
+        let calls = self.context.sim.calls_made();
+        assert!(!self.context.instance.is_capturing(&self.side).unwrap());
+        assert_eq!(self.context.sim.calls_made(), calls, "a capture still counts");
+        assert_eq!(self.context.pools().capture_ended(FIRST), Err(Error::NotCapturing { device: FIRST }));
+        assert_eq!(Arc::strong_count(&self.context.allocator), 1, "something holds on to the allocator");
+        self.context.finish();
     }
 }
 

@@ -12,9 +12,9 @@ use crate::lab::{Lab, graph_error};
 
 /// Drops it, and makes sure that no driver was called.
 fn drop_quietly(lab: &Lab, graph: Graph) {
-    let calls = lab.bench.sim.calls_made();
+    let calls = lab.context.sim.calls_made();
     drop(graph);
-    assert_eq!(lab.bench.sim.calls_made(), calls, "a destructor called the driver");
+    assert_eq!(lab.context.sim.calls_made(), calls, "a destructor called the driver");
 }
 
 #[test]
@@ -25,11 +25,11 @@ fn a_drop_calls_no_driver_and_the_next_capture_clears_up() {
         let key = lab.fill_into(&mut graph, CaptureOptions::default(), 5);
         lab.expect(&graph, key, 5);
         drop_quietly(&lab, graph);
-        let left = lab.bench.sim.object_counts();
+        let left = lab.context.sim.object_counts();
         assert_eq!((left.graphs, left.graph_execs), (usize::from(keep_graph), 1));
         let mut next = lab.graph();
         next.capture(&lab.side, CaptureOptions::default(), |_| {
-            let left = lab.bench.sim.object_counts();
+            let left = lab.context.sim.object_counts();
             assert_eq!((left.graphs, left.graph_execs), (0, 0));
             Ok(())
         })
@@ -49,13 +49,13 @@ fn a_graph_dropped_in_a_capture_leaves_it_to_the_next() {
     graph.scope().unwrap().fill(key, Pattern::U8(1), 64, &lab.side).unwrap();
     drop_quietly(&lab, graph);
     assert!(lab.side.is_capturing().unwrap(), "the driver was not told yet");
-    assert!(lab.bench.instance.is_capturing(&lab.side).unwrap(), "and it still counts");
-    assert!(lab.bench.pools().pool_uses(crate::common::memory::FIRST, pool).unwrap_or(0) == 0);
+    assert!(lab.context.instance.is_capturing(&lab.side).unwrap(), "and it still counts");
+    assert!(lab.context.pools().pool_uses(crate::common::memory::FIRST, pool).unwrap_or(0) == 0);
     // Memory that the stream used meanwhile must wait for the end of that capture, not put a mark into it.
-    let block = lab.bench.any().allocate(512, &lab.bench.main).unwrap();
+    let block = lab.context.any().allocate(512, &lab.context.main).unwrap();
     block.record_use(&lab.side).unwrap();
     drop(block);
-    drop(lab.bench.any().allocate(512, &lab.bench.main).unwrap());
+    drop(lab.context.any().allocate(512, &lab.context.main).unwrap());
     let mut next = lab.graph();
     lab.still_works(&mut next);
     drop(next);
@@ -68,16 +68,16 @@ fn an_abandoned_capture_that_somebody_else_ended_is_left_alone() {
     let mut graph = lab.graph();
     graph.capture_begin(&lab.side, CaptureOptions::default()).unwrap();
     drop_quietly(&lab, graph);
-    let template = lab.bench.sim.capture_end(lab.side.id()).unwrap();
-    warpool::driver::Graphs::graph_destroy(&*lab.bench.sim, template).unwrap();
+    let template = lab.context.sim.capture_end(lab.side.id()).unwrap();
+    warpool::driver::Graphs::graph_destroy(&*lab.context.sim, template).unwrap();
     // Another capture on the same stream, by hand: not ours to end.
-    lab.bench.sim.capture_begin(lab.side.id(), warpool::driver::CaptureMode::Relaxed).unwrap();
-    let other = lab.bench.device().lease_stream().unwrap();
+    lab.context.sim.capture_begin(lab.side.id(), warpool::driver::CaptureMode::Relaxed).unwrap();
+    let other = lab.context.device().lease_stream().unwrap();
     let mut next = lab.graph();
     next.capture(&other, CaptureOptions::default(), |_| Ok(())).unwrap();
     assert!(lab.side.is_capturing().unwrap());
-    let template = lab.bench.sim.capture_end(lab.side.id()).unwrap();
-    warpool::driver::Graphs::graph_destroy(&*lab.bench.sim, template).unwrap();
+    let template = lab.context.sim.capture_end(lab.side.id()).unwrap();
+    warpool::driver::Graphs::graph_destroy(&*lab.context.sim, template).unwrap();
     drop((next, other));
     lab.finish();
 }
@@ -89,7 +89,7 @@ fn a_reset_in_the_middle_of_a_capture_ends_it() {
     graph.capture_begin(&lab.side, CaptureOptions::default()).unwrap();
     graph.scope().unwrap().allocate(64).unwrap();
     graph.reset().unwrap();
-    assert!(!lab.side.is_capturing().unwrap() && !lab.bench.instance.is_capturing(&lab.side).unwrap());
+    assert!(!lab.side.is_capturing().unwrap() && !lab.context.instance.is_capturing(&lab.side).unwrap());
     assert_eq!(graph_error(graph.capture_end(&lab.side)), GraphError::NotCapturing);
     lab.still_works(&mut graph);
     drop(graph);
@@ -101,8 +101,8 @@ fn a_capture_that_is_ended_behind_our_back_is_over() {
     let lab = Lab::new();
     let mut graph = lab.graph();
     let outcome = graph.capture(&lab.side, CaptureOptions::default(), |_| {
-        let template = lab.bench.sim.capture_end(lab.side.id())?;
-        Ok(warpool::driver::Graphs::graph_destroy(&*lab.bench.sim, template)?)
+        let template = lab.context.sim.capture_end(lab.side.id())?;
+        Ok(warpool::driver::Graphs::graph_destroy(&*lab.context.sim, template)?)
     });
     assert!(matches!(graph_error(outcome), GraphError::CaptureFailed { .. }));
     lab.still_works(&mut graph);
@@ -139,9 +139,9 @@ fn closing_the_gpu_destroys_what_graphs_left() {
 #[test]
 fn a_replay_under_way_completes_when_its_graph_goes() {
     let lab = Lab::new();
-    let block = Arc::new(lab.bench.any().allocate(4, &lab.side).unwrap());
+    let block = Arc::new(lab.context.any().allocate(4, &lab.side).unwrap());
     for by_reset in [false, true] {
-        lab.bench.sim.fill(block.ptr(), Pattern::U32(0), 1, lab.side.id()).unwrap();
+        lab.context.sim.fill(block.ptr(), Pattern::U32(0), 1, lab.side.id()).unwrap();
         let mut graph = lab.graph();
         graph
             .capture(&lab.side, CaptureOptions::default(), |capture| {
@@ -149,7 +149,7 @@ fn a_replay_under_way_completes_when_its_graph_goes() {
                 capture.fill(key, Pattern::U32(9), 1, &stream)
             })
             .unwrap();
-        lab.bench.pause_stream(&lab.side);
+        lab.context.pause_stream(&lab.side);
         graph.replay(&lab.side).unwrap();
         if by_reset {
             graph.reset().unwrap();
@@ -157,7 +157,7 @@ fn a_replay_under_way_completes_when_its_graph_goes() {
             drop(graph);
         }
         lab.graph().reset().unwrap();
-        lab.bench.let_go(&lab.side);
+        lab.context.resume_stream(&lab.side);
         assert_eq!(lab.word(block.ptr()), 9);
     }
     drop(block);
@@ -169,13 +169,13 @@ fn an_end_takes_only_its_own_capture() {
     let lab = Lab::new();
     let (mut first, mut second) = (lab.graph(), lab.graph());
     first.capture_begin(&lab.side, CaptureOptions::default()).unwrap();
-    let stray = lab.bench.sim.capture_end(lab.side.id()).unwrap();
+    let stray = lab.context.sim.capture_end(lab.side.id()).unwrap();
     second.capture_begin(&lab.side, CaptureOptions::default()).unwrap();
     assert!(matches!(graph_error(first.capture_end(&lab.side)), GraphError::CaptureFailed { .. }));
     assert!(second.is_capturing() && !first.is_captured());
     second.capture_end(&lab.side).unwrap();
     drop((first, second));
     // What was ended past us is nobody's.
-    lab.bench.sim.graph_destroy(stray).unwrap();
+    lab.context.sim.graph_destroy(stray).unwrap();
     lab.finish();
 }

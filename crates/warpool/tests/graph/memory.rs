@@ -8,7 +8,7 @@ use warpool::driver::{Copies as _, ForeignStream, Pattern, StreamOptions, Stream
 use warpool::graph::{CaptureOptions, Graph, GraphError};
 use warpool::memory::{Allocate as _, CachingAllocator, DeviceAllocator, MemPool, MemPoolId, PoolOptions, Settings};
 
-use crate::common::memory::{Bench, FIRST, GIB, KIB, MIB};
+use crate::common::memory::{FIRST, GIB, KIB, MIB, TestContext};
 use crate::lab::{Lab, graph_error};
 
 #[test]
@@ -21,21 +21,21 @@ fn ten_graphs_share_a_pool() {
             .capture(&lab.side, options, |capture| {
                 let stream = capture.stream().clone();
                 // Freed in the capture: the next graph uses it as well.
-                let scratch = lab.bench.any().allocate(4 * MIB, &stream)?;
-                lab.bench.sim.fill(scratch.ptr(), Pattern::U32(value), 1, stream.id())?;
+                let scratch = lab.context.any().allocate(4 * MIB, &stream)?;
+                lab.context.sim.fill(scratch.ptr(), Pattern::U32(value), 1, stream.id())?;
                 let key = capture.allocate(4)?;
                 let word = capture.buffer(key)?.ptr();
-                lab.bench.sim.copy(word.into(), scratch.ptr().into(), 4, stream.id())?;
+                lab.context.sim.copy(word.into(), scratch.ptr().into(), 4, stream.id())?;
                 Ok(key)
             })
             .unwrap();
         options = options.with_pool(graph.pool().unwrap());
-        reserved.push(lab.bench.bytes_reserved());
+        reserved.push(lab.context.bytes_reserved());
         graphs.push((graph, key));
     }
     assert!(reserved.windows(2).all(|pair| pair[0] == pair[1]), "all of them fit where the first did: {reserved:?}");
     let pool = options.pool.unwrap();
-    assert_eq!(lab.bench.pools().pool_uses(FIRST, pool).unwrap(), 10);
+    assert_eq!(lab.context.pools().pool_uses(FIRST, pool).unwrap(), 10);
     for _ in 0..3 {
         for (value, (graph, key)) in graphs.iter().enumerate() {
             lab.expect(graph, *key, value as u32);
@@ -43,9 +43,9 @@ fn ten_graphs_share_a_pool() {
     }
     for left in (0..10).rev() {
         drop(graphs.pop());
-        let uses = lab.bench.pools().pool_uses(FIRST, pool);
+        let uses = lab.context.pools().pool_uses(FIRST, pool);
         assert_eq!(uses.unwrap_or(0), left);
-        let (trimmed, kept) = (lab.bench.trim(), lab.bench.bytes_reserved());
+        let (trimmed, kept) = (lab.context.trim(), lab.context.bytes_reserved());
         assert_eq!((trimmed > 0, kept > 0), (left == 0, left > 0), "a pool stays as long as one graph uses it");
     }
     lab.finish();
@@ -54,10 +54,10 @@ fn ten_graphs_share_a_pool() {
 #[test]
 fn a_pool_serves_one_capture_at_a_time() {
     let lab = Lab::new();
-    let pool = MemPool::new(&lab.bench.any(), &lab.bench.device(), PoolOptions::default()).unwrap();
+    let pool = MemPool::new(&lab.context.any(), &lab.context.device(), PoolOptions::default()).unwrap();
     let options = CaptureOptions::default().with_pool(pool.id());
     let (mut first, mut second) = (lab.graph(), lab.graph());
-    let other = lab.bench.device().lease_stream().unwrap();
+    let other = lab.context.device().lease_stream().unwrap();
     first
         .capture(&lab.side, options, |_| {
             let refused = second.capture_begin(&other, options);
@@ -75,7 +75,7 @@ fn a_pool_serves_one_capture_at_a_time() {
 fn further_pools_are_retained_until_the_reset() {
     let lab = Lab::new();
     let [more, most] =
-        [0, 1].map(|_| MemPool::new(&lab.bench.any(), &lab.bench.device(), PoolOptions::default()).unwrap());
+        [0, 1].map(|_| MemPool::new(&lab.context.any(), &lab.context.device(), PoolOptions::default()).unwrap());
     let mut graph = lab.graph();
     assert_eq!(graph_error(graph.retain_pool(more.id())), GraphError::NotCapturing);
     let (own, key) = graph
@@ -96,12 +96,12 @@ fn further_pools_are_retained_until_the_reset() {
         .unwrap();
     assert_eq!(graph.pools(), [own, more.id(), most.id()]);
     assert_eq!((more.uses().unwrap(), most.uses().unwrap()), (2, 2));
-    assert_eq!((lab.bench.segments_of(own).len(), lab.bench.segments_of(most.id()).len()), (0, 1));
+    assert_eq!((lab.context.segments_of(own).len(), lab.context.segments_of(most.id()).len()), (0, 1));
     assert_eq!(graph_error(graph.retain_pool(more.id())), GraphError::NotCapturing);
     let id = most.id();
     drop(most);
     lab.expect(&graph, key, 3);
-    assert_eq!(lab.bench.pools().pool_uses(FIRST, id).unwrap(), 1, "the graph keeps it");
+    assert_eq!(lab.context.pools().pool_uses(FIRST, id).unwrap(), 1, "the graph keeps it");
     graph.reset().unwrap();
     assert_eq!(more.uses().unwrap(), 1);
     assert!(graph.pools().is_empty());
@@ -122,8 +122,8 @@ fn a_graph_captures_again_after_a_reset() {
         graph.reset().unwrap();
         assert_eq!(graph_error(graph.replay(&lab.side)), GraphError::NotCaptured);
         assert_eq!(graph_error(graph.pool()), GraphError::NotCaptured);
-        lab.bench.trim();
-        assert_eq!(lab.bench.bytes_reserved(), 0);
+        lab.context.trim();
+        assert_eq!(lab.context.bytes_reserved(), 0);
     }
     pools.dedup();
     assert_eq!(pools.len(), 5, "each with a pool of its own");
@@ -141,9 +141,9 @@ fn memory_is_accounted_for_to_the_byte() {
         [(512, 1, SMALL), (MIB, 2, 2 * SMALL), (2 * MIB, 1, 20 * MIB), (9 * MIB, 2, 40 * MIB), (20 * MIB, 3, 60 * MIB)]
     {
         let lab = Lab::new();
-        let (allocator, mut graph) = (lab.bench.any(), lab.graph());
+        let (allocator, mut graph) = (lab.context.any(), lab.graph());
         let picture = || {
-            let stats = lab.bench.stats();
+            let stats = lab.context.stats();
             (stats.segment.all.current, stats.reserved_bytes.all.current, stats.active_bytes.all.current)
         };
         let result = graph
@@ -154,25 +154,25 @@ fn memory_is_accounted_for_to_the_byte() {
                     allocator.allocate(bytes, &stream)?,
                     allocator.allocate(bytes, &stream)?,
                 ];
-                lab.bench.sim.fill(a.ptr(), Pattern::U8(3), bytes, stream.id())?;
-                lab.bench.sim.copy(b.ptr().into(), a.ptr().into(), bytes, stream.id())?;
-                lab.bench.sim.copy(result.ptr().into(), b.ptr().into(), bytes, stream.id())?;
+                lab.context.sim.fill(a.ptr(), Pattern::U8(3), bytes, stream.id())?;
+                lab.context.sim.copy(b.ptr().into(), a.ptr().into(), bytes, stream.id())?;
+                lab.context.sim.copy(result.ptr().into(), b.ptr().into(), bytes, stream.id())?;
                 Ok(result)
             })
             .unwrap();
         assert_eq!(picture(), (segments, reserved, bytes), "{bytes}: after the capture");
         graph.replay(&lab.side).unwrap();
-        lab.bench.device().synchronize().unwrap();
-        lab.bench.trim();
+        lab.context.device().synchronize().unwrap();
+        lab.context.trim();
         assert_eq!(picture(), (segments, reserved, bytes), "{bytes}: a live graph keeps all of it");
         drop(graph);
-        lab.bench.trim();
+        lab.context.trim();
         let rest = if bytes >= 20 * MIB { 20 * MIB } else { picture().1 };
         assert_eq!(picture().2, bytes, "{bytes}: the result is in use");
         assert_eq!((picture().0, picture().1), (1, rest), "{bytes}: the rest went back");
         assert_eq!(lab.word(result.ptr()), 0x0303_0303, "a result outlives its graph");
         drop(result);
-        lab.bench.trim();
+        lab.context.trim();
         assert_eq!(picture(), (0, 0, 0), "{bytes}: nothing is left");
         drop(allocator);
         lab.finish();
@@ -188,8 +188,8 @@ fn a_hundred_captures_do_not_grow_memory() {
         let key = lab.fill_into(&mut graph, CaptureOptions::default(), value);
         lab.expect(&graph, key, value);
         graph.reset().unwrap();
-        lab.bench.trim();
-        reserved.push((lab.bench.bytes_reserved(), lab.bench.sim.object_counts().bytes_used));
+        lab.context.trim();
+        reserved.push((lab.context.bytes_reserved(), lab.context.sim.object_counts().bytes_used));
     }
     reserved.dedup();
     assert_eq!(reserved.len(), 1, "{reserved:?}");
@@ -202,11 +202,11 @@ fn a_hundred_captures_do_not_grow_memory() {
 #[test]
 fn memory_of_a_graph_that_is_gone_waits_for_its_replays() {
     let lab = Lab::new();
-    let (replays, owner) = (lab.bench.side_stream(), lab.bench.side_stream());
+    let (replays, owner) = (lab.context.side_stream(), lab.context.side_stream());
     for shared in [false, true] {
         for by_reset in [false, true] {
             let mut graph = lab.graph();
-            let block = lab.bench.any().allocate(4 * KIB, &owner).unwrap();
+            let block = lab.context.any().allocate(4 * KIB, &owner).unwrap();
             let ptr = block.ptr();
             graph
                 .capture(&lab.side, CaptureOptions::default(), |capture| {
@@ -215,7 +215,7 @@ fn memory_of_a_graph_that_is_gone_waits_for_its_replays() {
                     capture.fill(key, Pattern::U8(1), 4 * KIB, &stream)
                 })
                 .unwrap();
-            lab.bench.pause_stream(&replays);
+            lab.context.pause_stream(&replays);
             graph.replay(&replays).unwrap();
             graph.replay(&replays).unwrap();
             if by_reset {
@@ -223,13 +223,13 @@ fn memory_of_a_graph_that_is_gone_waits_for_its_replays() {
             } else {
                 drop(graph);
             }
-            let next = lab.bench.any().allocate(4 * KIB, &owner).unwrap();
+            let next = lab.context.any().allocate(4 * KIB, &owner).unwrap();
             assert_ne!(next.ptr(), ptr, "a replay still writes there");
-            lab.bench.sim.fill(next.ptr(), Pattern::U8(2), 4 * KIB, owner.id()).unwrap();
-            lab.bench.let_go(&replays);
+            lab.context.sim.fill(next.ptr(), Pattern::U8(2), 4 * KIB, owner.id()).unwrap();
+            lab.context.resume_stream(&replays);
             drop(next);
             owner.synchronize().unwrap();
-            let [one, two] = [0, 1].map(|_| lab.bench.any().allocate(4 * KIB, &owner).unwrap());
+            let [one, two] = [0, 1].map(|_| lab.context.any().allocate(4 * KIB, &owner).unwrap());
             assert!(one.ptr() == ptr || two.ptr() == ptr, "now it is free");
         }
     }
@@ -241,21 +241,21 @@ fn memory_of_a_graph_that_is_gone_waits_for_its_replays() {
 fn growing_memory_of_a_graph_that_is_gone_waits_for_its_replays() {
     for settings in ["", "expandable_segments:True"] {
         let lab = Lab::with(settings);
-        let replays = lab.bench.side_stream();
+        let replays = lab.context.side_stream();
         let mut graph = lab.graph();
         graph
             .capture(&lab.side, CaptureOptions::default(), |capture| {
                 // Freed in the capture: nobody owns it, but every replay writes there.
-                let scratch = lab.bench.any().allocate(4, capture.stream())?;
-                Ok(lab.bench.sim.fill(scratch.ptr(), Pattern::U32(5), 1, capture.stream().id())?)
+                let scratch = lab.context.any().allocate(4, capture.stream())?;
+                Ok(lab.context.sim.fill(scratch.ptr(), Pattern::U32(5), 1, capture.stream().id())?)
             })
             .unwrap();
-        lab.bench.pause_stream(&replays);
+        lab.context.pause_stream(&replays);
         graph.replay(&replays).unwrap();
         drop(graph);
-        assert!(lab.bench.trim() > 0);
-        assert_eq!(lab.bench.sim.paused_work(replays.id()).unwrap(), 0, "{settings}: the trim waited for the replay");
-        lab.bench.let_go(&replays);
+        assert!(lab.context.trim() > 0);
+        assert_eq!(lab.context.sim.paused_work(replays.id()).unwrap(), 0, "{settings}: the trim waited for the replay");
+        lab.context.resume_stream(&replays);
         lab.finish();
     }
 }
@@ -264,17 +264,17 @@ fn growing_memory_of_a_graph_that_is_gone_waits_for_its_replays() {
 fn uses_are_recorded_at_the_first_replay_on_a_stream_only() {
     let lab = Lab::new();
     let (graph, _) = lab.filled(5);
-    let streams = [lab.bench.side_stream(), lab.bench.side_stream()];
+    let streams = [lab.context.side_stream(), lab.context.side_stream()];
     for stream in &streams {
         graph.replay(stream).unwrap();
     }
-    let calls = lab.bench.sim.calls_made();
+    let calls = lab.context.sim.calls_made();
     for _ in 0..10 {
         for stream in &streams {
             graph.replay(stream).unwrap();
         }
     }
-    assert_eq!(lab.bench.sim.calls_made() - calls, 20, "a replay is one driver call");
+    assert_eq!(lab.context.sim.calls_made() - calls, 20, "a replay is one driver call");
     drop(graph);
     lab.finish();
 }
@@ -284,19 +284,19 @@ fn uses_are_recorded_at_the_first_replay_on_a_stream_only() {
 fn memory_freed_under_a_graph_is_noticed() {
     let lab = Lab::new();
     let mut graph = lab.graph();
-    let block = lab.bench.any().allocate(30 * MIB, &lab.side).unwrap();
+    let block = lab.context.any().allocate(30 * MIB, &lab.side).unwrap();
     graph
         .capture(&lab.side, CaptureOptions::default(), |capture| {
-            Ok(lab.bench.sim.fill(block.ptr(), Pattern::U8(1), 64, capture.stream().id())?)
+            Ok(lab.context.sim.fill(block.ptr(), Pattern::U8(1), 64, capture.stream().id())?)
         })
         .unwrap();
     graph.replay(&lab.side).unwrap();
     lab.side.synchronize().unwrap();
     drop(block);
-    lab.bench.trim();
+    lab.context.trim();
     graph.replay(&lab.side).unwrap();
     let _ = lab.side.synchronize();
-    let hazards = lab.bench.sim.hazards();
+    let hazards = lab.context.sim.hazards();
     assert!(hazards.iter().any(|hazard| hazard.to_string().contains("graph")), "{hazards:?}");
     drop::<Graph>(graph);
 }
@@ -305,13 +305,13 @@ fn memory_freed_under_a_graph_is_noticed() {
 fn a_pool_for_need_keeps_what_graphs_use() {
     let lab = Lab::on(SimConfig::default().with_capacity(GIB), "");
     let options = PoolOptions { use_on_oom: true, ..PoolOptions::default() };
-    let pool = MemPool::new(&lab.bench.any(), &lab.bench.device(), options).unwrap();
-    let (mut graph, allocator) = (lab.graph(), lab.bench.any());
+    let pool = MemPool::new(&lab.context.any(), &lab.context.device(), options).unwrap();
+    let (mut graph, allocator) = (lab.graph(), lab.context.any());
     graph
         .capture(&lab.side, CaptureOptions::default().with_pool(pool.id()), |capture| {
             // Free for the next capture there, and written to by every replay of this one.
             let scratch = allocator.allocate(600 * MIB, capture.stream())?;
-            lab.bench.sim.fill(scratch.ptr(), Pattern::U8(1), 1, capture.stream().id()).map_err(warpool::Error::from)
+            lab.context.sim.fill(scratch.ptr(), Pattern::U8(1), 1, capture.stream().id()).map_err(warpool::Error::from)
         })
         .unwrap();
     let refused = allocator.allocate(500 * MIB, &lab.side);
@@ -323,8 +323,8 @@ fn a_pool_for_need_keeps_what_graphs_use() {
 #[test]
 fn an_allocator_knows_of_captures_with_another() {
     let lab = Lab::new();
-    let other: Arc<dyn DeviceAllocator> = Arc::new(CachingAllocator::new(&lab.bench.instance, Settings::default()));
-    let (mut graph, plain) = (lab.graph(), lab.bench.side_stream());
+    let other: Arc<dyn DeviceAllocator> = Arc::new(CachingAllocator::new(&lab.context.instance, Settings::default()));
+    let (mut graph, plain) = (lab.graph(), lab.context.side_stream());
     graph
         .capture(&lab.side, CaptureOptions::default(), |capture| {
             let block = other.allocate(KIB, &plain)?;
@@ -340,28 +340,28 @@ fn an_allocator_knows_of_captures_with_another() {
 }
 
 /// A stream that the default stream waits for, as others make them.
-fn blocking(bench: &Bench) -> Stream {
-    let id = bench.sim.stream_create(FIRST, StreamOptions { non_blocking: false, priority: 0 }).unwrap();
-    let raw = bench.sim.stream_handle(id).unwrap().raw;
+fn blocking(context: &TestContext) -> Stream {
+    let id = context.sim.stream_create(FIRST, StreamOptions { non_blocking: false, priority: 0 }).unwrap();
+    let raw = context.sim.stream_handle(id).unwrap().raw;
     // SAFETY: a simulated driver follows no handle.
-    Stream::external(&bench.device(), unsafe { ForeignStream::new(raw) }).unwrap()
+    Stream::external(&context.device(), unsafe { ForeignStream::new(raw) }).unwrap()
 }
 
 #[test]
 fn memory_used_on_the_default_stream_goes_while_a_blocking_stream_captures() {
     let lab = Lab::new();
-    let stream = blocking(&lab.bench);
+    let stream = blocking(&lab.context);
     let (replayed, _) = lab.filled(3);
-    replayed.replay(&lab.bench.main).unwrap();
+    replayed.replay(&lab.context.main).unwrap();
     let mut graph = lab.graph();
-    let plain = lab.bench.side_stream();
+    let plain = lab.context.side_stream();
     let outcome = graph.capture(&stream, CaptureOptions::default(), |_| {
         drop(replayed);
         // Another thread goes on as usual.
         std::thread::scope(|threads| {
-            threads.spawn(|| lab.bench.any().allocate(KIB, &plain).map(drop)).join().unwrap()
+            threads.spawn(|| lab.context.any().allocate(KIB, &plain).map(drop)).join().unwrap()
         })?;
-        lab.bench.allocator.trim(FIRST, MemPoolId::DEFAULT).map(drop)
+        lab.context.allocator.trim(FIRST, MemPoolId::DEFAULT).map(drop)
     });
     assert_eq!(outcome, Ok(()));
     drop(graph);
@@ -371,9 +371,9 @@ fn memory_used_on_the_default_stream_goes_while_a_blocking_stream_captures() {
 #[test]
 fn a_pool_of_another_allocator_is_refused() {
     let lab = Lab::new();
-    let other: Arc<dyn DeviceAllocator> = Arc::new(CachingAllocator::new(&lab.bench.instance, Settings::default()));
-    let own = MemPool::new(&lab.bench.any(), &lab.bench.device(), PoolOptions::default()).unwrap();
-    let foreign = MemPool::new(&other, &lab.bench.device(), PoolOptions::default()).unwrap();
+    let other: Arc<dyn DeviceAllocator> = Arc::new(CachingAllocator::new(&lab.context.instance, Settings::default()));
+    let own = MemPool::new(&lab.context.any(), &lab.context.device(), PoolOptions::default()).unwrap();
+    let foreign = MemPool::new(&other, &lab.context.device(), PoolOptions::default()).unwrap();
     let mut graph = lab.graph();
     let entered = graph.capture(&lab.side, CaptureOptions::default(), |capture| capture.enter_pool(&foreign).map(drop));
     assert_eq!((own.id(), entered), (foreign.id(), Err(warpool::Error::ForeignAllocator { pool: own.id() })));

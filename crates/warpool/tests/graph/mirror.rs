@@ -25,7 +25,7 @@ const KEEP: GraphOptions = GraphOptions { keep_graph: true };
 fn a_replay_does_all_that_was_captured() {
     let lab = GraphLab::new("");
     let mut graph = lab.graph();
-    let block = lab.block(4, &lab.bench.main);
+    let block = lab.block(4, &lab.context.main);
     lab.set(block.ptr(), 1);
     let key = graph
         .capture(&lab.side, PLAIN, |capture| {
@@ -38,7 +38,7 @@ fn a_replay_does_all_that_was_captured() {
         .unwrap();
     let ptr = lab.at(&graph, key);
     assert_eq!(lab.word(ptr), 1, "the capture itself does nothing");
-    graph.replay(&lab.bench.main).unwrap();
+    graph.replay(&lab.context.main).unwrap();
     assert_eq!(lab.word(ptr), 11);
     drop(graph);
     lab.finish();
@@ -49,7 +49,7 @@ fn a_replay_does_all_that_was_captured() {
 fn the_default_stream_is_refused() {
     let lab = GraphLab::new("");
     let mut graph = lab.graph();
-    let refused = graph_error(graph.capture(&lab.bench.main, PLAIN, |_| Ok(())));
+    let refused = graph_error(graph.capture(&lab.context.main, PLAIN, |_| Ok(())));
     assert_eq!(refused, GraphError::DefaultStream);
     assert!(refused.to_string().contains("replays may go to any stream"));
     assert_eq!(graph.pools(), []);
@@ -95,19 +95,19 @@ fn an_empty_graph_is_a_warning() {
     let lab = GraphLab::new("");
     let warnings = Warnings::default();
     tracing::subscriber::with_default(warnings.clone(), || {
-        let (mut graph, block) = (lab.graph(), lab.block(4, &lab.bench.main));
+        let (mut graph, block) = (lab.graph(), lab.block(4, &lab.context.main));
         // The work goes to a stream that takes no part.
-        graph.capture(&lab.side, PLAIN, |_| lab.try_add(block.ptr(), 1, &lab.bench.main)).unwrap();
+        graph.capture(&lab.side, PLAIN, |_| lab.try_add(block.ptr(), 1, &lab.context.main)).unwrap();
         assert!(graph.is_empty().unwrap());
         let told = std::mem::take(&mut *warnings.0.lock().unwrap());
         assert_eq!(told.len(), 1);
         assert!(told[0].contains("holds no work"), "{told:?}");
-        graph.replay(&lab.bench.main).unwrap();
+        graph.replay(&lab.context.main).unwrap();
         graph.reset().unwrap();
         graph.capture(&lab.side, PLAIN, |_| lab.try_add(block.ptr(), 1, &lab.side)).unwrap();
         assert!(!graph.is_empty().unwrap());
         assert_eq!(*warnings.0.lock().unwrap(), Vec::<String>::new());
-        lab.bench.device().synchronize().unwrap();
+        lab.context.device().synchronize().unwrap();
     });
     lab.finish();
 }
@@ -118,16 +118,16 @@ fn a_stream_tells_whether_it_captures() {
     let lab = GraphLab::new("");
     let mut graph = lab.graph();
     let answers = || {
-        let current = lab.bench.instance.current_stream().unwrap();
-        (current.is_capturing().unwrap(), lab.bench.instance.is_capturing(&current).unwrap())
+        let current = lab.context.instance.current_stream().unwrap();
+        (current.is_capturing().unwrap(), lab.context.instance.is_capturing(&current).unwrap())
     };
     assert_eq!(answers(), (false, false));
     graph
         .capture(&lab.side, PLAIN, |capture| {
             assert_eq!(answers(), (true, true));
-            assert!(!lab.bench.instance.is_capturing(&lab.bench.main)?, "others do not");
+            assert!(!lab.context.instance.is_capturing(&lab.context.main)?, "others do not");
             let fork = capture.fork()?;
-            assert!(lab.bench.instance.is_capturing(&fork)?, "a forked one does");
+            assert!(lab.context.instance.is_capturing(&fork)?, "a forked one does");
             capture.join(fork)
         })
         .unwrap();
@@ -152,7 +152,7 @@ fn modes_decide_whose_calls_break_a_capture() {
         let lab = GraphLab::new("");
         let mut graph = lab.graph();
         let options = PLAIN.with_mode(capture_mode(mode).unwrap());
-        let disturb = || lab.bench.sim.mem_alloc(FIRST, MIB).map(|ptr| lab.bench.sim.mem_free(ptr).unwrap());
+        let disturb = || lab.context.sim.mem_alloc(FIRST, MIB).map(|ptr| lab.context.sim.mem_free(ptr).unwrap());
         let outcome = graph.capture(&lab.side, options, |capture| {
             let key = capture.allocate(4)?;
             lab.capture_add(capture, key, 1)?;
@@ -177,7 +177,7 @@ fn modes_decide_whose_calls_break_a_capture() {
 #[test]
 fn a_reset_graph_captures_again() {
     let lab = GraphLab::new("");
-    let (mut graph, block) = (lab.graph(), lab.block(4, &lab.bench.main));
+    let (mut graph, block) = (lab.graph(), lab.block(4, &lab.context.main));
     lab.set(block.ptr(), 0);
     for (value, sum) in [(3, 3), (10, 13), (100, 113)] {
         graph.capture(&lab.side, PLAIN, |_| lab.try_add(block.ptr(), value, &lab.side)).unwrap();
@@ -194,25 +194,25 @@ fn a_reset_graph_captures_again() {
 #[test]
 fn a_generator_works_on_after_a_failed_capture() {
     let lab = GraphLab::new("");
-    let generator = Generator::new(&lab.bench.device()).unwrap();
+    let generator = Generator::new(&lab.context.device()).unwrap();
     generator.set_seed(42).unwrap();
-    let block = lab.block(4, &lab.bench.main);
+    let block = lab.block(4, &lab.context.main);
     let first = |offset| philox::block(42, 0, offset)[0];
-    generator.fill_bits(&block, &lab.bench.main).unwrap();
+    generator.fill_bits(&block, &lab.context.main).unwrap();
     assert_eq!(lab.word(block.ptr()), first(0));
     let mut graph = lab.graph();
     let failed = graph.capture(&lab.side, PLAIN, |_| {
         generator.fill_bits(&block, &lab.side)?;
-        lab.bench.device().synchronize()
+        lab.context.device().synchronize()
     });
     assert_eq!(failed.unwrap_err().driver().map(|error| error.code), Some(ErrorCode::StreamCaptureUnsupported));
     lab.forgive(HazardKind::CaptureInvalidated);
     assert_eq!(generator.offset().unwrap(), 4);
-    generator.fill_bits(&block, &lab.bench.main).unwrap();
+    generator.fill_bits(&block, &lab.context.main).unwrap();
     assert_eq!(lab.word(block.ptr()), first(4));
     graph.capture(&lab.side, PLAIN, |_| generator.fill_bits(&block, &lab.side)).unwrap();
     for offset in [8, 12] {
-        graph.replay(&lab.bench.main).unwrap();
+        graph.replay(&lab.context.main).unwrap();
         assert_eq!(lab.word(block.ptr()), first(offset));
     }
     drop((graph, block));
@@ -223,7 +223,7 @@ fn a_generator_works_on_after_a_failed_capture() {
 #[test]
 fn raw_handles_are_there_when_what_they_name_is() {
     let lab = GraphLab::new("");
-    let block = lab.block(4, &lab.bench.main);
+    let block = lab.block(4, &lab.context.main);
     lab.set(block.ptr(), 0);
     let mut gone = lab.graph();
     assert_eq!(graph_error(gone.raw()), GraphError::NotCaptured);
@@ -244,7 +244,7 @@ fn raw_handles_are_there_when_what_they_name_is() {
         // Again, and what was there before is gone.
         kept.instantiate().unwrap();
         assert_ne!(kept.raw_exec().unwrap(), exec);
-        kept.replay(&lab.bench.main).unwrap();
+        kept.replay(&lab.context.main).unwrap();
         assert_eq!(lab.word(block.ptr()), round + 1);
         kept.reset().unwrap();
         assert_eq!(graph_error(kept.raw()), GraphError::NotCaptured);
@@ -252,7 +252,7 @@ fn raw_handles_are_there_when_what_they_name_is() {
     }
     // PyTorch's C++ refuses a replay before `instantiate`, its Python does it on demand; ours is as the latter.
     kept.capture(&lab.side, PLAIN, |_| lab.try_add(block.ptr(), 1, &lab.side)).unwrap();
-    kept.replay(&lab.bench.main).unwrap();
+    kept.replay(&lab.context.main).unwrap();
     assert_eq!(lab.word(block.ptr()), 3);
     drop((gone, kept, block));
     lab.finish();
@@ -262,7 +262,7 @@ fn raw_handles_are_there_when_what_they_name_is() {
 #[test]
 fn a_kept_graph_can_be_drawn() {
     let lab = GraphLab::new("");
-    let (mut graph, block) = (lab.graph_with(KEEP), lab.block(4, &lab.bench.main));
+    let (mut graph, block) = (lab.graph_with(KEEP), lab.block(4, &lab.context.main));
     lab.set(block.ptr(), 0);
     let two = |_: &mut warpool::graph::Capture<'_>| {
         lab.add(block.ptr(), 1, &lab.side);
@@ -280,7 +280,7 @@ fn a_kept_graph_can_be_drawn() {
     std::fs::remove_file(&path).unwrap();
     let nowhere = graph_error(graph.write_dot("/nonexistent/graph.dot"));
     assert!(matches!(nowhere, GraphError::WriteDot { .. }), "{nowhere}");
-    graph.replay(&lab.bench.main).unwrap();
+    graph.replay(&lab.context.main).unwrap();
     assert_eq!(lab.word(block.ptr()), 3);
     drop((graph, block));
     lab.finish();
@@ -290,10 +290,10 @@ fn a_kept_graph_can_be_drawn() {
 #[test]
 fn a_hundred_captures_with_products_do_not_grow_memory() {
     let lab = GraphLab::new("");
-    let blas = Blas::new(&lab.bench.any(), BlasSettings::default());
-    let block = lab.block(64, &lab.bench.main);
+    let blas = Blas::new(&lab.context.any(), BlasSettings::default());
+    let block = lab.block(64, &lab.context.main);
     let numbers: Vec<u8> = [2.0_f32, 3.0, 0.0].iter().flat_map(|number| number.to_le_bytes()).collect();
-    lab.bench.sim.upload(FIRST, block.ptr(), &numbers).unwrap();
+    lab.context.sim.upload(FIRST, block.ptr(), &numbers).unwrap();
     let matrix = |at: u64| BlasMatrix { ptr: block.ptr().offset(4 * at), stride: 1, transposed: false };
     let product = Sgemm { m: 1, n: 1, k: 1, alpha: 1.0, a: matrix(0), b: matrix(1), beta: 1.0, c: matrix(2) };
     // Before the first: an eager workspace and the handle are there to stay.
@@ -301,15 +301,15 @@ fn a_hundred_captures_with_products_do_not_grow_memory() {
     let mut held = Vec::new();
     for round in 1..=100 {
         let mut graph = lab.graph();
-        graph.capture(&lab.side, PLAIN, |_| blas.handle(&lab.bench.device())?.sgemm(&product)).unwrap();
+        graph.capture(&lab.side, PLAIN, |_| blas.handle(&lab.context.device())?.sgemm(&product)).unwrap();
         graph.replay(&lab.side).unwrap();
         assert_eq!(f32::from_bits(lab.word(matrix(2).ptr)), 6.0 + 6.0 * round as f32);
         graph.reset().unwrap();
-        lab.bench.trim();
+        lab.context.trim();
         held.push((
-            lab.bench.bytes_reserved(),
-            lab.bench.stats().workspace_bytes.current,
-            lab.bench.sim.object_counts(),
+            lab.context.bytes_reserved(),
+            lab.context.stats().workspace_bytes.current,
+            lab.context.sim.object_counts(),
         ));
     }
     assert!(held.iter().all(|now| now == &held[0]), "{held:?}");
@@ -323,12 +323,12 @@ fn a_hundred_captures_with_products_do_not_grow_memory() {
 #[test]
 fn external_events_speak_to_the_world_outside() {
     let lab = GraphLab::new("");
-    let (before, after) = (lab.bench.device().lease_stream().unwrap(), lab.bench.device().lease_stream().unwrap());
+    let (before, after) = (lab.context.device().lease_stream().unwrap(), lab.context.device().lease_stream().unwrap());
     let external = EventOptions { external: true, ..EventOptions::default() };
-    let mut ready = lab.bench.instance.event_with(external).unwrap();
-    let mut done = lab.bench.instance.event_with(external).unwrap();
-    ready.create(&lab.bench.device()).unwrap();
-    let blocks: [DeviceBlock; 3] = [0; 3].map(|_| lab.block(4, &lab.bench.main));
+    let mut ready = lab.context.instance.event_with(external).unwrap();
+    let mut done = lab.context.instance.event_with(external).unwrap();
+    ready.create(&lab.context.device()).unwrap();
+    let blocks: [DeviceBlock; 3] = [0; 3].map(|_| lab.block(4, &lab.context.main));
     let [input, middle, output] = [0, 1, 2].map(|at: usize| blocks[at].ptr());
     for ptr in [input, middle, output] {
         lab.set(ptr, 0);

@@ -42,13 +42,13 @@ fn forty_graphs_with_an_if_do_not_use_up_the_streams() {
                 Ok([flag, count])
             })
             .unwrap();
-        streams.push(lab.bench.sim.object_counts().streams);
+        streams.push(lab.context.sim.object_counts().streams);
         graphs.push((graph, keys));
     }
     assert_eq!(streams.first(), streams.last(), "bodies take turns on one stream: {streams:?}");
     for (at, (graph, keys)) in graphs.iter().enumerate() {
         set(&lab, graph, keys, &[u32::from(at % 3 == 0), 0]);
-        graph.replay(&lab.bench.main).unwrap();
+        graph.replay(&lab.context.main).unwrap();
     }
     for (at, (graph, keys)) in graphs.iter().enumerate() {
         assert_eq!(got(&lab, graph, &keys[1..]), [u32::from(at % 3 == 0)], "graph {at}");
@@ -62,7 +62,7 @@ fn forty_graphs_with_an_if_do_not_use_up_the_streams() {
 fn forty_ifs_in_one_graph_each_follow_their_flag() {
     let lab = GraphLab::new("");
     let mut graph = lab.graph_with(GraphOptions { keep_graph: true });
-    let before = lab.bench.sim.object_counts().streams;
+    let before = lab.context.sim.object_counts().streams;
     let keys: Vec<[BufferKey; 2]> = graph
         .capture(&lab.side, PLAIN, |capture| {
             let mut keys = Vec::new();
@@ -74,7 +74,7 @@ fn forty_ifs_in_one_graph_each_follow_their_flag() {
             Ok(keys)
         })
         .unwrap();
-    assert!(lab.bench.sim.object_counts().streams <= before + 1);
+    assert!(lab.context.sim.object_counts().streams <= before + 1);
     let kinds = graph.topology().unwrap().nodes;
     assert_eq!(kinds.iter().filter(|node| node.kind == NodeKind::Conditional).count(), 40);
     let mut sums = [0; 40];
@@ -87,7 +87,7 @@ fn forty_ifs_in_one_graph_each_follow_their_flag() {
                 lab.set(lab.at(&graph, pair[1]), 0);
             }
         }
-        graph.replay(&lab.bench.main).unwrap();
+        graph.replay(&lab.context.main).unwrap();
         for (at, pair) in keys.iter().enumerate() {
             assert_eq!(lab.word(lab.at(&graph, pair[1])), sums[at], "if {at} in round {round}");
         }
@@ -101,14 +101,14 @@ fn forty_ifs_in_one_graph_each_follow_their_flag() {
 fn three_nested_ifs_run_only_behind_each_other() {
     let lab = GraphLab::new("");
     let mut graph = lab.graph();
-    let before = lab.bench.sim.object_counts().streams;
+    let before = lab.context.sim.object_counts().streams;
     let keys: [BufferKey; 6] = graph
         .capture(&lab.side, PLAIN, |capture| {
             let keys: [BufferKey; 6] = words(capture)?;
             let [a, b, c, one, two, three] = keys;
             capture.if_node(Flag::word(a), |outer| {
                 assert!(outer.in_body() && outer.stream() != &*lab.side);
-                assert_eq!(lab.bench.instance.current_stream()?, *outer.stream());
+                assert_eq!(lab.context.instance.current_stream()?, *outer.stream());
                 lab.capture_add(outer, one, 1)?;
                 outer.if_node(Flag::word(b), |middle| {
                     lab.capture_add(middle, two, 1)?;
@@ -120,11 +120,11 @@ fn three_nested_ifs_run_only_behind_each_other() {
             Ok(keys)
         })
         .unwrap();
-    assert!(lab.bench.sim.object_counts().streams <= before + 3);
+    assert!(lab.context.sim.object_counts().streams <= before + 3);
     for ways in 0..8_u32 {
         let [a, b, c] = [ways & 1, ways >> 1 & 1, ways >> 2];
         set(&lab, &graph, &keys, &[a, b, c, 0, 0, 0]);
-        graph.replay(&lab.bench.main).unwrap();
+        graph.replay(&lab.context.main).unwrap();
         assert_eq!(got(&lab, &graph, &keys[3..]), [11 * a, a * b, a * b * c], "{ways:03b}");
     }
     drop(graph);
@@ -149,7 +149,7 @@ fn a_while_follows_the_flag_at_the_replay() {
         .unwrap();
     for rounds in [4, 0, 1, 17] {
         set(&lab, &graph, &keys, &[rounds, 0]);
-        graph.replay(&lab.bench.main).unwrap();
+        graph.replay(&lab.context.main).unwrap();
         assert_eq!(got(&lab, &graph, &keys), [0, 3 * rounds]);
     }
     // Set by the device right before, on the stream of the replay.
@@ -185,11 +185,11 @@ fn an_if_inside_a_while_is_asked_in_every_round() {
         })
         .unwrap();
     let place = lab.at(&graph, of_body).0;
-    let segments = lab.bench.segments_of(graph.pool().unwrap());
+    let segments = lab.context.segments_of(graph.pool().unwrap());
     assert!(segments.iter().any(|it| (it.address..it.address + it.total_size).contains(&place)));
     for (left, want) in [(7, [0, 1, 7, 4]), (1, [0, 1, 1, 1]), (2, [0, 1, 2, 1])] {
         set(&lab, &graph, &keys, &[left, 0, 0, 0]);
-        graph.replay(&lab.bench.main).unwrap();
+        graph.replay(&lab.context.main).unwrap();
         assert_eq!(got(&lab, &graph, &keys), want, "{left}");
     }
     drop(graph);
@@ -202,8 +202,8 @@ fn an_if_inside_a_while_is_asked_in_every_round() {
 fn bodies_draw_no_random_numbers() {
     let lab = GraphLab::new("");
     let mut graph = lab.graph();
-    let generator = Generator::new(&lab.bench.device()).unwrap();
-    let block = lab.block(4, &lab.bench.main);
+    let generator = Generator::new(&lab.context.device()).unwrap();
+    let block = lab.block(4, &lab.context.main);
     let mut seen = None;
     let outcome = graph.capture(&lab.side, PLAIN, |capture| {
         let [flag] = words(capture)?;

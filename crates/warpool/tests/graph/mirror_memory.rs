@@ -42,7 +42,7 @@ fn memory_is_held_to_the_byte_and_results_outlive_their_graph() {
     for Case { bytes, small, with, without } in cases {
         let lab = GraphLab::new("");
         let now = |by_kind: fn(&Stats) -> StatByKind| {
-            let by_kind = by_kind(&lab.bench.stats());
+            let by_kind = by_kind(&lab.context.stats());
             let (ours, others) =
                 if small { (by_kind.small_pool, by_kind.large_pool) } else { (by_kind.large_pool, by_kind.small_pool) };
             assert_eq!((by_kind.all.current, others.current), (ours.current, 0), "{bytes}: only one kind of memory");
@@ -57,7 +57,7 @@ fn memory_is_held_to_the_byte_and_results_outlive_their_graph() {
                 let mut last: Option<DeviceBlock> = None;
                 for round in 0..4 {
                     let (first, second) = (lab.block(bytes, &lab.side), lab.block(bytes, &lab.side));
-                    lab.bench.sim.fill(first.ptr(), Pattern::U32(round), 1, lab.side.id())?;
+                    lab.context.sim.fill(first.ptr(), Pattern::U32(round), 1, lab.side.id())?;
                     lab.sum(second.ptr(), last.as_ref().map_or(first.ptr(), DeviceBlock::ptr), 10, &lab.side);
                     drop(last.take());
                     let result = lab.block(bytes, &lab.side);
@@ -75,11 +75,11 @@ fn memory_is_held_to_the_byte_and_results_outlive_their_graph() {
             assert_eq!(one.1, bytes);
         }
         assert_eq!((held(), live()), (with, one), "{bytes}: after the capture");
-        for stream in [&lab.bench.main, &*lab.side] {
+        for stream in [&lab.context.main, &*lab.side] {
             graph.replay(stream).unwrap();
             assert_eq!(lab.word(result.ptr()), 46, "{bytes}");
         }
-        lab.bench.trim();
+        lab.context.trim();
         assert_eq!((held(), live()), (with, one), "{bytes}: a trim takes nothing from a graph");
         drop(graph);
         assert_eq!((held(), live()), (with, one), "{bytes}: nothing happens by itself");
@@ -98,7 +98,7 @@ fn memory_is_held_to_the_byte_and_results_outlive_their_graph() {
 /// A block that `fork` uses too, freed in the capture; whether a block of the same size then gets its place.
 fn is_reused(lab: &GraphLab, capture: &mut warpool::graph::Capture<'_>, forks: usize, joins: bool) -> Result<bool> {
     let block = lab.block(4 * MIB, &lab.side);
-    lab.bench.sim.fill(block.ptr(), Pattern::U32(0), 64, lab.side.id())?;
+    lab.context.sim.fill(block.ptr(), Pattern::U32(0), 64, lab.side.id())?;
     let mut open: Vec<Fork> = Vec::new();
     for at in 0..forks as u64 {
         let fork = capture.fork()?;
@@ -112,7 +112,7 @@ fn is_reused(lab: &GraphLab, capture: &mut warpool::graph::Capture<'_>, forks: u
     }
     drop(block);
     let next = lab.block(4 * MIB, &lab.side);
-    lab.bench.sim.fill(next.ptr(), Pattern::U32(9), 64, lab.side.id())?;
+    lab.context.sim.fill(next.ptr(), Pattern::U32(9), 64, lab.side.id())?;
     let reused = next.ptr() == place;
     open.into_iter().try_for_each(|fork| capture.join(fork))?;
     Ok(reused)
@@ -130,16 +130,16 @@ fn uses_on_other_streams_of_a_capture_are_joined_before_reuse() {
         let mut graph = lab.graph();
         let reused = graph.capture(&lab.side, PLAIN, |capture| is_reused(&lab, capture, forks, joins)).unwrap();
         assert_eq!(reused, joins && settings == REUSE, "{forks} forks, joined {joins}, {settings:?}");
-        graph.replay(&lab.bench.main).unwrap();
+        graph.replay(&lab.context.main).unwrap();
         graph.replay(&lab.side).unwrap();
-        lab.bench.device().synchronize().unwrap();
+        lab.context.device().synchronize().unwrap();
         let pool = graph.pool().unwrap();
         // In any case it is free when the capture is over: everything was joined by then.
         let mut next = lab.graph();
         let fits = next.capture(&lab.side, PLAIN.with_pool(pool), |_| {
-            let before = lab.bench.bytes_reserved();
+            let before = lab.context.bytes_reserved();
             let blocks = [0; 5].map(|_| lab.block(4 * MIB, &lab.side));
-            Ok(blocks.len() == 5 && lab.bench.bytes_reserved() == before)
+            Ok(blocks.len() == 5 && lab.context.bytes_reserved() == before)
         });
         assert!(fits.unwrap(), "five blocks fit into the segment that is there");
         drop((graph, next));
@@ -157,7 +157,7 @@ fn a_second_graph_reuses_what_the_first_has_freed() {
         let used = |capture: &mut warpool::graph::Capture<'_>| -> Result<DevicePtr> {
             let block = lab.block(12 * MIB, &lab.side);
             let fork = capture.fork()?;
-            lab.bench.sim.fill(block.ptr(), Pattern::U32(3), 1, fork.id())?;
+            lab.context.sim.fill(block.ptr(), Pattern::U32(3), 1, fork.id())?;
             block.record_use(&fork)?;
             capture.join(fork)?;
             Ok(block.ptr())
@@ -165,9 +165,9 @@ fn a_second_graph_reuses_what_the_first_has_freed() {
         let place = first.capture(&lab.side, PLAIN, used).unwrap();
         let again = second.capture(&lab.side, PLAIN.with_pool(first.pool().unwrap()), used).unwrap();
         assert_eq!(again, place, "{settings:?}");
-        assert_eq!(lab.bench.bytes_reserved(), 12 * MIB);
+        assert_eq!(lab.context.bytes_reserved(), 12 * MIB);
         for graph in [&first, &second, &first] {
-            graph.replay(&lab.bench.main).unwrap();
+            graph.replay(&lab.context.main).unwrap();
         }
         assert_eq!(lab.word(place), 3);
         drop((first, second));
@@ -181,12 +181,12 @@ fn a_second_graph_reuses_what_the_first_has_freed() {
 fn a_use_from_before_the_capture_is_still_waited_for() {
     for settings in ["", REUSE] {
         let lab = GraphLab::new(settings);
-        let other = lab.bench.device().lease_stream().unwrap();
-        let pool = MemPool::new(&lab.bench.any(), &lab.bench.device(), PoolOptions::default()).unwrap();
-        let take = || lab.bench.any().allocate_in(pool.id(), 4 * MIB, &lab.side).unwrap();
+        let other = lab.context.device().lease_stream().unwrap();
+        let pool = MemPool::new(&lab.context.any(), &lab.context.device(), PoolOptions::default()).unwrap();
+        let take = || lab.context.any().allocate_in(pool.id(), 4 * MIB, &lab.side).unwrap();
         let block = take();
-        lab.bench.pause_stream(&other);
-        lab.bench.sim.fill(block.ptr(), Pattern::U32(1), 1, other.id()).unwrap();
+        lab.context.pause_stream(&other);
+        lab.context.sim.fill(block.ptr(), Pattern::U32(1), 1, other.id()).unwrap();
         block.record_use(&other).unwrap();
         let place = block.ptr();
         let mut graph = lab.graph();
@@ -201,7 +201,7 @@ fn a_use_from_before_the_capture_is_still_waited_for() {
             .unwrap();
         let after = take();
         assert_ne!(after.ptr(), place, "{settings:?}: still busy there");
-        lab.bench.let_go(&other);
+        lab.context.resume_stream(&other);
         let places = [0; 4].map(|_| take()).map(|block| block.ptr());
         assert!(places.contains(&place), "{settings:?}");
         drop((after, graph, other, pool));
@@ -217,26 +217,26 @@ fn a_capture_that_runs_out_of_memory_gives_back_what_it_had() {
     let mut graph = lab.graph();
     let outcome = graph.capture(&lab.side, PLAIN, |capture| {
         capture.allocate(300 * MIB)?;
-        assert_eq!(lab.bench.bytes_reserved(), 300 * MIB);
+        assert_eq!(lab.context.bytes_reserved(), 300 * MIB);
         capture.allocate(2 * GIB)
     });
     let Err(Error::OutOfMemory(report)) = outcome else { panic!("{outcome:?}") };
     assert!(report.capturing);
     assert_eq!((graph.pools(), graph.is_capturing()), (Vec::new(), false));
-    assert_eq!(lab.bench.trim(), 300 * MIB, "nobody uses the pool any more");
-    assert_eq!(lab.bench.bytes_reserved(), 0);
-    let all = lab.block(900 * MIB, &lab.bench.main);
+    assert_eq!(lab.context.trim(), 300 * MIB, "nobody uses the pool any more");
+    assert_eq!(lab.context.bytes_reserved(), 0);
+    let all = lab.block(900 * MIB, &lab.context.main);
     drop(all);
-    lab.bench.trim();
+    lab.context.trim();
     // Broken by a forbidden call instead: the same.
     let outcome = graph.capture(&lab.side, PLAIN, |capture| {
         capture.allocate(300 * MIB)?;
-        let _ = lab.bench.device().synchronize();
+        let _ = lab.context.device().synchronize();
         Ok(())
     });
     assert!(matches!(graph_error(outcome), GraphError::CaptureFailed { .. }));
     lab.forgive(HazardKind::CaptureInvalidated);
-    assert_eq!((lab.bench.trim(), lab.bench.bytes_reserved()), (300 * MIB, 0));
+    assert_eq!((lab.context.trim(), lab.context.bytes_reserved()), (300 * MIB, 0));
     graph.capture(&lab.side, PLAIN, |capture| capture.allocate(900 * MIB)).unwrap();
     drop(graph);
     lab.finish();
@@ -248,7 +248,7 @@ fn a_capture_that_runs_out_of_memory_gives_back_what_it_had() {
 fn graphs_that_follow_each_other_may_share_a_pool() {
     let held = [false, true].map(|shares| {
         let lab = GraphLab::new("");
-        let main = lab.bench.main.clone();
+        let main = lab.context.main.clone();
         let input = lab.block(4, &main);
         lab.set(input.ptr(), 0);
         let (mut graphs, mut outputs) = (Vec::<Graph>::new(), Vec::<DevicePtr>::new());
@@ -278,7 +278,7 @@ fn graphs_that_follow_each_other_may_share_a_pool() {
             let start = 100 * round;
             assert_eq!(got, [start + 11, start + 32, start + 73], "sharing {shares}");
         }
-        let held = lab.bench.bytes_reserved();
+        let held = lab.context.bytes_reserved();
         // The first to go takes nothing from the others but what it held itself.
         graphs.remove(0);
         lab.clean();
@@ -298,13 +298,13 @@ fn graphs_that_follow_each_other_may_share_a_pool() {
 fn graphs_with_their_own_pools_replay_at_the_same_time() {
     for shares in [false, true] {
         let lab = GraphLab::new("");
-        let other = lab.bench.device().lease_stream().unwrap();
+        let other = lab.context.device().lease_stream().unwrap();
         let (mut first, mut second) = (lab.graph(), lab.graph());
         let capture = |graph: &mut Graph, pool: Option<MemPoolId>, value: u32| {
             graph
                 .capture(&lab.side, CaptureOptions { pool, ..PLAIN }, |capture| {
                     let between = lab.block(MIB, &lab.side);
-                    lab.bench.sim.fill(between.ptr(), Pattern::U32(value), 1, lab.side.id())?;
+                    lab.context.sim.fill(between.ptr(), Pattern::U32(value), 1, lab.side.id())?;
                     let key = capture.allocate(4)?;
                     lab.sum(capture.buffer(key)?.ptr(), between.ptr(), 1, &lab.side);
                     Ok(key)
@@ -319,8 +319,8 @@ fn graphs_with_their_own_pools_replay_at_the_same_time() {
             second.replay(&other).unwrap();
         }
         if shares {
-            lab.bench.device().synchronize().unwrap();
-            assert!(!lab.bench.sim.hazards().is_empty());
+            lab.context.device().synchronize().unwrap();
+            assert!(!lab.context.sim.hazards().is_empty());
             lab.forgive(HazardKind::Race);
         } else {
             assert_eq!((lab.word(lab.at(&first, one)), lab.word(lab.at(&second, two))), (11, 21));
@@ -334,14 +334,14 @@ fn graphs_with_their_own_pools_replay_at_the_same_time() {
 #[test]
 fn memory_comes_from_the_pools_that_were_named() {
     let lab = GraphLab::new("");
-    let pool = || MemPool::new(&lab.bench.any(), &lab.bench.device(), PoolOptions::default()).unwrap();
+    let pool = || MemPool::new(&lab.context.any(), &lab.context.device(), PoolOptions::default()).unwrap();
     let (outer, inner) = (pool(), pool());
     let mut graph = lab.graph();
     let within = |pool: &MemPool, ptr: DevicePtr| {
-        let segments = lab.bench.segments_of(pool.id());
+        let segments = lab.context.segments_of(pool.id());
         segments.iter().any(|it| (it.address..it.address + it.total_size).contains(&ptr.0))
     };
-    let place = |stream: &Stream| -> Result<DevicePtr> { Ok(lab.bench.any().allocate(4 * KIB, stream)?.ptr()) };
+    let place = |stream: &Stream| -> Result<DevicePtr> { Ok(lab.context.any().allocate(4 * KIB, stream)?.ptr()) };
     graph
         .capture(&lab.side, PLAIN.with_pool(outer.id()), |capture| {
             assert!(within(&outer, place(&lab.side)?));
@@ -355,7 +355,7 @@ fn memory_comes_from_the_pools_that_were_named() {
             let key = capture.allocate_on(4, &fork)?;
             assert!(within(&outer, capture.buffer(key)?.ptr()));
             lab.add(capture.buffer(key)?.ptr(), 1, &fork);
-            assert!(!within(&outer, place(&lab.bench.main)?), "others do not");
+            assert!(!within(&outer, place(&lab.context.main)?), "others do not");
             capture.join(fork)
         })
         .unwrap();
@@ -365,10 +365,10 @@ fn memory_comes_from_the_pools_that_were_named() {
     let ids = [outer.id(), inner.id()];
     drop((outer, inner));
     lab.clean();
-    assert!(ids.iter().all(|&id| !lab.bench.segments_of(id).is_empty()), "the graph keeps them");
-    graph.replay(&lab.bench.main).unwrap();
+    assert!(ids.iter().all(|&id| !lab.context.segments_of(id).is_empty()), "the graph keeps them");
+    graph.replay(&lab.context.main).unwrap();
     graph.reset().unwrap();
     lab.clean();
-    assert_eq!(lab.bench.bytes_reserved(), 0);
+    assert_eq!(lab.context.bytes_reserved(), 0);
     lab.finish();
 }

@@ -12,12 +12,12 @@ use crate::lab::{Lab, graph_error};
 #[test]
 fn questions_asked_with_a_guard_break_no_capture() {
     let lab = Lab::new();
-    let mut event = lab.bench.instance.event();
-    event.record(&lab.bench.side_stream()).unwrap();
+    let mut event = lab.context.instance.event();
+    event.record(&lab.context.side_stream()).unwrap();
     let mut graph = lab.graph();
     graph
         .capture(&lab.side, CaptureOptions::default(), |_| {
-            let asked = || lab.bench.instance.polling().query(&event);
+            let asked = || lab.context.instance.polling().query(&event);
             assert!(asked()?, "from the thread that captures");
             std::thread::scope(|threads| threads.spawn(asked).join().unwrap()).map(drop)
         })
@@ -34,7 +34,7 @@ fn a_capture_waits_for_those_who_poll() {
     let lab = Lab::new();
     let (say, heard) = mpsc::channel();
     std::thread::scope(|threads| {
-        let polling = lab.bench.instance.polling();
+        let polling = lab.context.instance.polling();
         threads.spawn(|| {
             let mut graph = lab.graph();
             lab.still_works(&mut graph);
@@ -56,7 +56,7 @@ fn a_capture_can_give_up_waiting() {
     let options = CaptureOptions { poller_patience: Some(Duration::ZERO), ..CaptureOptions::default() };
     let (ready, go) = (mpsc::channel(), mpsc::channel::<()>());
     std::thread::scope(|threads| {
-        let (instance, say) = (&lab.bench.instance, ready.0);
+        let (instance, say) = (&lab.context.instance, ready.0);
         threads.spawn(move || {
             let _polling = instance.polling();
             say.send(()).unwrap();
@@ -65,7 +65,7 @@ fn a_capture_can_give_up_waiting() {
         ready.1.recv().unwrap();
         let refused = graph_error(graph.capture(&lab.side, options, |_| Ok(())));
         assert!(matches!(refused, GraphError::PollersBusy { pollers: 1, .. }), "{refused}");
-        assert!(!lab.bench.instance.is_capturing(&lab.side).unwrap() && graph.pools().is_empty());
+        assert!(!lab.context.instance.is_capturing(&lab.side).unwrap() && graph.pools().is_empty());
         drop(go.0);
     });
     lab.fill_into(&mut graph, options, 1);
@@ -77,8 +77,8 @@ fn a_capture_can_give_up_waiting() {
 fn a_thread_that_polls_cannot_wait_for_itself() {
     let lab = Lab::new();
     let mut graph = lab.graph();
-    let polling = lab.bench.instance.polling();
-    let nested = lab.bench.instance.polling();
+    let polling = lab.context.instance.polling();
+    let nested = lab.context.instance.polling();
     drop(polling);
     assert_eq!(graph_error(graph.capture(&lab.side, CaptureOptions::default(), |_| Ok(()))), GraphError::PollsItself);
     drop(nested);

@@ -33,7 +33,7 @@ fn the_mode_decides_what_breaks_a_capture() {
     ] {
         for (itself, breaks) in [(false, by_other), (true, by_itself)] {
             let mut graph = lab.graph();
-            let idle = lab.bench.side_stream();
+            let idle = lab.context.side_stream();
             let outcome = graph.capture(&lab.side, CaptureOptions::default().with_mode(mode), |_| {
                 if itself {
                     let _ = idle.query();
@@ -101,7 +101,7 @@ fn a_fork_that_is_not_joined_fails_the_capture() {
 fn work_goes_to_streams_of_the_capture_only() {
     let lab = Lab::new();
     let mut graph = lab.graph();
-    let outside = lab.bench.side_stream();
+    let outside = lab.context.side_stream();
     graph
         .capture(&lab.side, CaptureOptions::default(), |capture| {
             let key = capture.allocate(64)?;
@@ -154,15 +154,15 @@ fn ends_of_buffers_and_strange_keys_are_noticed() {
 #[test]
 fn things_of_other_gpus_are_refused() {
     let (lab, other) = (Lab::new(), Lab::new());
-    let foreign = other.bench.any().allocate(64, &other.side).unwrap();
+    let foreign = other.context.any().allocate(64, &other.side).unwrap();
     let mut graph = lab.graph();
     let outcome = graph.capture(&lab.side, CaptureOptions::default(), |capture| capture.keep(foreign).map(drop));
     assert_eq!(outcome, Err(Error::ForeignInstance { object: "the block" }));
-    let made = Graph::new(&lab.bench.any(), &other.bench.device(), Default::default()).map(drop);
+    let made = Graph::new(&lab.context.any(), &other.context.device(), Default::default()).map(drop);
     assert_eq!(made, Err(Error::ForeignInstance { object: "the device" }));
     lab.still_works(&mut graph);
     assert_eq!(graph.replay(&other.side), Err(Error::ForeignInstance { object: "the stream" }));
-    let far = lab.bench.instance.device(1).unwrap().pool_stream().unwrap();
+    let far = lab.context.instance.device(1).unwrap().pool_stream().unwrap();
     assert!(matches!(graph_error(graph.replay(&far)), GraphError::StreamDevice { .. }));
     drop(graph);
     other.finish();
@@ -179,7 +179,7 @@ fn a_replay_cannot_be_captured() {
             let refused = graph_error(inner.replay(capture.stream()));
             assert_eq!(refused, GraphError::StreamCaptures { stream: lab.side.id() });
             // Elsewhere it can be replayed.
-            inner.replay(&lab.bench.side_stream())?;
+            inner.replay(&lab.context.side_stream())?;
             let (stream, key) = (capture.stream().clone(), capture.allocate(4)?);
             capture.fill(key, Pattern::U32(6), 1, &stream)?;
             Ok(key)
@@ -194,8 +194,8 @@ fn a_replay_cannot_be_captured() {
 #[test]
 fn an_allocator_without_pools_has_no_graphs() {
     let lab = Lab::new();
-    let allocator: Arc<dyn DeviceAllocator> = Arc::new(DriverPoolAllocator::new(&lab.bench.instance));
-    let refused = Graph::new(&allocator, &lab.bench.device(), Default::default()).map(drop);
+    let allocator: Arc<dyn DeviceAllocator> = Arc::new(DriverPoolAllocator::new(&lab.context.instance));
+    let refused = Graph::new(&allocator, &lab.context.device(), Default::default()).map(drop);
     assert_eq!(refused, Err(Error::Unsupported { allocator: "driver-pool", what: "private pools" }));
     lab.finish();
 }
@@ -207,7 +207,7 @@ fn several_threads_capture_at_once() {
         for value in 0..4 {
             let lab = &lab;
             threads.spawn(move || {
-                let device = lab.bench.device();
+                let device = lab.context.device();
                 let stream = device.lease_stream().unwrap();
                 for round in 0..20 {
                     let mut graph = lab.graph();
@@ -243,9 +243,9 @@ fn graphs_go_from_thread_to_thread() {
 #[test]
 fn nothing_may_be_copied_filled_and_drawn() {
     let lab = Lab::new();
-    let generator = Generator::new(&lab.bench.device()).unwrap();
+    let generator = Generator::new(&lab.context.device()).unwrap();
     let mut graph = lab.graph();
-    let empty = Arc::new(lab.bench.any().allocate(0, &lab.side).unwrap());
+    let empty = Arc::new(lab.context.any().allocate(0, &lab.side).unwrap());
     graph
         .capture(&lab.side, CaptureOptions::default(), |capture| {
             let stream = capture.stream().clone();
@@ -260,7 +260,7 @@ fn nothing_may_be_copied_filled_and_drawn() {
         })
         .unwrap();
     for _ in 0..2 {
-        graph.replay(&lab.bench.main).unwrap();
+        graph.replay(&lab.context.main).unwrap();
         graph.replay(&lab.side).unwrap();
     }
     assert_eq!(generator.offset().unwrap(), 0);

@@ -13,7 +13,7 @@ const KEPT: GraphOptions = GraphOptions { keep_graph: true };
 fn a_template_that_is_not_kept_is_gone() {
     let lab = Lab::new();
     let (mut graph, key) = lab.filled(3);
-    assert_eq!(lab.bench.sim.object_counts().graphs, 0);
+    assert_eq!(lab.context.sim.object_counts().graphs, 0);
     for refused in [graph.raw().map(drop), graph.topology().map(drop), graph.dot().map(drop), graph.instantiate()] {
         assert_eq!(graph_error(refused), GraphError::NotKept);
     }
@@ -35,13 +35,13 @@ fn a_kept_template_is_made_ready_when_first_needed() {
     lab.expect(&graph, key, 4);
     let first = graph.raw_exec().unwrap();
     lab.expect(&graph, key, 4);
-    assert_eq!(lab.bench.sim.call_count(Call::GraphInstantiate), 1, "once, whatever the number of replays");
+    assert_eq!(lab.context.sim.call_count(Call::GraphInstantiate), 1, "once, whatever the number of replays");
     graph.instantiate().unwrap();
     assert_ne!(graph.raw_exec().unwrap(), first);
-    assert_eq!(lab.bench.sim.object_counts().graph_execs, 1, "the old one is gone");
+    assert_eq!(lab.context.sim.object_counts().graph_execs, 1, "the old one is gone");
     lab.expect(&graph, key, 4);
     graph.reset().unwrap();
-    assert_eq!((lab.bench.sim.object_counts().graphs, lab.bench.sim.object_counts().graph_execs), (0, 0));
+    assert_eq!((lab.context.sim.object_counts().graphs, lab.context.sim.object_counts().graph_execs), (0, 0));
     lab.still_works(&mut graph);
     drop(graph);
     lab.finish();
@@ -54,10 +54,10 @@ fn many_threads_make_it_ready_once() {
     let key = lab.fill_into(&mut graph, CaptureOptions::default(), 4);
     std::thread::scope(|threads| {
         for _ in 0..8 {
-            threads.spawn(|| graph.replay(&lab.bench.device().pool_stream().unwrap()).unwrap());
+            threads.spawn(|| graph.replay(&lab.context.device().pool_stream().unwrap()).unwrap());
         }
     });
-    assert_eq!(lab.bench.sim.call_count(Call::GraphInstantiate), 1);
+    assert_eq!(lab.context.sim.call_count(Call::GraphInstantiate), 1);
     lab.expect(&graph, key, 4);
     drop(graph);
     lab.finish();
@@ -72,7 +72,7 @@ fn a_graph_made_ready_beside_a_capture_does_not_break_it() {
     let mut graph = lab.graph();
     graph
         .capture(&lab.side, CaptureOptions::default(), |_| {
-            std::thread::scope(|threads| threads.spawn(|| ready.replay(&lab.bench.main)).join().unwrap())
+            std::thread::scope(|threads| threads.spawn(|| ready.replay(&lab.context.main)).join().unwrap())
         })
         .unwrap();
     lab.expect(&ready, key, 4);
@@ -108,7 +108,7 @@ fn a_graph_without_work_says_so_and_can_be_replayed() {
     assert_eq!(graph_error(graph.is_empty()), GraphError::NotCaptured);
     graph.capture(&lab.side, CaptureOptions::default(), |_| Ok(())).unwrap();
     assert!(graph.is_empty().unwrap());
-    graph.replay(&lab.bench.main).unwrap();
+    graph.replay(&lab.context.main).unwrap();
     drop(graph);
     lab.finish();
 }
@@ -116,12 +116,12 @@ fn a_graph_without_work_says_so_and_can_be_replayed() {
 #[test]
 fn generators_need_the_template_and_nobody_else_sees_it() {
     let lab = Lab::new();
-    let generator = Generator::new(&lab.bench.device()).unwrap();
-    let target: DeviceBlock = lab.bench.any().allocate(4 * 64, &lab.side).unwrap();
+    let generator = Generator::new(&lab.context.device()).unwrap();
+    let target: DeviceBlock = lab.context.any().allocate(4 * 64, &lab.side).unwrap();
     let eager = generator.duplicate().unwrap();
     let mut graph = lab.graph();
     graph.capture(&lab.side, CaptureOptions::default(), |_| generator.fill_bits(&target, &lab.side)).unwrap();
-    assert_eq!(lab.bench.sim.object_counts().graphs, 1);
+    assert_eq!(lab.context.sim.object_counts().graphs, 1);
     assert_eq!(graph_error(graph.raw()), GraphError::NotKept);
     let mut words = Vec::new();
     for _ in 0..3 {

@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use crate::common::machine;
-use crate::common::memory::{Bench, KIB};
+use crate::common::memory::{KIB, TestContext};
 use warpool::driver::decorate::{FaultPlan, Faulty};
 use warpool::driver::sim::{SimConfig, SimDriver};
 use warpool::driver::{Call, CaptureMode, Captures, DevicePtr, ErrorCode, KernelArg, Pattern};
@@ -21,19 +21,19 @@ fn refused<T: std::fmt::Debug>(outcome: Result<T>) -> GeneratorError {
     }
 }
 
-fn generator(bench: &Bench, seed: u64) -> Generator {
-    let generator = Generator::new(&bench.device()).unwrap();
+fn generator(context: &TestContext, seed: u64) -> Generator {
+    let generator = Generator::new(&context.device()).unwrap();
     generator.set_seed(seed).unwrap();
     generator
 }
 
 /// Fills with `fill` and returns what is there when the stream is done.
-fn drawn(bench: &Bench, bytes: u64, fill: impl FnOnce(&DeviceBlock) -> Result<()>) -> Vec<u8> {
-    let block = bench.any().allocate(bytes, &bench.main).unwrap();
+fn drawn(context: &TestContext, bytes: u64, fill: impl FnOnce(&DeviceBlock) -> Result<()>) -> Vec<u8> {
+    let block = context.any().allocate(bytes, &context.main).unwrap();
     fill(&block).unwrap();
-    bench.main.synchronize().unwrap();
+    context.main.synchronize().unwrap();
     let mut into = vec![0; bytes as usize];
-    bench.instance.driver().download(block.device_id(), block.ptr(), &mut into).unwrap();
+    context.instance.driver().download(block.device_id(), block.ptr(), &mut into).unwrap();
     into
 }
 
@@ -76,34 +76,34 @@ fn the_host_function_is_curand() {
 /// test_graph_rng_functional, without the graph: the numbers depend on seed and offset alone.
 #[test]
 fn fills_are_the_host_functions_numbers() {
-    let bench = Bench::new("");
+    let context = TestContext::new("");
     for (seed, offset, count) in [(0, 0, 1), (42, 0, 5), (DEFAULT_SEED, 8, 4096), (u64::MAX, 1 << 40, 70_003)] {
-        let generator = generator(&bench, seed);
+        let generator = generator(&context, seed);
         generator.set_offset(offset).unwrap();
-        let bits = words(&drawn(&bench, 4 * count, |block| generator.fill_bits(block, &bench.main)));
+        let bits = words(&drawn(&context, 4 * count, |block| generator.fill_bits(block, &context.main)));
         assert_eq!(bits, expected(seed, offset, count as usize));
-        let uniforms = floats(&drawn(&bench, 4 * count, |block| generator.fill_uniform(block, &bench.main)));
+        let uniforms = floats(&drawn(&context, 4 * count, |block| generator.fill_uniform(block, &context.main)));
         let want: Vec<f32> = expected(seed, offset + 4, count as usize).into_iter().map(philox::uniform).collect();
         assert_eq!(uniforms, want);
-        let normals = floats(&drawn(&bench, 4 * count, |block| generator.fill_normal(block, &bench.main)));
+        let normals = floats(&drawn(&context, 4 * count, |block| generator.fill_normal(block, &context.main)));
         let want = expected(seed, offset + 8, (count as usize).next_multiple_of(2));
         let want = want.as_chunks().0.iter().flat_map(|&[first, second]| philox::normals(first, second));
         assert_eq!(normals, want.take(count as usize).collect::<Vec<_>>());
-        let mask = drawn(&bench, count, |block| generator.fill_dropout_mask(block, 0.3, &bench.main));
+        let mask = drawn(&context, count, |block| generator.fill_dropout_mask(block, 0.3, &context.main));
         let want = expected(seed, offset + 12, count as usize);
         let want: Vec<u8> = want.into_iter().map(|word| u8::from(philox::uniform(word) <= 0.3)).collect();
         assert_eq!(mask, want);
         assert_eq!(generator.offset().unwrap(), offset + 16, "four for each, however long");
     }
-    bench.finish();
+    context.finish();
 }
 
 /// test_graph_rng_distributions, without the graph.
 #[test]
 fn distributions_are_what_they_should_be() {
     const COUNT: usize = 1 << 18;
-    let bench = Bench::new("");
-    let generator = generator(&bench, 5);
+    let context = TestContext::new("");
+    let generator = generator(&context, 5);
     let mean = |values: &[f64]| values.iter().sum::<f64>() / values.len() as f64;
     let doubles = |bytes: Vec<u8>| floats(&bytes).into_iter().map(f64::from).collect::<Vec<_>>();
     // Five standard errors: the seed is fixed, so this holds or does not.
@@ -112,13 +112,13 @@ fn distributions_are_what_they_should_be() {
         assert!((got - want).abs() < 5.0 * error, "{what}: {got}, not {want}");
     };
 
-    let uniforms = doubles(drawn(&bench, 4 * COUNT as u64, |block| generator.fill_uniform(block, &bench.main)));
+    let uniforms = doubles(drawn(&context, 4 * COUNT as u64, |block| generator.fill_uniform(block, &context.main)));
     assert!(uniforms.iter().all(|&x| 0.0 < x && x <= 1.0));
     near("mean of uniforms", mean(&uniforms), 0.5, (1.0_f64 / 12.0).sqrt());
     let squares: Vec<f64> = uniforms.iter().map(|x| x * x).collect();
     near("mean square of uniforms", mean(&squares), 1.0 / 3.0, (4.0_f64 / 45.0).sqrt());
 
-    let normals = doubles(drawn(&bench, 4 * COUNT as u64, |block| generator.fill_normal(block, &bench.main)));
+    let normals = doubles(drawn(&context, 4 * COUNT as u64, |block| generator.fill_normal(block, &context.main)));
     near("mean of normals", mean(&normals), 0.0, 1.0);
     let squares: Vec<f64> = normals.iter().map(|x| x * x).collect();
     near("variance of normals", mean(&squares), 1.0, 2.0_f64.sqrt());
@@ -126,53 +126,53 @@ fn distributions_are_what_they_should_be() {
     near("correlation of neighbours", mean(&neighbours) / 2.0_f64.sqrt(), 0.0, 1.0);
 
     for keep in [0.1_f32, 0.5, 0.9] {
-        let mask = drawn(&bench, COUNT as u64, |block| generator.fill_dropout_mask(block, keep, &bench.main));
+        let mask = drawn(&context, COUNT as u64, |block| generator.fill_dropout_mask(block, keep, &context.main));
         let kept = mask.iter().map(|&byte| f64::from(byte)).sum::<f64>() / COUNT as f64;
         let keep = f64::from(keep);
         near("share that is kept", kept, keep, (keep * (1.0 - keep)).sqrt());
     }
     for (keep, byte) in [(0.0, 0), (1.0, 1)] {
-        let mask = drawn(&bench, COUNT as u64, |block| generator.fill_dropout_mask(block, keep, &bench.main));
+        let mask = drawn(&context, COUNT as u64, |block| generator.fill_dropout_mask(block, keep, &context.main));
         assert!(mask.iter().all(|&kept| kept == byte), "{keep} is certain");
     }
-    bench.finish();
+    context.finish();
 }
 
 /// Blocks are filled as far as whole numbers fit, addresses as far as is said; an empty fill is nothing at all.
 #[test]
 fn targets() {
-    let bench = Bench::new("");
-    let generator = generator(&bench, 3);
-    let block = bench.any().allocate(KIB, &bench.main).unwrap();
-    bench.instance.driver().fill(block.ptr(), Pattern::U8(0xAA), KIB, bench.main.id()).unwrap();
+    let context = TestContext::new("");
+    let generator = generator(&context, 3);
+    let block = context.any().allocate(KIB, &context.main).unwrap();
+    context.instance.driver().fill(block.ptr(), Pattern::U8(0xAA), KIB, context.main.id()).unwrap();
     // Not at a multiple of 16, so the device cannot write four at once; the simulated one does not care.
-    generator.fill_bits((block.ptr().offset(4), 6), &bench.main).unwrap();
-    bench.main.synchronize().unwrap();
+    generator.fill_bits((block.ptr().offset(4), 6), &context.main).unwrap();
+    context.main.synchronize().unwrap();
     let mut bytes = vec![0; 40];
-    bench.instance.driver().download(block.device_id(), block.ptr(), &mut bytes).unwrap();
+    context.instance.driver().download(block.device_id(), block.ptr(), &mut bytes).unwrap();
     assert_eq!(words(&bytes)[1..7], expected(3, 0, 6));
     assert_eq!((words(&bytes)[0], words(&bytes)[7]), (0xAAAA_AAAA, 0xAAAA_AAAA), "and nothing around it");
 
-    let ragged = bench.any().allocate(7, &bench.main).unwrap();
-    generator.fill_uniform(&ragged, &bench.main).unwrap();
+    let ragged = context.any().allocate(7, &context.main).unwrap();
+    generator.fill_uniform(&ragged, &context.main).unwrap();
     assert_eq!(generator.offset().unwrap(), 8);
-    let launches = bench.sim.call_count(Call::KernelLaunch);
-    generator.fill_normal((block.ptr(), 0), &bench.main).unwrap();
-    generator.fill_bits(&bench.any().allocate(3, &bench.main).unwrap(), &bench.main).unwrap();
-    assert_eq!((bench.sim.call_count(Call::KernelLaunch), generator.offset().unwrap()), (launches, 8));
+    let launches = context.sim.call_count(Call::KernelLaunch);
+    generator.fill_normal((block.ptr(), 0), &context.main).unwrap();
+    generator.fill_bits(&context.any().allocate(3, &context.main).unwrap(), &context.main).unwrap();
+    assert_eq!((context.sim.call_count(Call::KernelLaunch), generator.offset().unwrap()), (launches, 8));
 
     let odd = block.ptr().offset(2);
-    let error = refused(generator.fill_bits((odd, 4), &bench.main));
+    let error = refused(generator.fill_bits((odd, 4), &context.main));
     assert_eq!(error, GeneratorError::Alignment { ptr: odd, bytes: 4 });
-    generator.fill_dropout_mask((odd, 4), 0.5, &bench.main).unwrap();
-    let error = refused(generator.fill_bits((block.ptr(), u64::MAX), &bench.main));
+    generator.fill_dropout_mask((odd, 4), 0.5, &context.main).unwrap();
+    let error = refused(generator.fill_bits((block.ptr(), u64::MAX), &context.main));
     assert!(matches!(error, GeneratorError::Count { count: u64::MAX, .. }));
     for keep in [-0.1, 1.1, f32::NAN, f32::INFINITY] {
-        let error = refused(generator.fill_dropout_mask(&block, keep, &bench.main));
+        let error = refused(generator.fill_dropout_mask(&block, keep, &context.main));
         assert_eq!(error, GeneratorError::Probability { keep: keep.to_string() });
     }
     assert_eq!(generator.offset().unwrap(), 12, "what fails consumes nothing");
-    bench.finish();
+    context.finish();
 }
 
 /// Whatever call of a fill fails, it consumed nothing, and the next one works.
@@ -200,8 +200,8 @@ fn a_fill_that_fails_consumes_nothing() {
 /// The defaults, and what a seed resets.
 #[test]
 fn a_new_generator_is_the_same_every_time() {
-    let bench = Bench::new("");
-    let generator = Generator::new(&bench.device()).unwrap();
+    let context = TestContext::new("");
+    let generator = Generator::new(&context.device()).unwrap();
     assert_eq!((generator.seed(), generator.offset().unwrap()), (67_280_421_310_721, 0));
     generator.set_offset(400).unwrap();
     generator.set_seed(u64::MAX).unwrap();
@@ -214,18 +214,18 @@ fn a_new_generator_is_the_same_every_time() {
         assert_eq!(refused(generator.set_offset(offset)), GeneratorError::Offset { offset });
     }
     assert_eq!(refused(generator.set_offset(6)).to_string(), "offset must be a multiple of 4, not 6");
-    bench.finish();
+    context.finish();
 }
 
 /// PyTorch's 16 bytes, and the older 8.
 #[test]
 fn states_as_bytes() {
-    let bench = Bench::new("");
-    let generator = generator(&bench, 0x0807_0605_0403_0201);
+    let context = TestContext::new("");
+    let generator = generator(&context, 0x0807_0605_0403_0201);
     generator.set_offset(0x8000_0000_0000_0010).unwrap();
     let state = generator.state();
     assert_eq!(state, [1, 2, 3, 4, 5, 6, 7, 8, 0x10, 0, 0, 0, 0, 0, 0, 0x80]);
-    let other = Generator::new(&bench.device()).unwrap();
+    let other = Generator::new(&context.device()).unwrap();
     other.set_state(&state).unwrap();
     assert_eq!((other.seed(), other.offset().unwrap()), (0x0807_0605_0403_0201, 0x8000_0000_0000_0010));
     other.set_state(&7_u64.to_le_bytes()).unwrap();
@@ -239,17 +239,17 @@ fn states_as_bytes() {
     odd[8] = 3;
     assert!(matches!(refused(other.set_state(&odd)), GeneratorError::Offset { .. }));
     assert_eq!((other.seed(), other.offset().unwrap()), (7, 0), "what fails changes nothing");
-    bench.finish();
+    context.finish();
 }
 
 /// cuda_generator_test: copies go their own way, shares go the same.
 #[test]
 fn copies_and_shares() {
-    let bench = Bench::new("");
-    let first = generator(&bench, 9);
+    let context = TestContext::new("");
+    let first = generator(&context, 9);
     first.set_offset(20).unwrap();
     let (copy, share, clone) = (first.duplicate().unwrap(), first.share(), first.clone());
-    first.reserve(4, &bench.main).unwrap();
+    first.reserve(4, &context.main).unwrap();
     assert_eq!(
         [&first, &copy, &share, &clone].map(|generator| (generator.seed(), generator.offset().unwrap())),
         [(9, 24), (9, 20), (9, 24), (9, 24)]
@@ -259,29 +259,29 @@ fn copies_and_shares() {
     // Going over to another's state takes the clones along, and nobody else.
     first.adopt(&copy).unwrap();
     assert!(clone.shares_with(&copy) && !share.shares_with(&copy));
-    clone.reserve(4, &bench.main).unwrap();
+    clone.reserve(4, &context.main).unwrap();
     assert_eq!((copy.offset().unwrap(), share.offset().unwrap()), (24, 24));
     share.set_seed(1).unwrap();
     assert_eq!(first.seed(), 9);
     first.adopt(&first).unwrap();
     assert!(first.shares_with(&copy));
-    bench.finish();
+    context.finish();
 }
 
 /// test_philox_state_*: rounding to 4, large seeds, the end of all offsets.
 #[test]
 fn reservations() {
-    let bench = Bench::new("");
-    let generator = generator(&bench, u64::MAX - 1);
+    let context = TestContext::new("");
+    let generator = generator(&context, u64::MAX - 1);
     let mut offset = 0;
     for (increment, advance) in [(0, 0), (1, 4), (2, 4), (3, 4), (4, 4), (5, 8), (7, 8), (1 << 40, 1 << 40)] {
-        let reserved = generator.reserve(increment, &bench.main).unwrap();
+        let reserved = generator.reserve(increment, &context.main).unwrap();
         assert_eq!(reserved, Reservation::Immediate { seed: u64::MAX - 1, offset }, "the old offset");
         offset += advance;
         assert_eq!(generator.offset().unwrap(), offset, "{increment} rounded up");
     }
     generator.set_offset(u64::MAX - 3).unwrap();
-    let reserved = generator.reserve(8, &bench.main).unwrap();
+    let reserved = generator.reserve(8, &context.main).unwrap();
     assert_eq!(reserved, Reservation::Immediate { seed: u64::MAX - 1, offset: u64::MAX - 3 });
     assert_eq!(
         reserved.args(),
@@ -289,11 +289,11 @@ fn reservations() {
     );
     assert_eq!(generator.offset().unwrap(), 4, "past the end it begins again");
     let increment = u64::MAX - 2;
-    assert_eq!(refused(generator.reserve(increment, &bench.main)), GeneratorError::Increment { increment });
-    generator.reserve(u64::MAX - 3, &bench.main).unwrap();
+    assert_eq!(refused(generator.reserve(increment, &context.main)), GeneratorError::Increment { increment });
+    generator.reserve(u64::MAX - 3, &context.main).unwrap();
     assert_eq!(generator.offset().unwrap(), 0);
     assert!(PHILOX_CUDA.contains("warpool_place") && !PHILOX_CUDA.contains("#include"));
-    bench.finish();
+    context.finish();
 }
 
 /// cuda_generator_test, multithreaded: every thread gets numbers of its own, and none are lost.
@@ -301,9 +301,9 @@ fn reservations() {
 fn threads_draw_different_numbers() {
     const THREADS: u64 = 8;
     const EACH: u64 = 200;
-    let bench = Bench::new("");
-    let generator = generator(&bench, 1);
-    let streams: Vec<_> = (0..THREADS).map(|_| bench.side_stream()).collect();
+    let context = TestContext::new("");
+    let generator = generator(&context, 1);
+    let streams: Vec<_> = (0..THREADS).map(|_| context.side_stream()).collect();
     let offsets: Vec<u64> = std::thread::scope(|scope| {
         let threads: Vec<_> = streams
             .iter()
@@ -323,7 +323,7 @@ fn threads_draw_different_numbers() {
     let different: BTreeSet<u64> = offsets.iter().copied().collect();
     assert_eq!(different, (0..THREADS * EACH).map(|number| 4 * number).collect());
     assert_eq!(generator.offset().unwrap(), 4 * THREADS * EACH);
-    bench.finish();
+    context.finish();
 }
 
 #[test]
@@ -350,39 +350,39 @@ fn each_device_has_a_default_generator() {
 /// A generator, a stream and memory must be of one device of one `Instance`.
 #[test]
 fn foreign_generators() {
-    let bench = Bench::with_config(SimConfig::default().with_devices(2), "");
-    let [first, second] = [0, 1].map(|index| bench.instance.device(index).unwrap());
+    let context = TestContext::with_config(SimConfig::default().with_devices(2), "");
+    let [first, second] = [0, 1].map(|index| context.instance.device(index).unwrap());
     let generator = Generator::new(&second).unwrap();
-    let error = refused(generator.reserve(4, &bench.main));
+    let error = refused(generator.reserve(4, &context.main));
     assert_eq!(error, GeneratorError::ForeignDevice { generator: second.id(), wanted: first.id() });
     assert!(error.to_string().starts_with("foreign generator"), "{error}");
-    let block = bench.any().allocate(64, &bench.main).unwrap();
+    let block = context.any().allocate(64, &context.main).unwrap();
     let error = refused(generator.fill_bits(&block, &second.default_stream().unwrap()));
     assert_eq!(error, GeneratorError::ForeignDevice { generator: second.id(), wanted: first.id() });
     let error = refused(generator.adopt(&first.default_generator()));
     assert_eq!(error, GeneratorError::ForeignDevice { generator: first.id(), wanted: second.id() });
 
     let elsewhere = Generator::new(&machine(1).1.device(0).unwrap()).unwrap();
-    let error = refused(elsewhere.reserve(4, &bench.main));
+    let error = refused(elsewhere.reserve(4, &context.main));
     assert_eq!(error, GeneratorError::ForeignInstance);
     assert!(error.to_string().starts_with("foreign generator"), "{error}");
     assert_eq!(refused(generator.adopt(&elsewhere)), GeneratorError::ForeignInstance);
     assert_eq!((generator.offset().unwrap(), elsewhere.offset().unwrap()), (0, 0));
-    bench.finish();
+    context.finish();
 }
 
 /// Numbers that went unseen into a capture of somebody else would be the same at every replay.
 #[test]
 fn somebody_elses_capture() {
-    let bench = Bench::new("");
-    let (stream, generator) = (bench.side_stream(), generator(&bench, 1));
-    bench.sim.capture_begin(stream.id(), CaptureMode::Relaxed).unwrap();
+    let context = TestContext::new("");
+    let (stream, generator) = (context.side_stream(), generator(&context, 1));
+    context.sim.capture_begin(stream.id(), CaptureMode::Relaxed).unwrap();
     assert_eq!(generator.reserve(4, &stream), Err(GraphError::ForeignCapture.into()));
-    let block = bench.any().allocate(64, &bench.main).unwrap();
+    let block = context.any().allocate(64, &context.main).unwrap();
     assert_eq!(generator.fill_bits(&block, &stream), Err(GraphError::ForeignCapture.into()));
     assert_eq!(generator.offset().unwrap(), 0);
-    let graph = bench.sim.capture_end(stream.id()).unwrap();
-    assert_eq!(bench.instance.driver().graph_topology(graph).unwrap().nodes, [], "and the capture is as it was");
+    let graph = context.sim.capture_end(stream.id()).unwrap();
+    assert_eq!(context.instance.driver().graph_topology(graph).unwrap().nodes, [], "and the capture is as it was");
     generator.reserve(4, &stream).unwrap();
-    bench.finish();
+    context.finish();
 }

@@ -4,7 +4,7 @@
 use std::sync::Arc;
 
 use crate::common::launch::capture_kernel;
-use crate::common::memory::{Bench, FIRST, KIB};
+use crate::common::memory::{FIRST, KIB, TestContext};
 use warpool::driver::decorate::{FaultPlan, Faulty};
 use warpool::driver::sim::{HazardKind, SimConfig, SimDriver};
 use warpool::driver::{Call, CaptureMode, Copies, DevicePtr, ErrorCode, KernelMirror, KernelSource, Kernels};
@@ -15,19 +15,19 @@ use warpool::{Error, Instance, Result, Stream};
 
 const SEED: u64 = 2024;
 
-fn generator(bench: &Bench) -> Generator {
-    let generator = Generator::new(&bench.device()).unwrap();
+fn generator(context: &TestContext) -> Generator {
+    let generator = Generator::new(&context.device()).unwrap();
     generator.set_seed(SEED).unwrap();
     generator
 }
 
-fn graph(bench: &Bench) -> Graph {
-    Graph::new(&bench.any(), &bench.device(), GraphOptions::default()).unwrap()
+fn graph(context: &TestContext) -> Graph {
+    Graph::new(&context.any(), &context.device(), GraphOptions::default()).unwrap()
 }
 
 /// A graph that fills one buffer of `words` words.
-fn filling(bench: &Bench, generator: &Generator, words: u64, stream: &Stream) -> (Graph, BufferKey) {
-    let mut graph = graph(bench);
+fn filling(context: &TestContext, generator: &Generator, words: u64, stream: &Stream) -> (Graph, BufferKey) {
+    let mut graph = graph(context);
     let key = graph
         .capture(stream, CaptureOptions::default(), |capture| {
             let key = capture.allocate(4 * words)?;
@@ -38,15 +38,15 @@ fn filling(bench: &Bench, generator: &Generator, words: u64, stream: &Stream) ->
     (graph, key)
 }
 
-fn bytes_at(bench: &Bench, ptr: DevicePtr, bytes: u64) -> Vec<u8> {
-    bench.device().synchronize().unwrap();
+fn bytes_at(context: &TestContext, ptr: DevicePtr, bytes: u64) -> Vec<u8> {
+    context.device().synchronize().unwrap();
     let mut into = vec![0; bytes as usize];
-    bench.sim.download(FIRST, ptr, &mut into).unwrap();
+    context.sim.download(FIRST, ptr, &mut into).unwrap();
     into
 }
 
-fn bytes_of(bench: &Bench, block: &DeviceBlock) -> Vec<u8> {
-    bytes_at(bench, block.ptr(), block.bytes())
+fn bytes_of(context: &TestContext, block: &DeviceBlock) -> Vec<u8> {
+    bytes_at(context, block.ptr(), block.bytes())
 }
 
 /// What `fill_bits` of so many bytes leaves at an offset.
@@ -59,18 +59,18 @@ fn bits(seed: u64, offset: u64, bytes: u64) -> Vec<u8> {
 /// offsets as without a graph.
 #[test]
 fn replays_are_the_eager_sequence() {
-    let bench = Bench::new("");
-    let stream = bench.side_stream();
-    let (eager, captured) = (generator(&bench), generator(&bench));
+    let context = TestContext::new("");
+    let stream = context.side_stream();
+    let (eager, captured) = (generator(&context), generator(&context));
     let work = |generator: &Generator, blocks: [&DeviceBlock; 4], stream: &Stream| -> Result<()> {
         generator.fill_bits(blocks[0], stream)?;
         generator.fill_uniform(blocks[1], stream)?;
         generator.fill_normal(blocks[2], stream)?;
         generator.fill_dropout_mask(blocks[3], 0.25, stream)
     };
-    let allocate = |bytes| bench.any().allocate(bytes, &stream).unwrap();
+    let allocate = |bytes| context.any().allocate(bytes, &stream).unwrap();
     let blocks = [4 * KIB, 20, 4004, 1001].map(allocate);
-    let mut graph = graph(&bench);
+    let mut graph = graph(&context);
     let keys = graph
         .capture(&stream, CaptureOptions::default(), |capture| {
             let mut allocate = |bytes| capture.allocate(bytes);
@@ -86,7 +86,7 @@ fn replays_are_the_eager_sequence() {
         assert_eq!(eager.state(), captured.state());
         assert_eq!(captured.offset().unwrap(), 16 * round);
         for (key, block) in keys.into_iter().zip(&blocks) {
-            assert_eq!(bytes_of(&bench, graph.buffer(key).unwrap()), bytes_of(&bench, block), "round {round}");
+            assert_eq!(bytes_of(&context, graph.buffer(key).unwrap()), bytes_of(&context, block), "round {round}");
         }
         // Eager draws in between count as well.
         eager.fill_bits(&blocks[1], &stream).unwrap();
@@ -95,16 +95,16 @@ fn replays_are_the_eager_sequence() {
         captured.set_offset(16 * round).unwrap();
     }
     drop((graph, blocks));
-    bench.finish();
+    context.finish();
 }
 
 /// Interleaved with eager use, after a later seed, and on any stream.
 #[test]
 fn replays_start_where_the_generator_is() {
-    let bench = Bench::new("");
-    let (stream, other) = (bench.side_stream(), bench.side_stream());
-    let generator = generator(&bench);
-    let (graph, key) = filling(&bench, &generator, 100, &stream);
+    let context = TestContext::new("");
+    let (stream, other) = (context.side_stream(), context.side_stream());
+    let generator = generator(&context);
+    let (graph, key) = filling(&context, &generator, 100, &stream);
     let ptr = graph.buffer(key).unwrap().ptr();
     assert_eq!(generator.offset().unwrap(), 0);
     // What is done before a replay, and where its numbers then start.
@@ -116,14 +116,14 @@ fn replays_start_where_the_generator_is() {
         (&|| generator.set_offset(u64::MAX - 3), 5, u64::MAX - 3),
         (&|| generator.share().set_state(&[7; 16][..8]), u64::from_le_bytes([7; 8]), 0),
     ];
-    for ((step, seed, offset), on) in steps.into_iter().zip([&stream, &other, &bench.main, &stream, &other]) {
+    for ((step, seed, offset), on) in steps.into_iter().zip([&stream, &other, &context.main, &stream, &other]) {
         step().unwrap();
         graph.replay(on).unwrap();
-        assert_eq!(bytes_at(&bench, ptr, 400), bits(seed, offset, 400), "seed {seed}, offset {offset}");
+        assert_eq!(bytes_at(&context, ptr, 400), bits(seed, offset, 400), "seed {seed}, offset {offset}");
         assert_eq!(generator.offset().unwrap(), offset.wrapping_add(4));
     }
     drop(graph);
-    bench.finish();
+    context.finish();
 }
 
 /// test_graph_rng_concurrent_replay_on_different_streams: two graphs of one generator, many replays under way at once.
@@ -131,43 +131,43 @@ fn replays_start_where_the_generator_is() {
 fn concurrent_replays_do_not_disturb_each_other() {
     const ROUNDS: u64 = 10;
     const BYTES: u64 = 256;
-    let bench = Bench::new("");
-    let streams = [bench.side_stream(), bench.side_stream()];
-    let generator = generator(&bench);
-    let graphs = streams.each_ref().map(|stream| filling(&bench, &generator, BYTES / 4, stream));
-    let copies = streams.each_ref().map(|stream| bench.any().allocate(ROUNDS * BYTES, stream).unwrap());
-    streams.iter().for_each(|stream| bench.pause_stream(stream));
+    let context = TestContext::new("");
+    let streams = [context.side_stream(), context.side_stream()];
+    let generator = generator(&context);
+    let graphs = streams.each_ref().map(|stream| filling(&context, &generator, BYTES / 4, stream));
+    let copies = streams.each_ref().map(|stream| context.any().allocate(ROUNDS * BYTES, stream).unwrap());
+    streams.iter().for_each(|stream| context.pause_stream(stream));
     for round in 0..ROUNDS {
         for at in 0..2 {
             let (graph, key) = &graphs[at];
             graph.replay(&streams[at]).unwrap();
             let to = copies[at].ptr().offset(round * BYTES);
             let from = graph.buffer(*key).unwrap().ptr();
-            bench.sim.copy(to.into(), from.into(), BYTES, streams[at].id()).unwrap();
+            context.sim.copy(to.into(), from.into(), BYTES, streams[at].id()).unwrap();
         }
     }
     // The one that was launched second goes first.
-    streams.iter().rev().for_each(|stream| bench.let_go(stream));
+    streams.iter().rev().for_each(|stream| context.resume_stream(stream));
     for round in 0..ROUNDS {
         for (copies, number) in copies.iter().zip(0..) {
-            let got = bytes_at(&bench, copies.ptr().offset(round * BYTES), BYTES);
+            let got = bytes_at(&context, copies.ptr().offset(round * BYTES), BYTES);
             assert_eq!(got, bits(SEED, 4 * (2 * round + number), BYTES), "round {round} of graph {number}");
         }
     }
     drop((graphs, copies));
-    bench.finish();
+    context.finish();
 }
 
 /// One graph, two threads: every replay has numbers of its own.
 #[test]
 fn threads_replay_one_graph() {
     const EACH: u64 = 20;
-    let bench = Bench::new("");
-    let stream = bench.side_stream();
-    let generator = generator(&bench);
-    let (graph, key) = filling(&bench, &generator, 64, &stream);
+    let context = TestContext::new("");
+    let stream = context.side_stream();
+    let generator = generator(&context);
+    let (graph, key) = filling(&context, &generator, 64, &stream);
     let from = graph.buffer(key).unwrap().ptr();
-    let copies = bench.any().allocate(2 * EACH * 256, &stream).unwrap();
+    let copies = context.any().allocate(2 * EACH * 256, &stream).unwrap();
     // Copies of one stream: the graph's memory is one, so replays and what reads it must be in order.
     let turn = std::sync::Mutex::new(0);
     std::thread::scope(|scope| {
@@ -177,38 +177,38 @@ fn threads_replay_one_graph() {
                     let mut done = turn.lock().unwrap();
                     graph.replay(&stream).unwrap();
                     let to = copies.ptr().offset(*done * 256);
-                    bench.sim.copy(to.into(), from.into(), 256, stream.id()).unwrap();
+                    context.sim.copy(to.into(), from.into(), 256, stream.id()).unwrap();
                     *done += 1;
                 }
             });
         }
         scope.spawn(|| (0..50).for_each(|_| assert_eq!(generator.seed(), SEED)));
     });
-    let got = bytes_of(&bench, &copies);
+    let got = bytes_of(&context, &copies);
     for (round, got) in got.chunks(256).enumerate() {
         assert_eq!(got, bits(SEED, 4 * round as u64, 256), "round {round}");
     }
     drop((graph, copies));
-    bench.finish();
+    context.finish();
 }
 
 /// test_graphsafe_set_get_rng_state: a generator goes over to other states in a capture, and each is advanced by its
 /// own share.
 #[test]
 fn states_are_exchanged_in_a_capture() {
-    let bench = Bench::new("");
-    let stream = bench.side_stream();
-    let main = bench.device().default_generator();
+    let context = TestContext::new("");
+    let stream = context.side_stream();
+    let main = context.device().default_generator();
     main.set_seed(1).unwrap();
     let original = main.share();
     let states = [original.share(), original.duplicate().unwrap(), original.duplicate().unwrap()];
     states[2].set_seed(3).unwrap();
-    let mut graph = graph(&bench);
+    let mut graph = graph(&context);
     let keys = graph
         .capture(&stream, CaptureOptions::default(), |capture| {
             let mut keys = Vec::new();
             for (state, draws) in states.iter().zip([1, 2, 3]) {
-                bench.device().default_generator().adopt(state)?;
+                context.device().default_generator().adopt(state)?;
                 for _ in 0..draws {
                     let key = capture.allocate(64)?;
                     main.fill_bits(capture.buffer(key)?, &stream)?;
@@ -230,25 +230,25 @@ fn states_are_exchanged_in_a_capture() {
             (3, 12 * round + 8),
         ];
         for (&key, (seed, offset)) in keys.iter().zip(places) {
-            assert_eq!(bytes_of(&bench, graph.buffer(key).unwrap()), bits(seed, offset, 64), "round {round}");
+            assert_eq!(bytes_of(&context, graph.buffer(key).unwrap()), bits(seed, offset, 64), "round {round}");
         }
         let offsets = [&main, &states[0], &states[1], &states[2]].map(|state| state.offset().unwrap());
         assert_eq!(offsets, [4, 4, 8, 12].map(|share| share * (round + 1)));
     }
     drop(graph);
-    bench.finish();
+    context.finish();
 }
 
 /// test_memory_stats_of_multiple_generators_and_graphs: one slot for each generator and graph, and none for those that
 /// draw nothing.
 #[test]
 fn memory_per_generator_and_graph() {
-    let bench = Bench::new("");
-    let stream = bench.side_stream();
-    let generators: Vec<Generator> = (0..3).map(|_| generator(&bench)).collect();
+    let context = TestContext::new("");
+    let stream = context.side_stream();
+    let generators: Vec<Generator> = (0..3).map(|_| generator(&context)).collect();
     let mut graphs = Vec::new();
     for number in 1..=4 {
-        let mut graph = graph(&bench);
+        let mut graph = graph(&context);
         graph
             .capture(&stream, CaptureOptions::default(), |_| {
                 for generator in &generators {
@@ -260,18 +260,18 @@ fn memory_per_generator_and_graph() {
             })
             .unwrap();
         graphs.push(graph);
-        assert_eq!(bench.bytes_allocated(), number * 3 * 512);
+        assert_eq!(context.bytes_allocated(), number * 3 * 512);
     }
     for graph in &mut graphs {
-        graph.replay(&bench.main).unwrap();
+        graph.replay(&context.main).unwrap();
         graph.reset().unwrap();
     }
-    bench.device().synchronize().unwrap();
-    bench.trim();
-    assert_eq!((bench.bytes_allocated(), bench.bytes_reserved()), (0, 0));
+    context.device().synchronize().unwrap();
+    context.trim();
+    assert_eq!((context.bytes_allocated(), context.bytes_reserved()), (0, 0));
     assert!(generators.iter().all(|generator| generator.offset().unwrap() == 4 * 20));
     drop(graphs);
-    bench.finish();
+    context.finish();
 }
 
 /// test_graph_rng_replay_record_stream: a graph may go while its replays are under way, and its slot is not given out
@@ -279,75 +279,75 @@ fn memory_per_generator_and_graph() {
 #[test]
 fn a_graph_may_go_before_its_replays_are_done() {
     for keeps_pool in [false, true] {
-        let bench = Bench::new("");
-        let (stream, other) = (bench.side_stream(), bench.side_stream());
-        let generator = generator(&bench);
-        let target = bench.any().allocate(256, &stream).unwrap();
-        let keeper = filling(&bench, &generator, 1, &stream).0;
+        let context = TestContext::new("");
+        let (stream, other) = (context.side_stream(), context.side_stream());
+        let generator = generator(&context);
+        let target = context.any().allocate(256, &stream).unwrap();
+        let keeper = filling(&context, &generator, 1, &stream).0;
         let pool = keeps_pool.then(|| keeper.pool().unwrap());
-        let mut graph = graph(&bench);
+        let mut graph = graph(&context);
         let options = CaptureOptions { pool, ..CaptureOptions::default() };
         graph.capture(&stream, options, |_| generator.fill_bits(&target, &stream)).unwrap();
         target.record_use(&other).unwrap();
         stream.synchronize().unwrap();
-        bench.pause_stream(&other);
+        context.pause_stream(&other);
         graph.replay(&other).unwrap();
         drop(graph);
         // Whoever asks in the same place now, for a stream in no order with the replay.
         let request = warpool::memory::Request::new(FIRST, stream.id(), 16);
         let request = pool.map_or(request, |pool| request.in_pool(pool));
-        let given: Vec<_> = (0..8).map(|_| bench.allocator.allocate_raw(request).unwrap()).collect();
-        given.iter().for_each(|&block| bench.fill(block, 0xFF, &stream));
+        let given: Vec<_> = (0..8).map(|_| context.allocator.allocate_raw(request).unwrap()).collect();
+        given.iter().for_each(|&block| context.fill(block, 0xFF, &stream));
         stream.synchronize().unwrap();
-        bench.let_go(&other);
-        assert_eq!(bytes_of(&bench, &target), bits(SEED, 0, 256), "keeps_pool {keeps_pool}");
-        bench.free_all(given);
+        context.resume_stream(&other);
+        assert_eq!(bytes_of(&context, &target), bits(SEED, 0, 256), "keeps_pool {keeps_pool}");
+        context.free_all(given);
         drop((keeper, target));
-        bench.finish();
+        context.finish();
     }
 }
 
 /// test_graph_rng_after_failed_capture: what a capture drew that came to nothing is forgotten.
 #[test]
 fn after_a_failed_capture() {
-    let bench = Bench::new("");
-    let stream = bench.side_stream();
-    let generator = generator(&bench);
-    let mut graph = graph(&bench);
-    let target = bench.any().allocate(256, &stream).unwrap();
+    let context = TestContext::new("");
+    let stream = context.side_stream();
+    let generator = generator(&context);
+    let mut graph = graph(&context);
+    let target = context.any().allocate(256, &stream).unwrap();
     let failed = graph.capture(&stream, CaptureOptions::default(), |_| {
         generator.fill_bits(&target, &stream)?;
         stream.synchronize()
     });
     assert!(matches!(failed, Err(Error::Driver(_) | Error::Graph(GraphError::CaptureFailed { .. }))), "{failed:?}");
     assert_eq!(
-        bench.sim.hazards().iter().map(|hazard| hazard.kind).collect::<Vec<_>>(),
+        context.sim.hazards().iter().map(|hazard| hazard.kind).collect::<Vec<_>>(),
         [HazardKind::CaptureInvalidated]
     );
-    bench.sim.clear_hazards();
+    context.sim.clear_hazards();
     assert_eq!(generator.offset().unwrap(), 0);
     generator.fill_bits(&target, &stream).unwrap();
-    assert_eq!(bytes_of(&bench, &target), bits(SEED, 0, 256));
+    assert_eq!(bytes_of(&context, &target), bits(SEED, 0, 256));
     graph.capture(&stream, CaptureOptions::default(), |_| generator.fill_bits(&target, &stream)).unwrap();
     graph.replay(&stream).unwrap();
-    assert_eq!(bytes_of(&bench, &target), bits(SEED, 4, 256));
+    assert_eq!(bytes_of(&context, &target), bits(SEED, 4, 256));
     drop((graph, target));
-    bench.finish();
+    context.finish();
 }
 
 /// Refusals inside of a capture leave it whole.
 #[test]
 fn refusals_break_nothing() {
-    let bench = Bench::new("");
-    let stream = bench.side_stream();
-    let generator = generator(&bench);
-    let mut graph = graph(&bench);
+    let context = TestContext::new("");
+    let stream = context.side_stream();
+    let generator = generator(&context);
+    let mut graph = graph(&context);
     let refused = |outcome: Result<()>| matches!(outcome, Err(Error::Generator(GeneratorError::InCapture { .. })));
     let key = graph
         .capture(&stream, CaptureOptions::default(), |capture| {
             assert!(refused(generator.offset().map(drop)) && refused(generator.set_offset(4)));
             assert!(refused(generator.duplicate().map(drop)) && refused(generator.reseed().map(drop)));
-            assert!(refused(generator.set_state(&[0; 16])) && refused(Generator::new(&bench.device()).map(drop)));
+            assert!(refused(generator.set_state(&[0; 16])) && refused(Generator::new(&context.device()).map(drop)));
             assert!(matches!(generator.set_seed(1), Err(Error::Generator(GeneratorError::SeedInCapture { .. }))));
             generator.set_seed(SEED)?;
             let flag = capture.allocate(4)?;
@@ -363,10 +363,10 @@ fn refusals_break_nothing() {
         })
         .unwrap();
     graph.replay(&stream).unwrap();
-    assert_eq!(bytes_of(&bench, graph.buffer(key).unwrap()), bits(SEED, 0, 64));
+    assert_eq!(bytes_of(&context, graph.buffer(key).unwrap()), bits(SEED, 0, 64));
     assert_eq!(generator.offset().unwrap(), 4);
     drop(graph);
-    bench.finish();
+    context.finish();
 }
 
 /// Two generators in a graph; whichever call of a replay fails, both are as before.
@@ -402,11 +402,11 @@ fn random_programs() {
     for seed in 0..300 {
         let mut luck = philox::words(seed, 0, 0);
         let mut dice = move |sides: u32| luck.next().unwrap() % sides;
-        let bench = Bench::with_config(SimConfig::default().with_seed(seed), "");
-        let (stream, side) = (bench.side_stream(), bench.side_stream());
+        let context = TestContext::with_config(SimConfig::default().with_seed(seed), "");
+        let (stream, side) = (context.side_stream(), context.side_stream());
         let make = || {
-            let first = generator(&bench);
-            let second = Generator::new(&bench.device()).unwrap();
+            let first = generator(&context);
+            let second = Generator::new(&context.device()).unwrap();
             [first.share(), first, second]
         };
         let (eager, captured) = (make(), make());
@@ -421,10 +421,10 @@ fn random_programs() {
             stream.wait_stream(&side)
         };
         let allocate = |&(_, on_side, words): &(usize, bool, u64)| {
-            bench.any().allocate(4 * words, if on_side { &side } else { &stream }).unwrap()
+            context.any().allocate(4 * words, if on_side { &side } else { &stream }).unwrap()
         };
         let [own, graphs]: [Vec<DeviceBlock>; 2] = [(); 2].map(|()| draws.iter().map(allocate).collect());
-        let mut graph = graph(&bench);
+        let mut graph = graph(&context);
         let options = CaptureOptions { mode: CaptureMode::ThreadLocal, ..CaptureOptions::default() };
         graph.capture(&stream, options, |_| run(&captured, &graphs)).unwrap();
         for round in 0..1 + dice(3) {
@@ -436,14 +436,18 @@ fn random_programs() {
             run(&eager, &own).unwrap();
             graph.replay(&stream).unwrap();
             for (at, (own, graphs)) in own.iter().zip(&graphs).enumerate() {
-                assert_eq!(bytes_of(&bench, own), bytes_of(&bench, graphs), "seed {seed}, round {round}, draw {at}");
+                assert_eq!(
+                    bytes_of(&context, own),
+                    bytes_of(&context, graphs),
+                    "seed {seed}, round {round}, draw {at}"
+                );
             }
             let states = [&eager, &captured].map(|generators| generators.each_ref().map(Generator::state));
             assert_eq!(states[0], states[1], "seed {seed}, round {round}");
         }
         drop((graph, own, graphs));
-        assert_eq!(bench.sim.hazards(), [], "seed {seed}");
-        bench.finish();
+        assert_eq!(context.sim.hazards(), [], "seed {seed}");
+        context.finish();
     }
 }
 
@@ -468,11 +472,11 @@ fn own_kernels_draw_through_the_scope() {
             nanos: None,
         }],
     };
-    let bench = Bench::new("");
-    let stream = bench.side_stream();
-    let generator = generator(&bench);
-    let module = bench.sim.module_load(FIRST, &OWN).unwrap();
-    let draw = bench.sim.function_get(module, "draw").unwrap();
+    let context = TestContext::new("");
+    let stream = context.side_stream();
+    let generator = generator(&context);
+    let module = context.sim.module_load(FIRST, &OWN).unwrap();
+    let draw = context.sim.function_get(module, "draw").unwrap();
     let capture_into = |graph: &mut Graph| {
         graph.capture(&stream, CaptureOptions::default(), |capture| {
             let key = capture.allocate(4)?;
@@ -482,12 +486,12 @@ fn own_kernels_draw_through_the_scope() {
             Ok((key, slot))
         })
     };
-    let (mut graph, mut other) = (graph(&bench), graph(&bench));
+    let (mut graph, mut other) = (graph(&context), graph(&context));
     let (key, slot) = capture_into(&mut graph).unwrap();
     for round in 0..3 {
         graph.replay(&stream).unwrap();
         let word = philox::block(SEED, 0, 4 * round)[0];
-        assert_eq!(bytes_of(&bench, graph.buffer(key).unwrap()), word.to_le_bytes(), "round {round}");
+        assert_eq!(bytes_of(&context, graph.buffer(key).unwrap()), word.to_le_bytes(), "round {round}");
     }
     let stolen = other.capture(&stream, CaptureOptions::default(), |capture| {
         let key = capture.allocate(4)?;
@@ -496,7 +500,7 @@ fn own_kernels_draw_through_the_scope() {
     assert_eq!(stolen, Err(Error::Graph(GraphError::ForeignSlot)));
     capture_into(&mut other).unwrap();
     drop((graph, other));
-    bench.device().synchronize().unwrap();
-    bench.sim.module_unload(module).unwrap();
-    bench.finish();
+    context.device().synchronize().unwrap();
+    context.sim.module_unload(module).unwrap();
+    context.finish();
 }

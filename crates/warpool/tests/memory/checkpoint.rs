@@ -3,20 +3,20 @@
 use std::ops::Range;
 use std::thread;
 
-use crate::common::memory::{Bench, FIRST, KIB, MIB};
+use crate::common::memory::{FIRST, KIB, MIB, TestContext};
 use warpool::Error;
 use warpool::driver::DevicePtr;
 use warpool::memory::{Allocation, BlockState, DeviceAllocator, MemPoolId, Restored};
 
 /// Where every block of a pool stands.
-fn layout(bench: &Bench, pool: MemPoolId) -> Vec<(u64, u64, BlockState)> {
-    let segments = bench.segments_of(pool);
+fn layout(context: &TestContext, pool: MemPoolId) -> Vec<(u64, u64, BlockState)> {
+    let segments = context.segments_of(pool);
     let blocks = segments.iter().flat_map(|segment| &segment.blocks);
     blocks.map(|block| (block.address, block.size, block.state)).collect()
 }
 
-fn pool(bench: &Bench) -> MemPoolId {
-    bench.pools().create_graph_pool(FIRST).unwrap()
+fn pool(context: &TestContext) -> MemPoolId {
+    context.pools().create_graph_pool(FIRST).unwrap()
 }
 
 fn ptrs(blocks: &[Allocation]) -> Vec<DevicePtr> {
@@ -27,76 +27,76 @@ fn ptrs(blocks: &[Allocation]) -> Vec<DevicePtr> {
 
 /// Keeps what `before` leaves, does `after` to it, and puts it back: every block stands where it stood.
 fn check(
-    before: impl Fn(&Bench, MemPoolId) -> Vec<Allocation>,
-    after: impl Fn(&Bench, MemPoolId, Vec<Allocation>) -> Vec<Allocation>,
+    before: impl Fn(&TestContext, MemPoolId) -> Vec<Allocation>,
+    after: impl Fn(&TestContext, MemPoolId, Vec<Allocation>) -> Vec<Allocation>,
 ) {
     for settings in ["", "expandable_segments:True", "max_split_size_mb:20"] {
-        let bench = Bench::new(settings);
-        let pool = pool(&bench);
-        let live = before(&bench, pool);
-        let kept = layout(&bench, pool);
+        let context = TestContext::new(settings);
+        let pool = pool(&context);
+        let live = before(&context, pool);
+        let kept = layout(&context, pool);
         let ranges =
-            bench.segments_of(pool).into_iter().map(|segment| segment.address..segment.address + segment.total_size);
+            context.segments_of(pool).into_iter().map(|segment| segment.address..segment.address + segment.total_size);
         let segments: Vec<Range<u64>> = ranges.collect();
-        let checkpoint = bench.allocator.checkpoint(FIRST, pool).unwrap();
+        let checkpoint = context.allocator.checkpoint(FIRST, pool).unwrap();
         assert_eq!((checkpoint.pool(), checkpoint.live().collect::<Vec<_>>()), (pool, ptrs(&live)));
-        let live_since = after(&bench, pool, live.clone());
+        let live_since = after(&context, pool, live.clone());
         for round in 0..2 {
-            let Restored { freed, allocated } = bench.allocator.restore(&checkpoint).unwrap();
-            bench.allocator.check();
+            let Restored { freed, allocated } = context.allocator.restore(&checkpoint).unwrap();
+            context.allocator.check();
             let expected = if round == 0 { ptrs(&live_since) } else { ptrs(&live) };
             assert_eq!(freed, expected, "round {round} with {settings:?}");
             assert_eq!(ptrs(&allocated), ptrs(&live));
             // Segments that were made since are none of it.
             let made_since = |address: u64| !segments.iter().any(|segment| segment.contains(&address));
-            let mut now = layout(&bench, pool);
+            let mut now = layout(&context, pool);
             now.retain(|&(address, _, state)| !made_since(address) || state != BlockState::Inactive);
             assert_eq!(now, kept, "round {round} with {settings:?}");
-            assert!(bench.pools().has_exactly(FIRST, pool, &ptrs(&live)).unwrap());
+            assert!(context.pools().has_exactly(FIRST, pool, &ptrs(&live)).unwrap());
             for (block, value) in allocated.iter().zip(1..) {
-                bench.fill(*block, value, &bench.main);
+                context.fill(*block, value, &context.main);
             }
             for (block, value) in allocated.iter().zip(1..) {
-                bench.assert_holds(*block, value);
+                context.assert_holds(*block, value);
             }
             if round == 1 {
-                bench.free_all(allocated);
+                context.free_all(allocated);
             }
         }
-        bench.pools().release_pool(FIRST, pool).unwrap();
-        bench.trim();
-        assert_eq!((bench.bytes_reserved(), bench.stats().active.all.current), (0, 0));
-        bench.finish();
+        context.pools().release_pool(FIRST, pool).unwrap();
+        context.trim();
+        assert_eq!((context.bytes_reserved(), context.stats().active.all.current), (0, 0));
+        context.finish();
     }
 }
 
-fn several(bench: &Bench, pool: MemPoolId, sizes: &[u64]) -> Vec<Allocation> {
-    sizes.iter().map(|&bytes| bench.alloc_in(pool, bytes)).collect()
+fn several(context: &TestContext, pool: MemPoolId, sizes: &[u64]) -> Vec<Allocation> {
+    sizes.iter().map(|&bytes| context.alloc_in(pool, bytes)).collect()
 }
 
 /// test_simple.
 #[test]
 fn nothing_happened_since() {
-    check(|bench, pool| several(bench, pool, &[10 * MIB, 512, 3 * MIB, 700 * KIB]), |_, _, live| live);
+    check(|context, pool| several(context, pool, &[10 * MIB, 512, 3 * MIB, 700 * KIB]), |_, _, live| live);
 }
 
 /// test_allocated_in_middle_of_segment, test_multiple_middle_allocations and test_middle_allocations_contiguous.
 #[test]
 fn blocks_in_the_middle_come_back_there() {
     for kept in [vec![2], vec![1, 4, 6], vec![3, 4, 5], vec![0, 7], vec![]] {
-        let before = |bench: &Bench, pool| {
-            let all = several(bench, pool, &[100 * KIB; 8]);
+        let before = |context: &TestContext, pool| {
+            let all = several(context, pool, &[100 * KIB; 8]);
             let (live, gone): (Vec<_>, Vec<_>) = (0..8).partition(|at| kept.contains(at));
-            bench.free_all(gone.into_iter().map(|at: usize| all[at]));
+            context.free_all(gone.into_iter().map(|at: usize| all[at]));
             live.into_iter().map(|at| all[at]).collect()
         };
         check(before, |_, _, live| live);
-        check(before, |bench, _, live| {
-            bench.free_all(live);
+        check(before, |context, _, live| {
+            context.free_all(live);
             Vec::new()
         });
-        check(before, |bench, pool, live| {
-            let more = several(bench, pool, &[50 * KIB; 5]);
+        check(before, |context, pool, live| {
+            let more = several(context, pool, &[50 * KIB; 5]);
             live.into_iter().chain(more).collect()
         });
     }
@@ -106,9 +106,9 @@ fn blocks_in_the_middle_come_back_there() {
 #[test]
 fn what_died_since_is_there_again() {
     check(
-        |bench, pool| several(bench, pool, &[MIB, MIB, 12 * MIB, 4 * MIB]),
-        |bench, _, live| {
-            bench.free_all(live[1..3].iter().copied());
+        |context, pool| several(context, pool, &[MIB, MIB, 12 * MIB, 4 * MIB]),
+        |context, _, live| {
+            context.free_all(live[1..3].iter().copied());
             vec![live[0], live[3]]
         },
     );
@@ -117,10 +117,10 @@ fn what_died_since_is_there_again() {
 #[test]
 fn the_same_place_cut_in_another_way() {
     check(
-        |bench, pool| several(bench, pool, &[4 * MIB, 2 * MIB, 4 * MIB]),
-        |bench, pool, live| {
-            bench.free_all(live);
-            several(bench, pool, &[3 * MIB, 5 * MIB, 2 * MIB])
+        |context, pool| several(context, pool, &[4 * MIB, 2 * MIB, 4 * MIB]),
+        |context, pool, live| {
+            context.free_all(live);
+            several(context, pool, &[3 * MIB, 5 * MIB, 2 * MIB])
         },
     );
 }
@@ -128,118 +128,119 @@ fn the_same_place_cut_in_another_way() {
 /// Segments that were made since stay, free.
 #[test]
 fn new_segments_are_left_free() {
-    let bench = Bench::new("");
-    let pool = pool(&bench);
-    let live = several(&bench, pool, &[12 * MIB]);
-    let checkpoint = bench.allocator.checkpoint(FIRST, pool).unwrap();
-    let more = several(&bench, pool, &[14 * MIB, MIB]);
-    let restored = bench.allocator.restore(&checkpoint).unwrap();
+    let context = TestContext::new("");
+    let pool = pool(&context);
+    let live = several(&context, pool, &[12 * MIB]);
+    let checkpoint = context.allocator.checkpoint(FIRST, pool).unwrap();
+    let more = several(&context, pool, &[14 * MIB, MIB]);
+    let restored = context.allocator.restore(&checkpoint).unwrap();
     assert_eq!(restored.freed, ptrs(&[live[0], more[0], more[1]]));
-    assert_eq!(bench.bytes_reserved(), 28 * MIB);
-    let free = layout(&bench, pool).iter().filter(|block| block.2 == BlockState::Inactive).count();
+    assert_eq!(context.bytes_reserved(), 28 * MIB);
+    let free = layout(&context, pool).iter().filter(|block| block.2 == BlockState::Inactive).count();
     assert_eq!(free, 2);
-    assert_eq!(bench.alloc_in(pool, 14 * MIB).ptr, more[0].ptr);
-    bench.finish();
+    assert_eq!(context.alloc_in(pool, 14 * MIB).ptr, more[0].ptr);
+    context.finish();
 }
 
 /// test_expandable_segment_checkpoint_growth: a segment that has grown since, or that has grown into its hole.
 #[test]
 fn a_segment_that_grew_since_is_accepted() {
-    let bench = Bench::new("expandable_segments:True");
-    let pool = pool(&bench);
-    let live = several(&bench, pool, &[20 * MIB, 20 * MIB]);
-    let checkpoint = bench.allocator.checkpoint(FIRST, pool).unwrap();
-    several(&bench, pool, &[60 * MIB]);
-    let restored = bench.allocator.restore(&checkpoint).unwrap();
+    let context = TestContext::new("expandable_segments:True");
+    let pool = pool(&context);
+    let live = several(&context, pool, &[20 * MIB, 20 * MIB]);
+    let checkpoint = context.allocator.checkpoint(FIRST, pool).unwrap();
+    several(&context, pool, &[60 * MIB]);
+    let restored = context.allocator.restore(&checkpoint).unwrap();
     assert_eq!(ptrs(&restored.allocated), ptrs(&live));
-    bench.allocator.check();
-    let blocks: Vec<_> = layout(&bench, pool).iter().map(|block| (block.1 / MIB, block.2)).collect();
+    context.allocator.check();
+    let blocks: Vec<_> = layout(&context, pool).iter().map(|block| (block.1 / MIB, block.2)).collect();
     let (taken, free) = (BlockState::ActiveAllocated, BlockState::Inactive);
     assert_eq!(blocks, [(20, taken), (20, taken), (60, free)]);
-    bench.finish();
+    context.finish();
 }
 
 /// test_allocate_in_thread_to_pool, with the restore on another thread than the rest.
 #[test]
 fn another_thread_can_put_it_back() {
-    let bench = Bench::new("");
-    let pool = pool(&bench);
-    let live = thread::scope(|scope| scope.spawn(|| several(&bench, pool, &[3 * MIB, MIB])).join().unwrap());
-    let checkpoint = bench.allocator.checkpoint(FIRST, pool).unwrap();
-    bench.free_all(live.clone());
-    let restored = thread::scope(|scope| scope.spawn(|| bench.allocator.restore(&checkpoint)).join().unwrap()).unwrap();
+    let context = TestContext::new("");
+    let pool = pool(&context);
+    let live = thread::scope(|scope| scope.spawn(|| several(&context, pool, &[3 * MIB, MIB])).join().unwrap());
+    let checkpoint = context.allocator.checkpoint(FIRST, pool).unwrap();
+    context.free_all(live.clone());
+    let restored =
+        thread::scope(|scope| scope.spawn(|| context.allocator.restore(&checkpoint)).join().unwrap()).unwrap();
     assert_eq!((restored.freed.len(), ptrs(&restored.allocated)), (0, ptrs(&live)));
     // What was owned before is not what is owned now.
     assert!(
-        bench.allocator.free(live[0]).is_err() || restored.allocated.iter().any(|block| block.slot == live[0].slot)
+        context.allocator.free(live[0]).is_err() || restored.allocated.iter().any(|block| block.slot == live[0].slot)
     );
-    bench.finish();
+    context.finish();
 }
 
 /// Counters move as if every block had been freed and allocated.
 #[test]
 fn counters_follow() {
-    let bench = Bench::new("");
-    let pool = pool(&bench);
-    several(&bench, pool, &[3 * MIB, 1000]);
-    let before = bench.stats();
-    let checkpoint = bench.allocator.checkpoint(FIRST, pool).unwrap();
-    assert_eq!(bench.stats(), before);
-    let restored = bench.allocator.restore(&checkpoint).unwrap();
-    let stats = bench.stats();
+    let context = TestContext::new("");
+    let pool = pool(&context);
+    several(&context, pool, &[3 * MIB, 1000]);
+    let before = context.stats();
+    let checkpoint = context.allocator.checkpoint(FIRST, pool).unwrap();
+    assert_eq!(context.stats(), before);
+    let restored = context.allocator.restore(&checkpoint).unwrap();
+    let stats = context.stats();
     assert_eq!(stats.requested_bytes.all.current, 3 * MIB + 1000);
     assert_eq!(stats.allocated_bytes.all.current, before.allocated_bytes.all.current);
     assert_eq!(stats.allocation.all.freed, before.allocation.all.freed + 2);
     assert_eq!(restored.allocated.iter().map(|block| block.bytes_requested).max(), Some(3 * MIB));
-    bench.finish();
+    context.finish();
 }
 
 /// What cannot be kept or put back is refused, and nothing changes.
 #[test]
 fn a_pool_must_be_there_and_at_rest() {
-    let bench = Bench::new("");
-    let (pool, side) = (pool(&bench), bench.side_stream());
+    let context = TestContext::new("");
+    let (pool, side) = (pool(&context), context.side_stream());
     let unknown = MemPoolId { graph: 99, user: 0 };
-    let error = bench.allocator.checkpoint(FIRST, unknown).unwrap_err();
+    let error = context.allocator.checkpoint(FIRST, unknown).unwrap_err();
     assert!(error.to_string().contains("could not find pool of id"), "{error}");
-    assert!(bench.allocator.checkpoint(FIRST, MemPoolId::DEFAULT).is_err(), "the default pool is no private one");
-    let [block, other] = [0; 2].map(|_| bench.alloc_in(pool, 4 * MIB));
-    let checkpoint = bench.allocator.checkpoint(FIRST, pool).unwrap();
-    bench.pause_stream(&side);
-    side.wait_stream(&bench.main).unwrap();
-    bench.fill(block, 1, &side);
-    bench.record_use(block, &side);
-    bench.free(block);
-    let stats = bench.stats();
-    assert!(matches!(bench.allocator.checkpoint(FIRST, pool), Err(Error::Checkpoint { .. })));
-    assert!(matches!(bench.allocator.restore(&checkpoint), Err(Error::Checkpoint { .. })));
-    assert_eq!(bench.stats(), stats);
-    bench.let_go(&side);
-    bench.allocator.checkpoint(FIRST, pool).unwrap();
-    bench.pools().release_pool(FIRST, pool).unwrap();
-    assert!(bench.allocator.checkpoint(FIRST, pool).is_err(), "nobody uses it");
-    assert!(bench.allocator.restore(&checkpoint).is_err());
-    bench.free(other);
-    bench.trim();
-    assert!(matches!(bench.allocator.restore(&checkpoint), Err(Error::UnknownPool { .. })));
-    bench.finish();
+    assert!(context.allocator.checkpoint(FIRST, MemPoolId::DEFAULT).is_err(), "the default pool is no private one");
+    let [block, other] = [0; 2].map(|_| context.alloc_in(pool, 4 * MIB));
+    let checkpoint = context.allocator.checkpoint(FIRST, pool).unwrap();
+    context.pause_stream(&side);
+    side.wait_stream(&context.main).unwrap();
+    context.fill(block, 1, &side);
+    context.record_use(block, &side);
+    context.free(block);
+    let stats = context.stats();
+    assert!(matches!(context.allocator.checkpoint(FIRST, pool), Err(Error::Checkpoint { .. })));
+    assert!(matches!(context.allocator.restore(&checkpoint), Err(Error::Checkpoint { .. })));
+    assert_eq!(context.stats(), stats);
+    context.resume_stream(&side);
+    context.allocator.checkpoint(FIRST, pool).unwrap();
+    context.pools().release_pool(FIRST, pool).unwrap();
+    assert!(context.allocator.checkpoint(FIRST, pool).is_err(), "nobody uses it");
+    assert!(context.allocator.restore(&checkpoint).is_err());
+    context.free(other);
+    context.trim();
+    assert!(matches!(context.allocator.restore(&checkpoint), Err(Error::UnknownPool { .. })));
+    context.finish();
 }
 
 /// Streams that had used a block when it was kept are waited for when the restored one is freed.
 #[test]
 fn uses_are_kept() {
-    let bench = Bench::new("");
-    let (pool, side) = (pool(&bench), bench.side_stream());
-    let block = bench.alloc_in(pool, 4 * MIB);
-    bench.record_use(block, &side);
-    let checkpoint = bench.allocator.checkpoint(FIRST, pool).unwrap();
-    let restored = bench.allocator.restore(&checkpoint).unwrap().allocated[0];
-    bench.pause_stream(&side);
-    side.wait_stream(&bench.main).unwrap();
-    bench.fill(restored, 1, &side);
-    bench.free(restored);
-    assert_ne!(bench.alloc_in(pool, 4 * MIB).ptr, block.ptr);
-    bench.let_go(&side);
-    assert_eq!(bench.alloc_in(pool, 4 * MIB).ptr, block.ptr);
-    bench.finish();
+    let context = TestContext::new("");
+    let (pool, side) = (pool(&context), context.side_stream());
+    let block = context.alloc_in(pool, 4 * MIB);
+    context.record_use(block, &side);
+    let checkpoint = context.allocator.checkpoint(FIRST, pool).unwrap();
+    let restored = context.allocator.restore(&checkpoint).unwrap().allocated[0];
+    context.pause_stream(&side);
+    side.wait_stream(&context.main).unwrap();
+    context.fill(restored, 1, &side);
+    context.free(restored);
+    assert_ne!(context.alloc_in(pool, 4 * MIB).ptr, block.ptr);
+    context.resume_stream(&side);
+    assert_eq!(context.alloc_in(pool, 4 * MIB).ptr, block.ptr);
+    context.finish();
 }

@@ -1,59 +1,59 @@
 //! Memory at a wanted address, after PyTorch's TestResizeStorageWithAddr.
 
-use crate::common::memory::{Bench, FIRST, KIB, MIB};
+use crate::common::memory::{FIRST, KIB, MIB, TestContext};
 use warpool::Error;
 use warpool::driver::{Call, DevicePtr};
 use warpool::memory::{Allocation, DeviceAllocator, Request};
 
-fn at(bench: &Bench, ptr: u64, bytes: u64) -> warpool::Result<Allocation> {
-    let outcome = bench.allocator.allocate_at(Request::new(FIRST, bench.main.id(), bytes), DevicePtr(ptr));
-    bench.allocator.check();
+fn at(context: &TestContext, ptr: u64, bytes: u64) -> warpool::Result<Allocation> {
+    let outcome = context.allocator.allocate_at(Request::new(FIRST, context.main.id(), bytes), DevicePtr(ptr));
+    context.allocator.check();
     outcome
 }
 
-fn check_both(test: impl Fn(Bench)) {
-    test(Bench::new(""));
-    test(Bench::new("expandable_segments:True"));
+fn check_both(test: impl Fn(TestContext)) {
+    test(TestContext::new(""));
+    test(TestContext::new("expandable_segments:True"));
 }
 
 /// At the start, in the middle, and at the end of a free block.
 #[test]
 fn a_free_place_is_given_out() {
-    check_both(|bench| {
-        let whole = bench.alloc(20 * MIB);
-        bench.free(whole);
+    check_both(|context| {
+        let whole = context.alloc(20 * MIB);
+        context.free(whole);
         let start = whole.ptr.0;
         for offset in [0, 512, 7 * MIB, 20 * MIB - 2 * MIB] {
-            let given = at(&bench, start + offset, 2 * MIB).unwrap();
+            let given = at(&context, start + offset, 2 * MIB).unwrap();
             assert_eq!((given.ptr.0, given.bytes_requested), (start + offset, 2 * MIB));
-            bench.fill(given, 5, &bench.main);
-            bench.assert_holds(given, 5);
-            bench.free(given);
+            context.fill(given, 5, &context.main);
+            context.assert_holds(given, 5);
+            context.free(given);
         }
-        assert_eq!(bench.segments()[0].blocks.len(), 1, "joined again");
-        bench.finish();
+        assert_eq!(context.segments()[0].blocks.len(), 1, "joined again");
+        context.finish();
     });
 }
 
 #[test]
 fn what_was_freed_comes_back_at_the_same_address() {
-    check_both(|bench| {
-        let blocks = [0; 4].map(|_| bench.alloc(100 * KIB));
-        bench.free_all([blocks[1], blocks[2]]);
+    check_both(|context| {
+        let blocks = [0; 4].map(|_| context.alloc(100 * KIB));
+        context.free_all([blocks[1], blocks[2]]);
         // The best fit for one would be the lower place; the wanted one lies in the middle of both, joined.
-        let again = at(&bench, blocks[2].ptr.0, 100 * KIB).unwrap();
+        let again = at(&context, blocks[2].ptr.0, 100 * KIB).unwrap();
         assert_eq!(again.ptr, blocks[2].ptr);
-        assert_eq!(bench.alloc(100 * KIB).ptr, blocks[1].ptr, "the front stayed free");
-        bench.finish();
+        assert_eq!(context.alloc(100 * KIB).ptr, blocks[1].ptr, "the front stayed free");
+        context.finish();
     });
 }
 
 #[test]
 fn taken_misaligned_and_unknown_places_are_refused() {
-    check_both(|bench| {
-        let (free, taken) = (bench.alloc(4 * MIB), bench.alloc(4 * MIB));
-        bench.free(free);
-        let stats = bench.stats();
+    check_both(|context| {
+        let (free, taken) = (context.alloc(4 * MIB), context.alloc(4 * MIB));
+        context.free(free);
+        let stats = context.stats();
         for (ptr, bytes) in [
             (taken.ptr.0, 2 * MIB),
             (free.ptr.0 + 256, 2 * MIB),
@@ -66,42 +66,42 @@ fn taken_misaligned_and_unknown_places_are_refused() {
             (0, 2 * MIB),
             (u64::MAX - 511, 2 * MIB),
         ] {
-            let error = at(&bench, ptr, bytes).unwrap_err();
+            let error = at(&context, ptr, bytes).unwrap_err();
             assert!(matches!(error, Error::ExactAddress { .. }), "{ptr:#x}, {bytes}: {error:?}");
             assert!(error.to_string().contains("exact address"), "{error}");
         }
-        assert_eq!(bench.stats(), stats);
-        bench.finish();
+        assert_eq!(context.stats(), stats);
+        context.finish();
     });
 }
 
 #[test]
 fn no_new_memory_is_asked_for_and_other_streams_are_left_alone() {
-    let bench = Bench::new("");
-    let side = bench.side_stream();
-    let theirs = bench.alloc_on(&side, 20 * MIB);
-    bench.free(theirs);
-    let asked = bench.sim.call_count(Call::MemAlloc);
-    assert!(at(&bench, theirs.ptr.0, 2 * MIB).is_err());
-    assert!(at(&bench, theirs.ptr.0 + (1 << 40), 2 * MIB).is_err());
-    assert_eq!(bench.sim.call_count(Call::MemAlloc), asked);
+    let context = TestContext::new("");
+    let side = context.side_stream();
+    let theirs = context.alloc_on(&side, 20 * MIB);
+    context.free(theirs);
+    let asked = context.sim.call_count(Call::MemAlloc);
+    assert!(at(&context, theirs.ptr.0, 2 * MIB).is_err());
+    assert!(at(&context, theirs.ptr.0 + (1 << 40), 2 * MIB).is_err());
+    assert_eq!(context.sim.call_count(Call::MemAlloc), asked);
     let request = Request::new(FIRST, side.id(), 2 * MIB);
-    assert_eq!(bench.allocator.allocate_at(request, theirs.ptr).unwrap().ptr, theirs.ptr);
-    bench.finish();
+    assert_eq!(context.allocator.allocate_at(request, theirs.ptr).unwrap().ptr, theirs.ptr);
+    context.finish();
 }
 
 #[test]
 fn it_counts_as_any_other() {
-    let bench = Bench::new("");
-    let whole = bench.alloc(20 * MIB);
-    bench.free(whole);
-    let before = bench.stats();
-    let given = at(&bench, whole.ptr.0 + 4 * MIB, 2 * MIB).unwrap();
-    let stats = bench.stats();
+    let context = TestContext::new("");
+    let whole = context.alloc(20 * MIB);
+    context.free(whole);
+    let before = context.stats();
+    let given = at(&context, whole.ptr.0 + 4 * MIB, 2 * MIB).unwrap();
+    let stats = context.stats();
     assert_eq!(stats.allocated_bytes.all.current, 2 * MIB);
     assert_eq!(stats.allocated_bytes.all.allocated, before.allocated_bytes.all.allocated + 2 * MIB);
     assert_eq!((stats.inactive_split.all.current, stats.inactive_split_bytes.all.current), (2, 18 * MIB));
-    bench.allocator.free_raw(given.ptr).unwrap();
-    assert_eq!(bench.stats().inactive_split_bytes.all.current, 0);
-    bench.finish();
+    context.allocator.free_raw(given.ptr).unwrap();
+    assert_eq!(context.stats().inactive_split_bytes.all.current, 0);
+    context.finish();
 }

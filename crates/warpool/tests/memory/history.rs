@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::thread;
 
-use crate::common::memory::{Bench, FIRST, MIB};
+use crate::common::memory::{FIRST, MIB, TestContext};
 use warpool::Error;
 use warpool::driver::sim::SimConfig;
 use warpool::driver::{DeviceId, DevicePtr};
@@ -12,16 +12,16 @@ use warpool::memory::{
     SnapshotOptions, Stack, StackLevel, pop_compile_context, push_compile_context, set_user_metadata,
 };
 
-fn snapshot(bench: &Bench) -> Snapshot {
-    bench.allocator.snapshot(SnapshotOptions::default()).unwrap()
+fn snapshot(context: &TestContext) -> Snapshot {
+    context.allocator.snapshot(SnapshotOptions::default()).unwrap()
 }
 
-fn actions(bench: &Bench) -> Vec<Action> {
-    snapshot(bench).traces[0].iter().map(|entry| entry.action).collect()
+fn actions(context: &TestContext) -> Vec<Action> {
+    snapshot(context).traces[0].iter().map(|entry| entry.action).collect()
 }
 
-fn record(bench: &Bench, options: HistoryOptions) {
-    bench.allocator.record_history(Some(options)).unwrap();
+fn record(context: &TestContext, options: HistoryOptions) {
+    context.allocator.record_history(Some(options)).unwrap();
 }
 
 thread_local! {
@@ -36,12 +36,12 @@ fn inside<R>(name: &'static str, act: impl FnOnce() -> R) -> R {
     result
 }
 
-fn hook(bench: &Bench) {
+fn hook(context: &TestContext) {
     let gather = || -> Option<Stack> {
         let name = PLACE.with_borrow(|&name| name.to_owned());
         Some([Frame { name, filename: "main.rs".into(), line: 1 }].into())
     };
-    bench.allocator.observers().set_stack_hook(Some(Arc::new(gather)));
+    context.allocator.observers().set_stack_hook(Some(Arc::new(gather)));
 }
 
 /// The names of all stacks that a snapshot mentions.
@@ -53,18 +53,18 @@ fn names(snapshot: &Snapshot) -> Vec<&str> {
 #[test]
 fn a_snapshot_sums_up_to_the_counters() {
     for settings in ["", "expandable_segments:True"] {
-        let bench = Bench::new(settings);
-        let side = bench.side_stream();
-        let kept: Vec<_> = [311_488, 500, 3 * MIB, 25 * MIB, 700, 11 * MIB].map(|bytes| bench.alloc(bytes)).into();
-        bench.alloc_on(&side, 5_000_000);
-        bench.free_all([kept[1], kept[3]]);
-        let (snapshot, stats) = (snapshot(&bench), bench.stats());
+        let context = TestContext::new(settings);
+        let side = context.side_stream();
+        let kept: Vec<_> = [311_488, 500, 3 * MIB, 25 * MIB, 700, 11 * MIB].map(|bytes| context.alloc(bytes)).into();
+        context.alloc_on(&side, 5_000_000);
+        context.free_all([kept[1], kept[3]]);
+        let (snapshot, stats) = (snapshot(&context), context.stats());
         let sum = |of: fn(&warpool::memory::SegmentInfo) -> u64| snapshot.segments.iter().map(of).sum::<u64>();
         assert_eq!(sum(|segment| segment.total_size), stats.reserved_bytes.all.current);
         assert_eq!(sum(|segment| segment.allocated_size), stats.allocated_bytes.all.current);
         assert_eq!(sum(|segment| segment.active_size), stats.active_bytes.all.current);
         assert_eq!(sum(|segment| segment.requested_size), stats.requested_bytes.all.current);
-        let raw = [bench.main.raw().unwrap().0, side.raw().unwrap().0];
+        let raw = [context.main.raw().unwrap().0, side.raw().unwrap().0];
         for segment in &snapshot.segments {
             let mut end = segment.address;
             for block in &segment.blocks {
@@ -77,7 +77,7 @@ fn a_snapshot_sums_up_to_the_counters() {
         assert!(snapshot.segments.is_sorted_by_key(|segment| segment.address));
         let first = snapshot.segments.iter().flat_map(|segment| &segment.blocks).find(|b| b.address == kept[0].ptr.0);
         assert_eq!(first.map(|block| (block.requested_size, block.size)), Some((311_488, 311_808)));
-        bench.finish();
+        context.finish();
     }
 }
 
@@ -104,41 +104,41 @@ fn names_are_those_of_the_snapshot_files() {
 /// The settings as they are in force, with the string that was given last.
 #[test]
 fn a_snapshot_has_the_settings() {
-    let bench = Bench::new("max_split_size_mb:200,roundup_power2_divisions:4");
-    let settings = snapshot(&bench).settings;
+    let context = TestContext::new("max_split_size_mb:200,roundup_power2_divisions:4");
+    let settings = snapshot(&context).settings;
     assert_eq!(settings.conf.as_deref(), Some("max_split_size_mb:200,roundup_power2_divisions:4"));
     assert_eq!((settings.max_split_size, settings.expandable_segments), (Some(200 << 20), Some(false)));
     let divisions = settings.roundup_power2_divisions.unwrap();
     assert_eq!((divisions.len(), &divisions[0], &divisions[15]), (16, &("1".into(), 4), &("32768".into(), 4)));
-    bench.set("expandable_segments:True");
-    let settings = snapshot(&bench).settings;
+    context.set("expandable_segments:True");
+    let settings = snapshot(&context).settings;
     assert_eq!((settings.max_split_size, settings.expandable_segments), (Some(-1), Some(true)));
     assert_eq!(settings.conf.as_deref(), Some("expandable_segments:True"));
-    bench.finish();
+    context.finish();
 }
 
 /// A snapshot is written down too, and shows in the next one only.
 #[test]
 fn taking_a_snapshot_is_an_entry_of_the_next() {
-    let bench = Bench::new("");
-    record(&bench, HistoryOptions::default());
-    let given = bench.alloc(1000);
-    assert_eq!(actions(&bench), [Action::SegmentAlloc, Action::Alloc]);
-    let trace = snapshot(&bench).traces.remove(0);
+    let context = TestContext::new("");
+    record(&context, HistoryOptions::default());
+    let given = context.alloc(1000);
+    assert_eq!(actions(&context), [Action::SegmentAlloc, Action::Alloc]);
+    let trace = snapshot(&context).traces.remove(0);
     assert_eq!((trace[2].action, trace[2].size), (Action::Snapshot, given.bytes));
-    bench.finish();
+    context.finish();
 }
 
 /// Blocks show what was asked for, segments what they take.
 #[test]
 fn entries_say_what_where_and_when() {
-    let bench = Bench::new("");
-    let side = bench.side_stream();
-    record(&bench, HistoryOptions { epoch_us: 1_000_000_000, ..HistoryOptions::default() });
-    let given = bench.alloc_on(&side, 3_000_000);
-    bench.free(given);
-    bench.trim();
-    let trace = snapshot(&bench).traces.remove(0);
+    let context = TestContext::new("");
+    let side = context.side_stream();
+    record(&context, HistoryOptions { epoch_us: 1_000_000_000, ..HistoryOptions::default() });
+    let given = context.alloc_on(&side, 3_000_000);
+    context.free(given);
+    context.trim();
+    let trace = snapshot(&context).traces.remove(0);
     let seen: Vec<_> = trace.iter().map(|entry| (entry.action, entry.size)).collect();
     let wanted = [
         (Action::SegmentAlloc, 20 * MIB),
@@ -151,186 +151,186 @@ fn entries_say_what_where_and_when() {
     assert!(trace.iter().all(|entry| entry.addr == given.ptr.0 && entry.stream == side.raw().unwrap().0));
     assert!(trace.iter().all(|entry| entry.pool == Some(MemPoolId::DEFAULT) && entry.stack.is_none()));
     assert!(trace.iter().all(|entry| entry.time_us >= 1_000_000_000) && trace.is_sorted_by_key(|entry| entry.time_us));
-    bench.finish();
+    context.finish();
 }
 
 /// TestMemPool.test_pool_id_in_snapshot.
 #[test]
 fn segments_and_entries_name_their_pool() {
-    let bench = Bench::new("");
-    let pool = bench.pools().create_graph_pool(FIRST).unwrap();
-    record(&bench, HistoryOptions::default());
-    bench.alloc_in(pool, MIB);
-    bench.alloc(MIB);
-    let snapshot = snapshot(&bench);
+    let context = TestContext::new("");
+    let pool = context.pools().create_graph_pool(FIRST).unwrap();
+    record(&context, HistoryOptions::default());
+    context.alloc_in(pool, MIB);
+    context.alloc(MIB);
+    let snapshot = snapshot(&context);
     let pools: Vec<_> = snapshot.traces[0].iter().map(|entry| entry.pool.unwrap()).collect();
     assert_eq!(pools, [pool, pool, MemPoolId::DEFAULT, MemPoolId::DEFAULT]);
     assert_eq!(snapshot.segments.iter().filter(|segment| segment.pool == pool).count(), 1);
-    assert_eq!(bench.segments_of(pool).len(), 1);
-    assert_eq!(bench.segments_of(MemPoolId { graph: 0, user: 77 }), []);
-    bench.finish();
+    assert_eq!(context.segments_of(pool).len(), 1);
+    assert_eq!(context.segments_of(MemPoolId { graph: 0, user: 77 }), []);
+    context.finish();
 }
 
 /// TestCudaAllocator.test_snapshot_include_traces(_correctness).
 #[test]
 fn traces_can_be_left_out() {
-    let bench = Bench::new("");
-    record(&bench, HistoryOptions::default());
-    bench.alloc(MIB);
-    let with = bench.allocator.snapshot(SnapshotOptions { pool: None, traces: true }).unwrap();
-    let without = bench.allocator.snapshot(SnapshotOptions { pool: None, traces: false }).unwrap();
+    let context = TestContext::new("");
+    record(&context, HistoryOptions::default());
+    context.alloc(MIB);
+    let with = context.allocator.snapshot(SnapshotOptions { pool: None, traces: true }).unwrap();
+    let without = context.allocator.snapshot(SnapshotOptions { pool: None, traces: false }).unwrap();
     assert_eq!(with.segments, without.segments);
     assert!(!with.traces[0].is_empty() && without.traces.iter().all(Vec::is_empty));
-    bench.finish();
+    context.finish();
 }
 
 /// TestCudaAllocator.test_memory_snapshot_skip_actions.
 #[test]
 fn actions_can_be_skipped_by_name() {
-    let bench = Bench::new("");
-    record(&bench, HistoryOptions::default().skipping(&["free_requested", "segment_alloc", "snapshot"]).unwrap());
-    bench.free(bench.alloc(MIB));
-    snapshot(&bench);
-    assert_eq!(actions(&bench), [Action::Alloc, Action::FreeCompleted]);
+    let context = TestContext::new("");
+    record(&context, HistoryOptions::default().skipping(&["free_requested", "segment_alloc", "snapshot"]).unwrap());
+    context.free(context.alloc(MIB));
+    snapshot(&context);
+    assert_eq!(actions(&context), [Action::Alloc, Action::FreeCompleted]);
     let error = HistoryOptions::default().skipping(&["alloc", "nonsense"]).unwrap_err();
     assert!(matches!(error, Error::UnknownAction { name, .. } if name == "nonsense"));
-    bench.finish();
+    context.finish();
 }
 
 /// Trackers see what the history skips.
 #[test]
 fn trackers_see_what_is_skipped() {
     use std::sync::atomic::{AtomicU32, Ordering};
-    let bench = Bench::new("");
-    record(&bench, HistoryOptions::default().skipping(&["alloc"]).unwrap());
+    let context = TestContext::new("");
+    record(&context, HistoryOptions::default().skipping(&["alloc"]).unwrap());
     let seen = Arc::new(AtomicU32::new(0));
     let count = seen.clone();
     let tracker = Arc::new(move |_, _: &warpool::memory::HistoryEntry| {
         count.fetch_add(1, Ordering::Relaxed);
     });
-    bench.allocator.observers().attach_tracker(&[Action::Alloc], tracker);
-    bench.free(bench.alloc(MIB));
+    context.allocator.observers().attach_tracker(&[Action::Alloc], tracker);
+    context.free(context.alloc(MIB));
     assert_eq!(seen.load(Ordering::Relaxed), 1);
-    assert!(!actions(&bench).contains(&Action::Alloc));
-    bench.finish();
+    assert!(!actions(&context).contains(&Action::Alloc));
+    context.finish();
 }
 
 /// The ring keeps the newest, at least one; stopping forgets.
 #[test]
 fn the_newest_entries_are_kept() {
-    let bench = Bench::new("");
-    record(&bench, HistoryOptions { entries_max: 3, ..HistoryOptions::default() });
-    bench.free(bench.alloc(MIB));
+    let context = TestContext::new("");
+    record(&context, HistoryOptions { entries_max: 3, ..HistoryOptions::default() });
+    context.free(context.alloc(MIB));
     let last = [Action::Alloc, Action::FreeRequested, Action::FreeCompleted];
-    assert_eq!(actions(&bench), last);
-    record(&bench, HistoryOptions { entries_max: 0, ..HistoryOptions::default() });
-    bench.alloc(MIB);
-    assert_eq!(actions(&bench), [Action::Alloc]);
-    bench.allocator.record_history(None).unwrap();
-    bench.alloc(MIB);
-    assert_eq!(actions(&bench), []);
-    bench.finish();
+    assert_eq!(actions(&context), last);
+    record(&context, HistoryOptions { entries_max: 0, ..HistoryOptions::default() });
+    context.alloc(MIB);
+    assert_eq!(actions(&context), [Action::Alloc]);
+    context.allocator.record_history(None).unwrap();
+    context.alloc(MIB);
+    assert_eq!(actions(&context), []);
+    context.finish();
 }
 
 /// TestCudaAllocator.test_memory_plots_free_stack and test_memory_plots_history_context.
 #[test]
 fn the_level_decides_where_stacks_appear() {
     for level in [StackLevel::Never, StackLevel::State, StackLevel::Alloc, StackLevel::All] {
-        let bench = Bench::new("");
+        let context = TestContext::new("");
         // A segment of an earlier time, which has no stack.
-        let pin = bench.alloc(512);
-        hook(&bench);
-        record(&bench, HistoryOptions { stacks: level, ..HistoryOptions::default() });
-        let given = inside("the_alloc", || bench.alloc(1000));
-        let live = snapshot(&bench);
+        let pin = context.alloc(512);
+        hook(&context);
+        record(&context, HistoryOptions { stacks: level, ..HistoryOptions::default() });
+        let given = inside("the_alloc", || context.alloc(1000));
+        let live = snapshot(&context);
         let block = live.segments[0].blocks.iter().find(|block| block.address == given.ptr.0).unwrap();
         assert_eq!(block.stack.is_some(), level >= StackLevel::State, "{level:?}");
-        inside("the_free", || bench.free(given));
-        let after = snapshot(&bench);
+        inside("the_free", || context.free(given));
+        let after = snapshot(&context);
         let alloc = after.traces[0].iter().find(|entry| entry.action == Action::Alloc).unwrap();
         assert_eq!(alloc.stack.is_some(), level >= StackLevel::Alloc, "{level:?}");
         assert_eq!(names(&after).contains(&"the_alloc"), level >= StackLevel::Alloc, "{level:?}");
         assert_eq!(names(&after).contains(&"the_free"), level == StackLevel::All, "{level:?}");
-        bench.free(pin);
-        bench.finish();
+        context.free(pin);
+        context.finish();
     }
 }
 
 #[test]
 fn equal_stacks_are_kept_once() {
-    let bench = Bench::new("");
-    hook(&bench);
-    record(&bench, HistoryOptions { stacks: StackLevel::All, ..HistoryOptions::default() });
+    let context = TestContext::new("");
+    hook(&context);
+    record(&context, HistoryOptions { stacks: StackLevel::All, ..HistoryOptions::default() });
     for _ in 0..10 {
-        inside("one", || bench.alloc(1000));
-        inside("two", || bench.alloc(3 * MIB));
+        inside("one", || context.alloc(1000));
+        inside("two", || context.alloc(3 * MIB));
     }
-    let snapshot = snapshot(&bench);
+    let snapshot = snapshot(&context);
     let mut names = names(&snapshot);
     names.sort_unstable();
     assert_eq!(names, ["one", "two"]);
     assert!(snapshot.segments.iter().all(|segment| segment.stack.is_some()));
     // Off again: nobody asks the hook.
-    bench.allocator.observers().set_stack_hook(None);
-    let given = bench.alloc(100);
-    let without = self::snapshot(&bench);
+    context.allocator.observers().set_stack_hook(None);
+    let given = context.alloc(100);
+    let without = self::snapshot(&context);
     let blocks = without.segments.iter().flat_map(|segment| &segment.blocks);
     assert!(blocks.filter(|block| block.address == given.ptr.0).all(|block| block.stack.is_none()));
-    bench.finish();
+    context.finish();
 }
 
 /// TestCudaAllocator.test_memory_plots_metadata: per thread, until it is changed.
 #[test]
 fn texts_of_the_thread_stand_beside_entries() {
-    let bench = Bench::new("");
-    record(&bench, HistoryOptions::default());
+    let context = TestContext::new("");
+    record(&context, HistoryOptions::default());
     set_user_metadata("step 1");
     push_compile_context("Torch-Compiled Region: 0/0");
-    let given = bench.alloc(MIB);
+    let given = context.alloc(MIB);
     pop_compile_context();
     set_user_metadata("");
-    bench.free(given);
+    context.free(given);
     thread::scope(|scope| {
-        scope.spawn(|| bench.alloc(12 * MIB));
+        scope.spawn(|| context.alloc(12 * MIB));
     });
-    let snapshot = snapshot(&bench);
+    let snapshot = snapshot(&context);
     let text = |id: Option<_>| id.map(|id| snapshot.texts.get(id));
     let seen: Vec<_> =
         snapshot.traces[0].iter().map(|entry| (text(entry.user_metadata), text(entry.compile_context))).collect();
     let both = (Some("step 1"), Some("Torch-Compiled Region: 0/0"));
     assert_eq!(seen, [both, both, (None, None), (None, None), (None, None), (None, None)]);
-    bench.finish();
+    context.finish();
 }
 
 /// TestCudaAllocator.test_memory_plots_annotate.
 #[test]
 fn a_block_can_be_named() {
-    let bench = Bench::new("");
-    record(&bench, HistoryOptions::default());
-    let given = bench.alloc(1000);
-    bench.allocator.annotate(given.ptr, "weights").unwrap();
-    let snapshot = snapshot(&bench);
+    let context = TestContext::new("");
+    record(&context, HistoryOptions::default());
+    let given = context.alloc(1000);
+    context.allocator.annotate(given.ptr, "weights").unwrap();
+    let snapshot = snapshot(&context);
     let entry = snapshot.traces[0].last().unwrap();
     assert_eq!((entry.action, entry.addr, entry.size), (Action::Annotate, given.ptr.0, 1000));
     assert_eq!(entry.user_metadata.map(|id| snapshot.texts.get(id)), Some("weights"));
     let inside = DevicePtr(given.ptr.0 + 512);
-    assert_eq!(bench.allocator.annotate(inside, "x"), Err(Error::UnknownPointer { ptr: inside }));
-    bench.free(given);
-    assert!(bench.allocator.annotate(given.ptr, "x").is_err());
-    bench.finish();
+    assert_eq!(context.allocator.annotate(inside, "x"), Err(Error::UnknownPointer { ptr: inside }));
+    context.free(given);
+    assert!(context.allocator.annotate(given.ptr, "x").is_err());
+    context.finish();
 }
 
 /// One list per device, and segments of all.
 #[test]
 fn devices_have_their_own_history() {
-    let bench = Bench::with_config(SimConfig::default().with_devices(2), "");
-    record(&bench, HistoryOptions::default());
-    let other = bench.instance.device(1).unwrap().default_stream().unwrap();
-    bench.allocator.allocate_raw(Request::new(DeviceId(1), other.id(), MIB)).unwrap();
-    let snapshot = snapshot(&bench);
+    let context = TestContext::with_config(SimConfig::default().with_devices(2), "");
+    record(&context, HistoryOptions::default());
+    let other = context.instance.device(1).unwrap().default_stream().unwrap();
+    context.allocator.allocate_raw(Request::new(DeviceId(1), other.id(), MIB)).unwrap();
+    let snapshot = snapshot(&context);
     assert_eq!(snapshot.traces.iter().map(Vec::len).collect::<Vec<_>>(), [0, 2]);
     assert_eq!(snapshot.segments.iter().map(|segment| segment.device).collect::<Vec<_>>(), [1]);
-    assert_eq!(bench.stats().allocation.all.allocated, 0);
-    assert_eq!(bench.allocator.stats(DeviceId(1)).unwrap().allocation.all.allocated, 1);
-    bench.finish();
+    assert_eq!(context.stats().allocation.all.allocated, 0);
+    assert_eq!(context.allocator.stats(DeviceId(1)).unwrap().allocation.all.allocated, 1);
+    context.finish();
 }

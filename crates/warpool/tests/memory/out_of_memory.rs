@@ -4,7 +4,7 @@
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex};
 
-use crate::common::memory::{Bench, FIRST, GIB, MIB};
+use crate::common::memory::{FIRST, GIB, MIB, TestContext};
 use warpool::Error;
 use warpool::driver::Call;
 use warpool::memory::{
@@ -15,16 +15,16 @@ use warpool::memory::{
 #[test]
 fn a_huge_request_fails_and_the_device_stays_usable() {
     for settings in ["", "max_split_size_mb:1024", "expandable_segments:True"] {
-        let bench = Bench::with_capacity(80 * GIB, settings);
-        let kept = bench.alloc(100);
-        let error = bench.try_alloc(80_000_000_000_000).unwrap_err();
+        let context = TestContext::with_capacity(80 * GIB, settings);
+        let kept = context.alloc(100);
+        let error = context.try_alloc(80_000_000_000_000).unwrap_err();
         let text = error.to_string();
         let beginning = "CUDA out of memory. Tried to allocate 74505.81 GiB. GPU 0 has a total capacity of 80.00 GiB";
         assert!(text.starts_with(beginning), "{text}");
-        bench.fill(kept, 7, &bench.main);
-        bench.assert_holds(kept, 7);
-        assert_eq!(bench.stats().num_ooms, 1);
-        bench.finish();
+        context.fill(kept, 7, &context.main);
+        context.assert_holds(kept, 7);
+        assert_eq!(context.stats().num_ooms, 1);
+        context.finish();
     }
 }
 
@@ -32,45 +32,45 @@ fn a_huge_request_fails_and_the_device_stays_usable() {
 #[test]
 fn cached_memory_goes_back_before_a_request_fails() {
     for settings in ["", "expandable_segments:True"] {
-        let bench = Bench::with_capacity(10 * GIB, settings);
-        let side = bench.side_stream();
+        let context = TestContext::with_capacity(10 * GIB, settings);
+        let side = context.side_stream();
         let half = 10 * GIB / 100 * 51;
-        let first = bench.alloc(half);
-        bench.free(first);
+        let first = context.alloc(half);
+        context.free(first);
         // Another stream cannot have what is cached, so it must go back.
-        let second = bench.alloc_on(&side, half);
-        let stats = bench.stats();
+        let second = context.alloc_on(&side, half);
+        let stats = context.stats();
         assert_eq!((stats.num_alloc_retries, stats.num_ooms, stats.num_sync_all_streams), (1, 0, 1));
-        bench.free(second);
-        bench.finish();
+        context.free(second);
+        context.finish();
     }
 }
 
 /// TestCuda.test_caching_allocator_record_stream_oom: blocks that wait for streams are waited for instead of failing.
 #[test]
 fn blocks_that_wait_for_streams_are_waited_for() {
-    let bench = Bench::with_capacity(GIB, "");
-    let side = bench.side_stream();
-    bench.pause_stream(&side);
+    let context = TestContext::with_capacity(GIB, "");
+    let side = context.side_stream();
+    context.pause_stream(&side);
     for _ in 0..10 {
-        let block = bench.alloc(300 * MIB);
-        bench.record_use(block, &side);
-        bench.fill(block, 1, &side);
-        side.wait_stream(&bench.main).unwrap();
-        bench.free(block);
+        let block = context.alloc(300 * MIB);
+        context.record_use(block, &side);
+        context.fill(block, 1, &side);
+        side.wait_stream(&context.main).unwrap();
+        context.free(block);
     }
-    let stats = bench.stats();
+    let stats = context.stats();
     assert!(stats.num_alloc_retries > 0);
     assert_eq!(stats.num_ooms, 0);
-    bench.let_go(&side);
-    bench.finish();
+    context.resume_stream(&side);
+    context.finish();
 }
 
 /// TestCuda.test_set_per_process_memory_fraction and test_get_per_process_memory_fraction.
 #[test]
 fn a_fraction_limits_what_is_held() {
-    let bench = Bench::with_capacity(10 * GIB, "");
-    let allocator = &bench.allocator;
+    let context = TestContext::with_capacity(10 * GIB, "");
+    let allocator = &context.allocator;
     assert_eq!(allocator.memory_fraction(FIRST).unwrap(), 1.0);
     for wrong in [-0.1, 1.1, 2.0, f64::NAN, f64::INFINITY] {
         let error = allocator.set_memory_fraction(FIRST, wrong).unwrap_err();
@@ -78,257 +78,262 @@ fn a_fraction_limits_what_is_held() {
     }
     allocator.set_memory_fraction(FIRST, 0.5).unwrap();
     assert_eq!(allocator.memory_fraction(FIRST).unwrap(), 0.5);
-    let fits = bench.alloc(5 * GIB / 1000 * 998);
-    bench.free(fits);
-    bench.trim();
-    let exact = bench.alloc(5 * GIB);
-    bench.free(exact);
-    bench.trim();
-    let calls = bench.sim.call_count(Call::MemAlloc);
-    let report = bench.run_out(5 * GIB + 1);
+    let fits = context.alloc(5 * GIB / 1000 * 998);
+    context.free(fits);
+    context.trim();
+    let exact = context.alloc(5 * GIB);
+    context.free(exact);
+    context.trim();
+    let calls = context.sim.call_count(Call::MemAlloc);
+    let report = context.expect_oom(5 * GIB + 1);
     assert_eq!((report.cause, report.bytes_limit), (OomCause::Limit, Some(5 * GIB)));
     assert!(report.to_string().contains("5.00 GiB allowed"), "{report}");
-    assert_eq!(bench.sim.call_count(Call::MemAlloc), calls, "the driver is not even asked");
-    assert_eq!(bench.stats().num_alloc_retries, 1, "counted although it failed before the driver");
+    assert_eq!(context.sim.call_count(Call::MemAlloc), calls, "the driver is not even asked");
+    assert_eq!(context.stats().num_alloc_retries, 1, "counted although it failed before the driver");
     allocator.set_memory_fraction(FIRST, 0.0).unwrap();
-    bench.run_out(1);
+    context.expect_oom(1);
     allocator.set_memory_fraction(FIRST, 1.0).unwrap();
-    bench.alloc(9 * GIB);
-    bench.finish();
+    context.alloc(9 * GIB);
+    context.finish();
 }
 
 /// TestCudaAllocator.test_allocator_memory_fraction_setting.
 #[test]
 fn the_fraction_can_be_a_setting_of_the_start() {
-    let bench = Bench::with_capacity(10 * GIB, "per_process_memory_fraction:0.5");
-    bench.run_out(6 * GIB);
-    assert_eq!(bench.allocator.memory_fraction(FIRST).unwrap(), 0.5);
-    bench.alloc(4 * GIB);
+    let context = TestContext::with_capacity(10 * GIB, "per_process_memory_fraction:0.5");
+    context.expect_oom(6 * GIB);
+    assert_eq!(context.allocator.memory_fraction(FIRST).unwrap(), 0.5);
+    context.alloc(4 * GIB);
     // Later settings leave what the device has.
-    bench.set("per_process_memory_fraction:1.0");
-    bench.run_out(4 * GIB);
-    bench.finish();
+    context.set("per_process_memory_fraction:1.0");
+    context.expect_oom(4 * GIB);
+    context.finish();
 }
 
 /// A cap in bytes beside the fraction: the lesser counts.
 #[test]
 fn the_lesser_limit_counts() {
-    let bench = Bench::with_capacity(10 * GIB, "memory_cap_mb:1024");
-    bench.run_out(2 * GIB);
-    bench.allocator.set_memory_cap(FIRST, Some(3 * GIB)).unwrap();
-    bench.alloc(2 * GIB);
-    bench.allocator.set_memory_fraction(FIRST, 0.25).unwrap();
-    assert_eq!(bench.run_out(GIB).bytes_limit, Some(10 * GIB / 4));
-    bench.finish();
+    let context = TestContext::with_capacity(10 * GIB, "memory_cap_mb:1024");
+    context.expect_oom(2 * GIB);
+    context.allocator.set_memory_cap(FIRST, Some(3 * GIB)).unwrap();
+    context.alloc(2 * GIB);
+    context.allocator.set_memory_fraction(FIRST, 0.25).unwrap();
+    assert_eq!(context.expect_oom(GIB).bytes_limit, Some(10 * GIB / 4));
+    context.finish();
 }
 
 /// TestCudaAllocator.test_throw_on_cudamalloc_oom: no retry, no count as out of memory, no entry of one.
 #[test]
 fn a_refusal_comes_before_everything_else() {
-    let bench = Bench::with_capacity(10 * GIB, "per_process_memory_fraction:0.5,throw_on_cudamalloc_oom:True");
-    bench.allocator.record_history(Some(HistoryOptions::default())).unwrap();
-    let cached = bench.alloc(2 * GIB);
-    bench.free(cached);
-    let report = bench.run_out(4 * GIB);
+    let context = TestContext::with_capacity(10 * GIB, "per_process_memory_fraction:0.5,throw_on_cudamalloc_oom:True");
+    context.allocator.record_history(Some(HistoryOptions::default())).unwrap();
+    let cached = context.alloc(2 * GIB);
+    context.free(cached);
+    let report = context.expect_oom(4 * GIB);
     assert_eq!(report.cause, OomCause::Rejected);
-    let stats = bench.stats();
+    let stats = context.stats();
     assert_eq!((stats.num_oom_rejections, stats.num_ooms, stats.num_alloc_retries), (1, 0, 0));
-    assert_eq!(bench.bytes_reserved(), 2 * GIB, "what is cached stays");
-    let trace = bench.allocator.snapshot(SnapshotOptions::default()).unwrap().traces.remove(0);
+    assert_eq!(context.bytes_reserved(), 2 * GIB, "what is cached stays");
+    let trace = context.allocator.snapshot(SnapshotOptions::default()).unwrap().traces.remove(0);
     assert!(trace.iter().all(|entry| entry.action != Action::Oom));
     // What is cached serves as ever.
-    assert_eq!(bench.alloc(2 * GIB).ptr, cached.ptr);
+    assert_eq!(context.alloc(2 * GIB).ptr, cached.ptr);
     // The switch is read at every request; without it the same request goes on to the limit.
-    bench.set("throw_on_cudamalloc_oom:False");
-    assert_eq!(bench.run_out(4 * GIB).cause, OomCause::Limit);
-    assert_eq!((bench.stats().num_oom_rejections, bench.stats().num_ooms), (1, 1));
-    bench.finish();
+    context.set("throw_on_cudamalloc_oom:False");
+    assert_eq!(context.expect_oom(4 * GIB).cause, OomCause::Limit);
+    assert_eq!((context.stats().num_oom_rejections, context.stats().num_ooms), (1, 1));
+    context.finish();
 }
 
 /// TestCudaAllocator.test_notifies_oom.
 #[test]
 fn observers_are_told_before_the_caller() {
-    let bench = Bench::with_capacity(GIB, "");
+    let context = TestContext::with_capacity(GIB, "");
     let seen: Arc<Mutex<Vec<OomReport>>> = Arc::default();
-    let (log, allocator) = (seen.clone(), Arc::downgrade(&bench.allocator));
-    let id = bench.allocator.observers().attach_oom_observer(Arc::new(move |report| {
+    let (log, allocator) = (seen.clone(), Arc::downgrade(&context.allocator));
+    let id = context.allocator.observers().attach_oom_observer(Arc::new(move |report| {
         // No lock is held.
         allocator.upgrade().unwrap().stats(FIRST).unwrap();
         log.lock().unwrap().push(report.clone());
     }));
-    let report = bench.run_out(3 * GIB + 1);
+    let report = context.expect_oom(3 * GIB + 1);
     let seen_first = seen.lock().unwrap().remove(0);
     assert_eq!(seen_first, report);
     assert_eq!((report.device, report.bytes_segment, report.bytes_requested), (FIRST, 3 * GIB + 2 * MIB, 3 * GIB + 1));
     assert_eq!((report.bytes_total, report.bytes_free, report.bytes_limit), (GIB, GIB, None));
-    assert!(bench.allocator.observers().detach(id));
-    bench.run_out(3 * GIB);
+    assert!(context.allocator.observers().detach(id));
+    context.expect_oom(3 * GIB);
     assert!(seen.lock().unwrap().is_empty());
-    bench.finish();
+    context.finish();
 }
 
 /// The entry of a failure has the free bytes of the device for an address, and the rounded request for a size.
 #[test]
 fn the_history_shows_the_failure() {
-    let bench = Bench::with_capacity(GIB, "");
-    bench.alloc(100 * MIB);
-    bench.allocator.record_history(Some(HistoryOptions::default())).unwrap();
-    bench.run_out(3 * GIB + 1);
-    let trace = bench.allocator.snapshot(SnapshotOptions::default()).unwrap().traces.remove(0);
+    let context = TestContext::with_capacity(GIB, "");
+    context.alloc(100 * MIB);
+    context.allocator.record_history(Some(HistoryOptions::default())).unwrap();
+    context.expect_oom(3 * GIB + 1);
+    let trace = context.allocator.snapshot(SnapshotOptions::default()).unwrap().traces.remove(0);
     let oom = trace.iter().find(|entry| entry.action == Action::Oom).unwrap();
     assert_eq!((oom.addr, oom.size), (924 * MIB, 3 * GIB + 512));
-    bench.finish();
+    context.finish();
 }
 
 #[test]
 fn the_report_says_where_the_memory_is() {
-    let bench = Bench::with_capacity(GIB, "");
-    let pool = bench.pools().create_graph_pool(FIRST).unwrap();
-    let private = bench.alloc_in(pool, 100 * MIB);
-    bench.free(private);
-    let blocks = [0; 20].map(|_| bench.alloc(4 * MIB));
-    bench.free_all(blocks.iter().copied().step_by(2));
-    let report = bench.run_out(950 * MIB);
+    let context = TestContext::with_capacity(GIB, "");
+    let pool = context.pools().create_graph_pool(FIRST).unwrap();
+    let private = context.alloc_in(pool, 100 * MIB);
+    context.free(private);
+    let blocks = [0; 20].map(|_| context.alloc(4 * MIB));
+    context.free_all(blocks.iter().copied().step_by(2));
+    let report = context.expect_oom(950 * MIB);
     assert_eq!((report.bytes_private_free, report.bytes_allocated), (100 * MIB, 40 * MIB));
     assert_eq!((report.bytes_cached, report.blocks_cached, report.bytes_largest_cached), (40 * MIB, 10, 4 * MIB));
     assert_eq!((report.bytes_reserved, report.cause, report.capturing), (180 * MIB, OomCause::Device, false));
     let text = report.to_string();
     assert!(text.contains("100.00 MiB is free in private pools (e.g., CUDA Graphs)"), "{text}");
-    bench.finish();
+    context.finish();
 }
 
 /// Callbacks are asked after the search and before the driver; what they free serves the request.
 #[test]
 fn pressure_callbacks_come_before_the_driver() {
-    let bench = Bench::new("");
-    let limbo: Arc<Mutex<Vec<Allocation>>> = Arc::new(Mutex::new(vec![bench.alloc(100 * MIB)]));
-    let (held, allocator) = (limbo.clone(), Arc::downgrade(&bench.allocator));
+    let context = TestContext::new("");
+    let limbo: Arc<Mutex<Vec<Allocation>>> = Arc::new(Mutex::new(vec![context.alloc(100 * MIB)]));
+    let (held, allocator) = (limbo.clone(), Arc::downgrade(&context.allocator));
     let asked = Arc::new(AtomicU32::new(0));
     let count = asked.clone();
-    bench.allocator.observers().attach_pressure_callback(Arc::new(move |_| {
+    context.allocator.observers().attach_pressure_callback(Arc::new(move |_| {
         count.fetch_add(1, Ordering::Relaxed);
         let gone = held.lock().unwrap().pop();
         gone.is_some_and(|gone| allocator.upgrade().unwrap().free(gone).is_ok())
     }));
     let place = limbo.lock().unwrap()[0].ptr;
-    let calls = bench.sim.call_count(Call::MemAlloc);
-    let given = bench.alloc(100 * MIB);
-    assert_eq!((given.ptr, bench.sim.call_count(Call::MemAlloc)), (place, calls));
+    let calls = context.sim.call_count(Call::MemAlloc);
+    let given = context.alloc(100 * MIB);
+    assert_eq!((given.ptr, context.sim.call_count(Call::MemAlloc)), (place, calls));
     assert_eq!(asked.load(Ordering::Relaxed), 1);
-    bench.free(given);
-    bench.alloc(100 * MIB);
+    context.free(given);
+    context.alloc(100 * MIB);
     assert_eq!(asked.load(Ordering::Relaxed), 1, "not for what is cached");
-    bench.alloc(100 * MIB);
-    assert_eq!((asked.load(Ordering::Relaxed), bench.sim.call_count(Call::MemAlloc)), (2, calls + 1));
-    bench.finish();
+    context.alloc(100 * MIB);
+    assert_eq!((asked.load(Ordering::Relaxed), context.sim.call_count(Call::MemAlloc)), (2, calls + 1));
+    context.finish();
 }
 
 /// Pools that are marked for need come before anything is given back, and only for the default pool.
 #[test]
 fn marked_pools_come_before_the_cache_is_given_back() {
-    let bench = Bench::with_capacity(GIB, "");
+    let context = TestContext::with_capacity(GIB, "");
     let options = PoolOptions { use_on_oom: true, ..PoolOptions::default() };
-    let pool = bench.pools().create_pool(FIRST, options).unwrap();
-    let other = bench.pools().create_graph_pool(FIRST).unwrap();
-    let spare = bench.alloc_in(pool, 400 * MIB);
-    bench.free(spare);
-    let cached = bench.alloc(300 * MIB);
-    bench.free(cached);
+    let pool = context.pools().create_pool(FIRST, options).unwrap();
+    let other = context.pools().create_graph_pool(FIRST).unwrap();
+    let spare = context.alloc_in(pool, 400 * MIB);
+    context.free(spare);
+    let cached = context.alloc(300 * MIB);
+    context.free(cached);
     // Another private pool has no right to it: the default pool's cache goes instead.
-    let request = Request::new(FIRST, bench.main.id(), 350 * MIB).in_pool(other);
-    let private = bench.allocator.allocate_raw(request).unwrap();
+    let request = Request::new(FIRST, context.main.id(), 350 * MIB).in_pool(other);
+    let private = context.allocator.allocate_raw(request).unwrap();
     assert_ne!(private.ptr, spare.ptr);
-    assert_eq!((bench.stats().num_alloc_retries, bench.bytes_reserved()), (1, 750 * MIB));
-    let given = bench.alloc(400 * MIB);
-    assert_eq!((given.ptr, bench.stats().num_alloc_retries), (spare.ptr, 1));
-    assert_eq!(bench.pools().pool_uses(FIRST, pool).unwrap(), 1);
+    assert_eq!((context.stats().num_alloc_retries, context.bytes_reserved()), (1, 750 * MIB));
+    let given = context.alloc(400 * MIB);
+    assert_eq!((given.ptr, context.stats().num_alloc_retries), (spare.ptr, 1));
+    assert_eq!(context.pools().pool_uses(FIRST, pool).unwrap(), 1);
     // Only free blocks: the pool gets no new segment for it.
-    bench.run_out(400 * MIB);
-    bench.free(given);
-    bench.pools().set_use_on_oom(FIRST, pool, false).unwrap();
-    bench.run_out(400 * MIB);
-    bench.finish();
+    context.expect_oom(400 * MIB);
+    context.free(given);
+    context.pools().set_use_on_oom(FIRST, pool, false).unwrap();
+    context.expect_oom(400 * MIB);
+    context.finish();
 }
 
 /// Below the limit a request takes no oversize block, above it none that is too wide.
 #[test]
 fn oversize_blocks_are_kept_for_oversize_requests() {
-    let bench = Bench::new("max_split_size_mb:100");
-    let whole = bench.alloc(200 * MIB);
-    bench.free(whole);
-    let small = bench.alloc(50 * MIB);
+    let context = TestContext::new("max_split_size_mb:100");
+    let whole = context.alloc(200 * MIB);
+    context.free(whole);
+    let small = context.alloc(50 * MIB);
     assert_ne!(small.ptr, whole.ptr, "not oversize");
-    let fits = bench.alloc(180 * MIB + 512);
+    let fits = context.alloc(180 * MIB + 512);
     assert_eq!((fits.ptr, fits.bytes), (whole.ptr, 200 * MIB), "not cut, and less than 20 MiB too wide");
-    bench.free(fits);
-    let wide = bench.alloc(180 * MIB);
+    context.free(fits);
+    let wide = context.alloc(180 * MIB);
     assert_ne!(wide.ptr, whole.ptr, "20 MiB is too wide");
-    bench.set("max_split_size_mb:100,max_non_split_rounding_mb:64");
-    bench.free(wide);
-    bench.trim();
-    let whole = bench.alloc(200 * MIB);
-    bench.free(whole);
-    assert_eq!(bench.alloc(140 * MIB).ptr, whole.ptr);
-    bench.finish();
+    context.set("max_split_size_mb:100,max_non_split_rounding_mb:64");
+    context.free(wide);
+    context.trim();
+    let whole = context.alloc(200 * MIB);
+    context.free(whole);
+    assert_eq!(context.alloc(140 * MIB).ptr, whole.ptr);
+    context.finish();
 }
 
 /// With a split limit just enough oversize segments go back, not everything.
 #[test]
 fn just_enough_oversize_segments_go_back() {
-    let bench = Bench::with_capacity(GIB, "max_split_size_mb:100");
-    let [small, a, b, c] = [10, 150, 250, 450].map(|mib| bench.alloc(mib * MIB));
-    bench.free_all([small, a, b, c]);
+    let context = TestContext::with_capacity(GIB, "max_split_size_mb:100");
+    let [small, a, b, c] = [10, 150, 250, 450].map(|mib| context.alloc(mib * MIB));
+    context.free_all([small, a, b, c]);
     // 164 MiB are free. One block is large enough but too wide to be used; it alone goes.
-    bench.alloc(400 * MIB);
-    assert_eq!(bench.segment_sizes().iter().filter(|&&size| size >= 100 * MIB).count(), 3);
-    assert_eq!((bench.stats().num_alloc_retries, bench.bytes_reserved()), (0, 810 * MIB));
+    context.alloc(400 * MIB);
+    assert_eq!(context.segment_sizes().iter().filter(|&&size| size >= 100 * MIB).count(), 3);
+    assert_eq!((context.stats().num_alloc_retries, context.bytes_reserved()), (0, 810 * MIB));
     // Now none suffices alone: from the largest down until they sum up.
-    bench.alloc(380 * MIB);
-    assert_eq!((bench.stats().num_alloc_retries, bench.bytes_reserved()), (0, 790 * MIB));
-    bench.finish();
+    context.alloc(380 * MIB);
+    assert_eq!((context.stats().num_alloc_retries, context.bytes_reserved()), (0, 790 * MIB));
+    context.finish();
 }
 
 /// The sum is enough after two; the third stays.
 #[test]
 fn oversize_segments_beyond_the_sum_stay() {
-    let bench = Bench::with_capacity(GIB, "max_split_size_mb:100");
-    let [_, a, b, c] = [300, 150, 200, 250].map(|mib| bench.alloc(mib * MIB));
-    bench.free_all([a, b, c]);
-    bench.alloc(260 * MIB);
-    assert_eq!((bench.stats().num_alloc_retries, bench.bytes_reserved()), (0, 710 * MIB));
-    bench.finish();
+    let context = TestContext::with_capacity(GIB, "max_split_size_mb:100");
+    let [_, a, b, c] = [300, 150, 200, 250].map(|mib| context.alloc(mib * MIB));
+    context.free_all([a, b, c]);
+    context.alloc(260 * MIB);
+    assert_eq!((context.stats().num_alloc_retries, context.bytes_reserved()), (0, 710 * MIB));
+    context.finish();
 }
 
 #[test]
 fn too_few_oversize_segments_lead_to_the_next_rung() {
-    let bench = Bench::with_capacity(GIB, "max_split_size_mb:100");
-    let [a, b] = [300, 600].map(|mib| bench.alloc(mib * MIB));
-    bench.free(a);
-    let more = bench.alloc(50 * MIB);
-    bench.free(more);
-    bench.run_out(450 * MIB);
-    assert_eq!((bench.stats().num_alloc_retries, bench.bytes_reserved()), (1, 600 * MIB), "everything free went back");
-    bench.free(b);
-    bench.finish();
+    let context = TestContext::with_capacity(GIB, "max_split_size_mb:100");
+    let [a, b] = [300, 600].map(|mib| context.alloc(mib * MIB));
+    context.free(a);
+    let more = context.alloc(50 * MIB);
+    context.free(more);
+    context.expect_oom(450 * MIB);
+    assert_eq!(
+        (context.stats().num_alloc_retries, context.bytes_reserved()),
+        (1, 600 * MIB),
+        "everything free went back"
+    );
+    context.free(b);
+    context.finish();
 }
 
 /// Garbage is collected above the threshold, from segments at least as old as the average, of the large default pool
 /// only.
 #[test]
 fn old_segments_go_above_the_threshold() {
-    let bench = Bench::with_capacity(2 * GIB, "garbage_collection_threshold:0.5,per_process_memory_fraction:0.5");
-    let blocks = [12, 14, 16, 18].map(|mib| bench.alloc(mib * 10 * MIB));
-    bench.free_all(blocks);
+    let context =
+        TestContext::with_capacity(2 * GIB, "garbage_collection_threshold:0.5,per_process_memory_fraction:0.5");
+    let blocks = [12, 14, 16, 18].map(|mib| context.alloc(mib * 10 * MIB));
+    context.free_all(blocks);
     // 600 of 1024 MiB are held, 88 above the threshold. The two that were used since are younger.
     for _ in 0..10 {
-        bench.free_all([bench.alloc(160 * MIB), bench.alloc(180 * MIB)]);
+        context.free_all([context.alloc(160 * MIB), context.alloc(180 * MIB)]);
     }
-    bench.alloc(200 * MIB);
-    let mut sizes: Vec<u64> = bench.segment_sizes().iter().map(|size| size / MIB).collect();
+    context.alloc(200 * MIB);
+    let mut sizes: Vec<u64> = context.segment_sizes().iter().map(|size| size / MIB).collect();
     sizes.sort_unstable();
     assert_eq!(sizes, [160, 180, 200], "the pass is not stopped in the middle");
-    assert_eq!(bench.stats().num_sync_all_streams, 0);
-    bench.finish();
+    assert_eq!(context.stats().num_sync_all_streams, 0);
+    context.finish();
 }
 
 #[test]
@@ -338,29 +343,29 @@ fn garbage_collection_takes_a_limit_and_leaves_private_pools_alone() {
         ("per_process_memory_fraction:0.9", true),
         ("garbage_collection_threshold:0.1,per_process_memory_fraction:0.9", false),
     ] {
-        let bench = Bench::with_capacity(GIB, settings);
-        let pool = bench.pools().create_graph_pool(FIRST).unwrap();
-        let (private, cached) = (bench.alloc_in(pool, 200 * MIB), bench.alloc(100 * MIB));
-        bench.free_all([private, cached]);
-        bench.alloc(150 * MIB);
-        assert_eq!(bench.bytes_reserved(), if kept { 450 * MIB } else { 350 * MIB }, "{settings}");
-        bench.finish();
+        let context = TestContext::with_capacity(GIB, settings);
+        let pool = context.pools().create_graph_pool(FIRST).unwrap();
+        let (private, cached) = (context.alloc_in(pool, 200 * MIB), context.alloc(100 * MIB));
+        context.free_all([private, cached]);
+        context.alloc(150 * MIB);
+        assert_eq!(context.bytes_reserved(), if kept { 450 * MIB } else { 350 * MIB }, "{settings}");
+        context.finish();
     }
 }
 
 /// A request that fails leaves everything but counters and the cache as it was.
 #[test]
 fn a_failure_changes_nothing_else() {
-    let bench = Bench::with_capacity(GIB, "");
-    let kept = bench.alloc(600 * MIB);
-    bench.fill(kept, 4, &bench.main);
+    let context = TestContext::with_capacity(GIB, "");
+    let kept = context.alloc(600 * MIB);
+    context.fill(kept, 4, &context.main);
     for _ in 0..3 {
-        let error = bench.try_alloc(600 * MIB).unwrap_err();
+        let error = context.try_alloc(600 * MIB).unwrap_err();
         assert!(matches!(error, Error::OutOfMemory(_)));
     }
-    let stats = bench.stats();
+    let stats = context.stats();
     assert_eq!((stats.num_ooms, stats.num_alloc_retries, stats.allocation.all.current), (3, 3, 1));
     assert_eq!((stats.num_device_alloc, stats.num_device_free), (1, 0));
-    bench.assert_holds(kept, 4);
-    bench.finish();
+    context.assert_holds(kept, 4);
+    context.finish();
 }

@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, mpsc};
 use std::thread;
 
-use crate::common::memory::{Bench, FIRST, MIB};
+use crate::common::memory::{FIRST, MIB, TestContext};
 use warpool::driver::sim::SimDriver;
 use warpool::driver::{Call, DeviceId, DevicePtr, Memory, StreamId};
 use warpool::memory::{
@@ -23,8 +23,12 @@ struct Source {
 }
 
 impl Source {
-    fn options(bench: &Bench, on_free: impl Fn() + Send + Sync + 'static, own: Option<DeviceBlock>) -> PoolOptions {
-        let source = Self { sim: bench.sim.clone(), on_free: Box::new(on_free), _own: Mutex::new(own) };
+    fn options(
+        context: &TestContext,
+        on_free: impl Fn() + Send + Sync + 'static,
+        own: Option<DeviceBlock>,
+    ) -> PoolOptions {
+        let source = Self { sim: context.sim.clone(), on_free: Box::new(on_free), _own: Mutex::new(own) };
         PoolOptions { upstream: Some(Arc::new(source)), ..PoolOptions::default() }
     }
 }
@@ -45,72 +49,72 @@ impl Upstream for Source {
 #[test]
 fn a_pool_may_be_given_up_while_it_is_asked_for_memory() {
     for settings in ["", "expandable_segments:True"] {
-        let bench = Bench::new(settings);
-        let pool = bench.pools().create_pool(FIRST, PoolOptions::default()).unwrap();
-        let (allocator, once) = (bench.any(), AtomicBool::new(true));
+        let context = TestContext::new(settings);
+        let pool = context.pools().create_pool(FIRST, PoolOptions::default()).unwrap();
+        let (allocator, once) = (context.any(), AtomicBool::new(true));
         let give_up = move |device| {
             if once.swap(false, Ordering::Relaxed) {
                 allocator.pools().unwrap().release_pool(device, pool).unwrap();
             }
             true
         };
-        let callback = bench.allocator.observers().attach_pressure_callback(Arc::new(give_up));
-        let block = bench.alloc_in(pool, 4 * MIB);
-        assert_eq!(bench.pools().pool_uses(FIRST, pool).unwrap(), 0, "it is there for as long as it has memory");
+        let callback = context.allocator.observers().attach_pressure_callback(Arc::new(give_up));
+        let block = context.alloc_in(pool, 4 * MIB);
+        assert_eq!(context.pools().pool_uses(FIRST, pool).unwrap(), 0, "it is there for as long as it has memory");
         assert!(matches!(
-            bench.allocator.allocate_raw(Request::new(FIRST, bench.main.id(), 1).in_pool(pool)),
+            context.allocator.allocate_raw(Request::new(FIRST, context.main.id(), 1).in_pool(pool)),
             Err(Error::PoolReleased { .. })
         ));
-        bench.free(block);
-        bench.trim();
-        assert!(matches!(bench.pools().pool_uses(FIRST, pool), Err(Error::UnknownPool { .. })));
-        bench.allocator.observers().detach(callback);
-        bench.finish();
+        context.free(block);
+        context.trim();
+        assert!(matches!(context.pools().pool_uses(FIRST, pool), Err(Error::UnknownPool { .. })));
+        context.allocator.observers().detach(callback);
+        context.finish();
     }
 }
 
 /// The same where the request then fails: nothing of the pool is left.
 #[test]
 fn a_pool_that_is_given_up_while_a_request_fails_is_gone() {
-    let bench = Bench::with_capacity(64 * MIB, "");
-    let pool = bench.pools().create_pool(FIRST, PoolOptions::default()).unwrap();
-    let allocator = bench.any();
+    let context = TestContext::with_capacity(64 * MIB, "");
+    let pool = context.pools().create_pool(FIRST, PoolOptions::default()).unwrap();
+    let allocator = context.any();
     let give_up = move |device| allocator.pools().unwrap().release_pool(device, pool).is_ok();
-    let callback = bench.allocator.observers().attach_pressure_callback(Arc::new(give_up));
-    let outcome = bench.allocator.allocate_raw(Request::new(FIRST, bench.main.id(), 100 * MIB).in_pool(pool));
+    let callback = context.allocator.observers().attach_pressure_callback(Arc::new(give_up));
+    let outcome = context.allocator.allocate_raw(Request::new(FIRST, context.main.id(), 100 * MIB).in_pool(pool));
     assert!(matches!(outcome, Err(Error::OutOfMemory(_))), "{outcome:?}");
-    assert!(matches!(bench.pools().pool_uses(FIRST, pool), Err(Error::UnknownPool { .. })));
-    bench.allocator.observers().detach(callback);
-    bench.finish();
+    assert!(matches!(context.pools().pool_uses(FIRST, pool), Err(Error::UnknownPool { .. })));
+    context.allocator.observers().detach(callback);
+    context.finish();
 }
 
 /// Whoever asks for memory and names no pool does not hear of one that another thread closed meanwhile. The hook stands
 /// for that thread.
 #[test]
 fn a_request_is_routed_anew_if_its_scope_closes_meanwhile() {
-    let bench = Bench::new("");
-    let pool = MemPool::new(&bench.any(), &bench.device(), PoolOptions::default()).unwrap();
-    let scope = PoolScope::open(&bench.any(), FIRST, pool.id(), Route::Everything).unwrap();
+    let context = TestContext::new("");
+    let pool = MemPool::new(&context.any(), &context.device(), PoolOptions::default()).unwrap();
+    let scope = PoolScope::open(&context.any(), FIRST, pool.id(), Route::Everything).unwrap();
     let open = Mutex::new(Some((scope, pool)));
     let hook = move || {
         drop(open.lock().unwrap().take());
         None
     };
-    bench.allocator.observers().set_stack_hook(Some(Arc::new(hook)));
+    context.allocator.observers().set_stack_hook(Some(Arc::new(hook)));
     let options = HistoryOptions { stacks: StackLevel::All, ..HistoryOptions::default() };
-    bench.allocator.record_history(Some(options)).unwrap();
-    let block = bench.alloc(MIB);
-    assert_eq!(bench.segments_of(MemPoolId::DEFAULT).len(), 1);
-    bench.free(block);
-    bench.allocator.observers().set_stack_hook(None);
-    bench.finish();
+    context.allocator.record_history(Some(options)).unwrap();
+    let block = context.alloc(MIB);
+    assert_eq!(context.segments_of(MemPoolId::DEFAULT).len(), 1);
+    context.free(block);
+    context.allocator.observers().set_stack_hook(None);
+    context.finish();
 }
 
 /// A scope that opens may be the call that tells trackers what another thread did. They may ask for memory.
 #[test]
 fn trackers_may_ask_for_memory_while_a_scope_opens() {
-    let bench = Bench::new("");
-    bench.free(bench.alloc(MIB));
+    let context = TestContext::new("");
+    context.free(context.alloc(MIB));
     let (arrived, arrival) = mpsc::channel();
     let (go, may_go) = mpsc::channel::<()>();
     let (seen, may_go) = (AtomicU64::new(0), Mutex::new(may_go));
@@ -121,19 +125,20 @@ fn trackers_may_ask_for_memory_while_a_scope_opens() {
             may_go.lock().unwrap().recv().unwrap();
         }
     };
-    let pool = MemPool::new(&bench.any(), &bench.device(), Source::options(&bench, stop, None)).unwrap();
-    bench.free_all([11, 12].map(|mib| bench.alloc_in(pool.id(), mib * MIB)));
+    let pool = MemPool::new(&context.any(), &context.device(), Source::options(&context, stop, None)).unwrap();
+    context.free_all([11, 12].map(|mib| context.alloc_in(pool.id(), mib * MIB)));
     let told = Arc::new(AtomicU64::new(0));
     let tracker = {
-        let (told, allocator, stream) = (told.clone(), bench.any(), bench.main.clone());
+        let (told, allocator, stream) = (told.clone(), context.any(), context.main.clone());
         move |_, _: &_| {
             told.fetch_add(1, Ordering::Relaxed);
             drop(allocator.allocate(MIB, &stream).unwrap());
         }
     };
-    let tracker = bench.allocator.observers().attach_tracker(&[Action::SegmentFree], Arc::new(tracker));
-    let others = [(); 2].map(|()| MemPool::new(&bench.any(), &bench.device(), PoolOptions::default()).unwrap());
-    let outer = PoolScope::open(&bench.any(), FIRST, others[0].id(), Route::Stream(bench.side_stream().id())).unwrap();
+    let tracker = context.allocator.observers().attach_tracker(&[Action::SegmentFree], Arc::new(tracker));
+    let others = [(); 2].map(|()| MemPool::new(&context.any(), &context.device(), PoolOptions::default()).unwrap());
+    let outer =
+        PoolScope::open(&context.any(), FIRST, others[0].id(), Route::Stream(context.side_stream().id())).unwrap();
     thread::scope(|scope| {
         let closing = scope.spawn(|| pool.close().unwrap());
         arrival.recv().unwrap();
@@ -143,23 +148,23 @@ fn trackers_may_ask_for_memory_while_a_scope_opens() {
         closing.join().unwrap();
     });
     assert_eq!(told.load(Ordering::Relaxed), 2);
-    bench.allocator.observers().detach(tracker);
+    context.allocator.observers().detach(tracker);
     drop(outer);
-    bench.finish();
+    context.finish();
 }
 
 /// What an observer owns goes with it, and that is told to the others.
 #[test]
 fn observers_may_own_blocks() {
-    let bench = Bench::new("");
-    let observers = bench.allocator.observers();
+    let context = TestContext::new("");
+    let observers = context.allocator.observers();
     let told = Arc::new(AtomicU64::new(0));
     let counter = told.clone();
     let count = move |_, _: &_| {
         counter.fetch_add(1, Ordering::Relaxed);
     };
     let frees = observers.attach_tracker(&[Action::FreeCompleted], Arc::new(count));
-    let own = |bytes| bench.allocator.allocate(bytes, &bench.main).unwrap();
+    let own = |bytes| context.allocator.allocate(bytes, &context.main).unwrap();
     let block = own(MIB);
     let tracker = observers.attach_tracker(&Action::ALL, Arc::new(move |_, _: &_| assert!(block.bytes() > 0)));
     assert!(observers.detach(tracker) && !observers.detach(tracker));
@@ -169,9 +174,9 @@ fn observers_may_own_blocks() {
     let block = own(3 * MIB);
     let callback = observers.attach_pressure_callback(Arc::new(move |_| block.bytes() == 0));
     assert!(observers.detach(callback));
-    assert_eq!((told.load(Ordering::Relaxed), bench.bytes_allocated()), (3, 0));
+    assert_eq!((told.load(Ordering::Relaxed), context.bytes_allocated()), (3, 0));
     observers.detach(frees);
-    bench.finish();
+    context.finish();
 }
 
 /// A pool's source may live in memory of the allocator that it serves; it goes when the pool does, or with its last
@@ -179,18 +184,19 @@ fn observers_may_own_blocks() {
 #[test]
 fn a_source_may_own_blocks_of_its_allocator() {
     for with_segment in [false, true] {
-        let bench = Bench::new("");
-        let own = bench.allocator.allocate(MIB, &bench.main).unwrap();
-        let pool = MemPool::new(&bench.any(), &bench.device(), Source::options(&bench, || (), Some(own))).unwrap();
+        let context = TestContext::new("");
+        let own = context.allocator.allocate(MIB, &context.main).unwrap();
+        let pool =
+            MemPool::new(&context.any(), &context.device(), Source::options(&context, || (), Some(own))).unwrap();
         if with_segment {
-            bench.free(bench.alloc_in(pool.id(), MIB));
+            context.free(context.alloc_in(pool.id(), MIB));
         }
         drop(pool);
-        bench.trim();
-        assert_eq!(bench.bytes_allocated(), 0, "the source is gone");
-        bench.trim();
-        assert_eq!(bench.bytes_reserved(), 0);
-        bench.finish();
+        context.trim();
+        assert_eq!(context.bytes_allocated(), 0, "the source is gone");
+        context.trim();
+        assert_eq!(context.bytes_reserved(), 0);
+        context.finish();
     }
 }
 
@@ -211,18 +217,18 @@ thread_local! {
 /// A thread's last destructors may drop blocks, and even ask for memory.
 #[test]
 fn a_thread_may_use_the_allocator_until_its_very_end() {
-    let bench = Bench::new("");
+    let context = TestContext::new("");
     let told = Arc::new(AtomicU64::new(0));
     let counter = told.clone();
     let count = move |_, _: &_| {
         counter.fetch_add(1, Ordering::Relaxed);
     };
-    let tracker = bench.allocator.observers().attach_tracker(&[Action::FreeCompleted], Arc::new(count));
-    bench.allocator.record_history(Some(HistoryOptions::default())).unwrap();
+    let tracker = context.allocator.observers().attach_tracker(&[Action::FreeCompleted], Arc::new(count));
+    context.allocator.record_history(Some(HistoryOptions::default())).unwrap();
     thread::scope(|scope| {
         scope.spawn(|| {
             KEPT.with_borrow_mut(Vec::clear);
-            let (allocator, stream) = (bench.any(), bench.main.clone());
+            let (allocator, stream) = (context.any(), context.main.clone());
             let block = allocator.allocate(30 * MIB, &stream).unwrap();
             let last = move || {
                 drop(block);
@@ -233,39 +239,39 @@ fn a_thread_may_use_the_allocator_until_its_very_end() {
         });
     });
     // The end of a scope does not wait for the destructors of its threads.
-    while told.load(Ordering::Relaxed) < 2 || bench.bytes_reserved() > 0 {
+    while told.load(Ordering::Relaxed) < 2 || context.bytes_reserved() > 0 {
         thread::yield_now();
     }
-    bench.allocator.observers().detach(tracker);
-    bench.finish();
+    context.allocator.observers().detach(tracker);
+    context.finish();
 }
 
 /// However much another thread's capture defers, a request outside of it asks about every stream once.
 #[test]
 fn a_capture_elsewhere_costs_a_request_one_question_per_stream() {
     const BLOCKS: usize = 100;
-    let bench = Bench::new("");
-    let (stream, side) = (bench.side_stream(), bench.side_stream());
-    let pool = bench.pools().create_graph_pool(FIRST).unwrap();
-    let capture = bench.begin_capture(&stream);
-    bench.pools().begin_routing(FIRST, pool, Route::Capture(capture)).unwrap();
+    let context = TestContext::new("");
+    let (stream, side) = (context.side_stream(), context.side_stream());
+    let pool = context.pools().create_graph_pool(FIRST).unwrap();
+    let capture = context.begin_capture(&stream);
+    context.pools().begin_routing(FIRST, pool, Route::Capture(capture)).unwrap();
     side.wait_stream(&stream).unwrap();
-    let blocks: Vec<_> = (0..BLOCKS).map(|_| bench.alloc_on(&stream, MIB)).collect();
+    let blocks: Vec<_> = (0..BLOCKS).map(|_| context.alloc_on(&stream, MIB)).collect();
     for &block in &blocks {
-        bench.record_use(block, &side);
-        bench.free(block);
+        context.record_use(block, &side);
+        context.free(block);
     }
     stream.wait_stream(&side).unwrap();
-    assert_eq!(bench.stats().active.all.current, BLOCKS as u64, "all of them wait");
-    let other = bench.side_stream();
-    let asked = bench.sim.call_count(Call::CaptureState);
-    let block = bench.alloc_on(&other, MIB);
-    let questions = bench.sim.call_count(Call::CaptureState) - asked;
+    assert_eq!(context.stats().active.all.current, BLOCKS as u64, "all of them wait");
+    let other = context.side_stream();
+    let asked = context.sim.call_count(Call::CaptureState);
+    let block = context.alloc_on(&other, MIB);
+    let questions = context.sim.call_count(Call::CaptureState) - asked;
     assert!(questions < 10, "{questions} questions for one request");
-    bench.end_capture(&stream);
-    bench.pools().end_routing(FIRST, pool).unwrap();
-    bench.free(block);
-    bench.free(bench.alloc_on(&other, MIB));
-    assert_eq!(bench.stats().active.all.current, 0);
-    bench.finish();
+    context.end_capture(&stream);
+    context.pools().end_routing(FIRST, pool).unwrap();
+    context.free(block);
+    context.free(context.alloc_on(&other, MIB));
+    assert_eq!(context.stats().active.all.current, 0);
+    context.finish();
 }

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use crate::common::memory::{Bench, FIRST, GIB, KIB, MIB};
+use crate::common::memory::{FIRST, GIB, KIB, MIB, TestContext};
 use crate::common::rng::Rng;
 use warpool::driver::{Call, DevicePtr};
 use warpool::memory::{
@@ -12,10 +12,10 @@ use warpool::memory::{
 /// The names that `torch.cuda.memory_stats` gives.
 #[test]
 fn counters_have_pytorchs_names() {
-    let bench = Bench::new("");
-    let pool = bench.pools().create_pool(FIRST, PoolOptions::default()).unwrap();
-    bench.alloc_in(pool, MIB);
-    let flat: BTreeMap<String, i64> = bench.stats().flattened().into_iter().collect();
+    let context = TestContext::new("");
+    let pool = context.pools().create_pool(FIRST, PoolOptions::default()).unwrap();
+    context.alloc_in(pool, MIB);
+    let flat: BTreeMap<String, i64> = context.stats().flattened().into_iter().collect();
     let mut wanted = Vec::new();
     let by_kind = [
         "allocation",
@@ -55,18 +55,18 @@ fn counters_have_pytorchs_names() {
     assert_eq!(flat.keys().cloned().collect::<Vec<_>>(), wanted);
     assert_eq!(flat["max_split_size"], -1);
     assert_eq!(flat["reserved_bytes_by_private_pools.0_1.small_pool.current"], 2 << 20);
-    bench.set("max_split_size_mb:64");
-    assert_eq!(bench.stats().max_split_size, 64 << 20);
-    bench.finish();
+    context.set("max_split_size_mb:64");
+    assert_eq!(context.stats().max_split_size, 64 << 20);
+    context.finish();
 }
 
 #[test]
 fn every_counter_moves_as_it_should() {
-    let bench = Bench::new("");
-    let small = bench.alloc(1000);
-    let large = bench.alloc(3 * MIB);
+    let context = TestContext::new("");
+    let small = context.alloc(1000);
+    let large = context.alloc(3 * MIB);
     let now = |by_kind: StatByKind| [by_kind.all, by_kind.small_pool, by_kind.large_pool].map(|stat| stat.current);
-    let stats = bench.stats();
+    let stats = context.stats();
     assert_eq!(now(stats.allocation), [2, 1, 1]);
     assert_eq!(now(stats.active), [2, 1, 1]);
     assert_eq!(now(stats.segment), [2, 1, 1]);
@@ -77,129 +77,129 @@ fn every_counter_moves_as_it_should() {
     assert_eq!(now(stats.reserved_bytes), [22 * MIB, 2 * MIB, 20 * MIB]);
     assert_eq!(now(stats.inactive_split_bytes), [19 * MIB - KIB, 2 * MIB - KIB, 17 * MIB]);
     assert_eq!((stats.num_device_alloc, stats.num_device_free), (2, 0));
-    bench.free_all([small, large]);
-    let stats = bench.stats();
+    context.free_all([small, large]);
+    let stats = context.stats();
     for by_kind in [stats.allocation, stats.active, stats.inactive_split, stats.allocated_bytes, stats.active_bytes] {
         assert_eq!(now(by_kind), [0, 0, 0]);
     }
     assert_eq!(now(stats.inactive_split_bytes), [0, 0, 0], "a whole free segment is no split");
     assert_eq!(now(stats.reserved_bytes), [22 * MIB, 2 * MIB, 20 * MIB]);
     assert_eq!(stats.allocation.all.freed, 2);
-    bench.trim();
-    let stats = bench.stats();
+    context.trim();
+    let stats = context.stats();
     assert_eq!((now(stats.reserved_bytes), now(stats.segment)), ([0, 0, 0], [0, 0, 0]));
     assert_eq!((stats.num_device_alloc, stats.num_device_free), (2, 2));
     assert_eq!(stats.reserved_bytes.all.peak, 22 * MIB);
-    bench.finish();
+    context.finish();
 }
 
 #[test]
 fn peaks_and_sums_can_be_reset() {
-    let bench = Bench::with_capacity(GIB, "max_split_size_mb:100");
-    let kept = bench.alloc(200 * MIB);
-    let gone = bench.alloc(300 * MIB);
-    bench.run_out(2 * GIB);
-    bench.free(gone);
-    let stats = bench.stats();
+    let context = TestContext::with_capacity(GIB, "max_split_size_mb:100");
+    let kept = context.alloc(200 * MIB);
+    let gone = context.alloc(300 * MIB);
+    context.expect_oom(2 * GIB);
+    context.free(gone);
+    let stats = context.stats();
     assert_eq!((stats.oversize_allocations.current, stats.oversize_allocations.peak), (1, 2));
     assert_eq!(stats.oversize_segments.current, 2, "from the threshold on");
     assert_eq!(stats.allocated_bytes.all.peak, 500 * MIB);
     assert_eq!((stats.num_ooms, stats.num_alloc_retries), (1, 1));
-    bench.allocator.reset_peak_stats(FIRST).unwrap();
-    let stats = bench.stats();
+    context.allocator.reset_peak_stats(FIRST).unwrap();
+    let stats = context.stats();
     assert_eq!(stats.allocated_bytes.all.peak, 200 * MIB);
     assert_eq!((stats.oversize_allocations.peak, stats.allocated_bytes.all.allocated), (1, 500 * MIB));
-    bench.allocator.reset_accumulated_stats(FIRST).unwrap();
-    let stats = bench.stats();
+    context.allocator.reset_accumulated_stats(FIRST).unwrap();
+    let stats = context.stats();
     assert_eq!((stats.allocated_bytes.all.allocated, stats.allocated_bytes.all.freed), (0, 0));
     assert_eq!((stats.oversize_segments.allocated, stats.allocated_bytes.all.current), (0, 200 * MIB));
     let counters = [stats.num_ooms, stats.num_alloc_retries, stats.num_device_alloc, stats.num_device_free];
     assert_eq!((counters, stats.num_sync_all_streams), ([0; 4], 0));
     assert_eq!(stats.max_split_size, 100 << 20, "not a counter");
-    bench.free(kept);
-    assert_eq!(bench.stats().allocated_bytes.all.freed, 200 * MIB);
-    bench.finish();
+    context.free(kept);
+    assert_eq!(context.stats().allocated_bytes.all.freed, 200 * MIB);
+    context.finish();
 }
 
 /// Exactly the threshold is oversize.
 #[test]
 fn oversize_begins_at_the_threshold() {
-    let bench = Bench::new("max_split_size_mb:64");
-    let below = bench.alloc(64 * MIB - 1024 * KIB);
+    let context = TestContext::new("max_split_size_mb:64");
+    let below = context.alloc(64 * MIB - 1024 * KIB);
     // Its segment has 64 MiB, and it does not.
-    assert_eq!((bench.stats().oversize_segments.current, bench.stats().oversize_allocations.current), (1, 1));
-    bench.free(below);
-    let exact = bench.alloc(64 * MIB);
-    assert_eq!(bench.stats().oversize_allocations.current, 1);
-    bench.free(exact);
-    bench.trim();
-    let stats = bench.stats();
+    assert_eq!((context.stats().oversize_segments.current, context.stats().oversize_allocations.current), (1, 1));
+    context.free(below);
+    let exact = context.alloc(64 * MIB);
+    assert_eq!(context.stats().oversize_allocations.current, 1);
+    context.free(exact);
+    context.trim();
+    let stats = context.stats();
     assert_eq!((stats.oversize_segments.current, stats.oversize_allocations.current), (0, 0));
-    bench.finish();
+    context.finish();
 }
 
 /// What is out is judged by the threshold of the moment, so that it can go under any.
 #[test]
 fn the_threshold_can_change_while_blocks_are_out() {
-    let bench = Bench::new("");
+    let context = TestContext::new("");
     let oversize = || {
-        let stats = bench.stats();
+        let stats = context.stats();
         (stats.oversize_allocations.current, stats.oversize_segments.current)
     };
-    let early = bench.alloc(100 * MIB);
+    let early = context.alloc(100 * MIB);
     assert_eq!(oversize(), (0, 0));
-    bench.set("max_split_size_mb:50");
+    context.set("max_split_size_mb:50");
     assert_eq!(oversize(), (1, 1));
-    let second = bench.alloc(200 * MIB);
-    bench.set("max_split_size_mb:300");
-    let late = bench.alloc(250 * MIB);
+    let second = context.alloc(200 * MIB);
+    context.set("max_split_size_mb:300");
+    let late = context.alloc(250 * MIB);
     assert_eq!(oversize(), (0, 0));
-    bench.set("max_split_size_mb:20");
+    context.set("max_split_size_mb:20");
     assert_eq!(oversize(), (3, 3));
-    bench.free_all([early, second, late]);
+    context.free_all([early, second, late]);
     assert_eq!(oversize(), (0, 3));
-    bench.trim();
+    context.trim();
     assert_eq!(oversize(), (0, 0));
-    bench.finish();
+    context.finish();
 }
 
 /// TestCuda.test_memory_stats: allocations, frees, trims and resets in a fixed order, against sums.
 #[test]
 fn counters_stay_consistent() {
-    let bench = Bench::new("");
+    let context = TestContext::new("");
     let mut live: Vec<Allocation> = Vec::new();
     let (mut sum, mut peak) = (0, 0);
     let steps = (0..60_u64).map(|step| (step, (step * 7919) % 5));
     for (step, what) in steps {
         match what {
             0..=2 => {
-                let given = bench.alloc(1 + (step * 1_234_567) % (24 * MIB));
+                let given = context.alloc(1 + (step * 1_234_567) % (24 * MIB));
                 sum += given.bytes;
                 live.push(given);
             }
             3 if !live.is_empty() => {
                 let gone = live.remove((step as usize * 31) % live.len());
                 sum -= gone.bytes;
-                bench.free(gone);
+                context.free(gone);
             }
             _ => {
-                bench.trim();
-                bench.allocator.reset_peak_stats(FIRST).unwrap();
+                context.trim();
+                context.allocator.reset_peak_stats(FIRST).unwrap();
                 peak = sum;
             }
         }
         peak = peak.max(sum);
-        let stats = bench.stats();
+        let stats = context.stats();
         assert_eq!((stats.allocated_bytes.all.current, stats.allocated_bytes.all.peak), (sum, peak), "step {step}");
         let reserved = stats.reserved_bytes.all;
         assert!(reserved.current >= sum && reserved.peak >= reserved.current);
-        assert_eq!(reserved.current, bench.segment_sizes().iter().sum::<u64>());
-        assert_eq!(reserved.current, bench.sim.object_counts().bytes_used);
+        assert_eq!(reserved.current, context.segment_sizes().iter().sum::<u64>());
+        assert_eq!(reserved.current, context.sim.object_counts().bytes_used);
     }
-    bench.free_all(live);
-    bench.trim();
-    assert_eq!((bench.bytes_reserved(), bench.sim.object_counts().bytes_used), (0, 0));
-    bench.finish();
+    context.free_all(live);
+    context.trim();
+    assert_eq!((context.bytes_reserved(), context.sim.object_counts().bytes_used), (0, 0));
+    context.finish();
 }
 
 /// TestCudaAllocator.test_allocator_fuzz: 10,000 random steps with the contents checked, in both modes.
@@ -213,7 +213,7 @@ fn random_steps_keep_contents() {
 
 fn fuzz(settings: &str, seed: u64) {
     println!("settings {settings:?}, seed {seed}");
-    let bench = Bench::with_capacity(2 * GIB, settings);
+    let context = TestContext::with_capacity(2 * GIB, settings);
     let mut rng = Rng::new(seed);
     let mut live: Vec<(Allocation, u8)> = Vec::new();
     let mut sum = 0;
@@ -225,10 +225,10 @@ fn fuzz(settings: &str, seed: u64) {
                 1 => 1 + rng.u64_below(20 * MIB),
                 _ => 1 + rng.u64_below(60 * MIB),
             };
-            let Ok(given) = bench.allocator.allocate_raw(Request::new(FIRST, bench.main.id(), bytes)) else {
+            let Ok(given) = context.allocator.allocate_raw(Request::new(FIRST, context.main.id(), bytes)) else {
                 assert!(sum + bytes > 300 * MIB, "no room in an almost empty device");
                 for (gone, _) in live.drain(..) {
-                    bench.allocator.free(gone).unwrap();
+                    context.allocator.free(gone).unwrap();
                 }
                 sum = 0;
                 continue;
@@ -236,32 +236,32 @@ fn fuzz(settings: &str, seed: u64) {
             let value = rng.u32() as u8;
             // Both ends are enough to see an overlap, and cheap.
             for end in [0, bytes - 1] {
-                bench.sim_fill(given.ptr.0 + end, value);
+                context.sim_fill(given.ptr.0 + end, value);
             }
             sum += bytes;
             live.push((given, value));
         } else if draw < 98 {
             let (gone, value) = live.swap_remove(rng.below(live.len()));
             if step % 16 == 0 {
-                bench.assert_holds(gone, value);
+                context.assert_holds(gone, value);
             }
             sum -= gone.bytes_requested;
-            bench.allocator.free(gone).unwrap();
+            context.allocator.free(gone).unwrap();
         } else {
-            bench.allocator.trim(FIRST, MemPoolId::DEFAULT).unwrap();
+            context.allocator.trim(FIRST, MemPoolId::DEFAULT).unwrap();
         }
         if step % 64 == 0 {
-            bench.allocator.check();
+            context.allocator.check();
         }
-        assert_eq!(bench.stats().requested_bytes.all.current, sum);
+        assert_eq!(context.stats().requested_bytes.all.current, sum);
     }
     for &(block, value) in &live {
-        bench.assert_holds(block, value);
+        context.assert_holds(block, value);
     }
-    bench.free_all(live.into_iter().map(|(block, _)| block));
-    bench.trim();
-    assert_eq!((bench.bytes_reserved(), bench.sim.object_counts().bytes_used), (0, 0));
-    bench.finish();
+    context.free_all(live.into_iter().map(|(block, _)| block));
+    context.trim();
+    assert_eq!((context.bytes_reserved(), context.sim.object_counts().bytes_used), (0, 0));
+    context.finish();
 }
 
 /// A small generator of numbers: the same seed, the same numbers.
@@ -270,42 +270,42 @@ fn fuzz(settings: &str, seed: u64) {
 /// back the way it came.
 #[test]
 fn without_caching_every_request_is_the_drivers() {
-    let bench = Bench::new("");
-    let cached = bench.alloc(MIB);
-    let before = bench.stats();
-    bench.allocator.set_caching(false);
-    let direct = bench.alloc(4096);
-    assert_eq!((direct.bytes, bench.sim.call_count(Call::MemAlloc)), (4096, 2));
-    bench.allocator.record_use(direct, bench.side_stream().id()).unwrap();
-    bench.fill(direct, 9, &bench.main);
-    bench.assert_holds(direct, 9);
-    assert_eq!(bench.stats(), before);
-    assert_eq!(bench.segments().len(), 1);
+    let context = TestContext::new("");
+    let cached = context.alloc(MIB);
+    let before = context.stats();
+    context.allocator.set_caching(false);
+    let direct = context.alloc(4096);
+    assert_eq!((direct.bytes, context.sim.call_count(Call::MemAlloc)), (4096, 2));
+    context.allocator.record_use(direct, context.side_stream().id()).unwrap();
+    context.fill(direct, 9, &context.main);
+    context.assert_holds(direct, 9);
+    assert_eq!(context.stats(), before);
+    assert_eq!(context.segments().len(), 1);
     // What was cached goes back to the cache.
-    bench.free(cached);
-    assert_eq!(bench.stats().allocation.all.current, 0);
-    assert_eq!(bench.bytes_reserved(), 2 * MIB);
-    bench.allocator.set_caching(true);
-    bench.allocator.free_raw(direct.ptr).unwrap();
-    assert_eq!(bench.sim.call_count(Call::MemFree), 1);
-    assert!(bench.allocator.free_raw(direct.ptr).is_err(), "twice");
-    assert_eq!(bench.alloc(MIB).ptr, cached.ptr);
-    bench.finish();
+    context.free(cached);
+    assert_eq!(context.stats().allocation.all.current, 0);
+    assert_eq!(context.bytes_reserved(), 2 * MIB);
+    context.allocator.set_caching(true);
+    context.allocator.free_raw(direct.ptr).unwrap();
+    assert_eq!(context.sim.call_count(Call::MemFree), 1);
+    assert!(context.allocator.free_raw(direct.ptr).is_err(), "twice");
+    assert_eq!(context.alloc(MIB).ptr, cached.ptr);
+    context.finish();
 }
 
 #[test]
 fn without_caching_destructors_leave_the_driver_call_to_the_next() {
-    let bench = Bench::new("");
-    bench.allocator.set_caching(false);
-    let direct = bench.alloc(MIB);
-    bench.allocator.free_later(direct);
-    assert_eq!(bench.sim.call_count(Call::MemFree), 0);
-    bench.trim();
-    assert_eq!((bench.sim.call_count(Call::MemFree), bench.sim.object_counts().bytes_used), (1, 0));
-    let (one, two) = (bench.alloc(64 * GIB - MIB), bench.try_alloc(2 * MIB));
+    let context = TestContext::new("");
+    context.allocator.set_caching(false);
+    let direct = context.alloc(MIB);
+    context.allocator.free_later(direct);
+    assert_eq!(context.sim.call_count(Call::MemFree), 0);
+    context.trim();
+    assert_eq!((context.sim.call_count(Call::MemFree), context.sim.object_counts().bytes_used), (1, 0));
+    let (one, two) = (context.alloc(64 * GIB - MIB), context.try_alloc(2 * MIB));
     assert!(two.is_err(), "{two:?}");
-    bench.free(one);
-    bench.finish();
+    context.free(one);
+    context.finish();
 }
 
 /// cuda_allocatorTraceTracker_test TrackMallocFree, and check_reporter: a tracker sees one segment, one block given
@@ -313,19 +313,19 @@ fn without_caching_destructors_leave_the_driver_call_to_the_next() {
 #[test]
 fn a_tracker_sees_every_step() {
     use std::sync::{Arc, Mutex};
-    let bench = Bench::new("");
+    let context = TestContext::new("");
     let seen: Arc<Mutex<Vec<(Action, u64, u64)>>> = Arc::default();
     let log = seen.clone();
-    let id = bench.allocator.observers().attach_tracker(
+    let id = context.allocator.observers().attach_tracker(
         &Action::ALL,
         Arc::new(move |device, event| {
             assert_eq!(device, FIRST);
             log.lock().unwrap().push((event.action, event.addr, event.size));
         }),
     );
-    let given = bench.alloc(4_000_000);
-    bench.free(given);
-    bench.trim();
+    let given = context.alloc(4_000_000);
+    context.free(given);
+    context.trim();
     let at = given.ptr.0;
     let whole = [
         (Action::SegmentAlloc, at, 20 * MIB),
@@ -335,24 +335,24 @@ fn a_tracker_sees_every_step() {
         (Action::SegmentFree, at, 20 * MIB),
     ];
     assert_eq!(*seen.lock().unwrap(), whole);
-    assert!(bench.allocator.snapshot(SnapshotOptions::default()).unwrap().traces[0].is_empty());
-    assert!(bench.allocator.observers().detach(id));
-    assert!(!bench.allocator.observers().detach(id));
-    bench.alloc(1);
+    assert!(context.allocator.snapshot(SnapshotOptions::default()).unwrap().traces[0].is_empty());
+    assert!(context.allocator.observers().detach(id));
+    assert!(!context.allocator.observers().detach(id));
+    context.alloc(1);
     assert_eq!(seen.lock().unwrap().len(), 6, "the snapshot, and nothing since");
-    bench.finish();
+    context.finish();
 }
 
 /// They run without a lock, so they may ask and allocate themselves.
 #[test]
 fn trackers_may_call_the_allocator() {
     use std::sync::{Arc, Mutex, Weak};
-    let bench = Bench::new("");
+    let context = TestContext::new("");
     let taken: Arc<Mutex<Vec<Allocation>>> = Arc::default();
-    let (inner, stream): (Weak<_>, _) = (Arc::downgrade(&bench.allocator), bench.main.id());
+    let (inner, stream): (Weak<_>, _) = (Arc::downgrade(&context.allocator), context.main.id());
     let mine = taken.clone();
-    bench.allocator.record_history(Some(HistoryOptions::default())).unwrap();
-    bench.allocator.observers().attach_tracker(
+    context.allocator.record_history(Some(HistoryOptions::default())).unwrap();
+    context.allocator.observers().attach_tracker(
         &[Action::SegmentAlloc],
         Arc::new(move |_, _| {
             let allocator = inner.upgrade().unwrap();
@@ -375,18 +375,18 @@ fn trackers_may_call_the_allocator() {
             }
         }),
     );
-    let given = bench.alloc(5 * MIB);
+    let given = context.alloc(5 * MIB);
     assert_eq!(taken.lock().unwrap().len(), 2);
-    bench.free(given);
-    bench.free(taken.lock().unwrap()[1]);
-    let inner = Arc::downgrade(&bench.allocator);
-    bench.allocator.observers().attach_tracker(
+    context.free(given);
+    context.free(taken.lock().unwrap()[1]);
+    let inner = Arc::downgrade(&context.allocator);
+    context.allocator.observers().attach_tracker(
         &[Action::SegmentFree],
         Arc::new(move |_, _| {
             inner.upgrade().unwrap().trim(FIRST, MemPoolId::DEFAULT).unwrap();
         }),
     );
-    bench.trim();
-    assert_eq!(bench.bytes_reserved(), 0);
-    bench.finish();
+    context.trim();
+    assert_eq!(context.bytes_reserved(), 0);
+    context.finish();
 }

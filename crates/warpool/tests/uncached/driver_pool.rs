@@ -18,13 +18,13 @@ use warpool::{Error, Instance, Stream};
 const DEVICE: DeviceId = DeviceId(0);
 const MIB: u64 = 1 << 20;
 
-struct Bench {
+struct TestContext {
     sim: Arc<SimDriver>,
     instance: Instance,
     allocator: DriverPoolAllocator,
 }
 
-impl Bench {
+impl TestContext {
     fn new() -> Self {
         let (sim, instance) = crate::common::machine(1);
         let allocator = DriverPoolAllocator::new(&instance);
@@ -73,144 +73,144 @@ impl Bench {
 
 #[test]
 fn the_pool_is_set_up_at_first_use_and_keeps_what_is_freed() {
-    let bench = Bench::new();
-    let stream = bench.stream();
-    let pool = bench.driver().pool_default(DEVICE).unwrap();
-    assert_eq!(bench.driver().pool_get(pool, PoolAttribute::ReleaseThreshold), Ok(0));
-    let given = bench.give(100 * MIB, &stream);
-    assert_eq!(bench.driver().pool_get(pool, PoolAttribute::ReleaseThreshold), Ok(u64::MAX));
-    bench.allocator.free(given).unwrap();
+    let context = TestContext::new();
+    let stream = context.stream();
+    let pool = context.driver().pool_default(DEVICE).unwrap();
+    assert_eq!(context.driver().pool_get(pool, PoolAttribute::ReleaseThreshold), Ok(0));
+    let given = context.give(100 * MIB, &stream);
+    assert_eq!(context.driver().pool_get(pool, PoolAttribute::ReleaseThreshold), Ok(u64::MAX));
+    context.allocator.free(given).unwrap();
     stream.synchronize().unwrap();
-    assert!(bench.allocator.stats(DEVICE).unwrap().reserved_bytes.all.current >= 100 * MIB);
+    assert!(context.allocator.stats(DEVICE).unwrap().reserved_bytes.all.current >= 100 * MIB);
 }
 
 #[test]
 fn there_are_no_private_pools() {
-    let bench = Bench::new();
+    let context = TestContext::new();
     let unsupported = Error::Unsupported { allocator: "driver-pool", what: "private pools" };
-    assert_eq!(bench.allocator.pools().err(), Some(unsupported.clone()));
+    assert_eq!(context.allocator.pools().err(), Some(unsupported.clone()));
     let pool = MemPoolId { graph: 0, user: 1 };
-    let request = Request::new(DEVICE, bench.stream().id(), 1).in_pool(pool);
-    assert_eq!(bench.allocator.allocate_raw(request), Err(unsupported));
-    assert_eq!(bench.allocator.trim(DEVICE, pool), Ok(0));
+    let request = Request::new(DEVICE, context.stream().id(), 1).in_pool(pool);
+    assert_eq!(context.allocator.allocate_raw(request), Err(unsupported));
+    assert_eq!(context.allocator.trim(DEVICE, pool), Ok(0));
 }
 
 #[test]
 fn a_block_of_a_capture_is_a_node_and_so_is_its_free() {
-    let bench = Bench::new();
-    let (stream, result) = (bench.stream(), bench.give(MIB, &bench.stream()));
-    bench.instance.device(0).unwrap().synchronize().unwrap();
-    bench.driver().capture_begin(stream.id(), CaptureMode::Global).unwrap();
-    let given = bench.give(MIB, &stream);
-    bench.fill(given, 7, &stream);
-    bench.driver().copy(result.ptr.into(), given.ptr.into(), MIB, stream.id()).unwrap();
-    bench.allocator.free(given).unwrap();
-    assert_eq!(bench.active(), 1);
-    let (kinds, exec) = bench.end(&stream);
+    let context = TestContext::new();
+    let (stream, result) = (context.stream(), context.give(MIB, &context.stream()));
+    context.instance.device(0).unwrap().synchronize().unwrap();
+    context.driver().capture_begin(stream.id(), CaptureMode::Global).unwrap();
+    let given = context.give(MIB, &stream);
+    context.fill(given, 7, &stream);
+    context.driver().copy(result.ptr.into(), given.ptr.into(), MIB, stream.id()).unwrap();
+    context.allocator.free(given).unwrap();
+    assert_eq!(context.active(), 1);
+    let (kinds, exec) = context.end(&stream);
     assert_eq!(kinds, [NodeKind::MemAlloc, NodeKind::Fill, NodeKind::Copy, NodeKind::MemFree]);
     for _ in 0..3 {
-        launch_graph(bench.driver(), exec, stream.id()).unwrap();
+        launch_graph(context.driver(), exec, stream.id()).unwrap();
     }
     stream.synchronize().unwrap();
-    assert_eq!(bench.byte_at(result), 7);
-    bench.expect_no_hazard();
+    assert_eq!(context.byte_at(result), 7);
+    context.expect_no_hazard();
 }
 
 #[test]
 fn uses_in_a_capture_are_joined_in_it() {
-    let bench = Bench::new();
-    let (own, other) = (bench.stream(), bench.stream());
-    bench.driver().capture_begin(own.id(), CaptureMode::Global).unwrap();
-    let given = bench.give(MIB, &own);
+    let context = TestContext::new();
+    let (own, other) = (context.stream(), context.stream());
+    context.driver().capture_begin(own.id(), CaptureMode::Global).unwrap();
+    let given = context.give(MIB, &own);
     other.wait_stream(&own).unwrap();
-    bench.fill(given, 7, &other);
-    bench.allocator.record_use(given, other.id()).unwrap();
-    bench.allocator.free_later(given);
+    context.fill(given, 7, &other);
+    context.allocator.record_use(given, other.id()).unwrap();
+    context.allocator.free_later(given);
     // The next call frees it, and the capture needs no further join.
-    let next = bench.give(MIB, &own);
-    bench.allocator.free(next).unwrap();
-    let (kinds, exec) = bench.end(&own);
+    let next = context.give(MIB, &own);
+    context.allocator.free(next).unwrap();
+    let (kinds, exec) = context.end(&own);
     assert_eq!(kinds.iter().filter(|&&kind| kind == NodeKind::MemFree).count(), 2);
-    launch_graph(bench.driver(), exec, own.id()).unwrap();
+    launch_graph(context.driver(), exec, own.id()).unwrap();
     own.synchronize().unwrap();
-    assert_eq!(bench.active(), 0);
-    bench.expect_no_hazard();
+    assert_eq!(context.active(), 0);
+    context.expect_no_hazard();
 }
 
 #[test]
 fn a_block_from_before_a_capture_goes_back_after_it() {
-    let bench = Bench::new();
-    let (own, other) = (bench.stream(), bench.stream());
-    let (first, second) = (bench.give(MIB, &own), bench.give(MIB, &other));
-    bench.allocator.record_use(second, own.id()).unwrap();
-    bench.driver().capture_begin(own.id(), CaptureMode::Global).unwrap();
-    bench.allocator.free(first).unwrap();
-    bench.allocator.free(second).unwrap();
-    let stats = bench.allocator.stats(DEVICE).unwrap();
+    let context = TestContext::new();
+    let (own, other) = (context.stream(), context.stream());
+    let (first, second) = (context.give(MIB, &own), context.give(MIB, &other));
+    context.allocator.record_use(second, own.id()).unwrap();
+    context.driver().capture_begin(own.id(), CaptureMode::Global).unwrap();
+    context.allocator.free(first).unwrap();
+    context.allocator.free(second).unwrap();
+    let stats = context.allocator.stats(DEVICE).unwrap();
     assert_eq!((stats.allocation.all.current, stats.active.all.current), (0, 2));
-    let snapshot = bench.allocator.snapshot(SnapshotOptions::default()).unwrap();
+    let snapshot = context.allocator.snapshot(SnapshotOptions::default()).unwrap();
     assert_eq!(snapshot.segments.iter().map(|segment| segment.active_size).sum::<u64>(), 2 * MIB);
-    let (kinds, _) = bench.end(&own);
+    let (kinds, _) = context.end(&own);
     assert_eq!(kinds, []);
-    let next = bench.give(MIB, &other);
-    assert_eq!(bench.active(), 1);
-    bench.allocator.free(next).unwrap();
-    bench.expect_no_hazard();
+    let next = context.give(MIB, &other);
+    assert_eq!(context.active(), 1);
+    context.allocator.free(next).unwrap();
+    context.expect_no_hazard();
 }
 
 #[test]
 fn two_captures_at_once_do_not_mind_each_other() {
-    let bench = Bench::new();
-    let streams = [bench.stream(), bench.stream()];
+    let context = TestContext::new();
+    let streams = [context.stream(), context.stream()];
     for stream in &streams {
-        bench.driver().capture_begin(stream.id(), CaptureMode::Relaxed).unwrap();
+        context.driver().capture_begin(stream.id(), CaptureMode::Relaxed).unwrap();
     }
-    let given = streams.each_ref().map(|stream| bench.give(MIB, stream));
+    let given = streams.each_ref().map(|stream| context.give(MIB, stream));
     for (given, stream) in given.into_iter().zip(&streams) {
-        bench.fill(given, 1, stream);
-        bench.allocator.free(given).unwrap();
+        context.fill(given, 1, stream);
+        context.allocator.free(given).unwrap();
     }
     for stream in &streams {
-        let (kinds, exec) = bench.end(stream);
+        let (kinds, exec) = context.end(stream);
         assert_eq!(kinds, [NodeKind::MemAlloc, NodeKind::Fill, NodeKind::MemFree]);
-        launch_graph(bench.driver(), exec, stream.id()).unwrap();
+        launch_graph(context.driver(), exec, stream.id()).unwrap();
     }
-    bench.instance.device(0).unwrap().synchronize().unwrap();
-    bench.expect_no_hazard();
+    context.instance.device(0).unwrap().synchronize().unwrap();
+    context.expect_no_hazard();
 }
 
 #[test]
 fn a_block_of_a_capture_may_be_freed_after_its_graph_ran() {
-    let bench = Bench::new();
-    let stream = bench.stream();
+    let context = TestContext::new();
+    let stream = context.stream();
     for launched in [true, false] {
-        bench.driver().capture_begin(stream.id(), CaptureMode::Global).unwrap();
-        let given = bench.give(MIB, &stream);
-        bench.fill(given, 3, &stream);
-        let (_, exec) = bench.end(&stream);
+        context.driver().capture_begin(stream.id(), CaptureMode::Global).unwrap();
+        let given = context.give(MIB, &stream);
+        context.fill(given, 3, &stream);
+        let (_, exec) = context.end(&stream);
         if launched {
-            launch_graph(bench.driver(), exec, stream.id()).unwrap();
+            launch_graph(context.driver(), exec, stream.id()).unwrap();
             stream.synchronize().unwrap();
-            assert_eq!(bench.byte_at(given), 3);
+            assert_eq!(context.byte_at(given), 3);
         }
         // Without a launch there is nothing to give back, and the books are right all the same.
-        bench.allocator.free(given).unwrap();
-        assert_eq!(bench.active(), 0);
+        context.allocator.free(given).unwrap();
+        assert_eq!(context.active(), 0);
         stream.synchronize().unwrap();
     }
-    bench.expect_no_hazard();
+    context.expect_no_hazard();
 }
 
 #[test]
 fn a_block_whose_own_stream_is_gone_goes_back_when_memory_is_wanted() {
-    let bench = Bench::new();
-    let gone = bench.driver().stream_create(DEVICE, StreamOptions::default()).unwrap();
-    let given = bench.allocator.allocate_raw(Request::new(DEVICE, gone, MIB)).unwrap();
-    bench.driver().stream_destroy(gone).unwrap();
-    bench.allocator.free(given).unwrap();
-    assert_eq!(bench.active(), 1);
-    bench.allocator.trim(DEVICE, MemPoolId::DEFAULT).unwrap();
-    assert_eq!(bench.active(), 0);
+    let context = TestContext::new();
+    let gone = context.driver().stream_create(DEVICE, StreamOptions::default()).unwrap();
+    let given = context.allocator.allocate_raw(Request::new(DEVICE, gone, MIB)).unwrap();
+    context.driver().stream_destroy(gone).unwrap();
+    context.allocator.free(given).unwrap();
+    assert_eq!(context.active(), 1);
+    context.allocator.trim(DEVICE, MemPoolId::DEFAULT).unwrap();
+    assert_eq!(context.active(), 0);
 }
 
 #[test]
@@ -230,12 +230,12 @@ fn limits_count_what_was_asked_for() {
 
 #[test]
 fn every_block_is_a_segment_in_the_history() {
-    let bench = Bench::new();
-    let stream = bench.stream();
-    bench.allocator.record_history(Some(HistoryOptions::default())).unwrap();
-    let given = bench.give(1000, &stream);
-    bench.allocator.free(given).unwrap();
-    let trace = bench.allocator.snapshot(SnapshotOptions::default()).unwrap().traces.remove(0);
+    let context = TestContext::new();
+    let stream = context.stream();
+    context.allocator.record_history(Some(HistoryOptions::default())).unwrap();
+    let given = context.give(1000, &stream);
+    context.allocator.free(given).unwrap();
+    let trace = context.allocator.snapshot(SnapshotOptions::default()).unwrap().traces.remove(0);
     let shown: Vec<_> = trace.iter().map(|entry| (entry.action, entry.size)).collect();
     let expected = [
         (Action::SegmentAlloc, 1024),

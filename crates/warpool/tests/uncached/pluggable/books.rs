@@ -5,42 +5,42 @@ use super::*;
 #[test]
 fn a_cap_of_the_settings_holds() {
     let settings = Settings { memory_cap_bytes: Some(5 * MIB), ..Settings::default() };
-    let bench = Bench::with(settings, Notebook::plug);
-    let (own, other) = (bench.stream(), bench.stream());
-    let held = bench.give(4 * MIB, &own);
-    let report = bench.run_out(2 * MIB, &own);
+    let context = TestContext::with(settings, Notebook::plug);
+    let (own, other) = (context.stream(), context.stream());
+    let held = context.give(4 * MIB, &own);
+    let report = context.expect_oom(2 * MIB, &own);
     assert_eq!((report.cause, report.bytes_limit), (OomCause::Limit, Some(5 * MIB)));
     // What other streams still use counts, and is waited for.
     crate::common::keep_busy(&other);
-    bench.allocator.record_use(held, other.id()).unwrap();
-    bench.allocator.free(held).unwrap();
-    let next = bench.give(5 * MIB, &own);
-    bench.allocator.free(next).unwrap();
-    bench.finish();
+    context.allocator.record_use(held, other.id()).unwrap();
+    context.allocator.free(held).unwrap();
+    let next = context.give(5 * MIB, &own);
+    context.allocator.free(next).unwrap();
+    context.finish();
 }
 
 #[test]
 fn snapshots_and_histories_show_blocks_with_their_stacks() {
-    let bench = Bench::plain();
-    let stream = bench.stream();
+    let context = TestContext::plain();
+    let stream = context.stream();
     let frame = Frame { name: "step".into(), filename: "train.rs".into(), line: 12 };
-    bench.allocator.observers().set_stack_hook(Some(Arc::new(move || Some(vec![frame.clone()].into()))));
-    bench
+    context.allocator.observers().set_stack_hook(Some(Arc::new(move || Some(vec![frame.clone()].into()))));
+    context
         .allocator
         .record_history(Some(HistoryOptions { stacks: StackLevel::All, ..HistoryOptions::default() }))
         .unwrap();
-    let given = bench.give(5000, &stream);
-    bench.book.capacity.store(0, Ordering::SeqCst);
-    bench.run_out(7, &stream);
-    let snapshot = bench.allocator.snapshot(SnapshotOptions::default()).unwrap();
+    let given = context.give(5000, &stream);
+    context.book.capacity.store(0, Ordering::SeqCst);
+    context.expect_oom(7, &stream);
+    let snapshot = context.allocator.snapshot(SnapshotOptions::default()).unwrap();
     let segment = &snapshot.segments[0];
     assert_eq!(
         (segment.address, segment.total_size, segment.stream),
         (given.ptr.0, 5000, stream.info().unwrap().raw.0)
     );
     assert_eq!(snapshot.stacks[segment.blocks[0].stack.unwrap().0 as usize][0].line, 12);
-    bench.allocator.free(given).unwrap();
-    let trace = bench.allocator.snapshot(SnapshotOptions::default()).unwrap().traces.remove(0);
+    context.allocator.free(given).unwrap();
+    let trace = context.allocator.snapshot(SnapshotOptions::default()).unwrap().traces.remove(0);
     let actions: Vec<_> = trace.iter().map(|entry| entry.action).collect();
     let whole = [
         Action::SegmentAlloc,
@@ -53,7 +53,7 @@ fn snapshots_and_histories_show_blocks_with_their_stacks() {
     ];
     assert_eq!(actions, whole);
     assert!(trace.iter().all(|entry| entry.stack.is_some()), "{trace:#?}");
-    bench.finish();
+    context.finish();
 }
 
 /// Random programs over a plug that compares: on two streams, with pools, late frees, uses by others and trims.
@@ -69,19 +69,19 @@ fn random_programs_keep_the_books() {
             z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
             (z ^ (z >> 31)) % n
         };
-        let bench = if seed % 2 == 0 { Bench::plain() } else { Bench::hooked() };
-        bench.book.capacity.store(2 * MIB, Ordering::SeqCst);
-        let streams = [bench.stream(), bench.stream(), bench.stream()];
-        let pools = [bench.allocator.create_pool(DEVICE, PoolOptions::default()).unwrap(), MemPoolId::DEFAULT];
+        let context = if seed % 2 == 0 { TestContext::plain() } else { TestContext::hooked() };
+        context.book.capacity.store(2 * MIB, Ordering::SeqCst);
+        let streams = [context.stream(), context.stream(), context.stream()];
+        let pools = [context.allocator.create_pool(DEVICE, PoolOptions::default()).unwrap(), MemPoolId::DEFAULT];
         let mut live: Vec<Allocation> = Vec::new();
         for _ in 0..300 {
             match draw(10) {
                 0..=3 => {
                     let (bytes, stream) = (1 + draw(MIB / 4), &streams[draw(3) as usize]);
                     let request = Request::new(DEVICE, stream.id(), bytes).in_pool(pools[draw(2) as usize]);
-                    match bench.allocator.allocate_raw(request) {
+                    match context.allocator.allocate_raw(request) {
                         Ok(given) => {
-                            bench.fill(given.ptr, draw(256) as u8, bytes, stream);
+                            context.fill(given.ptr, draw(256) as u8, bytes, stream);
                             live.push(given);
                         }
                         Err(Error::OutOfMemory(report)) => assert_eq!(report.cause, OomCause::Upstream),
@@ -91,25 +91,25 @@ fn random_programs_keep_the_books() {
                 4..=6 if !live.is_empty() => {
                     let given = live.swap_remove(draw(live.len() as u64) as usize);
                     match draw(3) {
-                        0 => bench.allocator.free(given).unwrap(),
-                        1 => bench.allocator.free_raw(given.ptr).unwrap(),
-                        _ => bench.allocator.free_later(given),
+                        0 => context.allocator.free(given).unwrap(),
+                        1 => context.allocator.free_raw(given.ptr).unwrap(),
+                        _ => context.allocator.free_later(given),
                     }
                 }
                 7 | 8 if !live.is_empty() => {
                     let given = live[draw(live.len() as u64) as usize];
-                    bench.allocator.record_use(given, streams[draw(3) as usize].id()).unwrap();
+                    context.allocator.record_use(given, streams[draw(3) as usize].id()).unwrap();
                 }
-                9 if draw(10) == 0 => drop(bench.trim()),
+                9 if draw(10) == 0 => drop(context.trim()),
                 _ => {}
             }
-            let stats = bench.stats();
-            assert_eq!(stats.active_bytes.all.current, bench.book.bytes_live(), "seed {seed}");
+            let stats = context.stats();
+            assert_eq!(stats.active_bytes.all.current, context.book.bytes_live(), "seed {seed}");
             assert_eq!(stats.allocation.all.current, live.len() as u64, "seed {seed}");
         }
-        live.into_iter().for_each(|given| bench.allocator.free(given).unwrap());
-        bench.allocator.release_pool(DEVICE, pools[0]).unwrap();
-        bench.finish();
+        live.into_iter().for_each(|given| context.allocator.free(given).unwrap());
+        context.allocator.release_pool(DEVICE, pools[0]).unwrap();
+        context.finish();
     }
 }
 
@@ -179,19 +179,23 @@ fn every_driver_call_may_fail_once() {
 
 #[test]
 fn threads_share_a_plug() {
-    let bench = Bench::plain();
+    let context = TestContext::plain();
     thread::scope(|scope| {
         for thread in 0..4_u64 {
-            let bench = &bench;
+            let context = &context;
             scope.spawn(move || {
-                let stream = bench.stream();
+                let stream = context.stream();
                 for step in 0..200 {
-                    let given = bench.give(1 + (step * 7919 + thread * 104_729) % MIB, &stream);
-                    bench.fill(given.ptr, step as u8, given.bytes, &stream);
-                    if step % 3 == 0 { bench.allocator.free_later(given) } else { bench.allocator.free(given).unwrap() }
+                    let given = context.give(1 + (step * 7919 + thread * 104_729) % MIB, &stream);
+                    context.fill(given.ptr, step as u8, given.bytes, &stream);
+                    if step % 3 == 0 {
+                        context.allocator.free_later(given)
+                    } else {
+                        context.allocator.free(given).unwrap()
+                    }
                 }
             });
         }
     });
-    bench.finish();
+    context.finish();
 }

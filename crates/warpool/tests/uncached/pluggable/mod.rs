@@ -32,14 +32,14 @@ const MIB: u64 = 1 << 20;
 const GIB: u64 = 1 << 30;
 
 /// A plugged allocator on a machine of its own.
-struct Bench {
+struct TestContext {
     sim: Arc<SimDriver>,
     instance: Instance,
     book: Arc<Notebook>,
     allocator: Arc<PluggableAllocator>,
 }
 
-impl Bench {
+impl TestContext {
     /// Two closures and nothing else.
     fn plain() -> Self {
         Self::with(Settings::default(), Notebook::plug)
@@ -47,9 +47,9 @@ impl Bench {
 
     /// All hooks.
     fn hooked() -> Self {
-        let bench = Self::with(Settings::default(), Notebook::plug_with_hooks);
-        bench.book.read();
-        bench
+        let context = Self::with(Settings::default(), Notebook::plug_with_hooks);
+        context.book.read();
+        context
     }
 
     fn with(settings: Settings, plug: fn(&Arc<Notebook>) -> FnAllocator) -> Self {
@@ -84,7 +84,7 @@ impl Bench {
         self.allocator.allocate_raw(Request::new(DEVICE, stream.id(), bytes)).unwrap_err()
     }
 
-    fn run_out(&self, bytes: u64, stream: &Stream) -> OomReport {
+    fn expect_oom(&self, bytes: u64, stream: &Stream) -> OomReport {
         match self.refused(bytes, stream) {
             Error::OutOfMemory(report) => *report,
             other => panic!("{other}"),

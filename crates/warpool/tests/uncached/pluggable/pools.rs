@@ -4,125 +4,125 @@ use super::*;
 
 #[test]
 fn pools_are_kept_and_the_plug_is_told() {
-    let bench = Bench::hooked();
-    let (any, stream) = (bench.any(), bench.stream());
-    let pool = MemPool::new(&any, &bench.device(), PoolOptions::default()).unwrap();
+    let context = TestContext::hooked();
+    let (any, stream) = (context.any(), context.stream());
+    let pool = MemPool::new(&any, &context.device(), PoolOptions::default()).unwrap();
     assert_eq!(pool.id(), MemPoolId { graph: 0, user: 1 });
     let routed = {
         let _scope = pool.enter().unwrap();
         assert_eq!(pool.uses(), Ok(2));
         assert_eq!(pool.enter().map(drop), Err(Error::AlreadyRouting { pool: pool.id() }));
-        bench.give(1000, &stream)
+        context.give(1000, &stream)
     };
     let named = any.allocate_in(pool.id(), 2000, &stream).unwrap();
-    let open = bench.give(4000, &stream);
+    let open = context.give(4000, &stream);
     let expected = ["begin (0, 1) on device 0", "give 1000", "end (0, 1) on device 0", "give 2000", "give 4000"];
-    assert_eq!(bench.book.read(), expected);
+    assert_eq!(context.book.read(), expected);
     let sizes = |only| {
         let snapshot = any.snapshot(SnapshotOptions { pool: only, traces: false }).unwrap();
         snapshot.segments.iter().map(|segment| (segment.pool, segment.total_size)).collect::<BTreeMap<_, _>>().len()
     };
     assert_eq!((sizes(Some(pool.id())), sizes(Some(MemPoolId::DEFAULT)), sizes(None)), (1, 1, 2));
-    assert_eq!(bench.stats().reserved_bytes_by_private_pools[&pool.id()].all.current, 3000);
-    let has = |live: &[DevicePtr]| bench.allocator.has_exactly(DEVICE, pool.id(), live).unwrap();
+    assert_eq!(context.stats().reserved_bytes_by_private_pools[&pool.id()].all.current, 3000);
+    let has = |live: &[DevicePtr]| context.allocator.has_exactly(DEVICE, pool.id(), live).unwrap();
     assert!(has(&[named.ptr(), routed.ptr]) && !has(&[named.ptr()]) && !has(&[named.ptr(), routed.ptr, open.ptr]));
 
     // Blocks outlive their pool; the plug hears of its end with the next call.
     let id = pool.id();
     drop(pool);
-    assert_eq!(bench.book.read(), [] as [&str; 0]);
-    let gone = bench.allocator.allocate_raw(Request::new(DEVICE, stream.id(), 1).in_pool(id));
+    assert_eq!(context.book.read(), [] as [&str; 0]);
+    let gone = context.allocator.allocate_raw(Request::new(DEVICE, stream.id(), 1).in_pool(id));
     assert_eq!(gone, Err(Error::PoolReleased { pool: id }));
     named.free().unwrap();
-    bench.allocator.free(routed).unwrap();
-    assert_eq!(bench.book.read(), ["release (0, 1) on device 0", "take 2000", "take 1000"]);
-    assert_eq!(bench.allocator.pool_uses(DEVICE, id), Err(Error::UnknownPool { pool: id, device: DEVICE }));
-    bench.allocator.free(open).unwrap();
+    context.allocator.free(routed).unwrap();
+    assert_eq!(context.book.read(), ["release (0, 1) on device 0", "take 2000", "take 1000"]);
+    assert_eq!(context.allocator.pool_uses(DEVICE, id), Err(Error::UnknownPool { pool: id, device: DEVICE }));
+    context.allocator.free(open).unwrap();
 
-    let upstream = ExternalUpstream::new(&bench.instance, Arc::new(bench.book.plug())).unwrap();
+    let upstream = ExternalUpstream::new(&context.instance, Arc::new(context.book.plug())).unwrap();
     let options = PoolOptions { upstream: Some(Arc::new(upstream)), ..PoolOptions::default() };
-    assert!(matches!(MemPool::new(&any, &bench.device(), options), Err(Error::Unsupported { .. })));
-    bench.finish();
+    assert!(matches!(MemPool::new(&any, &context.device(), options), Err(Error::Unsupported { .. })));
+    context.finish();
 }
 
 #[test]
 fn a_graph_keeps_what_its_capture_took() {
-    let bench = Bench::hooked();
-    let (any, stream) = (bench.any(), bench.device().lease_stream().unwrap());
-    let mut graph = Graph::new(&any, &bench.device(), GraphOptions::default()).unwrap();
+    let context = TestContext::hooked();
+    let (any, stream) = (context.any(), context.device().lease_stream().unwrap());
+    let mut graph = Graph::new(&any, &context.device(), GraphOptions::default()).unwrap();
     let (key, scratch) = graph
         .capture(&stream, CaptureOptions::default(), |capture| {
             let key = capture.allocate(4096)?;
             // Freed in the capture, and used by every replay.
             let scratch = any.allocate(4096, capture.stream())?;
-            bench.fill(scratch.ptr(), 7, 4096, capture.stream());
+            context.fill(scratch.ptr(), 7, 4096, capture.stream());
             let to = capture.buffer(key)?.ptr();
-            bench.driver().copy(to.into(), scratch.ptr().into(), 4096, capture.stream().id())?;
+            context.driver().copy(to.into(), scratch.ptr().into(), 4096, capture.stream().id())?;
             Ok((key, scratch.ptr()))
         })
         .unwrap();
     let pool = graph.pool().unwrap();
-    assert!(bench.book.read().contains(&format!("begin {pool} on device 0")));
+    assert!(context.book.read().contains(&format!("begin {pool} on device 0")));
     for round in 0..20 {
         // Nobody gets the memory that was freed.
-        let other = bench.give(4096, &stream);
+        let other = context.give(4096, &stream);
         assert_ne!(other.ptr, scratch);
-        bench.fill(other.ptr, round, 4096, &stream);
+        context.fill(other.ptr, round, 4096, &stream);
         graph.replay(&stream).unwrap();
-        assert_eq!(bench.byte_at(graph.buffer(key).unwrap().ptr()), 7);
-        assert_eq!(bench.byte_at(other.ptr), round);
-        bench.allocator.free(other).unwrap();
+        assert_eq!(context.byte_at(graph.buffer(key).unwrap().ptr()), 7);
+        assert_eq!(context.byte_at(other.ptr), round);
+        context.allocator.free(other).unwrap();
     }
-    bench.trim();
-    assert_eq!(bench.book.bytes_live(), 2 * 4096, "trimming takes nothing from a graph");
-    assert_eq!(bench.stats().reserved_bytes_by_private_pools[&pool].all.current, 2 * 4096);
+    context.trim();
+    assert_eq!(context.book.bytes_live(), 2 * 4096, "trimming takes nothing from a graph");
+    assert_eq!(context.stats().reserved_bytes_by_private_pools[&pool].all.current, 2 * 4096);
     graph.replay(&stream).unwrap();
-    bench.book.read();
+    context.book.read();
     drop(graph);
-    assert_eq!(bench.book.read(), [] as [&str; 0], "destructors call nobody");
-    let next = bench.give(100, &stream);
-    let words = bench.book.read();
+    assert_eq!(context.book.read(), [] as [&str; 0], "destructors call nobody");
+    let next = context.give(100, &stream);
+    let words = context.book.read();
     assert!(words.contains(&format!("release {pool} on device 0")), "{words:?}");
-    bench.allocator.free(next).unwrap();
-    bench.finish();
+    context.allocator.free(next).unwrap();
+    context.finish();
 }
 
 /// A framework's stream that is first seen when it captures already, and does not say what it is.
 #[test]
 fn a_stream_that_is_adopted_in_a_capture_gets_memory() {
     use warpool::memory::Upstream as _;
-    let bench = Bench::plain();
-    let upstream = ExternalUpstream::new(&bench.instance, Arc::new(bench.book.plug())).unwrap();
-    let id = bench.sim.create_foreign_stream(DEVICE, StreamOptions::default()).unwrap();
-    bench.driver().capture_begin(id, CaptureMode::Relaxed).unwrap();
-    bench.allocator.capture_began(DEVICE).unwrap();
-    let raw = bench.driver().stream_handle(id).unwrap().raw;
+    let context = TestContext::plain();
+    let upstream = ExternalUpstream::new(&context.instance, Arc::new(context.book.plug())).unwrap();
+    let id = context.sim.create_foreign_stream(DEVICE, StreamOptions::default()).unwrap();
+    context.driver().capture_begin(id, CaptureMode::Relaxed).unwrap();
+    context.allocator.capture_began(DEVICE).unwrap();
+    let raw = context.driver().stream_handle(id).unwrap().raw;
     // SAFETY: a simulated driver follows no handle.
-    let stream = Stream::external(&bench.device(), unsafe { ForeignStream::new(raw) }).unwrap();
-    let refused = bench.driver().stream_info(stream.id()).map_err(|error| error.code);
+    let stream = Stream::external(&context.device(), unsafe { ForeignStream::new(raw) }).unwrap();
+    let refused = context.driver().stream_info(stream.id()).map_err(|error| error.code);
     assert_eq!(refused, Err(ErrorCode::StreamCaptureUnsupported));
-    let given = bench.give(1000, &stream);
+    let given = context.give(1000, &stream);
     let segment = upstream.allocate(DEVICE, MIB, stream.id()).unwrap().unwrap();
-    bench.fill(given.ptr, 6, 1000, &stream);
-    let graph = bench.driver().capture_end(id).expect("a whole capture");
-    bench.allocator.capture_ended(DEVICE).unwrap();
-    bench.driver().graph_destroy(graph).unwrap();
+    context.fill(given.ptr, 6, 1000, &stream);
+    let graph = context.driver().capture_end(id).expect("a whole capture");
+    context.allocator.capture_ended(DEVICE).unwrap();
+    context.driver().graph_destroy(graph).unwrap();
     upstream.free(segment, MIB, DEVICE, stream.id()).unwrap();
-    bench.allocator.free(given).unwrap();
-    bench.finish();
+    context.allocator.free(given).unwrap();
+    context.finish();
 }
 
 /// One thread tells the plug of its pool, which takes a while. Another opens its own meanwhile, and may count on the
 /// plug's knowing.
 #[test]
 fn the_plug_knows_of_a_pool_before_its_scope_is_open() {
-    let bench = Bench::plain();
+    let context = TestContext::plain();
     let (entered, inside) = mpsc::channel();
     let (leave, left) = mpsc::channel::<()>();
     let gate = Mutex::new(Some((entered, left)));
     let heard = Arc::new(Mutex::new(Vec::new()));
     let hears = Arc::clone(&heard);
-    let plug = bench.book.plug().on_begin_pool(move |_, pool| {
+    let plug = context.book.plug().on_begin_pool(move |_, pool| {
         let first = gate.lock().unwrap().take();
         if let Some((entered, left)) = first {
             entered.send(()).unwrap();
@@ -130,7 +130,7 @@ fn the_plug_knows_of_a_pool_before_its_scope_is_open() {
         }
         hears.lock().unwrap().push(pool);
     });
-    let allocator = PluggableAllocator::new(&bench.instance, Arc::new(plug)).unwrap();
+    let allocator = PluggableAllocator::new(&context.instance, Arc::new(plug)).unwrap();
     let pools = [(); 2].map(|()| allocator.create_pool(DEVICE, PoolOptions::default()).unwrap());
     let open = |pool| allocator.begin_routing(DEVICE, pool, Route::Thread(thread::current().id())).unwrap();
     let known = thread::scope(|scope| {
@@ -154,37 +154,37 @@ fn the_plug_knows_of_a_pool_before_its_scope_is_open() {
         allocator.end_routing(DEVICE, pool).unwrap();
         allocator.release_pool(DEVICE, pool).unwrap();
     }
-    bench.finish();
+    context.finish();
 }
 
 /// A hook that opens a scope itself does not wait for itself.
 #[test]
 fn a_hook_may_open_a_scope() {
-    let bench = Bench::plain();
+    let context = TestContext::plain();
     let allocator = Arc::new(OnceLock::<(Arc<PluggableAllocator>, MemPoolId)>::new());
     let (inner, heard) = (Arc::clone(&allocator), Arc::new(Mutex::new(Vec::new())));
     let hears = Arc::clone(&heard);
-    let plug = bench.book.plug().on_begin_pool(move |_, pool| {
+    let plug = context.book.plug().on_begin_pool(move |_, pool| {
         let (allocator, other) = inner.get().unwrap();
         if pool != *other {
             allocator.begin_routing(DEVICE, *other, Route::Thread(thread::current().id())).unwrap();
         }
         hears.lock().unwrap().push(pool);
     });
-    let made = Arc::new(PluggableAllocator::new(&bench.instance, Arc::new(plug)).unwrap());
+    let made = Arc::new(PluggableAllocator::new(&context.instance, Arc::new(plug)).unwrap());
     let pools = [(); 2].map(|()| made.create_pool(DEVICE, PoolOptions::default()).unwrap());
     allocator.set((Arc::clone(&made), pools[1])).expect("set once");
     made.begin_routing(DEVICE, pools[0], Route::Thread(thread::current().id())).unwrap();
     assert_eq!(*heard.lock().unwrap(), pools);
-    bench.finish();
+    context.finish();
 }
 
 #[test]
 fn a_replay_that_is_under_way_is_waited_for() {
-    let bench = Bench::plain();
-    bench.book.keeps.store(true, Ordering::SeqCst);
-    let (any, stream, other) = (bench.any(), bench.device().lease_stream().unwrap(), bench.stream());
-    let mut graph = Graph::new(&any, &bench.device(), GraphOptions::default()).unwrap();
+    let context = TestContext::plain();
+    context.book.keeps.store(true, Ordering::SeqCst);
+    let (any, stream, other) = (context.any(), context.device().lease_stream().unwrap(), context.stream());
+    let mut graph = Graph::new(&any, &context.device(), GraphOptions::default()).unwrap();
     graph
         .capture(&stream, CaptureOptions::default(), |capture| {
             let key = capture.allocate(MIB)?;
@@ -192,49 +192,49 @@ fn a_replay_that_is_under_way_is_waited_for() {
             capture.fill(key, Pattern::U8(1), MIB, &stream)
         })
         .unwrap();
-    bench.sim.pause_stream(other.id()).unwrap();
+    context.sim.pause_stream(other.id()).unwrap();
     graph.replay(&other).unwrap();
     drop(graph);
-    bench.book.read();
+    context.book.read();
     for _ in 0..3 {
-        let next = bench.give(100, &stream);
-        bench.allocator.free(next).unwrap();
+        let next = context.give(100, &stream);
+        context.allocator.free(next).unwrap();
     }
-    assert!(!bench.book.read().contains(&"take 1048576".to_owned()), "the replay is held");
-    bench.sim.run_paused(other.id(), u64::MAX).unwrap();
-    bench.sim.resume_stream(other.id()).unwrap();
-    bench.finish();
+    assert!(!context.book.read().contains(&"take 1048576".to_owned()), "the replay is held");
+    context.sim.run_paused(other.id(), u64::MAX).unwrap();
+    context.sim.resume_stream(other.id()).unwrap();
+    context.finish();
 }
 
 #[test]
 fn a_block_that_a_capture_uses_goes_back_when_that_is_over() {
     for recorded in [false, true] {
-        let bench = Bench::hooked();
-        let (own, capturing) = (bench.stream(), bench.device().lease_stream().unwrap());
+        let context = TestContext::hooked();
+        let (own, capturing) = (context.stream(), context.device().lease_stream().unwrap());
         // Either the block's own stream captures, or another that uses it. The plug would take care of that one, but
         // not in a capture.
-        let given = if recorded { bench.give(MIB, &own) } else { bench.give(MIB, &capturing) };
-        let pools = bench.any();
+        let given = if recorded { context.give(MIB, &own) } else { context.give(MIB, &capturing) };
+        let pools = context.any();
         pools.pools().unwrap().capture_began(DEVICE).unwrap();
-        bench.driver().capture_begin(capturing.id(), CaptureMode::Global).unwrap();
-        bench.fill(given.ptr, 1, MIB, &capturing);
+        context.driver().capture_begin(capturing.id(), CaptureMode::Global).unwrap();
+        context.fill(given.ptr, 1, MIB, &capturing);
         if recorded {
-            bench.allocator.record_use(given, capturing.id()).unwrap();
+            context.allocator.record_use(given, capturing.id()).unwrap();
         }
-        bench.allocator.free(given).unwrap();
+        context.allocator.free(given).unwrap();
         // All calls go on meanwhile, on both streams, and break nothing.
-        let inside = bench.give(100, &capturing);
-        let outside = bench.give(200, &own);
-        bench.allocator.free(outside).unwrap();
-        bench.trim();
-        assert_eq!(bench.stats().active.all.current, 2, "recorded: {recorded}");
-        let words = bench.book.read();
+        let inside = context.give(100, &capturing);
+        let outside = context.give(200, &own);
+        context.allocator.free(outside).unwrap();
+        context.trim();
+        assert_eq!(context.stats().active.all.current, 2, "recorded: {recorded}");
+        let words = context.book.read();
         assert!(!words.contains(&"reset".to_owned()), "it may wait for the device, which a capture forbids: {words:?}");
-        let graph = bench.driver().capture_end(capturing.id()).expect("a whole capture");
+        let graph = context.driver().capture_end(capturing.id()).expect("a whole capture");
         pools.pools().unwrap().capture_ended(DEVICE).unwrap();
-        bench.driver().graph_destroy(graph).unwrap();
-        bench.allocator.free(inside).unwrap();
-        assert_eq!(bench.stats().active.all.current, 0, "recorded: {recorded}");
-        bench.finish();
+        context.driver().graph_destroy(graph).unwrap();
+        context.allocator.free(inside).unwrap();
+        assert_eq!(context.stats().active.all.current, 0, "recorded: {recorded}");
+        context.finish();
     }
 }

@@ -4,63 +4,63 @@ use super::*;
 
 #[test]
 fn a_plug_is_the_source_of_one_pool_with_caching_on_top() {
-    let bench = Bench::plain();
-    let caching: Arc<dyn DeviceAllocator> = Arc::new(CachingAllocator::new(&bench.instance, Settings::default()));
-    let upstream = ExternalUpstream::new(&bench.instance, Arc::new(bench.book.plug_with_hooks())).unwrap();
-    assert_eq!(bench.book.read(), ["init 2"]);
+    let context = TestContext::plain();
+    let caching: Arc<dyn DeviceAllocator> = Arc::new(CachingAllocator::new(&context.instance, Settings::default()));
+    let upstream = ExternalUpstream::new(&context.instance, Arc::new(context.book.plug_with_hooks())).unwrap();
+    assert_eq!(context.book.read(), ["init 2"]);
     let options = PoolOptions { upstream: Some(Arc::new(upstream)), ..PoolOptions::default() };
-    let pool = MemPool::new(&caching, &bench.device(), options).unwrap();
-    let stream = bench.stream();
+    let pool = MemPool::new(&caching, &context.device(), options).unwrap();
+    let stream = context.stream();
     let small = caching.allocate_in(pool.id(), 1000, &stream).unwrap();
     let large = caching.allocate_in(pool.id(), 3 * MIB, &stream).unwrap();
     let open = caching.allocate(1000, &stream).unwrap();
-    assert_eq!(bench.book.read(), ["give 2097152", "give 20971520"], "segments, and those of the pool alone");
+    assert_eq!(context.book.read(), ["give 2097152", "give 20971520"], "segments, and those of the pool alone");
     for (value, block) in [(1, &small), (2, &large), (3, &open)] {
-        bench.fill(block.ptr(), value, block.bytes(), &stream);
+        context.fill(block.ptr(), value, block.bytes(), &stream);
     }
     for (value, block) in [(1, &small), (2, &large), (3, &open)] {
-        assert_eq!(bench.byte_at(block.ptr().offset(block.bytes() - 1)), value);
+        assert_eq!(context.byte_at(block.ptr().offset(block.bytes() - 1)), value);
     }
     // Cached: neither of these asks the plug.
     small.free().unwrap();
     let again = caching.allocate_in(pool.id(), 500, &stream).unwrap();
-    assert_eq!(bench.book.read(), [] as [&str; 0]);
-    bench.book.capacity.store(0, Ordering::SeqCst);
+    assert_eq!(context.book.read(), [] as [&str; 0]);
+    context.book.capacity.store(0, Ordering::SeqCst);
     let outcome = caching.allocate_in(pool.id(), 300 * MIB, &stream);
     assert!(matches!(&outcome, Err(Error::OutOfMemory(report)) if report.cause == OomCause::Upstream), "{outcome:?}");
     drop((again, large, open));
     pool.close().unwrap();
-    assert!(bench.book.read().ends_with(&["take 2097152".to_owned(), "take 20971520".to_owned()]));
+    assert!(context.book.read().ends_with(&["take 2097152".to_owned(), "take 20971520".to_owned()]));
     caching.trim(DEVICE, MemPoolId::DEFAULT).unwrap();
-    bench.finish();
+    context.finish();
 }
 
 #[test]
 fn an_upstream_remembers_streams_that_are_gone() {
     use warpool::memory::Upstream as _;
-    let bench = Bench::plain();
-    let upstream = ExternalUpstream::new(&bench.instance, Arc::new(bench.book.plug())).unwrap();
-    let short = bench.driver().stream_create(DEVICE, StreamOptions::default()).unwrap();
+    let context = TestContext::plain();
+    let upstream = ExternalUpstream::new(&context.instance, Arc::new(context.book.plug())).unwrap();
+    let short = context.driver().stream_create(DEVICE, StreamOptions::default()).unwrap();
     let ptr = upstream.allocate(DEVICE, MIB, short).unwrap().unwrap();
-    bench.driver().stream_destroy(short).unwrap();
+    context.driver().stream_destroy(short).unwrap();
     upstream.free(ptr, MIB, DEVICE, short).unwrap();
     assert!(upstream.allocate(DEVICE, MIB, short).is_err());
-    bench.forgive_stale_streams();
-    bench.finish();
+    context.forgive_stale_streams();
+    context.finish();
 }
 
 #[test]
 fn an_upstream_refuses_an_address_that_is_taken() {
     use warpool::memory::Upstream as _;
-    let bench = Bench::plain();
-    let stream = bench.stream().id();
+    let context = TestContext::plain();
+    let stream = context.stream().id();
     let (next, takes) = (Arc::new(AtomicU64::new(0x1_0000)), Arc::new(AtomicBool::new(false)));
     let (gives, free) = (Arc::clone(&next), Arc::clone(&takes));
     let plug = FnAllocator::new(
         move |_, _, _| Ok(Some(DevicePtr(gives.load(Ordering::SeqCst)))),
         move |ptr, _, _, _| if free.load(Ordering::SeqCst) { Ok(()) } else { Err(Error::UnknownPointer { ptr }) },
     );
-    let upstream = ExternalUpstream::new(&bench.instance, Arc::new(plug)).unwrap();
+    let upstream = ExternalUpstream::new(&context.instance, Arc::new(plug)).unwrap();
     let first = upstream.allocate(DEVICE, 100, stream).unwrap().unwrap();
     let ask = |at| {
         next.store(at, Ordering::SeqCst);
@@ -74,7 +74,7 @@ fn an_upstream_refuses_an_address_that_is_taken() {
     takes.store(true, Ordering::SeqCst);
     upstream.free(first, 100, DEVICE, stream).unwrap();
     assert_eq!(ask(0x1_0040), Ok(Some(DevicePtr(0x1_0040))));
-    bench.finish();
+    context.finish();
 }
 
 /// A Rust type as a plug, with no closure in sight.
@@ -99,15 +99,15 @@ fn any_type_can_be_a_plug() {
             Ok(())
         }
     }
-    let bench = Bench::plain();
-    let base = bench.driver().mem_alloc(DEVICE, MIB).unwrap();
+    let context = TestContext::plain();
+    let base = context.driver().mem_alloc(DEVICE, MIB).unwrap();
     let bump = Bump { base, next: AtomicU64::new(0) };
     let allocator: Arc<dyn DeviceAllocator> =
-        Arc::new(PluggableAllocator::new(&bench.instance, Arc::new(bump)).unwrap());
-    let stream = bench.stream();
+        Arc::new(PluggableAllocator::new(&context.instance, Arc::new(bump)).unwrap());
+    let stream = context.stream();
     let blocks: Vec<_> = (0..10).map(|_| allocator.allocate(100_000, &stream).unwrap()).collect();
     assert_eq!(blocks[9].ptr(), base.offset(9 * 100_352));
     assert!(matches!(allocator.allocate(100_000, &stream), Err(Error::OutOfMemory(_))));
     drop(blocks);
-    bench.finish();
+    context.finish();
 }
