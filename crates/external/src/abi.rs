@@ -1,6 +1,6 @@
-//! The functions as C sees them.
+//! The C types of the functions.
 //!
-//! All are `C-unwind`: a C++ exception out of one is a mistake, but not undefined here.
+//! All are `C-unwind`, so that a C++ exception that leaves one is not undefined behaviour here.
 
 use std::ffi::{c_int, c_void};
 
@@ -14,7 +14,7 @@ pub(crate) type RecordStream = unsafe extern "C-unwind" fn(*mut c_void, *mut c_v
 pub(crate) type BeginPool = unsafe extern "C-unwind" fn(c_int, PoolId, *mut c_void);
 pub(crate) type PoolHook = unsafe extern "C-unwind" fn(c_int, PoolId);
 
-/// The name of a pool: `std::pair<uint64_t, uint64_t>`.
+/// A pool id: `std::pair<uint64_t, uint64_t>`.
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
 pub(crate) struct PoolId {
@@ -22,7 +22,7 @@ pub(crate) struct PoolId {
     pub(crate) user: u64,
 }
 
-/// As large as any `std::function`, and as strictly aligned: 32 bytes in libstdc++, 48 in some libc++, 64 elsewhere.
+/// Stands for an empty `std::function` of any standard library: 32 bytes in libstdc++, 48 in some libc++, 64 elsewhere.
 #[repr(C, align(16))]
 pub(crate) struct EmptyFunction([u8; 64]);
 

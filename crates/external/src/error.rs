@@ -1,38 +1,39 @@
-//! What can be wrong with a shared object.
+//! Why a shared object cannot be loaded as an external allocator.
 
 use std::path::PathBuf;
 
-/// Why a shared object cannot be a plug. The process goes on as before.
+/// Why a shared object cannot be loaded as an external allocator.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum LoadError {
-    /// There is no such file.
-    #[error("no plugged allocator: there is no file {}", path.display())]
+    /// The file does not exist.
+    #[error("cannot load external allocator: there is no file {}; check the path", path.display())]
     NoFile {
-        /// What was to be opened.
+        /// The path.
         path: PathBuf,
     },
 
-    /// It is there, and the loader does not take it.
-    #[error("no plugged allocator: {} cannot be loaded; the loader says: {why}", path.display())]
+    /// The dynamic loader refuses the file.
+    #[error("cannot load external allocator {}: {why}", path.display())]
     NotLoaded {
-        /// What was to be opened.
+        /// The path.
         path: PathBuf,
-        /// In the loader's words.
+        /// The loader's message.
         why: String,
     },
 
-    /// It is loaded, and lacks a function.
+    /// The shared object lacks a function.
     #[error(
-        "no plugged allocator: {} has no symbol {symbol:?}, which was named for {role}; C++ functions need extern \"C\"",
+        "cannot load external allocator {}: it has no symbol {symbol:?}, which was named for {role}; \
+         C++ functions need extern \"C\"",
         path.display()
     )]
     NoSymbol {
-        /// The shared object.
+        /// The path.
         path: PathBuf,
-        /// What it lacks.
+        /// The missing symbol.
         symbol: String,
-        /// Which function that should be.
+        /// The function that it was named for.
         role: &'static str,
     },
 }

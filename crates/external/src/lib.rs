@@ -1,5 +1,5 @@
-//! Allocators of device memory that are C functions in a shared object, as written for PyTorch's
-//! `CUDAPluggableAllocator`, as a [`ExternalAllocator`](warpool::memory::ExternalAllocator) of Warpool.
+//! C functions of a shared object, written for PyTorch's `CUDAPluggableAllocator`, as a Warpool
+//! [`ExternalAllocator`](warpool::memory::ExternalAllocator).
 //!
 //! ```no_run
 //! use std::sync::Arc;
@@ -17,7 +17,7 @@
 //! ```
 //!
 //! # The functions
-//! | symbol | signature | must be there |
+//! | symbol | signature | required |
 //! |---|---|---|
 //! | `alloc` | `void* (ssize_t size, int device, cudaStream_t stream)` | yes |
 //! | `free` | `void (void* ptr, ssize_t size, int device, cudaStream_t stream)` | yes |
@@ -30,12 +30,12 @@
 //! | `end_pool`, `release_pool` | `void (int device, pool id)` | |
 //!
 //! The pool id is a pair of `uint64_t`, by value; a `std::pair` of them is passed the same way. The filter is a C++
-//! `std::function<bool(cudaStream_t)>` by value, which C++ passes as a hidden pointer to it. Nothing but C++ can make
-//! one: it gets a pointer to zeros, which the standard libraries in use take for an empty function. It may be copied,
-//! and must not be called. Which requests belong to a pool Warpool decides itself.
+//! `std::function<bool(cudaStream_t)>` by value, which C++ passes as a hidden pointer. Only C++ can create one, so the
+//! hook gets a pointer to zeros, which is an empty function in the common standard libraries. It may be copied, and
+//! must not be called: Warpool itself decides which requests belong to a pool.
 //!
-//! They must not throw: there is nobody to catch it. In PyTorch the device is the thread's current one when they are
-//! called, and many rely on it: [`LoadedAllocator::on_current_device`] does the same.
+//! The functions must not throw. In PyTorch the device is the thread's current one during a call, and many allocators
+//! rely on it: see [`LoadedAllocator::on_current_device`].
 
 mod abi;
 mod error;

@@ -1,4 +1,4 @@
-//! A shared object that is open, and its functions as a plug. All of this crate's unsafe code is here.
+//! A loaded shared object, and its functions as an external allocator. All unsafe code of this crate is here.
 
 use std::error::Error as _;
 use std::ffi::{c_int, c_void};
@@ -16,41 +16,41 @@ use crate::abi::{
     Alloc, BaseAlloc, BeginPool, EmptyFunction, Free, Init, MemoryFraction, PoolHook, PoolId, RecordStream, Reset,
 };
 
-/// The names of an allocator's functions in its shared object.
+/// The symbols of an allocator's functions in its shared object.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct AllocatorSymbols {
-    /// Gives memory.
+    /// Allocates memory.
     pub alloc: String,
-    /// Takes it back.
+    /// Frees it.
     pub free: String,
     /// Called once, with the number of devices.
     pub init: Option<String>,
-    /// Gives up what it keeps for later.
+    /// Returns cached memory to the driver.
     pub reset: Option<String>,
-    /// Told the share of a device's memory that may be used.
+    /// Called when the memory fraction of a device is set.
     pub memory_fraction: Option<String>,
-    /// Says what an address belongs to.
+    /// Finds the allocation that contains an address.
     pub base_alloc: Option<String>,
-    /// Told of other streams; with it, the allocator takes care of them itself.
+    /// Called when another stream uses a block; the allocator then delays the block's reuse itself.
     pub record_stream: Option<String>,
-    /// Told that requests go to a pool.
+    /// Called when routing to a pool begins.
     pub begin_pool: Option<String>,
-    /// Told that they do no more.
+    /// Called when it ends.
     pub end_pool: Option<String>,
-    /// Told that nobody uses a pool any more.
+    /// Called when a pool has lost its last user.
     pub release_pool: Option<String>,
 }
 
 impl AllocatorSymbols {
-    /// The two that must be there, and no hooks.
+    /// The two required functions, and no hooks.
     #[must_use]
     pub fn new(alloc: &str, free: &str) -> Self {
         Self { alloc: alloc.to_owned(), free: free.to_owned(), ..Self::default() }
     }
 }
 
-/// C functions of a shared object, as a plug. The object stays loaded until the process ends: its threads, or handlers
-/// that run at exit, may be in it.
+/// C functions of a shared object, as an external allocator. The object stays loaded until the process ends, since its
+/// threads or exit handlers may still run.
 pub struct LoadedAllocator {
     path: PathBuf,
     alloc: Alloc,
@@ -63,41 +63,40 @@ pub struct LoadedAllocator {
     begin_pool: Option<BeginPool>,
     end_pool: Option<PoolHook>,
     release_pool: Option<PoolHook>,
-    /// Who makes devices current, if the functions rely on it.
+    /// Set if the functions rely on the current device.
     driver: Option<Arc<dyn Driver>>,
 }
 
 impl LoadedAllocator {
-    /// Loads the shared object at `path` and finds the functions that `symbols` names. The path is a file's, not a name
-    /// to search for.
+    /// Loads the shared object at `path` and resolves `symbols`. The library search path is not used.
     ///
     /// # Safety
-    /// Loading runs what the object does when it is loaded, which can be anything. The functions must have the
-    /// signatures of the [crate's](crate) list, may be called from any thread at any time, and must do as [`ExternalAllocator`]
-    /// says: what `alloc` gives is device memory of that size that nobody else has.
+    /// Loading runs the object's initializers. The functions must have the signatures of the [crate's](crate) list,
+    /// must be callable from any thread at any time, and must keep the contract of [`ExternalAllocator`]: `alloc`
+    /// returns device memory of that size that is not in use otherwise.
     pub unsafe fn open(path: impl AsRef<Path>, symbols: &AllocatorSymbols) -> std::result::Result<Self, LoadError> {
         let path = path.as_ref();
-        // The loader would search for a bare name, and find something else of that name.
+        // The loader would search for a bare name, and might find another file.
         let path = path.canonicalize().map_err(|_| LoadError::NoFile { path: path.to_owned() })?;
-        // SAFETY: the caller vouches for what runs when it is loaded.
+        // SAFETY: the caller guarantees that the initializers are sound.
         let library = unsafe { Library::new(&path) };
-        let library = library.map_err(|error| LoadError::NotLoaded { path: path.clone(), why: said(&error) })?;
+        let library = library.map_err(|error| LoadError::NotLoaded { path: path.clone(), why: message(&error) })?;
         let found = Symbols { library: &library, path: &path };
-        // SAFETY: the caller vouches for the signatures.
-        let plug = unsafe { Self::find(&found, symbols) }?;
-        // Not before everything was found: what lacks a symbol is closed again.
+        // SAFETY: the caller guarantees the signatures.
+        let loaded = unsafe { Self::find(&found, symbols) }?;
+        // Only now: an object that lacks a symbol is unloaded.
         std::mem::forget(library);
-        Ok(plug)
+        Ok(loaded)
     }
 
     /// # Safety
-    /// The functions of those names have the signatures of the types here.
+    /// The functions have the signatures of the types here.
     unsafe fn find(found: &Symbols<'_>, symbols: &AllocatorSymbols) -> std::result::Result<Self, LoadError> {
-        /// Finds a hook, if one is named.
+        /// Resolves a hook, if one is named.
         macro_rules! hook {
             ($role:ident) => {
                 match &symbols.$role {
-                    // SAFETY: passed on to the caller.
+                    // SAFETY: the caller's guarantee.
                     Some(name) => Some(unsafe { found.get(stringify!($role), name) }?),
                     None => None,
                 }
@@ -105,9 +104,9 @@ impl LoadedAllocator {
         }
         Ok(Self {
             path: found.path.to_owned(),
-            // SAFETY: passed on to the caller.
+            // SAFETY: the caller's guarantee.
             alloc: unsafe { found.get("alloc", &symbols.alloc) }?,
-            // SAFETY: passed on to the caller.
+            // SAFETY: the caller's guarantee.
             free: unsafe { found.get("free", &symbols.free) }?,
             init: hook!(init),
             reset: hook!(reset),
@@ -121,47 +120,47 @@ impl LoadedAllocator {
         })
     }
 
-    /// Makes the device the thread's current one around `alloc` and `free`, for functions that rely on it as they can
-    /// in PyTorch. The one before is current again afterwards; a thread that had none keeps the device.
+    /// Makes the device the thread's current one during `alloc` and `free`, for functions that rely on it as they can
+    /// in PyTorch. The previous one is restored afterwards; a thread that had none keeps the device.
     #[must_use]
     pub fn on_current_device(mut self, instance: &Instance) -> Self {
         self.driver = Some(Arc::clone(instance.driver()));
         self
     }
 
-    /// The file.
+    /// The canonical path.
     #[must_use]
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// Runs `call` with the device current, if that is wanted.
-    fn on<R>(&self, device: DeviceId, call: impl FnOnce() -> R) -> Result<R> {
+    /// Runs `call` with the device current, if the functions rely on it.
+    fn with_device<R>(&self, device: DeviceId, call: impl FnOnce() -> R) -> Result<R> {
         let Some(driver) = &self.driver else { return Ok(call()) };
         let before = driver.current_device()?;
         if before == Some(device) {
             return Ok(call());
         }
         driver.set_current_device(device)?;
-        let _back = before.map(|before| Back { driver, before });
+        let _restore = before.map(|before| RestoreDevice { driver, before });
         Ok(call())
     }
 }
 
-/// Makes the device from before current again, also if the call unwinds.
-struct Back<'a> {
+/// Restores the current device, also if the call unwinds.
+struct RestoreDevice<'a> {
     driver: &'a Arc<dyn Driver>,
     before: DeviceId,
 }
 
-impl Drop for Back<'_> {
+impl Drop for RestoreDevice<'_> {
     fn drop(&mut self) {
-        // It was current a moment ago. What the call gave must not be lost, should this fail all the same.
+        // It was current before, so this does not fail; if it did, the result of the call must not be lost.
         let _ = self.driver.set_current_device(self.before);
     }
 }
 
-/// Where symbols are looked for.
+/// Resolves symbols of a library.
 struct Symbols<'a> {
     library: &'a Library,
     path: &'a Path,
@@ -169,31 +168,31 @@ struct Symbols<'a> {
 
 impl Symbols<'_> {
     /// # Safety
-    /// `F` is the type of a pointer to that very function.
+    /// `F` is the type of a pointer to that function.
     unsafe fn get<F: Copy>(&self, role: &'static str, symbol: &str) -> std::result::Result<F, LoadError> {
-        // SAFETY: the caller vouches for the type; `Option` has room for a symbol that is null.
+        // SAFETY: the caller guarantees the type; a null symbol is `None`.
         let found = unsafe { self.library.get::<Option<F>>(symbol.as_bytes()) };
         let found = found.ok().and_then(|found| *found);
         found.ok_or_else(|| LoadError::NoSymbol { path: self.path.to_owned(), symbol: symbol.to_owned(), role })
     }
 }
 
-/// What the loader said, which libloading keeps one level down.
-fn said(error: &libloading::Error) -> String {
+/// The loader's message, which is the source of libloading's error.
+fn message(error: &libloading::Error) -> String {
     error.source().map_or_else(|| error.to_string(), ToString::to_string)
 }
 
 fn device_number(device: DeviceId) -> c_int {
-    c_int::try_from(device.0).expect("devices are few")
+    c_int::try_from(device.0).expect("device numbers fit in an int")
 }
 
 fn size(bytes: u64) -> Result<isize> {
     isize::try_from(bytes).map_err(|_| Error::RequestTooLarge { bytes })
 }
 
-/// An address of the device, or a driver's handle, as C passes it. Nothing here follows it.
+/// A device address or a driver handle as a C pointer. It is not dereferenced here.
 fn pointer(number: u64) -> *mut c_void {
-    std::ptr::without_provenance_mut(usize::try_from(number).expect("64 bits"))
+    std::ptr::without_provenance_mut(usize::try_from(number).expect("a 64-bit platform"))
 }
 
 const fn pool_id(pool: MemPoolId) -> PoolId {
@@ -203,24 +202,24 @@ const fn pool_id(pool: MemPoolId) -> PoolId {
 impl ExternalAllocator for LoadedAllocator {
     fn allocate(&self, bytes: u64, device: DeviceId, stream: RawStream) -> Result<Option<DevicePtr>> {
         let bytes = size(bytes)?;
-        let given = self.on(device, || {
-            // SAFETY: whoever opened it vouched for the function.
+        let allocated = self.with_device(device, || {
+            // SAFETY: the caller of `open` guarantees the function.
             unsafe { (self.alloc)(bytes, device_number(device), pointer(stream.raw.0)) }
         })?;
-        Ok((!given.is_null()).then(|| DevicePtr(given.addr() as u64)))
+        Ok((!allocated.is_null()).then(|| DevicePtr(allocated.addr() as u64)))
     }
 
     fn free(&self, ptr: DevicePtr, bytes: u64, device: DeviceId, stream: RawStream) -> Result<()> {
         let bytes = size(bytes)?;
-        self.on(device, || {
-            // SAFETY: as above; it is what `alloc` gave, with its size, device and stream.
+        self.with_device(device, || {
+            // SAFETY: as above; the arguments are those of `alloc` and its result.
             unsafe { (self.free)(pointer(ptr.0), bytes, device_number(device), pointer(stream.raw.0)) }
         })
     }
 
     fn init(&self, device_count: u32) -> Result<()> {
         if let Some(init) = self.init {
-            // SAFETY: whoever opened it vouched for the function.
+            // SAFETY: the caller of `open` guarantees the function.
             unsafe { init(c_int::try_from(device_count).unwrap_or(c_int::MAX)) }
         }
         Ok(())
@@ -228,31 +227,31 @@ impl ExternalAllocator for LoadedAllocator {
 
     fn reset(&self) {
         if let Some(reset) = self.reset {
-            // SAFETY: whoever opened it vouched for the function.
+            // SAFETY: the caller of `open` guarantees the function.
             unsafe { reset() }
         }
     }
 
     fn memory_fraction(&self, fraction: f64, device: DeviceId) {
         if let Some(hook) = self.memory_fraction {
-            // SAFETY: whoever opened it vouched for the function.
+            // SAFETY: the caller of `open` guarantees the function.
             unsafe { hook(fraction, device_number(device)) }
         }
     }
 
     fn base_allocation(&self, ptr: DevicePtr) -> Option<BaseAllocation> {
-        const UNTOUCHED: usize = usize::MAX;
+        const UNSET: usize = usize::MAX;
         let hook = self.base_alloc?;
-        let mut bytes = UNTOUCHED;
-        // SAFETY: whoever opened it vouched for the function; the size is ours to be written.
+        let mut bytes = UNSET;
+        // SAFETY: the caller of `open` guarantees the function; the size is a local variable.
         let base = unsafe { hook(pointer(ptr.0), &raw mut bytes) };
-        let bytes = (bytes != UNTOUCHED).then_some(bytes as u64);
+        let bytes = (bytes != UNSET).then_some(bytes as u64);
         (!base.is_null()).then(|| BaseAllocation { ptr: DevicePtr(base.addr() as u64), bytes })
     }
 
     fn record_stream(&self, ptr: DevicePtr, stream: RawStream) -> Handled {
         let Some(hook) = self.record_stream else { return Handled::No };
-        // SAFETY: whoever opened it vouched for the function; the stream is alive.
+        // SAFETY: the caller of `open` guarantees the function; the stream exists.
         unsafe { hook(pointer(ptr.0), pointer(stream.raw.0)) };
         Handled::Yes
     }
@@ -260,22 +259,22 @@ impl ExternalAllocator for LoadedAllocator {
     fn begin_pool(&self, device: DeviceId, pool: MemPoolId) {
         if let Some(hook) = self.begin_pool {
             let mut filter = EmptyFunction::new();
-            // SAFETY: whoever opened it vouched for the function, which does not call the filter; it is ours until the
-            // call is over.
+            // SAFETY: the caller of `open` guarantees the function, which does not call the filter. The filter outlives
+            // the call.
             unsafe { hook(device_number(device), pool_id(pool), (&raw mut filter).cast()) }
         }
     }
 
     fn end_pool(&self, device: DeviceId, pool: MemPoolId) {
         if let Some(hook) = self.end_pool {
-            // SAFETY: whoever opened it vouched for the function.
+            // SAFETY: the caller of `open` guarantees the function.
             unsafe { hook(device_number(device), pool_id(pool)) }
         }
     }
 
     fn release_pool(&self, device: DeviceId, pool: MemPoolId) {
         if let Some(hook) = self.release_pool {
-            // SAFETY: whoever opened it vouched for the function.
+            // SAFETY: the caller of `open` guarantees the function.
             unsafe { hook(device_number(device), pool_id(pool)) }
         }
     }

@@ -1,7 +1,7 @@
-//! An allocator written in C for PyTorch, compiled here, loaded, and used: as the program's allocator and as the source
-//! of a pool. And what is no allocator.
+//! An allocator written in C for PyTorch, compiled and loaded here: as a device allocator and as the upstream of a
+//! pool; and objects that cannot be loaded.
 //!
-//! On the simulated device it gets its memory from a function of the test's, since no C code can reach that device.
+//! On the simulated device it gets its memory from functions of the test, since C code cannot reach that device.
 
 use std::ffi::{c_char, c_int, c_void};
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -24,7 +24,7 @@ const DEVICE: DeviceId = DeviceId(0);
 const MIB: u64 = 1 << 20;
 const PANICS_AT: isize = 666;
 
-/// Compiles a C file. Each test has a copy of its own: a shared object is loaded once, with all that it remembers.
+/// Compiles a C file. Each test has its own copy: a shared object is loaded once per process, with its state.
 fn compile(name: &str, source: &Path) -> PathBuf {
     let object = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("{name}.so"));
     let compiled = Command::new("cc")
@@ -61,65 +61,71 @@ fn all_symbols() -> AllocatorSymbols {
     }
 }
 
-/// What the C allocator asks for memory.
-struct Source {
+/// The upstream of the C allocator.
+struct Upstream {
     sim: Arc<SimDriver>,
-    /// Requests of this size end in a panic, as a C++ allocator's may in an exception.
+    /// Requests of this size panic, as a C++ allocator may throw.
     panics_at: isize,
 }
 
-unsafe extern "C-unwind" fn give(user: *mut c_void, size: isize, device: c_int, _stream: *mut c_void) -> *mut c_void {
-    // SAFETY: `user` is the source that the machine leaked for this.
-    let source = unsafe { &*user.cast::<Source>() };
+unsafe extern "C-unwind" fn allocate(
+    user: *mut c_void,
+    size: isize,
+    device: c_int,
+    _stream: *mut c_void,
+) -> *mut c_void {
+    // SAFETY: `user` is the upstream that the setup leaked.
+    let upstream = unsafe { &*user.cast::<Upstream>() };
     assert_eq!(
-        source.sim.current_device().unwrap(),
+        upstream.sim.current_device().unwrap(),
         Some(DeviceId(device as u32)),
         "the device is current, as in PyTorch"
     );
-    assert_ne!(size, source.panics_at, "the source panics, as it was told to");
-    let given = source.sim.mem_alloc(DeviceId(device as u32), size as u64);
-    given.map_or(std::ptr::null_mut(), |ptr| std::ptr::without_provenance_mut(ptr.0 as usize))
+    assert_ne!(size, upstream.panics_at, "an injected panic");
+    let allocated = upstream.sim.mem_alloc(DeviceId(device as u32), size as u64);
+    allocated.map_or(std::ptr::null_mut(), |ptr| std::ptr::without_provenance_mut(ptr.0 as usize))
 }
 
-unsafe extern "C" fn take(user: *mut c_void, ptr: *mut c_void, _size: isize, _device: c_int, _stream: *mut c_void) {
+unsafe extern "C" fn free(user: *mut c_void, ptr: *mut c_void, _size: isize, _device: c_int, _stream: *mut c_void) {
     // SAFETY: as above.
-    let source = unsafe { &*user.cast::<Source>() };
-    source.sim.mem_free(DevicePtr(ptr.addr() as u64)).unwrap();
+    let upstream = unsafe { &*user.cast::<Upstream>() };
+    upstream.sim.mem_free(DevicePtr(ptr.addr() as u64)).unwrap();
 }
 
-type Give = unsafe extern "C-unwind" fn(*mut c_void, isize, c_int, *mut c_void) -> *mut c_void;
-type Take = unsafe extern "C" fn(*mut c_void, *mut c_void, isize, c_int, *mut c_void);
+type AllocateFn = unsafe extern "C-unwind" fn(*mut c_void, isize, c_int, *mut c_void) -> *mut c_void;
+type FreeFn = unsafe extern "C" fn(*mut c_void, *mut c_void, isize, c_int, *mut c_void);
 
-/// A simulated machine, and a C allocator that is loaded and gets its memory there.
-struct Machine {
+/// A simulated device, and a loaded C allocator that gets its memory there.
+struct Setup {
     sim: Arc<SimDriver>,
     instance: Instance,
     object: PathBuf,
     library: Library,
 }
 
-impl Machine {
+impl Setup {
     fn new(name: &str) -> Self {
         let object = demo(name);
         let sim = Arc::new(SimDriver::new(SimConfig::default().with_devices(2)));
         let instance = Instance::new(sim.clone()).unwrap();
-        // SAFETY: it is our own file, and does nothing when it is loaded.
+        // SAFETY: the file is part of this test, and has no initializers.
         let library = unsafe { Library::new(&object) }.unwrap();
-        let machine = Self { sim: sim.clone(), instance, object, library };
-        // Leaked: the allocator remembers it for as long as the process runs.
-        let source: *const Source = Box::leak(Box::new(Source { sim, panics_at: PANICS_AT }));
+        let setup = Self { sim: sim.clone(), instance, object, library };
+        // Leaked: the allocator keeps it until the process ends.
+        let upstream: *const Upstream = Box::leak(Box::new(Upstream { sim, panics_at: PANICS_AT }));
+        type SetUpstream = unsafe extern "C" fn(AllocateFn, FreeFn, *const c_void);
         // SAFETY: the signature is that of the file.
-        let set = unsafe { machine.library.get::<unsafe extern "C" fn(Give, Take, *const c_void)>("demo_set_source") };
+        let set = unsafe { setup.library.get::<SetUpstream>("demo_set_upstream") };
         let set = set.unwrap();
-        // SAFETY: as above; the source lives for ever.
-        unsafe { set(give, take, source.cast()) };
-        machine
+        // SAFETY: as above; the upstream is never dropped.
+        unsafe { set(allocate, free, upstream.cast()) };
+        setup
     }
 
-    fn plug(&self, symbols: &AllocatorSymbols) -> Arc<LoadedAllocator> {
-        // SAFETY: it is our own file.
-        let plug = unsafe { LoadedAllocator::open(&self.object, symbols) }.unwrap();
-        Arc::new(plug.on_current_device(&self.instance))
+    fn load(&self, symbols: &AllocatorSymbols) -> Arc<LoadedAllocator> {
+        // SAFETY: the file is part of this test.
+        let loaded = unsafe { LoadedAllocator::open(&self.object, symbols) }.unwrap();
+        Arc::new(loaded.on_current_device(&self.instance))
     }
 
     fn bytes_live(&self) -> u64 {
@@ -136,13 +142,13 @@ impl Machine {
         unsafe { set(bytes) };
     }
 
-    /// What the hooks wrote down since this was last asked.
-    fn words(&self) -> Vec<String> {
+    /// The hooks that were called since the last call of this.
+    fn hook_calls(&self) -> Vec<String> {
         let mut text = vec![0_u8; 4096];
         type Read = unsafe extern "C" fn(*mut c_char, usize) -> usize;
         // SAFETY: the signature is that of the file.
-        let read = unsafe { self.library.get::<Read>("demo_read_words") }.unwrap();
-        // SAFETY: as above; the buffer is as long as we say.
+        let read = unsafe { self.library.get::<Read>("demo_read_log") }.unwrap();
+        // SAFETY: as above; the length is that of the buffer.
         let length = unsafe { read(text.as_mut_ptr().cast(), text.len()) };
         let text = String::from_utf8(text[..length].to_vec()).unwrap();
         text.lines().map(str::to_owned).collect()
@@ -157,28 +163,28 @@ impl Machine {
         self.sim.fill(from, Pattern::U8(value), bytes, stream.id()).unwrap();
         self.sim.copy(to.into(), from.into(), bytes, stream.id()).unwrap();
         stream.synchronize().unwrap();
-        let mut there = vec![0; bytes as usize];
-        self.sim.download(DEVICE, to, &mut there).unwrap();
-        assert!(there.iter().all(|&byte| byte == value));
+        let mut read = vec![0; bytes as usize];
+        self.sim.download(DEVICE, to, &mut read).unwrap();
+        assert!(read.iter().all(|&byte| byte == value));
     }
 }
 
 #[test]
 fn c_functions_are_a_device_allocator() {
-    let machine = Machine::new("program");
-    let plug = machine.plug(&all_symbols());
-    assert_eq!(plug.path(), machine.object.canonicalize().unwrap());
-    let plugged = Arc::new(PluggableAllocator::new(&machine.instance, plug).unwrap());
-    assert_eq!(machine.words(), ["init 2"]);
-    let allocator: Arc<dyn DeviceAllocator> = plugged.clone();
+    let setup = Setup::new("program");
+    let loaded = setup.load(&all_symbols());
+    assert_eq!(loaded.path(), setup.object.canonicalize().unwrap());
+    let pluggable = Arc::new(PluggableAllocator::new(&setup.instance, loaded).unwrap());
+    assert_eq!(setup.hook_calls(), ["init 2"]);
+    let allocator: Arc<dyn DeviceAllocator> = pluggable.clone();
     allocator.record_history(Some(HistoryOptions::default())).unwrap();
-    let (stream, other) = (machine.stream(), machine.stream());
+    let (stream, other) = (setup.stream(), setup.stream());
     let (first, second) =
         (allocator.allocate(100_000, &stream).unwrap(), allocator.allocate(3 * MIB, &stream).unwrap());
-    machine.work(first.ptr(), second.ptr(), 100_000, 7, &stream);
+    setup.work(first.ptr(), second.ptr(), 100_000, 7, &stream);
 
     let stats = allocator.stats(DEVICE).unwrap();
-    assert_eq!((stats.allocated_bytes.all.current, machine.bytes_live()), (100_000 + 3 * MIB, 100_000 + 3 * MIB));
+    assert_eq!((stats.allocated_bytes.all.current, setup.bytes_live()), (100_000 + 3 * MIB, 100_000 + 3 * MIB));
     let snapshot = allocator.snapshot(SnapshotOptions::default()).unwrap();
     assert_eq!(snapshot.segments.len(), 2);
     assert!(snapshot.segments.iter().all(|segment| segment.stream == stream.info().unwrap().raw.0));
@@ -187,9 +193,9 @@ fn c_functions_are_a_device_allocator() {
     second.record_use(&other).unwrap();
     let used = format!("{} used by {:#x}", second.ptr(), other.info().unwrap().raw.0);
     allocator.set_memory_fraction(DEVICE, 0.5).unwrap();
-    let base = plugged.base_allocation(first.ptr().offset(3)).unwrap();
+    let base = pluggable.base_allocation(first.ptr().offset(3)).unwrap();
     assert_eq!(base, BaseAllocation { ptr: first.ptr(), bytes: Some(12345) });
-    let device = machine.instance.device(0).unwrap();
+    let device = setup.instance.device(0).unwrap();
     let pool = MemPool::new(&allocator, &device, PoolOptions::default()).unwrap();
     {
         let _scope = pool.enter().unwrap();
@@ -197,78 +203,78 @@ fn c_functions_are_a_device_allocator() {
     }
     pool.close().unwrap();
     allocator.trim(DEVICE, MemPoolId::DEFAULT).unwrap();
-    let words = ["fraction 0.5 of 0", "begin (0, 1) on 0", "end (0, 1) on 0", "release (0, 1) on 0", "reset"];
-    assert_eq!(machine.words(), [&[used], &words.map(str::to_owned)[..]].concat());
+    let calls = ["fraction 0.5 of 0", "begin (0, 1) on 0", "end (0, 1) on 0", "release (0, 1) on 0", "reset"];
+    assert_eq!(setup.hook_calls(), [&[used], &calls.map(str::to_owned)[..]].concat());
 
-    machine.set_limit(4 * MIB as isize);
+    setup.set_limit(4 * MIB as isize);
     let refused = allocator.allocate(2 * MIB, &stream);
     assert!(matches!(&refused, Err(Error::OutOfMemory(report)) if report.cause == OomCause::Upstream), "{refused:?}");
     first.free().unwrap();
     drop(second);
     allocator.trim(DEVICE, MemPoolId::DEFAULT).unwrap();
-    assert_eq!((machine.bytes_live(), allocator.stats(DEVICE).unwrap().reserved_bytes.all.current), (0, 0));
-    assert_eq!(machine.sim.hazards(), []);
+    assert_eq!((setup.bytes_live(), allocator.stats(DEVICE).unwrap().reserved_bytes.all.current), (0, 0));
+    assert_eq!(setup.sim.hazards(), []);
 }
 
 #[test]
-fn a_c_allocator_is_the_source_of_a_pool() {
-    let machine = Machine::new("upstream");
-    let allocator: Arc<dyn DeviceAllocator> = Arc::new(CachingAllocator::new(&machine.instance, Settings::default()));
-    let upstream = ExternalUpstream::new(&machine.instance, machine.plug(&plain_symbols())).unwrap();
+fn c_functions_are_the_upstream_of_a_pool() {
+    let setup = Setup::new("upstream");
+    let allocator: Arc<dyn DeviceAllocator> = Arc::new(CachingAllocator::new(&setup.instance, Settings::default()));
+    let upstream = ExternalUpstream::new(&setup.instance, setup.load(&plain_symbols())).unwrap();
     let options = PoolOptions { upstream: Some(Arc::new(upstream)), ..PoolOptions::default() };
-    let device = machine.instance.device(0).unwrap();
+    let device = setup.instance.device(0).unwrap();
     let pool = MemPool::new(&allocator, &device, options).unwrap();
-    let stream = machine.stream();
+    let stream = setup.stream();
     let first = allocator.allocate_in(pool.id(), 100_000, &stream).unwrap();
     let second = allocator.allocate_in(pool.id(), 200_000, &stream).unwrap();
     let open = allocator.allocate(100_000, &stream).unwrap();
-    assert_eq!(machine.bytes_live(), 2 * MIB, "one segment for both blocks of the pool, and none for the other");
-    machine.work(first.ptr(), second.ptr(), 100_000, 9, &stream);
-    machine.work(open.ptr(), first.ptr(), 100_000, 11, &stream);
+    assert_eq!(setup.bytes_live(), 2 * MIB, "one segment for both blocks of the pool, and none for the other");
+    setup.work(first.ptr(), second.ptr(), 100_000, 9, &stream);
+    setup.work(open.ptr(), first.ptr(), 100_000, 11, &stream);
     let of_pool = SnapshotOptions { pool: Some(pool.id()), traces: false };
     let segments = allocator.snapshot(of_pool).unwrap().segments;
     assert_eq!((segments.len(), segments[0].total_size), (1, 2 * MIB));
-    machine.set_limit(4 * MIB as isize);
+    setup.set_limit(4 * MIB as isize);
     let refused = allocator.allocate_in(pool.id(), 30 * MIB, &stream);
     assert!(matches!(&refused, Err(Error::OutOfMemory(report)) if report.cause == OomCause::Upstream), "{refused:?}");
     drop((first, second, open));
     pool.close().unwrap();
-    assert_eq!(machine.bytes_live(), 0);
-    assert_eq!(machine.sim.hazards(), []);
+    assert_eq!(setup.bytes_live(), 0);
+    assert_eq!(setup.sim.hazards(), []);
 }
 
 #[test]
-fn the_current_device_comes_back_also_after_an_exception() {
-    let machine = Machine::new("unwinds");
-    let plug = machine.plug(&plain_symbols());
-    let id = machine.stream().id();
-    let stream = RawStream { id, raw: machine.sim.stream_handle(id).unwrap().raw };
+fn the_current_device_is_restored_also_after_an_exception() {
+    let setup = Setup::new("unwinds");
+    let loaded = setup.load(&plain_symbols());
+    let id = setup.stream().id();
+    let stream = RawStream { id, raw: setup.sim.stream_handle(id).unwrap().raw };
     let other = DeviceId(1);
-    machine.sim.set_current_device(other).unwrap();
-    let given = plug.allocate(100, DEVICE, stream).unwrap().unwrap();
-    assert_eq!(machine.sim.current_device(), Ok(Some(other)));
-    let unwound = catch_unwind(AssertUnwindSafe(|| plug.allocate(PANICS_AT as u64, DEVICE, stream)));
+    setup.sim.set_current_device(other).unwrap();
+    let block = loaded.allocate(100, DEVICE, stream).unwrap().unwrap();
+    assert_eq!(setup.sim.current_device(), Ok(Some(other)));
+    let unwound = catch_unwind(AssertUnwindSafe(|| loaded.allocate(PANICS_AT as u64, DEVICE, stream)));
     assert!(unwound.is_err());
-    assert_eq!(machine.sim.current_device(), Ok(Some(other)));
-    plug.free(given, 100, DEVICE, stream).unwrap();
-    assert_eq!((machine.bytes_live(), machine.sim.current_device()), (0, Ok(Some(other))));
+    assert_eq!(setup.sim.current_device(), Ok(Some(other)));
+    loaded.free(block, 100, DEVICE, stream).unwrap();
+    assert_eq!((setup.bytes_live(), setup.sim.current_device()), (0, Ok(Some(other))));
 }
 
 #[test]
-fn a_graph_works_on_a_c_allocator() {
-    let machine = Machine::new("graph");
-    let plug = machine.plug(&plain_symbols());
-    let allocator: Arc<dyn DeviceAllocator> = Arc::new(PluggableAllocator::new(&machine.instance, plug).unwrap());
-    let device = machine.instance.device(0).unwrap();
+fn a_graph_uses_a_c_allocator() {
+    let setup = Setup::new("graph");
+    let loaded = setup.load(&plain_symbols());
+    let allocator: Arc<dyn DeviceAllocator> = Arc::new(PluggableAllocator::new(&setup.instance, loaded).unwrap());
+    let device = setup.instance.device(0).unwrap();
     let stream = device.lease_stream().unwrap();
     let mut graph = Graph::new(&allocator, &device, GraphOptions::default()).unwrap();
     let key = graph
         .capture(&stream, CaptureOptions::default(), |capture| {
             let (key, stream) = (capture.allocate(4096)?, capture.stream().clone());
             let scratch = allocator.allocate(4096, &stream)?;
-            machine.sim.fill(scratch.ptr(), Pattern::U8(5), 4096, stream.id())?;
+            setup.sim.fill(scratch.ptr(), Pattern::U8(5), 4096, stream.id())?;
             let to = capture.buffer(key)?.ptr();
-            machine.sim.copy(to.into(), scratch.ptr().into(), 4096, stream.id())?;
+            setup.sim.copy(to.into(), scratch.ptr().into(), 4096, stream.id())?;
             Ok(key)
         })
         .unwrap();
@@ -276,20 +282,20 @@ fn a_graph_works_on_a_c_allocator() {
         graph.replay(&stream).unwrap();
     }
     stream.synchronize().unwrap();
-    let mut there = [0; 4096];
-    machine.sim.download(DEVICE, graph.buffer(key).unwrap().ptr(), &mut there).unwrap();
-    assert_eq!(there, [5; 4096]);
-    assert_eq!(machine.bytes_live(), 2 * 4096);
+    let mut read = [0; 4096];
+    setup.sim.download(DEVICE, graph.buffer(key).unwrap().ptr(), &mut read).unwrap();
+    assert_eq!(read, [5; 4096]);
+    assert_eq!(setup.bytes_live(), 2 * 4096);
     drop(graph);
     allocator.trim(DEVICE, MemPoolId::DEFAULT).unwrap();
-    assert_eq!(machine.bytes_live(), 0);
-    assert_eq!(machine.sim.hazards(), []);
+    assert_eq!(setup.bytes_live(), 0);
+    assert_eq!(setup.sim.hazards(), []);
 }
 
 #[test]
-fn what_is_no_allocator_is_an_error_that_says_why() {
+fn a_file_that_cannot_be_loaded_is_an_error_with_the_reason() {
     let object = demo("wrong");
-    // SAFETY: the files are our own, or cannot be loaded at all.
+    // SAFETY: the files are part of this test, or cannot be loaded.
     let open = |path: &Path, symbols: &AllocatorSymbols| {
         unsafe { LoadedAllocator::open(path, symbols) }.map(drop).unwrap_err()
     };
@@ -298,7 +304,7 @@ fn what_is_no_allocator_is_an_error_that_says_why() {
     let error = open(&missing, &plain_symbols());
     assert_eq!(error, LoadError::NoFile { path: missing.clone() });
     assert!(error.to_string().contains("nowhere.so"), "{error}");
-    // A bare name is a file's too: the loader does not search for it.
+    // A bare name is a path too: the library search path is not used.
     assert!(matches!(open(Path::new("libm.so.6"), &plain_symbols()), LoadError::NoFile { .. }));
 
     let text = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/c/allocator.c");
@@ -347,7 +353,6 @@ fn what_is_no_allocator_is_an_error_that_says_why() {
         assert_eq!(error, expected);
         assert!(error.to_string().contains("wrong.so") && error.to_string().contains(role), "{error}");
     }
-    // And the process goes on.
-    // SAFETY: the file is our own.
+    // SAFETY: the file is part of this test.
     unsafe { LoadedAllocator::open(&object, &all_symbols()) }.unwrap();
 }

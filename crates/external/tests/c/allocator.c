@@ -1,7 +1,7 @@
-/* An allocator as one writes it for PyTorch's CUDAPluggableAllocator, with every hook.
+/* An allocator written for PyTorch's CUDAPluggableAllocator, with every hook.
  *
- * Its memory comes from a source that the test sets; without one, from the CUDA driver, by cuMemAlloc in the current context.
- * It counts what it is asked for, and caches nothing. Calls may come from several threads. */
+ * Its memory comes from an upstream that the test sets; without one, from cuMemAlloc in the current context. It counts
+ * the allocated bytes, logs its hooks, and caches nothing. Thread-safe. */
 
 #include <dlfcn.h>
 #include <pthread.h>
@@ -13,42 +13,42 @@
 typedef struct CUstream_st *cudaStream_t;
 typedef struct { uint64_t first, second; } pool_id;
 
-typedef void *(*source_alloc)(void *user, ssize_t size, int device, cudaStream_t stream);
-typedef void (*source_free)(void *user, void *ptr, ssize_t size, int device, cudaStream_t stream);
+typedef void *(*upstream_alloc)(void *user, ssize_t size, int device, cudaStream_t stream);
+typedef void (*upstream_free)(void *user, void *ptr, ssize_t size, int device, cudaStream_t stream);
 
-static pthread_mutex_t gate = PTHREAD_MUTEX_INITIALIZER;
-static source_alloc give;
-static source_free take;
-static void *source_user;
+static pthread_mutex_t log_lock = PTHREAD_MUTEX_INITIALIZER;
+static upstream_alloc alloc_hook;
+static upstream_free free_hook;
+static void *upstream_user;
 static ssize_t bytes_live;
 static ssize_t bytes_limit = -1;
-static char words[4096];
+static char log_text[4096];
 
-static void note(const char *word) {
-    pthread_mutex_lock(&gate);
-    if (strlen(words) + strlen(word) + 2 < sizeof words) {
-        strcat(words, word);
-        strcat(words, "\n");
+static void log_line(const char *line) {
+    pthread_mutex_lock(&log_lock);
+    if (strlen(log_text) + strlen(line) + 2 < sizeof log_text) {
+        strcat(log_text, line);
+        strcat(log_text, "\n");
     }
-    pthread_mutex_unlock(&gate);
+    pthread_mutex_unlock(&log_lock);
 }
 
 /* For the test. */
-void demo_set_source(source_alloc alloc, source_free free, void *user) {
-    give = alloc;
-    take = free;
-    source_user = user;
+void demo_set_upstream(upstream_alloc alloc, upstream_free free, void *user) {
+    alloc_hook = alloc;
+    free_hook = free;
+    upstream_user = user;
 }
 void demo_set_limit(ssize_t bytes) { bytes_limit = bytes; }
 ssize_t demo_bytes_live(void) { return __atomic_load_n(&bytes_live, __ATOMIC_SEQ_CST); }
-size_t demo_read_words(char *into, size_t room) {
-    pthread_mutex_lock(&gate);
-    size_t length = strlen(words);
+size_t demo_read_log(char *into, size_t room) {
+    pthread_mutex_lock(&log_lock);
+    size_t length = strlen(log_text);
     if (length < room) {
-        memcpy(into, words, length + 1);
-        words[0] = 0;
+        memcpy(into, log_text, length + 1);
+        log_text[0] = 0;
     }
-    pthread_mutex_unlock(&gate);
+    pthread_mutex_unlock(&log_lock);
     return length;
 }
 
@@ -68,29 +68,29 @@ static void cuda_free(void *ptr) {
 /* What PyTorch calls. */
 void *demo_malloc(ssize_t size, int device, cudaStream_t stream) {
     if (bytes_limit >= 0 && demo_bytes_live() + size > bytes_limit) return NULL;
-    void *ptr = give ? give(source_user, size, device, stream) : cuda_alloc(size);
+    void *ptr = alloc_hook ? alloc_hook(upstream_user, size, device, stream) : cuda_alloc(size);
     if (ptr) __atomic_add_fetch(&bytes_live, size, __ATOMIC_SEQ_CST);
     return ptr;
 }
 
 void demo_free(void *ptr, ssize_t size, int device, cudaStream_t stream) {
     __atomic_sub_fetch(&bytes_live, size, __ATOMIC_SEQ_CST);
-    if (take) take(source_user, ptr, size, device, stream);
+    if (free_hook) free_hook(upstream_user, ptr, size, device, stream);
     else cuda_free(ptr);
 }
 
 void demo_init(int device_count) {
-    char word[64];
-    snprintf(word, sizeof word, "init %d", device_count);
-    note(word);
+    char line[64];
+    snprintf(line, sizeof line, "init %d", device_count);
+    log_line(line);
 }
 
-void demo_reset(void) { note("reset"); }
+void demo_reset(void) { log_line("reset"); }
 
 void demo_memory_fraction(double fraction, int device) {
-    char word[64];
-    snprintf(word, sizeof word, "fraction %g of %d", fraction, device);
-    note(word);
+    char line[64];
+    snprintf(line, sizeof line, "fraction %g of %d", fraction, device);
+    log_line(line);
 }
 
 void *demo_base_alloc(void *ptr, size_t *size) {
@@ -99,21 +99,21 @@ void *demo_base_alloc(void *ptr, size_t *size) {
 }
 
 void demo_record_stream(void *ptr, cudaStream_t stream) {
-    char word[96];
-    snprintf(word, sizeof word, "%#lx used by %#lx", (unsigned long)(uintptr_t)ptr, (unsigned long)(uintptr_t)stream);
-    note(word);
+    char line[96];
+    snprintf(line, sizeof line, "%#lx used by %#lx", (unsigned long)(uintptr_t)ptr, (unsigned long)(uintptr_t)stream);
+    log_line(line);
 }
 
-static void note_pool(const char *what, int device, pool_id id) {
-    char word[96];
-    snprintf(word, sizeof word, "%s (%lu, %lu) on %d", what, (unsigned long)id.first, (unsigned long)id.second, device);
-    note(word);
+static void log_pool(const char *what, int device, pool_id id) {
+    char line[96];
+    snprintf(line, sizeof line, "%s (%lu, %lu) on %d", what, (unsigned long)id.first, (unsigned long)id.second, device);
+    log_line(line);
 }
 
-/* The filter is a std::function by hidden pointer: it may be looked at, and is all zeros. */
+/* The filter is a std::function by hidden pointer: readable, and all zeros. */
 void demo_begin_pool(int device, pool_id id, void *filter) {
     static const char zeros[32];
-    note_pool(memcmp(filter, zeros, sizeof zeros) == 0 ? "begin" : "begin with a filter", device, id);
+    log_pool(memcmp(filter, zeros, sizeof zeros) == 0 ? "begin" : "begin with a filter", device, id);
 }
-void demo_end_pool(int device, pool_id id) { note_pool("end", device, id); }
-void demo_release_pool(int device, pool_id id) { note_pool("release", device, id); }
+void demo_end_pool(int device, pool_id id) { log_pool("end", device, id); }
+void demo_release_pool(int device, pool_id id) { log_pool("release", device, id); }

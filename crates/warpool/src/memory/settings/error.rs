@@ -1,12 +1,12 @@
-//! What can be said of a settings string: problems, which refuse it, and warnings, which do not.
-//! Each names the key, where it stands, and what to do.
+//! Messages about a settings string: problems, which make it invalid, and warnings. Each names the key, its position
+//! and what to do.
 
 use std::fmt;
 
-/// Why a settings string was refused: everything that is wrong with it. Nothing of the string applies.
+/// All problems of an invalid settings string. Nothing of the string is applied.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub struct SettingsError {
-    /// What is wrong, in the order of the string; never empty.
+    /// In the order of the string; never empty.
     pub problems: Vec<Problem>,
 }
 
@@ -22,12 +22,12 @@ impl fmt::Display for SettingsError {
     }
 }
 
-/// Something wrong, which keeps a string from applying.
+/// Makes a settings string invalid.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Problem {
-    /// The key as it was given; empty where a key is missing.
+    /// The key as given; empty if a key is missing.
     pub key: String,
-    /// Where in the string, in bytes; `None` if the value did not come from a string.
+    /// The byte position; `None` if the value did not come from a string.
     pub at: Option<usize>,
     /// What is wrong, and what to do.
     pub text: String,
@@ -35,28 +35,28 @@ pub struct Problem {
 
 impl fmt::Display for Problem {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        show(f, &self.key, self.at, &self.text)
+        write_message(f, &self.key, self.at, &self.text)
     }
 }
 
-/// Something that applies, but not as its writer may think.
+/// A setting that has no effect, or an unexpected one.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Warning {
-    /// The key that it is about, by the name that Warpool has for it; in recordings also an unknown one.
+    /// The key by its main name; in recordings also an unknown key.
     pub key: String,
-    /// Where in the string, in bytes; `None` if the value was there before.
+    /// The byte position; `None` if the value was set before.
     pub at: Option<usize>,
-    /// What it means, and what to do.
+    /// What is odd, and what to do.
     pub text: String,
 }
 
 impl fmt::Display for Warning {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        show(f, &self.key, self.at, &self.text)
+        write_message(f, &self.key, self.at, &self.text)
     }
 }
 
-fn show(f: &mut fmt::Formatter<'_>, key: &str, at: Option<usize>, text: &str) -> fmt::Result {
+fn write_message(f: &mut fmt::Formatter<'_>, key: &str, at: Option<usize>, text: &str) -> fmt::Result {
     if let Some(at) = at {
         write!(f, "at byte {at}: ")?;
     }

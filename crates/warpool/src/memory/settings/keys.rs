@@ -1,9 +1,9 @@
-//! The keys of settings strings: the one list of them. The parser, the linter, suggestions and the docs go by it.
-//! How a value is read is in `parse.rs`; how it is written stands here, beside the names.
+//! The keys of settings strings: the list that the reader, the linter, suggestions and the docs use. Values are read in
+//! `value.rs` and written here.
 
 use super::{GIB, MIB, Reserve, Settings};
 
-/// A key, without its spelling.
+/// A key.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Key {
     Backend,
@@ -32,30 +32,30 @@ pub(super) enum Key {
     MemoryCap,
 }
 
-/// What there is to know of a key.
+/// The properties of a key.
 #[derive(Debug)]
 pub(super) struct KeyInfo {
     pub key: Key,
     /// Its name in strings.
     pub name: &'static str,
-    /// Another name that is understood.
+    /// Another accepted name.
     pub alias: Option<&'static str>,
-    /// What it takes.
-    pub takes: &'static str,
+    /// The values that it takes.
+    pub expects: &'static str,
     /// What it means.
     #[cfg_attr(not(test), expect(dead_code, reason = "a test compares the docs with it"))]
     pub meaning: &'static str,
-    /// What a person reads where there is no value.
+    /// What is shown if it has no value.
     pub unset: &'static str,
-    /// Whether a further string that does not name it puts it back to its default.
+    /// Whether a further string that does not name it resets it to its default.
     pub resets: bool,
-    /// Whether it means nothing to the driver's own pool.
+    /// Whether it has no effect on the driver's pool.
     pub native_only: bool,
 }
 
-/// A key that keeps its value, speaks of both backends and always has a value; `const` updates change the rest.
-const fn key(key: Key, name: &'static str, takes: &'static str, meaning: &'static str) -> KeyInfo {
-    KeyInfo { key, name, alias: None, takes, meaning, unset: "none", resets: false, native_only: false }
+/// A key that is kept, affects both backends and always has a value; the functions below change that.
+const fn key(key: Key, name: &'static str, expects: &'static str, meaning: &'static str) -> KeyInfo {
+    KeyInfo { key, name, alias: None, expects, meaning, unset: "none", resets: false, native_only: false }
 }
 
 const fn native(info: KeyInfo) -> KeyInfo {
@@ -76,25 +76,25 @@ const fn alias(info: KeyInfo, alias: &'static str) -> KeyInfo {
 
 const BOOLEAN: &str = "True or False";
 
-/// All keys, in the order in which they are listed and written.
+/// All keys, in the order of the enum.
 pub(super) static KEYS: [KeyInfo; 24] = [
     key(
         Key::Backend,
         "backend",
         "native or cudaMallocAsync",
-        "who allocates: Warpool's caching allocator, or the driver's own pool",
+        "the allocator: Warpool's caching allocator, or the driver's pool",
     ),
     native(key(
         Key::LargeSegmentSize,
         "large_segment_size_mb",
-        "a whole number above 10",
+        "an integer above 10",
         "the size of segments for requests above 1 MiB and below 10 MiB",
     )),
     native(resets(unset(
         key(
             Key::MaxSplitSize,
             "max_split_size_mb",
-            "a whole number, at least large_segment_size_mb",
+            "an integer, at least large_segment_size_mb",
             "blocks from this size on are not split",
         ),
         "unlimited",
@@ -102,7 +102,7 @@ pub(super) static KEYS: [KeyInfo; 24] = [
     native(resets(key(
         Key::MaxNonSplitRounding,
         "max_non_split_rounding_mb",
-        "a whole number, at least large_segment_size_mb",
+        "an integer, at least large_segment_size_mb",
         "how much larger than the request a block may be that is not split",
     ))),
     native(resets(unset(
@@ -110,7 +110,7 @@ pub(super) static KEYS: [KeyInfo; 24] = [
             Key::GarbageCollectionThreshold,
             "garbage_collection_threshold",
             "a number above 0.0 and below 1.0",
-            "the share of the memory limit above which old cached segments are given back",
+            "the fraction of the memory limit above which old cached segments are released",
         ),
         "off",
     ))),
@@ -119,7 +119,7 @@ pub(super) static KEYS: [KeyInfo; 24] = [
             Key::RoundupPower2Divisions,
             "roundup_power2_divisions",
             "a power of two, or a list [MIB:DIVISIONS,...,>:DIVISIONS]",
-            "requests are rounded up to one of so many steps between two powers of two",
+            "round requests up to one of so many steps between two powers of two",
         ),
         "off",
     ))),
@@ -133,7 +133,7 @@ pub(super) static KEYS: [KeyInfo; 24] = [
         key(
             Key::ExpandableSegmentsReserve,
             "expandable_segments_reserve",
-            "a share of the device such as 0.5, or GiB such as 40G",
+            "a fraction of the device such as 0.5, or GiB such as 40G",
             "how much address range an expandable segment reserves",
         ),
         "9/8 of the device",
@@ -149,7 +149,7 @@ pub(super) static KEYS: [KeyInfo; 24] = [
             Key::ReleaseLockOnCudamalloc,
             "release_lock_on_cudamalloc",
             BOOLEAN,
-            "let the lock go while the driver allocates; always so in Warpool",
+            "release the lock while the driver allocates; Warpool always does",
         ),
         "release_lock_on_hipmalloc",
     )),
@@ -163,13 +163,13 @@ pub(super) static KEYS: [KeyInfo; 24] = [
         Key::PerProcessMemoryFraction,
         "per_process_memory_fraction",
         "a number from 0.0 to 1.0",
-        "the share of each device that may be reserved",
+        "the fraction of each device's memory that may be reserved",
     ),
     native(key(
         Key::ThrowOnCudamallocOom,
         "throw_on_cudamalloc_oom",
         BOOLEAN,
-        "what exceeds the limit is refused at once, without trying to free something",
+        "requests above the limit fail at once, without a retry",
     )),
     alias(
         key(
@@ -190,19 +190,19 @@ pub(super) static KEYS: [KeyInfo; 24] = [
         Key::PinnedUseBackgroundThreads,
         "pinned_use_background_threads",
         BOOLEAN,
-        "a thread of its own looks after events of pinned memory",
+        "a background thread processes pending frees of pinned memory",
     ),
     key(
         Key::PinnedReserveSegmentSize,
         "pinned_reserve_segment_size_mb",
-        "a whole number above 0",
-        "pinned memory that is set aside at the first use",
+        "an integer above 0",
+        "pinned memory that is reserved at the first use",
     ),
     unset(
         key(
             Key::PinnedMaxRoundThreshold,
             "pinned_max_round_threshold_mb",
-            "a whole number",
+            "an integer",
             "pinned requests above this size are not rounded to a size class",
         ),
         "unlimited",
@@ -211,17 +211,22 @@ pub(super) static KEYS: [KeyInfo; 24] = [
         key(
             Key::PinnedMaxCachedSize,
             "pinned_max_cached_size_mb",
-            "a whole number",
+            "an integer",
             "pinned blocks above this size are not kept",
         ),
         "unlimited",
     ),
-    key(Key::PinnedFreeCatchAll, "pinned_free_catch_all", BOOLEAN, "errors while pinned memory is freed are swallowed"),
+    key(
+        Key::PinnedFreeCatchAll,
+        "pinned_free_catch_all",
+        BOOLEAN,
+        "errors while pinned memory is freed are logged and ignored",
+    ),
     unset(
         key(
             Key::PinnedCap,
             "pinned_cap_mb",
-            "a whole number, at least 2",
+            "an integer, at least 2",
             "how much host memory may be pinned in all; Warpool's own key",
         ),
         "unlimited",
@@ -230,7 +235,7 @@ pub(super) static KEYS: [KeyInfo; 24] = [
         key(
             Key::PinnedDeviceCap,
             "pinned_device_cap_mb",
-            "a whole number, at least 2",
+            "an integer, at least 2",
             "how much host memory may be pinned for each device; Warpool's own key",
         ),
         "unlimited",
@@ -239,26 +244,26 @@ pub(super) static KEYS: [KeyInfo; 24] = [
         Key::FreeBlockOrder,
         "free_block_order",
         "registration or address",
-        "which of two free blocks of one size comes first; Warpool's own key",
+        "which of two free blocks of one size is used first; Warpool's own key",
     )),
     key(
         Key::MemoryCap,
         "memory_cap_mb",
-        "a whole number, at least 2",
+        "an integer, at least 2",
         "how much of each device may be reserved; Warpool's own key",
     ),
 ];
 
 impl Key {
-    /// The key that goes by that name.
+    /// The key with that name or alias.
     pub(super) fn named(name: &str) -> Option<Self> {
         KEYS.iter().find(|info| info.name == name || info.alias == Some(name)).map(|info| info.key)
     }
 
-    /// What there is to know of it.
+    /// Its properties.
     pub(super) fn info(self) -> &'static KeyInfo {
         let info = &KEYS[self as usize];
-        assert!(info.key == self, "the list of keys is in their order");
+        assert!(info.key == self, "the list is in the order of the enum");
         info
     }
 
@@ -267,7 +272,7 @@ impl Key {
         self.info().name
     }
 
-    /// Its value as a string would give it; `None` if there is none.
+    /// Its value in the form of a string; `None` if it has none.
     pub(super) fn value(self, settings: &Settings) -> Option<String> {
         let pinned = &settings.pinned;
         match self {
@@ -317,20 +322,20 @@ fn mib(bytes: u64) -> String {
     (bytes / MIB).to_string()
 }
 
-/// A number with a point, so that a reader sees that it is a share.
+/// A number with a decimal point, so that it reads as a fraction.
 fn number(value: f64) -> String {
     format!("{value:?}")
 }
 
 fn reserve(size: Reserve) -> String {
     match size {
-        Reserve::Fraction(share) => number(share),
+        Reserve::Fraction(fraction) => number(fraction),
         Reserve::Bytes(bytes) => format!("{}G", bytes as f64 / GIB as f64),
     }
 }
 
-/// The shortest form of the table: nothing, one number, or a list. The first entry of a list also stands for all
-/// buckets below its own, `>` for all above the last, and a bucket between that is not listed has 0.
+/// The shortest form of the table: nothing, one number, or a list. The first entry of a list also covers all buckets
+/// below its own, `>` all above the last; a bucket between that is not listed has 0.
 fn divisions(table: &[u64; 16]) -> Option<String> {
     let head = table.iter().take_while(|steps| **steps == table[0]).count();
     if head == table.len() {
@@ -347,25 +352,26 @@ fn divisions(table: &[u64; 16]) -> Option<String> {
     Some(format!("[{}]", list.join(",")))
 }
 
-/// The key that somebody may have meant: the nearest by edits, if it is near.
+/// The key with the smallest edit distance, if that is small.
 pub(super) fn suggestion(word: &str) -> Option<&'static str> {
     let names = KEYS.iter().flat_map(|info| [Some(info.name), info.alias]).flatten();
     nearest(word, names)
 }
 
-/// The nearest of some words by edits, if it is near: a third of its letters may be wrong. Case does not count.
+/// The candidate with the smallest edit distance, up to a third of its length. Case is ignored.
 pub(super) fn nearest(word: &str, candidates: impl IntoIterator<Item = &'static str>) -> Option<&'static str> {
-    // Nobody misspells a key by that much, and the table grows with the square.
+    // No misspelling is that long, and the cost is quadratic.
     if word.len() > 64 {
         return None;
     }
     let word = word.to_lowercase();
-    let distances = candidates.into_iter().map(|candidate| (edits(&word, &candidate.to_lowercase()), candidate));
+    let distances =
+        candidates.into_iter().map(|candidate| (edit_distance(&word, &candidate.to_lowercase()), candidate));
     distances.filter(|(distance, candidate)| distance * 3 <= candidate.len()).min().map(|(_, candidate)| candidate)
 }
 
-/// How many letters must be inserted, removed or replaced to get from one word to the other.
-fn edits(from: &str, to: &str) -> usize {
+/// The Levenshtein distance.
+fn edit_distance(from: &str, to: &str) -> usize {
     let to: Vec<char> = to.chars().collect();
     let mut row: Vec<usize> = (0..=to.len()).collect();
     for (i, letter) in from.chars().enumerate() {

@@ -1,24 +1,24 @@
-//! What there is to say of a settings string, without applying it: what is wrong, what has no effect, and what would be
-//! in force. A string that is refused leaves everything as it was, so then the old values are listed.
+//! The linter: the problems and warnings of a settings string and the resulting settings, without applying it. An
+//! invalid string changes nothing, so the values are then the current ones.
 
 use std::collections::BTreeMap;
 use std::fmt;
 
 use super::error::{Problem, SettingsError, Warning};
 use super::keys::{KEYS, Key, KeyInfo};
-use super::parse::{self, Mode};
+use super::reader::{self, Mode};
 use super::{Backend, Settings};
 
-/// What was found in a settings string. `Display` shows it to people.
+/// The result of linting a settings string. `Display` is a report for people.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Lint {
-    /// What is wrong, in the order of the string.
+    /// Problems, in the order of the string.
     pub problems: Vec<Problem>,
-    /// What applies, but has no effect or another than its writer may think.
+    /// Settings that have no effect, or an unexpected one.
     pub warnings: Vec<Warning>,
     /// The settings that the string gives; `None` if there are problems.
     pub effective: Option<Settings>,
-    /// Every setting with the value that is in force afterwards.
+    /// Every setting with its resulting value.
     pub values: Vec<SettingValue>,
 }
 
@@ -27,7 +27,7 @@ pub struct Lint {
 pub struct SettingValue {
     /// Its key.
     pub key: &'static str,
-    /// Its value as a string would give it, or in words if there is none.
+    /// Its value in the form of a string, or in words if it has none.
     pub value: String,
     /// Where the value comes from.
     pub origin: Origin,
@@ -36,13 +36,13 @@ pub struct SettingValue {
 /// Where a value comes from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Origin {
-    /// Nobody said anything.
+    /// The default.
     Default,
     /// The string.
     Given,
-    /// What was before.
+    /// The settings before the string.
     Kept,
-    /// It was something else before, and the string does not name it.
+    /// Reset to the default, because the string does not name the key.
     Reset,
 }
 
@@ -59,21 +59,21 @@ impl Origin {
     }
 }
 
-/// What there is to say of a string that is to apply to the defaults. [`Settings::lint_update`] is for a further one.
+/// Lints a string that is applied to the defaults. [`Settings::lint_update`] lints a further string.
 #[must_use]
 pub fn lint(string: &str) -> Lint {
     Lint::of(&Settings::default(), string, Mode::First)
 }
 
 impl Lint {
-    /// Whether there is nothing to say.
+    /// Whether there are no problems and no warnings.
     #[must_use]
     pub const fn is_clean(&self) -> bool {
         self.problems.is_empty() && self.warnings.is_empty()
     }
 
     pub(super) fn of(base: &Settings, string: &str, mode: Mode) -> Self {
-        let reading = parse::read(base, string, mode);
+        let reading = reader::read(base, string, mode);
         let accepted = reading.problems.is_empty();
         let mut warnings = reading.warnings;
         let values = if accepted {
@@ -82,12 +82,12 @@ impl Lint {
         } else {
             values(base, base, &BTreeMap::new())
         };
-        // Those of the string first, in its order; then what was there before.
+        // Those of the string first, in its order; then those of settings from before.
         warnings.sort_by_key(|warning| (warning.at.is_none(), warning.at));
         Self { problems: reading.problems, warnings, effective: accepted.then_some(reading.settings), values }
     }
 
-    /// The settings, with a line in the log for each warning.
+    /// The settings. Logs the warnings.
     pub(super) fn into_result(self) -> Result<Settings, SettingsError> {
         let settings = self.effective.ok_or(SettingsError { problems: self.problems })?;
         self.warnings.iter().for_each(|warning| tracing::warn!(%warning, "in settings"));
@@ -100,7 +100,7 @@ impl fmt::Display for Lint {
         self.problems.iter().try_for_each(|problem| writeln!(f, "error: {problem}"))?;
         self.warnings.iter().try_for_each(|warning| writeln!(f, "warning: {warning}"))?;
         if self.effective.is_none() {
-            writeln!(f, "refused; in force stays:")?;
+            writeln!(f, "the settings stay unchanged:")?;
         }
         let width = |column: fn(&SettingValue) -> &str| self.values.iter().map(|value| column(value).len()).max();
         let keys = width(|value| value.key).unwrap_or(0);
@@ -113,7 +113,7 @@ impl fmt::Display for Lint {
     }
 }
 
-/// Every setting with its value in `after`, and where that comes from.
+/// Every setting with its value in `after` and its origin.
 fn values(before: &Settings, after: &Settings, given: &BTreeMap<Key, usize>) -> Vec<SettingValue> {
     let (default_before, default_after) = (before.defaults(), after.defaults());
     let value = |info: &'static KeyInfo| {
@@ -133,7 +133,7 @@ fn values(before: &Settings, after: &Settings, given: &BTreeMap<Key, usize>) -> 
     KEYS.iter().map(value).collect()
 }
 
-/// Settings that do nothing, or not what they seem to, in the company that they have.
+/// Settings that have no effect, or an unexpected one, in combination with the others.
 fn without_effect(settings: &Settings, given: &BTreeMap<Key, usize>) -> Vec<Warning> {
     let default = settings.defaults();
     let is_given = |key: Key| given.contains_key(&key);
@@ -145,91 +145,85 @@ fn without_effect(settings: &Settings, given: &BTreeMap<Key, usize>) -> Vec<Warn
     let native = settings.backend == Backend::Native;
     let pinned = &settings.pinned;
 
-    // Those of the native allocator have no say where the driver's pool allocates, in whatever company.
-    let idle = KEYS.iter().filter(|info| !native && info.native_only && is_set(info.key));
-    let mut found: Vec<(Key, &str)> = idle
-        .map(|info| {
-            (info.key, "without effect: the backend is cudaMallocAsync, which has no such setting; leave it out")
-        })
+    // Settings of the native allocator have no effect on the driver's pool.
+    let ignored = KEYS.iter().filter(|info| !native && info.native_only && is_set(info.key));
+    let mut found: Vec<(Key, &str)> = ignored
+        .map(|info| (info.key, "no effect: the backend cudaMallocAsync has no such setting; remove it"))
         .collect();
-    let mut say = |condition: bool, key: Key, text: &'static str| {
+    let mut warn = |condition: bool, key: Key, text: &'static str| {
         if condition {
             found.push((key, text));
         }
     };
-    say(
+    warn(
         native && collects && !limited,
         Key::GarbageCollectionThreshold,
-        "without effect while there is no memory limit; add `per_process_memory_fraction` below 1.0 or `memory_cap_mb`",
+        "no effect without a memory limit; add `per_process_memory_fraction` below 1.0 or `memory_cap_mb`",
     );
-    say(
+    warn(
         native && collects && expandable,
         Key::GarbageCollectionThreshold,
-        "expandable segments are not collected; it has no effect on them, leave it out or turn off `expandable_segments`",
+        "no effect on expandable segments; remove it, or turn off `expandable_segments`",
     );
-    say(
+    warn(
         native && is_given(Key::MaxNonSplitRounding) && !splits,
         Key::MaxNonSplitRounding,
-        "without effect while all blocks may be split; add `max_split_size_mb`, or leave it out",
+        "no effect while all blocks may be split; add `max_split_size_mb`, or remove it",
     );
-    say(
+    warn(
         native && splits && expandable,
         Key::MaxSplitSize,
-        "with `expandable_segments:True` blocks are split all the same, but requests below the limit may not take free \
-         blocks above it, so more memory is mapped; leave it out",
+        "with `expandable_segments:True` blocks are split regardless, but requests below the limit may not use free \
+         blocks above it, so more memory is mapped; remove it",
     );
-    say(
+    warn(
         native && settings.throw_on_cudamalloc_oom && !limited,
         Key::ThrowOnCudamallocOom,
-        "without a limit it only refuses what exceeds the whole device; add `per_process_memory_fraction` below 1.0 or \
-         `memory_cap_mb`",
+        "without a limit it only refuses requests larger than the device; add `per_process_memory_fraction` below 1.0 \
+         or `memory_cap_mb`",
     );
     for key in [Key::ExpandableSegmentsReserve, Key::ExpandableSegmentsReserveByClass] {
-        say(
-            native && is_set(key) && !expandable,
-            key,
-            "without effect; add `expandable_segments:True`, or leave it out",
-        );
+        warn(native && is_set(key) && !expandable, key, "no effect; add `expandable_segments:True`, or remove it");
     }
-    say(
+    warn(
         native && settings.release_lock_on_cudamalloc,
         Key::ReleaseLockOnCudamalloc,
-        "no need: Warpool never calls the driver under the lock; leave it out",
+        "no effect: Warpool never holds the lock during a driver call; remove it",
     );
-    say(
+    warn(
         native
             && settings.roundup_power2_divisions.iter().all(|&steps| steps <= 1)
             && is_given(Key::RoundupPower2Divisions),
         Key::RoundupPower2Divisions,
-        "without effect: one division is no rounding; give 2 or more, or leave it out",
+        "no effect: one division does not round; give 2 or more, or remove it",
     );
-    say(
+    warn(
         settings.per_process_memory_fraction == 0.0,
         Key::PerProcessMemoryFraction,
-        "at 0.0 no device memory can be allocated at all; give more",
+        "with 0.0 no device memory can be allocated; give a larger number",
     );
-    say(
+    warn(
         pinned.num_register_threads != 1 && !pinned.use_cuda_host_register,
         Key::PinnedNumRegisterThreads,
-        "without effect; add `pinned_use_cuda_host_register:True`, or leave it out",
+        "no effect; add `pinned_use_cuda_host_register:True`, or remove it",
     );
     let rounds_above_cached = pinned
         .max_cached_bytes
         .is_some_and(|cached| pinned.max_round_threshold_bytes.is_some_and(|round| round > cached));
-    say(
+    warn(
         rounds_above_cached,
         Key::PinnedMaxRoundThreshold,
-        "blocks above `pinned_max_cached_size_mb` are never rounded, so that smaller limit counts; lower this one to it",
+        "blocks above `pinned_max_cached_size_mb` are never rounded, so that limit applies; lower this one to it",
     );
-    say(
+    warn(
         pinned.cap_bytes.is_some_and(|all| pinned.device_cap_bytes.is_some_and(|each| each > all)),
         Key::PinnedDeviceCap,
-        "without effect: `pinned_cap_mb` is lower and counts all devices; lower this one, or leave it out",
+        "no effect: `pinned_cap_mb` is lower and covers all devices; lower this one, or remove it",
     );
-    say(
+    warn(
         pinned.lowest_cap().is_some_and(|cap| pinned.reserve_segment_bytes > cap),
         Key::PinnedReserveSegmentSize,
-        "without effect: it exceeds what may be pinned; lower it, or raise `pinned_cap_mb` or `pinned_device_cap_mb`",
+        "no effect: it exceeds what may be pinned; lower it, or raise `pinned_cap_mb` or `pinned_device_cap_mb`",
     );
     let warning =
         |(key, text): (Key, &str)| Warning { key: key.name().into(), at: given.get(&key).copied(), text: text.into() };
@@ -240,7 +234,7 @@ fn without_effect(settings: &Settings, given: &BTreeMap<Key, usize>) -> Vec<Warn
 mod tests {
     use super::*;
 
-    /// Lints a string and shows the warnings.
+    /// Lints a string and compares the warnings.
     fn check_warnings(string: &str, expected: &str) {
         let found = lint(string);
         assert_eq!(found.problems, [], "settings {string:?}");
@@ -249,7 +243,7 @@ mod tests {
     }
 
     #[test]
-    fn settings_without_effect_are_said() {
+    fn settings_without_effect_are_warnings() {
         let quiet = [
             "",
             "backend:cudaMallocAsync,per_process_memory_fraction:0.5",
@@ -267,77 +261,92 @@ mod tests {
         }
         check_warnings(
             "garbage_collection_threshold:0.8",
-            "at byte 0: `garbage_collection_threshold`: without effect while there is no memory limit; add `per_process_memory_fraction` below 1.0 or `memory_cap_mb`",
+            "at byte 0: `garbage_collection_threshold`: no effect without a memory limit; add \
+             `per_process_memory_fraction` below 1.0 or `memory_cap_mb`",
         );
         check_warnings(
             "garbage_collection_threshold:0.8,memory_cap_mb:9,expandable_segments:True",
-            "at byte 0: `garbage_collection_threshold`: expandable segments are not collected; it has no effect on them, leave it out or turn off `expandable_segments`",
+            "at byte 0: `garbage_collection_threshold`: no effect on expandable segments; remove it, or turn off \
+             `expandable_segments`",
         );
         check_warnings(
             "max_non_split_rounding_mb:20",
-            "at byte 0: `max_non_split_rounding_mb`: without effect while all blocks may be split; add `max_split_size_mb`, or leave it out",
+            "at byte 0: `max_non_split_rounding_mb`: no effect while all blocks may be split; add \
+             `max_split_size_mb`, or remove it",
         );
         check_warnings(
             "throw_on_cudamalloc_oom:True",
-            "at byte 0: `throw_on_cudamalloc_oom`: without a limit it only refuses what exceeds the whole device; add `per_process_memory_fraction` below 1.0 or `memory_cap_mb`",
+            "at byte 0: `throw_on_cudamalloc_oom`: without a limit it only refuses requests larger than the device; \
+             add `per_process_memory_fraction` below 1.0 or `memory_cap_mb`",
         );
         check_warnings(
             "expandable_segments:True,max_split_size_mb:200",
-            "at byte 25: `max_split_size_mb`: with `expandable_segments:True` blocks are split all the same, but requests below the limit may not take free blocks above it, so more memory is mapped; leave it out",
+            "at byte 25: `max_split_size_mb`: with `expandable_segments:True` blocks are split regardless, but \
+             requests below the limit may not use free blocks above it, so more memory is mapped; remove it",
         );
         check_warnings(
             "expandable_segments_reserve:0.5,expandable_segments_reserve_by_class:[]",
-            "at byte 0: `expandable_segments_reserve`: without effect; add `expandable_segments:True`, or leave it out
-at byte 32: `expandable_segments_reserve_by_class`: without effect; add `expandable_segments:True`, or leave it out",
+            "at byte 0: `expandable_segments_reserve`: no effect; add `expandable_segments:True`, or remove it
+at byte 32: `expandable_segments_reserve_by_class`: no effect; add `expandable_segments:True`, or remove it",
         );
         check_warnings(
             "expandable_segments:True,expandable_segments_reserve:40",
-            "at byte 53: `expandable_segments_reserve`: 40 times the device is cut down to 9/8 of it; for GiB, write `40G`",
+            "at byte 53: `expandable_segments_reserve`: 40 times the device is limited to 9/8 of it; for GiB, write \
+             `40G`",
         );
         check_warnings(
             "expandable_segments:True,expandable_segments_reserve_by_class:[a:1G,a:2G]",
-            "at byte 68: `expandable_segments_reserve_by_class`: the class `a` is given a second time; the last one counts, remove the others",
+            "at byte 68: `expandable_segments_reserve_by_class`: the class `a` is given more than once; the last one \
+             takes effect, remove the others",
         );
         check_warnings(
             "backend:cudaMallocAsync,max_split_size_mb:200",
-            "at byte 24: `max_split_size_mb`: without effect: the backend is cudaMallocAsync, which has no such setting; leave it out",
+            "at byte 24: `max_split_size_mb`: no effect: the backend cudaMallocAsync has no such setting; remove it",
         );
         check_warnings(
             "release_lock_on_hipmalloc:True",
-            "at byte 0: `release_lock_on_cudamalloc`: no need: Warpool never calls the driver under the lock; leave it out",
+            "at byte 0: `release_lock_on_cudamalloc`: no effect: Warpool never holds the lock during a driver call; \
+             remove it",
         );
         check_warnings(
             "roundup_power2_divisions:1",
-            "at byte 0: `roundup_power2_divisions`: without effect: one division is no rounding; give 2 or more, or leave it out",
+            "at byte 0: `roundup_power2_divisions`: no effect: one division does not round; give 2 or more, or remove \
+             it",
         );
         check_warnings(
             "per_process_memory_fraction:0",
-            "at byte 0: `per_process_memory_fraction`: at 0.0 no device memory can be allocated at all; give more",
+            "at byte 0: `per_process_memory_fraction`: with 0.0 no device memory can be allocated; give a larger \
+             number",
         );
         check_warnings(
             "pinned_num_register_threads:8",
-            "at byte 0: `pinned_num_register_threads`: without effect; add `pinned_use_cuda_host_register:True`, or leave it out",
+            "at byte 0: `pinned_num_register_threads`: no effect; add `pinned_use_cuda_host_register:True`, or remove \
+             it",
         );
         check_warnings(
             "pinned_max_round_threshold_mb:9,pinned_max_cached_size_mb:8",
-            "at byte 0: `pinned_max_round_threshold_mb`: blocks above `pinned_max_cached_size_mb` are never rounded, so that smaller limit counts; lower this one to it",
+            "at byte 0: `pinned_max_round_threshold_mb`: blocks above `pinned_max_cached_size_mb` are never rounded, \
+             so that limit applies; lower this one to it",
         );
         check_warnings(
             "pinned_cap_mb:8,pinned_device_cap_mb:9",
-            "at byte 16: `pinned_device_cap_mb`: without effect: `pinned_cap_mb` is lower and counts all devices; lower this one, or leave it out",
+            "at byte 16: `pinned_device_cap_mb`: no effect: `pinned_cap_mb` is lower and covers all devices; lower \
+             this one, or remove it",
         );
         check_warnings(
             "pinned_device_cap_mb:8,pinned_reserve_segment_size_mb:9",
-            "at byte 23: `pinned_reserve_segment_size_mb`: without effect: it exceeds what may be pinned; lower it, or raise `pinned_cap_mb` or `pinned_device_cap_mb`",
+            "at byte 23: `pinned_reserve_segment_size_mb`: no effect: it exceeds what may be pinned; lower it, or \
+             raise `pinned_cap_mb` or `pinned_device_cap_mb`",
         );
         check_warnings(
             "expandable_segments:True,expandable_segments:False",
-            "at byte 25: `expandable_segments`: given a second time, first at byte 0; the last one counts, remove the others",
+            "at byte 25: `expandable_segments`: given more than once, first at byte 0; the last one takes effect, \
+             remove the others",
         );
     }
 
     #[test]
-    fn what_was_there_before_is_said_without_a_place() {
+    fn a_warning_about_earlier_settings_has_no_position() {
         let before = Settings::parse("throw_on_cudamalloc_oom:True,per_process_memory_fraction:0.5").unwrap();
         let found = before.lint_update("per_process_memory_fraction:1.0");
         let places: Vec<_> = found.warnings.iter().map(|warning| (warning.key.as_str(), warning.at)).collect();
@@ -345,11 +354,11 @@ at byte 32: `expandable_segments_reserve_by_class`: without effect; add `expanda
     }
 
     #[test]
-    fn a_lint_shows_every_value_and_where_it_comes_from() {
+    fn a_lint_lists_every_value_with_its_origin() {
         let before = Settings::parse("max_split_size_mb:200,memory_cap_mb:64").unwrap();
         let found = before.lint_update("expandable_segments:True,pinned_num_register_threads:8");
         let expected = "\
-warning: at byte 25: `pinned_num_register_threads`: without effect; add `pinned_use_cuda_host_register:True`, or leave it out
+warning: at byte 25: `pinned_num_register_threads`: no effect; add `pinned_use_cuda_host_register:True`, or remove it
 backend                               default  native
 large_segment_size_mb                 default  20
 max_split_size_mb                     reset    unlimited
@@ -379,7 +388,13 @@ memory_cap_mb                         kept     64";
         let refused = before.lint_update("expandable_segments:on");
         let lines = refused.to_string();
         assert_eq!(refused.effective, None);
-        assert!(lines.starts_with("error: at byte 20: `expandable_segments`: `on` will not do; it takes True or False; did you mean `True`?\nrefused; in force stays:\n"), "{lines}");
+        assert!(
+            lines.starts_with(
+                "error: at byte 20: `expandable_segments`: invalid value `on`; expected True or \
+                                   False; did you mean `True`?\nthe settings stay unchanged:\n"
+            ),
+            "{lines}"
+        );
         assert!(lines.contains("\nmax_split_size_mb                     kept     200\n"), "{lines}");
     }
 }

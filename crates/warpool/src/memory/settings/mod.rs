@@ -1,21 +1,20 @@
-//! The settings of the memory allocators: what they are, and the strings that they are given as.
+//! The settings of the memory allocators, and the strings that set them.
 //!
-//! The grammar is that of PyTorch's `PYTORCH_CUDA_ALLOC_CONF`, read strictly: a string is read whole before any of it
-//! applies, and a string with anything wrong in it changes nothing. Here nothing is read from the environment and no
-//! driver is asked; whoever has a string hands it over.
+//! The grammar is that of PyTorch's `PYTORCH_CUDA_ALLOC_CONF`, read strictly: an invalid string changes nothing. The
+//! caller passes the string: nothing is read from the environment here, and no driver is called.
 //!
 //! The keys and the grammar are listed at [`Settings`].
 
 mod error;
 mod keys;
 mod lint;
-mod parse;
 #[cfg(test)]
 mod properties;
+mod reader;
 mod recorded;
+mod syntax;
 #[cfg(test)]
 mod tests;
-mod token;
 mod value;
 
 use std::collections::BTreeMap;
@@ -23,12 +22,12 @@ use std::collections::BTreeMap;
 pub use error::{Problem, SettingsError, Warning};
 pub use lint::{Lint, Origin, SettingValue, lint};
 
-use parse::Mode;
+use reader::Mode;
 
 const MIB: u64 = 1 << 20;
 const GIB: u64 = 1 << 30;
 
-/// What an allocator goes by: every setting with the value that is in force.
+/// The settings of the allocators.
 ///
 /// ```
 /// use warpool::memory::Settings;
@@ -42,53 +41,58 @@ const GIB: u64 = 1 << 30;
 /// ```
 ///
 /// # The string
-/// Entries `key:value`, with commas between them. White space counts for nothing, even inside a word. A value is a word
-/// or a list `[name:value,name:value]`. Booleans are `True` and `False`. A comma behind the last entry is allowed.
+/// Entries `key:value`, separated by commas. White space is ignored, even inside a word. A value is a word or a list
+/// `[name:value,name:value]`. Booleans are `True` and `False`. A comma after the last entry is allowed.
 ///
 /// # The keys
-/// A **reset** key goes back to its default with every further string that does not name it; the others keep what they
-/// have.
+/// A *reset* key is set to its default by every further string that does not name it; the others keep their values.
 ///
-/// | key | value | meaning | reset |
-/// |---|---|---|---|
-/// | `backend` | native or cudaMallocAsync | who allocates: Warpool's caching allocator, or the driver's own pool | |
-/// | `large_segment_size_mb` | a whole number above 10 | the size of segments for requests above 1 MiB and below 10 MiB | |
-/// | `max_split_size_mb` | a whole number, at least large_segment_size_mb | blocks from this size on are not split | reset |
-/// | `max_non_split_rounding_mb` | a whole number, at least large_segment_size_mb | how much larger than the request a block may be that is not split | reset |
-/// | `garbage_collection_threshold` | a number above 0.0 and below 1.0 | the share of the memory limit above which old cached segments are given back | reset |
-/// | `roundup_power2_divisions` | a power of two, or a list [MIB:DIVISIONS,...,>:DIVISIONS] | requests are rounded up to one of so many steps between two powers of two | reset |
-/// | `expandable_segments` | True or False | segments grow by mapping memory, instead of being allocated one by one | |
-/// | `expandable_segments_reserve` | a share of the device such as 0.5, or GiB such as 40G | how much address range an expandable segment reserves | |
-/// | `expandable_segments_reserve_by_class` | a list [CLASS:RESERVE,...] | the same, for streams of a class | |
-/// | `release_lock_on_cudamalloc` | True or False | let the lock go while the driver allocates; always so in Warpool | |
-/// | `graph_capture_record_stream_reuse` | True or False | inside a capture, reuse blocks that the graph's order allows | |
-/// | `per_process_memory_fraction` | a number from 0.0 to 1.0 | the share of each device that may be reserved | |
-/// | `throw_on_cudamalloc_oom` | True or False | what exceeds the limit is refused at once, without trying to free something | |
-/// | `pinned_use_cuda_host_register` | True or False | pin host memory by registering it, instead of having the driver allocate it | |
-/// | `pinned_num_register_threads` | a power of two up to 128 | how many threads touch pages before they are registered | |
-/// | `pinned_use_background_threads` | True or False | a thread of its own looks after events of pinned memory | |
-/// | `pinned_reserve_segment_size_mb` | a whole number above 0 | pinned memory that is set aside at the first use | |
-/// | `pinned_max_round_threshold_mb` | a whole number | pinned requests above this size are not rounded to a size class | |
-/// | `pinned_max_cached_size_mb` | a whole number | pinned blocks above this size are not kept | |
-/// | `pinned_free_catch_all` | True or False | errors while pinned memory is freed are swallowed | |
-/// | `pinned_cap_mb` | a whole number, at least 2 | how much host memory may be pinned in all; Warpool's own key | |
-/// | `pinned_device_cap_mb` | a whole number, at least 2 | how much host memory may be pinned for each device; Warpool's own key | |
-/// | `free_block_order` | registration or address | which of two free blocks of one size comes first; Warpool's own key | |
-/// | `memory_cap_mb` | a whole number, at least 2 | how much of each device may be reserved; Warpool's own key | |
+/// - `backend` (native or cudaMallocAsync): the allocator: Warpool's caching allocator, or the driver's pool.
+/// - `large_segment_size_mb` (an integer above 10): the size of segments for requests above 1 MiB and below 10 MiB.
+/// - `max_split_size_mb` (an integer, at least large_segment_size_mb; reset): blocks from this size on are not split.
+/// - `max_non_split_rounding_mb` (an integer, at least large_segment_size_mb; reset): how much larger than the request
+///   a block may be that is not split.
+/// - `garbage_collection_threshold` (a number above 0.0 and below 1.0; reset): the fraction of the memory limit above
+///   which old cached segments are released.
+/// - `roundup_power2_divisions` (a power of two, or a list [MIB:DIVISIONS,...,>:DIVISIONS]; reset): round requests up
+///   to one of so many steps between two powers of two.
+/// - `expandable_segments` (True or False): segments grow by mapping memory, instead of being allocated one by one.
+/// - `expandable_segments_reserve` (a fraction of the device such as 0.5, or GiB such as 40G): how much address range
+///   an expandable segment reserves.
+/// - `expandable_segments_reserve_by_class` (a list [CLASS:RESERVE,...]): the same, for streams of a class.
+/// - `release_lock_on_cudamalloc` (True or False): release the lock while the driver allocates; Warpool always does.
+/// - `graph_capture_record_stream_reuse` (True or False): inside a capture, reuse blocks that the graph's order allows.
+/// - `per_process_memory_fraction` (a number from 0.0 to 1.0): the fraction of each device's memory that may be
+///   reserved.
+/// - `throw_on_cudamalloc_oom` (True or False): requests above the limit fail at once, without a retry.
+/// - `pinned_use_cuda_host_register` (True or False): pin host memory by registering it, instead of having the driver
+///   allocate it.
+/// - `pinned_num_register_threads` (a power of two up to 128): how many threads touch pages before they are registered.
+/// - `pinned_use_background_threads` (True or False): a background thread processes pending frees of pinned memory.
+/// - `pinned_reserve_segment_size_mb` (an integer above 0): pinned memory that is reserved at the first use.
+/// - `pinned_max_round_threshold_mb` (an integer): pinned requests above this size are not rounded to a size class.
+/// - `pinned_max_cached_size_mb` (an integer): pinned blocks above this size are not kept.
+/// - `pinned_free_catch_all` (True or False): errors while pinned memory is freed are logged and ignored.
+/// - `pinned_cap_mb` (an integer, at least 2): how much host memory may be pinned in all; Warpool's own key.
+/// - `pinned_device_cap_mb` (an integer, at least 2): how much host memory may be pinned for each device; Warpool's own
+///   key.
+/// - `free_block_order` (registration or address): which of two free blocks of one size is used first; Warpool's own
+///   key.
+/// - `memory_cap_mb` (an integer, at least 2): how much of each device may be reserved; Warpool's own key.
 ///
-/// `release_lock_on_hipmalloc` and `pinned_use_hip_host_register` are understood as the names that they stand for.
+/// `release_lock_on_hipmalloc` and `pinned_use_hip_host_register` are accepted as aliases.
 ///
 /// # Where it differs from PyTorch
-/// - Wrong delimiters are errors, and so is a number with something behind it (`512M`). PyTorch skips both in silence.
-/// - A wrong value of `expandable_segments_reserve` is an error; PyTorch logs it and goes on.
+/// - Wrong delimiters are errors, and so is a number followed by something (`512M`). PyTorch silently skips both.
+/// - An invalid value of `expandable_segments_reserve` is an error; PyTorch logs it and continues.
 /// - The list of `roundup_power2_divisions` must ascend, with `>` last.
-/// - A failed update changes nothing; PyTorch is left with half of it.
-/// - Settings without effect are said: logged as warnings, and listed by [`lint`].
+/// - A failed update changes nothing; PyTorch applies half of it.
+/// - Settings without effect are logged as warnings and listed by [`lint`].
 #[derive(Clone, Debug, PartialEq)]
 pub struct Settings {
-    /// The last string given, as it was given.
+    /// The last string.
     pub source: String,
-    /// Who allocates.
+    /// The allocator.
     pub backend: Backend,
     /// The size of segments for requests above 1 MiB and below 10 MiB.
     pub large_segment_bytes: u64,
@@ -96,10 +100,10 @@ pub struct Settings {
     pub max_split_bytes: Option<u64>,
     /// How much larger than the request a block may be that is not split.
     pub max_non_split_rounding_bytes: u64,
-    /// The share of the memory limit above which old cached segments are given back; 0.0: never.
+    /// The fraction of the memory limit above which old cached segments are released; 0.0: never.
     pub garbage_collection_threshold: f64,
-    /// Steps between two powers of two, from 1 MiB to 32 GiB; 0 and 1: no such rounding.
-    /// [`divisions_for`](Self::divisions_for) looks them up.
+    /// Steps between two powers of two, from 1 MiB to 32 GiB; 0 and 1: no rounding. See
+    /// [`divisions_for`](Self::divisions_for).
     pub roundup_power2_divisions: [u64; 16],
     /// Segments grow by mapping memory.
     pub expandable_segments: bool,
@@ -107,17 +111,17 @@ pub struct Settings {
     pub expandable_segments_reserve: Option<Reserve>,
     /// The same, for streams of a class.
     pub expandable_segments_reserve_by_class: BTreeMap<String, Reserve>,
-    /// Let the lock go while the driver allocates. Warpool always does; the value is kept for snapshots.
+    /// Release the lock while the driver allocates. Warpool always does; the value is kept for snapshots.
     pub release_lock_on_cudamalloc: bool,
     /// Inside a capture, reuse blocks that the graph's order allows.
     pub graph_capture_record_stream_reuse: bool,
-    /// The share of each device that may be reserved; 1.0: no limit.
+    /// The fraction of each device's memory that may be reserved; 1.0: no limit.
     pub per_process_memory_fraction: f64,
-    /// What exceeds the limit is refused at once, without trying to free something.
+    /// Requests above the limit fail at once, without a retry.
     pub throw_on_cudamalloc_oom: bool,
-    /// Those of pinned host memory.
+    /// The settings of pinned host memory.
     pub pinned: PinnedSettings,
-    /// Which of two free blocks of one size comes first.
+    /// Which of two free blocks of one size is used first.
     pub free_block_order: FreeBlockOrder,
     /// How much of each device may be reserved, beside the fraction.
     pub memory_cap_bytes: Option<u64>,
@@ -130,15 +134,15 @@ pub struct PinnedSettings {
     pub use_cuda_host_register: bool,
     /// How many threads touch pages before they are registered.
     pub num_register_threads: u64,
-    /// A thread of its own looks after events.
+    /// A background thread processes pending frees.
     pub use_background_threads: bool,
-    /// Memory that is set aside at the first use; 0: none.
+    /// Memory that is reserved at the first use; 0: none.
     pub reserve_segment_bytes: u64,
     /// Requests above this size are not rounded to a size class; `None`: all are.
     pub max_round_threshold_bytes: Option<u64>,
     /// Blocks above this size are not kept; `None`: all are.
     pub max_cached_bytes: Option<u64>,
-    /// Errors while memory is freed are swallowed.
+    /// Errors while memory is freed are logged and ignored.
     pub free_catch_all: bool,
     /// How much may be pinned in all; `None`: no limit.
     pub cap_bytes: Option<u64>,
@@ -146,13 +150,13 @@ pub struct PinnedSettings {
     pub device_cap_bytes: Option<u64>,
 }
 
-/// Who allocates device memory.
+/// The allocator of device memory.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Backend {
     /// The caching allocator.
     #[default]
     Native,
-    /// The driver's own pool.
+    /// The driver's pool.
     CudaMallocAsync,
 }
 
@@ -170,11 +174,11 @@ impl Backend {
     }
 }
 
-/// Which of two free blocks of one size is taken.
+/// Which of two free blocks of one size is used first.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum FreeBlockOrder {
-    /// The one whose segment was obtained first, as in PyTorch after 2.11: the same program gets the same blocks
-    /// wherever the driver puts its segments.
+    /// The one whose segment was allocated first, as in PyTorch after 2.11: the same program gets the same blocks at
+    /// whatever addresses the driver places its segments.
     #[default]
     Registration,
     /// The one at the lower address, as in PyTorch up to 2.11.
@@ -198,7 +202,7 @@ impl FreeBlockOrder {
 /// How much address range to reserve.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Reserve {
-    /// A share of the device's memory.
+    /// A fraction of the device's memory.
     Fraction(f64),
     /// So many bytes.
     Bytes(u64),
@@ -245,38 +249,38 @@ impl Default for PinnedSettings {
 }
 
 impl PinnedSettings {
-    /// The lower of the two caps: more than that cannot be pinned for one device.
+    /// The lower of the two caps: the most that can be pinned for one device.
     pub(crate) fn lowest_cap(&self) -> Option<u64> {
         [self.cap_bytes, self.device_cap_bytes].into_iter().flatten().min()
     }
 }
 
 impl Settings {
-    /// The settings that a string asks for, from the defaults. Settings without effect are logged as warnings.
+    /// The settings of a string, starting from the defaults. Settings without effect are logged as warnings.
     ///
     /// # Errors
-    /// If anything in the string is wrong: all of it is said at once.
+    /// All problems of the string.
     pub fn parse(string: &str) -> Result<Self, SettingsError> {
         lint(string).into_result()
     }
 
-    /// The settings after a further string: keys that reset go back to their defaults, the others keep what they have,
-    /// and then the string applies. The backend can be named, but not changed. Settings without effect are logged as
+    /// The settings after a further string: reset keys are set to their defaults, the others keep their values, and
+    /// then the string is applied. The backend can be named, but not changed. Settings without effect are logged as
     /// warnings.
     ///
     /// # Errors
-    /// If anything in the string is wrong: all of it is said at once.
+    /// All problems of the string.
     pub fn updated(&self, string: &str) -> Result<Self, SettingsError> {
         self.lint_update(string).into_result()
     }
 
-    /// What [`updated`](Self::updated) would find and do. Nothing is logged.
+    /// The result of [`updated`](Self::updated) without applying it. Nothing is logged.
     #[must_use]
     pub fn lint_update(&self, string: &str) -> Lint {
         Lint::of(self, string, Mode::Update)
     }
 
-    /// Into how many steps the stretch between two powers of two is divided for a request of that size.
+    /// Into how many steps the range between two powers of two is divided for a request of that size.
     #[must_use]
     pub fn divisions_for(&self, bytes: u64) -> u64 {
         let last = self.roundup_power2_divisions.len() - 1;
@@ -284,10 +288,10 @@ impl Settings {
         self.roundup_power2_divisions[power.saturating_sub(20).min(last)]
     }
 
-    /// The string that gives these settings from the defaults: what differs, in the order of the keys.
+    /// The string that gives these settings: what differs from the defaults, in the order of the keys.
     ///
-    /// Parsed again it gives the same, but for [`source`](Self::source). Values that no string can give, since
-    /// somebody put them into the fields, are written as near as the grammar allows: sizes in whole MiB.
+    /// Parsed again it gives the same, except for [`source`](Self::source). Field values that no string can give are
+    /// written as closely as the grammar allows: sizes in whole MiB.
     #[must_use]
     pub fn to_conf_string(&self) -> String {
         let default = self.defaults();
@@ -298,7 +302,7 @@ impl Settings {
         entries.collect::<Vec<_>>().join(",")
     }
 
-    /// The defaults, with the one that follows the size of large segments.
+    /// The defaults, including the one that depends on the size of large segments.
     fn defaults(&self) -> Self {
         Self { max_non_split_rounding_bytes: self.large_segment_bytes, ..Self::default() }
     }

@@ -1,4 +1,4 @@
-//! What holds for all strings, tried on random ones; every run tries the same.
+//! Properties of all strings, checked with random ones, which are the same in every run.
 
 use proptest::prelude::*;
 use proptest::test_runner::{Config, RngAlgorithm, TestRng, TestRunner};
@@ -7,7 +7,7 @@ use super::keys::{KEYS, Key};
 use super::*;
 use crate::memory::RecordedSettings;
 
-/// Runs a property over random input that is the same in every run; a failure shows the smallest input that fails.
+/// Checks a property with random input; a failure shows the smallest input that fails.
 fn for_all<S: Strategy>(cases: u32, strategy: &S, property: impl Fn(S::Value)) {
     let config = Config { cases, failure_persistence: None, ..Config::default() };
     let mut runner = TestRunner::new_with_rng(config, TestRng::deterministic_rng(RngAlgorithm::ChaCha));
@@ -20,8 +20,8 @@ fn for_all<S: Strategy>(cases: u32, strategy: &S, property: impl Fn(S::Value)) {
     }
 }
 
-/// Pieces that settings strings are made of, and some that they are not.
-fn piece() -> impl Strategy<Value = String> {
+/// Parts of settings strings, and some that are not.
+fn part() -> impl Strategy<Value = String> {
     let names = KEYS.iter().flat_map(|info| [Some(info.name), info.alias]).flatten().collect::<Vec<_>>();
     let values = vec![
         "True",
@@ -48,8 +48,8 @@ fn piece() -> impl Strategy<Value = String> {
 }
 
 #[test]
-fn no_string_breaks_the_parser() {
-    let strings = prop::collection::vec(piece(), 0..24).prop_map(|pieces| pieces.concat());
+fn no_string_panics() {
+    let strings = prop::collection::vec(part(), 0..24).prop_map(|parts| parts.concat());
     let before = Settings::parse("large_segment_size_mb:12,expandable_segments:True").unwrap();
     for_all(4000, &strings, |string| {
         for found in [lint(&string), before.lint_update(&string)] {
@@ -63,15 +63,15 @@ fn no_string_breaks_the_parser() {
     });
 }
 
-/// A value that the key takes, with others that it goes together with.
+/// An entry of the key that is valid together with the others.
 fn entry(key: Key) -> BoxedStrategy<String> {
     let name = key.name();
     let value = match key {
         Key::Backend => Just("native".to_owned()).boxed(),
         Key::LargeSegmentSize => (6_u64..50).prop_map(|half| (2 * half).to_string()).boxed(),
         Key::MaxSplitSize | Key::MaxNonSplitRounding => (98..u64::MAX).prop_map(|mib| mib.to_string()).boxed(),
-        Key::GarbageCollectionThreshold => (0.0001..1.0_f64).prop_map(|share| share.to_string()).boxed(),
-        Key::PerProcessMemoryFraction => (0.0..=1.0_f64).prop_map(|share| share.to_string()).boxed(),
+        Key::GarbageCollectionThreshold => (0.0001..1.0_f64).prop_map(|fraction| fraction.to_string()).boxed(),
+        Key::PerProcessMemoryFraction => (0.0..=1.0_f64).prop_map(|fraction| fraction.to_string()).boxed(),
         Key::RoundupPower2Divisions => {
             let steps = prop_oneof![Just(0_u64), (0..10_u32).prop_map(|power| 1 << power)];
             let list = prop::collection::btree_map(0..18_u32, steps, 1..18).prop_map(|table| {
@@ -110,7 +110,7 @@ fn reserve_text() -> impl Strategy<Value = String> {
 }
 
 #[test]
-fn what_is_written_is_read_again() {
+fn written_settings_are_read_again() {
     let entries: Vec<_> = KEYS.iter().map(|info| prop::option::of(entry(info.key))).collect();
     let strings = (entries, any::<prop::sample::Index>()).prop_map(|(entries, start)| {
         let mut given: Vec<String> = entries.into_iter().flatten().collect();
@@ -125,13 +125,13 @@ fn what_is_written_is_read_again() {
         let written = settings.to_conf_string();
         let again = Settings::parse(&written).unwrap();
         assert_eq!(Settings { source: string.clone(), ..again }, settings, "{string} was written as {written}");
-        assert_eq!(again_written(&written), written);
+        assert_eq!(rewritten(&written), written);
         let recorded = settings.recorded();
         let limit = settings.max_split_bytes.filter(|bytes| i64::try_from(*bytes).is_ok());
         assert_eq!(Settings::from_recorded(&recorded).unwrap(), Settings { max_split_bytes: limit, ..settings });
     });
 }
 
-fn again_written(written: &str) -> String {
+fn rewritten(written: &str) -> String {
     Settings::parse(written).unwrap().to_conf_string()
 }

@@ -1,17 +1,16 @@
-//! Settings to and from what a snapshot shows of them.
+//! Settings to and from snapshots.
 //!
-//! A snapshot has the last string, and the values of some settings as they were. The string is read for what only it
-//! tells; where both speak, the values count: earlier strings may have set them, and other versions have other
-//! defaults.
+//! A snapshot has the last string and the values of some settings. The values take precedence over the string: earlier
+//! strings may have set them, and other versions have other defaults.
 
 use super::Settings;
 use super::error::{Problem, SettingsError, Warning};
 use super::keys::Key;
-use super::parse::{self, Mode};
+use super::reader::{self, Mode};
 use crate::memory::RecordedSettings;
 
 impl Settings {
-    /// What a snapshot shows of the settings.
+    /// The settings in the form of a snapshot.
     #[must_use]
     pub fn recorded(&self) -> RecordedSettings {
         let divisions = self.roundup_power2_divisions.iter().enumerate();
@@ -32,38 +31,38 @@ impl Settings {
         }
     }
 
-    /// The settings that a recorded program had. What its string has and Warpool does not know, or would refuse, is
-    /// passed over and logged as a warning: PyTorch took it.
+    /// The settings of a recorded program. Entries of its string that are unknown or invalid here are ignored and
+    /// logged as warnings: PyTorch accepted them.
     ///
-    /// Which [free block order](Self::free_block_order) it had, PyTorch's snapshots do not say; it is the default here.
+    /// PyTorch's snapshots do not record the [free block order](Self::free_block_order); it is the default here.
     ///
     /// # Errors
-    /// If a recorded value cannot be.
+    /// If a recorded value is impossible.
     pub fn from_recorded(recorded: &RecordedSettings) -> Result<Self, SettingsError> {
         let (settings, warnings) = Self::read_recorded(recorded)?;
         warnings.iter().for_each(|warning| tracing::warn!(%warning, "in recorded settings"));
         Ok(settings)
     }
 
-    /// The settings of a recording, with what was passed over.
+    /// The settings of a recording, and warnings about ignored entries.
     pub(super) fn read_recorded(recorded: &RecordedSettings) -> Result<(Self, Vec<Warning>), SettingsError> {
         let conf = recorded.conf.as_deref().unwrap_or_default();
-        let reading = parse::read(&Self::default(), conf, Mode::Recorded);
-        let passed_over = reading.problems.into_iter().map(|problem| Warning {
+        let reading = reader::read(&Self::default(), conf, Mode::Recorded);
+        let ignored = reading.problems.into_iter().map(|problem| Warning {
             key: problem.key,
             at: problem.at,
-            text: format!("passed over: {}", problem.text),
+            text: format!("ignored: {}", problem.text),
         });
-        let warnings = passed_over.chain(reading.warnings).collect();
+        let warnings = ignored.chain(reading.warnings).collect();
         let mut settings = reading.settings;
         let mut problems = Vec::new();
-        settings.take_recorded(recorded, &mut problems);
+        settings.apply_recorded(recorded, &mut problems);
         if problems.is_empty() { Ok((settings, warnings)) } else { Err(SettingsError { problems }) }
     }
 
-    /// Takes over the values that stand beside the string.
-    fn take_recorded(&mut self, recorded: &RecordedSettings, problems: &mut Vec<Problem>) {
-        let mut refuse = |key: Key, text: String| {
+    /// Applies the values recorded beside the string.
+    fn apply_recorded(&mut self, recorded: &RecordedSettings, problems: &mut Vec<Problem>) {
+        let mut reject = |key: Key, text: String| {
             problems.push(Problem {
                 key: key.name().into(),
                 at: None,
@@ -80,21 +79,21 @@ impl Settings {
             self.pinned.max_cached_bytes = limit_from(limit);
         }
         match recorded.garbage_collection_threshold {
-            // A share of 1 and more never collects. No string gives it, but a failed one may have left it behind.
+            // 1 and more never collects. No valid string gives it, but a failed one may have set it.
             Some(threshold) if threshold >= 0.0 && threshold.is_finite() => {
                 self.garbage_collection_threshold = threshold;
             }
             Some(threshold) => {
-                refuse(
+                reject(
                     Key::GarbageCollectionThreshold,
-                    format!("recorded as {threshold}, which is no share of the limit"),
+                    format!("recorded as {threshold}, which is not a fraction of the limit"),
                 );
             }
             None => {}
         }
         match recorded.pinned_num_register_threads.map(u64::try_from) {
             Some(Ok(threads)) if threads > 0 => self.pinned.num_register_threads = threads,
-            Some(_) => refuse(Key::PinnedNumRegisterThreads, "recorded as less than 1".into()),
+            Some(_) => reject(Key::PinnedNumRegisterThreads, "recorded as less than 1".into()),
             None => {}
         }
         let flags = [
@@ -110,25 +109,28 @@ impl Settings {
             match (bucket(boundary), u64::try_from(*steps)) {
                 (Some(bucket), Ok(steps)) => self.roundup_power2_divisions[bucket] = steps,
                 _ => {
-                    refuse(Key::RoundupPower2Divisions, format!("recorded with `{boundary}`:{steps}, which cannot be"));
+                    reject(
+                        Key::RoundupPower2Divisions,
+                        format!("recorded with `{boundary}`:{steps}, which is impossible"),
+                    );
                 }
             }
         }
     }
 }
 
-/// The place of a size, given in MiB, in the table of divisions.
+/// The index of a size, given in MiB, in the table of divisions.
 fn bucket(boundary: &str) -> Option<usize> {
     let mib: u64 = boundary.parse().ok().filter(|mib: &u64| mib.is_power_of_two())?;
     Some(mib.ilog2() as usize).filter(|&bucket| bucket < 16)
 }
 
-/// A limit as snapshots have it. One beyond their numbers is beyond any device, too.
+/// A limit in the form of a snapshot. One that does not fit exceeds any device, so it is unlimited.
 fn limit_recorded(limit: Option<u64>) -> i64 {
     limit.and_then(|bytes| i64::try_from(bytes).ok()).unwrap_or(-1)
 }
 
-/// Negative is unlimited: snapshots show the largest number of 64 bits as -1, and a limit near it as a little less.
+/// Negative is unlimited: snapshots have the largest 64-bit number as -1, and a limit near it as a smaller one.
 fn limit_from(limit: i64) -> Option<u64> {
     u64::try_from(limit).ok()
 }
@@ -195,7 +197,8 @@ mod tests {
         check(
             "",
             |recorded| recorded.garbage_collection_threshold = Some(f64::NAN),
-            "settings: `garbage_collection_threshold`: recorded as NaN, which is no share of the limit; the recording is damaged",
+            "settings: `garbage_collection_threshold`: recorded as NaN, which is not a fraction of the limit; the \
+             recording is damaged",
         );
         check(
             "",
@@ -205,16 +208,17 @@ mod tests {
             },
             "settings: 4 problems
   `pinned_num_register_threads`: recorded as less than 1; the recording is damaged
-  `roundup_power2_divisions`: recorded with `3`:1, which cannot be; the recording is damaged
-  `roundup_power2_divisions`: recorded with `65536`:1, which cannot be; the recording is damaged
-  `roundup_power2_divisions`: recorded with `2`:-1, which cannot be; the recording is damaged",
+  `roundup_power2_divisions`: recorded with `3`:1, which is impossible; the recording is damaged
+  `roundup_power2_divisions`: recorded with `65536`:1, which is impossible; the recording is damaged
+  `roundup_power2_divisions`: recorded with `2`:-1, which is impossible; the recording is damaged",
         );
     }
 
     #[test]
     fn a_snapshot_tells_what_one_string_set() {
         let string = "max_split_size_mb:200,roundup_power2_divisions:[2:4,>:8],pinned_max_cached_size_mb:7,\
-                      pinned_cap_mb:32,pinned_device_cap_mb:16,free_block_order:address,memory_cap_mb:64,large_segment_size_mb:32";
+                      pinned_cap_mb:32,pinned_device_cap_mb:16,free_block_order:address,memory_cap_mb:64,\
+                      large_segment_size_mb:32";
         let settings = Settings::parse(string).unwrap();
         let recorded = settings.recorded();
         assert_eq!(recorded.max_split_size, Some(200 * MIB as i64));

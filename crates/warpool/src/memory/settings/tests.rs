@@ -1,63 +1,63 @@
-//! Strings and what comes of them, as tables. Random strings are in `properties.rs`, those of the linter beside it.
+//! Strings and the resulting settings, as tables. Random strings are in `properties.rs`.
 
 use super::keys::{KEYS, Key};
 use super::*;
 
-/// Reads a string and shows what it came to: what differs from the defaults, or the error.
-fn shown(result: Result<Settings, SettingsError>) -> String {
+/// What differs from the defaults, or the error.
+fn written(result: Result<Settings, SettingsError>) -> String {
     result.map_or_else(|error| error.to_string(), |settings| settings.to_conf_string())
 }
 
 fn check(string: &str, expected: &str) {
-    assert_eq!(shown(Settings::parse(string)), expected, "settings {string:?}");
+    assert_eq!(written(Settings::parse(string)), expected, "settings {string:?}");
 }
 
-/// The same, for a string that is the same as what it comes to.
-fn check_kept(string: &str) {
+/// For a string that is written as it was read.
+fn check_same(string: &str) {
     check(string, string);
 }
 
-/// Reads strings one after the other.
+/// Applies strings one after the other.
 fn check_updates(strings: &[&str], expected: &str) {
     let start = Settings::parse(strings[0]);
     let end =
         strings[1..].iter().fold(start, |settings, string| settings.and_then(|settings| settings.updated(string)));
-    assert_eq!(shown(end), expected, "settings {strings:?}");
+    assert_eq!(written(end), expected, "settings {strings:?}");
 }
 
 #[test]
 fn every_key_is_read_and_written() {
-    check_kept("");
-    check_kept("backend:cudaMallocAsync");
-    check_kept("large_segment_size_mb:12");
-    check_kept("max_split_size_mb:20");
-    check_kept("max_non_split_rounding_mb:21");
-    check_kept("garbage_collection_threshold:0.8");
-    check_kept("roundup_power2_divisions:4");
-    check_kept("expandable_segments:True");
-    check_kept("expandable_segments_reserve:0.5");
-    check_kept("expandable_segments_reserve:40G");
-    check_kept("expandable_segments_reserve_by_class:[comm:0.25,copy:1.5G]");
-    check_kept("release_lock_on_cudamalloc:True");
-    check_kept("graph_capture_record_stream_reuse:True");
-    check_kept("per_process_memory_fraction:0.5");
-    check_kept("per_process_memory_fraction:0.0");
-    check_kept("throw_on_cudamalloc_oom:True");
-    check_kept("pinned_use_cuda_host_register:True");
-    check_kept("pinned_num_register_threads:128");
-    check_kept("pinned_use_background_threads:True");
-    check_kept("pinned_reserve_segment_size_mb:1");
-    check_kept("pinned_max_round_threshold_mb:0");
-    check_kept("pinned_max_cached_size_mb:64");
-    check_kept("pinned_free_catch_all:True");
-    check_kept("pinned_cap_mb:2");
-    check_kept("pinned_device_cap_mb:2");
-    check_kept("free_block_order:address");
-    check_kept("memory_cap_mb:2");
+    check_same("");
+    check_same("backend:cudaMallocAsync");
+    check_same("large_segment_size_mb:12");
+    check_same("max_split_size_mb:20");
+    check_same("max_non_split_rounding_mb:21");
+    check_same("garbage_collection_threshold:0.8");
+    check_same("roundup_power2_divisions:4");
+    check_same("expandable_segments:True");
+    check_same("expandable_segments_reserve:0.5");
+    check_same("expandable_segments_reserve:40G");
+    check_same("expandable_segments_reserve_by_class:[comm:0.25,copy:1.5G]");
+    check_same("release_lock_on_cudamalloc:True");
+    check_same("graph_capture_record_stream_reuse:True");
+    check_same("per_process_memory_fraction:0.5");
+    check_same("per_process_memory_fraction:0.0");
+    check_same("throw_on_cudamalloc_oom:True");
+    check_same("pinned_use_cuda_host_register:True");
+    check_same("pinned_num_register_threads:128");
+    check_same("pinned_use_background_threads:True");
+    check_same("pinned_reserve_segment_size_mb:1");
+    check_same("pinned_max_round_threshold_mb:0");
+    check_same("pinned_max_cached_size_mb:64");
+    check_same("pinned_free_catch_all:True");
+    check_same("pinned_cap_mb:2");
+    check_same("pinned_device_cap_mb:2");
+    check_same("free_block_order:address");
+    check_same("memory_cap_mb:2");
 }
 
 #[test]
-fn writing_is_free_where_it_means_the_same() {
+fn equivalent_strings_are_accepted() {
     check(" max_split_size_mb : 2 0 0 ,\n expandable _segments:False", "max_split_size_mb:200");
     check("expandable_segments:True,", "expandable_segments:True");
     check("release_lock_on_hipmalloc:True", "release_lock_on_cudamalloc:True");
@@ -68,12 +68,12 @@ fn writing_is_free_where_it_means_the_same() {
     check("expandable_segments_reserve_by_class:[]", "");
     check("per_process_memory_fraction:-0.0", "per_process_memory_fraction:0.0");
     check("max_split_size_mb:18446744073709551615", "max_split_size_mb:17592186044415");
-    // Large segments come first, wherever they stand.
+    // The size of large segments is applied first, at any position.
     check("max_split_size_mb:15,large_segment_size_mb:12", "large_segment_size_mb:12,max_split_size_mb:15");
 }
 
 #[test]
-fn divisions_go_by_powers_of_two() {
+fn divisions_are_a_table_by_powers_of_two() {
     let check_table = |string: &str, expected: [u64; 16], written: &str| {
         let settings = Settings::parse(&format!("roundup_power2_divisions:{string}")).unwrap();
         assert_eq!(settings.roundup_power2_divisions, expected, "divisions {string:?}");
@@ -119,78 +119,79 @@ fn divisions_go_by_powers_of_two() {
 fn delimiters_are_strict() {
     check(
         "max_split_size_mb",
-        "settings: at byte 17: `max_split_size_mb`: expected `:` and a value, but there is the end of the string",
+        "settings: at byte 17: `max_split_size_mb`: expected `:` and a value, found the end of the string",
     );
     check(
         "max_split_size_mb:",
-        "settings: at byte 18: `max_split_size_mb`: expected a value, but there is the end of the string",
+        "settings: at byte 18: `max_split_size_mb`: expected a value, found the end of the string",
     );
     check(
         "max_split_size_mb,200",
         "settings: 2 problems
-  at byte 17: `max_split_size_mb`: expected `:` and a value, but there is `,`
-  at byte 21: `200`: expected `:` and a value, but there is the end of the string",
+  at byte 17: `max_split_size_mb`: expected `:` and a value, found `,`
+  at byte 21: `200`: expected `:` and a value, found the end of the string",
     );
     check(
         "expandable_segments=True",
         "settings: at byte 0: `expandable_segments=True`: write `expandable_segments:True`, with a colon",
     );
-    check("a::b", "settings: at byte 2: `a`: expected a value, but there is `:`");
-    check(",expandable_segments:True", "settings: at byte 0: expected a key, but there is `,`; remove it");
-    check("expandable_segments:True,,", "settings: at byte 25: expected a key, but there is `,`; remove it");
+    check("a::b", "settings: at byte 2: `a`: expected a value, found `:`");
+    check(",expandable_segments:True", "settings: at byte 0: expected a key, found `,`; remove it");
+    check("expandable_segments:True,,", "settings: at byte 25: expected a key, found `,`; remove it");
     check(
         "expandable_segments:True:pinned_free_catch_all:True",
-        "settings: at byte 24: `expandable_segments`: expected `,` or the end, but there is `:`",
+        "settings: at byte 24: `expandable_segments`: expected `,` or the end, found `:`",
     );
     check(
         "roundup_power2_divisions:[64:8",
-        "settings: at byte 30: `roundup_power2_divisions`: expected `,` or `]`, but there is the end of the string",
+        "settings: at byte 30: `roundup_power2_divisions`: expected `,` or `]`, found the end of the string",
     );
     check(
         "roundup_power2_divisions:[64,8]",
-        "settings: at byte 28: `roundup_power2_divisions`: expected `:` and a value in the list, but there is `,`",
+        "settings: at byte 28: `roundup_power2_divisions`: expected `:` and a value in the list, found `,`",
     );
     check(
         "roundup_power2_divisions:[64:8,]",
-        "settings: at byte 31: `roundup_power2_divisions`: expected an entry `NAME:VALUE` of the list, but there is `]`",
+        "settings: at byte 31: `roundup_power2_divisions`: expected an entry `NAME:VALUE` of the list, found `]`",
     );
     check(
         "expandable_segments:True]",
-        "settings: at byte 24: `expandable_segments`: expected `,` or the end, but there is `]`",
+        "settings: at byte 24: `expandable_segments`: expected `,` or the end, found `]`",
     );
-    // Behind a mistake in a list, reading goes on behind the list.
+    // After a problem in a list, reading continues after the list.
     check(
         "roundup_power2_divisions:[64:8:2,1:2],bakend:native",
         "settings: 2 problems
-  at byte 30: `roundup_power2_divisions`: expected `,` or `]`, but there is `:`
-  at byte 38: `bakend`: not a setting; did you mean `backend`?",
+  at byte 30: `roundup_power2_divisions`: expected `,` or `]`, found `:`
+  at byte 38: `bakend`: unknown key; did you mean `backend`?",
     );
 }
 
 #[test]
-fn keys_that_are_none_are_said() {
+fn unknown_keys_are_problems() {
     check(
         "max_splt_size_mb:200",
-        "settings: at byte 0: `max_splt_size_mb`: not a setting; did you mean `max_split_size_mb`?",
+        "settings: at byte 0: `max_splt_size_mb`: unknown key; did you mean `max_split_size_mb`?",
     );
     check(
         "max_split_size:200",
-        "settings: at byte 0: `max_split_size`: not a setting; did you mean `max_split_size_mb`?",
+        "settings: at byte 0: `max_split_size`: unknown key; did you mean `max_split_size_mb`?",
     );
     check(
         "Expandable_Segments:True",
-        "settings: at byte 0: `Expandable_Segments`: not a setting; did you mean `expandable_segments`?",
+        "settings: at byte 0: `Expandable_Segments`: unknown key; did you mean `expandable_segments`?",
     );
     check(
         "'expandable_segments:True'",
-        "settings: at byte 0: `'expandable_segments`: not a setting; leave the quotation marks out of the string",
+        "settings: at byte 0: `'expandable_segments`: unknown key; remove the quotation marks from the string",
     );
-    check("a=b:c", "settings: at byte 0: `a=b`: not a setting; write `key:value`, with commas between entries");
+    check("a=b:c", "settings: at byte 0: `a=b`: unknown key; write `key:value`, with commas between entries");
     check(
         "expandable_segments_handle_type:posix_fd",
-        "settings: at byte 0: `expandable_segments_handle_type`: not a setting, although PyTorch's messages name it: PyTorch does not read it either; leave it out",
+        "settings: at byte 0: `expandable_segments_handle_type`: unknown key: PyTorch's messages mention it, but \
+         PyTorch does not read it; remove it",
     );
-    check("quux:1", "settings: at byte 0: `quux`: not a setting of PyTorch's or Warpool's; leave it out");
+    check("quux:1", "settings: at byte 0: `quux`: unknown key: neither PyTorch nor Warpool has it; remove it");
 }
 
 #[test]
@@ -199,31 +200,35 @@ fn values_are_checked() {
         let (key, value) = entry.split_once(':').unwrap();
         let error = Settings::parse(entry).unwrap_err();
         assert_eq!(error.problems.len(), 1, "settings {entry:?}: {error}");
-        let Problem { key: said, at, text } = &error.problems[0];
-        assert_eq!((said.as_str(), text.as_str()), (key, expected), "settings {entry:?}");
-        let place = at.unwrap();
-        assert!((key.len() + 1..key.len() + 1 + value.len()).contains(&place), "settings {entry:?} at {place}");
+        let Problem { key: reported, at, text } = &error.problems[0];
+        assert_eq!((reported.as_str(), text.as_str()), (key, expected), "settings {entry:?}");
+        let position = at.unwrap();
+        assert!((key.len() + 1..key.len() + 1 + value.len()).contains(&position), "settings {entry:?} at {position}");
     };
     refused(
         "backend:cudamallocasync",
-        "`cudamallocasync` will not do; it takes native or cudaMallocAsync; did you mean `cudaMallocAsync`?",
+        "invalid value `cudamallocasync`; expected native or cudaMallocAsync; did you mean `cudaMallocAsync`?",
     );
     refused(
         "backend:hipMallocAsync",
-        "`hipMallocAsync` will not do; it takes native or cudaMallocAsync; did you mean `cudaMallocAsync`?",
+        "invalid value `hipMallocAsync`; expected native or cudaMallocAsync; did you mean `cudaMallocAsync`?",
     );
-    refused("backend:[a:b]", "a list will not do; it takes native or cudaMallocAsync");
+    refused("backend:[a:b]", "a list is not allowed; expected native or cudaMallocAsync");
     refused("large_segment_size_mb:10", "`10` is too small; give at least 11");
     refused(
         "max_split_size_mb:19",
         "`19` is too small; give at least 20, the size of large segments (`large_segment_size_mb`)",
     );
-    refused("max_split_size_mb:-1", "`-1` will not do; it takes a whole number, at least large_segment_size_mb");
+    refused("max_split_size_mb:-1", "invalid value `-1`; expected an integer, at least large_segment_size_mb");
     refused(
         "max_split_size_mb:512MB",
-        "`512MB` will not do; it takes a whole number, at least large_segment_size_mb; the number counts MiB, write it without a unit",
+        "invalid value `512MB`; expected an integer, at least large_segment_size_mb; the unit is MiB, write the \
+         number alone",
     );
-    refused("max_split_size_mb:18446744073709551616", "`18446744073709551616` is beyond 64 bits; give less");
+    refused(
+        "max_split_size_mb:18446744073709551616",
+        "`18446744073709551616` does not fit in 64 bits; give a smaller number",
+    );
     refused(
         "max_non_split_rounding_mb:19",
         "`19` is too small; give at least 20, the size of large segments (`large_segment_size_mb`)",
@@ -231,38 +236,39 @@ fn values_are_checked() {
     for value in ["0", "0.0", "1.0", "1", "-0.5", "nan", "inf", "0.8x"] {
         refused(
             &format!("garbage_collection_threshold:{value}"),
-            &format!("`{value}` will not do; it takes a number above 0.0 and below 1.0"),
+            &format!("invalid value `{value}`; expected a number above 0.0 and below 1.0"),
         );
     }
     for value in ["1.1", "-0.1", "NaN", "-inf", "half"] {
         refused(
             &format!("per_process_memory_fraction:{value}"),
-            &format!("`{value}` will not do; it takes a number from 0.0 to 1.0"),
+            &format!("invalid value `{value}`; expected a number from 0.0 to 1.0"),
         );
     }
     for (value, meant) in [("true", "True"), ("1", "True"), ("Tru", "True"), ("FALSE", "False"), ("off", "False")] {
         refused(
             &format!("expandable_segments:{value}"),
-            &format!("`{value}` will not do; it takes True or False; did you mean `{meant}`?"),
+            &format!("invalid value `{value}`; expected True or False; did you mean `{meant}`?"),
         );
     }
-    refused("expandable_segments:maybe", "`maybe` will not do; it takes True or False");
+    refused("expandable_segments:maybe", "invalid value `maybe`; expected True or False");
     for value in ["0", "-1", "nan", "inf", "half", "G", "0G", "-4G", "1e-12G", "40GB", "40M"] {
-        let text = format!("`{value}` will not do; give a share of the device such as 0.5, or GiB such as 40G");
+        let text =
+            format!("invalid value `{value}`; expected a fraction of the device such as 0.5, or GiB such as 40G");
         refused(&format!("expandable_segments_reserve:{value}"), &text);
         refused(&format!("expandable_segments_reserve_by_class:[a:0.5,b:{value}]"), &text);
     }
-    refused("expandable_segments_reserve_by_class:0.5", "`0.5` will not do; it takes a list [CLASS:RESERVE,...]");
+    refused("expandable_segments_reserve_by_class:0.5", "invalid value `0.5`; expected a list [CLASS:RESERVE,...]");
     for value in ["0", "3", "256"] {
         refused(
             &format!("pinned_num_register_threads:{value}"),
-            &format!("`{value}` will not do; it takes a power of two up to 128"),
+            &format!("invalid value `{value}`; expected a power of two up to 128"),
         );
     }
     refused("pinned_reserve_segment_size_mb:0", "`0` is too small; give at least 1");
     refused(
         "free_block_order:adress",
-        "`adress` will not do; it takes registration or address; did you mean `address`?",
+        "invalid value `adress`; expected registration or address; did you mean `address`?",
     );
     refused("pinned_cap_mb:1", "`1` is too small; give at least 2");
     refused("pinned_device_cap_mb:1", "`1` is too small; give at least 2");
@@ -278,20 +284,21 @@ fn divisions_are_checked() {
     };
     refused("0", 0, "`0` is not a power of two");
     refused("3", 0, "`3` is not a power of two");
-    refused("[]", 0, "the list is empty; leave the key out to have no such rounding");
+    refused("[]", 0, "the list is empty; remove the key to turn this rounding off");
     refused("[1:3]", 3, "`3` is not a power of two");
     refused("[3:1]", 1, "`3` is not a power of two");
     refused("[0:1]", 1, "`0` is not a power of two");
-    refused("[>:4]", 1, "`>` stands for all above the last size; give a size first");
-    refused("[1:2,>:4,2:2]", 5, "`>` stands for all above the last size; put it last");
-    refused("[4:2,2:4]", 5, "sizes must ascend, but `2` comes behind a size that is not smaller");
-    refused("[4:2,4:4]", 5, "sizes must ascend, but `4` comes behind a size that is not smaller");
-    refused("[x:2]", 1, "`x` will not do; it takes a power of two, or a list [MIB:DIVISIONS,...,>:DIVISIONS]");
+    refused("[>:4]", 1, "`>` covers all sizes above the last one; give a size first");
+    refused("[1:2,>:4,2:2]", 5, "`>` covers all sizes above the last one; put it last");
+    refused("[4:2,2:4]", 5, "sizes must ascend, but `2` follows a size that is not smaller");
+    refused("[4:2,4:4]", 5, "sizes must ascend, but `4` follows a size that is not smaller");
+    refused("[x:2]", 1, "invalid value `x`; expected a power of two, or a list [MIB:DIVISIONS,...,>:DIVISIONS]");
 }
 
 #[test]
-fn pairs_that_cannot_be_are_refused() {
-    let together = "the driver's pool has no expandable segments; leave out either `backend:cudaMallocAsync` or `expandable_segments:True`";
+fn settings_that_exclude_each_other_are_problems() {
+    let together = "the driver's pool has no expandable segments; remove either `backend:cudaMallocAsync` or \
+                    `expandable_segments:True`";
     check("expandable_segments:True,backend:cudaMallocAsync", &format!("settings: at byte 25: `backend`: {together}"));
     check_updates(
         &["backend:cudaMallocAsync", "expandable_segments:True"],
@@ -299,9 +306,10 @@ fn pairs_that_cannot_be_are_refused() {
     );
     check(
         "max_split_size_mb:32,large_segment_size_mb:40",
-        "settings: at byte 18: `max_split_size_mb`: `32` is too small; give at least 40, the size of large segments (`large_segment_size_mb`)",
+        "settings: at byte 18: `max_split_size_mb`: `32` is too small; give at least 40, the size of large segments \
+         (`large_segment_size_mb`)",
     );
-    check_kept("large_segment_size_mb:13");
+    check_same("large_segment_size_mb:13");
     let odd = "expandable segments are mapped in steps of 2 MiB; give an even number";
     check(
         "expandable_segments:True,large_segment_size_mb:13",
@@ -315,7 +323,8 @@ fn pairs_that_cannot_be_are_refused() {
 
 #[test]
 fn updates_reset_some_and_keep_others() {
-    let all = "large_segment_size_mb:40,max_split_size_mb:200,max_non_split_rounding_mb:64,garbage_collection_threshold:0.8,\
+    let all = "large_segment_size_mb:40,max_split_size_mb:200,max_non_split_rounding_mb:64,\
+               garbage_collection_threshold:0.8,\
                roundup_power2_divisions:4,expandable_segments:True,expandable_segments_reserve:0.5,\
                expandable_segments_reserve_by_class:[a:2G],release_lock_on_cudamalloc:True,\
                graph_capture_record_stream_reuse:True,per_process_memory_fraction:0.5,throw_on_cudamalloc_oom:True,\
@@ -323,7 +332,7 @@ fn updates_reset_some_and_keep_others() {
                pinned_reserve_segment_size_mb:64,pinned_max_round_threshold_mb:16,pinned_max_cached_size_mb:32,\
                pinned_free_catch_all:True,pinned_cap_mb:4096,pinned_device_cap_mb:2048,\
                free_block_order:address,memory_cap_mb:4096";
-    check_kept(all);
+    check_same(all);
     check_updates(&[all, all], all);
     let resets = |entry: &&str| KEYS.iter().any(|info| info.resets && entry.starts_with(&format!("{}:", info.name)));
     let kept: Vec<&str> = all.split(',').filter(|entry| !resets(entry)).collect();
@@ -333,7 +342,8 @@ fn updates_reset_some_and_keep_others() {
     check_updates(&["roundup_power2_divisions:4", "max_split_size_mb:30"], "max_split_size_mb:30");
     check_updates(
         &["large_segment_size_mb:40", "max_split_size_mb:30"],
-        "settings: at byte 18: `max_split_size_mb`: `30` is too small; give at least 40, the size of large segments (`large_segment_size_mb`)",
+        "settings: at byte 18: `max_split_size_mb`: `30` is too small; give at least 40, the size of large segments \
+         (`large_segment_size_mb`)",
     );
     check_updates(
         &["expandable_segments_reserve_by_class:[a:2G]", "expandable_segments_reserve_by_class:[b:1G]"],
@@ -342,39 +352,41 @@ fn updates_reset_some_and_keep_others() {
     check_updates(&["", "backend:native"], "");
     check_updates(
         &["", "backend:cudaMallocAsync"],
-        "settings: at byte 0: `backend`: the backend is chosen once, and it is native; leave the key out, or start again with it",
+        "settings: at byte 0: `backend`: the backend is native and cannot be changed; remove the key, or restart the \
+         program with it",
     );
     assert_eq!(Settings::parse("expandable_segments:True").unwrap().updated(" ").unwrap().source, " ");
 }
 
 #[test]
-fn all_problems_are_said_at_once() {
+fn all_problems_are_reported_at_once() {
     check(
-        "large_segment_size_mb:x,garbage_collection_threshold:2,max_splt:1,expandable_segments:yes,pinned_free_catch_all",
+        "large_segment_size_mb:x,garbage_collection_threshold:2,max_splt:1,expandable_segments:yes,\
+         pinned_free_catch_all",
         "settings: 5 problems
-  at byte 22: `large_segment_size_mb`: `x` will not do; it takes a whole number above 10
-  at byte 53: `garbage_collection_threshold`: `2` will not do; it takes a number above 0.0 and below 1.0
-  at byte 55: `max_splt`: not a setting of PyTorch's or Warpool's; leave it out
-  at byte 86: `expandable_segments`: `yes` will not do; it takes True or False; did you mean `True`?
-  at byte 111: `pinned_free_catch_all`: expected `:` and a value, but there is the end of the string",
+  at byte 22: `large_segment_size_mb`: invalid value `x`; expected an integer above 10
+  at byte 53: `garbage_collection_threshold`: invalid value `2`; expected a number above 0.0 and below 1.0
+  at byte 55: `max_splt`: unknown key: neither PyTorch nor Warpool has it; remove it
+  at byte 86: `expandable_segments`: invalid value `yes`; expected True or False; did you mean `True`?
+  at byte 111: `pinned_free_catch_all`: expected `:` and a value, found the end of the string",
     );
 }
 
 #[test]
 fn the_docs_list_the_keys() {
-    let docs = include_str!("mod.rs");
+    let lines = include_str!("mod.rs").lines().map(|line| line.trim_start_matches("/// ").trim());
+    let docs = lines.collect::<Vec<_>>().join(" ");
     for (number, info) in KEYS.iter().enumerate() {
-        assert_eq!(info.key as usize, number, "{} stands where its key does", info.name);
+        assert_eq!(info.key as usize, number, "{} is in the order of the enum", info.name);
         assert_eq!(Key::named(info.name), Some(info.key), "{} is named once", info.name);
-        let reset = if info.resets { "reset " } else { "" };
-        let row = format!("/// | `{}` | {} | {} | {reset}|", info.name, info.takes, info.meaning);
-        assert!(docs.contains(&row), "the table of keys has no row\n{row}");
+        let reset = if info.resets { "; reset" } else { "" };
+        let line = format!("- `{}` ({}{reset}): {}. ", info.name, info.expects, info.meaning);
+        assert!(docs.contains(&line), "the list of keys has no entry\n{line}");
         assert!(
             info.alias.is_none_or(|alias| docs.contains(&format!("`{alias}`"))),
             "the docs do not name {:?}",
             info.alias
         );
     }
-    let rows = docs.lines().filter(|line| line.starts_with("/// | `")).count();
-    assert_eq!(rows, KEYS.len(), "the table of keys has a row for each and no more");
+    assert_eq!(docs.matches("- `").count(), KEYS.len(), "one entry for each key");
 }

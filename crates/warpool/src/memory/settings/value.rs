@@ -1,24 +1,24 @@
-//! Single values: what each key takes, and where it goes. What two keys mean together is not judged here, but for sizes
-//! that are measured by the size of large segments, which is set first.
+//! The values of single keys. Combinations of keys are not checked here, except for sizes whose minimum is the size of
+//! large segments, which is set first.
 
 use std::collections::BTreeMap;
 
 use super::keys::{Key, nearest};
-use super::parse::{Value, Word};
+use super::syntax::{Value, Word};
 use super::{Backend, FreeBlockOrder, GIB, MIB, Reserve, Settings};
 
-/// Something to say of a place in the string.
+/// A message about a position in the string.
 #[derive(Debug)]
-pub(super) struct Note {
+pub(super) struct Remark {
     pub at: usize,
     pub text: String,
 }
 
-type Read<T> = Result<T, Note>;
+type Read<T> = Result<T, Remark>;
 
-/// Puts a value where it belongs, or says why it cannot be. The notes are warnings.
-pub(super) fn set(settings: &mut Settings, key: Key, value: &Value) -> Read<Vec<Note>> {
-    let mut notes = Vec::new();
+/// Sets a value. The remarks are warnings; the error is why the value is invalid.
+pub(super) fn set(settings: &mut Settings, key: Key, value: &Value) -> Read<Vec<Remark>> {
+    let mut remarks = Vec::new();
     let large = settings.large_segment_bytes;
     let pinned = &mut settings.pinned;
     match key {
@@ -27,20 +27,20 @@ pub(super) fn set(settings: &mut Settings, key: Key, value: &Value) -> Read<Vec<
         Key::MaxSplitSize => settings.max_split_bytes = Some(size_from(key, value, large)?),
         Key::MaxNonSplitRounding => settings.max_non_split_rounding_bytes = size_from(key, value, large)?,
         Key::GarbageCollectionThreshold => {
-            settings.garbage_collection_threshold = number_in(key, value, |share| share > 0.0 && share < 1.0)?;
+            settings.garbage_collection_threshold = number_in(key, value, |fraction| fraction > 0.0 && fraction < 1.0)?;
         }
         Key::RoundupPower2Divisions => settings.roundup_power2_divisions = divisions(key, value)?,
         Key::ExpandableSegments => settings.expandable_segments = boolean(key, value)?,
         Key::ExpandableSegmentsReserve => {
-            settings.expandable_segments_reserve = Some(reserve(word(key, value)?, &mut notes)?);
+            settings.expandable_segments_reserve = Some(reserve(word(key, value)?, &mut remarks)?);
         }
         Key::ExpandableSegmentsReserveByClass => {
-            settings.expandable_segments_reserve_by_class = reserve_by_class(key, value, &mut notes)?;
+            settings.expandable_segments_reserve_by_class = reserve_by_class(key, value, &mut remarks)?;
         }
         Key::ReleaseLockOnCudamalloc => settings.release_lock_on_cudamalloc = boolean(key, value)?,
         Key::GraphCaptureRecordStreamReuse => settings.graph_capture_record_stream_reuse = boolean(key, value)?,
         Key::PerProcessMemoryFraction => {
-            settings.per_process_memory_fraction = number_in(key, value, |share| (0.0..=1.0).contains(&share))?;
+            settings.per_process_memory_fraction = number_in(key, value, |fraction| (0.0..=1.0).contains(&fraction))?;
         }
         Key::ThrowOnCudamallocOom => settings.throw_on_cudamalloc_oom = boolean(key, value)?,
         Key::PinnedUseCudaHostRegister => pinned.use_cuda_host_register = boolean(key, value)?,
@@ -50,29 +50,31 @@ pub(super) fn set(settings: &mut Settings, key: Key, value: &Value) -> Read<Vec<
         Key::PinnedMaxRoundThreshold => pinned.max_round_threshold_bytes = Some(size_from(key, value, 0)?),
         Key::PinnedMaxCachedSize => pinned.max_cached_bytes = Some(size_from(key, value, 0)?),
         Key::PinnedFreeCatchAll => pinned.free_catch_all = boolean(key, value)?,
-        // Below the smallest segment nothing could ever be pinned.
+        // With less than the smallest segment nothing could be pinned.
         Key::PinnedCap => pinned.cap_bytes = Some(size_from(key, value, 2 * MIB)?),
         Key::PinnedDeviceCap => pinned.device_cap_bytes = Some(size_from(key, value, 2 * MIB)?),
         Key::FreeBlockOrder => {
             settings.free_block_order = named(key, value, FreeBlockOrder::ALL, FreeBlockOrder::name)?;
         }
-        // Below the smallest segment nothing could ever be allocated.
+        // With less than the smallest segment nothing could be allocated.
         Key::MemoryCap => settings.memory_cap_bytes = Some(size_from(key, value, 2 * MIB)?),
     }
-    Ok(notes)
+    Ok(remarks)
 }
 
 /// The value as a word.
 fn word(key: Key, value: &Value) -> Read<&Word> {
     match value {
         Value::Word(word) => Ok(word),
-        Value::List(_, at) => Err(Note { at: *at, text: format!("a list will not do; it takes {}", key.info().takes) }),
+        Value::List(_, at) => {
+            Err(Remark { at: *at, text: format!("a list is not allowed; expected {}", key.info().expects) })
+        }
     }
 }
 
-/// What to say of a word that the key does not take.
-fn refused(key: Key, word: &Word) -> Note {
-    Note { at: word.at, text: format!("`{}` will not do; it takes {}", word.text, key.info().takes) }
+/// The message for an invalid word.
+fn invalid(key: Key, word: &Word) -> Remark {
+    Remark { at: word.at, text: format!("invalid value `{}`; expected {}", word.text, key.info().expects) }
 }
 
 fn boolean(key: Key, value: &Value) -> Read<bool> {
@@ -86,11 +88,11 @@ fn boolean(key: Key, value: &Value) -> Read<bool> {
                 "false" | "0" | "no" | "off" => Some("False"),
                 _ => nearest(other, ["True", "False"]),
             };
-            let mut note = refused(key, word);
+            let mut remark = invalid(key, word);
             if let Some(meant) = meant {
-                note.text += &format!("; did you mean `{meant}`?");
+                remark.text += &format!("; did you mean `{meant}`?");
             }
-            Err(note)
+            Err(remark)
         }
     }
 }
@@ -99,42 +101,45 @@ fn boolean(key: Key, value: &Value) -> Read<bool> {
 fn named<T: Copy, const N: usize>(key: Key, value: &Value, all: [T; N], name: fn(T) -> &'static str) -> Read<T> {
     let word = word(key, value)?;
     all.into_iter().find(|&choice| name(choice) == word.text).ok_or_else(|| {
-        let mut note = refused(key, word);
+        let mut remark = invalid(key, word);
         if let Some(meant) = nearest(&word.text, all.map(name)) {
-            note.text += &format!("; did you mean `{meant}`?");
+            remark.text += &format!("; did you mean `{meant}`?");
         }
-        note
+        remark
     })
 }
 
-/// A whole number: digits and nothing else.
-fn whole(key: Key, word: &Word) -> Read<u64> {
+/// An integer: digits and nothing else.
+fn integer(key: Key, word: &Word) -> Read<u64> {
     let digits = word.text.bytes().all(|byte| byte.is_ascii_digit());
     if digits && let Ok(number) = word.text.parse() {
         return Ok(number);
     }
     if digits {
-        return Err(Note { at: word.at, text: format!("`{}` is beyond 64 bits; give less", word.text) });
+        return Err(Remark {
+            at: word.at,
+            text: format!("`{}` does not fit in 64 bits; give a smaller number", word.text),
+        });
     }
-    let mut note = refused(key, word);
+    let mut remark = invalid(key, word);
     let unit = word.text.trim_start_matches(|character: char| character.is_ascii_digit());
     if key.name().ends_with("_mb") && unit.len() < word.text.len() && unit.chars().all(char::is_alphabetic) {
-        note.text += "; the number counts MiB, write it without a unit";
+        remark.text += "; the unit is MiB, write the number alone";
     }
-    Err(note)
+    Err(remark)
 }
 
-/// A size in MiB, as bytes. Beyond what 64 bits hold it is the largest that they do.
+/// A size in MiB, as bytes. Saturates at 64 bits.
 fn size_from(key: Key, value: &Value, least: u64) -> Read<u64> {
     let word = word(key, value)?;
-    let bytes = whole(key, word)?.min(u64::MAX / MIB) * MIB;
+    let bytes = integer(key, word)?.min(u64::MAX / MIB) * MIB;
     if bytes < least {
-        let measure = match key {
+        let reason = match key {
             Key::MaxSplitSize | Key::MaxNonSplitRounding => ", the size of large segments (`large_segment_size_mb`)",
             _ => "",
         };
-        let text = format!("`{}` is too small; give at least {}{measure}", word.text, least / MIB);
-        return Err(Note { at: word.at, text });
+        let text = format!("`{}` is too small; give at least {}{reason}", word.text, least / MIB);
+        return Err(Remark { at: word.at, text });
     }
     Ok(bytes)
 }
@@ -145,26 +150,26 @@ fn number(word: &Word) -> Option<f64> {
 
 fn number_in(key: Key, value: &Value, fits: fn(f64) -> bool) -> Read<f64> {
     let word = word(key, value)?;
-    // Minus zero is zero, and would be written as something else.
+    // Minus zero is zero, but would be written differently.
     let number = number(word).filter(|&number| fits(number)).map(|number| if number == 0.0 { 0.0 } else { number });
-    number.ok_or_else(|| refused(key, word))
+    number.ok_or_else(|| invalid(key, word))
 }
 
 fn threads(key: Key, value: &Value) -> Read<u64> {
     let word = word(key, value)?;
-    let threads = whole(key, word)?;
-    if threads.is_power_of_two() && threads <= 128 { Ok(threads) } else { Err(refused(key, word)) }
+    let threads = integer(key, word)?;
+    if threads.is_power_of_two() && threads <= 128 { Ok(threads) } else { Err(invalid(key, word)) }
 }
 
-/// A table of steps. An entry of a list governs sizes from its MiB up to twice that; the first also all below, `>` all
-/// above the last, and what lies between two entries is not divided.
+/// A table of divisions. An entry of a list covers sizes from its MiB up to twice that; the first one also all below,
+/// `>` all above the last; sizes between two entries are not divided.
 fn divisions(key: Key, value: &Value) -> Read<[u64; 16]> {
     let (pairs, at) = match value {
         Value::Word(word) => return power_of_two(key, word).map(|steps| [steps; 16]),
         Value::List(pairs, at) => (pairs, *at),
     };
     if pairs.is_empty() {
-        return Err(Note { at, text: "the list is empty; leave the key out to have no such rounding".into() });
+        return Err(Remark { at, text: "the list is empty; remove the key to turn this rounding off".into() });
     }
     let mut table = [0; 16];
     let mut before: Option<(u64, usize)> = None;
@@ -172,21 +177,24 @@ fn divisions(key: Key, value: &Value) -> Read<[u64; 16]> {
         let steps = if right.text == "0" { 0 } else { power_of_two(key, right)? };
         if left.text == ">" {
             let Some((_, bucket)) = before else {
-                return Err(Note {
+                return Err(Remark {
                     at: left.at,
-                    text: "`>` stands for all above the last size; give a size first".into(),
+                    text: "`>` covers all sizes above the last one; give a size first".into(),
                 });
             };
             if number + 1 < pairs.len() {
-                return Err(Note { at: left.at, text: "`>` stands for all above the last size; put it last".into() });
+                return Err(Remark {
+                    at: left.at,
+                    text: "`>` covers all sizes above the last one; put it last".into(),
+                });
             }
             table[bucket + 1..].fill(steps);
             continue;
         }
         let boundary = power_of_two(key, left)?;
         if before.is_some_and(|(last, _)| boundary <= last) {
-            let text = format!("sizes must ascend, but `{}` comes behind a size that is not smaller", left.text);
-            return Err(Note { at: left.at, text });
+            let text = format!("sizes must ascend, but `{}` follows a size that is not smaller", left.text);
+            return Err(Remark { at: left.at, text });
         }
         let bucket = (boundary.ilog2() as usize).min(table.len() - 1);
         match before {
@@ -199,46 +207,51 @@ fn divisions(key: Key, value: &Value) -> Read<[u64; 16]> {
 }
 
 fn power_of_two(key: Key, word: &Word) -> Read<u64> {
-    let number = whole(key, word)?;
+    let number = integer(key, word)?;
     if number.is_power_of_two() {
         return Ok(number);
     }
-    Err(Note { at: word.at, text: format!("`{}` is not a power of two", word.text) })
+    Err(Remark { at: word.at, text: format!("`{}` is not a power of two", word.text) })
 }
 
-/// A share of the device, or GiB with a `G` behind.
-fn reserve(word: &Word, notes: &mut Vec<Note>) -> Read<Reserve> {
-    let refused = || Note {
+/// A fraction of the device, or GiB with a `G` at the end.
+fn reserve(word: &Word, remarks: &mut Vec<Remark>) -> Read<Reserve> {
+    let invalid = || Remark {
         at: word.at,
-        text: format!("`{}` will not do; give a share of the device such as 0.5, or GiB such as 40G", word.text),
+        text: format!(
+            "invalid value `{}`; expected a fraction of the device such as 0.5, or GiB such as 40G",
+            word.text
+        ),
     };
     let gib = word.text.strip_suffix(['G', 'g']);
     let amount = Word { text: gib.unwrap_or(&word.text).into(), at: word.at };
-    let number = number(&amount).filter(|&number| number > 0.0).ok_or_else(refused)?;
+    let number = number(&amount).filter(|&number| number > 0.0).ok_or_else(invalid)?;
     if gib.is_some() {
-        // The conversion saturates: more than there are addresses is as much as there are.
+        // The conversion saturates.
         let bytes = (number * GIB as f64) as u64;
-        return if bytes == 0 { Err(refused()) } else { Ok(Reserve::Bytes(bytes)) };
+        return if bytes == 0 { Err(invalid()) } else { Ok(Reserve::Bytes(bytes)) };
     }
     if number > 9.0 / 8.0 {
-        let text = format!("{} times the device is cut down to 9/8 of it; for GiB, write `{}G`", word.text, word.text);
-        notes.push(Note { at: word.at, text });
+        let text = format!("{} times the device is limited to 9/8 of it; for GiB, write `{}G`", word.text, word.text);
+        remarks.push(Remark { at: word.at, text });
     }
     Ok(Reserve::Fraction(number))
 }
 
-fn reserve_by_class(key: Key, value: &Value, notes: &mut Vec<Note>) -> Read<BTreeMap<String, Reserve>> {
+fn reserve_by_class(key: Key, value: &Value, remarks: &mut Vec<Remark>) -> Read<BTreeMap<String, Reserve>> {
     let pairs = match value {
         Value::List(pairs, _) => pairs,
-        Value::Word(word) => return Err(refused(key, word)),
+        Value::Word(word) => return Err(invalid(key, word)),
     };
     let mut classes = BTreeMap::new();
     for (name, size) in pairs {
-        let size = reserve(size, notes)?;
+        let size = reserve(size, remarks)?;
         if classes.insert(name.text.clone(), size).is_some() {
-            let text =
-                format!("the class `{}` is given a second time; the last one counts, remove the others", name.text);
-            notes.push(Note { at: name.at, text });
+            let text = format!(
+                "the class `{}` is given more than once; the last one takes effect, remove the others",
+                name.text
+            );
+            remarks.push(Remark { at: name.at, text });
         }
     }
     Ok(classes)
