@@ -1,75 +1,84 @@
-//! Kernels of this crate's own, loaded once per device at their first use and kept until the [`Instance`](crate::Instance) is
-//! closed.
+//! Warpool's own kernels: loaded once per device at first use, and kept until the [`Instance`](crate::Instance) is
+//! closed. Launches are in `launch.rs`.
 
 use std::sync::Mutex;
 
 use warpool_driver::{DeviceId, Driver, FunctionId, KernelSource, ModuleId};
 
 use crate::capture::RelaxedMode;
-use crate::{Result, lock};
+use crate::instance::{Extension, ExtensionSlot};
+use crate::{Device, Result, lock};
 
 /// The loaded kernels of one device.
-pub(crate) struct KernelShelf {
+struct KernelCache {
     device: DeviceId,
-    loaded: Mutex<Vec<Loaded>>,
+    modules: Mutex<Vec<Module>>,
 }
 
-struct Loaded {
+struct Module {
     source: &'static str,
-    module: ModuleId,
+    id: ModuleId,
     functions: Vec<(&'static str, FunctionId)>,
 }
 
-impl KernelShelf {
-    pub(crate) fn new(device: DeviceId) -> Self {
-        Self { device, loaded: Mutex::default() }
+impl Device {
+    /// The kernel `name` of `source`, loaded if it was not. Sources are told apart by their names.
+    pub(crate) fn kernel(&self, source: &KernelSource, name: &'static str) -> Result<FunctionId> {
+        let make = || KernelCache { device: self.id(), modules: Mutex::default() };
+        self.extensions().get_or_init(make).get(self.driver(), source, name)
     }
+}
 
-    /// The kernel of that name. Sources are told apart by their names.
-    pub(crate) fn get(&self, driver: &dyn Driver, source: &KernelSource, name: &'static str) -> Result<FunctionId> {
+impl KernelCache {
+    fn get(&self, driver: &dyn Driver, source: &KernelSource, name: &'static str) -> Result<FunctionId> {
         if let Some(function) = self.find(source, name) {
             return Ok(function);
         }
-        let module = self.module(driver, source)?;
-        let function = driver.function_get(module, name)?;
-        let mut loaded = lock(&self.loaded);
-        let entry = loaded.iter_mut().find(|entry| entry.module == module).expect("modules stay until the end");
-        if entry.functions.iter().all(|&(known, _)| known != name) {
-            entry.functions.push((name, function));
+        let id = self.module(driver, source)?;
+        let function = driver.function_get(id, name)?;
+        let mut modules = lock(&self.modules);
+        let module = modules.iter_mut().find(|module| module.id == id).expect("modules stay until the end");
+        if module.functions.iter().all(|&(other, _)| other != name) {
+            module.functions.push((name, function));
         }
         Ok(function)
     }
 
     fn find(&self, source: &KernelSource, name: &str) -> Option<FunctionId> {
-        let loaded = lock(&self.loaded);
-        let entry = loaded.iter().find(|entry| entry.source == source.name)?;
-        entry.functions.iter().find(|(known, _)| *known == name).map(|&(_, function)| function)
+        let modules = lock(&self.modules);
+        let module = modules.iter().find(|module| module.source == source.name)?;
+        module.functions.iter().find(|(other, _)| *other == name).map(|&(_, function)| function)
     }
 
     fn module(&self, driver: &dyn Driver, source: &KernelSource) -> Result<ModuleId> {
-        let known =
-            |loaded: &[Loaded]| loaded.iter().find(|entry| entry.source == source.name).map(|entry| entry.module);
-        if let Some(module) = known(&lock(&self.loaded)) {
-            return Ok(module);
+        let find =
+            |modules: &[Module]| modules.iter().find(|module| module.source == source.name).map(|module| module.id);
+        if let Some(id) = find(&lock(&self.modules)) {
+            return Ok(id);
         }
-        // Compiling takes long, and without the lock. Of two threads that both did, one's module goes away again.
-        let module = driver.module_load(self.device, source)?;
-        let mut loaded = lock(&self.loaded);
-        let Some(first) = known(&loaded) else {
-            loaded.push(Loaded { source: source.name, module, functions: Vec::new() });
-            return Ok(module);
+        // Compiling takes long, so without the lock. If two threads did it, one module is unloaded again.
+        let id = driver.module_load(self.device, source)?;
+        let mut modules = lock(&self.modules);
+        let Some(first) = find(&modules) else {
+            modules.push(Module { source: source.name, id, functions: Vec::new() });
+            return Ok(id);
         };
-        drop(loaded);
-        // Relaxed: kernels are also loaded while a stream captures, which would forbid this, and break.
-        RelaxedMode::run(driver, || Ok(driver.module_unload(module)?))?;
+        drop(modules);
+        // Kernels are also loaded while a stream captures, which unloading would invalidate.
+        RelaxedMode::run(driver, || Ok(driver.module_unload(id)?))?;
         Ok(first)
     }
+}
 
-    /// Unloads everything; goes on after a failure and reports the first.
-    pub(crate) fn destroy_all(&self, driver: &dyn Driver) -> Result<()> {
+impl Extension for KernelCache {
+    fn slot() -> ExtensionSlot {
+        ExtensionSlot::Kernels
+    }
+
+    fn destroy(&self, driver: &dyn Driver) -> Result<()> {
         let mut outcome = Ok(());
-        for entry in std::mem::take(&mut *lock(&self.loaded)) {
-            outcome = outcome.and(driver.module_unload(entry.module));
+        for module in std::mem::take(&mut *lock(&self.modules)) {
+            outcome = outcome.and(driver.module_unload(module.id));
         }
         Ok(outcome?)
     }

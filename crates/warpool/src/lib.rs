@@ -1,4 +1,6 @@
-//! Devices, streams, events, memory, library handles, generators and graphs over any Warpool driver.
+//! GPU resources over any Warpool driver: device memory, pinned memory, streams, events, library handles, random number
+//! generators and CUDA graphs, with the behaviour of PyTorch's and without its global state. Runs on CUDA or on the
+//! simulated GPU of [`driver::sim`].
 //!
 //! ```
 //! use std::sync::Arc;
@@ -9,15 +11,15 @@
 //! let instance = Instance::new(Arc::new(SimDriver::new(SimConfig::default())))?;
 //! let device = instance.device(0)?;
 //!
-//! let producer = device.lease_stream()?; // nobody else has it
-//! let consumer = device.pool_stream()?; // shared, handed out in turn
+//! let producer = device.lease_stream()?; // exclusive until dropped
+//! let consumer = device.pool_stream()?; // shared, round-robin
 //!
-//! let mut done = instance.event(); // made at its first record, reused after its drop
+//! let mut done = instance.event(); // created at its first record, reused after its drop
 //! done.record(&producer)?;
-//! done.wait(&consumer)?; // the consumer's next work waits for the producer's
+//! done.wait(&consumer)?; // the consumer's later work waits for the producer's
 //!
 //! {
-//!     let _guard = consumer.enter(); // the current stream of this thread, until the brace
+//!     let _guard = consumer.enter(); // the current stream of this thread, in this scope
 //!     assert_eq!(instance.current_stream()?, consumer);
 //! }
 //! consumer.synchronize()?;
@@ -26,34 +28,34 @@
 //! # }
 //! ```
 //!
-//! - [`Instance`] and [`Device`]: the root. One `Instance` per driver is what a program wants.
-//! - [`Stream`]: a name for a queue. Shared ones come from [`Device::pool_stream`], exclusive ones from
-//!   [`Device::lease_stream`], foreign ones from [`Stream::external`].
-//! - [`Event`]: a mark in a stream. [`PooledEvent`]: the bare kind, for allocators.
-//! - What is current is per thread: [`Device::enter`], [`Stream::enter`], [`MultiStreamGuard`].
-//! - [`memory`]: allocators, pools, settings. [`handle`] and [`blas`]: handles of libraries, and cuBLAS with its
-//!   workspaces. [`generator`]: random numbers. [`graph`]: captures and replays.
+//! - [`Instance`] and [`Device`]: the root objects. A program needs one `Instance` per driver.
+//! - [`Stream`]: shared ones come from [`Device::pool_stream`], exclusive ones from [`Device::lease_stream`], streams of
+//!   other libraries from [`Stream::external`].
+//! - [`Event`]: a point in a stream. [`PooledEvent`]: without options, for allocators.
+//! - Current device and stream are per thread: [`Device::enter`], [`Stream::enter`], [`MultiStreamGuard`].
+//! - [`memory`]: allocators, pools, settings. [`handle`] and [`blas`]: library handles, and cuBLAS with its workspaces.
+//!   [`generator`]: random numbers. [`graph`]: captures and replays.
 //!
-//! # Nothing at exit
-//! **No destructor in this crate calls the driver.** While a process exits, the driver may be gone already, and a
-//! call into it can crash or hang; Rust cannot tell a destructor that this is the moment (thread-local variables of
-//! the main thread are dropped right then). So dropping a stream does nothing, dropping a lease or an event puts it
-//! back on a shelf, dropping a guard changes this thread's notes, and dropping the last handle of a [`Instance`] leaves
-//! streams and events to the driver, which frees them with the device's context. Two calls give things back earlier,
-//! by hand: [`EventPool::trim`] and [`Instance::close`]. What a driver does when it is dropped itself is its own affair.
+//! # No driver calls in destructors
+//! **No destructor in this crate calls the driver.** While a process exits, the driver may be unloaded already, and a
+//! call into it can crash or hang; a destructor cannot detect that (thread-local variables of the main thread are
+//! destroyed at that time). So dropping a stream does nothing, dropping a lease or an event returns it to its pool,
+//! dropping a guard changes a thread-local variable, and dropping the last handle of an [`Instance`] leaves streams and
+//! events to the driver, which frees them with the device's context. To destroy them earlier there are
+//! [`EventPool::trim`] and [`Instance::close`]. What a driver does when it is dropped is up to the driver.
 //!
-//! # Where it differs from PyTorch
-//! The behaviour is that of PyTorch's streams and events, but for this:
-//! - A stream's id is the driver's, and says nothing about its kind; PyTorch packs priority and index into it.
-//! - The 32 streams of a priority are made at the first use of that priority, not of the device.
-//! - An external event follows the stream that it is recorded on or waited for by, not the current one.
-//! - Exporting an event names its device, instead of taking the current one. Events have no order of their own.
-//! - What is current lives here; the driver's own current device is left alone ([`Device::bind_to_thread`]).
+//! # Differences from PyTorch
+//! Streams and events behave as PyTorch's, except:
+//! - A stream's id is the driver's, and does not encode its kind; PyTorch packs priority and index into it.
+//! - The 32 streams of a priority are created at the first use of that priority, not of the device.
+//! - An external event depends on the stream that records it or waits for it, not on the current one.
+//! - Exporting an event names its device, instead of using the current one. Events are not ordered by `<`.
+//! - Current device and stream are kept here; the driver's current device is not changed ([`Device::bind_to_thread`]).
 //! - Errors say what to do, in other words than PyTorch's.
 //!
 //! # Threads
-//! Everything but the guards can be sent and shared. Locks here are leaves, and none is held during a driver call,
-//! but for the making of a pool's streams at its first use.
+//! Everything but the guards can be sent and shared between threads. The locks of streams and events are leaves: none is
+//! held during a driver call, except while the streams of a pool are created at its first use.
 
 #![deny(unsafe_code)]
 

@@ -3,7 +3,7 @@
 
 use std::sync::Arc;
 
-use warpool::generator::{self, DEFAULT_SEED, Generator, GeneratorError, Reservation, philox};
+use warpool::generator::{self, DEFAULT_SEED, Generator, GeneratorError, Reservation, Target, philox};
 use warpool::graph::{CaptureOptions, Graph, GraphOptions};
 use warpool::memory::{Allocate, CachingAllocator, DeviceAllocator, DeviceBlock, MemPoolId, Settings};
 use warpool::{Error, Stream};
@@ -39,9 +39,9 @@ const SOURCE: KernelSource = KernelSource {
         r#"
 extern "C" __global__ void selftest_draw(unsigned int *out, unsigned long long subsequence,
                                          const unsigned long long *slot, unsigned long long seed, unsigned long long offset) {
-    WarpoolPlace place = warpool_place(slot, seed, offset);
-    place.offset += 4ull * threadIdx.x;
-    uint4 words = warpool_words(place, subsequence);
+    WarpoolPosition position = warpool_position(slot, seed, offset);
+    position.offset += 4ull * threadIdx.x;
+    uint4 words = warpool_words(position, subsequence);
     unsigned int four[4] = { words.x, words.y, words.z, words.w };
     float2 first = warpool_normals(words.x, words.y), second = warpool_normals(words.z, words.w);
     float normals[4] = { first.x, first.y, second.x, second.y };
@@ -59,7 +59,7 @@ extern "C" __global__ void selftest_draw(unsigned int *out, unsigned long long s
 
 fn draw(scope: &mut KernelScope<'_>) -> Result<(), KernelFault> {
     let (out, subsequence) = (scope.arg_ptr(0)?, scope.arg_u64(1)?);
-    let (seed, offset) = generator::place(scope, 2)?;
+    let (seed, offset) = generator::position(scope, 2)?;
     let blocks = u64::from(scope.shape.block[0]);
     let words: Vec<u32> =
         (0..blocks).flat_map(|block| philox::block(seed, subsequence, offset.wrapping_add(4 * block))).collect();
@@ -240,7 +240,7 @@ fn a_fill_stays_within_its_bounds(context: &TestContext) -> CheckResult {
                 let generator = generator(context, 3, 0)?;
                 context.driver.fill(block.ptr(), Pattern::U32(UNTOUCHED), 64, stream.id())?;
                 // Mostly at addresses where four numbers cannot be written at once.
-                generator.fill_bits((block.ptr().offset(4 * first), count), stream)?;
+                generator.fill_bits(Target::part(&block, 4 * first, count), stream)?;
                 stream.synchronize()?;
                 let mut want = vec![UNTOUCHED; 64];
                 want[first as usize..][..count as usize].copy_from_slice(&words(3, 0, count as usize));

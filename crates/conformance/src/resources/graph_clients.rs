@@ -217,7 +217,7 @@ pub(super) fn pollers_do_not_break_captures(context: &TestContext) -> CheckResul
         let polling = context.instance().polling();
         let refusal = graph.capture(stream, PLAIN, |_| Ok(()));
         expect_eq("a capture by a thread that polls", refusal, Err(GraphError::PollsItself.into()))?;
-        let patience = CaptureOptions { poller_patience: Some(Duration::from_millis(1)), ..PLAIN };
+        let patience = CaptureOptions { poller_timeout: Some(Duration::from_millis(1)), ..PLAIN };
         let elsewhere = std::thread::scope(|scope| {
             let capture = scope.spawn(|| graph.capture(stream, patience, |_| Ok(())));
             capture.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))

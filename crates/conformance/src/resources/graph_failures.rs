@@ -3,7 +3,7 @@
 
 use std::sync::Arc;
 
-use warpool::generator::{Generator, GeneratorError};
+use warpool::generator::{Generator, GeneratorError, Target};
 use warpool::graph::{CaptureOptions, Graph, GraphError};
 use warpool::memory::{Allocate, MemPool, MemPoolId, PoolOptions};
 use warpool::{Error, Instance, Stream};
@@ -122,7 +122,7 @@ pub(super) fn wrong_use_has_its_own_errors(context: &TestContext) -> CheckResult
             expect_eq("a stream that captures", begin(&mut second, stream, None), Err(busy.into()))?;
             let key = graph.scope()?.allocate(4096)?;
             let ptr = graph.buffer(key)?.ptr();
-            let drawn = foreign.fill_bits((ptr, 16), stream);
+            let drawn = foreign.fill_bits(Target::part(graph.buffer(key)?, 0, 16), stream);
             expect_eq("a generator of another Instance", drawn, Err(GeneratorError::ForeignInstance.into()))?;
             let apart = graph.scope()?.fill(key, Pattern::U8(1), 1, &other);
             let apart_error = GraphError::StreamNotInCapture { stream: other.id() };

@@ -12,8 +12,7 @@ use crate::expect::{CheckResult, expect_eq};
 
 pub(super) type Shared = Arc<dyn DeviceAllocator>;
 
-pub(super) const PLAIN: CaptureOptions =
-    CaptureOptions { pool: None, mode: CaptureMode::Global, poller_patience: None };
+pub(super) const PLAIN: CaptureOptions = CaptureOptions { pool: None, mode: CaptureMode::Global, poller_timeout: None };
 
 /// Runs `body` with an allocator and a stream to capture on, and expects everything to go back to the driver.
 pub(super) fn with_allocator(context: &TestContext, body: impl FnOnce(&Shared, &Stream) -> CheckResult) -> CheckResult {

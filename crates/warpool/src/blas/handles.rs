@@ -1,18 +1,18 @@
-//! What callers get: a handle that is ready for products, one of cuBLASLt, and a bare one.
+//! The handles that callers get: of cuBLAS, ready for calls; of cuBLASLt; and of cuBLAS without any set-up.
 
 use std::cell::RefCell;
 use std::fmt;
 
 use warpool_driver::{DevicePtr, HandleId, RawHandle, Sgemm, StreamId};
 
-use super::pooled::PooledHandle;
-use super::workspace::Lent;
+use super::pooled_handle::PooledHandle;
+use super::workspace::WorkspaceRef;
 use crate::Result;
 use crate::handle::ThreadHandle;
 
-/// The calling thread's cuBLAS handle, ready for products on one stream.
+/// The calling thread's cuBLAS handle, set up for calls on one stream.
 ///
-/// It holds on to its workspace: whoever clears workspaces meanwhile does not take it away. It stays on its thread:
+/// It keeps its workspace alive: clearing workspaces meanwhile does not free it. It stays on its thread:
 /// ```compile_fail,E0277
 /// # fn on_another_thread(blas: &warpool::blas::Blas, device: &warpool::Device) {
 /// let handle = blas.handle(device).unwrap();
@@ -20,24 +20,24 @@ use crate::handle::ThreadHandle;
 /// # }
 /// ```
 ///
-/// The thread has one handle per device. A second fetch for another stream points it there; calls through the first are
-/// still right, since they point it back. What was got by [`raw`](Self::raw) is not: ask for it again after a fetch for
-/// another stream, after a capture began or ended, after precision, determinism or the size of workspaces was changed,
-/// and in and after a scope of [`forbid_tf32`](super::forbid_tf32).
+/// The thread has one handle per device. A second fetch for another stream sets that stream; calls through the first
+/// `BlasHandle` are still right, since they set theirs again. Calls through [`raw`](Self::raw) are not: get it again
+/// after a fetch for another stream, after a capture began or ended, after precision, determinism or the size of
+/// workspaces was changed, and in and after a scope of [`forbid_tf32`](super::forbid_tf32).
 pub struct BlasHandle {
     pub(super) handle: ThreadHandle<PooledHandle>,
     pub(super) stream: StreamId,
-    pub(super) lent: RefCell<Lent>,
+    pub(super) workspace: RefCell<WorkspaceRef>,
 }
 
 impl BlasHandle {
-    /// Its name for the driver.
+    /// The driver's id of it.
     #[must_use]
     pub fn id(&self) -> HandleId {
         self.handle.id()
     }
 
-    /// The stream that it multiplies on.
+    /// The stream that its calls run on.
     #[must_use]
     pub fn stream_id(&self) -> StreamId {
         self.stream
@@ -46,38 +46,38 @@ impl BlasHandle {
     /// Where its workspace starts, and how much of it the library may use; null and 0 if there is none.
     #[must_use]
     pub fn workspace(&self) -> (DevicePtr, u64) {
-        let lent = self.lent.borrow();
-        (lent.ptr(), lent.bytes)
+        let workspace = self.workspace.borrow();
+        (workspace.ptr(), workspace.bytes)
     }
 
-    /// cuBLAS's own handle, for its own functions. It is good as long as this is kept. Leave stream, workspace, math
-    /// mode and atomics mode as they are; whoever wants to set them takes a [bare](super::Blas::bare) handle.
+    /// cuBLAS's own handle, for its own functions. Valid while this is kept. Do not change its stream, workspace, math
+    /// mode or atomics mode; for that there is a [bare](super::Blas::bare) handle.
     pub fn raw(&self) -> Result<RawHandle> {
         self.set_up()?;
         self.handle.raw()
     }
 
-    /// Multiplies, in the order of its stream. Scopes and captures count as they are now, not as they were at the
-    /// fetch.
+    /// Multiplies matrices, in the order of its stream. Guards and captures apply as they are now, not as they were at
+    /// the fetch.
     pub fn sgemm(&self, product: &Sgemm) -> Result<()> {
         self.set_up()?;
         let outcome = self.handle.driver().blas_sgemm(self.id(), product);
         if outcome.is_err() {
-            // What it was told may be the reason: a driver makes it leave a stream that was to go, also if that stays
-            // after all.
-            self.handle.forget();
+            // The settings may be the reason: a driver resets the stream of a handle when that stream is to be
+            // destroyed, also if the destruction then fails.
+            self.handle.invalidate();
         }
         Ok(outcome?)
     }
 
     #[inline]
     fn set_up(&self) -> Result<()> {
-        if self.handle.is_set_up(self.stream, &self.lent.borrow()) {
+        if self.handle.is_set_up(self.stream, &self.workspace.borrow()) {
             return Ok(());
         }
-        let lent = self.handle.set_up(self.stream)?;
-        // What was there before may have been cleared; it goes here, without a borrow.
-        drop(self.lent.replace(lent));
+        let workspace = self.handle.set_up(self.stream)?;
+        // The old one may have been cleared: then it is freed here, without a borrow.
+        drop(self.workspace.replace(workspace));
         Ok(())
     }
 }
@@ -88,18 +88,18 @@ impl fmt::Debug for BlasHandle {
     }
 }
 
-/// The calling thread's cuBLASLt handle, with memory to work in on one stream.
+/// The calling thread's cuBLASLt handle, with a workspace for one stream.
 ///
-/// cuBLASLt is told stream and workspace at every call. Fetch again for another stream, and after a capture began or
+/// cuBLASLt takes stream and workspace at every call. Fetch again for another stream, and after a capture began or
 /// ended.
 pub struct LtHandle {
     pub(super) handle: ThreadHandle<PooledHandle>,
     pub(super) stream: StreamId,
-    pub(super) lent: Lent,
+    pub(super) workspace: WorkspaceRef,
 }
 
 impl LtHandle {
-    /// Its name for the driver.
+    /// The driver's id of it.
     #[must_use]
     pub fn id(&self) -> HandleId {
         self.handle.id()
@@ -111,11 +111,11 @@ impl LtHandle {
         self.stream
     }
 
-    /// Where its workspace starts, and how much of it is to be used; null and 0 if there is none. It is there as long
-    /// as this is kept.
+    /// Where its workspace starts, and how much of it may be used; null and 0 if there is none. Valid while this is
+    /// kept.
     #[must_use]
     pub fn workspace(&self) -> (DevicePtr, u64) {
-        (self.lent.ptr(), self.lent.bytes)
+        (self.workspace.ptr(), self.workspace.bytes)
     }
 
     /// cuBLASLt's own handle, for its own functions.
@@ -130,25 +130,25 @@ impl fmt::Debug for LtHandle {
     }
 }
 
-/// The calling thread's cuBLAS handle as whoever used it last left it: with any stream, and with a workspace that may
-/// be gone. Set both before the first product.
+/// The calling thread's cuBLAS handle as its last user left it: with any stream, and with a workspace that may be
+/// freed. Set both before the first call.
 pub struct BareHandle {
     pub(super) handle: ThreadHandle<PooledHandle>,
 }
 
 impl BareHandle {
-    /// Its name for the driver.
+    /// The driver's id of it.
     #[must_use]
     pub fn id(&self) -> HandleId {
         self.handle.id()
     }
 
-    /// cuBLAS's own handle. Stream, workspace, math mode and atomics mode that are set through it do not last: the
-    /// thread's next fetch sets them again. Whatever else is set, such as the pointer mode, lasts, and for the next
-    /// thread too: put it back.
+    /// cuBLAS's own handle. Stream, workspace, math mode and atomics mode that are set through it last until the
+    /// thread's next fetch. Everything else, such as the pointer mode, lasts, also for the handle's next thread:
+    /// restore it.
     pub fn raw(&self) -> Result<RawHandle> {
-        // Also after a fetch in between.
-        self.handle.forget();
+        // Again, as there may have been a fetch in between.
+        self.handle.invalidate();
         self.handle.raw()
     }
 }

@@ -1,4 +1,4 @@
-//! cuBLAS: the calling thread's handle, on the right stream, with memory to work in and the right precision.
+//! cuBLAS: the calling thread's handle, with its stream, workspace and precision set.
 //!
 //! ```
 //! # use std::sync::Arc;
@@ -19,14 +19,14 @@
 //!
 //! let matrix = |at: u64| BlasMatrix { ptr: block.ptr().offset(4 * at), stride: 1, transposed: false };
 //! let product = Sgemm { m: 1, n: 1, k: 1, alpha: 1.0, a: matrix(0), b: matrix(1), beta: 0.0, c: matrix(2) };
-//! let handle = blas.handle_on(&stream)?; // this thread's; the second time without a library call
+//! let handle = blas.handle_on(&stream)?; // this thread's; from the second call on without a library call
 //! handle.sgemm(&product)?;
 //!
 //! blas.set_tf32(true);
 //! let exact = forbid_tf32(); // not in this scope
 //! handle.sgemm(&product)?;
 //! # drop(exact);
-//! let raw = handle.raw()?; // for all else that cuBLAS can do
+//! let raw = handle.raw()?; // for all other functions of cuBLAS
 //! # stream.synchronize()?;
 //! # let mut out = [0; 4];
 //! # instance.driver().download(device.id(), block.ptr().offset(8), &mut out)?;
@@ -37,34 +37,32 @@
 //! ```
 //!
 //! # Workspaces
-//! cuBLAS works in a block of our allocator, one per handle and stream, made at the first fetch and kept for the next.
-//! Its size goes by the device, by [`BlasSettings`] or by [`Blas::set_workspace_bytes`]. It is counted in
+//! The workspace of cuBLAS is a block of the allocator, one per handle and stream, allocated at the first fetch and
+//! cached. Its size depends on the device, on [`BlasSettings`] and on [`Blas::set_workspace_bytes`]. It is counted in
 //! [`Stats::workspace_bytes`](crate::memory::Stats::workspace_bytes), and a history shows it as "cuBLAS workspace". It
-//! goes by [`Blas::clear_workspaces`]; when the allocator is trimmed and nobody has a [`BlasHandle`] that uses it; and,
-//! once its thread has ended, when the allocator finds nothing cached for a request. Never while somebody uses it.
+//! is freed by [`Blas::clear_workspaces`]; when the allocator is trimmed and no [`BlasHandle`] uses it; and, once its
+//! thread has ended, when the allocator has no cached block for a request. Never while it is in use.
 //!
-//! While a stream captures for a graph, the workspace comes from the graph's pool and belongs to the graph: replays
-//! find it, and it goes when the graph does.
+//! While a stream captures, the workspace comes from the graph's pool and belongs to the graph, for its replays.
 //!
-//! # Where it differs from PyTorch
-//! - Stream, workspace, math mode and atomics are set when they differ from what the handle last had, not at every
-//!   fetch.
+//! # Differences from PyTorch
+//! - Stream, workspace, math mode and atomics mode are set when they change, not at every fetch.
 //! - Workspaces come from the default pool, also where the thread is routed to a [`MemPool`](crate::memory::MemPool),
-//!   which could not die otherwise.
-//! - A graph's workspaces are the graph's own; PyTorch keeps them in its map, and has to clear them there for the
-//!   graph's pool to die.
+//!   which could not be released otherwise.
+//! - A graph owns its workspaces; PyTorch keeps them in its global map, and has to clear them there before the graph's
+//!   pool can be freed.
 //! - A workspace that another thread clears stays until its user is done.
 //! - Atomic operations are forbidden unless [`Blas::set_deterministic`] allows them, as in cuBLAS itself.
 //! - cuBLASLt has handles of its own; PyTorch passes those of cuBLAS to it.
 //!
 //! # Determinism
-//! The same product gives the same bits every time if atomic operations are forbidden (the default), and if the library
-//! works in one workspace of one size on each stream, which is always so here; cuBLAS's own workspaces, of a
-//! [bare](Blas::bare) handle, are shared between streams. And it must be the same library on the same kind of device,
-//! with the same precision.
+//! The same call gives the same bits every time if atomic operations are forbidden (the default), and if the library
+//! has one workspace of one size per stream, which is always so here; cuBLAS's own workspaces, of a [bare](Blas::bare)
+//! handle, are shared between streams. And it must be the same library on the same kind of device, with the same
+//! precision.
 
 mod handles;
-mod pooled;
+mod pooled_handle;
 mod precision;
 mod settings;
 mod workspace;
@@ -75,8 +73,8 @@ use std::sync::{Arc, Weak};
 
 use warpool_driver::{DeviceId, HandleId, Library, StreamId};
 
-use self::pooled::{BlasKind, PooledHandle};
-use self::workspace::Lender;
+use self::pooled_handle::{BlasKind, PooledHandle};
+use self::workspace::BlasState;
 use crate::handle::{HandlePool, ThreadHandle};
 use crate::memory::{DeviceAllocator, ObserverId};
 use crate::{Device, Instance, Result, Stream};
@@ -85,7 +83,7 @@ pub use handles::{BareHandle, BlasHandle, LtHandle};
 pub use precision::{Tf32Guard, forbid_tf32, is_tf32_forbidden};
 pub use settings::BlasSettings;
 
-/// cuBLAS and cuBLASLt on all devices of an allocator. Cheap to clone; clones are the same.
+/// cuBLAS and cuBLASLt on all devices of an allocator. Cheap to clone; clones are the same object.
 #[derive(Clone)]
 pub struct Blas {
     shared: Arc<Shared>,
@@ -93,7 +91,7 @@ pub struct Blas {
 
 struct Shared {
     instance: Instance,
-    lender: Arc<Lender>,
+    state: Arc<BlasState>,
     handles: HandlePool<BlasKind>,
     lt_handles: HandlePool<BlasKind>,
     observers: [ObserverId; 2],
@@ -105,26 +103,26 @@ impl Blas {
     /// cuBLAS with workspaces from `allocator`. Loads nothing yet.
     #[must_use]
     pub fn new(allocator: &Arc<dyn DeviceAllocator>, settings: BlasSettings) -> Self {
-        let lender = Arc::new(Lender::new(allocator, &settings));
-        let pool = |library| HandlePool::new(allocator.instance(), BlasKind { library, lender: Arc::clone(&lender) });
+        let state = Arc::new(BlasState::new(allocator, &settings));
+        let pool = |library| HandlePool::new(allocator.instance(), BlasKind { library, state: Arc::clone(&state) });
         let (handles, lt_handles) = (pool(Library::Blas), pool(Library::BlasLt));
         let shared = Arc::new_cyclic(|shared: &Weak<Shared>| {
             let observers = allocator.observers();
-            let trimmed = Arc::downgrade(&lender);
+            let weak_state = Arc::downgrade(&state);
             let on_trim = observers.attach_trim_hook(Arc::new(move |device| {
-                if let Some(lender) = trimmed.upgrade() {
-                    lender.clear_unused(device);
+                if let Some(state) = weak_state.upgrade() {
+                    state.clear_unused(device);
                 }
             }));
-            // Asked at every request that finds nothing cached, so it takes only what is not missed: the next product
-            // of a thread would be the next such request.
-            let short = Weak::clone(shared);
+            // Called at every request without a cached block, so it frees only workspaces of idle handles: a thread
+            // would allocate its own again at its next call.
+            let weak_shared = Weak::clone(shared);
             let under_pressure = observers.attach_pressure_callback(Arc::new(move |device| {
-                short.upgrade().is_some_and(|shared| shared.release_idle(device))
+                weak_shared.upgrade().is_some_and(|shared| shared.release_idle(device))
             }));
             Shared {
                 instance: allocator.instance().clone(),
-                lender: Arc::clone(&lender),
+                state: Arc::clone(&state),
                 handles,
                 lt_handles,
                 observers: [on_trim, under_pressure],
@@ -135,85 +133,85 @@ impl Blas {
         Self { shared }
     }
 
-    /// The calling thread's handle for `device`, ready for products on the thread's current stream there.
+    /// The calling thread's handle for `device`, set up for calls on the thread's current stream there.
     pub fn handle(&self, device: &Device) -> Result<BlasHandle> {
         self.shared.instance.expect_same(device.instance(), "the device")?;
         self.shared.fetch(device.id(), device.current_stream_id()?)
     }
 
-    /// The same for products on `stream`.
+    /// The calling thread's handle, set up for calls on `stream`.
     pub fn handle_on(&self, stream: &Stream) -> Result<BlasHandle> {
         self.shared.instance.expect_same(stream.instance(), "the stream")?;
         self.shared.fetch(stream.device_id(), stream.id())
     }
 
-    /// The calling thread's handle for `device` without any setup, for code that sets everything by itself.
+    /// The calling thread's handle for `device` without any set-up, for code that sets everything itself.
     pub fn bare(&self, device: &Device) -> Result<BareHandle> {
         self.shared.instance.expect_same(device.instance(), "the device")?;
         let handle = self.shared.of_thread(&self.shared.handles, device.id())?;
-        handle.forget();
+        handle.invalidate();
         Ok(BareHandle { handle })
     }
 
-    /// The calling thread's cuBLASLt handle for `device`, with memory for the thread's current stream there.
+    /// The calling thread's cuBLASLt handle for `device`, with a workspace for the thread's current stream there.
     pub fn lt(&self, device: &Device) -> Result<LtHandle> {
         self.shared.instance.expect_same(device.instance(), "the device")?;
         self.shared.fetch_lt(device.id(), device.current_stream_id()?)
     }
 
-    /// The same with memory for `stream`.
+    /// The calling thread's cuBLASLt handle, with a workspace for `stream`.
     pub fn lt_on(&self, stream: &Stream) -> Result<LtHandle> {
         self.shared.instance.expect_same(stream.instance(), "the stream")?;
         self.shared.fetch_lt(stream.device_id(), stream.id())
     }
 
-    /// How large a workspace of cuBLAS is on `device`.
+    /// The size of a cuBLAS workspace on `device`.
     #[must_use]
     pub fn workspace_bytes(&self, device: &Device) -> u64 {
-        self.shared.lender.bytes(Library::Blas, device.id())
+        self.shared.state.bytes(Library::Blas, device.id())
     }
 
-    /// Makes workspaces of cuBLAS this large on all devices, or as large as they were at the start (`None`). Larger
-    /// ones are made at the next fetch of each handle and stream; for a smaller size the memory stays, and less of it
-    /// is used.
+    /// Sets the size of cuBLAS workspaces on all devices, or resets it to the initial one (`None`). A larger workspace
+    /// is allocated at the next fetch of each handle and stream; for a smaller size the memory stays, and less of it is
+    /// used.
     pub fn set_workspace_bytes(&self, bytes: Option<u64>) {
-        self.shared.lender.set_bytes(bytes);
+        self.shared.state.set_bytes(bytes);
     }
 
-    /// Gives back all workspaces, but for those of graphs; how many. Those that are in use go when their users are
+    /// Frees all workspaces except those of graphs, and returns how many. Those in use are freed when their users are
     /// done.
     pub fn clear_workspaces(&self) -> usize {
-        self.shared.lender.clear(|_, _| true)
+        self.shared.state.clear(|_, _| true)
     }
 
-    /// The same for one stream.
+    /// Frees the workspaces of one stream, and returns how many.
     pub fn clear_workspaces_of(&self, stream: &Stream) -> Result<usize> {
         self.shared.instance.expect_same(stream.instance(), "the stream")?;
-        Ok(self.shared.lender.clear(|_, of| of == stream.id()))
+        Ok(self.shared.state.clear(|_, of| of == stream.id()))
     }
 
-    /// Whether products may round their numbers to TF32, with 10 bits of mantissa. A thread can forbid it for a while
-    /// with [`forbid_tf32`].
+    /// Whether matrix multiplications may round their inputs to TF32, with 10 bits of mantissa. A thread can forbid it
+    /// for a scope with [`forbid_tf32`].
     #[must_use]
     pub fn tf32(&self) -> bool {
-        self.shared.lender.tf32().load(Ordering::Relaxed)
+        self.shared.state.tf32().load(Ordering::Relaxed)
     }
 
-    /// Lets products round their numbers to TF32, or not. Every thread's next fetch or product follows.
+    /// Allows or forbids TF32, from every thread's next fetch or call on.
     pub fn set_tf32(&self, allowed: bool) {
-        self.shared.lender.tf32().store(allowed, Ordering::Relaxed);
+        self.shared.state.tf32().store(allowed, Ordering::Relaxed);
     }
 
     /// Whether atomic operations are forbidden.
     #[must_use]
     pub fn deterministic(&self) -> bool {
-        self.shared.lender.deterministic().load(Ordering::Relaxed)
+        self.shared.state.deterministic().load(Ordering::Relaxed)
     }
 
-    /// On, as at the start, atomic operations are forbidden; off, cuBLAS may use them where they are faster, and
-    /// results may differ from run to run. See the [module](self#determinism) for what else counts.
+    /// On, as initially, atomic operations are forbidden; off, cuBLAS may use them where they are faster, and results
+    /// may differ from run to run. See the [module](self#determinism) for the other conditions.
     pub fn set_deterministic(&self, on: bool) {
-        self.shared.lender.deterministic().store(on, Ordering::Relaxed);
+        self.shared.state.deterministic().store(on, Ordering::Relaxed);
     }
 
     /// How many cuBLAS handles there are on `device`, in use and idle.
@@ -222,11 +220,11 @@ impl Blas {
         self.shared.handles.alive(device)
     }
 
-    /// Gives back all workspaces and destroys the idle handles, with the calling thread's own. From here on every fetch
-    /// is [`Error::HandlePoolClosed`](crate::Error::HandlePoolClosed), also that of a clone. Handles that other threads
-    /// have are leaked when those end, and until then keep the [`Instance`] from being [closed](crate::Instance::close).
+    /// Frees all workspaces and destroys the idle handles and the calling thread's own. From here on every fetch, also
+    /// of a clone, is [`Error::HandlePoolClosed`](crate::Error::HandlePoolClosed). Handles of other threads are leaked
+    /// when those end, and until then keep the [`Instance`] from being [closed](crate::Instance::close).
     pub fn close(self) -> Result<()> {
-        self.shared.lender.close();
+        self.shared.state.close();
         let outcome = self.shared.handles.clone().close();
         outcome.and(self.shared.lt_handles.clone().close())
     }
@@ -236,76 +234,80 @@ impl Shared {
     #[inline]
     fn fetch(&self, device: DeviceId, stream: StreamId) -> Result<BlasHandle> {
         let handle = self.of_thread(&self.handles, device)?;
-        let lent = handle.set_up(stream)?;
-        Ok(BlasHandle { handle, stream, lent: lent.into() })
+        let workspace = handle.set_up(stream)?;
+        Ok(BlasHandle { handle, stream, workspace: workspace.into() })
     }
 
     fn fetch_lt(&self, device: DeviceId, stream: StreamId) -> Result<LtHandle> {
         let handle = self.of_thread(&self.lt_handles, device)?;
-        if !self.lender.unified {
-            let lent = handle.lend(stream)?;
-            return Ok(LtHandle { handle, stream, lent });
+        if !self.state.unified {
+            let workspace = handle.workspace(stream)?;
+            return Ok(LtHandle { handle, stream, workspace });
         }
-        let mut lent = self.of_thread(&self.handles, device)?.lend(stream)?;
-        let wanted = self.lender.lt_bytes;
-        if wanted > lent.bytes && !self.warned_of_lt.swap(true, Ordering::Relaxed) {
+        let mut workspace = self.of_thread(&self.handles, device)?.workspace(stream)?;
+        let wanted = self.state.lt_bytes;
+        if wanted > workspace.bytes && !self.warned_of_lt.swap(true, Ordering::Relaxed) {
             tracing::warn!(
                 wanted,
-                bytes = lent.bytes,
-                "cuBLASLt wants a larger workspace than cuBLAS has, and shares that one; enlarge cuBLAS's, or give cuBLASLt its own"
+                bytes = workspace.bytes,
+                "the workspace of cuBLASLt is limited to that of cuBLAS, which it shares; \
+                 enlarge that one, or turn unified workspaces off"
             );
         }
-        lent.bytes = lent.bytes.min(wanted);
-        if lent.bytes == 0 {
-            lent.workspace = None;
+        workspace.bytes = workspace.bytes.min(wanted);
+        if workspace.bytes == 0 {
+            workspace.workspace = None;
         }
-        Ok(LtHandle { handle, stream, lent })
+        Ok(LtHandle { handle, stream, workspace })
     }
 
-    /// The calling thread's handle. The second time without a lock and without a driver call.
+    /// The calling thread's handle. From the second call on without a lock and without a driver call.
     #[inline]
     fn of_thread(&self, pool: &HandlePool<BlasKind>, device: DeviceId) -> Result<ThreadHandle<PooledHandle>> {
-        match pool.held(device) {
+        match pool.owned(device) {
             Some(handle) => Ok(handle),
             None => self.first_of_thread(pool, device),
         }
     }
 
-    /// The calling thread's first handle for a device. A thread without a context gets the device's: users' own calls
-    /// of cuBLAS need one.
+    /// The calling thread's first handle for a device. Binds the device's primary context to a thread without one: the
+    /// user's own calls of cuBLAS need it.
     fn first_of_thread(&self, pool: &HandlePool<BlasKind>, device: DeviceId) -> Result<ThreadHandle<PooledHandle>> {
         let driver = self.instance.driver();
         if driver.current_device()?.is_none() {
             driver.set_current_device(device)?;
             if !self.warned_of_context.swap(true, Ordering::Relaxed) {
-                tracing::warn!(%device, "a thread without a context asks for a cuBLAS handle; it gets the device's primary context");
+                tracing::warn!(
+                    %device,
+                    "a thread without a context fetches a cuBLAS handle; the device's primary context is bound to it"
+                );
             }
         }
-        pool.current(&Device::known(&self.instance, device))
+        pool.current(&Device::from_id(&self.instance, device))
     }
 
-    /// Lets go of the workspaces whose handles nobody has; whether there were any.
+    /// Frees the workspaces of idle handles; whether there were any.
     fn release_idle(&self, device: DeviceId) -> bool {
         let mut idle: Vec<HandleId> = Vec::new();
         for pool in [&self.handles, &self.lt_handles] {
-            pool.for_each_idle(&Device::known(&self.instance, device), |handle| idle.push(handle.id()));
+            pool.for_each_idle(&Device::from_id(&self.instance, device), |handle| idle.push(handle.id()));
         }
-        !idle.is_empty() && self.lender.clear(|handle, _| idle.contains(&handle)) > 0
+        !idle.is_empty() && self.state.clear(|handle, _| idle.contains(&handle)) > 0
     }
 }
 
 impl Drop for Shared {
     fn drop(&mut self) {
         for id in self.observers {
-            self.lender.allocator.observers().detach(id);
+            self.state.allocator.observers().detach(id);
         }
-        // Threads may hold on to their handles, and so to the lender, until they end.
-        self.lender.clear(|_, _| true);
+        // Threads own their handles, and so this state, until they end.
+        self.state.clear(|_, _| true);
     }
 }
 
 impl fmt::Debug for Blas {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Blas").field("gpu", &self.shared.instance).finish_non_exhaustive()
+        f.debug_struct("Blas").field("instance", &self.shared.instance).finish_non_exhaustive()
     }
 }

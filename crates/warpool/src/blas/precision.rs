@@ -1,11 +1,11 @@
-//! A scope in which the calling thread's products are not rounded to TF32, whatever is set.
+//! A guard that forbids TF32 on the calling thread.
 
 use std::cell::Cell;
 use std::marker::PhantomData;
 use std::rc::Rc;
 
 thread_local! {
-    /// How many guards this thread has.
+    /// How many guards this thread holds.
     static GUARDS: Cell<u32> = const { Cell::new(0) };
 }
 
@@ -16,13 +16,13 @@ pub fn forbid_tf32() -> Tf32Guard {
     Tf32Guard { counted, _not_send: PhantomData }
 }
 
-/// Whether the calling thread has a guard.
+/// Whether the calling thread holds a guard.
 #[must_use]
 pub fn is_tf32_forbidden() -> bool {
     GUARDS.try_with(|guards| guards.get() > 0).unwrap_or(false)
 }
 
-/// While it is there, the thread that made it multiplies with all bits. See [`forbid_tf32`].
+/// While it is held, its thread multiplies without TF32. See [`forbid_tf32`].
 ///
 /// ```compile_fail,E0277
 /// let guard = warpool::blas::forbid_tf32();
@@ -30,7 +30,7 @@ pub fn is_tf32_forbidden() -> bool {
 /// ```
 #[derive(Debug)]
 pub struct Tf32Guard {
-    /// Not at the very end of a thread.
+    /// `false` if the thread-local variable was destroyed already.
     counted: bool,
     _not_send: PhantomData<Rc<()>>,
 }

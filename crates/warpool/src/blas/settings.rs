@@ -1,5 +1,5 @@
-//! How cuBLAS is set up: sizes of workspaces, precision, determinism. Plain data, and the reading of the texts that
-//! PyTorch's users have in their environment. Nobody here looks at the environment: whoever does passes the texts on.
+//! Settings of cuBLAS: sizes of workspaces, precision, determinism; and the parsing of PyTorch's environment variables.
+//! The environment itself is not read here: callers pass the values.
 
 use warpool_driver::DeviceProperties;
 
@@ -8,28 +8,28 @@ use crate::memory::Warning;
 const KIB: u64 = 1 << 10;
 const MIB: u64 = 1 << 20;
 
-/// What PyTorch gives cuBLASLt.
+/// PyTorch's default workspace of cuBLASLt.
 const LT_BYTES: u64 = MIB;
 
-/// How a [`Blas`](super::Blas) starts out.
+/// The initial settings of a [`Blas`](super::Blas).
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct BlasSettings {
-    /// How large workspaces are; 0 is none at all. `None` goes by what the device is: 32 MiB for compute capability 9
-    /// to 12, as NVIDIA recommends, and 8 MiB and 128 KiB (`:4096:2:16:8`) for others.
+    /// The size of workspaces; 0 is no workspace. `None` depends on the device: 32 MiB for compute capability 9 to 12,
+    /// as NVIDIA recommends, and 8 MiB + 128 KiB (`:4096:2:16:8`) for others.
     pub workspace_bytes: Option<u64>,
-    /// How large those of cuBLASLt are.
+    /// The size of cuBLASLt's workspaces.
     pub lt_workspace_bytes: u64,
-    /// Whether cuBLASLt works in those of cuBLAS.
+    /// Whether cuBLASLt uses the workspaces of cuBLAS.
     pub unified_workspaces: bool,
-    /// Whether products may round their numbers to TF32. See [`Blas::set_tf32`](super::Blas::set_tf32).
+    /// Whether matrix multiplications may round their inputs to TF32. See [`Blas::set_tf32`](super::Blas::set_tf32).
     pub tf32: bool,
-    /// Whether the same product must give the same bits every time. See
+    /// Whether the same call must give the same bits every time. See
     /// [`Blas::set_deterministic`](super::Blas::set_deterministic).
     pub deterministic: bool,
 }
 
 impl Default for BlasSettings {
-    /// By device, 1 MiB for cuBLASLt, unified, exact and deterministic.
+    /// Depending on the device, 1 MiB for cuBLASLt, unified, without TF32, deterministic.
     fn default() -> Self {
         Self {
             workspace_bytes: None,
@@ -42,9 +42,9 @@ impl Default for BlasSettings {
 }
 
 impl BlasSettings {
-    /// Reads what PyTorch reads, all of it optional: `CUBLAS_WORKSPACE_CONFIG` (every `:<KiB>:<count>` anywhere in it
-    /// is added up), `CUBLASLT_WORKSPACE_SIZE` (in KiB) and `TORCH_CUBLASLT_UNIFIED_WORKSPACE` (0 or 1). A text that
-    /// means nothing is a warning, and its setting stays as by default.
+    /// Parses PyTorch's variables, each optional: `CUBLAS_WORKSPACE_CONFIG` (the sum of every `:<KiB>:<count>` in it),
+    /// `CUBLASLT_WORKSPACE_SIZE` (in KiB) and `TORCH_CUBLASLT_UNIFIED_WORKSPACE` (0 or 1). A value that cannot be
+    /// parsed is a warning, and its setting keeps the default.
     #[must_use]
     pub fn from_texts(
         cublas_workspace_config: Option<&str>,
@@ -53,14 +53,14 @@ impl BlasSettings {
     ) -> (Self, Vec<Warning>) {
         let (mut settings, mut warnings) = (Self::default(), Vec::new());
         let mut warn = |key: &str, text: &str, wanted: &str, instead: &str| {
-            let text = format!("{text:?} is not understood; give it {wanted}. It is {instead} now");
+            let text = format!("cannot parse {text:?}; set it to {wanted}. {instead} is used instead");
             warnings.push(Warning { key: key.to_owned(), at: None, text });
         };
         if let Some(text) = cublas_workspace_config {
             settings.workspace_bytes = sum_of_pairs(text);
             if settings.workspace_bytes.is_none() {
                 let wanted = "pairs of KiB and count that fit into 64 bits, such as :4096:2:16:8";
-                warn("CUBLAS_WORKSPACE_CONFIG", text, wanted, "the device's default");
+                warn("CUBLAS_WORKSPACE_CONFIG", text, wanted, "The device's default");
             }
         }
         if let Some(text) = cublaslt_workspace_size {
@@ -80,7 +80,7 @@ impl BlasSettings {
     }
 }
 
-/// How large workspaces are on a device if nobody said.
+/// The default size of workspaces on a device.
 pub(super) fn default_bytes(device: &DeviceProperties) -> u64 {
     match device.compute_capability.0 {
         9..=12 => 32 * MIB,
@@ -88,7 +88,7 @@ pub(super) fn default_bytes(device: &DeviceProperties) -> u64 {
     }
 }
 
-/// The bytes that every `:<KiB>:<count>` of `text` comes to; `None` if there is none, or too many.
+/// The sum of every `:<KiB>:<count>` of `text`, in bytes; `None` if there is none, or it does not fit.
 fn sum_of_pairs(text: &str) -> Option<u64> {
     let (mut rest, mut sum) = (text, None);
     while let Some(colon) = rest.find(':') {
@@ -102,7 +102,7 @@ fn sum_of_pairs(text: &str) -> Option<u64> {
     sum
 }
 
-/// The digits that `text` starts with, and what comes after them; `None` if it starts with none.
+/// The digits that `text` starts with, and the rest; `None` if it starts with none.
 fn digits(text: &str) -> Option<(&str, &str)> {
     let end = text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len());
     (end > 0).then(|| text.split_at(end))
@@ -124,7 +124,7 @@ mod tests {
     }
 
     #[test]
-    fn every_pair_counts_wherever_it_stands() {
+    fn every_pair_is_added() {
         check(":4096:2:16:8", Some(8 * MIB + 128 * KIB));
         check(":4096:8", Some(32 * MIB));
         check(":16:8", Some(128 * KIB));
@@ -140,14 +140,14 @@ mod tests {
     }
 
     #[test]
-    fn what_means_nothing_is_a_warning_and_the_default() {
+    fn an_unparsable_value_is_a_warning_and_the_default() {
         for text in ["", "4096:2", ":4096", ":4096:", "a:b", ":-1:2", ": 1:2", ":٣:1"] {
             check(text, None);
         }
     }
 
     #[test]
-    fn what_does_not_fit_is_a_warning_and_the_default() {
+    fn an_overflowing_value_is_a_warning_and_the_default() {
         check(":18014398509481983:1", Some(u64::MAX - 1023));
         check(":18014398509481984:1", None);
         check(":1048576:17592186044416", None);
@@ -157,7 +157,7 @@ mod tests {
     }
 
     #[test]
-    fn cublaslt_has_its_own_texts() {
+    fn cublaslt_has_its_own_variables() {
         let read = |size, unified| {
             let (settings, warnings) = BlasSettings::from_texts(None, size, unified);
             (settings.lt_workspace_bytes, settings.unified_workspaces, warnings.len())
@@ -172,12 +172,12 @@ mod tests {
         let (_, warnings) = BlasSettings::from_texts(None, Some("lots"), None);
         assert_eq!(
             warnings[0].to_string(),
-            "`CUBLASLT_WORKSPACE_SIZE`: \"lots\" is not understood; give it a number of KiB. It is 1024 now"
+            "`CUBLASLT_WORKSPACE_SIZE`: cannot parse \"lots\"; set it to a number of KiB. 1024 is used instead"
         );
     }
 
     #[test]
-    fn sizes_go_by_compute_capability() {
+    fn the_default_size_depends_on_the_compute_capability() {
         let instance = crate::Instance::new(std::sync::Arc::new(warpool_driver::sim::SimDriver::new(
             warpool_driver::sim::SimConfig::default(),
         )))

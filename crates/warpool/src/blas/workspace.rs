@@ -1,11 +1,11 @@
-//! Memory for cuBLAS to work in, and who keeps it between products.
+//! Workspaces of cuBLAS: device memory that the library uses, cached between calls.
 //!
-//! A workspace belongs to one handle and one stream: products of one stream come one after the other, so they can share
-//! it, and nobody else uses it. The same order protects its memory when it is given back: the next work that gets it
-//! comes later in the same stream.
+//! A workspace belongs to one handle and one stream: the calls on one stream are ordered, so they can share it, and no
+//! other stream uses it. The same order protects its memory when it is freed: the work that gets it next comes later in
+//! the same stream.
 //!
-//! Whoever uses a workspace holds it by an [`Arc`], so that it can be cleared at any time by anybody: it goes when its
-//! last user is done. Here is no library call; blocks come and go by the allocator.
+//! Users of a workspace hold it by an [`Arc`], so that any thread can clear the cache at any time: its memory is freed
+//! when the last user is done. No library calls here.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -18,27 +18,26 @@ use super::settings::{BlasSettings, default_bytes};
 use crate::memory::{DeviceAllocator, DeviceBlock, MemPoolId, Request, with_metadata};
 use crate::{Error, Result, lock};
 
-/// What a history shows beside a workspace.
-const MARK: &str = "cuBLAS workspace";
+/// The metadata of workspaces in a history.
+const METADATA: &str = "cuBLAS workspace";
 
-/// In which capture, by which handle, on which stream a workspace is used.
-pub(super) type Whose = (Option<CaptureId>, HandleId, StreamId);
+/// The capture, handle and stream that a workspace is for.
+pub(super) type WorkspaceKey = (Option<CaptureId>, HandleId, StreamId);
 
-/// A block that one handle works with on one stream.
+/// A block that one handle uses on one stream.
 pub(super) struct Workspace {
-    pub(super) whose: Whose,
+    pub(super) key: WorkspaceKey,
     allocator: Arc<dyn DeviceAllocator>,
     /// There until the drop.
     block: Option<DeviceBlock>,
 }
 
 impl Workspace {
-    /// Takes a block from `allocator`.
-    pub(super) fn allocate(allocator: &Arc<dyn DeviceAllocator>, whose: Whose, request: Request) -> Result<Self> {
-        let block = with_metadata(MARK, || DeviceBlock::allocate(allocator, request))?;
+    pub(super) fn allocate(allocator: &Arc<dyn DeviceAllocator>, key: WorkspaceKey, request: Request) -> Result<Self> {
+        let block = with_metadata(METADATA, || DeviceBlock::allocate(allocator, request))?;
         let bytes = block.bytes_usable();
         allocator.observers().workspaces.change(request.device, |stat| stat.increase(bytes));
-        Ok(Self { whose, allocator: Arc::clone(allocator), block: Some(block) })
+        Ok(Self { key, allocator: Arc::clone(allocator), block: Some(block) })
     }
 
     fn block(&self) -> &DeviceBlock {
@@ -54,79 +53,82 @@ impl Drop for Workspace {
     fn drop(&mut self) {
         let Some(block) = self.block.take() else { return };
         let (device, bytes) = (block.device_id(), block.bytes_usable());
-        with_metadata(MARK, || drop(block));
+        with_metadata(METADATA, || drop(block));
         self.allocator.observers().workspaces.change(device, |stat| stat.decrease(bytes));
     }
 }
 
-/// A workspace in somebody's use, and how much of it counts.
+/// In the record of a capture, later in its graph: the workspaces that its work uses.
+#[derive(Default)]
+pub(super) struct CapturedWorkspaces(pub(super) Vec<Arc<Workspace>>);
+
+/// A workspace in use, and how much of it the library may use.
 #[derive(Clone)]
-pub(super) struct Lent {
-    /// `None` is none at all.
+pub(super) struct WorkspaceRef {
+    /// `None` is no workspace.
     pub(super) workspace: Option<Arc<Workspace>>,
     pub(super) bytes: u64,
-    /// Good until the lender's next one; [`Lent::FOR_ONCE`] in a capture.
+    /// Up to date until [`BlasState::epoch`] changes; [`WorkspaceRef::NEVER_CURRENT`] in a capture.
     pub(super) epoch: u64,
 }
 
-impl Lent {
-    /// Never the lender's.
-    pub(super) const FOR_ONCE: u64 = u64::MAX;
+impl WorkspaceRef {
+    /// An epoch that [`BlasState::epoch`] never has.
+    pub(super) const NEVER_CURRENT: u64 = u64::MAX;
 
     pub(super) fn ptr(&self) -> DevicePtr {
         self.workspace.as_ref().map_or(DevicePtr(0), |workspace| workspace.block().ptr())
     }
 }
 
-/// What all handles of a [`Blas`](super::Blas) share: the switches, and the workspaces between products.
-pub(super) struct Lender {
+/// What all handles of a [`Blas`](super::Blas) share: the settings, and the cached workspaces.
+pub(super) struct BlasState {
     pub(super) allocator: Arc<dyn DeviceAllocator>,
     /// By device.
-    bytes_by_default: Box<[u64]>,
-    /// What was set by call; [`UNSET`] is nothing.
-    bytes_by_call: AtomicU64,
+    default_bytes: Box<[u64]>,
+    /// Set by [`set_bytes`](Self::set_bytes); [`UNSET`] if it was not.
+    bytes: AtomicU64,
     pub(super) lt_bytes: u64,
     pub(super) unified: bool,
     tf32: AtomicBool,
     deterministic: AtomicBool,
-    /// Counts what makes handles look again: workspaces that were cleared, sizes that were set.
+    /// Incremented when workspaces are cleared or their size is set: handles then look up theirs again.
     epoch: AtomicU64,
-    shelf: Mutex<Shelf>,
+    cache: Mutex<WorkspaceCache>,
 }
 
-/// What is kept, in the order of handles.
 #[derive(Default)]
-struct Shelf {
-    kept: BTreeMap<(HandleId, StreamId), Arc<Workspace>>,
+struct WorkspaceCache {
+    workspaces: BTreeMap<(HandleId, StreamId), Arc<Workspace>>,
     closed: bool,
 }
 
 const UNSET: u64 = u64::MAX;
 
-impl Lender {
+impl BlasState {
     pub(super) fn new(allocator: &Arc<dyn DeviceAllocator>, settings: &BlasSettings) -> Self {
         let bytes =
             |device: crate::Device| settings.workspace_bytes.unwrap_or_else(|| default_bytes(device.properties()));
         Self {
             allocator: Arc::clone(allocator),
-            bytes_by_default: allocator.instance().devices().map(bytes).collect(),
-            bytes_by_call: AtomicU64::new(UNSET),
+            default_bytes: allocator.instance().devices().map(bytes).collect(),
+            bytes: AtomicU64::new(UNSET),
             lt_bytes: settings.lt_workspace_bytes,
             unified: settings.unified_workspaces,
             tf32: AtomicBool::new(settings.tf32),
             deterministic: AtomicBool::new(settings.deterministic),
             epoch: AtomicU64::new(0),
-            shelf: Mutex::default(),
+            cache: Mutex::default(),
         }
     }
 
-    /// How precise products of the calling thread are.
+    /// The math mode for the calling thread.
     pub(super) fn math(&self) -> BlasMath {
         let tf32 = self.tf32.load(Ordering::Relaxed) && !precision::is_tf32_forbidden();
         if tf32 { BlasMath::Tf32 } else { BlasMath::Default }
     }
 
-    /// Whether products may use atomic operations.
+    /// Whether the library may use atomic operations.
     pub(super) fn atomics(&self) -> bool {
         !self.deterministic.load(Ordering::Relaxed)
     }
@@ -147,96 +149,103 @@ impl Lender {
         self.epoch.fetch_add(1, Ordering::AcqRel);
     }
 
-    /// How large a workspace should be.
+    /// The size of a workspace.
     pub(super) fn bytes(&self, library: Library, device: DeviceId) -> u64 {
         if library == Library::BlasLt {
             return self.lt_bytes;
         }
-        match self.bytes_by_call.load(Ordering::Acquire) {
-            UNSET => self.bytes_by_default[device.0 as usize],
+        match self.bytes.load(Ordering::Acquire) {
+            UNSET => self.default_bytes[device.0 as usize],
             bytes => bytes,
         }
     }
 
     pub(super) fn set_bytes(&self, bytes: Option<u64>) {
-        // One byte less than everything is as impossible to get.
+        // One byte less than `UNSET` cannot be allocated either.
         let bytes = bytes.map_or(UNSET, |bytes| bytes.min(UNSET - 1));
-        self.bytes_by_call.store(bytes, Ordering::Release);
+        self.bytes.store(bytes, Ordering::Release);
         self.next_epoch();
     }
 
-    /// The workspace that is kept for a handle and a stream, made now if there is none, or a smaller one.
-    pub(super) fn lend(&self, library: Library, handle: HandleId, stream: StreamId, device: DeviceId) -> Result<Lent> {
-        // Read first: what changes after this makes the next caller look again.
+    /// The cached workspace of a handle and a stream; allocated if there is none, or a smaller one.
+    pub(super) fn get(
+        &self,
+        library: Library,
+        handle: HandleId,
+        stream: StreamId,
+        device: DeviceId,
+    ) -> Result<WorkspaceRef> {
+        // Read first: after a later change the next caller looks it up again.
         let epoch = self.epoch();
         let (key, bytes) = ((handle, stream), self.bytes(library, device));
         let closed = || Err(Error::HandlePoolClosed { library: library.name() });
         {
-            let shelf = lock(&self.shelf);
-            if shelf.closed {
+            let cache = lock(&self.cache);
+            if cache.closed {
                 return closed();
             }
             if bytes == 0 {
-                return Ok(Lent { workspace: None, bytes, epoch });
+                return Ok(WorkspaceRef { workspace: None, bytes, epoch });
             }
-            if let Some(kept) = shelf.kept.get(&key).filter(|kept| kept.bytes() >= bytes) {
-                return Ok(Lent { workspace: Some(Arc::clone(kept)), bytes, epoch });
+            if let Some(cached) = cache.workspaces.get(&key).filter(|cached| cached.bytes() >= bytes) {
+                return Ok(WorkspaceRef { workspace: Some(Arc::clone(cached)), bytes, epoch });
             }
         }
-        // From the default pool, wherever the thread is routed to: it outlives the scope. The smaller one goes after
-        // the larger one has come, so that a failure leaves it in place.
+        // From the default pool, even where the thread is routed to another: the workspace outlives that scope. A
+        // smaller one is dropped after the larger one was allocated, so that a failure leaves it in place.
         let request = Request::new(device, stream, bytes).in_pool(MemPoolId::DEFAULT);
         let workspace = Arc::new(Workspace::allocate(&self.allocator, (None, handle, stream), request)?);
-        let mut shelf = lock(&self.shelf);
-        if shelf.closed {
-            drop(shelf);
+        let mut cache = lock(&self.cache);
+        if cache.closed {
+            drop(cache);
             return closed();
         }
-        let smaller = shelf.kept.insert(key, Arc::clone(&workspace));
-        drop(shelf);
+        let smaller = cache.workspaces.insert(key, Arc::clone(&workspace));
+        drop(cache);
         drop(smaller);
-        Ok(Lent { workspace: Some(workspace), bytes, epoch })
+        Ok(WorkspaceRef { workspace: Some(workspace), bytes, epoch })
     }
 
-    /// Lets go of the workspaces that `which` chooses by handle and stream; how many. Those in use go when their users
-    /// are done.
+    /// Drops the cached workspaces that `which` selects by handle and stream, and returns how many. Those in use are
+    /// freed when their users are done.
     pub(super) fn clear(&self, mut which: impl FnMut(HandleId, StreamId) -> bool) -> usize {
-        let mut shelf = lock(&self.shelf);
-        let mut gone = Vec::new();
-        shelf.kept.retain(|&(handle, stream), kept| {
-            let goes = which(handle, stream);
-            if goes {
-                gone.push(Arc::clone(kept));
+        let mut cache = lock(&self.cache);
+        let mut cleared = Vec::new();
+        cache.workspaces.retain(|&(handle, stream), workspace| {
+            let selected = which(handle, stream);
+            if selected {
+                cleared.push(Arc::clone(workspace));
             }
-            !goes
+            !selected
         });
-        if !gone.is_empty() {
+        if !cleared.is_empty() {
             self.next_epoch();
         }
-        drop(shelf);
-        // Dropped without the lock: trackers are told of the blocks, and may ask for a handle.
-        gone.len()
+        drop(cache);
+        // Dropped without the lock: trackers see the frees, and may fetch a handle.
+        cleared.len()
     }
 
-    /// Lets go of the workspaces of `device` that nobody uses now, be their threads alive or not: the next fetch makes
-    /// another.
+    /// Drops the cached workspaces of `device` that are not in use, whether or not their threads are alive.
     pub(super) fn clear_unused(&self, device: DeviceId) -> usize {
-        let mut shelf = lock(&self.shelf);
-        // Only the shelf gives out more, so one that it alone has stays unused while the lock is held. A handle that
-        // remembers one finds it gone by the epoch, or uses it while it is there.
-        let goes = |kept: &Arc<Workspace>| kept.block().device_id() == device && Arc::strong_count(kept) == 1;
-        let unused: Vec<_> = shelf.kept.iter().filter(|(_, kept)| goes(kept)).map(|(&key, _)| key).collect();
-        let gone: Vec<_> = unused.iter().filter_map(|key| shelf.kept.remove(key)).collect();
-        if !gone.is_empty() {
+        let mut cache = lock(&self.cache);
+        // Only the cache hands out more references, so a workspace with one reference stays unused while the lock is
+        // held. A handle with a weak reference sees the new epoch, or uses the workspace while it exists.
+        let is_unused =
+            |cached: &Arc<Workspace>| cached.block().device_id() == device && Arc::strong_count(cached) == 1;
+        let unused: Vec<_> =
+            cache.workspaces.iter().filter(|(_, cached)| is_unused(cached)).map(|(&key, _)| key).collect();
+        let cleared: Vec<_> = unused.iter().filter_map(|key| cache.workspaces.remove(key)).collect();
+        if !cleared.is_empty() {
             self.next_epoch();
         }
-        drop(shelf);
-        gone.len()
+        drop(cache);
+        cleared.len()
     }
 
-    /// Keeps nothing from here on.
+    /// Drops all workspaces, and caches none from here on.
     pub(super) fn close(&self) {
-        lock(&self.shelf).closed = true;
+        lock(&self.cache).closed = true;
         self.next_epoch();
         self.clear(|_, _| true);
     }

@@ -26,7 +26,7 @@ impl<'a> CaptureSafe<'a> {
         // that is about to begin is not waited for: it may be waiting for a polling guard of a thread that waits for
         // us.
         if none()
-            && let Some(hold_off) = instance.captures().hold_off()
+            && let Some(hold_off) = instance.hold_off_captures()
             && none()
         {
             return Ok(Self::NoCapture { _hold_off: hold_off });

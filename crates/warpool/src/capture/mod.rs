@@ -13,6 +13,6 @@ mod status;
 pub(crate) use capture_safe::CaptureSafe;
 pub use polling::Polling;
 pub(crate) use polling::guards_of_thread;
-pub(crate) use registry::{CaptureRecord, CaptureRegistry, Site, Used};
+pub(crate) use registry::{CaptureRecord, CaptureSlots, StreamCapture};
 pub(crate) use relaxed::RelaxedMode;
 pub(crate) use status::CaptureStatus;

@@ -50,7 +50,7 @@ impl Polling {
     /// Runs `act`, which may query the driver in other ways, so that it invalidates no capture.
     pub fn run<R>(&self, act: impl FnOnce() -> Result<R>) -> Result<R> {
         // No capture now means none until the guard is dropped: a begin is counted first and then waits for us.
-        if self.instance.captures().none() { act() } else { RelaxedMode::run(&**self.instance.driver(), act) }
+        if self.instance.has_captures() { RelaxedMode::run(&**self.instance.driver(), act) } else { act() }
     }
 }
 

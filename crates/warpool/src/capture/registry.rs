@@ -1,115 +1,112 @@
-//! The captures that are under way on a [`Instance`](crate::Instance), and what each has used so far.
+//! The captures under way on an [`Instance`], and what each has used so far.
 //!
-//! Whoever hands out something that a graph will need at every replay (a workspace, a generator's numbers) looks here
-//! for the graph that the stream captures for, and leaves it there. The graph takes it all over when the capture ends.
+//! A module that hands out something that a graph needs at every replay (a workspace, a generator's slot, pinned
+//! memory) looks here for the capture of a stream, and stores it in the capture's record, in a slot of its own type.
+//! When the capture ends, the graph takes all slots over.
 
 use std::any::Any;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex};
 
 use rustc_hash::FxHashMap;
-use warpool_driver::{CaptureId, DeviceId, DriverError, ErrorCode};
+use warpool_driver::{CaptureId, DeviceId, Driver, DriverError, ErrorCode};
 
 use super::pollers::{HoldOff, Pollers};
 use super::status::CaptureStatus;
 use crate::error::GraphError;
-use crate::generator::{GeneratorInCapture, Heads};
-use crate::memory::{DeviceAllocator, GraphHostPool, MemPoolId};
+use crate::instance::{Extension, ExtensionSlot};
 use crate::{Instance, Result, Stream, lock};
 
-/// All captures under way.
+/// The captures under way that graphs have begun, and the threads that poll.
 #[derive(Default)]
 pub(crate) struct CaptureRegistry {
-    /// How many there are, or are about to be: so that nobody needs the lock, or the driver, to see that there are
-    /// none.
-    under_way: AtomicUsize,
-    by_id: Mutex<FxHashMap<CaptureId, Site>>,
+    by_id: Mutex<FxHashMap<CaptureId, StreamCapture>>,
     pub(crate) pollers: Pollers,
 }
 
-/// Where in a capture a stream stands.
+impl Extension for CaptureRegistry {
+    fn slot() -> ExtensionSlot {
+        ExtensionSlot::Captures
+    }
+
+    fn destroy(&self, _: &dyn Driver) -> Result<()> {
+        Ok(())
+    }
+}
+
+/// The capture that a stream takes part in.
 #[derive(Clone)]
-pub(crate) struct Site {
-    /// The graph's notes.
+pub(crate) struct StreamCapture {
+    /// The body of a conditional node has its own id.
+    pub(crate) id: CaptureId,
+    /// Shared by all streams and threads of the capture, and by the bodies of its conditional nodes.
     pub(crate) record: Arc<CaptureRecord>,
-    /// Whether it is in the body of a conditional node, which runs any number of times.
+    /// Whether this is the body of a conditional node, which runs any number of times.
     pub(crate) in_body: bool,
 }
 
-/// What is known about one graph while it is captured; shared by all its streams and threads, and by the bodies of its
-/// conditional nodes.
+/// One graph while it is captured.
 pub(crate) struct CaptureRecord {
     pub(crate) device: DeviceId,
-    /// Where its memory comes from.
-    pub(crate) allocator: Arc<dyn DeviceAllocator>,
-    pub(crate) pool: MemPoolId,
-    pub(crate) used: Mutex<Used>,
-}
-
-/// What a graph will need at every replay.
-#[derive(Default)]
-pub(crate) struct Used {
-    /// Owned until the graph is reset: workspaces and the like.
-    pub(crate) kept: Vec<Arc<dyn Any + Send + Sync>>,
-    /// Pinned memory, one entry per host allocator.
-    pub(crate) host_pools: Vec<Arc<GraphHostPool>>,
-    /// One entry per generator state.
-    pub(crate) generators: Vec<GeneratorInCapture>,
-    pub(crate) heads: Heads,
+    /// Where the graph's memory comes from.
+    memory: Box<dyn Any + Send + Sync>,
+    slots: Mutex<CaptureSlots>,
 }
 
 impl CaptureRecord {
-    /// Keeps `thing` as long as the graph lives.
-    pub(crate) fn keep(&self, thing: Arc<dyn Any + Send + Sync>) {
-        lock(&self.used).kept.push(thing);
+    /// `memory` says where the graph's memory comes from; its type is that of the module `memory`.
+    pub(crate) fn new(device: DeviceId, memory: impl Any + Send + Sync) -> Self {
+        Self { device, memory: Box::new(memory), slots: Mutex::default() }
     }
 
-    /// Keeps pinned memory as long as the graph lives. A second time changes nothing.
-    pub(crate) fn keep_host_pool(&self, pool: &Arc<GraphHostPool>) {
-        let pools = &mut lock(&self.used).host_pools;
-        if !pools.iter().any(|other| Arc::ptr_eq(other, pool)) {
-            pools.push(Arc::clone(pool));
-        }
+    /// What was passed to [`new`](Self::new).
+    pub(crate) fn memory<T: Any>(&self) -> &T {
+        self.memory.downcast_ref().expect("captures are begun with one type of memory")
+    }
+
+    /// Reads or changes the slot of type `T`, under the record's lock: `act` calls neither the driver nor user code.
+    pub(crate) fn with<T: Default + Send + Sync + 'static, R>(&self, act: impl FnOnce(&mut T) -> R) -> R {
+        act(lock(&self.slots).get_mut())
+    }
+
+    /// Takes all slots out, for the graph to own. For the end of the capture.
+    pub(crate) fn take_slots(&self) -> CaptureSlots {
+        std::mem::take(&mut *lock(&self.slots))
+    }
+}
+
+/// What a graph needs at every replay: one value per type, each defined by the module that stores it.
+#[derive(Default)]
+pub(crate) struct CaptureSlots(Vec<Box<dyn Any + Send + Sync>>);
+
+impl CaptureSlots {
+    fn get_mut<T: Default + Send + Sync + 'static>(&mut self) -> &mut T {
+        let at = self.0.iter().position(|slot| slot.is::<T>()).unwrap_or_else(|| {
+            self.0.push(Box::new(T::default()));
+            self.0.len() - 1
+        });
+        self.0[at].downcast_mut().expect("found by its type")
+    }
+
+    /// Takes one value out; its default if there is none.
+    pub(crate) fn take<T: Default + Send + Sync + 'static>(&mut self) -> T {
+        std::mem::take(self.get_mut())
     }
 }
 
 impl CaptureRegistry {
-    /// Whether none is under way. One load.
-    pub(crate) fn none(&self) -> bool {
-        self.under_way.load(Ordering::Acquire) == 0
+    pub(crate) fn insert(&self, capture: StreamCapture) {
+        lock(&self.by_id).insert(capture.id, capture);
     }
 
-    /// Keeps captures from beginning until the result is dropped; `None` if one is under way, or about to be. Never
-    /// waits.
-    pub(crate) fn hold_off(&self) -> Option<HoldOff<'_>> {
-        // Looked at with captures held off: one that began before is seen, one that comes after waits.
-        self.pollers.hold_off().filter(|_| self.none())
-    }
-
-    /// One is about to begin: to be called before the driver's `capture_begin`.
-    pub(crate) fn begins(&self) {
-        self.under_way.fetch_add(1, Ordering::AcqRel);
-    }
-
-    /// It is over, or never came to be.
-    pub(crate) fn ended(&self) {
-        self.under_way.fetch_sub(1, Ordering::AcqRel);
-    }
-
-    /// Notes which graph a capture is for.
-    pub(crate) fn insert(&self, id: CaptureId, site: Site) {
-        lock(&self.by_id).insert(id, site);
-    }
-
-    /// Forgets a capture.
     pub(crate) fn remove(&self, id: CaptureId) {
         lock(&self.by_id).remove(&id);
     }
 
-    /// The graph that `stream` captures for, and by which capture: a body has its own. `None` if it does not capture.
-    /// Always asks the driver: also captures that began without us are seen, and are [`GraphError::ForeignCapture`]. A
-    /// broken capture is the driver's own error.
-    pub(crate) fn find_with_id(&self, stream: &Stream) -> Result<Option<(CaptureId, Site)>> {
+    /// The capture that `stream` takes part in; `None` if it does not capture. Always asks the driver, so captures that
+    /// were begun without a graph are found too, as [`GraphError::ForeignCapture`]. An invalidated capture is the
+    /// driver's error.
+    pub(crate) fn find(&self, stream: &Stream) -> Result<Option<StreamCapture>> {
         let id = match CaptureStatus::of_existing(stream.driver(), stream.id())? {
             CaptureStatus::Capturing(id) => id,
             CaptureStatus::Invalidated => {
@@ -121,25 +118,49 @@ impl CaptureRegistry {
             CaptureStatus::NotCapturing | CaptureStatus::Blocked | CaptureStatus::StreamDestroyed => return Ok(None),
         };
         match lock(&self.by_id).get(&id) {
-            Some(site) => Ok(Some((id, site.clone()))),
+            Some(capture) => Ok(Some(capture.clone())),
             None => Err(GraphError::ForeignCapture.into()),
         }
-    }
-
-    /// The same without the capture.
-    pub(crate) fn find(&self, stream: &Stream) -> Result<Option<Site>> {
-        Ok(self.find_with_id(stream)?.map(|(_, site)| site))
     }
 }
 
 impl Instance {
-    /// Whether `stream` takes part in a capture, be it a broken one. As [`Stream::is_capturing`], but asks the driver
-    /// only while captures of [graphs](crate::graph::Graph) are under way: those that began past Warpool may be missed.
+    /// Whether `stream` takes part in a capture, valid or invalidated. As [`Stream::is_capturing`], but calls the
+    /// driver only while captures of [graphs](crate::graph::Graph) are under way: captures begun without one may be
+    /// missed.
     pub fn is_capturing(&self, stream: &Stream) -> Result<bool> {
         self.expect_same(stream.instance(), "the stream")?;
-        if self.captures().none() {
+        if !self.has_captures() {
             return Ok(false);
         }
         Ok(CaptureStatus::of_existing(&**self.driver(), stream.id())?.is_capturing())
+    }
+
+    /// Whether captures of graphs are under way, or about to begin. One load.
+    #[inline]
+    pub(crate) fn has_captures(&self) -> bool {
+        self.captures_under_way().load(Ordering::Acquire) > 0
+    }
+
+    /// Counts a capture. To be called before the driver's `capture_begin`.
+    pub(crate) fn count_capture(&self) {
+        self.captures_under_way().fetch_add(1, Ordering::AcqRel);
+    }
+
+    /// Uncounts a capture that has ended, or was not begun.
+    pub(crate) fn uncount_capture(&self) {
+        self.captures_under_way().fetch_sub(1, Ordering::AcqRel);
+    }
+
+    pub(crate) fn captures(&self) -> &CaptureRegistry {
+        self.extensions().get_or_init(CaptureRegistry::default)
+    }
+
+    /// Keeps captures from beginning until the result is dropped; `None` if one is under way or about to begin. Never
+    /// waits.
+    pub(crate) fn hold_off_captures(&self) -> Option<HoldOff<'_>> {
+        // Counted captures are read while captures are held off: one that began before is seen, one that comes later
+        // waits.
+        self.captures().pollers.hold_off().filter(|_| !self.has_captures())
     }
 }

@@ -101,6 +101,19 @@ pub enum GeneratorError {
         most: u64,
     },
 
+    /// More numbers than a block has memory for.
+    #[error(
+        "{count} numbers are {bytes} bytes, and the block has {available} there; draw fewer, or use a larger block"
+    )]
+    OutOfBounds {
+        /// How many were requested.
+        count: u64,
+        /// Their size.
+        bytes: u64,
+        /// The bytes of the block from there on.
+        available: u64,
+    },
+
     /// An address that is not aligned to the size of a number.
     #[error("cannot draw numbers of {bytes} bytes to {ptr}: the address is not a multiple of {bytes}")]
     Alignment {

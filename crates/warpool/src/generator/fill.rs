@@ -1,43 +1,73 @@
-//! Filling memory with numbers: which kernel, how many threads, what is consumed.
+//! Fills of memory with random numbers: which kernel, how many threads, what is consumed.
 
 use warpool_driver::{DeviceId, DevicePtr, KernelArg, LaunchShape};
 
+use super::Generator;
 use super::kernels::{BITS, DROPOUT, NORMAL, SOURCE, UNIFORM};
-use super::{Generator, GeneratorError};
+use crate::error::GeneratorError;
 use crate::memory::DeviceBlock;
 use crate::{Result, Stream, launch};
 
 /// A thread makes four numbers.
 const THREADS_PER_BLOCK: u64 = 256;
 const NUMBERS_PER_BLOCK: u64 = 4 * THREADS_PER_BLOCK;
-/// As many blocks as a grid of one dimension has.
-const COUNT_MOST: u64 = NUMBERS_PER_BLOCK * (i32::MAX as u64);
+/// A grid of one dimension has at most `i32::MAX` blocks.
+const COUNT_MAX: u64 = NUMBERS_PER_BLOCK * (i32::MAX as u64);
 
-/// Where numbers go: a [`DeviceBlock`], as many as fit, or an address and a count of them.
+/// Where numbers are written: a [`DeviceBlock`], as many as fit, or a [part](Self::part) of one.
 #[derive(Clone, Copy, Debug)]
 pub struct Target {
     ptr: DevicePtr,
-    extent: Extent,
-    /// Where it is known to be.
+    /// `None` is as many as fit.
+    count: Option<u64>,
+    /// `None` is unknown: the caller has promised enough.
+    bytes_available: Option<u64>,
     device: Option<DeviceId>,
-}
-
-#[derive(Clone, Copy, Debug)]
-enum Extent {
-    Bytes(u64),
-    Count(u64),
 }
 
 impl From<&DeviceBlock> for Target {
     fn from(block: &DeviceBlock) -> Self {
-        Self { ptr: block.ptr(), extent: Extent::Bytes(block.bytes()), device: Some(block.device_id()) }
+        let bytes_available = Some(block.bytes());
+        Self { ptr: block.ptr(), count: None, bytes_available, device: Some(block.device_id()) }
     }
 }
 
-impl From<(DevicePtr, u64)> for Target {
-    /// `count` numbers from `ptr` on. Nobody checks that there is memory for them.
-    fn from((ptr, count): (DevicePtr, u64)) -> Self {
-        Self { ptr, extent: Extent::Count(count), device: None }
+impl Target {
+    /// `count` numbers, `offset` bytes from the start of a block.
+    #[must_use]
+    pub fn part(block: &DeviceBlock, offset: u64, count: u64) -> Self {
+        Self {
+            ptr: DevicePtr(block.ptr().0.saturating_add(offset)),
+            count: Some(count),
+            bytes_available: Some(block.bytes().saturating_sub(offset)),
+            device: Some(block.device_id()),
+        }
+    }
+
+    /// `count` numbers at an address.
+    ///
+    /// # Safety
+    /// From `ptr` on there is device memory for `count` numbers, at every fill with this target and at every replay of
+    /// a graph that captures one.
+    #[expect(unsafe_code, reason = "a promise about an address, which launch.rs relies on")]
+    #[must_use]
+    pub const unsafe fn raw(ptr: DevicePtr, count: u64) -> Self {
+        Self { ptr, count: Some(count), bytes_available: None, device: None }
+    }
+
+    /// How many numbers of `bytes` bytes each.
+    fn count(&self, bytes: u64) -> Result<u64> {
+        let count = match (self.count, self.bytes_available) {
+            (Some(count), _) => count,
+            (None, available) => available.unwrap_or(0) / bytes,
+        };
+        if count > COUNT_MAX {
+            return Err(GeneratorError::Count { count, most: COUNT_MAX }.into());
+        }
+        match self.bytes_available.filter(|&available| count * bytes > available) {
+            Some(available) => Err(GeneratorError::OutOfBounds { count, bytes: count * bytes, available }.into()),
+            None => Ok(count),
+        }
     }
 }
 
@@ -45,7 +75,7 @@ impl From<(DevicePtr, u64)> for Target {
 /// offset, which a fill advances by 4, however long it is; an empty one does nothing. The bits are the same on every
 /// device, and those that [`philox`](super::philox) computes on the host.
 ///
-/// The stream must be one of the generator's device. If it captures, replays draw on from where the generator then is.
+/// The stream must be one of the generator's device. If it captures, replays continue from where the generator then is.
 /// A fill that fails leaves the generator as it was.
 impl Generator {
     /// Words of 32 random bits.
@@ -53,7 +83,7 @@ impl Generator {
         self.fill(BITS, 4, target.into(), None, stream)
     }
 
-    /// Floats between 0, which never comes, and 1, which does.
+    /// Floats in (0, 1].
     pub fn fill_uniform(&self, target: impl Into<Target>, stream: &Stream) -> Result<()> {
         self.fill(UNIFORM, 4, target.into(), None, stream)
     }
@@ -83,34 +113,27 @@ impl Generator {
         if let Some(wanted) = target.device.filter(|&device| device != self.device().id()) {
             return Err(GeneratorError::ForeignDevice { generator: self.device().id(), wanted }.into());
         }
-        let count = match target.extent {
-            Extent::Bytes(extent) => extent / bytes,
-            Extent::Count(count) => count,
-        };
-        if count > COUNT_MOST {
-            return Err(GeneratorError::Count { count, most: COUNT_MOST }.into());
-        }
+        let count = target.count(bytes)?;
         if !target.ptr.0.is_multiple_of(bytes) {
             return Err(GeneratorError::Alignment { ptr: target.ptr, bytes }.into());
         }
         if count == 0 {
             return Ok(());
         }
-        let driver = self.device().driver();
-        let function = self.device().state().kernels.get(driver, &SOURCE, kernel)?;
-        let reserved = self.reserve_for(4, stream)?;
+        let function = self.device().kernel(&SOURCE, kernel)?;
+        let reserved = self.reserve_undoable(4, stream)?;
         let [slot, seed, offset] = reserved.reservation.args();
         let mut args = vec![target.ptr.into(), KernelArg::U64(count), slot, seed, offset];
         args.extend(last);
-        let launched = launch::fill_random(driver, function, shape(count), &args, stream.id());
+        let launched = launch::fill_random(self.device().driver(), function, shape(count), &args, stream.id());
         if launched.is_err() {
-            reserved.take_back();
+            reserved.undo();
         }
         Ok(launched?)
     }
 }
 
 fn shape(count: u64) -> LaunchShape {
-    let blocks = u32::try_from(count.div_ceil(NUMBERS_PER_BLOCK)).expect("fewer than the most");
+    let blocks = u32::try_from(count.div_ceil(NUMBERS_PER_BLOCK)).expect("at most COUNT_MAX");
     LaunchShape { grid: [blocks, 1, 1], block: [THREADS_PER_BLOCK as u32, 1, 1], shared_bytes: 0 }
 }

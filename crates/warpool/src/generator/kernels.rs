@@ -1,11 +1,11 @@
-//! The kernels that draw numbers: CUDA C++ text, and beside it the same in Rust.
+//! The kernels that draw numbers: CUDA C++, and their host implementations.
 //!
-//! The rule of all fills: number `i` is lane `i % 4` of the block that subsequence `i / 4` has at the call's offset. A
+//! In every fill, number `i` is lane `i % 4` of the block that subsequence `i / 4` has at the call's offset. A
 //! thread makes four numbers of one block, and a fill takes one block of every subsequence, however long it is: so it
 //! consumes 4 of the offset.
 //!
-//! A kernel is told where it stands by three arguments, (slot, seed, offset): without a slot by value, else the slot
-//! holds seed and offset, and the third argument is added ([`Reservation::args`](super::Reservation::args)).
+//! Three arguments say where a kernel's numbers start, (slot, seed, offset): without a slot, seed and offset; with one,
+//! the slot contains both, and the third argument is added ([`Reservation::args`](super::Reservation::args)).
 
 use warpool_driver::{DevicePtr, KernelFault, KernelMirror, KernelScope, KernelSource};
 
@@ -17,24 +17,24 @@ use super::philox;
 macro_rules! philox_cuda {
     () => {
         r#"
-// Where in a generator's numbers a kernel stands. The offset is a multiple of 4.
-struct WarpoolPlace { unsigned long long seed; unsigned long long offset; };
+// Where a kernel's numbers start. The offset is a multiple of 4.
+struct WarpoolPosition { unsigned long long seed; unsigned long long offset; };
 
-// From the three arguments that a reservation makes.
-static __device__ __forceinline__ WarpoolPlace warpool_place(
+// From the three arguments of a reservation.
+static __device__ __forceinline__ WarpoolPosition warpool_position(
     const unsigned long long *slot, unsigned long long seed, unsigned long long offset) {
-    WarpoolPlace place;
-    place.seed = slot ? slot[0] : seed;
-    place.offset = slot ? slot[1] + offset : offset;
-    return place;
+    WarpoolPosition position;
+    position.seed = slot ? slot[0] : seed;
+    position.offset = slot ? slot[1] + offset : offset;
+    return position;
 }
 
-// The four words of a subsequence at a place: Philox 4x32-10, as curand has it.
-static __device__ __forceinline__ uint4 warpool_words(WarpoolPlace place, unsigned long long subsequence) {
-    unsigned long long block = place.offset / 4;
+// The four words of a subsequence at a position: Philox 4x32-10, as in cuRAND.
+static __device__ __forceinline__ uint4 warpool_words(WarpoolPosition position, unsigned long long subsequence) {
+    unsigned long long block = position.offset / 4;
     unsigned int a = (unsigned int)block, b = (unsigned int)(block >> 32);
     unsigned int c = (unsigned int)subsequence, d = (unsigned int)(subsequence >> 32);
-    unsigned int k0 = (unsigned int)place.seed, k1 = (unsigned int)(place.seed >> 32);
+    unsigned int k0 = (unsigned int)position.seed, k1 = (unsigned int)(position.seed >> 32);
     #pragma unroll
     for (int round = 0; round < 10; ++round) {
         unsigned int first_high = __umulhi(0xD2511F53u, a), first_low = 0xD2511F53u * a;
@@ -77,7 +77,7 @@ pub(crate) const SOURCE: KernelSource = KernelSource {
 #define DRAW unsigned long long n, const unsigned long long *slot, unsigned long long seed, unsigned long long offset
 #define SUBSEQUENCE ((unsigned long long)blockIdx.x * blockDim.x + threadIdx.x)
 
-// Four values to their places: at once, if all of them are wanted and the address allows it.
+// Stores four values: at once, if all of them are needed and the address is aligned.
 template <typename One, typename Four>
 static __device__ __forceinline__ void store(One *out, unsigned long long n, unsigned long long i, Four four) {
     if (i + 4 <= n && (unsigned long long)out % sizeof(Four) == 0) {
@@ -93,20 +93,21 @@ static __device__ __forceinline__ void store(One *out, unsigned long long n, uns
 extern "C" __global__ void philox_bits(unsigned int *out, DRAW) {
     unsigned long long i = 4 * SUBSEQUENCE;
     if (i >= n) return;
-    store(out, n, i, warpool_words(warpool_place(slot, seed, offset), i / 4));
+    store(out, n, i, warpool_words(warpool_position(slot, seed, offset), i / 4));
 }
 
 extern "C" __global__ void philox_uniform(float *out, DRAW) {
     unsigned long long i = 4 * SUBSEQUENCE;
     if (i >= n) return;
-    uint4 words = warpool_words(warpool_place(slot, seed, offset), i / 4);
-    store(out, n, i, make_float4(warpool_uniform(words.x), warpool_uniform(words.y), warpool_uniform(words.z), warpool_uniform(words.w)));
+    uint4 words = warpool_words(warpool_position(slot, seed, offset), i / 4);
+    store(out, n, i, make_float4(
+        warpool_uniform(words.x), warpool_uniform(words.y), warpool_uniform(words.z), warpool_uniform(words.w)));
 }
 
 extern "C" __global__ void philox_normal(float *out, DRAW) {
     unsigned long long i = 4 * SUBSEQUENCE;
     if (i >= n) return;
-    uint4 words = warpool_words(warpool_place(slot, seed, offset), i / 4);
+    uint4 words = warpool_words(warpool_position(slot, seed, offset), i / 4);
     float2 first = warpool_normals(words.x, words.y), second = warpool_normals(words.z, words.w);
     store(out, n, i, make_float4(first.x, first.y, second.x, second.y));
 }
@@ -114,11 +115,13 @@ extern "C" __global__ void philox_normal(float *out, DRAW) {
 extern "C" __global__ void philox_dropout(unsigned char *out, DRAW, float keep) {
     unsigned long long i = 4 * SUBSEQUENCE;
     if (i >= n) return;
-    uint4 words = warpool_words(warpool_place(slot, seed, offset), i / 4);
-    store(out, n, i, make_uchar4(warpool_uniform(words.x) <= keep, warpool_uniform(words.y) <= keep, warpool_uniform(words.z) <= keep, warpool_uniform(words.w) <= keep));
+    uint4 words = warpool_words(warpool_position(slot, seed, offset), i / 4);
+    store(out, n, i, make_uchar4(
+        warpool_uniform(words.x) <= keep, warpool_uniform(words.y) <= keep,
+        warpool_uniform(words.z) <= keep, warpool_uniform(words.w) <= keep));
 }
 
-extern "C" __global__ void philox_head(unsigned long long *slot, unsigned long long seed, unsigned long long offset) {
+extern "C" __global__ void philox_seed(unsigned long long *slot, unsigned long long seed, unsigned long long offset) {
     slot[0] = seed;
     slot[1] = offset;
 }
@@ -129,7 +132,7 @@ extern "C" __global__ void philox_head(unsigned long long *slot, unsigned long l
         KernelMirror { name: UNIFORM, run: uniform, nanos: None },
         KernelMirror { name: NORMAL, run: normal, nanos: None },
         KernelMirror { name: DROPOUT, run: dropout, nanos: None },
-        KernelMirror { name: HEAD, run: head, nanos: None },
+        KernelMirror { name: SEED, run: seed, nanos: None },
     ],
 };
 
@@ -138,43 +141,43 @@ pub(crate) const UNIFORM: &str = "philox_uniform";
 pub(crate) const NORMAL: &str = "philox_normal";
 pub(crate) const DROPOUT: &str = "philox_dropout";
 /// Writes seed and offset into a slot, from its own arguments.
-pub(crate) const HEAD: &str = "philox_head";
+pub(crate) const SEED: &str = "philox_seed";
 
-type Ran = Result<(), KernelFault>;
+type KernelResult = Result<(), KernelFault>;
 
-/// How many blocks of four numbers are made before they are written.
+/// How many blocks of four numbers are computed before they are written.
 const BLOCKS_AT_ONCE: u64 = 1 << 14;
 
-fn bits(scope: &mut KernelScope<'_>) -> Ran {
+fn bits(scope: &mut KernelScope<'_>) -> KernelResult {
     fill(scope, |words| words.map(u32::to_le_bytes))
 }
 
-fn uniform(scope: &mut KernelScope<'_>) -> Ran {
+fn uniform(scope: &mut KernelScope<'_>) -> KernelResult {
     fill(scope, |words| words.map(|word| philox::uniform(word).to_le_bytes()))
 }
 
-fn normal(scope: &mut KernelScope<'_>) -> Ran {
+fn normal(scope: &mut KernelScope<'_>) -> KernelResult {
     fill(scope, |[a, b, c, d]| {
         let ([first, second], [third, fourth]) = (philox::normals(a, b), philox::normals(c, d));
         [first, second, third, fourth].map(f32::to_le_bytes)
     })
 }
 
-fn dropout(scope: &mut KernelScope<'_>) -> Ran {
+fn dropout(scope: &mut KernelScope<'_>) -> KernelResult {
     let keep = scope.arg_f32(5)?;
     fill(scope, |words| words.map(|word| [u8::from(philox::uniform(word) <= keep)]))
 }
 
-fn head(scope: &mut KernelScope<'_>) -> Ran {
+fn seed(scope: &mut KernelScope<'_>) -> KernelResult {
     let (slot, seed, offset) = (scope.arg_ptr(0)?, scope.arg_u64(1)?, scope.arg_u64(2)?);
     scope.write_u64(slot, &[seed, offset])
 }
 
-/// What the fills have in common: `four` makes values of the words of one block.
-fn fill<const SIZE: usize>(scope: &mut KernelScope<'_>, four: impl Fn([u32; 4]) -> [[u8; SIZE]; 4]) -> Ran {
+/// The common part of the fills: `four` makes values of the words of one block.
+fn fill<const SIZE: usize>(scope: &mut KernelScope<'_>, four: impl Fn([u32; 4]) -> [[u8; SIZE]; 4]) -> KernelResult {
     let size = SIZE as u64;
     let (out, n) = (scope.arg_ptr(0)?, scope.arg_u64(1)?);
-    let (seed, offset) = place(scope, 2)?;
+    let (seed, offset) = position(scope, 2)?;
     let mut at = 0;
     while at < n {
         let numbers = (n - at).min(4 * BLOCKS_AT_ONCE);
@@ -189,13 +192,13 @@ fn fill<const SIZE: usize>(scope: &mut KernelScope<'_>, four: impl Fn([u32; 4]) 
     Ok(())
 }
 
-/// Where a kernel stands, by the three arguments from `first` on: what `warpool_place` is in CUDA. For the doubles of
-/// kernels that draw numbers of a [`Reservation`](super::Reservation).
-pub fn place(scope: &mut KernelScope<'_>, first: usize) -> Result<(u64, u64), KernelFault> {
+/// Seed and offset from the three arguments from `first` on: `warpool_position` for host implementations of kernels
+/// that draw numbers of a [`Reservation`](super::Reservation).
+pub fn position(scope: &mut KernelScope<'_>, first: usize) -> Result<(u64, u64), KernelFault> {
     let (slot, seed, offset) = (scope.arg_ptr(first)?, scope.arg_u64(first + 1)?, scope.arg_u64(first + 2)?);
     if slot == DevicePtr(0) {
         return Ok((seed, offset));
     }
-    let told = scope.read_u64(slot, 2)?;
-    Ok((told[0], told[1].wrapping_add(offset)))
+    let values = scope.read_u64(slot, 2)?;
+    Ok((values[0], values[1].wrapping_add(offset)))
 }

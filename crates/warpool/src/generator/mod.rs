@@ -1,4 +1,4 @@
-//! Generators of random numbers: Philox 4x32-10, the same bits on every device, and right also in graphs.
+//! Random number generators: Philox 4x32-10, with the same bits on every device, also in graphs.
 //!
 //! ```
 //! use std::sync::Arc;
@@ -21,39 +21,40 @@
 //! let mut bytes = [0; 4];
 //! instance.driver().download(device.id(), memory.ptr(), &mut bytes)?;
 //! assert_eq!(f32::from_le_bytes(bytes), philox::uniform(philox::block(42, 0, 0)[0]));
-//! assert_eq!(generator.offset()?, 4); // where the next numbers come from
+//! assert_eq!(generator.offset()?, 4); // where the next numbers start
 //! # Ok(())
 //! # }
 //! ```
 //!
-//! - [`Generator`]: seed and offset, fills, and [`reserve`](Generator::reserve) for one's own kernels.
-//! - A generator's *state* is seed and offset. Copies of a generator are the same generator;
-//!   [`share`](Generator::share) makes another one on the same state, [`duplicate`](Generator::duplicate) another one
-//!   on a copy of it, and [`adopt`](Generator::adopt) goes over to another's.
-//! - In a capture, numbers are counted to the graph. A replay draws from where the generator is when it is replayed,
-//!   and advances it by what the graph consumes, as if its work had been done without a graph.
+//! - [`Generator`]: seed and offset, fills, and [`reserve`](Generator::reserve) for users' own kernels.
+//! - A generator's *state* is seed and offset. Clones of a generator are the same generator;
+//!   [`share`](Generator::share) makes another one with the same state, [`duplicate`](Generator::duplicate) another one
+//!   with a copy of it, and [`adopt`](Generator::adopt) switches to the state of another.
+//! - In a capture, numbers are counted to the graph. A replay draws from where the generator is at that time, and
+//!   advances it by what the graph consumes, as if the work had been done without a graph.
 //!
 //! # During a capture
-//! While the calling thread's current stream (on the generator's device) captures, what would have no meaning for a
-//! graph is [`GeneratorError::InCapture`]: making a generator, copying one, reading or setting the offset, setting the
-//! state, a new seed.
+//! While the calling thread's current stream (on the generator's device) captures, calls that have no meaning for a
+//! graph are [`GeneratorError::InCapture`]: making or duplicating a generator, reading or setting the offset, setting
+//! the state, a new seed.
 //!
-//! # Where it differs from PyTorch
+//! # Differences from PyTorch
 //! - A capture has one slot of 16 bytes per generator and stream, from the graph's pool; PyTorch has two tensors per
-//!   generator, from the default pool. Nothing is waited for when it is made.
+//!   generator, from the default pool. Creating a slot waits for nothing.
 //! - What a graph consumes is counted in 64 bits, not 32.
-//! - Numbers in the body of a conditional node are refused where they are drawn, not at the end of the body.
-//! - The fills have their own rule of who gets which number, which does not depend on the device: see [`Generator`].
-//!   PyTorch's depends on how many threads a device runs.
-//! - A chance to keep of 1 keeps everything in a dropout mask.
+//! - Numbers in the body of a conditional node are an error where they are drawn, not at the end of the body.
+//! - Which number of a fill comes from which subsequence does not depend on the device: see [`Generator`]. In PyTorch
+//!   it depends on how many threads a device runs.
+//! - A dropout mask with the probability 1 keeps everything.
 //!
 //! Rejected: *writing the slot from the host before each replay.* It costs more than the launch itself, and has to wait
 //! until no launch reads the slot any more.
 
-mod capture;
 mod fill;
+mod in_capture;
 mod kernels;
 pub mod philox;
+mod reservation;
 mod reserve;
 mod state;
 #[cfg(test)]
@@ -62,37 +63,50 @@ mod tests;
 use std::fmt;
 use std::sync::{Arc, Mutex};
 
-use warpool_driver::CaptureState;
+use warpool_driver::{CaptureState, Driver};
 
 pub use crate::error::GeneratorError;
-pub(crate) use capture::{GeneratorInCapture, Heads};
 pub use fill::Target;
-pub use kernels::place;
-pub use reserve::{PHILOX_CUDA, Reservation};
+pub(crate) use in_capture::CapturedGenerators;
+pub use kernels::position;
+pub use reservation::{GeneratorSlot, PHILOX_CUDA, Reservation};
 
 use crate::capture::CaptureStatus;
+use crate::instance::{Extension, ExtensionSlot};
 use crate::{Device, Instance, Result, Stream, lock};
-use state::State;
+use state::PhiloxState;
 
-/// The seed of a generator that was given none.
+/// The seed of a new generator.
 pub const DEFAULT_SEED: u64 = 67_280_421_310_721;
 
 /// A generator of random numbers for one device. Cheap to clone; clones are the same generator. Any number of threads
-/// may draw from it: each gets numbers of its own.
+/// may draw from it: each gets different numbers.
 #[derive(Clone)]
 pub struct Generator {
     device: Device,
-    seat: Arc<Seat>,
+    state: SharedState,
 }
 
-/// What the clones of a generator share: the state that it is on, which another one may be on as well.
-#[derive(Debug)]
-pub(crate) struct Seat(Mutex<Arc<State>>);
+/// What the clones of a generator share: the state that they use, which other generators may use as well.
+type SharedState = Arc<Mutex<Arc<PhiloxState>>>;
+
+/// The state of a device's default generator.
+struct DefaultGenerator(SharedState);
+
+impl Extension for DefaultGenerator {
+    fn slot() -> ExtensionSlot {
+        ExtensionSlot::DefaultGenerator
+    }
+
+    fn destroy(&self, _: &dyn Driver) -> Result<()> {
+        Ok(())
+    }
+}
 
 impl Generator {
     /// A generator with the seed [`DEFAULT_SEED`] and offset 0.
     pub fn new(device: &Device) -> Result<Self> {
-        let generator = Self::on(device, Arc::new(State::new(DEFAULT_SEED, 0)));
+        let generator = Self::with_state(device, Arc::new(PhiloxState::new(DEFAULT_SEED, 0)));
         generator.expect_no_capture("make a generator")?;
         Ok(generator)
     }
@@ -122,7 +136,7 @@ impl Generator {
         }
     }
 
-    /// Sets a seed that nobody can foresee, and returns it.
+    /// Sets a nondeterministic seed, and returns it.
     pub fn reseed(&self) -> Result<u64> {
         self.expect_no_capture("take a new seed")?;
         let seed = self.device.driver().entropy();
@@ -143,14 +157,14 @@ impl Generator {
         Ok(())
     }
 
-    /// Seed and offset in PyTorch's form: 8 bytes each, the lowest first. During a capture: as they are outside of it.
+    /// Seed and offset in PyTorch's format: 8 bytes each, little-endian. During a capture: as they are outside of it.
     #[must_use]
     pub fn state(&self) -> [u8; 16] {
         let (seed, offset) = self.current().get();
         (u128::from(offset) << 64 | u128::from(seed)).to_le_bytes()
     }
 
-    /// Sets what [`state`](Self::state) gave; 8 bytes are a seed with offset 0.
+    /// Sets what [`state`](Self::state) returned; 8 bytes are a seed with offset 0.
     pub fn set_state(&self, bytes: &[u8]) -> Result<()> {
         self.expect_no_capture("set the state")?;
         let wrong = |_| GeneratorError::StateSize { bytes: bytes.len() };
@@ -164,21 +178,22 @@ impl Generator {
         Ok(())
     }
 
-    /// Another generator, on a copy of the state: each goes its own way from here.
+    /// Another generator, with a copy of the state.
     pub fn duplicate(&self) -> Result<Self> {
         self.expect_no_capture("copy a generator")?;
         let (seed, offset) = self.current().get();
-        Ok(Self::on(&self.device, Arc::new(State::new(seed, offset))))
+        Ok(Self::with_state(&self.device, Arc::new(PhiloxState::new(seed, offset))))
     }
 
-    /// Another generator on the same state: what one draws, the other does not draw again. Allowed during a capture.
+    /// Another generator with the same state: a number that one draws is not drawn by the other. Allowed during a
+    /// capture.
     #[must_use]
     pub fn share(&self) -> Self {
-        Self::on(&self.device, self.current())
+        Self::with_state(&self.device, self.current())
     }
 
-    /// Goes over to the state of `other`, and leaves its own to whoever is on it. Allowed during a capture, which then
-    /// counts the numbers of both.
+    /// Switches to the state of `other`; other generators keep the old one. Allowed during a capture, which then counts
+    /// the numbers of both states.
     pub fn adopt(&self, other: &Self) -> Result<()> {
         if self.device.instance() != other.device.instance() {
             return Err(GeneratorError::ForeignInstance.into());
@@ -189,26 +204,25 @@ impl Generator {
         }
         // One lock after the other: the two may be the same.
         let state = other.current();
-        *lock(&self.seat.0) = state;
+        *lock(&self.state) = state;
         Ok(())
     }
 
-    /// Whether both are on the same state.
+    /// Whether both use the same state.
     #[must_use]
     pub fn shares_with(&self, other: &Self) -> bool {
         Arc::ptr_eq(&self.current(), &other.current())
     }
 
-    fn on(device: &Device, state: Arc<State>) -> Self {
-        Self { device: device.clone(), seat: Arc::new(Seat(Mutex::new(state))) }
+    fn with_state(device: &Device, state: Arc<PhiloxState>) -> Self {
+        Self { device: device.clone(), state: Arc::new(Mutex::new(state)) }
     }
 
-    /// The state that it is on.
-    fn current(&self) -> Arc<State> {
-        Arc::clone(&lock(&self.seat.0))
+    fn current(&self) -> Arc<PhiloxState> {
+        Arc::clone(&lock(&self.state))
     }
 
-    /// The generator and the stream belong together.
+    /// Fails if the stream is of another device.
     fn expect_stream(&self, stream: &Stream) -> Result<()> {
         if self.device.instance() != stream.instance() {
             return Err(GeneratorError::ForeignInstance.into());
@@ -228,9 +242,10 @@ impl Generator {
         }
     }
 
-    /// Where the calling thread's current stream stands. Makes no driver call while no capture of ours is under way.
+    /// The capture state of the calling thread's current stream. No driver call while no capture of a graph is under
+    /// way.
     fn capture_state(&self) -> Result<CaptureState> {
-        if self.device.instance().captures().none() {
+        if !self.device.instance().has_captures() {
             return Ok(CaptureState::None);
         }
         let status = CaptureStatus::of_existing(self.device.driver(), self.device.current_stream_id()?)?;
@@ -254,19 +269,17 @@ impl fmt::Debug for Generator {
 }
 
 impl Device {
-    /// The device's own generator, the same for all who ask. Made at its first use, with a seed that nobody can
-    /// foresee.
+    /// The device's default generator, shared by all callers. Made at its first use, with a nondeterministic seed.
     #[must_use]
     pub fn default_generator(&self) -> Generator {
-        let cell = &self.state().default_generator;
-        let seat = match cell.get() {
-            Some(seat) => seat,
+        let DefaultGenerator(state) = match self.extensions().get() {
+            Some(generator) => generator,
             None => {
-                let state = State::new(self.driver().entropy(), 0);
-                cell.get_or_init(|| Arc::new(Seat(Mutex::new(Arc::new(state)))))
+                let state = PhiloxState::new(self.driver().entropy(), 0);
+                self.extensions().get_or_init(|| DefaultGenerator(Arc::new(Mutex::new(Arc::new(state)))))
             }
         };
-        Generator { device: self.clone(), seat: Arc::clone(seat) }
+        Generator { device: self.clone(), state: Arc::clone(state) }
     }
 }
 

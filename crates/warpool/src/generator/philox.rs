@@ -1,12 +1,11 @@
-//! Philox 4x32-10 on the host: a pure function from a counter and a key to four words, and what generators make of the
-//! words.
+//! Philox 4x32-10 on the host: a pure function from a counter and a key to four words, and the conversions of the words
+//! to floats.
 //!
-//! This is the reference that kernels are compared with, and what the simulated device runs. No state here: that is in
-//! `state.rs`.
+//! The reference for the kernels, and what the simulated device runs. No state here: that is in `state.rs`.
 //!
-//! A *place* is (seed, subsequence, offset), as curand has it: the seed is the key, the subsequence the upper half of
-//! the counter, the lower half counts blocks of four words, so `offset / 4`. The same place gives the same words as
-//! curand's `curandStatePhilox4_32_10`.
+//! A *position* is (seed, subsequence, offset), as in cuRAND: the seed is the key, the subsequence the upper half of
+//! the counter, the lower half counts blocks of four words, so `offset / 4`. The same position gives the same words as
+//! cuRAND's `curandStatePhilox4_32_10`.
 
 /// Four words for a counter and a key: Philox 4x32 with 10 rounds, by Salmon, Moraes, Dror and Shaw.
 #[must_use]
@@ -26,14 +25,13 @@ pub const fn philox(counter: [u32; 4], key: [u32; 2]) -> [u32; 4] {
     [a, b, c, d]
 }
 
-/// The four words at a place. The offset is rounded down to a multiple of 4.
+/// The four words at a position. The offset is rounded down to a multiple of 4.
 #[must_use]
 pub const fn block(seed: u64, subsequence: u64, offset: u64) -> [u32; 4] {
     block_at(seed, subsequence, offset / 4)
 }
 
-/// The words from a place on, without end. Any offset will do. Past offset 2⁶⁴ the count of blocks goes on, as curand's
-/// does.
+/// The words from a position on, without end, at any offset. Past offset 2⁶⁴ the block counter continues, as in cuRAND.
 pub fn words(seed: u64, subsequence: u64, offset: u64) -> impl Iterator<Item = u32> {
     let skipped = (offset % 4) as usize;
     (offset / 4..).flat_map(move |count| block_at(seed, subsequence, count)).skip(skipped)
@@ -45,7 +43,7 @@ const fn block_at(seed: u64, subsequence: u64, count: u64) -> [u32; 4] {
     philox(counter, [seed as u32, (seed >> 32) as u32])
 }
 
-/// A float between 0, which never comes, and 1, which does.
+/// A float in (0, 1].
 #[must_use]
 pub fn uniform(word: u32) -> f32 {
     // Rounded twice, once to a float and once by the sum, as on the device; the product is exact.
@@ -59,7 +57,7 @@ pub fn uniform(word: u32) -> f32 {
 pub fn normals(first: u32, second: u32) -> [f32; 2] {
     const STEP: f32 = std::f32::consts::TAU / 4_294_967_296.0;
     let angle = f64::from((second as f32).mul_add(STEP, STEP / 2.0));
-    // In double precision: so the device's floats are compared with the nearest one, not with another's rounding.
+    // In double precision, so that the device's floats are compared with the nearest one.
     let radius = (-2.0 * f64::from(uniform(first)).ln()).sqrt();
     [(radius * angle.sin()) as f32, (radius * angle.cos()) as f32]
 }
@@ -70,7 +68,7 @@ mod tests {
 
     /// From `kat_vectors` of Random123, by the authors of Philox.
     #[test]
-    fn the_authors_vectors() {
+    fn philox_matches_the_vectors_of_its_authors() {
         let cases = [
             ([0; 4], [0; 2], [0x6627_e8d5, 0xe169_c58d, 0xbc57_ac4c, 0x9b00_dbd8]),
             ([u32::MAX; 4], [u32::MAX; 2], [0x408f_276d, 0x41c8_3b0e, 0xa20b_c7c6, 0x6d54_51fd]),

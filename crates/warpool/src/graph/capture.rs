@@ -1,26 +1,28 @@
 //! The scope of a capture: what can be done while one is under way, with memory that the graph owns.
 //!
-//! Work that is put into the stream past this scope, by a library or the driver's own calls, is captured just the same;
-//! the graph then does not know what memory it needs, and whoever put it there keeps that. Give it blocks of the
-//! graph's ([`Capture::allocate`], [`Capture::keep`]), and it is safe too.
+//! Work that is put into the stream without this scope, by a library or the driver's own calls, is captured just the
+//! same; the graph then does not own the memory of that work, and the program must keep it alive. With blocks of the
+//! graph ([`Capture::allocate`], [`Capture::keep`]) it need not. Pinned memory is in `capture_host.rs`.
 
 use std::fmt;
 use std::ops::Deref;
 use std::sync::Arc;
 
-use warpool_driver::{CaptureId, FunctionId, GraphTopology, KernelArg, LaunchShape, Pattern};
+use warpool_driver::{Address, CaptureId, FunctionId, GraphTopology, KernelArg, LaunchShape, Pattern};
 
-use super::GraphError;
-use super::begin::UnderWay;
-use super::buffers::{BufferAt, BufferKey, GraphArg, Owned};
+use super::args::GraphArg;
+use super::buffers::Owned;
 use super::graph::{Graph, Stage};
-use super::host::Place;
+use super::keys::{BufferKey, BufferOffset, CopyEndpoint};
+use super::open_capture::OpenCapture;
+use crate::error::GraphError;
+use crate::generator::CapturedGenerators;
 use crate::memory::{Allocate, DeviceAllocator, DeviceBlock, MemPool, MemPoolId, PoolScope};
-use crate::{Device, Result, Stream, StreamLease, lock};
+use crate::{Device, Result, Stream, StreamLease};
 
 /// A capture under way, or the body of a conditional node in it. See [`Graph::capture`].
 pub struct Capture<'a> {
-    pub(super) under_way: &'a mut UnderWay,
+    pub(super) open: &'a mut OpenCapture,
     pub(super) stream: Stream,
     pub(super) in_body: bool,
 }
@@ -29,12 +31,18 @@ impl Graph {
     /// The scope of a capture that [`capture_begin`](Self::capture_begin) began.
     pub fn scope(&mut self) -> Result<Capture<'_>> {
         match &mut self.stage {
-            Stage::Capturing(under_way) => {
-                let stream = under_way.stream.clone();
-                Ok(Capture { under_way, stream, in_body: false })
+            Stage::Capturing(open) => {
+                let stream = open.stream.clone();
+                Ok(Capture { open, stream, in_body: false })
             }
             _ => Err(GraphError::NotCapturing.into()),
         }
+    }
+
+    /// During a capture: retains `pool`, whose memory the capture uses, for as long as the graph holds the capture. A
+    /// second call for the same pool changes nothing.
+    pub fn retain_pool(&mut self, pool: MemPoolId) -> Result<()> {
+        self.scope()?.retain_pool(pool)
     }
 }
 
@@ -49,13 +57,13 @@ impl Capture<'_> {
     /// The device.
     #[must_use]
     pub fn device(&self) -> &Device {
-        &self.under_way.booking.device
+        self.open.registration.device()
     }
 
-    /// The driver's name for the capture as a whole.
+    /// The driver's id of the capture as a whole.
     #[must_use]
     pub fn id(&self) -> CaptureId {
-        self.under_way.id
+        self.open.id
     }
 
     /// Whether this is the body of a conditional node.
@@ -67,21 +75,21 @@ impl Capture<'_> {
     /// Where the graph's memory comes from.
     #[must_use]
     pub fn allocator(&self) -> &Arc<dyn DeviceAllocator> {
-        &self.under_way.booking.allocator
+        self.open.registration.allocator()
     }
 
-    /// The pool that memory comes from which is asked for on streams of the capture.
+    /// The pool of memory that is requested on streams of the capture.
     #[must_use]
     pub fn pool(&self) -> MemPoolId {
-        self.under_way.booking.pool()
+        self.open.registration.pool()
     }
 
-    /// Keeps `pool` for as long as the graph holds what it captures. A second time changes nothing.
+    /// Retains `pool` for as long as the graph holds the capture. A second call for the same pool changes nothing.
     pub fn retain_pool(&mut self, pool: MemPoolId) -> Result<()> {
-        self.under_way.booking.retain(pool)
+        self.open.registration.retain(pool)
     }
 
-    /// Takes what this thread asks for from `pool` until the scope is dropped, and keeps the pool with the graph.
+    /// Routes requests of this thread to `pool` until the scope is dropped, and retains the pool with the graph.
     pub fn enter_pool(&mut self, pool: &MemPool) -> Result<PoolScope> {
         pool.expect_of(self.allocator())?;
         self.retain_pool(pool.id())?;
@@ -93,33 +101,33 @@ impl Capture<'_> {
         Ok(self.stream.driver().capture_topology(self.stream.id())?)
     }
 
-    /// Memory that the graph owns, for work on the scope's stream.
+    /// Allocates memory that the graph owns, for work on the scope's stream.
     pub fn allocate(&mut self, bytes: u64) -> Result<BufferKey> {
         self.allocate_on(bytes, &self.stream.clone())
     }
 
-    /// The same for another stream of the capture.
+    /// Allocates memory that the graph owns, for another stream of the capture.
     pub fn allocate_on(&mut self, bytes: u64, stream: &Stream) -> Result<BufferKey> {
         self.expect_in_capture(stream)?;
         let block = self.allocator().allocate(bytes, stream)?;
-        Ok(self.under_way.buffers.add(Owned::Moved(block)))
+        Ok(self.open.buffers.add(Owned::Moved(block)))
     }
 
     /// Moves a block into the graph.
     pub fn keep(&mut self, block: DeviceBlock) -> Result<BufferKey> {
         block.expect_of(self.device().instance())?;
-        Ok(self.under_way.buffers.add(Owned::Moved(block)))
+        Ok(self.open.buffers.add(Owned::Moved(block)))
     }
 
-    /// Shares a block with the graph: it is there at least as long as the graph is.
+    /// Shares a block with the graph, which keeps it alive.
     pub fn share(&mut self, block: Arc<DeviceBlock>) -> Result<BufferKey> {
         block.expect_of(self.device().instance())?;
-        Ok(self.under_way.buffers.add(Owned::Shared(block)))
+        Ok(self.open.buffers.add(Owned::Shared(block)))
     }
 
     /// A block that the graph owns.
     pub fn buffer(&self, key: BufferKey) -> Result<&DeviceBlock> {
-        self.under_way.buffers.get(key)
+        self.open.buffers.get(key)
     }
 
     /// Captures a kernel.
@@ -138,49 +146,73 @@ impl Capture<'_> {
     ) -> Result<()> {
         self.expect_in_capture(stream)?;
         self.expect_own_slots(args)?;
-        self.note_host_uses(args, stream)?;
-        let buffers = &self.under_way.buffers;
+        self.record_host_uses(args, stream)?;
+        let buffers = &self.open.buffers;
         let args: Vec<KernelArg> = args.iter().map(|&arg| buffers.argument(arg)).collect::<Result<_>>()?;
         // SAFETY: the caller promises it; the graph owns the buffers among the arguments.
         Ok(unsafe { stream.driver().kernel_launch(function, shape, &args, stream.id()) }?)
     }
 
-    /// Fails if a slot among the arguments is another graph's, which may be gone before this one.
+    /// Fails if a slot among the arguments is another graph's, which may be freed before this one.
     fn expect_own_slots(&self, args: &[GraphArg]) -> Result<()> {
         let slots =
             args.iter().filter_map(|arg| if let GraphArg::Slot(Some(slot)) = arg { Some(slot.0) } else { None });
         for slot in slots {
-            let used = lock(&self.under_way.record.used);
-            if !used.generators.iter().any(|generator| generator.has_slot(slot)) {
+            if !self.open.record.with(|generators: &mut CapturedGenerators| generators.has_slot(slot)) {
                 return Err(GraphError::ForeignSlot.into());
             }
         }
         Ok(())
     }
 
+    /// Records that a kernel on `stream` uses the pinned memory among its arguments.
+    fn record_host_uses(&self, args: &[GraphArg], stream: &Stream) -> Result<()> {
+        let mut keys = args.iter().filter_map(|arg| if let GraphArg::Host(at) = arg { Some(at.key) } else { None });
+        keys.try_for_each(|key| self.open.buffers.get_host(key)?.record_use(stream))
+    }
+
     /// Captures a fill with `count` copies of `pattern`.
-    pub fn fill(&mut self, to: impl Into<BufferAt>, pattern: Pattern, count: u64, stream: &Stream) -> Result<()> {
+    pub fn fill(&mut self, to: impl Into<BufferOffset>, pattern: Pattern, count: u64, stream: &Stream) -> Result<()> {
         self.expect_in_capture(stream)?;
-        let ptr = self.under_way.buffers.address(to.into(), pattern.bytes().saturating_mul(count))?;
+        let ptr = self.open.buffers.address(to.into(), pattern.bytes().saturating_mul(count))?;
         Ok(stream.driver().fill(ptr, pattern, count, stream.id())?)
     }
 
     /// Captures a copy between buffers, of the device or of the host.
-    pub fn copy(&mut self, to: impl Into<Place>, from: impl Into<Place>, bytes: u64, stream: &Stream) -> Result<()> {
+    pub fn copy(
+        &mut self,
+        to: impl Into<CopyEndpoint>,
+        from: impl Into<CopyEndpoint>,
+        bytes: u64,
+        stream: &Stream,
+    ) -> Result<()> {
         self.expect_in_capture(stream)?;
-        let (to, from) = (self.place(to.into(), bytes, stream)?, self.place(from.into(), bytes, stream)?);
+        let (to, from) = (self.address(to.into(), bytes, stream)?, self.address(from.into(), bytes, stream)?);
         Ok(stream.driver().copy(to, from, bytes, stream.id())?)
     }
 
-    /// Another stream that takes part in the capture, behind what is in the scope's stream now. Nobody else has it
-    /// until the fork is dropped. Work in it must be [joined](Self::join) before the capture ends.
+    /// The address of `bytes` bytes that work on `stream` is about to use; of pinned memory the use is recorded.
+    fn address(&self, endpoint: CopyEndpoint, bytes: u64, stream: &Stream) -> Result<Address> {
+        let buffers = &self.open.buffers;
+        match endpoint {
+            CopyEndpoint::Device(at) => Ok(Address::Device(buffers.address(at, bytes)?)),
+            CopyEndpoint::Host(at) => {
+                let ptr = buffers.host_address(at, bytes)?;
+                buffers.get_host(at.key)?.record_use(stream)?;
+                Ok(Address::Host(ptr))
+            }
+        }
+    }
+
+    /// Leases another stream that takes part in the capture, after what is in the scope's stream now. Work in it must
+    /// be [joined](Self::join) before the capture ends.
     pub fn fork(&mut self) -> Result<Fork> {
         let lease = self.device().lease_stream()?;
         lease.wait_stream(&self.stream)?;
         Ok(Fork { lease })
     }
 
-    /// Makes the scope's stream wait for what is in a forked one.
+    /// Makes the scope's stream wait for the work in a forked one.
     pub fn join(&mut self, fork: Fork) -> Result<()> {
         self.stream.wait_stream(&fork)
     }
@@ -190,7 +222,7 @@ impl Capture<'_> {
         let instance = self.device().instance();
         instance.expect_same(stream.instance(), "the stream")?;
         match instance.captures().find(stream)? {
-            Some(site) if Arc::ptr_eq(&site.record, &self.under_way.record) => Ok(()),
+            Some(capture) if Arc::ptr_eq(&capture.record, &self.open.record) => Ok(()),
             _ => Err(GraphError::StreamNotInCapture { stream: stream.id() }.into()),
         }
     }
@@ -198,11 +230,11 @@ impl Capture<'_> {
 
 impl fmt::Debug for Capture<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} on {}", self.under_way.id, self.stream)
+        write!(f, "{} on {}", self.open.id, self.stream)
     }
 }
 
-/// A stream that was brought into a capture. See [`Capture::fork`].
+/// A stream that was forked into a capture. See [`Capture::fork`].
 #[must_use = "work in a forked stream must be joined before the capture ends"]
 #[derive(Debug)]
 pub struct Fork {

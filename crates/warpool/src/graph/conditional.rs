@@ -1,12 +1,12 @@
-//! `if` and `while` in graphs: bodies that run depending on a flag in device memory.
+//! Conditional nodes: `if` and `while` bodies that run depending on a flag in device memory.
 //!
-//! A conditional node has a flag of its own, which only kernels set. So before the node, and at the end of a `while`'s
-//! body, a kernel of one thread reads the caller's flag from memory and sets the node's. The body is captured on a
-//! stream of its own, leased until the whole capture ends: bodies come one after another, so as many streams are needed
-//! as bodies are nested.
+//! A conditional node has a condition value that only kernels can set. So before the node, and at the end of a `while`
+//! body, a kernel of one thread reads the caller's flag from memory and sets the condition. The body is captured on a
+//! stream of its own, leased until the whole capture ends: bodies are captured one after another, so as many streams
+//! are needed as bodies are nested.
 //!
-//! The node is in the graph before its body is captured, and cannot be taken out again. So once anything fails from
-//! there on, the whole capture comes to nothing.
+//! The node is in the graph before its body is captured, and cannot be removed. So a failure from there on fails the
+//! whole capture.
 
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::Arc;
@@ -16,14 +16,14 @@ use warpool_driver::{
     KernelScope, KernelSource,
 };
 
-use super::GraphError;
-use super::buffers::BufferAt;
 use super::capture::Capture;
-use super::shelf::{Doomed, Ended};
-use crate::capture::{CaptureStatus, Site};
+use super::keys::BufferOffset;
+use super::retired::{EndOutcome, GraphObject, RetiredGraphs};
+use crate::capture::{CaptureStatus, StreamCapture};
+use crate::error::GraphError;
 use crate::{Error, Result, Stream, launch};
 
-/// The kernels that carry a flag from memory into a node.
+/// The kernels that set a node's condition from memory.
 static FLAGS: KernelSource = KernelSource {
     name: "warpool conditional flags",
     cuda: r#"
@@ -41,38 +41,38 @@ extern "C" __global__ void flag_from_word(unsigned long long flag, const unsigne
     ],
 };
 
-type Ran = std::result::Result<(), KernelFault>;
+type KernelResult = std::result::Result<(), KernelFault>;
 
-fn flag_from_byte(scope: &mut KernelScope<'_>) -> Ran {
+fn flag_from_byte(scope: &mut KernelScope<'_>) -> KernelResult {
     let (flag, ptr) = (scope.arg_conditional(0)?, scope.arg_ptr(1)?);
     let mut value = [0];
     scope.memory.read(ptr, &mut value)?;
     scope.memory.set_conditional(flag, u32::from(value[0] != 0))
 }
 
-fn flag_from_word(scope: &mut KernelScope<'_>) -> Ran {
+fn flag_from_word(scope: &mut KernelScope<'_>) -> KernelResult {
     let (flag, ptr) = (scope.arg_conditional(0)?, scope.arg_ptr(1)?);
     let value = scope.read_u32(ptr, 1)?[0];
     scope.memory.set_conditional(flag, u32::from(value != 0))
 }
 
-/// A flag in device memory: set if it is not 0.
+/// A flag in device memory: true if it is not 0.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Flag {
-    at: BufferAt,
+    at: BufferOffset,
     bytes: u64,
 }
 
 impl Flag {
-    /// One byte, as booleans are.
+    /// One byte, such as a boolean.
     #[must_use]
-    pub fn byte(at: impl Into<BufferAt>) -> Self {
+    pub fn byte(at: impl Into<BufferOffset>) -> Self {
         Self { at: at.into(), bytes: 1 }
     }
 
-    /// Four bytes, at a multiple of four.
+    /// Four bytes, at an address that is a multiple of four.
     #[must_use]
-    pub fn word(at: impl Into<BufferAt>) -> Self {
+    pub fn word(at: impl Into<BufferOffset>) -> Self {
         Self { at: at.into(), bytes: 4 }
     }
 
@@ -82,18 +82,18 @@ impl Flag {
 }
 
 impl Capture<'_> {
-    /// Captures a body that runs at a replay only if `flag` is set when the replay gets there. Bodies can be nested.
-    /// The body's own stream is [`stream`](Self::stream) of its scope, and the thread's current one.
+    /// Captures a body that runs at a replay only if `flag` is true when the replay reaches it. Bodies can be nested.
+    /// The body's own stream is [`stream`](Self::stream) of its scope, and the thread's current stream meanwhile.
     ///
-    /// A body may hold kernels, copies, fills and further conditional nodes, no callbacks and no events; no random
-    /// numbers are drawn in it. If `body` fails, the whole capture does: [`GraphError::BodyFailed`] at its end,
-    /// whatever becomes of the error here.
+    /// A body may contain kernels, copies, fills and further conditional nodes, but no callbacks, no events, and no
+    /// random numbers. If `body` fails, the whole capture does: it ends with [`GraphError::BodyFailed`], also if the
+    /// caller ignores the error here.
     pub fn if_node<R>(&mut self, flag: Flag, body: impl FnOnce(&mut Capture<'_>) -> Result<R>) -> Result<R> {
         self.conditional(flag, ConditionalKind::If, body)
     }
 
-    /// The same with a body that runs while `flag` is set: it is read before the first run and after each. The body
-    /// changes the memory that it is in, or it runs for ever.
+    /// Captures a body that runs while `flag` is true: it is read before the first run and after each. The body must
+    /// change the flag, or it runs for ever. Otherwise as [`if_node`](Self::if_node).
     pub fn while_node<R>(&mut self, flag: Flag, body: impl FnOnce(&mut Capture<'_>) -> Result<R>) -> Result<R> {
         self.conditional(flag, ConditionalKind::While, body)
     }
@@ -108,21 +108,21 @@ impl Capture<'_> {
         if !device.properties().conditional_nodes {
             return Err(GraphError::NoConditionalNodes { device: device.id() }.into());
         }
-        let value = self.under_way.buffers.address(flag.at, flag.bytes)?;
-        // The device would fault when it reads it, and be of no use from then on.
+        let value = self.open.buffers.address(flag.at, flag.bytes)?;
+        // The device would fault when it reads it, and be unusable from then on.
         if !value.0.is_multiple_of(flag.bytes) {
             return Err(GraphError::FlagAlignment { offset: flag.at.offset }.into());
         }
         self.expect_in_capture(&self.stream)?;
-        let set = device.state().kernels.get(device.driver(), &FLAGS, flag.kernel())?;
-        let body_stream = self.under_way.body_streams.pop().map_or_else(|| device.lease_stream(), Ok)?;
+        let kernel = device.kernel(&FLAGS, flag.kernel())?;
+        let body_stream = self.open.body_streams.pop().map_or_else(|| device.lease_stream(), Ok)?;
         let node = device.driver().conditional_create(self.stream.id(), 0)?;
-        // From here on the graph has a flag that must have a node, and then a node that must have a body.
-        let mut left = LeftHalfDone { capture: self, why: Some(GraphError::BodyPanicked.into()) };
-        let outcome = left.capture.capture_node(&NewNode { kind, node, value, set }, &body_stream, body);
-        left.why = outcome.as_ref().err().cloned();
-        drop(left);
-        self.under_way.body_streams.push(body_stream);
+        // From here on the graph has a condition that needs a node, and then a node that needs a body.
+        let mut guard = FailOnDrop { capture: self, error: Some(GraphError::BodyPanicked.into()) };
+        let outcome = guard.capture.capture_node(&NewNode { kind, node, value, kernel }, &body_stream, body);
+        guard.error = outcome.as_ref().err().cloned();
+        drop(guard);
+        self.open.body_streams.push(body_stream);
         outcome
     }
 
@@ -133,9 +133,9 @@ impl Capture<'_> {
         body: impl FnOnce(&mut Capture<'_>) -> Result<R>,
     ) -> Result<R> {
         let driver = stream.driver();
-        node.set_flag(&self.stream)?;
-        driver.conditional_begin(self.stream.id(), node.node, node.kind, stream.id(), self.under_way.mode)?;
-        // Ended whatever happens in it, also by a panic.
+        node.set_condition(&self.stream)?;
+        driver.conditional_begin(self.stream.id(), node.node, node.kind, stream.id(), self.open.mode)?;
+        // Ended also after an error or a panic.
         let outcome = catch_unwind(AssertUnwindSafe(|| self.capture_body(node, stream, body)));
         let ended = self.end_body(stream);
         match outcome {
@@ -154,62 +154,64 @@ impl Capture<'_> {
             CaptureStatus::Capturing(id) => id,
             _ => return Err(DriverError::new("conditional_begin", ErrorCode::StreamCaptureInvalidated).into()),
         };
-        let site = Site { record: Arc::clone(&self.under_way.record), in_body: true };
-        self.under_way.booking.register(id, site)?;
+        let capture = StreamCapture { id, record: Arc::clone(&self.open.record), in_body: true };
+        self.open.registration.register(capture)?;
         let outcome = {
             let _current = stream.enter();
-            let mut scope = Capture { under_way: &mut *self.under_way, stream: stream.clone(), in_body: true };
+            let mut scope = Capture { open: &mut *self.open, stream: stream.clone(), in_body: true };
             catch_unwind(AssertUnwindSafe(|| body(&mut scope)))
         };
-        let unregistered = self.under_way.booking.unregister(id);
+        let unregistered = self.open.registration.unregister(id);
         let value = outcome.unwrap_or_else(|panic| resume_unwind(panic))?;
         unregistered?;
         if node.kind == ConditionalKind::While {
-            node.set_flag(stream)?;
+            node.set_condition(stream)?;
         }
         Ok(value)
     }
 
     fn end_body(&self, stream: &Stream) -> Result<()> {
-        let shelf = &self.device().state().graphs;
-        match shelf.end(stream.driver(), stream.id(), None) {
-            // It belongs to the node; this only forgets its name.
-            Ended::Graph(graph) => {
-                shelf.destroy(stream.driver(), Doomed::Template(graph));
+        let retired = RetiredGraphs::of(self.device());
+        match retired.end(stream.driver(), stream.id(), None) {
+            // The body belongs to the node; this only releases its id.
+            EndOutcome::Graph(graph) => {
+                retired.destroy(stream.driver(), GraphObject::Template(graph));
                 Ok(())
             }
             // One that is still under way ends with the capture around it.
-            Ended::Failed(error) | Ended::StillUnderWay(error) => Err(GraphError::CaptureFailed { error }.into()),
+            EndOutcome::Failed(error) | EndOutcome::StillUnderWay(error) => {
+                Err(GraphError::CaptureFailed { error }.into())
+            }
         }
     }
 }
 
-/// Notes, when dropped, that a capture can come to nothing any more, and why.
-struct LeftHalfDone<'a, 'b> {
+/// Fails the whole capture when dropped with an error.
+struct FailOnDrop<'a, 'b> {
     capture: &'a mut Capture<'b>,
-    why: Option<Error>,
+    error: Option<Error>,
 }
 
-impl Drop for LeftHalfDone<'_, '_> {
+impl Drop for FailOnDrop<'_, '_> {
     fn drop(&mut self) {
-        let broken = &mut self.capture.under_way.broken;
-        *broken = broken.take().or_else(|| self.why.take());
+        let failed = &mut self.capture.open.failed;
+        *failed = failed.take().or_else(|| self.error.take());
     }
 }
 
-/// What a conditional node is made of.
+/// A conditional node to be captured.
 struct NewNode {
     kind: ConditionalKind,
     node: ConditionalId,
-    /// Where the caller's flag is.
+    /// The caller's flag.
     value: DevicePtr,
     /// The kernel that reads it.
-    set: FunctionId,
+    kernel: FunctionId,
 }
 
 impl NewNode {
-    /// Captures that the node's flag is set from memory.
-    fn set_flag(&self, stream: &Stream) -> Result<()> {
-        Ok(launch::set_conditional(stream.driver(), self.set, self.node, self.value, stream.id())?)
+    /// Captures the kernel that sets the node's condition from the flag.
+    fn set_condition(&self, stream: &Stream) -> Result<()> {
+        Ok(launch::set_conditional(stream.driver(), self.kernel, self.node, self.value, stream.id())?)
     }
 }

@@ -1,42 +1,39 @@
-//! The graph itself: what it holds at each stage, and everything that is neither capturing nor replaying.
+//! The graph: its stages, and everything that is neither capturing nor replaying.
 //!
-//! # What happens to memory when a graph goes
-//! Replays may be under way when a graph is reset or dropped, on streams that its memory was never allocated for.
-//! Nothing waits for them there:
-//! - Blocks that it owns go back to their allocator, which was told of every stream that replays ran on, and gives them
-//!   out again only behind those.
-//! - Its own pool gives out nothing any more once nobody uses it. Its memory goes back to the driver when the allocator
-//!   is trimmed or needs room; that waits for the streams that replays ran on.
-//! - A pool that others still use is theirs to order: graphs that share one must not overlap.
-//! - Pinned blocks, be they owned or used in passing, go back to their allocator when the last graph of the pool goes,
-//!   and to their next owner behind the streams that replays ran on.
-//! - The executable is destroyed, or left on a shelf by a destructor; launches under way complete either way.
+//! # The memory of a graph that is reset or dropped
+//! Replays may be under way when a graph is reset or dropped, on streams that its memory was not allocated for. Nothing
+//! waits for them there:
+//! - The use of its blocks on every stream of a replay was recorded, so the allocator reuses them after those.
+//! - Its own pool serves no requests once its last user is gone. The pool's memory returns to the driver when the
+//!   allocator is trimmed or runs out; that waits for the streams of replays.
+//! - In a pool with other users, replays must not overlap: graphs that share one are ordered by the program.
+//! - Pinned blocks, owned or used in passing, return to their allocator with the last graph of the pool, and are reused
+//!   after the streams of replays.
+//! - The executable is destroyed, or left to be destroyed by a destructor; launches under way complete either way.
 
-use std::any::Any;
 use std::fmt;
 use std::path::Path;
-use std::sync::{Arc, Mutex, OnceLock};
+use std::sync::{Arc, OnceLock};
 
 use warpool_driver::{GraphExecId, GraphId, GraphTopology, RawHandle};
 
-use super::begin::{UnderWay, release_pools};
-use super::buffers::{BufferKey, Buffers};
-use super::end::instantiate;
-use super::replay::SeenStreams;
-use super::shelf::Doomed;
-use super::{GraphError, GraphOptions};
-use crate::capture::Used;
-use crate::generator::GeneratorInCapture;
-use crate::memory::{DeviceAllocator, DeviceBlock, GraphHostPool, MemPoolId};
+use super::captured::{Captured, instantiate};
+use super::keys::{BufferKey, HostKey};
+use super::open_capture::OpenCapture;
+use super::options::GraphOptions;
+use super::registration::release_pools;
+use super::retired::{GraphObject, RetiredGraphs};
+use crate::error::GraphError;
+use crate::memory::{DeviceAllocator, DeviceBlock, HostBlock, MemPoolId};
 use crate::{Device, Result, Stream};
 
-/// Captured work that can be run again and again.
+/// Captured work that can be replayed any number of times.
 ///
-/// It owns what the work needs: the pools that its memory came from, blocks that were moved or lent into it (pinned
-/// ones too), workspaces and generators' slots. In safe Rust none of that can go before the graph does. See the
-/// [module](super) for how it is used.
+/// It owns what the work needs: the pools that its memory came from, blocks that were moved into it or shared with it
+/// (also pinned ones), workspaces and generators' slots. In safe Rust none of that can be freed before the graph is.
+/// See the [module](super) for an example.
 ///
-/// A block that a graph keeps is gone for everybody else:
+/// A block that a graph keeps cannot be used by others:
 /// ```compile_fail,E0382
 /// # use warpool::{Stream, graph::{CaptureOptions, Graph}, memory::DeviceBlock};
 /// # fn lost(graph: &mut Graph, stream: &Stream, block: DeviceBlock) -> warpool::Result<()> {
@@ -45,7 +42,7 @@ use crate::{Device, Result, Stream};
 /// # Ok(())
 /// # }
 /// ```
-/// A buffer is only lent, and cannot outlive its graph:
+/// A reference to a buffer cannot outlive its graph:
 /// ```compile_fail,E0505
 /// # use warpool::graph::{BufferKey, Graph};
 /// # fn outlives(graph: Graph, key: BufferKey) -> warpool::Result<()> {
@@ -87,75 +84,17 @@ pub struct Graph {
     pub(super) stage: Stage,
 }
 
-/// Where a graph stands.
+/// The stages of a graph.
 pub(super) enum Stage {
     /// It holds nothing.
     New,
-    Capturing(Box<UnderWay>),
+    Capturing(Box<OpenCapture>),
     Captured(Box<Captured>),
 }
 
-/// What a capture came to.
-pub(super) struct Captured {
-    /// There if the graph keeps it, or if generators need it: their arguments are set through its nodes.
-    pub(super) template: Option<GraphId>,
-    pub(super) exec: OnceLock<GraphExecId>,
-    is_empty: bool,
-    pools: Vec<MemPoolId>,
-    pub(super) buffers: Buffers,
-    /// Workspaces and the like.
-    _kept: Vec<Arc<dyn Any + Send + Sync>>,
-    host_pools: Vec<Arc<GraphHostPool>>,
-    pub(super) generators: Vec<GeneratorInCapture>,
-    /// Held while it is made ready, and over a replay with generators.
-    pub(super) turn: Mutex<()>,
-    pub(super) seen: SeenStreams,
-}
-
-impl Captured {
-    pub(super) fn new(
-        template: Option<GraphId>,
-        exec: Option<GraphExecId>,
-        is_empty: bool,
-        pools: Vec<MemPoolId>,
-        buffers: Buffers,
-        used: Used,
-    ) -> Self {
-        Self {
-            template,
-            exec: exec.map_or_else(OnceLock::new, OnceLock::from),
-            is_empty,
-            pools,
-            buffers,
-            _kept: used.kept,
-            host_pools: used.host_pools,
-            generators: used.generators,
-            turn: Mutex::default(),
-            seen: SeenStreams::default(),
-        }
-    }
-
-    /// Notes that replays run on `stream`.
-    pub(super) fn record_use(&self, allocator: &Arc<dyn DeviceAllocator>, stream: &Stream) -> Result<()> {
-        let keeper = allocator.pools()?;
-        for &pool in &self.pools {
-            keeper.record_pool_use(stream.device_id(), pool, stream.id())?;
-        }
-        self.host_pools.iter().for_each(|pool| pool.record_replay(stream));
-        self.generators.iter().try_for_each(|generator| generator.record_use(stream))?;
-        self.buffers.record_use(stream)
-    }
-
-    /// What is the driver's of it.
-    fn objects(&self) -> impl Iterator<Item = Doomed> {
-        let exec = self.exec.get().copied().map(Doomed::Exec);
-        exec.into_iter().chain(self.template.map(Doomed::Template))
-    }
-}
-
 impl Graph {
-    /// A graph that holds nothing yet, for streams of `device` and with memory from `allocator`, which must have
-    /// private pools. Makes no driver call.
+    /// An empty graph, for streams of `device` and with memory from `allocator`, which must support private pools.
+    /// Makes no driver call.
     pub fn new(allocator: &Arc<dyn DeviceAllocator>, device: &Device, options: GraphOptions) -> Result<Self> {
         allocator.instance().expect_same(device.instance(), "the device")?;
         allocator.pools()?;
@@ -168,7 +107,7 @@ impl Graph {
         &self.device
     }
 
-    /// How it was made.
+    /// Its options.
     #[must_use]
     pub fn options(&self) -> GraphOptions {
         self.options
@@ -186,7 +125,7 @@ impl Graph {
         matches!(self.stage, Stage::Captured(_))
     }
 
-    /// Whether nothing was captured. Most often the work went to another stream or device then.
+    /// Whether the capture contains no work. Most often the work went to another stream or device then.
     pub fn is_empty(&self) -> Result<bool> {
         Ok(self.captured()?.is_empty)
     }
@@ -196,57 +135,77 @@ impl Graph {
         Ok(self.captured()?.pools[0])
     }
 
-    /// All pools that it keeps, the one that its memory comes from first. Empty if it holds nothing.
+    /// All pools that it retains, the one that its memory comes from first. Empty if it holds nothing.
     #[must_use]
     pub fn pools(&self) -> Vec<MemPoolId> {
         match &self.stage {
             Stage::New => Vec::new(),
-            Stage::Capturing(under_way) => under_way.booking.pools().to_vec(),
+            Stage::Capturing(open) => open.registration.pools().to_vec(),
             Stage::Captured(captured) => captured.pools.clone(),
         }
-    }
-
-    /// During a capture: keeps `pool`, whose memory the capture uses, for as long as the graph holds it. A second time
-    /// changes nothing.
-    pub fn retain_pool(&mut self, pool: MemPoolId) -> Result<()> {
-        self.scope()?.retain_pool(pool)
     }
 
     /// A block that the graph owns.
     pub fn buffer(&self, key: BufferKey) -> Result<&DeviceBlock> {
         match &self.stage {
             Stage::New => Err(GraphError::NotCaptured.into()),
-            Stage::Capturing(under_way) => under_way.buffers.get(key),
+            Stage::Capturing(open) => open.buffers.get(key),
             Stage::Captured(captured) => captured.buffers.get(key),
         }
     }
 
-    /// Makes a graph that keeps its template ready to launch, or ready anew. The first replay does it too, if nobody
-    /// did.
+    /// Pinned host memory that the graph owns, to be read and written between replays.
+    ///
+    /// The reference cannot outlive the graph:
+    /// ```compile_fail,E0505
+    /// # use warpool::graph::{Graph, HostKey};
+    /// # fn outlives(graph: Graph, key: HostKey) -> warpool::Result<()> {
+    /// let pinned = graph.host_buffer(key)?;
+    /// drop(graph);
+    /// pinned.write(0, &[1, 2, 3])
+    /// # }
+    /// ```
+    /// Nor can it be held over a reset, after which others may use the memory:
+    /// ```compile_fail,E0502
+    /// # use warpool::graph::{Graph, HostKey};
+    /// # fn held(graph: &mut Graph, key: HostKey) -> warpool::Result<()> {
+    /// let pinned = graph.host_buffer(key)?;
+    /// graph.reset()?;
+    /// pinned.write(0, &[1, 2, 3])
+    /// # }
+    /// ```
+    pub fn host_buffer(&self, key: HostKey) -> Result<&HostBlock> {
+        match &self.stage {
+            Stage::New => Err(GraphError::NotCaptured.into()),
+            Stage::Capturing(open) => open.buffers.get_host(key),
+            Stage::Captured(captured) => captured.buffers.get_host(key),
+        }
+    }
+
+    /// Instantiates a graph that keeps its template, or instantiates it again. The first replay does it otherwise.
     pub fn instantiate(&mut self) -> Result<()> {
         let template = self.template()?;
         let driver = self.device.driver();
         let exec = instantiate(driver, template)?;
         let Stage::Captured(captured) = &mut self.stage else { unreachable!("it has a template") };
         if let Some(old) = std::mem::replace(&mut captured.exec, OnceLock::from(exec)).take() {
-            self.device.state().graphs.destroy(driver, Doomed::Exec(old));
+            RetiredGraphs::of(&self.device).destroy(driver, GraphObject::Exec(old));
         }
         Ok(())
     }
 
-    /// The driver's handle of the template, if it is [kept](GraphOptions::keep_graph). It is good until the graph is
-    /// reset or dropped.
+    /// The driver's handle of the template, if it is [kept](GraphOptions::keep_graph). Valid until the graph is reset
+    /// or dropped.
     pub fn raw(&self) -> Result<RawHandle> {
         Ok(self.device.driver().graph_raw(self.template()?)?)
     }
 
-    /// The name of what is launched, for the driver's contract. It is good until the graph is made ready again, reset
-    /// or dropped.
+    /// The driver's id of the executable. Valid until the graph is instantiated again, reset or dropped.
     pub fn exec_id(&self) -> Result<GraphExecId> {
         Ok(*self.captured()?.exec.get().ok_or(GraphError::NotInstantiated)?)
     }
 
-    /// The driver's handle of what is launched. It is good until the graph is made ready again, reset or dropped.
+    /// The driver's handle of the executable. Valid until the graph is instantiated again, reset or dropped.
     pub fn raw_exec(&self) -> Result<RawHandle> {
         Ok(self.device.driver().graph_exec_raw(self.exec_id()?)?)
     }
@@ -256,12 +215,12 @@ impl Graph {
         Ok(self.device.driver().graph_topology(self.template()?)?)
     }
 
-    /// The graph as text in the DOT language, if the template is [kept](GraphOptions::keep_graph).
+    /// The graph in the DOT language, if the template is [kept](GraphOptions::keep_graph).
     pub fn dot(&self) -> Result<String> {
         Ok(self.device.driver().graph_dot(self.template()?)?)
     }
 
-    /// Writes that text to a file.
+    /// Writes the graph to a file, in the DOT language.
     pub fn write_dot(&self, path: impl AsRef<Path>) -> Result<()> {
         let (path, text) = (path.as_ref(), self.dot()?);
         let failed =
@@ -269,25 +228,15 @@ impl Graph {
         Ok(std::fs::write(path, text).map_err(failed)?)
     }
 
-    /// Gives up everything that the graph holds; it can capture again then. A capture that is under way is ended and
-    /// comes to nothing. What the driver cannot destroy is tried again later, and is a warning.
-    pub fn reset(&mut self) -> Result<()> {
-        if let Some(error) = self.give_up_capture() {
-            tracing::warn!(%error, "a capture was given up that had failed");
+    pub(super) fn captured(&self) -> Result<&Captured> {
+        match &self.stage {
+            Stage::Captured(captured) => Ok(captured),
+            Stage::Capturing(_) => Err(GraphError::StillCapturing.into()),
+            Stage::New => Err(GraphError::NotCaptured.into()),
         }
-        let driver = self.device.driver();
-        let shelf = &self.device.state().graphs;
-        if let Stage::Captured(captured) = std::mem::replace(&mut self.stage, Stage::New) {
-            for object in captured.objects() {
-                shelf.destroy(driver, object);
-            }
-            release_pools(&self.allocator, &self.device, &captured.pools);
-        }
-        shelf.settle(driver, self.device.instance().captures());
-        Ok(())
     }
 
-    /// The template, if it is there for others.
+    /// The template, if the user has it kept.
     fn template(&self) -> Result<GraphId> {
         let captured = self.captured()?;
         let template = captured.template.filter(|_| self.options.keep_graph);
@@ -310,9 +259,10 @@ impl Drop for Graph {
     fn drop(&mut self) {
         match std::mem::replace(&mut self.stage, Stage::New) {
             Stage::New => {}
-            Stage::Capturing(under_way) => under_way.orphan(),
+            Stage::Capturing(open) => open.abandon(),
             Stage::Captured(captured) => {
-                captured.objects().for_each(|object| self.device.state().graphs.doom(object));
+                let retired = RetiredGraphs::of(&self.device);
+                captured.objects().for_each(|object| retired.destroy_later(object));
                 release_pools(&self.allocator, &self.device, &captured.pools);
             }
         }
@@ -323,7 +273,7 @@ impl fmt::Debug for Graph {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let stage = match &self.stage {
             Stage::New => "new".to_owned(),
-            Stage::Capturing(under_way) => format!("capturing on {}", under_way.stream),
+            Stage::Capturing(open) => format!("capturing on {}", open.stream),
             Stage::Captured(captured) if captured.is_empty => "captured, empty".to_owned(),
             Stage::Captured(_) => "captured".to_owned(),
         };

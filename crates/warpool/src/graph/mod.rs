@@ -1,4 +1,4 @@
-//! Graphs: work that is captured once and launched many times.
+//! CUDA graphs: work that is captured once and launched many times.
 //!
 //! ```
 //! use std::sync::Arc;
@@ -19,11 +19,11 @@
 //! let mut graph = Graph::new(&allocator, &device, GraphOptions::default())?;
 //! let output = graph.capture(&stream, CaptureOptions::default(), |capture| {
 //!     let stream = capture.stream().clone(); // also the thread's current stream
-//!     let input = capture.share(Arc::clone(&input))?; // from outside: the graph holds on to it
+//!     let input = capture.share(Arc::clone(&input))?; // allocated outside: the graph keeps it alive
 //!     let between = capture.allocate(1024)?; // from the graph's own pool
 //!     let output = capture.allocate(1024)?;
 //!     capture.copy(between, input, 1024, &stream)?;
-//!     let side = capture.fork()?; // a second stream, side by side with the first
+//!     let side = capture.fork()?; // a second stream, in parallel with the first
 //!     capture.copy(output, between, 512, &side)?;
 //!     capture.copy(output.at(512), between.at(512), 512, &stream)?;
 //!     capture.join(side)?;
@@ -42,67 +42,76 @@
 //! # }
 //! ```
 //!
-//! - [`Graph`] has three stages: new, capturing, captured. [`Graph::reset`] and a failed capture lead back to new.
-//! - [`Graph::capture`] is the way to capture: a scope, [`Capture`], that cannot be left half done.
-//!   [`Graph::capture_begin`] and [`Graph::capture_end`] are the bare pair for callers from other languages;
-//!   [`Graph::scope`] gives them the same scope in between.
-//! - Memory: what is asked for on streams of a capture comes from the graph's pool, be it by the scope, a library or
-//!   the program's own allocations. What the *scope* gives or takes ([`Capture::allocate`], [`Capture::keep`],
-//!   [`Capture::share`]) the graph owns until it is reset or dropped, and lends by [`BufferKey`]. Blocks that are
-//!   allocated past the scope are their owner's: freed in the capture, their memory serves the rest of it; freed later,
-//!   it stays in the pool.
+//! - A [`Graph`] has three stages: new, capturing, captured. [`Graph::reset`] and a failed capture make it new again.
+//! - [`Graph::capture`] captures in a scope, [`Capture`], that cannot be left incomplete. [`Graph::capture_begin`] and
+//!   [`Graph::capture_end`] are for callers from other languages; [`Graph::scope`] gives them the same scope in
+//!   between.
+//! - Memory that is requested on streams of a capture comes from the graph's pool, be it by the scope, a library or the
+//!   program's own allocations. The graph owns what the *scope* allocates or takes ([`Capture::allocate`],
+//!   [`Capture::keep`], [`Capture::share`]) until it is reset or dropped; it is accessed by [`BufferKey`]. Blocks that
+//!   are allocated without the scope belong to the program: freed in the capture, their memory is reused in it; freed
+//!   later, it stays in the pool.
 //! - Pinned host memory: [`Capture::allocate_host`], [`Capture::keep_host`] and [`Capture::share_host`] give it to the
-//!   graph, by [`HostKey`], for copies and kernels. A pinned block that is used in a capture past the scope, and says
-//!   so ([`HostBlock::record_use`](crate::memory::HostBlock::record_use)), is the graph's from there on too.
+//!   graph, by [`HostKey`], for copies and kernels. A pinned block that is used in a capture without the scope, and
+//!   whose use is recorded ([`HostBlock::record_use`](crate::memory::HostBlock::record_use)), is kept by the graph too.
 //! - [`Capture::if_node`] and [`Capture::while_node`]: bodies that run depending on a [`Flag`] in device memory.
-//! - [`Instance::polling`](crate::Instance::polling): for threads that ask about events while others capture.
-//! - [`GraphedCallable`]: a function with one graph per shape, and a way without one.
+//! - [`Instance::polling`](crate::Instance::polling): for threads that query events while others capture.
+//! - [`GraphedCallable`]: a function with one graph per shape, and a fallback without one.
 //!
 //! # Life of a capture
-//! 1. Everything is checked that can be. What dropped graphs left on the driver is cleared up.
-//! 2. The pool is made or retained; requests for the stream are routed to it; the allocator and the registry count the
-//!    capture. From here on nobody marks the stream.
-//! 3. Pollers are waited for; then the driver's capture begins, is asked for its id, and routing goes by that: streams
-//!    that join the capture get the pool too.
-//! 4. Work is put into streams. Libraries and generators find the graph by the stream's capture, and leave there what
-//!    it will need.
-//! 5. The driver's capture ends. Routing, counts and the registry's entry end with it, whatever the driver said.
-//! 6. If all went well, the template is made ready, and kept or destroyed. If not, everything that the capture had
-//!    goes, and the graph is as new.
+//! 1. Everything that can be checked is checked. What dropped graphs left on the driver is destroyed.
+//! 2. The pool is made or retained; requests for the stream are routed to it; the allocator and the `Instance` count
+//!    the capture. From here on no allocator records an event in the stream.
+//! 3. Threads that poll are waited for; then the driver's capture begins, its id is read, and routing goes by that id:
+//!    requests of streams that join the capture go to the pool too.
+//! 4. Work is put into streams. Libraries and generators find the capture of a stream, and store there what the graph
+//!    will need.
+//! 5. The driver's capture ends. Routing, counts and the registry's entry end with it, also if the driver failed.
+//! 6. If all went well, the template is instantiated, and kept or destroyed. If not, everything that the capture had is
+//!    freed, and the graph is as new.
 //!
-//! # Where it differs from PyTorch
-//! - A graph that was captured can be captured again after a reset, and so can one whose capture failed, at once.
-//! - A graph owns what its scope was given. PyTorch leaves it to the program to keep inputs and outputs alive.
-//! - Replays on several streams, and graphs that go while they run, are safe for the memory that a graph owns and for
-//!   its own pool, with growing segments too: the allocator is told of each stream at the first replay there.
-//! - Waiting for threads that poll, which PyTorch once had, is here, with guards instead of counters, and can be given
-//!   up.
-//! - Dropping a graph calls no driver; what is left is destroyed by the next capture or reset on the device.
+//! # Differences from PyTorch
+//! - A graph that was captured can be captured again after a reset, and after a failed capture at once.
+//! - A graph owns what its scope was given. In PyTorch the program must keep inputs and outputs alive.
+//! - Replays on several streams, and graphs that are dropped while they run, are safe for the memory that a graph owns
+//!   and for its own pool, also with expandable segments: the first replay on each stream records the use there.
+//! - A capture waits for threads that poll, which PyTorch once did; here with guards instead of counters, and with a
+//!   timeout.
+//! - Dropping a graph makes no driver call; its driver objects are destroyed by the next capture or reset on the
+//!   device.
 //! - Random numbers in the body of a conditional node are an error when they are drawn, not when the body ends.
 //! - `graph_capture_record_stream_reuse` and conditional nodes can be used together.
 
+mod args;
 mod begin;
 mod buffers;
+mod call_outcome;
 mod callable;
 mod capture;
+mod capture_host;
+mod captured;
 mod conditional;
 mod end;
-#[expect(clippy::module_inception, reason = "the graph is what the module is about")]
+#[expect(clippy::module_inception, reason = "the type that the module is about")]
 mod graph;
-mod graphed;
-mod host;
+mod graphed_callable;
+mod keys;
+mod open_capture;
 mod options;
+mod registration;
 mod replay;
-mod shelf;
+mod retired;
+mod stream_set;
 
 pub use crate::capture::Polling;
 pub use crate::error::GraphError;
-pub use buffers::{BufferAt, BufferKey, GeneratorSlot, GraphArg};
-pub use callable::{Answer, Call, Callable, Fallback, Input};
+pub use crate::generator::GeneratorSlot;
+pub use args::GraphArg;
+pub use call_outcome::{CallOutcome, Fallback};
+pub use callable::{Call, Callable, Input};
 pub use capture::{Capture, Fork};
 pub use conditional::Flag;
 pub use graph::Graph;
-pub use graphed::{GraphReport, GraphedCallable, GraphedOptions};
-pub use host::{HostAt, HostKey, Place};
+pub use graphed_callable::{GraphReport, GraphedCallable, GraphedOptions};
+pub use keys::{BufferKey, BufferOffset, CopyEndpoint, HostKey, HostOffset};
 pub use options::{CaptureOptions, GraphOptions, capture_mode};
-pub(crate) use shelf::GraphShelf;

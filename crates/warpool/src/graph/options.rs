@@ -1,45 +1,45 @@
-//! What can be chosen about a graph, and about each capture of it.
+//! Options of a graph, and of a capture.
 
 use std::time::Duration;
 
 use warpool_driver::CaptureMode;
 
-use super::GraphError;
+use crate::error::GraphError;
 use crate::memory::MemPoolId;
 
-/// How a graph is made.
+/// Options of a graph.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct GraphOptions {
-    /// Whether the captured template stays after it was made ready: for [`Graph::raw`](super::Graph::raw),
-    /// [`Graph::dot`](super::Graph::dot) and making it ready again. It is then made ready at the first replay, not when
-    /// the capture ends.
+    /// Whether the captured template is kept after instantiation: for [`Graph::raw`](super::Graph::raw),
+    /// [`Graph::dot`](super::Graph::dot) and instantiating it again. It is then instantiated at the first replay, not
+    /// when the capture ends.
     pub keep_graph: bool,
 }
 
-/// How a capture is done.
+/// Options of a capture.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct CaptureOptions {
-    /// Where its memory comes from: the pool of another graph, or of a [`MemPool`](crate::memory::MemPool). `None`
-    /// makes a pool of its own.
+    /// The pool of its memory: that of another graph, or of a [`MemPool`](crate::memory::MemPool). `None` makes a new
+    /// pool.
     ///
     /// Graphs that share a pool use the same memory at different times. So their replays must not overlap, and must
-    /// come in the order of their captures wherever one reads what another left.
+    /// come in the order of their captures wherever one reads the output of another.
     pub pool: Option<MemPoolId>,
-    /// How strict it is with calls that could disturb it. See [`capture_mode`] for the names.
+    /// Which calls of other threads invalidate it. See [`capture_mode`] for the names.
     pub mode: CaptureMode,
-    /// How long to wait for threads that [poll](crate::Instance::polling); `None` is as long as it takes.
-    pub poller_patience: Option<Duration>,
+    /// How long to wait for threads that [poll](crate::Instance::polling); `None` is without a limit.
+    pub poller_timeout: Option<Duration>,
 }
 
 impl CaptureOptions {
-    /// The same, with memory from `pool`.
+    /// With memory from `pool`.
     #[must_use]
     pub const fn with_pool(mut self, pool: MemPoolId) -> Self {
         self.pool = Some(pool);
         self
     }
 
-    /// The same, in that mode.
+    /// In that mode.
     #[must_use]
     pub const fn with_mode(mut self, mode: CaptureMode) -> Self {
         self.mode = mode;
@@ -47,7 +47,7 @@ impl CaptureOptions {
     }
 }
 
-/// The mode of that name: `global`, `thread_local` or `relaxed`.
+/// The mode with that name: `global`, `thread_local` or `relaxed`.
 ///
 /// ```
 /// use warpool::driver::CaptureMode;

@@ -1,4 +1,4 @@
-//! What a pool needs to know about a library: how its handles are made and unmade; and the kinds that Warpool knows.
+//! The libraries whose handles are pooled: how a handle is created and destroyed.
 
 use std::cell::Cell;
 use std::fmt;
@@ -6,28 +6,29 @@ use std::sync::Mutex;
 
 use warpool_driver::{DeviceId, Driver, HandleId, Library, RawHandle, StreamId};
 
-use crate::instance::InstanceKey;
+use crate::instance::{Extension, ExtensionSlot, InstanceKey};
 use crate::{Device, Error, Instance, Result, Stream, lock};
 
-/// A library whose handles can be pooled. Yours too: a `Handle` is any value that one thread at a time may use.
+/// A library whose handles can be pooled. Users may implement it: a `Handle` is any value that one thread at a time may
+/// use.
 pub trait LibraryKind: Send + Sync + 'static {
-    /// One handle, with what is remembered about it; its next holder finds it as it was left. Dropping one must not
-    /// call the library: where [`destroy`](Self::destroy) was not called, the library may be gone already. What a
-    /// handle keeps alive lives as long as the thread that holds it.
+    /// One handle, with what is cached about it; its next user finds it as it was left. Dropping one must not call the
+    /// library: where [`destroy`](Self::destroy) was not called, the library may be unloaded already. What a handle
+    /// keeps alive lives as long as the thread that owns it.
     type Handle: Send + 'static;
 
     /// The library's name, for errors.
     fn name(&self) -> &'static str;
 
-    /// Makes a handle for `device`. No lock is held meanwhile.
+    /// Creates a handle for `device`. Called without a lock.
     fn create(&self, device: &Device) -> Result<Self::Handle>;
 
-    /// Unmakes it. One that could not be unmade is still there, and still the pool's: a library may refuse while a
+    /// Destroys a handle. After a failure the handle still exists and stays in the pool: a library may refuse while a
     /// stream captures.
     fn destroy(&self, device: &Device, handle: &Self::Handle) -> Result<()>;
 }
 
-/// Declares the kinds of the contract's libraries.
+/// Declares the libraries of the driver contract.
 macro_rules! kinds {
     ($($(#[$doc:meta])* $name:ident = $library:ident;)*) => {$(
         $(#[$doc])*
@@ -57,7 +58,7 @@ kinds! {
     Cublas = Blas;
     /// Matrix products with fused epilogues.
     CublasLt = BlasLt;
-    /// Layers of networks.
+    /// Layers of neural networks.
     Cudnn = Dnn;
     /// Sparse linear algebra.
     Cusparse = Sparse;
@@ -65,76 +66,86 @@ kinds! {
     Cusolver = Solver;
 }
 
-/// Handles that were made in vain and could not be destroyed at once, as none can while a stream captures.
+/// Handles of one device whose creation failed half-way and whose destruction failed too, as it does while a stream
+/// captures.
 #[derive(Default)]
-pub(crate) struct StrayHandles(Mutex<Vec<HandleId>>);
+struct HandlesToRetry(Mutex<Vec<HandleId>>);
 
-impl StrayHandles {
-    fn put(&self, id: HandleId) {
-        lock(&self.0).push(id);
-    }
-
-    /// Destroys what can be destroyed now; the rest stays for the next time.
-    pub(crate) fn destroy_all(&self, driver: &dyn Driver) {
-        let mut strays = std::mem::take(&mut *lock(&self.0));
-        strays.retain(|&id| driver.library_destroy(id).is_err());
-        lock(&self.0).append(&mut strays);
+impl HandlesToRetry {
+    /// Destroys what can be destroyed now; the rest is kept.
+    fn retry(&self, driver: &dyn Driver) {
+        let mut handles = std::mem::take(&mut *lock(&self.0));
+        handles.retain(|&id| driver.library_destroy(id).is_err());
+        lock(&self.0).append(&mut handles);
     }
 }
 
-/// A handle of one of the contract's libraries, and the stream that it last was given.
+impl Extension for HandlesToRetry {
+    fn slot() -> ExtensionSlot {
+        ExtensionSlot::Handles
+    }
+
+    fn destroy(&self, driver: &dyn Driver) -> Result<()> {
+        self.retry(driver);
+        Ok(())
+    }
+}
+
+/// A handle of one of the contract's libraries, with its stream.
 ///
-/// It keeps nothing alive: threads have theirs until they end, and a [`Instance`](crate::Instance) can be closed before that.
+/// It keeps nothing alive: threads own theirs until they end, and an [`Instance`](crate::Instance) can be closed before
+/// that.
 pub struct LibraryHandle {
     instance: InstanceKey,
     device: DeviceId,
     id: HandleId,
     raw: RawHandle,
-    /// `None` while unknown.
+    /// The stream that was set last; `None` while unknown.
     stream: Cell<Option<StreamId>>,
 }
 
 impl LibraryHandle {
-    /// Makes one. The library is loaded if this is its first.
+    /// Creates one. Loads the library if this is its first handle.
     pub fn create(library: Library, device: &Device) -> Result<Self> {
-        let (driver, strays) = (device.driver(), &device.state().stray_handles);
-        strays.destroy_all(driver);
+        let driver = device.driver();
+        let to_retry = device.extensions().get_or_init(HandlesToRetry::default);
+        to_retry.retry(driver);
         let id = driver.library_create(library, device.id())?;
         match driver.library_raw(id) {
             Ok(raw) => {
                 Ok(Self { instance: device.instance().key(), device: device.id(), id, raw, stream: Cell::new(None) })
             }
             Err(error) => {
-                strays.put(id);
-                strays.destroy_all(driver);
+                lock(&to_retry.0).push(id);
+                to_retry.retry(driver);
                 Err(error.into())
             }
         }
     }
 
-    /// Unmakes it; refused while a stream of its device captures. `device` is the one that it was made for.
+    /// Destroys it; an error while a stream of its device captures. `device` is the one that it was created for.
     pub fn destroy(&self, device: &Device) -> Result<()> {
         self.expect_same(device.instance(), "the device")?;
         Ok(device.driver().library_destroy(self.id)?)
     }
 
-    /// Its name for the driver.
+    /// The driver's id of it.
     #[must_use]
     pub fn id(&self) -> HandleId {
         self.id
     }
 
-    /// The library's own handle, for its own functions. No call: it was asked for when the handle was made.
+    /// The library's own handle, for its own functions. Read when the handle was created: no call.
     #[must_use]
     pub fn raw(&self) -> RawHandle {
         self.raw
     }
 
-    /// Points it at `stream`, of its own device; no library call if it is there already. Whoever sets the stream
-    /// through [`raw`](Self::raw) sets it behind Warpool's back.
+    /// Sets its stream, which must be of its own device; no library call if it is set already. A stream that is set
+    /// through [`raw`](Self::raw) is unknown to Warpool.
     #[inline]
     pub fn set_stream(&self, stream: &Stream) -> Result<()> {
-        // Ids never come again, in one Instance: the same id is the same stream.
+        // Ids are never reused in one Instance: the same id is the same stream.
         if self.stream.get() == Some(stream.id()) && self.instance == stream.instance().key() {
             return Ok(());
         }
@@ -146,7 +157,7 @@ impl LibraryHandle {
         if stream.device_id() != self.device {
             return Err(Error::HandleDevice { handle: self.device, stream: stream.id(), owner: stream.device_id() });
         }
-        // Unknown while the call is under way: a failure leaves the next caller to set it.
+        // Unknown while the call is under way: after a failure the next call sets it.
         self.stream.set(None);
         stream.driver().library_set_stream(self.id, stream.id())?;
         self.stream.set(Some(stream.id()));

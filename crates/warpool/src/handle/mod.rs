@@ -1,9 +1,9 @@
 //! Handles of libraries, one per thread and device.
 //!
-//! A handle (of cuBLAS, cuDNN, …) is dear to make, some 200 us on an H200, and must not be used by two threads at once.
-//! So each thread has its own, per device, from its first use to its end; then the next thread takes it over. There are
-//! never more handles than there were threads at once, and no limit on purpose: with one, threads that hold a handle
-//! and wait for what another thread does could wait for ever.
+//! A handle (of cuBLAS, cuDNN, …) is expensive to create, some 200 us on an H200, and must not be used by two threads
+//! at once. So each thread owns one per device, from its first use to its end; then another thread reuses it. There are
+//! never more handles than threads that used one at the same time. The number is not limited, on purpose: with a limit,
+//! a thread that owns a handle and waits for another thread that needs one could wait for ever.
 //!
 //! ```
 //! # use std::sync::Arc;
@@ -15,34 +15,32 @@
 //! # let instance = Instance::new(Arc::new(SimDriver::new(SimConfig::default())))?;
 //! # let device = instance.device(0)?;
 //! let pool = HandlePool::new(&instance, Cusparse);
-//! let handle = pool.current(&device)?; // this thread's; the second time without a lock
-//! handle.set_stream(&device.current_stream()?)?; // a library call only if it was another
+//! let handle = pool.current(&device)?; // this thread's; from the second call on without a lock
+//! handle.set_stream(&device.current_stream()?)?; // a library call only if the stream changes
 //! let raw = handle.raw(); // for the library's own functions
 //!
-//! let lease = pool.lease(&device)?; // for code that hops from thread to thread
+//! let lease = pool.lease(&device)?; // for code that moves between threads
 //! # drop((handle, lease, raw));
 //! # pool.close()
 //! # }
 //! ```
 //!
-//! Nothing is destroyed but by [`HandlePool::trim`] and [`HandlePool::close`]: not when a thread ends, not when the
-//! pool is dropped, not while the process exits. What is still out then is leaked in silence.
+//! Handles are destroyed only by [`HandlePool::trim`] and [`HandlePool::close`]: not when a thread ends, not when the
+//! pool is dropped, not while the process exits. Handles in use at that time are leaked without a warning.
 //!
-//! # Where it differs from PyTorch
-//! - A pool belongs to a [`Instance`](crate::Instance), not to the process, and can be closed. PyTorch destroys the handles of
-//!   some libraries while the process exits, and leaks those of others.
-//! - A stream is given to a handle when it differs from the last one, not at every fetch, and by whoever wants it:
-//!   PyTorch sets the current one each time.
-//! - A lease is for code that has no thread of its own; PyTorch has none.
-//! - A thread that keeps its handle in another thread-local variable gives it back when that is dropped, if it is the
-//!   later.
+//! # Differences from PyTorch
+//! - A pool belongs to an [`Instance`](crate::Instance), not to the process, and can be closed. PyTorch destroys the
+//!   handles of some libraries while the process exits, and leaks those of others.
+//! - The stream of a handle is set when it changes, and by its user. PyTorch sets the current stream at every fetch.
+//! - Leases are for code without a thread of its own; PyTorch has none.
+//! - A thread that keeps its handle in another thread-local variable returns it when that one is destroyed, if it is
+//!   destroyed later.
 
+mod idle;
 mod kind;
 mod pool;
-mod shelf;
 mod thread;
 
-pub(crate) use kind::StrayHandles;
 pub use kind::{Cublas, CublasLt, Cudnn, Cusolver, Cusparse, LibraryHandle, LibraryKind};
 pub use pool::{HandleLease, HandlePool};
 pub use thread::ThreadHandle;

@@ -1,20 +1,19 @@
-//! The pool: who gets which handle, and how handles are made and unmade.
+//! The pool: which thread gets which handle, and when handles are created and destroyed.
 //!
-//! No lock is held while the library is called, so [`LibraryKind`]s may do what they like there, also use the pool.
+//! No lock is held while the library is called, so a [`LibraryKind`] may use the pool there.
 
 use std::fmt;
 use std::ops::Deref;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 
 use warpool_driver::DeviceId;
 
-use super::LibraryKind;
-use super::shelf::{Closed, Loan, Shelves};
+use super::idle::{Acquired, Closed, IdleHandles, PoolKey};
+use super::kind::LibraryKind;
 use super::thread::{self, ThreadHandle};
 use crate::{Device, Error, Instance, Result};
 
-/// The handles of one library, for all devices of a [`Instance`]. Cheap to clone; clones are the same pool.
+/// The handles of one library, for all devices of an [`Instance`]. Cheap to clone; clones are the same pool.
 ///
 /// Dropping the last clone destroys nothing; [`close`](Self::close) does.
 pub struct HandlePool<K: LibraryKind> {
@@ -25,61 +24,54 @@ struct Shared<K: LibraryKind> {
     key: PoolKey,
     instance: Instance,
     kind: K,
-    shelves: Arc<Shelves<K::Handle>>,
+    handles: Arc<IdleHandles<K::Handle>>,
 }
-
-/// Which pool. Never reused in a process.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct PoolKey(u64);
 
 impl<K: LibraryKind> HandlePool<K> {
     /// An empty pool. Loads nothing.
     #[must_use]
     pub fn new(instance: &Instance, kind: K) -> Self {
-        static NEXT_KEY: AtomicU64 = AtomicU64::new(0);
-        let key = PoolKey(NEXT_KEY.fetch_add(1, Ordering::Relaxed));
-        let shelves = Arc::new(Shelves::new(instance.device_count()));
-        Self { shared: Arc::new(Shared { key, instance: instance.clone(), kind, shelves }) }
+        let handles = Arc::new(IdleHandles::new(instance.device_count()));
+        Self { shared: Arc::new(Shared { key: PoolKey::new(), instance: instance.clone(), kind, handles }) }
     }
 
-    /// The calling thread's handle for `device`: from its first use on always the same, and then without a lock.
+    /// The calling thread's handle for `device`: the same at every call, and without a lock from the second on.
     #[inline]
     pub fn current(&self, device: &Device) -> Result<ThreadHandle<K::Handle>> {
-        // Another Instance's devices have the same numbers.
+        // Devices of another Instance have the same ids.
         if self.shared.instance == *device.instance()
-            && let Some(handle) = self.held(device.id())
+            && let Some(handle) = self.owned(device.id())
         {
             return Ok(handle);
         }
-        self.first(device)
+        self.first_of_thread(device)
     }
 
-    /// What the calling thread holds already, for a device of this pool's [`Instance`]. A closed pool gives out nothing, not
-    /// even that.
+    /// The handle that the calling thread already owns, for a device of this pool's [`Instance`]. `None` if the pool is
+    /// closed.
     #[inline]
-    pub(crate) fn held(&self, device: DeviceId) -> Option<ThreadHandle<K::Handle>> {
-        if self.shared.shelves.is_closed() { None } else { thread::held(self.shared.key, device) }
+    pub(crate) fn owned(&self, device: DeviceId) -> Option<ThreadHandle<K::Handle>> {
+        if self.shared.handles.is_closed() { None } else { thread::get(self.shared.key, device) }
     }
 
     /// The calling thread's first handle for `device`.
     #[cold]
-    fn first(&self, device: &Device) -> Result<ThreadHandle<K::Handle>> {
-        if thread::is_past_holding() {
+    fn first_of_thread(&self, device: &Device) -> Result<ThreadHandle<K::Handle>> {
+        if thread::is_ending() {
             return Err(Error::ThreadEnding);
         }
-        let loan = self.lend(device)?;
-        Ok(thread::hold(self.shared.key, loan))
+        Ok(thread::own(self.shared.key, self.acquire(device)?))
     }
 
-    /// A handle that belongs to nobody's thread, until the lease is dropped.
+    /// A handle that no thread owns, until the lease is dropped.
     pub fn lease(&self, device: &Device) -> Result<HandleLease<K>> {
-        Ok(HandleLease { loan: self.lend(device)?, pool: self.clone() })
+        Ok(HandleLease { handle: self.acquire(device)?, pool: self.clone() })
     }
 
-    /// How many handles of `device` there are, held and idle.
+    /// How many handles of `device` there are, in use and idle.
     #[must_use]
     pub fn alive(&self, device: &Device) -> usize {
-        self.known(device).map_or(0, |id| self.shared.shelves.alive(id))
+        self.check(device).map_or(0, |id| self.shared.handles.alive(id))
     }
 
     /// How many of them are idle.
@@ -90,27 +82,27 @@ impl<K: LibraryKind> HandlePool<K> {
         count
     }
 
-    /// Shows the idle handles of `device`, the next to go out last. The shelf is locked meanwhile: no handle can go out
-    /// or come back, and a visitor that asked the pool for one would wait for ever.
+    /// Visits the idle handles of `device`, the next to be reused last. The device's list is locked meanwhile: `visit`
+    /// must not use the pool.
     pub(crate) fn for_each_idle(&self, device: &Device, visit: impl FnMut(&K::Handle)) {
-        if let Ok(id) = self.known(device) {
-            self.shared.shelves.for_each_idle(id, visit);
+        if let Ok(id) = self.check(device) {
+            self.shared.handles.for_each_idle(id, visit);
         }
     }
 
-    /// Destroys the idle handles of `device`, and returns how many. Goes on after a failure and reports the first; what
-    /// could not be destroyed, as while a stream of the device captures, stays.
+    /// Destroys the idle handles of `device`, and returns how many. After a failure it continues, and returns the first
+    /// error; handles that could not be destroyed, as while a stream of the device captures, stay.
     pub fn trim(&self, device: &Device) -> Result<usize> {
-        self.known(device)?;
+        self.check(device)?;
         self.destroy_idle(device)
     }
 
-    /// Destroys the idle handles, and the calling thread's, and gives out no more. Handles that are still in use, and
-    /// those of other threads, keep working, and are leaked in silence when they are given up. Goes on after a failure
-    /// and reports the first; closing another clone tries again what could not be destroyed.
+    /// Destroys the idle handles, and the calling thread's, and returns no more. Handles that are still in use, and
+    /// those of other threads, keep working, and are leaked when they are returned. After a failure it continues, and
+    /// returns the first error; closing another clone retries what could not be destroyed.
     pub fn close(self) -> Result<()> {
-        thread::give_up(self.shared.key);
-        self.shared.shelves.close();
+        thread::release(self.shared.key);
+        self.shared.handles.close();
         let mut outcome = Ok(());
         for device in self.shared.instance.devices() {
             outcome = outcome.and(self.destroy_idle(&device).map(drop));
@@ -118,39 +110,39 @@ impl<K: LibraryKind> HandlePool<K> {
         outcome
     }
 
-    /// The idle handle that came back last, or a new one.
-    fn lend(&self, device: &Device) -> Result<Loan<K::Handle>> {
-        let id = self.known(device)?;
-        let Shared { kind, shelves, .. } = &*self.shared;
+    /// The idle handle that was returned last, or a new one.
+    fn acquire(&self, device: &Device) -> Result<Acquired<K::Handle>> {
+        let id = self.check(device)?;
+        let Shared { kind, handles, .. } = &*self.shared;
         let closed = || Error::HandlePoolClosed { library: kind.name() };
-        if let Some(loan) = shelves.lend(id).map_err(|Closed| closed())? {
-            return Ok(loan);
+        if let Some(handle) = handles.acquire(id).map_err(|Closed| closed())? {
+            return Ok(handle);
         }
-        shelves.lend_new(id, kind.create(device)?).map_err(|handle| {
-            // Closed while it was being made. That is the error to report, whatever becomes of this one.
+        handles.add(id, kind.create(device)?).map_err(|handle| {
+            // Closed while it was being created: that is the error to return, also if its destruction fails.
             if kind.destroy(device, &handle).is_err() {
-                shelves.put_back(id, vec![handle]);
+                handles.put_back(id, vec![handle]);
             }
             closed()
         })
     }
 
     fn destroy_idle(&self, device: &Device) -> Result<usize> {
-        let Shared { kind, shelves, .. } = &*self.shared;
-        let idle = shelves.empty(device.id());
-        let (mut outcome, mut left) = (Ok(idle.len()), Vec::new());
+        let Shared { kind, handles, .. } = &*self.shared;
+        let idle = handles.take_all(device.id());
+        let (mut outcome, mut undestroyed) = (Ok(idle.len()), Vec::new());
         for handle in idle {
             if let Err(error) = kind.destroy(device, &handle) {
-                left.push(handle);
+                undestroyed.push(handle);
                 outcome = outcome.and(Err(error));
             }
         }
-        shelves.put_back(device.id(), left);
+        handles.put_back(device.id(), undestroyed);
         outcome
     }
 
-    /// The number of a device of the pool's own `Instance`.
-    fn known(&self, device: &Device) -> Result<DeviceId> {
+    /// The id of a device of the pool's own `Instance`.
+    fn check(&self, device: &Device) -> Result<DeviceId> {
         self.shared.instance.expect_same(device.instance(), "the device")?;
         Ok(device.id())
     }
@@ -168,10 +160,10 @@ impl<K: LibraryKind> fmt::Debug for HandlePool<K> {
     }
 }
 
-/// A handle that may go from thread to thread; dropping the lease gives it back without a library call.
+/// A handle that may move between threads; dropping the lease returns it without a library call.
 pub struct HandleLease<K: LibraryKind> {
-    // Before the pool: it goes back while there is one.
-    loan: Loan<K::Handle>,
+    // Dropped before the pool, so that it can be returned.
+    handle: Acquired<K::Handle>,
     pool: HandlePool<K>,
 }
 
@@ -179,13 +171,13 @@ impl<K: LibraryKind> Deref for HandleLease<K> {
     type Target = K::Handle;
 
     fn deref(&self) -> &K::Handle {
-        &self.loan
+        &self.handle
     }
 }
 
 impl<K: LibraryKind> fmt::Debug for HandleLease<K> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "lease of a handle of {} of {}", self.pool.shared.kind.name(), self.loan.device)
+        write!(f, "lease of a handle of {} of {}", self.pool.shared.kind.name(), self.handle.device)
     }
 }
 
@@ -201,31 +193,31 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_repeated_fetch_does_not_wait_for_the_shelf() {
+    fn a_repeated_fetch_takes_no_lock() {
         let instance = Instance::new(Arc::new(SimDriver::new(SimConfig::default()))).unwrap();
         let device = instance.device(0).unwrap();
         let pool = HandlePool::new(&instance, Cusparse);
         drop(pool.lease(&device).unwrap());
-        let (to_worker, orders) = mpsc::channel();
-        let (to_us, answers) = mpsc::channel();
+        let (to_worker, requests) = mpsc::channel();
+        let (to_main, ids) = mpsc::channel();
         thread::scope(|scope| {
             scope.spawn(|| {
-                let orders = orders;
-                for () in orders {
-                    to_us.send(pool.current(&device).unwrap().id()).unwrap();
+                let requests = requests;
+                for () in requests {
+                    to_main.send(pool.current(&device).unwrap().id()).unwrap();
                 }
             });
-            let ask = || {
+            let fetch = || {
                 to_worker.send(()).unwrap();
-                answers.recv_timeout(Duration::from_secs(60)).expect("a fetch that takes no lock")
+                ids.recv_timeout(Duration::from_secs(60)).expect("a fetch without a lock")
             };
-            let first = ask();
+            let first = fetch();
             drop(pool.lease(&device).unwrap());
             let mut visited = 0;
             pool.for_each_idle(&device, |idle| {
                 visited += 1;
                 assert_ne!(idle.id(), first);
-                assert_eq!(ask(), first);
+                assert_eq!(fetch(), first);
             });
             assert_eq!(visited, 1);
             drop(to_worker);
@@ -233,7 +225,7 @@ mod tests {
     }
 
     #[test]
-    fn a_foreign_device_has_nothing_here() {
+    fn a_device_of_another_instance_is_an_error() {
         let instance =
             |devices| Instance::new(Arc::new(SimDriver::new(SimConfig::default().with_devices(devices)))).unwrap();
         let (own, foreign) = (instance(1), instance(2));
@@ -241,10 +233,10 @@ mod tests {
         drop(pool.lease(&own.device(0).unwrap()).unwrap());
         pool.current(&own.device(0).unwrap()).unwrap();
         for device in foreign.devices() {
-            let refused = Error::ForeignInstance { object: "the device" };
-            assert_eq!(pool.current(&device).err(), Some(refused.clone()));
-            assert_eq!(pool.lease(&device).err(), Some(refused.clone()));
-            assert_eq!(pool.trim(&device), Err(refused));
+            let error = Error::ForeignInstance { object: "the device" };
+            assert_eq!(pool.current(&device).err(), Some(error.clone()));
+            assert_eq!(pool.lease(&device).err(), Some(error.clone()));
+            assert_eq!(pool.trim(&device), Err(error));
             assert_eq!((pool.alive(&device), pool.idle(&device)), (0, 0));
             pool.for_each_idle(&device, |_| panic!("of another Instance"));
         }

@@ -1,8 +1,8 @@
-//! What each thread holds: one handle per pool and device, from its first use to the thread's end.
+//! The handles of each thread: one per pool and device, from its first use to the thread's end.
 //!
-//! No lock and no library call here. A thread's list keeps no pool and no [`Instance`](crate::Instance) alive: a pool that is
-//! gone leaves its handles to leak. The list is borrowed for looking and moving only, and nothing is dropped meanwhile:
-//! a drop may be somebody's code, which may come back here.
+//! No lock and no library call here. A thread's list keeps no pool and no [`Instance`](crate::Instance) alive: handles
+//! of a dropped pool are leaked. The list is borrowed only to search and to move entries, and no handle is dropped
+//! meanwhile: dropping one may run user code that gets here again.
 
 use std::any::Any;
 use std::cell::RefCell;
@@ -13,22 +13,21 @@ use std::sync::Weak;
 
 use warpool_driver::DeviceId;
 
-use super::pool::PoolKey;
-use super::shelf::Loan;
+use super::idle::{Acquired, PoolKey};
 
 thread_local! {
-    // Few pools and few devices: a search is a glance.
-    static HELD: RefCell<Vec<Held>> = const { RefCell::new(Vec::new()) };
+    // Few pools and few devices: a search is short.
+    static OWNED: RefCell<Vec<Owned>> = const { RefCell::new(Vec::new()) };
 }
 
 /// One handle of this thread.
-struct Held {
+struct Owned {
     pool: PoolKey,
     device: DeviceId,
-    /// A loan of the pool's kind of handle. It goes back when the last [`ThreadHandle`] is gone, too.
-    loan: Rc<dyn Any>,
+    /// An [`Acquired`] of the pool's kind of handle. Returned when the last [`ThreadHandle`] is dropped, too.
+    handle: Rc<dyn Any>,
     /// Dead once the pool is: then this entry is stale.
-    home: Weak<dyn Any + Send + Sync>,
+    alive: Weak<dyn Any + Send + Sync>,
 }
 
 /// The calling thread's own handle. It stays on its thread:
@@ -38,7 +37,7 @@ struct Held {
 /// std::thread::spawn(move || handle.raw());
 /// # }
 /// ```
-pub struct ThreadHandle<H>(Rc<Loan<H>>);
+pub struct ThreadHandle<H>(Rc<Acquired<H>>);
 
 impl<H> Deref for ThreadHandle<H> {
     type Target = H;
@@ -60,50 +59,50 @@ impl<H: fmt::Debug> fmt::Debug for ThreadHandle<H> {
     }
 }
 
-/// What the thread holds of that pool for that device.
+/// The thread's handle of that pool for that device, if it owns one.
 #[inline]
-pub(super) fn held<H: 'static>(pool: PoolKey, device: DeviceId) -> Option<ThreadHandle<H>> {
-    HELD.try_with(|held| find(&held.borrow(), pool, device)).ok().flatten()
+pub(super) fn get<H: 'static>(pool: PoolKey, device: DeviceId) -> Option<ThreadHandle<H>> {
+    OWNED.try_with(|owned| find(&owned.borrow(), pool, device)).ok().flatten()
 }
 
 #[inline]
-fn find<H: 'static>(held: &[Held], pool: PoolKey, device: DeviceId) -> Option<ThreadHandle<H>> {
-    let entry = held.iter().find(|entry| entry.pool == pool && entry.device == device)?;
-    Some(ThreadHandle(Rc::clone(&entry.loan).downcast().expect("a pool has one kind of handle")))
+fn find<H: 'static>(owned: &[Owned], pool: PoolKey, device: DeviceId) -> Option<ThreadHandle<H>> {
+    let entry = owned.iter().find(|entry| entry.pool == pool && entry.device == device)?;
+    Some(ThreadHandle(Rc::clone(&entry.handle).downcast().expect("a pool has one kind of handle")))
 }
 
-/// Whether the thread's list is gone, as it is for destructors of other thread-local variables that run after its own.
-pub(super) fn is_past_holding() -> bool {
-    HELD.try_with(|_| ()).is_err()
+/// Whether the thread's list is destroyed, as it is for destructors of thread-local variables that run after its own.
+pub(super) fn is_ending() -> bool {
+    OWNED.try_with(|_| ()).is_err()
 }
 
-/// Holds on to a handle for the rest of the thread.
-pub(super) fn hold<H: Send + 'static>(pool: PoolKey, loan: Loan<H>) -> ThreadHandle<H> {
-    let (device, home) = (loan.device, loan.home().clone());
-    let loan = Rc::new(loan);
-    let (handle, _stale) = HELD
-        .try_with(|held| {
-            let held = &mut *held.borrow_mut();
-            if let Some(handle) = find(held, pool, device) {
-                // Making the handle made another one, from the same pool: the first to be held stays, this one goes
-                // back.
-                return (handle, Vec::new());
+/// Makes a handle the thread's own, until its end.
+pub(super) fn own<H: Send + 'static>(pool: PoolKey, handle: Acquired<H>) -> ThreadHandle<H> {
+    let (device, alive) = (handle.device, handle.pool().clone());
+    let handle = Rc::new(handle);
+    let (handle, _stale) = OWNED
+        .try_with(|owned| {
+            let owned = &mut *owned.borrow_mut();
+            if let Some(first) = find(owned, pool, device) {
+                // Creating the handle has created another one of the same pool: the first one stays, this one is
+                // returned.
+                return (first, Vec::new());
             }
-            let stale: Vec<Held> = held.extract_if(.., |entry| entry.home.strong_count() == 0).collect();
-            held.push(Held { pool, device, loan: Rc::<Loan<H>>::clone(&loan), home });
-            (ThreadHandle(Rc::clone(&loan)), stale)
+            let stale: Vec<Owned> = owned.extract_if(.., |entry| entry.alive.strong_count() == 0).collect();
+            owned.push(Owned { pool, device, handle: Rc::<Acquired<H>>::clone(&handle), alive });
+            (ThreadHandle(Rc::clone(&handle)), stale)
         })
-        // Without a list it goes back with the last ThreadHandle.
-        .unwrap_or_else(|_| (ThreadHandle(Rc::clone(&loan)), Vec::new()));
+        // Without a list it is returned with the last ThreadHandle.
+        .unwrap_or_else(|_| (ThreadHandle(Rc::clone(&handle)), Vec::new()));
     handle
 }
 
-/// Gives up what the thread holds of a pool.
-pub(super) fn give_up(pool: PoolKey) {
-    let gone: Vec<Held> = HELD
-        .try_with(|held| held.borrow_mut().extract_if(.., |entry| entry.pool == pool).collect())
+/// Returns the thread's handles of a pool.
+pub(super) fn release(pool: PoolKey) {
+    let released: Vec<Owned> = OWNED
+        .try_with(|owned| owned.borrow_mut().extract_if(.., |entry| entry.pool == pool).collect())
         .unwrap_or_default();
-    drop(gone);
+    drop(released);
 }
 
 #[cfg(test)]
@@ -118,34 +117,34 @@ mod tests {
 
     struct Plain;
 
-    /// A handle whose drop comes back to the list.
-    struct ComesBack;
+    /// A handle whose destructor borrows the list.
+    struct BorrowsList;
 
-    impl Drop for ComesBack {
+    impl Drop for BorrowsList {
         fn drop(&mut self) {
-            let _ = HELD.try_with(|held| drop(held.borrow_mut()));
+            let _ = OWNED.try_with(|owned| drop(owned.borrow_mut()));
         }
     }
 
     impl LibraryKind for Plain {
-        type Handle = ComesBack;
+        type Handle = BorrowsList;
 
         fn name(&self) -> &'static str {
             "a library"
         }
 
-        fn create(&self, _: &Device) -> Result<ComesBack> {
-            Ok(ComesBack)
+        fn create(&self, _: &Device) -> Result<BorrowsList> {
+            Ok(BorrowsList)
         }
 
-        fn destroy(&self, _: &Device, _: &ComesBack) -> Result<()> {
+        fn destroy(&self, _: &Device, _: &BorrowsList) -> Result<()> {
             Ok(())
         }
     }
 
     #[test]
-    fn entries_of_pools_that_are_gone_do_not_pile_up() {
-        let listed = || HELD.with(|held| held.borrow().len());
+    fn entries_of_dropped_pools_are_removed() {
+        let listed = || OWNED.with(|owned| owned.borrow().len());
         let instance = Instance::new(Arc::new(SimDriver::new(SimConfig::default()))).unwrap();
         let device = instance.device(0).unwrap();
         let kept = HandlePool::new(&instance, Plain);

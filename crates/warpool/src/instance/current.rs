@@ -1,18 +1,17 @@
-//! What each thread has as its current device, and as its current stream on each device, and the guards that change
-//! it for a while.
+//! The current device of each thread, its current stream on each device, and the guards that change them for a scope.
 //!
-//! A thread starts with device 0 and the default streams, and never sees what another thread set. Reading takes no
-//! lock. All of it lives in Warpool: the driver's own notion of a current device is neither read nor changed, since
-//! every call of the contract names its device ([`Device::bind_to_thread`] is there for foreign code).
+//! A thread starts with device 0 and the default streams; what other threads set has no effect on it. Reading takes no
+//! lock. All of it is kept by Warpool: the driver's own current device is neither read nor changed, since every call of
+//! the contract names its device ([`Device::bind_to_thread`] is for other libraries).
 //!
-//! The rule: a thread's notes hold plain ids. They keep nothing alive, so a thread that ends (or a process that
-//! exits) makes no driver call. When the notes are already gone, as they are for code that runs in the destructor of
-//! another thread-local variable, reading gives the starting values and setting does nothing.
+//! A thread's entry holds plain ids. It keeps nothing alive, so a thread that ends (or a process that exits) makes no
+//! driver call. Once the thread-local variable is destroyed, as it is for code that runs in the destructor of another
+//! one, reading returns the initial values and setting does nothing.
 //!
 //! # Guards dropped out of order
-//! A guard remembers what it covered. Dropped in the usual order, last made first, it uncovers just that. A guard
-//! that is dropped while a later one covers the same thing leaves the later one in force, and
-//! bequeaths it what to uncover. So the order does not matter: once all are gone, all is as before the first.
+//! A guard stores the value that it replaced. Dropped last-in first-out, it restores that value. A guard that is
+//! dropped while a later one for the same setting is alive leaves the current value alone, and passes its stored value
+//! to that later guard. So the order does not matter: once all are dropped, everything is as before the first.
 
 use std::cell::RefCell;
 use std::marker::PhantomData;
@@ -21,34 +20,36 @@ use std::sync::{Arc, Weak};
 
 use warpool_driver::{DeviceId, StreamId};
 
-use super::InstanceKey;
-use crate::{Device, Instance, Result, Stream};
+use super::device::Device;
+use super::stream::Stream;
+use super::{Instance, InstanceKey};
+use crate::Result;
 
 thread_local! {
-    // One entry per Instance that this thread changed anything for; most programs have one, so a search is a glance.
-    static NOTES: RefCell<Vec<ThreadNotes>> = const { RefCell::new(Vec::new()) };
+    // One entry per Instance for which this thread changed anything; most programs have one, so a search is short.
+    static CURRENT: RefCell<Vec<Current>> = const { RefCell::new(Vec::new()) };
 }
 
-/// One thread's notes about one `Instance`.
-struct ThreadNotes {
+/// What is current on one thread for one `Instance`.
+struct Current {
     instance: InstanceKey,
-    /// Dead once the `Instance` is: then these notes are stale.
+    /// Dead once the `Instance` is: then this entry is stale.
     alive: Weak<()>,
     device: DeviceId,
     /// By device. `None` is the default stream.
     streams: Vec<Option<StreamId>>,
-    /// What live guards cover, oldest first.
-    covered: Vec<Covered>,
-    next_scope: u64,
+    /// The values that live guards replaced, oldest first.
+    replaced: Vec<Replaced>,
+    next_guard: u64,
 }
 
-/// One thing that a guard covers.
-struct Covered {
-    scope: u64,
+/// A value that a guard replaced.
+struct Replaced {
+    guard: u64,
     before: Setting,
 }
 
-/// A thing that can be current, with its value.
+/// A setting with its value.
 #[derive(Clone, Copy)]
 enum Setting {
     Device(DeviceId),
@@ -56,7 +57,7 @@ enum Setting {
 }
 
 impl Setting {
-    fn is_about_the_same(self, other: Self) -> bool {
+    fn is_same_setting(self, other: Self) -> bool {
         match (self, other) {
             (Self::Device(_), Self::Device(_)) => true,
             (Self::Stream(a, _), Self::Stream(b, _)) => a == b,
@@ -65,19 +66,19 @@ impl Setting {
     }
 }
 
-impl ThreadNotes {
+impl Current {
     fn new(instance: &Instance) -> Self {
         Self {
             instance: instance.key(),
-            alive: Arc::downgrade(instance.alive()),
+            alive: Arc::downgrade(&instance.shared.alive),
             device: DeviceId(0),
             streams: vec![None; instance.device_count() as usize],
-            covered: Vec::new(),
-            next_scope: 0,
+            replaced: Vec::new(),
+            next_guard: 0,
         }
     }
 
-    /// Makes `setting` current and returns what was.
+    /// Makes `setting` current and returns the value before.
     fn replace(&mut self, setting: Setting) -> Setting {
         match setting {
             Setting::Device(new) => Setting::Device(std::mem::replace(&mut self.device, new)),
@@ -88,26 +89,26 @@ impl ThreadNotes {
     }
 
     fn enter(&mut self, settings: &[Setting]) -> u64 {
-        let scope = self.next_scope;
-        self.next_scope += 1;
+        let guard = self.next_guard;
+        self.next_guard += 1;
         for &setting in settings {
             let before = self.replace(setting);
-            self.covered.push(Covered { scope, before });
+            self.replaced.push(Replaced { guard, before });
         }
-        scope
+        guard
     }
 
-    fn leave(&mut self, scope: u64) {
-        // Newest first. In the usual order all of them are at the end, and the search for a later one looks at nothing.
-        for at in (0..self.covered.len()).rev() {
-            if self.covered[at].scope > scope {
+    fn leave(&mut self, guard: u64) {
+        // Newest first. In last-in first-out order all of them are at the end, and the search for a later one is empty.
+        for at in (0..self.replaced.len()).rev() {
+            if self.replaced[at].guard > guard {
                 continue;
             }
-            if self.covered[at].scope < scope {
+            if self.replaced[at].guard < guard {
                 break;
             }
-            let before = self.covered.remove(at).before;
-            match self.covered[at..].iter_mut().find(|later| later.before.is_about_the_same(before)) {
+            let before = self.replaced.remove(at).before;
+            match self.replaced[at..].iter_mut().find(|later| later.before.is_same_setting(before)) {
                 Some(later) => later.before = before,
                 None => drop(self.replace(before)),
             }
@@ -115,25 +116,25 @@ impl ThreadNotes {
     }
 }
 
-/// Reads this thread's notes about `instance`; `None` if it has none, and everything is as at the start.
-fn read<T>(instance: &Instance, look: impl FnOnce(&ThreadNotes) -> T) -> Option<T> {
-    NOTES
-        .try_with(|notes| notes.borrow().iter().find(|entry| entry.instance == instance.key()).map(look))
+/// Reads this thread's entry for `instance`; `None` if it has none, and every setting is at its initial value.
+fn read<T>(instance: &Instance, read: impl FnOnce(&Current) -> T) -> Option<T> {
+    CURRENT
+        .try_with(|current| current.borrow().iter().find(|entry| entry.instance == instance.key()).map(read))
         .ok()
         .flatten()
 }
 
-/// Changes this thread's notes about `instance`; `None` if the thread is past having any.
-fn change<T>(instance: &Instance, act: impl FnOnce(&mut ThreadNotes) -> T) -> Option<T> {
-    NOTES
-        .try_with(|notes| {
-            let notes = &mut *notes.borrow_mut();
-            if let Some(entry) = notes.iter_mut().find(|entry| entry.instance == instance.key()) {
-                return act(entry);
+/// Changes this thread's entry for `instance`; `None` if the thread-local variable is destroyed.
+fn change<T>(instance: &Instance, change: impl FnOnce(&mut Current) -> T) -> Option<T> {
+    CURRENT
+        .try_with(|current| {
+            let entries = &mut *current.borrow_mut();
+            if let Some(entry) = entries.iter_mut().find(|entry| entry.instance == instance.key()) {
+                return change(entry);
             }
-            notes.retain(|entry| entry.alive.strong_count() > 0);
-            notes.push(ThreadNotes::new(instance));
-            act(notes.last_mut().expect("pushed just now"))
+            entries.retain(|entry| entry.alive.strong_count() > 0);
+            entries.push(Current::new(instance));
+            change(entries.last_mut().expect("pushed just now"))
         })
         .ok()
 }
@@ -142,13 +143,13 @@ impl Instance {
     /// The calling thread's current device; device 0 until it is set.
     #[must_use]
     pub fn current_device(&self) -> Device {
-        Device::known(self, self.current_device_id())
+        Device::from_id(self, self.current_device_id())
     }
 
-    /// The same, as an id.
+    /// The id of the calling thread's current device.
     #[must_use]
     pub fn current_device_id(&self) -> DeviceId {
-        read(self, |notes| notes.device).unwrap_or(DeviceId(0))
+        read(self, |current| current.device).unwrap_or(DeviceId(0))
     }
 
     /// The calling thread's current stream on its current device.
@@ -160,23 +161,23 @@ impl Instance {
 impl Device {
     /// Makes it the calling thread's current device, until changed again. Makes no driver call.
     pub fn make_current(&self) {
-        change(self.instance(), |notes| notes.replace(Setting::Device(self.id())));
+        change(self.instance(), |current| current.replace(Setting::Device(self.id())));
     }
 
     /// Makes it the calling thread's current device until the guard is dropped.
     #[must_use = "dropping the guard restores the device that was current"]
     pub fn enter(&self) -> DeviceGuard {
-        DeviceGuard { _scope: Scope::enter(self.instance(), &[Setting::Device(self.id())]) }
+        DeviceGuard { _guard: Guard::enter(self.instance(), &[Setting::Device(self.id())]) }
     }
 
     /// The calling thread's current stream on this device; the default stream until it is set.
     pub fn current_stream(&self) -> Result<Stream> {
-        Ok(Stream::known(self, self.current_stream_id()?))
+        Ok(Stream::from_id(self, self.current_stream_id()?))
     }
 
-    /// The same, as an id. After the first call on a device it cannot fail.
+    /// The id of the calling thread's current stream on this device. After the first call on a device it cannot fail.
     pub fn current_stream_id(&self) -> Result<StreamId> {
-        match read(self.instance(), |notes| notes.streams[self.id().0 as usize]).flatten() {
+        match read(self.instance(), |current| current.streams[self.id().0 as usize]).flatten() {
             Some(id) => Ok(id),
             None => self.instance().default_stream_id(self.id()),
         }
@@ -184,16 +185,16 @@ impl Device {
 }
 
 impl Stream {
-    /// Makes it the calling thread's current stream on its device, until changed again. The current
-    /// device stays, also if it is another. Makes no driver call.
+    /// Makes it the calling thread's current stream on its device, until changed again. The current device stays, also
+    /// if it is another. Makes no driver call.
     pub fn make_current(&self) {
-        change(self.instance(), |notes| notes.replace(self.as_setting()));
+        change(self.instance(), |current| current.replace(self.as_setting()));
     }
 
     /// Makes it the current stream of its device, and its device the current device, until the guard is dropped.
     #[must_use = "dropping the guard restores the stream and the device that were current"]
     pub fn enter(&self) -> StreamGuard {
-        StreamGuard { _scope: Scope::enter(self.instance(), &[Setting::Device(self.device_id()), self.as_setting()]) }
+        StreamGuard { _guard: Guard::enter(self.instance(), &[Setting::Device(self.device_id()), self.as_setting()]) }
     }
 
     fn as_setting(&self) -> Setting {
@@ -201,33 +202,33 @@ impl Stream {
     }
 }
 
-/// What a guard covers, until dropped.
+/// Restores settings when dropped.
 #[derive(Debug)]
-struct Scope {
+struct Guard {
     instance: InstanceKey,
-    /// `None` if the thread was past having notes.
-    scope: Option<u64>,
-    /// The notes are the thread's own, so the guard must not leave it.
+    /// `None` if the thread-local variable was destroyed already.
+    guard: Option<u64>,
+    /// The settings are the thread's own, so the guard must not leave it.
     _not_send: PhantomData<Rc<()>>,
 }
 
-impl Scope {
+impl Guard {
     fn enter(instance: &Instance, settings: &[Setting]) -> Self {
         Self {
             instance: instance.key(),
-            scope: change(instance, |notes| notes.enter(settings)),
+            guard: change(instance, |current| current.enter(settings)),
             _not_send: PhantomData,
         }
     }
 }
 
-impl Drop for Scope {
+impl Drop for Guard {
     fn drop(&mut self) {
-        let Some(scope) = self.scope else { return };
-        // No notes: the thread is ending, or the Instance is gone and nobody can ask about it any more.
-        let _ = NOTES.try_with(|notes| {
-            if let Some(entry) = notes.borrow_mut().iter_mut().find(|entry| entry.instance == self.instance) {
-                entry.leave(scope);
+        let Some(guard) = self.guard else { return };
+        // No entry: the thread is ending, or the Instance is gone and its settings are of no use.
+        let _ = CURRENT.try_with(|current| {
+            if let Some(entry) = current.borrow_mut().iter_mut().find(|entry| entry.instance == self.instance) {
+                entry.leave(guard);
             }
         });
     }
@@ -244,21 +245,21 @@ impl Drop for Scope {
 /// ```
 #[derive(Debug)]
 pub struct DeviceGuard {
-    _scope: Scope,
+    _guard: Guard,
 }
 
 /// Restores the current stream of a device, and the current device, when dropped, also by a panic. See
 /// [`Stream::enter`].
 #[derive(Debug)]
 pub struct StreamGuard {
-    _scope: Scope,
+    _guard: Guard,
 }
 
 /// Makes several streams current, each on its own device, until dropped. The current device stays. Of two streams of
-/// one device the later one counts.
+/// one device the later one is current.
 #[derive(Debug)]
 pub struct MultiStreamGuard {
-    _scopes: Vec<Scope>,
+    _guards: Vec<Guard>,
 }
 
 impl MultiStreamGuard {
@@ -266,9 +267,9 @@ impl MultiStreamGuard {
     #[must_use = "dropping the guard restores the streams that were current"]
     pub fn enter<'a>(streams: impl IntoIterator<Item = &'a Stream>) -> Self {
         Self {
-            _scopes: streams
+            _guards: streams
                 .into_iter()
-                .map(|stream| Scope::enter(stream.instance(), &[stream.as_setting()]))
+                .map(|stream| Guard::enter(stream.instance(), &[stream.as_setting()]))
                 .collect(),
         }
     }
@@ -286,7 +287,7 @@ mod tests {
 
     /// Runs a script of guards over two devices and compares the current device after each step.
     /// `+n`: a guard for device n; `=n`: device n made current; `-k`: the k-th guard dropped.
-    fn check(script: &str, picture: &str) {
+    fn check(script: &str, devices: &str) {
         let instance = two_devices();
         let mut guards = Vec::new();
         let mut seen = String::new();
@@ -300,7 +301,7 @@ mod tests {
             }
             seen.push_str(&instance.current_device().index().to_string());
         }
-        assert_eq!(seen, picture, "{script}");
+        assert_eq!(seen, devices, "{script}");
     }
 
     #[test]
@@ -316,18 +317,18 @@ mod tests {
     }
 
     #[test]
-    fn notes_about_gpus_that_are_gone_do_not_pile_up() {
+    fn entries_of_dropped_instances_are_removed() {
         for _ in 0..10 {
             two_devices().device(1).unwrap().make_current();
         }
         let instance = two_devices();
         instance.device(1).unwrap().make_current();
-        assert_eq!(NOTES.with(|notes| notes.borrow().len()), 1);
+        assert_eq!(CURRENT.with(|current| current.borrow().len()), 1);
         assert_eq!(instance.current_device().index(), 1);
     }
 
     #[test]
-    fn a_guard_may_outlive_its_gpu() {
+    fn a_guard_may_outlive_its_instance() {
         let instance = two_devices();
         let guard = instance.device(1).unwrap().enter();
         drop(instance);

@@ -1,26 +1,27 @@
 //! Leased streams: exclusive use of a stream until the lease is dropped.
 //!
-//! Streams that are handed out in turn come again after 32, and two users who each think a stream is their own wait
-//! for each other without knowing. A lease is the way to be sure. There is no limit on leases, on purpose: with one,
-//! two threads that each hold a lease and want a second could wait for each other for ever. As many streams exist as
-//! were leased at once at the peak.
+//! Shared streams repeat after 32, and two users of the same one wait for each other without knowing. A lease avoids
+//! that. The number of leases is not limited, on purpose: with a limit, two threads that each hold a lease and need a
+//! second could wait for each other for ever. As many streams exist as were leased at the same time at most.
 
 use std::fmt;
 use std::ops::Deref;
 
-use super::stream_pool::RowIndex;
-use crate::{Device, Result, Stream};
+use super::device::Device;
+use super::stream::Stream;
+use super::stream_pool::PoolIndex;
+use crate::Result;
 
-/// A stream that nobody else has from Warpool, until this is dropped.
+/// Exclusive use of a stream, until this is dropped.
 ///
-/// - Dropping it waits for nothing and makes no driver call. Work still in the stream completes; the next holder's
-///   work comes behind it. The stream that was returned first is leased again first, as it is most likely idle.
-/// - A stream that was returned while it captures is not leased again before that capture has ended.
-/// - The lease protects against other leases and the shared streams, not against clones of its own [`Stream`] that
-///   are kept longer than the lease, in a variable or as some thread's current stream.
+/// - Dropping it waits for nothing and makes no driver call. Work still in the stream completes; work of the next
+///   holder comes after it. The stream that has been idle the longest is leased first, as its work is most likely done.
+/// - A stream that is returned while it captures is not leased again before that capture has ended.
+/// - The lease excludes other leases and the shared streams, not clones of its own [`Stream`] that are kept longer than
+///   the lease, in a variable or as some thread's current stream.
 pub struct StreamLease {
     stream: Stream,
-    row: RowIndex,
+    pool: PoolIndex,
 }
 
 impl StreamLease {
@@ -39,8 +40,8 @@ impl Device {
 
     /// Leases a stream at `priority`, clamped into the [range](Self::priority_range).
     pub fn lease_stream_at(&self, priority: i32) -> Result<StreamLease> {
-        let (id, row) = self.state().streams.lease(self.driver(), priority)?;
-        Ok(StreamLease { stream: Stream::known(self, id), row })
+        let (id, pool) = self.state().streams.lease(self.driver(), priority)?;
+        Ok(StreamLease { stream: Stream::from_id(self, id), pool })
     }
 }
 
@@ -54,7 +55,7 @@ impl Deref for StreamLease {
 
 impl Drop for StreamLease {
     fn drop(&mut self) {
-        self.stream.instance().state(self.stream.device_id()).streams.unlease(self.stream.id(), self.row);
+        self.stream.device_state().streams.end_lease(self.stream.id(), self.pool);
     }
 }
 

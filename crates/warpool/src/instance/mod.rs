@@ -1,54 +1,57 @@
-//! The root of everything: a [`Instance`] around a driver, and its [`Device`]s.
+//! The root object, [`Instance`]: a driver with its devices, streams and events, and what is current per thread.
 //!
-//! A `Instance` owns what is kept per device (pools of streams and events); what is kept per thread is in `current.rs`.
-//! The rule: making a `Instance` or a `Device` creates no context, and dropping one makes no driver call.
+//! Making an `Instance` or a `Device` creates no context, and dropping one makes no driver call. What modules above
+//! keep per device is in `extensions.rs`.
 
 mod current;
+mod device;
 mod event;
 mod event_pool;
+mod extensions;
 mod lease;
 mod stream;
 mod stream_pool;
 
 use std::fmt;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
 
 use warpool_driver::{DeviceId, DeviceProperties, Driver, StreamId};
 
-use crate::capture::CaptureRegistry;
-use crate::generator::Seat;
-use crate::graph::GraphShelf;
-use crate::handle::StrayHandles;
-use crate::kernels::KernelShelf;
 use crate::{Error, Result};
 
 pub use current::{DeviceGuard, MultiStreamGuard, StreamGuard};
+pub use device::Device;
 pub use event::{Event, EventOptions};
-use event_pool::EventShelf;
+use event_pool::EventCache;
 pub use event_pool::{EventPool, PooledEvent};
+use extensions::Extensions;
+pub(crate) use extensions::{Extension, ExtensionSlot};
 pub use lease::StreamLease;
 pub use stream::Stream;
-use stream_pool::StreamShelf;
+use stream_pool::StreamPools;
 pub use stream_pool::{PRIORITIES_MAX, STREAMS_PER_POOL};
 
-/// A driver with its devices, and the pools that Warpool keeps for them. Cheap to clone; clones are the same `Instance`.
+/// A driver with its devices, and the pools that Warpool keeps for them. Cheap to clone; clones are the same
+/// `Instance`.
 ///
-/// Streams, events and leases hold on to the `Instance` that they came from. Dropping the last of them makes no driver call:
-/// what the pools still hold stays with the driver, and goes with it. [`close`](Self::close) gives it back by hand.
+/// Devices, streams, events and leases keep their `Instance` alive. Dropping the last of them makes no driver call: the
+/// pooled streams and events are left to the driver. [`close`](Self::close) destroys them.
 #[derive(Clone)]
 pub struct Instance {
     shared: Arc<Shared>,
 }
 
-/// What all clones of a `Instance` share.
+/// What all clones of an `Instance` share.
 struct Shared {
     key: InstanceKey,
-    /// Lives as long as this; threads watch it to know when their notes about this `Instance` are stale.
+    /// Dropped with this; threads hold weak references to it, to find their outdated entries about this `Instance`.
     alive: Arc<()>,
     driver: Arc<dyn Driver>,
     devices: Box<[DeviceState]>,
-    captures: CaptureRegistry,
+    /// Kept by `capture/`. Here, and not in the extensions, because every allocation and replay reads it.
+    captures_under_way: AtomicUsize,
+    extensions: Extensions,
 }
 
 /// Which `Instance`. Never reused in a process.
@@ -56,20 +59,17 @@ struct Shared {
 pub(crate) struct InstanceKey(u64);
 
 /// What is kept per device.
-pub(crate) struct DeviceState {
+struct DeviceState {
     properties: DeviceProperties,
-    /// Asked for at first use: on some drivers even that makes a context.
+    /// Read at first use: on some drivers that creates a context.
     default_stream: OnceLock<StreamId>,
-    pub(crate) streams: StreamShelf,
-    pub(crate) events: EventShelf,
-    pub(crate) kernels: KernelShelf,
-    pub(crate) stray_handles: StrayHandles,
-    pub(crate) graphs: GraphShelf,
-    pub(crate) default_generator: OnceLock<Arc<Seat>>,
+    streams: StreamPools,
+    events: EventCache,
+    extensions: Extensions,
 }
 
 impl Instance {
-    /// Takes in a driver and reads what its devices are. Creates no context, stream or event.
+    /// Wraps a driver and reads the properties of its devices. Creates no context, stream or event.
     pub fn new(driver: Arc<dyn Driver>) -> Result<Self> {
         static NEXT_KEY: AtomicU64 = AtomicU64::new(0);
         let count = driver.device_count()?;
@@ -81,28 +81,25 @@ impl Instance {
                 Ok(DeviceState {
                     properties: driver.device_properties(DeviceId(index))?,
                     default_stream: OnceLock::new(),
-                    streams: StreamShelf::new(DeviceId(index)),
-                    events: EventShelf::new(DeviceId(index)),
-                    kernels: KernelShelf::new(DeviceId(index)),
-                    stray_handles: StrayHandles::default(),
-                    graphs: GraphShelf::default(),
-                    default_generator: OnceLock::new(),
+                    streams: StreamPools::new(DeviceId(index)),
+                    events: EventCache::new(DeviceId(index)),
+                    extensions: Extensions::default(),
                 })
             })
             .collect::<Result<_>>()?;
-        let key = InstanceKey(NEXT_KEY.fetch_add(1, Ordering::Relaxed));
         Ok(Self {
             shared: Arc::new(Shared {
-                key,
+                key: InstanceKey(NEXT_KEY.fetch_add(1, Ordering::Relaxed)),
                 alive: Arc::new(()),
                 driver,
                 devices,
-                captures: CaptureRegistry::default(),
+                captures_under_way: AtomicUsize::new(0),
+                extensions: Extensions::default(),
             }),
         })
     }
 
-    /// The driver underneath.
+    /// The driver.
     #[must_use]
     pub fn driver(&self) -> &Arc<dyn Driver> {
         &self.shared.driver
@@ -114,59 +111,51 @@ impl Instance {
         u32::try_from(self.shared.devices.len()).expect("the driver counted them in a u32")
     }
 
-    /// The device with that index.
-    pub fn device(&self, index: u32) -> Result<Device> {
-        let count = self.device_count();
-        if index >= count {
-            return Err(Error::DeviceOutOfRange { index, count });
-        }
-        Ok(Device { instance: self.clone(), id: DeviceId(index) })
-    }
-
-    /// All devices, in order.
-    pub fn devices(&self) -> impl ExactSizeIterator<Item = Device> + '_ {
-        (0..self.device_count()).map(|index| Device { instance: self.clone(), id: DeviceId(index) })
-    }
-
-    /// Destroys what dropped graphs left, every pooled stream and event, unloads our own kernels, and lets the driver
-    /// go.
+    /// Destroys what dropped graphs left on the driver, unloads Warpool's own kernels, destroys every pooled stream and
+    /// event, and drops the driver.
     ///
-    /// Nothing else may hold on to this `Instance` any more, not even a [`Device`]: [`Error::StillInUse`] otherwise, and
-    /// nothing is destroyed; call it on the last handle. Of several driver calls that fail the first is reported, and
-    /// the rest is still given back.
+    /// Call it on the last handle: while anything else holds this `Instance`, even a [`Device`], it is
+    /// [`Error::StillInUse`] and nothing is destroyed. After a failed driver call it continues, and returns the first
+    /// error.
     pub fn close(self) -> Result<()> {
         match Arc::try_unwrap(self.shared) {
             Ok(shared) => {
+                let driver = &*shared.driver;
                 let mut outcome = Ok(());
                 for state in &shared.devices {
-                    outcome = outcome.and(state.graphs.destroy_all(&*shared.driver));
-                    outcome = outcome.and(state.streams.destroy_all(&*shared.driver));
-                    outcome = outcome.and(state.events.destroy_all(&*shared.driver));
-                    outcome = outcome.and(state.kernels.destroy_all(&*shared.driver));
-                    state.stray_handles.destroy_all(&*shared.driver);
+                    outcome = outcome.and(state.extensions.destroy_all(driver));
+                    outcome = outcome.and(state.streams.destroy_all(driver));
+                    outcome = outcome.and(state.events.destroy_all(driver));
                 }
-                outcome
+                outcome.and(shared.extensions.destroy_all(driver))
             }
             Err(shared) => Err(Error::StillInUse { references: Arc::strong_count(&shared) - 1 }),
         }
     }
 
+    fn check_index(&self, index: u32) -> Result<()> {
+        let count = self.device_count();
+        if index < count { Ok(()) } else { Err(Error::DeviceOutOfRange { index, count }) }
+    }
+
     /// The state of a device that is known to exist.
-    pub(crate) fn state(&self, device: DeviceId) -> &DeviceState {
+    fn state(&self, device: DeviceId) -> &DeviceState {
         &self.shared.devices[device.0 as usize]
     }
 
-    /// The captures that are under way.
-    pub(crate) fn captures(&self) -> &CaptureRegistry {
-        &self.shared.captures
+    /// What modules above keep for this `Instance`.
+    pub(crate) fn extensions(&self) -> &Extensions {
+        &self.shared.extensions
+    }
+
+    /// How many captures are under way, or about to begin.
+    #[inline]
+    pub(crate) fn captures_under_way(&self) -> &AtomicUsize {
+        &self.shared.captures_under_way
     }
 
     pub(crate) fn key(&self) -> InstanceKey {
         self.shared.key
-    }
-
-    pub(crate) fn alive(&self) -> &Arc<()> {
-        &self.shared.alive
     }
 
     pub(crate) fn default_stream_id(&self, device: DeviceId) -> Result<StreamId> {
@@ -174,7 +163,7 @@ impl Instance {
         if let Some(&id) = cell.get() {
             return Ok(id);
         }
-        // Two threads may both ask; the driver always gives the same id.
+        // Two threads may both get here; the driver always returns the same id.
         let id = self.driver().stream_default(device)?;
         Ok(*cell.get_or_init(|| id))
     }
@@ -199,77 +188,5 @@ impl fmt::Debug for Instance {
             .field("driver", &self.driver().kind())
             .field("devices", &self.device_count())
             .finish()
-    }
-}
-
-/// One device of a [`Instance`]. Cheap to clone.
-#[derive(Clone, PartialEq, Eq)]
-pub struct Device {
-    instance: Instance,
-    id: DeviceId,
-}
-
-impl Device {
-    /// The `Instance` that it belongs to.
-    #[must_use]
-    pub fn instance(&self) -> &Instance {
-        &self.instance
-    }
-
-    /// Its name for the driver.
-    #[must_use]
-    pub fn id(&self) -> DeviceId {
-        self.id
-    }
-
-    /// Its number, from 0.
-    #[must_use]
-    pub fn index(&self) -> u32 {
-        self.id.0
-    }
-
-    /// What it is and can do, as read when the [`Instance`] was made.
-    #[must_use]
-    pub fn properties(&self) -> &DeviceProperties {
-        &self.state().properties
-    }
-
-    /// Waits until all work on the device is done.
-    pub fn synchronize(&self) -> Result<()> {
-        Ok(self.driver().device_synchronize(self.id)?)
-    }
-
-    /// Makes it the calling thread's device for the driver too.
-    ///
-    /// Warpool names the device in every call and does not need this; foreign code on the same thread that
-    /// asks the driver for "the current device" does. Creates the device's context.
-    pub fn bind_to_thread(&self) -> Result<()> {
-        Ok(self.driver().set_current_device(self.id)?)
-    }
-
-    pub(crate) fn driver(&self) -> &dyn Driver {
-        &**self.instance.driver()
-    }
-
-    pub(crate) fn state(&self) -> &DeviceState {
-        self.instance.state(self.id)
-    }
-
-    /// A handle for a device that is known to exist.
-    pub(crate) fn known(instance: &Instance, id: DeviceId) -> Self {
-        debug_assert!(id.0 < instance.device_count());
-        Self { instance: instance.clone(), id }
-    }
-}
-
-impl fmt::Debug for Device {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} ({})", self.id, self.properties().name)
-    }
-}
-
-impl fmt::Display for Device {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.id.fmt(f)
     }
 }

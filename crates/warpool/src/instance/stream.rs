@@ -1,8 +1,8 @@
-//! A stream as a value: which device, which queue, and what can be done with it.
+//! A stream as a value: its device, its id, and the operations on it.
 //!
-//! Streams are not owned: a `Stream` is a name, equal to every other name of the same queue, and dropping it does
-//! nothing. Where they come from is elsewhere: pools in `stream_pool.rs`, leases in `lease.rs`, what is current in
-//! `current.rs`.
+//! A `Stream` does not own the driver's stream: dropping it does nothing. Where streams come from is elsewhere: pools
+//! in `stream_pool.rs`, leases in `lease.rs`, the current stream in `current.rs`. Operations with events are in
+//! `event.rs`.
 
 use std::fmt;
 use std::hash::{Hash, Hasher};
@@ -10,13 +10,15 @@ use std::sync::Arc;
 
 use warpool_driver::{CaptureState, DeviceId, Driver, ForeignStream, RawHandle, StreamId, StreamInfo};
 
-use crate::{Device, Error, Event, Instance, Result};
+use super::device::Device;
+use super::{DeviceState, Instance};
+use crate::{Error, Result};
 
-/// A stream of one device. Cheap to clone; equal if device and id are. As the key of a map its [`id`](Self::id)
-/// serves as well, and keeps no [`Instance`] alive.
+/// A stream of one device. Cheap to clone; equal if device and id are. As the key of a map its [`id`](Self::id) does as
+/// well, and keeps no [`Instance`] alive.
 ///
-/// Warpool never destroys a stream that somebody may still name: ids stay good as long as the [`Instance`], or, for an
-/// [external](Self::external) stream, as long as its maker keeps it.
+/// Warpool destroys no stream while its [`Instance`] lives. An [external](Self::external) stream must be kept alive by
+/// its creator.
 #[derive(Clone)]
 pub struct Stream {
     instance: Instance,
@@ -25,17 +27,16 @@ pub struct Stream {
 }
 
 impl Stream {
-    /// Takes in a stream that somebody else made, and keeps alive for as long as it is used here. The null handle is
-    /// the default stream. The handle that means each thread's own default stream is refused
-    /// ([`Error::PerThreadStream`]): one name would stand for many streams, and nothing that is kept by stream would be
-    /// in order.
+    /// A stream that was created outside of Warpool, and stays alive for as long as it is used here. The null handle is
+    /// the default stream. The handle of the per-thread default stream is [`Error::PerThreadStream`]: it is a different
+    /// stream on each thread, so nothing that is kept by stream would be ordered.
     pub fn external(device: &Device, stream: ForeignStream) -> Result<Self> {
         match stream {
             ForeignStream::NULL | ForeignStream::LEGACY => return device.default_stream(),
             ForeignStream::PER_THREAD => return Err(Error::PerThreadStream),
             _ => {}
         }
-        Ok(Self::known(device, device.driver().stream_adopt(device.id(), stream)?))
+        Ok(Self::from_id(device, device.driver().stream_adopt(device.id(), stream)?))
     }
 
     /// The `Instance` that it belongs to.
@@ -47,7 +48,7 @@ impl Stream {
     /// Its device.
     #[must_use]
     pub fn device(&self) -> Device {
-        Device::known(&self.instance, self.device)
+        Device::from_id(&self.instance, self.device)
     }
 
     /// Its device's id.
@@ -56,7 +57,7 @@ impl Stream {
         self.device
     }
 
-    /// Its name for the driver. Never another stream's, even where a raw handle comes again.
+    /// The driver's id of it. Never reused for another stream, even where the driver reuses a raw handle.
     #[must_use]
     pub fn id(&self) -> StreamId {
         self.id
@@ -67,12 +68,12 @@ impl Stream {
         Ok(self.id == self.instance.default_stream_id(self.device)?)
     }
 
-    /// What the driver knows about it: priority, kind, raw handle.
+    /// Priority, kind and raw handle, from the driver.
     pub fn info(&self) -> Result<StreamInfo> {
         Ok(self.driver().stream_info(self.id)?)
     }
 
-    /// The driver's own handle, for libraries that want one.
+    /// The driver's own handle, for libraries that need one.
     pub fn raw(&self) -> Result<RawHandle> {
         Ok(self.driver().stream_handle(self.id)?.raw)
     }
@@ -82,8 +83,8 @@ impl Stream {
         Ok(self.info()?.priority)
     }
 
-    /// Whether all work in it is done. Work that failed is an `Err`. Do not ask while it captures: that breaks the
-    /// capture.
+    /// Whether all work in it is done. Work that failed is an `Err`. Must not be called while the stream captures: that
+    /// invalidates the capture.
     pub fn query(&self) -> Result<bool> {
         Ok(self.driver().stream_query(self.id)?)
     }
@@ -93,55 +94,41 @@ impl Stream {
         Ok(self.driver().stream_synchronize(self.id)?)
     }
 
-    /// Whether it takes part in a capture, be it a broken one.
+    /// Whether it takes part in a capture, valid or invalidated.
     pub fn is_capturing(&self) -> Result<bool> {
         Ok(self.capture_state()? != CaptureState::None)
     }
 
-    /// Where it stands with captures.
+    /// Its capture state, from the driver.
     pub fn capture_state(&self) -> Result<CaptureState> {
         Ok(self.driver().capture_state(self.id)?)
     }
 
-    /// Marks the work that is in it now. See [`Event::record`].
-    pub fn record_event(&self, event: &mut Event) -> Result<()> {
-        event.record(self)
-    }
-
-    /// Makes its later work wait for what `event` marked. See [`Event::wait`].
-    pub fn wait_event(&self, event: &Event) -> Result<()> {
-        event.wait(self)
-    }
-
-    /// Makes its later work wait for all work that is in `other` now, of this or another device.
-    pub fn wait_stream(&self, other: &Self) -> Result<()> {
-        self.instance.expect_same(&other.instance, "the stream to wait for")?;
-        let mut event = other.device().event_pool().take()?;
-        event.record(other)?;
-        // The wait is for the mark, not the event: it may go back to the pool, and be recorded again, at once.
-        event.wait(self)
-    }
-
-    /// Runs `callback` on some host thread once the work before it is done; later work waits for it. It must not call
-    /// the driver. Captured, it runs at every replay.
+    /// Runs `callback` on a host thread once the work before it is done; later work waits for it. It must not call the
+    /// driver. Captured, it runs at every replay.
     pub fn host_callback(&self, callback: impl Fn() + Send + Sync + 'static) -> Result<()> {
         Ok(self.driver().stream_host_callback(self.id, Arc::new(callback))?)
     }
 
-    /// A name for a stream that is known to exist.
-    pub(crate) fn known(device: &Device, id: StreamId) -> Self {
+    /// The stream with an id that is known to exist.
+    pub(crate) fn from_id(device: &Device, id: StreamId) -> Self {
         Self { instance: device.instance().clone(), device: device.id(), id }
     }
 
     pub(crate) fn driver(&self) -> &dyn Driver {
         &**self.instance.driver()
     }
+
+    /// The state of its device.
+    pub(super) fn device_state(&self) -> &DeviceState {
+        self.instance.state(self.device)
+    }
 }
 
 impl Device {
     /// The device's default stream.
     pub fn default_stream(&self) -> Result<Stream> {
-        Ok(Stream::known(self, self.instance().default_stream_id(self.id())?))
+        Ok(Stream::from_id(self, self.instance().default_stream_id(self.id())?))
     }
 }
 

@@ -1,10 +1,10 @@
-//! The streams that Warpool makes: shared ones, handed out in turn, and exclusive ones, leased.
+//! The streams that Warpool creates: shared ones, returned in round-robin order, and exclusive ones, leased.
 //!
-//! The two never mix: a leased stream is never one that is handed out in turn. All are non-blocking. Nothing
-//! here destroys a stream that somebody was given, but for [`Instance::close`](crate::Instance::close), when nobody is left.
+//! A leased stream is never one of the shared ones. All are non-blocking. They are destroyed only by
+//! [`Instance::close`](crate::Instance::close), when no stream is in use any more.
 //!
-//! Locks: each is a leaf, held for a few moves of ids, except while the shared streams of one priority are
-//! made, when others that want the same ones wait for them.
+//! Locks: each is a leaf, held while ids are moved, except while the shared streams of one priority are created, when
+//! other users of the same priority wait for them.
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -12,40 +12,42 @@ use std::sync::{Mutex, OnceLock};
 
 use warpool_driver::{CaptureState, DeviceId, Driver, PriorityRange, StreamId, StreamOptions};
 
-use crate::{Device, Result, Stream, lock};
+use super::device::Device;
+use super::stream::Stream;
+use crate::{Result, lock};
 
-/// How many streams of one device and priority are handed out in turn, as in PyTorch.
+/// How many shared streams there are per device and priority, as in PyTorch.
 pub const STREAMS_PER_POOL: usize = 32;
 
-/// The most priorities that pools are kept for, as in PyTorch.
+/// The most priorities that have pools, as in PyTorch.
 pub const PRIORITIES_MAX: usize = 4;
 
-/// All streams that were made for one device.
-pub(crate) struct StreamShelf {
+/// All streams created for one device: one pool per priority.
+pub(super) struct StreamPools {
     device: DeviceId,
     range: OnceLock<PriorityRange>,
-    rows: [Row; PRIORITIES_MAX],
+    by_priority: [StreamPool; PRIORITIES_MAX],
 }
 
 /// The streams of one priority.
 #[derive(Default)]
-struct Row {
-    /// Handed out in turn; made all at once at first use.
+struct StreamPool {
+    /// Returned in round-robin order; created all at once at first use.
     shared: OnceLock<[StreamId; STREAMS_PER_POOL]>,
-    turn: AtomicUsize,
-    /// Held while the shared ones are made. Between attempts it holds only what could not even be destroyed.
+    next: AtomicUsize,
+    /// Held while the shared streams are created. Between attempts it contains only streams whose destruction failed.
     unfinished: Mutex<Vec<StreamId>>,
-    /// Leased before and free again, the longest free first.
-    returned: Mutex<VecDeque<StreamId>>,
+    /// Leased before and returned, the longest idle first.
+    idle: Mutex<VecDeque<StreamId>>,
 }
 
-impl StreamShelf {
-    pub(crate) fn new(device: DeviceId) -> Self {
-        Self { device, range: OnceLock::new(), rows: Default::default() }
+impl StreamPools {
+    pub(super) fn new(device: DeviceId) -> Self {
+        Self { device, range: OnceLock::new(), by_priority: Default::default() }
     }
 
-    /// The priorities that there are pools for: at most four, from the least urgent on.
-    pub(crate) fn range(&self, driver: &dyn Driver) -> Result<PriorityRange> {
+    /// The priorities that have pools: at most four, from the least urgent on.
+    fn range(&self, driver: &dyn Driver) -> Result<PriorityRange> {
         if let Some(&range) = self.range.get() {
             return Ok(range);
         }
@@ -54,123 +56,123 @@ impl StreamShelf {
         Ok(*self.range.get_or_init(|| range))
     }
 
-    /// The next stream in turn, at the priority nearest to `priority`.
-    pub(crate) fn next(&self, driver: &dyn Driver, priority: i32) -> Result<StreamId> {
-        let (index, options) = self.place(driver, priority)?;
-        let row = &self.rows[index.0];
-        let streams = match row.shared.get() {
+    /// The next shared stream, at the priority nearest to `priority`.
+    fn next(&self, driver: &dyn Driver, priority: i32) -> Result<StreamId> {
+        let (index, options) = self.pool_of(driver, priority)?;
+        let pool = &self.by_priority[index.0];
+        let streams = match pool.shared.get() {
             Some(streams) => streams,
-            None => row.make_shared(driver, self.device, options)?,
+            None => pool.create_shared(driver, self.device, options)?,
         };
-        Ok(streams[row.turn.fetch_add(1, Ordering::Relaxed) % STREAMS_PER_POOL])
+        Ok(streams[pool.next.fetch_add(1, Ordering::Relaxed) % STREAMS_PER_POOL])
     }
 
-    /// A stream that nobody else has, at the priority nearest to `priority`, and the row that it must go back to.
-    pub(crate) fn lease(&self, driver: &dyn Driver, priority: i32) -> Result<(StreamId, RowIndex)> {
-        let (index, options) = self.place(driver, priority)?;
-        let stream = match self.rows[index.0].take_returned(driver)? {
+    /// A stream for exclusive use, at the priority nearest to `priority`, and the pool that it must be returned to.
+    pub(super) fn lease(&self, driver: &dyn Driver, priority: i32) -> Result<(StreamId, PoolIndex)> {
+        let (index, options) = self.pool_of(driver, priority)?;
+        let stream = match self.by_priority[index.0].take_idle(driver)? {
             Some(stream) => stream,
             None => driver.stream_create(self.device, options)?,
         };
         Ok((stream, index))
     }
 
-    /// Takes a leased stream back. No driver call.
-    pub(crate) fn unlease(&self, stream: StreamId, row: RowIndex) {
-        lock(&self.rows[row.0].returned).push_back(stream);
+    /// Returns a leased stream. No driver call.
+    pub(super) fn end_lease(&self, stream: StreamId, pool: PoolIndex) {
+        lock(&self.by_priority[pool.0].idle).push_back(stream);
     }
 
-    /// Destroys every stream that was ever made here. The caller knows that nobody has one.
-    pub(crate) fn destroy_all(&self, driver: &dyn Driver) -> Result<()> {
+    /// Destroys every stream that was created here. None may be in use.
+    pub(super) fn destroy_all(&self, driver: &dyn Driver) -> Result<()> {
         let mut outcome = Ok(());
-        for row in &self.rows {
-            let shared = row.shared.get().into_iter().flatten().copied();
-            let unfinished = std::mem::take(&mut *lock(&row.unfinished));
-            let returned = std::mem::take(&mut *lock(&row.returned));
-            for stream in shared.chain(unfinished).chain(returned) {
+        for pool in &self.by_priority {
+            let shared = pool.shared.get().into_iter().flatten().copied();
+            let unfinished = std::mem::take(&mut *lock(&pool.unfinished));
+            let idle = std::mem::take(&mut *lock(&pool.idle));
+            for stream in shared.chain(unfinished).chain(idle) {
                 outcome = outcome.and(driver.stream_destroy(stream));
             }
         }
         Ok(outcome?)
     }
 
-    /// The row of the priority nearest to `priority`, and how its streams are made.
-    fn place(&self, driver: &dyn Driver, priority: i32) -> Result<(RowIndex, StreamOptions)> {
+    /// The pool of the priority nearest to `priority`, and how its streams are created.
+    fn pool_of(&self, driver: &dyn Driver, priority: i32) -> Result<(PoolIndex, StreamOptions)> {
         let range = self.range(driver)?;
         let priority = range.clamp(priority);
-        Ok((RowIndex((range.least - priority) as usize), StreamOptions { non_blocking: true, priority }))
+        Ok((PoolIndex((range.least - priority) as usize), StreamOptions { non_blocking: true, priority }))
     }
 }
 
-/// Which row of the shelf a leased stream goes back to.
+/// Which pool a leased stream is returned to.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct RowIndex(usize);
+pub(super) struct PoolIndex(usize);
 
-impl Row {
-    /// Makes all shared streams, or none: on failure those already made are destroyed.
-    fn make_shared(
+impl StreamPool {
+    /// Creates all shared streams, or none: on failure those already created are destroyed.
+    fn create_shared(
         &self,
         driver: &dyn Driver,
         device: DeviceId,
         options: StreamOptions,
     ) -> Result<&[StreamId; STREAMS_PER_POOL]> {
-        let mut made = lock(&self.unfinished);
+        let mut created = lock(&self.unfinished);
         if let Some(streams) = self.shared.get() {
             return Ok(streams);
         }
-        while made.len() < STREAMS_PER_POOL {
+        while created.len() < STREAMS_PER_POOL {
             match driver.stream_create(device, options) {
-                Ok(stream) => made.push(stream),
+                Ok(stream) => created.push(stream),
                 Err(error) => {
-                    made.retain(|&stream| !destroyed(driver, stream));
+                    created.retain(|&stream| !try_destroy(driver, stream));
                     return Err(error.into());
                 }
             }
         }
-        let streams = std::mem::take(&mut *made).try_into().expect("exactly as many were made");
+        let streams = std::mem::take(&mut *created).try_into().expect("exactly as many were created");
         Ok(self.shared.get_or_init(|| streams))
     }
 
-    /// The stream that was returned first and does not capture. Whoever left one capturing may still end that.
-    fn take_returned(&self, driver: &dyn Driver) -> Result<Option<StreamId>> {
-        // The driver is asked outside the lock, so that a lease can always be dropped, also from a host callback.
-        let candidates = lock(&self.returned).len();
+    /// The longest idle stream that does not capture: a stream may be returned while its capture is still to be ended.
+    fn take_idle(&self, driver: &dyn Driver) -> Result<Option<StreamId>> {
+        // The driver is called without the lock, so that a lease can be dropped anywhere, also in a host callback.
+        let candidates = lock(&self.idle).len();
         for _ in 0..candidates {
-            let Some(stream) = lock(&self.returned).pop_front() else { break };
+            let Some(stream) = lock(&self.idle).pop_front() else { break };
             let state = driver.capture_state(stream);
             if state == Ok(CaptureState::None) {
                 return Ok(Some(stream));
             }
-            lock(&self.returned).push_back(stream);
+            lock(&self.idle).push_back(stream);
             state?;
         }
         Ok(None)
     }
 }
 
-/// Destroys a stream that nobody was given; says so if that fails.
-fn destroyed(driver: &dyn Driver, stream: StreamId) -> bool {
+/// Destroys a stream that was never handed out; logs a failure.
+fn try_destroy(driver: &dyn Driver, stream: StreamId) -> bool {
     driver
         .stream_destroy(stream)
-        .inspect_err(|error| tracing::warn!(%stream, %error, "a stream could not be destroyed and is kept for later"))
+        .inspect_err(|error| tracing::warn!(%stream, %error, "a stream could not be destroyed; it is kept for later"))
         .is_ok()
 }
 
 impl Device {
-    /// The priorities that pools are kept for. Lower is more urgent; PyTorch's `(0, -3)` on devices that know as many.
+    /// The priorities that have pools. Lower is more urgent; PyTorch's `(0, -3)` on devices that have as many.
     pub fn priority_range(&self) -> Result<PriorityRange> {
         self.state().streams.range(self.driver())
     }
 
-    /// The next shared stream, at the least urgent priority. After [`STREAMS_PER_POOL`] calls the same ones
-    /// come again: use [`lease_stream`](Self::lease_stream) where sharing would hurt.
+    /// The next shared stream, at the least urgent priority. After [`STREAMS_PER_POOL`] calls the same streams are
+    /// returned again: use [`lease_stream`](Self::lease_stream) for one of your own.
     pub fn pool_stream(&self) -> Result<Stream> {
         self.pool_stream_at(i32::MAX)
     }
 
     /// The next shared stream at `priority`, clamped into the [range](Self::priority_range).
     pub fn pool_stream_at(&self, priority: i32) -> Result<Stream> {
-        Ok(Stream::known(self, self.state().streams.next(self.driver(), priority)?))
+        Ok(Stream::from_id(self, self.state().streams.next(self.driver(), priority)?))
     }
 
     /// The next shared stream at the most urgent priority.

@@ -60,6 +60,7 @@
 
 mod allocator;
 mod caching;
+mod capture_memory;
 mod decorate;
 mod device_block;
 mod external;
@@ -79,10 +80,11 @@ pub use crate::error::{OomCause, OomReport, PinnedCapReport};
 pub use crate::pool_id::MemPoolId;
 pub use allocator::{Allocation, DeviceAllocator, Request, SnapshotOptions};
 pub use caching::{CachingAllocator, PoolCheckpoint, Restored};
+pub(crate) use capture_memory::CaptureMemory;
 pub use decorate::{AllocatorCall, Decorator, FreeCall, Limited, Traced};
 pub use device_block::{Allocate, DeviceBlock};
 pub use external::{BaseAllocation, ExternalAllocator, ExternalUpstream, FnAllocator, Handled, RawStream};
-pub(crate) use host::GraphHostPool;
+pub(crate) use host::CapturedHostPools;
 pub use host::{HostAllocator, HostBlock, HostStats, HostTime};
 pub use pool::{MemPool, PoolScope};
 pub use private_pools::{PoolOptions, PrivatePools, Route, Upstream};

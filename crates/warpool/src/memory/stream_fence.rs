@@ -223,7 +223,7 @@ pub(crate) trait FenceOwner {
 
     /// Whether captures are active. They forbid waiting for a device.
     fn has_captures(&self) -> bool {
-        !self.instance().captures().none()
+        self.instance().has_captures()
     }
 
     /// The capture status of a stream. An owner that is told of every capture need not ask the driver without any.
@@ -272,7 +272,7 @@ pub(crate) fn record(owner: &impl FenceOwner, stream: StreamId) -> Result<Record
         Err(error) if error.code == ErrorCode::InvalidHandle => return record_destroyed(owner),
         Err(error) => return Err(error.into()),
     };
-    let mut event = Device::known(owner.instance(), device).event_pool().take()?;
+    let mut event = Device::from_id(owner.instance(), device).event_pool().take()?;
     driver.event_record(event.id(), stream, EventScope::Plain)?;
     let status = owner.capture_status(stream);
     if status != Ok(CaptureStatus::NotCapturing) {
@@ -292,7 +292,7 @@ fn record_destroyed(owner: &impl FenceOwner) -> Result<Recorded> {
 /// Waits for all work of all devices. Returns `false` without waiting while a capture is active, which the wait would
 /// invalidate; none can begin during the wait.
 pub(crate) fn wait_for_devices(instance: &Instance) -> Result<bool> {
-    let Some(_held_off) = instance.captures().hold_off() else { return Ok(false) };
+    let Some(_held_off) = instance.hold_off_captures() else { return Ok(false) };
     for device in instance.devices() {
         if instance.driver().context_is_active(device.id())? {
             device.synchronize()?;
@@ -320,7 +320,7 @@ pub(crate) fn wait_for_stream(owner: &impl FenceOwner, stream: StreamId) -> Resu
 pub(crate) fn order_after(instance: &Instance, earlier: StreamId, later: StreamId) -> Result<()> {
     let driver = instance.driver();
     let device = driver.stream_handle(earlier)?.device;
-    let event = Device::known(instance, device).event_pool().take()?;
+    let event = Device::from_id(instance, device).event_pool().take()?;
     driver.event_record(event.id(), earlier, EventScope::Plain)?;
     Ok(driver.stream_wait_event(later, event.id(), EventScope::Plain)?)
 }

@@ -3,7 +3,7 @@
 
 use warpool::driver::sim::{HazardKind, ObjectCounts, SimConfig};
 use warpool::driver::{Copies as _, DevicePtr, FunctionId, KernelMirror, KernelSource, Kernels as _, LaunchShape};
-use warpool::graph::{BufferKey, Capture, Graph, GraphError, GraphOptions, HostAt};
+use warpool::graph::{BufferKey, Capture, Graph, GraphError, GraphOptions, HostOffset};
 use warpool::memory::{Allocate as _, DeviceBlock};
 use warpool::{Error, Result, Stream, StreamLease};
 
@@ -108,7 +108,7 @@ impl GraphLab {
     }
 
     /// The same where pinned host memory is.
-    pub fn capture_add_host(&self, capture: &mut Capture<'_>, to: impl Into<HostAt>, value: u32) -> Result<()> {
+    pub fn capture_add_host(&self, capture: &mut Capture<'_>, to: impl Into<HostOffset>, value: u32) -> Result<()> {
         let stream = capture.stream().clone();
         capture_kernel(capture, self.add, &[to.into().into(), value.into()], &stream)
     }

@@ -1,7 +1,8 @@
 //! Launches on the simulated device, whose kernels reach no memory but that which they may: safe, unlike the calls
 //! behind them.
 
-use warpool::driver::{Driver, FunctionId, GraphExecId, KernelArg, LaunchShape, StreamId};
+use warpool::driver::{DevicePtr, Driver, FunctionId, GraphExecId, KernelArg, LaunchShape, StreamId};
+use warpool::generator::Target;
 use warpool::graph::{Capture, GraphArg};
 use warpool::{Result, Stream};
 
@@ -29,4 +30,11 @@ pub fn launch_graph(driver: &dyn Driver, exec: GraphExecId, stream: StreamId) ->
     assert_eq!(driver.kind(), "sim");
     // SAFETY: the simulated device checks every access of a node.
     Ok(unsafe { driver.graph_launch(exec, stream) }?)
+}
+
+/// A target of random numbers at any address.
+pub fn raw_target(driver: &dyn Driver, ptr: DevicePtr, count: u64) -> Target {
+    assert_eq!(driver.kind(), "sim");
+    // SAFETY: the simulated device checks every access of a kernel.
+    unsafe { Target::raw(ptr, count) }
 }

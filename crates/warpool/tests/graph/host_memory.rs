@@ -13,7 +13,7 @@ use warpool::memory::{HostAllocator, HostBlock, PinnedSettings};
 use warpool::{Error, Result, Stream};
 
 const PLAIN: CaptureOptions =
-    CaptureOptions { pool: None, mode: warpool::driver::CaptureMode::Global, poller_patience: None };
+    CaptureOptions { pool: None, mode: warpool::driver::CaptureMode::Global, poller_timeout: None };
 
 const BYTES: u64 = 64 * KIB;
 

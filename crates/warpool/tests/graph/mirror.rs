@@ -17,7 +17,7 @@ use warpool::graph::{CaptureOptions, GraphError, GraphOptions, capture_mode};
 use warpool::memory::DeviceBlock;
 
 const PLAIN: CaptureOptions =
-    CaptureOptions { pool: None, mode: warpool::driver::CaptureMode::Global, poller_patience: None };
+    CaptureOptions { pool: None, mode: warpool::driver::CaptureMode::Global, poller_timeout: None };
 const KEEP: GraphOptions = GraphOptions { keep_graph: true };
 
 /// test_graph_capture_simple: eleven operations are captured, one replay does them all.
@@ -101,7 +101,7 @@ fn an_empty_graph_is_a_warning() {
         assert!(graph.is_empty().unwrap());
         let told = std::mem::take(&mut *warnings.0.lock().unwrap());
         assert_eq!(told.len(), 1);
-        assert!(told[0].contains("holds no work"), "{told:?}");
+        assert!(told[0].contains("the capture is empty"), "{told:?}");
         graph.replay(&lab.context.main).unwrap();
         graph.reset().unwrap();
         graph.capture(&lab.side, PLAIN, |_| lab.try_add(block.ptr(), 1, &lab.side)).unwrap();

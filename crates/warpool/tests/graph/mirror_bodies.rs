@@ -9,7 +9,7 @@ use warpool::graph::{BufferKey, Capture, CaptureOptions, Flag, Graph, GraphError
 use warpool::{Error, Result};
 
 const PLAIN: CaptureOptions =
-    CaptureOptions { pool: None, mode: warpool::driver::CaptureMode::Global, poller_patience: None };
+    CaptureOptions { pool: None, mode: warpool::driver::CaptureMode::Global, poller_timeout: None };
 
 /// Words that a graph keeps.
 fn words<const N: usize>(capture: &mut Capture<'_>) -> Result<[BufferKey; N]> {

@@ -11,7 +11,7 @@ use warpool::memory::{Allocate as _, DeviceBlock, MemPool, MemPoolId, PoolOption
 use warpool::{Error, Result, Stream};
 
 const PLAIN: CaptureOptions =
-    CaptureOptions { pool: None, mode: warpool::driver::CaptureMode::Global, poller_patience: None };
+    CaptureOptions { pool: None, mode: warpool::driver::CaptureMode::Global, poller_timeout: None };
 const REUSE: &str = "graph_capture_record_stream_reuse:True";
 
 /// test_graph_memory_stats_and_use_result_after_destroy_graph: five sizes, with exactly what is held while the graph

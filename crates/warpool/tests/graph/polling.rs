@@ -53,7 +53,7 @@ fn a_capture_waits_for_those_who_poll() {
 fn a_capture_can_give_up_waiting() {
     let lab = Lab::new();
     let mut graph = lab.graph();
-    let options = CaptureOptions { poller_patience: Some(Duration::ZERO), ..CaptureOptions::default() };
+    let options = CaptureOptions { poller_timeout: Some(Duration::ZERO), ..CaptureOptions::default() };
     let (ready, go) = (mpsc::channel(), mpsc::channel::<()>());
     std::thread::scope(|threads| {
         let (instance, say) = (&lab.context.instance, ready.0);

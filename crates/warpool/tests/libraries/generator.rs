@@ -4,12 +4,13 @@
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
+use crate::common::launch::raw_target;
 use crate::common::machine;
 use crate::common::memory::{KIB, TestContext};
 use warpool::driver::decorate::{FaultPlan, Faulty};
 use warpool::driver::sim::{SimConfig, SimDriver};
 use warpool::driver::{Call, CaptureMode, Captures, DevicePtr, ErrorCode, KernelArg, Pattern};
-use warpool::generator::{DEFAULT_SEED, Generator, GeneratorError, PHILOX_CUDA, Reservation, philox};
+use warpool::generator::{DEFAULT_SEED, Generator, GeneratorError, PHILOX_CUDA, Reservation, Target, philox};
 use warpool::graph::GraphError;
 use warpool::memory::{Allocate, DeviceBlock};
 use warpool::{Error, Instance, Result};
@@ -146,7 +147,7 @@ fn targets() {
     let block = context.any().allocate(KIB, &context.main).unwrap();
     context.instance.driver().fill(block.ptr(), Pattern::U8(0xAA), KIB, context.main.id()).unwrap();
     // Not at a multiple of 16, so the device cannot write four at once; the simulated one does not care.
-    generator.fill_bits((block.ptr().offset(4), 6), &context.main).unwrap();
+    generator.fill_bits(Target::part(&block, 4, 6), &context.main).unwrap();
     context.main.synchronize().unwrap();
     let mut bytes = vec![0; 40];
     context.instance.driver().download(block.device_id(), block.ptr(), &mut bytes).unwrap();
@@ -157,15 +158,17 @@ fn targets() {
     generator.fill_uniform(&ragged, &context.main).unwrap();
     assert_eq!(generator.offset().unwrap(), 8);
     let launches = context.sim.call_count(Call::KernelLaunch);
-    generator.fill_normal((block.ptr(), 0), &context.main).unwrap();
+    generator.fill_normal(Target::part(&block, 0, 0), &context.main).unwrap();
     generator.fill_bits(&context.any().allocate(3, &context.main).unwrap(), &context.main).unwrap();
     assert_eq!((context.sim.call_count(Call::KernelLaunch), generator.offset().unwrap()), (launches, 8));
 
-    let odd = block.ptr().offset(2);
-    let error = refused(generator.fill_bits((odd, 4), &context.main));
-    assert_eq!(error, GeneratorError::Alignment { ptr: odd, bytes: 4 });
-    generator.fill_dropout_mask((odd, 4), 0.5, &context.main).unwrap();
-    let error = refused(generator.fill_bits((block.ptr(), u64::MAX), &context.main));
+    let odd = Target::part(&block, 2, 4);
+    let error = refused(generator.fill_bits(odd, &context.main));
+    assert_eq!(error, GeneratorError::Alignment { ptr: block.ptr().offset(2), bytes: 4 });
+    generator.fill_dropout_mask(odd, 0.5, &context.main).unwrap();
+    let error = refused(generator.fill_bits(Target::part(&block, 8, KIB / 4 - 1), &context.main));
+    assert_eq!(error, GeneratorError::OutOfBounds { count: KIB / 4 - 1, bytes: KIB - 4, available: KIB - 8 });
+    let error = refused(generator.fill_bits(Target::part(&block, 0, u64::MAX), &context.main));
     assert!(matches!(error, GeneratorError::Count { count: u64::MAX, .. }));
     for keep in [-0.1, 1.1, f32::NAN, f32::INFINITY] {
         let error = refused(generator.fill_dropout_mask(&block, keep, &context.main));
@@ -188,12 +191,12 @@ fn a_fill_that_fails_consumes_nothing() {
         [Call::ModuleLoad, Call::FunctionGet, Call::CaptureState, Call::KernelLaunch].into_iter().zip(1..)
     {
         faulty.set_plan(FaultPlan::new().fail_nth(call, 1, ErrorCode::LaunchFailed));
-        let error = generator.fill_bits((ptr, 9), &stream).unwrap_err();
+        let error = generator.fill_bits(raw_target(&**instance.driver(), ptr, 9), &stream).unwrap_err();
         assert_eq!(error.driver().map(|error| error.code), Some(ErrorCode::LaunchFailed), "{call:?}: {error}");
         assert_eq!((generator.offset().unwrap(), faulty.injected().len()), (0, fired), "{call:?}");
     }
     faulty.clear_plan();
-    generator.fill_bits((ptr, 9), &stream).unwrap();
+    generator.fill_bits(raw_target(&**instance.driver(), ptr, 9), &stream).unwrap();
     assert_eq!(generator.offset().unwrap(), 4);
 }
 
@@ -292,7 +295,7 @@ fn reservations() {
     assert_eq!(refused(generator.reserve(increment, &context.main)), GeneratorError::Increment { increment });
     generator.reserve(u64::MAX - 3, &context.main).unwrap();
     assert_eq!(generator.offset().unwrap(), 0);
-    assert!(PHILOX_CUDA.contains("warpool_place") && !PHILOX_CUDA.contains("#include"));
+    assert!(PHILOX_CUDA.contains("warpool_position") && !PHILOX_CUDA.contains("#include"));
     context.finish();
 }
 

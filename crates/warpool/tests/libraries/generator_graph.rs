@@ -8,7 +8,7 @@ use crate::common::memory::{FIRST, KIB, TestContext};
 use warpool::driver::decorate::{FaultPlan, Faulty};
 use warpool::driver::sim::{HazardKind, SimConfig, SimDriver};
 use warpool::driver::{Call, CaptureMode, Copies, DevicePtr, ErrorCode, KernelMirror, KernelSource, Kernels};
-use warpool::generator::{Generator, GeneratorError, Reservation, philox, place};
+use warpool::generator::{Generator, GeneratorError, Reservation, philox, position};
 use warpool::graph::{BufferKey, CaptureOptions, Flag, Graph, GraphError, GraphOptions};
 use warpool::memory::{Allocate, CachingAllocator, DeviceAllocator, DeviceBlock, Settings};
 use warpool::{Error, Instance, Result, Stream};
@@ -460,13 +460,13 @@ fn own_kernels_draw_through_the_scope() {
         cuda: concat!(
             warpool::philox_cuda!(),
             r#"extern "C" __global__ void draw(unsigned *to, const unsigned long long *slot, unsigned long long seed, unsigned long long offset) {
-                *to = warpool_words(warpool_place(slot, seed, offset), 0).x;
+                *to = warpool_words(warpool_position(slot, seed, offset), 0).x;
             }"#
         ),
         mirrors: &[KernelMirror {
             name: "draw",
             run: |scope| {
-                let (to, (seed, offset)) = (scope.arg_ptr(0)?, place(scope, 1)?);
+                let (to, (seed, offset)) = (scope.arg_ptr(0)?, position(scope, 1)?);
                 scope.write_u32(to, &[philox::block(seed, 0, offset)[0]])
             },
             nanos: None,

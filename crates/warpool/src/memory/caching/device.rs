@@ -252,7 +252,7 @@ impl CachingDevice {
     /// Whether captures are active on any device: those that this allocator was told of, and those of graphs that use
     /// another allocator. Two loads.
     pub(super) fn has_captures(&self) -> bool {
-        self.shared.captures.load(Ordering::Acquire) > 0 || !self.instance().captures().none()
+        self.shared.captures.load(Ordering::Acquire) > 0 || self.instance().has_captures()
     }
 
     /// The capture status of a stream. No driver call while no capture is active on any device.

@@ -8,14 +8,14 @@ use std::sync::Arc;
 use warpool_driver::{DeviceId, DriverError, ErrorCode};
 
 use super::block::{HAS_STACK, PinnedBlock, PinnedState, USED};
-use super::graph_pool::GraphHostPool;
+use super::graph_pool::{CapturedHostPools, GraphHostPool};
 use super::history::HOST;
 use super::size_class::{BYTES_MAX, Fit};
 use super::{HostBlock, Shared};
 use crate::capture::CaptureRecord;
 use crate::error::GraphError;
 use crate::memory::report::EntryDetails;
-use crate::memory::{Action, StackLevel};
+use crate::memory::{Action, CaptureMemory, StackLevel};
 use crate::{Error, Result, Stream, lock};
 
 impl Shared {
@@ -34,14 +34,14 @@ impl Shared {
     /// Memory for work on `stream`: from the graph's pool, if it captures.
     pub(super) fn allocate_on(self: &Arc<Self>, bytes: u64, stream: &Stream) -> Result<HostBlock> {
         self.instance.expect_same(stream.instance(), "the stream")?;
-        let site = match self.instance.captures().find(stream) {
-            Ok(site) => site,
+        let capture = match self.instance.captures().find(stream) {
+            Ok(capture) => capture,
             // Handled when the use is recorded.
             Err(Error::Graph(GraphError::ForeignCapture)) => None,
             Err(error) => return Err(error),
         };
-        let Some(site) = site.filter(|_| bytes > 0) else { return self.allocate(bytes, None) };
-        let pool = self.graph_pool(&site.record);
+        let Some(capture) = capture.filter(|_| bytes > 0) else { return self.allocate(bytes, None) };
+        let pool = self.graph_pool(&capture.record);
         let fit = self.fit(bytes)?;
         let details = self.entry_details(StackLevel::State);
         let home = self.front.of_thread();
@@ -61,8 +61,9 @@ impl Shared {
 
     /// The pool of the graph that is being captured, which keeps it.
     fn graph_pool(&self, record: &CaptureRecord) -> Arc<GraphHostPool> {
-        let pool = self.graph_pools.get((Arc::as_ptr(&record.allocator).addr(), record.device, record.pool));
-        record.keep_host_pool(&pool);
+        let memory = CaptureMemory::of(record);
+        let pool = self.graph_pools.get((Arc::as_ptr(&memory.allocator).addr(), record.device, memory.pool));
+        record.with(|pools: &mut CapturedHostPools| pools.add(&pool));
         pool
     }
 
@@ -164,7 +165,7 @@ impl Shared {
         let shared = block.shared();
         shared.instance.expect_same(stream.instance(), "the stream")?;
         match shared.instance.captures().find(stream) {
-            Ok(Some(site)) => shared.graph_pool(&site.record).add_used(block),
+            Ok(Some(capture)) => shared.graph_pool(&capture.record).add_used(block),
             // An invalidated capture makes no graph, but work that was in the stream before it may still run.
             Ok(None) | Err(Error::Driver(DriverError { code: ErrorCode::StreamCaptureInvalidated, .. })) => {
                 lock(&block.usage).streams.add(stream.id());

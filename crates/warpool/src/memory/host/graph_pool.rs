@@ -24,7 +24,7 @@ use crate::{Stream, lock};
 pub(super) struct GraphHostPools(Mutex<BTreeMap<GraphPoolKey, Weak<GraphHostPool>>>);
 
 /// The pinned memory of the graphs that share a pool.
-pub(crate) struct GraphHostPool {
+pub(super) struct GraphHostPool {
     key: GraphPoolKey,
     contents: Mutex<Contents>,
 }
@@ -66,9 +66,26 @@ impl GraphHostPools {
     }
 }
 
-impl GraphHostPool {
+/// In the record of a capture, later in its graph: the pinned memory that it uses, one pool per host allocator.
+#[derive(Default)]
+pub(crate) struct CapturedHostPools(Vec<Arc<GraphHostPool>>);
+
+impl CapturedHostPools {
+    pub(super) fn add(&mut self, pool: &Arc<GraphHostPool>) {
+        if !self.0.iter().any(|other| Arc::ptr_eq(other, pool)) {
+            self.0.push(Arc::clone(pool));
+        }
+    }
+
     /// Records that replays run on `stream`.
     pub(crate) fn record_replay(&self, stream: &Stream) {
+        self.0.iter().for_each(|pool| pool.record_replay(stream));
+    }
+}
+
+impl GraphHostPool {
+    /// Records that replays run on `stream`.
+    fn record_replay(&self, stream: &Stream) {
         let streams = &mut lock(&self.contents).replay_streams;
         if !streams.contains(&stream.id()) {
             streams.push(stream.id());

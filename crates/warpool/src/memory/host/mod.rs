@@ -67,7 +67,7 @@ use std::sync::{Arc, Condvar, Mutex};
 use warpool_driver::{Driver, HostPtr};
 
 pub use block::HostBlock;
-pub(crate) use graph_pool::GraphHostPool;
+pub(crate) use graph_pool::CapturedHostPools;
 pub use stats::{HostStats, HostTime};
 
 use background::BackgroundThread;

@@ -108,7 +108,7 @@ impl DriverPool {
             self.driver().pool_set(id, attribute, value)?;
         }
         drop(relaxed);
-        let release_stream = Device::known(&self.instance, device).lease_stream()?;
+        let release_stream = Device::from_id(&self.instance, device).lease_stream()?;
         Ok(state.ready.get_or_init(|| ReadyPool { id, release_stream }))
     }
 

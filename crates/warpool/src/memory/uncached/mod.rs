@@ -110,7 +110,7 @@ impl<S: Source> UncachedAllocator<S> {
 
     /// Whether a capture is under way, as far as Warpool was told.
     fn has_captures(&self) -> bool {
-        self.captures.load(Ordering::Acquire) > 0 || !self.instance.captures().none()
+        self.captures.load(Ordering::Acquire) > 0 || self.instance.has_captures()
     }
 
     /// Notifies the source of pool events. With `wait`, events that another thread is delivering are waited for.

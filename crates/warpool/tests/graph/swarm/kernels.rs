@@ -4,7 +4,7 @@ use warpool::driver::sim::SimDriver;
 use warpool::driver::{
     DeviceId, FunctionId, KernelFault, KernelMirror, KernelScope, KernelSource, Kernels as _, ModuleId,
 };
-use warpool::generator::{philox, place};
+use warpool::generator::{philox, position};
 
 /// How long every variable is.
 pub const WORDS: usize = 16;
@@ -102,7 +102,7 @@ fn tame(k: &mut KernelScope<'_>) -> Ran {
 /// `(to, slot, seed, offset)`: mixes random numbers in.
 fn salt(k: &mut KernelScope<'_>) -> Ran {
     let to = k.arg_ptr(0)?;
-    let (seed, offset) = place(k, 1)?;
+    let (seed, offset) = position(k, 1)?;
     let words: Vec<u32> =
         (0..).zip(k.read_u32(to, WORDS)?).map(|(i, word)| word ^ philox::block(seed, i, offset)[0]).collect();
     k.write_u32(to, &words)

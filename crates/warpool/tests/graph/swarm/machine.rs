@@ -15,7 +15,7 @@ use warpool::{Device, Instance, Result, Stream, StreamLease};
 use super::draw::STREAMS;
 use super::kernels::{Kernels, WORDS};
 use super::program::{Program, Var, Work};
-use crate::common::launch::launch_kernel;
+use crate::common::launch::{launch_kernel, raw_target};
 use crate::common::rng::Rng;
 
 const FIRST: DeviceId = DeviceId(0);
@@ -95,7 +95,9 @@ impl Machine {
                 let (to, from) = (Address::Device(at(to)), Address::Device(at(from)));
                 Ok(driver.copy(to, from, BYTES, stream.id())?)
             }
-            Work::Draw { to, generator, words } => self.generators[generator].fill_bits((at(to), words), stream),
+            Work::Draw { to, generator, words } => {
+                self.generators[generator].fill_bits(raw_target(&**driver, at(to), words), stream)
+            }
             Work::Salt { to, generator, increment } => {
                 let [slot, seed, offset] = self.generators[generator].reserve(increment, stream)?.args();
                 self.launch(kernels.salt, &[ptr(to), slot, seed, offset], stream)

@@ -1,12 +1,12 @@
-//! A function on device memory that is captured once per shape, and replayed from then on.
+//! A function on device memory that is captured once per shape, and then replayed.
 //!
-//! Launching many small kernels one by one costs more than running them; a graph launches them all at once, but has its
-//! addresses and sizes built in. So a [`GraphedCallable`] captures one graph for each shape that its user expects,
-//! copies the inputs of a call to where that graph reads them, and replays. A shape that nobody expected runs as if
-//! there were no graphs, and the answer says why.
+//! Launching many small kernels one by one costs more than running them; a graph launches them all at once, but its
+//! addresses and sizes are fixed. So a [`GraphedCallable`] captures one graph for each shape that its user names,
+//! copies the inputs of a call to where that graph reads them, and replays. Any other shape runs without a graph, and
+//! the outcome says why.
 //!
 //! The graphs share one pool and the memory of their inputs: only one of them runs at a time. Shapes are captured from
-//! the largest to the smallest, so that the smaller find room in what the larger have left.
+//! the largest to the smallest, so that the smaller ones fit into memory that the larger ones have freed.
 
 use std::cell::RefCell;
 use std::fmt;
@@ -14,18 +14,21 @@ use std::sync::Arc;
 
 use warpool_driver::{Address, CaptureMode, Pattern, StreamId};
 
-use super::callable::How;
-use super::{Answer, BufferKey, Call, Callable, CaptureOptions, Fallback, Graph, GraphError, GraphOptions, Input};
+use super::call_outcome::{CallOutcome, CapturedShape, Execution, Fallback};
+use super::callable::{Call, Callable, Input};
+use super::graph::Graph;
+use super::options::{CaptureOptions, GraphOptions};
+use crate::error::GraphError;
 use crate::memory::{Allocate, DeviceAllocator, DeviceBlock, MemPoolId};
 use crate::{Device, Error, Result, Stream, StreamLease};
 
-/// How graphs are made of a [`Callable`].
+/// Options of a [`GraphedCallable`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct GraphedOptions {
-    /// How often each shape runs before it is captured, on a stream aside: libraries choose their algorithms and load
+    /// How often each shape runs before it is captured, on a side stream: libraries choose their algorithms and load
     /// their code at first use.
     pub warmups: u32,
-    /// How strict the captures are.
+    /// The mode of the captures.
     pub mode: CaptureMode,
 }
 
@@ -35,16 +38,16 @@ impl Default for GraphedOptions {
     }
 }
 
-/// What came of one shape.
+/// The capture of one shape.
 #[derive(Clone, Debug, PartialEq)]
 pub struct GraphReport<S> {
-    /// Which.
+    /// The shape.
     pub shape: S,
-    /// How much the graphs' pool grew when it was captured; 0 for a shape that found room in what others had left.
+    /// How much the graphs' pool grew when it was captured; 0 for a shape that fitted into freed memory.
     pub bytes_added: u64,
-    /// How much of the pool's memory its outputs take for good.
+    /// How much of the pool's memory its outputs occupy.
     pub bytes_outputs: u64,
-    /// Why there is no graph of it, if there is none: calls of it run without.
+    /// Why it could not be captured, if so: calls of it run without a graph.
     pub failed: Option<Error>,
 }
 
@@ -55,31 +58,22 @@ pub struct GraphedCallable<C: Callable> {
     device: Device,
     /// From the largest to the smallest.
     reports: Vec<GraphReport<C::Shape>>,
-    captured: Vec<Captured<C::Shape>>,
-    /// Where the graphs read: one block per input, as large as the largest shape needs.
+    captured: Vec<CapturedShape<C::Shape>>,
+    /// The graphs' inputs: one block per input, as large as the largest shape needs.
     inputs: Vec<Arc<DeviceBlock>>,
     bytes_inputs: u64,
-    /// Where the last replay went: the next, on another stream, comes behind it.
+    /// The stream of the last call that used the graphs' memory: the next one waits for it.
     last: Option<Stream>,
-    /// The streams that the allocator knows to use the inputs.
-    seen: Vec<StreamId>,
-    /// The side stream is ours as long as memory of it is in use.
-    aside: StreamLease,
-}
-
-/// The graph of one shape.
-pub(super) struct Captured<S> {
-    pub(super) shape: S,
-    /// For each input, how much room there is.
-    input_bytes: Vec<u64>,
-    pub(super) outputs: Vec<BufferKey>,
-    pub(super) graph: Graph,
+    /// The streams whose use of the inputs is recorded.
+    recorded: Vec<StreamId>,
+    /// For warm-ups and captures. Leased as long as memory that was allocated for it is in use.
+    side_stream: StreamLease,
 }
 
 impl<C: Callable> GraphedCallable<C> {
-    /// Warms up and captures each of `shapes`. One that cannot be captured is [reported](Self::reports), and its calls
-    /// run without a graph; an error is what fails before that: memory for the inputs, or the work itself when it runs
-    /// without a graph.
+    /// Warms up and captures each of `shapes`. A shape that cannot be captured is [reported](Self::reports), and its
+    /// calls run without a graph. An error is returned only for a failure before that: of the memory for the inputs, or
+    /// of a warm-up.
     pub fn new(
         allocator: &Arc<dyn DeviceAllocator>,
         device: &Device,
@@ -88,9 +82,9 @@ impl<C: Callable> GraphedCallable<C> {
         options: GraphedOptions,
     ) -> Result<Self> {
         allocator.instance().expect_same(device.instance(), "the device")?;
-        let aside = device.lease_stream()?;
+        let side_stream = device.lease_stream()?;
         let shapes = largest_first(&callable, shapes);
-        let inputs = shared_inputs(allocator, &aside, shapes.iter().map(|(_, bytes)| bytes.as_slice()))?;
+        let inputs = shared_inputs(allocator, &side_stream, shapes.iter().map(|(_, bytes)| bytes.as_slice()))?;
         let bytes_inputs = inputs.iter().map(|block| block.bytes_usable()).sum();
         let mut this = Self {
             callable,
@@ -101,15 +95,15 @@ impl<C: Callable> GraphedCallable<C> {
             inputs,
             bytes_inputs,
             last: None,
-            seen: Vec::new(),
-            aside,
+            recorded: Vec::new(),
+            side_stream,
         };
         for (shape, input_bytes) in &shapes {
             this.warm_up(shape, input_bytes, options.warmups)?;
         }
         if options.warmups > 0 && !shapes.is_empty() {
-            // What the warm-ups worked with is of no use to the graphs, which have a pool of their own; in a capture it
-            // could not go back any more.
+            // The graphs have a pool of their own, so memory of the warm-ups is of no use to them, and cannot be
+            // reclaimed during a capture.
             this.allocator.trim(this.device.id(), MemPoolId::DEFAULT)?;
         }
         for (shape, input_bytes) in shapes {
@@ -118,13 +112,13 @@ impl<C: Callable> GraphedCallable<C> {
         Ok(this)
     }
 
-    /// What came of each shape, from the largest to the smallest.
+    /// The capture of each shape, from the largest to the smallest.
     #[must_use]
     pub fn reports(&self) -> &[GraphReport<C::Shape>] {
         &self.reports
     }
 
-    /// How much memory the inputs take that all graphs share.
+    /// The memory of the inputs, which all graphs share.
     #[must_use]
     pub fn bytes_inputs(&self) -> u64 {
         self.bytes_inputs
@@ -136,49 +130,48 @@ impl<C: Callable> GraphedCallable<C> {
         self.captured.first().and_then(|captured| captured.graph.pool().ok())
     }
 
-    /// The work itself.
+    /// The callable.
     #[must_use]
     pub fn callable(&self) -> &C {
         &self.callable
     }
 
-    /// Does the work for `inputs`, in the order of `stream`: by the graph of the smallest shape that serves, or without
-    /// one.
+    /// Does the work for `inputs`, in the order of `stream`: with the graph of the smallest shape that can be used, or
+    /// without one.
     ///
-    /// Outputs of a replay are the graph's memory, good until the next call: work that reads them must be in `stream`,
-    /// or be waited for by it, before that. An input that already lies where the graph reads it
-    /// ([`input`](Self::input)) is not copied. Calls on several streams come one after another on the device. An error
-    /// leaves everything usable.
-    pub fn call(&mut self, shape: &C::Shape, inputs: &[Input], stream: &Stream) -> Result<Answer<'_, C::Shape>> {
+    /// Outputs of a replay are the graph's memory, valid until the next call: work that reads them must be in `stream`,
+    /// or be waited for by it, before that. An input that already is where the graph reads it ([`input`](Self::input))
+    /// is not copied. Calls on several streams run one after another on the device. An error leaves everything usable.
+    pub fn call(&mut self, shape: &C::Shape, inputs: &[Input], stream: &Stream) -> Result<CallOutcome<'_, C::Shape>> {
         self.check(shape, inputs, stream)?;
         match self.choose(shape, inputs, stream)? {
             Ok(index) => {
                 self.replay(index, inputs, stream)?;
-                Ok(Answer { how: How::Replayed(&self.captured[index]) })
+                Ok(CallOutcome { execution: Execution::Replayed(&self.captured[index]) })
             }
             Err(why) => {
                 let captures = matches!(why, Fallback::StreamCaptures | Fallback::LastStreamCaptures);
                 if !captures && self.reads_shared(inputs) {
-                    self.come_behind_the_last(stream)?;
+                    self.wait_for_last(stream)?;
                 }
                 let _current = stream.enter();
                 let call = Call { shape, stream, allocator: &self.allocator, inputs, shared: None };
                 let outputs = self.callable.run(&call)?;
-                Ok(Answer { how: How::Eager { why, outputs } })
+                Ok(CallOutcome { execution: Execution::Eager { why, outputs } })
             }
         }
     }
 
-    /// Where the graphs read input `index`: who writes it there spares the copy. Write it in the order of the stream of
-    /// the last call, or behind that, and call in the order of the writing.
+    /// Where the graphs read input `index`: an input that is written there need not be copied. Write it after the last
+    /// call in stream order, and make the next call after the write.
     #[must_use]
     pub fn input(&self, index: usize) -> Option<&DeviceBlock> {
         self.inputs.get(index).map(|block| &**block)
     }
 
-    /// Gives up the graphs and what they hold. Returns the work itself.
+    /// Frees the graphs and what they hold. Returns the callable.
     pub fn close(mut self) -> Result<C> {
-        // All of them are reset, also behind one that fails.
+        // All of them are reset, also after a failure.
         let mut outcome = Ok(());
         for captured in &mut self.captured {
             outcome = outcome.and(captured.graph.reset());
@@ -200,7 +193,7 @@ impl<C: Callable> GraphedCallable<C> {
         Err(GraphError::CallInputs { given: given.collect(), wanted }.into())
     }
 
-    /// The graph that serves, or why none does.
+    /// The graph to replay, or why there is none.
     fn choose(
         &self,
         shape: &C::Shape,
@@ -217,7 +210,7 @@ impl<C: Callable> GraphedCallable<C> {
         }
         // The smallest are at the end.
         let serves =
-            |captured: &Captured<C::Shape>| captured.has_room(inputs) && self.callable.serves(&captured.shape, shape);
+            |captured: &CapturedShape<C::Shape>| captured.fits(inputs) && self.callable.serves(&captured.shape, shape);
         if let Some(index) = self.captured.iter().rposition(serves) {
             return Ok(Ok(index));
         }
@@ -227,20 +220,20 @@ impl<C: Callable> GraphedCallable<C> {
         Ok(Err(error.map_or(Fallback::NoSuchShape, Fallback::CaptureFailed)))
     }
 
-    /// Whether a call reads where the graphs do.
+    /// Whether an input is in the graphs' memory.
     fn reads_shared(&self, inputs: &[Input]) -> bool {
         inputs.iter().any(|input| self.inputs.iter().any(|block| block.ptr() == input.ptr))
     }
 
-    /// Puts what `stream` does next behind the last call that used the graphs' memory, and is the last itself.
-    fn come_behind_the_last(&mut self, stream: &Stream) -> Result<()> {
+    /// Orders later work of `stream` after the last call that used the graphs' memory; this call then is the last.
+    fn wait_for_last(&mut self, stream: &Stream) -> Result<()> {
         if let Some(last) = self.last.as_ref().filter(|&last| last != stream) {
             stream.wait_stream(last)?;
         }
-        if !self.seen.contains(&stream.id()) {
-            // Before the copies: what could not be noted must not be used.
+        if !self.recorded.contains(&stream.id()) {
+            // Before the copies: memory whose use could not be recorded must not be used.
             self.inputs.iter().try_for_each(|block| block.record_use(stream))?;
-            self.seen.push(stream.id());
+            self.recorded.push(stream.id());
         }
         if self.last.as_ref() != Some(stream) {
             self.last = Some(stream.clone());
@@ -249,7 +242,7 @@ impl<C: Callable> GraphedCallable<C> {
     }
 
     fn replay(&mut self, index: usize, inputs: &[Input], stream: &Stream) -> Result<()> {
-        self.come_behind_the_last(stream)?;
+        self.wait_for_last(stream)?;
         for (input, block) in inputs.iter().zip(&self.inputs) {
             if input.bytes > 0 && input.ptr != block.ptr() {
                 let (from, to) = (Address::Device(input.ptr), Address::Device(block.ptr()));
@@ -261,12 +254,12 @@ impl<C: Callable> GraphedCallable<C> {
 
     fn warm_up(&self, shape: &C::Shape, input_bytes: &[u64], times: u32) -> Result<()> {
         let inputs = self.inputs_of(input_bytes);
-        let call = Call { shape, stream: &self.aside, allocator: &self.allocator, inputs: &inputs, shared: None };
-        let _current = self.aside.enter();
+        let call = Call { shape, stream: &self.side_stream, allocator: &self.allocator, inputs: &inputs, shared: None };
+        let _current = self.side_stream.enter();
         for _ in 0..times {
             drop(self.callable.run(&call)?);
         }
-        self.aside.synchronize()
+        self.side_stream.synchronize()
     }
 
     fn capture(&mut self, shape: C::Shape, input_bytes: Vec<u64>, mode: CaptureMode) -> Result<()> {
@@ -274,9 +267,10 @@ impl<C: Callable> GraphedCallable<C> {
         let mut graph = Graph::new(&self.allocator, &self.device, GraphOptions::default())?;
         let options = CaptureOptions { pool: self.pool(), mode, ..CaptureOptions::default() };
         let (inputs, shared) = (self.inputs_of(&input_bytes), RefCell::default());
-        let outputs = graph.capture(&self.aside, options, |capture| {
+        let outputs = graph.capture(&self.side_stream, options, |capture| {
             let (allocator, shared) = (&self.allocator, &shared);
-            let call = Call { shape: &shape, stream: &self.aside, allocator, inputs: &inputs, shared: Some(shared) };
+            let call =
+                Call { shape: &shape, stream: &self.side_stream, allocator, inputs: &inputs, shared: Some(shared) };
             let outputs = self.callable.run(&call)?;
             for block in self.inputs.iter().cloned().chain(shared.take()) {
                 capture.share(block)?;
@@ -289,10 +283,10 @@ impl<C: Callable> GraphedCallable<C> {
                 for &key in &outputs {
                     report.bytes_outputs += graph.buffer(key)?.bytes_usable();
                 }
-                self.captured.push(Captured { shape: shape.clone(), input_bytes, outputs, graph });
+                self.captured.push(CapturedShape { shape: shape.clone(), input_bytes, outputs, graph });
             }
             Err(error) => {
-                tracing::warn!(?shape, %error, "cannot be captured; its calls will run without a graph");
+                tracing::warn!(?shape, %error, "a shape cannot be captured; its calls will run without a graph");
                 report.failed = Some(error);
             }
         }
@@ -307,25 +301,17 @@ impl<C: Callable> GraphedCallable<C> {
         Ok(())
     }
 
-    /// The shared inputs, as far as a shape uses them.
+    /// The shared inputs, in the sizes of a shape.
     fn inputs_of(&self, input_bytes: &[u64]) -> Vec<Input> {
         let part = |(block, &bytes): (&Arc<DeviceBlock>, &u64)| Input { ptr: block.ptr(), bytes };
         self.inputs.iter().zip(input_bytes).map(part).collect()
     }
 
-    /// What the graphs' pool holds of the device, so that what others allocate meanwhile does not count.
+    /// What the graphs' pool has reserved; memory that others allocate meanwhile does not count.
     fn bytes_in(&self, pool: Option<MemPoolId>) -> Result<u64> {
         let Some(pool) = pool else { return Ok(0) };
         let stats = self.allocator.stats(self.device.id())?;
-        Ok(stats.reserved_bytes_by_private_pools.get(&pool).map_or(0, |held| held.all.current))
-    }
-}
-
-impl<S> Captured<S> {
-    /// Whether inputs of these sizes fit.
-    fn has_room(&self, inputs: &[Input]) -> bool {
-        inputs.len() == self.input_bytes.len()
-            && inputs.iter().zip(&self.input_bytes).all(|(input, &room)| input.bytes <= room)
+        Ok(stats.reserved_bytes_by_private_pools.get(&pool).map_or(0, |reserved| reserved.all.current))
     }
 }
 
@@ -339,7 +325,7 @@ impl<C: Callable> fmt::Debug for GraphedCallable<C> {
     }
 }
 
-/// Shapes with their inputs, each once, the largest first.
+/// Shapes with the sizes of their inputs, without duplicates, the largest first.
 fn largest_first<C: Callable>(callable: &C, shapes: impl IntoIterator<Item = C::Shape>) -> Vec<(C::Shape, Vec<u64>)> {
     let mut shapes: Vec<C::Shape> = shapes.into_iter().collect();
     shapes.sort();
@@ -356,7 +342,7 @@ fn largest_first<C: Callable>(callable: &C, shapes: impl IntoIterator<Item = C::
     sized
 }
 
-/// One block per input, as large as the largest shape needs, and zeroed: warm-ups read them.
+/// One block per input, as large as the largest shape needs, and zeroed, as warm-ups read them.
 fn shared_inputs<'a>(
     allocator: &Arc<dyn DeviceAllocator>,
     stream: &Stream,

@@ -1,0 +1,169 @@
+//! What a capture has registered outside of the driver: uses of pools, routing of requests, counts, and entries of the
+//! capture registry. Dropping it undoes all of that, without a driver call.
+
+use std::sync::Arc;
+
+use warpool_driver::CaptureId;
+
+use super::retired::{AbandonedCapture, EndOutcome, GraphObject, RetiredGraphs};
+use crate::capture::StreamCapture;
+use crate::error::GraphError;
+use crate::memory::{DeviceAllocator, MemPoolId, PrivatePools, Route};
+use crate::{Device, Result, Stream};
+
+pub(super) struct Registration {
+    allocator: Arc<dyn DeviceAllocator>,
+    device: Device,
+    /// Each with one use by the graph. The first is where its memory comes from.
+    pools: Vec<MemPoolId>,
+    routing: bool,
+    /// Whether the allocator and the `Instance` count the capture.
+    counted: bool,
+    /// In the registry: the capture, then the bodies that are open in it.
+    captures: Vec<CaptureId>,
+}
+
+impl Registration {
+    /// With one use of `pool`, or of a new pool.
+    pub(super) fn new(allocator: &Arc<dyn DeviceAllocator>, device: &Device, pool: Option<MemPoolId>) -> Result<Self> {
+        let pools = allocator.pools()?;
+        let pool = match pool {
+            Some(pool) => pools.retain_pool(device.id(), pool).map(|()| pool)?,
+            None => pools.create_graph_pool(device.id())?,
+        };
+        Ok(Self {
+            allocator: Arc::clone(allocator),
+            device: device.clone(),
+            pools: vec![pool],
+            routing: false,
+            counted: false,
+            captures: Vec::new(),
+        })
+    }
+
+    pub(super) fn allocator(&self) -> &Arc<dyn DeviceAllocator> {
+        &self.allocator
+    }
+
+    pub(super) fn device(&self) -> &Device {
+        &self.device
+    }
+
+    /// Where the memory comes from.
+    pub(super) fn pool(&self) -> MemPoolId {
+        self.pools[0]
+    }
+
+    pub(super) fn pools(&self) -> &[MemPoolId] {
+        &self.pools
+    }
+
+    fn keeper(&self) -> Result<&dyn PrivatePools> {
+        self.allocator.pools()
+    }
+
+    pub(super) fn route(&mut self, route: Route) -> Result<()> {
+        self.keeper()?.begin_routing(self.device.id(), self.pool(), route)?;
+        self.routing = true;
+        Ok(())
+    }
+
+    pub(super) fn count(&mut self) -> Result<()> {
+        self.keeper()?.capture_began(self.device.id())?;
+        self.device.instance().count_capture();
+        self.counted = true;
+        Ok(())
+    }
+
+    /// Adds a capture to the registry, and routes the requests of its streams to the pool.
+    pub(super) fn register(&mut self, capture: StreamCapture) -> Result<()> {
+        self.captures.push(capture.id);
+        if let Err(error) = self.reroute() {
+            self.captures.pop();
+            return Err(error);
+        }
+        self.device.instance().captures().insert(capture);
+        Ok(())
+    }
+
+    /// Removes the body that was registered last.
+    pub(super) fn unregister(&mut self, id: CaptureId) -> Result<()> {
+        self.device.instance().captures().remove(id);
+        self.captures.retain(|&other| other != id);
+        self.reroute()
+    }
+
+    fn reroute(&self) -> Result<()> {
+        let routes: Vec<Route> = self.captures.iter().copied().map(Route::Capture).collect();
+        self.keeper()?.reroute(self.device.id(), self.pool(), &routes)
+    }
+
+    /// Adds a use of another pool, for as long as the graph lives.
+    pub(super) fn retain(&mut self, pool: MemPoolId) -> Result<()> {
+        if pool.is_default() {
+            return Err(GraphError::DefaultPool.into());
+        }
+        if !self.pools.contains(&pool) {
+            self.keeper()?.retain_pool(self.device.id(), pool)?;
+            self.pools.push(pool);
+        }
+        Ok(())
+    }
+
+    /// Ends and discards a capture that has just begun on the driver.
+    pub(super) fn discard(&mut self, stream: &Stream) {
+        let retired = RetiredGraphs::of(&self.device);
+        match retired.end(stream.driver(), stream.id(), None) {
+            EndOutcome::Graph(graph) => retired.destroy(stream.driver(), GraphObject::Template(graph)),
+            EndOutcome::Failed(_) => {}
+            EndOutcome::StillUnderWay(_) => self.abandon(stream, None),
+        }
+    }
+
+    /// Leaves a capture to be ended later. Its stream still captures, so it stays counted until then.
+    pub(super) fn abandon(&mut self, stream: &Stream, id: Option<CaptureId>) {
+        if std::mem::take(&mut self.counted) {
+            let allocator = Arc::downgrade(&self.allocator);
+            let capture = AbandonedCapture { stream: stream.id(), id, device: self.device.id(), allocator };
+            RetiredGraphs::of(&self.device).end_later(capture);
+        }
+    }
+
+    /// Undoes everything but the uses of pools, which it returns: they are the graph's from here on.
+    pub(super) fn close(mut self) -> Vec<MemPoolId> {
+        self.undo();
+        std::mem::take(&mut self.pools)
+    }
+
+    fn undo(&mut self) {
+        let instance = self.device.instance();
+        for id in self.captures.drain(..) {
+            instance.captures().remove(id);
+        }
+        let Ok(pools) = self.allocator.pools() else { return };
+        // The only error of these is an end without a begin.
+        if std::mem::take(&mut self.routing) {
+            let _ = pools.end_routing(self.device.id(), self.pools[0]);
+        }
+        if std::mem::take(&mut self.counted) {
+            let _ = pools.capture_ended(self.device.id());
+            instance.uncount_capture();
+        }
+    }
+}
+
+impl Drop for Registration {
+    fn drop(&mut self) {
+        self.undo();
+        release_pools(&self.allocator, &self.device, &self.pools);
+    }
+}
+
+/// Ends a graph's uses of its pools. No driver call.
+pub(super) fn release_pools(allocator: &Arc<dyn DeviceAllocator>, device: &Device, pools: &[MemPoolId]) {
+    let Ok(keeper) = allocator.pools() else { return };
+    for &pool in pools {
+        // Its only error is an unknown pool, and the pool still has this use.
+        let _ = keeper.release_pool(device.id(), pool);
+    }
+}
