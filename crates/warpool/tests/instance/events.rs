@@ -1,4 +1,4 @@
-//! Events and their pools, after PyTorch's own tests of the same names where there are any.
+//! Events and their pools. Where a test has a counterpart in PyTorch, its name is given.
 
 use std::sync::Arc;
 use std::thread;
@@ -17,7 +17,7 @@ fn counted() -> (Arc<Counting>, Instance) {
 }
 
 #[test]
-fn a_never_recorded_event_is_done_and_holds_nobody_up() {
+fn an_event_never_recorded_is_done() {
     let (counting, instance) = counted();
     let stream = instance.device(0).unwrap().pool_stream().unwrap();
     counting.reset();
@@ -32,7 +32,7 @@ fn a_never_recorded_event_is_done_and_holds_nobody_up() {
 }
 
 #[test]
-fn created_but_not_recorded_is_done_too_whoever_had_it_before() {
+fn a_reused_event_is_done_until_it_is_recorded() {
     let device = device();
     let stream = device.pool_stream().unwrap();
     let mut old = device.instance().event();
@@ -44,7 +44,7 @@ fn created_but_not_recorded_is_done_too_whoever_had_it_before() {
     new.create(&device).unwrap();
     assert_eq!(new.id(), id);
     assert!(!stream.query().unwrap());
-    assert!(new.query().unwrap(), "the previous owner's mark shows through");
+    assert!(new.query().unwrap(), "the record of its previous owner counts");
 }
 
 /// CUDAEventSyncTest, test_events.
@@ -67,8 +67,8 @@ fn an_event_orders_streams_and_the_host() {
     assert!(event.query().unwrap());
 }
 
-/// Writes on one stream, reads on another, with or without a wait between; returns what the device noticed.
-fn hand_over(seed: u64, wait: impl Fn(&Stream, &Stream)) -> Vec<HazardKind> {
+/// Writes on one stream and reads on another, with or without a wait between; returns the hazards.
+fn write_then_read(seed: u64, wait: impl Fn(&Stream, &Stream)) -> Vec<HazardKind> {
     const BYTES: u64 = 4096;
     let sim = Arc::new(SimDriver::new(SimConfig::default().with_seed(seed)));
     let device = Instance::new(sim.clone()).unwrap().device(0).unwrap();
@@ -82,15 +82,15 @@ fn hand_over(seed: u64, wait: impl Fn(&Stream, &Stream)) -> Vec<HazardKind> {
 }
 
 #[test]
-fn waits_order_memory_and_without_them_it_races() {
+fn a_wait_orders_memory_accesses_that_race_without_it() {
     for seed in 0..50 {
-        let by_stream = hand_over(seed, |reader, writer| reader.wait_stream(writer).unwrap());
-        let by_event = hand_over(seed, |reader, writer| {
+        let by_stream = write_then_read(seed, |reader, writer| reader.wait_stream(writer).unwrap());
+        let by_event = write_then_read(seed, |reader, writer| {
             let mut event = reader.instance().event();
             event.record(writer).unwrap();
             event.wait(reader).unwrap();
         });
-        let never_recorded = hand_over(seed, |reader, _| reader.instance().event().wait(reader).unwrap());
+        let never_recorded = write_then_read(seed, |reader, _| reader.instance().event().wait(reader).unwrap());
         assert_eq!((by_stream, by_event), (vec![], vec![]), "seed {seed}");
         assert_eq!(never_recorded, [HazardKind::Race], "seed {seed}");
     }
@@ -98,7 +98,7 @@ fn waits_order_memory_and_without_them_it_races() {
 
 /// CrossDeviceTest, test_events_wait.
 #[test]
-fn a_stream_of_another_device_may_wait_but_not_record() {
+fn a_stream_of_another_device_can_wait_but_not_record() {
     let (_, instance) = machine(2);
     let [zero, one] = [0, 1].map(|index| instance.device(index).unwrap().pool_stream().unwrap());
     let mut event = instance.event();
@@ -106,9 +106,9 @@ fn a_stream_of_another_device_may_wait_but_not_record() {
     event.record(&zero).unwrap();
     event.wait(&one).unwrap();
     assert!(!one.query().unwrap());
-    let refused = event.record(&one).unwrap_err();
-    assert_eq!(refused, Error::EventDevice { event: DeviceId(0), stream: DeviceId(1) });
-    assert!(refused.to_string().starts_with("event of device 0 cannot record on a stream of device 1"));
+    let error = event.record(&one).unwrap_err();
+    assert_eq!(error, Error::EventDevice { event: DeviceId(0), stream: DeviceId(1) });
+    assert!(error.to_string().starts_with("event of device 0 cannot record on a stream of device 1"));
     one.synchronize().unwrap();
     assert!(event.query().unwrap() && zero.query().unwrap());
     let again = event.create(&instance.device(1).unwrap());
@@ -116,7 +116,7 @@ fn a_stream_of_another_device_may_wait_but_not_record() {
 }
 
 #[test]
-fn things_of_another_gpu_are_refused() {
+fn objects_of_another_instance_are_errors() {
     let (a, b) = (device(), device());
     let stream = b.pool_stream().unwrap();
     let mut event = a.instance().event();
@@ -140,7 +140,7 @@ fn record_once_records_once() {
 
 /// test_events_elapsedtime, test_events_multi_gpu_elapsed_time, test_event_elapsed_time_restores_device_on_error.
 #[test]
-fn elapsed_time_says_what_is_missing() {
+fn elapsed_time_has_an_error_for_each_missing_condition() {
     let (_, instance) = machine(2);
     let stream = instance.device(0).unwrap().pool_stream().unwrap();
     let plain = instance.event();
@@ -169,7 +169,7 @@ fn elapsed_time_says_what_is_missing() {
 }
 
 #[test]
-fn a_dropped_event_is_used_again_last_one_first() {
+fn the_event_dropped_last_is_reused_first() {
     let (sim, instance) = machine(1);
     let stream = instance.device(0).unwrap().pool_stream().unwrap();
     let recorded = |mut event: Event| {
@@ -183,7 +183,7 @@ fn a_dropped_event_is_used_again_last_one_first() {
     assert_eq!((recorded(instance.event()).id(), sim.object_counts().events), (second, 2));
     let (again, other) = (recorded(instance.event()), recorded(instance.event()));
     assert_eq!((again.id(), other.id()), (second, first));
-    // Another kind of event comes from another shelf.
+    // Events with other options are not reused for it.
     assert!(![first, second].contains(&recorded(instance.timing_event()).id()));
     assert_eq!(sim.object_counts().events, 3);
 }
@@ -224,14 +224,14 @@ fn dropping_events_makes_no_driver_call() {
     counting.reset();
     drop(events);
     assert_eq!(counting.counts(), []);
-    // Those that must not be used again go when the next one is made.
+    // Those that must not be reused are destroyed when the next one is created.
     instance.device(0).unwrap().event_pool().reserve(2).unwrap();
     assert_eq!(counting.count(Call::EventDestroy).calls, 2);
     assert_eq!(counting.count(Call::EventCreate).calls, 1);
 }
 
 #[test]
-fn events_shared_with_other_processes() {
+fn exported_events() {
     let device = device();
     let impossible = EventOptions { timing: true, interprocess: true, ..Default::default() };
     assert_eq!(device.instance().event_with(impossible).unwrap_err(), Error::TimingInterprocess);
@@ -246,13 +246,13 @@ fn events_shared_with_other_processes() {
     for bytes in [0, 63, 65] {
         assert_eq!(Event::import(&device, &vec![0; bytes]).unwrap_err(), Error::IpcHandleLength { bytes });
     }
-    // A process cannot open its own; nor what never was one.
+    // A process cannot import its own event, nor arbitrary bytes.
     assert!(Event::import(&device, &handle).unwrap_err().driver().is_some());
     assert!(Event::import(&device, &[0xab; 64]).unwrap_err().driver().is_some());
 }
 
 #[test]
-fn an_exported_event_may_be_marked_by_others_so_the_driver_is_asked() {
+fn an_exported_event_is_queried_on_the_driver() {
     let (counting, instance) = counted();
     let device = instance.device(0).unwrap();
     let mut event = instance.event_with(EventOptions { interprocess: true, ..Default::default() }).unwrap();
@@ -266,7 +266,7 @@ fn an_exported_event_may_be_marked_by_others_so_the_driver_is_asked() {
 
 /// test_graph_external_wait_and_record.
 #[test]
-fn an_external_event_speaks_to_the_world_outside_only_in_a_capture() {
+fn an_external_event_is_external_only_in_a_capture() {
     let device = device();
     let (instance, driver) = (device.instance(), device.instance().driver());
     let lease: StreamLease = device.lease_stream().unwrap();
@@ -303,7 +303,7 @@ fn a_plain_event_joins_a_stream_to_the_capture() {
     driver.capture_begin(origin.id(), CaptureMode::ThreadLocal).unwrap();
     side.wait_stream(&origin).unwrap();
     assert!(side.is_capturing().unwrap());
-    // The event is back in the pool meanwhile, and out again: its mark from the capture is never asked about.
+    // The event was returned to the pool and taken again: its record in the capture is never queried.
     assert!(device.event_pool().take().unwrap().query().unwrap());
     origin.wait_stream(&side).unwrap();
     let graph = driver.capture_end(origin.id()).unwrap();

@@ -1,5 +1,4 @@
-//! Every driver call of a scenario fails once: the call above reports it, nothing is left behind, and the next
-//! attempt works.
+//! Every driver call of a scenario fails once: the error is returned, nothing is leaked, and the next attempt works.
 
 use std::sync::Arc;
 
@@ -9,12 +8,12 @@ use warpool::driver::sim::{ObjectCounts, SimConfig, SimDriver};
 use warpool::driver::{Call, ErrorCode};
 use warpool::{Error, EventOptions, Instance, Result, STREAMS_PER_POOL};
 
-struct Machine {
+struct FaultyDriver {
     sim: Arc<SimDriver>,
     faulty: Arc<Faulty>,
 }
 
-impl Machine {
+impl FaultyDriver {
     fn new(plan: FaultPlan) -> Self {
         let sim = Arc::new(SimDriver::new(SimConfig::default().with_devices(2)));
         Self { faulty: Arc::new(Faulty::new(sim.clone(), plan)), sim }
@@ -24,7 +23,7 @@ impl Machine {
         Instance::new(self.faulty.clone())
     }
 
-    /// What is alive in the driver; the context, once made, stays.
+    /// Live driver objects, except the context, which stays once it is created.
     fn object_counts(&self) -> ObjectCounts {
         let mut census = self.sim.object_counts();
         census.bytes_used = 0;
@@ -32,7 +31,7 @@ impl Machine {
     }
 }
 
-/// Touches every driver call that this crate makes, but for those of `close`.
+/// Makes every driver call of streams and events, except those of `close`.
 fn scenario(instance: &Instance) -> Result<()> {
     let [zero, one] = [instance.device(0)?, instance.device(1)?];
     let (shared, urgent) = (zero.pool_stream()?, one.high_priority_stream()?);
@@ -65,26 +64,26 @@ fn scenario(instance: &Instance) -> Result<()> {
 }
 
 #[test]
-fn every_call_may_fail_once() {
+fn each_failed_call_is_returned_and_leaks_nothing() {
     let mut nth = 0;
     loop {
         nth += 1;
         let code = ErrorCode::OutOfMemory;
-        let machine = Machine::new(FaultPlan::new().fail_nth_of_all(nth, code).excluding(FaultPlan::CLEANUP));
-        let before = machine.object_counts();
-        let outcome = machine.instance().and_then(|instance| {
+        let driver = FaultyDriver::new(FaultPlan::new().fail_nth_of_all(nth, code).excluding(FaultPlan::CLEANUP));
+        let before = driver.object_counts();
+        let outcome = driver.instance().and_then(|instance| {
             let outcome = scenario(&instance);
-            machine.faulty.clear_plan();
+            driver.faulty.clear_plan();
             scenario(&instance).expect("after a fault everything works");
-            instance.close().expect("nobody holds on to it");
+            instance.close().expect("it is the last handle");
             outcome
         });
-        assert_eq!(machine.object_counts(), before, "call {nth} failed and something stayed");
-        if machine.faulty.injected().is_empty() {
+        assert_eq!(driver.object_counts(), before, "leaked after call {nth} failed");
+        if driver.faulty.injected().is_empty() {
             outcome.expect("nothing was made to fail");
             break;
         }
-        let fired = machine.faulty.injected()[0];
+        let fired = driver.faulty.injected()[0];
         let error = outcome.expect_err("a failed call must be reported");
         assert_eq!(error.driver().map(|error| error.code), Some(code), "{} was made to fail", fired.call);
     }
@@ -92,40 +91,40 @@ fn every_call_may_fail_once() {
 }
 
 #[test]
-fn a_pool_that_fails_half_way_leaves_nothing_and_works_the_next_time() {
+fn a_stream_pool_that_fails_half_way_leaks_nothing() {
     for nth in 1..=STREAMS_PER_POOL as u64 {
-        let machine = Machine::new(FaultPlan::new().fail_nth(Call::StreamCreate, nth, ErrorCode::OutOfMemory));
-        let device = machine.instance().unwrap().device(0).unwrap();
-        let before = machine.object_counts();
+        let driver = FaultyDriver::new(FaultPlan::new().fail_nth(Call::StreamCreate, nth, ErrorCode::OutOfMemory));
+        let device = driver.instance().unwrap().device(0).unwrap();
+        let before = driver.object_counts();
         assert!(device.pool_stream().unwrap_err().driver().unwrap().is_out_of_memory());
-        assert_eq!(machine.object_counts(), before);
+        assert_eq!(driver.object_counts(), before);
         device.pool_stream().unwrap();
-        assert_eq!(machine.object_counts().streams, before.streams + STREAMS_PER_POOL);
+        assert_eq!(driver.object_counts().streams, before.streams + STREAMS_PER_POOL);
     }
 }
 
 #[test]
-fn streams_that_could_not_be_destroyed_are_used_by_the_next_attempt() {
+fn streams_whose_destruction_failed_are_used_by_the_next_attempt() {
     let plan = FaultPlan::new().fail_nth(Call::StreamCreate, 17, ErrorCode::OutOfMemory).fail_nth(
         Call::StreamDestroy,
         3,
         ErrorCode::UnknownError,
     );
-    let machine = Machine::new(plan);
-    let instance = machine.instance().unwrap();
-    let before = machine.object_counts();
+    let driver = FaultyDriver::new(plan);
+    let instance = driver.instance().unwrap();
+    let before = driver.object_counts();
     assert!(instance.device(0).unwrap().pool_stream().is_err());
-    assert_eq!(machine.object_counts().streams, before.streams + 1);
+    assert_eq!(driver.object_counts().streams, before.streams + 1);
     instance.device(0).unwrap().pool_stream().unwrap();
-    assert_eq!(machine.object_counts().streams, before.streams + STREAMS_PER_POOL);
+    assert_eq!(driver.object_counts().streams, before.streams + STREAMS_PER_POOL);
     instance.close().unwrap();
-    assert_eq!(machine.object_counts(), before);
+    assert_eq!(driver.object_counts(), before);
 }
 
 #[test]
 fn a_failed_record_leaves_the_event_usable() {
-    let machine = Machine::new(FaultPlan::new().fail_nth(Call::EventRecord, 1, ErrorCode::LaunchFailed));
-    let instance = machine.instance().unwrap();
+    let driver = FaultyDriver::new(FaultPlan::new().fail_nth(Call::EventRecord, 1, ErrorCode::LaunchFailed));
+    let instance = driver.instance().unwrap();
     let stream = instance.device(1).unwrap().pool_stream().unwrap();
     let mut event = instance.event();
     assert!(event.record(&stream).is_err());
@@ -136,39 +135,39 @@ fn a_failed_record_leaves_the_event_usable() {
 }
 
 #[test]
-fn trim_stops_at_a_failure_and_loses_nothing() {
-    let machine = Machine::new(FaultPlan::new().fail_nth(Call::EventDestroy, 3, ErrorCode::UnknownError));
-    let instance = machine.instance().unwrap();
+fn trim_stops_at_a_failure_and_keeps_the_rest() {
+    let driver = FaultyDriver::new(FaultPlan::new().fail_nth(Call::EventDestroy, 3, ErrorCode::UnknownError));
+    let instance = driver.instance().unwrap();
     let pool = instance.device(0).unwrap().event_pool();
     pool.reserve(5).unwrap();
     assert!(matches!(pool.trim(), Err(Error::Driver(_))));
-    assert_eq!((pool.idle(), machine.object_counts().events), (3, 3));
+    assert_eq!((pool.idle(), driver.object_counts().events), (3, 3));
     assert_eq!(pool.trim().unwrap(), 3);
-    assert_eq!(machine.object_counts().events, 0);
+    assert_eq!(driver.object_counts().events, 0);
 }
 
 #[test]
-fn a_doomed_event_that_cannot_be_destroyed_does_not_hold_up_a_new_one() {
-    let machine = Machine::new(FaultPlan::new().fail_nth(Call::EventDestroy, 1, ErrorCode::UnknownError));
-    let instance = machine.instance().unwrap();
+fn a_failed_destroy_of_an_old_event_does_not_fail_a_new_one() {
+    let driver = FaultyDriver::new(FaultPlan::new().fail_nth(Call::EventDestroy, 1, ErrorCode::UnknownError));
+    let instance = driver.instance().unwrap();
     let device = instance.device(0).unwrap();
     let mut shared = instance.event_with(EventOptions { interprocess: true, ..Default::default() }).unwrap();
     shared.create(&device).unwrap();
     drop(shared);
     let first = device.event_pool().take().unwrap();
-    assert_eq!(machine.object_counts().events, 2);
+    assert_eq!(driver.object_counts().events, 2);
     let second = device.event_pool().take().unwrap();
-    assert_eq!(machine.object_counts().events, 2);
+    assert_eq!(driver.object_counts().events, 2);
     assert_ne!(first.id(), second.id());
 }
 
 #[test]
-fn closing_reports_a_failure_and_still_gives_back_the_rest() {
-    let machine = Machine::new(FaultPlan::new().fail_nth(Call::StreamDestroy, 5, ErrorCode::UnknownError));
-    let instance = machine.instance().unwrap();
-    let before = machine.object_counts();
+fn close_returns_the_first_error_and_destroys_the_rest() {
+    let driver = FaultyDriver::new(FaultPlan::new().fail_nth(Call::StreamDestroy, 5, ErrorCode::UnknownError));
+    let instance = driver.instance().unwrap();
+    let before = driver.object_counts();
     instance.device(0).unwrap().pool_stream().unwrap();
     instance.device(1).unwrap().event_pool().reserve(2).unwrap();
     assert_eq!(instance.close().unwrap_err().driver().unwrap().call, "stream_destroy");
-    assert_eq!((machine.object_counts().streams, machine.object_counts().events), (before.streams + 1, before.events));
+    assert_eq!((driver.object_counts().streams, driver.object_counts().events), (before.streams + 1, before.events));
 }

@@ -1,4 +1,4 @@
-//! Streams, guards and leases, after PyTorch's own tests of the same names where there are any.
+//! Streams, guards and leases. Where a test has a counterpart in PyTorch, its name is given.
 
 use std::collections::HashSet;
 use std::hash::{BuildHasher, BuildHasherDefault, DefaultHasher};
@@ -16,7 +16,7 @@ use warpool::driver::{
 use warpool::{Error, Instance, MultiStreamGuard, STREAMS_PER_POOL, Stream};
 
 #[test]
-fn device_out_of_range() {
+fn a_device_index_out_of_range_is_an_error() {
     let (_, instance) = machine(2);
     assert_eq!(instance.device(7).unwrap_err().to_string(), "device index 7 is out of range [0, 2)");
     assert_eq!(instance.device(2).unwrap_err(), Error::DeviceOutOfRange { index: 2, count: 2 });
@@ -25,13 +25,13 @@ fn device_out_of_range() {
 }
 
 #[test]
-fn no_device_at_all() {
+fn a_driver_without_devices_is_an_error() {
     let sim = Arc::new(SimDriver::new(SimConfig::default().with_devices(0)));
     assert_eq!(Instance::new(sim).unwrap_err(), Error::NoDevice { driver: "sim" });
 }
 
 #[test]
-fn a_gpu_makes_no_context_before_it_must() {
+fn an_instance_creates_no_context() {
     let (sim, instance) = machine(2);
     let _ = (instance.current_device(), instance.event(), instance.device(1).unwrap().event_pool());
     let _guard = instance.device(1).unwrap().enter();
@@ -50,11 +50,11 @@ fn the_33rd_stream_equals_the_first() {
     assert_eq!(streams[32], streams[0]);
     assert_eq!(streams[199], streams[199 % 32]);
     assert!(streams.iter().all(|stream| !stream.is_default().unwrap() && stream.info().unwrap().non_blocking));
-    // Only what was used was made: one priority of one device.
+    // Created only for the priority and device that were used.
     assert_eq!(sim.object_counts().streams, 32);
 }
 
-/// A stream as if somebody else had made it.
+/// A stream as if another library had created it.
 fn as_foreign(raw: RawHandle) -> ForeignStream {
     // SAFETY: these tests destroy no stream, and a simulated driver follows no handle.
     unsafe { ForeignStream::new(raw) }
@@ -74,7 +74,7 @@ fn equal_streams_hash_alike() {
 }
 
 #[test]
-fn every_device_and_priority_has_its_own_turn() {
+fn every_device_and_priority_has_its_own_round_robin() {
     let (sim, instance) = machine(2);
     let first = |device: u32, priority| instance.device(device).unwrap().pool_stream_at(priority).unwrap().id();
     let all: HashSet<_> = [(0, 0), (0, -1), (0, -2), (0, -3), (1, 0)].map(|(d, p)| first(d, p)).into();
@@ -86,18 +86,18 @@ fn every_device_and_priority_has_its_own_turn() {
 #[test]
 fn priorities_are_clamped() {
     let device = device();
-    // The device itself knows 0 to -5; pools are kept for four, as in PyTorch.
+    // The device has 0 to -5; pools are kept for four priorities, as in PyTorch.
     assert_eq!(device.priority_range().unwrap(), PriorityRange { least: 0, greatest: -3 });
-    for (asked, got) in [(0, 0), (-1, -1), (-3, -3), (-4, -3), (-100, -3), (5, 0), (i32::MIN, -3), (i32::MAX, 0)] {
-        assert_eq!(device.pool_stream_at(asked).unwrap().priority().unwrap(), got, "asked for {asked}");
-        assert_eq!(device.lease_stream_at(asked).unwrap().priority().unwrap(), got, "leased at {asked}");
+    for (requested, got) in [(0, 0), (-1, -1), (-3, -3), (-4, -3), (-100, -3), (5, 0), (i32::MIN, -3), (i32::MAX, 0)] {
+        assert_eq!(device.pool_stream_at(requested).unwrap().priority().unwrap(), got, "requested for {requested}");
+        assert_eq!(device.lease_stream_at(requested).unwrap().priority().unwrap(), got, "leased at {requested}");
     }
     assert_eq!(device.high_priority_stream().unwrap().priority().unwrap(), -3);
     assert_eq!(device.pool_stream().unwrap().priority().unwrap(), 0);
 }
 
 #[test]
-fn a_device_may_know_fewer_priorities() {
+fn a_device_with_fewer_priorities() {
     let mut config = SimConfig::default();
     config.devices[0] = SimDevice { priorities: PriorityRange { least: 0, greatest: -1 }, ..SimDevice::h200() };
     let device = Instance::new(Arc::new(SimDriver::new(config))).unwrap().device(0).unwrap();
@@ -156,14 +156,14 @@ fn setting_a_stream_does_not_change_the_device() {
 }
 
 #[test]
-fn two_gpus_do_not_know_of_each_other() {
+fn two_instances_have_separate_current_streams() {
     let (_, a) = machine(2);
     let (_, b) = machine(2);
     a.device(1).unwrap().make_current();
     assert_eq!((a.current_device().index(), b.current_device().index()), (1, 0));
     assert_ne!(a.current_stream().unwrap(), b.device(1).unwrap().current_stream().unwrap());
-    let refused = a.current_stream().unwrap().wait_stream(&b.current_stream().unwrap());
-    assert!(matches!(refused, Err(Error::ForeignInstance { .. })));
+    let outcome = a.current_stream().unwrap().wait_stream(&b.current_stream().unwrap());
+    assert!(matches!(outcome, Err(Error::ForeignInstance { .. })));
 }
 
 /// CUDAGuardTest.
@@ -213,7 +213,7 @@ fn stream_guards_restore_in_any_order() {
 }
 
 #[test]
-fn a_multi_stream_guard_sets_many_and_leaves_the_device() {
+fn a_multi_stream_guard_sets_several_streams_and_not_the_device() {
     let (_, instance) = machine(3);
     let streams: Vec<_> = [1, 2].map(|index| instance.device(index).unwrap().pool_stream().unwrap()).into();
     {
@@ -290,7 +290,7 @@ fn the_null_handle_is_the_default_stream() {
     for device in instance.devices() {
         assert_eq!(Stream::external(&device, ForeignStream::NULL).unwrap(), device.default_stream().unwrap());
         assert_eq!(Stream::external(&device, ForeignStream::LEGACY).unwrap(), device.default_stream().unwrap());
-        // One name for as many streams as there are threads: what is kept by stream could not be in order.
+        // One handle for a different stream on each thread: state that is kept per stream would not be ordered.
         assert_eq!(Stream::external(&device, ForeignStream::PER_THREAD), Err(Error::PerThreadStream));
     }
 }
@@ -318,7 +318,7 @@ fn external_streams_are_current_per_thread() {
 }
 
 #[test]
-fn streams_say_whether_they_are_done_and_whether_they_capture() {
+fn a_stream_can_be_queried_for_completion_and_for_captures() {
     let device = device();
     let (busy, idle) = (device.pool_stream().unwrap(), device.pool_stream().unwrap());
     keep_busy(&busy);
@@ -351,7 +351,7 @@ fn a_host_callback_runs_in_stream_order() {
 }
 
 #[test]
-fn leased_streams_are_nobody_elses() {
+fn leased_streams_are_exclusive() {
     let (sim, instance) = machine(1);
     let device = instance.device(0).unwrap();
     let shared: HashSet<_> = (0..64).map(|_| device.pool_stream().unwrap().id()).collect();
@@ -360,7 +360,7 @@ fn leased_streams_are_nobody_elses() {
     assert_eq!(leased.len(), 40);
     assert!(leased.is_disjoint(&shared));
     drop(leases);
-    // Never more than were out at once, and the longest idle first.
+    // Never more than were leased at the same time, and the longest idle first.
     for _ in 0..3 {
         let again: Vec<_> = (0..40).map(|_| device.lease_stream().unwrap()).collect();
         assert!(again.iter().all(|lease| leased.contains(&lease.id())));
@@ -382,7 +382,7 @@ fn a_lease_is_returned_without_a_driver_call() {
 }
 
 #[test]
-fn the_lease_that_was_returned_first_goes_out_first() {
+fn the_stream_returned_first_is_leased_first() {
     let device = device();
     let (a, b, c) = (device.lease_stream().unwrap(), device.lease_stream().unwrap(), device.lease_stream().unwrap());
     let expected = [b.id(), c.id(), a.id()];
@@ -393,7 +393,7 @@ fn the_lease_that_was_returned_first_goes_out_first() {
 }
 
 #[test]
-fn a_stream_that_was_returned_capturing_is_passed_over() {
+fn a_stream_returned_while_it_captures_is_not_leased() {
     let device = device();
     let driver: &dyn Driver = &**device.instance().driver();
     let lease = device.lease_stream().unwrap();
@@ -407,7 +407,7 @@ fn a_stream_that_was_returned_capturing_is_passed_over() {
 }
 
 #[test]
-fn threads_share_pools_without_harm() {
+fn threads_share_pools() {
     const THREADS: usize = 8;
     let (sim, instance) = machine(2);
     let start = Barrier::new(THREADS);
@@ -429,7 +429,7 @@ fn threads_share_pools_without_harm() {
             .collect();
         threads.into_iter().flat_map(|thread| thread.join().unwrap()).collect()
     });
-    // Everybody's turn came from one wheel: each stream equally often.
+    // One round-robin for all threads: each stream equally often.
     let distinct: HashSet<_> = handed_out.iter().collect();
     assert_eq!(distinct.len(), STREAMS_PER_POOL);
     for stream in distinct {
@@ -439,7 +439,7 @@ fn threads_share_pools_without_harm() {
 }
 
 #[test]
-fn closing_gives_everything_back_once_nobody_is_left() {
+fn close_destroys_everything_once_it_is_the_last_handle() {
     let (sim, instance) = machine(2);
     let before = sim.object_counts();
     let stream = instance.device(1).unwrap().pool_stream().unwrap();
