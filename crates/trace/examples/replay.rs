@@ -1,4 +1,6 @@
-//! Replays recordings and prints what came of it: `cargo run --release --example replay -- FILE… [--settings STRING]`.
+//! Replays recordings and prints the reports.
+//!
+//! `cargo run --release -p warpool-trace --example replay -- FILE… [--settings STRING]`
 
 use std::error::Error;
 use std::time::Instant;
@@ -10,15 +12,15 @@ use warpool_trace::replay::{Outcome, ReplayOptions, replay};
 fn main() -> Result<(), Box<dyn Error>> {
     let mut files: Vec<String> = std::env::args().skip(1).collect();
     let mut options = ReplayOptions::default();
-    if let Some(at) = files.iter().position(|word| word == "--settings") {
+    if let Some(at) = files.iter().position(|argument| argument == "--settings") {
         let string = files.get(at + 1).ok_or("--settings needs a string")?;
         options.settings = Some(Settings::parse(string)?);
         files.drain(at..at + 2);
     }
     for file in files {
-        let began = Instant::now();
+        let start = Instant::now();
         let recording = warpool_trace::read_file(&file, &ReadOptions::default())?;
-        let parsed = began.elapsed();
+        let parsed = start.elapsed();
         let report = replay(&recording.snapshot, &options)?;
         let fidelity = &report.fidelity;
         println!("{file}: {} events, {} allocations, {}", report.events, report.allocations, report.outcome.name());
@@ -30,7 +32,7 @@ fn main() -> Result<(), Box<dyn Error>> {
             report.peak_live_bytes, report.peak_reserved_bytes, report.segments_allocated
         );
         println!(
-            "  {} retries, {} failures, {} driver calls, {} waits, {:.3} s in the driver",
+            "  {} retries, {} failures, {} driver calls, {} synchronizations, {:.3} s in the driver",
             report.retries, report.ooms, report.driver_calls, report.forced_syncs, report.driver_seconds_modelled
         );
         println!(

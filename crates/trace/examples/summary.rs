@@ -1,4 +1,4 @@
-//! What is in a recording, how fast it was read, and what that took.
+//! Prints what is in a recording, and the time and memory that reading it took.
 //!
 //! `cargo run --release -p warpool-trace --example summary -- FILE [--stacks] [--rewrite OUT]`
 
@@ -11,7 +11,7 @@ use warpool_trace::{ReadOptions, read_file, write_snapshot};
 
 fn main() -> Result<(), Box<dyn Error>> {
     let mut arguments = std::env::args().skip(1);
-    let file = arguments.next().ok_or("which file?")?;
+    let file = arguments.next().ok_or("usage: summary FILE [--stacks] [--rewrite OUT]")?;
     let (mut stacks, mut rewrite) = (false, None);
     while let Some(argument) = arguments.next() {
         match argument.as_str() {
@@ -28,10 +28,10 @@ fn main() -> Result<(), Box<dyn Error>> {
     let entries = || snapshot.traces.iter().flatten();
     println!("events {}", entries().count());
     for action in Action::ALL {
-        let of = || entries().filter(|entry| entry.action == action);
-        let bytes: u128 = of().map(|entry| u128::from(entry.size)).sum();
-        let places: u128 = of().map(|entry| u128::from(entry.addr)).sum();
-        println!("{} {} size {bytes} addr {places}", action.name(), of().count());
+        let with_action = || entries().filter(|entry| entry.action == action);
+        let bytes: u128 = with_action().map(|entry| u128::from(entry.size)).sum();
+        let addresses: u128 = with_action().map(|entry| u128::from(entry.addr)).sum();
+        println!("{} {} size {bytes} addr {addresses}", action.name(), with_action().count());
     }
     println!("stream {}", entries().map(|entry| u128::from(entry.stream)).sum::<u128>());
     println!("time {}", entries().map(|entry| i128::from(entry.time_us)).sum::<i128>());
@@ -52,7 +52,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     let parsing = seconds - recording.input_time.as_secs_f64();
     eprintln!("{megabytes:.1} MB in {seconds:.3} s, {:.0} MB/s", megabytes / seconds);
     eprintln!("without input and decompression {parsing:.3} s, {:.0} MB/s", megabytes / parsing);
-    eprintln!("{:?}", recording.known);
+    eprintln!("{:?}", recording.fields);
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
     eprintln!("{}", status.lines().find(|line| line.starts_with("VmHWM")).unwrap_or("peak memory unknown"));
     if let Some(path) = rewrite {

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Checks that Python's pickle loads what the crate writes, and finds in it what was in the original.
+"""Checks that Python's pickle loads what the crate writes, with the content of the original.
 
 `python3 crates/trace/tests/python.py [FILE…]`, from anywhere; FILE is a snapshot, plain or in xz. Needs cargo and
-Python 3, and no PyTorch. It is a check of its own and no `cargo test`, since a test must not depend on Python.
+Python 3, but no PyTorch. It is not part of `cargo test`, which must not depend on Python.
 """
 
 import lzma
@@ -21,12 +21,12 @@ IGNORED = {"unknown", "more", "registration_counter"}
 
 
 def find(name):
-    """The file of that name: one of the tests', or a recording of a real program."""
+    """The file of that name in the test data or the recordings."""
     return next(folder / name for folder in FOLDERS if (folder / name).exists())
 
 
 def known(value):
-    """The value without keys that the reader ignores and without empty stacks, which may also be left out."""
+    """The value without keys that the reader ignores, and without empty stacks, which may be left out."""
     if isinstance(value, dict):
         return {key: known(item) for key, item in value.items()
                 if key not in IGNORED and not (key == "frames" and item == [])}
@@ -55,9 +55,9 @@ def check(path, out):
     print(f"{path.name}: {sum(map(len, after['device_traces']))} events, {len(different)} stacks, as in the original")
 
 
-def check_both_sides(path):
-    """A snapshot of our own allocators: the host's side beside the device's, and stacks shared between them."""
-    subprocess.run(["cargo", "run", "--quiet", "--package", "warpool-trace", "--example", "both_sides", "--",
+def check_device_and_host(path):
+    """A snapshot of device and host memory, with stacks that both share."""
+    subprocess.run(["cargo", "run", "--quiet", "--package", "warpool-trace", "--example", "device_and_host", "--",
                     str(path)], cwd=HERE, check=True, capture_output=True)
     with open(path, "rb") as file:
         snapshot = pickle.load(file)
@@ -84,6 +84,6 @@ with tempfile.TemporaryDirectory() as folder:
     for path in map(pathlib.Path, sys.argv[1:] or [find(name) for name in FILES]):
         check(path.resolve(), str(pathlib.Path(folder) / "written.pickle"))
     if not sys.argv[1:]:
-        both = pathlib.Path(folder) / "both_sides.pickle"
-        check_both_sides(both)
+        both = pathlib.Path(folder) / "device_and_host.pickle"
+        check_device_and_host(both)
         check(both, str(pathlib.Path(folder) / "written.pickle"))

@@ -1,4 +1,4 @@
-//! The opcodes of pickle, protocols 0 to 5: the few that snapshots need, and the names of all, to refuse by.
+//! The opcodes of pickle, protocols 0 to 5: those that snapshots use, and the names of the others, for the error.
 
 pub(crate) const MARK: u8 = b'(';
 pub(crate) const STOP: u8 = b'.';
@@ -36,7 +36,7 @@ pub(crate) const BINPUT: u8 = b'q';
 pub(crate) const LONG_BINPUT: u8 = b'r';
 pub(crate) const MEMOIZE: u8 = 0x94;
 
-/// How an opcode that is refused is called; a byte that is no opcode says so.
+/// The name of an opcode that is refused.
 pub(crate) fn name(code: u8) -> String {
     let name = match code {
         b'0' => "POP",
@@ -75,7 +75,7 @@ pub(crate) fn name(code: u8) -> String {
         0x96 => "BYTEARRAY8",
         0x97 => "NEXT_BUFFER",
         0x98 => "READONLY_BUFFER",
-        _ => return format!("{code:#04x} (no opcode of pickle)"),
+        _ => return format!("{code:#04x} (not a pickle opcode)"),
     };
     name.to_owned()
 }

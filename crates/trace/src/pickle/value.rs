@@ -1,5 +1,5 @@
-//! What the machine's stack and memo hold: plain values as they are, containers by kind and number.
-//! Sixteen bytes each: a recording's memo has a slot per event.
+//! A value on the stack or in the memo of a pickle: scalars as they are, containers by kind and number.
+//! Sixteen bytes each, since the memo of a recording has one per event.
 
 use warpool::memory::MemPoolId;
 
@@ -14,9 +14,9 @@ pub(crate) enum Value {
     /// An integer beyond 64 bits; its digits are dropped.
     Huge,
     Float(f64),
-    /// A text, by its number in `Texts`.
+    /// A text, by its number in the table of texts.
     Text(u32),
-    /// A tuple of two small numbers, as pool ids are.
+    /// A tuple of two small numbers: a pool id.
     Pair(MemPoolId),
     /// Any other tuple; its elements are dropped.
     Tuple,
@@ -24,40 +24,40 @@ pub(crate) enum Value {
     List(ListKind, u32),
 }
 
-/// What a dict is, told by where it is.
+/// What a dict describes, known from its position in the snapshot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum DictKind {
     Root,
     Segment,
     Block,
-    /// What a block was before, as snapshots up to PyTorch 2.0 tell it.
-    Past,
+    /// An earlier use of a block, in snapshots up to PyTorch 2.0.
+    BlockHistory,
     Entry,
     Frame,
     Settings,
     Divisions,
     Annotation,
-    /// Something that nobody asks for; nothing of it is kept.
+    /// Not a known part of a snapshot; nothing of it is kept.
     Skipped,
 }
 
-/// What a list is, told by where it is.
+/// What a list contains, known from its position in the snapshot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum ListKind {
     Segments,
     Blocks,
-    History,
-    /// The list that has a trace per device.
+    BlockHistory,
+    /// One trace per device.
     Traces,
     Trace,
     Frames,
     Annotations,
-    /// Something that nobody asks for; nothing of it is kept.
+    /// Not a known part of a snapshot; nothing of it is kept.
     Skipped,
 }
 
 impl Value {
-    /// How it is called in messages.
+    /// The type of the value, for messages.
     pub(crate) fn describe(self) -> &'static str {
         match self {
             Self::None => "None",
@@ -73,4 +73,4 @@ impl Value {
     }
 }
 
-const _: () = assert!(size_of::<Value>() == 16, "the memo's cost per event");
+const _: () = assert!(size_of::<Value>() == 16, "the memo has one per event");

@@ -17,8 +17,8 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 //!
-//! How: `infer/` reconstructs the state at the first event and infers what the recording does not contain, `plan/` makes
-//! steps of the events, `run/` performs the steps on a simulated device and compares, and `prove.rs` tries
+//! How: `infer/` reconstructs the state at the first event and infers what the recording does not contain, `plan/`
+//! makes steps of the events, `run/` performs the steps on a simulated device and compares, and `prove.rs` tries
 //! interpretations until one reproduces the recording.
 
 mod infer;
@@ -46,8 +46,8 @@ use run::{Run, RunResult};
 pub enum ReplayError {
     /// There are no events.
     #[error(
-        "the recording has no device memory events; for PyTorch, call torch.cuda.memory._record_memory_history() before \
-         the program runs"
+        "the recording has no device memory events; for PyTorch, call torch.cuda.memory._record_memory_history() \
+         before the program runs"
     )]
     NoHistory,
     /// Its numbers are not those of a real program.
@@ -161,8 +161,8 @@ fn add_result(
 ) {
     if result.failures_avoided > 0 {
         report.inferred.remarks.push(format!(
-            "{} requests that ran out of memory in the recording succeed here; what the program would have done then is \
-             not known",
+            "{} requests that ran out of memory in the recording succeed here; what the program would have done then \
+             is not known",
             result.failures_avoided
         ));
     }

@@ -296,8 +296,8 @@ impl Search<'_> {
         }
     }
 
-    /// The orders of free blocks, the likelier first. PyTorch names pools in its history from the version on in which it
-    /// changed the order.
+    /// The orders of free blocks, the likelier first. PyTorch names pools in its history from the version on in which
+    /// it changed the order.
     fn orders(&self) -> [FreeBlockOrder; 2] {
         match self.recording.names_pools {
             true => [FreeBlockOrder::Registration, FreeBlockOrder::Address],

@@ -1,81 +1,68 @@
-//! From values of a pickle to what a key wants, or what is wrong with them.
+//! Values of a pickle as the types of a snapshot's fields.
 
 use warpool::memory::{MemPoolId, TextId};
 
-use super::build::{SHARED, Wrong};
-use super::schema::Word;
+use super::invalid::Invalid;
+use super::schema::Keyword;
 use crate::pickle::Value;
 
 #[inline]
-pub(super) fn unsigned(value: Value) -> Result<u64, Wrong> {
+pub(super) fn unsigned(value: Value) -> Result<u64, Invalid> {
     match value {
-        Value::Int(number) => u64::try_from(number).map_err(|_| Wrong::new(format!("{number} is negative"))),
+        Value::Int(number) => u64::try_from(number).map_err(|_| Invalid::new(format!("{number} is negative"))),
         Value::Large(number) => Ok(number),
-        _ => Err(unexpected("an int", value)),
+        _ => Err(Invalid::unexpected("an int", value)),
     }
 }
 
 #[inline]
-pub(super) fn signed(value: Value) -> Result<i64, Wrong> {
+pub(super) fn signed(value: Value) -> Result<i64, Invalid> {
     match value {
         Value::Int(number) => Ok(number),
-        _ => Err(unexpected("an int of 64 bits", value)),
+        _ => Err(Invalid::unexpected("an int of 64 bits", value)),
     }
 }
 
-pub(super) fn device(value: Value) -> Result<i32, Wrong> {
+pub(super) fn device(value: Value) -> Result<i32, Invalid> {
     let device = signed(value)?;
-    i32::try_from(device).map_err(|_| Wrong::new(format!("{device} is no device")))
+    i32::try_from(device).map_err(|_| Invalid::new(format!("{device} is not a device")))
 }
 
-pub(super) fn float(value: Value) -> Result<f64, Wrong> {
+pub(super) fn float(value: Value) -> Result<f64, Invalid> {
     match value {
         Value::Float(number) => Ok(number),
         Value::Int(number) => Ok(number as f64),
-        _ => Err(unexpected("a float", value)),
+        _ => Err(Invalid::unexpected("a float", value)),
     }
 }
 
-pub(super) fn boolean(value: Value) -> Result<bool, Wrong> {
+pub(super) fn boolean(value: Value) -> Result<bool, Invalid> {
     match value {
-        Value::Bool(truth) => Ok(truth),
-        _ => Err(unexpected("a bool", value)),
+        Value::Bool(boolean) => Ok(boolean),
+        _ => Err(Invalid::unexpected("a bool", value)),
     }
 }
 
-pub(super) fn text(value: Value) -> Result<u32, Wrong> {
+pub(super) fn text(value: Value) -> Result<u32, Invalid> {
     match value {
         Value::Text(text) => Ok(text),
-        _ => Err(unexpected("a text", value)),
+        _ => Err(Invalid::unexpected("a text", value)),
     }
 }
 
-pub(super) fn pool(value: Value) -> Result<MemPoolId, Wrong> {
+pub(super) fn pool(value: Value) -> Result<MemPoolId, Invalid> {
     match value {
         Value::Pair(pool) => Ok(pool),
-        _ => Err(unexpected("a tuple of two numbers", value)),
+        _ => Err(Invalid::unexpected("a tuple of two numbers", value)),
     }
 }
 
-/// A text that may say nothing. Its number is the reader's until the end.
+/// A text that may be absent, which is also written as `absent`. The number is that of the reader's table.
 #[inline]
-pub(super) fn note(value: Value, nothing: Word) -> Result<Option<TextId>, Wrong> {
+pub(super) fn optional_text(value: Value, absent: Keyword) -> Result<Option<TextId>, Invalid> {
     match value {
-        Value::Text(text) => Ok((text != nothing as u32).then_some(TextId(text))),
+        Value::Text(text) => Ok((text != absent as u32).then_some(TextId(text))),
         Value::None => Ok(None),
-        _ => Err(unexpected("a text", value)),
-    }
-}
-
-#[cold]
-fn unexpected(expected: &str, value: Value) -> Wrong {
-    Wrong::new(format!("expected {expected}, found {}", value.describe()))
-}
-
-#[cold]
-pub(super) fn container(value: Value) -> Wrong {
-    match value {
-        Value::Dict(..) | Value::List(..) => Wrong::new(SHARED),
-        _ => unexpected("a dict or list", value),
+        _ => Err(Invalid::unexpected("a text", value)),
     }
 }

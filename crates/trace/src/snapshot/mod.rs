@@ -1,14 +1,21 @@
-//! Memory snapshots of PyTorch: read from the pickle machine's values, and written.
+//! Memory snapshots of PyTorch: built from the values of a pickle, and written.
 
-mod build;
+mod annotations;
+mod builder;
 mod convert;
-mod finish;
-mod record;
+mod entries;
+mod fields;
+mod invalid;
+mod lists;
+mod renumber;
 pub(crate) mod schema;
+mod segments;
+mod settings;
 mod stacks;
 mod texts;
 mod write;
 
-pub(crate) use build::{Builder, Wrong};
-pub(crate) use schema::Word;
+pub(crate) use builder::Builder;
+pub use fields::RecordedFields;
+pub(crate) use invalid::Invalid;
 pub use write::write_snapshot;

@@ -1,27 +1,27 @@
-//! The form of a snapshot: its words, and which dict or list is found under which key.
+//! The structure of a snapshot: its keywords, and which kind of dict or list is under which key.
 
 use warpool::memory::{Action, BlockState, SegmentKind};
 
 use crate::pickle::{DictKind, ListKind};
 
-macro_rules! words {
+macro_rules! keywords {
     ($($word:ident $text:literal)*) => {
-        /// A text that means something in a snapshot. Its number among the texts is its place here.
+        /// A key of a snapshot, or a value with a meaning. Its number in the table of texts is its position here.
         #[derive(Clone, Copy, Debug, PartialEq, Eq)]
         #[repr(u8)]
-        pub(crate) enum Word { $($word,)* }
+        pub(crate) enum Keyword { $($word,)* }
 
-        impl Word {
-            const ALL: &[Word] = &[$(Word::$word,)*];
+        impl Keyword {
+            const ALL: &[Keyword] = &[$(Keyword::$word,)*];
 
             pub(crate) const fn text(self) -> &'static str {
-                match self { $(Word::$word => $text,)* }
+                match self { $(Keyword::$word => $text,)* }
             }
         }
     };
 }
 
-words! {
+keywords! {
     Segments "segments"
     DeviceTraces "device_traces"
     AllocatorSettings "allocator_settings"
@@ -77,18 +77,17 @@ words! {
     RoundupPower2Divisions "roundup_power2_divisions"
 }
 
-impl Word {
-    /// The word that is the text of that number.
+impl Keyword {
+    /// The keyword with that number in the table of texts.
     #[inline]
     pub(crate) fn of(text: u32) -> Option<Self> {
         Self::ALL.get(text as usize).copied()
     }
 }
 
-/// The texts that every reading knows before it starts, in the order of their numbers: words, then the names of
-/// actions, block states and segment kinds.
-pub(crate) fn known_texts() -> impl Iterator<Item = &'static str> {
-    (Word::ALL.iter().map(|word| word.text()))
+/// The texts with fixed numbers, in their order: keywords, then the names of actions, block states and segment kinds.
+pub(super) fn fixed_texts() -> impl Iterator<Item = &'static str> {
+    (Keyword::ALL.iter().map(|word| word.text()))
         .chain(Action::ALL.iter().map(|action| action.name()))
         .chain(BlockState::ALL.iter().map(|state| state.name()))
         .chain(SEGMENT_KINDS.iter().map(|kind| kind.name()))
@@ -96,57 +95,57 @@ pub(crate) fn known_texts() -> impl Iterator<Item = &'static str> {
 
 const SEGMENT_KINDS: [SegmentKind; 2] = [SegmentKind::Small, SegmentKind::Large];
 
-/// The action whose name is the text of that number.
+/// The action whose name has that number in the table of texts.
 #[inline]
-pub(crate) fn action(text: u32) -> Option<Action> {
-    Action::ALL.get((text as usize).checked_sub(Word::ALL.len())?).copied()
+pub(super) fn action(text: u32) -> Option<Action> {
+    Action::ALL.get((text as usize).checked_sub(Keyword::ALL.len())?).copied()
 }
 
-/// The block state whose name is the text of that number.
-pub(crate) fn block_state(text: u32) -> Option<BlockState> {
-    if Word::of(text) == Some(Word::AwaitingFree) {
-        // What PyTorch's own documentation calls it.
+/// The block state whose name has that number.
+pub(super) fn block_state(text: u32) -> Option<BlockState> {
+    if Keyword::of(text) == Some(Keyword::AwaitingFree) {
+        // The name in PyTorch's documentation.
         return Some(BlockState::ActivePendingFree);
     }
-    BlockState::ALL.get((text as usize).checked_sub(Word::ALL.len() + Action::ALL.len())?).copied()
+    BlockState::ALL.get((text as usize).checked_sub(Keyword::ALL.len() + Action::ALL.len())?).copied()
 }
 
-/// The segment kind whose name is the text of that number.
-pub(crate) fn segment_kind(text: u32) -> Option<SegmentKind> {
-    let first = Word::ALL.len() + Action::ALL.len() + BlockState::ALL.len();
+/// The segment kind whose name has that number.
+pub(super) fn segment_kind(text: u32) -> Option<SegmentKind> {
+    let first = Keyword::ALL.len() + Action::ALL.len() + BlockState::ALL.len();
     SEGMENT_KINDS.get((text as usize).checked_sub(first)?).copied()
 }
 
-/// What a dict is that is the value of `key`.
-pub(crate) fn dict_in(dict: DictKind, key: Option<Word>) -> DictKind {
+/// The kind of a dict under `key`.
+pub(crate) fn dict_in(dict: DictKind, key: Option<Keyword>) -> DictKind {
     match (dict, key) {
-        (DictKind::Root, Some(Word::AllocatorSettings)) => DictKind::Settings,
-        (DictKind::Settings, Some(Word::RoundupPower2Divisions)) => DictKind::Divisions,
+        (DictKind::Root, Some(Keyword::AllocatorSettings)) => DictKind::Settings,
+        (DictKind::Settings, Some(Keyword::RoundupPower2Divisions)) => DictKind::Divisions,
         _ => DictKind::Skipped,
     }
 }
 
-/// What a list is that is the value of `key`.
-pub(crate) fn list_in(dict: DictKind, key: Option<Word>) -> ListKind {
+/// The kind of a list under `key`.
+pub(crate) fn list_in(dict: DictKind, key: Option<Keyword>) -> ListKind {
     match (dict, key) {
-        (DictKind::Root, Some(Word::Segments | Word::HostSegments)) => ListKind::Segments,
-        (DictKind::Root, Some(Word::DeviceTraces)) => ListKind::Traces,
-        (DictKind::Root, Some(Word::HostTraces)) => ListKind::Trace,
-        (DictKind::Root, Some(Word::ExternalAnnotations)) => ListKind::Annotations,
-        (DictKind::Segment, Some(Word::Blocks)) => ListKind::Blocks,
-        (DictKind::Block, Some(Word::History)) => ListKind::History,
-        // Wherever they are: stacks are shared, so what is skipped here may be referred to from an entry.
-        (_, Some(Word::Frames | Word::ForwardFrames)) => ListKind::Frames,
+        (DictKind::Root, Some(Keyword::Segments | Keyword::HostSegments)) => ListKind::Segments,
+        (DictKind::Root, Some(Keyword::DeviceTraces)) => ListKind::Traces,
+        (DictKind::Root, Some(Keyword::HostTraces)) => ListKind::Trace,
+        (DictKind::Root, Some(Keyword::ExternalAnnotations)) => ListKind::Annotations,
+        (DictKind::Segment, Some(Keyword::Blocks)) => ListKind::Blocks,
+        (DictKind::Block, Some(Keyword::History)) => ListKind::BlockHistory,
+        // In any dict: stacks are shared, so an entry may refer to one that was first written in a skipped dict.
+        (_, Some(Keyword::Frames | Keyword::ForwardFrames)) => ListKind::Frames,
         _ => ListKind::Skipped,
     }
 }
 
-/// What a dict is that is an element.
+/// The kind of a dict that is an element of `list`.
 pub(crate) fn dict_of(list: ListKind) -> DictKind {
     match list {
         ListKind::Segments => DictKind::Segment,
         ListKind::Blocks => DictKind::Block,
-        ListKind::History => DictKind::Past,
+        ListKind::BlockHistory => DictKind::BlockHistory,
         ListKind::Trace => DictKind::Entry,
         ListKind::Frames => DictKind::Frame,
         ListKind::Annotations => DictKind::Annotation,
@@ -154,10 +153,10 @@ pub(crate) fn dict_of(list: ListKind) -> DictKind {
     }
 }
 
-/// What a list is that is an element.
+/// The kind of a list that is an element of `list`.
 pub(crate) fn list_of(list: ListKind) -> ListKind {
     match list {
-        // A trace may come in parts, as that of the host would with one list per device.
+        // A trace may be a list of lists: the host's would be, with one list per device.
         ListKind::Traces | ListKind::Trace => ListKind::Trace,
         _ => ListKind::Skipped,
     }

@@ -1,100 +1,111 @@
-//! Call stacks while they are read: frames, lists of frames, and each different stack once.
-//! If they are not wanted, nothing comes here.
+//! Call stacks while a pickle is read: frames, lists of frames, and each different stack once.
+//! If stacks are not read, nothing is added here.
 
 use std::collections::HashMap;
 use std::sync::Arc;
 
 use warpool::memory::{Frame, StackId};
 
-use super::build::Wrong;
+use super::convert::{text, unsigned};
+use super::invalid::Invalid;
+use super::schema::Keyword;
 use super::texts::TextTable;
+use crate::pickle::Value;
 
-/// What the texts of all stacks may take. Few bytes of a pickle can repeat a long name many times.
+/// The most bytes of all stacks with their texts: a small pickle can repeat a long name many times.
 const BYTES_MAX: usize = 1 << 30;
 
-/// Frames and lists of them.
-pub(super) struct Stacks {
-    kept: bool,
+/// Frames and lists of frames.
+pub(super) struct StackTable {
+    is_kept: bool,
     frames: Vec<FrameDraft>,
     lists: Vec<FrameList>,
-    /// Each different stack, as numbers of different frames.
+    /// Each different stack, as numbers in `distinct_frames`.
     stacks: Vec<Arc<[u32]>>,
     stack_numbers: HashMap<Arc<[u32]>, StackId>,
-    /// Each different frame.
-    distinct: Vec<FrameDraft>,
+    distinct_frames: Vec<FrameDraft>,
     frame_numbers: HashMap<FrameDraft, u32>,
 }
 
-/// A frame: its texts by number.
+/// The keys of a frame that were read; texts by number.
 #[derive(Clone, Copy, Default, PartialEq, Eq, Hash)]
-pub(super) struct FrameDraft {
-    pub(super) name: Option<u32>,
-    pub(super) filename: Option<u32>,
-    pub(super) line: Option<u64>,
+struct FrameDraft {
+    name: Option<u32>,
+    filename: Option<u32>,
+    line: Option<u64>,
 }
 
 enum FrameList {
     Open(Vec<u32>),
-    /// It has been used, and is known by this number.
+    /// It was used, as this stack.
     Closed(StackId),
 }
 
-impl Stacks {
-    pub(super) fn new(kept: bool) -> Self {
+impl StackTable {
+    pub(super) fn new(is_kept: bool) -> Self {
         Self {
-            kept,
+            is_kept,
             frames: Vec::new(),
             lists: Vec::new(),
             stacks: Vec::new(),
             stack_numbers: HashMap::new(),
-            distinct: Vec::new(),
+            distinct_frames: Vec::new(),
             frame_numbers: HashMap::new(),
         }
     }
 
-    pub(super) fn kept(&self) -> bool {
-        self.kept
+    /// Whether stacks are read.
+    pub(super) fn is_kept(&self) -> bool {
+        self.is_kept
     }
 
-    pub(super) fn open_frame(&mut self) -> Result<u32, Wrong> {
+    pub(super) fn open_frame(&mut self) -> Result<u32, Invalid> {
         self.frames.push(FrameDraft::default());
         number_of_last(self.frames.len())
     }
 
-    pub(super) fn frame(&mut self, number: u32) -> &mut FrameDraft {
-        &mut self.frames[number as usize]
+    /// Sets one key of a frame.
+    pub(super) fn set(&mut self, frame: u32, key: Option<Keyword>, value: Value) -> Result<(), Invalid> {
+        let frame = &mut self.frames[frame as usize];
+        match key {
+            Some(Keyword::Name) => frame.name = Some(text(value)?),
+            Some(Keyword::Filename) => frame.filename = Some(text(value)?),
+            Some(Keyword::Line) => frame.line = Some(unsigned(value)?),
+            _ => {}
+        }
+        Ok(())
     }
 
-    pub(super) fn open_list(&mut self) -> Result<u32, Wrong> {
+    pub(super) fn open_list(&mut self) -> Result<u32, Invalid> {
         self.lists.push(FrameList::Open(Vec::new()));
         number_of_last(self.lists.len())
     }
 
-    pub(super) fn length(&self, list: u32) -> usize {
+    pub(super) fn list_length(&self, list: u32) -> usize {
         match &self.lists[list as usize] {
             FrameList::Open(frames) => frames.len(),
             FrameList::Closed(stack) => self.stacks[stack.0 as usize].len(),
         }
     }
 
-    /// Adds a frame to a list.
-    pub(super) fn push(&mut self, list: u32, frame: u32) -> Result<(), Wrong> {
+    /// Appends a frame to a list.
+    pub(super) fn append(&mut self, list: u32, frame: u32) -> Result<(), Invalid> {
         let frame = self.frames[frame as usize];
         for (key, present) in
             [("name", frame.name.is_some()), ("filename", frame.filename.is_some()), ("line", frame.line.is_some())]
         {
             if !present {
-                return Err(Wrong::missing(key));
+                return Err(Invalid::missing(key));
             }
         }
         let FrameList::Open(frames) = &mut self.lists[list as usize] else {
-            return Err(Wrong::new("the stack grows after it was used"));
+            return Err(Invalid::appended("stack"));
         };
         let number = match self.frame_numbers.get(&frame) {
             Some(&number) => number,
             None => {
-                self.distinct.push(frame);
-                let number = number_of_last(self.distinct.len())?;
+                self.distinct_frames.push(frame);
+                let number = number_of_last(self.distinct_frames.len())?;
                 self.frame_numbers.insert(frame, number);
                 number
             }
@@ -103,8 +114,8 @@ impl Stacks {
         Ok(())
     }
 
-    /// The stack that a list is; `None` if it is empty.
-    pub(super) fn close(&mut self, list: u32) -> Result<Option<StackId>, Wrong> {
+    /// The stack of a list, which takes no more frames from now on; `None` if it is empty.
+    pub(super) fn close(&mut self, list: u32) -> Result<Option<StackId>, Invalid> {
         let list = &mut self.lists[list as usize];
         let frames = match list {
             FrameList::Closed(stack) => return Ok(Some(*stack)),
@@ -125,28 +136,28 @@ impl Stacks {
         Ok(Some(stack))
     }
 
-    /// How many different stacks there are.
+    /// The number of different stacks.
     pub(super) fn len(&self) -> usize {
         self.stacks.len()
     }
 
     /// The stacks of those numbers, with their texts.
-    pub(super) fn spelled_out(&self, order: &[StackId], texts: &TextTable) -> Result<Vec<Arc<[Frame]>>, Wrong> {
+    pub(super) fn with_texts(&self, order: &[StackId], texts: &TextTable) -> Result<Vec<Arc<[Frame]>>, Invalid> {
         let mut bytes = 0_usize;
-        let mut spell = |number: &u32| {
-            let frame = self.distinct[*number as usize];
-            let text = |text: Option<u32>| texts.get(text.expect("only whole frames are distinct ones"));
+        let mut frame = |number: &u32| {
+            let frame = self.distinct_frames[*number as usize];
+            let text = |text: Option<u32>| texts.get(text.expect("checked when the frame was appended"));
             let (name, filename) = (text(frame.name), text(frame.filename));
             bytes += size_of::<Frame>() + name.len() + filename.len();
             if bytes > BYTES_MAX {
-                return Err(Wrong::new("the call stacks take more than 1 GiB: read it without stacks"));
+                return Err(Invalid::new("the call stacks take more than 1 GiB: read the file without stacks"));
             }
             Ok(Frame { name: name.into(), filename: filename.into(), line: frame.line.unwrap_or(0) })
         };
-        order.iter().map(|stack| self.stacks[stack.0 as usize].iter().map(&mut spell).collect()).collect()
+        order.iter().map(|stack| self.stacks[stack.0 as usize].iter().map(&mut frame).collect()).collect()
     }
 }
 
-fn number_of_last(length: usize) -> Result<u32, Wrong> {
-    u32::try_from(length - 1).map_err(|_| Wrong::new("too many call stacks for one recording"))
+fn number_of_last(length: usize) -> Result<u32, Invalid> {
+    u32::try_from(length - 1).map_err(|_| Invalid::new("too many call stacks for one recording"))
 }

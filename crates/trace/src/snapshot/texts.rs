@@ -1,57 +1,57 @@
-//! The texts of a pickle, each once. Keys, actions and states are among them from the start, at known numbers.
+//! The texts of a pickle, each stored once. Keywords, actions and states are interned first, at fixed numbers.
 
 use std::collections::HashMap;
 use std::sync::Arc;
 
 use super::schema;
-use crate::error;
+use crate::printable;
 
-/// Different texts: more than one per event of any recording that fits into memory.
+/// The most different texts: more than one per event of any recording that fits into memory.
 const TEXTS_MAX: usize = 1 << 27;
-/// Bytes of different texts. Well compressed, a small file could ask for any amount of them.
+/// The most bytes of different texts: a small compressed file could contain any amount.
 const BYTES_MAX: usize = 1 << 30;
 
 /// Texts by number, and numbers by text.
-pub(crate) struct TextTable {
-    list: Vec<Arc<str>>,
-    /// Only ever asked, never gone through; the standard hasher, since whoever wrote the file chose the texts.
-    places: HashMap<Arc<str>, u32>,
+pub(super) struct TextTable {
+    texts: Vec<Arc<str>>,
+    /// Not iterated over. The standard hasher, since the author of the file chooses the texts.
+    numbers: HashMap<Arc<str>, u32>,
     bytes: usize,
 }
 
 impl TextTable {
-    pub(crate) fn new() -> Self {
-        let mut table = Self { list: Vec::new(), places: HashMap::new(), bytes: 0 };
-        for (number, text) in schema::known_texts().enumerate() {
-            assert_eq!(table.intern(text), Ok(number as u32), "the known texts differ from one another");
+    pub(super) fn new() -> Self {
+        let mut table = Self { texts: Vec::new(), numbers: HashMap::new(), bytes: 0 };
+        for (number, text) in schema::fixed_texts().enumerate() {
+            assert_eq!(table.intern(text), Ok(number as u32), "the fixed texts are all different");
         }
         table
     }
 
     /// The number of a text; a new one if it is new.
     fn intern(&mut self, text: &str) -> Result<u32, &'static str> {
-        if let Some(&place) = self.places.get(text) {
-            return Ok(place);
+        if let Some(&number) = self.numbers.get(text) {
+            return Ok(number);
         }
-        if self.list.len() >= TEXTS_MAX {
+        if self.texts.len() >= TEXTS_MAX {
             return Err("too many different texts");
         }
         if text.len() > BYTES_MAX - self.bytes {
             return Err("more than 1 GiB of different texts");
         }
         self.bytes += text.len();
-        let place = self.list.len() as u32;
+        let number = self.texts.len() as u32;
         let text: Arc<str> = text.into();
-        self.list.push(Arc::clone(&text));
-        self.places.insert(text, place);
-        Ok(place)
+        self.texts.push(Arc::clone(&text));
+        self.numbers.insert(text, number);
+        Ok(number)
     }
 
-    /// The same from the bytes of a pickle, or what is wrong with them.
+    /// The number of a text of a pickle, or what is wrong with its bytes.
     ///
-    /// Python writes half surrogates, which stand for undecodable bytes in file names, as if they were characters. They
-    /// become U+FFFD here.
-    pub(crate) fn intern_bytes(&mut self, bytes: &[u8]) -> Result<u32, &'static str> {
+    /// Python writes lone surrogates, which stand for undecodable bytes in file names, as if they were characters. They
+    /// become U+FFFD.
+    pub(super) fn intern_bytes(&mut self, bytes: &[u8]) -> Result<u32, &'static str> {
         if let Ok(text) = std::str::from_utf8(bytes) {
             return self.intern(text);
         }
@@ -73,16 +73,16 @@ impl TextTable {
     }
 
     /// The text of that number.
-    pub(crate) fn get(&self, place: u32) -> &str {
-        &self.list[place as usize]
+    pub(super) fn get(&self, number: u32) -> &str {
+        &self.texts[number as usize]
     }
 
-    /// The same for messages.
-    pub(crate) fn short(&self, place: u32) -> String {
-        error::short(self.get(place))
+    /// The text of that number, for messages.
+    pub(super) fn shortened(&self, number: u32) -> String {
+        printable::shortened(self.get(number))
     }
 
-    pub(crate) fn len(&self) -> usize {
-        self.list.len()
+    pub(super) fn len(&self) -> usize {
+        self.texts.len()
     }
 }

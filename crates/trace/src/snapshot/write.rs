@@ -1,6 +1,6 @@
-//! Writes a snapshot as PyTorch would: the same keys in the same order, as a pickle of protocol 2.
-//! Protocol 2 is the oldest that every reader of snapshots takes: Python's pickle without PyTorch, and the viewers.
-//! Texts and call stacks are written once and then referred to; nothing else is remembered.
+//! Writes a snapshot as PyTorch does: the same keys in the same order, as a pickle of protocol 2.
+//! Every reader of snapshots accepts protocol 2: Python's pickle without PyTorch, and the viewers.
+//! Texts and call stacks are written once and then referred to through the memo; nothing else is in the memo.
 
 use std::collections::HashMap;
 use std::io::{self, BufWriter, Write};
@@ -9,10 +9,10 @@ use warpool::memory::{
     Action, Annotation, BlockInfo, MemPoolId, RecordedSettings, SegmentInfo, Snapshot, StackId, TraceEntry,
 };
 
-use super::schema::Word;
+use super::schema::Keyword;
 use crate::pickle::opcode as op;
 
-/// Elements that wait on a reader's stack at once; Python's pickler has the same.
+/// Elements per APPENDS, which a reader keeps on its stack; as in Python's pickler.
 const BATCH: usize = 1000;
 
 /// Writes a snapshot in the format of `torch.cuda.memory._dump_snapshot`.
@@ -21,12 +21,12 @@ const BATCH: usize = 1000;
 /// Those of the writer.
 ///
 /// # Panics
-/// If the snapshot names texts or stacks that it does not have.
+/// If an entry refers to a text or stack that the snapshot does not have.
 pub fn write_snapshot(snapshot: &Snapshot, writer: impl Write) -> io::Result<()> {
     let mut pickler = Pickler {
         out: BufWriter::with_capacity(64 << 10, writer),
         snapshot,
-        remembered: 0,
+        memo_length: 0,
         texts: HashMap::new(),
         stacks: vec![None; snapshot.stacks.len()],
     };
@@ -39,8 +39,8 @@ pub fn write_snapshot(snapshot: &Snapshot, writer: impl Write) -> io::Result<()>
 struct Pickler<'s, W: Write> {
     out: BufWriter<W>,
     snapshot: &'s Snapshot,
-    /// How many objects a reader remembers by now.
-    remembered: u32,
+    /// Objects in the reader's memo.
+    memo_length: u32,
     texts: HashMap<&'s str, u32>,
     stacks: Vec<Option<u32>>,
 }
@@ -49,20 +49,20 @@ impl<'s, W: Write> Pickler<'s, W> {
     fn root(&mut self) -> io::Result<()> {
         let snapshot = self.snapshot;
         self.begin_dict()?;
-        self.key(Word::Segments)?;
+        self.key(Keyword::Segments)?;
         self.list(&snapshot.segments, Self::segment)?;
-        self.key(Word::DeviceTraces)?;
+        self.key(Keyword::DeviceTraces)?;
         self.list(&snapshot.traces, |pickler, trace| pickler.list(trace, Self::entry))?;
-        self.key(Word::AllocatorSettings)?;
+        self.key(Keyword::AllocatorSettings)?;
         self.settings(&snapshot.settings)?;
-        self.key(Word::ExternalAnnotations)?;
+        self.key(Keyword::ExternalAnnotations)?;
         self.list(&snapshot.annotations, Self::annotation)?;
         if let Some(segments) = &snapshot.host_segments {
-            self.key(Word::HostSegments)?;
+            self.key(Keyword::HostSegments)?;
             self.list(segments, Self::segment)?;
         }
         if let Some(trace) = &snapshot.host_traces {
-            self.key(Word::HostTraces)?;
+            self.key(Keyword::HostTraces)?;
             self.list(trace, Self::entry)?;
         }
         self.end_dict()
@@ -70,43 +70,43 @@ impl<'s, W: Write> Pickler<'s, W> {
 
     fn segment(&mut self, segment: &'s SegmentInfo) -> io::Result<()> {
         self.begin_dict()?;
-        self.key(Word::Device)?;
+        self.key(Keyword::Device)?;
         self.int(segment.device.into())?;
         for (key, value) in [
-            (Word::Address, segment.address),
-            (Word::TotalSize, segment.total_size),
-            (Word::AllocatedSize, segment.allocated_size),
-            (Word::ActiveSize, segment.active_size),
-            (Word::RequestedSize, segment.requested_size),
-            (Word::Stream, segment.stream),
+            (Keyword::Address, segment.address),
+            (Keyword::TotalSize, segment.total_size),
+            (Keyword::AllocatedSize, segment.allocated_size),
+            (Keyword::ActiveSize, segment.active_size),
+            (Keyword::RequestedSize, segment.requested_size),
+            (Keyword::Stream, segment.stream),
         ] {
             self.key(key)?;
             self.int(value.into())?;
         }
-        self.key(Word::SegmentType)?;
+        self.key(Keyword::SegmentType)?;
         self.text(segment.kind.name())?;
-        self.key(Word::SegmentPoolId)?;
+        self.key(Keyword::SegmentPoolId)?;
         self.pool(segment.pool)?;
-        self.key(Word::IsExpandable)?;
+        self.key(Keyword::IsExpandable)?;
         self.bool(segment.is_expandable)?;
-        self.key(Word::Frames)?;
+        self.key(Keyword::Frames)?;
         self.stack(segment.stack)?;
-        self.key(Word::Blocks)?;
+        self.key(Keyword::Blocks)?;
         self.list(&segment.blocks, Self::block)?;
         self.end_dict()
     }
 
     fn block(&mut self, block: &'s BlockInfo) -> io::Result<()> {
         self.begin_dict()?;
-        self.key(Word::Address)?;
+        self.key(Keyword::Address)?;
         self.int(block.address.into())?;
-        self.key(Word::Size)?;
+        self.key(Keyword::Size)?;
         self.int(block.size.into())?;
-        self.key(Word::RequestedSize)?;
+        self.key(Keyword::RequestedSize)?;
         self.int(block.requested_size.into())?;
-        self.key(Word::State)?;
+        self.key(Keyword::State)?;
         self.text(block.state.name())?;
-        self.key(Word::Frames)?;
+        self.key(Keyword::Frames)?;
         self.stack(block.stack)?;
         self.end_dict()
     }
@@ -114,25 +114,25 @@ impl<'s, W: Write> Pickler<'s, W> {
     fn entry(&mut self, entry: &'s TraceEntry) -> io::Result<()> {
         let texts = &self.snapshot.texts;
         self.begin_dict()?;
-        self.key(Word::Action)?;
+        self.key(Keyword::Action)?;
         self.text(entry.action.name())?;
-        self.key(if entry.action == Action::Oom { Word::DeviceFree } else { Word::Addr })?;
+        self.key(if entry.action == Action::Oom { Keyword::DeviceFree } else { Keyword::Addr })?;
         self.int(entry.addr.into())?;
-        self.key(Word::Size)?;
+        self.key(Keyword::Size)?;
         self.int(entry.size.into())?;
-        self.key(Word::Stream)?;
+        self.key(Keyword::Stream)?;
         self.int(entry.stream.into())?;
-        self.key(Word::TimeUs)?;
+        self.key(Keyword::TimeUs)?;
         self.int(entry.time_us.into())?;
-        self.key(Word::CompileContext)?;
-        self.text(entry.compile_context.map_or(Word::NotApplicable.text(), |text| texts.get(text)))?;
-        self.key(Word::UserMetadata)?;
-        self.text(entry.user_metadata.map_or(Word::Empty.text(), |text| texts.get(text)))?;
+        self.key(Keyword::CompileContext)?;
+        self.text(entry.compile_context.map_or(Keyword::NotApplicable.text(), |text| texts.get(text)))?;
+        self.key(Keyword::UserMetadata)?;
+        self.text(entry.user_metadata.map_or(Keyword::Empty.text(), |text| texts.get(text)))?;
         if let Some(pool) = entry.pool {
-            self.key(Word::PoolId)?;
+            self.key(Keyword::PoolId)?;
             self.pool(pool)?;
         }
-        for (key, stack) in [(Word::Frames, entry.stack), (Word::ForwardFrames, entry.forward_stack)] {
+        for (key, stack) in [(Keyword::Frames, entry.stack), (Keyword::ForwardFrames, entry.forward_stack)] {
             if stack.is_some() {
                 self.key(key)?;
                 self.stack(stack)?;
@@ -144,24 +144,24 @@ impl<'s, W: Write> Pickler<'s, W> {
     fn settings(&mut self, settings: &'s RecordedSettings) -> io::Result<()> {
         self.begin_dict()?;
         if let Some(conf) = &settings.conf {
-            self.key(Word::Conf)?;
+            self.key(Keyword::Conf)?;
             self.text(conf)?;
         }
-        self.optional_int(Word::MaxSplitSize, settings.max_split_size)?;
+        self.optional_int(Keyword::MaxSplitSize, settings.max_split_size)?;
         if let Some(threshold) = settings.garbage_collection_threshold {
-            self.key(Word::GarbageCollectionThreshold)?;
+            self.key(Keyword::GarbageCollectionThreshold)?;
             self.out.write_all(&[op::BINFLOAT])?;
             self.out.write_all(&threshold.to_be_bytes())?;
         }
-        self.optional_bool(Word::ExpandableSegments, settings.expandable_segments)?;
-        self.optional_int(Word::PinnedNumRegisterThreads, settings.pinned_num_register_threads)?;
-        self.optional_bool(Word::ReleaseLockOnCudamalloc, settings.release_lock_on_cudamalloc)?;
-        self.optional_bool(Word::PinnedUseCudaHostRegister, settings.pinned_use_cuda_host_register)?;
-        self.optional_bool(Word::GraphCaptureRecordStreamReuse, settings.graph_capture_record_stream_reuse)?;
-        self.optional_int(Word::MaxRoundThreshold, settings.max_round_threshold)?;
-        self.optional_int(Word::MaxCachedSize, settings.max_cached_size)?;
+        self.optional_bool(Keyword::ExpandableSegments, settings.expandable_segments)?;
+        self.optional_int(Keyword::PinnedNumRegisterThreads, settings.pinned_num_register_threads)?;
+        self.optional_bool(Keyword::ReleaseLockOnCudamalloc, settings.release_lock_on_cudamalloc)?;
+        self.optional_bool(Keyword::PinnedUseCudaHostRegister, settings.pinned_use_cuda_host_register)?;
+        self.optional_bool(Keyword::GraphCaptureRecordStreamReuse, settings.graph_capture_record_stream_reuse)?;
+        self.optional_int(Keyword::MaxRoundThreshold, settings.max_round_threshold)?;
+        self.optional_int(Keyword::MaxCachedSize, settings.max_cached_size)?;
         if let Some(divisions) = &settings.roundup_power2_divisions {
-            self.key(Word::RoundupPower2Divisions)?;
+            self.key(Keyword::RoundupPower2Divisions)?;
             self.begin_dict()?;
             for (size, division) in divisions {
                 self.text(size)?;
@@ -174,35 +174,35 @@ impl<'s, W: Write> Pickler<'s, W> {
 
     fn annotation(&mut self, annotation: &'s Annotation) -> io::Result<()> {
         self.begin_dict()?;
-        self.key(Word::Stage)?;
+        self.key(Keyword::Stage)?;
         self.text(&annotation.stage)?;
-        self.key(Word::Name)?;
+        self.key(Keyword::Name)?;
         self.text(&annotation.name)?;
-        self.key(Word::Device)?;
+        self.key(Keyword::Device)?;
         self.int(annotation.device.into())?;
-        self.key(Word::TimeUs)?;
+        self.key(Keyword::TimeUs)?;
         self.int(annotation.time_us.into())?;
         self.end_dict()
     }
 
-    /// A list of frames; the same list object for the same stack.
+    /// A list of frames; one list object per stack.
     fn stack(&mut self, stack: Option<StackId>) -> io::Result<()> {
         let Some(StackId(number)) = stack else { return self.out.write_all(&[op::EMPTY_LIST]) };
         if let Some(object) = self.stacks[number as usize] {
-            return self.recall(object);
+            return self.get_from_memo(object);
         }
         let snapshot = self.snapshot;
         self.list(&snapshot.stacks[number as usize], |pickler, frame| {
             pickler.begin_dict()?;
-            pickler.key(Word::Name)?;
+            pickler.key(Keyword::Name)?;
             pickler.text(&frame.name)?;
-            pickler.key(Word::Filename)?;
+            pickler.key(Keyword::Filename)?;
             pickler.text(&frame.filename)?;
-            pickler.key(Word::Line)?;
+            pickler.key(Keyword::Line)?;
             pickler.int(frame.line.into())?;
             pickler.end_dict()
         })?;
-        self.stacks[number as usize] = Some(self.remember()?);
+        self.stacks[number as usize] = Some(self.memoize()?);
         Ok(())
     }
 
@@ -226,30 +226,30 @@ impl<'s, W: Write> Pickler<'s, W> {
         Ok(())
     }
 
-    fn key(&mut self, key: Word) -> io::Result<()> {
+    fn key(&mut self, key: Keyword) -> io::Result<()> {
         self.text(key.text())
     }
 
     fn text(&mut self, text: &'s str) -> io::Result<()> {
         if let Some(&object) = self.texts.get(text) {
-            return self.recall(object);
+            return self.get_from_memo(object);
         }
         let length = u32::try_from(text.len()).map_err(io::Error::other)?;
         self.out.write_all(&[op::BINUNICODE])?;
         self.out.write_all(&length.to_le_bytes())?;
         self.out.write_all(text.as_bytes())?;
-        let object = self.remember()?;
+        let object = self.memoize()?;
         self.texts.insert(text, object);
         Ok(())
     }
 
-    fn optional_int(&mut self, key: Word, value: Option<i64>) -> io::Result<()> {
+    fn optional_int(&mut self, key: Keyword, value: Option<i64>) -> io::Result<()> {
         let Some(value) = value else { return Ok(()) };
         self.key(key)?;
         self.int(value.into())
     }
 
-    fn optional_bool(&mut self, key: Word, value: Option<bool>) -> io::Result<()> {
+    fn optional_bool(&mut self, key: Keyword, value: Option<bool>) -> io::Result<()> {
         let Some(value) = value else { return Ok(()) };
         self.key(key)?;
         self.bool(value)
@@ -265,7 +265,7 @@ impl<'s, W: Write> Pickler<'s, W> {
         self.out.write_all(&[op::TUPLE2])
     }
 
-    /// An integer in the shortest form.
+    /// An integer in its shortest form.
     fn int(&mut self, value: i128) -> io::Result<()> {
         if let Ok(value) = u8::try_from(value) {
             self.out.write_all(&[op::BININT1, value])
@@ -276,7 +276,7 @@ impl<'s, W: Write> Pickler<'s, W> {
             self.out.write_all(&[op::BININT])?;
             self.out.write_all(&value.to_le_bytes())
         } else {
-            // Two's complement, as few bytes as show the sign.
+            // Two's complement, in as few bytes as keep the sign.
             let significant = 128 - if value < 0 { value.leading_ones() } else { value.leading_zeros() };
             let length = significant as usize / 8 + 1;
             self.out.write_all(&[op::LONG1, length as u8])?;
@@ -284,10 +284,10 @@ impl<'s, W: Write> Pickler<'s, W> {
         }
     }
 
-    /// Lets readers remember what was just written. Returns its number.
-    fn remember(&mut self) -> io::Result<u32> {
-        let object = self.remembered;
-        self.remembered += 1;
+    /// Puts the last object into the reader's memo. Returns its number.
+    fn memoize(&mut self) -> io::Result<u32> {
+        let object = self.memo_length;
+        self.memo_length += 1;
         match u8::try_from(object) {
             Ok(object) => self.out.write_all(&[op::BINPUT, object])?,
             Err(_) => {
@@ -298,8 +298,8 @@ impl<'s, W: Write> Pickler<'s, W> {
         Ok(object)
     }
 
-    /// The object of that number again.
-    fn recall(&mut self, object: u32) -> io::Result<()> {
+    /// Refers to an object in the memo.
+    fn get_from_memo(&mut self, object: u32) -> io::Result<()> {
         match u8::try_from(object) {
             Ok(object) => self.out.write_all(&[op::BINGET, object]),
             Err(_) => {

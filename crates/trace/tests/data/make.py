@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Makes the files beside it, apart from the two recordings of real programs (*.native.*, *.expandable.*).
+"""Makes the files in this folder.
 
-Run it in this folder after a change here: `python3 make.py`. Needs the command `zstd`. The tests read what is checked
-in; Python is not needed to run them.
+Run it here after a change: `python3 make.py`. Needs the command `zstd`. The tests read the files that are checked in,
+and need no Python.
 """
 
 import gzip
@@ -79,9 +79,11 @@ SNAPSHOT = {
             entry("segment_alloc", BASE, 20 * MIB, 0, 1_794_702_992_267_588, pool_id=(0, 3), frames=TRAIN),
             entry("alloc", BASE, 2 * MIB - 50, 0, 1_794_702_992_267_589, pool_id=(0, 3), frames=EQUAL,
                   forward_frames=LOAD),
-            entry("alloc", BASE + 2 * MIB, MIB - 50, 5, 1_794_702_992_267_590, compile_context="Torch-Compiled Region: 0/0",
-                  user_metadata="weights, größer", pool_id=(0, 3), frames=LOAD),
-            entry("free_requested", BASE + 2 * MIB, MIB - 50, 5, 1_794_702_992_267_600, user_metadata="weights, größer"),
+            entry("alloc", BASE + 2 * MIB, MIB - 50, 5, 1_794_702_992_267_590,
+                  compile_context="Torch-Compiled Region: 0/0", user_metadata="weights, größer", pool_id=(0, 3),
+                  frames=LOAD),
+            entry("free_requested", BASE + 2 * MIB, MIB - 50, 5, 1_794_702_992_267_600,
+                  user_metadata="weights, größer"),
             entry("oom", 12_345, 1 << 40, 0, 1_794_702_992_267_700, unknown=[{}]),
             entry("snapshot", 0, 3 * MIB, 0, 1_794_702_992_267_800),
         ],
@@ -102,7 +104,7 @@ SNAPSHOT = {
     "host_traces": [entry("alloc", BASE + 128 * MIB, 4096, 0, 18)],
 }
 
-# As PyTorch 2.0 and before have it: no traces, no pools, blocks without addresses but with a history.
+# As PyTorch 2.0 and older write it: no traces, no pools, blocks without addresses but with a history.
 LEGACY = [
     {
         "device": 0,
@@ -120,14 +122,14 @@ LEGACY = [
     }
 ]
 
-# One of everything: pickles without marks.
+# One item per container: pickles without marks.
 SINGLE = {"segments": [], "device_traces": [[entry("alloc", BASE, 512, 0, 1, frames=stack(("f", "g.py", 1)))]]}
 SINGLE_LIST = {"device_traces": [], "segments": [
     dict(SNAPSHOT["segments"][1], blocks=[SNAPSHOT["segments"][1]["blocks"][0]])]}
 
 
 class TorchScript:
-    """A pickle as PyTorch's C++ writer forms it: protocol 2, objects numbered when complete, one batch per list."""
+    """A pickle as PyTorch's C++ pickler writes it: protocol 2, objects memoized when complete, one batch per list."""
 
     def __init__(self):
         self.out = bytearray(b"\x80\x02")
@@ -137,7 +139,7 @@ class TorchScript:
         self.value(value)
         return bytes(self.out + b".")
 
-    def remember(self, key, kept):
+    def memoize(self, key, kept):
         number = len(self.memo)
         self.memo[key] = (number, kept)
         self.out += b"q" + bytes([number]) if number < 256 else b"r" + struct.pack("<I", number)
@@ -166,7 +168,7 @@ class TorchScript:
         elif isinstance(value, str):
             text = value.encode()
             self.out += b"X" + struct.pack("<I", len(text)) + text
-            self.remember(key, value)
+            self.memoize(key, value)
         elif isinstance(value, tuple):
             self.out += b"(" if len(value) > 3 else b""
             for item in value:
@@ -177,14 +179,14 @@ class TorchScript:
             for item in value:
                 self.value(item)
             self.out += b"e"
-            self.remember(key, value)
+            self.memoize(key, value)
         elif isinstance(value, dict):
             self.out += b"}("
             for name, item in value.items():
                 self.value(name)
                 self.value(item)
             self.out += b"u"
-            self.remember(key, value)
+            self.memoize(key, value)
 
 
 def write(name, content):
@@ -199,12 +201,13 @@ write("snapshot.torchscript.pickle", TorchScript().dump(SNAPSHOT))
 plain = pickle.dumps(SNAPSHOT, 4)
 write("snapshot.pickle.xz", lzma.compress(plain))
 write("snapshot.pickle.gz", gzip.compress(plain, mtime=0))
-write("snapshot.pickle.zst", subprocess.run(["zstd", "-c", "--check"], input=plain, stdout=subprocess.PIPE, check=True).stdout)
+zstd = subprocess.run(["zstd", "-c", "--check"], input=plain, stdout=subprocess.PIPE, check=True)
+write("snapshot.pickle.zst", zstd.stdout)
 write("legacy.pickle", pickle.dumps(LEGACY, 4))
 write("single.pickle", pickle.dumps(SINGLE, 2))
 write("single_list.pickle", pickle.dumps(SINGLE_LIST, 4))
 write("surrogate.pickle", pickle.dumps(
     {"segments": [], "device_traces": [[entry("alloc", BASE, 512, 0, 1, user_metadata="a\udc80b")]]}, 4))
-# More elements than Python puts into one batch.
+# More elements than Python writes in one batch.
 write("batches.pickle.xz", lzma.compress(pickle.dumps(
     {"segments": [], "device_traces": [[entry("alloc", BASE + i, i, 0, i) for i in range(2001)]]}, 4)))

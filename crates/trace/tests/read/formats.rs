@@ -1,17 +1,17 @@
-//! What is read from files of every form: the same snapshot, whole.
+//! Snapshots of every pickle protocol, writer and compression are read alike.
 
 use std::cell::Cell;
 use std::io::Read;
 use std::sync::Arc;
 
-use crate::common::{entry, path, recording};
 use warpool::memory::{
     Action, Annotation, BlockInfo, BlockState, Frame, MemPoolId, RecordedSettings, SegmentInfo, SegmentKind, Snapshot,
     StackId, Texts, TraceEntry,
 };
 use warpool_trace::{Compression, Progress, ReadOptions, SourceFormat, read, read_file};
 
-const MIB: u64 = 1 << 20;
+use crate::common::{self, MIB, entry, path, recording};
+
 const BASE: u64 = 0x7f00_0000_0000;
 
 /// `SNAPSHOT` of `data/make.py`.
@@ -117,30 +117,30 @@ fn small_segment() -> SegmentInfo {
 }
 
 #[test]
-fn every_protocol_and_writer_gives_the_same() {
-    for form in ["p2", "p3", "p4", "p5", "imports", "torchscript"] {
-        let recording = recording(&format!("snapshot.{form}.pickle"));
-        assert_eq!(recording.snapshot, expected(), "{form}");
+fn every_protocol_and_writer_is_read_alike() {
+    for format in ["p2", "p3", "p4", "p5", "imports", "torchscript"] {
+        let recording = recording(&format!("snapshot.{format}.pickle"));
+        assert_eq!(recording.snapshot, expected(), "{format}");
         assert_eq!((recording.source, recording.compression), (SourceFormat::TorchSnapshot, None));
         assert_eq!(recording.bytes_read, recording.bytes_decompressed);
     }
 }
 
 #[test]
-fn every_compression_gives_the_same() {
-    let plain = crate::common::bytes("snapshot.p4.pickle").len() as u64;
+fn every_compression_is_read_alike() {
+    let plain = common::bytes("snapshot.p4.pickle").len() as u64;
     for (end, compression) in [("xz", Compression::Xz), ("gz", Compression::Gzip), ("zst", Compression::Zstd)] {
         let name = format!("snapshot.pickle.{end}");
         let recording = recording(&name);
         assert_eq!(recording.snapshot, expected(), "{end}");
         assert_eq!(recording.compression, Some(compression));
         assert_eq!(recording.bytes_decompressed, plain);
-        assert_eq!(recording.bytes_read, crate::common::bytes(&name).len() as u64);
+        assert_eq!(recording.bytes_read, common::bytes(&name).len() as u64);
     }
 }
 
 #[test]
-fn without_stacks_all_else_is_the_same() {
+fn reading_without_stacks_leaves_out_only_stacks() {
     let recording = read_file(path("snapshot.p4.pickle"), &ReadOptions::default()).expect("readable");
     let mut expected = expected();
     expected.stacks.clear();
@@ -155,7 +155,7 @@ fn without_stacks_all_else_is_the_same() {
 }
 
 #[test]
-fn what_older_versions_leave_out_is_made_up_for_and_said() {
+fn fields_that_older_versions_leave_out_get_defaults() {
     let recording = recording("legacy.pickle");
     let [segment] = &recording.snapshot.segments[..] else { panic!("one segment") };
     let blocks: Vec<_> = segment.blocks.iter().map(|b| (b.address - BASE, b.size, b.requested_size, b.state)).collect();
@@ -170,33 +170,33 @@ fn what_older_versions_leave_out_is_made_up_for_and_said() {
     assert_eq!(segment.requested_size, 1512);
     assert_eq!(segment.blocks[0].stack, Some(StackId(0)));
     assert_eq!(recording.snapshot.stacks[0][1].line, 70_000);
-    let known = recording.known;
-    assert!(!known.traces && !known.segment_pools && !known.requested_sizes && !known.block_addresses);
+    let fields = recording.fields;
+    assert!(!fields.traces && !fields.segment_pools && !fields.requested_sizes && !fields.block_addresses);
 }
 
 #[test]
-fn containers_with_one_thing_in_them_find_their_place() {
+fn containers_with_one_item_are_recognized() {
     let single = recording("single.pickle").snapshot;
     assert_eq!(single.traces, [[TraceEntry { stack: Some(StackId(0)), ..entry(Action::Alloc, BASE, 512, 0, 1) }]]);
     assert_eq!(single.stacks[0][0].filename, "g.py");
     assert_eq!(recording("single_list.pickle").snapshot.segments, [small_segment()]);
 
-    // The only setting is a dict: its key could be the next one of the whole as well.
+    // The only setting is a dict: its key could also be the next one of the root.
     let divisions =
         b"\x80\x04}(\x8c\x08segments]\x8c\x12allocator_settings}\x8c\x18roundup_power2_divisions}\x8c\x03256K\x04ssu.";
-    let settings = crate::common::read(divisions).expect("readable").snapshot.settings;
+    let settings = common::read(divisions).expect("readable").snapshot.settings;
     assert_eq!(settings.roundup_power2_divisions, Some(vec![("256".to_owned(), 4)]));
 }
 
 #[test]
-fn a_trace_of_the_host_in_parts_is_one_trace() {
+fn host_trace_in_parts_is_one_trace() {
     let entry = b"}(\x8c\x06action\x8c\x05alloc\x8c\x04addrK\x01\x8c\x04sizeK\x02\x8c\x06streamK\x03u";
     let two =
         [&b"\x80\x04}(\x8c\x08segments]\x8c\x0bhost_traces](]("[..], entry, b"e](", entry, entry, b"eeu."].concat();
     let one = [&b"\x80\x04}(\x8c\x08segments]\x8c\x0bhost_traces]]"[..], entry, b"aau."].concat();
     for (file, length) in [(two, 3), (one, 1)] {
-        let snapshot = crate::common::read(&file).expect("readable").snapshot;
-        assert_eq!(snapshot.host_traces, Some(vec![crate::common::entry(Action::Alloc, 1, 2, 3, 0); length]));
+        let snapshot = common::read(&file).expect("readable").snapshot;
+        assert_eq!(snapshot.host_traces, Some(vec![common::entry(Action::Alloc, 1, 2, 3, 0); length]));
     }
 }
 
@@ -206,7 +206,7 @@ fn entries_may_be_shared_between_traces() {
         [&b"}(\x8c\x06action\x8c\x05alloc\x8c\x04addrK"[..], &[addr], b"\x8c\x04sizeK\x02\x8c\x06streamK\x03u"].concat()
     };
     let (first, second) = (entry(1), entry(2));
-    // The second of the first trace is also the only one of the second trace, and the third has both again.
+    // The second entry of the first trace is also the only one of the second trace; the third trace has both.
     let file = [
         &b"\x80\x04}(\x8c\x08segments]\x8c\x0ddevice_traces](]("[..],
         &first,
@@ -214,27 +214,27 @@ fn entries_may_be_shared_between_traces() {
         &second,
         b"q\x01e]h\x01a](h\x01h\x00eeu.",
     ];
-    let traces = crate::common::read(&file.concat()).expect("readable").snapshot.traces;
+    let traces = common::read(&file.concat()).expect("readable").snapshot.traces;
     let addresses: Vec<Vec<u64>> = traces.iter().map(|trace| trace.iter().map(|entry| entry.addr).collect()).collect();
     assert_eq!(addresses, [vec![1, 2], vec![2], vec![2, 1]]);
 }
 
 #[test]
-fn long_lists_come_in_batches() {
+fn lists_in_several_batches_are_read() {
     let trace = &recording("batches.pickle.xz").snapshot.traces[0];
     assert_eq!(trace.len(), 2001);
     assert!(trace.iter().enumerate().all(|(i, entry)| (entry.size, entry.addr) == (i as u64, BASE + i as u64)));
 }
 
 #[test]
-fn half_surrogates_become_replacement_characters() {
+fn lone_surrogates_become_replacement_characters() {
     let snapshot = recording("surrogate.pickle").snapshot;
     let text = snapshot.traces[0][0].user_metadata.expect("it has one");
     assert_eq!(snapshot.texts.get(text), "a\u{fffd}b");
 }
 
 #[test]
-fn real_recordings() {
+fn recordings_of_real_programs_are_read() {
     for (name, events, segments, alloc_bytes) in
         [("mempool.native.pickle.xz", 839, 49, 1_953_513_472), ("graphs.expandable.pickle.xz", 3855, 26, 3_162_761_644)]
     {
@@ -243,7 +243,7 @@ fn real_recordings() {
         assert_eq!((trace.len(), recording.snapshot.segments.len()), (events, segments), "{name}");
         let allocs = trace.iter().filter(|entry| entry.action == Action::Alloc);
         assert_eq!(allocs.map(|entry| entry.size).sum::<u64>(), alloc_bytes, "{name}");
-        assert!(recording.known.traces && recording.known.segment_pools && !recording.known.trace_pools);
+        assert!(recording.fields.traces && recording.fields.segment_pools && !recording.fields.trace_pools);
         assert_eq!(recording.snapshot.settings.max_split_size, Some(-1));
         for segment in &recording.snapshot.segments {
             assert_eq!(segment.blocks.iter().map(|block| block.size).sum::<u64>(), segment.total_size);
@@ -251,10 +251,10 @@ fn real_recordings() {
     }
 }
 
-/// A reader that gives a few bytes at a time.
-struct Drops<'a>(&'a [u8], usize);
+/// A reader that returns a few bytes at a time.
+struct SlowReader<'a>(&'a [u8], usize);
 
-impl Read for Drops<'_> {
+impl Read for SlowReader<'_> {
     fn read(&mut self, into: &mut [u8]) -> std::io::Result<usize> {
         let (now, later) = self.0.split_at(self.1.min(self.0.len()).min(into.len()));
         into[..now.len()].copy_from_slice(now);
@@ -264,11 +264,10 @@ impl Read for Drops<'_> {
 }
 
 #[test]
-fn it_does_not_matter_how_the_bytes_arrive() {
+fn size_of_reads_does_not_matter() {
     for name in ["snapshot.p2.pickle", "snapshot.torchscript.pickle", "snapshot.pickle.gz"] {
         for step in [1, 2, 3, 7, 300] {
-            let recording =
-                read(Drops(&crate::common::bytes(name), step), &ReadOptions { stacks: true, progress: None });
+            let recording = read(SlowReader(&common::bytes(name), step), &ReadOptions { stacks: true, progress: None });
             assert_eq!(recording.expect("readable").snapshot, expected(), "{name}, {step} bytes at a time");
         }
     }

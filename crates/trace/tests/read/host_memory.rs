@@ -1,4 +1,4 @@
-//! Snapshots with both sides, the device's and the pinned memory of the host, in one file: written, read, the same.
+//! Snapshots with device memory and pinned host memory in one file are read back as they were written.
 
 use std::sync::Arc;
 
@@ -11,12 +11,11 @@ use warpool::memory::{
 };
 use warpool::{Instance, Stream};
 use warpool_trace::replay::{ReplayOptions, replay};
-use warpool_trace::{ReadOptions, read, write_snapshot};
 
-const MIB: u64 = 1 << 20;
+use crate::common::{MIB, read, written};
 
-/// A machine with both allocators, and a history of each.
-struct Both {
+/// A device allocator and a host allocator, each with a history.
+struct Allocators {
     instance: Instance,
     sim: Arc<SimDriver>,
     device: Arc<dyn DeviceAllocator>,
@@ -24,7 +23,7 @@ struct Both {
     stream: Stream,
 }
 
-impl Both {
+impl Allocators {
     fn new() -> Self {
         let sim = Arc::new(SimDriver::new(SimConfig::default()));
         let instance = Instance::new(sim.clone()).unwrap();
@@ -38,9 +37,9 @@ impl Both {
                 Some([frame("stage", 12), frame("main", 3)].into())
             })));
         }
-        let both = Self { instance, sim, device, host, stream };
-        both.record();
-        both
+        let allocators = Self { instance, sim, device, host, stream };
+        allocators.record();
+        allocators
     }
 
     fn record(&self) {
@@ -65,26 +64,24 @@ impl Both {
 }
 
 fn written_and_read(snapshot: &Snapshot) -> Snapshot {
-    let mut file = Vec::new();
-    write_snapshot(snapshot, &mut file).unwrap();
-    read(file.as_slice(), &ReadOptions { stacks: true, progress: None }).unwrap().snapshot
+    read(&written(snapshot)).unwrap().snapshot
 }
 
 #[test]
-fn both_sides_come_back_from_one_file() {
-    let both = Both::new();
-    // Nothing yet is not the same as nothing known.
-    let empty = both.snapshot();
+fn device_and_host_memory_are_read_from_one_file() {
+    let allocators = Allocators::new();
+    // Empty is not the same as absent.
+    let empty = allocators.snapshot();
     assert_eq!((&empty.host_segments, &empty.host_traces), (&Some(Vec::new()), &Some(Vec::new())));
     assert_eq!(written_and_read(&empty), empty);
 
-    both.sim.pause_stream(both.stream.id()).unwrap();
+    allocators.sim.pause_stream(allocators.stream.id()).unwrap();
     set_user_metadata("epoch 1");
-    let kept = both.staged(5000);
-    drop(both.staged(3 * MIB + 1));
+    let kept = allocators.staged(5000);
+    drop(allocators.staged(3 * MIB + 1));
     set_user_metadata("");
-    drop(both.host.allocate(100).unwrap());
-    let taken = both.snapshot();
+    drop(allocators.host.allocate(100).unwrap());
+    let taken = allocators.snapshot();
     let again = written_and_read(&taken);
     assert_eq!(again, taken);
 
@@ -101,42 +98,42 @@ fn both_sides_come_back_from_one_file() {
     let text = trace[1].user_metadata.map(|text| again.texts.get(text).to_owned());
     assert_eq!((text.as_deref(), trace[5].user_metadata), (Some("epoch 1"), None));
     assert!(trace.iter().all(|entry| entry.time_us > 1_700_000_000_000_000));
-    // One stack, for both sides.
+    // Device and host share one stack.
     assert_eq!(again.stacks.len(), 1);
     assert!(again.traces[0].iter().chain(trace).all(|entry| entry.stack == again.traces[0][0].stack));
 
-    // What the device's side needs for a replay is not disturbed by the host's.
+    // The host's entries do not change the replay.
     let report = replay(&again, &ReplayOptions::default()).unwrap();
     assert!(report.fidelity.exact, "{:?}", report.fidelity.first_difference);
-    both.sim.resume_stream(both.stream.id()).unwrap();
-    both.stream.synchronize().unwrap();
+    allocators.sim.resume_stream(allocators.stream.id()).unwrap();
+    allocators.stream.synchronize().unwrap();
     drop(kept);
-    both.host.close().unwrap();
+    allocators.host.close().unwrap();
 }
 
 #[test]
-fn what_graphs_hold_is_in_the_file() {
-    let both = Both::new();
-    let device = both.instance.device(0).unwrap();
+fn memory_of_graphs_is_in_the_file() {
+    let allocators = Allocators::new();
+    let device = allocators.instance.device(0).unwrap();
     let stream = device.lease_stream().unwrap();
-    let mut graph = Graph::new(&both.device, &device, GraphOptions::default()).unwrap();
-    let loose = graph
+    let mut graph = Graph::new(&allocators.device, &device, GraphOptions::default()).unwrap();
+    let freed = graph
         .capture(&stream, CaptureOptions::default(), |capture| {
-            let (to, pinned) = (capture.allocate(4096)?, capture.allocate_host(&both.host, 4096)?);
+            let (to, pinned) = (capture.allocate(4096)?, capture.allocate_host(&allocators.host, 4096)?);
             let stream = capture.stream().clone();
             capture.copy(to, pinned, 4096, &stream)?;
-            let loose = both.host.allocate_on(600, &stream)?;
-            loose.record_use(&stream)?;
-            Ok(loose.ptr().0)
+            let freed = allocators.host.allocate_on(600, &stream)?;
+            freed.record_use(&stream)?;
+            Ok(freed.ptr().0)
         })
         .unwrap();
-    let taken = both.snapshot();
+    let taken = allocators.snapshot();
     let again = written_and_read(&taken);
     assert_eq!(again, taken);
     let blocks = again.host_segments.iter().flatten().flat_map(|segment| &segment.blocks);
-    let waits: Vec<u64> =
+    let pending: Vec<u64> =
         blocks.filter(|block| block.state == BlockState::ActivePendingFree).map(|block| block.address).collect();
-    assert_eq!(waits, [loose], "the graph has it");
+    assert_eq!(pending, [freed], "the graph still uses it");
     drop(graph);
-    both.host.close().unwrap();
+    allocators.host.close().unwrap();
 }

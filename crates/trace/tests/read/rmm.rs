@@ -1,13 +1,14 @@
 //! Logs of RMM.
 
-use crate::common::{entry, read, recording};
 use warpool::memory::{Action, Snapshot};
 use warpool_trace::SourceFormat;
+
+use crate::common::{entry, read, recording};
 
 const HEADER: &str = "Thread,Time,Action,Pointer,Size,Stream\n";
 
 #[test]
-fn every_kind_of_line() {
+fn every_kind_of_line_is_read() {
     let recording = recording("rmm.csv");
     assert_eq!(recording.source, SourceFormat::RmmLog);
     let day = 86_400_000_000;
@@ -26,7 +27,7 @@ fn every_kind_of_line() {
 }
 
 #[test]
-fn line_ends_and_empty_lines() {
+fn crlf_and_empty_lines_are_read() {
     let log =
         format!("{}1,00:00:00.1,allocate,0x10,1,0\r\n\r\n1,00:00:00.2,free,0x10,1,0", HEADER.replace('\n', "\r\n"));
     assert_eq!(read(log.as_bytes()).expect("readable").snapshot.traces[0].len(), 3);
@@ -34,9 +35,9 @@ fn line_ends_and_empty_lines() {
 }
 
 #[test]
-fn a_malformed_line_is_named_by_number() {
+fn malformed_line_is_named_by_number() {
     for (line, expected) in [
-        ("1,00:00:00.1,allocate,0x10,1", "5 columns where there should be 6"),
+        ("1,00:00:00.1,allocate,0x10,1", "5 columns instead of 6"),
         ("1,00:00:00.1,allocate,0x10,1,0,7", "7 columns"),
         ("1,00:00:00.1,reallocate,0x10,1,0", "`reallocate` is not `allocate`"),
         ("1,00:00:00.1,allocate,0xzz,1,0", "`0xzz` is not a pointer"),

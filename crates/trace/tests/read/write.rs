@@ -1,17 +1,11 @@
-//! What is written: the same when it is read again, and texts and stacks only once.
+//! Written snapshots are read back as they were, with each text and stack written once.
 
-use crate::common::{entry, read, recording};
 use warpool::memory::{Action, MemPoolId, Snapshot, StackId, TraceEntry};
-use warpool_trace::write_snapshot;
 
-fn written(snapshot: &Snapshot) -> Vec<u8> {
-    let mut file = Vec::new();
-    write_snapshot(snapshot, &mut file).expect("a vector takes all");
-    file
-}
+use crate::common::{entry, read, recording, written};
 
 #[test]
-fn read_written_and_read_again_is_the_same() {
+fn snapshot_is_read_back_as_it_was_written() {
     for name in [
         "snapshot.p2.pickle",
         "snapshot.torchscript.pickle",
@@ -30,7 +24,7 @@ fn read_written_and_read_again_is_the_same() {
 }
 
 #[test]
-fn numbers_of_every_length() {
+fn integers_of_every_length_are_written() {
     let mut numbers = vec![0, u64::MAX, i64::MAX as u64];
     numbers.extend((0..64).flat_map(|bit| [(1_u64 << bit) - 1, 1 << bit, (1 << bit) + 1]));
     let entries = numbers.iter().map(|&number| TraceEntry {
@@ -43,7 +37,7 @@ fn numbers_of_every_length() {
 }
 
 #[test]
-fn a_stack_is_written_once() {
+fn each_stack_is_written_once() {
     let mut snapshot = recording("snapshot.p4.pickle").snapshot;
     let before = written(&snapshot).len();
     let entry = TraceEntry { stack: Some(StackId(0)), ..entry(Action::Alloc, 1, 1, 0, 1) };

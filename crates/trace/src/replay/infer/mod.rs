@@ -180,8 +180,8 @@ fn recorded_pools(events: &[TraceEntry], action: Action, pools: &mut InferredPoo
 
 fn remark_on_initial_state(initial: &InitialState, remarks: &mut Vec<String>) {
     remarks.push(format!(
-        "the history starts late: {} MiB were already reserved, {} MiB of them in use by allocations that are not in the \
-         history; this state was reconstructed backward from the snapshot",
+        "the history starts late: {} MiB were already reserved, {} MiB of them in use by allocations that are not in \
+         the history; this state was reconstructed backward from the snapshot",
         initial.heap.bytes_reserved() / MIB,
         initial.bytes_unknown_origin / MIB
     ));

@@ -1,7 +1,7 @@
 //! The pool of each segment. Newer recordings name it. Older ones name it only for segments that are in the snapshot;
-//! another segment is assumed to be in the default pool unless the recording contradicts that: a better block was passed
-//! over, new memory was allocated although a free block fitted, or some segments were released while others stayed that
-//! would have been released with them.
+//! another segment is assumed to be in the default pool unless the recording contradicts that: a better block was
+//! passed over, new memory was allocated although a free block fitted, or some segments were released while others
+//! stayed that would have been released with them.
 //!
 //! A finer division always explains a recording, in the extreme one pool per segment. So the coarsest one is inferred,
 //! and the number of inferred assignments is reported.

@@ -350,8 +350,8 @@ impl<'a> Planner<'a> {
         }
     }
 
-    /// The pool to use for an inferred one; a new one, if that was released. A pool that was released and used again can
-    /// only have been two.
+    /// The pool to use for an inferred one; a new one, if that was released. A pool that was released and used again
+    /// can only have been two.
     fn usable_pool(&mut self, pool: PoolIndex) -> PoolIndex {
         match self.pool_in_use.get_mut(&pool) {
             None => pool,

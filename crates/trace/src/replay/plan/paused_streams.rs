@@ -1,6 +1,6 @@
-//! Streams that stand for stream uses which a recording does not name. A block whose free completed later than it was
-//! requested had been used by other streams; the recording has only the event at which it became free. Such a block gets
-//! one use on a *paused stream*, whose work the simulated GPU holds back until the recorded event lets it complete.
+//! Streams in place of those that a recording does not name. A block whose free completed later than it was requested
+//! had been used by other streams; the recording has only the event at which it became free. Such a block gets one use
+//! on a *paused stream*: its work completes when the replay reaches that event.
 //!
 //! Work of a stream completes in order, so blocks share a paused stream only if they became free in the order of their
 //! frees. As few streams as possible are used.

@@ -5,8 +5,9 @@
 //! free blocks a best-fit search would have preferred, from which pools are inferred.
 //!
 //! Why not the caching allocator's own free lists: those belong to one pool, while here the pools are still unknown and
-//! all free blocks of a stream are searched together. They run only forward and treat contradictions as bugs, while here
-//! blocks are restored backward with sizes that are corrected later, and a damaged recording may contradict itself.
+//! all free blocks of a stream are searched together. They run only forward and treat contradictions as bugs, while
+//! here blocks are restored backward with sizes that are corrected later, and a damaged recording may contradict
+//! itself.
 
 #[cfg(test)]
 mod tests;

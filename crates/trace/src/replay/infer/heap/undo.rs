@@ -6,8 +6,8 @@ use warpool::memory::{BlockState, MemPoolId, SegmentKind, SizeRules};
 use super::{RecordedBlock, RecordedHeap, SegmentId};
 
 impl RecordedHeap {
-    /// Undoes an unmapping. Several blocks may have been unmapped by one event, and what lay between may not be restored
-    /// yet, so the memory is added to any segment nearby; the kind of a new segment is a guess.
+    /// Undoes an unmapping. Several blocks may have been unmapped by one event, and what lay between may not be
+    /// restored yet, so the memory is added to any segment nearby; the kind of a new segment is a guess.
     pub fn undo_unmap(&mut self, addr: u64, bytes: u64, stream: u64, pool: Option<MemPoolId>) -> SegmentId {
         let segment = self.extend_expandable(addr, bytes, stream, None, pool, true);
         self.insert_free(addr, bytes, segment);
@@ -62,8 +62,8 @@ impl RecordedHeap {
         Some(())
     }
 
-    /// Extends the block in front of the free block at `addr` by `more` bytes of the latter. The end of a block that was
-    /// never freed beside another one is known only to within 1 MiB. `None` if `more` is beyond that.
+    /// Extends the block in front of the free block at `addr` by `more` bytes of the latter. The end of a block that
+    /// was never freed beside another one is known only to within 1 MiB. `None` if `more` is beyond that.
     pub fn extend_block_before(&mut self, addr: u64, more: u64) -> Option<()> {
         let free = *self.blocks.get(&addr).filter(|block| block.state == BlockState::Inactive && block.bytes > more)?;
         let (&at, &block) = self.blocks.range(..addr).next_back()?;

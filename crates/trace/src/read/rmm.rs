@@ -1,23 +1,24 @@
-//! Logs of RMM's `logging_resource_adaptor`: `Thread,Time,Action,Pointer,Size,Stream`, a line per event.
+//! Logs of RMM's `logging_resource_adaptor`: `Thread,Time,Action,Pointer,Size,Stream`, one line per event.
 //!
-//! A log knows allocations and frees, and nothing of what lies below: there are no segments, no settings, and a device
-//! is not named. A free is one event there; here it is requested and completed at once.
+//! A log contains allocations and frees only: no segments, no settings, and no device. A free is one event in it, and
+//! becomes a requested and a completed free.
 
 use warpool::memory::{Action, Snapshot, TraceEntry};
 
-use crate::error::{Checked, ReadError, short};
-use crate::input::Input;
+use super::error::{Checked, ReadError};
+use super::input::Input;
+use crate::printable::shortened;
 
-/// The header's columns, in their order.
+/// The columns of the header.
 const COLUMNS: [&str; 6] = ["Thread", "Time", "Action", "Pointer", "Size", "Stream"];
 
-/// Bytes of a line that are looked at; more than any line has.
+/// Bytes of a line that are read; more than any line has.
 const LINE_MAX: usize = 1 << 10;
 
 const DAY_US: i64 = 24 * 60 * 60 * 1_000_000;
 
-/// Whether these first bytes are those of such a log.
-pub(crate) fn looks_like_log(first: &[u8]) -> bool {
+/// Whether data that starts with these bytes is such a log.
+pub(super) fn is_log(first: &[u8]) -> bool {
     let end = first.iter().position(|&byte| byte == b'\n').unwrap_or(first.len());
     std::str::from_utf8(&first[..end.min(LINE_MAX)]).is_ok_and(is_header)
 }
@@ -28,48 +29,48 @@ fn is_header(line: &str) -> bool {
         && columns.next().is_none()
 }
 
-/// Reads a log, header included.
-pub(crate) fn read(input: &mut Input<'_>) -> Checked<Snapshot> {
+/// Reads a log with its header.
+pub(super) fn read(input: &mut Input<'_>) -> Checked<Snapshot> {
     let mut trace = Vec::new();
     let mut clock = Clock::default();
     let mut line = Vec::new();
     let mut number = 0;
     while input.line(&mut line, LINE_MAX)? {
         number += 1;
-        let wrong = |what| Box::new(ReadError::Line { line: number, what });
-        let Ok(text) = std::str::from_utf8(&line) else { return Err(wrong("not UTF-8".to_owned())) };
+        let malformed = |what| Box::new(ReadError::Line { line: number, what });
+        let Ok(text) = std::str::from_utf8(&line) else { return Err(malformed("not UTF-8".to_owned())) };
         let text = text.trim_end();
         if number == 1 || text.is_empty() {
             continue;
         }
-        event(text, &mut clock, &mut trace).map_err(wrong)?;
+        parse_line(text, &mut clock, &mut trace).map_err(malformed)?;
     }
     Ok(Snapshot { traces: vec![trace], ..Snapshot::default() })
 }
 
-/// One line, as entries.
-fn event(line: &str, clock: &mut Clock, trace: &mut Vec<TraceEntry>) -> Result<(), String> {
+/// Appends the entries of one line.
+fn parse_line(line: &str, clock: &mut Clock, trace: &mut Vec<TraceEntry>) -> Result<(), String> {
     let columns: Vec<&str> = line.split(',').map(str::trim).collect();
     let [_thread, time, action, pointer, size, stream] = columns[..] else {
         let found = columns.len();
-        return Err(format!("{found} columns where there should be 6: {}; is the log cut off?", COLUMNS.join(",")));
+        return Err(format!("{found} columns instead of 6 ({}): check that the log is complete", COLUMNS.join(",")));
     };
-    let addr = self::pointer(pointer).ok_or_else(|| format!("`{}` is not a pointer", short(pointer)))?;
-    let size = size.parse().map_err(|_| format!("`{}` is not a size in bytes", short(size)))?;
-    let stream = self::stream(stream).ok_or_else(|| format!("`{}` is not a stream", short(stream)))?;
-    let time_us = clock.time_us(time).ok_or_else(|| format!("`{}` is not a time", short(time)))?;
+    let addr = self::pointer(pointer).ok_or_else(|| format!("`{}` is not a pointer", shortened(pointer)))?;
+    let size = size.parse().map_err(|_| format!("`{}` is not a size in bytes", shortened(size)))?;
+    let stream = self::stream(stream).ok_or_else(|| format!("`{}` is not a stream", shortened(stream)))?;
+    let time_us = clock.time_us(time).ok_or_else(|| format!("`{}` is not a time", shortened(time)))?;
     let entry = TraceEntry::new(Action::Alloc, addr, size, stream, time_us);
     let actions: &[Action] = match action {
         "allocate" => &[Action::Alloc],
         "free" | "deallocate" => &[Action::FreeRequested, Action::FreeCompleted],
         "allocate failure" => &[Action::Oom],
-        _ => return Err(format!("`{}` is not `allocate`, `free` or `allocate failure`", short(action))),
+        _ => return Err(format!("`{}` is not `allocate`, `free` or `allocate failure`", shortened(action))),
     };
     trace.extend(actions.iter().map(|&action| TraceEntry { action, ..entry }));
     Ok(())
 }
 
-/// Hexadecimal with or without `0x`, as C libraries print pointers.
+/// Hexadecimal with or without `0x`: C libraries print pointers in both ways.
 fn pointer(text: &str) -> Option<u64> {
     match text {
         "(nil)" | "nullptr" => Some(0),
@@ -87,11 +88,11 @@ fn stream(text: &str) -> Option<u64> {
 }
 
 fn hexadecimal(digits: &str) -> Option<u64> {
-    // `from_str_radix` would take a sign.
+    // `from_str_radix` accepts a sign.
     digits.bytes().all(|byte| byte.is_ascii_hexdigit()).then(|| u64::from_str_radix(digits, 16).ok())?
 }
 
-/// Reads times. A time of day starts again at midnight; the times that come out do not.
+/// Parses times. A time of day restarts at midnight; the resulting times do not.
 #[derive(Default)]
 struct Clock {
     last_us: Option<i64>,
@@ -102,7 +103,7 @@ impl Clock {
     fn time_us(&mut self, text: &str) -> Option<i64> {
         let parts: Vec<&str> = text.split(':').collect();
         let of_day = match parts[..] {
-            // Seconds, since 1970 or whenever.
+            // Seconds since some epoch.
             [seconds] => return decimal_us(seconds),
             [hours, minutes, seconds] => hours_us(hours, minutes)?.checked_add(decimal_us(seconds)?)?,
             [hours, minutes, seconds, us] => hours_us(hours, minutes)?
@@ -110,7 +111,7 @@ impl Clock {
                 .checked_add(i64::from(us.parse::<u32>().ok()?))?,
             _ => return None,
         };
-        // Threads may write a little out of order; only a leap back of hours is midnight.
+        // Threads may write slightly out of order; only a jump back by hours is midnight.
         if self.last_us.is_some_and(|last| last - of_day > DAY_US / 2) {
             self.days_us = self.days_us.checked_add(DAY_US)?;
         }
@@ -124,7 +125,7 @@ fn hours_us(hours: &str, minutes: &str) -> Option<i64> {
     Some((i64::from(hours) * 60 + i64::from(minutes)) * 60 * 1_000_000)
 }
 
-/// Seconds with up to six decimals that count, in microseconds.
+/// Seconds with decimals, of which six are used, in microseconds.
 fn decimal_us(text: &str) -> Option<i64> {
     let (whole, part) = text.split_once('.').unwrap_or((text, "0"));
     if !part.bytes().all(|byte| byte.is_ascii_digit()) || part.is_empty() {

@@ -1,67 +1,31 @@
-//! Bytes of a recording: told by content, decompressed, buffered, counted.
-//! Nothing here trusts a length: memory is taken as bytes arrive.
+//! The bytes of a recording: decompressed, buffered, counted.
+//! No length in the file is trusted: memory is allocated as bytes arrive.
 
 use std::cell::Cell;
-use std::fmt;
 use std::io::{self, Cursor, Read};
 use std::rc::Rc;
 use std::time::{Duration, Instant};
 
-use crate::error::{Checked, ReadError};
+use super::compression::Compression;
+use super::error::{Checked, ReadError};
 
-/// How much is decompressed at a time. Large enough that refills do not show, small enough for a cache.
+/// How much is decompressed at a time: refills take no measurable time, and it fits into a CPU cache.
 const BUFFER_BYTES: usize = 128 << 10;
 
-/// How much is there, if the input has as much, before it is decided what it is.
+/// How much is buffered, if the input has as much, before its format is recognized.
 const PEEK_BYTES: usize = 256;
 
-/// What xz may take to decompress. Its largest preset needs 65 MiB; a header can ask for 4 GiB.
-const XZ_MEMORY_MAX: u64 = 512 << 20;
-
-/// How a file is compressed.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Compression {
-    /// xz.
-    Xz,
-    /// gzip.
-    Gzip,
-    /// Zstandard.
-    Zstd,
-}
-
-impl Compression {
-    /// The one that starts with these bytes.
-    pub(crate) fn of(first: &[u8]) -> Option<Self> {
-        const MAGIC: [(&[u8], Compression); 3] = [
-            (b"\xfd7zXZ\0", Compression::Xz),
-            (b"\x1f\x8b", Compression::Gzip),
-            (b"\x28\xb5\x2f\xfd", Compression::Zstd),
-        ];
-        MAGIC.into_iter().find(|(magic, _)| first.starts_with(magic)).map(|(_, compression)| compression)
-    }
-}
-
-impl fmt::Display for Compression {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::Xz => "xz",
-            Self::Gzip => "gzip",
-            Self::Zstd => "zstd",
-        })
-    }
-}
-
-/// How far reading is.
+/// The progress of reading.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Progress {
     /// Bytes of the file that have been read, before decompression.
     pub bytes_read: u64,
-    /// Bytes of the file, where that is known.
+    /// Bytes of the file, if known.
     pub bytes_total: Option<u64>,
 }
 
-/// The decompressed bytes of a recording, with the place in them.
-pub(crate) struct Input<'a> {
+/// The decompressed bytes of a recording, and the position in them.
+pub(super) struct Input<'a> {
     reader: Box<dyn Read + 'a>,
     compression: Option<Compression>,
     buffer: Box<[u8]>,
@@ -76,8 +40,8 @@ pub(crate) struct Input<'a> {
 }
 
 impl<'a> Input<'a> {
-    /// Looks at the first bytes and sets up decompression.
-    pub(crate) fn open(
+    /// Recognizes the compression by the first bytes and fills the buffer.
+    pub(super) fn open(
         mut reader: impl Read + 'a,
         bytes_total: Option<u64>,
         progress: Option<&'a dyn Fn(Progress)>,
@@ -90,7 +54,10 @@ impl<'a> Input<'a> {
         let compression = Compression::of(&first);
         let bytes_read = Rc::new(Cell::new(0));
         let raw = Counted { reader: Cursor::new(first).chain(reader), bytes: Rc::clone(&bytes_read) };
-        let reader = decompressed(raw, compression).map_err(|source| ReadError::Io { offset: 0, source })?;
+        let reader = match compression {
+            Some(compression) => compression.decompress(raw).map_err(|source| ReadError::Io { offset: 0, source })?,
+            None => Box::new(raw),
+        };
         let mut input = Self {
             reader,
             compression,
@@ -110,34 +77,34 @@ impl<'a> Input<'a> {
         Ok(input)
     }
 
-    pub(crate) fn compression(&self) -> Option<Compression> {
+    pub(super) fn compression(&self) -> Option<Compression> {
         self.compression
     }
 
-    /// The place of the next byte.
+    /// The offset of the next byte.
     #[inline]
-    pub(crate) fn offset(&self) -> u64 {
+    pub(super) fn offset(&self) -> u64 {
         self.offset_end - (self.end - self.next) as u64
     }
 
     /// Bytes of the file that have been read, before decompression.
-    pub(crate) fn bytes_read(&self) -> u64 {
+    pub(super) fn bytes_read(&self) -> u64 {
         self.bytes_read.get()
     }
 
     /// The time spent in the reader and in decompression.
-    pub(crate) fn input_time(&self) -> Duration {
+    pub(super) fn input_time(&self) -> Duration {
         self.input_time
     }
 
-    /// What is in the buffer and not yet taken; at the start, enough to tell one format from another.
-    pub(crate) fn peek(&self) -> &[u8] {
+    /// The rest of the buffer; at the start, enough to recognize the format.
+    pub(super) fn peek(&self) -> &[u8] {
         &self.buffer[self.next..self.end]
     }
 
     /// The next byte.
     #[inline]
-    pub(crate) fn byte(&mut self, within: &'static str) -> Checked<u8> {
+    pub(super) fn byte(&mut self, within: &'static str) -> Checked<u8> {
         if self.next == self.end && self.refill()? == 0 {
             return Err(self.truncated(within));
         }
@@ -148,7 +115,7 @@ impl<'a> Input<'a> {
 
     /// The next `N` bytes.
     #[inline]
-    pub(crate) fn array<const N: usize>(&mut self, within: &'static str) -> Checked<[u8; N]> {
+    pub(super) fn array<const N: usize>(&mut self, within: &'static str) -> Checked<[u8; N]> {
         if let Some(bytes) = self.buffer[self.next..self.end].first_chunk::<N>() {
             self.next += N;
             return Ok(*bytes);
@@ -160,9 +127,9 @@ impl<'a> Input<'a> {
         Ok(bytes)
     }
 
-    /// The next `length` bytes, through `scratch` if they are not all in the buffer.
+    /// The next `length` bytes, copied to `scratch` if they are not all in the buffer.
     #[inline]
-    pub(crate) fn bytes<'s>(
+    pub(super) fn bytes<'s>(
         &'s mut self,
         length: usize,
         scratch: &'s mut Vec<u8>,
@@ -185,7 +152,7 @@ impl<'a> Input<'a> {
     }
 
     /// The next line without its end, into `line`; false at the end of the input. At most `max` bytes of it are kept.
-    pub(crate) fn line(&mut self, line: &mut Vec<u8>, max: usize) -> Checked<bool> {
+    pub(super) fn line(&mut self, line: &mut Vec<u8>, max: usize) -> Checked<bool> {
         line.clear();
         let mut any = false;
         loop {
@@ -195,7 +162,7 @@ impl<'a> Input<'a> {
             any = true;
             let rest = &self.buffer[self.next..self.end];
             let (step, complete) = match rest.iter().position(|&byte| byte == b'\n') {
-                Some(place) => (place, true),
+                Some(end) => (end, true),
                 None => (rest.len(), false),
             };
             line.extend_from_slice(&rest[..step.min(max.saturating_sub(line.len()))]);
@@ -206,8 +173,8 @@ impl<'a> Input<'a> {
         }
     }
 
-    /// Reads to the end, where checksums are, and says whether nothing was left.
-    pub(crate) fn is_at_end(&mut self) -> Checked<bool> {
+    /// Whether nothing is left. Reads to the end of compressed data, where the checksum is.
+    pub(super) fn is_at_end(&mut self) -> Checked<bool> {
         Ok(self.next == self.end && self.refill()? == 0)
     }
 
@@ -215,15 +182,15 @@ impl<'a> Input<'a> {
         Box::new(ReadError::Truncated { offset: self.offset(), within })
     }
 
-    /// Fills the empty buffer. Returns how much is in it; 0 at the end of the input.
+    /// Fills the empty buffer. Returns its length; 0 at the end of the input.
     #[cold]
     fn refill(&mut self) -> Checked<usize> {
-        assert_eq!(self.next, self.end, "a refill throws nothing away");
+        assert_eq!(self.next, self.end, "the buffer is empty");
         (self.next, self.end) = (0, 0);
         self.fill(0)
     }
 
-    /// Reads once, to the buffer's place `from` on, where its content ends. Returns how much came.
+    /// Reads once, into the buffer from `from` on, where its content ends. Returns the bytes read.
     fn fill(&mut self, from: usize) -> Checked<usize> {
         let start = Instant::now();
         let bytes = loop {
@@ -251,19 +218,7 @@ impl<'a> Input<'a> {
     }
 }
 
-fn decompressed<'a>(raw: impl Read + 'a, compression: Option<Compression>) -> io::Result<Box<dyn Read + 'a>> {
-    Ok(match compression {
-        None => Box::new(raw),
-        Some(Compression::Xz) => {
-            let stream = liblzma::stream::Stream::new_stream_decoder(XZ_MEMORY_MAX, liblzma::stream::CONCATENATED)?;
-            Box::new(liblzma::read::XzDecoder::new_stream(raw, stream))
-        }
-        Some(Compression::Gzip) => Box::new(flate2::read::MultiGzDecoder::new(raw)),
-        Some(Compression::Zstd) => Box::new(zstd::Decoder::new(raw)?),
-    })
-}
-
-/// A reader that counts.
+/// A reader that counts its bytes.
 struct Counted<R> {
     reader: R,
     bytes: Rc<Cell<u64>>,

@@ -1,6 +1,6 @@
 //! Writes the snapshot of a short program on the simulated GPU, with device memory and pinned host memory in one file.
 //!
-//! `cargo run -p warpool-trace --example both_sides -- OUT`; any program that reads PyTorch's snapshots can read it.
+//! `cargo run -p warpool-trace --example device_and_host -- OUT`; programs that read PyTorch's snapshots read it.
 
 use std::error::Error;
 use std::fs::File;
@@ -16,14 +16,14 @@ use warpool::memory::{
 use warpool_trace::write_snapshot;
 
 fn main() -> Result<(), Box<dyn Error>> {
-    let out = std::env::args().nth(1).ok_or("where to?")?;
+    let out = std::env::args().nth(1).ok_or("usage: device_and_host OUT")?;
     let sim = Arc::new(SimDriver::new(SimConfig::default()));
     let instance = Instance::new(sim.clone())?;
     let device: Arc<dyn DeviceAllocator> = Arc::new(CachingAllocator::new(&instance, Settings::default()));
     let host = HostAllocator::new(&instance, Settings::default().pinned);
     for observers in [device.observers(), host.observers()] {
         observers.set_stack_hook(Some(Arc::new(|| {
-            Some([Frame { name: "main".into(), filename: "both_sides.rs".into(), line: 1 }].into())
+            Some([Frame { name: "main".into(), filename: "device_and_host.rs".into(), line: 1 }].into())
         })));
     }
     let options = HistoryOptions { stacks: StackLevel::All, ..HistoryOptions::default() };
@@ -35,7 +35,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     let (kept, dropped, target) = (host.allocate(5000)?, host.allocate(3 << 20)?, device.allocate(3 << 20, &stream)?);
     dropped.record_use(&stream)?;
     sim.copy(target.ptr().into(), dropped.ptr().into(), 3 << 20, stream.id())?;
-    drop(dropped); // the copy is still to come
+    drop(dropped); // pending free: the copy has not run yet
     drop(host.allocate(100)?);
 
     let mut snapshot = device.snapshot(SnapshotOptions::default())?;

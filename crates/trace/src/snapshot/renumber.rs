@@ -1,0 +1,48 @@
+//! The final numbers of texts and stacks. They follow the order of the snapshot, not that of the file, so a snapshot
+//! that is written and read again is equal to the first.
+
+use warpool::memory::{SegmentInfo, Snapshot, StackId, TextId, Texts};
+
+use super::invalid::Invalid;
+use super::stacks::StackTable;
+use super::texts::TextTable;
+
+/// Replaces the reader's numbers of texts and stacks by those of the snapshot, and adds the texts and stacks to it.
+pub(super) fn renumber(snapshot: &mut Snapshot, table: &TextTable, stacks: &StackTable) -> Result<(), Invalid> {
+    let mut texts = Texts::default();
+    let mut text_numbers: Vec<Option<TextId>> = vec![None; table.len()];
+    let mut renumber_text = |text: &mut Option<TextId>| {
+        if let Some(TextId(old)) = *text {
+            let new = text_numbers[old as usize].get_or_insert_with(|| texts.intern(table.get(old)));
+            *text = Some(*new);
+        }
+    };
+    let mut order: Vec<StackId> = Vec::new();
+    let mut stack_numbers: Vec<Option<StackId>> = vec![None; stacks.len()];
+    let mut renumber_stack = |stack: &mut Option<StackId>| {
+        if let Some(StackId(old)) = *stack {
+            let new = stack_numbers[old as usize].get_or_insert_with(|| {
+                order.push(StackId(old));
+                StackId(order.len() as u32 - 1)
+            });
+            *stack = Some(*new);
+        }
+    };
+    let mut renumber_segments = |segments: &mut [SegmentInfo]| {
+        for segment in segments {
+            renumber_stack(&mut segment.stack);
+            segment.blocks.iter_mut().for_each(|block| renumber_stack(&mut block.stack));
+        }
+    };
+    renumber_segments(&mut snapshot.segments);
+    renumber_segments(snapshot.host_segments.as_deref_mut().unwrap_or_default());
+    for entry in snapshot.traces.iter_mut().chain(&mut snapshot.host_traces).flatten() {
+        renumber_text(&mut entry.compile_context);
+        renumber_text(&mut entry.user_metadata);
+        renumber_stack(&mut entry.stack);
+        renumber_stack(&mut entry.forward_stack);
+    }
+    snapshot.texts = texts;
+    snapshot.stacks = stacks.with_texts(&order, table)?;
+    Ok(())
+}
