@@ -75,6 +75,8 @@ impl fmt::Display for Accessor {
     }
 }
 
+const UNORDERED: &str = "no event, default stream or wait of the host orders the two";
+
 /// What is ordered before the operation that runs now.
 #[derive(Clone, Copy)]
 pub struct HappensBefore<'a> {
@@ -114,6 +116,10 @@ impl HappensBefore<'_> {
         {
             return format!("the graph has no path from node {} to node {}", other.node, this.node);
         }
+        if earlier.queued_at > later.queued_at && !later.is_host() {
+            // It took effect first, but was queued second: its own stream is the one that should have waited.
+            return format!("{before} has not waited for operation {} of {after} ({UNORDERED})", later.number);
+        }
         // Counted in the stream: its timeline may have served another stream before.
         let first = earlier.epoch.seq - earlier.number;
         let waited = match self.clock.get(earlier.epoch.timeline).saturating_sub(first) {
@@ -122,10 +128,6 @@ impl HappensBefore<'_> {
                 format!("has waited for {before} only up to operation {last}; this was operation {}", earlier.number)
             }
         };
-        if later.is_host() {
-            format!("the host {waited}")
-        } else {
-            format!("{after} {waited} (no event, default stream or wait of the host orders the two)")
-        }
+        if later.is_host() { format!("the host {waited}") } else { format!("{after} {waited} ({UNORDERED})") }
     }
 }

@@ -1,17 +1,20 @@
-//! A simulated machine with a few kernels, for tests.
-#![expect(dead_code, reason = "each test binary uses its own part of this")]
+//! A simulated driver with streams, memory and a few kernels.
 
 use warpool_driver::sim::{SimConfig, SimDriver};
 use warpool_driver::*;
 
 pub const DEVICE: DeviceId = DeviceId(0);
 
-/// Kernels as the tests need them. Only the Rust side runs here, but the CUDA text is what it mirrors.
+/// Kernels with their host implementations, of which only these run here.
 pub static KERNELS: KernelSource = KernelSource {
-    name: "lab",
+    name: "fixture",
     cuda: r#"
-extern "C" __global__ void add(unsigned* p, unsigned n, unsigned v) { for (unsigned i = 0; i < n; i++) p[i] += v; }
-extern "C" __global__ void sum(unsigned* out, const unsigned* p, unsigned n) { for (unsigned i = 0; i < n; i++) *out += p[i]; }
+extern "C" __global__ void add(unsigned* p, unsigned n, unsigned v) {
+    for (unsigned i = 0; i < n; i++) p[i] += v;
+}
+extern "C" __global__ void sum(unsigned* out, const unsigned* p, unsigned n) {
+    for (unsigned i = 0; i < n; i++) *out += p[i];
+}
 "#,
     mirrors: &[
         KernelMirror {
@@ -36,8 +39,8 @@ extern "C" __global__ void sum(unsigned* out, const unsigned* p, unsigned n) { f
     ],
 };
 
-/// A machine with two streams, their events, and memory of 4 KiB.
-pub struct Lab {
+/// A driver with two streams, an event, and memory of 4 KiB.
+pub struct Fixture {
     pub gpu: SimDriver,
     pub one: StreamId,
     pub two: StreamId,
@@ -50,7 +53,7 @@ pub struct Lab {
 pub const BYTES: u64 = 4096;
 pub const WORDS: u32 = 1024;
 
-impl Lab {
+impl Fixture {
     pub fn new(config: SimConfig) -> Result<Self> {
         let gpu = SimDriver::new(config);
         let one = gpu.stream_create(DEVICE, StreamOptions::default())?;
@@ -62,11 +65,7 @@ impl Lab {
         Ok(Self { gpu, one, two, event, memory, add, sum })
     }
 
-    pub fn stream(&self) -> Result<StreamId> {
-        self.gpu.stream_create(DEVICE, StreamOptions::default())
-    }
-
-    /// Fills the lab's memory.
+    /// Fills the memory.
     pub fn fill(&self, value: u8, stream: StreamId) -> Result<()> {
         self.gpu.fill(self.memory, Pattern::U8(value), BYTES, stream)
     }
@@ -82,13 +81,13 @@ impl Lab {
         self.gpu.kernel_launch(self.sum, LaunchShape::ONE, &[out.into(), ptr.into(), KernelArg::U32(n)], stream)
     }
 
-    /// Puts what comes in `after` behind what is in `before`.
+    /// Orders what is queued in `after` from now on after what is in `before`.
     pub fn order(&self, before: StreamId, after: StreamId) -> Result<()> {
         self.gpu.event_record(self.event, before, EventScope::Plain)?;
         self.gpu.stream_wait_event(after, self.event, EventScope::Plain)
     }
 
-    /// Maps fresh memory of 2 MiB behind a fresh range.
+    /// Maps new physical memory of 2 MiB at new addresses.
     pub fn mapped(&self) -> Result<(DevicePtr, PhysicalId)> {
         let physical = self.gpu.vm_create(DEVICE, 2 << 20, PhysicalOptions::default())?;
         Ok((self.map(physical)?, physical))
@@ -101,7 +100,7 @@ impl Lab {
         Ok(ptr)
     }
 
-    /// Captures what `body` does on the first stream.
+    /// Captures what `body` does on the first stream, and instantiates the graph.
     pub fn capture(&self, body: impl FnOnce() -> Result<()>) -> Result<GraphExecId> {
         self.gpu.capture_begin(self.one, CaptureMode::Relaxed)?;
         body()?;

@@ -1,13 +1,13 @@
-//! Runs a program on the simulated device and writes down all that can be seen of it.
+//! Runs a program on the simulated driver and collects everything observable.
 
 use warpool_driver::sim::{Hazard, HazardRange, RangeBase, SimDriver};
 use warpool_driver::*;
 
-use super::effect::mix;
-use super::judge::Outcome;
+use super::effects::mix;
+use super::model::Outcome;
 use super::program::{
-    ARENA_BYTES, Act, EVENTS, FIXED, GraphPlan, GraphStep, NON_BLOCKING, PINNED, POOL_BYTES, Program, STREAMS, Span,
-    Step,
+    ARENA_BYTES, EVENTS, FIXED, GraphPlan, GraphStep, NON_BLOCKING, Operation, PINNED, POOL_BYTES, Program, STREAMS,
+    Span, Step,
 };
 
 const DEVICE: DeviceId = DeviceId(0);
@@ -43,16 +43,16 @@ static KERNELS: KernelSource = KernelSource {
     ],
 };
 
-/// What a run showed.
+/// The results of a run.
 pub struct Run {
     pub outcomes: Vec<Outcome>,
     pub hazards: Vec<Hazard>,
     pub reads: Vec<(usize, Vec<u8>)>,
-    /// The last contents of all arenas; none of those that were freed.
+    /// The final contents of all arenas; `None` if freed.
     pub contents: Vec<Option<Vec<u8>>>,
-    /// Which step made each call, by the number of the call.
+    /// The step that made each call, by the number of the call.
     step_of_call: Vec<usize>,
-    /// Where the arenas lie: address, arena.
+    /// The addresses of the arenas: address, arena.
     views: Vec<(u64, usize)>,
 }
 
@@ -61,7 +61,7 @@ impl Run {
         self.step_of_call.get(call).copied()
     }
 
-    /// Which bytes of which arena an entry of the log is about.
+    /// The bytes of an arena that an entry of the log is about.
     pub fn span_of(&self, hazard: &Hazard) -> Option<Span> {
         let HazardRange { base, offset, bytes: len } = hazard.range?;
         if base != RangeBase::Address {
@@ -72,7 +72,7 @@ impl Run {
     }
 }
 
-struct Machine<'a> {
+struct Runner<'a> {
     gpu: &'a SimDriver,
     streams: Vec<StreamId>,
     body: StreamId,
@@ -88,18 +88,18 @@ struct Machine<'a> {
     run: Run,
 }
 
-/// Runs `program` on a fresh machine.
+/// Runs `program` on a new driver.
 pub fn run(program: &Program, gpu: &SimDriver) -> Result<Run> {
-    let mut machine = Machine::new(gpu)?;
+    let mut runner = Runner::new(gpu)?;
     for (at, step) in program.steps.iter().enumerate() {
-        let outcome = machine.step(at, step)?;
-        machine.run.outcomes.push(outcome);
-        machine.run.step_of_call.resize(machine.calls + 1, at);
+        let outcome = runner.step(at, step)?;
+        runner.run.outcomes.push(outcome);
+        runner.run.step_of_call.resize(runner.calls + 1, at);
     }
-    machine.finish(program)
+    runner.finish(program)
 }
 
-impl<'a> Machine<'a> {
+impl<'a> Runner<'a> {
     fn new(gpu: &'a SimDriver) -> Result<Self> {
         let mut calls = 0;
         let mut made = |n| calls += n;
@@ -150,7 +150,7 @@ impl<'a> Machine<'a> {
         self.calls += 1;
         let mut outcome = Outcome::default();
         match step {
-            Step::Work(stream, act) => match self.act(act, self.streams[*stream]) {
+            Step::Work(stream, operation) => match self.operation(operation, self.streams[*stream]) {
                 Err(error) if error.code == ErrorCode::InvalidValue => outcome.refused = true,
                 other => other?,
             },
@@ -192,8 +192,8 @@ impl<'a> Machine<'a> {
                 self.capture(plan)?;
             }
             Step::Launch { graph, stream } => gpu.graph_launch(self.execs[*graph], self.streams[*stream])?,
-            Step::HandOut(span, stream) => gpu.suballocated(self.ptr(span), span.len, self.streams[*stream]),
-            Step::Return(span) => gpu.suballocation_freed(self.ptr(span), span.len),
+            Step::Suballocate(span, stream) => gpu.suballocated(self.ptr(span), span.len, self.streams[*stream]),
+            Step::FreeSuballocation(span) => gpu.suballocation_freed(self.ptr(span), span.len),
             Step::Replace(stream) => {
                 gpu.stream_destroy(self.streams[*stream])?;
                 let options = StreamOptions { non_blocking: *stream >= NON_BLOCKING, priority: 0 };
@@ -208,21 +208,21 @@ impl<'a> Machine<'a> {
         DevicePtr(self.arenas[span.arena][span.view] + span.start)
     }
 
-    fn act(&self, act: &Act, stream: StreamId) -> Result<()> {
-        match act {
-            Act::Fill { to, value } if to.start % 4 == 0 && to.len % 4 == 0 => {
+    fn operation(&self, operation: &Operation, stream: StreamId) -> Result<()> {
+        match operation {
+            Operation::Fill { to, value } if to.start % 4 == 0 && to.len % 4 == 0 => {
                 let pattern = Pattern::U32(u32::from_le_bytes([*value; 4]));
                 self.gpu.fill(self.ptr(to), pattern, to.len / 4, stream)
             }
-            Act::Fill { to, value } => self.gpu.fill(self.ptr(to), Pattern::U8(*value), to.len, stream),
-            Act::Copy { to, from } => {
+            Operation::Fill { to, value } => self.gpu.fill(self.ptr(to), Pattern::U8(*value), to.len, stream),
+            Operation::Copy { to, from } => {
                 let end = |span: &Span| match span.arena {
                     PINNED => Address::Host(HostPtr(self.ptr(span).0)),
                     _ => Address::Device(self.ptr(span)),
                 };
                 self.gpu.copy(end(to), end(from), to.len, stream)
             }
-            Act::Mix { to, from, salt } => {
+            Operation::Mix { to, from, salt } => {
                 let args = [
                     self.ptr(to).into(),
                     KernelArg::U32(to.len as u32),
@@ -247,7 +247,7 @@ impl<'a> Machine<'a> {
         for step in &plan.steps {
             self.calls += 1;
             match step {
-                GraphStep::Work(to, act) => self.act(act, branch(*to))?,
+                GraphStep::Work(to, operation) => self.operation(operation, branch(*to))?,
                 GraphStep::Record { event, branch: from } => {
                     gpu.event_record(self.graph_events[*event], branch(*from), EventScope::Plain)?;
                 }
@@ -261,8 +261,8 @@ impl<'a> Machine<'a> {
                     gpu.conditional_begin(branch(*on), flag, kind, self.body, modes[plan.mode])?;
                     let args = [counter.into(), KernelArg::Conditional(flag)];
                     gpu.kernel_launch(self.countdown, LaunchShape::ONE, &args, self.body)?;
-                    for act in body {
-                        self.act(act, self.body)?;
+                    for operation in body {
+                        self.operation(operation, self.body)?;
                     }
                     let inner = gpu.capture_end(self.body)?;
                     gpu.graph_destroy(inner)?;

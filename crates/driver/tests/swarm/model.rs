@@ -1,16 +1,16 @@
-//! The judge: a naive account of who comes before whom, who clashes with whom, and what memory holds in the end.
+//! A naive model: the order of operations, their conflicts, and the final contents of memory.
 //!
-//! Every step becomes nodes of an explicit graph whose edges lead from earlier to later calls; each node carries the
-//! whole set of nodes before it. Two nodes clash over bytes that both touch, one of them writing, if neither is in the
-//! other's set. Contents are those of running all nodes in the order of their calls, which is one of the orders that
-//! the edges allow. Nothing of the simulated device is used here.
+//! Every step becomes nodes of an explicit graph with edges from earlier to later calls; each node has the whole set of
+//! nodes before it. Two nodes conflict over bytes that both access, one of them writing, if neither is in the other's
+//! set. The contents are those of running all nodes in the order of their calls, one of the orders that the edges
+//! allow. No code of the simulated driver is used here.
 
-use super::effect::{mix, unroll};
+use super::effects::{mix, unroll};
 use super::program::{
-    ARENA_BYTES, Act, EVENTS, FIXED, GraphPlan, LEGACY, NON_BLOCKING, POOL_BYTES, STREAMS, Span, Step,
+    ARENA_BYTES, EVENTS, FIXED, GraphPlan, LEGACY, NON_BLOCKING, Operation, POOL_BYTES, STREAMS, Span, Step,
 };
 
-/// The most nodes of a program.
+/// The maximal number of nodes of a program.
 const NODES: usize = 1024;
 
 #[derive(Clone, Copy)]
@@ -33,62 +33,62 @@ impl Set {
 /// Names an operation: the step, and the node of a launched graph.
 pub type Name = (usize, Option<u32>);
 
-/// What only the run itself shows.
+/// What only the run can tell.
 #[derive(Clone, Copy, Default)]
 pub struct Outcome {
     /// The call was refused.
     pub refused: bool,
-    /// What a query answered.
+    /// The result of a query.
     pub done: bool,
 }
 
-/// What a quarrel is about.
+/// The kind of a conflict.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum About {
-    /// Two accesses without order.
+pub enum ConflictKind {
+    /// Two unordered accesses.
     Order,
-    /// An access and a free that it is not before.
+    /// An access that is not ordered before a free.
     Free,
     /// An access behind the return to an allocator: of a launch also if it was captured before, whoever has the bytes
     /// now.
-    Returned,
+    Freed,
     /// An access that a new owner is not behind.
-    HandedOut,
+    Reused,
 }
 
-/// Two that clash, or one with an allocator.
+/// A conflict of two operations, or of one with an allocator.
 #[derive(Clone)]
-pub struct Quarrel {
-    pub about: About,
+pub struct Conflict {
+    pub kind: ConflictKind,
     pub first: Name,
     pub second: Name,
     pub span: Span,
-    /// The earlier one, which could be waited for.
+    /// The earlier one, for which a wait could be inserted.
     pub wait_for: Option<usize>,
     /// Its branch, within a graph.
     pub branch: Option<usize>,
     /// No wait would help.
-    pub hopeless: bool,
+    pub unfixable: bool,
 }
 
 #[derive(Clone)]
 struct Node {
     name: Name,
     before: Set,
-    touches: Vec<(Span, bool)>,
+    accesses: Vec<(Span, bool)>,
     frees: bool,
     /// The stream and how often it had been replaced; none for the host.
     stream: Option<(usize, usize)>,
 }
 
-/// The state of a program so far.
+/// The program so far.
 #[derive(Clone)]
-pub struct Judge {
+pub struct Model {
     nodes: Vec<Node>,
     last: [Option<usize>; STREAMS],
-    lives: [usize; STREAMS],
+    generations: [usize; STREAMS],
     /// Last nodes of streams that were replaced, and whether they were blocking.
-    orphans: Vec<(usize, bool)>,
+    retired: Vec<(usize, bool)>,
     host: Option<usize>,
     events: [Option<usize>; EVENTS],
     /// Each with its last launch, and the step that captured it.
@@ -96,52 +96,52 @@ pub struct Judge {
     /// The step that captured what is being launched.
     captured: Option<usize>,
     freed: Vec<bool>,
-    returned: [bool; ARENA_BYTES as usize],
+    freed_bytes: [bool; ARENA_BYTES as usize],
     /// The last return of each byte.
-    last_return: [Option<usize>; ARENA_BYTES as usize],
+    last_free: [Option<usize>; ARENA_BYTES as usize],
     memory: Vec<Vec<u8>>,
     step: usize,
-    pub quarrels: Vec<Quarrel>,
+    pub conflicts: Vec<Conflict>,
     /// What the host read, by step.
     pub reads: Vec<(usize, Vec<u8>)>,
-    /// A step was refused that should not have been.
-    pub wrongly_refused: Option<usize>,
+    /// A step that was refused without a reason.
+    pub refused_without_reason: Option<usize>,
 }
 
-impl Default for Judge {
+impl Default for Model {
     fn default() -> Self {
         Self {
             nodes: Vec::new(),
             last: [None; STREAMS],
-            lives: [0; STREAMS],
-            orphans: Vec::new(),
+            generations: [0; STREAMS],
+            retired: Vec::new(),
             host: None,
             events: [None; EVENTS],
             graphs: Vec::new(),
             captured: None,
             freed: vec![false; FIXED],
-            returned: [false; ARENA_BYTES as usize],
-            last_return: [None; ARENA_BYTES as usize],
+            freed_bytes: [false; ARENA_BYTES as usize],
+            last_free: [None; ARENA_BYTES as usize],
             memory: vec![vec![0; ARENA_BYTES as usize]; FIXED],
             step: 0,
-            quarrels: Vec::new(),
+            conflicts: Vec::new(),
             reads: Vec::new(),
-            wrongly_refused: None,
+            refused_without_reason: None,
         }
     }
 }
 
-impl Judge {
-    /// The whole account of a program that has run.
+impl Model {
+    /// The model of a program that has run.
     pub fn of(steps: &[Step], outcomes: &[Outcome]) -> Self {
-        let mut judge = Self::default();
+        let mut model = Self::default();
         for (step, &outcome) in steps.iter().zip(outcomes) {
-            judge.apply(step, outcome);
+            model.apply(step, outcome);
         }
-        judge
+        model
     }
 
-    pub fn has_room(&self) -> bool {
+    pub fn has_space(&self) -> bool {
         self.nodes.len() < NODES - 160
     }
 
@@ -165,112 +165,115 @@ impl Judge {
         &self.memory[arena]
     }
 
-    /// Whether there is such a node already.
-    pub fn knows(&self, node: usize) -> bool {
+    /// Whether the node exists already.
+    pub fn has_node(&self, node: usize) -> bool {
         node < self.nodes.len()
     }
 
-    /// The stream of a node, if it is still the same.
+    /// The stream of a node, if it was not replaced since.
     pub fn stream_of(&self, node: usize) -> Option<usize> {
-        self.nodes[node].stream.filter(|&(stream, life)| self.lives[stream] == life).map(|(stream, _)| stream)
+        self.nodes[node]
+            .stream
+            .filter(|&(stream, generation)| self.generations[stream] == generation)
+            .map(|(stream, _)| stream)
     }
 
     pub fn apply(&mut self, step: &Step, outcome: Outcome) {
         match step {
-            Step::Work(stream, act) => self.work(*stream, act, outcome),
+            Step::Work(stream, operation) => self.work(*stream, operation, outcome),
             Step::Record { event, stream } => self.events[*event] = Some(self.queue(*stream, None, &[])),
             Step::Wait { stream, event } => {
                 if let Some(mark) = self.events[*event] {
                     self.queue(*stream, None, &[mark]);
                 }
             }
-            Step::EventSync(event) => self.host_learns(self.events[*event]),
-            Step::EventQuery(event) if outcome.done => self.host_learns(self.events[*event]),
-            Step::StreamSync(stream) => self.host_learns(self.awaited(*stream)),
-            Step::StreamQuery(stream) if outcome.done => self.host_learns(self.awaited(*stream)),
+            Step::EventSync(event) => self.host_waits(self.events[*event]),
+            Step::EventQuery(event) if outcome.done => self.host_waits(self.events[*event]),
+            Step::StreamSync(stream) => self.host_waits(self.awaited(*stream)),
+            Step::StreamQuery(stream) if outcome.done => self.host_waits(self.awaited(*stream)),
             Step::EventQuery(_) | Step::StreamQuery(_) => {}
-            Step::DeviceSync => self.host_learns(
-                self.last.into_iter().flatten().chain(self.orphans.clone().into_iter().map(|(node, _)| node)),
+            Step::DeviceSync => self.host_waits(
+                self.last.into_iter().flatten().chain(self.retired.clone().into_iter().map(|(node, _)| node)),
             ),
             Step::HostRead(span) => {
                 self.read(span);
-                self.host_touches(*span, false);
+                self.host_accesses(*span, false);
             }
             Step::HostWrite(span, value) => {
-                self.host_touches(*span, true);
+                self.host_accesses(*span, true);
                 self.bytes(span).fill(*value);
             }
             Step::Upload(span, value) => {
-                let act = Act::Fill { to: *span, value: *value };
-                let node = self.queue(LEGACY, Some(&act), &[]);
-                self.host_learns(Some(node));
+                let operation = Operation::Fill { to: *span, value: *value };
+                let node = self.queue(LEGACY, Some(&operation), &[]);
+                self.host_waits(Some(node));
             }
             Step::Download(span) => {
                 self.read(span);
                 let node = self.queue(LEGACY, None, &[]);
-                self.touch(node, *span, false);
-                self.host_learns(Some(node));
+                self.access(node, *span, false);
+                self.host_waits(Some(node));
             }
             Step::PoolAlloc { stream, .. } => {
                 let arena = self.arenas();
                 self.freed.push(false);
                 self.memory.push(vec![0; ARENA_BYTES as usize]);
                 let node = self.queue(*stream, None, &[]);
-                self.touch(node, whole(arena), true);
+                self.access(node, whole(arena), true);
             }
             Step::PoolFree { arena, stream } => {
                 let node = self.queue(*stream, None, &[]);
                 self.nodes[node].frees = true;
-                self.touch(node, whole(*arena), true);
+                self.access(node, whole(*arena), true);
                 self.freed[*arena] = true;
             }
             Step::Capture(plan) => self.graphs.push((plan.clone(), None, self.step)),
             Step::Launch { graph, stream } => self.launch(*graph, *stream),
-            Step::HandOut(span, stream) => self.hand_out(*span, *stream),
-            Step::Return(span) => {
+            Step::Suballocate(span, stream) => self.suballocate(*span, *stream),
+            Step::FreeSuballocation(span) => {
                 let bytes = span.start as usize..(span.start + span.len) as usize;
-                self.returned[bytes.clone()].fill(true);
-                self.last_return[bytes].fill(Some(self.step));
+                self.freed_bytes[bytes.clone()].fill(true);
+                self.last_free[bytes].fill(Some(self.step));
             }
             Step::Replace(stream) => {
-                self.orphans.extend(self.last[*stream].take().map(|node| (node, *stream < NON_BLOCKING)));
-                self.lives[*stream] += 1;
+                self.retired.extend(self.last[*stream].take().map(|node| (node, *stream < NON_BLOCKING)));
+                self.generations[*stream] += 1;
             }
         }
         self.step += 1;
     }
 
-    /// The first clash among the nodes of one graph.
-    pub fn within(plan: &GraphPlan) -> Option<Quarrel> {
-        let mut judge = Self::default();
-        judge.freed.resize(64, false);
-        judge.memory.resize(64, vec![0; ARENA_BYTES as usize]);
-        judge.graphs.push((plan.clone(), None, 0));
-        judge.launch(0, LEGACY);
-        let mut quarrel = judge.quarrels.first().cloned()?;
-        // The first two nodes of the launch's account are its beginning and the first of the plan.
-        let place = quarrel.wait_for.expect("a clash of two nodes") - 1;
-        quarrel.branch = Some(unroll(plan)[place].branch);
-        Some(quarrel)
+    /// The first conflict among the nodes of one graph.
+    pub fn within(plan: &GraphPlan) -> Option<Conflict> {
+        let mut model = Self::default();
+        model.freed.resize(64, false);
+        model.memory.resize(64, vec![0; ARENA_BYTES as usize]);
+        model.graphs.push((plan.clone(), None, 0));
+        model.launch(0, LEGACY);
+        let mut conflict = model.conflicts.first().cloned()?;
+        // The first node is the begin of the launch, the second the first of the plan.
+        let place = conflict.wait_for.expect("a conflict of two nodes") - 1;
+        conflict.branch = Some(unroll(plan)[place].branch);
+        Some(conflict)
     }
 
-    fn work(&mut self, stream: usize, act: &Act, outcome: Outcome) {
+    fn work(&mut self, stream: usize, operation: &Operation, outcome: Outcome) {
         if !outcome.refused {
-            self.queue(stream, Some(act), &[]);
+            self.queue(stream, Some(operation), &[]);
             return;
         }
-        // Refused work is in no stream; it must have been for memory whose free was queued before.
+        // Refused work is in no stream. It must have used memory whose free was queued before.
         let name = (self.step, None);
         let mut reason = false;
-        for span in act.spans() {
+        for span in operation.spans() {
             let frees: Vec<usize> = self.frees_of(span).collect();
             for free in frees {
-                self.quarrel(About::Free, free, name, span, true);
+                self.conflict(ConflictKind::Free, free, name, span, true);
                 reason = true;
             }
         }
         if !reason {
-            self.wrongly_refused = Some(self.step);
+            self.refused_without_reason = Some(self.step);
         }
     }
 
@@ -283,8 +286,8 @@ impl Judge {
             let mut preds: Vec<usize> = node.deps.iter().map(|&dep| places[dep]).collect();
             preds.push(begin);
             places.push(self.node((self.step, Some(node.flat)), &preds, self.nodes[begin].stream));
-            if let Some(act) = &node.act {
-                self.perform(places[places.len() - 1], act);
+            if let Some(operation) = &node.operation {
+                self.perform(places[places.len() - 1], operation);
             }
         }
         places.push(begin);
@@ -294,23 +297,23 @@ impl Judge {
         self.captured = None;
     }
 
-    /// What waiting for `stream` waits for.
+    /// What a wait for `stream` waits for.
     fn awaited(&self, stream: usize) -> Vec<usize> {
         let mut nodes: Vec<usize> = self.last[stream].into_iter().collect();
         if stream == LEGACY {
             nodes.extend(self.last[1..NON_BLOCKING].iter().flatten());
-            nodes.extend(self.orphans.iter().filter(|(_, blocking)| *blocking).map(|(node, _)| node));
+            nodes.extend(self.retired.iter().filter(|(_, blocking)| *blocking).map(|(node, _)| node));
         }
         nodes
     }
 
-    /// What work queued in `stream` now would come after.
+    /// What work queued in `stream` now is ordered after.
     fn before(&self, stream: usize) -> Vec<usize> {
         let mut preds: Vec<usize> = self.last[stream].into_iter().chain(self.host).collect();
         match stream {
             LEGACY => {
                 preds.extend(self.last[1..NON_BLOCKING].iter().flatten());
-                preds.extend(self.orphans.iter().filter(|(_, blocking)| *blocking).map(|(node, _)| node));
+                preds.extend(self.retired.iter().filter(|(_, blocking)| *blocking).map(|(node, _)| node));
             }
             1..NON_BLOCKING => preds.extend(self.last[LEGACY]),
             _ => {}
@@ -319,25 +322,25 @@ impl Judge {
     }
 
     /// Queues something in a stream.
-    fn queue(&mut self, stream: usize, act: Option<&Act>, waits: &[usize]) -> usize {
+    fn queue(&mut self, stream: usize, operation: Option<&Operation>, waits: &[usize]) -> usize {
         let mut preds = self.before(stream);
         preds.extend(waits);
-        let node = self.node((self.step, None), &preds, Some((stream, self.lives[stream])));
+        let node = self.node((self.step, None), &preds, Some((stream, self.generations[stream])));
         self.last[stream] = Some(node);
-        if let Some(act) = act {
-            self.perform(node, act);
+        if let Some(operation) = operation {
+            self.perform(node, operation);
         }
         node
     }
 
-    fn host_learns(&mut self, nodes: impl IntoIterator<Item = usize>) {
+    fn host_waits(&mut self, nodes: impl IntoIterator<Item = usize>) {
         let preds: Vec<usize> = nodes.into_iter().chain(self.host).collect();
         self.host = Some(self.node((self.step, None), &preds, None));
     }
 
-    fn host_touches(&mut self, span: Span, write: bool) {
-        self.host_learns([]);
-        self.touch(self.nodes.len() - 1, span, write);
+    fn host_accesses(&mut self, span: Span, write: bool) {
+        self.host_waits([]);
+        self.access(self.nodes.len() - 1, span, write);
     }
 
     fn node(&mut self, name: Name, preds: &[usize], stream: Option<(usize, usize)>) -> usize {
@@ -346,83 +349,84 @@ impl Judge {
             before.add(pred);
             before.join(&self.nodes[pred].before);
         }
-        self.nodes.push(Node { name, before, touches: Vec::new(), frees: false, stream });
+        self.nodes.push(Node { name, before, accesses: Vec::new(), frees: false, stream });
         self.nodes.len() - 1
     }
 
-    fn perform(&mut self, node: usize, act: &Act) {
-        match *act {
-            Act::Fill { to, value } => {
-                self.touch(node, to, true);
+    fn perform(&mut self, node: usize, operation: &Operation) {
+        match *operation {
+            Operation::Fill { to, value } => {
+                self.access(node, to, true);
                 self.bytes(&to).fill(value);
             }
-            Act::Copy { to, from } => {
-                self.touch(node, from, false);
-                self.touch(node, to, true);
+            Operation::Copy { to, from } => {
+                self.access(node, from, false);
+                self.access(node, to, true);
                 let bytes = self.bytes(&from).to_vec();
                 self.bytes(&to).copy_from_slice(&bytes);
             }
-            Act::Mix { to, from, salt } => {
-                self.touch(node, from, false);
-                self.touch(node, to, true);
+            Operation::Mix { to, from, salt } => {
+                self.access(node, from, false);
+                self.access(node, to, true);
                 let source = self.bytes(&from).to_vec();
                 mix(self.bytes(&to), &source, salt);
             }
         }
     }
 
-    /// Notes an access, and whom it clashes with.
-    fn touch(&mut self, node: usize, span: Span, write: bool) {
+    /// Records an access and its conflicts.
+    fn access(&mut self, node: usize, span: Span, write: bool) {
         let before = self.nodes[node].before;
-        let mut clashes = Vec::new();
+        let mut conflicts = Vec::new();
         for (other, earlier) in self.nodes[..node].iter().enumerate() {
-            for (theirs, their_write) in &earlier.touches {
+            for (theirs, their_write) in &earlier.accesses {
                 if theirs.overlaps(&span) && (write || *their_write) && (earlier.frees || !before.has(other)) {
-                    let about = if earlier.frees || self.nodes[node].frees { About::Free } else { About::Order };
-                    clashes.push((about, other, common(theirs, &span), earlier.frees));
+                    let kind =
+                        if earlier.frees || self.nodes[node].frees { ConflictKind::Free } else { ConflictKind::Order };
+                    conflicts.push((kind, other, common(theirs, &span), earlier.frees));
                 }
             }
         }
         let name = self.nodes[node].name;
-        for (about, other, bytes, hopeless) in clashes {
-            self.quarrel(about, other, name, bytes, hopeless);
+        for (kind, other, bytes, unfixable) in conflicts {
+            self.conflict(kind, other, name, bytes, unfixable);
         }
-        let since_capture = |at: usize| self.captured.is_some_and(|captured| self.last_return[at] > Some(captured));
-        let gone = |at: u64| self.returned[at as usize] || since_capture(at as usize);
-        if span.arena == 0 && (span.start..span.start + span.len).any(gone) {
-            self.quarrels.push(Quarrel {
-                about: About::Returned,
+        let since_capture = |at: usize| self.captured.is_some_and(|captured| self.last_free[at] > Some(captured));
+        let is_freed = |at: u64| self.freed_bytes[at as usize] || since_capture(at as usize);
+        if span.arena == 0 && (span.start..span.start + span.len).any(is_freed) {
+            self.conflicts.push(Conflict {
+                kind: ConflictKind::Freed,
                 first: name,
                 second: name,
                 span,
                 wait_for: None,
                 branch: None,
-                hopeless: true,
+                unfixable: true,
             });
         }
-        self.nodes[node].touches.push((span, write));
+        self.nodes[node].accesses.push((span, write));
     }
 
-    /// The range belongs to `stream`'s next work: who used it before must be before that.
-    fn hand_out(&mut self, span: Span, stream: usize) {
+    /// The range is allocated for the next work of `stream`: its earlier users must be before that.
+    fn suballocate(&mut self, span: Span, stream: usize) {
         let owner = self.node((self.step, None), &self.before(stream), None);
         let before = self.nodes[owner].before;
         for other in 0..owner {
-            let touches: Vec<Span> = self.nodes[other].touches.iter().map(|&(theirs, _)| theirs).collect();
-            for theirs in touches.into_iter().filter(|theirs| theirs.overlaps(&span) && !before.has(other)) {
-                self.quarrel(About::HandedOut, other, (self.step, None), common(&theirs, &span), false);
+            let accesses: Vec<Span> = self.nodes[other].accesses.iter().map(|&(theirs, _)| theirs).collect();
+            for theirs in accesses.into_iter().filter(|theirs| theirs.overlaps(&span) && !before.has(other)) {
+                self.conflict(ConflictKind::Reused, other, (self.step, None), common(&theirs, &span), false);
             }
         }
-        self.returned[span.start as usize..(span.start + span.len) as usize].fill(false);
+        self.freed_bytes[span.start as usize..(span.start + span.len) as usize].fill(false);
     }
 
-    fn quarrel(&mut self, about: About, first: usize, second: Name, span: Span, hopeless: bool) {
+    fn conflict(&mut self, kind: ConflictKind, first: usize, second: Name, span: Span, unfixable: bool) {
         let (wait_for, first) = (Some(first), self.nodes[first].name);
-        self.quarrels.push(Quarrel { about, first, second, span, wait_for, branch: None, hopeless });
+        self.conflicts.push(Conflict { kind, first, second, span, wait_for, branch: None, unfixable });
     }
 
     fn frees_of(&self, span: Span) -> impl Iterator<Item = usize> {
-        let freed = move |node: &Node| node.frees && node.touches.iter().any(|(theirs, _)| theirs.overlaps(&span));
+        let freed = move |node: &Node| node.frees && node.accesses.iter().any(|(theirs, _)| theirs.overlaps(&span));
         self.nodes.iter().enumerate().filter(move |(_, node)| freed(node)).map(|(at, _)| at)
     }
 
@@ -436,7 +440,7 @@ impl Judge {
     }
 }
 
-/// All of a pool's allocation.
+/// A whole pool allocation.
 fn whole(arena: usize) -> Span {
     Span { arena, view: 0, start: 0, len: POOL_BYTES }
 }

@@ -1,32 +1,21 @@
-//! Luck and order: a correct program gives the same memory whatever the seed, unordered work comes in any order, and
-//! one seed gives one run.
-
-mod common;
+//! Seeds: a correct program gives the same memory with every seed, unordered work runs in any order, and the same seed
+//! gives the same run.
 
 use std::sync::{Arc, Mutex};
 
-use common::{DEVICE, KERNELS, Lab};
+use crate::fixture::{DEVICE, Fixture, KERNELS};
+use crate::rng::{Rng, scaled};
 use warpool_driver::decorate::Recording;
 use warpool_driver::sim::{Latencies, SimConfig, SimDriver, Timing};
 use warpool_driver::*;
 
-/// A small generator of its own, so that the program does not depend on the machine's luck.
-struct Dice(u64);
-
-impl Dice {
-    fn roll(&mut self, sides: usize) -> usize {
-        self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        ((self.0 >> 33) as usize) % sides
-    }
-}
-
 const STREAMS: usize = 5;
 const CELLS: usize = 8;
 
-/// Random work of five streams on eight cells, in eager launches and in graphs, with an event wherever two streams meet
-/// on a cell. Returns what the cells hold, and what a plain program without streams would have left there.
-fn correct_program(gpu: &SimDriver, dice_seed: u64) -> Result<(Vec<u32>, Vec<u32>)> {
-    let mut dice = Dice(dice_seed);
+/// Random work of five streams on eight cells, launched directly and in graphs, with an event wherever two streams use
+/// the same cell. Returns the contents of the cells, and what a sequential program would have left there.
+fn correct_program(gpu: &SimDriver, program_seed: u64) -> Result<(Vec<u32>, Vec<u32>)> {
+    let mut rng = Rng::new(program_seed);
     let module = gpu.module_load(DEVICE, &KERNELS)?;
     let (add, sum) = (gpu.function_get(module, "add")?, gpu.function_get(module, "sum")?);
     let streams: Vec<StreamId> =
@@ -39,8 +28,8 @@ fn correct_program(gpu: &SimDriver, dice_seed: u64) -> Result<(Vec<u32>, Vec<u32
     let mut model = vec![0u32; CELLS];
     let mut last_event: Vec<Option<EventId>> = vec![None; CELLS];
     for step in 0..40u32 {
-        let stream = streams[dice.roll(STREAMS)];
-        let (to, from) = (dice.roll(CELLS), dice.roll(CELLS));
+        let stream = streams[rng.below(STREAMS)];
+        let (to, from) = (rng.below(CELLS), rng.below(CELLS));
         for event in [last_event[to], last_event[from]].into_iter().flatten() {
             gpu.stream_wait_event(stream, event, EventScope::Plain)?;
         }
@@ -58,7 +47,7 @@ fn correct_program(gpu: &SimDriver, dice_seed: u64) -> Result<(Vec<u32>, Vec<u32
             _ if to != from => gpu.copy(cell(to).into(), cell(from).into(), 4, stream),
             _ => Ok(()),
         };
-        let by_graph = dice.roll(4) == 0;
+        let by_graph = rng.below(4) == 0;
         if by_graph {
             let aside = gpu.stream_create(DEVICE, StreamOptions::default())?;
             gpu.capture_begin(aside, CaptureMode::Relaxed)?;
@@ -90,8 +79,8 @@ fn correct_program(gpu: &SimDriver, dice_seed: u64) -> Result<(Vec<u32>, Vec<u32
 }
 
 #[test]
-fn a_thousand_seeds_of_a_correct_program_give_the_same_memory() -> Result<()> {
-    for seed in 0..1000 {
+fn a_correct_program_gives_the_same_memory_with_every_seed() -> Result<()> {
+    for seed in 0..scaled(100) {
         let gpu = SimDriver::new(SimConfig::default().with_seed(seed));
         let (cells, model) = correct_program(&gpu, 7)?;
         assert_eq!(cells, model, "seed {seed}");
@@ -101,8 +90,8 @@ fn a_thousand_seeds_of_a_correct_program_give_the_same_memory() -> Result<()> {
 }
 
 #[test]
-fn many_correct_programs_agree_with_the_plain_one() -> Result<()> {
-    for program in 0..500 {
+fn correct_programs_agree_with_sequential_execution() -> Result<()> {
+    for program in 0..scaled(50) {
         let gpu = SimDriver::new(SimConfig::default().with_seed(program * 31 + 5));
         let (cells, model) = correct_program(&gpu, program)?;
         assert_eq!(cells, model, "program {program}");
@@ -112,12 +101,12 @@ fn many_correct_programs_agree_with_the_plain_one() -> Result<()> {
 }
 
 #[test]
-fn one_seed_gives_one_run() -> Result<()> {
+fn the_same_seed_gives_the_same_run() -> Result<()> {
     let run = |seed| -> Result<_> {
         let sim = Arc::new(SimDriver::new(SimConfig::default().with_seed(seed)));
         let driver = Recording::new(Arc::clone(&sim) as Arc<dyn Driver>);
-        let lab = finishing_order(&driver)?;
-        Ok((lab, driver.log(), sim.now()))
+        let order = finishing_order(&driver)?;
+        Ok((order, driver.log(), sim.now()))
     };
     for seed in 0..20 {
         let (first, second) = (run(seed)?, run(seed)?);
@@ -146,10 +135,10 @@ fn finishing_order(driver: &dyn Driver) -> Result<Vec<usize>> {
 }
 
 #[test]
-fn other_seeds_give_other_interleavings_but_never_break_an_order() -> Result<()> {
+fn unordered_streams_finish_in_every_order() -> Result<()> {
     let mut orders: Vec<Vec<usize>> = Vec::new();
     for seed in 0..64 {
-        // Calls cost nothing, so that the streams start together.
+        // Calls take no time, so that the streams start together.
         let mut config = SimConfig::default().with_seed(seed);
         config.latencies = Latencies::flat(0);
         let order = finishing_order(&SimDriver::new(config))?;
@@ -162,18 +151,18 @@ fn other_seeds_give_other_interleavings_but_never_break_an_order() -> Result<()>
 }
 
 #[test]
-fn without_luck_work_takes_what_the_model_says() -> Result<()> {
-    let lab = Lab::new(SimConfig::default().with_timing(Timing::Model))?;
+fn without_random_durations_work_takes_what_the_cost_model_says() -> Result<()> {
+    let fixture = Fixture::new(SimConfig::default().with_timing(Timing::Model))?;
     let (start, end) = {
         let timed = EventOptions { timing: true, ..EventOptions::default() };
-        (lab.gpu.event_create(DEVICE, timed)?, lab.gpu.event_create(DEVICE, timed)?)
+        (fixture.gpu.event_create(DEVICE, timed)?, fixture.gpu.event_create(DEVICE, timed)?)
     };
-    let big = lab.gpu.mem_alloc(DEVICE, 1 << 30)?;
-    lab.gpu.event_record(start, lab.one, EventScope::Plain)?;
-    lab.gpu.copy(big.into(), big.offset(1 << 29).into(), 1 << 20, lab.one)?;
-    lab.gpu.event_record(end, lab.one, EventScope::Plain)?;
-    lab.gpu.event_synchronize(end)?;
-    let millis = lab.gpu.event_elapsed_ms(start, end)?;
+    let big = fixture.gpu.mem_alloc(DEVICE, 1 << 30)?;
+    fixture.gpu.event_record(start, fixture.one, EventScope::Plain)?;
+    fixture.gpu.copy(big.into(), big.offset(1 << 29).into(), 1 << 20, fixture.one)?;
+    fixture.gpu.event_record(end, fixture.one, EventScope::Plain)?;
+    fixture.gpu.event_synchronize(end)?;
+    let millis = fixture.gpu.event_elapsed_ms(start, end)?;
     // 1 MiB at 2.15 TB/s and 1.5 us to start; the launch itself comes a little later than the first event.
     assert!((0.0019..0.0040).contains(&millis), "{millis} ms");
     Ok(())

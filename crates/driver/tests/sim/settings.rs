@@ -1,17 +1,15 @@
-//! The settings of a simulated machine: what is set is what is seen.
-
-mod common;
+//! Settings of the simulated driver have their effect.
 
 use std::sync::Arc;
 use std::time::Duration;
 
-use common::{BYTES, DEVICE, KERNELS, Lab};
+use crate::fixture::{BYTES, DEVICE, Fixture, KERNELS};
 use warpool_driver::decorate::{Counting, Recording};
 use warpool_driver::sim::{HazardKind, Latencies, Latency, SimConfig, SimDriver, Timing};
 use warpool_driver::*;
 
 const OTHER: DeviceId = DeviceId(1);
-const PIECE: u64 = 2 << 20;
+const SIZE: u64 = 2 << 20;
 
 /// Adds 1 to the first word at `ptr` with a kernel of `device`, and waits.
 fn touch(gpu: &SimDriver, device: DeviceId, ptr: DevicePtr) -> Result<()> {
@@ -23,18 +21,18 @@ fn touch(gpu: &SimDriver, device: DeviceId, ptr: DevicePtr) -> Result<()> {
 }
 
 fn mapped(gpu: &SimDriver, access: &[DeviceAccess]) -> Result<DevicePtr> {
-    let ptr = gpu.vm_reserve(PIECE, 0, None)?;
-    gpu.vm_map(ptr, gpu.vm_create(DEVICE, PIECE, PhysicalOptions::default())?)?;
-    gpu.vm_set_access(ptr, PIECE, access)?;
+    let ptr = gpu.vm_reserve(SIZE, 0, None)?;
+    gpu.vm_map(ptr, gpu.vm_create(DEVICE, SIZE, PhysicalOptions::default())?)?;
+    gpu.vm_set_access(ptr, SIZE, access)?;
     Ok(ptr)
 }
 
-const fn may(device: DeviceId, access: Access) -> DeviceAccess {
+const fn allow(device: DeviceId, access: Access) -> DeviceAccess {
     DeviceAccess { device, access }
 }
 
 #[test]
-fn every_latency_is_what_was_set() -> Result<()> {
+fn latencies_are_as_set() -> Result<()> {
     let by_size = Latency::BySize(vec![(0, 1_000), (1 << 20, 101_000)]);
     let sized = [Call::MemAlloc, Call::MemFree, Call::VmReserve, Call::VmCreate, Call::VmMap, Call::Copy, Call::Fill];
     let flat = Latencies::flat(7).with(Call::StreamInfo, by_size.clone());
@@ -46,49 +44,49 @@ fn every_latency_is_what_was_set() -> Result<()> {
     let ptr = gpu.mem_alloc(DEVICE, 1 << 20)?;
     gpu.fill(ptr, Pattern::U8(1), 1 << 19, stream)?;
     gpu.copy(ptr.into(), ptr.offset(1 << 19).into(), 1 << 19, stream)?;
-    gpu.vm_map(gpu.vm_reserve(PIECE, 0, None)?, gpu.vm_create(DEVICE, PIECE, PhysicalOptions::default())?)?;
+    gpu.vm_map(gpu.vm_reserve(SIZE, 0, None)?, gpu.vm_create(DEVICE, SIZE, PhysicalOptions::default())?)?;
     gpu.device_synchronize(DEVICE)?;
     gpu.mem_free(ptr)?;
     let nanos = |call| gpu.count(call).time.as_nanos();
     assert_eq!(nanos(Call::StreamCreate), 7);
-    assert_eq!(nanos(Call::StreamInfo), 1_000, "about no bytes");
+    assert_eq!(nanos(Call::StreamInfo), 1_000, "without a size");
     assert_eq!((nanos(Call::MemAlloc), nanos(Call::MemFree)), (101_000, 101_000));
     assert_eq!((nanos(Call::Fill), nanos(Call::Copy)), (51_000, 51_000));
-    // Beyond the last point the line goes on.
+    // Extrapolated beyond the last point.
     assert_eq!((nanos(Call::VmReserve), nanos(Call::VmCreate), nanos(Call::VmMap)), (201_000, 201_000, 201_000));
     Ok(())
 }
 
 #[test]
-fn the_costs_of_work_are_what_was_set() -> Result<()> {
+fn work_costs_are_as_set() -> Result<()> {
     let mut config = SimConfig::default().with_timing(Timing::Model);
     config.latencies = Latencies::flat(0);
     (config.work.copy_start, config.work.copy_host) = (5_000, 1_000);
     let gpu = SimDriver::new(config);
     let ptr = gpu.mem_alloc(DEVICE, 1_000_000)?;
     for upload in [true, false] {
-        let begun = gpu.now();
+        let start = gpu.now();
         if upload {
             gpu.upload(DEVICE, ptr, &[1; 1_000_000])?;
         } else {
             gpu.download(DEVICE, ptr, &mut [0; 1_000_000])?;
         }
-        assert_eq!(gpu.now() - begun, Duration::from_micros(1_005), "a megabyte at a gigabyte a second");
+        assert_eq!(gpu.now() - start, Duration::from_micros(1_005), "a megabyte at a gigabyte a second");
     }
     Ok(())
 }
 
 #[test]
-fn memory_is_open_to_the_devices_that_were_given_access() -> Result<()> {
+fn mapped_memory_is_accessible_to_devices_with_access() -> Result<()> {
     let gpu = SimDriver::new(SimConfig::default().with_devices(2));
-    let both = mapped(&gpu, &[may(DEVICE, Access::ReadWrite), may(OTHER, Access::ReadWrite)])?;
+    let both = mapped(&gpu, &[allow(DEVICE, Access::ReadWrite), allow(OTHER, Access::ReadWrite)])?;
     touch(&gpu, DEVICE, both)?;
     touch(&gpu, OTHER, both)?;
     let mut word = [0; 4];
     gpu.download(DEVICE, both, &mut word)?;
     assert_eq!((u32::from_le_bytes(word), gpu.hazards()), (2, vec![]));
 
-    let readable = mapped(&gpu, &[may(DEVICE, Access::ReadWrite), may(OTHER, Access::Read)])?;
+    let readable = mapped(&gpu, &[allow(DEVICE, Access::ReadWrite), allow(OTHER, Access::Read)])?;
     touch(&gpu, DEVICE, readable)?;
     assert_eq!(touch(&gpu, OTHER, readable).map_err(|error| error.code), Err(ErrorCode::IllegalAddress));
     assert_eq!(gpu.hazards()[0].kind, HazardKind::IllegalAccess);
@@ -96,18 +94,18 @@ fn memory_is_open_to_the_devices_that_were_given_access() -> Result<()> {
 }
 
 #[test]
-fn devices_that_are_no_peers_cannot_be_given_access() -> Result<()> {
+fn only_peers_can_get_access() -> Result<()> {
     let mut config = SimConfig::default().with_devices(2);
     config.devices[1].properties.peers.clear();
     let gpu = SimDriver::new(config);
-    let refused = mapped(&gpu, &[may(OTHER, Access::ReadWrite)]).expect_err("device 1 reaches nobody");
+    let refused = mapped(&gpu, &[allow(OTHER, Access::ReadWrite)]).expect_err("device 1 has no peers");
     assert_eq!(refused.code, ErrorCode::InvalidDevice);
     assert_eq!(gpu.peer_enable(OTHER, DEVICE).map_err(|error| error.code), Err(ErrorCode::PeerAccessUnsupported));
     Ok(())
 }
 
 #[test]
-fn a_pools_memory_is_open_as_far_as_was_said() -> Result<()> {
+fn pool_access_of_other_devices_is_as_set() -> Result<()> {
     for (access, works) in [(Access::ReadWrite, true), (Access::Read, false), (Access::None, false)] {
         let gpu = SimDriver::new(SimConfig::default().with_devices(2));
         let (pool, stream) = (gpu.pool_create(DEVICE)?, gpu.stream_create(DEVICE, StreamOptions::default())?);
@@ -120,13 +118,13 @@ fn a_pools_memory_is_open_as_far_as_was_said() -> Result<()> {
 }
 
 #[test]
-fn what_a_device_cannot_do_it_refuses() {
+fn unsupported_features_are_refused() {
     let mut config = SimConfig::default();
-    let able = &mut config.devices[0].properties;
-    (able.share_posix_fd, able.rdma, able.ipc_events) = (false, false, false);
-    (able.host_registration, able.async_pools, able.conditional_nodes) = (false, false, false);
+    let properties = &mut config.devices[0].properties;
+    (properties.share_posix_fd, properties.rdma, properties.ipc_events) = (false, false, false);
+    (properties.host_registration, properties.async_pools, properties.conditional_nodes) = (false, false, false);
     let gpu = SimDriver::new(config);
-    let shared = |share, rdma| gpu.vm_create(DEVICE, PIECE, PhysicalOptions { share, rdma }).map(drop);
+    let shared = |share, rdma| gpu.vm_create(DEVICE, SIZE, PhysicalOptions { share, rdma }).map(drop);
     let refusals = [
         shared(Some(ShareKind::PosixFd), false),
         shared(Some(ShareKind::Fabric), false),
@@ -145,79 +143,79 @@ fn memory_can_be_shared_over_a_fabric() -> Result<()> {
     config.devices[0].properties.share_fabric = true;
     let gpu = SimDriver::new(config);
     let options = PhysicalOptions { share: Some(ShareKind::Fabric), rdma: false };
-    let physical = gpu.vm_create(DEVICE, PIECE, options)?;
+    let physical = gpu.vm_create(DEVICE, SIZE, options)?;
     let handle = gpu.vm_export(physical, ShareKind::Fabric)?;
     assert!(matches!(handle, SharedMemory::Fabric(_)));
-    let imported = gpu.vm_import(DEVICE, &handle, PIECE)?;
+    let imported = gpu.vm_import(DEVICE, &handle, SIZE)?;
     assert_ne!(imported, physical);
-    let nothing = gpu.vm_import(DEVICE, &SharedMemory::Fabric([7; 64]), PIECE).expect_err("it names nothing");
+    let nothing = gpu.vm_import(DEVICE, &SharedMemory::Fabric([7; 64]), SIZE).expect_err("not a valid handle");
     assert_eq!(nothing.code, ErrorCode::InvalidValue);
     Ok(())
 }
 
 #[test]
-fn a_smaller_granularity_is_used() -> Result<()> {
+fn granularity_can_be_smaller() -> Result<()> {
     let mut config = SimConfig::default();
     config.devices[0].properties.granularity = 64 << 10;
     let gpu = SimDriver::new(config);
-    let range = gpu.vm_reserve(PIECE, 0, None)?;
+    let range = gpu.vm_reserve(SIZE, 0, None)?;
     let physical = gpu.vm_create(DEVICE, 64 << 10, PhysicalOptions::default())?;
     gpu.vm_map(range.offset(64 << 10), physical)
 }
 
 #[test]
-fn a_body_under_way_ends_with_the_capture_around_it() -> Result<()> {
+fn the_capture_of_a_body_ends_with_the_capture_around_it() -> Result<()> {
     for destroy in [false, true] {
-        let lab = Lab::new(SimConfig::default())?;
-        lab.gpu.capture_begin(lab.one, CaptureMode::Relaxed)?;
-        let flag = lab.gpu.conditional_create(lab.one, 1)?;
-        lab.gpu.conditional_begin(lab.one, flag, ConditionalKind::If, lab.two, CaptureMode::Relaxed)?;
+        let fixture = Fixture::new(SimConfig::default())?;
+        fixture.gpu.capture_begin(fixture.one, CaptureMode::Relaxed)?;
+        let flag = fixture.gpu.conditional_create(fixture.one, 1)?;
+        fixture.gpu.conditional_begin(fixture.one, flag, ConditionalKind::If, fixture.two, CaptureMode::Relaxed)?;
         if destroy {
-            lab.gpu.stream_destroy(lab.one)?;
+            fixture.gpu.stream_destroy(fixture.one)?;
         } else {
-            let graph = lab.gpu.capture_end(lab.one)?;
-            let unfinished = lab.gpu.graph_instantiate(graph, InstantiateOptions::default());
+            let graph = fixture.gpu.capture_end(fixture.one)?;
+            let unfinished = fixture.gpu.graph_instantiate(graph, InstantiateOptions::default());
             assert_eq!(unfinished.map_err(|error| error.code), Err(ErrorCode::InvalidValue));
         }
-        assert_eq!(lab.gpu.capture_state(lab.two)?, CaptureState::None);
-        assert_eq!(lab.gpu.object_counts().captures, 0);
+        assert_eq!(fixture.gpu.capture_state(fixture.two)?, CaptureState::None);
+        assert_eq!(fixture.gpu.object_counts().captures, 0);
     }
     Ok(())
 }
 
 #[test]
-fn a_block_handed_out_in_a_capture_is_no_longer_taken_back() -> Result<()> {
-    let lab = Lab::new(SimConfig::default())?;
-    lab.gpu.suballocated(lab.memory, BYTES, lab.one);
-    lab.gpu.suballocation_freed(lab.memory, BYTES);
-    let exec = lab.capture(|| {
-        lab.gpu.suballocated(lab.memory, BYTES, lab.one);
-        lab.fill(1, lab.one)
+fn a_block_allocated_in_a_capture_is_no_longer_freed() -> Result<()> {
+    let fixture = Fixture::new(SimConfig::default())?;
+    fixture.gpu.suballocated(fixture.memory, BYTES, fixture.one);
+    fixture.gpu.suballocation_freed(fixture.memory, BYTES);
+    let exec = fixture.capture(|| {
+        fixture.gpu.suballocated(fixture.memory, BYTES, fixture.one);
+        fixture.fill(1, fixture.one)
     })?;
-    lab.gpu.graph_launch(exec, lab.one)?;
-    lab.gpu.device_synchronize(DEVICE)?;
-    assert_eq!(lab.gpu.hazards(), []);
+    fixture.gpu.graph_launch(exec, fixture.one)?;
+    fixture.gpu.device_synchronize(DEVICE)?;
+    assert_eq!(fixture.gpu.hazards(), []);
     Ok(())
 }
 
 #[test]
-fn notes_are_heard_unless_they_are_off_and_a_recording_wants_them_all_the_same() -> Result<()> {
-    for (config, heard) in
+fn suballocations_are_tracked_unless_switched_off_but_always_recorded() -> Result<()> {
+    for (config, tracked) in
         [(SimConfig::default(), true), (SimConfig::default().without_suballocation_tracking(), false)]
     {
         let gpu = Arc::new(SimDriver::new(config));
-        assert_eq!(gpu.tracks_suballocations(), heard);
-        assert_eq!(Counting::new(gpu.clone()).tracks_suballocations(), heard);
+        assert_eq!(gpu.tracks_suballocations(), tracked);
+        assert_eq!(Counting::new(gpu.clone()).tracks_suballocations(), tracked);
         let recording = Recording::new(gpu.clone());
         assert!(recording.tracks_suballocations());
         let stream = recording.stream_create(DEVICE, StreamOptions::default())?;
         let ptr = recording.mem_alloc(DEVICE, BYTES)?;
         recording.suballocation_freed(ptr, BYTES);
         assert_eq!(recording.log().entries.last().map(|entry| entry.call), Some(Call::SuballocationFreed));
-        // A use of what was taken back: seen if the note was heard.
+        // A use of freed memory: detected if the report was used.
         recording.fill(ptr, Pattern::U8(1), BYTES, stream)?;
         recording.device_synchronize(DEVICE)?;
-        assert_eq!(gpu.hazards().iter().any(|hazard| hazard.kind == HazardKind::UseAfterFree), heard);
+        assert_eq!(gpu.hazards().iter().any(|hazard| hazard.kind == HazardKind::UseAfterFree), tracked);
     }
     Ok(())
 }
@@ -234,31 +232,31 @@ fn calls_are_counted_and_their_time_is_all_the_time_there_is() -> Result<()> {
     gpu.fill(ptr, Pattern::U8(1), BYTES, stream).expect("queued");
     gpu.place_next_alloc(DEVICE, ptr)?;
     gpu.pause_stream(stream)?;
-    assert_eq!((gpu.calls_made(), gpu.time_in_calls()), (4, Duration::from_nanos(500)), "the note took its time");
+    assert_eq!((gpu.calls_made(), gpu.time_in_calls()), (4, Duration::from_nanos(500)), "the report took time");
     gpu.device_synchronize(DEVICE)?;
     assert!(gpu.time_in_calls() > Duration::from_nanos(600), "waiting is time in calls");
     Ok(())
 }
 
-/// What a stream of somebody else's says, and when: not while it captures, if nobody asked before.
+/// The attributes of a foreign stream cannot be read while it captures, unless they were read before.
 #[test]
-fn a_stream_of_others_keeps_to_itself_while_it_captures() -> Result<()> {
+fn attributes_of_a_foreign_stream_are_hidden_while_it_captures() -> Result<()> {
     let gpu = SimDriver::new(SimConfig::default());
     for adopted_before in [true, false] {
         let stream = gpu.create_foreign_stream(DEVICE, StreamOptions { non_blocking: true, priority: -1 })?;
         let handle = gpu.stream_handle(stream)?;
-        // SAFETY: a simulated driver follows no handle.
+        // SAFETY: the simulated driver dereferences no handle.
         let foreign = unsafe { ForeignStream::new(handle.raw) };
         if adopted_before {
             assert_eq!(gpu.stream_adopt(DEVICE, foreign)?, stream);
         }
         gpu.capture_begin(stream, CaptureMode::Global)?;
         assert_eq!(gpu.stream_adopt(DEVICE, foreign)?, stream);
-        let told = gpu.stream_info(stream).map_err(|error| error.code);
-        assert_eq!(told.is_ok(), adopted_before, "{told:?}");
-        assert!(told.is_ok() || told == Err(ErrorCode::StreamCaptureUnsupported));
+        let info = gpu.stream_info(stream).map_err(|error| error.code);
+        assert_eq!(info.is_ok(), adopted_before, "{info:?}");
+        assert!(info.is_ok() || info == Err(ErrorCode::StreamCaptureUnsupported));
         assert_eq!(gpu.stream_handle(stream)?, handle);
-        let graph = gpu.capture_end(stream).expect("asking breaks nothing");
+        let graph = gpu.capture_end(stream).expect("the refusal invalidates nothing");
         gpu.graph_destroy(graph)?;
         assert_eq!(gpu.stream_info(stream)?.priority, -1);
     }

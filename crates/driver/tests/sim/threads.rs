@@ -1,58 +1,46 @@
-//! Real threads on one simulated machine: nothing hangs, nothing panics, nothing is left behind.
-//! The interleaving is the system's, so no run is like another; what is asserted holds for all of them.
-
-mod common;
+//! Host threads on one simulated driver: nothing hangs, panics or leaks. The system decides the interleaving, so every
+//! run is different; what is asserted holds for all.
 
 use std::sync::mpsc::{Sender, channel};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use common::{DEVICE, KERNELS};
+use crate::fixture::{DEVICE, KERNELS};
+use crate::rng::{Rng, scaled};
 use warpool_driver::sim::{SimConfig, SimDriver};
 use warpool_driver::*;
 
 const THREADS: u64 = 8;
-const ROUNDS: usize = 2000;
-
-struct Dice(u64);
-
-impl Dice {
-    fn roll(&mut self, sides: usize) -> usize {
-        self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        ((self.0 >> 33) as usize) % sides
-    }
-}
 
 /// What the threads share.
 struct Shared {
     gpu: SimDriver,
-    /// Any thread records, waits for, asks about and replaces these.
+    /// Every thread records, waits for, queries and replaces these.
     events: Vec<Mutex<EventId>>,
     add: FunctionId,
-    /// A postman, who answers whoever writes. Callbacks wait for him, while their caller is not in the machine's way.
-    post: Mutex<Sender<Sender<()>>>,
+    /// To a thread that answers every message. Callbacks wait for the answer, without the lock of the driver.
+    messages: Mutex<Sender<Sender<()>>>,
 }
 
-/// One thread's work: its own streams and memory, everybody's events.
+/// The work of one thread: streams and memory of its own, shared events.
 fn worker(shared: &Shared, seed: u64) -> Result<()> {
     let gpu = &shared.gpu;
-    let mut dice = Dice(seed);
-    let options = |dice: &mut Dice| StreamOptions { non_blocking: dice.roll(3) > 0, priority: 0 };
+    let mut rng = Rng::new(seed);
+    let options = |rng: &mut Rng| StreamOptions { non_blocking: rng.below(3) > 0, priority: 0 };
     let mut streams = vec![gpu.stream_per_thread(DEVICE)?];
     for _ in 0..2 {
-        streams.push(gpu.stream_create(DEVICE, options(&mut dice))?);
+        streams.push(gpu.stream_create(DEVICE, options(&mut rng))?);
     }
     let memory = gpu.mem_alloc(DEVICE, 4096)?;
     let pinned = gpu.host_alloc(DEVICE, 4096, HostOptions::default())?;
     let pool = gpu.pool_default(DEVICE)?;
-    for _ in 0..ROUNDS {
-        let index = dice.roll(streams.len());
+    for _ in 0..scaled(200) {
+        let index = rng.below(streams.len());
         let stream = streams[index];
-        let event = &shared.events[dice.roll(shared.events.len())];
-        // The lock is held only to read the id: the event may be gone by the time of the call, which is an error and no
-        // more.
+        let event = &shared.events[rng.below(shared.events.len())];
+        // Locked only to read the id: the event may be destroyed by the time of the call, which is only an error.
         let shared_event = *event.lock().expect("no panic");
-        match dice.roll(15) {
+        match rng.below(15) {
             0 | 1 => gpu.fill(memory, Pattern::U8(1), 4096, stream)?,
             2 => gpu.copy(pinned.into(), memory.into(), 4096, stream)?,
             3 => gpu.kernel_launch(
@@ -61,29 +49,29 @@ fn worker(shared: &Shared, seed: u64) -> Result<()> {
                 &[memory.into(), KernelArg::U32(16), KernelArg::U32(1)],
                 stream,
             )?,
-            4 => may_be_gone(gpu.event_record(shared_event, stream, EventScope::Plain))?,
-            5 => may_be_gone(gpu.stream_wait_event(stream, shared_event, EventScope::Plain))?,
-            6 => may_be_gone(gpu.event_synchronize(shared_event))?,
-            7 => may_be_gone(gpu.event_query(shared_event).map(drop))?,
+            4 => may_be_destroyed(gpu.event_record(shared_event, stream, EventScope::Plain))?,
+            5 => may_be_destroyed(gpu.stream_wait_event(stream, shared_event, EventScope::Plain))?,
+            6 => may_be_destroyed(gpu.event_synchronize(shared_event))?,
+            7 => may_be_destroyed(gpu.event_query(shared_event).map(drop))?,
             8 => {
                 let fresh = gpu.event_create(DEVICE, EventOptions::default())?;
                 let old = std::mem::replace(&mut *event.lock().expect("no panic"), fresh);
                 gpu.event_destroy(old)?;
             }
             9 if index > 0 => {
-                streams[index] = gpu.stream_create(DEVICE, options(&mut dice))?;
+                streams[index] = gpu.stream_create(DEVICE, options(&mut rng))?;
                 gpu.stream_destroy(stream)?;
             }
             10 => {
                 let (reply, answer) = channel();
-                let post = shared.post.lock().expect("no panic").clone();
-                let mail = Mutex::new((post, reply, answer));
+                let messages = shared.messages.lock().expect("no panic").clone();
+                let channels = Mutex::new((messages, reply, answer));
                 gpu.stream_host_callback(
                     stream,
                     Arc::new(move || {
-                        let (post, reply, answer) = &*mail.lock().expect("no panic");
-                        post.send(reply.clone()).expect("the postman stays to the end");
-                        answer.recv_timeout(Duration::from_secs(60)).expect("the postman answers");
+                        let (messages, reply, answer) = &*channels.lock().expect("no panic");
+                        messages.send(reply.clone()).expect("the answering thread runs to the end");
+                        answer.recv_timeout(Duration::from_secs(60)).expect("it answers");
                     }),
                 )?;
             }
@@ -95,7 +83,7 @@ fn worker(shared: &Shared, seed: u64) -> Result<()> {
             12 => {
                 let aside = gpu.stream_create(DEVICE, StreamOptions::default())?;
                 gpu.capture_begin(aside, CaptureMode::ThreadLocal)?;
-                for _ in 0..dice.roll(3) {
+                for _ in 0..rng.below(3) {
                     gpu.fill(memory, Pattern::U8(3), 64, aside)?;
                 }
                 let graph = gpu.capture_end(aside)?;
@@ -123,7 +111,7 @@ fn worker(shared: &Shared, seed: u64) -> Result<()> {
 }
 
 /// Another thread may have destroyed it first.
-fn may_be_gone(outcome: Result<()>) -> Result<()> {
+fn may_be_destroyed(outcome: Result<()>) -> Result<()> {
     match outcome {
         Err(error) if error.code == ErrorCode::InvalidHandle => Ok(()),
         other => other,
@@ -131,20 +119,20 @@ fn may_be_gone(outcome: Result<()>) -> Result<()> {
 }
 
 #[test]
-fn eight_threads_on_one_machine_neither_hang_nor_leak() -> Result<()> {
+fn eight_threads_neither_hang_nor_leak() -> Result<()> {
     for seed in 0..3u64 {
         let mut config = SimConfig::default().with_seed(seed);
-        // Short queues, so that calls wait in their middle.
+        // Short queues, so that calls wait.
         config.queue_depth = [3, 16, 1024][seed as usize];
         let gpu = SimDriver::new(config);
         let add = gpu.function_get(gpu.module_load(DEVICE, &KERNELS)?, "add")?;
         let start = gpu.object_counts();
         let events =
             (0..4).map(|_| gpu.event_create(DEVICE, EventOptions::default()).map(Mutex::new)).collect::<Result<_>>()?;
-        let (post, mail) = channel::<Sender<()>>();
-        let shared = Shared { gpu, events, add, post: Mutex::new(post) };
+        let (messages, received) = channel::<Sender<()>>();
+        let shared = Shared { gpu, events, add, messages: Mutex::new(messages) };
         std::thread::scope(|scope| {
-            scope.spawn(move || mail.iter().for_each(|reply| reply.send(()).expect("somebody waits")));
+            scope.spawn(move || received.iter().for_each(|reply| reply.send(()).expect("a callback waits")));
             let workers: Vec<_> = (0..THREADS)
                 .map(|thread| {
                     let shared = &shared;
@@ -155,8 +143,8 @@ fn eight_threads_on_one_machine_neither_hang_nor_leak() -> Result<()> {
                 worker.join().expect("no panic").unwrap_or_else(|error| panic!("seed {seed}: {error}"));
             }
             shared.gpu.device_synchronize(DEVICE).expect("the device works");
-            // The last sender goes, and the postman with it.
-            *shared.post.lock().expect("no panic") = channel().0;
+            // Without a sender the answering thread ends.
+            *shared.messages.lock().expect("no panic") = channel().0;
         });
         for event in &shared.events {
             shared.gpu.event_destroy(*event.lock().expect("no panic"))?;

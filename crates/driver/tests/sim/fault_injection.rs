@@ -1,17 +1,15 @@
-//! Every driver call of a long scenario fails once: each time the scenario stops with that error, takes back what it
-//! had done, and leaves nothing behind.
-
-mod common;
+//! Every driver call of a long scenario fails once: each time the scenario returns that error, cleans up, and leaks
+//! nothing.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use common::{DEVICE, KERNELS};
+use crate::fixture::{DEVICE, KERNELS};
 use warpool_driver::decorate::{Counting, FaultPlan, Faulty};
 use warpool_driver::sim::{SimConfig, SimDriver};
 use warpool_driver::*;
 
-/// Takes back what was done, last first. A step that fails is tried once more, as a careful caller would.
+/// Cleans up, last step first. A step that fails is retried once.
 #[derive(Default)]
 struct Undo<'a>(Vec<Box<dyn Fn() -> Result<()> + 'a>>);
 
@@ -29,7 +27,7 @@ impl Drop for Undo<'_> {
     }
 }
 
-/// Touches every group of calls.
+/// Makes calls of every subject.
 fn scenario(driver: &dyn Driver) -> Result<()> {
     let mut undo = Undo::default();
     let plain = EventScope::Plain;
@@ -184,7 +182,7 @@ fn launch(driver: &dyn Driver, function: FunctionId, args: &[KernelArg], stream:
     unsafe { driver.kernel_launch(function, LaunchShape::ONE, args, stream) }
 }
 
-/// A capture that is ended whatever happens in it, also if ending it fails the first time.
+/// A capture that is ended whatever happens in it, even if ending it fails the first time.
 fn captured(
     driver: &dyn Driver,
     stream: StreamId,
@@ -199,7 +197,7 @@ fn captured(
         body(driver.conditional_create(stream, 1)?)
     })();
     let destroy = |graph| driver.graph_destroy(graph).or_else(|_| driver.graph_destroy(graph));
-    // Something failed already, so nothing else will.
+    // If something failed already, nothing else will.
     if outcome.is_err() && matches!(driver.capture_state(side), Ok(CaptureState::Active(_))) {
         driver.capture_end(side).and_then(destroy)?;
     }
@@ -213,18 +211,18 @@ fn captured(
     }
 }
 
-/// Whether a call gives things back, or is the wait that goes before.
-fn gives_back(call: Call) -> bool {
+/// Whether a call releases something, or is the wait before that.
+fn is_cleanup(call: Call) -> bool {
     FaultPlan::CLEANUP.contains(&call) || call == Call::DeviceSynchronize
 }
 
-fn machine() -> Arc<SimDriver> {
+fn new_driver() -> Arc<SimDriver> {
     Arc::new(SimDriver::new(SimConfig::default().with_devices(2)))
 }
 
-/// How many calls the scenario makes, and which.
+/// How many calls the scenario makes, and of which kinds.
 fn calls_of_scenario() -> (u64, Vec<Call>) {
-    let counting = Counting::new(machine());
+    let counting = Counting::new(new_driver());
     scenario(&counting).expect("the scenario works");
     let counts = counting.counts();
     (counts.iter().map(|count| count.calls).sum(), counts.iter().map(|count| count.call).collect())
@@ -233,34 +231,34 @@ fn calls_of_scenario() -> (u64, Vec<Call>) {
 #[test]
 fn the_scenario_makes_every_call_of_the_contract() {
     let (_, made) = calls_of_scenario();
-    let notes = [Call::Suballocated, Call::SuballocationFreed];
-    let missing: Vec<&Call> = Call::ALL.iter().filter(|call| !made.contains(call) && !notes.contains(call)).collect();
+    let reports = [Call::Suballocated, Call::SuballocationFreed];
+    let missing: Vec<&Call> = Call::ALL.iter().filter(|call| !made.contains(call) && !reports.contains(call)).collect();
     assert!(missing.is_empty(), "{missing:?}");
 }
 
 #[test]
-fn each_call_failing_once_is_an_error_and_leaves_nothing_behind() {
+fn each_call_failing_once_is_an_error_and_leaks_nothing() {
     let (calls, _) = calls_of_scenario();
-    let sim = machine();
+    let sim = new_driver();
     let faulty = Faulty::new(Arc::clone(&sim) as Arc<dyn Driver>, FaultPlan::default());
     scenario(&faulty).expect("without faults it works");
     let before = sim.object_counts();
     for nth in 1..=calls {
         faulty.set_plan(FaultPlan::default().fail_nth_of_all(nth, ErrorCode::UnknownError));
         let outcome = scenario(&faulty);
-        let fired = faulty.injected();
-        assert_eq!(fired.len() as u64, nth, "one fault each time");
-        let failed = fired.last().expect("at least one").call;
+        let injected = faulty.injected();
+        assert_eq!(injected.len() as u64, nth, "one fault each time");
+        let failed = injected.last().expect("at least one").call;
         match outcome {
             Err(error) => assert_eq!((error.call, error.code), (failed.name(), ErrorCode::UnknownError), "call {nth}"),
-            // What fails while things are given back is tried again, and nothing is left to report.
-            Ok(()) => assert!(gives_back(failed), "{failed} failed as call {nth}, unnoticed"),
+            // Failed cleanup is retried, so there is nothing to report.
+            Ok(()) => assert!(is_cleanup(failed), "{failed} failed as call {nth}, unnoticed"),
         }
         faulty.clear_plan();
-        sim.device_synchronize(DEVICE).expect("the device goes on");
+        sim.device_synchronize(DEVICE).expect("the device works");
         assert_eq!(sim.object_counts(), before, "after {failed} failed as call {nth}");
         let wrong: Vec<String> = sim.hazards().iter().map(ToString::to_string).collect();
         assert!(wrong.is_empty(), "after {failed} failed as call {nth}: {wrong:#?}");
     }
-    scenario(&faulty).expect("and it still works");
+    scenario(&faulty).expect("it still works");
 }

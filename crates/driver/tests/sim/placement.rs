@@ -1,13 +1,11 @@
-//! Placed memory: a replay feeds recorded addresses back in, and gets exactly those or a reason why not.
+//! Placed memory: a replay gets exactly the recorded addresses, or an error that says why not.
 
-mod common;
-
-use common::DEVICE;
+use crate::fixture::DEVICE;
 use warpool_driver::sim::{HazardKind, SimConfig, SimDriver};
 use warpool_driver::*;
 
-/// Addresses of recorded programs: segments of an expandable run lie low, those of plain ones where the process has its
-/// libraries.
+/// Addresses of recorded programs: expandable segments are at low addresses, others at addresses where the process has
+/// its libraries.
 const LOW: DevicePtr = DevicePtr(0x3_0200_0000);
 const HIGH: DevicePtr = DevicePtr(140_645_482_102_784);
 const MIB: u64 = 1 << 20;
@@ -29,10 +27,10 @@ fn refusal<T: std::fmt::Debug>(outcome: Result<T>) -> String {
 }
 
 #[test]
-fn allocations_lie_where_they_were_placed_side_by_side_and_anywhere() -> Result<()> {
+fn allocations_are_placed_anywhere_and_without_gaps() -> Result<()> {
     let gpu = gpu();
     for base in [LOW, HIGH, DevicePtr(512), DevicePtr((1 << 47) - 512), DevicePtr(1 << 48)] {
-        // No gap, and sizes that are no multiple of anything.
+        // Without gaps, and with odd sizes.
         for (offset, bytes) in [(0, 512), (1024, 100), (512, 1), (1536, 3 * MIB)] {
             assert_eq!(placed(&gpu, base.offset(offset), bytes)?, base.offset(offset));
         }
@@ -44,7 +42,7 @@ fn allocations_lie_where_they_were_placed_side_by_side_and_anywhere() -> Result<
 }
 
 #[test]
-fn placed_memory_is_memory() -> Result<()> {
+fn placed_memory_can_be_used() -> Result<()> {
     let gpu = gpu();
     let (low, high) = (placed(&gpu, LOW, 4096)?, placed(&gpu, HIGH, 4096)?);
     gpu.upload(DEVICE, low, &[1, 2, 3])?;
@@ -56,7 +54,7 @@ fn placed_memory_is_memory() -> Result<()> {
 }
 
 #[test]
-fn a_placement_holds_for_one_allocation_on_its_device() -> Result<()> {
+fn a_placement_is_for_one_allocation_on_its_device() -> Result<()> {
     let gpu = SimDriver::new(SimConfig::default().with_devices(2));
     gpu.place_next_alloc(DEVICE, LOW)?;
     assert_ne!(gpu.mem_alloc(DeviceId(1), 512)?, LOW);
@@ -74,7 +72,7 @@ fn a_placement_holds_for_one_allocation_on_its_device() -> Result<()> {
 }
 
 #[test]
-fn what_is_live_is_named_and_the_placement_is_used_up() -> Result<()> {
+fn placing_over_live_memory_is_refused_and_uses_up_the_placement() -> Result<()> {
     let gpu = gpu();
     placed(&gpu, LOW, 1024)?;
     let before = gpu.mem_info(DEVICE)?;
@@ -84,8 +82,8 @@ fn what_is_live_is_named_and_the_placement_is_used_up() -> Result<()> {
     }
     let below = DevicePtr(LOW.0 - 512);
     assert!(refusal(placed(&gpu, below, 1024)).contains("is live"));
-    assert_eq!(gpu.mem_info(DEVICE)?, before, "a refused allocation takes nothing");
-    assert_ne!(gpu.mem_alloc(DEVICE, 512)?, below, "nobody asked for that any more");
+    assert_eq!(gpu.mem_info(DEVICE)?, before, "a refused allocation takes no memory");
+    assert_ne!(gpu.mem_alloc(DEVICE, 512)?, below, "the placement is used up");
 
     gpu.place_next_reserve(HIGH)?;
     gpu.vm_reserve(4 * MIB, 0, None)?;
@@ -95,7 +93,7 @@ fn what_is_live_is_named_and_the_placement_is_used_up() -> Result<()> {
 }
 
 #[test]
-fn a_call_that_gets_no_memory_leaves_the_placement_for_the_next() -> Result<()> {
+fn an_allocation_without_memory_leaves_the_placement() -> Result<()> {
     let gpu = SimDriver::new(SimConfig::default().with_capacity(1 << 30));
     gpu.place_next_alloc(DEVICE, LOW)?;
     assert!(gpu.mem_alloc(DEVICE, 2 << 30).is_err_and(|error| error.is_out_of_memory()));
@@ -104,7 +102,7 @@ fn a_call_that_gets_no_memory_leaves_the_placement_for_the_next() -> Result<()> 
 }
 
 #[test]
-fn placements_that_cannot_be_are_refused_at_once() {
+fn impossible_placements_are_refused() {
     let gpu = gpu();
     for ptr in [DevicePtr(0), LOW.offset(256)] {
         assert!(refusal(gpu.place_next_alloc(DEVICE, ptr)).contains("multiple of 512"));
@@ -115,11 +113,11 @@ fn placements_that_cannot_be_are_refused_at_once() {
 }
 
 #[test]
-fn freed_addresses_come_again_at_once_and_only_their_own_past_is_forgotten() -> Result<()> {
+fn freed_addresses_can_be_reused_at_once_and_only_they_leave_the_quarantine() -> Result<()> {
     let gpu = gpu();
     let whole = placed(&gpu, LOW, 4096)?;
     gpu.mem_free(whole)?;
-    // The middle is live again; the rest is still known to have been freed.
+    // The middle is live again; the rest stays in quarantine.
     let middle = placed(&gpu, LOW.offset(1024), 1024)?;
     let stream = gpu.stream_default(DEVICE)?;
     gpu.fill(middle, Pattern::U8(1), 1024, stream)?;
@@ -127,7 +125,7 @@ fn freed_addresses_come_again_at_once_and_only_their_own_past_is_forgotten() -> 
     assert_eq!(gpu.hazards(), []);
     for offset in [0, 2048] {
         let refused = gpu.fill(LOW.offset(offset), Pattern::U8(1), 512, stream);
-        assert!(refused.is_err(), "nothing is live there");
+        assert!(refused.is_err(), "the memory was freed");
     }
     let kinds: Vec<_> = gpu.hazards().iter().map(|hazard| hazard.kind).collect();
     assert_eq!(kinds, [HazardKind::UseAfterFree; 2], "{:?}", gpu.hazards());
@@ -139,11 +137,11 @@ fn freed_addresses_come_again_at_once_and_only_their_own_past_is_forgotten() -> 
 }
 
 #[test]
-fn reservations_lie_where_they_were_placed() -> Result<()> {
+fn reservations_are_placed() -> Result<()> {
     let gpu = gpu();
     for ptr in [LOW, HIGH, DevicePtr(1 << 47)] {
         gpu.place_next_reserve(ptr)?;
-        // Whatever the hint says.
+        // The hint is ignored.
         assert_eq!(gpu.vm_reserve(160 << 30, 0, Some(DevicePtr(1 << 50)))?, ptr);
         let physical = gpu.vm_create(DEVICE, 2 * MIB, PhysicalOptions::default())?;
         gpu.vm_map(ptr.offset(20 * MIB), physical)?;
@@ -165,7 +163,7 @@ fn reservations_lie_where_they_were_placed() -> Result<()> {
 }
 
 #[test]
-fn a_hint_is_kept_where_the_process_has_no_memory_and_nothing_is_live() -> Result<()> {
+fn hints_are_followed_above_process_addresses_if_free() -> Result<()> {
     let gpu = gpu();
     let free = DevicePtr(1 << 50);
     assert_eq!(gpu.vm_reserve(2 * MIB, 0, Some(free))?, free);
@@ -175,12 +173,12 @@ fn a_hint_is_kept_where_the_process_has_no_memory_and_nothing_is_live() -> Resul
 }
 
 #[test]
-fn pinned_memory_keeps_off_what_was_placed_over_the_process() -> Result<()> {
+fn pinned_memory_does_not_overlap_memory_placed_at_process_addresses() -> Result<()> {
     let gpu = gpu();
     gpu.place_next_reserve(LOW)?;
     let everything = (1 << 47) - LOW.0;
     gpu.vm_reserve(everything, 0, None)?;
-    let error = gpu.host_alloc(DEVICE, 4096, HostOptions::default()).expect_err("the host's addresses are taken");
+    let error = gpu.host_alloc(DEVICE, 4096, HostOptions::default()).expect_err("these addresses are in use");
     assert!(error.is_out_of_memory() && error.to_string().contains("was placed"), "{error}");
     gpu.vm_free_range(LOW, everything)?;
     let pinned = gpu.host_alloc(DEVICE, 4096, HostOptions::default())?;

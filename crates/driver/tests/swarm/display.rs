@@ -1,15 +1,15 @@
-//! Programs as text, one step in a line, for the message about a failure.
+//! Programs as text, one step per line, for failure messages.
 
 use std::fmt;
 
-use super::judge::{Name, Quarrel};
-use super::program::{Act, GraphStep, Program, Span, Step};
+use super::model::{Conflict, Name};
+use super::program::{GraphStep, Operation, Program, Span, Step};
 
 impl fmt::Display for Program {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         writeln!(
             f,
-            "program {} (care {}), streams 0 legacy, 1 thread's, 2-3 blocking, 4-7 not:",
+            "program {} (care {}), streams 0 legacy, 1 per-thread, 2-3 blocking, 4-7 non-blocking:",
             self.seed, self.care
         )?;
         for (at, step) in self.steps.iter().enumerate() {
@@ -26,7 +26,7 @@ impl fmt::Debug for Span {
     }
 }
 
-impl fmt::Debug for Act {
+impl fmt::Debug for Operation {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Fill { to, value } => write!(f, "{to:?} = {value}"),
@@ -39,7 +39,7 @@ impl fmt::Debug for Act {
 impl fmt::Debug for GraphStep {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Work(branch, act) => write!(f, "b{branch}: {act:?}"),
+            Self::Work(branch, operation) => write!(f, "b{branch}: {operation:?}"),
             Self::Record { event, branch } => write!(f, "b{branch}: record e{event}"),
             Self::Wait { branch, event } => write!(f, "b{branch}: wait e{event}"),
             Self::Conditional { branch, is_while, runs, body } => {
@@ -52,7 +52,7 @@ impl fmt::Debug for GraphStep {
 impl fmt::Debug for Step {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Work(stream, act) => write!(f, "s{stream}: {act:?}"),
+            Self::Work(stream, operation) => write!(f, "s{stream}: {operation:?}"),
             Self::Record { event, stream } => write!(f, "s{stream}: record e{event}"),
             Self::Wait { stream, event } => write!(f, "s{stream}: wait e{event}"),
             Self::EventSync(event) => write!(f, "host: sync e{event}"),
@@ -68,16 +68,16 @@ impl fmt::Debug for Step {
             Self::PoolFree { arena, stream } => write!(f, "s{stream}: free pool{arena}"),
             Self::Capture(plan) => write!(f, "capture on {:?}, mode {}: {:?}", plan.branches, plan.mode, plan.steps),
             Self::Launch { graph, stream } => write!(f, "s{stream}: launch g{graph}"),
-            Self::HandOut(span, stream) => write!(f, "hand out {span:?} to s{stream}"),
-            Self::Return(span) => write!(f, "return {span:?}"),
-            Self::Replace(stream) => write!(f, "s{stream}: destroy, create anew"),
+            Self::Suballocate(span, stream) => write!(f, "suballocate {span:?} for s{stream}"),
+            Self::FreeSuballocation(span) => write!(f, "free suballocation {span:?}"),
+            Self::Replace(stream) => write!(f, "s{stream}: destroy, create a new one"),
         }
     }
 }
 
-impl fmt::Debug for Quarrel {
+impl fmt::Debug for Conflict {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let name = |(step, node): Name| node.map_or(format!("step {step}"), |node| format!("step {step} node {node}"));
-        write!(f, "{:?}: {} and {} over {:?}", self.about, name(self.first), name(self.second), self.span)
+        write!(f, "{:?}: {} and {} over {:?}", self.kind, name(self.first), name(self.second), self.span)
     }
 }

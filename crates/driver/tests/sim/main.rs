@@ -1,0 +1,15 @@
+//! Tests of the simulated driver beyond the conformance suite.
+
+mod determinism;
+mod fault_injection;
+mod fixture;
+mod hazards;
+mod kernel_arguments;
+mod libraries;
+mod paused_streams;
+mod placement;
+mod regressions;
+#[path = "../common/rng.rs"]
+mod rng;
+mod settings;
+mod threads;
