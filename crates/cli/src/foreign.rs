@@ -11,10 +11,10 @@ pub const SUITE: Suite = Suite::new(
     "foreign",
     Level::Driver,
     checks![
-        work_goes_into_an_adopted_stream,
-        a_stream_adopted_while_it_captures_has_its_handle,
-        an_adopted_stream_is_only_forgotten,
-        a_context_can_be_adopted,
+        adopted_stream_shares_the_order_of_work,
+        handle_of_adopted_stream_is_available_during_capture,
+        destroying_an_adopted_id_keeps_the_stream,
+        primary_context_can_be_adopted,
     ],
 );
 
@@ -33,7 +33,7 @@ fn foreign(context: &TestContext) -> CheckResult<ForeignStream> {
     Ok(unsafe { ForeignStream::new(context.driver.stream_handle(stream)?.raw) })
 }
 
-fn work_goes_into_an_adopted_stream(context: &TestContext) -> CheckResult {
+fn adopted_stream_shares_the_order_of_work(context: &TestContext) -> CheckResult {
     let other = another(context)?;
     let stream = context.stream()?;
     // SAFETY: as in `foreign`.
@@ -54,7 +54,7 @@ fn work_goes_into_an_adopted_stream(context: &TestContext) -> CheckResult {
     Ok(other.mem_free(ptr)?)
 }
 
-fn a_stream_adopted_while_it_captures_has_its_handle(context: &TestContext) -> CheckResult {
+fn handle_of_adopted_stream_is_available_during_capture(context: &TestContext) -> CheckResult {
     for mode in [CaptureMode::Global, CaptureMode::ThreadLocal, CaptureMode::Relaxed] {
         let other = another(context)?;
         let stream = context.stream()?;
@@ -77,7 +77,7 @@ fn a_stream_adopted_while_it_captures_has_its_handle(context: &TestContext) -> C
     Ok(())
 }
 
-fn an_adopted_stream_is_only_forgotten(context: &TestContext) -> CheckResult {
+fn destroying_an_adopted_id_keeps_the_stream(context: &TestContext) -> CheckResult {
     let other = another(context)?;
     let handle = foreign(context)?;
     let adopted = other.stream_adopt(context.device_id, handle)?;
@@ -90,7 +90,7 @@ fn an_adopted_stream_is_only_forgotten(context: &TestContext) -> CheckResult {
     Ok(other.stream_synchronize(again)?)
 }
 
-fn a_context_can_be_adopted(context: &TestContext) -> CheckResult {
+fn primary_context_can_be_adopted(context: &TestContext) -> CheckResult {
     let other = another(context)?;
     let primary = context.driver.context_retain(context.device_id)?;
     // SAFETY: it is the primary context, held by the context's driver until the process ends.

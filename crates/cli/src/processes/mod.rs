@@ -21,7 +21,7 @@ pub const SUITE: Suite = Suite::new(
     Level::Driver,
     checks![
         another_process_waits_for_an_event,
-        a_stream_of_another_process_waits_for_an_event,
+        stream_of_another_process_waits_for_an_event,
         another_process_reads_and_writes_shared_memory,
     ],
 );
@@ -33,7 +33,7 @@ fn another_process_waits_for_an_event(context: &TestContext) -> CheckResult {
     event_in_another_process(context, |handle| Task::Event { handle })
 }
 
-fn a_stream_of_another_process_waits_for_an_event(context: &TestContext) -> CheckResult {
+fn stream_of_another_process_waits_for_an_event(context: &TestContext) -> CheckResult {
     event_in_another_process(context, |handle| Task::Stream { handle })
 }
 

@@ -15,47 +15,47 @@ use crate::expect::{CheckResult, expect, expect_eq, expect_error, expect_error_o
 
 pub(crate) const CHECKS: &[Check] = crate::checks![
     captured_work_does_not_run,
-    ending_nothing_is_refused,
-    the_legacy_default_stream_cannot_capture,
+    ending_without_a_capture_is_rejected,
+    legacy_stream_cannot_capture,
     other_streams_can_capture_in_every_mode,
-    a_stream_captures_once_at_a_time,
-    captures_have_ids_of_their_own,
-    a_stream_tells_what_it_is_while_it_captures,
-    a_stream_has_its_handle_while_it_captures,
-    a_captured_event_is_useless_until_recorded_again,
-    a_captured_event_may_be_destroyed,
-    waiting_for_a_never_recorded_event_adds_nothing,
-    a_wait_joins_a_stream_to_the_capture,
-    a_branch_without_work_need_not_join,
-    a_joined_stream_cannot_begin_a_capture,
-    asking_for_the_default_streams_state_breaks_nothing,
-    the_default_stream_works_beside_a_non_blocking_capture,
-    another_thread_ends_only_relaxed_captures,
-    other_threads_add_work_to_a_capture,
-    destroying_the_first_stream_drops_the_capture,
-    a_joined_stream_may_be_destroyed,
-    dependencies_follow_the_work,
-    the_graph_can_be_seen_as_it_grows,
+    stream_has_one_capture_at_a_time,
+    capture_ids_are_unique,
+    stream_info_is_available_during_capture,
+    stream_handle_is_available_during_capture,
+    captured_event_is_unusable_until_recorded_again,
+    captured_event_may_be_destroyed,
+    wait_for_unrecorded_event_adds_no_node,
+    wait_on_captured_event_joins_the_capture,
+    empty_branch_need_not_be_joined,
+    joined_stream_cannot_begin_a_capture,
+    legacy_stream_state_query_invalidates_nothing,
+    legacy_stream_is_usable_during_non_blocking_capture,
+    only_relaxed_captures_can_be_ended_by_another_thread,
+    other_threads_can_add_work_to_a_capture,
+    destroying_the_origin_stream_drops_the_capture,
+    joined_stream_may_be_destroyed,
+    capture_dependencies_follow_the_work,
+    topology_is_available_during_capture,
     external_events_become_nodes,
     ; provoking hazards:
-    waiting_for_the_capturing_stream_breaks_the_capture,
-    a_broken_capture_takes_no_more_work,
-    a_stream_works_again_after_a_broken_capture,
-    asking_about_a_captured_event_breaks_the_capture,
-    waiting_for_outside_work_breaks_the_capture,
-    an_event_recorded_elsewhere_leaves_the_capture,
-    unjoined_work_is_refused_at_the_end,
-    only_the_first_stream_ends_a_capture,
-    two_captures_do_not_merge,
-    the_default_stream_breaks_captures_of_blocking_streams,
-    the_default_stream_cannot_join,
-    dependencies_need_a_live_capture,
-    the_end_of_a_broken_capture_names_the_call_that_broke_it,
+    synchronizing_the_capturing_stream_invalidates_the_capture,
+    invalidated_capture_rejects_work,
+    stream_is_usable_after_invalidated_capture,
+    querying_a_captured_event_invalidates_the_capture,
+    waiting_for_uncaptured_work_invalidates_the_capture,
+    event_recorded_outside_leaves_the_capture,
+    unjoined_work_fails_the_capture,
+    only_the_origin_stream_can_end_a_capture,
+    two_captures_cannot_merge,
+    legacy_stream_invalidates_captures_of_blocking_streams,
+    legacy_stream_cannot_join_a_capture,
+    capture_dependencies_require_an_active_capture,
+    end_of_invalidated_capture_names_the_invalidating_call,
 ];
 
 const MODES: [CaptureMode; 3] = [CaptureMode::Global, CaptureMode::ThreadLocal, CaptureMode::Relaxed];
 
-fn a_stream_tells_what_it_is_while_it_captures(context: &TestContext) -> CheckResult {
+fn stream_info_is_available_during_capture(context: &TestContext) -> CheckResult {
     let stream = context.stream()?;
     let mut told = None;
     context.capture(stream, || {
@@ -66,7 +66,7 @@ fn a_stream_tells_what_it_is_while_it_captures(context: &TestContext) -> CheckRe
 }
 
 /// In every mode, on the thread that captures and on another: also for a stream that nobody asked before.
-fn a_stream_has_its_handle_while_it_captures(context: &TestContext) -> CheckResult {
+fn stream_handle_is_available_during_capture(context: &TestContext) -> CheckResult {
     for mode in MODES {
         let stream = context.stream()?;
         context.driver.capture_begin(stream, mode)?;
@@ -92,7 +92,7 @@ fn captured_work_does_not_run(context: &TestContext) -> CheckResult {
     context.expect_log(log, &[1, 3])
 }
 
-fn ending_nothing_is_refused(context: &TestContext) -> CheckResult {
+fn ending_without_a_capture_is_rejected(context: &TestContext) -> CheckResult {
     for stream in [context.stream()?, context.blocking_stream()?, context.per_thread_stream()?] {
         expect_error(context.driver.capture_end(stream), IllegalState)?;
         context.expect_capture(stream, Capture::None)?;
@@ -100,7 +100,7 @@ fn ending_nothing_is_refused(context: &TestContext) -> CheckResult {
     Ok(())
 }
 
-fn the_legacy_default_stream_cannot_capture(context: &TestContext) -> CheckResult {
+fn legacy_stream_cannot_capture(context: &TestContext) -> CheckResult {
     let (legacy, log) = (context.legacy_stream()?, context.kernel_log(1)?);
     for mode in MODES {
         expect_error(context.driver.capture_begin(legacy, mode), StreamCaptureUnsupported)?;
@@ -126,7 +126,7 @@ fn other_streams_can_capture_in_every_mode(context: &TestContext) -> CheckResult
     Ok(())
 }
 
-fn a_stream_captures_once_at_a_time(context: &TestContext) -> CheckResult {
+fn stream_has_one_capture_at_a_time(context: &TestContext) -> CheckResult {
     let (stream, log) = (context.stream()?, context.kernel_log(1)?);
     context.begin_capture(stream)?;
     expect_error(context.driver.capture_begin(stream, CaptureMode::Relaxed), IllegalState)?;
@@ -137,7 +137,7 @@ fn a_stream_captures_once_at_a_time(context: &TestContext) -> CheckResult {
     expect_eq("its nodes", context.driver.graph_topology(graph)?.nodes.len(), 1)
 }
 
-fn captures_have_ids_of_their_own(context: &TestContext) -> CheckResult {
+fn capture_ids_are_unique(context: &TestContext) -> CheckResult {
     let (first, second) = (context.stream()?, context.stream()?);
     let id = |stream| match context.driver.capture_state(stream)? {
         CaptureState::Active(id) => Ok(id),
@@ -178,12 +178,12 @@ fn usable(context: &TestContext, stream: StreamId, log: KernelLog) -> CheckResul
     context.expect_log(log, &[5])
 }
 
-fn waiting_for_the_capturing_stream_breaks_the_capture(context: &TestContext) -> CheckResult {
+fn synchronizing_the_capturing_stream_invalidates_the_capture(context: &TestContext) -> CheckResult {
     breaks(context, StreamCaptureUnsupported, |stream| context.driver.stream_synchronize(stream))?;
     breaks(context, StreamCaptureUnsupported, |stream| context.driver.stream_query(stream).map(drop))
 }
 
-fn a_broken_capture_takes_no_more_work(context: &TestContext) -> CheckResult {
+fn invalidated_capture_rejects_work(context: &TestContext) -> CheckResult {
     let (stream, log) = (context.stream()?, context.kernel_log(1)?);
     let memory = context.alloc(64)?;
     context.begin_capture(stream)?;
@@ -194,7 +194,7 @@ fn a_broken_capture_takes_no_more_work(context: &TestContext) -> CheckResult {
     usable(context, stream, log)
 }
 
-fn a_stream_works_again_after_a_broken_capture(context: &TestContext) -> CheckResult {
+fn stream_is_usable_after_invalidated_capture(context: &TestContext) -> CheckResult {
     let (stream, log) = (context.stream()?, context.kernel_log(2)?);
     context.begin_capture(stream)?;
     context.append(log, 1, stream)?;
@@ -205,7 +205,7 @@ fn a_stream_works_again_after_a_broken_capture(context: &TestContext) -> CheckRe
     context.expect_log(log, &[2])
 }
 
-fn the_end_of_a_broken_capture_names_the_call_that_broke_it(context: &TestContext) -> CheckResult {
+fn end_of_invalidated_capture_names_the_invalidating_call(context: &TestContext) -> CheckResult {
     let (driver, device, stream, event) = (&context.driver, context.device_id, context.stream()?, context.event()?);
     context.record(event, context.stream()?)?;
     type Act<'b> = Box<dyn Fn() -> warpool_driver::Result<()> + Sync + 'b>;
@@ -231,7 +231,7 @@ fn the_end_of_a_broken_capture_names_the_call_that_broke_it(context: &TestContex
     Ok(())
 }
 
-fn asking_about_a_captured_event_breaks_the_capture(context: &TestContext) -> CheckResult {
+fn querying_a_captured_event_invalidates_the_capture(context: &TestContext) -> CheckResult {
     for _ in 0..2 {
         let event = context.event()?;
         breaks(context, CapturedEvent, |stream| {
@@ -246,7 +246,7 @@ fn asking_about_a_captured_event_breaks_the_capture(context: &TestContext) -> Ch
     Ok(())
 }
 
-fn a_captured_event_is_useless_until_recorded_again(context: &TestContext) -> CheckResult {
+fn captured_event_is_unusable_until_recorded_again(context: &TestContext) -> CheckResult {
     let (stream, other, event) = (context.stream()?, context.stream()?, context.event()?);
     context.record(event, stream)?;
     context.synchronize(stream)?;
@@ -262,7 +262,7 @@ fn a_captured_event_is_useless_until_recorded_again(context: &TestContext) -> Ch
     context.synchronize(other)
 }
 
-fn a_captured_event_may_be_destroyed(context: &TestContext) -> CheckResult {
+fn captured_event_may_be_destroyed(context: &TestContext) -> CheckResult {
     let (first, second, event, log) = (context.stream()?, context.stream()?, context.event()?, context.kernel_log(2)?);
     let exec = context.capture_exec(first, || {
         context.append(log, 1, first)?;
@@ -276,20 +276,20 @@ fn a_captured_event_may_be_destroyed(context: &TestContext) -> CheckResult {
     context.expect_log(log, &[1, 2])
 }
 
-fn waiting_for_outside_work_breaks_the_capture(context: &TestContext) -> CheckResult {
+fn waiting_for_uncaptured_work_invalidates_the_capture(context: &TestContext) -> CheckResult {
     let (other, event) = (context.stream()?, context.event()?);
     context.record(event, other)?;
     context.synchronize(other)?;
     breaks(context, StreamCaptureIsolation, |stream| context.driver.stream_wait_event(stream, event, EventScope::Plain))
 }
 
-fn waiting_for_a_never_recorded_event_adds_nothing(context: &TestContext) -> CheckResult {
+fn wait_for_unrecorded_event_adds_no_node(context: &TestContext) -> CheckResult {
     let (stream, event) = (context.stream()?, context.event()?);
     let graph = context.capture(stream, || context.wait(stream, event))?;
     expect_eq("its nodes", context.driver.graph_topology(graph)?.nodes.len(), 0)
 }
 
-fn an_event_recorded_elsewhere_leaves_the_capture(context: &TestContext) -> CheckResult {
+fn event_recorded_outside_leaves_the_capture(context: &TestContext) -> CheckResult {
     let (other, event) = (context.stream()?, context.event()?);
     breaks(context, StreamCaptureIsolation, |stream| {
         context.driver.event_record(event, stream, EventScope::Plain)?;
@@ -298,7 +298,7 @@ fn an_event_recorded_elsewhere_leaves_the_capture(context: &TestContext) -> Chec
     })
 }
 
-fn a_wait_joins_a_stream_to_the_capture(context: &TestContext) -> CheckResult {
+fn wait_on_captured_event_joins_the_capture(context: &TestContext) -> CheckResult {
     let (first, second, log) = (context.stream()?, context.stream()?, context.kernel_log(3)?);
     let graph = context.capture(first, || {
         context.append(log, 1, first)?;
@@ -321,7 +321,7 @@ fn a_wait_joins_a_stream_to_the_capture(context: &TestContext) -> CheckResult {
     context.expect_log(log, &[1, 2, 3])
 }
 
-fn unjoined_work_is_refused_at_the_end(context: &TestContext) -> CheckResult {
+fn unjoined_work_fails_the_capture(context: &TestContext) -> CheckResult {
     let (first, second, log) = (context.stream()?, context.stream()?, context.kernel_log(1)?);
     context.begin_capture(first)?;
     context.order(first, second)?;
@@ -332,14 +332,14 @@ fn unjoined_work_is_refused_at_the_end(context: &TestContext) -> CheckResult {
     usable(context, second, log)
 }
 
-fn a_branch_without_work_need_not_join(context: &TestContext) -> CheckResult {
+fn empty_branch_need_not_be_joined(context: &TestContext) -> CheckResult {
     let (first, second, log) = (context.stream()?, context.stream()?, context.kernel_log(1)?);
     context.capture(first, || context.order(first, second))?;
     context.expect_capture(second, Capture::None)?;
     usable(context, second, log)
 }
 
-fn only_the_first_stream_ends_a_capture(context: &TestContext) -> CheckResult {
+fn only_the_origin_stream_can_end_a_capture(context: &TestContext) -> CheckResult {
     let (first, second, log) = (context.stream()?, context.stream()?, context.kernel_log(1)?);
     context.begin_capture(first)?;
     context.order(first, second)?;
@@ -350,7 +350,7 @@ fn only_the_first_stream_ends_a_capture(context: &TestContext) -> CheckResult {
     usable(context, second, log)
 }
 
-fn a_joined_stream_cannot_begin_a_capture(context: &TestContext) -> CheckResult {
+fn joined_stream_cannot_begin_a_capture(context: &TestContext) -> CheckResult {
     let (first, second) = (context.stream()?, context.stream()?);
     context.begin_capture(first)?;
     context.order(first, second)?;
@@ -361,7 +361,7 @@ fn a_joined_stream_cannot_begin_a_capture(context: &TestContext) -> CheckResult 
     Ok(())
 }
 
-fn two_captures_do_not_merge(context: &TestContext) -> CheckResult {
+fn two_captures_cannot_merge(context: &TestContext) -> CheckResult {
     let (first, second, event) = (context.stream()?, context.stream()?, context.event()?);
     context.begin_capture(first)?;
     context.begin_capture(second)?;
@@ -372,7 +372,7 @@ fn two_captures_do_not_merge(context: &TestContext) -> CheckResult {
     broken(context, second)
 }
 
-fn the_default_stream_breaks_captures_of_blocking_streams(context: &TestContext) -> CheckResult {
+fn legacy_stream_invalidates_captures_of_blocking_streams(context: &TestContext) -> CheckResult {
     let (legacy, blocking) = (context.legacy_stream()?, context.blocking_stream()?);
     let (event, memory, log) = (context.event()?, context.alloc(64)?, context.kernel_log(1)?);
     let calls: [(&str, &dyn Fn() -> warpool_driver::Result<()>); 3] = [
@@ -388,7 +388,7 @@ fn the_default_stream_breaks_captures_of_blocking_streams(context: &TestContext)
     usable(context, blocking, log)
 }
 
-fn asking_for_the_default_streams_state_breaks_nothing(context: &TestContext) -> CheckResult {
+fn legacy_stream_state_query_invalidates_nothing(context: &TestContext) -> CheckResult {
     let (legacy, blocking) = (context.legacy_stream()?, context.blocking_stream()?);
     context.begin_capture(blocking)?;
     expect_error(context.driver.capture_state(legacy), StreamCaptureImplicit)?;
@@ -397,7 +397,7 @@ fn asking_for_the_default_streams_state_breaks_nothing(context: &TestContext) ->
     context.expect_capture(legacy, Capture::None)
 }
 
-fn the_default_stream_works_beside_a_non_blocking_capture(context: &TestContext) -> CheckResult {
+fn legacy_stream_is_usable_during_non_blocking_capture(context: &TestContext) -> CheckResult {
     let (legacy, stream, log) = (context.legacy_stream()?, context.stream()?, context.kernel_log(2)?);
     context.capture(stream, || {
         context.append(log, 1, legacy)?;
@@ -408,7 +408,7 @@ fn the_default_stream_works_beside_a_non_blocking_capture(context: &TestContext)
     context.expect_log(log, &[1])
 }
 
-fn the_default_stream_cannot_join(context: &TestContext) -> CheckResult {
+fn legacy_stream_cannot_join_a_capture(context: &TestContext) -> CheckResult {
     let (legacy, event) = (context.legacy_stream()?, context.event()?);
     breaks(context, StreamCaptureImplicit, |stream| {
         context.driver.event_record(event, stream, EventScope::Plain)?;
@@ -416,7 +416,7 @@ fn the_default_stream_cannot_join(context: &TestContext) -> CheckResult {
     })
 }
 
-fn another_thread_ends_only_relaxed_captures(context: &TestContext) -> CheckResult {
+fn only_relaxed_captures_can_be_ended_by_another_thread(context: &TestContext) -> CheckResult {
     let stream = context.stream()?;
     for mode in MODES {
         context.driver.capture_begin(stream, mode)?;
@@ -432,7 +432,7 @@ fn another_thread_ends_only_relaxed_captures(context: &TestContext) -> CheckResu
     Ok(())
 }
 
-fn other_threads_add_work_to_a_capture(context: &TestContext) -> CheckResult {
+fn other_threads_can_add_work_to_a_capture(context: &TestContext) -> CheckResult {
     let stream = context.stream()?;
     for mode in MODES {
         let log = context.kernel_log(3)?;
@@ -447,7 +447,7 @@ fn other_threads_add_work_to_a_capture(context: &TestContext) -> CheckResult {
     Ok(())
 }
 
-fn destroying_the_first_stream_drops_the_capture(context: &TestContext) -> CheckResult {
+fn destroying_the_origin_stream_drops_the_capture(context: &TestContext) -> CheckResult {
     let (first, log) = (context.stream()?, context.kernel_log(2)?);
     context.driver.capture_begin(first, CaptureMode::Global)?;
     context.append(log, 1, first)?;
@@ -458,7 +458,7 @@ fn destroying_the_first_stream_drops_the_capture(context: &TestContext) -> Check
     usable(context, other, log)
 }
 
-fn a_joined_stream_may_be_destroyed(context: &TestContext) -> CheckResult {
+fn joined_stream_may_be_destroyed(context: &TestContext) -> CheckResult {
     let (first, second, log) = (context.stream()?, context.stream()?, context.kernel_log(2)?);
     let exec = context.capture_exec(first, || {
         context.order(first, second)?;
@@ -471,7 +471,7 @@ fn a_joined_stream_may_be_destroyed(context: &TestContext) -> CheckResult {
     context.expect_log(log, &[1, 2])
 }
 
-fn dependencies_follow_the_work(context: &TestContext) -> CheckResult {
+fn capture_dependencies_follow_the_work(context: &TestContext) -> CheckResult {
     let (first, second) = (context.stream()?, context.stream()?);
     let (left, right) = (context.kernel_log(2)?, context.kernel_log(2)?);
     let waits = |stream| context.driver.capture_dependencies(stream);
@@ -495,7 +495,7 @@ fn dependencies_follow_the_work(context: &TestContext) -> CheckResult {
     Ok(())
 }
 
-fn dependencies_need_a_live_capture(context: &TestContext) -> CheckResult {
+fn capture_dependencies_require_an_active_capture(context: &TestContext) -> CheckResult {
     let stream = context.stream()?;
     expect_error(context.driver.capture_dependencies(stream), IllegalState)?;
     expect_error(context.driver.capture_topology(stream), IllegalState)?;
@@ -506,7 +506,7 @@ fn dependencies_need_a_live_capture(context: &TestContext) -> CheckResult {
     broken(context, stream)
 }
 
-fn the_graph_can_be_seen_as_it_grows(context: &TestContext) -> CheckResult {
+fn topology_is_available_during_capture(context: &TestContext) -> CheckResult {
     let (stream, log) = (context.stream()?, context.kernel_log(5)?);
     context.begin_capture(stream)?;
     for n in 0..5_usize {

@@ -15,17 +15,17 @@ use crate::context::{Capture, Resource, SOURCE, TestContext};
 use crate::expect::{CheckError, CheckResult, expect, expect_eq, expect_error};
 
 pub(crate) const CHECKS: &[Check] = crate::checks![
-    a_thread_gives_its_mode_back,
-    every_thread_starts_strict,
+    mode_exchange_returns_the_previous_mode,
+    every_thread_starts_in_global_mode,
     ; provoking hazards:
-    global_captures_rule_their_own_thread,
-    global_captures_rule_other_threads,
-    thread_local_captures_rule_their_own_thread,
-    thread_local_captures_leave_other_threads_alone,
-    relaxed_captures_leave_their_own_thread_alone,
-    relaxed_captures_leave_other_threads_alone,
-    a_forbidden_call_breaks_every_capture_that_forbids_it,
-    a_laxer_thread_is_allowed_more,
+    global_capture_restricts_its_own_thread,
+    global_capture_restricts_other_threads,
+    thread_local_capture_restricts_its_own_thread,
+    thread_local_capture_does_not_restrict_other_threads,
+    relaxed_capture_does_not_restrict_its_own_thread,
+    relaxed_capture_does_not_restrict_other_threads,
+    forbidden_call_invalidates_only_captures_that_forbid_it,
+    relaxed_thread_mode_allows_forbidden_calls,
 ];
 
 /// A call that is ready to be made, once.
@@ -34,27 +34,27 @@ type Act<'b> = Box<dyn FnOnce() -> warpool_driver::Result<()> + Send + 'b>;
 /// Gets everything ready that the call needs.
 type Prepare = for<'b> fn(&'b TestContext) -> CheckResult<Act<'b>>;
 
-fn global_captures_rule_their_own_thread(context: &TestContext) -> CheckResult {
+fn global_capture_restricts_its_own_thread(context: &TestContext) -> CheckResult {
     rules_hold(context, CaptureMode::Global, true)
 }
 
-fn global_captures_rule_other_threads(context: &TestContext) -> CheckResult {
+fn global_capture_restricts_other_threads(context: &TestContext) -> CheckResult {
     rules_hold(context, CaptureMode::Global, false)
 }
 
-fn thread_local_captures_rule_their_own_thread(context: &TestContext) -> CheckResult {
+fn thread_local_capture_restricts_its_own_thread(context: &TestContext) -> CheckResult {
     rules_hold(context, CaptureMode::ThreadLocal, true)
 }
 
-fn thread_local_captures_leave_other_threads_alone(context: &TestContext) -> CheckResult {
+fn thread_local_capture_does_not_restrict_other_threads(context: &TestContext) -> CheckResult {
     rules_hold(context, CaptureMode::ThreadLocal, false)
 }
 
-fn relaxed_captures_leave_their_own_thread_alone(context: &TestContext) -> CheckResult {
+fn relaxed_capture_does_not_restrict_its_own_thread(context: &TestContext) -> CheckResult {
     rules_hold(context, CaptureMode::Relaxed, true)
 }
 
-fn relaxed_captures_leave_other_threads_alone(context: &TestContext) -> CheckResult {
+fn relaxed_capture_does_not_restrict_other_threads(context: &TestContext) -> CheckResult {
     rules_hold(context, CaptureMode::Relaxed, false)
 }
 
@@ -439,7 +439,7 @@ fn loaded(context: &TestContext) -> CheckResult<warpool_driver::ModuleId> {
     Ok(module)
 }
 
-fn a_forbidden_call_breaks_every_capture_that_forbids_it(context: &TestContext) -> CheckResult {
+fn forbidden_call_invalidates_only_captures_that_forbid_it(context: &TestContext) -> CheckResult {
     let (global, relaxed) = (context.stream()?, context.stream()?);
     context.driver.capture_begin(global, CaptureMode::Global)?;
     context.driver.capture_begin(relaxed, CaptureMode::Relaxed)?;
@@ -450,7 +450,7 @@ fn a_forbidden_call_breaks_every_capture_that_forbids_it(context: &TestContext) 
     expect_error(context.driver.capture_end(global), StreamCaptureInvalidated)
 }
 
-fn a_laxer_thread_is_allowed_more(context: &TestContext) -> CheckResult {
+fn relaxed_thread_mode_allows_forbidden_calls(context: &TestContext) -> CheckResult {
     let stream = context.stream()?;
     let driver = &context.driver;
     context.driver.capture_begin(stream, CaptureMode::Global)?;
@@ -475,7 +475,7 @@ fn a_laxer_thread_is_allowed_more(context: &TestContext) -> CheckResult {
     expect_error(driver.capture_end(stream), StreamCaptureInvalidated)
 }
 
-fn a_thread_gives_its_mode_back(context: &TestContext) -> CheckResult {
+fn mode_exchange_returns_the_previous_mode(context: &TestContext) -> CheckResult {
     context.on_new_thread(|| {
         let exchange = |mode| context.driver.capture_mode_exchange(mode);
         expect_eq("the mode before relaxed", exchange(CaptureMode::Relaxed)?, CaptureMode::Global)?;
@@ -484,7 +484,7 @@ fn a_thread_gives_its_mode_back(context: &TestContext) -> CheckResult {
     })
 }
 
-fn every_thread_starts_strict(context: &TestContext) -> CheckResult {
+fn every_thread_starts_in_global_mode(context: &TestContext) -> CheckResult {
     let driver = &context.driver;
     let before = driver.capture_mode_exchange(CaptureMode::Relaxed)?;
     let beside = context.on_new_thread(|| driver.capture_mode_exchange(CaptureMode::Global));

@@ -12,17 +12,17 @@ use crate::context::TestContext;
 use crate::expect::{CheckResult, expect_eq, expect_error, expect_error_of, expect_slice_eq, require};
 
 pub(crate) const CHECKS: &[Check] = crate::checks![
-    an_if_runs_its_body_when_the_flag_is_set,
-    the_default_counts_at_every_launch,
-    a_while_runs_until_the_flag_is_clear,
-    a_while_may_not_run_at_all,
-    bodies_hold_several_kinds_of_work,
-    conditionals_can_be_nested,
-    a_conditional_is_one_node,
-    a_flag_needs_a_capture,
-    a_flag_serves_one_node,
-    a_body_needs_a_stream_of_its_own,
-    bodies_hold_no_callbacks_events_or_allocations,
+    if_node_runs_its_body_when_the_flag_is_set,
+    default_value_applies_at_every_launch,
+    while_node_runs_until_the_flag_is_clear,
+    while_node_may_run_zero_times,
+    bodies_contain_fills_kernels_and_copies,
+    conditional_nodes_can_be_nested,
+    conditional_is_one_node_of_the_graph,
+    flag_requires_a_capture,
+    flag_is_used_by_one_node,
+    body_requires_its_own_stream,
+    bodies_reject_callbacks_events_and_allocations,
 ];
 
 /// Appends a conditional to what `stream` captures, with a body that `fill` puts into `body`.
@@ -40,7 +40,7 @@ fn conditional(
     Ok(())
 }
 
-fn an_if_runs_its_body_when_the_flag_is_set(context: &TestContext) -> CheckResult {
+fn if_node_runs_its_body_when_the_flag_is_set(context: &TestContext) -> CheckResult {
     let set_flag = context.conditional_kernels()?.set_flag;
     let (stream, body, log) = (context.stream()?, context.stream()?, context.kernel_log(20)?);
     let switch = context.alloc_words(&[0])?;
@@ -58,7 +58,7 @@ fn an_if_runs_its_body_when_the_flag_is_set(context: &TestContext) -> CheckResul
     context.expect_log(log, &[1, 3, 1, 2, 3, 1, 3, 1, 2, 3])
 }
 
-fn the_default_counts_at_every_launch(context: &TestContext) -> CheckResult {
+fn default_value_applies_at_every_launch(context: &TestContext) -> CheckResult {
     context.conditional_kernels()?;
     for default in [0, 1] {
         let (stream, body, log) = (context.stream()?, context.stream()?, context.kernel_log(4)?);
@@ -73,7 +73,7 @@ fn the_default_counts_at_every_launch(context: &TestContext) -> CheckResult {
     Ok(())
 }
 
-fn a_while_runs_until_the_flag_is_clear(context: &TestContext) -> CheckResult {
+fn while_node_runs_until_the_flag_is_clear(context: &TestContext) -> CheckResult {
     let count_down = context.conditional_kernels()?.count_down;
     let (stream, body, log) = (context.stream()?, context.stream()?, context.kernel_log(40)?);
     let left = context.alloc_words(&[0])?;
@@ -97,7 +97,7 @@ fn a_while_runs_until_the_flag_is_clear(context: &TestContext) -> CheckResult {
     Ok(())
 }
 
-fn a_while_may_not_run_at_all(context: &TestContext) -> CheckResult {
+fn while_node_may_run_zero_times(context: &TestContext) -> CheckResult {
     context.conditional_kernels()?;
     let (stream, body, log) = (context.stream()?, context.stream()?, context.kernel_log(4)?);
     let exec = context.capture_exec(stream, || {
@@ -109,7 +109,7 @@ fn a_while_may_not_run_at_all(context: &TestContext) -> CheckResult {
     context.expect_log(log, &[2])
 }
 
-fn bodies_hold_several_kinds_of_work(context: &TestContext) -> CheckResult {
+fn bodies_contain_fills_kernels_and_copies(context: &TestContext) -> CheckResult {
     context.conditional_kernels()?;
     context.kernels()?;
     let (stream, body, n) = (context.stream()?, context.stream()?, 128_u32);
@@ -131,7 +131,7 @@ fn bodies_hold_several_kinds_of_work(context: &TestContext) -> CheckResult {
     )
 }
 
-fn conditionals_can_be_nested(context: &TestContext) -> CheckResult {
+fn conditional_nodes_can_be_nested(context: &TestContext) -> CheckResult {
     let kernels = context.conditional_kernels()?;
     let (stream, outer, inner, log) =
         (context.stream()?, context.stream()?, context.stream()?, context.kernel_log(20)?);
@@ -154,7 +154,7 @@ fn conditionals_can_be_nested(context: &TestContext) -> CheckResult {
     context.expect_log(log, &[1, 2, 1, 2, 1, 2, 1, 1])
 }
 
-fn a_conditional_is_one_node(context: &TestContext) -> CheckResult {
+fn conditional_is_one_node_of_the_graph(context: &TestContext) -> CheckResult {
     context.conditional_kernels()?;
     let (stream, body, log) = (context.stream()?, context.stream()?, context.kernel_log(4)?);
     let graph = context.capture(stream, || {
@@ -173,12 +173,12 @@ fn a_conditional_is_one_node(context: &TestContext) -> CheckResult {
     expect_eq("the edges", shape.edges, vec![(ids[0], ids[1]), (ids[1], ids[2])])
 }
 
-fn a_flag_needs_a_capture(context: &TestContext) -> CheckResult {
+fn flag_requires_a_capture(context: &TestContext) -> CheckResult {
     require(context.properties()?.conditional_nodes, "graphs of this device have no conditional nodes")?;
     expect_error(context.driver.conditional_create(context.stream()?, 0), IllegalState)
 }
 
-fn a_flag_serves_one_node(context: &TestContext) -> CheckResult {
+fn flag_is_used_by_one_node(context: &TestContext) -> CheckResult {
     context.conditional_kernels()?;
     let (stream, body, log) = (context.stream()?, context.stream()?, context.kernel_log(4)?);
     context.begin_capture(stream)?;
@@ -188,7 +188,7 @@ fn a_flag_serves_one_node(context: &TestContext) -> CheckResult {
     expect_error(again, InvalidValue)
 }
 
-fn a_body_needs_a_stream_of_its_own(context: &TestContext) -> CheckResult {
+fn body_requires_its_own_stream(context: &TestContext) -> CheckResult {
     context.conditional_kernels()?;
     let stream = context.stream()?;
     context.begin_capture(stream)?;
@@ -200,7 +200,7 @@ fn a_body_needs_a_stream_of_its_own(context: &TestContext) -> CheckResult {
 /// Puts something into a stream.
 type Put<'a> = &'a dyn Fn(StreamId) -> warpool_driver::Result<()>;
 
-fn bodies_hold_no_callbacks_events_or_allocations(context: &TestContext) -> CheckResult {
+fn bodies_reject_callbacks_events_and_allocations(context: &TestContext) -> CheckResult {
     context.conditional_kernels()?;
     let (driver, event, pool) = (&context.driver, context.event()?, context.pool()?);
     let cases: [(&str, Put<'_>); 4] = [

@@ -8,28 +8,28 @@ use crate::context::{Resource, TestContext, to_bytes};
 use crate::expect::{CheckResult, expect_error, expect_error_of, expect_slice_eq};
 
 pub(crate) const CHECKS: &[Check] = crate::checks![
-    copies_move_exactly_their_bytes,
-    uploads_and_downloads_move_exactly_their_bytes,
-    large_copies_arrive_whole,
-    fills_write_every_pattern,
-    patterns_need_aligned_addresses,
-    nothing_is_moved_by_no_bytes,
-    ranges_past_the_end_are_refused,
-    memory_that_is_not_pinned_is_refused,
-    copies_keep_their_place_in_the_stream,
-    copies_and_fills_do_not_wait,
-    uploads_wait_for_the_default_stream,
-    uploads_ignore_non_blocking_streams,
-    a_device_copies_to_itself_as_a_peer,
-    copies_cross_devices,
-    kernels_cross_devices_with_peer_access,
+    copies_write_exactly_their_range,
+    uploads_and_downloads_transfer_exactly_their_range,
+    large_copies_are_complete,
+    fills_support_every_pattern,
+    misaligned_patterns_are_rejected,
+    zero_length_copies_and_fills_are_no_ops,
+    out_of_range_copies_are_rejected,
+    pageable_memory_is_rejected,
+    copies_run_in_submission_order,
+    copies_and_fills_are_asynchronous,
+    uploads_wait_for_legacy_and_blocking_streams,
+    uploads_do_not_wait_for_non_blocking_streams,
+    peer_copy_within_one_device,
+    peer_copy_between_two_devices,
+    kernels_access_peer_memory,
     ; provoking hazards:
-    freed_memory_is_refused,
+    freed_memory_is_rejected,
 ];
 
 const ROOM: usize = 70_000;
 
-fn copies_move_exactly_their_bytes(context: &TestContext) -> CheckResult {
+fn copies_write_exactly_their_range(context: &TestContext) -> CheckResult {
     let stream = context.stream()?;
     let sizes = [1, 2, 3, 7, 64, 1001, 4096, 65_537];
     for (from_host, to_host) in [(true, false), (false, false), (false, true), (true, true)] {
@@ -69,7 +69,7 @@ fn moved(address: Address, by: usize) -> Address {
     }
 }
 
-fn uploads_and_downloads_move_exactly_their_bytes(context: &TestContext) -> CheckResult {
+fn uploads_and_downloads_transfer_exactly_their_range(context: &TestContext) -> CheckResult {
     let mut want = context.random_bytes(ROOM);
     let ptr = context.alloc_bytes(&want)?;
     for n in [1, 3, 255, 4097, 65_535] {
@@ -82,7 +82,7 @@ fn uploads_and_downloads_move_exactly_their_bytes(context: &TestContext) -> Chec
     Ok(())
 }
 
-fn large_copies_arrive_whole(context: &TestContext) -> CheckResult {
+fn large_copies_are_complete(context: &TestContext) -> CheckResult {
     const N: u32 = 4 << 20;
     let (stream, bytes) = (context.stream()?, 4 * u64::from(N));
     let (first, second, back) = (context.alloc(bytes)?, context.alloc(bytes)?, context.alloc_pinned(bytes)?);
@@ -93,7 +93,7 @@ fn large_copies_arrive_whole(context: &TestContext) -> CheckResult {
     expect_slice_eq("16 MiB", &context.read_pinned(back, bytes as usize)?, &to_bytes(&(0..N).collect::<Vec<_>>()))
 }
 
-fn fills_write_every_pattern(context: &TestContext) -> CheckResult {
+fn fills_support_every_pattern(context: &TestContext) -> CheckResult {
     let stream = context.stream()?;
     let mut want = context.random_bytes(8192);
     let ptr = context.alloc_bytes(&want)?;
@@ -119,7 +119,7 @@ fn fills_write_every_pattern(context: &TestContext) -> CheckResult {
     expect_slice_eq("the filled memory and its neighbours", &context.read_bytes(ptr, 8192)?, &want)
 }
 
-fn patterns_need_aligned_addresses(context: &TestContext) -> CheckResult {
+fn misaligned_patterns_are_rejected(context: &TestContext) -> CheckResult {
     let (stream, ptr) = (context.stream()?, context.alloc_bytes(&[7; 64])?);
     for (pattern, offset) in [(Pattern::U16(1), 1), (Pattern::U32(1), 1), (Pattern::U32(1), 2)] {
         expect_error(context.driver.fill(ptr.offset(offset), pattern, 1, stream), InvalidValue)?;
@@ -128,7 +128,7 @@ fn patterns_need_aligned_addresses(context: &TestContext) -> CheckResult {
     expect_slice_eq("the memory after the failures", &context.read_bytes(ptr, 64)?, &[7; 64])
 }
 
-fn nothing_is_moved_by_no_bytes(context: &TestContext) -> CheckResult {
+fn zero_length_copies_and_fills_are_no_ops(context: &TestContext) -> CheckResult {
     let (stream, ptr, pinned) =
         (context.stream()?, context.alloc_bytes(&[7; 64])?, context.alloc_pinned_bytes(&[8; 64])?);
     context.driver.copy(ptr.into(), pinned.into(), 0, stream)?;
@@ -139,7 +139,7 @@ fn nothing_is_moved_by_no_bytes(context: &TestContext) -> CheckResult {
     expect_slice_eq("the memory", &context.read_bytes(ptr, 64)?, &[7; 64])
 }
 
-fn ranges_past_the_end_are_refused(context: &TestContext) -> CheckResult {
+fn out_of_range_copies_are_rejected(context: &TestContext) -> CheckResult {
     const BYTES: u64 = 1 << 20;
     let stream = context.stream()?;
     let ptr = context.alloc_bytes(&vec![7; BYTES as usize])?;
@@ -163,7 +163,7 @@ fn ranges_past_the_end_are_refused(context: &TestContext) -> CheckResult {
     )
 }
 
-fn freed_memory_is_refused(context: &TestContext) -> CheckResult {
+fn freed_memory_is_rejected(context: &TestContext) -> CheckResult {
     let (stream, other) = (context.stream()?, context.alloc_bytes(&[7; 64])?);
     let gone = context.alloc(8 << 20)?;
     context.free(gone)?;
@@ -177,7 +177,7 @@ fn freed_memory_is_refused(context: &TestContext) -> CheckResult {
     expect_slice_eq("the memory after the failures", &context.read_bytes(other, 64)?, &[7; 64])
 }
 
-fn memory_that_is_not_pinned_is_refused(context: &TestContext) -> CheckResult {
+fn pageable_memory_is_rejected(context: &TestContext) -> CheckResult {
     let (stream, ptr) = (context.stream()?, context.alloc_bytes(&[7; 64])?);
     let ordinary = context.host_pages(1).ptr();
     expect_error(context.driver.copy(ptr.into(), ordinary.into(), 16, stream), InvalidValue)?;
@@ -186,7 +186,7 @@ fn memory_that_is_not_pinned_is_refused(context: &TestContext) -> CheckResult {
     expect_slice_eq("the memory after the failures", &context.read_bytes(ptr, 64)?, &[7; 64])
 }
 
-fn copies_keep_their_place_in_the_stream(context: &TestContext) -> CheckResult {
+fn copies_run_in_submission_order(context: &TestContext) -> CheckResult {
     let (stream, n) = (context.stream()?, 512_u32);
     let ptr = context.alloc_words(&vec![0; n as usize])?;
     let back = context.alloc_pinned(16 * 4 * u64::from(n))?;
@@ -201,7 +201,7 @@ fn copies_keep_their_place_in_the_stream(context: &TestContext) -> CheckResult {
     expect_slice_eq("sixteen snapshots", &context.read_pinned(back, 16 * 4 * n as usize)?, &to_bytes(&want))
 }
 
-fn copies_and_fills_do_not_wait(context: &TestContext) -> CheckResult {
+fn copies_and_fills_are_asynchronous(context: &TestContext) -> CheckResult {
     let (stream, ptr, pinned) = (context.stream()?, context.alloc(4096)?, context.alloc_pinned_bytes(&[5; 4096])?);
     context.keep_busy(stream)?;
     context.driver.fill(ptr, Pattern::U8(1), 4096, stream)?;
@@ -212,7 +212,7 @@ fn copies_and_fills_do_not_wait(context: &TestContext) -> CheckResult {
     expect_slice_eq("what they left", &context.read_bytes(ptr, 4096)?, &want)
 }
 
-fn uploads_wait_for_the_default_stream(context: &TestContext) -> CheckResult {
+fn uploads_wait_for_legacy_and_blocking_streams(context: &TestContext) -> CheckResult {
     let (legacy, blocking) = (context.legacy_stream()?, context.blocking_stream()?);
     let ptr = context.alloc_bytes(&[0; 64])?;
     for stream in [legacy, blocking] {
@@ -228,7 +228,7 @@ fn uploads_wait_for_the_default_stream(context: &TestContext) -> CheckResult {
     Ok(())
 }
 
-fn uploads_ignore_non_blocking_streams(context: &TestContext) -> CheckResult {
+fn uploads_do_not_wait_for_non_blocking_streams(context: &TestContext) -> CheckResult {
     let (stream, ptr) = (context.stream()?, context.alloc(64)?);
     context.keep_busy(stream)?;
     context.driver.upload(context.device_id, ptr, &[6; 64])?;
@@ -236,7 +236,7 @@ fn uploads_ignore_non_blocking_streams(context: &TestContext) -> CheckResult {
     context.expect_busy("the non-blocking stream", stream)
 }
 
-fn a_device_copies_to_itself_as_a_peer(context: &TestContext) -> CheckResult {
+fn peer_copy_within_one_device(context: &TestContext) -> CheckResult {
     let (stream, here, bytes) = (context.stream()?, context.device_id, context.random_bytes(5001));
     let (src, dst) = (context.alloc_bytes(&bytes)?, context.alloc(5001)?);
     context.driver.copy_peer(dst, here, src, here, 5001, stream)?;
@@ -244,7 +244,7 @@ fn a_device_copies_to_itself_as_a_peer(context: &TestContext) -> CheckResult {
     expect_slice_eq("the copy", &context.read_bytes(dst, 5001)?, &bytes)
 }
 
-fn copies_cross_devices(context: &TestContext) -> CheckResult {
+fn peer_copy_between_two_devices(context: &TestContext) -> CheckResult {
     let (here, there) = (context.device_id, context.second_device_id()?);
     let (stream, bytes) = (context.stream()?, context.random_bytes(9999));
     let (src, back) = (context.alloc_bytes(&bytes)?, context.alloc(9999)?);
@@ -259,7 +259,7 @@ fn copies_cross_devices(context: &TestContext) -> CheckResult {
     expect_slice_eq("what came back", &context.read_bytes(back, 9999)?, &bytes)
 }
 
-fn kernels_cross_devices_with_peer_access(context: &TestContext) -> CheckResult {
+fn kernels_access_peer_memory(context: &TestContext) -> CheckResult {
     let there = context.peer_device_id()?;
     let (stream, n) = (context.stream()?, 1000_u32);
     let far = context.alloc_on(there, 4000)?;

@@ -13,23 +13,23 @@ use crate::context::{SOURCE, TestContext};
 use crate::expect::{CheckResult, expect, expect_eq, expect_error, expect_error_of, skip};
 
 pub(crate) const CHECKS: &[Check] = crate::checks![
-    asking_makes_no_context,
-    there_is_a_device,
-    properties_are_sane,
-    properties_and_queries_agree_on_peers,
-    a_device_out_of_range_is_refused_by_every_call,
-    a_context_is_held_until_released,
-    a_fresh_thread_has_no_device_and_works,
-    the_current_device_belongs_to_the_thread,
-    calls_leave_the_current_device_alone,
-    every_device_can_be_current,
-    synchronize_waits_for_all_streams,
-    a_device_is_no_peer_of_itself,
-    peer_access_is_switched_on_and_off_once,
-    the_clock_moves_with_the_work,
+    queries_create_no_context,
+    device_count_includes_the_device,
+    properties_are_plausible,
+    peer_list_matches_peer_queries,
+    invalid_device_is_rejected_by_every_call,
+    context_stays_active_until_last_release,
+    new_thread_has_no_current_device_but_can_work,
+    current_device_is_per_thread,
+    calls_do_not_change_the_current_device,
+    every_device_can_be_made_current,
+    device_synchronize_waits_for_all_streams,
+    device_is_not_its_own_peer,
+    peer_access_is_enabled_and_disabled_once,
+    clock_advances_with_work,
 ];
 
-fn asking_makes_no_context(context: &TestContext) -> CheckResult {
+fn queries_create_no_context(context: &TestContext) -> CheckResult {
     let driver = &context.driver;
     let count = driver.device_count()?;
     let mut asleep = None;
@@ -48,13 +48,13 @@ fn asking_makes_no_context(context: &TestContext) -> CheckResult {
     expect(!driver.context_is_active(device)?, "a device that still has no context")
 }
 
-fn there_is_a_device(context: &TestContext) -> CheckResult {
+fn device_count_includes_the_device(context: &TestContext) -> CheckResult {
     let count = context.driver.device_count()?;
     expect(context.device_id.0 < count, "the device under test is one of those counted")?;
     expect_eq("the count, asked again", context.driver.device_count()?, count)
 }
 
-fn properties_are_sane(context: &TestContext) -> CheckResult {
+fn properties_are_plausible(context: &TestContext) -> CheckResult {
     let first = context.properties()?;
     expect(!first.name.is_empty(), "a name")?;
     expect(first.compute_capability.0 >= 1, "a compute capability")?;
@@ -69,7 +69,7 @@ fn properties_are_sane(context: &TestContext) -> CheckResult {
     expect_eq("the properties, asked again", context.properties()?, first)
 }
 
-fn properties_and_queries_agree_on_peers(context: &TestContext) -> CheckResult {
+fn peer_list_matches_peer_queries(context: &TestContext) -> CheckResult {
     let count = context.driver.device_count()?;
     for device in (0..count).map(DeviceId) {
         let listed = context.driver.device_properties(device)?.peers;
@@ -81,7 +81,7 @@ fn properties_and_queries_agree_on_peers(context: &TestContext) -> CheckResult {
     Ok(())
 }
 
-fn a_device_out_of_range_is_refused_by_every_call(context: &TestContext) -> CheckResult {
+fn invalid_device_is_rejected_by_every_call(context: &TestContext) -> CheckResult {
     let (driver, here) = (&context.driver, context.device_id);
     let memory = context.alloc(64)?;
     let stream = context.stream()?;
@@ -128,7 +128,7 @@ fn a_device_out_of_range_is_refused_by_every_call(context: &TestContext) -> Chec
     Ok(())
 }
 
-fn a_context_is_held_until_released(context: &TestContext) -> CheckResult {
+fn context_stays_active_until_last_release(context: &TestContext) -> CheckResult {
     let (driver, device) = (&context.driver, context.device_id);
     let first = driver.context_retain(device)?;
     let second = driver.context_retain(device);
@@ -141,7 +141,7 @@ fn a_context_is_held_until_released(context: &TestContext) -> CheckResult {
     expect_error(driver.context_release(device), InvalidContext)
 }
 
-fn a_fresh_thread_has_no_device_and_works(context: &TestContext) -> CheckResult {
+fn new_thread_has_no_current_device_but_can_work(context: &TestContext) -> CheckResult {
     let words = context.random_words(64);
     context.kernels()?;
     context.on_new_thread(|| {
@@ -158,7 +158,7 @@ fn a_fresh_thread_has_no_device_and_works(context: &TestContext) -> CheckResult 
     })
 }
 
-fn the_current_device_belongs_to_the_thread(context: &TestContext) -> CheckResult {
+fn current_device_is_per_thread(context: &TestContext) -> CheckResult {
     let (driver, device) = (&context.driver, context.device_id);
     let here = driver.current_device()?;
     context.on_new_thread(|| {
@@ -170,7 +170,7 @@ fn the_current_device_belongs_to_the_thread(context: &TestContext) -> CheckResul
     expect_eq("this thread's device", driver.current_device()?, here)
 }
 
-fn calls_leave_the_current_device_alone(context: &TestContext) -> CheckResult {
+fn calls_do_not_change_the_current_device(context: &TestContext) -> CheckResult {
     let driver = &context.driver;
     let count = driver.device_count()?;
     context.on_new_thread(|| {
@@ -188,7 +188,7 @@ fn calls_leave_the_current_device_alone(context: &TestContext) -> CheckResult {
     })
 }
 
-fn every_device_can_be_current(context: &TestContext) -> CheckResult {
+fn every_device_can_be_made_current(context: &TestContext) -> CheckResult {
     let driver = &context.driver;
     let count = driver.device_count()?;
     context.on_new_thread(|| {
@@ -201,7 +201,7 @@ fn every_device_can_be_current(context: &TestContext) -> CheckResult {
     })
 }
 
-fn synchronize_waits_for_all_streams(context: &TestContext) -> CheckResult {
+fn device_synchronize_waits_for_all_streams(context: &TestContext) -> CheckResult {
     let streams =
         [context.stream()?, context.blocking_stream()?, context.legacy_stream()?, context.per_thread_stream()?];
     let logs = [context.kernel_log(4)?, context.kernel_log(4)?, context.kernel_log(4)?, context.kernel_log(4)?];
@@ -217,14 +217,14 @@ fn synchronize_waits_for_all_streams(context: &TestContext) -> CheckResult {
     Ok(())
 }
 
-fn a_device_is_no_peer_of_itself(context: &TestContext) -> CheckResult {
+fn device_is_not_its_own_peer(context: &TestContext) -> CheckResult {
     let (driver, device) = (&context.driver, context.device_id);
     expect(!driver.peer_can_access(device, device)?, "no peer access to itself")?;
     expect_error(driver.peer_enable(device, device), PeerAccessUnsupported)?;
     expect_error(driver.peer_disable(device, device), PeerAccessNotEnabled)
 }
 
-fn peer_access_is_switched_on_and_off_once(context: &TestContext) -> CheckResult {
+fn peer_access_is_enabled_and_disabled_once(context: &TestContext) -> CheckResult {
     let (driver, device, peer) = (&context.driver, context.device_id, context.peer_device_id()?);
     expect_error(driver.peer_disable(device, peer), PeerAccessNotEnabled)?;
     driver.peer_enable(device, peer)?;
@@ -234,7 +234,7 @@ fn peer_access_is_switched_on_and_off_once(context: &TestContext) -> CheckResult
     expect_error(driver.peer_disable(device, peer), PeerAccessNotEnabled)
 }
 
-fn the_clock_moves_with_the_work(context: &TestContext) -> CheckResult {
+fn clock_advances_with_work(context: &TestContext) -> CheckResult {
     let stream = context.stream()?;
     context.kernels()?;
     let begun = context.driver.now();

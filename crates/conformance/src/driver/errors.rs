@@ -10,14 +10,14 @@ use crate::expect::{CheckResult, expect, expect_eq, expect_error, expect_slice_e
 
 pub(crate) const CHECKS: &[Check] = crate::checks![
     ; provoking hazards:
-    an_illegal_access_is_reported_when_waited_for,
-    a_broken_device_stays_broken,
-    a_broken_device_is_broken_for_every_thread,
-    a_broken_device_still_says_what_it_is,
-    other_devices_go_on,
+    illegal_access_is_reported_at_synchronization,
+    sticky_error_is_returned_by_later_calls,
+    sticky_error_is_returned_on_every_thread,
+    properties_are_available_after_a_sticky_error,
+    other_devices_are_not_affected,
 ];
 
-fn an_illegal_access_is_reported_when_waited_for(context: &TestContext) -> CheckResult {
+fn illegal_access_is_reported_at_synchronization(context: &TestContext) -> CheckResult {
     let stream = context.stream()?;
     let nowhere = DevicePtr(0x1234_5000);
     let args = [nowhere.into(), KernelArg::U32(1), KernelArg::U32(1)];
@@ -31,7 +31,7 @@ fn an_illegal_access_is_reported_when_waited_for(context: &TestContext) -> Check
     expect(error.is_sticky(), "an error that says that it stays")
 }
 
-fn a_broken_device_stays_broken(context: &TestContext) -> CheckResult {
+fn sticky_error_is_returned_by_later_calls(context: &TestContext) -> CheckResult {
     let (driver, device) = (&context.driver, context.device_id);
     expect_error(driver.mem_alloc(device, 512), IllegalAddress)?;
     expect_error(driver.mem_info(device), IllegalAddress)?;
@@ -42,18 +42,18 @@ fn a_broken_device_stays_broken(context: &TestContext) -> CheckResult {
     expect_error(driver.stream_default(device).and_then(|stream| driver.stream_synchronize(stream)), IllegalAddress)
 }
 
-fn a_broken_device_is_broken_for_every_thread(context: &TestContext) -> CheckResult {
+fn sticky_error_is_returned_on_every_thread(context: &TestContext) -> CheckResult {
     let (driver, device) = (&context.driver, context.device_id);
     expect_error(context.on_new_thread(|| driver.mem_alloc(device, 512)), IllegalAddress)?;
     expect_error(context.on_new_thread(|| driver.device_synchronize(device)), IllegalAddress)
 }
 
-fn a_broken_device_still_says_what_it_is(context: &TestContext) -> CheckResult {
+fn properties_are_available_after_a_sticky_error(context: &TestContext) -> CheckResult {
     expect(context.driver.device_count()? > context.device_id.0, "a device to be counted still")?;
     expect(!context.properties()?.name.is_empty(), "its properties")
 }
 
-fn other_devices_go_on(context: &TestContext) -> CheckResult {
+fn other_devices_are_not_affected(context: &TestContext) -> CheckResult {
     let other = context.second_device_id()?;
     let bytes = context.random_bytes(1000);
     let ptr = context.driver.mem_alloc(other, 1000)?;

@@ -10,37 +10,37 @@ use crate::context::{Resource, TestContext};
 use crate::expect::{CheckResult, expect, expect_eq, expect_error, expect_error_of};
 
 pub(crate) const CHECKS: &[Check] = crate::checks![
-    a_never_recorded_event_is_done,
-    query_tells_running_from_done,
-    synchronize_waits_for_its_mark_only,
-    recording_again_moves_the_mark,
+    unrecorded_event_is_complete,
+    query_reports_unfinished_work,
+    synchronize_waits_only_for_work_before_the_record,
+    second_record_replaces_the_first,
     elapsed_time_is_signed,
-    elapsed_time_needs_finished_work,
-    elapsed_time_needs_timing_and_a_mark,
-    an_event_is_no_time_from_itself,
-    a_blocking_event_waits_too,
-    interprocess_excludes_timing,
-    only_interprocess_events_are_exported,
-    importing_ones_own_event_is_refused,
-    external_use_needs_a_capture,
-    ids_are_never_used_again,
-    a_destroyed_event_is_still_waited_for,
-    a_mark_on_the_default_stream_covers_blocking_streams,
+    elapsed_time_requires_complete_events,
+    elapsed_time_requires_recorded_timing_events,
+    elapsed_time_to_itself_is_zero,
+    blocking_sync_event_can_be_synchronized,
+    interprocess_event_cannot_have_timing,
+    only_interprocess_events_can_be_exported,
+    own_event_cannot_be_imported,
+    external_scope_requires_a_capture,
+    ids_are_not_reused,
+    destroying_an_event_keeps_its_waits,
+    record_on_legacy_stream_includes_blocking_streams,
     any_thread_may_use_an_event,
-    an_event_belongs_to_one_device,
-    a_wait_orders_two_devices,
-    an_event_never_made_is_unknown,
+    event_is_recorded_only_on_its_device,
+    event_wait_orders_two_devices,
+    unknown_event_is_rejected,
     ; provoking hazards:
-    a_destroyed_event_is_unknown,
+    destroyed_event_is_rejected,
 ];
 
-fn a_never_recorded_event_is_done(context: &TestContext) -> CheckResult {
+fn unrecorded_event_is_complete(context: &TestContext) -> CheckResult {
     let event = context.event()?;
     expect(context.driver.event_query(event)?, "an event that marks nothing to be done")?;
     Ok(context.driver.event_synchronize(event)?)
 }
 
-fn query_tells_running_from_done(context: &TestContext) -> CheckResult {
+fn query_reports_unfinished_work(context: &TestContext) -> CheckResult {
     let (stream, event) = (context.stream()?, context.event()?);
     context.keep_busy(stream)?;
     context.record(event, stream)?;
@@ -50,7 +50,7 @@ fn query_tells_running_from_done(context: &TestContext) -> CheckResult {
     context.synchronize(stream)
 }
 
-fn synchronize_waits_for_its_mark_only(context: &TestContext) -> CheckResult {
+fn synchronize_waits_only_for_work_before_the_record(context: &TestContext) -> CheckResult {
     let (stream, event, log) = (context.stream()?, context.event()?, context.kernel_log(2)?);
     context.delay(stream)?;
     context.append(log, 1, stream)?;
@@ -61,7 +61,7 @@ fn synchronize_waits_for_its_mark_only(context: &TestContext) -> CheckResult {
     context.expect_log(log, &[1])
 }
 
-fn recording_again_moves_the_mark(context: &TestContext) -> CheckResult {
+fn second_record_replaces_the_first(context: &TestContext) -> CheckResult {
     let (stream, event, log) = (context.stream()?, context.event()?, context.kernel_log(2)?);
     context.append(log, 1, stream)?;
     context.record(event, stream)?;
@@ -88,7 +88,7 @@ fn elapsed_time_is_signed(context: &TestContext) -> CheckResult {
     expect_eq("the way back", back, -there)
 }
 
-fn elapsed_time_needs_finished_work(context: &TestContext) -> CheckResult {
+fn elapsed_time_requires_complete_events(context: &TestContext) -> CheckResult {
     let (stream, start, end) = (context.stream()?, context.timing_event()?, context.timing_event()?);
     context.kernels()?;
     context.record(start, stream)?;
@@ -101,7 +101,7 @@ fn elapsed_time_needs_finished_work(context: &TestContext) -> CheckResult {
     Ok(())
 }
 
-fn elapsed_time_needs_timing_and_a_mark(context: &TestContext) -> CheckResult {
+fn elapsed_time_requires_recorded_timing_events(context: &TestContext) -> CheckResult {
     let (stream, timed, plain, never) =
         (context.stream()?, context.timing_event()?, context.event()?, context.timing_event()?);
     let elapsed = |start, end| context.driver.event_elapsed_ms(start, end);
@@ -116,14 +116,14 @@ fn elapsed_time_needs_timing_and_a_mark(context: &TestContext) -> CheckResult {
     expect_error(elapsed(never, timed), InvalidHandle)
 }
 
-fn an_event_is_no_time_from_itself(context: &TestContext) -> CheckResult {
+fn elapsed_time_to_itself_is_zero(context: &TestContext) -> CheckResult {
     let (stream, event) = (context.stream()?, context.timing_event()?);
     context.record(event, stream)?;
     context.synchronize(stream)?;
     expect_eq("the time", context.driver.event_elapsed_ms(event, event)?, 0.0)
 }
 
-fn a_blocking_event_waits_too(context: &TestContext) -> CheckResult {
+fn blocking_sync_event_can_be_synchronized(context: &TestContext) -> CheckResult {
     let stream = context.stream()?;
     let event = context.event_with(EventOptions { blocking: true, ..EventOptions::default() })?;
     let log = context.kernel_log(1)?;
@@ -134,7 +134,7 @@ fn a_blocking_event_waits_too(context: &TestContext) -> CheckResult {
     context.expect_log(log, &[3])
 }
 
-fn interprocess_excludes_timing(context: &TestContext) -> CheckResult {
+fn interprocess_event_cannot_have_timing(context: &TestContext) -> CheckResult {
     let (stream, event) = (context.stream()?, context.interprocess_event()?);
     let both = EventOptions { timing: true, blocking: false, interprocess: true };
     expect_error(context.driver.event_create(context.device_id, both), InvalidValue)?;
@@ -144,7 +144,7 @@ fn interprocess_excludes_timing(context: &TestContext) -> CheckResult {
     expect_error(context.driver.event_elapsed_ms(event, event), InvalidHandle)
 }
 
-fn only_interprocess_events_are_exported(context: &TestContext) -> CheckResult {
+fn only_interprocess_events_can_be_exported(context: &TestContext) -> CheckResult {
     let (first, second) = (context.interprocess_event()?, context.interprocess_event()?);
     expect_error(context.driver.event_export(context.event()?), InvalidHandle)?;
     expect_error(context.driver.event_export(context.timing_event()?), InvalidHandle)?;
@@ -152,13 +152,13 @@ fn only_interprocess_events_are_exported(context: &TestContext) -> CheckResult {
     expect(first != second, "two events to have two names")
 }
 
-fn importing_ones_own_event_is_refused(context: &TestContext) -> CheckResult {
+fn own_event_cannot_be_imported(context: &TestContext) -> CheckResult {
     let handle = context.driver.event_export(context.interprocess_event()?)?;
     expect_error(context.driver.event_import(context.device_id, &handle), InvalidContext)?;
     expect_error(context.driver.event_import(context.device_id, &IpcEventHandle([7; 64])), MapFailed)
 }
 
-fn external_use_needs_a_capture(context: &TestContext) -> CheckResult {
+fn external_scope_requires_a_capture(context: &TestContext) -> CheckResult {
     let (stream, event) = (context.stream()?, context.event()?);
     context.keep_busy(stream)?;
     expect_error(context.driver.event_record(event, stream, EventScope::External), IllegalState)?;
@@ -167,7 +167,7 @@ fn external_use_needs_a_capture(context: &TestContext) -> CheckResult {
     expect_error(context.driver.stream_wait_event(stream, event, EventScope::External), IllegalState)
 }
 
-fn ids_are_never_used_again(context: &TestContext) -> CheckResult {
+fn ids_are_not_reused(context: &TestContext) -> CheckResult {
     let mut seen = BTreeSet::new();
     for _ in 0..200 {
         let event = context.event()?;
@@ -177,7 +177,7 @@ fn ids_are_never_used_again(context: &TestContext) -> CheckResult {
     Ok(())
 }
 
-fn a_destroyed_event_is_still_waited_for(context: &TestContext) -> CheckResult {
+fn destroying_an_event_keeps_its_waits(context: &TestContext) -> CheckResult {
     let (first, second, event, log) = (context.stream()?, context.stream()?, context.event()?, context.kernel_log(2)?);
     context.delay(first)?;
     context.append(log, 1, first)?;
@@ -189,7 +189,7 @@ fn a_destroyed_event_is_still_waited_for(context: &TestContext) -> CheckResult {
     context.expect_log(log, &[1, 2])
 }
 
-fn a_mark_on_the_default_stream_covers_blocking_streams(context: &TestContext) -> CheckResult {
+fn record_on_legacy_stream_includes_blocking_streams(context: &TestContext) -> CheckResult {
     let (legacy, blocking, event) = (context.legacy_stream()?, context.blocking_stream()?, context.event()?);
     context.keep_busy(blocking)?;
     context.record(event, legacy)?;
@@ -212,7 +212,7 @@ fn any_thread_may_use_an_event(context: &TestContext) -> CheckResult {
     context.expect_log(log, &[4])
 }
 
-fn an_event_belongs_to_one_device(context: &TestContext) -> CheckResult {
+fn event_is_recorded_only_on_its_device(context: &TestContext) -> CheckResult {
     let other = context.second_device_id()?;
     let there = context.stream_on(other, StreamOptions::default())?;
     let event = context.event()?;
@@ -220,7 +220,7 @@ fn an_event_belongs_to_one_device(context: &TestContext) -> CheckResult {
     expect(context.driver.event_query(event)?, "the event to mark nothing still")
 }
 
-fn a_wait_orders_two_devices(context: &TestContext) -> CheckResult {
+fn event_wait_orders_two_devices(context: &TestContext) -> CheckResult {
     let other = context.second_device_id()?;
     let there = context.stream_on(other, StreamOptions::default())?;
     let (here, event) = (context.stream()?, context.event()?);
@@ -235,11 +235,11 @@ fn a_wait_orders_two_devices(context: &TestContext) -> CheckResult {
     context.expect_idle("the stream that was waited for", here)
 }
 
-fn an_event_never_made_is_unknown(context: &TestContext) -> CheckResult {
+fn unknown_event_is_rejected(context: &TestContext) -> CheckResult {
     unknown(context, EventId(u64::MAX))
 }
 
-fn a_destroyed_event_is_unknown(context: &TestContext) -> CheckResult {
+fn destroyed_event_is_rejected(context: &TestContext) -> CheckResult {
     let event = context.event()?;
     context.destroy_event(event)?;
     unknown(context, event)

@@ -43,7 +43,7 @@ fn appender(context: &TestContext, log: KernelLog, stream: StreamId) -> CheckRes
     Ok((graph, context.instantiate(graph)?, kernels(context, graph)?[0]))
 }
 
-pub(super) fn new_arguments_count_from_the_next_launch_on(context: &TestContext) -> CheckResult {
+pub(super) fn new_kernel_arguments_apply_to_later_launches(context: &TestContext) -> CheckResult {
     let (stream, log) = (context.stream()?, context.kernel_log(8)?);
     let (_, exec, node) = appender(context, log, stream)?;
     context.launch_graph(exec, stream)?;
@@ -56,7 +56,7 @@ pub(super) fn new_arguments_count_from_the_next_launch_on(context: &TestContext)
     context.expect_log(log, &[1, 2, 3, 4, 4])
 }
 
-pub(super) fn launches_under_way_keep_their_arguments(context: &TestContext) -> CheckResult {
+pub(super) fn submitted_launches_keep_their_arguments(context: &TestContext) -> CheckResult {
     let (stream, log) = (context.stream()?, context.kernel_log(8)?);
     let graph = context.capture(stream, || {
         context.delay(stream)?;
@@ -73,7 +73,7 @@ pub(super) fn launches_under_way_keep_their_arguments(context: &TestContext) -> 
     context.expect_log(log, &[1, 2, 10, 2, 10, 20])
 }
 
-pub(super) fn new_arguments_are_of_one_executable(context: &TestContext) -> CheckResult {
+pub(super) fn new_kernel_arguments_apply_to_one_executable(context: &TestContext) -> CheckResult {
     let (stream, log) = (context.stream()?, context.kernel_log(8)?);
     let (graph, first, node) = appender(context, log, stream)?;
     let second = context.instantiate(graph)?;
@@ -84,7 +84,7 @@ pub(super) fn new_arguments_are_of_one_executable(context: &TestContext) -> Chec
     context.expect_log(log, &[2, 1, 1])
 }
 
-pub(super) fn arguments_can_be_set_while_streams_capture(context: &TestContext) -> CheckResult {
+pub(super) fn kernel_arguments_can_be_set_during_a_capture(context: &TestContext) -> CheckResult {
     let (stream, other, log) = (context.stream()?, context.stream()?, context.kernel_log(8)?);
     let (_, exec, node) = appender(context, log, stream)?;
     context.driver.capture_begin(other, CaptureMode::Global)?;
@@ -95,7 +95,7 @@ pub(super) fn arguments_can_be_set_while_streams_capture(context: &TestContext) 
     context.expect_log(log, &[2])
 }
 
-pub(super) fn arguments_for_other_nodes_are_refused(context: &TestContext) -> CheckResult {
+pub(super) fn kernel_arguments_for_other_nodes_are_rejected(context: &TestContext) -> CheckResult {
     let (stream, log, memory) = (context.stream()?, context.kernel_log(8)?, context.alloc(64)?);
     let graph = context.capture(stream, || {
         context.append(log, 1, stream)?;
@@ -113,7 +113,7 @@ pub(super) fn arguments_for_other_nodes_are_refused(context: &TestContext) -> Ch
     context.expect_log(log, &[1])
 }
 
-pub(super) fn a_destroyed_template_has_no_nodes_to_set(context: &TestContext) -> CheckResult {
+pub(super) fn nodes_of_a_destroyed_graph_are_rejected(context: &TestContext) -> CheckResult {
     let (stream, log) = (context.stream()?, context.kernel_log(8)?);
     let (graph, exec, node) = appender(context, log, stream)?;
     set(context, exec, node, log, 2)?;
@@ -124,7 +124,7 @@ pub(super) fn a_destroyed_template_has_no_nodes_to_set(context: &TestContext) ->
     context.expect_log(log, &[2])
 }
 
-pub(super) fn nodes_of_bodies_cannot_be_set(context: &TestContext) -> CheckResult {
+pub(super) fn nodes_of_conditional_bodies_are_rejected(context: &TestContext) -> CheckResult {
     context.conditional_kernels()?;
     let (stream, inner, log) = (context.stream()?, context.stream()?, context.kernel_log(8)?);
     let mut body = None;

@@ -9,50 +9,51 @@ use warpool_driver::{
 };
 
 use super::exec_params::{
-    a_destroyed_template_has_no_nodes_to_set, arguments_can_be_set_while_streams_capture,
-    arguments_for_other_nodes_are_refused, launches_under_way_keep_their_arguments,
-    new_arguments_are_of_one_executable, new_arguments_count_from_the_next_launch_on, nodes_of_bodies_cannot_be_set,
+    kernel_arguments_can_be_set_during_a_capture, kernel_arguments_for_other_nodes_are_rejected,
+    new_kernel_arguments_apply_to_later_launches, new_kernel_arguments_apply_to_one_executable,
+    nodes_of_a_destroyed_graph_are_rejected, nodes_of_conditional_bodies_are_rejected,
+    submitted_launches_keep_their_arguments,
 };
 use crate::check::Check;
 use crate::context::{Capture, Resource, TestContext, mix_u32_on_host, to_bytes};
 use crate::expect::{CheckResult, expect, expect_eq, expect_error, expect_error_of, expect_slice_eq};
 
 pub(crate) const CHECKS: &[Check] = crate::checks![
-    every_replay_has_its_effect,
-    long_chains_keep_their_order,
-    edges_are_respected,
-    random_graphs_compute_what_their_order_says,
-    a_launch_keeps_its_place_in_the_stream,
-    any_stream_can_launch,
+    every_launch_runs_the_captured_work,
+    long_chains_run_in_order,
+    edges_order_the_nodes,
+    random_graphs_compute_correct_results,
+    launch_runs_in_submission_order,
+    any_stream_can_launch_a_graph,
     launches_of_one_executable_do_not_overlap,
-    a_template_serves_many_executables,
-    executables_outlive_their_template,
-    a_destroyed_executable_finishes_its_launch,
-    an_empty_graph_can_be_launched,
-    copies_read_what_is_there_at_replay,
-    callbacks_run_at_every_replay,
-    an_external_record_happens_at_replay,
-    an_external_wait_happens_at_replay,
-    allocations_have_the_same_address_at_every_replay,
-    unfreed_allocations_can_be_freed_at_the_next_launch,
-    node_priorities_change_no_results,
-    the_shape_is_what_was_captured,
-    the_dot_text_is_for_people,
-    handles_are_there_for_others,
-    new_arguments_count_from_the_next_launch_on,
-    launches_under_way_keep_their_arguments,
-    new_arguments_are_of_one_executable,
-    arguments_can_be_set_while_streams_capture,
-    arguments_for_other_nodes_are_refused,
-    a_destroyed_template_has_no_nodes_to_set,
-    nodes_of_bodies_cannot_be_set,
-    graphs_never_made_are_unknown,
+    graph_can_be_instantiated_several_times,
+    executable_survives_destruction_of_its_graph,
+    destroyed_executable_finishes_its_launch,
+    empty_graph_can_be_launched,
+    copies_read_memory_at_launch,
+    callbacks_run_at_every_launch,
+    external_record_happens_at_launch,
+    external_wait_happens_at_launch,
+    allocation_nodes_keep_their_address,
+    unfreed_allocations_are_freed_at_the_next_launch,
+    node_priorities_do_not_change_results,
+    topology_matches_the_capture,
+    dot_output_describes_the_graph,
+    raw_handles_are_distinct,
+    new_kernel_arguments_apply_to_later_launches,
+    submitted_launches_keep_their_arguments,
+    new_kernel_arguments_apply_to_one_executable,
+    kernel_arguments_can_be_set_during_a_capture,
+    kernel_arguments_for_other_nodes_are_rejected,
+    nodes_of_a_destroyed_graph_are_rejected,
+    nodes_of_conditional_bodies_are_rejected,
+    unknown_graphs_are_rejected,
     ; provoking hazards:
-    a_launch_cannot_be_captured,
-    destroyed_graphs_are_unknown,
+    graph_launch_cannot_be_captured,
+    destroyed_graphs_are_rejected,
 ];
 
-fn every_replay_has_its_effect(context: &TestContext) -> CheckResult {
+fn every_launch_runs_the_captured_work(context: &TestContext) -> CheckResult {
     let (stream, n) = (context.stream()?, 777_u32);
     let words = context.random_words(n as usize);
     context.kernels()?;
@@ -67,7 +68,7 @@ fn every_replay_has_its_effect(context: &TestContext) -> CheckResult {
     expect_slice_eq("after twenty launches", &context.read_words(data, n as usize)?, &want)
 }
 
-fn long_chains_keep_their_order(context: &TestContext) -> CheckResult {
+fn long_chains_run_in_order(context: &TestContext) -> CheckResult {
     let (stream, log) = (context.stream()?, context.kernel_log(400)?);
     let exec = context.capture_exec(stream, || (0..200).try_for_each(|value| context.append(log, value, stream)))?;
     context.launch_graph(exec, stream)?;
@@ -75,7 +76,7 @@ fn long_chains_keep_their_order(context: &TestContext) -> CheckResult {
     context.expect_log(log, &(0..200).chain(0..200).collect::<Vec<_>>())
 }
 
-fn edges_are_respected(context: &TestContext) -> CheckResult {
+fn edges_order_the_nodes(context: &TestContext) -> CheckResult {
     let (root, left, right, n) = (context.stream()?, context.stream()?, context.stream()?, 300_u32);
     let mix = context.kernels()?.mix_u32;
     let (top, one, two, bottom) = (words(context, n)?, words(context, n)?, words(context, n)?, words(context, n)?);
@@ -118,7 +119,7 @@ fn words(context: &TestContext, n: u32) -> CheckResult<warpool_driver::DevicePtr
 }
 
 /// A random program over several streams, captured; each replay must compute what a single stream would have.
-fn random_graphs_compute_what_their_order_says(context: &TestContext) -> CheckResult {
+fn random_graphs_compute_correct_results(context: &TestContext) -> CheckResult {
     const N: u32 = 64;
     const BUFFERS: usize = 5;
     let streams = [context.stream()?, context.stream()?, context.stream()?];
@@ -165,7 +166,7 @@ fn random_graphs_compute_what_their_order_says(context: &TestContext) -> CheckRe
     Ok(())
 }
 
-fn a_launch_keeps_its_place_in_the_stream(context: &TestContext) -> CheckResult {
+fn launch_runs_in_submission_order(context: &TestContext) -> CheckResult {
     let (stream, log) = (context.stream()?, context.kernel_log(5)?);
     let exec = context.capture_exec(stream, || {
         context.delay(stream)?;
@@ -181,7 +182,7 @@ fn a_launch_keeps_its_place_in_the_stream(context: &TestContext) -> CheckResult 
     context.expect_log(log, &[1, 2, 3, 2, 4])
 }
 
-fn any_stream_can_launch(context: &TestContext) -> CheckResult {
+fn any_stream_can_launch_a_graph(context: &TestContext) -> CheckResult {
     let (stream, log) = (context.stream()?, context.kernel_log(4)?);
     let exec = context.capture_exec(stream, || context.append(log, 1, stream))?;
     for stream in
@@ -207,7 +208,7 @@ fn launches_of_one_executable_do_not_overlap(context: &TestContext) -> CheckResu
     context.expect_log(log, &[1, 2, 1, 2, 1, 2])
 }
 
-fn a_template_serves_many_executables(context: &TestContext) -> CheckResult {
+fn graph_can_be_instantiated_several_times(context: &TestContext) -> CheckResult {
     let (stream, log) = (context.stream()?, context.kernel_log(3)?);
     let graph = context.capture(stream, || context.append(log, 1, stream))?;
     let (first, second) = (context.instantiate(graph)?, context.instantiate(graph)?);
@@ -220,7 +221,7 @@ fn a_template_serves_many_executables(context: &TestContext) -> CheckResult {
     context.expect_log(log, &[1, 1, 1])
 }
 
-fn executables_outlive_their_template(context: &TestContext) -> CheckResult {
+fn executable_survives_destruction_of_its_graph(context: &TestContext) -> CheckResult {
     let (stream, log) = (context.stream()?, context.kernel_log(2)?);
     let graph = context.capture(stream, || context.append(log, 1, stream))?;
     let exec = context.instantiate(graph)?;
@@ -230,7 +231,7 @@ fn executables_outlive_their_template(context: &TestContext) -> CheckResult {
     context.expect_log(log, &[1])
 }
 
-fn a_destroyed_executable_finishes_its_launch(context: &TestContext) -> CheckResult {
+fn destroyed_executable_finishes_its_launch(context: &TestContext) -> CheckResult {
     let (stream, log) = (context.stream()?, context.kernel_log(2)?);
     let exec = context.capture_exec(stream, || {
         context.delay(stream)?;
@@ -244,7 +245,7 @@ fn a_destroyed_executable_finishes_its_launch(context: &TestContext) -> CheckRes
     context.expect_log(log, &[1, 2])
 }
 
-fn an_empty_graph_can_be_launched(context: &TestContext) -> CheckResult {
+fn empty_graph_can_be_launched(context: &TestContext) -> CheckResult {
     let (stream, log) = (context.stream()?, context.kernel_log(2)?);
     let graph = context.capture(stream, || Ok(()))?;
     let shape = context.driver.graph_topology(graph)?;
@@ -256,7 +257,7 @@ fn an_empty_graph_can_be_launched(context: &TestContext) -> CheckResult {
     context.expect_log(log, &[1, 2])
 }
 
-fn copies_read_what_is_there_at_replay(context: &TestContext) -> CheckResult {
+fn copies_read_memory_at_launch(context: &TestContext) -> CheckResult {
     let (stream, pinned, memory) = (context.stream()?, context.alloc_pinned(4096)?, context.alloc(4096)?);
     let exec = context.capture_exec(stream, || {
         context.driver.fill(memory, Pattern::U8(0), 4096, stream)?;
@@ -272,7 +273,7 @@ fn copies_read_what_is_there_at_replay(context: &TestContext) -> CheckResult {
     Ok(())
 }
 
-fn callbacks_run_at_every_replay(context: &TestContext) -> CheckResult {
+fn callbacks_run_at_every_launch(context: &TestContext) -> CheckResult {
     let stream = context.stream()?;
     let count = Arc::new(AtomicU32::new(0));
     let inside = Arc::clone(&count);
@@ -290,7 +291,7 @@ fn callbacks_run_at_every_replay(context: &TestContext) -> CheckResult {
     Ok(())
 }
 
-fn an_external_record_happens_at_replay(context: &TestContext) -> CheckResult {
+fn external_record_happens_at_launch(context: &TestContext) -> CheckResult {
     let (stream, other, event, log) = (context.stream()?, context.stream()?, context.event()?, context.kernel_log(2)?);
     let exec = context.capture_exec(stream, || {
         context.delay(stream)?;
@@ -306,7 +307,7 @@ fn an_external_record_happens_at_replay(context: &TestContext) -> CheckResult {
     context.expect_log(log, &[1, 2])
 }
 
-fn an_external_wait_happens_at_replay(context: &TestContext) -> CheckResult {
+fn external_wait_happens_at_launch(context: &TestContext) -> CheckResult {
     let (stream, other, event, log) = (context.stream()?, context.stream()?, context.event()?, context.kernel_log(4)?);
     let exec = context.capture_exec(stream, || {
         context.driver.stream_wait_event(stream, event, EventScope::External)?;
@@ -321,7 +322,7 @@ fn an_external_wait_happens_at_replay(context: &TestContext) -> CheckResult {
     context.expect_log(log, &[1, 2, 1, 2])
 }
 
-fn allocations_have_the_same_address_at_every_replay(context: &TestContext) -> CheckResult {
+fn allocation_nodes_keep_their_address(context: &TestContext) -> CheckResult {
     let (pool, stream, n) = (context.pool()?, context.stream()?, 2000_u32);
     context.kernels()?;
     let back = context.alloc_pinned(4 * u64::from(n))?;
@@ -345,7 +346,7 @@ fn allocations_have_the_same_address_at_every_replay(context: &TestContext) -> C
     Ok(())
 }
 
-fn a_launch_cannot_be_captured(context: &TestContext) -> CheckResult {
+fn graph_launch_cannot_be_captured(context: &TestContext) -> CheckResult {
     let (stream, log) = (context.stream()?, context.kernel_log(2)?);
     let exec = context.capture_exec(stream, || context.append(log, 1, stream))?;
     context.begin_capture(stream)?;
@@ -357,7 +358,7 @@ fn a_launch_cannot_be_captured(context: &TestContext) -> CheckResult {
     context.expect_log(log, &[1])
 }
 
-fn unfreed_allocations_can_be_freed_at_the_next_launch(context: &TestContext) -> CheckResult {
+fn unfreed_allocations_are_freed_at_the_next_launch(context: &TestContext) -> CheckResult {
     let (pool, stream, n) = (context.pool()?, context.stream()?, 256_u32);
     context.kernels()?;
     context.begin_capture(stream)?;
@@ -376,7 +377,7 @@ fn unfreed_allocations_can_be_freed_at_the_next_launch(context: &TestContext) ->
     context.synchronize(stream)
 }
 
-fn node_priorities_change_no_results(context: &TestContext) -> CheckResult {
+fn node_priorities_do_not_change_results(context: &TestContext) -> CheckResult {
     let urgent = warpool_driver::StreamOptions { non_blocking: true, priority: -1 };
     let (stream, other, log) = (context.stream()?, context.stream_with(urgent)?, context.kernel_log(3)?);
     let graph = context.capture(stream, || {
@@ -411,7 +412,7 @@ fn everything(context: &TestContext) -> CheckResult<GraphId> {
     })
 }
 
-fn the_shape_is_what_was_captured(context: &TestContext) -> CheckResult {
+fn topology_matches_the_capture(context: &TestContext) -> CheckResult {
     let shape = context.driver.graph_topology(everything(context)?)?;
     let kinds: Vec<_> = shape.nodes.iter().map(|node| node.kind).collect();
     let want = vec![
@@ -432,7 +433,7 @@ fn the_shape_is_what_was_captured(context: &TestContext) -> CheckResult {
     expect_eq("the edges", edges, want.map(|(from, to)| (Some(from), Some(to))).to_vec())
 }
 
-fn the_dot_text_is_for_people(context: &TestContext) -> CheckResult {
+fn dot_output_describes_the_graph(context: &TestContext) -> CheckResult {
     let text = context.driver.graph_dot(everything(context)?)?;
     expect(text.starts_with("digraph"), "a text in the DOT language")?;
     expect(text.trim_end().ends_with('}'), "all of it")?;
@@ -440,7 +441,7 @@ fn the_dot_text_is_for_people(context: &TestContext) -> CheckResult {
     expect(text.contains("add_u32"), "the kernel's name in it")
 }
 
-fn handles_are_there_for_others(context: &TestContext) -> CheckResult {
+fn raw_handles_are_distinct(context: &TestContext) -> CheckResult {
     let stream = context.stream()?;
     let (first, second) = (context.capture(stream, || Ok(()))?, context.capture(stream, || Ok(()))?);
     let raw = |graph| context.driver.graph_raw(graph);
@@ -450,11 +451,11 @@ fn handles_are_there_for_others(context: &TestContext) -> CheckResult {
     expect(raw(one)? != RawHandle(0) && raw(one)? != raw(two)?, "handles of executables")
 }
 
-fn graphs_never_made_are_unknown(context: &TestContext) -> CheckResult {
+fn unknown_graphs_are_rejected(context: &TestContext) -> CheckResult {
     unknown(context, GraphId(u64::MAX), GraphExecId(u64::MAX), context.stream()?)
 }
 
-fn destroyed_graphs_are_unknown(context: &TestContext) -> CheckResult {
+fn destroyed_graphs_are_rejected(context: &TestContext) -> CheckResult {
     let stream = context.stream()?;
     let graph = context.capture(stream, || Ok(()))?;
     let exec = context.instantiate(graph)?;

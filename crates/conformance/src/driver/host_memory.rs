@@ -10,33 +10,33 @@ use crate::context::{Resource, TestContext, to_bytes, to_words};
 use crate::expect::{CheckResult, expect_eq, expect_error, expect_error_of, expect_slice_eq, require};
 
 pub(crate) const CHECKS: &[Check] = crate::checks![
-    no_bytes_are_refused,
-    the_host_reads_what_it_wrote,
-    reads_and_writes_stay_in_their_range,
-    kernels_use_pinned_memory,
-    device_addresses_keep_offsets,
-    memory_that_is_not_pinned_has_no_device_address,
-    only_the_start_of_an_allocation_is_freed,
-    freeing_waits_for_the_device,
-    every_kind_of_pinned_memory_works,
-    memory_can_be_pinned_where_it_is,
-    nothing_is_registered_twice,
-    a_range_is_unregistered_by_its_start,
-    a_range_need_not_be_page_aligned,
-    registered_memory_is_not_freed,
-    unregistered_memory_is_not_pinned,
+    zero_bytes_are_rejected,
+    host_reads_what_it_wrote,
+    out_of_range_reads_and_writes_are_rejected,
+    kernels_access_pinned_memory,
+    device_address_preserves_offset,
+    pageable_memory_has_no_device_address,
+    only_the_start_of_an_allocation_can_be_freed,
+    free_waits_for_the_device,
+    all_host_options_work,
+    registered_memory_is_used_by_copies_and_kernels,
+    double_registration_is_rejected,
+    unregister_requires_the_start_of_a_range,
+    registered_range_need_not_be_page_aligned,
+    registered_memory_cannot_be_freed,
+    unregistered_memory_is_pageable_again,
     any_thread_may_free_pinned_memory,
-    pages_stay_while_they_are_pinned,
-    pages_are_pinned_once_at_a_time,
+    driver_keeps_registered_pages_alive,
+    pages_can_be_registered_again_after_unregister,
     ; provoking hazards:
-    nothing_is_freed_twice,
+    double_free_is_rejected,
 ];
 
-fn no_bytes_are_refused(context: &TestContext) -> CheckResult {
+fn zero_bytes_are_rejected(context: &TestContext) -> CheckResult {
     expect_error(context.driver.host_alloc(context.device_id, 0, HostOptions::default()), InvalidValue)
 }
 
-fn the_host_reads_what_it_wrote(context: &TestContext) -> CheckResult {
+fn host_reads_what_it_wrote(context: &TestContext) -> CheckResult {
     for n in [1, 3, 4096, 4097, 100_001] {
         let bytes = context.random_bytes(n);
         let ptr = context.alloc_pinned_bytes(&bytes)?;
@@ -50,7 +50,7 @@ fn the_host_reads_what_it_wrote(context: &TestContext) -> CheckResult {
     Ok(())
 }
 
-fn reads_and_writes_stay_in_their_range(context: &TestContext) -> CheckResult {
+fn out_of_range_reads_and_writes_are_rejected(context: &TestContext) -> CheckResult {
     let ptr = context.alloc_pinned_bytes(&[1; 4096])?;
     let (read, write) = (
         |ptr, n: usize| context.driver.host_read(ptr, &mut vec![0; n]),
@@ -67,7 +67,7 @@ fn reads_and_writes_stay_in_their_range(context: &TestContext) -> CheckResult {
     Ok(read(ptr.offset(4000), 96)?)
 }
 
-fn kernels_use_pinned_memory(context: &TestContext) -> CheckResult {
+fn kernels_access_pinned_memory(context: &TestContext) -> CheckResult {
     let (stream, n) = (context.stream()?, 3000_u32);
     let words = context.random_words(n as usize);
     let ptr = context.alloc_pinned_bytes(&to_bytes(&words))?;
@@ -78,7 +78,7 @@ fn kernels_use_pinned_memory(context: &TestContext) -> CheckResult {
     expect_slice_eq("what the kernel left", &to_words(&context.read_pinned(ptr, 4 * n as usize)?), &want)
 }
 
-fn device_addresses_keep_offsets(context: &TestContext) -> CheckResult {
+fn device_address_preserves_offset(context: &TestContext) -> CheckResult {
     let ptr = context.alloc_pinned(10_000)?;
     let start = context.driver.host_device_ptr(context.device_id, ptr)?;
     for offset in [8, 4096, 9999] {
@@ -88,18 +88,18 @@ fn device_addresses_keep_offsets(context: &TestContext) -> CheckResult {
     Ok(())
 }
 
-fn memory_that_is_not_pinned_has_no_device_address(context: &TestContext) -> CheckResult {
+fn pageable_memory_has_no_device_address(context: &TestContext) -> CheckResult {
     expect_error(context.driver.host_device_ptr(context.device_id, context.host_pages(1).ptr()), InvalidValue)
 }
 
-fn only_the_start_of_an_allocation_is_freed(context: &TestContext) -> CheckResult {
+fn only_the_start_of_an_allocation_can_be_freed(context: &TestContext) -> CheckResult {
     let ptr = context.alloc_pinned_bytes(&[4; 4096])?;
     expect_error(context.driver.host_free(ptr.offset(8)), InvalidValue)?;
     expect_error(context.driver.host_free(context.host_pages(1).ptr()), InvalidValue)?;
     expect_slice_eq("the memory after the failures", &context.read_pinned(ptr, 4096)?, &[4; 4096])
 }
 
-fn nothing_is_freed_twice(context: &TestContext) -> CheckResult {
+fn double_free_is_rejected(context: &TestContext) -> CheckResult {
     let ptr = context.alloc_pinned(4096)?;
     context.untrack(Resource::Pinned(ptr));
     context.driver.host_free(ptr)?;
@@ -107,7 +107,7 @@ fn nothing_is_freed_twice(context: &TestContext) -> CheckResult {
     expect_error(context.driver.host_read(ptr, &mut [0; 16]), InvalidValue)
 }
 
-fn freeing_waits_for_the_device(context: &TestContext) -> CheckResult {
+fn free_waits_for_the_device(context: &TestContext) -> CheckResult {
     let (stream, log, ptr) = (context.stream()?, context.kernel_log(1)?, context.alloc_pinned(1 << 20)?);
     context.delay(stream)?;
     context.append(log, 1, stream)?;
@@ -117,7 +117,7 @@ fn freeing_waits_for_the_device(context: &TestContext) -> CheckResult {
     context.expect_log(log, &[1])
 }
 
-fn every_kind_of_pinned_memory_works(context: &TestContext) -> CheckResult {
+fn all_host_options_work(context: &TestContext) -> CheckResult {
     let (stream, memory) = (context.stream()?, context.alloc(4096)?);
     for kind in 0..8 {
         let options = HostOptions { portable: kind & 1 != 0, mapped: kind & 2 != 0, write_combined: kind & 4 != 0 };
@@ -138,7 +138,7 @@ fn registrable(context: &TestContext, n: usize) -> CheckResult<HostRange> {
     Ok(context.host_pages(n))
 }
 
-fn memory_can_be_pinned_where_it_is(context: &TestContext) -> CheckResult {
+fn registered_memory_is_used_by_copies_and_kernels(context: &TestContext) -> CheckResult {
     let (stream, n) = (context.stream()?, 4096_u32);
     let ptr = context.register(registrable(context, 4)?)?;
     let words = context.random_words(n as usize);
@@ -155,7 +155,7 @@ fn memory_can_be_pinned_where_it_is(context: &TestContext) -> CheckResult {
     expect_slice_eq("what was copied from it", &context.read_bytes(memory, 64)?, &[3; 64])
 }
 
-fn nothing_is_registered_twice(context: &TestContext) -> CheckResult {
+fn double_registration_is_rejected(context: &TestContext) -> CheckResult {
     let range = registrable(context, 4)?;
     context.register(range.clone())?;
     let register = |range| context.driver.host_register(context.device_id, range, HostOptions::default());
@@ -164,7 +164,7 @@ fn nothing_is_registered_twice(context: &TestContext) -> CheckResult {
     expect_error_of("no bytes", register(context.part_of(&context.host_pages(1), 0, 0)), InvalidValue)
 }
 
-fn a_range_is_unregistered_by_its_start(context: &TestContext) -> CheckResult {
+fn unregister_requires_the_start_of_a_range(context: &TestContext) -> CheckResult {
     let ptr = context.register(registrable(context, 4)?)?;
     expect_error(context.driver.host_unregister(ptr.offset(4096)), InvalidValue)?;
     context.untrack(Resource::Registered(ptr));
@@ -172,7 +172,7 @@ fn a_range_is_unregistered_by_its_start(context: &TestContext) -> CheckResult {
     expect_error(context.driver.host_unregister(ptr), HostMemoryNotRegistered)
 }
 
-fn a_range_need_not_be_page_aligned(context: &TestContext) -> CheckResult {
+fn registered_range_need_not_be_page_aligned(context: &TestContext) -> CheckResult {
     let range = context.part_of(&registrable(context, 4)?, 100, 5000);
     let ptr = context.register(range)?;
     let (stream, bytes) = (context.stream()?, context.random_bytes(5000));
@@ -182,12 +182,12 @@ fn a_range_need_not_be_page_aligned(context: &TestContext) -> CheckResult {
     expect_slice_eq("an odd range", &context.read_pinned(ptr, 5000)?, &bytes)
 }
 
-fn registered_memory_is_not_freed(context: &TestContext) -> CheckResult {
+fn registered_memory_cannot_be_freed(context: &TestContext) -> CheckResult {
     let ptr = context.register(registrable(context, 1)?)?;
     expect_error(context.driver.host_free(ptr), InvalidValue)
 }
 
-fn unregistered_memory_is_not_pinned(context: &TestContext) -> CheckResult {
+fn unregistered_memory_is_pageable_again(context: &TestContext) -> CheckResult {
     let (stream, memory) = (context.stream()?, context.alloc(64)?);
     let ptr = context.register(registrable(context, 1)?)?;
     context.untrack(Resource::Registered(ptr));
@@ -216,7 +216,7 @@ fn own_pages(context: &TestContext, bytes: u64) -> CheckResult<Arc<HostPages>> {
     Ok(HostPages::map(bytes, true).expect("the host has a few megabytes"))
 }
 
-fn pages_stay_while_they_are_pinned(context: &TestContext) -> CheckResult {
+fn driver_keeps_registered_pages_alive(context: &TestContext) -> CheckResult {
     let (stream, n) = (context.stream()?, (5 << 20) + 4096);
     let pages = own_pages(context, n)?;
     pages.prefault(2);
@@ -237,7 +237,7 @@ fn pages_stay_while_they_are_pinned(context: &TestContext) -> CheckResult {
     expect_eq("whether it keeps them after", alive.strong_count(), 0)
 }
 
-fn pages_are_pinned_once_at_a_time(context: &TestContext) -> CheckResult {
+fn pages_can_be_registered_again_after_unregister(context: &TestContext) -> CheckResult {
     let pages = own_pages(context, 4096)?;
     let register =
         || context.driver.host_register(context.device_id, HostRange::of_pages(&pages), HostOptions::default());

@@ -8,22 +8,22 @@ use crate::context::{Resource, SOURCE, TestContext};
 use crate::expect::{CheckResult, expect, expect_eq, expect_error, expect_error_of, expect_slice_eq};
 
 pub(crate) const CHECKS: &[Check] = crate::checks![
-    arguments_of_every_type_arrive,
-    shapes_arrive,
-    every_element_is_visited,
-    floats_are_computed_exactly,
-    an_empty_shape_is_refused,
-    a_shape_beyond_the_device_is_refused,
-    an_unknown_name_is_not_found,
-    wrong_source_is_refused_with_a_reason,
-    modules_do_not_disturb_each_other,
+    arguments_of_every_type_are_passed,
+    launch_shape_is_passed,
+    every_element_is_processed,
+    float_results_are_exact,
+    empty_launch_shape_is_rejected,
+    oversized_launch_shape_is_rejected,
+    unknown_function_name_is_not_found,
+    invalid_source_is_rejected_with_the_compiler_log,
+    modules_are_independent,
     any_thread_may_load_and_launch,
-    functions_never_made_are_unknown,
+    unknown_functions_are_rejected,
     ; provoking hazards:
-    an_unloaded_module_is_unknown,
+    unloaded_module_is_rejected,
 ];
 
-fn arguments_of_every_type_arrive(context: &TestContext) -> CheckResult {
+fn arguments_of_every_type_are_passed(context: &TestContext) -> CheckResult {
     let (stream, out) = (context.stream()?, context.alloc(48)?);
     let echo = context.kernels()?.echo;
     let cases = [
@@ -51,7 +51,7 @@ fn arguments_of_every_type_arrive(context: &TestContext) -> CheckResult {
     Ok(())
 }
 
-fn shapes_arrive(context: &TestContext) -> CheckResult {
+fn launch_shape_is_passed(context: &TestContext) -> CheckResult {
     let stream = context.stream()?;
     let function = context.kernels()?.shape;
     for (grid, block) in
@@ -68,7 +68,7 @@ fn shapes_arrive(context: &TestContext) -> CheckResult {
     Ok(())
 }
 
-fn every_element_is_visited(context: &TestContext) -> CheckResult {
+fn every_element_is_processed(context: &TestContext) -> CheckResult {
     let stream = context.stream()?;
     for n in [1_u32, 255, 256, 257, 100_003] {
         let data = context.alloc_words(&vec![u32::MAX; n as usize + 1])?;
@@ -80,7 +80,7 @@ fn every_element_is_visited(context: &TestContext) -> CheckResult {
     Ok(())
 }
 
-fn floats_are_computed_exactly(context: &TestContext) -> CheckResult {
+fn float_results_are_exact(context: &TestContext) -> CheckResult {
     let (stream, n) = (context.stream()?, 1000_u32);
     let axpy = context.kernels()?.axpy_f32;
     let some = |at: u32| (context.random_below(2_000_000) as f32 - 1e6) / (1.0 + at as f32);
@@ -100,7 +100,7 @@ fn refused(context: &TestContext, shape: LaunchShape) -> CheckResult {
     expect_error_of(&format!("{shape:?}"), launched, InvalidValue)
 }
 
-fn an_empty_shape_is_refused(context: &TestContext) -> CheckResult {
+fn empty_launch_shape_is_rejected(context: &TestContext) -> CheckResult {
     for axis in 0..3 {
         let (mut no_blocks, mut no_threads) = (LaunchShape::ONE, LaunchShape::ONE);
         no_blocks.grid[axis] = 0;
@@ -111,7 +111,7 @@ fn an_empty_shape_is_refused(context: &TestContext) -> CheckResult {
     Ok(())
 }
 
-fn a_shape_beyond_the_device_is_refused(context: &TestContext) -> CheckResult {
+fn oversized_launch_shape_is_rejected(context: &TestContext) -> CheckResult {
     refused(context, LaunchShape { block: [2048, 1, 1], ..LaunchShape::ONE })?;
     refused(context, LaunchShape { block: [64, 64, 1], ..LaunchShape::ONE })?;
     refused(context, LaunchShape { grid: [1, 70_000, 1], ..LaunchShape::ONE })
@@ -123,7 +123,7 @@ fn loaded(context: &TestContext) -> CheckResult<ModuleId> {
     Ok(module)
 }
 
-fn an_unknown_name_is_not_found(context: &TestContext) -> CheckResult {
+fn unknown_function_name_is_not_found(context: &TestContext) -> CheckResult {
     let module = loaded(context)?;
     for name in ["nope", "", "spi", "spin2"] {
         expect_error(context.driver.function_get(module, name), NotFound)?;
@@ -132,7 +132,7 @@ fn an_unknown_name_is_not_found(context: &TestContext) -> CheckResult {
     expect_eq("a known one, asked again", context.driver.function_get(module, "spin")?, known)
 }
 
-fn wrong_source_is_refused_with_a_reason(context: &TestContext) -> CheckResult {
+fn invalid_source_is_rejected_with_the_compiler_log(context: &TestContext) -> CheckResult {
     const WRONG: KernelSource = KernelSource {
         name: "wrong on purpose",
         cuda: "extern \"C\" __global__ void broken() { this is no kernel }",
@@ -152,7 +152,7 @@ fn wrong_source_is_refused_with_a_reason(context: &TestContext) -> CheckResult {
     }
 }
 
-fn modules_do_not_disturb_each_other(context: &TestContext) -> CheckResult {
+fn modules_are_independent(context: &TestContext) -> CheckResult {
     let (stream, log) = (context.stream()?, context.kernel_log(2)?);
     let (first, second) = (loaded(context)?, loaded(context)?);
     expect(first != second, "modules of their own")?;
@@ -178,11 +178,11 @@ fn any_thread_may_load_and_launch(context: &TestContext) -> CheckResult {
     context.expect_log(log, &[1, 2])
 }
 
-fn functions_never_made_are_unknown(context: &TestContext) -> CheckResult {
+fn unknown_functions_are_rejected(context: &TestContext) -> CheckResult {
     unknown(context, ModuleId(u64::MAX), FunctionId(u64::MAX))
 }
 
-fn an_unloaded_module_is_unknown(context: &TestContext) -> CheckResult {
+fn unloaded_module_is_rejected(context: &TestContext) -> CheckResult {
     let module = loaded(context)?;
     let function = context.driver.function_get(module, "spin")?;
     context.untrack(Resource::Module(module));

@@ -13,52 +13,52 @@ use crate::context::{Capture, TestContext};
 use crate::expect::{CheckResult, expect, expect_eq, expect_error, expect_error_of, expect_slice_eq, require};
 
 pub(crate) const CHECKS: &[Check] = crate::checks![
-    blas_handles_come_and_go,
-    blas_lt_handles_come_and_go,
-    dnn_handles_come_and_go,
-    sparse_handles_come_and_go,
-    solver_handles_come_and_go,
-    products_are_those_of_a_plain_loop,
-    an_unread_result_may_hold_anything,
-    products_keep_their_place_in_the_stream,
-    a_handle_starts_on_the_default_stream,
-    a_handle_serves_one_stream_after_the_other,
-    threads_multiply_side_by_side,
-    a_handle_may_change_threads,
-    a_workspace_changes_no_results,
-    a_workspace_begins_at_a_multiple_of_256,
-    small_whole_numbers_survive_tf32,
-    switches_can_be_set_again_and_again,
-    a_product_of_no_size_does_nothing,
-    products_that_do_not_fit_are_refused,
-    a_captured_product_runs_at_every_replay,
-    handles_of_other_libraries_do_not_multiply,
-    a_handle_takes_no_stream_of_another_device,
-    every_device_multiplies,
-    handles_never_made_are_unknown,
+    cublas_handles_are_created_and_destroyed,
+    cublaslt_handles_are_created_and_destroyed,
+    cudnn_handles_are_created_and_destroyed,
+    cusparse_handles_are_created_and_destroyed,
+    cusolver_handles_are_created_and_destroyed,
+    gemm_matches_a_host_loop,
+    gemm_with_zero_beta_ignores_the_old_result,
+    gemm_runs_in_submission_order,
+    new_handle_uses_the_legacy_stream,
+    handle_can_switch_streams,
+    threads_run_gemm_concurrently,
+    handle_may_be_used_by_another_thread,
+    workspace_does_not_change_results,
+    misaligned_workspace_is_rejected,
+    small_integers_are_exact_in_tf32,
+    atomics_mode_can_be_changed,
+    empty_gemm_is_a_no_op,
+    gemm_with_wrong_dimensions_is_rejected,
+    captured_gemm_runs_at_every_launch,
+    blas_calls_reject_handles_of_other_libraries,
+    stream_of_another_device_is_rejected,
+    gemm_runs_on_every_device,
+    unknown_handle_is_rejected,
     ; provoking hazards:
-    destroyed_handles_are_unknown,
+    destroyed_handle_is_rejected,
 ];
 
 // ---- handles
 
-fn blas_handles_come_and_go(context: &TestContext) -> CheckResult {
+fn cublas_handles_are_created_and_destroyed(context: &TestContext) -> CheckResult {
     come_and_go(context, Library::Blas)
 }
 
-fn blas_lt_handles_come_and_go(context: &TestContext) -> CheckResult {
+fn cublaslt_handles_are_created_and_destroyed(context: &TestContext) -> CheckResult {
     come_and_go(context, Library::BlasLt)
 }
 
-fn dnn_handles_come_and_go(context: &TestContext) -> CheckResult {
+fn cudnn_handles_are_created_and_destroyed(context: &TestContext) -> CheckResult {
     come_and_go(context, Library::Dnn)
 }
 
-fn sparse_handles_come_and_go(context: &TestContext) -> CheckResult {
+fn cusparse_handles_are_created_and_destroyed(context: &TestContext) -> CheckResult {
     come_and_go(context, Library::Sparse)
 }
 
-fn solver_handles_come_and_go(context: &TestContext) -> CheckResult {
+fn cusolver_handles_are_created_and_destroyed(context: &TestContext) -> CheckResult {
     come_and_go(context, Library::Solver)
 }
 
@@ -92,11 +92,11 @@ fn come_and_go(context: &TestContext, library: Library) -> CheckResult {
     expect_error(context.driver.library_create(library, context.invalid_device_id()?), InvalidDevice)
 }
 
-fn handles_never_made_are_unknown(context: &TestContext) -> CheckResult {
+fn unknown_handle_is_rejected(context: &TestContext) -> CheckResult {
     unknown(context, HandleId(u64::MAX))
 }
 
-fn destroyed_handles_are_unknown(context: &TestContext) -> CheckResult {
+fn destroyed_handle_is_rejected(context: &TestContext) -> CheckResult {
     let handle = context.library_handle(Library::Blas)?;
     context.destroy_handle(handle)?;
     // The next one has another id, whatever the library's own handle is.
@@ -127,7 +127,7 @@ fn no_blas(context: &TestContext, handle: HandleId) -> CheckResult {
     product.expect("after nothing", context, 0)
 }
 
-fn handles_of_other_libraries_do_not_multiply(context: &TestContext) -> CheckResult {
+fn blas_calls_reject_handles_of_other_libraries(context: &TestContext) -> CheckResult {
     let mut found = 0;
     for library in Library::ALL.into_iter().filter(|&library| library != Library::Blas) {
         if let Some(handle) = context.library_handle_if_installed(library)? {
@@ -138,7 +138,7 @@ fn handles_of_other_libraries_do_not_multiply(context: &TestContext) -> CheckRes
     require(found != 0, "no library but cuBLAS is installed")
 }
 
-fn a_handle_takes_no_stream_of_another_device(context: &TestContext) -> CheckResult {
+fn stream_of_another_device_is_rejected(context: &TestContext) -> CheckResult {
     let (handle, other) = (context.library_handle(Library::Blas)?, context.second_device_id()?);
     let (ours, theirs) = (context.stream()?, context.stream_on(other, StreamOptions::default())?);
     context.driver.library_set_stream(handle, ours)?;
@@ -149,7 +149,7 @@ fn a_handle_takes_no_stream_of_another_device(context: &TestContext) -> CheckRes
     product.expect("on the stream it had", context, 1)
 }
 
-fn every_device_multiplies(context: &TestContext) -> CheckResult {
+fn gemm_runs_on_every_device(context: &TestContext) -> CheckResult {
     let other = context.second_device_id()?;
     let handle = context.library_handle_on(Library::Blas, other)?;
     let stream = context.stream_on(other, StreamOptions::default())?;
@@ -253,7 +253,7 @@ fn blas(context: &TestContext) -> CheckResult<(HandleId, StreamId)> {
     Ok((handle, stream))
 }
 
-fn products_are_those_of_a_plain_loop(context: &TestContext) -> CheckResult {
+fn gemm_matches_a_host_loop(context: &TestContext) -> CheckResult {
     let (handle, stream) = blas(context)?;
     let sizes = [(1, 1, 1), (2, 3, 4), (16, 16, 16), (33, 17, 25), (1, 64, 7), (64, 1, 7), (96, 64, 130), (5, 5, 0)];
     let scales = [(1.0, 0.0), (1.0, 1.0), (-2.0, 0.5), (0.0, 3.0), (0.5, -1.0)];
@@ -272,7 +272,7 @@ fn products_are_those_of_a_plain_loop(context: &TestContext) -> CheckResult {
     Ok(())
 }
 
-fn an_unread_result_may_hold_anything(context: &TestContext) -> CheckResult {
+fn gemm_with_zero_beta_ignores_the_old_result(context: &TestContext) -> CheckResult {
     let (handle, stream) = blas(context)?;
     let mut product = Product::new(context, Case { beta: 0.0, ..Case::default() })?;
     product.c.fill(f32::NAN);
@@ -282,12 +282,12 @@ fn an_unread_result_may_hold_anything(context: &TestContext) -> CheckResult {
     product.expect("over numbers that are none", context, 1)
 }
 
-fn products_keep_their_place_in_the_stream(context: &TestContext) -> CheckResult {
+fn gemm_runs_in_submission_order(context: &TestContext) -> CheckResult {
     let (handle, stream) = blas(context)?;
     in_order(context, handle, stream)
 }
 
-fn a_handle_starts_on_the_default_stream(context: &TestContext) -> CheckResult {
+fn new_handle_uses_the_legacy_stream(context: &TestContext) -> CheckResult {
     let handle = context.library_handle(Library::Blas)?;
     // The default stream waits for this one.
     let stream = context.blocking_stream()?;
@@ -314,7 +314,7 @@ fn in_order(context: &TestContext, handle: HandleId, stream: StreamId) -> CheckR
     product.expect("between two copies", context, 1)
 }
 
-fn a_handle_serves_one_stream_after_the_other(context: &TestContext) -> CheckResult {
+fn handle_can_switch_streams(context: &TestContext) -> CheckResult {
     let (handle, first) = blas(context)?;
     let second = context.stream()?;
     context.kernels()?;
@@ -331,7 +331,7 @@ fn a_handle_serves_one_stream_after_the_other(context: &TestContext) -> CheckRes
     product.expect("after four", context, 4)
 }
 
-fn threads_multiply_side_by_side(context: &TestContext) -> CheckResult {
+fn threads_run_gemm_concurrently(context: &TestContext) -> CheckResult {
     context.library_handle(Library::Blas)?;
     let case = Case { size: (20, 30, 40), ..Case::default() };
     let products = (0..4).map(|_| Product::new(context, case)).collect::<CheckResult<Vec<_>>>()?;
@@ -352,7 +352,7 @@ fn threads_multiply_side_by_side(context: &TestContext) -> CheckResult {
     })
 }
 
-fn a_handle_may_change_threads(context: &TestContext) -> CheckResult {
+fn handle_may_be_used_by_another_thread(context: &TestContext) -> CheckResult {
     let (handle, stream) = blas(context)?;
     let product = Product::new(context, Case::default())?;
     context.driver.blas_sgemm(handle, &product.call)?;
@@ -362,7 +362,7 @@ fn a_handle_may_change_threads(context: &TestContext) -> CheckResult {
     context.on_new_thread(|| context.destroy_handle(handle))
 }
 
-fn a_workspace_changes_no_results(context: &TestContext) -> CheckResult {
+fn workspace_does_not_change_results(context: &TestContext) -> CheckResult {
     let (handle, stream) = blas(context)?;
     let workspace = context.alloc(4 << 20)?;
     for (ptr, bytes) in [(workspace, 4 << 20), (workspace.offset(256), 4096), (DevicePtr(0), 0), (workspace, 4 << 20)] {
@@ -381,7 +381,7 @@ fn a_workspace_changes_no_results(context: &TestContext) -> CheckResult {
     product.expect("with the library's own", context, 1)
 }
 
-fn a_workspace_begins_at_a_multiple_of_256(context: &TestContext) -> CheckResult {
+fn misaligned_workspace_is_rejected(context: &TestContext) -> CheckResult {
     let (handle, stream) = blas(context)?;
     let workspace = context.alloc(1 << 20)?;
     for offset in [1, 16, 128, 255] {
@@ -394,7 +394,7 @@ fn a_workspace_begins_at_a_multiple_of_256(context: &TestContext) -> CheckResult
     product.expect("with what it had", context, 1)
 }
 
-fn small_whole_numbers_survive_tf32(context: &TestContext) -> CheckResult {
+fn small_integers_are_exact_in_tf32(context: &TestContext) -> CheckResult {
     let (handle, stream) = blas(context)?;
     for math in [BlasMath::Tf32, BlasMath::Default, BlasMath::Tf32] {
         context.driver.blas_set_math(handle, math)?;
@@ -406,7 +406,7 @@ fn small_whole_numbers_survive_tf32(context: &TestContext) -> CheckResult {
     Ok(())
 }
 
-fn switches_can_be_set_again_and_again(context: &TestContext) -> CheckResult {
+fn atomics_mode_can_be_changed(context: &TestContext) -> CheckResult {
     let (handle, stream) = blas(context)?;
     let product = Product::new(context, Case::default())?;
     for allowed in [true, true, false, false, true, false] {
@@ -417,7 +417,7 @@ fn switches_can_be_set_again_and_again(context: &TestContext) -> CheckResult {
     product.expect("after six", context, 6)
 }
 
-fn a_product_of_no_size_does_nothing(context: &TestContext) -> CheckResult {
+fn empty_gemm_is_a_no_op(context: &TestContext) -> CheckResult {
     let (handle, stream) = blas(context)?;
     let product = Product::new(context, Case { beta: 0.0, ..Case::default() })?;
     let none = |context: &TestContext| -> CheckResult {
@@ -432,7 +432,7 @@ fn a_product_of_no_size_does_nothing(context: &TestContext) -> CheckResult {
     expect_eq("nodes", context.driver.graph_topology(graph)?.nodes.len(), 0)
 }
 
-fn products_that_do_not_fit_are_refused(context: &TestContext) -> CheckResult {
+fn gemm_with_wrong_dimensions_is_rejected(context: &TestContext) -> CheckResult {
     let (handle, stream) = blas(context)?;
     let product = Product::new(context, Case { gaps: (1, 1, 1), ..Case::default() })?;
     let Sgemm { m, k, n, a, b, c, .. } = product.call;
@@ -453,7 +453,7 @@ fn products_that_do_not_fit_are_refused(context: &TestContext) -> CheckResult {
     product.expect("after nothing", context, 0)
 }
 
-fn a_captured_product_runs_at_every_replay(context: &TestContext) -> CheckResult {
+fn captured_gemm_runs_at_every_launch(context: &TestContext) -> CheckResult {
     let (handle, stream) = blas(context)?;
     let (other, workspace) = (context.stream()?, context.alloc(4 << 20)?);
     let product = Product::new(context, Case { size: (20, 20, 20), ..Case::default() })?;

@@ -8,30 +8,30 @@ use crate::context::{Resource, TestContext, to_bytes};
 use crate::expect::{CheckResult, expect, expect_eq, expect_error, expect_slice_eq};
 
 pub(crate) const CHECKS: &[Check] = crate::checks![
-    no_bytes_are_refused,
-    too_many_bytes_are_out_of_memory,
+    zero_bytes_are_rejected,
+    oversized_request_is_out_of_memory,
     allocations_are_aligned,
     allocations_do_not_overlap,
     contents_survive_other_allocations,
-    freeing_null_is_nothing,
-    only_the_start_of_an_allocation_is_freed,
-    the_count_of_free_bytes_follows,
-    a_full_device_recovers,
-    freeing_waits_for_the_device,
-    allocating_does_not_wait,
+    freeing_null_is_a_no_op,
+    only_the_start_of_an_allocation_can_be_freed,
+    free_bytes_follow_allocations,
+    full_device_recovers_after_a_free,
+    free_waits_for_the_device,
+    allocation_does_not_wait,
     memory_is_shared_by_threads,
-    notes_change_nothing,
+    suballocation_reports_have_no_effect_on_contents,
     ; provoking hazards:
-    nothing_is_freed_twice,
+    double_free_is_rejected,
 ];
 
 const MIB: u64 = 1 << 20;
 
-fn no_bytes_are_refused(context: &TestContext) -> CheckResult {
+fn zero_bytes_are_rejected(context: &TestContext) -> CheckResult {
     expect_error(context.driver.mem_alloc(context.device_id, 0), InvalidValue)
 }
 
-fn too_many_bytes_are_out_of_memory(context: &TestContext) -> CheckResult {
+fn oversized_request_is_out_of_memory(context: &TestContext) -> CheckResult {
     for bytes in [1 << 45, context.properties()?.bytes_total + 1] {
         let result = context.driver.mem_alloc(context.device_id, bytes);
         expect(
@@ -79,11 +79,11 @@ fn contents_survive_other_allocations(context: &TestContext) -> CheckResult {
     expect_slice_eq("the bytes that were there first", &context.read_bytes(kept, bytes.len())?, &bytes)
 }
 
-fn freeing_null_is_nothing(context: &TestContext) -> CheckResult {
+fn freeing_null_is_a_no_op(context: &TestContext) -> CheckResult {
     Ok(context.driver.mem_free(DevicePtr(0))?)
 }
 
-fn only_the_start_of_an_allocation_is_freed(context: &TestContext) -> CheckResult {
+fn only_the_start_of_an_allocation_can_be_freed(context: &TestContext) -> CheckResult {
     let bytes = context.random_bytes(4096);
     let ptr = context.alloc_bytes(&bytes)?;
     expect_error(context.driver.mem_free(ptr.offset(512)), InvalidValue)?;
@@ -91,13 +91,13 @@ fn only_the_start_of_an_allocation_is_freed(context: &TestContext) -> CheckResul
     expect_slice_eq("the bytes after the failure", &context.read_bytes(ptr, 4096)?, &bytes)
 }
 
-fn nothing_is_freed_twice(context: &TestContext) -> CheckResult {
+fn double_free_is_rejected(context: &TestContext) -> CheckResult {
     let ptr = context.alloc(512)?;
     context.free(ptr)?;
     expect_error(context.driver.mem_free(ptr), InvalidValue)
 }
 
-fn the_count_of_free_bytes_follows(context: &TestContext) -> CheckResult {
+fn free_bytes_follow_allocations(context: &TestContext) -> CheckResult {
     let free = || -> CheckResult<u64> { Ok(context.driver.mem_info(context.device_id)?.bytes_free) };
     let before = free()?;
     let ptr = context.alloc(256 * MIB)?;
@@ -107,7 +107,7 @@ fn the_count_of_free_bytes_follows(context: &TestContext) -> CheckResult {
     expect(free()? - during >= 256 * MIB, "those bytes back")
 }
 
-fn a_full_device_recovers(context: &TestContext) -> CheckResult {
+fn full_device_recovers_after_a_free(context: &TestContext) -> CheckResult {
     let piece = (context.properties()?.bytes_total / 20).next_multiple_of(2 * MIB);
     let mut pieces = Vec::new();
     let full = loop {
@@ -131,7 +131,7 @@ fn a_full_device_recovers(context: &TestContext) -> CheckResult {
     expect_slice_eq("the last bytes of it", &context.read_words(again.offset(piece - 128), 32)?, &words)
 }
 
-fn freeing_waits_for_the_device(context: &TestContext) -> CheckResult {
+fn free_waits_for_the_device(context: &TestContext) -> CheckResult {
     let (stream, log, other) = (context.stream()?, context.kernel_log(1)?, context.alloc(MIB)?);
     context.delay(stream)?;
     context.append(log, 1, stream)?;
@@ -140,7 +140,7 @@ fn freeing_waits_for_the_device(context: &TestContext) -> CheckResult {
     context.expect_log(log, &[1])
 }
 
-fn allocating_does_not_wait(context: &TestContext) -> CheckResult {
+fn allocation_does_not_wait(context: &TestContext) -> CheckResult {
     let stream = context.stream()?;
     context.keep_busy(stream)?;
     context.alloc(MIB)?;
@@ -156,7 +156,7 @@ fn memory_is_shared_by_threads(context: &TestContext) -> CheckResult {
 }
 
 /// What an allocator does with one driver allocation: it gives it out, takes it back, and gives it out again.
-fn notes_change_nothing(context: &TestContext) -> CheckResult {
+fn suballocation_reports_have_no_effect_on_contents(context: &TestContext) -> CheckResult {
     let (stream, ptr, n) = (context.stream()?, context.alloc(4096)?, 1024_u32);
     for round in 0..3 {
         context.driver.suballocated(ptr, 4096, stream);

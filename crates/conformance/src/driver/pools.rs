@@ -12,29 +12,29 @@ use crate::context::{Resource, TestContext, to_bytes};
 use crate::expect::{CheckResult, expect, expect_eq, expect_error, expect_error_of, expect_slice_eq, require};
 
 pub(crate) const CHECKS: &[Check] = crate::checks![
-    the_default_pool_is_always_the_same,
-    memory_is_given_and_taken_in_stream_order,
-    memory_can_be_used_behind_an_event,
+    default_pool_is_constant,
+    allocation_and_free_are_stream_ordered,
+    memory_can_be_used_on_another_stream_after_an_event,
     live_allocations_do_not_overlap,
-    too_many_bytes_are_out_of_memory,
-    only_the_start_of_an_allocation_is_freed,
-    plain_free_takes_pool_memory,
-    a_fresh_pool_holds_nothing,
-    settings_are_kept,
+    oversized_request_is_out_of_memory,
+    only_the_start_of_an_allocation_can_be_freed,
+    mem_free_accepts_pool_memory,
+    new_pool_is_empty,
+    attributes_can_be_set,
     high_water_marks_can_only_be_reset,
     used_bytes_follow_allocations,
-    unused_memory_goes_when_the_host_waits,
-    a_threshold_keeps_memory_until_it_is_trimmed,
-    a_pools_own_device_keeps_its_rights,
-    a_pool_never_made_is_unknown,
+    unused_memory_is_released_at_synchronization,
+    release_threshold_keeps_memory_until_trim,
+    own_device_access_cannot_be_removed,
+    unknown_pool_is_rejected,
     ; provoking hazards:
-    nothing_is_freed_twice,
-    a_destroyed_pool_is_unknown,
+    double_free_is_rejected,
+    destroyed_pool_is_rejected,
 ];
 
 const MIB: u64 = 1 << 20;
 
-fn the_default_pool_is_always_the_same(context: &TestContext) -> CheckResult {
+fn default_pool_is_constant(context: &TestContext) -> CheckResult {
     require(context.properties()?.async_pools, "the device has no stream-ordered pools")?;
     let pool = context.driver.pool_default(context.device_id)?;
     context.track(Resource::DefaultPool(pool));
@@ -50,7 +50,7 @@ fn the_default_pool_is_always_the_same(context: &TestContext) -> CheckResult {
     context.synchronize(stream)
 }
 
-fn memory_is_given_and_taken_in_stream_order(context: &TestContext) -> CheckResult {
+fn allocation_and_free_are_stream_ordered(context: &TestContext) -> CheckResult {
     let (pool, stream, n) = (context.pool()?, context.stream()?, 5000_u32);
     let back = context.alloc_pinned(4 * u64::from(n) * 8)?;
     // Nobody waits in between: the memory of one round may well be that of the round before.
@@ -67,7 +67,7 @@ fn memory_is_given_and_taken_in_stream_order(context: &TestContext) -> CheckResu
     expect_slice_eq("what eight rounds left", &context.read_pinned(back, 4 * 8 * n as usize)?, &to_bytes(&want))
 }
 
-fn memory_can_be_used_behind_an_event(context: &TestContext) -> CheckResult {
+fn memory_can_be_used_on_another_stream_after_an_event(context: &TestContext) -> CheckResult {
     let (pool, first, second) = (context.pool()?, context.stream()?, context.stream()?);
     context.delay(first)?;
     let ptr = context.pool_alloc(pool, 4096, first)?;
@@ -103,7 +103,7 @@ fn live_allocations_do_not_overlap(context: &TestContext) -> CheckResult {
     context.synchronize(stream)
 }
 
-fn too_many_bytes_are_out_of_memory(context: &TestContext) -> CheckResult {
+fn oversized_request_is_out_of_memory(context: &TestContext) -> CheckResult {
     let (pool, stream) = (context.pool()?, context.stream()?);
     expect_error(context.driver.pool_alloc(pool, 1 << 45, stream), OutOfMemory)?;
     let ptr = context.pool_alloc(pool, MIB, stream)?;
@@ -111,7 +111,7 @@ fn too_many_bytes_are_out_of_memory(context: &TestContext) -> CheckResult {
     context.synchronize(stream)
 }
 
-fn only_the_start_of_an_allocation_is_freed(context: &TestContext) -> CheckResult {
+fn only_the_start_of_an_allocation_can_be_freed(context: &TestContext) -> CheckResult {
     let (pool, stream) = (context.pool()?, context.stream()?);
     let ptr = context.pool_alloc(pool, MIB, stream)?;
     expect_error(context.driver.pool_free(ptr.offset(8), stream), InvalidValue)?;
@@ -119,7 +119,7 @@ fn only_the_start_of_an_allocation_is_freed(context: &TestContext) -> CheckResul
     context.synchronize(stream)
 }
 
-fn nothing_is_freed_twice(context: &TestContext) -> CheckResult {
+fn double_free_is_rejected(context: &TestContext) -> CheckResult {
     let (pool, stream) = (context.pool()?, context.stream()?);
     let ptr = context.pool_alloc(pool, MIB, stream)?;
     context.pool_free(ptr, stream)?;
@@ -128,7 +128,7 @@ fn nothing_is_freed_twice(context: &TestContext) -> CheckResult {
     context.synchronize(stream)
 }
 
-fn plain_free_takes_pool_memory(context: &TestContext) -> CheckResult {
+fn mem_free_accepts_pool_memory(context: &TestContext) -> CheckResult {
     let (pool, stream, log) = (context.pool()?, context.stream()?, context.kernel_log(1)?);
     let ptr = context.pool_alloc(pool, 4096, stream)?;
     context.delay(stream)?;
@@ -138,7 +138,7 @@ fn plain_free_takes_pool_memory(context: &TestContext) -> CheckResult {
     context.expect_log(log, &[1])
 }
 
-fn a_fresh_pool_holds_nothing(context: &TestContext) -> CheckResult {
+fn new_pool_is_empty(context: &TestContext) -> CheckResult {
     let pool = context.pool()?;
     for attribute in [ReleaseThreshold, ReservedCurrent, ReservedHigh, UsedCurrent, UsedHigh] {
         expect_eq(&format!("{attribute:?}"), context.driver.pool_get(pool, attribute)?, 0)?;
@@ -149,7 +149,7 @@ fn a_fresh_pool_holds_nothing(context: &TestContext) -> CheckResult {
     Ok(())
 }
 
-fn settings_are_kept(context: &TestContext) -> CheckResult {
+fn attributes_can_be_set(context: &TestContext) -> CheckResult {
     let pool = context.pool()?;
     let settings = [
         (ReleaseThreshold, 12_345_678),
@@ -202,7 +202,7 @@ fn used_bytes_follow_allocations(context: &TestContext) -> CheckResult {
     expect_eq("the most that was used", context.driver.pool_get(pool, UsedHigh)?, 4 * MIB)
 }
 
-fn unused_memory_goes_when_the_host_waits(context: &TestContext) -> CheckResult {
+fn unused_memory_is_released_at_synchronization(context: &TestContext) -> CheckResult {
     let (pool, stream) = (context.pool()?, context.stream()?);
     let ptr = context.pool_alloc(pool, 8 * MIB, stream)?;
     context.synchronize(stream)?;
@@ -212,7 +212,7 @@ fn unused_memory_goes_when_the_host_waits(context: &TestContext) -> CheckResult 
     expect_eq("bytes reserved", context.driver.pool_get(pool, ReservedCurrent)?, 0)
 }
 
-fn a_threshold_keeps_memory_until_it_is_trimmed(context: &TestContext) -> CheckResult {
+fn release_threshold_keeps_memory_until_trim(context: &TestContext) -> CheckResult {
     let (pool, stream) = (context.pool()?, context.stream()?);
     context.driver.pool_set(pool, ReleaseThreshold, u64::MAX)?;
     let ptr = context.pool_alloc(pool, 64 * MIB, stream)?;
@@ -228,17 +228,17 @@ fn a_threshold_keeps_memory_until_it_is_trimmed(context: &TestContext) -> CheckR
     expect_eq("bytes after a trim that allows none", context.driver.pool_get(pool, ReservedCurrent)?, 0)
 }
 
-fn a_pools_own_device_keeps_its_rights(context: &TestContext) -> CheckResult {
+fn own_device_access_cannot_be_removed(context: &TestContext) -> CheckResult {
     let pool = context.pool()?;
     expect_error(context.driver.pool_set_access(pool, context.device_id, Access::None), InvalidDevice)
 }
 
-fn a_pool_never_made_is_unknown(context: &TestContext) -> CheckResult {
+fn unknown_pool_is_rejected(context: &TestContext) -> CheckResult {
     context.pool()?;
     unknown(context, PoolId(u64::MAX))
 }
 
-fn a_destroyed_pool_is_unknown(context: &TestContext) -> CheckResult {
+fn destroyed_pool_is_rejected(context: &TestContext) -> CheckResult {
     let pool = context.pool()?;
     context.untrack(Resource::Pool(pool));
     context.driver.pool_destroy(pool)?;

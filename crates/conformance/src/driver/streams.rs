@@ -16,40 +16,40 @@ use crate::expect::{CheckResult, expect, expect_eq, expect_error, expect_error_o
 use crate::sync::lock;
 
 pub(crate) const CHECKS: &[Check] = crate::checks![
-    the_default_streams_are_always_the_same,
-    priorities_have_an_order,
+    default_stream_ids_are_constant,
+    priority_range_is_ordered,
     priorities_are_clamped,
-    a_stream_says_how_it_was_made,
-    ids_are_never_used_again,
-    the_default_streams_cannot_be_destroyed,
-    a_stream_never_made_is_unknown,
-    work_keeps_its_order,
-    fills_copies_and_kernels_keep_their_order,
-    query_tells_running_from_done,
-    streams_do_not_wait_for_each_other,
-    a_wait_orders_two_streams,
-    a_wait_takes_the_record_of_its_time,
-    waiting_for_a_never_recorded_event_is_nothing,
-    a_join_waits_for_every_branch,
-    the_default_stream_waits_for_blocking_streams,
-    blocking_streams_wait_for_the_default_stream,
-    the_default_stream_is_done_when_blocking_streams_are,
-    non_blocking_streams_and_the_default_ignore_each_other,
-    every_thread_has_a_default_stream_of_its_own,
-    a_threads_default_stream_is_ordered_with_the_legacy_one,
+    stream_info_matches_creation_options,
+    ids_are_not_reused,
+    default_streams_cannot_be_destroyed,
+    unknown_stream_is_rejected,
+    work_runs_in_submission_order,
+    fills_copies_and_kernels_run_in_submission_order,
+    query_reports_unfinished_work,
+    streams_run_independently,
+    event_wait_orders_two_streams,
+    wait_uses_the_latest_record_before_it,
+    wait_for_unrecorded_event_is_a_no_op,
+    join_waits_for_every_branch,
+    legacy_stream_waits_for_blocking_streams,
+    blocking_streams_wait_for_legacy_stream,
+    legacy_stream_query_includes_blocking_streams,
+    non_blocking_streams_do_not_synchronize_with_legacy_stream,
+    per_thread_stream_is_per_thread,
+    per_thread_stream_synchronizes_with_legacy_stream,
     callbacks_run_once_and_in_order,
     callbacks_wait_for_earlier_work,
     later_work_waits_for_callbacks,
-    callbacks_cannot_call_the_driver,
-    adopting_a_handle_finds_the_stream,
-    a_destroyed_stream_finishes_its_work,
+    driver_calls_in_callbacks_are_rejected,
+    adopting_a_handle_returns_its_stream,
+    destroyed_stream_finishes_its_work,
     any_thread_may_use_a_stream,
-    random_programs_compute_what_their_order_says,
+    random_multi_stream_programs_compute_correct_results,
     ; provoking hazards:
-    a_destroyed_stream_is_unknown,
+    destroyed_stream_is_rejected,
 ];
 
-fn the_default_streams_are_always_the_same(context: &TestContext) -> CheckResult {
+fn default_stream_ids_are_constant(context: &TestContext) -> CheckResult {
     let (legacy, own) = (context.legacy_stream()?, context.per_thread_stream()?);
     expect(legacy != own, "two different default streams")?;
     expect_eq("the legacy one, asked again", context.driver.stream_default(context.device_id)?, legacy)?;
@@ -67,7 +67,7 @@ fn the_default_streams_are_always_the_same(context: &TestContext) -> CheckResult
     Ok(())
 }
 
-fn priorities_have_an_order(context: &TestContext) -> CheckResult {
+fn priority_range_is_ordered(context: &TestContext) -> CheckResult {
     let range = context.driver.stream_priority_range(context.device_id)?;
     expect(range.greatest <= range.least, "the most urgent priority not above the least urgent")
 }
@@ -82,7 +82,7 @@ fn priorities_are_clamped(context: &TestContext) -> CheckResult {
     Ok(())
 }
 
-fn a_stream_says_how_it_was_made(context: &TestContext) -> CheckResult {
+fn stream_info_matches_creation_options(context: &TestContext) -> CheckResult {
     let mut raw = BTreeSet::new();
     for non_blocking in [true, false, true] {
         let stream = context.stream_with(StreamOptions { non_blocking, priority: 0 })?;
@@ -97,7 +97,7 @@ fn a_stream_says_how_it_was_made(context: &TestContext) -> CheckResult {
     Ok(())
 }
 
-fn ids_are_never_used_again(context: &TestContext) -> CheckResult {
+fn ids_are_not_reused(context: &TestContext) -> CheckResult {
     let mut seen = BTreeSet::new();
     for _ in 0..200 {
         let stream = context.stream()?;
@@ -107,7 +107,7 @@ fn ids_are_never_used_again(context: &TestContext) -> CheckResult {
     Ok(())
 }
 
-fn the_default_streams_cannot_be_destroyed(context: &TestContext) -> CheckResult {
+fn default_streams_cannot_be_destroyed(context: &TestContext) -> CheckResult {
     for stream in [context.legacy_stream()?, context.per_thread_stream()?] {
         expect_error(context.driver.stream_destroy(stream), InvalidHandle)?;
         let log = context.kernel_log(1)?;
@@ -118,11 +118,11 @@ fn the_default_streams_cannot_be_destroyed(context: &TestContext) -> CheckResult
     Ok(())
 }
 
-fn a_stream_never_made_is_unknown(context: &TestContext) -> CheckResult {
+fn unknown_stream_is_rejected(context: &TestContext) -> CheckResult {
     unknown(context, StreamId(u64::MAX))
 }
 
-fn a_destroyed_stream_is_unknown(context: &TestContext) -> CheckResult {
+fn destroyed_stream_is_rejected(context: &TestContext) -> CheckResult {
     let stream = context.stream()?;
     context.destroy_stream(stream)?;
     unknown(context, stream)
@@ -152,7 +152,7 @@ fn unknown(context: &TestContext, stream: StreamId) -> CheckResult {
     refused("stream_destroy", driver.stream_destroy(stream))
 }
 
-fn work_keeps_its_order(context: &TestContext) -> CheckResult {
+fn work_runs_in_submission_order(context: &TestContext) -> CheckResult {
     let (stream, log) = (context.stream()?, context.kernel_log(100)?);
     let values: Vec<u32> = context.random_words(100);
     for &value in &values {
@@ -162,7 +162,7 @@ fn work_keeps_its_order(context: &TestContext) -> CheckResult {
     context.expect_log(log, &values)
 }
 
-fn fills_copies_and_kernels_keep_their_order(context: &TestContext) -> CheckResult {
+fn fills_copies_and_kernels_run_in_submission_order(context: &TestContext) -> CheckResult {
     let (stream, n) = (context.stream()?, 1000_u32);
     let start = context.random_words(n as usize);
     let pinned = context.alloc_pinned_bytes(&to_bytes(&start))?;
@@ -183,7 +183,7 @@ fn fills_copies_and_kernels_keep_their_order(context: &TestContext) -> CheckResu
     expect_slice_eq("what was filled last", &context.read_words(second, n as usize)?, &vec![0; n as usize])
 }
 
-fn query_tells_running_from_done(context: &TestContext) -> CheckResult {
+fn query_reports_unfinished_work(context: &TestContext) -> CheckResult {
     let stream = context.stream()?;
     context.expect_idle("an empty stream", stream)?;
     context.keep_busy(stream)?;
@@ -192,7 +192,7 @@ fn query_tells_running_from_done(context: &TestContext) -> CheckResult {
     context.expect_idle("the stream that was waited for", stream)
 }
 
-fn streams_do_not_wait_for_each_other(context: &TestContext) -> CheckResult {
+fn streams_run_independently(context: &TestContext) -> CheckResult {
     let (busy, free, log) = (context.stream()?, context.stream()?, context.kernel_log(10)?);
     context.keep_busy(busy)?;
     for value in 0..10 {
@@ -203,7 +203,7 @@ fn streams_do_not_wait_for_each_other(context: &TestContext) -> CheckResult {
     context.expect_log(log, &[0, 1, 2, 3, 4, 5, 6, 7, 8, 9])
 }
 
-fn a_wait_orders_two_streams(context: &TestContext) -> CheckResult {
+fn event_wait_orders_two_streams(context: &TestContext) -> CheckResult {
     let (first, second, log) = (context.stream()?, context.stream()?, context.kernel_log(2)?);
     context.delay(first)?;
     context.append(log, 1, first)?;
@@ -214,7 +214,7 @@ fn a_wait_orders_two_streams(context: &TestContext) -> CheckResult {
     context.expect_log(log, &[1, 2])
 }
 
-fn a_wait_takes_the_record_of_its_time(context: &TestContext) -> CheckResult {
+fn wait_uses_the_latest_record_before_it(context: &TestContext) -> CheckResult {
     let (first, second, event, log) = (context.stream()?, context.stream()?, context.event()?, context.kernel_log(2)?);
     context.append(log, 1, first)?;
     context.record(event, first)?;
@@ -227,7 +227,7 @@ fn a_wait_takes_the_record_of_its_time(context: &TestContext) -> CheckResult {
     context.expect_log(log, &[1, 2])
 }
 
-fn waiting_for_a_never_recorded_event_is_nothing(context: &TestContext) -> CheckResult {
+fn wait_for_unrecorded_event_is_a_no_op(context: &TestContext) -> CheckResult {
     let (first, second, event) = (context.stream()?, context.stream()?, context.event()?);
     context.keep_busy(first)?;
     context.wait(second, event)?;
@@ -236,7 +236,7 @@ fn waiting_for_a_never_recorded_event_is_nothing(context: &TestContext) -> Check
     context.expect_busy("the stream that recorded after the wait", first)
 }
 
-fn a_join_waits_for_every_branch(context: &TestContext) -> CheckResult {
+fn join_waits_for_every_branch(context: &TestContext) -> CheckResult {
     let (root, n) = (context.stream()?, 256_u32);
     let total = context.alloc_words(&vec![0; n as usize])?;
     let mix = context.kernels()?.mix_u32;
@@ -262,7 +262,7 @@ fn a_join_waits_for_every_branch(context: &TestContext) -> CheckResult {
     expect_slice_eq("the joined result", &context.read_words(total, n as usize)?, &want)
 }
 
-fn the_default_stream_is_done_when_blocking_streams_are(context: &TestContext) -> CheckResult {
+fn legacy_stream_query_includes_blocking_streams(context: &TestContext) -> CheckResult {
     let (legacy, blocking, other) = (context.legacy_stream()?, context.blocking_stream()?, context.stream()?);
     context.keep_busy(blocking)?;
     context.expect_busy("the default stream, for the blocking one,", legacy)?;
@@ -277,7 +277,7 @@ fn the_default_stream_is_done_when_blocking_streams_are(context: &TestContext) -
     context.synchronize(other)
 }
 
-fn the_default_stream_waits_for_blocking_streams(context: &TestContext) -> CheckResult {
+fn legacy_stream_waits_for_blocking_streams(context: &TestContext) -> CheckResult {
     let (legacy, blocking, log) = (context.legacy_stream()?, context.blocking_stream()?, context.kernel_log(2)?);
     context.delay(blocking)?;
     context.append(log, 1, blocking)?;
@@ -287,7 +287,7 @@ fn the_default_stream_waits_for_blocking_streams(context: &TestContext) -> Check
     context.expect_log(log, &[1, 2])
 }
 
-fn blocking_streams_wait_for_the_default_stream(context: &TestContext) -> CheckResult {
+fn blocking_streams_wait_for_legacy_stream(context: &TestContext) -> CheckResult {
     let (legacy, blocking, log) = (context.legacy_stream()?, context.blocking_stream()?, context.kernel_log(2)?);
     context.delay(legacy)?;
     context.append(log, 1, legacy)?;
@@ -296,7 +296,7 @@ fn blocking_streams_wait_for_the_default_stream(context: &TestContext) -> CheckR
     context.expect_log(log, &[1, 2])
 }
 
-fn non_blocking_streams_and_the_default_ignore_each_other(context: &TestContext) -> CheckResult {
+fn non_blocking_streams_do_not_synchronize_with_legacy_stream(context: &TestContext) -> CheckResult {
     let (legacy, free) = (context.legacy_stream()?, context.stream()?);
     let (log, other) = (context.kernel_log(1)?, context.kernel_log(1)?);
     context.keep_busy(free)?;
@@ -313,7 +313,7 @@ fn non_blocking_streams_and_the_default_ignore_each_other(context: &TestContext)
     context.expect_log(other, &[2])
 }
 
-fn every_thread_has_a_default_stream_of_its_own(context: &TestContext) -> CheckResult {
+fn per_thread_stream_is_per_thread(context: &TestContext) -> CheckResult {
     let (own, log) = (context.per_thread_stream()?, context.kernel_log(1)?);
     context.keep_busy(own)?;
     context.on_new_thread(|| {
@@ -325,7 +325,7 @@ fn every_thread_has_a_default_stream_of_its_own(context: &TestContext) -> CheckR
     context.expect_log(log, &[1])
 }
 
-fn a_threads_default_stream_is_ordered_with_the_legacy_one(context: &TestContext) -> CheckResult {
+fn per_thread_stream_synchronizes_with_legacy_stream(context: &TestContext) -> CheckResult {
     let (own, legacy, log) = (context.per_thread_stream()?, context.legacy_stream()?, context.kernel_log(3)?);
     context.delay(own)?;
     context.append(log, 1, own)?;
@@ -379,7 +379,7 @@ fn later_work_waits_for_callbacks(context: &TestContext) -> CheckResult {
     expect(seen.is_up(), "a callback that ran before work that waited for it")
 }
 
-fn callbacks_cannot_call_the_driver(context: &TestContext) -> CheckResult {
+fn driver_calls_in_callbacks_are_rejected(context: &TestContext) -> CheckResult {
     let (stream, event, memory) = (context.stream()?, context.event()?, context.alloc(64)?);
     let answers = Arc::new(Mutex::new(Vec::new()));
     // Weak: a driver that stores the callback must not own itself.
@@ -408,7 +408,7 @@ fn callbacks_cannot_call_the_driver(context: &TestContext) -> CheckResult {
     Ok(())
 }
 
-fn adopting_a_handle_finds_the_stream(context: &TestContext) -> CheckResult {
+fn adopting_a_handle_returns_its_stream(context: &TestContext) -> CheckResult {
     let (driver, device) = (&context.driver, context.device_id);
     expect_eq("handle 0", driver.stream_adopt(device, ForeignStream::NULL)?, context.legacy_stream()?)?;
     expect_eq("handle 1", driver.stream_adopt(device, ForeignStream::LEGACY)?, context.legacy_stream()?)?;
@@ -419,7 +419,7 @@ fn adopting_a_handle_finds_the_stream(context: &TestContext) -> CheckResult {
     expect_eq("the same again", driver.stream_adopt(device, foreign)?, stream)
 }
 
-fn a_destroyed_stream_finishes_its_work(context: &TestContext) -> CheckResult {
+fn destroyed_stream_finishes_its_work(context: &TestContext) -> CheckResult {
     let (stream, other, log) = (context.stream()?, context.stream()?, context.kernel_log(3)?);
     context.delay(stream)?;
     context.append(log, 1, stream)?;
@@ -446,7 +446,7 @@ fn any_thread_may_use_a_stream(context: &TestContext) -> CheckResult {
 
 /// A random program over several streams, in which events order exactly what touches the same data; it must compute
 /// what a single stream would have.
-fn random_programs_compute_what_their_order_says(context: &TestContext) -> CheckResult {
+fn random_multi_stream_programs_compute_correct_results(context: &TestContext) -> CheckResult {
     const BUFFERS: usize = 6;
     const N: u32 = 128;
     /// One buffer: its copy on the host, and the event and stream of its last use.

@@ -13,36 +13,36 @@ use crate::context::{Resource, TestContext, VmContext, to_bytes};
 use crate::expect::{CheckResult, expect, expect_eq, expect_error, expect_error_of, expect_slice_eq, require};
 
 pub(crate) const CHECKS: &[Check] = crate::checks![
-    granularity_is_what_the_properties_say,
-    ranges_have_legal_sizes_and_alignment,
-    a_terabyte_can_be_reserved,
-    a_hint_is_only_a_wish,
-    ranges_do_not_overlap,
-    a_range_is_given_back_whole,
-    physical_memory_has_legal_sizes,
+    granularity_matches_properties,
+    reservation_size_and_alignment_are_validated,
+    one_terabyte_can_be_reserved,
+    address_hint_may_be_ignored,
+    reservations_do_not_overlap,
+    reservation_is_freed_as_a_whole,
+    physical_size_is_validated,
     physical_memory_counts_as_used,
-    mapped_memory_holds_data,
-    a_piece_fills_its_place_once,
-    memory_without_access_is_refused,
-    access_covers_whole_pieces,
-    one_piece_can_be_mapped_twice,
-    several_pieces_make_one_range,
-    unmapping_cuts_no_piece,
-    unmapping_nothing_is_fine,
-    a_range_with_mappings_stays,
-    data_follows_its_piece,
-    releasing_leaves_mappings_alone,
+    mapped_memory_stores_data,
+    overlapping_mappings_are_rejected,
+    memory_without_access_is_rejected,
+    access_is_set_on_whole_mappings,
+    physical_memory_can_be_mapped_twice,
+    adjacent_mappings_act_as_one_range,
+    partial_unmap_is_rejected,
+    unmapping_unmapped_memory_is_a_no_op,
+    reservation_with_mappings_cannot_be_freed,
+    data_stays_with_physical_memory,
+    mappings_survive_release_of_physical_memory,
     mapping_does_not_wait_for_the_device,
-    a_file_descriptor_carries_memory,
-    only_memory_made_for_it_is_exported,
-    a_foreign_file_descriptor_is_refused,
-    an_import_has_the_size_of_its_memory,
-    access_can_be_read_only_and_taken_back,
+    memory_is_shared_through_a_file_descriptor,
+    only_shareable_memory_can_be_exported,
+    unrelated_file_descriptor_is_rejected,
+    import_with_wrong_size_is_rejected,
+    access_can_be_reduced_and_restored,
     ; provoking hazards:
-    a_released_piece_is_unknown,
+    released_physical_memory_is_rejected,
 ];
 
-fn granularity_is_what_the_properties_say(context: &TestContext) -> CheckResult {
+fn granularity_matches_properties(context: &TestContext) -> CheckResult {
     let properties = context.properties()?;
     require(properties.virtual_memory, "the device maps no memory by hand")?;
     let least = context.driver.vm_granularity(context.device_id, Granularity::Minimum)?;
@@ -51,7 +51,7 @@ fn granularity_is_what_the_properties_say(context: &TestContext) -> CheckResult 
     expect(best >= least && best % least == 0, "a recommended granularity made of the least one")
 }
 
-fn ranges_have_legal_sizes_and_alignment(context: &TestContext) -> CheckResult {
+fn reservation_size_and_alignment_are_validated(context: &TestContext) -> CheckResult {
     let vm = VmContext::new(context)?;
     let reserve = |bytes, align| context.driver.vm_reserve(bytes, align, None);
     expect_error(reserve(0, 0), InvalidValue)?;
@@ -67,7 +67,7 @@ fn ranges_have_legal_sizes_and_alignment(context: &TestContext) -> CheckResult {
     Ok(())
 }
 
-fn a_terabyte_can_be_reserved(context: &TestContext) -> CheckResult {
+fn one_terabyte_can_be_reserved(context: &TestContext) -> CheckResult {
     let vm = VmContext::new(context)?;
     let before = context.driver.mem_info(context.device_id)?.bytes_free;
     let ptr = context.driver.vm_reserve(1 << 40, 0, None)?;
@@ -81,7 +81,7 @@ fn a_terabyte_can_be_reserved(context: &TestContext) -> CheckResult {
     expect_slice_eq("its last bytes", &context.read_bytes(end.offset(vm.granule - 4), 4)?, &[1, 2, 3, 4])
 }
 
-fn a_hint_is_only_a_wish(context: &TestContext) -> CheckResult {
+fn address_hint_may_be_ignored(context: &TestContext) -> CheckResult {
     let vm = VmContext::new(context)?;
     let taken = vm.reserve(4)?;
     let ptr = context.driver.vm_reserve(vm.granule, 0, Some(taken))?;
@@ -92,7 +92,7 @@ fn a_hint_is_only_a_wish(context: &TestContext) -> CheckResult {
     )
 }
 
-fn ranges_do_not_overlap(context: &TestContext) -> CheckResult {
+fn reservations_do_not_overlap(context: &TestContext) -> CheckResult {
     let vm = VmContext::new(context)?;
     let mut ranges = Vec::new();
     for _ in 0..32 {
@@ -103,7 +103,7 @@ fn ranges_do_not_overlap(context: &TestContext) -> CheckResult {
     expect(ranges.windows(2).all(|pair| pair[0].0 + pair[0].1 <= pair[1].0), "ranges that do not overlap")
 }
 
-fn a_range_is_given_back_whole(context: &TestContext) -> CheckResult {
+fn reservation_is_freed_as_a_whole(context: &TestContext) -> CheckResult {
     let vm = VmContext::new(context)?;
     let (ptr, bytes) = (vm.reserve(4)?, 4 * vm.granule);
     expect_error(context.free_range(ptr, vm.granule), InvalidValue)?;
@@ -114,7 +114,7 @@ fn a_range_is_given_back_whole(context: &TestContext) -> CheckResult {
     expect_error(vm.set_access(ptr, vm.granule, Access::ReadWrite), InvalidValue)
 }
 
-fn physical_memory_has_legal_sizes(context: &TestContext) -> CheckResult {
+fn physical_size_is_validated(context: &TestContext) -> CheckResult {
     VmContext::new(context)?;
     let create = |bytes| context.driver.vm_create(context.device_id, bytes, PhysicalOptions::default());
     expect_error(create(0), InvalidValue)?;
@@ -134,7 +134,7 @@ fn physical_memory_counts_as_used(context: &TestContext) -> CheckResult {
     expect(free()? - during >= 64 * vm.granule, "its bytes back when it is released")
 }
 
-fn mapped_memory_holds_data(context: &TestContext) -> CheckResult {
+fn mapped_memory_stores_data(context: &TestContext) -> CheckResult {
     let vm = VmContext::new(context)?;
     let (ptr, _) = vm.create_mapped()?;
     let words = context.random_words(vm.granule as usize / 4);
@@ -146,7 +146,7 @@ fn mapped_memory_holds_data(context: &TestContext) -> CheckResult {
     expect_slice_eq("a whole granule", &context.read_words(ptr, words.len())?, &want)
 }
 
-fn a_piece_fills_its_place_once(context: &TestContext) -> CheckResult {
+fn overlapping_mappings_are_rejected(context: &TestContext) -> CheckResult {
     let vm = VmContext::new(context)?;
     let (range, physical) = (vm.reserve(4)?, vm.create(2)?);
     vm.map(range, 0, physical, 2)?;
@@ -157,7 +157,7 @@ fn a_piece_fills_its_place_once(context: &TestContext) -> CheckResult {
     expect_error(context.driver.vm_map(DevicePtr(0x5000_0000_0000), physical), InvalidValue)
 }
 
-fn memory_without_access_is_refused(context: &TestContext) -> CheckResult {
+fn memory_without_access_is_rejected(context: &TestContext) -> CheckResult {
     let vm = VmContext::new(context)?;
     let stream = context.stream()?;
     let ptr = vm.reserve(2)?;
@@ -171,7 +171,7 @@ fn memory_without_access_is_refused(context: &TestContext) -> CheckResult {
     expect_slice_eq("memory once it may be touched", &context.read_bytes(ptr, 16)?, &[1; 16])
 }
 
-fn access_covers_whole_pieces(context: &TestContext) -> CheckResult {
+fn access_is_set_on_whole_mappings(context: &TestContext) -> CheckResult {
     let vm = VmContext::new(context)?;
     let (range, physical) = (vm.reserve(4)?, vm.create(2)?);
     vm.map(range, 0, physical, 2)?;
@@ -185,7 +185,7 @@ fn access_covers_whole_pieces(context: &TestContext) -> CheckResult {
     vm.allow_access(range, 2)
 }
 
-fn one_piece_can_be_mapped_twice(context: &TestContext) -> CheckResult {
+fn physical_memory_can_be_mapped_twice(context: &TestContext) -> CheckResult {
     let vm = VmContext::new(context)?;
     let (range, physical) = (vm.reserve(2)?, vm.create(1)?);
     let first = vm.map(range, 0, physical, 1)?;
@@ -199,7 +199,7 @@ fn one_piece_can_be_mapped_twice(context: &TestContext) -> CheckResult {
     expect_slice_eq("the first view", &context.read_bytes(first.offset(200), 300)?, &more)
 }
 
-fn several_pieces_make_one_range(context: &TestContext) -> CheckResult {
+fn adjacent_mappings_act_as_one_range(context: &TestContext) -> CheckResult {
     let vm = VmContext::new(context)?;
     let range = vm.reserve(3)?;
     for at in [2, 0, 1] {
@@ -216,7 +216,7 @@ fn several_pieces_make_one_range(context: &TestContext) -> CheckResult {
     expect_slice_eq("what was copied over a border", &context.read_bytes(target, 3000)?, &bytes)
 }
 
-fn unmapping_cuts_no_piece(context: &TestContext) -> CheckResult {
+fn partial_unmap_is_rejected(context: &TestContext) -> CheckResult {
     let vm = VmContext::new(context)?;
     let range = vm.reserve(4)?;
     let ptr = vm.map(range, 0, vm.create(2)?, 2)?;
@@ -231,7 +231,7 @@ fn unmapping_cuts_no_piece(context: &TestContext) -> CheckResult {
     vm.unmap(ptr, 2)
 }
 
-fn unmapping_nothing_is_fine(context: &TestContext) -> CheckResult {
+fn unmapping_unmapped_memory_is_a_no_op(context: &TestContext) -> CheckResult {
     let vm = VmContext::new(context)?;
     let (range, physical) = (vm.reserve(4)?, vm.create(1)?);
     context.driver.vm_unmap(range, vm.granule)?;
@@ -242,7 +242,7 @@ fn unmapping_nothing_is_fine(context: &TestContext) -> CheckResult {
     Ok(context.driver.vm_unmap(range, 4 * vm.granule)?)
 }
 
-fn a_range_with_mappings_stays(context: &TestContext) -> CheckResult {
+fn reservation_with_mappings_cannot_be_freed(context: &TestContext) -> CheckResult {
     let vm = VmContext::new(context)?;
     let range = vm.reserve(4)?;
     let ptr = vm.map(range, 2, vm.create(1)?, 1)?;
@@ -252,7 +252,7 @@ fn a_range_with_mappings_stays(context: &TestContext) -> CheckResult {
     expect_slice_eq("the mapping after the failure", &context.read_bytes(ptr, 64)?, &[5; 64])
 }
 
-fn data_follows_its_piece(context: &TestContext) -> CheckResult {
+fn data_stays_with_physical_memory(context: &TestContext) -> CheckResult {
     let vm = VmContext::new(context)?;
     let (ptr, physical) = vm.create_mapped()?;
     let bytes = context.random_bytes(10_000);
@@ -263,7 +263,7 @@ fn data_follows_its_piece(context: &TestContext) -> CheckResult {
     expect_slice_eq("the piece at its new place", &context.read_bytes(elsewhere.offset(4096), 10_000)?, &bytes)
 }
 
-fn releasing_leaves_mappings_alone(context: &TestContext) -> CheckResult {
+fn mappings_survive_release_of_physical_memory(context: &TestContext) -> CheckResult {
     let vm = VmContext::new(context)?;
     let (ptr, physical) = vm.create_mapped()?;
     let bytes = context.random_bytes(1000);
@@ -274,7 +274,7 @@ fn releasing_leaves_mappings_alone(context: &TestContext) -> CheckResult {
     vm.unmap(ptr, 1)
 }
 
-fn a_released_piece_is_unknown(context: &TestContext) -> CheckResult {
+fn released_physical_memory_is_rejected(context: &TestContext) -> CheckResult {
     let vm = VmContext::new(context)?;
     let physical = vm.create(1)?;
     context.untrack(Resource::Physical(physical));
@@ -296,7 +296,7 @@ fn mapping_does_not_wait_for_the_device(context: &TestContext) -> CheckResult {
     context.expect_busy("the work under way", stream)
 }
 
-fn a_file_descriptor_carries_memory(context: &TestContext) -> CheckResult {
+fn memory_is_shared_through_a_file_descriptor(context: &TestContext) -> CheckResult {
     let vm = VmContext::new(context)?;
     let (physical, handle) = vm.create_shared()?;
     let imported = context.driver.vm_import(context.device_id, &handle, vm.granule)?;
@@ -315,12 +315,12 @@ fn a_file_descriptor_carries_memory(context: &TestContext) -> CheckResult {
     expect_slice_eq("the imported memory, alone", &context.read_bytes(theirs, 5000)?, &bytes)
 }
 
-fn only_memory_made_for_it_is_exported(context: &TestContext) -> CheckResult {
+fn only_shareable_memory_can_be_exported(context: &TestContext) -> CheckResult {
     let vm = VmContext::new(context)?;
     expect_error(context.driver.vm_export(vm.create(1)?, ShareKind::PosixFd), InvalidValue)
 }
 
-fn a_foreign_file_descriptor_is_refused(context: &TestContext) -> CheckResult {
+fn unrelated_file_descriptor_is_rejected(context: &TestContext) -> CheckResult {
     let vm = VmContext::new(context)?;
     vm.require_file_descriptors()?;
     let Ok(file) = File::open("/dev/null") else {
@@ -331,7 +331,7 @@ fn a_foreign_file_descriptor_is_refused(context: &TestContext) -> CheckResult {
     expect(matches!(code, Some(InvalidValue | UnknownError)), &format!("a refusal, got {result:?}"))
 }
 
-fn an_import_has_the_size_of_its_memory(context: &TestContext) -> CheckResult {
+fn import_with_wrong_size_is_rejected(context: &TestContext) -> CheckResult {
     let vm = VmContext::new(context)?;
     let (_, handle) = vm.create_shared()?;
     let range = vm.reserve(4)?;
@@ -343,7 +343,7 @@ fn an_import_has_the_size_of_its_memory(context: &TestContext) -> CheckResult {
     expect(mapped.is_err(), "a refusal of the wrong size")
 }
 
-fn access_can_be_read_only_and_taken_back(context: &TestContext) -> CheckResult {
+fn access_can_be_reduced_and_restored(context: &TestContext) -> CheckResult {
     let vm = VmContext::new(context)?;
     let (ptr, _) = vm.create_mapped()?;
     context.driver.upload(context.device_id, ptr, &[9; 64])?;

@@ -16,19 +16,19 @@ use crate::context::TestContext;
 use crate::expect::{CheckError, CheckResult, expect, expect_eq, require};
 
 pub(crate) const CHECKS: &[Check] = crate::checks![
-    a_stream_gets_back_at_once_what_it_freed,
-    a_block_waits_for_another_stream_that_works_on_it,
-    an_expandable_segment_grows_and_shrinks,
-    a_private_pool_keeps_its_memory_to_itself,
-    a_capture_takes_its_memory_from_a_graphs_pool,
-    a_limit_gives_back_cached_memory_before_it_fails,
-    more_than_the_device_has_is_out_of_memory,
-    threads_work_side_by_side,
-    counters_and_snapshots_agree,
-    a_driver_pool_serves_in_stream_order,
-    a_driver_pool_waits_for_another_stream,
-    a_driver_pool_has_limits_and_recovers,
-    a_driver_pools_blocks_become_nodes_of_a_graph,
+    freed_block_is_reused_at_once_on_its_stream,
+    freed_block_waits_for_recorded_streams,
+    expandable_segment_grows_and_shrinks,
+    private_pool_does_not_share_memory,
+    capture_allocates_from_the_graph_pool,
+    memory_limit_releases_cached_memory_first,
+    oversized_request_is_out_of_memory,
+    threads_allocate_concurrently,
+    statistics_match_snapshots,
+    driver_pool_allocates_in_stream_order,
+    driver_pool_waits_for_recorded_streams,
+    driver_pool_has_a_memory_limit,
+    driver_pool_blocks_become_graph_nodes,
 ];
 
 const MIB: u64 = 1 << 20;
@@ -76,7 +76,7 @@ fn request(context: &TestContext, bytes: u64, stream: &Stream) -> Request {
     Request::new(context.device_id, stream.id(), bytes)
 }
 
-fn a_stream_gets_back_at_once_what_it_freed(context: &TestContext) -> CheckResult {
+fn freed_block_is_reused_at_once_on_its_stream(context: &TestContext) -> CheckResult {
     on_caching(context, |allocator| {
         let stream = context.device().lease_stream()?;
         for bytes in [4096, 3 * MIB, 14 * MIB] {
@@ -97,7 +97,7 @@ fn a_stream_gets_back_at_once_what_it_freed(context: &TestContext) -> CheckResul
     })
 }
 
-fn a_block_waits_for_another_stream_that_works_on_it(context: &TestContext) -> CheckResult {
+fn freed_block_waits_for_recorded_streams(context: &TestContext) -> CheckResult {
     const BYTES: u64 = 8 * MIB;
     on_caching(context, |allocator| {
         let (own, other) = (context.device().lease_stream()?, context.device().lease_stream()?);
@@ -126,7 +126,7 @@ fn a_block_waits_for_another_stream_that_works_on_it(context: &TestContext) -> C
     })
 }
 
-fn an_expandable_segment_grows_and_shrinks(context: &TestContext) -> CheckResult {
+fn expandable_segment_grows_and_shrinks(context: &TestContext) -> CheckResult {
     require(context.device().properties().virtual_memory, "the device has no virtual memory")?;
     on(context, "expandable", expandable(context), |allocator| {
         let stream = context.device().lease_stream()?;
@@ -167,7 +167,7 @@ fn an_expandable_segment_grows_and_shrinks(context: &TestContext) -> CheckResult
     })
 }
 
-fn a_private_pool_keeps_its_memory_to_itself(context: &TestContext) -> CheckResult {
+fn private_pool_does_not_share_memory(context: &TestContext) -> CheckResult {
     const BYTES: u64 = 2 * MIB;
     on_caching(context, |allocator| {
         let stream = context.device().lease_stream()?;
@@ -203,7 +203,7 @@ fn a_private_pool_keeps_its_memory_to_itself(context: &TestContext) -> CheckResu
     })
 }
 
-fn a_capture_takes_its_memory_from_a_graphs_pool(context: &TestContext) -> CheckResult {
+fn capture_allocates_from_the_graph_pool(context: &TestContext) -> CheckResult {
     const BYTES: u64 = 2 * MIB;
     on_caching(context, |allocator| {
         let (driver, device) = (&context.driver, context.device_id);
@@ -255,7 +255,7 @@ fn a_capture_takes_its_memory_from_a_graphs_pool(context: &TestContext) -> Check
     })
 }
 
-fn a_limit_gives_back_cached_memory_before_it_fails(context: &TestContext) -> CheckResult {
+fn memory_limit_releases_cached_memory_first(context: &TestContext) -> CheckResult {
     on_caching(context, |allocator| {
         let stream = context.device().lease_stream()?;
         let limit = limit_to(context, allocator, 256 * MIB)?;
@@ -284,7 +284,7 @@ fn a_limit_gives_back_cached_memory_before_it_fails(context: &TestContext) -> Ch
     })
 }
 
-fn more_than_the_device_has_is_out_of_memory(context: &TestContext) -> CheckResult {
+fn oversized_request_is_out_of_memory(context: &TestContext) -> CheckResult {
     let body = |allocator: &Shared| {
         let stream = context.device().lease_stream()?;
         let cached = allocator.allocate(64 * MIB, &stream)?;
@@ -302,7 +302,7 @@ fn more_than_the_device_has_is_out_of_memory(context: &TestContext) -> CheckResu
     if context.device().properties().async_pools { on_driver_pool(context, body) } else { Ok(()) }
 }
 
-fn threads_work_side_by_side(context: &TestContext) -> CheckResult {
+fn threads_allocate_concurrently(context: &TestContext) -> CheckResult {
     let body = |allocator: &Shared| {
         let work = |thread: u32| -> CheckResult {
             let stream = context.device().lease_stream()?;
@@ -330,7 +330,7 @@ fn threads_work_side_by_side(context: &TestContext) -> CheckResult {
     if context.device().properties().async_pools { on_driver_pool(context, body) } else { Ok(()) }
 }
 
-fn counters_and_snapshots_agree(context: &TestContext) -> CheckResult {
+fn statistics_match_snapshots(context: &TestContext) -> CheckResult {
     let body = |allocator: &Shared| {
         let streams = [context.device().lease_stream()?, context.device().lease_stream()?];
         let mut live: Vec<Allocation> = Vec::new();
@@ -361,7 +361,7 @@ fn counters_and_snapshots_agree(context: &TestContext) -> CheckResult {
     if context.device().properties().async_pools { on_driver_pool(context, body) } else { Ok(()) }
 }
 
-fn a_driver_pool_serves_in_stream_order(context: &TestContext) -> CheckResult {
+fn driver_pool_allocates_in_stream_order(context: &TestContext) -> CheckResult {
     on_driver_pool(context, |allocator| {
         let stream = context.device().lease_stream()?;
         for round in 0..8 {
@@ -382,7 +382,7 @@ fn a_driver_pool_serves_in_stream_order(context: &TestContext) -> CheckResult {
     })
 }
 
-fn a_driver_pool_waits_for_another_stream(context: &TestContext) -> CheckResult {
+fn driver_pool_waits_for_recorded_streams(context: &TestContext) -> CheckResult {
     const BYTES: u64 = 8 * MIB;
     on_driver_pool(context, |allocator| {
         let (own, other) = (context.device().lease_stream()?, context.device().lease_stream()?);
@@ -406,7 +406,7 @@ fn a_driver_pool_waits_for_another_stream(context: &TestContext) -> CheckResult 
     })
 }
 
-fn a_driver_pool_has_limits_and_recovers(context: &TestContext) -> CheckResult {
+fn driver_pool_has_a_memory_limit(context: &TestContext) -> CheckResult {
     on_driver_pool(context, |allocator| {
         let stream = context.device().lease_stream()?;
         let limit = limit_to(context, allocator, 256 * MIB)?;
@@ -421,7 +421,7 @@ fn a_driver_pool_has_limits_and_recovers(context: &TestContext) -> CheckResult {
     })
 }
 
-fn a_driver_pools_blocks_become_nodes_of_a_graph(context: &TestContext) -> CheckResult {
+fn driver_pool_blocks_become_graph_nodes(context: &TestContext) -> CheckResult {
     const BYTES: u64 = 2 * MIB;
     on_driver_pool(context, |allocator| {
         let driver = &context.driver;

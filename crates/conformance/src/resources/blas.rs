@@ -14,14 +14,14 @@ use crate::context::TestContext;
 use crate::expect::{CheckResult, expect, expect_eq, expect_slice_eq, skip};
 
 pub(crate) const CHECKS: &[Check] = crate::checks![
-    products_of_two_threads_on_two_streams,
-    one_handle_on_two_streams,
-    workspaces_have_the_size_that_is_set,
+    two_threads_run_gemm_on_two_streams,
+    one_handle_serves_two_streams,
+    workspace_has_the_configured_size,
     cublaslt_shares_the_workspace,
-    trim_takes_workspaces_that_nobody_uses,
+    trim_frees_unused_workspaces,
     tf32_can_be_allowed_and_forbidden,
-    a_repeated_fetch_calls_nothing,
-    captures_with_products_do_not_grow_memory,
+    repeated_handle_request_makes_no_driver_call,
+    repeated_gemm_captures_do_not_grow_memory,
 ];
 
 const MIB: u64 = 1 << 20;
@@ -103,7 +103,7 @@ fn on_a_thread(body: impl FnOnce() -> CheckResult + Send) -> CheckResult {
     std::thread::scope(|scope| scope.spawn(body).join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
 }
 
-fn products_of_two_threads_on_two_streams(context: &TestContext) -> CheckResult {
+fn two_threads_run_gemm_on_two_streams(context: &TestContext) -> CheckResult {
     with_blas(context.device(), |allocator, blas| {
         let streams = [context.device().pool_stream()?, context.device().pool_stream()?];
         let multiply = |thread: usize| -> CheckResult {
@@ -127,7 +127,7 @@ fn products_of_two_threads_on_two_streams(context: &TestContext) -> CheckResult 
 }
 
 /// A handle that was fetched for a stream multiplies there, also after a fetch for another.
-fn one_handle_on_two_streams(context: &TestContext) -> CheckResult {
+fn one_handle_serves_two_streams(context: &TestContext) -> CheckResult {
     with_blas(context.device(), |allocator, blas| {
         let (one, two) = (context.device().pool_stream()?, context.device().pool_stream()?);
         let (left, right) = (Matrices::new(allocator, &one, 64, 1)?, Matrices::new(allocator, &two, 64, 2)?);
@@ -142,7 +142,7 @@ fn one_handle_on_two_streams(context: &TestContext) -> CheckResult {
     })
 }
 
-fn workspaces_have_the_size_that_is_set(context: &TestContext) -> CheckResult {
+fn workspace_has_the_configured_size(context: &TestContext) -> CheckResult {
     with_blas(context.device(), |allocator, blas| {
         let stream = context.device().pool_stream()?;
         let counted = || Ok::<u64, Error>(allocator.stats(context.device_id)?.workspace_bytes.current);
@@ -177,7 +177,7 @@ fn cublaslt_shares_the_workspace(context: &TestContext) -> CheckResult {
     })
 }
 
-fn trim_takes_workspaces_that_nobody_uses(context: &TestContext) -> CheckResult {
+fn trim_frees_unused_workspaces(context: &TestContext) -> CheckResult {
     with_blas(context.device(), |allocator, blas| {
         let stream = context.device().pool_stream()?;
         let held = blas.handle_on(&stream)?;
@@ -238,7 +238,7 @@ fn tf32_can_be_allowed_and_forbidden(context: &TestContext) -> CheckResult {
     })
 }
 
-fn a_repeated_fetch_calls_nothing(context: &TestContext) -> CheckResult {
+fn repeated_handle_request_makes_no_driver_call(context: &TestContext) -> CheckResult {
     let counting = Arc::new(Counting::new(Arc::clone(&context.driver)));
     let instance = Instance::new(Arc::<Counting>::clone(&counting) as Arc<dyn Driver>)?;
     let device = instance.device(context.device().index())?;
@@ -258,7 +258,7 @@ fn a_repeated_fetch_calls_nothing(context: &TestContext) -> CheckResult {
     Ok(instance.close()?)
 }
 
-fn captures_with_products_do_not_grow_memory(context: &TestContext) -> CheckResult {
+fn repeated_gemm_captures_do_not_grow_memory(context: &TestContext) -> CheckResult {
     with_blas(context.device(), |allocator, blas| {
         let (stream, device) = (context.device().lease_stream()?, context.device_id);
         let matrices = Matrices::new(allocator, &stream, 32, 6)?;

@@ -9,15 +9,15 @@ use crate::context::TestContext;
 use crate::expect::{CheckResult, expect, expect_eq};
 
 pub(crate) const CHECKS: &[Check] = crate::checks![
-    a_thread_starts_with_the_first_device_and_default_streams,
+    new_thread_starts_with_first_device_and_default_streams,
     guards_restore_device_and_stream,
     guards_restore_after_a_panic,
-    a_current_stream_is_its_devices_own_affair,
-    threads_do_not_see_each_other,
-    the_drivers_current_device_is_left_alone,
+    current_stream_is_per_device,
+    current_stream_is_per_thread,
+    current_device_of_the_driver_does_not_change,
 ];
 
-fn a_thread_starts_with_the_first_device_and_default_streams(context: &TestContext) -> CheckResult {
+fn new_thread_starts_with_first_device_and_default_streams(context: &TestContext) -> CheckResult {
     expect_eq("the device", context.instance().current_device().index(), 0)?;
     for device in context.instance().devices() {
         expect_eq("the stream", device.current_stream()?, device.default_stream()?)?;
@@ -59,7 +59,7 @@ fn guards_restore_after_a_panic(context: &TestContext) -> CheckResult {
     expect_eq("the stream afterwards", context.device().current_stream()?, before)
 }
 
-fn a_current_stream_is_its_devices_own_affair(context: &TestContext) -> CheckResult {
+fn current_stream_is_per_device(context: &TestContext) -> CheckResult {
     let other = context.second_device()?;
     let (device, stream) = (context.instance().current_device(), other.pool_stream()?);
     stream.make_current();
@@ -68,7 +68,7 @@ fn a_current_stream_is_its_devices_own_affair(context: &TestContext) -> CheckRes
     expect_eq("this device's stream", context.device().current_stream()?, context.device().default_stream()?)
 }
 
-fn threads_do_not_see_each_other(context: &TestContext) -> CheckResult {
+fn current_stream_is_per_thread(context: &TestContext) -> CheckResult {
     let stream = context.device().pool_stream()?;
     let _guard = stream.enter();
     let elsewhere = std::thread::scope(|scope| {
@@ -86,7 +86,7 @@ fn threads_do_not_see_each_other(context: &TestContext) -> CheckResult {
     expect_eq("this thread's stream", context.device().current_stream()?, stream.clone())
 }
 
-fn the_drivers_current_device_is_left_alone(context: &TestContext) -> CheckResult {
+fn current_device_of_the_driver_does_not_change(context: &TestContext) -> CheckResult {
     let before = context.driver.current_device()?;
     {
         let _guard = context.device().pool_stream()?.enter();

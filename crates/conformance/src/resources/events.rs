@@ -8,19 +8,19 @@ use crate::context::TestContext;
 use crate::expect::{CheckResult, expect, expect_eq, expect_slice_eq, require};
 
 pub(crate) const CHECKS: &[Check] = crate::checks![
-    a_never_recorded_event_is_done,
-    an_event_is_made_at_its_first_record,
-    dropped_events_are_used_again,
-    a_pool_can_be_filled_and_emptied,
-    an_event_orders_two_streams,
-    record_once_records_once,
-    an_event_belongs_to_one_device,
-    elapsed_time_has_its_errors,
-    elapsed_time_is_positive_over_work,
-    exported_events_have_64_bytes,
+    unrecorded_event_is_complete,
+    event_is_created_at_its_first_record,
+    dropped_events_are_reused,
+    pool_can_be_filled_and_trimmed,
+    event_orders_two_streams,
+    record_once_records_only_once,
+    event_is_recorded_only_on_its_device,
+    elapsed_time_reports_wrong_use,
+    elapsed_time_of_work_is_positive,
+    exported_handle_has_64_bytes,
 ];
 
-fn a_never_recorded_event_is_done(context: &TestContext) -> CheckResult {
+fn unrecorded_event_is_complete(context: &TestContext) -> CheckResult {
     let event = context.instance().event();
     expect(event.query()?, "an event that is done")?;
     event.synchronize()?;
@@ -28,7 +28,7 @@ fn a_never_recorded_event_is_done(context: &TestContext) -> CheckResult {
     expect_eq("its device", event.device(), None)
 }
 
-fn an_event_is_made_at_its_first_record(context: &TestContext) -> CheckResult {
+fn event_is_created_at_its_first_record(context: &TestContext) -> CheckResult {
     let mut event = context.instance().event();
     expect_eq("its id before", event.id(), None)?;
     event.record(&context.device().pool_stream()?)?;
@@ -37,7 +37,7 @@ fn an_event_is_made_at_its_first_record(context: &TestContext) -> CheckResult {
     expect(event.query()? && event.is_recorded(), "a recorded event that is done")
 }
 
-fn dropped_events_are_used_again(context: &TestContext) -> CheckResult {
+fn dropped_events_are_reused(context: &TestContext) -> CheckResult {
     let stream = context.device().pool_stream()?;
     let mut ids = Vec::new();
     for _ in 0..100 {
@@ -49,7 +49,7 @@ fn dropped_events_are_used_again(context: &TestContext) -> CheckResult {
     expect_eq("events that were made", ids.len(), 1)
 }
 
-fn a_pool_can_be_filled_and_emptied(context: &TestContext) -> CheckResult {
+fn pool_can_be_filled_and_trimmed(context: &TestContext) -> CheckResult {
     let pool = context.device().event_pool();
     pool.reserve(8)?;
     expect_eq("idle events", pool.idle(), 8)?;
@@ -59,7 +59,7 @@ fn a_pool_can_be_filled_and_emptied(context: &TestContext) -> CheckResult {
     expect_eq("events that a trim destroys", pool.trim()?, 8)
 }
 
-fn an_event_orders_two_streams(context: &TestContext) -> CheckResult {
+fn event_orders_two_streams(context: &TestContext) -> CheckResult {
     const BYTES: u64 = 16 << 20;
     let (first, second) = (context.device().lease_stream()?, context.device().lease_stream()?);
     let ptr = context.alloc(BYTES)?;
@@ -74,12 +74,12 @@ fn an_event_orders_two_streams(context: &TestContext) -> CheckResult {
     expect_slice_eq("what is left", &context.read_bytes(ptr.offset(BYTES - 32), 32)?, &[2; 32])
 }
 
-fn record_once_records_once(context: &TestContext) -> CheckResult {
+fn record_once_records_only_once(context: &TestContext) -> CheckResult {
     let (stream, mut event) = (context.device().pool_stream()?, context.instance().event());
     expect_eq("two attempts", (event.record_once(&stream)?, event.record_once(&stream)?), (true, false))
 }
 
-fn an_event_belongs_to_one_device(context: &TestContext) -> CheckResult {
+fn event_is_recorded_only_on_its_device(context: &TestContext) -> CheckResult {
     let (here, there) = (context.device().pool_stream()?, context.second_device()?.pool_stream()?);
     let mut event = context.instance().event();
     event.record(&here)?;
@@ -88,7 +88,7 @@ fn an_event_belongs_to_one_device(context: &TestContext) -> CheckResult {
     Ok(event.wait(&there)?)
 }
 
-fn elapsed_time_has_its_errors(context: &TestContext) -> CheckResult {
+fn elapsed_time_reports_wrong_use(context: &TestContext) -> CheckResult {
     let stream = context.device().pool_stream()?;
     let (mut plain, mut timed, unused) =
         (context.instance().event(), context.instance().timing_event(), context.instance().timing_event());
@@ -100,7 +100,7 @@ fn elapsed_time_has_its_errors(context: &TestContext) -> CheckResult {
     expect_eq("to an event never recorded", timed.elapsed_ms(&unused), unrecorded)
 }
 
-fn elapsed_time_is_positive_over_work(context: &TestContext) -> CheckResult {
+fn elapsed_time_of_work_is_positive(context: &TestContext) -> CheckResult {
     const BYTES: u64 = 64 << 20;
     let stream = context.device().lease_stream()?;
     let (mut start, mut end) = (context.instance().timing_event(), context.instance().timing_event());
@@ -113,7 +113,7 @@ fn elapsed_time_is_positive_over_work(context: &TestContext) -> CheckResult {
     expect(forth > 0.0 && (forth + back).abs() < 1e-3, &format!("a time and its negative, got {forth} and {back}"))
 }
 
-fn exported_events_have_64_bytes(context: &TestContext) -> CheckResult {
+fn exported_handle_has_64_bytes(context: &TestContext) -> CheckResult {
     require(context.device().properties().ipc_events, "the device shares no events between processes")?;
     let mut event = context.instance().event_with(EventOptions { interprocess: true, ..EventOptions::default() })?;
     let bytes = event.export(context.device())?;

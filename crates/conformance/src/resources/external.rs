@@ -21,12 +21,12 @@ use crate::expect::{CheckResult, expect, expect_eq};
 use crate::sync::lock;
 
 pub(crate) const CHECKS: &[Check] = crate::checks![
-    closures_serve_and_get_everything_back,
-    a_null_address_is_out_of_memory,
-    a_freed_block_waits_for_another_stream,
-    a_plug_feeds_a_pool_with_caching_on_top,
-    an_overlapping_address_is_refused,
-    a_graph_keeps_its_plugged_memory,
+    closures_allocate_and_free,
+    null_address_is_out_of_memory,
+    freed_block_waits_for_recorded_streams,
+    external_allocator_is_the_upstream_of_a_pool,
+    overlapping_address_is_rejected,
+    graph_keeps_its_external_memory,
     decorators_cap_and_trace,
 ];
 
@@ -112,7 +112,7 @@ fn on_plug(context: &TestContext, body: impl FnOnce(&Shared, &Arc<Shelf>) -> Che
     expect_eq("active blocks, bytes held, bytes that the plug misses", left, (0, 0, 0))
 }
 
-fn closures_serve_and_get_everything_back(context: &TestContext) -> CheckResult {
+fn closures_allocate_and_free(context: &TestContext) -> CheckResult {
     on_plug(context, |allocator, shelf| {
         let stream = context.device().lease_stream()?;
         allocator.record_history(Some(HistoryOptions::default()))?;
@@ -139,7 +139,7 @@ fn closures_serve_and_get_everything_back(context: &TestContext) -> CheckResult 
     })
 }
 
-fn a_null_address_is_out_of_memory(context: &TestContext) -> CheckResult {
+fn null_address_is_out_of_memory(context: &TestContext) -> CheckResult {
     on_plug(context, |allocator, shelf| {
         let stream = context.device().lease_stream()?;
         shelf.bytes_max.store(10 * MIB, Ordering::Relaxed);
@@ -162,7 +162,7 @@ fn a_null_address_is_out_of_memory(context: &TestContext) -> CheckResult {
     })
 }
 
-fn a_freed_block_waits_for_another_stream(context: &TestContext) -> CheckResult {
+fn freed_block_waits_for_recorded_streams(context: &TestContext) -> CheckResult {
     const BYTES: u64 = 8 * MIB;
     on_plug(context, |allocator, _| {
         let (own, other) = (context.device().lease_stream()?, context.device().lease_stream()?);
@@ -185,7 +185,7 @@ fn a_freed_block_waits_for_another_stream(context: &TestContext) -> CheckResult 
     })
 }
 
-fn a_plug_feeds_a_pool_with_caching_on_top(context: &TestContext) -> CheckResult {
+fn external_allocator_is_the_upstream_of_a_pool(context: &TestContext) -> CheckResult {
     let shelf = Shelf::new(context);
     let allocator: Shared = Arc::new(CachingAllocator::new(context.instance(), Settings::default()));
     let upstream = Arc::new(ExternalUpstream::new(context.instance(), Arc::new(shelf.plug()))?);
@@ -211,7 +211,7 @@ fn a_plug_feeds_a_pool_with_caching_on_top(context: &TestContext) -> CheckResult
     Ok(())
 }
 
-fn an_overlapping_address_is_refused(context: &TestContext) -> CheckResult {
+fn overlapping_address_is_rejected(context: &TestContext) -> CheckResult {
     let (driver, stream) = (Arc::clone(&context.driver), context.device().lease_stream()?);
     let base = driver.mem_alloc(context.device_id, MIB)?;
     let external = FnAllocator::new(move |_, _, _| Ok(Some(base)), |_, _, _, _| Ok(()));
@@ -225,7 +225,7 @@ fn an_overlapping_address_is_refused(context: &TestContext) -> CheckResult {
     Ok(driver.mem_free(base)?)
 }
 
-fn a_graph_keeps_its_plugged_memory(context: &TestContext) -> CheckResult {
+fn graph_keeps_its_external_memory(context: &TestContext) -> CheckResult {
     const BYTES: u64 = MIB;
     on_plug(context, |allocator, shelf| {
         let stream = context.device().lease_stream()?;

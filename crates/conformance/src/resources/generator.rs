@@ -16,17 +16,17 @@ use crate::context::TestContext;
 use crate::expect::{CheckResult, expect, expect_eq, expect_slice_eq};
 
 pub(crate) const CHECKS: &[Check] = crate::checks![
-    kernels_give_what_curand_gave,
-    bits_and_uniforms_equal_the_hosts,
-    normals_are_within_rounding_of_the_hosts,
-    dropout_masks_equal_the_hosts,
-    a_fill_stays_within_its_bounds,
-    ones_own_kernel_draws_what_it_reserved,
+    philox_matches_curand,
+    bits_and_uniforms_match_the_host,
+    normals_match_the_host_within_rounding,
+    dropout_masks_match_the_host,
+    fill_writes_only_its_range,
+    user_kernel_draws_its_reservation,
     each_device_has_one_default_generator,
-    threads_draw_different_numbers,
-    replayed_numbers_equal_the_eager_sequence,
-    replays_on_two_streams_do_not_disturb_each_other,
-    a_capture_refuses_and_goes_on,
+    threads_draw_distinct_numbers,
+    replays_draw_the_eager_sequence,
+    replays_on_two_streams_are_independent,
+    rejected_calls_do_not_invalidate_a_capture,
 ];
 
 type Shared = Arc<dyn DeviceAllocator>;
@@ -139,7 +139,7 @@ fn ulps(a: f32, b: f32) -> u32 {
     place(a).abs_diff(place(b))
 }
 
-fn kernels_give_what_curand_gave(context: &TestContext) -> CheckResult {
+fn philox_matches_curand(context: &TestContext) -> CheckResult {
     with_kernel(context, |function| {
         with_allocator(context, |allocator, stream| {
             let block = allocator.allocate(4 * 48, stream)?;
@@ -173,7 +173,7 @@ fn kernels_give_what_curand_gave(context: &TestContext) -> CheckResult {
     })
 }
 
-fn bits_and_uniforms_equal_the_hosts(context: &TestContext) -> CheckResult {
+fn bits_and_uniforms_match_the_host(context: &TestContext) -> CheckResult {
     with_allocator(context, |allocator, stream| {
         for (seed, offset, count) in CASES {
             let generator = generator(context, seed, offset)?;
@@ -194,7 +194,7 @@ fn bits_and_uniforms_equal_the_hosts(context: &TestContext) -> CheckResult {
     })
 }
 
-fn normals_are_within_rounding_of_the_hosts(context: &TestContext) -> CheckResult {
+fn normals_match_the_host_within_rounding(context: &TestContext) -> CheckResult {
     // Logarithm, root, sine and product: each right to the last bit or two.
     const MOST: u32 = 8;
     with_allocator(context, |allocator, stream| {
@@ -213,7 +213,7 @@ fn normals_are_within_rounding_of_the_hosts(context: &TestContext) -> CheckResul
     })
 }
 
-fn dropout_masks_equal_the_hosts(context: &TestContext) -> CheckResult {
+fn dropout_masks_match_the_host(context: &TestContext) -> CheckResult {
     with_allocator(context, |allocator, stream| {
         for (keep, (seed, offset, count)) in [0.5, 0.1, 0.9, 0.0, 1.0, 0.3, 0.75].into_iter().zip(CASES) {
             let generator = generator(context, seed, offset)?;
@@ -231,7 +231,7 @@ fn dropout_masks_equal_the_hosts(context: &TestContext) -> CheckResult {
     })
 }
 
-fn a_fill_stays_within_its_bounds(context: &TestContext) -> CheckResult {
+fn fill_writes_only_its_range(context: &TestContext) -> CheckResult {
     const UNTOUCHED: u32 = 0xAAAA_AAAA;
     with_allocator(context, |allocator, stream| {
         let block = allocator.allocate(4 * 64, stream)?;
@@ -251,7 +251,7 @@ fn a_fill_stays_within_its_bounds(context: &TestContext) -> CheckResult {
     })
 }
 
-fn ones_own_kernel_draws_what_it_reserved(context: &TestContext) -> CheckResult {
+fn user_kernel_draws_its_reservation(context: &TestContext) -> CheckResult {
     with_kernel(context, |function| {
         with_allocator(context, |allocator, stream| {
             let generator = generator(context, 77, 12)?;
@@ -297,7 +297,7 @@ fn each_device_has_one_default_generator(context: &TestContext) -> CheckResult {
     expect_eq("a device too many", refused, Some(Error::DeviceOutOfRange { index: count, count }))
 }
 
-fn threads_draw_different_numbers(context: &TestContext) -> CheckResult {
+fn threads_draw_distinct_numbers(context: &TestContext) -> CheckResult {
     const COUNT: u64 = 4096;
     const THREADS: u64 = 4;
     const EACH: u64 = 8;
@@ -330,7 +330,7 @@ fn threads_draw_different_numbers(context: &TestContext) -> CheckResult {
     })
 }
 
-fn replayed_numbers_equal_the_eager_sequence(context: &TestContext) -> CheckResult {
+fn replays_draw_the_eager_sequence(context: &TestContext) -> CheckResult {
     const BYTES: u64 = 40_004;
     with_allocator(context, |allocator, stream| {
         let (eager, captured) = (generator(context, 5, 0)?, generator(context, 5, 0)?);
@@ -373,7 +373,7 @@ fn replayed_numbers_equal_the_eager_sequence(context: &TestContext) -> CheckResu
     })
 }
 
-fn replays_on_two_streams_do_not_disturb_each_other(context: &TestContext) -> CheckResult {
+fn replays_on_two_streams_are_independent(context: &TestContext) -> CheckResult {
     const COUNT: u64 = 1024;
     const ROUNDS: u64 = 20;
     with_allocator(context, |allocator, first| {
@@ -412,7 +412,7 @@ fn replays_on_two_streams_do_not_disturb_each_other(context: &TestContext) -> Ch
     })
 }
 
-fn a_capture_refuses_and_goes_on(context: &TestContext) -> CheckResult {
+fn rejected_calls_do_not_invalidate_a_capture(context: &TestContext) -> CheckResult {
     with_allocator(context, |allocator, stream| {
         let generator = generator(context, 13, 0)?;
         let block = allocator.allocate(4 * 100, stream)?;

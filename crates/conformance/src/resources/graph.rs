@@ -10,13 +10,12 @@ use warpool::memory::{Allocate, MemPoolId};
 use warpool_driver::DevicePtr;
 
 use super::graph_clients::{
-    a_function_is_served_by_the_graph_of_its_shape, a_hundred_captures_with_products_do_not_grow_memory,
-    external_events_order_replays_and_others, pollers_do_not_break_captures,
-    replayed_numbers_are_those_of_the_eager_sequence, two_graphs_of_one_generator_replay_on_two_streams,
+    external_events_order_replays, graphed_callable_replays_the_graph_of_its_shape, pollers_do_not_invalidate_captures,
+    repeated_gemm_captures_do_not_grow_memory, replays_draw_the_eager_sequence,
+    two_graphs_share_a_generator_on_two_streams,
 };
 use super::graph_failures::{
-    a_broken_capture_names_the_call_and_all_is_usable, an_error_or_a_missing_join_ends_the_capture,
-    wrong_use_has_its_own_errors,
+    error_or_missing_join_ends_the_capture, invalidated_capture_names_the_call, wrong_use_returns_specific_errors,
 };
 use super::graph_helpers::{PLAIN, Shared, capture_sum, graph, held, with_allocator};
 use crate::check::Check;
@@ -24,28 +23,28 @@ use crate::context::TestContext;
 use crate::expect::{CheckResult, expect, expect_eq, require};
 
 pub(crate) const CHECKS: &[Check] = crate::checks![
-    a_replay_does_what_was_captured,
-    replays_go_to_any_stream,
-    temporaries_share_memory_and_stay_the_graphs,
-    ten_graphs_in_one_pool_replay_in_order,
-    reset_gives_memory_back,
-    a_broken_capture_names_the_call_and_all_is_usable,
-    an_error_or_a_missing_join_ends_the_capture,
-    wrong_use_has_its_own_errors,
-    a_template_that_is_kept_can_be_drawn_and_made_ready_again,
-    an_if_follows_its_flag,
-    a_while_follows_its_flag,
-    replayed_numbers_are_those_of_the_eager_sequence,
-    two_graphs_of_one_generator_replay_on_two_streams,
-    a_hundred_captures_with_products_do_not_grow_memory,
-    pollers_do_not_break_captures,
-    external_events_order_replays_and_others,
-    a_function_is_served_by_the_graph_of_its_shape,
+    replay_runs_the_captured_work,
+    graph_can_be_replayed_on_any_stream,
+    temporaries_are_reused_within_the_graph_only,
+    ten_graphs_share_one_pool,
+    reset_frees_memory,
+    invalidated_capture_names_the_call,
+    error_or_missing_join_ends_the_capture,
+    wrong_use_returns_specific_errors,
+    kept_graph_can_be_inspected_and_instantiated_again,
+    if_node_follows_its_flag,
+    while_node_follows_its_flag,
+    replays_draw_the_eager_sequence,
+    two_graphs_share_a_generator_on_two_streams,
+    repeated_gemm_captures_do_not_grow_memory,
+    pollers_do_not_invalidate_captures,
+    external_events_order_replays,
+    graphed_callable_replays_the_graph_of_its_shape,
 ];
 
 const MIB: u64 = 1 << 20;
 
-fn a_replay_does_what_was_captured(context: &TestContext) -> CheckResult {
+fn replay_runs_the_captured_work(context: &TestContext) -> CheckResult {
     const BYTES: u64 = 3 * MIB;
     with_allocator(context, |allocator, stream| {
         let input = Arc::new(allocator.allocate(BYTES, stream)?);
@@ -78,7 +77,7 @@ fn a_replay_does_what_was_captured(context: &TestContext) -> CheckResult {
     })
 }
 
-fn replays_go_to_any_stream(context: &TestContext) -> CheckResult {
+fn graph_can_be_replayed_on_any_stream(context: &TestContext) -> CheckResult {
     const BYTES: u64 = 4 * MIB;
     with_allocator(context, |allocator, stream| {
         let (main, other) = (context.device().default_stream()?, context.device().lease_stream()?);
@@ -122,7 +121,7 @@ fn replays_go_to_any_stream(context: &TestContext) -> CheckResult {
     })
 }
 
-fn temporaries_share_memory_and_stay_the_graphs(context: &TestContext) -> CheckResult {
+fn temporaries_are_reused_within_the_graph_only(context: &TestContext) -> CheckResult {
     const BYTES: u64 = 2 * MIB;
     with_allocator(context, |allocator, stream| {
         let result = Arc::new(allocator.allocate(BYTES, stream)?);
@@ -158,7 +157,7 @@ fn temporaries_share_memory_and_stay_the_graphs(context: &TestContext) -> CheckR
     })
 }
 
-fn ten_graphs_in_one_pool_replay_in_order(context: &TestContext) -> CheckResult {
+fn ten_graphs_share_one_pool(context: &TestContext) -> CheckResult {
     const BYTES: u64 = 12 * MIB;
     with_allocator(context, |allocator, stream| {
         let data = Arc::new(allocator.allocate(BYTES, stream)?);
@@ -202,7 +201,7 @@ fn ten_graphs_in_one_pool_replay_in_order(context: &TestContext) -> CheckResult 
     })
 }
 
-fn reset_gives_memory_back(context: &TestContext) -> CheckResult {
+fn reset_frees_memory(context: &TestContext) -> CheckResult {
     const BYTES: u64 = 30 * MIB;
     with_allocator(context, |allocator, stream| {
         let mut graph = graph(context, allocator)?;
@@ -228,7 +227,7 @@ fn reset_gives_memory_back(context: &TestContext) -> CheckResult {
     })
 }
 
-fn a_template_that_is_kept_can_be_drawn_and_made_ready_again(context: &TestContext) -> CheckResult {
+fn kept_graph_can_be_inspected_and_instantiated_again(context: &TestContext) -> CheckResult {
     const BYTES: u64 = 4096;
     with_allocator(context, |allocator, stream| {
         let mut graph = Graph::new(allocator, context.device(), GraphOptions { keep_graph: true })?;
@@ -289,7 +288,7 @@ fn word_at(context: &TestContext, ptr: DevicePtr) -> CheckResult<u32> {
     Ok(bytes.as_chunks().0.first().map_or(0, |&word| u32::from_le_bytes(word)))
 }
 
-fn an_if_follows_its_flag(context: &TestContext) -> CheckResult {
+fn if_node_follows_its_flag(context: &TestContext) -> CheckResult {
     require(context.device().properties().conditional_nodes, "graphs of the device have no conditional nodes")?;
     with_allocator(context, |allocator, stream| {
         let (mut graph, [flag, inner, count, both]) =
@@ -315,7 +314,7 @@ fn an_if_follows_its_flag(context: &TestContext) -> CheckResult {
     })
 }
 
-fn a_while_follows_its_flag(context: &TestContext) -> CheckResult {
+fn while_node_follows_its_flag(context: &TestContext) -> CheckResult {
     require(context.device().properties().conditional_nodes, "graphs of the device have no conditional nodes")?;
     with_allocator(context, |allocator, stream| {
         let (mut graph, [left, count]) =

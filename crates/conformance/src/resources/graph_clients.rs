@@ -29,7 +29,7 @@ fn drawn(seed: u64, offset: u64, count: usize) -> Vec<u32> {
     (0..).flat_map(|subsequence| philox::block(seed, subsequence, offset)).take(count).collect()
 }
 
-pub(super) fn replayed_numbers_are_those_of_the_eager_sequence(context: &TestContext) -> CheckResult {
+pub(super) fn replays_draw_the_eager_sequence(context: &TestContext) -> CheckResult {
     const COUNT: usize = 5000;
     with_allocator(context, |allocator, stream| {
         let generator = Generator::new(context.device())?;
@@ -65,7 +65,7 @@ pub(super) fn replayed_numbers_are_those_of_the_eager_sequence(context: &TestCon
     })
 }
 
-pub(super) fn two_graphs_of_one_generator_replay_on_two_streams(context: &TestContext) -> CheckResult {
+pub(super) fn two_graphs_share_a_generator_on_two_streams(context: &TestContext) -> CheckResult {
     const COUNT: usize = 1000;
     const ROUNDS: u64 = 8;
     with_allocator(context, |allocator, stream| {
@@ -104,7 +104,7 @@ pub(super) fn two_graphs_of_one_generator_replay_on_two_streams(context: &TestCo
     })
 }
 
-pub(super) fn a_hundred_captures_with_products_do_not_grow_memory(context: &TestContext) -> CheckResult {
+pub(super) fn repeated_gemm_captures_do_not_grow_memory(context: &TestContext) -> CheckResult {
     const N: usize = 48;
     with_allocator(context, |allocator, stream| {
         let blas = Blas::new(allocator, BlasSettings::default());
@@ -173,7 +173,7 @@ fn multiply_often(
     Ok(())
 }
 
-pub(super) fn pollers_do_not_break_captures(context: &TestContext) -> CheckResult {
+pub(super) fn pollers_do_not_invalidate_captures(context: &TestContext) -> CheckResult {
     const BYTES: u64 = 64 * KIB;
     with_allocator(context, |allocator, stream| {
         let (watched, mut graph) = (context.device().lease_stream()?, graph(context, allocator)?);
@@ -230,7 +230,7 @@ pub(super) fn pollers_do_not_break_captures(context: &TestContext) -> CheckResul
     })
 }
 
-pub(super) fn external_events_order_replays_and_others(context: &TestContext) -> CheckResult {
+pub(super) fn external_events_order_replays(context: &TestContext) -> CheckResult {
     const BYTES: u64 = MIB;
     with_allocator(context, |allocator, stream| {
         let (before, after) = (context.device().lease_stream()?, context.device().lease_stream()?);
@@ -292,7 +292,7 @@ impl Callable for AddSeven<'_> {
     }
 }
 
-pub(super) fn a_function_is_served_by_the_graph_of_its_shape(context: &TestContext) -> CheckResult {
+pub(super) fn graphed_callable_replays_the_graph_of_its_shape(context: &TestContext) -> CheckResult {
     const WAITS: u64 = 300;
     with_allocator(context, |allocator, stream| {
         let (work, other) = (AddSeven { context: context, waits_at: WAITS }, context.device().lease_stream()?);

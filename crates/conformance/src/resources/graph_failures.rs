@@ -39,7 +39,7 @@ fn expect_usable(context: &TestContext, allocator: &Shared, graph: &mut Graph, s
     Ok(graph.reset()?)
 }
 
-pub(super) fn a_broken_capture_names_the_call_and_all_is_usable(context: &TestContext) -> CheckResult {
+pub(super) fn invalidated_capture_names_the_call(context: &TestContext) -> CheckResult {
     with_allocator(context, |allocator, stream| {
         let mut graph = graph(context, allocator)?;
         type Breaker<'a> = (&'static str, Box<dyn Fn() -> bool + 'a>);
@@ -69,7 +69,7 @@ pub(super) fn a_broken_capture_names_the_call_and_all_is_usable(context: &TestCo
     })
 }
 
-pub(super) fn an_error_or_a_missing_join_ends_the_capture(context: &TestContext) -> CheckResult {
+pub(super) fn error_or_missing_join_ends_the_capture(context: &TestContext) -> CheckResult {
     with_allocator(context, |allocator, stream| {
         let mut graph = graph(context, allocator)?;
         let failed = graph.capture(stream, PLAIN, |capture| {
@@ -89,7 +89,7 @@ pub(super) fn an_error_or_a_missing_join_ends_the_capture(context: &TestContext)
     })
 }
 
-pub(super) fn wrong_use_has_its_own_errors(context: &TestContext) -> CheckResult {
+pub(super) fn wrong_use_returns_specific_errors(context: &TestContext) -> CheckResult {
     with_allocator(context, |allocator, stream| {
         let (main, other) = (context.device().default_stream()?, context.device().lease_stream()?);
         let mut graph = graph(context, allocator)?;

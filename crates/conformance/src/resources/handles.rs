@@ -15,18 +15,18 @@ use crate::context::TestContext;
 use crate::expect::{CheckError, CheckResult, expect, expect_eq, expect_slice_eq, skip};
 
 pub(crate) const CHECKS: &[Check] = crate::checks![
-    cublas_has_handles,
-    cublaslt_has_handles,
-    cudnn_has_handles,
-    cusparse_has_handles,
-    cusolver_has_handles,
-    a_thread_keeps_its_handle,
-    a_thousand_threads_need_few_handles,
-    a_handle_goes_on_to_the_next_thread,
-    a_lease_works_on_another_thread,
-    two_devices_have_their_own_handles,
-    trimming_destroys_what_is_idle,
-    a_closed_pool_gives_out_nothing,
+    cublas_handles_work,
+    cublaslt_handles_work,
+    cudnn_handles_work,
+    cusparse_handles_work,
+    cusolver_handles_work,
+    thread_keeps_its_handle,
+    thousand_threads_share_few_handles,
+    handle_of_ended_thread_is_reused,
+    lease_works_on_another_thread,
+    handles_are_per_device,
+    trim_destroys_idle_handles,
+    closed_pool_rejects_requests,
 ];
 
 /// How many threads there are in all, and at most at once.
@@ -75,23 +75,23 @@ fn has_handles<K: LibraryKind<Handle = LibraryHandle>>(
     })
 }
 
-fn cublas_has_handles(context: &TestContext) -> CheckResult {
+fn cublas_handles_work(context: &TestContext) -> CheckResult {
     has_handles(context, Cublas, true)
 }
 
-fn cublaslt_has_handles(context: &TestContext) -> CheckResult {
+fn cublaslt_handles_work(context: &TestContext) -> CheckResult {
     has_handles(context, CublasLt, false)
 }
 
-fn cudnn_has_handles(context: &TestContext) -> CheckResult {
+fn cudnn_handles_work(context: &TestContext) -> CheckResult {
     has_handles(context, Cudnn, true)
 }
 
-fn cusparse_has_handles(context: &TestContext) -> CheckResult {
+fn cusparse_handles_work(context: &TestContext) -> CheckResult {
     has_handles(context, Cusparse, true)
 }
 
-fn cusolver_has_handles(context: &TestContext) -> CheckResult {
+fn cusolver_handles_work(context: &TestContext) -> CheckResult {
     has_handles(context, Cusolver, true)
 }
 
@@ -104,7 +104,7 @@ fn joined<T>(thread: thread::ScopedJoinHandle<'_, T>) -> T {
     thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
 }
 
-fn a_thread_keeps_its_handle(context: &TestContext) -> CheckResult {
+fn thread_keeps_its_handle(context: &TestContext) -> CheckResult {
     with_pool(context, Cublas, |pool| {
         let fetch = || -> CheckResult<_> { Ok(pool.current(context.device())?.id()) };
         let ours = fetch()?;
@@ -118,7 +118,7 @@ fn a_thread_keeps_its_handle(context: &TestContext) -> CheckResult {
     })
 }
 
-fn a_thousand_threads_need_few_handles(context: &TestContext) -> CheckResult {
+fn thousand_threads_share_few_handles(context: &TestContext) -> CheckResult {
     let at_once = thread::available_parallelism().map_or(8, |cores| 8 * cores.get()).min(AT_ONCE_MAX);
     with_pool(context, Cublas, |pool| {
         let device = context.device();
@@ -148,7 +148,7 @@ fn a_thousand_threads_need_few_handles(context: &TestContext) -> CheckResult {
     })
 }
 
-fn a_handle_goes_on_to_the_next_thread(context: &TestContext) -> CheckResult {
+fn handle_of_ended_thread_is_reused(context: &TestContext) -> CheckResult {
     with_pool(context, Cublas, |pool| {
         let stream = context.device().pool_stream()?;
         let visit = || -> CheckResult<_> {
@@ -162,7 +162,7 @@ fn a_handle_goes_on_to_the_next_thread(context: &TestContext) -> CheckResult {
     })
 }
 
-fn a_lease_works_on_another_thread(context: &TestContext) -> CheckResult {
+fn lease_works_on_another_thread(context: &TestContext) -> CheckResult {
     with_pool(context, Cublas, |pool| {
         let lease = pool.lease(context.device())?;
         let streams = [context.device().pool_stream()?, context.device().pool_stream()?];
@@ -198,7 +198,7 @@ fn multiply(context: &TestContext, handle: &LibraryHandle, stream: &Stream) -> C
     expect_slice_eq("the product", &got, &want)
 }
 
-fn two_devices_have_their_own_handles(context: &TestContext) -> CheckResult {
+fn handles_are_per_device(context: &TestContext) -> CheckResult {
     let second = context.second_device()?;
     with_pool(context, Cublas, |pool| {
         let [here, there] = [pool.current(context.device())?, pool.current(&second)?];
@@ -211,7 +211,7 @@ fn two_devices_have_their_own_handles(context: &TestContext) -> CheckResult {
     })
 }
 
-fn trimming_destroys_what_is_idle(context: &TestContext) -> CheckResult {
+fn trim_destroys_idle_handles(context: &TestContext) -> CheckResult {
     with_pool(context, Cublas, |pool| {
         let held = pool.current(context.device())?;
         drop([pool.lease(context.device())?, pool.lease(context.device())?]);
@@ -221,7 +221,7 @@ fn trimming_destroys_what_is_idle(context: &TestContext) -> CheckResult {
     })
 }
 
-fn a_closed_pool_gives_out_nothing(context: &TestContext) -> CheckResult {
+fn closed_pool_rejects_requests(context: &TestContext) -> CheckResult {
     with_pool(context, Cublas, |pool| {
         pool.current(context.device())?;
         drop([pool.lease(context.device())?, pool.lease(context.device())?]);

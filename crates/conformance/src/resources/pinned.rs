@@ -16,21 +16,21 @@ use crate::context::TestContext;
 use crate::expect::{CheckError, CheckResult, expect, expect_eq, expect_slice_eq, require};
 
 pub(crate) const CHECKS: &[Check] = crate::checks![
-    a_block_is_given_out_again,
-    contents_go_to_the_device_and_back,
-    a_pending_copy_keeps_its_block,
-    a_busy_stream_holds_back_only_its_own_blocks,
-    host_and_device_have_one_address,
-    kernels_work_on_it_where_it_is,
-    large_memory_is_pinned_by_several_threads,
-    caps_refuse_and_cached_memory_makes_room,
-    a_trim_has_a_target,
-    counters_follow_a_program,
+    freed_block_is_reused,
+    contents_survive_a_round_trip,
+    freed_block_waits_for_recorded_streams,
+    busy_stream_delays_only_its_own_blocks,
+    device_address_equals_host_address,
+    kernels_access_pinned_blocks,
+    large_blocks_are_registered_by_several_threads,
+    cap_releases_cached_memory_first,
+    trim_stops_at_its_target,
+    statistics_follow_allocations,
     threads_share_an_allocator,
-    every_device_uses_it,
-    replays_read_and_write_it,
-    a_graph_that_goes_leaves_it_behind_its_replays,
-    a_snapshot_has_the_hosts_side,
+    every_device_can_copy_from_a_block,
+    replays_read_and_write_pinned_blocks,
+    dropped_graph_frees_blocks_after_its_replays,
+    snapshot_includes_pinned_memory,
 ];
 
 const KIB: u64 = 1 << 10;
@@ -114,7 +114,7 @@ fn gives(host: &HostAllocator, place: HostPtr, bytes: u64) -> CheckResult<bool> 
     Ok(blocks.iter().any(|block| block.ptr() == place))
 }
 
-fn a_block_is_given_out_again(context: &TestContext) -> CheckResult {
+fn freed_block_is_reused(context: &TestContext) -> CheckResult {
     both_ways(context, |host| {
         for bytes in [1, 4096, 100_000, 3 * MIB + 5] {
             let mut places = Vec::new();
@@ -134,7 +134,7 @@ fn a_block_is_given_out_again(context: &TestContext) -> CheckResult {
     })
 }
 
-fn contents_go_to_the_device_and_back(context: &TestContext) -> CheckResult {
+fn contents_survive_a_round_trip(context: &TestContext) -> CheckResult {
     const MOST: u64 = 5 * MIB + 3;
     let device = context.alloc(MOST)?;
     both_ways(context, |host| {
@@ -153,7 +153,7 @@ fn contents_go_to_the_device_and_back(context: &TestContext) -> CheckResult {
     })
 }
 
-fn a_pending_copy_keeps_its_block(context: &TestContext) -> CheckResult {
+fn freed_block_waits_for_recorded_streams(context: &TestContext) -> CheckResult {
     const BYTES: u64 = 200 * KIB;
     let device = context.alloc(BYTES)?;
     both_ways(context, |host| {
@@ -176,7 +176,7 @@ fn a_pending_copy_keeps_its_block(context: &TestContext) -> CheckResult {
     })
 }
 
-fn a_busy_stream_holds_back_only_its_own_blocks(context: &TestContext) -> CheckResult {
+fn busy_stream_delays_only_its_own_blocks(context: &TestContext) -> CheckResult {
     const BYTES: u64 = 64 * KIB;
     let device = context.alloc(2 * BYTES)?;
     both_ways(context, |host| {
@@ -202,7 +202,7 @@ fn a_busy_stream_holds_back_only_its_own_blocks(context: &TestContext) -> CheckR
     })
 }
 
-fn host_and_device_have_one_address(context: &TestContext) -> CheckResult {
+fn device_address_equals_host_address(context: &TestContext) -> CheckResult {
     both_ways(context, |host| {
         for bytes in [8, 70_000, 4 * MIB] {
             let block = host.allocate(bytes)?;
@@ -217,7 +217,7 @@ fn host_and_device_have_one_address(context: &TestContext) -> CheckResult {
     })
 }
 
-fn kernels_work_on_it_where_it_is(context: &TestContext) -> CheckResult {
+fn kernels_access_pinned_blocks(context: &TestContext) -> CheckResult {
     const BYTES: u64 = MIB;
     both_ways(context, |host| {
         let stream = context.device().lease_stream()?;
@@ -236,7 +236,7 @@ fn words(bytes: u64, first: u32) -> Vec<u8> {
     (0..bytes as u32 / 4).flat_map(|at| (first + at).to_le_bytes()).collect()
 }
 
-fn large_memory_is_pinned_by_several_threads(context: &TestContext) -> CheckResult {
+fn large_blocks_are_registered_by_several_threads(context: &TestContext) -> CheckResult {
     const BYTES: u64 = 24 * MIB;
     require(context.device().properties().host_registration, "the device cannot pin memory where it is")?;
     for threads in [1, 2, 8] {
@@ -264,7 +264,7 @@ fn large_memory_is_pinned_by_several_threads(context: &TestContext) -> CheckResu
     Ok(())
 }
 
-fn caps_refuse_and_cached_memory_makes_room(context: &TestContext) -> CheckResult {
+fn cap_releases_cached_memory_first(context: &TestContext) -> CheckResult {
     let limited =
         |cap_bytes, device_cap_bytes| PinnedSettings { cap_bytes, device_cap_bytes, ..PinnedSettings::default() };
     for (name, settings) in [("in all", limited(Some(8 * MIB), None)), ("by device", limited(None, Some(8 * MIB)))] {
@@ -292,7 +292,7 @@ fn caps_refuse_and_cached_memory_makes_room(context: &TestContext) -> CheckResul
     Ok(())
 }
 
-fn a_trim_has_a_target(context: &TestContext) -> CheckResult {
+fn trim_stops_at_its_target(context: &TestContext) -> CheckResult {
     both_ways(context, |host| {
         let kept = host.allocate(MIB)?;
         let blocks: Vec<HostBlock> =
@@ -312,7 +312,7 @@ fn a_trim_has_a_target(context: &TestContext) -> CheckResult {
     })
 }
 
-fn counters_follow_a_program(context: &TestContext) -> CheckResult {
+fn statistics_follow_allocations(context: &TestContext) -> CheckResult {
     both_ways(context, |host| {
         let of = |stats: &HostStats| {
             let HostStats { active_requests: requests, active_bytes: bytes, allocations, .. } = stats;
@@ -383,7 +383,7 @@ fn threads_share_an_allocator(context: &TestContext) -> CheckResult {
     })
 }
 
-fn every_device_uses_it(context: &TestContext) -> CheckResult {
+fn every_device_can_copy_from_a_block(context: &TestContext) -> CheckResult {
     const BYTES: u64 = MIB;
     let other = context.second_device()?;
     both_ways(context, |host| {
@@ -407,7 +407,7 @@ fn every_device_uses_it(context: &TestContext) -> CheckResult {
     })
 }
 
-fn replays_read_and_write_it(context: &TestContext) -> CheckResult {
+fn replays_read_and_write_pinned_blocks(context: &TestContext) -> CheckResult {
     const BYTES: u64 = MIB;
     both_ways(context, |host| {
         with_allocator(context, |allocator, stream| {
@@ -444,7 +444,7 @@ fn replays_read_and_write_it(context: &TestContext) -> CheckResult {
     })
 }
 
-fn a_graph_that_goes_leaves_it_behind_its_replays(context: &TestContext) -> CheckResult {
+fn dropped_graph_frees_blocks_after_its_replays(context: &TestContext) -> CheckResult {
     const BYTES: u64 = 128 * KIB;
     both_ways(context, |host| {
         with_allocator(context, |allocator, stream| {
@@ -475,7 +475,7 @@ fn a_graph_that_goes_leaves_it_behind_its_replays(context: &TestContext) -> Chec
     })
 }
 
-fn a_snapshot_has_the_hosts_side(context: &TestContext) -> CheckResult {
+fn snapshot_includes_pinned_memory(context: &TestContext) -> CheckResult {
     both_ways(context, |host| {
         host.record_history(Some(HistoryOptions::default()));
         let (kept, gone) = (host.allocate(5000)?, host.allocate(2 * MIB)?);

@@ -12,18 +12,18 @@ use crate::context::TestContext;
 use crate::expect::{CheckResult, expect, expect_eq, expect_slice_eq};
 
 pub(crate) const CHECKS: &[Check] = crate::checks![
-    streams_come_in_turn,
-    priorities_are_clamped_and_kept,
+    pool_streams_are_returned_round_robin,
+    priorities_are_clamped,
     threads_share_one_pool,
-    leases_are_exclusive,
-    a_returned_lease_is_leased_again,
-    the_null_handle_is_the_default_stream,
-    waiting_for_a_stream_orders_the_work,
+    leased_streams_are_exclusive,
+    returned_lease_is_reused,
+    null_handle_is_the_default_stream,
+    wait_stream_orders_the_work,
     callbacks_run_in_stream_order,
-    what_is_in_use_cannot_be_closed,
+    instance_in_use_cannot_be_closed,
 ];
 
-fn streams_come_in_turn(context: &TestContext) -> CheckResult {
+fn pool_streams_are_returned_round_robin(context: &TestContext) -> CheckResult {
     let streams: Vec<Stream> =
         (0..2 * STREAMS_PER_POOL).map(|_| context.device().pool_stream()).collect::<warpool::Result<_>>()?;
     let (first, second) = streams.split_at(STREAMS_PER_POOL);
@@ -40,7 +40,7 @@ fn streams_come_in_turn(context: &TestContext) -> CheckResult {
     Ok(())
 }
 
-fn priorities_are_clamped_and_kept(context: &TestContext) -> CheckResult {
+fn priorities_are_clamped(context: &TestContext) -> CheckResult {
     let range = context.device().priority_range()?;
     for (asked, given) in
         [(100, range.least), (0, range.least), (-100, range.greatest), (range.greatest, range.greatest)]
@@ -66,7 +66,7 @@ fn threads_share_one_pool(context: &TestContext) -> CheckResult {
     expect_eq("different streams of four threads with eight each", ids.len(), STREAMS_PER_POOL)
 }
 
-fn leases_are_exclusive(context: &TestContext) -> CheckResult {
+fn leased_streams_are_exclusive(context: &TestContext) -> CheckResult {
     let shared: BTreeSet<_> =
         (0..STREAMS_PER_POOL).map(|_| Ok(context.device().pool_stream()?.id())).collect::<warpool::Result<_>>()?;
     let leases = (0..40).map(|_| context.device().lease_stream()).collect::<warpool::Result<Vec<_>>>()?;
@@ -75,19 +75,19 @@ fn leases_are_exclusive(context: &TestContext) -> CheckResult {
     expect(leased.is_disjoint(&shared), "leased streams that nobody shares")
 }
 
-fn a_returned_lease_is_leased_again(context: &TestContext) -> CheckResult {
+fn returned_lease_is_reused(context: &TestContext) -> CheckResult {
     let lease = context.device().lease_stream()?;
     let id = lease.id();
     drop(lease);
     expect_eq("the next lease", context.device().lease_stream()?.id(), id)
 }
 
-fn the_null_handle_is_the_default_stream(context: &TestContext) -> CheckResult {
+fn null_handle_is_the_default_stream(context: &TestContext) -> CheckResult {
     let external = Stream::external(context.device(), ForeignStream::NULL)?;
     expect_eq("the stream", external, context.device().default_stream()?)
 }
 
-fn waiting_for_a_stream_orders_the_work(context: &TestContext) -> CheckResult {
+fn wait_stream_orders_the_work(context: &TestContext) -> CheckResult {
     const BYTES: u64 = 8 << 20;
     let (first, second) = (context.device().pool_stream()?, context.device().pool_stream()?);
     let ptr = context.alloc(2 * BYTES)?;
@@ -117,7 +117,7 @@ fn callbacks_run_in_stream_order(context: &TestContext) -> CheckResult {
     expect_eq("callbacks that came in order", in_order.load(Ordering::Relaxed), 50)
 }
 
-fn what_is_in_use_cannot_be_closed(context: &TestContext) -> CheckResult {
+fn instance_in_use_cannot_be_closed(context: &TestContext) -> CheckResult {
     let instance = Instance::new(Arc::clone(&context.driver))?;
     let stream = instance.device(context.device().index())?.pool_stream()?;
     expect_eq("closing", instance.close(), Err(Error::StillInUse { references: 1 }))?;
