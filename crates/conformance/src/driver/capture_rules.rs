@@ -1,13 +1,13 @@
-//! Which calls a capture forbids: every kind of call, in every mode, on the thread that captures and on another.
-//! What should come is what [`Call::capture_rule`] says; a real device is the judge of that.
+//! Which calls a capture forbids: every call, in every mode, on the capturing thread and on another.
+//! [`Call::capture_rule`] says what is expected; running on CUDA shows that it is right.
 
 use std::sync::Arc;
 
 use warpool_driver::ErrorCode::{StreamCaptureInvalidated, StreamCaptureUnsupported};
 use warpool_driver::{
-    Access, BlasMath, BlasMatrix, Call, CaptureMode, CaptureRule, DeviceAccess, EventOptions, EventScope,
-    ForeignStream, Granularity, GraphExecId, HostOptions, InstantiateOptions, KernelArg, LaunchShape, Library, Pattern,
-    PhysicalOptions, PoolAttribute, Sgemm, StreamOptions,
+    Access, BlasMath, BlasMatrix, Call, CaptureMode, CaptureRule, DeviceAccess, DevicePtr, EventId, EventOptions,
+    EventScope, ForeignStream, Granularity, GraphExecId, GraphId, HostOptions, InstantiateOptions, KernelArg,
+    LaunchShape, Library, ModuleId, Pattern, PhysicalId, PhysicalOptions, PoolAttribute, Sgemm, StreamOptions,
 };
 
 use crate::check::Check;
@@ -28,52 +28,51 @@ pub(crate) const CHECKS: &[Check] = crate::checks![
     relaxed_thread_mode_allows_forbidden_calls,
 ];
 
-/// A call that is ready to be made, once.
-type Act<'b> = Box<dyn FnOnce() -> warpool_driver::Result<()> + Send + 'b>;
+/// A call with its arguments, to be made once.
+type PreparedCall<'b> = Box<dyn FnOnce() -> warpool_driver::Result<()> + Send + 'b>;
 
-/// Gets everything ready that the call needs.
-type Prepare = for<'b> fn(&'b TestContext) -> CheckResult<Act<'b>>;
+/// Creates what a call needs.
+type Prepare = for<'b> fn(&'b TestContext) -> CheckResult<PreparedCall<'b>>;
 
 fn global_capture_restricts_its_own_thread(context: &TestContext) -> CheckResult {
-    rules_hold(context, CaptureMode::Global, true)
+    check_rules(context, CaptureMode::Global, true)
 }
 
 fn global_capture_restricts_other_threads(context: &TestContext) -> CheckResult {
-    rules_hold(context, CaptureMode::Global, false)
+    check_rules(context, CaptureMode::Global, false)
 }
 
 fn thread_local_capture_restricts_its_own_thread(context: &TestContext) -> CheckResult {
-    rules_hold(context, CaptureMode::ThreadLocal, true)
+    check_rules(context, CaptureMode::ThreadLocal, true)
 }
 
 fn thread_local_capture_does_not_restrict_other_threads(context: &TestContext) -> CheckResult {
-    rules_hold(context, CaptureMode::ThreadLocal, false)
+    check_rules(context, CaptureMode::ThreadLocal, false)
 }
 
 fn relaxed_capture_does_not_restrict_its_own_thread(context: &TestContext) -> CheckResult {
-    rules_hold(context, CaptureMode::Relaxed, true)
+    check_rules(context, CaptureMode::Relaxed, true)
 }
 
 fn relaxed_capture_does_not_restrict_other_threads(context: &TestContext) -> CheckResult {
-    rules_hold(context, CaptureMode::Relaxed, false)
+    check_rules(context, CaptureMode::Relaxed, false)
 }
 
-/// Makes every call of the table while a capture of `mode` is under way, and sees that exactly the forbidden ones fail
-/// and break it.
-fn rules_hold(context: &TestContext, mode: CaptureMode, same_thread: bool) -> CheckResult {
+/// Makes every call of the table during a capture in `mode`: exactly the forbidden ones must fail and invalidate it.
+fn check_rules(context: &TestContext, mode: CaptureMode, same_thread: bool) -> CheckResult {
     let properties = context.properties()?;
     context.kernels()?;
     let stream = context.stream()?;
     let blas = context.library_handle_if_installed(Library::Blas)?.is_some();
     let mut wrong = Vec::new();
-    for &(call, prepare) in ROWS {
+    for &(call, prepare) in CALLS {
         let (name, can) = (call.name(), &properties);
-        let lacking = (name.starts_with("vm_") && !can.virtual_memory)
+        let unsupported = (name.starts_with("vm_") && !can.virtual_memory)
             || (name.starts_with("pool_") && !can.async_pools)
             || (name.ends_with("register") && !can.host_registration)
             || (name == "event_export" && !can.ipc_events)
             || ((name.starts_with("library_") || name.starts_with("blas_")) && !blas);
-        if lacking {
+        if unsupported {
             continue;
         }
         let act = prepare(context)?;
@@ -94,15 +93,14 @@ fn rules_hold(context: &TestContext, mode: CaptureMode, same_thread: bool) -> Ch
             (false, _) => (Ok(()), Ok(())),
         };
         if (answer, ended) != want {
-            wrong.push(format!("{call} gave {answer:?} and the capture's end {ended:?}, expected {want:?}"));
+            wrong.push(format!("{call} returned {answer:?} and the end of the capture {ended:?}, expected {want:?}"));
         }
     }
-    expect(wrong.is_empty(), &format!("what the rules say; but in a {mode:?} capture {}", wrong.join("; ")))
+    expect(wrong.is_empty(), &format!("the rules hold; but in a {mode:?} capture {}", wrong.join("; ")))
 }
 
-/// The calls, each with what it needs. What a call makes is owned, and what it takes away is disowned, only if it
-/// worked.
-const ROWS: &[(Call, Prepare)] = &[
+/// The calls, each with what it needs. A call that succeeds also updates the context's list of resources.
+const CALLS: &[(Call, Prepare)] = &[
     (Call::DeviceCount, |b| Ok(Box::new(|| b.driver.device_count().map(drop)))),
     (Call::DeviceProperties, |b| Ok(Box::new(|| b.driver.device_properties(b.device_id).map(drop)))),
     (Call::ContextRetain, |b| {
@@ -196,32 +194,34 @@ const ROWS: &[(Call, Prepare)] = &[
     }),
     (Call::VmGranularity, |b| Ok(Box::new(|| b.driver.vm_granularity(b.device_id, Granularity::Minimum).map(drop)))),
     (Call::VmReserve, |b| {
-        Ok(Box::new(|| b.driver.vm_reserve(PIECE, 0, None).map(|ptr| b.track(Resource::AddressRange(ptr, PIECE)))))
+        Ok(Box::new(|| {
+            b.driver.vm_reserve(VM_BYTES, 0, None).map(|ptr| b.track(Resource::AddressRange(ptr, VM_BYTES)))
+        }))
     }),
     (Call::VmFreeRange, |b| {
-        let ptr = b.driver.vm_reserve(PIECE, 0, None)?;
-        b.track(Resource::AddressRange(ptr, PIECE));
-        Ok(Box::new(move || b.free_range(ptr, PIECE).map(|()| b.untrack(Resource::AddressRange(ptr, PIECE)))))
+        let ptr = b.driver.vm_reserve(VM_BYTES, 0, None)?;
+        b.track(Resource::AddressRange(ptr, VM_BYTES));
+        Ok(Box::new(move || b.free_range(ptr, VM_BYTES).map(|()| b.untrack(Resource::AddressRange(ptr, VM_BYTES)))))
     }),
     (Call::VmCreate, |b| {
         Ok(Box::new(|| {
             b.driver
-                .vm_create(b.device_id, PIECE, PhysicalOptions::default())
+                .vm_create(b.device_id, VM_BYTES, PhysicalOptions::default())
                 .map(|made| b.track(Resource::Physical(made)))
         }))
     }),
     (Call::VmMap, |b| {
         let (ptr, physical) = unmapped(b)?;
-        Ok(Box::new(move || b.driver.vm_map(ptr, physical).map(|()| b.track(Resource::Mapping(ptr, PIECE)))))
+        Ok(Box::new(move || b.driver.vm_map(ptr, physical).map(|()| b.track(Resource::Mapping(ptr, VM_BYTES)))))
     }),
     (Call::VmSetAccess, |b| {
         let ptr = mapped(b)?;
         let all = [DeviceAccess { device: b.device_id, access: Access::ReadWrite }];
-        Ok(Box::new(move || b.driver.vm_set_access(ptr, PIECE, &all)))
+        Ok(Box::new(move || b.driver.vm_set_access(ptr, VM_BYTES, &all)))
     }),
     (Call::VmUnmap, |b| {
         let ptr = mapped(b)?;
-        Ok(Box::new(move || b.driver.vm_unmap(ptr, PIECE).map(|()| b.untrack(Resource::Mapping(ptr, PIECE)))))
+        Ok(Box::new(move || b.driver.vm_unmap(ptr, VM_BYTES).map(|()| b.untrack(Resource::Mapping(ptr, VM_BYTES)))))
     }),
     (Call::VmRelease, |b| {
         let (_, physical) = unmapped(b)?;
@@ -398,42 +398,42 @@ const ROWS: &[(Call, Prepare)] = &[
         let at = |n: u64| BlasMatrix { ptr: memory.offset(16 * n), stride: 2, transposed: false };
         let product = Sgemm { m: 2, n: 2, k: 2, alpha: 1.0, a: at(0), b: at(1), beta: 0.0, c: at(2) };
         b.driver.library_set_stream(handle, other)?;
-        // Once before, so that the library has loaded what it needs.
+        // Once before the capture: the library loads its kernels at first use.
         b.driver.blas_sgemm(handle, &product)?;
         Ok(Box::new(move || b.driver.blas_sgemm(handle, &product)))
     }),
 ];
 
-/// The size of the pieces of virtual memory in the table: what every device known so far has as its granularity.
-const PIECE: u64 = 2 << 20;
+/// The size of virtual memory in the table: the granularity of every device known so far.
+const VM_BYTES: u64 = 2 << 20;
 
-fn recorded(context: &TestContext) -> CheckResult<warpool_driver::EventId> {
+fn recorded(context: &TestContext) -> CheckResult<EventId> {
     let (other, event) = (context.stream()?, context.event()?);
     context.record(event, other)?;
     Ok(event)
 }
 
-fn unmapped(context: &TestContext) -> CheckResult<(warpool_driver::DevicePtr, warpool_driver::PhysicalId)> {
-    let ptr = context.driver.vm_reserve(PIECE, 0, None)?;
-    context.track(Resource::AddressRange(ptr, PIECE));
-    let physical = context.driver.vm_create(context.device_id, PIECE, PhysicalOptions::default())?;
+fn unmapped(context: &TestContext) -> CheckResult<(DevicePtr, PhysicalId)> {
+    let ptr = context.driver.vm_reserve(VM_BYTES, 0, None)?;
+    context.track(Resource::AddressRange(ptr, VM_BYTES));
+    let physical = context.driver.vm_create(context.device_id, VM_BYTES, PhysicalOptions::default())?;
     context.track(Resource::Physical(physical));
     Ok((ptr, physical))
 }
 
-fn mapped(context: &TestContext) -> CheckResult<warpool_driver::DevicePtr> {
+fn mapped(context: &TestContext) -> CheckResult<DevicePtr> {
     let (ptr, physical) = unmapped(context)?;
     context.driver.vm_map(ptr, physical)?;
-    context.track(Resource::Mapping(ptr, PIECE));
+    context.track(Resource::Mapping(ptr, VM_BYTES));
     Ok(ptr)
 }
 
-fn empty(context: &TestContext) -> CheckResult<warpool_driver::GraphId> {
+fn empty(context: &TestContext) -> CheckResult<GraphId> {
     let other = context.stream()?;
     context.capture(other, || Ok(()))
 }
 
-fn loaded(context: &TestContext) -> CheckResult<warpool_driver::ModuleId> {
+fn loaded(context: &TestContext) -> CheckResult<ModuleId> {
     let module = context.driver.module_load(context.device_id, &SOURCE)?;
     context.track(Resource::Module(module));
     Ok(module)
@@ -454,7 +454,7 @@ fn relaxed_thread_mode_allows_forbidden_calls(context: &TestContext) -> CheckRes
     let stream = context.stream()?;
     let driver = &context.driver;
     context.driver.capture_begin(stream, CaptureMode::Global)?;
-    // On another thread, a mode laxer than global is enough.
+    // On another thread, any mode less strict than global is enough.
     context.on_new_thread(|| {
         for mode in [CaptureMode::Relaxed, CaptureMode::ThreadLocal] {
             driver.capture_mode_exchange(mode)?;
@@ -463,7 +463,7 @@ fn relaxed_thread_mode_allows_forbidden_calls(context: &TestContext) -> CheckRes
         }
         Ok::<_, CheckError>(())
     })?;
-    // On the thread that captures, only relaxed is.
+    // On the capturing thread, only relaxed is.
     driver.capture_mode_exchange(CaptureMode::Relaxed)?;
     context.alloc(4096)?;
     context.expect_capture(stream, Capture::Active)?;
@@ -487,9 +487,9 @@ fn mode_exchange_returns_the_previous_mode(context: &TestContext) -> CheckResult
 fn every_thread_starts_in_global_mode(context: &TestContext) -> CheckResult {
     let driver = &context.driver;
     let before = driver.capture_mode_exchange(CaptureMode::Relaxed)?;
-    let beside = context.on_new_thread(|| driver.capture_mode_exchange(CaptureMode::Global));
-    let ours = driver.capture_mode_exchange(before)?;
-    expect_eq("this thread's mode at first", before, CaptureMode::Global)?;
-    expect_eq("this thread's mode", ours, CaptureMode::Relaxed)?;
-    expect(beside? == CaptureMode::Global, "a fresh thread to be strict")
+    let on_other_thread = context.on_new_thread(|| driver.capture_mode_exchange(CaptureMode::Global));
+    let this_thread = driver.capture_mode_exchange(before)?;
+    expect_eq("this thread's first mode", before, CaptureMode::Global)?;
+    expect_eq("this thread's mode", this_thread, CaptureMode::Relaxed)?;
+    expect(on_other_thread? == CaptureMode::Global, "a new thread starts in global mode")
 }

@@ -1,4 +1,4 @@
-//! Conditional nodes: bodies that run if, or while, a flag is set that kernels of the graph set.
+//! Conditional nodes: bodies that run if, or while, a flag is set. Kernels of the graph set it.
 
 use std::sync::Arc;
 
@@ -25,7 +25,7 @@ pub(crate) const CHECKS: &[Check] = crate::checks![
     bodies_reject_callbacks_events_and_allocations,
 ];
 
-/// Appends a conditional to what `stream` captures, with a body that `fill` puts into `body`.
+/// Adds a conditional node to the capture of `stream`; `fill` submits its body to the stream `body`.
 fn conditional(
     context: &TestContext,
     stream: StreamId,
@@ -92,7 +92,7 @@ fn while_node_runs_until_the_flag_is_clear(context: &TestContext) -> CheckResult
         want.extend(vec![5; rounds as usize]);
         want.push(9);
         context.expect_log(log, &want)?;
-        expect_eq("what is left", context.read_words(left, 1)?, vec![0])?;
+        expect_eq("the counter", context.read_words(left, 1)?, vec![0])?;
     }
     Ok(())
 }
@@ -125,7 +125,7 @@ fn bodies_contain_fills_kernels_and_copies(context: &TestContext) -> CheckResult
     })?;
     context.replay(exec, stream)?;
     expect_slice_eq(
-        "what the body and the work behind it left",
+        "the results of the body and of the work after it",
         &context.read_words(second, n as usize)?,
         &vec![8; n as usize],
     )
@@ -168,7 +168,7 @@ fn conditional_is_one_node_of_the_graph(context: &TestContext) -> CheckResult {
     })?;
     let shape = context.driver.graph_topology(graph)?;
     let kinds: Vec<_> = shape.nodes.iter().map(|node| node.kind).collect();
-    expect_eq("the nodes", kinds, vec![NodeKind::Kernel, NodeKind::Conditional, NodeKind::Kernel])?;
+    expect_eq("the kinds of nodes", kinds, vec![NodeKind::Kernel, NodeKind::Conditional, NodeKind::Kernel])?;
     let ids: Vec<_> = shape.nodes.iter().map(|node| node.id).collect();
     expect_eq("the edges", shape.edges, vec![(ids[0], ids[1]), (ids[1], ids[2])])
 }
@@ -197,23 +197,23 @@ fn body_requires_its_own_stream(context: &TestContext) -> CheckResult {
     expect_error(begun, IllegalState)
 }
 
-/// Puts something into a stream.
-type Put<'a> = &'a dyn Fn(StreamId) -> warpool_driver::Result<()>;
+/// Submits work to a stream.
+type Submit<'a> = &'a dyn Fn(StreamId) -> warpool_driver::Result<()>;
 
 fn bodies_reject_callbacks_events_and_allocations(context: &TestContext) -> CheckResult {
     context.conditional_kernels()?;
     let (driver, event, pool) = (&context.driver, context.event()?, context.pool()?);
-    let cases: [(&str, Put<'_>); 4] = [
+    let cases: [(&str, Submit<'_>); 4] = [
         ("a callback", &|body| driver.stream_host_callback(body, Arc::new(|| ()))),
         ("a record", &|body| driver.event_record(event, body, EventScope::External)),
         ("a wait", &|body| driver.stream_wait_event(body, event, EventScope::External)),
         ("an allocation", &|body| driver.pool_alloc(pool, 4096, body).map(drop)),
     ];
-    for (what, put) in cases {
+    for (what, submit) in cases {
         let (stream, body) = (context.stream()?, context.stream()?);
         let graph = context.capture(stream, || {
             let flag = driver.conditional_create(stream, 1)?;
-            conditional(context, stream, flag, ConditionalKind::If, body, || Ok(put(body)?))
+            conditional(context, stream, flag, ConditionalKind::If, body, || Ok(submit(body)?))
         })?;
         let ready = driver.graph_instantiate(graph, InstantiateOptions::default());
         expect_error_of(what, ready.map(drop), InvalidValue)?;

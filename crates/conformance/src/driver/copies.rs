@@ -27,24 +27,24 @@ pub(crate) const CHECKS: &[Check] = crate::checks![
     freed_memory_is_rejected,
 ];
 
-const ROOM: usize = 70_000;
+const BUFFER_BYTES: usize = 70_000;
 
 fn copies_write_exactly_their_range(context: &TestContext) -> CheckResult {
     let stream = context.stream()?;
     let sizes = [1, 2, 3, 7, 64, 1001, 4096, 65_537];
     for (from_host, to_host) in [(true, false), (false, false), (false, true), (true, true)] {
-        let (source, target) = (context.random_bytes(ROOM), context.random_bytes(ROOM));
-        let src = side(context, &source, from_host)?;
-        let dst = side(context, &target, to_host)?;
+        let (source, target) = (context.random_bytes(BUFFER_BYTES), context.random_bytes(BUFFER_BYTES));
+        let src = alloc_on_side(context, &source, from_host)?;
+        let dst = alloc_on_side(context, &target, to_host)?;
         let mut want = target;
         for n in sizes {
             let (from, to) = (context.random_below(97) as usize, context.random_below(97) as usize);
-            context.driver.copy(moved(dst, to), moved(src, from), n as u64, stream)?;
+            context.driver.copy(offset(dst, to), offset(src, from), n as u64, stream)?;
             want[to..to + n].copy_from_slice(&source[from..from + n]);
             context.synchronize(stream)?;
             let got = match dst {
-                Address::Device(ptr) => context.read_bytes(ptr, ROOM)?,
-                Address::Host(ptr) => context.read_pinned(ptr, ROOM)?,
+                Address::Device(ptr) => context.read_bytes(ptr, BUFFER_BYTES)?,
+                Address::Host(ptr) => context.read_pinned(ptr, BUFFER_BYTES)?,
             };
             let what = format!("{n} bytes from {} to {}", name(from_host), name(to_host));
             expect_slice_eq(&what, &got, &want)?;
@@ -57,12 +57,12 @@ fn name(host: bool) -> &'static str {
     if host { "the host" } else { "the device" }
 }
 
-/// Memory on one side, holding `bytes`.
-fn side(context: &TestContext, bytes: &[u8], host: bool) -> CheckResult<Address> {
+/// Host or device memory that contains `bytes`.
+fn alloc_on_side(context: &TestContext, bytes: &[u8], host: bool) -> CheckResult<Address> {
     Ok(if host { context.alloc_pinned_bytes(bytes)?.into() } else { context.alloc_bytes(bytes)?.into() })
 }
 
-fn moved(address: Address, by: usize) -> Address {
+fn offset(address: Address, by: usize) -> Address {
     match address {
         Address::Device(ptr) => ptr.offset(by as u64).into(),
         Address::Host(ptr) => ptr.offset(by as u64).into(),
@@ -70,14 +70,14 @@ fn moved(address: Address, by: usize) -> Address {
 }
 
 fn uploads_and_downloads_transfer_exactly_their_range(context: &TestContext) -> CheckResult {
-    let mut want = context.random_bytes(ROOM);
+    let mut want = context.random_bytes(BUFFER_BYTES);
     let ptr = context.alloc_bytes(&want)?;
     for n in [1, 3, 255, 4097, 65_535] {
         let (at, bytes) = (context.random_below(1000) as usize, context.random_bytes(n));
         context.driver.upload(context.device_id, ptr.offset(at as u64), &bytes)?;
         want[at..at + n].copy_from_slice(&bytes);
-        expect_slice_eq("all of the memory", &context.read_bytes(ptr, ROOM)?, &want)?;
-        expect_slice_eq("the part", &context.read_bytes(ptr.offset(at as u64), n)?, &bytes)?;
+        expect_slice_eq("the whole allocation", &context.read_bytes(ptr, BUFFER_BYTES)?, &want)?;
+        expect_slice_eq("the uploaded range", &context.read_bytes(ptr.offset(at as u64), n)?, &bytes)?;
     }
     Ok(())
 }
@@ -116,7 +116,7 @@ fn fills_support_every_pattern(context: &TestContext) -> CheckResult {
         want[at..at + n].copy_from_slice(&one.repeat(count as usize));
     }
     context.synchronize(stream)?;
-    expect_slice_eq("the filled memory and its neighbours", &context.read_bytes(ptr, 8192)?, &want)
+    expect_slice_eq("the filled memory and the memory around it", &context.read_bytes(ptr, 8192)?, &want)
 }
 
 fn misaligned_patterns_are_rejected(context: &TestContext) -> CheckResult {
@@ -125,7 +125,7 @@ fn misaligned_patterns_are_rejected(context: &TestContext) -> CheckResult {
         expect_error(context.driver.fill(ptr.offset(offset), pattern, 1, stream), InvalidValue)?;
     }
     context.synchronize(stream)?;
-    expect_slice_eq("the memory after the failures", &context.read_bytes(ptr, 64)?, &[7; 64])
+    expect_slice_eq("the memory after the rejected calls", &context.read_bytes(ptr, 64)?, &[7; 64])
 }
 
 fn zero_length_copies_and_fills_are_no_ops(context: &TestContext) -> CheckResult {
@@ -145,19 +145,19 @@ fn out_of_range_copies_are_rejected(context: &TestContext) -> CheckResult {
     let ptr = context.alloc_bytes(&vec![7; BYTES as usize])?;
     let pinned = context.alloc_pinned_bytes(&vec![8; BYTES as usize])?;
     let far = DevicePtr(ptr.0 + (1 << 42));
-    let refused = |what: &str, result: warpool_driver::Result<()>| expect_error_of(what, result, InvalidValue);
+    let rejected = |what: &str, result: warpool_driver::Result<()>| expect_error_of(what, result, InvalidValue);
     let copy = |dst: Address, src: Address, n| context.driver.copy(dst, src, n, stream);
-    refused("a fill past the end", context.driver.fill(ptr, Pattern::U8(1), 2 * BYTES, stream))?;
-    refused("a fill far away", context.driver.fill(far, Pattern::U8(1), 16, stream))?;
-    refused("a copy to far away", copy(far.into(), ptr.into(), 4))?;
-    refused("a copy from far away", copy(ptr.into(), far.into(), 4))?;
-    refused("a copy past the end of pinned memory", copy(ptr.into(), pinned.offset(64).into(), BYTES))?;
-    refused("a copy past the end of device memory", copy(ptr.offset(64).into(), pinned.into(), BYTES))?;
-    refused("an upload far away", context.driver.upload(context.device_id, far, &[1; 16]))?;
-    refused("a download from far away", context.driver.download(context.device_id, far, &mut [1; 16]))?;
+    rejected("a fill past the end", context.driver.fill(ptr, Pattern::U8(1), 2 * BYTES, stream))?;
+    rejected("a fill of unknown memory", context.driver.fill(far, Pattern::U8(1), 16, stream))?;
+    rejected("a copy to unknown memory", copy(far.into(), ptr.into(), 4))?;
+    rejected("a copy from unknown memory", copy(ptr.into(), far.into(), 4))?;
+    rejected("a copy past the end of pinned memory", copy(ptr.into(), pinned.offset(64).into(), BYTES))?;
+    rejected("a copy past the end of device memory", copy(ptr.offset(64).into(), pinned.into(), BYTES))?;
+    rejected("an upload to unknown memory", context.driver.upload(context.device_id, far, &[1; 16]))?;
+    rejected("a download from unknown memory", context.driver.download(context.device_id, far, &mut [1; 16]))?;
     context.synchronize(stream)?;
     expect_slice_eq(
-        "the memory after the failures",
+        "the memory after the rejected calls",
         &context.read_bytes(ptr, BYTES as usize)?,
         &vec![7; BYTES as usize],
     )
@@ -174,7 +174,7 @@ fn freed_memory_is_rejected(context: &TestContext) -> CheckResult {
     context.driver.host_free(pinned)?;
     expect_error(context.driver.copy(other.into(), pinned.into(), 16, stream), InvalidValue)?;
     context.synchronize(stream)?;
-    expect_slice_eq("the memory after the failures", &context.read_bytes(other, 64)?, &[7; 64])
+    expect_slice_eq("the memory after the rejected calls", &context.read_bytes(other, 64)?, &[7; 64])
 }
 
 fn pageable_memory_is_rejected(context: &TestContext) -> CheckResult {
@@ -183,7 +183,7 @@ fn pageable_memory_is_rejected(context: &TestContext) -> CheckResult {
     expect_error(context.driver.copy(ptr.into(), ordinary.into(), 16, stream), InvalidValue)?;
     expect_error(context.driver.copy(ordinary.into(), ptr.into(), 16, stream), InvalidValue)?;
     context.synchronize(stream)?;
-    expect_slice_eq("the memory after the failures", &context.read_bytes(ptr, 64)?, &[7; 64])
+    expect_slice_eq("the memory after the rejected calls", &context.read_bytes(ptr, 64)?, &[7; 64])
 }
 
 fn copies_run_in_submission_order(context: &TestContext) -> CheckResult {
@@ -198,7 +198,7 @@ fn copies_run_in_submission_order(context: &TestContext) -> CheckResult {
     }
     context.synchronize(stream)?;
     let want: Vec<u32> = (1..=16).flat_map(|round| vec![round; n as usize]).collect();
-    expect_slice_eq("sixteen snapshots", &context.read_pinned(back, 16 * 4 * n as usize)?, &to_bytes(&want))
+    expect_slice_eq("the sixteen copies", &context.read_pinned(back, 16 * 4 * n as usize)?, &to_bytes(&want))
 }
 
 fn copies_and_fills_are_asynchronous(context: &TestContext) -> CheckResult {
@@ -206,10 +206,10 @@ fn copies_and_fills_are_asynchronous(context: &TestContext) -> CheckResult {
     context.keep_busy(stream)?;
     context.driver.fill(ptr, Pattern::U8(1), 4096, stream)?;
     context.driver.copy(ptr.into(), pinned.into(), 2048, stream)?;
-    context.expect_busy("the work in front of the copy", stream)?;
+    context.expect_busy("the stream of the copy", stream)?;
     context.synchronize(stream)?;
     let want = [vec![5; 2048], vec![1; 2048]].concat();
-    expect_slice_eq("what they left", &context.read_bytes(ptr, 4096)?, &want)
+    expect_slice_eq("the filled and copied memory", &context.read_bytes(ptr, 4096)?, &want)
 }
 
 fn uploads_wait_for_legacy_and_blocking_streams(context: &TestContext) -> CheckResult {
@@ -220,10 +220,10 @@ fn uploads_wait_for_legacy_and_blocking_streams(context: &TestContext) -> CheckR
         context.driver.fill(ptr, Pattern::U8(9), 64, stream)?;
         context.driver.upload(context.device_id, ptr.offset(16), &[4; 16])?;
         let want = [vec![9; 16], vec![4; 16], vec![9; 32]].concat();
-        expect_slice_eq("the fill, then the upload", &context.read_bytes(ptr, 64)?, &want)?;
+        expect_slice_eq("the memory after a fill and an upload", &context.read_bytes(ptr, 64)?, &want)?;
         context.delay(stream)?;
         context.driver.fill(ptr, Pattern::U8(3), 64, stream)?;
-        expect_slice_eq("the fill, then the download", &context.read_bytes(ptr, 64)?, &[3; 64])?;
+        expect_slice_eq("the memory after a fill", &context.read_bytes(ptr, 64)?, &[3; 64])?;
     }
     Ok(())
 }
@@ -232,7 +232,7 @@ fn uploads_do_not_wait_for_non_blocking_streams(context: &TestContext) -> CheckR
     let (stream, ptr) = (context.stream()?, context.alloc(64)?);
     context.keep_busy(stream)?;
     context.driver.upload(context.device_id, ptr, &[6; 64])?;
-    expect_slice_eq("what was uploaded", &context.read_bytes(ptr, 64)?, &[6; 64])?;
+    expect_slice_eq("the uploaded memory", &context.read_bytes(ptr, 64)?, &[6; 64])?;
     context.expect_busy("the non-blocking stream", stream)
 }
 
@@ -253,10 +253,10 @@ fn peer_copy_between_two_devices(context: &TestContext) -> CheckResult {
     context.synchronize(stream)?;
     let mut seen = vec![0; 9999];
     context.driver.download(there, far, &mut seen)?;
-    expect_slice_eq("what arrived there", &seen, &bytes)?;
+    expect_slice_eq("the memory of the other device", &seen, &bytes)?;
     context.driver.copy_peer(back, here, far, there, 9999, stream)?;
     context.synchronize(stream)?;
-    expect_slice_eq("what came back", &context.read_bytes(back, 9999)?, &bytes)
+    expect_slice_eq("the memory copied back", &context.read_bytes(back, 9999)?, &bytes)
 }
 
 fn kernels_access_peer_memory(context: &TestContext) -> CheckResult {
@@ -272,5 +272,5 @@ fn kernels_access_peer_memory(context: &TestContext) -> CheckResult {
     let mut seen = vec![0; 4000];
     context.driver.download(there, far, &mut seen)?;
     let want: Vec<u32> = words.iter().map(|word| word.wrapping_add(21)).collect();
-    expect_slice_eq("what the kernel left there", &seen, &to_bytes(&want))
+    expect_slice_eq("the results in peer memory", &seen, &to_bytes(&want))
 }

@@ -1,5 +1,5 @@
-//! What a broken device says. These checks break it, for the rest of the process; they run last, and only when asked
-//! for.
+//! Sticky errors. These checks make the device unusable for the rest of the process; they run last, and only with
+//! [`Options::destructive`](crate::Options::destructive).
 
 use warpool_driver::ErrorCode::IllegalAddress;
 use warpool_driver::{DevicePtr, EventOptions, HostOptions, KernelArg, StreamOptions};
@@ -21,14 +21,14 @@ fn illegal_access_is_reported_at_synchronization(context: &TestContext) -> Check
     let stream = context.stream()?;
     let nowhere = DevicePtr(0x1234_5000);
     let args = [nowhere.into(), KernelArg::U32(1), KernelArg::U32(1)];
-    // The launch itself knows nothing of it.
+    // The launch itself succeeds: the kernel fails when it runs.
     context.launch_single(context.kernels()?.add_u32, &args, stream)?;
     let error = match context.driver.stream_synchronize(stream) {
         Err(error) => error,
-        Ok(()) => return expect(false, "a failure"),
+        Ok(()) => return expect(false, "the synchronization fails"),
     };
     expect_eq("the code", error.code, IllegalAddress)?;
-    expect(error.is_sticky(), "an error that says that it stays")
+    expect(error.is_sticky(), "the error is sticky")
 }
 
 fn sticky_error_is_returned_by_later_calls(context: &TestContext) -> CheckResult {
@@ -49,8 +49,8 @@ fn sticky_error_is_returned_on_every_thread(context: &TestContext) -> CheckResul
 }
 
 fn properties_are_available_after_a_sticky_error(context: &TestContext) -> CheckResult {
-    expect(context.driver.device_count()? > context.device_id.0, "a device to be counted still")?;
-    expect(!context.properties()?.name.is_empty(), "its properties")
+    expect(context.driver.device_count()? > context.device_id.0, "the device is still counted")?;
+    expect(!context.properties()?.name.is_empty(), "the device still has properties")
 }
 
 fn other_devices_are_not_affected(context: &TestContext) -> CheckResult {
@@ -61,5 +61,5 @@ fn other_devices_are_not_affected(context: &TestContext) -> CheckResult {
     context.driver.upload(other, ptr, &bytes)?;
     let mut seen = vec![0; 1000];
     context.driver.download(other, ptr, &mut seen)?;
-    expect_slice_eq("memory of another device", &seen, &bytes)
+    expect_slice_eq("the memory of another device", &seen, &bytes)
 }

@@ -1,4 +1,4 @@
-//! Events: marks that can be asked about, waited for and timed.
+//! Events: record, query, wait, elapsed time, export.
 
 use std::collections::BTreeSet;
 
@@ -36,7 +36,7 @@ pub(crate) const CHECKS: &[Check] = crate::checks![
 
 fn unrecorded_event_is_complete(context: &TestContext) -> CheckResult {
     let event = context.event()?;
-    expect(context.driver.event_query(event)?, "an event that marks nothing to be done")?;
+    expect(context.driver.event_query(event)?, "an unrecorded event is complete")?;
     Ok(context.driver.event_synchronize(event)?)
 }
 
@@ -44,9 +44,9 @@ fn query_reports_unfinished_work(context: &TestContext) -> CheckResult {
     let (stream, event) = (context.stream()?, context.event()?);
     context.keep_busy(stream)?;
     context.record(event, stream)?;
-    expect(!context.driver.event_query(event)?, "an event behind running work not to be done")?;
+    expect(!context.driver.event_query(event)?, "an event behind running work is not complete")?;
     context.driver.event_synchronize(event)?;
-    expect(context.driver.event_query(event)?, "an event that was waited for to be done")?;
+    expect(context.driver.event_query(event)?, "a synchronized event is complete")?;
     context.synchronize(stream)
 }
 
@@ -57,7 +57,7 @@ fn synchronize_waits_only_for_work_before_the_record(context: &TestContext) -> C
     context.record(event, stream)?;
     context.keep_busy(stream)?;
     context.driver.event_synchronize(event)?;
-    context.expect_busy("the work behind the mark", stream)?;
+    context.expect_busy("the work after the record", stream)?;
     context.expect_log(log, &[1])
 }
 
@@ -69,7 +69,7 @@ fn second_record_replaces_the_first(context: &TestContext) -> CheckResult {
     context.keep_busy(stream)?;
     context.append(log, 2, stream)?;
     context.record(event, stream)?;
-    expect(!context.driver.event_query(event)?, "the new mark not to be done")?;
+    expect(!context.driver.event_query(event)?, "the second record is not complete")?;
     context.driver.event_synchronize(event)?;
     context.expect_log(log, &[1, 2])
 }
@@ -83,9 +83,9 @@ fn elapsed_time_is_signed(context: &TestContext) -> CheckResult {
     context.synchronize(stream)?;
     let there = context.driver.event_elapsed_ms(start, end)?;
     let back = context.driver.event_elapsed_ms(end, start)?;
-    // The kernel in between spins for five milliseconds of the device's own clock.
-    expect(there > 2.5, &format!("several milliseconds between the marks, got {there}"))?;
-    expect_eq("the way back", back, -there)
+    // The kernel in between spins for five milliseconds of the device's clock.
+    expect(there > 2.5, &format!("several milliseconds between the records, got {there}"))?;
+    expect_eq("the time in the other direction", back, -there)
 }
 
 fn elapsed_time_requires_complete_events(context: &TestContext) -> CheckResult {
@@ -140,7 +140,7 @@ fn interprocess_event_cannot_have_timing(context: &TestContext) -> CheckResult {
     expect_error(context.driver.event_create(context.device_id, both), InvalidValue)?;
     context.record(event, stream)?;
     context.driver.event_synchronize(event)?;
-    expect(context.driver.event_query(event)?, "it to work like any other")?;
+    expect(context.driver.event_query(event)?, "the event is complete")?;
     expect_error(context.driver.event_elapsed_ms(event, event), InvalidHandle)
 }
 
@@ -149,7 +149,7 @@ fn only_interprocess_events_can_be_exported(context: &TestContext) -> CheckResul
     expect_error(context.driver.event_export(context.event()?), InvalidHandle)?;
     expect_error(context.driver.event_export(context.timing_event()?), InvalidHandle)?;
     let (first, second) = (context.driver.event_export(first)?, context.driver.event_export(second)?);
-    expect(first != second, "two events to have two names")
+    expect(first != second, "two events have different handles")
 }
 
 fn own_event_cannot_be_imported(context: &TestContext) -> CheckResult {
@@ -162,7 +162,7 @@ fn external_scope_requires_a_capture(context: &TestContext) -> CheckResult {
     let (stream, event) = (context.stream()?, context.event()?);
     context.keep_busy(stream)?;
     expect_error(context.driver.event_record(event, stream, EventScope::External), IllegalState)?;
-    expect(context.driver.event_query(event)?, "the event to mark nothing still")?;
+    expect(context.driver.event_query(event)?, "the event is still unrecorded")?;
     context.synchronize(stream)?;
     expect_error(context.driver.stream_wait_event(stream, event, EventScope::External), IllegalState)
 }
@@ -171,7 +171,7 @@ fn ids_are_not_reused(context: &TestContext) -> CheckResult {
     let mut seen = BTreeSet::new();
     for _ in 0..200 {
         let event = context.event()?;
-        expect(seen.insert(event), "an event id that was never given before")?;
+        expect(seen.insert(event), "the event id is new")?;
         context.destroy_event(event)?;
     }
     Ok(())
@@ -193,7 +193,7 @@ fn record_on_legacy_stream_includes_blocking_streams(context: &TestContext) -> C
     let (legacy, blocking, event) = (context.legacy_stream()?, context.blocking_stream()?, context.event()?);
     context.keep_busy(blocking)?;
     context.record(event, legacy)?;
-    expect(!context.driver.event_query(event)?, "the mark to wait for the blocking stream")?;
+    expect(!context.driver.event_query(event)?, "the record waits for the blocking stream")?;
     context.driver.event_synchronize(event)?;
     context.expect_idle("the blocking stream", blocking)
 }
@@ -208,7 +208,7 @@ fn any_thread_may_use_an_event(context: &TestContext) -> CheckResult {
         Ok(event)
     })?;
     context.on_new_thread(|| context.driver.event_synchronize(event))?;
-    expect(context.driver.event_query(event)?, "the event to be done on this thread too")?;
+    expect(context.driver.event_query(event)?, "the event is complete on this thread too")?;
     context.expect_log(log, &[4])
 }
 
@@ -217,7 +217,7 @@ fn event_is_recorded_only_on_its_device(context: &TestContext) -> CheckResult {
     let there = context.stream_on(other, StreamOptions::default())?;
     let event = context.event()?;
     expect_error(context.driver.event_record(event, there, EventScope::Plain), InvalidHandle)?;
-    expect(context.driver.event_query(event)?, "the event to mark nothing still")
+    expect(context.driver.event_query(event)?, "the event is still unrecorded")
 }
 
 fn event_wait_orders_two_devices(context: &TestContext) -> CheckResult {
@@ -230,33 +230,33 @@ fn event_wait_orders_two_devices(context: &TestContext) -> CheckResult {
     context.record(event, here)?;
     context.wait(there, event)?;
     context.driver.event_record(far, there, EventScope::Plain)?;
-    expect(!context.driver.event_query(far)?, "the other device to wait")?;
+    expect(!context.driver.event_query(far)?, "the other device waits")?;
     context.driver.event_synchronize(far)?;
-    context.expect_idle("the stream that was waited for", here)
+    context.expect_idle("the stream of the recorded event", here)
 }
 
 fn unknown_event_is_rejected(context: &TestContext) -> CheckResult {
-    unknown(context, EventId(u64::MAX))
+    expect_rejected(context, EventId(u64::MAX))
 }
 
 fn destroyed_event_is_rejected(context: &TestContext) -> CheckResult {
     let event = context.event()?;
     context.destroy_event(event)?;
-    unknown(context, event)
+    expect_rejected(context, event)
 }
 
-/// Every call that takes an event refuses this one.
-fn unknown(context: &TestContext, event: EventId) -> CheckResult {
+/// Every call that takes an event must reject this one.
+fn expect_rejected(context: &TestContext, event: EventId) -> CheckResult {
     let (driver, stream, timed) = (&context.driver, context.stream()?, context.timing_event()?);
     context.record(timed, stream)?;
     context.synchronize(stream)?;
-    let refused = |call: &str, result: warpool_driver::Result<()>| expect_error_of(call, result, InvalidHandle);
-    refused("event_query", driver.event_query(event).map(drop))?;
-    refused("event_synchronize", driver.event_synchronize(event))?;
-    refused("event_record", driver.event_record(event, stream, EventScope::Plain))?;
-    refused("stream_wait_event", driver.stream_wait_event(stream, event, EventScope::Plain))?;
-    refused("event_elapsed_ms from it", driver.event_elapsed_ms(event, timed).map(drop))?;
-    refused("event_elapsed_ms to it", driver.event_elapsed_ms(timed, event).map(drop))?;
-    refused("event_export", driver.event_export(event).map(drop))?;
-    refused("event_destroy", driver.event_destroy(event))
+    let rejected = |call: &str, result: warpool_driver::Result<()>| expect_error_of(call, result, InvalidHandle);
+    rejected("event_query", driver.event_query(event).map(drop))?;
+    rejected("event_synchronize", driver.event_synchronize(event))?;
+    rejected("event_record", driver.event_record(event, stream, EventScope::Plain))?;
+    rejected("stream_wait_event", driver.stream_wait_event(stream, event, EventScope::Plain))?;
+    rejected("event_elapsed_ms (start)", driver.event_elapsed_ms(event, timed).map(drop))?;
+    rejected("event_elapsed_ms (end)", driver.event_elapsed_ms(timed, event).map(drop))?;
+    rejected("event_export", driver.event_export(event).map(drop))?;
+    rejected("event_destroy", driver.event_destroy(event))
 }

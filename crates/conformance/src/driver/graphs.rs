@@ -1,11 +1,12 @@
-//! Graphs: what was captured, done again and again.
+//! Graphs: instantiation, launches, topology, allocation nodes.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use warpool_driver::ErrorCode::{InvalidHandle, StreamCaptureInvalidated, StreamCaptureUnsupported};
 use warpool_driver::{
-    EventScope, GraphExecId, GraphId, InstantiateOptions, KernelArg, NodeKind, Pattern, RawHandle, StreamId,
+    DevicePtr, EventScope, GraphExecId, GraphId, InstantiateOptions, KernelArg, LaunchShape, NodeId, NodeKind, Pattern,
+    RawHandle, StreamId, StreamOptions,
 };
 
 use super::exec_params::{
@@ -59,13 +60,13 @@ fn every_launch_runs_the_captured_work(context: &TestContext) -> CheckResult {
     context.kernels()?;
     let data = context.alloc_words(&words)?;
     let exec = context.capture_exec(stream, || context.add_u32(data, n, 3, stream))?;
-    expect_slice_eq("before any launch", &context.read_words(data, n as usize)?, &words)?;
+    expect_slice_eq("the memory before any launch", &context.read_words(data, n as usize)?, &words)?;
     for _ in 0..20 {
         context.launch_graph(exec, stream)?;
     }
     context.synchronize(stream)?;
     let want: Vec<u32> = words.iter().map(|word| word.wrapping_add(60)).collect();
-    expect_slice_eq("after twenty launches", &context.read_words(data, n as usize)?, &want)
+    expect_slice_eq("the memory after twenty launches", &context.read_words(data, n as usize)?, &want)
 }
 
 fn long_chains_run_in_order(context: &TestContext) -> CheckResult {
@@ -80,7 +81,7 @@ fn edges_order_the_nodes(context: &TestContext) -> CheckResult {
     let (root, left, right, n) = (context.stream()?, context.stream()?, context.stream()?, 300_u32);
     let mix = context.kernels()?.mix_u32;
     let (top, one, two, bottom) = (words(context, n)?, words(context, n)?, words(context, n)?, words(context, n)?);
-    let put = |to: warpool_driver::DevicePtr, from: warpool_driver::DevicePtr, stream| {
+    let mix_into = |to: DevicePtr, from: DevicePtr, stream| {
         context.launch(mix, n, &[to.into(), from.into(), KernelArg::U32(n)], stream)
     };
     let exec = context.capture_exec(root, || {
@@ -89,14 +90,14 @@ fn edges_order_the_nodes(context: &TestContext) -> CheckResult {
         context.order(root, left)?;
         context.order(root, right)?;
         context.delay(left)?;
-        put(one, top, left)?;
-        put(two, top, right)?;
+        mix_into(one, top, left)?;
+        mix_into(two, top, right)?;
         context.delay(right)?;
-        put(two, top, right)?;
+        mix_into(two, top, right)?;
         context.order(left, root)?;
         context.order(right, root)?;
-        put(bottom, one, root)?;
-        put(bottom, two, root)
+        mix_into(bottom, one, root)?;
+        mix_into(bottom, two, root)
     })?;
     let (mut first, mut second, mut last) = (vec![0; n as usize], vec![0; n as usize], vec![0; n as usize]);
     let index: Vec<u32> = (0..n).collect();
@@ -105,20 +106,16 @@ fn edges_order_the_nodes(context: &TestContext) -> CheckResult {
         first = mix_u32_on_host(&first, &index);
         second = mix_u32_on_host(&mix_u32_on_host(&second, &index), &index);
         last = mix_u32_on_host(&mix_u32_on_host(&last, &first), &second);
-        expect_slice_eq(
-            &format!("the bottom of the diamond, round {round}"),
-            &context.read_words(bottom, n as usize)?,
-            &last,
-        )?;
+        expect_slice_eq(&format!("the result of launch {round}"), &context.read_words(bottom, n as usize)?, &last)?;
     }
     Ok(())
 }
 
-fn words(context: &TestContext, n: u32) -> CheckResult<warpool_driver::DevicePtr> {
+fn words(context: &TestContext, n: u32) -> CheckResult<DevicePtr> {
     context.alloc_words(&vec![0; n as usize])
 }
 
-/// A random program over several streams, captured; each replay must compute what a single stream would have.
+/// Captures a random program over several streams; each launch must compute what a single stream would.
 fn random_graphs_compute_correct_results(context: &TestContext) -> CheckResult {
     const N: u32 = 64;
     const BUFFERS: usize = 5;
@@ -212,7 +209,7 @@ fn graph_can_be_instantiated_several_times(context: &TestContext) -> CheckResult
     let (stream, log) = (context.stream()?, context.kernel_log(3)?);
     let graph = context.capture(stream, || context.append(log, 1, stream))?;
     let (first, second) = (context.instantiate(graph)?, context.instantiate(graph)?);
-    expect(first != second, "executables of their own")?;
+    expect(first != second, "two executables have different ids")?;
     context.replay(first, stream)?;
     context.replay(second, stream)?;
     context.untrack(Resource::GraphExec(first));
@@ -268,7 +265,7 @@ fn copies_read_memory_at_launch(context: &TestContext) -> CheckResult {
         context.driver.host_write(pinned, &bytes)?;
         context.replay(exec, stream)?;
         let want = [&[0; 5], &bytes[..4000], &[0; 91]].concat();
-        expect_slice_eq("the copy", &context.read_bytes(memory, 4096)?, &want)?;
+        expect_slice_eq("the copied memory", &context.read_bytes(memory, 4096)?, &want)?;
     }
     Ok(())
 }
@@ -283,10 +280,10 @@ fn callbacks_run_at_every_launch(context: &TestContext) -> CheckResult {
         });
         Ok(context.driver.stream_host_callback(stream, callback)?)
     })?;
-    expect_eq("calls before any launch", count.load(Ordering::SeqCst), 0)?;
+    expect_eq("callbacks before any launch", count.load(Ordering::SeqCst), 0)?;
     for round in 1..=5 {
         context.replay(exec, stream)?;
-        expect_eq("calls so far", count.load(Ordering::SeqCst), round)?;
+        expect_eq("callbacks so far", count.load(Ordering::SeqCst), round)?;
     }
     Ok(())
 }
@@ -298,7 +295,7 @@ fn external_record_happens_at_launch(context: &TestContext) -> CheckResult {
         context.append(log, 1, stream)?;
         Ok(context.driver.event_record(event, stream, EventScope::External)?)
     })?;
-    expect(context.driver.event_query(event)?, "an event that marks nothing yet")?;
+    expect(context.driver.event_query(event)?, "an event that is not recorded yet is complete")?;
     context.launch_graph(exec, stream)?;
     context.wait(other, event)?;
     context.append(log, 2, other)?;
@@ -335,13 +332,13 @@ fn allocation_nodes_keep_their_address(context: &TestContext) -> CheckResult {
         context.driver.copy(back.into(), ptr.into(), 4 * u64::from(n), stream)?;
         Ok(context.driver.pool_free(ptr, stream)?)
     })?;
-    expect(address.is_some_and(|ptr| !ptr.is_null()), "an address")?;
+    expect(address.is_some_and(|ptr| !ptr.is_null()), "the address is not null")?;
     let exec = context.instantiate(graph)?;
     let want = to_bytes(&(10..n + 10).collect::<Vec<_>>());
     for round in 0..3 {
         context.driver.host_write(back, &vec![0; 4 * n as usize])?;
         context.replay(exec, stream)?;
-        expect_slice_eq(&format!("what round {round} computed"), &context.read_pinned(back, 4 * n as usize)?, &want)?;
+        expect_slice_eq(&format!("the result of launch {round}"), &context.read_pinned(back, 4 * n as usize)?, &want)?;
     }
     Ok(())
 }
@@ -370,7 +367,7 @@ fn unfreed_allocations_are_freed_at_the_next_launch(context: &TestContext) -> Ch
     context.track(Resource::Memory(ptr));
     for _ in 0..3 {
         context.replay(exec, stream)?;
-        expect_slice_eq("what the graph left", &context.read_words(ptr, n as usize)?, &(0..n).collect::<Vec<_>>())?;
+        expect_slice_eq("the result of the graph", &context.read_words(ptr, n as usize)?, &(0..n).collect::<Vec<_>>())?;
     }
     context.untrack(Resource::Memory(ptr));
     context.driver.pool_free(ptr, stream)?;
@@ -378,7 +375,7 @@ fn unfreed_allocations_are_freed_at_the_next_launch(context: &TestContext) -> Ch
 }
 
 fn node_priorities_do_not_change_results(context: &TestContext) -> CheckResult {
-    let urgent = warpool_driver::StreamOptions { non_blocking: true, priority: -1 };
+    let urgent = StreamOptions { non_blocking: true, priority: -1 };
     let (stream, other, log) = (context.stream()?, context.stream_with(urgent)?, context.kernel_log(3)?);
     let graph = context.capture(stream, || {
         context.append(log, 1, stream)?;
@@ -393,8 +390,8 @@ fn node_priorities_do_not_change_results(context: &TestContext) -> CheckResult {
     context.expect_log(log, &[1, 2, 3])
 }
 
-/// One node of every kind that capture makes, on two streams.
-fn everything(context: &TestContext) -> CheckResult<GraphId> {
+/// A graph with one node of every kind that can be captured, on two streams.
+fn graph_with_every_node(context: &TestContext) -> CheckResult<GraphId> {
     let (first, second, event, n) = (context.stream()?, context.stream()?, context.event()?, 4_u32);
     let (pool, memory, pinned) = (context.pool()?, context.alloc(64)?, context.alloc_pinned(64)?);
     context.kernels()?;
@@ -413,7 +410,7 @@ fn everything(context: &TestContext) -> CheckResult<GraphId> {
 }
 
 fn topology_matches_the_capture(context: &TestContext) -> CheckResult {
-    let shape = context.driver.graph_topology(everything(context)?)?;
+    let shape = context.driver.graph_topology(graph_with_every_node(context)?)?;
     let kinds: Vec<_> = shape.nodes.iter().map(|node| node.kind).collect();
     let want = vec![
         NodeKind::Fill,
@@ -425,7 +422,7 @@ fn topology_matches_the_capture(context: &TestContext) -> CheckResult {
         NodeKind::EventRecord,
         NodeKind::EventWait,
     ];
-    expect_eq("the nodes", kinds, want)?;
+    expect_eq("the kinds of nodes", kinds, want)?;
     let place = |id| shape.nodes.iter().position(|node| node.id == id);
     let mut edges: Vec<_> = shape.edges.iter().map(|&(from, to)| (place(from), place(to))).collect();
     edges.sort_unstable();
@@ -434,25 +431,25 @@ fn topology_matches_the_capture(context: &TestContext) -> CheckResult {
 }
 
 fn dot_output_describes_the_graph(context: &TestContext) -> CheckResult {
-    let text = context.driver.graph_dot(everything(context)?)?;
-    expect(text.starts_with("digraph"), "a text in the DOT language")?;
-    expect(text.trim_end().ends_with('}'), "all of it")?;
-    expect_eq("its edges", text.matches("->").count(), 8)?;
-    expect(text.contains("add_u32"), "the kernel's name in it")
+    let text = context.driver.graph_dot(graph_with_every_node(context)?)?;
+    expect(text.starts_with("digraph"), "the text starts as DOT")?;
+    expect(text.trim_end().ends_with('}'), "the text is complete")?;
+    expect_eq("the edges in the text", text.matches("->").count(), 8)?;
+    expect(text.contains("add_u32"), "the text names the kernel")
 }
 
 fn raw_handles_are_distinct(context: &TestContext) -> CheckResult {
     let stream = context.stream()?;
     let (first, second) = (context.capture(stream, || Ok(()))?, context.capture(stream, || Ok(()))?);
     let raw = |graph| context.driver.graph_raw(graph);
-    expect(raw(first)? != RawHandle(0) && raw(first)? != raw(second)?, "handles of templates")?;
+    expect(raw(first)? != RawHandle(0) && raw(first)? != raw(second)?, "handles of graphs are distinct")?;
     let (one, two) = (context.instantiate(first)?, context.instantiate(first)?);
     let raw = |exec| context.driver.graph_exec_raw(exec);
-    expect(raw(one)? != RawHandle(0) && raw(one)? != raw(two)?, "handles of executables")
+    expect(raw(one)? != RawHandle(0) && raw(one)? != raw(two)?, "handles of executables are distinct")
 }
 
 fn unknown_graphs_are_rejected(context: &TestContext) -> CheckResult {
-    unknown(context, GraphId(u64::MAX), GraphExecId(u64::MAX), context.stream()?)
+    expect_rejected(context, GraphId(u64::MAX), GraphExecId(u64::MAX), context.stream()?)
 }
 
 fn destroyed_graphs_are_rejected(context: &TestContext) -> CheckResult {
@@ -463,22 +460,22 @@ fn destroyed_graphs_are_rejected(context: &TestContext) -> CheckResult {
     context.driver.graph_exec_destroy(exec)?;
     context.untrack(Resource::Graph(graph));
     context.driver.graph_destroy(graph)?;
-    unknown(context, graph, exec, stream)
+    expect_rejected(context, graph, exec, stream)
 }
 
-/// Every call that takes a graph refuses these.
-fn unknown(context: &TestContext, graph: GraphId, exec: GraphExecId, stream: StreamId) -> CheckResult {
+/// Every call that takes a graph or an executable must reject these.
+fn expect_rejected(context: &TestContext, graph: GraphId, exec: GraphExecId, stream: StreamId) -> CheckResult {
     let driver = &context.driver;
-    let refused = |call: &str, result: warpool_driver::Result<()>| expect_error_of(call, result, InvalidHandle);
-    refused("graph_instantiate", driver.graph_instantiate(graph, InstantiateOptions::default()).map(drop))?;
-    refused("graph_topology", driver.graph_topology(graph).map(drop))?;
-    refused("graph_dot", driver.graph_dot(graph).map(drop))?;
-    refused("graph_raw", driver.graph_raw(graph).map(drop))?;
-    refused("graph_destroy", driver.graph_destroy(graph))?;
-    refused("graph_launch", context.launch_graph(exec, stream))?;
-    let (append, node) = (context.kernels()?.append, warpool_driver::NodeId(1));
-    let set = context.set_exec_kernel(exec, node, append, warpool_driver::LaunchShape::ONE, &[]);
-    refused("graph_exec_set_kernel", set)?;
-    refused("graph_exec_raw", driver.graph_exec_raw(exec).map(drop))?;
-    refused("graph_exec_destroy", driver.graph_exec_destroy(exec))
+    let rejected = |call: &str, result: warpool_driver::Result<()>| expect_error_of(call, result, InvalidHandle);
+    rejected("graph_instantiate", driver.graph_instantiate(graph, InstantiateOptions::default()).map(drop))?;
+    rejected("graph_topology", driver.graph_topology(graph).map(drop))?;
+    rejected("graph_dot", driver.graph_dot(graph).map(drop))?;
+    rejected("graph_raw", driver.graph_raw(graph).map(drop))?;
+    rejected("graph_destroy", driver.graph_destroy(graph))?;
+    rejected("graph_launch", context.launch_graph(exec, stream))?;
+    let (append, node) = (context.kernels()?.append, NodeId(1));
+    let set = context.set_exec_kernel(exec, node, append, LaunchShape::ONE, &[]);
+    rejected("graph_exec_set_kernel", set)?;
+    rejected("graph_exec_raw", driver.graph_exec_raw(exec).map(drop))?;
+    rejected("graph_exec_destroy", driver.graph_exec_destroy(exec))
 }

@@ -58,12 +58,12 @@ fn out_of_range_reads_and_writes_are_rejected(context: &TestContext) -> CheckRes
     );
     let nowhere = context.host_pages(1).ptr();
     expect_error_of("a read past the end", read(ptr, 4097), InvalidValue)?;
-    expect_error_of("a read over the end", read(ptr.offset(4000), 97), InvalidValue)?;
-    expect_error_of("a read of other memory", read(nowhere, 16), InvalidValue)?;
+    expect_error_of("a read across the end", read(ptr.offset(4000), 97), InvalidValue)?;
+    expect_error_of("a read of pageable memory", read(nowhere, 16), InvalidValue)?;
     expect_error_of("a write past the end", write(ptr, 4097), InvalidValue)?;
-    expect_error_of("a write over the end", write(ptr.offset(4000), 97), InvalidValue)?;
-    expect_error_of("a write of other memory", write(nowhere, 16), InvalidValue)?;
-    expect_slice_eq("the memory after the failures", &context.read_pinned(ptr, 4096)?, &[1; 4096])?;
+    expect_error_of("a write across the end", write(ptr.offset(4000), 97), InvalidValue)?;
+    expect_error_of("a write of pageable memory", write(nowhere, 16), InvalidValue)?;
+    expect_slice_eq("the memory after the rejected calls", &context.read_pinned(ptr, 4096)?, &[1; 4096])?;
     Ok(read(ptr.offset(4000), 96)?)
 }
 
@@ -75,7 +75,7 @@ fn kernels_access_pinned_memory(context: &TestContext) -> CheckResult {
     context.add_u32(there, n, 77, stream)?;
     context.synchronize(stream)?;
     let want: Vec<u32> = words.iter().map(|word| word.wrapping_add(77)).collect();
-    expect_slice_eq("what the kernel left", &to_words(&context.read_pinned(ptr, 4 * n as usize)?), &want)
+    expect_slice_eq("the result of the kernel", &to_words(&context.read_pinned(ptr, 4 * n as usize)?), &want)
 }
 
 fn device_address_preserves_offset(context: &TestContext) -> CheckResult {
@@ -83,7 +83,7 @@ fn device_address_preserves_offset(context: &TestContext) -> CheckResult {
     let start = context.driver.host_device_ptr(context.device_id, ptr)?;
     for offset in [8, 4096, 9999] {
         let inside = context.driver.host_device_ptr(context.device_id, ptr.offset(offset))?;
-        expect_eq("the device address inside", inside, start.offset(offset))?;
+        expect_eq("the device address at an offset", inside, start.offset(offset))?;
     }
     Ok(())
 }
@@ -96,7 +96,7 @@ fn only_the_start_of_an_allocation_can_be_freed(context: &TestContext) -> CheckR
     let ptr = context.alloc_pinned_bytes(&[4; 4096])?;
     expect_error(context.driver.host_free(ptr.offset(8)), InvalidValue)?;
     expect_error(context.driver.host_free(context.host_pages(1).ptr()), InvalidValue)?;
-    expect_slice_eq("the memory after the failures", &context.read_pinned(ptr, 4096)?, &[4; 4096])
+    expect_slice_eq("the memory after the rejected calls", &context.read_pinned(ptr, 4096)?, &[4; 4096])
 }
 
 fn double_free_is_rejected(context: &TestContext) -> CheckResult {
@@ -113,7 +113,7 @@ fn free_waits_for_the_device(context: &TestContext) -> CheckResult {
     context.append(log, 1, stream)?;
     context.untrack(Resource::Pinned(ptr));
     context.driver.host_free(ptr)?;
-    context.expect_idle("all work", stream)?;
+    context.expect_idle("the stream", stream)?;
     context.expect_log(log, &[1])
 }
 
@@ -132,15 +132,15 @@ fn all_host_options_work(context: &TestContext) -> CheckResult {
     Ok(())
 }
 
-/// Pages that can be pinned, or a skip.
-fn registrable(context: &TestContext, n: usize) -> CheckResult<HostRange> {
-    require(context.properties()?.host_registration, "the device pins no memory where it is")?;
+/// Pages that can be registered. Skips the check where registration is not supported.
+fn registrable_pages(context: &TestContext, n: usize) -> CheckResult<HostRange> {
+    require(context.properties()?.host_registration, "the device cannot register host memory")?;
     Ok(context.host_pages(n))
 }
 
 fn registered_memory_is_used_by_copies_and_kernels(context: &TestContext) -> CheckResult {
     let (stream, n) = (context.stream()?, 4096_u32);
-    let ptr = context.register(registrable(context, 4)?)?;
+    let ptr = context.register(registrable_pages(context, 4)?)?;
     let words = context.random_words(n as usize);
     let memory = context.alloc_words(&words)?;
     context.driver.copy(ptr.into(), memory.into(), 4 * u64::from(n), stream)?;
@@ -148,15 +148,15 @@ fn registered_memory_is_used_by_copies_and_kernels(context: &TestContext) -> Che
     context.add_u32(there, n, 9, stream)?;
     context.synchronize(stream)?;
     let want: Vec<u32> = words.iter().map(|word| word.wrapping_add(9)).collect();
-    expect_slice_eq("what a copy and a kernel left", &to_words(&context.read_pinned(ptr, 4 * n as usize)?), &want)?;
+    expect_slice_eq("the result of a copy and a kernel", &to_words(&context.read_pinned(ptr, 4 * n as usize)?), &want)?;
     context.driver.host_write(ptr, &[3; 64])?;
     context.driver.copy(memory.into(), ptr.into(), 64, stream)?;
     context.synchronize(stream)?;
-    expect_slice_eq("what was copied from it", &context.read_bytes(memory, 64)?, &[3; 64])
+    expect_slice_eq("the memory copied from it", &context.read_bytes(memory, 64)?, &[3; 64])
 }
 
 fn double_registration_is_rejected(context: &TestContext) -> CheckResult {
-    let range = registrable(context, 4)?;
+    let range = registrable_pages(context, 4)?;
     context.register(range.clone())?;
     let register = |range| context.driver.host_register(context.device_id, range, HostOptions::default());
     expect_error_of("the same range", register(range.clone()), HostMemoryAlreadyRegistered)?;
@@ -165,7 +165,7 @@ fn double_registration_is_rejected(context: &TestContext) -> CheckResult {
 }
 
 fn unregister_requires_the_start_of_a_range(context: &TestContext) -> CheckResult {
-    let ptr = context.register(registrable(context, 4)?)?;
+    let ptr = context.register(registrable_pages(context, 4)?)?;
     expect_error(context.driver.host_unregister(ptr.offset(4096)), InvalidValue)?;
     context.untrack(Resource::Registered(ptr));
     context.driver.host_unregister(ptr)?;
@@ -173,23 +173,23 @@ fn unregister_requires_the_start_of_a_range(context: &TestContext) -> CheckResul
 }
 
 fn registered_range_need_not_be_page_aligned(context: &TestContext) -> CheckResult {
-    let range = context.part_of(&registrable(context, 4)?, 100, 5000);
+    let range = context.part_of(&registrable_pages(context, 4)?, 100, 5000);
     let ptr = context.register(range)?;
     let (stream, bytes) = (context.stream()?, context.random_bytes(5000));
     let memory = context.alloc_bytes(&bytes)?;
     context.driver.copy(ptr.into(), memory.into(), 5000, stream)?;
     context.synchronize(stream)?;
-    expect_slice_eq("an odd range", &context.read_pinned(ptr, 5000)?, &bytes)
+    expect_slice_eq("a range that is not page aligned", &context.read_pinned(ptr, 5000)?, &bytes)
 }
 
 fn registered_memory_cannot_be_freed(context: &TestContext) -> CheckResult {
-    let ptr = context.register(registrable(context, 1)?)?;
+    let ptr = context.register(registrable_pages(context, 1)?)?;
     expect_error(context.driver.host_free(ptr), InvalidValue)
 }
 
 fn unregistered_memory_is_pageable_again(context: &TestContext) -> CheckResult {
     let (stream, memory) = (context.stream()?, context.alloc(64)?);
-    let ptr = context.register(registrable(context, 1)?)?;
+    let ptr = context.register(registrable_pages(context, 1)?)?;
     context.untrack(Resource::Registered(ptr));
     context.driver.host_unregister(ptr)?;
     expect_error(context.driver.host_device_ptr(context.device_id, ptr), InvalidValue)?;
@@ -200,25 +200,25 @@ fn unregistered_memory_is_pageable_again(context: &TestContext) -> CheckResult {
 fn any_thread_may_free_pinned_memory(context: &TestContext) -> CheckResult {
     let bytes = context.random_bytes(512);
     let ptr: HostPtr = context.on_new_thread(|| context.alloc_pinned_bytes(&bytes))?;
-    expect_slice_eq("what another thread wrote", &context.read_pinned(ptr, 512)?, &bytes)?;
+    expect_slice_eq("the memory that another thread wrote", &context.read_pinned(ptr, 512)?, &bytes)?;
     let (stream, memory) = (context.stream()?, context.alloc(512)?);
     context.fill_index(memory, 128, stream)?;
     context.driver.copy(ptr.into(), memory.into(), 512, stream)?;
     context.synchronize(stream)?;
-    expect_slice_eq("what was copied", &to_words(&context.read_pinned(ptr, 512)?), &(0..128).collect::<Vec<_>>())?;
+    expect_slice_eq("the copied memory", &to_words(&context.read_pinned(ptr, 512)?), &(0..128).collect::<Vec<_>>())?;
     context.untrack(Resource::Pinned(ptr));
     Ok(context.on_new_thread(|| context.driver.host_free(ptr))?)
 }
 
-/// Pages that can be pinned, or a skip.
-fn own_pages(context: &TestContext, bytes: u64) -> CheckResult<Arc<HostPages>> {
-    require(context.properties()?.host_registration, "the device pins no memory where it is")?;
+/// Pages that can be registered. Skips the check where registration is not supported.
+fn host_pages(context: &TestContext, bytes: u64) -> CheckResult<Arc<HostPages>> {
+    require(context.properties()?.host_registration, "the device cannot register host memory")?;
     Ok(HostPages::map(bytes, true).expect("the host has a few megabytes"))
 }
 
 fn driver_keeps_registered_pages_alive(context: &TestContext) -> CheckResult {
     let (stream, n) = (context.stream()?, (5 << 20) + 4096);
-    let pages = own_pages(context, n)?;
+    let pages = host_pages(context, n)?;
     pages.prefault(2);
     let alive = Arc::downgrade(&pages);
     let ptr = context.register(HostRange::of_pages(&pages))?;
@@ -229,19 +229,19 @@ fn driver_keeps_registered_pages_alive(context: &TestContext) -> CheckResult {
     context.driver.copy(there.into(), ptr.into(), 4096, stream)?;
     context.driver.copy(end.into(), there.into(), 4096, stream)?;
     context.synchronize(stream)?;
-    expect_slice_eq("the pages after their owner let them go", &context.read_pinned(ptr, 4096)?, &bytes)?;
-    expect_slice_eq("what came back from the device", &context.read_pinned(end, 4096)?, &bytes)?;
-    expect_eq("whether the driver keeps the pages", alive.strong_count(), 1)?;
+    expect_slice_eq("the pages after their owner dropped them", &context.read_pinned(ptr, 4096)?, &bytes)?;
+    expect_slice_eq("the memory copied back from the device", &context.read_pinned(end, 4096)?, &bytes)?;
+    expect_eq("owners of the registered pages", alive.strong_count(), 1)?;
     context.untrack(Resource::Registered(ptr));
     context.driver.host_unregister(ptr)?;
-    expect_eq("whether it keeps them after", alive.strong_count(), 0)
+    expect_eq("owners of the pages after unregistering", alive.strong_count(), 0)
 }
 
 fn pages_can_be_registered_again_after_unregister(context: &TestContext) -> CheckResult {
-    let pages = own_pages(context, 4096)?;
+    let pages = host_pages(context, 4096)?;
     let register =
         || context.driver.host_register(context.device_id, HostRange::of_pages(&pages), HostOptions::default());
-    // A registration that fails takes nothing.
+    // A failed registration keeps no reference to the pages.
     let none = context.invalid_device_id()?;
     let failed = context.driver.host_register(none, HostRange::of_pages(&pages), HostOptions::default());
     expect_error(failed, InvalidDevice)?;
@@ -251,5 +251,5 @@ fn pages_can_be_registered_again_after_unregister(context: &TestContext) -> Chec
         context.untrack(Resource::Registered(ptr));
         context.driver.host_unregister(ptr)?;
     }
-    expect_eq("who has the pages in the end", Arc::strong_count(&pages), 1)
+    expect_eq("owners of the pages at the end", Arc::strong_count(&pages), 1)
 }

@@ -46,7 +46,7 @@ fn arguments_of_every_type_are_passed(context: &TestContext) -> CheckResult {
         let want =
             [u64::from(a), i64::from(b).cast_unsigned(), c, d.cast_unsigned(), u64::from(e.to_bits()), f.to_bits()];
         let want: Vec<u8> = want.iter().flat_map(|word| word.to_le_bytes()).collect();
-        expect_slice_eq("the arguments as the kernel saw them", &context.read_bytes(out, 48)?, &want)?;
+        expect_slice_eq("the arguments that the kernel received", &context.read_bytes(out, 48)?, &want)?;
     }
     Ok(())
 }
@@ -75,7 +75,7 @@ fn every_element_is_processed(context: &TestContext) -> CheckResult {
         context.fill_index(data, n, stream)?;
         context.synchronize(stream)?;
         let want: Vec<u32> = (0..n).chain([u32::MAX]).collect();
-        expect_slice_eq("the elements and the one behind them", &context.read_words(data, n as usize + 1)?, &want)?;
+        expect_slice_eq("the elements and the word after them", &context.read_words(data, n as usize + 1)?, &want)?;
     }
     Ok(())
 }
@@ -91,10 +91,10 @@ fn float_results_are_exact(context: &TestContext) -> CheckResult {
     context.launch(axpy, n, &[y.into(), x.into(), KernelArg::F32(0.37), KernelArg::U32(n)], stream)?;
     context.synchronize(stream)?;
     let want: Vec<f32> = xs.iter().zip(&ys).map(|(x, y)| 0.37 * x + y).collect();
-    expect_slice_eq("the sums, bit by bit", &context.read_words(y, n as usize)?, &bits(&want))
+    expect_slice_eq("the bits of the sums", &context.read_words(y, n as usize)?, &bits(&want))
 }
 
-fn refused(context: &TestContext, shape: LaunchShape) -> CheckResult {
+fn rejected(context: &TestContext, shape: LaunchShape) -> CheckResult {
     let (stream, spin) = (context.stream()?, context.kernels()?.spin);
     let launched = context.launch_kernel(spin, shape, &[KernelArg::U64(0)], stream);
     expect_error_of(&format!("{shape:?}"), launched, InvalidValue)
@@ -105,16 +105,16 @@ fn empty_launch_shape_is_rejected(context: &TestContext) -> CheckResult {
         let (mut no_blocks, mut no_threads) = (LaunchShape::ONE, LaunchShape::ONE);
         no_blocks.grid[axis] = 0;
         no_threads.block[axis] = 0;
-        refused(context, no_blocks)?;
-        refused(context, no_threads)?;
+        rejected(context, no_blocks)?;
+        rejected(context, no_threads)?;
     }
     Ok(())
 }
 
 fn oversized_launch_shape_is_rejected(context: &TestContext) -> CheckResult {
-    refused(context, LaunchShape { block: [2048, 1, 1], ..LaunchShape::ONE })?;
-    refused(context, LaunchShape { block: [64, 64, 1], ..LaunchShape::ONE })?;
-    refused(context, LaunchShape { grid: [1, 70_000, 1], ..LaunchShape::ONE })
+    rejected(context, LaunchShape { block: [2048, 1, 1], ..LaunchShape::ONE })?;
+    rejected(context, LaunchShape { block: [64, 64, 1], ..LaunchShape::ONE })?;
+    rejected(context, LaunchShape { grid: [1, 70_000, 1], ..LaunchShape::ONE })
 }
 
 fn loaded(context: &TestContext) -> CheckResult<ModuleId> {
@@ -129,24 +129,24 @@ fn unknown_function_name_is_not_found(context: &TestContext) -> CheckResult {
         expect_error(context.driver.function_get(module, name), NotFound)?;
     }
     let known = context.driver.function_get(module, "spin")?;
-    expect_eq("a known one, asked again", context.driver.function_get(module, "spin")?, known)
+    expect_eq("a known function in a second query", context.driver.function_get(module, "spin")?, known)
 }
 
 fn invalid_source_is_rejected_with_the_compiler_log(context: &TestContext) -> CheckResult {
     const WRONG: KernelSource = KernelSource {
-        name: "wrong on purpose",
+        name: "invalid on purpose",
         cuda: "extern \"C\" __global__ void broken() { this is no kernel }",
         mirrors: &[],
     };
-    // A simulated device compiles nothing: there the kernel is simply not to be found.
+    // The simulated GPU compiles nothing: there the function is not found.
     match context.driver.module_load(context.device_id, &WRONG) {
         Err(error) => {
             expect_eq("the code", error.code, InvalidSource)?;
-            expect(error.detail.is_some_and(|log| log.contains("error")), "the compiler's log")
+            expect(error.detail.is_some_and(|log| log.contains("error")), "the error has the compiler's log")
         }
         Ok(module) => {
             context.track(Resource::Module(module));
-            expect_eq("a backend that loads wrong source", context.driver.kind(), "sim")?;
+            expect_eq("a driver that loads invalid source", context.driver.kind(), "sim")?;
             expect_error(context.driver.function_get(module, "broken"), NotFound)
         }
     }
@@ -155,7 +155,7 @@ fn invalid_source_is_rejected_with_the_compiler_log(context: &TestContext) -> Ch
 fn modules_are_independent(context: &TestContext) -> CheckResult {
     let (stream, log) = (context.stream()?, context.kernel_log(2)?);
     let (first, second) = (loaded(context)?, loaded(context)?);
-    expect(first != second, "modules of their own")?;
+    expect(first != second, "two modules have different ids")?;
     let one = context.driver.function_get(first, "append")?;
     let two = context.driver.function_get(second, "append")?;
     context.launch_single(one, &[log.ptr.into(), KernelArg::U32(1)], stream)?;
@@ -179,7 +179,7 @@ fn any_thread_may_load_and_launch(context: &TestContext) -> CheckResult {
 }
 
 fn unknown_functions_are_rejected(context: &TestContext) -> CheckResult {
-    unknown(context, ModuleId(u64::MAX), FunctionId(u64::MAX))
+    expect_rejected(context, ModuleId(u64::MAX), FunctionId(u64::MAX))
 }
 
 fn unloaded_module_is_rejected(context: &TestContext) -> CheckResult {
@@ -187,10 +187,10 @@ fn unloaded_module_is_rejected(context: &TestContext) -> CheckResult {
     let function = context.driver.function_get(module, "spin")?;
     context.untrack(Resource::Module(module));
     context.driver.module_unload(module)?;
-    unknown(context, module, function)
+    expect_rejected(context, module, function)
 }
 
-fn unknown(context: &TestContext, module: ModuleId, function: FunctionId) -> CheckResult {
+fn expect_rejected(context: &TestContext, module: ModuleId, function: FunctionId) -> CheckResult {
     let (driver, stream) = (&context.driver, context.stream()?);
     expect_error(driver.function_get(module, "spin"), InvalidHandle)?;
     let launched = context.launch_kernel(function, LaunchShape::ONE, &[KernelArg::U64(0)], stream);

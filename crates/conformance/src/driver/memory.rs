@@ -1,7 +1,7 @@
 //! Plain device memory.
 
-use warpool_driver::DevicePtr;
 use warpool_driver::ErrorCode::{InvalidValue, OutOfMemory};
+use warpool_driver::{DevicePtr, DriverError};
 
 use crate::check::Check;
 use crate::context::{Resource, TestContext, to_bytes};
@@ -34,21 +34,18 @@ fn zero_bytes_are_rejected(context: &TestContext) -> CheckResult {
 fn oversized_request_is_out_of_memory(context: &TestContext) -> CheckResult {
     for bytes in [1 << 45, context.properties()?.bytes_total + 1] {
         let result = context.driver.mem_alloc(context.device_id, bytes);
-        expect(
-            result.as_ref().is_err_and(warpool_driver::DriverError::is_out_of_memory),
-            "an error that says out of memory",
-        )?;
+        expect(result.as_ref().is_err_and(DriverError::is_out_of_memory), "the error is out of memory")?;
         expect_error(result, OutOfMemory)?;
     }
     let bytes = context.random_bytes(1000);
     let ptr = context.alloc_bytes(&bytes)?;
-    expect_slice_eq("memory after the failure", &context.read_bytes(ptr, 1000)?, &bytes)
+    expect_slice_eq("memory allocated after the failure", &context.read_bytes(ptr, 1000)?, &bytes)
 }
 
 fn allocations_are_aligned(context: &TestContext) -> CheckResult {
     for bytes in [1, 2, 3, 255, 256, 257, 511, 513, 4095, 4097, MIB - 1, MIB + 1, 3 * MIB + 7] {
         let ptr = context.alloc(bytes)?;
-        expect(!ptr.is_null(), "an address")?;
+        expect(!ptr.is_null(), "the address is not null")?;
         expect_eq(&format!("{bytes} bytes at {ptr}: address modulo 256"), ptr.0 % 256, 0)?;
     }
     Ok(())
@@ -62,9 +59,9 @@ fn allocations_do_not_overlap(context: &TestContext) -> CheckResult {
     }
     let mut ranges: Vec<(u64, u64)> = taken.iter().map(|(ptr, bytes)| (ptr.0, ptr.0 + bytes.len() as u64)).collect();
     ranges.sort_unstable();
-    expect(ranges.windows(2).all(|pair| pair[0].1 <= pair[1].0), "ranges that do not overlap")?;
+    expect(ranges.windows(2).all(|pair| pair[0].1 <= pair[1].0), "ranges do not overlap")?;
     for (ptr, bytes) in &taken {
-        expect_slice_eq("an allocation's bytes", &context.read_bytes(*ptr, bytes.len())?, bytes)?;
+        expect_slice_eq("the contents of an allocation", &context.read_bytes(*ptr, bytes.len())?, bytes)?;
     }
     Ok(())
 }
@@ -76,7 +73,7 @@ fn contents_survive_other_allocations(context: &TestContext) -> CheckResult {
         let other = context.alloc_bytes(&vec![round; 1 + context.random_below(200_000) as usize])?;
         context.free(other)?;
     }
-    expect_slice_eq("the bytes that were there first", &context.read_bytes(kept, bytes.len())?, &bytes)
+    expect_slice_eq("the contents of the first allocation", &context.read_bytes(kept, bytes.len())?, &bytes)
 }
 
 fn freeing_null_is_a_no_op(context: &TestContext) -> CheckResult {
@@ -88,7 +85,7 @@ fn only_the_start_of_an_allocation_can_be_freed(context: &TestContext) -> CheckR
     let ptr = context.alloc_bytes(&bytes)?;
     expect_error(context.driver.mem_free(ptr.offset(512)), InvalidValue)?;
     expect_error(context.driver.mem_free(DevicePtr(0x1234_5000)), InvalidValue)?;
-    expect_slice_eq("the bytes after the failure", &context.read_bytes(ptr, 4096)?, &bytes)
+    expect_slice_eq("the contents after the rejected calls", &context.read_bytes(ptr, 4096)?, &bytes)
 }
 
 fn double_free_is_rejected(context: &TestContext) -> CheckResult {
@@ -102,9 +99,9 @@ fn free_bytes_follow_allocations(context: &TestContext) -> CheckResult {
     let before = free()?;
     let ptr = context.alloc(256 * MIB)?;
     let during = free()?;
-    expect(before - during >= 256 * MIB, "at least 256 MiB fewer free bytes")?;
+    expect(before - during >= 256 * MIB, "at least 256 MiB less free memory")?;
     context.free(ptr)?;
-    expect(free()? - during >= 256 * MIB, "those bytes back")
+    expect(free()? - during >= 256 * MIB, "the memory is free again")
 }
 
 fn full_device_recovers_after_a_free(context: &TestContext) -> CheckResult {
@@ -118,17 +115,17 @@ fn full_device_recovers_after_a_free(context: &TestContext) -> CheckResult {
             }
             Err(error) => break error,
         }
-        expect(pieces.len() <= 20, "no more memory than the device has")?;
+        expect(pieces.len() <= 20, "the device has no more memory than its properties say")?;
     };
-    expect_eq("how it is full", full.code, OutOfMemory)?;
+    expect_eq("the error of a full device", full.code, OutOfMemory)?;
     let Some(last) = pieces.pop() else {
-        return expect(false, "room for a twentieth of the device");
+        return expect(false, "a twentieth of the memory can be allocated");
     };
     context.free(last)?;
     let again = context.alloc(piece)?;
     let words = context.random_words(32);
     context.driver.upload(context.device_id, again.offset(piece - 128), &to_bytes(&words))?;
-    expect_slice_eq("the last bytes of it", &context.read_words(again.offset(piece - 128), 32)?, &words)
+    expect_slice_eq("the last words of the allocation", &context.read_words(again.offset(piece - 128), 32)?, &words)
 }
 
 fn free_waits_for_the_device(context: &TestContext) -> CheckResult {
@@ -136,7 +133,7 @@ fn free_waits_for_the_device(context: &TestContext) -> CheckResult {
     context.delay(stream)?;
     context.append(log, 1, stream)?;
     context.free(other)?;
-    context.expect_idle("all work", stream)?;
+    context.expect_idle("the stream", stream)?;
     context.expect_log(log, &[1])
 }
 
@@ -144,18 +141,18 @@ fn allocation_does_not_wait(context: &TestContext) -> CheckResult {
     let stream = context.stream()?;
     context.keep_busy(stream)?;
     context.alloc(MIB)?;
-    context.expect_busy("the work under way", stream)
+    context.expect_busy("the stream", stream)
 }
 
 fn memory_is_shared_by_threads(context: &TestContext) -> CheckResult {
     let words = context.random_words(256);
     let ptr = context.on_new_thread(|| context.alloc_words(&words))?;
     let seen = context.on_new_thread(|| context.read_words(ptr, 256))?;
-    expect_slice_eq("what another thread reads", &seen, &words)?;
+    expect_slice_eq("the memory read by another thread", &seen, &words)?;
     context.on_new_thread(|| context.free(ptr))
 }
 
-/// What an allocator does with one driver allocation: it gives it out, takes it back, and gives it out again.
+/// As an allocator does with memory of the driver: hand it out, take it back, hand it out again.
 fn suballocation_reports_have_no_effect_on_contents(context: &TestContext) -> CheckResult {
     let (stream, ptr, n) = (context.stream()?, context.alloc(4096)?, 1024_u32);
     for round in 0..3 {
@@ -164,7 +161,7 @@ fn suballocation_reports_have_no_effect_on_contents(context: &TestContext) -> Ch
         context.add_u32(ptr, n, round, stream)?;
         context.synchronize(stream)?;
         let want: Vec<u32> = (round..n + round).collect();
-        expect_slice_eq("what its user computed", &context.read_words(ptr, n as usize)?, &want)?;
+        expect_slice_eq("the result of the user's work", &context.read_words(ptr, n as usize)?, &want)?;
         context.driver.suballocation_freed(ptr, 4096);
     }
     Ok(())

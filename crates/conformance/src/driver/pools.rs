@@ -5,7 +5,7 @@ use warpool_driver::PoolAttribute::{
     ReleaseThreshold, ReservedCurrent, ReservedHigh, ReuseFollowEvents, ReuseInternalDependencies, ReuseOpportunistic,
     UsedCurrent, UsedHigh,
 };
-use warpool_driver::{Access, PoolId};
+use warpool_driver::{Access, Pattern, PoolId};
 
 use crate::check::Check;
 use crate::context::{Resource, TestContext, to_bytes};
@@ -38,14 +38,14 @@ fn default_pool_is_constant(context: &TestContext) -> CheckResult {
     require(context.properties()?.async_pools, "the device has no stream-ordered pools")?;
     let pool = context.driver.pool_default(context.device_id)?;
     context.track(Resource::DefaultPool(pool));
-    expect_eq("the pool, asked again", context.driver.pool_default(context.device_id)?, pool)?;
-    expect(context.pool()? != pool, "a new pool to be another")?;
+    expect_eq("the pool in a second query", context.driver.pool_default(context.device_id)?, pool)?;
+    expect(context.pool()? != pool, "a new pool is another one")?;
     expect_error(context.driver.pool_destroy(pool), InvalidValue)?;
     let stream = context.stream()?;
     let ptr = context.pool_alloc(pool, 4096, stream)?;
     context.fill_index(ptr, 1024, stream)?;
     context.synchronize(stream)?;
-    expect_slice_eq("memory of the default pool", &context.read_words(ptr, 1024)?, &(0..1024).collect::<Vec<_>>())?;
+    expect_slice_eq("the memory of the default pool", &context.read_words(ptr, 1024)?, &(0..1024).collect::<Vec<_>>())?;
     context.pool_free(ptr, stream)?;
     context.synchronize(stream)
 }
@@ -53,7 +53,7 @@ fn default_pool_is_constant(context: &TestContext) -> CheckResult {
 fn allocation_and_free_are_stream_ordered(context: &TestContext) -> CheckResult {
     let (pool, stream, n) = (context.pool()?, context.stream()?, 5000_u32);
     let back = context.alloc_pinned(4 * u64::from(n) * 8)?;
-    // Nobody waits in between: the memory of one round may well be that of the round before.
+    // Without a wait in between: a round may use the memory of the round before.
     for round in 0..8_u32 {
         let ptr = context.pool_alloc(pool, 4 * u64::from(n), stream)?;
         context.fill_index(ptr, n, stream)?;
@@ -64,7 +64,7 @@ fn allocation_and_free_are_stream_ordered(context: &TestContext) -> CheckResult 
     }
     context.synchronize(stream)?;
     let want: Vec<u32> = (0..8).flat_map(|round| (0..n).map(move |i| i + 1000 * round)).collect();
-    expect_slice_eq("what eight rounds left", &context.read_pinned(back, 4 * 8 * n as usize)?, &to_bytes(&want))
+    expect_slice_eq("the results of eight rounds", &context.read_pinned(back, 4 * 8 * n as usize)?, &to_bytes(&want))
 }
 
 fn memory_can_be_used_on_another_stream_after_an_event(context: &TestContext) -> CheckResult {
@@ -79,7 +79,7 @@ fn memory_can_be_used_on_another_stream_after_an_event(context: &TestContext) ->
     context.pool_free(ptr, second)?;
     context.synchronize(second)?;
     expect_slice_eq(
-        "what the second stream saw",
+        "the results of the second stream",
         &context.read_pinned(back, 4096)?,
         &to_bytes(&(5..1029).collect::<Vec<_>>()),
     )
@@ -91,13 +91,13 @@ fn live_allocations_do_not_overlap(context: &TestContext) -> CheckResult {
     for at in 0..32_u32 {
         let n = 1 + context.random_below(20_000) as u32;
         let ptr = context.pool_alloc(pool, 4 * u64::from(n), stream)?;
-        context.driver.fill(ptr, warpool_driver::Pattern::U32(at), u64::from(n), stream)?;
+        context.driver.fill(ptr, Pattern::U32(at), u64::from(n), stream)?;
         taken.push((ptr, n, at));
     }
     context.synchronize(stream)?;
     for (ptr, n, at) in taken {
         expect_eq("the address modulo 256", ptr.0 % 256, 0)?;
-        expect_slice_eq("an allocation's contents", &context.read_words(ptr, n as usize)?, &vec![at; n as usize])?;
+        expect_slice_eq("the contents of an allocation", &context.read_words(ptr, n as usize)?, &vec![at; n as usize])?;
         context.pool_free(ptr, stream)?;
     }
     context.synchronize(stream)
@@ -177,7 +177,7 @@ fn high_water_marks_can_only_be_reset(context: &TestContext) -> CheckResult {
     context.synchronize(stream)?;
     for (high, current) in [(UsedHigh, UsedCurrent), (ReservedHigh, ReservedCurrent)] {
         expect_error(context.driver.pool_set(pool, high, 5), InvalidValue)?;
-        expect(context.driver.pool_get(pool, high)? >= MIB, "a mark that remembers the allocation")?;
+        expect(context.driver.pool_get(pool, high)? >= MIB, "the high-water mark includes the allocation")?;
         context.driver.pool_set(pool, high, 0)?;
         let current = context.driver.pool_get(pool, current)?;
         expect_eq(&format!("{high:?} after a reset"), context.driver.pool_get(pool, high)?, current)?;
@@ -191,22 +191,22 @@ fn used_bytes_follow_allocations(context: &TestContext) -> CheckResult {
     let first = context.pool_alloc(pool, 3 * MIB, stream)?;
     let second = context.pool_alloc(pool, MIB, stream)?;
     context.synchronize(stream)?;
-    expect_eq("bytes used by two", used()?, 4 * MIB)?;
-    expect(context.driver.pool_get(pool, ReservedCurrent)? >= 4 * MIB, "at least as much reserved")?;
+    expect_eq("bytes used by two allocations", used()?, 4 * MIB)?;
+    expect(context.driver.pool_get(pool, ReservedCurrent)? >= 4 * MIB, "reserved bytes include used bytes")?;
     context.pool_free(first, stream)?;
     context.synchronize(stream)?;
-    expect_eq("bytes used by one", used()?, MIB)?;
+    expect_eq("bytes used by one allocation", used()?, MIB)?;
     context.pool_free(second, stream)?;
     context.synchronize(stream)?;
-    expect_eq("bytes used by none", used()?, 0)?;
-    expect_eq("the most that was used", context.driver.pool_get(pool, UsedHigh)?, 4 * MIB)
+    expect_eq("bytes used by no allocation", used()?, 0)?;
+    expect_eq("the high-water mark of used bytes", context.driver.pool_get(pool, UsedHigh)?, 4 * MIB)
 }
 
 fn unused_memory_is_released_at_synchronization(context: &TestContext) -> CheckResult {
     let (pool, stream) = (context.pool()?, context.stream()?);
     let ptr = context.pool_alloc(pool, 8 * MIB, stream)?;
     context.synchronize(stream)?;
-    expect(context.driver.pool_get(pool, ReservedCurrent)? >= 8 * MIB, "memory in use to be reserved")?;
+    expect(context.driver.pool_get(pool, ReservedCurrent)? >= 8 * MIB, "memory in use is reserved")?;
     context.pool_free(ptr, stream)?;
     context.synchronize(stream)?;
     expect_eq("bytes reserved", context.driver.pool_get(pool, ReservedCurrent)?, 0)
@@ -219,13 +219,17 @@ fn release_threshold_keeps_memory_until_trim(context: &TestContext) -> CheckResu
     context.pool_free(ptr, stream)?;
     context.synchronize(stream)?;
     let kept = context.driver.pool_get(pool, ReservedCurrent)?;
-    expect(kept >= 64 * MIB, "memory to be kept")?;
+    expect(kept >= 64 * MIB, "freed memory stays reserved")?;
     for keep in [kept, u64::MAX] {
         context.driver.pool_trim(pool, keep)?;
-        expect_eq("bytes after a trim that allows all", context.driver.pool_get(pool, ReservedCurrent)?, kept)?;
+        expect_eq(
+            "reserved bytes after a trim that may keep all",
+            context.driver.pool_get(pool, ReservedCurrent)?,
+            kept,
+        )?;
     }
     context.driver.pool_trim(pool, 0)?;
-    expect_eq("bytes after a trim that allows none", context.driver.pool_get(pool, ReservedCurrent)?, 0)
+    expect_eq("reserved bytes after a trim that keeps none", context.driver.pool_get(pool, ReservedCurrent)?, 0)
 }
 
 fn own_device_access_cannot_be_removed(context: &TestContext) -> CheckResult {
@@ -235,24 +239,24 @@ fn own_device_access_cannot_be_removed(context: &TestContext) -> CheckResult {
 
 fn unknown_pool_is_rejected(context: &TestContext) -> CheckResult {
     context.pool()?;
-    unknown(context, PoolId(u64::MAX))
+    expect_rejected(context, PoolId(u64::MAX))
 }
 
 fn destroyed_pool_is_rejected(context: &TestContext) -> CheckResult {
     let pool = context.pool()?;
     context.untrack(Resource::Pool(pool));
     context.driver.pool_destroy(pool)?;
-    unknown(context, pool)
+    expect_rejected(context, pool)
 }
 
-/// Every call that takes a pool refuses this one.
-fn unknown(context: &TestContext, pool: PoolId) -> CheckResult {
+/// Every call that takes a pool must reject this one.
+fn expect_rejected(context: &TestContext, pool: PoolId) -> CheckResult {
     let (driver, stream) = (&context.driver, context.stream()?);
-    let refused = |call: &str, result: warpool_driver::Result<()>| expect_error_of(call, result, InvalidHandle);
-    refused("pool_alloc", driver.pool_alloc(pool, 64, stream).map(drop))?;
-    refused("pool_get", driver.pool_get(pool, UsedCurrent).map(drop))?;
-    refused("pool_set", driver.pool_set(pool, ReleaseThreshold, 0))?;
-    refused("pool_trim", driver.pool_trim(pool, 0))?;
-    refused("pool_set_access", driver.pool_set_access(pool, context.device_id, Access::ReadWrite))?;
-    refused("pool_destroy", driver.pool_destroy(pool))
+    let rejected = |call: &str, result: warpool_driver::Result<()>| expect_error_of(call, result, InvalidHandle);
+    rejected("pool_alloc", driver.pool_alloc(pool, 64, stream).map(drop))?;
+    rejected("pool_get", driver.pool_get(pool, UsedCurrent).map(drop))?;
+    rejected("pool_set", driver.pool_set(pool, ReleaseThreshold, 0))?;
+    rejected("pool_trim", driver.pool_trim(pool, 0))?;
+    rejected("pool_set_access", driver.pool_set_access(pool, context.device_id, Access::ReadWrite))?;
+    rejected("pool_destroy", driver.pool_destroy(pool))
 }

@@ -1,4 +1,4 @@
-//! Streams: what they are, how their work is ordered, and how it is not.
+//! Streams: their properties, the order of their work, host callbacks, adopted handles.
 
 use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -50,26 +50,26 @@ pub(crate) const CHECKS: &[Check] = crate::checks![
 ];
 
 fn default_stream_ids_are_constant(context: &TestContext) -> CheckResult {
-    let (legacy, own) = (context.legacy_stream()?, context.per_thread_stream()?);
-    expect(legacy != own, "two different default streams")?;
-    expect_eq("the legacy one, asked again", context.driver.stream_default(context.device_id)?, legacy)?;
-    let beside = context.on_new_thread(|| -> warpool_driver::Result<_> {
+    let (legacy, per_thread) = (context.legacy_stream()?, context.per_thread_stream()?);
+    expect(legacy != per_thread, "the two default streams are different")?;
+    expect_eq("the legacy stream in a second query", context.driver.stream_default(context.device_id)?, legacy)?;
+    let on_other_thread = context.on_new_thread(|| -> warpool_driver::Result<_> {
         Ok((context.driver.stream_default(context.device_id)?, context.driver.stream_per_thread(context.device_id)?))
     });
-    expect_eq("both, asked on another thread", beside?, (legacy, own))?;
-    for stream in [legacy, own] {
+    expect_eq("both, queried on another thread", on_other_thread?, (legacy, per_thread))?;
+    for stream in [legacy, per_thread] {
         let info = context.driver.stream_info(stream)?;
         expect_eq("its device", info.device, context.device_id)?;
-        expect(!info.non_blocking, "a blocking stream")?;
+        expect(!info.non_blocking, "a default stream is blocking")?;
         let handle = context.driver.stream_handle(stream)?;
-        expect_eq("its handle alone", handle, StreamHandle { device: info.device, raw: info.raw })?;
+        expect_eq("its handle", handle, StreamHandle { device: info.device, raw: info.raw })?;
     }
     Ok(())
 }
 
 fn priority_range_is_ordered(context: &TestContext) -> CheckResult {
     let range = context.driver.stream_priority_range(context.device_id)?;
-    expect(range.greatest <= range.least, "the most urgent priority not above the least urgent")
+    expect(range.greatest <= range.least, "the greatest priority has the lowest number")
 }
 
 fn priorities_are_clamped(context: &TestContext) -> CheckResult {
@@ -88,11 +88,11 @@ fn stream_info_matches_creation_options(context: &TestContext) -> CheckResult {
         let stream = context.stream_with(StreamOptions { non_blocking, priority: 0 })?;
         let info = context.driver.stream_info(stream)?;
         expect_eq("its device", info.device, context.device_id)?;
-        expect_eq("whether it ignores the default stream", info.non_blocking, non_blocking)?;
-        expect(info.raw.0 > 2, "a handle that is none of the default streams'")?;
+        expect_eq("whether it is non-blocking", info.non_blocking, non_blocking)?;
+        expect(info.raw.0 > 2, "the handle is none of the default streams'")?;
         let handle = context.driver.stream_handle(stream)?;
-        expect_eq("its handle alone", handle, StreamHandle { device: info.device, raw: info.raw })?;
-        expect(raw.insert(info.raw), "handles of live streams that differ")?;
+        expect_eq("its handle", handle, StreamHandle { device: info.device, raw: info.raw })?;
+        expect(raw.insert(info.raw), "handles of live streams are different")?;
     }
     Ok(())
 }
@@ -101,7 +101,7 @@ fn ids_are_not_reused(context: &TestContext) -> CheckResult {
     let mut seen = BTreeSet::new();
     for _ in 0..200 {
         let stream = context.stream()?;
-        expect(seen.insert(stream), "a stream id that was never given before")?;
+        expect(seen.insert(stream), "the stream id is new")?;
         context.destroy_stream(stream)?;
     }
     Ok(())
@@ -119,37 +119,37 @@ fn default_streams_cannot_be_destroyed(context: &TestContext) -> CheckResult {
 }
 
 fn unknown_stream_is_rejected(context: &TestContext) -> CheckResult {
-    unknown(context, StreamId(u64::MAX))
+    expect_rejected(context, StreamId(u64::MAX))
 }
 
 fn destroyed_stream_is_rejected(context: &TestContext) -> CheckResult {
     let stream = context.stream()?;
     context.destroy_stream(stream)?;
-    unknown(context, stream)
+    expect_rejected(context, stream)
 }
 
-/// Every call that takes a stream refuses this one.
-fn unknown(context: &TestContext, stream: StreamId) -> CheckResult {
+/// Every call that takes a stream must reject this one.
+fn expect_rejected(context: &TestContext, stream: StreamId) -> CheckResult {
     let driver = &context.driver;
     let (event, memory, pinned) = (context.event()?, context.alloc(64)?, context.alloc_pinned(64)?);
     let spin = context.kernels()?.spin;
-    let refused = |call: &str, result: warpool_driver::Result<()>| expect_error_of(call, result, InvalidHandle);
-    refused("stream_info", driver.stream_info(stream).map(drop))?;
-    refused("stream_handle", driver.stream_handle(stream).map(drop))?;
-    refused("stream_query", driver.stream_query(stream).map(drop))?;
-    refused("stream_synchronize", driver.stream_synchronize(stream))?;
-    refused("stream_wait_event", driver.stream_wait_event(stream, event, EventScope::Plain))?;
-    refused("stream_host_callback", driver.stream_host_callback(stream, Arc::new(|| ())))?;
-    refused("event_record", driver.event_record(event, stream, EventScope::Plain))?;
-    refused("copy", driver.copy(memory.into(), pinned.into(), 16, stream))?;
-    refused("fill", driver.fill(memory, Pattern::U8(1), 16, stream))?;
-    refused("kernel_launch", context.launch_kernel(spin, LaunchShape::ONE, &[KernelArg::U64(0)], stream))?;
-    refused("capture_begin", driver.capture_begin(stream, CaptureMode::Relaxed))?;
-    refused("capture_state", driver.capture_state(stream).map(drop))?;
-    refused("capture_end", driver.capture_end(stream).map(drop))?;
-    refused("capture_dependencies", driver.capture_dependencies(stream).map(drop))?;
-    refused("graph_launch", context.launch_graph(GraphExecId(u64::MAX), stream))?;
-    refused("stream_destroy", driver.stream_destroy(stream))
+    let rejected = |call: &str, result: warpool_driver::Result<()>| expect_error_of(call, result, InvalidHandle);
+    rejected("stream_info", driver.stream_info(stream).map(drop))?;
+    rejected("stream_handle", driver.stream_handle(stream).map(drop))?;
+    rejected("stream_query", driver.stream_query(stream).map(drop))?;
+    rejected("stream_synchronize", driver.stream_synchronize(stream))?;
+    rejected("stream_wait_event", driver.stream_wait_event(stream, event, EventScope::Plain))?;
+    rejected("stream_host_callback", driver.stream_host_callback(stream, Arc::new(|| ())))?;
+    rejected("event_record", driver.event_record(event, stream, EventScope::Plain))?;
+    rejected("copy", driver.copy(memory.into(), pinned.into(), 16, stream))?;
+    rejected("fill", driver.fill(memory, Pattern::U8(1), 16, stream))?;
+    rejected("kernel_launch", context.launch_kernel(spin, LaunchShape::ONE, &[KernelArg::U64(0)], stream))?;
+    rejected("capture_begin", driver.capture_begin(stream, CaptureMode::Relaxed))?;
+    rejected("capture_state", driver.capture_state(stream).map(drop))?;
+    rejected("capture_end", driver.capture_end(stream).map(drop))?;
+    rejected("capture_dependencies", driver.capture_dependencies(stream).map(drop))?;
+    rejected("graph_launch", context.launch_graph(GraphExecId(u64::MAX), stream))?;
+    rejected("stream_destroy", driver.stream_destroy(stream))
 }
 
 fn work_runs_in_submission_order(context: &TestContext) -> CheckResult {
@@ -179,17 +179,17 @@ fn fills_copies_and_kernels_run_in_submission_order(context: &TestContext) -> Ch
     context.driver.fill(second, Pattern::U8(0), 4 * u64::from(n), stream)?;
     context.synchronize(stream)?;
     let want: Vec<u32> = start.iter().map(|word| word.wrapping_add(5).wrapping_mul(5).wrapping_add(4)).collect();
-    expect_slice_eq("what was copied back", &context.read_pinned(back, 4 * n as usize)?, &to_bytes(&want))?;
-    expect_slice_eq("what was filled last", &context.read_words(second, n as usize)?, &vec![0; n as usize])
+    expect_slice_eq("the memory copied back", &context.read_pinned(back, 4 * n as usize)?, &to_bytes(&want))?;
+    expect_slice_eq("the memory filled last", &context.read_words(second, n as usize)?, &vec![0; n as usize])
 }
 
 fn query_reports_unfinished_work(context: &TestContext) -> CheckResult {
     let stream = context.stream()?;
     context.expect_idle("an empty stream", stream)?;
     context.keep_busy(stream)?;
-    context.expect_busy("a spinning stream", stream)?;
+    context.expect_busy("a busy stream", stream)?;
     context.synchronize(stream)?;
-    context.expect_idle("the stream that was waited for", stream)
+    context.expect_idle("the first stream", stream)
 }
 
 fn streams_run_independently(context: &TestContext) -> CheckResult {
@@ -199,7 +199,7 @@ fn streams_run_independently(context: &TestContext) -> CheckResult {
         context.append(log, value, free)?;
     }
     context.synchronize(free)?;
-    context.expect_busy("the spinning stream", busy)?;
+    context.expect_busy("the busy stream", busy)?;
     context.expect_log(log, &[0, 1, 2, 3, 4, 5, 6, 7, 8, 9])
 }
 
@@ -210,7 +210,7 @@ fn event_wait_orders_two_streams(context: &TestContext) -> CheckResult {
     context.order(first, second)?;
     context.append(log, 2, second)?;
     context.synchronize(second)?;
-    context.expect_idle("the stream that was waited for", first)?;
+    context.expect_idle("the first stream", first)?;
     context.expect_log(log, &[1, 2])
 }
 
@@ -223,7 +223,7 @@ fn wait_uses_the_latest_record_before_it(context: &TestContext) -> CheckResult {
     context.record(event, first)?;
     context.append(log, 2, second)?;
     context.synchronize(second)?;
-    context.expect_busy("the stream that recorded again", first)?;
+    context.expect_busy("the stream of the second record", first)?;
     context.expect_log(log, &[1, 2])
 }
 
@@ -233,7 +233,7 @@ fn wait_for_unrecorded_event_is_a_no_op(context: &TestContext) -> CheckResult {
     context.wait(second, event)?;
     context.record(event, first)?;
     context.synchronize(second)?;
-    context.expect_busy("the stream that recorded after the wait", first)
+    context.expect_busy("the stream of the record after the wait", first)
 }
 
 fn join_waits_for_every_branch(context: &TestContext) -> CheckResult {
@@ -265,15 +265,15 @@ fn join_waits_for_every_branch(context: &TestContext) -> CheckResult {
 fn legacy_stream_query_includes_blocking_streams(context: &TestContext) -> CheckResult {
     let (legacy, blocking, other) = (context.legacy_stream()?, context.blocking_stream()?, context.stream()?);
     context.keep_busy(blocking)?;
-    context.expect_busy("the default stream, for the blocking one,", legacy)?;
+    context.expect_busy("the legacy stream, which includes the blocking one,", legacy)?;
     context.synchronize(legacy)?;
     context.expect_idle("the blocking stream", blocking)?;
-    // Not the other way round, and a non-blocking stream does not count.
+    // Not in the other direction, and not for a non-blocking stream.
     context.keep_busy(legacy)?;
-    context.expect_idle("the blocking stream, whatever the default one does,", blocking)?;
+    context.expect_idle("the blocking stream, while the legacy one is busy,", blocking)?;
     context.synchronize(legacy)?;
     context.keep_busy(other)?;
-    context.expect_idle("the default stream", legacy)?;
+    context.expect_idle("the legacy stream", legacy)?;
     context.synchronize(other)
 }
 
@@ -308,30 +308,30 @@ fn non_blocking_streams_do_not_synchronize_with_legacy_stream(context: &TestCont
     context.keep_busy(legacy)?;
     context.append(other, 2, free)?;
     context.synchronize(free)?;
-    context.expect_busy("the default stream", legacy)?;
+    context.expect_busy("the legacy stream", legacy)?;
     context.synchronize(legacy)?;
     context.expect_log(other, &[2])
 }
 
 fn per_thread_stream_is_per_thread(context: &TestContext) -> CheckResult {
-    let (own, log) = (context.per_thread_stream()?, context.kernel_log(1)?);
-    context.keep_busy(own)?;
+    let (per_thread, log) = (context.per_thread_stream()?, context.kernel_log(1)?);
+    context.keep_busy(per_thread)?;
     context.on_new_thread(|| {
-        context.append(log, 1, own)?;
-        context.synchronize(own)
+        context.append(log, 1, per_thread)?;
+        context.synchronize(per_thread)
     })?;
-    context.expect_busy("this thread's default stream", own)?;
-    context.synchronize(own)?;
+    context.expect_busy("the default stream of this thread", per_thread)?;
+    context.synchronize(per_thread)?;
     context.expect_log(log, &[1])
 }
 
 fn per_thread_stream_synchronizes_with_legacy_stream(context: &TestContext) -> CheckResult {
-    let (own, legacy, log) = (context.per_thread_stream()?, context.legacy_stream()?, context.kernel_log(3)?);
-    context.delay(own)?;
-    context.append(log, 1, own)?;
+    let (per_thread, legacy, log) = (context.per_thread_stream()?, context.legacy_stream()?, context.kernel_log(3)?);
+    context.delay(per_thread)?;
+    context.append(log, 1, per_thread)?;
     context.append(log, 2, legacy)?;
-    context.append(log, 3, own)?;
-    context.synchronize(own)?;
+    context.append(log, 3, per_thread)?;
+    context.synchronize(per_thread)?;
     context.expect_log(log, &[1, 2, 3])
 }
 
@@ -346,7 +346,7 @@ fn callbacks_run_once_and_in_order(context: &TestContext) -> CheckResult {
     }
     context.synchronize(stream)?;
     let seen = lock(&seen).clone();
-    expect_eq("the callbacks that ran", seen, (0..50).collect())?;
+    expect_eq("the order of callbacks", seen, (0..50).collect())?;
     context.expect_log(log, &(0..50).collect::<Vec<_>>())
 }
 
@@ -355,36 +355,36 @@ fn callbacks_wait_for_earlier_work(context: &TestContext) -> CheckResult {
     context.keep_busy(stream)?;
     let marked = context.event()?;
     context.record(marked, stream)?;
-    flag.raise_in(context, stream)?;
-    let early = flag.is_up();
+    flag.set_in(context, stream)?;
+    let early = flag.is_set();
     if !context.driver.event_query(marked)? {
-        expect(!early, "no callback before the work in front of it is done")?;
+        expect(!early, "no callback runs before the work in front of it is complete")?;
     }
     context.synchronize(stream)?;
-    expect(flag.is_up(), "a callback that ran")
+    expect(flag.is_set(), "the callback ran")
 }
 
 fn later_work_waits_for_callbacks(context: &TestContext) -> CheckResult {
     let (first, second, event) = (context.stream()?, context.stream()?, context.event()?);
     let (flag, seen) = (Flag::default(), Flag::default());
     context.delay(first)?;
-    flag.raise_in(context, first)?;
+    flag.set_in(context, first)?;
     context.record(event, first)?;
     context.wait(second, event)?;
     let (up, copy) = (flag.clone(), seen.clone());
-    context.driver.stream_host_callback(second, Arc::new(move || copy.0.store(up.is_up(), Ordering::SeqCst)))?;
+    context.driver.stream_host_callback(second, Arc::new(move || copy.0.store(up.is_set(), Ordering::SeqCst)))?;
     context.driver.event_synchronize(event)?;
-    expect(flag.is_up(), "a callback that ran before the event behind it")?;
+    expect(flag.is_set(), "the callback ran before the event behind it")?;
     context.synchronize(second)?;
-    expect(seen.is_up(), "a callback that ran before work that waited for it")
+    expect(seen.is_set(), "the callback ran before work that waits for it")
 }
 
 fn driver_calls_in_callbacks_are_rejected(context: &TestContext) -> CheckResult {
     let (stream, event, memory) = (context.stream()?, context.event()?, context.alloc(64)?);
-    let answers = Arc::new(Mutex::new(Vec::new()));
+    let results = Arc::new(Mutex::new(Vec::new()));
     // Weak: a driver that stores the callback must not own itself.
-    let (driver, list, device) = (Arc::downgrade(&context.driver), Arc::clone(&answers), context.device_id);
-    let ask = move || {
+    let (driver, list, device) = (Arc::downgrade(&context.driver), Arc::clone(&results), context.device_id);
+    let callback = move || {
         if let Some(driver) = driver.upgrade() {
             let mut list = lock(&list);
             list.push(("mem_alloc", driver.mem_alloc(device, 4096).map(drop)));
@@ -398,12 +398,12 @@ fn driver_calls_in_callbacks_are_rejected(context: &TestContext) -> CheckResult 
             list.push(("device_count", driver.device_count().map(drop)));
         }
     };
-    context.driver.stream_host_callback(stream, Arc::new(ask))?;
+    context.driver.stream_host_callback(stream, Arc::new(callback))?;
     context.synchronize(stream)?;
-    let answers = lock(&answers);
-    expect_eq("the calls that were tried", answers.len(), 9)?;
-    for (call, answer) in answers.iter() {
-        expect_error_of(&format!("{call} in a callback"), answer.clone(), NotPermitted)?;
+    let results = lock(&results);
+    expect_eq("the number of calls", results.len(), 9)?;
+    for (call, result) in results.iter() {
+        expect_error_of(&format!("{call} in a callback"), result.clone(), NotPermitted)?;
     }
     Ok(())
 }
@@ -416,7 +416,7 @@ fn adopting_a_handle_returns_its_stream(context: &TestContext) -> CheckResult {
     let stream = context.stream()?;
     let foreign = context.foreign_stream(stream)?;
     expect_eq("the handle of a live stream", driver.stream_adopt(device, foreign)?, stream)?;
-    expect_eq("the same again", driver.stream_adopt(device, foreign)?, stream)
+    expect_eq("the same handle a second time", driver.stream_adopt(device, foreign)?, stream)
 }
 
 fn destroyed_stream_finishes_its_work(context: &TestContext) -> CheckResult {
@@ -444,8 +444,8 @@ fn any_thread_may_use_a_stream(context: &TestContext) -> CheckResult {
     context.expect_log(log, &[0, 1, 2, 3, 4, 5, 6, 7])
 }
 
-/// A random program over several streams, in which events order exactly what touches the same data; it must compute
-/// what a single stream would have.
+/// A random program over several streams, in which events order exactly the work that uses the same data. It must
+/// compute what a single stream would.
 fn random_multi_stream_programs_compute_correct_results(context: &TestContext) -> CheckResult {
     const BUFFERS: usize = 6;
     const N: u32 = 128;
@@ -490,16 +490,16 @@ fn random_multi_stream_programs_compute_correct_results(context: &TestContext) -
     Ok(())
 }
 
-/// A flag that a callback raises.
+/// A flag that a callback sets.
 #[derive(Clone, Debug, Default)]
 struct Flag(Arc<AtomicBool>);
 
 impl Flag {
-    fn is_up(&self) -> bool {
+    fn is_set(&self) -> bool {
         self.0.load(Ordering::SeqCst)
     }
 
-    fn raise_in(&self, context: &TestContext, stream: StreamId) -> CheckResult {
+    fn set_in(&self, context: &TestContext, stream: StreamId) -> CheckResult {
         let flag = Arc::clone(&self.0);
         Ok(context.driver.stream_host_callback(stream, Arc::new(move || flag.store(true, Ordering::SeqCst)))?)
     }

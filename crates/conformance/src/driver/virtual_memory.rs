@@ -1,4 +1,4 @@
-//! Virtual memory by hand: reserve, create, map, give access; and each step back.
+//! Virtual memory: reserve, create, map, set access, unmap, release, free; export and import.
 
 use std::fs::File;
 use std::os::fd::OwnedFd;
@@ -44,11 +44,11 @@ pub(crate) const CHECKS: &[Check] = crate::checks![
 
 fn granularity_matches_properties(context: &TestContext) -> CheckResult {
     let properties = context.properties()?;
-    require(properties.virtual_memory, "the device maps no memory by hand")?;
+    require(properties.virtual_memory, "the device has no virtual memory management")?;
     let least = context.driver.vm_granularity(context.device_id, Granularity::Minimum)?;
     let best = context.driver.vm_granularity(context.device_id, Granularity::Recommended)?;
-    expect_eq("the least granularity", least, properties.granularity)?;
-    expect(best >= least && best % least == 0, "a recommended granularity made of the least one")
+    expect_eq("the minimum granularity", least, properties.granularity)?;
+    expect(best >= least && best % least == 0, "the recommended granularity is a multiple of the minimum")
 }
 
 fn reservation_size_and_alignment_are_validated(context: &TestContext) -> CheckResult {
@@ -73,7 +73,7 @@ fn one_terabyte_can_be_reserved(context: &TestContext) -> CheckResult {
     let ptr = context.driver.vm_reserve(1 << 40, 0, None)?;
     context.track(Resource::AddressRange(ptr, 1 << 40));
     let after = context.driver.mem_info(context.device_id)?.bytes_free;
-    expect(before.saturating_sub(after) < 64 << 20, "addresses to take no device memory")?;
+    expect(before.saturating_sub(after) < 64 << 20, "a reservation uses no device memory")?;
     let last = (1 << 40) / vm.granule - 1;
     let end = vm.map(ptr, last, vm.create(1)?, 1)?;
     vm.allow_access(end, 1)?;
@@ -88,7 +88,7 @@ fn address_hint_may_be_ignored(context: &TestContext) -> CheckResult {
     context.track(Resource::AddressRange(ptr, vm.granule));
     expect(
         ptr.0 + vm.granule <= taken.0 || ptr.0 >= taken.0 + 4 * vm.granule,
-        "a range beside the one that was hinted at",
+        "the range does not overlap the one at the hint",
     )
 }
 
@@ -100,7 +100,7 @@ fn reservations_do_not_overlap(context: &TestContext) -> CheckResult {
         ranges.push((vm.reserve(n)?.0, n * vm.granule));
     }
     ranges.sort_unstable();
-    expect(ranges.windows(2).all(|pair| pair[0].0 + pair[0].1 <= pair[1].0), "ranges that do not overlap")
+    expect(ranges.windows(2).all(|pair| pair[0].0 + pair[0].1 <= pair[1].0), "reservations do not overlap")
 }
 
 fn reservation_is_freed_as_a_whole(context: &TestContext) -> CheckResult {
@@ -128,10 +128,10 @@ fn physical_memory_counts_as_used(context: &TestContext) -> CheckResult {
     let before = free()?;
     let physical = vm.create(64)?;
     let during = free()?;
-    expect(before - during >= 64 * vm.granule, "its bytes to be taken when it is created")?;
+    expect(before - during >= 64 * vm.granule, "its memory is used once it is created")?;
     context.untrack(Resource::Physical(physical));
     context.driver.vm_release(physical)?;
-    expect(free()? - during >= 64 * vm.granule, "its bytes back when it is released")
+    expect(free()? - during >= 64 * vm.granule, "its memory is free once it is released")
 }
 
 fn mapped_memory_stores_data(context: &TestContext) -> CheckResult {
@@ -151,9 +151,9 @@ fn overlapping_mappings_are_rejected(context: &TestContext) -> CheckResult {
     let (range, physical) = (vm.reserve(4)?, vm.create(2)?);
     vm.map(range, 0, physical, 2)?;
     let map = |at| context.driver.vm_map(vm.at(range, at), physical);
-    expect_error_of("mapping over itself", map(0), InvalidValue)?;
-    expect_error_of("mapping over half of it", map(1), InvalidValue)?;
-    // Nothing is asked about the end of a range: CUDA reserves more than it says and maps across.
+    expect_error_of("mapping at the same address", map(0), InvalidValue)?;
+    expect_error_of("mapping over the second half", map(1), InvalidValue)?;
+    // Mapping across the end of a range is not checked: CUDA reserves more than requested and allows it.
     expect_error(context.driver.vm_map(DevicePtr(0x5000_0000_0000), physical), InvalidValue)
 }
 
@@ -168,7 +168,7 @@ fn memory_without_access_is_rejected(context: &TestContext) -> CheckResult {
     vm.allow_access(ptr, 1)?;
     context.driver.fill(ptr, Pattern::U8(1), 16, stream)?;
     context.synchronize(stream)?;
-    expect_slice_eq("memory once it may be touched", &context.read_bytes(ptr, 16)?, &[1; 16])
+    expect_slice_eq("accessible memory", &context.read_bytes(ptr, 16)?, &[1; 16])
 }
 
 fn access_is_set_on_whole_mappings(context: &TestContext) -> CheckResult {
@@ -176,10 +176,10 @@ fn access_is_set_on_whole_mappings(context: &TestContext) -> CheckResult {
     let (range, physical) = (vm.reserve(4)?, vm.create(2)?);
     vm.map(range, 0, physical, 2)?;
     let set = |at, bytes| vm.set_access(vm.at(range, at), bytes, Access::ReadWrite);
-    expect_error_of("half a piece", set(0, vm.granule), InvalidValue)?;
+    expect_error_of("half a mapping", set(0, vm.granule), InvalidValue)?;
     expect_error_of("an odd size", set(0, 1000), InvalidValue)?;
-    expect_error_of("a piece and a hole", set(0, 4 * vm.granule), InvalidValue)?;
-    expect_error_of("nowhere", set(1 << 15, vm.granule), InvalidValue)?;
+    expect_error_of("a mapping and unmapped memory", set(0, 4 * vm.granule), InvalidValue)?;
+    expect_error_of("outside the range", set(1 << 15, vm.granule), InvalidValue)?;
     let unknown = [DeviceAccess { device: context.invalid_device_id()?, access: Access::ReadWrite }];
     expect_error(context.driver.vm_set_access(range, 2 * vm.granule, &unknown), InvalidValue)?;
     vm.allow_access(range, 2)
@@ -193,10 +193,10 @@ fn physical_memory_can_be_mapped_twice(context: &TestContext) -> CheckResult {
     vm.allow_access(range, 2)?;
     let bytes = context.random_bytes(5000);
     context.driver.upload(context.device_id, first.offset(100), &bytes)?;
-    expect_slice_eq("the second view", &context.read_bytes(second.offset(100), 5000)?, &bytes)?;
+    expect_slice_eq("the second mapping", &context.read_bytes(second.offset(100), 5000)?, &bytes)?;
     let more = context.random_bytes(300);
     context.driver.upload(context.device_id, second.offset(200), &more)?;
-    expect_slice_eq("the first view", &context.read_bytes(first.offset(200), 300)?, &more)
+    expect_slice_eq("the first mapping", &context.read_bytes(first.offset(200), 300)?, &more)
 }
 
 fn adjacent_mappings_act_as_one_range(context: &TestContext) -> CheckResult {
@@ -207,13 +207,13 @@ fn adjacent_mappings_act_as_one_range(context: &TestContext) -> CheckResult {
     }
     vm.allow_access(range, 3)?;
     let (stream, bytes) = (context.stream()?, context.random_bytes(3000));
-    // The source lies over the border between the last two pieces, the target over the one between the first two.
+    // The source crosses the boundary of the last two mappings, the target that of the first two.
     let source = vm.at(range, 1).offset(vm.granule - 1500);
     let target = range.offset(vm.granule - 1500);
     context.driver.upload(context.device_id, source, &bytes)?;
     context.driver.copy(target.into(), source.into(), 3000, stream)?;
     context.synchronize(stream)?;
-    expect_slice_eq("what was copied over a border", &context.read_bytes(target, 3000)?, &bytes)
+    expect_slice_eq("the memory copied across a boundary", &context.read_bytes(target, 3000)?, &bytes)
 }
 
 fn partial_unmap_is_rejected(context: &TestContext) -> CheckResult {
@@ -224,7 +224,7 @@ fn partial_unmap_is_rejected(context: &TestContext) -> CheckResult {
     vm.map(range, 3, vm.create(1)?, 1)?;
     expect_error(context.driver.vm_unmap(range, vm.granule), InvalidValue)?;
     expect_error(context.driver.vm_unmap(vm.at(range, 1), 2 * vm.granule), InvalidValue)?;
-    // Two pieces go in one call.
+    // One call can unmap two mappings.
     context.untrack(Resource::Mapping(vm.at(range, 2), vm.granule));
     context.untrack(Resource::Mapping(vm.at(range, 3), vm.granule));
     context.driver.vm_unmap(vm.at(range, 2), 2 * vm.granule)?;
@@ -235,7 +235,7 @@ fn unmapping_unmapped_memory_is_a_no_op(context: &TestContext) -> CheckResult {
     let vm = VmContext::new(context)?;
     let (range, physical) = (vm.reserve(4)?, vm.create(1)?);
     context.driver.vm_unmap(range, vm.granule)?;
-    // With holes around it, too.
+    // Also with unmapped memory around a mapping.
     vm.map(range, 1, physical, 1)?;
     context.untrack(Resource::Mapping(vm.at(range, 1), vm.granule));
     context.driver.vm_unmap(range, 4 * vm.granule)?;
@@ -249,7 +249,7 @@ fn reservation_with_mappings_cannot_be_freed(context: &TestContext) -> CheckResu
     expect_error(context.free_range(range, 4 * vm.granule), InvalidValue)?;
     vm.allow_access(ptr, 1)?;
     context.driver.upload(context.device_id, ptr, &[5; 64])?;
-    expect_slice_eq("the mapping after the failure", &context.read_bytes(ptr, 64)?, &[5; 64])
+    expect_slice_eq("the mapping after the rejected call", &context.read_bytes(ptr, 64)?, &[5; 64])
 }
 
 fn data_stays_with_physical_memory(context: &TestContext) -> CheckResult {
@@ -258,9 +258,9 @@ fn data_stays_with_physical_memory(context: &TestContext) -> CheckResult {
     let bytes = context.random_bytes(10_000);
     context.driver.upload(context.device_id, ptr.offset(4096), &bytes)?;
     vm.unmap(ptr, 1)?;
-    let elsewhere = vm.map(vm.reserve(2)?, 1, physical, 1)?;
-    vm.allow_access(elsewhere, 1)?;
-    expect_slice_eq("the piece at its new place", &context.read_bytes(elsewhere.offset(4096), 10_000)?, &bytes)
+    let moved = vm.map(vm.reserve(2)?, 1, physical, 1)?;
+    vm.allow_access(moved, 1)?;
+    expect_slice_eq("the contents at the new address", &context.read_bytes(moved.offset(4096), 10_000)?, &bytes)
 }
 
 fn mappings_survive_release_of_physical_memory(context: &TestContext) -> CheckResult {
@@ -270,7 +270,7 @@ fn mappings_survive_release_of_physical_memory(context: &TestContext) -> CheckRe
     context.driver.upload(context.device_id, ptr, &bytes)?;
     context.untrack(Resource::Physical(physical));
     context.driver.vm_release(physical)?;
-    expect_slice_eq("mapped memory after its release", &context.read_bytes(ptr, 1000)?, &bytes)?;
+    expect_slice_eq("the mapped memory after its release", &context.read_bytes(ptr, 1000)?, &bytes)?;
     vm.unmap(ptr, 1)
 }
 
@@ -293,7 +293,7 @@ fn mapping_does_not_wait_for_the_device(context: &TestContext) -> CheckResult {
     context.keep_busy(stream)?;
     let (ptr, _) = vm.create_mapped()?;
     vm.unmap(ptr, 1)?;
-    context.expect_busy("the work under way", stream)
+    context.expect_busy("the stream", stream)
 }
 
 fn memory_is_shared_through_a_file_descriptor(context: &TestContext) -> CheckResult {
@@ -301,18 +301,22 @@ fn memory_is_shared_through_a_file_descriptor(context: &TestContext) -> CheckRes
     let (physical, handle) = vm.create_shared()?;
     let imported = context.driver.vm_import(context.device_id, &handle, vm.granule)?;
     context.track(Resource::Physical(imported));
-    expect(imported != physical, "an id of its own")?;
+    expect(imported != physical, "the imported memory has another id")?;
     let range = vm.reserve(2)?;
-    let ours = vm.map(range, 0, physical, 1)?;
-    let theirs = vm.map(range, 1, imported, 1)?;
+    let original = vm.map(range, 0, physical, 1)?;
+    let imported_ptr = vm.map(range, 1, imported, 1)?;
     vm.allow_access(range, 2)?;
     let bytes = context.random_bytes(5000);
-    context.driver.upload(context.device_id, ours, &bytes)?;
-    expect_slice_eq("the imported memory", &context.read_bytes(theirs, 5000)?, &bytes)?;
-    vm.unmap(ours, 1)?;
+    context.driver.upload(context.device_id, original, &bytes)?;
+    expect_slice_eq("the imported memory", &context.read_bytes(imported_ptr, 5000)?, &bytes)?;
+    vm.unmap(original, 1)?;
     context.untrack(Resource::Physical(physical));
     context.driver.vm_release(physical)?;
-    expect_slice_eq("the imported memory, alone", &context.read_bytes(theirs, 5000)?, &bytes)
+    expect_slice_eq(
+        "the imported memory after the release of the original",
+        &context.read_bytes(imported_ptr, 5000)?,
+        &bytes,
+    )
 }
 
 fn only_shareable_memory_can_be_exported(context: &TestContext) -> CheckResult {
@@ -324,23 +328,23 @@ fn unrelated_file_descriptor_is_rejected(context: &TestContext) -> CheckResult {
     let vm = VmContext::new(context)?;
     vm.require_file_descriptors()?;
     let Ok(file) = File::open("/dev/null") else {
-        return crate::expect::skip("there is no /dev/null here");
+        return crate::expect::skip("there is no /dev/null");
     };
     let result = context.driver.vm_import(context.device_id, &SharedMemory::PosixFd(OwnedFd::from(file)), vm.granule);
     let code = result.as_ref().err().map(|error| error.code);
-    expect(matches!(code, Some(InvalidValue | UnknownError)), &format!("a refusal, got {result:?}"))
+    expect(matches!(code, Some(InvalidValue | UnknownError)), &format!("the import fails, got {result:?}"))
 }
 
 fn import_with_wrong_size_is_rejected(context: &TestContext) -> CheckResult {
     let vm = VmContext::new(context)?;
     let (_, handle) = vm.create_shared()?;
     let range = vm.reserve(4)?;
-    // A driver may notice the wrong size at once, or when the memory is mapped.
+    // A driver may reject the wrong size at import or at mapping.
     let mapped = context.driver.vm_import(context.device_id, &handle, 2 * vm.granule).and_then(|imported| {
         context.track(Resource::Physical(imported));
         context.driver.vm_map(range, imported)
     });
-    expect(mapped.is_err(), "a refusal of the wrong size")
+    expect(mapped.is_err(), "the wrong size is rejected")
 }
 
 fn access_can_be_reduced_and_restored(context: &TestContext) -> CheckResult {
@@ -348,9 +352,9 @@ fn access_can_be_reduced_and_restored(context: &TestContext) -> CheckResult {
     let (ptr, _) = vm.create_mapped()?;
     context.driver.upload(context.device_id, ptr, &[9; 64])?;
     vm.set_access(ptr, vm.granule, Access::Read)?;
-    expect_slice_eq("memory that may be read", &context.read_bytes(ptr, 64)?, &[9; 64])?;
+    expect_slice_eq("read-only memory", &context.read_bytes(ptr, 64)?, &[9; 64])?;
     vm.set_access(ptr, vm.granule, Access::None)?;
     expect_error(context.driver.download(context.device_id, ptr, &mut [0; 64]), InvalidValue)?;
     vm.allow_access(ptr, 1)?;
-    expect_slice_eq("memory that is open again", &context.read_bytes(ptr, 64)?, &[9; 64])
+    expect_slice_eq("memory that is accessible again", &context.read_bytes(ptr, 64)?, &[9; 64])
 }
