@@ -18,7 +18,7 @@ use warpool::{Device, Instance};
 use warpool_driver::{DeviceId, DeviceProperties, Driver};
 
 use crate::expect::{CheckResult, skip};
-use crate::sync::lock;
+use crate::sync::{join, lock};
 
 pub(crate) use cleanup::Resource;
 pub(crate) use graphs::Capture;
@@ -163,10 +163,7 @@ impl TestContext {
 
     /// Runs `body` on a new thread, which has not used the driver before, and waits for that to end.
     pub(crate) fn on_new_thread<T: Send>(&self, body: impl FnOnce() -> T + Send) -> T {
-        std::thread::scope(|scope| match scope.spawn(body).join() {
-            Ok(value) => value,
-            Err(panic) => std::panic::resume_unwind(panic),
-        })
+        std::thread::scope(|scope| join(scope.spawn(body)))
     }
 }
 

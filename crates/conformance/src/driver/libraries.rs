@@ -10,6 +10,7 @@ use warpool_driver::{
 use crate::check::Check;
 use crate::context::{Capture, TestContext};
 use crate::expect::{CheckResult, expect, expect_eq, expect_error, expect_error_of, expect_slice_eq, require};
+use crate::sync::join;
 
 pub(crate) const CHECKS: &[Check] = crate::checks![
     cublas_handles_are_created_and_destroyed,
@@ -344,10 +345,7 @@ fn threads_run_gemm_concurrently(context: &TestContext) -> CheckResult {
     };
     std::thread::scope(|scope| {
         let threads: Vec<_> = gemms.iter().map(|gemm| scope.spawn(move || one(gemm))).collect();
-        threads.into_iter().try_for_each(|thread| match thread.join() {
-            Ok(outcome) => outcome,
-            Err(panic) => std::panic::resume_unwind(panic),
-        })
+        threads.into_iter().try_for_each(join)
     })
 }
 

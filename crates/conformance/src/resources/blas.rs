@@ -1,17 +1,19 @@
-//! cuBLAS: products on threads and streams, the memory that it works in, precision, and that nothing is told twice.
+//! cuBLAS: GEMM on several threads and streams, workspaces, precision, and that settings are not set twice.
 
 use std::sync::Arc;
 
 use warpool::blas::{Blas, BlasSettings, forbid_tf32};
 use warpool::graph::{CaptureOptions, Graph, GraphOptions};
-use warpool::memory::{Allocate, CachingAllocator, DeviceAllocator, DeviceBlock, MemPoolId, Settings, Stat};
+use warpool::memory::{Allocate, CachingAllocator, DeviceBlock, MemPoolId, Settings, Stat};
 use warpool::{Device, Error, Instance, Stream};
 use warpool_driver::decorate::Counting;
 use warpool_driver::{BlasMatrix, Driver, ErrorCode, Sgemm};
 
+use super::helpers::SharedAllocator;
 use crate::check::Check;
 use crate::context::TestContext;
 use crate::expect::{CheckResult, expect, expect_eq, expect_slice_eq, skip};
+use crate::sync::join;
 
 pub(crate) const CHECKS: &[Check] = crate::checks![
     two_threads_run_gemm_on_two_streams,
@@ -26,9 +28,9 @@ pub(crate) const CHECKS: &[Check] = crate::checks![
 
 const MIB: u64 = 1 << 20;
 
-/// Runs `body` with cuBLAS over an allocator, and gives everything back. A machine without the library skips the check.
-fn with_blas(device: &Device, body: impl FnOnce(&Arc<dyn DeviceAllocator>, &Blas) -> CheckResult) -> CheckResult {
-    let allocator: Arc<dyn DeviceAllocator> = Arc::new(CachingAllocator::new(device.instance(), Settings::default()));
+/// Runs `body` with cuBLAS over an allocator, and then frees everything. Skips the check if cuBLAS is not installed.
+fn with_blas(device: &Device, body: impl FnOnce(&SharedAllocator, &Blas) -> CheckResult) -> CheckResult {
+    let allocator: SharedAllocator = Arc::new(CachingAllocator::new(device.instance(), Settings::default()));
     let blas = Blas::new(&allocator, BlasSettings::default());
     if let Err(Error::Driver(error)) = blas.bare(device)
         && error.code == ErrorCode::SharedObjectInitFailed
@@ -42,7 +44,7 @@ fn with_blas(device: &Device, body: impl FnOnce(&Arc<dyn DeviceAllocator>, &Blas
     outcome
 }
 
-/// Square matrices of small whole numbers, whose products are exact in any order and any precision.
+/// Square matrices of small integers, whose products are exact in any order and precision.
 struct Matrices {
     block: DeviceBlock,
     product: Sgemm,
@@ -50,7 +52,7 @@ struct Matrices {
 }
 
 impl Matrices {
-    fn new(allocator: &Arc<dyn DeviceAllocator>, stream: &Stream, size: u32, seed: usize) -> CheckResult<Self> {
+    fn new(allocator: &SharedAllocator, stream: &Stream, size: u32, seed: usize) -> CheckResult<Self> {
         let n = size as usize;
         let number = |i: usize, salt: usize| ((i * 7 + salt * 11 + seed * 5) % 9) as f32 - 4.0;
         let a: Vec<f32> = (0..n * n).map(|i| number(i, 1)).collect();
@@ -62,9 +64,9 @@ impl Matrices {
         Ok(Self { block, product, expected })
     }
 
-    /// Puts two square matrices onto the device, and room for their product behind them.
+    /// Uploads two square matrices, with space for their product after them.
     fn upload(
-        allocator: &Arc<dyn DeviceAllocator>,
+        allocator: &SharedAllocator,
         stream: &Stream,
         size: u32,
         a: &[f32],
@@ -82,14 +84,14 @@ impl Matrices {
         Ok((block, product))
     }
 
-    /// Waits for the stream and compares.
+    /// Waits for the stream and compares the result.
     fn check(&self, stream: &Stream) -> CheckResult {
         expect_slice_eq("the product", &result(&self.product, stream)?, &self.expected)?;
-        expect(self.block.bytes() > 0, "matrices that are still there")
+        expect(self.block.bytes() > 0, "the matrices are still allocated")
     }
 }
 
-/// The result of a product, once the stream is done.
+/// Waits for the stream and returns the result of a GEMM.
 fn result(product: &Sgemm, stream: &Stream) -> CheckResult<Vec<f32>> {
     stream.synchronize()?;
     let mut bytes = vec![0; product.m as usize * product.n as usize * 4];
@@ -98,15 +100,10 @@ fn result(product: &Sgemm, stream: &Stream) -> CheckResult<Vec<f32>> {
     Ok(bytes.chunks(4).map(number).collect())
 }
 
-/// Runs `body` on a thread of its own and waits until that is gone, with its handles.
-fn on_a_thread(body: impl FnOnce() -> CheckResult + Send) -> CheckResult {
-    std::thread::scope(|scope| scope.spawn(body).join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
-}
-
 fn two_threads_run_gemm_on_two_streams(context: &TestContext) -> CheckResult {
     with_blas(context.device(), |allocator, blas| {
         let streams = [context.device().pool_stream()?, context.device().pool_stream()?];
-        let multiply = |thread: usize| -> CheckResult {
+        let run_gemm = |thread: usize| -> CheckResult {
             let make = |i: usize| Matrices::new(allocator, &streams[i], 64, 2 * thread + i);
             let matrices = [make(0)?, make(1)?];
             for _ in 0..20 {
@@ -117,16 +114,16 @@ fn two_threads_run_gemm_on_two_streams(context: &TestContext) -> CheckResult {
             streams.iter().zip(&matrices).try_for_each(|(stream, matrices)| matrices.check(stream))
         };
         let outcomes = std::thread::scope(|scope| {
-            let multiply = &multiply;
-            let threads = [0, 1].map(|thread| scope.spawn(move || multiply(thread)));
-            threads.map(|thread| thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
+            let run_gemm = &run_gemm;
+            let threads = [0, 1].map(|thread| scope.spawn(move || run_gemm(thread)));
+            threads.map(join)
         });
         outcomes.into_iter().collect::<CheckResult<Vec<()>>>()?;
-        expect(blas.handles_alive(context.device()) <= 3, "one handle per thread, with this one")
+        expect(blas.handles_alive(context.device()) <= 3, "one handle per thread, including this one")
     })
 }
 
-/// A handle that was fetched for a stream multiplies there, also after a fetch for another.
+/// A handle requested for a stream uses that stream, also after a request for another one.
 fn one_handle_serves_two_streams(context: &TestContext) -> CheckResult {
     with_blas(context.device(), |allocator, blas| {
         let (one, two) = (context.device().pool_stream()?, context.device().pool_stream()?);
@@ -145,26 +142,30 @@ fn one_handle_serves_two_streams(context: &TestContext) -> CheckResult {
 fn workspace_has_the_configured_size(context: &TestContext) -> CheckResult {
     with_blas(context.device(), |allocator, blas| {
         let stream = context.device().pool_stream()?;
-        let counted = || Ok::<u64, Error>(allocator.stats(context.device_id)?.workspace_bytes.current);
+        let workspace_bytes = || Ok::<u64, Error>(allocator.stats(context.device_id)?.workspace_bytes.current);
         let default = match context.device().properties().compute_capability.0 {
             9..=12 => 32 * MIB,
             _ => 8 * MIB + (128 << 10),
         };
         let (ptr, bytes) = blas.handle_on(&stream)?.workspace();
-        expect_eq("bytes by default", (bytes, counted()?), (default, default))?;
+        expect_eq(
+            "the default workspace size, and its bytes in the statistics",
+            (bytes, workspace_bytes()?),
+            (default, default),
+        )?;
         blas.set_workspace_bytes(Some(MIB));
-        expect_eq("a smaller size", blas.handle_on(&stream)?.workspace(), (ptr, MIB))?;
+        expect_eq("a smaller workspace", blas.handle_on(&stream)?.workspace(), (ptr, MIB))?;
         blas.set_workspace_bytes(Some(2 * default));
-        expect_eq("bytes of a larger size", blas.handle_on(&stream)?.workspace().1, 2 * default)?;
-        expect_eq("bytes counted then", counted()?, 2 * default)?;
+        expect_eq("the size of a larger workspace", blas.handle_on(&stream)?.workspace().1, 2 * default)?;
+        expect_eq("its bytes in the statistics", workspace_bytes()?, 2 * default)?;
         let matrices = Matrices::new(allocator, &stream, 64, 3)?;
         for bytes in [Some(0), Some(MIB), None] {
             blas.set_workspace_bytes(bytes);
             blas.handle_on(&stream)?.sgemm(&matrices.product)?;
             matrices.check(&stream)?;
         }
-        expect_eq("workspaces that were cleared", blas.clear_workspaces_of(&stream)?, 1)?;
-        expect_eq("bytes after that", counted()?, 0)
+        expect_eq("cleared workspaces", blas.clear_workspaces_of(&stream)?, 1)?;
+        expect_eq("workspace bytes afterwards", workspace_bytes()?, 0)
     })
 }
 
@@ -173,66 +174,66 @@ fn cublaslt_shares_the_workspace(context: &TestContext) -> CheckResult {
         let stream = context.device().pool_stream()?;
         let (handle, lt) = (blas.handle_on(&stream)?, blas.lt_on(&stream)?);
         expect_eq("its workspace", lt.workspace(), (handle.workspace().0, MIB))?;
-        expect(lt.raw()? != handle.raw()?, "two handles")
+        expect(lt.raw()? != handle.raw()?, "the raw handles are different")
     })
 }
 
 fn trim_frees_unused_workspaces(context: &TestContext) -> CheckResult {
     with_blas(context.device(), |allocator, blas| {
         let stream = context.device().pool_stream()?;
-        let held = blas.handle_on(&stream)?;
-        let mine = held.workspace();
-        on_a_thread(|| {
+        let handle = blas.handle_on(&stream)?;
+        let workspace = handle.workspace();
+        context.on_new_thread(|| {
             let matrices = Matrices::new(allocator, &stream, 64, 4)?;
             blas.handle_on(&stream)?.sgemm(&matrices.product)?;
             matrices.check(&stream)
         })?;
-        let counted = || allocator.stats(context.device_id).map(|stats| stats.workspace_bytes);
-        let Stat { current, .. } = counted()?;
-        expect_eq("bytes with the other thread's", current, 2 * mine.1)?;
+        let workspace_bytes = || allocator.stats(context.device_id).map(|stats| stats.workspace_bytes);
+        let Stat { current, .. } = workspace_bytes()?;
+        expect_eq("workspace bytes of both threads", current, 2 * workspace.1)?;
         let trimmed = allocator.trim(context.device_id, MemPoolId::DEFAULT)?;
-        expect(trimmed >= mine.1, "the other thread's workspace given back to the driver")?;
-        expect_eq("bytes without it", counted()?.current, mine.1)?;
-        expect_eq("this thread's", blas.handle_on(&stream)?.workspace(), mine)?;
-        drop(held);
+        expect(trimmed >= workspace.1, "the workspace of the other thread is released")?;
+        expect_eq("workspace bytes of this thread", workspace_bytes()?.current, workspace.1)?;
+        expect_eq("the workspace of this thread", blas.handle_on(&stream)?.workspace(), workspace)?;
+        drop(handle);
         allocator.trim(context.device_id, MemPoolId::DEFAULT)?;
-        expect_eq("bytes once it is let go of", counted()?.current, 0)?;
+        expect_eq("workspace bytes after the handle was dropped", workspace_bytes()?.current, 0)?;
         let matrices = Matrices::new(allocator, &stream, 64, 5)?;
         blas.handle_on(&stream)?.sgemm(&matrices.product)?;
         matrices.check(&stream)
     })
 }
 
-/// TF32 has 10 bits behind the point. Allowed, it may be used or not, as the library likes; forbidden, it must not be.
+/// TF32 has 10 mantissa bits. If allowed, the library may use it or not; if forbidden, it must not.
 fn tf32_can_be_allowed_and_forbidden(context: &TestContext) -> CheckResult {
     const SIZE: u32 = 128;
     with_blas(context.device(), |allocator, blas| {
         let stream = context.device().pool_stream()?;
-        // One number with 13 bits behind the point in each row and column: every product has one summand.
+        // One number with 13 mantissa bits in each row and column: every element of the result has one summand.
         let fine = 1.0 + 2f32.powi(-13);
         let n = SIZE as usize;
         let diagonal = |value: f32| (0..n * n).map(|at| if at % n == at / n { value } else { 0.0 }).collect::<Vec<_>>();
         let (block, product) = Matrices::upload(allocator, &stream, SIZE, &diagonal(fine), &diagonal(1.0))?;
         let handle = blas.handle_on(&stream)?;
-        let multiply = || {
+        let run_gemm = || {
             handle.sgemm(&product)?;
             result(&product, &stream)
         };
         let exact = diagonal(fine);
-        expect_slice_eq("by default", &multiply()?, &exact)?;
+        expect_slice_eq("the result by default", &run_gemm()?, &exact)?;
         blas.set_tf32(true);
-        let rounded = multiply()?;
+        let rounded = run_gemm()?;
         let error = rounded.iter().zip(&exact).map(|(found, exact)| (found - exact).abs()).fold(0.0, f32::max);
-        expect(error <= 2f32.powi(-10), "an error that TF32 can explain")?;
+        expect(error <= 2f32.powi(-10), "the error is within the precision of TF32")?;
         if context.driver.kind() == "sim" {
-            expect(error > 0.0, "the simulated library rounds when it may")?;
+            expect(error > 0.0, "the simulated library rounds if allowed")?;
         }
         {
             let _guard = forbid_tf32();
-            expect_slice_eq("in a scope that forbids it", &multiply()?, &exact)?;
+            expect_slice_eq("the result in a scope that forbids TF32", &run_gemm()?, &exact)?;
         }
         blas.set_tf32(false);
-        expect_slice_eq("forbidden again", &multiply()?, &exact)?;
+        expect_slice_eq("the result with TF32 forbidden again", &run_gemm()?, &exact)?;
         drop(block);
         Ok(())
     })
@@ -252,7 +253,7 @@ fn repeated_handle_request_makes_no_driver_call(context: &TestContext) -> CheckR
             expect_eq("the handle", blas.handle(&device)?.id(), first)?;
             expect_eq("the handle", blas.handle_on(&stream)?.id(), first)?;
         }
-        expect_slice_eq("calls of the driver", &counting.counts(), &[])
+        expect_slice_eq("driver calls", &counting.counts(), &[])
     })?;
     drop((stream, device));
     Ok(instance.close()?)
@@ -262,9 +263,9 @@ fn repeated_gemm_captures_do_not_grow_memory(context: &TestContext) -> CheckResu
     with_blas(context.device(), |allocator, blas| {
         let (stream, device) = (context.device().lease_stream()?, context.device_id);
         let matrices = Matrices::new(allocator, &stream, 32, 6)?;
-        // Held, so that trimming leaves it alone.
-        let held = blas.handle_on(&stream)?;
-        let eager = held.workspace();
+        // In use, so that a trim keeps its workspace.
+        let handle = blas.handle_on(&stream)?;
+        let workspace = handle.workspace();
         let mut graph = Graph::new(allocator, context.device(), GraphOptions::default())?;
         let mut first = None;
         for _ in 0..100 {
@@ -278,9 +279,9 @@ fn repeated_gemm_captures_do_not_grow_memory(context: &TestContext) -> CheckResu
             graph.reset()?;
             allocator.trim(device, MemPoolId::DEFAULT)?;
             let reserved = allocator.stats(device)?.reserved_bytes.all.current;
-            expect_eq("bytes reserved after each capture", reserved, *first.get_or_insert(reserved))?;
+            expect_eq("reserved bytes after each capture", reserved, *first.get_or_insert(reserved))?;
         }
-        expect_eq("workspace after all of them", blas.handle_on(&stream)?.workspace(), eager)?;
-        expect_eq("bytes of workspaces", allocator.stats(device)?.workspace_bytes.current, eager.1)
+        expect_eq("the workspace after all captures", blas.handle_on(&stream)?.workspace(), workspace)?;
+        expect_eq("workspace bytes", allocator.stats(device)?.workspace_bytes.current, workspace.1)
     })
 }

@@ -1,4 +1,4 @@
-//! Events: made when first needed, used again, with their errors.
+//! Events and their pool: creation at the first record, reuse, order, errors.
 
 use warpool::{Endpoint, Error, Event, EventOptions};
 use warpool_driver::Pattern;
@@ -22,7 +22,7 @@ pub(crate) const CHECKS: &[Check] = crate::checks![
 
 fn unrecorded_event_is_complete(context: &TestContext) -> CheckResult {
     let event = context.instance().event();
-    expect(event.query()?, "an event that is done")?;
+    expect(event.query()?, "an unrecorded event is complete")?;
     event.synchronize()?;
     event.wait(&context.device().pool_stream()?)?;
     expect_eq("its device", event.device(), None)
@@ -30,11 +30,11 @@ fn unrecorded_event_is_complete(context: &TestContext) -> CheckResult {
 
 fn event_is_created_at_its_first_record(context: &TestContext) -> CheckResult {
     let mut event = context.instance().event();
-    expect_eq("its id before", event.id(), None)?;
+    expect_eq("its id before the first record", event.id(), None)?;
     event.record(&context.device().pool_stream()?)?;
     expect_eq("its device", event.device(), Some(context.device_id))?;
     event.synchronize()?;
-    expect(event.query()? && event.is_recorded(), "a recorded event that is done")
+    expect(event.query()? && event.is_recorded(), "the recorded event is complete")
 }
 
 fn dropped_events_are_reused(context: &TestContext) -> CheckResult {
@@ -46,7 +46,7 @@ fn dropped_events_are_reused(context: &TestContext) -> CheckResult {
         ids.extend(event.id());
     }
     ids.dedup();
-    expect_eq("events that were made", ids.len(), 1)
+    expect_eq("created events", ids.len(), 1)
 }
 
 fn pool_can_be_filled_and_trimmed(context: &TestContext) -> CheckResult {
@@ -54,9 +54,9 @@ fn pool_can_be_filled_and_trimmed(context: &TestContext) -> CheckResult {
     pool.reserve(8)?;
     expect_eq("idle events", pool.idle(), 8)?;
     let taken = (0..8).map(|_| pool.take()).collect::<warpool::Result<Vec<_>>>()?;
-    expect_eq("idle events with all taken", pool.idle(), 0)?;
+    expect_eq("idle events while all are in use", pool.idle(), 0)?;
     drop(taken);
-    expect_eq("events that a trim destroys", pool.trim()?, 8)
+    expect_eq("events destroyed by a trim", pool.trim()?, 8)
 }
 
 fn event_orders_two_streams(context: &TestContext) -> CheckResult {
@@ -67,16 +67,20 @@ fn event_orders_two_streams(context: &TestContext) -> CheckResult {
     context.driver.fill(ptr, Pattern::U8(1), BYTES, first.id())?;
     event.record(&first)?;
     event.wait(&second)?;
-    // Recorded again at once: the wait was for the first mark.
+    // Recorded again at once: the wait is for the first record.
     event.record(&second)?;
     context.driver.fill(ptr, Pattern::U8(2), BYTES, second.id())?;
     second.synchronize()?;
-    expect_slice_eq("what is left", &context.read_bytes(ptr.offset(BYTES - 32), 32)?, &[2; 32])
+    expect_slice_eq("the memory filled last", &context.read_bytes(ptr.offset(BYTES - 32), 32)?, &[2; 32])
 }
 
 fn record_once_records_only_once(context: &TestContext) -> CheckResult {
     let (stream, mut event) = (context.device().pool_stream()?, context.instance().event());
-    expect_eq("two attempts", (event.record_once(&stream)?, event.record_once(&stream)?), (true, false))
+    expect_eq(
+        "whether each of two calls recorded",
+        (event.record_once(&stream)?, event.record_once(&stream)?),
+        (true, false),
+    )
 }
 
 fn event_is_recorded_only_on_its_device(context: &TestContext) -> CheckResult {
@@ -109,8 +113,11 @@ fn elapsed_time_of_work_is_positive(context: &TestContext) -> CheckResult {
     context.driver.fill(ptr, Pattern::U8(1), BYTES, stream.id())?;
     end.record(&stream)?;
     end.synchronize()?;
-    let (forth, back) = (start.elapsed_ms(&end)?, end.elapsed_ms(&start)?);
-    expect(forth > 0.0 && (forth + back).abs() < 1e-3, &format!("a time and its negative, got {forth} and {back}"))
+    let (forward, backward) = (start.elapsed_ms(&end)?, end.elapsed_ms(&start)?);
+    expect(
+        forward > 0.0 && (forward + backward).abs() < 1e-3,
+        &format!("a positive time and its negative, got {forward} and {backward}"),
+    )
 }
 
 fn exported_handle_has_64_bytes(context: &TestContext) -> CheckResult {
@@ -118,9 +125,9 @@ fn exported_handle_has_64_bytes(context: &TestContext) -> CheckResult {
     let mut event = context.instance().event_with(EventOptions { interprocess: true, ..EventOptions::default() })?;
     let bytes = event.export(context.device())?;
     expect_eq(
-        "too few bytes",
+        "the error for a short handle",
         Event::import(context.device(), &bytes[1..]).err(),
         Some(Error::IpcHandleLength { bytes: 63 }),
     )?;
-    expect(Event::import(context.device(), &bytes).is_err(), "a refusal in the process that exported it")
+    expect(Event::import(context.device(), &bytes).is_err(), "the exporting process cannot import the event")
 }

@@ -1,19 +1,18 @@
-//! Generators: curand's answers on the device, bits that equal the host's, one's own kernels, and replays that draw
-//! what eager work would.
-
-use std::sync::Arc;
+//! Generators: Philox against curand and against the host, user kernels, and replays that draw the eager sequence.
 
 use warpool::generator::{self, DEFAULT_SEED, Generator, GeneratorError, Reservation, Target, philox};
 use warpool::graph::{CaptureOptions, Graph, GraphOptions};
-use warpool::memory::{Allocate, CachingAllocator, DeviceAllocator, DeviceBlock, MemPoolId, Settings};
+use warpool::memory::{Allocate, DeviceBlock};
 use warpool::{Error, Stream};
 use warpool_driver::{
     DevicePtr, FunctionId, KernelArg, KernelFault, KernelMirror, KernelScope, KernelSource, LaunchShape, Pattern,
 };
 
+use super::helpers::with_allocator;
 use crate::check::Check;
 use crate::context::TestContext;
 use crate::expect::{CheckResult, expect, expect_eq, expect_slice_eq};
+use crate::sync::join;
 
 pub(crate) const CHECKS: &[Check] = crate::checks![
     philox_matches_curand,
@@ -29,16 +28,15 @@ pub(crate) const CHECKS: &[Check] = crate::checks![
     rejected_calls_do_not_invalidate_a_capture,
 ];
 
-type Shared = Arc<dyn DeviceAllocator>;
-
-/// A kernel as a user writes it: one subsequence, its words, uniforms and normals.
+/// A user kernel: the words of one subsequence, as uniforms and as normals.
 const SOURCE: KernelSource = KernelSource {
-    name: "warpool selftest generator",
+    name: "conformance generator",
     cuda: concat!(
         warpool::philox_cuda!(),
         r#"
 extern "C" __global__ void selftest_draw(unsigned int *out, unsigned long long subsequence,
-                                         const unsigned long long *slot, unsigned long long seed, unsigned long long offset) {
+                                         const unsigned long long *slot, unsigned long long seed,
+                                         unsigned long long offset) {
     WarpoolPosition position = warpool_position(slot, seed, offset);
     position.offset += 4ull * threadIdx.x;
     uint4 words = warpool_words(position, subsequence);
@@ -69,17 +67,17 @@ fn draw(scope: &mut KernelScope<'_>) -> Result<(), KernelFault> {
     scope.write_u32(out, &all)
 }
 
-/// What the host makes of an even number of words.
+/// Normals of an even number of words, computed on the host.
 fn normals(words: &[u32]) -> Vec<f32> {
     words.as_chunks().0.iter().flat_map(|&[first, second]| philox::normals(first, second)).collect()
 }
 
-/// What a fill of `count` words leaves.
+/// The words of a fill of `count` words.
 fn words(seed: u64, offset: u64, count: usize) -> Vec<u32> {
     (0..).flat_map(|subsequence| philox::block(seed, subsequence, offset)).take(count).collect()
 }
 
-/// Seeds, offsets and lengths that are easy to get wrong.
+/// Seeds, offsets and lengths with overflows and partial blocks.
 const CASES: [(u64, u64, u64); 7] = [
     (0, 0, 4),
     (DEFAULT_SEED, 0, 1),
@@ -90,24 +88,13 @@ const CASES: [(u64, u64, u64); 7] = [
     (7, 400, 100_003),
 ];
 
-/// Runs `body` with an allocator, and expects everything to go back to the driver.
-fn with_allocator(context: &TestContext, body: impl FnOnce(&Shared, &Stream) -> CheckResult) -> CheckResult {
-    let allocator: Shared = Arc::new(CachingAllocator::new(context.instance(), Settings::default()));
-    let stream = context.device().lease_stream()?;
-    body(&allocator, &stream)?;
-    context.device().synchronize()?;
-    allocator.trim(context.device_id, MemPoolId::DEFAULT)?;
-    let stats = allocator.stats(context.device_id)?;
-    expect_eq("bytes held in the end", stats.reserved_bytes.all.current, 0)
-}
-
-/// Runs `body` with the kernel of one's own.
+/// Runs `body` with the user kernel.
 fn with_kernel(context: &TestContext, body: impl FnOnce(FunctionId) -> CheckResult) -> CheckResult {
     let driver = &context.driver;
     let module = driver.module_load(context.device_id, &SOURCE)?;
     let outcome = driver.function_get(module, "selftest_draw").map_err(Into::into).and_then(body);
     if outcome.is_err() {
-        // Whatever it left under way must not need what goes now. The first failure is the one to report.
+        // Work of the failed body must not use the module after it is unloaded. The body's failure is the one to report.
         let _ = driver.device_synchronize(context.device_id);
     }
     driver.module_unload(module)?;
@@ -130,7 +117,7 @@ fn words_of(context: &TestContext, block: &DeviceBlock) -> CheckResult<Vec<u32>>
     words_at(context, block.ptr(), block.bytes() / 4)
 }
 
-/// How many floats lie between the two. Both zeros are one.
+/// The number of floats between two floats. Both zeros count as one.
 fn ulps(a: f32, b: f32) -> u32 {
     let place = |x: f32| {
         let bits = x.abs().to_bits().cast_signed();
@@ -148,7 +135,7 @@ fn philox_matches_curand(context: &TestContext) -> CheckResult {
                 let fields: Vec<u64> =
                     line.split(' ').filter_map(|field| u64::from_str_radix(field, 16).ok()).collect();
                 let (seed, subsequence, offset) = (fields[0], fields[1], fields[2]);
-                // Ours are multiples of 4, and begin again where curand's count goes on.
+                // Warpool's offsets are multiples of 4 and wrap, where curand's carry into the subsequence.
                 if offset % 4 != 0 || offset.checked_add(16).is_none() {
                     continue;
                 }
@@ -164,11 +151,11 @@ fn philox_matches_curand(context: &TestContext) -> CheckResult {
                 expect_slice_eq("uniforms", &got[16..32], &curand[16..32])?;
                 for (&got, &curand) in got[32..].iter().zip(&curand[32..]) {
                     let (got, curand) = (f32::from_bits(got), f32::from_bits(curand));
-                    // curand takes a quicker sine, which is right to 2^-21.
-                    expect((got - curand).abs() < 4e-6, &format!("a normal near curand's: {got} and {curand}"))?;
+                    // curand uses a faster sine, exact to 2^-21.
+                    expect((got - curand).abs() < 4e-6, &format!("a normal near that of curand: {got} and {curand}"))?;
                 }
             }
-            expect_eq("places of curand", seen, 12)
+            expect_eq("compared positions", seen, 12)
         })
     })
 }
@@ -195,8 +182,8 @@ fn bits_and_uniforms_match_the_host(context: &TestContext) -> CheckResult {
 }
 
 fn normals_match_the_host_within_rounding(context: &TestContext) -> CheckResult {
-    // Logarithm, root, sine and product: each right to the last bit or two.
-    const MOST: u32 = 8;
+    // Logarithm, root, sine and product: each is exact to the last bit or two.
+    const MAX_ULPS: u32 = 8;
     with_allocator(context, |allocator, stream| {
         for (seed, offset, count) in CASES {
             let generator = generator(context, seed, offset)?;
@@ -205,8 +192,11 @@ fn normals_match_the_host_within_rounding(context: &TestContext) -> CheckResult 
             stream.synchronize()?;
             let want = normals(&words(seed, offset, count as usize + 1));
             for (got, want) in words_of(context, &block)?.into_iter().map(f32::from_bits).zip(want) {
-                let apart = ulps(got, want);
-                expect(apart <= MOST, &format!("a normal within {MOST} floats: {got} and {want}, {apart} apart"))?;
+                let distance = ulps(got, want);
+                expect(
+                    distance <= MAX_ULPS,
+                    &format!("a normal within {MAX_ULPS} floats: {got} and {want}, {distance} distance"),
+                )?;
             }
         }
         Ok(())
@@ -239,12 +229,12 @@ fn fill_writes_only_its_range(context: &TestContext) -> CheckResult {
             for count in 0..10 {
                 let generator = generator(context, 3, 0)?;
                 context.driver.fill(block.ptr(), Pattern::U32(UNTOUCHED), 64, stream.id())?;
-                // Mostly at addresses where four numbers cannot be written at once.
+                // Mostly at addresses that are not aligned for writing four words at once.
                 generator.fill_bits(Target::part(&block, 4 * first, count), stream)?;
                 stream.synchronize()?;
                 let mut want = vec![UNTOUCHED; 64];
                 want[first as usize..][..count as usize].copy_from_slice(&words(3, 0, count as usize));
-                expect_slice_eq(&format!("{count} words from {first} on"), &words_of(context, &block)?, &want)?;
+                expect_slice_eq(&format!("{count} words at word {first}"), &words_of(context, &block)?, &want)?;
             }
         }
         Ok(())
@@ -274,7 +264,7 @@ fn user_kernel_draws_its_reservation(context: &TestContext) -> CheckResult {
             graph.capture(stream, CaptureOptions::default(), |_| launch().and_then(|()| launch()))?;
             for round in 0..3 {
                 graph.replay(stream)?;
-                // The second launch came last.
+                // The words of the second launch.
                 expect_words(20 + 16 * round + 8)?;
             }
             expect_eq("the offset after replays", generator.offset()?, 20 + 48)?;
@@ -286,21 +276,21 @@ fn user_kernel_draws_its_reservation(context: &TestContext) -> CheckResult {
 fn each_device_has_one_default_generator(context: &TestContext) -> CheckResult {
     let generator = context.device().default_generator();
     let again = context.instance().default_generator(context.device().index())?;
-    expect(generator.shares_with(&again), "one generator")?;
+    expect(generator.shares_with(&again), "both are the same generator")?;
     generator.set_seed(9)?;
     generator.reserve(4, &context.device().default_stream()?)?;
     expect_eq("its offset", again.offset()?, 4)?;
     let seeds = [again.reseed()?, again.reseed()?];
-    expect(seeds[0] != seeds[1], "seeds that nobody foresees")?;
+    expect(seeds[0] != seeds[1], "two random seeds are different")?;
     let count = context.instance().device_count();
-    let refused = context.instance().default_generator(count).err();
-    expect_eq("a device too many", refused, Some(Error::DeviceOutOfRange { index: count, count }))
+    let rejected = context.instance().default_generator(count).err();
+    expect_eq("the error for an invalid device", rejected, Some(Error::DeviceOutOfRange { index: count, count }))
 }
 
 fn threads_draw_distinct_numbers(context: &TestContext) -> CheckResult {
     const COUNT: u64 = 4096;
     const THREADS: u64 = 4;
-    const EACH: u64 = 8;
+    const DRAWS: u64 = 8;
     with_allocator(context, |allocator, _| {
         let generator = generator(context, 21, 0)?;
         let drawn = std::thread::scope(|scope| {
@@ -313,20 +303,18 @@ fn threads_draw_distinct_numbers(context: &TestContext) -> CheckResult {
                         stream.synchronize()?;
                         words_of(context, &block)
                     };
-                    (0..EACH).map(draw).collect()
+                    (0..DRAWS).map(draw).collect()
                 })
             };
             let threads: Vec<_> = (0..THREADS).map(work).collect();
-            let join = |thread: std::thread::ScopedJoinHandle<'_, _>| {
-                thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
-            };
             threads.into_iter().map(join).collect::<CheckResult<Vec<_>>>()
         })?;
         let mut drawn: Vec<Vec<u32>> = drawn.into_iter().flatten().collect();
-        let mut want: Vec<Vec<u32>> = (0..THREADS * EACH).map(|number| words(21, 4 * number, COUNT as usize)).collect();
+        let mut want: Vec<Vec<u32>> =
+            (0..THREADS * DRAWS).map(|number| words(21, 4 * number, COUNT as usize)).collect();
         drawn.sort_unstable();
         want.sort_unstable();
-        expect(drawn == want, "every stretch of numbers once")
+        expect(drawn == want, "every sequence is drawn exactly once")
     })
 }
 
@@ -352,7 +340,7 @@ fn replays_draw_the_eager_sequence(context: &TestContext) -> CheckResult {
         graph.capture(stream, CaptureOptions::default(), |_| work(&captured, &graphs, &side))?;
         expect_eq("the offset after the capture", captured.offset()?, 0)?;
         for round in 0..4 {
-            // Seeds and eager draws in between count for replays as well.
+            // Replays follow seeds and offsets set between them.
             for generator in [&eager, &captured] {
                 if round == 2 {
                     generator.set_seed(6)?;
@@ -380,7 +368,7 @@ fn replays_on_two_streams_are_independent(context: &TestContext) -> CheckResult 
         let second = context.device().lease_stream()?;
         let streams = [first, &*second];
         let generator = generator(context, 31, 0)?;
-        let mut lanes = Vec::new();
+        let mut graphs = Vec::new();
         for stream in streams {
             let mut graph = Graph::new(allocator, context.device(), GraphOptions::default())?;
             let key = graph.capture(stream, CaptureOptions::default(), |capture| {
@@ -389,12 +377,12 @@ fn replays_on_two_streams_are_independent(context: &TestContext) -> CheckResult 
                 Ok(key)
             })?;
             let from = graph.buffer(key)?.ptr();
-            lanes.push((graph, from, allocator.allocate(4 * COUNT * ROUNDS, stream)?));
+            graphs.push((graph, from, allocator.allocate(4 * COUNT * ROUNDS, stream)?));
         }
-        // All launches of one stream are still under way when the other's are done.
+        // The launches of one stream are still pending when those of the other have finished.
         context.keep_stream_busy(first)?;
         for round in 0..ROUNDS {
-            for ((graph, from, copies), stream) in lanes.iter().zip(streams) {
+            for ((graph, from, copies), stream) in graphs.iter().zip(streams) {
                 graph.replay(stream)?;
                 let to = copies.ptr().offset(4 * COUNT * round);
                 context.driver.copy(to.into(), (*from).into(), 4 * COUNT, stream.id())?;
@@ -402,13 +390,13 @@ fn replays_on_two_streams_are_independent(context: &TestContext) -> CheckResult 
         }
         context.device().synchronize()?;
         for round in 0..ROUNDS {
-            for ((_, _, copies), number) in lanes.iter().zip(0..) {
+            for ((_, _, copies), number) in graphs.iter().zip(0..) {
                 let got = words_at(context, copies.ptr().offset(4 * COUNT * round), COUNT)?;
                 let want = words(31, 4 * (2 * round + number), COUNT as usize);
                 expect_slice_eq(&format!("graph {number}, replay {round}"), &got, &want)?;
             }
         }
-        Ok(lanes.iter_mut().try_for_each(|(graph, ..)| graph.reset())?)
+        Ok(graphs.iter_mut().try_for_each(|(graph, ..)| graph.reset())?)
     })
 }
 
@@ -434,9 +422,9 @@ fn rejected_calls_do_not_invalidate_a_capture(context: &TestContext) -> CheckRes
         let seed = outcomes.pop();
         let in_capture =
             |outcome: &warpool::Result<()>| matches!(outcome, Err(Error::Generator(GeneratorError::InCapture { .. })));
-        expect(outcomes.iter().all(in_capture), "refusals during a capture")?;
+        expect(outcomes.iter().all(in_capture), "these calls are rejected during a capture")?;
         let want = GeneratorError::SeedInCapture { wanted: 14, seed: 13 }.into();
-        expect_eq("another seed", seed, Some(Err(want)))?;
+        expect_eq("the error for another seed", seed, Some(Err(want)))?;
         graph.replay(stream)?;
         stream.synchronize()?;
         expect_slice_eq("the numbers", &words_of(context, &block)?, &words(13, 0, 100))?;

@@ -1,6 +1,6 @@
-//! Graphs: capture, replay, memory, conditional nodes. Contents are written and counted by kernels. Captures that fail
-//! and wrong use are in `graph_failures.rs`, what others do with graphs (generators, libraries, events, threads that
-//! poll, functions with graphs) in `graph_use.rs`; all of it is one suite.
+//! Graphs: capture, replay, memory, conditional nodes. Kernels write and compare the contents of blocks. The suite also
+//! has the checks of `graph_failures.rs` (failed captures, wrong use) and of `graph_clients.rs` (generators, cuBLAS,
+//! events, polling threads and graphed callables in captures).
 
 use std::sync::Arc;
 
@@ -17,7 +17,7 @@ use super::graph_clients::{
 use super::graph_failures::{
     error_or_missing_join_ends_the_capture, invalidated_capture_names_the_call, wrong_use_returns_specific_errors,
 };
-use super::graph_helpers::{PLAIN, Shared, capture_sum, graph, held, with_allocator};
+use super::helpers::{PLAIN, SharedAllocator, capture_sum, graph, reserved_bytes, with_allocator};
 use crate::check::Check;
 use crate::context::TestContext;
 use crate::expect::{CheckResult, expect, expect_eq, require};
@@ -56,7 +56,7 @@ fn replay_runs_the_captured_work(context: &TestContext) -> CheckResult {
             let output = capture.allocate(BYTES)?;
             let out = capture.buffer(output)?.ptr();
             context.add_sequence(out, input.ptr(), BYTES, 3, &stream)?;
-            // Two streams, each with a half.
+            // Each of two streams adds to one half.
             let fork = capture.fork()?;
             context.add_sequence(out, out, BYTES / 2, 4, &fork)?;
             let half = out.offset(BYTES / 2);
@@ -66,13 +66,13 @@ fn replay_runs_the_captured_work(context: &TestContext) -> CheckResult {
             Ok(output)
         })?;
         let output = graph.buffer(key)?.ptr();
-        context.expect_sequence("the input after the capture, which does nothing", input.ptr(), BYTES, 0, stream)?;
+        context.expect_sequence("the input after the capture", input.ptr(), BYTES, 0, stream)?;
         for round in 0..4 {
             graph.replay(stream)?;
             context.expect_sequence("the output", output, BYTES, 100 * round + 7, stream)?;
             context.expect_sequence("the input", input.ptr(), BYTES, 100 * round + 100, stream)?;
         }
-        expect(!graph.is_empty()?, "a graph that holds something")?;
+        expect(!graph.is_empty()?, "the graph is not empty")?;
         Ok(graph.reset()?)
     })
 }
@@ -97,8 +97,8 @@ fn graph_can_be_replayed_on_any_stream(context: &TestContext) -> CheckResult {
             graph.replay(now)?;
             context.expect_sequence("the output on one of three streams", output, BYTES, 1000 * round + 9, now)?;
         }
-        // Gone while replays are under way on a stream that nothing was allocated for: whoever comes next must not
-        // meet them.
+        // Reset while a replay is pending on a stream that no memory was allocated for: later allocations must not
+        // overlap the memory of that replay.
         context.keep_stream_busy(&other)?;
         graph.replay(&other)?;
         graph.reset()?;
@@ -110,7 +110,7 @@ fn graph_can_be_replayed_on_any_stream(context: &TestContext) -> CheckResult {
         other.synchronize()?;
         for (block, first) in others.iter().zip(70..) {
             context.expect_sequence(
-                "a block beside a replay of a graph that is gone",
+                "a block allocated during a replay of a reset graph",
                 block.ptr(),
                 BYTES,
                 first,
@@ -127,30 +127,30 @@ fn temporaries_are_reused_within_the_graph_only(context: &TestContext) -> CheckR
         let result = Arc::new(allocator.allocate(BYTES, stream)?);
         context.write_sequence(result.ptr(), BYTES, 0, stream)?;
         let mut graph = graph(context, allocator)?;
-        let mut places = graph.capture(stream, PLAIN, |capture| {
+        let mut addresses = graph.capture(stream, PLAIN, |capture| {
             capture.share(Arc::clone(&result))?;
-            let mut places = Vec::new();
+            let mut addresses = Vec::new();
             for _ in 0..10 {
                 let scratch = capture.allocator().allocate(BYTES, stream)?;
                 context.add_sequence(scratch.ptr(), result.ptr(), BYTES, 1, stream)?;
                 context.add_sequence(result.ptr(), scratch.ptr(), BYTES, 0, stream)?;
-                places.push(scratch.ptr());
+                addresses.push(scratch.ptr());
             }
-            Ok(places)
+            Ok(addresses)
         })?;
-        places.dedup();
-        expect_eq("places of ten temporaries, one after another", places.len(), 1)?;
+        addresses.dedup();
+        expect_eq("addresses of ten successive temporaries", addresses.len(), 1)?;
         for round in 1..=3 {
-            // Others come and go between replays, and must not meet what the graph will use again.
+            // Blocks allocated between replays must not overlap the memory of the graph.
             let others = (0..8).map(|_| allocator.allocate(BYTES, stream)).collect::<warpool::Result<Vec<_>>>()?;
             for block in &others {
-                expect(block.ptr() != places[0], "memory that is not the graph's")?;
+                expect(block.ptr() != addresses[0], "the block is not memory of the graph")?;
                 context.write_sequence(block.ptr(), BYTES, 77, stream)?;
             }
             graph.replay(stream)?;
             context.expect_sequence("the result of ten steps", result.ptr(), BYTES, 10 * round, stream)?;
             for block in &others {
-                context.expect_sequence("a block beside the graph", block.ptr(), BYTES, 77, stream)?;
+                context.expect_sequence("a block outside the graph", block.ptr(), BYTES, 77, stream)?;
             }
         }
         Ok(graph.reset()?)
@@ -161,7 +161,7 @@ fn ten_graphs_share_one_pool(context: &TestContext) -> CheckResult {
     const BYTES: u64 = 12 * MIB;
     with_allocator(context, |allocator, stream| {
         let data = Arc::new(allocator.allocate(BYTES, stream)?);
-        let before = held(context, allocator)?;
+        let before = reserved_bytes(context, allocator)?;
         let (mut graphs, mut last): (Vec<Graph>, Option<DevicePtr>) = (Vec::new(), None);
         for step in 0..10_u32 {
             let mut graph = graph(context, allocator)?;
@@ -169,7 +169,7 @@ fn ten_graphs_share_one_pool(context: &TestContext) -> CheckResult {
             let from = last.unwrap_or(data.ptr());
             let key = graph.capture(stream, CaptureOptions { pool, ..PLAIN }, |capture| {
                 capture.share(Arc::clone(&data))?;
-                // A small output of what is read, and large memory of its own.
+                // A small output, and a large temporary.
                 let between = capture.allocator().allocate(BYTES, stream)?;
                 context.add_sequence(between.ptr(), from, 4096, step, stream)?;
                 let output = capture.allocate(4096)?;
@@ -179,23 +179,27 @@ fn ten_graphs_share_one_pool(context: &TestContext) -> CheckResult {
             last = Some(graph.buffer(key)?.ptr());
             graphs.push(graph);
         }
-        let added = held(context, allocator)? - before;
-        expect_eq("what ten graphs hold: one large piece, and one for their outputs", added, BYTES + 2 * MIB)?;
+        let added = reserved_bytes(context, allocator)? - before;
+        expect_eq(
+            "bytes reserved by ten graphs: one large segment, and one for their outputs",
+            added,
+            BYTES + 2 * MIB,
+        )?;
         let pools: Vec<MemPoolId> = graphs.iter().map(Graph::pool).collect::<warpool::Result<_>>()?;
-        expect(pools.iter().all(|&pool| pool == pools[0]), "one pool")?;
+        expect(pools.iter().all(|&pool| pool == pools[0]), "all graphs use one pool")?;
         for round in 0..3 {
             context.write_sequence(data.ptr(), 4096, 1000 * round, stream)?;
             graphs.iter().try_for_each(|graph| graph.replay(stream))?;
             let output = last.unwrap_or(data.ptr());
-            context.expect_sequence("what went through ten graphs", output, 4096, 1000 * round + 45 + 10, stream)?;
+            context.expect_sequence("the output of ten graphs", output, 4096, 1000 * round + 45 + 10, stream)?;
         }
-        // They go one by one, and those that are left keep the pool.
+        // Reset one by one; the remaining graphs keep the pool.
         while let Some(mut graph) = graphs.pop() {
             graph.reset()?;
             allocator.trim(context.device_id, MemPoolId::DEFAULT)?;
-            let left = held(context, allocator)? - before;
+            let left = reserved_bytes(context, allocator)? - before;
             let want = if graphs.is_empty() { 0 } else { BYTES + 2 * MIB };
-            expect_eq(&format!("what {} graphs hold", graphs.len()), left, want)?;
+            expect_eq(&format!("bytes reserved by {} graphs", graphs.len()), left, want)?;
         }
         Ok(())
     })
@@ -215,13 +219,13 @@ fn reset_frees_memory(context: &TestContext) -> CheckResult {
             let ptr = graph.buffer(key)?.ptr();
             context.write_sequence(ptr, MIB, round, stream)?;
             graph.replay(stream)?;
-            context.expect_sequence("a graph's memory", ptr, MIB, round + 1, stream)?;
+            context.expect_sequence("the memory of a graph", ptr, MIB, round + 1, stream)?;
             allocator.trim(context.device_id, MemPoolId::DEFAULT)?;
-            expect_eq("what a graph holds, whatever is trimmed", held(context, allocator)?, BYTES)?;
+            expect_eq("bytes reserved by a graph after a trim", reserved_bytes(context, allocator)?, BYTES)?;
             graph.reset()?;
             allocator.trim(context.device_id, MemPoolId::DEFAULT)?;
-            expect_eq("what it holds after a reset", held(context, allocator)?, 0)?;
-            expect_eq("a replay after it", graph.replay(stream), Err(GraphError::NotCaptured.into()))?;
+            expect_eq("reserved bytes after a reset", reserved_bytes(context, allocator)?, 0)?;
+            expect_eq("a replay after a reset", graph.replay(stream), Err(GraphError::NotCaptured.into()))?;
         }
         Ok(())
     })
@@ -239,25 +243,31 @@ fn kept_graph_can_be_inspected_and_instantiated_again(context: &TestContext) -> 
             Ok(key)
         })?;
         expect_eq("nodes", graph.topology()?.nodes.len(), 2)?;
-        expect(graph.raw()?.0 != 0, "a handle of the template")?;
-        expect_eq("a handle before it is ready", graph.raw_exec(), Err(GraphError::NotInstantiated.into()))?;
-        expect(graph.dot()?.contains("digraph"), "a drawing")?;
+        expect(graph.raw()?.0 != 0, "the raw graph handle is not null")?;
+        expect_eq("the raw handle before instantiation", graph.raw_exec(), Err(GraphError::NotInstantiated.into()))?;
+        expect(graph.dot()?.contains("digraph"), "the DOT text is complete")?;
         let ptr = graph.buffer(key)?.ptr();
         context.write_sequence(ptr, BYTES, 0, stream)?;
         for round in 1..=3 {
             graph.replay(stream)?;
-            context.expect_sequence("a graph that was made ready again", ptr, BYTES, 2 * round, stream)?;
-            expect(graph.raw_exec()?.0 != 0, "a handle of what is launched")?;
+            context.expect_sequence(
+                "the result of a graph that was instantiated again",
+                ptr,
+                BYTES,
+                2 * round,
+                stream,
+            )?;
+            expect(graph.raw_exec()?.0 != 0, "the raw handle of the executable is not null")?;
             graph.instantiate()?;
         }
         Ok(graph.reset()?)
     })
 }
 
-/// Captures a graph with some words of its own; they are 0 when it returns.
+/// Captures a graph with `N` words of its own, which are 0 when this returns.
 fn with_words<const N: usize>(
     context: &TestContext,
-    allocator: &Shared,
+    allocator: &SharedAllocator,
     stream: &Stream,
     body: impl FnOnce(&mut Capture<'_>, [BufferKey; N], [DevicePtr; N]) -> warpool::Result<()>,
 ) -> CheckResult<(Graph, [DevicePtr; N])> {
@@ -267,7 +277,7 @@ fn with_words<const N: usize>(
         for _ in 0..N {
             keys.push(capture.allocate(4)?);
         }
-        let keys: [BufferKey; N] = keys.try_into().expect("as many as were made");
+        let keys: [BufferKey; N] = keys.try_into().expect("one per word");
         let mut ptrs = [DevicePtr(0); N];
         for (ptr, &key) in ptrs.iter_mut().zip(&keys) {
             *ptr = capture.buffer(key)?.ptr();
@@ -298,17 +308,17 @@ fn if_node_follows_its_flag(context: &TestContext) -> CheckResult {
                     body.if_node(Flag::byte(inner), |body| context.add_sequence(both, both, 4, 1, body.stream()))
                 })
             })?;
-        let (mut counted, mut nested) = (0, 0);
+        let (mut outer_runs, mut inner_runs) = (0, 0);
         for round in 0..8_u32 {
-            let (outer, within) = (round % 2, round / 2 % 2);
+            let (outer, inner_flag) = (round % 2, round / 2 % 2);
             context.write_sequence(flag, 4, outer, stream)?;
-            context.write_sequence(inner, 4, within, stream)?;
+            context.write_sequence(inner, 4, inner_flag, stream)?;
             graph.replay(stream)?;
             stream.synchronize()?;
-            counted += outer;
-            nested += outer * within;
+            outer_runs += outer;
+            inner_runs += outer * inner_flag;
             let got = (word_at(context, count)?, word_at(context, both)?);
-            expect_eq("how often the outer and the inner body ran", got, (counted, nested))?;
+            expect_eq("runs of the outer and of the inner body", got, (outer_runs, inner_runs))?;
         }
         Ok(graph.reset()?)
     })
@@ -330,7 +340,7 @@ fn while_node_follows_its_flag(context: &TestContext) -> CheckResult {
             graph.replay(stream)?;
             stream.synchronize()?;
             let got = (word_at(context, left)?, word_at(context, count)?);
-            expect_eq(&format!("what {rounds} rounds leave"), got, (0, 3 * rounds))?;
+            expect_eq(&format!("the words after {rounds} iterations"), got, (0, 3 * rounds))?;
         }
         Ok(graph.reset()?)
     })

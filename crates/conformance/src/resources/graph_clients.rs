@@ -1,5 +1,4 @@
-//! What others do with graphs: generators, libraries, threads that poll, events of the world outside, and functions
-//! with graphs. Part of the suite `graph`.
+//! Generators, cuBLAS, polling threads, external events and graphed callables in captures. Part of the suite `graph`.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -12,9 +11,10 @@ use warpool::memory::{Allocate, DeviceBlock, MemPoolId};
 use warpool::{Error, EventOptions, Stream};
 use warpool_driver::{BlasMatrix, DevicePtr, ErrorCode, Sgemm};
 
-use super::graph_helpers::{PLAIN, Shared, graph, held, with_allocator};
+use super::helpers::{PLAIN, SharedAllocator, graph, reserved_bytes, with_allocator};
 use crate::context::TestContext;
 use crate::expect::{CheckError, CheckResult, expect, expect_eq, expect_slice_eq, skip};
+use crate::sync::join;
 
 const KIB: u64 = 1 << 10;
 const MIB: u64 = 1 << 20;
@@ -24,8 +24,8 @@ fn words_of(context: &TestContext, block: &DeviceBlock) -> CheckResult<Vec<u32>>
     Ok(bytes.as_chunks().0.iter().map(|&word| u32::from_le_bytes(word)).collect())
 }
 
-/// What a fill of `count` words leaves.
-fn drawn(seed: u64, offset: u64, count: usize) -> Vec<u32> {
+/// The words of a fill of `count` words.
+fn fill_words(seed: u64, offset: u64, count: usize) -> Vec<u32> {
     (0..).flat_map(|subsequence| philox::block(seed, subsequence, offset)).take(count).collect()
 }
 
@@ -47,7 +47,7 @@ pub(super) fn replays_draw_the_eager_sequence(context: &TestContext) -> CheckRes
         })?;
         let mut offset = 0;
         for round in 0..4 {
-            // Eager draws in between count too.
+            // Eager draws between replays advance the sequence.
             for _ in 0..round {
                 generator.reserve(4, stream)?;
                 offset += 4;
@@ -56,7 +56,7 @@ pub(super) fn replays_draw_the_eager_sequence(context: &TestContext) -> CheckRes
             stream.synchronize()?;
             for block in [&one, &two] {
                 let got = words_of(context, block)?;
-                expect_slice_eq(&format!("numbers at {offset}"), &got, &drawn(77, offset, COUNT))?;
+                expect_slice_eq(&format!("numbers at {offset}"), &got, &fill_words(77, offset, COUNT))?;
                 offset += 4;
             }
             expect_eq("the offset", generator.offset()?, offset)?;
@@ -72,7 +72,7 @@ pub(super) fn two_graphs_share_a_generator_on_two_streams(context: &TestContext)
         let other = context.device().lease_stream()?;
         let generator = Generator::new(context.device())?;
         generator.set_seed(5)?;
-        let mut lanes = Vec::new();
+        let mut graphs = Vec::new();
         for stream in [stream, &*other] {
             let mut graph = graph(context, allocator)?;
             let key = graph.capture(stream, PLAIN, |capture| {
@@ -82,12 +82,12 @@ pub(super) fn two_graphs_share_a_generator_on_two_streams(context: &TestContext)
             })?;
             let copies = (0..ROUNDS).map(|_| allocator.allocate(4 * COUNT as u64, stream));
             let copies = copies.collect::<warpool::Result<Vec<_>>>()?;
-            lanes.push((graph, key, copies, stream.clone()));
+            graphs.push((graph, key, copies, stream.clone()));
         }
-        // One stream's launches are all under way while the other's run.
+        // The launches of one stream are all pending while those of the other run.
         context.keep_stream_busy(&other)?;
         for round in 0..ROUNDS as usize {
-            for (graph, key, copies, stream) in &lanes {
+            for (graph, key, copies, stream) in &graphs {
                 graph.replay(stream)?;
                 let (to, from) = (copies[round].ptr(), graph.buffer(*key)?.ptr());
                 context.driver.copy(to.into(), from.into(), 4 * COUNT as u64, stream.id())?;
@@ -95,12 +95,12 @@ pub(super) fn two_graphs_share_a_generator_on_two_streams(context: &TestContext)
         }
         context.device().synchronize()?;
         for round in 0..ROUNDS {
-            for ((_, _, copies, _), lane) in lanes.iter().zip(0..) {
-                let (got, offset) = (words_of(context, &copies[round as usize])?, 4 * (2 * round + lane));
-                expect_slice_eq(&format!("numbers of graph {lane} at {offset}"), &got, &drawn(5, offset, COUNT))?;
+            for ((_, _, copies, _), index) in graphs.iter().zip(0..) {
+                let (got, offset) = (words_of(context, &copies[round as usize])?, 4 * (2 * round + index));
+                expect_slice_eq(&format!("numbers of graph {index} at {offset}"), &got, &fill_words(5, offset, COUNT))?;
             }
         }
-        Ok(lanes.iter_mut().try_for_each(|(graph, ..)| graph.reset())?)
+        Ok(graphs.iter_mut().try_for_each(|(graph, ..)| graph.reset())?)
     })
 }
 
@@ -114,12 +114,12 @@ pub(super) fn repeated_gemm_captures_do_not_grow_memory(context: &TestContext) -
             blas.close()?;
             return skip("cuBLAS is not installed");
         }
-        // Small whole numbers: their products are exact in any order. Column by column.
+        // Small integers: their products are exact in any order. Column by column.
         let number = |i: usize, salt: usize| ((i * 7 + salt) % 9) as f32 - 4.0;
         let a: Vec<f32> = (0..N * N).map(|i| number(i, 1)).collect();
         let b: Vec<f32> = (0..N * N).map(|i| number(i, 5)).collect();
         let sum = |row: usize, column: usize| (0..N).map(|k| a[k * N + row] * b[column * N + k]).sum::<f32>();
-        let once: Vec<f32> = (0..N * N).map(|at| sum(at % N, at / N)).collect();
+        let product_once: Vec<f32> = (0..N * N).map(|at| sum(at % N, at / N)).collect();
         let bytes = (4 * N * N) as u64;
         let data = Arc::new(allocator.allocate(3 * bytes, stream)?);
         let matrix = |at: u64| BlasMatrix { ptr: data.ptr().offset(at * bytes), stride: N as u32, transposed: false };
@@ -128,26 +128,26 @@ pub(super) fn repeated_gemm_captures_do_not_grow_memory(context: &TestContext) -
             Sgemm { m: size, n: size, k: size, alpha: 1.0, a: matrix(0), b: matrix(1), beta: 1.0, c: matrix(2) };
         let contents = a.iter().chain(&b).copied().chain([0.0; N * N]).flat_map(f32::to_le_bytes).collect::<Vec<u8>>();
         context.driver.upload(context.device_id, data.ptr(), &contents)?;
-        let outcome = multiply_often(context, allocator, stream, &blas, &data, &product, &once);
+        let outcome = gemm_repeatedly(context, allocator, stream, &blas, &data, &product, &product_once);
         context.device().synchronize()?;
         blas.close()?;
         outcome
     })
 }
 
-/// Each capture adds the product twice at each of two replays.
-fn multiply_often(
+/// Each capture adds the product twice at each of two replays. Memory must not grow.
+fn gemm_repeatedly(
     context: &TestContext,
-    allocator: &Shared,
+    allocator: &SharedAllocator,
     stream: &Stream,
     blas: &Blas,
     data: &Arc<DeviceBlock>,
     product: &Sgemm,
-    once: &[f32],
+    product_once: &[f32],
 ) -> CheckResult {
     blas.handle_on(stream)?.sgemm(product)?;
     let mut sums = 1.0_f32;
-    let mut held_first = None;
+    let mut first_state = None;
     for round in 0..100 {
         let mut graph = graph(context, allocator)?;
         graph.capture(stream, PLAIN, |capture| {
@@ -159,16 +159,16 @@ fn multiply_often(
         graph.replay(stream)?;
         stream.synchronize()?;
         sums += 4.0;
-        let bytes = context.read_bytes(product.c.ptr, 4 * once.len())?;
+        let bytes = context.read_bytes(product.c.ptr, 4 * product_once.len())?;
         let got: Vec<f32> = bytes.as_chunks().0.iter().map(|&number| f32::from_le_bytes(number)).collect();
-        let want: Vec<f32> = once.iter().map(|number| sums * number).collect();
-        expect_slice_eq(&format!("products of capture {round}"), &got, &want)?;
+        let want: Vec<f32> = product_once.iter().map(|number| sums * number).collect();
+        expect_slice_eq(&format!("the result after capture {round}"), &got, &want)?;
         graph.reset()?;
         allocator.trim(context.device_id, MemPoolId::DEFAULT)?;
         let stats = allocator.stats(context.device_id)?;
-        let now = (held(context, allocator)?, stats.workspace_bytes.current, stats.active.all.current);
-        let first = *held_first.get_or_insert(now);
-        expect_eq(&format!("bytes held, workspaces and blocks after capture {round}"), now, first)?;
+        let now = (reserved_bytes(context, allocator)?, stats.workspace_bytes.current, stats.active.all.current);
+        let first = *first_state.get_or_insert(now);
+        expect_eq(&format!("reserved bytes, workspace bytes and active blocks after capture {round}"), now, first)?;
     }
     Ok(())
 }
@@ -177,7 +177,7 @@ pub(super) fn pollers_do_not_invalidate_captures(context: &TestContext) -> Check
     const BYTES: u64 = 64 * KIB;
     with_allocator(context, |allocator, stream| {
         let (watched, mut graph) = (context.device().lease_stream()?, graph(context, allocator)?);
-        let (stop, asked) = (AtomicBool::new(false), AtomicU64::new(0));
+        let (stop, queries) = (AtomicBool::new(false), AtomicU64::new(0));
         let data = Arc::new(allocator.allocate(BYTES, stream)?);
         context.write_sequence(data.ptr(), BYTES, 0, stream)?;
         std::thread::scope(|scope| -> CheckResult {
@@ -188,44 +188,50 @@ pub(super) fn pollers_do_not_invalidate_captures(context: &TestContext) -> Check
                     let polling = context.instance().polling();
                     polling.query(&event)?;
                     drop(polling);
-                    asked.fetch_add(1, Ordering::AcqRel);
+                    queries.fetch_add(1, Ordering::AcqRel);
                 }
                 Ok(())
             });
             let captured = (|| -> CheckResult {
                 for round in 1..=50 {
-                    let before = asked.load(Ordering::Acquire);
+                    let before = queries.load(Ordering::Acquire);
                     graph.capture(stream, PLAIN, |capture| {
                         capture.share(Arc::clone(&data))?;
-                        // In the middle of the capture the other thread asks at least once.
-                        while asked.load(Ordering::Acquire) < before + 2 && !poller.is_finished() {
+                        // The other thread queries at least once during the capture.
+                        while queries.load(Ordering::Acquire) < before + 2 && !poller.is_finished() {
                             std::thread::yield_now();
                         }
                         context.add_sequence(data.ptr(), data.ptr(), BYTES, 1, stream)
                     })?;
                     graph.replay(stream)?;
-                    context.expect_sequence("a graph captured beside questions", data.ptr(), BYTES, round, stream)?;
+                    context.expect_sequence(
+                        "the result of a graph captured while another thread polls",
+                        data.ptr(),
+                        BYTES,
+                        round,
+                        stream,
+                    )?;
                     graph.reset()?;
                 }
                 Ok(())
             })();
             stop.store(true, Ordering::Release);
-            poller.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
+            join(poller)?;
             captured
         })?;
-        // A guard that is held for long keeps captures out; they can be told to give up.
+        // A guard that is held for long delays captures; a timeout ends the wait.
         let polling = context.instance().polling();
         let refusal = graph.capture(stream, PLAIN, |_| Ok(()));
-        expect_eq("a capture by a thread that polls", refusal, Err(GraphError::PollsItself.into()))?;
-        let patience = CaptureOptions { poller_timeout: Some(Duration::from_millis(1)), ..PLAIN };
-        let elsewhere = std::thread::scope(|scope| {
-            let capture = scope.spawn(|| graph.capture(stream, patience, |_| Ok(())));
-            capture.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+        expect_eq("a capture by a polling thread", refusal, Err(GraphError::PollsItself.into()))?;
+        let timeout = CaptureOptions { poller_timeout: Some(Duration::from_millis(1)), ..PLAIN };
+        let outcome = std::thread::scope(|scope| {
+            let capture = scope.spawn(|| graph.capture(stream, timeout, |_| Ok(())));
+            join(capture)
         });
-        let gave_up = matches!(elsewhere, Err(Error::Graph(GraphError::PollersBusy { pollers: 1, .. })));
-        expect(gave_up, &format!("a capture that gives up waiting: {elsewhere:?}"))?;
+        let timed_out = matches!(outcome, Err(Error::Graph(GraphError::PollersBusy { pollers: 1, .. })));
+        expect(timed_out, &format!("the capture times out: {outcome:?}"))?;
         drop(polling);
-        graph.capture(stream, patience, |_| Ok(()))?;
+        graph.capture(stream, timeout, |_| Ok(()))?;
         Ok(graph.reset()?)
     })
 }
@@ -250,26 +256,31 @@ pub(super) fn external_events_order_replays(context: &TestContext) -> CheckResul
             done.record(stream)
         })?;
         for round in 0..3 {
-            // The graph is launched long before what it waits for is there.
+            // The graph is launched long before the event that it waits for is complete.
             context.keep_stream_busy(&before)?;
             context.write_sequence(input.ptr(), BYTES, 1000 * round, &before)?;
             ready.record(&before)?;
             graph.replay(stream)?;
             done.wait(&after)?;
             context.add_sequence(output.ptr(), middle.ptr(), BYTES, 1, &after)?;
-            context.expect_sequence("what two events ordered", output.ptr(), BYTES, 1000 * round + 11, &after)?;
+            context.expect_sequence(
+                "the result ordered by two events",
+                output.ptr(),
+                BYTES,
+                1000 * round + 11,
+                &after,
+            )?;
             context.device().synchronize()?;
         }
         Ok(graph.reset()?)
     })
 }
 
-/// Adds 7 to its input, by way of memory of its own. A shape is a size in KiB; what is captured for a larger one serves
-/// a smaller one.
+/// Adds 7 to its input, with a temporary. A shape is a size in KiB.
 struct AddSeven<'a> {
     context: &'a TestContext,
-    /// A shape whose work waits on the host.
-    waits_at: u64,
+    /// A shape whose work synchronizes the stream, which cannot be captured.
+    synchronizing_shape: u64,
 }
 
 impl Callable for AddSeven<'_> {
@@ -281,7 +292,7 @@ impl Callable for AddSeven<'_> {
 
     fn run(&self, call: &Call<'_, u64>) -> warpool::Result<Vec<DeviceBlock>> {
         let (stream, bytes, input) = (call.stream(), call.shape() * KIB, call.inputs()[0]);
-        if *call.shape() == self.waits_at {
+        if *call.shape() == self.synchronizing_shape {
             stream.synchronize()?;
         }
         let between = call.allocator().allocate(bytes, stream)?;
@@ -293,33 +304,38 @@ impl Callable for AddSeven<'_> {
 }
 
 pub(super) fn graphed_callable_replays_the_graph_of_its_shape(context: &TestContext) -> CheckResult {
-    const WAITS: u64 = 300;
+    const SYNCHRONIZING: u64 = 300;
     with_allocator(context, |allocator, stream| {
-        let (work, other) = (AddSeven { context: context, waits_at: WAITS }, context.device().lease_stream()?);
-        let shapes = [64, 12 << 10, 2 << 10, WAITS];
+        let (work, other) =
+            (AddSeven { context, synchronizing_shape: SYNCHRONIZING }, context.device().lease_stream()?);
+        let shapes = [64, 12 << 10, 2 << 10, SYNCHRONIZING];
         let options = GraphedOptions::default();
         let mut graphed = GraphedCallable::new(allocator, context.device(), work, shapes, options)?;
-        let told = graphed.reports().iter().map(|it| (it.shape, it.bytes_added, it.failed.is_some()));
-        let want = [(12 << 10, 24 * MIB, false), (2 << 10, 0, false), (WAITS, 0, true), (64, 2 * MIB, false)];
-        expect_slice_eq("shapes, bytes that each adds, and failures", &told.collect::<Vec<_>>(), &want)?;
+        let reports = graphed.reports().iter().map(|it| (it.shape, it.bytes_added, it.failed.is_some()));
+        let want = [(12 << 10, 24 * MIB, false), (2 << 10, 0, false), (SYNCHRONIZING, 0, true), (64, 2 * MIB, false)];
+        expect_slice_eq(
+            "shapes, bytes that each adds, and whether its capture failed",
+            &reports.collect::<Vec<_>>(),
+            &want,
+        )?;
         for round in 0..12_u32 {
             let shape = [64, 12 << 10, 2 << 10][round as usize % 3];
             let stream: &Stream = if round % 2 == 0 { stream } else { &other };
             let input = allocator.allocate(shape * KIB, stream)?;
             context.write_sequence(input.ptr(), shape * KIB, 100 * round, stream)?;
-            let answer = graphed.call(&shape, &[Input::from(&input)], stream)?;
-            expect_eq("the graph that served", answer.replayed().copied(), Some(shape))?;
-            let output = answer.outputs().next().map_or(DevicePtr(0), DeviceBlock::ptr);
-            context.expect_sequence("its output", output, shape * KIB, 100 * round + 7, stream)?;
+            let result = graphed.call(&shape, &[Input::from(&input)], stream)?;
+            expect_eq("the shape of the replayed graph", result.replayed().copied(), Some(shape))?;
+            let output = result.outputs().next().map_or(DevicePtr(0), DeviceBlock::ptr);
+            context.expect_sequence("the output", output, shape * KIB, 100 * round + 7, stream)?;
         }
-        for (shape, why) in [(128, "no captured shape"), (WAITS, "stream_synchronize")] {
+        for (shape, why) in [(128, "no captured shape"), (SYNCHRONIZING, "stream_synchronize")] {
             let input = allocator.allocate(shape * KIB, stream)?;
             context.write_sequence(input.ptr(), shape * KIB, 9, stream)?;
-            let answer = graphed.call(&shape, &[Input::from(&input)], stream)?;
-            let told = answer.fallback().map(Fallback::to_string).unwrap_or_default();
-            expect(told.contains(why), &format!("a reason with {why:?}: {told:?}"))?;
-            let output = answer.outputs().next().map_or(DevicePtr(0), DeviceBlock::ptr);
-            context.expect_sequence("its output without a graph", output, shape * KIB, 16, stream)?;
+            let result = graphed.call(&shape, &[Input::from(&input)], stream)?;
+            let reason = result.fallback().map(Fallback::to_string).unwrap_or_default();
+            expect(reason.contains(why), &format!("the reason contains {why:?}: {reason:?}"))?;
+            let output = result.outputs().next().map_or(DevicePtr(0), DeviceBlock::ptr);
+            context.expect_sequence("the output without a graph", output, shape * KIB, 16, stream)?;
         }
         match graphed.call(&64, &[], stream) {
             Err(Error::Graph(GraphError::CallInputs { .. })) => {}

@@ -1,5 +1,4 @@
-//! Captures that fail, on purpose, and wrong use of graphs: each with its own error, and everything usable afterwards.
-//! Part of the suite `graph`.
+//! Captures that fail on purpose, and wrong use of graphs: each has its own error, and everything is usable afterwards.
 
 use std::sync::Arc;
 
@@ -9,7 +8,7 @@ use warpool::memory::{Allocate, MemPool, MemPoolId, PoolOptions};
 use warpool::{Error, Instance, Stream};
 use warpool_driver::{ErrorCode, Pattern};
 
-use super::graph_helpers::{PLAIN, Shared, capture_sum, graph, with_allocator};
+use super::helpers::{PLAIN, SharedAllocator, capture_sum, graph, with_allocator};
 use crate::context::TestContext;
 use crate::expect::{CheckError, CheckResult, expect, expect_eq};
 
@@ -17,15 +16,20 @@ const MIB: u64 = 1 << 20;
 
 /// The call must fail with a graph's error, which is returned.
 #[track_caller]
-fn refused<T: std::fmt::Debug>(what: &str, outcome: warpool::Result<T>) -> CheckResult<GraphError> {
+fn expect_graph_error<T: std::fmt::Debug>(what: &str, outcome: warpool::Result<T>) -> CheckResult<GraphError> {
     match outcome {
         Err(Error::Graph(error)) => Ok(error),
-        other => Err(CheckError::Failed(format!("{what}: expected an error of graphs, got {other:?}"))),
+        other => Err(CheckError::Failed(format!("{what}: expected an error about graphs, got {other:?}"))),
     }
 }
 
-/// What works always must work now.
-fn expect_usable(context: &TestContext, allocator: &Shared, graph: &mut Graph, stream: &Stream) -> CheckResult {
+/// A capture and a replay must work after a failure.
+fn expect_usable(
+    context: &TestContext,
+    allocator: &SharedAllocator,
+    graph: &mut Graph,
+    stream: &Stream,
+) -> CheckResult {
     const BYTES: u64 = 64 << 10;
     let input = Arc::new(allocator.allocate(BYTES, stream)?);
     context.write_sequence(input.ptr(), BYTES, 500, stream)?;
@@ -34,35 +38,35 @@ fn expect_usable(context: &TestContext, allocator: &Shared, graph: &mut Graph, s
         capture_sum(context, capture, input.ptr(), BYTES, 20)
     })?;
     graph.replay(stream)?;
-    context.expect_sequence("a graph after a failure", graph.buffer(key)?.ptr(), BYTES, 520, stream)?;
-    expect(!context.instance().is_capturing(stream)?, "a stream that captures no more")?;
+    context.expect_sequence("the result of a graph after a failure", graph.buffer(key)?.ptr(), BYTES, 520, stream)?;
+    expect(!context.instance().is_capturing(stream)?, "the stream no longer captures")?;
     Ok(graph.reset()?)
 }
 
 pub(super) fn invalidated_capture_names_the_call(context: &TestContext) -> CheckResult {
     with_allocator(context, |allocator, stream| {
         let mut graph = graph(context, allocator)?;
-        type Breaker<'a> = (&'static str, Box<dyn Fn() -> bool + 'a>);
-        let breakers: [Breaker<'_>; 3] = [
+        type Invalidation<'a> = (&'static str, Box<dyn Fn() -> bool + 'a>);
+        let invalidations: [Invalidation<'_>; 3] = [
             ("stream_query", Box::new(|| stream.query().is_err())),
             ("stream_synchronize", Box::new(|| stream.synchronize().is_err())),
             ("device_synchronize", Box::new(|| context.device().synchronize().is_err())),
         ];
-        for (name, breaks) in breakers {
+        for (name, invalidate) in invalidations {
             let outcome = graph.capture(stream, PLAIN, |capture| {
                 let key = capture.allocate(MIB)?;
                 context.add_sequence(capture.buffer(key)?.ptr(), capture.buffer(key)?.ptr(), MIB, 1, stream)?;
-                Ok(breaks())
+                Ok(invalidate())
             });
-            match refused(name, outcome)? {
+            match expect_graph_error(name, outcome)? {
                 GraphError::CaptureFailed { error } => {
                     let text = error.to_string();
-                    expect_eq("the code", error.code, ErrorCode::StreamCaptureInvalidated)?;
-                    expect(text.contains(name), &format!("an error that names {name}: {text}"))?;
+                    expect_eq("the error code", error.code, ErrorCode::StreamCaptureInvalidated)?;
+                    expect(text.contains(name), &format!("the error names {name}: {text}"))?;
                 }
                 other => return Err(CheckError::Failed(format!("{name}: {other}"))),
             }
-            expect(!graph.is_captured() && graph.pools().is_empty(), "a graph as new")?;
+            expect(!graph.is_captured() && graph.pools().is_empty(), "the graph is empty")?;
             expect_usable(context, allocator, &mut graph, stream)?;
         }
         Ok(())
@@ -76,15 +80,15 @@ pub(super) fn error_or_missing_join_ends_the_capture(context: &TestContext) -> C
             capture.allocate(30 * MIB)?;
             Err::<(), _>(Error::ThreadEnding)
         });
-        expect_eq("an error of the work's own", failed, Err(Error::ThreadEnding))?;
+        expect_eq("the error of the captured work", failed, Err(Error::ThreadEnding))?;
         expect_usable(context, allocator, &mut graph, stream)?;
-        // Half of a fork: the stream was never joined.
+        // A fork without a join.
         let unjoined = graph.capture(stream, PLAIN, |capture| {
             let (fork, key) = (capture.fork()?, capture.allocate(4096)?);
             context.add_sequence(capture.buffer(key)?.ptr(), capture.buffer(key)?.ptr(), 4096, 1, &fork)
         });
-        let error = refused("work that was not joined", unjoined)?;
-        expect(matches!(error, GraphError::CaptureFailed { .. }), &format!("a capture that failed: {error}"))?;
+        let error = expect_graph_error("unjoined work", unjoined)?;
+        expect(matches!(error, GraphError::CaptureFailed { .. }), &format!("the capture failed: {error}"))?;
         expect_usable(context, allocator, &mut graph, stream)
     })
 }
@@ -99,46 +103,50 @@ pub(super) fn wrong_use_returns_specific_errors(context: &TestContext) -> CheckR
         expect_eq("a replay before a capture", graph.replay(stream), Err(GraphError::NotCaptured.into()))?;
         let default = begin(&mut graph, &main, None);
         expect_eq("the default stream", default, Err(GraphError::DefaultStream.into()))?;
-        let gone = MemPool::new(allocator, context.device(), PoolOptions::default())?.id();
-        let destroyed = begin(&mut graph, stream, Some(gone));
+        let destroyed_pool = MemPool::new(allocator, context.device(), PoolOptions::default())?.id();
+        let destroyed = begin(&mut graph, stream, Some(destroyed_pool));
         let device = context.device_id;
-        let known = [Error::PoolReleased { pool: gone }, Error::UnknownPool { pool: gone, device }];
-        expect(destroyed.is_err_and(|error| known.contains(&error)), "a destroyed pool to be refused by name")?;
-        let refusal = begin(&mut graph, stream, Some(MemPoolId::DEFAULT));
-        expect_eq("the default pool", refusal, Err(GraphError::DefaultPool.into()))?;
-        let far = Instance::new(Arc::clone(&context.driver))?;
-        let foreign = Generator::new(&far.device(context.device().index())?)?;
-        expect(!context.instance().is_capturing(stream)?, "no capture after all these")?;
+        let known = [Error::PoolReleased { pool: destroyed_pool }, Error::UnknownPool { pool: destroyed_pool, device }];
+        expect(destroyed.is_err_and(|error| known.contains(&error)), "a destroyed pool is rejected by its id")?;
+        let default_pool = begin(&mut graph, stream, Some(MemPoolId::DEFAULT));
+        expect_eq("the default pool", default_pool, Err(GraphError::DefaultPool.into()))?;
+        let other_instance = Instance::new(Arc::clone(&context.driver))?;
+        let foreign = Generator::new(&other_instance.device(context.device().index())?)?;
+        expect(!context.instance().is_capturing(stream)?, "no capture after the rejected calls")?;
 
         begin(&mut graph, stream, None)?;
-        let in_between = (|| -> CheckResult {
+        let during_capture = (|| -> CheckResult {
             let nested = begin(&mut graph, stream, None);
             expect_eq("a second begin", nested, Err(GraphError::AlreadyCapturing { stream: stream.id() }.into()))?;
             let wrong = GraphError::WrongStream { began: stream.id(), ended: other.id() };
             expect_eq("an end on another stream", graph.capture_end(&other), Err(wrong.into()))?;
-            expect_eq("a replay in a capture", graph.replay(&other), Err(GraphError::StillCapturing.into()))?;
-            let mut second = super::graph_helpers::graph(context, allocator)?;
+            expect_eq("a replay during a capture", graph.replay(&other), Err(GraphError::StillCapturing.into()))?;
+            let mut second = super::helpers::graph(context, allocator)?;
             let busy = GraphError::StreamCaptures { stream: stream.id() };
-            expect_eq("a stream that captures", begin(&mut second, stream, None), Err(busy.into()))?;
+            expect_eq("a stream that already captures", begin(&mut second, stream, None), Err(busy.into()))?;
             let key = graph.scope()?.allocate(4096)?;
             let ptr = graph.buffer(key)?.ptr();
             let drawn = foreign.fill_bits(Target::part(graph.buffer(key)?, 0, 16), stream);
             expect_eq("a generator of another Instance", drawn, Err(GeneratorError::ForeignInstance.into()))?;
-            let apart = graph.scope()?.fill(key, Pattern::U8(1), 1, &other);
-            let apart_error = GraphError::StreamNotInCapture { stream: other.id() };
-            expect_eq("a stream that takes no part", apart, Err(apart_error.into()))?;
+            let outside = graph.scope()?.fill(key, Pattern::U8(1), 1, &other);
+            let expected = GraphError::StreamNotInCapture { stream: other.id() };
+            expect_eq("a stream outside the capture", outside, Err(expected.into()))?;
             Ok(context.add_sequence(ptr, ptr, 4096, 1, stream)?)
         })();
-        // All of that has left the capture whole.
+        // None of these errors invalidated the capture.
         let ended = graph.capture_end(stream);
-        in_between?;
+        during_capture?;
         ended?;
         graph.replay(stream)?;
-        expect_eq("a begin over a capture", begin(&mut graph, stream, None), Err(GraphError::AlreadyCaptured.into()))?;
-        expect_eq("a handle of what was not kept", graph.raw(), Err(GraphError::NotKept.into()))?;
+        expect_eq(
+            "a begin on a captured graph",
+            begin(&mut graph, stream, None),
+            Err(GraphError::AlreadyCaptured.into()),
+        )?;
+        expect_eq("the raw handle of a graph that was not kept", graph.raw(), Err(GraphError::NotKept.into()))?;
         graph.reset()?;
         expect_usable(context, allocator, &mut graph, stream)?;
         drop(foreign);
-        Ok(far.close()?)
+        Ok(other_instance.close()?)
     })
 }

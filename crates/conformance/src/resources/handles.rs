@@ -1,6 +1,5 @@
-//! Handles of libraries: all kinds are made, threads take them over from each other, leases hop, closing leaves
-//! nothing. A check whose library is not installed is skipped, with the reason. Real handles take device memory, some
-//! MiB each with cuBLAS.
+//! Handle pools: every library, handles per thread, reuse after a thread has ended, leases across threads, closing. A
+//! check is skipped if its library is not installed. Real handles use device memory, some MiB each with cuBLAS.
 
 use std::collections::VecDeque;
 use std::sync::Barrier;
@@ -13,6 +12,7 @@ use warpool_driver::{BlasMatrix, ErrorCode, RawHandle, Sgemm};
 use crate::check::Check;
 use crate::context::TestContext;
 use crate::expect::{CheckError, CheckResult, expect, expect_eq, expect_slice_eq, skip};
+use crate::sync::join;
 
 pub(crate) const CHECKS: &[Check] = crate::checks![
     cublas_handles_work,
@@ -29,11 +29,11 @@ pub(crate) const CHECKS: &[Check] = crate::checks![
     closed_pool_rejects_requests,
 ];
 
-/// How many threads there are in all, and at most at once.
+/// The number of threads in all, and at most at once.
 const THREADS: usize = 1_000;
-const AT_ONCE_MAX: usize = 64;
+const CONCURRENT_MAX: usize = 64;
 
-/// Runs `body` with a pool and closes that; skips if the library is not there.
+/// Runs `body` with a pool and closes it. Skips the check if the library is not installed.
 fn with_pool<K: LibraryKind>(
     context: &TestContext,
     kind: K,
@@ -48,18 +48,18 @@ fn with_pool<K: LibraryKind>(
     outcome.and(pool.close().map_err(CheckError::from))
 }
 
-/// Makes handles of one kind, and points them at streams where they have one.
-fn has_handles<K: LibraryKind<Handle = LibraryHandle>>(
+/// Creates handles of one library, and sets their streams where the library has streams.
+fn check_handles<K: LibraryKind<Handle = LibraryHandle>>(
     context: &TestContext,
     kind: K,
     has_stream: bool,
 ) -> CheckResult {
     with_pool(context, kind, |pool| {
         let [own, leased] = [(*pool.current(context.device())?).raw(), pool.lease(context.device())?.raw()];
-        expect(own != RawHandle(0) && leased != RawHandle(0), "two handles of the library's")?;
+        expect(own != RawHandle(0) && leased != RawHandle(0), "the raw handles are not null")?;
         expect_eq("handles", (pool.alive(context.device()), pool.idle(context.device())), (2, 1))?;
         let handle = pool.current(context.device())?;
-        expect_eq("the handle of a second fetch", handle.raw(), own)?;
+        expect_eq("the handle of a second request", handle.raw(), own)?;
         for stream in
             [context.device().pool_stream()?, context.device().pool_stream()?, context.device().default_stream()?]
         {
@@ -67,7 +67,7 @@ fn has_handles<K: LibraryKind<Handle = LibraryHandle>>(
                 Err(Error::Driver(error)) if !has_stream && error.code == ErrorCode::NotSupported => {}
                 outcome => {
                     outcome?;
-                    expect(has_stream, "no stream for handles that have none")?;
+                    expect(has_stream, "only handles with streams accept one")?;
                 }
             }
         }
@@ -76,88 +76,79 @@ fn has_handles<K: LibraryKind<Handle = LibraryHandle>>(
 }
 
 fn cublas_handles_work(context: &TestContext) -> CheckResult {
-    has_handles(context, Cublas, true)
+    check_handles(context, Cublas, true)
 }
 
 fn cublaslt_handles_work(context: &TestContext) -> CheckResult {
-    has_handles(context, CublasLt, false)
+    check_handles(context, CublasLt, false)
 }
 
 fn cudnn_handles_work(context: &TestContext) -> CheckResult {
-    has_handles(context, Cudnn, true)
+    check_handles(context, Cudnn, true)
 }
 
 fn cusparse_handles_work(context: &TestContext) -> CheckResult {
-    has_handles(context, Cusparse, true)
+    check_handles(context, Cusparse, true)
 }
 
 fn cusolver_handles_work(context: &TestContext) -> CheckResult {
-    has_handles(context, Cusolver, true)
-}
-
-/// Runs `body` on a thread of its own, and waits until that is gone, with all that it held.
-fn on_a_thread<T: Send>(body: impl FnOnce() -> CheckResult<T> + Send) -> CheckResult<T> {
-    thread::scope(|scope| joined(scope.spawn(body)))
-}
-
-fn joined<T>(thread: thread::ScopedJoinHandle<'_, T>) -> T {
-    thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+    check_handles(context, Cusolver, true)
 }
 
 fn thread_keeps_its_handle(context: &TestContext) -> CheckResult {
     with_pool(context, Cublas, |pool| {
-        let fetch = || -> CheckResult<_> { Ok(pool.current(context.device())?.id()) };
-        let ours = fetch()?;
-        let theirs = on_a_thread(|| {
-            let first = fetch()?;
-            expect_eq("the second fetch of another thread", fetch()?, first)?;
-            Ok(first)
+        let request = || -> CheckResult<_> { Ok(pool.current(context.device())?.id()) };
+        let this_thread = request()?;
+        let other_thread = context.on_new_thread(|| {
+            let first = request()?;
+            expect_eq("the second request of another thread", request()?, first)?;
+            Ok::<_, CheckError>(first)
         })?;
-        expect(theirs != ours, "different handles of two threads")?;
-        expect_eq("the next fetch", fetch()?, ours)
+        expect(other_thread != this_thread, "two threads have different handles")?;
+        expect_eq("the next request", request()?, this_thread)
     })
 }
 
 fn thousand_threads_share_few_handles(context: &TestContext) -> CheckResult {
-    let at_once = thread::available_parallelism().map_or(8, |cores| 8 * cores.get()).min(AT_ONCE_MAX);
+    let concurrent = thread::available_parallelism().map_or(8, |cores| 8 * cores.get()).min(CONCURRENT_MAX);
     with_pool(context, Cublas, |pool| {
         let device = context.device();
-        let all_here = Barrier::new(at_once);
+        let all_here = Barrier::new(concurrent);
         let work = |number| -> CheckResult {
             let handle = pool.current(device);
-            if number < at_once {
-                // The first ones wait until each has its handle, so that there are as many as there may be.
+            if number < concurrent {
+                // The first threads wait until each has its handle, so that the maximum is reached.
                 all_here.wait();
             }
             let handle = handle?;
             thread::yield_now();
-            expect_eq("the handle of a second fetch", pool.current(device)?.id(), handle.id())?;
-            expect(pool.alive(device) <= at_once, "no more handles than threads at once")
+            expect_eq("the handle of a second request", pool.current(device)?.id(), handle.id())?;
+            expect(pool.alive(device) <= concurrent, "at most one handle per concurrent thread")
         };
         thread::scope(|scope| {
             let mut running = VecDeque::new();
             for number in 0..THREADS {
-                if running.len() == at_once {
-                    running.pop_front().map_or(Ok(()), joined)?;
+                if running.len() == concurrent {
+                    running.pop_front().map_or(Ok(()), join)?;
                 }
                 running.push_back(scope.spawn(move || work(number)));
             }
-            running.into_iter().try_for_each(joined)
+            running.into_iter().try_for_each(join)
         })?;
-        expect_eq("handles", (pool.alive(device), pool.idle(device)), (at_once, at_once))
+        expect_eq("handles", (pool.alive(device), pool.idle(device)), (concurrent, concurrent))
     })
 }
 
 fn handle_of_ended_thread_is_reused(context: &TestContext) -> CheckResult {
     with_pool(context, Cublas, |pool| {
         let stream = context.device().pool_stream()?;
-        let visit = || -> CheckResult<_> {
+        let request = || -> CheckResult<_> {
             let handle = pool.current(context.device())?;
             handle.set_stream(&stream)?;
             Ok(handle.id())
         };
-        let first = on_a_thread(visit)?;
-        expect_eq("the handle of the next thread", on_a_thread(visit)?, first)?;
+        let first = context.on_new_thread(request)?;
+        expect_eq("the handle of the next thread", context.on_new_thread(request)?, first)?;
         expect_eq("handles", (pool.alive(context.device()), pool.idle(context.device())), (1, 1))
     })
 }
@@ -166,22 +157,19 @@ fn lease_works_on_another_thread(context: &TestContext) -> CheckResult {
     with_pool(context, Cublas, |pool| {
         let lease = pool.lease(context.device())?;
         let streams = [context.device().pool_stream()?, context.device().pool_stream()?];
-        multiply(context, &lease, &streams[0])?;
-        let lease = on_a_thread(move || {
-            multiply(context, &lease, &streams[1])?;
-            Ok(lease)
+        run_gemm(context, &lease, &streams[0])?;
+        let lease = context.on_new_thread(move || {
+            run_gemm(context, &lease, &streams[1])?;
+            Ok::<_, CheckError>(lease)
         })?;
         let id = lease.id();
-        on_a_thread(move || {
-            drop(lease);
-            Ok(())
-        })?;
+        context.on_new_thread(move || drop(lease));
         expect_eq("the next lease", pool.lease(context.device())?.id(), id)
     })
 }
 
-/// A product of small numbers, which is exact whatever the order of the sums.
-fn multiply(context: &TestContext, handle: &LibraryHandle, stream: &Stream) -> CheckResult {
+/// A GEMM of small integers, which is exact whatever the order of the sums.
+fn run_gemm(context: &TestContext, handle: &LibraryHandle, stream: &Stream) -> CheckResult {
     const SIDE: u32 = 2;
     let matrices: [f32; 8] = [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0];
     let bytes: Vec<u8> = matrices.iter().flat_map(|number| number.to_le_bytes()).collect();
@@ -202,22 +190,22 @@ fn handles_are_per_device(context: &TestContext) -> CheckResult {
     let second = context.second_device()?;
     with_pool(context, Cublas, |pool| {
         let [here, there] = [pool.current(context.device())?, pool.current(&second)?];
-        expect(here.id() != there.id(), "different handles")?;
+        expect(here.id() != there.id(), "two devices have different handles")?;
         here.set_stream(&context.device().pool_stream()?)?;
         there.set_stream(&second.pool_stream()?)?;
         let foreign = second.pool_stream()?;
-        let refused = Error::HandleDevice { handle: context.device_id, stream: foreign.id(), owner: second.id() };
-        expect_eq("a stream of the other device", here.set_stream(&foreign), Err(refused))
+        let rejected = Error::HandleDevice { handle: context.device_id, stream: foreign.id(), owner: second.id() };
+        expect_eq("a stream of the other device", here.set_stream(&foreign), Err(rejected))
     })
 }
 
 fn trim_destroys_idle_handles(context: &TestContext) -> CheckResult {
     with_pool(context, Cublas, |pool| {
-        let held = pool.current(context.device())?;
+        let handle = pool.current(context.device())?;
         drop([pool.lease(context.device())?, pool.lease(context.device())?]);
-        expect_eq("destroyed", pool.trim(context.device())?, 2)?;
+        expect_eq("destroyed handles", pool.trim(context.device())?, 2)?;
         expect_eq("handles", (pool.alive(context.device()), pool.idle(context.device())), (1, 0))?;
-        multiply(context, &held, &context.device().pool_stream()?)
+        run_gemm(context, &handle, &context.device().pool_stream()?)
     })
 }
 
@@ -227,8 +215,8 @@ fn closed_pool_rejects_requests(context: &TestContext) -> CheckResult {
         drop([pool.lease(context.device())?, pool.lease(context.device())?]);
         pool.clone().close()?;
         expect_eq("handles", pool.alive(context.device()), 0)?;
-        let refused = Some(Error::HandlePoolClosed { library: Cublas.name() });
-        expect_eq("a fetch", pool.current(context.device()).err(), refused.clone())?;
-        expect_eq("a lease", pool.lease(context.device()).err(), refused)
+        let rejected = Some(Error::HandlePoolClosed { library: Cublas.name() });
+        expect_eq("a request", pool.current(context.device()).err(), rejected.clone())?;
+        expect_eq("a lease", pool.lease(context.device()).err(), rejected)
     })
 }

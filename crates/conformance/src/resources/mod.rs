@@ -9,7 +9,7 @@ pub(crate) mod generator;
 pub(crate) mod graph;
 mod graph_clients;
 mod graph_failures;
-mod graph_helpers;
 pub(crate) mod handles;
+mod helpers;
 pub(crate) mod pinned;
 pub(crate) mod streams;

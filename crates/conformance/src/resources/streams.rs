@@ -1,4 +1,4 @@
-//! Streams that are handed out in turn, and leased ones.
+//! Pool streams, leased streams, external streams.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -10,6 +10,7 @@ use warpool_driver::{ForeignStream, Pattern};
 use crate::check::Check;
 use crate::context::TestContext;
 use crate::expect::{CheckResult, expect, expect_eq, expect_slice_eq};
+use crate::sync::join;
 
 pub(crate) const CHECKS: &[Check] = crate::checks![
     pool_streams_are_returned_round_robin,
@@ -27,15 +28,15 @@ fn pool_streams_are_returned_round_robin(context: &TestContext) -> CheckResult {
     let streams: Vec<Stream> =
         (0..2 * STREAMS_PER_POOL).map(|_| context.device().pool_stream()).collect::<warpool::Result<_>>()?;
     let (first, second) = streams.split_at(STREAMS_PER_POOL);
-    expect_slice_eq("the second round", second, first)?;
+    expect_slice_eq("the streams of the second round", second, first)?;
     let ids: BTreeSet<_> = first.iter().map(Stream::id).collect();
-    expect_eq("different streams", ids.len(), STREAMS_PER_POOL)?;
+    expect_eq("the number of streams", ids.len(), STREAMS_PER_POOL)?;
     for stream in first {
         expect(
             stream.info()?.non_blocking && !stream.is_default()?,
-            "a non-blocking stream that is not the default one",
+            "a pool stream is non-blocking and not the default stream",
         )?;
-        expect(stream.query()?, "an idle stream")?;
+        expect(stream.query()?, "the stream is idle")?;
     }
     Ok(())
 }
@@ -45,9 +46,13 @@ fn priorities_are_clamped(context: &TestContext) -> CheckResult {
     for (asked, given) in
         [(100, range.least), (0, range.least), (-100, range.greatest), (range.greatest, range.greatest)]
     {
-        expect_eq("a priority", context.device().pool_stream_at(asked)?.priority()?, given)?;
+        expect_eq("the priority", context.device().pool_stream_at(asked)?.priority()?, given)?;
     }
-    expect_eq("the most urgent", context.device().high_priority_stream()?.priority()?, range.greatest)
+    expect_eq(
+        "the priority of a high-priority stream",
+        context.device().high_priority_stream()?.priority()?,
+        range.greatest,
+    )
 }
 
 fn threads_share_one_pool(context: &TestContext) -> CheckResult {
@@ -57,13 +62,10 @@ fn threads_share_one_pool(context: &TestContext) -> CheckResult {
                 .spawn(|| (0..8).map(|_| Ok(context.device().pool_stream()?.id())).collect::<warpool::Result<Vec<_>>>())
         };
         let threads: Vec<_> = (0..4).map(work).collect();
-        threads
-            .into_iter()
-            .map(|thread| thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
-            .collect::<warpool::Result<Vec<_>>>()
+        threads.into_iter().map(join).collect::<warpool::Result<Vec<_>>>()
     })?;
     let ids: BTreeSet<_> = ids.into_iter().flatten().collect();
-    expect_eq("different streams of four threads with eight each", ids.len(), STREAMS_PER_POOL)
+    expect_eq("distinct streams of four threads with eight each", ids.len(), STREAMS_PER_POOL)
 }
 
 fn leased_streams_are_exclusive(context: &TestContext) -> CheckResult {
@@ -71,8 +73,8 @@ fn leased_streams_are_exclusive(context: &TestContext) -> CheckResult {
         (0..STREAMS_PER_POOL).map(|_| Ok(context.device().pool_stream()?.id())).collect::<warpool::Result<_>>()?;
     let leases = (0..40).map(|_| context.device().lease_stream()).collect::<warpool::Result<Vec<_>>>()?;
     let leased: BTreeSet<_> = leases.iter().map(|lease| lease.id()).collect();
-    expect_eq("different leased streams", leased.len(), leases.len())?;
-    expect(leased.is_disjoint(&shared), "leased streams that nobody shares")
+    expect_eq("distinct leased streams", leased.len(), leases.len())?;
+    expect(leased.is_disjoint(&shared), "leased streams are not pool streams")
 }
 
 fn returned_lease_is_reused(context: &TestContext) -> CheckResult {
@@ -98,7 +100,7 @@ fn wait_stream_orders_the_work(context: &TestContext) -> CheckResult {
         first.wait_stream(&second)?;
     }
     second.synchronize()?;
-    expect_slice_eq("the last round", &context.read_bytes(ptr.offset(2 * BYTES - 64), 64)?, &[20; 64])
+    expect_slice_eq("the memory after the last round", &context.read_bytes(ptr.offset(2 * BYTES - 64), 64)?, &[20; 64])
 }
 
 fn callbacks_run_in_stream_order(context: &TestContext) -> CheckResult {
@@ -114,7 +116,7 @@ fn callbacks_run_in_stream_order(context: &TestContext) -> CheckResult {
         })?;
     }
     stream.synchronize()?;
-    expect_eq("callbacks that came in order", in_order.load(Ordering::Relaxed), 50)
+    expect_eq("callbacks in order", in_order.load(Ordering::Relaxed), 50)
 }
 
 fn instance_in_use_cannot_be_closed(context: &TestContext) -> CheckResult {

@@ -1,4 +1,4 @@
-//! Helpers of the checks that capture graphs.
+//! Helpers shared by several suites.
 
 use std::sync::Arc;
 
@@ -10,34 +10,39 @@ use warpool_driver::{CaptureMode, DevicePtr};
 use crate::context::TestContext;
 use crate::expect::{CheckResult, expect_eq};
 
-pub(super) type Shared = Arc<dyn DeviceAllocator>;
+/// Any device allocator.
+pub(super) type SharedAllocator = Arc<dyn DeviceAllocator>;
 
 pub(super) const PLAIN: CaptureOptions = CaptureOptions { pool: None, mode: CaptureMode::Global, poller_timeout: None };
 
-/// Runs `body` with an allocator and a stream to capture on, and expects everything to go back to the driver.
-pub(super) fn with_allocator(context: &TestContext, body: impl FnOnce(&Shared, &Stream) -> CheckResult) -> CheckResult {
-    let allocator: Shared = Arc::new(CachingAllocator::new(context.instance(), Settings::default()));
+/// Runs `body` with an allocator and a stream to capture on, and then expects that all memory can be returned to the
+/// driver.
+pub(super) fn with_allocator(
+    context: &TestContext,
+    body: impl FnOnce(&SharedAllocator, &Stream) -> CheckResult,
+) -> CheckResult {
+    let allocator: SharedAllocator = Arc::new(CachingAllocator::new(context.instance(), Settings::default()));
     let stream = context.device().lease_stream()?;
     let outcome = body(&allocator, &stream);
     if outcome.is_err() {
-        // Whatever it left under way must not touch what goes now. The first failure is the one to report.
+        // Work of the failed body must not use memory that is freed now. The body's failure is the one to report.
         let _ = context.device().synchronize();
         return outcome;
     }
     context.device().synchronize()?;
     allocator.trim(context.device_id, MemPoolId::DEFAULT)?;
-    expect_eq("bytes held in the end", held(context, &allocator)?, 0)
+    expect_eq("reserved bytes at the end", reserved_bytes(context, &allocator)?, 0)
 }
 
-pub(super) fn held(context: &TestContext, allocator: &Shared) -> CheckResult<u64> {
+pub(super) fn reserved_bytes(context: &TestContext, allocator: &SharedAllocator) -> CheckResult<u64> {
     Ok(allocator.stats(context.device_id)?.reserved_bytes.all.current)
 }
 
-pub(super) fn graph(context: &TestContext, allocator: &Shared) -> warpool::Result<Graph> {
+pub(super) fn graph(context: &TestContext, allocator: &SharedAllocator) -> warpool::Result<Graph> {
     Graph::new(allocator, context.device(), GraphOptions::default())
 }
 
-/// Captures `output = input + by`, over memory of its own in between.
+/// Captures `output = input + by`, with a temporary.
 pub(super) fn capture_sum(
     context: &TestContext,
     capture: &mut Capture<'_>,
