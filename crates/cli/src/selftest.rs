@@ -1,5 +1,4 @@
-//! `warpool selftest`: does a driver keep the contract, and what stands on it work? Runs the suites and shows what they
-//! report.
+//! `warpool selftest`: runs the conformance suites on a driver and shows their reports.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -13,20 +12,20 @@ use crate::driver::{self, SimArgs};
 use crate::output::{self, CommandError, Output, Result, Verdict};
 use crate::{foreign, processes};
 
-/// Checks that a driver keeps the contract, call by call, and that what stands on it works: streams, events, memory,
-/// handles, generators, graphs
+/// Runs the conformance checks: every call of the driver contract, and streams, events, memory, handles, generators
+/// and graphs on top of it
 ///
-/// Runs small programs on real streams and compares exactly what comes out.
-/// A check is skipped only where the device lacks what it is about, and says so.
-/// The last suite breaks the device on purpose, for this process only.
+/// A check is a small program on real streams whose results are compared exactly.
+/// It is skipped only if the device lacks a feature, which is then named.
+/// The last suite makes the device unusable on purpose, for this process only.
 #[derive(Debug, clap::Args)]
 #[command(verbatim_doc_comment)]
 #[command(after_help = format!("Suites, in the order in which they run:\n  {}\n\n\
-    Exit status: 0 if no check failed, 1 if one did, 2 if they could not be run.\n\n\
+    Exit status: 0 no check failed, 1 a check failed, 2 the checks could not be run.\n\n\
     Examples:\n  \
     warpool selftest --driver sim\n  \
     warpool selftest --driver sim --seed 7 --suite capture --suite graphs\n  \
-    warpool selftest --driver cuda --device 1 --json > selftest.jsonl", listed()))]
+    warpool selftest --driver cuda --device 1 --json > selftest.jsonl", suite_list()))]
 pub struct Args {
     /// The driver to check: sim or cuda
     #[arg(long, value_name = "NAME")]
@@ -34,13 +33,13 @@ pub struct Args {
     /// The device to check
     #[arg(long, value_name = "N", default_value_t = 0)]
     device: u32,
-    /// Where random sizes, contents and the simulated GPU's timing come from
+    /// Seed of random sizes and contents, and of the simulated GPU's timing
     #[arg(long, value_name = "S", default_value_t = 0)]
     seed: u64,
-    /// Only this suite; may be given several times
+    /// Run only this suite; can be repeated
     #[arg(long = "suite", value_name = "NAME")]
     suites: Vec<String>,
-    /// Leave out the suite that breaks the device
+    /// Leave out the suite that makes the device unusable
     #[arg(long)]
     no_destructive: bool,
     #[command(flatten)]
@@ -63,23 +62,23 @@ pub fn run(args: &Args, output: &mut Output) -> Result<Verdict> {
         destructive: !args.no_destructive,
     };
 
-    // Names are looked up while the device still answers: the last suite breaks it.
+    // Queried first: the last suite makes the device unusable.
     let name = driver.device_properties(device)?.name;
     output.line(format!("driver {}, {device} ({name}), seed {}\n", driver.kind(), args.seed))?;
     let mut printer =
-        Printer { output, reports: Vec::new(), suite_begun: 0, ended: Ok(()), spinner: output::spinner("checks") };
-    let summary = warpool_conformance::run(&driver, &options, &mut |report| printer.take(report));
-    let shown = printer.finish().and_then(|reports| conclude(output, &reports, summary));
+        Printer { output, reports: Vec::new(), suite_start: 0, written: Ok(()), spinner: output::spinner("checks") };
+    let summary = warpool_conformance::run(&driver, &options, &mut |report| printer.add(report));
+    let shown = printer.finish().and_then(|reports| print_summary(output, &reports, summary));
     match shown {
-        // The answer stands, also where the reader left before it came.
+        // The result counts also if the reader closed the pipe early.
         Err(error) if error.kind() != io::ErrorKind::BrokenPipe => Err(error.into()),
         _ => Ok(if summary.failed == 0 { Verdict::Success } else { Verdict::Failure }),
     }
 }
 
-/// What a person reads first, and so comes last.
-fn conclude(output: &mut Output, reports: &[Report], summary: Summary) -> io::Result<()> {
-    overview(output, reports)?;
+/// The totals come last, where a reader of a terminal looks first.
+fn print_summary(output: &mut Output, reports: &[Report], summary: Summary) -> io::Result<()> {
+    suites_table(output, reports)?;
     for reason in reasons(reports) {
         output.line(reason)?;
     }
@@ -101,21 +100,20 @@ fn destructive() -> impl Iterator<Item = &'static str> {
     warpool_conformance::suites(EXTRA).filter(|suite| suite.destructive).map(|suite| suite.name)
 }
 
-fn listed() -> String {
+fn suite_list() -> String {
     names().chunks(8).map(|line| line.join(", ")).collect::<Vec<_>>().join(",\n  ")
 }
 
-/// Refuses suites that are not there, and those that were forbidden in the same breath.
+/// Rejects unknown suites, and destructive ones together with `--no-destructive`.
 fn check_suites(args: &Args) -> Result<()> {
-    for asked in &args.suites {
-        if !names().contains(&asked.as_str()) {
-            return Err(CommandError::Usage(format!(
-                "there is no suite '{asked}': choose from {}",
-                names().join(", ")
-            )));
+    for suite in &args.suites {
+        if !names().contains(&suite.as_str()) {
+            return Err(CommandError::Usage(format!("no suite '{suite}': choose from {}", names().join(", "))));
         }
-        if args.no_destructive && destructive().any(|name| name == asked) {
-            return Err(CommandError::Usage(format!("the suite '{asked}' is what --no-destructive leaves out")));
+        if args.no_destructive && destructive().any(|name| name == suite) {
+            return Err(CommandError::Usage(format!(
+                "suite '{suite}' is destructive: leave out --no-destructive to run it"
+            )));
         }
     }
     Ok(())
@@ -125,15 +123,15 @@ fn check_suites(args: &Args) -> Result<()> {
 struct Printer<'a> {
     output: &'a mut Output,
     reports: Vec<Report>,
-    /// Where in the reports the suite that runs begins.
-    suite_begun: usize,
-    /// The first write that failed; nothing is written after it.
-    ended: io::Result<()>,
+    /// Index of the first report of the running suite.
+    suite_start: usize,
+    /// The first failed write; nothing is written after it.
+    written: io::Result<()>,
     spinner: ProgressBar,
 }
 
 impl Printer<'_> {
-    fn take(&mut self, report: &Report) {
+    fn add(&mut self, report: &Report) {
         self.spinner.set_message(format!("{}.{}", report.suite, report.check));
         self.spinner.inc(1);
         if self.reports.last().is_some_and(|last| last.suite != report.suite) {
@@ -146,19 +144,19 @@ impl Printer<'_> {
     fn finish(mut self) -> io::Result<Vec<Report>> {
         self.end_suite();
         self.spinner.finish_and_clear();
-        self.ended.map(|()| self.reports)
+        self.written.map(|()| self.reports)
     }
 
     fn end_suite(&mut self) {
         self.write(suite_table);
-        self.suite_begun = self.reports.len();
+        self.suite_start = self.reports.len();
     }
 
-    /// Writes something about the suite that runs.
+    /// Writes something about the running suite.
     fn write(&mut self, write: impl FnOnce(&mut Output, &[Report]) -> io::Result<()>) {
-        if self.ended.is_ok() {
-            let suite = &self.reports[self.suite_begun..];
-            self.ended = self.spinner.suspend(|| write(self.output, suite));
+        if self.written.is_ok() {
+            let suite = &self.reports[self.suite_start..];
+            self.written = self.spinner.suspend(|| write(self.output, suite));
         }
     }
 }
@@ -180,7 +178,7 @@ fn suite_table(output: &mut Output, reports: &[Report]) -> io::Result<()> {
     let mut table = output::table(&["check", "result", ">ms"]);
     for report in reports {
         let result = match report.outcome {
-            // Loud, to be found in a long list.
+            // In capitals, to stand out in a long list.
             Outcome::Failed(_) => "FAILED",
             _ => text(&report.outcome).0,
         };
@@ -190,7 +188,7 @@ fn suite_table(output: &mut Output, reports: &[Report]) -> io::Result<()> {
 }
 
 /// One line per suite, since the tables are long.
-fn overview(output: &mut Output, reports: &[Report]) -> io::Result<()> {
+fn suites_table(output: &mut Output, reports: &[Report]) -> io::Result<()> {
     let suites: Vec<&[Report]> = reports.chunk_by(|one, next| one.suite == next.suite).collect();
     if suites.len() < 2 {
         return Ok(());
@@ -204,7 +202,7 @@ fn overview(output: &mut Output, reports: &[Report]) -> io::Result<()> {
     output.table("all suites", &table)
 }
 
-/// Why checks failed, and each reason to skip once, with the checks that it kept from running.
+/// The failures, and each reason for skips once, with the skipped checks.
 fn reasons(reports: &[Report]) -> Vec<String> {
     let mut failed = Vec::new();
     let mut skipped: BTreeMap<&str, Vec<String>> = BTreeMap::new();
@@ -216,7 +214,7 @@ fn reasons(reports: &[Report]) -> Vec<String> {
             Outcome::Skipped(reason) => skipped.entry(reason).or_default().push(name),
         }
     }
-    let skipped = skipped.iter().map(|(why, names)| format!("skipped, since {why}:\n  {}\n", names.join("\n  ")));
+    let skipped = skipped.iter().map(|(why, names)| format!("skipped because {why}:\n  {}\n", names.join("\n  ")));
     failed.into_iter().chain(skipped).collect()
 }
 
@@ -237,20 +235,20 @@ mod tests {
     use super::*;
 
     #[test]
-    fn failures_come_first_and_a_reason_to_skip_comes_once() {
+    fn failures_come_first_and_reasons_for_skips_once() {
         let report = |suite, check, outcome| Report { suite, check, outcome, elapsed: Duration::ZERO };
-        let alone = || Outcome::Skipped("there is only one device".to_owned());
+        let one_device = || Outcome::Skipped("there is only one device".to_owned());
         let reports = [
-            report("events", "first", alone()),
+            report("events", "first", one_device()),
             report("events", "second", Outcome::Passed),
-            report("copies", "third", alone()),
+            report("copies", "third", one_device()),
             report("copies", "fourth", Outcome::Failed("expected 1, got 2".to_owned())),
             report("copies", "fifth", Outcome::Skipped("nothing is mapped".to_owned())),
         ];
         let expected = [
             "FAILED copies.fourth: expected 1, got 2\n",
-            "skipped, since nothing is mapped:\n  copies.fifth\n",
-            "skipped, since there is only one device:\n  events.first\n  copies.third\n",
+            "skipped because nothing is mapped:\n  copies.fifth\n",
+            "skipped because there is only one device:\n  events.first\n  copies.third\n",
         ];
         assert_eq!(reasons(&reports), expected);
     }

@@ -1,8 +1,7 @@
-//! The suite `processes`: what a driver promises about two processes on one device. It stands here and not beside the
-//! other suites since its second process is this binary, started again: `peer.rs` says what that one does, `other.rs`
-//! how the two talk.
+//! The suite `processes`: events and memory shared by two processes on one device. It is part of the command because
+//! the second process is this binary: `peer.rs` is what that does, `child.rs` how the first process talks to it.
 
-mod other;
+mod child;
 pub mod peer;
 
 use std::process::{Command, Stdio};
@@ -12,7 +11,7 @@ use warpool_conformance::expect::{expect, expect_slice_eq, require};
 use warpool_conformance::{CheckError, CheckResult, Level, Suite, TestContext, VmContext, checks};
 use warpool_driver::{IpcEventHandle, SharedMemory};
 
-use other::Other;
+use child::ChildProcess;
 use peer::{READY, RECORDED, RUNNING, Task};
 
 /// The suite.
@@ -26,8 +25,8 @@ pub const SUITE: Suite = Suite::new(
     ],
 );
 
-/// How long the other process may take for everything. A driver needs a second or two to start.
-const LIMIT: Duration = Duration::from_secs(30);
+/// Time limit for everything that the second process does. A driver needs a second or two to start.
+const TIMEOUT: Duration = Duration::from_secs(30);
 
 fn another_process_waits_for_an_event(context: &TestContext) -> CheckResult {
     event_in_another_process(context, |handle| Task::Event { handle })
@@ -37,51 +36,50 @@ fn stream_of_another_process_waits_for_an_event(context: &TestContext) -> CheckR
     event_in_another_process(context, |handle| Task::Stream { handle })
 }
 
-/// The other process opens the event before it marks anything, finds it busy while a kernel of this process runs, and
-/// waits for it.
+/// The second process imports the event before it is recorded, finds it incomplete while a kernel of this process runs,
+/// and waits for it.
 fn event_in_another_process(context: &TestContext, task: fn(IpcEventHandle) -> Task) -> CheckResult {
-    need_two_processes(context)?;
+    require_two_processes(context)?;
     let (stream, event) = (context.stream()?, context.interprocess_event()?);
     let handle = context.driver.event_export(event)?;
-    let mut other = start(context, &task(handle), Stdio::piped())?;
-    other.expect(READY)?;
+    let mut child = start(context, &task(handle), Stdio::piped())?;
+    child.expect_message(READY)?;
     context.keep_busy(stream)?;
     context.record(event, stream)?;
-    other.tell(RECORDED);
-    other.expect(RUNNING)?;
-    other.finish()?;
-    expect(context.driver.event_query(event)?, "the event to be done here once the other process has waited for it")
+    child.send(RECORDED);
+    child.expect_message(RUNNING)?;
+    child.finish()?;
+    expect(context.driver.event_query(event)?, "the event is complete once the second process has waited for it")
 }
 
 fn another_process_reads_and_writes_shared_memory(context: &TestContext) -> CheckResult {
-    need_two_processes(context)?;
+    require_two_processes(context)?;
     let vm = VmContext::new(context)?;
     let (physical, shared) = vm.create_shared()?;
     let SharedMemory::PosixFd(memory) = shared else {
-        return Err(CheckError::Failed("asked for a file descriptor, got something else".to_owned()));
+        return Err(CheckError::Failed("the exported memory is not a file descriptor".to_owned()));
     };
     let ptr = vm.map(vm.reserve(1)?, 0, physical, 1)?;
     vm.allow_access(ptr, 1)?;
 
     let (bytes, seed) = (vm.granule, context.random());
     context.driver.upload(context.device_id, ptr, &peer::contents_before(seed, bytes))?;
-    // The other process is in no stream of this one.
+    // Streams do not order work of two processes.
     context.driver.device_synchronize(context.device_id)?;
     start(context, &Task::Memory { bytes, seed }, Stdio::from(memory))?.finish()?;
     let got = context.read_bytes(ptr, bytes as usize)?;
-    expect_slice_eq("what the other process wrote", &got, &peer::contents_after(seed, bytes))
+    expect_slice_eq("the memory written by the second process", &got, &peer::contents_after(seed, bytes))
 }
 
-fn need_two_processes(context: &TestContext) -> CheckResult {
-    require(context.driver.kind() != "sim", "no two processes share a simulated machine")
+fn require_two_processes(context: &TestContext) -> CheckResult {
+    require(context.driver.kind() != "sim", "two processes cannot share a simulated GPU")
 }
 
 /// Starts this binary again, for `task`, on the same device of the same driver.
-fn start(context: &TestContext, task: &Task, input: Stdio) -> CheckResult<Other> {
-    let binary = std::env::current_exe().map_err(|error| {
-        CheckError::Failed(format!("this binary cannot be started again: where it is, is unknown: {error}"))
-    })?;
+fn start(context: &TestContext, task: &Task, input: Stdio) -> CheckResult<ChildProcess> {
+    let binary = std::env::current_exe()
+        .map_err(|error| CheckError::Failed(format!("cannot find this binary to start it again: {error}")))?;
     let mut command = Command::new(binary);
     command.args(task.arguments(context.driver.kind(), context.device_id)).stdin(input);
-    Other::start(command, LIMIT)
+    ChildProcess::start(command, TIMEOUT)
 }

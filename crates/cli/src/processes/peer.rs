@@ -1,5 +1,5 @@
-//! The other process: `warpool __peer`, which only the suite `processes` starts. Its arguments say what to do; over
-//! standard input and output it says and hears one word per line, and at last says [`DONE`], or [`FAILED`] and why.
+//! The second process: `warpool __peer`, which only the suite `processes` starts. Its arguments name the task. It
+//! exchanges messages of one line over standard input and output, and ends with [`DONE`] or [`FAILED`] and the reason.
 
 use std::error::Error;
 use std::io::{self, BufRead, Write};
@@ -12,21 +12,21 @@ use warpool_driver::{
 use crate::driver::{self, SimArgs};
 use crate::output::{Result, Verdict};
 
-/// The other process has opened the event, and its next steps need nothing that it has yet to load.
+/// The second process has imported the event, and has loaded everything that its next steps need.
 pub const READY: &str = "ready";
-/// The first process has a kernel running and the event behind it.
+/// The first process has recorded the event behind a running kernel.
 pub const RECORDED: &str = "recorded";
-/// The other process saw that the work is not done yet.
+/// The second process has seen that the event is not complete.
 pub const RUNNING: &str = "running";
-/// All was as it should be.
+/// Everything was as expected.
 pub const DONE: &str = "done";
-/// It was not; the reason follows on the same line.
+/// Something was not; the reason follows on the same line.
 pub const FAILED: &str = "failed: ";
 
-/// What the command is called. It is in no help.
+/// The name of the command, which is not in the help.
 pub const NAME: &str = "__peer";
 
-/// The other process of the suite `processes`
+/// The second process of the suite `processes`
 #[derive(Debug, clap::Args)]
 pub struct Args {
     driver: String,
@@ -35,25 +35,25 @@ pub struct Args {
     task: Task,
 }
 
-/// What the other process is there for.
+/// What the second process does.
 #[derive(Clone, Debug, PartialEq, Eq, clap::Subcommand)]
 pub enum Task {
-    /// Finds an event of the first process busy, and waits for it
+    /// Finds that an event of the first process is not complete, and waits for it
     Event {
         #[arg(value_parser = from_hex)]
         handle: IpcEventHandle,
     },
-    /// The same with a stream that waits
+    /// The same, with a stream that waits
     Stream {
         #[arg(value_parser = from_hex)]
         handle: IpcEventHandle,
     },
-    /// Takes in the memory that is its standard input, reads what is there, and writes something else
+    /// Imports the memory that is its standard input, reads it and overwrites it
     Memory { bytes: u64, seed: u64 },
 }
 
 impl Task {
-    /// The arguments that lead here.
+    /// The arguments that start the second process.
     pub fn arguments(&self, driver: &str, device: DeviceId) -> Vec<String> {
         let mut arguments = vec![NAME.to_owned(), driver.to_owned(), device.0.to_string()];
         arguments.extend(match self {
@@ -65,28 +65,28 @@ impl Task {
     }
 }
 
-type Told = std::result::Result<(), Box<dyn Error>>;
+type PeerResult = std::result::Result<(), Box<dyn Error>>;
 
 pub fn run(args: &Args) -> Result<Verdict> {
-    let mut talk = Talk { input: &mut io::stdin().lock(), output: &mut io::stdout() };
-    match perform(args, &mut talk) {
+    let mut connection = Connection { input: &mut io::stdin().lock(), output: &mut io::stdout() };
+    match perform(args, &mut connection) {
         Ok(()) => {
-            talk.say(DONE)?;
+            connection.send(DONE)?;
             Ok(Verdict::Success)
         }
         Err(reason) => {
-            talk.say(&format!("{FAILED}{reason}"))?;
+            connection.send(&format!("{FAILED}{reason}"))?;
             Ok(Verdict::Failure)
         }
     }
 }
 
-fn perform(args: &Args, talk: &mut Talk<'_>) -> Told {
+fn perform(args: &Args, connection: &mut Connection<'_>) -> PeerResult {
     let driver = &*driver::open(&args.driver, &SimArgs::default(), 0)?;
     let device = driver::device(driver, args.device)?;
     match &args.task {
-        Task::Event { handle } => await_event(driver, driver.event_import(device, handle)?, talk),
-        Task::Stream { handle } => await_event_in_stream(driver, device, driver.event_import(device, handle)?, talk),
+        Task::Event { handle } => wait_on_host(driver, driver.event_import(device, handle)?, connection),
+        Task::Stream { handle } => wait_on_stream(driver, device, driver.event_import(device, handle)?, connection),
         Task::Memory { bytes, seed } => {
             let shared = SharedMemory::PosixFd(io::stdin().as_fd().try_clone_to_owned()?);
             rewrite(driver, device, &shared, *bytes, *seed)
@@ -94,47 +94,52 @@ fn perform(args: &Args, talk: &mut Talk<'_>) -> Told {
     }
 }
 
-fn await_event(driver: &dyn Driver, event: EventId, talk: &mut Talk<'_>) -> Told {
-    expect(driver.event_query(event)?, "the event marks nothing yet, but is not done")?;
-    talk.say(READY)?;
-    talk.hear(RECORDED)?;
-    expect(!driver.event_query(event)?, "the event is done, but the kernel before it cannot be")?;
-    talk.say(RUNNING)?;
+fn wait_on_host(driver: &dyn Driver, event: EventId, connection: &mut Connection<'_>) -> PeerResult {
+    expect(driver.event_query(event)?, "the event is not recorded yet, but is not complete")?;
+    connection.send(READY)?;
+    connection.expect_message(RECORDED)?;
+    expect(!driver.event_query(event)?, "the event is complete while the kernel before it runs")?;
+    connection.send(RUNNING)?;
     driver.event_synchronize(event)?;
-    expect(driver.event_query(event)?, "the event was waited for, but is not done")?;
+    expect(driver.event_query(event)?, "the event is not complete after the wait")?;
     Ok(driver.event_destroy(event)?)
 }
 
-fn await_event_in_stream(driver: &dyn Driver, device: DeviceId, event: EventId, talk: &mut Talk<'_>) -> Told {
+fn wait_on_stream(
+    driver: &dyn Driver,
+    device: DeviceId,
+    event: EventId,
+    connection: &mut Connection<'_>,
+) -> PeerResult {
     let stream = driver.stream_create(device, StreamOptions::default())?;
     let memory = driver.mem_alloc(device, 64)?;
-    // Once in advance: what a fill runs is loaded when it is first needed, and that may wait for the device.
+    // Once in advance: CUDA loads the kernel of a fill at first use, which may wait for the device.
     driver.fill(memory, Pattern::U8(1), 64, stream)?;
     driver.stream_synchronize(stream)?;
-    talk.say(READY)?;
-    talk.hear(RECORDED)?;
+    connection.send(READY)?;
+    connection.expect_message(RECORDED)?;
     driver.stream_wait_event(stream, event, EventScope::Plain)?;
     driver.fill(memory, Pattern::U8(2), 64, stream)?;
-    expect(!driver.stream_query(stream)?, "the stream is done, but it should wait for the other process")?;
-    talk.say(RUNNING)?;
+    expect(!driver.stream_query(stream)?, "the stream does not wait for the first process")?;
+    connection.send(RUNNING)?;
     driver.stream_synchronize(stream)?;
-    expect(driver.event_query(event)?, "the stream went on before the event was done")?;
+    expect(driver.event_query(event)?, "the stream continued before the event was complete")?;
     driver.mem_free(memory)?;
     driver.stream_destroy(stream)?;
     Ok(driver.event_destroy(event)?)
 }
 
-/// Maps the memory, expects [`contents_before`] in it, and leaves [`contents_after`].
-fn rewrite(driver: &dyn Driver, device: DeviceId, shared: &SharedMemory, bytes: u64, seed: u64) -> Told {
+/// Maps the memory, expects [`contents_before`] and writes [`contents_after`].
+fn rewrite(driver: &dyn Driver, device: DeviceId, shared: &SharedMemory, bytes: u64, seed: u64) -> PeerResult {
     let physical = driver.vm_import(device, shared, bytes)?;
     let ptr = driver.vm_reserve(bytes, 0, None)?;
     driver.vm_map(ptr, physical)?;
     driver.vm_set_access(ptr, bytes, &[DeviceAccess { device, access: Access::ReadWrite }])?;
     let mut found = vec![0; bytes as usize];
     driver.download(device, ptr, &mut found)?;
-    expect(found == contents_before(seed, bytes), "the memory does not hold what the first process wrote")?;
+    expect(found == contents_before(seed, bytes), "the memory does not contain what the first process wrote")?;
     driver.upload(device, ptr, &contents_after(seed, bytes))?;
-    // The first process is in no stream of this one.
+    // Streams do not order work of two processes.
     driver.device_synchronize(device)?;
     driver.vm_unmap(ptr, bytes)?;
     driver.vm_release(physical)?;
@@ -142,38 +147,40 @@ fn rewrite(driver: &dyn Driver, device: DeviceId, shared: &SharedMemory, bytes: 
     Ok(unsafe { driver.vm_free_range(ptr, bytes) }?)
 }
 
-/// What the first process puts into shared memory.
+/// What the first process writes into shared memory. Both processes compute it from the seed.
 pub fn contents_before(seed: u64, bytes: u64) -> Vec<u8> {
-    (0..bytes).map(|at| (seed ^ at).wrapping_mul(0x9e37_79b9_7f4a_7c15).to_be_bytes()[0]).collect()
+    let mut contents = vec![0; bytes as usize];
+    fastrand::Rng::with_seed(seed).fill(&mut contents);
+    contents
 }
 
-/// What the other process leaves there: every byte is another.
+/// What the second process writes there: every byte differs.
 pub fn contents_after(seed: u64, bytes: u64) -> Vec<u8> {
     contents_before(seed, bytes).into_iter().map(|byte| !byte).collect()
 }
 
-/// The other process's end of the talk.
-struct Talk<'a> {
+/// The messages to and from the first process.
+struct Connection<'a> {
     input: &'a mut dyn BufRead,
     output: &'a mut dyn Write,
 }
 
-impl Talk<'_> {
-    fn say(&mut self, word: &str) -> io::Result<()> {
-        writeln!(self.output, "{word}")?;
+impl Connection<'_> {
+    fn send(&mut self, message: &str) -> io::Result<()> {
+        writeln!(self.output, "{message}")?;
         self.output.flush()
     }
 
-    fn hear(&mut self, word: &str) -> Told {
+    fn expect_message(&mut self, message: &str) -> PeerResult {
         let mut line = String::new();
         self.input.read_line(&mut line)?;
-        let heard = line.trim_end();
-        if heard == word { Ok(()) } else { Err(format!("should have heard '{word}', but heard '{heard}'").into()) }
+        let received = line.trim_end();
+        if received == message { Ok(()) } else { Err(format!("expected '{message}', got '{received}'").into()) }
     }
 }
 
-fn expect(holds: bool, otherwise: &str) -> Told {
-    if holds { Ok(()) } else { Err(otherwise.into()) }
+fn expect(condition: bool, failure: &str) -> PeerResult {
+    if condition { Ok(()) } else { Err(failure.into()) }
 }
 
 fn to_hex(handle: &IpcEventHandle) -> String {
@@ -181,13 +188,13 @@ fn to_hex(handle: &IpcEventHandle) -> String {
 }
 
 fn from_hex(text: &str) -> std::result::Result<IpcEventHandle, String> {
-    let refusal = || format!("'{text}' is no event handle: write 64 bytes as hexadecimal digits");
+    let invalid = || format!("'{text}' is not an event handle: expected 64 bytes as hexadecimal digits");
     if text.len() != 128 || !text.is_ascii() {
-        return Err(refusal());
+        return Err(invalid());
     }
     let mut handle = [0; 64];
-    for (at, byte) in handle.iter_mut().enumerate() {
-        *byte = u8::from_str_radix(&text[2 * at..2 * at + 2], 16).map_err(|_| refusal())?;
+    for (index, byte) in handle.iter_mut().enumerate() {
+        *byte = u8::from_str_radix(&text[2 * index..2 * index + 2], 16).map_err(|_| invalid())?;
     }
     Ok(IpcEventHandle(handle))
 }
@@ -203,18 +210,17 @@ mod tests {
 
     const DEVICE: DeviceId = DeviceId(0);
 
-    /// A kernel of a second of the simulated clock.
+    /// A kernel that takes one second of simulated time.
     const SLOW: KernelSource = KernelSource {
         name: "slow",
         cuda: "",
         mirrors: &[KernelMirror { name: "slow", run: |_| Ok(()), nanos: Some(|_, _| 1_000_000_000) }],
     };
 
-    type Part = fn(&dyn Driver, EventId, &mut Talk<'_>) -> Told;
+    type Part = fn(&dyn Driver, EventId, &mut Connection<'_>) -> PeerResult;
 
-    /// Lets the other process do its part on an event of this one: with a kernel before the mark when it hears of it,
-    /// or without.
-    fn talk(slow: bool, input: &str, part: Part) -> (std::result::Result<(), String>, String) {
+    /// Runs the second process's part on an event that is recorded when it reads its input, behind a slow kernel or not.
+    fn run_part(slow: bool, input: &str, part: Part) -> (std::result::Result<(), String>, String) {
         struct Input<'a>(&'a dyn Fn(), io::Cursor<&'a [u8]>);
         impl io::Read for Input<'_> {
             fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
@@ -243,25 +249,26 @@ mod tests {
         };
         let mut output = Vec::new();
         let mut input = Input(&record, io::Cursor::new(input.as_bytes()));
-        let ended = part(&driver, event, &mut Talk { input: &mut input, output: &mut output });
+        let ended = part(&driver, event, &mut Connection { input: &mut input, output: &mut output });
         (ended.map_err(|error| error.to_string()), String::from_utf8(output).unwrap().replace('\n', " "))
     }
 
     #[test]
-    fn an_event_is_waited_for_by_host_and_by_stream() {
-        let parts: [Part; 2] = [await_event, |driver, event, talk| await_event_in_stream(driver, DEVICE, event, talk)];
+    fn host_and_stream_wait_for_an_event() {
+        let parts: [Part; 2] =
+            [wait_on_host, |driver, event, connection| wait_on_stream(driver, DEVICE, event, connection)];
         for part in parts {
-            assert_eq!(talk(true, "recorded\n", part), (Ok(()), "ready running ".to_owned()));
-            let unheard = Err("should have heard 'recorded', but heard ''".to_owned());
-            assert_eq!(talk(true, "", part), (unheard, "ready ".to_owned()));
+            assert_eq!(run_part(true, "recorded\n", part), (Ok(()), "ready running ".to_owned()));
+            let unreceived = Err("expected 'recorded', got ''".to_owned());
+            assert_eq!(run_part(true, "", part), (unreceived, "ready ".to_owned()));
         }
     }
 
     #[test]
-    fn an_event_that_is_done_too_early_is_told() {
-        let (ended, said) = talk(false, "recorded\n", await_event);
-        assert!(ended.is_err_and(|reason| reason.contains("the kernel before it cannot be")));
-        assert_eq!(said, "ready ");
+    fn event_that_completes_too_early_is_reported() {
+        let (ended, sent) = run_part(false, "recorded\n", wait_on_host);
+        assert!(ended.is_err_and(|reason| reason.contains("while the kernel before it runs")));
+        assert_eq!(sent, "ready ");
     }
 
     #[test]
@@ -279,17 +286,17 @@ mod tests {
         let shared = driver.vm_export(physical, ShareKind::PosixFd).unwrap();
         let before = driver.object_counts();
         rewrite(&driver, DEVICE, &shared, bytes, 7).unwrap();
-        assert_eq!(driver.object_counts(), before, "nothing is left behind");
+        assert_eq!(driver.object_counts(), before, "nothing is leaked");
         let mut found = vec![0; bytes as usize];
         driver.download(DEVICE, ptr, &mut found).unwrap();
         assert!(found == contents_after(7, bytes));
 
         let reason = rewrite(&driver, DEVICE, &shared, bytes, 7).unwrap_err().to_string();
-        assert!(reason.contains("does not hold"), "{reason}");
+        assert!(reason.contains("does not contain"), "{reason}");
     }
 
     #[test]
-    fn arguments_lead_back_to_their_task() {
+    fn arguments_parse_to_their_task() {
         use clap::Parser as _;
         let handle = IpcEventHandle(std::array::from_fn(|at| 250_u8.wrapping_add(at as u8)));
         for task in [Task::Event { handle }, Task::Stream { handle }, Task::Memory { bytes: 2 << 20, seed: u64::MAX }] {

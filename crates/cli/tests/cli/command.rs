@@ -144,7 +144,7 @@ fn selftest_text_has_a_reason_for_each_skip() {
     assert_eq!(output.status.code(), Some(0), "{stdout}");
     assert!(stdout.ends_with("passed, 0 failed, 5 skipped\n"), "{stdout}");
     for reason in ["there is only one device", "no two processes share a simulated machine"] {
-        assert!(stdout.contains(&format!("\nskipped, since {reason}:\n")), "no '{reason}': {stdout}");
+        assert!(stdout.contains(&format!("\nskipped because {reason}:\n")), "no '{reason}': {stdout}");
     }
     assert!(stdout.contains("\n  events.a_wait_orders_two_devices\n"), "{stdout}");
 }
