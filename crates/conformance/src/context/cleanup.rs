@@ -1,5 +1,5 @@
 //! What a check created and has not destroyed, and how that is cleaned up. The list is exact: a check that destroys
-//! something itself takes it off the list, so that cleanup never touches what is gone.
+//! something itself takes it off the list, so that the cleanup destroys nothing twice.
 
 use warpool_driver::{
     CaptureMode, CaptureState, DevicePtr, EventId, GraphExecId, GraphId, HandleId, HostPtr, ModuleId, PhysicalId,
@@ -34,7 +34,7 @@ pub(crate) enum Resource {
     Handle(HandleId),
 }
 
-/// Ends captures, waits for all work and destroys everything, the youngest first. Goes on after an error and returns
+/// Ends captures, waits for all work and destroys everything, the youngest first. Continues after an error and returns
 /// the first.
 pub(super) fn cleanup(context: &TestContext, resources: Vec<Resource>) -> CheckResult {
     if resources.is_empty() {

@@ -40,7 +40,7 @@ pub struct TestContext {
     kernel_cache: Arc<KernelCache>,
     rng: Mutex<fastrand::Rng>,
     resources: Mutex<Vec<Resource>>,
-    /// The second device, once the check has asked for it.
+    /// The second device, once the check has used it.
     second_device: OnceLock<DeviceId>,
     /// Ordinary host memory that was registered or may be: it must live until the cleanup is done.
     host_pages: Mutex<Vec<Vec<HostPage>>>,

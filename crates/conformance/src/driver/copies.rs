@@ -165,10 +165,10 @@ fn out_of_range_copies_are_rejected(context: &TestContext) -> CheckResult {
 
 fn freed_memory_is_rejected(context: &TestContext) -> CheckResult {
     let (stream, other) = (context.stream()?, context.alloc_bytes(&[7; 64])?);
-    let gone = context.alloc(8 << 20)?;
-    context.free(gone)?;
-    expect_error(context.driver.fill(gone, Pattern::U8(1), 16, stream), InvalidValue)?;
-    expect_error(context.driver.copy(other.into(), gone.into(), 16, stream), InvalidValue)?;
+    let freed = context.alloc(8 << 20)?;
+    context.free(freed)?;
+    expect_error(context.driver.fill(freed, Pattern::U8(1), 16, stream), InvalidValue)?;
+    expect_error(context.driver.copy(other.into(), freed.into(), 16, stream), InvalidValue)?;
     let pinned = context.alloc_pinned(4096)?;
     context.untrack(Resource::Pinned(pinned));
     context.driver.host_free(pinned)?;

@@ -135,7 +135,7 @@ fn unknown_function_name_is_not_found(context: &TestContext) -> CheckResult {
 fn invalid_source_is_rejected_with_the_compiler_log(context: &TestContext) -> CheckResult {
     const WRONG: KernelSource = KernelSource {
         name: "invalid on purpose",
-        cuda: "extern \"C\" __global__ void broken() { this is no kernel }",
+        cuda: "extern \"C\" __global__ void invalid() { this is no kernel }",
         mirrors: &[],
     };
     // The simulated GPU compiles nothing: there the function is not found.
@@ -147,7 +147,7 @@ fn invalid_source_is_rejected_with_the_compiler_log(context: &TestContext) -> Ch
         Ok(module) => {
             context.track(Resource::Module(module));
             expect_eq("a driver that loads invalid source", context.driver.kind(), "sim")?;
-            expect_error(context.driver.function_get(module, "broken"), NotFound)
+            expect_error(context.driver.function_get(module, "invalid"), NotFound)
         }
     }
 }

@@ -152,7 +152,7 @@ fn memory_is_shared_by_threads(context: &TestContext) -> CheckResult {
     context.on_new_thread(|| context.free(ptr))
 }
 
-/// As an allocator does with memory of the driver: hand it out, take it back, hand it out again.
+/// As an allocator does with memory of the driver: allocate, free and allocate again.
 fn suballocation_reports_have_no_effect_on_contents(context: &TestContext) -> CheckResult {
     let (stream, ptr, n) = (context.stream()?, context.alloc(4096)?, 1024_u32);
     for round in 0..3 {

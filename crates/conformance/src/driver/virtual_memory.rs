@@ -279,10 +279,10 @@ fn released_physical_memory_is_rejected(context: &TestContext) -> CheckResult {
     let physical = vm.create(1)?;
     context.untrack(Resource::Physical(physical));
     context.driver.vm_release(physical)?;
-    for gone in [physical, PhysicalId(u64::MAX)] {
-        expect_error(context.driver.vm_release(gone), InvalidHandle)?;
-        expect_error(context.driver.vm_map(vm.reserve(1)?, gone), InvalidHandle)?;
-        expect_error(context.driver.vm_export(gone, ShareKind::PosixFd), InvalidHandle)?;
+    for released in [physical, PhysicalId(u64::MAX)] {
+        expect_error(context.driver.vm_release(released), InvalidHandle)?;
+        expect_error(context.driver.vm_map(vm.reserve(1)?, released), InvalidHandle)?;
+        expect_error(context.driver.vm_export(released, ShareKind::PosixFd), InvalidHandle)?;
     }
     Ok(())
 }

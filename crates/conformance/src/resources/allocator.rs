@@ -370,14 +370,14 @@ fn statistics_match_snapshots(context: &TestContext) -> CheckResult {
                 expect_agreement(context, allocator, &live)?;
             }
         }
-        live.drain(..).try_for_each(|given| allocator.free(given))?;
+        live.drain(..).try_for_each(|allocation| allocator.free(allocation))?;
         allocator.trim(context.device_id, MemPoolId::DEFAULT)?;
         expect_agreement(context, allocator, &live)?;
         let stats = allocator.stats(context.device_id)?;
         let peak = stats.allocated_bytes.all.peak;
         expect(peak > 0 && stats.reserved_bytes.all.peak >= peak, "peaks include the largest use")?;
-        let given = stats.allocation.all;
-        expect_eq("blocks allocated and freed", (given.allocated, given.freed), (120, 120))
+        let allocation = stats.allocation.all;
+        expect_eq("blocks allocated and freed", (allocation.allocated, allocation.freed), (120, 120))
     };
     on_caching(context, body)?;
     if context.device().properties().async_pools { on_driver_pool(context, body) } else { Ok(()) }
@@ -502,7 +502,9 @@ fn expect_out_of_memory(
     match allocator.allocate_raw(request(context, bytes, stream)) {
         Err(Error::OutOfMemory(report)) => Ok(report),
         Err(other) => Err(other.into()),
-        Ok(given) => Err(CheckError::Failed(format!("expected that {bytes} bytes are out of memory, got {given:?}"))),
+        Ok(allocation) => {
+            Err(CheckError::Failed(format!("expected that {bytes} bytes are out of memory, got {allocation:?}")))
+        }
     }
 }
 
@@ -526,7 +528,7 @@ fn expect_agreement(context: &TestContext, allocator: &SharedAllocator, live: &[
     let snapshot_segments = segments(allocator, None)?;
     let sum = |field: fn(&SegmentInfo) -> u64| snapshot_segments.iter().map(field).sum::<u64>();
     expect_eq("allocated blocks", stats.allocation.all.current, live.len() as u64)?;
-    let bytes: u64 = live.iter().map(|given| given.bytes).sum();
+    let bytes: u64 = live.iter().map(|allocation| allocation.bytes).sum();
     expect_eq("allocated bytes", stats.allocated_bytes.all.current, bytes)?;
     expect_eq(
         "allocated bytes of the snapshot",

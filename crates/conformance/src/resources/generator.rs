@@ -5,10 +5,10 @@ use warpool::graph::{CaptureOptions, Graph, GraphOptions};
 use warpool::memory::{Allocate, DeviceBlock};
 use warpool::{Error, Stream};
 use warpool_driver::{
-    DevicePtr, FunctionId, KernelArg, KernelFault, KernelMirror, KernelScope, KernelSource, LaunchShape, Pattern,
+    FunctionId, KernelArg, KernelFault, KernelMirror, KernelScope, KernelSource, LaunchShape, Pattern,
 };
 
-use super::helpers::with_allocator;
+use super::helpers::{philox_words, read_block_words, with_allocator};
 use crate::check::Check;
 use crate::context::TestContext;
 use crate::expect::{CheckResult, expect, expect_eq, expect_slice_eq};
@@ -72,11 +72,6 @@ fn normals(words: &[u32]) -> Vec<f32> {
     words.as_chunks().0.iter().flat_map(|&[first, second]| philox::normals(first, second)).collect()
 }
 
-/// The words of a fill of `count` words.
-fn words(seed: u64, offset: u64, count: usize) -> Vec<u32> {
-    (0..).flat_map(|subsequence| philox::block(seed, subsequence, offset)).take(count).collect()
-}
-
 /// Seeds, offsets and lengths with overflows and partial blocks.
 const CASES: [(u64, u64, u64); 7] = [
     (0, 0, 4),
@@ -108,15 +103,6 @@ fn generator(context: &TestContext, seed: u64, offset: u64) -> CheckResult<Gener
     Ok(generator)
 }
 
-fn words_at(context: &TestContext, ptr: DevicePtr, count: u64) -> CheckResult<Vec<u32>> {
-    let bytes = context.read_bytes(ptr, 4 * count as usize)?;
-    Ok(bytes.as_chunks().0.iter().map(|&word| u32::from_le_bytes(word)).collect())
-}
-
-fn words_of(context: &TestContext, block: &DeviceBlock) -> CheckResult<Vec<u32>> {
-    words_at(context, block.ptr(), block.bytes() / 4)
-}
-
 /// The number of floats between two floats. Both zeros count as one.
 fn ulps(a: f32, b: f32) -> u32 {
     let place = |x: f32| {
@@ -146,7 +132,7 @@ fn philox_matches_curand(context: &TestContext) -> CheckResult {
                 let shape = LaunchShape { grid: [1; 3], block: [4, 1, 1], shared_bytes: 0 };
                 context.launch_kernel(function, shape, &args, stream.id())?;
                 stream.synchronize()?;
-                let got = words_of(context, &block)?;
+                let got = read_block_words(context, &block)?;
                 expect_slice_eq("words", &got[..16], &curand[..16])?;
                 expect_slice_eq("uniforms", &got[16..32], &curand[16..32])?;
                 for (&got, &curand) in got[32..].iter().zip(&curand[32..]) {
@@ -168,14 +154,16 @@ fn bits_and_uniforms_match_the_host(context: &TestContext) -> CheckResult {
             generator.fill_bits(&block, stream)?;
             stream.synchronize()?;
             let what = format!("{count} words of seed {seed} at {offset}");
-            expect_slice_eq(&what, &words_of(context, &block)?, &words(seed, offset, count as usize))?;
+            expect_slice_eq(&what, &read_block_words(context, &block)?, &philox_words(seed, offset, count as usize))?;
             let offset = offset.wrapping_add(4);
             expect_eq("the offset", generator.offset()?, offset)?;
             generator.fill_uniform(&block, stream)?;
             stream.synchronize()?;
-            let want: Vec<u32> =
-                words(seed, offset, count as usize).into_iter().map(|word| philox::uniform(word).to_bits()).collect();
-            expect_slice_eq(&format!("uniforms, {what}"), &words_of(context, &block)?, &want)?;
+            let want: Vec<u32> = philox_words(seed, offset, count as usize)
+                .into_iter()
+                .map(|word| philox::uniform(word).to_bits())
+                .collect();
+            expect_slice_eq(&format!("uniforms, {what}"), &read_block_words(context, &block)?, &want)?;
         }
         Ok(())
     })
@@ -190,8 +178,8 @@ fn normals_match_the_host_within_rounding(context: &TestContext) -> CheckResult 
             let block = allocator.allocate(4 * count, stream)?;
             generator.fill_normal(&block, stream)?;
             stream.synchronize()?;
-            let want = normals(&words(seed, offset, count as usize + 1));
-            for (got, want) in words_of(context, &block)?.into_iter().map(f32::from_bits).zip(want) {
+            let want = normals(&philox_words(seed, offset, count as usize + 1));
+            for (got, want) in read_block_words(context, &block)?.into_iter().map(f32::from_bits).zip(want) {
                 let distance = ulps(got, want);
                 expect(
                     distance <= MAX_ULPS,
@@ -210,7 +198,7 @@ fn dropout_masks_match_the_host(context: &TestContext) -> CheckResult {
             let block = allocator.allocate(count, stream)?;
             generator.fill_dropout_mask(&block, keep, stream)?;
             stream.synchronize()?;
-            let want: Vec<u8> = words(seed, offset, count as usize)
+            let want: Vec<u8> = philox_words(seed, offset, count as usize)
                 .into_iter()
                 .map(|word| u8::from(philox::uniform(word) <= keep))
                 .collect();
@@ -233,8 +221,8 @@ fn fill_writes_only_its_range(context: &TestContext) -> CheckResult {
                 generator.fill_bits(Target::part(&block, 4 * first, count), stream)?;
                 stream.synchronize()?;
                 let mut want = vec![UNTOUCHED; 64];
-                want[first as usize..][..count as usize].copy_from_slice(&words(3, 0, count as usize));
-                expect_slice_eq(&format!("{count} words at word {first}"), &words_of(context, &block)?, &want)?;
+                want[first as usize..][..count as usize].copy_from_slice(&philox_words(3, 0, count as usize));
+                expect_slice_eq(&format!("{count} words at word {first}"), &read_block_words(context, &block)?, &want)?;
             }
         }
         Ok(())
@@ -255,7 +243,7 @@ fn user_kernel_draws_its_reservation(context: &TestContext) -> CheckResult {
             let expect_words = |offset| -> CheckResult {
                 stream.synchronize()?;
                 let want: Vec<u32> = philox::words(77, 5, offset).take(8).collect();
-                expect_slice_eq("eight words", &words_of(context, &block)?[..8], &want)
+                expect_slice_eq("eight words", &read_block_words(context, &block)?[..8], &want)
             };
             launch()?;
             expect_words(12)?;
@@ -301,7 +289,7 @@ fn threads_draw_distinct_numbers(context: &TestContext) -> CheckResult {
                     let draw = |_| {
                         generator.fill_bits(&block, &stream)?;
                         stream.synchronize()?;
-                        words_of(context, &block)
+                        read_block_words(context, &block)
                     };
                     (0..DRAWS).map(draw).collect()
                 })
@@ -311,7 +299,7 @@ fn threads_draw_distinct_numbers(context: &TestContext) -> CheckResult {
         })?;
         let mut drawn: Vec<Vec<u32>> = drawn.into_iter().flatten().collect();
         let mut want: Vec<Vec<u32>> =
-            (0..THREADS * DRAWS).map(|number| words(21, 4 * number, COUNT as usize)).collect();
+            (0..THREADS * DRAWS).map(|number| philox_words(21, 4 * number, COUNT as usize)).collect();
         drawn.sort_unstable();
         want.sort_unstable();
         expect(drawn == want, "every sequence is drawn exactly once")
@@ -391,8 +379,8 @@ fn replays_on_two_streams_are_independent(context: &TestContext) -> CheckResult 
         context.device().synchronize()?;
         for round in 0..ROUNDS {
             for ((_, _, copies), number) in graphs.iter().zip(0..) {
-                let got = words_at(context, copies.ptr().offset(4 * COUNT * round), COUNT)?;
-                let want = words(31, 4 * (2 * round + number), COUNT as usize);
+                let got = context.read_words(copies.ptr().offset(4 * COUNT * round), COUNT as usize)?;
+                let want = philox_words(31, 4 * (2 * round + number), COUNT as usize);
                 expect_slice_eq(&format!("graph {number}, replay {round}"), &got, &want)?;
             }
         }
@@ -427,7 +415,7 @@ fn rejected_calls_do_not_invalidate_a_capture(context: &TestContext) -> CheckRes
         expect_eq("the error for another seed", seed, Some(Err(want)))?;
         graph.replay(stream)?;
         stream.synchronize()?;
-        expect_slice_eq("the numbers", &words_of(context, &block)?, &words(13, 0, 100))?;
+        expect_slice_eq("the numbers", &read_block_words(context, &block)?, &philox_words(13, 0, 100))?;
         Ok(graph.reset()?)
     })
 }

@@ -5,29 +5,19 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
 use warpool::blas::{Blas, BlasSettings};
-use warpool::generator::{Generator, philox};
+use warpool::generator::Generator;
 use warpool::graph::{Call, Callable, CaptureOptions, Fallback, GraphError, GraphedCallable, GraphedOptions, Input};
 use warpool::memory::{Allocate, DeviceBlock, MemPoolId};
 use warpool::{Error, EventOptions, Stream};
 use warpool_driver::{BlasMatrix, DevicePtr, ErrorCode, Sgemm};
 
-use super::helpers::{PLAIN, SharedAllocator, graph, reserved_bytes, with_allocator};
+use super::helpers::{PLAIN, SharedAllocator, graph, philox_words, read_block_words, reserved_bytes, with_allocator};
 use crate::context::TestContext;
 use crate::expect::{CheckError, CheckResult, expect, expect_eq, expect_slice_eq, skip};
 use crate::sync::join;
 
 const KIB: u64 = 1 << 10;
 const MIB: u64 = 1 << 20;
-
-fn words_of(context: &TestContext, block: &DeviceBlock) -> CheckResult<Vec<u32>> {
-    let bytes = context.read_bytes(block.ptr(), block.bytes() as usize)?;
-    Ok(bytes.as_chunks().0.iter().map(|&word| u32::from_le_bytes(word)).collect())
-}
-
-/// The words of a fill of `count` words.
-fn fill_words(seed: u64, offset: u64, count: usize) -> Vec<u32> {
-    (0..).flat_map(|subsequence| philox::block(seed, subsequence, offset)).take(count).collect()
-}
 
 pub(super) fn replays_draw_the_eager_sequence(context: &TestContext) -> CheckResult {
     const COUNT: usize = 5000;
@@ -55,8 +45,8 @@ pub(super) fn replays_draw_the_eager_sequence(context: &TestContext) -> CheckRes
             graph.replay(stream)?;
             stream.synchronize()?;
             for block in [&one, &two] {
-                let got = words_of(context, block)?;
-                expect_slice_eq(&format!("numbers at {offset}"), &got, &fill_words(77, offset, COUNT))?;
+                let got = read_block_words(context, block)?;
+                expect_slice_eq(&format!("numbers at {offset}"), &got, &philox_words(77, offset, COUNT))?;
                 offset += 4;
             }
             expect_eq("the offset", generator.offset()?, offset)?;
@@ -96,8 +86,12 @@ pub(super) fn two_graphs_share_a_generator_on_two_streams(context: &TestContext)
         context.device().synchronize()?;
         for round in 0..ROUNDS {
             for ((_, _, copies, _), index) in graphs.iter().zip(0..) {
-                let (got, offset) = (words_of(context, &copies[round as usize])?, 4 * (2 * round + index));
-                expect_slice_eq(&format!("numbers of graph {index} at {offset}"), &got, &fill_words(5, offset, COUNT))?;
+                let (got, offset) = (read_block_words(context, &copies[round as usize])?, 4 * (2 * round + index));
+                expect_slice_eq(
+                    &format!("numbers of graph {index} at {offset}"),
+                    &got,
+                    &philox_words(5, offset, COUNT),
+                )?;
             }
         }
         Ok(graphs.iter_mut().try_for_each(|(graph, ..)| graph.reset())?)

@@ -3,8 +3,9 @@
 use std::sync::Arc;
 
 use warpool::Stream;
+use warpool::generator::philox;
 use warpool::graph::{BufferKey, Capture, CaptureOptions, Graph, GraphOptions};
-use warpool::memory::{Allocate, CachingAllocator, DeviceAllocator, MemPoolId, Settings};
+use warpool::memory::{Allocate, CachingAllocator, DeviceAllocator, DeviceBlock, MemPoolId, Settings};
 use warpool_driver::{CaptureMode, DevicePtr};
 
 use crate::context::TestContext;
@@ -56,4 +57,14 @@ pub(super) fn capture_sum(
     let output = capture.allocate(bytes)?;
     context.add_sequence(capture.buffer(output)?.ptr(), between.ptr(), bytes, 1, &stream)?;
     Ok(output)
+}
+
+/// The contents of a block.
+pub(super) fn read_block_words(context: &TestContext, block: &DeviceBlock) -> CheckResult<Vec<u32>> {
+    context.read_words(block.ptr(), (block.bytes() / 4) as usize)
+}
+
+/// The words that a generator fills into memory of `count` words.
+pub(super) fn philox_words(seed: u64, offset: u64, count: usize) -> Vec<u32> {
+    (0..).flat_map(|subsequence| philox::block(seed, subsequence, offset)).take(count).collect()
 }

@@ -82,9 +82,11 @@ fn with_allocator_settings(
     }
 }
 
-/// Bytes that depend on the seed.
+/// Random bytes of a seed.
 fn pattern(bytes: u64, seed: u64) -> Vec<u8> {
-    (0..bytes).map(|at| (at.wrapping_mul(seed | 1) >> 3) as u8 ^ seed as u8).collect()
+    let mut contents = vec![0; bytes as usize];
+    fastrand::Rng::with_seed(seed).fill(&mut contents);
+    contents
 }
 
 fn contents(block: &HostBlock) -> CheckResult<Vec<u8>> {
@@ -485,8 +487,8 @@ fn dropped_graph_frees_blocks_after_its_replays(context: &TestContext) -> CheckR
 fn snapshot_includes_pinned_memory(context: &TestContext) -> CheckResult {
     on_each_kind(context, |host| {
         host.record_history(Some(HistoryOptions::default()));
-        let (kept, gone) = (host.allocate(5000)?, host.allocate(2 * MIB)?);
-        drop(gone);
+        let (kept, freed) = (host.allocate(5000)?, host.allocate(2 * MIB)?);
+        drop(freed);
         let mut snapshot = Snapshot::default();
         host.add_to(&mut snapshot);
         let segments = snapshot.host_segments.unwrap_or_default();

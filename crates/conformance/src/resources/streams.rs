@@ -43,10 +43,10 @@ fn pool_streams_are_returned_round_robin(context: &TestContext) -> CheckResult {
 
 fn priorities_are_clamped(context: &TestContext) -> CheckResult {
     let range = context.device().priority_range()?;
-    for (asked, given) in
+    for (requested, expected) in
         [(100, range.least), (0, range.least), (-100, range.greatest), (range.greatest, range.greatest)]
     {
-        expect_eq("the priority", context.device().pool_stream_at(asked)?.priority()?, given)?;
+        expect_eq("the priority", context.device().pool_stream_at(requested)?.priority()?, expected)?;
     }
     expect_eq(
         "the priority of a high-priority stream",
