@@ -1,5 +1,5 @@
-//! A test context for cuBLAS: a simulated machine, and products whose results are known. A test that makes one ends with
-//! [`Lab::finish`].
+//! A test context for cuBLAS: a simulated machine, and products whose results are known. A test that makes one ends
+//! with [`Lab::finish`].
 
 use std::sync::Arc;
 

@@ -21,9 +21,9 @@ fn end(context: &TestContext, stream: &Stream, pool: MemPoolId) -> warpool::driv
     context.end_capture(stream)
 }
 
-/// Memory can come from the driver in a capture, into the pool, and replays use it.
+/// A capture may allocate from the driver, and replays use that memory.
 #[test]
-fn a_capture_gets_memory_from_its_pool() {
+fn a_capture_allocates_from_its_pool() {
     for settings in ["", "expandable_segments:True"] {
         let context = TestContext::new(settings);
         let stream = context.side_stream();
@@ -33,7 +33,7 @@ fn a_capture_gets_memory_from_its_pool() {
         let block = context.alloc_on(&stream, 30 * MIB);
         assert_ne!(block.ptr, cached.ptr);
         context.fill(block, 42, &stream);
-        // Others are not routed.
+        // Other streams are not routed.
         let outside = context.alloc(30 * MIB);
         let exec = end(&context, &stream, pool);
         let of_pool = context.segments_of(pool);
@@ -47,8 +47,7 @@ fn a_capture_gets_memory_from_its_pool() {
     }
 }
 
-/// A framework's stream that never allocated before: the capture begins on it, or comes to it by an event, and then it
-/// is adopted. By then it does not say what it is.
+/// A foreign stream that is adopted while it captures: the driver refuses to describe it then.
 #[test]
 fn a_stream_that_is_adopted_in_a_capture_gets_memory() {
     for (settings, forks) in
@@ -66,13 +65,15 @@ fn a_stream_that_is_adopted_in_a_capture_gets_memory() {
         let pool = context.pools().create_graph_pool(FIRST).unwrap();
         sim.capture_begin(first, CaptureMode::Global).unwrap();
         context.pools().capture_began(FIRST).unwrap();
-        let CaptureState::Active(capture) = sim.capture_state(first).unwrap() else { panic!("it should capture") };
+        let CaptureState::Active(capture) = sim.capture_state(first).unwrap() else {
+            panic!("the stream should capture")
+        };
         context.pools().begin_routing(FIRST, pool, Route::Capture(capture)).unwrap();
         if forks {
             order(first, fresh);
         }
         let raw = sim.stream_handle(fresh).unwrap().raw;
-        // SAFETY: a simulated driver follows no handle.
+        // SAFETY: the simulation does not dereference handles.
         let stream = Stream::external(&context.device(), unsafe { ForeignStream::new(raw) }).unwrap();
         let refused = sim.stream_info(stream.id()).map_err(|error| error.code);
         assert_eq!((refused, stream.raw()), (Err(ErrorCode::StreamCaptureUnsupported), Ok(raw)));
@@ -84,7 +85,7 @@ fn a_stream_that_is_adopted_in_a_capture_gets_memory() {
         context.pools().end_routing(FIRST, pool).unwrap();
         let graph = sim.capture_end(first).unwrap();
         context.pools().capture_ended(FIRST).unwrap();
-        assert_eq!(stream.info().unwrap().raw, raw, "now it says it");
+        assert_eq!(stream.info().unwrap().raw, raw, "after the capture");
         let exec = sim.graph_instantiate(graph, InstantiateOptions::default()).unwrap();
         sim.graph_launch(exec, first).unwrap();
         context.assert_holds(block, 42);
@@ -92,9 +93,8 @@ fn a_stream_that_is_adopted_in_a_capture_gets_memory() {
     }
 }
 
-/// Without uses on other streams a free in a capture is at once reusable in it.
 #[test]
-fn a_plain_free_in_a_capture_is_reused() {
+fn a_free_in_a_capture_is_reused_by_its_stream() {
     let context = TestContext::new("");
     let stream = context.side_stream();
     let pool = begin(&context, &stream);
@@ -110,9 +110,9 @@ fn a_plain_free_in_a_capture_is_reused() {
     context.finish();
 }
 
-/// test_graph_record_stream: with a use on another stream it waits for the end of the capture, and then for nothing.
+/// test_graph_record_stream: a block that another stream used is reused after the end of the capture.
 #[test]
-fn a_use_in_a_capture_defers_the_free_to_its_end() {
+fn a_captured_use_defers_the_free_to_the_end_of_the_capture() {
     let context = TestContext::new("");
     let (stream, side) = (context.side_stream(), context.side_stream());
     let pool = begin(&context, &stream);
@@ -123,19 +123,19 @@ fn a_use_in_a_capture_defers_the_free_to_its_end() {
     stream.wait_stream(&side).unwrap();
     let records = context.sim.call_count(Call::EventRecord);
     context.free(block);
-    assert_eq!(context.sim.call_count(Call::EventRecord), records, "nothing is recorded for it in a capture");
+    assert_eq!(context.sim.call_count(Call::EventRecord), records, "no event is recorded in a capture");
     let other = context.alloc_on(&stream, 4 * MIB);
     assert_ne!(other.ptr, block.ptr);
     assert_eq!(context.stats().active.all.current, 2);
     let exec = end(&context, &stream, pool);
     context.free(context.alloc(1));
-    assert_eq!(context.stats().active.all.current, 1, "free as soon as the capture is over");
+    assert_eq!(context.stats().active.all.current, 1, "reclaimed after the capture");
     assert_eq!(context.alloc_in_on(pool, &stream, 4 * MIB).ptr, block.ptr);
     context.sim.graph_launch(exec, stream.id()).unwrap();
     context.finish();
 }
 
-/// TestMemPool.test_graph_capture_reclaim_2_streams: where the graph puts all uses first, the block is reused in the
+/// TestMemPool.test_graph_capture_reclaim_2_streams: if the graph orders all uses before, the block is reused in the
 /// capture.
 #[test]
 fn joined_uses_are_reused_in_the_capture() {
@@ -156,7 +156,7 @@ fn joined_uses_are_reused_in_the_capture() {
         assert_eq!(next.ptr == block.ptr, reuse && joined, "reuse {reuse}, joined {joined}");
         context.fill(next, 3, &stream);
         stream.wait_stream(&side).unwrap();
-        // Joined by now, whatever it was before.
+        // Joined in any case.
         let last = context.alloc_on(&stream, 4 * MIB);
         assert_eq!(last.ptr == block.ptr, reuse && !joined, "reuse {reuse}, joined {joined}");
         context.fill(last, 4, &stream);
@@ -170,9 +170,9 @@ fn joined_uses_are_reused_in_the_capture() {
     }
 }
 
-/// TestMemPool.test_graph_capture_reclaim_4_streams: every one of several uses must lie before.
+/// TestMemPool.test_graph_capture_reclaim_4_streams.
 #[test]
-fn all_of_several_uses_must_be_joined() {
+fn all_uses_must_be_joined_for_reuse() {
     let context = TestContext::new("graph_capture_record_stream_reuse:True");
     let stream = context.side_stream();
     let sides = [0; 3].map(|_| context.side_stream());
@@ -196,10 +196,9 @@ fn all_of_several_uses_must_be_joined() {
     context.finish();
 }
 
-/// TestMemPool.test_graph_capture_pre_capture_stream_use: a use before the capture is not the graph's, and needs a mark
-/// afterwards.
+/// TestMemPool.test_graph_capture_pre_capture_stream_use: the graph does not order a use before the capture.
 #[test]
-fn a_use_before_the_capture_is_still_waited_for() {
+fn a_use_before_the_capture_needs_a_fence_after_it() {
     for settings in ["", "graph_capture_record_stream_reuse:True"] {
         let context = TestContext::new(settings);
         let (stream, side) = (context.side_stream(), context.side_stream());
@@ -213,40 +212,40 @@ fn a_use_before_the_capture_is_still_waited_for() {
         let other = context.allocator.allocate_raw(request).unwrap();
         assert_ne!(other.ptr, block.ptr, "{settings}");
         end(&context, &stream, pool);
-        assert_ne!(context.alloc_on(&stream, 4 * MIB).ptr, block.ptr, "still busy there");
+        assert_ne!(context.alloc_on(&stream, 4 * MIB).ptr, block.ptr, "the side stream still uses it");
         context.resume_stream(&side);
         assert_eq!(context.alloc_on(&stream, 4 * MIB).ptr, block.ptr);
         context.finish();
     }
 }
 
-/// A capture elsewhere forbids much, but not to the allocator: it asks and waits without breaking it.
+/// A capture forbids event queries and waits in other streams, unless they are made in relaxed mode.
 #[test]
-fn requests_of_others_do_not_break_a_capture() {
+fn requests_on_other_streams_do_not_invalidate_a_capture() {
     for settings in ["", "expandable_segments:True"] {
         let context = TestContext::with_capacity(GIB, settings);
         let (stream, side) = (context.side_stream(), context.side_stream());
         let pool = begin(&context, &stream);
         let captured = context.alloc_on(&stream, 100 * MIB);
         context.fill(captured, 8, &stream);
-        let whole = |what: &str| {
+        let expect_valid = |what: &str| {
             let state = context.sim.capture_state(stream.id()).unwrap();
             assert!(matches!(state, CaptureState::Active(_)), "{what} with {settings:?}");
         };
-        // Marks, questions about them, and memory from the driver.
+        // Records and queries fences, and allocates from the driver.
         let block = context.alloc_on(&side, 600 * MIB);
         context.fill(block, 1, &side);
         let other = context.side_stream();
         other.wait_stream(&side).unwrap();
         context.record_use(block, &other);
         context.free(block);
-        whole("a free");
-        // Waits for marks and gives everything back.
+        expect_valid("a free");
+        // Waits for fences and releases everything.
         let more = context.alloc_on(&other, 700 * MIB);
-        whole("a retry");
+        expect_valid("a retry");
         context.free(more);
         context.trim();
-        whole("a trim");
+        expect_valid("a trim");
         let exec = end(&context, &stream, pool);
         context.sim.graph_launch(exec, stream.id()).unwrap();
         context.assert_holds(captured, 8);
@@ -254,9 +253,8 @@ fn requests_of_others_do_not_break_a_capture() {
     }
 }
 
-/// A request in a capture that runs out does not give the cache back.
 #[test]
-fn running_out_in_a_capture_keeps_the_cache() {
+fn out_of_memory_in_a_capture_keeps_the_cache() {
     let context = TestContext::with_capacity(GIB, "");
     let stream = context.side_stream();
     let cached = context.alloc(600 * MIB);
@@ -268,7 +266,7 @@ fn running_out_in_a_capture_keeps_the_cache() {
     let stats = context.stats();
     assert_eq!((stats.num_ooms, stats.num_alloc_retries, stats.num_sync_all_streams), (1, 0, 0));
     assert_eq!(context.bytes_reserved(), 600 * MIB);
-    // The capture goes on, and so does everything else.
+    // The capture can go on.
     let small = context.alloc_on(&stream, 100 * MIB);
     context.fill(small, 1, &stream);
     let exec = end(&context, &stream, pool);
@@ -277,10 +275,9 @@ fn running_out_in_a_capture_keeps_the_cache() {
     context.finish();
 }
 
-/// While the calling thread's current stream captures, trim leaves the default pool alone but not pools that nobody
-/// uses.
+/// While the current stream of the calling thread captures, trim releases only memory of released pools.
 #[test]
-fn trim_in_a_capture_spares_the_default_pool() {
+fn trim_on_a_capturing_stream_spares_the_default_pool() {
     let context = TestContext::new("");
     let stream = context.side_stream();
     let old = context.pools().create_graph_pool(FIRST).unwrap();
@@ -297,9 +294,8 @@ fn trim_in_a_capture_spares_the_default_pool() {
     context.finish();
 }
 
-/// The pool of a graph keeps its memory until nobody uses it.
 #[test]
-fn a_graphs_pool_keeps_its_memory_while_used() {
+fn a_graph_pool_keeps_its_memory_while_in_use() {
     let context = TestContext::new("");
     let stream = context.side_stream();
     context.allocator.record_history(Some(HistoryOptions::default())).unwrap();

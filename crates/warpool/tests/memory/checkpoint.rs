@@ -8,7 +8,7 @@ use warpool::Error;
 use warpool::driver::DevicePtr;
 use warpool::memory::{Allocation, BlockState, DeviceAllocator, MemPoolId, Restored};
 
-/// Where every block of a pool stands.
+/// The address, size and state of every block of a pool.
 fn layout(context: &TestContext, pool: MemPoolId) -> Vec<(u64, u64, BlockState)> {
     let segments = context.segments_of(pool);
     let blocks = segments.iter().flat_map(|segment| &segment.blocks);
@@ -25,7 +25,7 @@ fn ptrs(blocks: &[Allocation]) -> Vec<DevicePtr> {
     ptrs
 }
 
-/// Keeps what `before` leaves, does `after` to it, and puts it back: every block stands where it stood.
+/// Takes a checkpoint after `before`, runs `after`, and restores it: every block is as it was.
 fn check(
     before: impl Fn(&TestContext, MemPoolId) -> Vec<Allocation>,
     after: impl Fn(&TestContext, MemPoolId, Vec<Allocation>) -> Vec<Allocation>,
@@ -47,7 +47,7 @@ fn check(
             let expected = if round == 0 { ptrs(&live_since) } else { ptrs(&live) };
             assert_eq!(freed, expected, "round {round} with {settings:?}");
             assert_eq!(ptrs(&allocated), ptrs(&live));
-            // Segments that were made since are none of it.
+            // Without segments allocated since.
             let made_since = |address: u64| !segments.iter().any(|segment| segment.contains(&address));
             let mut now = layout(&context, pool);
             now.retain(|&(address, _, state)| !made_since(address) || state != BlockState::Inactive);
@@ -76,13 +76,13 @@ fn several(context: &TestContext, pool: MemPoolId, sizes: &[u64]) -> Vec<Allocat
 
 /// test_simple.
 #[test]
-fn nothing_happened_since() {
+fn restore_of_an_unchanged_pool() {
     check(|context, pool| several(context, pool, &[10 * MIB, 512, 3 * MIB, 700 * KIB]), |_, _, live| live);
 }
 
 /// test_allocated_in_middle_of_segment, test_multiple_middle_allocations and test_middle_allocations_contiguous.
 #[test]
-fn blocks_in_the_middle_come_back_there() {
+fn blocks_in_the_middle_of_a_segment_are_restored() {
     for kept in [vec![2], vec![1, 4, 6], vec![3, 4, 5], vec![0, 7], vec![]] {
         let before = |context: &TestContext, pool| {
             let all = several(context, pool, &[100 * KIB; 8]);
@@ -104,7 +104,7 @@ fn blocks_in_the_middle_come_back_there() {
 
 /// test_additional_free_following_checkpoint and test_tensor_dies_after_checkpoint.
 #[test]
-fn what_died_since_is_there_again() {
+fn blocks_freed_since_are_restored() {
     check(
         |context, pool| several(context, pool, &[MIB, MIB, 12 * MIB, 4 * MIB]),
         |context, _, live| {
@@ -115,7 +115,7 @@ fn what_died_since_is_there_again() {
 }
 
 #[test]
-fn the_same_place_cut_in_another_way() {
+fn blocks_split_differently_since_are_restored() {
     check(
         |context, pool| several(context, pool, &[4 * MIB, 2 * MIB, 4 * MIB]),
         |context, pool, live| {
@@ -125,9 +125,8 @@ fn the_same_place_cut_in_another_way() {
     );
 }
 
-/// Segments that were made since stay, free.
 #[test]
-fn new_segments_are_left_free() {
+fn segments_allocated_since_stay_free() {
     let context = TestContext::new("");
     let pool = pool(&context);
     let live = several(&context, pool, &[12 * MIB]);
@@ -142,9 +141,9 @@ fn new_segments_are_left_free() {
     context.finish();
 }
 
-/// test_expandable_segment_checkpoint_growth: a segment that has grown since, or that has grown into its hole.
+/// test_expandable_segment_checkpoint_growth: a segment that has grown since, at its end or into a hole.
 #[test]
-fn a_segment_that_grew_since_is_accepted() {
+fn a_segment_that_grew_since_can_be_restored() {
     let context = TestContext::new("expandable_segments:True");
     let pool = pool(&context);
     let live = several(&context, pool, &[20 * MIB, 20 * MIB]);
@@ -161,7 +160,7 @@ fn a_segment_that_grew_since_is_accepted() {
 
 /// test_allocate_in_thread_to_pool, with the restore on another thread than the rest.
 #[test]
-fn another_thread_can_put_it_back() {
+fn another_thread_can_restore() {
     let context = TestContext::new("");
     let pool = pool(&context);
     let live = thread::scope(|scope| scope.spawn(|| several(&context, pool, &[3 * MIB, MIB])).join().unwrap());
@@ -170,16 +169,16 @@ fn another_thread_can_put_it_back() {
     let restored =
         thread::scope(|scope| scope.spawn(|| context.allocator.restore(&checkpoint)).join().unwrap()).unwrap();
     assert_eq!((restored.freed.len(), ptrs(&restored.allocated)), (0, ptrs(&live)));
-    // What was owned before is not what is owned now.
+    // The allocations from before are not valid any more.
     assert!(
         context.allocator.free(live[0]).is_err() || restored.allocated.iter().any(|block| block.slot == live[0].slot)
     );
     context.finish();
 }
 
-/// Counters move as if every block had been freed and allocated.
+/// They count every block as freed and allocated.
 #[test]
-fn counters_follow() {
+fn statistics_follow_a_restore() {
     let context = TestContext::new("");
     let pool = pool(&context);
     several(&context, pool, &[3 * MIB, 1000]);
@@ -195,15 +194,14 @@ fn counters_follow() {
     context.finish();
 }
 
-/// What cannot be kept or put back is refused, and nothing changes.
 #[test]
-fn a_pool_must_be_there_and_at_rest() {
+fn a_checkpoint_needs_a_pool_in_use_without_pending_frees() {
     let context = TestContext::new("");
     let (pool, side) = (pool(&context), context.side_stream());
     let unknown = MemPoolId { graph: 99, user: 0 };
     let error = context.allocator.checkpoint(FIRST, unknown).unwrap_err();
     assert!(error.to_string().contains("could not find pool of id"), "{error}");
-    assert!(context.allocator.checkpoint(FIRST, MemPoolId::DEFAULT).is_err(), "the default pool is no private one");
+    assert!(context.allocator.checkpoint(FIRST, MemPoolId::DEFAULT).is_err(), "the default pool is not a private one");
     let [block, other] = [0; 2].map(|_| context.alloc_in(pool, 4 * MIB));
     let checkpoint = context.allocator.checkpoint(FIRST, pool).unwrap();
     context.pause_stream(&side);
@@ -218,7 +216,7 @@ fn a_pool_must_be_there_and_at_rest() {
     context.resume_stream(&side);
     context.allocator.checkpoint(FIRST, pool).unwrap();
     context.pools().release_pool(FIRST, pool).unwrap();
-    assert!(context.allocator.checkpoint(FIRST, pool).is_err(), "nobody uses it");
+    assert!(context.allocator.checkpoint(FIRST, pool).is_err(), "it is released");
     assert!(context.allocator.restore(&checkpoint).is_err());
     context.free(other);
     context.trim();
@@ -226,9 +224,9 @@ fn a_pool_must_be_there_and_at_rest() {
     context.finish();
 }
 
-/// Streams that had used a block when it was kept are waited for when the restored one is freed.
+/// Streams that had used a block before the checkpoint are waited for when the restored one is freed.
 #[test]
-fn uses_are_kept() {
+fn recorded_uses_are_restored() {
     let context = TestContext::new("");
     let (pool, side) = (pool(&context), context.side_stream());
     let block = context.alloc_in(pool, 4 * MIB);

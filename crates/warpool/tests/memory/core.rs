@@ -1,5 +1,5 @@
-//! Where blocks come from: rounding, best fit, cutting and joining, exact addresses, and what is not an allocation.
-//! After PyTorch's own tests where one is named.
+//! Rounding, best fit, splitting and merging, and arguments that are not an allocation. A named test is the one of
+//! PyTorch that it follows.
 
 use crate::common::memory::{FIRST, GIB, KIB, MIB, TestContext};
 use warpool::Error;
@@ -8,7 +8,7 @@ use warpool::memory::{Allocation, BlockState, DeviceAllocator, MemPoolId, Reques
 
 /// TestCuda.test_memory_allocation.
 #[test]
-fn an_allocation_moves_the_counter_by_its_rounded_size() {
+fn allocated_bytes_count_the_rounded_size() {
     let context = TestContext::new("");
     for bytes in [1, 511, 512, 513, 4_000_000, MIB, MIB + 1, 35_511_234] {
         let before = context.bytes_allocated();
@@ -23,7 +23,7 @@ fn an_allocation_moves_the_counter_by_its_rounded_size() {
     context.finish();
 }
 
-/// Sizes below 1 MiB leave no rest that is too small to cut off, so there the block is the rounded request.
+/// Below 1 MiB any rest is split off, so the block has the rounded size.
 #[test]
 fn requests_are_rounded_to_512() {
     let context = TestContext::new("");
@@ -37,7 +37,7 @@ fn requests_are_rounded_to_512() {
 
 /// The kind and the size of a segment follow from the rounded request.
 #[test]
-fn a_segment_is_chosen_by_the_rounded_size() {
+fn segment_size_follows_the_rounded_size() {
     let cases = [
         (1, SegmentKind::Small, 2 * MIB),
         (MIB - 1, SegmentKind::Small, 2 * MIB),
@@ -60,18 +60,18 @@ fn a_segment_is_chosen_by_the_rounded_size() {
 }
 
 #[test]
-fn large_segments_can_have_another_size() {
+fn large_segment_size_is_a_setting() {
     let context = TestContext::new("large_segment_size_mb:32");
     context.alloc(2 * MIB);
     assert_eq!(context.segment_sizes(), [32 * MIB]);
     context.alloc(30 * MIB);
-    assert_eq!(context.segment_sizes(), [32 * MIB], "what is left of the first serves the second");
+    assert_eq!(context.segment_sizes(), [32 * MIB], "the rest of the first serves the second");
     context.finish();
 }
 
 /// TestCudaAllocator.test_allocator_settings.
 #[test]
-fn rounding_in_divisions_follows_the_settings() {
+fn rounding_to_divisions_follows_the_settings() {
     let context = TestContext::new("");
     let takes = |bytes: u64| {
         context.trim();
@@ -100,7 +100,7 @@ fn rounding_in_divisions_follows_the_settings() {
 }
 
 #[test]
-fn rounding_in_divisions_begins_above_so_many_smallest_blocks() {
+fn rounding_to_divisions_starts_above_512_times_divisions() {
     let context = TestContext::new("roundup_power2_divisions:4");
     for (bytes, rounded) in [(2048, 2048), (2049, 2560), (1200, 1536), (5000, 5120), (4096, 4096)] {
         let given = context.alloc(bytes);
@@ -112,7 +112,7 @@ fn rounding_in_divisions_begins_above_so_many_smallest_blocks() {
 
 /// The invalid values of TestCudaAllocator.test_allocator_settings; none changes anything.
 #[test]
-fn wrong_settings_are_refused() {
+fn invalid_settings_are_refused() {
     let settings = Settings::parse("").unwrap();
     for wrong in [
         "foo:1,bar:2",
@@ -133,7 +133,7 @@ fn wrong_settings_are_refused() {
 }
 
 #[test]
-fn nothing_is_nothing() {
+fn zero_bytes_are_null() {
     let context = TestContext::new("");
     let empty = context.alloc(0);
     assert!(empty.ptr.is_null());
@@ -148,7 +148,7 @@ fn nothing_is_nothing() {
 /// The second half of TestCuda.test_out_of_memory, and the negative sizes of test_caching_allocator_alloc_negative_size
 /// as they arrive in an unsigned number.
 #[test]
-fn more_than_an_exbibyte_is_refused_before_anything_is_tried() {
+fn more_than_an_exbibyte_is_refused_at_once() {
     let context = TestContext::new("");
     let calls = context.sim.calls_made();
     for bytes in [1 << 60, u64::MAX, u64::MAX - 511, (-1_i64).cast_unsigned()] {
@@ -165,7 +165,7 @@ fn more_than_an_exbibyte_is_refused_before_anything_is_tried() {
 }
 
 #[test]
-fn what_starts_no_allocation_cannot_be_freed() {
+fn unknown_pointers_cannot_be_freed() {
     let context = TestContext::new("");
     let given = context.alloc(MIB);
     let inside = DevicePtr(given.ptr.0 + 512);
@@ -184,9 +184,8 @@ fn what_starts_no_allocation_cannot_be_freed() {
     context.finish();
 }
 
-/// What was freed twice belongs to somebody else by then, who must not notice.
 #[test]
-fn a_double_free_does_not_harm_the_next_owner() {
+fn a_double_free_leaves_the_next_owner_alone() {
     let context = TestContext::new("");
     let first = context.alloc(MIB);
     context.free(first);
@@ -200,7 +199,7 @@ fn a_double_free_does_not_harm_the_next_owner() {
 }
 
 #[test]
-fn a_made_up_allocation_is_refused() {
+fn a_forged_allocation_is_refused() {
     let context = TestContext::new("");
     let given = context.alloc(MIB);
     for slot in [1, u64::MAX, given.slot + 1] {
@@ -213,7 +212,7 @@ fn a_made_up_allocation_is_refused() {
 }
 
 #[test]
-fn devices_out_of_range_are_refused_everywhere() {
+fn devices_out_of_range_are_refused() {
     let context = TestContext::new("");
     let (allocator, no) = (&context.allocator, DeviceId(7));
     let refused = [
@@ -240,7 +239,7 @@ fn devices_out_of_range_are_refused_everywhere() {
 }
 
 #[test]
-fn the_smallest_block_that_fits_is_taken() {
+fn the_smallest_fitting_block_is_taken() {
     let context = TestContext::new("");
     let blocks: Vec<Allocation> = [30, 14, 22, 12].map(|mib| context.alloc(mib * MIB)).into();
     context.free_all(blocks.clone());
@@ -251,10 +250,10 @@ fn the_smallest_block_that_fits_is_taken() {
     context.finish();
 }
 
-/// TestMemPool.test_nccl_mem_alloc_addresses_in_random_order: among blocks of one size the oldest segment's comes
-/// first, not that of the lowest address, so the same requests get the same memory again.
+/// TestMemPool.test_nccl_mem_alloc_addresses_in_random_order: of blocks of one size that of the oldest segment is
+/// taken, not that of the lowest address, so the same requests get the same memory again.
 #[test]
-fn of_equal_blocks_the_oldest_segment_comes_first() {
+fn equal_blocks_are_taken_by_registration_of_their_segment() {
     const PLACES: [u64; 4] = [0x7_4000_0000, 0x7_1000_0000, 0x7_3000_0000, 0x7_2000_0000];
     let context = TestContext::new("");
     let allocate = || PLACES.map(|_| context.alloc(12 * MIB));
@@ -267,7 +266,7 @@ fn of_equal_blocks_the_oldest_segment_comes_first() {
         context.free_all(order.map(|at| context.allocator.find(DevicePtr(PLACES[at])).unwrap()));
         assert_eq!(allocate().map(|block| block.ptr.0), PLACES, "freed in the order {order:?}");
     }
-    // The same after segments were cut and joined again.
+    // The same after segments were split and merged again.
     context.free_all(PLACES.map(|place| context.allocator.find(DevicePtr(place)).unwrap()));
     let pieces = [0; 8].map(|_| context.alloc(5 * MIB));
     assert_eq!(pieces[0].ptr.0, PLACES[0]);
@@ -277,7 +276,7 @@ fn of_equal_blocks_the_oldest_segment_comes_first() {
 }
 
 #[test]
-fn within_a_segment_the_lowest_of_equal_blocks_comes_first() {
+fn equal_blocks_of_a_segment_are_taken_by_address() {
     let context = TestContext::new("");
     let blocks = [0; 6].map(|_| context.alloc(4 * KIB));
     context.free_all([blocks[4], blocks[0], blocks[2]]);
@@ -314,17 +313,17 @@ fn small_and_large_requests_never_share_segments() {
     context.finish();
 }
 
-/// Of a large block more than 1 MiB must be left over, of a small one 512 bytes.
+/// The rest of a large block must exceed 1 MiB, that of a small one reach 512 bytes.
 #[test]
-fn a_rest_is_cut_off_if_it_is_worth_it() {
+fn a_block_is_split_if_the_rest_is_large_enough() {
     let context = TestContext::new("");
     let whole = context.alloc(12 * MIB);
     context.free(whole);
     let with_rest = context.alloc(11 * MIB);
-    assert_eq!(with_rest.bytes, 12 * MIB, "a rest of exactly 1 MiB stays");
+    assert_eq!(with_rest.bytes, 12 * MIB, "a rest of exactly 1 MiB is not split off");
     context.free(with_rest);
     let cut = context.alloc(11 * MIB - 512);
-    assert_eq!((cut.bytes, cut.ptr), (11 * MIB - 512, whole.ptr), "the low end is given out");
+    assert_eq!((cut.bytes, cut.ptr), (11 * MIB - 512, whole.ptr), "the low end is allocated");
     context.free(cut);
     let small = context.alloc(MIB - 512);
     assert_eq!(small.bytes, MIB - 512);
@@ -332,24 +331,23 @@ fn a_rest_is_cut_off_if_it_is_worth_it() {
 }
 
 #[test]
-fn free_neighbours_are_joined_on_both_sides() {
+fn free_neighbours_are_merged_on_both_sides() {
     let context = TestContext::new("");
     let blocks = [0; 5].map(|_| context.alloc(4 * MIB));
     let states =
         || context.segments()[0].blocks.iter().map(|block| (block.size / MIB, block.state)).collect::<Vec<_>>();
-    let (taken, free) = (BlockState::ActiveAllocated, BlockState::Inactive);
+    let (allocated, free) = (BlockState::ActiveAllocated, BlockState::Inactive);
     context.free_all([blocks[1], blocks[3]]);
-    assert_eq!(states(), [(4, taken), (4, free), (4, taken), (4, free), (4, taken)]);
+    assert_eq!(states(), [(4, allocated), (4, free), (4, allocated), (4, free), (4, allocated)]);
     context.free(blocks[2]);
-    assert_eq!(states(), [(4, taken), (12, free), (4, taken)]);
+    assert_eq!(states(), [(4, allocated), (12, free), (4, allocated)]);
     context.free_all([blocks[0], blocks[4]]);
     assert_eq!(states(), [(20, free)]);
     context.finish();
 }
 
-/// The blocks of a live segment cannot go back, and a whole free one can.
 #[test]
-fn trim_gives_back_only_whole_segments() {
+fn trim_releases_only_whole_segments() {
     let context = TestContext::new("");
     let (kept, freed) = (context.alloc(4 * MIB), context.alloc(4 * MIB));
     let whole = context.alloc(30 * MIB);
@@ -376,9 +374,9 @@ fn the_hot_path_makes_no_driver_call() {
     context.finish();
 }
 
-/// cacheInfo: the larger of what the device has and what is cached, private pools included.
+/// cacheInfo: the larger of the device's free memory and the largest cached block, private pools included.
 #[test]
-fn the_largest_available_is_free_or_cached() {
+fn largest_available_is_free_or_cached() {
     let context = TestContext::with_capacity(GIB, "");
     assert_eq!(context.allocator.largest_available(FIRST).unwrap(), GIB);
     let most = context.alloc(900 * MIB);

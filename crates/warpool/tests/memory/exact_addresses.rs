@@ -1,4 +1,4 @@
-//! Memory at a wanted address, after PyTorch's TestResizeStorageWithAddr.
+//! Allocation at a given address, after PyTorch's TestResizeStorageWithAddr.
 
 use crate::common::memory::{FIRST, KIB, MIB, TestContext};
 use warpool::Error;
@@ -18,7 +18,7 @@ fn check_both(test: impl Fn(TestContext)) {
 
 /// At the start, in the middle, and at the end of a free block.
 #[test]
-fn a_free_place_is_given_out() {
+fn a_free_address_can_be_allocated() {
     check_both(|context| {
         let whole = context.alloc(20 * MIB);
         context.free(whole);
@@ -30,17 +30,17 @@ fn a_free_place_is_given_out() {
             context.assert_holds(given, 5);
             context.free(given);
         }
-        assert_eq!(context.segments()[0].blocks.len(), 1, "joined again");
+        assert_eq!(context.segments()[0].blocks.len(), 1, "merged again");
         context.finish();
     });
 }
 
 #[test]
-fn what_was_freed_comes_back_at_the_same_address() {
+fn a_freed_block_can_be_allocated_at_its_address_again() {
     check_both(|context| {
         let blocks = [0; 4].map(|_| context.alloc(100 * KIB));
         context.free_all([blocks[1], blocks[2]]);
-        // The best fit for one would be the lower place; the wanted one lies in the middle of both, joined.
+        // The best fit would be at the low end of the merged block; the requested address is in its middle.
         let again = at(&context, blocks[2].ptr.0, 100 * KIB).unwrap();
         assert_eq!(again.ptr, blocks[2].ptr);
         assert_eq!(context.alloc(100 * KIB).ptr, blocks[1].ptr, "the front stayed free");
@@ -49,7 +49,7 @@ fn what_was_freed_comes_back_at_the_same_address() {
 }
 
 #[test]
-fn taken_misaligned_and_unknown_places_are_refused() {
+fn allocated_misaligned_and_unknown_addresses_are_refused() {
     check_both(|context| {
         let (free, taken) = (context.alloc(4 * MIB), context.alloc(4 * MIB));
         context.free(free);
@@ -57,10 +57,10 @@ fn taken_misaligned_and_unknown_places_are_refused() {
         for (ptr, bytes) in [
             (taken.ptr.0, 2 * MIB),
             (free.ptr.0 + 256, 2 * MIB),
-            // Reaches into what is taken.
+            // Overlaps an allocated block.
             (free.ptr.0 + 3 * MIB, 2 * MIB),
             (free.ptr.0, 4 * MIB + 1),
-            // The small pool's requests do not come from here.
+            // Small requests are not served by large segments.
             (free.ptr.0, MIB),
             (free.ptr.0, 0),
             (0, 2 * MIB),
@@ -76,7 +76,7 @@ fn taken_misaligned_and_unknown_places_are_refused() {
 }
 
 #[test]
-fn no_new_memory_is_asked_for_and_other_streams_are_left_alone() {
+fn memory_of_other_streams_and_of_the_driver_is_not_used() {
     let context = TestContext::new("");
     let side = context.side_stream();
     let theirs = context.alloc_on(&side, 20 * MIB);
@@ -91,7 +91,7 @@ fn no_new_memory_is_asked_for_and_other_streams_are_left_alone() {
 }
 
 #[test]
-fn it_counts_as_any_other() {
+fn it_counts_in_the_statistics() {
     let context = TestContext::new("");
     let whole = context.alloc(20 * MIB);
     context.free(whole);

@@ -7,7 +7,7 @@ use warpool::memory::{Action, Allocation, BlockState, DeviceAllocator, HistoryOp
 
 const ON: &str = "expandable_segments:True";
 
-/// Whether two blocks stand side by side.
+/// Whether one block lies right behind another.
 fn follows(next: Allocation, before: Allocation) -> bool {
     next.ptr.0 == before.ptr.0 + before.bytes
 }
@@ -17,7 +17,7 @@ fn a_segment_grows_at_its_end() {
     let context = TestContext::new(ON);
     let [a, b, c] = [20, 70, 3].map(|mib| context.alloc(mib * MIB));
     assert!(follows(b, a) && follows(c, b), "{a:?} {b:?} {c:?}");
-    // Chunks of 20 MiB, and the last is shared.
+    // Chunks of 20 MiB; the last is shared.
     assert_eq!((context.bytes_reserved(), context.segments().len()), (100 * MIB, 1));
     let census = context.sim.object_counts();
     assert_eq!((census.reservations, census.mappings, census.physical), (1, 5, 5));
@@ -39,7 +39,7 @@ fn small_requests_grow_by_two_mebibytes() {
     context.finish();
 }
 
-/// One range for each stream and kind.
+/// One segment for each stream and kind.
 #[test]
 fn streams_have_their_own_segments() {
     let context = TestContext::new(ON);
@@ -51,9 +51,9 @@ fn streams_have_their_own_segments() {
     context.finish();
 }
 
-/// Counters: no segments, no splits, but bytes and driver calls; the history shows mapping.
+/// Statistics count no segments and no splits, but bytes and driver calls; the history shows mapping.
 #[test]
-fn growth_has_its_own_place_in_counters_and_history() {
+fn statistics_and_history_of_growth() {
     let context = TestContext::new(ON);
     context.allocator.record_history(Some(HistoryOptions::default())).unwrap();
     let a = context.alloc(30 * MIB);
@@ -75,7 +75,7 @@ fn growth_has_its_own_place_in_counters_and_history() {
         (Action::SegmentUnmap, 40),
     ];
     assert_eq!(seen, wanted);
-    assert_eq!(context.sim.object_counts().reservations, 0, "its addresses went back too");
+    assert_eq!(context.sim.object_counts().reservations, 0, "its addresses are released too");
     context.finish();
 }
 
@@ -92,7 +92,7 @@ fn trim_unmaps_whole_chunks_of_segments_in_use() {
     assert_eq!(blocks, [(10, BlockState::Inactive), (10, BlockState::ActiveAllocated)]);
     assert_eq!((segments.len(), segments[0].address), (1, a.ptr.0 + 20 * MIB));
     context.assert_holds(b, 6);
-    // The hole is filled first, with what is free behind it.
+    // The hole is filled first, together with the free block behind it.
     let again = context.alloc(30 * MIB);
     assert_eq!((again.ptr, context.bytes_reserved()), (a.ptr, 40 * MIB));
     context.assert_holds(b, 6);
@@ -100,7 +100,7 @@ fn trim_unmaps_whole_chunks_of_segments_in_use() {
 }
 
 #[test]
-fn a_snapshot_lists_each_stretch_without_holes() {
+fn a_snapshot_lists_each_mapped_range() {
     let context = TestContext::new(ON);
     let blocks = [0; 5].map(|_| context.alloc(20 * MIB));
     context.free_all([blocks[1], blocks[3]]);
@@ -109,30 +109,29 @@ fn a_snapshot_lists_each_stretch_without_holes() {
     assert!(segments.iter().all(|segment| segment.is_expandable && segment.total_size == 20 * MIB));
     let at: Vec<u64> = segments.iter().map(|segment| segment.address).collect();
     assert_eq!(at, [blocks[0], blocks[2], blocks[4]].map(|block| block.ptr.0));
-    // The lowest hole that fits; then the next; then the end.
+    // The lowest hole that fits, then the next, then the end.
     let again = [0; 3].map(|_| context.alloc(20 * MIB).ptr.0);
     assert_eq!(again, [blocks[1].ptr.0, blocks[3].ptr.0, blocks[4].ptr.0 + 20 * MIB]);
     assert_eq!(context.segments().len(), 1);
     context.finish();
 }
 
-/// A free block that can grow is kept for those who need that; a smaller one inside is taken first.
+/// A free block before unmapped addresses counts with these, so another one is taken first.
 #[test]
-fn what_borders_on_unmapped_addresses_is_used_last() {
+fn blocks_that_can_grow_are_used_last() {
     let context = TestContext::new(ON);
     let [a, _, c] = [20, 20, 10].map(|mib| context.alloc(mib * MIB));
     context.free(a);
     let d = context.alloc(10 * MIB);
     assert_eq!(d.ptr, a.ptr, "not the 10 MiB behind c, though they fit exactly");
     let e = context.alloc(25 * MIB);
-    assert!(follows(e, c), "the end grows, with what is free there");
+    assert!(follows(e, c), "the free block at the end grows");
     assert_eq!(context.bytes_reserved(), 80 * MIB);
     context.finish();
 }
 
-/// Memory that runs out in the middle of growing leaves nothing behind.
 #[test]
-fn a_growth_that_fails_takes_nothing() {
+fn a_failed_growth_leaves_nothing_mapped() {
     let context = TestContext::with_capacity(100 * MIB, ON);
     let kept = context.alloc(60 * MIB);
     context.fill(kept, 1, &context.main);
@@ -147,13 +146,13 @@ fn a_growth_that_fails_takes_nothing() {
     context.finish();
 }
 
-/// CUDACachingAllocatorReserveDeviceTest: what exceeds the reserved addresses runs out like anything else.
+/// CUDACachingAllocatorReserveDeviceTest.
 #[test]
-fn a_request_beyond_the_reserve_runs_out() {
+fn a_request_beyond_the_reserved_addresses_runs_out_of_memory() {
     let context = TestContext::with_capacity(4 * GIB, "expandable_segments:True,expandable_segments_reserve:0.25");
     context.expect_oom(GIB + 20 * MIB);
     assert_eq!((context.stats().num_ooms, context.stats().num_alloc_retries), (1, 1));
-    // A second segment begins where the first is full.
+    // A second segment is reserved when the first is full.
     let [a, b] = [0; 2].map(|_| context.alloc(600 * MIB));
     assert!(!follows(b, a));
     assert_eq!(context.sim.object_counts().reservations, 2);
@@ -161,7 +160,7 @@ fn a_request_beyond_the_reserve_runs_out() {
 }
 
 #[test]
-fn streams_of_a_class_have_their_own_reserve() {
+fn stream_classes_have_their_own_reserve() {
     let settings = "expandable_segments:True,expandable_segments_reserve_by_class:[little:0.1,none:1G]";
     let context = TestContext::with_capacity(4 * GIB, settings);
     let side = context.side_stream();
@@ -175,9 +174,9 @@ fn streams_of_a_class_have_their_own_reserve() {
     context.finish();
 }
 
-/// Off, segments that grow serve nobody; on again, they do.
+/// Off, expandable segments serve no requests; on again, they do.
 #[test]
-fn the_option_can_change_at_any_time() {
+fn expandable_segments_can_be_switched_at_any_time() {
     let context = TestContext::new(ON);
     let grown = context.alloc(20 * MIB);
     context.free(grown);
@@ -187,18 +186,18 @@ fn the_option_can_change_at_any_time() {
     assert_eq!(context.segments().iter().filter(|segment| segment.is_expandable).count(), 1);
     context.free(plain);
     context.set(ON);
-    // The older one can grow, so the one that cannot comes first.
+    // The older one can grow, so the other is used first.
     let [first, second] = [0; 2].map(|_| context.alloc(20 * MIB));
     assert_eq!([first.ptr, second.ptr], [plain.ptr, grown.ptr]);
     context.set("expandable_segments:False");
     context.free_all([first, second]);
-    assert_eq!(context.trim(), 40 * MIB, "both go back, whatever the option");
+    assert_eq!(context.trim(), 40 * MIB, "both are released in any case");
     context.finish();
 }
 
 /// TestCudaAllocator.test_max_split_expandable.
 #[test]
-fn both_kinds_of_segments_go_back_before_a_request_fails() {
+fn both_kinds_of_segments_are_released_before_a_request_fails() {
     let context = TestContext::with_capacity(10 * GIB, "");
     context.allocator.set_memory_fraction(FIRST, (120 * MIB) as f64 / (10 * GIB) as f64).unwrap();
     let in_mode = |growing: &str| {
@@ -215,7 +214,7 @@ fn both_kinds_of_segments_go_back_before_a_request_fails() {
 
 /// TestCudaAllocator.test_garbage_collect_expandable.
 #[test]
-fn garbage_collection_passes_over_segments_that_grow() {
+fn garbage_collection_spares_expandable_segments() {
     let context = TestContext::with_capacity(10 * GIB, "");
     context.allocator.set_memory_fraction(FIRST, (120 * MIB) as f64 / (10 * GIB) as f64).unwrap();
     context.set("expandable_segments:False,garbage_collection_threshold:0.5");
@@ -227,9 +226,8 @@ fn garbage_collection_passes_over_segments_that_grow() {
     context.finish();
 }
 
-/// Peers reach what is there and what comes.
 #[test]
-fn peers_reach_memory_that_grows() {
+fn peers_can_access_memory_mapped_before_and_after() {
     for settings in [ON, ""] {
         let context = TestContext::with_config(SimConfig::default().with_devices(2), settings);
         let peer = context.instance.device(1).unwrap().default_stream().unwrap();
@@ -247,9 +245,8 @@ fn peers_reach_memory_that_grows() {
     }
 }
 
-/// A device without virtual memory serves without it.
 #[test]
-fn without_virtual_memory_the_option_is_off() {
+fn expandable_segments_are_off_without_virtual_memory() {
     let mut config = SimConfig::default();
     config.devices[0].properties.virtual_memory = false;
     let context = TestContext::with_config(config, ON);
@@ -258,7 +255,6 @@ fn without_virtual_memory_the_option_is_off() {
     context.finish();
 }
 
-/// Chunks are unmapped only when the stream is done with them.
 #[test]
 fn unmapping_waits_for_the_stream() {
     let context = TestContext::new(ON);

@@ -1,9 +1,8 @@
-//! Every driver call of a long scenario fails once, and pairs of them: the allocator stays whole, leaks nothing and
-//! still serves.
+//! Every driver call of a long scenario fails once, and pairs of them: the allocator stays consistent, leaks nothing
+//! and works afterwards.
 //!
-//! The scenario goes on after an error, as a program would that meets one and tries the next thing: it skips what it
-//! could not get. What it does not forgive is an allocator whose books disagree, a block that is lost, or a call that
-//! fails although nothing was made to fail.
+//! The scenario goes on after an error and skips what it could not allocate. It fails on a broken invariant, on a leak,
+//! and on an error without an injected fault.
 
 use std::sync::Arc;
 
@@ -27,8 +26,8 @@ const KIB: u64 = 1 << 10;
 const MIB: u64 = 1 << 20;
 const CAP: u64 = 120 * MIB;
 
-/// Two small devices, a driver that can be made to fail, and an allocator.
-struct Lab {
+/// Two small devices, a driver with fault injection, and an allocator.
+struct FaultContext {
     sim: Arc<SimDriver>,
     faulty: Arc<Faulty>,
     instance: Instance,
@@ -40,7 +39,7 @@ struct Lab {
     start: ObjectCounts,
 }
 
-impl Lab {
+impl FaultContext {
     fn new(settings: &str) -> Self {
         let mut config = SimConfig::default().with_devices(2).with_capacity(300 * MIB);
         for device in &mut config.devices {
@@ -60,10 +59,10 @@ impl Lab {
         Self { sim, faulty, instance, allocator, main, side, far, _leases: leases, start }
     }
 
-    /// The whole scenario. Errors are passed over if `tolerant`.
+    /// The whole scenario. Errors are ignored if `tolerant`.
     fn scenario(&self, tolerant: bool) {
         let pass = |outcome: Result<()>| match outcome {
-            Err(error) if !tolerant => panic!("nothing was made to fail: {error}"),
+            Err(error) if !tolerant => panic!("without a fault: {error}"),
             _ => self.allocator.check(),
         };
         pass(self.peers());
@@ -93,7 +92,7 @@ impl Lab {
         second?.free()
     }
 
-    /// Small ones, large ones, holes, growth.
+    /// Small and large blocks, holes, growth.
     fn blocks(&self, pool: Option<MemPoolId>) -> Result<()> {
         let mut blocks = Vec::new();
         let mut outcome = Ok(());
@@ -115,7 +114,7 @@ impl Lab {
                 Err(error) => outcome = Err(error),
             }
         }
-        // Every second one goes, and what is free of it is given back, so that there are holes to grow into.
+        // Frees every second one and trims, so that there are holes to grow into.
         let mut index = 0;
         blocks.retain(|_| {
             index += 1;
@@ -132,7 +131,7 @@ impl Lab {
         outcome.and(trimmed.map(drop)).and(again.map(drop))
     }
 
-    /// Other streams use blocks; destructors and callers give them back.
+    /// Other streams use blocks; destructors and callers free them.
     fn uses(&self) -> Result<()> {
         let mut outcome = Ok(());
         let mut note = |result: Result<()>| {
@@ -143,7 +142,7 @@ impl Lab {
         for round in 0..4 {
             match self.get(2 * MIB, &self.main) {
                 Ok(block) => {
-                    // What could not be recorded must not be used.
+                    // A use that could not be recorded is not made.
                     let recorded = block.record_use(&self.side).and_then(|()| block.record_use(&self.far));
                     if recorded.is_ok() {
                         note(
@@ -165,7 +164,7 @@ impl Lab {
         outcome
     }
 
-    /// Private pools, by name and by scope; one that never splits.
+    /// Private pools, by id and by scope; one without splits.
     fn pools(&self) -> Result<()> {
         let pools = &self.allocator;
         let plain = pools.create_pool(ZERO, PoolOptions::default())?;
@@ -184,13 +183,13 @@ impl Lab {
         named.and(trimmed.map(drop)).and(self.allocator.trim(ZERO, whole).map(drop))
     }
 
-    /// A graph with memory of its own, captured, launched and given up, while blocks with uses are given back.
+    /// A graph with its own pool, captured, launched and destroyed, while blocks with uses are freed.
     fn captures(&self) -> Result<()> {
         let pools = &self.allocator;
         let pool = pools.create_graph_pool(ZERO)?;
         let outside = self.get(3 * MIB, &self.main);
         if let Ok(block) = &outside {
-            // Unrecorded, it would not be used.
+            // A use that could not be recorded is not made.
             let _ = block.record_use(&self.side);
         }
         let outcome = self.capture(pool, outside.ok());
@@ -204,7 +203,7 @@ impl Lab {
         self.allocator.capture_began(ZERO)?;
         let inside = (|| {
             let CaptureState::Active(capture) = self.faulty.capture_state(self.main.id())? else {
-                panic!("a capture just began");
+                panic!("the stream should capture");
             };
             self.allocator.begin_routing(ZERO, pool, Route::Capture(capture))?;
             let outcome = (|| {
@@ -213,7 +212,7 @@ impl Lab {
                 let recorded = block.record_use(&self.side);
                 let filled = self.faulty.fill(block.ptr(), Pattern::U8(3), 64, self.side.id());
                 drop(outside);
-                let joined = insist(|| self.main.wait_stream(&self.side));
+                let joined = until_no_fault(|| self.main.wait_stream(&self.side));
                 block.free()?;
                 let next = self.get(2 * MIB, &self.main)?;
                 let eager = self.get(40 * MIB, &self.far);
@@ -222,23 +221,23 @@ impl Lab {
             self.allocator.end_routing(ZERO, pool)?;
             outcome
         })();
-        // It must end, whatever happened in it.
-        let ended = insist(|| self.faulty.capture_end(self.main.id()));
+        // The capture has to end in any case.
+        let ended = until_no_fault(|| self.faulty.capture_end(self.main.id()));
         self.allocator.capture_ended(ZERO)?;
         let graph = ended?;
         let launched = inside.and_then(|block| {
             let exec = self.faulty.graph_instantiate(graph, Default::default())?;
             let launched = launch_graph(&*self.faulty, exec, self.main.id());
-            insist(|| self.faulty.stream_synchronize(self.main.id()))?;
-            insist(|| self.faulty.graph_exec_destroy(exec))?;
+            until_no_fault(|| self.faulty.stream_synchronize(self.main.id()))?;
+            until_no_fault(|| self.faulty.graph_exec_destroy(exec))?;
             drop(block);
             launched
         });
-        insist(|| self.faulty.graph_destroy(graph))?;
+        until_no_fault(|| self.faulty.graph_destroy(graph))?;
         launched
     }
 
-    /// A pool's state is kept and put back.
+    /// A checkpoint of a pool, and its restore.
     fn checkpoints(&self) -> Result<()> {
         let pool = self.allocator.create_graph_pool(ZERO)?;
         let outcome = (|| {
@@ -246,7 +245,7 @@ impl Lab {
             let kept = self.allocator.checkpoint(ZERO, pool)?;
             let second = self.allocator.allocate_in(pool, 7 * MIB, &self.main);
             let restored = self.allocator.restore(&kept)?;
-            // What was given out is now the restored one.
+            // The restored blocks replace those from before.
             let _ = first.into_raw();
             if let Ok(second) = second {
                 let _ = second.into_raw();
@@ -260,7 +259,7 @@ impl Lab {
         outcome
     }
 
-    /// Out of memory under a cap, on every rung, and back.
+    /// Out of memory under a cap, with every retry, and afterwards.
     fn limits(&self) -> Result<()> {
         let mut outcome = Ok(());
         self.allocator.set_memory_cap(ZERO, Some(CAP))?;
@@ -277,7 +276,7 @@ impl Lab {
             let _ = block.record_use(&self.side);
         }
         drop(blocks);
-        // What is cached, and what waits for the other stream, makes room.
+        // Cached memory and pending frees make room.
         match self.get(90 * MIB, &self.main) {
             Ok(block) => drop(block),
             Err(error) => outcome = Err(error),
@@ -286,7 +285,7 @@ impl Lab {
         outcome
     }
 
-    /// Caching off and on, expandable segments on and off, with blocks from before.
+    /// Caching off and on, expandable segments on and off, with blocks allocated before.
     fn switches(&self) -> Result<()> {
         let before = self.get(2 * MIB, &self.main);
         let mut settings = (*self.allocator.settings()).clone();
@@ -298,25 +297,25 @@ impl Lab {
         self.allocator.set_caching(false);
         let direct = self.allocator.allocate_raw(Request::new(ZERO, self.main.id(), MIB));
         self.allocator.set_caching(true);
-        // A free that the driver refused may be tried again.
-        let freed = direct.and_then(|given| insist(|| self.allocator.free(given)));
+        // A free that failed can be repeated.
+        let freed = direct.and_then(|given| until_no_fault(|| self.allocator.free(given)));
         drop(before?);
         drop(between?);
         freed
     }
 
-    /// Without faults: all goes back, and every kind of request works.
-    fn expect_whole(&self, about: &str) {
+    /// Without faults: everything is released, and every kind of request works.
+    fn expect_usable(&self, about: &str) {
         self.faulty.clear_plan();
         self.allocator.check();
-        self.settle(about);
+        self.release_everything(about);
         let live = self.allocator.stats(ZERO).unwrap().allocation.all.current;
         assert_eq!(live, 0, "{about}: blocks are lost");
         self.scenario(false);
-        self.settle(about);
+        self.release_everything(about);
     }
 
-    fn settle(&self, about: &str) {
+    fn release_everything(&self, about: &str) {
         for device in [ZERO, ONE] {
             self.allocator.trim(device, MemPoolId::DEFAULT).unwrap();
         }
@@ -327,23 +326,23 @@ impl Lab {
         }
         let left = self.allocator.snapshot(SnapshotOptions::default()).unwrap().segments;
         assert!(left.is_empty(), "{about}: {left:#?}");
-        assert_eq!(self.sim.object_counts(), self.start, "{about}: what is left, and what there was");
+        assert_eq!(self.sim.object_counts(), self.start, "{about}: driver objects at the end and at the start");
         let hazards: Vec<String> = self.sim.hazards().iter().map(ToString::to_string).collect();
         assert!(hazards.is_empty(), "{about}: {hazards:#?}");
     }
 }
 
-/// Makes a call that must not be left out, until the plan lets it through.
-fn insist<T, E: Into<Error>>(mut call: impl FnMut() -> std::result::Result<T, E>) -> Result<T> {
+/// Repeats a call that must not be left out until no fault is injected.
+fn until_no_fault<T, E: Into<Error>>(mut call: impl FnMut() -> std::result::Result<T, E>) -> Result<T> {
     loop {
         match call().map_err(Into::into) {
-            Err(error) if error.to_string().contains("the fault plan") => {}
+            Err(error) if error.to_string().contains("injected fault") => {}
             outcome => return outcome,
         }
     }
 }
 
-/// The ways to run.
+/// The settings to run with.
 const SETTINGS: [&str; 4] = [
     "",
     "expandable_segments:True",
@@ -351,26 +350,26 @@ const SETTINGS: [&str; 4] = [
     "max_split_size_mb:20,per_process_memory_fraction:0.5,garbage_collection_threshold:0.2",
 ];
 
-/// How many calls the scenario makes.
+/// How many driver calls the scenario makes.
 fn calls(settings: &str) -> u64 {
-    let lab = Lab::new(settings);
-    let before = lab.sim.calls_made();
-    lab.scenario(false);
-    let calls = lab.sim.calls_made() - before;
-    lab.settle("without faults");
+    let context = FaultContext::new(settings);
+    let before = context.sim.calls_made();
+    context.scenario(false);
+    let calls = context.sim.calls_made() - before;
+    context.release_everything("without faults");
     calls
 }
 
 fn check(settings: &str, plan: FaultPlan) {
-    let lab = Lab::new(settings);
-    lab.faulty.set_plan(plan);
-    lab.scenario(true);
-    let about = format!("{settings:?}, with {:?} failing", lab.faulty.injected());
-    lab.expect_whole(&about);
+    let context = FaultContext::new(settings);
+    context.faulty.set_plan(plan);
+    context.scenario(true);
+    let about = format!("{settings:?}, with {:?} failing", context.faulty.injected());
+    context.expect_usable(&about);
 }
 
 #[test]
-fn each_call_may_fail_once() {
+fn every_call_may_fail_once() {
     for settings in SETTINGS {
         let calls = calls(settings);
         assert!(calls > 150, "the scenario makes only {calls} calls");
@@ -383,7 +382,7 @@ fn each_call_may_fail_once() {
 }
 
 #[test]
-fn two_calls_may_fail_one_behind_the_other() {
+fn two_calls_may_fail() {
     for settings in SETTINGS {
         let calls = calls(settings);
         for nth in 1..=calls {
@@ -405,36 +404,39 @@ fn a_share_of_all_calls_may_fail() {
     }
 }
 
-/// Found by two faults in a row: the scope of a capture was passed by when the driver could not say whether the stream
-/// captures.
+/// Found by two faults in a row: the scope of a capture was ignored when the capture status could not be read.
 #[test]
-fn a_request_in_a_capture_goes_to_its_pool_or_fails() {
-    let lab = Lab::new("");
-    let pool = lab.allocator.create_graph_pool(ZERO).unwrap();
-    lab.allocator.capture_began(ZERO).unwrap();
-    lab.faulty.capture_begin(lab.main.id(), CaptureMode::ThreadLocal).unwrap();
-    let CaptureState::Active(capture) = lab.faulty.capture_state(lab.main.id()).unwrap() else { panic!("it captures") };
-    lab.allocator.begin_routing(ZERO, pool, Route::Capture(capture)).unwrap();
-    lab.faulty.set_plan(FaultPlan::new().fail_nth_of_all(1, ErrorCode::UnknownError));
-    let refused = lab.allocator.allocate(MIB, &lab.main).unwrap_err();
+fn a_request_in_a_capture_is_routed_or_fails() {
+    let context = FaultContext::new("");
+    let pool = context.allocator.create_graph_pool(ZERO).unwrap();
+    context.allocator.capture_began(ZERO).unwrap();
+    context.faulty.capture_begin(context.main.id(), CaptureMode::ThreadLocal).unwrap();
+    let CaptureState::Active(capture) = context.faulty.capture_state(context.main.id()).unwrap() else {
+        panic!("the stream should capture")
+    };
+    context.allocator.begin_routing(ZERO, pool, Route::Capture(capture)).unwrap();
+    context.faulty.set_plan(FaultPlan::new().fail_nth_of_all(1, ErrorCode::UnknownError));
+    let refused = context.allocator.allocate(MIB, &context.main).unwrap_err();
     assert_eq!(refused.driver().map(|error| error.call), Some("capture_state"));
-    lab.allocator.allocate(MIB, &lab.main).unwrap().free().unwrap();
-    assert!(lab.allocator.snapshot(SnapshotOptions::default()).unwrap().segments.iter().all(|one| one.pool == pool));
+    context.allocator.allocate(MIB, &context.main).unwrap().free().unwrap();
+    assert!(
+        context.allocator.snapshot(SnapshotOptions::default()).unwrap().segments.iter().all(|one| one.pool == pool)
+    );
 }
 
-/// Found by two faults in a row: a growth failed, and so did taking back what it had mapped; the segment could never
-/// go.
+/// Found by two faults in a row: a growth failed, and so did unmapping what it had mapped; the segment could never be
+/// released.
 #[test]
-fn a_mapping_that_could_not_be_undone_is_undone_later() {
-    let lab = Lab::new("expandable_segments:True");
+fn a_mapping_that_could_not_be_undone_is_retried() {
+    let context = FaultContext::new("expandable_segments:True");
     let plan = FaultPlan::new().fail_nth(Call::VmSetAccess, 1, ErrorCode::UnknownError).fail_nth(
         Call::VmUnmap,
         1,
         ErrorCode::UnknownError,
     );
-    lab.faulty.set_plan(plan);
-    let refused = lab.allocator.allocate(50 * MIB, &lab.main).unwrap_err();
+    context.faulty.set_plan(plan);
+    let refused = context.allocator.allocate(50 * MIB, &context.main).unwrap_err();
     assert_eq!(refused.driver().map(|error| error.call), Some("vm_set_access"));
-    lab.allocator.allocate(50 * MIB, &lab.main).unwrap().free().unwrap();
-    lab.settle("after both");
+    context.allocator.allocate(50 * MIB, &context.main).unwrap().free().unwrap();
+    context.release_everything("after both");
 }

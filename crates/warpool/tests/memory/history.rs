@@ -1,4 +1,4 @@
-//! Snapshots and the history: what they show, what is left out, and where call stacks and texts appear.
+//! Snapshots and the history: what they contain, what is left out, and where call stacks and texts appear.
 
 use std::sync::Arc;
 use std::thread;
@@ -28,7 +28,7 @@ thread_local! {
     static PLACE: std::cell::RefCell<&'static str> = const { std::cell::RefCell::new("nowhere") };
 }
 
-/// Does something in a function of that name, as far as the hook can tell.
+/// Runs something with that name as the call stack of the hook.
 fn inside<R>(name: &'static str, act: impl FnOnce() -> R) -> R {
     let before = PLACE.replace(name);
     let result = act();
@@ -44,14 +44,14 @@ fn hook(context: &TestContext) {
     context.allocator.observers().set_stack_hook(Some(Arc::new(gather)));
 }
 
-/// The names of all stacks that a snapshot mentions.
+/// The names of all stacks of a snapshot.
 fn names(snapshot: &Snapshot) -> Vec<&str> {
     snapshot.stacks.iter().map(|stack| stack[0].name.as_str()).collect()
 }
 
-/// TestCudaAllocator.test_memory_snapshot: what is listed sums up to the counters.
+/// TestCudaAllocator.test_memory_snapshot: segments and blocks sum up to the statistics.
 #[test]
-fn a_snapshot_sums_up_to_the_counters() {
+fn a_snapshot_sums_up_to_the_statistics() {
     for settings in ["", "expandable_segments:True"] {
         let context = TestContext::new(settings);
         let side = context.side_stream();
@@ -82,7 +82,7 @@ fn a_snapshot_sums_up_to_the_counters() {
 }
 
 #[test]
-fn names_are_those_of_the_snapshot_files() {
+fn names_are_those_of_snapshot_files() {
     let kinds = [SegmentKind::Small, SegmentKind::Large].map(SegmentKind::name);
     assert_eq!(kinds, ["small", "large"]);
     assert_eq!(BlockState::ALL.map(BlockState::name), ["active_allocated", "active_pending_free", "inactive"]);
@@ -101,7 +101,7 @@ fn names_are_those_of_the_snapshot_files() {
     assert_eq!(Action::ALL.map(Action::name), actions);
 }
 
-/// The settings as they are in force, with the string that was given last.
+/// The settings in force, with the last settings string.
 #[test]
 fn a_snapshot_has_the_settings() {
     let context = TestContext::new("max_split_size_mb:200,roundup_power2_divisions:4");
@@ -117,7 +117,6 @@ fn a_snapshot_has_the_settings() {
     context.finish();
 }
 
-/// A snapshot is written down too, and shows in the next one only.
 #[test]
 fn taking_a_snapshot_is_an_entry_of_the_next() {
     let context = TestContext::new("");
@@ -129,9 +128,9 @@ fn taking_a_snapshot_is_an_entry_of_the_next() {
     context.finish();
 }
 
-/// Blocks show what was asked for, segments what they take.
+/// Entries of blocks have the requested size, those of segments the whole one.
 #[test]
-fn entries_say_what_where_and_when() {
+fn entries_have_action_address_size_and_time() {
     let context = TestContext::new("");
     let side = context.side_stream();
     record(&context, HistoryOptions { epoch_us: 1_000_000_000, ..HistoryOptions::default() });
@@ -156,7 +155,7 @@ fn entries_say_what_where_and_when() {
 
 /// TestMemPool.test_pool_id_in_snapshot.
 #[test]
-fn segments_and_entries_name_their_pool() {
+fn segments_and_entries_have_their_pool() {
     let context = TestContext::new("");
     let pool = context.pools().create_graph_pool(FIRST).unwrap();
     record(&context, HistoryOptions::default());
@@ -197,9 +196,8 @@ fn actions_can_be_skipped_by_name() {
     context.finish();
 }
 
-/// Trackers see what the history skips.
 #[test]
-fn trackers_see_what_is_skipped() {
+fn trackers_see_skipped_actions() {
     use std::sync::atomic::{AtomicU32, Ordering};
     let context = TestContext::new("");
     record(&context, HistoryOptions::default().skipping(&["alloc"]).unwrap());
@@ -215,7 +213,7 @@ fn trackers_see_what_is_skipped() {
     context.finish();
 }
 
-/// The ring keeps the newest, at least one; stopping forgets.
+/// At least one; stopping clears the history.
 #[test]
 fn the_newest_entries_are_kept() {
     let context = TestContext::new("");
@@ -234,10 +232,10 @@ fn the_newest_entries_are_kept() {
 
 /// TestCudaAllocator.test_memory_plots_free_stack and test_memory_plots_history_context.
 #[test]
-fn the_level_decides_where_stacks_appear() {
+fn the_stack_level_decides_where_stacks_appear() {
     for level in [StackLevel::Never, StackLevel::State, StackLevel::Alloc, StackLevel::All] {
         let context = TestContext::new("");
-        // A segment of an earlier time, which has no stack.
+        // A segment from before, which has no stack.
         let pin = context.alloc(512);
         hook(&context);
         record(&context, HistoryOptions { stacks: level, ..HistoryOptions::default() });
@@ -257,7 +255,7 @@ fn the_level_decides_where_stacks_appear() {
 }
 
 #[test]
-fn equal_stacks_are_kept_once() {
+fn equal_stacks_are_stored_once() {
     let context = TestContext::new("");
     hook(&context);
     record(&context, HistoryOptions { stacks: StackLevel::All, ..HistoryOptions::default() });
@@ -270,7 +268,7 @@ fn equal_stacks_are_kept_once() {
     names.sort_unstable();
     assert_eq!(names, ["one", "two"]);
     assert!(snapshot.segments.iter().all(|segment| segment.stack.is_some()));
-    // Off again: nobody asks the hook.
+    // Off: the hook is not called.
     context.allocator.observers().set_stack_hook(None);
     let given = context.alloc(100);
     let without = self::snapshot(&context);
@@ -279,9 +277,9 @@ fn equal_stacks_are_kept_once() {
     context.finish();
 }
 
-/// TestCudaAllocator.test_memory_plots_metadata: per thread, until it is changed.
+/// TestCudaAllocator.test_memory_plots_metadata: per thread, until it changes.
 #[test]
-fn texts_of_the_thread_stand_beside_entries() {
+fn entries_have_the_metadata_of_the_thread() {
     let context = TestContext::new("");
     record(&context, HistoryOptions::default());
     set_user_metadata("step 1");
@@ -304,7 +302,7 @@ fn texts_of_the_thread_stand_beside_entries() {
 
 /// TestCudaAllocator.test_memory_plots_annotate.
 #[test]
-fn a_block_can_be_named() {
+fn a_block_can_be_annotated() {
     let context = TestContext::new("");
     record(&context, HistoryOptions::default());
     let given = context.alloc(1000);

@@ -1,5 +1,4 @@
-//! What happens when memory runs out: the ladder rung by rung, limits, refusals, oversize blocks, garbage collection,
-//! and who is told.
+//! The slow path: each retry, limits, rejections, oversize blocks, garbage collection, and observers.
 
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex};
@@ -30,14 +29,14 @@ fn a_huge_request_fails_and_the_device_stays_usable() {
 
 /// TestCuda.test_out_of_memory_retry.
 #[test]
-fn cached_memory_goes_back_before_a_request_fails() {
+fn cached_memory_is_released_before_a_request_fails() {
     for settings in ["", "expandable_segments:True"] {
         let context = TestContext::with_capacity(10 * GIB, settings);
         let side = context.side_stream();
         let half = 10 * GIB / 100 * 51;
         let first = context.alloc(half);
         context.free(first);
-        // Another stream cannot have what is cached, so it must go back.
+        // Cached memory of one stream does not serve another: it is released.
         let second = context.alloc_on(&side, half);
         let stats = context.stats();
         assert_eq!((stats.num_alloc_retries, stats.num_ooms, stats.num_sync_all_streams), (1, 0, 1));
@@ -46,9 +45,9 @@ fn cached_memory_goes_back_before_a_request_fails() {
     }
 }
 
-/// TestCuda.test_caching_allocator_record_stream_oom: blocks that wait for streams are waited for instead of failing.
+/// TestCuda.test_caching_allocator_record_stream_oom.
 #[test]
-fn blocks_that_wait_for_streams_are_waited_for() {
+fn pending_frees_are_waited_for_before_a_request_fails() {
     let context = TestContext::with_capacity(GIB, "");
     let side = context.side_stream();
     context.pause_stream(&side);
@@ -68,7 +67,7 @@ fn blocks_that_wait_for_streams_are_waited_for() {
 
 /// TestCuda.test_set_per_process_memory_fraction and test_get_per_process_memory_fraction.
 #[test]
-fn a_fraction_limits_what_is_held() {
+fn a_fraction_limits_reserved_memory() {
     let context = TestContext::with_capacity(10 * GIB, "");
     let allocator = &context.allocator;
     assert_eq!(allocator.memory_fraction(FIRST).unwrap(), 1.0);
@@ -88,8 +87,8 @@ fn a_fraction_limits_what_is_held() {
     let report = context.expect_oom(5 * GIB + 1);
     assert_eq!((report.cause, report.bytes_limit), (OomCause::Limit, Some(5 * GIB)));
     assert!(report.to_string().contains("5.00 GiB allowed"), "{report}");
-    assert_eq!(context.sim.call_count(Call::MemAlloc), calls, "the driver is not even asked");
-    assert_eq!(context.stats().num_alloc_retries, 1, "counted although it failed before the driver");
+    assert_eq!(context.sim.call_count(Call::MemAlloc), calls, "the driver is not called");
+    assert_eq!(context.stats().num_alloc_retries, 1, "counted although the driver was not called");
     allocator.set_memory_fraction(FIRST, 0.0).unwrap();
     context.expect_oom(1);
     allocator.set_memory_fraction(FIRST, 1.0).unwrap();
@@ -99,20 +98,20 @@ fn a_fraction_limits_what_is_held() {
 
 /// TestCudaAllocator.test_allocator_memory_fraction_setting.
 #[test]
-fn the_fraction_can_be_a_setting_of_the_start() {
+fn the_fraction_can_be_an_initial_setting() {
     let context = TestContext::with_capacity(10 * GIB, "per_process_memory_fraction:0.5");
     context.expect_oom(6 * GIB);
     assert_eq!(context.allocator.memory_fraction(FIRST).unwrap(), 0.5);
     context.alloc(4 * GIB);
-    // Later settings leave what the device has.
+    // Later settings leave the fraction as it is.
     context.set("per_process_memory_fraction:1.0");
     context.expect_oom(4 * GIB);
     context.finish();
 }
 
-/// A cap in bytes beside the fraction: the lesser counts.
+/// A cap in bytes beside the fraction.
 #[test]
-fn the_lesser_limit_counts() {
+fn the_lower_limit_counts() {
     let context = TestContext::with_capacity(10 * GIB, "memory_cap_mb:1024");
     context.expect_oom(2 * GIB);
     context.allocator.set_memory_cap(FIRST, Some(3 * GIB)).unwrap();
@@ -122,9 +121,9 @@ fn the_lesser_limit_counts() {
     context.finish();
 }
 
-/// TestCudaAllocator.test_throw_on_cudamalloc_oom: no retry, no count as out of memory, no entry of one.
+/// TestCudaAllocator.test_throw_on_cudamalloc_oom: no retry, not counted as out of memory, no history entry.
 #[test]
-fn a_refusal_comes_before_everything_else() {
+fn a_rejection_comes_before_any_retry() {
     let context = TestContext::with_capacity(10 * GIB, "per_process_memory_fraction:0.5,throw_on_cudamalloc_oom:True");
     context.allocator.record_history(Some(HistoryOptions::default())).unwrap();
     let cached = context.alloc(2 * GIB);
@@ -133,12 +132,12 @@ fn a_refusal_comes_before_everything_else() {
     assert_eq!(report.cause, OomCause::Rejected);
     let stats = context.stats();
     assert_eq!((stats.num_oom_rejections, stats.num_ooms, stats.num_alloc_retries), (1, 0, 0));
-    assert_eq!(context.bytes_reserved(), 2 * GIB, "what is cached stays");
+    assert_eq!(context.bytes_reserved(), 2 * GIB, "cached memory stays");
     let trace = context.allocator.snapshot(SnapshotOptions::default()).unwrap().traces.remove(0);
     assert!(trace.iter().all(|entry| entry.action != Action::Oom));
-    // What is cached serves as ever.
+    // Cached blocks still serve requests.
     assert_eq!(context.alloc(2 * GIB).ptr, cached.ptr);
-    // The switch is read at every request; without it the same request goes on to the limit.
+    // The setting is read at every request; without it the same request reaches the limit.
     context.set("throw_on_cudamalloc_oom:False");
     assert_eq!(context.expect_oom(4 * GIB).cause, OomCause::Limit);
     assert_eq!((context.stats().num_oom_rejections, context.stats().num_ooms), (1, 1));
@@ -147,7 +146,7 @@ fn a_refusal_comes_before_everything_else() {
 
 /// TestCudaAllocator.test_notifies_oom.
 #[test]
-fn observers_are_told_before_the_caller() {
+fn observers_are_called_before_the_request_fails() {
     let context = TestContext::with_capacity(GIB, "");
     let seen: Arc<Mutex<Vec<OomReport>>> = Arc::default();
     let (log, allocator) = (seen.clone(), Arc::downgrade(&context.allocator));
@@ -167,9 +166,9 @@ fn observers_are_told_before_the_caller() {
     context.finish();
 }
 
-/// The entry of a failure has the free bytes of the device for an address, and the rounded request for a size.
+/// The entry has the free bytes of the device as address, and the rounded request as size.
 #[test]
-fn the_history_shows_the_failure() {
+fn the_history_has_an_out_of_memory_entry() {
     let context = TestContext::with_capacity(GIB, "");
     context.alloc(100 * MIB);
     context.allocator.record_history(Some(HistoryOptions::default())).unwrap();
@@ -197,9 +196,9 @@ fn the_report_says_where_the_memory_is() {
     context.finish();
 }
 
-/// Callbacks are asked after the search and before the driver; what they free serves the request.
+/// They are called after the search; what they free serves the request.
 #[test]
-fn pressure_callbacks_come_before_the_driver() {
+fn pressure_callbacks_are_called_before_the_driver() {
     let context = TestContext::new("");
     let limbo: Arc<Mutex<Vec<Allocation>>> = Arc::new(Mutex::new(vec![context.alloc(100 * MIB)]));
     let (held, allocator) = (limbo.clone(), Arc::downgrade(&context.allocator));
@@ -217,15 +216,15 @@ fn pressure_callbacks_come_before_the_driver() {
     assert_eq!(asked.load(Ordering::Relaxed), 1);
     context.free(given);
     context.alloc(100 * MIB);
-    assert_eq!(asked.load(Ordering::Relaxed), 1, "not for what is cached");
+    assert_eq!(asked.load(Ordering::Relaxed), 1, "not called if a cached block fits");
     context.alloc(100 * MIB);
     assert_eq!((asked.load(Ordering::Relaxed), context.sim.call_count(Call::MemAlloc)), (2, calls + 1));
     context.finish();
 }
 
-/// Pools that are marked for need come before anything is given back, and only for the default pool.
+/// Before anything is released, and only for requests to the default pool.
 #[test]
-fn marked_pools_come_before_the_cache_is_given_back() {
+fn use_on_oom_pools_serve_before_the_cache_is_released() {
     let context = TestContext::with_capacity(GIB, "");
     let options = PoolOptions { use_on_oom: true, ..PoolOptions::default() };
     let pool = context.pools().create_pool(FIRST, options).unwrap();
@@ -234,7 +233,7 @@ fn marked_pools_come_before_the_cache_is_given_back() {
     context.free(spare);
     let cached = context.alloc(300 * MIB);
     context.free(cached);
-    // Another private pool has no right to it: the default pool's cache goes instead.
+    // Not for another private pool: the default pool's cache is released instead.
     let request = Request::new(FIRST, context.main.id(), 350 * MIB).in_pool(other);
     let private = context.allocator.allocate_raw(request).unwrap();
     assert_ne!(private.ptr, spare.ptr);
@@ -242,7 +241,7 @@ fn marked_pools_come_before_the_cache_is_given_back() {
     let given = context.alloc(400 * MIB);
     assert_eq!((given.ptr, context.stats().num_alloc_retries), (spare.ptr, 1));
     assert_eq!(context.pools().pool_uses(FIRST, pool).unwrap(), 1);
-    // Only free blocks: the pool gets no new segment for it.
+    // Only free blocks: no segment is allocated in the pool for it.
     context.expect_oom(400 * MIB);
     context.free(given);
     context.pools().set_use_on_oom(FIRST, pool, false).unwrap();
@@ -250,7 +249,7 @@ fn marked_pools_come_before_the_cache_is_given_back() {
     context.finish();
 }
 
-/// Below the limit a request takes no oversize block, above it none that is too wide.
+/// A smaller request takes no oversize block, an oversize one none that is much larger.
 #[test]
 fn oversize_blocks_are_kept_for_oversize_requests() {
     let context = TestContext::new("max_split_size_mb:100");
@@ -259,7 +258,7 @@ fn oversize_blocks_are_kept_for_oversize_requests() {
     let small = context.alloc(50 * MIB);
     assert_ne!(small.ptr, whole.ptr, "not oversize");
     let fits = context.alloc(180 * MIB + 512);
-    assert_eq!((fits.ptr, fits.bytes), (whole.ptr, 200 * MIB), "not cut, and less than 20 MiB too wide");
+    assert_eq!((fits.ptr, fits.bytes), (whole.ptr, 200 * MIB), "not split, and less than 20 MiB larger");
     context.free(fits);
     let wide = context.alloc(180 * MIB);
     assert_ne!(wide.ptr, whole.ptr, "20 MiB is too wide");
@@ -272,23 +271,22 @@ fn oversize_blocks_are_kept_for_oversize_requests() {
     context.finish();
 }
 
-/// With a split limit just enough oversize segments go back, not everything.
 #[test]
-fn just_enough_oversize_segments_go_back() {
+fn just_enough_oversize_segments_are_released() {
     let context = TestContext::with_capacity(GIB, "max_split_size_mb:100");
     let [small, a, b, c] = [10, 150, 250, 450].map(|mib| context.alloc(mib * MIB));
     context.free_all([small, a, b, c]);
-    // 164 MiB are free. One block is large enough but too wide to be used; it alone goes.
+    // 164 MiB are free. One block is large enough but too large to be used; it alone is released.
     context.alloc(400 * MIB);
     assert_eq!(context.segment_sizes().iter().filter(|&&size| size >= 100 * MIB).count(), 3);
     assert_eq!((context.stats().num_alloc_retries, context.bytes_reserved()), (0, 810 * MIB));
-    // Now none suffices alone: from the largest down until they sum up.
+    // Now none suffices alone: the largest ones are released until they sum up.
     context.alloc(380 * MIB);
     assert_eq!((context.stats().num_alloc_retries, context.bytes_reserved()), (0, 790 * MIB));
     context.finish();
 }
 
-/// The sum is enough after two; the third stays.
+/// Two are enough; the third stays.
 #[test]
 fn oversize_segments_beyond_the_sum_stay() {
     let context = TestContext::with_capacity(GIB, "max_split_size_mb:100");
@@ -300,7 +298,7 @@ fn oversize_segments_beyond_the_sum_stay() {
 }
 
 #[test]
-fn too_few_oversize_segments_lead_to_the_next_rung() {
+fn too_few_oversize_segments_lead_to_the_next_retry() {
     let context = TestContext::with_capacity(GIB, "max_split_size_mb:100");
     let [a, b] = [300, 600].map(|mib| context.alloc(mib * MIB));
     context.free(a);
@@ -310,34 +308,33 @@ fn too_few_oversize_segments_lead_to_the_next_rung() {
     assert_eq!(
         (context.stats().num_alloc_retries, context.bytes_reserved()),
         (1, 600 * MIB),
-        "everything free went back"
+        "all cached memory is released"
     );
     context.free(b);
     context.finish();
 }
 
-/// Garbage is collected above the threshold, from segments at least as old as the average, of the large default pool
-/// only.
+/// Of the large default pool, segments at least as old as the average.
 #[test]
-fn old_segments_go_above_the_threshold() {
+fn old_segments_are_released_above_the_threshold() {
     let context =
         TestContext::with_capacity(2 * GIB, "garbage_collection_threshold:0.5,per_process_memory_fraction:0.5");
     let blocks = [12, 14, 16, 18].map(|mib| context.alloc(mib * 10 * MIB));
     context.free_all(blocks);
-    // 600 of 1024 MiB are held, 88 above the threshold. The two that were used since are younger.
+    // 600 of 1024 MiB are reserved, 88 above the threshold. The two that were used since are younger.
     for _ in 0..10 {
         context.free_all([context.alloc(160 * MIB), context.alloc(180 * MIB)]);
     }
     context.alloc(200 * MIB);
     let mut sizes: Vec<u64> = context.segment_sizes().iter().map(|size| size / MIB).collect();
     sizes.sort_unstable();
-    assert_eq!(sizes, [160, 180, 200], "the pass is not stopped in the middle");
+    assert_eq!(sizes, [160, 180, 200], "a pass is completed");
     assert_eq!(context.stats().num_sync_all_streams, 0);
     context.finish();
 }
 
 #[test]
-fn garbage_collection_takes_a_limit_and_leaves_private_pools_alone() {
+fn garbage_collection_needs_a_limit_and_spares_private_pools() {
     for (settings, kept) in [
         ("garbage_collection_threshold:0.1", true),
         ("per_process_memory_fraction:0.9", true),
@@ -353,9 +350,8 @@ fn garbage_collection_takes_a_limit_and_leaves_private_pools_alone() {
     }
 }
 
-/// A request that fails leaves everything but counters and the cache as it was.
 #[test]
-fn a_failure_changes_nothing_else() {
+fn a_failed_request_changes_nothing_else() {
     let context = TestContext::with_capacity(GIB, "");
     let kept = context.alloc(600 * MIB);
     context.fill(kept, 4, &context.main);

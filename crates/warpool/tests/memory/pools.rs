@@ -1,5 +1,5 @@
-//! Private pools: ids and uses, routing, sources of their own, lifetimes in every order. After PyTorch's TestMemPool
-//! where a test is named.
+//! Private pools: ids and uses, routing, upstreams, lifetimes in every order. A named test is the one of PyTorch that
+//! it follows.
 
 use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -15,7 +15,7 @@ use warpool::memory::{
 };
 use warpool::{Error, Result};
 
-/// A source of memory that counts, and that can have less than the device.
+/// An upstream that counts its calls, with a limited amount of memory.
 struct Source {
     sim: Arc<SimDriver>,
     room: AtomicU64,
@@ -67,7 +67,7 @@ fn block(context: &TestContext, bytes: u64) -> DeviceBlock {
 
 /// TestMemPool.test_mempool_id and test_mempool_multithread.
 #[test]
-fn ids_are_pairs_and_never_come_twice() {
+fn ids_are_pairs_and_never_reused() {
     let context = TestContext::new("");
     let graph = context.pools().create_graph_pool(FIRST).unwrap();
     let user = plain_pool(&context).id();
@@ -84,7 +84,7 @@ fn ids_are_pairs_and_never_come_twice() {
 
 /// TestMemPool.test_mempool_with_allocator.
 #[test]
-fn a_pool_can_have_a_source_of_its_own() {
+fn a_pool_can_have_an_upstream() {
     for settings in ["", "expandable_segments:True"] {
         let context = TestContext::new(settings);
         let source = Source::new(&context, GIB);
@@ -96,12 +96,12 @@ fn a_pool_can_have_a_source_of_its_own() {
         assert_eq!((source.calls(), context.segments_of(pool.id()).len()), ((1, 0), 1));
         drop(scope);
         assert_eq!(pool.uses().unwrap(), 1);
-        // Out of the scope the default pool serves.
+        // After the scope the default pool serves requests.
         let other = block(&context, MIB);
         assert_eq!(context.segments_of(pool.id()).len(), 1);
         let scope = pool.enter().unwrap();
         let two = block(&context, MIB);
-        assert_eq!(context.segments_of(pool.id()).len(), 1, "what is left of the first segment");
+        assert_eq!(context.segments_of(pool.id()).len(), 1, "the rest of the first segment serves it");
         let three = block(&context, MIB);
         drop(scope);
         assert_eq!((source.calls(), context.segments_of(pool.id()).len()), ((2, 0), 2));
@@ -117,7 +117,7 @@ fn a_pool_can_have_a_source_of_its_own() {
 /// TestMemPool.test_mempool_empty_cache, test_mempool_empty_cache_inactive and
 /// test_tensor_delete_after_allocator_delete.
 #[test]
-fn blocks_and_pools_can_go_in_any_order() {
+fn blocks_and_pools_can_be_dropped_in_any_order() {
     for block_first in [true, false] {
         let context = TestContext::new("");
         let source = Source::new(&context, GIB);
@@ -126,16 +126,16 @@ fn blocks_and_pools_can_go_in_any_order() {
         let scope = pool.enter().unwrap();
         let live = block(&context, 30 * MIB);
         drop(scope);
-        assert_eq!((context.trim(), source.calls()), (0, (1, 0)), "a pool in use is left alone");
+        assert_eq!((context.trim(), source.calls()), (0, (1, 0)), "a pool in use is not trimmed");
         if block_first {
             drop(live);
             context.allocator.check();
-            assert_eq!((context.trim(), source.calls()), (0, (1, 0)), "also what is free in it");
+            assert_eq!((context.trim(), source.calls()), (0, (1, 0)), "not even its free blocks");
             drop(pool);
         } else {
             drop(pool);
             context.allocator.check();
-            assert_eq!((context.trim(), source.calls()), (0, (1, 0)), "the block still works");
+            assert_eq!((context.trim(), source.calls()), (0, (1, 0)), "the block is still allocated");
             context.sim_fill(live.ptr().0, 1);
             drop(live);
         }
@@ -147,7 +147,7 @@ fn blocks_and_pools_can_go_in_any_order() {
 
 /// TestMemPool.test_mempool_limited_memory_with_allocator and test_deleted_mempool_not_used_on_oom.
 #[test]
-fn a_marked_pool_helps_in_need_until_it_is_gone() {
+fn a_use_on_oom_pool_serves_the_default_pool_until_it_is_released() {
     let context = TestContext::with_capacity(GIB, "");
     let source = Source::new(&context, 400 * MIB);
     let options = PoolOptions { upstream: Some(source.clone()), use_on_oom: true, no_split: false };
@@ -174,7 +174,7 @@ fn a_marked_pool_helps_in_need_until_it_is_gone() {
 
 /// TestMemPool.test_mempool_no_split and test_mempool_no_split_erased_on_release.
 #[test]
-fn blocks_can_be_whole_segments() {
+fn no_split_blocks_are_whole_segments() {
     let context = TestContext::new("");
     let pool = pool_with(&context, PoolOptions { no_split: true, ..PoolOptions::default() });
     let scope = pool.enter().unwrap();
@@ -199,7 +199,7 @@ fn blocks_can_be_whole_segments() {
 
 /// TestMemPool.test_nested_mempool.
 #[test]
-fn the_innermost_scope_counts() {
+fn the_newest_scope_counts() {
     let context = TestContext::new("");
     let [one, two, three] = [0; 3].map(|_| plain_pool(&context));
     let counts = || [&one, &two, &three].map(|pool| context.segments_of(pool.id()).len());
@@ -238,7 +238,7 @@ fn scopes_may_end_in_any_order() {
     context.finish();
 }
 
-/// TestMemPool.test_mempool_ctx_multithread: a scope is its thread's.
+/// TestMemPool.test_mempool_ctx_multithread.
 #[test]
 fn scopes_are_per_thread() {
     let context = TestContext::new("");
@@ -250,7 +250,7 @@ fn scopes_are_per_thread() {
             let _outside = block(&context, 12 * MIB);
             let _scope = theirs.enter().unwrap();
             let _inside = block(&context, 14 * MIB);
-            assert!(mine.enter().is_err(), "one scope per pool, whoever has it");
+            assert!(mine.enter().is_err(), "one scope per pool, of any thread");
             barrier.wait();
             barrier.wait();
         });
@@ -293,7 +293,7 @@ fn the_same_requests_get_the_same_addresses() {
 /// TestMemPool.test_mempool_release_cached_blocks_during_diversion and
 /// test_mempool_oom_recovery_releases_cached_blocks.
 #[test]
-fn inside_a_scope_the_default_pool_is_trimmed_as_ever() {
+fn the_default_pool_can_be_trimmed_in_a_scope() {
     let context = TestContext::with_capacity(GIB, "");
     let pool = plain_pool(&context);
     drop(block(&context, 600 * MIB));
@@ -311,9 +311,9 @@ fn inside_a_scope_the_default_pool_is_trimmed_as_ever() {
     context.finish();
 }
 
-/// TestMemPool.test_mempool_block_free_not_deferred: a scope is no capture.
+/// TestMemPool.test_mempool_block_free_not_deferred: a scope is not a capture.
 #[test]
-fn frees_in_a_scope_are_marked_at_once() {
+fn frees_in_a_scope_are_not_deferred() {
     let context = TestContext::new("");
     let (pool, side) = (plain_pool(&context), context.side_stream());
     let _scope = pool.enter().unwrap();
@@ -331,7 +331,7 @@ fn frees_in_a_scope_are_marked_at_once() {
 
 /// TestMemPool.test_mempool_expandable and test_reserved_bytes_by_private_pools(_expandable).
 #[test]
-fn every_pools_bytes_are_counted() {
+fn reserved_bytes_are_counted_by_pool() {
     for settings in ["", "expandable_segments:True"] {
         let context = TestContext::new(settings);
         let (one, two) = (plain_pool(&context), plain_pool(&context));
@@ -360,7 +360,7 @@ fn every_pools_bytes_are_counted() {
 }
 
 #[test]
-fn uses_are_counted_and_a_released_pool_stays_so() {
+fn a_released_pool_cannot_be_retained() {
     let context = TestContext::new("");
     let pools = context.pools();
     let pool = pools.create_graph_pool(FIRST).unwrap();
@@ -390,7 +390,7 @@ fn uses_are_counted_and_a_released_pool_stays_so() {
 
 /// TestBlockStateAbsorption.test_check_pool_live_allocations.
 #[test]
-fn a_pool_knows_exactly_what_is_given_out() {
+fn has_exactly_compares_allocated_addresses() {
     let context = TestContext::new("");
     let pool = plain_pool(&context);
     let [a, b] = [0; 2].map(|_| context.alloc_in(pool.id(), MIB));
@@ -415,7 +415,7 @@ fn requests_can_be_routed_by_stream() {
     let _scope = PoolScope::open(&context.any(), FIRST, pool.id(), Route::Everything).unwrap();
     context.alloc(MIB);
     assert_eq!((context.segments_of(pool.id()).len(), context.segments().len()), (2, 3));
-    // A pool that is named counts before every scope.
+    // A request that names a pool is not routed.
     context.alloc_in(MemPoolId::DEFAULT, MIB);
     assert_eq!(context.segments().len(), 3);
     context.finish();

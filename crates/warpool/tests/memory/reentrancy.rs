@@ -1,5 +1,5 @@
-//! What callbacks, destructors and other threads do in the middle of a call: no lock is in their way, and nothing
-//! vanishes under the call. Most of these hang or abort where they do not pass.
+//! Callbacks, destructors and other threads that call the allocator during a call: no lock is held, and nothing that
+//! the call works on is removed. A failure of most of these tests is a deadlock or an abort.
 
 use std::cell::RefCell;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -15,7 +15,7 @@ use warpool::memory::{
 };
 use warpool::{Error, Result};
 
-/// A source of segments that does something of its own whenever one comes back, and has something of its own.
+/// An upstream that runs a closure whenever a segment is freed, and that owns something.
 struct Source {
     sim: Arc<SimDriver>,
     on_free: Box<dyn Fn() + Send + Sync>,
@@ -44,10 +44,9 @@ impl Upstream for Source {
     }
 }
 
-/// A pool whose last use ends while a request to it is under way: the request is met, and the pool goes with what it
-/// was given.
+/// The request succeeds, and the pool is removed with its last segment.
 #[test]
-fn a_pool_may_be_given_up_while_it_is_asked_for_memory() {
+fn a_pool_may_be_released_during_a_request() {
     for settings in ["", "expandable_segments:True"] {
         let context = TestContext::new(settings);
         let pool = context.pools().create_pool(FIRST, PoolOptions::default()).unwrap();
@@ -60,7 +59,7 @@ fn a_pool_may_be_given_up_while_it_is_asked_for_memory() {
         };
         let callback = context.allocator.observers().attach_pressure_callback(Arc::new(give_up));
         let block = context.alloc_in(pool, 4 * MIB);
-        assert_eq!(context.pools().pool_uses(FIRST, pool).unwrap(), 0, "it is there for as long as it has memory");
+        assert_eq!(context.pools().pool_uses(FIRST, pool).unwrap(), 0, "it exists as long as it has memory");
         assert!(matches!(
             context.allocator.allocate_raw(Request::new(FIRST, context.main.id(), 1).in_pool(pool)),
             Err(Error::PoolReleased { .. })
@@ -73,9 +72,8 @@ fn a_pool_may_be_given_up_while_it_is_asked_for_memory() {
     }
 }
 
-/// The same where the request then fails: nothing of the pool is left.
 #[test]
-fn a_pool_that_is_given_up_while_a_request_fails_is_gone() {
+fn a_pool_released_during_a_failing_request_is_removed() {
     let context = TestContext::with_capacity(64 * MIB, "");
     let pool = context.pools().create_pool(FIRST, PoolOptions::default()).unwrap();
     let allocator = context.any();
@@ -88,10 +86,10 @@ fn a_pool_that_is_given_up_while_a_request_fails_is_gone() {
     context.finish();
 }
 
-/// Whoever asks for memory and names no pool does not hear of one that another thread closed meanwhile. The hook stands
-/// for that thread.
+/// A request without a pool does not fail because another thread closed the scope meanwhile. The hook stands for that
+/// thread.
 #[test]
-fn a_request_is_routed_anew_if_its_scope_closes_meanwhile() {
+fn a_request_is_routed_again_if_its_scope_closes() {
     let context = TestContext::new("");
     let pool = MemPool::new(&context.any(), &context.device(), PoolOptions::default()).unwrap();
     let scope = PoolScope::open(&context.any(), FIRST, pool.id(), Route::Everything).unwrap();
@@ -110,15 +108,15 @@ fn a_request_is_routed_anew_if_its_scope_closes_meanwhile() {
     context.finish();
 }
 
-/// A scope that opens may be the call that tells trackers what another thread did. They may ask for memory.
+/// Opening a scope may be the call that reports another thread's entries to trackers.
 #[test]
-fn trackers_may_ask_for_memory_while_a_scope_opens() {
+fn trackers_may_allocate_while_a_scope_opens() {
     let context = TestContext::new("");
     context.free(context.alloc(MIB));
     let (arrived, arrival) = mpsc::channel();
     let (go, may_go) = mpsc::channel::<()>();
     let (seen, may_go) = (AtomicU64::new(0), Mutex::new(may_go));
-    // The second segment to come back stops its thread, with the first one not yet told.
+    // The free of the second segment blocks its thread, before the entry of the first is reported.
     let stop = move || {
         if seen.fetch_add(1, Ordering::Relaxed) == 1 {
             arrived.send(()).unwrap();
@@ -153,7 +151,7 @@ fn trackers_may_ask_for_memory_while_a_scope_opens() {
     context.finish();
 }
 
-/// What an observer owns goes with it, and that is told to the others.
+/// They are dropped with it, which calls the other observers.
 #[test]
 fn observers_may_own_blocks() {
     let context = TestContext::new("");
@@ -179,10 +177,9 @@ fn observers_may_own_blocks() {
     context.finish();
 }
 
-/// A pool's source may live in memory of the allocator that it serves; it goes when the pool does, or with its last
-/// segment.
+/// It is dropped with the pool, or with its last segment.
 #[test]
-fn a_source_may_own_blocks_of_its_allocator() {
+fn an_upstream_may_own_blocks_of_its_allocator() {
     for with_segment in [false, true] {
         let context = TestContext::new("");
         let own = context.allocator.allocate(MIB, &context.main).unwrap();
@@ -193,7 +190,7 @@ fn a_source_may_own_blocks_of_its_allocator() {
         }
         drop(pool);
         context.trim();
-        assert_eq!(context.bytes_allocated(), 0, "the source is gone");
+        assert_eq!(context.bytes_allocated(), 0, "the upstream is dropped");
         context.trim();
         assert_eq!(context.bytes_reserved(), 0);
         context.finish();
@@ -210,13 +207,13 @@ impl Drop for Last {
 }
 
 thread_local! {
-    /// Registered before all that the allocator may have, hence dropped after it.
+    /// Registered before any thread-local of the allocator, hence dropped after it.
     static KEPT: RefCell<Vec<Last>> = const { RefCell::new(Vec::new()) };
 }
 
-/// A thread's last destructors may drop blocks, and even ask for memory.
+/// The last destructors of a thread may drop blocks and allocate.
 #[test]
-fn a_thread_may_use_the_allocator_until_its_very_end() {
+fn a_thread_may_allocate_in_its_last_destructors() {
     let context = TestContext::new("");
     let told = Arc::new(AtomicU64::new(0));
     let counter = told.clone();
@@ -246,9 +243,9 @@ fn a_thread_may_use_the_allocator_until_its_very_end() {
     context.finish();
 }
 
-/// However much another thread's capture defers, a request outside of it asks about every stream once.
+/// However many frees another thread's capture defers, a request outside of it reads each stream's status once.
 #[test]
-fn a_capture_elsewhere_costs_a_request_one_question_per_stream() {
+fn deferred_frees_cost_a_request_one_status_query_per_stream() {
     const BLOCKS: usize = 100;
     let context = TestContext::new("");
     let (stream, side) = (context.side_stream(), context.side_stream());
@@ -262,7 +259,7 @@ fn a_capture_elsewhere_costs_a_request_one_question_per_stream() {
         context.free(block);
     }
     stream.wait_stream(&side).unwrap();
-    assert_eq!(context.stats().active.all.current, BLOCKS as u64, "all of them wait");
+    assert_eq!(context.stats().active.all.current, BLOCKS as u64, "all are deferred");
     let other = context.side_stream();
     let asked = context.sim.call_count(Call::CaptureState);
     let block = context.alloc_on(&other, MIB);

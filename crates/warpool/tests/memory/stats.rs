@@ -1,4 +1,4 @@
-//! The counters: their names, what moves them, peaks and resets; and long random runs against a plain model of them.
+//! Statistics: their names, what changes them, peaks and resets; and random runs compared with plain sums.
 
 use std::collections::BTreeMap;
 
@@ -9,9 +9,9 @@ use warpool::memory::{
     Action, Allocation, DeviceAllocator, HistoryOptions, MemPoolId, PoolOptions, Request, SnapshotOptions, StatByKind,
 };
 
-/// The names that `torch.cuda.memory_stats` gives.
+/// The names of `torch.cuda.memory_stats`.
 #[test]
-fn counters_have_pytorchs_names() {
+fn statistics_have_pytorchs_names() {
     let context = TestContext::new("");
     let pool = context.pools().create_pool(FIRST, PoolOptions::default()).unwrap();
     context.alloc_in(pool, MIB);
@@ -61,7 +61,7 @@ fn counters_have_pytorchs_names() {
 }
 
 #[test]
-fn every_counter_moves_as_it_should() {
+fn every_statistic_counts_what_it_should() {
     let context = TestContext::new("");
     let small = context.alloc(1000);
     let large = context.alloc(3 * MIB);
@@ -82,7 +82,7 @@ fn every_counter_moves_as_it_should() {
     for by_kind in [stats.allocation, stats.active, stats.inactive_split, stats.allocated_bytes, stats.active_bytes] {
         assert_eq!(now(by_kind), [0, 0, 0]);
     }
-    assert_eq!(now(stats.inactive_split_bytes), [0, 0, 0], "a whole free segment is no split");
+    assert_eq!(now(stats.inactive_split_bytes), [0, 0, 0], "a free segment is not split");
     assert_eq!(now(stats.reserved_bytes), [22 * MIB, 2 * MIB, 20 * MIB]);
     assert_eq!(stats.allocation.all.freed, 2);
     context.trim();
@@ -102,7 +102,7 @@ fn peaks_and_sums_can_be_reset() {
     context.free(gone);
     let stats = context.stats();
     assert_eq!((stats.oversize_allocations.current, stats.oversize_allocations.peak), (1, 2));
-    assert_eq!(stats.oversize_segments.current, 2, "from the threshold on");
+    assert_eq!(stats.oversize_segments.current, 2, "of the threshold or more");
     assert_eq!(stats.allocated_bytes.all.peak, 500 * MIB);
     assert_eq!((stats.num_ooms, stats.num_alloc_retries), (1, 1));
     context.allocator.reset_peak_stats(FIRST).unwrap();
@@ -115,18 +115,17 @@ fn peaks_and_sums_can_be_reset() {
     assert_eq!((stats.oversize_segments.allocated, stats.allocated_bytes.all.current), (0, 200 * MIB));
     let counters = [stats.num_ooms, stats.num_alloc_retries, stats.num_device_alloc, stats.num_device_free];
     assert_eq!((counters, stats.num_sync_all_streams), ([0; 4], 0));
-    assert_eq!(stats.max_split_size, 100 << 20, "not a counter");
+    assert_eq!(stats.max_split_size, 100 << 20, "not accumulated");
     context.free(kept);
     assert_eq!(context.stats().allocated_bytes.all.freed, 200 * MIB);
     context.finish();
 }
 
-/// Exactly the threshold is oversize.
 #[test]
-fn oversize_begins_at_the_threshold() {
+fn a_block_of_the_threshold_is_oversize() {
     let context = TestContext::new("max_split_size_mb:64");
     let below = context.alloc(64 * MIB - 1024 * KIB);
-    // Its segment has 64 MiB, and it does not.
+    // Its segment has 64 MiB, the block has less.
     assert_eq!((context.stats().oversize_segments.current, context.stats().oversize_allocations.current), (1, 1));
     context.free(below);
     let exact = context.alloc(64 * MIB);
@@ -138,9 +137,9 @@ fn oversize_begins_at_the_threshold() {
     context.finish();
 }
 
-/// What is out is judged by the threshold of the moment, so that it can go under any.
+/// Oversize counts follow the threshold in force.
 #[test]
-fn the_threshold_can_change_while_blocks_are_out() {
+fn the_threshold_can_change_while_blocks_are_allocated() {
     let context = TestContext::new("");
     let oversize = || {
         let stats = context.stats();
@@ -163,9 +162,9 @@ fn the_threshold_can_change_while_blocks_are_out() {
     context.finish();
 }
 
-/// TestCuda.test_memory_stats: allocations, frees, trims and resets in a fixed order, against sums.
+/// TestCuda.test_memory_stats: allocations, frees, trims and resets in a fixed order, compared with sums.
 #[test]
-fn counters_stay_consistent() {
+fn statistics_stay_consistent() {
     let context = TestContext::new("");
     let mut live: Vec<Allocation> = Vec::new();
     let (mut sum, mut peak) = (0, 0);
@@ -226,7 +225,7 @@ fn fuzz(settings: &str, seed: u64) {
                 _ => 1 + rng.u64_below(60 * MIB),
             };
             let Ok(given) = context.allocator.allocate_raw(Request::new(FIRST, context.main.id(), bytes)) else {
-                assert!(sum + bytes > 300 * MIB, "no room in an almost empty device");
+                assert!(sum + bytes > 300 * MIB, "out of memory on an almost empty device");
                 for (gone, _) in live.drain(..) {
                     context.allocator.free(gone).unwrap();
                 }
@@ -234,7 +233,7 @@ fn fuzz(settings: &str, seed: u64) {
                 continue;
             };
             let value = rng.u32() as u8;
-            // Both ends are enough to see an overlap, and cheap.
+            // The first and the last bytes are enough to detect an overlap.
             for end in [0, bytes - 1] {
                 context.sim_fill(given.ptr.0 + end, value);
             }
@@ -264,12 +263,10 @@ fn fuzz(settings: &str, seed: u64) {
     context.finish();
 }
 
-/// A small generator of numbers: the same seed, the same numbers.
-
-/// TestCudaAllocator.test_cachingAllocator_raw_alloc: what is asked for while caching is off is in no counter, and goes
-/// back the way it came.
+/// TestCudaAllocator.test_cachingAllocator_raw_alloc: requests while caching is off are in no statistics, and are freed
+/// by the driver.
 #[test]
-fn without_caching_every_request_is_the_drivers() {
+fn without_caching_every_request_is_a_driver_call() {
     let context = TestContext::new("");
     let cached = context.alloc(MIB);
     let before = context.stats();
@@ -281,7 +278,7 @@ fn without_caching_every_request_is_the_drivers() {
     context.assert_holds(direct, 9);
     assert_eq!(context.stats(), before);
     assert_eq!(context.segments().len(), 1);
-    // What was cached goes back to the cache.
+    // A block from the cache returns to the cache.
     context.free(cached);
     assert_eq!(context.stats().allocation.all.current, 0);
     assert_eq!(context.bytes_reserved(), 2 * MIB);
@@ -294,7 +291,7 @@ fn without_caching_every_request_is_the_drivers() {
 }
 
 #[test]
-fn without_caching_destructors_leave_the_driver_call_to_the_next() {
+fn without_caching_a_dropped_block_is_freed_by_the_next_call() {
     let context = TestContext::new("");
     context.allocator.set_caching(false);
     let direct = context.alloc(MIB);
@@ -308,10 +305,10 @@ fn without_caching_destructors_leave_the_driver_call_to_the_next() {
     context.finish();
 }
 
-/// cuda_allocatorTraceTracker_test TrackMallocFree, and check_reporter: a tracker sees one segment, one block given
-/// out, one back, with sizes that sum up, although no history is recorded.
+/// cuda_allocatorTraceTracker_test TrackMallocFree, and check_reporter: a tracker sees the segment, the allocation and
+/// the free, with sizes that sum up, although no history is recorded.
 #[test]
-fn a_tracker_sees_every_step() {
+fn a_tracker_sees_every_action() {
     use std::sync::{Arc, Mutex};
     let context = TestContext::new("");
     let seen: Arc<Mutex<Vec<(Action, u64, u64)>>> = Arc::default();
@@ -343,7 +340,6 @@ fn a_tracker_sees_every_step() {
     context.finish();
 }
 
-/// They run without a lock, so they may ask and allocate themselves.
 #[test]
 fn trackers_may_call_the_allocator() {
     use std::sync::{Arc, Mutex, Weak};
@@ -359,8 +355,7 @@ fn trackers_may_call_the_allocator() {
             allocator.stats(FIRST).unwrap();
             let mut taken = mine.lock().unwrap();
             if taken.is_empty() {
-                // The segment that it is told about can serve it already, or the small one that it makes is not told
-                // about again.
+                // The reported segment may serve it already; entries of this allocation are not reported to it again.
                 taken.push(Allocation {
                     ptr: DevicePtr(0),
                     bytes: 0,

@@ -1,4 +1,4 @@
-//! Blocks that several streams use, outside of captures: no reuse before all are done, and none later than that.
+//! Blocks that several streams use, outside of captures: they are reused once all are done, and not before.
 
 use crate::common::memory::{FIRST, GIB, MIB, TestContext};
 use warpool::Stream;
@@ -6,7 +6,7 @@ use warpool::driver::sim::{HazardKind, SimConfig};
 use warpool::driver::{Call, DeviceId, Devices, StreamId, StreamOptions, Streams};
 use warpool::memory::{Action, Allocate, Allocation, BlockState, DeviceAllocator, HistoryOptions, SnapshotOptions};
 
-/// Queues a fill on a held stream, behind what the block's own stream has, notes the use, and frees the block.
+/// Queues a fill on each stream, after the work of the block's own stream, records the use, and frees the block.
 fn use_and_free(context: &TestContext, block: Allocation, streams: &[&Stream]) {
     for stream in streams {
         stream.wait_stream(&context.main).unwrap();
@@ -40,7 +40,7 @@ fn a_block_is_not_reused_while_another_stream_is_busy() {
 
 /// TestCuda.test_record_stream_on_shifted_view: a use of a part protects the whole.
 #[test]
-fn a_use_of_a_part_protects_the_whole() {
+fn a_use_of_a_part_protects_the_whole_block() {
     let context = TestContext::new("");
     let side = context.side_stream();
     context.pause_stream(&side);
@@ -56,7 +56,7 @@ fn a_use_of_a_part_protects_the_whole() {
 }
 
 #[test]
-fn a_use_on_its_own_stream_is_nothing() {
+fn a_use_on_its_own_stream_needs_no_event() {
     let context = TestContext::new("");
     let block = context.alloc(MIB);
     context.record_use(block, &context.main);
@@ -67,9 +67,9 @@ fn a_use_on_its_own_stream_is_nothing() {
     context.finish();
 }
 
-/// What callers have drops at the call, what is active when the streams are done.
+/// `allocated` drops at the free, `active` when the streams are done.
 #[test]
-fn counters_and_history_show_the_wait() {
+fn statistics_and_history_show_a_pending_free() {
     let context = TestContext::new("");
     let side = context.side_stream();
     context.allocator.record_history(Some(HistoryOptions::default())).unwrap();
@@ -97,7 +97,7 @@ fn counters_and_history_show_the_wait() {
 }
 
 #[test]
-fn all_streams_must_be_done() {
+fn a_freed_block_waits_for_all_streams() {
     let context = TestContext::new("");
     let (one, two) = (context.side_stream(), context.side_stream());
     context.pause_stream(&one);
@@ -119,7 +119,7 @@ fn all_streams_must_be_done() {
 }
 
 #[test]
-fn a_stream_that_is_behind_holds_back_only_its_own() {
+fn a_busy_stream_delays_only_its_own_blocks() {
     let context = TestContext::new("");
     let (slow, quick) = (context.side_stream(), context.side_stream());
     context.pause_stream(&slow);
@@ -134,7 +134,7 @@ fn a_stream_that_is_behind_holds_back_only_its_own() {
 }
 
 #[test]
-fn a_waiting_block_is_not_joined() {
+fn a_pending_block_is_not_merged() {
     let context = TestContext::new("");
     let side = context.side_stream();
     context.pause_stream(&side);
@@ -151,7 +151,7 @@ fn a_waiting_block_is_not_joined() {
 }
 
 #[test]
-fn events_are_used_again() {
+fn events_are_reused() {
     let context = TestContext::new("");
     let side = context.side_stream();
     for _ in 0..50 {
@@ -163,9 +163,8 @@ fn events_are_used_again() {
     context.finish();
 }
 
-/// A destructor makes no driver call; the next request does what is left.
 #[test]
-fn a_dropped_block_is_looked_after_by_the_next_call() {
+fn the_next_call_records_fences_for_a_dropped_block() {
     let context = TestContext::new("");
     let side = context.side_stream();
     context.pause_stream(&side);
@@ -185,7 +184,7 @@ fn a_dropped_block_is_looked_after_by_the_next_call() {
     context.finish();
 }
 
-/// A stream that is gone cannot be marked; its work is waited for another way.
+/// No event can be recorded in it: the devices are waited for.
 #[test]
 fn a_destroyed_stream_is_waited_for() {
     let context = TestContext::new("");
@@ -202,16 +201,15 @@ fn a_destroyed_stream_is_waited_for() {
     context.allocator.record_use(unknown, StreamId(123_456)).unwrap();
     context.free(unknown);
     context.alloc(MIB);
-    // The simulated device notices that a stream was named that is gone, and nothing else.
+    // The simulation reports the use of a destroyed stream, and nothing else.
     assert!(context.sim.hazards().iter().all(|hazard| hazard.kind == HazardKind::UseAfterDestroy));
     context.sim.clear_hazards();
     context.finish();
 }
 
-/// Only the devices can be waited for in place of a stream that is gone: not while a capture is under way, and not
-/// those that nobody uses.
+/// The devices are waited for instead: not while a capture is active, and not devices without a context.
 #[test]
-fn a_destroyed_stream_breaks_no_capture() {
+fn waiting_for_a_destroyed_stream_spares_captures() {
     let context = TestContext::with_config(SimConfig::default().with_devices(2), "");
     let (stream, captures) = (context.side_stream(), context.side_stream());
     let gone = context.sim.stream_create(FIRST, StreamOptions::default()).unwrap();
@@ -224,13 +222,13 @@ fn a_destroyed_stream_breaks_no_capture() {
     assert_ne!(other.ptr, block.ptr);
     assert_eq!(context.sim.call_count(Call::DeviceSynchronize), 0);
     context.end_capture(&captures);
-    assert_eq!(context.alloc_on(&stream, 4 * MIB).ptr, block.ptr, "free as soon as the capture is over");
-    assert!(!context.sim.context_is_active(DeviceId(1)).unwrap(), "nobody uses the second device");
+    assert_eq!(context.alloc_on(&stream, 4 * MIB).ptr, block.ptr, "reclaimed after the capture");
+    assert!(!context.sim.context_is_active(DeviceId(1)).unwrap(), "the second device is not used");
     context.sim.clear_hazards();
     context.finish();
 }
 
-/// trim waits for what streams use, and gives that back too.
+/// trim waits for pending frees, and releases them too.
 #[test]
 fn trim_waits_for_streams() {
     for settings in ["", "expandable_segments:True"] {
@@ -245,10 +243,9 @@ fn trim_waits_for_streams() {
     }
 }
 
-/// Work that is still queued in the block's own stream is no obstacle for that stream, and trim does not take the
-/// memory from under it.
+/// Freed memory of a stream with queued work can be reused by it, and trim waits before it releases it.
 #[test]
-fn queued_work_survives_a_trim() {
+fn trim_does_not_disturb_queued_work() {
     for settings in ["", "expandable_segments:True"] {
         let context = TestContext::with_capacity(4 * GIB, settings);
         let side = context.side_stream();

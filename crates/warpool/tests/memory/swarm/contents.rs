@@ -1,10 +1,9 @@
-//! Random programs that use their memory: every block is stamped with a tag by its owner's stream, looked at there and
-//! from other streams, and looked at once more before it is given back. Whoever overwrites a block of another is found
-//! out.
+//! Random programs that use their memory: every block gets a tag from its owner's stream, which is checked there, from
+//! other streams, and once more before the block is freed.
 //!
-//! The programs are correct: whatever another stream does with a block comes behind its owner's work, and is recorded
-//! or joined before the block goes back. So any tag that is gone, and any hazard that the device reports, is the
-//! allocator's doing.
+//! The programs are correct: whatever another stream does with a block comes after its owner's work, and is recorded or
+//! joined before the block is freed. So any lost tag, and any hazard that the simulation reports, is a bug of the
+//! allocator.
 
 use std::sync::Arc;
 
@@ -24,12 +23,12 @@ use crate::common::rng::Rng;
 const MIB: u64 = 1 << 20;
 const STREAMS: usize = 3;
 
-/// A block and who has it.
+/// An allocated block.
 struct Held {
     owned: Owned,
     tag: u32,
     stream: Stream,
-    /// Another stream may be reading it still.
+    /// Another stream may still read it.
     read_elsewhere: bool,
 }
 
@@ -41,20 +40,20 @@ enum Owned {
 impl Held {
     fn ptr(&self) -> DevicePtr {
         match &self.owned {
-            Owned::Raw(given) => given.ptr,
+            Owned::Raw(allocation) => allocation.ptr,
             Owned::Block(block) => block.ptr(),
         }
     }
 
     fn bytes(&self) -> u64 {
         match &self.owned {
-            Owned::Raw(given) => given.bytes_requested,
+            Owned::Raw(allocation) => allocation.bytes_requested,
             Owned::Block(block) => block.bytes(),
         }
     }
 }
 
-/// A captured graph, with the pool that its memory is in and the blocks that it leaves behind.
+/// A captured graph, with its pool and the blocks that it leaves allocated.
 struct Graph {
     exec: GraphExecId,
     device: usize,
@@ -64,7 +63,7 @@ struct Graph {
     inputs: Vec<Held>,
 }
 
-/// How often each thing happened.
+/// How often each operation happened.
 #[derive(Debug, Default)]
 pub struct Tally {
     pub allocations: u64,
@@ -81,11 +80,11 @@ struct Run<'a> {
     settings: Settings,
     held: Vec<Held>,
     graphs: Vec<Graph>,
-    /// The stream of the last launch of a graph, by pool: the next launch comes behind it.
+    /// The stream of the last launch of a graph, by pool: the next launch waits for it.
     last_launch: Vec<(MemPoolId, Stream)>,
     pools: Vec<(usize, MemPoolId)>,
     scopes: Vec<PoolScope>,
-    /// Streams that take part in the capture under way.
+    /// Streams that take part in the current capture.
     capturing: Vec<Stream>,
     peers: bool,
     next_tag: u32,
@@ -134,7 +133,7 @@ impl Run<'_> {
     fn step(&mut self) {
         match self.rng.below(40) {
             0..12 => self.allocate(),
-            12..15 => self.look(),
+            12..15 => self.check_tag(),
             15..20 => self.use_elsewhere(),
             20..28 => self.free(),
             28 => self.trim(),
@@ -153,15 +152,15 @@ impl Run<'_> {
     }
 
     /// A stream of the device that takes no part in a capture.
-    fn quiet_stream(&mut self, device: usize) -> Option<Stream> {
-        let quiet: Vec<usize> =
+    fn idle_stream(&mut self, device: usize) -> Option<Stream> {
+        let idle: Vec<usize> =
             (0..STREAMS).filter(|&index| !self.is_capturing(self.machine.stream(device, index))).collect();
-        (!quiet.is_empty()).then(|| self.machine.stream(device, self.rng.pick(&quiet)).clone())
+        (!idle.is_empty()).then(|| self.machine.stream(device, self.rng.pick(&idle)).clone())
     }
 
     fn allocate(&mut self) {
         let device = self.rng.below(2);
-        let Some(stream) = self.quiet_stream(device) else { return };
+        let Some(stream) = self.idle_stream(device) else { return };
         let of_device: Vec<MemPoolId> =
             self.pools.iter().filter(|(on, _)| *on == device).map(|&(_, pool)| pool).collect();
         let pool = (!of_device.is_empty() && self.rng.one_in(3)).then(|| self.rng.pick(&of_device));
@@ -170,14 +169,14 @@ impl Run<'_> {
         }
     }
 
-    /// A stamped block for a stream.
+    /// A block for a stream, with a tag.
     fn allocate_on(&mut self, stream: &Stream, pool: Option<MemPoolId>) -> Option<Held> {
         let bytes = self.rng.request_bytes();
         let mut request = Request::new(stream.device_id(), stream.id(), bytes);
         request.pool = pool;
         self.failing.push(format!("allocate {bytes} on {} from {pool:?}", stream.id()));
-        let given = match self.allocator.allocate_raw(request) {
-            Ok(given) => given,
+        let allocation = match self.allocator.allocate_raw(request) {
+            Ok(allocation) => allocation,
             Err(Error::OutOfMemory(_)) => {
                 self.tally.ooms += 1;
                 return None;
@@ -187,16 +186,16 @@ impl Run<'_> {
         self.tally.allocations += 1;
         let tag = self.next_tag;
         self.next_tag += 1;
-        self.failing.push(format!("  block {tag} at {}", given.ptr));
-        self.machine.stamp(given.ptr, bytes, tag, stream);
+        self.failing.push(format!("  block {tag} at {}", allocation.ptr));
+        self.machine.write_tag(allocation.ptr, bytes, tag, stream);
         let owned = match self.rng.below(2) {
-            0 => Owned::Raw(given),
-            _ => Owned::Block(DeviceBlock::from_raw(self.allocator.clone(), given)),
+            0 => Owned::Raw(allocation),
+            _ => Owned::Block(DeviceBlock::from_raw(self.allocator.clone(), allocation)),
         };
         Some(Held { owned, tag, stream: stream.clone(), read_elsewhere: false })
     }
 
-    fn look(&mut self) {
+    fn check_tag(&mut self) {
         if self.held.is_empty() {
             return;
         }
@@ -205,15 +204,15 @@ impl Run<'_> {
         if self.capturing.contains(&held.stream) {
             return;
         }
-        self.machine.look(held.ptr(), held.bytes(), held.tag, &held.stream);
+        self.machine.check_tag(held.ptr(), held.bytes(), held.tag, &held.stream);
         if !held.read_elsewhere && self.rng.one_in(3) {
             held.tag = self.next_tag;
             self.next_tag += 1;
-            self.machine.stamp(held.ptr(), held.bytes(), held.tag, &held.stream);
+            self.machine.write_tag(held.ptr(), held.bytes(), held.tag, &held.stream);
         }
     }
 
-    /// Another stream looks at a block, or writes it; recorded, or joined.
+    /// Another stream reads or writes a block; recorded, or joined.
     fn use_elsewhere(&mut self) {
         if self.held.is_empty() {
             return;
@@ -221,7 +220,7 @@ impl Run<'_> {
         let at = self.rng.below(self.held.len());
         let owner = self.held[at].stream.clone();
         let device = if self.peers && self.rng.one_in(3) { self.rng.below(2) } else { owner.device_id().0 as usize };
-        let Some(other) = self.quiet_stream(device) else { return };
+        let Some(other) = self.idle_stream(device) else { return };
         if self.is_capturing(&owner) || other == owner {
             return;
         }
@@ -235,11 +234,11 @@ impl Run<'_> {
         self.failing.push(format!("{} uses block {}, recorded {record}, writes {write}", other.id(), held.tag));
         self.tally.uses += 1;
         other.wait_stream(&held.stream).unwrap();
-        self.machine.look(held.ptr(), held.bytes(), held.tag, other);
+        self.machine.check_tag(held.ptr(), held.bytes(), held.tag, other);
         if write {
             held.tag = self.next_tag;
             self.next_tag += 1;
-            self.machine.stamp(held.ptr(), held.bytes(), held.tag, other);
+            self.machine.write_tag(held.ptr(), held.bytes(), held.tag, other);
         }
         if record {
             self.allocator.record_use_raw(held.ptr(), other.id()).unwrap();
@@ -256,17 +255,17 @@ impl Run<'_> {
             return;
         }
         let held = self.held.swap_remove(self.rng.below(self.held.len()));
-        self.give_back(held);
+        self.free_held(held);
     }
 
-    fn give_back(&mut self, held: Held) {
+    fn free_held(&mut self, held: Held) {
         if !self.is_capturing(&held.stream) {
-            self.machine.look(held.ptr(), held.bytes(), held.tag, &held.stream);
+            self.machine.check_tag(held.ptr(), held.bytes(), held.tag, &held.stream);
         }
         self.failing.push(format!("free block {}", held.tag));
         match held.owned {
-            Owned::Raw(given) if self.rng.one_in(2) => self.allocator.free_raw(given.ptr).unwrap(),
-            Owned::Raw(given) => self.allocator.free(given).unwrap(),
+            Owned::Raw(allocation) if self.rng.one_in(2) => self.allocator.free_raw(allocation.ptr).unwrap(),
+            Owned::Raw(allocation) => self.allocator.free(allocation).unwrap(),
             Owned::Block(block) if self.rng.one_in(3) => block.free().unwrap(),
             Owned::Block(block) => drop(block),
         }
@@ -290,7 +289,7 @@ impl Run<'_> {
             self.pools.push((device, pool));
         } else if !self.pools.is_empty() {
             let (device, pool) = self.pools.swap_remove(self.rng.below(self.pools.len()));
-            self.failing.push(format!("pool {pool} is given up"));
+            self.failing.push(format!("pool {pool} is released"));
             self.allocator.release_pool(device_id(device), pool).unwrap();
         }
     }
@@ -327,7 +326,7 @@ impl Run<'_> {
         self.machine.stream(device, self.rng.below(STREAMS)).synchronize().unwrap();
     }
 
-    /// Captures a graph on one or two streams, with memory that comes and goes inside, while other streams go on.
+    /// Captures a graph on one or two streams that allocates and frees, while other streams go on.
     fn capture(&mut self) {
         if self.graphs.len() >= 3 {
             return;
@@ -346,7 +345,7 @@ impl Run<'_> {
         } else {
             pools.create_graph_pool(device_id(device)).unwrap()
         };
-        // What it reads was written before, in the order of whatever stream it is launched on.
+        // Its inputs are written before, in the order of any stream that it is launched on.
         let mut inputs = Vec::new();
         if self.rng.one_in(2)
             && let Some(input) = self.allocate_on(&root, None)
@@ -359,7 +358,7 @@ impl Run<'_> {
         self.machine.sim.capture_begin(root.id(), mode).unwrap();
         pools.capture_began(device_id(device)).unwrap();
         let CaptureState::Active(capture) = self.machine.sim.capture_state(root.id()).unwrap() else {
-            panic!("it captures");
+            panic!("the stream should capture");
         };
         pools.begin_routing(device_id(device), pool, Route::Capture(capture)).unwrap();
         self.capturing = vec![root.clone()];
@@ -383,21 +382,21 @@ impl Run<'_> {
         self.allocator.check();
     }
 
-    /// What happens inside a capture. Returns the blocks that are still there at its end.
+    /// What is captured. Returns the blocks that are allocated at its end.
     fn body(&mut self, inputs: &[Held]) -> Vec<Held> {
         let mut left: Vec<Held> = Vec::new();
         for input in inputs {
-            let reader = self.dice_stream();
-            self.machine.look(input.ptr(), input.bytes(), input.tag, &reader);
+            let reader = self.capturing_stream();
+            self.machine.check_tag(input.ptr(), input.bytes(), input.tag, &reader);
         }
         for _ in 0..2 + self.rng.below(12) {
-            let stream = self.dice_stream();
+            let stream = self.capturing_stream();
             match self.rng.below(10) {
                 0..4 => left.extend(self.allocate_on(&stream, None)),
                 4 | 5 if !left.is_empty() => {
                     let held = left.swap_remove(self.rng.below(left.len()));
                     left.push(if stream == held.stream {
-                        self.machine.look(held.ptr(), held.bytes(), held.tag, &stream);
+                        self.machine.check_tag(held.ptr(), held.bytes(), held.tag, &stream);
                         held
                     } else {
                         self.use_on(held, &stream)
@@ -405,8 +404,8 @@ impl Run<'_> {
                 }
                 6 | 7 if !left.is_empty() => {
                     let held = left.swap_remove(self.rng.below(left.len()));
-                    self.machine.look(held.ptr(), held.bytes(), held.tag, &held.stream);
-                    self.give_back(held);
+                    self.machine.check_tag(held.ptr(), held.bytes(), held.tag, &held.stream);
+                    self.free_held(held);
                 }
                 8 => self.allocate(),
                 9 => match self.rng.below(4) {
@@ -422,11 +421,11 @@ impl Run<'_> {
     }
 
     /// One of the streams that capture.
-    fn dice_stream(&mut self) -> Stream {
+    fn capturing_stream(&mut self) -> Stream {
         self.capturing[self.rng.below(self.capturing.len())].clone()
     }
 
-    /// Launches a graph behind the last launch over the same pool, and looks at what it leaves.
+    /// Launches a graph after the last launch with the same pool, and checks the blocks that it leaves.
     fn launch(&mut self) {
         if self.graphs.is_empty() {
             return;
@@ -441,7 +440,7 @@ impl Run<'_> {
         }
         self.machine.sim.graph_launch(graph.exec, stream.id()).unwrap();
         for held in &graph.left {
-            self.machine.look(held.ptr(), held.bytes(), held.tag, &stream);
+            self.machine.check_tag(held.ptr(), held.bytes(), held.tag, &stream);
         }
         for input in &graph.inputs {
             self.allocator.record_use_raw(input.ptr(), stream.id()).unwrap();
@@ -451,24 +450,24 @@ impl Run<'_> {
         self.tally.launches += 1;
     }
 
-    /// Ends a graph: it waits for its last launch, as whoever gives up a graph must, and then gives up blocks and pool.
+    /// Destroys a graph: waits for its last launch, then frees its blocks and releases its pool.
     fn destroy_graph(&mut self) {
         if self.graphs.is_empty() {
             return;
         }
         let graph = self.graphs.swap_remove(self.rng.below(self.graphs.len()));
-        self.failing.push(format!("the graph of pool {} is given up", graph.pool));
+        self.failing.push(format!("the graph of pool {} is destroyed", graph.pool));
         if let Some((_, last)) = self.last_launch.iter().find(|(pool, _)| *pool == graph.pool) {
             last.synchronize().unwrap();
         }
         self.machine.sim.graph_exec_destroy(graph.exec).unwrap();
         for held in graph.inputs {
-            self.give_back(held);
+            self.free_held(held);
         }
         for held in graph.left {
-            // Another graph of the same pool may have been launched since: what is in it is not known.
+            // Another graph of the same pool may have run since: the contents are unknown.
             match held.owned {
-                Owned::Raw(given) => self.allocator.free(given).unwrap(),
+                Owned::Raw(allocation) => self.allocator.free(allocation).unwrap(),
                 Owned::Block(block) => drop(block),
             }
         }
@@ -481,7 +480,7 @@ impl Run<'_> {
             self.destroy_graph();
         }
         for held in std::mem::take(&mut self.held) {
-            self.give_back(held);
+            self.free_held(held);
         }
         for (device, pool) in std::mem::take(&mut self.pools) {
             self.allocator.release_pool(device_id(device), pool).unwrap();

@@ -1,7 +1,7 @@
 //! Random programs, step by step on the allocator and on the naive model: after each step both must have every block at
-//! the same place, and the driver must have been asked for exactly what the model expects.
+//! the same address, and the driver calls must be exactly those that the model expects.
 //!
-//! Streams are held, so that marks in them pass when the program says so, or when the allocator waits for them.
+//! Streams are paused, so that fences in them pass when the program says so, or when the allocator waits for them.
 
 use std::sync::Arc;
 
@@ -16,40 +16,40 @@ use warpool::memory::{
 };
 use warpool::{Error, Instance};
 
-use super::model::{Model, Rules, Standing, Stretch};
-use super::script::Listener;
+use super::driver_calls::CallRecorder;
+use super::model::{MappedRange, Model, Rules, State};
 use crate::common::failing_seed::FailingSeed;
 use crate::common::rng::Rng;
 
 const DEVICE: DeviceId = DeviceId(0);
 const MIB: u64 = 1 << 20;
 
-/// How often each thing happened, over all seeds: what never happens is not tested.
+/// How often each operation happened, over all seeds.
 #[derive(Debug, Default)]
 pub struct Tally {
     pub steps: u64,
     pub retries: u64,
     pub ooms: u64,
     pub captures: u64,
-    pub marks: u64,
+    pub fences: u64,
     pub pools: u64,
-    pub grown: u64,
+    pub expandable: u64,
     pub oversize: u64,
 }
 
 struct Run {
     sim: Arc<SimDriver>,
-    driver: Arc<Hooked<Listener>>,
+    driver: Arc<Hooked<CallRecorder>>,
     allocator: Arc<CachingAllocator>,
     model: Model,
     settings: Settings,
     bytes_total: u64,
     streams: Vec<StreamId>,
     live: Vec<Allocation>,
-    /// Pools that were made and not given up.
+    /// Pools in use.
     pools: Vec<MemPoolId>,
-    /// Pools that were given up.
-    old_pools: Vec<MemPoolId>,
+    /// Released pools.
+    released_pools: Vec<MemPoolId>,
     scopes: Vec<(MemPoolId, Route)>,
     failing: FailingSeed,
     rng: Rng,
@@ -68,7 +68,7 @@ pub fn run(seed: u64, tally: &mut Tally) {
     let stats = run.allocator.stats(DEVICE).unwrap();
     tally.retries += stats.num_alloc_retries;
     tally.ooms += stats.num_ooms;
-    tally.marks += run.model.marked.values().sum::<u64>();
+    tally.fences += run.model.recorded.values().sum::<u64>();
 }
 
 impl Run {
@@ -78,7 +78,7 @@ impl Run {
         config.devices[0].bytes_context = 2 * MIB;
         let bytes_total = config.devices[0].properties.bytes_total;
         let sim = Arc::new(SimDriver::new(config));
-        let driver = Arc::new(Hooked::with_hook(sim.clone(), Listener::default()));
+        let driver = Arc::new(Hooked::with_hook(sim.clone(), CallRecorder::default()));
         let instance = Instance::new(driver.clone()).unwrap();
         let settings = draw_settings(&mut rng);
         let allocator = Arc::new(CachingAllocator::new(&instance, settings.clone()));
@@ -100,31 +100,27 @@ impl Run {
             streams,
             live: Vec::new(),
             pools: Vec::new(),
-            old_pools: Vec::new(),
+            released_pools: Vec::new(),
             scopes: Vec::new(),
             failing,
             rng,
         };
-        run.listen();
+        run.start_step();
         run
     }
 
-    /// Forgets what the driver was asked outside of steps, and looks how far the streams are.
-    fn listen(&mut self) {
-        drop(self.driver.hook().script());
+    /// Discards driver calls made outside of steps, and counts the fences that have passed.
+    fn start_step(&mut self) {
+        drop(self.driver.hook().take());
         for &stream in &self.streams {
-            let held = self.sim.paused_work(stream).unwrap();
-            let marked = self.model.marked.get(&stream).copied().unwrap_or(0);
-            self.model.passed.insert(stream, marked - held);
+            let paused = self.sim.paused_work(stream).unwrap();
+            let recorded = self.model.recorded.get(&stream).copied().unwrap_or(0);
+            self.model.passed.insert(stream, recorded - paused);
         }
     }
 
-    fn tell(&mut self, step: String) {
-        self.failing.push(step);
-    }
-
     fn step(&mut self, tally: &mut Tally) {
-        self.listen();
+        self.start_step();
         match self.rng.below(40) {
             0..17 => self.allocate(tally),
             17..27 => self.free(),
@@ -144,33 +140,33 @@ impl Run {
         let pool = (!self.pools.is_empty() && self.rng.one_in(3)).then(|| self.rng.pick(&self.pools));
         let mut request = Request::new(DEVICE, stream, bytes);
         request.pool = pool;
-        self.tell(format!("allocate {bytes} on {stream} from {pool:?}"));
+        self.failing.push(format!("allocate {bytes} on {stream} from {pool:?}"));
         let routed = pool.unwrap_or_else(|| self.routed(stream));
         let outcome = self.allocator.allocate_raw(request);
-        let mut script = self.driver.hook().script();
-        let expected = self.model.allocate(routed, stream, bytes, &mut script);
-        script.expect_done();
+        let mut calls = self.driver.hook().take();
+        let expected = self.model.allocate(routed, stream, bytes, &mut calls);
+        calls.expect_done();
         match outcome {
-            Ok(given) => {
-                assert_eq!(Some(given.ptr.0), expected, "where the block is, and where it should be");
-                tally.grown += u64::from(self.settings.expandable_segments);
-                tally.oversize += u64::from(self.settings.max_split_bytes.is_some_and(|most| given.bytes >= most));
-                self.live.push(given);
+            Ok(allocation) => {
+                assert_eq!(Some(allocation.ptr.0), expected, "the address of the block");
+                tally.expandable += u64::from(self.settings.expandable_segments);
+                tally.oversize += u64::from(self.settings.max_split_bytes.is_some_and(|most| allocation.bytes >= most));
+                self.live.push(allocation);
             }
-            Err(Error::OutOfMemory(_)) => assert_eq!(expected, None, "there is memory"),
+            Err(Error::OutOfMemory(_)) => assert_eq!(expected, None, "the model has memory for it"),
             Err(error) => panic!("{error}"),
         }
     }
 
-    /// The newest scope that fits.
+    /// The pool of the newest scope that matches.
     fn routed(&self, stream: StreamId) -> MemPoolId {
-        let fits = |route: &Route| match *route {
+        let matches = |route: &Route| match *route {
             Route::Thread(thread) => thread == std::thread::current().id(),
             Route::Stream(only) => only == stream,
             Route::Capture(_) => self.model.capturing == Some(stream),
             Route::Everything => true,
         };
-        let newest = self.scopes.iter().rev().find(|(_, route)| fits(route));
+        let newest = self.scopes.iter().rev().find(|(_, route)| matches(route));
         newest.map_or(MemPoolId::DEFAULT, |&(pool, _)| pool)
     }
 
@@ -178,30 +174,30 @@ impl Run {
         if self.live.is_empty() {
             return;
         }
-        let given = self.live.swap_remove(self.rng.below(self.live.len()));
-        let way = self.rng.below(3);
-        self.tell(format!("free {} ({way})", given.ptr));
-        match way {
-            0 => self.allocator.free(given).unwrap(),
-            1 => self.allocator.free_raw(given.ptr).unwrap(),
-            _ => drop(DeviceBlock::from_raw(self.allocator.clone(), given)),
+        let allocation = self.live.swap_remove(self.rng.below(self.live.len()));
+        let variant = self.rng.below(3);
+        self.failing.push(format!("free {} ({variant})", allocation.ptr));
+        match variant {
+            0 => self.allocator.free(allocation).unwrap(),
+            1 => self.allocator.free_raw(allocation.ptr).unwrap(),
+            _ => drop(DeviceBlock::from_raw(self.allocator.clone(), allocation)),
         }
-        self.model.free(given.ptr.0, way == 2);
+        self.model.free(allocation.ptr.0, variant == 2);
     }
 
     fn record_use(&mut self) {
         if self.live.is_empty() {
             return;
         }
-        let (given, stream) = (self.rng.pick(&self.live), self.rng.pick(&self.streams));
-        self.tell(format!("{stream} uses {}", given.ptr));
-        self.allocator.record_use(given, stream).unwrap();
-        self.model.record_use(given.ptr.0, stream);
+        let (allocation, stream) = (self.rng.pick(&self.live), self.rng.pick(&self.streams));
+        self.failing.push(format!("{stream} uses {}", allocation.ptr));
+        self.allocator.record_use(allocation, stream).unwrap();
+        self.model.record_use(allocation.ptr.0, stream);
     }
 
     fn run_paused(&mut self) {
         let (stream, count) = (self.rng.pick(&self.streams), 1 + self.rng.below(3) as u64);
-        self.tell(format!("{stream} goes on by {count}"));
+        self.failing.push(format!("{stream} runs {count} operations"));
         self.sim.run_paused(stream, count).unwrap();
     }
 
@@ -209,14 +205,14 @@ impl Run {
         let known: Vec<MemPoolId> = [MemPoolId::DEFAULT, MemPoolId::DEFAULT]
             .into_iter()
             .chain(self.pools.iter().copied())
-            .chain(self.old_pools.iter().copied())
+            .chain(self.released_pools.iter().copied())
             .collect();
         let pool = self.rng.pick(&known);
-        self.tell(format!("trim {pool}"));
+        self.failing.push(format!("trim {pool}"));
         self.allocator.trim(DEVICE, pool).unwrap();
-        let mut script = self.driver.hook().script();
-        self.model.trim(pool, &mut script);
-        script.expect_done();
+        let mut calls = self.driver.hook().take();
+        self.model.trim(pool, &mut calls);
+        calls.expect_done();
     }
 
     fn change_pools(&mut self, tally: &mut Tally) {
@@ -227,24 +223,24 @@ impl Run {
                 0 => self.allocator.create_graph_pool(DEVICE).unwrap(),
                 _ => self.allocator.create_pool(DEVICE, options).unwrap(),
             };
-            self.tell(format!("pool {pool}, use_on_oom {use_on_oom}, no_split {no_split}"));
+            self.failing.push(format!("pool {pool}, use_on_oom {use_on_oom}, no_split {no_split}"));
             let of_user = pool.user > 0;
             self.model.create_pool(pool, no_split && of_user, use_on_oom && of_user);
             self.pools.push(pool);
             tally.pools += 1;
         } else {
             let pool = self.pools.swap_remove(self.rng.below(self.pools.len()));
-            self.tell(format!("pool {pool} is given up"));
+            self.failing.push(format!("pool {pool} is released"));
             self.allocator.release_pool(DEVICE, pool).unwrap();
             self.model.release_pool(pool);
-            self.old_pools.push(pool);
+            self.released_pools.push(pool);
         }
     }
 
     fn change_scopes(&mut self) {
         if !self.scopes.is_empty() && self.rng.one_in(2) {
             let (pool, _) = self.scopes.remove(self.rng.below(self.scopes.len()));
-            self.tell(format!("scope of {pool} ends"));
+            self.failing.push(format!("scope of {pool} ends"));
             self.allocator.end_routing(DEVICE, pool).unwrap();
             self.model.release_pool(pool);
         } else if !self.pools.is_empty() {
@@ -259,7 +255,7 @@ impl Run {
             {
                 route = Route::Capture(capture);
             }
-            self.tell(format!("scope of {pool}: {route:?}"));
+            self.failing.push(format!("scope of {pool}: {route:?}"));
             match self.allocator.begin_routing(DEVICE, pool, route) {
                 Ok(()) => {
                     self.scopes.push((pool, route));
@@ -284,14 +280,14 @@ impl Run {
             }
         }
         let settings = self.settings.clone();
-        self.tell(format!("settings {}", settings.to_conf_string()));
+        self.failing.push(format!("settings {}", settings.to_conf_string()));
         self.model.rules = rules(&settings, self.bytes_total);
         self.allocator.set_settings(settings);
     }
 
     fn change_capture(&mut self, tally: &mut Tally) {
         if let Some(stream) = self.model.capturing.take() {
-            self.tell(format!("the capture of {stream} ends"));
+            self.failing.push(format!("the capture of {stream} ends"));
             let graph = self.driver.capture_end(stream).unwrap();
             self.driver.graph_destroy(graph).unwrap();
             self.allocator.capture_ended(DEVICE).unwrap();
@@ -303,47 +299,46 @@ impl Run {
         } else if self.rng.one_in(2) {
             let stream = self.rng.pick(&self.streams);
             let mode = self.rng.pick(&[CaptureMode::Global, CaptureMode::ThreadLocal, CaptureMode::Relaxed]);
-            self.tell(format!("{stream} captures, {mode:?}"));
+            self.failing.push(format!("{stream} captures, {mode:?}"));
             self.allocator.capture_began(DEVICE).unwrap();
-            self.model.reap();
+            self.model.process_pending();
             self.driver.capture_begin(stream, mode).unwrap();
             self.model.capturing = Some(stream);
             tally.captures += 1;
         }
     }
 
-    /// Both must show the same.
+    /// Compares the allocator with the model.
     fn compare(&self) {
         self.allocator.check();
-        let mut shown: Vec<Stretch> = Vec::new();
+        let mut shown: Vec<MappedRange> = Vec::new();
         for segment in self.allocator.snapshot(SnapshotOptions::default()).unwrap().segments {
-            let pieces = segment.blocks.iter().map(|block| match block.state {
-                BlockState::Inactive => (block.address, block.size, 0, Standing::Free),
-                BlockState::ActiveAllocated => (block.address, block.size, block.requested_size, Standing::Taken),
-                BlockState::ActivePendingFree => (block.address, block.size, block.requested_size, Standing::Waiting),
+            let blocks = segment.blocks.iter().map(|block| match block.state {
+                BlockState::Inactive => (block.address, block.size, 0, State::Free),
+                BlockState::ActiveAllocated => (block.address, block.size, block.requested_size, State::Allocated),
+                BlockState::ActivePendingFree => (block.address, block.size, block.requested_size, State::PendingFree),
             });
             let (small, expandable) = (segment.kind == SegmentKind::Small, segment.is_expandable);
-            shown.push((segment.address, segment.total_size, segment.pool, small, expandable, pieces.collect()));
+            shown.push((segment.address, segment.total_size, segment.pool, small, expandable, blocks.collect()));
         }
-        let expected = self.model.picture();
-        assert_eq!(shown, expected, "what there is, and what there should be");
+        let expected = self.model.mapped_ranges();
+        assert_eq!(shown, expected, "mapped ranges");
         let stats = self.allocator.stats(DEVICE).unwrap();
         assert_eq!(
             (stats.num_alloc_retries, stats.num_ooms),
             (self.model.retries, self.model.ooms),
             "retries and ooms"
         );
-        let all = || expected.iter().flat_map(|stretch| &stretch.5);
-        let sum = |standings: &[Standing]| -> u64 {
-            all().filter(|piece| standings.contains(&piece.3)).map(|piece| piece.1).sum()
-        };
-        assert_eq!(stats.allocated_bytes.all.current, sum(&[Standing::Taken]));
-        assert_eq!(stats.active_bytes.all.current, sum(&[Standing::Taken, Standing::Waiting]));
-        assert_eq!(stats.reserved_bytes.all.current, expected.iter().map(|stretch| stretch.1).sum::<u64>());
-        assert_eq!(stats.segment.all.current, expected.iter().filter(|stretch| !stretch.4).count() as u64);
+        let all = || expected.iter().flat_map(|range| &range.5);
+        let sum =
+            |states: &[State]| -> u64 { all().filter(|block| states.contains(&block.3)).map(|block| block.1).sum() };
+        assert_eq!(stats.allocated_bytes.all.current, sum(&[State::Allocated]));
+        assert_eq!(stats.active_bytes.all.current, sum(&[State::Allocated, State::PendingFree]));
+        assert_eq!(stats.reserved_bytes.all.current, expected.iter().map(|range| range.1).sum::<u64>());
+        assert_eq!(stats.segment.all.current, expected.iter().filter(|range| !range.4).count() as u64);
     }
 
-    /// Gives everything back: nothing may be left, in the allocator or in the driver.
+    /// Frees everything: nothing may be left, in the allocator or in the driver.
     fn finish(&mut self) {
         let mut tally = Tally::default();
         if self.model.capturing.is_some() {
@@ -352,8 +347,8 @@ impl Run {
         for (pool, _) in std::mem::take(&mut self.scopes) {
             self.allocator.end_routing(DEVICE, pool).unwrap();
         }
-        for given in std::mem::take(&mut self.live) {
-            self.allocator.free(given).unwrap();
+        for allocation in std::mem::take(&mut self.live) {
+            self.allocator.free(allocation).unwrap();
         }
         for pool in std::mem::take(&mut self.pools) {
             self.allocator.release_pool(DEVICE, pool).unwrap();
@@ -361,8 +356,8 @@ impl Run {
         self.allocator.trim(DEVICE, MemPoolId::DEFAULT).unwrap();
         self.allocator.check();
         assert_eq!(self.allocator.snapshot(SnapshotOptions::default()).unwrap().segments, []);
-        let census = self.sim.object_counts();
-        let left = (census.allocations, census.reservations, census.mappings, census.physical);
+        let counts = self.sim.object_counts();
+        let left = (counts.allocations, counts.reservations, counts.mappings, counts.physical);
         assert_eq!(left, (0, 0, 0, 0), "allocations, reservations, mappings, chunks");
         let hazards: Vec<String> = self.sim.hazards().iter().map(ToString::to_string).collect();
         assert!(hazards.is_empty(), "{hazards:#?}");
@@ -409,7 +404,7 @@ fn rules(settings: &Settings, bytes_total: u64) -> Rules {
         limit: [by_fraction, settings.memory_cap_bytes].into_iter().flatten().min(),
         reserve: settings.expandable_segments_reserve.map(|reserve| match reserve {
             Reserve::Bytes(bytes) => bytes,
-            Reserve::Fraction(_) => unreachable!("none is drawn"),
+            Reserve::Fraction(_) => unreachable!("not drawn"),
         }),
     }
 }

@@ -1,5 +1,5 @@
-//! Threads on one allocator, each with streams of its own, blocks that change hands, little memory, and trims at any
-//! time. The interleaving is the system's, so no run is like another; what is asserted holds for all of them.
+//! Threads on one allocator, each with streams of its own, blocks that are passed between threads, little memory, and
+//! trims at any time. The interleaving differs from run to run; what is asserted holds for all.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
@@ -16,7 +16,7 @@ use crate::common::rng::Rng;
 
 const DEVICE: DeviceId = DeviceId(0);
 const THREADS: usize = 4;
-/// For work, and one more for captures: what another thread did there would be captured too.
+/// For work; one more per thread is for captures, since work of another thread in it would be captured too.
 const STREAMS_EACH: usize = 2;
 const CAP: u64 = 100 << 20;
 const CHUNK: u64 = 20 << 20;
@@ -28,8 +28,8 @@ struct Counts {
     ooms: AtomicU64,
 }
 
-/// A block on its way from one thread to another.
-struct Parcel {
+/// A block with a tag, which may be passed to another thread.
+struct TaggedBlock {
     block: DeviceBlock,
     tag: u32,
     stream: Stream,
@@ -43,16 +43,16 @@ pub fn run(seed: u64, rounds: usize) {
     let expandable = settings.expandable_segments;
     let allocator = Arc::new(CachingAllocator::new(&machine.instance, settings));
     let counts = Counts::default();
-    let post: Mutex<Vec<Parcel>> = Mutex::default();
+    let exchange: Mutex<Vec<TaggedBlock>> = Mutex::default();
     std::thread::scope(|scope| {
         for thread in 0..THREADS {
-            let (machine, allocator, counts, post) = (&machine, &allocator, &counts, &post);
+            let (machine, allocator, counts, exchange) = (&machine, &allocator, &counts, &exchange);
             scope.spawn(move || {
-                worker(thread, Rng::new(seed * 100 + thread as u64), machine, allocator, counts, post, rounds);
+                worker(thread, Rng::new(seed * 100 + thread as u64), machine, allocator, counts, exchange, rounds);
             });
         }
     });
-    drop(post);
+    drop(exchange);
     allocator.trim(DEVICE, MemPoolId::DEFAULT).unwrap();
     allocator.check();
     let stats = allocator.stats(DEVICE).unwrap();
@@ -61,9 +61,9 @@ pub fn run(seed: u64, rounds: usize) {
     assert_eq!(stats.num_ooms, counts.ooms.load(Ordering::Relaxed), "seed {seed}");
     assert_eq!(stats.active_bytes.all.allocated, stats.active_bytes.all.freed, "seed {seed}");
     assert_eq!(stats.reserved_bytes.all.current, 0, "seed {seed}");
-    // A segment that grows is asked for by the size of the request, and mapped in whole chunks.
+    // The limit is compared with the request, but an expandable segment grows by whole chunks.
     let most = if expandable { CAP + CHUNK } else { CAP };
-    assert!(stats.reserved_bytes.all.peak <= most, "seed {seed}: more than the cap was held");
+    assert!(stats.reserved_bytes.all.peak <= most, "seed {seed}: more than the cap was reserved");
     let bytes = &stats.allocated_bytes;
     assert_eq!(bytes.small_pool.allocated + bytes.large_pool.allocated, bytes.all.allocated, "seed {seed}");
     machine.expect_clean();
@@ -75,7 +75,7 @@ fn worker(
     machine: &Machine,
     allocator: &Arc<CachingAllocator>,
     counts: &Counts,
-    post: &Mutex<Vec<Parcel>>,
+    exchange: &Mutex<Vec<TaggedBlock>>,
     rounds: usize,
 ) {
     let mine = thread * (STREAMS_EACH + 1);
@@ -84,7 +84,7 @@ fn worker(
     let device = machine.instance.device(0).unwrap();
     let shared: Arc<dyn DeviceAllocator> = allocator.clone();
     let pool = MemPool::new(&shared, &device, PoolOptions { use_on_oom: true, ..PoolOptions::default() }).unwrap();
-    let mut mine: Vec<Parcel> = Vec::new();
+    let mut mine: Vec<TaggedBlock> = Vec::new();
     for round in 0..rounds {
         let stream = &streams[rng.below(STREAMS_EACH)];
         match rng.below(16) {
@@ -95,8 +95,8 @@ fn worker(
                     Ok(block) => {
                         counts.allocations.fetch_add(1, Ordering::Relaxed);
                         let tag = u32::try_from(thread << 24 | round).expect("few rounds");
-                        machine.stamp(block.ptr(), bytes, tag, stream);
-                        mine.push(Parcel { block, tag, stream: stream.clone() });
+                        machine.write_tag(block.ptr(), bytes, tag, stream);
+                        mine.push(TaggedBlock { block, tag, stream: stream.clone() });
                     }
                     Err(Error::OutOfMemory(_)) => {
                         counts.ooms.fetch_add(1, Ordering::Relaxed);
@@ -106,24 +106,24 @@ fn worker(
                 }
             }
             7 | 8 if !mine.is_empty() => {
-                let parcel = &mine[rng.below(mine.len())];
-                if parcel.stream != *stream {
-                    stream.wait_stream(&parcel.stream).unwrap();
-                    machine.look(parcel.block.ptr(), parcel.block.bytes(), parcel.tag, stream);
-                    parcel.block.record_use(stream).unwrap();
+                let tagged = &mine[rng.below(mine.len())];
+                if tagged.stream != *stream {
+                    stream.wait_stream(&tagged.stream).unwrap();
+                    machine.check_tag(tagged.block.ptr(), tagged.block.bytes(), tagged.tag, stream);
+                    tagged.block.record_use(stream).unwrap();
                 }
             }
             9..12 if !mine.is_empty() => {
-                let parcel = mine.swap_remove(rng.below(mine.len()));
-                machine.look(parcel.block.ptr(), parcel.block.bytes(), parcel.tag, &parcel.stream);
-                if rng.one_in(2) { parcel.block.free().unwrap() } else { drop(parcel.block) }
+                let tagged = mine.swap_remove(rng.below(mine.len()));
+                machine.check_tag(tagged.block.ptr(), tagged.block.bytes(), tagged.tag, &tagged.stream);
+                if rng.one_in(2) { tagged.block.free().unwrap() } else { drop(tagged.block) }
             }
-            12 if !mine.is_empty() => post.lock().unwrap().push(mine.swap_remove(rng.below(mine.len()))),
+            12 if !mine.is_empty() => exchange.lock().unwrap().push(mine.swap_remove(rng.below(mine.len()))),
             13 => {
-                let parcel = post.lock().unwrap().pop();
-                if let Some(parcel) = parcel {
-                    machine.look(parcel.block.ptr(), parcel.block.bytes(), parcel.tag, &parcel.stream);
-                    drop(parcel.block);
+                let tagged = exchange.lock().unwrap().pop();
+                if let Some(tagged) = tagged {
+                    machine.check_tag(tagged.block.ptr(), tagged.block.bytes(), tagged.tag, &tagged.stream);
+                    drop(tagged.block);
                 }
             }
             14 if rng.one_in(4) => drop(allocator.trim(DEVICE, MemPoolId::DEFAULT).unwrap()),
@@ -136,14 +136,16 @@ fn worker(
     pool.close().unwrap();
 }
 
-/// A graph with memory of its own, captured, launched and given up, while the other threads go on.
+/// A graph with a pool of its own, captured, launched and destroyed, while the other threads go on.
 fn capture(rng: &mut Rng, machine: &Machine, allocator: &Arc<CachingAllocator>, counts: &Counts, stream: &Stream) {
     let sim = &machine.sim;
     let pool = allocator.create_graph_pool(DEVICE).unwrap();
-    // Before the driver hears of it: from the first moment on, every thread must know.
+    // Before the driver's call: every thread must check for captures from the beginning.
     allocator.capture_began(DEVICE).unwrap();
     sim.capture_begin(stream.id(), CaptureMode::ThreadLocal).unwrap();
-    let CaptureState::Active(capture) = sim.capture_state(stream.id()).unwrap() else { panic!("it captures") };
+    let CaptureState::Active(capture) = sim.capture_state(stream.id()).unwrap() else {
+        panic!("the stream should capture")
+    };
     allocator.begin_routing(DEVICE, pool, Route::Capture(capture)).unwrap();
     let mut kept = Vec::new();
     for round in 0..3 + rng.below(3) {
@@ -152,8 +154,8 @@ fn capture(rng: &mut Rng, machine: &Machine, allocator: &Arc<CachingAllocator>, 
             Ok(block) => {
                 counts.allocations.fetch_add(1, Ordering::Relaxed);
                 let tag = u32::try_from(round).expect("few") | 1 << 30;
-                machine.stamp(block.ptr(), bytes, tag, stream);
-                machine.look(block.ptr(), bytes, tag, stream);
+                machine.write_tag(block.ptr(), bytes, tag, stream);
+                machine.check_tag(block.ptr(), bytes, tag, stream);
                 if rng.one_in(2) {
                     kept.push(block);
                 }

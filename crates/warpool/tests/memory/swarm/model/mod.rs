@@ -1,12 +1,12 @@
 //! A naive model of PyTorch's native allocator on one device: lists, and scans over them. It was written from the
-//! description of the behaviour and shares nothing with what it judges.
+//! description of the behaviour and shares no code with the allocator.
 //!
-//! It does not know what the driver has. Wherever the allocator should call it, the model takes the next call of that
-//! kind from the script of what was really called, with its answer; a call that is missing or too many is a complaint.
-//! Nor does it know the clock: which marks in streams have passed is said from outside, before each step.
+//! It does not model the driver. Wherever the allocator should call it, the model takes the next call of that kind from
+//! the recorded calls, with its result; a missing or unexpected call fails the test. Nor does it model time: how many
+//! fences of each stream have passed is set before each step.
 
-mod given_back;
-mod growing;
+mod expandable;
+mod pending;
 mod release;
 
 use std::collections::BTreeMap;
@@ -14,7 +14,7 @@ use std::collections::BTreeMap;
 use warpool::driver::StreamId;
 use warpool::memory::MemPoolId;
 
-use super::script::Script;
+use super::driver_calls::DriverCalls;
 
 const MIB: u64 = 1 << 20;
 
@@ -28,36 +28,36 @@ pub struct Rules {
     pub garbage: f64,
     pub expandable: bool,
     pub by_address: bool,
-    /// The least of fraction and cap, in bytes.
+    /// The lower of fraction and cap, in bytes.
     pub limit: Option<u64>,
-    /// How many bytes of addresses a growing segment gets; `None` is 9/8 of the device.
+    /// How many bytes of addresses an expandable segment reserves; `None` is 9/8 of the device.
     pub reserve: Option<u64>,
 }
 
-/// What a piece is.
+/// The state of a block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Standing {
+pub enum State {
     Free,
-    Taken,
-    Waiting,
+    Allocated,
+    PendingFree,
     Unmapped,
 }
 
 #[derive(Clone, Debug)]
-struct Piece {
+struct Block {
     at: u64,
     size: u64,
     requested: u64,
-    standing: Standing,
-    /// How many searches its bin had seen when it became free.
-    born: u64,
+    state: State,
+    /// How many searches its block pool had counted when it became free.
+    freed_at_search: u64,
     uses: Vec<StreamId>,
     uses_in_capture: Vec<StreamId>,
 }
 
-impl Piece {
-    fn new(at: u64, size: u64, standing: Standing) -> Self {
-        Self { at, size, requested: 0, standing, born: 0, uses: Vec::new(), uses_in_capture: Vec::new() }
+impl Block {
+    fn new(at: u64, size: u64, state: State) -> Self {
+        Self { at, size, requested: 0, state, freed_at_search: 0, uses: Vec::new(), uses_in_capture: Vec::new() }
     }
 }
 
@@ -67,10 +67,10 @@ struct Segment {
     pool: MemPoolId,
     small: bool,
     stream: StreamId,
-    /// The size of what is mapped at once, if it grows.
+    /// The chunk size of an expandable segment.
     chunk: Option<u64>,
     /// By address, without holes.
-    pieces: Vec<Piece>,
+    blocks: Vec<Block>,
 }
 
 #[derive(Clone, Debug)]
@@ -80,16 +80,18 @@ struct Pool {
     on_oom: bool,
 }
 
-/// A mark in a stream that a piece waits for.
+/// A fence that a block waits for.
 #[derive(Clone, Copy, Debug)]
-struct Mark {
+struct Fence {
     stream: StreamId,
-    place: u64,
+    /// How many fences were recorded in the stream before.
+    sequence: u64,
+    /// The address of the block.
     at: u64,
 }
 
 #[derive(Clone, Copy, Debug)]
-struct Want {
+struct BlockRequest {
     pool: MemPoolId,
     stream: StreamId,
     requested: u64,
@@ -97,8 +99,8 @@ struct Want {
     small: bool,
 }
 
-/// A stretch of memory as a snapshot shows it: address, bytes, pool, small, expandable, and its pieces.
-pub type Stretch = (u64, u64, MemPoolId, bool, bool, Vec<(u64, u64, u64, Standing)>);
+/// A segment as a snapshot lists it: address, bytes, pool, small, expandable, and its blocks.
+pub type MappedRange = (u64, u64, MemPoolId, bool, bool, Vec<(u64, u64, u64, State)>);
 
 /// The model.
 #[derive(Clone, Debug)]
@@ -111,14 +113,14 @@ pub struct Model {
     next_age: u64,
     /// The stream that captures, if one does.
     pub capturing: Option<StreamId>,
-    marks: Vec<Mark>,
-    /// How many marks were put into each stream.
-    pub marked: BTreeMap<StreamId, u64>,
+    fences: Vec<Fence>,
+    /// How many fences were recorded in each stream.
+    pub recorded: BTreeMap<StreamId, u64>,
     /// How many of them have passed.
     pub passed: BTreeMap<StreamId, u64>,
-    /// Given back by destructors, without marks yet.
-    unmarked: Vec<u64>,
-    /// Given back while one of their streams captured.
+    /// Freed by destructors, without fences yet.
+    unfenced: Vec<u64>,
+    /// Freed while one of their streams captured.
     deferred: Vec<u64>,
     pub retries: u64,
     pub ooms: u64,
@@ -135,55 +137,55 @@ impl Model {
             searches: BTreeMap::new(),
             next_age: 0,
             capturing: None,
-            marks: Vec::new(),
-            marked: BTreeMap::new(),
+            fences: Vec::new(),
+            recorded: BTreeMap::new(),
             passed: BTreeMap::new(),
-            unmarked: Vec::new(),
+            unfenced: Vec::new(),
             deferred: Vec::new(),
             retries: 0,
             ooms: 0,
         }
     }
 
-    /// Where a request is put; `None` is out of memory.
-    pub fn allocate(&mut self, pool: MemPoolId, stream: StreamId, bytes: u64, script: &mut Script) -> Option<u64> {
+    /// The address for a request; `None` is out of memory.
+    pub fn allocate(&mut self, pool: MemPoolId, stream: StreamId, bytes: u64, calls: &mut DriverCalls) -> Option<u64> {
         let captures = self.capturing == Some(stream);
         if captures {
-            // The graph goes on using what its capture gives back.
-            self.pools.get_mut(&pool).expect("the pool is there").on_oom = false;
+            // The graph goes on using what its capture frees.
+            self.pools.get_mut(&pool).expect("the pool exists").on_oom = false;
         } else {
-            self.reap();
+            self.process_pending();
         }
         let size = self.rounded(bytes);
-        let want = Want { pool, stream, requested: bytes, size, small: size <= MIB };
-        if let Some(at) = self.search(&want) {
-            return Some(self.give(at, &want));
+        let request = BlockRequest { pool, stream, requested: bytes, size, small: size <= MIB };
+        if let Some(at) = self.search(&request) {
+            return Some(self.allocate_block(at, &request));
         }
-        self.collect_garbage(script);
-        if let Some(at) = self.fetch(&want, script) {
-            return Some(self.give(at, &want));
+        self.collect_garbage(calls);
+        if let Some(at) = self.allocate_segment(&request, calls) {
+            return Some(self.allocate_block(at, &request));
         }
         if pool.is_default() {
-            let helpers: Vec<MemPoolId> =
+            let lenders: Vec<MemPoolId> =
                 self.pools.iter().filter(|(_, pool)| pool.on_oom && pool.uses > 0).map(|(&id, _)| id).collect();
-            for helper in helpers {
-                let want = Want { pool: helper, ..want };
-                if let Some(at) = self.search(&want) {
-                    return Some(self.give(at, &want));
+            for lender in lenders {
+                let request = BlockRequest { pool: lender, ..request };
+                if let Some(at) = self.search(&request) {
+                    return Some(self.allocate_block(at, &request));
                 }
             }
         }
-        if self.release_oversize(&want, script)
-            && let Some(at) = self.fetch(&want, script)
+        if self.release_oversize(&request, calls)
+            && let Some(at) = self.allocate_segment(&request, calls)
         {
-            return Some(self.give(at, &want));
+            return Some(self.allocate_block(at, &request));
         }
         if !captures {
             self.wait_for_all();
-            self.release_all(script);
+            self.release_all(calls);
             self.retries += 1;
-            if let Some(at) = self.fetch(&want, script) {
-                return Some(self.give(at, &want));
+            if let Some(at) = self.allocate_segment(&request, calls) {
+                return Some(self.allocate_block(at, &request));
             }
         }
         self.ooms += 1;
@@ -231,120 +233,121 @@ impl Model {
         self.searches.get(&(pool, small)).copied().unwrap_or(0)
     }
 
-    fn search(&mut self, want: &Want) -> Option<(usize, usize)> {
+    fn search(&mut self, request: &BlockRequest) -> Option<(usize, usize)> {
         if self.collects() {
-            *self.searches.entry((want.pool, want.small)).or_default() += 1;
+            *self.searches.entry((request.pool, request.small)).or_default() += 1;
         }
         let mut fitting = Vec::new();
         for (index, segment) in self.segments.iter().enumerate() {
-            if (segment.pool, segment.small, segment.stream) != (want.pool, want.small, want.stream) {
+            if (segment.pool, segment.small, segment.stream) != (request.pool, request.small, request.stream) {
                 continue;
             }
-            for (at, piece) in segment.pieces.iter().enumerate() {
-                if piece.standing == Standing::Free && piece.size >= want.size {
+            for (at, block) in segment.blocks.iter().enumerate() {
+                if block.state == State::Free && block.size >= request.size {
                     let age = if self.rules.by_address { 0 } else { segment.age };
-                    fitting.push(((piece.size, age, piece.at), (index, at)));
+                    fitting.push(((block.size, age, block.at), (index, at)));
                 }
             }
         }
         fitting.sort_unstable();
-        let places: Vec<(usize, usize)> = fitting.into_iter().map(|(_, place)| place).collect();
-        let grows = |place: (usize, usize)| self.segments[place.0].chunk.is_some();
-        let mut found = *places.first()?;
-        if grows(found) && self.rules.expandable {
-            for &next in &places[1..] {
-                if !grows(found) || self.could_grow_to(next) >= self.could_grow_to(found) {
+        let positions: Vec<(usize, usize)> = fitting.into_iter().map(|(_, position)| position).collect();
+        let is_expandable = |position: (usize, usize)| self.segments[position.0].chunk.is_some();
+        let mut found = *positions.first()?;
+        if is_expandable(found) && self.rules.expandable {
+            for &next in &positions[1..] {
+                if !is_expandable(found) || self.size_with_unmapped(next) >= self.size_with_unmapped(found) {
                     break;
                 }
                 found = next;
             }
-        } else if grows(found) {
-            found = *places.iter().find(|&&place| !grows(place))?;
+        } else if is_expandable(found) {
+            found = *positions.iter().find(|&&position| !is_expandable(position))?;
         }
-        let size = self.segments[found.0].pieces[found.1].size;
+        let size = self.segments[found.0].blocks[found.1].size;
         if let Some(most) = self.rules.max_split
-            && ((want.size < most && size >= most) || (want.size >= most && size >= want.size + self.rules.rounding))
+            && ((request.size < most && size >= most)
+                || (request.size >= most && size >= request.size + self.rules.rounding))
         {
             return None;
         }
         Some(found)
     }
 
-    fn give(&mut self, (segment, at): (usize, usize), want: &Want) -> u64 {
-        let born = self.searches_of(want.pool, want.small);
-        let no_split = self.pools[&want.pool].no_split;
-        let pieces = &mut self.segments[segment].pieces;
-        let rest = pieces[at].size - want.size;
-        let cut = if no_split {
+    fn allocate_block(&mut self, (segment, at): (usize, usize), request: &BlockRequest) -> u64 {
+        let freed_at_search = self.searches_of(request.pool, request.small);
+        let no_split = self.pools[&request.pool].no_split;
+        let blocks = &mut self.segments[segment].blocks;
+        let rest = blocks[at].size - request.size;
+        let split = if no_split {
             false
-        } else if want.small || self.rules.expandable {
+        } else if request.small || self.rules.expandable {
             rest >= 512
         } else {
-            self.rules.max_split.is_none_or(|most| want.size < most) && rest > MIB
+            self.rules.max_split.is_none_or(|most| request.size < most) && rest > MIB
         };
-        if cut {
-            let mut behind = Piece::new(pieces[at].at + want.size, rest, Standing::Free);
-            behind.born = born;
-            pieces[at].size = want.size;
-            pieces.insert(at + 1, behind);
+        if split {
+            let mut behind = Block::new(blocks[at].at + request.size, rest, State::Free);
+            behind.freed_at_search = freed_at_search;
+            blocks[at].size = request.size;
+            blocks.insert(at + 1, behind);
         }
-        let piece = &mut pieces[at];
-        piece.standing = Standing::Taken;
-        piece.requested = want.requested;
-        piece.at
+        let block = &mut blocks[at];
+        block.state = State::Allocated;
+        block.requested = request.requested;
+        block.at
     }
 
     fn reserved(&self) -> u64 {
         self.segments
             .iter()
-            .flat_map(|segment| &segment.pieces)
-            .filter(|piece| piece.standing != Standing::Unmapped)
-            .map(|piece| piece.size)
+            .flat_map(|segment| &segment.blocks)
+            .filter(|block| block.state != State::Unmapped)
+            .map(|block| block.size)
             .sum()
     }
 
-    fn fetch(&mut self, want: &Want, script: &mut Script) -> Option<(usize, usize)> {
-        let bytes = self.segment_size(want.size);
+    fn allocate_segment(&mut self, request: &BlockRequest, calls: &mut DriverCalls) -> Option<(usize, usize)> {
+        let bytes = self.segment_size(request.size);
         if self.rules.limit.is_some_and(|limit| self.reserved() + bytes > limit) {
             return None;
         }
         if self.rules.expandable {
-            return self.grow(want, script);
+            return self.grow(request, calls);
         }
-        let base = script.alloc(bytes)?;
-        self.add_segment(want, base, bytes, None);
+        let base = calls.alloc(bytes)?;
+        self.add_segment(request, base, bytes, None);
         Some((self.segments.len() - 1, 0))
     }
 
-    fn add_segment(&mut self, want: &Want, base: u64, bytes: u64, chunk: Option<u64>) {
-        let standing = if chunk.is_some() { Standing::Unmapped } else { Standing::Free };
+    fn add_segment(&mut self, request: &BlockRequest, base: u64, bytes: u64, chunk: Option<u64>) {
+        let state = if chunk.is_some() { State::Unmapped } else { State::Free };
         self.segments.push(Segment {
             age: self.next_age,
-            pool: want.pool,
-            small: want.small,
-            stream: want.stream,
+            pool: request.pool,
+            small: request.small,
+            stream: request.stream,
             chunk,
-            pieces: vec![Piece::new(base, bytes, standing)],
+            blocks: vec![Block::new(base, bytes, state)],
         });
         self.next_age += 1;
     }
 
-    /// Joins a piece with its neighbours of the same standing, and says where it is then.
-    fn join(&mut self, segment: usize, at: usize) -> usize {
+    /// Merges a block with neighbours in the same state. Returns its index.
+    fn merge(&mut self, segment: usize, at: usize) -> usize {
         let (pool, small) = (self.segments[segment].pool, self.segments[segment].small);
-        let born = self.searches_of(pool, small);
-        let pieces = &mut self.segments[segment].pieces;
+        let freed_at_search = self.searches_of(pool, small);
+        let blocks = &mut self.segments[segment].blocks;
         let mut at = at;
-        if at + 1 < pieces.len() && pieces[at + 1].standing == pieces[at].standing {
-            let behind = pieces.remove(at + 1);
-            pieces[at].size += behind.size;
+        if at + 1 < blocks.len() && blocks[at + 1].state == blocks[at].state {
+            let behind = blocks.remove(at + 1);
+            blocks[at].size += behind.size;
         }
-        if at > 0 && pieces[at - 1].standing == pieces[at].standing {
-            let piece = pieces.remove(at);
+        if at > 0 && blocks[at - 1].state == blocks[at].state {
+            let block = blocks.remove(at);
             at -= 1;
-            pieces[at].size += piece.size;
+            blocks[at].size += block.size;
         }
-        pieces[at].born = born;
+        blocks[at].freed_at_search = freed_at_search;
         at
     }
 
@@ -353,52 +356,52 @@ impl Model {
     }
 
     pub fn retain_pool(&mut self, id: MemPoolId) {
-        self.pools.get_mut(&id).expect("the pool is there").uses += 1;
+        self.pools.get_mut(&id).expect("the pool exists").uses += 1;
     }
 
     pub fn release_pool(&mut self, id: MemPoolId) {
-        let pool = self.pools.get_mut(&id).expect("the pool is there");
+        let pool = self.pools.get_mut(&id).expect("the pool exists");
         pool.uses -= 1;
         if pool.uses == 0 {
             (pool.no_split, pool.on_oom) = (false, false);
         }
-        self.forget(id);
+        self.remove_if_unused(id);
     }
 
-    fn forget(&mut self, id: MemPoolId) {
+    fn remove_if_unused(&mut self, id: MemPoolId) {
         if self.pools[&id].uses == 0 && self.segments.iter().all(|segment| segment.pool != id) {
             self.pools.remove(&id);
         }
     }
 
-    /// All that is mapped, by address.
-    pub fn picture(&self) -> Vec<Stretch> {
-        let mut stretches: Vec<Stretch> = Vec::new();
+    /// All mapped ranges, by address.
+    pub fn mapped_ranges(&self) -> Vec<MappedRange> {
+        let mut ranges: Vec<MappedRange> = Vec::new();
         for segment in &self.segments {
             let mut mapped = false;
-            for piece in &segment.pieces {
-                if piece.standing == Standing::Unmapped {
+            for block in &segment.blocks {
+                if block.state == State::Unmapped {
                     mapped = false;
                     continue;
                 }
                 if !mapped {
-                    stretches.push((piece.at, 0, segment.pool, segment.small, segment.chunk.is_some(), Vec::new()));
+                    ranges.push((block.at, 0, segment.pool, segment.small, segment.chunk.is_some(), Vec::new()));
                     mapped = true;
                 }
-                let stretch = stretches.last_mut().expect("pushed just now");
-                let requested = if piece.standing == Standing::Free { 0 } else { piece.requested };
-                stretch.1 += piece.size;
-                stretch.5.push((piece.at, piece.size, requested, piece.standing));
+                let range = ranges.last_mut().expect("pushed just now");
+                let requested = if block.state == State::Free { 0 } else { block.requested };
+                range.1 += block.size;
+                range.5.push((block.at, block.size, requested, block.state));
             }
         }
-        stretches.sort_by_key(|stretch| stretch.0);
-        stretches
+        ranges.sort_by_key(|range| range.0);
+        ranges
     }
 }
 
 impl Segment {
-    /// Whether it is in one piece, free, and not a growing one.
-    fn is_idle(&self) -> bool {
-        self.chunk.is_none() && self.pieces.len() == 1 && self.pieces[0].standing == Standing::Free
+    /// Whether it is one free block, and not expandable.
+    fn is_free_segment(&self) -> bool {
+        self.chunk.is_none() && self.blocks.len() == 1 && self.blocks[0].state == State::Free
     }
 }
