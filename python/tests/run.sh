@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# The Python package on the simulated GPU: its tests, then the wheel, built, installed into an empty environment, and
-# used from there. Needs Python 3.9 or later, a Rust toolchain, and PyPI for maturin; no PyTorch, no GPU. `--no-wheel`
-# leaves the wheel out.
+# Tests the Python package on the simulated GPU, then builds the wheel, installs it into an empty environment and uses
+# it there. Needs Python 3.9 or later, a Rust toolchain, and PyPI for maturin; no PyTorch, no GPU. `--no-wheel` skips
+# the wheel.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 export WARPOOL_DRIVER=sim PYTHONDONTWRITEBYTECODE=1
@@ -14,12 +14,13 @@ for test in native enable; do
 done
 [ "${1:-}" != --no-wheel ] || exit 0
 
-# The tools stay in the target folder; the wheel and the environment that it is tried in are made anew.
+# The tools are kept in the target folder; the wheel and the environment are made anew.
 tools=$target/python-tools wheels=$target/python-wheels fresh=$target/python-fresh
 [ -x "$tools/bin/maturin" ] || { python3 -m venv "$tools" && "$tools/bin/pip" install --quiet 'maturin>=1.8,<2' cffi; }
 rm -rf "$wheels" "$fresh"
-# Unoptimised like the tests' build, whose crates it shares; `pip install python/` builds optimised.
-(cd python && PATH="$tools/bin:$PATH" CARGO_TARGET_DIR=$target maturin build --quiet --interpreter "$tools/bin/python" --out "$wheels")
+# Unoptimized like the build of the tests, whose crates it shares; `pip install python/` builds optimized.
+(cd python && PATH="$tools/bin:$PATH" CARGO_TARGET_DIR=$target \
+  maturin build --quiet --interpreter "$tools/bin/python" --out "$wheels")
 python3 -m venv "$fresh"
 "$fresh/bin/pip" install --quiet --no-deps --no-index "$wheels"/warpool-*-py3-none-*.whl
 cd "$fresh"
@@ -37,5 +38,5 @@ try:
 
     warpool.torch.enable()
 except ImportError as error:
-    print(f"the wheel of {warpool.__version__} works; without PyTorch it says: {error}")
+    print(f"the wheel of {warpool.__version__} works; without PyTorch it reports: {error}")
 PYTHON

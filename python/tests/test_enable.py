@@ -1,4 +1,4 @@
-"""`warpool.torch.enable` against a PyTorch of a few names (tests/fake_torch), on the simulated GPU: no PyTorch, no GPU."""
+"""Tests of `warpool.torch.enable` with a minimal fake of PyTorch (tests/fake_torch), on the simulated GPU."""
 
 import os
 import sys
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from alone import alone
+from isolated import isolated
 
 import warpool
 import warpool.torch
@@ -17,7 +17,7 @@ MIB = 1 << 20
 
 
 def fake_torch() -> Any:
-    """The fake, imported in this process."""
+    """Imports the fake."""
     sys.path.insert(0, str(Path(__file__).parent / "fake_torch"))
     import torch
 
@@ -25,9 +25,9 @@ def fake_torch() -> Any:
     return torch
 
 
-class Enabling(unittest.TestCase):
-    @alone
-    def test_memory_comes_from_warpool(self) -> None:
+class Enable(unittest.TestCase):
+    @isolated
+    def test_tensors_are_allocated_by_warpool(self) -> None:
         torch = fake_torch()
         self.assertFalse(warpool.torch.enabled())
         warpool.torch.enable()
@@ -38,8 +38,8 @@ class Enabling(unittest.TestCase):
         self.assertEqual(torch.cuda.memory_allocated(), 0)
         self.assertEqual(torch.cuda.memory_reserved(), 20 * MIB)
 
-    @alone
-    def test_every_hook_is_set(self) -> None:
+    @isolated
+    def test_all_hooks_are_set(self) -> None:
         torch = fake_torch()
         warpool.torch.enable()
         self.assertEqual(set(torch._C.current.hooks), set(torch._C.current._TYPES))
@@ -47,16 +47,16 @@ class Enabling(unittest.TestCase):
         torch._C.current.hooks["set_reset_fn"]()
         self.assertEqual(torch.cuda.memory_reserved(), 0)
 
-    @alone
-    def test_twice_is_an_error(self) -> None:
+    @isolated
+    def test_second_enable_is_an_error(self) -> None:
         fake_torch()
         warpool.torch.enable()
         with self.assertRaisesRegex(RuntimeError, "called before.*set_settings"):
             warpool.torch.enable()
         self.assertTrue(warpool.torch.enabled())
 
-    @alone
-    def test_after_cuda_started_is_too_late(self) -> None:
+    @isolated
+    def test_enable_after_cuda_is_in_use_is_an_error(self) -> None:
         torch = fake_torch()
         torch.allocate(1)
         with self.assertRaisesRegex(RuntimeError, "too late.*right after `import torch`"):
@@ -64,35 +64,36 @@ class Enabling(unittest.TestCase):
         self.assertFalse(warpool.torch.enabled())
         self.assertEqual(torch._C._cuda_memoryStats(0), "native")
 
-    @alone
-    def test_an_allocator_already_exchanged_is_told(self) -> None:
+    @isolated
+    def test_enable_after_another_allocator_is_an_error(self) -> None:
         torch = fake_torch()
         path = warpool.library_path()
-        torch.cuda.memory.change_current_allocator(torch.cuda.memory.CUDAPluggableAllocator(path, "warpool_malloc", "warpool_free"))
+        other = torch.cuda.memory.CUDAPluggableAllocator(path, "warpool_malloc", "warpool_free")
+        torch.cuda.memory.change_current_allocator(other)
         with self.assertRaisesRegex(RuntimeError, "did not accept another allocator"):
             warpool.torch.enable()
         self.assertFalse(warpool.torch.enabled())
 
-    @alone
-    def test_without_pytorch(self) -> None:
+    @isolated
+    def test_missing_pytorch_is_an_error(self) -> None:
         with mock.patch.dict(sys.modules, {"torch": None}):
             with self.assertRaisesRegex(ImportError, "PyTorch is not installed"):
                 warpool.torch.enable()
 
-    @alone
-    def test_pytorch_without_cuda(self) -> None:
+    @isolated
+    def test_pytorch_without_cuda_is_an_error(self) -> None:
         fake_torch().version.cuda = None
         with self.assertRaisesRegex(RuntimeError, "built without CUDA"):
             warpool.torch.enable()
 
-    @alone
-    def test_simulated_memory_is_refused_beside_a_gpu(self) -> None:
+    @isolated
+    def test_simulated_driver_with_a_real_gpu_is_an_error(self) -> None:
         fake_torch().cuda.is_available = lambda: True
         with self.assertRaisesRegex(RuntimeError, "WARPOOL_DRIVER"):
             warpool.torch.enable()
 
-    @alone
-    def test_a_driver_that_is_not_there(self) -> None:
+    @isolated
+    def test_unknown_driver_is_an_error(self) -> None:
         torch = fake_torch()
         os.environ["WARPOOL_DRIVER"] = "abacus"
         with self.assertRaisesRegex(warpool.Error, "abacus"):
@@ -100,9 +101,9 @@ class Enabling(unittest.TestCase):
         self.assertEqual(torch._C._cuda_memoryStats(0), "native")
 
 
-class Conf(unittest.TestCase):
-    @alone
-    def test_given_settings_come_before_the_environments(self) -> None:
+class Settings(unittest.TestCase):
+    @isolated
+    def test_argument_takes_precedence_over_the_environment(self) -> None:
         fake_torch()
         os.environ["WARPOOL_CONF"] = "max_split_size_mb:64"
         warpool.torch.enable("max_split_size_mb:200")
@@ -111,15 +112,15 @@ class Conf(unittest.TestCase):
         warpool.torch.set_settings("max_split_size_mb:128")
         self.assertIn("max_split_size_mb:128", warpool.torch.settings())
 
-    @alone
-    def test_given_settings_count_also_if_the_library_has_started(self) -> None:
+    @isolated
+    def test_argument_applies_if_the_library_is_started_already(self) -> None:
         fake_torch()
         warpool.torch.set_settings("max_split_size_mb:64")
         warpool.torch.enable("max_split_size_mb:200")
         self.assertIn("max_split_size_mb:200", warpool.torch.settings())
 
-    @alone
-    def test_wrong_settings_leave_pytorch_alone(self) -> None:
+    @isolated
+    def test_invalid_settings_leave_pytorch_unchanged(self) -> None:
         torch = fake_torch()
         with self.assertRaisesRegex(warpool.Error, "no_such_key"):
             warpool.torch.enable("no_such_key:1")
@@ -129,19 +130,20 @@ class Conf(unittest.TestCase):
         warpool.torch.enable("max_split_size_mb:200")
         self.assertTrue(warpool.torch.enabled())
 
-    @alone
-    def test_settings_by_pytorchs_own_call(self) -> None:
+    @isolated
+    def test_settings_through_pytorchs_own_function(self) -> None:
         torch = fake_torch()
         warpool.torch.enable()
-        torch._C._accelerator_setAllocatorSettings("max_split_size_mb:200,pinned_num_register_threads:4, pinned_cap_mb:100")
+        conf = "max_split_size_mb:200,pinned_num_register_threads:4, pinned_cap_mb:100"
+        torch._C._accelerator_setAllocatorSettings(conf)
         self.assertIn("max_split_size_mb:200", warpool.torch.settings())
         self.assertIn("pinned_cap_mb:100", warpool.torch.settings())
-        self.assertEqual(torch._C.settings_heard, ["pinned_num_register_threads:4"])
+        self.assertEqual(torch._C.settings_received, ["pinned_num_register_threads:4"])
         torch._C._accelerator_setAllocatorSettings("pinned_device_cap_mb:50")
-        self.assertEqual(torch._C.settings_heard, ["pinned_num_register_threads:4"])
+        self.assertEqual(torch._C.settings_received, ["pinned_num_register_threads:4"])
 
-    @alone
-    def test_settings_given_late_change_what_is_in_force(self) -> None:
+    @isolated
+    def test_argument_after_the_start_adds_to_the_settings(self) -> None:
         fake_torch()
         warpool.torch.set_settings("expandable_segments:True")
         warpool.torch.enable("max_split_size_mb:200")
@@ -149,9 +151,9 @@ class Conf(unittest.TestCase):
         self.assertIn("max_split_size_mb:200", warpool.torch.settings())
 
 
-class Answers(unittest.TestCase):
-    @alone
-    def test_statistics_are_nested_as_pytorchs(self) -> None:
+class Bindings(unittest.TestCase):
+    @isolated
+    def test_statistics_are_nested_as_in_pytorch(self) -> None:
         torch = fake_torch()
         warpool.torch.enable()
         torch.allocate(10 * MIB)
@@ -165,11 +167,12 @@ class Answers(unittest.TestCase):
             self.assertEqual(nested[name]["all"]["current"], nested[name]["large_pool"]["current"])
         for name in ("oversize_allocations", "oversize_segments"):
             self.assertEqual(set(nested[name]), {"current", "peak", "allocated", "freed"})
-        for name in ("num_alloc_retries", "num_ooms", "max_split_size", "num_sync_all_streams", "num_device_alloc", "num_device_free"):
+        counts = ("num_alloc_retries", "num_ooms", "num_sync_all_streams", "num_device_alloc", "num_device_free")
+        for name in (*counts, "max_split_size"):
             self.assertIsInstance(nested[name], int)
         self.assertEqual(torch.accelerator.memory_stats(0), nested)
 
-    @alone
+    @isolated
     def test_resets_and_fractions(self) -> None:
         torch = fake_torch()
         warpool.torch.enable()
@@ -183,7 +186,7 @@ class Answers(unittest.TestCase):
         torch.cuda.empty_cache()
         self.assertEqual(torch.cuda.memory_reserved(), 0)
 
-    @alone
+    @isolated
     def test_snapshots_with_history_and_stacks(self) -> None:
         torch = fake_torch()
         warpool.torch.enable()
@@ -207,11 +210,12 @@ class Answers(unittest.TestCase):
         self.assertFalse(torch._C._cuda_isHistoryEnabled())
         self.assertEqual(torch.cuda.memory._snapshot()["device_traces"][0], [])
 
-    @alone
-    def test_contexts_say_which_entries_have_stacks(self) -> None:
+    @isolated
+    def test_context_selects_which_entries_have_stacks(self) -> None:
         torch = fake_torch()
         warpool.torch.enable()
-        for context, expected in ((None, (False, False)), ("state", (False, False)), ("alloc", (True, False)), ("all", (True, True))):
+        cases = ((None, (False, False)), ("state", (False, False)), ("alloc", (True, False)), ("all", (True, True)))
+        for context, expected in cases:
             torch.cuda.memory._record_memory_history(None)
             torch.cuda.memory._record_memory_history(context=context)
             torch.release(torch.allocate(MIB), MIB)
@@ -219,8 +223,8 @@ class Answers(unittest.TestCase):
             has = {entry["action"]: bool(entry.get("frames")) for entry in trace}
             self.assertEqual((has["alloc"], has["free_requested"]), expected, context)
 
-    @alone
-    def test_the_older_signature(self) -> None:
+    @isolated
+    def test_older_history_signature(self) -> None:
         torch = fake_torch()
         warpool.torch.enable()
         torch._C._cuda_record_memory_history_legacy(True, True, 100, True, False, False, False, False, [])
@@ -228,27 +232,27 @@ class Answers(unittest.TestCase):
         trace = torch.cuda.memory._snapshot()["device_traces"][0]
         self.assertTrue(trace[-1]["frames"])
 
-    @alone
-    def test_wrong_history_arguments_are_named(self) -> None:
+    @isolated
+    def test_invalid_history_arguments_are_named(self) -> None:
         torch = fake_torch()
         warpool.torch.enable()
         for named in ({"enabled": "some"}, {"context": "some"}, {"stacks": "some"}, {"skip": ["some"]}):
             with self.assertRaisesRegex(RuntimeError, "some"):
                 torch.cuda.memory._record_memory_history(**named)
 
-    @alone
-    def test_what_the_history_lacks_is_warned_of(self) -> None:
+    @isolated
+    def test_unsupported_history_arguments_warn(self) -> None:
         torch = fake_torch()
         warpool.torch.enable()
-        with warnings.catch_warnings(record=True) as heard:
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             torch._C._cuda_record_memory_history("all", "all", "all", 100, False, True, False, [])
-        self.assertIn("compile_context", str(heard[0].message))
+        self.assertIn("compile_context", str(caught[0].message))
 
 
-class Refusals(unittest.TestCase):
-    @alone
-    def test_each_says_what_to_do(self) -> None:
+class Unsupported(unittest.TestCase):
+    @isolated
+    def test_each_error_says_what_to_do(self) -> None:
         torch = fake_torch()
         warpool.torch.enable()
         for call, advice in (
@@ -267,14 +271,18 @@ class Refusals(unittest.TestCase):
                 call()
         torch._C._cuda_cudaCachingAllocator_enable(True)
 
-    @alone
-    def test_the_search_of_cudnn_stays_off(self) -> None:
+    @isolated
+    def test_cudnn_benchmark_stays_off(self) -> None:
         torch = fake_torch()
         torch.backends.cudnn.benchmark = True
         with self.assertWarnsRegex(RuntimeWarning, "benchmark stays off"):
             warpool.torch.enable()
         self.assertFalse(torch.backends.cudnn.benchmark)
-        for switch_on in (lambda: setattr(torch.backends.cudnn, "benchmark", True), lambda: torch._C._set_cudnn_benchmark(True)):
+        by_attribute, by_binding = (
+            lambda: setattr(torch.backends.cudnn, "benchmark", True),
+            lambda: torch._C._set_cudnn_benchmark(True),
+        )
+        for switch_on in (by_attribute, by_binding):
             with self.assertWarnsRegex(RuntimeWarning, "benchmark stays off"):
                 switch_on()
             self.assertFalse(torch.backends.cudnn.benchmark)
@@ -282,8 +290,8 @@ class Refusals(unittest.TestCase):
         with self.assertRaises(TypeError):
             torch.backends.cudnn.benchmark = "yes"
 
-    @alone
-    def test_a_warning_that_is_an_error_leaves_nothing_half_done(self) -> None:
+    @isolated
+    def test_warning_raised_as_an_error_changes_nothing(self) -> None:
         torch = fake_torch()
         torch.backends.cudnn.benchmark = True
         with warnings.catch_warnings():
@@ -301,8 +309,8 @@ class Refusals(unittest.TestCase):
                 torch.backends.cudnn.benchmark = True
         self.assertFalse(torch.backends.cudnn.benchmark)
 
-    @alone
-    def test_names_that_this_pytorch_lacks_are_left_out(self) -> None:
+    @isolated
+    def test_missing_names_in_pytorch_are_skipped(self) -> None:
         torch = fake_torch()
         del torch.cuda.memory.MemPool, torch.cuda.memory._cuda_beginAllocateCurrentThreadToPool
         del torch.UntypedStorage._share_cuda_, torch.UntypedStorage._new_shared_cuda
@@ -311,8 +319,8 @@ class Refusals(unittest.TestCase):
         self.assertEqual(torch.cuda.memory_allocated(), MIB)
         self.assertFalse(hasattr(torch.UntypedStorage, "_share_cuda_"))
 
-    @alone
-    def test_what_cannot_be_found_is_noticed_before_anything_changes(self) -> None:
+    @isolated
+    def test_missing_type_in_pytorch_changes_nothing(self) -> None:
         torch = fake_torch()
         del torch.UntypedStorage
         with self.assertRaises(AttributeError):

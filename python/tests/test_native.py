@@ -1,4 +1,4 @@
-"""The ctypes layer over libwarpool_torch.so, on the simulated GPU: no PyTorch, no GPU. WARPOOL_LIBRARY names the shared object."""
+"""Tests of the ctypes layer on the simulated GPU, without PyTorch. WARPOOL_LIBRARY is the path of the shared object."""
 
 import os
 import pickle
@@ -10,7 +10,7 @@ import unittest
 from pathlib import Path
 from typing import Any, Dict
 
-from alone import alone
+from isolated import isolated
 
 import warpool
 from warpool import _native, _stacks
@@ -30,19 +30,19 @@ def actions(device: int = 0) -> list:
 
 
 class Loading(unittest.TestCase):
-    @alone
-    def test_the_library_is_of_this_version(self) -> None:
+    @isolated
+    def test_library_has_the_version_of_the_package(self) -> None:
         self.assertEqual(_native.version(), warpool.__version__)
         self.assertTrue(Path(warpool.library_path()).is_file())
 
-    @alone
-    def test_a_missing_library_is_named(self) -> None:
+    @isolated
+    def test_missing_library_is_an_error_that_names_it(self) -> None:
         os.environ["WARPOOL_LIBRARY"] = "/nowhere/libwarpool_torch.so"
         with self.assertRaisesRegex(warpool.Error, "/nowhere/libwarpool_torch.so"):
             _native.start()
 
-    @alone
-    def test_another_library_is_refused(self) -> None:
+    @isolated
+    def test_file_that_is_not_the_library_is_an_error(self) -> None:
         with tempfile.NamedTemporaryFile(suffix=".so") as file:
             file.write(b"not a library")
             file.flush()
@@ -50,36 +50,36 @@ class Loading(unittest.TestCase):
             with self.assertRaisesRegex(warpool.Error, "not Warpool's shared object"):
                 _native.start()
 
-    @alone
-    def test_another_version_is_refused(self) -> None:
+    @isolated
+    def test_library_of_another_version_is_an_error(self) -> None:
         warpool.__version__ = "0.0.0"
-        with self.assertRaisesRegex(warpool.Error, "belong together"):
+        with self.assertRaisesRegex(warpool.Error, "install both from one version"):
             _native.start()
 
-    @alone
-    def test_starting_twice_is_starting_once(self) -> None:
+    @isolated
+    def test_start_can_be_repeated(self) -> None:
         self.assertEqual(_native.driver(), "")
         _native.start()
         _native.start()
         self.assertEqual(_native.driver(), "sim")
         self.assertGreaterEqual(_native.device_count(), 1)
 
-    @alone
-    def test_an_unknown_driver_is_an_error_that_names_it(self) -> None:
+    @isolated
+    def test_unknown_driver_is_an_error_that_names_it(self) -> None:
         os.environ["WARPOOL_DRIVER"] = "abacus"
         with self.assertRaisesRegex(warpool.Error, "abacus"):
             _native.start()
 
-    @alone
-    def test_wrong_settings_in_the_environment_are_an_error(self) -> None:
+    @isolated
+    def test_invalid_settings_in_the_environment_are_an_error(self) -> None:
         os.environ["WARPOOL_CONF"] = "no_such_key:1"
         with self.assertRaisesRegex(warpool.Error, "no_such_key"):
             _native.start()
 
 
 class Memory(unittest.TestCase):
-    @alone
-    def test_a_freed_block_is_cached_and_counted(self) -> None:
+    @isolated
+    def test_freed_block_is_cached(self) -> None:
         first = _native.malloc(4 * MIB)
         stats = _native.stats(0)
         self.assertEqual(stats["allocated_bytes.all.current"], 4 * MIB)
@@ -90,18 +90,18 @@ class Memory(unittest.TestCase):
         self.assertEqual(_native.stats(0)["allocated_bytes.all.current"], 0)
         self.assertEqual(_native.malloc(4 * MIB), first)
 
-    @alone
-    def test_empty_cache_gives_back_what_is_free(self) -> None:
-        kept, gone = _native.malloc(4 * MIB), _native.malloc(100 * MIB)
-        _native.free(gone, 100 * MIB)
+    @isolated
+    def test_empty_cache_returns_free_segments(self) -> None:
+        kept, freed = _native.malloc(4 * MIB), _native.malloc(100 * MIB)
+        _native.free(freed, 100 * MIB)
         _native.empty_cache()
         self.assertEqual(_native.stats(0)["reserved_bytes.all.current"], 20 * MIB)
         _native.free(kept, 4 * MIB)
         _native.empty_cache()
         self.assertEqual(_native.stats(0)["reserved_bytes.all.current"], 0)
 
-    @alone
-    def test_peaks_and_totals_are_reset_apart(self) -> None:
+    @isolated
+    def test_peaks_and_accumulated_counts_are_reset_separately(self) -> None:
         _native.free(_native.malloc(2 * MIB), 2 * MIB)
         _native.reset_peak_stats(0)
         stats = _native.stats(0)
@@ -110,15 +110,15 @@ class Memory(unittest.TestCase):
         _native.reset_accumulated_stats(0)
         self.assertEqual(_native.stats(0)["allocated_bytes.all.allocated"], 0)
 
-    @alone
-    def test_out_of_memory_is_an_error_and_not_the_end(self) -> None:
+    @isolated
+    def test_allocation_works_after_out_of_memory(self) -> None:
         with self.assertRaisesRegex(warpool.Error, "^CUDA out of memory. Tried to allocate"):
             _native.malloc(1 << 50)
         self.assertEqual(_native.stats(0)["num_ooms"], 1)
         self.assertNotEqual(_native.malloc(MIB), 0)
 
-    @alone
-    def test_a_fraction_caps_and_is_told(self) -> None:
+    @isolated
+    def test_memory_fraction_limits_allocation(self) -> None:
         self.assertEqual(_native.memory_fraction(0), 1.0)
         _native.set_memory_fraction(0.0, 0)
         self.assertEqual(_native.memory_fraction(0), 0.0)
@@ -130,12 +130,12 @@ class Memory(unittest.TestCase):
             with self.assertRaises(warpool.Error):
                 _native.set_memory_fraction(wrong, 0)
 
-    @alone
-    def test_largest_available_is_more_than_a_block(self) -> None:
+    @isolated
+    def test_largest_available(self) -> None:
         self.assertGreater(_native.largest_available(0), MIB)
 
-    @alone
-    def test_a_device_that_is_not_there_is_an_error(self) -> None:
+    @isolated
+    def test_missing_device_is_an_error(self) -> None:
         for device in (99, -1):
             with self.assertRaises(warpool.Error):
                 _native.stats(device)
@@ -143,7 +143,7 @@ class Memory(unittest.TestCase):
                 _native.malloc(MIB, device)
         self.assertNotEqual(_native.malloc(MIB), 0)
 
-    @alone
+    @isolated
     def test_threads_share_one_allocator(self) -> None:
         def work() -> None:
             for size in range(1, 200):
@@ -160,55 +160,55 @@ class Memory(unittest.TestCase):
 
 
 class Settings(unittest.TestCase):
-    @alone
-    def test_settings_are_changed_and_told(self) -> None:
+    @isolated
+    def test_settings_can_be_changed(self) -> None:
         _native.set_settings("max_split_size_mb:200")
         self.assertIn("max_split_size_mb:200", _native.settings())
 
-    @alone
-    def test_wrong_settings_change_nothing(self) -> None:
+    @isolated
+    def test_invalid_settings_change_nothing(self) -> None:
         before = _native.settings()
         with self.assertRaisesRegex(warpool.Error, "no_such_key"):
             _native.set_settings("max_split_size_mb:200,no_such_key:1")
         self.assertEqual(_native.settings(), before)
 
-    @alone
-    def test_settings_that_cannot_be_told_are_an_error(self) -> None:
+    @isolated
+    def test_settings_without_a_driver_are_an_error(self) -> None:
         os.environ["WARPOOL_DRIVER"] = "abacus"
         with self.assertRaisesRegex(warpool.Error, "abacus"):
             _native.settings()
 
-    @alone
-    def test_the_environment_is_read(self) -> None:
+    @isolated
+    def test_settings_are_read_from_the_environment(self) -> None:
         os.environ["WARPOOL_CONF"] = "max_split_size_mb:64"
         self.assertIn("max_split_size_mb:64", _native.settings())
 
 
 class Snapshots(unittest.TestCase):
-    @alone
-    def test_a_snapshot_has_the_segments(self) -> None:
+    @isolated
+    def test_snapshot_has_segments(self) -> None:
         ptr = _native.malloc(4 * MIB)
         (segment,) = snapshot()["segments"]
         self.assertEqual((segment["total_size"], segment["allocated_size"]), (20 * MIB, 4 * MIB))
         self.assertEqual(segment["blocks"][0]["address"], ptr)
         self.assertEqual(segment["blocks"][0]["state"], "active_allocated")
 
-    @alone
-    def test_an_unwritable_path_is_an_error_that_names_it(self) -> None:
+    @isolated
+    def test_unwritable_path_is_an_error_that_names_it(self) -> None:
         with self.assertRaisesRegex(warpool.Error, "/nowhere/at/all.pickle"):
             _native.snapshot("/nowhere/at/all.pickle")
         self.assertNotEqual(_native.malloc(MIB), 0)
 
-    @alone
-    def test_history_goes_on_and_off(self) -> None:
+    @isolated
+    def test_history_is_switched_on_and_off(self) -> None:
         _native.record_history(True, 1000, 0)
         _native.free(_native.malloc(MIB), MIB)
         self.assertEqual(actions(), ["segment_alloc", "alloc", "free_requested", "free_completed"])
         _native.record_history(False, 1, 0)
         self.assertEqual(actions(), [])
 
-    @alone
-    def test_history_keeps_the_last_and_skips_what_it_shall(self) -> None:
+    @isolated
+    def test_history_keeps_the_newest_entries_and_skips_actions(self) -> None:
         _native.record_history(True, 3, 0, ["free_requested"])
         for _ in range(5):
             _native.free(_native.malloc(MIB), MIB)
@@ -216,8 +216,8 @@ class Snapshots(unittest.TestCase):
         with self.assertRaisesRegex(warpool.Error, "no_such_action"):
             _native.record_history(True, 3, 0, ["no_such_action"])
 
-    @alone
-    def test_metadata_is_in_the_entries(self) -> None:
+    @isolated
+    def test_entries_have_metadata(self) -> None:
         _native.record_history(True, 100, 0)
         _native.set_user_metadata("layer 3")
         _native.malloc(MIB)
@@ -228,8 +228,8 @@ class Snapshots(unittest.TestCase):
 
 
 class Stacks(unittest.TestCase):
-    @alone
-    def test_a_stack_is_the_callers_innermost_first(self) -> None:
+    @isolated
+    def test_stack_is_innermost_first(self) -> None:
         _native.record_history(True, 100, 3)
         _stacks.install()
 
@@ -242,30 +242,31 @@ class Stacks(unittest.TestCase):
         ptr = outer()
         _native.free(ptr, MIB)
         alloc = next(entry for entry in snapshot()["device_traces"][0] if entry["action"] == "alloc")
-        self.assertEqual([frame["name"] for frame in alloc["frames"][:3]], ["inner", "outer", "test_a_stack_is_the_callers_innermost_first"])
+        names = [frame["name"] for frame in alloc["frames"][:3]]
+        self.assertEqual(names, ["inner", "outer", "test_stack_is_innermost_first"])
         self.assertEqual(alloc["frames"][0]["filename"], __file__)
         self.assertEqual(alloc["frames"][0]["line"], inner.__code__.co_firstlineno + 1)
         freed = next(entry for entry in snapshot()["device_traces"][0] if entry["action"] == "free_requested")
-        self.assertEqual(freed["frames"][0]["name"], "test_a_stack_is_the_callers_innermost_first")
+        self.assertEqual(freed["frames"][0]["name"], "test_stack_is_innermost_first")
 
-    @alone
-    def test_a_live_block_keeps_its_stack(self) -> None:
+    @isolated
+    def test_allocated_block_has_a_stack(self) -> None:
         _native.record_history(True, 1, 1)
         _stacks.install()
         _native.malloc(MIB)
         (segment,) = snapshot()["segments"]
-        self.assertEqual(segment["blocks"][0]["frames"][0]["name"], "test_a_live_block_keeps_its_stack")
+        self.assertEqual(segment["blocks"][0]["frames"][0]["name"], "test_allocated_block_has_a_stack")
 
-    @alone
-    def test_without_a_hook_there_are_no_frames(self) -> None:
+    @isolated
+    def test_removed_hook_collects_no_frames(self) -> None:
         _native.record_history(True, 100, 3)
         _stacks.install()
         _stacks.remove()
         _native.malloc(MIB)
         self.assertFalse(any(entry.get("frames") for entry in snapshot()["device_traces"][0]))
 
-    @alone
-    def test_a_deep_stack_is_cut(self) -> None:
+    @isolated
+    def test_deep_stack_is_truncated(self) -> None:
         _native.record_history(True, 100, 3)
         _stacks.install()
 
@@ -277,15 +278,15 @@ class Stacks(unittest.TestCase):
         self.assertEqual({frame["name"] for frame in alloc["frames"]}, {"down"})
         self.assertEqual(len(alloc["frames"]), 128)
 
-    @alone
-    def test_an_interrupt_in_the_hook_comes_again(self) -> None:
+    @isolated
+    def test_interrupt_in_the_hook_is_sent_again(self) -> None:
         _native.record_history(True, 100, 3)
         _stacks.install()
-        lost, name = [], _stacks._name
+        interrupts, name = [], _stacks._name
 
         def interrupted(code: Any) -> Any:
-            if not lost:
-                lost.append(code)
+            if not interrupts:
+                interrupts.append(code)
                 raise KeyboardInterrupt
             return name(code)
 
@@ -294,8 +295,8 @@ class Stacks(unittest.TestCase):
             _native.malloc(MIB)
             threading.Event().wait(60)
 
-    def test_no_interrupt_is_lost_to_the_hook_or_to_statistics(self) -> None:
-        # Wherever the signal arrives, the loop ends: if it were lost, it would not, and the time runs out.
+    def test_no_interrupt_is_lost_in_hook_or_statistics(self) -> None:
+        # A lost interrupt would leave the loop running, and the subprocess would time out.
         program = (
             "import os, random, signal, sys, threading, time; from warpool import _native, _stacks\n"
             "random.seed(int(sys.argv[1])); _native.record_history(True, 100, 3); _stacks.install()\n"
@@ -308,12 +309,14 @@ class Stacks(unittest.TestCase):
             "print('interrupted')\n"
         )
         for seed in range(2):
-            ended = subprocess.run([sys.executable, "-c", program, str(seed)], capture_output=True, text=True, timeout=60)
+            command = [sys.executable, "-c", program, str(seed)]
+            ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
             self.assertEqual((ended.returncode, ended.stdout, ended.stderr), (0, "interrupted\n", ""), f"seed {seed}")
 
-    def test_the_interpreter_ends_while_daemons_allocate_and_ask(self) -> None:
+    def test_interpreter_ends_while_daemon_threads_allocate(self) -> None:
         program = (
-            "import threading; from warpool import _native, _stacks; _native.record_history(True, 100, 3); _stacks.install()\n"
+            "import threading; from warpool import _native, _stacks\n"
+            "_native.record_history(True, 100, 3); _stacks.install()\n"
             "def work():\n while True: _native.free(_native.malloc(1024), 1024); _native.stats(0)\n"
             "for _ in range(3): threading.Thread(target=work, daemon=True).start()\n"
         )

@@ -1,7 +1,7 @@
-"""Warpool as PyTorch's CUDA allocator: `warpool.torch.enable()` before CUDA is used, and nothing else changes in the program.
+"""Warpool as PyTorch's CUDA allocator: call `warpool.torch.enable()` before CUDA is used.
 
-Not here: the answers that PyTorch's own calls give afterwards (`_answers.py`), and what stays impossible (`_refusals.py`).
-A call of `enable` that fails has changed nothing in PyTorch and can be repeated.
+`_bindings.py` replaces PyTorch's memory functions, `_unsupported.py` what cannot work. A call of `enable` that fails
+has changed nothing in PyTorch and can be repeated.
 """
 
 import importlib
@@ -9,7 +9,7 @@ import os
 import threading
 from typing import Any, Dict, List, Optional, Tuple
 
-from . import _answers, _native, _refusals
+from . import _bindings, _native, _unsupported
 from ._native import Error
 
 __all__ = ["Error", "enable", "enabled", "set_settings", "settings"]
@@ -26,41 +26,46 @@ _HOOKS = {
     "set_release_pool": "warpool_release_pool",
 }
 
-_enabling = threading.Lock()
-# PyTorch keeps the functions, we keep the object: both must outlive every tensor.
+_enable_lock = threading.Lock()
+# Kept until the process ends: every tensor is freed through it.
 _allocator: Optional[Any] = None
 
 
 def enable(conf: Optional[str] = None) -> None:
-    """Makes Warpool the allocator of every CUDA tensor of this process.
+    """Makes Warpool the allocator of all CUDA tensors of this process.
 
-    To be called once, before CUDA is used: right after `import torch` is best. `conf` has the form of PYTORCH_CUDA_ALLOC_CONF and comes
-    before the environment's WARPOOL_CONF and PYTORCH_CUDA_ALLOC_CONF; if Warpool works in this process already, as after a call of
-    `settings` or `set_settings`, it changes the settings in force as `set_settings` does, and does not replace them. Raises RuntimeError when it is too late, already done, or
-    when PyTorch has no CUDA; ImportError when there is no PyTorch; `Error` when the settings are wrong or the driver cannot be opened.
+    Call it once, before CUDA is used; right after `import torch` is best. `conf` has the format of
+    PYTORCH_CUDA_ALLOC_CONF and takes precedence over the environment's WARPOOL_CONF and PYTORCH_CUDA_ALLOC_CONF. If
+    Warpool is already started in this process, as after a call of `settings` or `set_settings`, `conf` is applied on
+    top of the settings in effect, as by `set_settings`.
+
+    Raises RuntimeError if CUDA is in use already, if it was called before, or if PyTorch has no CUDA; ImportError if
+    PyTorch is not installed; `Error` if the settings are invalid or the driver cannot be opened.
     """
     global _allocator
-    with _enabling:
+    with _enable_lock:
         if _allocator is not None:
             raise RuntimeError(
-                "warpool.torch.enable() has been called before: Warpool is PyTorch's allocator in this process already. "
-                "Settings are changed by warpool.torch.set_settings()"
+                "warpool.torch.enable() has been called before: Warpool is PyTorch's allocator already. "
+                "Use warpool.torch.set_settings() to change settings"
             )
         torch = _torch_before_cuda()
         _start(conf)
         if _native.driver() != "cuda" and torch.cuda.is_available():
             raise RuntimeError(
-                f"the driver is {_native.driver()!r}, whose addresses no GPU knows, and PyTorch has a GPU here: unset WARPOOL_DRIVER"
+                f"the driver is {_native.driver()!r}, whose memory the GPU cannot access, and PyTorch has a GPU here: "
+                "unset WARPOOL_DRIVER"
             )
         allocator, changes = _build(torch), _changes(torch)
-        _refusals.switch_benchmark_off(torch)
-        # From here on there is no way back, and nothing that could fail.
+        _unsupported.switch_benchmark_off(torch)
+        # After this call nothing can fail: it cannot be undone.
         try:
             torch.cuda.memory.change_current_allocator(allocator)
         except RuntimeError as error:
             raise RuntimeError(
-                f"PyTorch did not accept another allocator ({_first_line(error)}): its own has been used, or another one was put in place "
-                "before. Call warpool.torch.enable() right after `import torch`, and nothing else that changes the allocator"
+                f"PyTorch did not accept another allocator ({_first_line(error)}): its own has been used, or it was "
+                "replaced before. Call warpool.torch.enable() right after `import torch`, and nothing else that "
+                "replaces the allocator"
             ) from error
         _allocator = allocator
         for owner, name, value in changes:
@@ -73,32 +78,33 @@ def enabled() -> bool:
 
 
 def settings() -> str:
-    """The settings in force, in the form of PYTORCH_CUDA_ALLOC_CONF."""
+    """The settings in effect, in the format of PYTORCH_CUDA_ALLOC_CONF."""
     return _native.settings()
 
 
 def set_settings(conf: str) -> None:
-    """Changes settings while the program runs; what is wrong is an `Error`, and then nothing has changed."""
+    """Changes settings at run time. Raises `Error` if anything in `conf` is wrong; then nothing has changed."""
     _native.set_settings(conf)
 
 
 def _torch_before_cuda() -> Any:
-    """PyTorch, if it has CUDA and has not used it yet."""
+    """The module `torch`, if it has CUDA and has not used it yet."""
     try:
         torch = importlib.import_module("torch")
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise
-        raise ImportError("PyTorch is not installed here, and warpool.torch stands under it: install torch with CUDA first") from error
+        raise ImportError("PyTorch is not installed, and warpool.torch needs it: install torch with CUDA") from error
     if getattr(torch.version, "cuda", None) is None or not hasattr(torch._C, "_cuda_customAllocator"):
         raise RuntimeError(
-            f"this PyTorch ({torch.__version__}) was built without CUDA, so there is no CUDA allocator to exchange: "
+            f"this PyTorch ({torch.__version__}) was built without CUDA, so it has no CUDA allocator to replace: "
             "install a build of torch for CUDA (Linux)"
         )
     if torch.cuda.is_initialized():
         raise RuntimeError(
             "too late: CUDA is in use in this process already, and its memory belongs to PyTorch's own allocator. Call "
-            "warpool.torch.enable() right after `import torch`, before the first CUDA tensor or stream; in a notebook, restart the kernel first"
+            "warpool.torch.enable() right after `import torch`, before the first CUDA tensor or stream; in a notebook, "
+            "restart the kernel first"
         )
     return torch
 
@@ -108,7 +114,7 @@ def _start(conf: Optional[str]) -> None:
     if conf is not None and _native.driver():
         _native.set_settings(conf)
         return
-    # The shared object reads its environment when it starts, and only then.
+    # The shared object reads the environment when it starts, and only then.
     before = os.environ.get("WARPOOL_CONF")
     if conf is not None:
         os.environ["WARPOOL_CONF"] = conf
@@ -122,7 +128,7 @@ def _start(conf: Optional[str]) -> None:
 
 
 def _build(torch: Any) -> Any:
-    """PyTorch's object around our functions, with every hook that this PyTorch has."""
+    """PyTorch's allocator object around our functions, with all hooks set."""
     addresses: Dict[str, int] = {setter: _native.address(name) for setter, name in _HOOKS.items()}
     allocator = torch.cuda.memory.CUDAPluggableAllocator(_native.library_path(), "warpool_malloc", "warpool_free")
     for setter, value in addresses.items():
@@ -131,13 +137,13 @@ def _build(torch: Any) -> Any:
 
 
 def _changes(torch: Any) -> List[Tuple[Any, str, Any]]:
-    """Our answers and refusals, as (owner, name, value), for where PyTorch's Python code looks for its bindings."""
-    answers = {**_answers.BINDINGS, **_refusals.BINDINGS}
+    """All replacements in PyTorch, as (owner, name, value)."""
+    replacements = {**_bindings.BINDINGS, **_unsupported.BINDINGS}
     settings_name = "_accelerator_setAllocatorSettings"
-    answers[settings_name] = _answers.set_allocator_settings(getattr(torch._C, settings_name, None))
-    # A binding that this PyTorch does not have is called by nobody.
-    bindings = [(torch._C, name, answer) for name, answer in answers.items() if hasattr(torch._C, name)]
-    return bindings + _refusals.elsewhere(torch)
+    replacements[settings_name] = _bindings.set_allocator_settings(getattr(torch._C, settings_name, None))
+    # A binding that this PyTorch does not have is not called either.
+    bindings = [(torch._C, name, value) for name, value in replacements.items() if hasattr(torch._C, name)]
+    return bindings + _unsupported.other_replacements(torch)
 
 
 def _first_line(error: BaseException) -> str:

@@ -1,7 +1,7 @@
-"""One scenario in one process, with one allocator: `python child.py SCENARIO native|warpool`. Started by run.py.
+"""Runs one scenario in one process with one allocator: `python child.py SCENARIO native|warpool`. Started by run.py.
 
-Every line of the output that begins with `@` is JSON for run.py: a check with its verdict, a note, or data to compare. What else is
-printed is for people. A check that raises is a failed check.
+Every line of the output that begins with `@` is JSON for run.py: a check with its result, a note, or data to compare.
+An exception is a failed check.
 """
 
 import importlib
@@ -15,27 +15,27 @@ HERE = Path(__file__).resolve().parent
 
 
 def emit(kind: str, **values: Any) -> None:
-    """A line for run.py."""
+    """Prints a line for run.py."""
     print("@" + json.dumps({"kind": kind, **values}), flush=True)
 
 
 def check(name: str, holds: Any, detail: Any = "") -> None:
-    """A verdict."""
+    """Reports a check."""
     emit("check", name=name, ok=bool(holds), detail=str(detail))
 
 
 def note(name: str, detail: Any) -> None:
-    """Something worth knowing that cannot fail."""
+    """Reports a value that cannot fail."""
     emit("note", name=name, detail=str(detail))
 
 
 def data(**values: Any) -> None:
-    """What run.py compares between processes."""
+    """Passes data to run.py, which compares it between processes."""
     emit("data", **values)
 
 
 def enable(allocator: str) -> None:
-    """Puts Warpool under PyTorch, if that is what is asked for."""
+    """Enables Warpool, if it is the allocator to test."""
     if allocator == "warpool":
         sys.path.insert(0, str(HERE.parent.parent))
         import warpool.torch
@@ -56,6 +56,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    # The scenarios import `child`: let it be this very module.
+    # The scenarios import `child`, which must be this module.
     sys.modules["child"] = sys.modules["__main__"]
     main()

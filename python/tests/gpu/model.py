@@ -1,6 +1,6 @@
-"""The model that is trained: a small transformer with causal attention, in plain PyTorch, and its batches.
+"""The model to train: a small transformer with causal attention in plain PyTorch, and its batches.
 
-Not here: measuring and checking. Everything is drawn from fixed seeds on the CPU, so that two processes train on the same numbers.
+All random numbers come from fixed seeds on the CPU, so that two processes train on the same data.
 """
 
 import math
@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 VOCABULARY = 8192
-LONGEST = 512
+LENGTH_MAX = 512
 
 
 class Layer(nn.Module):
-    """Attention and a feed-forward part, each added to what came in."""
+    """Attention and feed-forward, each with a residual connection."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class Layer(nn.Module):
         return (y := x + self.attend(self.norm_in(x))) + self.forward_part(self.norm_out(y))
 
     def attend(self, x: Tensor) -> Tensor:
-        # Written out instead of a fused kernel: reproducible, and the allocator has more to do.
+        # Not a fused kernel: reproducible, and with more allocations.
         batch, length, width = x.shape
         q, k, v = (part.view(batch, length, self.heads, -1).transpose(1, 2) for part in self.qkv(x).chunk(3, dim=-1))
         scores = q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])
@@ -42,7 +42,7 @@ class Transformer(nn.Module):
 
     def __init__(self, layers: int = 6, width: int = 768, heads: int = 12) -> None:
         super().__init__()
-        self.tokens, self.positions = nn.Embedding(VOCABULARY, width), nn.Embedding(LONGEST, width)
+        self.tokens, self.positions = nn.Embedding(VOCABULARY, width), nn.Embedding(LENGTH_MAX, width)
         self.layers = nn.ModuleList(Layer(width, heads) for _ in range(layers))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, VOCABULARY, bias=False)
 
@@ -54,20 +54,20 @@ class Transformer(nn.Module):
 
 
 def reproducible() -> None:
-    """Fixed seeds, kernels that add in a fixed order, and no reduced precision. CUBLAS_WORKSPACE_CONFIG is set by who starts us."""
+    """Fixed seeds, deterministic kernels and full precision. The parent process sets CUBLAS_WORKSPACE_CONFIG."""
     torch.manual_seed(11)
     torch.use_deterministic_algorithms(True)
-    # Otherwise every fresh tensor is filled, which no ordinary program does.
+    # Otherwise every new tensor is filled, unlike in ordinary programs.
     torch.utils.deterministic.fill_uninitialized_memory = False
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.allow_tf32 = False
 
 
 def batches(steps: int, batch: int = 32) -> Iterator[Tuple[Tensor, Tensor]]:
-    """Tokens and their successors, on the CPU; the length changes from step to step."""
+    """Tokens and their successors, on the CPU; the length varies between steps."""
     lengths, numbers = random.Random(5), torch.Generator().manual_seed(7)
     for _ in range(steps):
-        length = lengths.randrange(192, LONGEST + 1, 64)
+        length = lengths.randrange(192, LENGTH_MAX + 1, 64)
         tokens = torch.randint(VOCABULARY, (batch, length + 1), generator=numbers)
         yield tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 

@@ -1,8 +1,10 @@
-"""Warpool under PyTorch on a GPU, checked and measured: `python python/tests/gpu/run.py`. Needs PyTorch with CUDA, a GPU, and the shared
-object: in an installed wheel, or by --library (`cargo build --release -p warpool-torch` makes target/release/libwarpool_torch.so).
+"""Checks and measures Warpool as PyTorch's allocator on a GPU: `python python/tests/gpu/run.py`.
 
-Each scenario runs in a process of its own, with PyTorch's allocator as the control and with Warpool; training runs in turns.
-One line per check. Exit status: 0 all of Warpool's checks hold, 1 some do not, 2 they could not be run.
+Needs PyTorch with CUDA, a GPU, and the shared object: from an installed wheel, or by --library
+(`cargo build --release -p warpool-torch` builds target/release/libwarpool_torch.so).
+
+Each scenario runs in its own process, with PyTorch's allocator as the control and with Warpool; training runs in turns.
+One line per check. Exit status: 0 all of Warpool's checks pass, 1 some fail, 2 they could not be run.
 """
 
 import argparse
@@ -18,119 +20,126 @@ from typing import Any, Dict, List, Optional
 HERE = Path(__file__).resolve().parent
 SCENARIOS = ("calls", "side_stream", "graph", "dropped_graph", "oom", "threads", "snapshot", "refusals", "late")
 WARM_UP = 10
-SLOWER_AT_MOST = 1.02
+STEP_RATIO_MAX = 1.02
 
 
 class Report:
-    """What was found, printed as it comes."""
+    """Prints results as they arrive, and counts them."""
 
     def __init__(self, as_json: bool) -> None:
-        self.as_json, self.failed, self.held = as_json, 0, 0
+        self.as_json, self.failed, self.passed = as_json, 0, 0
 
     def check(self, allocator: str, scenario: str, name: str, ok: bool, detail: str = "") -> None:
-        """A verdict. With the native allocator it is a control: it tells of the check, not of Warpool."""
+        """Reports a check. With the native allocator it is a control: a failure says something about the check."""
         control = allocator == "native"
         if not control:
-            self.failed, self.held = self.failed + (not ok), self.held + ok
+            self.failed, self.passed = self.failed + (not ok), self.passed + ok
         word = "ok" if ok else "FAILED"
         self._line("control " + word if control else word, allocator, scenario, name, detail)
 
     def note(self, allocator: str, scenario: str, name: str, detail: str) -> None:
-        """Something that cannot fail."""
+        """Reports a value that cannot fail."""
         self._line("note", allocator, scenario, name, detail)
 
     def _line(self, verdict: str, allocator: str, scenario: str, name: str, detail: str) -> None:
         if self.as_json:
-            print(json.dumps({"verdict": verdict, "allocator": allocator, "scenario": scenario, "name": name, "detail": detail}), flush=True)
+            keys = ("verdict", "allocator", "scenario", "name", "detail")
+            print(json.dumps(dict(zip(keys, (verdict, allocator, scenario, name, detail)))), flush=True)
         else:
             tail = f": {detail}" if detail else ""
             print(f"{verdict:<14} {allocator:<8} {scenario}: {name}{tail}", flush=True)
 
 
-def child(report: Report, scenario: str, allocator: str, shown: str = "", **environment: str) -> List[Dict[str, Any]]:
-    """Runs a scenario; reports its checks, and returns its data."""
+def child(report: Report, scenario: str, allocator: str, title: str = "", **environment: str) -> List[Dict[str, Any]]:
+    """Runs a scenario, reports its checks, and returns its data."""
     command = [sys.executable, str(HERE / "child.py"), scenario, allocator]
-    shown = shown or scenario
-    # Without the workspace's form cuBLAS may add in another order each time.
+    title = title or scenario
+    # Without a fixed workspace cuBLAS is not deterministic.
     env = {**os.environ, "CUBLAS_WORKSPACE_CONFIG": ":4096:8", **environment}
     try:
         ended = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
     except subprocess.TimeoutExpired:
-        report.check(allocator, shown, "the process ends", False, "not within 300 s")
+        report.check(allocator, title, "the process ends", False, "not within 300 s")
         return []
     found, failed = [], 0
     for line in ended.stdout.splitlines():
         if not line.startswith("@"):
             continue
-        said = json.loads(line[1:])
-        kind = said.pop("kind")
+        message = json.loads(line[1:])
+        kind = message.pop("kind")
         if kind == "data":
-            found.append(said)
+            found.append(message)
         elif kind == "note":
-            report.note(allocator, shown, said["name"], said["detail"])
+            report.note(allocator, title, message["name"], message["detail"])
         else:
-            failed += not said["ok"]
-            report.check(allocator, shown, said["name"], said["ok"], said["detail"])
+            failed += not message["ok"]
+            report.check(allocator, title, message["name"], message["ok"], message["detail"])
     if ended.returncode != 0:
         failed += 1
-        report.check(allocator, shown, "the process ends well", False, f"exit status {ended.returncode}")
+        report.check(allocator, title, "the process exits with 0", False, f"exit status {ended.returncode}")
     if failed:
         print(ended.stdout[-2000:] + ended.stderr[-4000:], file=sys.stderr, flush=True)
     return found
 
 
 def train(report: Report, rounds: int) -> None:
-    """The same losses bit for bit, and the time of a step, in turns."""
+    """Compares the losses bit for bit and the time of a step, with runs in turns."""
     runs: Dict[str, List[Dict[str, Any]]] = {"native": [], "warpool": []}
     for _ in range(rounds):
         for allocator in runs:
             runs[allocator] += child(report, "train", allocator)
     native, warpool = runs["native"], runs["warpool"]
     if len(native) < rounds or len(warpool) < rounds:
-        report.check("warpool", "train", "every run came to its end", False)
+        report.check("warpool", "train", "all runs complete", False)
         return
     reproducible = all(run["losses"] == native[0]["losses"] for run in native)
     same = all(run["losses"] == native[0]["losses"] for run in warpool)
     losses = [float.fromhex(loss) for loss in native[0]["losses"]]
     if reproducible:
-        report.check("warpool", "train", "50 losses are the same, bit for bit", same, f"{losses[0]:.4f} to {losses[-1]:.4f}, {rounds} runs each")
+        detail = f"{losses[0]:.4f} to {losses[-1]:.4f}, {rounds} runs each"
+        report.check("warpool", "train", "50 losses are the same, bit for bit", same, detail)
     else:
-        ours = [float.fromhex(loss) for loss in warpool[0]["losses"]]
-        worst = max(abs(a - b) for a, b in zip(losses, ours))
+        others = [float.fromhex(loss) for loss in warpool[0]["losses"]]
+        worst = max(abs(a - b) for a, b in zip(losses, others))
         report.note("native", "train", "not reproducible", "PyTorch's own runs differ from one another here")
-        report.check("warpool", "train", "50 losses are about the same", worst < 1e-2, f"largest difference {worst:.1e}")
+        detail = f"largest difference {worst:.1e}"
+        report.check("warpool", "train", "50 losses are about the same", worst < 1e-2, detail)
     for name, found in runs.items():
         medians = (1e3 * statistics.median(run["seconds"][WARM_UP:]) for run in found)
         report.note(name, "train", "a step, median of each round", ", ".join(f"{ms:.3f} ms" for ms in medians))
     ratio = _best_steps(warpool) / _best_steps(native)
-    report.check("warpool", "train", "a step's time", ratio <= SLOWER_AT_MOST, f"{ratio:.4f} times native's, each step at its best of {rounds} rounds")
+    detail = f"{ratio:.4f} times native's, each step at its best of {rounds} rounds"
+    report.check("warpool", "train", "a step's time", ratio <= STEP_RATIO_MAX, detail)
     for name, found in runs.items():
         peak, live, pair = found[0]["reserved"], found[0]["allocated"], min(run["pair_us"] for run in found)
-        report.note(name, "train", "peaks", f"reserved {peak / 2**20:.0f} MiB, allocated {live / 2**20:.0f} MiB; torch.empty and free {pair:.2f} us")
+        memory = f"reserved {peak / 2**20:.0f} MiB, allocated {live / 2**20:.0f} MiB"
+        report.note(name, "train", "peaks", f"{memory}; torch.empty and free {pair:.2f} us")
 
 
 def _best_steps(runs: List[Dict[str, Any]]) -> float:
-    """The time of all steps after the warm-up, each at its best: what a shared machine adds to a step, it seldom adds in every round."""
+    """The time of all steps after the warm-up, each at its fastest round: delays on a shared machine rarely hit a step
+    in every round."""
     return sum(min(seconds) for seconds in zip(*(run["seconds"][WARM_UP:] for run in runs)))
 
 
 def calls(report: Report) -> None:
-    """The calls answer with the same names as PyTorch's."""
+    """Compares the names of the statistics with PyTorch's."""
     native, warpool = (child(report, "calls", allocator) for allocator in ("native", "warpool"))
     if native and warpool:
         missing = sorted(set(native[0]["names"]) - set(warpool[0]["names"]))
-        report.check("warpool", "calls", "every statistic of PyTorch is there", not missing, ", ".join(missing))
+        report.check("warpool", "calls", "all statistics of PyTorch are present", not missing, ", ".join(missing))
 
 
 def snapshot(report: Report, binary: Optional[str]) -> None:
-    """A dump is read by Python, and by `warpool replay`, address for address."""
-    cases = [("native", "", {}), ("warpool", "", {}), ("warpool", " (expandable)", {"WARPOOL_CONF": "expandable_segments:True"})]
+    """Reads a dump with Python, and replays it with `warpool replay`, which compares every address."""
+    expandable = {"WARPOOL_CONF": "expandable_segments:True"}
+    cases = [("native", "", {}), ("warpool", "", {}), ("warpool", " (expandable)", expandable)]
     for allocator, kind, environment in cases:
         with tempfile.TemporaryDirectory() as folder:
-            path, shown = str(Path(folder) / "snapshot.pickle"), "snapshot" + kind
-            child(report, "snapshot", allocator, shown, WARPOOL_TEST_SNAPSHOT=path, **environment)
+            path, title = str(Path(folder) / "snapshot.pickle"), "snapshot" + kind
+            child(report, "snapshot", allocator, title, WARPOOL_TEST_SNAPSHOT=path, **environment)
             if binary is None:
-                report.note(allocator, shown, "warpool replay", "not tried: --warpool was not given")
+                report.note(allocator, title, "warpool replay", "skipped: --warpool was not given")
                 continue
             ended = subprocess.run([binary, "replay", "--json", path], capture_output=True, text=True, timeout=300)
             try:
@@ -138,27 +147,32 @@ def snapshot(report: Report, binary: Optional[str]) -> None:
                 fidelity = read["fidelity"]
                 detail = f"{fidelity['addresses_equal']} of {fidelity['addresses_total']} addresses"
                 detail += f"; {fidelity['first_difference']}" if fidelity["first_difference"] else ""
-                report.check(allocator, shown, "warpool replay: exact", fidelity["checked"] and fidelity["exact"], detail)
+                exact = fidelity["checked"] and fidelity["exact"]
             except (ValueError, LookupError):
-                report.check(allocator, shown, "warpool replay: exact", False, (ended.stderr or ended.stdout).strip()[-300:])
+                exact, detail = False, (ended.stderr or ended.stdout).strip()[-300:]
+            report.check(allocator, title, "warpool replay: exact", exact, detail)
 
 
 def find_gpu() -> str:
-    """The GPU's name and PyTorch's version, found in another process; else a sentence and exit status 2."""
-    question = "import torch; print(torch.cuda.get_device_name(0), '; PyTorch', torch.__version__) if torch.cuda.is_available() else exit(3)"
-    ended = subprocess.run([sys.executable, "-c", question], capture_output=True, text=True)
+    """The GPU's name and PyTorch's version, from another process; without a GPU, exits with status 2."""
+    program = (
+        "import torch; torch.cuda.is_available() or exit(3)\n"
+        "print(torch.cuda.get_device_name(0), '; PyTorch', torch.__version__)"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     if ended.returncode == 0:
         return ended.stdout.strip().replace(" ;", ";")
-    why = "PyTorch finds no CUDA GPU here" if ended.returncode == 3 else (ended.stderr.strip().splitlines() or ["PyTorch does not start"])[-1]
-    print(f"cannot run: {why}", file=sys.stderr)
+    lines = ended.stderr.strip().splitlines() or ["PyTorch does not start"]
+    reason = "PyTorch finds no CUDA GPU here" if ended.returncode == 3 else lines[-1]
+    print(f"cannot run: {reason}", file=sys.stderr)
     sys.exit(2)
 
 
 def find_library(options: argparse.Namespace) -> str:
-    """The shared object that every child will load; else a sentence and exit status 2."""
+    """The shared object that every child will load; without one, exits with status 2."""
     wheel = options.wheel
     if wheel:
-        # Only unpacked, beside nothing else: no installation is changed.
+        # Unpacked to a temporary folder; no installation is changed.
         import zipfile
 
         folder = tempfile.mkdtemp(prefix="warpool-wheel-")
@@ -181,11 +195,12 @@ def find_library(options: argparse.Namespace) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description="Checks and measures Warpool as PyTorch's allocator on a GPU.")
     source = parser.add_mutually_exclusive_group()
-    source.add_argument("--library", help="libwarpool_torch.so to use")
-    source.add_argument("--wheel", help="a wheel of Warpool to take it from")
-    parser.add_argument("--warpool", help="the `warpool` binary, to replay what was recorded")
+    source.add_argument("--library", help="path of libwarpool_torch.so")
+    source.add_argument("--wheel", help="a wheel of Warpool that contains it")
+    parser.add_argument("--warpool", help="path of the `warpool` binary, to replay recordings")
     parser.add_argument("--rounds", type=int, default=5, help="training runs with each allocator (5)")
-    parser.add_argument("--only", action="append", choices=("train", *SCENARIOS), help="run this scenario only; may be repeated")
+    scenarios = ("train", *SCENARIOS)
+    parser.add_argument("--only", action="append", choices=scenarios, help="run this scenario only; may be repeated")
     parser.add_argument("--json", action="store_true", help="one JSON object per line")
     options = parser.parse_args()
 
@@ -194,7 +209,7 @@ def main() -> int:
     report = Report(options.json)
     report.note("", "machine", "GPU", gpu)
     report.note("", "machine", "library", library)
-    for scenario in options.only or ("train", *SCENARIOS):
+    for scenario in options.only or scenarios:
         if scenario == "train":
             train(report, options.rounds)
         elif scenario == "calls":
@@ -207,7 +222,7 @@ def main() -> int:
         else:
             for allocator in ("native", "warpool"):
                 child(report, scenario, allocator)
-    report.note("", "machine", "all", f"{report.held} checks hold, {report.failed} do not")
+    report.note("", "machine", "all", f"{report.passed} checks passed, {report.failed} failed")
     return 1 if report.failed else 0
 
 

@@ -1,6 +1,6 @@
-"""The scenarios, by name: each takes the allocator's name, runs in a fresh process, and reports by `child.check`, `note` and `data`.
+"""The scenarios, one function each: takes the allocator's name, and reports by `child.check`, `note` and `data`.
 
-The same code runs with PyTorch's own allocator, as the control: what PyTorch itself does not do is no fault of Warpool's.
+Each runs in its own process, also with PyTorch's own allocator as the control.
 """
 
 import gc
@@ -22,7 +22,7 @@ MIB, GIB = 1 << 20, 1 << 30
 
 
 def train(allocator: str) -> None:
-    """Fifty steps: losses bit for bit, the time of every step, the peaks."""
+    """Fifty training steps: losses, time of every step, memory peaks."""
     child.enable(allocator)
     models.reproducible()
     model = models.Transformer().cuda()
@@ -45,7 +45,7 @@ def train(allocator: str) -> None:
 
 
 def _pair_us() -> float:
-    """What it costs to make and drop a tensor that is cached, from Python; the best of some rounds."""
+    """The time to create and drop a cached tensor from Python, in microseconds; the fastest of 20 rounds."""
     best = float("inf")
     for _ in range(20):
         start = time.perf_counter()
@@ -56,7 +56,7 @@ def _pair_us() -> float:
 
 
 def side_stream(allocator: str) -> None:
-    """A block that a side stream still reads is not given out again, if it was recorded."""
+    """A recorded block is not reused while a side stream still reads it."""
     child.enable(allocator)
     count = 16 * MIB
     for recorded in (True, False):
@@ -71,28 +71,29 @@ def side_stream(allocator: str) -> None:
         address = x.data_ptr()
         del x
         y = torch.full((count,), 1.0, device="cuda")
-        at_once = y.data_ptr() == address
-        late = side.query()
+        reused = y.data_ptr() == address
+        finished = side.query()
         torch.cuda.synchronize()
         intact = bool((out == 7.0).all())
         if recorded:
-            check("the side stream was still at work", not late)
-            check("a recorded block is not given out again", not at_once)
+            check("the side stream is still busy", not finished)
+            check("a recorded block is not reused", not reused)
             check("a recorded block keeps its contents", intact)
             z = torch.empty(count, device="cuda")
-            check("it comes back once the stream has passed", z.data_ptr() == address)
+            check("it is reused once the stream is done", z.data_ptr() == address)
             del z
         else:
-            note("without record_stream", f"given out at once: {at_once}, contents intact: {intact}")
+            note("without record_stream", f"reused at once: {reused}, contents intact: {intact}")
         del y, out
         torch.cuda.empty_cache()
 
 
 def graph(allocator: str) -> None:
-    """Captured graphs: a thousand replays, a shared pool, random numbers, training, and memory given back."""
+    """Captured graphs: a thousand replays, a shared pool, random numbers, training, and release of the memory."""
     child.enable(allocator)
     models.reproducible()
-    net = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(512, 512), torch.nn.GELU()) for _ in range(4))).cuda().requires_grad_(False)
+    layers = (torch.nn.Sequential(torch.nn.Linear(512, 512), torch.nn.GELU()) for _ in range(4))
+    net = torch.nn.Sequential(*layers).cuda().requires_grad_(False)
     static = torch.zeros(64, 512, device="cuda")
     _warm_up(lambda: net(static))
     before = _reserved_at_rest()
@@ -110,25 +111,27 @@ def graph(allocator: str) -> None:
         static.copy_(numbers)
         first.replay()
         second.replay()
-        # Other allocations come and go: none of them may lie where a graph writes.
+        # Allocations outside the graphs must not overlap memory that a graph writes.
         kept.append(torch.full((1 + turn * 977 % 300_000,), float(turn), device="cuda"))
         if len(kept) > 20:
             old, value = kept.pop(0), float(turn - 20)
             if not bool((old == value).all()):
-                check("other tensors are left alone by replays", False, f"turn {turn}")
+                check("replays do not change other tensors", False, f"turn {turn}")
                 break
         expected_middle = net(numbers.cuda())
         expected = net(expected_middle) + 1
         equal += bool(torch.equal(middle, expected_middle) and torch.equal(result, expected))
         worst = max(worst, float((result - expected).abs().max()))
-    check("1000 replays of two graphs with a shared pool", worst < 1e-4, f"{equal} bit for bit, largest difference {worst:.1e}")
+    detail = f"{equal} bit for bit, largest difference {worst:.1e}"
+    check("1000 replays of two graphs with a shared pool", worst < 1e-4, detail)
 
     del middle, result, kept, old, expected, expected_middle
     first.reset()
     second.reset()
     del first, second
     after = _reserved_at_rest()
-    check("memory is back after reset and empty_cache", after <= before < during, f"before {before}, during {during}, after {after}")
+    detail = f"before {before}, during {during}, after {after}"
+    check("memory is released by reset and empty_cache", after <= before < during, detail)
 
     _fresh_streams()
     _random_numbers()
@@ -136,7 +139,8 @@ def graph(allocator: str) -> None:
 
 
 def _reserved_at_rest() -> int:
-    """What is reserved once everything is given back that nobody uses; PyTorch keeps cuBLAS's workspaces otherwise, one of them in the graphs' pool."""
+    """Reserved bytes after releasing all unused memory, including cuBLAS's workspaces, of which PyTorch keeps one in
+    the graphs' pool."""
     gc.collect()
     torch.cuda.synchronize()
     torch._C._cuda_clearCublasWorkspaces()
@@ -154,7 +158,7 @@ def _warm_up(work: Any) -> None:
 
 
 def _fresh_streams() -> None:
-    """Streams that never allocated before the capture: the allocator meets them when they capture already."""
+    """Captures on streams that the allocator has not seen before."""
     source = torch.arange(1000.0, device="cuda")
     torch.cuda.synchronize()
 
@@ -173,7 +177,8 @@ def _fresh_streams() -> None:
         main.wait_stream(side)
         result = tripled + 1
     forked.replay()
-    check("a capture that forks to a stream that never allocated", torch.equal(result.cpu(), torch.arange(1000.0) * 3 + 1))
+    equal = torch.equal(result.cpu(), torch.arange(1000.0) * 3 + 1)
+    check("a capture that forks to a stream that never allocated", equal)
 
 
 def _random_numbers() -> None:
@@ -184,7 +189,8 @@ def _random_numbers() -> None:
     drawn.replay()
     once = numbers.clone()
     drawn.replay()
-    check("a replay draws new random numbers", not torch.equal(once, numbers) and 0.4 < float(numbers.mean()) < 0.6)
+    differ = not torch.equal(once, numbers) and 0.4 < float(numbers.mean()) < 0.6
+    check("a replay draws new random numbers", differ)
 
 
 def _graphed_training() -> None:
@@ -198,16 +204,18 @@ def _graphed_training() -> None:
         for net in (eager, graphed):
             net.zero_grad(set_to_none=True)
             net(x).square().mean().backward()
-        worst = max(worst, max(float((a.grad - b.grad).abs().max()) for a, b in zip(eager.parameters(), graphed.parameters())))
+        for a, b in zip(eager.parameters(), graphed.parameters()):
+            worst = max(worst, float((a.grad - b.grad).abs().max()))
     check("a graphed model trains", worst < 1e-5, f"largest difference of a gradient {worst:.1e}")
 
 
 def dropped_graph(allocator: str) -> None:
-    """A graph that is dropped right after a long replay, with its memory: run.py has expandable segments on, where giving memory back does not wait."""
+    """A graph is dropped right after a long replay was started, and its memory released. run.py switches expandable
+    segments on, with which releasing memory does not wait for the device."""
     child.enable(allocator)
     count, turns = 16 * MIB, 20
     out = torch.zeros(count, device="cuda")
-    # Twice on the current stream, and once on one that never allocated anything.
+    # Twice on the current stream, once on one that never allocated.
     for stream in (torch.cuda.current_stream(), torch.cuda.current_stream(), torch.cuda.Stream()):
         static = torch.zeros(count, device="cuda")
         captured = torch.cuda.CUDAGraph()
@@ -222,23 +230,23 @@ def dropped_graph(allocator: str) -> None:
         torch.cuda.synchronize()
         with torch.cuda.stream(stream):
             captured.replay()
-        late = stream.query()
+        finished = stream.query()
         del captured
         gc.collect()
         torch.cuda.empty_cache()
-        given_back = torch.cuda.memory_reserved() < before
+        released = torch.cuda.memory_reserved() < before
         others = [torch.full((count,), 5.0, device="cuda") for _ in range(8)]
         torch.cuda.synchronize()
-        check("the replay was still at work", not late)
-        check("the graph's memory is given back", given_back, f"{before} -> {torch.cuda.memory_reserved()}")
-        check("the replay came to its end", bool((out == turns + 1).all()), float(out[0]))
-        check("new tensors are left alone", all(bool((other == 5.0).all()) for other in others))
+        check("the replay is still running", not finished)
+        check("the graph's memory is released", released, f"{before} -> {torch.cuda.memory_reserved()}")
+        check("the replay completes", bool((out == turns + 1).all()), float(out[0]))
+        check("the replay does not change new tensors", all(bool((other == 5.0).all()) for other in others))
         out.zero_()
         del others, static
 
 
 def oom(allocator: str) -> None:
-    """Out of memory is an exception with a report, and the process goes on."""
+    """Out of memory is an exception with a report, and the process continues."""
     child.enable(allocator)
     torch.ones(1, device="cuda")
     total = torch.cuda.get_device_properties(0).total_memory
@@ -256,29 +264,32 @@ def oom(allocator: str) -> None:
         works = float(torch.ones(MIB, device="cuda").sum()) == MIB
         check(f"{name}: later allocations work", works)
 
-    fails("more than there is", lambda: torch.empty(2 * total, dtype=torch.uint8, device="cuda"))
-    fails("piece by piece", lambda: [torch.empty(4 * GIB, dtype=torch.uint8, device="cuda") for _ in range(1 + total // (4 * GIB))])
-    fails("in a backward pass", _backward_that_asks(2 * total))
+    fails("more than the device has", lambda: torch.empty(2 * total, dtype=torch.uint8, device="cuda"))
+    count = 1 + total // (4 * GIB)
+    fails("many blocks", lambda: [torch.empty(4 * GIB, dtype=torch.uint8, device="cuda") for _ in range(count)])
+    fails("in a backward pass", _backward_that_allocates(2 * total))
 
     torch.cuda.empty_cache()
     free = torch.cuda.mem_get_info()[0]
-    pieces = [torch.empty(free // 20, dtype=torch.uint8, device="cuda") for _ in range(14)]
-    del pieces
-    whole = torch.empty(free // 10 * 7, dtype=torch.uint8, device="cuda")
-    check("cached pieces make room for a whole", whole.numel() == free // 10 * 7)
-    del whole
+    small = [torch.empty(free // 20, dtype=torch.uint8, device="cuda") for _ in range(14)]
+    del small
+    large = torch.empty(free // 10 * 7, dtype=torch.uint8, device="cuda")
+    check("cached blocks are released for a larger one", large.numel() == free // 10 * 7)
+    del large
     torch.cuda.empty_cache()
 
     torch.cuda.set_per_process_memory_fraction(0.05)
-    check("the fraction is told", torch.cuda.get_per_process_memory_fraction() == 0.05)
+    check("get_per_process_memory_fraction", torch.cuda.get_per_process_memory_fraction() == 0.05)
     fails("more than the fraction", lambda: torch.empty(int(total * 0.06), dtype=torch.uint8, device="cuda"))
     torch.cuda.set_per_process_memory_fraction(1.0)
-    check("without the fraction it fits", torch.empty(int(total * 0.06), dtype=torch.uint8, device="cuda").numel() > 0)
-    check("they are counted", torch.cuda.memory_stats()["num_ooms"] >= ooms + 4, torch.cuda.memory_stats()["num_ooms"])
+    fits = torch.empty(int(total * 0.06), dtype=torch.uint8, device="cuda").numel() > 0
+    check("it fits without the fraction", fits)
+    counted = torch.cuda.memory_stats()["num_ooms"]
+    check("num_ooms counts them", counted >= ooms + 4, counted)
 
 
-def _backward_that_asks(size: int) -> Any:
-    class Asks(torch.autograd.Function):
+def _backward_that_allocates(size: int) -> Any:
+    class Allocates(torch.autograd.Function):
         @staticmethod
         def forward(context: Any, x: torch.Tensor) -> torch.Tensor:
             return x * 2
@@ -287,11 +298,11 @@ def _backward_that_asks(size: int) -> Any:
         def backward(context: Any, gradient: torch.Tensor) -> torch.Tensor:
             return gradient + torch.empty(size, dtype=torch.uint8, device="cuda")[0]
 
-    return lambda: Asks.apply(torch.ones(4, device="cuda", requires_grad=True)).sum().backward()
+    return lambda: Allocates.apply(torch.ones(4, device="cuda", requires_grad=True)).sum().backward()
 
 
 def snapshot(allocator: str) -> None:
-    """A recorded training step, dumped: run.py gives the file to `warpool replay`."""
+    """A recorded training step, dumped to a file, which run.py passes to `warpool replay`."""
     child.enable(allocator)
     torch.cuda.init()
     torch.cuda.memory._record_memory_history(max_entries=1_000_000, stacks="python")
@@ -310,17 +321,18 @@ def snapshot(allocator: str) -> None:
 
     with open(path, "rb") as file:
         read = pickle.load(file)
-    check("segments sum up to memory_reserved", sum(s["total_size"] for s in read["segments"]) == reserved, reserved)
+    check("segments add up to memory_reserved", sum(s["total_size"] for s in read["segments"]) == reserved, reserved)
     trace: List[Any] = read["device_traces"][0]
     allocs = [entry for entry in trace if entry["action"] == "alloc"]
     frees = [entry for entry in trace if entry["action"] == "free_completed"]
     check("the trace has allocations and frees", allocs and frees, f"{len(trace)} entries")
-    ours = [entry for entry in allocs if any(frame["filename"].endswith("model.py") for frame in entry.get("frames", ()))]
-    check("stacks name the model's code", len(ours) > 50, f"{len(ours)} of {len(allocs)} allocations")
-    blocks = [block for segment in read["segments"] for block in segment["blocks"] if block["state"] == "active_allocated"]
-    check("live blocks have stacks", any(block["frames"] for block in blocks))
+    in_model = sum(any(frame["filename"].endswith("model.py") for frame in entry.get("frames", ())) for entry in allocs)
+    check("stacks contain the model's code", in_model > 50, f"{in_model} of {len(allocs)} allocations")
+    blocks = [block for segment in read["segments"] for block in segment["blocks"]]
+    allocated = [block for block in blocks if block["state"] == "active_allocated"]
+    check("allocated blocks have stacks", any(block["frames"] for block in allocated))
     torch.cuda.memory._record_memory_history(None)
-    check("an empty history once it is off", not torch.cuda.memory._snapshot()["device_traces"][0])
+    check("the history is empty once it is off", not torch.cuda.memory._snapshot()["device_traces"][0])
     try:
         torch.cuda.memory._dump_snapshot("/nowhere/at/all.pickle")
         check("an unwritable path is an error", False)
@@ -329,7 +341,7 @@ def snapshot(allocator: str) -> None:
 
 
 def calls(allocator: str) -> None:
-    """PyTorch's own calls about memory answer, and their answers agree."""
+    """PyTorch's memory functions work, and their results are consistent."""
     child.enable(allocator)
     cuda = torch.cuda
     check("no statistics before CUDA is used", cuda.memory_stats() == {} and cuda.memory_allocated() == 0)
@@ -341,10 +353,10 @@ def calls(allocator: str) -> None:
     del y
     check("max_memory_allocated", cuda.max_memory_allocated() == 2 * big, cuda.max_memory_allocated())
     check("max_memory_reserved", cuda.max_memory_reserved() >= 2 * big)
-    held = cuda.memory_reserved()
+    before = cuda.memory_reserved()
     cuda.empty_cache()
-    check("empty_cache", cuda.memory_reserved() == held - big, f"{held} -> {cuda.memory_reserved()}")
-    check("the peak stays", cuda.max_memory_reserved() == held)
+    check("empty_cache", cuda.memory_reserved() == before - big, f"{before} -> {cuda.memory_reserved()}")
+    check("the peak is kept", cuda.max_memory_reserved() == before)
     cuda.reset_peak_memory_stats()
     check("reset_peak_memory_stats", cuda.max_memory_allocated() == cuda.memory_allocated() == big)
     stats = cuda.memory_stats()
@@ -355,10 +367,12 @@ def calls(allocator: str) -> None:
     check("reset_accumulated_memory_stats", cuda.memory_stats()["allocation.all.allocated"] == 0)
     check("memory_summary", "Allocated memory" in cuda.memory_summary() and "40960 KiB" in cuda.memory_summary())
     segments = cuda.memory_snapshot()
-    check("memory_snapshot", sum(segment["total_size"] for segment in segments) == cuda.memory_reserved(), f"{len(segments)} segments")
+    reserved = sum(segment["total_size"] for segment in segments)
+    check("memory_snapshot", reserved == cuda.memory_reserved(), f"{len(segments)} segments")
     free, total = cuda.mem_get_info()
     check("mem_get_info", 0 < free < total)
-    check("torch.accelerator", torch.accelerator.memory_allocated() == big and torch.accelerator.memory_reserved() == cuda.memory_reserved())
+    accelerator = (torch.accelerator.memory_allocated(), torch.accelerator.memory_reserved())
+    check("torch.accelerator", accelerator == (big, cuda.memory_reserved()))
     torch.accelerator.reset_peak_memory_stats()
     torch.accelerator.empty_cache()
     raw = cuda.caching_allocator_alloc(5 * MIB)
@@ -367,14 +381,14 @@ def calls(allocator: str) -> None:
     check("caching_allocator_delete", cuda.memory_allocated() == big)
     check("an empty tensor", torch.empty(0, device="cuda").numel() == 0 and cuda.memory_allocated() == big)
     del x
-    check("nothing is left", cuda.memory_allocated() == 0)
+    check("no memory is left allocated", cuda.memory_allocated() == 0)
 
 
 def threads(allocator: str) -> None:
-    """Allocations from threads that never set a context, frees in other threads, and backward passes."""
+    """Allocations in threads that never set a context, frees in another thread, and a backward pass."""
     child.enable(allocator)
-    made: "queue.Queue[Any]" = queue.Queue()
-    wrong: List[str] = []
+    tensors: "queue.Queue[Any]" = queue.Queue()
+    errors: List[str] = []
 
     def work(number: int) -> None:
         try:
@@ -382,57 +396,59 @@ def threads(allocator: str) -> None:
                 for turn in range(200):
                     x = torch.full((1 + (number * 7919 + turn * 104729) % 500_000,), float(number), device="cuda")
                     if turn % 20 == 0 and not bool((x == number).all()):
-                        wrong.append(f"thread {number}, turn {turn}")
+                        errors.append(f"thread {number}, turn {turn}")
                     torch.cuda.current_stream().synchronize()
-                    made.put(x)
+                    tensors.put(x)
         except BaseException as error:
-            wrong.append(repr(error))
+            errors.append(repr(error))
 
     workers = [threading.Thread(target=work, args=(number,)) for number in range(8)]
     for worker in workers:
         worker.start()
-    while any(worker.is_alive() for worker in workers) or not made.empty():
+    while any(worker.is_alive() for worker in workers) or not tensors.empty():
         try:
-            made.get(timeout=0.1)
+            tensors.get(timeout=0.1)
         except queue.Empty:
             pass
-    check("eight threads allocate, a ninth frees", not wrong, "; ".join(wrong[:3]))
-    check("nothing is left", torch.cuda.memory_allocated() == 0, torch.cuda.memory_allocated())
+    check("eight threads allocate, a ninth frees", not errors, "; ".join(errors[:3]))
+    check("no memory is left allocated", torch.cuda.memory_allocated() == 0, torch.cuda.memory_allocated())
     x = torch.arange(1000.0, device="cuda", requires_grad=True)
     (x * x).sum().backward()
     check("a backward pass", torch.equal(x.grad, 2 * x.detach()))
 
 
 def refusals(allocator: str) -> None:
-    """Too late, twice, and what stays impossible: each says so."""
+    """A second enable, and what is not supported, raise an error that says so."""
     if allocator == "native":
         return
     child.enable(allocator)
     import warpool.torch
 
-    def refuses(name: str, work: Any, *words: str) -> None:
+    def raises(name: str, work: Any, *words: str) -> None:
         try:
             work()
             check(name, False, "nothing was raised")
         except RuntimeError as error:
             check(name, all(word in str(error) for word in words), str(error)[:100])
 
-    refuses("enable twice", warpool.torch.enable, "called before")
+    raises("enable twice", warpool.torch.enable, "called before")
     torch.ones(1, device="cuda")
-    refuses("MemPool", torch.cuda.MemPool, "Warpool")
-    refuses("graph trees", lambda: torch._C._cuda_getCheckpointState(0, (0, 1)), "cudagraph_trees = False")
-    refuses("sharing with another process", torch.ones(4, device="cuda").untyped_storage()._share_cuda_, "torch.distributed")
-    refuses("wrong settings", lambda: warpool.torch.set_settings("no_such_key:1"), "no_such_key")
-    check("the process goes on", float(torch.ones(MIB, device="cuda").sum()) == MIB)
-    with warnings.catch_warnings(record=True) as warned:
+    raises("MemPool", torch.cuda.MemPool, "Warpool")
+    raises("graph trees", lambda: torch._C._cuda_getCheckpointState(0, (0, 1)), "cudagraph_trees = False")
+    storage = torch.ones(4, device="cuda").untyped_storage()
+    raises("sharing with another process", storage._share_cuda_, "torch.distributed")
+    raises("invalid settings", lambda: warpool.torch.set_settings("no_such_key:1"), "no_such_key")
+    check("the process continues", float(torch.ones(MIB, device="cuda").sum()) == MIB)
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         torch.backends.cudnn.benchmark = True
-    made = torch.nn.Conv2d(8, 8, 3).cuda()(torch.ones(2, 8, 32, 32, device="cuda"))
-    check("cudnn.benchmark stays off with a word, and a convolution works", len(warned) == 1 and bool(made.isfinite().all()))
+    convolved = torch.nn.Conv2d(8, 8, 3).cuda()(torch.ones(2, 8, 32, 32, device="cuda"))
+    works = len(caught) == 1 and bool(convolved.isfinite().all())
+    check("cudnn.benchmark stays off with a warning, and a convolution works", works)
 
 
 def late(allocator: str) -> None:
-    """Enabling after CUDA was used is refused, and PyTorch goes on with its own allocator."""
+    """Enabling after CUDA was used raises an error, and PyTorch continues with its own allocator."""
     if allocator == "native":
         return
     kept = torch.ones(1, device="cuda")
@@ -441,4 +457,6 @@ def late(allocator: str) -> None:
         check("too late is an error", False, "nothing was raised")
     except RuntimeError as error:
         check("too late is an error", "too late" in str(error), str(error)[:100])
-    check("PyTorch goes on", torch.cuda.memory_allocated() == 512 * kept.numel() and float(torch.ones(MIB, device="cuda").sum()) == MIB)
+    unchanged = torch.cuda.memory_allocated() == 512 * kept.numel()
+    works = float(torch.ones(MIB, device="cuda").sum()) == MIB
+    check("PyTorch continues with its own allocator", unchanged and works)

@@ -1,10 +1,10 @@
-"""The bindings: natively each answers "native", and refuses once the allocator was exchanged, as PyTorch's do."""
+"""The bindings: each returns "native", or raises once the allocator is replaced, as in PyTorch."""
 
 import ctypes
 from typing import Any, Callable, Dict, Optional, Sequence, Tuple
 
 initialised = False
-settings_heard = []
+settings_received = []
 
 
 class _Native:
@@ -19,7 +19,7 @@ class _Native:
 
 
 class _CUDAPluggableAllocator:
-    """Calls the functions whose addresses it was given; the hooks by the types PyTorch gives them."""
+    """Calls functions by their addresses; the hooks with PyTorch's types."""
 
     _TYPES = {
         "set_init_fn": (None, ctypes.c_int),
@@ -98,7 +98,7 @@ _cuda_cudaCachingAllocator_enable = _binding("enable")
 
 
 def _accelerator_isAllocatorInitialized() -> bool:
-    """That of the native allocator, as in PyTorch 2.11."""
+    """Of the native allocator only, as in PyTorch 2.11."""
     return isinstance(current, _Native) and current.used
 
 
@@ -111,7 +111,7 @@ _accelerator_emptyCache = _binding("emptyCache")
 def _accelerator_setAllocatorSettings(conf: str) -> None:
     if "cap_mb" in conf:
         raise ValueError("Unrecognized key in the settings")
-    settings_heard.append(conf)
+    settings_received.append(conf)
 
 
 _benchmark = False

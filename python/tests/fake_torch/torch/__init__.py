@@ -1,6 +1,6 @@
-"""A PyTorch of a few names: what `warpool.torch` touches, shaped as in PyTorch 2.11, with a native allocator that owns nothing.
+"""A minimal fake of PyTorch: the names that `warpool.torch` uses, as in PyTorch 2.11, with an empty native allocator.
 
-`allocate` and `release` stand for tensors: they go through whatever allocator is current, as PyTorch's do.
+`allocate` and `release` take the place of tensors: they use the current allocator, as PyTorch's tensors do.
 """
 
 from . import _C, backends, cuda, version
@@ -9,7 +9,7 @@ __version__ = "2.11.0+fake"
 
 
 class UntypedStorage:
-    """A storage that can be shared, natively."""
+    """A storage that can be shared."""
 
     def _share_cuda_(self) -> str:
         return "a handle"
@@ -20,13 +20,13 @@ class UntypedStorage:
 
 
 def allocate(size: int) -> int:
-    """Memory of the current allocator, as `torch.empty(…, device="cuda")` would take it."""
+    """Allocates from the current allocator, as `torch.empty(…, device="cuda")` does."""
     cuda.init()
     return _C.current.malloc(size)
 
 
 def release(ptr: int, size: int) -> None:
-    """Gives it back."""
+    """Frees memory."""
     _C.current.free(ptr, size)
 
 

@@ -27,7 +27,7 @@ int main(int argc, char **argv) {
   CHECK(warpool_malloc(8, 7, NULL) == NULL && last_error_has("device index 7 is out of range [0, 1)"));
   CHECK(warpool_malloc(8, -1, NULL) == NULL && last_error_has("device index -1 is negative"));
   CHECK(warpool_malloc(8, 0, (void *)0x1230) == NULL && last_error_has("0x1230"));
-  CHECK(warpool_malloc(8, 0, (void *)2) == NULL && last_error_has("own default stream"));
+  CHECK(warpool_malloc(8, 0, (void *)2) == NULL && last_error_has("per-thread default stream"));
   CHECK(warpool_try_malloc(PTRDIFF_MAX, 0, NULL) == NULL && last_error_has("CUDA out of memory. Tried to allocate"));
   CHECK(warpool_try_malloc((ptrdiff_t)1 << 40, 0, NULL) == NULL);
   CHECK(last_error_has("CUDA out of memory. Tried to allocate 1024.00 GiB"));

@@ -11,16 +11,15 @@
 static void *slots[SLOTS];
 
 static void *work(void *argument) {
-  unsigned random = 1 + (unsigned)(size_t)argument;
+  unsigned seed = 1 + (unsigned)(size_t)argument;
   char mine[64];
-  snprintf(mine, sizeof mine, "cannot allocate -%u bytes", random);
-  CHECK(warpool_malloc(-(ptrdiff_t)random, 0, NULL) == NULL && last_error_has(mine));
+  snprintf(mine, sizeof mine, "cannot allocate -%u bytes", seed);
+  CHECK(warpool_malloc(-(ptrdiff_t)seed, 0, NULL) == NULL && last_error_has(mine));
   for (int round = 0; round < ROUNDS; round++) {
-    random = random * 1103515245u + 12345u;
-    size_t bytes = 1 + (random >> 8) % (4 * MIB);
+    size_t bytes = 1 + (size_t)rand_r(&seed) % (4 * MIB);
     void *ptr = warpool_malloc((ptrdiff_t)bytes, 0, NULL);
     CHECK(ptr != NULL);
-    void *before = __atomic_exchange_n(&slots[random % SLOTS], ptr, __ATOMIC_ACQ_REL);
+    void *before = __atomic_exchange_n(&slots[rand_r(&seed) % SLOTS], ptr, __ATOMIC_ACQ_REL);
     CHECK(before != ptr);
     warpool_free(before, 0, 0, NULL);
     if (round % 500 == 0) CHECK(warpool_empty_cache() == 0);

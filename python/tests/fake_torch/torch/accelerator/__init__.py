@@ -1,4 +1,4 @@
-"""The same questions for any accelerator."""
+"""The memory functions for any accelerator."""
 
 from typing import Any, Dict
 

@@ -1,4 +1,4 @@
-"""The switch of cuDNN's search, which keeps the functions that it was made with, as PyTorch's does."""
+"""The flag of cuDNN's benchmark mode, which holds references to its getter and setter, as in PyTorch."""
 
 from typing import Any, Callable
 

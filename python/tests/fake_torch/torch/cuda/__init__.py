@@ -1,4 +1,4 @@
-"""The start of CUDA, and the names that are re-exported."""
+"""Initialization of CUDA, and re-exported names."""
 
 from .. import _C
 from . import memory

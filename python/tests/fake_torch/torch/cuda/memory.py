@@ -1,4 +1,4 @@
-"""Calls of the bindings, as PyTorch's own module makes them: through `torch._C`, some by an imported name."""
+"""Calls the bindings as PyTorch's module does: through `torch._C`, and one by an imported name."""
 
 import ctypes
 from typing import Any, Dict, List, Optional
@@ -10,7 +10,8 @@ from .._C import _cuda_beginAllocateCurrentThreadToPool  # noqa: F401
 class CUDAPluggableAllocator:
     def __init__(self, path: str, alloc: str, free: str) -> None:
         library = ctypes.CDLL(path)
-        self._allocator = _C._cuda_customAllocator(*(ctypes.cast(getattr(library, name), ctypes.c_void_p).value for name in (alloc, free)))
+        addresses = (ctypes.cast(getattr(library, name), ctypes.c_void_p).value for name in (alloc, free))
+        self._allocator = _C._cuda_customAllocator(*addresses)
 
     def allocator(self) -> Any:
         return self._allocator
@@ -63,7 +64,11 @@ def memory_snapshot(pool: Any = None, include_traces: bool = True) -> List[Any]:
 
 
 def _record_memory_history(
-    enabled: Optional[str] = "all", context: Optional[str] = "all", stacks: str = "all", max_entries: int = 2**63 - 1, skip: Any = ()
+    enabled: Optional[str] = "all",
+    context: Optional[str] = "all",
+    stacks: str = "all",
+    max_entries: int = 2**63 - 1,
+    skip: Any = (),
 ) -> None:
     _C._cuda_record_memory_history(enabled, context, stacks, max_entries, False, False, False, list(skip))
 

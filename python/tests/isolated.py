@@ -1,4 +1,4 @@
-"""`@alone`: a test in a process of its own, because Warpool and PyTorch's allocator are there once per process."""
+"""`@isolated`: runs a test in its own process, since a process has one Warpool and one PyTorch allocator."""
 
 import functools
 import os
@@ -7,8 +7,8 @@ import traceback
 from typing import Any, Callable
 
 
-def alone(test: Callable[[Any], None]) -> Callable[[Any], None]:
-    """The test runs in a child that was forked before anything was loaded; it fails here if the child fails or dies."""
+def isolated(test: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Runs the test in a forked child, before anything is loaded; fails if the child fails or is killed."""
 
     @functools.wraps(test)
     def run(self: Any) -> None:
@@ -26,6 +26,7 @@ def alone(test: Callable[[Any], None]) -> Callable[[Any], None]:
                 sys.stderr.flush()
                 os._exit(status)
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        self.assertEqual(code, 0, "the child failed, see above" if code > 0 else f"the child died of signal {-code}")
+        message = "the child failed, see above" if code > 0 else f"the child was killed by signal {-code}"
+        self.assertEqual(code, 0, message)
 
     return run

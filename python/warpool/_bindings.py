@@ -1,7 +1,8 @@
-"""Answers to PyTorch's own questions, from Warpool: each function stands in for the binding of `torch._C` that has its name in `BINDINGS`.
+"""Replacements of PyTorch's memory bindings: `BINDINGS` maps names in `torch._C` to functions that call Warpool.
 
-PyTorch's Python code (`torch.cuda.memory`, `torch.accelerator.memory`) stays as it is and calls these, so its checks of arguments and its
-summaries stay PyTorch's. Here is no state but the history's switch and the metadata, which the shared object cannot be asked for.
+PyTorch's Python code (`torch.cuda.memory`, `torch.accelerator.memory`) is unchanged and calls these, so argument checks
+and summaries remain PyTorch's. The only state here is whether the history is on, and the metadata of each thread, which
+the shared object cannot return.
 """
 
 import os
@@ -15,8 +16,8 @@ from . import _native, _stacks
 
 _LEVELS = {None: 0, "state": 1, "alloc": 2, "all": 3}
 
-# Settings of pinned memory that PyTorch does not know.
-_OWN_PINNED = ("pinned_cap_mb", "pinned_device_cap_mb")
+# Settings of pinned memory that PyTorch does not have.
+_WARPOOL_PINNED = ("pinned_cap_mb", "pinned_device_cap_mb")
 
 _history_on = False
 _metadata = threading.local()
@@ -34,8 +35,9 @@ def memory_stats(device: int) -> Dict[str, Any]:
     return nested
 
 
-def memory_snapshot(asked: Optional[Tuple[Any, ...]] = None) -> Dict[str, Any]:
-    """The snapshot as a dictionary; asked for as (pool, pool) or (pool, pool, with traces), where pool 0, 0 means every pool."""
+def memory_snapshot(selection: Optional[Tuple[Any, ...]] = None) -> Dict[str, Any]:
+    """The snapshot as a dictionary. `selection` is a pool id, optionally followed by whether to include traces; pool id
+    (0, 0) selects all pools."""
     handle, path = tempfile.mkstemp(prefix="warpool-", suffix=".pickle")
     os.close(handle)
     try:
@@ -44,10 +46,11 @@ def memory_snapshot(asked: Optional[Tuple[Any, ...]] = None) -> Dict[str, Any]:
             snapshot: Dict[str, Any] = pickle.load(file)
     finally:
         os.unlink(path)
-    if asked is not None:
-        pool, with_traces = tuple(asked[:2]), len(asked) < 3 or bool(asked[2])
+    if selection is not None:
+        pool, with_traces = tuple(selection[:2]), len(selection) < 3 or bool(selection[2])
         if pool != (0, 0):
-            snapshot["segments"] = [segment for segment in snapshot["segments"] if tuple(segment["segment_pool_id"]) == pool]
+            segments = snapshot["segments"]
+            snapshot["segments"] = [segment for segment in segments if tuple(segment["segment_pool_id"]) == pool]
         if not with_traces:
             snapshot["device_traces"] = [[] for _ in snapshot["device_traces"]]
     return snapshot
@@ -63,14 +66,14 @@ def record_memory_history(
     global_record_annotations: bool = False,
     skip_actions: Sequence[str] = (),
 ) -> None:
-    """Switches the history as `torch.cuda.memory._record_memory_history` asks for it."""
+    """The history, with the arguments of `torch.cuda.memory._record_memory_history`."""
     if enabled not in (None, "state", "all"):
         raise RuntimeError(f"enabled is {enabled!r}: it must be None, 'state' or 'all'")
     if context not in _LEVELS:
         raise RuntimeError(f"context is {context!r}: it must be None, 'state', 'alloc' or 'all'")
     if stacks not in ("python", "all"):
         raise RuntimeError(f"stacks is {stacks!r}: it must be 'python' or 'all'")
-    _warn_of_missing(compile_context, global_record_annotations)
+    _warn_unsupported(compile_context, global_record_annotations)
     _record(enabled is not None, max_entries if enabled == "all" else 1, _LEVELS[context], clear_history, skip_actions)
 
 
@@ -85,16 +88,16 @@ def record_memory_history_legacy(
     global_record_annotations: bool = False,
     skip_actions: Sequence[str] = (),
 ) -> None:
-    """The same by PyTorch's older signature."""
-    _warn_of_missing(compile_context, global_record_annotations)
+    """The history, with the arguments of PyTorch's older signature."""
+    _warn_unsupported(compile_context, global_record_annotations)
     level = "alloc" if trace_alloc_record_context else "state" if record_context else None
     _record(enabled, trace_alloc_max_entries, _LEVELS[level], clear_history, skip_actions)
 
 
-def _warn_of_missing(compile_context: bool, annotations: bool) -> None:
-    for name, asked in (("compile_context", compile_context), ("global_record_annotations", annotations)):
-        if asked:
-            warnings.warn(f"Warpool's history has no {name}: only PyTorch's own allocator is told them", stacklevel=5)
+def _warn_unsupported(compile_context: bool, annotations: bool) -> None:
+    for name, requested in (("compile_context", compile_context), ("global_record_annotations", annotations)):
+        if requested:
+            warnings.warn(f"{name} has no effect: only PyTorch's own allocator receives it", stacklevel=5)
 
 
 def _record(on: bool, max_entries: int, level: int, clear: bool, skip_actions: Sequence[str]) -> None:
@@ -114,27 +117,28 @@ def is_history_enabled() -> bool:
 
 
 def set_memory_metadata(text: str) -> None:
-    """A text for this thread's next entries in the history."""
+    """Sets the metadata of the history entries that this thread adds from now on."""
     _native.set_user_metadata(text)
     _metadata.text = text
 
 
 def get_memory_metadata() -> str:
-    """That text."""
+    """The metadata of this thread."""
     return getattr(_metadata, "text", "")
 
 
-def set_allocator_settings(torchs: Optional[Callable[[str], None]]) -> Callable[[str], None]:
-    """Settings go to Warpool; those of pinned memory to PyTorch as well, whose pinned memory it still is, but not those that only Warpool has."""
+def set_allocator_settings(original: Optional[Callable[[str], None]]) -> Callable[[str], None]:
+    """The replacement of PyTorch's setter: settings go to Warpool, and those of pinned memory, which PyTorch still
+    allocates, also to PyTorch's `original`, except for those that only Warpool has."""
 
-    def answer(conf: str) -> None:
+    def set_settings(conf: str) -> None:
         _native.set_settings(conf)
         named = ((pair.split(":")[0].strip(), pair) for pair in conf.split(","))
-        pinned = [pair for name, pair in named if name.startswith("pinned_") and name not in _OWN_PINNED]
-        if pinned and torchs is not None:
-            torchs(",".join(pinned))
+        pinned = [pair for name, pair in named if name.startswith("pinned_") and name not in _WARPOOL_PINNED]
+        if pinned and original is not None:
+            original(",".join(pinned))
 
-    return answer
+    return set_settings
 
 
 BINDINGS: Dict[str, Callable[..., Any]] = {
@@ -143,7 +147,7 @@ BINDINGS: Dict[str, Callable[..., Any]] = {
     "_cuda_resetAccumulatedMemoryStats": _native.reset_accumulated_stats,
     "_cuda_memorySnapshot": memory_snapshot,
     "_cuda_getMemoryFraction": _native.memory_fraction,
-    # PyTorch's own goes through a hook, which cannot fail aloud.
+    # PyTorch's own calls a hook, which cannot report an error.
     "_cuda_setMemoryFraction": _native.set_memory_fraction,
     "_cuda_emptyCache": _native.empty_cache,
     "_cuda_record_memory_history": record_memory_history,
@@ -151,7 +155,7 @@ BINDINGS: Dict[str, Callable[..., Any]] = {
     "_cuda_isHistoryEnabled": is_history_enabled,
     "_cuda_setMemoryMetadata": set_memory_metadata,
     "_cuda_getMemoryMetadata": get_memory_metadata,
-    # PyTorch's own looks at its native allocator, which stays unused; then the others below would not be asked.
+    # PyTorch's own is False while its native allocator is unused, and PyTorch would then not call those below.
     "_accelerator_isAllocatorInitialized": lambda: True,
     "_accelerator_getDeviceStats": memory_stats,
     "_accelerator_resetPeakStats": _native.reset_peak_stats,
