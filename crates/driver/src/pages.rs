@@ -19,7 +19,7 @@ const HUGE: u64 = 2 << 20;
 /// Page-aligned, zeroed memory of this process that can be pinned in place.
 ///
 /// It gives no references to its contents: the host accesses it through the driver that pinned it, or through raw
-/// pointers (its provenance is exposed). It is unmapped when neither its owner nor a driver holds it any more.
+/// pointers (its provenance is exposed). It is unmapped once its owner and the driver have dropped it.
 pub struct HostPages {
     /// The whole mapping: with huge pages longer than the pages, so that they can be aligned.
     map: MmapRaw,
@@ -33,7 +33,7 @@ pub struct HostPages {
 impl HostPages {
     /// Maps `bytes` bytes, rounded up to whole pages. No page is touched, so the system provides no memory yet.
     ///
-    /// With `huge` they are aligned to 2 MiB and the system is asked for huge pages, which are faster to touch and to
+    /// With `huge` they are aligned to 2 MiB and huge pages are requested from the system, which are faster to touch and to
     /// pin. That the system has none is not an error.
     ///
     /// # Errors

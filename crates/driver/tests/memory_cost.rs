@@ -1,11 +1,11 @@
-//! Simulated memory costs the host nothing before it is touched.
+//! Simulated memory costs host memory only once it is written. In a process of its own, since it measures that.
 
 use warpool_driver::sim::{SimConfig, SimDriver};
 use warpool_driver::*;
 
-/// What this process has in memory, in bytes.
+/// The resident memory of this process, in bytes.
 fn resident() -> u64 {
-    let status = std::fs::read_to_string("/proc/self/status").expect("Linux tells");
+    let status = std::fs::read_to_string("/proc/self/status").expect("Linux has it");
     let line = status.lines().find(|line| line.starts_with("VmRSS:")).expect("a line VmRSS");
     let kib: u64 = line.split_whitespace().nth(1).and_then(|n| n.parse().ok()).expect("a number");
     kib << 10
@@ -23,7 +23,7 @@ fn a_terabyte_reserved_and_a_whole_device_allocated_cost_less_than_100_mb() -> R
     gpu.vm_map(range, physical)?;
     gpu.vm_set_access(range, half, &[DeviceAccess { device, access: Access::ReadWrite }])?;
     let pinned = gpu.host_alloc(device, 16 << 30, HostOptions::default())?;
-    // A touch at either end is all that is paid for.
+    // Only the pages written here cost memory.
     gpu.upload(device, range.offset(half - 4), &[1, 2, 3, 4])?;
     gpu.upload(device, plain, &[5])?;
     gpu.host_write(pinned.offset(1 << 33), &[6])?;

@@ -12,7 +12,7 @@ use super::order::{Epoch, Hazard};
 use super::refuse::{named, refuse};
 use super::rng;
 use super::state::SimState;
-use super::work::{Work, in_host_code, run_host_code};
+use super::work::{ChangedStream, Work, in_host_code, run_host_code};
 use crate::{Call, CaptureRule, DeviceId, Driver, ErrorCode, Result, StreamId};
 
 /// A driver with one or more simulated GPUs.
@@ -183,7 +183,7 @@ impl SimDriver {
     pub(in crate::sim) fn wait_for_device<'a>(&'a self, mut state: Guard<'a>, device: DeviceId) -> Guard<'a> {
         let changed = state.scheduler.streams.begin_device_wait(device);
         let done = std::cell::Cell::new(0);
-        let mut state = self.wait(state, changed.iter().map(|stream| stream.epoch()), |state| {
+        let mut state = self.wait(state, changed.iter().map(ChangedStream::epoch), |state| {
             let rest = &changed[done.get()..];
             let newly_done = rest.iter().take_while(|stream| state.scheduler.is_done(stream.epoch())).count();
             done.set(done.get() + newly_done);
@@ -194,7 +194,7 @@ impl SimDriver {
         state
     }
 
-    /// Lets virtual time pass until `is_over`, which holds once all of `awaited` is done. What of it is paused runs.
+    /// Lets virtual time pass until `is_over`, which is true once all of `awaited` is done. What of it is paused runs.
     pub(in crate::sim) fn wait<'a>(
         &'a self,
         mut state: Guard<'a>,

@@ -1,7 +1,7 @@
 //! Randomness of the simulation: numbers that depend only on the seed and on where they are used, so that a run does
 //! not depend on the order in which they are drawn.
 
-/// A number drawn for operation `seq` of `timeline`; `salt` tells several draws for one operation apart.
+/// A number drawn for operation `seq` of `timeline`; `salt` distinguishes several draws for one operation.
 pub fn draw(seed: u64, timeline: u64, seq: u64, salt: u64) -> u64 {
     let mut z = seed
         .wrapping_add(timeline.wrapping_mul(0x9e37_79b9_7f4a_7c15))

@@ -23,7 +23,7 @@ use crate::{
 #[derive(Debug)]
 pub struct SimState {
     pub config: SimConfig,
-    /// Tells handles of this driver from those of another in the same process.
+    /// Distinguishes handles of this driver from those of another in the same process.
     pub driver_id: u64,
     pub memory: Memory,
     pub hazards: HazardLog,

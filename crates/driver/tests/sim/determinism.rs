@@ -4,7 +4,8 @@
 use std::sync::{Arc, Mutex};
 
 use crate::fixture::{DEVICE, Fixture, KERNELS};
-use crate::rng::{Rng, scaled};
+use crate::scale::scaled;
+use fastrand::Rng;
 use warpool_driver::decorate::Recording;
 use warpool_driver::sim::{Latencies, SimConfig, SimDriver, Timing};
 use warpool_driver::*;
@@ -15,7 +16,7 @@ const CELLS: usize = 8;
 /// Random work of five streams on eight cells, launched directly and in graphs, with an event wherever two streams use
 /// the same cell. Returns the contents of the cells, and what a sequential program would have left there.
 fn correct_program(gpu: &SimDriver, program_seed: u64) -> Result<(Vec<u32>, Vec<u32>)> {
-    let mut rng = Rng::new(program_seed);
+    let mut rng = Rng::with_seed(program_seed);
     let module = gpu.module_load(DEVICE, &KERNELS)?;
     let (add, sum) = (gpu.function_get(module, "add")?, gpu.function_get(module, "sum")?);
     let streams: Vec<StreamId> =
@@ -28,8 +29,8 @@ fn correct_program(gpu: &SimDriver, program_seed: u64) -> Result<(Vec<u32>, Vec<
     let mut model = vec![0u32; CELLS];
     let mut last_event: Vec<Option<EventId>> = vec![None; CELLS];
     for step in 0..40u32 {
-        let stream = streams[rng.below(STREAMS)];
-        let (to, from) = (rng.below(CELLS), rng.below(CELLS));
+        let stream = streams[rng.usize(..STREAMS)];
+        let (to, from) = (rng.usize(..CELLS), rng.usize(..CELLS));
         for event in [last_event[to], last_event[from]].into_iter().flatten() {
             gpu.stream_wait_event(stream, event, EventScope::Plain)?;
         }
@@ -47,7 +48,7 @@ fn correct_program(gpu: &SimDriver, program_seed: u64) -> Result<(Vec<u32>, Vec<
             _ if to != from => gpu.copy(cell(to).into(), cell(from).into(), 4, stream),
             _ => Ok(()),
         };
-        let by_graph = rng.below(4) == 0;
+        let by_graph = rng.usize(..4) == 0;
         if by_graph {
             let aside = gpu.stream_create(DEVICE, StreamOptions::default())?;
             gpu.capture_begin(aside, CaptureMode::Relaxed)?;

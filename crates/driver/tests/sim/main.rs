@@ -9,7 +9,7 @@ mod libraries;
 mod paused_streams;
 mod placement;
 mod regressions;
-#[path = "../common/rng.rs"]
-mod rng;
+#[path = "../common/scale.rs"]
+mod scale;
 mod settings;
 mod threads;

@@ -1,4 +1,4 @@
-//! Paused streams: work runs when the test says so or when the host waits for it, not by virtual time.
+//! Paused streams: work runs on request of the test or when the host waits for it, not by virtual time.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};

@@ -1,12 +1,13 @@
 //! Host threads on one simulated driver: nothing hangs, panics or leaks. The system decides the interleaving, so every
-//! run is different; what is asserted holds for all.
+//! run is different; the assertions are true for all.
 
 use std::sync::mpsc::{Sender, channel};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use crate::fixture::{DEVICE, KERNELS};
-use crate::rng::{Rng, scaled};
+use crate::scale::scaled;
+use fastrand::Rng;
 use warpool_driver::sim::{SimConfig, SimDriver};
 use warpool_driver::*;
 
@@ -25,8 +26,8 @@ struct Shared {
 /// The work of one thread: streams and memory of its own, shared events.
 fn worker(shared: &Shared, seed: u64) -> Result<()> {
     let gpu = &shared.gpu;
-    let mut rng = Rng::new(seed);
-    let options = |rng: &mut Rng| StreamOptions { non_blocking: rng.below(3) > 0, priority: 0 };
+    let mut rng = Rng::with_seed(seed);
+    let options = |rng: &mut Rng| StreamOptions { non_blocking: rng.usize(..3) > 0, priority: 0 };
     let mut streams = vec![gpu.stream_per_thread(DEVICE)?];
     for _ in 0..2 {
         streams.push(gpu.stream_create(DEVICE, options(&mut rng))?);
@@ -35,12 +36,12 @@ fn worker(shared: &Shared, seed: u64) -> Result<()> {
     let pinned = gpu.host_alloc(DEVICE, 4096, HostOptions::default())?;
     let pool = gpu.pool_default(DEVICE)?;
     for _ in 0..scaled(200) {
-        let index = rng.below(streams.len());
+        let index = rng.usize(..streams.len());
         let stream = streams[index];
-        let event = &shared.events[rng.below(shared.events.len())];
+        let event = &shared.events[rng.usize(..shared.events.len())];
         // Locked only to read the id: the event may be destroyed by the time of the call, which is only an error.
         let shared_event = *event.lock().expect("no panic");
-        match rng.below(15) {
+        match rng.usize(..15) {
             0 | 1 => gpu.fill(memory, Pattern::U8(1), 4096, stream)?,
             2 => gpu.copy(pinned.into(), memory.into(), 4096, stream)?,
             3 => gpu.kernel_launch(
@@ -83,7 +84,7 @@ fn worker(shared: &Shared, seed: u64) -> Result<()> {
             12 => {
                 let aside = gpu.stream_create(DEVICE, StreamOptions::default())?;
                 gpu.capture_begin(aside, CaptureMode::ThreadLocal)?;
-                for _ in 0..rng.below(3) {
+                for _ in 0..rng.usize(..3) {
                     gpu.fill(memory, Pattern::U8(3), 64, aside)?;
                 }
                 let graph = gpu.capture_end(aside)?;

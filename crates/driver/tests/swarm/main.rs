@@ -17,14 +17,15 @@ mod display;
 mod effects;
 mod model;
 mod program;
-#[path = "../common/rng.rs"]
-mod rng;
 mod runner;
+#[path = "../common/scale.rs"]
+mod scale;
 
+use fastrand::Rng;
 use model::{Conflict, ConflictKind, Model, Name};
 use program::{Program, Step};
-use rng::{Rng, number, scaled};
 use runner::Run;
+use scale::{number, scaled};
 use warpool_driver::sim::{Hazard, HazardKind, Latencies, SimConfig, SimDriver};
 
 #[test]
@@ -58,7 +59,7 @@ fn check(program: &Program) -> bool {
     let _print = PrintOnPanic(program);
     let mut correct = true;
     for round in 0..2 {
-        let seed = Rng::new(program.seed ^ (round << 32) ^ 0x5eed).u64();
+        let seed = Rng::with_seed(program.seed ^ (round << 32) ^ 0x5eed).u64(..);
         let run = run(program, seed);
         let model = Model::of(&program.steps, &run.outcomes);
         if let Err(difference) = compare(program, &run, &model) {
@@ -71,10 +72,10 @@ fn check(program: &Program) -> bool {
 }
 
 fn run(program: &Program, seed: u64) -> Run {
-    let mut rng = Rng::new(seed);
+    let mut rng = Rng::with_seed(seed);
     let mut config = SimConfig::default().with_seed(seed);
-    config.queue_depth = [1, 2, 5, 1024][rng.below(4)];
-    config.latencies = match rng.below(3) {
+    config.queue_depth = [1, 2, 5, 1024][rng.usize(..4)];
+    config.latencies = match rng.usize(..3) {
         0 => Latencies::flat(0),
         1 => Latencies::flat(2_000),
         _ => Latencies::h200(),

@@ -49,8 +49,7 @@ pub enum ConflictKind {
     Order,
     /// An access that is not ordered before a free.
     Free,
-    /// An access behind the return to an allocator: of a launch also if it was captured before, whoever has the bytes
-    /// now.
+    /// An access after an allocator freed the bytes; for a launch, also if the bytes were freed since its capture.
     Freed,
     /// An access that a new owner is not behind.
     Reused,
@@ -183,8 +182,8 @@ impl Model {
             Step::Work(stream, operation) => self.work(*stream, operation, outcome),
             Step::Record { event, stream } => self.events[*event] = Some(self.queue(*stream, None, &[])),
             Step::Wait { stream, event } => {
-                if let Some(mark) = self.events[*event] {
-                    self.queue(*stream, None, &[mark]);
+                if let Some(recorded) = self.events[*event] {
+                    self.queue(*stream, None, &[recorded]);
                 }
             }
             Step::EventSync(event) => self.host_waits(self.events[*event]),

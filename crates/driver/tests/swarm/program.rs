@@ -5,7 +5,7 @@
 //! where they are missing.
 
 use super::model::{Conflict, Model, Outcome};
-use super::rng::Rng;
+use fastrand::Rng;
 
 /// The legacy default stream, the per-thread one, and the first non-blocking one; those before it are blocking.
 pub const LEGACY: usize = 0;
@@ -24,11 +24,11 @@ pub const POOL_BYTES: u64 = 512;
 
 /// A random condition with the given probability.
 fn percent(rng: &mut Rng, chance: usize) -> bool {
-    rng.below(100) < chance
+    rng.usize(..100) < chance
 }
 
 fn pick<T: Copy>(rng: &mut Rng, from: &[T]) -> T {
-    from[rng.below(from.len())]
+    from[rng.usize(..from.len())]
 }
 
 /// Bytes of an arena, through one of its addresses.
@@ -162,17 +162,17 @@ struct Generator {
 
 impl Generator {
     fn new(seed: u64) -> Self {
-        let mut rng = Rng::new(seed);
+        let mut rng = Rng::with_seed(seed);
         let care = if percent(&mut rng, 50) { 100 } else { pick(&mut rng, &[0, 50, 80, 95]) };
         let suballocates = percent(&mut rng, 25);
         // With few streams, conflicts are more frequent.
-        let count = 2 + rng.below(5);
-        let streams = (0..count).map(|_| rng.below(STREAMS)).collect();
+        let count = 2 + rng.usize(..5);
+        let streams = (0..count).map(|_| rng.usize(..STREAMS)).collect();
         Self { rng, seed, care, suballocates, model: Model::default(), steps: Vec::new(), streams }
     }
 
     fn generate(mut self) -> Program {
-        let length = 5 + self.rng.below(30);
+        let length = 5 + self.rng.usize(..30);
         while self.steps.len() < length && self.model.has_space() {
             let step = self.step();
             self.add(step);
@@ -188,8 +188,8 @@ impl Generator {
     }
 
     fn step(&mut self) -> Step {
-        let (stream, event) = (self.stream(), self.rng.below(EVENTS));
-        match self.rng.below(100) {
+        let (stream, event) = (self.stream(), self.rng.usize(..EVENTS));
+        match self.rng.usize(..100) {
             0..45 => Step::Work(stream, self.operation()),
             45..50 => Step::Record { event, stream },
             50..55 => Step::Wait { stream, event },
@@ -199,8 +199,8 @@ impl Generator {
             61..63 => Step::StreamQuery(stream),
             63 => Step::DeviceSync,
             64..67 => Step::HostRead(self.span_of(PINNED)),
-            67..70 => Step::HostWrite(self.span_of(PINNED), self.rng.u64() as u8),
-            70..72 => Step::Upload(self.span_of(PLAIN), self.rng.u64() as u8),
+            67..70 => Step::HostWrite(self.span_of(PINNED), self.rng.u64(..) as u8),
+            70..72 => Step::Upload(self.span_of(PLAIN), self.rng.u64(..) as u8),
             72..74 => Step::Download(self.span_of(MAPPED)),
             74..77 => Step::PoolAlloc { arena: self.model.arenas(), stream },
             77..80 => match self.model.live_pools().as_slice() {
@@ -210,7 +210,7 @@ impl Generator {
             80..84 => Step::Capture(self.graph()),
             84..93 => match self.model.graphs() {
                 0 => Step::Work(stream, self.operation()),
-                graphs => Step::Launch { graph: self.rng.below(graphs), stream },
+                graphs => Step::Launch { graph: self.rng.usize(..graphs), stream },
             },
             93..96 if self.suballocates => Step::Suballocate(self.span_of(PLAIN), stream),
             96..98 if self.suballocates => Step::FreeSuballocation(self.span_of(PLAIN)),
@@ -245,7 +245,7 @@ impl Generator {
 
     /// Orders `step` after earlier work, in one of several ways.
     fn order_after(&mut self, node: usize, step: &Step) {
-        let event = self.rng.below(EVENTS);
+        let event = self.rng.usize(..EVENTS);
         let Some(from) = self.model.stream_of(node) else { return self.push(Step::DeviceSync) };
         let to = match step {
             Step::Work(to, _) | Step::Launch { stream: to, .. } | Step::Suballocate(_, to) => Some(*to),
@@ -253,7 +253,7 @@ impl Generator {
             Step::Upload(..) | Step::Download(_) => Some(LEGACY),
             _ => None,
         };
-        match (to, self.rng.below(10)) {
+        match (to, self.rng.usize(..10)) {
             (Some(to), 0..6) => {
                 self.push(Step::Record { event, stream: from });
                 self.push(Step::Wait { stream: to, event });
@@ -269,8 +269,8 @@ impl Generator {
 
     fn span_of(&mut self, arena: usize) -> Span {
         let len = pick(&mut self.rng, &[1, 4, 4, 7, 8, 16, 20, ARENA_BYTES]);
-        let start = self.rng.below((ARENA_BYTES - len) as usize + 1) as u64;
-        let view = if arena == MAPPED { self.rng.below(2) } else { 0 };
+        let start = self.rng.usize(..(ARENA_BYTES - len) as usize + 1) as u64;
+        let view = if arena == MAPPED { self.rng.usize(..2) } else { 0 };
         Span { arena, view, start, len }
     }
 
@@ -287,15 +287,15 @@ impl Generator {
 
     fn operation(&mut self) -> Operation {
         let (to, from) = (self.span(), self.span());
-        match self.rng.below(3) {
-            0 => Operation::Fill { to, value: self.rng.u64() as u8 },
+        match self.rng.usize(..3) {
+            0 => Operation::Fill { to, value: self.rng.u64(..) as u8 },
             1 => {
                 let len = to.len.min(from.len);
                 let (to, from) = (Span { len, ..to }, Span { len, ..from });
                 // Source and target of a copy must not overlap.
                 if to.overlaps(&from) { Operation::Fill { to, value: 1 } } else { Operation::Copy { to, from } }
             }
-            _ => Operation::Mix { to, from, salt: self.rng.u64() as u32 },
+            _ => Operation::Mix { to, from, salt: self.rng.u64(..) as u32 },
         }
     }
 
@@ -311,13 +311,13 @@ impl Generator {
 
     fn graph(&mut self) -> GraphPlan {
         let mut branches: Vec<usize> = Vec::new();
-        for _ in 0..1 + self.rng.below(3) {
-            let branch = 1 + self.rng.below(STREAMS - 1);
+        for _ in 0..1 + self.rng.usize(..3) {
+            let branch = 1 + self.rng.usize(..STREAMS - 1);
             if !branches.contains(&branch) {
                 branches.push(branch);
             }
         }
-        let mut plan = GraphPlan { branches, mode: self.rng.below(3), steps: Vec::new() };
+        let mut plan = GraphPlan { branches, mode: self.rng.usize(..3), steps: Vec::new() };
         let mut joined = vec![0];
         for branch in 1..plan.branches.len() {
             if percent(&mut self.rng, 50) {
@@ -328,7 +328,7 @@ impl Generator {
             plan.steps.push(GraphStep::Wait { branch, event: 0 });
             joined.push(branch);
         }
-        for _ in 0..self.rng.below(5) {
+        for _ in 0..self.rng.usize(..5) {
             self.graph_work(&mut plan, &joined);
         }
         for &branch in &joined[1..] {
@@ -344,8 +344,8 @@ impl Generator {
             GraphStep::Work(branch, self.graph_operation())
         } else {
             let is_while = percent(&mut self.rng, 50);
-            let runs = if is_while { 1 + self.rng.below(3) } else { self.rng.below(2) } as u32;
-            let body = (0..1 + self.rng.below(2)).map(|_| self.graph_operation()).collect();
+            let runs = if is_while { 1 + self.rng.usize(..3) } else { self.rng.usize(..2) } as u32;
+            let body = (0..1 + self.rng.usize(..2)).map(|_| self.graph_operation()).collect();
             GraphStep::Conditional { branch, is_while, runs, body }
         };
         plan.steps.push(step.clone());

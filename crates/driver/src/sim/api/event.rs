@@ -89,7 +89,7 @@ impl Events for SimDriver {
             let epoch = point.epoch;
             let mut state = self.wait(state, std::iter::once(epoch), |state| {
                 match state.scheduler.events.get(event.0).map(|event| &event.state) {
-                    // Otherwise another thread recorded it again or destroyed it: its stream tells.
+                    // Otherwise another thread recorded it again or destroyed it: the timeline decides.
                     Some(EventState::Recorded { point, done_at }) if point.epoch == epoch => done_at.is_some(),
                     _ => state.scheduler.is_done(epoch),
                 }

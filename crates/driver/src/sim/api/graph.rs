@@ -226,7 +226,7 @@ fn queue_launch(state: &mut SimState, exec: GraphExecId, stream: StreamId) -> Re
         if let Work::EventWait(event) | Work::Record(event) = node.work
             && state.scheduler.events.get(event.0).is_none()
         {
-            // Logged; the launch goes on without the event.
+            // Logged; the launch proceeds without the event.
             state.missing(Missing::Destroyed, format!("{event}, which a node of {exec} uses"));
         }
     }

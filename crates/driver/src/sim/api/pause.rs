@@ -1,4 +1,4 @@
-//! Paused streams: work runs when a replay or test says so, not by virtual time.
+//! Paused streams: work runs on request of a replay or test, not by virtual time.
 //!
 //! Not part of the contract. A paused stream accepts work but starts none of it. Work that had started when the stream
 //! was paused ends as usual. A wait of the host overrides the pause: what it waits for, and what that waits for in

@@ -149,7 +149,7 @@ impl AddressSpace {
         self.regions.values().map(|(bytes, region)| (*bytes, region))
     }
 
-    /// What `ptr` refers to, whoever may access it.
+    /// What `ptr` refers to, without a check of access rights.
     pub fn locate(&self, ptr: DevicePtr) -> Option<Location> {
         let (start, bytes, region) = self.region_at(ptr.0)?;
         let (start, bytes, backing) = match region {

@@ -71,7 +71,7 @@ pub struct HostBytes {
     _owner: Owner,
 }
 
-// SAFETY: the memory is valid until `_owner` is dropped, whichever thread holds it, and this type accesses it only
+// SAFETY: the memory is valid until `_owner` is dropped, on whichever thread this is, and this type accesses it only
 // through `&self` (reads) and `&mut self` (writes). Accesses of host code through pointers of its own are that code's
 // responsibility, as with memory that a device writes.
 unsafe impl Send for HostBytes {}
@@ -163,7 +163,7 @@ mod tests {
 
     fn registered(bytes: u64) -> HostBytes {
         let pages = HostPages::map(bytes, false).expect("a few pages");
-        HostBytes::registered(HostRange::of_pages(&pages).claim().expect("claimed by nobody else"))
+        HostBytes::registered(HostRange::of_pages(&pages).claim().expect("not claimed yet"))
     }
 
     #[test]

@@ -1,6 +1,6 @@
 //! Simulated memory: addresses, contents, capacity, and every access to them.
 //!
-//! `AddressSpace` says what an address refers to, `Backing` holds contents and access history, `Capacity` and `Pools`
+//! `AddressSpace` says what an address refers to, `Backing` has contents and access history, `Capacity` and `Pools`
 //! count what devices and pools have left. `Memory` keeps them consistent: a region's backing memory exists as long as
 //! the region or a mapping of it, and its bytes are counted exactly once.
 

@@ -52,7 +52,7 @@ pub struct Accessor {
 }
 
 impl Accessor {
-    /// Tells one operation from another.
+    /// Identifies the operation.
     pub fn key(&self) -> (u64, u32) {
         (self.queued_at, self.node.map_or(0, |instance| instance.node + 1))
     }

@@ -1,7 +1,7 @@
 //! The order among the nodes of a graph, in a form that answers "is a before b" at once.
 //!
 //! The nodes are divided into chains, in which each node is a predecessor of the next. For every node and every chain,
-//! a table holds the last position of the chain that is ordered before the node.
+//! a table has the last position of the chain that is ordered before the node.
 
 use crate::GraphExecId;
 

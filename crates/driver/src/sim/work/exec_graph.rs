@@ -1,6 +1,6 @@
 //! A graph in the flat form that is executed.
 //!
-//! The nodes in bodies of conditional nodes are in one list with the nodes around them, so that one table holds the
+//! The nodes in bodies of conditional nodes are in one list with the nodes around them, so that one table has the
 //! order among all of them.
 
 use super::item::{Template, TemplateNode, Work};

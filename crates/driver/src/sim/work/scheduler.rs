@@ -308,7 +308,7 @@ impl Scheduler {
         Step::Done
     }
 
-    /// Work that was due has taken effect, or a callback has returned: what waits for it goes on.
+    /// Work that was due has taken effect, or a callback has returned: what waits for it continues.
     pub fn complete(&mut self, running: Running, time: u64) {
         match running {
             Running::Stream(stream) => self.complete_first(stream, time),

@@ -16,7 +16,7 @@ use crate::{DeviceId, StreamId};
 #[derive(Debug)]
 struct DeviceStreams {
     legacy: StreamId,
-    /// What `stream_per_thread` returns; stands for a different stream on each thread.
+    /// What `stream_per_thread` returns; names a different stream on each thread.
     per_thread: StreamId,
     /// The blocking streams, those of threads included.
     blocking: Vec<StreamId>,
@@ -28,7 +28,7 @@ struct DeviceStreams {
     retired_blocking: VectorClock,
 }
 
-/// What the host knows to be done.
+/// What the host has observed to be done.
 #[derive(Debug, Default)]
 struct HostClock {
     clock: VectorClock,
@@ -276,7 +276,7 @@ impl Streams {
         self.get_mut(stream).order_after(point);
     }
 
-    /// Orders what is queued in `stream` from now on after all that the host knows to be done.
+    /// Orders what is queued in `stream` from now on after all that the host has observed to be done.
     fn order_after_host(&mut self, stream: StreamId) {
         let Self { host, table, .. } = self;
         let state = table.get_mut(stream.0).expect("a live stream");
@@ -288,7 +288,7 @@ impl Streams {
         }
     }
 
-    /// The host knows that `point` is done, and all that is ordered before it.
+    /// The host has observed that `point` is done, and with it all that is ordered before it.
     pub fn host_observed(&mut self, point: &StreamPoint) {
         if !self.host.clock.covers(point.epoch) || !self.host.clock.covers_all(&point.clock) {
             self.host.clock.join(&point.clock);

@@ -31,7 +31,7 @@ impl Default for Timelines {
 impl Timelines {
     /// Assigns a timeline to a new stream. Returns it and the number of its last operation.
     pub fn assign(&mut self, stream: StreamId, host: &VectorClock) -> (TimelineId, u64) {
-        // A timeline can be reused once the host knows that all of it is done: whatever is queued from then on is
+        // A timeline can be reused once the host has observed that all of it is done: what is queued from then on is
         // ordered after it anyway.
         let reusable = self.unused.iter().position(|&id| host.get(id) >= self.all[id.0 as usize].done);
         let id = match reusable {
