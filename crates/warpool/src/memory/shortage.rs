@@ -1,4 +1,4 @@
-//! The out-of-memory report of an allocator that knows its counters and not how its free memory is divided.
+//! The out-of-memory report of an allocator that has statistics but no list of its free blocks.
 
 use warpool_driver::MemoryInfo;
 
@@ -7,7 +7,7 @@ use super::{OomCause, OomReport, Request, Stats};
 pub(crate) struct Shortage<'a> {
     pub(crate) request: &'a Request,
     pub(crate) why: OomCause,
-    /// What the source was, or would have been, asked for.
+    /// What was, or would have been, requested from the source.
     pub(crate) bytes_segment: u64,
     pub(crate) memory: MemoryInfo,
     pub(crate) limit: Option<u64>,

@@ -11,7 +11,7 @@
 //! 4. Passed fences go to [`FenceOwner::complete`]; blocks without any left are reclaimed there.
 //!
 //! The allocator implements [`FenceOwner`]: where the two structures are and under which lock. [`record`],
-//! [`wait_for_stream`], [`wait_for_devices`] and [`order_after`] also serve without a block.
+//! [`wait_for_stream`], [`wait_for_devices`] and [`order_after`] can be used without a block.
 //!
 //! # Rules
 //! - The driver is called without the owner's lock. Fences have sequence numbers, so that a result that arrives after
@@ -226,7 +226,8 @@ pub(crate) trait FenceOwner {
         self.instance().has_captures()
     }
 
-    /// The capture status of a stream. An owner that is told of every capture need not ask the driver without any.
+    /// The capture status of a stream. An owner to which every capture is reported can skip the driver call
+    /// while there is none.
     fn capture_status(&self, stream: StreamId) -> Result<CaptureStatus> {
         CaptureStatus::of(&**self.instance().driver(), stream)
     }

@@ -86,8 +86,8 @@ fn blocks_in_the_middle_of_a_segment_are_restored() {
     for kept in [vec![2], vec![1, 4, 6], vec![3, 4, 5], vec![0, 7], vec![]] {
         let before = |context: &TestContext, pool| {
             let all = several(context, pool, &[100 * KIB; 8]);
-            let (live, gone): (Vec<_>, Vec<_>) = (0..8).partition(|at| kept.contains(at));
-            context.free_all(gone.into_iter().map(|at: usize| all[at]));
+            let (live, freed): (Vec<_>, Vec<_>) = (0..8).partition(|at| kept.contains(at));
+            context.free_all(freed.into_iter().map(|at: usize| all[at]));
             live.into_iter().map(|at| all[at]).collect()
         };
         check(before, |_, _, live| live);

@@ -12,11 +12,11 @@ fn allocated_bytes_count_the_rounded_size() {
     let context = TestContext::new("");
     for bytes in [1, 511, 512, 513, 4_000_000, MIB, MIB + 1, 35_511_234] {
         let before = context.bytes_allocated();
-        let given = context.alloc(bytes);
-        assert_eq!((given.bytes_requested, given.bytes >= bytes), (bytes, true));
-        assert_eq!(context.bytes_allocated(), before + given.bytes);
+        let allocation = context.alloc(bytes);
+        assert_eq!((allocation.bytes_requested, allocation.bytes >= bytes), (bytes, true));
+        assert_eq!(context.bytes_allocated(), before + allocation.bytes);
         assert_eq!(context.stats().requested_bytes.all.current, bytes);
-        context.free(given);
+        context.free(allocation);
         assert_eq!(context.bytes_allocated(), before);
         context.trim();
     }
@@ -28,9 +28,9 @@ fn allocated_bytes_count_the_rounded_size() {
 fn requests_are_rounded_to_512() {
     let context = TestContext::new("");
     for (bytes, rounded) in [(1, 512), (512, 512), (513, 1024), (1025, 1536), (1_000_001, 1_000_448), (MIB - 1, MIB)] {
-        let given = context.alloc(bytes);
-        assert_eq!(given.bytes, rounded, "{bytes}");
-        context.free(given);
+        let allocation = context.alloc(bytes);
+        assert_eq!(allocation.bytes, rounded, "{bytes}");
+        context.free(allocation);
     }
     context.finish();
 }
@@ -75,9 +75,9 @@ fn rounding_to_divisions_follows_the_settings() {
     let context = TestContext::new("");
     let takes = |bytes: u64| {
         context.trim();
-        let given = context.alloc(bytes);
+        let allocation = context.alloc(bytes);
         let allocated = context.bytes_allocated();
-        context.free(given);
+        context.free(allocation);
         allocated
     };
     const SMALLER: u64 = 84 * MIB;
@@ -103,9 +103,9 @@ fn rounding_to_divisions_follows_the_settings() {
 fn rounding_to_divisions_starts_above_512_times_divisions() {
     let context = TestContext::new("roundup_power2_divisions:4");
     for (bytes, rounded) in [(2048, 2048), (2049, 2560), (1200, 1536), (5000, 5120), (4096, 4096)] {
-        let given = context.alloc(bytes);
-        assert_eq!(given.bytes, rounded, "{bytes}");
-        context.free(given);
+        let allocation = context.alloc(bytes);
+        assert_eq!(allocation.bytes, rounded, "{bytes}");
+        context.free(allocation);
     }
     context.finish();
 }
@@ -167,20 +167,20 @@ fn more_than_an_exbibyte_is_refused_at_once() {
 #[test]
 fn unknown_pointers_cannot_be_freed() {
     let context = TestContext::new("");
-    let given = context.alloc(MIB);
-    let inside = DevicePtr(given.ptr.0 + 512);
-    let free_part = DevicePtr(given.ptr.0 + MIB);
+    let allocation = context.alloc(MIB);
+    let inside = DevicePtr(allocation.ptr.0 + 512);
+    let free_part = DevicePtr(allocation.ptr.0 + MIB);
     for wrong in [inside, free_part, DevicePtr(512), DevicePtr(u64::MAX)] {
         assert_eq!(context.allocator.free_raw(wrong).unwrap_err(), Error::UnknownPointer { ptr: wrong });
         assert!(context.allocator.record_use_raw(wrong, context.side_stream().id()).is_err());
         assert!(context.allocator.find(wrong).is_err());
     }
-    assert_eq!(context.allocator.find(given.ptr).unwrap(), given);
+    assert_eq!(context.allocator.find(allocation.ptr).unwrap(), allocation);
     let error = context.allocator.free_raw(inside).unwrap_err().to_string();
     assert!(error.contains("invalid device pointer"), "{error}");
-    context.free(given);
-    assert!(context.allocator.free(given).is_err(), "twice");
-    assert!(context.allocator.free_raw(given.ptr).is_err(), "twice");
+    context.free(allocation);
+    assert!(context.allocator.free(allocation).is_err(), "twice");
+    assert!(context.allocator.free_raw(allocation.ptr).is_err(), "twice");
     context.finish();
 }
 
@@ -201,13 +201,13 @@ fn a_double_free_leaves_the_next_owner_alone() {
 #[test]
 fn a_forged_allocation_is_refused() {
     let context = TestContext::new("");
-    let given = context.alloc(MIB);
-    for slot in [1, u64::MAX, given.slot + 1] {
-        assert!(context.allocator.free(Allocation { slot, ..given }).is_err(), "{slot}");
-        context.allocator.free_later(Allocation { slot, ..given });
+    let allocation = context.alloc(MIB);
+    for slot in [1, u64::MAX, allocation.slot + 1] {
+        assert!(context.allocator.free(Allocation { slot, ..allocation }).is_err(), "{slot}");
+        context.allocator.free_later(Allocation { slot, ..allocation });
     }
-    assert!(context.allocator.free(Allocation { device: DeviceId(9), ..given }).is_err());
-    context.free(given);
+    assert!(context.allocator.free(Allocation { device: DeviceId(9), ..allocation }).is_err());
+    context.free(allocation);
     context.finish();
 }
 

@@ -24,11 +24,11 @@ fn a_free_address_can_be_allocated() {
         context.free(whole);
         let start = whole.ptr.0;
         for offset in [0, 512, 7 * MIB, 20 * MIB - 2 * MIB] {
-            let given = at(&context, start + offset, 2 * MIB).unwrap();
-            assert_eq!((given.ptr.0, given.bytes_requested), (start + offset, 2 * MIB));
-            context.fill(given, 5, &context.main);
-            context.assert_holds(given, 5);
-            context.free(given);
+            let allocation = at(&context, start + offset, 2 * MIB).unwrap();
+            assert_eq!((allocation.ptr.0, allocation.bytes_requested), (start + offset, 2 * MIB));
+            context.fill(allocation, 5, &context.main);
+            context.assert_holds(allocation, 5);
+            context.free(allocation);
         }
         assert_eq!(context.segments()[0].blocks.len(), 1, "merged again");
         context.finish();
@@ -81,10 +81,10 @@ fn memory_of_other_streams_and_of_the_driver_is_not_used() {
     let side = context.side_stream();
     let theirs = context.alloc_on(&side, 20 * MIB);
     context.free(theirs);
-    let asked = context.sim.call_count(Call::MemAlloc);
+    let before = context.sim.call_count(Call::MemAlloc);
     assert!(at(&context, theirs.ptr.0, 2 * MIB).is_err());
     assert!(at(&context, theirs.ptr.0 + (1 << 40), 2 * MIB).is_err());
-    assert_eq!(context.sim.call_count(Call::MemAlloc), asked);
+    assert_eq!(context.sim.call_count(Call::MemAlloc), before);
     let request = Request::new(FIRST, side.id(), 2 * MIB);
     assert_eq!(context.allocator.allocate_at(request, theirs.ptr).unwrap().ptr, theirs.ptr);
     context.finish();
@@ -96,12 +96,12 @@ fn it_counts_in_the_statistics() {
     let whole = context.alloc(20 * MIB);
     context.free(whole);
     let before = context.stats();
-    let given = at(&context, whole.ptr.0 + 4 * MIB, 2 * MIB).unwrap();
+    let allocation = at(&context, whole.ptr.0 + 4 * MIB, 2 * MIB).unwrap();
     let stats = context.stats();
     assert_eq!(stats.allocated_bytes.all.current, 2 * MIB);
     assert_eq!(stats.allocated_bytes.all.allocated, before.allocated_bytes.all.allocated + 2 * MIB);
     assert_eq!((stats.inactive_split.all.current, stats.inactive_split_bytes.all.current), (2, 18 * MIB));
-    context.allocator.free_raw(given.ptr).unwrap();
+    context.allocator.free_raw(allocation.ptr).unwrap();
     assert_eq!(context.stats().inactive_split_bytes.all.current, 0);
     context.finish();
 }

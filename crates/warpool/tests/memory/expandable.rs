@@ -67,14 +67,14 @@ fn statistics_and_history_of_growth() {
     assert_eq!((stats.num_device_free, stats.reserved_bytes.all.current), (1, 0));
     let trace = context.allocator.snapshot(SnapshotOptions::default()).unwrap().traces.remove(0);
     let seen: Vec<(Action, u64)> = trace.iter().map(|entry| (entry.action, entry.size / MIB)).collect();
-    let wanted = [
+    let expected = [
         (Action::SegmentMap, 40),
         (Action::Alloc, 30),
         (Action::FreeRequested, 30),
         (Action::FreeCompleted, 30),
         (Action::SegmentUnmap, 40),
     ];
-    assert_eq!(seen, wanted);
+    assert_eq!(seen, expected);
     assert_eq!(context.sim.object_counts().reservations, 0, "its addresses are released too");
     context.finish();
 }

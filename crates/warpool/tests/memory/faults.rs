@@ -134,7 +134,7 @@ impl FaultContext {
     /// Other streams use blocks; destructors and callers free them.
     fn uses(&self) -> Result<()> {
         let mut outcome = Ok(());
-        let mut note = |result: Result<()>| {
+        let mut keep_first = |result: Result<()>| {
             if let Err(error) = result {
                 outcome = Err(error);
             }
@@ -145,22 +145,22 @@ impl FaultContext {
                     // A use that could not be recorded is not made.
                     let recorded = block.record_use(&self.side).and_then(|()| block.record_use(&self.far));
                     if recorded.is_ok() {
-                        note(
+                        keep_first(
                             self.side.wait_stream(&self.main).and_then(|()| {
                                 Ok(self.faulty.fill(block.ptr(), Pattern::U8(2), 64, self.side.id())?)
                             }),
                         );
                     }
-                    note(recorded);
-                    if round % 2 == 0 { drop(block) } else { note(block.free()) }
+                    keep_first(recorded);
+                    if round % 2 == 0 { drop(block) } else { keep_first(block.free()) }
                 }
-                Err(error) => note(Err(error)),
+                Err(error) => keep_first(Err(error)),
             }
-            note(self.get(5 * KIB, &self.side).map(drop));
+            keep_first(self.get(5 * KIB, &self.side).map(drop));
             self.allocator.check();
         }
-        note(self.side.synchronize());
-        note(self.get(2 * MIB, &self.main).map(drop));
+        keep_first(self.side.synchronize());
+        keep_first(self.get(2 * MIB, &self.main).map(drop));
         outcome
     }
 
@@ -250,8 +250,8 @@ impl FaultContext {
             if let Ok(second) = second {
                 let _ = second.into_raw();
             }
-            for given in restored.allocated {
-                self.allocator.free(given)?;
+            for allocation in restored.allocated {
+                self.allocator.free(allocation)?;
             }
             Ok(())
         })();
@@ -298,7 +298,7 @@ impl FaultContext {
         let direct = self.allocator.allocate_raw(Request::new(ZERO, self.main.id(), MIB));
         self.allocator.set_caching(true);
         // A free that failed can be repeated.
-        let freed = direct.and_then(|given| until_no_fault(|| self.allocator.free(given)));
+        let freed = direct.and_then(|allocation| until_no_fault(|| self.allocator.free(allocation)));
         drop(before?);
         drop(between?);
         freed

@@ -121,10 +121,10 @@ fn a_snapshot_has_the_settings() {
 fn taking_a_snapshot_is_an_entry_of_the_next() {
     let context = TestContext::new("");
     record(&context, HistoryOptions::default());
-    let given = context.alloc(1000);
+    let allocation = context.alloc(1000);
     assert_eq!(actions(&context), [Action::SegmentAlloc, Action::Alloc]);
     let trace = snapshot(&context).traces.remove(0);
-    assert_eq!((trace[2].action, trace[2].size), (Action::Snapshot, given.bytes));
+    assert_eq!((trace[2].action, trace[2].size), (Action::Snapshot, allocation.bytes));
     context.finish();
 }
 
@@ -134,20 +134,20 @@ fn entries_have_action_address_size_and_time() {
     let context = TestContext::new("");
     let side = context.side_stream();
     record(&context, HistoryOptions { epoch_us: 1_000_000_000, ..HistoryOptions::default() });
-    let given = context.alloc_on(&side, 3_000_000);
-    context.free(given);
+    let allocation = context.alloc_on(&side, 3_000_000);
+    context.free(allocation);
     context.trim();
     let trace = snapshot(&context).traces.remove(0);
     let seen: Vec<_> = trace.iter().map(|entry| (entry.action, entry.size)).collect();
-    let wanted = [
+    let expected = [
         (Action::SegmentAlloc, 20 * MIB),
         (Action::Alloc, 3_000_000),
         (Action::FreeRequested, 3_000_000),
         (Action::FreeCompleted, 3_000_000),
         (Action::SegmentFree, 20 * MIB),
     ];
-    assert_eq!(seen, wanted);
-    assert!(trace.iter().all(|entry| entry.addr == given.ptr.0 && entry.stream == side.raw().unwrap().0));
+    assert_eq!(seen, expected);
+    assert!(trace.iter().all(|entry| entry.addr == allocation.ptr.0 && entry.stream == side.raw().unwrap().0));
     assert!(trace.iter().all(|entry| entry.pool == Some(MemPoolId::DEFAULT) && entry.stack.is_none()));
     assert!(trace.iter().all(|entry| entry.time_us >= 1_000_000_000) && trace.is_sorted_by_key(|entry| entry.time_us));
     context.finish();
@@ -239,11 +239,11 @@ fn the_stack_level_decides_where_stacks_appear() {
         let pin = context.alloc(512);
         hook(&context);
         record(&context, HistoryOptions { stacks: level, ..HistoryOptions::default() });
-        let given = inside("the_alloc", || context.alloc(1000));
+        let allocation = inside("the_alloc", || context.alloc(1000));
         let live = snapshot(&context);
-        let block = live.segments[0].blocks.iter().find(|block| block.address == given.ptr.0).unwrap();
+        let block = live.segments[0].blocks.iter().find(|block| block.address == allocation.ptr.0).unwrap();
         assert_eq!(block.stack.is_some(), level >= StackLevel::State, "{level:?}");
-        inside("the_free", || context.free(given));
+        inside("the_free", || context.free(allocation));
         let after = snapshot(&context);
         let alloc = after.traces[0].iter().find(|entry| entry.action == Action::Alloc).unwrap();
         assert_eq!(alloc.stack.is_some(), level >= StackLevel::Alloc, "{level:?}");
@@ -270,10 +270,10 @@ fn equal_stacks_are_stored_once() {
     assert!(snapshot.segments.iter().all(|segment| segment.stack.is_some()));
     // Off: the hook is not called.
     context.allocator.observers().set_stack_hook(None);
-    let given = context.alloc(100);
+    let allocation = context.alloc(100);
     let without = self::snapshot(&context);
     let blocks = without.segments.iter().flat_map(|segment| &segment.blocks);
-    assert!(blocks.filter(|block| block.address == given.ptr.0).all(|block| block.stack.is_none()));
+    assert!(blocks.filter(|block| block.address == allocation.ptr.0).all(|block| block.stack.is_none()));
     context.finish();
 }
 
@@ -284,10 +284,10 @@ fn entries_have_the_metadata_of_the_thread() {
     record(&context, HistoryOptions::default());
     set_user_metadata("step 1");
     push_compile_context("Torch-Compiled Region: 0/0");
-    let given = context.alloc(MIB);
+    let allocation = context.alloc(MIB);
     pop_compile_context();
     set_user_metadata("");
-    context.free(given);
+    context.free(allocation);
     thread::scope(|scope| {
         scope.spawn(|| context.alloc(12 * MIB));
     });
@@ -305,16 +305,16 @@ fn entries_have_the_metadata_of_the_thread() {
 fn a_block_can_be_annotated() {
     let context = TestContext::new("");
     record(&context, HistoryOptions::default());
-    let given = context.alloc(1000);
-    context.allocator.annotate(given.ptr, "weights").unwrap();
+    let allocation = context.alloc(1000);
+    context.allocator.annotate(allocation.ptr, "weights").unwrap();
     let snapshot = snapshot(&context);
     let entry = snapshot.traces[0].last().unwrap();
-    assert_eq!((entry.action, entry.addr, entry.size), (Action::Annotate, given.ptr.0, 1000));
+    assert_eq!((entry.action, entry.addr, entry.size), (Action::Annotate, allocation.ptr.0, 1000));
     assert_eq!(entry.user_metadata.map(|id| snapshot.texts.get(id)), Some("weights"));
-    let inside = DevicePtr(given.ptr.0 + 512);
+    let inside = DevicePtr(allocation.ptr.0 + 512);
     assert_eq!(context.allocator.annotate(inside, "x"), Err(Error::UnknownPointer { ptr: inside }));
-    context.free(given);
-    assert!(context.allocator.annotate(given.ptr, "x").is_err());
+    context.free(allocation);
+    assert!(context.allocator.annotate(allocation.ptr, "x").is_err());
     context.finish();
 }
 

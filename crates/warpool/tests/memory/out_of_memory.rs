@@ -202,23 +202,23 @@ fn pressure_callbacks_are_called_before_the_driver() {
     let context = TestContext::new("");
     let limbo: Arc<Mutex<Vec<Allocation>>> = Arc::new(Mutex::new(vec![context.alloc(100 * MIB)]));
     let (held, allocator) = (limbo.clone(), Arc::downgrade(&context.allocator));
-    let asked = Arc::new(AtomicU32::new(0));
-    let count = asked.clone();
+    let callback_calls = Arc::new(AtomicU32::new(0));
+    let count = callback_calls.clone();
     context.allocator.observers().attach_pressure_callback(Arc::new(move |_| {
         count.fetch_add(1, Ordering::Relaxed);
-        let gone = held.lock().unwrap().pop();
-        gone.is_some_and(|gone| allocator.upgrade().unwrap().free(gone).is_ok())
+        let freed = held.lock().unwrap().pop();
+        freed.is_some_and(|freed| allocator.upgrade().unwrap().free(freed).is_ok())
     }));
     let place = limbo.lock().unwrap()[0].ptr;
     let calls = context.sim.call_count(Call::MemAlloc);
-    let given = context.alloc(100 * MIB);
-    assert_eq!((given.ptr, context.sim.call_count(Call::MemAlloc)), (place, calls));
-    assert_eq!(asked.load(Ordering::Relaxed), 1);
-    context.free(given);
+    let allocation = context.alloc(100 * MIB);
+    assert_eq!((allocation.ptr, context.sim.call_count(Call::MemAlloc)), (place, calls));
+    assert_eq!(callback_calls.load(Ordering::Relaxed), 1);
+    context.free(allocation);
     context.alloc(100 * MIB);
-    assert_eq!(asked.load(Ordering::Relaxed), 1, "not called if a cached block fits");
+    assert_eq!(callback_calls.load(Ordering::Relaxed), 1, "not called if a cached block fits");
     context.alloc(100 * MIB);
-    assert_eq!((asked.load(Ordering::Relaxed), context.sim.call_count(Call::MemAlloc)), (2, calls + 1));
+    assert_eq!((callback_calls.load(Ordering::Relaxed), context.sim.call_count(Call::MemAlloc)), (2, calls + 1));
     context.finish();
 }
 
@@ -238,12 +238,12 @@ fn use_on_oom_pools_serve_before_the_cache_is_released() {
     let private = context.allocator.allocate_raw(request).unwrap();
     assert_ne!(private.ptr, spare.ptr);
     assert_eq!((context.stats().num_alloc_retries, context.bytes_reserved()), (1, 750 * MIB));
-    let given = context.alloc(400 * MIB);
-    assert_eq!((given.ptr, context.stats().num_alloc_retries), (spare.ptr, 1));
+    let allocation = context.alloc(400 * MIB);
+    assert_eq!((allocation.ptr, context.stats().num_alloc_retries), (spare.ptr, 1));
     assert_eq!(context.pools().pool_uses(FIRST, pool).unwrap(), 1);
     // Only free blocks: no segment is allocated in the pool for it.
     context.expect_oom(400 * MIB);
-    context.free(given);
+    context.free(allocation);
     context.pools().set_use_on_oom(FIRST, pool, false).unwrap();
     context.expect_oom(400 * MIB);
     context.finish();

@@ -23,8 +23,8 @@ fn check(settings: &str, script: &str, picture: &str) {
     let mut named: BTreeMap<String, Allocation> = BTreeMap::new();
     for step in script.split(';').map(str::trim).filter(|step| !step.is_empty()) {
         if let Some((name, size)) = step.split_once('=') {
-            let given = allocator.allocate_raw(Request::new(DEVICE, stream, bytes(size))).unwrap();
-            named.insert(name.to_owned(), given);
+            let allocation = allocator.allocate_raw(Request::new(DEVICE, stream, bytes(size))).unwrap();
+            named.insert(name.to_owned(), allocation);
         } else if let Some(name) = step.strip_prefix("free ") {
             allocator.free(named.remove(name).expect("it was allocated")).unwrap();
         } else {
@@ -37,8 +37,9 @@ fn check(settings: &str, script: &str, picture: &str) {
 }
 
 fn draw(allocator: &CachingAllocator, named: &BTreeMap<String, Allocation>) -> String {
-    let name_at =
-        |address: u64| named.iter().find(|(_, given)| given.ptr == DevicePtr(address)).map(|(name, _)| name.as_str());
+    let name_at = |address: u64| {
+        named.iter().find(|(_, allocation)| allocation.ptr == DevicePtr(address)).map(|(name, _)| name.as_str())
+    };
     let segments = allocator.snapshot(SnapshotOptions::default()).unwrap().segments;
     let drawn = segments.iter().map(|segment| {
         let blocks = segment.blocks.iter().map(|block| {

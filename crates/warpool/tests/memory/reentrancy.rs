@@ -125,11 +125,11 @@ fn trackers_may_allocate_while_a_scope_opens() {
     };
     let pool = MemPool::new(&context.any(), &context.device(), Source::options(&context, stop, None)).unwrap();
     context.free_all([11, 12].map(|mib| context.alloc_in(pool.id(), mib * MIB)));
-    let told = Arc::new(AtomicU64::new(0));
+    let calls = Arc::new(AtomicU64::new(0));
     let tracker = {
-        let (told, allocator, stream) = (told.clone(), context.any(), context.main.clone());
+        let (calls, allocator, stream) = (calls.clone(), context.any(), context.main.clone());
         move |_, _: &_| {
-            told.fetch_add(1, Ordering::Relaxed);
+            calls.fetch_add(1, Ordering::Relaxed);
             drop(allocator.allocate(MIB, &stream).unwrap());
         }
     };
@@ -141,11 +141,11 @@ fn trackers_may_allocate_while_a_scope_opens() {
         let closing = scope.spawn(|| pool.close().unwrap());
         arrival.recv().unwrap();
         drop(others[1].enter().unwrap());
-        assert_eq!(told.load(Ordering::Relaxed), 1, "the other thread's first segment");
+        assert_eq!(calls.load(Ordering::Relaxed), 1, "the other thread's first segment");
         go.send(()).unwrap();
         closing.join().unwrap();
     });
-    assert_eq!(told.load(Ordering::Relaxed), 2);
+    assert_eq!(calls.load(Ordering::Relaxed), 2);
     context.allocator.observers().detach(tracker);
     drop(outer);
     context.finish();
@@ -156,8 +156,8 @@ fn trackers_may_allocate_while_a_scope_opens() {
 fn observers_may_own_blocks() {
     let context = TestContext::new("");
     let observers = context.allocator.observers();
-    let told = Arc::new(AtomicU64::new(0));
-    let counter = told.clone();
+    let calls = Arc::new(AtomicU64::new(0));
+    let counter = calls.clone();
     let count = move |_, _: &_| {
         counter.fetch_add(1, Ordering::Relaxed);
     };
@@ -172,7 +172,7 @@ fn observers_may_own_blocks() {
     let block = own(3 * MIB);
     let callback = observers.attach_pressure_callback(Arc::new(move |_| block.bytes() == 0));
     assert!(observers.detach(callback));
-    assert_eq!((told.load(Ordering::Relaxed), context.bytes_allocated()), (3, 0));
+    assert_eq!((calls.load(Ordering::Relaxed), context.bytes_allocated()), (3, 0));
     observers.detach(frees);
     context.finish();
 }
@@ -215,8 +215,8 @@ thread_local! {
 #[test]
 fn a_thread_may_allocate_in_its_last_destructors() {
     let context = TestContext::new("");
-    let told = Arc::new(AtomicU64::new(0));
-    let counter = told.clone();
+    let calls = Arc::new(AtomicU64::new(0));
+    let counter = calls.clone();
     let count = move |_, _: &_| {
         counter.fetch_add(1, Ordering::Relaxed);
     };
@@ -236,7 +236,7 @@ fn a_thread_may_allocate_in_its_last_destructors() {
         });
     });
     // The end of a scope does not wait for the destructors of its threads.
-    while told.load(Ordering::Relaxed) < 2 || context.bytes_reserved() > 0 {
+    while calls.load(Ordering::Relaxed) < 2 || context.bytes_reserved() > 0 {
         thread::yield_now();
     }
     context.allocator.observers().detach(tracker);
@@ -261,10 +261,10 @@ fn deferred_frees_cost_a_request_one_status_query_per_stream() {
     stream.wait_stream(&side).unwrap();
     assert_eq!(context.stats().active.all.current, BLOCKS as u64, "all are deferred");
     let other = context.side_stream();
-    let asked = context.sim.call_count(Call::CaptureState);
+    let before = context.sim.call_count(Call::CaptureState);
     let block = context.alloc_on(&other, MIB);
-    let questions = context.sim.call_count(Call::CaptureState) - asked;
-    assert!(questions < 10, "{questions} questions for one request");
+    let queries = context.sim.call_count(Call::CaptureState) - before;
+    assert!(queries < 10, "{queries} queries for one request");
     context.end_capture(&stream);
     context.pools().end_routing(FIRST, pool).unwrap();
     context.free(block);

@@ -16,7 +16,7 @@ fn statistics_have_pytorchs_names() {
     let pool = context.pools().create_pool(FIRST, PoolOptions::default()).unwrap();
     context.alloc_in(pool, MIB);
     let flat: BTreeMap<String, i64> = context.stats().flattened().into_iter().collect();
-    let mut wanted = Vec::new();
+    let mut expected = Vec::new();
     let by_kind = [
         "allocation",
         "segment",
@@ -31,15 +31,15 @@ fn statistics_have_pytorchs_names() {
     ];
     for name in by_kind {
         for kind in ["all", "small_pool", "large_pool"] {
-            wanted.push(format!("{name}.{kind}"));
+            expected.push(format!("{name}.{kind}"));
         }
     }
-    wanted.extend(["oversize_allocations".to_owned(), "oversize_segments".to_owned()]);
-    let mut wanted: Vec<String> = wanted
+    expected.extend(["oversize_allocations".to_owned(), "oversize_segments".to_owned()]);
+    let mut expected: Vec<String> = expected
         .iter()
         .flat_map(|name| ["current", "peak", "allocated", "freed"].map(|what| format!("{name}.{what}")))
         .collect();
-    wanted.extend(
+    expected.extend(
         [
             "num_alloc_retries",
             "num_ooms",
@@ -51,8 +51,8 @@ fn statistics_have_pytorchs_names() {
         ]
         .map(str::to_owned),
     );
-    wanted.sort();
-    assert_eq!(flat.keys().cloned().collect::<Vec<_>>(), wanted);
+    expected.sort();
+    assert_eq!(flat.keys().cloned().collect::<Vec<_>>(), expected);
     assert_eq!(flat["max_split_size"], -1);
     assert_eq!(flat["reserved_bytes_by_private_pools.0_1.small_pool.current"], 2 << 20);
     context.set("max_split_size_mb:64");
@@ -97,9 +97,9 @@ fn every_statistic_counts_what_it_should() {
 fn peaks_and_sums_can_be_reset() {
     let context = TestContext::with_capacity(GIB, "max_split_size_mb:100");
     let kept = context.alloc(200 * MIB);
-    let gone = context.alloc(300 * MIB);
+    let freed = context.alloc(300 * MIB);
     context.expect_oom(2 * GIB);
-    context.free(gone);
+    context.free(freed);
     let stats = context.stats();
     assert_eq!((stats.oversize_allocations.current, stats.oversize_allocations.peak), (1, 2));
     assert_eq!(stats.oversize_segments.current, 2, "of the threshold or more");
@@ -172,14 +172,14 @@ fn statistics_stay_consistent() {
     for (step, what) in steps {
         match what {
             0..=2 => {
-                let given = context.alloc(1 + (step * 1_234_567) % (24 * MIB));
-                sum += given.bytes;
-                live.push(given);
+                let allocation = context.alloc(1 + (step * 1_234_567) % (24 * MIB));
+                sum += allocation.bytes;
+                live.push(allocation);
             }
             3 if !live.is_empty() => {
-                let gone = live.remove((step as usize * 31) % live.len());
-                sum -= gone.bytes;
-                context.free(gone);
+                let freed = live.remove((step as usize * 31) % live.len());
+                sum -= freed.bytes;
+                context.free(freed);
             }
             _ => {
                 context.trim();
@@ -224,10 +224,10 @@ fn fuzz(settings: &str, seed: u64) {
                 1 => 1 + rng.u64_below(20 * MIB),
                 _ => 1 + rng.u64_below(60 * MIB),
             };
-            let Ok(given) = context.allocator.allocate_raw(Request::new(FIRST, context.main.id(), bytes)) else {
+            let Ok(allocation) = context.allocator.allocate_raw(Request::new(FIRST, context.main.id(), bytes)) else {
                 assert!(sum + bytes > 300 * MIB, "out of memory on an almost empty device");
-                for (gone, _) in live.drain(..) {
-                    context.allocator.free(gone).unwrap();
+                for (freed, _) in live.drain(..) {
+                    context.allocator.free(freed).unwrap();
                 }
                 sum = 0;
                 continue;
@@ -235,17 +235,17 @@ fn fuzz(settings: &str, seed: u64) {
             let value = rng.u32() as u8;
             // The first and the last bytes are enough to detect an overlap.
             for end in [0, bytes - 1] {
-                context.sim_fill(given.ptr.0 + end, value);
+                context.sim_fill(allocation.ptr.0 + end, value);
             }
             sum += bytes;
-            live.push((given, value));
+            live.push((allocation, value));
         } else if draw < 98 {
-            let (gone, value) = live.swap_remove(rng.below(live.len()));
+            let (freed, value) = live.swap_remove(rng.below(live.len()));
             if step % 16 == 0 {
-                context.assert_holds(gone, value);
+                context.assert_holds(freed, value);
             }
-            sum -= gone.bytes_requested;
-            context.allocator.free(gone).unwrap();
+            sum -= freed.bytes_requested;
+            context.allocator.free(freed).unwrap();
         } else {
             context.allocator.trim(FIRST, MemPoolId::DEFAULT).unwrap();
         }
@@ -320,10 +320,10 @@ fn a_tracker_sees_every_action() {
             log.lock().unwrap().push((event.action, event.addr, event.size));
         }),
     );
-    let given = context.alloc(4_000_000);
-    context.free(given);
+    let allocation = context.alloc(4_000_000);
+    context.free(allocation);
     context.trim();
-    let at = given.ptr.0;
+    let at = allocation.ptr.0;
     let whole = [
         (Action::SegmentAlloc, at, 20 * MIB),
         (Action::Alloc, at, 4_000_000),
@@ -365,14 +365,14 @@ fn trackers_may_call_the_allocator() {
                     slot: 0,
                 });
                 drop(taken);
-                let given = allocator.allocate_raw(Request::new(FIRST, stream, 100)).unwrap();
-                mine.lock().unwrap().push(given);
+                let allocation = allocator.allocate_raw(Request::new(FIRST, stream, 100)).unwrap();
+                mine.lock().unwrap().push(allocation);
             }
         }),
     );
-    let given = context.alloc(5 * MIB);
+    let allocation = context.alloc(5 * MIB);
     assert_eq!(taken.lock().unwrap().len(), 2);
-    context.free(given);
+    context.free(allocation);
     context.free(taken.lock().unwrap()[1]);
     let inner = Arc::downgrade(&context.allocator);
     context.allocator.observers().attach_tracker(

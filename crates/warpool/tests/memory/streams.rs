@@ -188,11 +188,11 @@ fn the_next_call_records_fences_for_a_dropped_block() {
 #[test]
 fn a_destroyed_stream_is_waited_for() {
     let context = TestContext::new("");
-    let gone = context.sim.stream_create(FIRST, StreamOptions::default()).unwrap();
+    let destroyed = context.sim.stream_create(FIRST, StreamOptions::default()).unwrap();
     let block = context.alloc(4 * MIB);
-    context.sim_fill_id(block.ptr.0, 1, gone);
-    context.allocator.record_use(block, gone).unwrap();
-    context.sim.stream_destroy(gone).unwrap();
+    context.sim_fill_id(block.ptr.0, 1, destroyed);
+    context.allocator.record_use(block, destroyed).unwrap();
+    context.sim.stream_destroy(destroyed).unwrap();
     context.free(block);
     let again = context.alloc(4 * MIB);
     context.fill(again, 2, &context.main);
@@ -212,10 +212,10 @@ fn a_destroyed_stream_is_waited_for() {
 fn waiting_for_a_destroyed_stream_spares_captures() {
     let context = TestContext::with_config(SimConfig::default().with_devices(2), "");
     let (stream, captures) = (context.side_stream(), context.side_stream());
-    let gone = context.sim.stream_create(FIRST, StreamOptions::default()).unwrap();
+    let destroyed = context.sim.stream_create(FIRST, StreamOptions::default()).unwrap();
     let block = context.alloc_on(&stream, 4 * MIB);
-    context.allocator.record_use(block, gone).unwrap();
-    context.sim.stream_destroy(gone).unwrap();
+    context.allocator.record_use(block, destroyed).unwrap();
+    context.sim.stream_destroy(destroyed).unwrap();
     context.begin_capture(&captures);
     context.free(block);
     let other = context.alloc_on(&stream, 4 * MIB);

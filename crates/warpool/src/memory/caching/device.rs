@@ -1,7 +1,7 @@
 //! One device of the caching allocator: its state under its lock, and what the driver calls around it need.
 //!
 //! Locks: `state` is held for one step, never during a driver call. `slow` is held by the one thread that allocates
-//! memory from the driver or returns it; it comes before `state`. Observers are called with neither.
+//! memory from the driver or returns it; it is taken before `state`. Observers are called with neither.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -249,7 +249,7 @@ impl CachingDevice {
 
 /// Captures.
 impl CachingDevice {
-    /// Whether captures are active on any device: those that this allocator was told of, and those of graphs that use
+    /// Whether captures are active on any device: those reported to this allocator, and those of graphs that use
     /// another allocator. Two loads.
     pub(super) fn has_captures(&self) -> bool {
         self.shared.captures.load(Ordering::Acquire) > 0 || self.instance().has_captures()

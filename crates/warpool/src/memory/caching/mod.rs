@@ -83,8 +83,8 @@ impl CachingAllocator {
         Ok(())
     }
 
-    /// Turns caching off or on. Off, every request is a driver call and appears in no statistics; memory allocated
-    /// either way is freed the same way.
+    /// Turns caching off or on. Off, every request is a driver call and appears in no statistics; memory is
+    /// freed the way it was allocated.
     pub fn set_caching(&self, on: bool) {
         self.caching.store(on, Ordering::Release);
     }

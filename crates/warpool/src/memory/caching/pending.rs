@@ -137,7 +137,7 @@ impl<'a> PendingFrees<'a> {
     }
 
     /// Retries the frees that captures deferred. Each stream's status is read once, however many blocks wait: another
-    /// thread's capture may defer thousands, and every request outside of it comes here.
+    /// thread's capture may defer thousands, and every request outside of it calls this.
     fn retry_deferred(&self) -> Result<()> {
         let mut capturing = FxHashSet::default();
         for stream in self.device.read(|state| state.deferred_streams()) {

@@ -1,4 +1,4 @@
-//! A mutex that knows whether the calling thread holds it.
+//! A mutex that can tell whether the calling thread holds it.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard};

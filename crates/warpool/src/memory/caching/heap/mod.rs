@@ -471,7 +471,7 @@ impl Heap {
         block.status = to;
     }
 
-    /// Forgets who used and allocated a block whose free is pending.
+    /// Clears the uses and the call stack of a block whose free is pending.
     pub(super) fn clear_extra(&mut self, key: BlockKey) {
         self.blocks[key].extra = None;
     }

@@ -135,7 +135,7 @@ fn map(slow: &SlowGuard<'_>, unmapped: &Unmapped) -> Result<OrOom<Vec<PhysicalId
     if error.code == ErrorCode::OutOfMemory { Ok(Err(OomCause::Device)) } else { Err(error.into()) }
 }
 
-/// Who may access what is mapped: the device itself, and its peers.
+/// The access rights of mapped memory: the device itself and its peers.
 fn access(slow: &SlowGuard<'_>) -> Vec<DeviceAccess> {
     let peers = slow.peers();
     let devices = std::iter::once(slow.id).chain(peers.iter().copied());
@@ -167,7 +167,7 @@ fn unmap(slow: &SlowGuard<'_>, chunks: &Chunks, stream: StreamId, details: &Entr
     Ok(waited)
 }
 
-/// Gives up the addresses of a segment, if nothing of it is mapped. On failure it stays, unmapped, and is used again.
+/// Releases the addresses of a segment, if nothing of it is mapped. On failure it stays, unmapped, and is used again.
 #[expect(unsafe_code, reason = "the driver cannot check that no work uses the addresses")]
 pub(super) fn release_addresses(slow: &SlowGuard<'_>, segment: SegmentKey) -> Result<()> {
     let Some((block, ptr, bytes)) = slow.with(|state| state.take_unmapped_segment(segment)) else { return Ok(()) };

@@ -217,7 +217,7 @@ impl DeviceState {
         self.heap.take_unmapped_segment(segment)
     }
 
-    /// Removes a segment whose addresses were given up.
+    /// Removes a segment whose addresses were released.
     pub(crate) fn remove_unmapped_segment(&mut self, block: BlockKey) {
         drop(self.heap.remove_segment(block));
     }
