@@ -1,5 +1,5 @@
-//! Nothing calls the driver while a process exits: this program runs itself with things of every kind in static and
-//! thread-local variables, and its driver writes down each call that comes once `main` is about to return.
+//! No driver call while a process exits: this program runs itself with objects of every kind in static and thread-local
+//! variables, and its driver prints each call that is made after `main` is about to return.
 //!
 //! It has its own `main`, since the thread-local variables of the main thread are the ones that are dropped during
 //! exit.
@@ -45,17 +45,17 @@ fn run(role: &str) -> Output {
 }
 
 static EXITING: AtomicBool = AtomicBool::new(false);
-static GPU: OnceLock<Instance> = OnceLock::new();
-static KEPT: Mutex<Vec<Box<dyn Any + Send>>> = Mutex::new(Vec::new());
+static INSTANCE: OnceLock<Instance> = OnceLock::new();
+static STATIC_OBJECTS: Mutex<Vec<Box<dyn Any + Send>>> = Mutex::new(Vec::new());
 
 thread_local! {
-    /// Registered before Warpool's own notes, hence dropped after them.
+    /// Registered before Warpool's own variables, hence destroyed after them.
     static EARLY: RefCell<Vec<Box<dyn Any>>> = const { RefCell::new(Vec::new()) };
-    /// Registered after them, hence dropped before.
+    /// Registered after them, hence destroyed before.
     static LATE: RefCell<Vec<Box<dyn Any>>> = const { RefCell::new(Vec::new()) };
 }
 
-/// Complains about every call that comes too late.
+/// Prints every call during exit.
 struct Watch;
 
 impl Hook for Watch {
@@ -73,16 +73,16 @@ impl Hook for Watch {
     fn suballocation(&self, _: Call, _: Arguments<'_>) {}
 }
 
-fn watched() -> Instance {
+fn watched_instance() -> Instance {
     let sim = Arc::new(SimDriver::new(SimConfig::default().with_devices(2)));
     Instance::new(Arc::new(Hooked::with_hook(sim, Watch))).expect("a simulated device")
 }
 
-/// Asks and sets what is current when it is dropped, and fetches the handle that this thread has or had, which must
-/// neither panic nor reach the driver.
-struct AsksAtTheEnd(Instance, HandlePool<Cublas>);
+/// When dropped, reads and sets what is current and fetches the thread's handle, which must neither panic nor call the
+/// driver.
+struct UsesOnDrop(Instance, HandlePool<Cublas>);
 
-impl Drop for AsksAtTheEnd {
+impl Drop for UsesOnDrop {
     fn drop(&mut self) {
         let device = self.0.device(1).expect("the second device");
         let _guard = device.enter();
@@ -92,17 +92,17 @@ impl Drop for AsksAtTheEnd {
     }
 }
 
-/// Calls the driver when it is dropped.
-struct Calls(Instance);
+/// CallsOnDrop the driver when it is dropped.
+struct CallsOnDrop(Instance);
 
-impl Drop for Calls {
+impl Drop for CallsOnDrop {
     fn drop(&mut self) {
         let _ = self.0.driver().device_count();
     }
 }
 
-/// One of everything that this crate hands out.
-fn one_of_each(instance: &Instance) -> Vec<Box<dyn Any + Send>> {
+/// One object of every kind that can be sent.
+fn sendable_objects(instance: &Instance) -> Vec<Box<dyn Any + Send>> {
     let device = instance.device(0).expect("the first device");
     let stream = device.pool_stream().expect("a stream");
     let mut all: Vec<Box<dyn Any + Send>> = vec![
@@ -134,8 +134,8 @@ fn one_of_each(instance: &Instance) -> Vec<Box<dyn Any + Send>> {
             all.push(Box::new(pool));
         }
     }
-    // Pinned memory: cached, used by a stream and given back, with somebody; of an allocator that stays and of one that
-    // goes.
+    // Pinned memory: cached, used by a stream and freed, allocated; of an allocator that is kept and of one that is
+    // dropped.
     for keep in [true, false] {
         let pinned = HostAllocator::new(instance, PinnedSettings::default());
         let blocks = [1 << 10, 1 << 20, 1 << 21].map(|bytes| pinned.allocate(bytes).expect("pinned memory"));
@@ -148,8 +148,8 @@ fn one_of_each(instance: &Instance) -> Vec<Box<dyn Any + Send>> {
             all.push(Box::new(pinned));
         }
     }
-    // Handles: an idle one, a leased one, and one that this thread holds from now on, of a pool that stays and of one
-    // that goes.
+    // Handles: an idle one, a leased one, and one that this thread owns, of a pool that is kept and of one that is
+    // dropped.
     let pool = HandlePool::new(instance, Cublas);
     drop([pool.lease(&device).expect("a lease"), pool.lease(&device).expect("another")]);
     all.push(Box::new(pool.lease(&device).expect("a lease")));
@@ -160,8 +160,8 @@ fn one_of_each(instance: &Instance) -> Vec<Box<dyn Any + Send>> {
     all
 }
 
-/// One of everything that stays on its thread.
-fn one_of_each_of_the_thread(instance: &Instance) -> Vec<Box<dyn Any>> {
+/// One object of every kind that stays on its thread.
+fn thread_objects(instance: &Instance) -> Vec<Box<dyn Any>> {
     let device = instance.device(1).expect("the second device");
     let pool = HandlePool::new(instance, Cublas);
     let allocator: Arc<dyn DeviceAllocator> = Arc::new(CachingAllocator::new(instance, Settings::default()));
@@ -173,43 +173,43 @@ fn one_of_each_of_the_thread(instance: &Instance) -> Vec<Box<dyn Any>> {
         Box::new(instance.current_stream().expect("a stream").enter()),
         Box::new(pool.current(&device).expect("a handle")),
         Box::new(HandlePool::new(instance, Cudnn).current(&device).expect("a handle")),
-        Box::new(AsksAtTheEnd(instance.clone(), pool)),
+        Box::new(UsesOnDrop(instance.clone(), pool)),
     ]
 }
 
 fn fill_variables(loud: bool) {
     EARLY.with(|early| early.borrow_mut().clear());
-    let instance = GPU.get_or_init(watched);
+    let instance = INSTANCE.get_or_init(watched_instance);
     instance.device(1).expect("the second device").make_current();
     HandlePool::new(instance, Cudnn).current(&instance.current_device()).expect("a handle");
     LATE.with(|late| late.borrow_mut().clear());
 
-    KEPT.lock().expect("not poisoned").extend(one_of_each(instance));
+    STATIC_OBJECTS.lock().expect("not poisoned").extend(sendable_objects(instance));
     for variable in [&EARLY, &LATE] {
         // One Instance lives in static variables, the other only here: its last handle is dropped during exit.
-        for instance in [instance.clone(), watched()] {
-            let mut things: Vec<Box<dyn Any>> = Vec::new();
-            things.extend(one_of_each(&instance).into_iter().map(|thing| thing as Box<dyn Any>));
-            things.extend(one_of_each_of_the_thread(&instance));
-            variable.with(|variable| variable.borrow_mut().extend(things));
+        for instance in [instance.clone(), watched_instance()] {
+            let mut objects: Vec<Box<dyn Any>> = Vec::new();
+            objects.extend(sendable_objects(&instance).into_iter().map(|object| object as Box<dyn Any>));
+            objects.extend(thread_objects(&instance));
+            variable.with(|variable| variable.borrow_mut().extend(objects));
         }
     }
     if loud {
-        LATE.with(|late| late.borrow_mut().push(Box::new(Calls(instance.clone()))));
+        LATE.with(|late| late.borrow_mut().push(Box::new(CallsOnDrop(instance.clone()))));
     }
 
-    // A thread that ends, with all that it had in its own variables: made or moved there before, dropped by its end.
-    let (give, given) = mpsc::channel::<Vec<Box<dyn Any + Send>>>();
+    // A thread that ends with objects in its own variables, made there or moved there.
+    let (sender, receiver) = mpsc::channel::<Vec<Box<dyn Any + Send>>>();
     let (ready, is_ready) = mpsc::channel();
     let thread = thread::spawn(move || {
-        LATE.with(|late| late.borrow_mut().extend(one_of_each_of_the_thread(instance)));
+        LATE.with(|late| late.borrow_mut().extend(thread_objects(instance)));
         ready.send(()).expect("the main thread waits");
-        let things = given.recv().expect("the main thread gives them");
-        LATE.with(|late| late.borrow_mut().extend(things.into_iter().map(|thing| thing as Box<dyn Any>)));
+        let objects = receiver.recv().expect("the main thread gives them");
+        LATE.with(|late| late.borrow_mut().extend(objects.into_iter().map(|object| object as Box<dyn Any>)));
     });
     is_ready.recv().expect("the thread comes so far");
 
     EXITING.store(true, Ordering::SeqCst);
-    give.send(KEPT.lock().expect("not poisoned").split_off(0)).expect("the thread waits");
+    sender.send(STATIC_OBJECTS.lock().expect("not poisoned").split_off(0)).expect("the thread waits");
     thread.join().expect("a thread that ends well");
 }

@@ -1,5 +1,5 @@
-//! A test context for cuBLAS: a simulated machine, and products whose results are known. A test that makes one ends
-//! with [`Lab::finish`].
+//! A test context for cuBLAS: a simulated device, and multiplications with known results. A test that makes one ends
+//! with [`BlasFixture::finish`].
 
 use std::sync::Arc;
 
@@ -16,7 +16,7 @@ use super::memory::{FIRST, MIB};
 pub const HOPPER: u64 = 32 * MIB;
 
 /// A simulated machine with a counter of its calls, an allocator, and cuBLAS on it.
-pub struct Lab {
+pub struct BlasFixture {
     pub sim: Arc<SimDriver>,
     pub counting: Arc<Counting>,
     pub instance: Instance,
@@ -25,7 +25,7 @@ pub struct Lab {
     pub blas: Blas,
 }
 
-impl Lab {
+impl BlasFixture {
     pub fn new() -> Self {
         Self::with(BlasSettings::default())
     }
@@ -47,8 +47,8 @@ impl Lab {
         self.device.pool_stream().unwrap()
     }
 
-    /// What was told to a handle from its `from`-th call on, without products.
-    pub fn told(&self, handle: HandleId, from: usize) -> Vec<LibraryCall> {
+    /// The calls on a handle from its `from`-th on, without multiplications.
+    pub fn calls_since(&self, handle: HandleId, from: usize) -> Vec<LibraryCall> {
         let calls = self.sim.library_calls(handle).split_off(from);
         calls.into_iter().filter(|call| !matches!(call, LibraryCall::Sgemm(_))).collect()
     }
@@ -61,12 +61,12 @@ impl Lab {
         self.allocator.trim(FIRST, MemPoolId::DEFAULT).unwrap()
     }
 
-    /// What a user does through the raw handle.
+    /// Sets the stream through the raw handle, as a user might.
     pub fn sim_set_stream(&self, handle: HandleId, stream: &Stream) {
         self.sim.library_set_stream(handle, stream.id()).unwrap();
     }
 
-    /// Gives everything back, and looks for what may have gone wrong.
+    /// Frees everything, and checks for hazards and leaks.
     pub fn finish(self) {
         for device in self.instance.devices() {
             device.synchronize().unwrap();
@@ -80,8 +80,8 @@ impl Lab {
     }
 }
 
-/// Runs `body` on as many threads at once, with their numbers, and waits until they are gone, with all that they held:
-/// the end of a scope does not wait for that.
+/// Runs `body` on `count` threads, with their numbers, and waits until their thread-local variables are destroyed,
+/// which the end of a scope does not.
 pub fn on_threads(count: usize, body: impl Fn(usize) + Sync) {
     std::thread::scope(|scope| {
         let body = &body;
@@ -114,7 +114,7 @@ impl Matrices {
         let driver = Arc::clone(allocator.instance().driver());
         let block = allocator.allocate((3 * n * n * 4) as u64, stream)?;
         let bytes: Vec<u8> = a.iter().chain(&b).flat_map(|x| x.to_ne_bytes()).collect();
-        // What the block was used for before is in the stream's order; the host is not.
+        // Earlier uses of the block are ordered by the stream; the host is not.
         stream.synchronize()?;
         driver.upload(stream.device_id(), block.ptr(), &bytes)?;
         let matrix = |index: usize| BlasMatrix {

@@ -1,5 +1,5 @@
 //! A test context for graphs: kernels that count, a stream to capture on, and checks at the end. A test that makes one
-//! ends with [`GraphLab::finish`], after all its graphs are dropped.
+//! ends with [`GraphFixture::finish`], after all its graphs are dropped.
 
 use warpool::driver::sim::{HazardKind, ObjectCounts, SimConfig};
 use warpool::driver::{Copies as _, DevicePtr, FunctionId, KernelMirror, KernelSource, Kernels as _, LaunchShape};
@@ -47,8 +47,8 @@ static KERNELS: KernelSource = KernelSource {
     ],
 };
 
-/// A machine with an allocator, kernels, and a stream to capture on.
-pub struct GraphLab {
+/// A simulated device with an allocator, kernels, and a stream to capture on.
+pub struct GraphFixture {
     pub context: TestContext,
     pub side: StreamLease,
     add: FunctionId,
@@ -57,7 +57,7 @@ pub struct GraphLab {
     start: ObjectCounts,
 }
 
-impl GraphLab {
+impl GraphFixture {
     pub fn new(settings: &str) -> Self {
         Self::on(SimConfig::default(), settings)
     }
@@ -79,7 +79,7 @@ impl GraphLab {
         Graph::new(&self.context.any(), &self.context.device(), options).unwrap()
     }
 
-    /// A block of the stream's, from wherever it is routed to.
+    /// A block for the stream, from the pool that it is routed to.
     pub fn block(&self, bytes: u64, stream: &Stream) -> DeviceBlock {
         self.context.any().allocate(bytes, stream).unwrap()
     }
@@ -89,7 +89,7 @@ impl GraphLab {
         self.try_add(to, value, stream).unwrap();
     }
 
-    /// The same, as the body of a capture wants it.
+    /// The same with a result, for the body of a capture.
     pub fn try_add(&self, to: DevicePtr, value: u32, stream: &Stream) -> Result<()> {
         let args = [to.into(), value.into()];
         Ok(self.context.sim.kernel_launch(self.add, LaunchShape::ONE, &args, stream.id())?)
@@ -107,7 +107,7 @@ impl GraphLab {
         capture_kernel(capture, self.add, &[to.into(), value.into()], &stream)
     }
 
-    /// The same where pinned host memory is.
+    /// The same in pinned host memory.
     pub fn capture_add_host(&self, capture: &mut Capture<'_>, to: impl Into<HostOffset>, value: u32) -> Result<()> {
         let stream = capture.stream().clone();
         capture_kernel(capture, self.add, &[to.into().into(), value.into()], &stream)
@@ -133,19 +133,19 @@ impl GraphLab {
         u32::from_le_bytes(bytes)
     }
 
-    /// Where a graph has a buffer.
+    /// The address of a graph's buffer.
     pub fn at(&self, graph: &Graph, key: BufferKey) -> DevicePtr {
         graph.buffer(key).unwrap().ptr()
     }
 
-    /// Forgets the hazards of that kind, which the test meant to cause.
-    pub fn forgive(&self, kind: HazardKind) {
+    /// Clears the hazards of that kind, which the test causes on purpose.
+    pub fn expect_hazards(&self, kind: HazardKind) {
         let hazards = self.context.sim.hazards();
         assert!(hazards.iter().all(|hazard| hazard.kind == kind), "{hazards:#?}");
         self.context.sim.clear_hazards();
     }
 
-    /// Gives back everything that nobody uses any more; also what destructors left.
+    /// Frees everything that is unused, also what destructors left.
     pub fn clean(&self) {
         self.graph().reset().unwrap();
         self.context.device().synchronize().unwrap();
@@ -153,14 +153,14 @@ impl GraphLab {
         self.context.device().event_pool().trim().unwrap();
     }
 
-    /// With all graphs and blocks gone: nothing is left of them.
+    /// After all graphs and blocks are dropped: checks that nothing is leaked.
     pub fn finish(self) {
         self.clean();
         let now = self.context.sim.object_counts();
-        assert_eq!((now.graphs, now.graph_execs, now.captures), (0, 0, 0), "left behind");
-        assert_eq!((now.allocations, now.mappings, now.reservations), (0, 0, 0), "left behind");
-        assert_eq!((now.events, now.handles), (self.start.events, 0), "left behind");
-        assert_eq!(now.bytes_used, self.start.bytes_used, "memory left behind");
+        assert_eq!((now.graphs, now.graph_execs, now.captures), (0, 0, 0), "leaked");
+        assert_eq!((now.allocations, now.mappings, now.reservations), (0, 0, 0), "leaked");
+        assert_eq!((now.events, now.handles), (self.start.events, 0), "leaked");
+        assert_eq!(now.bytes_used, self.start.bytes_used, "memory leaked");
         assert!(!self.context.instance.is_capturing(&self.side).unwrap());
         self.context.finish();
     }
@@ -169,6 +169,6 @@ impl GraphLab {
 pub fn graph_error<T: std::fmt::Debug>(outcome: Result<T>) -> GraphError {
     match outcome {
         Err(Error::Graph(error)) => error,
-        other => panic!("a graph's error was due: {other:?}"),
+        other => panic!("not a graph's error: {other:?}"),
     }
 }

@@ -8,115 +8,115 @@ use warpool::memory::{Allocate as _, MemPool, MemPoolId, PoolOptions};
 
 use crate::common::launch::capture_kernel;
 use crate::common::memory::{FIRST, MIB};
-use crate::lab::{Lab, graph_error};
+use crate::fixture::{CaptureFixture, graph_error};
 
 #[test]
-fn a_graph_runs_what_was_captured_each_time() {
-    let lab = Lab::new();
-    let mut graph = lab.graph();
-    let data = lab.context.any().allocate(4, &lab.context.main).unwrap();
+fn a_graph_replays_the_captured_work() {
+    let fixture = CaptureFixture::new();
+    let mut graph = fixture.graph();
+    let data = fixture.context.any().allocate(4, &fixture.context.main).unwrap();
     let ptr = data.ptr();
-    lab.context.sim.fill(ptr, Pattern::U32(5), 1, lab.context.main.id()).unwrap();
-    lab.context.device().synchronize().unwrap();
+    fixture.context.sim.fill(ptr, Pattern::U32(5), 1, fixture.context.main.id()).unwrap();
+    fixture.context.device().synchronize().unwrap();
     let key = graph
-        .capture(&lab.side, CaptureOptions::default(), |capture| {
-            assert_eq!(lab.context.instance.current_stream()?, *lab.side.stream());
+        .capture(&fixture.side, CaptureOptions::default(), |capture| {
+            assert_eq!(fixture.context.instance.current_stream()?, *fixture.side.stream());
             let (stream, key) = (capture.stream().clone(), capture.keep(data)?);
-            capture_kernel(capture, lab.add, &[key.into(), 1_u32.into(), 3_u32.into()], &stream)?;
+            capture_kernel(capture, fixture.add, &[key.into(), 1_u32.into(), 3_u32.into()], &stream)?;
             Ok(key)
         })
         .unwrap();
-    assert_eq!(lab.word(ptr), 5, "nothing runs while it is captured");
+    assert_eq!(fixture.word(ptr), 5, "nothing runs while it is captured");
     for round in 1..=3 {
-        lab.expect(&graph, key, 5 + 3 * round);
+        fixture.expect(&graph, key, 5 + 3 * round);
     }
     assert!(graph.is_captured() && !graph.is_capturing() && !graph.is_empty().unwrap());
     drop(graph);
-    lab.finish();
+    fixture.finish();
 }
 
 #[test]
-fn bad_begins_are_refused_one_by_one_and_change_nothing() {
-    let lab = Lab::new();
-    let (mut graph, plain) = (lab.graph(), CaptureOptions::default());
-    let before = (lab.context.stats(), lab.context.sim.object_counts());
-    let main = lab.context.main.clone();
+fn each_wrong_begin_has_its_error_and_changes_nothing() {
+    let fixture = CaptureFixture::new();
+    let (mut graph, plain) = (fixture.graph(), CaptureOptions::default());
+    let before = (fixture.context.stats(), fixture.context.sim.object_counts());
+    let main = fixture.context.main.clone();
     assert_eq!(graph_error(graph.capture_begin(&main, plain)), GraphError::DefaultStream);
-    let far = lab.context.instance.device(1).unwrap().lease_stream().unwrap();
+    let far = fixture.context.instance.device(1).unwrap().lease_stream().unwrap();
     assert!(matches!(graph_error(graph.capture_begin(&far, plain)), GraphError::StreamDevice { .. }));
-    let other = Lab::new();
+    let other = CaptureFixture::new();
     assert_eq!(graph.capture_begin(&other.side, plain), Err(Error::ForeignInstance { object: "the stream" }));
     assert_eq!(
-        graph_error(graph.capture_begin(&lab.side, plain.with_pool(MemPoolId::DEFAULT))),
+        graph_error(graph.capture_begin(&fixture.side, plain.with_pool(MemPoolId::DEFAULT))),
         GraphError::DefaultPool
     );
     let unknown = MemPoolId { graph: 0, user: 99 };
-    let refused = graph.capture_begin(&lab.side, plain.with_pool(unknown));
+    let refused = graph.capture_begin(&fixture.side, plain.with_pool(unknown));
     assert_eq!(refused, Err(Error::UnknownPool { pool: unknown, device: FIRST }));
     let (pool, block) = {
-        let pool = MemPool::new(&lab.context.any(), &lab.context.device(), PoolOptions::default()).unwrap();
-        (pool.id(), lab.context.any().allocate_in(pool.id(), 512, &main).unwrap())
+        let pool = MemPool::new(&fixture.context.any(), &fixture.context.device(), PoolOptions::default()).unwrap();
+        (pool.id(), fixture.context.any().allocate_in(pool.id(), 512, &main).unwrap())
     };
-    assert_eq!(graph.capture_begin(&lab.side, plain.with_pool(pool)), Err(Error::PoolReleased { pool }));
+    assert_eq!(graph.capture_begin(&fixture.side, plain.with_pool(pool)), Err(Error::PoolReleased { pool }));
     drop(block);
     {
-        let pool = MemPool::new(&lab.context.any(), &lab.context.device(), PoolOptions::default()).unwrap();
+        let pool = MemPool::new(&fixture.context.any(), &fixture.context.device(), PoolOptions::default()).unwrap();
         let _scope = pool.enter().unwrap();
-        let refused = graph.capture_begin(&lab.side, plain.with_pool(pool.id()));
+        let refused = graph.capture_begin(&fixture.side, plain.with_pool(pool.id()));
         assert_eq!(refused, Err(Error::AlreadyRouting { pool: pool.id() }));
         assert_eq!(pool.uses().unwrap(), 2, "the owner and the scope");
     }
-    lab.context.sim.capture_begin(lab.side.id(), CaptureMode::Relaxed).unwrap();
+    fixture.context.sim.capture_begin(fixture.side.id(), CaptureMode::Relaxed).unwrap();
     assert_eq!(
-        graph_error(graph.capture_begin(&lab.side, plain)),
-        GraphError::StreamCaptures { stream: lab.side.id() }
+        graph_error(graph.capture_begin(&fixture.side, plain)),
+        GraphError::StreamCaptures { stream: fixture.side.id() }
     );
-    let template = lab.context.sim.capture_end(lab.side.id()).unwrap();
-    lab.context.sim.graph_destroy(template).unwrap();
-    lab.context.trim();
+    let template = fixture.context.sim.capture_end(fixture.side.id()).unwrap();
+    fixture.context.sim.graph_destroy(template).unwrap();
+    fixture.context.trim();
     assert_eq!(
-        (lab.context.stats().reserved_bytes.all.current, lab.context.sim.object_counts().graphs),
+        (fixture.context.stats().reserved_bytes.all.current, fixture.context.sim.object_counts().graphs),
         (0, before.1.graphs)
     );
-    lab.still_works(&mut graph);
-    assert_eq!(graph_error(graph.capture_begin(&lab.side, plain)), GraphError::AlreadyCaptured);
+    fixture.expect_usable(&mut graph);
+    assert_eq!(graph_error(graph.capture_begin(&fixture.side, plain)), GraphError::AlreadyCaptured);
     drop((graph, far));
     other.finish();
-    lab.finish();
+    fixture.finish();
 }
 
 #[test]
-fn begin_and_end_are_a_pair() {
-    let lab = Lab::new();
-    let mut graph = lab.graph();
-    assert_eq!(graph_error(graph.capture_end(&lab.side)), GraphError::NotCapturing);
-    assert_eq!(graph_error(graph.replay(&lab.context.main)), GraphError::NotCaptured);
-    graph.capture_begin(&lab.side, CaptureOptions::default()).unwrap();
-    assert!(graph.is_capturing() && lab.context.instance.is_capturing(&lab.side).unwrap());
-    let nested = graph_error(graph.capture_begin(&lab.side, CaptureOptions::default()));
-    assert_eq!(nested, GraphError::AlreadyCapturing { stream: lab.side.id() });
-    assert_eq!(graph_error(graph.replay(&lab.context.main)), GraphError::StillCapturing);
-    let main = lab.context.main.clone();
-    let wrong = GraphError::WrongStream { began: lab.side.id(), ended: main.id() };
+fn begin_and_end_must_be_paired() {
+    let fixture = CaptureFixture::new();
+    let mut graph = fixture.graph();
+    assert_eq!(graph_error(graph.capture_end(&fixture.side)), GraphError::NotCapturing);
+    assert_eq!(graph_error(graph.replay(&fixture.context.main)), GraphError::NotCaptured);
+    graph.capture_begin(&fixture.side, CaptureOptions::default()).unwrap();
+    assert!(graph.is_capturing() && fixture.context.instance.is_capturing(&fixture.side).unwrap());
+    let nested = graph_error(graph.capture_begin(&fixture.side, CaptureOptions::default()));
+    assert_eq!(nested, GraphError::AlreadyCapturing { stream: fixture.side.id() });
+    assert_eq!(graph_error(graph.replay(&fixture.context.main)), GraphError::StillCapturing);
+    let main = fixture.context.main.clone();
+    let wrong = GraphError::WrongStream { began: fixture.side.id(), ended: main.id() };
     assert_eq!(graph_error(graph.capture_end(&main)), wrong);
     assert!(graph.is_capturing(), "a wrong end changes nothing");
     let key = graph.scope().unwrap().allocate(4).unwrap();
-    graph.scope().unwrap().fill(key, Pattern::U32(9), 1, &lab.side).unwrap();
-    graph.capture_end(&lab.side).unwrap();
-    assert!(!lab.context.instance.is_capturing(&lab.side).unwrap());
-    lab.expect(&graph, key, 9);
+    graph.scope().unwrap().fill(key, Pattern::U32(9), 1, &fixture.side).unwrap();
+    graph.capture_end(&fixture.side).unwrap();
+    assert!(!fixture.context.instance.is_capturing(&fixture.side).unwrap());
+    fixture.expect(&graph, key, 9);
     drop(graph);
-    lab.finish();
+    fixture.finish();
 }
 
 #[test]
-fn a_capture_broken_on_purpose_leaves_everything_usable() {
-    let lab = Lab::new();
-    let mut graph = lab.graph();
-    let outcome = graph.capture(&lab.side, CaptureOptions::default(), |capture| {
+fn an_invalidated_capture_leaves_everything_usable() {
+    let fixture = CaptureFixture::new();
+    let mut graph = fixture.graph();
+    let outcome = graph.capture(&fixture.side, CaptureOptions::default(), |capture| {
         capture.allocate(3 * MIB)?;
-        // Forbidden: the device would have to wait for a capture.
-        let _ = lab.context.device().synchronize();
+        // Forbidden during a capture.
+        let _ = fixture.context.device().synchronize();
         Ok(())
     });
     match graph_error(outcome) {
@@ -127,65 +127,66 @@ fn a_capture_broken_on_purpose_leaves_everything_usable() {
         other => panic!("{other}"),
     }
     assert!(!graph.is_captured() && graph.pools().is_empty());
-    assert_eq!(graph_error(graph.replay(&lab.context.main)), GraphError::NotCaptured);
-    lab.forgive(&[HazardKind::CaptureInvalidated]);
-    lab.still_works(&mut graph);
+    assert_eq!(graph_error(graph.replay(&fixture.context.main)), GraphError::NotCaptured);
+    fixture.expect_hazards(&[HazardKind::CaptureInvalidated]);
+    fixture.expect_usable(&mut graph);
     drop(graph);
-    lab.finish();
+    fixture.finish();
 }
 
 #[test]
-fn an_error_in_the_scope_ends_the_capture_and_is_passed_on() {
-    let lab = Lab::new();
-    let mut graph = lab.graph();
-    let failed: warpool::Result<()> = graph.capture(&lab.side, CaptureOptions::default(), |capture| {
+fn an_error_in_the_scope_ends_the_capture_and_is_returned() {
+    let fixture = CaptureFixture::new();
+    let mut graph = fixture.graph();
+    let failed: warpool::Result<()> = graph.capture(&fixture.side, CaptureOptions::default(), |capture| {
         capture.allocate(3 * MIB)?;
         Err(Error::ThreadEnding)
     });
     assert_eq!(failed, Err(Error::ThreadEnding));
-    let driver_error = graph.capture(&lab.side, CaptureOptions::default(), |_| lab.context.device().synchronize());
+    let driver_error =
+        graph.capture(&fixture.side, CaptureOptions::default(), |_| fixture.context.device().synchronize());
     let code = driver_error.unwrap_err().driver().map(|error| error.code);
-    assert_eq!(code, Some(ErrorCode::StreamCaptureUnsupported), "the call that broke it speaks for itself");
-    let only_broken = graph.capture(&lab.side, CaptureOptions::default(), |capture| {
-        let _ = lab.context.device().synchronize();
+    assert_eq!(code, Some(ErrorCode::StreamCaptureUnsupported), "the error of the call that invalidated it");
+    let only_broken = graph.capture(&fixture.side, CaptureOptions::default(), |capture| {
+        let _ = fixture.context.device().synchronize();
         capture.allocate(512)
     });
     let error = graph_error(only_broken);
-    assert!(error.to_string().contains("device_synchronize"), "the cause, not only that it is broken: {error}");
-    lab.forgive(&[HazardKind::CaptureInvalidated]);
-    lab.still_works(&mut graph);
+    assert!(error.to_string().contains("device_synchronize"), "the cause, not only that it was invalidated: {error}");
+    fixture.expect_hazards(&[HazardKind::CaptureInvalidated]);
+    fixture.expect_usable(&mut graph);
     drop(graph);
-    lab.finish();
+    fixture.finish();
 }
 
 #[test]
-fn a_panic_in_the_scope_ends_the_capture_and_goes_on() {
-    let lab = Lab::new();
-    let mut graph = lab.graph();
+fn a_panic_in_the_scope_ends_the_capture_and_is_resumed() {
+    let fixture = CaptureFixture::new();
+    let mut graph = fixture.graph();
     let panic = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
-        graph.capture(&lab.side, CaptureOptions::default(), |capture| -> warpool::Result<()> {
+        graph.capture(&fixture.side, CaptureOptions::default(), |capture| -> warpool::Result<()> {
             capture.allocate(512)?;
             panic!("on purpose");
         })
     }));
     assert_eq!(panic.unwrap_err().downcast_ref::<&str>(), Some(&"on purpose"));
-    assert!(!graph.is_capturing() && lab.context.instance.current_stream().unwrap() == lab.context.main);
-    lab.still_works(&mut graph);
+    assert!(!graph.is_capturing() && fixture.context.instance.current_stream().unwrap() == fixture.context.main);
+    fixture.expect_usable(&mut graph);
     drop(graph);
-    lab.finish();
+    fixture.finish();
 }
 
 #[test]
 fn a_capture_ends_on_its_thread_unless_it_is_relaxed() {
-    let lab = Lab::new();
-    let mut graph = lab.graph();
+    let fixture = CaptureFixture::new();
+    let mut graph = fixture.graph();
     let mut end_elsewhere = |mode: CaptureMode| {
         graph.reset().unwrap();
-        graph.capture_begin(&lab.side, CaptureOptions::default().with_mode(mode)).unwrap();
-        let outcome = std::thread::scope(|threads| threads.spawn(|| graph.capture_end(&lab.side)).join().unwrap());
+        graph.capture_begin(&fixture.side, CaptureOptions::default().with_mode(mode)).unwrap();
+        let outcome = std::thread::scope(|threads| threads.spawn(|| graph.capture_end(&fixture.side)).join().unwrap());
         if outcome.is_err() {
-            // The mistake changes nothing.
-            graph.capture_end(&lab.side).unwrap();
+            // The error changes nothing.
+            graph.capture_end(&fixture.side).unwrap();
         }
         outcome
     };
@@ -194,5 +195,5 @@ fn a_capture_ends_on_its_thread_unless_it_is_relaxed() {
     }
     end_elsewhere(CaptureMode::Relaxed).unwrap();
     drop(graph);
-    lab.finish();
+    fixture.finish();
 }

@@ -1,4 +1,4 @@
-//! Bodies that run if, or while, a flag in device memory is set.
+//! Conditional nodes: bodies that run if, or while, a flag in device memory is true.
 
 use warpool::driver::sim::{HazardKind, SimConfig};
 use warpool::driver::{Copies as _, ErrorCode, NodeKind, Pattern};
@@ -8,12 +8,12 @@ use warpool::{Error, Result, Stream};
 
 use crate::common::launch::capture_kernel;
 use crate::common::memory::FIRST;
-use crate::lab::{Lab, graph_error};
+use crate::fixture::{CaptureFixture, graph_error};
 
 /// Adds `value` to the word in `key`, on the scope's stream.
-fn add(lab: &Lab, capture: &mut Capture<'_>, key: BufferKey, value: u32) -> Result<()> {
+fn add(fixture: &CaptureFixture, capture: &mut Capture<'_>, key: BufferKey, value: u32) -> Result<()> {
     let stream = capture.stream().clone();
-    capture_kernel(capture, lab.add, &[key.into(), 1_u32.into(), value.into()], &stream)
+    capture_kernel(capture, fixture.add, &[key.into(), 1_u32.into(), value.into()], &stream)
 }
 
 fn fill(capture: &mut Capture<'_>, key: BufferKey, value: u32) -> Result<()> {
@@ -21,129 +21,129 @@ fn fill(capture: &mut Capture<'_>, key: BufferKey, value: u32) -> Result<()> {
     capture.fill(key, Pattern::U32(value), 1, &stream)
 }
 
-fn upload(lab: &Lab, graph: &Graph, key: BufferKey, value: u32) {
-    lab.context.device().synchronize().unwrap();
-    lab.context.sim.upload(FIRST, graph.buffer(key).unwrap().ptr(), &value.to_le_bytes()).unwrap();
+fn upload(fixture: &CaptureFixture, graph: &Graph, key: BufferKey, value: u32) {
+    fixture.context.device().synchronize().unwrap();
+    fixture.context.sim.upload(FIRST, graph.buffer(key).unwrap().ptr(), &value.to_le_bytes()).unwrap();
 }
 
 #[test]
-fn an_if_runs_its_body_when_the_flag_is_set() {
-    let lab = Lab::new();
+fn an_if_runs_its_body_when_the_flag_is_true() {
+    let fixture = CaptureFixture::new();
     for byte in [false, true] {
-        let mut graph = lab.graph_with(GraphOptions { keep_graph: true });
+        let mut graph = fixture.graph_with(GraphOptions { keep_graph: true });
         let (switch, out) = graph
-            .capture(&lab.side, CaptureOptions::default(), |capture| {
+            .capture(&fixture.side, CaptureOptions::default(), |capture| {
                 let (switch, out) = (capture.allocate(4)?, capture.allocate(4)?);
                 fill(capture, out, 1)?;
                 let flag = if byte { Flag::byte(switch.at(1)) } else { Flag::word(switch) };
                 capture.if_node(flag, |body| {
-                    assert!(body.in_body() && body.stream().id() != lab.side.id());
-                    assert_eq!(lab.context.instance.current_stream()?, *body.stream());
-                    add(&lab, body, out, 10)
+                    assert!(body.in_body() && body.stream().id() != fixture.side.id());
+                    assert_eq!(fixture.context.instance.current_stream()?, *body.stream());
+                    add(&fixture, body, out, 10)
                 })?;
-                assert_eq!(lab.context.instance.current_stream()?, *lab.side.stream());
-                add(&lab, capture, out, 100)?;
+                assert_eq!(fixture.context.instance.current_stream()?, *fixture.side.stream());
+                add(&fixture, capture, out, 100)?;
                 Ok((switch, out))
             })
             .unwrap();
         let kinds: Vec<NodeKind> = graph.topology().unwrap().nodes.iter().map(|node| node.kind).collect();
         assert_eq!(kinds, [NodeKind::Fill, NodeKind::Kernel, NodeKind::Conditional, NodeKind::Kernel]);
         for (value, sum) in [(0, 101), (0x0100, 111), (0, 101), (0xff00, 111)] {
-            upload(&lab, &graph, switch, value);
-            lab.expect(&graph, out, sum);
+            upload(&fixture, &graph, switch, value);
+            fixture.expect(&graph, out, sum);
         }
-        upload(&lab, &graph, switch, 0xff);
-        lab.expect(&graph, out, if byte { 101 } else { 111 });
+        upload(&fixture, &graph, switch, 0xff);
+        fixture.expect(&graph, out, if byte { 101 } else { 111 });
     }
-    lab.finish();
+    fixture.finish();
 }
 
 #[test]
 fn a_while_runs_until_its_body_clears_the_flag() {
-    let lab = Lab::new();
-    let mut graph = lab.graph();
+    let fixture = CaptureFixture::new();
+    let mut graph = fixture.graph();
     let (left, out) = graph
-        .capture(&lab.side, CaptureOptions::default(), |capture| {
+        .capture(&fixture.side, CaptureOptions::default(), |capture| {
             let (left, out) = (capture.allocate(4)?, capture.allocate(4)?);
             fill(capture, out, 0)?;
             capture.while_node(Flag::word(left), |body| {
-                add(&lab, body, out, 5)?;
+                add(&fixture, body, out, 5)?;
                 // One less.
-                add(&lab, body, left, u32::MAX)
+                add(&fixture, body, left, u32::MAX)
             })?;
             Ok((left, out))
         })
         .unwrap();
     for rounds in [3, 0, 1, 10] {
-        upload(&lab, &graph, left, rounds);
-        lab.expect(&graph, out, 5 * rounds);
+        upload(&fixture, &graph, left, rounds);
+        fixture.expect(&graph, out, 5 * rounds);
     }
     drop(graph);
-    lab.finish();
+    fixture.finish();
 }
 
 #[test]
 fn bodies_nest_three_deep() {
-    let lab = Lab::new();
-    let mut graph = lab.graph();
+    let fixture = CaptureFixture::new();
+    let mut graph = fixture.graph();
     let (flags, out) = graph
-        .capture(&lab.side, CaptureOptions::default(), |capture| {
+        .capture(&fixture.side, CaptureOptions::default(), |capture| {
             let flags = [capture.allocate(4)?, capture.allocate(4)?, capture.allocate(4)?];
             let out = capture.allocate(4)?;
             fill(capture, out, 0)?;
             capture.if_node(Flag::word(flags[0]), |one| {
-                add(&lab, one, out, 1)?;
+                add(&fixture, one, out, 1)?;
                 one.if_node(Flag::word(flags[1]), |two| {
-                    add(&lab, two, out, 10)?;
+                    add(&fixture, two, out, 10)?;
                     two.while_node(Flag::word(flags[2]), |three| {
-                        add(&lab, three, out, 100)?;
-                        add(&lab, three, flags[2], u32::MAX)
+                        add(&fixture, three, out, 100)?;
+                        add(&fixture, three, flags[2], u32::MAX)
                     })
                 })?;
-                add(&lab, one, out, 1000)
+                add(&fixture, one, out, 1000)
             })?;
             Ok((flags, out))
         })
         .unwrap();
     for (values, sum) in [([0, 1, 1], 0), ([1, 0, 1], 1001), ([1, 1, 0], 1011), ([1, 1, 3], 1311)] {
         for (flag, value) in flags.into_iter().zip(values) {
-            upload(&lab, &graph, flag, value);
+            upload(&fixture, &graph, flag, value);
         }
-        lab.expect(&graph, out, sum);
+        fixture.expect(&graph, out, sum);
     }
     drop(graph);
-    lab.finish();
+    fixture.finish();
 }
 
 #[test]
-fn forty_ifs_take_one_stream() {
-    let lab = Lab::new();
-    let before = lab.context.sim.object_counts().streams;
+fn forty_ifs_use_one_stream() {
+    let fixture = CaptureFixture::new();
+    let before = fixture.context.sim.object_counts().streams;
     for graphs in 0..2 {
-        let mut graph = lab.graph();
+        let mut graph = fixture.graph();
         let (switch, out) = graph
-            .capture(&lab.side, CaptureOptions::default(), |capture| {
+            .capture(&fixture.side, CaptureOptions::default(), |capture| {
                 let (switch, out) = (capture.allocate(4)?, capture.allocate(4)?);
                 fill(capture, out, graphs)?;
                 for _ in 0..40 {
-                    capture.if_node(Flag::word(switch), |body| add(&lab, body, out, 2))?;
+                    capture.if_node(Flag::word(switch), |body| add(&fixture, body, out, 2))?;
                 }
                 Ok((switch, out))
             })
             .unwrap();
-        upload(&lab, &graph, switch, 1);
-        lab.expect(&graph, out, 80 + graphs);
+        upload(&fixture, &graph, switch, 1);
+        fixture.expect(&graph, out, 80 + graphs);
     }
-    assert_eq!(lab.context.sim.object_counts().streams, before + 1);
-    lab.finish();
+    assert_eq!(fixture.context.sim.object_counts().streams, before + 1);
+    fixture.finish();
 }
 
 #[test]
-fn memory_asked_for_in_a_body_is_the_graphs() {
-    let lab = Lab::with("graph_capture_record_stream_reuse:True");
-    let mut graph = lab.graph();
+fn memory_allocated_in_a_body_comes_from_the_graphs_pool() {
+    let fixture = CaptureFixture::with("graph_capture_record_stream_reuse:True");
+    let mut graph = fixture.graph();
     let (switch, out) = graph
-        .capture(&lab.side, CaptureOptions::default(), |capture| {
+        .capture(&fixture.side, CaptureOptions::default(), |capture| {
             let (switch, out, pool) = (capture.allocate(4)?, capture.allocate(4)?, capture.pool());
             fill(capture, out, 7)?;
             let mut inside = Vec::new();
@@ -159,49 +159,49 @@ fn memory_asked_for_in_a_body_is_the_graphs() {
                     body.copy(out, forked, 4, &stream)
                 })?;
             }
-            let segments = lab.context.segments_of(pool);
+            let segments = fixture.context.segments_of(pool);
             for ptr in inside {
                 assert!(segments.iter().any(|one| (one.address..one.address + one.total_size).contains(&ptr.0)));
             }
-            assert_eq!(lab.context.segments_of(MemPoolId::DEFAULT), []);
+            assert_eq!(fixture.context.segments_of(MemPoolId::DEFAULT), []);
             Ok((switch, out))
         })
         .unwrap();
     for (value, sum) in [(0, 7), (1, 2)] {
-        upload(&lab, &graph, switch, value);
-        lab.expect(&graph, out, sum);
+        upload(&fixture, &graph, switch, value);
+        fixture.expect(&graph, out, sum);
     }
     drop(graph);
-    lab.finish();
+    fixture.finish();
 }
 
 #[test]
-fn without_the_device_or_a_capture_there_are_none() {
+fn conditional_nodes_need_device_support_and_a_capture() {
     let mut config = SimConfig::default();
     config.devices[0].properties.conditional_nodes = false;
-    let lab = Lab::on(config, "");
-    let mut graph = lab.graph();
+    let fixture = CaptureFixture::on(config, "");
+    let mut graph = fixture.graph();
     assert_eq!(graph_error(graph.scope().map(drop)), GraphError::NotCapturing);
     let key = graph
-        .capture(&lab.side, CaptureOptions::default(), |capture| {
+        .capture(&fixture.side, CaptureOptions::default(), |capture| {
             let key = capture.allocate(4)?;
             let refused = graph_error(capture.if_node(Flag::word(key), |_| Ok(())));
             assert_eq!(refused, GraphError::NoConditionalNodes { device: FIRST });
             fill(capture, key, 6)?;
             Ok(key)
         })
-        .expect("asking breaks nothing");
-    lab.expect(&graph, key, 6);
+        .expect("the errors do not invalidate the capture");
+    fixture.expect(&graph, key, 6);
     drop(graph);
-    lab.finish();
+    fixture.finish();
 }
 
 #[test]
-fn a_flag_lies_in_a_buffer() {
-    let lab = Lab::new();
-    let mut graph = lab.graph();
+fn a_flag_must_lie_in_a_buffer() {
+    let fixture = CaptureFixture::new();
+    let mut graph = fixture.graph();
     let key = graph
-        .capture(&lab.side, CaptureOptions::default(), |capture| {
+        .capture(&fixture.side, CaptureOptions::default(), |capture| {
             let key = capture.allocate(4)?;
             for flag in [Flag::byte(key.at(4)), Flag::word(key.at(1))] {
                 let refused = graph_error(capture.while_node(flag, |_| Ok(())));
@@ -213,18 +213,18 @@ fn a_flag_lies_in_a_buffer() {
             fill(capture, key, 6)?;
             Ok(key)
         })
-        .expect("asking breaks nothing");
-    lab.expect(&graph, key, 6);
+        .expect("the errors do not invalidate the capture");
+    fixture.expect(&graph, key, 6);
     drop(graph);
-    lab.finish();
+    fixture.finish();
 }
 
 #[test]
-fn a_body_that_fails_fails_the_capture_even_if_nobody_looks() {
-    let lab = Lab::new();
-    let mut graph = lab.graph();
+fn a_failed_body_fails_the_capture_even_if_its_error_is_ignored() {
+    let fixture = CaptureFixture::new();
+    let mut graph = fixture.graph();
     for passes_on in [false, true] {
-        let outcome = graph.capture(&lab.side, CaptureOptions::default(), |capture| {
+        let outcome = graph.capture(&fixture.side, CaptureOptions::default(), |capture| {
             let key = capture.allocate(4)?;
             let failed = capture.if_node(Flag::word(key), |body| {
                 fill(body, key, 1)?;
@@ -236,38 +236,38 @@ fn a_body_that_fails_fails_the_capture_even_if_nobody_looks() {
         let wanted = GraphError::BodyFailed { error: Box::new(Error::ThreadEnding) };
         assert_eq!(outcome, Err(if passes_on { Error::ThreadEnding } else { wanted.into() }));
     }
-    lab.still_works(&mut graph);
+    fixture.expect_usable(&mut graph);
     drop(graph);
-    lab.finish();
+    fixture.finish();
 }
 
 #[test]
-fn a_panic_in_a_body_that_is_caught_outside_fails_the_capture() {
-    let lab = Lab::new();
-    let mut graph = lab.graph();
-    let outcome = graph.capture(&lab.side, CaptureOptions::default(), |capture| {
+fn a_caught_panic_of_a_body_fails_the_capture() {
+    let fixture = CaptureFixture::new();
+    let mut graph = fixture.graph();
+    let outcome = graph.capture(&fixture.side, CaptureOptions::default(), |capture| {
         let key = capture.allocate(4)?;
         let caught = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
             capture.if_node(Flag::word(key), |_| -> Result<()> { panic!("on purpose") })
         }));
         assert!(caught.is_err());
-        assert_eq!(lab.context.instance.current_stream()?, *lab.side.stream());
+        assert_eq!(fixture.context.instance.current_stream()?, *fixture.side.stream());
         Ok(())
     });
     assert_eq!(graph_error(outcome), GraphError::BodyFailed { error: Box::new(GraphError::BodyPanicked.into()) });
-    lab.still_works(&mut graph);
+    fixture.expect_usable(&mut graph);
     drop(graph);
-    lab.finish();
+    fixture.finish();
 }
 
 #[test]
-fn a_body_broken_on_purpose_says_by_what() {
-    let lab = Lab::new();
-    let mut graph = lab.graph();
-    let outcome = graph.capture(&lab.side, CaptureOptions::default(), |capture| {
+fn an_invalidated_body_names_the_call() {
+    let fixture = CaptureFixture::new();
+    let mut graph = fixture.graph();
+    let outcome = graph.capture(&fixture.side, CaptureOptions::default(), |capture| {
         let key = capture.allocate(4)?;
         capture.if_node(Flag::word(key), |_| {
-            let _ = lab.context.device().synchronize();
+            let _ = fixture.context.device().synchronize();
             Ok(())
         })
     });
@@ -278,28 +278,28 @@ fn a_body_broken_on_purpose_says_by_what() {
         }
         other => panic!("{other}"),
     }
-    lab.forgive(&[HazardKind::CaptureInvalidated]);
-    lab.still_works(&mut graph);
+    fixture.expect_hazards(&[HazardKind::CaptureInvalidated]);
+    fixture.expect_usable(&mut graph);
     drop(graph);
-    lab.finish();
+    fixture.finish();
 }
 
-/// Memory that a body gave up must not go to work that may run beside the body.
+/// Memory that a body frees must not be reused by work that may run in parallel with the body.
 #[test]
-fn nobody_else_gets_the_stream_of_a_body_before_the_capture_ends() {
-    let lab = Lab::new();
-    let mut graph = lab.graph();
-    let device = lab.context.device();
+fn the_stream_of_a_body_is_not_leased_before_the_capture_ends() {
+    let fixture = CaptureFixture::new();
+    let mut graph = fixture.graph();
+    let device = fixture.context.device();
     let scratch = |stream: &Stream| -> Result<()> {
-        let block = lab.context.any().allocate(1 << 20, stream)?;
-        Ok(lab.context.sim.fill(block.ptr(), Pattern::U8(9), 1 << 20, stream.id())?)
+        let block = fixture.context.any().allocate(1 << 20, stream)?;
+        Ok(fixture.context.sim.fill(block.ptr(), Pattern::U8(9), 1 << 20, stream.id())?)
     };
     graph
-        .capture(&lab.side, CaptureOptions::default(), |capture| {
+        .capture(&fixture.side, CaptureOptions::default(), |capture| {
             let switch = capture.allocate(4)?;
             fill(capture, switch, 1)?;
-            let mut before = lab.context.instance.event();
-            lab.side.record_event(&mut before)?;
+            let mut before = fixture.context.instance.event();
+            fixture.side.record_event(&mut before)?;
             let mut used = Vec::new();
             for _ in 0..2 {
                 capture.if_node(Flag::word(switch), |body| {
@@ -307,14 +307,14 @@ fn nobody_else_gets_the_stream_of_a_body_before_the_capture_ends() {
                     scratch(body.stream())
                 })?;
             }
-            assert_eq!(used[0], used[1], "bodies come one after another");
+            assert_eq!(used[0], used[1], "bodies are captured one after another");
             let beside = device.lease_stream()?;
             beside.wait_event(&before)?;
             scratch(&beside)?;
-            lab.side.wait_stream(&beside)
+            fixture.side.wait_stream(&beside)
         })
         .unwrap();
-    graph.replay(&lab.context.main).unwrap();
+    graph.replay(&fixture.context.main).unwrap();
     drop(graph);
-    lab.finish();
+    fixture.finish();
 }

@@ -1,4 +1,4 @@
-//! Every driver call of a graph's life fails once, or two of them: nothing is left behind, and the next graph works.
+//! Every driver call of a graph's life fails once, or two of them: nothing is leaked, and the next graph works.
 
 use std::sync::Arc;
 
@@ -9,7 +9,7 @@ use warpool::graph::{CaptureOptions, Flag, Graph, GraphOptions};
 use warpool::memory::{Allocate as _, CachingAllocator, DeviceAllocator, MemPoolId, Settings};
 use warpool::{Instance, Result, StreamLease};
 
-struct Lab {
+struct FaultyFixture {
     sim: Arc<SimDriver>,
     faulty: Arc<Faulty>,
     instance: Instance,
@@ -17,7 +17,7 @@ struct Lab {
     side: StreamLease,
 }
 
-impl Lab {
+impl FaultyFixture {
     fn new() -> Self {
         let sim = Arc::new(SimDriver::new(SimConfig::default()));
         let faulty = Arc::new(Faulty::new(sim.clone(), FaultPlan::new()));
@@ -61,7 +61,7 @@ impl Lab {
         Ok(())
     }
 
-    /// With nothing failing any more: everything is there, and nothing is left.
+    /// Without faults: everything works again, and nothing is leaked.
     fn finish(self, about: &str) {
         self.faulty.clear_plan();
         self.scenario(false).unwrap_or_else(|error| panic!("{about}: afterwards it does not work: {error}"));
@@ -71,7 +71,7 @@ impl Lab {
         self.allocator.trim(device.id(), MemPoolId::DEFAULT).unwrap();
         let left = self.sim.object_counts();
         assert_eq!((left.graphs, left.graph_execs, left.captures), (0, 0, 0), "{about}");
-        assert_eq!(left.allocations, 0, "{about}: memory left behind");
+        assert_eq!(left.allocations, 0, "{about}: memory leaked");
         let meant = [HazardKind::CaptureInvalidated, HazardKind::CaptureUnjoined];
         let hazards: Vec<_> = self.sim.hazards().into_iter().filter(|one| !meant.contains(&one.kind)).collect();
         assert_eq!(hazards, [], "{about}");
@@ -84,24 +84,24 @@ impl Lab {
 }
 
 fn check(keep_graph: bool, plan: FaultPlan) {
-    let lab = Lab::new();
-    lab.faulty.set_plan(plan);
-    let outcome = lab.scenario(keep_graph);
-    let about = format!("keep_graph: {keep_graph}, failing: {:?}, outcome: {outcome:?}", lab.faulty.injected());
-    lab.finish(&about);
+    let fixture = FaultyFixture::new();
+    fixture.faulty.set_plan(plan);
+    let outcome = fixture.scenario(keep_graph);
+    let about = format!("keep_graph: {keep_graph}, failing: {:?}, outcome: {outcome:?}", fixture.faulty.injected());
+    fixture.finish(&about);
 }
 
 fn calls(keep_graph: bool) -> u64 {
-    let lab = Lab::new();
-    let before = lab.sim.calls_made();
-    lab.scenario(keep_graph).unwrap();
-    let calls = lab.sim.calls_made() - before;
-    lab.finish("without faults");
+    let fixture = FaultyFixture::new();
+    let before = fixture.sim.calls_made();
+    fixture.scenario(keep_graph).unwrap();
+    let calls = fixture.sim.calls_made() - before;
+    fixture.finish("without faults");
     calls
 }
 
 #[test]
-fn each_call_may_fail_once() {
+fn each_failed_call_leaks_nothing() {
     for keep_graph in [false, true] {
         let calls = calls(keep_graph);
         assert!(calls > 80, "the scenario makes only {calls} calls");
@@ -114,7 +114,7 @@ fn each_call_may_fail_once() {
 }
 
 #[test]
-fn two_calls_may_fail_one_behind_the_other() {
+fn two_failed_calls_in_a_row_leak_nothing() {
     for keep_graph in [false, true] {
         for nth in 1..=calls(keep_graph) {
             for apart in [1, 2, 3, 5] {
@@ -126,7 +126,7 @@ fn two_calls_may_fail_one_behind_the_other() {
 }
 
 #[test]
-fn a_share_of_all_calls_may_fail() {
+fn random_failures_leak_nothing() {
     for seed in 0..300 {
         check(seed % 2 == 0, FaultPlan::new().fail_fraction(&[], 0.1, seed, ErrorCode::UnknownError));
     }

@@ -1,5 +1,5 @@
-//! Functions with graphs: what is captured in which order, what it costs, which call is served by what, and why not.
-//! The simulated device judges the order of everything: a test ends with [`Lab::finish`].
+//! `GraphedCallable`: the order of captures, their memory, which graph a call replays, and why it runs without one.
+//! The simulated device checks the order of all work: a test ends with [`CallableFixture::finish`].
 
 use std::cell::RefCell;
 use std::sync::Arc;
@@ -32,7 +32,7 @@ static KERNELS: KernelSource = KernelSource {
     }],
 };
 
-/// How much of a block the work looks at.
+/// How much of a block the work reads.
 const WORDS: usize = 16;
 
 /// Adds a weight to its input, twice: once into memory of its own, once into its output. A shape is the size of each in
@@ -75,19 +75,19 @@ impl Callable for Adder {
         Ok(vec![output])
     }
 
-    fn serves(&self, captured: &u64, asked: &u64) -> bool {
-        if self.pads { captured >= asked } else { captured == asked }
+    fn serves(&self, captured: &u64, requested: &u64) -> bool {
+        if self.pads { captured >= requested } else { captured == requested }
     }
 }
 
-struct Lab {
+struct CallableFixture {
     context: TestContext,
     sum: FunctionId,
     side: StreamLease,
     start: ObjectCounts,
 }
 
-impl Lab {
+impl CallableFixture {
     fn new() -> Self {
         let context = TestContext::with_config(SimConfig::default().with_devices(2), "");
         let module = context.sim.module_load(FIRST, &KERNELS).unwrap();
@@ -132,7 +132,7 @@ impl Lab {
         u32::from_le_bytes(bytes)
     }
 
-    /// Calls with an input of `value`, and says which graph served and what came out.
+    /// Calls with an input of `value`; returns the shape of the replayed graph and the output.
     fn call(&self, graphed: &mut GraphedCallable<Adder>, shape: u64, value: u32) -> (Option<u64>, u32) {
         let (input, main) = (self.block(shape * KIB, value), &self.context.main);
         let answer = graphed.call(&shape, &[Input::from(&input)], main).unwrap();
@@ -144,34 +144,34 @@ impl Lab {
         self.context.bytes_reserved()
     }
 
-    fn forgive(&self, kind: HazardKind) {
+    fn expect_hazards(&self, kind: HazardKind) {
         let hazards = self.context.sim.hazards();
         assert!(hazards.iter().all(|hazard| hazard.kind == kind), "{hazards:#?}");
         self.context.sim.clear_hazards();
     }
 
     fn finish(self) {
-        // What destructors left goes with the next reset.
+        // The next reset destroys what destructors left.
         Graph::new(&self.context.any(), &self.context.device(), GraphOptions::default()).unwrap().reset().unwrap();
         self.context.device().synchronize().unwrap();
         self.context.trim();
         let now = self.context.sim.object_counts();
-        assert_eq!((now.graphs, now.graph_execs, now.captures, now.allocations), (0, 0, 0, 0), "left behind");
-        assert_eq!(now.bytes_used, self.start.bytes_used, "memory left behind");
+        assert_eq!((now.graphs, now.graph_execs, now.captures, now.allocations), (0, 0, 0, 0), "leaked");
+        assert_eq!(now.bytes_used, self.start.bytes_used, "memory leaked");
         self.context.finish();
     }
 }
 
 const SHAPES: [u64; 3] = [1 << 10, 12 << 10, 4 << 10];
 
-/// The numbers follow from the allocator's rules: 12 MiB have segments of their own; of what the first graph's own
-/// memory leaves, 4 MiB are cut; 1 MiB is small.
+/// The numbers follow from the allocator's rules: 12 MiB blocks have segments of their own; the 4 MiB ones are split
+/// from what the first graph has freed; 1 MiB is small.
 #[test]
 fn shapes_are_captured_largest_first_into_one_pool() {
-    let lab = Lab::new();
-    let before = lab.adder();
-    let reserved = lab.reserved();
-    let graphed = lab.graphed(before, &[SHAPES[0], SHAPES[1], SHAPES[2], SHAPES[1]]);
+    let fixture = CallableFixture::new();
+    let before = fixture.adder();
+    let reserved = fixture.reserved();
+    let graphed = fixture.graphed(before, &[SHAPES[0], SHAPES[1], SHAPES[2], SHAPES[1]]);
     let runs = graphed.callable().runs.borrow().clone();
     let warm = [12 << 10, 4 << 10, 1 << 10].map(|shape| [(shape, false); 2]).concat();
     assert_eq!(runs[..6], warm, "each shape is warmed up before the first capture, and none twice");
@@ -182,67 +182,67 @@ fn shapes_are_captured_largest_first_into_one_pool() {
     assert!(graphed.reports().iter().all(|report| report.failed.is_none()));
     assert_eq!(graphed.bytes_inputs(), 12 * MIB);
     let pool = graphed.pool().unwrap();
-    let of_pool: u64 = lab.context.segments_of(pool).iter().map(|segment| segment.total_size).sum();
+    let of_pool: u64 = fixture.context.segments_of(pool).iter().map(|segment| segment.total_size).sum();
     assert_eq!(of_pool, 26 * MIB, "all graphs are in one pool");
-    let added = lab.reserved() - reserved;
-    assert_eq!(added, (12 + 26) * MIB, "inputs and graphs; what the warm-ups had is given back");
+    let added = fixture.reserved() - reserved;
+    assert_eq!(added, (12 + 26) * MIB, "inputs and graphs; memory of the warm-ups is freed");
     graphed.close().unwrap();
-    lab.finish();
+    fixture.finish();
 }
 
 #[test]
-fn a_call_is_served_by_the_graph_of_its_shape() {
-    let lab = Lab::new();
-    let mut graphed = lab.graphed(lab.adder(), &SHAPES);
+fn a_call_replays_the_graph_of_its_shape() {
+    let fixture = CallableFixture::new();
+    let mut graphed = fixture.graphed(fixture.adder(), &SHAPES);
     for (round, &shape) in SHAPES.iter().cycle().take(9).enumerate() {
         let value = 100 * round as u32;
-        assert_eq!(lab.call(&mut graphed, shape, value), (Some(shape), value + 10));
+        assert_eq!(fixture.call(&mut graphed, shape, value), (Some(shape), value + 10));
     }
     assert_eq!(graphed.callable().runs.borrow().len(), 3 * 2 + 3, "no call has run the work itself");
     drop(graphed);
-    lab.finish();
+    fixture.finish();
 }
 
 #[test]
-fn inputs_are_copied_only_if_they_lie_elsewhere() {
-    let lab = Lab::new();
-    let mut graphed = lab.graphed(lab.adder(), &[64]);
-    let main = lab.context.main.clone();
-    let copies = || lab.context.sim.call_count(DriverCall::Copy);
+fn inputs_in_the_graphs_memory_are_not_copied() {
+    let fixture = CallableFixture::new();
+    let mut graphed = fixture.graphed(fixture.adder(), &[64]);
+    let main = fixture.context.main.clone();
+    let copies = || fixture.context.sim.call_count(DriverCall::Copy);
     let before = copies();
-    assert_eq!(lab.call(&mut graphed, 64, 1), (Some(64), 11));
+    assert_eq!(fixture.call(&mut graphed, 64, 1), (Some(64), 11));
     assert_eq!(copies(), before + 1);
     assert!(graphed.input(1).is_none());
     let place = graphed.input(0).unwrap();
-    lab.write(place, 2, &main);
+    fixture.write(place, 2, &main);
     let input = Input::from(place);
     let answer = graphed.call(&64, &[input], &main).unwrap();
     let output = answer.outputs().next().unwrap();
-    assert_eq!((lab.word(output, &main), answer.outputs().len()), (12, 1));
+    assert_eq!((fixture.word(output, &main), answer.outputs().len()), (12, 1));
     assert_eq!(copies(), before + 1, "it was where the graph reads");
     drop(graphed);
-    lab.finish();
+    fixture.finish();
 }
 
 #[test]
-fn a_larger_graph_serves_if_the_work_says_so() {
-    let lab = Lab::new();
-    let mut adder = lab.adder();
+fn a_larger_graph_is_used_if_the_callable_allows_it() {
+    let fixture = CallableFixture::new();
+    let mut adder = fixture.adder();
     adder.pads = true;
-    let mut graphed = lab.graphed(adder, &[64, 256, 1024]);
+    let mut graphed = fixture.graphed(adder, &[64, 256, 1024]);
     let cases = [(1, Some(64)), (64, Some(64)), (65, Some(256)), (300, Some(1024)), (1024, Some(1024)), (1025, None)];
-    for (asked, served) in cases {
-        assert_eq!(lab.call(&mut graphed, asked, 7), (served, 17), "{asked}");
+    for (requested, served) in cases {
+        assert_eq!(fixture.call(&mut graphed, requested, 7), (served, 17), "{requested}");
     }
     drop(graphed);
-    lab.finish();
+    fixture.finish();
 }
 
-/// Whatever the work claims, an input that does not fit is not copied over the edge.
+/// An input that does not fit is not copied, whatever `serves` returns.
 #[test]
-fn a_graph_without_room_for_the_inputs_never_serves() {
-    struct Boaster(Adder);
-    impl Callable for Boaster {
+fn a_graph_with_smaller_inputs_is_never_used() {
+    struct ServesEverything(Adder);
+    impl Callable for ServesEverything {
         type Shape = u64;
         fn input_bytes(&self, shape: &u64) -> Vec<u64> {
             self.0.input_bytes(shape)
@@ -254,35 +254,35 @@ fn a_graph_without_room_for_the_inputs_never_serves() {
             true
         }
     }
-    let lab = Lab::new();
-    let (any, device) = (lab.context.any(), lab.context.device());
+    let fixture = CallableFixture::new();
+    let (any, device) = (fixture.context.any(), fixture.context.device());
     let options = GraphedOptions::default();
-    let mut graphed = GraphedCallable::new(&any, &device, Boaster(lab.adder()), [8, 64], options).unwrap();
-    for (asked, served) in [(4, Some(8)), (9, Some(64)), (65, None)] {
-        let input = lab.block(asked * KIB, 3);
-        let answer = graphed.call(&asked, &[Input::from(&input)], &lab.context.main).unwrap();
-        assert_eq!(answer.replayed().copied(), served, "{asked}");
+    let mut graphed = GraphedCallable::new(&any, &device, ServesEverything(fixture.adder()), [8, 64], options).unwrap();
+    for (requested, served) in [(4, Some(8)), (9, Some(64)), (65, None)] {
+        let input = fixture.block(requested * KIB, 3);
+        let answer = graphed.call(&requested, &[Input::from(&input)], &fixture.context.main).unwrap();
+        assert_eq!(answer.replayed().copied(), served, "{requested}");
     }
     drop(graphed);
-    lab.finish();
+    fixture.finish();
 }
 
 #[test]
 fn a_call_without_a_graph_says_why() {
-    let lab = Lab::new();
-    let mut adder = lab.adder();
+    let fixture = CallableFixture::new();
+    let mut adder = fixture.adder();
     adder.waits_at = Some(256);
-    let mut graphed = lab.graphed(adder, &[64, 256, 1024]);
+    let mut graphed = fixture.graphed(adder, &[64, 256, 1024]);
     let failed: Vec<u64> = graphed.reports().iter().filter(|it| it.failed.is_some()).map(|it| it.shape).collect();
     assert_eq!(failed, [256], "the others were captured all the same");
-    lab.forgive(HazardKind::CaptureInvalidated);
-    let main = lab.context.main.clone();
+    fixture.expect_hazards(HazardKind::CaptureInvalidated);
+    let main = fixture.context.main.clone();
     let mut reason = |shape: u64, stream: &Stream| {
-        let input = lab.block(shape * KIB, 1);
+        let input = fixture.block(shape * KIB, 1);
         let answer = graphed.call(&shape, &[Input::from(&input)], stream).unwrap();
         assert_eq!((answer.replayed(), answer.outputs().len()), (None, 1));
         if stream == &main {
-            assert_eq!(lab.word(answer.outputs().next().unwrap(), stream), 11);
+            assert_eq!(fixture.word(answer.outputs().next().unwrap(), stream), 11);
         }
         answer.fallback().cloned().unwrap()
     };
@@ -295,9 +295,9 @@ fn a_call_without_a_graph_says_why() {
         other => panic!("{other}"),
     }
     // Inside a capture the work itself is captured.
-    let mut outer = Graph::new(&lab.context.any(), &lab.context.device(), GraphOptions::default()).unwrap();
+    let mut outer = Graph::new(&fixture.context.any(), &fixture.context.device(), GraphOptions::default()).unwrap();
     outer
-        .capture(&lab.side, CaptureOptions::default(), |capture| {
+        .capture(&fixture.side, CaptureOptions::default(), |capture| {
             let input = capture.allocate(64 * KIB)?;
             let stream = capture.stream().clone();
             capture.fill(input, Pattern::U32(1), WORDS as u64, &stream)?;
@@ -308,27 +308,27 @@ fn a_call_without_a_graph_says_why() {
         })
         .unwrap();
     outer.replay(&main).unwrap();
-    assert_eq!(lab.call(&mut graphed, 64, 1), (Some(64), 11));
+    assert_eq!(fixture.call(&mut graphed, 64, 1), (Some(64), 11));
     drop((outer, graphed));
-    lab.finish();
+    fixture.finish();
 }
 
-/// To wait for the stream of the call before would draw the next one's into its capture.
+/// Waiting for the stream of the call before would make the next call's stream part of its capture.
 #[test]
-fn a_capture_on_the_last_calls_stream_is_left_alone() {
-    let lab = Lab::new();
-    let mut graphed = lab.graphed(lab.adder(), &[64]);
-    let input = lab.block(64 * KIB, 1);
+fn a_capture_on_the_stream_of_the_last_call_is_not_joined() {
+    let fixture = CallableFixture::new();
+    let mut graphed = fixture.graphed(fixture.adder(), &[64]);
+    let input = fixture.block(64 * KIB, 1);
     let given = [Input::from(&input)];
-    graphed.call(&64, &given, &lab.side).unwrap();
-    let mut outer = Graph::new(&lab.context.any(), &lab.context.device(), GraphOptions::default()).unwrap();
-    let other = lab.context.device().lease_stream().unwrap();
+    graphed.call(&64, &given, &fixture.side).unwrap();
+    let mut outer = Graph::new(&fixture.context.any(), &fixture.context.device(), GraphOptions::default()).unwrap();
+    let other = fixture.context.device().lease_stream().unwrap();
     outer
-        .capture(&lab.side, CaptureOptions::default(), |capture| {
+        .capture(&fixture.side, CaptureOptions::default(), |capture| {
             let answer = graphed.call(&64, &given, &other)?;
             assert_eq!(answer.fallback(), Some(&Fallback::LastStreamCaptures));
             assert!(!other.is_capturing()?);
-            assert_eq!(capture.topology()?.nodes.len(), 0, "nothing of it got into the capture");
+            assert_eq!(capture.topology()?.nodes.len(), 0, "nothing was captured");
             Ok(())
         })
         .unwrap();
@@ -336,130 +336,136 @@ fn a_capture_on_the_last_calls_stream_is_left_alone() {
     assert_eq!(answer.replayed(), Some(&64));
     other.synchronize().unwrap();
     drop((graphed, outer, other, input));
-    lab.finish();
+    fixture.finish();
 }
 
-/// Inputs, graphs and outputs are shared by all calls: those on another stream come behind. The device's order is what
-/// is judged.
+/// Inputs, graphs and outputs are shared by all calls: those on another stream wait. The simulated device checks the
+/// order.
 #[test]
-fn calls_on_two_streams_in_turn_do_not_disturb_each_other() {
-    let lab = Lab::new();
-    let mut graphed = lab.graphed(lab.adder(), &[64, 256]);
-    let other = lab.context.device().lease_stream().unwrap();
+fn calls_on_two_streams_are_ordered() {
+    let fixture = CallableFixture::new();
+    let mut graphed = fixture.graphed(fixture.adder(), &[64, 256]);
+    let other = fixture.context.device().lease_stream().unwrap();
     let mut results = Vec::new();
     for round in 0..12_u32 {
-        let stream: &Stream = if round % 2 == 0 { &lab.side } else { &other };
+        let stream: &Stream = if round % 2 == 0 { &fixture.side } else { &other };
         let shape = if round % 3 == 0 { 64 } else { 256 };
-        let any = lab.context.any();
+        let any = fixture.context.any();
         let (input, result) = (any.allocate(shape * KIB, stream).unwrap(), any.allocate(64, stream).unwrap());
-        lab.write(&input, 1000 * round, stream);
+        fixture.write(&input, 1000 * round, stream);
         let answer = graphed.call(&shape, &[Input::from(&input)], stream).unwrap();
         assert_eq!(answer.replayed(), Some(&shape));
         let output = answer.outputs().next().unwrap().ptr();
-        lab.context.sim.copy(result.ptr().into(), output.into(), 64, stream.id()).unwrap();
+        fixture.context.sim.copy(result.ptr().into(), output.into(), 64, stream.id()).unwrap();
         results.push((result, stream.clone(), 1000 * round + 10));
     }
     for (result, stream, value) in &results {
-        assert_eq!(lab.word(result, stream), *value);
+        assert_eq!(fixture.word(result, stream), *value);
     }
     drop((graphed, results, other));
-    lab.finish();
+    fixture.finish();
 }
 
-/// A call without a graph may read where the graphs do; the next one with a graph writes there only behind it.
+/// A call without a graph may read the graphs' inputs; the next call with a graph writes there only after it.
 #[test]
-fn a_call_without_a_graph_that_reads_the_shared_input_has_its_turn() {
-    let lab = Lab::new();
-    let mut graphed = lab.graphed(lab.adder(), &[4, 8]);
-    let other = lab.context.device().lease_stream().unwrap();
+fn a_call_without_a_graph_on_the_shared_input_is_ordered() {
+    let fixture = CallableFixture::new();
+    let mut graphed = fixture.graphed(fixture.adder(), &[4, 8]);
+    let other = fixture.context.device().lease_stream().unwrap();
     for round in 1..4 {
         let shared = graphed.input(0).unwrap();
-        lab.write(shared, round, &lab.side);
+        fixture.write(shared, round, &fixture.side);
         let input = Input { ptr: shared.ptr(), bytes: 2 * KIB };
-        let answer = graphed.call(&2, &[input], &lab.side).unwrap();
+        let answer = graphed.call(&2, &[input], &fixture.side).unwrap();
         assert_eq!(answer.fallback(), Some(&Fallback::NoSuchShape));
-        let outputs: Vec<u32> = answer.outputs().map(|block| lab.word(block, &lab.side)).collect();
+        let outputs: Vec<u32> = answer.outputs().map(|block| fixture.word(block, &fixture.side)).collect();
         drop(answer);
         assert_eq!(outputs, [round + 10]);
-        lab.write(graphed.input(0).unwrap(), round, &lab.side);
-        drop(graphed.call(&2, &[input], &lab.side).unwrap());
-        let elsewhere = lab.context.any().allocate(4 * KIB, &other).unwrap();
-        lab.write(&elsewhere, 7, &other);
+        fixture.write(graphed.input(0).unwrap(), round, &fixture.side);
+        drop(graphed.call(&2, &[input], &fixture.side).unwrap());
+        let elsewhere = fixture.context.any().allocate(4 * KIB, &other).unwrap();
+        fixture.write(&elsewhere, 7, &other);
         let answer = graphed.call(&4, &[Input::from(&elsewhere)], &other).unwrap();
         assert_eq!(answer.replayed(), Some(&4));
-        assert_eq!(lab.word(answer.outputs().next().unwrap(), &other), 17);
+        assert_eq!(fixture.word(answer.outputs().next().unwrap(), &other), 17);
         drop(answer);
-        lab.side.wait_stream(&other).unwrap();
+        fixture.side.wait_stream(&other).unwrap();
     }
     drop(graphed.close().unwrap());
     drop(other);
-    lab.finish();
+    fixture.finish();
 }
 
 #[test]
 fn wrong_inputs_are_errors_and_change_nothing() {
-    let lab = Lab::new();
-    let mut graphed = lab.graphed(lab.adder(), &[64]);
-    let (input, main) = (lab.block(64 * KIB, 1), lab.context.main.clone());
+    let fixture = CallableFixture::new();
+    let mut graphed = fixture.graphed(fixture.adder(), &[64]);
+    let (input, main) = (fixture.block(64 * KIB, 1), fixture.context.main.clone());
     let good = Input::from(&input);
-    let mut refused = |inputs: &[Input], stream: &Stream| graphed.call(&64, inputs, stream).unwrap_err();
+    let mut error_of = |inputs: &[Input], stream: &Stream| graphed.call(&64, inputs, stream).unwrap_err();
     let inputs = |given: Vec<u64>| Error::from(GraphError::CallInputs { given, wanted: vec![64 * KIB] });
-    assert_eq!(refused(&[], &main), inputs(vec![]));
-    assert_eq!(refused(&[good, good], &main), inputs(vec![64 * KIB; 2]));
-    assert_eq!(refused(&[Input { bytes: 63 * KIB, ..good }], &main), inputs(vec![63 * KIB]));
-    let far = lab.context.instance.device(1).unwrap().default_stream().unwrap();
-    assert!(matches!(refused(&[good], &far), Error::Graph(GraphError::StreamDevice { .. })));
-    let other = Lab::new();
-    assert_eq!(refused(&[good], &other.context.main), Error::ForeignInstance { object: "the stream" });
+    assert_eq!(error_of(&[], &main), inputs(vec![]));
+    assert_eq!(error_of(&[good, good], &main), inputs(vec![64 * KIB; 2]));
+    assert_eq!(error_of(&[Input { bytes: 63 * KIB, ..good }], &main), inputs(vec![63 * KIB]));
+    let far = fixture.context.instance.device(1).unwrap().default_stream().unwrap();
+    assert!(matches!(error_of(&[good], &far), Error::Graph(GraphError::StreamDevice { .. })));
+    let other = CallableFixture::new();
+    assert_eq!(error_of(&[good], &other.context.main), Error::ForeignInstance { object: "the stream" });
     other.finish();
-    assert_eq!(lab.call(&mut graphed, 64, 1), (Some(64), 11));
+    assert_eq!(fixture.call(&mut graphed, 64, 1), (Some(64), 11));
     drop(input);
     drop(graphed);
-    lab.finish();
+    fixture.finish();
 }
 
 #[test]
-fn work_that_fails_without_a_graph_is_an_error() {
-    let lab = Lab::new();
-    let adder = lab.adder();
-    let far = lab.context.instance.device(1).unwrap();
-    let foreign = GraphedCallable::new(&Lab::new().context.any(), &far, lab.adder(), [64], GraphedOptions::default());
+fn a_failing_warm_up_is_an_error() {
+    let fixture = CallableFixture::new();
+    let adder = fixture.adder();
+    let far = fixture.context.instance.device(1).unwrap();
+    let foreign = GraphedCallable::new(
+        &CallableFixture::new().context.any(),
+        &far,
+        fixture.adder(),
+        [64],
+        GraphedOptions::default(),
+    );
     assert_eq!(foreign.unwrap_err(), Error::ForeignInstance { object: "the device" });
-    // More than the device has: there is not even room for the inputs.
-    let outcome = lab.try_graphed(adder, &[1 << 40]);
+    // More than the device has: the inputs cannot be allocated.
+    let outcome = fixture.try_graphed(adder, &[1 << 40]);
     assert!(matches!(outcome, Err(Error::OutOfMemory(_))), "{outcome:?}");
-    let mut none = lab.graphed(lab.adder(), &[]);
+    let mut none = fixture.graphed(fixture.adder(), &[]);
     assert_eq!((none.pool(), none.bytes_inputs(), none.reports().len()), (None, 0, 0));
-    assert_eq!(lab.call(&mut none, 64, 1), (None, 11));
+    assert_eq!(fixture.call(&mut none, 64, 1), (None, 11));
     drop(none);
-    lab.finish();
+    fixture.finish();
 }
 
-/// Nothing waits at the end: what goes back is not given out before the replay that uses it is done.
+/// Closing waits for nothing: freed memory is not reused before the replay that uses it is done.
 #[test]
-fn close_gives_everything_back_behind_the_last_replay() {
-    let lab = Lab::new();
+fn close_frees_everything_after_the_last_replay() {
+    let fixture = CallableFixture::new();
     for closes in [true, false] {
-        let mut graphed = lab.graphed(lab.adder(), &[1024, 64]);
-        let input = lab.block(1024 * KIB, 1);
-        lab.context.pause_stream(&lab.side);
-        graphed.call(&1024, &[Input::from(&input)], &lab.side).unwrap();
-        input.record_use(&lab.side).unwrap();
+        let mut graphed = fixture.graphed(fixture.adder(), &[1024, 64]);
+        let input = fixture.block(1024 * KIB, 1);
+        fixture.context.pause_stream(&fixture.side);
+        graphed.call(&1024, &[Input::from(&input)], &fixture.side).unwrap();
+        input.record_use(&fixture.side).unwrap();
         if closes {
             let adder = graphed.close().unwrap();
             assert_eq!(adder.runs.borrow().len(), 2 * 2 + 2);
-            assert_eq!(lab.context.sim.object_counts().graph_execs, 0, "at once, not by whoever comes next");
+            assert_eq!(fixture.context.sim.object_counts().graph_execs, 0, "at once, not by the next call");
         } else {
             drop(graphed);
         }
         drop(input);
-        // The weight, the input, and where it was copied to: whoever gets them now writes into the replay, or it shows
-        // that they wait.
-        let others: Vec<DeviceBlock> = [4, 1024 * KIB, 1024 * KIB, 1024 * KIB].map(|bytes| lab.block(bytes, 9)).into();
-        lab.context.resume_stream(&lab.side);
+        // The weight, the input, and its copy: new blocks must not overlap them before the replay is done.
+        let others: Vec<DeviceBlock> =
+            [4, 1024 * KIB, 1024 * KIB, 1024 * KIB].map(|bytes| fixture.block(bytes, 9)).into();
+        fixture.context.resume_stream(&fixture.side);
         drop(others);
-        lab.context.trim();
-        assert_eq!(lab.reserved(), 0);
+        fixture.context.trim();
+        assert_eq!(fixture.reserved(), 0);
     }
-    lab.finish();
+    fixture.finish();
 }

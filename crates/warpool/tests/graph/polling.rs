@@ -1,5 +1,4 @@
-//! Threads that poll events beside threads that capture. How they take turns is tested beside the code, in
-//! `graph/pollers.rs`.
+//! Threads that poll events while other threads capture. The protocol itself is tested in `src/capture/pollers.rs`.
 
 use std::sync::mpsc;
 use std::time::Duration;
@@ -7,82 +6,86 @@ use std::time::Duration;
 use warpool::driver::sim::HazardKind;
 use warpool::graph::{CaptureOptions, GraphError};
 
-use crate::lab::{Lab, graph_error};
+use crate::fixture::{CaptureFixture, graph_error};
 
 #[test]
-fn questions_asked_with_a_guard_break_no_capture() {
-    let lab = Lab::new();
-    let mut event = lab.context.instance.event();
-    event.record(&lab.context.side_stream()).unwrap();
-    let mut graph = lab.graph();
+fn queries_with_a_guard_invalidate_no_capture() {
+    let fixture = CaptureFixture::new();
+    let mut event = fixture.context.instance.event();
+    event.record(&fixture.context.side_stream()).unwrap();
+    let mut graph = fixture.graph();
     graph
-        .capture(&lab.side, CaptureOptions::default(), |_| {
-            let asked = || lab.context.instance.polling().query(&event);
-            assert!(asked()?, "from the thread that captures");
-            std::thread::scope(|threads| threads.spawn(asked).join().unwrap()).map(drop)
+        .capture(&fixture.side, CaptureOptions::default(), |_| {
+            let query = || fixture.context.instance.polling().query(&event);
+            assert!(query()?, "from the thread that captures");
+            std::thread::scope(|threads| threads.spawn(query).join().unwrap()).map(drop)
         })
         .unwrap();
-    let without = graph.reset().and_then(|()| graph.capture(&lab.side, CaptureOptions::default(), |_| event.query()));
-    assert!(without.is_err(), "without the guard the same question breaks it");
-    lab.forgive(&[HazardKind::CaptureInvalidated]);
+    let without =
+        graph.reset().and_then(|()| graph.capture(&fixture.side, CaptureOptions::default(), |_| event.query()));
+    assert!(without.is_err(), "without the guard the same query invalidates it");
+    fixture.expect_hazards(&[HazardKind::CaptureInvalidated]);
     drop(graph);
-    lab.finish();
+    fixture.finish();
 }
 
 #[test]
-fn a_capture_waits_for_those_who_poll() {
-    let lab = Lab::new();
-    let (say, heard) = mpsc::channel();
+fn a_capture_waits_for_polling_guards() {
+    let fixture = CaptureFixture::new();
+    let (say, receiver) = mpsc::channel();
     std::thread::scope(|threads| {
-        let polling = lab.context.instance.polling();
+        let polling = fixture.context.instance.polling();
         threads.spawn(|| {
-            let mut graph = lab.graph();
-            lab.still_works(&mut graph);
+            let mut graph = fixture.graph();
+            fixture.expect_usable(&mut graph);
             say.send(()).unwrap();
         });
-        // Not a proof that it waits for the guard, but it must not have got past it.
+        // Not a proof that it waits for the guard, but it must not have begun.
         std::thread::sleep(Duration::from_millis(20));
-        assert!(heard.try_recv().is_err(), "it did not wait");
+        assert!(receiver.try_recv().is_err(), "it did not wait");
         drop(polling);
-        heard.recv().unwrap();
+        receiver.recv().unwrap();
     });
-    lab.finish();
+    fixture.finish();
 }
 
 #[test]
-fn a_capture_can_give_up_waiting() {
-    let lab = Lab::new();
-    let mut graph = lab.graph();
+fn a_capture_can_time_out_waiting() {
+    let fixture = CaptureFixture::new();
+    let mut graph = fixture.graph();
     let options = CaptureOptions { poller_timeout: Some(Duration::ZERO), ..CaptureOptions::default() };
     let (ready, go) = (mpsc::channel(), mpsc::channel::<()>());
     std::thread::scope(|threads| {
-        let (instance, say) = (&lab.context.instance, ready.0);
+        let (instance, say) = (&fixture.context.instance, ready.0);
         threads.spawn(move || {
             let _polling = instance.polling();
             say.send(()).unwrap();
             let _ = go.1.recv();
         });
         ready.1.recv().unwrap();
-        let refused = graph_error(graph.capture(&lab.side, options, |_| Ok(())));
+        let refused = graph_error(graph.capture(&fixture.side, options, |_| Ok(())));
         assert!(matches!(refused, GraphError::PollersBusy { pollers: 1, .. }), "{refused}");
-        assert!(!lab.context.instance.is_capturing(&lab.side).unwrap() && graph.pools().is_empty());
+        assert!(!fixture.context.instance.is_capturing(&fixture.side).unwrap() && graph.pools().is_empty());
         drop(go.0);
     });
-    lab.fill_into(&mut graph, options, 1);
+    fixture.fill_into(&mut graph, options, 1);
     drop(graph);
-    lab.finish();
+    fixture.finish();
 }
 
 #[test]
-fn a_thread_that_polls_cannot_wait_for_itself() {
-    let lab = Lab::new();
-    let mut graph = lab.graph();
-    let polling = lab.context.instance.polling();
-    let nested = lab.context.instance.polling();
+fn a_capture_on_a_polling_thread_is_an_error() {
+    let fixture = CaptureFixture::new();
+    let mut graph = fixture.graph();
+    let polling = fixture.context.instance.polling();
+    let nested = fixture.context.instance.polling();
     drop(polling);
-    assert_eq!(graph_error(graph.capture(&lab.side, CaptureOptions::default(), |_| Ok(()))), GraphError::PollsItself);
+    assert_eq!(
+        graph_error(graph.capture(&fixture.side, CaptureOptions::default(), |_| Ok(()))),
+        GraphError::PollsItself
+    );
     drop(nested);
-    lab.still_works(&mut graph);
+    fixture.expect_usable(&mut graph);
     drop(graph);
-    lab.finish();
+    fixture.finish();
 }

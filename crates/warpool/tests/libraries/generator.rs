@@ -15,7 +15,7 @@ use warpool::graph::GraphError;
 use warpool::memory::{Allocate, DeviceBlock};
 use warpool::{Error, Instance, Result};
 
-fn refused<T: std::fmt::Debug>(outcome: Result<T>) -> GeneratorError {
+fn generator_error<T: std::fmt::Debug>(outcome: Result<T>) -> GeneratorError {
     match outcome {
         Err(Error::Generator(error)) => error,
         other => panic!("a generator's error was expected, not {other:?}"),
@@ -28,7 +28,7 @@ fn generator(context: &TestContext, seed: u64) -> Generator {
     generator
 }
 
-/// Fills with `fill` and returns what is there when the stream is done.
+/// Fills with `fill` and returns the bytes when the stream is done.
 fn drawn(context: &TestContext, bytes: u64, fill: impl FnOnce(&DeviceBlock) -> Result<()>) -> Vec<u8> {
     let block = context.any().allocate(bytes, &context.main).unwrap();
     fill(&block).unwrap();
@@ -46,19 +46,19 @@ fn floats(bytes: &[u8]) -> Vec<f32> {
     words(bytes).into_iter().map(f32::from_bits).collect()
 }
 
-/// What a fill of `count` words at an offset should leave.
+/// The expected words of a fill at an offset.
 fn expected(seed: u64, offset: u64, count: usize) -> Vec<u32> {
     (0..).flat_map(|subsequence| philox::block(seed, subsequence, offset)).take(count).collect()
 }
 
-/// `tests/data/curand_philox.txt`, made by curand on an H200; also offsets inside a block, and the end of all offsets.
+/// `tests/data/curand_philox.txt`, made by curand on an H200; also offsets inside a block, and at the end of the range.
 #[test]
-fn the_host_function_is_curand() {
+fn the_host_function_matches_curand() {
     let lines: Vec<&str> = include_str!("../data/curand_philox.txt").lines().collect();
     assert_eq!(lines.len(), 16);
     for line in lines {
         let fields: Vec<u64> = line.split(' ').map(|field| u64::from_str_radix(field, 16).unwrap()).collect();
-        let [seed, subsequence, offset] = fields[..3] else { panic!("a place: {line}") };
+        let [seed, subsequence, offset] = fields[..3] else { panic!("a position: {line}") };
         let told: Vec<u32> = fields[3..].iter().map(|&word| u32::try_from(word).unwrap()).collect();
         assert_eq!(told.len(), 48);
         let ours: Vec<u32> = philox::words(seed, subsequence, offset).take(16).collect();
@@ -68,7 +68,7 @@ fn the_host_function_is_curand() {
         let normals = ours.as_chunks().0.iter().flat_map(|&[first, second]| philox::normals(first, second));
         for (ours, &curand) in normals.zip(&told[32..]) {
             let curand = f32::from_bits(curand);
-            // curand takes the quick sine, which is right to 2^-21 of the radius; that is at most 6.8.
+            // cuRAND uses the fast sine, with an error of 2^-21 of the radius, which is at most 6.8.
             assert!((ours - curand).abs() < 4e-6, "normals of {line}: {ours} and {curand}");
         }
     }
@@ -76,7 +76,7 @@ fn the_host_function_is_curand() {
 
 /// test_graph_rng_functional, without the graph: the numbers depend on seed and offset alone.
 #[test]
-fn fills_are_the_host_functions_numbers() {
+fn fills_match_the_host_function() {
     let context = TestContext::new("");
     for (seed, offset, count) in [(0, 0, 1), (42, 0, 5), (DEFAULT_SEED, 8, 4096), (u64::MAX, 1 << 40, 70_003)] {
         let generator = generator(&context, seed);
@@ -94,20 +94,20 @@ fn fills_are_the_host_functions_numbers() {
         let want = expected(seed, offset + 12, count as usize);
         let want: Vec<u8> = want.into_iter().map(|word| u8::from(philox::uniform(word) <= 0.3)).collect();
         assert_eq!(mask, want);
-        assert_eq!(generator.offset().unwrap(), offset + 16, "four for each, however long");
+        assert_eq!(generator.offset().unwrap(), offset + 16, "four per fill, however long");
     }
     context.finish();
 }
 
 /// test_graph_rng_distributions, without the graph.
 #[test]
-fn distributions_are_what_they_should_be() {
+fn distributions_have_the_right_moments() {
     const COUNT: usize = 1 << 18;
     let context = TestContext::new("");
     let generator = generator(&context, 5);
     let mean = |values: &[f64]| values.iter().sum::<f64>() / values.len() as f64;
     let doubles = |bytes: Vec<u8>| floats(&bytes).into_iter().map(f64::from).collect::<Vec<_>>();
-    // Five standard errors: the seed is fixed, so this holds or does not.
+    // Five standard errors; the seed is fixed, so the test is deterministic.
     let near = |what: &str, got: f64, want: f64, deviation: f64| {
         let error = deviation / (COUNT as f64).sqrt();
         assert!((got - want).abs() < 5.0 * error, "{what}: {got}, not {want}");
@@ -139,20 +139,20 @@ fn distributions_are_what_they_should_be() {
     context.finish();
 }
 
-/// Blocks are filled as far as whole numbers fit, addresses as far as is said; an empty fill is nothing at all.
+/// A block is filled with as many numbers as fit, a part with as many as requested; an empty fill does nothing.
 #[test]
-fn targets() {
+fn fills_stay_within_their_target() {
     let context = TestContext::new("");
     let generator = generator(&context, 3);
     let block = context.any().allocate(KIB, &context.main).unwrap();
     context.instance.driver().fill(block.ptr(), Pattern::U8(0xAA), KIB, context.main.id()).unwrap();
-    // Not at a multiple of 16, so the device cannot write four at once; the simulated one does not care.
+    // Not at a multiple of 16, where a device writes the numbers one by one.
     generator.fill_bits(Target::part(&block, 4, 6), &context.main).unwrap();
     context.main.synchronize().unwrap();
     let mut bytes = vec![0; 40];
     context.instance.driver().download(block.device_id(), block.ptr(), &mut bytes).unwrap();
     assert_eq!(words(&bytes)[1..7], expected(3, 0, 6));
-    assert_eq!((words(&bytes)[0], words(&bytes)[7]), (0xAAAA_AAAA, 0xAAAA_AAAA), "and nothing around it");
+    assert_eq!((words(&bytes)[0], words(&bytes)[7]), (0xAAAA_AAAA, 0xAAAA_AAAA), "nothing around it is written");
 
     let ragged = context.any().allocate(7, &context.main).unwrap();
     generator.fill_uniform(&ragged, &context.main).unwrap();
@@ -163,22 +163,22 @@ fn targets() {
     assert_eq!((context.sim.call_count(Call::KernelLaunch), generator.offset().unwrap()), (launches, 8));
 
     let odd = Target::part(&block, 2, 4);
-    let error = refused(generator.fill_bits(odd, &context.main));
+    let error = generator_error(generator.fill_bits(odd, &context.main));
     assert_eq!(error, GeneratorError::Alignment { ptr: block.ptr().offset(2), bytes: 4 });
     generator.fill_dropout_mask(odd, 0.5, &context.main).unwrap();
-    let error = refused(generator.fill_bits(Target::part(&block, 8, KIB / 4 - 1), &context.main));
+    let error = generator_error(generator.fill_bits(Target::part(&block, 8, KIB / 4 - 1), &context.main));
     assert_eq!(error, GeneratorError::OutOfBounds { count: KIB / 4 - 1, bytes: KIB - 4, available: KIB - 8 });
-    let error = refused(generator.fill_bits(Target::part(&block, 0, u64::MAX), &context.main));
+    let error = generator_error(generator.fill_bits(Target::part(&block, 0, u64::MAX), &context.main));
     assert!(matches!(error, GeneratorError::Count { count: u64::MAX, .. }));
     for keep in [-0.1, 1.1, f32::NAN, f32::INFINITY] {
-        let error = refused(generator.fill_dropout_mask(&block, keep, &context.main));
+        let error = generator_error(generator.fill_dropout_mask(&block, keep, &context.main));
         assert_eq!(error, GeneratorError::Probability { keep: keep.to_string() });
     }
-    assert_eq!(generator.offset().unwrap(), 12, "what fails consumes nothing");
+    assert_eq!(generator.offset().unwrap(), 12, "a failed fill consumes nothing");
     context.finish();
 }
 
-/// Whatever call of a fill fails, it consumed nothing, and the next one works.
+/// Whichever driver call of a fill fails, nothing is consumed, and the next fill works.
 #[test]
 fn a_fill_that_fails_consumes_nothing() {
     let faulty = Arc::new(Faulty::new(Arc::new(SimDriver::new(SimConfig::default())), FaultPlan::new()));
@@ -186,7 +186,7 @@ fn a_fill_that_fails_consumes_nothing() {
     let device = instance.device(0).unwrap();
     let (stream, generator) = (device.pool_stream().unwrap(), Generator::new(&device).unwrap());
     let ptr = instance.driver().mem_alloc(device.id(), KIB).unwrap();
-    // In this order: each is the first of its kind, and what worked once is not asked for again.
+    // In this order: each is the first call of its kind, and a call that succeeded is not repeated.
     for (call, fired) in
         [Call::ModuleLoad, Call::FunctionGet, Call::CaptureState, Call::KernelLaunch].into_iter().zip(1..)
     {
@@ -200,29 +200,29 @@ fn a_fill_that_fails_consumes_nothing() {
     assert_eq!(generator.offset().unwrap(), 4);
 }
 
-/// The defaults, and what a seed resets.
+/// The defaults; setting the seed resets the offset.
 #[test]
-fn a_new_generator_is_the_same_every_time() {
+fn a_new_generator_has_the_default_seed() {
     let context = TestContext::new("");
     let generator = Generator::new(&context.device()).unwrap();
     assert_eq!((generator.seed(), generator.offset().unwrap()), (67_280_421_310_721, 0));
     generator.set_offset(400).unwrap();
     generator.set_seed(u64::MAX).unwrap();
-    assert_eq!((generator.seed(), generator.offset().unwrap()), (u64::MAX, 0), "a seed starts anew");
+    assert_eq!((generator.seed(), generator.offset().unwrap()), (u64::MAX, 0), "a seed resets the offset");
     generator.set_offset(8).unwrap();
     let seed = generator.reseed().unwrap();
     assert_eq!((generator.seed(), generator.offset().unwrap()), (seed, 0));
     assert_ne!(generator.reseed().unwrap(), seed);
     for offset in [1, 2, 3, u64::MAX] {
-        assert_eq!(refused(generator.set_offset(offset)), GeneratorError::Offset { offset });
+        assert_eq!(generator_error(generator.set_offset(offset)), GeneratorError::Offset { offset });
     }
-    assert_eq!(refused(generator.set_offset(6)).to_string(), "offset must be a multiple of 4, not 6");
+    assert_eq!(generator_error(generator.set_offset(6)).to_string(), "offset must be a multiple of 4, not 6");
     context.finish();
 }
 
-/// PyTorch's 16 bytes, and the older 8.
+/// PyTorch's 16 bytes, and the older format of 8.
 #[test]
-fn states_as_bytes() {
+fn the_state_is_saved_and_restored_as_bytes() {
     let context = TestContext::new("");
     let generator = generator(&context, 0x0807_0605_0403_0201);
     generator.set_offset(0x8000_0000_0000_0010).unwrap();
@@ -234,20 +234,20 @@ fn states_as_bytes() {
     other.set_state(&7_u64.to_le_bytes()).unwrap();
     assert_eq!((other.seed(), other.offset().unwrap()), (7, 0), "the seed alone");
     for bytes in [0, 1, 7, 9, 15, 17, 32] {
-        let error = refused(other.set_state(&vec![0; bytes]));
+        let error = generator_error(other.set_state(&vec![0; bytes]));
         assert_eq!(error, GeneratorError::StateSize { bytes });
         assert!(error.to_string().starts_with("RNG state is wrong size"), "{error}");
     }
     let mut odd = state;
     odd[8] = 3;
-    assert!(matches!(refused(other.set_state(&odd)), GeneratorError::Offset { .. }));
-    assert_eq!((other.seed(), other.offset().unwrap()), (7, 0), "what fails changes nothing");
+    assert!(matches!(generator_error(other.set_state(&odd)), GeneratorError::Offset { .. }));
+    assert_eq!((other.seed(), other.offset().unwrap()), (7, 0), "a failed call changes nothing");
     context.finish();
 }
 
-/// cuda_generator_test: copies go their own way, shares go the same.
+/// cuda_generator_test: copies have their own state, shares the same.
 #[test]
-fn copies_and_shares() {
+fn copies_are_independent_and_shares_are_not() {
     let context = TestContext::new("");
     let first = generator(&context, 9);
     first.set_offset(20).unwrap();
@@ -259,7 +259,7 @@ fn copies_and_shares() {
     );
     assert!(first.shares_with(&share) && !first.shares_with(&copy));
 
-    // Going over to another's state takes the clones along, and nobody else.
+    // Adopting another state applies to the clones, and to no other generator.
     first.adopt(&copy).unwrap();
     assert!(clone.shares_with(&copy) && !share.shares_with(&copy));
     clone.reserve(4, &context.main).unwrap();
@@ -271,9 +271,9 @@ fn copies_and_shares() {
     context.finish();
 }
 
-/// test_philox_state_*: rounding to 4, large seeds, the end of all offsets.
+/// test_philox_state_*: rounding to 4, large seeds, the end of the offset range.
 #[test]
-fn reservations() {
+fn reservations_round_up_and_wrap() {
     let context = TestContext::new("");
     let generator = generator(&context, u64::MAX - 1);
     let mut offset = 0;
@@ -290,16 +290,16 @@ fn reservations() {
         reserved.args(),
         [KernelArg::Ptr(DevicePtr(0)), KernelArg::U64(u64::MAX - 1), KernelArg::U64(u64::MAX - 3)]
     );
-    assert_eq!(generator.offset().unwrap(), 4, "past the end it begins again");
+    assert_eq!(generator.offset().unwrap(), 4, "it wraps");
     let increment = u64::MAX - 2;
-    assert_eq!(refused(generator.reserve(increment, &context.main)), GeneratorError::Increment { increment });
+    assert_eq!(generator_error(generator.reserve(increment, &context.main)), GeneratorError::Increment { increment });
     generator.reserve(u64::MAX - 3, &context.main).unwrap();
     assert_eq!(generator.offset().unwrap(), 0);
     assert!(PHILOX_CUDA.contains("warpool_position") && !PHILOX_CUDA.contains("#include"));
     context.finish();
 }
 
-/// cuda_generator_test, multithreaded: every thread gets numbers of its own, and none are lost.
+/// cuda_generator_test, multithreaded: threads get different numbers, without gaps.
 #[test]
 fn threads_draw_different_numbers() {
     const THREADS: u64 = 8;
@@ -315,7 +315,7 @@ fn threads_draw_different_numbers() {
                 scope.spawn(move || {
                     let reserve = |_| match generator.reserve(3, stream).unwrap() {
                         Reservation::Immediate { offset, .. } => offset,
-                        captured => panic!("nobody captures: {captured:?}"),
+                        captured => panic!("no stream captures: {captured:?}"),
                     };
                     (0..EACH).map(reserve).collect::<Vec<_>>()
                 })
@@ -339,12 +339,12 @@ fn each_device_has_a_default_generator() {
     assert!(again.shares_with(&generators[1]), "made once");
     assert_eq!(instance.default_generator(2).unwrap_err(), Error::DeviceOutOfRange { index: 2, count: 2 });
 
-    // It may go over to another state, for all who have it.
+    // It can adopt another state, for all its users.
     let own = Generator::new(generators[1].device()).unwrap();
     again.adopt(&own).unwrap();
     assert!(instance.default_generator(1).unwrap().shares_with(&own));
 
-    // The same machine seeds itself the same way; and a default generator does not keep its Instance in use.
+    // The simulated entropy is deterministic; and a default generator does not keep its Instance alive.
     let (_, twin) = machine(2);
     assert_eq!(twin.default_generator(0).unwrap().seed(), generators[0].seed());
     twin.close().unwrap();
@@ -352,31 +352,31 @@ fn each_device_has_a_default_generator() {
 
 /// A generator, a stream and memory must be of one device of one `Instance`.
 #[test]
-fn foreign_generators() {
+fn a_generator_of_another_device_or_instance_is_an_error() {
     let context = TestContext::with_config(SimConfig::default().with_devices(2), "");
     let [first, second] = [0, 1].map(|index| context.instance.device(index).unwrap());
     let generator = Generator::new(&second).unwrap();
-    let error = refused(generator.reserve(4, &context.main));
+    let error = generator_error(generator.reserve(4, &context.main));
     assert_eq!(error, GeneratorError::ForeignDevice { generator: second.id(), wanted: first.id() });
     assert!(error.to_string().starts_with("foreign generator"), "{error}");
     let block = context.any().allocate(64, &context.main).unwrap();
-    let error = refused(generator.fill_bits(&block, &second.default_stream().unwrap()));
+    let error = generator_error(generator.fill_bits(&block, &second.default_stream().unwrap()));
     assert_eq!(error, GeneratorError::ForeignDevice { generator: second.id(), wanted: first.id() });
-    let error = refused(generator.adopt(&first.default_generator()));
+    let error = generator_error(generator.adopt(&first.default_generator()));
     assert_eq!(error, GeneratorError::ForeignDevice { generator: first.id(), wanted: second.id() });
 
     let elsewhere = Generator::new(&machine(1).1.device(0).unwrap()).unwrap();
-    let error = refused(elsewhere.reserve(4, &context.main));
+    let error = generator_error(elsewhere.reserve(4, &context.main));
     assert_eq!(error, GeneratorError::ForeignInstance);
     assert!(error.to_string().starts_with("foreign generator"), "{error}");
-    assert_eq!(refused(generator.adopt(&elsewhere)), GeneratorError::ForeignInstance);
+    assert_eq!(generator_error(generator.adopt(&elsewhere)), GeneratorError::ForeignInstance);
     assert_eq!((generator.offset().unwrap(), elsewhere.offset().unwrap()), (0, 0));
     context.finish();
 }
 
-/// Numbers that went unseen into a capture of somebody else would be the same at every replay.
+/// Numbers in a capture that was not begun by a graph would be the same at every replay.
 #[test]
-fn somebody_elses_capture() {
+fn a_draw_in_a_foreign_capture_is_an_error() {
     let context = TestContext::new("");
     let (stream, generator) = (context.side_stream(), generator(&context, 1));
     context.sim.capture_begin(stream.id(), CaptureMode::Relaxed).unwrap();
@@ -385,7 +385,7 @@ fn somebody_elses_capture() {
     assert_eq!(generator.fill_bits(&block, &stream), Err(GraphError::ForeignCapture.into()));
     assert_eq!(generator.offset().unwrap(), 0);
     let graph = context.sim.capture_end(stream.id()).unwrap();
-    assert_eq!(context.instance.driver().graph_topology(graph).unwrap().nodes, [], "and the capture is as it was");
+    assert_eq!(context.instance.driver().graph_topology(graph).unwrap().nodes, [], "the capture is unchanged");
     generator.reserve(4, &stream).unwrap();
     context.finish();
 }

@@ -1,5 +1,5 @@
-//! Random numbers in graphs: a replay draws what the same work would have drawn without the graph. Single steps that
-//! fail are tested beside the code.
+//! Random numbers in graphs: a replay draws what the same work would have drawn without the graph. Failures of single
+//! steps are tested in `src/generator/tests.rs`.
 
 use std::sync::Arc;
 
@@ -49,7 +49,7 @@ fn bytes_of(context: &TestContext, block: &DeviceBlock) -> Vec<u8> {
     bytes_at(context, block.ptr(), block.bytes())
 }
 
-/// What `fill_bits` of so many bytes leaves at an offset.
+/// The bytes of `fill_bits` at an offset.
 fn bits(seed: u64, offset: u64, bytes: u64) -> Vec<u8> {
     let words = (0..).flat_map(|at| philox::block(seed, at, offset)).take((bytes / 4) as usize);
     words.flat_map(u32::to_le_bytes).collect()
@@ -58,7 +58,7 @@ fn bits(seed: u64, offset: u64, bytes: u64) -> Vec<u8> {
 /// test_graph_rng_functional, test_graph_rng_distributions: every kind of fill, three replays, the same numbers and
 /// offsets as without a graph.
 #[test]
-fn replays_are_the_eager_sequence() {
+fn replays_draw_what_eager_work_would() {
     let context = TestContext::new("");
     let stream = context.side_stream();
     let (eager, captured) = (generator(&context), generator(&context));
@@ -98,7 +98,7 @@ fn replays_are_the_eager_sequence() {
     context.finish();
 }
 
-/// Interleaved with eager use, after a later seed, and on any stream.
+/// Interleaved with eager draws, after a new seed, and on any stream.
 #[test]
 fn replays_start_where_the_generator_is() {
     let context = TestContext::new("");
@@ -107,7 +107,7 @@ fn replays_start_where_the_generator_is() {
     let (graph, key) = filling(&context, &generator, 100, &stream);
     let ptr = graph.buffer(key).unwrap().ptr();
     assert_eq!(generator.offset().unwrap(), 0);
-    // What is done before a replay, and where its numbers then start.
+    // What is done before a replay, and where its numbers start.
     type Step<'a> = (&'a dyn Fn() -> Result<()>, u64, u64);
     let steps: [Step<'_>; 5] = [
         (&|| Ok(()), SEED, 0),
@@ -146,7 +146,7 @@ fn concurrent_replays_do_not_disturb_each_other() {
             context.sim.copy(to.into(), from.into(), BYTES, streams[at].id()).unwrap();
         }
     }
-    // The one that was launched second goes first.
+    // The graph that was launched second runs first.
     streams.iter().rev().for_each(|stream| context.resume_stream(stream));
     for round in 0..ROUNDS {
         for (copies, number) in copies.iter().zip(0..) {
@@ -158,9 +158,9 @@ fn concurrent_replays_do_not_disturb_each_other() {
     context.finish();
 }
 
-/// One graph, two threads: every replay has numbers of its own.
+/// One graph, two threads: every replay has different numbers.
 #[test]
-fn threads_replay_one_graph() {
+fn threads_that_replay_one_graph_get_different_numbers() {
     const EACH: u64 = 20;
     let context = TestContext::new("");
     let stream = context.side_stream();
@@ -168,7 +168,7 @@ fn threads_replay_one_graph() {
     let (graph, key) = filling(&context, &generator, 64, &stream);
     let from = graph.buffer(key).unwrap().ptr();
     let copies = context.any().allocate(2 * EACH * 256, &stream).unwrap();
-    // Copies of one stream: the graph's memory is one, so replays and what reads it must be in order.
+    // On one stream: replays and copies of the graph's memory must be ordered.
     let turn = std::sync::Mutex::new(0);
     std::thread::scope(|scope| {
         for _ in 0..2 {
@@ -192,10 +192,10 @@ fn threads_replay_one_graph() {
     context.finish();
 }
 
-/// test_graphsafe_set_get_rng_state: a generator goes over to other states in a capture, and each is advanced by its
-/// own share.
+/// test_graphsafe_set_get_rng_state: a generator adopts other states in a capture, and each is advanced by what was
+/// drawn from it.
 #[test]
-fn states_are_exchanged_in_a_capture() {
+fn a_generator_can_adopt_states_in_a_capture() {
     let context = TestContext::new("");
     let stream = context.side_stream();
     let main = context.device().default_generator();
@@ -242,7 +242,7 @@ fn states_are_exchanged_in_a_capture() {
 /// test_memory_stats_of_multiple_generators_and_graphs: one slot for each generator and graph, and none for those that
 /// draw nothing.
 #[test]
-fn memory_per_generator_and_graph() {
+fn each_generator_of_a_graph_has_one_slot() {
     let context = TestContext::new("");
     let stream = context.side_stream();
     let generators: Vec<Generator> = (0..3).map(|_| generator(&context)).collect();
@@ -274,10 +274,10 @@ fn memory_per_generator_and_graph() {
     context.finish();
 }
 
-/// test_graph_rng_replay_record_stream: a graph may go while its replays are under way, and its slot is not given out
-/// before they are done.
+/// test_graph_rng_replay_record_stream: a graph can be dropped while its replays run, and its slot is not reused before
+/// they are done.
 #[test]
-fn a_graph_may_go_before_its_replays_are_done() {
+fn a_slot_is_not_reused_before_replays_are_done() {
     for keeps_pool in [false, true] {
         let context = TestContext::new("");
         let (stream, other) = (context.side_stream(), context.side_stream());
@@ -293,7 +293,7 @@ fn a_graph_may_go_before_its_replays_are_done() {
         context.pause_stream(&other);
         graph.replay(&other).unwrap();
         drop(graph);
-        // Whoever asks in the same place now, for a stream in no order with the replay.
+        // A request from the same pool, for a stream that is not ordered with the replay.
         let request = warpool::memory::Request::new(FIRST, stream.id(), 16);
         let request = pool.map_or(request, |pool| request.in_pool(pool));
         let given: Vec<_> = (0..8).map(|_| context.allocator.allocate_raw(request).unwrap()).collect();
@@ -307,9 +307,9 @@ fn a_graph_may_go_before_its_replays_are_done() {
     }
 }
 
-/// test_graph_rng_after_failed_capture: what a capture drew that came to nothing is forgotten.
+/// test_graph_rng_after_failed_capture: draws of a failed capture do not count.
 #[test]
-fn after_a_failed_capture() {
+fn draws_of_a_failed_capture_do_not_count() {
     let context = TestContext::new("");
     let stream = context.side_stream();
     let generator = generator(&context);
@@ -335,9 +335,9 @@ fn after_a_failed_capture() {
     context.finish();
 }
 
-/// Refusals inside of a capture leave it whole.
+/// Errors of generators in a capture do not invalidate it.
 #[test]
-fn refusals_break_nothing() {
+fn errors_of_generators_do_not_invalidate_a_capture() {
     let context = TestContext::new("");
     let stream = context.side_stream();
     let generator = generator(&context);
@@ -396,9 +396,9 @@ fn a_replay_that_fails_draws_nothing() {
     instance.driver().stream_synchronize(stream.id()).unwrap();
 }
 
-/// Random programs over streams and generators, captured and replayed beside the same program done eagerly.
+/// Random programs over streams and generators, captured and replayed, compared with the same program run eagerly.
 #[test]
-fn random_programs() {
+fn random_programs_draw_the_same_captured_and_eager() {
     for seed in 0..300 {
         let mut luck = philox::words(seed, 0, 0);
         let mut dice = move |sides: u32| luck.next().unwrap() % sides;
@@ -451,10 +451,10 @@ fn random_programs() {
     }
 }
 
-/// A kernel of one's own that draws: its numbers come through the scope's own launch, and only from the capture that
-/// they were reserved in.
+/// A user's kernel that draws: its reservation is passed to the scope's launch, and only in the capture that it was
+/// made in.
 #[test]
-fn own_kernels_draw_through_the_scope() {
+fn a_users_kernel_draws_in_a_capture() {
     static OWN: KernelSource = KernelSource {
         name: "draws",
         cuda: concat!(

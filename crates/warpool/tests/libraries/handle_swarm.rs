@@ -1,5 +1,5 @@
-//! Random programs over pools of handles, beside a naive model: which handle whoever asks must get, and how many there
-//! must be. Threads are real, and do what they are told one after the other, so each seed is one program.
+//! Random programs over pools of handles, compared with a naive model: which handle each call returns, and how many
+//! there are. The threads are real, but work one at a time, so each seed is one program.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -19,8 +19,8 @@ const STEPS: usize = 120;
 /// Handles that are numbers, counted over all devices of a pool.
 #[derive(Clone, Default)]
 struct Numbers {
-    made: Arc<AtomicUsize>,
-    unmade: Arc<AtomicUsize>,
+    created: Arc<AtomicUsize>,
+    destroyed: Arc<AtomicUsize>,
 }
 
 impl LibraryKind for Numbers {
@@ -31,24 +31,24 @@ impl LibraryKind for Numbers {
     }
 
     fn create(&self, _: &Device) -> Result<usize> {
-        Ok(self.made.fetch_add(1, Ordering::SeqCst))
+        Ok(self.created.fetch_add(1, Ordering::SeqCst))
     }
 
     fn destroy(&self, _: &Device, _: &usize) -> Result<()> {
-        self.unmade.fetch_add(1, Ordering::SeqCst);
+        self.destroyed.fetch_add(1, Ordering::SeqCst);
         Ok(())
     }
 }
 
-/// A pool as it should be.
+/// The expected state of a pool.
 #[derive(Default)]
 struct Model {
-    made: usize,
-    unmade: usize,
+    created: usize,
+    destroyed: usize,
     closed: bool,
     /// By device.
     idle: BTreeMap<u32, Vec<usize>>,
-    /// How many are out, by device.
+    /// How many are in use, by device.
     out: BTreeMap<u32, usize>,
 }
 
@@ -59,8 +59,8 @@ impl Model {
         }
         *self.out.entry(device).or_default() += 1;
         Some(self.idle.entry(device).or_default().pop().unwrap_or_else(|| {
-            self.made += 1;
-            self.made - 1
+            self.created += 1;
+            self.created - 1
         }))
     }
 
@@ -72,46 +72,46 @@ impl Model {
     }
 
     fn trim(&mut self, device: u32) -> usize {
-        let gone = std::mem::take(self.idle.entry(device).or_default()).len();
-        self.unmade += gone;
-        gone
+        let idle = std::mem::take(self.idle.entry(device).or_default()).len();
+        self.destroyed += idle;
+        idle
     }
 }
 
 type Pool = HandlePool<Numbers>;
 
-/// A thread that fetches what it is told to.
+/// A thread that fetches handles on request.
 struct Worker {
-    orders: mpsc::Sender<(Pool, Device)>,
-    answers: mpsc::Receiver<Result<usize>>,
+    requests: mpsc::Sender<(Pool, Device)>,
+    results: mpsc::Receiver<Result<usize>>,
     thread: JoinHandle<()>,
-    /// What it holds, by pool and device, in the order of first use: in this order they come back.
-    holds: Vec<(usize, u32, usize)>,
+    /// Its handles, by pool and device, in the order of first use: in this order they are returned.
+    owned: Vec<(usize, u32, usize)>,
 }
 
 impl Worker {
     fn start() -> Self {
-        let (orders, ordered) = mpsc::channel::<(Pool, Device)>();
-        let (answer, answers) = mpsc::channel();
+        let (requests, requested) = mpsc::channel::<(Pool, Device)>();
+        let (result, results) = mpsc::channel();
         let thread = thread::spawn(move || {
-            for (pool, device) in ordered {
+            for (pool, device) in requested {
                 let fetched = pool.current(&device).map(|handle| *handle);
                 drop((pool, device));
-                answer.send(fetched).expect("the test waits for it");
+                result.send(fetched).expect("the test waits for it");
             }
         });
-        Self { orders, answers, thread, holds: Vec::new() }
+        Self { requests, results, thread, owned: Vec::new() }
     }
 
     fn fetch(&self, pool: &Pool, device: &Device) -> Result<usize> {
-        self.orders.send((pool.clone(), device.clone())).expect("the worker waits for orders");
-        self.answers.recv().expect("an answer")
+        self.requests.send((pool.clone(), device.clone())).expect("the worker waits for requests");
+        self.results.recv().expect("an result")
     }
 
     fn end(self, models: &mut [Model]) {
-        drop(self.orders);
+        drop(self.requests);
         self.thread.join().expect("a worker that ends well");
-        for (pool, device, handle) in self.holds {
+        for (pool, device, handle) in self.owned {
             models[pool].put(device, handle);
         }
     }
@@ -126,31 +126,31 @@ fn run(seed: u64) {
     let mut models: Vec<Model> = (0..POOLS).map(|_| Model::default()).collect();
     let mut workers: Vec<Worker> = (0..THREADS).map(|_| Worker::start()).collect();
     let mut leases: Vec<(usize, HandleLease<Numbers>, u32)> = Vec::new();
-    let refused = || Err(Error::HandlePoolClosed { library: "numbers" });
+    let closed_error = || Err(Error::HandlePoolClosed { library: "numbers" });
 
     for step in 0..STEPS {
-        let told = format!("seed {seed}, step {step}");
+        let about = format!("seed {seed}, step {step}");
         let (p, d) = (rng.below(POOLS), rng.below(DEVICES as usize));
         let (pool, device, number) = (&pools[p], &devices[d], d as u32);
         match rng.below(100) {
             0..50 => {
                 let worker = &mut workers[rng.below(THREADS)];
                 let got = worker.fetch(pool, device);
-                let has = worker.holds.iter().find(|held| (held.0, held.1) == (p, number)).map(|held| held.2);
+                let has = worker.owned.iter().find(|held| (held.0, held.1) == (p, number)).map(|held| held.2);
                 let model = &mut models[p];
-                let want = if model.closed { None } else { has.or_else(|| model.take(number)) };
-                assert_eq!(got, want.map_or_else(refused, Ok), "{told}: a thread's handle");
-                if let (None, Some(handle)) = (has, want) {
-                    worker.holds.push((p, number, handle));
+                let expected = if model.closed { None } else { has.or_else(|| model.take(number)) };
+                assert_eq!(got, expected.map_or_else(closed_error, Ok), "{about}: a thread's handle");
+                if let (None, Some(handle)) = (has, expected) {
+                    worker.owned.push((p, number, handle));
                 }
             }
             50..65 => {
                 let got = pool.lease(device);
-                let want = models[p].take(number);
+                let expected = models[p].take(number);
                 assert_eq!(
                     got.as_ref().map(|lease| **lease).map_err(Clone::clone),
-                    want.map_or_else(refused, Ok),
-                    "{told}: a lease"
+                    expected.map_or_else(closed_error, Ok),
+                    "{about}: a lease"
                 );
                 leases.extend(got.ok().map(|lease| (p, lease, number)));
             }
@@ -167,7 +167,7 @@ fn run(seed: u64) {
                 let ended = std::mem::replace(&mut workers[rng.below(THREADS)], Worker::start());
                 ended.end(&mut models);
             }
-            92..98 => assert_eq!(pool.trim(device), Ok(models[p].trim(number)), "{told}: trim"),
+            92..98 => assert_eq!(pool.trim(device), Ok(models[p].trim(number)), "{about}: trim"),
             98 if step > STEPS / 2 => {
                 pool.clone().close().expect("the kind never fails");
                 models[p].closed = true;
@@ -179,30 +179,30 @@ fn run(seed: u64) {
             for device in &devices {
                 let idle = model.idle.get(&device.index()).map_or(0, Vec::len);
                 let out = model.out.get(&device.index()).copied().unwrap_or(0);
-                assert_eq!((pool.idle(device), pool.alive(device)), (idle, idle + out), "{told}: counts");
+                assert_eq!((pool.idle(device), pool.alive(device)), (idle, idle + out), "{about}: counts");
             }
-            let counted = [&kind.made, &kind.unmade].map(|counter| counter.load(Ordering::SeqCst));
-            assert_eq!(counted, [model.made, model.unmade], "{told}: made and unmade");
+            let counted = [&kind.created, &kind.destroyed].map(|counter| counter.load(Ordering::SeqCst));
+            assert_eq!(counted, [model.created, model.destroyed], "{about}: created and destroyed");
         }
     }
 
-    // Everything comes back, and closing leaves nothing but what came back too late.
+    // All handles are returned; close destroys all that were returned before.
     workers.into_iter().for_each(|worker| worker.end(&mut models));
     for (p, lease, number) in leases {
         models[p].put(number, *lease);
         drop(lease);
     }
     for ((pool, model), kind) in pools.into_iter().zip(&mut models).zip(&kinds) {
-        assert!(devices.iter().all(|device| pool.idle(device) == pool.alive(device)), "seed {seed}: all are back");
+        assert!(devices.iter().all(|device| pool.idle(device) == pool.alive(device)), "seed {seed}: all are returned");
         pool.close().expect("the kind never fails");
         (0..DEVICES).for_each(|device| _ = model.trim(device));
-        assert_eq!(kind.unmade.load(Ordering::SeqCst), model.unmade, "seed {seed}: all are unmade");
+        assert_eq!(kind.destroyed.load(Ordering::SeqCst), model.destroyed, "seed {seed}: all are destroyed");
     }
     drop(devices);
     instance.close().unwrap_or_else(|error| panic!("seed {seed}: {error}"));
 }
 
 #[test]
-fn random_programs_get_the_handles_that_they_should() {
+fn random_programs_match_the_model() {
     (0..200).for_each(run);
 }

@@ -1,5 +1,5 @@
-//! Pools of library handles: who gets which, what is called, and what becomes of handles when threads, pools and Gpus
-//! end.
+//! Pools of library handles: which handle a thread gets, which calls are made, and what happens when threads, pools and
+//! instances end.
 
 use std::cell::{Cell, RefCell};
 use std::collections::VecDeque;
@@ -16,9 +16,9 @@ use warpool::handle::{
 };
 use warpool::{Device, Error, Instance, Result};
 
-/// A library that is only counted.
+/// A library that counts its handles.
 #[derive(Clone, Default)]
-struct Toy(Arc<Counters>);
+struct CountedLibrary(Arc<Counters>);
 
 #[derive(Default)]
 struct Counters {
@@ -29,67 +29,67 @@ struct Counters {
     panics: AtomicBool,
 }
 
-struct ToyHandle {
+struct CountedHandle {
     number: usize,
     note: Cell<u32>,
-    library: Toy,
+    library: CountedLibrary,
 }
 
-impl Drop for ToyHandle {
+impl Drop for CountedHandle {
     fn drop(&mut self) {
         self.library.0.dropped.fetch_add(1, Ordering::SeqCst);
     }
 }
 
-impl Toy {
-    /// How many were made, unmade, and dropped, unmade or not.
+impl CountedLibrary {
+    /// How many handles were created, destroyed, and dropped.
     fn counts(&self) -> [usize; 3] {
         [&self.0.made, &self.0.unmade, &self.0.dropped].map(|counter| counter.load(Ordering::SeqCst))
     }
 }
 
-impl LibraryKind for Toy {
-    type Handle = ToyHandle;
+impl LibraryKind for CountedLibrary {
+    type Handle = CountedHandle;
 
     fn name(&self) -> &'static str {
         "toy"
     }
 
-    fn create(&self, _: &Device) -> Result<ToyHandle> {
+    fn create(&self, _: &Device) -> Result<CountedHandle> {
         assert!(!self.0.panics.load(Ordering::SeqCst), "a bug in the library");
         if self.0.fails.load(Ordering::SeqCst) {
             return Err(DriverError::new("toy_create", ErrorCode::OutOfMemory).into());
         }
         let number = self.0.made.fetch_add(1, Ordering::SeqCst);
-        Ok(ToyHandle { number, note: Cell::new(0), library: self.clone() })
+        Ok(CountedHandle { number, note: Cell::new(0), library: self.clone() })
     }
 
-    fn destroy(&self, _: &Device, _: &ToyHandle) -> Result<()> {
+    fn destroy(&self, _: &Device, _: &CountedHandle) -> Result<()> {
         self.0.unmade.fetch_add(1, Ordering::SeqCst);
         Ok(())
     }
 }
 
-/// A pool of toys over so many devices.
-fn toys(devices: u32) -> (Toy, HandlePool<Toy>, Vec<Device>) {
+/// A pool of them.
+fn counted_pool(devices: u32) -> (CountedLibrary, HandlePool<CountedLibrary>, Vec<Device>) {
     let instance = machine(devices).1;
-    let toy = Toy::default();
+    let toy = CountedLibrary::default();
     (toy.clone(), HandlePool::new(&instance, toy), instance.devices().collect())
 }
 
-/// Runs `body` on a thread of its own, and waits until that is gone, with its thread-local variables.
+/// Runs `body` on a new thread, and waits until its thread-local variables are destroyed.
 fn on_a_thread<T: Send>(body: impl FnOnce() -> T + Send) -> T {
     thread::scope(|scope| scope.spawn(body).join()).expect("a thread that ends well")
 }
 
 #[test]
 fn each_thread_has_its_own_handle_per_device() {
-    let (toy, pool, devices) = toys(2);
+    let (toy, pool, devices) = counted_pool(2);
     let fetch = || devices.iter().map(|device| pool.current(device).unwrap().number).collect::<Vec<_>>();
     let ours = fetch();
     assert_eq!(fetch(), ours);
     assert_ne!(ours[0], ours[1]);
-    // While we hold ours, another thread gets others.
+    // While this thread has its handle, another thread gets another.
     let theirs = on_a_thread(fetch);
     assert!(theirs.iter().all(|number| !ours.contains(number)));
     assert_eq!(fetch(), ours);
@@ -100,8 +100,8 @@ fn each_thread_has_its_own_handle_per_device() {
 }
 
 #[test]
-fn a_handle_goes_on_to_the_next_thread_as_it_was_left() {
-    let (toy, pool, devices) = toys(1);
+fn the_next_thread_reuses_a_handle_as_it_was_left() {
+    let (toy, pool, devices) = counted_pool(1);
     on_a_thread(|| pool.current(&devices[0]).unwrap().note.set(7));
     assert_eq!((pool.alive(&devices[0]), pool.idle(&devices[0])), (1, 1));
     assert_eq!(on_a_thread(|| pool.current(&devices[0]).unwrap().note.get()), 7);
@@ -110,12 +110,12 @@ fn a_handle_goes_on_to_the_next_thread_as_it_was_left() {
 }
 
 #[test]
-fn the_last_handle_back_goes_out_first() {
-    let (_, pool, devices) = toys(1);
+fn the_last_returned_handle_is_reused_first() {
+    let (_, pool, devices) = counted_pool(1);
     let device = &devices[0];
     let leases: Vec<_> = (0..3).map(|_| pool.lease(device).unwrap()).collect();
     let [a, b, c] = [0, 1, 2].map(|i| leases[i].number);
-    drop(leases); // in order: c is the last
+    drop(leases); // in order: c is returned last
     assert_eq!(on_a_thread(|| pool.current(device).unwrap().number), c);
     let _c = pool.lease(device).unwrap();
     let second = pool.lease(device).unwrap();
@@ -124,7 +124,7 @@ fn the_last_handle_back_goes_out_first() {
 }
 
 #[test]
-fn ten_thousand_threads_need_as_many_handles_as_there_are_threads_at_once() {
+fn there_are_as_many_handles_as_concurrent_threads() {
     const THREADS: usize = 10_000;
     const AT_ONCE: usize = 64;
     let (sim, instance) = machine(2);
@@ -141,7 +141,7 @@ fn ten_thousand_threads_need_as_many_handles_as_there_are_threads_at_once() {
         running.push_back(thread::spawn(move || {
             let mine = pool.current(&device).unwrap();
             if number < AT_ONCE {
-                // The first ones wait until all of them have one, so that the limit is reached.
+                // The first threads wait until all of them have a handle, so that the maximum is reached.
                 pool.current(&other).unwrap();
                 all_here.wait();
             }
@@ -160,11 +160,11 @@ fn ten_thousand_threads_need_as_many_handles_as_there_are_threads_at_once() {
 }
 
 #[test]
-fn no_two_threads_have_one_handle_at_once() {
-    let (toy, pool, devices) = toys(1);
+fn no_two_threads_share_a_handle() {
+    let (toy, pool, devices) = counted_pool(1);
     let taken: Vec<AtomicBool> = (0..16).map(|_| AtomicBool::new(false)).collect();
     let alone = |number: usize| {
-        assert!(!taken[number].swap(true, Ordering::SeqCst), "handle {number} was given out twice");
+        assert!(!taken[number].swap(true, Ordering::SeqCst), "two threads have handle {number}");
         thread::yield_now();
         taken[number].store(false, Ordering::SeqCst);
     };
@@ -203,7 +203,7 @@ fn a_repeated_fetch_makes_no_call() {
         pool.lease(&device).unwrap();
     }
     assert_eq!(counting.counts(), []);
-    // The next thread finds the stream as it was left.
+    // The next thread finds the stream still set.
     let lease = pool.lease(&device).unwrap();
     lease.set_stream(&stream).unwrap();
     drop(lease);
@@ -212,42 +212,42 @@ fn a_repeated_fetch_makes_no_call() {
     assert_eq!(counting.counts(), []);
 }
 
-/// A library whose handles are made only when somebody says so.
+/// A library whose `create` waits for the test.
 struct Slow {
     begun: mpsc::SyncSender<()>,
     go_on: std::sync::Mutex<mpsc::Receiver<()>>,
-    library: Toy,
+    library: CountedLibrary,
 }
 
 impl LibraryKind for Slow {
-    type Handle = ToyHandle;
+    type Handle = CountedHandle;
 
     fn name(&self) -> &'static str {
         "slow"
     }
 
-    fn create(&self, device: &Device) -> Result<ToyHandle> {
+    fn create(&self, device: &Device) -> Result<CountedHandle> {
         self.begun.send(()).unwrap();
         self.go_on.lock().unwrap().recv().unwrap();
         self.library.create(device)
     }
 
-    fn destroy(&self, device: &Device, handle: &ToyHandle) -> Result<()> {
+    fn destroy(&self, device: &Device, handle: &CountedHandle) -> Result<()> {
         self.library.destroy(device, handle)
     }
 }
 
-fn slow() -> (Toy, HandlePool<Slow>, Device, mpsc::Receiver<()>, mpsc::SyncSender<()>) {
+fn slow() -> (CountedLibrary, HandlePool<Slow>, Device, mpsc::Receiver<()>, mpsc::SyncSender<()>) {
     let (begun, has_begun) = mpsc::sync_channel(16);
     let (say_go, go_on) = mpsc::sync_channel(16);
-    let library = Toy::default();
+    let library = CountedLibrary::default();
     let device = crate::common::device();
     let kind = Slow { begun, go_on: go_on.into(), library: library.clone() };
     (library, HandlePool::new(device.instance(), kind), device, has_begun, say_go)
 }
 
 #[test]
-fn nobody_waits_while_a_handle_is_made() {
+fn no_lock_is_held_while_a_handle_is_created() {
     let (_, pool, device, has_begun, say_go) = slow();
     say_go.send(()).unwrap();
     let ours = pool.current(&device).unwrap().number;
@@ -255,7 +255,7 @@ fn nobody_waits_while_a_handle_is_made() {
     thread::scope(|scope| {
         let other = scope.spawn(|| pool.current(&device).unwrap().number);
         has_begun.recv().unwrap();
-        // It is being made now, and every one of these would wait if a lock were held.
+        // Its handle is being created: each of these would wait if a lock were held.
         assert_eq!(pool.current(&device).unwrap().number, ours);
         assert_eq!((pool.alive(&device), pool.idle(&device), pool.trim(&device)), (1, 0, Ok(0)));
         say_go.send(()).unwrap();
@@ -265,7 +265,7 @@ fn nobody_waits_while_a_handle_is_made() {
 }
 
 #[test]
-fn a_pool_closed_while_a_handle_is_made_unmakes_it() {
+fn a_handle_created_while_the_pool_closes_is_destroyed() {
     let (library, pool, device, has_begun, say_go) = slow();
     thread::scope(|scope| {
         let other = scope.spawn(|| pool.current(&device).err());
@@ -278,8 +278,8 @@ fn a_pool_closed_while_a_handle_is_made_unmakes_it() {
 }
 
 #[test]
-fn leases_hop_from_thread_to_thread() {
-    let (toy, pool, devices) = toys(1);
+fn leases_move_between_threads() {
+    let (toy, pool, devices) = counted_pool(1);
     let device = &devices[0];
     let lease = pool.lease(device).unwrap();
     let number = lease.number;
@@ -298,19 +298,19 @@ fn leases_hop_from_thread_to_thread() {
 }
 
 #[test]
-fn a_lease_keeps_its_pool() {
-    let (toy, pool, devices) = toys(1);
+fn a_lease_keeps_its_pool_alive() {
+    let (toy, pool, devices) = counted_pool(1);
     let lease = pool.lease(&devices[0]).unwrap();
     drop(pool);
     assert_eq!(toy.counts(), [1, 0, 0]);
     drop(lease);
-    // The pool went with it: nothing was unmade.
+    // The pool was dropped with it: nothing was destroyed.
     assert_eq!(toy.counts(), [1, 0, 1]);
 }
 
 #[test]
-fn a_closed_pool_gives_out_nothing_and_leaks_what_comes_back() {
-    let (toy, pool, devices) = toys(2);
+fn a_closed_pool_returns_no_handle_and_leaks_returned_ones() {
+    let (toy, pool, devices) = counted_pool(2);
     let device = &devices[0];
     let closed = Some(Error::HandlePoolClosed { library: "toy" });
     thread::scope(|scope| {
@@ -321,7 +321,7 @@ fn a_closed_pool_gives_out_nothing_and_leaks_what_comes_back() {
             let mine = pool.current(device).unwrap();
             begun.send(()).unwrap();
             go_on.recv().unwrap();
-            // What it has works on; it gets no more, not even that again.
+            // Its handle still works; a fetch is an error.
             mine.note.set(1);
             assert_eq!(pool.current(device).err(), *closed);
         });
@@ -330,7 +330,7 @@ fn a_closed_pool_gives_out_nothing_and_leaks_what_comes_back() {
         drop(pool.lease(&devices[1]).unwrap());
         let ours = pool.current(device).unwrap();
         pool.clone().close().unwrap();
-        // Of the four, ours is in use, as are the lease and the other thread's.
+        // Of the four, this thread's, the lease and the other thread's are in use.
         assert_eq!((toy.counts(), pool.alive(device), pool.alive(&devices[1])), ([4, 1, 1], 2, 1));
         assert_eq!((ours.note.get(), lease.note.get()), (0, 0));
         assert_eq!(pool.lease(device).err(), *closed);
@@ -344,15 +344,15 @@ fn a_closed_pool_gives_out_nothing_and_leaks_what_comes_back() {
 }
 
 #[test]
-fn closing_takes_the_calling_threads_own() {
-    let (toy, pool, devices) = toys(2);
+fn close_destroys_the_calling_threads_handle() {
+    let (toy, pool, devices) = counted_pool(2);
     devices.iter().for_each(|device| drop(pool.current(device).unwrap()));
     pool.close().unwrap();
     assert_eq!(toy.counts(), [2, 2, 2]);
 }
 
 #[test]
-fn a_gpu_can_be_closed_while_threads_still_have_handles_of_closed_pools() {
+fn an_instance_can_be_closed_while_threads_have_handles_of_closed_pools() {
     let (sim, instance) = machine(1);
     let pool = HandlePool::new(&instance, Cublas);
     thread::scope(|scope| {
@@ -363,13 +363,13 @@ fn a_gpu_can_be_closed_while_threads_still_have_handles_of_closed_pools() {
             of_thread.current(&device).unwrap();
             drop((of_thread, device));
             begun.send(()).unwrap();
-            // A worker that has nothing to do, and a handle.
+            // An idle worker with a handle.
             let _ = go_on.recv();
         });
         has_begun.recv().unwrap();
         pool.current(&instance.device(0).unwrap()).unwrap();
         pool.close().unwrap();
-        instance.close().expect("nobody holds on to it");
+        instance.close().expect("it is the last handle");
         assert_eq!(sim.object_counts().handles, 1, "the worker's, which is leaked");
         drop(say_go);
     });
@@ -377,22 +377,22 @@ fn a_gpu_can_be_closed_while_threads_still_have_handles_of_closed_pools() {
 }
 
 #[test]
-fn a_pool_that_is_dropped_destroys_nothing() {
-    let (toy, pool, devices) = toys(1);
+fn dropping_a_pool_destroys_nothing() {
+    let (toy, pool, devices) = counted_pool(1);
     pool.current(&devices[0]).unwrap();
     drop(pool.lease(&devices[0]).unwrap());
     on_a_thread(move || {
         pool.current(&devices[0]).unwrap();
         drop(pool);
-        // The idle one is gone, this thread's is still there.
+        // The idle handle is dropped, this thread's is not.
         assert_eq!(toy.counts(), [2, 0, 0]);
     });
 }
 
 #[test]
-fn two_gpus_have_their_own_handles() {
+fn instances_have_their_own_handles() {
     let (first, second) = (machine(1).1.device(0).unwrap(), machine(1).1.device(0).unwrap());
-    let pools = [&first, &second].map(|device| HandlePool::new(device.instance(), Toy::default()));
+    let pools = [&first, &second].map(|device| HandlePool::new(device.instance(), CountedLibrary::default()));
     pools[0].current(&first).unwrap().note.set(1);
     pools[1].current(&second).unwrap().note.set(2);
     assert_eq!(pools[0].current(&first).unwrap().note.get(), 1);
@@ -401,8 +401,8 @@ fn two_gpus_have_their_own_handles() {
 }
 
 #[test]
-fn a_handle_that_cannot_be_made_is_not_counted() {
-    let (toy, pool, devices) = toys(1);
+fn a_failed_creation_is_not_counted() {
+    let (toy, pool, devices) = counted_pool(1);
     let device = &devices[0];
     toy.0.fails.store(true, Ordering::SeqCst);
     assert!(pool.current(device).err().unwrap().driver().unwrap().is_out_of_memory());
@@ -422,21 +422,21 @@ fn a_handle_that_cannot_be_made_is_not_counted() {
 }
 
 thread_local! {
-    /// The pool that the library below uses.
+    /// The pool that `Nested` uses.
     static POOL: RefCell<Option<HandlePool<Nested>>> = const { RefCell::new(None) };
 }
 
-/// A library that fetches a handle, of the same pool, while it makes the first one.
-struct Nested(Toy);
+/// A library that fetches a handle of the same pool while it creates the first one.
+struct Nested(CountedLibrary);
 
 impl LibraryKind for Nested {
-    type Handle = ToyHandle;
+    type Handle = CountedHandle;
 
     fn name(&self) -> &'static str {
         "nested"
     }
 
-    fn create(&self, device: &Device) -> Result<ToyHandle> {
+    fn create(&self, device: &Device) -> Result<CountedHandle> {
         let handle = self.0.create(device)?;
         if handle.number == 0 {
             let pool = POOL.with_borrow(Option::clone).expect("set before the first use");
@@ -445,17 +445,17 @@ impl LibraryKind for Nested {
         Ok(handle)
     }
 
-    fn destroy(&self, device: &Device, handle: &ToyHandle) -> Result<()> {
+    fn destroy(&self, device: &Device, handle: &CountedHandle) -> Result<()> {
         self.0.destroy(device, handle)
     }
 }
 
 #[test]
-fn a_library_may_use_the_pool_while_it_makes_a_handle() {
+fn a_library_can_use_the_pool_while_it_creates_a_handle() {
     let device = crate::common::device();
-    let pool = HandlePool::new(device.instance(), Nested(Toy::default()));
+    let pool = HandlePool::new(device.instance(), Nested(CountedLibrary::default()));
     POOL.set(Some(pool.clone()));
-    // Whoever fetched first has it; there is one per thread.
+    // The inner fetch was first; there is one handle per thread.
     assert_eq!(pool.current(&device).unwrap().number, 1);
     assert_eq!(pool.current(&device).unwrap().number, 1);
     assert_eq!((pool.alive(&device), pool.idle(&device)), (2, 1));
@@ -464,16 +464,16 @@ fn a_library_may_use_the_pool_while_it_makes_a_handle() {
 }
 
 thread_local! {
-    /// Registered before Warpool's own list, hence dropped after it.
+    /// Registered before Warpool's own list, hence destroyed after it.
     static EARLY: RefCell<Vec<Later>> = const { RefCell::new(Vec::new()) };
-    /// Registered after it, hence dropped before.
+    /// Registered after it, hence destroyed before.
     static LATE: RefCell<Vec<Later>> = const { RefCell::new(Vec::new()) };
 }
 
-/// What a thread does, or gives up, at its end.
+/// What a thread-local destructor does at the end of a thread.
 enum Later {
-    Keep { _handle: ThreadHandle<ToyHandle> },
-    Fetch(HandlePool<Toy>, Device, mpsc::Sender<Result<usize>>),
+    Keep { _handle: ThreadHandle<CountedHandle> },
+    Fetch(HandlePool<CountedLibrary>, Device, mpsc::Sender<Result<usize>>),
 }
 
 impl Drop for Later {
@@ -485,9 +485,9 @@ impl Drop for Later {
 }
 
 #[test]
-fn a_handle_kept_in_another_thread_local_variable_comes_back_too() {
+fn a_handle_in_another_thread_local_variable_is_returned_too() {
     for variable in [&EARLY, &LATE] {
-        let (toy, pool, devices) = toys(1);
+        let (toy, pool, devices) = counted_pool(1);
         on_a_thread(|| {
             EARLY.with_borrow_mut(Vec::clear);
             let handle = pool.current(&devices[0]).unwrap();
@@ -498,12 +498,12 @@ fn a_handle_kept_in_another_thread_local_variable_comes_back_too() {
 }
 
 #[test]
-fn a_thread_at_its_end_fetches_what_it_has_and_no_more_after_that() {
+fn an_ending_thread_can_fetch_its_handle_until_its_list_is_destroyed() {
     let ending = Err(Error::ThreadEnding);
     for (variable, first_use, expected) in
         [(&LATE, true, Ok(0)), (&EARLY, true, ending), (&LATE, false, Ok(0)), (&EARLY, false, Ok(0))]
     {
-        let (toy, pool, devices) = toys(1);
+        let (toy, pool, devices) = counted_pool(1);
         let (answers, answer) = mpsc::channel();
         on_a_thread(|| {
             EARLY.with_borrow_mut(Vec::clear);
@@ -538,7 +538,7 @@ fn every_library_has_handles() {
 }
 
 #[test]
-fn an_absent_library_is_named() {
+fn an_absent_library_is_an_error_with_its_name() {
     let sim = SimDriver::new(SimConfig::default().without_library(Library::Dnn));
     let instance = Instance::new(Arc::new(sim)).unwrap();
     let device = instance.device(0).unwrap();
@@ -552,7 +552,7 @@ fn an_absent_library_is_named() {
 }
 
 #[test]
-fn a_stream_is_set_when_it_differs_and_again_after_a_failure() {
+fn a_stream_is_set_when_it_changes_and_after_a_failure() {
     let sim = Arc::new(SimDriver::new(SimConfig::default().with_devices(2)));
     let plan = FaultPlan::new().fail_nth(Call::LibrarySetStream, 3, ErrorCode::UnknownError);
     let instance = Instance::new(Arc::new(Faulty::new(sim.clone(), plan))).unwrap();
@@ -563,7 +563,7 @@ fn a_stream_is_set_when_it_differs_and_again_after_a_failure() {
     for stream in [&a, &a, &b, &b] {
         handle.set_stream(stream).unwrap();
     }
-    // The third call fails, and nobody knows where the handle is.
+    // The third call fails: the handle's stream is unknown.
     assert_eq!(handle.set_stream(&a).unwrap_err().driver().unwrap().code, ErrorCode::UnknownError);
     handle.set_stream(&b).unwrap();
     handle.set_stream(&b).unwrap();
@@ -580,7 +580,7 @@ fn a_stream_is_set_when_it_differs_and_again_after_a_failure() {
 }
 
 #[test]
-fn every_call_may_fail_once() {
+fn each_failed_call_is_returned_and_leaks_nothing() {
     let scenario = |instance: &Instance| -> Result<()> {
         let [zero, one] = [instance.device(0)?, instance.device(1)?];
         let pool = HandlePool::new(instance, Cublas);
@@ -602,10 +602,10 @@ fn every_call_may_fail_once() {
             let outcome = scenario(&instance);
             faulty.clear_plan();
             scenario(&instance).expect("after a fault everything works");
-            instance.close().expect("nobody holds on to it");
+            instance.close().expect("it is the last handle");
             outcome
         });
-        assert_eq!(sim.object_counts().handles, 0, "call {nth} failed and a handle stayed");
+        assert_eq!(sim.object_counts().handles, 0, "a handle leaked after call {nth} failed");
         if faulty.injected().is_empty() {
             outcome.expect("nothing was made to fail");
             assert!(nth > 12, "the scenario made only {nth} calls");
@@ -617,7 +617,7 @@ fn every_call_may_fail_once() {
 }
 
 #[test]
-fn a_handle_that_cannot_be_destroyed_stays_and_does_not_keep_the_others() {
+fn a_failed_destroy_keeps_that_handle_only() {
     let sim = Arc::new(SimDriver::new(SimConfig::default().with_devices(2)));
     let destroy = Call::LibraryDestroy;
     let plan = FaultPlan::new().fail_nth(destroy, 2, ErrorCode::UnknownError);
@@ -629,7 +629,7 @@ fn a_handle_that_cannot_be_destroyed_stays_and_does_not_keep_the_others() {
     leases(3);
     assert_eq!(pool.trim(&devices[0]).unwrap_err().driver().unwrap().code, ErrorCode::UnknownError);
     assert_eq!((pool.alive(&devices[0]), pool.idle(&devices[0]), sim.object_counts().handles), (1, 1, 1));
-    // It is as good as before.
+    // It still works.
     leases(1);
     assert_eq!((pool.alive(&devices[0]), sim.object_counts().handles), (1, 1));
     leases(2);
@@ -641,9 +641,9 @@ fn a_handle_that_cannot_be_destroyed_stays_and_does_not_keep_the_others() {
     assert_eq!(sim.object_counts().handles, 0);
 }
 
-/// Destroying one would break the capture, so the driver refuses it.
+/// Destroying a handle would invalidate the capture, so it is an error of the driver.
 #[test]
-fn trim_and_close_lose_no_handle_while_a_stream_captures() {
+fn trim_and_close_keep_handles_while_a_stream_captures() {
     let (sim, instance) = machine(1);
     let device = instance.device(0).unwrap();
     let stream = device.pool_stream().unwrap();
@@ -655,7 +655,7 @@ fn trim_and_close_lose_no_handle_while_a_stream_captures() {
     assert_eq!((pool.alive(&device), pool.idle(&device)), (1, 1));
     let again = pool.clone();
     assert!(refused(pool.close().unwrap_err()));
-    sim.graph_destroy(sim.capture_end(stream.id()).expect("nothing broke it")).unwrap();
+    sim.graph_destroy(sim.capture_end(stream.id()).expect("the capture is valid")).unwrap();
     again.close().unwrap();
     assert_eq!((sim.object_counts().handles, sim.hazards()), (0, vec![]));
 }

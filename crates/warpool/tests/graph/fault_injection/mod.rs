@@ -1,8 +1,7 @@
-//! Every driver call of what graphs are for fails once, and pairs of them: the call above reports it or does without,
-//! no stream is left capturing, the same graph, streams, allocator and generator do the same thing right afterwards,
-//! and nothing is left behind.
+//! Every driver call of the scenarios fails once, and pairs of them: the error is returned or recovered from, no stream
+//! is left capturing, the same graph, streams, allocator and generator work afterwards, and nothing is leaked.
 
-mod lab;
+mod fixture;
 mod scenarios;
 
 use std::collections::BTreeSet;
@@ -11,31 +10,32 @@ use warpool::Result;
 use warpool::driver::decorate::{FaultPlan, InjectedFault};
 use warpool::driver::{Call, ErrorCode};
 
-use lab::Lab;
+use fixture::FaultFixture;
 use scenarios::{SCENARIOS, Scenario};
 
 const SETTINGS: [&str; 2] = ["", "expandable_segments:True,graph_capture_record_stream_reuse:True"];
 
-/// Calls that can fail without anybody being told: what they were to do is done later, or in another way.
-const DISPENSABLE: &[Call] = &[
-    // Pinned memory that waits for streams is looked after at the next call, if there is other memory for this one.
+/// Calls whose failure need not be returned: they are retried later, or done in another way.
+const RECOVERABLE: &[Call] = &[
+    // Pinned memory that waits for streams is processed again at the next call, if other memory serves this one.
+    Call::StreamHandle,
     Call::EventCreate,
-    // Full once, the device is asked again, behind what was cached.
+    // After an out-of-memory error the allocator frees cached memory and tries again.
     Call::VmReserve,
     Call::VmCreate,
     Call::VmRelease,
     Call::VmMap,
     Call::VmSetAccess,
-    // A smaller segment is pinned, if there is no room for a large one.
+    // If a large segment cannot be pinned, a smaller one is.
     Call::HostDevicePtr,
-    // The end of a capture that nobody wants any more is tried twice.
+    // The end of a discarded capture is tried twice.
     Call::CaptureEnd,
     Call::CaptureState,
-    // Without the nodes that used a block last, it is not used again before the capture ends.
+    // Without the last nodes that used a block, it is not reused before the capture ends.
     Call::CaptureDependencies,
-    // So is putting back how strict a thread is.
+    // Restoring a thread's capture mode is tried twice.
     Call::CaptureModeExchange,
-    // Tried again at the next capture or reset.
+    // Retried at the next capture or reset.
     Call::GraphDestroy,
     Call::GraphExecDestroy,
     Call::EventRecord,
@@ -44,33 +44,33 @@ const DISPENSABLE: &[Call] = &[
     Call::HostAlloc,
 ];
 
-/// Runs a scenario with faults, then without. What fired, and how the first run went.
+/// Runs a scenario with faults, then without. Returns the injected faults, and the outcome of the first run.
 fn check(scenario: &Scenario, settings: &str, plan: FaultPlan) -> (Vec<InjectedFault>, Result<()>) {
-    let lab = Lab::new(settings);
-    let mut graph = lab.graph();
-    // A handle that cannot be destroyed is forgotten by its pool: nothing could be done with it.
-    lab.faulty.set_plan(plan.excluding(&[Call::LibraryDestroy]));
-    let outcome = (scenario.run)(&lab, &mut graph);
-    lab.faulty.clear_plan();
-    let fired = lab.faulty.injected();
+    let fixture = FaultFixture::new(settings);
+    let mut graph = fixture.graph();
+    // A handle whose destruction fails is leaked by its pool.
+    fixture.faulty.set_plan(plan.excluding(&[Call::LibraryDestroy]));
+    let outcome = (scenario.run)(&fixture, &mut graph);
+    fixture.faulty.clear_plan();
+    let fired = fixture.faulty.injected();
     let about = format!("{} with {settings:?}, {fired:?}: {outcome:?}", scenario.name);
     if graph.is_capturing() || graph.is_captured() {
         graph.reset().unwrap();
     }
-    lab.expect_calm(&about);
-    if let Err(error) = (scenario.run)(&lab, &mut graph) {
+    fixture.expect_idle(&about);
+    if let Err(error) = (scenario.run)(&fixture, &mut graph) {
         panic!("{about}; and then, without faults: {error}");
     }
     drop(graph);
-    lab.close(&about);
+    fixture.close(&about);
     (fired, outcome)
 }
 
 #[test]
-fn each_call_may_fail_once() {
+fn each_failed_call_is_returned_or_recovered() {
     let codes =
         [ErrorCode::OutOfMemory, ErrorCode::UnknownError, ErrorCode::InvalidValue, ErrorCode::StreamCaptureInvalidated];
-    let mut unheard = BTreeSet::new();
+    let mut recovered = BTreeSet::new();
     for scenario in SCENARIOS {
         for (settings, code) in SETTINGS.into_iter().flat_map(|settings| codes.map(|code| (settings, code))) {
             for nth in 1.. {
@@ -80,18 +80,18 @@ fn each_call_may_fail_once() {
                     assert!(nth > 15, "{} makes only {nth} calls", scenario.name);
                     break;
                 };
-                // That one expects errors, and goes on.
+                // That scenario expects errors.
                 if outcome.is_ok() && scenario.name != "broken" {
-                    unheard.insert(fault.call);
+                    recovered.insert(fault.call);
                 }
             }
         }
     }
-    assert_eq!(unheard.into_iter().collect::<Vec<_>>(), DISPENSABLE);
+    assert_eq!(recovered.into_iter().collect::<Vec<_>>(), RECOVERABLE);
 }
 
 #[test]
-fn two_calls_may_fail_one_behind_the_other() {
+fn two_failed_calls_in_a_row_leak_nothing() {
     for scenario in SCENARIOS {
         for settings in SETTINGS {
             for apart in [1, 2, 3, 5] {
@@ -108,7 +108,7 @@ fn two_calls_may_fail_one_behind_the_other() {
 }
 
 #[test]
-fn a_share_of_all_calls_may_fail() {
+fn random_failures_leak_nothing() {
     for scenario in SCENARIOS {
         for settings in SETTINGS {
             for seed in 0..100 {

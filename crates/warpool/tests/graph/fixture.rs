@@ -1,5 +1,4 @@
-//! A machine with an allocator, a stream to capture on and a kernel, and an end that looks for everything that graphs
-//! may have left behind.
+//! A simulated device with an allocator, a stream to capture on and a kernel, and a check for leaks at the end.
 
 use std::sync::Arc;
 
@@ -26,14 +25,14 @@ static KERNELS: KernelSource = KernelSource {
 };
 
 /// A machine with an allocator, and a stream to capture on.
-pub struct Lab {
+pub struct CaptureFixture {
     pub context: TestContext,
     pub add: FunctionId,
     pub side: StreamLease,
     start: ObjectCounts,
 }
 
-impl Lab {
+impl CaptureFixture {
     pub fn new() -> Self {
         Self::with("")
     }
@@ -90,39 +89,39 @@ impl Lab {
         assert_eq!(self.word(graph.buffer(key).unwrap().ptr()), value);
     }
 
-    /// A capture that works, after whatever went wrong before.
-    pub fn still_works(&self, graph: &mut Graph) {
+    /// Checks that a capture works, after an error.
+    pub fn expect_usable(&self, graph: &mut Graph) {
         let key = self.fill_into(graph, CaptureOptions::default(), 77);
         self.expect(graph, key, 77);
     }
 
-    /// Forgets the hazards of those kinds, which the test meant to cause.
-    pub fn forgive(&self, kinds: &[HazardKind]) {
+    /// Clears the hazards of those kinds, which the test causes on purpose.
+    pub fn expect_hazards(&self, kinds: &[HazardKind]) {
         let hazards = self.context.sim.hazards();
         assert!(hazards.iter().all(|hazard| kinds.contains(&hazard.kind)), "{hazards:#?}");
         self.context.sim.clear_hazards();
     }
 
-    /// With all graphs gone: nothing is left of them.
+    /// After all graphs are dropped: checks that nothing is leaked.
     pub fn finish(self) {
-        // What destructors left goes with the next reset.
+        // The next reset destroys what destructors left.
         self.graph().reset().unwrap();
-        // No route leads to a pool that is gone.
+        // No request is routed to a destroyed pool.
         let block = self.context.alloc_on(&self.side, 512);
         assert_eq!(self.context.segments_of(MemPoolId::DEFAULT).iter().filter(|one| one.allocated_size > 0).count(), 1);
         self.context.free(block);
         self.context.trim();
         self.context.device().event_pool().trim().unwrap();
         let now = self.context.sim.object_counts();
-        assert_eq!((now.graphs, now.graph_execs, now.captures), (0, 0, 0), "left behind");
-        assert_eq!((now.allocations, now.mappings, now.reservations), (0, 0, 0), "left behind");
-        assert_eq!(now.bytes_used, self.start.bytes_used, "memory left behind");
-        // Nobody asks the driver whether a stream captures, as long as no capture is counted.
+        assert_eq!((now.graphs, now.graph_execs, now.captures), (0, 0, 0), "leaked");
+        assert_eq!((now.allocations, now.mappings, now.reservations), (0, 0, 0), "leaked");
+        assert_eq!(now.bytes_used, self.start.bytes_used, "memory leaked");
+        // The driver is not called as long as no capture is counted.
         let calls = self.context.sim.calls_made();
         assert!(!self.context.instance.is_capturing(&self.side).unwrap());
         assert_eq!(self.context.sim.calls_made(), calls, "a capture still counts");
         assert_eq!(self.context.pools().capture_ended(FIRST), Err(Error::NotCapturing { device: FIRST }));
-        assert_eq!(Arc::strong_count(&self.context.allocator), 1, "something holds on to the allocator");
+        assert_eq!(Arc::strong_count(&self.context.allocator), 1, "the allocator is still referenced");
         self.context.finish();
     }
 }
@@ -130,6 +129,6 @@ impl Lab {
 pub fn graph_error<T: std::fmt::Debug>(outcome: warpool::Result<T>) -> GraphError {
     match outcome {
         Err(Error::Graph(error)) => error,
-        other => panic!("a graph's error was due: {other:?}"),
+        other => panic!("not a graph's error: {other:?}"),
     }
 }

@@ -1,4 +1,4 @@
-//! A simulated machine whose calls can be made to fail, and an end that looks for everything that may have been left.
+//! A simulated device whose calls can be made to fail, and a check for leaks at the end.
 
 use std::sync::Arc;
 
@@ -50,7 +50,7 @@ static KERNELS: KernelSource = KernelSource {
 };
 
 /// The machine.
-pub struct Lab {
+pub struct FaultFixture {
     pub sim: Arc<SimDriver>,
     pub faulty: Arc<Faulty>,
     pub instance: Instance,
@@ -69,7 +69,7 @@ pub struct Lab {
     start: ObjectCounts,
 }
 
-impl Lab {
+impl FaultFixture {
     pub fn new(settings: &str) -> Self {
         let mut config = SimConfig::default();
         config.devices[0].bytes_context = 0;
@@ -132,7 +132,7 @@ impl Lab {
         launch_kernel(&*self.faulty, self.plus, &args, stream.id())
     }
 
-    /// The words at `ptr`, which the host has waited for.
+    /// Waits for the device and reads the words at `ptr`.
     pub fn words(&self, ptr: DevicePtr) -> [u32; WORDS] {
         let mut bytes = [0; 4 * WORDS];
         self.sim.download(FIRST, ptr, &mut bytes).unwrap();
@@ -144,8 +144,8 @@ impl Lab {
         self.any.trim(FIRST, MemPoolId::DEFAULT).map(drop)
     }
 
-    /// The capture on the first stream is over, unless the driver refused to end it more than once: then nobody can do
-    /// more, and the program stops.
+    /// Checks that the capture on the first stream is over, unless its end failed more than once: then the program
+    /// stops.
     pub fn expect_ended(&self) -> Result<()> {
         if self.sim.capture_state(self.one.id()) == Ok(CaptureState::None) {
             return Ok(());
@@ -154,17 +154,18 @@ impl Lab {
         Err(Error::ThreadEnding)
     }
 
-    /// After a fault: no stream captures, the thread is as strict as before, and the books agree.
-    pub fn expect_calm(&self, about: &str) {
+    /// After a fault: checks that no stream captures, that the thread's capture mode is restored, and the allocator's
+    /// invariants.
+    pub fn expect_idle(&self, about: &str) {
         self.caching.check();
         self.host.check();
-        // What destructors left is done by the next reset.
+        // The next reset destroys what destructors left.
         self.graph().reset().unwrap();
         assert_eq!(self.sim.object_counts().captures, 0, "{about}: a capture is still under way");
         for stream in [&self.one, &self.two] {
             assert_eq!(self.sim.capture_state(stream.id()), Ok(CaptureState::None), "{about}: {stream}");
         }
-        // Putting it back is tried twice; a driver that refuses both times has it its way.
+        // Restoring the mode is tried twice; it may fail both times.
         let mode = self.sim.capture_mode_exchange(CaptureMode::Global).unwrap();
         assert!(
             mode == CaptureMode::Global || self.faulty.injected().len() > 1,
@@ -177,9 +178,9 @@ impl Lab {
         self.sim.clear_hazards();
     }
 
-    /// At the end: nothing is left.
+    /// At the end: checks that nothing is leaked.
     pub fn close(self, about: &str) {
-        self.expect_calm(about);
+        self.expect_idle(about);
         let Self {
             sim,
             faulty,
@@ -200,19 +201,19 @@ impl Lab {
         device.synchronize().unwrap();
         blas.close().unwrap();
         host.process_pending().unwrap();
-        assert_eq!(host.stats().active_requests.current, 0, "{about}: pinned blocks are lost");
+        assert_eq!(host.stats().active_requests.current, 0, "{about}: pinned blocks leaked");
         host.close().unwrap();
         any.trim(FIRST, MemPoolId::DEFAULT).unwrap();
         caching.check();
         let stats = any.stats(FIRST).unwrap();
-        assert_eq!(stats.allocation.all.current, 0, "{about}: blocks are lost");
-        assert_eq!(stats.workspace_bytes.current, 0, "{about}: workspaces are lost");
-        assert_eq!(stats.reserved_bytes.all.current, 0, "{about}: memory is kept");
+        assert_eq!(stats.allocation.all.current, 0, "{about}: blocks leaked");
+        assert_eq!(stats.workspace_bytes.current, 0, "{about}: workspaces leaked");
+        assert_eq!(stats.reserved_bytes.all.current, 0, "{about}: memory leaked");
         sim.module_unload(module).unwrap();
         drop((caching, any, generator, one, two, leases, device));
         instance.close().unwrap();
         drop(faulty);
-        assert_eq!(sim.object_counts(), start, "{about}: what is left, and what there was");
+        assert_eq!(sim.object_counts(), start, "{about}: driver objects leaked");
         let hazards: Vec<String> = sim.hazards().iter().map(ToString::to_string).collect();
         assert!(hazards.is_empty(), "{about}: {hazards:#?}");
     }
