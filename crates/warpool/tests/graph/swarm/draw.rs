@@ -1,10 +1,10 @@
-//! Draws the program of a seed, section by section: correct by construction, so that whatever goes wrong is not its
-//! fault.
+//! Draws the program of a seed, section by section. Programs are correct by construction, so a failure is a bug in the
+//! code under test.
 
 use std::collections::BTreeSet;
 
-use super::order::{Order, Place};
-use super::program::{Group, How, Op, Program, Section, Var, Work};
+use super::order::{Order, WorkPoint};
+use super::program::{Group, Op, Ownership, Program, Section, Var, Work};
 use super::schedule::{Schedule, touched};
 use crate::common::rng::Rng;
 
@@ -25,7 +25,7 @@ const SETTINGS: [&str; 5] = [
 /// The program of a seed.
 pub fn program(seed: u64) -> Program {
     let mut rng = Rng::new(seed);
-    // Three at least: two may be flags of nested bodies.
+    // At least three: two may be flags of nested bodies.
     let outside = 3 + rng.below(3);
     let generators = 1 + rng.below(3);
     let (mut sections, mut groups) = (Vec::new(), Vec::new());
@@ -62,23 +62,23 @@ fn section(
     left: Vec<usize>,
     leaves: Option<usize>,
 ) -> Section {
-    let (lanes, forks) = (1 + rng.below(LANES), rng.one_in(3));
-    let mut writer = Writer::new(rng, lanes, forks, outside, generators);
+    let (branches, forks) = (1 + rng.below(LANES), rng.one_in(3));
+    let mut writer = Writer::new(rng, branches, forks, outside, generators);
     writer.left = left.into_iter().map(Var::Left).collect();
     writer.all(leaves);
     let ops = writer.ops;
-    Section { group, lanes, forks, ops: hand_over(rng, ops) }
+    Section { group, branches, forks, ops: move_to_thread(rng, ops) }
 }
 
-/// A section that is only ever just done.
-pub fn ops(rng: &mut Rng, lanes: usize, forks: bool, program: &Program) -> Vec<Op> {
-    let mut writer = Writer::new(rng, lanes, forks, program.outside, program.generators);
+/// A section that is only run eagerly.
+pub fn ops(rng: &mut Rng, branches: usize, forks: bool, program: &Program) -> Vec<Op> {
+    let mut writer = Writer::new(rng, branches, forks, program.outside, program.generators);
     writer.all(None);
     writer.ops
 }
 
-/// Lets another thread do some of it.
-fn hand_over(rng: &mut Rng, ops: Vec<Op>) -> Vec<Op> {
+/// Moves some of the operations to another thread.
+fn move_to_thread(rng: &mut Rng, ops: Vec<Op>) -> Vec<Op> {
     if !rng.one_in(4) {
         return ops;
     }
@@ -95,13 +95,13 @@ fn hand_over(rng: &mut Rng, ops: Vec<Op>) -> Vec<Op> {
     result
 }
 
-/// A temporary that is there.
+/// A live temporary.
 struct Temp {
     temp: usize,
-    lane: usize,
-    how: How,
-    /// What other lanes did with it and nobody recorded.
-    unrecorded: Vec<Place>,
+    branch: usize,
+    how: Ownership,
+    /// Uses of other branches that were not recorded.
+    unrecorded: Vec<WorkPoint>,
 }
 
 /// Writes one section.
@@ -116,17 +116,17 @@ struct Writer<'a> {
     is_in: Vec<bool>,
     temps: Vec<Temp>,
     next_temp: usize,
-    /// Marks that can be waited for.
-    marks: Vec<(usize, Vec<u32>)>,
+    /// Recorded points that can be waited for.
+    clocks: Vec<(usize, Vec<u32>)>,
     next_event: usize,
-    /// How deep in bodies it is, and which flags must be left alone there.
+    /// Ownership deep in bodies it is, and which flags must be left alone there.
     depth: usize,
     flags: Vec<Var>,
 }
 
 impl<'a> Writer<'a> {
-    fn new(rng: &'a mut Rng, lanes: usize, forks: bool, outside: usize, generators: usize) -> Self {
-        let mut is_in = vec![false; lanes];
+    fn new(rng: &'a mut Rng, branches: usize, forks: bool, outside: usize, generators: usize) -> Self {
+        let mut is_in = vec![false; branches];
         is_in[0] = true;
         Self {
             rng,
@@ -135,11 +135,11 @@ impl<'a> Writer<'a> {
             generators,
             left: Vec::new(),
             ops: Vec::new(),
-            order: Order::new(lanes),
+            order: Order::new(branches),
             is_in,
             temps: Vec::new(),
             next_temp: 0,
-            marks: Vec::new(),
+            clocks: Vec::new(),
             next_event: 0,
             depth: 0,
             flags: Vec::new(),
@@ -148,68 +148,68 @@ impl<'a> Writer<'a> {
 
     fn all(&mut self, leaves: Option<usize>) {
         for _ in 0..3 + self.rng.below(14) {
-            let lane = self.lane();
-            self.step(lane);
+            let branch = self.branch();
+            self.step(branch);
         }
         if let Some(section) = leaves {
-            let lane = self.lane();
+            let branch = self.branch();
             let (temp, var) = (self.next_temp, Var::Left(section));
             self.next_temp += 1;
-            self.ops.push(Op::Alloc { temp, lane, bytes: 64, how: How::Left(section) });
+            self.ops.push(Op::Alloc { temp, branch, bytes: 64, how: Ownership::Left(section) });
             let from = self.readable();
-            self.work(lane, Work::Sums { to: var, from });
+            self.work(branch, Work::Sums { to: var, from });
         }
-        // Something must come of it.
-        let (lane, to, a) = (self.lane(), Var::Outside(self.rng.below(self.outside)), self.readable());
-        self.work(lane, Work::Mix { to, a, b: to });
-        while let Some(at) = self.temps.iter().position(|temp| temp.how == How::Freed) {
+        // At least one write.
+        let (branch, to, a) = (self.branch(), Var::Outside(self.rng.below(self.outside)), self.readable());
+        self.work(branch, Work::Mix { to, a, b: to });
+        while let Some(at) = self.temps.iter().position(|temp| temp.how == Ownership::Freed) {
             self.free(at);
         }
-        for lane in 1..self.is_in.len() {
-            if self.is_in[lane] {
-                self.order.wait(0, lane);
-                self.ops.push(Op::Join { lane });
+        for branch in 1..self.is_in.len() {
+            if self.is_in[branch] {
+                self.order.wait(0, branch);
+                self.ops.push(Op::Join { branch });
             }
         }
     }
 
-    /// A lane for the next thing, brought in if need be.
-    fn lane(&mut self) -> usize {
+    /// A branch for the next operation, forked if it is not open.
+    fn branch(&mut self) -> usize {
         if self.depth > 0 {
             return 0;
         }
-        let lane = self.rng.below(self.is_in.len());
-        if !self.is_in[lane] {
-            let inside: Vec<usize> = (0..self.is_in.len()).filter(|&lane| self.is_in[lane]).collect();
-            if !self.forks && !self.marks.is_empty() && self.rng.one_in(2) {
-                let (event, mark) = self.marks[self.rng.below(self.marks.len())].clone();
-                self.order.wait_for(lane, &mark);
-                self.ops.push(Op::Await { event, lane });
+        let branch = self.rng.below(self.is_in.len());
+        if !self.is_in[branch] {
+            let inside: Vec<usize> = (0..self.is_in.len()).filter(|&branch| self.is_in[branch]).collect();
+            if !self.forks && !self.clocks.is_empty() && self.rng.one_in(2) {
+                let (event, clock) = self.clocks[self.rng.below(self.clocks.len())].clone();
+                self.order.wait_for(branch, &clock);
+                self.ops.push(Op::Await { event, branch });
             } else {
                 let from = if self.forks { 0 } else { self.rng.pick(&inside) };
-                self.order.wait(lane, from);
-                self.ops.push(Op::Fork { lane, from });
+                self.order.wait(branch, from);
+                self.ops.push(Op::Fork { branch, from });
             }
-            self.is_in[lane] = true;
+            self.is_in[branch] = true;
         }
-        lane
+        branch
     }
 
-    fn step(&mut self, lane: usize) {
+    fn step(&mut self, branch: usize) {
         match self.rng.below(32) {
             0..14 => {
                 let work = self.plain_work();
-                self.work(lane, work);
+                self.work(branch, work);
             }
             14..18 => {
                 let how = match self.rng.below(8) {
-                    _ if self.depth > 0 => How::Freed,
-                    0..4 => How::Freed,
-                    4 => How::Allocated,
-                    5 => How::Moved,
-                    _ => How::Held,
+                    _ if self.depth > 0 => Ownership::Freed,
+                    0..4 => Ownership::Freed,
+                    4 => Ownership::Allocated,
+                    5 => Ownership::Moved,
+                    _ => Ownership::Held,
                 };
-                self.allocate(lane, how);
+                self.allocate(branch, how);
             }
             18 | 19 => {
                 let mine: Vec<usize> = (0..self.temps.len()).filter(|&at| self.may_free(at)).collect();
@@ -218,30 +218,30 @@ impl<'a> Writer<'a> {
                     self.free(at);
                 }
             }
-            20..23 => self.product(lane),
+            20..23 => self.product(branch),
             23..26 if self.depth == 0 => {
                 let (to, generator) = (self.writable(), self.rng.below(self.generators));
                 let words = self.rng.pick(&[1, 3, 7, 16]);
-                self.work(lane, Work::Draw { to, generator, words });
+                self.work(branch, Work::Draw { to, generator, words });
             }
             26 if self.depth == 0 => {
                 let (to, generator) = (self.writable(), self.rng.below(self.generators));
                 let increment = 1 + self.rng.below(9) as u64;
-                self.work(lane, Work::Salt { to, generator, increment });
+                self.work(branch, Work::Salt { to, generator, increment });
             }
             27 | 28 if self.depth == 0 => {
                 let event = self.next_event;
                 self.next_event += 1;
-                self.marks.push((event, self.order.now(lane)));
-                self.ops.push(Op::Mark { event, lane });
+                self.clocks.push((event, self.order.now(branch)));
+                self.ops.push(Op::Mark { event, branch });
             }
-            29 if self.depth == 0 && !self.marks.is_empty() => {
-                let (event, mark) = self.marks[self.rng.below(self.marks.len())].clone();
-                self.order.wait_for(lane, &mark);
-                self.ops.push(Op::Await { event, lane });
+            29 if self.depth == 0 && !self.clocks.is_empty() => {
+                let (event, clock) = self.clocks[self.rng.below(self.clocks.len())].clone();
+                self.order.wait_for(branch, &clock);
+                self.ops.push(Op::Await { event, branch });
             }
-            // The scope's own stream is the first lane.
-            30 | 31 if lane == 0 && self.depth < 2 => self.conditional(),
+            // The scope's own stream is the first branch.
+            30 | 31 if branch == 0 && self.depth < 2 => self.conditional(),
             _ => {}
         }
     }
@@ -274,36 +274,36 @@ impl<'a> Writer<'a> {
     }
 
     /// Adds the waits that it needs, and the work.
-    fn work(&mut self, lane: usize, work: Work) {
+    fn work(&mut self, branch: usize, work: Work) {
         let (reads, writes) = (work.reads(), [work.writes()]);
         let scoped = self.rng.one_in(3);
-        self.touch(lane, &reads, &writes, |ops| ops.push(Op::Work { lane, work, scoped }));
+        self.touch(branch, &reads, &writes, |ops| ops.push(Op::Work { branch, work, scoped }));
     }
 
-    fn touch(&mut self, lane: usize, reads: &[Var], writes: &[Var], push: impl FnOnce(&mut Vec<Op>)) {
-        while let Some(on) = self.order.missing(lane, reads, writes) {
-            self.order.wait(lane, on);
-            self.ops.push(Op::Wait { lane, on });
+    fn touch(&mut self, branch: usize, reads: &[Var], writes: &[Var], push: impl FnOnce(&mut Vec<Op>)) {
+        while let Some(on) = self.order.missing(branch, reads, writes) {
+            self.order.wait(branch, on);
+            self.ops.push(Op::Wait { branch, on });
         }
-        let place = self.order.work(lane, reads, writes);
+        let point = self.order.work(branch, reads, writes);
         push(&mut self.ops);
         let record = self.rng.one_in(2);
         for temp in &mut self.temps {
             let var = Var::Temp(temp.temp);
-            if temp.lane == lane || !(reads.contains(&var) || writes.contains(&var)) {
+            if temp.branch == branch || !(reads.contains(&var) || writes.contains(&var)) {
                 continue;
             }
             if record {
-                self.ops.push(Op::RecordUse { temp: temp.temp, lane });
+                self.ops.push(Op::RecordUse { temp: temp.temp, branch });
             } else if self.depth == 0 {
-                // A body's own order means nothing outside; there the node counts as a whole.
-                temp.unrecorded.push(place);
+                // Outside of a body its node counts as one operation.
+                temp.unrecorded.push(point);
             }
         }
     }
 
-    /// A temporary, with something in it.
-    fn allocate(&mut self, lane: usize, how: How) -> Var {
+    /// A temporary, initialized.
+    fn allocate(&mut self, branch: usize, how: Ownership) -> Var {
         let bytes = match self.rng.below(8) {
             0..5 => 64,
             5 => 64 + self.rng.u64() % (4 * KIB),
@@ -312,21 +312,21 @@ impl<'a> Writer<'a> {
         };
         let temp = self.next_temp;
         self.next_temp += 1;
-        self.ops.push(Op::Alloc { temp, lane, bytes, how });
+        self.ops.push(Op::Alloc { temp, branch, bytes, how });
         let (to, from) = (Var::Temp(temp), self.readable());
-        self.temps.push(Temp { temp, lane, how, unrecorded: Vec::new() });
+        self.temps.push(Temp { temp, branch, how, unrecorded: Vec::new() });
         if self.rng.one_in(3) {
             let value = self.rng.u32();
-            self.work(lane, Work::Fill { to, value, width: 4 });
+            self.work(branch, Work::Fill { to, value, width: 4 });
         } else {
-            self.work(lane, Work::Copy { to, from });
+            self.work(branch, Work::Copy { to, from });
         }
         to
     }
 
-    /// Whether a temporary goes back in the section, and its number is of the body that is being written.
+    /// Whether a temporary is freed in the section, and belongs to the current body.
     fn may_free(&self, at: usize) -> bool {
-        self.temps[at].how == How::Freed && (self.depth == 0 || self.temps[at].temp >= self.first_of_body())
+        self.temps[at].how == Ownership::Freed && (self.depth == 0 || self.temps[at].temp >= self.first_of_body())
     }
 
     fn first_of_body(&self) -> usize {
@@ -340,29 +340,29 @@ impl<'a> Writer<'a> {
     }
 
     fn free(&mut self, at: usize) {
-        let Temp { temp, lane, unrecorded, .. } = self.temps.remove(at);
-        while let Some(on) = self.order.not_behind(lane, &unrecorded) {
-            self.order.wait(lane, on);
-            self.ops.push(Op::Wait { lane, on });
+        let Temp { temp, branch, unrecorded, .. } = self.temps.remove(at);
+        while let Some(on) = self.order.not_after(branch, &unrecorded) {
+            self.order.wait(branch, on);
+            self.ops.push(Op::Wait { branch, on });
         }
         self.ops.push(Op::Free { temp });
     }
 
-    /// A product of small matrices, with temporaries for what goes in and comes out.
-    fn product(&mut self, lane: usize) {
+    /// A multiplication of small matrices, with temporaries for inputs and output.
+    fn product(&mut self, branch: usize) {
         let sources = [self.readable(), self.readable(), self.readable()];
         let [a, b, to] = sources.map(|from| {
-            let var = self.allocate(lane, How::Freed);
-            self.work(lane, Work::Tame { to: var, from });
+            let var = self.allocate(branch, Ownership::Freed);
+            self.work(branch, Work::Tame { to: var, from });
             var
         });
         let size = [1, 2, 3, 4];
         let size = [self.rng.pick(&size), self.rng.pick(&size), self.rng.pick(&size)];
         let transposed = [self.rng.one_in(2), self.rng.one_in(2)];
         let beta = self.rng.pick(&[0.0, 1.0]);
-        self.work(lane, Work::Multiply { to, a, b, size, transposed, beta });
+        self.work(branch, Work::Multiply { to, a, b, size, transposed, beta });
         let into = self.writable();
-        self.work(lane, Work::Mix { to: into, a: to, b: into });
+        self.work(branch, Work::Mix { to: into, a: to, b: into });
         if self.rng.one_in(2) {
             for var in [a, b, to] {
                 let at = self.temps.iter().position(|temp| Var::Temp(temp.temp) == var).expect("made just now");
@@ -375,13 +375,13 @@ impl<'a> Writer<'a> {
         let flag = if self.rng.one_in(2) || self.depth > 0 {
             self.writable_with_key()
         } else {
-            self.allocate(0, How::Allocated)
+            self.allocate(0, Ownership::Allocated)
         };
         let Some(flag) = self.has_key(flag).then_some(flag) else { return };
         let is_while = self.rng.one_in(2);
         let (from, most) = (self.readable(), if is_while { 4 } else { 2 });
         self.work(0, Work::Limit { to: flag, from, most });
-        // The body is written apart, on its own lane; what it touches counts for the node.
+        // The body is written separately, on its own branch; its accesses count for the node.
         let ops = std::mem::take(&mut self.ops);
         let order = std::mem::replace(&mut self.order, Order::new(self.is_in.len()));
         let seen: BTreeSet<usize> = self.temps.iter().map(|temp| temp.temp).collect();
@@ -398,11 +398,11 @@ impl<'a> Writer<'a> {
         let mut body = std::mem::replace(&mut self.ops, ops);
         self.order = order;
         if is_while {
-            body.push(Op::Work { lane: 0, work: Work::CountDown { flag }, scoped: self.rng.one_in(2) });
+            body.push(Op::Work { branch: 0, work: Work::CountDown { flag }, scoped: self.rng.one_in(2) });
         }
         let (mut reads, mut writes) = (BTreeSet::from([flag]), BTreeSet::new());
         touched(&body, &mut reads, &mut writes);
-        // What it has of its own is nobody else's.
+        // Its own temporaries are not visible outside.
         let ours = |var: &Var| !matches!(var, Var::Temp(temp) if !seen.contains(temp));
         let reads: Vec<Var> = reads.into_iter().filter(ours).collect();
         let writes: Vec<Var> = writes.into_iter().filter(ours).collect();
@@ -412,7 +412,7 @@ impl<'a> Writer<'a> {
         });
     }
 
-    /// A variable that the graph knows by a key.
+    /// A variable that has a key in the graph.
     fn writable_with_key(&mut self) -> Var {
         let mut all = self.variables();
         all.retain(|&var| self.has_key(var) && !self.flags.contains(&var));
@@ -422,9 +422,10 @@ impl<'a> Writer<'a> {
     fn has_key(&self, var: Var) -> bool {
         match var {
             Var::Outside(_) => true,
-            Var::Temp(temp) => {
-                self.temps.iter().any(|known| known.temp == temp && matches!(known.how, How::Allocated | How::Moved))
-            }
+            Var::Temp(temp) => self
+                .temps
+                .iter()
+                .any(|known| known.temp == temp && matches!(known.how, Ownership::Allocated | Ownership::Moved)),
             Var::Left(_) => false,
         }
     }

@@ -1,4 +1,4 @@
-//! What random programs, threads and faults found, made small. Where it took rng to find, it is tried often.
+//! Failures that random programs, threads and faults found, reduced. Races are repeated often.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -12,10 +12,10 @@ use warpool::generator::Generator;
 use warpool::graph::{CaptureOptions, Graph, GraphOptions};
 use warpool::memory::{Allocate as _, MemPool, PoolOptions, Upstream};
 
-use super::machine::Machine;
+use super::context::SwarmContext;
 use super::program::Program;
 
-fn machine() -> Machine {
+fn context() -> SwarmContext {
     let program = Program {
         settings: "",
         workspace_bytes: Some(0),
@@ -26,14 +26,14 @@ fn machine() -> Machine {
         groups: Vec::new(),
         rounds: Vec::new(),
     };
-    Machine::new(0, &program)
+    SwarmContext::new(0, &program)
 }
 
-fn graph(machine: &Machine) -> Graph {
-    Graph::new(&machine.allocator, &machine.device, GraphOptions::default()).unwrap()
+fn graph(context: &SwarmContext) -> Graph {
+    Graph::new(&context.allocator, &context.device, GraphOptions::default()).unwrap()
 }
 
-/// Asks the driver for memory, but lets another thread go first.
+/// An upstream that lets another thread run before it allocates.
 struct Slow {
     sim: Arc<SimDriver>,
     asked: Barrier,
@@ -42,7 +42,7 @@ struct Slow {
 impl Upstream for Slow {
     fn allocate(&self, device: DeviceId, bytes: u64, _: StreamId) -> Result<Option<DevicePtr>> {
         self.asked.wait();
-        // The other thread now begins its capture, or waits for us. Too short a time could only hide a mistake.
+        // The other thread now begins its capture, or waits for this one. Too short a sleep could only hide a bug.
         std::thread::sleep(Duration::from_millis(50));
         Ok(Some(self.sim.mem_alloc(device, bytes)?))
     }
@@ -52,23 +52,24 @@ impl Upstream for Slow {
     }
 }
 
-/// Threads: the allocator saw no capture, another thread began a strict one, and the allocator's request broke it.
+/// Threads: the allocator saw no capture, another thread began a global one, and the allocator's request invalidated
+/// it.
 #[test]
-fn a_capture_does_not_begin_between_a_look_and_a_request() {
-    let machine = machine();
-    let slow = Arc::new(Slow { sim: machine.sim.clone(), asked: Barrier::new(2) });
+fn a_capture_does_not_begin_between_the_check_and_the_request() {
+    let context = context();
+    let slow = Arc::new(Slow { sim: context.sim.clone(), asked: Barrier::new(2) });
     let options = PoolOptions { upstream: Some(slow.clone()), ..PoolOptions::default() };
-    let pool = MemPool::new(&machine.allocator, &machine.device, options).unwrap();
-    let stream = machine.device.lease_stream().unwrap();
+    let pool = MemPool::new(&context.allocator, &context.device, options).unwrap();
+    let stream = context.device.lease_stream().unwrap();
     std::thread::scope(|scope| {
-        let renter = scope.spawn(|| machine.allocator.allocate_in(pool.id(), 512, &stream).map(drop));
+        let allocating_thread = scope.spawn(|| context.allocator.allocate_in(pool.id(), 512, &stream).map(drop));
         slow.asked.wait();
-        let side = machine.device.lease_stream().unwrap();
-        let mut graph = graph(&machine);
+        let side = context.device.lease_stream().unwrap();
+        let mut graph = graph(&context);
         let mut rented = None;
         graph
             .capture(&side, CaptureOptions::default(), |capture| {
-                rented = Some(renter.join().unwrap());
+                rented = Some(allocating_thread.join().unwrap());
                 capture.allocate(512)
             })
             .unwrap();
@@ -77,26 +78,26 @@ fn a_capture_does_not_begin_between_a_look_and_a_request() {
     });
     pool.close().unwrap();
     drop((stream, slow));
-    machine.close();
+    context.close();
 }
 
-/// Threads: of those that loaded the same kernels, all but one unloaded theirs again, which their own captures forbade.
+/// Threads: of those that loaded the same kernels, all but one unloaded theirs again, which their captures forbid.
 #[test]
 fn kernels_are_loaded_by_several_captures_at_once() {
     const THREADS: usize = 3;
     for _ in 0..300 {
-        let machine = machine();
+        let context = context();
         let waiting = AtomicUsize::new(THREADS);
         std::thread::scope(|scope| {
             let draw = || {
-                let generator = Generator::new(&machine.device).unwrap();
-                let stream = machine.device.lease_stream().unwrap();
-                let block = machine.allocator.allocate(64, &stream).unwrap();
-                let mut graph = graph(&machine);
+                let generator = Generator::new(&context.device).unwrap();
+                let stream = context.device.lease_stream().unwrap();
+                let block = context.allocator.allocate(64, &stream).unwrap();
+                let mut graph = graph(&context);
                 let options = CaptureOptions::default().with_mode(CaptureMode::ThreadLocal);
                 graph
                     .capture(&stream, options, |_| {
-                        // Awake, so that all go on at the same moment.
+                        // Spinning, so that all continue at the same moment.
                         waiting.fetch_sub(1, Ordering::AcqRel);
                         while waiting.load(Ordering::Acquire) > 0 {
                             std::thread::yield_now();
@@ -110,28 +111,28 @@ fn kernels_are_loaded_by_several_captures_at_once() {
                 thread.join().unwrap();
             }
         });
-        graph(&machine).reset().unwrap();
-        machine.close();
+        graph(&context).reset().unwrap();
+        context.close();
     }
 }
 
-/// Review, after faults had shown that a thread could stay lax: a panic in the caller's question left it so.
+/// Review: a panic in the closure of a polling guard left the thread in relaxed mode.
 #[test]
-fn a_panic_in_a_question_leaves_the_thread_as_strict_as_before() {
-    let machine = machine();
-    let stream = machine.device.lease_stream().unwrap();
-    graph(&machine)
+fn a_panic_in_a_polling_guard_restores_the_capture_mode() {
+    let context = context();
+    let stream = context.device.lease_stream().unwrap();
+    graph(&context)
         .capture(&stream, CaptureOptions::default(), |_| {
-            let polling = machine.instance.polling();
+            let polling = context.instance.polling();
             let asked = catch_unwind(AssertUnwindSafe(|| {
                 polling.run(|| -> Result<()> { std::panic::resume_unwind(Box::new("on purpose")) })
             }));
             assert!(asked.is_err());
-            assert_eq!(machine.sim.capture_mode_exchange(CaptureMode::Global), Ok(CaptureMode::Global));
+            assert_eq!(context.sim.capture_mode_exchange(CaptureMode::Global), Ok(CaptureMode::Global));
             Ok(())
         })
         .unwrap();
-    graph(&machine).reset().unwrap();
+    graph(&context).reset().unwrap();
     drop(stream);
-    machine.close();
+    context.close();
 }

@@ -1,4 +1,4 @@
-//! The kernels of the programs. All of them work on [`WORDS`] words, and what they write follows from what they read.
+//! The kernels of the programs. All of them use [`WORDS`] words, and their output depends on their input.
 
 use warpool::driver::sim::SimDriver;
 use warpool::driver::{
@@ -6,7 +6,7 @@ use warpool::driver::{
 };
 use warpool::generator::{philox, position};
 
-/// How long every variable is.
+/// The length of every variable.
 pub const WORDS: usize = 16;
 
 pub static SOURCE: KernelSource = KernelSource {
@@ -23,7 +23,7 @@ pub static SOURCE: KernelSource = KernelSource {
     ],
 };
 
-/// The loaded kernels of a machine.
+/// The loaded kernels.
 pub struct Kernels {
     pub module: ModuleId,
     pub add: FunctionId,
@@ -45,17 +45,17 @@ impl Kernels {
     }
 }
 
-type Ran = Result<(), KernelFault>;
+type KernelResult = Result<(), KernelFault>;
 
 /// `(to, value)`: adds the value to every word.
-fn add(k: &mut KernelScope<'_>) -> Ran {
+fn add(k: &mut KernelScope<'_>) -> KernelResult {
     let (to, value) = (k.arg_ptr(0)?, k.arg_u32(1)?);
     let words: Vec<u32> = k.read_u32(to, WORDS)?.iter().map(|word| word.wrapping_add(value)).collect();
     k.write_u32(to, &words)
 }
 
 /// `(to, a, b)`: a hash of both, word by word.
-fn mix(k: &mut KernelScope<'_>) -> Ran {
+fn mix(k: &mut KernelScope<'_>) -> KernelResult {
     let (to, a, b) = (k.arg_ptr(0)?, k.arg_ptr(1)?, k.arg_ptr(2)?);
     let (a, b) = (k.read_u32(a, WORDS)?, k.read_u32(b, WORDS)?);
     let words: Vec<u32> =
@@ -64,7 +64,7 @@ fn mix(k: &mut KernelScope<'_>) -> Ran {
 }
 
 /// `(to, from)`: running sums, so that every word counts.
-fn sums(k: &mut KernelScope<'_>) -> Ran {
+fn sums(k: &mut KernelScope<'_>) -> KernelResult {
     let (to, from) = (k.arg_ptr(0)?, k.arg_ptr(1)?);
     let mut sum = 0_u32;
     let words: Vec<u32> = k
@@ -79,28 +79,28 @@ fn sums(k: &mut KernelScope<'_>) -> Ran {
 }
 
 /// `(to, from, most)`: a number below `most` into every word.
-fn limit(k: &mut KernelScope<'_>) -> Ran {
+fn limit(k: &mut KernelScope<'_>) -> KernelResult {
     let (to, from, most) = (k.arg_ptr(0)?, k.arg_ptr(1)?, k.arg_u32(2)?);
     let number = k.read_u32(from, WORDS)?.iter().fold(0_u32, |sum, word| sum.wrapping_add(*word)) % most;
     k.write_u32(to, &[number; WORDS])
 }
 
-/// `(flag)`: one less.
-fn count_down(k: &mut KernelScope<'_>) -> Ran {
+/// `(flag)`: decrements it.
+fn count_down(k: &mut KernelScope<'_>) -> KernelResult {
     let flag = k.arg_ptr(0)?;
     let left = k.read_u32(flag, 1)?[0];
     k.write_u32(flag, &[left.saturating_sub(1)])
 }
 
 /// `(to, from)`: small whole numbers as floats, whose products are exact.
-fn tame(k: &mut KernelScope<'_>) -> Ran {
+fn tame(k: &mut KernelScope<'_>) -> KernelResult {
     let (to, from) = (k.arg_ptr(0)?, k.arg_ptr(1)?);
     let floats: Vec<f32> = k.read_u32(from, WORDS)?.iter().map(|word| (word % 17) as f32 - 8.0).collect();
     k.write_f32(to, &floats)
 }
 
 /// `(to, slot, seed, offset)`: mixes random numbers in.
-fn salt(k: &mut KernelScope<'_>) -> Ran {
+fn salt(k: &mut KernelScope<'_>) -> KernelResult {
     let to = k.arg_ptr(0)?;
     let (seed, offset) = position(k, 1)?;
     let words: Vec<u32> =

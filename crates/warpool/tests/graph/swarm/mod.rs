@@ -1,23 +1,23 @@
-//! Random programs over several streams and threads, with temporaries, products, random numbers and conditional bodies:
-//! captured into graphs and replayed they leave the same memory, and the same generators, as when they are just done.
+//! Random programs over several streams and threads, with temporaries, matrix multiplications, random numbers and
+//! conditional bodies: captured and replayed they leave the same memory and generator states as when they run eagerly.
 //!
-//! - `program` is what a program is, `draw` and `schedule` draw one from a seed, with the waits that it needs
-//!   (`order`), `kernels` has what it is made of.
-//! - `machine` is a simulated machine, `play` does a section on it, into streams that work or that capture; `replayed`
-//!   has the graphs.
+//! - `program` defines programs, `draw` and `schedule` draw one from a seed, with the waits that it needs (`order`),
+//!   `kernels` has the kernels.
+//! - `context` is a simulated device, `executor` executes a section on it, eagerly or in a capture; `replayed` has the
+//!   graphs.
 //! - `threads`: real threads that capture, replay, allocate and poll at the same time.
-//! - `found`: what the programs found, made small.
+//! - `found`: failures that the programs found, reduced.
 //!
 //! `WARPOOL_SWARM_SEED=n` runs the one program of that seed, and prints it if it fails; `WARPOOL_SWARM_COUNT=n` that
 //! many, from `WARPOOL_SWARM_FIRST` on.
 
+mod context;
 mod draw;
+mod executor;
 mod failing_program;
 mod found;
 mod kernels;
-mod machine;
 mod order;
-mod play;
 mod program;
 mod replayed;
 mod schedule;
@@ -31,14 +31,14 @@ use warpool::driver::DevicePtr;
 use warpool::memory::{Allocate as _, DeviceBlock};
 
 use crate::common::rng::seeds;
+use context::SwarmContext;
 use failing_program::FailingProgram;
-use machine::Machine;
-use program::{How, Op, Program, Step};
+use program::{Op, Ownership, Program, Step};
 use replayed::Replayed;
 
-/// How often each thing happened.
+/// Ownership often each kind of operation was executed.
 #[derive(Debug, Default)]
-struct Tally {
+struct OpCounts {
     captures: u64,
     replays: u64,
     spoiled: u64,
@@ -49,7 +49,7 @@ struct Tally {
     handed_over: u64,
 }
 
-impl Tally {
+impl OpCounts {
     fn count(&mut self, ops: &[Op]) {
         for op in ops {
             match op {
@@ -80,20 +80,20 @@ impl Tally {
     }
 }
 
-/// The program of one seed, on both machines.
-fn run(seed: u64, tally: &mut Tally) {
+/// Runs the program of one seed, replayed and eagerly.
+fn run(seed: u64, op_counts: &mut OpCounts) {
     let program = draw::program(seed);
     let _failing = FailingProgram { seed, program: &program };
-    program.sections.iter().for_each(|section| tally.count(&section.ops));
-    let (plain, graphed) = (Machine::new(seed, &program), Machine::new(seed, &program));
+    program.sections.iter().for_each(|section| op_counts.count(&section.ops));
+    let (plain, graphed) = (SwarmContext::new(seed, &program), SwarmContext::new(seed, &program));
     let left = left_by(&program, &plain);
     let mut replayed = Replayed::new(seed, &graphed, &program);
     for (round, steps) in program.rounds.iter().enumerate() {
         for step in steps {
-            do_plainly(&plain, &program, &left, step);
-            replayed.step(step, tally);
+            run_eagerly(&plain, &program, &left, step);
+            replayed.step(step, op_counts);
         }
-        assert_eq!(graphed.outcome(), plain.outcome(), "after round {round}: replayed, and just done");
+        assert_eq!(graphed.outcome(), plain.outcome(), "after round {round}: replayed, and eager");
         plain.expect_no_hazards();
         graphed.expect_no_hazards();
     }
@@ -103,12 +103,12 @@ fn run(seed: u64, tally: &mut Tally) {
     graphed.close();
 }
 
-/// Memory for what sections leave to later ones, where no graph has it.
-fn left_by(program: &Program, machine: &Machine) -> BTreeMap<usize, DeviceBlock> {
+/// Memory for what sections leave to later ones, where no graph owns it.
+fn left_by(program: &Program, context: &SwarmContext) -> BTreeMap<usize, DeviceBlock> {
     fn leaves(ops: &[Op], found: &mut Vec<usize>) {
         for op in ops {
             match op {
-                Op::Alloc { how: How::Left(section), .. } => found.push(*section),
+                Op::Alloc { how: Ownership::Left(section), .. } => found.push(*section),
                 Op::Elsewhere(ops) => leaves(ops, found),
                 _ => {}
             }
@@ -116,53 +116,53 @@ fn left_by(program: &Program, machine: &Machine) -> BTreeMap<usize, DeviceBlock>
     }
     let mut found = Vec::new();
     program.sections.iter().for_each(|section| leaves(&section.ops, &mut found));
-    found.into_iter().map(|section| (section, machine.allocator.allocate(64, &machine.streams[0]).unwrap())).collect()
+    found.into_iter().map(|section| (section, context.allocator.allocate(64, &context.streams[0]).unwrap())).collect()
 }
 
-fn do_plainly(machine: &Machine, program: &Program, left: &BTreeMap<usize, DeviceBlock>, step: &Step) {
+fn run_eagerly(context: &SwarmContext, program: &Program, left: &BTreeMap<usize, DeviceBlock>, step: &Step) {
     match step {
         Step::Run { section, stream } => {
             let left: BTreeMap<usize, DevicePtr> =
                 left.iter().map(|(&section, block)| (section, block.ptr())).collect();
-            replayed::run_now(machine, &program.sections[*section], *stream, left);
+            replayed::run_now(context, &program.sections[*section], *stream, left);
         }
-        Step::Reset { .. } | Step::LetGo => {}
-        _ => replayed::step_anywhere(machine, step),
+        Step::Reset { .. } | Step::DropHeld => {}
+        _ => replayed::step_anywhere(context, step),
     }
 }
 
 #[test]
-fn a_replayed_program_is_as_good_as_one_that_is_just_done() {
+fn replayed_programs_match_eager_ones() {
     let seeds = seeds(500);
-    let (next, total) = (AtomicU64::new(seeds.start), Mutex::new(Tally::default()));
+    let (next, total) = (AtomicU64::new(seeds.start), Mutex::new(OpCounts::default()));
     let threads = std::thread::available_parallelism().map_or(1, usize::from).min(8);
     std::thread::scope(|scope| {
         for _ in 0..threads {
             scope.spawn(|| {
-                let mut tally = Tally::default();
+                let mut op_counts = OpCounts::default();
                 loop {
                     let seed = next.fetch_add(1, Ordering::Relaxed);
                     if seed >= seeds.end {
                         break;
                     }
-                    run(seed, &mut tally);
+                    run(seed, &mut op_counts);
                 }
-                total.lock().unwrap().add(&tally);
+                total.lock().unwrap().add(&op_counts);
             });
         }
     });
-    let tally = total.into_inner().unwrap();
-    println!("seeds {seeds:?}: {tally:?}");
-    let Tally { captures, replays, spoiled, resets, products, draws, bodies, handed_over } = tally;
+    let op_counts = total.into_inner().unwrap();
+    println!("seeds {seeds:?}: {op_counts:?}");
+    let OpCounts { captures, replays, spoiled, resets, products, draws, bodies, handed_over } = op_counts;
     let least = [captures, replays, spoiled, resets, products, draws, bodies, handed_over].into_iter().min();
     assert!(
         seeds.end - seeds.start < 100 || least > Some((seeds.end - seeds.start) / 20),
-        "some kind of operation is hardly ever drawn"
+        "some kind of operation is rarely drawn"
     );
 }
 
 #[test]
-fn threads_capture_replay_allocate_and_poll_side_by_side() {
+fn threads_capture_replay_allocate_and_poll_concurrently() {
     for seed in seeds(15) {
         threads::run(seed, 60);
     }

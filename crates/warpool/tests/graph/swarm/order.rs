@@ -1,67 +1,67 @@
-//! Who comes after whom, while a program is drawn: so that it has all the waits that it needs, and not many more.
+//! The order of operations while a program is drawn: so that it has all the waits that it needs, and few others.
 
 use std::collections::BTreeMap;
 
-/// A place in a lane: its so-manieth piece of work.
-pub type Place = (usize, u32);
+/// An operation: its branch, and its number in the branch.
+pub type WorkPoint = (usize, u32);
 
-/// Lanes of work, and who touched what.
+/// Branches of operations, and the accesses to each variable.
 pub struct Order<K> {
-    /// For each lane, how far in every lane its next work comes after.
+    /// For each branch, a vector clock: the operations of every branch that its next operation comes after.
     behind: Vec<Vec<u32>>,
-    writes: BTreeMap<K, Place>,
-    reads: BTreeMap<K, Vec<Place>>,
+    writes: BTreeMap<K, WorkPoint>,
+    reads: BTreeMap<K, Vec<WorkPoint>>,
 }
 
 impl<K: Ord + Copy> Order<K> {
-    pub fn new(lanes: usize) -> Self {
-        Self { behind: vec![vec![0; lanes]; lanes], writes: BTreeMap::new(), reads: BTreeMap::new() }
+    pub fn new(branches: usize) -> Self {
+        Self { behind: vec![vec![0; branches]; branches], writes: BTreeMap::new(), reads: BTreeMap::new() }
     }
 
-    /// What `lane` comes after now.
-    pub fn now(&self, lane: usize) -> Vec<u32> {
-        self.behind[lane].clone()
+    /// The vector clock of `branch`.
+    pub fn now(&self, branch: usize) -> Vec<u32> {
+        self.behind[branch].clone()
     }
 
-    /// `lane` waits for what was now when `mark` was taken.
-    pub fn wait_for(&mut self, lane: usize, mark: &[u32]) {
-        for (mine, theirs) in self.behind[lane].iter_mut().zip(mark) {
+    /// `branch` waits for the operations in `clock`.
+    pub fn wait_for(&mut self, branch: usize, clock: &[u32]) {
+        for (mine, theirs) in self.behind[branch].iter_mut().zip(clock) {
             *mine = (*mine).max(*theirs);
         }
     }
 
-    pub fn wait(&mut self, lane: usize, on: usize) {
-        self.wait_for(lane, &self.now(on));
+    pub fn wait(&mut self, branch: usize, on: usize) {
+        self.wait_for(branch, &self.now(on));
     }
 
-    fn is_behind(&self, lane: usize, place: Place) -> bool {
-        self.behind[lane][place.0] >= place.1
+    fn is_after(&self, branch: usize, point: WorkPoint) -> bool {
+        self.behind[branch][point.0] >= point.1
     }
 
-    /// A lane that `lane` must wait for before it reads and writes these.
-    pub fn missing(&self, lane: usize, reads: &[K], writes: &[K]) -> Option<usize> {
+    /// A branch that `branch` must wait for before it reads and writes these.
+    pub fn missing(&self, branch: usize, reads: &[K], writes: &[K]) -> Option<usize> {
         let written = reads.iter().chain(writes).filter_map(|key| self.writes.get(key));
         let read = writes.iter().filter_map(|key| self.reads.get(key)).flatten();
-        written.chain(read).find(|&&place| !self.is_behind(lane, place)).map(|place| place.0)
+        written.chain(read).find(|&&point| !self.is_after(branch, point)).map(|point| point.0)
     }
 
-    /// One more piece of work of `lane`.
-    pub fn work(&mut self, lane: usize, reads: &[K], writes: &[K]) -> Place {
-        debug_assert_eq!(self.missing(lane, reads, writes), None);
-        self.behind[lane][lane] += 1;
-        let place = (lane, self.behind[lane][lane]);
+    /// Adds an operation to `branch`.
+    pub fn work(&mut self, branch: usize, reads: &[K], writes: &[K]) -> WorkPoint {
+        debug_assert_eq!(self.missing(branch, reads, writes), None);
+        self.behind[branch][branch] += 1;
+        let point = (branch, self.behind[branch][branch]);
         for key in reads {
-            self.reads.entry(*key).or_default().push(place);
+            self.reads.entry(*key).or_default().push(point);
         }
         for key in writes {
-            self.writes.insert(*key, place);
+            self.writes.insert(*key, point);
             self.reads.remove(key);
         }
-        place
+        point
     }
 
-    /// A lane of one of `places` that `lane` does not come after.
-    pub fn not_behind(&self, lane: usize, places: &[Place]) -> Option<usize> {
-        places.iter().find(|&&place| !self.is_behind(lane, place)).map(|place| place.0)
+    /// A branch of one of `points` that `branch` does not come after.
+    pub fn not_after(&self, branch: usize, points: &[WorkPoint]) -> Option<usize> {
+        points.iter().find(|&&point| !self.is_after(branch, point)).map(|point| point.0)
     }
 }

@@ -1,15 +1,14 @@
-//! A program as data: sections that are captured, or just done, and what happens between them. Both machines read the
-//! same one. How a section is captured (mode, streams, threads of its begin and end) is not part of it: that must not
-//! make a difference.
+//! A program as data: sections that are captured or run eagerly, and the steps between them. Ownership a section is
+//! captured (mode, streams, threads of its begin and end) is not part of it, as it must not make a difference.
 
 /// A variable: [`WORDS`](super::kernels::WORDS) words of device memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Var {
-    /// There from the beginning to the end, and compared after every round.
+    /// Lives as long as the program, and is compared after every round.
     Outside(usize),
-    /// Of one run of one section.
+    /// Lives in one run of one section.
     Temp(usize),
-    /// Made by the section of that number, and read by later sections of its group. A graph owns it.
+    /// Written by the section with that number, and read by later sections of its group. Owned by a graph.
     Left(usize),
 }
 
@@ -17,11 +16,11 @@ pub enum Var {
 #[derive(Debug)]
 pub struct Program {
     pub settings: &'static str,
-    /// `None` is what the device wants.
+    /// `None` is the device's default.
     pub workspace_bytes: Option<u64>,
     pub outside: usize,
     pub generators: usize,
-    /// Whether the last generator is on the state of the first.
+    /// Whether the last generator shares the state of the first.
     pub shared_state: bool,
     pub sections: Vec<Section>,
     pub groups: Vec<Group>,
@@ -31,67 +30,67 @@ pub struct Program {
 /// Graphs that share a pool.
 #[derive(Debug)]
 pub struct Group {
-    /// Those from `first` on, so many.
+    /// The first section, and how many.
     pub first: usize,
     pub count: usize,
-    /// Whether later sections read what earlier ones left: then all are replayed in order, and captured anew together.
+    /// Whether later sections read what earlier ones left: then all are replayed in order, and recaptured together.
     pub linked: bool,
-    /// Whether it is a pool of the program's own.
+    /// Whether it is a pool that the program made.
     pub mem_pool: bool,
 }
 
-/// What becomes one graph.
+/// The work of one graph.
 #[derive(Debug)]
 pub struct Section {
     pub group: usize,
-    pub lanes: usize,
-    /// Whether all lanes branch off the first.
+    pub branches: usize,
+    /// Whether all branches are forked from the first.
     pub forks: bool,
     pub ops: Vec<Op>,
 }
 
-/// One thing that happens in a section. Lanes are streams; the first is where the capture begins, or, in a body, the
-/// body's own.
+/// One operation of a section. Branches are streams; the first is where the capture begins, or, in a body, the body's
+/// own.
 #[derive(Clone, Debug)]
 pub enum Op {
     Work {
-        lane: usize,
+        branch: usize,
         work: Work,
         scoped: bool,
     },
     Alloc {
         temp: usize,
-        lane: usize,
+        branch: usize,
         bytes: u64,
-        how: How,
+        how: Ownership,
     },
     RecordUse {
         temp: usize,
-        lane: usize,
+        branch: usize,
     },
     Free {
         temp: usize,
     },
-    /// `lane` comes in, behind `from`.
+    /// Forks `branch` from `from`.
     Fork {
-        lane: usize,
+        branch: usize,
         from: usize,
     },
     Wait {
-        lane: usize,
+        branch: usize,
         on: usize,
     },
     Mark {
         event: usize,
-        lane: usize,
+        branch: usize,
     },
     Await {
         event: usize,
-        lane: usize,
+        branch: usize,
     },
-    /// The last that happens on a lane: the first waits for it.
+    /// Joins a branch into the first.
     Join {
-        lane: usize,
+        branch: usize,
     },
     If {
         flag: Var,
@@ -102,22 +101,22 @@ pub enum Op {
         flag: Var,
         body: Vec<Op>,
     },
-    /// By another thread, while this one waits.
+    /// Executed by another thread, while this one waits.
     Elsewhere(Vec<Op>),
 }
 
-/// Whose a temporary is.
+/// Who owns a temporary.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum How {
-    /// Given back in the section.
+pub enum Ownership {
+    /// Freed in the section.
     Freed,
-    /// The graph's, from the scope's own call.
+    /// The graph, allocated by the scope.
     Allocated,
-    /// The graph's, moved into it.
+    /// The graph, moved into it.
     Moved,
-    /// The program's, for a while after the capture.
+    /// The program, for a while after the capture.
     Held,
-    /// The graph's, and for later sections to read: the variable `Left` of that section.
+    /// The graph, for later sections to read: the variable `Left` of that section.
     Left(usize),
 }
 
@@ -169,15 +168,15 @@ impl Work {
     }
 }
 
-/// What happens between captures. Streams are numbers; 0 is the default stream.
+/// A step between captures. Streams are numbers; 0 is the default stream.
 #[derive(Debug)]
 pub enum Step {
-    /// A replay; captured first, if the graph holds nothing.
+    /// A replay; captured first, if the graph is empty.
     Run {
         section: usize,
         stream: usize,
     },
-    /// Work without a graph, on both machines.
+    /// Eager work, on both devices.
     Eager {
         section: Section,
         stream: usize,
@@ -194,14 +193,14 @@ pub enum Step {
         generator: usize,
         offset: u64,
     },
-    /// The graphs of these sections are captured anew before their next run.
+    /// The graphs of these sections are recaptured before their next run.
     Reset {
         sections: Vec<usize>,
         by_drop: bool,
     },
-    /// Cached memory goes back to the driver.
+    /// Trims the allocator.
     Trim,
     ClearWorkspaces,
-    /// What the program held of captures goes.
-    LetGo,
+    /// Drops the blocks of captures that the program owns.
+    DropHeld,
 }

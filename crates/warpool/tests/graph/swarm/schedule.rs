@@ -1,10 +1,10 @@
-//! Draws what happens between captures: replays on any stream, work without graphs, new seeds, resets. Whatever touches
-//! the same memory, and whatever shares a pool, is put in order; everything else is not.
+//! Draws the steps between captures: replays on any stream, eager work, new seeds, resets. Steps that access the same
+//! memory, or share a pool, are ordered; all others are not.
 
 use std::collections::BTreeSet;
 
 use super::draw::{self, STREAMS};
-use super::order::{Order, Place};
+use super::order::{Order, WorkPoint};
 use super::program::{Op, Program, Section, Step, Var};
 use crate::common::rng::Rng;
 
@@ -26,17 +26,17 @@ pub fn touched(ops: &[Op], reads: &mut BTreeSet<Var>, writes: &mut BTreeSet<Var>
     }
 }
 
-/// The section whose graph used a pool last, and the places of its runs.
+/// The section whose graph used a pool last, and its runs.
 #[derive(Default)]
 struct Users {
     section: Option<usize>,
-    runs: Vec<Place>,
+    runs: Vec<WorkPoint>,
 }
 
 /// Writes the steps between captures.
 pub struct Schedule {
     order: Order<Var>,
-    /// For each group, who uses its pool: graphs that share one must not overlap.
+    /// For each group, the users of its pool: graphs that share one must not overlap.
     pools: Vec<Users>,
 }
 
@@ -65,7 +65,7 @@ impl Schedule {
                     self.run(program, section, stream, &mut steps);
                 }
             }
-            // With replays still under way, mostly; and their memory may go back to the driver at once.
+            // Mostly with replays still under way; their memory may be trimmed at once.
             if rng.one_in(2) {
                 self.resets(rng, program, &mut steps);
             }
@@ -83,7 +83,7 @@ impl Schedule {
             }
             let all: Vec<usize> = (group.first..group.first + group.count).collect();
             let sections = if group.linked || rng.one_in(2) { all } else { vec![rng.pick(&all)] };
-            // Whoever is captured next into a pool that stays must not overlap with what still runs there.
+            // The next graph in a pool that stays must not overlap with replays that still run.
             pool.section = None;
             if sections.len() == group.count && !group.mem_pool {
                 pool.runs.clear();
@@ -99,11 +99,11 @@ impl Schedule {
             1 => Step::Offset { generator, offset: 4 * (rng.u64() % 1000) },
             2 => Step::Trim,
             3 => Step::ClearWorkspaces,
-            4 => Step::LetGo,
+            4 => Step::DropHeld,
             5 | 6 => {
-                let (lanes, forks, stream) = (1 + rng.below(3), rng.one_in(2), rng.below(STREAMS));
-                let ops = draw::ops(rng, lanes, forks, program);
-                let section = Section { group: 0, lanes, forks, ops };
+                let (branches, forks, stream) = (1 + rng.below(3), rng.one_in(2), rng.below(STREAMS));
+                let ops = draw::ops(rng, branches, forks, program);
+                let section = Section { group: 0, branches, forks, ops };
                 self.touch(&section, stream, steps);
                 Step::Eager { section, stream }
             }
@@ -115,13 +115,13 @@ impl Schedule {
     fn run(&mut self, program: &Program, section: usize, stream: usize, steps: &mut Vec<Step>) {
         let group = program.sections[section].group;
         if self.pools[group].section != Some(section) {
-            while let Some(on) = self.order.not_behind(stream, &self.pools[group].runs) {
+            while let Some(on) = self.order.not_after(stream, &self.pools[group].runs) {
                 self.wait(stream, on, steps);
             }
             self.pools[group] = Users { section: Some(section), runs: Vec::new() };
         }
-        let place = self.touch(&program.sections[section], stream, steps);
-        self.pools[group].runs.push(place);
+        let point = self.touch(&program.sections[section], stream, steps);
+        self.pools[group].runs.push(point);
         steps.push(Step::Run { section, stream });
     }
 
@@ -130,7 +130,7 @@ impl Schedule {
         steps.push(Step::Wait { stream, on });
     }
 
-    fn touch(&mut self, section: &Section, stream: usize, steps: &mut Vec<Step>) -> Place {
+    fn touch(&mut self, section: &Section, stream: usize, steps: &mut Vec<Step>) -> WorkPoint {
         let (mut reads, mut writes) = (BTreeSet::new(), BTreeSet::new());
         touched(&section.ops, &mut reads, &mut writes);
         let lasting =

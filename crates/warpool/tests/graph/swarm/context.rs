@@ -1,5 +1,5 @@
-//! A simulated machine with all that a program works on. Two of them run the same program: one just does it, the other
-//! captures and replays.
+//! A simulated device with the memory, streams and generators of a program. Two of them run the same program: one
+//! eagerly, the other by captures and replays.
 
 use std::sync::Arc;
 
@@ -21,8 +21,8 @@ use crate::common::rng::Rng;
 const FIRST: DeviceId = DeviceId(0);
 const BYTES: u64 = 4 * WORDS as u64;
 
-/// The machine.
-pub struct Machine {
+/// A simulated device with everything that a program uses.
+pub struct SwarmContext {
     pub sim: Arc<SimDriver>,
     pub instance: Instance,
     pub device: Device,
@@ -38,7 +38,7 @@ pub struct Machine {
     start: ObjectCounts,
 }
 
-impl Machine {
+impl SwarmContext {
     pub fn new(seed: u64, program: &Program) -> Self {
         let mut rng = Rng::new(seed ^ 0x5eed);
         let mut config = SimConfig::default().with_seed(seed);
@@ -82,7 +82,7 @@ impl Machine {
         launch_kernel(&**self.instance.driver(), function, args, stream.id())
     }
 
-    /// Gives a piece of work to a stream.
+    /// Puts an operation into a stream.
     pub fn issue(&self, work: Work, at: &dyn Fn(Var) -> DevicePtr, stream: &Stream) -> Result<()> {
         let (driver, kernels) = (self.instance.driver(), &self.kernels);
         let ptr = |var| KernelArg::Ptr(at(var));
@@ -116,27 +116,27 @@ impl Machine {
         }
     }
 
-    /// What a variable holds, once the device is done with it.
+    /// The contents of a variable, after a synchronization.
     pub fn words(&self, ptr: DevicePtr) -> Vec<u32> {
         let mut bytes = [0; 4 * WORDS];
         self.sim.download(FIRST, ptr, &mut bytes).unwrap();
         bytes.as_chunks::<4>().0.iter().map(|&word| u32::from_le_bytes(word)).collect()
     }
 
-    /// Waits, and says all that programs are compared by.
+    /// Synchronizes, and returns what programs are compared by.
     pub fn outcome(&self) -> (Vec<Vec<u32>>, Vec<[u8; 16]>) {
         self.device.synchronize().unwrap();
         let words = self.outside.iter().map(|block| self.words(block.ptr())).collect();
         (words, self.generators.iter().map(Generator::state).collect())
     }
 
-    /// Nothing was used that stream order did not protect.
+    /// Checks that there was no hazard.
     pub fn expect_no_hazards(&self) {
         let hazards: Vec<String> = self.sim.hazards().iter().map(ToString::to_string).collect();
         assert!(hazards.is_empty(), "{hazards:#?}");
     }
 
-    /// At the end, with all graphs gone: nothing is left, in the allocator's books or on the driver.
+    /// At the end, after all graphs are dropped: checks that nothing is leaked.
     pub fn close(self) {
         let Self {
             sim,
@@ -158,15 +158,15 @@ impl Machine {
         caching.trim(FIRST, MemPoolId::DEFAULT).unwrap();
         caching.check();
         let stats = caching.stats(FIRST).unwrap();
-        assert_eq!(stats.allocation.all.current, 0, "blocks are lost");
-        assert_eq!(stats.workspace_bytes.current, 0, "workspaces are lost");
-        assert_eq!(stats.reserved_bytes.all.current, 0, "memory is kept");
+        assert_eq!(stats.allocation.all.current, 0, "blocks leaked");
+        assert_eq!(stats.workspace_bytes.current, 0, "workspaces leaked");
+        assert_eq!(stats.reserved_bytes.all.current, 0, "memory leaked");
         let segments = caching.snapshot(Default::default()).unwrap().segments;
         assert!(segments.is_empty(), "{segments:#?}");
         sim.module_unload(kernels.module).unwrap();
         drop((caching, allocator, generators, streams, leases, device));
         instance.close().unwrap();
-        assert_eq!(sim.object_counts(), start, "what is left, and what there was");
+        assert_eq!(sim.object_counts(), start, "driver objects leaked");
         let hazards: Vec<String> = sim.hazards().iter().map(ToString::to_string).collect();
         assert!(hazards.is_empty(), "{hazards:#?}");
     }

@@ -1,5 +1,5 @@
-//! Does what a section says, on one machine: into streams that work, or into streams that capture. Where the two
-//! differ, it is about who owns temporaries, and about flags: without a graph the host looks at them.
+//! Executes a section on one device, eagerly or in a capture. The two differ in who owns temporaries, and in flags:
+//! without a graph the host reads them.
 
 use std::collections::BTreeMap;
 
@@ -8,17 +8,17 @@ use warpool::graph::{BufferKey, Capture, Flag, Fork, GraphArg};
 use warpool::memory::{Allocate as _, DeviceBlock};
 use warpool::{Event, Stream};
 
-use super::machine::{Machine, fill};
-use super::program::{How, Op, Var, Work};
+use super::context::{SwarmContext, fill};
+use super::program::{Op, Ownership, Var, Work};
 use crate::common::launch::capture_kernel;
 
-/// One run, or one capture, of one section.
-pub struct Player<'m> {
-    machine: &'m Machine,
-    /// The streams of the lanes, or of the bodies that are open.
-    pub lanes: Vec<Stream>,
+/// One eager run, or one capture, of one section.
+pub struct Executor<'m> {
+    context: &'m SwarmContext,
+    /// The streams of the branches, or of the bodies that are open.
+    pub branches: Vec<Stream>,
     forks: BTreeMap<usize, Fork>,
-    /// Whether lanes come in as forks of the capture.
+    /// Whether branches are forks of the capture.
     by_forks: bool,
     temps: BTreeMap<usize, Temp>,
     /// Blocks from before the capture, for temporaries that are to be moved into the graph.
@@ -28,7 +28,7 @@ pub struct Player<'m> {
     left: BTreeMap<usize, DevicePtr>,
     /// The keys of outside variables in this capture.
     shared: BTreeMap<usize, BufferKey>,
-    /// Those of what this section leaves.
+    /// The keys of what this section leaves.
     pub leaves: Vec<(usize, BufferKey)>,
 }
 
@@ -37,11 +37,16 @@ enum Temp {
     Key(BufferKey),
 }
 
-impl<'m> Player<'m> {
-    pub fn new(machine: &'m Machine, lanes: Vec<Stream>, by_forks: bool, left: BTreeMap<usize, DevicePtr>) -> Self {
+impl<'m> Executor<'m> {
+    pub fn new(
+        context: &'m SwarmContext,
+        branches: Vec<Stream>,
+        by_forks: bool,
+        left: BTreeMap<usize, DevicePtr>,
+    ) -> Self {
         Self {
-            machine,
-            lanes,
+            context,
+            branches,
             forks: BTreeMap::new(),
             by_forks,
             temps: BTreeMap::new(),
@@ -53,25 +58,25 @@ impl<'m> Player<'m> {
         }
     }
 
-    /// Without a graph. All is given back afterwards.
+    /// Runs eagerly, and frees everything afterwards.
     pub fn do_now(mut self, ops: &[Op]) {
-        self.play(ops, &mut None);
+        self.executor(ops, &mut None);
         for (_, temp) in std::mem::take(&mut self.temps) {
             let Temp::Block(block) = temp else { panic!("no graph owns anything here") };
-            // All lanes were joined into the first.
-            block.record_use(&self.lanes[0]).unwrap();
+            // All branches were joined into the first.
+            block.record_use(&self.branches[0]).unwrap();
         }
     }
 
-    /// Allocates some of what will be moved into the graph, before the capture begins: memory that everybody else's
-    /// comes from and goes back to.
+    /// Allocates some of the blocks that will be moved into the graph, before the capture begins: from the default
+    /// pool.
     pub fn bring(&mut self, ops: &[Op]) {
         for op in ops {
             match *op {
-                Op::Alloc { temp, lane, bytes, how: How::Moved } if temp % 2 == 1 => {
-                    let stream = &self.lanes[lane];
-                    let block = self.machine.allocator.allocate(bytes, stream).unwrap();
-                    // Replays go to other streams, which must come behind what this one did with the memory before.
+                Op::Alloc { temp, branch, bytes, how: Ownership::Moved } if temp % 2 == 1 => {
+                    let stream = &self.branches[branch];
+                    let block = self.context.allocator.allocate(bytes, stream).unwrap();
+                    // Replays on other streams must come after earlier uses of the memory on this one.
                     stream.synchronize().unwrap();
                     self.brought.insert(temp, block);
                 }
@@ -81,21 +86,21 @@ impl<'m> Player<'m> {
         }
     }
 
-    /// Into a capture, to its end.
+    /// Executes in a capture, to its end.
     pub fn capture(&mut self, ops: &[Op], capture: &mut Capture<'_>) {
         self.begin(ops, capture);
         assert!(self.forks.is_empty(), "all are joined");
     }
 
-    /// Into a capture, which may end anywhere.
+    /// Executes in a capture, which may end anywhere.
     pub fn begin(&mut self, ops: &[Op], capture: &mut Capture<'_>) {
-        for (index, block) in self.machine.outside.iter().enumerate() {
+        for (index, block) in self.context.outside.iter().enumerate() {
             self.shared.insert(index, capture.share(block.clone()).unwrap());
         }
-        self.play(ops, &mut Some(capture));
+        self.executor(ops, &mut Some(capture));
     }
 
-    /// What is the program's own of a capture.
+    /// The blocks of a capture that the program owns.
     pub fn held(&mut self) -> Vec<DeviceBlock> {
         let block = |temp| match temp {
             Temp::Block(block) => Some(block),
@@ -104,7 +109,7 @@ impl<'m> Player<'m> {
         std::mem::take(&mut self.temps).into_values().filter_map(block).collect()
     }
 
-    fn play(&mut self, ops: &[Op], capture: &mut Option<&mut Capture<'_>>) {
+    fn executor(&mut self, ops: &[Op], capture: &mut Option<&mut Capture<'_>>) {
         for op in ops {
             self.op(op, capture);
         }
@@ -112,10 +117,10 @@ impl<'m> Player<'m> {
 
     fn op(&mut self, op: &Op, capture: &mut Option<&mut Capture<'_>>) {
         match *op {
-            Op::Work { lane, work, scoped } => self.work(lane, work, scoped, capture),
-            Op::Alloc { temp, lane, bytes, how } => self.allocate(temp, lane, bytes, how, capture),
-            Op::RecordUse { temp, lane } => {
-                let stream = &self.lanes[lane];
+            Op::Work { branch, work, scoped } => self.work(branch, work, scoped, capture),
+            Op::Alloc { temp, branch, bytes, how } => self.allocate(temp, branch, bytes, how, capture),
+            Op::RecordUse { temp, branch } => {
+                let stream = &self.branches[branch];
                 match &self.temps[&temp] {
                     Temp::Block(block) => block.record_use(stream).unwrap(),
                     Temp::Key(key) => {
@@ -129,59 +134,66 @@ impl<'m> Player<'m> {
                 Temp::Block(block) => block.free().unwrap(),
                 Temp::Key(_) => panic!("the graph's own are not given back"),
             },
-            Op::Fork { lane, from } => match capture {
+            Op::Fork { branch, from } => match capture {
                 Some(capture) if self.by_forks => {
                     let fork = capture.fork().unwrap();
-                    self.lanes[lane] = Stream::clone(&fork);
-                    self.forks.insert(lane, fork);
+                    self.branches[branch] = Stream::clone(&fork);
+                    self.forks.insert(branch, fork);
                 }
-                _ => self.lanes[lane].wait_stream(&self.lanes[from]).unwrap(),
+                _ => self.branches[branch].wait_stream(&self.branches[from]).unwrap(),
             },
-            Op::Join { lane } => match (capture, self.forks.remove(&lane)) {
+            Op::Join { branch } => match (capture, self.forks.remove(&branch)) {
                 (Some(capture), Some(fork)) => capture.join(fork).unwrap(),
-                _ => self.lanes[0].wait_stream(&self.lanes[lane]).unwrap(),
+                _ => self.branches[0].wait_stream(&self.branches[branch]).unwrap(),
             },
-            Op::Wait { lane, on } => self.lanes[lane].wait_stream(&self.lanes[on]).unwrap(),
-            Op::Mark { event, lane } => {
-                let mut mark = self.machine.instance.event();
-                mark.record(&self.lanes[lane]).unwrap();
-                self.events.insert(event, mark);
+            Op::Wait { branch, on } => self.branches[branch].wait_stream(&self.branches[on]).unwrap(),
+            Op::Mark { event, branch } => {
+                let mut clock = self.context.instance.event();
+                clock.record(&self.branches[branch]).unwrap();
+                self.events.insert(event, clock);
             }
-            Op::Await { event, lane } => self.events[&event].wait(&self.lanes[lane]).unwrap(),
+            Op::Await { event, branch } => self.events[&event].wait(&self.branches[branch]).unwrap(),
             Op::If { flag, byte, ref body } => self.conditional(flag, byte, false, body, capture),
             Op::While { flag, ref body } => self.conditional(flag, false, true, body, capture),
             Op::Elsewhere(ref ops) => {
-                // Joined by hand: the scope's own end does not wait for what the thread leaves to its destructors.
-                let ran = std::thread::scope(|scope| scope.spawn(|| self.play(ops, capture)).join());
+                // Joined explicitly: the end of a scope does not wait for the thread's destructors.
+                let ran = std::thread::scope(|scope| scope.spawn(|| self.executor(ops, capture)).join());
                 ran.unwrap_or_else(|panic| std::panic::resume_unwind(panic));
             }
         }
     }
 
-    fn allocate(&mut self, temp: usize, lane: usize, bytes: u64, how: How, capture: &mut Option<&mut Capture<'_>>) {
-        let stream = self.lanes[lane].clone();
+    fn allocate(
+        &mut self,
+        temp: usize,
+        branch: usize,
+        bytes: u64,
+        how: Ownership,
+        capture: &mut Option<&mut Capture<'_>>,
+    ) {
+        let stream = self.branches[branch].clone();
         let made = match (how, capture) {
-            (How::Left(_), None) => return,
-            (How::Left(section), Some(capture)) => {
+            (Ownership::Left(_), None) => return,
+            (Ownership::Left(section), Some(capture)) => {
                 let key = capture.allocate_on(bytes, &stream).unwrap();
                 self.left.insert(section, capture.buffer(key).unwrap().ptr());
                 self.leaves.push((section, key));
                 return;
             }
-            (How::Allocated, Some(capture)) => Temp::Key(capture.allocate_on(bytes, &stream).unwrap()),
-            (How::Moved, Some(capture)) => {
+            (Ownership::Allocated, Some(capture)) => Temp::Key(capture.allocate_on(bytes, &stream).unwrap()),
+            (Ownership::Moved, Some(capture)) => {
                 let brought = self.brought.remove(&temp);
-                let block = brought.unwrap_or_else(|| self.machine.allocator.allocate(bytes, &stream).unwrap());
+                let block = brought.unwrap_or_else(|| self.context.allocator.allocate(bytes, &stream).unwrap());
                 Temp::Key(capture.keep(block).unwrap())
             }
-            _ => Temp::Block(self.machine.allocator.allocate(bytes, &stream).unwrap()),
+            _ => Temp::Block(self.context.allocator.allocate(bytes, &stream).unwrap()),
         };
         self.temps.insert(temp, made);
     }
 
     fn ptr(&self, var: Var, capture: Option<&Capture<'_>>) -> DevicePtr {
         match var {
-            Var::Outside(index) => self.machine.outside[index].ptr(),
+            Var::Outside(index) => self.context.outside[index].ptr(),
             Var::Left(section) => self.left[&section],
             Var::Temp(temp) => match &self.temps[&temp] {
                 Temp::Block(block) => block.ptr(),
@@ -190,7 +202,7 @@ impl<'m> Player<'m> {
         }
     }
 
-    /// The key of a variable that the graph knows.
+    /// The key of a variable, if the graph owns it.
     fn key(&self, var: Var) -> Option<BufferKey> {
         match var {
             Var::Outside(index) => self.shared.get(&index).copied(),
@@ -202,20 +214,20 @@ impl<'m> Player<'m> {
         }
     }
 
-    fn work(&mut self, lane: usize, work: Work, scoped: bool, capture: &mut Option<&mut Capture<'_>>) {
+    fn work(&mut self, branch: usize, work: Work, scoped: bool, capture: &mut Option<&mut Capture<'_>>) {
         if scoped
             && let Some(capture) = capture.as_deref_mut()
-            && self.work_in_scope(lane, work, capture)
+            && self.work_in_scope(branch, work, capture)
         {
             return;
         }
         let at = |var| self.ptr(var, capture.as_deref());
-        self.machine.issue(work, &at, &self.lanes[lane]).unwrap();
+        self.context.issue(work, &at, &self.branches[branch]).unwrap();
     }
 
-    /// By the scope's own calls, if the graph knows all of it; whether it did.
-    fn work_in_scope(&self, lane: usize, work: Work, capture: &mut Capture<'_>) -> bool {
-        let (stream, kernels) = (&self.lanes[lane], &self.machine.kernels);
+    /// With the scope's calls, if all variables have keys; whether it did.
+    fn work_in_scope(&self, branch: usize, work: Work, capture: &mut Capture<'_>) -> bool {
+        let (stream, kernels) = (&self.branches[branch], &self.context.kernels);
         let keys = |vars: &[Var]| vars.iter().map(|&var| self.key(var).map(GraphArg::from)).collect::<Option<Vec<_>>>();
         let (function, args) = match work {
             Work::Fill { to, value, width } => {
@@ -251,7 +263,7 @@ impl<'m> Player<'m> {
     ) {
         let Some(capture) = capture else {
             while self.is_set(flag, byte) {
-                self.play(body, &mut None);
+                self.executor(body, &mut None);
                 if !is_while {
                     break;
                 }
@@ -261,18 +273,18 @@ impl<'m> Player<'m> {
         let key = self.key(flag).expect("flags have keys");
         let flag = if byte { Flag::byte(key) } else { Flag::word(key) };
         let inside = |capture: &mut Capture<'_>| {
-            let outer = std::mem::replace(&mut self.lanes[0], capture.stream().clone());
-            self.play(body, &mut Some(capture));
-            self.lanes[0] = outer;
+            let outer = std::mem::replace(&mut self.branches[0], capture.stream().clone());
+            self.executor(body, &mut Some(capture));
+            self.branches[0] = outer;
             Ok(())
         };
         if is_while { capture.while_node(flag, inside) } else { capture.if_node(flag, inside) }.unwrap();
     }
 
-    /// Waits for the first lane, and looks.
+    /// Waits for the first branch, and reads the flag.
     fn is_set(&self, flag: Var, byte: bool) -> bool {
-        self.lanes[0].synchronize().unwrap();
-        let word = self.machine.words(self.ptr(flag, None))[0];
+        self.branches[0].synchronize().unwrap();
+        let word = self.context.words(self.ptr(flag, None))[0];
         if byte { word as u8 != 0 } else { word != 0 }
     }
 }
