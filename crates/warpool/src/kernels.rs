@@ -22,7 +22,7 @@ struct Module {
 }
 
 impl Device {
-    /// The kernel `name` of `source`, loaded if it was not. Sources are told apart by their names.
+    /// The kernel `name` of `source`, loaded if it was not. Sources are identified by their names.
     pub(crate) fn kernel(&self, source: &KernelSource, name: &'static str) -> Result<FunctionId> {
         let make = || KernelCache { device: self.id(), modules: Mutex::default() };
         self.extensions().get_or_init(make).get(self.driver(), source, name)

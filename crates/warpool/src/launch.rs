@@ -13,8 +13,8 @@ use crate::memory::DeviceBlock;
 /// Launches a graph of this crate.
 #[inline]
 pub(crate) fn graph(driver: &dyn Driver, exec: GraphExecId, stream: StreamId) -> Result<()> {
-    // SAFETY: the graph owns the memory that it was captured with through `Capture`, and is alive. Kernels were captured
-    // under a promise that holds for replays.
+    // SAFETY: the graph owns the memory that it was captured with through `Capture`, and is alive. Kernels were
+    // captured under a promise that holds for replays.
     unsafe { driver.graph_launch(exec, stream) }
 }
 

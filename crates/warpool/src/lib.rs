@@ -29,8 +29,8 @@
 //! ```
 //!
 //! - [`Instance`] and [`Device`]: the root objects. A program needs one `Instance` per driver.
-//! - [`Stream`]: shared ones come from [`Device::pool_stream`], exclusive ones from [`Device::lease_stream`], streams of
-//!   other libraries from [`Stream::external`].
+//! - [`Stream`]: shared ones come from [`Device::pool_stream`], exclusive ones from [`Device::lease_stream`], streams
+//!   of other libraries from [`Stream::external`].
 //! - [`Event`]: a point in a stream. [`PooledEvent`]: without options, for allocators.
 //! - Current device and stream are per thread: [`Device::enter`], [`Stream::enter`], [`MultiStreamGuard`].
 //! - [`memory`]: allocators, pools, settings. [`handle`] and [`blas`]: library handles, and cuBLAS with its workspaces.
@@ -54,8 +54,8 @@
 //! - Errors say what to do, in other words than PyTorch's.
 //!
 //! # Threads
-//! Everything but the guards can be sent and shared between threads. The locks of streams and events are leaves: none is
-//! held during a driver call, except while the streams of a pool are created at its first use.
+//! Everything but the guards can be sent and shared between threads. The locks of streams and events are leaves: none
+//! is held during a driver call, except while the streams of a pool are created at its first use.
 
 #![deny(unsafe_code)]
 

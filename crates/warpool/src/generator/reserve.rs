@@ -44,7 +44,7 @@ impl Generator {
     /// If the stream captures, the numbers are counted to its graph, and each replay starts where the generator then
     /// is. The first reservation of a generator on a stream of a capture captures a seed kernel on that stream, before
     /// the work that uses it: no other thread may put work into the stream meanwhile, as the kernel's node could not be
-    /// told from the other work's. A graph that reserves only 0 numbers is not updated at replays.
+    /// distinguished from the other work's. A graph that reserves only 0 numbers is not updated at replays.
     ///
     /// ```
     /// # use std::sync::Arc;

@@ -1,4 +1,5 @@
-//! The result of a call of a [`GraphedCallable`](super::GraphedCallable): the outputs, and whether a graph was replayed.
+//! The result of a call of a [`GraphedCallable`](super::GraphedCallable): the outputs, and whether a graph was
+//! replayed.
 
 use std::fmt;
 

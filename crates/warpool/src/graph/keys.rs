@@ -1,5 +1,5 @@
-//! Names of the memory that a graph owns. A key is a number, so it can be kept beside the graph without borrowing it; it
-//! is valid only for the capture that returned it, and for the graph of that capture.
+//! Names of the memory that a graph owns. A key is a number, so it can be kept beside the graph without borrowing it;
+//! it is valid only for the capture that returned it, and for the graph of that capture.
 
 /// A buffer of device memory in one capture, and in its graph.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]

@@ -459,7 +459,8 @@ fn a_users_kernel_draws_in_a_capture() {
         name: "draws",
         cuda: concat!(
             warpool::philox_cuda!(),
-            r#"extern "C" __global__ void draw(unsigned *to, const unsigned long long *slot, unsigned long long seed, unsigned long long offset) {
+            r#"extern "C" __global__ void draw(
+                unsigned *to, const unsigned long long *slot, unsigned long long seed, unsigned long long offset) {
                 *to = warpool_words(warpool_position(slot, seed, offset), 0).x;
             }"#
         ),
