@@ -22,7 +22,7 @@ pub(crate) struct PoolId {
     pub(crate) user: u64,
 }
 
-/// Stands for an empty `std::function` of any standard library: 32 bytes in libstdc++, 48 in some libc++, 64 elsewhere.
+/// An empty `std::function` of any standard library: 32 bytes in libstdc++, 48 in some libc++, 64 elsewhere.
 #[repr(C, align(16))]
 pub(crate) struct EmptyFunction([u8; 64]);
 

@@ -74,7 +74,7 @@ unsafe extern "C-unwind" fn allocate(
     device: c_int,
     _stream: *mut c_void,
 ) -> *mut c_void {
-    // SAFETY: `user` is the upstream that the setup leaked.
+    // SAFETY: `user` is the upstream that the context leaked.
     let upstream = unsafe { &*user.cast::<Upstream>() };
     assert_eq!(
         upstream.sim.current_device().unwrap(),
@@ -96,30 +96,30 @@ type AllocateFn = unsafe extern "C-unwind" fn(*mut c_void, isize, c_int, *mut c_
 type FreeFn = unsafe extern "C" fn(*mut c_void, *mut c_void, isize, c_int, *mut c_void);
 
 /// A simulated device, and a loaded C allocator that gets its memory there.
-struct Setup {
+struct TestContext {
     sim: Arc<SimDriver>,
     instance: Instance,
     object: PathBuf,
     library: Library,
 }
 
-impl Setup {
+impl TestContext {
     fn new(name: &str) -> Self {
         let object = demo(name);
         let sim = Arc::new(SimDriver::new(SimConfig::default().with_devices(2)));
         let instance = Instance::new(sim.clone()).unwrap();
         // SAFETY: the file is part of this test, and has no initializers.
         let library = unsafe { Library::new(&object) }.unwrap();
-        let setup = Self { sim: sim.clone(), instance, object, library };
+        let context = Self { sim: sim.clone(), instance, object, library };
         // Leaked: the allocator keeps it until the process ends.
         let upstream: *const Upstream = Box::leak(Box::new(Upstream { sim, panics_at: PANICS_AT }));
         type SetUpstream = unsafe extern "C" fn(AllocateFn, FreeFn, *const c_void);
         // SAFETY: the signature is that of the file.
-        let set = unsafe { setup.library.get::<SetUpstream>("demo_set_upstream") };
+        let set = unsafe { context.library.get::<SetUpstream>("demo_set_upstream") };
         let set = set.unwrap();
         // SAFETY: as above; the upstream is never dropped.
         unsafe { set(allocate, free, upstream.cast()) };
-        setup
+        context
     }
 
     fn load(&self, symbols: &AllocatorSymbols) -> Arc<LoadedAllocator> {
@@ -171,20 +171,20 @@ impl Setup {
 
 #[test]
 fn c_functions_are_a_device_allocator() {
-    let setup = Setup::new("program");
-    let loaded = setup.load(&all_symbols());
-    assert_eq!(loaded.path(), setup.object.canonicalize().unwrap());
-    let pluggable = Arc::new(PluggableAllocator::new(&setup.instance, loaded).unwrap());
-    assert_eq!(setup.hook_calls(), ["init 2"]);
+    let context = TestContext::new("program");
+    let loaded = context.load(&all_symbols());
+    assert_eq!(loaded.path(), context.object.canonicalize().unwrap());
+    let pluggable = Arc::new(PluggableAllocator::new(&context.instance, loaded).unwrap());
+    assert_eq!(context.hook_calls(), ["init 2"]);
     let allocator: Arc<dyn DeviceAllocator> = pluggable.clone();
     allocator.record_history(Some(HistoryOptions::default())).unwrap();
-    let (stream, other) = (setup.stream(), setup.stream());
+    let (stream, other) = (context.stream(), context.stream());
     let (first, second) =
         (allocator.allocate(100_000, &stream).unwrap(), allocator.allocate(3 * MIB, &stream).unwrap());
-    setup.work(first.ptr(), second.ptr(), 100_000, 7, &stream);
+    context.work(first.ptr(), second.ptr(), 100_000, 7, &stream);
 
     let stats = allocator.stats(DEVICE).unwrap();
-    assert_eq!((stats.allocated_bytes.all.current, setup.bytes_live()), (100_000 + 3 * MIB, 100_000 + 3 * MIB));
+    assert_eq!((stats.allocated_bytes.all.current, context.bytes_live()), (100_000 + 3 * MIB, 100_000 + 3 * MIB));
     let snapshot = allocator.snapshot(SnapshotOptions::default()).unwrap();
     assert_eq!(snapshot.segments.len(), 2);
     assert!(snapshot.segments.iter().all(|segment| segment.stream == stream.info().unwrap().raw.0));
@@ -195,7 +195,7 @@ fn c_functions_are_a_device_allocator() {
     allocator.set_memory_fraction(DEVICE, 0.5).unwrap();
     let base = pluggable.base_allocation(first.ptr().offset(3)).unwrap();
     assert_eq!(base, BaseAllocation { ptr: first.ptr(), bytes: Some(12345) });
-    let device = setup.instance.device(0).unwrap();
+    let device = context.instance.device(0).unwrap();
     let pool = MemPool::new(&allocator, &device, PoolOptions::default()).unwrap();
     {
         let _scope = pool.enter().unwrap();
@@ -204,77 +204,77 @@ fn c_functions_are_a_device_allocator() {
     pool.close().unwrap();
     allocator.trim(DEVICE, MemPoolId::DEFAULT).unwrap();
     let calls = ["fraction 0.5 of 0", "begin (0, 1) on 0", "end (0, 1) on 0", "release (0, 1) on 0", "reset"];
-    assert_eq!(setup.hook_calls(), [&[used], &calls.map(str::to_owned)[..]].concat());
+    assert_eq!(context.hook_calls(), [&[used], &calls.map(str::to_owned)[..]].concat());
 
-    setup.set_limit(4 * MIB as isize);
+    context.set_limit(4 * MIB as isize);
     let refused = allocator.allocate(2 * MIB, &stream);
     assert!(matches!(&refused, Err(Error::OutOfMemory(report)) if report.cause == OomCause::Upstream), "{refused:?}");
     first.free().unwrap();
     drop(second);
     allocator.trim(DEVICE, MemPoolId::DEFAULT).unwrap();
-    assert_eq!((setup.bytes_live(), allocator.stats(DEVICE).unwrap().reserved_bytes.all.current), (0, 0));
-    assert_eq!(setup.sim.hazards(), []);
+    assert_eq!((context.bytes_live(), allocator.stats(DEVICE).unwrap().reserved_bytes.all.current), (0, 0));
+    assert_eq!(context.sim.hazards(), []);
 }
 
 #[test]
 fn c_functions_are_the_upstream_of_a_pool() {
-    let setup = Setup::new("upstream");
-    let allocator: Arc<dyn DeviceAllocator> = Arc::new(CachingAllocator::new(&setup.instance, Settings::default()));
-    let upstream = ExternalUpstream::new(&setup.instance, setup.load(&plain_symbols())).unwrap();
+    let context = TestContext::new("upstream");
+    let allocator: Arc<dyn DeviceAllocator> = Arc::new(CachingAllocator::new(&context.instance, Settings::default()));
+    let upstream = ExternalUpstream::new(&context.instance, context.load(&plain_symbols())).unwrap();
     let options = PoolOptions { upstream: Some(Arc::new(upstream)), ..PoolOptions::default() };
-    let device = setup.instance.device(0).unwrap();
+    let device = context.instance.device(0).unwrap();
     let pool = MemPool::new(&allocator, &device, options).unwrap();
-    let stream = setup.stream();
+    let stream = context.stream();
     let first = allocator.allocate_in(pool.id(), 100_000, &stream).unwrap();
     let second = allocator.allocate_in(pool.id(), 200_000, &stream).unwrap();
     let open = allocator.allocate(100_000, &stream).unwrap();
-    assert_eq!(setup.bytes_live(), 2 * MIB, "one segment for both blocks of the pool, and none for the other");
-    setup.work(first.ptr(), second.ptr(), 100_000, 9, &stream);
-    setup.work(open.ptr(), first.ptr(), 100_000, 11, &stream);
+    assert_eq!(context.bytes_live(), 2 * MIB, "one segment for both blocks of the pool, and none for the other");
+    context.work(first.ptr(), second.ptr(), 100_000, 9, &stream);
+    context.work(open.ptr(), first.ptr(), 100_000, 11, &stream);
     let of_pool = SnapshotOptions { pool: Some(pool.id()), traces: false };
     let segments = allocator.snapshot(of_pool).unwrap().segments;
     assert_eq!((segments.len(), segments[0].total_size), (1, 2 * MIB));
-    setup.set_limit(4 * MIB as isize);
+    context.set_limit(4 * MIB as isize);
     let refused = allocator.allocate_in(pool.id(), 30 * MIB, &stream);
     assert!(matches!(&refused, Err(Error::OutOfMemory(report)) if report.cause == OomCause::Upstream), "{refused:?}");
     drop((first, second, open));
     pool.close().unwrap();
-    assert_eq!(setup.bytes_live(), 0);
-    assert_eq!(setup.sim.hazards(), []);
+    assert_eq!(context.bytes_live(), 0);
+    assert_eq!(context.sim.hazards(), []);
 }
 
 #[test]
 fn the_current_device_is_restored_also_after_an_exception() {
-    let setup = Setup::new("unwinds");
-    let loaded = setup.load(&plain_symbols());
-    let id = setup.stream().id();
-    let stream = RawStream { id, raw: setup.sim.stream_handle(id).unwrap().raw };
+    let context = TestContext::new("unwinds");
+    let loaded = context.load(&plain_symbols());
+    let id = context.stream().id();
+    let stream = RawStream { id, raw: context.sim.stream_handle(id).unwrap().raw };
     let other = DeviceId(1);
-    setup.sim.set_current_device(other).unwrap();
+    context.sim.set_current_device(other).unwrap();
     let block = loaded.allocate(100, DEVICE, stream).unwrap().unwrap();
-    assert_eq!(setup.sim.current_device(), Ok(Some(other)));
+    assert_eq!(context.sim.current_device(), Ok(Some(other)));
     let unwound = catch_unwind(AssertUnwindSafe(|| loaded.allocate(PANICS_AT as u64, DEVICE, stream)));
     assert!(unwound.is_err());
-    assert_eq!(setup.sim.current_device(), Ok(Some(other)));
+    assert_eq!(context.sim.current_device(), Ok(Some(other)));
     loaded.free(block, 100, DEVICE, stream).unwrap();
-    assert_eq!((setup.bytes_live(), setup.sim.current_device()), (0, Ok(Some(other))));
+    assert_eq!((context.bytes_live(), context.sim.current_device()), (0, Ok(Some(other))));
 }
 
 #[test]
 fn a_graph_uses_a_c_allocator() {
-    let setup = Setup::new("graph");
-    let loaded = setup.load(&plain_symbols());
-    let allocator: Arc<dyn DeviceAllocator> = Arc::new(PluggableAllocator::new(&setup.instance, loaded).unwrap());
-    let device = setup.instance.device(0).unwrap();
+    let context = TestContext::new("graph");
+    let loaded = context.load(&plain_symbols());
+    let allocator: Arc<dyn DeviceAllocator> = Arc::new(PluggableAllocator::new(&context.instance, loaded).unwrap());
+    let device = context.instance.device(0).unwrap();
     let stream = device.lease_stream().unwrap();
     let mut graph = Graph::new(&allocator, &device, GraphOptions::default()).unwrap();
     let key = graph
         .capture(&stream, CaptureOptions::default(), |capture| {
             let (key, stream) = (capture.allocate(4096)?, capture.stream().clone());
             let scratch = allocator.allocate(4096, &stream)?;
-            setup.sim.fill(scratch.ptr(), Pattern::U8(5), 4096, stream.id())?;
+            context.sim.fill(scratch.ptr(), Pattern::U8(5), 4096, stream.id())?;
             let to = capture.buffer(key)?.ptr();
-            setup.sim.copy(to.into(), scratch.ptr().into(), 4096, stream.id())?;
+            context.sim.copy(to.into(), scratch.ptr().into(), 4096, stream.id())?;
             Ok(key)
         })
         .unwrap();
@@ -283,13 +283,13 @@ fn a_graph_uses_a_c_allocator() {
     }
     stream.synchronize().unwrap();
     let mut read = [0; 4096];
-    setup.sim.download(DEVICE, graph.buffer(key).unwrap().ptr(), &mut read).unwrap();
+    context.sim.download(DEVICE, graph.buffer(key).unwrap().ptr(), &mut read).unwrap();
     assert_eq!(read, [5; 4096]);
-    assert_eq!(setup.bytes_live(), 2 * 4096);
+    assert_eq!(context.bytes_live(), 2 * 4096);
     drop(graph);
     allocator.trim(DEVICE, MemPoolId::DEFAULT).unwrap();
-    assert_eq!(setup.bytes_live(), 0);
-    assert_eq!(setup.sim.hazards(), []);
+    assert_eq!(context.bytes_live(), 0);
+    assert_eq!(context.sim.hazards(), []);
 }
 
 #[test]

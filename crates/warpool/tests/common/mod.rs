@@ -6,8 +6,8 @@ pub mod blas;
 pub mod failing_seed;
 pub mod graphs;
 pub mod launch;
+pub mod logging_allocator;
 pub mod memory;
-pub mod plugs;
 pub mod rng;
 
 use std::sync::Arc;

@@ -1,4 +1,4 @@
-//! Pinned memory in captures: what a graph uses is its own until it is gone.
+//! Pinned memory in captures: a graph keeps what it uses.
 
 use std::sync::Arc;
 
@@ -7,202 +7,203 @@ use warpool::graph::{CaptureOptions, Graph, GraphOptions};
 use warpool::memory::{BlockState, CachingAllocator, DeviceAllocator, Settings};
 use warpool::{Error, Stream};
 
-use super::lab::{HostLab, KIB, MIB};
+use super::context::{KIB, MIB, TestContext};
 
-struct GraphLab {
-    lab: HostLab,
+struct GraphContext {
+    host: TestContext,
     stream: Stream,
     allocator: Arc<dyn DeviceAllocator>,
 }
 
-impl GraphLab {
+impl GraphContext {
     fn new() -> Self {
-        let lab = HostLab::new("");
-        let allocator: Arc<dyn DeviceAllocator> = Arc::new(CachingAllocator::new(&lab.instance, Settings::default()));
-        let stream = lab.stream();
-        Self { lab, stream, allocator }
+        let context = TestContext::new("");
+        let allocator: Arc<dyn DeviceAllocator> =
+            Arc::new(CachingAllocator::new(&context.instance, Settings::default()));
+        let stream = context.stream();
+        Self { host: context, stream, allocator }
     }
 
     fn graph(&self) -> Graph {
-        Graph::new(&self.allocator, &self.lab.device(), GraphOptions::default()).unwrap()
+        Graph::new(&self.allocator, &self.host.device(), GraphOptions::default()).unwrap()
     }
 }
 
-/// TestCachingHostAllocatorCudaGraph: unused, a block serves the next request of the capture; used, it serves nobody.
+/// TestCachingHostAllocatorCudaGraph: an unused block serves the next request of the capture, a used one does not.
 #[test]
-fn a_capture_has_its_own_blocks() {
-    let made = GraphLab::new();
-    let mut graph = made.graph();
-    let (lab, stream) = (&made.lab, &made.stream);
+fn a_capture_reuses_its_unused_blocks_only() {
+    let graphs = GraphContext::new();
+    let mut graph = graphs.graph();
+    let (context, stream) = (&graphs.host, &graphs.stream);
     let (unused, used) = graph
         .capture(stream, CaptureOptions::default(), |_| {
-            let block = lab.pinned.allocate_on(KIB, stream)?;
+            let block = context.pinned.allocate_on(KIB, stream)?;
             let unused = block.ptr();
             block.free()?;
-            let block = lab.pinned.allocate_on(KIB, stream)?;
+            let block = context.pinned.allocate_on(KIB, stream)?;
             assert_eq!(block.ptr(), unused);
-            // Not for those outside.
+            // Requests outside of the capture do not get it.
             drop(block);
-            assert_ne!(lab.pinned.allocate(KIB)?.ptr(), unused);
-            let block = lab.pinned.allocate_on(KIB, stream)?;
+            assert_ne!(context.pinned.allocate(KIB)?.ptr(), unused);
+            let block = context.pinned.allocate_on(KIB, stream)?;
             assert_eq!(block.ptr(), unused);
-            let to = lab.pinned.allocate_on(2 * KIB, stream)?;
-            lab.sim.copy(to.ptr().into(), block.ptr().into(), 8, stream.id())?;
+            let to = context.pinned.allocate_on(2 * KIB, stream)?;
+            context.sim.copy(to.ptr().into(), block.ptr().into(), 8, stream.id())?;
             to.record_use(stream)?;
             let used = to.ptr();
             drop(block);
             to.free()?;
-            assert_ne!(lab.pinned.allocate_on(2 * KIB, stream)?.ptr(), used);
+            assert_ne!(context.pinned.allocate_on(2 * KIB, stream)?.ptr(), used);
             Ok((unused, used))
         })
         .unwrap();
-    assert_eq!(lab.state_at(used), BlockState::ActivePendingFree);
-    assert_ne!(lab.alloc(2 * KIB).ptr(), used);
-    assert_ne!(lab.alloc(KIB).ptr(), unused);
+    assert_eq!(context.state_at(used), BlockState::ActivePendingFree);
+    assert_ne!(context.alloc(2 * KIB).ptr(), used);
+    assert_ne!(context.alloc(KIB).ptr(), unused);
     graph.replay(stream).unwrap();
     stream.synchronize().unwrap();
-    lab.pinned.process_pending().unwrap();
-    assert_eq!(lab.state_at(used), BlockState::ActivePendingFree);
-    // With the graph goes the pool.
+    context.pinned.process_pending().unwrap();
+    assert_eq!(context.state_at(used), BlockState::ActivePendingFree);
+    // The pool is dropped with the graph.
     drop(graph);
-    lab.pinned.process_pending().unwrap();
-    assert_eq!(lab.state_at(used), BlockState::Inactive);
-    lab.pinned.check();
-    made.lab.finish();
+    context.pinned.process_pending().unwrap();
+    assert_eq!(context.state_at(used), BlockState::Inactive);
+    context.pinned.check();
+    graphs.host.finish();
 }
 
-/// Any block that a capture uses is the graph's, and replays that are under way when it goes are waited for.
+/// A graph keeps every block that its capture used. A replay under way when it is dropped delays their reuse.
 #[test]
-fn a_graph_keeps_what_it_uses_and_its_replays_are_waited_for() {
-    let made = GraphLab::new();
-    let (lab, stream) = (&made.lab, &made.stream);
-    let replays = lab.stream();
-    let [freed, kept] = [lab.alloc(MIB), lab.alloc(2 * MIB)];
+fn blocks_of_a_dropped_graph_wait_for_its_replays() {
+    let graphs = GraphContext::new();
+    let (context, stream) = (&graphs.host, &graphs.stream);
+    let replays = context.stream();
+    let [freed, kept] = [context.alloc(MIB), context.alloc(2 * MIB)];
     let [a, b] = [freed.ptr(), kept.ptr()];
     freed.write(0, &[7; 64]).unwrap();
-    let mut graph = made.graph();
+    let mut graph = graphs.graph();
     graph
         .capture(stream, CaptureOptions::default(), |_| {
-            lab.sim.copy(kept.ptr().into(), freed.ptr().into(), 64, stream.id())?;
+            context.sim.copy(kept.ptr().into(), freed.ptr().into(), 64, stream.id())?;
             freed.record_use(stream)?;
             kept.record_use(stream)
         })
         .unwrap();
-    lab.free(freed);
+    context.free(freed);
     graph.replay(&replays).unwrap();
     replays.synchronize().unwrap();
-    let mut back = [0; 64];
-    kept.read(0, &mut back).unwrap();
-    assert_eq!(back, [7; 64]);
-    // One more is on its way when the graph goes.
-    lab.pause_stream(&replays);
+    let mut read = [0; 64];
+    kept.read(0, &mut read).unwrap();
+    assert_eq!(read, [7; 64]);
+    // Another replay is under way when the graph is dropped.
+    context.pause_stream(&replays);
     graph.replay(&replays).unwrap();
-    lab.counting.reset();
+    context.counting.reset();
     drop(graph);
     drop(kept);
-    assert_eq!(lab.counting.counts(), [], "no destructor calls the driver");
-    lab.pinned.process_pending().unwrap();
-    assert_eq!([lab.state_at(a), lab.state_at(b)], [BlockState::ActivePendingFree; 2]);
-    assert_ne!(lab.alloc(MIB).ptr(), a);
-    lab.let_go(&replays);
-    lab.pinned.process_pending().unwrap();
-    assert_eq!([lab.state_at(a), lab.state_at(b)], [BlockState::Inactive; 2]);
-    let again = lab.alloc(MIB);
+    assert_eq!(context.counting.counts(), [], "destructors make no driver call");
+    context.pinned.process_pending().unwrap();
+    assert_eq!([context.state_at(a), context.state_at(b)], [BlockState::ActivePendingFree; 2]);
+    assert_ne!(context.alloc(MIB).ptr(), a);
+    context.finish_stream(&replays);
+    context.pinned.process_pending().unwrap();
+    assert_eq!([context.state_at(a), context.state_at(b)], [BlockState::Inactive; 2]);
+    let again = context.alloc(MIB);
     again.write(0, &[1; 64]).unwrap();
     drop(again);
-    made.lab.finish();
+    graphs.host.finish();
 }
 
-/// What lies unused in a graph's pool is kept for the graph, whatever its size, and goes with it.
+/// Unused blocks of a graph's pool are kept, whatever their size, until the graph is dropped.
 #[test]
-fn what_is_not_to_be_kept_goes_with_the_graph() {
-    let made = GraphLab::new();
-    let (lab, stream) = (&made.lab, &made.stream);
-    lab.set("pinned_max_cached_size_mb:1");
-    let mut graph = made.graph();
-    graph.capture(stream, CaptureOptions::default(), |_| lab.pinned.allocate_on(2 * MIB, stream)?.free()).unwrap();
-    lab.pinned.process_pending().unwrap();
-    assert_eq!((lab.pinned_bytes(), lab.stats().cached_bytes), (2 * MIB, 0));
+fn blocks_above_the_cached_limit_are_unpinned_with_the_graph() {
+    let graphs = GraphContext::new();
+    let (context, stream) = (&graphs.host, &graphs.stream);
+    context.set("pinned_max_cached_size_mb:1");
+    let mut graph = graphs.graph();
+    graph.capture(stream, CaptureOptions::default(), |_| context.pinned.allocate_on(2 * MIB, stream)?.free()).unwrap();
+    context.pinned.process_pending().unwrap();
+    assert_eq!((context.pinned_bytes(), context.stats().cached_bytes), (2 * MIB, 0));
     drop(graph);
-    lab.pinned.process_pending().unwrap();
-    assert_eq!(lab.pinned_bytes(), 0);
-    made.lab.finish();
+    context.pinned.process_pending().unwrap();
+    assert_eq!(context.pinned_bytes(), 0);
+    graphs.host.finish();
 }
 
-/// A capture that comes to nothing gives back what it used.
+/// The blocks of a failed capture are reclaimed.
 #[test]
 fn a_failed_capture_keeps_nothing() {
-    let made = GraphLab::new();
-    let (lab, stream) = (&made.lab, &made.stream);
-    let mut graph = made.graph();
+    let graphs = GraphContext::new();
+    let (context, stream) = (&graphs.host, &graphs.stream);
+    let mut graph = graphs.graph();
     let failed = graph.capture(stream, CaptureOptions::default(), |_| {
-        let block = lab.pinned.allocate_on(KIB, stream)?;
+        let block = context.pinned.allocate_on(KIB, stream)?;
         block.record_use(stream)?;
         Err::<(), _>(Error::ThreadEnding)
     });
     assert_eq!(failed, Err(Error::ThreadEnding));
-    lab.pinned.process_pending().unwrap();
-    assert_eq!(lab.stats().active_requests.current, 0);
+    context.pinned.process_pending().unwrap();
+    assert_eq!(context.stats().active_requests.current, 0);
     drop(graph);
-    made.lab.finish();
+    graphs.host.finish();
 }
 
-/// No mark is put into a stream that captures, and nothing that others do here breaks a capture.
+/// No event is recorded in a capturing stream, and no call of the allocator invalidates a capture.
 #[test]
-fn captures_are_left_alone() {
-    let made = GraphLab::new();
-    let (lab, stream) = (&made.lab, &made.stream);
-    let other = lab.stream();
-    let [before, beside, dropped] = [lab.alloc(MIB), lab.alloc(2 * MIB), lab.alloc(3 * MIB)];
+fn a_capture_is_not_disturbed() {
+    let graphs = GraphContext::new();
+    let (context, stream) = (&graphs.host, &graphs.stream);
+    let other = context.stream();
+    let [before, beside, dropped] = [context.alloc(MIB), context.alloc(2 * MIB), context.alloc(3 * MIB)];
     let ptr = before.ptr();
-    lab.upload(&before, stream);
-    lab.upload(&beside, &other);
-    lab.upload(&dropped, &other);
-    let mut graph = made.graph();
-    let mut handed = Some((before, beside, dropped));
+    context.upload(&before, stream);
+    context.upload(&beside, &other);
+    context.upload(&dropped, &other);
+    let mut graph = graphs.graph();
+    let mut blocks = Some((before, beside, dropped));
     graph
         .capture(stream, CaptureOptions::default(), |_| {
-            let (before, beside, dropped) = handed.take().expect("once");
+            let (before, beside, dropped) = blocks.take().expect("called once");
             before.free()?;
             beside.free()?;
             drop(dropped);
-            lab.pinned.process_pending()?;
-            assert_eq!(lab.state_at(ptr), BlockState::ActivePendingFree, "its stream captures");
-            // More is pinned, and given back.
-            drop(lab.pinned.allocate(50 * MIB)?);
-            lab.pinned.trim(0)?;
+            context.pinned.process_pending()?;
+            assert_eq!(context.state_at(ptr), BlockState::ActivePendingFree, "its stream captures");
+            // Pinning and unpinning.
+            drop(context.pinned.allocate(50 * MIB)?);
+            context.pinned.trim(0)?;
             Ok(())
         })
         .unwrap();
     drop(graph);
     stream.synchronize().unwrap();
-    lab.pinned.process_pending().unwrap();
+    context.pinned.process_pending().unwrap();
     stream.synchronize().unwrap();
-    lab.pinned.process_pending().unwrap();
-    assert_eq!(lab.stats().active_requests.current, 0);
-    made.lab.finish();
+    context.pinned.process_pending().unwrap();
+    assert_eq!(context.stats().active_requests.current, 0);
+    graphs.host.finish();
 }
 
-/// A capture that began past Warpool makes a graph of which nothing is known: its blocks serve nobody else.
+/// A capture begun without Warpool makes an unknown graph, so its blocks are never reused.
 #[test]
-fn a_foreign_capture_keeps_its_blocks_for_good() {
-    let lab = HostLab::new("");
-    let stream = lab.stream();
-    let block = lab.alloc(MIB);
+fn blocks_of_a_foreign_capture_are_never_reused() {
+    let context = TestContext::new("");
+    let stream = context.stream();
+    let block = context.alloc(MIB);
     let ptr = block.ptr();
-    let to = lab.device_bytes(&[0; 8]);
-    lab.sim.capture_begin(stream.id(), CaptureMode::Global).unwrap();
-    lab.sim.copy(to.into(), block.ptr().into(), 8, stream.id()).unwrap();
+    let to = context.device_bytes(&[0; 8]);
+    context.sim.capture_begin(stream.id(), CaptureMode::Global).unwrap();
+    context.sim.copy(to.into(), block.ptr().into(), 8, stream.id()).unwrap();
     block.record_use(&stream).unwrap();
-    let own = lab.pinned.allocate_on(KIB, &stream).unwrap();
-    lab.free(block);
-    lab.free(own);
-    lab.pinned.process_pending().unwrap();
-    let graph = lab.sim.capture_end(stream.id()).unwrap();
-    lab.pinned.process_pending().unwrap();
-    assert_eq!(lab.state_at(ptr), BlockState::ActivePendingFree);
-    assert_ne!(lab.alloc(MIB).ptr(), ptr);
-    lab.sim.graph_destroy(graph).unwrap();
-    // Only closing gives them up.
-    lab.finish();
+    let own = context.pinned.allocate_on(KIB, &stream).unwrap();
+    context.free(block);
+    context.free(own);
+    context.pinned.process_pending().unwrap();
+    let graph = context.sim.capture_end(stream.id()).unwrap();
+    context.pinned.process_pending().unwrap();
+    assert_eq!(context.state_at(ptr), BlockState::ActivePendingFree);
+    assert_ne!(context.alloc(MIB).ptr(), ptr);
+    context.sim.graph_destroy(graph).unwrap();
+    // Only closing the allocator unpins them.
+    context.finish();
 }

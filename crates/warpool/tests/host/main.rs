@@ -1,20 +1,20 @@
-//! The pinned host allocator on the simulated machine: sizes, places, waiting, caps, settings, counters, graphs.
+//! The pinned host allocator on the simulated GPU.
 
 #[path = "../common/mod.rs"]
 mod common;
 
 mod caps;
+mod closing;
+mod context;
 mod fault_injection;
 mod graphs;
-mod hot;
-mod lab;
-mod leaving;
-mod mirror;
-mod places;
+mod hot_path;
+mod placement;
+mod pytorch;
 mod races;
+mod reporting;
 mod reuse_order;
 mod settings;
-mod shown;
+mod stream_uses;
 mod stress;
 mod swarm;
-mod waiting;

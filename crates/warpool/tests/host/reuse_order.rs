@@ -1,7 +1,6 @@
-//! Who waits for whom: a block of pinned memory that streams used waits for exactly those, and for nothing else.
+//! A freed block waits for exactly the streams that used it.
 //!
-//! Streams are stuck on purpose here. No assertion is about time: what a stuck stream has not let through is not done,
-//! however long one waits.
+//! Streams are paused here, so no assertion depends on time: the work of a paused stream never completes by itself.
 
 use std::sync::Arc;
 
@@ -14,9 +13,9 @@ use warpool::{Instance, Stream, StreamLease};
 const KIB: u64 = 1 << 10;
 const MIB: u64 = 1 << 20;
 
-/// Two devices, four streams on the second, and pinned memory that belongs to the first: so giving memory back waits
-/// for none of them.
-struct Lab {
+/// Two devices, four streams on the second, and pinned memory of the first, so that unpinning waits for none of the
+/// streams.
+struct TestContext {
     sim: Arc<SimDriver>,
     counting: Arc<Counting>,
     instance: Instance,
@@ -26,7 +25,7 @@ struct Lab {
     _leases: Vec<StreamLease>,
 }
 
-impl Lab {
+impl TestContext {
     fn new() -> Self {
         let sim = Arc::new(SimDriver::new(SimConfig::default().with_devices(2)));
         let counting = Arc::new(Counting::new(sim.clone()));
@@ -34,7 +33,7 @@ impl Lab {
         let device = instance.device(1).unwrap();
         let mut leases: Vec<StreamLease> = (0..4).map(|_| device.lease_stream().unwrap()).collect();
         let streams = leases.iter().map(|lease| lease.stream().clone()).collect();
-        // With a context of its own; else its memory would be pinned with the other device.
+        // Creates a context on the first device; otherwise the second one would pin.
         leases.push(instance.device(0).unwrap().lease_stream().unwrap());
         let buffer = sim.mem_alloc(device.id(), MIB).unwrap();
         let host = HostAllocator::new(&instance, PinnedSettings::default());
@@ -47,25 +46,25 @@ impl Lab {
         block
     }
 
-    /// The stream copies from the block, and the allocator is told. Streams have parts of the buffer of their own.
-    fn used(&self, block: &HostBlock, stream: usize) {
+    /// The stream copies from the block, and the use is recorded. Each stream has its own part of the buffer.
+    fn use_on(&self, block: &HostBlock, stream: usize) {
         let to = self.buffer.offset(64 * stream as u64);
         self.sim.copy(to.into(), block.ptr().into(), 64, self.streams[stream].id()).unwrap();
         block.record_use(&self.streams[stream]).unwrap();
     }
 
-    fn stick(&self, stream: usize) {
+    fn pause(&self, stream: usize) {
         self.sim.pause_stream(self.streams[stream].id()).unwrap();
     }
 
-    fn unstick(&self, stream: usize) {
+    fn resume(&self, stream: usize) {
         self.sim.resume_stream(self.streams[stream].id()).unwrap();
         self.streams[stream].synchronize().unwrap();
     }
 
-    /// All streams but the first are done, and the allocator looks twice: what was only dropped is marked at the first
-    /// look.
-    fn settle(&self) {
+    /// Synchronizes all streams but the first. Pending frees are processed twice: the first time records the fences of
+    /// dropped blocks.
+    fn sync_others(&self) {
         for _ in 0..2 {
             for stream in &self.streams[1..] {
                 stream.synchronize().unwrap();
@@ -75,7 +74,7 @@ impl Lab {
         self.host.check();
     }
 
-    /// Blocks that somebody has or that wait.
+    /// Blocks that are allocated or pending.
     fn active(&self) -> u64 {
         self.host.stats().active_requests.current
     }
@@ -86,7 +85,7 @@ impl Lab {
 
     fn finish(self) {
         for stream in 0..self.streams.len() {
-            self.unstick(stream);
+            self.resume(stream);
         }
         self.host.process_pending().unwrap();
         assert_eq!(self.active(), 0);
@@ -97,17 +96,17 @@ impl Lab {
     }
 }
 
-/// How a block goes back.
+/// How a block is freed.
 #[derive(Clone, Copy, Debug)]
-enum Way {
-    Free,
+enum FreeBy {
+    Call,
     Drop,
 }
 
-fn give_back(block: HostBlock, way: Way) {
-    match way {
-        Way::Free => block.free().unwrap(),
-        Way::Drop => drop(block),
+fn free(block: HostBlock, by: FreeBy) {
+    match by {
+        FreeBy::Call => block.free().unwrap(),
+        FreeBy::Drop => drop(block),
     }
 }
 
@@ -116,166 +115,166 @@ fn overlaps(one: (HostPtr, u64), two: (HostPtr, u64)) -> bool {
 }
 
 #[test]
-fn one_stuck_event_delays_exactly_the_blocks_that_recorded_it() {
-    for way in [Way::Free, Way::Drop] {
-        for stuck_at in 0..8_u64 {
-            let lab = Lab::new();
-            lab.stick(0);
-            let blocks: Vec<HostBlock> = (0..8).map(|_| lab.block(MIB)).collect();
-            let mut stuck = Vec::new();
+fn a_paused_stream_delays_only_the_blocks_that_it_used() {
+    for by in [FreeBy::Call, FreeBy::Drop] {
+        for paused_at in 0..8_u64 {
+            let context = TestContext::new();
+            context.pause(0);
+            let blocks: Vec<HostBlock> = (0..8).map(|_| context.block(MIB)).collect();
+            let mut delayed = Vec::new();
             for (index, block) in (0..).zip(&blocks) {
-                // One block is used by the stuck stream alone, one by that and another.
+                // One block is used by the paused stream alone, one by that and another.
                 match index {
-                    _ if index == stuck_at => lab.used(block, 0),
-                    _ if index == (stuck_at + 3) % 8 => {
-                        lab.used(block, 2);
-                        lab.used(block, 0);
+                    _ if index == paused_at => context.use_on(block, 0),
+                    _ if index == (paused_at + 3) % 8 => {
+                        context.use_on(block, 2);
+                        context.use_on(block, 0);
                     }
                     _ => {
-                        lab.used(block, 1 + index as usize % 3);
+                        context.use_on(block, 1 + index as usize % 3);
                         continue;
                     }
                 }
-                stuck.push((block.ptr(), block.bytes_usable()));
+                delayed.push((block.ptr(), block.bytes_usable()));
             }
-            blocks.into_iter().for_each(|block| give_back(block, way));
-            lab.settle();
-            assert_eq!(lab.active(), 2, "{way:?}, stuck at {stuck_at}");
-            // The six others come again without the driver, and none of them is one that is stuck.
-            let times = lab.times_pinned();
-            let again: Vec<HostBlock> = (0..6).map(|_| lab.block(MIB)).collect();
-            assert_eq!(lab.times_pinned(), times, "{way:?}, stuck at {stuck_at}");
+            blocks.into_iter().for_each(|block| free(block, by));
+            context.sync_others();
+            assert_eq!(context.active(), 2, "{by:?}, paused at {paused_at}");
+            // The six others are reused without pinning, and none overlaps a delayed one.
+            let times = context.times_pinned();
+            let again: Vec<HostBlock> = (0..6).map(|_| context.block(MIB)).collect();
+            assert_eq!(context.times_pinned(), times, "{by:?}, paused at {paused_at}");
             for block in &again {
-                let met = stuck.iter().find(|&&range| overlaps(range, (block.ptr(), block.bytes_usable())));
-                assert_eq!(met, None, "{way:?}, stuck at {stuck_at}");
+                let met = delayed.iter().find(|&&range| overlaps(range, (block.ptr(), block.bytes_usable())));
+                assert_eq!(met, None, "{by:?}, paused at {paused_at}");
             }
             drop(again);
-            lab.finish();
+            context.finish();
         }
     }
 }
 
-/// PyTorch's issue 71616: the oldest event was looked at first, and while it was ahead nothing behind it was freed.
+/// PyTorch's issue 71616: while the oldest event had not passed, no later block was freed.
 #[test]
-fn finished_blocks_are_free_although_the_oldest_is_not_finished_71616() {
-    for way in [Way::Free, Way::Drop] {
-        let lab = Lab::new();
-        lab.stick(0);
-        let oldest = lab.block(3 * MIB);
-        lab.used(&oldest, 0);
-        give_back(oldest, way);
+fn passed_blocks_are_free_while_the_oldest_is_pending_71616() {
+    for by in [FreeBy::Call, FreeBy::Drop] {
+        let context = TestContext::new();
+        context.pause(0);
+        let oldest = context.block(3 * MIB);
+        context.use_on(&oldest, 0);
+        free(oldest, by);
         for round in 0..50 {
             for stream in 1..4 {
-                let block = lab.block(MIB);
-                lab.used(&block, stream);
-                give_back(block, way);
+                let block = context.block(MIB);
+                context.use_on(&block, stream);
+                free(block, by);
             }
-            lab.settle();
-            assert_eq!(lab.active(), 1, "{way:?}, round {round}: only the oldest");
+            context.sync_others();
+            assert_eq!(context.active(), 1, "{by:?}, round {round}: only the oldest");
         }
         assert!(
-            lab.sim.object_counts().bytes_pinned <= 40 * MIB,
-            "it piles up: {}",
-            lab.sim.object_counts().bytes_pinned
+            context.sim.object_counts().bytes_pinned <= 40 * MIB,
+            "blocks pile up: {}",
+            context.sim.object_counts().bytes_pinned
         );
-        lab.finish();
+        context.finish();
     }
 }
 
 #[test]
-fn blocks_of_one_stream_come_free_as_it_goes_on() {
-    let lab = Lab::new();
-    lab.stick(0);
-    let blocks: Vec<HostBlock> = (0..6).map(|_| lab.block(100 * KIB)).collect();
-    let id = lab.streams[0].id();
+fn blocks_of_one_stream_are_reclaimed_one_by_one() {
+    let context = TestContext::new();
+    context.pause(0);
+    let blocks: Vec<HostBlock> = (0..6).map(|_| context.block(100 * KIB)).collect();
+    let id = context.streams[0].id();
     let mut ends = Vec::new();
     for block in blocks {
-        lab.used(&block, 0);
+        context.use_on(&block, 0);
         block.free().unwrap();
-        // Its mark is in the stream by now.
-        ends.push(lab.sim.paused_work(id).unwrap());
+        // The fence is in the stream by now.
+        ends.push(context.sim.paused_work(id).unwrap());
     }
-    lab.host.process_pending().unwrap();
-    assert_eq!(lab.active(), 6);
-    let mut through = 0;
+    context.host.process_pending().unwrap();
+    assert_eq!(context.active(), 6);
+    let mut completed = 0;
     for (done, end) in (1..).zip(ends) {
-        lab.sim.run_paused(id, end - through - 1).unwrap();
-        lab.host.process_pending().unwrap();
-        assert_eq!(lab.active(), 6 - (done - 1), "all but the mark of block {done} is through");
-        lab.sim.run_paused(id, 1).unwrap();
-        through = end;
-        lab.host.process_pending().unwrap();
-        assert_eq!(lab.active(), 6 - done, "the mark of block {done} is through");
+        context.sim.run_paused(id, end - completed - 1).unwrap();
+        context.host.process_pending().unwrap();
+        assert_eq!(context.active(), 6 - (done - 1), "all but the fence of block {done} has passed");
+        context.sim.run_paused(id, 1).unwrap();
+        completed = end;
+        context.host.process_pending().unwrap();
+        assert_eq!(context.active(), 6 - done, "the fence of block {done} has passed");
     }
-    lab.finish();
+    context.finish();
 }
 
 #[test]
-fn requests_go_on_beside_a_stuck_stream_and_wait_for_nothing() {
-    let lab = Lab::new();
-    lab.stick(0);
-    let stuck = lab.block(5 * MIB);
-    lab.used(&stuck, 0);
-    drop(stuck);
-    lab.counting.reset();
-    let held = lab.sim.paused_work(lab.streams[0].id()).unwrap();
+fn requests_never_wait_for_a_paused_stream() {
+    let context = TestContext::new();
+    context.pause(0);
+    let delayed = context.block(5 * MIB);
+    context.use_on(&delayed, 0);
+    drop(delayed);
+    context.counting.reset();
+    let queued = context.sim.paused_work(context.streams[0].id()).unwrap();
     for round in 0..100_u64 {
-        let block = lab.block(5 * MIB);
-        lab.used(&block, 1 + round as usize % 3);
-        give_back(block, if round % 2 == 0 { Way::Free } else { Way::Drop });
+        let block = context.block(5 * MIB);
+        context.use_on(&block, 1 + round as usize % 3);
+        free(block, if round % 2 == 0 { FreeBy::Call } else { FreeBy::Drop });
     }
     for call in [Call::StreamSynchronize, Call::EventSynchronize, Call::DeviceSynchronize, Call::HostFree] {
-        assert_eq!(lab.counting.count(call).calls, 0, "{}", call.name());
+        assert_eq!(context.counting.count(call).calls, 0, "{}", call.name());
     }
-    assert!(lab.sim.paused_work(lab.streams[0].id()).unwrap() >= held, "somebody waited for the stuck stream");
-    lab.finish();
+    assert!(context.sim.paused_work(context.streams[0].id()).unwrap() >= queued, "a call waited for the paused stream");
+    context.finish();
 }
 
 #[test]
-fn trim_leaves_what_a_stuck_stream_uses_and_takes_the_rest() {
-    let lab = Lab::new();
-    lab.stick(0);
-    let blocks: Vec<HostBlock> = (0..4).map(|_| lab.block(64 * MIB)).collect();
-    lab.used(&blocks[1], 0);
+fn trim_leaves_only_the_blocks_of_a_paused_stream() {
+    let context = TestContext::new();
+    context.pause(0);
+    let blocks: Vec<HostBlock> = (0..4).map(|_| context.block(64 * MIB)).collect();
+    context.use_on(&blocks[1], 0);
     let range = (blocks[1].ptr(), blocks[1].bytes_usable());
     drop(blocks);
-    lab.host.trim(0).unwrap();
-    let pinned = lab.sim.object_counts().bytes_pinned;
+    context.host.trim(0).unwrap();
+    let pinned = context.sim.object_counts().bytes_pinned;
     assert!((64 * MIB..=80 * MIB).contains(&pinned), "{pinned} are pinned for one block of 64 MiB");
-    assert_eq!(lab.active(), 1);
-    assert_ne!(lab.sim.paused_work(lab.streams[0].id()).unwrap(), 0, "trim waited for the stuck stream");
+    assert_eq!(context.active(), 1);
+    assert_ne!(context.sim.paused_work(context.streams[0].id()).unwrap(), 0, "trim waited for the paused stream");
     let mut snapshot = Snapshot::default();
-    lab.host.add_to(&mut snapshot);
+    context.host.add_to(&mut snapshot);
     let segments = snapshot.host_segments.unwrap();
     let has = |segment: &warpool::memory::SegmentInfo| {
         segment.address <= range.0.0 && range.0.0 + range.1 <= segment.address + segment.total_size
     };
-    assert!(segments.iter().any(has), "the block's segment stays");
-    lab.unstick(0);
-    lab.host.trim(0).unwrap();
-    assert_eq!(lab.sim.object_counts().pinned, 0);
-    lab.finish();
+    assert!(segments.iter().any(has), "the block's segment stays pinned");
+    context.resume(0);
+    context.host.trim(0).unwrap();
+    assert_eq!(context.sim.object_counts().pinned, 0);
+    context.finish();
 }
 
-/// A use may be recorded before its work is queued, and many times: what counts is what is in the stream when the block
-/// goes back.
+/// A use may be recorded before its work is queued, and repeatedly: the block waits for what is in the stream when it
+/// is freed.
 #[test]
-fn work_that_is_queued_after_the_use_was_recorded_counts_too() {
-    let lab = Lab::new();
-    let block = lab.block(MIB);
+fn work_queued_after_the_use_was_recorded_delays_the_block() {
+    let context = TestContext::new();
+    let block = context.block(MIB);
     for _ in 0..3 {
-        block.record_use(&lab.streams[0]).unwrap();
-        assert!(lab.host.record_use_at(block.ptr(), &lab.streams[0]).unwrap());
+        block.record_use(&context.streams[0]).unwrap();
+        assert!(context.host.record_use_at(block.ptr(), &context.streams[0]).unwrap());
     }
-    lab.stick(0);
-    let to = lab.buffer;
-    lab.sim.copy(to.into(), block.ptr().into(), 64, lab.streams[0].id()).unwrap();
+    context.pause(0);
+    let to = context.buffer;
+    context.sim.copy(to.into(), block.ptr().into(), 64, context.streams[0].id()).unwrap();
     let range = (block.ptr(), block.bytes_usable());
     block.free().unwrap();
-    lab.settle();
-    assert_eq!(lab.active(), 1);
-    let other = lab.block(MIB);
+    context.sync_others();
+    assert_eq!(context.active(), 1);
+    let other = context.block(MIB);
     assert!(!overlaps(range, (other.ptr(), other.bytes_usable())));
     drop(other);
-    lab.finish();
+    context.finish();
 }

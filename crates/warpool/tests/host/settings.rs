@@ -1,4 +1,4 @@
-//! What each setting does, alone and beside others.
+//! The effect of each setting.
 
 use warpool::driver::decorate::{FaultPlan, Faulty};
 use warpool::driver::sim::SimConfig;
@@ -6,124 +6,122 @@ use warpool::driver::{Call, Devices as _, ErrorCode};
 use warpool::memory::{HostAllocator, PinnedSettings, Settings};
 use warpool::{Error, Instance};
 
-use super::lab::{HostLab, KIB, MIB};
+use super::context::{KIB, MIB, TestContext};
 
 #[test]
 fn sizes_above_the_threshold_are_not_rounded() {
-    let lab = HostLab::new("pinned_max_round_threshold_mb:0");
-    let block = lab.alloc(100_001);
+    let context = TestContext::new("pinned_max_round_threshold_mb:0");
+    let block = context.alloc(100_001);
     assert_eq!((block.bytes(), block.bytes_usable()), (100_001, 100_352));
-    // Nobody gets less than was asked for, nor much more.
+    // A cached block serves requests of its own size only.
     let ptr = block.ptr();
     drop(block);
-    assert_ne!(lab.alloc(100_353).ptr(), ptr);
-    let smaller = lab.alloc(99_000);
+    assert_ne!(context.alloc(100_353).ptr(), ptr);
+    let smaller = context.alloc(99_000);
     assert_eq!(smaller.bytes_usable(), 99_328);
     drop(smaller);
-    assert_eq!(lab.alloc(100_352).ptr(), ptr);
-    lab.set("");
-    assert_eq!(lab.alloc(100_001).bytes_usable(), 104 * KIB);
-    lab.finish();
+    assert_eq!(context.alloc(100_352).ptr(), ptr);
+    context.set("");
+    assert_eq!(context.alloc(100_001).bytes_usable(), 104 * KIB);
+    context.finish();
 }
 
 #[test]
 fn blocks_above_the_limit_are_not_kept() {
-    let lab = HostLab::new("pinned_max_cached_size_mb:4");
-    let [small, large] = [lab.alloc(4 * MIB), lab.alloc(4 * MIB + 1)];
-    lab.free(small);
-    assert_eq!(lab.pinned_bytes(), 8 * MIB + 4 * KIB);
-    lab.free(large);
-    assert_eq!((lab.pinned_bytes(), lab.stats().num_host_free), (4 * MIB, 1));
-    // Dropped, it goes with the next call that may call the driver; used, when the stream has passed.
-    let stream = lab.stream();
-    let [dropped, used] = [lab.alloc(5 * MIB), lab.alloc(6 * MIB)];
-    lab.pause_stream(&stream);
-    lab.upload(&used, &stream);
+    let context = TestContext::new("pinned_max_cached_size_mb:4");
+    let [small, large] = [context.alloc(4 * MIB), context.alloc(4 * MIB + 1)];
+    context.free(small);
+    assert_eq!(context.pinned_bytes(), 8 * MIB + 4 * KIB);
+    context.free(large);
+    assert_eq!((context.pinned_bytes(), context.stats().num_host_free), (4 * MIB, 1));
+    // A dropped block is unpinned by the next call that may call the driver; a used one when the stream has passed.
+    let stream = context.stream();
+    let [dropped, used] = [context.alloc(5 * MIB), context.alloc(6 * MIB)];
+    context.pause_stream(&stream);
+    context.upload(&used, &stream);
     drop(dropped);
-    lab.free(used);
-    assert_eq!(lab.pinned_bytes(), 10 * MIB);
-    lab.let_go(&stream);
-    lab.pinned.process_pending().unwrap();
-    assert_eq!(lab.pinned_bytes(), 4 * MIB);
-    lab.finish();
+    context.free(used);
+    assert_eq!(context.pinned_bytes(), 10 * MIB);
+    context.finish_stream(&stream);
+    context.pinned.process_pending().unwrap();
+    assert_eq!(context.pinned_bytes(), 4 * MIB);
+    context.finish();
 }
 
 #[test]
-fn the_reserve_serves_all_sizes_and_stays() {
-    let lab = HostLab::new("pinned_reserve_segment_size_mb:16");
-    assert_eq!(lab.pinned_bytes(), 0, "not before the first use");
-    let blocks = [512, 100 * KIB, 3 * MIB, 10 * MIB].map(|bytes| lab.alloc(bytes));
-    assert_eq!((lab.pinned_bytes(), lab.stats().num_host_alloc), (16 * MIB, 1));
-    let beyond = lab.alloc(4 * MIB);
-    assert_eq!(lab.pinned_bytes(), 20 * MIB);
+fn the_reserve_serves_all_sizes_and_stays_pinned() {
+    let context = TestContext::new("pinned_reserve_segment_size_mb:16");
+    assert_eq!(context.pinned_bytes(), 0, "not before the first use");
+    let blocks = [512, 100 * KIB, 3 * MIB, 10 * MIB].map(|bytes| context.alloc(bytes));
+    assert_eq!((context.pinned_bytes(), context.stats().num_host_alloc), (16 * MIB, 1));
+    let beyond = context.alloc(4 * MIB);
+    assert_eq!(context.pinned_bytes(), 20 * MIB);
     drop((blocks, beyond));
-    assert_eq!((lab.trim(0), lab.pinned_bytes()), (4 * MIB, 16 * MIB));
-    let whole = lab.alloc(16 * MIB);
-    assert_eq!(lab.pinned_bytes(), 16 * MIB);
+    assert_eq!((context.trim(0), context.pinned_bytes()), (4 * MIB, 16 * MIB));
+    let whole = context.alloc(16 * MIB);
+    assert_eq!(context.pinned_bytes(), 16 * MIB);
     drop(whole);
-    lab.finish();
+    context.finish();
 }
 
-/// What is cut from it is too large to be kept, but it is the reserve that is free then.
 #[test]
-fn the_reserve_stays_when_blocks_of_it_are_not_kept() {
-    let lab = HostLab::new("pinned_reserve_segment_size_mb:16,pinned_max_cached_size_mb:4");
+fn the_reserve_stays_pinned_when_its_blocks_are_not_kept() {
+    let context = TestContext::new("pinned_reserve_segment_size_mb:16,pinned_max_cached_size_mb:4");
     for _ in 0..2 {
-        lab.free(lab.alloc(8 * MIB));
-        drop(lab.alloc(8 * MIB));
-        lab.pinned.process_pending().unwrap();
-        assert_eq!((lab.pinned_bytes(), lab.stats().num_host_free), (16 * MIB, 0));
+        context.free(context.alloc(8 * MIB));
+        drop(context.alloc(8 * MIB));
+        context.pinned.process_pending().unwrap();
+        assert_eq!((context.pinned_bytes(), context.stats().num_host_free), (16 * MIB, 0));
     }
-    lab.finish();
+    context.finish();
 }
 
 #[test]
-fn a_reserve_that_is_no_longer_wanted_is_not_made_and_none_is_made_twice() {
-    let lab = HostLab::new("pinned_reserve_segment_size_mb:16");
-    lab.set("");
-    drop(lab.alloc(KIB));
-    assert_eq!((lab.pinned_bytes(), lab.stats().num_host_alloc), (2 * MIB, 1));
-    lab.set("pinned_reserve_segment_size_mb:16");
-    drop(lab.alloc(3 * MIB));
-    assert_eq!(lab.pinned_bytes(), 18 * MIB);
-    lab.set("");
-    lab.set("pinned_reserve_segment_size_mb:16");
-    drop(lab.alloc(20 * MIB));
-    assert_eq!(lab.pinned_bytes(), 38 * MIB);
-    lab.finish();
-    // More than there is: a warning, and the request is served.
-    let lab = HostLab::new("");
-    lab.pinned.set_settings(PinnedSettings { reserve_segment_bytes: u64::MAX, ..PinnedSettings::default() });
-    drop(lab.alloc(KIB));
-    assert_eq!(lab.pinned_bytes(), 2 * MIB);
-    lab.finish();
+fn the_reserve_follows_the_settings_and_is_pinned_once() {
+    let context = TestContext::new("pinned_reserve_segment_size_mb:16");
+    context.set("");
+    drop(context.alloc(KIB));
+    assert_eq!((context.pinned_bytes(), context.stats().num_host_alloc), (2 * MIB, 1));
+    context.set("pinned_reserve_segment_size_mb:16");
+    drop(context.alloc(3 * MIB));
+    assert_eq!(context.pinned_bytes(), 18 * MIB);
+    context.set("");
+    context.set("pinned_reserve_segment_size_mb:16");
+    drop(context.alloc(20 * MIB));
+    assert_eq!(context.pinned_bytes(), 38 * MIB);
+    context.finish();
+    // A reserve that cannot be pinned is a warning, and the request is served.
+    let context = TestContext::new("");
+    context.pinned.set_settings(PinnedSettings { reserve_segment_bytes: u64::MAX, ..PinnedSettings::default() });
+    drop(context.alloc(KIB));
+    assert_eq!(context.pinned_bytes(), 2 * MIB);
+    context.finish();
 }
 
-/// Also what its own look gives back, since it was not to be kept.
+/// The result includes segments that are not to be kept.
 #[test]
-fn trim_says_all_that_it_gave_back_and_asks_its_hooks_first() {
-    let lab = HostLab::new("pinned_max_cached_size_mb:4");
-    let (say, heard) = std::sync::mpsc::channel();
-    lab.pinned.observers().attach_trim_hook(std::sync::Arc::new(move |device| say.send(device.0).unwrap()));
-    drop((lab.alloc(5 * MIB), lab.alloc(3 * MIB)));
-    assert_eq!((lab.trim(4 * MIB), lab.pinned_bytes()), (5 * MIB, 3 * MIB));
-    drop(lab.alloc(5 * MIB));
-    assert_eq!((lab.trim(0), lab.pinned_bytes()), (8 * MIB, 0));
-    assert_eq!(heard.try_iter().collect::<Vec<_>>(), [u32::MAX; 2]);
-    lab.finish();
+fn trim_returns_the_unpinned_bytes_and_calls_its_hooks_first() {
+    let context = TestContext::new("pinned_max_cached_size_mb:4");
+    let (send, received) = std::sync::mpsc::channel();
+    context.pinned.observers().attach_trim_hook(std::sync::Arc::new(move |device| send.send(device.0).unwrap()));
+    drop((context.alloc(5 * MIB), context.alloc(3 * MIB)));
+    assert_eq!((context.trim(4 * MIB), context.pinned_bytes()), (5 * MIB, 3 * MIB));
+    drop(context.alloc(5 * MIB));
+    assert_eq!((context.trim(0), context.pinned_bytes()), (8 * MIB, 0));
+    assert_eq!(received.try_iter().collect::<Vec<_>>(), [u32::MAX; 2]);
+    context.finish();
 }
 
-/// A reserve that cannot be had is no reason to refuse a request that can.
 #[test]
-fn a_reserve_beyond_the_cap_is_left_out() {
-    let lab = HostLab::new("pinned_reserve_segment_size_mb:16,pinned_cap_mb:8");
-    let block = lab.alloc(MIB);
-    assert_eq!(lab.pinned_bytes(), MIB);
+fn a_reserve_above_the_cap_is_not_pinned() {
+    let context = TestContext::new("pinned_reserve_segment_size_mb:16,pinned_cap_mb:8");
+    let block = context.alloc(MIB);
+    assert_eq!(context.pinned_bytes(), MIB);
     drop(block);
-    lab.finish();
+    context.finish();
 }
 
-/// A driver whose next calls of that kind fail.
+/// An allocator over a driver whose first call of that kind fails.
 fn failing(call: Call, settings: &str) -> (Instance, HostAllocator) {
     let plan = FaultPlan::default().fail_nth(call, 1, ErrorCode::OutOfMemory);
     let sim = std::sync::Arc::new(warpool::driver::sim::SimDriver::new(SimConfig::default()));
@@ -133,15 +131,15 @@ fn failing(call: Call, settings: &str) -> (Instance, HostAllocator) {
 }
 
 #[test]
-fn errors_at_free_are_swallowed_if_wanted() {
-    for (settings, swallowed) in [("", false), ("pinned_free_catch_all:True", true)] {
+fn errors_of_a_free_are_ignored_if_set() {
+    for (settings, ignored) in [("", false), ("pinned_free_catch_all:True", true)] {
         let (instance, pinned) = failing(Call::EventRecord, settings);
         let stream = instance.device(0).unwrap().pool_stream().unwrap();
         let block = pinned.allocate(KIB).unwrap();
         block.record_use(&stream).unwrap();
         let outcome = block.free();
-        assert_eq!(outcome.is_ok(), swallowed, "{outcome:?}");
-        assert_eq!(pinned.stats().active_requests.current, 1, "it waits for the next try");
+        assert_eq!(outcome.is_ok(), ignored, "{outcome:?}");
+        assert_eq!(pinned.stats().active_requests.current, 1, "the fence is retried");
         pinned.process_pending().unwrap();
         stream.synchronize().unwrap();
         pinned.process_pending().unwrap();
@@ -150,46 +148,46 @@ fn errors_at_free_are_swallowed_if_wanted() {
     }
 }
 
-/// Pinning makes no context where there is none.
 #[test]
-fn memory_is_pinned_with_a_context_that_there_is() {
-    let active =
-        |lab: &HostLab| [0, 1, 2].map(|index| lab.sim.context_is_active(warpool::driver::DeviceId(index)).unwrap());
-    let lab = HostLab::on(SimConfig::default().with_devices(3), "");
-    lab.instance.device(2).unwrap().pool_stream().unwrap();
-    assert_eq!(active(&lab), [false, false, true]);
-    let any = lab.alloc(MIB);
-    let of_first = lab.pinned.allocate_for(2 * MIB, &lab.device()).unwrap();
-    assert_eq!(active(&lab), [false, false, true]);
-    assert_eq!(lab.stats().pinned_bytes_by_device, [2 * MIB, 0, MIB]);
+fn memory_is_pinned_with_an_existing_context() {
+    let active = |context: &TestContext| {
+        [0, 1, 2].map(|index| context.sim.context_is_active(warpool::driver::DeviceId(index)).unwrap())
+    };
+    let context = TestContext::on(SimConfig::default().with_devices(3), "");
+    context.instance.device(2).unwrap().pool_stream().unwrap();
+    assert_eq!(active(&context), [false, false, true]);
+    let any = context.alloc(MIB);
+    let of_first = context.pinned.allocate_for(2 * MIB, &context.device()).unwrap();
+    assert_eq!(active(&context), [false, false, true]);
+    assert_eq!(context.stats().pinned_bytes_by_device, [2 * MIB, 0, MIB]);
     drop((any, of_first));
-    lab.finish();
+    context.finish();
 
-    // The current device's, if it has one; and where none has, its own.
-    let lab = HostLab::on(SimConfig::default().with_devices(3), "");
-    let _current = lab.instance.device(1).unwrap().enter();
-    drop(lab.alloc(MIB));
-    assert_eq!(active(&lab), [false, true, false]);
-    lab.finish();
+    // If no device has a context, the current device creates one.
+    let context = TestContext::on(SimConfig::default().with_devices(3), "");
+    let _current = context.instance.device(1).unwrap().enter();
+    drop(context.alloc(MIB));
+    assert_eq!(active(&context), [false, true, false]);
+    context.finish();
 }
 
 #[test]
-fn odd_sizes_are_answered() {
-    let lab = HostLab::new("");
-    let empty = lab.alloc(0);
+fn empty_and_impossible_requests() {
+    let context = TestContext::new("");
+    let empty = context.alloc(0);
     assert_eq!((empty.ptr().0, empty.bytes(), empty.bytes_usable()), (0, 0, 0));
-    empty.record_use(&lab.stream()).unwrap();
+    empty.record_use(&context.stream()).unwrap();
     empty.write(0, &[]).unwrap();
     assert!(matches!(empty.read(0, &mut [0]), Err(Error::HostBounds { offset: 0, bytes: 1, available: 0 })));
-    lab.free(empty);
-    assert!(matches!(lab.pinned.allocate(u64::MAX), Err(Error::PinnedRequestTooLarge { bytes: u64::MAX })));
-    let block = lab.alloc(1000);
+    context.free(empty);
+    assert!(matches!(context.pinned.allocate(u64::MAX), Err(Error::PinnedRequestTooLarge { bytes: u64::MAX })));
+    let block = context.alloc(1000);
     block.write(990, &[1; 10]).unwrap();
     assert!(matches!(block.write(991, &[1; 10]), Err(Error::HostBounds { offset: 991, bytes: 10, available: 1000 })));
     assert!(block.read(u64::MAX, &mut [0; 2]).is_err());
-    let mut back = [0; 10];
-    block.read(990, &mut back).unwrap();
-    assert_eq!(back, [1; 10]);
+    let mut read = [0; 10];
+    block.read(990, &mut read).unwrap();
+    assert_eq!(read, [1; 10]);
     drop(block);
-    lab.finish();
+    context.finish();
 }

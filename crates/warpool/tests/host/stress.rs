@@ -1,10 +1,9 @@
-//! Sixteen threads on one allocator of pinned memory, a million allocations each: nothing is lost, and nothing is
-//! handed out twice.
+//! Sixteen threads on one allocator of pinned memory, a million allocations each: no block is leaked, and none has two
+//! owners.
 //!
-//! Threads end all the time while blocks of theirs are alive: those go to other threads, which give them back. Every
-//! block is entered in a register of live ranges that compares it with its neighbours; every so often one also gets a
-//! stamp at both ends, or is copied from by a stream. (Only so often: contents go through the simulated device, which
-//! has one lock.) The interleaving is the system's, so no run is like another.
+//! Threads end all the time while their blocks are alive, and other threads free those. A set of live ranges finds
+//! overlaps; some blocks also get a stamp at both ends, or are copied from by a stream. (Only some: contents go through
+//! the simulated device, which has one lock.) The interleaving is the system's, so runs differ.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Barrier, Mutex};
@@ -19,17 +18,17 @@ use warpool::memory::{HostAllocator, HostBlock, PinnedSettings};
 use warpool::{Instance, StreamLease};
 
 const THREADS: u64 = 16;
-/// For each of the sixteen; the lives of its threads share them.
+/// By each of the sixteen, in successive threads.
 const ALLOCATIONS: u64 = 1_000_000;
-const LIVES: u64 = 10;
+const GENERATIONS: u64 = 10;
 const KIB: u64 = 1 << 10;
 const MIB: u64 = 1 << 20;
-/// One block in so many is stamped, and one in so many is used by a stream.
+/// One block in so many is stamped, one in so many is used by a stream.
 const STAMPED: u64 = 128;
 const USED: u64 = 4096;
 
-/// The ranges that somebody has. A range is entered in every chunk of addresses that it touches.
-struct Register {
+/// The ranges of allocated blocks. A range is stored in every chunk of addresses that it touches.
+struct LiveRanges {
     shards: Vec<Mutex<Chunks>>,
 }
 
@@ -38,7 +37,7 @@ type Chunks = FxHashMap<u64, Vec<(u64, u64)>>;
 
 const CHUNK: u64 = 64 * KIB;
 
-impl Register {
+impl LiveRanges {
     fn new() -> Self {
         Self { shards: (0..256).map(|_| Mutex::default()).collect() }
     }
@@ -50,19 +49,18 @@ impl Register {
         }
     }
 
-    /// Somebody has it now.
-    fn enter(&self, range: (u64, u64)) {
+    fn insert(&self, range: (u64, u64)) {
         self.with(range, |live| {
             let met = live.iter().find(|other| range.0 < other.1 && other.0 < range.1);
-            assert_eq!(met, None, "somebody has a part of {range:x?}");
+            assert_eq!(met, None, "{range:x?} overlaps an allocated block");
             live.push(range);
         });
     }
 
-    /// Nobody has it any more. To be called before it goes back.
-    fn leave(&self, range: (u64, u64)) {
+    /// To be called before the block is freed.
+    fn remove(&self, range: (u64, u64)) {
         self.with(range, |live| {
-            let at = live.iter().position(|other| *other == range).expect("it was entered");
+            let at = live.iter().position(|other| *other == range).expect("it was inserted");
             live.swap_remove(at);
         });
     }
@@ -72,36 +70,36 @@ impl Register {
     }
 }
 
-/// A block that somebody has, with its stamp if it got one.
-struct Parcel {
+/// An allocated block, with its stamp if it has one.
+struct StampedBlock {
     block: HostBlock,
     stamp: Option<u64>,
 }
 
-impl Parcel {
+impl StampedBlock {
     fn range(&self) -> (u64, u64) {
         let start = self.block.ptr().0;
         (start, start + self.block.bytes_usable())
     }
 
-    /// Where its stamps are: at both ends.
+    /// The offsets of its stamps.
     fn ends(&self) -> [u64; 2] {
         [0, self.block.bytes() - 8]
     }
 }
 
-struct Lab {
+struct TestContext {
     sim: Arc<SimDriver>,
     host: HostAllocator,
-    register: Register,
-    /// Blocks on their way to whoever takes them.
-    post: Mutex<Vec<Parcel>>,
-    given: AtomicU64,
+    live: LiveRanges,
+    /// Blocks for other threads to free.
+    handed_over: Mutex<Vec<StampedBlock>>,
+    allocated: AtomicU64,
     streams: Vec<StreamLease>,
     buffers: Vec<DevicePtr>,
 }
 
-impl Lab {
+impl TestContext {
     fn new(settings: PinnedSettings) -> Self {
         let sim = Arc::new(SimDriver::new(SimConfig::default()));
         let instance = Instance::new(sim.clone()).unwrap();
@@ -112,79 +110,79 @@ impl Lab {
         Self {
             sim,
             host,
-            register: Register::new(),
-            post: Mutex::default(),
-            given: AtomicU64::new(0),
+            live: LiveRanges::new(),
+            handed_over: Mutex::default(),
+            allocated: AtomicU64::new(0),
             streams,
             buffers,
         }
     }
 
-    fn allocate(&self, rng: &mut Rng) -> Parcel {
+    fn allocate(&self, rng: &mut Rng) -> StampedBlock {
         let bytes = size(rng);
         let block = self.host.allocate(bytes).unwrap();
-        self.given.fetch_add(1, Ordering::Relaxed);
+        self.allocated.fetch_add(1, Ordering::Relaxed);
         assert!(block.bytes() == bytes && block.bytes_usable() >= bytes);
-        let mut parcel = Parcel { block, stamp: None };
-        self.register.enter(parcel.range());
+        let mut stamped = StampedBlock { block, stamp: None };
+        self.live.insert(stamped.range());
         if bytes >= 16 && rng.u64().is_multiple_of(STAMPED) {
             let stamp = rng.u64();
-            for end in parcel.ends() {
-                parcel.block.write(end, &stamp.to_le_bytes()).unwrap();
+            for end in stamped.ends() {
+                stamped.block.write(end, &stamp.to_le_bytes()).unwrap();
             }
-            parcel.stamp = Some(stamp);
+            stamped.stamp = Some(stamp);
         }
-        parcel
+        stamped
     }
 
-    fn give_back(&self, parcel: Parcel, thread: u64, rng: &mut Rng) {
-        if let Some(stamp) = parcel.stamp {
-            for end in parcel.ends() {
+    fn free(&self, stamped: StampedBlock, thread: u64, rng: &mut Rng) {
+        if let Some(stamp) = stamped.stamp {
+            for end in stamped.ends() {
                 let mut seen = [0; 8];
-                parcel.block.read(end, &mut seen).unwrap();
-                assert_eq!(u64::from_le_bytes(seen), stamp, "{} bytes, at {end}", parcel.block.bytes());
+                stamped.block.read(end, &mut seen).unwrap();
+                assert_eq!(u64::from_le_bytes(seen), stamp, "{} bytes, at {end}", stamped.block.bytes());
             }
         }
         if rng.u64().is_multiple_of(USED) {
             let (stream, to) = (self.streams[thread as usize].stream(), self.buffers[thread as usize]);
-            let bytes = parcel.block.bytes().min(64);
-            self.sim.copy(to.into(), parcel.block.ptr().into(), bytes, stream.id()).unwrap();
-            parcel.block.record_use(stream).unwrap();
+            let bytes = stamped.block.bytes().min(64);
+            self.sim.copy(to.into(), stamped.block.ptr().into(), bytes, stream.id()).unwrap();
+            stamped.block.record_use(stream).unwrap();
         }
-        self.register.leave(parcel.range());
-        if rng.one_in(2) { drop(parcel.block) } else { parcel.block.free().unwrap() }
+        self.live.remove(stamped.range());
+        if rng.one_in(2) { drop(stamped.block) } else { stamped.block.free().unwrap() }
     }
 
-    /// One life of one thread. What it still has at its end goes to others.
-    fn live(&self, thread: u64, mut rng: Rng, allocations: u64) {
-        let mut mine: Vec<Parcel> = Vec::new();
+    /// The work of one thread. Blocks that it still has at its end are handed over.
+    fn run_thread(&self, thread: u64, mut rng: Rng, allocations: u64) {
+        let mut blocks: Vec<StampedBlock> = Vec::new();
         for _ in 0..allocations {
-            mine.push(self.allocate(&mut rng));
+            blocks.push(self.allocate(&mut rng));
             match rng.below(64) {
-                0 => self.post.lock().unwrap().push(mine.swap_remove(rng.below(mine.len()))),
+                0 => self.handed_over.lock().unwrap().push(blocks.swap_remove(rng.below(blocks.len()))),
                 1 => {
-                    let parcel = self.post.lock().unwrap().pop();
-                    parcel.into_iter().for_each(|parcel| self.give_back(parcel, thread, &mut rng));
+                    let stamped = self.handed_over.lock().unwrap().pop();
+                    stamped.into_iter().for_each(|stamped| self.free(stamped, thread, &mut rng));
                 }
                 _ => {}
             }
-            while mine.len() > rng.below(24) {
-                let at = rng.below(mine.len());
-                self.give_back(mine.swap_remove(at), thread, &mut rng);
+            while blocks.len() > rng.below(24) {
+                let at = rng.below(blocks.len());
+                self.free(blocks.swap_remove(at), thread, &mut rng);
             }
             if rng.u64().is_multiple_of(100_000) {
                 self.host.trim(16 * MIB).unwrap();
             }
         }
-        self.post.lock().unwrap().append(&mut mine);
+        self.handed_over.lock().unwrap().append(&mut blocks);
     }
 
-    /// Everything goes back: nothing was lost.
+    /// Frees everything. Nothing is left.
     fn finish(self) {
         let mut rng = Rng::new(0);
-        let post = std::mem::take(&mut *self.post.lock().unwrap());
-        post.into_iter().for_each(|parcel| self.give_back(parcel, 0, &mut rng));
-        assert!(self.register.is_empty(), "ranges are left in the register");
+        let handed_over = std::mem::take(&mut *self.handed_over.lock().unwrap());
+        handed_over.into_iter().for_each(|stamped| self.free(stamped, 0, &mut rng));
+        assert!(self.live.is_empty(), "live ranges are left");
         for stream in &self.streams {
             stream.synchronize().unwrap();
         }
@@ -194,20 +192,20 @@ impl Lab {
         }
         self.host.check();
         let stats = self.host.stats();
-        let given = self.given.load(Ordering::Relaxed);
+        let allocated = self.allocated.load(Ordering::Relaxed);
         let requests = stats.active_requests;
-        assert_eq!((requests.allocated, requests.freed, requests.current), (given, given, 0));
+        assert_eq!((requests.allocated, requests.freed, requests.current), (allocated, allocated, 0));
         assert_eq!((stats.active_bytes.current, stats.cached_bytes), (0, stats.allocated_bytes.current));
         self.host.trim(0).unwrap();
-        let census = self.sim.object_counts();
-        assert_eq!((census.pinned, census.bytes_pinned), (0, 0), "something stays pinned");
+        let counts = self.sim.object_counts();
+        assert_eq!((counts.pinned, counts.bytes_pinned), (0, 0), "left pinned");
         assert_eq!(self.host.stats().allocated_bytes.current, 0);
         assert_eq!(self.sim.hazards(), []);
         self.host.close().unwrap();
     }
 }
 
-/// Small ones mostly, and all of them random.
+/// A random size, mostly small.
 fn size(rng: &mut Rng) -> u64 {
     let most = match rng.below(64) {
         0..40 => 4 * KIB,
@@ -220,70 +218,69 @@ fn size(rng: &mut Rng) -> u64 {
 
 #[test]
 fn sixteen_threads_a_million_allocations_each() {
-    let lab = Lab::new(PinnedSettings::default());
+    let context = TestContext::new(PinnedSettings::default());
     let begun = Instant::now();
     std::thread::scope(|scope| {
         for thread in 0..THREADS {
-            let lab = &lab;
-            // The sixteen only wait for the threads that do the work, one after the other.
+            let context = &context;
+            // The sixteen run the threads that do the work one after the other.
             scope.spawn(move || {
-                for life in 0..LIVES {
-                    let rng = Rng::new(thread << 32 | life);
-                    scope.spawn(move || lab.live(thread, rng, ALLOCATIONS / LIVES)).join().unwrap();
+                for generation in 0..GENERATIONS {
+                    let rng = Rng::new(thread << 32 | generation);
+                    scope.spawn(move || context.run_thread(thread, rng, ALLOCATIONS / GENERATIONS)).join().unwrap();
                 }
             });
         }
     });
     println!("{} allocations in {:.1?}", THREADS * ALLOCATIONS, begun.elapsed());
-    assert_eq!(lab.given.load(Ordering::Relaxed), THREADS * ALLOCATIONS);
-    lab.finish();
+    assert_eq!(context.allocated.load(Ordering::Relaxed), THREADS * ALLOCATIONS);
+    context.finish();
 }
 
-/// The same with little room: threads run into the cap all the time, and whoever does gives something up and goes on.
+/// A thread that a cap refuses frees its blocks and continues.
 #[test]
 fn threads_at_the_cap_neither_hang_nor_exceed_it() {
     const CAP: u64 = 16 * MIB;
-    let lab = Lab::new(PinnedSettings { cap_bytes: Some(CAP), ..PinnedSettings::default() });
+    let context = TestContext::new(PinnedSettings { cap_bytes: Some(CAP), ..PinnedSettings::default() });
     let refused = AtomicU64::new(0);
     std::thread::scope(|scope| {
         for thread in 0..THREADS {
-            let (lab, refused) = (&lab, &refused);
+            let (context, refused) = (&context, &refused);
             scope.spawn(move || {
                 let mut rng = Rng::new(thread);
-                let mut mine: Vec<Parcel> = Vec::new();
+                let mut blocks: Vec<StampedBlock> = Vec::new();
                 for _ in 0..4000 {
                     let bytes = 1 + rng.u64() % (2 * MIB);
-                    match lab.host.allocate(bytes) {
+                    match context.host.allocate(bytes) {
                         Ok(block) => {
-                            lab.given.fetch_add(1, Ordering::Relaxed);
-                            let parcel = Parcel { block, stamp: None };
-                            lab.register.enter(parcel.range());
-                            mine.push(parcel);
+                            context.allocated.fetch_add(1, Ordering::Relaxed);
+                            let stamped = StampedBlock { block, stamp: None };
+                            context.live.insert(stamped.range());
+                            blocks.push(stamped);
                         }
                         Err(warpool::Error::PinnedCap(report)) => {
                             assert!(report.bytes_pinned <= CAP, "{report}");
                             refused.fetch_add(1, Ordering::Relaxed);
-                            mine.drain(..).for_each(|parcel| lab.give_back(parcel, thread, &mut Rng::new(1)));
+                            blocks.drain(..).for_each(|stamped| context.free(stamped, thread, &mut Rng::new(1)));
                         }
                         Err(error) => panic!("{error}"),
                     }
-                    if mine.len() > 3 {
-                        lab.give_back(mine.swap_remove(0), thread, &mut rng);
+                    if blocks.len() > 3 {
+                        context.free(blocks.swap_remove(0), thread, &mut rng);
                     }
                 }
-                mine.drain(..).for_each(|parcel| lab.give_back(parcel, thread, &mut rng));
+                blocks.drain(..).for_each(|stamped| context.free(stamped, thread, &mut rng));
             });
         }
     });
-    assert!(refused.load(Ordering::Relaxed) > 0, "the cap was never in the way");
-    let peak = lab.host.stats().allocated_bytes.peak;
-    assert!(peak <= CAP, "{peak} bytes were pinned, {CAP} may be");
-    lab.finish();
+    assert!(refused.load(Ordering::Relaxed) > 0, "the cap never refused a request");
+    let peak = context.host.stats().allocated_bytes.peak;
+    assert!(peak <= CAP, "{peak} bytes were pinned, the cap is {CAP}");
+    context.finish();
 }
 
-/// After warm-up the driver is not needed: not for a block, not for its way back, whatever thread it is.
 #[test]
-fn a_million_pairs_from_sixteen_threads_make_no_driver_call() {
+fn after_warm_up_a_million_pairs_from_sixteen_threads_make_no_driver_call() {
     const PAIRS: usize = 1_000_000 / THREADS as usize;
     const SIZES: [u64; 6] = [100, 3000, 20_000, 100_000, 260_000, 700_000];
     const LIVE: usize = 8;
@@ -298,7 +295,7 @@ fn a_million_pairs_from_sixteen_threads_make_no_driver_call() {
             let (host, counting, barrier, p99s) = (&host, &counting, &barrier, &p99s);
             scope.spawn(move || {
                 let mut rng = Rng::new(thread);
-                // As many of each size as there will ever be.
+                // As many of each size as will be live at once.
                 let warm: Vec<HostBlock> =
                     (0..LIVE).flat_map(|_| SIZES).map(|bytes| host.allocate(bytes).unwrap()).collect();
                 barrier.wait();
@@ -307,41 +304,41 @@ fn a_million_pairs_from_sixteen_threads_make_no_driver_call() {
                     counting.reset();
                 }
                 barrier.wait();
-                let mut mine: Vec<HostBlock> = Vec::with_capacity(LIVE);
+                let mut blocks: Vec<HostBlock> = Vec::with_capacity(LIVE);
                 let mut nanos = Vec::with_capacity(PAIRS);
                 for round in 0..PAIRS {
                     let begun = Instant::now();
-                    mine.push(host.allocate(rng.pick(&SIZES)).unwrap());
-                    if mine.len() == LIVE {
-                        let block = mine.swap_remove(rng.below(LIVE));
+                    blocks.push(host.allocate(rng.pick(&SIZES)).unwrap());
+                    if blocks.len() == LIVE {
+                        let block = blocks.swap_remove(rng.below(LIVE));
                         if round % 2 == 0 { drop(block) } else { block.free().unwrap() }
                     }
                     nanos.push(begun.elapsed().as_nanos());
                 }
-                drop(mine);
+                drop(blocks);
                 nanos.sort_unstable();
                 p99s.lock().unwrap().push(nanos[PAIRS * 99 / 100]);
             });
         }
     });
     println!("the 99th percentile of a pair, by thread: {:?} ns", p99s.lock().unwrap());
-    assert_eq!(counting.counts(), [], "calls of the driver after warm-up");
+    assert_eq!(counting.counts(), [], "driver calls after warm-up");
     host.check();
     host.trim(0).unwrap();
     assert_eq!(sim.object_counts().pinned, 0);
 }
 
-/// Large enough to be mapped and unmapped by itself, so that the same address is the likeliest to come next.
-const LATE: u64 = 40 * MIB;
+/// Large enough to be mapped by itself, so that its address is likely to be reused next.
+const REUSED: u64 = 40 * MIB;
 
-/// Pins the moment that the driver has given something up: as another thread would that comes just then.
+/// Allocates right after the driver unpinned a segment, as another thread may.
 #[derive(Default)]
-struct Latecomer {
+struct AllocateAfterUnpin {
     host: Mutex<Option<HostAllocator>>,
     block: Mutex<Option<HostBlock>>,
 }
 
-impl Hook for Latecomer {
+impl Hook for AllocateAfterUnpin {
     type CallState = ();
 
     fn before(&self, _: &dyn Driver, _: Call, _: Arguments<'_>) -> warpool::driver::Result<()> {
@@ -352,33 +349,32 @@ impl Hook for Latecomer {
         if call == Call::HostFree
             && let Some(host) = self.host.lock().unwrap().take()
         {
-            *self.block.lock().unwrap() = Some(host.allocate(LATE).unwrap());
+            *self.block.lock().unwrap() = Some(host.allocate(REUSED).unwrap());
         }
     }
 
     fn suballocation(&self, _: Call, _: Arguments<'_>) {}
 }
 
-/// Found by the first test here: the driver may give an address out again before the thread that gave it up is back
-/// from the call.
+/// Found by the first test here: an address may be reused before the call that unpinned it has returned.
 #[test]
-fn an_address_may_come_again_at_once() {
+fn an_address_may_be_reused_during_the_unpin_call() {
     let sim = Arc::new(SimDriver::new(SimConfig::default()));
-    let tapped = Arc::new(Hooked::with_hook(sim.clone(), Latecomer::default()));
-    let instance = Instance::new(tapped.clone()).unwrap();
+    let hooked = Arc::new(Hooked::with_hook(sim.clone(), AllocateAfterUnpin::default()));
+    let instance = Instance::new(hooked.clone()).unwrap();
     let host = HostAllocator::new(&instance, PinnedSettings::default());
-    let first = host.allocate(LATE).unwrap();
+    let first = host.allocate(REUSED).unwrap();
     let ptr = first.ptr();
     drop(first);
-    *tapped.hook().host.lock().unwrap() = Some(host.clone());
-    assert_eq!(host.trim(0).unwrap(), LATE);
-    let block = tapped.hook().block.lock().unwrap().take().expect("it came just then");
-    println!("{ptr} was given up, {} came", block.ptr());
+    *hooked.hook().host.lock().unwrap() = Some(host.clone());
+    assert_eq!(host.trim(0).unwrap(), REUSED);
+    let block = hooked.hook().block.lock().unwrap().take().expect("the hook ran");
+    println!("{ptr} was unpinned, {} is pinned", block.ptr());
     block.write(0, &[1; 64]).unwrap();
     host.check();
     let stats = host.stats();
-    assert_eq!((stats.allocations.current, stats.allocated_bytes.current), (1, LATE));
-    assert_eq!(sim.object_counts().bytes_pinned, LATE);
+    assert_eq!((stats.allocations.current, stats.allocated_bytes.current), (1, REUSED));
+    assert_eq!(sim.object_counts().bytes_pinned, REUSED);
     drop(block);
     host.trim(0).unwrap();
     assert_eq!(sim.object_counts().pinned, 0);

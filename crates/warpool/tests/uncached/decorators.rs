@@ -15,14 +15,14 @@ use warpool::{Error, Instance, Result, Stream};
 const DEVICE: DeviceId = DeviceId(0);
 const MIB: u64 = 1 << 20;
 
-struct Setup {
+struct TestContext {
     sim: Arc<SimDriver>,
     instance: Instance,
     caching: Arc<dyn DeviceAllocator>,
     stream: Stream,
 }
 
-impl Setup {
+impl TestContext {
     fn new() -> Self {
         let (sim, instance) = crate::common::machine(1);
         let caching: Arc<dyn DeviceAllocator> = Arc::new(CachingAllocator::new(&instance, Settings::default()));
@@ -46,23 +46,23 @@ fn oom_report(outcome: Result<DeviceBlock>) -> OomReport {
 /// The device passed by the caller reaches the innermost allocator.
 #[test]
 fn a_free_by_device_is_forwarded() {
-    let setup = Setup::new();
+    let context = TestContext::new();
     let calls = Arc::new(Mutex::new(Vec::new()));
     let log = Arc::clone(&calls);
-    let inner = Traced::new(Arc::clone(&setup.caching), move |call, _| log.lock().unwrap().push(call.clone()));
+    let inner = Traced::new(Arc::clone(&context.caching), move |call, _| log.lock().unwrap().push(call.clone()));
     let limited = Arc::new(Limited::new(Arc::new(inner), 10 * MIB));
-    let block = limited.allocate(MIB, &setup.stream).unwrap().into_raw();
+    let block = limited.allocate(MIB, &context.stream).unwrap().into_raw();
     calls.lock().unwrap().clear();
     limited.free_on(DEVICE, block.ptr).unwrap();
     assert_eq!(*calls.lock().unwrap(), [AllocatorCall::Free(FreeCall::OnDevice(DEVICE, block.ptr))]);
     assert_eq!(limited.bytes_allocated(), 0);
-    setup.finish();
+    context.finish();
 }
 
 #[test]
 fn a_cap_limits_allocated_bytes() {
-    let setup = Setup::new();
-    let limited = Arc::new(Limited::new(Arc::clone(&setup.caching), 10 * MIB));
+    let context = TestContext::new();
+    let limited = Arc::new(Limited::new(Arc::clone(&context.caching), 10 * MIB));
     let any: Arc<dyn DeviceAllocator> = limited.clone();
     let observed = Arc::new(AtomicU64::new(0));
     let count = Arc::clone(&observed);
@@ -70,58 +70,58 @@ fn a_cap_limits_allocated_bytes() {
         count.fetch_add(1, Ordering::SeqCst);
     }));
 
-    let first = any.allocate(6 * MIB, &setup.stream).unwrap();
-    let reserved = setup.caching.stats(DEVICE).unwrap().reserved_bytes.all.current;
-    let refused = oom_report(any.allocate(4 * MIB + 1, &setup.stream));
+    let first = any.allocate(6 * MIB, &context.stream).unwrap();
+    let reserved = context.caching.stats(DEVICE).unwrap().reserved_bytes.all.current;
+    let refused = oom_report(any.allocate(4 * MIB + 1, &context.stream));
     assert_eq!((refused.cause, refused.bytes_limit), (OomCause::Cap { held: 6 * MIB }, Some(10 * MIB)));
     assert_eq!((refused.bytes_requested, refused.bytes_allocated), (4 * MIB + 1, 6 * MIB));
     let text = refused.to_string();
     assert!(text.contains("a cap of 10.00 MiB") && text.contains("6.00 MiB is allocated"), "{text}");
     assert_eq!(observed.load(Ordering::SeqCst), 1);
     assert_eq!(
-        setup.caching.stats(DEVICE).unwrap().reserved_bytes.all.current,
+        context.caching.stats(DEVICE).unwrap().reserved_bytes.all.current,
         reserved,
         "the inner allocator is not called"
     );
 
-    let second = any.allocate(4 * MIB, &setup.stream).unwrap();
+    let second = any.allocate(4 * MIB, &context.stream).unwrap();
     assert_eq!((limited.bytes_allocated(), limited.bytes_cap()), (10 * MIB, 10 * MIB));
     // Every kind of free passes through the decorator.
     drop(first);
     assert_eq!(limited.bytes_allocated(), 4 * MIB);
     second.free().unwrap();
-    let third = any.allocate(10 * MIB, &setup.stream).unwrap().into_raw();
+    let third = any.allocate(10 * MIB, &context.stream).unwrap().into_raw();
     any.free_raw(third.ptr).unwrap();
     assert_eq!(limited.bytes_allocated(), 0);
 
     // Blocks allocated past the decorator do not count, and a stale free changes nothing.
-    let past = setup.caching.allocate(MIB, &setup.stream).unwrap().into_raw();
+    let past = context.caching.allocate(MIB, &context.stream).unwrap().into_raw();
     any.free(past).unwrap();
     assert_eq!(limited.bytes_allocated(), 0);
-    let stale = any.allocate(MIB, &setup.stream).unwrap().into_raw();
+    let stale = any.allocate(MIB, &context.stream).unwrap().into_raw();
     any.free(stale).unwrap();
-    let next = any.allocate(MIB, &setup.stream).unwrap();
+    let next = any.allocate(MIB, &context.stream).unwrap();
     assert_eq!(any.free(stale), Err(Error::UnknownPointer { ptr: stale.ptr }));
     any.free_later(stale);
     assert_eq!(limited.bytes_allocated(), MIB);
     drop(next);
 
     // A failed request counts nothing.
-    assert!(matches!(any.allocate(u64::MAX, &setup.stream), Err(Error::OutOfMemory(_))));
-    let wide = Limited::new(Arc::clone(&setup.caching), u64::MAX);
-    assert!(wide.allocate_raw(Request::new(DEVICE, setup.stream.id(), 1 << 50)).is_err());
+    assert!(matches!(any.allocate(u64::MAX, &context.stream), Err(Error::OutOfMemory(_))));
+    let wide = Limited::new(Arc::clone(&context.caching), u64::MAX);
+    assert!(wide.allocate_raw(Request::new(DEVICE, context.stream.id(), 1 << 50)).is_err());
     assert_eq!((wide.bytes_allocated(), limited.bytes_allocated()), (0, 0));
-    setup.finish();
+    context.finish();
 }
 
 #[test]
 fn threads_stay_below_the_cap() {
-    let setup = Setup::new();
-    let limited = Arc::new(Limited::new(Arc::clone(&setup.caching), 8 * MIB));
+    let context = TestContext::new();
+    let limited = Arc::new(Limited::new(Arc::clone(&context.caching), 8 * MIB));
     std::thread::scope(|scope| {
         for _ in 0..4 {
             scope.spawn(|| {
-                let stream = setup.instance.device(0).unwrap().pool_stream().unwrap();
+                let stream = context.instance.device(0).unwrap().pool_stream().unwrap();
                 let mut blocks = Vec::new();
                 for _ in 0..200 {
                     match limited.allocate(MIB, &stream) {
@@ -138,26 +138,26 @@ fn threads_stay_below_the_cap() {
         }
     });
     assert_eq!(limited.bytes_allocated(), 0);
-    setup.finish();
+    context.finish();
 }
 
 #[test]
 fn every_call_is_traced() {
-    let setup = Setup::new();
+    let context = TestContext::new();
     let calls = Arc::new(Mutex::new(Vec::<(AllocatorCall, Option<Error>)>::new()));
     let log = Arc::clone(&calls);
-    let traced: Arc<dyn DeviceAllocator> = Arc::new(Traced::new(Arc::clone(&setup.caching), move |call, error| {
+    let traced: Arc<dyn DeviceAllocator> = Arc::new(Traced::new(Arc::clone(&context.caching), move |call, error| {
         log.lock().unwrap().push((call.clone(), error.cloned()));
     }));
-    let request = Request::new(DEVICE, setup.stream.id(), 1000);
+    let request = Request::new(DEVICE, context.stream.id(), 1000);
     let block = traced.allocate_raw(request).unwrap();
-    traced.record_use(block, setup.stream.id()).unwrap();
+    traced.record_use(block, context.stream.id()).unwrap();
     traced.free(block).unwrap();
     let twice = traced.free_raw(block.ptr).unwrap_err();
-    let by_device = traced.allocate(10, &setup.stream).unwrap().into_raw();
+    let by_device = traced.allocate(10, &context.stream).unwrap().into_raw();
     traced.free_on(DEVICE, by_device.ptr).unwrap();
-    drop(traced.allocate(1000, &setup.stream).unwrap());
-    traced.allocate(1 << 50, &setup.stream).unwrap_err();
+    drop(traced.allocate(1000, &context.stream).unwrap());
+    traced.allocate(1 << 50, &context.stream).unwrap_err();
     let trimmed = traced.trim(DEVICE, MemPoolId::DEFAULT).unwrap();
     traced.stats(DEVICE).expect("it is not traced");
 
@@ -165,7 +165,7 @@ fn every_call_is_traced() {
     let mut next = || calls.next().expect("one more call");
     let ok = |call| (call, None);
     assert_eq!(next(), ok(AllocatorCall::Allocate { request, allocation: Some(block) }));
-    assert_eq!(next(), ok(AllocatorCall::RecordUse { ptr: block.ptr, stream: setup.stream.id() }));
+    assert_eq!(next(), ok(AllocatorCall::RecordUse { ptr: block.ptr, stream: context.stream.id() }));
     assert_eq!(next(), ok(AllocatorCall::Free(FreeCall::Owned(block))));
     assert_eq!(next(), (AllocatorCall::Free(FreeCall::Raw(block.ptr)), Some(twice)));
     assert!(matches!(next().0, AllocatorCall::Allocate { request, .. } if request.bytes == 10));
@@ -176,17 +176,17 @@ fn every_call_is_traced() {
     assert!(matches!(failed, AllocatorCall::Allocate { allocation: None, .. }) && error.is_some());
     assert_eq!(next(), ok(AllocatorCall::Trim { device: DEVICE, pool: MemPoolId::DEFAULT, bytes: trimmed }));
     assert_eq!(calls.next(), None);
-    setup.finish();
+    context.finish();
 }
 
 #[test]
 fn decorators_nest_and_serve_graphs() {
-    let setup = Setup::new();
-    let limited = Arc::new(Limited::new(Arc::clone(&setup.caching), MIB));
+    let context = TestContext::new();
+    let limited = Arc::new(Limited::new(Arc::clone(&context.caching), MIB));
     let any: Arc<dyn DeviceAllocator> = Arc::new(Traced::new(limited.clone(), |_, _| {}));
-    assert_eq!((any.name(), any.instance()), ("traced", &setup.instance));
+    assert_eq!((any.name(), any.instance()), ("traced", &context.instance));
     assert!(format!("{any:?}").contains("Limited"), "{any:?}");
-    let device = setup.instance.device(0).unwrap();
+    let device = context.instance.device(0).unwrap();
     let lease = device.lease_stream().unwrap();
     let mut graph = Graph::new(&any, &device, GraphOptions::default()).unwrap();
     let key = graph
@@ -202,9 +202,9 @@ fn decorators_nest_and_serve_graphs() {
     graph.replay(&lease).unwrap();
     lease.synchronize().unwrap();
     let mut byte = [0];
-    setup.instance.driver().download(DEVICE, graph.buffer(key).unwrap().ptr(), &mut byte).unwrap();
+    context.instance.driver().download(DEVICE, graph.buffer(key).unwrap().ptr(), &mut byte).unwrap();
     assert_eq!(byte, [9]);
     drop(graph);
     assert_eq!(limited.bytes_allocated(), 0);
-    setup.finish();
+    context.finish();
 }

@@ -1,4 +1,4 @@
-//! What the allocator over the driver's pools does beyond the common promises: captures, joined frees, faults.
+//! [`DriverPoolAllocator`] beyond the common contract: captures, joined frees, injected faults.
 
 use std::sync::Arc;
 
@@ -39,17 +39,17 @@ impl TestContext {
         self.instance.device(0).unwrap().pool_stream().unwrap()
     }
 
-    fn give(&self, bytes: u64, stream: &Stream) -> Allocation {
+    fn allocate(&self, bytes: u64, stream: &Stream) -> Allocation {
         self.allocator.allocate_raw(Request::new(DEVICE, stream.id(), bytes)).unwrap()
     }
 
-    fn fill(&self, what: Allocation, value: u8, stream: &Stream) {
-        self.driver().fill(what.ptr, Pattern::U8(value), what.bytes_requested, stream.id()).unwrap();
+    fn fill(&self, block: Allocation, value: u8, stream: &Stream) {
+        self.driver().fill(block.ptr, Pattern::U8(value), block.bytes_requested, stream.id()).unwrap();
     }
 
-    fn byte_at(&self, what: Allocation) -> u8 {
+    fn byte_at(&self, block: Allocation) -> u8 {
         let mut byte = [0];
-        self.driver().download(DEVICE, what.ptr, &mut byte).unwrap();
+        self.driver().download(DEVICE, block.ptr, &mut byte).unwrap();
         byte[0]
     }
 
@@ -57,7 +57,7 @@ impl TestContext {
         self.allocator.stats(DEVICE).unwrap().active.all.current
     }
 
-    /// Ends a capture; what kinds of nodes it has, and the graph, ready to launch.
+    /// Ends a capture. Returns the kinds of its nodes, and the instantiated graph.
     fn end(&self, stream: &Stream) -> (Vec<NodeKind>, GraphExecId) {
         let graph = self.driver().capture_end(stream.id()).unwrap();
         let kinds = self.driver().graph_topology(graph).unwrap().nodes.iter().map(|node| node.kind).collect();
@@ -72,14 +72,14 @@ impl TestContext {
 }
 
 #[test]
-fn the_pool_is_set_up_at_first_use_and_keeps_what_is_freed() {
+fn the_pool_is_set_up_at_first_use_and_keeps_freed_memory() {
     let context = TestContext::new();
     let stream = context.stream();
     let pool = context.driver().pool_default(DEVICE).unwrap();
     assert_eq!(context.driver().pool_get(pool, PoolAttribute::ReleaseThreshold), Ok(0));
-    let given = context.give(100 * MIB, &stream);
+    let block = context.allocate(100 * MIB, &stream);
     assert_eq!(context.driver().pool_get(pool, PoolAttribute::ReleaseThreshold), Ok(u64::MAX));
-    context.allocator.free(given).unwrap();
+    context.allocator.free(block).unwrap();
     stream.synchronize().unwrap();
     assert!(context.allocator.stats(DEVICE).unwrap().reserved_bytes.all.current >= 100 * MIB);
 }
@@ -96,15 +96,15 @@ fn there_are_no_private_pools() {
 }
 
 #[test]
-fn a_block_of_a_capture_is_a_node_and_so_is_its_free() {
+fn allocation_and_free_in_a_capture_are_nodes() {
     let context = TestContext::new();
-    let (stream, result) = (context.stream(), context.give(MIB, &context.stream()));
+    let (stream, result) = (context.stream(), context.allocate(MIB, &context.stream()));
     context.instance.device(0).unwrap().synchronize().unwrap();
     context.driver().capture_begin(stream.id(), CaptureMode::Global).unwrap();
-    let given = context.give(MIB, &stream);
-    context.fill(given, 7, &stream);
-    context.driver().copy(result.ptr.into(), given.ptr.into(), MIB, stream.id()).unwrap();
-    context.allocator.free(given).unwrap();
+    let block = context.allocate(MIB, &stream);
+    context.fill(block, 7, &stream);
+    context.driver().copy(result.ptr.into(), block.ptr.into(), MIB, stream.id()).unwrap();
+    context.allocator.free(block).unwrap();
     assert_eq!(context.active(), 1);
     let (kinds, exec) = context.end(&stream);
     assert_eq!(kinds, [NodeKind::MemAlloc, NodeKind::Fill, NodeKind::Copy, NodeKind::MemFree]);
@@ -117,17 +117,17 @@ fn a_block_of_a_capture_is_a_node_and_so_is_its_free() {
 }
 
 #[test]
-fn uses_in_a_capture_are_joined_in_it() {
+fn uses_in_a_capture_are_joined_before_the_free() {
     let context = TestContext::new();
     let (own, other) = (context.stream(), context.stream());
     context.driver().capture_begin(own.id(), CaptureMode::Global).unwrap();
-    let given = context.give(MIB, &own);
+    let block = context.allocate(MIB, &own);
     other.wait_stream(&own).unwrap();
-    context.fill(given, 7, &other);
-    context.allocator.record_use(given, other.id()).unwrap();
-    context.allocator.free_later(given);
-    // The next call frees it, and the capture needs no further join.
-    let next = context.give(MIB, &own);
+    context.fill(block, 7, &other);
+    context.allocator.record_use(block, other.id()).unwrap();
+    context.allocator.free_later(block);
+    // The next call frees it, and the capture needs no other join.
+    let next = context.allocate(MIB, &own);
     context.allocator.free(next).unwrap();
     let (kinds, exec) = context.end(&own);
     assert_eq!(kinds.iter().filter(|&&kind| kind == NodeKind::MemFree).count(), 2);
@@ -138,10 +138,10 @@ fn uses_in_a_capture_are_joined_in_it() {
 }
 
 #[test]
-fn a_block_from_before_a_capture_goes_back_after_it() {
+fn a_block_from_before_a_capture_is_freed_after_it() {
     let context = TestContext::new();
     let (own, other) = (context.stream(), context.stream());
-    let (first, second) = (context.give(MIB, &own), context.give(MIB, &other));
+    let (first, second) = (context.allocate(MIB, &own), context.allocate(MIB, &other));
     context.allocator.record_use(second, own.id()).unwrap();
     context.driver().capture_begin(own.id(), CaptureMode::Global).unwrap();
     context.allocator.free(first).unwrap();
@@ -152,23 +152,23 @@ fn a_block_from_before_a_capture_goes_back_after_it() {
     assert_eq!(snapshot.segments.iter().map(|segment| segment.active_size).sum::<u64>(), 2 * MIB);
     let (kinds, _) = context.end(&own);
     assert_eq!(kinds, []);
-    let next = context.give(MIB, &other);
+    let next = context.allocate(MIB, &other);
     assert_eq!(context.active(), 1);
     context.allocator.free(next).unwrap();
     context.expect_no_hazard();
 }
 
 #[test]
-fn two_captures_at_once_do_not_mind_each_other() {
+fn two_captures_at_once_are_independent() {
     let context = TestContext::new();
     let streams = [context.stream(), context.stream()];
     for stream in &streams {
         context.driver().capture_begin(stream.id(), CaptureMode::Relaxed).unwrap();
     }
-    let given = streams.each_ref().map(|stream| context.give(MIB, stream));
-    for (given, stream) in given.into_iter().zip(&streams) {
-        context.fill(given, 1, stream);
-        context.allocator.free(given).unwrap();
+    let block = streams.each_ref().map(|stream| context.allocate(MIB, stream));
+    for (block, stream) in block.into_iter().zip(&streams) {
+        context.fill(block, 1, stream);
+        context.allocator.free(block).unwrap();
     }
     for stream in &streams {
         let (kinds, exec) = context.end(stream);
@@ -180,21 +180,21 @@ fn two_captures_at_once_do_not_mind_each_other() {
 }
 
 #[test]
-fn a_block_of_a_capture_may_be_freed_after_its_graph_ran() {
+fn a_block_of_a_capture_may_be_freed_outside_of_it() {
     let context = TestContext::new();
     let stream = context.stream();
     for launched in [true, false] {
         context.driver().capture_begin(stream.id(), CaptureMode::Global).unwrap();
-        let given = context.give(MIB, &stream);
-        context.fill(given, 3, &stream);
+        let block = context.allocate(MIB, &stream);
+        context.fill(block, 3, &stream);
         let (_, exec) = context.end(&stream);
         if launched {
             launch_graph(context.driver(), exec, stream.id()).unwrap();
             stream.synchronize().unwrap();
-            assert_eq!(context.byte_at(given), 3);
+            assert_eq!(context.byte_at(block), 3);
         }
-        // Without a launch there is nothing to give back, and the books are right all the same.
-        context.allocator.free(given).unwrap();
+        // Without a launch there is nothing to free, and the counters are right.
+        context.allocator.free(block).unwrap();
         assert_eq!(context.active(), 0);
         stream.synchronize().unwrap();
     }
@@ -202,19 +202,19 @@ fn a_block_of_a_capture_may_be_freed_after_its_graph_ran() {
 }
 
 #[test]
-fn a_block_whose_own_stream_is_gone_goes_back_when_memory_is_wanted() {
+fn a_block_of_a_destroyed_stream_is_freed_by_a_trim() {
     let context = TestContext::new();
-    let gone = context.driver().stream_create(DEVICE, StreamOptions::default()).unwrap();
-    let given = context.allocator.allocate_raw(Request::new(DEVICE, gone, MIB)).unwrap();
-    context.driver().stream_destroy(gone).unwrap();
-    context.allocator.free(given).unwrap();
+    let destroyed = context.driver().stream_create(DEVICE, StreamOptions::default()).unwrap();
+    let block = context.allocator.allocate_raw(Request::new(DEVICE, destroyed, MIB)).unwrap();
+    context.driver().stream_destroy(destroyed).unwrap();
+    context.allocator.free(block).unwrap();
     assert_eq!(context.active(), 1);
     context.allocator.trim(DEVICE, MemPoolId::DEFAULT).unwrap();
     assert_eq!(context.active(), 0);
 }
 
 #[test]
-fn limits_count_what_was_asked_for() {
+fn limits_count_requested_bytes() {
     let (_, instance) = crate::common::machine(1);
     let settings = Settings { memory_cap_bytes: Some(10_000), ..Settings::default() };
     let allocator = DriverPoolAllocator::with_settings(&instance, settings);
@@ -233,10 +233,10 @@ fn every_block_is_a_segment_in_the_history() {
     let context = TestContext::new();
     let stream = context.stream();
     context.allocator.record_history(Some(HistoryOptions::default())).unwrap();
-    let given = context.give(1000, &stream);
-    context.allocator.free(given).unwrap();
+    let block = context.allocate(1000, &stream);
+    context.allocator.free(block).unwrap();
     let trace = context.allocator.snapshot(SnapshotOptions::default()).unwrap().traces.remove(0);
-    let shown: Vec<_> = trace.iter().map(|entry| (entry.action, entry.size)).collect();
+    let found: Vec<_> = trace.iter().map(|entry| (entry.action, entry.size)).collect();
     let expected = [
         (Action::SegmentAlloc, 1024),
         (Action::Alloc, 1000),
@@ -244,23 +244,23 @@ fn every_block_is_a_segment_in_the_history() {
         (Action::FreeCompleted, 1000),
         (Action::SegmentFree, 1024),
     ];
-    assert_eq!(shown, expected);
+    assert_eq!(found, expected);
 }
 
 #[test]
-fn peers_may_use_a_pools_memory() {
+fn peers_may_access_the_pools_memory() {
     let (sim, instance) = crate::common::machine(2);
     let allocator = DriverPoolAllocator::new(&instance);
     let streams = [0, 1].map(|index| instance.device(index).unwrap().pool_stream().unwrap());
-    let given = allocator.allocate_raw(Request::new(DEVICE, streams[0].id(), MIB)).unwrap();
+    let block = allocator.allocate_raw(Request::new(DEVICE, streams[0].id(), MIB)).unwrap();
     streams[1].wait_stream(&streams[0]).unwrap();
     for _ in 0..2 {
         allocator.enable_peer_access(DeviceId(1), DEVICE).unwrap();
     }
-    instance.driver().fill(given.ptr, Pattern::U8(1), MIB, streams[1].id()).unwrap();
-    // A stream of another device is waited for as well.
-    allocator.record_use(given, streams[1].id()).unwrap();
-    allocator.free(given).unwrap();
+    instance.driver().fill(block.ptr, Pattern::U8(1), MIB, streams[1].id()).unwrap();
+    // A stream of another device delays the free too.
+    allocator.record_use(block, streams[1].id()).unwrap();
+    allocator.free(block).unwrap();
     allocator.trim(DEVICE, MemPoolId::DEFAULT).unwrap();
     assert!(sim.hazards().is_empty(), "{:#?}", sim.hazards());
 }
@@ -269,23 +269,23 @@ fn peers_may_use_a_pools_memory() {
 fn scenario(instance: &Instance, allocator: &DriverPoolAllocator) -> warpool::Result<()> {
     let device = instance.device(0)?;
     let (own, other) = (device.pool_stream()?, device.pool_stream()?);
-    let give = |bytes| allocator.allocate_raw(Request::new(DEVICE, own.id(), bytes));
+    let allocate = |bytes| allocator.allocate_raw(Request::new(DEVICE, own.id(), bytes));
     let mut live = Vec::new();
     let outcome = (|| {
         for bytes in [1000, 5 * MIB, 900 * MIB] {
-            live.push(give(bytes)?);
+            live.push(allocate(bytes)?);
         }
         allocator.record_use(live[0], other.id())?;
         allocator.record_use(live[2], other.id())?;
-        assert!(give(4 << 30).is_err(), "no room for it");
-        allocator.free(live.pop().expect("three were given"))?;
-        live.push(give(3 << 30)?);
+        assert!(allocate(4 << 30).is_err(), "no room for it");
+        allocator.free(live.pop().expect("three were block"))?;
+        live.push(allocate(3 << 30)?);
         allocator.stats(DEVICE)?;
         Ok(())
     })();
-    live.into_iter().enumerate().for_each(|(at, given)| match at {
-        0 => allocator.free_later(given),
-        _ => allocator.free(given).expect("a free is taken, whatever the driver says"),
+    live.into_iter().enumerate().for_each(|(at, block)| match at {
+        0 => allocator.free_later(block),
+        _ => allocator.free(block).expect("a free never fails"),
     });
     outcome.and(allocator.trim(DEVICE, MemPoolId::DEFAULT).map(drop))
 }
@@ -303,7 +303,7 @@ fn every_call_may_fail_once() {
         scenario(&instance, &allocator).unwrap_or_else(|error| panic!("after call {nth} failed: {error}"));
         let stats = allocator.stats(DEVICE).unwrap();
         assert_eq!((stats.active_bytes.all.current, stats.reserved_bytes.all.current), (0, 0), "call {nth} failed");
-        assert_eq!(sim.object_counts().allocations, 0, "call {nth} failed and something stayed");
+        assert_eq!(sim.object_counts().allocations, 0, "call {nth} failed and memory was leaked");
         assert!(sim.hazards().is_empty(), "call {nth} failed: {:#?}", sim.hazards());
         if faulty.injected().is_empty() {
             assert!(nth > 50, "the scenario made only {nth} calls");

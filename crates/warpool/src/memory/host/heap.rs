@@ -1,5 +1,5 @@
-//! The heap: pinned segments, split into blocks by address. Best fit by size; a block that is given back is merged with
-//! its free neighbours at once.
+//! The heap: pinned segments, split into blocks by address. Best fit by size; a returned block is merged with its free
+//! neighbours at once.
 //!
 //! Small requests share segments; a large one has its own unless a free range fits; the reserved segment serves both.
 //! Free ranges are ordered by kind of segment, the device that it counts for, and size.

@@ -51,13 +51,13 @@ mod tests {
     const DEVICE: DeviceId = DeviceId(0);
 
     /// Counts the calls that reach the simulated device, below the injected faults.
-    struct Setup {
+    struct TestContext {
         counting: Arc<Counting>,
         faulty: Arc<Faulty>,
         instance: Instance,
     }
 
-    impl Setup {
+    impl TestContext {
         fn new(config: SimConfig) -> Self {
             let counting = Arc::new(Counting::new(Arc::new(SimDriver::new(config))));
             let faulty = Arc::new(Faulty::new(Arc::clone(&counting) as Arc<dyn Driver>, FaultPlan::new()));
@@ -82,41 +82,41 @@ mod tests {
 
     #[test]
     fn a_segment_is_registered_and_unregistered_by_one_call() {
-        let setup = Setup::new(SimConfig::default());
+        let context = TestContext::new(SimConfig::default());
         for (nth, bytes) in [4096, 1 << 20, (2 << 20) + 4096, 64 << 20].into_iter().enumerate() {
-            let allocator = setup.allocator(8);
+            let allocator = context.allocator(8);
             let block = allocator.allocate(bytes).expect("there is room");
             assert_eq!(block.ptr().0 % if bytes < HUGE_PAGE { PAGE } else { HUGE_PAGE }, 0, "{bytes} bytes");
             block.write(bytes - 16, &[7; 16]).expect("all of it is pinned");
-            assert_eq!(setup.registered(), (nth as u64 + 1, 1));
+            assert_eq!(context.registered(), (nth as u64 + 1, 1));
             drop(block);
             allocator.close().expect("no block is allocated");
-            assert_eq!(setup.registered(), (nth as u64 + 1, 0));
+            assert_eq!(context.registered(), (nth as u64 + 1, 0));
         }
-        assert_eq!(setup.counting.count(Call::HostAlloc).calls, 0);
+        assert_eq!(context.counting.count(Call::HostAlloc).calls, 0);
     }
 
     #[test]
     fn a_segment_is_unpinned_the_way_it_was_pinned() {
-        let setup = Setup::new(SimConfig::default());
-        let allocator = setup.allocator(2);
+        let context = TestContext::new(SimConfig::default());
+        let allocator = context.allocator(2);
         let registered = allocator.allocate(4 << 20).expect("there is room");
         allocator.set_settings(settings(false, 2));
         let plain = allocator.allocate(6 << 20).expect("there is room");
         allocator.set_settings(settings(true, 1));
         let again = allocator.allocate(8 << 20).expect("there is room");
-        let calls = |call| setup.counting.count(call).calls;
+        let calls = |call| context.counting.count(call).calls;
         assert_eq!((calls(Call::HostRegister), calls(Call::HostAlloc)), (2, 1));
         drop((registered, plain, again));
         allocator.set_settings(settings(false, 1));
         allocator.close().expect("no block is allocated");
         assert_eq!((calls(Call::HostUnregister), calls(Call::HostFree)), (2, 1));
-        assert!(setup.counting.counts().iter().all(|count| count.errors == 0));
+        assert!(context.counting.counts().iter().all(|count| count.errors == 0));
     }
 
     #[test]
     fn a_failure_at_any_step_leaves_nothing_pinned() {
-        let setup = Setup::new(SimConfig::default());
+        let context = TestContext::new(SimConfig::default());
         let plans = [
             FaultPlan::new().fail_nth(Call::HostRegister, 1, ErrorCode::InvalidValue),
             FaultPlan::new().fail_nth(Call::HostDevicePtr, 1, ErrorCode::InvalidValue),
@@ -127,36 +127,36 @@ mod tests {
             ),
         ];
         for plan in plans {
-            let allocator = setup.allocator(2);
-            setup.faulty.set_plan(plan.clone());
+            let allocator = context.allocator(2);
+            context.faulty.set_plan(plan.clone());
             let error = allocator.allocate(4 << 20).expect_err("a call fails");
             assert_eq!(error.driver().map(|error| error.code), Some(ErrorCode::InvalidValue), "{plan:?}");
-            assert_eq!(setup.registered().1, 0, "{plan:?}");
+            assert_eq!(context.registered().1, 0, "{plan:?}");
             assert_eq!(allocator.stats().allocated_bytes.current, 0, "{plan:?}");
             allocator.check();
             drop(allocator.allocate(4 << 20).expect("the next one succeeds"));
             allocator.close().expect("no block is allocated");
-            assert_eq!(setup.registered().1, 0, "{plan:?}");
+            assert_eq!(context.registered().1, 0, "{plan:?}");
         }
     }
 
     #[test]
     fn memory_that_cannot_be_mapped_is_out_of_memory() {
-        let setup = Setup::new(SimConfig::default());
-        setup.counting.reset();
+        let context = TestContext::new(SimConfig::default());
+        context.counting.reset();
         for bytes in [1 << 62, u64::MAX] {
-            let error = register(&*setup.faulty, DEVICE, bytes, 1).expect_err("no machine has that much");
+            let error = register(&*context.faulty, DEVICE, bytes, 1).expect_err("no machine has that much");
             assert!(error.driver().is_some_and(DriverError::is_out_of_memory), "{error}");
         }
-        assert_eq!(setup.counting.counts(), []);
+        assert_eq!(context.counting.counts(), []);
     }
 
     #[test]
     fn unsupported_registration_names_the_setting() {
         let mut config = SimConfig::default();
         config.devices[0].properties.host_registration = false;
-        let setup = Setup::new(config);
-        let allocator = setup.allocator(1);
+        let context = TestContext::new(config);
+        let allocator = context.allocator(1);
         let error = allocator.allocate(4096).expect_err("it cannot register");
         assert!(matches!(error, Error::HostRegister { .. }), "{error}");
         assert!(error.to_string().ends_with("set pinned_use_cuda_host_register:False"), "{error}");

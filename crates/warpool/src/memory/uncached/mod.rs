@@ -108,7 +108,7 @@ impl<S: Source> UncachedAllocator<S> {
         state.ledger.entry_details(level, &self.observers, self.driver())
     }
 
-    /// Whether a capture is under way, as far as Warpool was told.
+    /// Whether a capture is under way that Warpool knows of.
     fn has_captures(&self) -> bool {
         self.captures.load(Ordering::Acquire) > 0 || self.instance.has_captures()
     }

@@ -1,10 +1,9 @@
-//! Plugged allocators beyond what every allocator promises (`allocators.rs`): one file per subject, and here what they
-//! work with.
+//! [`PluggableAllocator`] beyond the common contract (`allocators.rs`), and external allocators as upstreams.
 
-mod books;
 mod calls;
+mod consistency;
 mod pools;
-mod source;
+mod upstream;
 
 use std::collections::BTreeMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -13,7 +12,7 @@ use std::sync::{Arc, Mutex, OnceLock, mpsc};
 use std::thread;
 use std::time::Duration;
 
-use crate::common::plugs::Notebook;
+use crate::common::logging_allocator::LoggingAllocator;
 use warpool::driver::decorate::{FaultPlan, Faulty};
 use warpool::driver::sim::{HazardKind, SimConfig, SimDriver};
 use warpool::driver::{
@@ -31,37 +30,42 @@ const DEVICE: DeviceId = DeviceId(0);
 const MIB: u64 = 1 << 20;
 const GIB: u64 = 1 << 30;
 
-/// A plugged allocator on a machine of its own.
+/// A pluggable allocator over a logging one, on two simulated devices.
 struct TestContext {
     sim: Arc<SimDriver>,
     instance: Instance,
-    book: Arc<Notebook>,
+    external: Arc<LoggingAllocator>,
     allocator: Arc<PluggableAllocator>,
 }
 
 impl TestContext {
-    /// Two closures and nothing else.
+    /// Without hooks.
     fn plain() -> Self {
-        Self::with(Settings::default(), Notebook::plug)
+        Self::with(Settings::default(), LoggingAllocator::plain)
     }
 
-    /// All hooks.
+    /// With all hooks.
     fn hooked() -> Self {
-        let context = Self::with(Settings::default(), Notebook::plug_with_hooks);
-        context.book.read();
+        let context = Self::with(Settings::default(), LoggingAllocator::with_hooks);
+        context.log();
         context
     }
 
-    fn with(settings: Settings, plug: fn(&Arc<Notebook>) -> FnAllocator) -> Self {
+    fn with(settings: Settings, make: fn(&Arc<LoggingAllocator>) -> FnAllocator) -> Self {
         let sim = Arc::new(SimDriver::new(SimConfig::default().with_devices(2)));
         let instance = Instance::new(sim.clone()).unwrap();
-        let book = Notebook::new(sim.clone());
-        let allocator = PluggableAllocator::with_settings(&instance, Arc::new(plug(&book)), settings).unwrap();
-        Self { sim, instance, book, allocator: Arc::new(allocator) }
+        let external = LoggingAllocator::new(sim.clone());
+        let allocator = PluggableAllocator::with_settings(&instance, Arc::new(make(&external)), settings).unwrap();
+        Self { sim, instance, external, allocator: Arc::new(allocator) }
     }
 
-    fn any(&self) -> Arc<dyn DeviceAllocator> {
+    fn shared(&self) -> Arc<dyn DeviceAllocator> {
         self.allocator.clone()
+    }
+
+    /// The calls of the external allocator since the last call of this.
+    fn log(&self) -> Vec<String> {
+        self.external.take_log()
     }
 
     fn driver(&self) -> &dyn Driver {
@@ -76,7 +80,7 @@ impl TestContext {
         self.device().pool_stream().unwrap()
     }
 
-    fn give(&self, bytes: u64, stream: &Stream) -> Allocation {
+    fn allocate(&self, bytes: u64, stream: &Stream) -> Allocation {
         self.allocator.allocate_raw(Request::new(DEVICE, stream.id(), bytes)).unwrap()
     }
 
@@ -110,18 +114,18 @@ impl TestContext {
         byte[0]
     }
 
-    /// Forgets that the test asked about streams that it has destroyed.
-    fn forgive_stale_streams(&self) {
+    /// Clears the hazards of queries of destroyed streams.
+    fn clear_destroyed_stream_hazards(&self) {
         let hazards = self.sim.hazards();
         assert!(hazards.iter().all(|hazard| hazard.kind == HazardKind::UseAfterDestroy), "{hazards:#?}");
         self.sim.clear_hazards();
     }
 
-    /// Everything went back, nothing was used that nobody had, and the thread is as strict as before.
+    /// Everything is freed, there was no hazard, and the thread's capture mode is restored.
     fn finish(self) {
         self.trim();
         assert_eq!(self.driver().capture_mode_exchange(CaptureMode::Global).unwrap(), CaptureMode::Global);
-        assert_eq!(self.book.live(), BTreeMap::new(), "the plug did not get these back");
+        assert_eq!(self.external.live(), BTreeMap::new(), "not freed");
         let stats = self.stats();
         assert_eq!((stats.active.all.current, stats.reserved_bytes.all.current), (0, 0));
         assert_eq!(self.sim.hazards(), []);

@@ -1,6 +1,5 @@
-//! A lab for the host allocator: a simulated machine that counts calls, an allocator on it, and an end that looks for
-//! everything that may have gone wrong. The rule: a test that makes a lab ends with [`HostLab::finish`], with all its
-//! blocks gone.
+//! An allocator on a simulated device whose driver calls are counted. Every test ends with [`TestContext::finish`],
+//! after all its blocks are dropped: it checks that nothing stays pinned and that there was no hazard.
 
 use std::sync::Arc;
 
@@ -14,7 +13,7 @@ pub const KIB: u64 = 1 << 10;
 pub const MIB: u64 = 1 << 20;
 pub const GIB: u64 = 1 << 30;
 
-pub struct HostLab {
+pub struct TestContext {
     pub sim: Arc<SimDriver>,
     pub counting: Arc<Counting>,
     pub instance: Instance,
@@ -22,7 +21,7 @@ pub struct HostLab {
     start: ObjectCounts,
 }
 
-impl HostLab {
+impl TestContext {
     pub fn new(settings: &str) -> Self {
         Self::on(SimConfig::default(), settings)
     }
@@ -31,7 +30,7 @@ impl HostLab {
         let sim = Arc::new(SimDriver::new(config));
         let counting = Arc::new(Counting::new(sim.clone()));
         let instance = Instance::new(counting.clone()).expect("a simulated device");
-        let settings = Settings::parse(settings).expect("settings without mistakes").pinned;
+        let settings = Settings::parse(settings).expect("valid settings").pinned;
         let pinned = HostAllocator::new(&instance, settings);
         let start = sim.object_counts();
         Self { sim, counting, instance, pinned, start }
@@ -41,7 +40,7 @@ impl HostLab {
         self.instance.device(0).unwrap()
     }
 
-    /// A stream in no order with the others.
+    /// A stream that is not ordered with others.
     pub fn stream(&self) -> Stream {
         self.device().pool_stream().unwrap()
     }
@@ -52,13 +51,13 @@ impl HostLab {
         block
     }
 
-    /// Asks for more than a cap allows, and returns the report.
-    pub fn capped(&self, bytes: u64) -> warpool::memory::PinnedCapReport {
+    /// Requests more than a cap allows, and returns the report.
+    pub fn refused_by_cap(&self, bytes: u64) -> warpool::memory::PinnedCapReport {
         let outcome = self.pinned.allocate(bytes);
         self.pinned.check();
         match outcome {
             Err(Error::PinnedCap(report)) => *report,
-            other => panic!("{bytes} bytes should be too much: {other:?}"),
+            other => panic!("{bytes} bytes should exceed the cap: {other:?}"),
         }
     }
 
@@ -77,14 +76,13 @@ impl HostLab {
         self.pinned.stats()
     }
 
-    /// How much is pinned.
+    /// The pinned bytes.
     pub fn pinned_bytes(&self) -> u64 {
         let bytes = self.stats().allocated_bytes.current;
         assert_eq!(self.stats().pinned_bytes_by_device.iter().sum::<u64>(), bytes);
         bytes
     }
 
-    /// Other settings from here on.
     pub fn set(&self, settings: &str) {
         self.pinned.set_settings(Settings::parse(settings).unwrap().pinned);
     }
@@ -99,33 +97,33 @@ impl HostLab {
         self.snapshot().host_segments.unwrap()
     }
 
-    /// How the block that starts there stands.
+    /// The state of the block at that address.
     pub fn state_at(&self, ptr: HostPtr) -> BlockState {
         let segments = self.segments();
         let mut blocks = segments.iter().flat_map(|segment| &segment.blocks);
-        blocks.find(|block| block.address == ptr.0).expect("a block starts there").state
+        blocks.find(|block| block.address == ptr.0).expect("a block at that address").state
     }
 
-    /// Nothing begins in the stream from now on.
+    /// No work of the stream starts from now on.
     pub fn pause_stream(&self, stream: &Stream) {
         self.sim.pause_stream(stream.id()).unwrap();
     }
 
-    /// All that the stream has is done, and it is held no more.
-    pub fn let_go(&self, stream: &Stream) {
+    /// Runs all work of a paused stream, and resumes it.
+    pub fn finish_stream(&self, stream: &Stream) {
         self.sim.run_paused(stream.id(), u64::MAX).unwrap();
         self.sim.resume_stream(stream.id()).unwrap();
         stream.synchronize().unwrap();
     }
 
-    /// Copies a block to the device and says so.
+    /// Copies a block to the device, and records the use.
     pub fn upload(&self, block: &HostBlock, stream: &Stream) {
         let to = self.sim.mem_alloc(stream.device_id(), block.bytes()).unwrap();
         self.sim.copy(to.into(), block.ptr().into(), block.bytes(), stream.id()).unwrap();
         block.record_use(stream).unwrap();
     }
 
-    /// A piece of device memory with that in it.
+    /// Device memory with that content.
     pub fn device_bytes(&self, bytes: &[u8]) -> DevicePtr {
         let ptr = self.sim.mem_alloc(self.device().id(), bytes.len() as u64).unwrap();
         self.sim.upload(self.device().id(), ptr, bytes).unwrap();
@@ -136,7 +134,7 @@ impl HostLab {
         assert_eq!(self.sim.hazards(), [], "hazards");
     }
 
-    /// Closes; nothing stays pinned, and nothing was used that nobody had.
+    /// Closes the allocator. Nothing stays pinned, and there was no hazard.
     pub fn finish(self) {
         self.pinned.check();
         for device in self.instance.devices() {
@@ -144,6 +142,6 @@ impl HostLab {
         }
         self.assert_no_hazards();
         self.pinned.close().unwrap();
-        assert_eq!(self.sim.object_counts().pinned, self.start.pinned, "pinned memory left behind");
+        assert_eq!(self.sim.object_counts().pinned, self.start.pinned, "left pinned");
     }
 }

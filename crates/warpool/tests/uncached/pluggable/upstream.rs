@@ -1,85 +1,84 @@
-//! A plug as the source of one pool, and as the program's allocator.
+//! An external allocator as the upstream of a pool; a Rust type as an external allocator.
 
 use super::*;
 
 #[test]
-fn a_plug_is_the_source_of_one_pool_with_caching_on_top() {
+fn an_external_allocator_is_the_upstream_of_one_pool() {
     let context = TestContext::plain();
     let caching: Arc<dyn DeviceAllocator> = Arc::new(CachingAllocator::new(&context.instance, Settings::default()));
-    let upstream = ExternalUpstream::new(&context.instance, Arc::new(context.book.plug_with_hooks())).unwrap();
-    assert_eq!(context.book.read(), ["init 2"]);
+    let upstream = ExternalUpstream::new(&context.instance, Arc::new(context.external.with_hooks())).unwrap();
+    assert_eq!(context.log(), ["init 2"]);
     let options = PoolOptions { upstream: Some(Arc::new(upstream)), ..PoolOptions::default() };
     let pool = MemPool::new(&caching, &context.device(), options).unwrap();
     let stream = context.stream();
     let small = caching.allocate_in(pool.id(), 1000, &stream).unwrap();
     let large = caching.allocate_in(pool.id(), 3 * MIB, &stream).unwrap();
     let open = caching.allocate(1000, &stream).unwrap();
-    assert_eq!(context.book.read(), ["give 2097152", "give 20971520"], "segments, and those of the pool alone");
+    assert_eq!(context.log(), ["allocate 2097152", "allocate 20971520"], "segments of the pool only");
     for (value, block) in [(1, &small), (2, &large), (3, &open)] {
         context.fill(block.ptr(), value, block.bytes(), &stream);
     }
     for (value, block) in [(1, &small), (2, &large), (3, &open)] {
         assert_eq!(context.byte_at(block.ptr().offset(block.bytes() - 1)), value);
     }
-    // Cached: neither of these asks the plug.
+    // Cached: neither of these calls the external allocator.
     small.free().unwrap();
     let again = caching.allocate_in(pool.id(), 500, &stream).unwrap();
-    assert_eq!(context.book.read(), [] as [&str; 0]);
-    context.book.capacity.store(0, Ordering::SeqCst);
+    assert_eq!(context.log(), [] as [&str; 0]);
+    context.external.capacity.store(0, Ordering::SeqCst);
     let outcome = caching.allocate_in(pool.id(), 300 * MIB, &stream);
     assert!(matches!(&outcome, Err(Error::OutOfMemory(report)) if report.cause == OomCause::Upstream), "{outcome:?}");
     drop((again, large, open));
     pool.close().unwrap();
-    assert!(context.book.read().ends_with(&["take 2097152".to_owned(), "take 20971520".to_owned()]));
+    assert!(context.log().ends_with(&["free 2097152".to_owned(), "free 20971520".to_owned()]));
     caching.trim(DEVICE, MemPoolId::DEFAULT).unwrap();
     context.finish();
 }
 
 #[test]
-fn an_upstream_remembers_streams_that_are_gone() {
+fn an_upstream_frees_with_the_handle_of_a_destroyed_stream() {
     use warpool::memory::Upstream as _;
     let context = TestContext::plain();
-    let upstream = ExternalUpstream::new(&context.instance, Arc::new(context.book.plug())).unwrap();
+    let upstream = ExternalUpstream::new(&context.instance, Arc::new(context.external.plain())).unwrap();
     let short = context.driver().stream_create(DEVICE, StreamOptions::default()).unwrap();
     let ptr = upstream.allocate(DEVICE, MIB, short).unwrap().unwrap();
     context.driver().stream_destroy(short).unwrap();
     upstream.free(ptr, MIB, DEVICE, short).unwrap();
     assert!(upstream.allocate(DEVICE, MIB, short).is_err());
-    context.forgive_stale_streams();
+    context.clear_destroyed_stream_hazards();
     context.finish();
 }
 
 #[test]
-fn an_upstream_refuses_an_address_that_is_taken() {
+fn an_upstream_refuses_an_overlapping_address() {
     use warpool::memory::Upstream as _;
     let context = TestContext::plain();
     let stream = context.stream().id();
-    let (next, takes) = (Arc::new(AtomicU64::new(0x1_0000)), Arc::new(AtomicBool::new(false)));
-    let (gives, free) = (Arc::clone(&next), Arc::clone(&takes));
-    let plug = FnAllocator::new(
-        move |_, _, _| Ok(Some(DevicePtr(gives.load(Ordering::SeqCst)))),
-        move |ptr, _, _, _| if free.load(Ordering::SeqCst) { Ok(()) } else { Err(Error::UnknownPointer { ptr }) },
+    let (next, frees) = (Arc::new(AtomicU64::new(0x1_0000)), Arc::new(AtomicBool::new(false)));
+    let (address, succeeds) = (Arc::clone(&next), Arc::clone(&frees));
+    let external = FnAllocator::new(
+        move |_, _, _| Ok(Some(DevicePtr(address.load(Ordering::SeqCst)))),
+        move |ptr, _, _, _| if succeeds.load(Ordering::SeqCst) { Ok(()) } else { Err(Error::UnknownPointer { ptr }) },
     );
-    let upstream = ExternalUpstream::new(&context.instance, Arc::new(plug)).unwrap();
+    let upstream = ExternalUpstream::new(&context.instance, Arc::new(external)).unwrap();
     let first = upstream.allocate(DEVICE, 100, stream).unwrap().unwrap();
-    let ask = |at| {
+    let allocate_at = |at| {
         next.store(at, Ordering::SeqCst);
         upstream.allocate(DEVICE, 100, stream)
     };
-    let taken = |at| Err(Error::ExternalOverlap { ptr: DevicePtr(at), bytes: 100, live: first, live_bytes: 100 });
-    assert_eq!((ask(0x1_0000), ask(0x1_0040)), (taken(0x1_0000), taken(0x1_0040)));
-    // What the plug would not take back is still taken; what it took may come again.
+    let overlap = |at| Err(Error::ExternalOverlap { ptr: DevicePtr(at), bytes: 100, live: first, live_bytes: 100 });
+    assert_eq!((allocate_at(0x1_0000), allocate_at(0x1_0040)), (overlap(0x1_0000), overlap(0x1_0040)));
+    // After a failed free the range is still allocated; after a successful one it may be reused.
     upstream.free(first, 100, DEVICE, stream).unwrap_err();
-    assert_eq!(ask(0x1_0040), taken(0x1_0040));
-    takes.store(true, Ordering::SeqCst);
+    assert_eq!(allocate_at(0x1_0040), overlap(0x1_0040));
+    frees.store(true, Ordering::SeqCst);
     upstream.free(first, 100, DEVICE, stream).unwrap();
-    assert_eq!(ask(0x1_0040), Ok(Some(DevicePtr(0x1_0040))));
+    assert_eq!(allocate_at(0x1_0040), Ok(Some(DevicePtr(0x1_0040))));
     context.finish();
 }
 
-/// A Rust type as a plug, with no closure in sight.
 #[test]
-fn any_type_can_be_a_plug() {
+fn a_rust_type_is_an_external_allocator() {
     struct Bump {
         base: DevicePtr,
         next: AtomicU64,

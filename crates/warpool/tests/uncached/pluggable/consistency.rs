@@ -1,26 +1,27 @@
-//! Limits, snapshots, random programs, failing drivers, threads: the books are right.
+//! Limits, snapshots, random programs, injected faults, threads: the allocation table stays consistent.
 
 use super::*;
+use crate::common::rng::Rng;
 
 #[test]
-fn a_cap_of_the_settings_holds() {
+fn the_memory_cap_limits_requests() {
     let settings = Settings { memory_cap_bytes: Some(5 * MIB), ..Settings::default() };
-    let context = TestContext::with(settings, Notebook::plug);
+    let context = TestContext::with(settings, LoggingAllocator::plain);
     let (own, other) = (context.stream(), context.stream());
-    let held = context.give(4 * MIB, &own);
+    let first = context.allocate(4 * MIB, &own);
     let report = context.expect_oom(2 * MIB, &own);
     assert_eq!((report.cause, report.bytes_limit), (OomCause::Limit, Some(5 * MIB)));
-    // What other streams still use counts, and is waited for.
+    // Pending blocks count, and are waited for.
     crate::common::keep_busy(&other);
-    context.allocator.record_use(held, other.id()).unwrap();
-    context.allocator.free(held).unwrap();
-    let next = context.give(5 * MIB, &own);
+    context.allocator.record_use(first, other.id()).unwrap();
+    context.allocator.free(first).unwrap();
+    let next = context.allocate(5 * MIB, &own);
     context.allocator.free(next).unwrap();
     context.finish();
 }
 
 #[test]
-fn snapshots_and_histories_show_blocks_with_their_stacks() {
+fn snapshots_and_history_have_call_stacks() {
     let context = TestContext::plain();
     let stream = context.stream();
     let frame = Frame { name: "step".into(), filename: "train.rs".into(), line: 12 };
@@ -29,20 +30,20 @@ fn snapshots_and_histories_show_blocks_with_their_stacks() {
         .allocator
         .record_history(Some(HistoryOptions { stacks: StackLevel::All, ..HistoryOptions::default() }))
         .unwrap();
-    let given = context.give(5000, &stream);
-    context.book.capacity.store(0, Ordering::SeqCst);
+    let block = context.allocate(5000, &stream);
+    context.external.capacity.store(0, Ordering::SeqCst);
     context.expect_oom(7, &stream);
     let snapshot = context.allocator.snapshot(SnapshotOptions::default()).unwrap();
     let segment = &snapshot.segments[0];
     assert_eq!(
         (segment.address, segment.total_size, segment.stream),
-        (given.ptr.0, 5000, stream.info().unwrap().raw.0)
+        (block.ptr.0, 5000, stream.info().unwrap().raw.0)
     );
     assert_eq!(snapshot.stacks[segment.blocks[0].stack.unwrap().0 as usize][0].line, 12);
-    context.allocator.free(given).unwrap();
+    context.allocator.free(block).unwrap();
     let trace = context.allocator.snapshot(SnapshotOptions::default()).unwrap().traces.remove(0);
     let actions: Vec<_> = trace.iter().map(|entry| entry.action).collect();
-    let whole = [
+    let expected = [
         Action::SegmentAlloc,
         Action::Alloc,
         Action::Oom,
@@ -51,69 +52,62 @@ fn snapshots_and_histories_show_blocks_with_their_stacks() {
         Action::FreeCompleted,
         Action::SegmentFree,
     ];
-    assert_eq!(actions, whole);
+    assert_eq!(actions, expected);
     assert!(trace.iter().all(|entry| entry.stack.is_some()), "{trace:#?}");
     context.finish();
 }
 
-/// Random programs over a plug that compares: on two streams, with pools, late frees, uses by others and trims.
+/// Random programs on three streams, with pools, drops, uses by other streams and trims.
 #[test]
-fn random_programs_keep_the_books() {
+fn counters_agree_with_the_external_allocator_in_random_programs() {
     for seed in 0..20 {
         println!("seed: {seed}");
-        let mut luck = seed;
-        let mut draw = move |n: u64| {
-            luck = u64::wrapping_add(luck, 0x9e37_79b9_7f4a_7c15);
-            let mut z = luck;
-            z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-            z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-            (z ^ (z >> 31)) % n
-        };
+        let mut rng = Rng::new(seed);
         let context = if seed % 2 == 0 { TestContext::plain() } else { TestContext::hooked() };
-        context.book.capacity.store(2 * MIB, Ordering::SeqCst);
+        context.external.capacity.store(2 * MIB, Ordering::SeqCst);
         let streams = [context.stream(), context.stream(), context.stream()];
         let pools = [context.allocator.create_pool(DEVICE, PoolOptions::default()).unwrap(), MemPoolId::DEFAULT];
         let mut live: Vec<Allocation> = Vec::new();
         for _ in 0..300 {
-            match draw(10) {
+            match rng.below(10) {
                 0..=3 => {
-                    let (bytes, stream) = (1 + draw(MIB / 4), &streams[draw(3) as usize]);
-                    let request = Request::new(DEVICE, stream.id(), bytes).in_pool(pools[draw(2) as usize]);
+                    let (bytes, stream) = (1 + rng.u64_below(MIB / 4), &streams[rng.below(3)]);
+                    let request = Request::new(DEVICE, stream.id(), bytes).in_pool(pools[rng.below(2)]);
                     match context.allocator.allocate_raw(request) {
-                        Ok(given) => {
-                            context.fill(given.ptr, draw(256) as u8, bytes, stream);
-                            live.push(given);
+                        Ok(block) => {
+                            context.fill(block.ptr, rng.u32() as u8, bytes, stream);
+                            live.push(block);
                         }
                         Err(Error::OutOfMemory(report)) => assert_eq!(report.cause, OomCause::Upstream),
                         Err(other) => panic!("{other}"),
                     }
                 }
                 4..=6 if !live.is_empty() => {
-                    let given = live.swap_remove(draw(live.len() as u64) as usize);
-                    match draw(3) {
-                        0 => context.allocator.free(given).unwrap(),
-                        1 => context.allocator.free_raw(given.ptr).unwrap(),
-                        _ => context.allocator.free_later(given),
+                    let block = live.swap_remove(rng.below(live.len()));
+                    match rng.below(3) {
+                        0 => context.allocator.free(block).unwrap(),
+                        1 => context.allocator.free_raw(block.ptr).unwrap(),
+                        _ => context.allocator.free_later(block),
                     }
                 }
                 7 | 8 if !live.is_empty() => {
-                    let given = live[draw(live.len() as u64) as usize];
-                    context.allocator.record_use(given, streams[draw(3) as usize].id()).unwrap();
+                    let block = live[rng.below(live.len())];
+                    context.allocator.record_use(block, streams[rng.below(3)].id()).unwrap();
                 }
-                9 if draw(10) == 0 => drop(context.trim()),
+                9 if rng.one_in(10) => drop(context.trim()),
                 _ => {}
             }
             let stats = context.stats();
-            assert_eq!(stats.active_bytes.all.current, context.book.bytes_live(), "seed {seed}");
+            assert_eq!(stats.active_bytes.all.current, context.external.bytes_live(), "seed {seed}");
             assert_eq!(stats.allocation.all.current, live.len() as u64, "seed {seed}");
         }
-        live.into_iter().for_each(|given| context.allocator.free(given).unwrap());
+        live.into_iter().for_each(|block| context.allocator.free(block).unwrap());
         context.allocator.release_pool(DEVICE, pools[0]).unwrap();
         context.finish();
     }
 }
 
-/// Everything that asks the driver: blocks that wait for streams, a capture, a replay, pools, a request that fails.
+/// Pending blocks, a pool, a capture, a replay, a request that fails.
 fn scenario(instance: &Instance, sim: &SimDriver, any: &Arc<dyn DeviceAllocator>) -> warpool::Result<()> {
     let device = instance.device(0)?;
     let (own, other) = (device.pool_stream()?, device.pool_stream()?);
@@ -157,15 +151,15 @@ fn every_driver_call_may_fail_once() {
         let plan = FaultPlan::new().fail_nth_of_all(nth, ErrorCode::NotPermitted).excluding(FaultPlan::CLEANUP);
         let faulty = Arc::new(Faulty::new(sim.clone(), plan));
         let Ok(instance) = Instance::new(faulty.clone()) else { continue };
-        // The plug's own calls go past the faults.
-        let book = Notebook::new(sim.clone());
-        let plug = if nth % 2 == 0 { book.plug() } else { book.plug_with_hooks() };
-        let any: Arc<dyn DeviceAllocator> = Arc::new(PluggableAllocator::new(&instance, Arc::new(plug)).unwrap());
+        // The external allocator's own calls do not fail.
+        let external = LoggingAllocator::new(sim.clone());
+        let made = if nth % 2 == 0 { external.plain() } else { external.with_hooks() };
+        let any: Arc<dyn DeviceAllocator> = Arc::new(PluggableAllocator::new(&instance, Arc::new(made)).unwrap());
         let _ = scenario(&instance, &sim, &any);
         let fired = faulty.injected();
         faulty.clear_plan();
         scenario(&instance, &sim, &any).unwrap_or_else(|error| panic!("after call {nth} failed: {error}"));
-        assert_eq!(book.live(), BTreeMap::new(), "call {nth} failed: {fired:?}");
+        assert_eq!(external.live(), BTreeMap::new(), "call {nth} failed: {fired:?}");
         let stats = any.stats(DEVICE).unwrap();
         assert_eq!((stats.active.all.current, stats.allocation.all.current), (0, 0), "call {nth} failed: {fired:?}");
         assert_eq!(sim.object_counts().allocations, 0, "call {nth} failed: {fired:?}");
@@ -178,7 +172,7 @@ fn every_driver_call_may_fail_once() {
 }
 
 #[test]
-fn threads_share_a_plug() {
+fn threads_share_an_external_allocator() {
     let context = TestContext::plain();
     thread::scope(|scope| {
         for thread in 0..4_u64 {
@@ -186,12 +180,12 @@ fn threads_share_a_plug() {
             scope.spawn(move || {
                 let stream = context.stream();
                 for step in 0..200 {
-                    let given = context.give(1 + (step * 7919 + thread * 104_729) % MIB, &stream);
-                    context.fill(given.ptr, step as u8, given.bytes, &stream);
+                    let block = context.allocate(1 + (step * 7919 + thread * 104_729) % MIB, &stream);
+                    context.fill(block.ptr, step as u8, block.bytes, &stream);
                     if step % 3 == 0 {
-                        context.allocator.free_later(given)
+                        context.allocator.free_later(block)
                     } else {
-                        context.allocator.free(given).unwrap()
+                        context.allocator.free(block).unwrap()
                     }
                 }
             });

@@ -1,44 +1,44 @@
-//! Where blocks are placed: rounding, cutting, joining, and how much is pinned for what is asked.
+//! Placement: rounding, splitting, merging, and how much is pinned for the requested bytes.
 
 use std::collections::BTreeMap;
 
 use warpool::driver::ErrorCode;
 use warpool::memory::{BlockState, HostBlock};
 
-use super::lab::{GIB, HostLab, KIB, MIB};
+use super::context::{GIB, KIB, MIB, TestContext};
 
 /// Runs a script and compares the segments. Steps: `a=SIZE`, `free a`, `drop a`, `trim`. Sizes have the units K, M, G.
-/// The picture lists segments by age, each block with its name, or `.` if free in the heap, or `:` if free in a cache.
+/// The picture lists segments by age, and each block by its name, `.` if free in the heap, or `:` if in a front cache.
 fn check(settings: &str, script: &str, picture: &str) {
-    let lab = HostLab::new(settings);
+    let context = TestContext::new(settings);
     let mut named: BTreeMap<String, HostBlock> = BTreeMap::new();
     let mut order: Vec<u64> = Vec::new();
     for step in script.split(';').map(str::trim).filter(|step| !step.is_empty()) {
         if let Some((name, size)) = step.split_once('=') {
-            named.insert(name.to_owned(), lab.alloc(bytes(size)));
+            named.insert(name.to_owned(), context.alloc(bytes(size)));
         } else if let Some(name) = step.strip_prefix("free ") {
-            lab.free(named.remove(name).expect("named before"));
+            context.free(named.remove(name).expect("a known name"));
         } else if let Some(name) = step.strip_prefix("drop ") {
-            drop(named.remove(name).expect("named before"));
+            drop(named.remove(name).expect("a known name"));
         } else {
-            assert_eq!(step, "trim", "no such step");
-            lab.trim(0);
+            assert_eq!(step, "trim", "unknown step");
+            context.trim(0);
         }
-        for segment in lab.segments() {
+        for segment in context.segments() {
             if !order.contains(&segment.address) {
                 order.push(segment.address);
             }
         }
     }
-    assert_eq!(draw(&lab, &order, &named), picture, "{script} with {settings:?}");
+    assert_eq!(draw(&context, &order, &named), picture, "{script} with {settings:?}");
     drop(named);
-    lab.finish();
+    context.finish();
 }
 
-fn draw(lab: &HostLab, order: &[u64], named: &BTreeMap<String, HostBlock>) -> String {
+fn draw(context: &TestContext, order: &[u64], named: &BTreeMap<String, HostBlock>) -> String {
     let name_at =
         |address: u64| named.iter().find(|(_, block)| block.ptr().0 == address).map(|(name, _)| name.as_str());
-    let segments = lab.segments();
+    let segments = context.segments();
     let by_age = order.iter().filter_map(|start| segments.iter().find(|segment| segment.address == *start));
     let drawn = by_age.map(|segment| {
         assert_eq!(segment.blocks.iter().map(|block| block.size).sum::<u64>(), segment.total_size);
@@ -85,11 +85,11 @@ fn small_blocks_share_segments_and_large_ones_have_their_own() {
 }
 
 #[test]
-fn freed_blocks_are_cached_first_and_joined_when_room_is_needed() {
+fn freed_blocks_are_cached_and_merged_when_nothing_fits() {
     check("", "a=256K; b=256K; free a", "[: 256K][b 256K][. 1536K]");
     check("", "a=256K; b=256K; free a; c=256K", "[c 256K][b 256K][. 1536K]");
     check("", "a=256K; b=256K; drop a; c=200K", "[: 256K][b 256K][c 208K][. 1328K]");
-    // Nothing fits before the caches are emptied; nothing more is pinned.
+    // Only the blocks of the emptied caches fit; nothing more is pinned.
     check(
         "",
         "a=256K; b=256K; c=256K; d=256K; e=256K; f=256K; g=256K; h=192K; free a; free b; i=240K; j=208K",
@@ -103,36 +103,35 @@ fn freed_blocks_are_cached_first_and_joined_when_room_is_needed() {
 }
 
 #[test]
-fn the_smallest_that_fits_is_taken() {
+fn the_smallest_fitting_range_is_used() {
     check("", "a=30M; b=14M; free a; free b; c=10M", "[. 30M] [c 10M][. 4M]");
     check("", "a=30M; b=14M; free a; free b; c=15M", "[c 15M][. 15M] [. 14M]");
-    // Within an eighth a block stays whole.
+    // A block is not split for less than an eighth.
     check("", "a=9M; free a; b=8M", "[b 9M]");
     check("", "a=72M; free a; b=64M", "[b 72M]");
     check("", "a=73M; free a; b=64M", "[b 64M][. 9M]");
     check("", "a=9M; free a; b=7.9M", "[b 8092K][. 1124K]");
 }
 
-/// Requests of one size fill their segments, and sizes between two powers of two waste little.
 #[test]
-fn many_small_requests_waste_an_eighth_at_most() {
-    for asked in [3_000, 9_000, 70_000, 140_000, 200_000, 250_000, 262_144] {
-        let lab = HostLab::new("");
-        let blocks: Vec<_> = (0..64 * MIB / asked).map(|_| lab.pinned.allocate(asked).unwrap()).collect();
-        let total = asked * blocks.len() as u64;
-        // Rounding takes an eighth, and so may the segment that was begun last.
-        let most = total + total / 8 + total / 8;
-        assert!(lab.pinned_bytes() <= most, "{asked}: {} pinned for {total}", lab.pinned_bytes());
+fn small_requests_of_one_size_waste_little() {
+    for requested in [3_000, 9_000, 70_000, 140_000, 200_000, 250_000, 262_144] {
+        let context = TestContext::new("");
+        let blocks: Vec<_> = (0..64 * MIB / requested).map(|_| context.pinned.allocate(requested).unwrap()).collect();
+        let total = requested * blocks.len() as u64;
+        // Rounding wastes an eighth, and so may the last segment.
+        let max = total + total / 8 + total / 8;
+        assert!(context.pinned_bytes() <= max, "{requested}: {} pinned for {total}", context.pinned_bytes());
         drop(blocks);
-        lab.finish();
+        context.finish();
     }
 }
 
-/// The weights of a Llama of 7 billion parameters, in 16 bits: 32000 x 4096 twice, and in each of 32 layers four of
-/// 4096 x 4096, three of 11008 x 4096 and two norms.
+/// The weights of a Llama model with 7 billion parameters, in 16 bits: 32000 x 4096 twice, and in each of 32 layers
+/// four of 4096 x 4096, three of 11008 x 4096 and two norms.
 #[test]
-fn a_model_of_seven_billion_wastes_an_eighth_at_most() {
-    let lab = HostLab::new("");
+fn a_model_of_seven_billion_parameters_wastes_almost_nothing() {
+    let context = TestContext::new("");
     let mut sizes = vec![32_000 * 4096 * 2; 2];
     for _ in 0..32 {
         sizes.extend([4096 * 4096 * 2; 4]);
@@ -140,57 +139,56 @@ fn a_model_of_seven_billion_wastes_an_eighth_at_most() {
         sizes.extend([4096 * 2; 2]);
     }
     sizes.push(4096 * 2);
-    let asked: u64 = sizes.iter().sum();
-    assert_eq!(asked, 13_476_831_232, "a 7B model");
-    let blocks: Vec<_> = sizes.iter().map(|&bytes| lab.pinned.allocate(bytes).unwrap()).collect();
-    let pinned = lab.pinned_bytes();
-    assert!(pinned <= asked + asked / 8, "{pinned} for {asked}");
-    // In truth it is far better: only the segment that the norms share is not full.
-    assert!(pinned <= asked + 4 * MIB, "{pinned} for {asked}");
+    let requested: u64 = sizes.iter().sum();
+    assert_eq!(requested, 13_476_831_232, "a 7B model");
+    let blocks: Vec<_> = sizes.iter().map(|&bytes| context.pinned.allocate(bytes).unwrap()).collect();
+    let pinned = context.pinned_bytes();
+    // Only the segment that the norms share is not full.
+    assert!(pinned <= requested + 4 * MIB, "{pinned} for {requested}");
     drop(blocks);
-    // Again in another order: nothing more is pinned.
+    // In another order nothing more is pinned.
     sizes.reverse();
-    let blocks: Vec<_> = sizes.iter().map(|&bytes| lab.pinned.allocate(bytes).unwrap()).collect();
-    assert_eq!(lab.pinned_bytes(), pinned);
+    let blocks: Vec<_> = sizes.iter().map(|&bytes| context.pinned.allocate(bytes).unwrap()).collect();
+    assert_eq!(context.pinned_bytes(), pinned);
     drop(blocks);
-    lab.pinned.check();
-    lab.finish();
+    context.pinned.check();
+    context.finish();
 }
 
-/// What took 32 GiB elsewhere: 20.4 GiB pin 20.5 at most, as one request or as many. Small pieces are tried with a
-/// hundredth of it: the simulated machine's memory is real, and only large pieces cost nothing before they are touched.
+/// 20.4 GiB, for which powers of two pin 32 GiB, pin at most 20.5, as one request or as many. Small requests are tested
+/// with a hundredth of it: simulated host memory is real, and only large ranges cost nothing before they are touched.
 #[test]
-fn twenty_gibibytes_pin_no_more() {
-    for (piece, share) in [(MIB + 1, 100), (5_000_001, 100), (100_000_001, 1), (3 * GIB + 1, 1), (21 * GIB, 1)] {
-        let (asked, most) = ((20.4 * GIB as f64) as u64 / share, (20.5 * GIB as f64) as u64 / share);
-        let lab = HostLab::new("");
-        let mut left = asked;
+fn twenty_gibibytes_waste_almost_nothing() {
+    for (piece, divisor) in [(MIB + 1, 100), (5_000_001, 100), (100_000_001, 1), (3 * GIB + 1, 1), (21 * GIB, 1)] {
+        let (requested, max) = ((20.4 * GIB as f64) as u64 / divisor, (20.5 * GIB as f64) as u64 / divisor);
+        let context = TestContext::new("");
+        let mut left = requested;
         let mut blocks = Vec::new();
         while left > 0 {
             let bytes = piece.min(left);
-            match lab.pinned.allocate(bytes) {
+            match context.pinned.allocate(bytes) {
                 Ok(block) => blocks.push(block),
                 Err(error) if error.driver().is_some_and(|error| error.code == ErrorCode::OutOfMemory) => {
-                    eprintln!("this machine does not give {bytes} bytes at once; passed over");
+                    eprintln!("this machine cannot map {bytes} bytes at once; skipped");
                     break;
                 }
                 Err(error) => panic!("{error}"),
             }
             left -= bytes;
         }
-        let pinned = lab.pinned_bytes();
-        assert!(left > 0 || asked <= pinned && pinned <= most, "{pinned} in pieces of {piece}");
+        let pinned = context.pinned_bytes();
+        assert!(left > 0 || requested <= pinned && pinned <= max, "{pinned} in pieces of {piece}");
         drop(blocks);
-        lab.finish();
+        context.finish();
     }
 }
 
-/// The worst size of all: just above a mebibyte, a page is wasted on a byte.
+/// The worst size: one byte above a mebibyte takes another page.
 #[test]
 fn large_requests_waste_a_page_at_most() {
-    let lab = HostLab::new("");
-    let blocks: Vec<_> = (0..50).map(|_| lab.alloc(MIB + 1)).collect();
-    assert_eq!(lab.pinned_bytes(), 50 * (MIB + 4 * KIB));
+    let context = TestContext::new("");
+    let blocks: Vec<_> = (0..50).map(|_| context.alloc(MIB + 1)).collect();
+    assert_eq!(context.pinned_bytes(), 50 * (MIB + 4 * KIB));
     drop(blocks);
-    lab.finish();
+    context.finish();
 }

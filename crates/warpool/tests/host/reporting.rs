@@ -4,7 +4,7 @@ use std::sync::{Arc, Mutex};
 
 use warpool::memory::{Action, BlockState, Frame, HistoryOptions, HostStats, SegmentKind, Stack, StackLevel, Stat};
 
-use super::lab::{HostLab, KIB, MIB};
+use super::context::{KIB, MIB, TestContext};
 
 fn stat(current: u64, peak: u64, allocated: u64, freed: u64) -> Stat {
     Stat { current, peak, allocated, freed }
@@ -13,10 +13,10 @@ fn stat(current: u64, peak: u64, allocated: u64, freed: u64) -> Stat {
 /// TestCuda.test_host_memory_stats: exact over allocation, reuse, emptying and resets.
 #[test]
 fn counters_are_exact_for_one_thread() {
-    let lab = HostLab::new("");
-    assert_eq!(lab.stats(), HostStats { pinned_bytes_by_device: vec![0], ..HostStats::default() });
-    let [one, two] = [lab.alloc(MIB), lab.alloc(1000)];
-    let stats = lab.stats();
+    let context = TestContext::new("");
+    assert_eq!(context.stats(), HostStats { pinned_bytes_by_device: vec![0], ..HostStats::default() });
+    let [one, two] = [context.alloc(MIB), context.alloc(1000)];
+    let stats = context.stats();
     assert_eq!((stats.allocations, stats.allocated_bytes), (stat(2, 2, 2, 0), stat(3 * MIB, 3 * MIB, 3 * MIB, 0)));
     assert_eq!(stats.active_requests, stat(2, 2, 2, 0));
     assert_eq!(stats.active_bytes, stat(MIB + KIB, MIB + KIB, MIB + KIB, 0));
@@ -27,54 +27,53 @@ fn counters_are_exact_for_one_thread() {
     assert!(time.total_us >= time.max_us + time.min_us);
 
     drop(one);
-    let stats = lab.stats();
+    let stats = context.stats();
     assert_eq!(stats.active_bytes, stat(KIB, MIB + KIB, MIB + KIB, MIB));
     assert_eq!((stats.allocated_bytes.current, stats.cached_bytes), (3 * MIB, 3 * MIB - KIB));
-    let again = lab.alloc(MIB);
-    let stats = lab.stats();
+    let again = context.alloc(MIB);
+    let stats = context.stats();
     assert_eq!(stats.active_requests, stat(2, 2, 3, 1));
     assert_eq!((stats.allocations.allocated, stats.num_host_alloc), (2, 2), "nothing more was pinned");
 
     drop(again);
-    lab.trim(0);
-    let stats = lab.stats();
+    context.trim(0);
+    let stats = context.stats();
     assert_eq!((stats.allocations, stats.allocated_bytes), (stat(1, 2, 2, 1), stat(2 * MIB, 3 * MIB, 3 * MIB, MIB)));
     assert_eq!((stats.num_host_free, stats.host_free_time.count), (1, 1));
 
-    lab.pinned.reset_peak_stats();
-    let stats = lab.stats();
+    context.pinned.reset_peak_stats();
+    let stats = context.stats();
     assert_eq!((stats.allocated_bytes.peak, stats.active_requests.peak), (2 * MIB, 1));
-    lab.pinned.reset_accumulated_stats();
-    let stats = lab.stats();
+    context.pinned.reset_accumulated_stats();
+    let stats = context.stats();
     assert_eq!(stats.active_bytes, stat(KIB, KIB, 0, 0));
     assert_eq!(stats.allocated_bytes, stat(2 * MIB, 2 * MIB, 0, 0));
     assert_eq!((stats.num_host_alloc, stats.host_alloc_time), (0, Default::default()));
     drop(two);
-    lab.finish();
-}
-
-/// What waits for a stream is active until it has passed.
-#[test]
-fn waiting_blocks_are_active() {
-    let lab = HostLab::new("");
-    let stream = lab.stream();
-    let block = lab.alloc(KIB);
-    lab.pause_stream(&stream);
-    lab.upload(&block, &stream);
-    lab.free(block);
-    assert_eq!(lab.stats().active_bytes, stat(KIB, KIB, KIB, 0));
-    lab.let_go(&stream);
-    assert_eq!(lab.stats().active_requests.current, 1, "reading the counters asks nobody");
-    lab.pinned.process_pending().unwrap();
-    assert_eq!(lab.stats().active_bytes, stat(0, KIB, KIB, KIB));
-    lab.finish();
+    context.finish();
 }
 
 #[test]
-fn names_are_those_of_pytorch() {
-    let lab = HostLab::new("");
-    let block = lab.alloc(4096);
-    let flat = lab.stats().flattened();
+fn pending_blocks_are_active() {
+    let context = TestContext::new("");
+    let stream = context.stream();
+    let block = context.alloc(KIB);
+    context.pause_stream(&stream);
+    context.upload(&block, &stream);
+    context.free(block);
+    assert_eq!(context.stats().active_bytes, stat(KIB, KIB, KIB, 0));
+    context.finish_stream(&stream);
+    assert_eq!(context.stats().active_requests.current, 1, "reading the counters processes nothing");
+    context.pinned.process_pending().unwrap();
+    assert_eq!(context.stats().active_bytes, stat(0, KIB, KIB, KIB));
+    context.finish();
+}
+
+#[test]
+fn counters_have_the_names_of_pytorch() {
+    let context = TestContext::new("");
+    let block = context.alloc(4096);
+    let flat = context.stats().flattened();
     let of = |name: &str| flat.iter().find(|(other, _)| other == name).map(|(_, value)| *value);
     assert_eq!(of("active_bytes.current"), Some(4096));
     assert_eq!(
@@ -89,88 +88,87 @@ fn names_are_those_of_pytorch() {
             && names.contains(&"allocated_bytes.freed")
     );
     drop(block);
-    lab.finish();
+    context.finish();
 }
 
-fn actions(lab: &HostLab) -> Vec<Action> {
-    lab.snapshot().host_traces.unwrap().iter().map(|entry| entry.action).collect()
+fn actions(context: &TestContext) -> Vec<Action> {
+    context.snapshot().host_traces.unwrap().iter().map(|entry| entry.action).collect()
 }
 
 #[test]
-fn the_history_tells_what_happened() {
-    let lab = HostLab::new("");
-    let stream = lab.stream();
-    assert_eq!(lab.snapshot().host_traces, Some(vec![]));
-    lab.pinned.record_history(Some(HistoryOptions { stacks: StackLevel::All, ..HistoryOptions::default() }));
+fn the_history_lists_every_step() {
+    let context = TestContext::new("");
+    let stream = context.stream();
+    assert_eq!(context.snapshot().host_traces, Some(vec![]));
+    context.pinned.record_history(Some(HistoryOptions { stacks: StackLevel::All, ..HistoryOptions::default() }));
     let gather =
         || -> Option<Stack> { Some([Frame { name: "here".into(), filename: "main.rs".into(), line: 1 }].into()) };
-    lab.pinned.observers().set_stack_hook(Some(Arc::new(gather)));
-    let block = lab.alloc(1000);
+    context.pinned.observers().set_stack_hook(Some(Arc::new(gather)));
+    let block = context.alloc(1000);
     let ptr = block.ptr();
-    lab.free(block);
-    let block = lab.alloc(900);
-    lab.pause_stream(&stream);
-    lab.upload(&block, &stream);
+    context.free(block);
+    let block = context.alloc(900);
+    context.pause_stream(&stream);
+    context.upload(&block, &stream);
     drop(block);
-    lab.let_go(&stream);
-    lab.pinned.process_pending().unwrap();
+    context.finish_stream(&stream);
+    context.pinned.process_pending().unwrap();
     use Action::{Alloc, FreeCompleted, FreeRequested, SegmentAlloc, SegmentFree};
     let free = [FreeRequested, FreeCompleted];
-    assert_eq!(actions(&lab), [&[SegmentAlloc, Alloc][..], &free, &[Alloc], &free].concat());
-    let snapshot = lab.snapshot();
+    assert_eq!(actions(&context), [&[SegmentAlloc, Alloc][..], &free, &[Alloc], &free].concat());
+    let snapshot = context.snapshot();
     let traces = snapshot.host_traces.as_ref().unwrap();
     assert_eq!((traces[0].addr, traces[0].size), (ptr.0, 2 * MIB));
     assert_eq!((traces[1].addr, traces[1].size, traces[4].size), (ptr.0, 1000, 900));
     assert!(traces.iter().all(|entry| entry.stack.is_some() && entry.stream == 0));
     assert!(traces.is_sorted_by_key(|entry| entry.time_us));
-    lab.trim(0);
-    assert_eq!(actions(&lab).last(), Some(&SegmentFree));
-    // Off, it is forgotten, and the hot path is quiet again.
-    lab.pinned.record_history(None);
-    lab.free(lab.alloc(1));
-    assert_eq!(actions(&lab), []);
-    lab.finish();
+    context.trim(0);
+    assert_eq!(actions(&context).last(), Some(&SegmentFree));
+    // Stopped, it is cleared, and nothing is recorded.
+    context.pinned.record_history(None);
+    context.free(context.alloc(1));
+    assert_eq!(actions(&context), []);
+    context.finish();
 }
 
 #[test]
-fn trackers_are_told_and_may_call() {
-    let lab = HostLab::new("");
+fn trackers_are_called_without_a_lock() {
+    let context = TestContext::new("");
     let seen = Arc::new(Mutex::new(Vec::new()));
-    let (theirs, pinned) = (Arc::clone(&seen), lab.pinned.clone());
-    let id = lab.pinned.observers().attach_tracker(
+    let (entries, pinned) = (Arc::clone(&seen), context.pinned.clone());
+    let id = context.pinned.observers().attach_tracker(
         &[Action::Alloc, Action::FreeCompleted],
-        Arc::new(move |device, event| {
-            // No lock is held.
+        Arc::new(move |device, entry| {
             let _ = pinned.stats();
-            theirs.lock().unwrap().push((device.0, event.action, event.size));
+            entries.lock().unwrap().push((device.0, entry.action, entry.size));
         }),
     );
-    drop(lab.alloc(5000));
+    drop(context.alloc(5000));
     let expected = [(u32::MAX, Action::Alloc, 5000), (u32::MAX, Action::FreeCompleted, 5000)];
     assert_eq!(*seen.lock().unwrap(), expected);
-    assert!(lab.pinned.observers().detach(id));
-    lab.finish();
+    assert!(context.pinned.observers().detach(id));
+    context.finish();
 }
 
 #[test]
-fn a_snapshot_shows_segments_and_blocks() {
-    let lab = HostLab::new("");
-    let stream = lab.stream();
-    let [live, waiting, idle] = [1000, 3 * MIB, 2000].map(|bytes| lab.alloc(bytes));
-    lab.pause_stream(&stream);
-    lab.upload(&waiting, &stream);
-    let ptrs = [live.ptr(), waiting.ptr(), idle.ptr()];
-    lab.free(waiting);
-    lab.free(idle);
+fn a_snapshot_has_all_segments_and_blocks() {
+    let context = TestContext::new("");
+    let stream = context.stream();
+    let [live, pending, free] = [1000, 3 * MIB, 2000].map(|bytes| context.alloc(bytes));
+    context.pause_stream(&stream);
+    context.upload(&pending, &stream);
+    let ptrs = [live.ptr(), pending.ptr(), free.ptr()];
+    context.free(pending);
+    context.free(free);
     assert_eq!(
-        ptrs.map(|ptr| lab.state_at(ptr)),
+        ptrs.map(|ptr| context.state_at(ptr)),
         [BlockState::ActiveAllocated, BlockState::ActivePendingFree, BlockState::Inactive]
     );
-    let segments = lab.segments();
+    let segments = context.segments();
     assert!(segments.is_sorted_by_key(|segment| segment.address));
     let sum = |of: fn(&warpool::memory::SegmentInfo) -> u64| segments.iter().map(of).sum::<u64>();
-    assert_eq!(sum(|segment| segment.total_size), lab.stats().allocated_bytes.current);
-    assert_eq!(sum(|segment| segment.active_size), lab.stats().active_bytes.current);
+    assert_eq!(sum(|segment| segment.total_size), context.stats().allocated_bytes.current);
+    assert_eq!(sum(|segment| segment.active_size), context.stats().active_bytes.current);
     assert_eq!((sum(|segment| segment.allocated_size), sum(|segment| segment.requested_size)), (KIB, 1000 + 3 * MIB));
     for segment in &segments {
         assert_eq!((segment.device, segment.stream, segment.kind), (-1, 0, SegmentKind::Small));
@@ -181,6 +179,6 @@ fn a_snapshot_shows_segments_and_blocks() {
         }
     }
     drop(live);
-    lab.let_go(&stream);
-    lab.finish();
+    context.finish_stream(&stream);
+    context.finish();
 }

@@ -1,8 +1,5 @@
-//! Two simulated devices with streams, and work on pinned memory whose outcome can be checked: copies of tags to and
-//! from small device buffers.
-//!
-//! The rule: only what its caller ordered is put into streams. What is in order, and what may be in flight, the model
-//! knows.
+//! Two simulated devices with streams, and work on pinned memory whose result can be checked: copies of tags to and
+//! from small device buffers. The caller orders the work; the model tracks what may be in flight.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -18,27 +15,26 @@ use crate::common::rng::Rng;
 const MIB: u64 = 1 << 20;
 pub const DEVICES: u32 = 2;
 const STREAMS_EACH: usize = 2;
-/// How much of each end of a block carries its tag.
+/// The bytes at each end of a block that hold its tag.
 const END: u64 = 64;
 const SLOTS: usize = 8;
 
-/// The machine.
-pub struct Machine {
+pub struct Devices {
     pub sim: Arc<SimDriver>,
     pub instance: Instance,
     /// Of all devices.
     pub streams: Vec<Stream>,
     _leases: Vec<StreamLease>,
     buffers: Vec<Buffer>,
-    /// Streams that are held, by number.
-    pub held: BTreeSet<usize>,
+    /// Paused streams, by number.
+    pub paused: BTreeSet<usize>,
     start: ObjectCounts,
 }
 
-/// A stream's own device memory: where tags are copied to, and behind that, where they are copied from.
+/// A stream's device memory: slots that tags are copied to, and after them the source of copies to blocks.
 struct Buffer {
     ptr: DevicePtr,
-    /// What each slot must hold once the stream is done: the tag, and how many bytes of it.
+    /// The expected content of each slot once the stream is done: the tag, and how many bytes of it.
     expected: [Option<(u32, u64)>; SLOTS],
     next: usize,
 }
@@ -53,7 +49,7 @@ impl Buffer {
     }
 }
 
-/// The parts of a block that carry its tag: both ends, at multiples of four.
+/// The parts of a block that hold its tag: both ends, at multiples of four.
 pub fn parts(bytes: u64) -> Vec<(u64, u64)> {
     if bytes <= 2 * END {
         return vec![(0, bytes)];
@@ -62,13 +58,12 @@ pub fn parts(bytes: u64) -> Vec<(u64, u64)> {
     vec![(0, END), (last, bytes - last)]
 }
 
-/// A tag over and over.
+/// A tag, repeated.
 pub fn pattern(tag: u32, bytes: u64) -> Vec<u8> {
-    tag.to_le_bytes().into_iter().cycle().take(usize::try_from(bytes).expect("a few")).collect()
+    tag.to_le_bytes().into_iter().cycle().take(usize::try_from(bytes).expect("a small number")).collect()
 }
 
-impl Machine {
-    /// With rng from the seed.
+impl Devices {
     pub fn new(seed: u64) -> Self {
         let mut rng = Rng::new(seed ^ 0x5eed);
         let mut config = SimConfig::default().with_seed(seed).with_devices(DEVICES).with_capacity(256 * MIB);
@@ -93,10 +88,10 @@ impl Machine {
             })
             .collect();
         let start = sim.object_counts();
-        Self { sim, instance, streams, _leases: leases, buffers, held: BTreeSet::new(), start }
+        Self { sim, instance, streams, _leases: leases, buffers, paused: BTreeSet::new(), start }
     }
 
-    /// Copies a block's tag to the stream's buffer, where it is looked at once the stream is done.
+    /// Copies a block's tag to the stream's buffer, where it is checked once the stream is done.
     pub fn copy_out(&mut self, ptr: HostPtr, bytes: u64, tag: u32, stream: usize) {
         for (offset, len) in parts(bytes) {
             let buffer = &mut self.buffers[stream];
@@ -121,47 +116,47 @@ impl Machine {
         self.sim.copy(to, from, bytes, self.streams[stream].id()).unwrap();
     }
 
-    /// A fresh event, recorded in a stream.
-    pub fn mark(&self, stream: usize) -> EventId {
+    /// A new event, recorded in a stream.
+    pub fn record_event(&self, stream: usize) -> EventId {
         let stream = &self.streams[stream];
         let event = self.sim.event_create(stream.device_id(), EventOptions::default()).unwrap();
         self.sim.event_record(event, stream.id(), EventScope::Plain).unwrap();
         event
     }
 
-    /// Whether a stream has come past a mark.
-    pub fn passed(&self, mark: EventId) -> bool {
-        self.sim.event_query(mark).unwrap()
+    /// Whether an event has passed.
+    pub fn has_passed(&self, event: EventId) -> bool {
+        self.sim.event_query(event).unwrap()
     }
 
-    /// Waits for a stream, and looks at what it copied. A held one is let through, and stays held.
+    /// Waits for a stream, and checks what it copied. A paused one runs its work, and stays paused.
     pub fn wait_for(&mut self, stream: usize) {
         self.streams[stream].synchronize().unwrap();
         let device = self.streams[stream].device_id();
         for slot in 0..SLOTS {
             let Some((tag, len)) = self.buffers[stream].expected[slot].take() else { continue };
-            let mut seen = vec![0; usize::try_from(len).expect("a few")];
-            self.sim.download(device, self.buffers[stream].slot(slot), &mut seen).unwrap();
-            assert_eq!(seen, pattern(tag, len), "what stream {stream} copied from the block with tag {tag:#x}");
+            let mut read = vec![0; usize::try_from(len).expect("a small number")];
+            self.sim.download(device, self.buffers[stream].slot(slot), &mut read).unwrap();
+            assert_eq!(read, pattern(tag, len), "what stream {stream} copied from the block with tag {tag:#x}");
         }
     }
 
-    /// Whether work that is put into `stream` now cannot begin.
-    pub fn is_held(&self, stream: usize) -> bool {
-        self.held.contains(&stream)
+    /// Whether work queued in `stream` now does not start.
+    pub fn is_paused(&self, stream: usize) -> bool {
+        self.paused.contains(&stream)
     }
 
     pub fn pause_stream(&mut self, stream: usize) {
         self.sim.pause_stream(self.streams[stream].id()).unwrap();
-        self.held.insert(stream);
+        self.paused.insert(stream);
     }
 
-    pub fn let_go(&mut self, stream: usize) {
+    pub fn resume_stream(&mut self, stream: usize) {
         self.sim.resume_stream(self.streams[stream].id()).unwrap();
-        self.held.remove(&stream);
+        self.paused.remove(&stream);
     }
 
-    /// At the end, after all was given back: nothing was out of order, nothing is left.
+    /// At the end, after everything is freed: no hazard, no objects left.
     pub fn expect_clean(mut self, events: Vec<EventId>) {
         for stream in 0..self.streams.len() {
             self.wait_for(stream);
@@ -173,7 +168,7 @@ impl Machine {
             device.event_pool().trim().unwrap();
         }
         self.expect_no_hazards();
-        assert_eq!(self.sim.object_counts(), self.start, "what is left, and what there was");
+        assert_eq!(self.sim.object_counts(), self.start, "objects left, and objects before");
     }
 
     pub fn expect_no_hazards(&self) {

@@ -1,8 +1,7 @@
-//! A scenario with pinned memory, on a driver that can be made to fail. It goes on after an error, as a program would
-//! that meets one and tries the next thing.
+//! A scenario with pinned memory, on a driver with injected faults. It continues after an error.
 //!
-//! What it does not forgive: books that disagree with the driver, memory that two have, a tag that is gone, or a call
-//! that fails although nothing was made to fail.
+//! It panics if the counters disagree with the driver, if blocks overlap, if a tag is overwritten, or if a call fails
+//! without an injected fault.
 
 use std::cell::{Cell, RefCell};
 use std::sync::Arc;
@@ -18,11 +17,11 @@ use warpool::{Error, Instance, Result, Stream, StreamLease};
 
 pub const KIB: u64 = 1 << 10;
 pub const MIB: u64 = 1 << 20;
-/// Where each stream's part of a buffer is.
+/// The size of each stream's part of a buffer.
 const PART: u64 = 64;
 
-/// Two devices, a driver that can be made to fail, and an allocator.
-pub struct Lab {
+/// An allocator on two devices, over a driver with injected faults.
+pub struct TestContext {
     pub sim: Arc<SimDriver>,
     pub faulty: Arc<Faulty>,
     instance: Instance,
@@ -32,50 +31,50 @@ pub struct Lab {
     /// One for each device.
     buffers: [DevicePtr; 2],
     _leases: Vec<StreamLease>,
-    /// Ranges that the scenario has, with their tags.
+    /// The allocated ranges, with their tags.
     live: RefCell<Vec<(HostPtr, u64, u8)>>,
     next_tag: Cell<u8>,
     start: ObjectCounts,
 }
 
-/// A block of the scenario's, with its tag in it. It is struck off the list as it goes.
+/// An allocated block with a tag at both ends. Removed from the list when it is freed.
 pub struct Tagged<'a> {
-    lab: &'a Lab,
+    context: &'a TestContext,
     block: Option<HostBlock>,
 }
 
 impl Tagged<'_> {
     fn block(&self) -> &HostBlock {
-        self.block.as_ref().expect("it goes but once")
+        self.block.as_ref().expect("freed once")
     }
 
-    /// Strikes it off, after a last look. Past the faults: what is in memory does not depend on who is asked.
-    fn strike(&mut self) -> Option<HostBlock> {
+    /// Removes it from the list and checks its tag, through the driver without faults.
+    fn remove(&mut self) -> Option<HostBlock> {
         let block = self.block.take()?;
-        let mut live = self.lab.live.borrow_mut();
-        let at = live.iter().position(|(ptr, ..)| *ptr == block.ptr()).expect("it is on the list");
+        let mut live = self.context.live.borrow_mut();
+        let at = live.iter().position(|(ptr, ..)| *ptr == block.ptr()).expect("it is in the list");
         let (ptr, bytes, tag) = live.swap_remove(at);
-        let mut seen = [0; 2];
-        self.lab.sim.host_read(ptr, &mut seen[..1]).unwrap();
-        self.lab.sim.host_read(HostPtr(ptr.0 + bytes - 1), &mut seen[1..]).unwrap();
-        assert_eq!(seen, [tag; 2], "the tag of {bytes} bytes at {ptr}");
+        let mut read = [0; 2];
+        self.context.sim.host_read(ptr, &mut read[..1]).unwrap();
+        self.context.sim.host_read(HostPtr(ptr.0 + bytes - 1), &mut read[1..]).unwrap();
+        assert_eq!(read, [tag; 2], "the tag of {bytes} bytes at {ptr}");
         Some(block)
     }
 
     fn free(mut self) -> Result<()> {
-        self.strike().expect("it goes but once").free()
+        self.remove().expect("freed once").free()
     }
 }
 
 impl Drop for Tagged<'_> {
     fn drop(&mut self) {
         if !std::thread::panicking() {
-            self.strike();
+            self.remove();
         }
     }
 }
 
-impl Lab {
+impl TestContext {
     pub fn new(settings: PinnedSettings) -> Self {
         let mut config = SimConfig::default().with_devices(2).with_capacity(300 * MIB);
         for device in &mut config.devices {
@@ -98,79 +97,79 @@ impl Lab {
         Self { sim, faulty, instance, host, memory, streams, buffers, _leases: leases, live, next_tag, start }
     }
 
-    /// The books agree with each other and with the driver, whatever failed.
+    /// The counters agree with each other and with the driver.
     pub fn check(&self) {
         self.host.check();
-        let (stats, census) = (self.host.stats(), self.sim.object_counts());
-        let books = (stats.allocations.current, stats.allocated_bytes.current);
+        let (stats, counts) = (self.host.stats(), self.sim.object_counts());
+        let counted = (stats.allocations.current, stats.allocated_bytes.current);
         assert_eq!(
-            books,
-            (census.pinned as u64, census.bytes_pinned),
-            "{:?}: pinned by the books, and by the driver",
+            counted,
+            (counts.pinned as u64, counts.bytes_pinned),
+            "{:?}: pinned by the counters, and by the driver",
             self.faulty.injected()
         );
     }
 
-    /// Takes a block in: nobody has any of it. Its tag is written past the faults.
+    /// Adds a block to the list, which must not overlap another, and writes its tag without faults.
     fn tagged(&self, block: HostBlock) -> Tagged<'_> {
         let (start, end) = (block.ptr().0, block.ptr().0 + block.bytes_usable());
         let mut live = self.live.borrow_mut();
         let met = live.iter().find(|(ptr, bytes, _)| start < ptr.0 + bytes && ptr.0 < end);
-        assert_eq!(met, None, "{:?}: somebody has a part of {block:?}", self.faulty.injected());
+        assert_eq!(met, None, "{:?}: {block:?} overlaps another", self.faulty.injected());
         let tag = self.next_tag.get();
         self.next_tag.set(tag.wrapping_add(1));
         self.sim.host_write(block.ptr(), &[tag]).unwrap();
         self.sim.host_write(HostPtr(end - block.bytes_usable() + block.bytes() - 1), &[tag]).unwrap();
         live.push((block.ptr(), block.bytes(), tag));
-        Tagged { lab: self, block: Some(block) }
+        Tagged { context: self, block: Some(block) }
     }
 
-    fn get(&self, bytes: u64) -> Result<Tagged<'_>> {
+    fn allocate(&self, bytes: u64) -> Result<Tagged<'_>> {
         let block = self.host.allocate(bytes);
         self.check();
         Ok(self.tagged(block?))
     }
 
-    /// A stream copies from a block. What could not be recorded is not used.
-    fn used(&self, block: &Tagged<'_>, stream: usize) -> Result<()> {
+    /// A stream copies from a block, after the use was recorded.
+    fn use_on(&self, block: &Tagged<'_>, stream: usize) -> Result<()> {
         block.block().record_use(&self.streams[stream])?;
         let buffer = self.buffers[self.streams[stream].device_id().0 as usize].offset(PART * stream as u64);
         Ok(self.faulty.copy(buffer.into(), block.block().ptr().into(), 1, self.streams[stream].id())?)
     }
 
-    /// The whole scenario. Errors are passed over if `tolerant`.
+    /// Runs all parts. Errors are ignored if `tolerant`.
     pub fn scenario(&self, tolerant: bool) {
-        let pass = |outcome: Result<()>| match outcome {
-            Err(error) if !tolerant => panic!("nothing was made to fail: {error}"),
+        let expect = |outcome: Result<()>| match outcome {
+            Err(error) if !tolerant => panic!("no fault was injected: {error}"),
             _ => self.check(),
         };
-        pass(self.sizes());
-        pass(self.devices());
-        pass(self.uses());
-        pass(self.caps());
-        pass(self.switches());
-        pass(self.capture());
-        pass(self.host.process_pending());
-        pass(self.host.trim(3 * MIB).map(drop));
-        pass(self.host.trim(0).map(drop));
+        expect(self.sizes());
+        expect(self.devices());
+        expect(self.uses());
+        expect(self.caps());
+        expect(self.changed_settings());
+        expect(self.capture());
+        expect(self.host.process_pending());
+        expect(self.host.trim(3 * MIB).map(drop));
+        expect(self.host.trim(0).map(drop));
     }
 
     fn sizes(&self) -> Result<()> {
         let mut outcome = Ok(());
         let mut blocks = Vec::new();
         for bytes in [1, 700, 5 * KIB, 200 * KIB, 300 * KIB, MIB, 3 * MIB, 200 * KIB] {
-            match self.get(bytes) {
+            match self.allocate(bytes) {
                 Ok(block) => blocks.push(block),
                 Err(error) => outcome = Err(error),
             }
         }
-        // Through the driver that fails: an error, or what was written.
+        // Through the driver with faults: an error, or what was written.
         if let Some(block) = blocks.last() {
             let written = block.block().write(1, &[9; 16]);
-            let mut seen = [0; 16];
-            let read = block.block().read(1, &mut seen);
+            let mut bytes = [0; 16];
+            let read = block.block().read(1, &mut bytes);
             if written.is_ok() && read.is_ok() {
-                assert_eq!(seen, [9; 16]);
+                assert_eq!(bytes, [9; 16]);
             }
             outcome = outcome.and(written).and(read);
         }
@@ -206,13 +205,13 @@ impl Lab {
         outcome
     }
 
-    /// Streams use blocks; destructors and callers give them back.
+    /// Streams use blocks, which are freed or dropped.
     fn uses(&self) -> Result<()> {
         let mut outcome = Ok(());
         for round in 0..6 {
-            match self.get(100 * KIB * (1 + round % 3)) {
+            match self.allocate(100 * KIB * (1 + round % 3)) {
                 Ok(block) => {
-                    let used = self.used(&block, round as usize % 3).and_then(|()| self.used(&block, 2));
+                    let used = self.use_on(&block, round as usize % 3).and_then(|()| self.use_on(&block, 2));
                     let freed = if round % 2 == 0 {
                         drop(block);
                         Ok(())
@@ -228,18 +227,18 @@ impl Lab {
         for stream in &self.streams {
             outcome = outcome.and(stream.synchronize());
         }
-        let looked = self.host.process_pending();
-        outcome.and(looked).and(self.get(100 * KIB).map(drop))
+        let processed = self.host.process_pending();
+        outcome.and(processed).and(self.allocate(100 * KIB).map(drop))
     }
 
-    /// Against the cap, and with room that has to be made.
+    /// Requests above a cap, and requests for which cached segments are unpinned.
     fn caps(&self) -> Result<()> {
         let settings = self.host.settings();
         self.host.set_settings(PinnedSettings { cap_bytes: Some(12 * MIB), ..settings.clone() });
         let mut outcome = Ok(());
         let mut blocks = Vec::new();
         for bytes in [5 * MIB, 4 * MIB, 9 * MIB] {
-            match self.get(bytes) {
+            match self.allocate(bytes) {
                 Ok(block) => blocks.push(block),
                 Err(Error::PinnedCap(report)) => assert_eq!(report.bytes_cap, 12 * MIB),
                 Err(error) => outcome = Err(error),
@@ -250,8 +249,8 @@ impl Lab {
             );
         }
         drop(blocks);
-        // Only if the others go does it fit.
-        match self.get(9 * MIB) {
+        // It fits only if the others are unpinned.
+        match self.allocate(9 * MIB) {
             Ok(block) => drop(block),
             Err(Error::PinnedCap(_)) if settings.reserve_segment_bytes > 0 => {}
             Err(error) => outcome = Err(error),
@@ -260,10 +259,10 @@ impl Lab {
         outcome
     }
 
-    /// Blocks that are not kept, the other way of pinning, and back.
-    fn switches(&self) -> Result<()> {
+    /// Blocks that are not kept, and a change of the pin method.
+    fn changed_settings(&self) -> Result<()> {
         let settings = self.host.settings();
-        let before = self.get(2 * MIB);
+        let before = self.allocate(2 * MIB);
         let other = !settings.use_cuda_host_register;
         self.host.set_settings(PinnedSettings {
             use_cuda_host_register: other,
@@ -271,28 +270,28 @@ impl Lab {
             max_round_threshold_bytes: Some(KIB),
             ..settings.clone()
         });
-        let between = self.get(3 * MIB);
-        let used = between.as_ref().map_or(Ok(()), |block| self.used(block, 0));
+        let between = self.allocate(3 * MIB);
+        let used = between.as_ref().map_or(Ok(()), |block| self.use_on(block, 0));
         let freed = between.and_then(Tagged::free);
         let first = before.and_then(Tagged::free);
         let waited = self.streams[0].synchronize();
-        let looked = self.host.process_pending();
+        let processed = self.host.process_pending();
         self.host.set_settings(settings);
         self.check();
-        used.and(freed).and(first).and(waited).and(looked)
+        used.and(freed).and(first).and(waited).and(processed)
     }
 
-    /// A graph that copies from pinned memory, captured, replayed and given up.
+    /// A graph that copies from pinned memory: captured, replayed and dropped.
     fn capture(&self) -> Result<()> {
         let stream = &self.streams[0];
-        let outside = self.get(64 * KIB);
-        let used = outside.as_ref().map_or(Ok(()), |block| self.used(block, 1));
+        let outside = self.allocate(64 * KIB);
+        let used = outside.as_ref().map_or(Ok(()), |block| self.use_on(block, 1));
         let mut graph = Graph::new(&self.memory, &stream.device(), GraphOptions::default())?;
         let kept = graph.capture(stream, CaptureOptions::default(), |_| {
             let block = self.tagged(self.host.allocate_on(5 * KIB, stream)?);
-            self.used(&block, 0)?;
+            self.use_on(&block, 0)?;
             let spare = self.tagged(self.host.allocate_on(400 * KIB, stream)?);
-            let eager = self.get(MIB)?;
+            let eager = self.allocate(MIB)?;
             drop(outside);
             self.host.process_pending()?;
             eager.free()?;
@@ -303,8 +302,8 @@ impl Lab {
             let range = (block.block().ptr(), block.block().bytes_usable());
             block.free()?;
             let replayed = graph.replay(stream);
-            // The graph has it still.
-            let other = self.get(5 * KIB)?;
+            // The graph keeps it.
+            let other = self.allocate(5 * KIB)?;
             let ptr = other.block().ptr().0;
             assert!(
                 ptr + other.block().bytes_usable() <= range.0.0 || range.0.0 + range.1 <= ptr,
@@ -312,36 +311,35 @@ impl Lab {
             );
             replayed
         });
-        // The end of a capture may have failed too. The next graph ends it; until then the stream is not to be waited
-        // for.
+        // Ending the capture may have failed too. The next graph ends it; until then the stream cannot be waited for.
         let ended = self.sim.capture_state(stream.id()).unwrap() == CaptureState::None;
         let waited = if ended { stream.synchronize() } else { Ok(()) };
-        let gone = graph.reset();
+        let reset = graph.reset();
         drop(graph);
         self.check();
-        used.and(replayed).and(waited).and(gone)
+        used.and(replayed).and(waited).and(reset)
     }
 
-    /// Without faults: all goes back, and everything works.
-    pub fn expect_whole(self, about: &str) {
+    /// Without faults everything is released, and the scenario succeeds.
+    pub fn expect_recovered(self, about: &str) {
         self.faulty.clear_plan();
         self.check();
-        self.settle(about);
+        self.expect_clean(about);
         self.scenario(false);
-        self.settle(about);
+        self.expect_clean(about);
         let reserved = self.host.settings().reserve_segment_bytes;
         let Self { sim, host, start, .. } = self;
         host.close().unwrap();
         assert_eq!(
             sim.object_counts().pinned,
             start.pinned,
-            "{about}: pinned after close, with {reserved} set aside before"
+            "{about}: pinned after close, with {reserved} bytes reserved before"
         );
     }
 
-    pub fn settle(&self, about: &str) {
+    pub fn expect_clean(&self, about: &str) {
         for device in self.instance.devices() {
-            // What destructors of graphs left to do.
+            // Destroys what dropped graphs left.
             Graph::new(&self.memory, &device, GraphOptions::default()).unwrap().reset().unwrap();
         }
         for _ in 0..2 {
@@ -351,7 +349,7 @@ impl Lab {
             self.host.process_pending().unwrap();
         }
         let active = self.host.stats().active_requests;
-        assert_eq!(active.current, 0, "{about}: blocks are lost");
+        assert_eq!(active.current, 0, "{about}: blocks are leaked");
         self.host.trim(0).unwrap();
         self.check();
         for device in self.instance.devices() {
@@ -361,7 +359,7 @@ impl Lab {
         let mut now = self.sim.object_counts();
         assert!(now.bytes_pinned <= self.host.settings().reserve_segment_bytes, "{about}: {now:?}");
         (now.pinned, now.bytes_pinned) = (self.start.pinned, self.start.bytes_pinned);
-        assert_eq!(now, self.start, "{about}: what is left, and what there was");
+        assert_eq!(now, self.start, "{about}: objects left, and objects before");
         let hazards: Vec<String> = self.sim.hazards().iter().map(ToString::to_string).collect();
         assert!(hazards.is_empty(), "{about}: {hazards:#?}");
     }

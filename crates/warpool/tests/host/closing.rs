@@ -1,0 +1,109 @@
+//! The end of an allocator: closing unpins everything, dropping makes no driver call, and blocks may outlive it.
+
+use std::sync::Arc;
+
+use warpool::Error;
+use warpool::memory::PinnedSettings;
+
+use super::context::{KIB, MIB, TestContext};
+
+#[test]
+fn closing_unpins_everything() {
+    let context = TestContext::new("pinned_reserve_segment_size_mb:4");
+    let stream = context.stream();
+    let blocks: Vec<_> = [KIB, 3 * MIB, 9 * MIB, 70 * MIB].map(|bytes| context.alloc(bytes)).into();
+    context.pause_stream(&stream);
+    blocks.iter().for_each(|block| context.upload(block, &stream));
+    assert_eq!(context.sim.object_counts().pinned, 3);
+    drop(blocks);
+    // Pending work is waited for.
+    context.pinned.close().unwrap();
+    assert_eq!(context.sim.object_counts().pinned, 0);
+    assert_eq!(context.sim.paused_work(stream.id()).unwrap(), 0);
+    assert_eq!(context.sim.hazards(), []);
+}
+
+#[test]
+fn closing_fails_while_blocks_or_handles_are_left() {
+    let context = TestContext::new("");
+    let block = context.alloc(KIB);
+    let (clone, again) = (context.pinned.clone(), context.pinned.clone());
+    assert_eq!(clone.close(), Err(Error::HostMemoryInUse { handles: 2, blocks: 1 }));
+    drop(again);
+    let TestContext { sim, pinned, .. } = context;
+    assert_eq!(pinned.close(), Err(Error::HostMemoryInUse { handles: 0, blocks: 1 }));
+    // The block is still valid.
+    block.write(0, &[1; 1024]).unwrap();
+    drop(block);
+    assert_eq!(sim.object_counts().pinned, 1);
+}
+
+/// The returned handle works, and can be closed later.
+#[test]
+fn a_failed_close_can_be_retried() {
+    let context = TestContext::new("pinned_use_background_threads:True");
+    let stream = context.stream();
+    let block = context.alloc(KIB);
+    let TestContext { sim, pinned, .. } = context;
+    let (clone, error) = pinned.clone().try_close().unwrap_err();
+    assert_eq!(error, Error::HostMemoryInUse { handles: 1, blocks: 1 });
+    drop(clone);
+    let (pinned, error) = pinned.try_close().unwrap_err();
+    assert_eq!(error, Error::HostMemoryInUse { handles: 0, blocks: 1 });
+    let other = pinned.allocate(3 * MIB).unwrap();
+    other.record_use(&stream).unwrap();
+    drop((block, other));
+    pinned.try_close().unwrap();
+    assert_eq!(sim.object_counts().pinned, 0);
+}
+
+/// The state is dropped with the last block, in any order, and destructors make no driver call.
+#[test]
+fn blocks_outlive_their_allocator() {
+    let context = TestContext::new("");
+    let stream = context.stream();
+    let [plain, used, freed, fenced] = [KIB, 2 * KIB, 3 * KIB, MIB].map(|bytes| context.alloc(bytes));
+    context.pause_stream(&stream);
+    context.upload(&used, &stream);
+    context.upload(&freed, &stream);
+    context.upload(&fenced, &stream);
+    context.free(fenced);
+    context.finish_stream(&stream);
+    let TestContext { sim, counting, instance, pinned, .. } = context;
+    counting.reset();
+    drop(pinned);
+    plain.write(0, &[1; 1024]).unwrap();
+    drop(plain);
+    drop(used);
+    assert_eq!(counting.counts().len(), 1, "only the write");
+    // It may call the driver, but there is nothing to do.
+    freed.free().unwrap();
+    drop((stream, instance));
+    assert_eq!(Arc::strong_count(&counting), 1, "no reference to the driver is left");
+    assert_eq!(sim.object_counts().pinned, 2, "pinned memory stays pinned");
+}
+
+#[test]
+fn caches_are_dropped_with_the_last_handle() {
+    let context = TestContext::new("");
+    let stream = context.stream();
+    let used = context.alloc(KIB);
+    used.record_use(&stream).unwrap();
+    drop((used, context.alloc(5 * KIB), context.alloc(100 * MIB)));
+    let TestContext { counting, instance, pinned, .. } = context;
+    counting.reset();
+    drop(pinned);
+    assert_eq!(counting.counts(), []);
+    drop((stream, instance));
+    assert_eq!(Arc::strong_count(&counting), 1);
+}
+
+#[test]
+fn settings_can_be_read_back() {
+    let context = TestContext::new("pinned_cap_mb:5");
+    assert_eq!(context.pinned.settings(), PinnedSettings { cap_bytes: Some(5 * MIB), ..PinnedSettings::default() });
+    assert_eq!(*context.pinned.instance(), context.instance);
+    context.set("pinned_device_cap_mb:7");
+    assert_eq!(context.pinned.settings().device_cap_bytes, Some(7 * MIB));
+    context.finish();
+}
