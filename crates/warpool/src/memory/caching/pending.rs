@@ -79,14 +79,14 @@ impl<'a> PendingFrees<'a> {
 
     /// Starts to complete the free of a block that other streams used: records fences in them, or, if a capture forbids
     /// that, defers the free. What fails is retried by later calls.
-    pub(super) fn start(&self, block: BlockKey) -> Result<()> {
+    pub(super) fn fence_or_defer(&self, block: BlockKey) -> Result<()> {
         let streams: Vec<StreamId> = self.device.read(|state| state.heap().streams_of(block).collect());
         let mut refused = false;
         for &stream in &streams {
             match self.device.capture_status(stream) {
                 Ok(status) => refused |= status.refuses_work(),
                 Err(error) => {
-                    self.start_later(block);
+                    self.fence_later(block);
                     return Err(error);
                 }
             }
@@ -106,8 +106,8 @@ impl<'a> PendingFrees<'a> {
         Ok(())
     }
 
-    /// As [`start`](Self::start), without a driver call: the next call does it.
-    pub(super) fn start_later(&self, block: BlockKey) {
+    /// As [`fence_or_defer`](Self::fence_or_defer), without a driver call: the next call does it.
+    pub(super) fn fence_later(&self, block: BlockKey) {
         stream_fence::fence_later(self, block);
     }
 
@@ -133,7 +133,7 @@ impl<'a> PendingFrees<'a> {
     }
 
     fn retry_unfenced(&self) -> Result<()> {
-        stream_fence::retry_unfenced(self, |block| self.start(block))
+        stream_fence::retry_unfenced(self, |block| self.fence_or_defer(block))
     }
 
     /// Retries the frees that captures deferred. Each stream's status is read once, however many blocks wait: another
@@ -146,6 +146,6 @@ impl<'a> PendingFrees<'a> {
             }
         }
         let ready = self.device.with(|state| state.take_undeferred(&capturing));
-        ready.into_iter().fold(Ok(()), |outcome, block| outcome.and(self.start(block)))
+        ready.into_iter().fold(Ok(()), |outcome, block| outcome.and(self.fence_or_defer(block)))
     }
 }

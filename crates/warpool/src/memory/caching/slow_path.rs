@@ -30,7 +30,7 @@ pub(super) fn allocate(
 ) -> Result<Allocation> {
     let details = &details.clone().timed(device.driver());
     let search = || device.with(|state| state.allocate_cached(request, details));
-    if device.observers().under_pressure(device.id)
+    if device.observers().run_pressure_callbacks(device.id)
         && let Some(found) = search()
     {
         return Ok(found);
@@ -98,6 +98,6 @@ fn out_of_memory(
     let mut report = device.with(|state| state.out_of_memory(request, why, stream_raw, memory.bytes_free, details));
     report.bytes_total = memory.bytes_total;
     report.capturing = capturing;
-    device.observers().out_of_memory(&report);
+    device.observers().report_oom(&report);
     Error::OutOfMemory(Box::new(report))
 }

@@ -108,7 +108,7 @@ impl Limited {
         let (why, bytes_segment, limit) = (OomCause::Cap { held }, request.bytes, Some(self.bytes_cap));
         let shortage = Shortage { request, why, bytes_segment, memory, limit, stats: &stats, capturing: false };
         let report = shortage.report();
-        self.inner.observers().out_of_memory(&report);
+        self.inner.observers().report_oom(&report);
         Error::OutOfMemory(Box::new(report))
     }
 }

@@ -135,7 +135,7 @@ impl Shared {
         details: &EntryDetails,
     ) -> Result<Arc<PinnedBlock>> {
         match self.pin_block(bytes, fit, device, details) {
-            Err(error) if is_shortage(&error) && self.history.observers().under_pressure(HOST) => {
+            Err(error) if is_shortage(&error) && self.history.observers().run_pressure_callbacks(HOST) => {
                 self.process_pending()?;
                 self.empty_front_caches();
                 if let Some(block) = lock(&self.heap).take(fit, device, self) {

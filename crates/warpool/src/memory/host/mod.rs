@@ -245,7 +245,7 @@ impl HostAllocator {
     /// case, and count. On real devices this waits for the devices' work.
     pub fn trim(&self, target_bytes: u64) -> Result<u64> {
         let shared = self.shared();
-        shared.history.observers().before_trim(HOST);
+        shared.history.observers().run_trim_hooks(HOST);
         let mut unpinned = 0;
         let processed = shared.process_all(&mut unpinned);
         let pinned = || lock(&shared.heap).bytes_pinned();

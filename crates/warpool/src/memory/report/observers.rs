@@ -123,18 +123,18 @@ impl Observers {
         self.tracked.store(all, Ordering::Relaxed);
     }
 
-    pub(crate) fn out_of_memory(&self, report: &OomReport) {
+    pub(crate) fn report_oom(&self, report: &OomReport) {
         for observer in self.ooms.all() {
             observer(report);
         }
     }
 
     /// Calls all pressure callbacks, also after one has freed something. Returns whether any did.
-    pub(crate) fn under_pressure(&self, device: DeviceId) -> bool {
+    pub(crate) fn run_pressure_callbacks(&self, device: DeviceId) -> bool {
         self.pressure.all().iter().filter(|callback| callback(device)).count() > 0
     }
 
-    pub(crate) fn before_trim(&self, device: DeviceId) {
+    pub(crate) fn run_trim_hooks(&self, device: DeviceId) {
         for hook in self.trims.all() {
             hook(device);
         }

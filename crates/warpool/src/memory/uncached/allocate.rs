@@ -106,7 +106,7 @@ impl<S: Source> UncachedAllocator<S> {
         if let Some(quota) = reserve() {
             return Ok(Some(quota));
         }
-        if self.observers.under_pressure(state.ledger.device())
+        if self.observers.run_pressure_callbacks(state.ledger.device())
             && let Some(quota) = reserve()
         {
             return Ok(Some(quota));
@@ -132,7 +132,7 @@ impl<S: Source> UncachedAllocator<S> {
         if let Some(ptr) = self.source.allocate(device, bytes, stream)? {
             return Ok(Some(ptr));
         }
-        self.observers.under_pressure(device);
+        self.observers.run_pressure_callbacks(device);
         if !capturing {
             self.wait_for_pending(state, details)?;
             self.source.trim(device, self.has_captures())?;
@@ -167,7 +167,7 @@ impl<S: Source> UncachedAllocator<S> {
         });
         let limit = state.ledger.limit(self.settings.memory_cap_bytes);
         let report = Shortage { request, why, bytes_segment, memory, limit, stats: &stats, capturing }.report();
-        self.observers.out_of_memory(&report);
+        self.observers.report_oom(&report);
         Error::OutOfMemory(Box::new(report))
     }
 }

@@ -190,7 +190,7 @@ impl<S: Source> DeviceAllocator for UncachedAllocator<S> {
         let state = self.state(device)?;
         self.deliver_pool_events(state, false);
         if pool.is_default() {
-            self.observers.before_trim(device);
+            self.observers.run_trim_hooks(device);
         }
         let reserved = || -> Result<u64> {
             if !pool.is_default() {

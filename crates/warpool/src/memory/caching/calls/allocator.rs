@@ -50,14 +50,14 @@ impl CachingDevice {
     fn free_at(&self, ptr: DevicePtr) -> bool {
         let details = self.entry_details(StackLevel::All);
         let freed = self.free(|state| state.heap().allocated_at(ptr), &details);
-        freed.map(|freed| self.start_pending(freed, &details)).is_some()
+        freed.map(|freed| self.fence_freed(freed, &details)).is_some()
     }
 
     /// The block is freed whatever happens: what fails is retried by the next call, which also returns an error that
     /// persists.
-    fn start_pending(&self, freed: Freed, details: &EntryDetails) {
+    fn fence_freed(&self, freed: Freed, details: &EntryDetails) {
         if let Freed::Pending(block) = freed
-            && let Err(error) = PendingFrees::new(self, details).start(block)
+            && let Err(error) = PendingFrees::new(self, details).fence_or_defer(block)
         {
             tracing::warn!(%error, "no fence could be recorded for a freed block; it is retried");
         }
@@ -178,7 +178,7 @@ impl DeviceAllocator for CachingAllocator {
         }
         let details = device.entry_details(StackLevel::All);
         let freed = device.free(|state| state.heap().allocated_in_slot(allocation.slot, allocation.ptr), &details);
-        device.start_pending(freed.ok_or(Error::UnknownPointer { ptr: allocation.ptr })?, &details);
+        device.fence_freed(freed.ok_or(Error::UnknownPointer { ptr: allocation.ptr })?, &details);
         Ok(())
     }
 
@@ -191,14 +191,14 @@ impl DeviceAllocator for CachingAllocator {
         let details = device.entry_details(StackLevel::All);
         let freed = device.free(|state| state.heap().allocated_in_slot(allocation.slot, allocation.ptr), &details);
         if let Some(Freed::Pending(block)) = freed {
-            PendingFrees::new(device, &details).start_later(block);
+            PendingFrees::new(device, &details).fence_later(block);
         }
     }
 
     fn trim(&self, device: DeviceId, pool: MemPoolId) -> Result<u64> {
         let caching_device = self.device(device)?;
         if pool.is_default() {
-            self.shared.observers().before_trim(device);
+            self.shared.observers().run_trim_hooks(device);
         }
         let details = caching_device.entry_details(StackLevel::All).timed(self.driver());
         self.bypass.free_pending(self.driver())?;
