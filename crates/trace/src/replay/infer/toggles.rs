@@ -121,11 +121,10 @@ mod tests {
     #[test]
     fn kind_of_new_segments_shows_the_value() {
         let events = [Action::Alloc, Action::SegmentAlloc, Action::Alloc, Action::SegmentMap].map(entry);
-        let are_likely =
-            |events: &[TraceEntry], at_end| super::are_likely(DeviceRecording::new(0, events, &[]), at_end);
+        let likely = |events: &[TraceEntry], at_end| are_likely(DeviceRecording::new(0, events, &[]), at_end);
         assert_eq!(first_value(&events), Some(false));
-        assert!(are_likely(&events, true) && are_likely(&events, false));
-        assert!(!are_likely(&events[..3], false) && are_likely(&events[..3], true));
+        assert!(likely(&events, true) && likely(&events, false));
+        assert!(!likely(&events[..3], false) && likely(&events[..3], true));
         assert_eq!(first_value(&events[2..3]), None);
     }
 }

@@ -25,8 +25,8 @@ impl Restore<'_> {
     /// have no segments: there only the blocks are allocated.
     pub fn exactly(&self, device: &mut ReplayDevice, slots: &mut [Option<Allocation>]) -> Result<()> {
         let Some(caching) = device.caching() else { return self.blocks_only(device, slots) };
-        let held = self.restore_segments(caching, device)?;
-        held.into_iter().try_for_each(|block| device.free(block))?;
+        let allocations = self.restore_segments(caching, device)?;
+        allocations.into_iter().try_for_each(|block| device.free(block))?;
 
         caching.set_settings(Settings { expandable_segments: true, ..splitting_settings() });
         let mut pending = Vec::new();
@@ -60,7 +60,7 @@ impl Restore<'_> {
 
     /// Allocates all segments at their addresses, with the recorded gaps, and returns allocations that fill them.
     fn restore_segments(&self, caching: &CachingAllocator, device: &ReplayDevice) -> Result<Vec<Allocation>> {
-        let mut held = Vec::new();
+        let mut allocations = Vec::new();
         let mut has_gaps = false;
         let ids = 0..SegmentId::try_from(self.initial.heap.segments().len()).expect("numbered so");
         for (id, segment) in ids.map(|id| (id, self.initial.heap.segment(id))).filter(|(_, it)| it.bytes > 0) {
@@ -68,19 +68,19 @@ impl Restore<'_> {
             let filled = self.allocate_segment(device, id, segment)?;
             let ranges = self.mapped_ranges(id);
             if ranges.iter().map(|&(_, bytes)| bytes).sum::<u64>() == segment.end - segment.base {
-                held.extend(filled);
+                allocations.extend(filled);
                 continue;
             }
             has_gaps = true;
             filled.into_iter().try_for_each(|block| device.free(block))?;
             for (addr, bytes) in ranges.into_iter().flat_map(|(addr, bytes)| requests(addr, bytes, segment.kind)) {
-                held.push(self.allocate_at(device, id, addr, bytes)?);
+                allocations.push(self.allocate_at(device, id, addr, bytes)?);
             }
         }
         if has_gaps {
             device.trim(DEFAULT_POOL)?;
         }
-        Ok(held)
+        Ok(allocations)
     }
 
     /// Allocates a segment at its address and fills it. All other memory is allocated too, so nothing else can serve
@@ -156,6 +156,6 @@ fn requests(addr: u64, bytes: u64, kind: SegmentKind) -> Vec<(u64, u64)> {
 }
 
 fn wrong_address(addr: u64, got: DevicePtr) -> Error {
-    let error = DriverError::new("place", ErrorCode::InvalidValue);
+    let error = DriverError::new("restore", ErrorCode::InvalidValue);
     error.with_detail(format!("memory for {} was allocated at {got}", DevicePtr(addr))).into()
 }

@@ -1,4 +1,4 @@
-//! The recorded heap backward: undoes events, the last first. An event tells less than is needed for that: how far a
+//! The recorded heap backward: undoes events, the last first. An event does not contain all that is needed: how far a
 //! block reached beyond its request, and which kind of requests an expandable segment served, is completed here.
 
 use warpool::memory::{BlockState, MemPoolId, SegmentKind, SizeRules};
