@@ -115,11 +115,11 @@ fn selftest_reports_each_check_and_then_the_totals() {
         assert_eq!(totals[result], count(result), "{result}");
     }
     assert!(count("passed") >= 80, "{totals}");
-    // Of two simulated devices, all that is missing is a second process, and a second driver for the same devices.
+    // Two simulated devices lack only a second process, and a second driver over the same devices.
     let skipped = checks.iter().filter(|check| check["result"] == "skipped");
     let reasons: Vec<(&Value, &Value)> = skipped.map(|check| (&check["suite"], &check["detail"])).collect();
-    let foreign = (&json!("foreign"), &json!("no two simulated machines have anything in common"));
-    let processes = (&json!("processes"), &json!("no two processes share a simulated machine"));
+    let foreign = (&json!("foreign"), &json!("two simulated drivers share no devices"));
+    let processes = (&json!("processes"), &json!("two processes cannot share a simulated GPU"));
     assert_eq!(reasons, [foreign, foreign, foreign, foreign, processes, processes, processes]);
 }
 
@@ -143,10 +143,10 @@ fn selftest_text_has_a_reason_for_each_skip() {
     let stdout = text(&output.stdout);
     assert_eq!(output.status.code(), Some(0), "{stdout}");
     assert!(stdout.ends_with("passed, 0 failed, 5 skipped\n"), "{stdout}");
-    for reason in ["there is only one device", "no two processes share a simulated machine"] {
+    for reason in ["there is only one device", "two processes cannot share a simulated GPU"] {
         assert!(stdout.contains(&format!("\nskipped because {reason}:\n")), "no '{reason}': {stdout}");
     }
-    assert!(stdout.contains("\n  events.a_wait_orders_two_devices\n"), "{stdout}");
+    assert!(stdout.contains("\n  events.event_wait_orders_two_devices\n"), "{stdout}");
 }
 
 /// A simulated GPU cannot be shared between processes: the second process of the suite `processes` reports that.
@@ -167,7 +167,7 @@ fn peer_process_reports_why_it_fails() {
     assert!(line.starts_with("failed: vm_import: CUDA_ERROR_INVALID_VALUE"), "{line}");
     let line = failed("__peer sim 9 memory 2097152 7");
     assert_eq!(line, "failed: there is no device 9: the driver 'sim' has devices 0 to 1\n");
-    assert_usage_error("__peer sim 0 event 07", &["no event handle"]);
+    assert_usage_error("__peer sim 0 event 07", &["not an event handle"]);
     assert!(!text(&run("--help").stdout).contains("__peer"));
 }
 
