@@ -295,8 +295,8 @@ fn a_graph_uses_a_c_allocator() {
 #[test]
 fn a_file_that_cannot_be_loaded_is_an_error_with_the_reason() {
     let object = demo("wrong");
-    // SAFETY: the files are part of this test, or cannot be loaded.
     let open = |path: &Path, symbols: &AllocatorSymbols| {
+        // SAFETY: the files are part of this test, or cannot be loaded.
         unsafe { LoadedAllocator::open(path, symbols) }.map(drop).unwrap_err()
     };
 

@@ -11,8 +11,10 @@ use crate::memory::DeviceAllocator;
 /// profilers. Calls about private pools are not seen.
 pub struct Traced {
     inner: Arc<dyn DeviceAllocator>,
-    on_call: Box<dyn Fn(&AllocatorCall, Option<&Error>) + Send + Sync>,
+    on_call: OnCall,
 }
+
+type OnCall = Box<dyn Fn(&AllocatorCall, Option<&Error>) + Send + Sync>;
 
 impl Traced {
     /// Calls `on_call` after each call of `inner`, with the error if it failed: on the caller's thread, without a lock,

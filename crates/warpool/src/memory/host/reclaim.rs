@@ -1,5 +1,4 @@
-//! Freed blocks that streams may still use: each waits for a fence in every such stream, by
-//! [`stream_fence`](crate::memory::stream_fence).
+//! Freed blocks that streams may still use: each waits for a fence in every such stream, by [`stream_fence`].
 
 use std::sync::Arc;
 

@@ -87,7 +87,7 @@ const GIB: u64 = 1 << 30;
 /// - An invalid value of `expandable_segments_reserve` is an error; PyTorch logs it and continues.
 /// - The list of `roundup_power2_divisions` must ascend, with `>` last.
 /// - A failed update changes nothing; PyTorch applies half of it.
-/// - Settings without effect are logged as warnings and listed by [`lint`].
+/// - Settings without effect are logged as warnings and listed by [`lint`](fn@lint).
 #[derive(Clone, Debug, PartialEq)]
 pub struct Settings {
     /// The last string.

@@ -5,7 +5,7 @@
 use warpool_driver::{DevicePtr, MemoryInfo};
 
 use super::source::Source;
-use super::table::TableEntry;
+use super::table::{AllocationTable, TableEntry};
 use super::{DeviceState, UncachedAllocator};
 use crate::capture::CaptureStatus;
 use crate::memory::report::EntryDetails;
@@ -136,7 +136,7 @@ impl<S: Source> UncachedAllocator<S> {
         if !capturing {
             self.wait_for_pending(state, details)?;
             self.source.trim(device, self.has_captures())?;
-            self.with(state, |table| table.count_retry());
+            self.with(state, AllocationTable::count_retry);
         }
         let retried = self.source.allocate(device, bytes, stream)?;
         if retried.is_none() && !capturing {

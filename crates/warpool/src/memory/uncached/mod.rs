@@ -19,8 +19,8 @@ mod allocate;
 mod driver_pool;
 mod external;
 mod ledger;
-mod pool_keeper;
 mod pools;
+mod private_pools;
 mod release;
 mod source;
 mod table;
@@ -240,13 +240,13 @@ impl<S: Source> DeviceAllocator for UncachedAllocator<S> {
     fn reset_peak_stats(&self, device: DeviceId) -> Result<()> {
         let state = self.state(device)?;
         self.source.reset_peak(device)?;
-        self.with(state, |table| table.reset_peak_stats());
+        self.with(state, AllocationTable::reset_peak_stats);
         self.observers.workspaces.change(device, Stat::reset_peak);
         Ok(())
     }
 
     fn reset_accumulated_stats(&self, device: DeviceId) -> Result<()> {
-        self.with(self.state(device)?, |table| table.reset_accumulated_stats());
+        self.with(self.state(device)?, AllocationTable::reset_accumulated_stats);
         self.observers.workspaces.change(device, Stat::reset_accumulated);
         Ok(())
     }

@@ -11,7 +11,7 @@ use rustc_hash::FxHashMap;
 use warpool_driver::{CaptureId, ErrorCode, RawHandle, StreamId};
 
 use super::source::Source;
-use super::table::TableEntry;
+use super::table::{AllocationTable, TableEntry};
 use super::{DeviceState, UncachedAllocator};
 use crate::capture::{CaptureStatus, RelaxedMode};
 use crate::memory::RawStream;
@@ -58,7 +58,7 @@ impl<S: Source> UncachedAllocator<S> {
             self.process(state, &mut Pass { waits: true, ..Pass::default() }, details);
         }
         if self.source.wait_for_frees(state.ledger.device())? || pending {
-            self.with(state, |table| table.count_synchronization());
+            self.with(state, AllocationTable::count_synchronization);
         }
         Ok(())
     }

@@ -124,12 +124,10 @@ impl Model {
         self.pending = rest;
         let met: Vec<PendingRange> = met;
         for event in met.into_iter().flat_map(|freed| freed.events) {
-            match () {
-                () if in_capture => self.to_check.push(event),
-                () if self.queries_events => {
-                    assert!(devices.has_passed(event), "{range:x?} was reused while a stream used it")
-                }
-                () => {}
+            if in_capture {
+                self.to_check.push(event);
+            } else if self.queries_events {
+                assert!(devices.has_passed(event), "{range:x?} was reused while a stream used it");
             }
         }
         self.requests += 1;

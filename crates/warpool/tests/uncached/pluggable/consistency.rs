@@ -183,9 +183,9 @@ fn threads_share_an_external_allocator() {
                     let block = context.allocate(1 + (step * 7919 + thread * 104_729) % MIB, &stream);
                     context.fill(block.ptr, step as u8, block.bytes, &stream);
                     if step % 3 == 0 {
-                        context.allocator.free_later(block)
+                        context.allocator.free_later(block);
                     } else {
-                        context.allocator.free(block).unwrap()
+                        context.allocator.free(block).unwrap();
                     }
                 }
             });
