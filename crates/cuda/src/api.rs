@@ -1,18 +1,17 @@
-//! The CUDA driver's functions, found once when the driver is opened.
+//! The CUDA driver's functions, resolved when the driver is opened.
 //!
-//! The signatures are ours to write but not ours to choose: each is compared with cudarc's binding by the compiler, so
-//! the table cannot drift from the header. What differs is the result: a plain number, since a Rust enum that holds a
-//! code of a newer driver is undefined behaviour. For the same reason enums that the driver writes are read into
-//! numbers, at the place of the call.
+//! The compiler compares each signature with cudarc's binding, so the table cannot differ from the header, except in the
+//! result: a plain number, since a Rust enum with a code of a newer driver is undefined behaviour. For the same reason
+//! calls let the driver write enums into numbers.
 //!
-//! Symbols are named exactly: the header's macros (`cuMemAlloc` for `cuMemAlloc_v2`) are resolved here by hand. The
-//! variants with `_ptsz` would make the per-thread stream the default, and are never used.
+//! Symbols are the exact names: the header's macros (`cuMemAlloc` for `cuMemAlloc_v2`) are expanded here. The `_ptsz`
+//! variants would make the per-thread stream the default stream, and are not used.
 
 use std::ffi::{c_char, c_int, c_uchar, c_uint, c_ulonglong, c_ushort, c_void};
 
 use cudarc::driver::sys::{self, *};
 
-use crate::library::{Loaded, MissingSymbol};
+use crate::libraries::{MissingSymbol, SharedLibrary};
 
 /// Declares the table: `field: binding(arguments);`, or `field: binding as "symbol"(arguments);` where a newer symbol
 /// has the binding's signature.
@@ -21,15 +20,15 @@ macro_rules! api {
         required { $($field:ident: $symbol:ident($($arg:ty),*);)* }
         optional { $($opt_field:ident: $opt_binding:ident $(as $opt_symbol:literal)? ($($opt_arg:ty),*);)* }
     ) => {
-        /// The driver's functions. Those that a driver of CUDA 12.0 has are always there; younger ones may be missing.
+        /// The driver's functions. Those of CUDA 12.0 are always present; newer ones may be missing.
         pub(crate) struct Api {
             $(pub(crate) $field: unsafe extern "C" fn($($arg),*) -> u32,)*
             $(pub(crate) $opt_field: Option<unsafe extern "C" fn($($opt_arg),*) -> u32>,)*
         }
 
         impl Api {
-            /// Finds every function, or names the first that is missing.
-            pub(crate) fn resolve(library: &Loaded) -> Result<Self, MissingSymbol> {
+            /// Resolves every function, or names the first that is missing.
+            pub(crate) fn resolve(library: &SharedLibrary) -> Result<Self, MissingSymbol> {
                 Ok(Self {
                     $($field: {
                         // SAFETY: the signature is the binding's, which `SIGNATURES` checks.
@@ -42,7 +41,7 @@ macro_rules! api {
                 })
             }
 
-            /// Functions that do nothing and say that it went well, for tests to replace.
+            /// Functions that do nothing and return success, for tests to replace.
             #[cfg(test)]
             pub(crate) fn stubs() -> Self {
                 Self {
@@ -127,6 +126,7 @@ api! {
         mem_alloc: cuMemAlloc_v2(*mut CUdeviceptr, usize);
         mem_free: cuMemFree_v2(CUdeviceptr);
         mem_get_info: cuMemGetInfo_v2(*mut usize, *mut usize);
+        pointer_get_attribute: cuPointerGetAttribute(*mut c_void, CUpointer_attribute, CUdeviceptr);
 
         mem_get_allocation_granularity:
             cuMemGetAllocationGranularity(*mut usize, *const CUmemAllocationProp, CUmemAllocationGranularity_flags);
@@ -199,9 +199,9 @@ api! {
             *mut *mut c_void);
     }
     optional {
-        // Since 12.8. It only computes.
+        // Since 12.8. Unlike the older one it queries nothing.
         event_elapsed_time_v2: cuEventElapsedTime as "cuEventElapsedTime_v2"(*mut f32, CUevent, CUevent);
-        // Since 12.2, 12.3 and 12.3: what conditional nodes need.
+        // Since 12.2, 12.3 and 12.3, for conditional nodes.
         graph_add_node: cuGraphAddNode(*mut CUgraphNode, CUgraph, *const CUgraphNode, usize, *mut CUgraphNodeParams);
         graph_conditional_handle_create:
             cuGraphConditionalHandleCreate(*mut CUgraphConditionalHandle, CUgraph, CUcontext, c_uint, c_uint);
@@ -213,7 +213,7 @@ api! {
 }
 
 impl Api {
-    /// The first symbol that conditional nodes need and this driver lacks.
+    /// The first symbol for conditional nodes that this driver lacks.
     pub(crate) fn missing_for_conditionals(&self) -> Option<&'static str> {
         if self.graph_add_node.is_none() {
             Some("cuGraphAddNode")
@@ -232,7 +232,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_symbol_is_named_once_and_none_makes_the_thread_stream_the_default() {
+    fn symbols_are_unique_and_none_is_a_per_thread_variant() {
         let mut symbols = Api::SYMBOLS.to_vec();
         symbols.sort_unstable();
         let count = symbols.len();
@@ -242,14 +242,14 @@ mod tests {
     }
 
     #[test]
-    fn a_library_that_is_not_the_driver_is_refused_by_the_first_symbol_that_it_lacks() {
-        let Ok(other) = Loaded::open("libc", &["libc.so.6".to_owned()]) else { return };
-        let missing = Api::resolve(&other).err().expect("the C library is no CUDA driver");
+    fn another_library_is_refused_with_the_first_missing_symbol() {
+        let Ok(other) = SharedLibrary::open("libc", &["libc.so.6".to_owned()]) else { return };
+        let missing = Api::resolve(&other).err().expect("the C library is another");
         assert_eq!(missing.to_string(), "libc.so.6 has no symbol cuInit");
     }
 
     #[test]
-    fn what_the_driver_fills_in_has_the_size_of_the_header() {
+    fn structures_have_the_size_of_the_header() {
         // sizeof() of the C structures, the same from CUDA 12.0 to 13.0.
         assert_eq!(size_of::<CUmemAllocationProp>(), 32);
         assert_eq!(size_of::<CUmemAccessDesc>(), 12);

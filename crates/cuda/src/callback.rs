@@ -1,10 +1,11 @@
 //! Host callbacks: Rust closures that CUDA's threads call.
 //!
-//! CUDA is given a number, never an address, and the closure is looked up under it. So a callback that CUDA runs once
-//! more than expected, or after it was dropped, finds nothing instead of freed memory, and nothing here is unsafe.
+//! CUDA is given a number, not an address, and the closure is looked up by it. A callback that CUDA runs once more than
+//! expected, or after the closure was dropped, finds nothing instead of freed memory, so this module needs no unsafe
+//! code.
 //!
-//! An eager callback is dropped after it ran. A captured one lives until CUDA says that its graph, all executables of
-//! it and all launches under way are gone ([`on_graph_gone`], the destructor of a CUDA user object).
+//! An eager callback is dropped after it ran. A captured one lives until CUDA reports that its graph, all executables of
+//! it and all their launches are gone ([`on_graph_gone`], the destructor of a CUDA user object).
 
 use std::cell::Cell;
 use std::collections::BTreeMap;
@@ -13,43 +14,45 @@ use std::mem;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::ptr;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard};
 
 use warpool_driver::HostCallback;
 
-/// The closures that CUDA may still call. One for the process: CUDA's threads know no driver.
-static WAITING: Mutex<BTreeMap<usize, HostCallback>> = Mutex::new(BTreeMap::new());
+use crate::sync::lock;
 
-/// The next number. Never 0, which CUDA might take for "nothing".
+/// The closures that CUDA may still call, of all drivers in the process.
+static CALLBACKS: Mutex<BTreeMap<usize, HostCallback>> = Mutex::new(BTreeMap::new());
+
+/// The next number. Never 0, a null pointer.
 static NEXT: AtomicUsize = AtomicUsize::new(1);
 
 thread_local! {
-    /// Whether this thread is inside a callback now.
+    /// Whether this thread is inside a callback.
     static RUNNING: Cell<bool> = const { Cell::new(false) };
 }
 
-/// A closure's number.
+/// The number of a closure.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Ticket(usize);
+pub(crate) struct CallbackId(usize);
 
-impl Ticket {
-    /// The number as what CUDA passes to callbacks. Not an address: nobody may follow it.
+impl CallbackId {
+    /// The number as the user data that CUDA passes to callbacks. Not an address.
     pub(crate) const fn user_data(self) -> *mut c_void {
         ptr::without_provenance_mut(self.0)
     }
 }
 
-/// Keeps a closure until it ran (eager) or is dropped by its ticket (captured).
-pub(crate) fn keep(callback: HostCallback) -> Ticket {
-    let ticket = Ticket(NEXT.fetch_add(1, Ordering::Relaxed));
-    waiting().insert(ticket.0, callback);
-    ticket
+/// Registers a closure. An eager one is dropped after it ran, a captured one by [`unregister`].
+pub(crate) fn register(callback: HostCallback) -> CallbackId {
+    let id = CallbackId(NEXT.fetch_add(1, Ordering::Relaxed));
+    callbacks().insert(id.0, callback);
+    id
 }
 
 /// Drops a closure that will not be called any more.
-pub(crate) fn forget(ticket: Ticket) {
-    // The lock is gone before the closure: what it owns may do anything when dropped.
-    let callback = waiting().remove(&ticket.0);
+pub(crate) fn unregister(id: CallbackId) {
+    // The lock is released first: dropping the closure runs code of others.
+    let callback = callbacks().remove(&id.0);
     drop(callback);
 }
 
@@ -60,43 +63,42 @@ pub(crate) fn is_running() -> bool {
 
 /// What CUDA calls for an eager callback.
 pub(crate) extern "C" fn run_once(user_data: *mut c_void) {
-    let callback = waiting().remove(&user_data.addr());
+    let callback = callbacks().remove(&user_data.addr());
     run(callback);
 }
 
 /// What CUDA calls for a captured callback, at every replay.
 pub(crate) extern "C" fn run_captured(user_data: *mut c_void) {
-    let callback = waiting().get(&user_data.addr()).cloned();
+    let callback = callbacks().get(&user_data.addr()).cloned();
     run(callback);
 }
 
 /// What CUDA calls when nothing can run a captured callback any more.
 pub(crate) extern "C" fn on_graph_gone(user_data: *mut c_void) {
-    guarded(|| forget(Ticket(user_data.addr())));
+    in_callback(|| unregister(CallbackId(user_data.addr())));
 }
 
 fn run(callback: Option<HostCallback>) {
-    guarded(move || match callback {
+    in_callback(move || match callback {
         Some(callback) => callback(),
-        None => tracing::error!("CUDA ran a host callback that is already gone"),
+        None => tracing::error!("CUDA ran a host callback that was already dropped"),
     });
 }
 
-/// Runs `work` as CUDA wants it: marked as a callback, and without a panic getting out into C.
-fn guarded(work: impl FnOnce()) {
+/// Runs `work` as a callback; a panic does not unwind into C.
+fn in_callback(work: impl FnOnce()) {
     let before = RUNNING.replace(true);
     let outcome = catch_unwind(AssertUnwindSafe(work));
     RUNNING.set(before);
     if let Err(payload) = outcome {
-        // Whatever a panic carries might panic again when dropped, and that would get out.
+        // Dropping the payload might panic again.
         mem::forget(payload);
-        tracing::error!("a host callback panicked; the stream goes on without it");
+        tracing::error!("a host callback panicked; the stream continues");
     }
 }
 
-fn waiting() -> MutexGuard<'static, BTreeMap<usize, HostCallback>> {
-    // No code of others runs under the lock, so a poisoned map is whole.
-    WAITING.lock().unwrap_or_else(PoisonError::into_inner)
+fn callbacks() -> MutexGuard<'static, BTreeMap<usize, HostCallback>> {
+    lock(&CALLBACKS)
 }
 
 #[cfg(test)]
@@ -106,9 +108,9 @@ mod tests {
     use warpool_driver::{Call, ErrorCode};
 
     use super::*;
-    use crate::fake;
+    use crate::fake_cuda;
 
-    /// A callback that counts, and the counter; the counter's owners tell whether the callback still lives.
+    /// A callback that counts its runs, and the counter; the counter's reference count shows whether the callback lives.
     fn counter() -> (HostCallback, Arc<AtomicUsize>) {
         let count = Arc::new(AtomicUsize::new(0));
         let inner = Arc::clone(&count);
@@ -118,41 +120,41 @@ mod tests {
     #[test]
     fn an_eager_callback_runs_once_and_is_dropped() {
         let (callback, count) = counter();
-        let ticket = keep(callback);
-        run_once(ticket.user_data());
-        run_once(ticket.user_data());
+        let id = register(callback);
+        run_once(id.user_data());
+        run_once(id.user_data());
         assert_eq!((count.load(Ordering::Relaxed), Arc::strong_count(&count)), (1, 1));
     }
 
     #[test]
     fn a_captured_callback_runs_until_its_graph_is_gone() {
         let (callback, count) = counter();
-        let ticket = keep(callback);
-        run_captured(ticket.user_data());
-        run_captured(ticket.user_data());
-        on_graph_gone(ticket.user_data());
-        run_captured(ticket.user_data());
+        let id = register(callback);
+        run_captured(id.user_data());
+        run_captured(id.user_data());
+        on_graph_gone(id.user_data());
+        run_captured(id.user_data());
         assert_eq!((count.load(Ordering::Relaxed), Arc::strong_count(&count)), (2, 1));
     }
 
     #[test]
-    fn a_panic_stays_inside() {
-        let ticket = keep(Arc::new(|| panic!("a callback went wrong")));
-        run_once(ticket.user_data());
+    fn a_panic_does_not_leave_the_callback() {
+        let id = register(Arc::new(|| panic!("in a callback")));
+        run_once(id.user_data());
         assert!(!is_running());
     }
 
     #[test]
-    fn no_call_of_the_contract_begins_inside_a_callback() {
-        let driver = Arc::new(fake::driver());
+    fn calls_are_refused_inside_a_callback() {
+        let driver = Arc::new(fake_cuda::driver());
         let inner = Arc::clone(&driver);
-        let ticket = keep(Arc::new(move || {
+        let id = register(Arc::new(move || {
             let refused = inner.enter(Call::DeviceCount).err().map(|error| error.code);
             assert_eq!(refused, Some(ErrorCode::NotPermitted));
             SEEN.store(1, Ordering::Relaxed);
         }));
         static SEEN: AtomicUsize = AtomicUsize::new(0);
-        run_once(ticket.user_data());
+        run_once(id.user_data());
         assert_eq!(SEEN.load(Ordering::Relaxed), 1);
         assert!(driver.enter(Call::DeviceCount).is_ok());
     }

@@ -1,44 +1,42 @@
 //! Copies and fills.
 //!
-//! Every copy says its direction. CUDA could find it out from the addresses, but would then take an unknown one for
-//! ordinary host memory, and write there. The pinned ranges are held during the call, so that none is freed between the
-//! check and the copy's start.
+//! Every range is checked (`range_check.rs`) and every copy states its direction. CUDA could infer it from the addresses,
+//! but takes an unknown address for ordinary host memory, and would write there. Pinned ranges cannot be unpinned between
+//! the check and the copy's start.
 
 use std::ffi::c_void;
 
-use warpool_driver::{Address, Call, Copies, DeviceId, DevicePtr, Pattern, Result, StreamId};
+use warpool_driver::{Address, Call, Copies, DeviceId, DevicePtr, ErrorCode, Pattern, Result, StreamId};
 
 use crate::CudaDriver;
-use crate::host::{check_pinned, pointer_to};
+use crate::host::pointer_to;
 use crate::stream::{Stream, StreamKind};
 
 impl Copies for CudaDriver {
     fn copy(&self, dst: Address, src: Address, bytes: u64, stream: StreamId) -> Result<()> {
         let site = self.enter(Call::Copy)?;
         let stream = self.stream(site, stream)?;
-        let pinned = self.pinned.hold();
-        for side in [dst, src] {
-            if let Address::Host(ptr) = side {
-                check_pinned(site, &pinned, ptr, bytes)?;
-            }
-        }
         let _current = self.on_stream(site, &stream)?;
+        let mut checked = self.check_ranges(site);
+        checked.address(dst, bytes)?;
+        checked.address(src, bytes)?;
+        let _work = self.begin_work(site, &stream, stream.lock_work());
         let (count, queue) = (bytes as usize, stream.raw.raw());
         site.check(match (dst, src) {
             (Address::Device(dst), Address::Device(src)) => {
-                // SAFETY: addresses of the device, which CUDA checks.
+                // SAFETY: both ranges are device memory or pinned; the stream is live.
                 unsafe { (self.api.memcpy_dtod_async)(dst.0, src.0, count, queue) }
             }
             (Address::Device(dst), Address::Host(src)) => {
-                // SAFETY: the source is pinned, and freeing it waits for the device; CUDA checks the target.
+                // SAFETY: as above; the source is pinned, and unpinning it waits for the stream.
                 unsafe { (self.api.memcpy_htod_async)(dst.0, pointer_to(src), count, queue) }
             }
             (Address::Host(dst), Address::Device(src)) => {
-                // SAFETY: the target is pinned, and freeing it waits for the device; CUDA checks the source.
+                // SAFETY: as above; the target is pinned, and unpinning it waits for the stream.
                 unsafe { (self.api.memcpy_dtoh_async)(pointer_to(dst), src.0, count, queue) }
             }
             (Address::Host(dst), Address::Host(src)) => {
-                // SAFETY: both are pinned; with unified addressing they are addresses for CUDA as they are.
+                // SAFETY: both are pinned; with unified addressing CUDA takes them as they are.
                 unsafe { (self.api.memcpy_async)(dst.0, src.0, count, queue) }
             }
         })
@@ -57,7 +55,11 @@ impl Copies for CudaDriver {
         let stream = self.stream(site, stream)?;
         let (to, from) = (self.context_of(site, dst_device)?, self.context_of(site, src_device)?);
         let _current = self.on_stream(site, &stream)?;
-        // SAFETY: live contexts, and addresses of the devices, which CUDA checks.
+        let mut checked = self.check_ranges(site);
+        checked.device(dst, bytes)?;
+        checked.device(src, bytes)?;
+        let _work = self.begin_work(site, &stream, stream.lock_work());
+        // SAFETY: both ranges are device memory or pinned; contexts and stream are live.
         site.check(unsafe {
             (self.api.memcpy_peer_async)(dst.0, to.raw(), src.0, from.raw(), bytes as usize, stream.raw.raw())
         })
@@ -67,9 +69,13 @@ impl Copies for CudaDriver {
         let site = self.enter(Call::Fill)?;
         let stream = self.stream(site, stream)?;
         let _current = self.on_stream(site, &stream)?;
+        let bytes = count.checked_mul(pattern.bytes()).ok_or_else(|| site.error(ErrorCode::InvalidValue))?;
+        let mut checked = self.check_ranges(site);
+        checked.device(dst, bytes)?;
+        let _work = self.begin_work(site, &stream, stream.lock_work());
         let (count, queue) = (count as usize, stream.raw.raw());
         site.check(match pattern {
-            // SAFETY: an address of the device, which CUDA checks, as for the other two.
+            // SAFETY: the range is device memory or pinned, and the stream is live; the same for the other two.
             Pattern::U8(value) => unsafe { (self.api.memset_d8_async)(dst.0, value, count, queue) },
             // SAFETY: as above.
             Pattern::U16(value) => unsafe { (self.api.memset_d16_async)(dst.0, value, count, queue) },
@@ -81,12 +87,14 @@ impl Copies for CudaDriver {
     fn upload(&self, device: DeviceId, dst: DevicePtr, bytes: &[u8]) -> Result<()> {
         let site = self.enter(Call::Upload)?;
         let _current = self.on_device(site, device)?;
+        let mut checked = self.check_ranges(site);
+        checked.device(dst, bytes.len() as u64)?;
         let from = bytes.as_ptr().cast::<c_void>();
-        // SAFETY: the slice is readable; CUDA checks the address on the device.
+        // SAFETY: the slice is readable; the target is device memory or pinned.
         site.check(unsafe { (self.api.memcpy_htod)(dst.0, from, bytes.len()) })?;
-        // CUDA returns as soon as the bytes are staged; a stream that ignores the default one could still see the old.
-        // Waiting is allowed in spite of other streams' captures: the copy was, and nothing else is waited for.
-        let _relaxed = self.relax(site)?;
+        // CUDA returns as soon as the bytes are staged; a non-blocking stream could still read the old ones. Waiting is
+        // allowed while other streams capture: the copy was, and nothing else is waited for.
+        let _relaxed = self.relax_capture_mode(site)?;
         let queue = Stream::default_of(device, StreamKind::Legacy).raw;
         // SAFETY: the default stream of the current context.
         site.check(unsafe { (self.api.stream_synchronize)(queue.raw()) })
@@ -95,8 +103,10 @@ impl Copies for CudaDriver {
     fn download(&self, device: DeviceId, src: DevicePtr, into: &mut [u8]) -> Result<()> {
         let site = self.enter(Call::Download)?;
         let _current = self.on_device(site, device)?;
+        let mut checked = self.check_ranges(site);
+        checked.device(src, into.len() as u64)?;
         let to = into.as_mut_ptr().cast::<c_void>();
-        // SAFETY: the slice is writable and CUDA is done with it on return; CUDA checks the address on the device.
+        // SAFETY: the slice is writable, and CUDA has written it on return; the source is device memory or pinned.
         site.check(unsafe { (self.api.memcpy_dtoh)(to, src.0, into.len()) })
     }
 }

@@ -1,4 +1,4 @@
-//! Events: created, recorded, waited for, timed, shared.
+//! Events: create, record, wait, measure time, share.
 
 use std::ffi::{c_char, c_uint};
 use std::ptr;
@@ -11,26 +11,26 @@ use warpool_driver::{
 };
 
 use crate::CudaDriver;
-use crate::context::Context;
-use crate::error::Site;
-use crate::table::{Handle, Used};
+use crate::error::CallSite;
+use crate::handle::{Context, CudaHandle};
+use crate::object_table::Shared;
 
 /// An event behind its id.
 pub(crate) struct Event {
     /// CUDA's handle.
-    pub(crate) raw: Handle<sys::CUevent_st>,
+    pub(crate) raw: CudaHandle<sys::CUevent_st>,
     device: DeviceId,
     context: Context,
-    /// Whether a graph may record it or wait for it at every launch.
+    /// Whether a graph may record it or wait for it at every launch. Never reset.
     in_graph: AtomicBool,
 }
 
 impl Event {
     const fn new(raw: sys::CUevent, device: DeviceId, context: Context) -> Self {
-        Self { raw: Handle::new(raw), device, context, in_graph: AtomicBool::new(false) }
+        Self { raw: CudaHandle::new(raw), device, context, in_graph: AtomicBool::new(false) }
     }
 
-    /// Notes that a stream recorded it, or waits for it.
+    /// A stream recorded it, or waits for it.
     pub(crate) fn used_by_stream(&self, scope: EventScope) {
         if scope == EventScope::External {
             self.in_graph.store(true, Ordering::Relaxed);
@@ -59,22 +59,21 @@ impl Events for CudaDriver {
         let context = self.context_of(site, device)?;
         let _current = self.make_current(site, context)?;
         let mut raw = ptr::null_mut();
-        // SAFETY: `raw` takes the handle.
+        // SAFETY: CUDA writes the handle to `raw`.
         site.check(unsafe { (self.api.event_create)(&raw mut raw, flags(options)) })?;
         Ok(EventId(self.events.insert(Event::new(raw, device, context))))
     }
 
     fn event_destroy(&self, event: EventId) -> Result<()> {
         let site = self.enter(Call::EventDestroy)?;
-        let row = self.events.alone(event.0).ok_or_else(|| site.error(ErrorCode::InvalidHandle))?;
-        // A graph does not keep the events of its nodes. CUDA's event stays, then: nobody knows when the last graph
-        // goes.
-        if !row.in_graph.load(Ordering::Relaxed) {
-            let _current = self.make_current(site, row.context)?;
-            // SAFETY: `raw` came from cuEventCreate or cuIpcOpenEventHandle, and nobody else can use it.
-            site.check(unsafe { (self.api.event_destroy)(row.raw.raw()) })?;
+        let object = self.events.exclusive(event.0).ok_or_else(|| site.error(ErrorCode::InvalidHandle))?;
+        // A graph does not keep the events of its nodes, so CUDA's event is not destroyed if a graph may use it.
+        if !object.in_graph.load(Ordering::Relaxed) {
+            let _current = self.make_current(site, object.context)?;
+            // SAFETY: `raw` came from cuEventCreate or cuIpcOpenEventHandle, and no other call can use it.
+            site.check(unsafe { (self.api.event_destroy)(object.raw.raw()) })?;
         }
-        row.remove();
+        object.remove();
         Ok(())
     }
 
@@ -83,7 +82,7 @@ impl Events for CudaDriver {
         let event = self.event(site, event)?;
         let stream = self.stream(site, stream)?;
         if event.device != stream.device {
-            let detail = format!("the event is of {}, the stream of {}", event.device, stream.device);
+            let detail = format!("the event belongs to {}, the stream to {}", event.device, stream.device);
             return Err(site.explain(ErrorCode::InvalidHandle, detail));
         }
         let flags = match scope {
@@ -91,6 +90,7 @@ impl Events for CudaDriver {
             EventScope::External => sys::CUevent_record_flags::CU_EVENT_RECORD_EXTERNAL,
         };
         let _current = self.on_stream(site, &stream)?;
+        let _work = self.begin_work(site, &stream, stream.lock_work());
         // SAFETY: event and stream are live.
         site.check(unsafe { (self.api.event_record_with_flags)(event.raw.raw(), stream.raw.raw(), flags as c_uint) })?;
         event.used_by_stream(scope);
@@ -119,11 +119,11 @@ impl Events for CudaDriver {
         let _current = self.make_current(site, start.context)?;
         let (elapsed, _relaxed) = match self.api.event_elapsed_time_v2 {
             Some(elapsed) => (elapsed, None),
-            // The older one also asks after pending work, which captures forbid.
-            None => (self.api.event_elapsed_time, Some(self.relax(site)?)),
+            // The older one also queries pending work, which captures forbid.
+            None => (self.api.event_elapsed_time, Some(self.relax_capture_mode(site)?)),
         };
         let mut milliseconds = 0.0;
-        // SAFETY: both events are live; `milliseconds` takes the number.
+        // SAFETY: both events are live; CUDA writes the number to `milliseconds`.
         site.check(unsafe { elapsed(&raw mut milliseconds, start.raw.raw(), end.raw.raw()) })?;
         Ok(milliseconds)
     }
@@ -133,7 +133,7 @@ impl Events for CudaDriver {
         let event = self.event(site, event)?;
         let _current = self.make_current(site, event.context)?;
         let mut handle = sys::CUipcEventHandle { reserved: [0; 64] };
-        // SAFETY: the event is live; `handle` takes the 64 bytes.
+        // SAFETY: the event is live; CUDA writes 64 bytes to `handle`.
         site.check(unsafe { (self.api.ipc_get_event_handle)(&raw mut handle, event.raw.raw()) })?;
         Ok(IpcEventHandle(handle.reserved.map(|byte| byte as u8)))
     }
@@ -144,7 +144,7 @@ impl Events for CudaDriver {
         let _current = self.make_current(site, context)?;
         let handle = sys::CUipcEventHandle { reserved: handle.0.map(|byte| byte as c_char) };
         let mut raw = ptr::null_mut();
-        // SAFETY: CUDA checks the bytes; `raw` takes the handle.
+        // SAFETY: CUDA checks the bytes, and writes the handle to `raw`.
         site.check(unsafe { (self.api.ipc_open_event_handle)(&raw mut raw, handle) })?;
         Ok(EventId(self.events.insert(Event::new(raw, device, context))))
     }
@@ -152,7 +152,7 @@ impl Events for CudaDriver {
 
 impl CudaDriver {
     /// The event behind an id, live as long as the result.
-    pub(crate) fn event(&self, site: Site<'_>, event: EventId) -> Result<Used<'_, Event>> {
+    pub(crate) fn event(&self, site: CallSite<'_>, event: EventId) -> Result<Shared<'_, Event>> {
         self.events.get(event.0).ok_or_else(|| site.error(ErrorCode::InvalidHandle))
     }
 }
@@ -162,7 +162,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn options_become_cudas_flags() {
+    fn options_become_flags() {
         let options = |timing, blocking, interprocess| EventOptions { timing, blocking, interprocess };
         assert_eq!(flags(options(true, false, false)), 0);
         assert_eq!(flags(EventOptions::default()), 2);

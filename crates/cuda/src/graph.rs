@@ -1,7 +1,6 @@
-//! Graphs: what captures left, made ready and launched.
+//! Graphs: the templates that captures leave.
 //!
-//! CUDA does not synchronise a `CUgraph`, so everything that uses one holds `graph_gate`. What becomes of executables
-//! is in `exec.rs`.
+//! CUDA does not synchronize a `CUgraph`, so every call that uses one holds `graph_lock`. Executables are in `exec.rs`.
 
 use std::ffi::CString;
 use std::fs::{self, OpenOptions};
@@ -20,11 +19,11 @@ use warpool_driver::{
 };
 
 use crate::CudaDriver;
-use crate::capture::{GraphHandle, NodeHandle};
-use crate::context::Context;
-use crate::error::Site;
-use crate::exec::Exec;
-use crate::table::{Used, lock};
+use crate::error::CallSite;
+use crate::graph_family::GraphFamily;
+use crate::handle::{Context, GraphHandle, NodeHandle};
+use crate::object_table::Shared;
+use crate::sync::lock;
 
 /// A graph behind its id.
 pub(crate) struct Graph {
@@ -32,43 +31,48 @@ pub(crate) struct Graph {
     pub(crate) raw: GraphHandle,
     /// The context that it was captured in.
     pub(crate) context: Context,
-    /// Whose it is.
-    pub(crate) owner: Owner,
+    /// Who destroys it.
+    pub(crate) owner: GraphOwner,
     /// Shared with the executables that are made of it.
     pub(crate) template: Arc<Mutex<Template>>,
+    /// `None` for a body whose node is gone.
+    pub(crate) family: Option<GraphFamily>,
 }
 
-/// A graph as its executables know it. Held, besides the gate, by whoever uses the `CUgraph`; those who change an
-/// executable hold only this.
+/// A graph as its executables refer to it. Locked, besides `graph_lock`, by calls that use the `CUgraph`; calls that
+/// change an executable lock only this.
 pub(crate) struct Template {
     /// CUDA's handle.
     pub(crate) raw: GraphHandle,
-    /// Whether it can be used without the gate: it is an id's own, and not destroyed.
-    pub(crate) is_there: bool,
-    /// Its kernel nodes, once somebody asked.
+    /// Whether it can be used without `graph_lock`: it is owned by its id, and not destroyed.
+    pub(crate) is_alive: bool,
+    /// Its kernel nodes, once queried.
     pub(crate) kernels: Option<FxHashSet<u64>>,
 }
 
 impl Graph {
-    /// A graph that is known by an id from now on.
-    pub(crate) fn new(raw: GraphHandle, context: Context, owner: Owner) -> Self {
-        let template = Template { raw, is_there: owner == Owner::Id, kernels: None };
-        Self { raw, context, owner, template: Arc::new(Mutex::new(template)) }
+    /// A graph that gets an id now.
+    pub(crate) fn new(raw: GraphHandle, context: Context, owner: GraphOwner, family: GraphFamily) -> Self {
+        let template = Template { raw, is_alive: owner == GraphOwner::Id, kernels: None };
+        Self { raw, context, owner, template: Arc::new(Mutex::new(template)), family: Some(family) }
     }
 }
 
-/// Whose a graph is.
+/// Who destroys a graph.
 #[derive(Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Owner {
-    /// The id's: it goes with it.
+pub(crate) enum GraphOwner {
+    /// `graph_destroy` of its id.
     Id,
-    /// A conditional node's, as its body: it goes with this graph, the outermost one around the node.
-    Inside(GraphHandle),
-    /// Nobody's: it was a body, and its node is gone. The id can only be forgotten.
+    /// The conditional node whose body it is: it is destroyed with `root`, the outermost graph around the node.
+    Node {
+        /// That graph.
+        root: GraphHandle,
+    },
+    /// It was the body of a node that is gone. The id can only be forgotten.
     Gone,
 }
 
-/// What a node does, from CUDA's number.
+/// A node's kind from CUDA's number.
 fn kind_of(number: u32) -> NodeKind {
     match number {
         0 => NodeKind::Kernel,
@@ -86,7 +90,7 @@ fn kind_of(number: u32) -> NodeKind {
     }
 }
 
-/// CUDA's flags for making a graph ready.
+/// CUDA's flags for instantiation.
 const fn flags(options: InstantiateOptions) -> u64 {
     let mut flags = 0;
     if options.auto_free_on_launch {
@@ -101,14 +105,15 @@ const fn flags(options: InstantiateOptions) -> u64 {
 impl Graphs for CudaDriver {
     fn graph_instantiate(&self, graph: GraphId, options: InstantiateOptions) -> Result<GraphExecId> {
         let site = self.enter(Call::GraphInstantiate)?;
-        let _gate = lock(&self.graph_gate);
-        let row = self.graph(site, graph)?;
-        let _current = self.make_current(site, row.context)?;
-        let _alone = lock(&row.template);
+        let _graphs = lock(&self.graph_lock);
+        let object = self.graph(site, graph)?;
+        let _current = self.make_current(site, object.context)?;
+        let _template = lock(&object.template);
         let mut raw = ptr::null_mut();
-        // SAFETY: the graph is live and ours alone while the gate is held; `raw` takes the handle.
-        site.check(unsafe { (self.api.graph_instantiate_with_flags)(&raw mut raw, row.raw.raw(), flags(options)) })?;
-        Ok(GraphExecId(self.execs.insert(Exec::new(raw, row.context, graph, Arc::clone(&row.template)))))
+        // SAFETY: the graph is live, and `graph_lock` is held; CUDA writes the handle to `raw`. The modules of its
+        // kernels are still loaded: they stay while a graph of its family exists.
+        site.check(unsafe { (self.api.graph_instantiate_with_flags)(&raw mut raw, object.raw.raw(), flags(options)) })?;
+        Ok(self.exec_instantiated(raw, graph, &object))
     }
 
     unsafe fn graph_launch(&self, exec: GraphExecId, stream: StreamId) -> Result<()> {
@@ -130,44 +135,43 @@ impl Graphs for CudaDriver {
 
     fn graph_topology(&self, graph: GraphId) -> Result<GraphTopology> {
         let site = self.enter(Call::GraphTopology)?;
-        let _gate = lock(&self.graph_gate);
-        let row = self.graph(site, graph)?;
-        let _current = self.make_current(site, row.context)?;
-        let _alone = lock(&row.template);
-        self.topology(site, row.raw)
+        let _graphs = lock(&self.graph_lock);
+        let object = self.graph(site, graph)?;
+        let _current = self.make_current(site, object.context)?;
+        let _template = lock(&object.template);
+        self.topology(site, object.raw)
     }
 
     fn graph_dot(&self, graph: GraphId) -> Result<String> {
         let site = self.enter(Call::GraphDot)?;
-        let _gate = lock(&self.graph_gate);
-        let row = self.graph(site, graph)?;
-        let _current = self.make_current(site, row.context)?;
-        let _alone = lock(&row.template);
-        let trouble = |error: io::Error| site.explain(ErrorCode::OperatingSystem, error.to_string());
-        // CUDA writes to files only.
-        let file = ScratchFile::create().map_err(trouble)?;
+        let _graphs = lock(&self.graph_lock);
+        let object = self.graph(site, graph)?;
+        let _current = self.make_current(site, object.context)?;
+        let _template = lock(&object.template);
+        let io_error = |error: io::Error| site.explain(ErrorCode::OperatingSystem, error.to_string());
+        // CUDA only writes to files.
+        let file = ScratchFile::create().map_err(io_error)?;
         let path = CString::new(file.0.as_os_str().as_bytes()).map_err(|_| site.error(ErrorCode::OperatingSystem))?;
-        // SAFETY: the graph is live and ours alone while the gate is held; the path ends with a 0. No flags: the short
-        // form.
-        site.check(unsafe { (self.api.graph_debug_dot_print)(row.raw.raw(), path.as_ptr(), 0) })?;
-        let bytes = fs::read(&file.0).map_err(trouble)?;
+        // SAFETY: the graph is live, and `graph_lock` is held; the path ends with a 0. No flags: the short form.
+        site.check(unsafe { (self.api.graph_debug_dot_print)(object.raw.raw(), path.as_ptr(), 0) })?;
+        let bytes = fs::read(&file.0).map_err(io_error)?;
         Ok(String::from_utf8_lossy(&bytes).into_owned())
     }
 
     fn graph_destroy(&self, graph: GraphId) -> Result<()> {
         let site = self.enter(Call::GraphDestroy)?;
-        let _gate = lock(&self.graph_gate);
-        let row = self.graphs.alone(graph.0).ok_or_else(|| site.error(ErrorCode::InvalidHandle))?;
-        if row.owner == Owner::Id {
-            let _current = self.make_current(site, row.context)?;
-            let mut template = lock(&row.template);
-            // SAFETY: `raw` came from cuStreamEndCapture as ours, and nobody else can use it.
-            site.check(unsafe { (self.api.graph_destroy)(row.raw.raw()) })?;
-            template.is_there = false;
+        let _graphs = lock(&self.graph_lock);
+        let object = self.graphs.exclusive(graph.0).ok_or_else(|| site.error(ErrorCode::InvalidHandle))?;
+        if object.owner == GraphOwner::Id {
+            let _current = self.make_current(site, object.context)?;
+            let mut template = lock(&object.template);
+            // SAFETY: `raw` came from cuStreamEndCapture and is owned by the id; no other call can use it.
+            site.check(unsafe { (self.api.graph_destroy)(object.raw.raw()) })?;
+            template.is_alive = false;
             drop(template);
-            self.forget_inside(row.raw);
+            self.forget_graphs_inside(object.raw);
         }
-        row.remove();
+        object.remove();
         Ok(())
     }
 
@@ -177,7 +181,7 @@ impl Graphs for CudaDriver {
 
     fn graph_raw(&self, graph: GraphId) -> Result<RawHandle> {
         let site = self.enter(Call::GraphRaw)?;
-        let _gate = lock(&self.graph_gate);
+        let _graphs = lock(&self.graph_lock);
         Ok(self.graph(site, graph)?.raw.exposed())
     }
 
@@ -203,14 +207,14 @@ impl Graphs for CudaDriver {
 }
 
 impl CudaDriver {
-    /// The graph behind an id. The caller holds `graph_gate`.
-    fn graph(&self, site: Site<'_>, graph: GraphId) -> Result<Used<'_, Graph>> {
-        let live = self.graphs.get(graph.0).filter(|row| row.owner != Owner::Gone);
+    /// The graph behind an id. The caller holds `graph_lock`.
+    fn graph(&self, site: CallSite<'_>, graph: GraphId) -> Result<Shared<'_, Graph>> {
+        let live = self.graphs.get(graph.0).filter(|graph| graph.owner != GraphOwner::Gone);
         live.ok_or_else(|| site.error(ErrorCode::InvalidHandle))
     }
 
-    /// The nodes and edges of a graph. The caller holds `graph_gate`.
-    pub(crate) fn topology(&self, site: Site<'_>, graph: GraphHandle) -> Result<GraphTopology> {
+    /// The nodes and edges of a graph. The caller holds `graph_lock`.
+    pub(crate) fn topology(&self, site: CallSite<'_>, graph: GraphHandle) -> Result<GraphTopology> {
         let nodes = self.nodes_of(site, graph)?;
         let describe =
             |&node: &sys::CUgraphNode| Ok(Node { id: node_id(node), kind: kind_of(self.node_type(site, node)?) });
@@ -220,8 +224,8 @@ impl CudaDriver {
         })
     }
 
-    /// The kernel nodes of a graph. The caller has the graph for himself.
-    pub(crate) fn kernels_of(&self, site: Site<'_>, graph: GraphHandle) -> Result<FxHashSet<u64>> {
+    /// The kernel nodes of a graph, which no other call uses meanwhile.
+    pub(crate) fn kernels_of(&self, site: CallSite<'_>, graph: GraphHandle) -> Result<FxHashSet<u64>> {
         let mut kernels = FxHashSet::default();
         for node in self.nodes_of(site, graph)? {
             if kind_of(self.node_type(site, node)?) == NodeKind::Kernel {
@@ -231,28 +235,28 @@ impl CudaDriver {
         Ok(kernels)
     }
 
-    fn nodes_of(&self, site: Site<'_>, graph: GraphHandle) -> Result<Vec<sys::CUgraphNode>> {
+    fn nodes_of(&self, site: CallSite<'_>, graph: GraphHandle) -> Result<Vec<sys::CUgraphNode>> {
         let mut count = 0;
-        // SAFETY: without an array only the number is written.
+        // SAFETY: without an array CUDA only writes the number.
         site.check(unsafe { (self.api.graph_get_nodes)(graph.raw(), ptr::null_mut(), &raw mut count) })?;
         let mut nodes = vec![ptr::null_mut(); count];
         if count > 0 {
-            // SAFETY: the array has room for as many as `count` says.
+            // SAFETY: the array has `count` elements.
             site.check(unsafe { (self.api.graph_get_nodes)(graph.raw(), nodes.as_mut_ptr(), &raw mut count) })?;
         }
         nodes.truncate(count);
         Ok(nodes)
     }
 
-    fn edges_of(&self, site: Site<'_>, graph: GraphHandle) -> Result<Vec<(NodeId, NodeId)>> {
+    fn edges_of(&self, site: CallSite<'_>, graph: GraphHandle) -> Result<Vec<(NodeId, NodeId)>> {
         let mut count = 0;
-        // SAFETY: without arrays only the number is written.
+        // SAFETY: without arrays CUDA only writes the number.
         site.check(unsafe {
             (self.api.graph_get_edges)(graph.raw(), ptr::null_mut(), ptr::null_mut(), &raw mut count)
         })?;
         let (mut from, mut to) = (vec![ptr::null_mut(); count], vec![ptr::null_mut(); count]);
         if count > 0 {
-            // SAFETY: both arrays have room for as many as `count` says.
+            // SAFETY: both arrays have `count` elements.
             site.check(unsafe {
                 (self.api.graph_get_edges)(graph.raw(), from.as_mut_ptr(), to.as_mut_ptr(), &raw mut count)
             })?;
@@ -260,20 +264,20 @@ impl CudaDriver {
         Ok(from.into_iter().zip(to).take(count).map(|(from, to)| (node_id(from), node_id(to))).collect())
     }
 
-    fn node_type(&self, site: Site<'_>, node: sys::CUgraphNode) -> Result<u32> {
+    fn node_type(&self, site: CallSite<'_>, node: sys::CUgraphNode) -> Result<u32> {
         let mut number = 0_u32;
-        // SAFETY: the node is of a graph that the gate protects; `number` has the size of the C enum.
+        // SAFETY: the node is of a graph that no other call uses meanwhile; `number` has the size of the C enum.
         site.check(unsafe { (self.api.graph_node_get_type)(node, (&raw mut number).cast()) })?;
         Ok(number)
     }
 }
 
-/// A node's id: its handle, which is good exactly as long as its graph.
+/// A node's id: its handle, which is valid as long as its graph.
 fn node_id(node: sys::CUgraphNode) -> NodeId {
     NodeId(NodeHandle::new(node).number())
 }
 
-/// A file of our own in the folder for temporary ones; removed when dropped.
+/// A new file in the directory for temporary files; removed when dropped.
 struct ScratchFile(PathBuf);
 
 impl ScratchFile {
@@ -282,7 +286,7 @@ impl ScratchFile {
         loop {
             let number = NEXT.fetch_add(1, Ordering::Relaxed);
             let path = env::temp_dir().join(format!("warpool-{}-{number}.dot", process::id()));
-            // It must be new: a name that is there already may be somebody's link to elsewhere.
+            // A new one: an existing name may be a link to another file.
             match OpenOptions::new().write(true).create_new(true).open(&path) {
                 Ok(_) => return Ok(Self(path)),
                 Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
@@ -305,13 +309,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn options_become_cudas_flags() {
+    fn options_become_flags() {
         let both = InstantiateOptions { auto_free_on_launch: true, use_node_priority: true };
         assert_eq!((flags(InstantiateOptions::default()), flags(both)), (0, 9));
     }
 
     #[test]
-    fn a_kind_that_nobody_knows_keeps_its_number() {
+    fn an_unknown_node_kind_keeps_its_number() {
         let known = sys::CUgraphNodeType::CU_GRAPH_NODE_TYPE_CONDITIONAL as u32;
         assert_eq!(
             (kind_of(known), kind_of(0), kind_of(99)),
@@ -320,7 +324,7 @@ mod tests {
     }
 
     #[test]
-    fn a_scratch_file_is_new_and_leaves_nothing_behind() {
+    fn a_scratch_file_is_new_and_removed_when_dropped() {
         let (a, b) = (ScratchFile::create().expect("writable"), ScratchFile::create().expect("writable"));
         assert_ne!(a.0, b.0);
         let path = a.0.clone();

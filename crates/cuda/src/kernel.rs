@@ -1,7 +1,11 @@
-//! Kernels: CUDA C++ text compiled by NVRTC, loaded as modules, launched.
+//! Kernels: CUDA C++ source compiled by NVRTC, loaded as modules, launched.
+//!
+//! A graph does not keep the modules of its kernels loaded, so this driver does: a module that a graph or an executable
+//! may still use stays loaded when it is unloaded by its id, until they are gone.
 
 use std::ffi::{CString, c_void};
 use std::ptr;
+use std::sync::Arc;
 
 use cudarc::driver::sys;
 use warpool_driver::{
@@ -9,32 +13,61 @@ use warpool_driver::{
 };
 
 use crate::CudaDriver;
-use crate::context::Context;
-use crate::error::Site;
-use crate::nvrtc::{Nvrtc, Target, Unavailable};
-use crate::table::{Handle, Used};
+use crate::error::CallSite;
+use crate::graph_family::{GraphFamily, GraphUsers};
+use crate::handle::{Context, CudaHandle};
+use crate::libraries::{Nvrtc, Target, Unavailable};
+use crate::object_table::Shared;
+use crate::sync::lock;
 
-/// Loaded code behind its id.
+/// A module behind its id.
 pub(crate) struct Module {
-    raw: Handle<sys::CUmod_st>,
+    raw: CudaHandle<sys::CUmod_st>,
     context: Context,
+    /// The graphs with its kernels. Shared with its functions.
+    users: Arc<GraphUsers>,
 }
 
 /// A kernel behind its id.
 pub(crate) struct Function {
     /// CUDA's handle.
-    pub(crate) raw: Handle<sys::CUfunc_st>,
+    pub(crate) raw: CudaHandle<sys::CUfunc_st>,
     module: ModuleId,
+    /// The graphs with kernels of its module.
+    module_users: Arc<GraphUsers>,
     name: Box<str>,
-    /// The sizes of its arguments; drivers before CUDA 12.4 do not tell.
+    /// The sizes of its arguments; unknown to drivers before CUDA 12.4.
     sizes: Option<Box<[usize]>>,
+}
+
+impl Function {
+    /// A graph or executable has it in a node.
+    pub(crate) fn used_by_graph(&self, family: Option<&GraphFamily>) {
+        if let Some(family) = family {
+            self.module_users.add(family);
+        }
+    }
 }
 
 #[cfg(test)]
 impl Function {
     /// A kernel for tests.
-    pub(crate) fn pretend(sizes: Option<&[usize]>) -> Self {
-        Self { raw: Handle::from_number(1), module: ModuleId(1), name: "k".into(), sizes: sizes.map(Into::into) }
+    pub(crate) fn fake(module: ModuleId, sizes: Option<&[usize]>, module_users: Arc<GraphUsers>) -> Self {
+        Self { raw: CudaHandle::from_number(1), module, module_users, name: "k".into(), sizes: sizes.map(Into::into) }
+    }
+}
+
+#[cfg(test)]
+impl Module {
+    /// CUDA's handle.
+    pub(crate) fn raw(&self) -> *mut sys::CUmod_st {
+        self.raw.raw()
+    }
+
+    /// A module for tests, and its users.
+    pub(crate) fn fake(raw: *mut sys::CUmod_st, context: Context) -> (Self, Arc<GraphUsers>) {
+        let users = Arc::<GraphUsers>::default();
+        (Self { raw: CudaHandle::new(raw), context, users: Arc::clone(&users) }, users)
     }
 }
 
@@ -44,8 +77,8 @@ const FEW: usize = 16;
 impl Kernels for CudaDriver {
     fn module_load(&self, device: DeviceId, source: &KernelSource) -> Result<ModuleId> {
         let site = self.enter(Call::ModuleLoad)?;
-        let slot = self.device(site, device)?;
-        let capability = self.compute_capability(site, slot)?;
+        let gpu = self.device(site, device)?;
+        let capability = self.compute_capability(site, gpu)?;
         let nvrtc = self.nvrtc(site)?;
         let compile = |target| {
             let image = nvrtc.compile(source.name, source.cuda, capability, target);
@@ -54,44 +87,54 @@ impl Kernels for CudaDriver {
         let context = self.context_of(site, device)?;
         let _current = self.make_current(site, context)?;
         let raw = match self.load_image(site, &compile(Target::Ptx)?) {
-            // A compiler newer than the driver: its PTX is too, but not its binaries for this device.
+            // The compiler is newer than the driver, and so is its PTX; a binary for this device works all the same.
             Err(error) if error.code == ErrorCode::UnsupportedPtxVersion => {
                 self.load_image(site, &compile(Target::Cubin)?)?
             }
             other => other?,
         };
-        Ok(ModuleId(self.modules.insert(Module { raw, context })))
+        Ok(ModuleId(self.modules.insert(Module { raw, context, users: Arc::default() })))
     }
 
     fn module_unload(&self, module: ModuleId) -> Result<()> {
         let site = self.enter(Call::ModuleUnload)?;
-        let row = self.modules.alone(module.0).ok_or_else(|| site.error(ErrorCode::InvalidHandle))?;
-        // Nobody launches its kernels meanwhile, and none is added: that would need the module.
+        self.unload_pending(site);
+        let object = self.modules.exclusive(module.0).ok_or_else(|| site.error(ErrorCode::InvalidHandle))?;
+        // No call uses its functions meanwhile, and none is added: that would need the module.
         let functions = self.functions.ids(|function| function.module == module);
-        let functions: Vec<_> = functions.into_iter().filter_map(|id| self.functions.alone(id)).collect();
-        let _current = self.make_current(site, row.context)?;
-        // SAFETY: `raw` came from cuModuleLoadData, and nobody else can use it or its functions.
-        site.check(unsafe { (self.api.module_unload)(row.raw.raw()) })?;
+        let functions: Vec<_> = functions.into_iter().filter_map(|id| self.functions.exclusive(id)).collect();
+        let is_used = object.users.exist();
+        if !is_used {
+            self.unload(site, &object)?;
+        }
         functions.into_iter().for_each(|function| _ = function.remove());
-        row.remove();
+        let object = object.remove();
+        if is_used {
+            lock(&self.modules_pending_unload).push(object);
+        }
         Ok(())
     }
 
     fn function_get(&self, module: ModuleId, name: &str) -> Result<FunctionId> {
         let site = self.enter(Call::FunctionGet)?;
-        let row = self.modules.get(module.0).ok_or_else(|| site.error(ErrorCode::InvalidHandle))?;
-        let _current = self.make_current(site, row.context)?;
-        let nameless = || site.explain(ErrorCode::NotFound, "no kernel has such a name");
-        let symbol = CString::new(name).ok().filter(|symbol| !symbol.is_empty()).ok_or_else(nameless)?;
+        let object = self.modules.get(module.0).ok_or_else(|| site.error(ErrorCode::InvalidHandle))?;
+        let _current = self.make_current(site, object.context)?;
+        let no_name = || site.explain(ErrorCode::NotFound, "no kernel can have this name");
+        let symbol = CString::new(name).ok().filter(|symbol| !symbol.is_empty()).ok_or_else(no_name)?;
         let mut raw = ptr::null_mut();
-        // SAFETY: the module is live; the name ends with a 0; `raw` takes the handle.
-        let code = unsafe { (self.api.module_get_function)(&raw mut raw, row.raw.raw(), symbol.as_ptr()) };
+        // SAFETY: the module is live; the name ends with a 0; CUDA writes the handle to `raw`.
+        let code = unsafe { (self.api.module_get_function)(&raw mut raw, object.raw.raw(), symbol.as_ptr()) };
         site.check(code).map_err(|error| match error.code {
             ErrorCode::NotFound => error.with_detail(format!("the module has no kernel {name:?}")),
             _ => error,
         })?;
-        let function =
-            Function { raw: Handle::new(raw), module, name: name.into(), sizes: self.argument_sizes(site, raw) };
+        let function = Function {
+            raw: CudaHandle::new(raw),
+            module,
+            module_users: Arc::clone(&object.users),
+            name: name.into(),
+            sizes: self.argument_sizes(site, raw),
+        };
         let same = |known: &Function| known.module == module && *known.name == *name;
         Ok(FunctionId(self.functions.find_or_insert(same, function)))
     }
@@ -108,26 +151,30 @@ impl Kernels for CudaDriver {
         let stream = self.stream(site, stream)?;
         check_shape(site, shape)?;
         let _current = self.on_stream(site, &stream)?;
+        let work = self.begin_work(site, &stream, stream.lock_work());
+        if let Some(graph) = work.captured_into() {
+            function.used_by_graph(self.family_of_capture(graph).as_ref());
+        }
         let ([gx, gy, gz], [bx, by, bz]) = (shape.grid, shape.block);
-        let (raw, stream) = (function.raw.raw(), stream.raw.raw());
+        let (kernel, queue) = (function.raw.raw(), stream.raw.raw());
         self.with_arguments(site, &function, args, |arguments, extra| {
-            // SAFETY: function and stream are live, their rows being in use. The arguments are the function's, and
-            // the caller promises what it does with them.
+            // SAFETY: function and stream are live. The arguments are the function's, and the caller promises what it
+            // does with them.
             unsafe {
-                (self.api.launch_kernel)(raw, gx, gy, gz, bx, by, bz, shape.shared_bytes, stream, arguments, extra)
+                (self.api.launch_kernel)(kernel, gx, gy, gz, bx, by, bz, shape.shared_bytes, queue, arguments, extra)
             }
         })
     }
 }
 
-/// One argument as CUDA reads it: from the first byte on, as many as it has.
+/// An argument as CUDA reads it: its first `bytes` bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Slot {
+struct Argument {
     bits: u64,
     bytes: usize,
 }
 
-impl Slot {
+impl Argument {
     const EMPTY: Self = Self { bits: 0, bytes: 0 };
 
     const fn wide(bits: u64) -> Self {
@@ -142,60 +189,81 @@ impl Slot {
 
 impl CudaDriver {
     /// The kernel behind an id, live as long as the result.
-    pub(crate) fn function(&self, site: Site<'_>, function: FunctionId) -> Result<Used<'_, Function>> {
+    pub(crate) fn function(&self, site: CallSite<'_>, function: FunctionId) -> Result<Shared<'_, Function>> {
         self.functions.get(function.0).ok_or_else(|| site.error(ErrorCode::InvalidHandle))
     }
 
-    fn slot(&self, site: Site<'_>, arg: KernelArg) -> Result<Slot> {
+    fn argument(&self, site: CallSite<'_>, arg: KernelArg) -> Result<Argument> {
         Ok(match arg {
-            KernelArg::Ptr(ptr) => Slot::wide(ptr.0),
-            KernelArg::U32(value) => Slot::narrow(value),
-            KernelArg::I32(value) => Slot::narrow(value.cast_unsigned()),
-            KernelArg::U64(value) => Slot::wide(value),
-            KernelArg::I64(value) => Slot::wide(value.cast_unsigned()),
-            KernelArg::F32(value) => Slot::narrow(value.to_bits()),
-            KernelArg::F64(value) => Slot::wide(value.to_bits()),
-            KernelArg::Conditional(id) => Slot::wide(self.conditional(site, id)?.handle),
+            KernelArg::Ptr(ptr) => Argument::wide(ptr.0),
+            KernelArg::U32(value) => Argument::narrow(value),
+            KernelArg::I32(value) => Argument::narrow(value.cast_unsigned()),
+            KernelArg::U64(value) => Argument::wide(value),
+            KernelArg::I64(value) => Argument::wide(value.cast_unsigned()),
+            KernelArg::F32(value) => Argument::narrow(value.to_bits()),
+            KernelArg::F64(value) => Argument::wide(value.to_bits()),
+            KernelArg::Conditional(id) => Argument::wide(self.conditional(site, id)?.handle),
         })
     }
 
-    /// Gives a kernel's arguments to `call` as CUDA takes them, and takes the number that it returns. One of the two
-    /// that `call` gets is null; the other holds what CUDA reads there for this kernel, until `call` returns.
-    /// `InvalidValue` if the kernel takes other arguments, as far as that can be seen.
+    /// Passes a kernel's arguments to `call` in the form that CUDA takes, and converts the number that it returns. One
+    /// of the two pointers is null; the other points to what CUDA reads for this kernel, until `call` returns.
+    /// `InvalidValue` if the kernel takes other arguments, as far as their sizes are known.
     pub(crate) fn with_arguments(
         &self,
-        site: Site<'_>,
+        site: CallSite<'_>,
         function: &Function,
         args: &[KernelArg],
         call: impl FnOnce(*mut *mut c_void, *mut *mut c_void) -> u32,
     ) -> Result<()> {
-        let (mut few, mut many) = ([Slot::EMPTY; FEW], Vec::new());
-        let slots = if args.len() <= FEW {
+        let (mut few, mut many) = ([Argument::EMPTY; FEW], Vec::new());
+        let arguments = if args.len() <= FEW {
             &mut few[..args.len()]
         } else {
-            many.resize(args.len(), Slot::EMPTY);
+            many.resize(args.len(), Argument::EMPTY);
             &mut many[..]
         };
-        for (slot, &arg) in slots.iter_mut().zip(args) {
-            *slot = self.slot(site, arg)?;
+        for (argument, &arg) in arguments.iter_mut().zip(args) {
+            *argument = self.argument(site, arg)?;
         }
         let code = match &function.sizes {
             Some(sizes) => {
                 // CUDA reads as many pointers as the kernel has arguments, and from each as many bytes.
-                check_arguments(site, &function.name, sizes, slots)?;
-                with_pointers(slots, |arguments| call(arguments, ptr::null_mut()))
+                check_arguments(site, &function.name, sizes, arguments)?;
+                with_pointers(arguments, |pointers| call(pointers, ptr::null_mut()))
             }
-            None => with_packed(slots, |extra| call(ptr::null_mut(), extra)),
+            None => with_packed(arguments, |extra| call(ptr::null_mut(), extra)),
         };
         site.check(code)
     }
 
-    /// The compiler, loaded if it is not yet.
-    fn nvrtc(&self, site: Site<'_>) -> Result<&Nvrtc> {
+    /// Unloads a module that no graph uses. Waits for its kernels: seen on an H200, also for kernels that are queued
+    /// and while streams capture.
+    fn unload(&self, site: CallSite<'_>, module: &Module) -> Result<()> {
+        let _current = self.make_current(site, module.context)?;
+        // Captures forbid it, but it disturbs none: their modules are in use.
+        let _relaxed = self.relax_capture_mode(site)?;
+        // SAFETY: `raw` came from cuModuleLoadData, and no other call can use it or its functions, nor does a graph.
+        site.check(unsafe { (self.api.module_unload)(module.raw.raw()) })
+    }
+
+    /// Unloads the modules whose ids are gone and that no graph uses any more.
+    fn unload_pending(&self, site: CallSite<'_>) {
+        let unused: Vec<_> =
+            lock(&self.modules_pending_unload).extract_if(.., |module| !module.users.exist()).collect();
+        for module in unused {
+            if let Err(error) = self.unload(site, &module) {
+                tracing::warn!("a module could not be unloaded: {error}");
+            }
+        }
+    }
+
+    /// The compiler, loaded at its first use.
+    fn nvrtc(&self, site: CallSite<'_>) -> Result<&Nvrtc> {
         if let Some(loaded) = self.nvrtc.get() {
             return Ok(loaded);
         }
-        // Not remembered when it fails: it may be installed, or found, later.
+        // A failure is not remembered: the library may be installed later.
         match Nvrtc::load() {
             Ok(loaded) => Ok(self.nvrtc.get_or_init(|| loaded)),
             Err(Unavailable::Library(missing)) => {
@@ -208,22 +276,22 @@ impl CudaDriver {
     }
 
     /// Loads PTX or a binary. The context must be current.
-    fn load_image(&self, site: Site<'_>, image: &[u8]) -> Result<Handle<sys::CUmod_st>> {
+    fn load_image(&self, site: CallSite<'_>, image: &[u8]) -> Result<CudaHandle<sys::CUmod_st>> {
         let mut raw = ptr::null_mut();
-        // SAFETY: the image came from NVRTC, whole and ending with a 0; `raw` takes the handle.
+        // SAFETY: the image came from NVRTC, complete and with a terminating 0; CUDA writes the handle to `raw`.
         site.check(unsafe { (self.api.module_load_data)(&raw mut raw, image.as_ptr().cast()) })?;
-        Ok(Handle::new(raw))
+        Ok(CudaHandle::new(raw))
     }
 
-    /// The sizes of a kernel's arguments, if the driver tells.
-    fn argument_sizes(&self, site: Site<'_>, function: sys::CUfunction) -> Option<Box<[usize]>> {
+    /// The sizes of a kernel's arguments, if the driver reports them.
+    fn argument_sizes(&self, site: CallSite<'_>, function: sys::CUfunction) -> Option<Box<[usize]>> {
         let info = self.api.func_get_param_info?;
-        // Asking may load the kernel, which a capture must not be broken by.
-        let _relaxed = self.relax(site).ok()?;
+        // The query may load the kernel, which captures forbid.
+        let _relaxed = self.relax_capture_mode(site).ok()?;
         let mut sizes = Vec::new();
         loop {
             let (mut offset, mut bytes) = (0, 0);
-            // SAFETY: the function is live; `offset` and `bytes` take one number each.
+            // SAFETY: the function is live; CUDA writes one number each to `offset` and `bytes`.
             let code = unsafe { info(function, sizes.len(), &raw mut offset, &raw mut bytes) };
             match ErrorCode::from_number(code) {
                 _ if code == 0 => sizes.push(bytes),
@@ -236,60 +304,60 @@ impl CudaDriver {
 }
 
 /// `InvalidValue` for a shape without threads.
-pub(crate) fn check_shape(site: Site<'_>, shape: LaunchShape) -> Result<()> {
+pub(crate) fn check_shape(site: CallSite<'_>, shape: LaunchShape) -> Result<()> {
     if shape.grid.contains(&0) || shape.block.contains(&0) {
         return Err(site.explain(ErrorCode::InvalidValue, "the shape has no threads"));
     }
     Ok(())
 }
 
-/// The arguments as pointers to each.
-fn with_pointers(slots: &mut [Slot], call: impl FnOnce(*mut *mut c_void) -> u32) -> u32 {
+/// The arguments as an array of pointers to them.
+fn with_pointers(arguments: &mut [Argument], call: impl FnOnce(*mut *mut c_void) -> u32) -> u32 {
     let (mut few, mut many) = ([ptr::null_mut::<c_void>(); FEW], Vec::new());
-    let pointers = if slots.len() <= FEW {
+    let pointers = if arguments.len() <= FEW {
         &mut few[..]
     } else {
-        many.resize(slots.len(), ptr::null_mut());
+        many.resize(arguments.len(), ptr::null_mut());
         &mut many[..]
     };
-    for (pointer, slot) in pointers.iter_mut().zip(slots) {
-        *pointer = (&raw mut slot.bits).cast();
+    for (pointer, argument) in pointers.iter_mut().zip(arguments) {
+        *pointer = (&raw mut argument.bits).cast();
     }
     call(pointers.as_mut_ptr())
 }
 
-/// The arguments of a kernel that nobody knows. CUDA takes them from a buffer whose length it is told, so whatever it
-/// makes of wrong ones, it reads no others.
-fn with_packed(slots: &[Slot], call: impl FnOnce(*mut *mut c_void) -> u32) -> u32 {
-    // `CU_LAUNCH_PARAM_END`, `…_BUFFER_POINTER` and `…_BUFFER_SIZE`: names for CUDA, not addresses.
+/// The arguments of a kernel whose arguments' sizes are unknown, in one buffer. CUDA gets its length, so it reads nothing
+/// beyond them even if they are wrong.
+fn with_packed(arguments: &[Argument], call: impl FnOnce(*mut *mut c_void) -> u32) -> u32 {
+    // `CU_LAUNCH_PARAM_END`, `…_BUFFER_POINTER` and `…_BUFFER_SIZE`: tags, not addresses.
     let [end, buffer_pointer, buffer_size] = [0, 1, 2].map(ptr::without_provenance_mut::<c_void>);
-    let mut buffer = pack(slots);
+    let mut buffer = pack(arguments);
     let mut bytes = buffer.len();
     let mut extra = [buffer_pointer, buffer.as_mut_ptr().cast(), buffer_size, (&raw mut bytes).cast::<c_void>(), end];
     call(extra.as_mut_ptr())
 }
 
-/// `InvalidValue` if the kernel takes other arguments, as far as their sizes tell.
-fn check_arguments(site: Site<'_>, name: &str, sizes: &[usize], slots: &[Slot]) -> Result<()> {
-    if sizes.len() != slots.len() {
-        let detail = format!("{name} takes {} arguments, {} are given", sizes.len(), slots.len());
+/// `InvalidValue` if the kernel takes arguments of other sizes.
+fn check_arguments(site: CallSite<'_>, name: &str, sizes: &[usize], arguments: &[Argument]) -> Result<()> {
+    if sizes.len() != arguments.len() {
+        let detail = format!("{name} takes {} arguments, {} are given", sizes.len(), arguments.len());
         return Err(site.explain(ErrorCode::InvalidValue, detail));
     }
-    for (index, (&wanted, slot)) in sizes.iter().zip(slots).enumerate() {
-        if wanted != slot.bytes {
-            let detail = format!("argument {index} of {name} has {wanted} bytes, {} are given", slot.bytes);
+    for (index, (&expected, argument)) in sizes.iter().zip(arguments).enumerate() {
+        if expected != argument.bytes {
+            let detail = format!("argument {index} of {name} has {expected} bytes, {} are given", argument.bytes);
             return Err(site.explain(ErrorCode::InvalidValue, detail));
         }
     }
     Ok(())
 }
 
-/// The arguments one behind the other, each at a multiple of its size: as the kernel has them.
-fn pack(slots: &[Slot]) -> Vec<u8> {
-    let mut buffer = Vec::with_capacity(slots.len() * 8);
-    for slot in slots {
-        buffer.resize(buffer.len().next_multiple_of(slot.bytes), 0);
-        buffer.extend_from_slice(&slot.bits.to_le_bytes()[..slot.bytes]);
+/// The arguments in one buffer, each at a multiple of its size: the layout of the kernel's parameters.
+fn pack(arguments: &[Argument]) -> Vec<u8> {
+    let mut buffer = Vec::with_capacity(arguments.len() * 8);
+    for argument in arguments {
+        buffer.resize(buffer.len().next_multiple_of(argument.bytes), 0);
+        buffer.extend_from_slice(&argument.bits.to_le_bytes()[..argument.bytes]);
     }
     buffer
 }
@@ -298,32 +366,33 @@ fn pack(slots: &[Slot]) -> Vec<u8> {
 mod tests {
     use std::cell::RefCell;
 
-    use warpool_driver::{StreamOptions, Streams};
+    use warpool_driver::{CaptureMode, Captures, Graphs, StreamOptions, Streams};
 
     use super::*;
     use crate::api::Api;
-    use crate::fake;
+    use crate::fake_cuda;
 
     #[test]
     fn arguments_are_checked_by_number_and_size() {
-        let driver = fake::driver();
-        let site = driver.enter(Call::KernelLaunch).expect("no callback runs here");
-        let check = |sizes: &[usize], slots: &[Slot]| {
-            check_arguments(site, "add", sizes, slots).map_err(|error| error.detail.expect("it says why").into_string())
+        let driver = fake_cuda::driver();
+        let site = driver.enter(Call::KernelLaunch).expect("not in a callback");
+        let check = |sizes: &[usize], arguments: &[Argument]| {
+            check_arguments(site, "add", sizes, arguments)
+                .map_err(|error| error.detail.expect("a detail").into_string())
         };
-        let slots = [Slot::wide(1), Slot::narrow(2)];
-        assert_eq!(check(&[8, 4], &slots), Ok(()));
-        assert_eq!(check(&[8], &slots), Err("add takes 1 arguments, 2 are given".to_owned()));
-        assert_eq!(check(&[8, 8], &slots), Err("argument 1 of add has 8 bytes, 4 are given".to_owned()));
+        let arguments = [Argument::wide(1), Argument::narrow(2)];
+        assert_eq!(check(&[8, 4], &arguments), Ok(()));
+        assert_eq!(check(&[8], &arguments), Err("add takes 1 arguments, 2 are given".to_owned()));
+        assert_eq!(check(&[8, 8], &arguments), Err("argument 1 of add has 8 bytes, 4 are given".to_owned()));
     }
 
     thread_local! {
-        /// What the last launch of this thread was given, byte by byte.
-        static GIVEN: RefCell<Vec<u8>> = const { RefCell::new(Vec::new()) };
+        /// The arguments of this thread's last launch, as bytes.
+        static ARGUMENTS: RefCell<Vec<u8>> = const { RefCell::new(Vec::new()) };
     }
 
-    /// A launch of a kernel whose arguments, if they do not come packed, are all numbers of 8 bytes: as many as the
-    /// grid has blocks.
+    /// Launches a kernel whose arguments, unless they are packed, are numbers of 8 bytes: as many as the grid has
+    /// blocks.
     unsafe extern "C" fn launch(
         _: sys::CUfunction,
         blocks: u32,
@@ -338,13 +407,13 @@ mod tests {
         extra: *mut *mut c_void,
     ) -> u32 {
         let (from, count, bytes) = if arguments.is_null() { (extra, 5, 0) } else { (arguments, blocks as usize, 8) };
-        // SAFETY: there are as many arguments as blocks, or the five entries that name a buffer.
+        // SAFETY: as many arguments as blocks, or the five entries that describe a buffer.
         let pointers = unsafe { std::slice::from_raw_parts(from, count) };
         let read = |pointer: *mut c_void, bytes| {
-            // SAFETY: every pointer leads to as many bytes.
+            // SAFETY: every pointer points to that many bytes.
             unsafe { std::slice::from_raw_parts(pointer.cast::<u8>(), bytes) }.to_vec()
         };
-        GIVEN.set(if bytes == 8 {
+        ARGUMENTS.set(if bytes == 8 {
             pointers.iter().flat_map(|&pointer| read(pointer, bytes)).collect()
         } else {
             let size = read(pointers[3], 8).try_into().map(usize::from_le_bytes);
@@ -354,18 +423,19 @@ mod tests {
     }
 
     #[test]
-    fn few_and_many_arguments_arrive_whole() -> Result<()> {
-        let driver = fake::driver_with(Api { launch_kernel: launch, ..fake::api() });
-        let stream = driver.stream_create(fake::DEVICE, StreamOptions::default())?;
+    fn few_and_many_arguments_are_passed_completely() -> Result<()> {
+        let driver = fake_cuda::driver_with(Api { launch_kernel: launch, ..fake_cuda::api() });
+        let stream = driver.stream_create(fake_cuda::DEVICE, StreamOptions::default())?;
         for count in [1, 2, FEW, FEW + 1, 40] {
             let args: Vec<_> = (0..count as u64).map(|n| KernelArg::U64(n * 0x0101_0101_0101)).collect();
-            let wanted: Vec<u8> = (0..count as u64).flat_map(|n| (n * 0x0101_0101_0101).to_le_bytes()).collect();
+            let expected: Vec<u8> = (0..count as u64).flat_map(|n| (n * 0x0101_0101_0101).to_le_bytes()).collect();
             let shape = LaunchShape { grid: [count as u32, 1, 1], ..LaunchShape::ONE };
             for sizes in [Some(&vec![8; count][..]), None] {
-                let function = driver.functions.insert(Function::pretend(sizes));
-                fake::launch(&driver, FunctionId(function), shape, &args, stream)?;
-                assert_eq!(GIVEN.take(), wanted, "{count} arguments");
-                let fewer = fake::launch(&driver, FunctionId(function), shape, &args[1..], stream);
+                let function = Function::fake(ModuleId(1), sizes, Arc::default());
+                let function = driver.functions.insert(function);
+                fake_cuda::launch(&driver, FunctionId(function), shape, &args, stream)?;
+                assert_eq!(ARGUMENTS.take(), expected, "{count} arguments");
+                let fewer = fake_cuda::launch(&driver, FunctionId(function), shape, &args[1..], stream);
                 let known = driver.functions.get(function).is_some_and(|function| function.sizes.is_some());
                 assert_eq!(fewer.is_err(), known);
             }
@@ -374,13 +444,13 @@ mod tests {
     }
 
     #[test]
-    fn an_empty_shape_is_refused_and_a_huge_one_left_to_cuda() -> Result<()> {
-        let driver = fake::driver();
-        let stream = driver.stream_create(fake::DEVICE, StreamOptions::default())?;
-        let function = fake::kernel(&driver, &[]);
+    fn an_empty_shape_is_refused_and_a_large_one_is_left_to_cuda() -> Result<()> {
+        let driver = fake_cuda::driver();
+        let stream = driver.stream_create(fake_cuda::DEVICE, StreamOptions::default())?;
+        let function = fake_cuda::kernel(&driver, &[]);
         let code = |grid, block| {
             let shape = LaunchShape { grid, block, shared_bytes: 0 };
-            fake::launch(&driver, function, shape, &[], stream).err().map(|error| error.code)
+            fake_cuda::launch(&driver, function, shape, &[], stream).err().map(|error| error.code)
         };
         assert_eq!(code([1, 0, 1], [1; 3]), Some(ErrorCode::InvalidValue));
         assert_eq!(code([1; 3], [1, 1, 0]), Some(ErrorCode::InvalidValue));
@@ -389,9 +459,38 @@ mod tests {
     }
 
     #[test]
-    fn packed_arguments_lie_at_multiples_of_their_sizes() {
+    fn packed_arguments_are_at_multiples_of_their_sizes() {
         assert_eq!(pack(&[]), []);
-        let packed = pack(&[Slot::narrow(0x0403_0201), Slot::wide(0x55), Slot::narrow(7), Slot::narrow(8)]);
+        let packed =
+            pack(&[Argument::narrow(0x0403_0201), Argument::wide(0x55), Argument::narrow(7), Argument::narrow(8)]);
         assert_eq!(packed, [1, 2, 3, 4, 0, 0, 0, 0, 0x55, 0, 0, 0, 0, 0, 0, 0, 7, 0, 0, 0, 8, 0, 0, 0]);
+    }
+
+    #[test]
+    fn a_module_stays_loaded_while_graphs_use_it() -> Result<()> {
+        let driver = fake_cuda::driver();
+        let (module, function) = fake_cuda::module_with_kernel(&driver);
+        let (unused, _) = fake_cuda::module_with_kernel(&driver);
+        let stream = driver.stream_create(fake_cuda::DEVICE, StreamOptions::default())?;
+        driver.capture_begin(stream, CaptureMode::Global)?;
+        fake_cuda::launch(&driver, function, LaunchShape::ONE, &[], stream)?;
+
+        // Captures allow it, and the module that no graph uses is unloaded at once.
+        let [used, other] = [module, unused].map(|module| fake_cuda::is_loaded(&driver, module));
+        driver.module_unload(unused)?;
+        driver.module_unload(module)?;
+        assert_eq!(driver.module_unload(module).err().map(|error| error.code), Some(ErrorCode::InvalidHandle));
+        assert_eq!((used(), other()), (true, false));
+        let graph = driver.capture_end(stream)?;
+        let exec = driver.graph_instantiate(graph, Default::default())?;
+        fake_cuda::launch_graph(&driver, exec, stream)?;
+        driver.graph_destroy(graph)?;
+        let next = || driver.module_unload(fake_cuda::module_with_kernel(&driver).0);
+        next()?;
+        assert!(used(), "the executable exists");
+        driver.graph_exec_destroy(exec)?;
+        next()?;
+        assert!(!used());
+        Ok(())
     }
 }

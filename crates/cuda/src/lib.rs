@@ -1,113 +1,115 @@
 //! Warpool's driver contract over the CUDA driver.
 //!
-//! [`CudaDriver`] is the contract; [`libraries()`] says which of NVIDIA's libraries this machine has. Both load what
-//! they need at run time, so one build serves machines with and without CUDA, and drivers from CUDA 12.0 on. What is
-//! missing is an error that names it, never a panic.
+//! [`CudaDriver`] implements the contract; [`libraries()`] reports which of NVIDIA's libraries this machine has. Both load
+//! what they need at run time, so one build works on machines with and without CUDA, and with drivers from CUDA 12.0 on.
+//! A missing library or function is an error that names it, never a panic.
 //!
-//! No policy lives here: no caching, no pools of streams, no retries. Ids go in, handles go to CUDA, codes come back.
-//! The only memory of its own that the backend keeps is what the contract needs: which handle an id stands for, which
-//! device an address belongs to, which host memory is pinned.
+//! There is no policy here: no caching, no pools of streams, no retries. Ids are translated to handles, CUDA is called,
+//! codes are returned. The backend stores only what the contract needs: which handle an id stands for, which memory is
+//! allocated, mapped or pinned, which streams capture.
 //!
-//! All FFI of the workspace is in this crate.
+//! All calls into CUDA and NVIDIA's libraries are in this crate. Other FFI of the workspace is the interface of external
+//! allocators (`crates/external`) and the shared object for PyTorch (`crates/torch`).
+//!
+//! # What is safe
+//!
+//! A safe call of the contract cannot corrupt this process's memory, whatever its arguments. Ids are checked, and no call
+//! uses an object that another thread has destroyed (`object_table.rs`). The ranges of copies, fills and products are
+//! checked, also against memory of other libraries (`range_check.rs`). Pinned memory is unpinned after the work that may
+//! use it, and read and written on the host without references to it (`host.rs`, `host_bytes.rs`). A module stays loaded
+//! while graphs use its kernels (`kernel.rs`). Calls that use a graph while it is being captured exclude each other
+//! (`capture.rs`).
+//!
+//! What cannot be checked is unsafe, and its documentation states what the caller promises:
+//! - Launches of kernels and graphs, and kernel nodes' new arguments: a kernel goes wherever its arguments point, and a
+//!   graph uses the addresses that it was captured with.
+//! - `vm_free_range`: the addresses may become memory of this process while work still uses them.
+//! - [`ForeignStream::new`](warpool_driver::ForeignStream::new), [`CudaDriver::adopt_context`] and
+//!   [`HostRange::new`](warpool_driver::HostRange::new): streams, contexts and memory of others.
+//!
+//! Raw handles (`library_raw`, `graph_raw`, …) are numbers; using one is the unsafe code of its user. A device's memory
+//! is not this process's: work that uses freed or unmapped device memory may fault on the device, or meet other data.
 //!
 //! # Threads
 //!
-//! Whoever uses an object holds its row in a table, each with a lock of its own. So whoever takes an object away waits
-//! until calls that use it have returned, even a `stream_synchronize`, and calls that come meanwhile get
-//! `InvalidHandle`. Executables and handles of libraries can be used by one thread at a time: calls that use one wait
-//! for each other. Locks that unrelated calls share are not held while waiting for the device.
+//! A call that uses an object holds a lock of that object alone. So a call that destroys an object waits until calls that
+//! use it have returned, even a `stream_synchronize`, and calls that start meanwhile get `InvalidHandle`. Executables and
+//! library handles can be used by one thread at a time: calls that use one wait for each other. Locks that calls on
+//! different objects share are not held while waiting for the device, except `pinned` by a copy of pinned memory whose
+//! stream's queue is full.
 //!
-//! The order of locks, where more than one is held: rows, a stream's before those of executables and handles that know
-//! it (the other way round nobody waits); `graph_gate`; graphs' and flags' rows, for which nobody waits elsewhere; a
-//! graph's `template`; `origins`; `pinned_bytes`; `pinned`; a device's holds; `holders`; the places of a table;
-//! `blame`.
-//!
-//! # What is left to callers
-//!
-//! The contract is safe to call, and ids, ranges and arguments are checked so that it stays so. Some things CUDA does
-//! not let anybody check:
-//! - What comes from outside must stay alive while it is used here: adopted streams and contexts, and every primary
-//!   context, which a `cuDevicePrimaryCtxReset` by others would destroy.
-//! - Kernels go where they like, and so do the products of cuBLAS: the addresses of matrices and workspaces are not
-//!   checked. Where devices reach ordinary host memory (HMM, Grace), a wrong address in a kernel, a product, a copy or
-//!   a fill reaches it as well.
-//! - Whoever uses a library's handle by `library_raw` uses it when nobody else does, and leaves it as it was: alive, on
-//!   its stream, with scalars in host memory.
-//! - A graph does not keep the modules of its kernels. They must stay loaded while it is instantiated, changed and
-//!   launched.
-//! - CUDA does not synchronise graphs. While one thread asks about a capture or adds a conditional node to it, no other
-//!   may put work into it; and a body that is captured on a thread's own default stream must end before the capture
-//!   around it.
+//! The lock order, for calls that hold several: objects, a stream before the executables and handles that are bound to it
+//! (in the opposite order no call waits); a stream's work lock; `graph_lock`; graphs and flags, for which no call waits
+//! elsewhere; a graph's `template`; `captures`; `pinned_access`; `pinned`; a device's `caller_retains`; `stream_users`;
+//! the free slots of an object table; `capture_errors`.
 
 #[cfg(not(all(unix, target_pointer_width = "64", target_endian = "little")))]
-compile_error!("warpool-cuda is for 64-bit little-endian Unix: what the CUDA driver itself runs on");
+compile_error!("warpool-cuda needs 64-bit little-endian Unix, as the CUDA driver does");
 
 mod api;
-mod blame;
-mod blas;
 mod callback;
 mod capture;
+mod capture_errors;
 mod conditional;
 mod context;
 mod copy;
 mod device;
+mod device_ranges;
 mod error;
 mod event;
 mod exec;
 #[cfg(test)]
-mod fake;
+mod fake_cuda;
 mod graph;
-mod handles;
-mod holders;
+mod graph_family;
+mod handle;
 mod host;
+mod host_bytes;
 mod kernel;
 mod libraries;
-mod library;
 mod memory;
-mod nvrtc;
+mod object_table;
 mod pool;
-mod ranges;
-mod status;
+mod range_check;
+mod range_map;
 mod stream;
-mod table;
-mod vendor;
+mod stream_users;
+mod sync;
 mod virtual_memory;
 
 use std::fmt;
 use std::sync::{Mutex, OnceLock, RwLock};
 use std::time::{Duration, Instant};
 
-use warpool_driver::{Driver, ErrorCode, Suballocations};
+use warpool_driver::{Call, DevicePtr, Driver, ErrorCode, Suballocations};
 
 use api::Api;
-use blame::Blame;
-use capture::Origins;
-use context::Device;
-use holders::Holders;
-use library::{Loaded, driver_candidates};
-use nvrtc::Nvrtc;
-use ranges::Ranges;
-use table::Table;
-use vendor::Vendors;
+use capture::ActiveCaptures;
+use capture_errors::CaptureErrors;
+use device::Device;
+use device_ranges::{DeviceRanges, Lookup};
+use libraries::{LoadedLibraries, Nvrtc, SharedLibrary, driver_candidates};
+use object_table::ObjectTable;
+use range_map::RangeMap;
+use stream_users::StreamUsers;
 
 pub use exec::BareLaunch;
-pub use libraries::{FoundLibrary, LibraryStatus, libraries};
-pub use library::{MissingLibrary, MissingSymbol};
+pub use libraries::{FoundLibrary, LibraryStatus, MissingLibrary, MissingSymbol, libraries};
 
-/// The oldest driver that is served.
+/// The oldest supported driver.
 const OLDEST: DriverVersion = DriverVersion { major: 12, minor: 0 };
 
-/// The version of CUDA that a driver speaks.
+/// The CUDA version that a driver supports.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct DriverVersion {
-    /// Before the point.
+    /// The major version.
     pub major: u32,
-    /// Behind it.
+    /// The minor version.
     pub minor: u32,
 }
 
 impl DriverVersion {
-    /// From the number that CUDA gives: 13010 is 13.1.
+    /// From CUDA's number: 13010 is 13.1.
     const fn from_number(number: i32) -> Self {
         let number = number.unsigned_abs();
         Self { major: number / 1000, minor: number % 1000 / 10 }
@@ -124,71 +126,71 @@ impl fmt::Display for DriverVersion {
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum OpenError {
-    /// There is no driver on this machine, or not where the loader looks.
-    #[error("no CUDA driver: {0}; install the NVIDIA driver, or put the folder of libcuda.so.1 into LD_LIBRARY_PATH")]
+    /// There is no driver on this machine, or not in the loader's search path.
+    #[error("no CUDA driver: {0}; install the NVIDIA driver, or add the directory of libcuda.so.1 to LD_LIBRARY_PATH")]
     Library(#[from] MissingLibrary),
     /// The driver lacks a function that every driver since CUDA 12.0 has.
     #[error("unusable CUDA driver: {0}")]
     Symbol(#[from] MissingSymbol),
     /// The driver is too old.
-    #[error("the CUDA driver is too old: it speaks CUDA {found}, {OLDEST} is needed; install a newer NVIDIA driver")]
+    #[error("the CUDA driver is too old: it supports CUDA {found}, {OLDEST} is needed; install a newer NVIDIA driver")]
     TooOld {
-        /// What it speaks.
+        /// The version that it supports.
         found: DriverVersion,
     },
-    /// The driver is there but does not start: no device, no permission, a mismatch with the kernel module.
-    #[error("the CUDA driver does not start: {call}: {code}")]
+    /// The driver is installed but cannot be initialized: no device, no permission, a mismatch with the kernel module.
+    #[error("the CUDA driver cannot be initialized: {call}: {code}")]
     Start {
         /// The function that failed.
         call: &'static str,
-        /// Why.
+        /// Its result.
         code: ErrorCode,
     },
 }
 
 /// The CUDA driver, behind the contract.
 ///
-/// Opening it creates no context. The first call that needs a device's primary context makes it, and the driver holds
+/// Opening it creates no context. The first call that needs a device's primary context creates it, and the driver retains
 /// it until the process ends: dropping the driver calls nothing, since it may happen while the process exits. Objects
-/// that were made through the driver and not taken away go with the context. So do events that a graph may record or
+/// that were created through the driver and not destroyed end with the context. So do events that a graph may record or
 /// wait for at its launches, even if they were destroyed here.
 pub struct CudaDriver {
     api: Api,
     version: DriverVersion,
     opened: Instant,
-    /// Which calls captures forbade. Locked by failures only.
-    blame: Blame,
+    /// Which calls were refused because of captures. Locked by failing calls only.
+    capture_errors: CaptureErrors,
     devices: Box<[Device]>,
 
-    streams: Table<stream::Stream>,
-    events: Table<event::Event>,
-    allocations: Ranges<memory::Allocation>,
-    physical: Table<virtual_memory::Physical>,
-    pools: Table<pool::Pool>,
-    pinned: Ranges<host::Pinned>,
-    /// Held while the host reads (shared) or writes (alone) pinned memory, so that two threads cannot race on its
-    /// bytes.
-    pinned_bytes: RwLock<()>,
-    graphs: Table<graph::Graph>,
-    execs: Table<exec::Exec>,
-    conditionals: Table<conditional::Conditional>,
-    origins: Mutex<Origins>,
-    /// Held while a `CUgraph` is used: CUDA does not synchronise them, and one that is being captured may end under our
-    /// hands.
-    graph_gate: Mutex<()>,
-    modules: Table<kernel::Module>,
-    functions: Table<kernel::Function>,
+    streams: ObjectTable<stream::Stream>,
+    events: ObjectTable<event::Event>,
+    device_ranges: DeviceRanges,
+    physical: ObjectTable<virtual_memory::Physical>,
+    pools: ObjectTable<pool::Pool>,
+    pinned: RwLock<RangeMap<host::Pinned>>,
+    /// Held while the host reads (shared) or writes (exclusively) pinned memory, so that two threads do not race.
+    pinned_access: RwLock<()>,
+    graphs: ObjectTable<graph::Graph>,
+    execs: ObjectTable<exec::Exec>,
+    conditionals: ObjectTable<conditional::Conditional>,
+    captures: ActiveCaptures,
+    /// Held while a `CUgraph` is used: CUDA does not synchronize them, and one that is being captured may be ended by
+    /// another thread.
+    graph_lock: Mutex<()>,
+    modules: ObjectTable<kernel::Module>,
+    /// Modules whose ids are gone, but which graphs may use.
+    modules_pending_unload: Mutex<Vec<kernel::Module>>,
+    functions: ObjectTable<kernel::Function>,
     nvrtc: OnceLock<Nvrtc>,
-    handles: Table<handles::LibraryHandle>,
-    vendors: Vendors,
-    /// Who knows which stream beyond a call.
-    holders: Holders,
+    handles: ObjectTable<libraries::LibraryHandle>,
+    libraries: LoadedLibraries,
+    stream_users: StreamUsers,
 }
 
 impl CudaDriver {
-    /// Loads and starts the CUDA driver.
+    /// Loads and initializes the CUDA driver.
     pub fn open() -> Result<Self, OpenError> {
-        let library = Loaded::open("libcuda", &driver_candidates())?;
+        let library = SharedLibrary::open("libcuda", &driver_candidates())?;
         let version = version_of(&library)?;
         if version < OLDEST {
             return Err(OpenError::TooOld { found: version });
@@ -196,59 +198,60 @@ impl CudaDriver {
         Self::start(Api::resolve(&library)?, version)
     }
 
-    /// Starts a driver whose functions are found.
+    /// Initializes a driver whose functions are resolved.
     fn start(api: Api, version: DriverVersion) -> Result<Self, OpenError> {
         // SAFETY: takes no pointers; may be called any number of times.
-        start("cuInit", unsafe { (api.init)(0) })?;
+        check_start("cuInit", unsafe { (api.init)(0) })?;
         let devices = device::enumerate(&api)?;
-        let streams = Table::new();
+        let streams = ObjectTable::new();
         let devices = devices.into_iter().map(|raw| Device::new(raw, &streams)).collect();
         Ok(Self {
             api,
             version,
             opened: Instant::now(),
-            blame: Blame::default(),
+            capture_errors: CaptureErrors::default(),
             devices,
             streams,
-            events: Table::new(),
-            allocations: Ranges::new(),
-            physical: Table::new(),
-            pools: Table::new(),
-            pinned: Ranges::new(),
-            pinned_bytes: RwLock::new(()),
-            graphs: Table::new(),
-            execs: Table::new(),
-            conditionals: Table::new(),
-            origins: Mutex::default(),
-            graph_gate: Mutex::new(()),
-            modules: Table::new(),
-            functions: Table::new(),
+            events: ObjectTable::new(),
+            device_ranges: DeviceRanges::default(),
+            physical: ObjectTable::new(),
+            pools: ObjectTable::new(),
+            pinned: RwLock::default(),
+            pinned_access: RwLock::new(()),
+            graphs: ObjectTable::new(),
+            execs: ObjectTable::new(),
+            conditionals: ObjectTable::new(),
+            captures: ActiveCaptures::default(),
+            graph_lock: Mutex::new(()),
+            modules: ObjectTable::new(),
+            modules_pending_unload: Mutex::default(),
+            functions: ObjectTable::new(),
             nvrtc: OnceLock::new(),
-            handles: Table::new(),
-            vendors: Vendors::default(),
-            holders: Holders::default(),
+            handles: ObjectTable::new(),
+            libraries: LoadedLibraries::default(),
+            stream_users: StreamUsers::default(),
         })
     }
 
-    /// The version of CUDA that the driver speaks.
+    /// The CUDA version that the driver supports.
     #[must_use]
     pub const fn version(&self) -> DriverVersion {
         self.version
     }
 }
 
-/// Asks a library for its version, before anything else of it is needed.
-fn version_of(library: &Loaded) -> Result<DriverVersion, OpenError> {
+/// A library's CUDA version, queried before anything else.
+fn version_of(library: &SharedLibrary) -> Result<DriverVersion, OpenError> {
     // SAFETY: `CUresult cuDriverGetVersion(int *)`, the same in every version.
     let get = unsafe { library.require::<unsafe extern "C" fn(*mut i32) -> u32>("cuDriverGetVersion") }?;
     let mut number = 0;
     // SAFETY: writes one int; needs no cuInit.
-    start("cuDriverGetVersion", unsafe { get(&raw mut number) })?;
+    check_start("cuDriverGetVersion", unsafe { get(&raw mut number) })?;
     Ok(DriverVersion::from_number(number))
 }
 
-/// Takes the code of a function that opening needs.
-fn start(call: &'static str, number: u32) -> Result<(), OpenError> {
+/// Converts the result of a function that opening needs.
+fn check_start(call: &'static str, number: u32) -> Result<(), OpenError> {
     match number {
         0 => Ok(()),
         number => Err(OpenError::Start { call, code: ErrorCode::from_number(number) }),
@@ -276,11 +279,26 @@ impl Driver for CudaDriver {
     }
 
     fn entropy(&self) -> u64 {
-        // What the standard library seeds its hash maps with comes from the operating system.
+        // The standard library's hash maps are seeded by the operating system.
         std::hash::BuildHasher::hash_one(
             &std::collections::hash_map::RandomState::new(),
             self.opened.elapsed().as_nanos(),
         )
+    }
+
+    fn is_device_memory(&self, ptr: DevicePtr, bytes: u64) -> bool {
+        match self.device_ranges.find(ptr.0, bytes) {
+            Lookup::Inside => true,
+            Lookup::Overruns(_) => false,
+            // CUDA forbids calls inside a host callback.
+            Lookup::Unknown if callback::is_running() => false,
+            Lookup::Unknown => {
+                let site = self.site(Call::MemInfo);
+                let context = self.devices.iter().find_map(Device::context);
+                let current = context.and_then(|context| self.make_current(site, context).ok());
+                current.is_some_and(|_current| self.is_cuda_memory(ptr, bytes))
+            }
+        }
     }
 }
 
@@ -289,7 +307,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn opening_works_or_says_why_not() {
+    fn opening_works_or_reports_why_not() {
         match CudaDriver::open() {
             Ok(driver) => {
                 assert_eq!(driver.kind(), "cuda");
@@ -305,13 +323,13 @@ mod tests {
     }
 
     #[test]
-    fn the_driver_is_a_driver() {
+    fn the_driver_implements_the_contract() {
         fn takes(_: Option<&dyn Driver>) {}
         takes(None::<&CudaDriver>.map(|driver| driver as &dyn Driver));
     }
 
     #[test]
-    fn versions_read_like_nvidias() {
+    fn versions_are_decoded_from_cudas_numbers() {
         assert_eq!(DriverVersion::from_number(12040).to_string(), "12.4");
         assert_eq!(DriverVersion::from_number(13000).to_string(), "13.0");
         assert!(DriverVersion::from_number(11080) < OLDEST && DriverVersion::from_number(12000) >= OLDEST);

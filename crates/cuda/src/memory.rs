@@ -1,28 +1,10 @@
-//! Plain device memory, and the book of what was allocated where: freeing takes an address only, but needs the device's
-//! context.
+//! Plain device memory.
 
 use warpool_driver::{Call, DeviceId, DevicePtr, ErrorCode, Memory, MemoryInfo, Result};
 
 use crate::CudaDriver;
-use crate::context::Context;
-
-/// What is known about an address that was given out.
-#[derive(Clone, Copy)]
-pub(crate) struct Allocation {
-    /// The context that it is freed with.
-    pub(crate) context: Context,
-    /// Who decides whether it is live.
-    pub(crate) life: Life,
-}
-
-/// Who decides whether an allocation is live.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Life {
-    /// It is until it is freed through this driver.
-    Counted,
-    /// A captured graph: every launch may give the address out again, so only CUDA knows.
-    Graph,
-}
+use crate::device_ranges::{Allocation, Lifetime};
+use crate::error::CallSite;
 
 impl Memory for CudaDriver {
     fn mem_alloc(&self, device: DeviceId, bytes: u64) -> Result<DevicePtr> {
@@ -30,9 +12,9 @@ impl Memory for CudaDriver {
         let context = self.context_of(site, device)?;
         let _current = self.make_current(site, context)?;
         let mut address = 0;
-        // SAFETY: `address` takes the number.
+        // SAFETY: CUDA writes the address to `address`.
         site.check(unsafe { (self.api.mem_alloc)(&raw mut address, bytes as usize) })?;
-        self.allocations.insert(address, bytes, Allocation { context, life: Life::Counted });
+        self.device_ranges.insert(address, bytes, Allocation { context, lifetime: Lifetime::UntilFreed });
         Ok(DevicePtr(address))
     }
 
@@ -41,27 +23,48 @@ impl Memory for CudaDriver {
         if ptr.is_null() {
             return Ok(());
         }
-        let known = self.allocations.get(ptr.0).ok_or_else(|| site.error(ErrorCode::InvalidValue))?;
-        let _current = self.make_current(site, known.what.context)?;
-        // Out of the book first: once CUDA has it back, another thread may be given the same address.
-        let taken = self.allocations.remove_if(ptr.0, |what| what.life == Life::Counted);
-        if taken.is_none() && known.what.life == Life::Counted {
-            return Err(site.error(ErrorCode::InvalidValue));
-        }
-        // SAFETY: only addresses that this driver gave out get here; CUDA knows whether one is live.
-        let freed = site.check(unsafe { (self.api.mem_free)(ptr.0) });
-        if let (Err(_), Some(range)) = (&freed, taken) {
-            self.allocations.insert(ptr.0, range.bytes, range.what);
-        }
-        freed
+        let allocation = self.allocation(site, ptr)?;
+        let _current = self.make_current(site, allocation.context)?;
+        self.free_with(site, ptr, allocation, || {
+            // SAFETY: this driver allocated the address; if a graph did, CUDA checks whether it is allocated.
+            site.check(unsafe { (self.api.mem_free)(ptr.0) })
+        })
     }
 
     fn mem_info(&self, device: DeviceId) -> Result<MemoryInfo> {
         let site = self.enter(Call::MemInfo)?;
         let _current = self.on_device(site, device)?;
         let (mut free, mut total) = (0, 0);
-        // SAFETY: `free` and `total` take one number each.
+        // SAFETY: CUDA writes one number each to `free` and `total`.
         site.check(unsafe { (self.api.mem_get_info)(&raw mut free, &raw mut total) })?;
         Ok(MemoryInfo { bytes_free: free as u64, bytes_total: total as u64 })
+    }
+}
+
+impl CudaDriver {
+    /// The allocation that starts at `ptr`.
+    pub(crate) fn allocation(&self, site: CallSite<'_>, ptr: DevicePtr) -> Result<Allocation> {
+        self.device_ranges.allocation(ptr.0).ok_or_else(|| site.error(ErrorCode::InvalidValue))
+    }
+
+    /// Frees an allocation with `free`, and keeps the known ranges up to date.
+    pub(crate) fn free_with(
+        &self,
+        site: CallSite<'_>,
+        ptr: DevicePtr,
+        allocation: Allocation,
+        free: impl FnOnce() -> Result<()>,
+    ) -> Result<()> {
+        // Removed first: once CUDA has freed it, another thread may allocate the same address.
+        let removed = self.device_ranges.remove_until_freed(ptr.0);
+        if removed.is_none() && allocation.lifetime == Lifetime::UntilFreed {
+            // Freed by another thread meanwhile.
+            return Err(site.error(ErrorCode::InvalidValue));
+        }
+        let freed = free();
+        if let (Err(_), Some(bytes)) = (&freed, removed) {
+            self.device_ranges.insert(ptr.0, bytes, allocation);
+        }
+        freed
     }
 }

@@ -5,7 +5,8 @@
 #![expect(unsafe_code, reason = "launches of this crate's own kernels, and of graphs")]
 
 use warpool_driver::{
-    ConditionalId, DevicePtr, Driver, FunctionId, GraphExecId, KernelArg, LaunchShape, NodeId, Result, StreamId,
+    ConditionalId, DevicePtr, Driver, DriverError, ErrorCode, FunctionId, GraphExecId, KernelArg, LaunchShape, NodeId,
+    Result, StreamId,
 };
 
 use crate::memory::DeviceBlock;
@@ -18,18 +19,33 @@ pub(crate) fn graph(driver: &dyn Driver, exec: GraphExecId, stream: StreamId) ->
     unsafe { driver.graph_launch(exec, stream) }
 }
 
-/// Launches a kernel that fills memory with random numbers. `args` begin with the target's address and the count of
-/// numbers; the others are numbers, and the generator's slot.
+/// Launches a kernel that fills `bytes` bytes at `target` with random numbers. `args` begin with the target's address
+/// and the count of numbers; the others are numbers, and the generator's slot. `InvalidValue` unless the target is device
+/// memory.
 pub(crate) fn fill_random(
     driver: &dyn Driver,
     function: FunctionId,
+    (target, bytes): (DevicePtr, u64),
     shape: LaunchShape,
     args: &[KernelArg],
     stream: StreamId,
 ) -> Result<()> {
-    // SAFETY: the kernel writes `count` numbers at the target, in a block of device memory, and reads the 16 bytes of
-    // the slot, which the graph owns.
+    expect_device_memory(driver, target, bytes)?;
+    // SAFETY: the kernel writes the numbers to the target, which is device memory, and reads the 16 bytes of the slot,
+    // which the graph owns.
     unsafe { driver.kernel_launch(function, shape, args, stream) }
+}
+
+/// What the seed kernel writes.
+const SEED_BYTES: u64 = 16;
+
+/// An allocator that a user provides may return any address, and a kernel would write there.
+fn expect_device_memory(driver: &dyn Driver, ptr: DevicePtr, bytes: u64) -> Result<()> {
+    if driver.is_device_memory(ptr, bytes) {
+        return Ok(());
+    }
+    let detail = format!("{bytes} bytes at {ptr} are not memory of a device");
+    Err(DriverError::new("kernel_launch", ErrorCode::InvalidValue).with_detail(detail))
 }
 
 /// Launches the kernel that writes seed and offset into a generator's slot.
@@ -40,9 +56,10 @@ pub(crate) fn write_seed(
     (seed, offset): (u64, u64),
     stream: StreamId,
 ) -> Result<()> {
+    expect_device_memory(driver, slot.ptr(), SEED_BYTES)?;
     let args = seed_args(slot, seed, offset);
-    // SAFETY: the kernel writes 16 bytes into a block of device memory of that size, which belongs to the graph that
-    // captures this.
+    // SAFETY: the kernel writes 16 bytes into the slot, which is device memory and belongs to the graph that captures
+    // this.
     unsafe { driver.kernel_launch(function, LaunchShape::ONE, &args, stream) }
 }
 

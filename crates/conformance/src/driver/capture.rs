@@ -38,6 +38,7 @@ pub(crate) const CHECKS: &[Check] = crate::checks![
     joined_stream_may_be_destroyed,
     capture_dependencies_follow_the_work,
     topology_is_available_during_capture,
+    capture_can_be_queried_while_other_threads_add_work,
     external_events_become_nodes,
     ; provoking hazards:
     synchronizing_the_capturing_stream_invalidates_the_capture,
@@ -460,6 +461,33 @@ fn other_threads_can_add_work_to_a_capture(context: &TestContext) -> CheckResult
         context.expect_log(log, &[1, 2, 3])?;
     }
     Ok(())
+}
+
+fn capture_can_be_queried_while_other_threads_add_work(context: &TestContext) -> CheckResult {
+    const WORK: u32 = 200;
+    let (stream, log) = (context.stream()?, context.kernel_log(3 * WORK)?);
+    let sides = [context.stream()?, context.stream()?];
+    context.driver.capture_begin(stream, CaptureMode::Relaxed)?;
+    for side in sides {
+        context.order(stream, side)?;
+    }
+    std::thread::scope(|scope| -> CheckResult {
+        let add = |stream| move || (0..WORK).try_for_each(|value| context.append(log, value, stream));
+        let threads = [stream, sides[0], sides[1]].map(|stream| scope.spawn(add(stream)));
+        for _ in 0..WORK {
+            let nodes = context.driver.capture_topology(stream)?.nodes.len();
+            expect(nodes <= 3 * WORK as usize, "no more nodes than work")?;
+            for stream in [stream, sides[0], sides[1]] {
+                expect(context.driver.capture_dependencies(stream)?.len() <= 1, "one kernel comes last")?;
+            }
+        }
+        threads.into_iter().try_for_each(|thread| thread.join().expect("no panic"))
+    })?;
+    for side in sides {
+        context.order(side, stream)?;
+    }
+    let nodes = context.driver.graph_topology(context.end_capture(stream)?)?.nodes;
+    expect_eq("kernels", nodes.iter().filter(|node| node.kind == NodeKind::Kernel).count(), 3 * WORK as usize)
 }
 
 fn destroying_the_origin_stream_drops_the_capture(context: &TestContext) -> CheckResult {

@@ -2,13 +2,13 @@
 
 use std::sync::Arc;
 
-use warpool_driver::ErrorCode::{IllegalState, InvalidValue};
+use warpool_driver::ErrorCode::{IllegalState, InvalidValue, StreamCaptureUnsupported};
 use warpool_driver::{
     CaptureMode, ConditionalId, ConditionalKind, EventScope, InstantiateOptions, KernelArg, NodeKind, Pattern, StreamId,
 };
 
 use crate::check::Check;
-use crate::context::TestContext;
+use crate::context::{Capture, TestContext};
 use crate::expect::{CheckResult, expect_eq, expect_error, expect_error_of, expect_slice_eq, require};
 
 pub(crate) const CHECKS: &[Check] = crate::checks![
@@ -193,8 +193,13 @@ fn body_requires_its_own_stream(context: &TestContext) -> CheckResult {
     let stream = context.stream()?;
     context.begin_capture(stream)?;
     let flag = context.driver.conditional_create(stream, 0)?;
-    let begun = context.driver.conditional_begin(stream, flag, ConditionalKind::If, stream, CaptureMode::Relaxed);
-    expect_error(begun, IllegalState)
+    let begin = |body| context.driver.conditional_begin(stream, flag, ConditionalKind::If, body, CaptureMode::Relaxed);
+    expect_error(begin(stream), IllegalState)?;
+    for default in [context.legacy_stream()?, context.per_thread_stream()?] {
+        expect_error(begin(default), StreamCaptureUnsupported)?;
+    }
+    begin(context.stream()?)?;
+    context.expect_capture(stream, Capture::Active)
 }
 
 /// Submits work to a stream.

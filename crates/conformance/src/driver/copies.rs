@@ -5,7 +5,7 @@ use warpool_driver::{Address, DevicePtr, Pattern};
 
 use crate::check::Check;
 use crate::context::{Resource, TestContext, to_bytes};
-use crate::expect::{CheckResult, expect_error, expect_error_of, expect_slice_eq};
+use crate::expect::{CheckResult, expect, expect_eq, expect_error, expect_error_of, expect_slice_eq};
 
 pub(crate) const CHECKS: &[Check] = crate::checks![
     copies_write_exactly_their_range,
@@ -23,8 +23,11 @@ pub(crate) const CHECKS: &[Check] = crate::checks![
     peer_copy_within_one_device,
     peer_copy_between_two_devices,
     kernels_access_peer_memory,
+    copy_ranges_are_checked_to_the_byte,
+    overruns_into_adjacent_allocations_are_rejected,
     ; provoking hazards:
     freed_memory_is_rejected,
+    host_addresses_are_rejected_as_device_addresses,
 ];
 
 const BUFFER_BYTES: usize = 70_000;
@@ -161,6 +164,85 @@ fn out_of_range_copies_are_rejected(context: &TestContext) -> CheckResult {
         &context.read_bytes(ptr, BYTES as usize)?,
         &vec![7; BYTES as usize],
     )
+}
+
+fn copy_ranges_are_checked_to_the_byte(context: &TestContext) -> CheckResult {
+    const BYTES: u64 = 5000;
+    // Uploads and downloads are in the order of this stream.
+    let (stream, driver) = (context.legacy_stream()?, &context.driver);
+    let ptr = context.alloc_bytes(&[7; BYTES as usize])?;
+    let other = context.alloc_bytes(&[6; 2 * BYTES as usize])?;
+    let pinned = context.alloc_pinned_bytes(&[8; BYTES as usize])?;
+    for (at, bytes, fits) in [(0, BYTES, true), (0, BYTES + 1, false), (BYTES - 1, 1, true), (BYTES - 1, 2, false)] {
+        let (start, host) = (ptr.offset(at), pinned.offset(at));
+        let mut buffer = vec![9; bytes as usize];
+        let results = [
+            ("a fill", driver.fill(start, Pattern::U8(9), bytes, stream)),
+            ("a copy to it", driver.copy(start.into(), other.into(), bytes, stream)),
+            ("a copy from it", driver.copy(other.into(), start.into(), bytes, stream)),
+            ("a copy to pinned memory", driver.copy(host.into(), other.into(), bytes, stream)),
+            ("a copy from pinned memory", driver.copy(other.into(), host.into(), bytes, stream)),
+            ("a copy between peers", {
+                let here = context.device_id;
+                driver.copy_peer(start, here, other, here, bytes, stream)
+            }),
+            ("an upload", driver.upload(context.device_id, start, &buffer)),
+            ("a download", driver.download(context.device_id, start, &mut buffer)),
+        ];
+        for (what, result) in results {
+            let what = format!("{what} of {bytes} bytes from byte {at} of {BYTES} on");
+            if fits {
+                expect_eq(&what, result.map_err(|error| error.code), Ok(()))?;
+            } else {
+                expect_error_of(&what, result, InvalidValue)?;
+            }
+        }
+    }
+    context.synchronize(stream)
+}
+
+fn overruns_into_adjacent_allocations_are_rejected(context: &TestContext) -> CheckResult {
+    const BYTES: u64 = 2 << 20;
+    let stream = context.stream()?;
+    let blocks = (0..16).map(|_| context.alloc(BYTES)).collect::<CheckResult<Vec<_>>>()?;
+    for &block in &blocks {
+        context.driver.fill(block, Pattern::U8(7), BYTES, stream)?;
+    }
+    for &block in &blocks {
+        let end = block.offset(BYTES - 512);
+        expect_error(context.driver.fill(end, Pattern::U8(1), 1024, stream), InvalidValue)?;
+        expect_error(context.driver.copy(end.into(), blocks[0].into(), 1024, stream), InvalidValue)?;
+        expect_error(context.driver.upload(context.device_id, end, &[1; 1024]), InvalidValue)?;
+    }
+    context.synchronize(stream)?;
+    for &block in &blocks {
+        expect_slice_eq("the start of each allocation", &context.read_bytes(block, 1024)?, &[7; 1024])?;
+    }
+    Ok(())
+}
+
+fn host_addresses_are_rejected_as_device_addresses(context: &TestContext) -> CheckResult {
+    let (stream, driver, ptr) = (context.stream()?, &context.driver, context.alloc_bytes(&[7; 64])?);
+    let ordinary = DevicePtr(context.host_pages(1).ptr().0);
+    expect(!driver.is_device_memory(ordinary, 16), "ordinary memory is not the device's")?;
+    expect(driver.is_device_memory(ptr, 64) && !driver.is_device_memory(ptr, 65), "device memory up to its end")?;
+    let refused = |what: &str, result: warpool_driver::Result<()>| expect_error_of(what, result, InvalidValue);
+    refused("a fill", driver.fill(ordinary, Pattern::U8(1), 16, stream))?;
+    refused("a copy to it", driver.copy(ordinary.into(), ptr.into(), 16, stream))?;
+    refused("a copy from it", driver.copy(ptr.into(), ordinary.into(), 16, stream))?;
+    refused("an upload", driver.upload(context.device_id, ordinary, &[1; 16]))?;
+    refused("a download", driver.download(context.device_id, ordinary, &mut [1; 16]))?;
+    context.synchronize(stream)?;
+    expect_slice_eq("the memory after the failures", &context.read_bytes(ptr, 64)?, &[7; 64])?;
+    // Pinned memory has an address on the device, and can be used by it.
+    let pinned = context.alloc_pinned_bytes(&[3; 64])?;
+    let there = driver.host_device_ptr(context.device_id, pinned)?;
+    expect(!driver.is_device_memory(there, 64), "pinned memory is not the device's")?;
+    driver.fill(there, Pattern::U8(5), 64, stream)?;
+    driver.copy(ptr.into(), there.into(), 64, stream)?;
+    expect_error(driver.fill(there, Pattern::U8(6), 65, stream), InvalidValue)?;
+    context.synchronize(stream)?;
+    expect_slice_eq("what was filled and copied", &context.read_bytes(ptr, 64)?, &[5; 64])
 }
 
 fn freed_memory_is_rejected(context: &TestContext) -> CheckResult {

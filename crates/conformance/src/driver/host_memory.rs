@@ -7,7 +7,7 @@ use warpool_driver::{HostOptions, HostPages, HostPtr, HostRange};
 
 use crate::check::Check;
 use crate::context::{Resource, TestContext, to_bytes, to_words};
-use crate::expect::{CheckResult, expect_eq, expect_error, expect_error_of, expect_slice_eq, require};
+use crate::expect::{CheckResult, expect, expect_eq, expect_error, expect_error_of, expect_slice_eq, require};
 
 pub(crate) const CHECKS: &[Check] = crate::checks![
     zero_bytes_are_rejected,
@@ -25,11 +25,13 @@ pub(crate) const CHECKS: &[Check] = crate::checks![
     registered_range_need_not_be_page_aligned,
     registered_memory_cannot_be_freed,
     unregistered_memory_is_pageable_again,
+    unregistering_waits_for_the_device,
     any_thread_may_free_pinned_memory,
     driver_keeps_registered_pages_alive,
     pages_can_be_registered_again_after_unregister,
     ; provoking hazards:
     double_free_is_rejected,
+    host_read_during_a_copy_sees_old_or_new_bytes,
 ];
 
 fn zero_bytes_are_rejected(context: &TestContext) -> CheckResult {
@@ -195,6 +197,35 @@ fn unregistered_memory_is_pageable_again(context: &TestContext) -> CheckResult {
     expect_error(context.driver.host_device_ptr(context.device_id, ptr), InvalidValue)?;
     expect_error(context.driver.host_read(ptr, &mut [0; 16]), InvalidValue)?;
     expect_error(context.driver.copy(memory.into(), ptr.into(), 64, stream), InvalidValue)
+}
+
+fn unregistering_waits_for_the_device(context: &TestContext) -> CheckResult {
+    let streams = [context.stream()?, context.stream()?, context.legacy_stream()?];
+    for stream in streams {
+        let (log, memory) = (context.kernel_log(1)?, context.alloc_bytes(&[6; 4096])?);
+        let range = registrable_pages(context, 1)?;
+        let ptr = context.register(range)?;
+        context.delay(stream)?;
+        context.driver.copy(ptr.into(), memory.into(), 4096, stream)?;
+        context.append(log, 1, stream)?;
+        context.untrack(Resource::Registered(ptr));
+        context.driver.host_unregister(ptr)?;
+        context.expect_idle("all work", stream)?;
+        context.expect_log(log, &[1])?;
+    }
+    Ok(())
+}
+
+/// On a simulated device this is a race between host and device, which it reports.
+fn host_read_during_a_copy_sees_old_or_new_bytes(context: &TestContext) -> CheckResult {
+    const BYTES: usize = 8 << 20;
+    let (stream, ptr) = (context.stream()?, context.alloc_pinned_bytes(&vec![1; BYTES])?);
+    let memory = context.alloc_bytes(&vec![2; BYTES])?;
+    context.driver.copy(ptr.into(), memory.into(), BYTES as u64, stream)?;
+    let seen = context.read_pinned(ptr, BYTES)?;
+    expect(seen.iter().all(|byte| [1, 2].contains(byte)), "each byte is old or new")?;
+    context.synchronize(stream)?;
+    expect(context.read_pinned(ptr, BYTES)?.iter().all(|&byte| byte == 2), "all bytes are new after the copy")
 }
 
 fn any_thread_may_free_pinned_memory(context: &TestContext) -> CheckResult {

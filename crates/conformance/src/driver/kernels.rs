@@ -19,6 +19,8 @@ pub(crate) const CHECKS: &[Check] = crate::checks![
     modules_are_independent,
     any_thread_may_load_and_launch,
     unknown_functions_are_rejected,
+    graphs_keep_their_modules_loaded,
+    launched_kernels_complete_after_module_unload,
     ; provoking hazards:
     unloaded_module_is_rejected,
 ];
@@ -180,6 +182,44 @@ fn any_thread_may_load_and_launch(context: &TestContext) -> CheckResult {
 
 fn unknown_functions_are_rejected(context: &TestContext) -> CheckResult {
     expect_rejected(context, ModuleId(u64::MAX), FunctionId(u64::MAX))
+}
+
+fn graphs_keep_their_modules_loaded(context: &TestContext) -> CheckResult {
+    let (stream, ptr) = (context.stream()?, context.alloc_words(&[0])?);
+    let module = loaded(context)?;
+    let add = context.driver.function_get(module, "add_u32")?;
+    let args = |value| [ptr.into(), KernelArg::U32(1), KernelArg::U32(value)];
+    let first = context.capture(stream, || context.launch_single(add, &args(1), stream))?;
+    let first_exec = context.instantiate(first)?;
+    // Unloaded with an executable, a template, and a capture that use it.
+    let second = context.capture(stream, || {
+        context.launch_single(add, &args(10), stream)?;
+        context.untrack(Resource::Module(module));
+        Ok(context.driver.module_unload(module)?)
+    })?;
+    let execs = [first_exec, context.instantiate(first)?, context.instantiate(second)?];
+    for exec in execs {
+        context.replay(exec, stream)?;
+    }
+    expect_eq("the sum", context.read_words(ptr, 1)?, vec![12])?;
+    // With others loaded and unloaded meanwhile.
+    let other = loaded(context)?;
+    context.untrack(Resource::Module(other));
+    context.driver.module_unload(other)?;
+    context.replay(execs[2], stream)?;
+    expect_eq("the sum", context.read_words(ptr, 1)?, vec![22])
+}
+
+fn launched_kernels_complete_after_module_unload(context: &TestContext) -> CheckResult {
+    let (stream, ptr) = (context.stream()?, context.alloc_words(&[0])?);
+    let module = loaded(context)?;
+    let add = context.driver.function_get(module, "add_u32")?;
+    context.delay(stream)?;
+    context.launch_single(add, &[ptr.into(), KernelArg::U32(1), KernelArg::U32(5)], stream)?;
+    context.untrack(Resource::Module(module));
+    context.driver.module_unload(module)?;
+    context.synchronize(stream)?;
+    expect_eq("what the kernel left", context.read_words(ptr, 1)?, vec![5])
 }
 
 fn unloaded_module_is_rejected(context: &TestContext) -> CheckResult {

@@ -38,6 +38,7 @@ pub(crate) const CHECKS: &[Check] = crate::checks![
     unknown_handle_is_rejected,
     ; provoking hazards:
     destroyed_handle_is_rejected,
+    gemm_outside_of_memory_is_rejected,
 ];
 
 // ---- handles
@@ -448,6 +449,33 @@ fn gemm_with_wrong_dimensions_is_rejected(context: &TestContext) -> CheckResult 
     }
     context.synchronize(stream)?;
     gemm.expect("the result without a GEMM", context, 0)
+}
+
+fn gemm_outside_of_memory_is_rejected(context: &TestContext) -> CheckResult {
+    let (handle, stream) = blas(context)?;
+    let gemm = Gemm::new(context, GemmCase::default())?;
+    let Sgemm { a, b, c, .. } = gemm.call;
+    let moved = |matrix: BlasMatrix, by| BlasMatrix { ptr: matrix.ptr.offset(by), ..matrix };
+    let nowhere = |matrix: BlasMatrix| BlasMatrix { ptr: DevicePtr(context.host_pages(1).ptr().0), ..matrix };
+    let wrong = [
+        ("a past its end", Sgemm { a: moved(a, 4), ..gemm.call }),
+        ("b past its end", Sgemm { b: moved(b, 4), ..gemm.call }),
+        ("c past its end", Sgemm { c: moved(c, 4), ..gemm.call }),
+        ("a stride past the end", Sgemm { c: BlasMatrix { stride: 1 << 20, ..c }, ..gemm.call }),
+        ("a in host memory", Sgemm { a: nowhere(a), ..gemm.call }),
+        ("c in host memory", Sgemm { c: nowhere(c), ..gemm.call }),
+    ];
+    for (what, call) in wrong {
+        expect_error_of(what, context.driver.blas_sgemm(handle, &call), InvalidValue)?;
+    }
+    let workspace = context.alloc(1 << 20)?;
+    let set = |ptr, bytes| context.driver.blas_set_workspace(handle, ptr, bytes);
+    expect_error_of("a workspace past its end", set(workspace, (1 << 20) + 1), InvalidValue)?;
+    expect_error_of("a workspace in host memory", set(nowhere(a).ptr, 4096), InvalidValue)?;
+    set(workspace, 1 << 20)?;
+    context.driver.blas_sgemm(handle, &gemm.call)?;
+    context.synchronize(stream)?;
+    gemm.expect("within its memory", context, 1)
 }
 
 fn captured_gemm_runs_at_every_launch(context: &TestContext) -> CheckResult {

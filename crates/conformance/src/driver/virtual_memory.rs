@@ -40,6 +40,7 @@ pub(crate) const CHECKS: &[Check] = crate::checks![
     access_can_be_reduced_and_restored,
     ; provoking hazards:
     released_physical_memory_is_rejected,
+    copies_beyond_a_mapping_are_rejected,
 ];
 
 fn granularity_matches_properties(context: &TestContext) -> CheckResult {
@@ -214,6 +215,27 @@ fn adjacent_mappings_act_as_one_range(context: &TestContext) -> CheckResult {
     context.driver.copy(target.into(), source.into(), 3000, stream)?;
     context.synchronize(stream)?;
     expect_slice_eq("the memory copied across a boundary", &context.read_bytes(target, 3000)?, &bytes)
+}
+
+fn copies_beyond_a_mapping_are_rejected(context: &TestContext) -> CheckResult {
+    let vm = VmContext::new(context)?;
+    let (range, stream) = (vm.reserve(4)?, context.stream()?);
+    let fill = |at: DevicePtr, bytes| context.driver.fill(at, Pattern::U8(4), bytes, stream);
+    let first = vm.map(range, 0, vm.create(1)?, 1)?;
+    let second = vm.map(range, 1, vm.create(1)?, 1)?;
+    vm.allow_access(range, 2)?;
+    fill(first, 2 * vm.granule)?;
+    expect_error(fill(first, 2 * vm.granule + 1), InvalidValue)?;
+    expect_error(fill(second.offset(vm.granule - 1), 2), InvalidValue)?;
+    fill(second.offset(vm.granule - 1), 1)?;
+    expect(context.driver.is_device_memory(first, 2 * vm.granule), "both pieces are device memory")?;
+    expect(!context.driver.is_device_memory(first, 2 * vm.granule + 1), "and no more")?;
+    context.synchronize(stream)?;
+    vm.unmap(first, 1)?;
+    expect_error(fill(first, 16), InvalidValue)?;
+    expect_error(fill(first.offset(vm.granule - 8), 16), InvalidValue)?;
+    fill(second, vm.granule)?;
+    context.synchronize(stream)
 }
 
 fn partial_unmap_is_rejected(context: &TestContext) -> CheckResult {

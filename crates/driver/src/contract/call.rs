@@ -79,7 +79,7 @@ calls! {
         GraphTopology graph_topology, GraphDot graph_dot, GraphDestroy graph_destroy,
         GraphExecDestroy graph_exec_destroy, GraphRaw graph_raw, GraphExecRaw graph_exec_raw,
         GraphExecSetKernel graph_exec_set_kernel,
-        ModuleLoad module_load, FunctionGet function_get,
+        ModuleLoad module_load, ModuleUnload module_unload, FunctionGet function_get,
         LibraryCreate library_create, LibrarySetStream library_set_stream,
         LibraryRaw library_raw, BlasSetWorkspace blas_set_workspace, BlasSetMath blas_set_math,
         BlasSetAtomics blas_set_atomics,
@@ -95,10 +95,10 @@ calls! {
         StreamQuery stream_query, StreamSynchronize stream_synchronize,
         EventQuery event_query, EventSynchronize event_synchronize,
         MemAlloc mem_alloc, MemFree mem_free,
-        PoolCreate pool_create, PoolDestroy pool_destroy, PoolAlloc pool_alloc, PoolFree pool_free, PoolGet pool_get, PoolSet pool_set, PoolTrim pool_trim,
+        PoolCreate pool_create, PoolDestroy pool_destroy, PoolAlloc pool_alloc, PoolFree pool_free, PoolGet pool_get,
+        PoolSet pool_set, PoolTrim pool_trim,
         HostAlloc host_alloc, HostFree host_free, HostRegister host_register, HostUnregister host_unregister,
         GraphInstantiate graph_instantiate,
-        ModuleUnload module_unload,
     ;
     Never:
         DeviceSynchronize device_synchronize,

@@ -25,8 +25,9 @@ impl Pattern {
     }
 }
 
-/// Copies and fills. Ranges must lie in live memory that the device may touch: else `InvalidValue`, when the call is
-/// made.
+/// Copies and fills. All of a range must be in one allocation, in memory that is mapped in one reservation, or in pinned
+/// memory, and the device must have access to it: else `InvalidValue`, when the call is made. That includes ordinary host
+/// memory, also where the device could access it. Memory that other libraries allocated on the device is accepted.
 pub trait Copies {
     /// Copies in the order of `stream`, in any direction. Host memory must be pinned. Source and target must not
     /// overlap: what comes out then is not defined. *During capture: stream.*

@@ -127,7 +127,7 @@ pub trait Graphs {
     fn conditional_create(&self, stream: StreamId, default: u32) -> Result<ConditionalId>;
 
     /// Appends a conditional node to what `stream` captures, and starts to capture its body on `body`, a stream that
-    /// captures nothing. [`capture_end`](crate::Captures::capture_end) on `body` ends it and returns the body's graph,
+    /// captures nothing and is no default stream (`StreamCaptureUnsupported`). [`capture_end`](crate::Captures::capture_end) on `body` ends it and returns the body's graph,
     /// which belongs to the node: destroying the id only forgets it. A flag serves one node (`InvalidValue`). A body
     /// may hold kernels, copies, fills and further conditional nodes; with anything else in it,
     /// [`graph_instantiate`](Self::graph_instantiate) gives `InvalidValue`. *During capture: free*, and only on a

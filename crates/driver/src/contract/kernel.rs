@@ -252,7 +252,9 @@ pub trait Kernels {
     /// capture: free.*
     fn module_load(&self, device: DeviceId, source: &KernelSource) -> Result<ModuleId>;
 
-    /// Takes the module and its functions away; the work that uses them must be done. *During capture: guarded.*
+    /// Unloads a module; its functions are invalid from then on. Kernels already launched complete, and graphs and
+    /// executables with kernels of the module stay usable: the code is unloaded when they are gone. *During capture:
+    /// free.*
     fn module_unload(&self, module: ModuleId) -> Result<()>;
 
     /// The kernel of that name; the same id each time. `NotFound` if there is none. *During capture: free.*

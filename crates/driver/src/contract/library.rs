@@ -92,6 +92,55 @@ pub struct Sgemm {
     pub c: BlasMatrix,
 }
 
+impl Sgemm {
+    /// Why the product is impossible, if it is: strides that do not fit, a transposed result, or sizes that cuBLAS cannot
+    /// count.
+    pub fn check(&self) -> std::result::Result<(), String> {
+        let Self { m, n, k, a, b, c, .. } = *self;
+        if c.transposed {
+            return Err("the result of a product cannot be transposed".to_owned());
+        }
+        // cuBLAS counts in 32 bits with a sign.
+        let counts = [m, n, k, a.stride, b.stride, c.stride];
+        if let Some(count) = counts.into_iter().find(|&count| i32::try_from(count).is_err()) {
+            return Err(format!("{count} is more than cuBLAS can count"));
+        }
+        for (name, matrix, (rows, _)) in [("a", a, a.shape(m, k)), ("b", b, b.shape(k, n)), ("c", c, (m, n))] {
+            if matrix.stride < rows.max(1) {
+                return Err(format!("{name} has columns of {rows}, and a stride of {}", matrix.stride));
+            }
+        }
+        Ok(())
+    }
+
+    /// The memory that the product uses: start and length of each matrix, as far as it is read or written.
+    pub fn ranges(&self) -> impl Iterator<Item = (DevicePtr, u64)> {
+        let Self { m, n, k, alpha, a, b, c, .. } = *self;
+        let is_read = alpha != 0.0;
+        let extent = |matrix: BlasMatrix, rows, columns| (matrix.ptr, matrix.extent(rows, columns));
+        [(extent(a, m, k), is_read), (extent(b, k, n), is_read), (extent(c, m, n), true)]
+            .into_iter()
+            .filter_map(|(range, is_used)| is_used.then_some(range))
+    }
+}
+
+impl BlasMatrix {
+    /// Rows and columns in memory, of a matrix that takes part with `rows` rows and `columns` columns.
+    const fn shape(&self, rows: u32, columns: u32) -> (u32, u32) {
+        if self.transposed { (columns, rows) } else { (rows, columns) }
+    }
+
+    /// How many bytes there are from the start to the end of the last column.
+    fn extent(&self, rows: u32, columns: u32) -> u64 {
+        let (rows, columns) = self.shape(rows, columns);
+        if rows == 0 || columns == 0 {
+            return 0;
+        }
+        let numbers = (u64::from(columns) - 1).saturating_mul(u64::from(self.stride)).saturating_add(u64::from(rows));
+        numbers.saturating_mul(size_of::<f32>() as u64)
+    }
+}
+
 /// Libraries with handles. A library is loaded at its first handle; one that is not there gives
 /// `SharedObjectInitFailed`, one that is too old `SharedObjectSymbolNotFound`, and the detail names it. A library's own
 /// status becomes the nearest code, and the detail names it too.
@@ -110,12 +159,15 @@ pub trait Libraries {
     /// free.*
     fn library_set_stream(&self, handle: HandleId, stream: StreamId) -> Result<()>;
 
-    /// The library's own handle. *During capture: free.*
+    /// The library's own handle, for its own functions. Using it is unsafe code of the caller, which must use it when no
+    /// other thread does, and leave it as it was: not destroyed, on its stream, with scalars in host memory. *During
+    /// capture: free.*
     fn library_raw(&self, handle: HandleId) -> Result<RawHandle>;
 
     /// Gives a cuBLAS handle (`InvalidHandle` for others) memory to work with, instead of cuBLAS's own; 0 bytes is none
-    /// at all. The address must be a multiple of 256 (`InvalidValue`). It belongs to the handle until the next call of
-    /// this or of [`library_set_stream`](Self::library_set_stream). *During capture: free.*
+    /// at all. `InvalidValue` unless the address is a multiple of 256 and the range is memory that the device may use. It
+    /// belongs to the handle until the next call of this or of [`library_set_stream`](Self::library_set_stream). *During
+    /// capture: free.*
     fn blas_set_workspace(&self, handle: HandleId, ptr: DevicePtr, bytes: u64) -> Result<()>;
 
     /// Sets how precise a cuBLAS handle (`InvalidHandle` for others) is. *During capture: free.*
@@ -125,7 +177,8 @@ pub trait Libraries {
     /// run; they start out forbidden. *During capture: free.*
     fn blas_set_atomics(&self, handle: HandleId, allowed: bool) -> Result<()>;
 
-    /// Multiplies, in the order of the handle's stream. `InvalidValue` for strides that do not fit, `InvalidHandle` for
-    /// handles of other libraries; a product with `m` or `n` 0 does nothing. *During capture: stream* (the handle's).
+    /// Multiplies, in the order of the handle's stream. `InvalidValue` for a product that [`Sgemm::check`] refuses, and
+    /// unless its matrices and the handle's workspace are memory that the device may use. `InvalidHandle` for handles of
+    /// other libraries. A product with `m` or `n` 0 does nothing. *During capture: stream* (the handle's).
     fn blas_sgemm(&self, handle: HandleId, product: &Sgemm) -> Result<()>;
 }

@@ -51,6 +51,8 @@ pub use virtual_memory::{Access, DeviceAccess, Granularity, PhysicalOptions, Sha
 
 use std::time::Duration;
 
+use crate::DevicePtr;
+
 /// A GPU driver: everything that Warpool asks of the system below it.
 pub trait Driver:
     Devices
@@ -79,4 +81,8 @@ pub trait Driver:
     /// A number that nobody can foresee, another one at each call: what a program seeds itself with that was given no
     /// seed. On a simulated device it follows from the device's own seed, so that runs repeat.
     fn entropy(&self) -> u64;
+
+    /// Whether all of `[ptr, ptr + bytes)` is device memory: allocated, mapped, or memory of another library that the
+    /// driver knows. Pinned host memory is not. Not a [`Call`]: it cannot fail, and may be used during capture.
+    fn is_device_memory(&self, ptr: DevicePtr, bytes: u64) -> bool;
 }

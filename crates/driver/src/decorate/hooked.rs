@@ -87,6 +87,10 @@ impl<H: Hook> Driver for Hooked<H> {
     fn entropy(&self) -> u64 {
         self.inner.entropy()
     }
+
+    fn is_device_memory(&self, ptr: DevicePtr, bytes: u64) -> bool {
+        self.inner.is_device_memory(ptr, bytes)
+    }
 }
 
 /// Generates the methods of the table: `impl Trait { Call method(arguments) -> result; }`. `fills` names the buffer

@@ -13,7 +13,7 @@ use super::refuse::{named, refuse};
 use super::rng;
 use super::state::SimState;
 use super::work::{ChangedStream, Work, in_host_code, run_host_code};
-use crate::{Call, CaptureRule, DeviceId, Driver, ErrorCode, Result, StreamId};
+use crate::{Call, CaptureRule, DeviceId, DevicePtr, Driver, ErrorCode, Result, StreamId};
 
 /// A driver with one or more simulated GPUs.
 #[derive(Debug)]
@@ -249,5 +249,9 @@ impl Driver for SimDriver {
     fn entropy(&self) -> u64 {
         // No timeline has this number, so these draws change no other.
         rng::draw(self.seed, u64::MAX, self.entropy_drawn.fetch_add(1, Ordering::Relaxed), 0)
+    }
+
+    fn is_device_memory(&self, ptr: DevicePtr, bytes: u64) -> bool {
+        self.lock().memory.is_device_memory(ptr, bytes)
     }
 }

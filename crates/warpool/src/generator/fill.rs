@@ -125,7 +125,9 @@ impl Generator {
         let [slot, seed, offset] = reserved.reservation.args();
         let mut args = vec![target.ptr.into(), KernelArg::U64(count), slot, seed, offset];
         args.extend(last);
-        let launched = launch::fill_random(self.device().driver(), function, shape(count), &args, stream.id());
+        let range = (target.ptr, count.saturating_mul(bytes));
+        let driver = self.device().driver();
+        let launched = launch::fill_random(driver, function, range, shape(count), &args, stream.id());
         if launched.is_err() {
             reserved.undo();
         }

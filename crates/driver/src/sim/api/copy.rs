@@ -2,10 +2,10 @@
 
 use std::sync::{Arc, Mutex, PoisonError};
 
+use super::range_check::{RangeUse, check_range};
 use crate::sim::cost::Route;
 use crate::sim::driver::SimDriver;
-use crate::sim::memory::{AccessFault, report_fault};
-use crate::sim::order::{Accessor, HazardKind, Operation};
+use crate::sim::order::{HazardKind, Operation};
 use crate::sim::refuse::{refuse, unnamed};
 use crate::sim::state::SimState;
 use crate::sim::work::Work;
@@ -39,8 +39,8 @@ impl Copies for SimDriver {
         self.submit(Call::CopyPeer, stream, |state, stream| {
             state.use_device(dst_device)?;
             state.use_device(src_device)?;
-            check_range(state, dst, bytes, dst_device, true, stream)?;
-            check_range(state, src, bytes, src_device, false, stream)?;
+            check_range(state, (dst, bytes), RangeUse::write(dst_device, stream, Operation::Copy))?;
+            check_range(state, (src, bytes), RangeUse::read(src_device, stream, Operation::Copy))?;
             log_overlap(state, dst, src, bytes, stream);
             state.spend(bytes);
             Ok((Work::Copy { dst, src, bytes }, state.config.work.copy_nanos(bytes, Route::Peer)))
@@ -56,7 +56,7 @@ impl Copies for SimDriver {
                 return refuse(ErrorCode::InvalidValue, format!("{dst} is not aligned to the pattern"));
             }
             let device = state.scheduler.streams.get(stream).device;
-            check_range(state, dst, bytes, device, true, stream)?;
+            check_range(state, (dst, bytes), RangeUse::write(device, stream, Operation::Fill))?;
             state.spend(bytes);
             Ok((Work::Fill { dst, pattern, count }, state.config.work.fill_nanos(bytes)))
         })
@@ -64,7 +64,7 @@ impl Copies for SimDriver {
 
     fn upload(&self, device: DeviceId, dst: DevicePtr, bytes: &[u8]) -> Result<()> {
         self.copy_synchronously(Call::Upload, device, bytes.len() as u64, |state, stream| {
-            check_range(state, dst, bytes.len() as u64, device, true, stream)?;
+            check_range(state, (dst, bytes.len() as u64), RangeUse::write(device, stream, Operation::Copy))?;
             Ok(Work::Upload { dst, data: Arc::from(bytes) })
         })
     }
@@ -72,7 +72,7 @@ impl Copies for SimDriver {
     fn download(&self, device: DeviceId, src: DevicePtr, into: &mut [u8]) -> Result<()> {
         let read = Arc::new(Mutex::new(vec![0; into.len()]));
         self.copy_synchronously(Call::Download, device, into.len() as u64, |state, stream| {
-            check_range(state, src, into.len() as u64, device, false, stream)?;
+            check_range(state, (src, into.len() as u64), RangeUse::read(device, stream, Operation::Copy))?;
             Ok(Work::Download { src, into: Arc::clone(&read) })
         })?;
         into.copy_from_slice(&read.lock().unwrap_or_else(PoisonError::into_inner));
@@ -118,7 +118,7 @@ fn check_address(
     match address {
         Address::Device(ptr) => {
             let device = state.scheduler.streams.get(stream).device;
-            check_range(state, ptr, bytes, device, write, stream)?;
+            check_range(state, (ptr, bytes), RangeUse { device, write, stream, operation: Operation::Copy })?;
             Ok(ptr)
         }
         Address::Host(ptr) if bytes == 0 || state.memory.is_pinned(ptr, bytes) => Ok(DevicePtr(ptr.0)),
@@ -133,40 +133,4 @@ fn log_overlap(state: &mut SimState, dst: DevicePtr, src: DevicePtr, bytes: u64,
         let why = format!("source {src} and target {dst} overlap: both have {bytes} bytes");
         state.hazards.add(HazardKind::OverlappingCopy, operation, why, state.scheduler.now());
     }
-}
-
-/// Checks that a copy or fill may access a range. Access to freed memory is also a hazard.
-fn check_range(
-    state: &mut SimState,
-    ptr: DevicePtr,
-    bytes: u64,
-    device: DeviceId,
-    write: bool,
-    stream: StreamId,
-) -> Result<()> {
-    if state.memory.is_graph_memory(ptr, bytes) {
-        // It is allocated and freed by a graph: checked when the work runs.
-        return Ok(());
-    }
-    let Err((fault, from)) = state.memory.check(ptr, bytes, device, write) else { return Ok(()) };
-    let why = match fault {
-        AccessFault::NotMapped => "is not mapped",
-        AccessFault::Denied => "may not be accessed by this device",
-        AccessFault::Freed(_) => "was freed or unmapped",
-    };
-    if let AccessFault::Freed(_) = fault {
-        let queue = state.scheduler.streams.get(stream);
-        let epoch = queue.next_epoch();
-        let by = Accessor {
-            operation: if state.current_call.call == Call::Fill { Operation::Fill } else { Operation::Copy },
-            epoch,
-            number: queue.number_of(epoch),
-            node: None,
-            stream,
-            queued_at: state.call_number(),
-        };
-        let now = state.scheduler.now();
-        report_fault(fault, from, bytes - (from.0 - ptr.0), &by, now, &mut state.hazards);
-    }
-    refuse(ErrorCode::InvalidValue, format!("{bytes} bytes at {ptr}: {from} {why}"))
 }

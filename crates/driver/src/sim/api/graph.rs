@@ -107,7 +107,12 @@ impl Graphs for SimDriver {
         self.call(Call::ConditionalBegin, |state| {
             let stream = state.live_stream(stream)?;
             let member = state.captures.valid_membership(stream)?;
-            let body = state.live_stream(body)?;
+            let queue = state.live_stream(body)?;
+            let (streams, device) = (&state.scheduler.streams, state.scheduler.streams.get(queue).device);
+            if [streams.legacy(device), streams.per_thread(device)].contains(&body) {
+                let why = "a body is not captured on a default stream";
+                return refuse(ErrorCode::StreamCaptureUnsupported, why);
+            }
             match state.captures.conditional(conditional) {
                 Some(Conditional { capture, used: false }) if capture == member.capture => {}
                 _ => return refuse(ErrorCode::InvalidValue, format!("{conditional} cannot be used in this graph")),

@@ -6,9 +6,11 @@
 
 use std::sync::Arc;
 
+use super::range_check::{RangeUse, check_range};
 use crate::sim::driver::SimDriver;
 use crate::sim::objects::sgemm::{self, SGEMM};
 use crate::sim::objects::{Handle, LibraryCall};
+use crate::sim::order::Operation;
 use crate::sim::refuse::refuse;
 use crate::sim::state::SimState;
 use crate::sim::work::{KernelWork, Work};
@@ -85,7 +87,9 @@ impl Libraries for SimDriver {
                 let why = format!("{ptr} is not a multiple of {WORKSPACE_ALIGNMENT}");
                 return refuse(ErrorCode::InvalidValue, why);
             }
-            settings.workspace = (bytes != 0).then_some((ptr, bytes));
+            let (device, stream) = (settings.device, settings.stream);
+            check_product_memory(state, device, stream, (ptr, bytes), true)?;
+            use_blas(state, handle)?.workspace = (bytes != 0).then_some((ptr, bytes));
             state.libraries.log(handle, LibraryCall::SetWorkspace { ptr, bytes });
             Ok(())
         })
@@ -110,13 +114,19 @@ impl Libraries for SimDriver {
 
     fn blas_sgemm(&self, handle: HandleId, product: &Sgemm) -> Result<()> {
         self.waiting_call(Call::BlasSgemm, |mut state| {
-            let Handle { stream, math, workspace, .. } = *use_blas(&mut state, handle)?;
+            let Handle { device, stream, math, workspace, .. } = *use_blas(&mut state, handle)?;
             let stream = state.live_stream(stream)?;
-            if let Err(why) = sgemm::check(product) {
+            if let Err(why) = product.check() {
                 return refuse(ErrorCode::InvalidValue, why);
             }
             if product.m != 0 && product.n != 0 {
                 state.forbid_implicit_wait(stream)?;
+                for range in product.ranges() {
+                    check_product_memory(&mut state, device, stream, range, range.0 == product.c.ptr)?;
+                }
+                if let Some(workspace) = workspace {
+                    check_product_memory(&mut state, device, stream, workspace, true)?;
+                }
                 let args = sgemm::arguments(product, math, workspace);
                 let kernel = KernelWork { function: None, host: SGEMM, shape: sgemm::shape(product), args };
                 let nanos = state.config.work.product_nanos(product.m, product.n, product.k);
@@ -127,6 +137,17 @@ impl Libraries for SimDriver {
             Ok(())
         })
     }
+}
+
+/// Checks memory that a product is to access.
+fn check_product_memory(
+    state: &mut SimState,
+    device: DeviceId,
+    stream: StreamId,
+    range: (DevicePtr, u64),
+    write: bool,
+) -> Result<()> {
+    check_range(state, range, RangeUse { device, write, stream, operation: Operation::Kernel(SGEMM.name) })
 }
 
 /// A handle whose device works.

@@ -13,6 +13,7 @@ mod library;
 mod pause;
 mod placement;
 mod pool;
+mod range_check;
 mod stream;
 mod suballocation;
 mod virtual_memory;

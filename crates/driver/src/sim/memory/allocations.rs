@@ -136,6 +136,28 @@ impl Memory {
         }
     }
 
+    /// Where the allocation, pinned range or reservation at `ptr` ends.
+    pub fn region_end(&self, ptr: DevicePtr) -> Option<DevicePtr> {
+        self.space.region_at(ptr.0).map(|(start, size, _)| DevicePtr(start + size))
+    }
+
+    /// Whether all of a range is device memory.
+    pub fn is_device_memory(&self, ptr: DevicePtr, bytes: u64) -> bool {
+        if self.is_graph_memory(ptr, bytes) {
+            return true;
+        }
+        let fits = self.region_end(ptr).is_some_and(|end| bytes <= end.0 - ptr.0);
+        let mut done = 0;
+        while fits && done < bytes {
+            let Some(location) = self.space.locate(ptr.offset(done)) else { return false };
+            if self.backings.get(location.backing).device.is_none() {
+                return false;
+            }
+            done += location.bytes;
+        }
+        fits
+    }
+
     /// Whether a range lies in the memory of a graph, which is checked when the graph runs.
     pub fn is_graph_memory(&self, ptr: DevicePtr, bytes: u64) -> bool {
         match self.space.region_at(ptr.0) {

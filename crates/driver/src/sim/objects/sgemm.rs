@@ -14,25 +14,6 @@ const WORKSPACE_TOUCHED: u64 = 16;
 /// The workspace of a product, if one was set: its address and its size.
 pub type Workspace = Option<(DevicePtr, u64)>;
 
-/// Checks a product, as cuBLAS does.
-pub fn check(product: &Sgemm) -> Result<(), String> {
-    let Sgemm { m, n, k, a, b, c, .. } = *product;
-    if c.transposed {
-        return Err("the result of a product cannot be transposed".to_owned());
-    }
-    // cuBLAS takes 32-bit signed integers.
-    let all = [m, n, k, a.stride, b.stride, c.stride];
-    if let Some(count) = all.into_iter().find(|&count| i32::try_from(count).is_err()) {
-        return Err(format!("{count} is larger than a 32-bit signed integer"));
-    }
-    for (name, matrix, rows) in [("a", a, rows(&a, m, k)), ("b", b, rows(&b, k, n)), ("c", c, m)] {
-        if matrix.stride < rows.max(1) {
-            return Err(format!("{name} has columns of {rows} elements, but a stride of {}", matrix.stride));
-        }
-    }
-    Ok(())
-}
-
 /// The shape of its launch: one thread for each element of the result, up to the maximal grid.
 pub fn shape(product: &Sgemm) -> LaunchShape {
     let blocks = |n: u32| n.div_ceil(16).clamp(1, 65_535);
@@ -50,11 +31,6 @@ pub fn arguments(product: &Sgemm, math: BlasMath, workspace: Workspace) -> Vec<K
     let tf32 = u32::from(math == BlasMath::Tf32);
     args.extend([KernelArg::U32(tf32), KernelArg::Ptr(scratch), KernelArg::U64(scratch_bytes)]);
     args
-}
-
-/// The length of a column in memory, of a matrix that the product uses as `rows` by `columns`.
-fn rows(matrix: &BlasMatrix, rows: u32, columns: u32) -> u32 {
-    if matrix.transposed { columns } else { rows }
 }
 
 fn run(kernel: &mut KernelScope<'_>) -> Result<(), KernelFault> {

@@ -1,8 +1,8 @@
-//! NVIDIA's libraries with handles: what their files and functions are called.
+//! The functions of NVIDIA's libraries with handles.
 //!
-//! A library is loaded when the first handle of it is wanted. The signatures are written by hand: a status comes as a
-//! plain number, and a handle is an address of nothing in particular, so that one table does for all. The feature
-//! `check-bindings` has the compiler compare them with cudarc's, as `api.rs` always does: those of five libraries would
+//! A library is loaded when the first handle of it is created. The signatures are written here: a status is a plain
+//! number and a handle an untyped pointer, so that one struct serves for all libraries. With the feature
+//! `check-bindings` the compiler compares them with cudarc's, as `api.rs` always does: the bindings of five libraries
 //! take minutes to build.
 
 use std::ffi::{c_int, c_void};
@@ -11,19 +11,19 @@ use std::sync::OnceLock;
 use cudarc::driver::sys::CUstream;
 use warpool_driver::{ErrorCode, Library, Result};
 
-use crate::error::Site;
-use crate::library::{Loaded, MissingLibrary, MissingSymbol, toolkit_candidates};
+use super::loader::{MissingLibrary, MissingSymbol, SharedLibrary, toolkit_candidates};
+use crate::error::CallSite;
 
-/// A handle as its library knows it.
+/// A library's handle.
 pub(crate) type RawLibraryHandle = *mut c_void;
 
-/// The name of a library without version, for errors, and the names of its file, the newest first.
+/// A library's name without version, for errors, and its file names, the newest first.
 pub(crate) struct Files {
     pub(crate) library: &'static str,
     pub(crate) names: &'static [&'static str],
 }
 
-/// What the files of a library are called.
+/// The file names of a library.
 pub(crate) const fn files(library: Library) -> Files {
     let (library, names): (_, &[&str]) = match library {
         Library::Blas => ("libcublas", &["libcublas.so.13", "libcublas.so.12", "libcublas.so"]),
@@ -35,20 +35,20 @@ pub(crate) const fn files(library: Library) -> Files {
     Files { library, names }
 }
 
-/// What every library with handles has.
-pub(crate) struct Vendor {
-    /// Makes a handle.
+/// The functions of a library.
+pub(crate) struct LibraryFunctions {
+    /// Creates a handle.
     pub(crate) create: unsafe extern "C" fn(*mut RawLibraryHandle) -> u32,
-    /// Takes it away.
+    /// Destroys it.
     pub(crate) destroy: unsafe extern "C" fn(RawLibraryHandle) -> u32,
-    /// Points it at a stream; cuBLASLt's have none.
+    /// Sets its stream; cuBLASLt's have none.
     pub(crate) set_stream: Option<unsafe extern "C" fn(RawLibraryHandle, CUstream) -> u32>,
-    /// What only cuBLAS has.
-    pub(crate) blas: Option<Cublas>,
+    /// Those that only cuBLAS has.
+    pub(crate) blas: Option<CublasFunctions>,
 }
 
-/// cuBLAS's own functions.
-pub(crate) struct Cublas {
+/// The functions that only cuBLAS has.
+pub(crate) struct CublasFunctions {
     pub(crate) set_workspace: unsafe extern "C" fn(RawLibraryHandle, *mut c_void, usize) -> u32,
     /// Takes a `cublasMath_t`.
     pub(crate) set_math: unsafe extern "C" fn(RawLibraryHandle, u32) -> u32,
@@ -76,8 +76,8 @@ pub(crate) type GemmFunction = unsafe extern "C" fn(
     c_int,
 ) -> u32;
 
-/// Compares the signatures with cudarc's. Never called; it only has to compile. A handle is a pointer, a stream too,
-/// and the enums are as long as the numbers that stand for them here.
+/// Compares the signatures with cudarc's. Never called; it only has to compile. Handles and streams are pointers, and the
+/// enums have the size of the numbers used here.
 #[cfg(feature = "check-bindings")]
 const _: () = {
     use cudarc::{cublas, cublaslt, cudnn, cusolver, cusparse};
@@ -126,14 +126,15 @@ enum Unavailable {
     Symbol(MissingSymbol),
 }
 
-impl Vendor {
+impl LibraryFunctions {
     fn load(library: Library) -> std::result::Result<Self, Unavailable> {
         let files = files(library);
-        let loaded = Loaded::open(files.library, &toolkit_candidates(files.names)).map_err(Unavailable::Library)?;
+        let loaded =
+            SharedLibrary::open(files.library, &toolkit_candidates(files.names)).map_err(Unavailable::Library)?;
         Self::resolve(library, &loaded).map_err(Unavailable::Symbol)
     }
 
-    fn resolve(library: Library, loaded: &Loaded) -> std::result::Result<Self, MissingSymbol> {
+    fn resolve(library: Library, loaded: &SharedLibrary) -> std::result::Result<Self, MissingSymbol> {
         let (create, destroy, set_stream) = match library {
             Library::Blas => ("cublasCreate_v2", "cublasDestroy_v2", Some("cublasSetStream_v2")),
             Library::BlasLt => ("cublasLtCreate", "cublasLtDestroy", None),
@@ -151,13 +152,13 @@ impl Vendor {
                 Some(symbol) => Some(unsafe { loaded.require(symbol) }?),
                 None => None,
             },
-            blas: if library == Library::Blas { Some(Cublas::resolve(loaded)?) } else { None },
+            blas: if library == Library::Blas { Some(CublasFunctions::resolve(loaded)?) } else { None },
         })
     }
 }
 
-impl Cublas {
-    fn resolve(loaded: &Loaded) -> std::result::Result<Self, MissingSymbol> {
+impl CublasFunctions {
+    fn resolve(loaded: &SharedLibrary) -> std::result::Result<Self, MissingSymbol> {
         Ok(Self {
             // SAFETY: this function's signature, which `check-bindings` compares.
             set_workspace: unsafe { loaded.require("cublasSetWorkspace_v2") }?,
@@ -171,20 +172,20 @@ impl Cublas {
     }
 }
 
-/// The libraries that were wanted so far.
+/// The libraries that were loaded so far.
 #[derive(Default)]
-pub(crate) struct Vendors([OnceLock<Vendor>; Library::ALL.len()]);
+pub(crate) struct LoadedLibraries([OnceLock<LibraryFunctions>; Library::ALL.len()]);
 
-impl Vendors {
-    /// The library, loaded if it is not yet.
-    pub(crate) fn get(&self, site: Site<'_>, library: Library) -> Result<&Vendor> {
-        let place = &self.0[library as usize];
-        if let Some(loaded) = place.get() {
+impl LoadedLibraries {
+    /// The library, loaded at its first use.
+    pub(crate) fn get(&self, site: CallSite<'_>, library: Library) -> Result<&LibraryFunctions> {
+        let functions = &self.0[library as usize];
+        if let Some(loaded) = functions.get() {
             return Ok(loaded);
         }
-        // Not remembered when it fails: it may be installed, or found, later.
-        match Vendor::load(library) {
-            Ok(loaded) => Ok(place.get_or_init(|| loaded)),
+        // A failure is not remembered: the library may be installed later.
+        match LibraryFunctions::load(library) {
+            Ok(loaded) => Ok(functions.get_or_init(|| loaded)),
             Err(Unavailable::Library(missing)) => {
                 Err(site.explain(ErrorCode::SharedObjectInitFailed, missing.to_string()))
             }
@@ -194,10 +195,10 @@ impl Vendors {
         }
     }
 
-    /// Puts functions in a library's place, for tests.
+    /// Sets the functions of a library, for tests.
     #[cfg(test)]
-    pub(crate) fn pretend(&self, library: Library, vendor: Vendor) {
-        assert!(self.0[library as usize].set(vendor).is_ok(), "{library} is loaded already");
+    pub(crate) fn set_fake(&self, library: Library, functions: LibraryFunctions) {
+        assert!(self.0[library as usize].set(functions).is_ok(), "{library} is loaded already");
     }
 }
 
@@ -206,18 +207,18 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_library_has_a_place_of_its_own() {
+    fn libraries_are_numbered_in_order() {
         for (index, library) in Library::ALL.into_iter().enumerate() {
             assert_eq!(library as usize, index);
         }
     }
 
     #[test]
-    fn a_library_that_is_another_is_refused_by_the_first_symbol_that_it_lacks() {
-        let Ok(other) = Loaded::open("libc", &["libc.so.6".to_owned()]) else { return };
-        let wanted = ["cublasCreate_v2", "cublasLtCreate", "cudnnCreate", "cusparseCreate", "cusolverDnCreate"];
-        for (library, symbol) in Library::ALL.into_iter().zip(wanted) {
-            let missing = Vendor::resolve(library, &other).err().expect("the C library is none of them");
+    fn another_library_is_refused_with_the_first_missing_symbol() {
+        let Ok(other) = SharedLibrary::open("libc", &["libc.so.6".to_owned()]) else { return };
+        let first_symbols = ["cublasCreate_v2", "cublasLtCreate", "cudnnCreate", "cusparseCreate", "cusolverDnCreate"];
+        for (library, symbol) in Library::ALL.into_iter().zip(first_symbols) {
+            let missing = LibraryFunctions::resolve(library, &other).err().expect("the C library is another");
             assert_eq!(missing.to_string(), format!("libc.so.6 has no symbol {symbol}"));
         }
     }

@@ -1,12 +1,14 @@
-//! A CUDA driver for tests: it does no work, but knows which of its objects are alive, and says [`DEAD`] to those who
-//! use one that is not. Nothing is freed, so that asking is safe.
+//! A CUDA driver for unit tests. It does no work, but tracks which of its objects exist, and returns [`DESTROYED`] for a
+//! call that uses a destroyed one, and [`RACED`] for one that uses a graph at the same time as another call. Nothing is
+//! freed, so that the check is safe.
 //!
-//! Captures note kernels, callbacks and products as nodes. Those that are not relaxed are broken by calls that CUDA
-//! would forbid on the thread that captures, as if all were thread-local: other tests run beside.
+//! Captures record kernels, callbacks and products as nodes. Those that are not relaxed are invalidated by calls that
+//! CUDA would forbid on the capturing thread, as if all were thread-local: other tests run in parallel.
 
-mod library;
+mod libraries;
 mod tests;
 
+use std::alloc::{Layout, alloc_zeroed};
 use std::cell::{Cell, RefCell};
 use std::ffi::{c_int, c_uint, c_ulonglong, c_void};
 use std::sync::Mutex;
@@ -15,23 +17,26 @@ use std::{ptr, thread};
 
 use cudarc::driver::sys::*;
 use warpool_driver::{
-    DeviceId, ErrorCode, FunctionId, GraphExecId, Graphs, KernelArg, Kernels, LaunchShape, Library, NodeId, Result,
-    StreamId,
+    Call, DeviceId, DevicePtr, ErrorCode, FunctionId, GraphExecId, Graphs, KernelArg, Kernels, LaunchShape, Library,
+    ModuleId, NodeId, Result, StreamId,
 };
 
 use crate::api::Api;
-use crate::kernel::Function;
-use crate::table::lock;
+use crate::kernel::{Function, Module};
+use crate::sync::lock;
 use crate::{CudaDriver, OLDEST};
 
-pub(crate) use library::{Given, given_here, stream_of};
+pub(crate) use libraries::{LibraryCall, library_calls, stream_of};
 
-/// What the driver says to the user of an object that is gone. CUDA would say nothing and follow the pointer.
-pub(crate) const DEAD: ErrorCode = ErrorCode::Unknown(9999);
+/// Returned for a call that uses a destroyed object. CUDA would dereference the handle.
+pub(crate) const DESTROYED: ErrorCode = ErrorCode::Unknown(9999);
+
+/// Returned for a call that uses a graph while another does. CUDA would corrupt it.
+pub(crate) const RACED: ErrorCode = ErrorCode::Unknown(9998);
 
 /// Anything that has a handle, which is its address.
 struct Object {
-    live: AtomicBool,
+    exists: AtomicBool,
     serial: u64,
     /// Of a stream: the graph that it captures into.
     capture: Mutex<Option<&'static Self>>,
@@ -40,11 +45,13 @@ struct Object {
     is_body: bool,
     /// Of a graph: its nodes.
     nodes: Mutex<Vec<&'static Self>>,
-    /// Of a node: what it does.
+    /// Of a node: its type.
     kind: u32,
-    /// Of a graph: whether its capture is broken.
-    broken: AtomicBool,
-    /// Of a library's handle: the stream that it points at, but for default streams.
+    /// Of a graph: whether its capture is invalid.
+    invalid: AtomicBool,
+    /// Of a graph: whether a call uses it.
+    in_use: AtomicBool,
+    /// Of a library's handle: its stream, except default streams.
     stream: Mutex<Option<&'static Self>>,
 }
 
@@ -56,14 +63,15 @@ fn make_node(is_body: bool, kind: u32) -> &'static Object {
     static NEXT: AtomicU64 = AtomicU64::new(100);
     let serial = NEXT.fetch_add(1, Ordering::Relaxed);
     Box::leak(Box::new(Object {
-        live: AtomicBool::new(true),
+        exists: AtomicBool::new(true),
         serial,
         capture: Mutex::default(),
         bodies: Mutex::default(),
         is_body,
         nodes: Mutex::default(),
         kind,
-        broken: AtomicBool::new(false),
+        invalid: AtomicBool::new(false),
+        in_use: AtomicBool::new(false),
         stream: Mutex::default(),
     }))
 }
@@ -72,72 +80,108 @@ fn handle<T>(object: &'static Object) -> *mut T {
     ptr::from_ref(object).cast_mut().cast()
 }
 
-/// The object behind a handle that `make` gave.
+/// The object behind a handle: one that `make` returned, or that of a default stream.
 fn object<T>(handle: *mut T) -> &'static Object {
-    // SAFETY: every handle that the tests use came from `make`, whose objects are never freed.
-    unsafe { &*handle.cast::<Object>() }
+    thread_local! {
+        static DEFAULT_STREAMS: [&'static Object; 3] = [(); 3].map(|()| make(false));
+    }
+    match handle.addr() {
+        default @ 0..=2 => DEFAULT_STREAMS.with(|streams| streams[default]),
+        // SAFETY: every other handle that the tests use came from `make`, whose objects are never freed.
+        _ => unsafe { &*handle.cast::<Object>() },
+    }
 }
 
-fn alive(objects: &[&Object]) -> u32 {
-    let all = objects.iter().all(|object| object.live.load(Ordering::SeqCst));
-    if all { 0 } else { DEAD.number() }
+fn exist(objects: &[&Object]) -> u32 {
+    let all = objects.iter().all(|object| object.exists.load(Ordering::SeqCst));
+    if all { 0 } else { DESTROYED.number() }
 }
 
-/// Uses objects for a while: they must be alive all along.
+/// Uses objects for a while: they must exist all along.
 fn used(objects: &[&Object]) -> u32 {
-    let before = alive(objects);
+    let before = exist(objects);
     thread::yield_now();
-    before.max(alive(objects))
+    before.max(exist(objects))
 }
 
-fn kill(object: &Object) -> u32 {
-    if object.live.swap(false, Ordering::SeqCst) { 0 } else { DEAD.number() }
+/// Uses a graph for a while, as calls do that CUDA does not synchronize.
+fn used_alone(graph: &Object) -> u32 {
+    if graph.in_use.swap(true, Ordering::SeqCst) {
+        return RACED.number();
+    }
+    let used = used(&[graph]);
+    graph.in_use.store(false, Ordering::SeqCst);
+    used
 }
 
-fn kill_graph(graph: &Object) -> u32 {
-    let nodes = lock(&graph.nodes).iter().map(|node| kill(node)).fold(kill(graph), u32::max);
-    lock(&graph.bodies).iter().map(|body| kill_graph(body)).fold(nodes, u32::max)
+fn destroy(object: &Object) -> u32 {
+    if object.exists.swap(false, Ordering::SeqCst) { 0 } else { DESTROYED.number() }
 }
 
-/// Writes what a function gives back.
-fn give<T>(place: *mut T, value: T) {
-    if !place.is_null() {
-        // SAFETY: the backend passes the address of a variable of its own, or null where it wants nothing.
-        unsafe { place.write(value) };
+fn destroy_graph(graph: &Object) -> u32 {
+    let nodes = lock(&graph.nodes).iter().map(|node| destroy(node)).fold(destroy(graph), u32::max);
+    lock(&graph.bodies).iter().map(|body| destroy_graph(body)).fold(nodes, u32::max)
+}
+
+/// Writes an output of a function.
+fn give<T>(output: *mut T, value: T) {
+    if !output.is_null() {
+        // SAFETY: the backend passes the address of a variable of its own, or null where it needs nothing.
+        unsafe { output.write(value) };
     }
 }
 
 thread_local! {
     static CURRENT: Cell<CUcontext> = const { Cell::new(ptr::null_mut()) };
-    /// How often this thread asked for the nodes of a graph.
-    pub(crate) static LISTED: Cell<u32> = const { Cell::new(0) };
+    /// How often this thread queried the nodes of a graph.
+    pub(crate) static NODE_QUERIES: Cell<u32> = const { Cell::new(0) };
     static MODE: Cell<u32> = const { Cell::new(0) };
-    /// The captures of this thread that forbid something.
+    /// The captures of this thread that forbid calls.
     static STRICT: RefCell<Vec<&'static Object>> = const { RefCell::new(Vec::new()) };
+    /// The next device address of this thread: allocations of one thread are adjacent.
+    static NEXT_ADDRESS: Cell<u64> = {
+        static THREADS: AtomicU64 = AtomicU64::new(1);
+        Cell::new(THREADS.fetch_add(1, Ordering::Relaxed) << 40)
+    };
+    /// Memory that other libraries allocated: start, length, type.
+    static FOREIGN: RefCell<Vec<(u64, u64, u64)>> = const { RefCell::new(Vec::new()) };
 }
 
-/// What a call that captures forbid says first. A forbidden one breaks them.
+/// The first check of a call that captures forbid. A forbidden call invalidates them.
 fn guarded() -> u32 {
     let refused = MODE.get() != CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED as u32
         && STRICT.with_borrow(|captures| {
-            captures.iter().for_each(|graph| graph.broken.store(true, Ordering::SeqCst));
+            captures.iter().for_each(|graph| graph.invalid.store(true, Ordering::SeqCst));
             !captures.is_empty()
         });
     if refused { ErrorCode::StreamCaptureUnsupported.number() } else { 0 }
 }
 
-/// Breaks this thread's captures as somebody would who does not go through the backend.
-pub(crate) fn break_captures() {
+/// Invalidates this thread's captures, as a call would that does not go through the backend.
+pub(crate) fn invalidate_captures() {
     guarded();
 }
 
-/// Work for a stream: noted if it captures.
+/// Memory of another library.
+pub(crate) fn foreign_memory(bytes: u64, memory_type: u64) -> DevicePtr {
+    let start = next_address(bytes);
+    FOREIGN.with_borrow_mut(|foreign| foreign.push((start, bytes, memory_type)));
+    DevicePtr(start)
+}
+
+fn next_address(bytes: u64) -> u64 {
+    let start = NEXT_ADDRESS.get();
+    NEXT_ADDRESS.set(start + bytes.next_multiple_of(256));
+    start
+}
+
+/// Work for a stream: a node if it captures.
 fn work(stream: &'static Object, kind: u32) -> u32 {
     match *lock(&stream.capture) {
-        Some(graph) if graph.broken.load(Ordering::SeqCst) => ErrorCode::StreamCaptureInvalidated.number(),
+        Some(graph) if graph.invalid.load(Ordering::SeqCst) => ErrorCode::StreamCaptureInvalidated.number(),
         Some(graph) => {
             lock(&graph.nodes).push(make_node(false, kind));
-            alive(&[stream, graph])
+            used_alone(graph).max(exist(&[stream]))
         }
         None => used(&[stream]),
     }
@@ -169,17 +213,17 @@ extern "C" fn stream_create(stream: *mut CUstream, _: c_uint, _: c_int) -> u32 {
 }
 extern "C" fn stream_destroy(stream: CUstream) -> u32 {
     match lock(&object(stream).capture).take().filter(|graph| !graph.is_body) {
-        Some(graph) => kill_graph(graph).max(kill(object(stream))),
-        None => kill(object(stream)),
+        Some(graph) => destroy_graph(graph).max(destroy(object(stream))),
+        None => destroy(object(stream)),
     }
 }
 extern "C" fn stream_get_id(stream: CUstream, id: *mut c_ulonglong) -> u32 {
     if lock(&object(stream).capture).is_some() {
-        // `CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED`; a real one breaks the capture, too.
-        return 900;
+        // CUDA invalidates the capture, too.
+        return ErrorCode::StreamCaptureUnsupported.number();
     }
     give(id, object(stream).serial);
-    alive(&[object(stream)])
+    exist(&[object(stream)])
 }
 extern "C" fn stream_use(stream: CUstream) -> u32 {
     used(&[object(stream)])
@@ -192,7 +236,7 @@ extern "C" fn event_create(event: *mut CUevent, _: c_uint) -> u32 {
     0
 }
 extern "C" fn event_destroy(event: CUevent) -> u32 {
-    kill(object(event))
+    destroy(object(event))
 }
 extern "C" fn event_record(event: CUevent, stream: CUstream, _: c_uint) -> u32 {
     used(&[object(event), object(stream)])
@@ -206,8 +250,37 @@ extern "C" fn exchange_mode(mode: *mut CUstreamCaptureMode) -> u32 {
     give(mode.cast(), MODE.replace(number));
     0
 }
-extern "C" fn mem_alloc(_: *mut CUdeviceptr, _: usize) -> u32 {
+extern "C" fn mem_alloc(address: *mut CUdeviceptr, bytes: usize) -> u32 {
+    let refused = guarded();
+    if refused == 0 {
+        give(address, next_address(bytes as u64));
+    }
+    refused
+}
+extern "C" fn mem_host_alloc(address: *mut *mut c_void, bytes: usize, _: c_uint) -> u32 {
+    let layout = Layout::from_size_align(bytes.max(1), 4096).expect("a small size");
+    // SAFETY: the size is not 0.
+    give(address, unsafe { alloc_zeroed(layout) }.cast());
     guarded()
+}
+extern "C" fn get_attribute(value: *mut c_void, attribute: CUpointer_attribute, address: CUdeviceptr) -> u32 {
+    let found = FOREIGN.with_borrow(|foreign| {
+        foreign.iter().copied().find(|&(start, bytes, _)| (start..start + bytes).contains(&address))
+    });
+    let Some((start, bytes, memory_type)) = found else { return ErrorCode::InvalidValue.number() };
+    let value = value.cast::<u64>();
+    match attribute {
+        CUpointer_attribute::CU_POINTER_ATTRIBUTE_MEMORY_TYPE => give(value.cast(), memory_type as u32),
+        CUpointer_attribute::CU_POINTER_ATTRIBUTE_IS_MANAGED => give(value.cast(), 0_u32),
+        CUpointer_attribute::CU_POINTER_ATTRIBUTE_RANGE_START_ADDR => give(value, start),
+        CUpointer_attribute::CU_POINTER_ATTRIBUTE_RANGE_SIZE => give(value, bytes),
+        CUpointer_attribute::CU_POINTER_ATTRIBUTE_HOST_POINTER => give(value, address),
+        _ => return ErrorCode::InvalidValue.number(),
+    }
+    0
+}
+extern "C" fn module_unload(module: CUmodule) -> u32 {
+    destroy(object(module))
 }
 extern "C" fn host_func(stream: CUstream, _: CUhostFn, _: *mut c_void) -> u32 {
     work(object(stream), CUgraphNodeType::CU_GRAPH_NODE_TYPE_HOST as u32)
@@ -251,37 +324,38 @@ fn begin(stream: &'static Object, graph: &'static Object) -> u32 {
         return ErrorCode::IllegalState.number();
     }
     *capture = Some(graph);
-    alive(&[stream, graph])
+    exist(&[stream, graph])
 }
 extern "C" fn capture_end(stream: CUstream, graph: *mut CUgraph) -> u32 {
     let Some(ended) = lock(&object(stream).capture).take() else { return ErrorCode::IllegalState.number() };
     STRICT.with_borrow_mut(|captures| captures.retain(|&capture| !ptr::eq(capture, ended)));
-    if ended.broken.load(Ordering::SeqCst) {
+    if ended.invalid.load(Ordering::SeqCst) {
         give(graph, ptr::null_mut());
         return ErrorCode::StreamCaptureInvalidated.number();
     }
     give(graph, handle(ended));
-    alive(&[object(stream), ended])
+    exist(&[object(stream), ended])
 }
 extern "C" fn capture_info(
     stream: CUstream,
     status: *mut CUstreamCaptureStatus,
     id: *mut cuuint64_t,
     graph: *mut CUgraph,
-    _: *mut *const CUgraphNode,
+    dependencies: *mut *const CUgraphNode,
     _: *mut usize,
 ) -> u32 {
-    let Some(now) = *lock(&object(stream).capture) else { return alive(&[object(stream)]) };
+    let Some(now) = *lock(&object(stream).capture) else { return exist(&[object(stream)]) };
     give(
         status,
-        match now.broken.load(Ordering::SeqCst) {
+        match now.invalid.load(Ordering::SeqCst) {
             true => CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_INVALIDATED,
             false => CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_ACTIVE,
         },
     );
     give(id, now.serial);
     give(graph, handle(now));
-    alive(&[object(stream), now])
+    let alone = if dependencies.is_null() { 0 } else { used_alone(now) };
+    alone.max(exist(&[object(stream), now]))
 }
 extern "C" fn add_node(
     node: *mut CUgraphNode,
@@ -294,23 +368,23 @@ extern "C" fn add_node(
     lock(&object(graph).bodies).push(body);
     give(node, handle(make(false)));
     let bodies: &mut CUgraph = Box::leak(Box::new(handle(body)));
-    // SAFETY: the backend passes a structure of its own, which nobody else uses now.
+    // SAFETY: the backend passes a structure of its own, which nothing else uses.
     let parameters = unsafe { &mut *parameters };
     parameters.__bindgen_anon_1.conditional.phGraph_out = bodies;
-    alive(&[object(graph)])
+    used_alone(object(graph))
 }
-extern "C" fn get_nodes(graph: CUgraph, place: *mut CUgraphNode, count: *mut usize) -> u32 {
-    LISTED.with(|listed| listed.set(listed.get() + 1));
+extern "C" fn get_nodes(graph: CUgraph, output: *mut CUgraphNode, count: *mut usize) -> u32 {
+    NODE_QUERIES.set(NODE_QUERIES.get() + 1);
     let nodes = lock(&object(graph).nodes);
-    for (index, &node) in nodes.iter().enumerate().take_while(|_| !place.is_null()) {
-        give(place.wrapping_add(index), handle(node));
+    for (index, &node) in nodes.iter().enumerate().take_while(|_| !output.is_null()) {
+        give(output.wrapping_add(index), handle(node));
     }
     give(count, nodes.len());
-    used(&[object(graph)])
+    used_alone(object(graph))
 }
 extern "C" fn node_type(node: CUgraphNode, kind: *mut CUgraphNodeType) -> u32 {
     give(kind.cast(), object(node).kind);
-    alive(&[object(node)])
+    exist(&[object(node)])
 }
 extern "C" fn set_params(exec: CUgraphExec, node: CUgraphNode, params: *const CUDA_KERNEL_NODE_PARAMS) -> u32 {
     // SAFETY: the backend passes a structure of its own.
@@ -320,16 +394,16 @@ extern "C" fn set_params(exec: CUgraphExec, node: CUgraphNode, params: *const CU
 }
 extern "C" fn instantiate(exec: *mut CUgraphExec, graph: CUgraph, _: c_ulonglong) -> u32 {
     give(exec, handle(make(false)));
-    used(&[object(graph)])
+    used_alone(object(graph))
 }
 extern "C" fn graph_destroy(graph: CUgraph) -> u32 {
-    kill_graph(object(graph))
+    destroy_graph(object(graph))
 }
 extern "C" fn graph_launch(exec: CUgraphExec, stream: CUstream) -> u32 {
     used(&[object(exec), object(stream)])
 }
 extern "C" fn exec_destroy(exec: CUgraphExec) -> u32 {
-    kill(object(exec))
+    destroy(object(exec))
 }
 
 /// The driver's functions.
@@ -354,6 +428,9 @@ pub(crate) fn api() -> Api {
         launch_host_func: host_func,
         launch_kernel,
         mem_alloc,
+        mem_host_alloc,
+        pointer_get_attribute: get_attribute,
+        module_unload,
         thread_exchange_stream_capture_mode: exchange_mode,
         stream_begin_capture: capture_begin,
         stream_begin_capture_to_graph: Some(capture_to),
@@ -371,10 +448,10 @@ pub(crate) fn api() -> Api {
     }
 }
 
-/// The backend over this driver, or over one with some functions more.
+/// The backend over these functions.
 pub(crate) fn driver_with(api: Api) -> CudaDriver {
     let driver = CudaDriver::start(api, OLDEST).expect("it always starts");
-    Library::ALL.into_iter().for_each(|which| driver.vendors.pretend(which, library::vendor(which)));
+    Library::ALL.into_iter().for_each(|library| driver.libraries.set_fake(library, libraries::functions(library)));
     driver
 }
 
@@ -416,7 +493,21 @@ pub(crate) fn launch_graph(driver: &CudaDriver, exec: GraphExecId, stream: Strea
 
 /// A kernel that takes such arguments.
 pub(crate) fn kernel(driver: &CudaDriver, sizes: &[usize]) -> FunctionId {
-    FunctionId(driver.functions.insert(Function::pretend(Some(sizes))))
+    FunctionId(driver.functions.insert(Function::fake(ModuleId(0), Some(sizes), Default::default())))
+}
+
+/// A module with a kernel that takes nothing.
+pub(crate) fn module_with_kernel(driver: &CudaDriver) -> (ModuleId, FunctionId) {
+    let context = driver.context_of(driver.site(Call::ModuleLoad), DEVICE).expect("a context");
+    let (module, users) = Module::fake(handle(make(false)), context);
+    let module = ModuleId(driver.modules.insert(module));
+    (module, FunctionId(driver.functions.insert(Function::fake(module, Some(&[]), users))))
+}
+
+/// Tells whether CUDA has a module loaded, also after its id is gone.
+pub(crate) fn is_loaded(driver: &CudaDriver, module: ModuleId) -> impl Fn() -> bool + use<> {
+    let raw = object(driver.modules.get(module.0).expect("a module").raw());
+    move || raw.exists.load(Ordering::SeqCst)
 }
 
 /// The devices.

@@ -1,5 +1,5 @@
-//! NVIDIA's libraries for tests. A handle is an object as well, and says [`DEAD`] as a status if it, or the stream that
-//! it points at, is gone.
+//! NVIDIA's libraries for unit tests. A handle is an object as well; functions return [`DESTROYED`] as a status if it, or
+//! its stream, is destroyed.
 
 use std::cell::RefCell;
 use std::ffi::{c_int, c_void};
@@ -7,13 +7,13 @@ use std::ffi::{c_int, c_void};
 use cudarc::driver::sys::*;
 use warpool_driver::Library;
 
-use super::{CURRENT, DEAD, alive, guarded, handle, kill, make, object, used, work};
-use crate::table::lock;
-use crate::vendor::{Cublas, RawLibraryHandle, Vendor};
+use super::{CURRENT, DESTROYED, RACED, exist, guarded, handle, make, object, used, work};
+use crate::libraries::{CublasFunctions, LibraryFunctions, RawLibraryHandle};
+use crate::sync::lock;
 
-/// What a library's function was given.
+/// A call of a library's function, with its arguments.
 #[derive(Clone, Debug, PartialEq)]
-pub(crate) enum Given {
+pub(crate) enum LibraryCall {
     Create,
     Destroy,
     Workspace(u64, usize),
@@ -23,42 +23,41 @@ pub(crate) enum Given {
 }
 
 thread_local! {
-    static GIVEN: RefCell<Vec<Given>> = const { RefCell::new(Vec::new()) };
+    static CALLS: RefCell<Vec<LibraryCall>> = const { RefCell::new(Vec::new()) };
 }
 
-fn given(what: Given) {
+fn record(call: LibraryCall) {
     assert!(!CURRENT.get().is_null(), "no context is current");
-    GIVEN.with_borrow_mut(|given| given.push(what));
+    CALLS.with_borrow_mut(|calls| calls.push(call));
 }
 
-extern "C" fn create(place: *mut RawLibraryHandle) -> u32 {
-    given(Given::Create);
-    super::give(place, handle(make(false)));
-    // All but success.
-    if guarded() == 0 { 0 } else { 1 }
+extern "C" fn create(output: *mut RawLibraryHandle) -> u32 {
+    record(LibraryCall::Create);
+    super::give(output, handle(make(false)));
+    u32::from(guarded() != 0)
 }
 extern "C" fn destroy(raw: RawLibraryHandle) -> u32 {
-    given(Given::Destroy);
-    // Breaks captures and says that all went well, as cuBLAS does.
+    record(LibraryCall::Destroy);
+    // Invalidates captures and returns success, as cuBLAS does.
     guarded();
-    use_handle(raw).max(kill(object(raw)))
+    use_handle(raw).max(super::destroy(object(raw)))
 }
 extern "C" fn set_stream(raw: RawLibraryHandle, stream: CUstream) -> u32 {
     let before = use_handle(raw);
-    // The default streams have small numbers for handles, and are no objects.
+    // The default streams have small numbers as handles, and are no objects.
     *lock(&object(raw).stream) = (stream.addr() > 2).then(|| object(stream));
     before.max(use_handle(raw))
 }
 extern "C" fn set_workspace(raw: RawLibraryHandle, ptr: *mut c_void, bytes: usize) -> u32 {
-    given(Given::Workspace(ptr.addr() as u64, bytes));
+    record(LibraryCall::Workspace(ptr.addr() as u64, bytes));
     use_handle(raw)
 }
 extern "C" fn set_math(raw: RawLibraryHandle, mode: u32) -> u32 {
-    given(Given::Math(mode));
+    record(LibraryCall::Math(mode));
     use_handle(raw)
 }
 extern "C" fn set_atomics(raw: RawLibraryHandle, mode: u32) -> u32 {
-    given(Given::Atomics(mode));
+    record(LibraryCall::Atomics(mode));
     use_handle(raw)
 }
 unsafe extern "C" fn sgemm(
@@ -77,7 +76,7 @@ unsafe extern "C" fn sgemm(
     c: *mut f32,
     c_stride: c_int,
 ) -> u32 {
-    given(Given::Product {
+    record(LibraryCall::Product {
         operations: [operation_a, operation_b],
         counts: [m, n, k, a_stride, b_stride, c_stride],
         // SAFETY: the backend passes the addresses of two numbers of its own.
@@ -88,7 +87,7 @@ unsafe extern "C" fn sgemm(
     let refused = stream.map_or(0, |stream| work(stream, CUgraphNodeType::CU_GRAPH_NODE_TYPE_KERNEL as u32));
     match refused {
         0 => use_handle(raw),
-        dead if dead == DEAD.number() => dead,
+        bug if [DESTROYED, RACED].map(|code| code.number()).contains(&bug) => bug,
         // CUBLAS_STATUS_EXECUTION_FAILED
         _ => 13,
     }
@@ -97,25 +96,25 @@ unsafe extern "C" fn sgemm(
 /// Uses a handle and its stream.
 fn use_handle(raw: RawLibraryHandle) -> u32 {
     let stream = *lock(&object(raw).stream);
-    used(&[object(raw)]).max(stream.map_or(0, |stream| alive(&[stream])))
+    used(&[object(raw)]).max(stream.map_or(0, |stream| exist(&[stream])))
 }
 
 /// The functions of a library.
-pub(super) fn vendor(library: Library) -> Vendor {
-    Vendor {
+pub(super) fn functions(library: Library) -> LibraryFunctions {
+    LibraryFunctions {
         create,
         destroy,
         set_stream: (library != Library::BlasLt).then_some(set_stream as _),
-        blas: (library == Library::Blas).then_some(Cublas { set_workspace, set_math, set_atomics, sgemm }),
+        blas: (library == Library::Blas).then_some(CublasFunctions { set_workspace, set_math, set_atomics, sgemm }),
     }
 }
 
-/// What this thread gave to functions of libraries since it last asked, but for streams.
-pub(crate) fn given_here() -> Vec<Given> {
-    GIVEN.take()
+/// This thread's calls of libraries since the last query, except those that set a stream.
+pub(crate) fn library_calls() -> Vec<LibraryCall> {
+    CALLS.take()
 }
 
-/// The stream that a handle points at by its library's account, by CUDA's number; none if it is a default one.
+/// The serial of the stream that a library has set for a handle; `None` if it is a default stream.
 pub(crate) fn stream_of(raw: RawLibraryHandle) -> Option<u64> {
     lock(&object(raw).stream).map(|stream| stream.serial)
 }

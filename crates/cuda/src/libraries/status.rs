@@ -1,7 +1,7 @@
-//! What NVIDIA's libraries say: their statuses by number and name, and CUDA's code that comes nearest.
+//! The status codes of NVIDIA's libraries: number, name, and the nearest CUDA error code.
 //!
-//! "Execution failed" has no such code. It may mean a kernel that broke the device, but also a launch that was merely
-//! refused, so it must not read like a device that is lost: whoever uses that next is told by the driver.
+//! "Execution failed" has no such code. It may mean a kernel that made the device unusable, but also a launch that was
+//! only refused, so it must not become a sticky error: if the device is unusable, the next call of the driver reports it.
 
 use ErrorCode::{
     InvalidValue, LaunchOutOfResources, MapFailed, NotInitialized, NotPermitted, NotReady, NotSupported, OutOfMemory,
@@ -9,14 +9,14 @@ use ErrorCode::{
 };
 use warpool_driver::{ErrorCode, Library};
 
-/// Number, name and nearest code.
+/// Number, name and nearest error code.
 type Statuses = &'static [(u32, &'static str, ErrorCode)];
 
-/// What a library's status means: the nearest code, and the status by name, for people.
-pub(crate) fn meaning(library: Library, status: u32) -> (ErrorCode, String) {
+/// The error code nearest to a library's status, and a text that names the status.
+pub(crate) fn error_of(library: Library, status: u32) -> (ErrorCode, String) {
     match statuses(library).find(|&&(number, ..)| number == status) {
-        Some(&(number, name, code)) => (code, format!("{library} says {name} ({number})")),
-        None => (UnknownError, format!("{library} gave the status {status}")),
+        Some(&(number, name, code)) => (code, format!("{library} returned {name} ({number})")),
+        None => (UnknownError, format!("{library} returned the status {status}")),
     }
 }
 
@@ -35,7 +35,7 @@ macro_rules! statuses {
     ($table:ident: $($name:ident = $number:literal $code:ident,)*) => {
         const $table: Statuses = &[$(($number, stringify!($name), $code),)*];
     };
-    // Compares them with cudarc's, too.
+    // Also compares them with cudarc's.
     ($table:ident like $library:ident::$status:ident: $($name:ident = $number:literal $code:ident,)*) => {
         statuses!($table: $($name = $number $code,)*);
 
@@ -59,7 +59,7 @@ statuses! {
     CUBLAS_STATUS_LICENSE_ERROR = 16 NotPermitted,
 }
 
-// cuDNN 9, and behind it 8, which numbers them otherwise. No number has two meanings.
+// cuDNN 9 and 8 have different numbers. No number has two meanings.
 statuses! {
     CUDNN like cudnn::cudnnStatus_t:
     CUDNN_STATUS_NOT_INITIALIZED = 1001 NotInitialized,
@@ -182,19 +182,19 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_status_is_named_and_one_that_nobody_knows_keeps_its_number() {
-        let check = |library, status, code, says: &str| assert_eq!(meaning(library, status), (code, says.to_owned()));
-        check(Library::Blas, 3, OutOfMemory, "cuBLAS says CUBLAS_STATUS_ALLOC_FAILED (3)");
-        check(Library::BlasLt, 7, InvalidValue, "cuBLASLt says CUBLAS_STATUS_INVALID_VALUE (7)");
-        check(Library::Dnn, 1001, NotInitialized, "cuDNN says CUDNN_STATUS_NOT_INITIALIZED (1001)");
-        check(Library::Dnn, 2, OutOfMemory, "cuDNN says CUDNN_STATUS_ALLOC_FAILED (2)");
-        check(Library::Sparse, 10, NotSupported, "cuSPARSE says CUSPARSE_STATUS_NOT_SUPPORTED (10)");
-        check(Library::Solver, 11, NotPermitted, "cuSOLVER says CUSOLVER_STATUS_INVALID_LICENSE (11)");
-        check(Library::Blas, 4711, UnknownError, "cuBLAS gave the status 4711");
+    fn a_status_is_named_and_an_unknown_one_keeps_its_number() {
+        let check = |library, status, code, text: &str| assert_eq!(error_of(library, status), (code, text.to_owned()));
+        check(Library::Blas, 3, OutOfMemory, "cuBLAS returned CUBLAS_STATUS_ALLOC_FAILED (3)");
+        check(Library::BlasLt, 7, InvalidValue, "cuBLASLt returned CUBLAS_STATUS_INVALID_VALUE (7)");
+        check(Library::Dnn, 1001, NotInitialized, "cuDNN returned CUDNN_STATUS_NOT_INITIALIZED (1001)");
+        check(Library::Dnn, 2, OutOfMemory, "cuDNN returned CUDNN_STATUS_ALLOC_FAILED (2)");
+        check(Library::Sparse, 10, NotSupported, "cuSPARSE returned CUSPARSE_STATUS_NOT_SUPPORTED (10)");
+        check(Library::Solver, 11, NotPermitted, "cuSOLVER returned CUSOLVER_STATUS_INVALID_LICENSE (11)");
+        check(Library::Blas, 4711, UnknownError, "cuBLAS returned the status 4711");
     }
 
     #[test]
-    fn each_number_stands_once_and_none_means_a_lost_device() {
+    fn each_number_occurs_once_and_no_status_is_a_sticky_error() {
         for library in Library::ALL {
             let mut seen = BTreeSet::new();
             assert!(statuses(library).all(|&(number, ..)| number != 0 && seen.insert(number)), "{library}");
