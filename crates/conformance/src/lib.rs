@@ -35,7 +35,7 @@
 //!
 //! ```
 //! use warpool_conformance::expect::expect;
-//! use warpool_conformance::{Check, CheckResult, Level, Options, Suite, TestContext, checks};
+//! use warpool_conformance::{CheckResult, Level, Options, Suite, TestContext, checks};
 //!
 //! const SUITE: Suite = Suite::new("example", Level::Driver, checks![recorded_event_waits_for_earlier_work,]);
 //!

@@ -1,4 +1,4 @@
-//! Runs suites: selects checks, gives each a [`TestContext`], catches panics, cleans up, reports.
+//! Runs suites: selects checks, runs each with its own [`TestContext`], catches panics, cleans up and reports.
 
 use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind};

@@ -219,7 +219,8 @@ mod tests {
 
     type Part = fn(&dyn Driver, EventId, &mut Connection<'_>) -> PeerResult;
 
-    /// Runs the second process's part on an event that is recorded when it reads its input, behind a slow kernel or not.
+    /// Runs the second process's part on an event that is recorded when it reads its input, behind a slow kernel or
+    /// not.
     fn run_part(slow: bool, input: &str, part: Part) -> (std::result::Result<(), String>, String) {
         struct Input<'a>(&'a dyn Fn(), io::Cursor<&'a [u8]>);
         impl io::Read for Input<'_> {

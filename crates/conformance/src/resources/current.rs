@@ -76,7 +76,7 @@ fn current_stream_is_per_device(context: &TestContext) -> CheckResult {
 fn current_stream_is_per_thread(context: &TestContext) -> CheckResult {
     let stream = context.device().pool_stream()?;
     let _guard = stream.enter();
-    let elsewhere = std::thread::scope(|scope| {
+    let on_new_thread = std::thread::scope(|scope| {
         let work = scope.spawn(|| -> CheckResult<(Stream, bool)> {
             // A thread that has not used the driver before can work at once.
             let own = context.device().pool_stream()?;
@@ -89,7 +89,7 @@ fn current_stream_is_per_thread(context: &TestContext) -> CheckResult {
     })?;
     expect_eq(
         "the current stream of the other thread, and whether it could be set",
-        elsewhere,
+        on_new_thread,
         (context.device().default_stream()?, true),
     )?;
     expect_eq("the current stream of this thread", context.device().current_stream()?, stream.clone())

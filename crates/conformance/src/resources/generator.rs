@@ -34,9 +34,9 @@ const SOURCE: KernelSource = KernelSource {
     cuda: concat!(
         warpool::philox_cuda!(),
         r#"
-extern "C" __global__ void selftest_draw(unsigned int *out, unsigned long long subsequence,
-                                         const unsigned long long *slot, unsigned long long seed,
-                                         unsigned long long offset) {
+extern "C" __global__ void draw_words(unsigned int *out, unsigned long long subsequence,
+                                      const unsigned long long *slot, unsigned long long seed,
+                                      unsigned long long offset) {
     WarpoolPosition position = warpool_position(slot, seed, offset);
     position.offset += 4ull * threadIdx.x;
     uint4 words = warpool_words(position, subsequence);
@@ -52,7 +52,7 @@ extern "C" __global__ void selftest_draw(unsigned int *out, unsigned long long s
 }
 "#
     ),
-    mirrors: &[KernelMirror { name: "selftest_draw", run: draw, nanos: None }],
+    mirrors: &[KernelMirror { name: "draw_words", run: draw, nanos: None }],
 };
 
 fn draw(scope: &mut KernelScope<'_>) -> Result<(), KernelFault> {
@@ -87,9 +87,9 @@ const CASES: [(u64, u64, u64); 7] = [
 fn with_kernel(context: &TestContext, body: impl FnOnce(FunctionId) -> CheckResult) -> CheckResult {
     let driver = &context.driver;
     let module = driver.module_load(context.device_id, &SOURCE)?;
-    let outcome = driver.function_get(module, "selftest_draw").map_err(Into::into).and_then(body);
+    let outcome = driver.function_get(module, "draw_words").map_err(Into::into).and_then(body);
     if outcome.is_err() {
-        // Work of the failed body must not use the module after it is unloaded. The body's failure is the one to report.
+        // Work of the failed body must not use an unloaded module. The body's failure is the one to report.
         let _ = driver.device_synchronize(context.device_id);
     }
     driver.module_unload(module)?;
@@ -183,7 +183,7 @@ fn normals_match_the_host_within_rounding(context: &TestContext) -> CheckResult 
                 let distance = ulps(got, want);
                 expect(
                     distance <= MAX_ULPS,
-                    &format!("a normal within {MAX_ULPS} floats: {got} and {want}, {distance} distance"),
+                    &format!("a normal within {MAX_ULPS} floats: {got} and {want}, {distance} apart"),
                 )?;
             }
         }

@@ -215,8 +215,8 @@ pub(super) fn pollers_do_not_invalidate_captures(context: &TestContext) -> Check
         })?;
         // A guard that is held for long delays captures; a timeout ends the wait.
         let polling = context.instance().polling();
-        let refusal = graph.capture(stream, PLAIN, |_| Ok(()));
-        expect_eq("a capture by a polling thread", refusal, Err(GraphError::PollsItself.into()))?;
+        let outcome = graph.capture(stream, PLAIN, |_| Ok(()));
+        expect_eq("a capture by a polling thread", outcome, Err(GraphError::PollsItself.into()))?;
         let timeout = CaptureOptions { poller_timeout: Some(Duration::from_millis(1)), ..PLAIN };
         let outcome = std::thread::scope(|scope| {
             let capture = scope.spawn(|| graph.capture(stream, timeout, |_| Ok(())));

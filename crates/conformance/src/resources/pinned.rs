@@ -1,5 +1,5 @@
-//! Pinned allocator: reuse, stream fences, allocated and registered memory, limits, threads, graphs. Contents are copied
-//! to the device and back, and used by kernels in address. At most 50 MiB are pinned at once.
+//! Pinned allocator: reuse, stream fences, allocated and registered memory, limits, threads, graphs. Contents are
+//! copied to the device and back, and used by kernels in place. At most 50 MiB are pinned at once.
 
 use std::sync::Arc;
 
@@ -430,7 +430,7 @@ fn replays_read_and_write_pinned_blocks(context: &TestContext) -> CheckResult {
                 let ptr = capture.buffer(device)?.ptr();
                 context.add_sequence(ptr, ptr, BYTES, 10, &stream)?;
                 capture.copy(output, device, BYTES, &stream)?;
-                // Written by a kernel in address.
+                // Written by a kernel in place.
                 capture.host_buffer(mapped)?.record_use(&stream)?;
                 context.add_sequence(on_device(capture.host_buffer(mapped)?), ptr, BYTES, 1, &stream)?;
                 // A block without recorded use is reused at once by the next request of the capture.
