@@ -1,8 +1,8 @@
 //! The CUDA driver's functions, resolved when the driver is opened.
 //!
-//! The compiler compares each signature with cudarc's binding, so the table cannot differ from the header, except in the
-//! result: a plain number, since a Rust enum with a code of a newer driver is undefined behaviour. For the same reason
-//! calls let the driver write enums into numbers.
+//! The compiler compares each signature with cudarc's binding, so the table cannot differ from the header, except in
+//! the result: a plain number, since a Rust enum with a code of a newer driver is undefined behaviour. For the same
+//! reason calls let the driver write enums into numbers.
 //!
 //! Symbols are the exact names: the header's macros (`cuMemAlloc` for `cuMemAlloc_v2`) are expanded here. The `_ptsz`
 //! variants would make the per-thread stream the default stream, and are not used.

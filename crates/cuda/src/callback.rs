@@ -4,8 +4,8 @@
 //! expected, or after the closure was dropped, finds nothing instead of freed memory, so this module needs no unsafe
 //! code.
 //!
-//! An eager callback is dropped after it ran. A captured one lives until CUDA reports that its graph, all executables of
-//! it and all their launches are gone ([`on_graph_gone`], the destructor of a CUDA user object).
+//! An eager callback is dropped after it ran. A captured one lives until CUDA reports that its graph, all executables
+//! of it and all their launches are gone ([`on_graph_gone`], the destructor of a CUDA user object).
 
 use std::cell::Cell;
 use std::collections::BTreeMap;
@@ -110,7 +110,8 @@ mod tests {
     use super::*;
     use crate::fake_cuda;
 
-    /// A callback that counts its runs, and the counter; the counter's reference count shows whether the callback lives.
+    /// A callback that counts its runs, and the counter; the counter's reference count shows whether the callback
+    /// lives.
     fn counter() -> (HostCallback, Arc<AtomicUsize>) {
         let count = Arc::new(AtomicUsize::new(0));
         let inner = Arc::clone(&count);

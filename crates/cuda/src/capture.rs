@@ -370,8 +370,9 @@ impl CudaDriver {
         let nodes = if first.is_null() || count == 0 {
             &[]
         } else {
-            // SAFETY: CUDA returned the array and its length, and keeps it until the next call on the stream. Calls that
-            // put work into the stream wait for `graph_lock`; for others the maker of a `ForeignStream` promises it.
+            // SAFETY: CUDA returned the array and its length, and keeps it until the next call on the stream. Calls
+            // that put work into the stream wait for `graph_lock`; for others the maker of a `ForeignStream` promises
+            // it.
             unsafe { std::slice::from_raw_parts(first, count) }
         };
         let dependencies = nodes.iter().map(|&node| CudaHandle::new(node)).collect();

@@ -126,8 +126,8 @@ impl CudaDriver {
         let _body_current = self.on_stream(site, &body)?;
         let _beginning = self.captures.beginning();
         let since = self.capture_errors.count();
-        // SAFETY: the body's stream is live, and its graph lives as long as the node; without dependencies CUDA reads no
-        // arrays.
+        // SAFETY: the body's stream is live, and its graph lives as long as the node; without dependencies CUDA reads
+        // no arrays.
         site.check(unsafe { begin(body.raw.raw(), graph.raw(), ptr::null(), ptr::null(), 0, mode_of(mode)) })?;
         let family = self.family_of_capture(capture.graph);
         self.capture_began(site, &body, (graph, flag.root), family, since)

@@ -1,8 +1,8 @@
 //! Copies and fills.
 //!
-//! Every range is checked (`range_check.rs`) and every copy states its direction. CUDA could infer it from the addresses,
-//! but takes an unknown address for ordinary host memory, and would write there. Pinned ranges cannot be unpinned between
-//! the check and the copy's start.
+//! Every range is checked (`range_check.rs`) and every copy states its direction. CUDA could infer it from the
+//! addresses, but takes an unknown address for ordinary host memory, and would write there. Pinned ranges cannot be
+//! unpinned between the check and the copy's start.
 
 use std::ffi::c_void;
 

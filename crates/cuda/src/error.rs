@@ -1,5 +1,5 @@
-//! CUDA's result codes as errors of the contract. A [`CallSite`] stands for one call of the contract: it puts the call's
-//! name into every error, and records errors that invalidate captures.
+//! CUDA's result codes as errors of the contract. A [`CallSite`] stands for one call of the contract: it puts the
+//! call's name into every error, and records errors that invalidate captures.
 
 use warpool_driver::{Call, DriverError, ErrorCode, Result};
 

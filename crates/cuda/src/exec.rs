@@ -4,8 +4,8 @@
 //! executables do not wait for each other, and take no lock that others take.
 //!
 //! A launch must cost little more than `cuGraphLaunch` itself, some 1,200 ns on an H200, and locks are most of the
-//! difference. So an executable is bound to the stream that it was last launched on (`stream_users.rs`): the next launch
-//! there locks nothing but the executable.
+//! difference. So an executable is bound to the stream that it was last launched on (`stream_users.rs`): the next
+//! launch there locks nothing but the executable.
 
 use std::fmt;
 use std::ptr;
@@ -212,8 +212,8 @@ impl CudaDriver {
     }
 
     /// Prepares launches of `exec` on `stream` that cost what CUDA's own function costs, as a baseline for benchmarks.
-    /// Until the result is dropped, calls that use the executable, or destroy it or the stream, wait. On the same thread
-    /// they deadlock.
+    /// Until the result is dropped, calls that use the executable, or destroy it or the stream, wait. On the same
+    /// thread they deadlock.
     ///
     /// # Safety
     /// As for [`Graphs::graph_launch`](warpool_driver::Graphs::graph_launch), for every launch through the result.

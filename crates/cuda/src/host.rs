@@ -1,7 +1,7 @@
 //! Pinned host memory.
 //!
-//! Only addresses in the map of pinned ranges are read, written and copied, so callers need no unsafe code. Nothing here
-//! makes a reference to pinned memory: a device may write it at any time.
+//! Only addresses in the map of pinned ranges are read, written and copied, so callers need no unsafe code. Nothing
+//! here makes a reference to pinned memory: a device may write it at any time.
 
 use std::ffi::{c_uint, c_void};
 use std::mem::ManuallyDrop;
@@ -89,8 +89,8 @@ impl HostMemory for CudaDriver {
             let detail = format!("the pages at {start} are pinned already");
             return Err(site.explain(ErrorCode::HostMemoryAlreadyRegistered, detail));
         };
-        // SAFETY: the memory exists until it is unregistered: the maker of the `HostRange` promises it, or `claimed` keeps
-        // the pages.
+        // SAFETY: the memory exists until it is unregistered: the maker of the `HostRange` promises it, or `claimed`
+        // keeps the pages.
         site.check(unsafe { (self.api.mem_host_register)(pointer_to(start), bytes as usize, flags(options)) })?;
         let source = Source::Registered(ManuallyDrop::new(claimed));
         write(&self.pinned).insert(start.0, bytes, Pinned { context, source });

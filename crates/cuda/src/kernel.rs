@@ -326,8 +326,8 @@ fn with_pointers(arguments: &mut [Argument], call: impl FnOnce(*mut *mut c_void)
     call(pointers.as_mut_ptr())
 }
 
-/// The arguments of a kernel whose arguments' sizes are unknown, in one buffer. CUDA gets its length, so it reads nothing
-/// beyond them even if they are wrong.
+/// The arguments of a kernel whose arguments' sizes are unknown, in one buffer. CUDA gets its length, so it reads
+/// nothing beyond them even if they are wrong.
 fn with_packed(arguments: &[Argument], call: impl FnOnce(*mut *mut c_void) -> u32) -> u32 {
     // `CU_LAUNCH_PARAM_END`, `…_BUFFER_POINTER` and `…_BUFFER_SIZE`: tags, not addresses.
     let [end, buffer_pointer, buffer_size] = [0, 1, 2].map(ptr::without_provenance_mut::<c_void>);

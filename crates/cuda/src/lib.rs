@@ -1,24 +1,24 @@
 //! Warpool's driver contract over the CUDA driver.
 //!
-//! [`CudaDriver`] implements the contract; [`libraries()`] reports which of NVIDIA's libraries this machine has. Both load
-//! what they need at run time, so one build works on machines with and without CUDA, and with drivers from CUDA 12.0 on.
-//! A missing library or function is an error that names it, never a panic.
+//! [`CudaDriver`] implements the contract; [`libraries()`] reports which of NVIDIA's libraries this machine has. Both
+//! load what they need at run time, so one build works on machines with and without CUDA, and with drivers from CUDA
+//! 12.0 on. A missing library or function is an error that names it, never a panic.
 //!
 //! There is no policy here: no caching, no pools of streams, no retries. Ids are translated to handles, CUDA is called,
 //! codes are returned. The backend stores only what the contract needs: which handle an id stands for, which memory is
 //! allocated, mapped or pinned, which streams capture.
 //!
-//! All calls into CUDA and NVIDIA's libraries are in this crate. Other FFI of the workspace is the interface of external
-//! allocators (`crates/external`) and the shared object for PyTorch (`crates/torch`).
+//! All calls into CUDA and NVIDIA's libraries are in this crate. Other FFI of the workspace is the interface of
+//! external allocators (`crates/external`) and the shared object for PyTorch (`crates/torch`).
 //!
 //! # What is safe
 //!
-//! A safe call of the contract cannot corrupt this process's memory, whatever its arguments. Ids are checked, and no call
-//! uses an object that another thread has destroyed (`object_table.rs`). The ranges of copies, fills and products are
-//! checked, also against memory of other libraries (`range_check.rs`). Pinned memory is unpinned after the work that may
-//! use it, and read and written on the host without references to it (`host.rs`, `host_bytes.rs`). A module stays loaded
-//! while graphs use its kernels (`kernel.rs`). Calls that use a graph while it is being captured exclude each other
-//! (`capture.rs`).
+//! A safe call of the contract cannot corrupt this process's memory, whatever its arguments. Ids are checked, and no
+//! call uses an object that another thread has destroyed (`object_table.rs`). The ranges of copies, fills and products
+//! are checked, also against memory of other libraries (`range_check.rs`). Pinned memory is unpinned after the work
+//! that may use it, and read and written on the host without references to it (`host.rs`, `host_bytes.rs`). A module
+//! stays loaded while graphs use its kernels (`kernel.rs`). Calls that use a graph while it is being captured exclude
+//! each other (`capture.rs`).
 //!
 //! What cannot be checked is unsafe, and its documentation states what the caller promises:
 //! - Launches of kernels and graphs, and kernel nodes' new arguments: a kernel goes wherever its arguments point, and a
@@ -32,16 +32,16 @@
 //!
 //! # Threads
 //!
-//! A call that uses an object holds a lock of that object alone. So a call that destroys an object waits until calls that
-//! use it have returned, even a `stream_synchronize`, and calls that start meanwhile get `InvalidHandle`. Executables and
-//! library handles can be used by one thread at a time: calls that use one wait for each other. Locks that calls on
-//! different objects share are not held while waiting for the device, except `pinned` by a copy of pinned memory whose
-//! stream's queue is full.
+//! A call that uses an object holds a lock of that object alone. So a call that destroys an object waits until calls
+//! that use it have returned, even a `stream_synchronize`, and calls that start meanwhile get `InvalidHandle`.
+//! Executables and library handles can be used by one thread at a time: calls that use one wait for each other. Locks
+//! that calls on different objects share are not held while waiting for the device, except `pinned` by a copy of pinned
+//! memory whose stream's queue is full.
 //!
-//! The lock order, for calls that hold several: objects, a stream before the executables and handles that are bound to it
-//! (in the opposite order no call waits); a stream's work lock; `graph_lock`; graphs and flags, for which no call waits
-//! elsewhere; a graph's `template`; `captures`; `pinned_access`; `pinned`; a device's `caller_retains`; `stream_users`;
-//! the free slots of an object table; `capture_errors`.
+//! The lock order, for calls that hold several: objects, a stream before the executables and handles that are bound to
+//! it (in the opposite order no call waits); a stream's work lock; `graph_lock`; graphs and flags, for which no call
+//! waits elsewhere; a graph's `template`; `captures`; `pinned_access`; `pinned`; a device's `caller_retains`;
+//! `stream_users`; the free slots of an object table; `capture_errors`.
 
 #[cfg(not(all(unix, target_pointer_width = "64", target_endian = "little")))]
 compile_error!("warpool-cuda needs 64-bit little-endian Unix, as the CUDA driver does");
@@ -150,10 +150,10 @@ pub enum OpenError {
 
 /// The CUDA driver, behind the contract.
 ///
-/// Opening it creates no context. The first call that needs a device's primary context creates it, and the driver retains
-/// it until the process ends: dropping the driver calls nothing, since it may happen while the process exits. Objects
-/// that were created through the driver and not destroyed end with the context. So do events that a graph may record or
-/// wait for at its launches, even if they were destroyed here.
+/// Opening it creates no context. The first call that needs a device's primary context creates it, and the driver
+/// retains it until the process ends: dropping the driver calls nothing, since it may happen while the process exits.
+/// Objects that were created through the driver and not destroyed end with the context. So do events that a graph may
+/// record or wait for at its launches, even if they were destroyed here.
 pub struct CudaDriver {
     api: Api,
     version: DriverVersion,

@@ -107,8 +107,8 @@ impl Pools for CudaDriver {
         let _current = self.on_stream(site, &stream)?;
         let _work = self.begin_work(site, &stream, stream.lock_work());
         self.free_with(site, ptr, allocation, || {
-            // SAFETY: this driver allocated the address; if a graph did, CUDA checks whether it is allocated. The stream
-            // is live.
+            // SAFETY: this driver allocated the address; if a graph did, CUDA checks whether it is allocated. The
+            // stream is live.
             site.check(unsafe { (self.api.mem_free_async)(ptr.0, stream.raw.raw()) })
         })
     }

@@ -1,6 +1,6 @@
 //! The kernels of the benchmarks.
 
-use warpool_driver::{KernelMirror, KernelSource};
+use warpool_driver::{HostKernel, KernelSource};
 
 /// `warpool_bench_empty` does nothing; `warpool_bench_set` writes a number.
 pub static KERNELS: KernelSource = KernelSource {
@@ -9,9 +9,9 @@ pub static KERNELS: KernelSource = KernelSource {
 extern "C" __global__ void warpool_bench_empty() {}
 extern "C" __global__ void warpool_bench_set(unsigned int* out, unsigned int value) { *out = value; }
 "#,
-    mirrors: &[
-        KernelMirror { name: "warpool_bench_empty", run: |_| Ok(()), nanos: None },
-        KernelMirror {
+    host_kernels: &[
+        HostKernel { name: "warpool_bench_empty", run: |_| Ok(()), nanos: None },
+        HostKernel {
             name: "warpool_bench_set",
             run: |scope| {
                 let (out, value) = (scope.arg_ptr(0)?, scope.arg_u32(1)?);

@@ -204,7 +204,7 @@ mod tests {
     use super::*;
     use warpool_driver::sim::{SimConfig, SimDriver};
     use warpool_driver::{
-        Copies as _, EventOptions, Events as _, KernelMirror, KernelSource, Kernels as _, LaunchShape, PhysicalOptions,
+        Copies as _, EventOptions, Events as _, HostKernel, KernelSource, Kernels as _, LaunchShape, PhysicalOptions,
         ShareKind, Streams as _, VirtualMemory as _,
     };
 
@@ -214,7 +214,7 @@ mod tests {
     const SLOW: KernelSource = KernelSource {
         name: "slow",
         cuda: "",
-        mirrors: &[KernelMirror { name: "slow", run: |_| Ok(()), nanos: Some(|_, _| 1_000_000_000) }],
+        host_kernels: &[HostKernel { name: "slow", run: |_| Ok(()), nanos: Some(|_, _| 1_000_000_000) }],
     };
 
     type Part = fn(&dyn Driver, EventId, &mut Connection<'_>) -> PeerResult;

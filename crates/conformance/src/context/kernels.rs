@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
 use warpool_driver::{
-    DeviceId, DevicePtr, Driver, FunctionId, KernelArg, KernelFault, KernelMirror, KernelScope, KernelSource,
+    DeviceId, DevicePtr, Driver, FunctionId, HostKernel, KernelArg, KernelFault, KernelScope, KernelSource,
     LaunchShape, ModuleId, Pattern,
 };
 
@@ -70,17 +70,17 @@ extern "C" __global__ void shape(unsigned int *out) {
     }
 }
 "#,
-    mirrors: &[
-        KernelMirror { name: "spin", run: |_| Ok(()), nanos: Some(spin_nanos) },
-        KernelMirror { name: "append", run: append, nanos: None },
-        KernelMirror { name: "add_u32", run: add_u32, nanos: None },
-        KernelMirror { name: "write_sequence", run: write_sequence, nanos: None },
-        KernelMirror { name: "add_sequence", run: add_sequence, nanos: None },
-        KernelMirror { name: "count_differences", run: count_differences, nanos: None },
-        KernelMirror { name: "mix_u32", run: mix_u32, nanos: None },
-        KernelMirror { name: "axpy_f32", run: axpy_f32, nanos: None },
-        KernelMirror { name: "echo", run: echo, nanos: None },
-        KernelMirror { name: "shape", run: shape, nanos: None },
+    host_kernels: &[
+        HostKernel { name: "spin", run: |_| Ok(()), nanos: Some(spin_nanos) },
+        HostKernel { name: "append", run: append, nanos: None },
+        HostKernel { name: "add_u32", run: add_u32, nanos: None },
+        HostKernel { name: "write_sequence", run: write_sequence, nanos: None },
+        HostKernel { name: "add_sequence", run: add_sequence, nanos: None },
+        HostKernel { name: "count_differences", run: count_differences, nanos: None },
+        HostKernel { name: "mix_u32", run: mix_u32, nanos: None },
+        HostKernel { name: "axpy_f32", run: axpy_f32, nanos: None },
+        HostKernel { name: "echo", run: echo, nanos: None },
+        HostKernel { name: "shape", run: shape, nanos: None },
     ],
 };
 
@@ -97,9 +97,9 @@ extern "C" __global__ void count_down(unsigned long long flag, unsigned int *lef
     cudaGraphSetConditional(flag, *left > 0 ? 1 : 0);
 }
 "#,
-    mirrors: &[
-        KernelMirror { name: "set_flag", run: set_flag, nanos: None },
-        KernelMirror { name: "count_down", run: count_down, nanos: None },
+    host_kernels: &[
+        HostKernel { name: "set_flag", run: set_flag, nanos: None },
+        HostKernel { name: "count_down", run: count_down, nanos: None },
     ],
 };
 

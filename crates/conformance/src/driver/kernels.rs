@@ -138,7 +138,7 @@ fn invalid_source_is_rejected_with_the_compiler_log(context: &TestContext) -> Ch
     const WRONG: KernelSource = KernelSource {
         name: "invalid on purpose",
         cuda: "extern \"C\" __global__ void invalid() { this is no kernel }",
-        mirrors: &[],
+        host_kernels: &[],
     };
     // The simulated GPU compiles nothing: there the function is not found.
     match context.driver.module_load(context.device_id, &WRONG) {

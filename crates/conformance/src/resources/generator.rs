@@ -4,9 +4,7 @@ use warpool::generator::{self, DEFAULT_SEED, Generator, GeneratorError, Reservat
 use warpool::graph::{CaptureOptions, Graph, GraphOptions};
 use warpool::memory::{Allocate, DeviceBlock};
 use warpool::{Error, Stream};
-use warpool_driver::{
-    FunctionId, KernelArg, KernelFault, KernelMirror, KernelScope, KernelSource, LaunchShape, Pattern,
-};
+use warpool_driver::{FunctionId, HostKernel, KernelArg, KernelFault, KernelScope, KernelSource, LaunchShape, Pattern};
 
 use super::helpers::{philox_words, read_block_words, with_allocator};
 use crate::check::Check;
@@ -52,7 +50,7 @@ extern "C" __global__ void draw_words(unsigned int *out, unsigned long long subs
 }
 "#
     ),
-    mirrors: &[KernelMirror { name: "draw_words", run: draw, nanos: None }],
+    host_kernels: &[HostKernel { name: "draw_words", run: draw, nanos: None }],
 };
 
 fn draw(scope: &mut KernelScope<'_>) -> Result<(), KernelFault> {

@@ -1,5 +1,5 @@
-//! NVIDIA's libraries for unit tests. A handle is an object as well; functions return [`DESTROYED`] as a status if it, or
-//! its stream, is destroyed.
+//! NVIDIA's libraries for unit tests. A handle is an object as well; functions return [`DESTROYED`] as a status if it,
+//! or its stream, is destroyed.
 
 use std::cell::RefCell;
 use std::ffi::{c_int, c_void};

@@ -1,6 +1,6 @@
-//! A CUDA driver for unit tests. It does no work, but tracks which of its objects exist, and returns [`DESTROYED`] for a
-//! call that uses a destroyed one, and [`RACED`] for one that uses a graph at the same time as another call. Nothing is
-//! freed, so that the check is safe.
+//! A CUDA driver for unit tests. It does no work, but tracks which of its objects exist, and returns [`DESTROYED`] for
+//! a call that uses a destroyed one, and [`RACED`] for one that uses a graph at the same time as another call. Nothing
+//! is freed, so that the check is safe.
 //!
 //! Captures record kernels, callbacks and products as nodes. Those that are not relaxed are invalidated by calls that
 //! CUDA would forbid on the capturing thread, as if all were thread-local: other tests run in parallel.

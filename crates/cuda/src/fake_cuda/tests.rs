@@ -123,8 +123,8 @@ fn a_nested_body_is_destroyed_with_the_outermost_graph() -> Result<()> {
     driver.graph_destroy(inner)
 }
 
-/// Six threads create, use and destroy the same few objects. Calls may be refused, but none may use a destroyed object or
-/// a graph that another call uses, and none may wait forever.
+/// Six threads create, use and destroy the same few objects. Calls may be refused, but none may use a destroyed object
+/// or a graph that another call uses, and none may wait forever.
 #[test]
 fn no_call_uses_a_destroyed_object_or_races_on_a_graph() {
     let (rounds, threads) = if cfg!(miri) { (100, 3) } else { (5_000, 6) };

@@ -76,8 +76,8 @@ pub(crate) type GemmFunction = unsafe extern "C" fn(
     c_int,
 ) -> u32;
 
-/// Compares the signatures with cudarc's. Never called; it only has to compile. Handles and streams are pointers, and the
-/// enums have the size of the numbers used here.
+/// Compares the signatures with cudarc's. Never called; it only has to compile. Handles and streams are pointers, and
+/// the enums have the size of the numbers used here.
 #[cfg(feature = "check-bindings")]
 const _: () = {
     use cudarc::{cublas, cublaslt, cudnn, cusolver, cusparse};

@@ -1,5 +1,5 @@
-//! Which of NVIDIA's libraries this machine has. The query loads them, and keeps them loaded; nothing is initialized. It
-//! neither panics nor fails: what is not found is reported as missing.
+//! Which of NVIDIA's libraries this machine has. The query loads them, and keeps them loaded; nothing is initialized.
+//! It neither panics nor fails: what is not found is reported as missing.
 
 use std::ffi::c_int;
 

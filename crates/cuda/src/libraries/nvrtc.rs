@@ -127,8 +127,8 @@ impl Nvrtc {
     }
 }
 
-/// The option for the architecture. PTX for an older one runs on a newer device, so a compiler that does not support the
-/// device's architecture compiles for the newest older one.
+/// The option for the architecture. PTX for an older one runs on a newer device, so a compiler that does not support
+/// the device's architecture compiles for the newest older one.
 fn architecture_option((major, minor): (u32, u32), target: Target, supported: &[u32]) -> String {
     let architecture = major * 10 + minor;
     match target {

@@ -1,7 +1,8 @@
 //! The status codes of NVIDIA's libraries: number, name, and the nearest CUDA error code.
 //!
 //! "Execution failed" has no such code. It may mean a kernel that made the device unusable, but also a launch that was
-//! only refused, so it must not become a sticky error: if the device is unusable, the next call of the driver reports it.
+//! only refused, so it must not become a sticky error: if the device is unusable, the next call of the driver reports
+//! it.
 
 use ErrorCode::{
     InvalidValue, LaunchOutOfResources, MapFailed, NotInitialized, NotPermitted, NotReady, NotSupported, OutOfMemory,

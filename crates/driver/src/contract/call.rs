@@ -1,24 +1,24 @@
-//! Every call of the contract by name, so that calls can be counted, priced, made to fail and checked against captures.
+//! All calls of the contract, to count them, model their cost, inject faults and state when they are legal.
 
 use std::fmt;
 
-/// When a call is legal while some stream captures. Measured on an H200 (driver 580.159, November 2026) for the calls
-/// in the suite `capture_rules`; for the others it is what we expect.
+/// When a call is legal while a stream captures. Measured on an H200 (driver 580.159, November 2026) for the calls in
+/// the suite `capture_rules`; assumed for the others.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CaptureRule {
-    /// Always legal: it neither waits for nor disturbs a capture.
+    /// Always legal.
     Free,
-    /// Work for a stream: recorded into the graph if that stream captures, done if not. On the legacy default stream it
-    /// fails with `StreamCaptureImplicit` while a blocking stream of that device captures, and breaks that capture.
+    /// Work for a stream: captured if the stream captures, else run. On the legacy default stream it fails with
+    /// `StreamCaptureImplicit` while a blocking stream of that device captures, and invalidates that capture.
     Stream,
-    /// Possibly unsafe in CUDA's terms, since it may wait for the device. Forbidden (`StreamCaptureUnsupported`)
-    /// while this thread has a capture that is not relaxed, and while any thread has a global one, unless this
-    /// thread exchanged its own mode for a laxer one. A forbidden call breaks the captures that forbid it.
+    /// Potentially unsafe during capture in CUDA's terms, since it may wait for the device. Forbidden
+    /// (`StreamCaptureUnsupported`) while this thread has a capture that is not relaxed, and while any thread has a
+    /// global one, unless this thread has set a less strict mode for itself. A forbidden call invalidates the captures
+    /// that forbid it.
     Guarded,
-    /// Forbidden while any stream of the device captures, in every mode; breaks those captures.
+    /// Forbidden while any stream of the device captures, in every mode; invalidates those captures.
     Never,
-    /// Forbidden like [`Never`](Self::Never), but refused before it can do harm: the captures, as far as they began
-    /// through this driver, stay whole.
+    /// Forbidden like [`Never`](Self::Never), but refused by this driver: captures that began through it stay valid.
     Refused,
 }
 
@@ -31,16 +31,16 @@ macro_rules! calls {
         }
 
         impl Call {
-            /// All of them, by subject.
+            /// All calls, by rule and subject.
             pub const ALL: &'static [Self] = &[$($(Self::$name,)*)*];
 
-            /// The name of its method, which is also what errors and logs call it.
+            /// The name of its method, also in errors and logs.
             #[must_use]
             pub const fn name(self) -> &'static str {
                 match self { $($(Self::$name => stringify!($method),)*)* }
             }
 
-            /// When it is legal during capture.
+            /// Its rule during capture.
             #[must_use]
             pub const fn capture_rule(self) -> CaptureRule {
                 match self { $($(Self::$name => CaptureRule::$rule,)*)* }
@@ -125,7 +125,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn names_lead_back_to_their_calls() {
+    fn calls_are_found_by_name() {
         for &call in Call::ALL {
             assert_eq!(Call::from_name(call.name()), Some(call));
         }

@@ -2,10 +2,10 @@
 
 use crate::{Address, DeviceId, DevicePtr, Result, StreamId};
 
-/// What memory is filled with.
+/// What a fill writes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Pattern {
-    /// One byte over and over.
+    /// One byte.
     U8(u8),
     /// Two bytes; the address must be a multiple of 2.
     U16(u16),
@@ -14,7 +14,7 @@ pub enum Pattern {
 }
 
 impl Pattern {
-    /// How many bytes one copy of the pattern takes.
+    /// The size of the pattern.
     #[must_use]
     pub const fn bytes(self) -> u64 {
         match self {
@@ -25,12 +25,13 @@ impl Pattern {
     }
 }
 
-/// Copies and fills. All of a range must be in one allocation, in memory that is mapped in one reservation, or in pinned
-/// memory, and the device must have access to it: else `InvalidValue`, when the call is made. That includes ordinary host
-/// memory, also where the device could access it. Memory that other libraries allocated on the device is accepted.
+/// Copies and fills. All of a range must be in one allocation, in memory that is mapped in one reservation, or in
+/// pinned memory, and the device must have access to it: else `InvalidValue`, when the call is made. That includes
+/// ordinary host memory, also where the device could access it. Memory that other libraries allocated on the device is
+/// accepted.
 pub trait Copies {
-    /// Copies in the order of `stream`, in any direction. Host memory must be pinned. Source and target must not
-    /// overlap: what comes out then is not defined. *During capture: stream.*
+    /// Copies in the order of `stream`, in any direction. Host memory must be pinned. If source and target overlap, the
+    /// result is undefined. *During capture: stream.*
     fn copy(&self, dst: Address, src: Address, bytes: u64, stream: StreamId) -> Result<()>;
 
     /// Copies between two devices, with or without peer access, in the order of `stream`. *During capture: stream.*
@@ -47,11 +48,11 @@ pub trait Copies {
     /// Writes `count` copies of `pattern`, in the order of `stream`. *During capture: stream.*
     fn fill(&self, dst: DevicePtr, pattern: Pattern, count: u64, stream: StreamId) -> Result<()>;
 
-    /// Copies ordinary host memory to the device and returns when it is there. In the order of the legacy default
-    /// stream, so work in non-blocking streams is not waited for. *During capture: stream* (the default one).
+    /// Copies ordinary host memory to the device and returns when the copy is complete. In the order of the legacy
+    /// default stream, so it does not wait for non-blocking streams. *During capture: stream* (the default one).
     fn upload(&self, device: DeviceId, dst: DevicePtr, bytes: &[u8]) -> Result<()>;
 
-    /// Copies device memory to ordinary host memory, as [`upload`](Self::upload) does the other way. *During capture:
-    /// stream* (the default one).
+    /// Copies device memory to ordinary host memory, otherwise as [`upload`](Self::upload). *During capture: stream*
+    /// (the default one).
     fn download(&self, device: DeviceId, src: DevicePtr, into: &mut [u8]) -> Result<()>;
 }

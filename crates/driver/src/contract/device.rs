@@ -1,27 +1,27 @@
-//! Devices: what there is, primary contexts, the calling thread's current device, peers.
+//! Devices: properties, primary contexts, the calling thread's current device, peer access.
 
 use crate::{DeviceId, RawHandle, Result};
 
-/// What a device is and can do.
+/// The properties of a device.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DeviceProperties {
-    /// The vendor's name for it.
+    /// Its product name.
     pub name: String,
     /// Compute capability, major and minor.
     pub compute_capability: (u32, u32),
-    /// Device memory in all.
+    /// The size of its memory.
     pub bytes_total: u64,
-    /// How many multiprocessors it has.
+    /// The number of multiprocessors.
     pub multiprocessors: u32,
-    /// The least unit of physical memory that can be created and mapped. 0 without virtual memory.
+    /// The minimum granularity of physical memory. 0 without virtual memory management.
     pub granularity: u64,
-    /// Whether physical memory can be mapped by hand ([`VirtualMemory`](crate::VirtualMemory)).
+    /// Whether it has virtual memory management ([`VirtualMemory`](crate::VirtualMemory)).
     pub virtual_memory: bool,
-    /// Whether host memory can be pinned where it is.
+    /// Whether existing host memory can be pinned.
     pub host_registration: bool,
-    /// Whether the driver has stream-ordered pools ([`Pools`](crate::Pools)).
+    /// Whether it has stream-ordered memory pools ([`Pools`](crate::Pools)).
     pub async_pools: bool,
-    /// Whether graphs may hold `if` and `while` nodes.
+    /// Whether graphs may have `if` and `while` nodes.
     pub conditional_nodes: bool,
     /// Whether events can be shared between processes.
     pub ipc_events: bool,
@@ -29,51 +29,51 @@ pub struct DeviceProperties {
     pub share_posix_fd: bool,
     /// Whether physical memory can be shared over a fabric.
     pub share_fabric: bool,
-    /// Whether physical memory can be made reachable for other hardware (GPUDirect RDMA).
+    /// Whether physical memory can be accessed by other hardware (GPUDirect RDMA).
     pub rdma: bool,
-    /// The devices whose memory this one can reach directly.
+    /// The devices whose memory this one can access directly.
     pub peers: Vec<DeviceId>,
 }
 
 /// Devices and their contexts.
 pub trait Devices {
-    /// How many devices there are. Creates no context. *During capture: free.*
+    /// The number of devices. Creates no context. *During capture: free.*
     fn device_count(&self) -> Result<u32>;
 
-    /// What `device` is and can do. Creates no context. *During capture: free.*
+    /// The properties of `device`. Creates no context. *During capture: free.*
     fn device_properties(&self, device: DeviceId) -> Result<DeviceProperties>;
 
-    /// Makes the device's primary context if there is none, and holds it until as many
-    /// [`context_release`](Self::context_release) calls. The handle is the driver's own. The first call that needs a
-    /// context also makes one, which the driver then holds, at least for its own life. *During capture: free.*
+    /// Retains the device's primary context, and creates it if there is none, until as many
+    /// [`context_release`](Self::context_release) calls. Returns the context's handle. The first call that needs a
+    /// context also retains it, at least as long as the driver exists. *During capture: free.*
     fn context_retain(&self, device: DeviceId) -> Result<RawHandle>;
 
-    /// Gives back one [`context_retain`](Self::context_retain). `InvalidContext` if none is left to give back. *During
-    /// capture: free.*
+    /// Releases one [`context_retain`](Self::context_retain). `InvalidContext` if all are released. *During capture:
+    /// free.*
     fn context_release(&self, device: DeviceId) -> Result<()>;
 
-    /// Whether the device has a primary context; asking makes none. *During capture: free.*
+    /// Whether the device has a primary context. Creates none. *During capture: free.*
     fn context_is_active(&self, device: DeviceId) -> Result<bool>;
 
-    /// The calling thread's device; `None` if the thread has no context, as worker threads of a framework
-    /// often have none. *During capture: free.*
+    /// The calling thread's current device; `None` if the thread has no current context, as worker threads of a
+    /// framework often have none. *During capture: free.*
     fn current_device(&self) -> Result<Option<DeviceId>>;
 
-    /// Makes `device` the calling thread's own, with its primary context current. *During capture: free.*
+    /// Makes `device` the calling thread's current device, with its primary context current. *During capture: free.*
     fn set_current_device(&self, device: DeviceId) -> Result<()>;
 
-    /// Waits until all work on `device` is done. Returns the code of work that failed meanwhile. *During capture:
+    /// Waits until all work on `device` is done. Returns the error of work that failed meanwhile. *During capture:
     /// never.*
     fn device_synchronize(&self, device: DeviceId) -> Result<()>;
 
-    /// Whether `device` can reach `peer`'s memory directly. `false` for a device and itself. Creates no context.
+    /// Whether `device` can access `peer`'s memory directly. `false` for a device and itself. Creates no context.
     /// *During capture: free.*
     fn peer_can_access(&self, device: DeviceId, peer: DeviceId) -> Result<bool>;
 
-    /// Lets kernels on `device` use what `peer` allocated with `mem_alloc`. `PeerAccessUnsupported` if it cannot,
-    /// `PeerAccessAlreadyEnabled` the second time. *During capture: free.*
+    /// Gives kernels on `device` access to memory of `peer` from `mem_alloc`. `PeerAccessUnsupported` if that is
+    /// impossible, `PeerAccessAlreadyEnabled` the second time. *During capture: free.*
     fn peer_enable(&self, device: DeviceId, peer: DeviceId) -> Result<()>;
 
-    /// Takes that back. `PeerAccessNotEnabled` if it was not on. *During capture: free.*
+    /// Disables that access. `PeerAccessNotEnabled` if it was not enabled. *During capture: free.*
     fn peer_disable(&self, device: DeviceId, peer: DeviceId) -> Result<()>;
 }

@@ -1,11 +1,11 @@
-//! Graphs: captured work, made ready once and launched many times.
+//! Graphs: captured work that is instantiated once and launched many times.
 
 use crate::{
     CaptureMode, ConditionalId, FunctionId, GraphExecId, GraphId, KernelArg, LaunchShape, NodeId, RawHandle, Result,
     StreamId,
 };
 
-/// What a node does.
+/// The kind of a node.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum NodeKind {
     /// Runs a kernel.
@@ -18,11 +18,11 @@ pub enum NodeKind {
     HostCallback,
     /// Runs another graph.
     ChildGraph,
-    /// Does nothing; joins others.
+    /// Does nothing, but has dependencies.
     Empty,
-    /// Waits for an event of the world outside.
+    /// Waits for an external event.
     EventWait,
-    /// Records an event for the world outside.
+    /// Records an external event.
     EventRecord,
     /// Allocates from a pool.
     MemAlloc,
@@ -30,32 +30,32 @@ pub enum NodeKind {
     MemFree,
     /// Runs its body if, or while, its flag is set.
     Conditional,
-    /// Something else, by CUDA's number.
+    /// Another kind, by CUDA's number.
     Other(u32),
 }
 
 /// One node.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Node {
-    /// Its name in this graph.
+    /// Its id.
     pub id: NodeId,
-    /// What it does.
+    /// Its kind.
     pub kind: NodeKind,
 }
 
-/// The shape of a graph.
+/// The nodes and edges of a graph.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct GraphTopology {
     /// Its nodes, in the order in which they were captured.
     pub nodes: Vec<Node>,
-    /// Which must run before which.
+    /// Dependencies: the first node runs before the second.
     pub edges: Vec<(NodeId, NodeId)>,
 }
 
-/// How a graph is made ready.
+/// How a graph is instantiated.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct InstantiateOptions {
-    /// Free what the last launch allocated and did not free, at the next launch.
+    /// At a launch, free what the previous launch allocated and did not free.
     pub auto_free_on_launch: bool,
     /// Run nodes at the priority of the stream that they were captured on.
     pub use_node_priority: bool,
@@ -66,18 +66,18 @@ pub struct InstantiateOptions {
 pub enum ConditionalKind {
     /// Runs it once if the flag is not 0.
     If,
-    /// Runs it again and again while the flag is not 0.
+    /// Runs it repeatedly while the flag is not 0.
     While,
 }
 
 /// Graphs.
 pub trait Graphs {
-    /// Makes a graph ready to launch. *During capture: guarded.*
+    /// Instantiates a graph. *During capture: guarded.*
     fn graph_instantiate(&self, graph: GraphId, options: InstantiateOptions) -> Result<GraphExecId>;
 
-    /// Runs it in the order of `stream`; its nodes run in the order of their edges. Two launches of one executable
-    /// never overlap. *During capture: stream*; but on a stream that captures it gives `StreamCaptureUnsupported` and
-    /// breaks the capture.
+    /// Launches an executable in the order of `stream`; its nodes run in the order of their edges. Two launches of one
+    /// executable never overlap. *During capture: stream*; but on a stream that captures it gives
+    /// `StreamCaptureUnsupported` and invalidates the capture.
     ///
     /// # Safety
     /// Its nodes use the addresses that they were captured with, and nothing checks what is there now: a freed address
@@ -86,10 +86,10 @@ pub trait Graphs {
     /// - What [`kernel_launch`](crate::Kernels::kernel_launch) asks for holds for its kernels.
     unsafe fn graph_launch(&self, exec: GraphExecId, stream: StreamId) -> Result<()>;
 
-    /// Gives a kernel node of an executable other arguments, for launches from now on; launches under way keep theirs.
-    /// `node` is one of the template that the executable was made of, which must still be there, and not in a
+    /// Changes the arguments of a kernel node of an executable for later launches; launches already queued keep theirs.
+    /// `node` is one of the graph that the executable was instantiated from, which must still exist, and not in a
     /// conditional's body; `function` and `shape` are those that it was captured with. `InvalidValue` if any of this
-    /// does not hold, as far as it can be seen. *During capture: free.*
+    /// does not hold, as far as the driver can check it. *During capture: free.*
     ///
     /// # Safety
     /// As for [`kernel_launch`](crate::Kernels::kernel_launch), for every launch of the executable from now on.
@@ -102,36 +102,36 @@ pub trait Graphs {
         args: &[KernelArg],
     ) -> Result<()>;
 
-    /// The nodes and edges. A conditional's body is not listed. *During capture: free.*
+    /// The nodes and edges, without those of conditional nodes' bodies. *During capture: free.*
     fn graph_topology(&self, graph: GraphId) -> Result<GraphTopology>;
 
-    /// The graph as text in the DOT language, for people. *During capture: free.*
+    /// The graph in the DOT language. *During capture: free.*
     fn graph_dot(&self, graph: GraphId) -> Result<String>;
 
-    /// Takes the template away; executables made of it live on. *During capture: free.*
+    /// Destroys the graph; executables instantiated from it stay. *During capture: free.*
     fn graph_destroy(&self, graph: GraphId) -> Result<()>;
 
-    /// Takes the executable away; a launch under way completes. *During capture: free.*
+    /// Destroys the executable; launches already queued complete. *During capture: free.*
     fn graph_exec_destroy(&self, exec: GraphExecId) -> Result<()>;
 
-    /// The driver's own handle of a template. *During capture: free.*
+    /// The handle of a graph. *During capture: free.*
     fn graph_raw(&self, graph: GraphId) -> Result<RawHandle>;
 
-    /// The driver's own handle of an executable. *During capture: free.*
+    /// The handle of an executable. *During capture: free.*
     fn graph_exec_raw(&self, exec: GraphExecId) -> Result<RawHandle>;
 
-    /// Makes a flag for one conditional node of the graph that `stream` captures. It has the value `default` when a
-    /// launch begins; kernels of the graph that get it as [`KernelArg::Conditional`](crate::KernelArg::Conditional) set
-    /// it. `IllegalState` unless the stream captures, `NotSupported` without conditional nodes. *During capture: free*,
-    /// and only on a stream that captures.
+    /// Creates the flag of a conditional node in the graph that `stream` captures. It is set to `default` when a launch
+    /// begins; kernels of the graph set it through [`KernelArg::Conditional`](crate::KernelArg::Conditional).
+    /// `IllegalState` unless the stream captures, `NotSupported` without conditional nodes. *During capture: free*, and
+    /// only on a stream that captures.
     fn conditional_create(&self, stream: StreamId, default: u32) -> Result<ConditionalId>;
 
-    /// Appends a conditional node to what `stream` captures, and starts to capture its body on `body`, a stream that
-    /// captures nothing and is no default stream (`StreamCaptureUnsupported`). [`capture_end`](crate::Captures::capture_end) on `body` ends it and returns the body's graph,
-    /// which belongs to the node: destroying the id only forgets it. A flag serves one node (`InvalidValue`). A body
-    /// may hold kernels, copies, fills and further conditional nodes; with anything else in it,
-    /// [`graph_instantiate`](Self::graph_instantiate) gives `InvalidValue`. *During capture: free*, and only on a
-    /// stream that captures.
+    /// Adds a conditional node to the capture of `stream`, and begins to capture its body on `body`, a stream that does
+    /// not capture (`IllegalState`) and is no default stream (`StreamCaptureUnsupported`).
+    /// [`capture_end`](crate::Captures::capture_end) on `body` returns the body's graph, which belongs to the node:
+    /// destroying its id only forgets it. A flag is for one node (`InvalidValue`). A body may have kernels, copies,
+    /// fills and conditional nodes; with anything else in it, [`graph_instantiate`](Self::graph_instantiate) gives
+    /// `InvalidValue`. *During capture: free*, and only on a stream that captures.
     fn conditional_begin(
         &self,
         stream: StreamId,

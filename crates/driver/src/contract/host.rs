@@ -1,13 +1,13 @@
-//! Pinned host memory: memory of this process that the device can reach.
+//! Pinned host memory: memory of this process that the device can access.
 
 use crate::{DeviceId, DevicePtr, HostPtr, HostRange, Result};
 
 /// How host memory is pinned.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct HostOptions {
-    /// Pinned for every device's context, not only for the one that it was made with.
+    /// Pinned for the contexts of all devices, not only of the one that it was pinned with.
     pub portable: bool,
-    /// Reachable for kernels at [`HostMemory::host_device_ptr`].
+    /// Accessible for kernels at [`HostMemory::host_device_ptr`].
     pub mapped: bool,
     /// Faster to write over the bus, very slow to read on the host. Not for registered memory.
     pub write_combined: bool,
@@ -21,29 +21,29 @@ impl Default for HostOptions {
 
 /// Pinned host memory.
 ///
-/// The host touches it through [`host_read`](Self::host_read) and [`host_write`](Self::host_write), which check the
-/// range and, on the simulated device, that no work on the device still uses it. Code that needs the bytes themselves
-/// makes a pointer of the address, and takes on what that means.
+/// The host accesses it through [`host_read`](Self::host_read) and [`host_write`](Self::host_write), which check the
+/// range; the simulated device also reports work that still uses it. Code that dereferences the address itself is
+/// unsafe code of the caller.
 pub trait HostMemory {
-    /// Allocates pinned memory, with `device`'s context. `InvalidValue` for 0 bytes, `OutOfMemory` if it cannot be had.
-    /// *During capture: guarded.*
+    /// Allocates pinned memory, with `device`'s context. `InvalidValue` for 0 bytes, `OutOfMemory` if there is not
+    /// enough memory. *During capture: guarded.*
     fn host_alloc(&self, device: DeviceId, bytes: u64, options: HostOptions) -> Result<HostPtr>;
 
-    /// Frees what [`host_alloc`](Self::host_alloc) gave, after waiting for all work of its device. Any other address
-    /// gives `InvalidValue`. *During capture: guarded.*
+    /// Frees memory from [`host_alloc`](Self::host_alloc), after waiting for all work of its device. `InvalidValue` for
+    /// any other address. *During capture: guarded.*
     fn host_free(&self, ptr: HostPtr) -> Result<()>;
 
-    /// Pins memory where it is, and keeps it while it is pinned ([`HostRange::keep`]). `HostMemoryAlreadyRegistered` if
-    /// any of it is pinned, `InvalidValue` for 0 bytes, `NotSupported` on a device that cannot. *During capture:
-    /// guarded.*
+    /// Pins existing memory, and keeps it claimed while it is pinned ([`HostRange::claim`]).
+    /// `HostMemoryAlreadyRegistered` if any of it is pinned, `InvalidValue` for 0 bytes, `NotSupported` on a device
+    /// without registration. *During capture: guarded.*
     fn host_register(&self, device: DeviceId, range: HostRange, options: HostOptions) -> Result<()>;
 
-    /// Unpins a range by its start, after waiting for all work of its device, and lets it go. If it fails, the range
-    /// stays pinned and kept. `HostMemoryNotRegistered` if it is not pinned, `InvalidValue` inside a range. *During
-    /// capture: guarded.*
+    /// Unpins a registered range by its start, after waiting for all work of its device. If it fails, the range stays
+    /// pinned and claimed. `HostMemoryNotRegistered` if it is not pinned, `InvalidValue` for an address inside a range.
+    /// *During capture: guarded.*
     fn host_unregister(&self, ptr: HostPtr) -> Result<()>;
 
-    /// Where kernels of `device` find pinned memory; works for any address in it. `InvalidValue` if it is not pinned.
+    /// The device address of pinned memory, for any address in it. `InvalidValue` if it is not pinned.
     /// *During capture: free.*
     fn host_device_ptr(&self, device: DeviceId, ptr: HostPtr) -> Result<DevicePtr>;
 

@@ -1,4 +1,4 @@
-//! Kernels: CUDA C++ text for the device, and beside it the Rust function that does the same on a simulated one.
+//! Kernels: CUDA C++ source for real devices, and with it host implementations for the simulated one.
 //!
 //! ```
 //! use warpool_driver::sim::{SimConfig, SimDriver};
@@ -10,7 +10,7 @@
 //!         unsigned i = blockIdx.x * blockDim.x + threadIdx.x;
 //!         if (i < n) x[i] *= 2;
 //!     }"#,
-//!     mirrors: &[KernelMirror {
+//!     host_kernels: &[HostKernel {
 //!         name: "twice",
 //!         run: |kernel| {
 //!             let (x, n) = (kernel.arg_ptr(0)?, kernel.arg_u32(1)?);
@@ -41,36 +41,35 @@ use std::fmt;
 
 use crate::{ConditionalId, DeviceId, DevicePtr, FunctionId, ModuleId, Result, StreamId};
 
-/// Kernels for both kinds of device.
+/// The source of a module.
 #[derive(Clone, Copy, Debug)]
 pub struct KernelSource {
     /// A name for messages.
     pub name: &'static str,
-    /// The CUDA C++ text, for NVRTC: no headers, kernels `extern "C"`.
+    /// The CUDA C++ source, for NVRTC: no headers, kernels `extern "C"`.
     pub cuda: &'static str,
-    /// The same kernels as Rust functions.
-    pub mirrors: &'static [KernelMirror],
+    /// Host implementations of the kernels.
+    pub host_kernels: &'static [HostKernel],
 }
 
-/// One kernel's double.
+/// The host implementation of a kernel.
 #[derive(Clone, Copy)]
-pub struct KernelMirror {
-    /// The kernel's name in the CUDA text.
+pub struct HostKernel {
+    /// The kernel's name in the CUDA source.
     pub name: &'static str,
-    /// Does to simulated memory what the kernel does, all threads of the launch together. It must not call the driver
-    /// (`NotPermitted`).
+    /// Does what all threads of a launch do, on simulated memory. It must not call the driver (`NotPermitted`).
     pub run: fn(&mut KernelScope<'_>) -> std::result::Result<(), KernelFault>,
-    /// How long a launch takes, in nanoseconds, where its arguments tell; else the cost model decides.
+    /// How many nanoseconds a launch takes, if that depends on its arguments; else the cost model determines it.
     pub nanos: Option<fn(&LaunchShape, &[KernelArg]) -> u64>,
 }
 
-impl fmt::Debug for KernelMirror {
+impl fmt::Debug for HostKernel {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "KernelMirror({})", self.name)
+        write!(f, "HostKernel({})", self.name)
     }
 }
 
-/// The shape of a launch.
+/// The dimensions of a launch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LaunchShape {
     /// Blocks, in three dimensions.
@@ -92,7 +91,7 @@ impl LaunchShape {
         Self { grid: [blocks, 1, 1], block: [256, 1, 1], shared_bytes: 0 }
     }
 
-    /// How many threads it starts; as many as can be counted, if they are more.
+    /// The number of threads, at most `u64::MAX`.
     #[must_use]
     pub fn threads(&self) -> u64 {
         self.grid.iter().chain(&self.block).fold(1, |threads: u64, &n| threads.saturating_mul(u64::from(n)))
@@ -120,7 +119,7 @@ pub enum KernelArg {
     Conditional(ConditionalId),
 }
 
-/// Declares which values become which arguments.
+/// Declares conversions from values to arguments.
 macro_rules! arguments_from {
     ($($ty:ty => $kind:ident,)*) => {$(
         impl From<$ty> for KernelArg {
@@ -142,8 +141,8 @@ arguments_from! {
     ConditionalId => Conditional,
 }
 
-/// Why a kernel's double could not go on: it touched what it may not, or was given arguments that it does not take. The
-/// device is broken from then on (`IllegalAddress`), as it would be on a real one, and the hazard log says why.
+/// Why a host implementation failed: an illegal access, or wrong arguments. The device is unusable from then on
+/// (`IllegalAddress`), as a real one would be, and the hazard log has the reason.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{0}")]
 pub struct KernelFault(Box<str>);
@@ -156,21 +155,21 @@ impl KernelFault {
     }
 }
 
-/// Memory as a kernel's double sees it.
+/// The memory that a host implementation can access.
 pub trait KernelMemory {
-    /// Reads.
+    /// Reads memory.
     fn read(&mut self, ptr: DevicePtr, into: &mut [u8]) -> std::result::Result<(), KernelFault>;
-    /// Writes.
+    /// Writes memory.
     fn write(&mut self, ptr: DevicePtr, bytes: &[u8]) -> std::result::Result<(), KernelFault>;
     /// Sets a conditional node's flag.
     fn set_conditional(&mut self, conditional: ConditionalId, value: u32) -> std::result::Result<(), KernelFault>;
 }
 
-/// What a kernel's double works with: its arguments, its shape, and memory.
+/// A launch as its host implementation sees it: arguments, shape, and memory.
 pub struct KernelScope<'a> {
-    /// The shape of the launch.
+    /// The dimensions of the launch.
     pub shape: LaunchShape,
-    /// The arguments, as given.
+    /// The arguments.
     pub args: &'a [KernelArg],
     /// The device's memory.
     pub memory: &'a mut dyn KernelMemory,
@@ -182,7 +181,7 @@ impl fmt::Debug for KernelScope<'_> {
     }
 }
 
-/// Declares the readers of typed arguments and values.
+/// Declares access to typed arguments and values.
 macro_rules! scope_methods {
     ($($arg:ident $read:ident $write:ident $kind:ident $ty:ty;)*) => {
         impl KernelScope<'_> {
@@ -238,18 +237,18 @@ scope_methods! {
     arg_f64 read_f64 write_f64 F64 f64;
 }
 
-fn wrong_argument(index: usize, got: Option<&KernelArg>, wanted: &str) -> KernelFault {
+fn wrong_argument(index: usize, got: Option<&KernelArg>, expected: &str) -> KernelFault {
     KernelFault::new(match got {
-        Some(got) => format!("argument {index} is {got:?}, and the kernel's double takes a {wanted}"),
-        None => format!("argument {index} is missing, a {wanted}"),
+        Some(got) => format!("argument {index} is {got:?}, but the kernel takes a {expected}"),
+        None => format!("argument {index} is missing, a {expected}"),
     })
 }
 
 /// Modules and kernels.
 pub trait Kernels {
-    /// Loads kernels for `device`: compiles the CUDA text, or takes the mirrors. `InvalidSource` with the compiler's
-    /// log if the text is wrong, `SharedObjectInitFailed` naming the compiler's library if that is missing. *During
-    /// capture: free.*
+    /// Loads a module for `device`: compiles the CUDA source, or uses the host implementations. `InvalidSource` with
+    /// the compiler's log if the source is wrong, `SharedObjectInitFailed` naming the compiler's library if that is
+    /// missing. *During capture: free.*
     fn module_load(&self, device: DeviceId, source: &KernelSource) -> Result<ModuleId>;
 
     /// Unloads a module; its functions are invalid from then on. Kernels already launched complete, and graphs and
@@ -260,9 +259,10 @@ pub trait Kernels {
     /// The kernel of that name; the same id each time. `NotFound` if there is none. *During capture: free.*
     fn function_get(&self, module: ModuleId, name: &str) -> Result<FunctionId>;
 
-    /// Runs a kernel in the order of `stream`. `InvalidValue` for an empty shape, one that the device cannot run, or
-    /// arguments of other sizes than the kernel takes, as far as the driver knows them. A kernel that touches device
-    /// memory that it may not breaks the device (`IllegalAddress`, reported by later calls). *During capture: stream.*
+    /// Launches a kernel in the order of `stream`. `InvalidValue` for an empty shape, one that the device cannot run,
+    /// or arguments of other sizes than the kernel takes, as far as the driver knows them. A kernel that accesses
+    /// device memory that it may not access makes the device unusable (`IllegalAddress`, returned by later calls).
+    /// *During capture: stream.*
     ///
     /// # Safety
     /// Nothing checks what a kernel on a real device reads and writes. The caller promises:

@@ -1,10 +1,9 @@
-//! Libraries that work through handles: the vendor's linear algebra, deep learning and solvers.
+//! NVIDIA's libraries with handles: linear algebra, deep learning, solvers.
 //!
-//! A handle belongs to one device and to one thread at a time: calls on one handle from two threads at once are made
-//! one after the other, but what the one sets the other will use. Warpool knows how to make handles, point them at
-//! streams and give cuBLAS its memory; what else a library can do, callers do through its own functions and
-//! [`library_raw`](Libraries::library_raw). The one product here, `blas_sgemm`, is there so that all of it can be shown
-//! to work, on real and on simulated devices.
+//! A handle belongs to one device, and one thread at a time should use it: calls on one handle from several threads are
+//! serialized, but share its settings. The contract creates handles, sets their streams and gives cuBLAS its workspace;
+//! for everything else callers use the library's own functions with [`library_raw`](Libraries::library_raw). The one
+//! product here, `blas_sgemm`, serves to test all of this on real and simulated devices.
 
 use std::fmt;
 
@@ -15,13 +14,13 @@ use crate::{DeviceId, DevicePtr, HandleId, RawHandle, Result, StreamId};
 pub enum Library {
     /// Dense linear algebra.
     Blas,
-    /// Matrix products with fused epilogues. Its handles have no stream and no workspace: every call is given them.
+    /// Matrix products with fused epilogues. Its handles have no stream and no workspace: every call takes them.
     BlasLt,
-    /// Convolutions and other layers of networks.
+    /// Convolutions and other layers of neural networks.
     Dnn,
     /// Sparse linear algebra.
     Sparse,
-    /// Factorisations and solvers, of dense matrices.
+    /// Factorizations and solvers for dense matrices.
     Solver,
 }
 
@@ -29,7 +28,7 @@ impl Library {
     /// All of them.
     pub const ALL: [Self; 5] = [Self::Blas, Self::BlasLt, Self::Dnn, Self::Sparse, Self::Solver];
 
-    /// What NVIDIA calls it.
+    /// NVIDIA's name for it.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -48,30 +47,29 @@ impl fmt::Display for Library {
     }
 }
 
-/// How precisely cuBLAS multiplies numbers of 32 bits.
+/// The precision of cuBLAS's products of 32-bit numbers.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum BlasMath {
-    /// With all their bits.
+    /// Full precision.
     #[default]
     Default,
-    /// Rounded to TF32, with 10 bits of mantissa, where that is faster.
+    /// TF32, with 10 bits of mantissa, where that is faster.
     Tf32,
 }
 
-/// One matrix of a product, as it lies in memory: column by column, `stride` numbers from one column to the next.
+/// A matrix of a product, in column-major order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BlasMatrix {
-    /// Where it starts.
+    /// Its address.
     pub ptr: DevicePtr,
-    /// Numbers from one column to the next; at least as many as a column has.
+    /// The distance from one column to the next, in numbers; at least the length of a column.
     pub stride: u32,
-    /// Whether it takes part with rows and columns exchanged.
+    /// Whether the product uses its transpose.
     pub transposed: bool,
 }
 
 /// A product of matrices of 32-bit numbers: `c = alpha * a * b + beta * c`, where `a` is `m` by `k`, `b` is `k` by `n`
-/// and `c` is `m` by `n` (`a` and `b` after their exchange of rows and columns, if they are
-/// [`transposed`](BlasMatrix::transposed)).
+/// and `c` is `m` by `n` (`a` and `b` after transposition, if they are [`transposed`](BlasMatrix::transposed)).
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Sgemm {
     /// Rows of `a` and `c`.
@@ -80,21 +78,21 @@ pub struct Sgemm {
     pub n: u32,
     /// Columns of `a`, rows of `b`.
     pub k: u32,
-    /// What the product is multiplied by.
+    /// The factor of the product.
     pub alpha: f32,
     /// The left matrix.
     pub a: BlasMatrix,
     /// The right matrix.
     pub b: BlasMatrix,
-    /// What the old `c` is multiplied by; 0 does not read it.
+    /// The factor of the old `c`; with 0 it is not read.
     pub beta: f32,
-    /// Where the result goes. Never transposed (`InvalidValue`).
+    /// The result. Not transposed (`InvalidValue`).
     pub c: BlasMatrix,
 }
 
 impl Sgemm {
-    /// Why the product is impossible, if it is: strides that do not fit, a transposed result, or sizes that cuBLAS cannot
-    /// count.
+    /// Why the product is impossible, if it is: strides that do not fit, a transposed result, or sizes that cuBLAS
+    /// cannot count.
     pub fn check(&self) -> std::result::Result<(), String> {
         let Self { m, n, k, a, b, c, .. } = *self;
         if c.transposed {
@@ -125,7 +123,7 @@ impl Sgemm {
 }
 
 impl BlasMatrix {
-    /// Rows and columns in memory, of a matrix that takes part with `rows` rows and `columns` columns.
+    /// Rows and columns in memory, of a matrix that the product uses with `rows` rows and `columns` columns.
     const fn shape(&self, rows: u32, columns: u32) -> (u32, u32) {
         if self.transposed { (columns, rows) } else { (rows, columns) }
     }
@@ -141,44 +139,43 @@ impl BlasMatrix {
     }
 }
 
-/// Libraries with handles. A library is loaded at its first handle; one that is not there gives
+/// Libraries with handles. A library is loaded with its first handle; one that is not installed gives
 /// `SharedObjectInitFailed`, one that is too old `SharedObjectSymbolNotFound`, and the detail names it. A library's own
-/// status becomes the nearest code, and the detail names it too.
+/// status becomes the nearest error code, and the detail names the status.
 pub trait Libraries {
-    /// Makes a handle, on the legacy default stream. *During capture: free*, although the libraries' own functions are
-    /// not.
+    /// Creates a handle, on the legacy default stream. *During capture: free*, unlike the libraries' own functions.
     fn library_create(&self, library: Library, device: DeviceId) -> Result<HandleId>;
 
-    /// Takes it away. May wait for all work of its device, as the libraries' own functions do, and breaks captures in
-    /// every mode thereby: so it is not even tried while a stream of the device captures (`StreamCaptureUnsupported`).
+    /// Destroys it. It may wait for all work of its device, as the libraries' own functions do, which would invalidate
+    /// captures in every mode: so it is refused while a stream of the device captures (`StreamCaptureUnsupported`).
     /// *During capture: refused.*
     fn library_destroy(&self, handle: HandleId) -> Result<()>;
 
-    /// Points it at a stream of its device (`InvalidValue` for one of another device). A cuBLAS handle forgets its
-    /// workspace thereby, and goes back to cuBLAS's own. `NotSupported` for [`Library::BlasLt`]. *During capture:
-    /// free.*
+    /// Sets its stream, one of its device (`InvalidValue` for one of another device). A cuBLAS handle then uses
+    /// cuBLAS's own workspace again. `NotSupported` for [`Library::BlasLt`]. *During capture: free.*
     fn library_set_stream(&self, handle: HandleId, stream: StreamId) -> Result<()>;
 
-    /// The library's own handle, for its own functions. Using it is unsafe code of the caller, which must use it when no
-    /// other thread does, and leave it as it was: not destroyed, on its stream, with scalars in host memory. *During
+    /// The library's own handle, for its own functions. Using it is unsafe code of the caller, which must use it when
+    /// no other thread does, and leave it as it was: not destroyed, on its stream, with scalars in host memory. *During
     /// capture: free.*
     fn library_raw(&self, handle: HandleId) -> Result<RawHandle>;
 
-    /// Gives a cuBLAS handle (`InvalidHandle` for others) memory to work with, instead of cuBLAS's own; 0 bytes is none
-    /// at all. `InvalidValue` unless the address is a multiple of 256 and the range is memory that the device may use. It
-    /// belongs to the handle until the next call of this or of [`library_set_stream`](Self::library_set_stream). *During
-    /// capture: free.*
+    /// Sets the workspace of a cuBLAS handle (`InvalidHandle` for others), instead of cuBLAS's own; 0 bytes means none.
+    /// `InvalidValue` unless the address is a multiple of 256 and the range is memory that the device may use. It
+    /// belongs to the handle until the next call of this or of [`library_set_stream`](Self::library_set_stream).
+    /// *During capture: free.*
     fn blas_set_workspace(&self, handle: HandleId, ptr: DevicePtr, bytes: u64) -> Result<()>;
 
-    /// Sets how precise a cuBLAS handle (`InvalidHandle` for others) is. *During capture: free.*
+    /// Sets the precision of a cuBLAS handle (`InvalidHandle` for others). *During capture: free.*
     fn blas_set_math(&self, handle: HandleId, math: BlasMath) -> Result<()>;
 
     /// Whether a cuBLAS handle (`InvalidHandle` for others) may use atomic operations, whose results differ from run to
-    /// run; they start out forbidden. *During capture: free.*
+    /// run; initially it may not. *During capture: free.*
     fn blas_set_atomics(&self, handle: HandleId, allowed: bool) -> Result<()>;
 
-    /// Multiplies, in the order of the handle's stream. `InvalidValue` for a product that [`Sgemm::check`] refuses, and
-    /// unless its matrices and the handle's workspace are memory that the device may use. `InvalidHandle` for handles of
-    /// other libraries. A product with `m` or `n` 0 does nothing. *During capture: stream* (the handle's).
+    /// Computes a product in the order of the handle's stream. `InvalidValue` for a product that [`Sgemm::check`]
+    /// refuses, and unless its matrices and the handle's workspace are memory that the device may use. `InvalidHandle`
+    /// for handles of other libraries. A product with `m` or `n` 0 does nothing. *During capture: stream* (the
+    /// handle's).
     fn blas_sgemm(&self, handle: HandleId, product: &Sgemm) -> Result<()>;
 }

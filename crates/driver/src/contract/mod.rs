@@ -1,18 +1,22 @@
 //! The contract: what a GPU driver must offer, split by subject into object-safe traits.
 //!
-//! **What holds for every method.**
-//! - Callable from any thread, also one that never touched a GPU. A call names its device, or a stream or event that
-//!   has one; what the calling thread has as its current device neither matters nor changes, except for
-//!   [`Devices::set_current_device`].
-//! - An id that was never handed out, or whose object is gone, gives [`InvalidHandle`]; a device number out of range
-//!   gives [`InvalidDevice`]. A failed call changes nothing, but for captures: a forbidden call breaks them, and a
-//!   failed `capture_end` ends one.
-//! - Once a device is broken ([`DriverError::is_sticky`]), every call on it may return that same code.
-//! - From inside a host callback, every call gives [`NotPermitted`].
-//! - *During capture* each method is of one of the kinds that [`CaptureRule`] lists; its doc says which.
+//! **For every method:**
+//! - It may be called from any thread, also one that never used a GPU. Its arguments determine the device; the calling
+//!   thread's current device does not matter, and changes only in [`Devices::set_current_device`].
+//! - An unknown id, or one whose object is destroyed, gives [`InvalidHandle`]; a device number out of range gives
+//!   [`InvalidDevice`]. A failed call changes nothing, except captures: a forbidden call invalidates them, and a failed
+//!   `capture_end` ends one.
+//! - Once a device is unusable ([`DriverError::is_sticky`]), every call on it may return the same code.
+//! - Inside a host callback, every call gives [`NotPermitted`].
+//! - *During capture* it follows one of the rules of [`CaptureRule`]; its documentation says which.
 //!
-//! A backend promises what the docs say; a caller may rely on no more. Both backends are held to it by the
-//! `warpool-conformance` suite.
+//! **Safe methods are safe:** whatever its arguments, a safe method cannot corrupt this process's memory. What the
+//! driver cannot check is an unsafe method, or an unsafe constructor of an argument, that states what the caller
+//! promises. Device memory is not this process's memory: work that uses freed device memory may fault, or read other
+//! data.
+//!
+//! A backend guarantees what the documentation says; callers may not rely on more. The crate `warpool-conformance`
+//! tests both backends against it.
 //!
 //! [`InvalidHandle`]: crate::ErrorCode::InvalidHandle
 //! [`InvalidDevice`]: crate::ErrorCode::InvalidDevice
@@ -41,7 +45,7 @@ pub use device::{DeviceProperties, Devices};
 pub use event::{EventOptions, EventScope, Events, IpcEventHandle};
 pub use graph::{ConditionalKind, GraphTopology, Graphs, InstantiateOptions, Node, NodeKind};
 pub use host::{HostMemory, HostOptions};
-pub use kernel::{KernelArg, KernelFault, KernelMemory, KernelMirror, KernelScope, KernelSource, Kernels, LaunchShape};
+pub use kernel::{HostKernel, KernelArg, KernelFault, KernelMemory, KernelScope, KernelSource, Kernels, LaunchShape};
 pub use library::{BlasMath, BlasMatrix, Libraries, Library, Sgemm};
 pub use memory::{Memory, MemoryInfo};
 pub use pool::{PoolAttribute, Pools};
@@ -53,7 +57,7 @@ use std::time::Duration;
 
 use crate::DevicePtr;
 
-/// A GPU driver: everything that Warpool asks of the system below it.
+/// A GPU driver: everything that Warpool needs of it.
 pub trait Driver:
     Devices
     + Streams
@@ -71,15 +75,14 @@ pub trait Driver:
     + Send
     + Sync
 {
-    /// The name that the backend is chosen by: `sim` or `cuda`.
+    /// The name of the backend: `sim` or `cuda`.
     fn kind(&self) -> &'static str;
 
-    /// The time as this driver sees it, from some fixed start: the virtual clock of a simulated device, the
-    /// monotonic clock of the machine otherwise. Differences of it are what calls cost.
+    /// The time since a fixed start: the virtual clock of a simulated device, else the machine's monotonic clock.
     fn now(&self) -> Duration;
 
-    /// A number that nobody can foresee, another one at each call: what a program seeds itself with that was given no
-    /// seed. On a simulated device it follows from the device's own seed, so that runs repeat.
+    /// A random number, a different one at each call, for seeds. On a simulated device it depends on the device's seed,
+    /// so that runs are reproducible.
     fn entropy(&self) -> u64;
 
     /// Whether all of `[ptr, ptr + bytes)` is device memory: allocated, mapped, or memory of another library that the

@@ -16,7 +16,7 @@ use super::table::Missing;
 use super::work::{DueWork, Event, KernelWork, ReturnedCallback, Scheduler, Step, StreamKind, Template, Work, execute};
 use crate::{
     Call, CaptureId, DeviceId, DevicePtr, DriverError, ErrorCode, EventId, FunctionId, GraphExecId, GraphId,
-    KernelMirror, PoolId, Result, StreamId,
+    HostKernel, PoolId, Result, StreamId,
 };
 
 /// The state of a simulated driver.
@@ -299,7 +299,7 @@ impl SimState {
     }
 
     /// The host implementation of a function.
-    pub fn host_kernel(&mut self, function: FunctionId) -> Result<KernelMirror> {
+    pub fn host_kernel(&mut self, function: FunctionId) -> Result<HostKernel> {
         match self.modules.host_kernel(function) {
             Ok(host) => Ok(host),
             Err(why) => Err(self.missing(why, function)),

@@ -16,8 +16,8 @@ extern "C" __global__ void sum(unsigned* out, const unsigned* p, unsigned n) {
     for (unsigned i = 0; i < n; i++) *out += p[i];
 }
 "#,
-    mirrors: &[
-        KernelMirror {
+    host_kernels: &[
+        HostKernel {
             name: "add",
             run: |k| {
                 let (p, n, v) = (k.arg_ptr(0)?, k.arg_u32(1)?, k.arg_u32(2)?);
@@ -26,7 +26,7 @@ extern "C" __global__ void sum(unsigned* out, const unsigned* p, unsigned n) {
             },
             nanos: None,
         },
-        KernelMirror {
+        HostKernel {
             name: "sum",
             run: |k| {
                 let (out, p, n) = (k.arg_ptr(0)?, k.arg_ptr(1)?, k.arg_u32(2)?);

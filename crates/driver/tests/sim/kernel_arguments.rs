@@ -9,7 +9,7 @@ use warpool_driver::*;
 static TIMED: KernelSource = KernelSource {
     name: "timed",
     cuda: "",
-    mirrors: &[KernelMirror {
+    host_kernels: &[HostKernel {
         name: "timed",
         run: |_| Ok(()),
         nanos: Some(|_, args| if let Some(&KernelArg::U64(nanos)) = args.first() { nanos } else { 0 }),

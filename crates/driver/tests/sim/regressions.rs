@@ -14,9 +14,9 @@ fn new_fixture() -> Result<Fixture> {
 static SPECIAL: KernelSource = KernelSource {
     name: "special",
     cuda: "",
-    mirrors: &[
-        KernelMirror { name: "assert", run: |_| panic!("a failed assertion of the device, on purpose"), nanos: None },
-        KernelMirror { name: "slow", run: |_| Ok(()), nanos: Some(|_, _| 10_000_000) },
+    host_kernels: &[
+        HostKernel { name: "assert", run: |_| panic!("a failed assertion of the device, on purpose"), nanos: None },
+        HostKernel { name: "slow", run: |_| Ok(()), nanos: Some(|_, _| 10_000_000) },
     ],
 };
 
@@ -245,7 +245,7 @@ fn a_host_kernel_cannot_call_the_driver() -> Result<()> {
     static CALLER: KernelSource = KernelSource {
         name: "caller",
         cuda: "",
-        mirrors: &[KernelMirror {
+        host_kernels: &[HostKernel {
             name: "call",
             run: |_| match GPU.get().expect("set below").device_count() {
                 Err(error) if error.code == ErrorCode::NotPermitted => Ok(()),

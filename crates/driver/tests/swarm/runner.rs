@@ -16,8 +16,8 @@ const PAGE: u64 = 2 << 20;
 static KERNELS: KernelSource = KernelSource {
     name: "swarm",
     cuda: "",
-    mirrors: &[
-        KernelMirror {
+    host_kernels: &[
+        HostKernel {
             name: "mix",
             run: |k| {
                 let (to, n, from, m, salt) =
@@ -30,7 +30,7 @@ static KERNELS: KernelSource = KernelSource {
             },
             nanos: None,
         },
-        KernelMirror {
+        HostKernel {
             name: "countdown",
             run: |k| {
                 let (counter, flag) = (k.arg_ptr(0)?, k.arg_conditional(1)?);

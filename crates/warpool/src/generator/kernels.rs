@@ -7,7 +7,7 @@
 //! Three arguments say where a kernel's numbers start, (slot, seed, offset): without a slot, seed and offset; with one,
 //! the slot contains both, and the third argument is added ([`Reservation::args`](super::Reservation::args)).
 
-use warpool_driver::{DevicePtr, KernelFault, KernelMirror, KernelScope, KernelSource};
+use warpool_driver::{DevicePtr, HostKernel, KernelFault, KernelScope, KernelSource};
 
 use super::philox;
 
@@ -127,12 +127,12 @@ extern "C" __global__ void philox_seed(unsigned long long *slot, unsigned long l
 }
 "#
     ),
-    mirrors: &[
-        KernelMirror { name: BITS, run: bits, nanos: None },
-        KernelMirror { name: UNIFORM, run: uniform, nanos: None },
-        KernelMirror { name: NORMAL, run: normal, nanos: None },
-        KernelMirror { name: DROPOUT, run: dropout, nanos: None },
-        KernelMirror { name: SEED, run: seed, nanos: None },
+    host_kernels: &[
+        HostKernel { name: BITS, run: bits, nanos: None },
+        HostKernel { name: UNIFORM, run: uniform, nanos: None },
+        HostKernel { name: NORMAL, run: normal, nanos: None },
+        HostKernel { name: DROPOUT, run: dropout, nanos: None },
+        HostKernel { name: SEED, run: seed, nanos: None },
     ],
 };
 

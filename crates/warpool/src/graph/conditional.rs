@@ -12,7 +12,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::Arc;
 
 use warpool_driver::{
-    ConditionalId, ConditionalKind, DevicePtr, DriverError, ErrorCode, FunctionId, KernelFault, KernelMirror,
+    ConditionalId, ConditionalKind, DevicePtr, DriverError, ErrorCode, FunctionId, HostKernel, KernelFault,
     KernelScope, KernelSource,
 };
 
@@ -35,9 +35,9 @@ extern "C" __global__ void flag_from_word(unsigned long long flag, const unsigne
     cudaGraphSetConditional(flag, *value != 0 ? 1 : 0);
 }
 "#,
-    mirrors: &[
-        KernelMirror { name: "flag_from_byte", run: flag_from_byte, nanos: None },
-        KernelMirror { name: "flag_from_word", run: flag_from_word, nanos: None },
+    host_kernels: &[
+        HostKernel { name: "flag_from_byte", run: flag_from_byte, nanos: None },
+        HostKernel { name: "flag_from_word", run: flag_from_word, nanos: None },
     ],
 };
 

@@ -2,7 +2,7 @@
 //! ends with [`GraphFixture::finish`], after all its graphs are dropped.
 
 use warpool::driver::sim::{HazardKind, ObjectCounts, SimConfig};
-use warpool::driver::{Copies as _, DevicePtr, FunctionId, KernelMirror, KernelSource, Kernels as _, LaunchShape};
+use warpool::driver::{Copies as _, DevicePtr, FunctionId, HostKernel, KernelSource, Kernels as _, LaunchShape};
 use warpool::graph::{BufferKey, Capture, Graph, GraphError, GraphOptions, HostOffset};
 use warpool::memory::{Allocate as _, DeviceBlock};
 use warpool::{Error, Result, Stream, StreamLease};
@@ -13,9 +13,9 @@ use super::memory::{FIRST, TestContext};
 static KERNELS: KernelSource = KernelSource {
     name: "graph labs",
     cuda: "",
-    mirrors: &[
+    host_kernels: &[
         // Adds to one word.
-        KernelMirror {
+        HostKernel {
             name: "add",
             run: |kernel| {
                 let (to, value) = (kernel.arg_ptr(0)?, kernel.arg_u32(1)?);
@@ -25,7 +25,7 @@ static KERNELS: KernelSource = KernelSource {
             nanos: None,
         },
         // Sets one word to another, plus a value.
-        KernelMirror {
+        HostKernel {
             name: "sum",
             run: |kernel| {
                 let (to, from, value) = (kernel.arg_ptr(0)?, kernel.arg_ptr(1)?, kernel.arg_u32(2)?);
@@ -35,7 +35,7 @@ static KERNELS: KernelSource = KernelSource {
             nanos: None,
         },
         // Sets one word to the lowest bit of another.
-        KernelMirror {
+        HostKernel {
             name: "odd",
             run: |kernel| {
                 let (to, from) = (kernel.arg_ptr(0)?, kernel.arg_ptr(1)?);

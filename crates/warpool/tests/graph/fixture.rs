@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use warpool::driver::sim::{HazardKind, ObjectCounts, SimConfig};
-use warpool::driver::{Copies as _, DevicePtr, FunctionId, KernelMirror, KernelSource, Kernels as _, Pattern};
+use warpool::driver::{Copies as _, DevicePtr, FunctionId, HostKernel, KernelSource, Kernels as _, Pattern};
 use warpool::graph::{BufferKey, CaptureOptions, Graph, GraphError, GraphOptions};
 use warpool::memory::MemPoolId;
 use warpool::{Error, StreamLease};
@@ -13,7 +13,7 @@ use crate::common::memory::{FIRST, TestContext};
 static KERNELS: KernelSource = KernelSource {
     name: "graph tests",
     cuda: "",
-    mirrors: &[KernelMirror {
+    host_kernels: &[HostKernel {
         name: "add",
         run: |kernel| {
             let (to, n, value) = (kernel.arg_ptr(0)?, kernel.arg_u32(1)? as usize, kernel.arg_u32(2)?);

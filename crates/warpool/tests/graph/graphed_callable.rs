@@ -8,7 +8,7 @@ use crate::common::launch::launch_kernel;
 use crate::common::memory::{FIRST, KIB, MIB, TestContext};
 use warpool::driver::sim::{HazardKind, ObjectCounts, SimConfig};
 use warpool::driver::{
-    Call as DriverCall, Copies as _, DevicePtr, ErrorCode, FunctionId, KernelArg, KernelMirror, KernelSource,
+    Call as DriverCall, Copies as _, DevicePtr, ErrorCode, FunctionId, HostKernel, KernelArg, KernelSource,
     Kernels as _, Pattern,
 };
 use warpool::graph::{
@@ -20,7 +20,7 @@ use warpool::{Error, Result, Stream, StreamLease};
 static KERNELS: KernelSource = KernelSource {
     name: "graphed tests",
     cuda: "",
-    mirrors: &[KernelMirror {
+    host_kernels: &[HostKernel {
         name: "sum",
         run: |kernel| {
             let (to, from, by) = (kernel.arg_ptr(0)?, kernel.arg_ptr(1)?, kernel.arg_ptr(2)?);

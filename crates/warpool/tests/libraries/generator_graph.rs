@@ -7,7 +7,7 @@ use crate::common::launch::capture_kernel;
 use crate::common::memory::{FIRST, KIB, TestContext};
 use warpool::driver::decorate::{FaultPlan, Faulty};
 use warpool::driver::sim::{HazardKind, SimConfig, SimDriver};
-use warpool::driver::{Call, CaptureMode, Copies, DevicePtr, ErrorCode, KernelMirror, KernelSource, Kernels};
+use warpool::driver::{Call, CaptureMode, Copies, DevicePtr, ErrorCode, HostKernel, KernelSource, Kernels};
 use warpool::generator::{Generator, GeneratorError, Reservation, philox, position};
 use warpool::graph::{BufferKey, CaptureOptions, Flag, Graph, GraphError, GraphOptions};
 use warpool::memory::{Allocate, CachingAllocator, DeviceAllocator, DeviceBlock, Settings};
@@ -464,7 +464,7 @@ fn a_users_kernel_draws_in_a_capture() {
                 *to = warpool_words(warpool_position(slot, seed, offset), 0).x;
             }"#
         ),
-        mirrors: &[KernelMirror {
+        host_kernels: &[HostKernel {
             name: "draw",
             run: |scope| {
                 let (to, (seed, offset)) = (scope.arg_ptr(0)?, position(scope, 1)?);

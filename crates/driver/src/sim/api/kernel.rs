@@ -20,7 +20,7 @@ impl Kernels for SimDriver {
     fn module_load(&self, device: DeviceId, source: &KernelSource) -> Result<ModuleId> {
         self.call(Call::ModuleLoad, |state| {
             state.use_device(device)?;
-            Ok(state.modules.load(source.mirrors))
+            Ok(state.modules.load(source.host_kernels))
         })
     }
 

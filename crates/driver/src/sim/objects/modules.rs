@@ -1,23 +1,23 @@
 //! Modules and their functions: the host implementations of CUDA kernels.
 
 use crate::sim::table::{Missing, Table};
-use crate::{FunctionId, KernelMirror, ModuleId};
+use crate::{FunctionId, HostKernel, ModuleId};
 
 #[derive(Clone, Copy, Debug)]
 struct Function {
     module: ModuleId,
-    host: KernelMirror,
+    host: HostKernel,
 }
 
 /// All loaded modules.
 #[derive(Debug, Default)]
 pub struct Modules {
-    modules: Table<&'static [KernelMirror]>,
+    modules: Table<&'static [HostKernel]>,
     functions: Table<Function>,
 }
 
 impl Modules {
-    pub fn load(&mut self, kernels: &'static [KernelMirror]) -> ModuleId {
+    pub fn load(&mut self, kernels: &'static [HostKernel]) -> ModuleId {
         ModuleId(self.modules.insert(kernels))
     }
 
@@ -32,7 +32,7 @@ impl Modules {
     }
 
     /// The kernels of a module.
-    pub fn kernels(&self, module: ModuleId) -> Result<&'static [KernelMirror], Missing> {
+    pub fn kernels(&self, module: ModuleId) -> Result<&'static [HostKernel], Missing> {
         self.modules.get(module.0).copied().ok_or_else(|| self.modules.why_missing(module.0))
     }
 
@@ -45,7 +45,7 @@ impl Modules {
     }
 
     /// The host implementation of a function.
-    pub fn host_kernel(&self, function: FunctionId) -> Result<KernelMirror, Missing> {
+    pub fn host_kernel(&self, function: FunctionId) -> Result<HostKernel, Missing> {
         match self.functions.get(function.0) {
             Some(&Function { host, .. }) => Ok(host),
             None => Err(self.functions.why_missing(function.0)),

@@ -2,10 +2,10 @@
 //!
 //! Sums run over `k` upwards, without fused multiply-add, so that a product gives the same bits on every machine.
 
-use crate::{BlasMath, BlasMatrix, DevicePtr, KernelArg, KernelFault, KernelMirror, KernelScope, LaunchShape, Sgemm};
+use crate::{BlasMath, BlasMatrix, DevicePtr, HostKernel, KernelArg, KernelFault, KernelScope, LaunchShape, Sgemm};
 
 /// The product as a kernel.
-pub static SGEMM: KernelMirror = KernelMirror { name: "sgemm", run, nanos: None };
+pub static SGEMM: HostKernel = HostKernel { name: "sgemm", run, nanos: None };
 
 /// How many bytes a product writes at the start and at the end of its workspace, so that hazards of other users and a
 /// wrong size are detected.

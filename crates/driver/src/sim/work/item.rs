@@ -5,8 +5,8 @@ use std::sync::{Arc, Mutex, OnceLock};
 
 use crate::sim::order::Operation;
 use crate::{
-    ConditionalId, ConditionalKind, DeviceId, DevicePtr, EventId, FunctionId, GraphTopology, HostCallback, KernelArg,
-    KernelMirror, LaunchShape, Node, NodeId, NodeKind, Pattern, PoolId, StreamId,
+    ConditionalId, ConditionalKind, DeviceId, DevicePtr, EventId, FunctionId, GraphTopology, HostCallback, HostKernel,
+    KernelArg, LaunchShape, Node, NodeId, NodeKind, Pattern, PoolId, StreamId,
 };
 
 /// A kernel with its arguments.
@@ -14,7 +14,7 @@ use crate::{
 pub struct KernelWork {
     /// The launched function; `None` for a kernel of a library.
     pub function: Option<FunctionId>,
-    pub host: KernelMirror,
+    pub host: HostKernel,
     pub shape: LaunchShape,
     pub args: Vec<KernelArg>,
 }

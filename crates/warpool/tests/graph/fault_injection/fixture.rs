@@ -6,7 +6,7 @@ use warpool::blas::{Blas, BlasSettings};
 use warpool::driver::decorate::{FaultPlan, Faulty};
 use warpool::driver::sim::{HazardKind, ObjectCounts, SimConfig, SimDriver};
 use warpool::driver::{
-    CaptureMode, CaptureState, Captures as _, Copies as _, DeviceId, DevicePtr, FunctionId, KernelArg, KernelMirror,
+    CaptureMode, CaptureState, Captures as _, Copies as _, DeviceId, DevicePtr, FunctionId, HostKernel, KernelArg,
     KernelSource, Kernels as _, ModuleId, Pattern,
 };
 use warpool::generator::Generator;
@@ -26,8 +26,8 @@ pub const WORDS: usize = 8;
 static KERNELS: KernelSource = KernelSource {
     name: "graph faults",
     cuda: "",
-    mirrors: &[
-        KernelMirror {
+    host_kernels: &[
+        HostKernel {
             name: "plus",
             run: |k| {
                 let (to, from) = (k.arg_ptr(0)?, k.arg_ptr(1)?);
@@ -37,7 +37,7 @@ static KERNELS: KernelSource = KernelSource {
             },
             nanos: None,
         },
-        KernelMirror {
+        HostKernel {
             name: "less",
             run: |k| {
                 let flag = k.arg_ptr(0)?;

@@ -2,7 +2,7 @@
 
 use warpool::driver::sim::SimDriver;
 use warpool::driver::{
-    DeviceId, FunctionId, KernelFault, KernelMirror, KernelScope, KernelSource, Kernels as _, ModuleId,
+    DeviceId, FunctionId, HostKernel, KernelFault, KernelScope, KernelSource, Kernels as _, ModuleId,
 };
 use warpool::generator::{philox, position};
 
@@ -12,14 +12,14 @@ pub const WORDS: usize = 16;
 pub static SOURCE: KernelSource = KernelSource {
     name: "graph swarm",
     cuda: "",
-    mirrors: &[
-        KernelMirror { name: "add", run: add, nanos: None },
-        KernelMirror { name: "mix", run: mix, nanos: None },
-        KernelMirror { name: "sums", run: sums, nanos: None },
-        KernelMirror { name: "limit", run: limit, nanos: None },
-        KernelMirror { name: "count_down", run: count_down, nanos: None },
-        KernelMirror { name: "tame", run: tame, nanos: None },
-        KernelMirror { name: "salt", run: salt, nanos: None },
+    host_kernels: &[
+        HostKernel { name: "add", run: add, nanos: None },
+        HostKernel { name: "mix", run: mix, nanos: None },
+        HostKernel { name: "sums", run: sums, nanos: None },
+        HostKernel { name: "limit", run: limit, nanos: None },
+        HostKernel { name: "count_down", run: count_down, nanos: None },
+        HostKernel { name: "tame", run: tame, nanos: None },
+        HostKernel { name: "salt", run: salt, nanos: None },
     ],
 };
 

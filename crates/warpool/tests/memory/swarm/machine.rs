@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use warpool::driver::sim::{Latencies, ObjectCounts, SimConfig, SimDriver};
 use warpool::driver::{
-    Copies as _, DeviceId, DevicePtr, FunctionId, KernelArg, KernelMirror, KernelSource, Kernels as _, LaunchShape,
+    Copies as _, DeviceId, DevicePtr, FunctionId, HostKernel, KernelArg, KernelSource, Kernels as _, LaunchShape,
     Memory as _,
 };
 use warpool::{Instance, Stream, StreamLease};
@@ -17,8 +17,8 @@ const MIB: u64 = 1 << 20;
 static KERNELS: KernelSource = KernelSource {
     name: "swarm",
     cuda: "",
-    mirrors: &[
-        KernelMirror {
+    host_kernels: &[
+        HostKernel {
             name: "write_tag",
             run: |k| {
                 let (to, words, tag) = (k.arg_ptr(0)?, k.arg_u32(1)?, k.arg_u32(2)?);
@@ -26,7 +26,7 @@ static KERNELS: KernelSource = KernelSource {
             },
             nanos: None,
         },
-        KernelMirror {
+        HostKernel {
             name: "check_tag",
             run: |k| {
                 let (from, words, tag, mismatch) = (k.arg_ptr(0)?, k.arg_u32(1)?, k.arg_u32(2)?, k.arg_ptr(3)?);
