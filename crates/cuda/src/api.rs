@@ -11,7 +11,7 @@ use std::ffi::{c_char, c_int, c_uchar, c_uint, c_ulonglong, c_ushort, c_void};
 
 use cudarc::driver::sys::{self, *};
 
-use crate::libraries::{MissingSymbol, SharedLibrary};
+use crate::shared_library::{MissingSymbol, SharedLibrary};
 
 /// Declares the table: `field: binding(arguments);`, or `field: binding as "symbol"(arguments);` where a newer symbol
 /// has the binding's signature.

@@ -99,7 +99,7 @@ impl ActiveCaptures {
     }
 
     /// The capture into `graph`.
-    fn into_graph(&self, graph: GraphHandle) -> Option<ActiveCapture> {
+    fn by_graph(&self, graph: GraphHandle) -> Option<ActiveCapture> {
         lock(&self.by_origin).values().find(|capture| capture.graph == graph).cloned()
     }
 
@@ -290,7 +290,7 @@ impl CudaDriver {
 
     /// The family of the graph that is captured into, if its capture began through this driver.
     pub(crate) fn family_of_capture(&self, graph: GraphHandle) -> Option<GraphFamily> {
-        self.captures.into_graph(graph)?.family
+        self.captures.by_graph(graph)?.family
     }
 
     /// Sets the calling thread's capture mode to relaxed until the result is dropped.
@@ -395,7 +395,7 @@ impl CudaDriver {
     }
 
     /// Registers that the capture which began on `stream` ended without a graph. The body of a conditional node stays
-    /// in the node; any other graph is gone.
+    /// in the node; any other graph is destroyed.
     pub(crate) fn capture_dropped(&self, stream: &Stream) {
         let capture = self.captures.remove(&origin_key(stream));
         if let Some(capture) = capture.filter(|capture| capture.root == capture.graph) {
@@ -405,7 +405,7 @@ impl CudaDriver {
 
     /// The graph that owns one that is being captured.
     pub(crate) fn root_of(&self, graph: GraphHandle) -> GraphHandle {
-        self.captures.into_graph(graph).map_or(graph, |capture| capture.root)
+        self.captures.by_graph(graph).map_or(graph, |capture| capture.root)
     }
 
     /// Ends the body captures inside the capture which began on `stream` and is about to end: without a graph around
@@ -433,7 +433,7 @@ impl CudaDriver {
     }
 
     /// Captures a callback. The graph owns it from then on: it is dropped when the graph, its executables and their
-    /// launches are gone. The caller holds `graph_lock`.
+    /// launches are destroyed. The caller holds `graph_lock`.
     pub(crate) fn capture_callback(
         &self,
         site: CallSite<'_>,

@@ -133,7 +133,7 @@ impl CudaDriver {
         self.capture_began(site, &body, (graph, flag.root), family, since)
     }
 
-    /// Forgets what was inside a graph that is gone, at any depth: flags, and bodies of conditional nodes. The caller
+    /// Forgets what was inside a destroyed graph, at any depth: flags, and bodies of conditional nodes. The caller
     /// holds `graph_lock`.
     pub(crate) fn forget_graphs_inside(&self, root: GraphHandle) {
         for id in self.conditionals.ids(|flag| flag.root == root) {
@@ -141,7 +141,7 @@ impl CudaDriver {
         }
         for id in self.graphs.ids(|graph| graph.owner == GraphOwner::Node { root }) {
             if let Some(mut body) = self.graphs.exclusive(id) {
-                body.owner = GraphOwner::Gone;
+                body.owner = GraphOwner::Destroyed;
                 body.family = None;
             }
         }

@@ -1,4 +1,4 @@
-//! The device memory that this driver knows: plain and pool allocations, and what is mapped into reserved addresses.
+//! The device memory of this driver: plain and pool allocations, and what is mapped into reserved addresses.
 //!
 //! Adjacent allocations are distinct ranges: no copy may run from one into the next. Physical pieces that are mapped
 //! next to each other in one reservation are one range, whatever their number.
@@ -9,7 +9,7 @@ use crate::handle::Context;
 use crate::range_map::RangeMap;
 use crate::sync::{read, write};
 
-/// All known device memory.
+/// All device memory of this driver.
 #[derive(Default)]
 pub(crate) struct DeviceRanges(RwLock<Ranges>);
 
@@ -43,7 +43,7 @@ pub(crate) struct Allocation {
 pub(crate) enum Lifetime {
     /// It exists until it is freed through this driver.
     UntilFreed,
-    /// An allocation node of a graph: every launch may allocate it again, so only CUDA knows.
+    /// An allocation node of a graph: every launch may allocate it again, so only CUDA can tell.
     Graph,
 }
 

@@ -35,7 +35,7 @@ pub(crate) struct Graph {
     pub(crate) owner: GraphOwner,
     /// Shared with the executables that are made of it.
     pub(crate) template: Arc<Mutex<Template>>,
-    /// `None` for a body whose node is gone.
+    /// `None` for a body whose node was destroyed.
     pub(crate) family: Option<GraphFamily>,
 }
 
@@ -68,8 +68,8 @@ pub(crate) enum GraphOwner {
         /// That graph.
         root: GraphHandle,
     },
-    /// It was the body of a node that is gone. The id can only be forgotten.
-    Gone,
+    /// It was destroyed with the node whose body it was. The id can only be forgotten.
+    Destroyed,
 }
 
 /// A node's kind from CUDA's number.
@@ -209,7 +209,7 @@ impl Graphs for CudaDriver {
 impl CudaDriver {
     /// The graph behind an id. The caller holds `graph_lock`.
     fn graph(&self, site: CallSite<'_>, graph: GraphId) -> Result<Shared<'_, Graph>> {
-        let live = self.graphs.get(graph.0).filter(|graph| graph.owner != GraphOwner::Gone);
+        let live = self.graphs.get(graph.0).filter(|graph| graph.owner != GraphOwner::Destroyed);
         live.ok_or_else(|| site.error(ErrorCode::InvalidHandle))
     }
 

@@ -13,18 +13,17 @@ pub(crate) unsafe fn read(from: *const u8, into: &mut [u8]) {
     let (head, words) = split(from.addr(), into.len());
     for (index, byte) in into[..head].iter_mut().enumerate() {
         // SAFETY: in the range that the caller promises.
-        *byte = unsafe { from.add(index).read_volatile() };
+        *byte = unsafe { from.wrapping_add(index).read_volatile() };
     }
-    // SAFETY: in the range that the caller promises, or at its end.
-    let first_word = unsafe { from.add(head) }.cast::<u64>();
+    let first_word = from.wrapping_add(head).cast::<u64>();
     let (in_words, tail) = into[head..].split_at_mut(words * WORD);
     for (index, word) in in_words.as_chunks_mut::<WORD>().0.iter_mut().enumerate() {
         // SAFETY: in the range that the caller promises, and aligned.
-        *word = unsafe { first_word.add(index).read_volatile() }.to_ne_bytes();
+        *word = unsafe { first_word.wrapping_add(index).read_volatile() }.to_ne_bytes();
     }
     for (index, byte) in tail.iter_mut().enumerate() {
         // SAFETY: in the range that the caller promises.
-        *byte = unsafe { from.add(head + words * WORD + index).read_volatile() };
+        *byte = unsafe { from.wrapping_add(head + words * WORD + index).read_volatile() };
     }
 }
 
@@ -36,18 +35,17 @@ pub(crate) unsafe fn write(to: *mut u8, bytes: &[u8]) {
     let (head, words) = split(to.addr(), bytes.len());
     for (index, &byte) in bytes[..head].iter().enumerate() {
         // SAFETY: in the range that the caller promises.
-        unsafe { to.add(index).write_volatile(byte) };
+        unsafe { to.wrapping_add(index).write_volatile(byte) };
     }
-    // SAFETY: in the range that the caller promises, or at its end.
-    let first_word = unsafe { to.add(head) }.cast::<u64>();
+    let first_word = to.wrapping_add(head).cast::<u64>();
     let (in_words, tail) = bytes[head..].split_at(words * WORD);
     for (index, &word) in in_words.as_chunks::<WORD>().0.iter().enumerate() {
         // SAFETY: in the range that the caller promises, and aligned.
-        unsafe { first_word.add(index).write_volatile(u64::from_ne_bytes(word)) };
+        unsafe { first_word.wrapping_add(index).write_volatile(u64::from_ne_bytes(word)) };
     }
     for (index, &byte) in tail.iter().enumerate() {
         // SAFETY: in the range that the caller promises.
-        unsafe { to.add(head + words * WORD + index).write_volatile(byte) };
+        unsafe { to.wrapping_add(head + words * WORD + index).write_volatile(byte) };
     }
 }
 
@@ -69,11 +67,11 @@ mod tests {
             for bytes in 0..33 {
                 let mut copy = vec![0xff; bytes];
                 // SAFETY: inside the vector, which nothing else uses.
-                unsafe { read(start.add(offset), &mut copy) };
+                unsafe { read(start.wrapping_add(offset), &mut copy) };
                 assert!(copy.iter().enumerate().all(|(index, &byte)| byte == (offset + index) as u8));
                 let inverted: Vec<u8> = copy.iter().map(|byte| !byte).collect();
                 // SAFETY: as above.
-                unsafe { write(start.add(offset), &inverted) };
+                unsafe { write(start.wrapping_add(offset), &inverted) };
                 let mut all = vec![0; 64];
                 // SAFETY: as above.
                 unsafe { read(start, &mut all) };
@@ -83,7 +81,7 @@ mod tests {
                 };
                 assert!(all.iter().enumerate().all(|(index, &byte)| byte == expected(index)), "{offset} {bytes}");
                 // SAFETY: as above.
-                unsafe { write(start.add(offset), &copy) };
+                unsafe { write(start.wrapping_add(offset), &copy) };
             }
         }
     }

@@ -247,7 +247,7 @@ impl CudaDriver {
         site.check(unsafe { (self.api.module_unload)(module.raw.raw()) })
     }
 
-    /// Unloads the modules whose ids are gone and that no graph uses any more.
+    /// Unloads the modules that were unloaded by id and that no graph uses any more.
     fn unload_pending(&self, site: CallSite<'_>) {
         let unused: Vec<_> =
             lock(&self.modules_pending_unload).extract_if(.., |module| !module.users.exist()).collect();

@@ -39,8 +39,8 @@
 //! memory whose stream's queue is full.
 //!
 //! The lock order, for calls that hold several: objects, a stream before the executables and handles that are bound to
-//! it (in the opposite order no call waits); a stream's work lock; `graph_lock`; graphs and flags, for which no call
-//! waits elsewhere; a graph's `template`; `captures`; `pinned_access`; `pinned`; a device's `caller_retains`;
+//! it (in the opposite order no call waits); `pinned_access`; `pinned`; a stream's work lock; `graph_lock`; graphs and
+//! flags, for which no call waits elsewhere; a graph's `template`; `captures`; a device's `caller_retains`;
 //! `stream_users`; the free slots of an object table; `capture_errors`.
 
 #[cfg(not(all(unix, target_pointer_width = "64", target_endian = "little")))]
@@ -72,6 +72,7 @@ mod object_table;
 mod pool;
 mod range_check;
 mod range_map;
+mod shared_library;
 mod stream;
 mod stream_users;
 mod sync;
@@ -88,13 +89,15 @@ use capture::ActiveCaptures;
 use capture_errors::CaptureErrors;
 use device::Device;
 use device_ranges::{DeviceRanges, Lookup};
-use libraries::{LoadedLibraries, Nvrtc, SharedLibrary, driver_candidates};
+use libraries::{LoadedLibraries, Nvrtc};
 use object_table::ObjectTable;
 use range_map::RangeMap;
+use shared_library::{SharedLibrary, driver_candidates};
 use stream_users::StreamUsers;
 
 pub use exec::BareLaunch;
-pub use libraries::{FoundLibrary, LibraryStatus, MissingLibrary, MissingSymbol, libraries};
+pub use libraries::{FoundLibrary, LibraryStatus, libraries};
+pub use shared_library::{MissingLibrary, MissingSymbol};
 
 /// The oldest supported driver.
 const OLDEST: DriverVersion = DriverVersion { major: 12, minor: 0 };
@@ -178,7 +181,7 @@ pub struct CudaDriver {
     /// another thread.
     graph_lock: Mutex<()>,
     modules: ObjectTable<kernel::Module>,
-    /// Modules whose ids are gone, but which graphs may use.
+    /// Modules that were unloaded by id, but which graphs may use.
     modules_pending_unload: Mutex<Vec<kernel::Module>>,
     functions: ObjectTable<kernel::Function>,
     nvrtc: OnceLock<Nvrtc>,

@@ -40,7 +40,7 @@ struct Entry<T> {
 }
 
 impl<T> Slot<T> {
-    /// The object, if there is one and nobody holds it exclusively.
+    /// The object, if there is one and no call holds it exclusively.
     fn try_get(&self) -> Option<Shared<'_, T>> {
         let entry = match self.0.try_read() {
             Ok(entry) => entry,

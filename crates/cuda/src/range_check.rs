@@ -166,7 +166,7 @@ mod tests {
     fn memory_of_others_is_found_by_cuda() -> Result<()> {
         let driver = fake_cuda::driver();
         let stream = driver.stream_create(FIRST, StreamOptions::default())?;
-        assert!(!driver.is_device_memory(DevicePtr(1), 1), "there is no context yet to ask with");
+        assert!(!driver.is_device_memory(DevicePtr(1), 1), "CUDA is not queried without a context");
         let own = driver.mem_alloc(FIRST, 256)?;
         let device = fake_cuda::foreign_memory(4096, DEVICE);
         let host = fake_cuda::foreign_memory(4096, HOST);

@@ -5,7 +5,7 @@ use std::cell::RefCell;
 use std::ffi::{c_int, c_void};
 
 use cudarc::driver::sys::*;
-use warpool_driver::Library;
+use warpool_driver::{ErrorCode, Library};
 
 use super::{CURRENT, DESTROYED, RACED, exist, guarded, handle, make, object, used, work};
 use crate::libraries::{CublasFunctions, LibraryFunctions, RawLibraryHandle};
@@ -87,7 +87,7 @@ unsafe extern "C" fn sgemm(
     let refused = stream.map_or(0, |stream| work(stream, CUgraphNodeType::CU_GRAPH_NODE_TYPE_KERNEL as u32));
     match refused {
         0 => use_handle(raw),
-        bug if [DESTROYED, RACED].map(|code| code.number()).contains(&bug) => bug,
+        bug if [DESTROYED, RACED].map(ErrorCode::number).contains(&bug) => bug,
         // CUBLAS_STATUS_EXECUTION_FAILED
         _ => 13,
     }

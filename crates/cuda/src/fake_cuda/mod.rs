@@ -504,7 +504,7 @@ pub(crate) fn module_with_kernel(driver: &CudaDriver) -> (ModuleId, FunctionId) 
     (module, FunctionId(driver.functions.insert(Function::fake(module, Some(&[]), users))))
 }
 
-/// Tells whether CUDA has a module loaded, also after its id is gone.
+/// Whether CUDA has a module loaded, also after it was unloaded by id.
 pub(crate) fn is_loaded(driver: &CudaDriver, module: ModuleId) -> impl Fn() -> bool + use<> {
     let raw = object(driver.modules.get(module.0).expect("a module").raw());
     move || raw.exists.load(Ordering::SeqCst)

@@ -141,7 +141,7 @@ impl CudaDriver {
         let (code, detail) = status::error_of(Library::Blas, status);
         let refusal = self.capture_refusal(site, stream);
         match refusal {
-            // The stream does not tell whether this call invalidated the capture or an earlier one did; so both are
+            // The stream does not report whether this call invalidated the capture or an earlier one did; so both are
             // recorded.
             Some(ErrorCode::StreamCaptureInvalidated) => site.invalidated_capture(code),
             Some(code) => site.invalidated_capture(code),

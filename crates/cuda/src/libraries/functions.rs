@@ -11,8 +11,8 @@ use std::sync::OnceLock;
 use cudarc::driver::sys::CUstream;
 use warpool_driver::{ErrorCode, Library, Result};
 
-use super::loader::{MissingLibrary, MissingSymbol, SharedLibrary, toolkit_candidates};
 use crate::error::CallSite;
+use crate::shared_library::{MissingLibrary, MissingSymbol, SharedLibrary, toolkit_candidates};
 
 /// A library's handle.
 pub(crate) type RawLibraryHandle = *mut c_void;

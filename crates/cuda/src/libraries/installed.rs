@@ -6,8 +6,8 @@ use std::ffi::c_int;
 use warpool_driver::Library;
 
 use super::functions;
-use super::loader::{SharedLibrary, driver_candidates, toolkit_candidates};
 use super::nvrtc;
+use crate::shared_library::{SharedLibrary, driver_candidates, toolkit_candidates};
 use crate::{DriverVersion, version_of};
 
 /// Whether one library is installed.

@@ -9,7 +9,7 @@ use std::ptr;
 
 use cudarc::nvrtc::sys::{self, nvrtcProgram};
 
-use super::loader::{MissingLibrary, MissingSymbol, SharedLibrary, toolkit_candidates};
+use crate::shared_library::{MissingLibrary, MissingSymbol, SharedLibrary, toolkit_candidates};
 
 /// The file names of NVRTC, the newest first.
 pub(crate) const NAMES: &[&str] = &["libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so"];
