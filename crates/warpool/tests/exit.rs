@@ -204,7 +204,7 @@ fn fill_variables(loud: bool) {
     let thread = thread::spawn(move || {
         LATE.with(|late| late.borrow_mut().extend(thread_objects(instance)));
         ready.send(()).expect("the main thread waits");
-        let objects = receiver.recv().expect("the main thread gives them");
+        let objects = receiver.recv().expect("the main thread sends them");
         LATE.with(|late| late.borrow_mut().extend(objects.into_iter().map(|object| object as Box<dyn Any>)));
     });
     is_ready.recv().expect("the thread comes so far");

@@ -51,8 +51,8 @@ fn each_wrong_begin_has_its_error_and_changes_nothing() {
         GraphError::DefaultPool
     );
     let unknown = MemPoolId { graph: 0, user: 99 };
-    let refused = graph.capture_begin(&fixture.side, plain.with_pool(unknown));
-    assert_eq!(refused, Err(Error::UnknownPool { pool: unknown, device: FIRST }));
+    let outcome = graph.capture_begin(&fixture.side, plain.with_pool(unknown));
+    assert_eq!(outcome, Err(Error::UnknownPool { pool: unknown, device: FIRST }));
     let (pool, block) = {
         let pool = MemPool::new(&fixture.context.any(), &fixture.context.device(), PoolOptions::default()).unwrap();
         (pool.id(), fixture.context.any().allocate_in(pool.id(), 512, &main).unwrap())
@@ -62,8 +62,8 @@ fn each_wrong_begin_has_its_error_and_changes_nothing() {
     {
         let pool = MemPool::new(&fixture.context.any(), &fixture.context.device(), PoolOptions::default()).unwrap();
         let _scope = pool.enter().unwrap();
-        let refused = graph.capture_begin(&fixture.side, plain.with_pool(pool.id()));
-        assert_eq!(refused, Err(Error::AlreadyRouting { pool: pool.id() }));
+        let outcome = graph.capture_begin(&fixture.side, plain.with_pool(pool.id()));
+        assert_eq!(outcome, Err(Error::AlreadyRouting { pool: pool.id() }));
         assert_eq!(pool.uses().unwrap(), 2, "the owner and the scope");
     }
     fixture.context.sim.capture_begin(fixture.side.id(), CaptureMode::Relaxed).unwrap();

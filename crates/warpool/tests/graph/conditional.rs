@@ -185,8 +185,8 @@ fn conditional_nodes_need_device_support_and_a_capture() {
     let key = graph
         .capture(&fixture.side, CaptureOptions::default(), |capture| {
             let key = capture.allocate(4)?;
-            let refused = graph_error(capture.if_node(Flag::word(key), |_| Ok(())));
-            assert_eq!(refused, GraphError::NoConditionalNodes { device: FIRST });
+            let error = graph_error(capture.if_node(Flag::word(key), |_| Ok(())));
+            assert_eq!(error, GraphError::NoConditionalNodes { device: FIRST });
             fill(capture, key, 6)?;
             Ok(key)
         })
@@ -204,12 +204,12 @@ fn a_flag_must_lie_in_a_buffer() {
         .capture(&fixture.side, CaptureOptions::default(), |capture| {
             let key = capture.allocate(4)?;
             for flag in [Flag::byte(key.at(4)), Flag::word(key.at(1))] {
-                let refused = graph_error(capture.while_node(flag, |_| Ok(())));
-                assert!(matches!(refused, GraphError::OutOfBounds { available: 4, .. }), "{refused}");
+                let error = graph_error(capture.while_node(flag, |_| Ok(())));
+                assert!(matches!(error, GraphError::OutOfBounds { available: 4, .. }), "{error}");
             }
             let longer = capture.allocate(8)?;
-            let refused = graph_error(capture.if_node(Flag::word(longer.at(1)), |_| Ok(())));
-            assert_eq!(refused, GraphError::FlagAlignment { offset: 1 });
+            let error = graph_error(capture.if_node(Flag::word(longer.at(1)), |_| Ok(())));
+            assert_eq!(error, GraphError::FlagAlignment { offset: 1 });
             fill(capture, key, 6)?;
             Ok(key)
         })

@@ -177,8 +177,8 @@ fn shapes_are_captured_largest_first_into_one_pool() {
     assert_eq!(runs[..6], warm, "each shape is warmed up before the first capture, and none twice");
     assert_eq!(runs[6..], [12 << 10, 4 << 10, 1 << 10].map(|shape| (shape, true)));
 
-    let told: Vec<_> = graphed.reports().iter().map(|it| (it.shape, it.bytes_added, it.bytes_outputs)).collect();
-    assert_eq!(told, [(12 << 10, 24 * MIB, 12 * MIB), (4 << 10, 0, 4 * MIB), (1 << 10, 2 * MIB, MIB)]);
+    let reports: Vec<_> = graphed.reports().iter().map(|it| (it.shape, it.bytes_added, it.bytes_outputs)).collect();
+    assert_eq!(reports, [(12 << 10, 24 * MIB, 12 * MIB), (4 << 10, 0, 4 * MIB), (1 << 10, 2 * MIB, MIB)]);
     assert!(graphed.reports().iter().all(|report| report.failed.is_none()));
     assert_eq!(graphed.bytes_inputs(), 12 * MIB);
     let pool = graphed.pool().unwrap();

@@ -127,14 +127,14 @@ fn an_unused_block_stays_in_the_graphs_pool() {
     let mut graph = fixture.graph();
     let ptr =
         graph.capture(fixture.side(), PLAIN, |_| Ok(fixture.host.allocate_on(BYTES, fixture.side())?.ptr())).unwrap();
-    assert!(!fixture.can_reuse(ptr), "the graph is there");
+    assert!(!fixture.can_reuse(ptr), "the graph is alive");
     // Nor by another graph, which has a pool of its own.
     let mut other = fixture.graph();
     let elsewhere =
         other.capture(fixture.side(), PLAIN, |_| Ok(fixture.host.allocate_on(BYTES, fixture.side())?.ptr())).unwrap();
     assert_ne!(elsewhere, ptr);
     drop(graph);
-    assert!(fixture.can_reuse(ptr) && !fixture.can_reuse(elsewhere), "one of the graphs is gone");
+    assert!(fixture.can_reuse(ptr) && !fixture.can_reuse(elsewhere), "one of the graphs is dropped");
     drop(other);
     assert!(fixture.can_reuse(elsewhere));
     fixture.finish();
@@ -164,7 +164,7 @@ fn a_used_block_is_not_reused_while_the_graph_lives() {
         assert_eq!(fixture.device_word(&graph, word), 41, "what was written in the capture is there in round {round}");
     }
     drop(graph);
-    assert!(fixture.can_reuse(ptr), "the graph is gone, and so are its replays");
+    assert!(fixture.can_reuse(ptr), "the graph is dropped, and its replays are done");
     fixture.finish();
 }
 
@@ -244,7 +244,7 @@ fn a_later_graph_of_the_pool_does_not_reuse_used_blocks() {
     assert!(!given.contains(&copied) && !given.contains(&counted), "{copied:?}, {counted:?} of {given:?}");
     drop((two, three));
     let given = fixture.reusable_blocks();
-    assert!([copied, counted, unused].iter().all(|ptr| given.contains(ptr)), "the pool is gone");
+    assert!([copied, counted, unused].iter().all(|ptr| given.contains(ptr)), "the pool is dropped");
     fixture.finish();
 }
 
@@ -273,16 +273,16 @@ fn bodies_copy_from_pinned_memory_of_their_own() {
             Ok((flags, word, reusable_blocks.concat()))
         })
         .unwrap();
-    for (ways, want) in [([0, 0], 7), ([1, 0], 10), ([0, 1], 11), ([1, 1], 11)] {
+    for (values, expected) in [([0, 0], 7), ([1, 0], 10), ([0, 1], 11), ([1, 1], 11)] {
         fixture.graphs.set(fixture.graphs.at(&graph, word), 7);
-        for (at, use_kind) in ways.into_iter().enumerate() {
-            fixture.graphs.set(fixture.graphs.at(&graph, flags).offset(4 * at as u64), use_kind);
+        for (at, value) in values.into_iter().enumerate() {
+            fixture.graphs.set(fixture.graphs.at(&graph, flags).offset(4 * at as u64), value);
         }
         graph.replay(&fixture.graphs.context.main).unwrap();
-        assert_eq!(fixture.device_word(&graph, word), want, "{ways:?}");
+        assert_eq!(fixture.device_word(&graph, word), expected, "{values:?}");
     }
     let given = fixture.reusable_blocks();
-    assert!(!reusable_blocks.iter().any(|ptr| given.contains(ptr)), "the graph is there");
+    assert!(!reusable_blocks.iter().any(|ptr| given.contains(ptr)), "the graph is alive");
     drop(graph);
     let given = fixture.reusable_blocks();
     assert!(reusable_blocks.iter().all(|ptr| given.contains(ptr)), "{reusable_blocks:?} of {given:?}");

@@ -81,8 +81,8 @@ fn further_pools_are_retained_until_the_reset() {
     let (own, key) = graph
         .capture(&fixture.side, CaptureOptions::default(), |capture| {
             assert_eq!(graph_error(capture.retain_pool(MemPoolId::DEFAULT)), GraphError::DefaultPool);
-            let gone = MemPoolId { graph: 0, user: 99 };
-            assert_eq!(capture.retain_pool(gone), Err(warpool::Error::UnknownPool { pool: gone, device: FIRST }));
+            let unknown = MemPoolId { graph: 0, user: 99 };
+            assert_eq!(capture.retain_pool(unknown), Err(warpool::Error::UnknownPool { pool: unknown, device: FIRST }));
             capture.retain_pool(more.id())?;
             capture.retain_pool(more.id())?;
             let key = {

@@ -63,8 +63,8 @@ fn a_capture_can_time_out_waiting() {
             let _ = go.1.recv();
         });
         ready.1.recv().unwrap();
-        let refused = graph_error(graph.capture(&fixture.side, options, |_| Ok(())));
-        assert!(matches!(refused, GraphError::PollersBusy { pollers: 1, .. }), "{refused}");
+        let error = graph_error(graph.capture(&fixture.side, options, |_| Ok(())));
+        assert!(matches!(error, GraphError::PollersBusy { pollers: 1, .. }), "{error}");
         assert!(!fixture.context.instance.is_capturing(&fixture.side).unwrap() && graph.pools().is_empty());
         drop(go.0);
     });

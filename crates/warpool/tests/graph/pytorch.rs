@@ -226,13 +226,13 @@ fn raw_handles_exist_with_their_objects() {
     let fixture = GraphFixture::new("");
     let block = fixture.block(4, &fixture.context.main);
     fixture.set(block.ptr(), 0);
-    let mut gone = fixture.graph();
-    assert_eq!(graph_error(gone.raw()), GraphError::NotCaptured);
-    gone.capture(&fixture.side, PLAIN, |_| fixture.try_add(block.ptr(), 1, &fixture.side)).unwrap();
-    assert_eq!(graph_error(gone.raw()), GraphError::NotKept);
-    assert_eq!(graph_error(gone.instantiate()), GraphError::NotKept);
-    assert_eq!(graph_error(gone.dot()), GraphError::NotKept);
-    assert_ne!(gone.raw_exec().unwrap().0, 0, "it was instantiated at the end of the capture");
+    let mut not_kept = fixture.graph();
+    assert_eq!(graph_error(not_kept.raw()), GraphError::NotCaptured);
+    not_kept.capture(&fixture.side, PLAIN, |_| fixture.try_add(block.ptr(), 1, &fixture.side)).unwrap();
+    assert_eq!(graph_error(not_kept.raw()), GraphError::NotKept);
+    assert_eq!(graph_error(not_kept.instantiate()), GraphError::NotKept);
+    assert_eq!(graph_error(not_kept.dot()), GraphError::NotKept);
+    assert_ne!(not_kept.raw_exec().unwrap().0, 0, "it was instantiated at the end of the capture");
 
     let mut kept = fixture.graph_with(KEEP);
     assert_eq!(graph_error(kept.instantiate()), GraphError::NotCaptured);
@@ -255,7 +255,7 @@ fn raw_handles_exist_with_their_objects() {
     kept.capture(&fixture.side, PLAIN, |_| fixture.try_add(block.ptr(), 1, &fixture.side)).unwrap();
     kept.replay(&fixture.context.main).unwrap();
     assert_eq!(fixture.word(block.ptr()), 3);
-    drop((gone, kept, block));
+    drop((not_kept, kept, block));
     fixture.finish();
 }
 

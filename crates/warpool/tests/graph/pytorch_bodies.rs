@@ -186,10 +186,10 @@ fn an_if_inside_a_while_is_evaluated_in_every_round() {
     let place = fixture.at(&graph, of_body).0;
     let segments = fixture.context.segments_of(graph.pool().unwrap());
     assert!(segments.iter().any(|it| (it.address..it.address + it.total_size).contains(&place)));
-    for (left, want) in [(7, [0, 1, 7, 4]), (1, [0, 1, 1, 1]), (2, [0, 1, 2, 1])] {
+    for (left, expected) in [(7, [0, 1, 7, 4]), (1, [0, 1, 1, 1]), (2, [0, 1, 2, 1])] {
         set(&fixture, &graph, &keys, &[left, 0, 0, 0]);
         graph.replay(&fixture.context.main).unwrap();
-        assert_eq!(got(&fixture, &graph, &keys), want, "{left}");
+        assert_eq!(got(&fixture, &graph, &keys), expected, "{left}");
     }
     drop(graph);
     fixture.finish();

@@ -105,11 +105,11 @@ fn work_on_a_stream_outside_of_the_capture_is_an_error() {
     graph
         .capture(&fixture.side, CaptureOptions::default(), |capture| {
             let key = capture.allocate(64)?;
-            let refused = GraphError::StreamNotInCapture { stream: outside.id() };
-            assert_eq!(graph_error(capture.fill(key, Pattern::U8(1), 1, &outside)), refused);
-            assert_eq!(graph_error(capture.copy(key.at(32), key, 32, &outside)), refused);
-            assert_eq!(graph_error(capture_kernel(capture, fixture.add, &[], &outside)), refused);
-            assert_eq!(graph_error(capture.allocate_on(64, &outside)), refused);
+            let error = GraphError::StreamNotInCapture { stream: outside.id() };
+            assert_eq!(graph_error(capture.fill(key, Pattern::U8(1), 1, &outside)), error);
+            assert_eq!(graph_error(capture.copy(key.at(32), key, 32, &outside)), error);
+            assert_eq!(graph_error(capture_kernel(capture, fixture.add, &[], &outside)), error);
+            assert_eq!(graph_error(capture.allocate_on(64, &outside)), error);
             Ok(())
         })
         .unwrap();
@@ -176,8 +176,8 @@ fn a_replay_cannot_be_captured() {
     let mut graph = fixture.graph();
     let captured = graph
         .capture(&fixture.side, CaptureOptions::default(), |capture| {
-            let refused = graph_error(inner.replay(capture.stream()));
-            assert_eq!(refused, GraphError::StreamCaptures { stream: fixture.side.id() });
+            let error = graph_error(inner.replay(capture.stream()));
+            assert_eq!(error, GraphError::StreamCaptures { stream: fixture.side.id() });
             // On another stream it can be replayed.
             inner.replay(&fixture.context.side_stream())?;
             let (stream, key) = (capture.stream().clone(), capture.allocate(4)?);
@@ -195,8 +195,8 @@ fn a_replay_cannot_be_captured() {
 fn an_allocator_without_pools_has_no_graphs() {
     let fixture = CaptureFixture::new();
     let allocator: Arc<dyn DeviceAllocator> = Arc::new(DriverPoolAllocator::new(&fixture.context.instance));
-    let refused = Graph::new(&allocator, &fixture.context.device(), Default::default()).map(drop);
-    assert_eq!(refused, Err(Error::Unsupported { allocator: "driver-pool", what: "private pools" }));
+    let error = Graph::new(&allocator, &fixture.context.device(), Default::default()).map(drop);
+    assert_eq!(error, Err(Error::Unsupported { allocator: "driver-pool", what: "private pools" }));
     fixture.finish();
 }
 

@@ -14,8 +14,8 @@ fn a_template_that_is_not_kept_is_destroyed() {
     let fixture = CaptureFixture::new();
     let (mut graph, key) = fixture.filled(3);
     assert_eq!(fixture.context.sim.object_counts().graphs, 0);
-    for refused in [graph.raw().map(drop), graph.topology().map(drop), graph.dot().map(drop), graph.instantiate()] {
-        assert_eq!(graph_error(refused), GraphError::NotKept);
+    for outcome in [graph.raw().map(drop), graph.topology().map(drop), graph.dot().map(drop), graph.instantiate()] {
+        assert_eq!(graph_error(outcome), GraphError::NotKept);
     }
     assert!(graph.raw_exec().is_ok());
     fixture.expect(&graph, key, 3);

@@ -59,14 +59,14 @@ fn the_host_function_matches_curand() {
     for line in lines {
         let fields: Vec<u64> = line.split(' ').map(|field| u64::from_str_radix(field, 16).unwrap()).collect();
         let [seed, subsequence, offset] = fields[..3] else { panic!("a position: {line}") };
-        let told: Vec<u32> = fields[3..].iter().map(|&word| u32::try_from(word).unwrap()).collect();
-        assert_eq!(told.len(), 48);
+        let reference: Vec<u32> = fields[3..].iter().map(|&word| u32::try_from(word).unwrap()).collect();
+        assert_eq!(reference.len(), 48);
         let ours: Vec<u32> = philox::words(seed, subsequence, offset).take(16).collect();
-        assert_eq!(ours, told[..16], "words of {line}");
+        assert_eq!(ours, reference[..16], "words of {line}");
         let uniforms: Vec<u32> = ours.iter().map(|&word| philox::uniform(word).to_bits()).collect();
-        assert_eq!(uniforms, told[16..32], "uniforms of {line}");
+        assert_eq!(uniforms, reference[16..32], "uniforms of {line}");
         let normals = ours.as_chunks().0.iter().flat_map(|&[first, second]| philox::normals(first, second));
-        for (ours, &curand) in normals.zip(&told[32..]) {
+        for (ours, &curand) in normals.zip(&reference[32..]) {
             let curand = f32::from_bits(curand);
             // cuRAND uses the fast sine, with an error of 2^-21 of the radius, which is at most 6.8.
             assert!((ours - curand).abs() < 4e-6, "normals of {line}: {ours} and {curand}");
@@ -84,16 +84,16 @@ fn fills_match_the_host_function() {
         let bits = words(&drawn(&context, 4 * count, |block| generator.fill_bits(block, &context.main)));
         assert_eq!(bits, expected(seed, offset, count as usize));
         let uniforms = floats(&drawn(&context, 4 * count, |block| generator.fill_uniform(block, &context.main)));
-        let want: Vec<f32> = expected(seed, offset + 4, count as usize).into_iter().map(philox::uniform).collect();
-        assert_eq!(uniforms, want);
+        let correct: Vec<f32> = expected(seed, offset + 4, count as usize).into_iter().map(philox::uniform).collect();
+        assert_eq!(uniforms, correct);
         let normals = floats(&drawn(&context, 4 * count, |block| generator.fill_normal(block, &context.main)));
-        let want = expected(seed, offset + 8, (count as usize).next_multiple_of(2));
-        let want = want.as_chunks().0.iter().flat_map(|&[first, second]| philox::normals(first, second));
-        assert_eq!(normals, want.take(count as usize).collect::<Vec<_>>());
+        let correct = expected(seed, offset + 8, (count as usize).next_multiple_of(2));
+        let correct = correct.as_chunks().0.iter().flat_map(|&[first, second]| philox::normals(first, second));
+        assert_eq!(normals, correct.take(count as usize).collect::<Vec<_>>());
         let mask = drawn(&context, count, |block| generator.fill_dropout_mask(block, 0.3, &context.main));
-        let want = expected(seed, offset + 12, count as usize);
-        let want: Vec<u8> = want.into_iter().map(|word| u8::from(philox::uniform(word) <= 0.3)).collect();
-        assert_eq!(mask, want);
+        let correct = expected(seed, offset + 12, count as usize);
+        let correct: Vec<u8> = correct.into_iter().map(|word| u8::from(philox::uniform(word) <= 0.3)).collect();
+        assert_eq!(mask, correct);
         assert_eq!(generator.offset().unwrap(), offset + 16, "four per fill, however long");
     }
     context.finish();
@@ -108,9 +108,9 @@ fn distributions_have_the_right_moments() {
     let mean = |values: &[f64]| values.iter().sum::<f64>() / values.len() as f64;
     let doubles = |bytes: Vec<u8>| floats(&bytes).into_iter().map(f64::from).collect::<Vec<_>>();
     // Five standard errors; the seed is fixed, so the test is deterministic.
-    let near = |what: &str, got: f64, want: f64, deviation: f64| {
+    let near = |what: &str, got: f64, correct: f64, deviation: f64| {
         let error = deviation / (COUNT as f64).sqrt();
-        assert!((got - want).abs() < 5.0 * error, "{what}: {got}, not {want}");
+        assert!((got - correct).abs() < 5.0 * error, "{what}: {got}, not {correct}");
     };
 
     let uniforms = doubles(drawn(&context, 4 * COUNT as u64, |block| generator.fill_uniform(block, &context.main)));

@@ -491,7 +491,7 @@ fn a_handle_in_another_thread_local_variable_is_returned_too() {
         on_a_thread(|| {
             EARLY.with_borrow_mut(Vec::clear);
             let handle = pool.current(&devices[0]).unwrap();
-            variable.with_borrow_mut(|things| things.push(Later::Keep { _handle: handle }));
+            variable.with_borrow_mut(|objects| objects.push(Later::Keep { _handle: handle }));
         });
         assert_eq!((pool.alive(&devices[0]), pool.idle(&devices[0]), toy.counts()), (1, 1, [1, 0, 0]));
     }
@@ -511,7 +511,7 @@ fn an_ending_thread_can_fetch_its_handle_until_its_list_is_destroyed() {
                 pool.current(&devices[0]).unwrap();
             }
             let later = Later::Fetch(pool.clone(), devices[0].clone(), answers);
-            variable.with_borrow_mut(|things| things.push(later));
+            variable.with_borrow_mut(|objects| objects.push(later));
         });
         assert_eq!(answer.recv().unwrap(), expected);
         assert_eq!((pool.idle(&devices[0]), toy.counts()), (1, [1, 0, 0]));
@@ -572,8 +572,8 @@ fn a_stream_is_set_when_it_changes_and_after_a_failure() {
 
     let elsewhere = instance.device(1).unwrap().pool_stream().unwrap();
     let (handle_on, owner) = (device.id(), elsewhere.device_id());
-    let refused = Err(Error::HandleDevice { handle: handle_on, stream: elsewhere.id(), owner });
-    assert_eq!(handle.set_stream(&elsewhere), refused);
+    let error = Err(Error::HandleDevice { handle: handle_on, stream: elsewhere.id(), owner });
+    assert_eq!(handle.set_stream(&elsewhere), error);
     let foreign = crate::common::device().pool_stream().unwrap();
     assert_eq!(handle.set_stream(&foreign), Err(Error::ForeignInstance { object: "the stream" }));
     assert_eq!(sim.library_calls(handle.id()).len(), 4);
@@ -650,11 +650,12 @@ fn trim_and_close_keep_handles_while_a_stream_captures() {
     let pool = HandlePool::new(&instance, Cublas);
     drop(pool.lease(&device).unwrap());
     sim.capture_begin(stream.id(), CaptureMode::Global).unwrap();
-    let refused = |error: Error| error.driver().map(|error| error.code) == Some(ErrorCode::StreamCaptureUnsupported);
-    assert!(refused(pool.trim(&device).unwrap_err()));
+    let is_capture_error =
+        |error: Error| error.driver().map(|error| error.code) == Some(ErrorCode::StreamCaptureUnsupported);
+    assert!(is_capture_error(pool.trim(&device).unwrap_err()));
     assert_eq!((pool.alive(&device), pool.idle(&device)), (1, 1));
     let again = pool.clone();
-    assert!(refused(pool.close().unwrap_err()));
+    assert!(is_capture_error(pool.close().unwrap_err()));
     sim.graph_destroy(sim.capture_end(stream.id()).expect("the capture is valid")).unwrap();
     again.close().unwrap();
     assert_eq!((sim.object_counts().handles, sim.hazards()), (0, vec![]));

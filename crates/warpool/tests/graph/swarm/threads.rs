@@ -87,9 +87,9 @@ fn capturing_thread(
         match rng.below(8) {
             0 | 1 => graphs.push(capture(context, shared, &generator, &mut rng, &stream)?),
             2 if !graphs.is_empty() => {
-                let mut gone = graphs.swap_remove(rng.below(graphs.len()));
+                let mut removed = graphs.swap_remove(rng.below(graphs.len()));
                 if rng.one_in(2) {
-                    gone.graph.reset()?;
+                    removed.graph.reset()?;
                 }
             }
             3 => generator.set_seed(rng.u64())?,
