@@ -91,8 +91,8 @@ impl ForeignStream {
     ///   driver: a real driver dereferences the handle like a pointer.
     /// - If it captures, or is made to capture, outside of that driver: while a call of the driver reads or changes the
     ///   capture (`capture_dependencies`, `capture_topology`, `conditional_create`, `conditional_begin`), no work is
-    ///   put into the capture, and it is not ended, outside of the driver. Modules whose kernels the driver put into the capture
-    ///   stay loaded as long as graphs and executables made of it exist.
+    ///   put into the capture, and it is not ended, outside of the driver. Modules whose kernels the driver put into
+    ///   the capture stay loaded as long as graphs and executables made of it exist.
     #[must_use]
     pub const unsafe fn new(raw: RawHandle) -> Self {
         Self(raw)

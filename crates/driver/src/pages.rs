@@ -33,8 +33,8 @@ pub struct HostPages {
 impl HostPages {
     /// Maps `bytes` bytes, rounded up to whole pages. No page is touched, so the system provides no memory yet.
     ///
-    /// With `huge` they are aligned to 2 MiB and huge pages are requested from the system, which are faster to touch and to
-    /// pin. That the system has none is not an error.
+    /// With `huge` they are aligned to 2 MiB and huge pages are requested from the system, which are faster to touch
+    /// and to pin. That the system has none is not an error.
     ///
     /// # Errors
     /// `InvalidInput` for 0 bytes or more than the address space; otherwise the system's error.

@@ -20,8 +20,8 @@ pub(crate) fn graph(driver: &dyn Driver, exec: GraphExecId, stream: StreamId) ->
 }
 
 /// Launches a kernel that fills `bytes` bytes at `target` with random numbers. `args` begin with the target's address
-/// and the count of numbers; the others are numbers, and the generator's slot. `InvalidValue` unless the target is device
-/// memory.
+/// and the count of numbers; the others are numbers, and the generator's slot. `InvalidValue` unless the target is
+/// device memory.
 pub(crate) fn fill_random(
     driver: &dyn Driver,
     function: FunctionId,

@@ -15,8 +15,8 @@ const PLAIN: CaptureOptions =
 const REUSE: &str = "graph_capture_record_stream_reuse:True";
 
 /// test_graph_memory_stats_and_use_result_after_destroy_graph: five sizes, with exactly what is held while the graph
-/// lives, when it is dropped, and when its result is. A round of the capture needs three blocks at once. The result is the
-/// caller's own, not the graph's: it stays when the graph goes.
+/// lives, when it is dropped, and when its result is. A round of the capture needs three blocks at once. The result is
+/// the caller's own, not the graph's: it stays when the graph goes.
 #[test]
 fn the_bytes_of_a_graph_are_exact_and_results_outlive_it() {
     struct Case {

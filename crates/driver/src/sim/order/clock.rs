@@ -1,9 +1,9 @@
 //! Vector clocks.
 //!
 //! A timeline is a totally ordered sequence of work: every stream has one, and the host has timeline 0. An epoch is a
-//! position on a timeline. A vector clock contains for every timeline the last epoch that is known to be done; work that
-//! starts with a clock is ordered after everything that the clock covers. Two operations are unordered if neither is
-//! covered by the other's clock, whatever the virtual time says.
+//! position on a timeline. A vector clock contains for every timeline the last epoch that is known to be done; work
+//! that starts with a clock is ordered after everything that the clock covers. Two operations are unordered if neither
+//! is covered by the other's clock, whatever the virtual time says.
 
 /// Names a timeline.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]

@@ -102,8 +102,8 @@ pub(super) fn release_pool(slow: &SlowGuard<'_>, pool: MemPoolId, details: &Entr
 }
 
 /// Waits for the work of the streams that use a pool's memory beside those that it was allocated for: replays of graphs
-/// that were destroyed. The driver's free waits for all work, but unmapping does not. Returns `false` if a capture forbids to
-/// wait.
+/// that were destroyed. The driver's free waits for all work, but unmapping does not. Returns `false` if a capture
+/// forbids to wait.
 fn wait_for_users(slow: &SlowGuard<'_>, pool: MemPoolId, details: &EntryDetails) -> Result<bool> {
     let (streams, anywhere) = slow.read(|state| state.pools().users(pool))?;
     if anywhere {
