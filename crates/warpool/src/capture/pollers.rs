@@ -1,5 +1,5 @@
-//! Who may not run while a capture begins: threads that query events in a loop (as watchdogs of collective
-//! communication do), and single driver calls of Warpool's own.
+//! Keeps event queries apart from the beginning of captures. Queries come from threads that poll events in a loop (as
+//! watchdogs of collective communication do), and single driver calls of Warpool's own.
 //!
 //! In global mode a query of an event by any thread invalidates a capture. So a poller holds a guard
 //! ([`Polling`](super::Polling)) around its queries, and a capture does not begin while any guard is held.

@@ -30,8 +30,8 @@
 //! - A generator's *state* is seed and offset. Clones of a generator are the same generator;
 //!   [`share`](Generator::share) makes another one with the same state, [`duplicate`](Generator::duplicate) another one
 //!   with a copy of it, and [`adopt`](Generator::adopt) switches to the state of another.
-//! - In a capture, numbers are counted to the graph. A replay draws from where the generator is at that time, and
-//!   advances it by what the graph consumes, as if the work had been done without a graph.
+//! - In a capture, the graph records how many numbers it draws. A replay draws from where the generator is at that
+//!   time, and advances it by what the graph consumes, as if the work had been done without a graph.
 //!
 //! # During a capture
 //! While the calling thread's current stream (on the generator's device) captures, calls that have no meaning for a
@@ -45,7 +45,7 @@
 //! - Numbers in the body of a conditional node are an error where they are drawn, not at the end of the body.
 //! - Which number of a fill comes from which subsequence does not depend on the device: see [`Generator`]. In PyTorch
 //!   it depends on how many threads a device runs.
-//! - A dropout mask with the probability 1 keeps everything.
+//! - A dropout mask with a keep probability of 1 keeps everything.
 //!
 //! Rejected: *writing the slot from the host before each replay.* It costs more than the launch itself, and has to wait
 //! until no launch reads the slot any more.

@@ -46,8 +46,8 @@
 //! - [`Graph::capture`] captures in a scope, [`Capture`], that cannot be left incomplete. [`Graph::capture_begin`] and
 //!   [`Graph::capture_end`] are for callers from other languages; [`Graph::scope`] gives them the same scope in
 //!   between.
-//! - Memory that is requested on streams of a capture comes from the graph's pool, be it by the scope, a library or the
-//!   program's own allocations. The graph owns what the *scope* allocates or takes ([`Capture::allocate`],
+//! - Memory that is requested on streams of a capture comes from the graph's pool, whether by the scope, a library or
+//!   the program's own allocations. The graph owns what the *scope* allocates or takes ([`Capture::allocate`],
 //!   [`Capture::keep`], [`Capture::share`]) until it is reset or dropped; it is accessed by [`BufferKey`]. Blocks that
 //!   are allocated without the scope belong to the program: freed in the capture, their memory is reused in it; freed
 //!   later, it stays in the pool.
@@ -59,10 +59,10 @@
 //! - [`GraphedCallable`]: a function with one graph per shape, and a fallback without one.
 //!
 //! # Life of a capture
-//! 1. Everything that can be checked is checked. What dropped graphs left on the driver is destroyed.
+//! 1. Everything that can be checked is checked. Driver objects of dropped graphs are destroyed.
 //! 2. The pool is made or retained; requests for the stream are routed to it; the allocator and the `Instance` count
 //!    the capture. From here on no allocator records an event in the stream.
-//! 3. Threads that poll are waited for; then the driver's capture begins, its id is read, and routing goes by that id:
+//! 3. Polling guards are waited for; then the driver's capture begins, and requests are routed by its id:
 //!    requests of streams that join the capture go to the pool too.
 //! 4. Work is put into streams. Libraries and generators find the capture of a stream, and store there what the graph
 //!    will need.

@@ -44,7 +44,7 @@
 //! - [`Observers`]: callbacks, also for when memory runs short.
 //!
 //! # Differences from PyTorch
-//! - No search of a thread waits for the driver: memory is allocated from it and returned under a lock of its own.
+//! - A search of cached memory never waits for another thread's driver call: those are made under a lock of their own.
 //!   `release_lock_on_cudamalloc` is accepted and always on.
 //! - Trackers, observers and callbacks are called without any lock, and may call the allocator. Entries of one thread
 //!   arrive in order.

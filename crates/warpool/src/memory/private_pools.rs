@@ -16,7 +16,7 @@ use crate::Result;
 pub struct PoolOptions {
     /// Where its segments come from; `None` is the driver.
     pub upstream: Option<Arc<dyn Upstream>>,
-    /// Whether its free blocks serve the default pool before that runs out of memory. Not after a capture allocated
+    /// Whether its free blocks serve the default pool when it cannot get a new segment. Not after a capture allocated
     /// from it: the graph goes on using that memory.
     pub use_on_oom: bool,
     /// Whether each of its blocks is a whole segment.

@@ -1,5 +1,6 @@
 //! Stream-ordered reuse: a freed block that several streams used is reclaimed once the work that those streams held at
-//! the time of the free is done. One mechanism for all allocators.
+//! the time of the free is done. One mechanism for all allocators. A *fence* here is an event that a freed block waits
+//! for, not a memory fence; it has *passed* when the event has completed.
 //!
 //! # How an allocator uses it
 //! 1. Each block has [`StreamUses`]. While it is allocated, [`StreamUses::add`] records the streams that use it; at its
@@ -30,12 +31,13 @@ use warpool_driver::{ErrorCode, EventScope, StreamId};
 use crate::capture::CaptureStatus;
 use crate::{Device, Instance, PooledEvent, Result};
 
-/// The streams that use a block beside its own, and how far its free is. Kept with the block, under its owner's lock.
+/// The streams that use a block beside its own, and the progress of its free. Kept with the block, under its owner's
+/// lock.
 #[derive(Debug, Default)]
 pub(crate) struct StreamUses {
     /// Streams without a fence yet.
     streams: Vec<StreamId>,
-    /// Fences that have not passed or are being recorded, and one for the thread that is recording them.
+    /// Incomplete fences, plus one while a thread is recording fences, so that the block is not reclaimed meanwhile.
     outstanding: u32,
     freed: bool,
     /// Whether the block is in the list of unfenced ones.
@@ -101,8 +103,8 @@ impl StreamUses {
         Some(streams)
     }
 
-    /// Fences are recorded, but for `done` streams that need none and those `left` without one. Returns whether the
-    /// block is to be listed as unfenced.
+    /// Ends recording: `done` streams needed no fence, and in those `left` none can be recorded now. Returns whether
+    /// the block is to be listed as unfenced.
     fn end_fencing(&mut self, done: u32, left: &[StreamId]) -> bool {
         self.outstanding -= 1 + done + left.len() as u32;
         left.iter().for_each(|&stream| self.add(stream));
@@ -117,7 +119,7 @@ pub(crate) struct StreamFences<K> {
     queues: BTreeMap<StreamId, VecDeque<Queued<K>>>,
     next_sequence: u64,
     unfenced: Vec<K>,
-    /// After that nothing is queued any more.
+    /// If true, nothing is queued.
     closed: bool,
 }
 

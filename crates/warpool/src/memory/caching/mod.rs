@@ -9,8 +9,8 @@
 //! 5. Freed, a block that only its own stream used is merged with its free neighbours at once. Others wait for fences
 //!    in the streams that used them (`stream_fence.rs`).
 //!
-//! `heap/` has segments, blocks and free lists; `state/` has all of one device, without driver calls; `device.rs` has
-//! it under its locks; `calls/` has what callers see.
+//! `heap/` has segments, blocks and free lists; `state/` has the data of one device, without driver calls;
+//! `device.rs` wraps it in locks; `calls/` has the public calls.
 
 mod bypass;
 mod calls;

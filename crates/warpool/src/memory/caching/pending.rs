@@ -1,7 +1,7 @@
 //! Pending frees: blocks that were freed while other streams may still use them. The mechanism is `stream_fence.rs`;
-//! here it meets this allocator's state and the captures that defer frees.
+//! this file connects it to this allocator's state and to frees that captures defer.
 //!
-//! "During a capture" means that a stream in question captures, not that some pool's scope is open.
+//! "During a capture" means that a stream in question is capturing, not that some pool's scope is open.
 
 use rustc_hash::FxHashSet;
 use warpool_driver::StreamId;
@@ -63,7 +63,7 @@ impl<'a> PendingFrees<'a> {
     }
 
     /// Completes the pending frees that can be: records fences that destructors or captures left, frees what captures
-    /// deferred, and polls the fences. Not while the requested stream captures.
+    /// deferred, and polls the fences. Must not be called while the request's stream is capturing.
     pub(super) fn process(&self) -> Result<()> {
         let left_over = self.device.with(|state| state.fences().has_unfenced() || state.has_deferred());
         let retried = if left_over { self.retry() } else { Ok(()) };

@@ -14,7 +14,7 @@
 //! let block = pinned.allocate(3 << 20)?;
 //! block.write(0, b"from the host")?;
 //! block.record_use(&stream)?; // required whenever a copy or a kernel uses it
-//! drop(block); // reused once the stream has passed
+//! drop(block); // reused once the stream has completed that work
 //!
 //! stream.synchronize()?;
 //! pinned.trim(0)?; // unpins what is cached
@@ -31,7 +31,7 @@
 //!    (`heap.rs`), then once more with the blocks of all caches.
 //! 3. If the heap has none: a segment is pinned within the caps (`segments.rs`, `pin.rs`), and the block cut from it.
 //! 4. Freed unused, it returns to the cache that it was taken from (`store.rs`). Used by streams, it waits for a fence
-//!    in each (`reclaim.rs`); used in a capture, for the end of the graph (`graph_pool.rs`).
+//!    in each (`reclaim.rs`); used in a capture, until the graph is dropped (`graph_pool.rs`).
 //!
 //! # Ownership
 //! A block keeps the allocator's state alive, and the state refers to blocks: in caches, in the heap, in lists.
@@ -40,9 +40,9 @@
 //! [`HostAllocator::close`] unpins it.
 //!
 //! # Lock order
-//! A graph's host pool and the heap come before a block's usage. All others (a front cache, pending work, the history,
-//! settings) are leaves, and none is held over a driver call or a tracker. A thread that waits for a segment in transit
-//! holds only the heap's lock, and releases it while it waits.
+//! A graph's host pool and the heap are locked before a block's usage. All others (a front cache, pending work, the
+//! history, settings) are taken last, and none is held during a driver call or while a tracker runs. A thread that
+//! waits for a segment in transit holds only the heap's lock, and releases it while it waits.
 
 mod allocate;
 mod background;

@@ -50,7 +50,7 @@ pub(super) struct BlockRequest {
     pub(super) expandable: bool,
 }
 
-/// A block in transit that was taken for an allocation, and what became of the memory that it did not need.
+/// A block in transit that was taken for an allocation, and how it was split.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Taken {
     pub(super) block: BlockKey,
@@ -411,7 +411,7 @@ impl Heap {
         self.blocks[block].status = BlockStatus::InTransit;
     }
 
-    /// Puts a block in transit that was never split nor merged meanwhile back into its free list.
+    /// Puts a block in transit into the free list for its size.
     pub(super) fn put_free(&mut self, block: BlockKey) {
         let (stream_blocks, key) = self.free_key(block);
         self.set_free(block, stream_blocks);

@@ -86,7 +86,7 @@ pub(super) fn release_all(slow: &SlowGuard<'_>, spare_default: bool, details: &E
     released.total()
 }
 
-/// Releases all that is free in a private pool, and removes it if that was all and it is released.
+/// Releases all that is free in a private pool, and removes the pool if nothing is left and its users released it.
 pub(super) fn release_pool(slow: &SlowGuard<'_>, pool: MemPoolId, details: &EntryDetails) -> Result<u64> {
     let Ok([small, large]) = slow.with(|state| state.pools_mut().enter(pool)) else { return Ok(0) };
     let released = wait_for_users(slow, pool, details).and_then(|waited| {
@@ -103,7 +103,7 @@ pub(super) fn release_pool(slow: &SlowGuard<'_>, pool: MemPoolId, details: &Entr
 
 /// Waits for the work of the streams that use a pool's memory beside those that it was allocated for: replays of graphs
 /// that were destroyed. The driver's free waits for all work, but unmapping does not. Returns `false` if a capture
-/// forbids to wait.
+/// forbids waiting.
 fn wait_for_users(slow: &SlowGuard<'_>, pool: MemPoolId, details: &EntryDetails) -> Result<bool> {
     let (streams, anywhere) = slow.read(|state| state.pools().users(pool))?;
     if anywhere {

@@ -73,7 +73,7 @@ impl DeviceState {
         !entry.last_nodes.is_empty() && self.heap.stream_of(entry.block) == stream
     }
 
-    /// The capture that used a block is over: it joined the uses that it captured.
+    /// The capture that used a block is over: ending it joined the captured uses into its stream.
     pub(crate) fn clear_uses_in_capture(&mut self, block: BlockKey) {
         self.heap.uses_in_capture_mut(block).clear();
     }
