@@ -404,8 +404,8 @@ fn a_replay_that_fails_draws_nothing() {
 #[test]
 fn random_programs_draw_the_same_captured_and_eager() {
     for seed in 0..300 {
-        let mut luck = philox::words(seed, 0, 0);
-        let mut dice = move |sides: u32| luck.next().unwrap() % sides;
+        let mut words = philox::words(seed, 0, 0);
+        let mut below = move |sides: u32| words.next().unwrap() % sides;
         let context = TestContext::with_config(SimConfig::default().with_seed(seed), "");
         let (stream, side) = (context.side_stream(), context.side_stream());
         let make = || {
@@ -416,7 +416,7 @@ fn random_programs_draw_the_same_captured_and_eager() {
         let (eager, captured) = (make(), make());
         // (generator, side stream, words); streams are joined at the end.
         let draws: Vec<(usize, bool, u64)> =
-            (0..1 + dice(6)).map(|_| (dice(3) as usize, dice(2) == 1, 1 + u64::from(dice(40)))).collect();
+            (0..1 + below(6)).map(|_| (below(3) as usize, below(2) == 1, 1 + u64::from(below(40)))).collect();
         let run = |generators: &[Generator; 3], blocks: &[DeviceBlock]| -> Result<()> {
             side.wait_stream(&stream)?;
             for (&(who, on_side, _), block) in draws.iter().zip(blocks) {
@@ -431,9 +431,9 @@ fn random_programs_draw_the_same_captured_and_eager() {
         let mut graph = graph(&context);
         let options = CaptureOptions { mode: CaptureMode::ThreadLocal, ..CaptureOptions::default() };
         graph.capture(&stream, options, |_| run(&captured, &graphs)).unwrap();
-        for round in 0..1 + dice(3) {
-            let pause = u64::from(dice(9));
-            let who = dice(3) as usize;
+        for round in 0..1 + below(3) {
+            let pause = u64::from(below(9));
+            let who = below(3) as usize;
             for generators in [&eager, &captured] {
                 assert!(matches!(generators[who].reserve(pause, &stream), Ok(Reservation::Immediate { .. })));
             }
