@@ -58,7 +58,11 @@ impl Extensions {
     /// Destroys the driver objects of all values. After a failure it continues, and returns the first error.
     pub(super) fn destroy_all(&self, driver: &dyn Driver) -> Result<()> {
         let extensions = self.slots.iter().filter_map(OnceLock::get);
-        extensions.fold(Ok(()), |outcome, extension| outcome.and(extension.destroy(driver)))
+        let mut outcome = Ok(());
+        for extension in extensions {
+            outcome = outcome.and(extension.destroy(driver));
+        }
+        outcome
     }
 }
 

@@ -9,6 +9,7 @@ use warpool_driver::StreamId;
 use super::capture_order;
 use super::device::CachingDevice;
 use super::heap::BlockKey;
+use super::state::DeviceState;
 use crate::capture::CaptureStatus;
 use crate::memory::report::EntryDetails;
 use crate::memory::stream_fence::{self, Fence, FenceOwner, StreamFences, StreamUses};
@@ -140,12 +141,16 @@ impl<'a> PendingFrees<'a> {
     /// thread's capture may defer thousands, and every request outside of it calls this.
     fn retry_deferred(&self) -> Result<()> {
         let mut capturing = FxHashSet::default();
-        for stream in self.device.read(|state| state.deferred_streams()) {
+        for stream in self.device.read(DeviceState::deferred_streams) {
             if self.device.capture_status(stream)?.refuses_work() {
                 capturing.insert(stream);
             }
         }
         let ready = self.device.with(|state| state.take_undeferred(&capturing));
-        ready.into_iter().fold(Ok(()), |outcome, block| outcome.and(self.fence_or_defer(block)))
+        let mut outcome = Ok(());
+        for block in ready {
+            outcome = outcome.and(self.fence_or_defer(block));
+        }
+        outcome
     }
 }

@@ -41,7 +41,7 @@ pub fn run(seed: u64, rounds: usize) {
         let capturers: Vec<_> = (0..CAPTURERS)
             .map(|thread| {
                 scope.spawn(move || {
-                    capturing_thread(context, shared, drawn, Rng::new(seed * 100 + thread), rounds).unwrap()
+                    capturing_thread(context, shared, drawn, Rng::new(seed * 100 + thread), rounds).unwrap();
                 })
             })
             .collect();

@@ -11,6 +11,7 @@ use crate::memory::OomCause;
 use crate::memory::caching::device::SlowGuard;
 use crate::memory::caching::heap::{BlockKey, BlockRequest, Chunks, SegmentKey, Unmapped};
 use crate::memory::caching::pending::PendingFrees;
+use crate::memory::caching::state::DeviceState;
 use crate::memory::limit::share_of;
 use crate::memory::report::EntryDetails;
 use crate::memory::settings::Reserve;
@@ -197,7 +198,7 @@ fn release_physical(slow: &SlowGuard<'_>, handles: Vec<PhysicalId>) {
 
 /// Retries what could not be unmapped or released.
 pub(in crate::memory::caching) fn retry_failed_calls(slow: &SlowGuard<'_>) {
-    let (unmaps, releases) = slow.with(|state| state.take_retries());
+    let (unmaps, releases) = slow.with(DeviceState::take_retries);
     for (ptr, bytes) in unmaps {
         if let Err(error) = slow.driver().vm_unmap(ptr, bytes) {
             tracing::warn!(%error, %ptr, "a mapping still could not be undone");

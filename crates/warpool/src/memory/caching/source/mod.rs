@@ -8,6 +8,7 @@ pub(super) use self::expandable::retry_failed_calls;
 use super::device::SlowGuard;
 use super::heap::{BlockKey, BlockPoolKey, BlockRequest};
 use super::pending::PendingFrees;
+use super::state::DeviceState;
 use crate::Result;
 use crate::memory::report::EntryDetails;
 use crate::memory::stream_fence;
@@ -139,11 +140,11 @@ pub(super) fn release_oversize(slow: &SlowGuard<'_>, request: &BlockRequest, det
 /// Above the threshold, releases free large segments of the default pool that were not used for long: those at least as
 /// old as the average, until enough is released. Waits only for what the driver's free waits for.
 pub(super) fn collect_garbage(slow: &SlowGuard<'_>, details: &EntryDetails) -> Result<()> {
-    let excess = slow.read(|state| state.garbage());
+    let excess = slow.read(DeviceState::garbage);
     let mut released = 0;
     while released < excess {
         let before = released;
-        for block in slow.read(|state| state.old_segments()) {
+        for block in slow.read(DeviceState::old_segments) {
             released += segments::release(slow, block, details)?;
         }
         if released == before {
