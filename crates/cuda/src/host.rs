@@ -156,8 +156,8 @@ impl CudaDriver {
         range: Range<Pinned>,
         function: unsafe extern "C" fn(*mut c_void) -> u32,
     ) -> Result<Pinned> {
-        // CUDA's functions also wait for all work of the device, as seen on an H200: for the work of streams that were
-        // destroyed or capture meanwhile, too. But its documentation does not promise it.
+        // CUDA's functions wait for all work of the device, too (seen on an H200): also for that of streams that were
+        // adopted or destroyed, or that capture now. But its documentation does not promise it.
         let unpinned = self.wait_for_streams(site).and_then(|()| {
             let _current = self.make_current(site, range.value.context)?;
             // SAFETY: cuMemHostAlloc or cuMemHostRegister pinned the range, and it is not in the map any more.

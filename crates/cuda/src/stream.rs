@@ -276,11 +276,11 @@ impl CudaDriver {
         self.make_current(site, context)
     }
 
-    /// Waits for all work in the streams of this driver, except streams that capture: no wait is possible there. Other
-    /// streams' captures are not invalidated.
+    /// Waits for all work in the streams of this driver, except streams that capture, where no wait is possible, and
+    /// adopted ones, which may not exist any more. Captures are not invalidated.
     pub(crate) fn wait_for_streams(&self, site: CallSite<'_>) -> Result<()> {
         let _relaxed = self.relax_capture_mode(site)?;
-        for id in self.streams.ids(|_| true) {
+        for id in self.streams.ids(|stream| stream.kind != StreamKind::Adopted) {
             let Some(stream) = self.streams.get(id) else { continue };
             // A device without a context has no work. The legacy stream waits for the per-thread streams, too.
             let Some(context) = stream.context.or_else(|| self.devices[stream.device.0 as usize].context()) else {

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use warpool_driver::ErrorCode::{HostMemoryAlreadyRegistered, HostMemoryNotRegistered, InvalidDevice, InvalidValue};
-use warpool_driver::{HostOptions, HostPages, HostPtr, HostRange};
+use warpool_driver::{HostOptions, HostPages, HostPtr, HostRange, StreamId};
 
 use crate::check::Check;
 use crate::context::{Resource, TestContext, to_bytes, to_words};
@@ -200,18 +200,26 @@ fn unregistered_memory_is_pageable_again(context: &TestContext) -> CheckResult {
 }
 
 fn unregistering_waits_for_the_device(context: &TestContext) -> CheckResult {
-    let streams = [context.stream()?, context.stream()?, context.legacy_stream()?];
-    for stream in streams {
+    /// What happens to the stream between the work and the call.
+    type Between<'a> = &'a dyn Fn(StreamId) -> CheckResult;
+    let begin: Between<'_> = &|stream| context.begin_capture(stream);
+    let cases: [(&str, StreamId, Between<'_>); 4] = [
+        ("a stream", context.stream()?, &|_| Ok(())),
+        ("the legacy stream", context.legacy_stream()?, &|_| Ok(())),
+        ("a destroyed stream", context.stream()?, &|stream| context.destroy_stream(stream)),
+        ("a stream that captures by now", context.stream()?, begin),
+    ];
+    for (what, stream, between) in cases {
         let (log, memory) = (context.kernel_log(1)?, context.alloc_bytes(&[6; 4096])?);
         let range = registrable_pages(context, 1)?;
         let ptr = context.register(range)?;
         context.delay(stream)?;
         context.driver.copy(ptr.into(), memory.into(), 4096, stream)?;
         context.append(log, 1, stream)?;
+        between(stream)?;
         context.untrack(Resource::Registered(ptr));
         context.driver.host_unregister(ptr)?;
-        context.expect_idle("all work", stream)?;
-        context.expect_log(log, &[1])?;
+        expect_eq(what, context.read_words(log.ptr, 2)?, vec![1, 1])?;
     }
     Ok(())
 }
