@@ -53,6 +53,7 @@ impl Scopes {
 
     /// The pool for a request that names none: that of the newest matching scope, or the default pool. Reads the
     /// stream's capture status only for routes by capture, without the lock.
+    #[inline]
     pub(crate) fn routed(&self, stream: StreamId, driver: &dyn Driver) -> Result<MemPoolId> {
         if self.count.load(Ordering::Acquire) == 0 {
             return Ok(MemPoolId::DEFAULT);

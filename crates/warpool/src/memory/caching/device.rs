@@ -44,14 +44,17 @@ impl Shared {
         }
     }
 
+    #[inline]
     pub(super) fn instance(&self) -> &Instance {
         &self.instance
     }
 
+    #[inline]
     pub(super) fn observers(&self) -> &Observers {
         &self.observers
     }
 
+    #[inline]
     pub(super) fn tracks_suballocations(&self) -> bool {
         self.tracks_suballocations
     }
@@ -147,6 +150,7 @@ impl CachingDevice {
         &self.shared.instance
     }
 
+    #[inline]
     pub(super) fn driver(&self) -> &dyn Driver {
         &**self.shared.instance.driver()
     }
@@ -155,11 +159,13 @@ impl CachingDevice {
         &self.shared.observers
     }
 
+    #[inline]
     pub(super) fn shared(&self) -> &Shared {
         &self.shared
     }
 
     /// One step under the device's lock. Trackers see its entries afterwards, with no lock held.
+    #[inline]
     pub(super) fn with<R>(&self, step: impl FnOnce(&mut DeviceState) -> R) -> R {
         let mut state = lock(&self.state);
         let result = step(&mut state);
@@ -172,6 +178,7 @@ impl CachingDevice {
     }
 
     /// Reads the state.
+    #[inline]
     pub(super) fn read<R>(&self, read: impl FnOnce(&DeviceState) -> R) -> R {
         read(&lock(&self.state))
     }
@@ -185,6 +192,12 @@ impl CachingDevice {
     #[inline]
     pub(super) fn entry_details(&self, level: StackLevel) -> EntryDetails {
         self.history_flags.entry_details(level, self.observers(), self.driver())
+    }
+
+    /// Whether anything is collected for history entries.
+    #[inline]
+    pub(super) fn collects_details(&self) -> bool {
+        self.history_flags.collects_details(self.observers())
     }
 
     pub(super) fn record_history(&self, options: Option<&HistoryOptions>) {
@@ -220,6 +233,7 @@ impl CachingDevice {
     }
 
     /// The pool that a request without a pool is routed to.
+    #[inline]
     pub(super) fn routed(&self, stream: StreamId) -> Result<MemPoolId> {
         self.scopes.routed(stream, self.driver())
     }
@@ -251,15 +265,18 @@ impl CachingDevice {
 impl CachingDevice {
     /// Whether captures are active on any device: those reported to this allocator, and those of graphs that use
     /// another allocator. Two loads.
+    #[inline]
     pub(super) fn has_captures(&self) -> bool {
         self.shared.captures.load(Ordering::Acquire) > 0 || self.instance().has_captures()
     }
 
     /// The capture status of a stream. No driver call while no capture is active on any device.
+    #[inline]
     pub(super) fn capture_status(&self, stream: StreamId) -> Result<CaptureStatus> {
         if self.has_captures() { CaptureStatus::of(self.driver(), stream) } else { Ok(CaptureStatus::NotCapturing) }
     }
 
+    #[inline]
     pub(super) fn is_capturing(&self, stream: StreamId) -> Result<bool> {
         Ok(self.capture_status(stream)?.is_capturing())
     }

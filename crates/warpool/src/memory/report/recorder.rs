@@ -26,6 +26,12 @@ impl HistoryFlags {
         self.on.store(options.is_some(), Ordering::Relaxed);
     }
 
+    /// Whether [`entry_details`](Self::entry_details) collects anything.
+    #[inline]
+    pub(crate) fn collects_details(&self, observers: &Observers) -> bool {
+        self.on.load(Ordering::Relaxed) || !observers.tracked().is_empty()
+    }
+
     /// Collects what entries of this call will say; with the call stack, if that is recorded from `level` on.
     #[inline]
     pub(crate) fn entry_details(&self, level: StackLevel, observers: &Observers, driver: &dyn Driver) -> EntryDetails {

@@ -19,14 +19,21 @@ use crate::memory::report::EntryDetails;
 use crate::memory::stream_fence::{self, Fence, FenceOwner, StreamFences, StreamUses};
 use crate::{Error, Instance, Result, lock};
 
-/// A walk over the pending blocks. Each stream is queried once, however many blocks used it.
+/// A release of one block, or a walk over all pending ones.
 #[derive(Default)]
 struct Pass {
-    statuses: FxHashMap<StreamId, CaptureStatus>,
+    /// Walks query each stream once, however many blocks used it.
+    statuses: Option<FxHashMap<StreamId, CaptureStatus>>,
     /// Whether to wait for fences and devices.
     waits: bool,
     /// Whether fences were polled. Those recorded later are polled by the next pass.
     polled: bool,
+}
+
+impl Pass {
+    fn over_all(waits: bool) -> Self {
+        Self { statuses: Some(FxHashMap::default()), waits, polled: false }
+    }
 }
 
 enum Decision {
@@ -47,7 +54,7 @@ impl<S: Source> UncachedAllocator<S> {
     /// Releases every pending block that streams and captures allow.
     pub(super) fn process_pending(&self, state: &DeviceState, details: &EntryDetails) {
         if self.with(state, |table| table.has_pending()) {
-            self.process(state, &mut Pass::default(), details);
+            self.process(state, &mut Pass::over_all(false), details);
         }
     }
 
@@ -55,7 +62,7 @@ impl<S: Source> UncachedAllocator<S> {
     pub(super) fn wait_for_pending(&self, state: &DeviceState, details: &EntryDetails) -> Result<()> {
         let pending = self.with(state, |table| table.has_pending());
         if pending {
-            self.process(state, &mut Pass { waits: true, ..Pass::default() }, details);
+            self.process(state, &mut Pass::over_all(true), details);
         }
         if self.source.wait_for_frees(state.ledger.device())? || pending {
             self.with(state, AllocationTable::count_synchronization);
@@ -236,11 +243,12 @@ impl<S: Source> UncachedAllocator<S> {
     }
 
     fn status(&self, stream: StreamId, pass: &mut Pass) -> Result<CaptureStatus> {
-        if let Some(&known) = pass.statuses.get(&stream) {
+        let Some(statuses) = &mut pass.statuses else { return CaptureStatus::of(self.driver(), stream) };
+        if let Some(&known) = statuses.get(&stream) {
             return Ok(known);
         }
         let status = CaptureStatus::of(self.driver(), stream)?;
-        pass.statuses.insert(stream, status);
+        statuses.insert(stream, status);
         Ok(status)
     }
 }

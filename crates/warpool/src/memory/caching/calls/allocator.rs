@@ -64,14 +64,6 @@ impl CachingDevice {
     }
 }
 
-/// A search for a cached block, or why there was none.
-enum Attempt {
-    Searched(Search),
-    /// Pending frees are to be processed first.
-    Pending,
-    Refused(Error),
-}
-
 impl DeviceAllocator for CachingAllocator {
     fn name(&self) -> &'static str {
         "caching"
@@ -105,26 +97,25 @@ impl DeviceAllocator for CachingAllocator {
         }
         let mut process_pending = !capturing;
         loop {
-            let attempt = device.with(|state| {
+            let search = device.with(|state| {
                 if process_pending && state.has_pending() {
-                    return Attempt::Pending;
+                    return Search::Pending;
                 }
-                let searched = state.search((pool, stream, bytes), capturing, &details);
-                searched.map_or_else(Attempt::Refused, Attempt::Searched)
+                state.search((pool, stream, bytes), capturing, &details)
             });
-            match attempt {
-                Attempt::Searched(Search::Found(allocation)) => return Ok(device.report_allocated(allocation)),
-                Attempt::Searched(Search::NotFound(request)) => {
+            match search {
+                Search::Found(allocation) => return Ok(device.report_allocated(allocation)),
+                Search::NotFound(request) => {
                     let outcome = slow_path::allocate(device, &request, capturing, &details);
                     drop(device.with(|state| state.leave_pool(pool)));
                     return Ok(device.report_allocated(outcome?));
                 }
-                Attempt::Pending => PendingFrees::new(device, &details).process()?,
-                Attempt::Refused(error) => {
+                Search::Pending => PendingFrees::new(device, &details).process()?,
+                Search::Refused(error) => {
                     // Another thread may have closed the scope since the request was routed: route it again.
                     let routed = if request.pool.is_none() { device.routed(stream)? } else { pool };
                     if routed == pool {
-                        return Err(error);
+                        return Err(*error);
                     }
                     pool = routed;
                 }
@@ -137,12 +128,12 @@ impl DeviceAllocator for CachingAllocator {
         if ptr.is_null() {
             return Ok(());
         }
-        // The device is found first, so that what the history says is collected once.
-        let found = match &*self.devices {
-            [only] => Some(only),
-            devices => devices.iter().find(|device| device.read(|state| state.heap().allocated_at(ptr).is_some())),
+        // Where a history is recorded, the device is found first: what the entries say is collected once.
+        let may_have = |device: &CachingDevice| {
+            !device.collects_details() || device.read(|state| state.heap().allocated_at(ptr).is_some())
         };
-        if found.is_some_and(|device| device.free_at(ptr)) || self.bypass.free(self.driver(), ptr)? {
+        let freed = self.devices.iter().any(|device| may_have(device) && device.free_at(ptr));
+        if freed || self.bypass.free(self.driver(), ptr)? {
             return Ok(());
         }
         Err(Error::UnknownPointer { ptr })

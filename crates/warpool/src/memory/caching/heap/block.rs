@@ -69,46 +69,56 @@ impl Block {
         }
     }
 
+    #[inline]
     pub(crate) fn ptr(&self) -> u64 {
         self.ptr
     }
 
+    #[inline]
     pub(crate) fn size(&self) -> u64 {
         self.size
     }
 
+    #[inline]
     pub(crate) fn end(&self) -> u64 {
         self.ptr + self.size
     }
 
     /// The size that was last requested, before rounding.
+    #[inline]
     pub(crate) fn requested(&self) -> u64 {
         self.requested
     }
 
+    #[inline]
     pub(crate) fn segment(&self) -> SegmentKey {
         self.segment
     }
 
+    #[inline]
     pub(crate) fn next(&self) -> Option<BlockKey> {
         self.next
     }
 
+    #[inline]
     pub(crate) fn status(&self) -> BlockStatus {
         self.status
     }
 
     /// Whether its segment is expandable.
+    #[inline]
     pub(crate) fn is_expandable(&self) -> bool {
         self.expandable
     }
 
     /// The kind of its segment.
+    #[inline]
     pub(crate) fn kind(&self) -> SegmentKind {
         self.kind
     }
 
     /// Whether its segment has other blocks.
+    #[inline]
     pub(crate) fn is_split(&self) -> bool {
         self.prev.is_some() || self.next.is_some()
     }
@@ -122,6 +132,7 @@ impl Block {
         self.extra.as_ref().and_then(|extra| extra.stack.as_ref())
     }
 
+    #[inline]
     pub(crate) fn has_uses(&self) -> bool {
         self.extra.as_ref().is_some_and(|extra| !extra.uses.is_clear() || !extra.uses_in_capture.is_empty())
     }

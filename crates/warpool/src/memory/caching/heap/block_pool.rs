@@ -21,15 +21,18 @@ pub(crate) struct BlockPool {
 }
 
 impl BlockPool {
+    #[inline]
     pub(crate) fn pool(&self) -> MemPoolId {
         self.pool
     }
 
+    #[inline]
     pub(crate) fn kind(&self) -> SegmentKind {
         self.kind
     }
 
     /// Whether its segments come from the pool's upstream.
+    #[inline]
     pub(crate) fn has_upstream(&self) -> bool {
         self.has_upstream
     }
@@ -39,6 +42,7 @@ impl BlockPool {
         self.streams.is_empty()
     }
 
+    #[inline]
     pub(super) fn of_stream(&self, stream: StreamId) -> Option<StreamBlocksKey> {
         // Most programs have one stream, or a few.
         match self.streams.as_slice() {
@@ -66,10 +70,12 @@ impl StreamBlocks {
         Self { block_pool, stream, stream_raw, free: FreeList::default(), unmapped: BTreeMap::new(), segments: 0 }
     }
 
+    #[inline]
     pub(crate) fn stream_raw(&self) -> u64 {
         self.stream_raw
     }
 
+    #[inline]
     pub(crate) fn block_pool(&self) -> BlockPoolKey {
         self.block_pool
     }

@@ -126,6 +126,7 @@ impl Heap {
         assert!(block_pool.is_empty(), "a block pool with segments cannot be removed");
     }
 
+    #[inline]
     pub(super) fn block_pool(&self, key: BlockPoolKey) -> &BlockPool {
         &self.block_pools[key]
     }
@@ -140,6 +141,7 @@ impl Heap {
     }
 
     /// Counts a search, for the age of free blocks.
+    #[inline]
     pub(super) fn count_search(&mut self, key: BlockPoolKey) {
         self.block_pools[key].searches += 1;
     }
@@ -250,10 +252,12 @@ impl Heap {
     }
 
     /// The stream of a segment, with its handle and block pool.
+    #[inline]
     pub(super) fn stream_blocks_of(&self, segment: SegmentKey) -> &StreamBlocks {
         &self.stream_blocks[self.segments[segment].stream_blocks]
     }
 
+    #[inline]
     pub(super) fn block_pool_of(&self, segment: SegmentKey) -> &BlockPool {
         &self.block_pools[self.stream_blocks_of(segment).block_pool]
     }
@@ -272,11 +276,13 @@ impl Heap {
 
 /// Blocks.
 impl Heap {
+    #[inline]
     pub(super) fn block(&self, key: BlockKey) -> &Block {
         &self.blocks[key]
     }
 
     /// The block, if it exists. One that another thread works on may be merged into its neighbour at any moment.
+    #[inline]
     pub(super) fn get(&self, key: BlockKey) -> Option<&Block> {
         self.blocks.get(key)
     }
@@ -291,6 +297,7 @@ impl Heap {
     }
 
     /// The stream that a block is for.
+    #[inline]
     pub(super) fn stream_of(&self, key: BlockKey) -> StreamId {
         self.stream_blocks_of(self.blocks[key].segment).stream
     }
@@ -301,11 +308,13 @@ impl Heap {
     }
 
     /// The allocated block that starts at `ptr`.
+    #[inline]
     pub(super) fn allocated_at(&self, ptr: DevicePtr) -> Option<BlockKey> {
         self.allocated.get(&ptr.0).copied()
     }
 
     /// The block of that slot, if it is allocated and starts at `ptr`.
+    #[inline]
     pub(super) fn allocated_in_slot(&self, slot: u64, ptr: DevicePtr) -> Option<BlockKey> {
         let key = BlockKey::from(KeyData::from_ffi(slot));
         let block = self.blocks.get(key)?;
@@ -313,6 +322,7 @@ impl Heap {
     }
 
     /// A number for a block, for [`allocated_in_slot`](Self::allocated_in_slot).
+    #[inline]
     pub(super) fn slot(key: BlockKey) -> u64 {
         key.data().as_ffi()
     }

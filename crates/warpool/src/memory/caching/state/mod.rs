@@ -38,11 +38,15 @@ pub(super) struct DeviceState {
     retries: DriverRetries,
 }
 
-/// A search for a cached block.
+/// The result of a search for a cached block.
 pub(super) enum Search {
     Found(Allocation),
     /// Nothing cached fits. The thread has entered the pool.
     NotFound(BlockRequest),
+    /// Pending frees are to be processed before a search.
+    Pending,
+    /// Boxed, because an error is several times as large as what is mostly returned.
+    Refused(Box<Error>),
 }
 
 impl DeviceState {
@@ -61,6 +65,7 @@ impl DeviceState {
         }
     }
 
+    #[inline]
     pub(super) fn policy(&self) -> &Policy {
         &self.policy
     }
@@ -77,10 +82,12 @@ impl DeviceState {
         self.heap.set_order(self.policy.by_registration);
     }
 
+    #[inline]
     pub(super) fn heap(&self) -> &Heap {
         &self.heap
     }
 
+    #[inline]
     pub(super) fn counters_mut(&mut self) -> &mut Counters {
         &mut self.counters
     }
@@ -104,6 +111,7 @@ impl DeviceState {
 /// Allocating.
 impl DeviceState {
     /// Resolves a request. Fails if the pool does not exist or is released.
+    #[inline]
     pub(super) fn request(&self, pool: MemPoolId, stream: StreamId, requested: u64) -> Result<BlockRequest> {
         let block_pools = self.pools.block_pools_in_use(pool)?;
         let size = self.policy.sizes.round(requested);
@@ -127,16 +135,21 @@ impl DeviceState {
         (pool, stream, requested): (MemPoolId, StreamId, u64),
         capturing: bool,
         details: &EntryDetails,
-    ) -> Result<Search> {
-        let request = self.request(pool, stream, requested)?;
+    ) -> Search {
+        let request = match self.request(pool, stream, requested) {
+            Ok(request) => request,
+            Err(error) => return Search::Refused(Box::new(error)),
+        };
         if capturing {
             self.pools.record_capture(pool);
         }
         if let Some(allocation) = self.allocate_cached(&request, details) {
-            return Ok(Search::Found(allocation));
+            return Search::Found(allocation);
         }
-        self.pools.enter(pool)?;
-        Ok(Search::NotFound(request))
+        match self.pools.enter(pool) {
+            Ok(_) => Search::NotFound(request),
+            Err(error) => Search::Refused(Box::new(error)),
+        }
     }
 
     /// Allocates the best free block for a request.
@@ -279,6 +292,7 @@ impl DeviceState {
     }
 
     /// Whether frees are pending that may be completed before the next search.
+    #[inline]
     pub(super) fn has_pending(&self) -> bool {
         !self.fences.is_empty() || !self.deferred.is_empty()
     }
