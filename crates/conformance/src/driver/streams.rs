@@ -41,6 +41,7 @@ pub(crate) const CHECKS: &[Check] = crate::checks![
     callbacks_wait_for_earlier_work,
     later_work_waits_for_callbacks,
     driver_calls_in_callbacks_are_rejected,
+    a_panic_in_a_callback_ends_the_callback_only,
     adopting_a_handle_returns_its_stream,
     destroyed_stream_finishes_its_work,
     any_thread_may_use_a_stream,
@@ -406,6 +407,16 @@ fn driver_calls_in_callbacks_are_rejected(context: &TestContext) -> CheckResult 
         expect_error_of(&format!("{call} in a callback"), result.clone(), NotPermitted)?;
     }
     Ok(())
+}
+
+fn a_panic_in_a_callback_ends_the_callback_only(context: &TestContext) -> CheckResult {
+    let (stream, flag) = (context.stream()?, Flag::default());
+    // Without the panic hook, which would print a report of a panic that is expected.
+    context.driver.stream_host_callback(stream, Arc::new(|| std::panic::resume_unwind(Box::new("on purpose"))))?;
+    flag.set_in(context, stream)?;
+    context.synchronize(stream)?;
+    expect(flag.is_set(), "the callback behind one that panicked ran")?;
+    Ok(context.driver.device_synchronize(context.device_id)?)
 }
 
 fn adopting_a_handle_returns_its_stream(context: &TestContext) -> CheckResult {

@@ -12,7 +12,7 @@ use super::order::{Epoch, Hazard};
 use super::refuse::{named, refuse};
 use super::rng;
 use super::state::SimState;
-use super::work::{ChangedStream, Work, in_host_code, run_host_code};
+use super::work::{AwaitedStream, Work, in_host_code, run_host_code};
 use crate::{Call, CaptureRule, DeviceId, DevicePtr, Driver, ErrorCode, Result, StreamId};
 
 /// A driver with one or more simulated GPUs.
@@ -94,8 +94,7 @@ impl SimDriver {
     }
 
     pub(in crate::sim) fn lock(&self) -> Guard<'_> {
-        // A panic in a host callback leaves the state consistent, and one in the host implementation of a kernel is
-        // caught.
+        // Panics in host callbacks and in host implementations of kernels are caught.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -135,7 +134,7 @@ impl SimDriver {
         let unused = state.captures.take_unused_callbacks();
         drop(state);
         // Without the lock: what they own may call the driver when it is dropped.
-        drop(unused);
+        unused.into_iter().for_each(|callback| catch(|| drop(callback)));
         named(call, outcome)
     }
 
@@ -183,13 +182,13 @@ impl SimDriver {
     pub(in crate::sim) fn wait_for_device<'a>(&'a self, mut state: Guard<'a>, device: DeviceId) -> Guard<'a> {
         let changed = state.scheduler.streams.begin_device_wait(device);
         let done = std::cell::Cell::new(0);
-        let mut state = self.wait(state, changed.iter().map(ChangedStream::epoch), |state| {
+        let mut state = self.wait(state, changed.iter().map(AwaitedStream::epoch), |state| {
             let rest = &changed[done.get()..];
             let newly_done = rest.iter().take_while(|stream| state.scheduler.is_done(stream.epoch())).count();
             done.set(done.get() + newly_done);
             newly_done == rest.len()
         });
-        state.scheduler.streams.end_device_wait(changed);
+        state.scheduler.streams.end_wait(changed);
         state.memory.trim_pools(device);
         state
     }
@@ -223,17 +222,23 @@ impl SimDriver {
     fn run_callbacks<'a>(&'a self, mut state: Guard<'a>) -> Guard<'a> {
         while let Some(callback) = state.scheduler.take_callback() {
             drop(state);
-            let outcome = run_host_code(|| std::panic::catch_unwind(AssertUnwindSafe(|| (callback.run)())));
-            let returned = callback.end();
+            // A panic ends the callback and nothing else, as on a thread of a real driver: this call is of a thread
+            // that may have nothing to do with the callback. The panic hook has reported it.
+            run_host_code(|| catch(|| (callback.run)()));
+            let returned = callback.end(|callback| catch(|| drop(callback)));
             state = self.lock();
             state.callback_returned(returned);
             self.callback_returned.notify_all();
-            if let Err(panic) = outcome {
-                drop(state);
-                std::panic::resume_unwind(panic);
-            }
         }
         state
+    }
+}
+
+/// Runs code of others, whose panics end here.
+fn catch(body: impl FnOnce()) {
+    if let Err(payload) = std::panic::catch_unwind(AssertUnwindSafe(body)) {
+        // Dropping it might panic again.
+        std::mem::forget(payload);
     }
 }
 

@@ -8,7 +8,7 @@
 //!   the driver.
 //! - **Host code.** A host callback runs on the thread in whose call it becomes due; it must not wait for anything that
 //!   this thread does later. A panic in the host implementation of a kernel is a failed assertion of the device: it
-//!   breaks the device, and later calls return the error.
+//!   breaks the device, and later calls return the error. A panic in a host callback ends that callback only.
 //! - **Order** is tracked with vector clocks, independently of time. Streams, events, default-stream rules, graphs and
 //!   waits of the host order operations; all others are unordered, even if virtual time happened to separate them.
 //! - **The hazard log** lists accesses that no order protects ([`SimDriver::hazards`]). Each access is compared with
@@ -52,6 +52,7 @@ mod order;
 mod refuse;
 mod rng;
 mod state;
+mod steps;
 mod table;
 mod work;
 
@@ -61,3 +62,5 @@ pub use driver::SimDriver;
 pub use object_counts::ObjectCounts;
 pub use objects::LibraryCall;
 pub use order::{Hazard, HazardKind, HazardRange, RangeBase};
+#[doc(hidden)]
+pub use steps::steps_taken;

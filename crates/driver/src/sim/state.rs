@@ -365,7 +365,7 @@ impl SimState {
         if state.kind != StreamKind::Legacy {
             return Vec::new();
         }
-        self.captures.of_streams(self.scheduler.streams.blocking(state.device))
+        self.captures.of_streams(|stream| self.scheduler.streams.is_blocking(stream, state.device))
     }
 
     /// Refuses work on the legacy default stream while a stream that it would wait for captures.

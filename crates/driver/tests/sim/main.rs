@@ -3,6 +3,7 @@
 mod determinism;
 mod fault_injection;
 mod fixture;
+mod growth;
 mod hazards;
 mod kernel_arguments;
 mod libraries;

@@ -283,3 +283,89 @@ fn a_second_wait_for_a_device_covers_waits_queued_since_the_first() -> Result<()
     assert!(gpu.hazards().is_empty(), "{:#?}", gpu.hazards());
     Ok(())
 }
+
+/// How many pages of a range the system has provided.
+#[cfg(target_os = "linux")]
+fn pages_present(start: u64, bytes: u64) -> usize {
+    use std::io::{Read as _, Seek as _, SeekFrom};
+    // One number per page of this process; its highest bit says whether the page is present.
+    let mut map = std::fs::File::open("/proc/self/pagemap").expect("Linux has it");
+    map.seek(SeekFrom::Start(start / 4096 * 8)).expect("a file");
+    let mut entries = vec![0; (bytes / 4096 * 8) as usize];
+    map.read_exact(&mut entries).expect("every page has an entry");
+    entries.chunks_exact(8).filter(|entry| entry[7] >> 7 == 1).count()
+}
+
+/// Issue 12: pinned memory was zeroed by writing to it, so 1,024 times 1 MiB took 1 GiB although nobody used it.
+#[test]
+#[cfg(target_os = "linux")]
+fn pinned_memory_takes_no_memory_before_it_is_used() -> Result<()> {
+    let gpu = SimDriver::new(SimConfig::default());
+    // The second round gets memory that the first has used.
+    for round in 0..2_u8 {
+        let ranges: Vec<HostPtr> =
+            (0..32).map(|_| gpu.host_alloc(DEVICE, 1 << 20, HostOptions::default())).collect::<Result<_>>()?;
+        let present: usize = ranges.iter().map(|range| pages_present(range.0, 1 << 20)).sum();
+        assert_eq!(present, 0, "round {round}: pages that nobody has accessed");
+        for &range in &ranges {
+            let mut content = [9; 16];
+            gpu.host_read(range, &mut content)?;
+            assert_eq!(content, [0; 16], "round {round}");
+            gpu.host_write(range, &[round + 1; 1 << 20])?;
+        }
+        ranges.into_iter().try_for_each(|range| gpu.host_free(range))?;
+    }
+    Ok(())
+}
+
+/// Panics when it is called, or when it is dropped.
+struct Panicking {
+    when_dropped: bool,
+    ran: Arc<AtomicUsize>,
+}
+
+impl Panicking {
+    fn run(&self) {
+        self.ran.fetch_add(1, Ordering::Relaxed);
+        assert!(self.when_dropped, "on purpose, in a callback");
+    }
+}
+
+impl Drop for Panicking {
+    fn drop(&mut self) {
+        assert!(!self.when_dropped, "on purpose, while a callback is dropped");
+    }
+}
+
+/// Issue 12: a panic in a host callback was passed on to whichever call ran it, and one while it was dropped made every
+/// later wait for the stream hang.
+#[test]
+fn a_panic_in_a_callback_ends_the_callback_only() -> Result<()> {
+    let gpu = SimDriver::new(SimConfig::default());
+    let stream = gpu.stream_create(DEVICE, StreamOptions::default())?;
+    let ran = Arc::new(AtomicUsize::new(0));
+    let callback = |when_dropped| -> HostCallback {
+        let panicking = Panicking { when_dropped, ran: Arc::clone(&ran) };
+        Arc::new(move || panicking.run())
+    };
+    for when_dropped in [false, true] {
+        gpu.stream_host_callback(stream, callback(when_dropped))?;
+        gpu.stream_synchronize(stream)?;
+        gpu.capture_begin(stream, CaptureMode::Relaxed)?;
+        gpu.stream_host_callback(stream, callback(when_dropped))?;
+        let graph = gpu.capture_end(stream)?;
+        let exec = gpu.graph_instantiate(graph, InstantiateOptions::default())?;
+        gpu.graph_launch(exec, stream)?;
+        gpu.graph_launch(exec, stream)?;
+        gpu.stream_synchronize(stream)?;
+        gpu.graph_exec_destroy(exec)?;
+        gpu.graph_destroy(graph)?;
+        gpu.device_synchronize(DEVICE)?;
+    }
+    assert_eq!(ran.load(Ordering::Relaxed), 6);
+    let memory = gpu.mem_alloc(DEVICE, BYTES)?;
+    gpu.fill(memory, Pattern::U8(7), BYTES, stream)?;
+    gpu.mem_free(memory)?;
+    assert!(gpu.hazards().is_empty(), "{:#?}", gpu.hazards());
+    gpu.stream_destroy(stream)
+}

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use crate::sim::driver::SimDriver;
 use crate::sim::refuse::refuse;
 use crate::sim::state::SimState;
-use crate::sim::work::{EventState, StreamKind, Work};
+use crate::sim::work::{AwaitedStream, EventState, StreamKind, Work};
 use crate::{
     Call, CaptureId, DeviceId, ErrorCode, EventId, EventScope, ForeignStream, HostCallback, PriorityRange, RawHandle,
     Result, StreamHandle, StreamId, StreamInfo, StreamOptions, Streams,
@@ -115,9 +115,9 @@ impl Streams for SimDriver {
             let stream = state.live_stream(stream)?;
             state.forbid_wait(stream)?;
             let awaited = state.scheduler.streams.awaited(stream);
-            let is_done = awaited.iter().all(|point| state.scheduler.is_done(point.epoch));
+            let is_done = awaited.iter().all(|awaited| state.scheduler.is_done(awaited.epoch()));
             if is_done {
-                state.scheduler.streams.host_waited(stream, &awaited);
+                state.scheduler.streams.host_waited(stream, awaited);
             }
             Ok(is_done)
         })
@@ -130,10 +130,10 @@ impl Streams for SimDriver {
             let device = state.scheduler.streams.get(stream).device;
             // Meanwhile other threads may queue work, which is not waited for, or destroy the stream.
             let awaited = state.scheduler.streams.awaited(stream);
-            let mut state = self.wait(state, awaited.iter().map(|point| point.epoch), |state| {
-                awaited.iter().all(|point| state.scheduler.is_done(point.epoch))
+            let mut state = self.wait(state, awaited.iter().map(AwaitedStream::epoch), |state| {
+                awaited.iter().all(|awaited| state.scheduler.is_done(awaited.epoch()))
             });
-            state.scheduler.streams.host_waited(stream, &awaited);
+            state.scheduler.streams.host_waited(stream, awaited);
             state.memory.trim_pools(device);
             state.use_device(device)
         })

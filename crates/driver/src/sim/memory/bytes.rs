@@ -1,9 +1,9 @@
 //! The contents of simulated memory. Device memory exists page by page, once written; pinned memory is real memory of
 //! this process. The simulation's unsafe code is here: reading and writing pinned host memory.
 
-use std::alloc::{Layout, alloc_zeroed, dealloc};
 use std::ptr::{self, NonNull};
 
+use memmap2::{MmapOptions, MmapRaw};
 use rustc_hash::FxHashMap;
 
 use crate::ClaimedRange;
@@ -60,7 +60,7 @@ fn for_each_page(offset: u64, len: usize, mut visit: impl FnMut(u64, usize, std:
     }
 }
 
-/// Pinned host memory: allocated here, or registered by the caller, who keeps it valid ([`crate::HostRange`]).
+/// Pinned host memory: mapped here, or registered by the caller, who keeps it valid ([`crate::HostRange`]).
 ///
 /// It is only accessed through the raw pointer, never by reference: host code may hold pointers into it too.
 #[derive(Debug)]
@@ -78,22 +78,21 @@ unsafe impl Send for HostBytes {}
 
 #[derive(Debug)]
 enum Owner {
-    Allocated(#[expect(dead_code, reason = "held until the memory is unpinned")] Allocation),
+    Mapped(#[expect(dead_code, reason = "held until the memory is unpinned")] MmapRaw),
     Registered(#[expect(dead_code, reason = "held until the memory is unpinned")] ClaimedRange),
 }
 
 impl HostBytes {
-    /// Allocates zeroed memory, aligned to a page. No page is touched, so a large allocation costs nothing before it
-    /// is used. `None` if the host does not have that much.
+    /// Maps zeroed memory, aligned to a page. The system provides a page when it is first accessed, so an allocation
+    /// takes no memory before it is used. (The global allocator would write zeros to memory that it has had before.)
+    /// `None` if the host does not have that much.
     pub fn allocate(bytes: u64) -> Option<Self> {
-        let size = usize::try_from(bytes).ok()?.checked_add(PAGE)?;
-        let allocation = Allocation::zeroed(size)?;
-        let unaligned = allocation.start;
+        let size = usize::try_from(bytes).ok().filter(|&size| size <= isize::MAX as usize)?;
+        let map = MmapRaw::from(MmapOptions::new().len(size).map_anon().ok()?);
+        let start = NonNull::new(map.as_mut_ptr())?;
         // Host code makes pointers of the address, as it does with real pinned memory.
-        let misalignment = unaligned.as_ptr().expose_provenance() % PAGE;
-        // SAFETY: less than a page is added, and the allocation is a page longer than `bytes`.
-        let start = unsafe { unaligned.add((PAGE - misalignment) % PAGE) };
-        Some(Self { start, bytes, _owner: Owner::Allocated(allocation) })
+        start.as_ptr().expose_provenance();
+        Some(Self { start, bytes, _owner: Owner::Mapped(map) })
     }
 
     /// The caller's memory, pinned in place.
@@ -117,7 +116,7 @@ impl HostBytes {
 
     fn write(&mut self, offset: u64, from: &[u8]) {
         let to = self.at(offset, from.len());
-        // SAFETY: as in `read`. `start` may be written through: it comes from the allocator, or from a range that was
+        // SAFETY: as in `read`. `start` may be written through: it comes from a writable mapping, or from a range that was
         // promised to be writable and exposed (`HostRange`).
         unsafe { ptr::copy_nonoverlapping(from.as_ptr(), to.as_ptr(), from.len()) }
     }
@@ -128,31 +127,6 @@ impl HostBytes {
         assert!(end.is_some_and(|end| end <= self.bytes), "{len} bytes at {offset} are outside {} bytes", self.bytes);
         // SAFETY: the offset is within the memory at `start`, which is `bytes` long.
         unsafe { self.start.add(offset as usize) }
-    }
-}
-
-/// Memory from the global allocator, without a Rust object in it.
-#[derive(Debug)]
-struct Allocation {
-    start: NonNull<u8>,
-    layout: Layout,
-}
-
-impl Allocation {
-    /// `bytes` zero bytes (not 0 of them), unaligned: the allocator maps fresh zeroed pages for these without touching
-    /// them, while for aligned memory it would write the zeros.
-    fn zeroed(bytes: usize) -> Option<Self> {
-        let layout = Layout::from_size_align(bytes, 1).ok().filter(|layout| layout.size() > 0)?;
-        // SAFETY: the layout's size is not zero.
-        let start = NonNull::new(unsafe { alloc_zeroed(layout) })?;
-        Some(Self { start, layout })
-    }
-}
-
-impl Drop for Allocation {
-    fn drop(&mut self) {
-        // SAFETY: `start` was allocated with this layout in `zeroed` and is freed only here.
-        unsafe { dealloc(self.start.as_ptr(), self.layout) }
     }
 }
 

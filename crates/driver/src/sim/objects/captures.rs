@@ -309,13 +309,13 @@ impl Captures {
         self.table.ids().into_iter().map(CaptureId).filter(|&id| predicate(self.get(id))).collect()
     }
 
-    /// The captures that these streams are in.
-    pub fn of_streams(&self, streams: &[StreamId]) -> Vec<CaptureId> {
-        if self.table.len() == 0 {
-            return Vec::new();
-        }
-        let mut captures: Vec<CaptureId> =
-            streams.iter().filter_map(|stream| self.members.get(stream)).map(|member| member.capture).collect();
+    /// The captures that the selected streams are in, in the order of the streams.
+    pub fn of_streams(&self, is_selected: impl Fn(StreamId) -> bool) -> Vec<CaptureId> {
+        let selected = self.members.iter().filter(|(stream, _)| is_selected(**stream));
+        let mut members: Vec<(StreamId, CaptureId)> =
+            selected.map(|(&stream, member)| (stream, member.capture)).collect();
+        members.sort_unstable();
+        let mut captures: Vec<CaptureId> = members.into_iter().map(|(_, capture)| capture).collect();
         captures.dedup();
         captures
     }

@@ -22,4 +22,4 @@ pub use item::{KernelWork, Template, TemplateNode, Work, frees, topology};
 pub use launch::{Launch, ReplacedKernel, ReplacedKernels};
 pub use scheduler::{DueWork, ReturnedCallback, Scheduler, Step};
 pub use stream::{StreamKind, StreamPoint};
-pub use streams::ChangedStream;
+pub use streams::AwaitedStream;

@@ -86,8 +86,9 @@ impl Callback {
         Self { run, returned: ReturnedCallback { running, time } }
     }
 
-    /// Drops the callback, without the simulation's lock: what it owns may call the driver when it is dropped.
-    pub fn end(self) -> ReturnedCallback {
+    /// The callback has run. `drop` drops it, without the simulation's lock: what it owns may call the driver then.
+    pub fn end(self, drop: impl FnOnce(HostCallback)) -> ReturnedCallback {
+        drop(self.run);
         self.returned
     }
 }

@@ -60,9 +60,8 @@ pub struct Stream {
     pub(super) clock: Arc<VectorClock>,
     /// The version of the host's clock that is joined into `clock`.
     pub(super) host_version: u64,
-    /// How often `last` and `clock` have changed, and how often they had when the host last waited for the device.
+    /// How often `last` and `clock` have changed, apart from what the host has observed.
     pub(super) changes: u64,
-    pub(super) changes_waited_for: u64,
     /// While it is paused: the number of the last operation that may start.
     pub(super) paused_after: Option<u64>,
 }
@@ -86,17 +85,18 @@ impl Stream {
 
     /// The clock, to be changed.
     pub(super) fn clock_mut(&mut self) -> &mut VectorClock {
-        self.changes += 1;
         Arc::make_mut(&mut self.clock)
     }
 
-    /// Orders its next operation after `point`.
-    pub(super) fn order_after(&mut self, point: &StreamPoint) {
-        if !self.clock.covers_all(&point.clock) || !self.clock.covers(point.epoch) {
+    /// Orders its next operation after `point`. Returns whether it was not ordered so before.
+    pub(super) fn order_after(&mut self, point: &StreamPoint) -> bool {
+        let is_new = !self.clock.covers(point.epoch) || !self.clock.covers_all(&point.clock);
+        if is_new {
             let clock = self.clock_mut();
             clock.join(&point.clock);
             clock.add(point.epoch);
         }
+        is_new
     }
 
     /// The operation that must end before the queue is shorter than `depth`, if it is not.

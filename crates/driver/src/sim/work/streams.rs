@@ -1,6 +1,6 @@
 //! All streams, and the order between them: default-stream rules, waits for events, waits of the host. No time here.
 
-use std::collections::VecDeque;
+use std::collections::{BTreeSet, VecDeque};
 use std::sync::Arc;
 use std::thread::ThreadId;
 
@@ -9,6 +9,7 @@ use rustc_hash::FxHashMap;
 use super::stream::{Stream, StreamKind, StreamPoint};
 use super::timelines::Timelines;
 use crate::sim::order::{Epoch, TimelineId, VectorClock};
+use crate::sim::steps;
 use crate::sim::table::{Missing, Table};
 use crate::{DeviceId, StreamId};
 
@@ -18,10 +19,12 @@ struct DeviceStreams {
     legacy: StreamId,
     /// What `stream_per_thread` returns; names a different stream on each thread.
     per_thread: StreamId,
-    /// The blocking streams, those of threads included.
-    blocking: Vec<StreamId>,
-    /// All streams that exist, destroyed ones with work included.
-    all: Vec<StreamId>,
+    /// Streams with operations or waits that the host may not have waited for. A program may have many streams, of
+    /// which most have nothing new since the last wait.
+    changed: BTreeSet<StreamId>,
+    /// Blocking streams, those of threads included, with operations that the legacy default stream may not be ordered
+    /// after yet.
+    unordered: BTreeSet<StreamId>,
     /// Work of streams that no longer exist, as far as the host has not waited for it.
     retired: VectorClock,
     /// The same for blocking streams, as far as the legacy default stream is not ordered after it yet.
@@ -44,19 +47,25 @@ pub struct QueuePosition {
     pub waits: Vec<Epoch>,
 }
 
-/// A stream that has changed since the host last waited for its device.
+/// A stream that the host waits for, up to its last operation when the wait began.
 #[derive(Debug)]
-pub struct ChangedStream {
+pub struct AwaitedStream {
     stream: StreamId,
     changes: u64,
     last: StreamPoint,
 }
 
-impl ChangedStream {
+impl AwaitedStream {
     pub fn epoch(&self) -> Epoch {
         self.last.epoch
     }
 }
+
+/// The lowest raw handle. Handles look like pointers, and are none of the three special ones.
+const RAW_BASE: u64 = 0x5000_0000;
+
+/// The distance between raw handles.
+const RAW_STEP: u64 = 0x40;
 
 /// All streams.
 #[derive(Debug, Default)]
@@ -77,8 +86,8 @@ impl Streams {
             streams.devices.push(DeviceStreams {
                 legacy: StreamId(0),
                 per_thread: StreamId(0),
-                blocking: Vec::new(),
-                all: Vec::new(),
+                changed: BTreeSet::new(),
+                unordered: BTreeSet::new(),
                 retired: VectorClock::default(),
                 retired_blocking: VectorClock::default(),
             });
@@ -97,8 +106,7 @@ impl Streams {
             device,
             kind,
             priority,
-            // Looks like a pointer, and is none of the three special handles.
-            raw: 0x5000_0000 + id.0 * 0x40,
+            raw: RAW_BASE + id.0 * RAW_STEP,
             attributes_hidden: false,
             destroyed: false,
             timeline,
@@ -108,15 +116,9 @@ impl Streams {
             last: done,
             clock: Arc::new(self.host.clock.clone()),
             host_version: self.host.version,
-            changes: 1,
-            changes_waited_for: 0,
+            changes: 0,
             paused_after: None,
         });
-        let state = self.device_mut(device);
-        state.all.push(id);
-        if kind == StreamKind::Blocking {
-            state.blocking.push(id);
-        }
         id
     }
 
@@ -170,8 +172,8 @@ impl Streams {
 
     /// The live stream of `device` with that raw handle.
     pub fn with_raw(&self, device: DeviceId, raw: u64) -> Option<StreamId> {
-        let has_handle = |&stream: &StreamId| self.live(stream).is_ok_and(|state| state.raw == raw);
-        self.device(device).all.iter().copied().find(has_handle)
+        let stream = StreamId(raw.checked_sub(RAW_BASE)? / RAW_STEP);
+        self.live(stream).is_ok_and(|state| state.raw == raw && state.device == device).then_some(stream)
     }
 
     /// The number of streams that a program created.
@@ -184,9 +186,9 @@ impl Streams {
         ids.filter(|&id| self.live(id).is_ok() && !is_default(id)).count()
     }
 
-    /// The blocking streams of a device.
-    pub fn blocking(&self, device: DeviceId) -> &[StreamId] {
-        &self.device(device).blocking
+    /// Whether it is a blocking stream of that device.
+    pub fn is_blocking(&self, stream: StreamId, device: DeviceId) -> bool {
+        self.find(stream).is_some_and(|state| state.kind == StreamKind::Blocking && state.device == device)
     }
 
     /// Removes a destroyed stream once its queue is empty.
@@ -205,8 +207,8 @@ impl Streams {
             state.retired_blocking.join(&last.clock);
             state.retired_blocking.add(last.epoch);
         }
-        state.all.retain(|&other| other != stream);
-        state.blocking.retain(|&other| other != stream);
+        state.changed.remove(&stream);
+        state.unordered.remove(&stream);
         self.timelines.release(timeline);
     }
 
@@ -217,8 +219,20 @@ impl Streams {
         self.order_after_host(stream);
         let state = self.get_mut(stream);
         state.last += 1;
+        let (device, kind, point) = (state.device, state.kind, state.last());
+        self.set_changed(stream);
+        if kind == StreamKind::Blocking {
+            self.device_mut(device).unordered.insert(stream);
+        }
+        QueuePosition { point, waits }
+    }
+
+    /// Its last operation, or what that is ordered after, is another: the host has not waited for that yet.
+    fn set_changed(&mut self, stream: StreamId) {
+        let state = self.get_mut(stream);
         state.changes += 1;
-        QueuePosition { point: state.last(), waits }
+        let device = state.device;
+        self.device_mut(device).changed.insert(stream);
     }
 
     /// Orders the next operation of `stream` as the default-stream rules say: the legacy default stream after the
@@ -233,7 +247,9 @@ impl Streams {
             waits.push(point.epoch);
         }
         if kind == StreamKind::Legacy {
-            let retired = std::mem::take(&mut self.device_mut(device).retired_blocking);
+            let state = self.device_mut(device);
+            state.unordered.clear();
+            let retired = std::mem::take(&mut state.retired_blocking);
             let state = self.get_mut(stream);
             if !state.clock.covers_all(&retired) {
                 state.clock_mut().join(&retired);
@@ -246,13 +262,17 @@ impl Streams {
     fn implicit_waits(&self, stream: StreamId) -> Vec<StreamPoint> {
         let state = self.get(stream);
         let device = self.device(state.device);
-        let others = match state.kind {
-            StreamKind::NonBlocking => &[],
-            StreamKind::Legacy => device.blocking.as_slice(),
-            StreamKind::Blocking => std::slice::from_ref(&device.legacy),
+        let (legacy, blocking) = match state.kind {
+            StreamKind::NonBlocking => (None, None),
+            StreamKind::Legacy => (None, Some(&device.unordered)),
+            StreamKind::Blocking => (Some(&device.legacy), None),
         };
-        let is_new = |last: &StreamPoint| last.epoch.seq != 0 && !state.clock.covers(last.epoch);
-        others.iter().map(|&other| self.get(other).last()).filter(is_new).collect()
+        let is_new = |last: &StreamPoint| {
+            steps::count();
+            last.epoch.seq != 0 && !state.clock.covers(last.epoch)
+        };
+        let others = legacy.into_iter().chain(blocking.into_iter().flatten());
+        others.map(|&other| self.get(other).last()).filter(is_new).collect()
     }
 
     /// What the next operation of `stream` would be ordered after, on all timelines.
@@ -273,7 +293,9 @@ impl Streams {
 
     /// Orders what is queued in `stream` from now on after `point`.
     pub fn order_after(&mut self, stream: StreamId, point: &StreamPoint) {
-        self.get_mut(stream).order_after(point);
+        if self.get_mut(stream).order_after(point) {
+            self.set_changed(stream);
+        }
     }
 
     /// Orders what is queued in `stream` from now on after all that the host has observed to be done.
@@ -314,46 +336,54 @@ impl Streams {
 
     /// What a wait for `stream` waits for: its last operation, and for the legacy default stream also those of the
     /// blocking streams. A wait for a blocking stream does not wait for the default stream.
-    pub fn awaited(&self, stream: StreamId) -> Vec<StreamPoint> {
+    pub fn awaited(&self, stream: StreamId) -> Vec<AwaitedStream> {
         let state = self.get(stream);
-        let others: &[StreamId] = match state.kind {
-            StreamKind::Legacy => self.blocking(state.device),
-            StreamKind::Blocking | StreamKind::NonBlocking => &[],
+        let others = match state.kind {
+            StreamKind::Legacy => Some(&self.device(state.device).changed),
+            StreamKind::Blocking | StreamKind::NonBlocking => None,
         };
-        others.iter().chain([&stream]).map(|&stream| self.get(stream).last()).collect()
+        let is_blocking = |&&other: &&StreamId| self.is_blocking(other, state.device);
+        others
+            .into_iter()
+            .flatten()
+            .filter(is_blocking)
+            .chain([&stream])
+            .map(|&stream| self.await_all(stream))
+            .collect()
+    }
+
+    fn await_all(&self, stream: StreamId) -> AwaitedStream {
+        steps::count();
+        let state = self.get(stream);
+        AwaitedStream { stream, changes: state.changes, last: state.last() }
     }
 
     /// The host has waited for `stream`, and so for all of `awaited`.
-    pub fn host_waited(&mut self, stream: StreamId, awaited: &[StreamPoint]) {
-        for point in awaited {
-            self.host_observed(point);
-        }
+    pub fn host_waited(&mut self, stream: StreamId, awaited: Vec<AwaitedStream>) {
+        self.end_wait(awaited);
         if let Some(Stream { kind: StreamKind::Legacy, device, .. }) = self.find(stream) {
             let retired = self.device(*device).retired_blocking.clone();
             self.host_observed_all(&retired);
         }
     }
 
-    /// A wait for `device` begins: the streams of which the host must wait for something. Most have nothing new since
-    /// the last wait, and a program may have a hundred.
-    pub fn begin_device_wait(&mut self, device: DeviceId) -> Vec<ChangedStream> {
+    /// A wait for `device` begins: the streams of which the host must wait for something.
+    pub fn begin_device_wait(&mut self, device: DeviceId) -> Vec<AwaitedStream> {
         let retired = std::mem::take(&mut self.device_mut(device).retired);
         self.host_observed_all(&retired);
-        let changed = |&stream: &StreamId| {
-            let state = self.get(stream);
-            let is_changed = state.changes != state.changes_waited_for;
-            is_changed.then(|| ChangedStream { stream, changes: state.changes, last: state.last() })
-        };
-        self.device(device).all.iter().filter_map(changed).collect()
+        self.device(device).changed.iter().map(|&stream| self.await_all(stream)).collect()
     }
 
     /// The host has waited for these.
-    pub fn end_device_wait(&mut self, waited: Vec<ChangedStream>) {
-        for ChangedStream { stream, changes, last } in waited {
+    pub fn end_wait(&mut self, awaited: Vec<AwaitedStream>) {
+        for AwaitedStream { stream, changes, last } in awaited {
             self.host_observed(&last);
-            // It may have been destroyed and drained meanwhile.
-            if let Some(state) = self.find_mut(stream) {
-                state.changes_waited_for = changes;
+            // It may have been destroyed and drained meanwhile, or have more operations.
+            if let Some(state) = self.find(stream)
+                && state.changes == changes
+            {
+                let device = state.device;
+                self.device_mut(device).changed.remove(&stream);
             }
         }
     }
