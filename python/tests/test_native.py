@@ -1,11 +1,14 @@
 """Tests of the ctypes layer on the simulated GPU, without PyTorch. WARPOOL_LIBRARY is the path of the shared object."""
 
+import atexit
 import os
 import pickle
+import signal
 import subprocess
 import sys
 import tempfile
 import threading
+import traceback
 import unittest
 from pathlib import Path
 from typing import Any, Dict
@@ -323,6 +326,66 @@ class Stacks(unittest.TestCase):
         for _ in range(20):
             ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
             self.assertEqual((ended.returncode, ended.stderr), (0, ""))
+
+
+class Fork(unittest.TestCase):
+    def in_child(self, act: Any) -> int:
+        """The exit code of a forked child that runs `act` and its exit handlers; a hanging one is killed."""
+        child = os.fork()
+        if child == 0:
+            signal.alarm(30)
+            status = 1
+            try:
+                act()
+                atexit._run_exitfuncs()
+                status = 0
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                sys.stderr.flush()
+                os._exit(status)
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+    @isolated
+    def test_children_get_errors_and_never_hang(self) -> None:
+        _native.record_history(True, 100, 3)
+        _stacks.install()
+        inherited = _native.malloc(MIB)
+        stop = threading.Event()
+
+        def work() -> None:
+            while not stop.is_set():
+                _native.free(_native.malloc(3 * MIB), 3 * MIB)
+
+        def child() -> None:
+            calls = [
+                lambda: _native.malloc(MIB),
+                lambda: _native.stats(0),
+                _native.empty_cache,
+                _native.settings,
+                lambda: _native.set_settings("max_split_size_mb:200"),
+                lambda: _native.record_history(False, 1, 0),
+                _stacks.install,
+                _native.device_count,
+            ]
+            for call in calls:
+                with self.assertRaisesRegex(warpool.Error, "forked"):
+                    call()
+            _native.free(inherited, MIB)
+            self.assertEqual(_native.driver(), "sim")
+
+        threads = [threading.Thread(target=work) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        try:
+            for number in range(40):
+                self.assertEqual(self.in_child(child), 0, f"child {number}")
+        finally:
+            stop.set()
+            for thread in threads:
+                thread.join()
+        _native.free(inherited, MIB)
+        self.assertEqual(_native.stats(0)["allocated_bytes.all.current"], 0)
 
 
 if __name__ == "__main__":

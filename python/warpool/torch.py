@@ -27,6 +27,16 @@ _HOOKS = {
 }
 
 _enable_lock = threading.Lock()
+
+
+def _forget_lock() -> None:
+    """In a forked child: another thread may have held the lock."""
+    global _enable_lock
+    _enable_lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_forget_lock)
+
 # Kept until the process ends: every tensor is freed through it.
 _allocator: Optional[Any] = None
 

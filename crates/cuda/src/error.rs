@@ -1,7 +1,7 @@
 //! CUDA's result codes as errors of the contract. A [`CallSite`] stands for one call of the contract: it puts the
 //! call's name into every error, and records errors that invalidate captures.
 
-use warpool_driver::{Call, DriverError, ErrorCode, Result};
+use warpool_driver::{Call, DriverError, ErrorCode, Result, fork};
 
 use crate::CudaDriver;
 use crate::callback;
@@ -16,6 +16,7 @@ pub(crate) struct CallSite<'a> {
 
 impl CudaDriver {
     /// Begins a call. `NotPermitted` inside a host callback: CUDA forbids every call there, and some would deadlock.
+    /// `NotInitialized` in a forked child, before any lock is taken.
     pub(crate) fn enter(&self, call: Call) -> Result<CallSite<'_>> {
         self.enter_named(call.name())
     }
@@ -23,6 +24,9 @@ impl CudaDriver {
     /// The same for a method that only this backend has.
     pub(crate) fn enter_named(&self, call: &'static str) -> Result<CallSite<'_>> {
         let site = CallSite { call, capture_errors: &self.capture_errors };
+        if !self.origin.is_here() {
+            return Err(fork::error(call));
+        }
         if callback::is_running() { Err(site.error(ErrorCode::NotPermitted)) } else { Ok(site) }
     }
 

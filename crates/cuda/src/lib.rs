@@ -82,6 +82,7 @@ use std::fmt;
 use std::sync::{Mutex, OnceLock, RwLock};
 use std::time::{Duration, Instant};
 
+use warpool_driver::fork::Origin;
 use warpool_driver::{Call, DevicePtr, Driver, ErrorCode, Suballocations};
 
 use api::Api;
@@ -161,6 +162,8 @@ pub struct CudaDriver {
     api: Api,
     version: DriverVersion,
     opened: Instant,
+    /// A forked child must not call CUDA, nor take a lock that another thread may have held at the fork.
+    origin: Origin,
     /// Which calls were refused because of captures. Locked by failing calls only.
     capture_errors: CaptureErrors,
     devices: Box<[Device]>,
@@ -212,6 +215,7 @@ impl CudaDriver {
             api,
             version,
             opened: Instant::now(),
+            origin: Origin::here(),
             capture_errors: CaptureErrors::default(),
             devices,
             streams,
@@ -290,6 +294,9 @@ impl Driver for CudaDriver {
     }
 
     fn is_device_memory(&self, ptr: DevicePtr, bytes: u64) -> bool {
+        if !self.origin.is_here() {
+            return false;
+        }
         match self.device_ranges.find(ptr.0, bytes) {
             Lookup::Inside => true,
             Lookup::Overruns(_) => false,

@@ -3,6 +3,7 @@
 //! - [`contract`]: the traits, one file per subject, combined in [`Driver`]. Ids and plain numbers, no handles.
 //! - [`sim`]: the simulated GPU: memory with contents, streams whose work completes later, captures, graphs, and a log
 //!   of every hazard.
+//! - [`fork`]: whether this process was forked after a driver was opened.
 //! - [`decorate`]: decorators around a driver that count calls, record them, or make them fail.
 //!
 //! No CUDA here: that backend is the crate `warpool-cuda`.
@@ -10,6 +11,7 @@
 pub mod contract;
 pub mod decorate;
 mod error;
+pub mod fork;
 mod id;
 mod pages;
 pub mod sim;

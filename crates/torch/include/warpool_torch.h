@@ -75,7 +75,8 @@ void *warpool_malloc(ptrdiff_t size, int device, void *stream);
 void *warpool_try_malloc(ptrdiff_t size, int device, void *stream);
 
 // Frees memory. NULL is ignored. `device` is searched first; `size` and `stream` are not used. An address that is not
-// allocated changes nothing, and `warpool_last_error` names it.
+// allocated changes nothing, and `warpool_last_error` names it. In a forked child nothing happens: the memory is the
+// parent's.
 //
 // # Safety
 // The memory at `ptr` belongs to the caller, and nothing uses it afterwards but work that was submitted before on its
@@ -153,7 +154,7 @@ int warpool_record_history(int on, uint64_t max_entries, int stack_level, const 
 
 // Collects call stacks for the history with `hook`; NULL collects none. The hook is called on the thread that
 // allocates or frees, without locks held. On return no other thread runs the previous hook, unless it ran for longer
-// than two seconds.
+// than two seconds. In a forked child no hook is called, and NULL does nothing.
 int warpool_set_stack_hook(warpool_stack_hook hook);
 
 // Adds a frame to the call stack that the hook running on this thread collects; does nothing outside a hook. A NULL

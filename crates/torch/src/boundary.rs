@@ -50,6 +50,10 @@ impl FailureLog {
 
     #[cold]
     fn failed(&self, error: &Error) {
+        // In a forked child another thread may have held a lock of the log.
+        if matches!(error, Error::Forked) {
+            return;
+        }
         if !self.logged.swap(true, Ordering::Relaxed) {
             tracing::warn!("{}: {error} (further failures of this function are not logged)", self.function);
         }

@@ -132,6 +132,13 @@ pub enum Error {
         source: io::Error,
     },
 
+    /// The process was forked after it had started Warpool.
+    #[error(
+        "this process was forked after Warpool was started, and CUDA does not survive fork: start processes by 'spawn' \
+         or 'forkserver', or fork before the GPU is first used"
+    )]
+    Forked,
+
     /// Only the caching allocator can change its settings at run time.
     #[error("settings cannot be changed at run time with backend:cudaMallocAsync; set them in the environment")]
     FixedSettings,

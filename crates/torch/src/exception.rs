@@ -11,6 +11,7 @@ use std::ffi::{CStr, c_char, c_int, c_void};
 use std::sync::OnceLock;
 
 use libloading::os::unix::{Library, RTLD_LAZY};
+use warpool_driver::fork;
 
 /// A failed allocation as plain data, without a destructor.
 #[derive(Clone, Copy)]
@@ -138,8 +139,9 @@ fn torch() -> Option<Torch> {
     // SAFETY: the mangled name contains the argument types; the function does not return.
     let check_fail = unsafe { find::<CheckFail>(c10, "_ZN3c106detail14torchCheckFailEPKcS2_jS2_") };
     let torch = Torch { out_of_memory: out_of_memory(c10), check_fail };
-    if torch.out_of_memory.is_none() {
-        // The library that has the type may still be loaded.
+    if torch.out_of_memory.is_none() || fork::is_child() {
+        // The library that has the type may still be loaded. In a child, another thread may have been about to store
+        // what it found when the process was forked.
         return Some(torch);
     }
     Some(*FOUND.get_or_init(|| torch))
@@ -188,6 +190,9 @@ fn loaded(cache: &'static OnceLock<Library>, name: &str) -> Option<&'static Libr
     }
     // SAFETY: nothing is loaded, so no initializer runs.
     let library = unsafe { Library::open(Some(name), RTLD_LAZY | RTLD_NOLOAD) }.ok()?;
+    if fork::is_child() {
+        return Some(Box::leak(Box::new(library)));
+    }
     Some(cache.get_or_init(|| library))
 }
 

@@ -10,6 +10,8 @@
 //!   `WARPOOL_SIM` for the simulated GPU. A failed start can be repeated.
 //! - No panic crosses the boundary. Only `warpool_malloc` throws, and only if PyTorch's `libc10.so` is loaded.
 //! - Nothing is freed or destroyed at process exit.
+//! - A child that was forked after the start gets an error from every function that needs the driver; freeing what it
+//!   inherited does nothing. No function takes a lock there, so none hangs.
 //!
 //! # In Rust
 //! The same operations are methods of [`Runtime`]; tests create one over a simulated GPU.

@@ -2,12 +2,18 @@
 //!
 //! It is created by the first call that needs it and never dropped: at process exit the driver may be gone already. A
 //! failed start changes nothing and can be repeated.
+//!
+//! In a forked child the parent's runtime is not used any more, not even its locks, which other threads may have held:
+//! [`get`] fails. A child whose parent had not begun to start one starts its own.
 
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
+use std::time::Duration;
 
 use tracing_subscriber::filter::LevelFilter;
 use warpool::memory::{DeviceAllocator, MemPoolId, Request, Settings, Snapshot, SnapshotOptions, Stats};
 use warpool::{Device, Instance};
+use warpool_driver::fork::{self, Origin};
 use warpool_driver::{DeviceId, DevicePtr, Driver, ForeignStream};
 
 use crate::allocator::Allocator;
@@ -21,6 +27,8 @@ use crate::torch_pool::TorchPoolId;
 /// A device allocator, with the stream handles, capture scopes and call stacks of its C callers.
 #[derive(Debug)]
 pub struct Runtime {
+    /// The process that it works in.
+    origin: Origin,
     instance: Instance,
     allocator: Allocator,
     streams: StreamTable,
@@ -30,24 +38,59 @@ pub struct Runtime {
 
 static RUNTIME: OnceLock<Runtime> = OnceLock::new();
 
-/// The runtime of the process; started now if it is not yet.
+/// The runtime of the process; started now if it is not yet. [`Error::Forked`] if the process was forked since.
 #[inline]
 pub fn get() -> Result<&'static Runtime> {
-    RUNTIME.get().map_or_else(start, Ok)
+    match RUNTIME.get() {
+        Some(runtime) if !fork::is_child() => Ok(runtime),
+        found => get_or_start(found),
+    }
 }
 
-/// The runtime of the process, if it is started.
+#[cold]
+fn get_or_start(found: Option<&'static Runtime>) -> Result<&'static Runtime> {
+    match found {
+        Some(runtime) if runtime.origin.is_here() => Ok(runtime),
+        Some(_) => Err(Error::Forked),
+        None => start(),
+    }
+}
+
+/// The runtime of the process, if it is started; also one that was started before the process was forked.
 #[must_use]
 pub fn started() -> Option<&'static Runtime> {
     RUNTIME.get()
 }
 
-#[cold]
+/// Serializes starts: 0, or the process that a thread of which is starting. Not a mutex: in a child that was forked
+/// during a start, that would stay locked for ever, and the driver may be half open.
+struct StartLock;
+
+static STARTING: AtomicU64 = AtomicU64::new(0);
+
+impl StartLock {
+    fn acquire() -> Result<Self> {
+        let own = 1 + u64::from(Origin::here().generation());
+        loop {
+            match STARTING.compare_exchange(0, own, Ordering::Acquire, Ordering::Relaxed) {
+                Ok(_) => return Ok(Self),
+                Err(holder) if holder != own => return Err(Error::Forked),
+                Err(_) => std::thread::sleep(Duration::from_micros(50)),
+            }
+        }
+    }
+}
+
+impl Drop for StartLock {
+    fn drop(&mut self) {
+        STARTING.store(0, Ordering::Release);
+    }
+}
+
 fn start() -> Result<&'static Runtime> {
-    static START: Mutex<()> = Mutex::new(());
-    let _serialized = START.lock().unwrap_or_else(PoisonError::into_inner);
+    let _serialized = StartLock::acquire()?;
     if let Some(runtime) = RUNTIME.get() {
-        return Ok(runtime);
+        return get_or_start(Some(runtime));
     }
     // Fails if the process has a subscriber already; that one is kept.
     let log = tracing_subscriber::fmt().with_writer(std::io::stderr).with_max_level(LevelFilter::WARN);
@@ -60,10 +103,11 @@ fn start() -> Result<&'static Runtime> {
 impl Runtime {
     /// A runtime over `driver`. Creates no context.
     pub fn new(driver: Arc<dyn Driver>, settings: Settings) -> Result<Self> {
+        let origin = Origin::here();
         let instance = Instance::new(driver)?;
         let allocator = Allocator::new(&instance, settings);
         let (streams, captures, stacks) = (StreamTable::new(), Captures::default(), Arc::default());
-        Ok(Self { instance, allocator, streams, captures, stacks })
+        Ok(Self { origin, instance, allocator, streams, captures, stacks })
     }
 
     /// The driver with its devices.

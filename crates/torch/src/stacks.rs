@@ -44,8 +44,7 @@ struct Interned {
 /// Below this many stacks nothing is dropped.
 const LIMIT_MIN: usize = 1024;
 
-/// How long replacing a hook waits for a running one. In a forked child, threads that were in a hook are gone but still
-/// counted.
+/// How long replacing a hook waits for a running one.
 const REPLACE_TIMEOUT: Duration = Duration::from_secs(2);
 
 impl Stacks {

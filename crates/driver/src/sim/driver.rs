@@ -2,7 +2,7 @@
 
 use std::panic::AssertUnwindSafe;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::time::Duration;
 
 use super::config::SimConfig;
@@ -13,6 +13,7 @@ use super::refuse::{named, refuse};
 use super::rng;
 use super::state::SimState;
 use super::work::{AwaitedStream, Work, in_host_code, run_host_code};
+use crate::fork::{self, Origin};
 use crate::{Call, CaptureRule, DeviceId, DevicePtr, Driver, ErrorCode, Result, StreamId};
 
 /// A driver with one or more simulated GPUs.
@@ -25,6 +26,8 @@ pub struct SimDriver {
     /// How many random numbers were drawn for the program.
     entropy_drawn: AtomicU64,
     seed: u64,
+    /// In a forked child every call is refused, as by a real driver: another thread may have held the lock.
+    origin: Origin,
 }
 
 /// The state, locked.
@@ -43,6 +46,7 @@ impl SimDriver {
             track_suballocations,
             entropy_drawn: AtomicU64::new(0),
             seed,
+            origin: Origin::here(),
         }
     }
 
@@ -95,7 +99,15 @@ impl SimDriver {
 
     pub(in crate::sim) fn lock(&self) -> Guard<'_> {
         // Panics in host callbacks and in host implementations of kernels are caught.
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        if self.origin.is_here() {
+            return self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        }
+        match self.state.try_lock() {
+            Ok(state) => state,
+            Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
+            // By a thread that does not exist in this process.
+            Err(TryLockError::WouldBlock) => panic!("the simulated GPU is locked: {}", fork::REASON),
+        }
     }
 
     /// Begins a call: time passes, work completes, host callbacks run, captures may forbid the call.
@@ -104,6 +116,9 @@ impl SimDriver {
     }
 
     fn try_enter(&self, call: Call) -> Result<Guard<'_>> {
+        if !self.origin.is_here() {
+            return Err(fork::error(call.name()));
+        }
         if in_host_code() {
             let why = "host callbacks and host implementations of kernels must not call the driver";
             return refuse(ErrorCode::NotPermitted, why);
@@ -248,6 +263,9 @@ impl Driver for SimDriver {
     }
 
     fn now(&self) -> Duration {
+        if !self.origin.is_here() {
+            return Duration::ZERO;
+        }
         Duration::from_nanos(self.lock().scheduler.now())
     }
 
@@ -257,6 +275,6 @@ impl Driver for SimDriver {
     }
 
     fn is_device_memory(&self, ptr: DevicePtr, bytes: u64) -> bool {
-        self.lock().memory.is_device_memory(ptr, bytes)
+        self.origin.is_here() && self.lock().memory.is_device_memory(ptr, bytes)
     }
 }

@@ -62,12 +62,16 @@ pub unsafe extern "C" fn warpool_record_history(
 
 /// Collects call stacks for the history with `hook`; NULL collects none. The hook is called on the thread that
 /// allocates or frees, without locks held. On return no other thread runs the previous hook, unless it ran for longer
-/// than two seconds.
+/// than two seconds. In a forked child no hook is called, and NULL does nothing.
 #[unsafe(no_mangle)]
 pub extern "C" fn warpool_set_stack_hook(hook: StackHook) -> c_int {
-    boundary::status(|| {
-        runtime::get()?.set_stack_hook(hook);
-        Ok(())
+    boundary::status(|| match runtime::get() {
+        Ok(runtime) => {
+            runtime.set_stack_hook(hook);
+            Ok(())
+        }
+        Err(Error::Forked) if hook.is_none() => Ok(()),
+        Err(error) => Err(error),
     })
 }
 

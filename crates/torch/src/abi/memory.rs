@@ -37,7 +37,8 @@ pub unsafe extern "C" fn warpool_try_malloc(size: isize, device: c_int, stream: 
 }
 
 /// Frees memory. NULL is ignored. `device` is searched first; `size` and `stream` are not used. An address that is not
-/// allocated changes nothing, and `warpool_last_error` names it.
+/// allocated changes nothing, and `warpool_last_error` names it. In a forked child nothing happens: the memory is the
+/// parent's.
 ///
 /// # Safety
 /// The memory at `ptr` belongs to the caller, and nothing uses it afterwards but work that was submitted before on its
@@ -47,7 +48,11 @@ pub unsafe extern "C" fn warpool_free(ptr: *mut c_void, size: isize, device: c_i
     static LOG: FailureLog = FailureLog::new("warpool_free");
     let _ = (size, stream);
     if !ptr.is_null() {
-        boundary::run_logged(&LOG, || runtime::get()?.free(device_ptr(ptr), device));
+        boundary::run_logged(&LOG, || match runtime::get() {
+            Ok(runtime) => runtime.free(device_ptr(ptr), device),
+            Err(Error::Forked) => Ok(()),
+            Err(error) => Err(error),
+        });
     }
 }
 

@@ -85,3 +85,17 @@ fn threads_with_driver_pools() {
     let mut program = simulated(&build("threads", &scratch("driver_pools")));
     passed(program.env("WARPOOL_CONF", "backend:cudaMallocAsync"));
 }
+
+/// Issue 12: of 200 children of a process with four busy threads, 19 hung or failed in malloc or free.
+#[test]
+fn forked_children_never_hang() {
+    if !has("cc") {
+        return;
+    }
+    let folder = scratch("fork");
+    let program = build("fork", &folder);
+    passed(&mut simulated(&program));
+    // With locks that are held for longer.
+    passed(simulated(&program).env("WARPOOL_CONF", "backend:cudaMallocAsync"));
+    passed(simulated(&program).env("WARPOOL_SIM", "track_suballocations:True"));
+}

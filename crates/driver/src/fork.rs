@@ -1,0 +1,86 @@
+//! Whether this process was forked after an object was made. A driver does not survive `fork`: CUDA refuses every call
+//! in the child, and a lock that another thread held at the fork stays locked there for ever.
+//!
+//! So whoever owns a driver or a lock notes its [`Origin`], and asks [`Origin::is_here`] before it takes a lock: in the
+//! child, calls fail with an error and destructors do nothing. That is one load of a number that only a fork changes.
+
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+
+use crate::{DriverError, ErrorCode};
+
+/// How many forks lie between this process and the first one that made an [`Origin`].
+static GENERATION: AtomicU32 = AtomicU32::new(0);
+
+/// The process that an object was made in.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Origin {
+    generation: u32,
+}
+
+impl Origin {
+    /// This process.
+    #[must_use]
+    pub fn here() -> Self {
+        static REGISTERED: AtomicBool = AtomicBool::new(false);
+        // Not a `Once`: one that was under way in another thread at a fork would never end in the child. Two threads
+        // may both register, and a fork then counts twice, which does no harm.
+        if !REGISTERED.load(Ordering::Acquire) {
+            register();
+            REGISTERED.store(true, Ordering::Release);
+        }
+        Self { generation: GENERATION.load(Ordering::Relaxed) }
+    }
+
+    /// Whether the object was made in this process; `false` if the process was forked since.
+    #[inline]
+    #[must_use]
+    pub fn is_here(self) -> bool {
+        self.generation == GENERATION.load(Ordering::Relaxed)
+    }
+
+    /// The number of the process among its ancestors that noted an origin.
+    #[must_use]
+    pub const fn generation(self) -> u32 {
+        self.generation
+    }
+}
+
+/// Whether this process is a forked child of one that had noted an origin: the cheapest test, for hot paths. Objects
+/// that the child made itself are as usable as any: [`Origin::is_here`] tells.
+#[inline]
+#[must_use]
+pub fn is_child() -> bool {
+    GENERATION.load(Ordering::Relaxed) != 0
+}
+
+/// Why nothing that was made before the fork can be used, and what to do.
+pub const REASON: &str = "this process was forked after the driver was opened, and a GPU driver does not survive fork: \
+                          start processes by spawn or forkserver, or fork before the GPU is first used";
+
+/// The error of a driver call in a forked child.
+#[must_use]
+pub fn error(call: &'static str) -> DriverError {
+    DriverError::new(call, ErrorCode::NotInitialized).with_detail(REASON)
+}
+
+#[cfg(all(unix, not(miri)))]
+fn register() {
+    use std::ffi::c_int;
+
+    type Handler = Option<unsafe extern "C" fn()>;
+
+    unsafe extern "C" {
+        fn pthread_atfork(prepare: Handler, parent: Handler, child: Handler) -> c_int;
+    }
+
+    unsafe extern "C" fn in_child() {
+        GENERATION.fetch_add(1, Ordering::Relaxed);
+    }
+
+    // SAFETY: as POSIX declares it. The handler only changes an atomic number. On failure, for want of memory, a fork
+    // goes unnoticed, as without this module.
+    let _ = unsafe { pthread_atfork(None, None, Some(in_child)) };
+}
+
+#[cfg(not(all(unix, not(miri))))]
+fn register() {}
