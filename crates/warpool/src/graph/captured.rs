@@ -9,7 +9,7 @@ use super::retired::GraphObject;
 use super::stream_set::StreamSet;
 use crate::capture::{CaptureSlots, RelaxedMode};
 use crate::generator::CapturedGenerators;
-use crate::memory::{CapturedHostPools, DeviceAllocator, MemPoolId};
+use crate::memory::{CapturedHostPools, DeviceAllocator, MemPool};
 use crate::{Result, Stream};
 
 const INSTANTIATE: InstantiateOptions = InstantiateOptions { auto_free_on_launch: true, use_node_priority: true };
@@ -19,7 +19,7 @@ pub(super) struct Captured {
     pub(super) template: Option<GraphId>,
     pub(super) exec: OnceLock<GraphExecId>,
     pub(super) is_empty: bool,
-    pub(super) pools: Vec<MemPoolId>,
+    pub(super) pools: Vec<MemPool>,
     pub(super) buffers: Buffers,
     /// What other modules stored for the graph, such as workspaces.
     _slots: CaptureSlots,
@@ -36,7 +36,7 @@ impl Captured {
         template: Option<GraphId>,
         exec: Option<GraphExecId>,
         is_empty: bool,
-        pools: Vec<MemPoolId>,
+        pools: Vec<MemPool>,
         buffers: Buffers,
         generators: CapturedGenerators,
         mut slots: CaptureSlots,
@@ -58,8 +58,8 @@ impl Captured {
     /// Records that replays use the graph's memory on `stream`.
     pub(super) fn record_use(&self, allocator: &Arc<dyn DeviceAllocator>, stream: &Stream) -> Result<()> {
         let keeper = allocator.pools()?;
-        for &pool in &self.pools {
-            keeper.record_pool_use(stream.device_id(), pool, stream.id())?;
+        for pool in &self.pools {
+            keeper.record_pool_use(stream.device_id(), pool.id(), stream.id())?;
         }
         self.host_pools.record_replay(stream);
         self.generators.record_use(stream)?;
