@@ -76,6 +76,13 @@ impl DeviceBlock {
         self.allocator.record_use(self.allocation, stream.id())
     }
 
+    /// Records that work that is in `streams` uses it too. No driver call.
+    pub(crate) fn record_replays(&self, streams: &[StreamId]) {
+        if !self.allocation.ptr.is_null() {
+            self.allocator.record_uses_later(self.allocation, streams);
+        }
+    }
+
     /// Fails if it is not memory of `instance`.
     pub(crate) fn expect_of(&self, instance: &Instance) -> Result<()> {
         instance.expect_same(self.allocator.instance(), "the block")

@@ -3,7 +3,7 @@
 use std::fmt;
 use std::sync::Arc;
 
-use warpool_driver::DeviceId;
+use warpool_driver::{DeviceId, StreamId};
 
 use super::{DeviceAllocator, MemPoolId, PoolOptions, PoolUser, Route};
 use crate::{Device, Error, Result};
@@ -95,6 +95,14 @@ impl MemPool {
         match (self.0.allocator.pools(), allocator.pools()) {
             (Ok(mine), Ok(theirs)) => std::ptr::addr_eq(mine, theirs),
             _ => false,
+        }
+    }
+
+    /// Records that replays on `streams` use its memory beside what it was allocated for. No driver call.
+    pub(crate) fn record_replays(&self, streams: &[StreamId]) {
+        if let Ok(pools) = self.0.allocator.pools() {
+            // It fails only for an unknown pool, and this is one of its uses.
+            let _ = pools.record_pool_uses(self.0.device, self.0.id, streams);
         }
     }
 

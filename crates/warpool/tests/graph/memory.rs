@@ -234,6 +234,66 @@ fn memory_of_a_dropped_graph_waits_for_its_replays() {
     fixture.finish();
 }
 
+/// Streams whose replays are done are forgotten; those that are busy are waited for.
+#[test]
+fn memory_of_a_graph_that_saw_many_streams_waits_for_the_busy_ones() {
+    let fixture = CaptureFixture::new();
+    let owner = fixture.context.side_stream();
+    let leases: Vec<_> = (0..400).map(|_| fixture.context.device().lease_stream().unwrap()).collect();
+    let mut graph = fixture.graph();
+    let block = fixture.context.any().allocate(4 * KIB, &owner).unwrap();
+    let ptr = block.ptr();
+    graph
+        .capture(&fixture.side, CaptureOptions::default(), |capture| {
+            let (stream, key) = (capture.stream().clone(), capture.keep(block)?);
+            capture.fill(key, Pattern::U8(1), 4 * KIB, &stream)
+        })
+        .unwrap();
+    let busy = &leases[37];
+    for (round, stream) in leases.iter().enumerate() {
+        graph.replay(stream).unwrap();
+        stream.synchronize().unwrap();
+        if round == 350 {
+            fixture.context.pause_stream(busy);
+            graph.replay(busy).unwrap();
+            // The replays of one graph follow each other.
+            break;
+        }
+    }
+    let calls = fixture.context.sim.calls_made();
+    drop(graph);
+    assert_eq!(fixture.context.sim.calls_made(), calls, "a destructor calls no driver");
+    let next = fixture.context.any().allocate(4 * KIB, &owner).unwrap();
+    assert_ne!(next.ptr(), ptr, "a replay still writes there");
+    fixture.context.resume_stream(busy);
+    busy.synchronize().unwrap();
+    drop(next);
+    let [one, two] = [0, 1].map(|_| fixture.context.any().allocate(4 * KIB, &owner).unwrap());
+    assert!(one.ptr() == ptr || two.ptr() == ptr, "reused once the replay is done");
+    drop((one, two, leases));
+    fixture.finish();
+}
+
+/// A replay costs the same however many streams the graph has seen: one driver call.
+#[test]
+fn a_replay_is_one_driver_call_after_many_streams() {
+    let fixture = CaptureFixture::new();
+    let (graph, key) = fixture.filled(3);
+    for streams in [20, 200, 2_000] {
+        let leases: Vec<_> = (0..streams).map(|_| fixture.context.device().lease_stream().unwrap()).collect();
+        leases.iter().for_each(|stream| graph.replay(stream).unwrap());
+        fixture.context.device().synchronize().unwrap();
+        let last = leases.last().unwrap();
+        graph.replay(last).unwrap();
+        let calls = fixture.context.sim.calls_made();
+        (0..10).for_each(|_| graph.replay(last).unwrap());
+        assert_eq!(fixture.context.sim.calls_made() - calls, 10);
+    }
+    fixture.expect(&graph, key, 3);
+    drop(graph);
+    fixture.finish();
+}
+
 /// Unmapping waits for no stream by itself, and the pool's memory was not allocated for the stream of the replays.
 #[test]
 fn expandable_memory_of_a_dropped_graph_waits_for_its_replays() {

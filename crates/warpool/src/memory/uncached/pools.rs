@@ -4,7 +4,7 @@
 //! The source is notified when routing begins and ends and when a pool is released. Destructors end and release, and
 //! must not call out: so events are queued, and the next call that may call out delivers them in order.
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::{Condvar, Mutex, PoisonError};
 use std::thread::{self, ThreadId};
 
@@ -48,7 +48,7 @@ struct Pool {
     /// How often the source was notified that routing began.
     begun: u32,
     /// Streams that use its memory beside those that it was allocated for.
-    streams: Vec<StreamId>,
+    streams: BTreeSet<StreamId>,
     /// Serials of blocks that captures allocated and that were freed since.
     kept: Vec<u64>,
 }
@@ -154,7 +154,7 @@ impl DevicePools {
 
     /// Streams that use the pool's memory beside those that it was allocated for.
     pub(super) fn streams_of(&self, id: MemPoolId) -> Vec<StreamId> {
-        lock(&self.table).by_id.get(&id).map(|pool| pool.streams.clone()).unwrap_or_default()
+        lock(&self.table).by_id.get(&id).map(|pool| pool.streams.iter().copied().collect()).unwrap_or_default()
     }
 
     pub(super) fn create(&self, id: MemPoolId) {
@@ -190,12 +190,8 @@ impl DevicePools {
         lock(&self.table).in_use(id, self.device).map(drop)
     }
 
-    pub(super) fn record_stream(&self, id: MemPoolId, stream: StreamId) -> Result<()> {
-        let mut table = lock(&self.table);
-        let streams = &mut table.in_use(id, self.device)?.streams;
-        if !streams.contains(&stream) {
-            streams.push(stream);
-        }
+    pub(super) fn record_streams(&self, id: MemPoolId, streams: &[StreamId]) -> Result<()> {
+        lock(&self.table).in_use(id, self.device)?.streams.extend(streams);
         Ok(())
     }
 

@@ -94,8 +94,8 @@ impl<S: Source> PrivatePools for UncachedAllocator<S> {
         ended.map(drop).map_err(|_| Error::NotCapturing { device })
     }
 
-    fn record_pool_use(&self, device: DeviceId, pool: MemPoolId, stream: StreamId) -> Result<()> {
-        self.state(device)?.pools.record_stream(pool, stream)
+    fn record_pool_uses(&self, device: DeviceId, pool: MemPoolId, streams: &[StreamId]) -> Result<()> {
+        self.state(device)?.pools.record_streams(pool, streams)
     }
 
     fn has_exactly(&self, device: DeviceId, pool: MemPoolId, live: &[DevicePtr]) -> Result<bool> {

@@ -88,8 +88,8 @@ impl PrivatePools for CachingAllocator {
         if self.shared.capture_ended() { Ok(()) } else { Err(Error::NotCapturing { device }) }
     }
 
-    fn record_pool_use(&self, device: DeviceId, pool: MemPoolId, stream: StreamId) -> Result<()> {
-        self.device(device)?.with(|state| state.pools_mut().record_use(pool, stream))
+    fn record_pool_uses(&self, device: DeviceId, pool: MemPoolId, streams: &[StreamId]) -> Result<()> {
+        self.device(device)?.with(|state| state.pools_mut().record_uses(pool, streams))
     }
 
     fn has_exactly(&self, device: DeviceId, pool: MemPoolId, live: &[DevicePtr]) -> Result<bool> {

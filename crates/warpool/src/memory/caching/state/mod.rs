@@ -293,6 +293,14 @@ impl DeviceState {
         }
     }
 
+    /// Records that `streams` use an allocation, if it still is one.
+    pub(super) fn record_uses(&mut self, allocation: &Allocation, streams: &[StreamId]) {
+        if let Some(block) = self.heap.allocated_in_slot(allocation.slot, allocation.ptr) {
+            let own = self.heap.stream_of(block);
+            self.heap.uses_mut(block).add_all(streams.iter().copied().filter(|&stream| stream != own));
+        }
+    }
+
     /// Whether frees are pending that may be completed before the next search.
     #[inline]
     pub(super) fn has_pending(&self) -> bool {

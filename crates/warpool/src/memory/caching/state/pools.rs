@@ -4,7 +4,7 @@
 //! and is removed with its last segment. Whether it has segments is read from the heap, so no pairs of calls have to
 //! match.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use warpool_driver::{DeviceId, StreamId};
@@ -33,7 +33,7 @@ pub(crate) struct Pool {
     /// them.
     has_graphs: bool,
     /// Streams that use its memory beside those that it was allocated for.
-    used_by: Vec<StreamId>,
+    used_by: BTreeSet<StreamId>,
     /// Whether streams that are not known may use it too.
     used_anywhere: bool,
 }
@@ -149,12 +149,9 @@ impl Pools {
         }
     }
 
-    /// Records that work on `stream` uses the pool's memory.
-    pub(crate) fn record_use(&mut self, id: MemPoolId, stream: StreamId) -> Result<()> {
-        let used_by = &mut self.in_use(id)?.used_by;
-        if !used_by.contains(&stream) {
-            used_by.push(stream);
-        }
+    /// Records that work on `streams` uses the pool's memory.
+    pub(crate) fn record_uses(&mut self, id: MemPoolId, streams: &[StreamId]) -> Result<()> {
+        self.in_use(id)?.used_by.extend(streams);
         Ok(())
     }
 
@@ -167,7 +164,7 @@ impl Pools {
     /// The streams that were recorded, and whether there are some that are not known.
     pub(crate) fn users(&self, id: MemPoolId) -> Result<(Vec<StreamId>, bool)> {
         let pool = self.get(id)?;
-        Ok((pool.used_by.clone(), pool.used_anywhere))
+        Ok((pool.used_by.iter().copied().collect(), pool.used_anywhere))
     }
 
     /// All work that used a pool's memory is done. Of a released pool, it stays so.
@@ -212,7 +209,7 @@ impl Pool {
             upstream: options.upstream,
             use_on_oom: options.use_on_oom,
             has_graphs: false,
-            used_by: Vec::new(),
+            used_by: BTreeSet::new(),
             used_anywhere: false,
         }
     }
