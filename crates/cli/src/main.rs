@@ -14,6 +14,7 @@ mod replay;
 mod selftest;
 mod settings;
 mod size;
+mod soak;
 
 use std::process::ExitCode;
 
@@ -37,6 +38,7 @@ use processes::peer;
         warpool info                              list devices, their features and NVIDIA's libraries\n  \
         warpool selftest --driver sim             run the conformance checks on the simulated GPU\n  \
         warpool selftest --driver cuda            run them on a real GPU\n  \
+        warpool soak --minutes 10                 run random programs with faults over every allocator\n  \
         warpool bench sim                         measure the simulated GPU"
 )]
 struct Cli {
@@ -50,6 +52,7 @@ enum Command {
     Selftest(selftest::Args),
     Replay(replay::Args),
     Settings(settings::Args),
+    Soak(soak::Args),
     Bench(bench::Args),
     #[command(name = peer::NAME, hide = true)]
     Peer(peer::Args),
@@ -60,14 +63,18 @@ fn main() -> ExitCode {
         Ok(cli) => cli,
         Err(error) => return exit_with_usage(&error),
     };
-    // The selftest provokes warnings on purpose (objects that cannot be destroyed, for example).
-    let level = if matches!(cli.command, Command::Selftest(_)) { LevelFilter::ERROR } else { LevelFilter::WARN };
+    let level = match cli.command {
+        // They provoke warnings on purpose (objects that cannot be destroyed, for example).
+        Command::Selftest(_) | Command::Soak(_) => LevelFilter::ERROR,
+        _ => LevelFilter::WARN,
+    };
     tracing_subscriber::fmt().with_writer(std::io::stderr).with_max_level(level).without_time().init();
     let result = match cli.command {
         Command::Info(args) => info::run(&args, &mut Output::stdout(args.json)),
         Command::Selftest(args) => selftest::run(&args, &mut Output::stdout(args.json)),
         Command::Replay(args) => replay::run(&args, &mut Output::stdout(args.json)),
         Command::Settings(args) => settings::run(&args, &mut Output::stdout(args.json)),
+        Command::Soak(args) => soak::run(&args, &mut Output::stdout(args.json)),
         Command::Bench(args) => bench::run(&args, &mut Output::stdout(args.json)),
         Command::Peer(args) => peer::run(&args),
     };

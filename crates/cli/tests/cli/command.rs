@@ -228,7 +228,7 @@ fn graph_bench_compares_with_a_bare_launch() {
 
 #[test]
 fn help_has_examples() {
-    for command in ["", "info", "selftest", "bench"] {
+    for command in ["", "info", "selftest", "soak", "bench"] {
         let output = run(&format!("{command} --help"));
         assert_eq!(output.status.code(), Some(0), "{command}");
         assert!(text(&output.stdout).contains("Examples:") && text(&output.stdout).contains("--json"), "{command}");

@@ -2,6 +2,7 @@
 
 mod command;
 mod replay;
+mod soak;
 
 use std::process::{Command, Output};
 

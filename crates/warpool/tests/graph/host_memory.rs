@@ -12,7 +12,7 @@ use warpool::graph::{BufferKey, CaptureOptions, Flag, Graph, GraphError, HostKey
 use warpool::memory::{HostAllocator, HostBlock, PinnedSettings};
 use warpool::{Error, Result, Stream};
 
-const PLAIN: CaptureOptions<'_> =
+const PLAIN: CaptureOptions =
     CaptureOptions { pool: None, mode: warpool::driver::CaptureMode::Global, poller_timeout: None };
 
 const BYTES: u64 = 64 * KIB;
@@ -230,8 +230,7 @@ fn a_later_graph_of_the_pool_does_not_reuse_used_blocks() {
             Ok(reusable_blocks.try_into().expect("three"))
         })
         .unwrap();
-    let pool = one.pool().unwrap().clone();
-    let same = CaptureOptions { pool: Some(&pool), ..PLAIN };
+    let same = CaptureOptions { pool: Some(one.pool().unwrap()), ..PLAIN };
     two.capture(fixture.side(), same, |_| fixture.host.allocate_on(BYTES, fixture.side()).map(drop)).unwrap();
     drop(one);
     let given = three
@@ -243,7 +242,7 @@ fn a_later_graph_of_the_pool_does_not_reuse_used_blocks() {
         .unwrap();
     assert!(given.contains(&unused), "{unused:?} of {given:?}");
     assert!(!given.contains(&copied) && !given.contains(&counted), "{copied:?}, {counted:?} of {given:?}");
-    drop((two, three, pool));
+    drop((two, three));
     let given = fixture.reusable_blocks();
     assert!([copied, counted, unused].iter().all(|ptr| given.contains(ptr)), "the pool is dropped");
     fixture.finish();

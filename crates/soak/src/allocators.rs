@@ -1,0 +1,202 @@
+//! The allocator under test of a program: one of all kinds, with settings, and decorators around it.
+
+use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use warpool::driver::sim::SimDriver;
+use warpool::driver::{DeviceId, DevicePtr, Driver, Memory as _, StreamId};
+use warpool::memory::{
+    Allocation, CachingAllocator, Decorator, DeviceAllocator, DriverPoolAllocator, FnAllocator, FreeBlockOrder,
+    Limited, PluggableAllocator, Request, Reserve, Settings, Traced, Upstream,
+};
+
+use crate::context::Context;
+use crate::machine::{Machine, Panics};
+use crate::rng::Rng;
+
+const MIB: u64 = 1 << 20;
+
+/// The allocator under test.
+pub struct Subject {
+    /// The outermost one, which the program calls.
+    pub allocator: Arc<dyn DeviceAllocator>,
+    /// The caching allocator inside, if it is one.
+    pub caching: Option<Arc<CachingAllocator>>,
+    /// The decorator that limits, if there is one.
+    pub limited: Option<Arc<Limited>>,
+    /// Where an external allocator has its memory from.
+    pub external: Option<Arc<SimMemory>>,
+}
+
+impl Subject {
+    /// Whether it has private pools, and with them captures. The driver's pool has none.
+    pub fn has_pools(&self) -> bool {
+        self.allocator.pools().is_ok()
+    }
+
+    /// Any kind of allocator; only the caching one if `caching`.
+    pub fn draw(context: &mut Context, machine: &Machine, caching: bool) -> Self {
+        let (instance, rng) = (&machine.instance, &mut context.rng);
+        let kind = if caching { 0 } else { rng.below(8) };
+        let settings = draw_settings(rng);
+        let mut subject = Self { allocator: placeholder(machine), caching: None, limited: None, external: None };
+        subject.allocator = match kind {
+            0..6 => {
+                let caching = Arc::new(CachingAllocator::new(instance, settings.clone()));
+                subject.caching = Some(caching.clone());
+                caching
+            }
+            6 => Arc::new(DriverPoolAllocator::with_settings(instance, settings.clone())),
+            _ => {
+                let memory = Arc::new(SimMemory::new(machine));
+                subject.external = Some(memory.clone());
+                let external = Arc::new(memory.external());
+                Arc::new(PluggableAllocator::with_settings(instance, external, settings.clone()).unwrap())
+            }
+        };
+        let decorator = rng.below(6);
+        if decorator == 0 {
+            let limited = Arc::new(Limited::new(subject.allocator, rng.pick(&[20, 100, 400]) * MIB));
+            subject.limited = Some(limited.clone());
+            subject.allocator = limited;
+        }
+        if decorator <= 1 {
+            let panics = machine.panics.clone();
+            subject.allocator = Arc::new(Traced::new(subject.allocator, move |_, _| panics.pass()));
+        }
+        if context.broken {
+            subject.allocator =
+                Arc::new(Broken { inner: subject.allocator, calls: AtomicU64::new(0), last: Mutex::default() });
+        }
+        let names = ["caching", "driver pool", "external"];
+        context.step(format!(
+            "{} allocator, decorators {decorator}, {}",
+            names[kind.saturating_sub(5)],
+            settings.to_conf_string()
+        ));
+        subject
+    }
+}
+
+/// Any allocator, until the real one is made.
+fn placeholder(machine: &Machine) -> Arc<dyn DeviceAllocator> {
+    Arc::new(DriverPoolAllocator::new(&machine.instance))
+}
+
+/// Settings of the device allocators.
+pub fn draw_settings(rng: &mut Rng) -> Settings {
+    let reserve = match rng.below(8) {
+        0 => Some(Reserve::Bytes(64 * MIB)),
+        1 => Some(Reserve::Fraction(0.5)),
+        _ => None,
+    };
+    Settings {
+        expandable_segments: rng.one_in(2),
+        expandable_segments_reserve: reserve,
+        graph_capture_record_stream_reuse: rng.one_in(2),
+        max_split_bytes: rng.one_in(4).then(|| rng.pick(&[20, 30, 200]) * MIB),
+        large_segment_bytes: rng.pick(&[20, 20, 20, 32, 64]) * MIB,
+        garbage_collection_threshold: rng.pick(&[0.0, 0.0, 0.5, 0.9]),
+        roundup_power2_divisions: [rng.pick(&[0, 0, 4]); 16],
+        free_block_order: rng.pick(&FreeBlockOrder::ALL),
+        per_process_memory_fraction: rng.pick(&[1.0, 1.0, 0.8]),
+        throw_on_cudamalloc_oom: rng.one_in(6),
+        ..Settings::default()
+    }
+}
+
+/// Memory of the driver for external allocators and upstreams. It keeps its own table.
+pub struct SimMemory {
+    driver: Arc<dyn Driver>,
+    sim: Arc<SimDriver>,
+    live: Mutex<BTreeMap<u64, u64>>,
+    panics: Arc<Panics>,
+}
+
+impl SimMemory {
+    pub fn new(machine: &Machine) -> Self {
+        let (driver, sim, panics) = (machine.faulty.clone(), machine.sim.clone(), machine.panics.clone());
+        Self { driver, sim, live: Mutex::default(), panics }
+    }
+
+    /// As the functions of an external allocator.
+    fn external(self: &Arc<Self>) -> FnAllocator {
+        let (allocates, frees) = (self.clone(), self.clone());
+        FnAllocator::new(
+            move |bytes, device, _| allocates.take(device, bytes),
+            move |ptr, bytes, _, _| {
+                // An error would make the caller forget the memory: the faults are in the other calls.
+                frees.give_back(ptr, bytes);
+                frees.sim.mem_free(ptr)?;
+                frees.panics.pass();
+                Ok(())
+            },
+        )
+    }
+
+    fn take(&self, device: DeviceId, bytes: u64) -> warpool::Result<Option<DevicePtr>> {
+        self.panics.pass();
+        match self.driver.mem_alloc(device, bytes) {
+            Ok(ptr) => {
+                self.lock().insert(ptr.0, bytes);
+                Ok(Some(ptr))
+            }
+            Err(error) if error.is_out_of_memory() => Ok(None),
+            Err(error) => Err(error.into()),
+        }
+    }
+
+    fn give_back(&self, ptr: DevicePtr, bytes: u64) {
+        assert_eq!(self.lock().remove(&ptr.0), Some(bytes), "memory at {ptr} that is freed, and its size");
+    }
+
+    fn lock(&self) -> std::sync::MutexGuard<'_, BTreeMap<u64, u64>> {
+        self.live.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// At the end: everything was freed.
+    pub fn check_empty(&self) {
+        assert!(self.lock().is_empty(), "an external allocator or upstream still has {:x?}", self.lock());
+    }
+}
+
+impl Upstream for SimMemory {
+    fn allocate(&self, device: DeviceId, bytes: u64, _: StreamId) -> warpool::Result<Option<DevicePtr>> {
+        self.take(device, bytes)
+    }
+
+    fn free(&self, ptr: DevicePtr, bytes: u64, _: DeviceId, _: StreamId) -> warpool::Result<()> {
+        self.panics.pass();
+        // If that fails, the pool keeps the memory and frees it later.
+        self.driver.mem_free(ptr)?;
+        self.give_back(ptr, bytes);
+        Ok(())
+    }
+}
+
+/// A decorator with a defect: every 40th block is one that was returned before.
+#[derive(Debug)]
+struct Broken {
+    inner: Arc<dyn DeviceAllocator>,
+    calls: AtomicU64,
+    last: Mutex<Option<Allocation>>,
+}
+
+impl Decorator for Broken {
+    fn decorator_name(&self) -> &'static str {
+        "broken"
+    }
+
+    fn inner(&self) -> &Arc<dyn DeviceAllocator> {
+        &self.inner
+    }
+
+    fn on_allocate(&self, request: Request) -> warpool::Result<Allocation> {
+        let allocation = self.inner.allocate_raw(request)?;
+        let mut last = self.last.lock().unwrap_or_else(PoisonError::into_inner);
+        let again = last.filter(|_| self.calls.fetch_add(1, Ordering::Relaxed) % 40 == 39);
+        *last = Some(allocation);
+        Ok(Allocation { ptr: again.map_or(allocation.ptr, |again| again.ptr), ..allocation })
+    }
+}

@@ -1,0 +1,66 @@
+//! The campaigns: kinds of programs.
+
+use crate::context::Context;
+use crate::device::{self, Mix};
+use crate::{host, lifetime, recordings, threads};
+
+/// A kind of programs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Campaign {
+    /// Device memory: the caching allocator, the driver's pool, an external allocator, decorators; pools, limits,
+    /// checkpoints, several devices and streams, and some captures.
+    Device,
+    /// Graphs: captures that succeed, fail and panic, shared pools, replays on several streams, resets.
+    Captures,
+    /// Pinned host memory, by itself, in copies and in graphs.
+    Host,
+    /// Several threads on one allocator of device memory and one of pinned memory.
+    Threads,
+    /// Few machines with many short-lived pools, graphs, streams and events: nothing may accumulate.
+    Lifetime,
+    /// Recordings, undamaged and damaged, through the reader and the replay.
+    Recordings,
+}
+
+impl Campaign {
+    /// All of them.
+    pub const ALL: [Self; 6] =
+        [Self::Device, Self::Captures, Self::Host, Self::Threads, Self::Lifetime, Self::Recordings];
+
+    /// Its name.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Device => "device",
+            Self::Captures => "captures",
+            Self::Host => "host",
+            Self::Threads => "threads",
+            Self::Lifetime => "lifetime",
+            Self::Recordings => "recordings",
+        }
+    }
+
+    /// The campaign of that name.
+    #[must_use]
+    pub fn from_name(name: &str) -> Option<Self> {
+        Self::ALL.into_iter().find(|campaign| campaign.name() == name)
+    }
+
+    /// Whether a program does the same in every run. Those with threads do not.
+    #[must_use]
+    pub const fn is_deterministic(self) -> bool {
+        !matches!(self, Self::Threads)
+    }
+
+    /// Runs one program. A violation is a panic.
+    pub(crate) fn run(self, context: &mut Context) {
+        match self {
+            Self::Device => device::run(context, Mix::Memory),
+            Self::Captures => device::run(context, Mix::Graphs),
+            Self::Host => host::run(context),
+            Self::Threads => threads::run(context),
+            Self::Lifetime => lifetime::run(context),
+            Self::Recordings => recordings::run(context),
+        }
+    }
+}

@@ -1,0 +1,130 @@
+//! Checkpoints of private pools, and their restoration.
+
+use std::sync::Arc;
+
+use warpool::driver::DevicePtr;
+use warpool::memory::{Allocation, MemPool, MemPoolId, PoolCheckpoint, PoolOptions};
+use warpool::{Error, Stream};
+
+use super::blocks::{Held, Owned};
+use super::{DEVICES, Run};
+use crate::machine::{Outcome, device_id};
+
+impl Run<'_> {
+    /// A pool of its own: blocks, a checkpoint, other blocks, the restoration, and again.
+    pub fn checkpoint(&mut self) {
+        // The decorator would not see what a restoration frees.
+        let Some(caching) = self.subject.caching.as_ref().filter(|_| self.subject.limited.is_none()) else { return };
+        if self.context.skips("checkpoints") {
+            return;
+        }
+        caching.set_caching(true);
+        let device = self.context.rng.below(DEVICES);
+        let Some(stream) = self.idle_stream(device) else { return };
+        let pool = MemPool::new(&self.subject.allocator, &self.machine.device(device), PoolOptions::default()).unwrap();
+        self.context.step(format!("checkpoints of pool {}", pool.id()));
+        let mut blocks: Vec<Held> = Vec::new();
+        self.churn(&mut blocks, &stream, pool.id());
+        let mut saved: Option<PoolCheckpoint> = None;
+        for _ in 0..2 + self.context.rng.below(3) {
+            if let Some(checkpoint) = self.save(device, pool.id()) {
+                saved = Some(checkpoint);
+            }
+            self.churn(&mut blocks, &stream, pool.id());
+            if let Some(checkpoint) = &saved {
+                self.restore(checkpoint, &mut blocks, &stream);
+                self.check();
+            }
+            self.churn(&mut blocks, &stream, pool.id());
+        }
+        for held in blocks {
+            self.free_held(held);
+        }
+        drop(pool);
+    }
+
+    /// Allocates, uses and frees in a pool.
+    fn churn(&mut self, blocks: &mut Vec<Held>, stream: &Stream, pool: MemPoolId) {
+        for _ in 0..self.context.rng.below(6) {
+            match self.context.rng.below(4) {
+                0 | 1 => blocks.extend(self.allocate_on(stream, Some(pool))),
+                2 if !blocks.is_empty() => {
+                    let held = blocks.swap_remove(self.context.rng.below(blocks.len()));
+                    self.free_held(held);
+                }
+                3 if !blocks.is_empty() => {
+                    let held = blocks.swap_remove(self.context.rng.below(blocks.len()));
+                    let other = self.idle_stream(stream.device_id().0 as usize);
+                    let other = other.filter(|other| other != stream);
+                    let used = match other {
+                        Some(other) => self.use_on(held, &other),
+                        None => held,
+                    };
+                    blocks.push(used);
+                }
+                _ => {}
+            }
+        }
+    }
+
+    /// A checkpoint, unless freed blocks of the pool still wait for streams.
+    fn save(&mut self, device: usize, pool: MemPoolId) -> Option<PoolCheckpoint> {
+        if self.context.rng.one_in(2) {
+            self.machine.synchronize();
+        }
+        let caching = self.subject.caching.as_ref()?;
+        self.context.step("checkpoint");
+        let armed = self.machine.arm(self.context);
+        let outcome = crate::caught::caught(|| caching.checkpoint(device_id(device), pool));
+        let refused = matches!(outcome, Ok(Err(Error::Checkpoint { .. })));
+        self.machine.settle(self.context, armed, outcome, refused).done()
+    }
+
+    fn restore(&mut self, checkpoint: &PoolCheckpoint, blocks: &mut Vec<Held>, stream: &Stream) {
+        let Some(caching) = self.subject.caching.clone() else { return };
+        self.context.step("restore");
+        let armed = self.machine.arm(self.context);
+        let outcome = crate::caught::caught(|| caching.restore(checkpoint));
+        let refused = matches!(outcome, Ok(Err(Error::Checkpoint { .. })));
+        let Outcome::Done(restored) = self.machine.settle(self.context, armed, outcome, refused) else { return };
+        let mut freed: Vec<DevicePtr> = restored.freed.clone();
+        freed.sort_unstable();
+        let mut gone: Vec<DevicePtr> = blocks.iter().map(Held::ptr).collect();
+        gone.sort_unstable();
+        assert_eq!(freed, gone, "the blocks that the restoration freed, and those that the pool had");
+        freed.iter().for_each(|&ptr| self.table.remove(ptr));
+        let used: Vec<(u64, u64)> = blocks
+            .iter()
+            .filter(|held| held.read_elsewhere)
+            .map(|held| (held.ptr().0, held.ptr().0 + held.bytes()))
+            .collect();
+        for held in std::mem::take(blocks) {
+            // Its memory belongs to others now; a stale owner may still be dropped.
+            match held.owned {
+                Owned::Block(block) if self.context.rng.one_in(2) => drop(block.into_raw()),
+                Owned::Block(block) => drop(block),
+                Owned::Raw(_) => {}
+            }
+        }
+        for allocation in restored.allocated {
+            self.restored(allocation, &used, blocks, stream);
+        }
+    }
+
+    /// A block of the checkpoint is the program's again, without contents.
+    fn restored(&mut self, allocation: Allocation, used: &[(u64, u64)], blocks: &mut Vec<Held>, stream: &Stream) {
+        self.table.insert(&allocation, true);
+        let (ptr, end) = (allocation.ptr.0, allocation.ptr.0 + allocation.bytes);
+        if used.iter().any(|&(start, stop)| start < end && ptr < stop) {
+            // Other streams may still read what was there: that is known to the program alone.
+            for other in self.machine.streams.concat() {
+                self.machine.wait(stream, &other);
+            }
+        }
+        let tag = self.tag();
+        self.context.step(format!("  block {tag} at {} is restored", allocation.ptr));
+        self.machine.write_tag(allocation.ptr, allocation.bytes_requested, tag, stream);
+        let block = warpool::memory::DeviceBlock::from_raw(Arc::clone(&self.subject.allocator), allocation);
+        blocks.push(Held { owned: Owned::Block(block), tag, stream: stream.clone(), read_elsewhere: false });
+    }
+}

@@ -1,0 +1,233 @@
+//! Programs over an allocator of device memory, single-threaded: blocks with contents on several streams and devices,
+//! pools, limits, checkpoints, captures and replays.
+//!
+//! The programs are correct: whatever another stream does with a block comes after its owner's work, and is recorded or
+//! joined before the block is freed. So any lost tag, and any hazard that the simulation reports, is a defect.
+
+mod blocks;
+mod checkpoints;
+mod graphs;
+mod pools;
+mod settings;
+
+use warpool::Stream;
+use warpool::memory::{DeviceAllocator as _, HistoryOptions, PoolScope};
+
+use self::blocks::Held;
+use self::graphs::Graphs;
+use self::pools::Pool;
+use crate::allocators::Subject;
+use crate::context::Context;
+use crate::machine::{Machine, device_id};
+use crate::table::Table;
+
+const DEVICES: usize = 2;
+const STREAMS: usize = 3;
+
+/// What a program mostly does.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Mix {
+    /// Allocates and frees, on any allocator.
+    Memory,
+    /// Captures and replays.
+    Graphs,
+}
+
+struct Run<'a> {
+    context: &'a mut Context,
+    machine: Machine,
+    subject: Subject,
+    table: Table,
+    held: Vec<Held>,
+    graphs: Graphs,
+    pools: Vec<Pool>,
+    scopes: Vec<PoolScope>,
+    /// Streams that take part in the current capture.
+    capturing: Vec<Stream>,
+    /// Whether each device may access the other's memory.
+    peers: bool,
+    next_tag: u32,
+}
+
+/// Runs one program.
+pub fn run(context: &mut Context, mix: Mix) {
+    let machine = Machine::new(context, DEVICES as u32, STREAMS);
+    let subject = Subject::draw(context, &machine, mix == Mix::Graphs && !context.seed.is_multiple_of(8));
+    let mut run = Run {
+        context,
+        machine,
+        subject,
+        table: Table::new(DEVICES),
+        held: Vec::new(),
+        graphs: Graphs::default(),
+        pools: Vec::new(),
+        scopes: Vec::new(),
+        capturing: Vec::new(),
+        peers: false,
+        next_tag: 1,
+    };
+    run.attach_callbacks();
+    for _ in 0..60 + run.context.rng.below(200) {
+        match mix {
+            Mix::Memory => run.memory_step(),
+            Mix::Graphs => run.graph_step(),
+        }
+        run.check();
+    }
+    run.finish();
+}
+
+impl Run<'_> {
+    fn memory_step(&mut self) {
+        match self.context.rng.below(64) {
+            0..20 => self.allocate(),
+            20..24 => self.check_tag(),
+            24..32 => self.use_elsewhere(),
+            32..44 => self.free(),
+            44 | 45 => self.trim(),
+            46..49 => self.change_pools(),
+            49 => self.change_scopes(),
+            50 | 51 => self.change_settings(),
+            52 => self.change_limits(),
+            53 => self.read_state(),
+            54 => self.invalid_calls(),
+            55 | 56 => self.checkpoint(),
+            57 => self.switch_caching(),
+            58 => self.capture(),
+            59 | 60 => self.replay(),
+            61 => self.drop_graph(),
+            62 => self.enable_peers(),
+            _ => self.synchronize(),
+        }
+    }
+
+    fn graph_step(&mut self) {
+        match self.context.rng.below(32) {
+            0..5 => self.allocate(),
+            5..9 => self.free(),
+            9..11 => self.use_elsewhere(),
+            11..16 => self.capture(),
+            16..23 => self.replay(),
+            23..26 => self.drop_graph(),
+            26 => self.trim(),
+            27 => self.change_pools(),
+            28 => self.change_settings(),
+            29 => self.switch_caching(),
+            30 => self.check_tag(),
+            _ => self.synchronize(),
+        }
+    }
+
+    /// After every step.
+    fn check(&mut self) {
+        self.table.check_stats(&*self.subject.allocator);
+        if let Some(caching) = &self.subject.caching {
+            caching.check();
+            if self.context.rng.one_in(8) {
+                self.table.check_snapshot(&*self.subject.allocator);
+            }
+        }
+    }
+
+    /// Statistics, snapshots and the history can be read at any time.
+    fn read_state(&mut self) {
+        let device = self.context.rng.below(DEVICES);
+        let allocator = &self.subject.allocator;
+        match self.context.rng.below(4) {
+            0 => {
+                allocator.reset_peak_stats(device_id(device)).unwrap();
+                self.table.reset_peak(device);
+            }
+            1 => {
+                allocator.reset_accumulated_stats(device_id(device)).unwrap();
+                self.table.reset_accumulated(device);
+            }
+            2 => {
+                let entries_max = self.context.rng.pick(&[1, 10, 1000]);
+                let options = HistoryOptions { entries_max, ..HistoryOptions::default() };
+                allocator.record_history(self.context.rng.one_in(2).then_some(options)).unwrap();
+            }
+            _ => {
+                allocator.snapshot(Default::default()).unwrap();
+                let _ = allocator.largest_available(device_id(device)).unwrap();
+            }
+        }
+    }
+
+    fn synchronize(&mut self) {
+        let device = self.context.rng.below(DEVICES);
+        match self.context.rng.below(4) {
+            0 => {
+                self.machine.synchronize();
+                self.machine.check_contents();
+            }
+            1 => {
+                let pool = self.machine.device(device).event_pool();
+                let _ = self.machine.call(self.context, || pool.trim());
+            }
+            _ => self.machine.wait_for(self.machine.stream(device, self.context.rng.below(STREAMS))),
+        }
+    }
+
+    /// Trackers and other callbacks, which panic when that is armed.
+    fn attach_callbacks(&mut self) {
+        let rng = &mut self.context.rng;
+        let observers = self.subject.allocator.observers();
+        if rng.one_in(4) {
+            let panics = self.machine.panics.clone();
+            observers.attach_oom_observer(std::sync::Arc::new(move |_| panics.pass()));
+        }
+        if rng.one_in(4) {
+            let panics = self.machine.panics.clone();
+            observers.attach_pressure_callback(std::sync::Arc::new(move |_| {
+                panics.pass();
+                false
+            }));
+        }
+        if rng.one_in(4) {
+            let panics = self.machine.panics.clone();
+            observers.attach_trim_hook(std::sync::Arc::new(move |_| panics.pass()));
+        }
+        if rng.one_in(4) {
+            let panics = self.machine.panics.clone();
+            let tracker = std::sync::Arc::new(move |_, _: &_| panics.pass());
+            observers.attach_tracker(&warpool::memory::Action::ALL, tracker);
+        }
+    }
+
+    /// Frees everything, closes everything, and checks that nothing is left.
+    fn finish(mut self) {
+        self.context.step("the end");
+        self.scopes.clear();
+        while self.graphs.count() > 0 {
+            self.drop_graph();
+        }
+        for held in std::mem::take(&mut self.held) {
+            self.free_held(held);
+        }
+        self.pools.clear();
+        self.graphs = Graphs::default();
+        for device in 0..DEVICES {
+            self.subject.allocator.trim(device_id(device), warpool::memory::MemPoolId::DEFAULT).unwrap();
+        }
+        if let Some(caching) = &self.subject.caching {
+            caching.check();
+            for device in 0..DEVICES {
+                let reserved = caching.stats(device_id(device)).unwrap().reserved_bytes.all.current;
+                assert_eq!(reserved, 0, "reserved on device {device} at the end");
+            }
+        }
+        self.table.check_empty(&*self.subject.allocator);
+        if let Some(limited) = &self.subject.limited {
+            assert_eq!(limited.bytes_allocated(), 0, "allocated by the limiting decorator at the end");
+        }
+        let Self { machine, subject, .. } = self;
+        let Subject { allocator, caching, limited, external } = subject;
+        drop((allocator, caching, limited));
+        if let Some(external) = &external {
+            external.check_empty();
+        }
+        drop(external);
+        machine.close();
+    }
+}

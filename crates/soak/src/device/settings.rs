@@ -1,0 +1,57 @@
+//! Steps that change how the allocator works: settings, limits, caching, peer access.
+
+use warpool::driver::DeviceId;
+
+use super::{DEVICES, Run, STREAMS};
+use crate::allocators::draw_settings;
+use crate::machine::{Outcome, device_id};
+
+const MIB: u64 = 1 << 20;
+
+impl Run<'_> {
+    pub fn change_settings(&mut self) {
+        let Some(caching) = &self.subject.caching else { return };
+        let settings = draw_settings(&mut self.context.rng);
+        self.context.step(format!("settings {}", settings.to_conf_string()));
+        caching.set_settings(settings);
+        let stream = self.machine.stream(0, self.context.rng.below(STREAMS));
+        caching.set_stream_class(stream.id(), self.context.rng.pick(&["", "main", "other"]));
+    }
+
+    pub fn change_limits(&mut self) {
+        let device = device_id(self.context.rng.below(DEVICES));
+        let fraction = self.context.rng.pick(&[1.0, 1.0, 0.7, 0.3]);
+        self.context.step(format!("the memory fraction of {device} is {fraction}"));
+        self.subject.allocator.set_memory_fraction(device, fraction).unwrap();
+        if let Some(caching) = &self.subject.caching {
+            let cap = self.context.rng.one_in(2).then(|| self.context.rng.pick(&[60, 100, 500]) * MIB);
+            self.context.step(format!("the cap of {device} is {cap:?}"));
+            caching.set_memory_cap(device, cap).unwrap();
+        }
+    }
+
+    pub fn switch_caching(&mut self) {
+        let Some(caching) = &self.subject.caching else { return };
+        if self.context.skips("caching") {
+            return;
+        }
+        // Mostly on.
+        let on = !self.context.rng.one_in(3);
+        self.context.step(format!("caching {on}"));
+        caching.set_caching(on);
+    }
+
+    /// Peer access cannot be disabled again.
+    pub fn enable_peers(&mut self) {
+        let Some(caching) = &self.subject.caching else { return };
+        if self.peers || !self.context.rng.one_in(2) {
+            return;
+        }
+        self.context.step("peer access");
+        let both = || {
+            caching.enable_peer_access(DeviceId(1), DeviceId(0))?;
+            caching.enable_peer_access(DeviceId(0), DeviceId(1))
+        };
+        self.peers = self.machine.call(self.context, both) == Outcome::Done(());
+    }
+}

@@ -1,0 +1,332 @@
+//! A simulated machine with checked memory: every block contains its owner's tag, and kernels check that it is still
+//! there. The code under test calls the driver through [`Faulty`]; the program itself calls the simulation.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use warpool::driver::decorate::{FaultPlan, Faulty};
+use warpool::driver::sim::{Hazard, HazardKind, Latencies, ObjectCounts, SimConfig, SimDriver};
+use warpool::driver::{
+    Call, CaptureState, Captures as _, Copies as _, DeviceId, DevicePtr, Devices as _, ErrorCode, EventOptions,
+    EventScope, Events as _, FunctionId, HostKernel, KernelArg, KernelSource, Kernels as _, LaunchShape, Memory as _,
+    ModuleId, Streams as _,
+};
+use warpool::graph::Graph;
+use warpool::{Device, Error, Instance, Stream, StreamLease};
+
+use crate::caught::{Caught, caught, inject_panic};
+use crate::context::Context;
+use crate::rng::Rng;
+
+const MIB: u64 = 1 << 20;
+
+static KERNELS: KernelSource = KernelSource {
+    name: "soak",
+    cuda: "",
+    host_kernels: &[
+        HostKernel {
+            name: "write_tag",
+            run: |k| {
+                let (to, words, tag) = (k.arg_ptr(0)?, k.arg_u32(1)?, k.arg_u32(2)?);
+                k.write_u32(to, &vec![tag; words as usize])
+            },
+            nanos: None,
+        },
+        HostKernel {
+            name: "check_tag",
+            run: |k| {
+                let (from, words, tag, mismatch) = (k.arg_ptr(0)?, k.arg_u32(1)?, k.arg_u32(2)?, k.arg_ptr(3)?);
+                match k.read_u32(from, words as usize)?.into_iter().find(|&word| word != tag) {
+                    Some(other) => k.write_u32(mismatch, &[1, tag, other]),
+                    None => Ok(()),
+                }
+            },
+            nanos: None,
+        },
+    ],
+};
+
+/// The machine.
+pub struct Machine {
+    pub sim: Arc<SimDriver>,
+    pub faulty: Arc<Faulty>,
+    pub instance: Instance,
+    /// The streams of each device.
+    pub streams: Vec<Vec<Stream>>,
+    leases: Vec<StreamLease>,
+    kernels: Vec<Kernels>,
+    /// How many driver calls in a thousand fail in a call under test that faults are injected into; 0 is none.
+    fault_rate: u64,
+    /// For callbacks that the program attaches.
+    pub panics: Arc<Panics>,
+    start: ObjectCounts,
+}
+
+/// The kernels of a device, and where they report a wrong tag.
+struct Kernels {
+    module: ModuleId,
+    write_tag: FunctionId,
+    check_tag: FunctionId,
+    mismatch: DevicePtr,
+}
+
+/// A call that may fail.
+pub struct Armed {
+    plan: Option<FaultPlan>,
+    injected_before: usize,
+}
+
+/// Whether the next callback of the program panics.
+#[derive(Default)]
+pub struct Panics(AtomicBool);
+
+impl Panics {
+    fn arm(&self, on: bool) {
+        self.0.store(on, Ordering::Relaxed);
+    }
+
+    /// Called by callbacks: panics once, if that was armed.
+    pub fn pass(&self) {
+        if self.0.swap(false, Ordering::Relaxed) {
+            inject_panic();
+        }
+    }
+}
+
+/// What a call under test returned.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Outcome<T> {
+    Done(T),
+    /// It failed, with a reason that the program knows: injected faults.
+    Faulted,
+    /// It ran out of memory: device memory, or a cap on pinned memory.
+    OutOfMemory,
+    /// A callback of the program panicked.
+    Panicked,
+}
+
+impl<T> Outcome<T> {
+    /// The result, if there is one.
+    pub fn done(self) -> Option<T> {
+        match self {
+            Self::Done(result) => Some(result),
+            _ => None,
+        }
+    }
+}
+
+impl Machine {
+    /// So many devices, with so many streams each; the rest is drawn from the seed.
+    pub fn new(context: &Context, devices: u32, streams: usize) -> Self {
+        let mut rng = Rng::new(context.seed ^ 0x5eed);
+        let capacity = rng.pick(&[150, 300, 1000, 4000]) * MIB;
+        let mut config = SimConfig::default().with_seed(context.seed).with_devices(devices).with_capacity(capacity);
+        for device in &mut config.devices {
+            device.bytes_context = 2 * MIB;
+        }
+        config.queue_depth = rng.pick(&[3, 20, 1024]);
+        config.latencies = if rng.one_in(2) { Latencies::flat(0) } else { Latencies::h200() };
+        let sim = Arc::new(SimDriver::new(config));
+        let start = sim.object_counts();
+        let faulty = Arc::new(Faulty::new(sim.clone(), FaultPlan::new()));
+        let instance = Instance::new(faulty.clone()).unwrap();
+        let (mut leases, mut kernels, mut all) = (Vec::new(), Vec::new(), Vec::new());
+        for device in instance.devices() {
+            let own: Vec<StreamLease> = (0..streams).map(|_| device.lease_stream().unwrap()).collect();
+            all.push(own.iter().map(|lease| lease.stream().clone()).collect::<Vec<Stream>>());
+            leases.extend(own);
+            let module = sim.module_load(device.id(), &KERNELS).unwrap();
+            let mismatch = sim.mem_alloc(device.id(), 12).unwrap();
+            sim.upload(device.id(), mismatch, &[0; 12]).unwrap();
+            let [write_tag, check_tag] = ["write_tag", "check_tag"].map(|name| sim.function_get(module, name).unwrap());
+            kernels.push(Kernels { module, write_tag, check_tag, mismatch });
+        }
+        let fault_rate = rng.pick(&[0, 5, 50, 200]);
+        context.step(format!("{devices} devices of {capacity} bytes, {streams} streams each, {fault_rate}/1000 fail"));
+        Self { sim, faulty, instance, streams: all, leases, kernels, fault_rate, panics: Arc::default(), start }
+    }
+
+    pub fn device(&self, index: usize) -> Device {
+        self.instance.device(device_id(index).0).unwrap()
+    }
+
+    pub fn stream(&self, device: usize, index: usize) -> &Stream {
+        &self.streams[device][index]
+    }
+
+    /// Makes a call under test, some with faults. It may fail only if one was injected, or for lack of memory.
+    pub fn call<T>(&self, context: &mut Context, call: impl FnOnce() -> warpool::Result<T>) -> Outcome<T> {
+        let armed = self.arm(context);
+        let outcome = caught(call);
+        self.settle(context, armed, outcome, false)
+    }
+
+    /// From here on calls may fail, until [`settle`](Self::settle). One in three calls is armed.
+    pub fn arm(&self, context: &mut Context) -> Armed {
+        context.counts.operations += 1;
+        let plan = (self.fault_rate > 0 && context.rng.one_in(3)).then(|| self.plan(&mut context.rng));
+        if let Some(plan) = &plan {
+            self.faulty.set_plan(plan.clone());
+        }
+        self.panics.arm(self.fault_rate > 0 && context.rng.one_in(8) && !context.skips("panics"));
+        Armed { injected_before: self.faulty.injected().len(), plan }
+    }
+
+    /// The program's own calls follow: no faults.
+    pub fn suspend(&self) {
+        self.faulty.clear_plan();
+        self.panics.arm(false);
+    }
+
+    /// The call under test goes on.
+    pub fn resume(&self, armed: &Armed) {
+        if let Some(plan) = &armed.plan {
+            self.faulty.set_plan(plan.clone());
+        }
+    }
+
+    /// Classifies what an armed call returned. An error is a violation, unless a fault was injected, memory ran out, or
+    /// the program is the reason (`excused`).
+    pub fn settle<T>(
+        &self,
+        context: &mut Context,
+        armed: Armed,
+        outcome: Result<warpool::Result<T>, Caught>,
+        excused: bool,
+    ) -> Outcome<T> {
+        self.suspend();
+        let injected = self.faulty.injected().len() - armed.injected_before;
+        context.counts.faults += injected as u64;
+        match outcome {
+            Ok(Ok(result)) => Outcome::Done(result),
+            Ok(Err(Error::OutOfMemory(_) | Error::PinnedCap(_))) => {
+                context.counts.out_of_memory += 1;
+                context.step("  out of memory");
+                Outcome::OutOfMemory
+            }
+            Ok(Err(error)) if injected > 0 || excused => {
+                context.step(format!("  failed: {error}"));
+                Outcome::Faulted
+            }
+            Ok(Err(error)) => panic!("an error without a fault: {error}"),
+            Err(Caught::Injected) => {
+                context.counts.panics += 1;
+                context.step("  a callback panicked");
+                Outcome::Panicked
+            }
+            Err(Caught::Failed(message)) => panic!("{message}"),
+        }
+    }
+
+    /// The plan for one call: some of the driver calls fail, with one code. No code says that the device is lost, since
+    /// the code under test may not recover from that.
+    fn plan(&self, rng: &mut Rng) -> FaultPlan {
+        let codes = [ErrorCode::OutOfMemory, ErrorCode::OutOfMemory, ErrorCode::NotPermitted, ErrorCode::Unknown(999)];
+        let calls: &[Call] = match rng.below(4) {
+            0 => &[],
+            1 => {
+                &[Call::MemAlloc, Call::VmCreate, Call::VmReserve, Call::PoolAlloc, Call::HostAlloc, Call::HostRegister]
+            }
+            2 => FaultPlan::CLEANUP,
+            _ => &[Call::EventCreate, Call::EventRecord, Call::EventQuery, Call::StreamWaitEvent, Call::CaptureState],
+        };
+        let fraction = if rng.one_in(8) { 1.0 } else { self.fault_rate as f64 / 1000.0 };
+        FaultPlan::new().fail_fraction(calls, fraction, rng.u64(), rng.pick(&codes))
+    }
+
+    /// The parts of a block that contain the tag: its first and its last words.
+    fn parts(ptr: DevicePtr, bytes: u64) -> impl Iterator<Item = (DevicePtr, u32)> {
+        const WORDS: u64 = 16;
+        let words = bytes / 4;
+        let parts = match words {
+            0 => [None, None],
+            _ if words <= 2 * WORDS => [Some((ptr, words as u32)), None],
+            _ => [Some((ptr, WORDS as u32)), Some((ptr.offset(4 * (words - WORDS)), WORDS as u32))],
+        };
+        parts.into_iter().flatten()
+    }
+
+    /// Queues a write of a tag into a block.
+    pub fn write_tag(&self, ptr: DevicePtr, bytes: u64, tag: u32, stream: &Stream) {
+        let kernels = &self.kernels[stream.device_id().0 as usize];
+        for (ptr, words) in Self::parts(ptr, bytes) {
+            let args = [ptr.into(), KernelArg::U32(words), KernelArg::U32(tag)];
+            self.sim.kernel_launch(kernels.write_tag, LaunchShape::ONE, &args, stream.id()).unwrap();
+        }
+    }
+
+    /// Queues a check that a block still contains its tag.
+    pub fn check_tag(&self, ptr: DevicePtr, bytes: u64, tag: u32, stream: &Stream) {
+        let kernels = &self.kernels[stream.device_id().0 as usize];
+        for (ptr, words) in Self::parts(ptr, bytes) {
+            let args = [ptr.into(), KernelArg::U32(words), KernelArg::U32(tag), kernels.mismatch.into()];
+            self.sim.kernel_launch(kernels.check_tag, LaunchShape::ONE, &args, stream.id()).unwrap();
+        }
+    }
+
+    /// The later work of `stream` waits for the work of `other`. The program's own call: it never fails.
+    pub fn wait(&self, stream: &Stream, other: &Stream) {
+        if stream == other {
+            return;
+        }
+        let event = self.sim.event_create(other.device_id(), EventOptions::default()).unwrap();
+        self.sim.event_record(event, other.id(), EventScope::Plain).unwrap();
+        self.sim.stream_wait_event(stream.id(), event, EventScope::Plain).unwrap();
+        self.sim.event_destroy(event).unwrap();
+    }
+
+    /// The host waits for a stream.
+    pub fn wait_for(&self, stream: &Stream) {
+        self.sim.stream_synchronize(stream.id()).unwrap();
+    }
+
+    pub fn synchronize(&self) {
+        self.instance.devices().for_each(|device| self.sim.device_synchronize(device.id()).unwrap());
+    }
+
+    /// After a capture: it has ended also on the driver. If faults prevented that, resetting the graph tries again.
+    pub fn expect_capture_ended(&self, graph: &mut Graph, stream: &Stream) {
+        let capturing = || self.sim.capture_state(stream.id()).unwrap() != CaptureState::None;
+        if !graph.is_captured() && capturing() {
+            graph.reset().unwrap();
+        }
+        assert!(!capturing(), "{} still captures", stream.id());
+        assert!(!graph.is_capturing(), "the graph still captures");
+    }
+
+    /// After a synchronization: no tag was overwritten, no hazard.
+    pub fn check_contents(&self) {
+        for (device, kernels) in (0..).zip(&self.kernels) {
+            let mut bytes = [0; 12];
+            self.sim.download(DeviceId(device), kernels.mismatch, &mut bytes).unwrap();
+            let words: Vec<u32> = bytes.as_chunks::<4>().0.iter().map(|&word| u32::from_le_bytes(word)).collect();
+            assert_eq!(words[0], 0, "on device {device}, the block with tag {:#x} contained {:#x}", words[1], words[2]);
+        }
+        // A body that gives up joins nothing: that capture fails, as it should.
+        let is_defect = |hazard: &Hazard| hazard.kind != HazardKind::CaptureUnjoined;
+        let hazards: Vec<Hazard> = self.sim.hazards().into_iter().filter(is_defect).collect();
+        if let Some(hazard) = hazards.first() {
+            panic!("{} hazards, the first: {hazard}", hazards.len());
+        }
+    }
+
+    /// Checks contents and hazards, closes everything, and checks that the driver has nothing left. All of the
+    /// program's objects must be dropped before.
+    pub fn close(self) {
+        self.synchronize();
+        self.check_contents();
+        let Self { sim, faulty, instance, streams, leases, kernels, start, .. } = self;
+        for kernels in kernels {
+            sim.mem_free(kernels.mismatch).unwrap();
+            sim.module_unload(kernels.module).unwrap();
+        }
+        drop((streams, leases));
+        instance.close().unwrap();
+        assert_eq!(sim.object_counts(), start, "driver objects at the end and at the start");
+        drop(faulty);
+    }
+}
+
+pub fn device_id(index: usize) -> DeviceId {
+    DeviceId(u32::try_from(index).expect("few devices"))
+}

@@ -1,0 +1,33 @@
+//! The memory of this process, as Linux reports it.
+
+/// Resident memory of this process in bytes. All zero where the system does not report it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Resident {
+    /// Before the first program.
+    pub start: u64,
+    /// The most after any program up to the end of the warm-up; 0 if the run was shorter.
+    pub warm: u64,
+    /// The most so far (`VmHWM`).
+    pub peak: u64,
+    /// After the last program.
+    pub end: u64,
+}
+
+impl Resident {
+    /// What resident memory may be after the warm-up: a tenth and 64 MiB more than the most within it. The C library's
+    /// heap does not return everything that is freed, and the campaigns take turns.
+    #[must_use]
+    pub fn limit(&self) -> u64 {
+        self.warm + self.warm / 10 + (64 << 20)
+    }
+}
+
+/// `VmRSS` and `VmHWM`, in bytes.
+pub fn now() -> Option<(u64, u64)> {
+    let status = std::fs::read_to_string("/proc/self/status").ok()?;
+    let bytes = |name: &str| -> Option<u64> {
+        let line = status.lines().find_map(|line| line.strip_prefix(name))?;
+        Some(line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()? << 10)
+    };
+    Some((bytes("VmRSS:")?, bytes("VmHWM:")?))
+}

@@ -1,0 +1,277 @@
+//! Runs campaigns in turn, watches for programs that do not end and for memory that grows, and stops at the first
+//! violation.
+
+use std::sync::mpsc::{self, RecvTimeoutError};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use crate::campaign::Campaign;
+use crate::caught::{Caught, caught};
+use crate::context::Context;
+use crate::counts::Counts;
+use crate::options::{Length, Options};
+use crate::resident::{self, Resident};
+use crate::rng::program_seed;
+use crate::steps::Steps;
+
+/// How long a campaign runs before the next one has its turn.
+const TURN: Duration = Duration::from_millis(500);
+/// A program that takes longer hangs. All take far less than a second, except in debug builds.
+const STALLED: Duration = Duration::from_secs(180);
+/// The longest warm-up; a quarter of the run, if that is shorter.
+const WARM_UP: Duration = Duration::from_secs(300);
+
+/// The state of a run after a program.
+#[derive(Clone, Copy, Debug)]
+pub struct Progress {
+    /// The campaign of the last program.
+    pub campaign: Campaign,
+    /// What all programs did so far.
+    pub counts: Counts,
+    /// Resident memory now; 0 if unknown.
+    pub bytes_resident: u64,
+    /// The time so far.
+    pub elapsed: Duration,
+}
+
+/// What one campaign did.
+#[derive(Clone, Copy, Debug)]
+pub struct CampaignReport {
+    /// Which one.
+    pub campaign: Campaign,
+    /// What its programs did.
+    pub counts: Counts,
+    /// The time that they took.
+    pub elapsed: Duration,
+}
+
+/// A program that found a defect.
+#[derive(Clone, Debug)]
+pub struct Violation {
+    /// Its campaign.
+    pub campaign: Campaign,
+    /// The seed of the run.
+    pub seed: u64,
+    /// Its number: with the seed and the campaign it gives the program.
+    pub program: u64,
+    /// What is wrong.
+    pub message: String,
+    /// The last steps of the program.
+    pub steps: Vec<String>,
+    /// Whether a second run of the program found the same; `None` if it was not run again.
+    pub reproduced: Option<bool>,
+}
+
+/// What a run did.
+#[derive(Clone, Debug)]
+pub struct Report {
+    /// By campaign.
+    pub campaigns: Vec<CampaignReport>,
+    /// The first violation; the run ended with it.
+    pub violation: Option<Violation>,
+    /// The memory of this process.
+    pub resident: Resident,
+    /// The time in all.
+    pub elapsed: Duration,
+}
+
+impl Report {
+    /// What all campaigns did.
+    #[must_use]
+    pub fn counts(&self) -> Counts {
+        self.campaigns.iter().fold(Counts::default(), |mut all, campaign| {
+            all += campaign.counts;
+            all
+        })
+    }
+}
+
+/// The program that runs now: the index of its campaign, and its number.
+type Running = Arc<Mutex<(usize, u64)>>;
+
+/// What the running thread sends after each program.
+struct Ended {
+    turn: usize,
+    program: u64,
+    counts: Counts,
+    elapsed: Duration,
+    failed: Option<String>,
+}
+
+/// Runs campaigns. Calls `on_progress` after every program.
+///
+/// # Panics
+/// If `campaigns` is empty.
+pub fn run(options: &Options, on_progress: &mut dyn FnMut(&Progress)) -> Report {
+    assert!(!options.campaigns.is_empty(), "a run needs a campaign");
+    let (begin, steps, running) = (Instant::now(), Steps::default(), Running::default());
+    let (sender, receiver) = mpsc::channel();
+    let programs = {
+        let (options, steps, running) = (options.clone(), steps.clone(), running.clone());
+        std::thread::spawn(move || run_programs(&options, &steps, &running, begin, &sender))
+    };
+    let mut run = Run::new(options, begin);
+    loop {
+        match receiver.recv_timeout(STALLED) {
+            Ok(ended) => {
+                if !run.add(ended, &steps, on_progress) {
+                    break;
+                }
+            }
+            Err(RecvTimeoutError::Timeout) => {
+                // The thread cannot be ended; it stays until the process ends.
+                let message = format!("the program did not end within {} s: a deadlock or a loop", STALLED.as_secs());
+                run.stalled(message, &running, &steps);
+                return run.finish();
+            }
+            Err(RecvTimeoutError::Disconnected) => break,
+        }
+    }
+    drop(receiver);
+    // It only panics if this crate is wrong: programs are caught.
+    programs.join().expect("the thread that runs the programs");
+    run.finish()
+}
+
+/// Runs programs until the length is reached, a program fails, or the receiver is gone.
+fn run_programs(options: &Options, steps: &Steps, running: &Running, begin: Instant, sender: &mpsc::Sender<Ended>) {
+    let first = if let Length::One(program) = options.length { program } else { 0 };
+    let mut next = vec![first; options.campaigns.len()];
+    loop {
+        for (turn, &campaign) in options.campaigns.iter().enumerate() {
+            let turn_begin = Instant::now();
+            loop {
+                let program = next[turn];
+                next[turn] += 1;
+                *running.lock().unwrap_or_else(PoisonError::into_inner) = (turn, program);
+                let program_begin = Instant::now();
+                let (counts, failed) = run_program(options, campaign, program, steps);
+                let elapsed = program_begin.elapsed();
+                let has_failed = failed.is_some();
+                if sender.send(Ended { turn, program, counts, elapsed, failed }).is_err() || has_failed {
+                    return;
+                }
+                let Length::Time(length) = options.length else { break };
+                if begin.elapsed() >= length {
+                    return;
+                }
+                if turn_begin.elapsed() >= TURN {
+                    break;
+                }
+            }
+        }
+        let is_done = match options.length {
+            Length::Time(_) => false,
+            Length::Programs(count) => next[0] >= count,
+            Length::One(_) => true,
+        };
+        if is_done {
+            return;
+        }
+    }
+}
+
+/// Runs one program. Returns what it did, and what is wrong.
+fn run_program(options: &Options, campaign: Campaign, program: u64, steps: &Steps) -> (Counts, Option<String>) {
+    steps.clear();
+    let seed = program_seed(options.seed, campaign as u64, program);
+    let mut context = Context::new(seed, steps.clone(), &options.skip, options.broken);
+    let failed = match caught(|| campaign.run(&mut context)) {
+        Ok(()) => None,
+        Err(Caught::Failed(message)) => Some(message),
+        Err(Caught::Injected) => Some("a panic of a callback reached the end of the program".to_owned()),
+    };
+    context.counts.programs += u64::from(failed.is_none());
+    (context.counts, failed)
+}
+
+/// What has been received.
+struct Run<'a> {
+    options: &'a Options,
+    begin: Instant,
+    campaigns: Vec<CampaignReport>,
+    violation: Option<Violation>,
+    resident: Resident,
+    warm_up: Option<Duration>,
+}
+
+impl<'a> Run<'a> {
+    fn new(options: &'a Options, begin: Instant) -> Self {
+        let campaigns = options
+            .campaigns
+            .iter()
+            .map(|&campaign| CampaignReport { campaign, counts: Counts::default(), elapsed: Duration::ZERO })
+            .collect();
+        let (start, peak) = resident::now().unwrap_or_default();
+        let warm_up = match options.length {
+            Length::Time(length) => Some(WARM_UP.min(length / 4)),
+            _ => None,
+        };
+        let resident = Resident { start, warm: 0, peak, end: start };
+        Self { options, begin, campaigns, violation: None, resident, warm_up }
+    }
+
+    /// Adds a program that ended. Returns whether the run goes on.
+    fn add(&mut self, ended: Ended, steps: &Steps, on_progress: &mut dyn FnMut(&Progress)) -> bool {
+        let Ended { turn, program, counts, elapsed, failed } = ended;
+        let report = &mut self.campaigns[turn];
+        let campaign = report.campaign;
+        report.counts += counts;
+        report.elapsed += elapsed;
+        if let Some(message) = failed {
+            let shown = steps.to_vec();
+            let again = campaign.is_deterministic().then(|| run_program(self.options, campaign, program, steps).1);
+            let reproduced = again.map(|again| again.as_ref() == Some(&message));
+            self.violation =
+                Some(Violation { campaign, seed: self.options.seed, program, message, steps: shown, reproduced });
+            return false;
+        }
+        let now = self.measure();
+        let elapsed = self.begin.elapsed();
+        let mut counts = Counts::default();
+        self.campaigns.iter().for_each(|report| counts += report.counts);
+        on_progress(&Progress { campaign, counts, bytes_resident: now, elapsed });
+        if let Some(warm_up) = self.warm_up {
+            if elapsed <= warm_up {
+                self.resident.warm = self.resident.warm.max(now);
+            } else if self.resident.warm > 0 && now > self.resident.limit() {
+                let message = format!(
+                    "{now} bytes are resident after this program, {} were at most in the first {} s, and {} may be",
+                    self.resident.warm,
+                    warm_up.as_secs(),
+                    self.resident.limit(),
+                );
+                let steps = Vec::new();
+                self.violation =
+                    Some(Violation { campaign, seed: self.options.seed, program, message, steps, reproduced: None });
+                return false;
+            }
+        }
+        true
+    }
+
+    fn stalled(&mut self, message: String, running: &Running, steps: &Steps) {
+        let (turn, program) = *running.lock().unwrap_or_else(PoisonError::into_inner);
+        let (campaign, steps) = (self.campaigns[turn].campaign, steps.to_vec());
+        self.violation =
+            Some(Violation { campaign, seed: self.options.seed, program, message, steps, reproduced: None });
+    }
+
+    /// Resident memory now.
+    fn measure(&mut self) -> u64 {
+        let (now, peak) = resident::now().unwrap_or_default();
+        self.resident.end = now;
+        self.resident.peak = self.resident.peak.max(peak);
+        now
+    }
+
+    fn finish(mut self) -> Report {
+        self.measure();
+        Report {
+            campaigns: self.campaigns,
+            violation: self.violation,
+            resident: self.resident,
+            elapsed: self.begin.elapsed(),
+        }
+    }
+}

@@ -1,0 +1,354 @@
+//! Threads on one allocator of device memory and one of pinned memory, each with streams of its own, blocks that are
+//! passed between threads, captures, little memory, faults and trims at any time. The interleaving differs from run to
+//! run; what is checked holds for all.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use warpool::driver::decorate::FaultPlan;
+use warpool::driver::{CaptureMode, ErrorCode, HostMemory as _, HostPtr};
+use warpool::graph::{CaptureOptions, Graph, GraphOptions};
+use warpool::memory::{
+    Allocate as _, CachingAllocator, DeviceAllocator, DeviceBlock, DriverPoolAllocator, HostAllocator, HostBlock,
+    MemPool, MemPoolId, PinnedSettings, PoolOptions,
+};
+use warpool::{Error, Stream};
+
+use crate::allocators::draw_settings;
+use crate::caught::{Caught, caught};
+use crate::context::Context;
+use crate::counts::Counts;
+use crate::machine::{Machine, device_id};
+use crate::rng::Rng;
+
+const THREADS: usize = 4;
+/// For work; one more per thread is for captures, since work of another thread in it would be captured too.
+const STREAMS_EACH: usize = 2;
+const MIB: u64 = 1 << 20;
+
+/// What the threads share.
+struct Shared {
+    machine: Machine,
+    allocator: Arc<dyn DeviceAllocator>,
+    caching: Option<Arc<CachingAllocator>>,
+    host: HostAllocator,
+    exchange: Mutex<Vec<Tagged>>,
+    allocated: AtomicU64,
+    /// Whether driver calls are made to fail: then errors are not violations.
+    faults: bool,
+}
+
+/// A block with a tag, which may be passed to another thread.
+struct Tagged {
+    block: DeviceBlock,
+    tag: u32,
+    stream: Stream,
+}
+
+/// Runs one program.
+pub fn run(context: &mut Context) {
+    let machine = Machine::new(context, 1, THREADS * (STREAMS_EACH + 1));
+    let mut settings = draw_settings(&mut context.rng);
+    settings.memory_cap_bytes = Some(100 * MIB);
+    context.step(settings.to_conf_string());
+    let mut pinned = PinnedSettings { use_background_threads: context.rng.one_in(3), ..PinnedSettings::default() };
+    pinned.cap_bytes = context.rng.one_in(2).then_some(64 * MIB);
+    let host = HostAllocator::new(&machine.instance, pinned);
+    let (caching, allocator): (_, Arc<dyn DeviceAllocator>) = if context.rng.one_in(6) {
+        (None, Arc::new(DriverPoolAllocator::with_settings(&machine.instance, settings)))
+    } else {
+        let caching = Arc::new(CachingAllocator::new(&machine.instance, settings));
+        (Some(caching.clone()), caching)
+    };
+    let faults = context.rng.one_in(2);
+    let shared =
+        Shared { machine, allocator, caching, host, exchange: Mutex::default(), allocated: AtomicU64::new(0), faults };
+    if faults {
+        let code = context.rng.pick(&[ErrorCode::OutOfMemory, ErrorCode::NotPermitted, ErrorCode::Unknown(999)]);
+        let fraction = context.rng.pick(&[0.002, 0.02, 0.1]);
+        context.step(format!("{fraction} of the driver calls fail with {code:?}"));
+        shared.machine.faulty.set_plan(FaultPlan::new().fail_fraction(&[], fraction, context.rng.u64(), code));
+    }
+    let (rounds, seed) = (100 + context.rng.below(300), context.seed);
+    let outcomes: Vec<Result<Counts, Caught>> = std::thread::scope(|scope| {
+        let shared = &shared;
+        let threads: Vec<_> = (0..THREADS)
+            .map(|thread| {
+                let rng = Rng::new(seed ^ (thread as u64 + 1).wrapping_mul(0x9e37_79b9));
+                scope.spawn(move || caught(|| Worker::new(shared, thread, rng).run(rounds)))
+            })
+            .collect();
+        // Joined explicitly, so that the threads' destructors, above all of their front caches, have run.
+        threads.into_iter().map(|thread| thread.join().expect("panics are caught")).collect()
+    });
+    shared.machine.suspend();
+    context.counts.faults += shared.machine.faulty.injected().len() as u64;
+    for outcome in outcomes {
+        match outcome {
+            Ok(counts) => context.counts += counts,
+            Err(Caught::Failed(message)) => panic!("{message}"),
+            Err(Caught::Injected) => panic!("a panic that nobody injected"),
+        }
+    }
+    close(shared);
+}
+
+/// Closes everything, and checks that nothing is left.
+fn close(shared: Shared) {
+    let Shared { machine, allocator, caching, host, exchange, allocated, .. } = shared;
+    drop(exchange);
+    machine.synchronize();
+    allocator.trim(device_id(0), MemPoolId::DEFAULT).unwrap();
+    if let Some(caching) = &caching {
+        caching.check();
+    }
+    let stats = allocator.stats(device_id(0)).unwrap();
+    let allocated = allocated.into_inner();
+    let counted = (stats.allocation.all.allocated, stats.allocation.all.freed);
+    assert_eq!(counted, (allocated, allocated), "blocks allocated and freed");
+    assert_eq!(stats.active_bytes.all.current, 0, "active at the end");
+    assert_eq!(stats.active_bytes.all.allocated, stats.active_bytes.all.freed, "bytes allocated and freed");
+    if caching.is_some() {
+        assert_eq!(stats.reserved_bytes.all.current, 0, "reserved at the end");
+    }
+    let bytes = &stats.allocated_bytes;
+    if caching.is_some() {
+        assert_eq!(bytes.small_pool.allocated + bytes.large_pool.allocated, bytes.all.allocated);
+    }
+    host.check();
+    host.close().unwrap();
+    drop((allocator, caching));
+    machine.close();
+}
+
+/// One thread.
+struct Worker<'a> {
+    shared: &'a Shared,
+    thread: usize,
+    rng: Rng,
+    streams: Vec<Stream>,
+    for_captures: Stream,
+    tagged: Vec<Tagged>,
+    pinned: Vec<(HostBlock, u8)>,
+    counts: Counts,
+    next_tag: u32,
+}
+
+impl<'a> Worker<'a> {
+    fn new(shared: &'a Shared, thread: usize, rng: Rng) -> Self {
+        let first = thread * (STREAMS_EACH + 1);
+        let streams = shared.machine.streams[0][first..first + STREAMS_EACH].to_vec();
+        let for_captures = shared.machine.stream(0, first + STREAMS_EACH).clone();
+        let (tagged, pinned, counts) = (Vec::new(), Vec::new(), Counts::default());
+        Self { shared, thread, rng, streams, for_captures, tagged, pinned, counts, next_tag: 0 }
+    }
+
+    /// The result of a call under test, if it succeeded.
+    fn settle<T>(&mut self, outcome: warpool::Result<T>) -> Option<T> {
+        self.counts.operations += 1;
+        match outcome {
+            Ok(result) => Some(result),
+            Err(Error::OutOfMemory(_) | Error::PinnedCap(_)) => {
+                self.counts.out_of_memory += 1;
+                None
+            }
+            Err(_) if self.shared.faults => None,
+            Err(error) => panic!("thread {}: an error without a fault: {error}", self.thread),
+        }
+    }
+
+    fn tag(&mut self) -> u32 {
+        self.next_tag += 1;
+        (self.thread as u32) << 28 | self.next_tag
+    }
+
+    fn run(mut self, rounds: usize) -> Counts {
+        let device = self.shared.machine.device(0);
+        let options = PoolOptions { use_on_oom: self.rng.one_in(2), ..PoolOptions::default() };
+        let pool =
+            self.shared.caching.as_ref().map(|_| MemPool::new(&self.shared.allocator, &device, options).unwrap());
+        for _ in 0..rounds {
+            self.step(pool.as_ref());
+        }
+        self.tagged.clear();
+        self.pinned.clear();
+        if let Some(pool) = pool
+            && self.rng.one_in(2)
+        {
+            let closed = pool.close();
+            self.settle(closed);
+        }
+        self.counts
+    }
+
+    fn step(&mut self, pool: Option<&MemPool>) {
+        let stream = self.streams[self.rng.below(STREAMS_EACH)].clone();
+        match self.rng.below(20) {
+            0..7 => self.allocate(pool, &stream),
+            7 | 8 if !self.tagged.is_empty() => {
+                let at = self.rng.below(self.tagged.len());
+                self.use_elsewhere(at, &stream);
+            }
+            9..12 if !self.tagged.is_empty() => {
+                let tagged = self.tagged.swap_remove(self.rng.below(self.tagged.len()));
+                self.free(tagged);
+            }
+            12 if !self.tagged.is_empty() => {
+                let tagged = self.tagged.swap_remove(self.rng.below(self.tagged.len()));
+                self.exchange().push(tagged);
+            }
+            13 => {
+                let tagged = self.exchange().pop();
+                if let Some(tagged) = tagged {
+                    self.free(tagged);
+                }
+            }
+            14 if self.rng.one_in(4) => {
+                let outcome = self.shared.allocator.trim(device_id(0), MemPoolId::DEFAULT);
+                self.settle(outcome);
+            }
+            14 if self.rng.one_in(4) => {
+                let outcome = self.shared.machine.device(0).event_pool().trim();
+                self.settle(outcome);
+            }
+            14 => {
+                let stats = self.shared.allocator.stats(device_id(0));
+                self.settle(stats);
+            }
+            15 if pool.is_some() && self.rng.one_in(2) => self.capture(),
+            16 | 17 => self.pin(&stream),
+            18 => {
+                let count = self.pinned.len();
+                if count > 0 {
+                    let (block, value) = self.pinned.swap_remove(self.rng.below(count));
+                    expect_value(&block, value);
+                    if self.rng.one_in(2) {
+                        let freed = block.free();
+                        self.settle(freed);
+                    }
+                }
+            }
+            19 if self.rng.one_in(6) => {
+                let outcome = self.shared.host.trim(0);
+                self.settle(outcome);
+            }
+            _ => {}
+        }
+    }
+
+    fn exchange(&self) -> std::sync::MutexGuard<'a, Vec<Tagged>> {
+        self.shared.exchange.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn allocate(&mut self, pool: Option<&MemPool>, stream: &Stream) {
+        let bytes = self.rng.request_bytes();
+        let pool = pool.filter(|_| self.rng.one_in(4)).map_or(MemPoolId::DEFAULT, MemPool::id);
+        let outcome = self.shared.allocator.allocate_in(pool, bytes, stream);
+        let Some(block) = self.settle(outcome) else {
+            self.tagged.truncate(self.tagged.len() / 2);
+            return;
+        };
+        self.count_allocation();
+        let tag = self.tag();
+        self.shared.machine.write_tag(block.ptr(), bytes, tag, stream);
+        self.tagged.push(Tagged { block, tag, stream: stream.clone() });
+    }
+
+    fn count_allocation(&mut self) {
+        self.shared.allocated.fetch_add(1, Ordering::Relaxed);
+        self.counts.allocations += 1;
+    }
+
+    fn use_elsewhere(&mut self, at: usize, stream: &Stream) {
+        let Tagged { block, tag, stream: owner } = &self.tagged[at];
+        if owner == stream {
+            return;
+        }
+        let machine = &self.shared.machine;
+        machine.wait(stream, owner);
+        machine.check_tag(block.ptr(), block.bytes(), *tag, stream);
+        let recorded = block.record_use(stream);
+        if recorded.is_err() {
+            machine.wait(owner, stream);
+        }
+        self.settle(recorded);
+    }
+
+    fn free(&mut self, tagged: Tagged) {
+        let Tagged { block, tag, stream } = tagged;
+        self.shared.machine.check_tag(block.ptr(), block.bytes(), tag, &stream);
+        if self.rng.one_in(2) {
+            let freed = block.free();
+            self.settle(freed);
+        }
+    }
+
+    /// A graph with a pool of its own, captured, replayed and dropped, while the other threads go on.
+    fn capture(&mut self) {
+        let device = self.shared.machine.device(0);
+        let mut graph = Graph::new(&self.shared.allocator, &device, GraphOptions::default()).unwrap();
+        let mode = self.rng.pick(&[CaptureMode::ThreadLocal, CaptureMode::Relaxed]);
+        let stream = self.for_captures.clone();
+        let mut left = Vec::new();
+        let outcome = graph.capture(&stream, CaptureOptions::default().with_mode(mode), |capture| {
+            for _ in 0..2 + self.rng.below(4) {
+                let bytes = self.rng.request_bytes().div_ceil(4);
+                let allocated = capture.allocator().allocate(bytes, &stream);
+                let Some(block) = self.settle(allocated) else { continue };
+                self.count_allocation();
+                let tag = self.tag();
+                self.shared.machine.write_tag(block.ptr(), bytes, tag, &stream);
+                self.shared.machine.check_tag(block.ptr(), bytes, tag, &stream);
+                if self.rng.one_in(2) {
+                    left.push(block);
+                }
+            }
+            Ok(())
+        });
+        if self.settle(outcome).is_some() {
+            self.counts.captures += 1;
+            for _ in 0..self.rng.below(3) {
+                let replayed = graph.replay(&stream);
+                self.counts.replays += u64::from(self.settle(replayed).is_some());
+            }
+        } else {
+            self.counts.captures_failed += 1;
+        }
+        // Replays may still run.
+        drop(graph);
+        drop(left);
+    }
+
+    /// Pinned memory, written by the host and read by a copy.
+    fn pin(&mut self, stream: &Stream) {
+        let bytes = 64 + self.rng.request_bytes() % (2 * MIB);
+        let outcome = self.shared.host.allocate(bytes);
+        let Some(block) = self.settle(outcome) else {
+            self.pinned.truncate(self.pinned.len() / 2);
+            return;
+        };
+        let value = self.rng.u64() as u8;
+        for offset in [0, bytes - 64] {
+            // By the simulation itself: the program's own calls do not fail.
+            self.shared.machine.sim.host_write(HostPtr(block.ptr().0 + offset), &[value; 64]).unwrap();
+        }
+        if self.rng.one_in(2) {
+            let recorded = block.record_use(stream);
+            self.settle(recorded);
+        }
+        self.pinned.push((block, value));
+        if self.pinned.len() > 20 {
+            self.pinned.truncate(10);
+        }
+    }
+}
+
+/// The host reads a block's ends. Nothing but this thread writes it.
+fn expect_value(block: &HostBlock, value: u8) {
+    for offset in [0, block.bytes() - 64] {
+        let mut read = [0; 64];
+        if block.read(offset, &mut read).is_ok() {
+            assert_eq!(read, [value; 64], "pinned memory at {}, offset {offset}", block.ptr());
+        }
+    }
+}
