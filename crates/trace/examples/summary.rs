@@ -21,7 +21,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         }
     }
     let start = Instant::now();
-    let recording = read_file(&file, &ReadOptions { stacks, progress: None })?;
+    let recording = read_file(&file, &ReadOptions { stacks, ..ReadOptions::default() })?;
     let seconds = start.elapsed().as_secs_f64();
     let snapshot = &recording.snapshot;
 

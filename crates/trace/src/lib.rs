@@ -22,7 +22,9 @@
 //! # Rules
 //! - A file is data. A pickle can run programs when Python loads it; this reader implements no opcode that could, and
 //!   refuses all that snapshots do not use, by name and offset.
-//! - Reading is streaming: memory grows with the number of events, not with the size of the file.
+//! - Reading is streaming: memory grows with the number of events, not with the size of the file. It is limited, to
+//!   [`ReadOptions::memory_limit`] or else to a multiple of what is read ([`default_memory_limit`]), and so is the memory
+//!   of a replay; beyond the limit there is an error.
 //! - All or nothing: a file that is cut off, damaged or malicious is an error that says where, without a partial
 //!   result.
 //! - Unknown keys are ignored. Missing ones have the meaning of the version that leaves them out; [`RecordedFields`]
@@ -30,11 +32,15 @@
 
 #![deny(unsafe_code)]
 
+mod budget;
+#[doc(hidden)]
+pub mod growth;
 mod pickle;
 mod printable;
 mod read;
 pub mod replay;
 mod snapshot;
 
+pub use budget::default_memory_limit;
 pub use read::{Compression, Progress, ReadError, ReadOptions, Recording, SourceFormat, read, read_file};
 pub use snapshot::{RecordedFields, write_snapshot};

@@ -13,8 +13,8 @@ use std::time::Instant;
 
 use indicatif::{MultiProgress, ProgressBar, ProgressStyle};
 use warpool::memory::{Backend, Lint, Settings, lint};
-use warpool_trace::replay::{AllocatorChoice, ReplayOptions, ReplayReport, replay};
-use warpool_trace::{Progress, ReadError, ReadOptions, read_file};
+use warpool_trace::replay::{AllocatorChoice, ReplayError, ReplayOptions, ReplayReport, replay};
+use warpool_trace::{Progress, ReadError, ReadOptions, default_memory_limit, read_file};
 
 use crate::output::{self, CommandError, Output, Result, Verdict};
 use crate::size;
@@ -28,7 +28,7 @@ use crate::size;
 #[derive(Debug, clap::Args)]
 #[command(
     after_help = "Exit status: 0 success, 1 a replay ran out of memory and --expect-fit was given, 2 a file cannot be \
-    read.\n\
+    read or needs more than --memory-limit.\n\
     Settings in the environment are ignored: a replay uses the recorded settings, or those of --settings.\n\n\
     Examples:\n  \
     warpool replay snapshot.pickle\n  \
@@ -49,6 +49,10 @@ pub struct Args {
     /// if the recording needs more]
     #[arg(long, value_name = "SIZE", value_parser = size::parse)]
     capacity: Option<u64>,
+    /// The most memory of this machine that reading and replaying a file may take, for example 16GiB; beyond it, an
+    /// error [default: 256MiB and 32 bytes for each byte of the recording, decompressed, but at most 4GiB]
+    #[arg(long, value_name = "SIZE", value_parser = size::parse)]
+    memory_limit: Option<u64>,
     /// Exit with 1 if a replay runs out of memory
     #[arg(long)]
     expect_fit: bool,
@@ -167,9 +171,11 @@ fn replay_file(file: &Path, args: &Args, settings: Option<&Settings>, bar: &Prog
         bar.set_position(progress.bytes_read);
     };
     let start = Instant::now();
-    let recording = read_file(file, &ReadOptions { stacks: false, progress: Some(&reading) });
+    let options = ReadOptions { stacks: false, progress: Some(&reading), memory_limit: args.memory_limit };
+    let recording = read_file(file, &options);
     let recording = recording.map_err(|error| match error {
         ReadError::Open { .. } => error.to_string(), // Contains the file name.
+        ReadError::MemoryLimit { limit, .. } => with_file(file, memory_limit_message(limit)),
         _ => with_file(file, error),
     })?;
     let input_seconds = recording.input_time.as_secs_f64();
@@ -179,13 +185,23 @@ fn replay_file(file: &Path, args: &Args, settings: Option<&Settings>, bar: &Prog
         settings: settings.cloned(),
         allocator: args.allocator,
         capacity: args.capacity,
+        memory_limit: args.memory_limit.or(Some(default_memory_limit(recording.bytes_needed))),
         progress: Some(&|progress| {
             bar.set_length(progress.total);
             bar.set_position(progress.done);
         }),
     };
-    let report = replay(&recording.snapshot, &options).map_err(|error| with_file(file, error))?;
+    let report = replay(&recording.snapshot, &options).map_err(|error| match error {
+        ReplayError::MemoryLimit { limit } => with_file(file, memory_limit_message(limit)),
+        error => with_file(file, error),
+    })?;
     Ok(Replayed { report, input_seconds, parse_seconds, bytes_decompressed: recording.bytes_decompressed })
+}
+
+/// The error that a file needs more memory than allowed.
+fn memory_limit_message(limit: u64) -> String {
+    let limit = size::format(limit);
+    format!("it needs more than {limit} of memory; if you trust the file, raise the limit with --memory-limit")
 }
 
 /// The message with the file's name in front.

@@ -32,7 +32,7 @@ fn memory_statistics_settings_and_snapshots() {
     program.env("WARPOOL_SIM", "devices:2,memory_mb:8192").env("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:200");
     passed(program.arg(&snapshot));
 
-    let read = read_file(&snapshot, &ReadOptions { stacks: true, progress: None }).unwrap().snapshot;
+    let read = read_file(&snapshot, &ReadOptions { stacks: true, ..ReadOptions::default() }).unwrap().snapshot;
     let actions: Vec<Action> = read.traces[0].iter().map(|entry| entry.action).collect();
     // Includes the blocks that the hook allocates, without a stack.
     let own = [Action::Alloc, Action::FreeRequested];

@@ -16,6 +16,8 @@ pub(crate) enum Value {
     Float(f64),
     /// A text, by its number in the table of texts.
     Text(u32),
+    /// A long text where no text is read; its content is dropped.
+    SkippedText,
     /// A tuple of two small numbers: a pool id.
     Pair(MemPoolId),
     /// Any other tuple; its elements are dropped.
@@ -66,6 +68,7 @@ impl Value {
             Self::Huge => "an int beyond 64 bits",
             Self::Float(_) => "a float",
             Self::Text(_) => "a text",
+            Self::SkippedText => "a text that is first written in a part that is not read",
             Self::Pair(_) | Self::Tuple => "a tuple",
             Self::Dict(..) => "a dict",
             Self::List(..) => "a list",

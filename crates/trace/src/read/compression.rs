@@ -3,8 +3,11 @@
 use std::fmt;
 use std::io::{self, Read};
 
-/// The most memory for decompressing xz. Its largest preset needs 65 MiB; a header can ask for 4 GiB.
-const XZ_MEMORY_MAX: u64 = 512 << 20;
+use crate::budget::{Budget, Exceeded};
+
+/// The most memory for decompressing, of which a file decides how much is needed: xz's largest preset needs 65 MiB and
+/// zstd's 128 MiB, but a header can ask for 4 GiB.
+const MEMORY_MAX: u64 = 512 << 20;
 
 /// How a file is compressed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -28,15 +31,27 @@ impl Compression {
         MAGIC.into_iter().find(|(magic, _)| first.starts_with(magic)).map(|(_, compression)| compression)
     }
 
-    /// A reader of the decompressed bytes.
-    pub(super) fn decompress<'a>(self, raw: impl Read + 'a) -> io::Result<Box<dyn Read + 'a>> {
+    /// A reader of the decompressed bytes. It takes up to half of the budget.
+    pub(super) fn decompress<'a>(self, raw: impl Read + 'a, budget: &Budget) -> io::Result<Box<dyn Read + 'a>> {
+        let memory_max = (budget.limit() / 2).min(MEMORY_MAX);
+        let refused = |Exceeded| io::Error::from(io::ErrorKind::OutOfMemory);
         Ok(match self {
             Self::Xz => {
-                let stream = liblzma::stream::Stream::new_stream_decoder(XZ_MEMORY_MAX, liblzma::stream::CONCATENATED)?;
+                budget.take(memory_max).map_err(refused)?;
+                let stream = liblzma::stream::Stream::new_stream_decoder(memory_max, liblzma::stream::CONCATENATED)?;
                 Box::new(liblzma::read::XzDecoder::new_stream(raw, stream))
             }
             Self::Gzip => Box::new(flate2::read::MultiGzDecoder::new(raw)),
-            Self::Zstd => Box::new(zstd::Decoder::new(raw)?),
+            Self::Zstd => {
+                // The window, the output beside it, and what does not depend on the file.
+                const WINDOW_LOG_MAX: u32 = 27;
+                const FIXED: u64 = 1 << 20;
+                let window_log = memory_max.saturating_sub(FIXED).max(1).ilog2().clamp(10, WINDOW_LOG_MAX);
+                budget.take((1 << window_log) + FIXED).map_err(refused)?;
+                let mut decoder = zstd::Decoder::new(raw)?;
+                decoder.window_log_max(window_log)?;
+                Box::new(decoder)
+            }
         })
     }
 }

@@ -5,6 +5,7 @@ use std::io;
 use std::path::PathBuf;
 
 use super::compression::Compression;
+use crate::budget::Budget;
 use crate::snapshot::Invalid;
 
 /// Why a recording could not be read. Nothing of it is returned then.
@@ -88,6 +89,17 @@ pub enum ReadError {
         /// What is wrong there.
         what: String,
     },
+    /// Reading needs more memory than allowed: see [`ReadOptions::memory_limit`](crate::ReadOptions::memory_limit).
+    #[error(
+        "more than {limit} bytes of memory are needed at byte {offset}: if you trust the file, read it with a higher \
+         memory limit"
+    )]
+    MemoryLimit {
+        /// The limit.
+        limit: u64,
+        /// The decompressed bytes that had been read.
+        offset: u64,
+    },
     /// A line of a log is malformed.
     #[error("line {line} of the log: {what}")]
     Line {
@@ -99,6 +111,11 @@ pub enum ReadError {
 }
 
 impl ReadError {
+    /// The error that the budget is used up.
+    pub(super) fn memory_limit(budget: &Budget, offset: u64) -> Box<Self> {
+        Box::new(Self::MemoryLimit { limit: budget.limit(), offset })
+    }
+
     /// The error that the container at `path` of a snapshot is wrong.
     pub(super) fn content(offset: u64, path: &str, invalid: Invalid) -> Box<Self> {
         Box::new(Self::Content { offset, at: invalid.position(path), what: invalid.into_what() })

@@ -8,12 +8,16 @@ use std::time::{Duration, Instant};
 
 use super::compression::Compression;
 use super::error::{Checked, ReadError};
+use crate::budget::{Budget, Exceeded};
 
 /// How much is decompressed at a time: refills take no measurable time, and it fits into a CPU cache.
 const BUFFER_BYTES: usize = 128 << 10;
 
 /// How much is buffered, if the input has as much, before its format is recognized.
 const PEEK_BYTES: usize = 256;
+
+/// A compressed file may contain this many times the memory limit. It is not all kept, but reading it takes time.
+const DECOMPRESSED_PER_LIMIT: u64 = 16;
 
 /// The progress of reading.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -35,8 +39,10 @@ pub(super) struct Input<'a> {
     offset_end: u64,
     bytes_read: Rc<Cell<u64>>,
     bytes_total: Option<u64>,
+    bytes_skipped: u64,
     progress: Option<&'a dyn Fn(Progress)>,
     input_time: Duration,
+    budget: Budget,
 }
 
 impl<'a> Input<'a> {
@@ -45,6 +51,7 @@ impl<'a> Input<'a> {
         mut reader: impl Read + 'a,
         bytes_total: Option<u64>,
         progress: Option<&'a dyn Fn(Progress)>,
+        budget: &Budget,
     ) -> Checked<Self> {
         let mut first = Vec::with_capacity(16);
         reader.by_ref().take(16).read_to_end(&mut first).map_err(|source| ReadError::Io { offset: 0, source })?;
@@ -55,7 +62,10 @@ impl<'a> Input<'a> {
         let bytes_read = Rc::new(Cell::new(0));
         let raw = Counted { reader: Cursor::new(first).chain(reader), bytes: Rc::clone(&bytes_read) };
         let reader = match compression {
-            Some(compression) => compression.decompress(raw).map_err(|source| ReadError::Io { offset: 0, source })?,
+            Some(compression) => compression.decompress(raw, budget).map_err(|source| match budget.check() {
+                Ok(()) => Box::new(ReadError::Io { offset: 0, source }),
+                Err(Exceeded) => ReadError::memory_limit(budget, 0),
+            })?,
             None => Box::new(raw),
         };
         let mut input = Self {
@@ -67,8 +77,10 @@ impl<'a> Input<'a> {
             offset_end: 0,
             bytes_read,
             bytes_total,
+            bytes_skipped: 0,
             progress,
             input_time: Duration::ZERO,
+            budget: budget.clone(),
         };
         while input.end < PEEK_BYTES && input.fill(input.end)? > 0 {}
         if input.end == 0 {
@@ -90,6 +102,11 @@ impl<'a> Input<'a> {
     /// Bytes of the file that have been read, before decompression.
     pub(super) fn bytes_read(&self) -> u64 {
         self.bytes_read.get()
+    }
+
+    /// Bytes that were skipped, after decompression.
+    pub(super) fn bytes_skipped(&self) -> u64 {
+        self.bytes_skipped
     }
 
     /// The time spent in the reader and in decompression.
@@ -141,6 +158,10 @@ impl<'a> Input<'a> {
         }
         scratch.clear();
         while scratch.len() < length {
+            let step = (length - scratch.len()).min(BUFFER_BYTES);
+            self.budget
+                .reserve(scratch, step)
+                .map_err(|Exceeded| ReadError::memory_limit(&self.budget, self.offset()))?;
             if self.next == self.end && self.refill()? == 0 {
                 return Err(self.truncated(within));
             }
@@ -149,6 +170,21 @@ impl<'a> Input<'a> {
             self.next += step;
         }
         Ok(scratch)
+    }
+
+    /// Skips the next `length` bytes.
+    pub(super) fn skip(&mut self, length: u64, within: &'static str) -> Checked<()> {
+        let mut left = length;
+        while left > 0 {
+            if self.next == self.end && self.refill()? == 0 {
+                return Err(self.truncated(within));
+            }
+            let step = left.min((self.end - self.next) as u64);
+            self.next += step as usize;
+            self.bytes_skipped += step;
+            left -= step;
+        }
+        Ok(())
     }
 
     /// The next line without its end, into `line`; false at the end of the input. At most `max` bytes of it are kept.
@@ -203,6 +239,10 @@ impl<'a> Input<'a> {
         self.input_time += start.elapsed();
         self.end = from + bytes;
         self.offset_end += bytes as u64;
+        self.budget.set_bytes_needed(self.offset_end - self.bytes_skipped);
+        if self.compression.is_some() && self.offset_end / DECOMPRESSED_PER_LIMIT > self.budget.limit() {
+            return Err(ReadError::memory_limit(&self.budget, self.offset_end));
+        }
         if let Some(progress) = self.progress {
             progress(Progress { bytes_read: self.bytes_read.get(), bytes_total: self.bytes_total });
         }
@@ -212,10 +252,18 @@ impl<'a> Input<'a> {
     fn failed(&self, source: io::Error) -> Box<ReadError> {
         let offset = self.offset_end;
         Box::new(match self.compression {
+            // The memory limit of xz, and the window limit of zstd, whose errors have no kind.
+            Some(_) if exceeds_memory(&source) => ReadError::MemoryLimit { limit: self.budget.limit(), offset },
             Some(compression) => ReadError::Compressed { compression, offset, source },
             None => ReadError::Io { offset, source },
         })
     }
+}
+
+/// Whether a decompressor needs more memory than it may take.
+fn exceeds_memory(error: &io::Error) -> bool {
+    let xz = error.get_ref().and_then(|inner| inner.downcast_ref::<liblzma::stream::Error>());
+    matches!(xz, Some(liblzma::stream::Error::MemLimit)) || error.to_string().contains("Frame requires too much memory")
 }
 
 /// A reader that counts its bytes.

@@ -13,13 +13,15 @@ use super::error::{Checked, ReadError};
 use super::input::Input;
 use super::parent;
 use super::stack::PickleStack;
+use crate::budget::{Budget, Exceeded};
 use crate::pickle::{DictKind, ListKind, Value, opcode as op};
 use crate::snapshot::{Builder, Invalid};
 
-/// The most objects in the memo: one per event and a few more.
-const MEMO_MAX: usize = 1 << 27;
 /// The most bytes of a text. Names and settings are short; user metadata may be a page.
 const TEXT_MAX: u64 = 16 << 20;
+/// The most bytes of a text that is kept although nothing reads it there: it may be referred to elsewhere. Keys are
+/// shorter.
+const SKIPPED_TEXT_MIN: u64 = 128;
 /// The least bytes of the pickle per container that is kept. A complete entry takes more than twice as many, so a
 /// pickle with fewer opens containers that it does not fill; well compressed, it could take any amount of memory.
 const BYTES_PER_CONTAINER: u64 = 8;
@@ -39,12 +41,13 @@ pub(super) struct Interpreter<'i, 'a> {
     containers: u64,
     /// The offset of the current opcode.
     offset: u64,
+    budget: Budget,
 }
 
 impl<'i, 'a> Interpreter<'i, 'a> {
-    pub fn new(input: &'i mut Input<'a>, builder: Builder) -> Self {
-        let (stack, memo, scratch) = (PickleStack::default(), Memo::default(), Vec::new());
-        Self { input, builder, stack, memo, scratch, containers: 0, offset: 0 }
+    pub fn new(input: &'i mut Input<'a>, builder: Builder, budget: &Budget) -> Self {
+        let (stack, memo, scratch) = (PickleStack::new(budget), Memo::new(budget), Vec::new());
+        Self { input, builder, stack, memo, scratch, containers: 0, offset: 0, budget: budget.clone() }
     }
 
     /// Runs to the end of the pickle. Returns the builder and the root value.
@@ -70,7 +73,7 @@ impl<'i, 'a> Interpreter<'i, 'a> {
                     let index = u32::from_le_bytes(self.input.array("LONG_BINPUT")?);
                     self.put(index as usize)?;
                 }
-                op::MARK => self.stack.mark().map_err(|what| self.damaged(what))?,
+                op::MARK => self.stack.mark().map_err(|Exceeded| self.memory_limit())?,
                 op::EMPTY_DICT => self.open_dict()?,
                 op::EMPTY_LIST => self.open_list()?,
                 op::SETITEM => self.set_items(Some(2))?,
@@ -143,6 +146,10 @@ impl<'i, 'a> Interpreter<'i, 'a> {
         if length > TEXT_MAX {
             return Err(self.damaged(&format!("a text of {length} bytes; at most {TEXT_MAX} are read")));
         }
+        if length > SKIPPED_TEXT_MIN && !parent::reads_text(&self.stack, self.builder.keeps_stacks()) {
+            self.input.skip(length, "a text")?;
+            return Ok(Value::SkippedText);
+        }
         let bytes = self.input.bytes(length as usize, &mut self.scratch, "a text")?;
         match self.builder.intern(bytes) {
             Ok(text) => Ok(Value::Text(text)),
@@ -179,7 +186,7 @@ impl<'i, 'a> Interpreter<'i, 'a> {
 
     #[inline]
     fn push(&mut self, value: Value) -> Checked<()> {
-        self.stack.push(value).map_err(|what| self.damaged(what))
+        self.stack.push(value).map_err(|Exceeded| self.memory_limit())
     }
 
     /// Pushes an object of the memo.
@@ -195,7 +202,7 @@ impl<'i, 'a> Interpreter<'i, 'a> {
     #[inline]
     fn put(&mut self, index: usize) -> Checked<()> {
         let Some(value) = self.stack.top() else { return Err(self.damaged("nothing on the stack to memoize")) };
-        if self.memo.put(index, value) { Ok(()) } else { Err(self.damaged("too many objects in the memo")) }
+        self.memo.put(index, value).map_err(|Exceeded| self.memory_limit())
     }
 
     fn tuple(&mut self, length: usize) -> Checked<()> {
@@ -281,26 +288,41 @@ impl<'i, 'a> Interpreter<'i, 'a> {
     }
 
     #[cold]
+    fn memory_limit(&self) -> Box<ReadError> {
+        ReadError::memory_limit(&self.budget, self.offset)
+    }
+
+    #[cold]
     fn damaged(&self, what: &str) -> Box<ReadError> {
+        if self.budget.is_exceeded() {
+            return self.memory_limit();
+        }
         Box::new(ReadError::Pickle { offset: self.offset, what: what.to_owned() })
     }
 
     /// The error that the container at index `at` of the stack is wrong.
     #[cold]
     fn invalid(&self, at: usize, invalid: Invalid) -> Box<ReadError> {
+        if self.budget.is_exceeded() {
+            return self.memory_limit();
+        }
         ReadError::content(self.offset, &parent::path(&self.stack, &self.builder, at), invalid)
     }
 }
 
 /// The objects that a pickle can refer to again, by number. Writers number them without gaps.
-#[derive(Default)]
 struct Memo {
     dense: Vec<Value>,
     /// Numbers behind a gap. Writers do not use such, and a large number must not make a large table.
     sparse: BTreeMap<usize, Value>,
+    budget: Budget,
 }
 
 impl Memo {
+    fn new(budget: &Budget) -> Self {
+        Self { dense: Vec::new(), sparse: BTreeMap::new(), budget: budget.clone() }
+    }
+
     #[inline]
     fn get(&self, index: usize) -> Option<Value> {
         match self.dense.get(index) {
@@ -309,19 +331,21 @@ impl Memo {
         }
     }
 
-    /// False if it is full.
     #[inline]
-    fn put(&mut self, index: usize, value: Value) -> bool {
-        if self.dense.len() + self.sparse.len() >= MEMO_MAX {
-            return false;
-        }
+    fn put(&mut self, index: usize, value: Value) -> Result<(), Exceeded> {
+        // Of a B-tree that is filled in order, nodes are half empty.
+        const SPARSE_BYTES: u64 = 64;
         match index.cmp(&self.dense.len()) {
             Ordering::Less => self.dense[index] = value,
-            Ordering::Equal => self.dense.push(value),
+            Ordering::Equal => {
+                self.budget.reserve_one(&mut self.dense)?;
+                self.dense.push(value);
+            }
             Ordering::Greater => {
+                self.budget.take(SPARSE_BYTES)?;
                 self.sparse.insert(index, value);
             }
         }
-        true
+        Ok(())
     }
 }

@@ -20,6 +20,7 @@ pub use compression::Compression;
 pub use error::ReadError;
 pub use input::Progress;
 
+use crate::budget::{Budget, Exceeded};
 use crate::pickle::opcode;
 use crate::snapshot::{Builder, RecordedFields};
 use error::Checked;
@@ -33,6 +34,11 @@ pub struct ReadOptions<'a> {
     pub stacks: bool,
     /// Called now and then with the progress.
     pub progress: Option<&'a dyn Fn(Progress)>,
+    /// The most memory that reading may take, in bytes; `None` is [`default_memory_limit`]. Beyond it,
+    /// [`ReadError::MemoryLimit`].
+    ///
+    /// [`default_memory_limit`]: crate::default_memory_limit
+    pub memory_limit: Option<u64>,
 }
 
 /// A recording that was read.
@@ -48,6 +54,8 @@ pub struct Recording {
     pub bytes_read: u64,
     /// Bytes after decompression.
     pub bytes_decompressed: u64,
+    /// Those of them that were not skipped.
+    pub bytes_needed: u64,
     /// The time for reading the file and decompressing it.
     pub input_time: Duration,
     /// The fields that the recording has.
@@ -83,19 +91,23 @@ pub fn read(reader: impl Read, options: &ReadOptions<'_>) -> Result<Recording, R
 }
 
 fn read_sized(reader: impl Read, bytes: Option<u64>, options: &ReadOptions<'_>) -> Result<Recording, ReadError> {
-    let mut input = Input::open(reader, bytes, options.progress).map_err(|error| *error)?;
-    read_input(&mut input, options).map_err(|error| *error)
+    let budget = Budget::new(options.memory_limit);
+    let mut input = Input::open(reader, bytes, options.progress, &budget).map_err(|error| *error)?;
+    read_input(&mut input, options, &budget).map_err(|error| *error)
 }
 
-fn read_input(input: &mut Input<'_>, options: &ReadOptions<'_>) -> Checked<Recording> {
+fn read_input(input: &mut Input<'_>, options: &ReadOptions<'_>, budget: &Budget) -> Checked<Recording> {
     let (snapshot, source, fields) = if input.peek()[0] == opcode::PROTO {
-        let (builder, root) = Interpreter::new(input, Builder::new(options.stacks)).run()?;
+        let (builder, root) = Interpreter::new(input, Builder::new(options.stacks, budget), budget).run()?;
         let finished = builder.finish(root);
-        let (snapshot, fields) = finished.map_err(|invalid| ReadError::content(input.offset(), "", invalid))?;
+        let (snapshot, fields) = finished.map_err(|invalid| match budget.check() {
+            Ok(()) => ReadError::content(input.offset(), "", invalid),
+            Err(Exceeded) => ReadError::memory_limit(budget, input.offset()),
+        })?;
         (snapshot, SourceFormat::TorchSnapshot, fields)
     } else if rmm::is_log(input.peek()) {
         let fields = RecordedFields { trace_pools: false, ..RecordedFields::ALL };
-        (rmm::read(input)?, SourceFormat::RmmLog, fields)
+        (rmm::read(input, budget)?, SourceFormat::RmmLog, fields)
     } else {
         return Err(Box::new(ReadError::NotARecording { found: describe(input.peek()) }));
     };
@@ -105,6 +117,7 @@ fn read_input(input: &mut Input<'_>, options: &ReadOptions<'_>) -> Checked<Recor
         compression: input.compression(),
         bytes_read: input.bytes_read(),
         bytes_decompressed: input.offset(),
+        bytes_needed: input.offset() - input.bytes_skipped(),
         input_time: input.input_time(),
         fields,
     })

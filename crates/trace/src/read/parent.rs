@@ -44,6 +44,14 @@ pub(super) fn kind_of_new_list(stack: &PickleStack, keeps_stacks: bool) -> ListK
     if kind == ListKind::Frames && !keeps_stacks { ListKind::Skipped } else { kind }
 }
 
+/// Whether a text at the top of the stack is read, as the value of a key.
+pub(super) fn reads_text(stack: &PickleStack, keeps_stacks: bool) -> bool {
+    match parent(stack, stack.len(), false) {
+        Parent::Dict { kind, key, .. } => schema::reads_text(kind, Keyword::of(key), keeps_stacks),
+        Parent::None | Parent::List { .. } | Parent::Other => false,
+    }
+}
+
 /// The path of the container at index `at` of the stack, as in `.device_traces[0][17]`.
 pub(super) fn path(stack: &PickleStack, builder: &Builder, mut at: usize) -> String {
     // Each step goes down the stack, so this ends; a longer path would not be readable.

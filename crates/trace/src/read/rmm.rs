@@ -7,6 +7,7 @@ use warpool::memory::{Action, Snapshot, TraceEntry};
 
 use super::error::{Checked, ReadError};
 use super::input::Input;
+use crate::budget::{Budget, Exceeded};
 use crate::printable::shortened;
 
 /// The columns of the header.
@@ -30,7 +31,7 @@ fn is_header(line: &str) -> bool {
 }
 
 /// Reads a log with its header.
-pub(super) fn read(input: &mut Input<'_>) -> Checked<Snapshot> {
+pub(super) fn read(input: &mut Input<'_>, budget: &Budget) -> Checked<Snapshot> {
     let mut trace = Vec::new();
     let mut clock = Clock::default();
     let mut line = Vec::new();
@@ -43,6 +44,8 @@ pub(super) fn read(input: &mut Input<'_>) -> Checked<Snapshot> {
         if number == 1 || text.is_empty() {
             continue;
         }
+        // A line has up to two entries.
+        budget.reserve(&mut trace, 2).map_err(|Exceeded| ReadError::memory_limit(budget, input.offset()))?;
         parse_line(text, &mut clock, &mut trace).map_err(malformed)?;
     }
     Ok(Snapshot { traces: vec![trace], ..Snapshot::default() })

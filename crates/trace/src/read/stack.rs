@@ -1,34 +1,31 @@
 //! The stack of the pickle interpreter: values, and marks at which a batch of values began.
-//! Its limits hold before memory is allocated, so a small file cannot make it large.
+//! Writers that do not batch put a whole trace on it.
 
+use crate::budget::{Budget, Exceeded};
 use crate::pickle::Value;
 
-/// The most values and marks. Writers that do not batch put a whole trace on the stack: 2^25 events are a pickle of
-/// 2 GB.
-const LENGTH_MAX: usize = 1 << 25;
-
 /// Values and marks.
-#[derive(Default)]
 pub(super) struct PickleStack {
     values: Vec<Value>,
     /// Lengths of `values` at which a mark was set.
     marks: Vec<usize>,
+    budget: Budget,
 }
 
 impl PickleStack {
+    pub fn new(budget: &Budget) -> Self {
+        Self { values: Vec::new(), marks: Vec::new(), budget: budget.clone() }
+    }
+
     #[inline]
-    pub fn push(&mut self, value: Value) -> Result<(), &'static str> {
-        if self.values.len() >= LENGTH_MAX {
-            return Err("too many values on the stack");
-        }
+    pub fn push(&mut self, value: Value) -> Result<(), Exceeded> {
+        self.budget.reserve_one(&mut self.values)?;
         self.values.push(value);
         Ok(())
     }
 
-    pub fn mark(&mut self) -> Result<(), &'static str> {
-        if self.marks.len() >= LENGTH_MAX {
-            return Err("too many marks on the stack");
-        }
+    pub fn mark(&mut self) -> Result<(), Exceeded> {
+        self.budget.reserve_one(&mut self.marks)?;
         self.marks.push(self.values.len());
         Ok(())
     }

@@ -29,14 +29,16 @@ mod recording;
 mod report;
 mod run;
 
+use std::collections::BTreeMap;
 use std::time::Instant;
 
-use warpool::memory::{SegmentInfo, Settings, SettingsError, Snapshot};
+use warpool::memory::{BlockInfo, SegmentInfo, Settings, SettingsError, Snapshot, TraceEntry};
 
 pub use options::{AllocatorChoice, ReplayOptions, ReplayProgress};
 pub use report::{Difference, Fidelity, Inferences, InferredLimit, Outcome, ReplayReport};
 
-use prove::{Interpretation, Proof, default_capacity};
+use crate::budget::{Budget, Exceeded, bytes_of};
+use prove::{CAPACITY_MAX, Interpretation, Proof, default_capacity};
 use recording::DeviceRecording;
 use run::{Run, RunResult};
 
@@ -56,6 +58,15 @@ pub enum ReplayError {
         /// What is implausible.
         reason: String,
     },
+    /// Replaying needs more memory than allowed: see [`ReplayOptions::memory_limit`].
+    #[error(
+        "the replay needs more than {limit} bytes of memory: if you trust the recording, replay it with a higher memory \
+         limit"
+    )]
+    MemoryLimit {
+        /// The limit.
+        limit: u64,
+    },
     /// The recorded settings are invalid.
     #[error("the recorded settings are invalid: {0}")]
     Settings(#[from] SettingsError),
@@ -64,24 +75,60 @@ pub enum ReplayError {
     Allocator(#[from] warpool::Error),
 }
 
+impl From<Exceeded> for ReplayError {
+    /// The limit is filled in at the end.
+    fn from(Exceeded: Exceeded) -> Self {
+        Self::MemoryLimit { limit: 0 }
+    }
+}
+
 /// Replays a recording: first as recorded, which proves the model, and then as `options` say, if that differs.
 ///
 /// # Errors
 /// If there is nothing to replay, or the allocator fails other than for lack of memory, which is an outcome.
 pub fn replay(snapshot: &Snapshot, options: &ReplayOptions<'_>) -> Result<ReplayReport, ReplayError> {
+    let bytes = bytes_in_memory(snapshot);
+    let budget = Budget::new(options.memory_limit);
+    budget.set_bytes_needed(bytes);
+    replay_within(snapshot, options, bytes, &budget).map_err(|error| match error {
+        ReplayError::MemoryLimit { .. } => ReplayError::MemoryLimit { limit: budget.limit() },
+        error => error,
+    })
+}
+
+fn replay_within(
+    snapshot: &Snapshot,
+    options: &ReplayOptions<'_>,
+    bytes: u64,
+    budget: &Budget,
+) -> Result<ReplayReport, ReplayError> {
+    /// More than any machine has.
+    const DEVICES_MAX: usize = 1024;
     let start = Instant::now();
+    budget.take(bytes)?;
     let settings = Settings::from_recorded(&snapshot.settings)?;
-    let mut report = ReplayReport::default();
-    let mut devices = 0;
-    for (device, events) in snapshot.traces.iter().enumerate().filter(|(_, events)| !events.is_empty()) {
-        let device = u32::try_from(device).expect("few devices");
-        let on_device = |segment: &&SegmentInfo| u32::try_from(segment.device) == Ok(device);
-        let segments: Vec<&SegmentInfo> = snapshot.segments.iter().filter(on_device).collect();
-        replay_device(DeviceRecording::new(device, events, &segments), &settings, options, &mut report)?;
-        devices += 1;
+    if settings.large_segment_bytes > CAPACITY_MAX {
+        let reason = format!("its segments are of {} bytes", settings.large_segment_bytes);
+        return Err(ReplayError::Implausible { reason });
     }
-    if devices == 0 {
-        return Err(ReplayError::NoHistory);
+    let mut report = ReplayReport::default();
+    let devices = snapshot.traces.iter().filter(|events| !events.is_empty()).count();
+    match devices {
+        0 => return Err(ReplayError::NoHistory),
+        1..=DEVICES_MAX => {}
+        _ => return Err(ReplayError::Implausible { reason: format!("it has events of {devices} devices") }),
+    }
+    let mut segments: BTreeMap<i32, Vec<&SegmentInfo>> = BTreeMap::new();
+    for segment in &snapshot.segments {
+        segments.entry(segment.device).or_default().push(segment);
+    }
+    for (device, events) in snapshot.traces.iter().enumerate().filter(|(_, events)| !events.is_empty()) {
+        let Ok(number) = i32::try_from(device) else {
+            return Err(ReplayError::Implausible { reason: format!("it has events of device {device}") });
+        };
+        let segments = segments.get(&number).map_or(&[][..], Vec::as_slice);
+        let recording = DeviceRecording::new(number.unsigned_abs(), events, segments);
+        replay_device(recording, &settings, options, &mut report, budget)?;
     }
     if devices > 1 {
         let remark = format!("{devices} devices were replayed one after another; peaks are sums over the devices");
@@ -92,20 +139,29 @@ pub fn replay(snapshot: &Snapshot, options: &ReplayOptions<'_>) -> Result<Replay
     Ok(report)
 }
 
+/// The memory of a snapshot's events and segments, which a replay needs.
+fn bytes_in_memory(snapshot: &Snapshot) -> u64 {
+    let entries: usize = snapshot.traces.iter().chain(&snapshot.host_traces).map(Vec::len).sum();
+    let segments = snapshot.segments.len() + snapshot.host_segments.as_ref().map_or(0, Vec::len);
+    let blocks: usize = snapshot.segments.iter().map(|segment| segment.blocks.len()).sum();
+    bytes_of::<TraceEntry>(entries) + bytes_of::<SegmentInfo>(segments) + bytes_of::<BlockInfo>(blocks)
+}
+
 fn replay_device(
     recording: DeviceRecording<'_>,
     settings: &Settings,
     options: &ReplayOptions<'_>,
     report: &mut ReplayReport,
+    budget: &Budget,
 ) -> Result<(), ReplayError> {
     recording.check_plausible()?;
-    let mut proof = Proof::find(recording, settings, options)?;
+    let mut proof = Proof::find(recording, settings, options, budget)?;
     proof.add_to(recording, report);
     let could_start = proof.result.as_ref().is_none_or(|result| !result.not_started);
     let as_recorded = proof.result.take().filter(|result| !options.is_what_if() && !result.not_started);
     let result = match as_recorded {
         Some(result) => result,
-        None => run_what_if(recording, &proof, options, could_start)?,
+        None => run_what_if(recording, &proof, options, could_start, budget)?,
     };
     add_result(recording, &proof.interpretation, result, report);
     Ok(())
@@ -117,13 +173,14 @@ fn run_what_if(
     proof: &Proof,
     options: &ReplayOptions<'_>,
     could_start: bool,
+    budget: &Budget,
 ) -> Result<RunResult, ReplayError> {
     let Interpretation { inference, plan, toggles, .. } = &proof.interpretation;
     let settings = what_if_settings(options, &inference.settings);
     let has_own_limit = settings.memory_cap_bytes.is_some() || settings.per_process_memory_fraction < 1.0;
     let capacity = match options.capacity {
-        Some(capacity) => capacity,
-        None => proof.interpretation.capacity(recording).max(default_capacity()),
+        Some(capacity) => capacity.min(CAPACITY_MAX),
+        None => proof.interpretation.capacity(recording, budget)?.max(default_capacity()),
     };
     let run = Run {
         device: recording.device,
@@ -139,8 +196,9 @@ fn run_what_if(
         expected: None,
         toggles: if options.settings.is_none() { toggles } else { &[] },
         progress: options.progress,
+        budget,
     };
-    Ok(run.run()?)
+    run.run()
 }
 
 /// The settings of a what-if, with the inferred order of free blocks unless the settings name one.
@@ -168,8 +226,8 @@ fn add_result(
     }
     report.events += recording.events.len() as u64;
     report.allocations += interpretation.plan.allocations;
-    report.peak_live_bytes += result.peak_live_bytes;
-    report.peak_reserved_bytes += result.peak_reserved_bytes;
+    report.peak_live_bytes = report.peak_live_bytes.saturating_add(result.peak_live_bytes);
+    report.peak_reserved_bytes = report.peak_reserved_bytes.saturating_add(result.peak_reserved_bytes);
     report.segments_allocated += result.segments_allocated;
     report.retries += result.retries;
     report.ooms += result.ooms;

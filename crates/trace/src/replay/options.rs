@@ -9,8 +9,12 @@ pub struct ReplayOptions<'a> {
     pub settings: Option<Settings>,
     /// The allocator.
     pub allocator: AllocatorChoice,
-    /// The memory of the device in bytes; `None` is an H200's, or more if the recording reserved more.
+    /// The memory of the device in bytes, at most 1 PiB; `None` is an H200's, or more if the recording reserved more.
     pub capacity: Option<u64>,
+    /// The most memory that a replay may take, in bytes, the recording included; `None` is
+    /// [`default_memory_limit`](crate::default_memory_limit) for the recording's size in memory. Beyond it,
+    /// [`ReplayError::MemoryLimit`](super::ReplayError::MemoryLimit).
+    pub memory_limit: Option<u64>,
     /// Called now and then during a run. There are several runs if the first does not reproduce the recording.
     pub progress: Option<&'a dyn Fn(ReplayProgress)>,
 }

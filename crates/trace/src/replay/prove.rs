@@ -14,6 +14,7 @@ use super::plan::Plan;
 use super::recording::DeviceRecording;
 use super::report::{InferredLimit, ReplayReport};
 use super::run::{Expected, Run, RunResult};
+use crate::budget::{Budget, Exceeded};
 
 /// What was inferred about a recording, and the plan made from it.
 pub(super) struct Interpretation {
@@ -27,48 +28,58 @@ pub(super) struct Interpretation {
 
 impl Interpretation {
     /// Without anything inferred.
-    pub fn simple(recording: DeviceRecording<'_>, settings: Settings) -> Self {
-        Self::new(recording, Inference::none(settings))
+    pub fn simple(recording: DeviceRecording<'_>, settings: Settings, budget: &Budget) -> Result<Self, ReplayError> {
+        Self::new(recording, Inference::none(settings), budget)
     }
 
     /// With all that can be inferred.
-    fn inferred(recording: DeviceRecording<'_>, settings: Settings, options: InferOptions) -> Self {
-        Self::new(recording, Inference::new(recording, settings, options))
+    fn inferred(
+        recording: DeviceRecording<'_>,
+        settings: Settings,
+        options: InferOptions,
+        budget: &Budget,
+    ) -> Result<Self, ReplayError> {
+        Self::new(recording, Inference::new(recording, settings, options, budget)?, budget)
     }
 
-    fn new(recording: DeviceRecording<'_>, inference: Inference) -> Self {
-        let plan = Plan::new(recording.events, &inference);
+    fn new(recording: DeviceRecording<'_>, inference: Inference, budget: &Budget) -> Result<Self, ReplayError> {
+        let plan = Plan::new(recording.events, &inference, budget)?;
         let mut remarks = inference.remarks.clone();
         remark_on_pools(&inference, &plan, &mut remarks);
-        Self { inference, plan, toggles: Vec::new(), remarks }
+        Ok(Self { inference, plan, toggles: Vec::new(), remarks })
     }
 
     /// The memory of the device for a replay: an H200's, unless the recording reserved more, or its expandable segments
     /// lie closer together than on such a device.
-    pub fn capacity(&self, recording: DeviceRecording<'_>) -> u64 {
+    pub fn capacity(&self, recording: DeviceRecording<'_>, budget: &Budget) -> Result<u64, Exceeded> {
         const CONTEXT: u64 = 1024 * MIB;
-        let chunk = self.inference.settings.large_segment_bytes;
-        let reserved = |total: u64| (total / 8 * 9).next_multiple_of(chunk);
-        let least = self.plan.peak_reserved_bytes + CONTEXT;
+        let chunk = self.inference.settings.large_segment_bytes.max(1);
+        let reserved = |total: u64| (total / 8).saturating_mul(9).checked_next_multiple_of(chunk).unwrap_or(u64::MAX);
+        let least = self.plan.peak_reserved_bytes.saturating_add(CONTEXT).min(CAPACITY_MAX);
         let capacity = default_capacity().max(least);
-        match self.expandable_segment_distance(recording) {
+        Ok(match self.expandable_segment_distance(recording, budget)? {
             Some(distance) if reserved(capacity) > distance => (distance / chunk * chunk / 9 * 8).max(least),
             _ => capacity,
-        }
+        })
     }
 
     /// The least distance between the bases of two expandable segments.
-    fn expandable_segment_distance(&self, recording: DeviceRecording<'_>) -> Option<u64> {
+    fn expandable_segment_distance(
+        &self,
+        recording: DeviceRecording<'_>,
+        budget: &Budget,
+    ) -> Result<Option<u64>, Exceeded> {
         let maps = |event: &TraceEntry| event.action == Action::SegmentMap;
         let Inference { settings, initial, .. } = &self.inference;
         if !settings.expandable_segments && !recording.events.iter().any(maps) {
-            return None;
+            return Ok(None);
         }
         let mut heap = match initial {
             Some(initial) => initial.heap.expandable_segments_only(),
-            None => RecordedHeap::new(RecordedRules::new(settings)),
+            None => RecordedHeap::new(RecordedRules::new(settings), budget),
         };
         for event in recording.events {
+            budget.check()?;
             match event.action {
                 Action::SegmentMap => drop(heap.map(event.addr, event.size, event.stream, None)),
                 Action::SegmentUnmap => drop(heap.unmap(event.addr, event.size)),
@@ -79,9 +90,12 @@ impl Interpretation {
         let mut bases: Vec<u64> = expandable.map(|segment| segment.base).collect();
         bases.sort_unstable();
         bases.dedup();
-        bases.windows(2).map(|pair| pair[1] - pair[0]).min()
+        Ok(bases.windows(2).map(|pair| pair[1] - pair[0]).min())
     }
 }
+
+/// The most memory of a simulated device, 1 PiB: sums of such sizes and of addresses do not overflow.
+pub(super) const CAPACITY_MAX: u64 = 1 << 50;
 
 /// The memory of an H200.
 pub(super) fn default_capacity() -> u64 {
@@ -102,12 +116,13 @@ impl Proof {
         recording: DeviceRecording<'_>,
         settings: &Settings,
         options: &ReplayOptions<'_>,
+        budget: &Budget,
     ) -> Result<Self, ReplayError> {
         if !recording.has_segments() {
-            let interpretation = Interpretation::simple(recording, settings.clone());
+            let interpretation = Interpretation::simple(recording, settings.clone(), budget)?;
             return Ok(Self { interpretation, memory_limit: None, result: None });
         }
-        Search { recording, settings, options }.run()
+        Search { recording, settings, options, budget }.run()
     }
 
     fn is_exact(&self) -> bool {
@@ -128,7 +143,8 @@ impl Proof {
         fidelity.exact = (is_first || fidelity.exact) && exact;
         fidelity.addresses_equal += self.addresses_equal();
         fidelity.addresses_total += plan.allocations;
-        fidelity.recorded_peak_reserved_bytes += plan.peak_reserved_bytes;
+        let peak = fidelity.recorded_peak_reserved_bytes.saturating_add(plan.peak_reserved_bytes);
+        fidelity.recorded_peak_reserved_bytes = peak;
         fidelity.recorded_segments_allocated += plan.segments_allocated;
         if fidelity.first_difference.is_none() {
             fidelity.first_difference = self.result.as_ref().and_then(|result| result.first_difference.clone());
@@ -167,6 +183,7 @@ struct Search<'a> {
     /// The recorded settings.
     settings: &'a Settings,
     options: &'a ReplayOptions<'a>,
+    budget: &'a Budget,
 }
 
 impl Search<'_> {
@@ -177,7 +194,7 @@ impl Search<'_> {
         let mut best: Option<Proof> = None;
         if self.recording.is_simple() {
             let settings = self.ordered(self.orders()[0]);
-            let proof = self.attempt(Interpretation::simple(self.recording, settings), None)?;
+            let proof = self.attempt(Interpretation::simple(self.recording, settings, self.budget)?, None)?;
             if proof.is_exact() {
                 return Ok(proof);
             }
@@ -209,7 +226,8 @@ impl Search<'_> {
     ) -> Result<Option<Proof>, ReplayError> {
         let mut number = 0;
         loop {
-            let interpretation = Interpretation::inferred(self.recording, self.ordered(order), options);
+            let settings = self.ordered(order);
+            let interpretation = Interpretation::inferred(self.recording, settings, options, self.budget)?;
             let limits = interpretation.inference.limit.as_ref().map_or(&[][..], |limit| &limit.candidates);
             let (limit, count) = (limits.get(number).copied(), limits.len());
             let proof = self.attempt(interpretation, limit)?;
@@ -258,12 +276,14 @@ impl Search<'_> {
         let recording = self.recording;
         let options = InferOptions { pauses_end_releases: has_pauses(recording), choices_show_pools: false };
         let mut interpretation = match recording.is_simple() {
-            true => Interpretation::simple(recording, settings),
-            false => Interpretation::inferred(recording, settings, options),
+            true => Interpretation::simple(recording, settings, self.budget)?,
+            false => Interpretation::inferred(recording, settings, options, self.budget)?,
         };
         let limit = interpretation.inference.limit.as_ref().and_then(|limit| limit.candidates.first().copied());
-        interpretation.toggles = toggles::search(recording.events, |tried| {
-            let run = self.run_as_recorded(&interpretation, limit);
+        let plan = &interpretation.plan;
+        let to_start = 1_000 + 4 * (plan.streams.len() + plan.pools.len() + plan.initial_blocks.len() + plan.slots);
+        interpretation.toggles = toggles::search(recording.events, to_start, |tried| {
+            let run = self.run_as_recorded(&interpretation, limit)?;
             let expected = run.expected.map(|expected| Expected { stops_at_difference: true, ..expected });
             let result = Run { toggles: tried, expected, progress: None, ..run }.run()?;
             let event = |event: u64| usize::try_from(event).expect("the index of an event");
@@ -274,13 +294,17 @@ impl Search<'_> {
     }
 
     fn attempt(&self, interpretation: Interpretation, memory_limit: Option<u64>) -> Result<Proof, ReplayError> {
-        let result = self.run_as_recorded(&interpretation, memory_limit).run()?;
+        let result = self.run_as_recorded(&interpretation, memory_limit)?.run()?;
         Ok(Proof { interpretation, memory_limit, result: Some(result) })
     }
 
-    fn run_as_recorded<'r>(&'r self, interpretation: &'r Interpretation, memory_limit: Option<u64>) -> Run<'r> {
+    fn run_as_recorded<'r>(
+        &'r self,
+        interpretation: &'r Interpretation,
+        memory_limit: Option<u64>,
+    ) -> Result<Run<'r>, ReplayError> {
         let inference = &interpretation.inference;
-        Run {
+        Ok(Run {
             device: self.recording.device,
             events: self.recording.events,
             inference,
@@ -289,11 +313,12 @@ impl Search<'_> {
             allocator: AllocatorChoice::Caching,
             settings: &inference.settings,
             memory_limit,
-            capacity: interpretation.capacity(self.recording),
+            capacity: interpretation.capacity(self.recording, self.budget)?,
             expected: Some(Expected { retries: inference.retries, stops_at_difference: false }),
             toggles: &interpretation.toggles,
             progress: self.options.progress,
-        }
+            budget: self.budget,
+        })
     }
 
     /// The orders of free blocks, the likelier first. PyTorch names pools in its history from the version on in which

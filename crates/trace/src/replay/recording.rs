@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 
-use warpool::memory::{Action, BlockState, MemPoolId, SegmentInfo, TraceEntry};
+use warpool::memory::{Action, BlockState, MemPoolId, SegmentInfo, SizeRules, TraceEntry};
 
 use super::ReplayError;
 
@@ -62,21 +62,51 @@ impl<'a> DeviceRecording<'a> {
             && self.events.iter().all(is_simple)
     }
 
-    /// Refuses damaged numbers that no program produces and that would keep a replay busy without end.
+    /// Refuses damaged numbers that no program produces: addresses and sizes that no device has, blocks outside of
+    /// their segments. Behind this, sums of an address and some sizes do not overflow.
     pub fn check_plausible(&self) -> Result<(), ReplayError> {
-        const BYTES_MAX: u64 = 16 << 40;
         const STREAMS_MAX: usize = 65_535;
-        let implausible = |reason: String| Err(ReplayError::Implausible { reason });
-        let at_end = self.segments.iter().fold(0_u64, |sum, segment| sum.saturating_add(segment.total_size));
-        let (mut reserved, mut peak) = (0_u64, at_end);
+        if u32::try_from(self.events.len()).is_err() {
+            return implausible(format!("device {} has {} events", self.device, self.events.len()));
+        }
         let (mut streams, mut last_stream) = (BTreeSet::new(), None);
-        for event in self.events {
+        let mut at_end = 0_u64;
+        for (number, segment) in self.segments.iter().enumerate() {
+            let reason = |what: &str| implausible(format!("segment {number} of device {}: {what}", self.device));
+            at_end = at_end.saturating_add(segment.total_size);
+            let Some(end) = end_of(segment.address, segment.total_size) else {
+                return reason("it ends beyond the addresses of any device");
+            };
+            let mut next = segment.address;
+            for block in &segment.blocks {
+                match end_of(block.address, block.size) {
+                    Some(block_end) if block.address >= next && block_end <= end => next = block_end,
+                    _ => return reason("its blocks overlap or lie outside of it"),
+                }
+                // The requested size of a free block is from before it was split.
+                let is_too_small = block.state != BlockState::Inactive && block.requested_size > block.size;
+                if block.size == 0 || is_too_small {
+                    return reason("a block is empty or smaller than its request");
+                }
+            }
+            streams.insert(segment.stream);
+        }
+        let (mut reserved, mut peak) = (0_u64, at_end);
+        for (number, event) in self.events.iter().enumerate() {
             match event.action {
                 Action::SegmentAlloc | Action::SegmentMap => reserved = reserved.saturating_add(event.size),
                 Action::SegmentFree | Action::SegmentUnmap => reserved = reserved.saturating_sub(event.size),
                 _ => {}
             }
             peak = peak.max(reserved);
+            if peak > BYTES_MAX {
+                return implausible(format!("{peak} bytes were reserved at once, at {}", self.name_of(number)));
+            }
+            if !self.is_plausible(event) {
+                let (bytes, addr) = (event.size, event.addr);
+                let action = event.action.name();
+                return implausible(format!("{}: {action} of {bytes} bytes at {addr:#x}", self.name_of(number)));
+            }
             if last_stream != Some(event.stream) {
                 last_stream = Some(event.stream);
                 streams.insert(event.stream);
@@ -90,6 +120,35 @@ impl<'a> DeviceRecording<'a> {
         }
         Ok(())
     }
+
+    /// How an event is called in messages.
+    fn name_of(&self, number: usize) -> String {
+        if self.device == 0 { format!("event {number}") } else { format!("event {number} of device {}", self.device) }
+    }
+
+    fn is_plausible(&self, event: &TraceEntry) -> bool {
+        match event.action {
+            // Its address is a size: what was free on the device.
+            Action::Oom => event.size < SizeRules::REQUEST_TOO_LARGE,
+            Action::Snapshot | Action::Annotate => true,
+            Action::SegmentAlloc | Action::SegmentFree | Action::SegmentMap | Action::SegmentUnmap => {
+                event.size > 0 && event.size <= BYTES_MAX && end_of(event.addr, event.size).is_some()
+            }
+            Action::Alloc | Action::FreeRequested | Action::FreeCompleted => end_of(event.addr, event.size).is_some(),
+        }
+    }
+}
+
+/// More than any device has.
+const BYTES_MAX: u64 = 16 << 40;
+
+/// The end of a range, if it lies below 2^60: addresses of CUDA have at most 57 bits.
+fn end_of(address: u64, bytes: u64) -> Option<u64> {
+    address.checked_add(bytes).filter(|&end| end <= 1 << 60)
+}
+
+fn implausible<T>(reason: String) -> Result<T, ReplayError> {
+    Err(ReplayError::Implausible { reason })
 }
 
 /// Whether memory came from the driver.

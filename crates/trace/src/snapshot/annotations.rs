@@ -6,10 +6,8 @@ use super::convert::{signed, text};
 use super::invalid::Invalid;
 use super::schema::Keyword;
 use super::texts::TextTable;
+use crate::budget::Budget;
 use crate::pickle::Value;
-
-/// The most bytes of all annotations: a small pickle can repeat a long name many times.
-const BYTES_MAX: usize = 256 << 20;
 
 /// The keys of an annotation that were read; texts by number.
 #[derive(Default)]
@@ -48,15 +46,14 @@ pub(super) fn complete(
     numbers: &[u32],
     drafts: &[AnnotationDraft],
     texts: &TextTable,
+    budget: &Budget,
 ) -> Result<Vec<Annotation>, Invalid> {
-    let mut bytes = 0;
     let complete = |(index, &number): (usize, &u32)| {
         let annotation = drafts[number as usize].complete(texts);
         let annotation = annotation.map_err(|invalid| invalid.within(&format!(".external_annotations[{index}]")))?;
-        bytes += annotation.name.len() + annotation.stage.len();
-        if bytes > BYTES_MAX {
-            return Err(Invalid::new("the texts of the annotations take more than 256 MiB"));
-        }
+        // Each has its own copy of its texts; while the list grows there are two of it.
+        let texts = annotation.name.len() + annotation.stage.len() + 32;
+        budget.take(3 * size_of::<Annotation>() as u64 + texts as u64)?;
         Ok(annotation)
     };
     numbers.iter().enumerate().map(complete).collect()

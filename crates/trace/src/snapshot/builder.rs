@@ -13,6 +13,7 @@ use super::schema::Keyword;
 use super::segments::{BlockDraft, BlockHistoryDraft, SegmentDraft};
 use super::settings::{self, Divisions};
 use super::texts::TextTable;
+use crate::budget::Budget;
 use crate::pickle::{DictKind, ListKind, Value};
 
 /// A snapshot while its pickle is read.
@@ -28,6 +29,7 @@ pub(crate) struct Builder {
     annotations: Vec<AnnotationDraft>,
     root: RootDraft,
     fields: RecordedFields,
+    budget: Budget,
 }
 
 /// The keys of the root that were read; containers by number.
@@ -42,11 +44,11 @@ struct RootDraft {
 }
 
 impl Builder {
-    pub(crate) fn new(keeps_stacks: bool) -> Self {
+    pub(crate) fn new(keeps_stacks: bool, budget: &Budget) -> Self {
         Self {
-            texts: TextTable::new(),
-            lists: Lists::new(keeps_stacks),
-            entries: Entries::default(),
+            texts: TextTable::new(budget),
+            lists: Lists::new(keeps_stacks, budget),
+            entries: Entries::new(budget),
             segments: Vec::new(),
             blocks: Vec::new(),
             block_histories: Vec::new(),
@@ -55,6 +57,7 @@ impl Builder {
             annotations: Vec::new(),
             root: RootDraft::default(),
             fields: RecordedFields::ALL,
+            budget: budget.clone(),
         }
     }
 
@@ -82,15 +85,16 @@ impl Builder {
     /// A new, empty dict. Returns its number.
     #[inline]
     pub(crate) fn open_dict(&mut self, kind: DictKind) -> Result<u32, Invalid> {
+        let budget = &self.budget;
         match kind {
             DictKind::Entry => self.entries.open(),
-            DictKind::Segment => add(&mut self.segments, SegmentDraft::default()),
-            DictKind::Block => add(&mut self.blocks, BlockDraft::default()),
-            DictKind::BlockHistory => add(&mut self.block_histories, BlockHistoryDraft::default()),
+            DictKind::Segment => add(budget, &mut self.segments, SegmentDraft::default()),
+            DictKind::Block => add(budget, &mut self.blocks, BlockDraft::default()),
+            DictKind::BlockHistory => add(budget, &mut self.block_histories, BlockHistoryDraft::default()),
             DictKind::Frame => self.lists.stacks.open_frame(),
-            DictKind::Settings => add(&mut self.settings, RecordedSettings::default()),
-            DictKind::Divisions => add(&mut self.divisions, Vec::new()),
-            DictKind::Annotation => add(&mut self.annotations, AnnotationDraft::default()),
+            DictKind::Settings => add(budget, &mut self.settings, RecordedSettings::default()),
+            DictKind::Divisions => add(budget, &mut self.divisions, Vec::new()),
+            DictKind::Annotation => add(budget, &mut self.annotations, AnnotationDraft::default()),
             DictKind::Root | DictKind::Skipped => Ok(0),
         }
     }
@@ -142,7 +146,7 @@ impl Builder {
         let Some(segments) = self.root.segments.take() else {
             return Err(Invalid::new("the key `segments` is missing: this pickle is not a memory snapshot"));
         };
-        let annotations = annotations::complete(&self.root.annotations, &self.annotations, &self.texts)?;
+        let annotations = annotations::complete(&self.root.annotations, &self.annotations, &self.texts, &self.budget)?;
         let mut fields = self.fields;
         fields.traces = self.root.traces.is_some();
         fields.times = self.entries.all_have_time();
@@ -151,7 +155,7 @@ impl Builder {
         let host = self.root.host_trace;
         let traces: Vec<&EntryList> =
             devices.iter().chain(host.as_ref()).map(|&trace| &self.lists.traces[trace as usize]).collect();
-        let mut traces = self.entries.into_traces(&traces);
+        let mut traces = self.entries.into_traces(&traces)?;
         let host_traces = host.and_then(|_| traces.pop());
         fields.trace_pools = traces.iter().flatten().all(|entry| entry.pool.is_some());
 
@@ -166,7 +170,7 @@ impl Builder {
             texts: Texts::default(),
             stacks: Vec::new(),
         };
-        renumber(&mut snapshot, &self.texts, &self.lists.stacks)?;
+        renumber(&mut snapshot, &self.texts, &self.lists.stacks, &self.budget)?;
         Ok((snapshot, fields))
     }
 
@@ -182,9 +186,12 @@ impl Builder {
             DictKind::Frame => self.lists.stacks.set(number, keyword, value),
             DictKind::Annotation => self.annotations[index].set(keyword, value),
             DictKind::Settings => {
-                settings::set(&mut self.settings[index], keyword, value, &self.texts, &mut self.divisions)
+                let Self { settings, texts, divisions, budget, .. } = self;
+                settings::set(&mut settings[index], keyword, value, texts, divisions, budget)
             }
-            DictKind::Divisions => settings::set_division(&mut self.divisions[index], self.texts.get(key), value),
+            DictKind::Divisions => {
+                settings::set_division(&mut self.divisions[index], self.texts.get(key), value, &self.budget)
+            }
             DictKind::Entry => self.entries.set(number, &[Value::Text(key), value], &self.texts, &mut self.lists),
             DictKind::Skipped => Ok(()),
         }
@@ -232,31 +239,30 @@ impl Builder {
     #[inline]
     fn push(&mut self, kind: ListKind, number: u32, value: Value) -> Result<(), Invalid> {
         let index = number as usize;
-        let lists = &mut self.lists;
+        let (lists, budget) = (&mut self.lists, &self.budget);
         match (kind, value) {
             (ListKind::Trace, Value::Dict(DictKind::Entry, entry)) => {
                 self.entries.check(entry)?;
-                lists.traces[index].push(entry)
+                lists.traces[index].push(budget, entry)
             }
             (ListKind::Traces, Value::List(ListKind::Trace, trace)) => {
                 lists.traces[trace as usize].claim()?;
-                lists.trace_lists[index].push(trace)
+                lists.trace_lists[index].push(budget, trace)
             }
             (ListKind::Trace, Value::List(ListKind::Trace, part)) => {
                 let runs = lists.traces[part as usize].take()?;
-                runs.into_iter().for_each(|run| lists.traces[index].append(run));
-                Ok(())
+                Ok(runs.into_iter().try_for_each(|run| lists.traces[index].append(budget, run))?)
             }
             (ListKind::Segments, Value::Dict(DictKind::Segment, segment)) => {
                 let draft = &mut self.segments[segment as usize];
                 self.fields.segment_pools &= draft.has_pool();
-                lists.segments[index].push(draft.take()?)
+                lists.segments[index].push(budget, draft.take()?)
             }
             (ListKind::Blocks, Value::Dict(DictKind::Block, block)) => {
                 let draft = &self.blocks[block as usize];
                 self.fields.block_addresses &= draft.has_address();
                 self.fields.requested_sizes &= draft.has_requested_size();
-                lists.blocks[index].push(draft.complete(&self.block_histories)?)
+                lists.blocks[index].push(budget, draft.complete(&self.block_histories)?)
             }
             (ListKind::BlockHistory, Value::Dict(DictKind::BlockHistory, history)) => {
                 lists.block_histories[index].get_or_insert(history);
@@ -264,7 +270,7 @@ impl Builder {
             }
             (ListKind::Frames, Value::Dict(DictKind::Frame, frame)) => lists.stacks.append(number, frame),
             (ListKind::Annotations, Value::Dict(DictKind::Annotation, annotation)) => {
-                lists.annotations[index].push(annotation)
+                lists.annotations[index].push(budget, annotation)
             }
             _ => Err(Invalid::container(value)),
         }

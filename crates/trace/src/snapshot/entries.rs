@@ -7,6 +7,7 @@ use super::invalid::Invalid;
 use super::lists::{EntryList, Lists, add};
 use super::schema::{self, Keyword};
 use super::texts::TextTable;
+use crate::budget::{Budget, bytes_of};
 use crate::pickle::Value;
 
 const BLANK: TraceEntry = TraceEntry::new(Action::Alloc, 0, 0, 0, 0);
@@ -27,18 +28,23 @@ const REQUIRED: [(u8, Keyword); 4] = [
 const HAS_TIME: u8 = 16;
 
 /// Entries, and which keys each has.
-#[derive(Default)]
 pub(super) struct Entries {
     entries: Vec<TraceEntry>,
     keys: Vec<u8>,
+    budget: Budget,
 }
 
 impl Entries {
+    pub(super) fn new(budget: &Budget) -> Self {
+        Self { entries: Vec::new(), keys: Vec::new(), budget: budget.clone() }
+    }
+
     /// A new entry without keys. Returns its number.
     #[inline]
     pub(super) fn open(&mut self) -> Result<u32, Invalid> {
+        self.budget.reserve_one(&mut self.keys)?;
         self.keys.push(0);
-        add(&mut self.entries, BLANK)
+        add(&self.budget, &mut self.entries, BLANK)
     }
 
     /// Sets keys of an entry, given as keys and values in turn: the innermost loop of reading.
@@ -112,20 +118,27 @@ impl Entries {
     }
 
     /// The entries of each trace.
-    pub(super) fn into_traces(self, lists: &[&EntryList]) -> Vec<Vec<TraceEntry>> {
-        let Self { mut entries, keys } = self;
+    pub(super) fn into_traces(self, lists: &[&EntryList]) -> Result<Vec<Vec<TraceEntry>>, Invalid> {
+        let Self { mut entries, keys, budget } = self;
         drop(keys);
         let mut traces = Vec::with_capacity(lists.len());
+        // Where the runs of the lists before each one end.
+        let mut ends_before = Vec::with_capacity(lists.len());
+        let mut end_max = 0;
+        for list in lists {
+            ends_before.push(end_max);
+            end_max = list.runs().iter().map(|run| run.end).fold(end_max, u32::max);
+        }
         // From the last to the first: a trace at the end of the arena is split off, and the first is then the arena
         // itself. Only if traces share entries are these copied.
         for (index, list) in lists.iter().enumerate().rev() {
             let is_at_end = match list.runs() {
-                [run] => {
-                    let ends_before = |list: &&EntryList| list.runs().iter().all(|other| other.end <= run.start);
-                    run.end as usize == entries.len() && lists[..index].iter().all(ends_before)
-                }
+                [run] => run.end as usize == entries.len() && ends_before[index] <= run.start,
                 _ => false,
             };
+            if !(is_at_end && list.runs()[0].start == 0) {
+                budget.take(bytes_of::<TraceEntry>(list.len()))?;
+            }
             traces.push(match list.runs() {
                 [run] if is_at_end && run.start == 0 => std::mem::take(&mut entries),
                 [run] if is_at_end => entries.split_off(run.start as usize),
@@ -139,7 +152,7 @@ impl Entries {
             });
         }
         traces.reverse();
-        traces
+        Ok(traces)
     }
 }
 

@@ -1,6 +1,13 @@
 //! What is wrong with a part of a snapshot.
 
+use crate::budget::Exceeded;
 use crate::pickle::Value;
+
+impl From<Exceeded> for Invalid {
+    fn from(Exceeded: Exceeded) -> Self {
+        Self::memory_limit()
+    }
+}
 
 /// A container is not as it should be.
 #[derive(Debug)]
@@ -13,6 +20,11 @@ pub(crate) struct Invalid {
 impl Invalid {
     pub(super) fn new(what: impl Into<String>) -> Self {
         Self { path: String::new(), what: what.into() }
+    }
+
+    /// The memory limit was reached. The reader says so, in place of this.
+    pub(super) fn memory_limit() -> Self {
+        Self::new("the memory limit was reached")
     }
 
     pub(super) fn missing(key: &str) -> Self {

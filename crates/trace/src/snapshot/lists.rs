@@ -7,6 +7,7 @@ use warpool::memory::{BlockInfo, SegmentInfo, StackId};
 
 use super::invalid::Invalid;
 use super::stacks::StackTable;
+use crate::budget::{Budget, Exceeded};
 use crate::pickle::{ListKind, Value};
 
 /// All lists, by kind and number.
@@ -20,31 +21,34 @@ pub(super) struct Lists {
     pub(super) trace_lists: Vec<OwnedList<u32>>,
     pub(super) traces: Vec<EntryList>,
     pub(super) annotations: Vec<OwnedList<u32>>,
+    pub(super) budget: Budget,
 }
 
 impl Lists {
-    pub(super) fn new(keeps_stacks: bool) -> Self {
+    pub(super) fn new(keeps_stacks: bool, budget: &Budget) -> Self {
         Self {
-            stacks: StackTable::new(keeps_stacks),
+            stacks: StackTable::new(keeps_stacks, budget),
             segments: Vec::new(),
             blocks: Vec::new(),
             block_histories: Vec::new(),
             trace_lists: Vec::new(),
             traces: Vec::new(),
             annotations: Vec::new(),
+            budget: budget.clone(),
         }
     }
 
     /// A new, empty list. Returns its number.
     pub(super) fn open(&mut self, kind: ListKind) -> Result<u32, Invalid> {
+        let budget = &self.budget;
         match kind {
-            ListKind::Segments => add(&mut self.segments, OwnedList::new()),
-            ListKind::Blocks => add(&mut self.blocks, OwnedList::new()),
-            ListKind::BlockHistory => add(&mut self.block_histories, None),
-            ListKind::Traces => add(&mut self.trace_lists, OwnedList::new()),
-            ListKind::Trace => add(&mut self.traces, EntryList::default()),
+            ListKind::Segments => add(budget, &mut self.segments, OwnedList::new()),
+            ListKind::Blocks => add(budget, &mut self.blocks, OwnedList::new()),
+            ListKind::BlockHistory => add(budget, &mut self.block_histories, None),
+            ListKind::Traces => add(budget, &mut self.trace_lists, OwnedList::new()),
+            ListKind::Trace => add(budget, &mut self.traces, EntryList::default()),
             ListKind::Frames => self.stacks.open_list(),
-            ListKind::Annotations => add(&mut self.annotations, OwnedList::new()),
+            ListKind::Annotations => add(budget, &mut self.annotations, OwnedList::new()),
             ListKind::Skipped => Ok(0),
         }
     }
@@ -95,10 +99,11 @@ impl<T> OwnedList<T> {
         Self { items: Vec::new(), is_taken: false }
     }
 
-    pub(super) fn push(&mut self, item: T) -> Result<(), Invalid> {
+    pub(super) fn push(&mut self, budget: &Budget, item: T) -> Result<(), Invalid> {
         if self.is_taken {
             return Err(Invalid::appended("list"));
         }
+        budget.reserve_one(&mut self.items)?;
         self.items.push(item);
         Ok(())
     }
@@ -122,21 +127,25 @@ pub(super) struct EntryList {
 }
 
 impl EntryList {
-    pub(super) fn push(&mut self, entry: u32) -> Result<(), Invalid> {
+    pub(super) fn push(&mut self, budget: &Budget, entry: u32) -> Result<(), Invalid> {
         if self.is_taken {
             return Err(Invalid::appended("trace"));
         }
-        self.append(entry..entry + 1);
+        self.append(budget, entry..entry + 1)?;
         Ok(())
     }
 
     /// Appends entries, also to a trace that is in use already.
-    pub(super) fn append(&mut self, run: Range<u32>) {
+    pub(super) fn append(&mut self, budget: &Budget, run: Range<u32>) -> Result<(), Exceeded> {
         self.length += run.len();
         match self.runs.last_mut() {
             Some(last) if last.end == run.start => last.end = run.end,
-            _ => self.runs.push(run),
+            _ => {
+                budget.reserve_one(&mut self.runs)?;
+                self.runs.push(run);
+            }
         }
+        Ok(())
     }
 
     /// Marks the trace as part of a container. An empty one may be used again.
@@ -164,10 +173,11 @@ impl EntryList {
 }
 
 /// Adds an item to an arena. Returns its number.
-pub(super) fn add<T>(arena: &mut Vec<T>, item: T) -> Result<u32, Invalid> {
+pub(super) fn add<T>(budget: &Budget, arena: &mut Vec<T>, item: T) -> Result<u32, Invalid> {
     // The last number is not used, so that a run can end behind every entry.
     let number = u32::try_from(arena.len()).ok().filter(|&number| number < u32::MAX);
     let number = number.ok_or_else(|| Invalid::new("too many objects for one recording"))?;
+    budget.reserve_one(arena)?;
     arena.push(item);
     Ok(number)
 }

@@ -6,14 +6,28 @@ use warpool::memory::{SegmentInfo, Snapshot, StackId, TextId, Texts};
 use super::invalid::Invalid;
 use super::stacks::StackTable;
 use super::texts::TextTable;
+use crate::budget::{Budget, bytes_of};
 
 /// Replaces the reader's numbers of texts and stacks by those of the snapshot, and adds the texts and stacks to it.
-pub(super) fn renumber(snapshot: &mut Snapshot, table: &TextTable, stacks: &StackTable) -> Result<(), Invalid> {
+pub(super) fn renumber(
+    snapshot: &mut Snapshot,
+    table: &TextTable,
+    stacks: &StackTable,
+    budget: &Budget,
+) -> Result<(), Invalid> {
+    // A text of the snapshot, beside its own bytes: the allocation, and its places in the list and in the map.
+    const TEXT_BYTES: u64 = 160;
+    budget.take(bytes_of::<Option<TextId>>(table.len()) + bytes_of::<Option<StackId>>(stacks.len()))?;
+    budget.take(3 * bytes_of::<StackId>(stacks.len()))?;
     let mut texts = Texts::default();
     let mut text_numbers: Vec<Option<TextId>> = vec![None; table.len()];
     let mut renumber_text = |text: &mut Option<TextId>| {
         if let Some(TextId(old)) = *text {
-            let new = text_numbers[old as usize].get_or_insert_with(|| texts.intern(table.get(old)));
+            let new = text_numbers[old as usize].get_or_insert_with(|| {
+                // If it is refused, the failure stays; one text more is no harm.
+                let _ = budget.take(TEXT_BYTES + table.get(old).len() as u64);
+                texts.intern(table.get(old))
+            });
             *text = Some(*new);
         }
     };
@@ -39,6 +53,7 @@ pub(super) fn renumber(snapshot: &mut Snapshot, table: &TextTable, stacks: &Stac
     for entry in snapshot.traces.iter_mut().chain(&mut snapshot.host_traces).flatten() {
         renumber_text(&mut entry.compile_context);
         renumber_text(&mut entry.user_metadata);
+        budget.check()?;
         renumber_stack(&mut entry.stack);
         renumber_stack(&mut entry.forward_stack);
     }

@@ -140,6 +140,18 @@ pub(crate) fn list_in(dict: DictKind, key: Option<Keyword>) -> ListKind {
     }
 }
 
+/// Whether a text under `key` is read.
+pub(crate) fn reads_text(dict: DictKind, key: Option<Keyword>, keeps_stacks: bool) -> bool {
+    match (dict, key) {
+        (DictKind::Entry, Some(Keyword::CompileContext | Keyword::UserMetadata | Keyword::Action))
+        | (DictKind::Settings, Some(Keyword::Conf))
+        | (DictKind::Annotation, Some(Keyword::Name | Keyword::Stage)) => true,
+        // In any dict: stacks are shared, and so are their texts.
+        (_, Some(Keyword::Name | Keyword::Filename)) => keeps_stacks,
+        _ => false,
+    }
+}
+
 /// The kind of a dict that is an element of `list`.
 pub(crate) fn dict_of(list: ListKind) -> DictKind {
     match list {

@@ -6,6 +6,7 @@ use super::convert::{boolean, float, signed, text};
 use super::invalid::Invalid;
 use super::schema::Keyword;
 use super::texts::TextTable;
+use crate::budget::Budget;
 use crate::pickle::{DictKind, Value};
 
 /// The most bytes of a settings string, which is copied wherever a pickle refers to it.
@@ -22,6 +23,7 @@ pub(super) fn set(
     value: Value,
     texts: &TextTable,
     divisions: &mut [Divisions],
+    budget: &Budget,
 ) -> Result<(), Invalid> {
     match key {
         Some(Keyword::Conf) => {
@@ -30,6 +32,7 @@ pub(super) fn set(
                 let length = conf.len();
                 return Err(Invalid::new(format!("a settings string of {length} bytes; at most {CONF_MAX} are read")));
             }
+            budget.take(conf.len() as u64)?;
             settings.conf = Some(conf.to_owned());
         }
         Some(Keyword::MaxSplitSize) => settings.max_split_size = Some(signed(value)?),
@@ -54,10 +57,17 @@ pub(super) fn set(
     Ok(())
 }
 
-pub(super) fn set_division(divisions: &mut Divisions, size: &str, value: Value) -> Result<(), Invalid> {
+pub(super) fn set_division(
+    divisions: &mut Divisions,
+    size: &str,
+    value: Value,
+    budget: &Budget,
+) -> Result<(), Invalid> {
     if size.len() > DIVISION_NAME_MAX {
         return Err(Invalid::new("expected a size in MiB"));
     }
+    budget.take(DIVISION_NAME_MAX as u64 + 16)?;
+    budget.reserve_one(divisions)?;
     divisions.push((size.to_owned(), signed(value)?));
     Ok(())
 }

@@ -10,10 +10,16 @@ use super::convert::{text, unsigned};
 use super::invalid::Invalid;
 use super::schema::Keyword;
 use super::texts::TextTable;
+use crate::budget::{Budget, bytes_of};
 use crate::pickle::Value;
 
-/// The most bytes of all stacks with their texts: a small pickle can repeat a long name many times.
-const BYTES_MAX: usize = 1 << 30;
+/// The memory of a different frame, and of a different stack, beside its own bytes: their places in the tables while
+/// these grow.
+const FRAME_BYTES: u64 = 256;
+const STACK_BYTES: u64 = 256;
+
+/// The memory of a copied text beside its own bytes.
+const TEXT_BYTES: u64 = 16;
 
 /// Frames and lists of frames.
 pub(super) struct StackTable {
@@ -25,6 +31,7 @@ pub(super) struct StackTable {
     stack_numbers: HashMap<Arc<[u32]>, StackId>,
     distinct_frames: Vec<FrameDraft>,
     frame_numbers: HashMap<FrameDraft, u32>,
+    budget: Budget,
 }
 
 /// The keys of a frame that were read; texts by number.
@@ -42,7 +49,7 @@ enum FrameList {
 }
 
 impl StackTable {
-    pub(super) fn new(is_kept: bool) -> Self {
+    pub(super) fn new(is_kept: bool, budget: &Budget) -> Self {
         Self {
             is_kept,
             frames: Vec::new(),
@@ -51,6 +58,7 @@ impl StackTable {
             stack_numbers: HashMap::new(),
             distinct_frames: Vec::new(),
             frame_numbers: HashMap::new(),
+            budget: budget.clone(),
         }
     }
 
@@ -60,6 +68,7 @@ impl StackTable {
     }
 
     pub(super) fn open_frame(&mut self) -> Result<u32, Invalid> {
+        self.budget.reserve_one(&mut self.frames)?;
         self.frames.push(FrameDraft::default());
         number_of_last(self.frames.len())
     }
@@ -77,6 +86,7 @@ impl StackTable {
     }
 
     pub(super) fn open_list(&mut self) -> Result<u32, Invalid> {
+        self.budget.reserve_one(&mut self.lists)?;
         self.lists.push(FrameList::Open(Vec::new()));
         number_of_last(self.lists.len())
     }
@@ -104,12 +114,14 @@ impl StackTable {
         let number = match self.frame_numbers.get(&frame) {
             Some(&number) => number,
             None => {
+                self.budget.take(FRAME_BYTES)?;
                 self.distinct_frames.push(frame);
                 let number = number_of_last(self.distinct_frames.len())?;
                 self.frame_numbers.insert(frame, number);
                 number
             }
         };
+        self.budget.reserve_one(frames)?;
         frames.push(number);
         Ok(())
     }
@@ -125,6 +137,7 @@ impl StackTable {
         let stack = match self.stack_numbers.get(frames.as_slice()) {
             Some(&stack) => stack,
             None => {
+                self.budget.take(STACK_BYTES + bytes_of::<u32>(frames.len()))?;
                 let frames: Arc<[u32]> = frames.as_slice().into();
                 self.stacks.push(Arc::clone(&frames));
                 let stack = StackId(number_of_last(self.stacks.len())?);
@@ -143,18 +156,16 @@ impl StackTable {
 
     /// The stacks of those numbers, with their texts.
     pub(super) fn with_texts(&self, order: &[StackId], texts: &TextTable) -> Result<Vec<Arc<[Frame]>>, Invalid> {
-        let mut bytes = 0_usize;
-        let mut frame = |number: &u32| {
+        // Each repeats its texts.
+        let frame = |number: &u32| {
             let frame = self.distinct_frames[*number as usize];
             let text = |text: Option<u32>| texts.get(text.expect("checked when the frame was appended"));
             let (name, filename) = (text(frame.name), text(frame.filename));
-            bytes += size_of::<Frame>() + name.len() + filename.len();
-            if bytes > BYTES_MAX {
-                return Err(Invalid::new("the call stacks take more than 1 GiB: read the file without stacks"));
-            }
+            // Twice the frame: a stack is collected and then copied into its place.
+            self.budget.take(2 * size_of::<Frame>() as u64 + 2 * TEXT_BYTES + (name.len() + filename.len()) as u64)?;
             Ok(Frame { name: name.into(), filename: filename.into(), line: frame.line.unwrap_or(0) })
         };
-        order.iter().map(|stack| self.stacks[stack.0 as usize].iter().map(&mut frame).collect()).collect()
+        order.iter().map(|stack| self.stacks[stack.0 as usize].iter().map(frame).collect()).collect()
     }
 }
 

@@ -4,27 +4,29 @@ use std::collections::HashMap;
 use std::sync::Arc;
 
 use super::schema;
+use crate::budget::{Budget, Exceeded};
 use crate::printable;
 
-/// The most different texts: more than one per event of any recording that fits into memory.
-const TEXTS_MAX: usize = 1 << 27;
-/// The most bytes of different texts: a small compressed file could contain any amount.
-const BYTES_MAX: usize = 1 << 30;
+/// The most different texts.
+const TEXTS_MAX: usize = 1 << 31;
+/// The memory of a text beside its own bytes: the allocation, and its places in the list and in the map while they grow.
+const BYTES_EACH: u64 = 160;
 
 /// Texts by number, and numbers by text.
 pub(super) struct TextTable {
     texts: Vec<Arc<str>>,
     /// Not iterated over. The standard hasher, since the author of the file chooses the texts.
     numbers: HashMap<Arc<str>, u32>,
-    bytes: usize,
+    budget: Budget,
 }
 
 impl TextTable {
-    pub(super) fn new() -> Self {
-        let mut table = Self { texts: Vec::new(), numbers: HashMap::new(), bytes: 0 };
+    pub(super) fn new(budget: &Budget) -> Self {
+        let mut table = Self { texts: Vec::new(), numbers: HashMap::new(), budget: Budget::new(Some(u64::MAX)) };
         for (number, text) in schema::fixed_texts().enumerate() {
             assert_eq!(table.intern(text), Ok(number as u32), "the fixed texts are all different");
         }
+        table.budget = budget.clone();
         table
     }
 
@@ -36,10 +38,7 @@ impl TextTable {
         if self.texts.len() >= TEXTS_MAX {
             return Err("too many different texts");
         }
-        if text.len() > BYTES_MAX - self.bytes {
-            return Err("more than 1 GiB of different texts");
-        }
-        self.bytes += text.len();
+        self.budget.take(BYTES_EACH + text.len() as u64).map_err(|Exceeded| "the memory limit was reached")?;
         let number = self.texts.len() as u32;
         let text: Arc<str> = text.into();
         self.texts.push(Arc::clone(&text));

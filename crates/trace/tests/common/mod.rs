@@ -33,7 +33,7 @@ pub fn bytes(name: &str) -> Vec<u8> {
 
 /// Reads bytes, with stacks.
 pub fn read(bytes: &[u8]) -> Result<Recording, ReadError> {
-    warpool_trace::read(bytes, &ReadOptions { stacks: true, progress: None })
+    warpool_trace::read(bytes, &ReadOptions { stacks: true, ..ReadOptions::default() })
 }
 
 /// Reads such a file, with stacks.

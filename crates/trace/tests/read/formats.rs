@@ -267,7 +267,8 @@ impl Read for SlowReader<'_> {
 fn size_of_reads_does_not_matter() {
     for name in ["snapshot.p2.pickle", "snapshot.torchscript.pickle", "snapshot.pickle.gz"] {
         for step in [1, 2, 3, 7, 300] {
-            let recording = read(SlowReader(&common::bytes(name), step), &ReadOptions { stacks: true, progress: None });
+            let recording =
+                read(SlowReader(&common::bytes(name), step), &ReadOptions { stacks: true, ..ReadOptions::default() });
             assert_eq!(recording.expect("readable").snapshot, expected(), "{name}, {step} bytes at a time");
         }
     }
@@ -277,7 +278,7 @@ fn size_of_reads_does_not_matter() {
 fn progress_ends_at_the_files_size() {
     let last = Cell::new(None);
     let progress = |progress: Progress| last.set(Some(progress));
-    let options = ReadOptions { stacks: false, progress: Some(&progress) };
+    let options = ReadOptions { progress: Some(&progress), ..ReadOptions::default() };
     let recording = read_file(path("graphs.expandable.pickle.xz"), &options).expect("readable");
     let size = recording.bytes_read;
     assert_eq!(last.get(), Some(Progress { bytes_read: size, bytes_total: Some(size) }));

@@ -54,7 +54,7 @@ impl SizeRules {
     pub fn round(&self, bytes: u64) -> u64 {
         if self.has_divisions {
             let divisions = self.divisions_for(bytes);
-            if divisions > 1 && bytes > Self::BLOCK_MULTIPLE * divisions {
+            if divisions > 1 && bytes > Self::BLOCK_MULTIPLE.saturating_mul(divisions) {
                 return round_to_division(bytes, divisions);
             }
         }

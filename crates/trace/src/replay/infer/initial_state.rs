@@ -5,6 +5,7 @@ use warpool::memory::{Action, BlockState};
 
 use super::heap::RecordedHeap;
 use super::rules::RecordedRules;
+use crate::budget::{Budget, Exceeded};
 use crate::replay::recording::DeviceRecording;
 
 /// The state before the first event.
@@ -21,10 +22,15 @@ pub(in crate::replay) struct InitialState {
 
 impl InitialState {
     /// Undoes all events.
-    pub fn reconstruct(recording: DeviceRecording<'_>, rules: RecordedRules) -> Self {
-        let mut heap = RecordedHeap::from_snapshot(rules, recording.segments);
+    pub fn reconstruct(
+        recording: DeviceRecording<'_>,
+        rules: RecordedRules,
+        budget: &Budget,
+    ) -> Result<Self, Exceeded> {
+        let mut heap = RecordedHeap::from_snapshot(rules, recording.segments, budget)?;
         let mut events_not_undone = 0;
         for event in recording.events.iter().rev() {
+            budget.check()?;
             let undone = match event.action {
                 Action::Alloc => heap.undo_alloc(event.addr).is_some(),
                 Action::FreeRequested => heap.undo_free_requested(event.addr).is_some(),
@@ -44,8 +50,8 @@ impl InitialState {
             events_not_undone += u64::from(!undone);
         }
         let in_use = heap.blocks().values().filter(|block| block.state != BlockState::Inactive);
-        let bytes_unknown_origin = in_use.map(|block| block.bytes).sum();
-        Self { heap, bytes_unknown_origin, events_not_undone, blocks_extended: 0 }
+        let bytes_unknown_origin = in_use.fold(0_u64, |sum, block| sum.saturating_add(block.bytes));
+        Ok(Self { heap, bytes_unknown_origin, events_not_undone, blocks_extended: 0 })
     }
 
     /// Whether there was anything.

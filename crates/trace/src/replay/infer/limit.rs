@@ -6,7 +6,7 @@
 use warpool::memory::SegmentKind;
 
 use super::heap::SegmentId;
-use super::observe::{NextRequest, Observations, Release};
+use super::observe::{DriverAllocation, NextRequest, Observations, Release};
 use super::pools::{DEFAULT_POOL, InferredPools, PoolIndex};
 use super::rules::{MIB, RecordedRules};
 
@@ -56,12 +56,16 @@ pub(super) fn infer_causes(observed: &Observations, pools: &InferredPools, rules
     let mut remarks = Vec::new();
 
     let mut failures = 0;
+    let mut unexplained = 0_u64;
     for failure in &observed.failed_requests {
-        let bytes = failure.bytes_reserved + failure.segment_bytes;
+        let bytes = failure.bytes_reserved.saturating_add(failure.segment_bytes);
         if bytes > at_least {
             below = below.min(bytes);
             failures += 1;
-        } else {
+            continue;
+        }
+        unexplained += 1;
+        if unexplained == 1 {
             remarks.push(format!(
                 "a request failed that would have brought reserved memory to {} MiB, although {} MiB were reserved at \
                  another time: the memory limit changed while the program ran",
@@ -70,12 +74,18 @@ pub(super) fn infer_causes(observed: &Observations, pools: &InferredPools, rules
             ));
         }
     }
+    if unexplained > 1 {
+        remarks.push(format!("so did {} further requests", unexplained - 1));
+    }
 
-    let candidates: Vec<PossibleCauses> = observed
-        .releases
-        .iter()
-        .map(|release| PossibleCauses::new(release, observed, pools, rules, at_least))
-        .collect();
+    // How many of the segments that could have been released were in the default pool.
+    let mut default_kept = 0_i64;
+    let possible_causes = |release: &Release| {
+        let changes = release.kept_changes.iter().filter(|&&(id, _)| pools.of_segment(id) == DEFAULT_POOL);
+        default_kept += changes.map(|&(_, by)| i64::from(by)).sum::<i64>();
+        PossibleCauses::new(release, observed, pools, rules, at_least, default_kept > 0)
+    };
+    let candidates: Vec<PossibleCauses> = observed.releases.iter().map(possible_causes).collect();
     let is_limited = failures > 0 || shows_limit(&candidates);
 
     let mut retries = 0;
@@ -123,8 +133,9 @@ pub(super) fn infer_causes(observed: &Observations, pools: &InferredPools, rules
 /// The most that was reserved as a limit counts it: the limit was at least this.
 fn reserved_at_least(observed: &Observations, rules: &RecordedRules) -> u64 {
     let allocated = observed.driver_allocations.iter();
-    let allocated =
-        allocated.map(|allocation| allocation.bytes_reserved_before + allocation.segment_bytes).max().unwrap_or(0);
+    let bytes =
+        |allocation: &DriverAllocation| allocation.bytes_reserved_before.saturating_add(allocation.segment_bytes);
+    let allocated = allocated.map(bytes).max().unwrap_or(0);
     // Expandable segments grow by whole chunks, of which only the needed part is compared with the limit.
     let has_expandable = observed.segments.iter().any(|segment| segment.expandable);
     let not_compared = if has_expandable { rules.sizes().chunk(SegmentKind::Large) } else { 0 };
@@ -173,17 +184,19 @@ impl PossibleCauses {
         pools: &InferredPools,
         rules: &RecordedRules,
         at_least: u64,
+        keeps_default: bool,
     ) -> Self {
         let segment = |id: SegmentId| &observed.segments[id as usize];
         let has_pool = |ids: &[SegmentId], pool: PoolIndex| ids.iter().any(|&id| pools.of_segment(id) == pool);
-        let is_full = !has_pool(&release.kept, DEFAULT_POOL);
+        let is_full = !keeps_default;
         let first = release.segments.first().map(|&id| pools.of_segment(id));
         let all_in = |pool: PoolIndex| release.segments.iter().all(|&id| pools.of_segment(id) == pool);
         let pool = first.filter(|&pool| pool != DEFAULT_POOL && all_in(pool));
         let all_large =
             release.segments.iter().all(|&id| segment(id).kind == SegmentKind::Large && !segment(id).expandable);
         let all_oversize = rules.max_split_bytes().is_some_and(|limit| {
-            let is_oversize = |id: SegmentId| !segment(id).expandable && segment(id).end - segment(id).base >= limit;
+            let is_oversize =
+                |id: SegmentId| !segment(id).expandable && segment(id).end.saturating_sub(segment(id).base) >= limit;
             release.segments.iter().all(|&id| is_oversize(id))
         });
         let pool_of_request = |next: &NextRequest| {
@@ -192,7 +205,7 @@ impl PossibleCauses {
         };
         // The next request, if no cached block fitted before the release.
         let unserved = release.next_request.as_ref().filter(|next| !has_pool(&next.could_serve, pool_of_request(next)));
-        let bytes = unserved.map(|next| release.bytes_reserved_before + next.segment_bytes);
+        let bytes = unserved.map(|next| release.bytes_reserved_before.saturating_add(next.segment_bytes));
         // The program empties the cache before it makes a request, which a free block would then have served.
         let passed_over =
             unserved.is_some_and(|next| !next.failed && has_pool(&next.could_serve_after, pool_of_request(next)));
@@ -231,8 +244,10 @@ fn likely_limits(at_least: u64, below: u64) -> Vec<u64> {
     let mut limits = Vec::new();
     let mut unit = 1024 * MIB;
     while unit >= 2 * MIB && limits.len() < 4 {
-        let limit = at_least.next_multiple_of(unit);
-        if limit < below && !limits.contains(&limit) {
+        if let Some(limit) = at_least.checked_next_multiple_of(unit)
+            && limit < below
+            && !limits.contains(&limit)
+        {
             limits.push(limit);
         }
         unit /= 2;

@@ -19,6 +19,7 @@ pub(super) use pools::{DEFAULT_POOL, InferredPools, PoolIndex, PoolOrigin};
 pub(super) use rules::{MIB, RecordedRules};
 
 use super::recording::DeviceRecording;
+use crate::budget::{Budget, Charge, Exceeded, bytes_of};
 use limit::{ReleaseCauses, infer_causes};
 use observe::{Observations, observe};
 
@@ -52,6 +53,9 @@ pub(super) struct Inference {
     pub mismatches: u64,
     /// Remarks for the reader.
     pub remarks: Vec<String>,
+    /// For the memory of all this.
+    #[expect(dead_code, reason = "gives it back when it is dropped")]
+    charge: Option<Charge>,
 }
 
 /// A release and why it happened.
@@ -77,14 +81,24 @@ impl Inference {
             retries: RetryBounds::default(),
             mismatches: 0,
             remarks: Vec::new(),
+            charge: None,
         }
     }
 
     /// Infers all that the recording shows.
-    pub fn new(recording: DeviceRecording<'_>, settings: Settings, options: InferOptions) -> Self {
+    pub fn new(
+        recording: DeviceRecording<'_>,
+        settings: Settings,
+        options: InferOptions,
+        budget: &Budget,
+    ) -> Result<Self, Exceeded> {
         let rules = RecordedRules::new(&settings);
-        let mut initial = initial_state(recording, &rules, options);
-        let mut observed = observe_corrected(recording, initial.as_mut(), &rules, options);
+        let mut initial = initial_state(recording, &rules, options, budget)?;
+        let mut observed = observe_corrected(recording, initial.as_mut(), &rules, options, budget)?;
+        // The pools of segments, allocations and failed requests, and the releases with their causes.
+        let pool_indices = observed.segments.len() + recording.events.len();
+        let released: usize = observed.releases.iter().map(|release| release.segments.len() + 32).sum();
+        let charge = Charge::of(budget, bytes_of::<PoolIndex>(3 * (pool_indices + released)))?;
         if !options.choices_show_pools {
             observed.conflicts.clear();
         }
@@ -111,7 +125,7 @@ impl Inference {
         }
         // With settings that changed, blocks were split by other rules than are known here.
         let mismatches = if options.choices_show_pools { observed.mismatches } else { 0 };
-        Self {
+        Ok(Self {
             settings,
             initial,
             pools,
@@ -122,7 +136,8 @@ impl Inference {
             retries,
             mismatches,
             remarks,
-        }
+            charge: Some(charge),
+        })
     }
 }
 
@@ -132,19 +147,24 @@ pub(super) fn has_pauses(recording: DeviceRecording<'_>) -> bool {
 }
 
 /// The state before the first event, if the history starts late.
-fn initial_state(recording: DeviceRecording<'_>, rules: &RecordedRules, options: InferOptions) -> Option<InitialState> {
+fn initial_state(
+    recording: DeviceRecording<'_>,
+    rules: &RecordedRules,
+    options: InferOptions,
+    budget: &Budget,
+) -> Result<Option<InitialState>, Exceeded> {
     if !recording.has_segments() || recording.is_complete() {
-        return None;
+        return Ok(None);
     }
-    let initial = InitialState::reconstruct(recording, rules.clone());
+    let initial = InitialState::reconstruct(recording, rules.clone(), budget)?;
     if initial.events_not_undone > 0 {
         // The history may still be complete, with segments in the snapshot that do not match it.
-        let from_empty = observe(recording, RecordedHeap::new(rules.clone()), options.pauses_end_releases);
+        let from_empty = observe(recording, RecordedHeap::new(rules.clone(), budget), options.pauses_end_releases)?;
         if from_empty.mismatches < initial.events_not_undone {
-            return None;
+            return Ok(None);
         }
     }
-    Some(initial)
+    Ok(Some(initial))
 }
 
 /// Passes over the events. A block of the initial state that would have been chosen and was not must have been smaller,
@@ -154,19 +174,20 @@ fn observe_corrected(
     initial: Option<&mut InitialState>,
     rules: &RecordedRules,
     options: InferOptions,
-) -> Observations {
+    budget: &Budget,
+) -> Result<Observations, Exceeded> {
     const PASSES_MAX: u32 = 16;
     let observe = |heap: RecordedHeap| observe(recording, heap, options.pauses_end_releases);
-    let Some(initial) = initial else { return observe(RecordedHeap::new(rules.clone())) };
+    let Some(initial) = initial else { return observe(RecordedHeap::new(rules.clone(), budget)) };
     for _ in 0..PASSES_MAX {
-        let observed = observe(initial.heap.clone());
+        let observed = observe(initial.heap.clone())?;
         let before = initial.blocks_extended;
         for conflict in &observed.conflicts {
             let extended = initial.heap.extend_block_before(conflict.addr, conflict.excess);
             initial.blocks_extended += u64::from(extended.is_some());
         }
         if initial.blocks_extended == before {
-            return observed;
+            return Ok(observed);
         }
     }
     observe(initial.heap.clone())

@@ -7,6 +7,7 @@ use warpool::memory::{Action, MemPoolId, SegmentKind, SizeRules, TraceEntry};
 
 use super::heap::{RecordedHeap, RecordedSegment, SegmentId};
 use super::rules::RecordedRules;
+use crate::budget::{Charge, Exceeded, bytes_of};
 use crate::replay::recording::{DeviceRecording, allocates_segment, frees_segment};
 
 /// The segment of an allocation is unknown: the recording contradicts itself there.
@@ -18,8 +19,9 @@ pub(super) struct Release {
     pub events: std::ops::Range<usize>,
     /// The released segments, in order.
     pub segments: Vec<SegmentId>,
-    /// Segments that could have been released too.
-    pub kept: Vec<SegmentId>,
+    /// What changed since the release before it in the segments that could have been released too: how often each is
+    /// to be added or removed. All of them at each release would be too many.
+    pub kept_changes: Vec<(SegmentId, i32)>,
     pub bytes_reserved_before: u64,
     /// The request right behind it, if that needed new memory or failed.
     pub next_request: Option<NextRequest>,
@@ -87,13 +89,21 @@ pub(super) struct Observations {
     pub peak_reserved_bytes: u64,
     /// Events that do not match the state before them.
     pub mismatches: u64,
+    /// For the memory of all this.
+    pub charge: Option<Charge>,
 }
 
 /// Passes over the events from the state in `heap`. The segments of the snapshot name their pools.
 ///
 /// `pauses_end_releases`: a pause between two freed segments separates two releases.
-pub(super) fn observe(recording: DeviceRecording<'_>, heap: RecordedHeap, pauses_end_releases: bool) -> Observations {
+pub(super) fn observe(
+    recording: DeviceRecording<'_>,
+    mut heap: RecordedHeap,
+    pauses_end_releases: bool,
+) -> Result<Observations, Exceeded> {
     let peak_reserved_bytes = heap.bytes_reserved();
+    heap.track_releasable();
+    let charge = Charge::new(heap.budget());
     let pass = Pass {
         events: recording.events,
         pauses_end_releases,
@@ -101,6 +111,8 @@ pub(super) fn observe(recording: DeviceRecording<'_>, heap: RecordedHeap, pauses
         found: Observations { peak_reserved_bytes, ..Observations::default() },
         conflicts: FxHashSet::default(),
         could_serve_before_wait: None,
+        completions_end: 0,
+        charge,
     };
     pass.run(recording)
 }
@@ -114,12 +126,18 @@ struct Pass<'a> {
     conflicts: FxHashSet<(SegmentId, SegmentId)>,
     /// Which segments could have served the request behind the coming release before its frees completed.
     could_serve_before_wait: Option<Vec<SegmentId>>,
+    /// The end of the completed frees in a row that were last examined for a release behind them.
+    completions_end: usize,
+    charge: Charge,
 }
 
 impl Pass<'_> {
-    fn run(mut self, recording: DeviceRecording<'_>) -> Observations {
+    fn run(mut self, recording: DeviceRecording<'_>) -> Result<Observations, Exceeded> {
+        // Four bytes for each allocation, and less than that for what comes with it, while the lists grow.
+        self.charge.add(bytes_of::<SegmentId>(3 * self.events.len()))?;
         let mut at = 0;
         while at < self.events.len() {
+            self.charge.budget().check()?;
             if frees_segment(self.events[at].action) {
                 at = self.observe_release(at);
             } else {
@@ -128,13 +146,21 @@ impl Pass<'_> {
                 at += 1;
             }
         }
+        self.charge.add(bytes_of::<RecordedSegment>(self.heap.segments().len()))?;
         self.found.segments = self.heap.segments().to_vec();
         for segment in recording.segments {
             if let Some(block) = self.heap.blocks().get(&segment.address) {
                 self.found.segments[block.segment as usize].pool = Some(segment.pool);
             }
         }
-        self.found
+        self.found.charge = Some(self.charge);
+        Ok(self.found)
+    }
+
+    /// Counts the memory of something that was found.
+    fn count(&mut self, bytes: u64) {
+        // The loop over the events fails if it is refused.
+        let _ = self.charge.add(bytes);
     }
 
     /// Any event but a release. Returns whether it matches the state before it.
@@ -153,7 +179,7 @@ impl Pass<'_> {
             Action::Alloc => self.observe_alloc(at),
             Action::FreeRequested => self.heap.free_requested(event.addr).is_some(),
             Action::FreeCompleted => {
-                if self.could_serve_before_wait.is_none() && is_late(self.events, at) {
+                if at >= self.completions_end && self.could_serve_before_wait.is_none() && is_late(self.events, at) {
                     self.could_serve_before_wait = self.could_serve_before_wait(at);
                 }
                 self.heap.free_completed(event.addr).is_some()
@@ -161,6 +187,7 @@ impl Pass<'_> {
             Action::Oom => {
                 let segment_bytes = self.sizes().segment(event.size);
                 let bytes_reserved = self.heap.bytes_reserved();
+                self.count(3 * size_of::<FailedRequest>() as u64);
                 self.found.failed_requests.push(FailedRequest { bytes_reserved, segment_bytes });
                 true
             }
@@ -192,16 +219,12 @@ impl Pass<'_> {
             return;
         };
         let size = self.sizes().round(request.size);
-        let had_unused_segment = self.rules().garbage_collection_threshold() > 0.0 && {
-            let is_large = |&id: &SegmentId| {
-                let segment = self.heap.segment(id);
-                segment.kind == SegmentKind::Large && !segment.expandable
-            };
-            self.heap.releasable_segments().iter().any(is_large)
-        };
+        let had_unused_segment =
+            self.rules().garbage_collection_threshold() > 0.0 && self.heap.has_unused_large_segment();
         let segment_bytes = self.sizes().segment(size);
         let bytes_reserved_before = self.heap.bytes_reserved();
         let driver_allocation = DriverAllocation { bytes_reserved_before, segment_bytes, had_unused_segment };
+        self.count(3 * size_of::<DriverAllocation>() as u64);
         self.found.driver_allocations.push(driver_allocation);
         // Behind a release the allocator does not search its free blocks again.
         let searched = at == 0 || !frees_segment(self.events[at - 1].action);
@@ -212,6 +235,9 @@ impl Pass<'_> {
 
     /// Adds each pair once. Segments that are known to be in different pools are no conflict.
     fn add_conflicts(&mut self, chosen: SegmentId, chosen_is_new: bool, size: u64, preferred: &[(u64, SegmentId)]) {
+        // In the list and in the set, while they grow, and in what is made of them.
+        const BYTES: u64 = 3 * size_of::<PoolConflict>() as u64 + 128;
+        let before = self.found.conflicts.len();
         let pool = |id: SegmentId| self.heap.segment(id).pool;
         for &(addr, passed_over) in preferred {
             let known_apart = pool(chosen).zip(pool(passed_over)).is_some_and(|(one, other)| one != other);
@@ -225,6 +251,7 @@ impl Pass<'_> {
                 self.found.conflicts.push(conflict);
             }
         }
+        self.count((self.found.conflicts.len() - before) as u64 * BYTES);
     }
 
     /// One release, which starts at `first`. Returns the index of the event behind it.
@@ -259,14 +286,21 @@ impl Pass<'_> {
             allocation: self.found.allocation_segments.len(),
         });
         let small_first = is_small_first(&segments, self.heap.segments());
+        let kept_changes = self.heap.take_releasable_changes();
+        let listed = next_request.as_ref().map_or(0, |next| next.could_serve.len() + next.could_serve_after.len());
+        self.count(
+            3 * size_of::<Release>() as u64
+                + bytes_of::<SegmentId>(2 * (segments.len() + listed))
+                + bytes_of::<(SegmentId, i32)>(3 * kept_changes.len()),
+        );
         self.found.releases.push(Release {
             events: first..end,
             segments,
-            kept: self.heap.releasable_segments(),
+            kept_changes,
             bytes_reserved_before,
             next_request,
             small_first,
-            immediate: first > 0 && events[first].time_us - events[first - 1].time_us < 1000,
+            immediate: first > 0 && events[first].time_us.saturating_sub(events[first - 1].time_us) < 1000,
         });
         end
     }
@@ -316,9 +350,10 @@ impl Pass<'_> {
 
     /// If the frees from `at` on complete because the allocator waits for all events before a release: which segments
     /// could have served the request behind it before the wait. What the wait frees comes too late for that request.
-    fn could_serve_before_wait(&self, at: usize) -> Option<Vec<SegmentId>> {
+    fn could_serve_before_wait(&mut self, at: usize) -> Option<Vec<SegmentId>> {
         let events = self.events;
         let behind = at + events[at..].iter().take_while(|event| event.action == Action::FreeCompleted).count();
+        self.completions_end = behind;
         if !events.get(behind).is_some_and(|event| frees_segment(event.action)) {
             return None;
         }
@@ -355,7 +390,7 @@ pub(super) fn is_small_first(released: &[SegmentId], segments: &[RecordedSegment
 /// Whether more time passed than a free takes that does not wait for the device.
 fn is_pause(one: &TraceEntry, next: &TraceEntry) -> bool {
     const PAUSE_US: i64 = 5_000;
-    next.time_us - one.time_us > PAUSE_US
+    next.time_us.saturating_sub(one.time_us) > PAUSE_US
 }
 
 /// Whether one pool cannot have released two segments in this order.

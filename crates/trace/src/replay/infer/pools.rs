@@ -6,15 +6,14 @@
 //! A finer division always explains a recording, in the extreme one pool per segment. So the coarsest one is inferred,
 //! and the number of inferred assignments is reported.
 
-use std::collections::BTreeMap;
-
+use rustc_hash::{FxHashMap, FxHashSet};
 use warpool::memory::MemPoolId;
 
 use super::heap::SegmentId;
-use super::observe::{Observations, SEGMENT_UNKNOWN};
+use super::observe::{Observations, PoolConflict, SEGMENT_UNKNOWN};
 
 /// A pool by its number in [`InferredPools::origins`].
-pub(in crate::replay) type PoolIndex = u16;
+pub(in crate::replay) type PoolIndex = u32;
 
 /// The default pool.
 pub(in crate::replay) const DEFAULT_POOL: PoolIndex = 0;
@@ -33,6 +32,10 @@ pub(in crate::replay) enum PoolOrigin {
 pub(in crate::replay) struct InferredPools {
     /// All pools, the default pool first.
     origins: Vec<PoolOrigin>,
+    /// Those that the recording names, by id.
+    by_id: FxHashMap<MemPoolId, PoolIndex>,
+    /// The others, in their order.
+    inferred: Vec<PoolIndex>,
     of_segment: Vec<PoolIndex>,
     segments_inferred: u64,
     segments_assumed: u64,
@@ -44,6 +47,8 @@ impl InferredPools {
     pub fn default_only() -> Self {
         Self {
             origins: vec![PoolOrigin::Recorded(MemPoolId::DEFAULT)],
+            by_id: FxHashMap::from_iter([(MemPoolId::DEFAULT, DEFAULT_POOL)]),
+            inferred: Vec::new(),
             of_segment: Vec::new(),
             segments_inferred: 0,
             segments_assumed: 0,
@@ -108,25 +113,33 @@ impl InferredPools {
 
     /// The pool of that recorded id; added if it is new.
     pub(super) fn recorded(&mut self, id: MemPoolId) -> PoolIndex {
-        let origin = PoolOrigin::Recorded(id);
-        match self.origins.iter().position(|&other| other == origin) {
-            Some(at) => PoolIndex::try_from(at).expect("few pools"),
-            None => self.add(origin),
+        match self.by_id.get(&id) {
+            Some(&pool) => pool,
+            None => self.add(PoolOrigin::Recorded(id)),
         }
     }
 
     fn add(&mut self, origin: PoolOrigin) -> PoolIndex {
         self.origins.push(origin);
-        PoolIndex::try_from(self.origins.len() - 1).expect("fewer than 65536 pools")
+        let pool = PoolIndex::try_from(self.origins.len() - 1).expect("fewer than events, of which there are 2^32");
+        match origin {
+            PoolOrigin::Recorded(id) => drop(self.by_id.insert(id, pool)),
+            PoolOrigin::Inferred => self.inferred.push(pool),
+        }
+        pool
     }
 
     /// Assigns segments that were released together while default-pool segments stayed to a private pool. Returns which
     /// segments have a pool after that.
     fn assign_released(&mut self, observed: &Observations, known: &[bool], releases_partially: bool) -> Vec<bool> {
         let mut assigned = known.to_vec();
+        // How many of the segments that could have been released were known to be in the default pool.
+        let mut default_kept = 0_i64;
         for release in &observed.releases {
             let in_default = |pools: &Self, id: SegmentId| known[id as usize] && pools.of_segment(id) == DEFAULT_POOL;
-            let default_kept = release.kept.iter().any(|&id| in_default(self, id));
+            let changes = release.kept_changes.iter().filter(|&&(id, _)| in_default(self, id));
+            default_kept += changes.map(|&(_, by)| i64::from(by)).sum::<i64>();
+            let default_kept = default_kept > 0;
             let of_private_pool = release.small_first || (default_kept && !releases_partially);
             let unassigned: Vec<SegmentId> =
                 release.segments.iter().copied().filter(|&id| !assigned[id as usize]).collect();
@@ -146,53 +159,47 @@ impl InferredPools {
 
     /// Moves segments that conflict with others of their pool to another pool, until none do.
     fn resolve_conflicts(&mut self, observed: &Observations, known: &[bool], assigned: &[bool]) {
-        let mut conflicting: BTreeMap<SegmentId, Vec<SegmentId>> = BTreeMap::new();
-        for pair in observed.conflicts.iter().filter(|pair| pair.chosen != pair.passed_over) {
-            conflicting.entry(pair.chosen).or_default().push(pair.passed_over);
-            conflicting.entry(pair.passed_over).or_default().push(pair.chosen);
+        let conflicts = || observed.conflicts.iter().enumerate().filter(|(_, pair)| pair.chosen != pair.passed_over);
+        // The conflicts of each segment, with the other one.
+        let mut of_segment: FxHashMap<SegmentId, Vec<(usize, SegmentId)>> = FxHashMap::default();
+        for (number, pair) in conflicts() {
+            of_segment.entry(pair.chosen).or_default().push((number, pair.passed_over));
+            of_segment.entry(pair.passed_over).or_default().push((number, pair.chosen));
         }
-        let fits = |pools: &Self, segment: SegmentId, pool: PoolIndex| {
-            conflicting.get(&segment).is_none_or(|others| others.iter().all(|&other| pools.of_segment(other) != pool))
-        };
+        let others_of = |segment: SegmentId| of_segment.get(&segment).map_or(&[][..], Vec::as_slice);
         // Conflicts with segments that are known to be in the default pool.
-        let default_conflicts = |segment: SegmentId| {
+        let mut default_conflicts: FxHashMap<SegmentId, usize> = FxHashMap::default();
+        for (&segment, others) in &of_segment {
             let in_default = |other: SegmentId| {
                 known[other as usize] && observed.segments[other as usize].pool == Some(MemPoolId::DEFAULT)
             };
-            let others = conflicting.get(&segment).map_or(&[][..], Vec::as_slice);
-            others.iter().filter(|&&other| in_default(other)).count()
+            default_conflicts.insert(segment, others.iter().filter(|&&(_, other)| in_default(other)).count());
+        }
+        // Which segment is moved, if both are in one pool.
+        let may_move = |id: SegmentId| !known[id as usize] && !assigned[id as usize];
+        let moved_for = |pair: &PoolConflict| match (may_move(pair.chosen), may_move(pair.passed_over)) {
+            (false, false) => None,
+            (true, false) => Some(pair.chosen),
+            (false, true) => Some(pair.passed_over),
+            (true, true)
+                if pair.chosen_is_new || default_conflicts[&pair.chosen] >= default_conflicts[&pair.passed_over] =>
+            {
+                Some(pair.chosen)
+            }
+            (true, true) => Some(pair.passed_over),
         };
-        let mut moves_left = 4 * observed.segments.len();
-        loop {
-            let open = observed.conflicts.iter().filter(|pair| {
-                pair.chosen != pair.passed_over && self.of_segment(pair.chosen) == self.of_segment(pair.passed_over)
-            });
-            let movable = open.clone().find_map(|pair| {
-                let may_move = |id: SegmentId| !known[id as usize] && !assigned[id as usize];
-                match (may_move(pair.chosen), may_move(pair.passed_over)) {
-                    (false, false) => None,
-                    (true, false) => Some(pair.chosen),
-                    (false, true) => Some(pair.passed_over),
-                    (true, true)
-                        if pair.chosen_is_new
-                            || default_conflicts(pair.chosen) >= default_conflicts(pair.passed_over) =>
-                    {
-                        Some(pair.chosen)
-                    }
-                    (true, true) => Some(pair.passed_over),
-                }
-            });
-            let Some(segment) = movable.filter(|_| moves_left > 0) else {
-                self.conflicts_left = open.count() as u64;
-                return;
-            };
-            moves_left -= 1;
-            let inferred = (1..self.origins.len())
-                .map(|pool| PoolIndex::try_from(pool).expect("few pools"))
-                .find(|&pool| self.origins[pool as usize] == PoolOrigin::Inferred && fits(self, segment, pool));
-            let pool = inferred.unwrap_or_else(|| self.add(PoolOrigin::Inferred));
+        let is_open =
+            |pools: &Self, pair: &PoolConflict| pools.of_segment(pair.chosen) == pools.of_segment(pair.passed_over);
+        // A segment moves to a pool without any that it conflicts with, so a conflict that is resolved stays so.
+        for (_, pair) in conflicts() {
+            let Some(segment) = moved_for(pair).filter(|_| is_open(self, pair)) else { continue };
+            let taken: FxHashSet<PoolIndex> =
+                others_of(segment).iter().map(|&(_, other)| self.of_segment(other)).collect();
+            let free = self.inferred.iter().copied().find(|pool| !taken.contains(pool));
+            let pool = free.unwrap_or_else(|| self.add(PoolOrigin::Inferred));
             self.of_segment[segment as usize] = pool;
         }
+        self.conflicts_left = conflicts().filter(|(_, pair)| is_open(self, pair)).count() as u64;
     }
 }
 
@@ -201,7 +208,6 @@ mod tests {
     use warpool::memory::SegmentKind;
 
     use super::super::heap::RecordedSegment;
-    use super::super::observe::PoolConflict;
     use super::*;
 
     /// Segments by their recorded pools (`.` is unknown, `0` the default pool), and which pairs conflict.
@@ -214,6 +220,7 @@ mod tests {
             expandable: false,
             pool: name.to_digit(10).map(|user| MemPoolId { graph: 0, user }),
             bytes: 0,
+            kind_corrections: 0,
         };
         let conflict = |&(chosen, passed_over, chosen_is_new): &(SegmentId, SegmentId, bool)| PoolConflict {
             chosen,

@@ -40,9 +40,11 @@ fn is_expandable(event: &TraceEntry) -> bool {
 }
 
 /// Searches for the allocations before which the value changed. `first_difference` replays with some changes and
-/// returns the event at which that differs from the recording.
+/// returns the event at which that differs from the recording. Preparing a replay takes as long as `events_to_start`
+/// events.
 pub(in crate::replay) fn search<E>(
     events: &[TraceEntry],
+    events_to_start: usize,
     mut first_difference: impl FnMut(&[u32]) -> Result<Option<usize>, E>,
 ) -> Result<Vec<u32>, E> {
     let Some(reached) = first_difference(&[])? else { return Ok(Vec::new()) };
@@ -58,9 +60,12 @@ pub(in crate::replay) fn search<E>(
                 toggles.push(toggle);
                 let Some(next) = first_difference(&toggles)? else { return Ok(toggles) };
                 toggles.pop();
-                events_replayed += next;
+                events_replayed = events_replayed.saturating_add(next).saturating_add(events_to_start);
                 if next > reached {
                     further.entry(next).or_insert(toggle);
+                }
+                if events_replayed > EVENTS_MAX {
+                    break;
                 }
             }
             if !further.is_empty() || events_replayed > EVENTS_MAX {
@@ -107,7 +112,7 @@ mod tests {
         // A replay differs five events after the value is wrong.
         let check = |expected: &[u32]| {
             let value = |toggles: &[u32], at: u32| toggles.iter().filter(|&&toggle| toggle <= at).count() % 2;
-            let found = search(&events, |tried| {
+            let found = search(&events, 1, |tried| {
                 let wrong = (0..100).find(|&at| value(tried, at) != value(expected, at));
                 Ok::<_, ()>(wrong.map(|at| at as usize + 5).filter(|&at| at < 100))
             });

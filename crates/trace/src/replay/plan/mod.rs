@@ -6,13 +6,17 @@
 
 mod paused_streams;
 
+use std::collections::BTreeSet;
+
 use rustc_hash::FxHashMap;
 use warpool::memory::{Action, BlockState, TraceEntry};
 
 pub(super) use paused_streams::PausedUse;
 
+use super::ReplayError;
 use super::infer::{DEFAULT_POOL, Inference, PoolIndex, PoolOrigin, ReleaseCause};
 use super::recording::frees_segment;
+use crate::budget::{Budget, Charge, Exceeded, bytes_of};
 
 /// Where a replay keeps an allocation.
 pub(super) type Slot = u32;
@@ -93,16 +97,20 @@ pub(super) struct Plan {
     pub segments_allocated: u64,
     /// Frees without a matching allocation.
     pub unmatched_frees: u64,
+    /// For the memory of all this.
+    charge: Option<Charge>,
 }
 
 impl Plan {
     /// Makes the steps of the events.
-    pub fn new(events: &[TraceEntry], inference: &Inference) -> Self {
-        let mut planner = Planner::new(events, inference);
-        planner.plan_initial_blocks();
+    pub fn new(events: &[TraceEntry], inference: &Inference, budget: &Budget) -> Result<Self, ReplayError> {
+        let mut planner = Planner::new(events, inference, budget)?;
+        planner.plan_initial_blocks()?;
         let mut at = 0;
         while at < events.len() {
             at = planner.plan_event(at);
+            planner.count_memory();
+            budget.check()?;
         }
         planner.finish()
     }
@@ -125,6 +133,9 @@ struct Planner<'a> {
     next_release: usize,
     /// The pool that is used in place of an inferred one, for those that were released.
     pool_in_use: FxHashMap<PoolIndex, PoolInUse>,
+    /// The end of the completed frees in a row that were last looked at.
+    completions_end: usize,
+    charge: Charge,
 }
 
 #[derive(Clone, Copy)]
@@ -134,23 +145,25 @@ struct PoolInUse {
 }
 
 impl<'a> Planner<'a> {
-    fn new(events: &'a [TraceEntry], inference: &'a Inference) -> Self {
+    fn new(events: &'a [TraceEntry], inference: &'a Inference, budget: &Budget) -> Result<Self, Exceeded> {
         let initial = inference.initial.iter().flat_map(|initial| initial.heap.segments());
-        let mut streams: Vec<u64> = vec![0];
+        let mut streams: BTreeSet<u64> = BTreeSet::from([0]);
         let mut last = 0;
         for stream in initial.map(|segment| segment.stream).chain(events.iter().map(|event| event.stream)) {
             if stream != last {
                 last = stream;
-                if let Err(at) = streams.binary_search(&stream) {
-                    streams.insert(at, stream);
-                }
+                streams.insert(stream);
             }
         }
+        let streams: Vec<u64> = streams.into_iter().collect();
         let index = |at: usize| StreamIndex::try_from(at).expect("fewer than 65536 streams");
         let stream_of = streams.iter().enumerate().map(|(at, &stream)| (stream, index(at))).collect();
-        let steps = Vec::with_capacity(events.len() * 2 / 3 + 16);
+        let mut charge = Charge::new(budget);
+        let capacity = events.len() * 2 / 3 + 16;
+        charge.add(bytes_of::<Step>(capacity) + 128 * streams.len() as u64)?;
+        let steps = Vec::with_capacity(capacity);
         let plan = Plan { steps, streams, pools: inference.pools.origins().to_vec(), ..Plan::default() };
-        Self {
+        Ok(Self {
             events,
             inference,
             plan,
@@ -163,11 +176,30 @@ impl<'a> Planner<'a> {
             bytes_reserved: 0,
             next_release: 0,
             pool_in_use: FxHashMap::default(),
-        }
+            completions_end: 0,
+            charge,
+        })
     }
 
-    fn plan_initial_blocks(&mut self) {
-        let Some(initial) = &self.inference.initial else { return };
+    /// Counts the memory of what there is, while it grows.
+    #[inline]
+    fn count_memory(&mut self) {
+        const ENTRY: usize = 64;
+        let plan = &self.plan;
+        let steps = plan.steps.capacity() + plan.steps.capacity() / 2;
+        let entries = self.live.len() + self.pending.len() + self.pool_in_use.len();
+        let lists = plan.slots + self.completed.len() + self.segment_events.len() + plan.pools.len();
+        let bytes = steps * size_of::<Step>()
+            + entries * ENTRY
+            + lists * 3 * size_of::<SegmentEvent>()
+            + plan.segment_events.capacity() * 2 * size_of::<SegmentEvent>()
+            + plan.initial_blocks.capacity() * 2 * size_of::<InitialBlock>()
+            + plan.streams.len() * 128;
+        self.charge.raise_to(bytes as u64);
+    }
+
+    fn plan_initial_blocks(&mut self) -> Result<(), Exceeded> {
+        let Some(initial) = &self.inference.initial else { return Ok(()) };
         self.bytes_reserved = initial.heap.bytes_reserved();
         self.plan.peak_reserved_bytes = self.bytes_reserved;
         for (&addr, block) in initial.heap.blocks() {
@@ -182,7 +214,10 @@ impl<'a> Planner<'a> {
             }
             let (bytes, requested) = (block.bytes, block.requested);
             self.plan.initial_blocks.push(InitialBlock { addr, bytes, requested, slot, paused });
+            self.count_memory();
+            self.charge.budget().check()?;
         }
+        Ok(())
     }
 
     /// Plans the event at `at` and those that belong to it. Returns the index of the next one.
@@ -220,7 +255,7 @@ impl<'a> Planner<'a> {
                 None => self.plan.unmatched_frees += 1,
             },
             Action::SegmentAlloc | Action::SegmentMap => {
-                self.bytes_reserved += event.size;
+                self.bytes_reserved = self.bytes_reserved.saturating_add(event.size);
                 self.plan.peak_reserved_bytes = self.plan.peak_reserved_bytes.max(self.bytes_reserved);
                 self.plan.segments_allocated += 1;
                 self.segment_events.push(number);
@@ -278,8 +313,12 @@ impl<'a> Planner<'a> {
 
     /// Whether the free at `at` completes because the allocator waits for all events: before a request fails, and
     /// before everything cached is released.
-    fn is_awaited(&self, at: usize) -> bool {
-        let behind = at + self.events[at..].iter().take_while(|event| event.action == Action::FreeCompleted).count();
+    fn is_awaited(&mut self, at: usize) -> bool {
+        if at >= self.completions_end {
+            let completed = self.events[at..].iter().take_while(|event| event.action == Action::FreeCompleted);
+            self.completions_end = at + completed.count();
+        }
+        let behind = self.completions_end;
         let releases = &self.inference.releases;
         match releases.get(self.next_release).filter(|release| release.events.start == behind) {
             Some(release) => waits_for_all_events(release.cause),
@@ -287,8 +326,12 @@ impl<'a> Planner<'a> {
         }
     }
 
-    fn finish(mut self) -> Plan {
-        let (uses, paused_streams) = paused_streams::assign(&self.completed);
+    fn finish(mut self) -> Result<Plan, ReplayError> {
+        self.charge.add(4 * bytes_of::<PausedUse>(self.completed.len()))?;
+        let Some((uses, paused_streams)) = paused_streams::assign(&self.completed) else {
+            let reason = "it has more than 65535 frees that complete out of order at one time".to_owned();
+            return Err(ReplayError::Implausible { reason });
+        };
         self.plan.paused_streams = paused_streams;
         // Until here `position` was the number of the block in `completed`.
         let assign = |paused: &mut PausedUse| *paused = uses[paused.position as usize];
@@ -300,7 +343,8 @@ impl<'a> Planner<'a> {
                 }
             }
         }
-        self.plan
+        self.plan.charge = Some(self.charge);
+        Ok(self.plan)
     }
 
     /// The free of a block is pending from now on. Its paused stream is assigned in `finish`.
@@ -357,7 +401,7 @@ impl<'a> Planner<'a> {
             None => pool,
             Some(in_use) if !in_use.released => in_use.index,
             Some(in_use) => {
-                let index = PoolIndex::try_from(self.plan.pools.len()).expect("few pools");
+                let index = PoolIndex::try_from(self.plan.pools.len()).expect("fewer than events");
                 self.plan.pools.push(PoolOrigin::Inferred);
                 *in_use = PoolInUse { index, released: false };
                 index

@@ -19,8 +19,8 @@ pub(in crate::replay) struct PausedUse {
 }
 
 /// Assigns each block a use. `completed` is the event at which each block became free, in the order of their frees;
-/// `None` is never. Returns the uses and the number of streams.
-pub(super) fn assign(completed: &[Option<u32>]) -> (Vec<PausedUse>, usize) {
+/// `None` is never. Returns the uses and the number of streams; `None` if there would be more than 65,535.
+pub(super) fn assign(completed: &[Option<u32>]) -> Option<(Vec<PausedUse>, usize)> {
     // The streams by the event at which their last use completes.
     let mut by_last: BTreeMap<u32, PausedStream> = BTreeMap::new();
     let mut uses_of: Vec<u32> = Vec::new();
@@ -31,20 +31,23 @@ pub(super) fn assign(completed: &[Option<u32>]) -> (Vec<PausedUse>, usize) {
             Some(event) => by_last.range(..event).next_back().map(|(&last, &stream)| (Some(last), stream)),
             None => never.map(|stream| (None, stream)),
         };
-        let (last, stream) = found.unwrap_or_else(|| {
-            uses_of.push(0);
-            (None, PausedStream::try_from(uses_of.len() - 1).expect("fewer than 65536 paused streams"))
-        });
+        let (last, stream) = match found {
+            Some(found) => found,
+            None => {
+                uses_of.push(0);
+                (None, PausedStream::try_from(uses_of.len() - 1).ok()?)
+            }
+        };
         last.map(|last| by_last.remove(&last));
         match completed {
             Some(event) => drop(by_last.insert(*event, stream)),
             None => never = Some(stream),
         }
         uses_of[usize::from(stream)] += 1;
-        PausedUse { stream, position: uses_of[usize::from(stream)] }
+        Some(PausedUse { stream, position: uses_of[usize::from(stream)] })
     });
-    let uses = uses.collect();
-    (uses, uses_of.len())
+    let uses = uses.collect::<Option<_>>()?;
+    Some((uses, uses_of.len()))
 }
 
 #[cfg(test)]
@@ -61,14 +64,14 @@ mod tests {
             (&[Some(9), Some(1), Some(2), Some(10)], &[0, 1, 1, 0]),
         ];
         for (completed, streams) in cases {
-            let uses = assign(completed).0;
+            let uses = assign(completed).unwrap().0;
             assert_eq!(uses.iter().map(|paused| paused.stream).collect::<Vec<_>>(), streams, "{completed:?}");
         }
     }
 
     #[test]
     fn uses_are_numbered_per_stream() {
-        let uses = assign(&[Some(3), Some(2), Some(4), None]).0;
+        let uses = assign(&[Some(3), Some(2), Some(4), None]).unwrap().0;
         assert_eq!(uses.iter().map(|paused| paused.position).collect::<Vec<_>>(), [1, 1, 2, 1]);
     }
 }

@@ -78,7 +78,7 @@ impl<'a> Comparison<'a> {
             self.first = Some(Difference {
                 device: self.device,
                 event: Some(u64::from(event)),
-                time_us: self.events[event as usize].time_us - start,
+                time_us: self.events[event as usize].time_us.saturating_sub(start),
                 expected: expected.to_string(),
                 got: got.to_string(),
             });

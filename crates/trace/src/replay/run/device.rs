@@ -141,7 +141,7 @@ impl ReplayDevice {
 
     #[inline]
     pub fn request(&self, stream: StreamIndex, pool: PoolIndex, bytes: u64) -> Request {
-        let (stream, pool) = (self.streams[usize::from(stream)], self.pools[usize::from(pool)]);
+        let (stream, pool) = (self.streams[usize::from(stream)], self.pools[pool as usize]);
         Request { device: DEVICE, stream, bytes, pool }
     }
 
@@ -171,14 +171,14 @@ impl ReplayDevice {
 
     /// Releases the cached memory of a pool. An allocator without pools uses the default pool for all.
     pub fn trim(&self, pool: PoolIndex) -> Result<u64> {
-        match self.pools[usize::from(pool)] {
+        match self.pools[pool as usize] {
             Some(pool) => self.allocator.trim(DEVICE, pool),
             None => Ok(0),
         }
     }
 
     pub fn release_pool(&self, pool: PoolIndex) -> Result<()> {
-        match self.pools[usize::from(pool)].filter(|pool| !pool.is_default()) {
+        match self.pools[pool as usize].filter(|pool| !pool.is_default()) {
             Some(pool) => self.allocator.pools()?.release_pool(DEVICE, pool),
             None => Ok(()),
         }

@@ -2,19 +2,23 @@
 
 mod compare;
 mod device;
+mod memory;
 mod restore;
 
 use warpool::driver::DevicePtr;
 use warpool::memory::{Action, Allocation, OomReport, Settings, SizeRules, TraceEntry};
 use warpool::{Error, Result};
 
+use super::ReplayError;
 use super::infer::{Inference, PoolIndex, RetryBounds};
 use super::options::{AllocatorChoice, ReplayProgress};
 use super::plan::{Plan, SegmentEvent, Step, StreamIndex};
 use super::recording::allocates_segment;
 use super::report::Difference;
+use crate::budget::{Budget, bytes_of};
 use compare::Comparison;
 use device::{Counters, DEVICE, DeviceOptions, ReplayDevice};
+use memory::DeviceMemory;
 use restore::Restore;
 
 /// One run of a plan.
@@ -36,6 +40,7 @@ pub(super) struct Run<'a> {
     /// The events before which `expandable_segments` changes.
     pub toggles: &'a [u32],
     pub progress: Option<&'a dyn Fn(ReplayProgress)>,
+    pub budget: &'a Budget,
 }
 
 /// What a run is compared with, beside the events.
@@ -68,8 +73,10 @@ pub(super) struct RunResult {
 }
 
 impl Run<'_> {
-    pub fn run(&self) -> Result<RunResult> {
+    pub fn run(&self) -> std::result::Result<RunResult, ReplayError> {
         let plan = self.plan;
+        let mut memory = DeviceMemory::new(self)?;
+        memory.add(bytes_of::<Option<Allocation>>(plan.slots))?;
         let mut device = ReplayDevice::new(&DeviceOptions {
             allocator: self.allocator,
             settings: self.settings,
@@ -80,14 +87,15 @@ impl Run<'_> {
             pools: &plan.pools,
         })?;
         let mut slots = vec![None; plan.slots];
+        memory.add_restored(self)?;
         match self.restore(&mut device, &mut slots) {
             Ok(()) => {}
             Err(error) if self.expected.is_some() => {
                 let first_difference = Some(self.not_restored(&error));
                 return Ok(RunResult { first_difference, not_started: true, ..RunResult::default() });
             }
-            Err(Error::OutOfMemory(report)) => return out_of_memory_at_start(&device, report),
-            Err(error) => return Err(error),
+            Err(Error::OutOfMemory(report)) => return Ok(out_of_memory_at_start(&device, report)?),
+            Err(error) => return Err(error.into()),
         }
         if let (Some(limit), Some(caching)) = (self.memory_limit, device.caching()) {
             // Only now: the initial state is restored without a limit.
@@ -98,7 +106,7 @@ impl Run<'_> {
         device.take_segment_actions();
         let before = device.counters();
 
-        let live_bytes = slots.iter().flatten().map(|block: &Allocation| live_size(block.bytes_requested)).sum();
+        let live_bytes = slots.iter().flatten().map(|block: &Allocation| live_size(block.bytes_requested)).sum::<u64>();
         let mut runner = Runner {
             run: self,
             device,
@@ -109,9 +117,10 @@ impl Run<'_> {
             next_toggle: self.toggles.first().copied().unwrap_or(u32::MAX),
             live_bytes,
             result: RunResult { peak_live_bytes: live_bytes, ..RunResult::default() },
+            memory,
         };
         runner.run_steps()?;
-        runner.finish(before)
+        Ok(runner.finish(before)?)
     }
 
     fn restore(&self, device: &mut ReplayDevice, slots: &mut [Option<Allocation>]) -> Result<()> {
@@ -162,6 +171,7 @@ struct Runner<'a> {
     next_toggle: u32,
     live_bytes: u64,
     result: RunResult,
+    memory: DeviceMemory,
 }
 
 /// Whether the run goes on.
@@ -171,12 +181,16 @@ enum Flow {
 }
 
 impl<'a> Runner<'a> {
-    fn run_steps(&mut self) -> Result<()> {
+    fn run_steps(&mut self) -> std::result::Result<(), ReplayError> {
         const PROGRESS_STEPS: usize = 1 << 14;
         let steps = &self.run.plan.steps;
         for (number, step) in steps.iter().enumerate() {
             if number % PROGRESS_STEPS == 0 {
                 self.report_progress(number, steps.len());
+            }
+            if self.memory.is_due(step) {
+                let stats = self.device.allocator().stats(DEVICE)?;
+                self.memory.count(&stats, step)?;
             }
             match self.run_step(number, step) {
                 Ok(Flow::Continue) => {}
@@ -186,7 +200,7 @@ impl<'a> Runner<'a> {
                     self.comparison.differs(step.event(), "a call without an error", error);
                     return Ok(());
                 }
-                Err(error) => return Err(error),
+                Err(error) => return Err(error.into()),
             }
         }
         self.report_progress(steps.len(), steps.len());
@@ -209,7 +223,7 @@ impl<'a> Runner<'a> {
                 self.compare_segments(event, recorded);
                 match result {
                     Ok(block) => {
-                        self.live_bytes += live_size(bytes);
+                        self.live_bytes = self.live_bytes.saturating_add(live_size(bytes));
                         self.result.peak_live_bytes = self.result.peak_live_bytes.max(self.live_bytes);
                         self.comparison.address(event, addr, block.ptr.0);
                         self.slots[slot as usize] = Some(block);
@@ -228,13 +242,13 @@ impl<'a> Runner<'a> {
             }
             Step::Free { slot, .. } => {
                 if let Some(block) = self.slots[slot as usize].take() {
-                    self.live_bytes -= live_size(block.bytes_requested);
+                    self.live_bytes = self.live_bytes.saturating_sub(live_size(block.bytes_requested));
                     self.device.free(block)?;
                 }
             }
             Step::FreeInUse { slot, paused, .. } => {
                 if let Some(block) = self.slots[slot as usize].take() {
-                    self.live_bytes -= live_size(block.bytes_requested);
+                    self.live_bytes = self.live_bytes.saturating_sub(live_size(block.bytes_requested));
                     self.device.free_in_use(block, paused)?;
                 }
             }

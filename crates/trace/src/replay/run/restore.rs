@@ -25,20 +25,38 @@ impl Restore<'_> {
     /// have no segments: there only the blocks are allocated.
     pub fn exactly(&self, device: &mut ReplayDevice, slots: &mut [Option<Allocation>]) -> Result<()> {
         let Some(caching) = device.caching() else { return self.blocks_only(device, slots) };
-        let allocations = self.restore_segments(caching, device)?;
-        allocations.into_iter().try_for_each(|block| device.free(block))?;
-
-        caching.set_settings(Settings { expandable_segments: true, ..splitting_settings() });
-        let mut pending = Vec::new();
+        let filled = self.restore_segments(caching, device)?;
+        let mut in_use: Vec<Vec<&InitialBlock>> = vec![Vec::new(); self.initial.heap.segments().len()];
         for block in &self.plan.initial_blocks {
-            let allocation = self.allocate_at(device, self.segment_of(block), block.addr, block.bytes)?;
-            let allocation = Allocation { bytes_requested: block.requested, ..allocation };
-            match block.paused {
-                None => slots[block.slot as usize] = Some(allocation),
-                Some(paused) => pending.push((allocation, paused)),
+            in_use[self.segment_of(block) as usize].push(block);
+        }
+        caching.set_settings(Settings { expandable_segments: true, ..splitting_settings() });
+        let (mut pending, mut free) = (Vec::new(), Vec::new());
+        for (id, allocations) in filled {
+            allocations.into_iter().try_for_each(|block| device.free(block))?;
+            let mut in_use = in_use[id as usize].iter().peekable();
+            // By address, with what is free in between allocated too, until all is done: so the only free block that is
+            // large enough is the rest of this segment, however many pieces there are.
+            for (addr, bytes) in self.blocks_of(id) {
+                let Some(block) = in_use.next_if(|block| block.addr == addr) else {
+                    free.extend(self.allocate_free_piece(device, id, addr, bytes)?);
+                    continue;
+                };
+                let allocation = self.allocate_at(device, id, block.addr, block.bytes)?;
+                let allocation = Allocation { bytes_requested: block.requested, ..allocation };
+                match block.paused {
+                    None => slots[block.slot as usize] = Some(allocation),
+                    Some(paused) => pending.push((allocation, paused)),
+                }
+            }
+            if let Some(block) = in_use.next() {
+                return Err(wrong_address(block.addr, DevicePtr(self.initial.heap.segment(id).base)));
             }
         }
+        free.into_iter().try_for_each(|block| device.free(block))?;
         caching.set_settings(self.settings.clone());
+        // Uses of a paused stream are numbered in the order of addresses.
+        pending.sort_unstable_by_key(|(allocation, _)| allocation.ptr.0);
         pending.into_iter().try_for_each(|(allocation, paused)| device.free_in_use(allocation, paused))
     }
 
@@ -59,28 +77,32 @@ impl Restore<'_> {
     }
 
     /// Allocates all segments at their addresses, with the recorded gaps, and returns allocations that fill them.
-    fn restore_segments(&self, caching: &CachingAllocator, device: &ReplayDevice) -> Result<Vec<Allocation>> {
-        let mut allocations = Vec::new();
+    fn restore_segments(
+        &self,
+        caching: &CachingAllocator,
+        device: &ReplayDevice,
+    ) -> Result<Vec<(SegmentId, Vec<Allocation>)>> {
+        let mut restored = Vec::new();
         let mut has_gaps = false;
         let ids = 0..SegmentId::try_from(self.initial.heap.segments().len()).expect("numbered so");
         for (id, segment) in ids.map(|id| (id, self.initial.heap.segment(id))).filter(|(_, it)| it.bytes > 0) {
             caching.set_settings(Settings { expandable_segments: segment.expandable, ..splitting_settings() });
             let filled = self.allocate_segment(device, id, segment)?;
             let ranges = self.mapped_ranges(id);
-            if ranges.iter().map(|&(_, bytes)| bytes).sum::<u64>() == segment.end - segment.base {
-                allocations.extend(filled);
+            if ranges.iter().map(|&(_, bytes)| bytes).fold(0, u64::saturating_add) == segment.end - segment.base {
+                restored.push((id, filled));
                 continue;
             }
             has_gaps = true;
             filled.into_iter().try_for_each(|block| device.free(block))?;
-            for (addr, bytes) in ranges.into_iter().flat_map(|(addr, bytes)| requests(addr, bytes, segment.kind)) {
-                allocations.push(self.allocate_at(device, id, addr, bytes)?);
-            }
+            let requests = ranges.into_iter().flat_map(|(addr, bytes)| requests(addr, bytes, segment.kind));
+            let allocated = requests.map(|(addr, bytes)| self.allocate_at(device, id, addr, bytes));
+            restored.push((id, allocated.collect::<Result<_>>()?));
         }
         if has_gaps {
             device.trim(DEFAULT_POOL)?;
         }
-        Ok(allocations)
+        Ok(restored)
     }
 
     /// Allocates a segment at its address and fills it. All other memory is allocated too, so nothing else can serve
@@ -99,7 +121,6 @@ impl Restore<'_> {
         }
         let (stream, pool) = (self.stream_index(segment.stream), self.inference.pools.of_segment(id));
         let filled = requests(segment.base, segment.end - segment.base, segment.kind)
-            .into_iter()
             .map(|(addr, bytes)| {
                 let block = device.allocate(stream, pool, bytes)?;
                 if block.ptr.0 == addr { Ok(block) } else { Err(wrong_address(addr, block.ptr)) }
@@ -109,15 +130,38 @@ impl Restore<'_> {
         filled
     }
 
+    /// The blocks of a segment, in use or free: address and length.
+    fn blocks_of(&self, id: SegmentId) -> impl Iterator<Item = (u64, u64)> {
+        let heap = &self.initial.heap;
+        let segment = heap.segment(id);
+        let blocks = heap.blocks().range(segment.base..segment.end);
+        blocks.filter(move |(_, block)| block.segment == id).map(|(&addr, block)| (addr, block.bytes))
+    }
+
+    /// Allocates a free piece of a segment. One that is smaller than what its segment serves stays free: it serves no
+    /// request meanwhile.
+    fn allocate_free_piece(
+        &self,
+        device: &ReplayDevice,
+        id: SegmentId,
+        addr: u64,
+        bytes: u64,
+    ) -> Result<Vec<Allocation>> {
+        let kind = self.initial.heap.segment(id).kind;
+        if SizeRules::kind(bytes) == SegmentKind::Small && kind == SegmentKind::Large {
+            return Ok(Vec::new());
+        }
+        let requests = requests(addr, bytes, kind);
+        requests.map(|(addr, bytes)| self.allocate_at(device, id, addr, bytes)).collect()
+    }
+
     /// The mapped ranges of a segment: address and length.
     fn mapped_ranges(&self, id: SegmentId) -> Vec<(u64, u64)> {
-        let segment = self.initial.heap.segment(id);
         let mut ranges: Vec<(u64, u64)> = Vec::new();
-        for (&addr, block) in self.initial.heap.blocks().range(segment.base..segment.end) {
+        for (addr, length) in self.blocks_of(id) {
             match ranges.last_mut() {
-                _ if block.segment != id => {}
-                Some((start, bytes)) if *start + *bytes == addr => *bytes += block.bytes,
-                _ => ranges.push((addr, block.bytes)),
+                Some((start, bytes)) if *start + *bytes == addr => *bytes += length,
+                _ => ranges.push((addr, length)),
             }
         }
         ranges
@@ -146,13 +190,27 @@ fn splitting_settings() -> Settings {
 }
 
 /// A range as requests that a segment of that kind can serve.
-fn requests(addr: u64, bytes: u64, kind: SegmentKind) -> Vec<(u64, u64)> {
-    let step = match kind {
+fn requests(addr: u64, bytes: u64, kind: SegmentKind) -> impl Iterator<Item = (u64, u64)> {
+    let step = request_size(bytes, kind);
+    (0..bytes.div_ceil(step)).map(move |at| (addr + at * step, step.min(bytes - at * step)))
+}
+
+/// How much of so many bytes one request of a segment of that kind can be.
+fn request_size(bytes: u64, kind: SegmentKind) -> u64 {
+    match kind {
         SegmentKind::Small => SizeRules::SMALL_REQUEST_MAX,
-        SegmentKind::Large => bytes,
-    };
-    let count = bytes.div_ceil(step.max(1));
-    (0..count).map(|at| (addr + at * step, step.min(bytes - at * step))).collect()
+        SegmentKind::Large => bytes.max(1),
+    }
+}
+
+/// How many calls it takes to restore a state, roughly.
+pub(super) fn calls(initial: &InitialState) -> u64 {
+    let segments = initial.heap.segments().iter().filter(|segment| segment.bytes > 0);
+    let calls = segments.map(|segment| {
+        let bytes = segment.end.saturating_sub(segment.base);
+        2 * bytes.div_ceil(request_size(bytes, segment.kind))
+    });
+    calls.fold(2 * initial.heap.blocks().len() as u64, u64::saturating_add)
 }
 
 fn wrong_address(addr: u64, got: DevicePtr) -> Error {

@@ -9,6 +9,7 @@
 //! here blocks are restored backward with sizes that are corrected later, and a damaged recording may contradict
 //! itself.
 
+mod releasable;
 #[cfg(test)]
 mod tests;
 mod undo;
@@ -17,7 +18,10 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use warpool::memory::{BlockState, MemPoolId, SegmentInfo, SegmentKind, SizeRules};
 
+use releasable::Releasable;
+
 use super::rules::{MIB, RecordedRules};
+use crate::budget::{Budget, Charge, Exceeded};
 
 /// The number of a segment in the order of appearance: the same in every pass over the same events.
 pub(in crate::replay) type SegmentId = u32;
@@ -36,6 +40,8 @@ pub(in crate::replay) struct RecordedSegment {
     pub pool: Option<MemPoolId>,
     /// Bytes that are mapped; 0 once it is freed.
     pub bytes: u64,
+    /// How often its kind was corrected. In a recording that contradicts itself that could go on.
+    pub kind_corrections: u8,
 }
 
 /// A block of a segment.
@@ -62,10 +68,17 @@ pub(in crate::replay) struct RecordedHeap {
     /// Free blocks of each stream and kind, in the order of a search.
     free: BTreeMap<(u64, SegmentKind), BTreeSet<FreeKey>>,
     bytes_reserved: u64,
+    releasable: Releasable,
+    charge: Charge,
 }
 
+/// Memory of a segment, of a block with its place in a free list, and of a free list, while the tables grow.
+const SEGMENT_BYTES: usize = 256;
+const BLOCK_BYTES: usize = 208;
+const LIST_BYTES: usize = 512;
+
 impl RecordedHeap {
-    pub fn new(rules: RecordedRules) -> Self {
+    pub fn new(rules: RecordedRules, budget: &Budget) -> Self {
         Self {
             rules,
             segments: Vec::new(),
@@ -73,13 +86,20 @@ impl RecordedHeap {
             blocks: BTreeMap::new(),
             free: BTreeMap::new(),
             bytes_reserved: 0,
+            releasable: Releasable::default(),
+            charge: Charge::new(budget),
         }
     }
 
+    pub fn budget(&self) -> &Budget {
+        self.charge.budget()
+    }
+
     /// The state that a snapshot shows.
-    pub fn from_snapshot(rules: RecordedRules, segments: &[&SegmentInfo]) -> Self {
-        let mut heap = Self::new(rules);
+    pub fn from_snapshot(rules: RecordedRules, segments: &[&SegmentInfo], budget: &Budget) -> Result<Self, Exceeded> {
+        let mut heap = Self::new(rules, budget);
         for info in segments {
+            budget.check()?;
             let (addr, bytes, pool) = (info.address, info.total_size, Some(info.pool));
             let segment = if info.is_expandable {
                 heap.extend_expandable(addr, bytes, info.stream, Some(info.kind), pool, true)
@@ -91,12 +111,12 @@ impl RecordedHeap {
                 heap.insert(block.address, RecordedBlock { bytes, requested, state: block.state, segment });
             }
         }
-        heap
+        Ok(heap)
     }
 
     /// The expandable segments only, with all their blocks free.
     pub fn expandable_segments_only(&self) -> Self {
-        let mut heap = Self::new(self.rules.clone());
+        let mut heap = Self::new(self.rules.clone(), self.budget());
         for (&addr, block) in &self.blocks {
             let from = self.segment(block.segment);
             if from.expandable {
@@ -211,6 +231,7 @@ impl RecordedHeap {
     /// `None`, if they were in the same pool: their addresses and segments.
     pub fn preferred_blocks(&self, stream: u64, size: u64, chosen: Option<u64>) -> Vec<(u64, SegmentId)> {
         const COUNT_MAX: usize = 256;
+        const EXAMINED_MAX: usize = 16 * COUNT_MAX;
         let Some(free) = self.free.get(&(stream, SizeRules::kind(size))) else { return Vec::new() };
         let chosen = chosen.and_then(|addr| Some((addr, self.blocks.get(&addr)?)));
         let chosen_key = chosen.map_or((u64::MAX, 0, 0), |(addr, block)| self.key(addr, block));
@@ -220,36 +241,51 @@ impl RecordedHeap {
         }
         let chosen_size = chosen.map_or(u64::MAX, |(addr, block)| self.extended_size(addr, block));
         free.range((size, 0, 0)..chosen_key)
-            .map(|&(_, _, addr)| (addr, &self.blocks[&addr]))
+            // Beyond the first that is too large to serve the request all are.
+            .take_while(|&&(bytes, _, _)| self.rules.sizes().may_serve(size, bytes))
+            .take(EXAMINED_MAX)
+            .filter_map(|&(_, _, addr)| Some((addr, self.blocks.get(&addr)?)))
             // Of blocks that can be extended the one that can be extended least is preferred.
-            .filter(|&(addr, block)| {
-                self.rules.sizes().may_serve(size, block.bytes) && self.extended_size(addr, block) <= chosen_size
-            })
+            .filter(|&(addr, block)| self.extended_size(addr, block) <= chosen_size)
             .map(|(addr, block)| (addr, block.segment))
             .take(COUNT_MAX)
             .collect()
     }
 
-    /// Segments of which at least a part could be returned to the driver.
-    pub fn releasable_segments(&self) -> Vec<SegmentId> {
-        let mut found = Vec::new();
-        for (&(_, kind), free) in &self.free {
-            let chunk = self.rules.sizes().chunk(kind);
-            for &(bytes, _, addr) in free {
-                let id = self.blocks[&addr].segment;
-                let segment = self.segment(id);
-                let releasable = if segment.expandable {
-                    let first_chunk = segment.base + (addr - segment.base).next_multiple_of(chunk);
-                    first_chunk + chunk <= addr + bytes
-                } else {
-                    bytes == segment.bytes
-                };
-                if releasable {
-                    found.push(id);
-                }
+    /// From now on keeps track of the segments of which at least a part could be returned to the driver.
+    pub fn track_releasable(&mut self) {
+        let mut releasable = Releasable::tracking();
+        for (&addr, block) in &self.blocks {
+            if block.state == BlockState::Inactive {
+                self.note_free(&mut releasable, addr, block);
             }
         }
-        found
+        self.releasable = releasable;
+    }
+
+    /// How often each segment is to be added to or removed from those that are releasable, since the last call.
+    pub fn take_releasable_changes(&mut self) -> Vec<(SegmentId, i32)> {
+        self.releasable.take_changes()
+    }
+
+    /// Whether a large segment that is not expandable is unused.
+    pub fn has_unused_large_segment(&self) -> bool {
+        self.releasable.has_unused_large()
+    }
+
+    fn note_free(&self, releasable: &mut Releasable, addr: u64, block: &RecordedBlock) {
+        let segment = self.segment(block.segment);
+        let is_releasable = if segment.expandable {
+            let chunk = self.rules.sizes().chunk(segment.kind);
+            let first_chunk = addr.checked_sub(segment.base).and_then(|offset| offset.checked_next_multiple_of(chunk));
+            let end_of_first = first_chunk.and_then(|first| (segment.base + first).checked_add(chunk));
+            end_of_first.is_some_and(|end| end <= addr + block.bytes)
+        } else {
+            block.bytes == segment.bytes
+        };
+        if is_releasable {
+            releasable.add(addr, block.segment, segment.kind == SegmentKind::Large && !segment.expandable);
+        }
     }
 
     /// The size of a free block with the unmapped addresses behind it.
@@ -285,8 +321,21 @@ impl RecordedHeap {
             let list = (segment.stream, segment.kind);
             let key = self.key(addr, &block);
             self.free.entry(list).or_default().insert(key);
+            if self.releasable.is_tracking() {
+                let mut releasable = std::mem::take(&mut self.releasable);
+                self.note_free(&mut releasable, addr, &block);
+                self.releasable = releasable;
+            }
         }
         self.blocks.insert(addr, block);
+        self.count_memory();
+    }
+
+    #[inline]
+    fn count_memory(&mut self) {
+        let Self { segments, blocks, free, .. } = self;
+        let bytes = segments.len() * SEGMENT_BYTES + blocks.len() * BLOCK_BYTES + free.len() * LIST_BYTES;
+        self.charge.raise_to(bytes as u64);
     }
 
     fn remove(&mut self, addr: u64) -> RecordedBlock {
@@ -296,7 +345,8 @@ impl RecordedHeap {
             let list = (segment.stream, segment.kind);
             let key = self.key(addr, &block);
             let was_listed = self.free.get_mut(&list).is_some_and(|free| free.remove(&key));
-            assert!(was_listed, "a free block is in the free list of its stream and kind");
+            debug_assert!(was_listed, "a free block is in the free list of its stream and kind");
+            self.releasable.remove(addr);
         }
         block
     }
@@ -339,9 +389,13 @@ impl RecordedHeap {
         pool: Option<MemPoolId>,
     ) -> SegmentId {
         let id = SegmentId::try_from(self.segments.len()).expect("fewer than 2^32 segments");
-        self.segments.push(RecordedSegment { base: addr, end: addr + bytes, stream, kind, expandable, pool, bytes });
+        let (base, end) = (addr, addr + bytes);
+        let kind_corrections = 0;
+        let segment = RecordedSegment { base, end, stream, kind, expandable, pool, bytes, kind_corrections };
+        self.segments.push(segment);
         self.segments_by_base.insert(addr, id);
-        self.bytes_reserved += bytes;
+        self.bytes_reserved = self.bytes_reserved.saturating_add(bytes);
+        self.count_memory();
         id
     }
 
@@ -379,13 +433,13 @@ impl RecordedHeap {
         let base = segment.base;
         segment.base = base.min(addr);
         segment.end = segment.end.max(addr + bytes);
-        segment.bytes += bytes;
+        segment.bytes = segment.bytes.saturating_add(bytes);
         segment.pool = segment.pool.or(pool);
         if addr < base {
             self.segments_by_base.remove(&base);
             self.segments_by_base.insert(addr, id);
         }
-        self.bytes_reserved += bytes;
+        self.bytes_reserved = self.bytes_reserved.saturating_add(bytes);
         id
     }
 

@@ -3,11 +3,13 @@
 use warpool::memory::Settings;
 
 use super::*;
+use crate::budget::Budget;
 
 const STREAM: u64 = 0;
 
 fn new_heap(expandable_segments: bool) -> RecordedHeap {
-    RecordedHeap::new(RecordedRules::new(&Settings { expandable_segments, ..Settings::default() }))
+    let rules = RecordedRules::new(&Settings { expandable_segments, ..Settings::default() });
+    RecordedHeap::new(rules, &Budget::new(None))
 }
 
 /// The blocks by address, in MiB: `x` allocated, `p` pending free, `.` free.

@@ -79,16 +79,23 @@ impl RecordedHeap {
 
     /// Sets the kind of an expandable segment by a block that was in it, and moves its free blocks to the other list.
     fn correct_kind(&mut self, id: SegmentId, kind: SegmentKind) {
+        const CORRECTIONS_MAX: u8 = 8;
         let segment = &mut self.segments[id as usize];
         let (stream, before) = (segment.stream, segment.kind);
-        if before == kind || !segment.expandable {
+        if before == kind || !segment.expandable || segment.kind_corrections == CORRECTIONS_MAX {
             return;
         }
         segment.kind = kind;
-        let Some(list) = self.free.get_mut(&(stream, before)) else { return };
-        let blocks = &self.blocks;
-        let moved: Vec<_> = list.iter().copied().filter(|(_, _, addr)| blocks[addr].segment == id).collect();
-        list.retain(|key| !moved.contains(key));
+        segment.kind_corrections += 1;
+        let range = segment.base..segment.end;
+        let free =
+            self.blocks.range(range).filter(|(_, block)| block.segment == id && block.state == BlockState::Inactive);
+        let moved: Vec<_> = free.map(|(&addr, block)| self.key(addr, block)).collect();
+        if let Some(list) = self.free.get_mut(&(stream, before)) {
+            for key in &moved {
+                list.remove(key);
+            }
+        }
         self.free.entry((stream, kind)).or_default().extend(moved);
     }
 

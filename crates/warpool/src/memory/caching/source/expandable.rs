@@ -88,7 +88,7 @@ fn reserve(slow: &SlowGuard<'_>, request: &BlockRequest, details: &EntryDetails)
 /// How many bytes of addresses a segment of that stream reserves: by its class, by the setting, or 9/8 of the device,
 /// so that what is unmapped in the middle can be mapped again at the end.
 fn bytes_to_reserve(slow: &SlowGuard<'_>, stream: StreamId) -> u64 {
-    let all = slow.bytes_total + slow.bytes_total / 8;
+    let all = slow.bytes_total.saturating_add(slow.bytes_total / 8);
     let settings = slow.shared().settings();
     let of_class = slow.shared().stream_class(stream).and_then(|class| {
         let reserve = settings.expandable_segments_reserve_by_class.get(&class).copied();

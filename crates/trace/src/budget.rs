@@ -1,0 +1,210 @@
+//! How much memory reading and replaying a recording may take. The content of a file decides what is allocated, so
+//! everything that grows with it is counted here before it grows; beyond the limit there is an error, never an abort.
+//!
+//! Counted are estimates, chosen not to be exceeded: `tests/memory` compares them with a counting allocator.
+
+use std::cell::Cell;
+use std::rc::Rc;
+
+/// Memory that is allowed for any recording: enough for the window of a decompressor and a simulated device.
+const BASE: u64 = 256 << 20;
+/// Bytes that are allowed for each byte of the recording. Real ones take 3 to 6 to read and as many to replay.
+const PER_BYTE: u64 = 32;
+/// The most that is allowed without being asked for.
+const MAX: u64 = 4 << 30;
+
+/// The memory limit where none is given: 256 MiB and 32 bytes for each of the recording's bytes that are read, after
+/// decompression, but at most 4 GiB. Texts that are skipped do not count as read.
+#[must_use]
+pub fn default_memory_limit(bytes_needed: u64) -> u64 {
+    bytes_needed.saturating_mul(PER_BYTE).saturating_add(BASE).min(MAX)
+}
+
+/// The memory limit was reached.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Exceeded;
+
+/// An account of memory, shared by all that take from it.
+#[derive(Clone, Debug)]
+pub(crate) struct Budget(Rc<Account>);
+
+#[derive(Debug)]
+struct Account {
+    limit: Cell<u64>,
+    /// Whether the limit grows with the bytes that are read.
+    grows: bool,
+    taken: Cell<u64>,
+    exceeded: Cell<bool>,
+}
+
+impl Budget {
+    /// A budget of so many bytes; `None` is the default, for as much as [`set_bytes_needed`](Self::set_bytes_needed)
+    /// says.
+    pub(crate) fn new(limit: Option<u64>) -> Self {
+        let (limit, grows) = (limit.unwrap_or(BASE), limit.is_none());
+        Self(Rc::new(Account { limit: Cell::new(limit), grows, taken: Cell::new(0), exceeded: Cell::new(false) }))
+    }
+
+    /// So many bytes of the recording were read and not skipped.
+    pub(crate) fn set_bytes_needed(&self, bytes: u64) {
+        if self.0.grows {
+            self.0.limit.set(default_memory_limit(bytes));
+        }
+    }
+
+    pub(crate) fn limit(&self) -> u64 {
+        self.0.limit.get()
+    }
+
+    /// Whether more was asked for than there is. It stays so.
+    pub(crate) fn is_exceeded(&self) -> bool {
+        self.0.exceeded.get()
+    }
+
+    /// Fails if more was asked for than there is.
+    #[inline]
+    pub(crate) fn check(&self) -> Result<(), Exceeded> {
+        if self.is_exceeded() { Err(Exceeded) } else { Ok(()) }
+    }
+
+    /// Takes so many bytes.
+    pub(crate) fn take(&self, bytes: u64) -> Result<(), Exceeded> {
+        let taken = self.0.taken.get().saturating_add(bytes);
+        if taken > self.limit() {
+            self.0.exceeded.set(true);
+            return Err(Exceeded);
+        }
+        self.0.taken.set(taken);
+        Ok(())
+    }
+
+    fn give_back(&self, bytes: u64) {
+        self.0.taken.set(self.0.taken.get().saturating_sub(bytes));
+    }
+
+    /// Makes room for one more element, and counts what that takes: while a vector grows, the old one exists too.
+    #[inline]
+    pub(crate) fn reserve_one<T>(&self, vec: &mut Vec<T>) -> Result<(), Exceeded> {
+        if vec.len() < vec.capacity() { Ok(()) } else { self.grow(vec, vec.capacity().saturating_mul(2).max(4)) }
+    }
+
+    /// Makes room for `more` elements, likewise.
+    pub(crate) fn reserve<T>(&self, vec: &mut Vec<T>, more: usize) -> Result<(), Exceeded> {
+        let needed = vec.len().saturating_add(more);
+        if needed <= vec.capacity() {
+            return Ok(());
+        }
+        self.grow(vec, needed.max(vec.capacity().saturating_mul(2)))
+    }
+
+    #[cold]
+    fn grow<T>(&self, vec: &mut Vec<T>, capacity: usize) -> Result<(), Exceeded> {
+        let before = bytes_of::<T>(vec.capacity());
+        self.take(bytes_of::<T>(capacity))?;
+        vec.reserve_exact(capacity - vec.len());
+        self.give_back(before);
+        Ok(())
+    }
+}
+
+/// The bytes of so many elements.
+pub(crate) fn bytes_of<T>(count: usize) -> u64 {
+    (count as u64).saturating_mul(size_of::<T>() as u64)
+}
+
+/// A part of a budget, given back when it is dropped. What copies it is charged again.
+#[derive(Debug)]
+pub(crate) struct Charge {
+    budget: Budget,
+    bytes: u64,
+}
+
+impl Charge {
+    pub(crate) fn new(budget: &Budget) -> Self {
+        Self { budget: budget.clone(), bytes: 0 }
+    }
+
+    /// Takes bytes, at once.
+    pub(crate) fn of(budget: &Budget, bytes: u64) -> Result<Self, Exceeded> {
+        budget.take(bytes)?;
+        Ok(Self { budget: budget.clone(), bytes })
+    }
+
+    pub(crate) fn budget(&self) -> &Budget {
+        &self.budget
+    }
+
+    pub(crate) fn add(&mut self, bytes: u64) -> Result<(), Exceeded> {
+        self.budget.take(bytes)?;
+        self.bytes += bytes;
+        Ok(())
+    }
+
+    /// Takes as much as is missing to `bytes`. For what grows in small steps: it is taken a little ahead, and a failure
+    /// shows in [`Budget::check`].
+    #[inline]
+    pub(crate) fn raise_to(&mut self, bytes: u64) {
+        if bytes > self.bytes {
+            self.raise(bytes);
+        }
+    }
+
+    #[cold]
+    fn raise(&mut self, bytes: u64) {
+        const STEP: u64 = 64 << 10;
+        // If even that is refused, the failure stays.
+        let _ = self.add((bytes - self.bytes).next_multiple_of(STEP));
+    }
+}
+
+impl Clone for Charge {
+    fn clone(&self) -> Self {
+        let mut copy = Self::new(&self.budget);
+        let _ = copy.add(self.bytes);
+        copy
+    }
+}
+
+impl Drop for Charge {
+    fn drop(&mut self) {
+        self.budget.give_back(self.bytes);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_taken_is_limited_and_given_back() {
+        let budget = Budget::new(Some(1000));
+        let mut charge = Charge::of(&budget, 600).unwrap();
+        assert_eq!(charge.add(401), Err(Exceeded));
+        assert!(budget.is_exceeded(), "it stays so");
+        drop(charge);
+        let budget = Budget::new(Some(1000));
+        drop(Charge::of(&budget, 1000).unwrap());
+        let mut vec: Vec<u64> = Vec::new();
+        for value in 0..32 {
+            budget.reserve_one(&mut vec).unwrap();
+            vec.push(value);
+        }
+        assert_eq!(vec.capacity(), 32);
+        assert_eq!(budget.reserve_one(&mut vec), Ok(()), "64 elements beside the old 32 are 768 bytes");
+        vec.resize(64, 0);
+        assert_eq!(budget.reserve_one(&mut vec), Err(Exceeded));
+    }
+
+    #[test]
+    fn default_limit_grows_with_what_is_read() {
+        let budget = Budget::new(None);
+        assert_eq!(budget.limit(), 256 << 20);
+        budget.set_bytes_needed(1 << 20);
+        assert_eq!(budget.limit(), (256 << 20) + (32 << 20));
+        budget.set_bytes_needed(1 << 40);
+        assert_eq!(budget.limit(), 4 << 30);
+        let fixed = Budget::new(Some(7));
+        fixed.set_bytes_needed(1 << 40);
+        assert_eq!(fixed.limit(), 7);
+    }
+}
