@@ -225,8 +225,8 @@ fn c_functions_are_the_upstream_of_a_pool() {
     let device = context.instance.device(0).unwrap();
     let pool = MemPool::new(&allocator, &device, options).unwrap();
     let stream = context.stream();
-    let first = allocator.allocate_in(pool.id(), 100_000, &stream).unwrap();
-    let second = allocator.allocate_in(pool.id(), 200_000, &stream).unwrap();
+    let first = allocator.allocate_in(&pool, 100_000, &stream).unwrap();
+    let second = allocator.allocate_in(&pool, 200_000, &stream).unwrap();
     let open = allocator.allocate(100_000, &stream).unwrap();
     assert_eq!(context.bytes_live(), 2 * MIB, "one segment for both blocks of the pool, and none for the other");
     context.work(first.ptr(), second.ptr(), 100_000, 9, &stream);
@@ -235,7 +235,7 @@ fn c_functions_are_the_upstream_of_a_pool() {
     let segments = allocator.snapshot(of_pool).unwrap().segments;
     assert_eq!((segments.len(), segments[0].total_size), (1, 2 * MIB));
     context.set_limit(4 * MIB as isize);
-    let refused = allocator.allocate_in(pool.id(), 30 * MIB, &stream);
+    let refused = allocator.allocate_in(&pool, 30 * MIB, &stream);
     assert!(matches!(&refused, Err(Error::OutOfMemory(report)) if report.cause == OomCause::Upstream), "{refused:?}");
     drop((first, second, open));
     pool.close().unwrap();

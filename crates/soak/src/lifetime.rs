@@ -91,7 +91,7 @@ fn capture(context: &mut Context, machine: &Machine, allocator: &Arc<dyn DeviceA
 fn pool(context: &mut Context, machine: &Machine, allocator: &Arc<dyn DeviceAllocator>) {
     let pool = MemPool::new(allocator, &machine.device(0), PoolOptions::default()).unwrap();
     let stream = machine.stream(0, context.rng.below(3));
-    let block = allocator.allocate_in(pool.id(), 1 + context.rng.u64() % (4 << 20), stream).unwrap();
+    let block = allocator.allocate_in(&pool, 1 + context.rng.u64() % (4 << 20), stream).unwrap();
     context.counts.allocations += 1;
     block.record_use(machine.stream(0, context.rng.below(3))).unwrap();
     if context.rng.one_in(2) {

@@ -242,8 +242,10 @@ impl<'a> Worker<'a> {
 
     fn allocate(&mut self, pool: Option<&MemPool>, stream: &Stream) {
         let bytes = self.rng.request_bytes();
-        let pool = pool.filter(|_| self.rng.one_in(4)).map_or(MemPoolId::DEFAULT, MemPool::id);
-        let outcome = self.shared.allocator.allocate_in(pool, bytes, stream);
+        let outcome = match pool.filter(|_| self.rng.one_in(4)) {
+            Some(pool) => self.shared.allocator.allocate_in(pool, bytes, stream),
+            None => self.shared.allocator.allocate(bytes, stream),
+        };
         let Some(block) = self.settle(outcome) else {
             self.tagged.truncate(self.tagged.len() / 2);
             return;

@@ -208,7 +208,7 @@ fn private_pool_does_not_share_memory(context: &TestContext) -> CheckResult {
         let other = allocator.allocate(BYTES, &stream)?;
         expect(other.ptr() != address, "the default pool does not use memory of the private pool")?;
         context.write_sequence(other.ptr(), BYTES, 3, &stream)?;
-        let back = allocator.allocate_in(pool.id(), BYTES, &stream)?;
+        let back = allocator.allocate_in(&pool, BYTES, &stream)?;
         expect_eq("the next block of the private pool", back.ptr(), address)?;
         context.expect_sequence("the memory that was free in the private pool", back.ptr(), BYTES, 1, &stream)?;
 

@@ -194,7 +194,7 @@ fn external_allocator_is_the_upstream_of_a_pool(context: &TestContext) -> CheckR
     let options = PoolOptions { upstream: Some(upstream), ..PoolOptions::default() };
     let pool = MemPool::new(&allocator, context.device(), options)?;
     let stream = context.device().lease_stream()?;
-    let blocks = [4096, 8192].map(|bytes| allocator.allocate_in(pool.id(), bytes, &stream));
+    let blocks = [4096, 8192].map(|bytes| allocator.allocate_in(&pool, bytes, &stream));
     let [first, second] = blocks;
     let (first, second) = (first?, second?);
     expect_eq("external bytes: one segment for both blocks", memory.bytes_live(), 2 * MIB)?;
@@ -204,7 +204,7 @@ fn external_allocator_is_the_upstream_of_a_pool(context: &TestContext) -> CheckR
     context.expect_sequence("the second block", second.ptr(), 8192, 2 << 28, &stream)?;
     let address = first.ptr();
     first.free()?;
-    let again = allocator.allocate_in(pool.id(), 4096, &stream)?;
+    let again = allocator.allocate_in(&pool, 4096, &stream)?;
     expect_eq("the address of the next block", again.ptr(), address)?;
     drop((again, second));
     pool.close()?;

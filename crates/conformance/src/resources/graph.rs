@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use warpool::Stream;
 use warpool::graph::{BufferKey, Capture, CaptureOptions, Flag, Graph, GraphError, GraphOptions};
-use warpool::memory::{Allocate, MemPoolId};
+use warpool::memory::{Allocate, MemPool, MemPoolId};
 use warpool_driver::DevicePtr;
 
 use super::graph_clients::{
@@ -185,7 +185,7 @@ fn ten_graphs_share_one_pool(context: &TestContext) -> CheckResult {
             added,
             BYTES + 2 * MIB,
         )?;
-        let pools: Vec<MemPoolId> = graphs.iter().map(Graph::pool).collect::<warpool::Result<_>>()?;
+        let pools: Vec<&MemPool> = graphs.iter().map(Graph::pool).collect::<warpool::Result<_>>()?;
         expect(pools.iter().all(|&pool| pool == pools[0]), "all graphs use one pool")?;
         for round in 0..3 {
             context.write_sequence(data.ptr(), 4096, 1000 * round, stream)?;

@@ -97,18 +97,20 @@ pub(super) fn wrong_use_returns_specific_errors(context: &TestContext) -> CheckR
     with_allocator(context, |allocator, stream| {
         let (main, other) = (context.device().default_stream()?, context.device().lease_stream()?);
         let mut graph = graph(context, allocator)?;
-        let begin =
-            |graph: &mut Graph, stream: &Stream, pool| graph.capture_begin(stream, CaptureOptions { pool, ..PLAIN });
+        let begin = |graph: &mut Graph, stream: &Stream, pool: Option<&MemPool>| {
+            graph.capture_begin(stream, CaptureOptions { pool, ..PLAIN })
+        };
         expect_eq("an end without a begin", graph.capture_end(stream), Err(GraphError::NotCapturing.into()))?;
         expect_eq("a replay before a capture", graph.replay(stream), Err(GraphError::NotCaptured.into()))?;
         let default = begin(&mut graph, &main, None);
         expect_eq("the default stream", default, Err(GraphError::DefaultStream.into()))?;
         let destroyed_pool = MemPool::new(allocator, context.device(), PoolOptions::default())?.id();
-        let destroyed = begin(&mut graph, stream, Some(destroyed_pool));
+        let destroyed = MemPool::from_id(allocator, context.device(), destroyed_pool).map(drop);
         let device = context.device_id;
         let known = [Error::PoolReleased { pool: destroyed_pool }, Error::UnknownPool { pool: destroyed_pool, device }];
         expect(destroyed.is_err_and(|error| known.contains(&error)), "a destroyed pool is rejected by its id")?;
-        let default_pool = begin(&mut graph, stream, Some(MemPoolId::DEFAULT));
+        let default_pool = MemPool::from_id(allocator, context.device(), MemPoolId::DEFAULT)?;
+        let default_pool = begin(&mut graph, stream, Some(&default_pool));
         expect_eq("the default pool", default_pool, Err(GraphError::DefaultPool.into()))?;
         let other_instance = Instance::new(Arc::clone(&context.driver))?;
         let foreign = Generator::new(&other_instance.device(context.device().index())?)?;

@@ -14,7 +14,8 @@ use crate::expect::{CheckResult, expect_eq};
 /// Any device allocator.
 pub(super) type SharedAllocator = Arc<dyn DeviceAllocator>;
 
-pub(super) const PLAIN: CaptureOptions = CaptureOptions { pool: None, mode: CaptureMode::Global, poller_timeout: None };
+pub(super) const PLAIN: CaptureOptions<'_> =
+    CaptureOptions { pool: None, mode: CaptureMode::Global, poller_timeout: None };
 
 /// Runs `body` with an allocator and a stream to capture on, and then expects that all memory can be returned to the
 /// driver.

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use warpool::driver::{CaptureMode, DevicePtr};
 use warpool::graph::{BufferKey, Capture, CaptureOptions, Fork, Graph, GraphOptions};
-use warpool::memory::{Allocation, DeviceBlock, MemPoolId};
+use warpool::memory::{Allocation, DeviceBlock, MemPool, MemPoolId};
 use warpool::{Error, Result, Stream};
 
 use super::blocks::{Held, Owned};
@@ -70,7 +70,9 @@ impl Run<'_> {
             body.shared.push((Arc::new(self.owned_block(held)), tag));
         }
         self.machine.wait_for(&root);
-        let options = self.capture_options(device);
+        let (mode, pool) = self.capture_options(device);
+        let mut options = CaptureOptions::default().with_mode(mode);
+        options.pool = pool.as_ref();
         self.context.step(format!("capture on {}, {options:?}", root.id()));
         let mut gave_up = false;
         let armed = self.machine.arm(self.context);
@@ -89,7 +91,7 @@ impl Run<'_> {
         self.machine.expect_capture_ended(&mut graph, &root);
         if outcome == Outcome::Done(()) {
             self.context.counts.captures += 1;
-            let pool = graph.pools()[0];
+            let pool = graph.pool().unwrap().id();
             self.graphs.all.push(Captured { graph, device, pool, body });
         } else {
             self.context.counts.captures_failed += 1;
@@ -98,15 +100,16 @@ impl Run<'_> {
         }
     }
 
-    fn capture_options(&mut self, device: usize) -> CaptureOptions {
+    /// The mode of a capture, and the pool of another graph, or none.
+    fn capture_options(&mut self, device: usize) -> (CaptureMode, Option<MemPool>) {
         let modes = [CaptureMode::Global, CaptureMode::ThreadLocal, CaptureMode::Relaxed];
-        let options = CaptureOptions::default().with_mode(self.context.rng.pick(&modes));
+        let mode = self.context.rng.pick(&modes);
         let shared: Vec<usize> = (0..self.graphs.count()).filter(|&at| self.graphs.all[at].device == device).collect();
         if !shared.is_empty() && self.context.rng.one_in(3) {
             let other = self.context.rng.pick(&shared);
-            return options.with_pool(self.graphs.all[other].graph.pool().unwrap());
+            return (mode, Some(self.graphs.all[other].graph.pool().unwrap().clone()));
         }
-        options
+        (mode, None)
     }
 
     /// The block of a held one.

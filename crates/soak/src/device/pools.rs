@@ -93,7 +93,7 @@ impl Run<'_> {
             0 => pool.enter(),
             _ => {
                 let stream = self.machine.stream(*device, self.context.rng.below(STREAMS));
-                PoolScope::open(&self.subject.allocator, device_id(*device), pool.id(), Route::Stream(stream.id()))
+                pool.route(Route::Stream(stream.id()))
             }
         }
     }

@@ -191,6 +191,36 @@ pub enum Error {
         pool: MemPoolId,
     },
 
+    /// A pool of another device.
+    #[error("pool {pool} belongs to {owner} and cannot be used on {device}; pools are per device")]
+    PoolDevice {
+        /// The pool.
+        pool: MemPoolId,
+        /// The pool's device.
+        owner: DeviceId,
+        /// The device that it was to be used on.
+        device: DeviceId,
+    },
+
+    /// More releases of a pool than uses that were begun by raw calls.
+    #[error(
+        "pool {pool} has no use that this call could end; those that are left belong to handles, scopes and graphs, \
+         which end them when they are dropped"
+    )]
+    PoolNotRetained {
+        /// The pool.
+        pool: MemPoolId,
+    },
+
+    /// The open scope of a pool was opened otherwise.
+    #[error(
+        "the open scope of pool {pool} is that of a PoolScope, a graph's capture or a raw call, which alone ends it"
+    )]
+    ForeignScope {
+        /// The pool.
+        pool: MemPoolId,
+    },
+
     /// A pool that was released by its last user.
     #[error("pool {pool} was released by its last user and cannot be used again; make another")]
     PoolReleased {

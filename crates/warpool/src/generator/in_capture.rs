@@ -84,10 +84,11 @@ impl CapturedGenerators {
         seed_kernels.any(|kernel| kernel.slot.ptr() == ptr)
     }
 
-    /// Records that replays use the slots on `stream`: their memory is reused after those.
-    pub(crate) fn record_use(&self, stream: &Stream) -> Result<()> {
-        let mut seed_kernels = self.generators.iter().flat_map(|generator| &generator.seed_kernels);
-        seed_kernels.try_for_each(|kernel| kernel.slot.record_use(stream))
+    /// Records that replays on `streams` use the slots: their memory is reused after those. No driver call.
+    pub(crate) fn record_replays(&self, streams: &[StreamId]) {
+        let seed_kernels = self.generators.iter().flat_map(|generator| &generator.seed_kernels);
+        let slots = seed_kernels.map(|kernel| &kernel.slot).chain(&self.unused_slots);
+        slots.for_each(|slot| slot.record_replays(streams));
     }
 
     fn find(&mut self, state: &Arc<PhiloxState>) -> Option<&mut CapturedGenerator> {

@@ -12,14 +12,14 @@ use super::registration::Registration;
 use super::retired::RetiredGraphs;
 use crate::capture::{CaptureRecord, CaptureStatus, StreamCapture, guards_of_thread};
 use crate::error::GraphError;
-use crate::memory::{CaptureMemory, MemPoolId, Route};
+use crate::memory::{CaptureMemory, Route};
 use crate::{Result, Stream};
 
 impl Graph {
     /// Begins a capture on `stream`: work that is put there is recorded instead of run, and memory that is requested on
     /// streams of the capture comes from the graph's pool. [`capture_end`](Self::capture_end) must follow, also after
     /// an error in between. [`capture`](Self::capture) does both, and cannot be left incomplete.
-    pub fn capture_begin(&mut self, stream: &Stream, options: CaptureOptions) -> Result<()> {
+    pub fn capture_begin(&mut self, stream: &Stream, options: CaptureOptions<'_>) -> Result<()> {
         self.check_begin(stream, &options)?;
         let instance = self.device.instance();
         let driver = &**instance.driver();
@@ -44,7 +44,7 @@ impl Graph {
                 return Err(GraphError::StreamCaptures { stream: stream.id() }.into());
             }
         };
-        let memory = CaptureMemory { allocator: Arc::clone(&self.allocator), pool: registration.pool() };
+        let memory = CaptureMemory { allocator: Arc::clone(&self.allocator), pool: registration.pool().id() };
         let record = Arc::new(CaptureRecord::new(self.device.id(), memory));
         let capture = StreamCapture { id, record: Arc::clone(&record), in_body: false };
         if let Err(error) = registration.register(capture) {
@@ -66,7 +66,7 @@ impl Graph {
     }
 
     /// What can be checked before anything is changed.
-    fn check_begin(&self, stream: &Stream, options: &CaptureOptions) -> Result<()> {
+    fn check_begin(&self, stream: &Stream, options: &CaptureOptions<'_>) -> Result<()> {
         match &self.stage {
             Stage::New => {}
             Stage::Capturing(open) => return Err(GraphError::AlreadyCapturing { stream: open.stream.id() }.into()),
@@ -76,8 +76,11 @@ impl Graph {
         if stream.is_default()? {
             return Err(GraphError::DefaultStream.into());
         }
-        if options.pool.is_some_and(MemPoolId::is_default) {
-            return Err(GraphError::DefaultPool.into());
+        if let Some(pool) = options.pool {
+            pool.expect_of(&*self.allocator, self.device.id())?;
+            if pool.id().is_default() {
+                return Err(GraphError::DefaultPool.into());
+            }
         }
         if guards_of_thread(self.device.instance()) > 0 {
             return Err(GraphError::PollsItself.into());

@@ -5,13 +5,13 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use warpool_driver::{DevicePtr, HostPtr, KernelArg};
+use warpool_driver::{DevicePtr, HostPtr, KernelArg, StreamId};
 
 use super::args::GraphArg;
 use super::keys::{BufferKey, BufferOffset, HostKey, HostOffset};
+use crate::Result;
 use crate::error::GraphError;
 use crate::memory::{DeviceBlock, HostBlock};
-use crate::{Result, Stream};
 
 /// The buffers of one capture.
 pub(super) struct Buffers {
@@ -92,10 +92,10 @@ impl Buffers {
         })
     }
 
-    /// Records that replays use the buffers on `stream`: their memory is reused after those.
-    pub(super) fn record_use(&self, stream: &Stream) -> Result<()> {
-        self.device.iter().try_for_each(|owned| owned.block().record_use(stream))?;
-        self.host.iter().try_for_each(|owned| owned.block().record_use(stream))
+    /// Records that replays on `streams` use the buffers: their memory is reused after those. No driver call.
+    pub(super) fn record_replays(&self, streams: &[StreamId]) {
+        self.device.iter().for_each(|owned| owned.block().record_replays(streams));
+        self.host.iter().for_each(|owned| owned.block().record_replays(streams));
     }
 }
 

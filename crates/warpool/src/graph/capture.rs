@@ -17,7 +17,7 @@ use super::keys::{BufferKey, BufferOffset, CopyEndpoint};
 use super::open_capture::OpenCapture;
 use crate::error::GraphError;
 use crate::generator::CapturedGenerators;
-use crate::memory::{Allocate, DeviceAllocator, DeviceBlock, MemPool, MemPoolId, PoolScope};
+use crate::memory::{Allocate, DeviceAllocator, DeviceBlock, MemPool, PoolScope};
 use crate::{Device, Result, Stream, StreamLease};
 
 /// A capture under way, or the body of a conditional node in it. See [`Graph::capture`].
@@ -41,7 +41,7 @@ impl Graph {
 
     /// During a capture: retains `pool`, whose memory the capture uses, for as long as the graph holds the capture. A
     /// second call for the same pool changes nothing.
-    pub fn retain_pool(&mut self, pool: MemPoolId) -> Result<()> {
+    pub fn retain_pool(&mut self, pool: &MemPool) -> Result<()> {
         self.scope()?.retain_pool(pool)
     }
 }
@@ -80,19 +80,18 @@ impl Capture<'_> {
 
     /// The pool of memory that is requested on streams of the capture.
     #[must_use]
-    pub fn pool(&self) -> MemPoolId {
+    pub fn pool(&self) -> &MemPool {
         self.open.registration.pool()
     }
 
     /// Retains `pool` for as long as the graph holds the capture. A second call for the same pool changes nothing.
-    pub fn retain_pool(&mut self, pool: MemPoolId) -> Result<()> {
+    pub fn retain_pool(&mut self, pool: &MemPool) -> Result<()> {
         self.open.registration.retain(pool)
     }
 
     /// Routes requests of this thread to `pool` until the scope is dropped, and retains the pool with the graph.
     pub fn enter_pool(&mut self, pool: &MemPool) -> Result<PoolScope> {
-        pool.expect_of(self.allocator())?;
-        self.retain_pool(pool.id())?;
+        self.retain_pool(pool)?;
         pool.enter()
     }
 

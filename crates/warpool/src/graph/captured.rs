@@ -1,16 +1,16 @@
 //! What a finished capture consists of.
 
-use std::sync::{Arc, Mutex, OnceLock};
+use std::sync::{Mutex, OnceLock};
 
 use warpool_driver::{Driver, GraphExecId, GraphId, InstantiateOptions};
 
 use super::buffers::Buffers;
+use super::replay_streams::ReplayStreams;
 use super::retired::GraphObject;
-use super::stream_set::StreamSet;
+use crate::Result;
 use crate::capture::{CaptureSlots, RelaxedMode};
 use crate::generator::CapturedGenerators;
-use crate::memory::{CapturedHostPools, DeviceAllocator, MemPoolId};
-use crate::{Result, Stream};
+use crate::memory::{CapturedHostPools, MemPool};
 
 const INSTANTIATE: InstantiateOptions = InstantiateOptions { auto_free_on_launch: true, use_node_priority: true };
 
@@ -19,7 +19,7 @@ pub(super) struct Captured {
     pub(super) template: Option<GraphId>,
     pub(super) exec: OnceLock<GraphExecId>,
     pub(super) is_empty: bool,
-    pub(super) pools: Vec<MemPoolId>,
+    pub(super) pools: Vec<MemPool>,
     pub(super) buffers: Buffers,
     /// What other modules stored for the graph, such as workspaces.
     _slots: CaptureSlots,
@@ -27,8 +27,8 @@ pub(super) struct Captured {
     pub(super) generators: CapturedGenerators,
     /// Held while it is instantiated, and over a replay with generators.
     pub(super) launch_lock: Mutex<()>,
-    /// The streams that it was replayed on.
-    pub(super) replay_streams: StreamSet,
+    /// The streams on which replays may be under way.
+    pub(super) replay_streams: ReplayStreams,
 }
 
 impl Captured {
@@ -36,7 +36,7 @@ impl Captured {
         template: Option<GraphId>,
         exec: Option<GraphExecId>,
         is_empty: bool,
-        pools: Vec<MemPoolId>,
+        pools: Vec<MemPool>,
         buffers: Buffers,
         generators: CapturedGenerators,
         mut slots: CaptureSlots,
@@ -51,25 +51,28 @@ impl Captured {
             host_pools: slots.take(),
             _slots: slots,
             launch_lock: Mutex::default(),
-            replay_streams: StreamSet::default(),
+            replay_streams: ReplayStreams::default(),
         }
-    }
-
-    /// Records that replays use the graph's memory on `stream`.
-    pub(super) fn record_use(&self, allocator: &Arc<dyn DeviceAllocator>, stream: &Stream) -> Result<()> {
-        let keeper = allocator.pools()?;
-        for &pool in &self.pools {
-            keeper.record_pool_use(stream.device_id(), pool, stream.id())?;
-        }
-        self.host_pools.record_replay(stream);
-        self.generators.record_use(stream)?;
-        self.buffers.record_use(stream)
     }
 
     /// Its driver objects.
     pub(super) fn objects(&self) -> impl Iterator<Item = GraphObject> {
         let exec = self.exec.get().copied().map(GraphObject::Exec);
         exec.into_iter().chain(self.template.map(GraphObject::Template))
+    }
+}
+
+/// The graph's memory waits for the replays that are under way. No driver call.
+impl Drop for Captured {
+    fn drop(&mut self) {
+        let streams = self.replay_streams.take();
+        if streams.is_empty() {
+            return;
+        }
+        self.pools.iter().for_each(|pool| pool.record_replays(&streams));
+        self.host_pools.record_replays(&streams);
+        self.generators.record_replays(&streams);
+        self.buffers.record_replays(&streams);
     }
 }
 

@@ -11,7 +11,6 @@ use super::captured::{Captured, instantiate};
 use super::graph::{Graph, Stage};
 use super::open_capture::OpenCapture;
 use super::options::CaptureOptions;
-use super::registration::release_pools;
 use super::retired::{EndOutcome, GraphObject, RetiredGraphs};
 use crate::error::GraphError;
 use crate::generator::CapturedGenerators;
@@ -26,7 +25,7 @@ impl Graph {
     pub fn capture<R>(
         &mut self,
         stream: &Stream,
-        options: CaptureOptions,
+        options: CaptureOptions<'_>,
         body: impl FnOnce(&mut Capture<'_>) -> Result<R>,
     ) -> Result<R> {
         self.capture_begin(stream, options)?;
@@ -91,7 +90,6 @@ impl Graph {
             for object in captured.objects() {
                 retired.destroy(self.device.driver(), object);
             }
-            release_pools(&self.allocator, &self.device, &captured.pools);
         }
         retired.process_pending(self.device.instance());
         Ok(())

@@ -21,15 +21,14 @@ use super::captured::{Captured, instantiate};
 use super::keys::{BufferKey, HostKey};
 use super::open_capture::OpenCapture;
 use super::options::GraphOptions;
-use super::registration::release_pools;
 use super::retired::{GraphObject, RetiredGraphs};
 use crate::error::GraphError;
-use crate::memory::{DeviceAllocator, DeviceBlock, HostBlock, MemPoolId};
+use crate::memory::{DeviceAllocator, DeviceBlock, HostBlock, MemPool};
 use crate::{Device, Result, Stream};
 
 /// Captured work that can be replayed any number of times.
 ///
-/// It owns what the work needs: the pools that its memory came from, blocks that were moved into it or shared with it
+/// It owns what the work needs: handles of the pools that its memory came from, blocks that were moved into it or shared with it
 /// (also pinned ones), workspaces and generators' slots. In safe Rust none of that can be freed before the graph is.
 /// See the [module](super) for an example.
 ///
@@ -62,6 +61,27 @@ use crate::{Device, Result, Stream};
 ///     Ok(())
 /// })?;
 /// # Ok(())
+/// # }
+/// ```
+/// A pool is given by a handle, which keeps it, and not by a number, which another allocator may use too:
+/// ```compile_fail,E0308
+/// # use warpool::{graph::CaptureOptions, memory::MemPoolId};
+/// let options = CaptureOptions::default().with_pool(MemPoolId { graph: 1, user: 0 });
+/// ```
+/// A capture cannot be given a handle that is gone:
+/// ```compile_fail,E0505
+/// # use warpool::{Stream, graph::{CaptureOptions, Graph}, memory::MemPool};
+/// # fn gone(graph: &mut Graph, stream: &Stream, pool: MemPool) -> warpool::Result<()> {
+/// let options = CaptureOptions::default().with_pool(&pool);
+/// drop(pool);
+/// graph.capture_begin(stream, options)
+/// # }
+/// ```
+/// Nor can a raw call be given the handle of a graph's pool, to release it:
+/// ```compile_fail,E0308
+/// # use warpool::{graph::Graph, memory::PrivatePools};
+/// # fn released(graph: &Graph, pools: &dyn PrivatePools) -> warpool::Result<()> {
+/// pools.release_pool(graph.device().id(), graph.pool()?)
 /// # }
 /// ```
 /// Inside its own capture the graph can be neither replayed nor reset:
@@ -130,18 +150,19 @@ impl Graph {
         Ok(self.captured()?.is_empty)
     }
 
-    /// The pool that its memory comes from, for [sharing](super::CaptureOptions::pool) it.
-    pub fn pool(&self) -> Result<MemPoolId> {
-        Ok(self.captured()?.pools[0])
+    /// The pool that its memory comes from, for [sharing](super::CaptureOptions::pool) it. A clone of the handle keeps
+    /// the pool also after the graph.
+    pub fn pool(&self) -> Result<&MemPool> {
+        Ok(&self.captured()?.pools[0])
     }
 
     /// All pools that it retains, the one that its memory comes from first. Empty if it holds nothing.
     #[must_use]
-    pub fn pools(&self) -> Vec<MemPoolId> {
+    pub fn pools(&self) -> &[MemPool] {
         match &self.stage {
-            Stage::New => Vec::new(),
-            Stage::Capturing(open) => open.registration.pools().to_vec(),
-            Stage::Captured(captured) => captured.pools.clone(),
+            Stage::New => &[],
+            Stage::Capturing(open) => open.registration.pools(),
+            Stage::Captured(captured) => &captured.pools,
         }
     }
 
@@ -263,7 +284,6 @@ impl Drop for Graph {
             Stage::Captured(captured) => {
                 let retired = RetiredGraphs::of(&self.device);
                 captured.objects().for_each(|object| retired.destroy_later(object));
-                release_pools(&self.allocator, &self.device, &captured.pools);
             }
         }
     }

@@ -19,7 +19,7 @@ use super::callable::{Call, Callable, Input};
 use super::graph::Graph;
 use super::options::{CaptureOptions, GraphOptions};
 use crate::error::GraphError;
-use crate::memory::{Allocate, DeviceAllocator, DeviceBlock, MemPoolId};
+use crate::memory::{Allocate, DeviceAllocator, DeviceBlock, MemPool, MemPoolId};
 use crate::{Device, Error, Result, Stream, StreamLease};
 
 /// Options of a [`GraphedCallable`].
@@ -126,7 +126,7 @@ impl<C: Callable> GraphedCallable<C> {
 
     /// The pool that the graphs share, if there are any.
     #[must_use]
-    pub fn pool(&self) -> Option<MemPoolId> {
+    pub fn pool(&self) -> Option<&MemPool> {
         self.captured.first().and_then(|captured| captured.graph.pool().ok())
     }
 
@@ -308,10 +308,10 @@ impl<C: Callable> GraphedCallable<C> {
     }
 
     /// What the graphs' pool has reserved; memory that others allocate meanwhile does not count.
-    fn bytes_in(&self, pool: Option<MemPoolId>) -> Result<u64> {
+    fn bytes_in(&self, pool: Option<&MemPool>) -> Result<u64> {
         let Some(pool) = pool else { return Ok(0) };
         let stats = self.allocator.stats(self.device.id())?;
-        Ok(stats.reserved_bytes_by_private_pools.get(&pool).map_or(0, |reserved| reserved.all.current))
+        Ok(stats.reserved_bytes_by_private_pools.get(&pool.id()).map_or(0, |reserved| reserved.all.current))
     }
 }
 

@@ -74,7 +74,8 @@
 //! - A graph that was captured can be captured again after a reset, and after a failed capture at once.
 //! - A graph owns what its scope was given. In PyTorch the program must keep inputs and outputs alive.
 //! - Replays on several streams, and graphs that are dropped while they run, are safe for the memory that a graph owns
-//!   and for its own pool, also with expandable segments: the first replay on each stream records the use there.
+//!   and for its own pool, also with expandable segments: a graph knows the streams on which its replays may be under
+//!   way, and its memory waits for them when it is dropped.
 //! - A capture waits for threads that poll, which PyTorch once did; here with guards instead of counters, and with a
 //!   timeout.
 //! - Dropping a graph makes no driver call; its driver objects are destroyed by the next capture or reset on the
@@ -100,8 +101,8 @@ mod open_capture;
 mod options;
 mod registration;
 mod replay;
+mod replay_streams;
 mod retired;
-mod stream_set;
 
 pub use crate::capture::Polling;
 pub use crate::error::GraphError;

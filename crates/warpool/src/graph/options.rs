@@ -5,7 +5,7 @@ use std::time::Duration;
 use warpool_driver::CaptureMode;
 
 use crate::error::GraphError;
-use crate::memory::MemPoolId;
+use crate::memory::MemPool;
 
 /// Options of a graph.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -18,23 +18,23 @@ pub struct GraphOptions {
 
 /// Options of a capture.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct CaptureOptions {
-    /// The pool of its memory: that of another graph, or of a [`MemPool`](crate::memory::MemPool). `None` makes a new
-    /// pool.
+pub struct CaptureOptions<'p> {
+    /// The pool of its memory: that of another graph ([`Graph::pool`](super::Graph::pool)), or one that the program made;
+    /// of the graph's allocator and device. The graph then uses it too. `None` makes a new pool.
     ///
     /// Graphs that share a pool use the same memory at different times. So their replays must not overlap, and must
     /// come in the order of their captures wherever one reads the output of another.
-    pub pool: Option<MemPoolId>,
+    pub pool: Option<&'p MemPool>,
     /// Which calls of other threads invalidate it. See [`capture_mode`] for the names.
     pub mode: CaptureMode,
     /// How long to wait for threads that [poll](crate::Instance::polling); `None` is without a limit.
     pub poller_timeout: Option<Duration>,
 }
 
-impl CaptureOptions {
+impl<'p> CaptureOptions<'p> {
     /// With memory from `pool`.
     #[must_use]
-    pub const fn with_pool(mut self, pool: MemPoolId) -> Self {
+    pub const fn with_pool(mut self, pool: &'p MemPool) -> Self {
         self.pool = Some(pool);
         self
     }

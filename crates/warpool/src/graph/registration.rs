@@ -8,14 +8,14 @@ use warpool_driver::CaptureId;
 use super::retired::{AbandonedCapture, EndOutcome, GraphObject, RetiredGraphs};
 use crate::capture::StreamCapture;
 use crate::error::GraphError;
-use crate::memory::{DeviceAllocator, MemPoolId, PrivatePools, Route};
+use crate::memory::{DeviceAllocator, MemPool, PoolUser, PrivatePools, Route};
 use crate::{Device, Result, Stream};
 
 pub(super) struct Registration {
     allocator: Arc<dyn DeviceAllocator>,
     device: Device,
     /// Each with one use by the graph. The first is where its memory comes from.
-    pools: Vec<MemPoolId>,
+    pools: Vec<MemPool>,
     routing: bool,
     /// Whether the allocator and the `Instance` count the capture.
     counted: bool,
@@ -25,11 +25,10 @@ pub(super) struct Registration {
 
 impl Registration {
     /// With one use of `pool`, or of a new pool.
-    pub(super) fn new(allocator: &Arc<dyn DeviceAllocator>, device: &Device, pool: Option<MemPoolId>) -> Result<Self> {
-        let pools = allocator.pools()?;
+    pub(super) fn new(allocator: &Arc<dyn DeviceAllocator>, device: &Device, pool: Option<&MemPool>) -> Result<Self> {
         let pool = match pool {
-            Some(pool) => pools.retain_pool(device.id(), pool).map(|()| pool)?,
-            None => pools.create_graph_pool(device.id())?,
+            Some(pool) => pool.another_use()?,
+            None => MemPool::for_graph(allocator, device.id())?,
         };
         Ok(Self {
             allocator: Arc::clone(allocator),
@@ -50,11 +49,11 @@ impl Registration {
     }
 
     /// Where the memory comes from.
-    pub(super) fn pool(&self) -> MemPoolId {
-        self.pools[0]
+    pub(super) fn pool(&self) -> &MemPool {
+        &self.pools[0]
     }
 
-    pub(super) fn pools(&self) -> &[MemPoolId] {
+    pub(super) fn pools(&self) -> &[MemPool] {
         &self.pools
     }
 
@@ -63,7 +62,7 @@ impl Registration {
     }
 
     pub(super) fn route(&mut self, route: Route) -> Result<()> {
-        self.keeper()?.begin_routing(self.device.id(), self.pool(), route)?;
+        self.keeper()?.begin_routing_as(self.device.id(), self.pool().id(), route, PoolUser::HANDLE)?;
         self.routing = true;
         Ok(())
     }
@@ -95,17 +94,17 @@ impl Registration {
 
     fn reroute(&self) -> Result<()> {
         let routes: Vec<Route> = self.captures.iter().copied().map(Route::Capture).collect();
-        self.keeper()?.reroute(self.device.id(), self.pool(), &routes)
+        self.keeper()?.reroute_as(self.device.id(), self.pool().id(), &routes, PoolUser::HANDLE)
     }
 
     /// Adds a use of another pool, for as long as the graph lives.
-    pub(super) fn retain(&mut self, pool: MemPoolId) -> Result<()> {
-        if pool.is_default() {
+    pub(super) fn retain(&mut self, pool: &MemPool) -> Result<()> {
+        pool.expect_of(&*self.allocator, self.device.id())?;
+        if pool.id().is_default() {
             return Err(GraphError::DefaultPool.into());
         }
-        if !self.pools.contains(&pool) {
-            self.keeper()?.retain_pool(self.device.id(), pool)?;
-            self.pools.push(pool);
+        if !self.pools.contains(pool) {
+            self.pools.push(pool.another_use()?);
         }
         Ok(())
     }
@@ -130,7 +129,7 @@ impl Registration {
     }
 
     /// Undoes everything but the uses of pools, which it returns: they are the graph's from here on.
-    pub(super) fn close(mut self) -> Vec<MemPoolId> {
+    pub(super) fn close(mut self) -> Vec<MemPool> {
         self.undo();
         std::mem::take(&mut self.pools)
     }
@@ -143,7 +142,7 @@ impl Registration {
         let Ok(pools) = self.allocator.pools() else { return };
         // The only error of these is an end without a begin.
         if std::mem::take(&mut self.routing) {
-            let _ = pools.end_routing(self.device.id(), self.pools[0]);
+            let _ = pools.end_routing_as(self.device.id(), self.pools[0].id(), PoolUser::HANDLE);
         }
         if std::mem::take(&mut self.counted) {
             let _ = pools.capture_ended(self.device.id());
@@ -155,15 +154,5 @@ impl Registration {
 impl Drop for Registration {
     fn drop(&mut self) {
         self.undo();
-        release_pools(&self.allocator, &self.device, &self.pools);
-    }
-}
-
-/// Ends a graph's uses of its pools. No driver call.
-pub(super) fn release_pools(allocator: &Arc<dyn DeviceAllocator>, device: &Device, pools: &[MemPoolId]) {
-    let Ok(keeper) = allocator.pools() else { return };
-    for &pool in pools {
-        // Its only error is an unknown pool, and the pool still has this use.
-        let _ = keeper.release_pool(device.id(), pool);
     }
 }

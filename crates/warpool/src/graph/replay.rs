@@ -1,7 +1,7 @@
 //! Replays.
 //!
 //! A replay of a graph without generators is one driver call: no lock, no allocation, no counter. Only the first replay
-//! on each stream does more: it records the use of the graph's memory there.
+//! on each stream does more: it adds the stream to those that the graph's memory waits for when the graph is dropped.
 
 use warpool_driver::GraphExecId;
 
@@ -26,11 +26,18 @@ impl Graph {
         if self.device.instance().has_captures() {
             self.expect_no_capture(stream)?;
         }
-        let Some(&exec) = captured.exec.get() else { return self.first_replay(captured, stream) };
-        if !captured.replay_streams.contains(stream.id()) || !captured.generators.is_empty() {
-            return self.replay_with(captured, exec, stream);
+        let exec = match captured.exec.get() {
+            Some(&exec) => exec,
+            None => self.exec(captured)?,
+        };
+        let ticket = captured.replay_streams.ticket(stream.id());
+        if captured.generators.is_empty() {
+            launch::graph(self.device.driver(), exec, stream.id())?;
+        } else {
+            self.launch_with_generators(captured, exec, stream)?;
         }
-        Ok(launch::graph(self.device.driver(), exec, stream.id())?)
+        captured.replay_streams.launched(stream.id(), ticket, self.device.instance());
+        Ok(())
     }
 
     /// Fails where a launch would invalidate a capture. Called only while captures of graphs are under way.
@@ -42,13 +49,8 @@ impl Graph {
         Ok(())
     }
 
-    #[cold]
-    fn first_replay(&self, captured: &Captured, stream: &Stream) -> Result<()> {
-        let exec = self.exec(captured)?;
-        self.replay_with(captured, exec, stream)
-    }
-
     /// The executable, instantiated if it was not.
+    #[cold]
     fn exec(&self, captured: &Captured) -> Result<GraphExecId> {
         let _locked = lock(&captured.launch_lock);
         if let Some(&exec) = captured.exec.get() {
@@ -59,24 +61,8 @@ impl Graph {
         Ok(*captured.exec.get_or_init(|| exec))
     }
 
-    fn replay_with(&self, captured: &Captured, exec: GraphExecId, stream: &Stream) -> Result<()> {
-        let is_new = !captured.replay_streams.contains(stream.id());
-        if is_new {
-            // Before the launch: memory whose use could not be recorded must not be used.
-            captured.record_use(&self.allocator, stream)?;
-        }
-        self.launch(captured, exec, stream)?;
-        if is_new {
-            captured.replay_streams.insert(stream.id());
-        }
-        Ok(())
-    }
-
-    fn launch(&self, captured: &Captured, exec: GraphExecId, stream: &Stream) -> Result<()> {
+    fn launch_with_generators(&self, captured: &Captured, exec: GraphExecId, stream: &Stream) -> Result<()> {
         let driver = self.device.driver();
-        if captured.generators.is_empty() {
-            return Ok(launch::graph(driver, exec, stream.id())?);
-        }
         // Held over the calls: the arguments that are set apply to the next launch, which must be this one.
         let _locked = lock(&captured.launch_lock);
         captured.generators.prepare(driver, exec)?;

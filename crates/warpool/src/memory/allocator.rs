@@ -118,6 +118,15 @@ pub trait DeviceAllocator: fmt::Debug + Send + Sync {
         self.record_use_raw(allocation.ptr, stream)
     }
 
+    /// The same for destructors, of work that is in these streams and not in a capture: makes no driver call. They are
+    /// distinct.
+    fn record_uses_later(&self, allocation: Allocation, streams: &[StreamId]) {
+        for &stream in streams {
+            // It fails only for an allocation that does not exist.
+            let _ = self.record_use(allocation, stream);
+        }
+    }
+
     /// Returns cached memory that nothing uses to the driver. Returns how many bytes. For the default pool, that is its
     /// memory and that of all released private pools; another pool is trimmed only if it is released.
     fn trim(&self, device: DeviceId, pool: MemPoolId) -> Result<u64>;

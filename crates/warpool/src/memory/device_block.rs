@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use warpool_driver::{DeviceId, DevicePtr, StreamId};
 
-use super::{Allocation, DeviceAllocator, MemPoolId, Request};
+use super::{Allocation, DeviceAllocator, MemPool, Request};
 use crate::{Instance, Result, Stream};
 
 /// Owned device memory. Dropping it frees it without a driver call: fences in other streams that used it are recorded
@@ -76,6 +76,13 @@ impl DeviceBlock {
         self.allocator.record_use(self.allocation, stream.id())
     }
 
+    /// Records that work that is in `streams` uses it too. No driver call.
+    pub(crate) fn record_replays(&self, streams: &[StreamId]) {
+        if !self.allocation.ptr.is_null() {
+            self.allocator.record_uses_later(self.allocation, streams);
+        }
+    }
+
     /// Fails if it is not memory of `instance`.
     pub(crate) fn expect_of(&self, instance: &Instance) -> Result<()> {
         instance.expect_same(self.allocator.instance(), "the block")
@@ -108,8 +115,8 @@ pub trait Allocate {
     /// Memory for work on `stream`, from the pool that the thread or the stream is routed to.
     fn allocate(&self, bytes: u64, stream: &Stream) -> Result<DeviceBlock>;
 
-    /// Memory from that pool.
-    fn allocate_in(&self, pool: MemPoolId, bytes: u64, stream: &Stream) -> Result<DeviceBlock>;
+    /// Memory from that pool, which must be one of this allocator on the stream's device.
+    fn allocate_in(&self, pool: &MemPool, bytes: u64, stream: &Stream) -> Result<DeviceBlock>;
 }
 
 impl Allocate for Arc<dyn DeviceAllocator> {
@@ -118,9 +125,10 @@ impl Allocate for Arc<dyn DeviceAllocator> {
         DeviceBlock::allocate(self, Request::new(stream.device_id(), stream.id(), bytes))
     }
 
-    fn allocate_in(&self, pool: MemPoolId, bytes: u64, stream: &Stream) -> Result<DeviceBlock> {
+    fn allocate_in(&self, pool: &MemPool, bytes: u64, stream: &Stream) -> Result<DeviceBlock> {
         self.instance().expect_same(stream.instance(), "the stream")?;
-        DeviceBlock::allocate(self, Request::new(stream.device_id(), stream.id(), bytes).in_pool(pool))
+        pool.expect_of(&**self, stream.device_id())?;
+        DeviceBlock::allocate(self, Request::new(stream.device_id(), stream.id(), bytes).in_pool(pool.id()))
     }
 }
 
@@ -130,7 +138,7 @@ impl<A: DeviceAllocator + 'static> Allocate for Arc<A> {
         allocator.allocate(bytes, stream)
     }
 
-    fn allocate_in(&self, pool: MemPoolId, bytes: u64, stream: &Stream) -> Result<DeviceBlock> {
+    fn allocate_in(&self, pool: &MemPool, bytes: u64, stream: &Stream) -> Result<DeviceBlock> {
         let allocator: Arc<dyn DeviceAllocator> = Arc::<A>::clone(self);
         allocator.allocate_in(pool, bytes, stream)
     }

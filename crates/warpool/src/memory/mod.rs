@@ -87,7 +87,8 @@ pub use external::{BaseAllocation, ExternalAllocator, ExternalUpstream, FnAlloca
 pub(crate) use host::CapturedHostPools;
 pub use host::{HostAllocator, HostBlock, HostStats, HostTime};
 pub use pool::{MemPool, PoolScope};
-pub use private_pools::{PoolOptions, PrivatePools, Route, Upstream};
+pub(crate) use private_pools::PoolUses;
+pub use private_pools::{PoolOptions, PoolUser, PrivatePools, Route, Upstream};
 pub(crate) use report::with_metadata;
 pub use report::{
     Action, Annotation, BlockInfo, BlockState, Frame, HistoryEntry, HistoryOptions, ObserverId, Observers, OomObserver,

@@ -3,108 +3,178 @@
 use std::fmt;
 use std::sync::Arc;
 
-use warpool_driver::DeviceId;
+use warpool_driver::{DeviceId, StreamId};
 
-use super::{DeviceAllocator, MemPoolId, PoolOptions, Route};
+use super::{DeviceAllocator, MemPoolId, PoolOptions, PoolUser, Route};
 use crate::{Device, Error, Result};
 
-/// An owned pool. Dropping it ends the owner's use without a driver call; its cached memory is returned when the
-/// allocator next needs memory or is trimmed. [`close`](Self::close) returns it at once.
-pub struct MemPool {
+/// A handle of a pool, which keeps the pool and its allocator. Clones are the same handle.
+///
+/// A pool lives as long as a handle, an open scope or a graph uses it; no call can end a use that is not its own. When
+/// the last is gone, the pool's cached memory is returned as soon as the allocator needs memory or is trimmed, without
+/// a driver call in a destructor. [`close`](Self::close) returns it at once.
+#[derive(Clone)]
+pub struct MemPool(Arc<PoolUse>);
+
+/// One use of a pool.
+struct PoolUse {
     allocator: Arc<dyn DeviceAllocator>,
     device: DeviceId,
     id: MemPoolId,
-    owned: bool,
+    /// Whether it is the use of the pool's creator. Without it the pool no longer serves the default pool.
+    by_creator: bool,
 }
 
 impl MemPool {
     /// A new pool of `allocator` on `device`.
     pub fn new(allocator: &Arc<dyn DeviceAllocator>, device: &Device, options: PoolOptions) -> Result<Self> {
         allocator.instance().expect_same(device.instance(), "the device")?;
-        let id = allocator.pools()?.create_pool(device.id(), options)?;
-        Ok(Self { allocator: Arc::clone(allocator), device: device.id(), id, owned: true })
+        let pools = allocator.pools()?;
+        let id = pools.create_pool(device.id(), options)?;
+        let created = Self::hold(allocator, device.id(), id, true);
+        pools.release_pool(device.id(), id)?;
+        created
+    }
+
+    /// A new pool for a graph.
+    pub(crate) fn for_graph(allocator: &Arc<dyn DeviceAllocator>, device: DeviceId) -> Result<Self> {
+        let pools = allocator.pools()?;
+        let id = pools.create_graph_pool(device)?;
+        let created = Self::hold(allocator, device, id, false);
+        pools.release_pool(device, id)?;
+        created
+    }
+
+    /// A handle of a pool that a raw call created, or of the default pool.
+    pub fn from_id(allocator: &Arc<dyn DeviceAllocator>, device: &Device, id: MemPoolId) -> Result<Self> {
+        allocator.instance().expect_same(device.instance(), "the device")?;
+        Self::hold(allocator, device.id(), id, false)
+    }
+
+    fn hold(allocator: &Arc<dyn DeviceAllocator>, device: DeviceId, id: MemPoolId, by_creator: bool) -> Result<Self> {
+        allocator.pools()?.retain_pool_as(device, id, PoolUser::HANDLE)?;
+        Ok(Self(Arc::new(PoolUse { allocator: Arc::clone(allocator), device, id, by_creator })))
+    }
+
+    /// Another use of the same pool, by a graph.
+    pub(crate) fn another_use(&self) -> Result<Self> {
+        Self::hold(&self.0.allocator, self.0.device, self.0.id, false)
     }
 
     /// Its id.
     #[must_use]
     pub fn id(&self) -> MemPoolId {
-        self.id
+        self.0.id
     }
 
-    /// Fails if it is not a pool of `allocator`: another allocator may have one with the same id.
-    pub(crate) fn expect_of(&self, allocator: &Arc<dyn DeviceAllocator>) -> Result<()> {
-        // The addresses alone: one object may have several vtables.
-        if std::ptr::addr_eq(Arc::as_ptr(&self.allocator), Arc::as_ptr(allocator)) {
-            return Ok(());
+    /// Its device's id.
+    #[must_use]
+    pub fn device_id(&self) -> DeviceId {
+        self.0.device
+    }
+
+    /// Its allocator.
+    #[must_use]
+    pub fn allocator(&self) -> &Arc<dyn DeviceAllocator> {
+        &self.0.allocator
+    }
+
+    /// Fails if it is not a pool of `allocator` on `device`: another allocator or device may have one with the same id.
+    pub(crate) fn expect_of(&self, allocator: &dyn DeviceAllocator, device: DeviceId) -> Result<()> {
+        if !self.is_of(allocator) {
+            return Err(Error::ForeignAllocator { pool: self.id() });
         }
-        Err(Error::ForeignAllocator { pool: self.id })
+        if self.0.device != device {
+            return Err(Error::PoolDevice { pool: self.id(), owner: self.0.device, device });
+        }
+        Ok(())
     }
 
-    /// The number of its uses: this, open scopes, graphs.
+    /// Decorators have the pools of the allocator inside.
+    fn is_of(&self, allocator: &dyn DeviceAllocator) -> bool {
+        match (self.0.allocator.pools(), allocator.pools()) {
+            (Ok(mine), Ok(theirs)) => std::ptr::addr_eq(mine, theirs),
+            _ => false,
+        }
+    }
+
+    /// Records that replays on `streams` use its memory beside what it was allocated for. No driver call.
+    pub(crate) fn record_replays(&self, streams: &[StreamId]) {
+        if let Ok(pools) = self.0.allocator.pools() {
+            // It fails only for an unknown pool, and this is one of its uses.
+            let _ = pools.record_pool_uses(self.0.device, self.0.id, streams);
+        }
+    }
+
+    /// The number of its uses: this handle and its clones together, other handles, open scopes, graphs.
     pub fn uses(&self) -> Result<u32> {
-        self.allocator.pools()?.pool_uses(self.device, self.id)
+        self.0.allocator.pools()?.pool_uses(self.0.device, self.0.id)
     }
 
     /// Routes requests of the calling thread on the pool's device to it, until the scope is dropped.
     pub fn enter(&self) -> Result<PoolScope> {
-        PoolScope::open(&self.allocator, self.device, self.id, Route::Thread(std::thread::current().id()))
+        self.route(Route::Thread(std::thread::current().id()))
     }
 
-    /// Releases the pool and returns its cached memory.
-    pub fn close(mut self) -> Result<()> {
-        self.owned = false;
-        let pools = self.allocator.pools()?;
-        pools.set_use_on_oom(self.device, self.id, false)?;
-        pools.release_pool(self.device, self.id)?;
-        self.allocator.trim(self.device, self.id).map(drop)
+    /// Routes requests to it, until the scope is dropped.
+    pub fn route(&self, route: Route) -> Result<PoolScope> {
+        self.0.allocator.pools()?.begin_routing_as(self.0.device, self.0.id, route, PoolUser::HANDLE)?;
+        Ok(PoolScope { pool: self.clone() })
+    }
+
+    /// Ends the use of this handle, unless it has clones. If it was the last use, returns the pool's cached memory.
+    pub fn close(self) -> Result<()> {
+        let (allocator, device, id) = (Arc::clone(&self.0.allocator), self.0.device, self.0.id);
+        drop(self);
+        if id.is_default() { Ok(()) } else { allocator.trim(device, id).map(drop) }
     }
 }
 
-impl Drop for MemPool {
+impl Drop for PoolUse {
     fn drop(&mut self) {
-        if self.owned
-            && let Ok(pools) = self.allocator.pools()
-        {
+        if let Ok(pools) = self.allocator.pools() {
             // They fail only for an unknown pool, and this is one of its uses.
-            let _ = pools.set_use_on_oom(self.device, self.id, false);
-            let _ = pools.release_pool(self.device, self.id);
+            if self.by_creator {
+                let _ = pools.set_use_on_oom(self.device, self.id, false);
+            }
+            let _ = pools.release_pool_as(self.device, self.id, PoolUser::HANDLE);
         }
     }
 }
 
+/// Two handles are equal if they are of the same pool.
+impl PartialEq for MemPool {
+    fn eq(&self, other: &Self) -> bool {
+        (self.id(), self.0.device) == (other.id(), other.0.device) && self.is_of(&*other.0.allocator)
+    }
+}
+
+impl Eq for MemPool {}
+
 impl fmt::Debug for MemPool {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "pool {} of {}", self.id, self.device)
+        write!(f, "pool {} of {}", self.id(), self.0.device)
     }
 }
 
 /// An open scope of a pool. Dropping it closes it, without a driver call.
 #[must_use = "dropping the scope ends the routing"]
 pub struct PoolScope {
-    allocator: Arc<dyn DeviceAllocator>,
-    device: DeviceId,
-    id: MemPoolId,
-}
-
-impl PoolScope {
-    /// Routes requests to an existing pool.
-    pub fn open(allocator: &Arc<dyn DeviceAllocator>, device: DeviceId, pool: MemPoolId, route: Route) -> Result<Self> {
-        allocator.pools()?.begin_routing(device, pool, route)?;
-        Ok(Self { allocator: Arc::clone(allocator), device, id: pool })
-    }
+    pool: MemPool,
 }
 
 impl Drop for PoolScope {
     fn drop(&mut self) {
-        if let Ok(pools) = self.allocator.pools() {
+        let PoolUse { allocator, device, id, .. } = &*self.pool.0;
+        if let Ok(pools) = allocator.pools() {
             // It fails only if no scope is open.
-            let _ = pools.end_routing(self.device, self.id);
+            let _ = pools.end_routing_as(*device, *id, PoolUser::HANDLE);
         }
     }
 }
 
 impl fmt::Debug for PoolScope {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "scope of pool {} of {}", self.id, self.device)
+        write!(f, "scope of {:?}", self.pool)
     }
 }

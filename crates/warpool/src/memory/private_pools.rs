@@ -9,7 +9,7 @@ use std::thread::ThreadId;
 use warpool_driver::{CaptureId, DeviceId, DevicePtr, StreamId};
 
 use super::MemPoolId;
-use crate::Result;
+use crate::{Error, Result};
 
 /// How a pool is created.
 #[derive(Clone, Default)]
@@ -55,20 +55,81 @@ pub enum Route {
     Everything,
 }
 
+/// Whose use of a pool, or whose scope, a call is about. Each ends only its own: a raw call cannot release a pool from
+/// under a graph, nor end the routing of a capture.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PoolUser {
+    is_handle: bool,
+}
+
+impl PoolUser {
+    /// The callers of raw calls, which count their uses themselves.
+    pub const RAW: Self = Self { is_handle: false };
+
+    /// Handles, scopes and graphs, which end their uses when they are dropped.
+    pub(crate) const HANDLE: Self = Self { is_handle: true };
+}
+
+/// How many uses a pool has.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct PoolUses {
+    raw: u32,
+    handles: u32,
+}
+
+impl PoolUses {
+    /// One use, by the creator.
+    pub(crate) const CREATED: Self = Self { raw: 1, handles: 0 };
+
+    pub(crate) fn total(self) -> u32 {
+        self.raw + self.handles
+    }
+
+    pub(crate) fn add(&mut self, user: PoolUser) {
+        *self.of(user) += 1;
+    }
+
+    /// Ends a use of `user`; [`Error::PoolNotRetained`] if it has none.
+    pub(crate) fn end(&mut self, pool: MemPoolId, user: PoolUser) -> Result<()> {
+        let uses = self.of(user);
+        *uses = uses.checked_sub(1).ok_or(Error::PoolNotRetained { pool })?;
+        Ok(())
+    }
+
+    fn of(&mut self, user: PoolUser) -> &mut u32 {
+        if user.is_handle { &mut self.handles } else { &mut self.raw }
+    }
+}
+
 /// The private pools of an allocator. A pool exists as long as it has uses: its creator, open scopes, graphs. After
 /// that it is released: its memory is returned when memory is trimmed, and blocks that are still allocated stay valid.
+///
+/// [`MemPool`](super::MemPool) is the owned form of a pool. The calls here take ids, for C callers and replays; they end
+/// only the uses and scopes that such calls have begun.
 pub trait PrivatePools: Send + Sync {
-    /// Creates a pool with one use, the creator's: `(0, n)`.
+    /// Creates a pool with one use, the creator's, which [`release_pool`](Self::release_pool) ends: `(0, n)`.
     fn create_pool(&self, device: DeviceId, options: PoolOptions) -> Result<MemPoolId>;
 
     /// The same for a graph: `(n, 0)`.
     fn create_graph_pool(&self, device: DeviceId) -> Result<MemPoolId>;
 
-    /// Adds a use.
-    fn retain_pool(&self, device: DeviceId, pool: MemPoolId) -> Result<()>;
+    /// Adds a use, which [`release_pool`](Self::release_pool) ends.
+    fn retain_pool(&self, device: DeviceId, pool: MemPoolId) -> Result<()> {
+        self.retain_pool_as(device, pool, PoolUser::RAW)
+    }
 
-    /// Ends a use. Makes no driver call.
-    fn release_pool(&self, device: DeviceId, pool: MemPoolId) -> Result<()>;
+    /// Ends a use of those that [`create_pool`](Self::create_pool), [`create_graph_pool`](Self::create_graph_pool) and
+    /// [`retain_pool`](Self::retain_pool) have begun; [`Error::PoolNotRetained`] if none of them is left. Makes no driver
+    /// call.
+    fn release_pool(&self, device: DeviceId, pool: MemPoolId) -> Result<()> {
+        self.release_pool_as(device, pool, PoolUser::RAW)
+    }
+
+    /// Adds a use of `user`.
+    fn retain_pool_as(&self, device: DeviceId, pool: MemPoolId, user: PoolUser) -> Result<()>;
+
+    /// Ends a use of `user`. Makes no driver call.
+    fn release_pool_as(&self, device: DeviceId, pool: MemPoolId, user: PoolUser) -> Result<()>;
 
     /// The number of uses.
     fn pool_uses(&self, device: DeviceId, pool: MemPoolId) -> Result<u32>;
@@ -79,13 +140,30 @@ pub trait PrivatePools: Send + Sync {
     /// Opens a scope: requests that match `route` are served by the pool. Of several open scopes the newest that
     /// matches counts. Adds a use. [`Error::AlreadyRouting`](crate::Error::AlreadyRouting) if the pool has an open
     /// scope.
-    fn begin_routing(&self, device: DeviceId, pool: MemPoolId, route: Route) -> Result<()>;
+    fn begin_routing(&self, device: DeviceId, pool: MemPoolId, route: Route) -> Result<()> {
+        self.begin_routing_as(device, pool, route, PoolUser::RAW)
+    }
 
-    /// Replaces the routes of the pool's open scope: requests that match any of them are served by the pool.
-    fn reroute(&self, device: DeviceId, pool: MemPoolId, routes: &[Route]) -> Result<()>;
+    /// Replaces the routes of the scope that [`begin_routing`](Self::begin_routing) opened: requests that match any of
+    /// them are served by the pool. [`Error::ForeignScope`] if it is a [`PoolScope`](super::PoolScope)'s or a capture's.
+    fn reroute(&self, device: DeviceId, pool: MemPoolId, routes: &[Route]) -> Result<()> {
+        self.reroute_as(device, pool, routes, PoolUser::RAW)
+    }
 
-    /// Closes the pool's scope, and ends its use.
-    fn end_routing(&self, device: DeviceId, pool: MemPoolId) -> Result<()>;
+    /// Closes the scope that [`begin_routing`](Self::begin_routing) opened, and ends its use. [`Error::ForeignScope`] if
+    /// it is a [`PoolScope`](super::PoolScope)'s or a capture's.
+    fn end_routing(&self, device: DeviceId, pool: MemPoolId) -> Result<()> {
+        self.end_routing_as(device, pool, PoolUser::RAW)
+    }
+
+    /// Opens a scope of `user`.
+    fn begin_routing_as(&self, device: DeviceId, pool: MemPoolId, route: Route, user: PoolUser) -> Result<()>;
+
+    /// Replaces the routes of a scope of `user`.
+    fn reroute_as(&self, device: DeviceId, pool: MemPoolId, routes: &[Route], user: PoolUser) -> Result<()>;
+
+    /// Closes a scope of `user`.
+    fn end_routing_as(&self, device: DeviceId, pool: MemPoolId, user: PoolUser) -> Result<()>;
 
     /// A capture is about to begin on a stream of the device: from here on, requests and frees check the capture status
     /// of their streams. To be called before the driver's `capture_begin`, so that no other thread waits for the stream
@@ -97,7 +175,12 @@ pub trait PrivatePools: Send + Sync {
 
     /// Records that work on `stream` uses the pool's memory although it was allocated for other streams, as replays of
     /// a graph do. That work is waited for before the pool's memory returns to the driver.
-    fn record_pool_use(&self, device: DeviceId, pool: MemPoolId, stream: StreamId) -> Result<()>;
+    fn record_pool_use(&self, device: DeviceId, pool: MemPoolId, stream: StreamId) -> Result<()> {
+        self.record_pool_uses(device, pool, &[stream])
+    }
+
+    /// The same for several streams. Makes no driver call.
+    fn record_pool_uses(&self, device: DeviceId, pool: MemPoolId, streams: &[StreamId]) -> Result<()>;
 
     /// Whether exactly these addresses are allocated in the pool.
     fn has_exactly(&self, device: DeviceId, pool: MemPoolId, live: &[DevicePtr]) -> Result<bool>;

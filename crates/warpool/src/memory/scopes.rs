@@ -6,7 +6,7 @@ use std::sync::{PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 use warpool_driver::{Driver, StreamId};
 
-use super::{MemPoolId, Route};
+use super::{MemPoolId, PoolUser, Route};
 use crate::capture::CaptureStatus;
 use crate::{Error, Result};
 
@@ -20,32 +20,33 @@ pub(crate) struct Scopes {
 
 struct Scope {
     pool: MemPoolId,
+    user: PoolUser,
     /// A request that matches any of them goes to the pool.
     routes: Vec<Route>,
 }
 
 impl Scopes {
     /// Opens a scope. [`Error::AlreadyRouting`] if the pool has one.
-    pub(crate) fn begin(&self, pool: MemPoolId, route: Route) -> Result<()> {
+    pub(crate) fn begin(&self, pool: MemPoolId, route: Route, user: PoolUser) -> Result<()> {
         let mut open = self.write();
         if open.iter().any(|scope| scope.pool == pool) {
             return Err(Error::AlreadyRouting { pool });
         }
-        open.push(Scope { pool, routes: vec![route] });
+        open.push(Scope { pool, user, routes: vec![route] });
         self.count.fetch_add(1, Ordering::Release);
         Ok(())
     }
 
-    pub(crate) fn reroute(&self, pool: MemPoolId, routes: &[Route]) -> Result<()> {
+    pub(crate) fn reroute(&self, pool: MemPoolId, routes: &[Route], user: PoolUser) -> Result<()> {
         let mut open = self.write();
-        let scope = open.iter_mut().find(|scope| scope.pool == pool).ok_or(Error::NotRouting { pool })?;
-        scope.routes = routes.to_vec();
+        let at = position(&open, pool, user)?;
+        open[at].routes = routes.to_vec();
         Ok(())
     }
 
-    pub(crate) fn end(&self, pool: MemPoolId) -> Result<()> {
+    pub(crate) fn end(&self, pool: MemPoolId, user: PoolUser) -> Result<()> {
         let mut open = self.write();
-        let at = open.iter().position(|scope| scope.pool == pool).ok_or(Error::NotRouting { pool })?;
+        let at = position(&open, pool, user)?;
         open.remove(at);
         self.count.fetch_sub(1, Ordering::Release);
         Ok(())
@@ -81,4 +82,10 @@ impl Scopes {
     fn write(&self) -> RwLockWriteGuard<'_, Vec<Scope>> {
         self.open.write().unwrap_or_else(PoisonError::into_inner)
     }
+}
+
+/// Where the scope of `pool` is, which `user` must have opened.
+fn position(open: &[Scope], pool: MemPoolId, user: PoolUser) -> Result<usize> {
+    let at = open.iter().position(|scope| scope.pool == pool).ok_or(Error::NotRouting { pool })?;
+    if open[at].user == user { Ok(at) } else { Err(Error::ForeignScope { pool }) }
 }

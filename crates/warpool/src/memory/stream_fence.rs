@@ -26,6 +26,7 @@
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 
+use rustc_hash::FxHashSet;
 use warpool_driver::{ErrorCode, EventScope, StreamId};
 
 use crate::capture::CaptureStatus;
@@ -56,6 +57,12 @@ impl StreamUses {
         if !self.streams.contains(&stream) {
             self.streams.push(stream);
         }
+    }
+
+    /// Records that these streams use the block, which are distinct and may be many.
+    pub(crate) fn add_all(&mut self, streams: impl IntoIterator<Item = StreamId>) {
+        let known: FxHashSet<StreamId> = self.streams.iter().copied().collect();
+        self.streams.extend(streams.into_iter().filter(|stream| !known.contains(stream)));
     }
 
     /// Streams without a fence yet.

@@ -46,23 +46,34 @@ fn each_wrong_begin_has_its_error_and_changes_nothing() {
     assert!(matches!(graph_error(graph.capture_begin(&far, plain)), GraphError::StreamDevice { .. }));
     let other = CaptureFixture::new();
     assert_eq!(graph.capture_begin(&other.side, plain), Err(Error::ForeignInstance { object: "the stream" }));
-    assert_eq!(
-        graph_error(graph.capture_begin(&fixture.side, plain.with_pool(MemPoolId::DEFAULT))),
-        GraphError::DefaultPool
-    );
+    let (any, device) = (fixture.context.any(), fixture.context.device());
+    let default = MemPool::from_id(&any, &device, MemPoolId::DEFAULT).unwrap();
+    assert_eq!(graph_error(graph.capture_begin(&fixture.side, plain.with_pool(&default))), GraphError::DefaultPool);
     let unknown = MemPoolId { graph: 0, user: 99 };
-    let outcome = graph.capture_begin(&fixture.side, plain.with_pool(unknown));
+    let outcome = MemPool::from_id(&any, &device, unknown).map(drop);
     assert_eq!(outcome, Err(Error::UnknownPool { pool: unknown, device: FIRST }));
+    let second = fixture.context.instance.device(1).unwrap();
+    let of_second = MemPool::new(&any, &second, PoolOptions::default()).unwrap();
+    assert_eq!(
+        graph.capture_begin(&fixture.side, plain.with_pool(&of_second)),
+        Err(Error::PoolDevice { pool: of_second.id(), owner: second.id(), device: FIRST })
+    );
+    let foreign = MemPool::new(&other.context.any(), &other.context.device(), PoolOptions::default()).unwrap();
+    assert_eq!(
+        graph.capture_begin(&fixture.side, plain.with_pool(&foreign)),
+        Err(Error::ForeignAllocator { pool: foreign.id() })
+    );
+    drop((default, of_second, foreign));
     let (pool, block) = {
         let pool = MemPool::new(&fixture.context.any(), &fixture.context.device(), PoolOptions::default()).unwrap();
-        (pool.id(), fixture.context.any().allocate_in(pool.id(), 512, &main).unwrap())
+        (pool.id(), fixture.context.any().allocate_in(&pool, 512, &main).unwrap())
     };
-    assert_eq!(graph.capture_begin(&fixture.side, plain.with_pool(pool)), Err(Error::PoolReleased { pool }));
+    assert_eq!(MemPool::from_id(&any, &device, pool).map(drop), Err(Error::PoolReleased { pool }));
     drop(block);
     {
         let pool = MemPool::new(&fixture.context.any(), &fixture.context.device(), PoolOptions::default()).unwrap();
         let _scope = pool.enter().unwrap();
-        let outcome = graph.capture_begin(&fixture.side, plain.with_pool(pool.id()));
+        let outcome = graph.capture_begin(&fixture.side, plain.with_pool(&pool));
         assert_eq!(outcome, Err(Error::AlreadyRouting { pool: pool.id() }));
         assert_eq!(pool.uses().unwrap(), 2, "the owner and the scope");
     }
@@ -80,7 +91,7 @@ fn each_wrong_begin_has_its_error_and_changes_nothing() {
     );
     fixture.expect_usable(&mut graph);
     assert_eq!(graph_error(graph.capture_begin(&fixture.side, plain)), GraphError::AlreadyCaptured);
-    drop((graph, far));
+    drop((graph, far, any));
     other.finish();
     fixture.finish();
 }

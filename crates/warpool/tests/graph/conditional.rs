@@ -144,7 +144,7 @@ fn memory_allocated_in_a_body_comes_from_the_graphs_pool() {
     let mut graph = fixture.graph();
     let (switch, out) = graph
         .capture(&fixture.side, CaptureOptions::default(), |capture| {
-            let (switch, out, pool) = (capture.allocate(4)?, capture.allocate(4)?, capture.pool());
+            let (switch, out, pool) = (capture.allocate(4)?, capture.allocate(4)?, capture.pool().id());
             fill(capture, out, 7)?;
             let mut inside = Vec::new();
             for round in 0..3 {

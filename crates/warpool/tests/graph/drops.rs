@@ -44,7 +44,7 @@ fn the_capture_of_a_dropped_graph_is_ended_by_the_next_one() {
     let fixture = CaptureFixture::new();
     let mut graph = fixture.graph();
     graph.capture_begin(&fixture.side, CaptureOptions::default()).unwrap();
-    let pool = graph.pools()[0];
+    let pool = graph.pools()[0].id();
     let key = graph.scope().unwrap().allocate(64).unwrap();
     graph.scope().unwrap().fill(key, Pattern::U8(1), 64, &fixture.side).unwrap();
     drop_without_driver_calls(&fixture, graph);

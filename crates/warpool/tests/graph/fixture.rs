@@ -65,7 +65,7 @@ impl CaptureFixture {
         (graph, key)
     }
 
-    pub fn fill_into(&self, graph: &mut Graph, options: CaptureOptions, value: u32) -> BufferKey {
+    pub fn fill_into(&self, graph: &mut Graph, options: CaptureOptions<'_>, value: u32) -> BufferKey {
         graph
             .capture(&self.side, options, |capture| {
                 let stream = capture.stream().clone();

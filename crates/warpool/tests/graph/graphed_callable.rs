@@ -181,7 +181,7 @@ fn shapes_are_captured_largest_first_into_one_pool() {
     assert_eq!(reports, [(12 << 10, 24 * MIB, 12 * MIB), (4 << 10, 0, 4 * MIB), (1 << 10, 2 * MIB, MIB)]);
     assert!(graphed.reports().iter().all(|report| report.failed.is_none()));
     assert_eq!(graphed.bytes_inputs(), 12 * MIB);
-    let pool = graphed.pool().unwrap();
+    let pool = graphed.pool().unwrap().id();
     let of_pool: u64 = fixture.context.segments_of(pool).iter().map(|segment| segment.total_size).sum();
     assert_eq!(of_pool, 26 * MIB, "all graphs are in one pool");
     let added = fixture.reserved() - reserved;

@@ -12,7 +12,7 @@ use warpool::graph::{BufferKey, CaptureOptions, Flag, Graph, GraphError, HostKey
 use warpool::memory::{HostAllocator, HostBlock, PinnedSettings};
 use warpool::{Error, Result, Stream};
 
-const PLAIN: CaptureOptions =
+const PLAIN: CaptureOptions<'_> =
     CaptureOptions { pool: None, mode: warpool::driver::CaptureMode::Global, poller_timeout: None };
 
 const BYTES: u64 = 64 * KIB;
@@ -230,7 +230,8 @@ fn a_later_graph_of_the_pool_does_not_reuse_used_blocks() {
             Ok(reusable_blocks.try_into().expect("three"))
         })
         .unwrap();
-    let same = CaptureOptions { pool: Some(one.pool().unwrap()), ..PLAIN };
+    let pool = one.pool().unwrap().clone();
+    let same = CaptureOptions { pool: Some(&pool), ..PLAIN };
     two.capture(fixture.side(), same, |_| fixture.host.allocate_on(BYTES, fixture.side()).map(drop)).unwrap();
     drop(one);
     let given = three
@@ -242,7 +243,7 @@ fn a_later_graph_of_the_pool_does_not_reuse_used_blocks() {
         .unwrap();
     assert!(given.contains(&unused), "{unused:?} of {given:?}");
     assert!(!given.contains(&copied) && !given.contains(&counted), "{copied:?}, {counted:?} of {given:?}");
-    drop((two, three));
+    drop((two, three, pool));
     let given = fixture.reusable_blocks();
     assert!([copied, counted, unused].iter().all(|ptr| given.contains(ptr)), "the pool is dropped");
     fixture.finish();

@@ -13,6 +13,7 @@ mod fixture;
 mod graphed_callable;
 mod host_memory;
 mod memory;
+mod ownership;
 mod polling;
 mod pytorch;
 mod pytorch_bodies;

@@ -14,11 +14,11 @@ use crate::fixture::{CaptureFixture, graph_error};
 #[test]
 fn ten_graphs_share_a_pool() {
     let fixture = CaptureFixture::new();
-    let (mut graphs, mut options, mut reserved) = (Vec::new(), CaptureOptions::default(), Vec::new());
+    let (mut graphs, mut pool, mut reserved) = (Vec::new(), None::<MemPool>, Vec::new());
     for value in 0..10 {
         let mut graph = fixture.graph();
         let key = graph
-            .capture(&fixture.side, options, |capture| {
+            .capture(&fixture.side, CaptureOptions { pool: pool.as_ref(), ..Default::default() }, |capture| {
                 let stream = capture.stream().clone();
                 // Freed in the capture: the next graph reuses it.
                 let scratch = fixture.context.any().allocate(4 * MIB, &stream)?;
@@ -29,12 +29,12 @@ fn ten_graphs_share_a_pool() {
                 Ok(key)
             })
             .unwrap();
-        options = options.with_pool(graph.pool().unwrap());
+        pool = Some(graph.pool().unwrap().clone());
         reserved.push(fixture.context.bytes_reserved());
         graphs.push((graph, key));
     }
     assert!(reserved.windows(2).all(|pair| pair[0] == pair[1]), "all of them fit where the first did: {reserved:?}");
-    let pool = options.pool.unwrap();
+    let pool = pool.take().unwrap().id();
     assert_eq!(fixture.context.pools().pool_uses(FIRST, pool).unwrap(), 10);
     for _ in 0..3 {
         for (value, (graph, key)) in graphs.iter().enumerate() {
@@ -55,7 +55,7 @@ fn ten_graphs_share_a_pool() {
 fn a_pool_serves_one_capture_at_a_time() {
     let fixture = CaptureFixture::new();
     let pool = MemPool::new(&fixture.context.any(), &fixture.context.device(), PoolOptions::default()).unwrap();
-    let options = CaptureOptions::default().with_pool(pool.id());
+    let options = CaptureOptions::default().with_pool(&pool);
     let (mut first, mut second) = (fixture.graph(), fixture.graph());
     let other = fixture.context.device().lease_stream().unwrap();
     first
@@ -77,27 +77,26 @@ fn further_pools_are_retained_until_the_reset() {
     let [more, most] = [0, 1]
         .map(|_| MemPool::new(&fixture.context.any(), &fixture.context.device(), PoolOptions::default()).unwrap());
     let mut graph = fixture.graph();
-    assert_eq!(graph_error(graph.retain_pool(more.id())), GraphError::NotCapturing);
+    assert_eq!(graph_error(graph.retain_pool(&more)), GraphError::NotCapturing);
     let (own, key) = graph
         .capture(&fixture.side, CaptureOptions::default(), |capture| {
-            assert_eq!(graph_error(capture.retain_pool(MemPoolId::DEFAULT)), GraphError::DefaultPool);
-            let unknown = MemPoolId { graph: 0, user: 99 };
-            assert_eq!(capture.retain_pool(unknown), Err(warpool::Error::UnknownPool { pool: unknown, device: FIRST }));
-            capture.retain_pool(more.id())?;
-            capture.retain_pool(more.id())?;
+            let default = MemPool::from_id(&fixture.context.any(), &fixture.context.device(), MemPoolId::DEFAULT)?;
+            assert_eq!(graph_error(capture.retain_pool(&default)), GraphError::DefaultPool);
+            capture.retain_pool(&more)?;
+            capture.retain_pool(&more)?;
             let key = {
                 let _scope = capture.enter_pool(&most)?;
                 capture.allocate(4)?
             };
             let stream = capture.stream().clone();
             capture.fill(key, Pattern::U32(3), 1, &stream)?;
-            Ok((capture.pool(), key))
+            Ok((capture.pool().id(), key))
         })
         .unwrap();
-    assert_eq!(graph.pools(), [own, more.id(), most.id()]);
+    assert_eq!(graph.pools().iter().map(MemPool::id).collect::<Vec<_>>(), [own, more.id(), most.id()]);
     assert_eq!((more.uses().unwrap(), most.uses().unwrap()), (2, 2));
     assert_eq!((fixture.context.segments_of(own).len(), fixture.context.segments_of(most.id()).len()), (0, 1));
-    assert_eq!(graph_error(graph.retain_pool(more.id())), GraphError::NotCapturing);
+    assert_eq!(graph_error(graph.retain_pool(&more)), GraphError::NotCapturing);
     let id = most.id();
     drop(most);
     fixture.expect(&graph, key, 3);
@@ -117,7 +116,7 @@ fn a_graph_captures_again_after_a_reset() {
     for value in 1..=5 {
         let key = fixture.fill_into(&mut graph, CaptureOptions::default(), value);
         fixture.expect(&graph, key, value);
-        pools.push(graph.pool().unwrap());
+        pools.push(graph.pool().unwrap().id());
         graph.reset().unwrap();
         graph.reset().unwrap();
         assert_eq!(graph_error(graph.replay(&fixture.side)), GraphError::NotCaptured);
@@ -235,6 +234,66 @@ fn memory_of_a_dropped_graph_waits_for_its_replays() {
     fixture.finish();
 }
 
+/// Streams whose replays are done are forgotten; those that are busy are waited for.
+#[test]
+fn memory_of_a_graph_that_saw_many_streams_waits_for_the_busy_ones() {
+    let fixture = CaptureFixture::new();
+    let owner = fixture.context.side_stream();
+    let leases: Vec<_> = (0..400).map(|_| fixture.context.device().lease_stream().unwrap()).collect();
+    let mut graph = fixture.graph();
+    let block = fixture.context.any().allocate(4 * KIB, &owner).unwrap();
+    let ptr = block.ptr();
+    graph
+        .capture(&fixture.side, CaptureOptions::default(), |capture| {
+            let (stream, key) = (capture.stream().clone(), capture.keep(block)?);
+            capture.fill(key, Pattern::U8(1), 4 * KIB, &stream)
+        })
+        .unwrap();
+    let busy = &leases[37];
+    for (round, stream) in leases.iter().enumerate() {
+        graph.replay(stream).unwrap();
+        stream.synchronize().unwrap();
+        if round == 350 {
+            fixture.context.pause_stream(busy);
+            graph.replay(busy).unwrap();
+            // The replays of one graph follow each other.
+            break;
+        }
+    }
+    let calls = fixture.context.sim.calls_made();
+    drop(graph);
+    assert_eq!(fixture.context.sim.calls_made(), calls, "a destructor calls no driver");
+    let next = fixture.context.any().allocate(4 * KIB, &owner).unwrap();
+    assert_ne!(next.ptr(), ptr, "a replay still writes there");
+    fixture.context.resume_stream(busy);
+    busy.synchronize().unwrap();
+    drop(next);
+    let [one, two] = [0, 1].map(|_| fixture.context.any().allocate(4 * KIB, &owner).unwrap());
+    assert!(one.ptr() == ptr || two.ptr() == ptr, "reused once the replay is done");
+    drop((one, two, leases));
+    fixture.finish();
+}
+
+/// A replay costs the same however many streams the graph has seen: one driver call.
+#[test]
+fn a_replay_is_one_driver_call_after_many_streams() {
+    let fixture = CaptureFixture::new();
+    let (graph, key) = fixture.filled(3);
+    for streams in [20, 200, 2_000] {
+        let leases: Vec<_> = (0..streams).map(|_| fixture.context.device().lease_stream().unwrap()).collect();
+        leases.iter().for_each(|stream| graph.replay(stream).unwrap());
+        fixture.context.device().synchronize().unwrap();
+        let last = leases.last().unwrap();
+        graph.replay(last).unwrap();
+        let calls = fixture.context.sim.calls_made();
+        (0..10).for_each(|_| graph.replay(last).unwrap());
+        assert_eq!(fixture.context.sim.calls_made() - calls, 10);
+    }
+    fixture.expect(&graph, key, 3);
+    drop(graph);
+    fixture.finish();
+}
+
 /// Unmapping waits for no stream by itself, and the pool's memory was not allocated for the stream of the replays.
 #[test]
 fn expandable_memory_of_a_dropped_graph_waits_for_its_replays() {
@@ -311,7 +370,7 @@ fn a_use_on_oom_pool_keeps_what_graphs_use() {
     let pool = MemPool::new(&fixture.context.any(), &fixture.context.device(), options).unwrap();
     let (mut graph, allocator) = (fixture.graph(), fixture.context.any());
     graph
-        .capture(&fixture.side, CaptureOptions::default().with_pool(pool.id()), |capture| {
+        .capture(&fixture.side, CaptureOptions::default().with_pool(&pool), |capture| {
             // Free for the next capture of the pool, and written to by every replay of this one.
             let scratch = allocator.allocate(600 * MIB, capture.stream())?;
             fixture

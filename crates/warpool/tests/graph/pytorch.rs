@@ -16,7 +16,7 @@ use warpool::generator::{Generator, philox};
 use warpool::graph::{CaptureOptions, GraphError, GraphOptions, capture_mode};
 use warpool::memory::DeviceBlock;
 
-const PLAIN: CaptureOptions =
+const PLAIN: CaptureOptions<'_> =
     CaptureOptions { pool: None, mode: warpool::driver::CaptureMode::Global, poller_timeout: None };
 const KEEP: GraphOptions = GraphOptions { keep_graph: true };
 

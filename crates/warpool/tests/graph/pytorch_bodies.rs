@@ -7,7 +7,7 @@ use warpool::generator::{Generator, GeneratorError};
 use warpool::graph::{BufferKey, Capture, CaptureOptions, Flag, Graph, GraphError, GraphOptions};
 use warpool::{Error, Result};
 
-const PLAIN: CaptureOptions =
+const PLAIN: CaptureOptions<'_> =
     CaptureOptions { pool: None, mode: warpool::driver::CaptureMode::Global, poller_timeout: None };
 
 /// Words that a graph keeps.
@@ -184,7 +184,7 @@ fn an_if_inside_a_while_is_evaluated_in_every_round() {
         })
         .unwrap();
     let place = fixture.at(&graph, of_body).0;
-    let segments = fixture.context.segments_of(graph.pool().unwrap());
+    let segments = fixture.context.segments_of(graph.pool().unwrap().id());
     assert!(segments.iter().any(|it| (it.address..it.address + it.total_size).contains(&place)));
     for (left, expected) in [(7, [0, 1, 7, 4]), (1, [0, 1, 1, 1]), (2, [0, 1, 2, 1])] {
         set(&fixture, &graph, &keys, &[left, 0, 0, 0]);

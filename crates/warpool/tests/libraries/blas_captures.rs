@@ -45,7 +45,7 @@ fn a_capture_has_its_own_workspace_from_the_graphs_pool() {
     };
     let inside = graph.capture(&stream, CaptureOptions::default(), |_| capture(&fixture)).unwrap();
     let captured = inside.workspace().0;
-    assert_eq!(live_in(&fixture, graph.pool().unwrap()), [captured]);
+    assert_eq!(live_in(&fixture, graph.pool().unwrap().id()), [captured]);
     assert_eq!(fixture.workspaces().current, 3 * HOPPER);
 
     // No handle uses the graph's any more.
@@ -65,7 +65,7 @@ fn a_capture_has_its_own_workspace_from_the_graphs_pool() {
         graph.replay(&stream).unwrap();
     }
     matrices.check(&stream).unwrap();
-    let pool = graph.pool().unwrap();
+    let pool = graph.pool().unwrap().id();
     graph.reset().unwrap();
     fixture.trim();
     assert_eq!(fixture.workspaces().current, 0);
@@ -86,7 +86,7 @@ fn repeated_captures_with_gemms_do_not_grow_memory() {
     for _ in 0..100 {
         let products = || (0..3).try_for_each(|_| fixture.blas.handle_on(&stream)?.sgemm(&matrices.product));
         graph.capture(&stream, CaptureOptions::default(), |_| products()).unwrap();
-        assert_eq!(live_in(&fixture, graph.pool().unwrap()).len(), 1);
+        assert_eq!(live_in(&fixture, graph.pool().unwrap().id()).len(), 1);
         graph.replay(&stream).unwrap();
         matrices.check(&stream).unwrap();
         graph.reset().unwrap();
@@ -134,7 +134,7 @@ fn graphs_of_one_pool_have_their_own_workspaces() {
     one.capture(&streams[0], CaptureOptions::default(), |_| product(0)).unwrap();
     let shared = CaptureOptions::default().with_pool(one.pool().unwrap());
     two.capture(&streams[1], shared, |_| product(1)).unwrap();
-    assert_eq!(live_in(&fixture, one.pool().unwrap()).len(), 2);
+    assert_eq!(live_in(&fixture, one.pool().unwrap().id()).len(), 2);
     // At the same time, on two streams.
     one.replay(&streams[0]).unwrap();
     two.replay(&streams[1]).unwrap();

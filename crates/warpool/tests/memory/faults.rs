@@ -83,6 +83,11 @@ impl FaultContext {
         Ok(block)
     }
 
+    fn get_in(&self, pool: MemPoolId, bytes: u64, stream: &Stream) -> Result<DeviceBlock> {
+        let allocator: Arc<dyn DeviceAllocator> = self.allocator.clone();
+        DeviceBlock::allocate(&allocator, Request::new(stream.device_id(), stream.id(), bytes).in_pool(pool))
+    }
+
     fn peers(&self) -> Result<()> {
         let first = self.get(3 * MIB, &self.main);
         let enabled = self.allocator.enable_peer_access(ONE, ZERO);
@@ -106,7 +111,7 @@ impl FaultContext {
             (9 * MIB, &self.far),
         ] {
             let got = match pool {
-                Some(pool) if stream.device_id() == ZERO => self.allocator.allocate_in(pool, bytes, stream),
+                Some(pool) if stream.device_id() == ZERO => self.get_in(pool, bytes, stream),
                 _ => self.get(bytes, stream),
             };
             match got {
@@ -171,7 +176,7 @@ impl FaultContext {
         let options = PoolOptions { no_split: true, use_on_oom: true, ..PoolOptions::default() };
         let whole = pools.create_pool(ZERO, options)?;
         let named = self.blocks(Some(plain));
-        let big = self.allocator.allocate_in(whole, 12 * MIB, &self.main);
+        let big = self.get_in(whole, 12 * MIB, &self.main);
         pools.begin_routing(ZERO, whole, Route::Stream(self.side.id()))?;
         let routed = self.get(MIB, &self.side);
         pools.end_routing(ZERO, whole)?;
@@ -241,9 +246,9 @@ impl FaultContext {
     fn checkpoints(&self) -> Result<()> {
         let pool = self.allocator.create_graph_pool(ZERO)?;
         let outcome = (|| {
-            let first = self.allocator.allocate_in(pool, 5 * MIB, &self.main)?;
+            let first = self.get_in(pool, 5 * MIB, &self.main)?;
             let kept = self.allocator.checkpoint(ZERO, pool)?;
-            let second = self.allocator.allocate_in(pool, 7 * MIB, &self.main);
+            let second = self.get_in(pool, 7 * MIB, &self.main);
             let restored = self.allocator.restore(&kept)?;
             // The restored blocks replace those from before.
             let _ = first.into_raw();

@@ -10,8 +10,7 @@ use crate::common::memory::{FIRST, GIB, MIB, TestContext};
 use warpool::driver::sim::SimDriver;
 use warpool::driver::{Call, DeviceId, DevicePtr, Memory, StreamId};
 use warpool::memory::{
-    Allocate, DeviceAllocator, DeviceBlock, MemPool, MemPoolId, OomCause, PoolOptions, PoolScope, Request, Route,
-    Upstream,
+    Allocate, DeviceAllocator, DeviceBlock, MemPool, MemPoolId, OomCause, PoolOptions, Request, Route, Upstream,
 };
 use warpool::{Error, Result};
 
@@ -380,7 +379,7 @@ fn a_released_pool_cannot_be_retained() {
     let unknown = MemPoolId { graph: 7, user: 7 };
     assert!(matches!(pools.retain_pool(FIRST, unknown), Err(Error::UnknownPool { .. })));
     assert!(matches!(pools.has_exactly(FIRST, unknown, &[]), Err(Error::UnknownPool { .. })));
-    assert!(PoolScope::open(&context.any(), FIRST, unknown, Route::Everything).is_err());
+    assert!(MemPool::from_id(&context.any(), &context.device(), unknown).is_err());
     assert_eq!(context.allocator.trim(FIRST, unknown).unwrap(), 0);
     assert!(pools.release_pool(FIRST, MemPoolId::DEFAULT).is_err());
     context.free(held);
@@ -407,12 +406,12 @@ fn has_exactly_compares_allocated_addresses() {
 fn requests_can_be_routed_by_stream() {
     let context = TestContext::new("");
     let (pool, side) = (plain_pool(&context), context.side_stream());
-    let scope = PoolScope::open(&context.any(), FIRST, pool.id(), Route::Stream(side.id())).unwrap();
+    let scope = pool.route(Route::Stream(side.id())).unwrap();
     context.alloc_on(&side, MIB);
     context.alloc(MIB);
     assert_eq!(context.segments_of(pool.id()).len(), 1);
     drop(scope);
-    let _scope = PoolScope::open(&context.any(), FIRST, pool.id(), Route::Everything).unwrap();
+    let _scope = pool.route(Route::Everything).unwrap();
     context.alloc(MIB);
     assert_eq!((context.segments_of(pool.id()).len(), context.segments().len()), (2, 3));
     // A request that names a pool is not routed.

@@ -10,8 +10,8 @@ use crate::common::memory::{FIRST, MIB, TestContext};
 use warpool::driver::sim::SimDriver;
 use warpool::driver::{Call, DeviceId, DevicePtr, Memory, StreamId};
 use warpool::memory::{
-    Action, Allocate, DeviceAllocator, DeviceBlock, HistoryOptions, MemPool, MemPoolId, PoolOptions, PoolScope,
-    Request, Route, StackLevel, Upstream,
+    Action, Allocate, DeviceAllocator, DeviceBlock, HistoryOptions, MemPool, MemPoolId, PoolOptions, Request, Route,
+    StackLevel, Upstream,
 };
 use warpool::{Error, Result};
 
@@ -92,7 +92,7 @@ fn a_pool_released_during_a_failing_request_is_removed() {
 fn a_request_is_routed_again_if_its_scope_closes() {
     let context = TestContext::new("");
     let pool = MemPool::new(&context.any(), &context.device(), PoolOptions::default()).unwrap();
-    let scope = PoolScope::open(&context.any(), FIRST, pool.id(), Route::Everything).unwrap();
+    let scope = pool.route(Route::Everything).unwrap();
     let open = Mutex::new(Some((scope, pool)));
     let hook = move || {
         drop(open.lock().unwrap().take());
@@ -135,8 +135,7 @@ fn trackers_may_allocate_while_a_scope_opens() {
     };
     let tracker = context.allocator.observers().attach_tracker(&[Action::SegmentFree], Arc::new(tracker));
     let others = [(); 2].map(|()| MemPool::new(&context.any(), &context.device(), PoolOptions::default()).unwrap());
-    let outer =
-        PoolScope::open(&context.any(), FIRST, others[0].id(), Route::Stream(context.side_stream().id())).unwrap();
+    let outer = others[0].route(Route::Stream(context.side_stream().id())).unwrap();
     thread::scope(|scope| {
         let closing = scope.spawn(|| pool.close().unwrap());
         arrival.recv().unwrap();

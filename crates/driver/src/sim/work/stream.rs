@@ -58,6 +58,8 @@ pub struct Stream {
     pub(super) last: u64,
     /// What its next operation is ordered after on other timelines.
     pub(super) clock: Arc<VectorClock>,
+    /// Whether `clock` has changed since the last operation was queued.
+    pub(super) clock_changed: bool,
     /// The version of the host's clock that is joined into `clock`.
     pub(super) host_version: u64,
     /// How often `last` and `clock` have changed, apart from what the host has observed.
@@ -84,7 +86,8 @@ impl Stream {
     }
 
     /// The clock, to be changed.
-    pub(super) fn clock_mut(&mut self) -> &mut VectorClock {
+    fn clock_mut(&mut self) -> &mut VectorClock {
+        self.clock_changed = true;
         Arc::make_mut(&mut self.clock)
     }
 
@@ -92,11 +95,30 @@ impl Stream {
     pub(super) fn order_after(&mut self, point: &StreamPoint) -> bool {
         let is_new = !self.clock.covers(point.epoch) || !self.clock.covers_all(&point.clock);
         if is_new {
-            let clock = self.clock_mut();
-            clock.join(&point.clock);
-            clock.add(point.epoch);
+            self.join(&point.clock);
+            self.clock_mut().add(point.epoch);
         }
         is_new
+    }
+
+    /// Orders its next operation after all that `clock` covers.
+    pub(super) fn order_after_all(&mut self, clock: &VectorClock) {
+        if !self.clock.covers_all(clock) {
+            self.join(clock);
+        }
+    }
+
+    fn join(&mut self, clock: &VectorClock) {
+        // What covers an operation covers all that the operation is ordered after. Most often that is this stream's whole
+        // clock, and the two, which may differ everywhere, need not be compared.
+        let has_work = self.last > self.before_first;
+        let covers_mine = has_work && !self.clock_changed && clock.covers(self.last().epoch);
+        let mine = self.clock_mut();
+        if covers_mine {
+            *mine = clock.clone();
+        } else {
+            mine.join(clock);
+        }
     }
 
     /// The operation that must end before the queue is shorter than `depth`, if it is not.

@@ -174,6 +174,13 @@ impl<D: Decorator> DeviceAllocator for D {
         finish(self, &call, self.inner().record_use(allocation, stream))
     }
 
+    fn record_uses_later(&self, allocation: Allocation, streams: &[StreamId]) {
+        self.inner().record_uses_later(allocation, streams);
+        for &stream in streams {
+            self.after(&AllocatorCall::RecordUse { ptr: allocation.ptr, stream }, None);
+        }
+    }
+
     fn trim(&self, device: DeviceId, pool: MemPoolId) -> Result<u64> {
         let outcome = self.inner().trim(device, pool);
         let bytes = outcome.as_ref().map_or(0, |&bytes| bytes);

@@ -8,12 +8,12 @@ use std::fmt;
 use std::sync::atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
-use warpool_driver::{DeviceId, HostPtr};
+use warpool_driver::{DeviceId, HostPtr, StreamId};
 
 use super::Shared;
 use crate::memory::stream_fence::StreamUses;
 use crate::memory::{MemPoolId, Stack};
-use crate::{Error, Instance, Result, Stream};
+use crate::{Error, Instance, Result, Stream, lock};
 
 /// Streams or graphs used it: it cannot be reused at once.
 pub(super) const USED: u8 = 1;
@@ -215,6 +215,14 @@ impl HostBlock {
         match &self.block {
             Some(block) => Shared::record_use(block, stream),
             None => Ok(()),
+        }
+    }
+
+    /// Records that work that is in `streams` uses it. No driver call.
+    pub(crate) fn record_replays(&self, streams: &[StreamId]) {
+        if let Some(block) = &self.block {
+            lock(&block.usage).streams.add_all(streams.iter().copied());
+            block.set_flag(USED);
         }
     }
 

@@ -8,7 +8,7 @@
 //!
 //! Rule: dropping a pool makes no driver call.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 
@@ -16,8 +16,8 @@ use warpool_driver::StreamId;
 
 use super::block::{GraphPoolKey, IN_GRAPH_POOL, PinnedBlock, USED};
 use super::size_class::Fit;
+use crate::lock;
 use crate::memory::StackLevel;
-use crate::{Stream, lock};
 
 /// The graph pools of one host allocator.
 #[derive(Default)]
@@ -35,8 +35,8 @@ struct Contents {
     used: Vec<Arc<PinnedBlock>>,
     /// Blocks that were freed unused.
     free: Vec<Arc<PinnedBlock>>,
-    /// Streams that replays ran on.
-    replay_streams: Vec<StreamId>,
+    /// Streams on which replays of graphs that are gone may be under way.
+    replay_streams: BTreeSet<StreamId>,
 }
 
 impl GraphHostPools {
@@ -77,21 +77,13 @@ impl CapturedHostPools {
         }
     }
 
-    /// Records that replays run on `stream`.
-    pub(crate) fn record_replay(&self, stream: &Stream) {
-        self.0.iter().for_each(|pool| pool.record_replay(stream));
+    /// Records that replays may run on `streams`.
+    pub(crate) fn record_replays(&self, streams: &[StreamId]) {
+        self.0.iter().for_each(|pool| lock(&pool.contents).replay_streams.extend(streams));
     }
 }
 
 impl GraphHostPool {
-    /// Records that replays run on `stream`.
-    fn record_replay(&self, stream: &Stream) {
-        let streams = &mut lock(&self.contents).replay_streams;
-        if !streams.contains(&stream.id()) {
-            streams.push(stream.id());
-        }
-    }
-
     /// A capture uses the block.
     pub(super) fn add_used(&self, block: &Arc<PinnedBlock>) {
         let mut contents = lock(&self.contents);
@@ -128,7 +120,7 @@ impl Drop for GraphHostPool {
             let (is_freed, reclaimable) = {
                 let mut usage = lock(&block.usage);
                 usage.graphs -= 1;
-                replay_streams.iter().for_each(|&stream| usage.streams.add(stream));
+                usage.streams.add_all(replay_streams.iter().copied());
                 let is_freed = usage.streams.is_freed();
                 (is_freed, usage.take_reclaimable())
             };

@@ -186,6 +186,13 @@ impl<S: Source> DeviceAllocator for UncachedAllocator<S> {
         let _ = self.with(state, |table| table.begin_free(allocation.ptr, allocation.slot, false, &details).map(drop));
     }
 
+    /// The source is not asked to delay the reuse: that could be a call into the driver.
+    fn record_uses_later(&self, allocation: Allocation, streams: &[StreamId]) {
+        if let Ok(state) = self.state(allocation.device) {
+            self.with(state, |table| table.record_uses(&allocation, streams));
+        }
+    }
+
     fn trim(&self, device: DeviceId, pool: MemPoolId) -> Result<u64> {
         let state = self.state(device)?;
         self.deliver_pool_events(state, false);

@@ -4,14 +4,14 @@
 //! The source is notified when routing begins and ends and when a pool is released. Destructors end and release, and
 //! must not call out: so events are queued, and the next call that may call out delivers them in order.
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::{Condvar, Mutex, PoisonError};
 use std::thread::{self, ThreadId};
 
 use warpool_driver::{DeviceId, Driver, StreamId};
 
 use crate::memory::scopes::Scopes;
-use crate::memory::{MemPoolId, Route};
+use crate::memory::{MemPoolId, PoolUser, PoolUses, Route};
 use crate::{Error, Result, lock};
 
 /// What a source is notified of.
@@ -42,25 +42,31 @@ struct PoolTable {
 
 #[derive(Default)]
 struct Pool {
-    uses: u32,
+    uses: PoolUses,
     /// Blocks that are in it or about to be, until the source has them back.
     blocks: usize,
     /// How often the source was notified that routing began.
     begun: u32,
     /// Streams that use its memory beside those that it was allocated for.
-    streams: Vec<StreamId>,
+    streams: BTreeSet<StreamId>,
     /// Serials of blocks that captures allocated and that were freed since.
     kept: Vec<u64>,
+}
+
+impl Pool {
+    fn is_released(&self) -> bool {
+        self.uses.total() == 0
+    }
 }
 
 impl PoolTable {
     fn in_use(&mut self, id: MemPoolId, device: DeviceId) -> Result<&mut Pool> {
         let pool = self.by_id.get_mut(&id).ok_or(Error::UnknownPool { pool: id, device })?;
-        if pool.uses == 0 { Err(Error::PoolReleased { pool: id }) } else { Ok(pool) }
+        if pool.is_released() { Err(Error::PoolReleased { pool: id }) } else { Ok(pool) }
     }
 
     fn remove_if_empty(&mut self, id: MemPoolId) {
-        if self.by_id.get(&id).is_some_and(|pool| pool.uses == 0 && pool.blocks == 0) {
+        if self.by_id.get(&id).is_some_and(|pool| pool.is_released() && pool.blocks == 0) {
             self.by_id.remove(&id);
         }
     }
@@ -101,7 +107,7 @@ impl Drop for Delivering<'_> {
 
 impl DevicePools {
     pub(super) fn new(device: DeviceId) -> Self {
-        let default = Pool { uses: 1, ..Pool::default() };
+        let default = Pool { uses: PoolUses::CREATED, ..Pool::default() };
         let by_id = [(MemPoolId::DEFAULT, default)].into();
         let table = PoolTable { by_id, events: VecDeque::new(), delivering: None };
         Self { device, scopes: Scopes::default(), table: Mutex::new(table), delivered: Condvar::new() }
@@ -138,7 +144,7 @@ impl DevicePools {
     /// Keeps a freed block that a capture allocated, if its pool is private and still in use. Says whether it does.
     pub(super) fn keep_for_graph(&self, id: MemPoolId, serial: u64) -> bool {
         match lock(&self.table).by_id.get_mut(&id) {
-            Some(pool) if !id.is_default() && pool.uses > 0 => {
+            Some(pool) if !id.is_default() && !pool.is_released() => {
                 pool.kept.push(serial);
                 true
             }
@@ -148,24 +154,24 @@ impl DevicePools {
 
     /// Streams that use the pool's memory beside those that it was allocated for.
     pub(super) fn streams_of(&self, id: MemPoolId) -> Vec<StreamId> {
-        lock(&self.table).by_id.get(&id).map(|pool| pool.streams.clone()).unwrap_or_default()
+        lock(&self.table).by_id.get(&id).map(|pool| pool.streams.iter().copied().collect()).unwrap_or_default()
     }
 
     pub(super) fn create(&self, id: MemPoolId) {
-        lock(&self.table).by_id.insert(id, Pool { uses: 1, ..Pool::default() });
+        lock(&self.table).by_id.insert(id, Pool { uses: PoolUses::CREATED, ..Pool::default() });
     }
 
-    pub(super) fn retain(&self, id: MemPoolId) -> Result<()> {
-        lock(&self.table).in_use(id, self.device)?.uses += 1;
+    pub(super) fn retain(&self, id: MemPoolId, user: PoolUser) -> Result<()> {
+        lock(&self.table).in_use(id, self.device)?.uses.add(user);
         Ok(())
     }
 
-    /// One use less. Returns the serials of blocks that the pool no longer keeps.
-    pub(super) fn release(&self, id: MemPoolId) -> Result<Vec<u64>> {
+    /// One use of `user` less. Returns the serials of blocks that the pool no longer keeps.
+    pub(super) fn release(&self, id: MemPoolId, user: PoolUser) -> Result<Vec<u64>> {
         let mut table = lock(&self.table);
         let pool = table.in_use(id, self.device)?;
-        pool.uses -= 1;
-        if pool.uses > 0 {
+        pool.uses.end(id, user)?;
+        if !pool.is_released() {
             return Ok(Vec::new());
         }
         let (begun, kept) = (std::mem::take(&mut pool.begun), std::mem::take(&mut pool.kept));
@@ -175,7 +181,7 @@ impl DevicePools {
     }
 
     pub(super) fn uses(&self, id: MemPoolId) -> Result<u32> {
-        let uses = lock(&self.table).by_id.get(&id).map(|pool| pool.uses);
+        let uses = lock(&self.table).by_id.get(&id).map(|pool| pool.uses.total());
         uses.ok_or(Error::UnknownPool { pool: id, device: self.device })
     }
 
@@ -184,30 +190,26 @@ impl DevicePools {
         lock(&self.table).in_use(id, self.device).map(drop)
     }
 
-    pub(super) fn record_stream(&self, id: MemPoolId, stream: StreamId) -> Result<()> {
-        let mut table = lock(&self.table);
-        let streams = &mut table.in_use(id, self.device)?.streams;
-        if !streams.contains(&stream) {
-            streams.push(stream);
-        }
+    pub(super) fn record_streams(&self, id: MemPoolId, streams: &[StreamId]) -> Result<()> {
+        lock(&self.table).in_use(id, self.device)?.streams.extend(streams);
         Ok(())
     }
 
     /// Opens a scope of a pool that the caller retained for it.
-    pub(super) fn begin_routing(&self, id: MemPoolId, route: Route) -> Result<()> {
-        self.scopes.begin(id, route)?;
+    pub(super) fn begin_routing(&self, id: MemPoolId, route: Route, user: PoolUser) -> Result<()> {
+        self.scopes.begin(id, route, user)?;
         let mut table = lock(&self.table);
         table.in_use(id, self.device)?.begun += 1;
         table.events.push_back(PoolEvent::Begin(id));
         Ok(())
     }
 
-    pub(super) fn reroute(&self, id: MemPoolId, routes: &[Route]) -> Result<()> {
-        self.scopes.reroute(id, routes)
+    pub(super) fn reroute(&self, id: MemPoolId, routes: &[Route], user: PoolUser) -> Result<()> {
+        self.scopes.reroute(id, routes, user)
     }
 
-    pub(super) fn end_routing(&self, id: MemPoolId) -> Result<()> {
-        self.scopes.end(id)?;
+    pub(super) fn end_routing(&self, id: MemPoolId, user: PoolUser) -> Result<()> {
+        self.scopes.end(id, user)?;
         lock(&self.table).events.push_back(PoolEvent::End(id));
         Ok(())
     }

@@ -6,13 +6,13 @@ use warpool_driver::{DeviceId, DevicePtr, StreamId};
 
 use super::source::Source;
 use super::{DeviceState, UncachedAllocator};
-use crate::memory::{MemPoolId, PoolOptions, PrivatePools, Route, StackLevel};
+use crate::memory::{MemPoolId, PoolOptions, PoolUser, PrivatePools, Route, StackLevel};
 use crate::{Error, Result};
 
 impl<S: Source> UncachedAllocator<S> {
-    /// One use less. Calls neither the driver nor the source.
-    fn release(&self, state: &DeviceState, pool: MemPoolId) -> Result<()> {
-        let kept = state.pools.release(pool)?;
+    /// One use of `user` less. Calls neither the driver nor the source.
+    fn release(&self, state: &DeviceState, pool: MemPoolId, user: PoolUser) -> Result<()> {
+        let kept = state.pools.release(pool, user)?;
         self.with(state, |table| kept.into_iter().for_each(|serial| table.end_release(serial)));
         Ok(())
     }
@@ -36,15 +36,15 @@ impl<S: Source> PrivatePools for UncachedAllocator<S> {
         Ok(id)
     }
 
-    fn retain_pool(&self, device: DeviceId, pool: MemPoolId) -> Result<()> {
-        self.state(device)?.pools.retain(pool)
+    fn retain_pool_as(&self, device: DeviceId, pool: MemPoolId, user: PoolUser) -> Result<()> {
+        self.state(device)?.pools.retain(pool, user)
     }
 
-    fn release_pool(&self, device: DeviceId, pool: MemPoolId) -> Result<()> {
-        if pool.is_default() {
+    fn release_pool_as(&self, device: DeviceId, pool: MemPoolId, user: PoolUser) -> Result<()> {
+        if pool.is_default() && user == PoolUser::RAW {
             return Err(Error::PoolReleased { pool });
         }
-        self.release(self.state(device)?, pool)
+        self.release(self.state(device)?, pool, user)
     }
 
     fn pool_uses(&self, device: DeviceId, pool: MemPoolId) -> Result<u32> {
@@ -56,12 +56,12 @@ impl<S: Source> PrivatePools for UncachedAllocator<S> {
         self.state(device)?.pools.expect_in_use(pool)
     }
 
-    fn begin_routing(&self, device: DeviceId, pool: MemPoolId, route: Route) -> Result<()> {
+    fn begin_routing_as(&self, device: DeviceId, pool: MemPoolId, route: Route, user: PoolUser) -> Result<()> {
         let state = self.state(device)?;
-        state.pools.retain(pool)?;
-        let begun = state.pools.begin_routing(pool, route);
+        state.pools.retain(pool, PoolUser::HANDLE)?;
+        let begun = state.pools.begin_routing(pool, route, user);
         if begun.is_err() {
-            self.release(state, pool)?;
+            self.release(state, pool, PoolUser::HANDLE)?;
             return begun;
         }
         // The source must have been notified before anything is allocated from the pool.
@@ -69,14 +69,14 @@ impl<S: Source> PrivatePools for UncachedAllocator<S> {
         Ok(())
     }
 
-    fn reroute(&self, device: DeviceId, pool: MemPoolId, routes: &[Route]) -> Result<()> {
-        self.state(device)?.pools.reroute(pool, routes)
+    fn reroute_as(&self, device: DeviceId, pool: MemPoolId, routes: &[Route], user: PoolUser) -> Result<()> {
+        self.state(device)?.pools.reroute(pool, routes, user)
     }
 
-    fn end_routing(&self, device: DeviceId, pool: MemPoolId) -> Result<()> {
+    fn end_routing_as(&self, device: DeviceId, pool: MemPoolId, user: PoolUser) -> Result<()> {
         let state = self.state(device)?;
-        state.pools.end_routing(pool)?;
-        self.release(state, pool)
+        state.pools.end_routing(pool, user)?;
+        self.release(state, pool, PoolUser::HANDLE)
     }
 
     fn capture_began(&self, device: DeviceId) -> Result<()> {
@@ -94,8 +94,8 @@ impl<S: Source> PrivatePools for UncachedAllocator<S> {
         ended.map(drop).map_err(|_| Error::NotCapturing { device })
     }
 
-    fn record_pool_use(&self, device: DeviceId, pool: MemPoolId, stream: StreamId) -> Result<()> {
-        self.state(device)?.pools.record_stream(pool, stream)
+    fn record_pool_uses(&self, device: DeviceId, pool: MemPoolId, streams: &[StreamId]) -> Result<()> {
+        self.state(device)?.pools.record_streams(pool, streams)
     }
 
     fn has_exactly(&self, device: DeviceId, pool: MemPoolId, live: &[DevicePtr]) -> Result<bool> {

@@ -5,7 +5,7 @@
 
 use std::collections::BTreeMap;
 
-use rustc_hash::FxHashMap;
+use rustc_hash::{FxHashMap, FxHashSet};
 use warpool_driver::{CaptureId, DeviceId, DevicePtr, StreamId};
 
 use crate::memory::report::StackIds;
@@ -176,6 +176,15 @@ impl AllocationTable {
             entry.uses.push(stream);
         }
         true
+    }
+
+    /// Records that `streams` use an allocation, if it still is one.
+    pub(super) fn record_uses(&mut self, allocation: &Allocation, streams: &[StreamId]) {
+        let entry = self.live.get_mut(&allocation.ptr.0).filter(|entry| entry.serial == allocation.slot);
+        if let Some(entry) = entry {
+            let known: FxHashSet<StreamId> = entry.uses.iter().copied().chain([entry.stream]).collect();
+            entry.uses.extend(streams.iter().filter(|stream| !known.contains(stream)));
+        }
     }
 
     /// First half of a free: the owner no longer has the block, which is now pending. With `releasing`, the calling

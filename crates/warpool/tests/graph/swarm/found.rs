@@ -62,7 +62,7 @@ fn a_capture_does_not_begin_between_the_check_and_the_request() {
     let pool = MemPool::new(&context.allocator, &context.device, options).unwrap();
     let stream = context.device.lease_stream().unwrap();
     std::thread::scope(|scope| {
-        let allocating_thread = scope.spawn(|| context.allocator.allocate_in(pool.id(), 512, &stream).map(drop));
+        let allocating_thread = scope.spawn(|| context.allocator.allocate_in(&pool, 512, &stream).map(drop));
         slow.asked.wait();
         let side = context.device.lease_stream().unwrap();
         let mut graph = graph(&context);

@@ -90,7 +90,9 @@ impl<'m> Replayed<'m> {
             op_counts.spoiled += 1;
         }
         let Section { ops, .. } = &self.program.sections[section];
-        let (mut executor, options) = self.executor(section);
+        let (mut executor, mode) = self.executor(section);
+        let pool = self.pool_of(self.program.sections[section].group);
+        let options = CaptureOptions { pool: pool.as_ref(), mode, ..CaptureOptions::default() };
         let stream = executor.branches[0].clone();
         let graph = &mut self.graphs[section];
         if self.rng.one_in(2) {
@@ -118,29 +120,26 @@ impl<'m> Replayed<'m> {
         self.held.append(&mut executor.held());
     }
 
-    /// The executor and options of the next capture of a section.
-    fn executor(&mut self, section: usize) -> (Executor<'m>, CaptureOptions) {
-        let Section { group, branches, forks, .. } = self.program.sections[section];
+    /// The executor and the mode of the next capture of a section.
+    fn executor(&mut self, section: usize) -> (Executor<'m>, CaptureMode) {
+        let Section { branches, forks, .. } = self.program.sections[section];
         let first = self.rng.below(STREAMS - 1);
         let branches: Vec<Stream> =
             (0..branches).map(|branch| self.context.streams[1 + (first + branch) % (STREAMS - 1)].clone()).collect();
         let modes = [CaptureMode::Global, CaptureMode::ThreadLocal, CaptureMode::Relaxed];
-        let mut options = CaptureOptions::default().with_mode(self.rng.pick(&modes));
-        if let Some(pool) = self.pool_of(group) {
-            options = options.with_pool(pool);
-        }
+        let mode = self.rng.pick(&modes);
         let mut executor = Executor::new(self.context, branches, forks && self.rng.one_in(2), self.left());
         executor.bring(&self.program.sections[section].ops);
-        (executor, options)
+        (executor, mode)
     }
 
     /// The pool of a group, if it has one.
-    fn pool_of(&self, group: usize) -> Option<MemPoolId> {
+    fn pool_of(&self, group: usize) -> Option<MemPool> {
         if let Some(pool) = &self.pools[group] {
-            return Some(pool.id());
+            return Some(pool.clone());
         }
         let group = &self.program.groups[group];
-        self.graphs[group.first..group.first + group.count].iter().find_map(|graph| graph.pool().ok())
+        self.graphs[group.first..group.first + group.count].iter().find_map(|graph| graph.pool().ok().cloned())
     }
 
     /// The addresses of what sections left.
@@ -153,7 +152,9 @@ impl<'m> Replayed<'m> {
     fn fail_capture(&mut self, section: usize) {
         let Section { ops, .. } = &self.program.sections[section];
         let some: Vec<Op> = ops[..self.rng.below(ops.len())].to_vec();
-        let (mut executor, options) = self.executor(section);
+        let (mut executor, mode) = self.executor(section);
+        let pool = self.pool_of(self.program.sections[section].group);
+        let options = CaptureOptions { pool: pool.as_ref(), mode, ..CaptureOptions::default() };
         let stream = executor.branches[0].clone();
         let states: Vec<[u8; 16]> = self.context.generators.iter().map(Generator::state).collect();
         let context = self.context;

@@ -11,8 +11,8 @@ use warpool::driver::{
     CaptureMode, CaptureState, Captures as _, DeviceId, DevicePtr, GraphExecId, Graphs as _, InstantiateOptions,
 };
 use warpool::memory::{
-    Allocation, CachingAllocator, DeviceAllocator, DeviceBlock, FreeBlockOrder, MemPoolId, PoolOptions, PoolScope,
-    PrivatePools, Request, Route, Settings,
+    Allocation, CachingAllocator, DeviceAllocator, DeviceBlock, FreeBlockOrder, MemPool, MemPoolId, PoolOptions,
+    PoolScope, PrivatePools, Request, Route, Settings,
 };
 use warpool::{Error, Stream};
 
@@ -304,7 +304,9 @@ impl Run<'_> {
                 _ => Route::Stream(self.machine.stream(device, self.rng.below(STREAMS)).id()),
             };
             let allocator: Arc<dyn DeviceAllocator> = self.allocator.clone();
-            match PoolScope::open(&allocator, device_id(device), pool, route) {
+            let handle =
+                MemPool::from_id(&allocator, &self.machine.instance.device(device as u32).unwrap(), pool).unwrap();
+            match handle.route(route) {
                 Ok(scope) => self.scopes.push(scope),
                 Err(Error::AlreadyRouting { .. }) => {}
                 Err(error) => panic!("{error}"),

@@ -84,13 +84,14 @@ fn worker(
     let device = machine.instance.device(0).unwrap();
     let shared: Arc<dyn DeviceAllocator> = allocator.clone();
     let pool = MemPool::new(&shared, &device, PoolOptions { use_on_oom: true, ..PoolOptions::default() }).unwrap();
+    let default = MemPool::from_id(&shared, &device, MemPoolId::DEFAULT).unwrap();
     let mut mine: Vec<TaggedBlock> = Vec::new();
     for round in 0..rounds {
         let stream = &streams[rng.below(STREAMS_EACH)];
         match rng.below(16) {
             0..7 => {
                 let bytes = rng.request_bytes();
-                let pool = if rng.one_in(4) { pool.id() } else { MemPoolId::DEFAULT };
+                let pool = if rng.one_in(4) { &pool } else { &default };
                 match allocator.allocate_in(pool, bytes, stream) {
                     Ok(block) => {
                         counts.allocations.fetch_add(1, Ordering::Relaxed);

@@ -14,7 +14,7 @@ fn private_pools_and_their_hooks() {
         assert_eq!(pool.enter().map(drop), Err(Error::AlreadyRouting { pool: pool.id() }));
         context.allocate(1000, &stream)
     };
-    let named = any.allocate_in(pool.id(), 2000, &stream).unwrap();
+    let named = any.allocate_in(&pool, 2000, &stream).unwrap();
     let open = context.allocate(4000, &stream);
     let expected =
         ["begin (0, 1) on device 0", "allocate 1000", "end (0, 1) on device 0", "allocate 2000", "allocate 4000"];
@@ -62,7 +62,7 @@ fn a_graph_keeps_the_memory_of_its_capture() {
             Ok((key, scratch.ptr()))
         })
         .unwrap();
-    let pool = graph.pool().unwrap();
+    let pool = graph.pool().unwrap().id();
     assert!(context.log().contains(&format!("begin {pool} on device 0")));
     for round in 0..20 {
         // The freed memory is not reused.

@@ -11,8 +11,8 @@ fn an_external_allocator_is_the_upstream_of_one_pool() {
     let options = PoolOptions { upstream: Some(Arc::new(upstream)), ..PoolOptions::default() };
     let pool = MemPool::new(&caching, &context.device(), options).unwrap();
     let stream = context.stream();
-    let small = caching.allocate_in(pool.id(), 1000, &stream).unwrap();
-    let large = caching.allocate_in(pool.id(), 3 * MIB, &stream).unwrap();
+    let small = caching.allocate_in(&pool, 1000, &stream).unwrap();
+    let large = caching.allocate_in(&pool, 3 * MIB, &stream).unwrap();
     let open = caching.allocate(1000, &stream).unwrap();
     assert_eq!(context.log(), ["allocate 2097152", "allocate 20971520"], "segments of the pool only");
     for (value, block) in [(1, &small), (2, &large), (3, &open)] {
@@ -23,10 +23,10 @@ fn an_external_allocator_is_the_upstream_of_one_pool() {
     }
     // Cached: neither of these calls the external allocator.
     small.free().unwrap();
-    let again = caching.allocate_in(pool.id(), 500, &stream).unwrap();
+    let again = caching.allocate_in(&pool, 500, &stream).unwrap();
     assert_eq!(context.log(), [] as [&str; 0]);
     context.external.capacity.store(0, Ordering::SeqCst);
-    let outcome = caching.allocate_in(pool.id(), 300 * MIB, &stream);
+    let outcome = caching.allocate_in(&pool, 300 * MIB, &stream);
     assert!(matches!(&outcome, Err(Error::OutOfMemory(report)) if report.cause == OomCause::Upstream), "{outcome:?}");
     drop((again, large, open));
     pool.close().unwrap();

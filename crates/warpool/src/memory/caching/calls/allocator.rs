@@ -186,6 +186,13 @@ impl DeviceAllocator for CachingAllocator {
         }
     }
 
+    fn record_uses_later(&self, allocation: Allocation, streams: &[StreamId]) {
+        // Memory that was allocated while caching was off is freed by the driver, which waits for all work.
+        if let Ok(device) = self.device(allocation.device) {
+            device.with(|state| state.record_uses(&allocation, streams));
+        }
+    }
+
     fn trim(&self, device: DeviceId, pool: MemPoolId) -> Result<u64> {
         let caching_device = self.device(device)?;
         if pool.is_default() {

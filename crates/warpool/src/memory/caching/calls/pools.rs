@@ -6,7 +6,7 @@ use warpool_driver::{DeviceId, DevicePtr, StreamId};
 
 use crate::memory::caching::CachingAllocator;
 use crate::memory::caching::pending::PendingFrees;
-use crate::memory::{MemPoolId, PoolOptions, PrivatePools, Route, StackLevel};
+use crate::memory::{MemPoolId, PoolOptions, PoolUser, PrivatePools, Route, StackLevel};
 use crate::{Error, Result};
 
 impl CachingAllocator {
@@ -34,12 +34,12 @@ impl PrivatePools for CachingAllocator {
         self.create(device, MemPoolId { graph, user: 0 }, PoolOptions::default())
     }
 
-    fn retain_pool(&self, device: DeviceId, pool: MemPoolId) -> Result<()> {
-        self.device(device)?.with(|state| state.pools_mut().retain(pool))
+    fn retain_pool_as(&self, device: DeviceId, pool: MemPoolId, user: PoolUser) -> Result<()> {
+        self.device(device)?.with(|state| state.pools_mut().retain(pool, user))
     }
 
-    fn release_pool(&self, device: DeviceId, pool: MemPoolId) -> Result<()> {
-        let removed = self.device(device)?.with(|state| state.release_pool(pool));
+    fn release_pool_as(&self, device: DeviceId, pool: MemPoolId, user: PoolUser) -> Result<()> {
+        let removed = self.device(device)?.with(|state| state.release_pool(pool, user));
         removed.map(drop)
     }
 
@@ -51,24 +51,24 @@ impl PrivatePools for CachingAllocator {
         self.device(device)?.with(|state| state.pools_mut().set_use_on_oom(pool, on))
     }
 
-    fn begin_routing(&self, device: DeviceId, pool: MemPoolId, route: Route) -> Result<()> {
+    fn begin_routing_as(&self, device: DeviceId, pool: MemPoolId, route: Route, user: PoolUser) -> Result<()> {
         let scopes = &self.device(device)?.scopes;
         // Not with the scopes locked: trackers may be called, and may allocate.
-        self.retain_pool(device, pool)?;
-        let opened = scopes.begin(pool, route);
+        self.retain_pool_as(device, pool, PoolUser::HANDLE)?;
+        let opened = scopes.begin(pool, route, user);
         if opened.is_err() {
-            self.release_pool(device, pool)?;
+            self.release_pool_as(device, pool, PoolUser::HANDLE)?;
         }
         opened
     }
 
-    fn reroute(&self, device: DeviceId, pool: MemPoolId, routes: &[Route]) -> Result<()> {
-        self.device(device)?.scopes.reroute(pool, routes)
+    fn reroute_as(&self, device: DeviceId, pool: MemPoolId, routes: &[Route], user: PoolUser) -> Result<()> {
+        self.device(device)?.scopes.reroute(pool, routes, user)
     }
 
-    fn end_routing(&self, device: DeviceId, pool: MemPoolId) -> Result<()> {
-        self.device(device)?.scopes.end(pool)?;
-        self.release_pool(device, pool)
+    fn end_routing_as(&self, device: DeviceId, pool: MemPoolId, user: PoolUser) -> Result<()> {
+        self.device(device)?.scopes.end(pool, user)?;
+        self.release_pool_as(device, pool, PoolUser::HANDLE)
     }
 
     fn capture_began(&self, device: DeviceId) -> Result<()> {
@@ -88,8 +88,8 @@ impl PrivatePools for CachingAllocator {
         if self.shared.capture_ended() { Ok(()) } else { Err(Error::NotCapturing { device }) }
     }
 
-    fn record_pool_use(&self, device: DeviceId, pool: MemPoolId, stream: StreamId) -> Result<()> {
-        self.device(device)?.with(|state| state.pools_mut().record_use(pool, stream))
+    fn record_pool_uses(&self, device: DeviceId, pool: MemPoolId, streams: &[StreamId]) -> Result<()> {
+        self.device(device)?.with(|state| state.pools_mut().record_uses(pool, streams))
     }
 
     fn has_exactly(&self, device: DeviceId, pool: MemPoolId, live: &[DevicePtr]) -> Result<bool> {

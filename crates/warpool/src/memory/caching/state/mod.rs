@@ -21,7 +21,9 @@ use super::heap::{BlockKey, BlockRequest, BlockStatus, Heap, SegmentKey, Taken};
 use crate::memory::HistoryOptions;
 use crate::memory::report::{EntryDetails, HistoryRecorder};
 use crate::memory::stream_fence::{Fence, StreamFences, StreamUses};
-use crate::memory::{Action, Allocation, HistoryEntry, MemPoolId, OomCause, OomReport, PoolOptions, SizeRules, Stats};
+use crate::memory::{
+    Action, Allocation, HistoryEntry, MemPoolId, OomCause, OomReport, PoolOptions, PoolUser, SizeRules, Stats,
+};
 use crate::{Error, Result};
 
 pub(super) struct DeviceState {
@@ -291,6 +293,14 @@ impl DeviceState {
         }
     }
 
+    /// Records that `streams` use an allocation, if it still is one.
+    pub(super) fn record_uses(&mut self, allocation: &Allocation, streams: &[StreamId]) {
+        if let Some(block) = self.heap.allocated_in_slot(allocation.slot, allocation.ptr) {
+            let own = self.heap.stream_of(block);
+            self.heap.uses_mut(block).add_all(streams.iter().copied().filter(|&stream| stream != own));
+        }
+    }
+
     /// Whether frees are pending that may be completed before the next search.
     #[inline]
     pub(super) fn has_pending(&self) -> bool {
@@ -340,8 +350,8 @@ impl DeviceState {
     }
 
     /// Ends a use of a pool. What is returned is to be dropped without the lock.
-    pub(super) fn release_pool(&mut self, id: MemPoolId) -> Result<Option<Pool>> {
-        self.pools.release(id, &mut self.heap)
+    pub(super) fn release_pool(&mut self, id: MemPoolId, user: PoolUser) -> Result<Option<Pool>> {
+        self.pools.release(id, user, &mut self.heap)
     }
 
     /// A thread that entered a pool is done. What is returned is to be dropped without the lock.

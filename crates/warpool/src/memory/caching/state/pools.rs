@@ -4,13 +4,13 @@
 //! and is removed with its last segment. Whether it has segments is read from the heap, so no pairs of calls have to
 //! match.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use warpool_driver::{DeviceId, StreamId};
 
 use crate::memory::caching::heap::{BlockPoolKey, Heap};
-use crate::memory::{MemPoolId, PoolOptions, SegmentKind, Upstream};
+use crate::memory::{MemPoolId, PoolOptions, PoolUser, PoolUses, SegmentKind, Upstream};
 use crate::{Error, Result};
 
 pub(crate) struct Pools {
@@ -24,7 +24,7 @@ pub(crate) struct Pools {
 pub(crate) struct Pool {
     /// Small, large.
     block_pools: [BlockPoolKey; 2],
-    uses: u32,
+    uses: PoolUses,
     /// Threads that work on it without the lock: it is not removed meanwhile.
     threads: u32,
     upstream: Option<Arc<dyn Upstream>>,
@@ -33,7 +33,7 @@ pub(crate) struct Pool {
     /// them.
     has_graphs: bool,
     /// Streams that use its memory beside those that it was allocated for.
-    used_by: Vec<StreamId>,
+    used_by: BTreeSet<StreamId>,
     /// Whether streams that are not known may use it too.
     used_anywhere: bool,
 }
@@ -64,31 +64,31 @@ impl Pools {
             return Ok(self.default);
         }
         let pool = self.get(id)?;
-        if pool.uses == 0 { Err(Error::PoolReleased { pool: id }) } else { Ok(pool.block_pools) }
+        if pool.is_released() { Err(Error::PoolReleased { pool: id }) } else { Ok(pool.block_pools) }
     }
 
     pub(crate) fn uses(&self, id: MemPoolId) -> Result<u32> {
-        Ok(self.get(id)?.uses)
+        Ok(self.get(id)?.uses.total())
     }
 
     pub(crate) fn upstream(&self, id: MemPoolId) -> Result<Option<Arc<dyn Upstream>>> {
         Ok(self.get(id)?.upstream.clone())
     }
 
-    pub(crate) fn retain(&mut self, id: MemPoolId) -> Result<()> {
-        self.in_use(id)?.uses += 1;
+    pub(crate) fn retain(&mut self, id: MemPoolId, user: PoolUser) -> Result<()> {
+        self.in_use(id)?.uses.add(user);
         Ok(())
     }
 
-    /// Ends a use. Returns the pool if it was the last and the pool is removed, to be dropped without the lock: its
-    /// upstream's destructor may drop blocks.
-    pub(crate) fn release(&mut self, id: MemPoolId, heap: &mut Heap) -> Result<Option<Pool>> {
-        if id.is_default() {
+    /// Ends a use of `user`. Returns the pool if it was the last and the pool is removed, to be dropped without the
+    /// lock: its upstream's destructor may drop blocks.
+    pub(crate) fn release(&mut self, id: MemPoolId, user: PoolUser, heap: &mut Heap) -> Result<Option<Pool>> {
+        let pool = self.in_use(id)?;
+        if id.is_default() && user == PoolUser::RAW {
             return Err(Error::PoolReleased { pool: id });
         }
-        let pool = self.in_use(id)?;
-        pool.uses -= 1;
-        if pool.uses > 0 {
+        pool.uses.end(id, user)?;
+        if !pool.is_released() {
             return Ok(None);
         }
         pool.use_on_oom = false;
@@ -120,7 +120,7 @@ impl Pools {
 
     fn remove_if_unused(&mut self, id: MemPoolId, heap: &mut Heap) -> Option<Pool> {
         let pool = self.by_id.get(&id)?;
-        if pool.uses > 0 || pool.threads > 0 || !pool.is_empty(heap) {
+        if !pool.is_released() || pool.threads > 0 || !pool.is_empty(heap) {
             return None;
         }
         let pool = self.by_id.remove(&id)?;
@@ -132,13 +132,13 @@ impl Pools {
 
     /// Pools without uses.
     pub(crate) fn released(&self) -> Vec<MemPoolId> {
-        self.by_id.iter().filter(|(_, pool)| pool.uses == 0).map(|(&id, _)| id).collect()
+        self.by_id.iter().filter(|(_, pool)| pool.is_released()).map(|(&id, _)| id).collect()
     }
 
     /// Pools whose free blocks may serve the default pool before it runs out of memory. Not those of graphs: replays
     /// write into what captures freed.
     pub(crate) fn for_oom(&self) -> Vec<MemPoolId> {
-        let serves = |pool: &Pool| pool.use_on_oom && pool.uses > 0 && !pool.has_graphs;
+        let serves = |pool: &Pool| pool.use_on_oom && !pool.is_released() && !pool.has_graphs;
         self.by_id.iter().filter(|(_, pool)| serves(pool)).map(|(&id, _)| id).collect()
     }
 
@@ -149,12 +149,9 @@ impl Pools {
         }
     }
 
-    /// Records that work on `stream` uses the pool's memory.
-    pub(crate) fn record_use(&mut self, id: MemPoolId, stream: StreamId) -> Result<()> {
-        let used_by = &mut self.in_use(id)?.used_by;
-        if !used_by.contains(&stream) {
-            used_by.push(stream);
-        }
+    /// Records that work on `streams` uses the pool's memory.
+    pub(crate) fn record_uses(&mut self, id: MemPoolId, streams: &[StreamId]) -> Result<()> {
+        self.in_use(id)?.used_by.extend(streams);
         Ok(())
     }
 
@@ -167,12 +164,12 @@ impl Pools {
     /// The streams that were recorded, and whether there are some that are not known.
     pub(crate) fn users(&self, id: MemPoolId) -> Result<(Vec<StreamId>, bool)> {
         let pool = self.get(id)?;
-        Ok((pool.used_by.clone(), pool.used_anywhere))
+        Ok((pool.used_by.iter().copied().collect(), pool.used_anywhere))
     }
 
     /// All work that used a pool's memory is done. Of a released pool, it stays so.
     pub(crate) fn clear_use_anywhere(&mut self, id: MemPoolId) {
-        if let Some(pool) = self.by_id.get_mut(&id).filter(|pool| pool.uses == 0) {
+        if let Some(pool) = self.by_id.get_mut(&id).filter(|pool| pool.is_released()) {
             pool.used_anywhere = false;
         }
     }
@@ -183,7 +180,7 @@ impl Pools {
     /// If one is not.
     pub(crate) fn check(&self, heap: &Heap) {
         for (id, pool) in &self.by_id {
-            assert!(pool.uses > 0 || !pool.is_empty(heap), "pool {id} should be removed");
+            assert!(!pool.is_released() || !pool.is_empty(heap), "pool {id} should be removed");
         }
         assert_eq!(heap.block_pools(), 2 * self.by_id.len(), "every block pool has a pool");
     }
@@ -199,7 +196,7 @@ impl Pools {
 
     fn in_use(&mut self, id: MemPoolId) -> Result<&mut Pool> {
         let pool = self.get_mut(id)?;
-        if pool.uses == 0 { Err(Error::PoolReleased { pool: id }) } else { Ok(pool) }
+        if pool.is_released() { Err(Error::PoolReleased { pool: id }) } else { Ok(pool) }
     }
 }
 
@@ -207,14 +204,18 @@ impl Pool {
     fn new(block_pools: [BlockPoolKey; 2], options: PoolOptions) -> Self {
         Self {
             block_pools,
-            uses: 1,
+            uses: PoolUses::CREATED,
             threads: 0,
             upstream: options.upstream,
             use_on_oom: options.use_on_oom,
             has_graphs: false,
-            used_by: Vec::new(),
+            used_by: BTreeSet::new(),
             used_anywhere: false,
         }
+    }
+
+    fn is_released(&self) -> bool {
+        self.uses.total() == 0
     }
 
     fn is_empty(&self, heap: &Heap) -> bool {

@@ -1,0 +1,204 @@
+//! What a graph owns cannot be freed from under it, by any call that safe code can make.
+
+use std::sync::Arc;
+
+use warpool::Error;
+use warpool::driver::{Copies as _, Pattern};
+use warpool::graph::{BufferKey, CaptureOptions, Graph, GraphOptions};
+use warpool::memory::{
+    Allocate as _, CachingAllocator, DeviceAllocator, Limited, MemPool, MemPoolId, PoolOptions, Route, Settings,
+};
+
+use crate::common::memory::{FIRST, MIB};
+use crate::fixture::CaptureFixture;
+
+/// A graph whose replays go through memory that was freed in its capture, and end in a buffer of its own.
+fn with_scratch(fixture: &CaptureFixture, options: CaptureOptions<'_>, value: u32) -> (Graph, BufferKey) {
+    let mut graph = fixture.graph();
+    let key = graph
+        .capture(&fixture.side, options, |capture| {
+            let scratch = fixture.context.any().allocate(4 * MIB, capture.stream())?;
+            fixture.context.sim.fill(scratch.ptr(), Pattern::U32(value), 1, capture.stream().id())?;
+            let key = capture.allocate(4)?;
+            let word = capture.buffer(key)?.ptr();
+            fixture.context.sim.copy(word.into(), scratch.ptr().into(), 4, capture.stream().id())?;
+            Ok(key)
+        })
+        .unwrap();
+    (graph, key)
+}
+
+/// Returns all that is cached, takes what can be had of it, and replays.
+fn expect_intact(fixture: &CaptureFixture, graph: &Graph, key: BufferKey, value: u32) {
+    fixture.context.trim();
+    let others =
+        [4, 2 * MIB, 4 * MIB, 30 * MIB].map(|bytes| fixture.context.any().allocate(bytes, &fixture.side).unwrap());
+    for other in &others {
+        fixture.context.sim.fill(other.ptr(), Pattern::U32(0xDEAD), 1, fixture.side.id()).unwrap();
+    }
+    fixture.context.device().synchronize().unwrap();
+    fixture.expect(graph, key, value);
+}
+
+/// Issue 12: `release_pool` with the pool of a graph, a trim, and the replay accessed memory that was gone.
+#[test]
+fn a_raw_release_does_not_end_the_use_of_a_graph() {
+    for settings in ["", "expandable_segments:True"] {
+        let fixture = CaptureFixture::with(settings);
+        let (graph, key) = with_scratch(&fixture, CaptureOptions::default(), 5);
+        let pool = graph.pool().unwrap().id();
+        for _ in 0..3 {
+            let refused = fixture.context.pools().release_pool(FIRST, pool);
+            assert_eq!(refused, Err(Error::PoolNotRetained { pool }));
+            expect_intact(&fixture, &graph, key, 5);
+        }
+        // Uses that raw calls begin are theirs to end, and no more than those.
+        fixture.context.pools().retain_pool(FIRST, pool).unwrap();
+        fixture.context.pools().release_pool(FIRST, pool).unwrap();
+        assert_eq!(fixture.context.pools().release_pool(FIRST, pool), Err(Error::PoolNotRetained { pool }));
+        assert_eq!(fixture.context.pools().pool_uses(FIRST, pool), Ok(1));
+        expect_intact(&fixture, &graph, key, 5);
+        drop(graph);
+        fixture.finish();
+    }
+}
+
+#[test]
+fn a_raw_call_does_not_end_the_routing_of_a_capture() {
+    let fixture = CaptureFixture::new();
+    let mut graph = fixture.graph();
+    let (key, scratch) = graph
+        .capture(&fixture.side, CaptureOptions::default(), |capture| {
+            let (pools, pool) = (fixture.context.pools(), capture.pool().id());
+            assert_eq!(pools.end_routing(FIRST, pool), Err(Error::ForeignScope { pool }));
+            assert_eq!(pools.reroute(FIRST, pool, &[]), Err(Error::ForeignScope { pool }));
+            assert_eq!(pools.begin_routing(FIRST, pool, Route::Everything), Err(Error::AlreadyRouting { pool }));
+            assert_eq!(pools.release_pool(FIRST, pool), Err(Error::PoolNotRetained { pool }));
+            let (stream, key) = (capture.stream().clone(), capture.allocate(4)?);
+            let scratch = fixture.context.any().allocate(4 * MIB, &stream)?;
+            fixture.context.sim.fill(scratch.ptr(), Pattern::U32(6), 1, stream.id())?;
+            fixture.context.sim.copy(capture.buffer(key)?.ptr().into(), scratch.ptr().into(), 4, stream.id())?;
+            Ok((key, scratch.ptr()))
+        })
+        .unwrap();
+    let segments = fixture.context.segments_of(graph.pool().unwrap().id());
+    assert!(
+        segments.iter().any(|segment| (segment.address..segment.address + segment.total_size).contains(&scratch.0))
+    );
+    expect_intact(&fixture, &graph, key, 6);
+    drop(graph);
+    // Nor that of a scope; and a scope does not end that of a raw call.
+    let pool = MemPool::new(&fixture.context.any(), &fixture.context.device(), PoolOptions::default()).unwrap();
+    let scope = pool.enter().unwrap();
+    assert_eq!(fixture.context.pools().end_routing(FIRST, pool.id()), Err(Error::ForeignScope { pool: pool.id() }));
+    drop(scope);
+    fixture.context.pools().begin_routing(FIRST, pool.id(), Route::Everything).unwrap();
+    assert!(pool.enter().is_err());
+    fixture.context.pools().end_routing(FIRST, pool.id()).unwrap();
+    drop(pool);
+    fixture.finish();
+}
+
+/// The pool lives as long as any handle or graph uses it, in any order.
+#[test]
+fn a_pool_lives_as_long_as_its_last_handle_or_graph() {
+    let fixture = CaptureFixture::new();
+    let (any, device) = (fixture.context.any(), fixture.context.device());
+    let pool = MemPool::new(&any, &device, PoolOptions { use_on_oom: true, ..PoolOptions::default() }).unwrap();
+    let clone = pool.clone();
+    let (first, key) = with_scratch(&fixture, CaptureOptions::default().with_pool(&pool), 7);
+    assert_eq!((pool.uses(), clone.uses()), (Ok(2), Ok(2)), "the handle and the graph");
+    pool.close().unwrap();
+    expect_intact(&fixture, &first, key, 7);
+    clone.close().unwrap();
+    expect_intact(&fixture, &first, key, 7);
+    // The handle of a graph's pool keeps it, and can be given to the next graph.
+    let kept = first.pool().unwrap().clone();
+    drop(first);
+    let reserved = fixture.context.segments_of(kept.id()).len();
+    fixture.context.trim();
+    assert_eq!(fixture.context.segments_of(kept.id()).len(), reserved, "the handle keeps the memory");
+    let (second, key) = with_scratch(&fixture, CaptureOptions::default().with_pool(&kept), 8);
+    assert_eq!(fixture.context.segments_of(kept.id()).len(), reserved, "and it is used again");
+    assert_eq!(kept, *second.pool().unwrap());
+    drop(kept);
+    expect_intact(&fixture, &second, key, 8);
+    let id = second.pool().unwrap().id();
+    drop(second);
+    fixture.context.trim();
+    assert_eq!(fixture.context.pools().pool_uses(FIRST, id), Err(Error::UnknownPool { pool: id, device: FIRST }));
+    drop(any);
+    fixture.finish();
+}
+
+/// Two allocators number their pools alike.
+#[test]
+fn a_pool_of_another_allocator_is_refused() {
+    let fixture = CaptureFixture::new();
+    let (any, device) = (fixture.context.any(), fixture.context.device());
+    let other: Arc<dyn DeviceAllocator> =
+        Arc::new(CachingAllocator::new(&fixture.context.instance, Settings::default()));
+    let [mine, foreign] = [&any, &other].map(|one| MemPool::new(one, &device, PoolOptions::default()).unwrap());
+    assert_eq!(mine.id(), foreign.id());
+    assert_ne!(mine, foreign);
+    let refused = Error::ForeignAllocator { pool: foreign.id() };
+    let mut graph = fixture.graph();
+    let outcome = graph.capture_begin(&fixture.side, CaptureOptions::default().with_pool(&foreign));
+    assert_eq!(outcome, Err(refused.clone()));
+    graph
+        .capture(&fixture.side, CaptureOptions::default(), |capture| {
+            assert_eq!(capture.retain_pool(&foreign), Err(refused.clone()));
+            assert_eq!(capture.enter_pool(&foreign).map(drop), Err(refused.clone()));
+            Ok(())
+        })
+        .unwrap();
+    assert_eq!(any.allocate_in(&foreign, 512, &fixture.side).map(drop), Err(refused.clone()));
+    let far = fixture.context.instance.device(1).unwrap().pool_stream().unwrap();
+    let elsewhere = Error::PoolDevice { pool: mine.id(), owner: FIRST, device: far.device_id() };
+    assert_eq!(any.allocate_in(&mine, 512, &far).map(drop), Err(elsewhere));
+    // Seen through a decorator, it is the same pool.
+    let limited: Arc<dyn DeviceAllocator> = Arc::new(Limited::new(any.clone(), MIB));
+    drop(limited.allocate_in(&mine, 512, &fixture.side).unwrap());
+    assert_eq!(limited.allocate_in(&foreign, 512, &fixture.side).map(drop), Err(refused));
+    let mut through = Graph::new(&limited, &device, GraphOptions::default()).unwrap();
+    let key = fixture.fill_into(&mut through, CaptureOptions::default().with_pool(&mine), 3);
+    fixture.expect(&through, key, 3);
+    assert_eq!(*through.pool().unwrap(), mine);
+    drop((graph, through, mine, foreign, limited, other, any));
+    fixture.finish();
+}
+
+/// Blocks that the program allocated in the capture belong to the program; their memory stays with the graph.
+#[test]
+fn dropped_blocks_trims_and_settings_leave_a_graph_its_memory() {
+    let fixture = CaptureFixture::new();
+    let mut graph = fixture.graph();
+    let (key, block) = graph
+        .capture(&fixture.side, CaptureOptions::default(), |capture| {
+            let (stream, key) = (capture.stream().clone(), capture.allocate(4)?);
+            let block = fixture.context.any().allocate(4 * MIB, &stream)?;
+            fixture.context.sim.fill(block.ptr(), Pattern::U32(9), 1, stream.id())?;
+            fixture.context.sim.copy(capture.buffer(key)?.ptr().into(), block.ptr().into(), 4, stream.id())?;
+            Ok((key, block))
+        })
+        .unwrap();
+    drop(block);
+    expect_intact(&fixture, &graph, key, 9);
+    fixture.context.allocator.trim(FIRST, graph.pool().unwrap().id()).unwrap();
+    expect_intact(&fixture, &graph, key, 9);
+    for settings in ["expandable_segments:True", "garbage_collection_threshold:0.1,max_split_size_mb:20", ""] {
+        fixture.context.allocator.set_settings(Settings::parse(settings).unwrap());
+        expect_intact(&fixture, &graph, key, 9);
+    }
+    fixture.context.allocator.set_caching(false);
+    expect_intact(&fixture, &graph, key, 9);
+    fixture.context.allocator.set_caching(true);
+    fixture.context.trim();
+    let instance = fixture.context.instance.clone();
+    assert!(matches!(instance.close(), Err(Error::StillInUse { .. })), "a graph keeps its Instance");
+    expect_intact(&fixture, &graph, key, 9);
+    drop(graph);
+    assert!(fixture.context.trim() > 0);
+    assert!(fixture.context.segments().iter().all(|segment| segment.pool == MemPoolId::DEFAULT));
+    fixture.finish();
+}
