@@ -274,7 +274,7 @@ pub enum Error {
         what: &'static str,
     },
 
-    /// An external allocator returned memory that overlaps a live allocation of its own.
+    /// An external allocator or an upstream returned memory that overlaps live memory.
     #[error(
         "the external allocator returned {bytes} bytes at {ptr}, which overlap {live_bytes} live bytes at {live}; \
          the memory is not used: check the external allocator's bookkeeping"
@@ -288,6 +288,18 @@ pub enum Error {
         live: DevicePtr,
         /// Its length.
         live_bytes: u64,
+    },
+
+    /// An external allocator or an upstream returned an address at which no memory can be.
+    #[error(
+        "{bytes} bytes were allocated at {ptr}, which is null or too close to the end of the address space; the memory \
+         is not used: return no address if there is no memory"
+    )]
+    ExternalAddress {
+        /// The address that it returned.
+        ptr: DevicePtr,
+        /// How many bytes.
+        bytes: u64,
     },
 
     /// An external allocator failed.

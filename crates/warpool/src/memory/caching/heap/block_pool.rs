@@ -14,8 +14,7 @@ pub(crate) struct BlockPool {
     pub(super) kind: SegmentKind,
     pub(super) has_upstream: bool,
     pub(super) no_split: bool,
-    /// In the order of streams.
-    pub(super) streams: Vec<(StreamId, StreamBlocksKey)>,
+    pub(super) streams: PoolStreams,
     /// How often it was searched; counted only where segments are garbage collected by age.
     pub(super) searches: u64,
 }
@@ -39,16 +38,53 @@ impl BlockPool {
 
     /// Whether it has no segments.
     pub(crate) fn is_empty(&self) -> bool {
-        self.streams.is_empty()
+        self.streams.len() == 0
     }
 
     #[inline]
     pub(super) fn of_stream(&self, stream: StreamId) -> Option<StreamBlocksKey> {
-        // Most programs have one stream, or a few.
-        match self.streams.as_slice() {
-            [(only, key)] => (*only == stream).then_some(*key),
-            streams => streams.binary_search_by_key(&stream, |&(stream, _)| stream).ok().map(|at| streams[at].1),
+        self.streams.get(stream)
+    }
+}
+
+/// The streams that have segments in a block pool, in order.
+#[derive(Default)]
+pub(super) struct PoolStreams {
+    all: BTreeMap<StreamId, StreamBlocksKey>,
+    /// If there is exactly one, as in most programs.
+    only: Option<(StreamId, StreamBlocksKey)>,
+}
+
+impl PoolStreams {
+    #[inline]
+    fn get(&self, stream: StreamId) -> Option<StreamBlocksKey> {
+        match self.only {
+            Some((only, key)) => (only == stream).then_some(key),
+            None => self.all.get(&stream).copied(),
         }
+    }
+
+    pub(super) fn insert(&mut self, stream: StreamId, key: StreamBlocksKey) {
+        self.all.insert(stream, key);
+        self.find_only();
+    }
+
+    pub(super) fn remove(&mut self, stream: StreamId) {
+        self.all.remove(&stream);
+        self.find_only();
+    }
+
+    pub(super) fn len(&self) -> usize {
+        self.all.len()
+    }
+
+    pub(super) fn keys(&self) -> impl Iterator<Item = StreamBlocksKey> + '_ {
+        self.all.values().copied()
+    }
+
+    fn find_only(&mut self) {
+        let first = self.all.first_key_value().map(|(&stream, &key)| (stream, key));
+        self.only = first.filter(|_| self.all.len() == 1);
     }
 }
 

@@ -2,7 +2,9 @@
 
 use std::collections::BTreeMap;
 
-use super::{BlockStatus, Heap, SegmentSource};
+use warpool_driver::StreamId;
+
+use super::{BlockStatus, Heap, SegmentSource, StreamBlocksKey};
 use crate::memory::{MemPoolId, SizeRules};
 
 /// Sums over all blocks and segments.
@@ -121,11 +123,18 @@ impl Heap {
         assert_eq!(free, self.blocks.values().filter(|block| block.status == BlockStatus::Free).count());
         let unmapped: usize = self.stream_blocks.values().map(|blocks| blocks.unmapped.len()).sum();
         assert_eq!(unmapped, self.blocks.values().filter(|block| block.status == BlockStatus::Unmapped).count());
-        for (key, blocks) in &self.stream_blocks {
-            let segments = self.segments.values().filter(|segment| segment.stream_blocks == key).count();
-            assert_eq!(blocks.segments as usize, segments, "the number of a stream's segments");
-            assert!(segments > 0, "a stream without segments is removed");
+        let mut segments: BTreeMap<StreamBlocksKey, u32> = BTreeMap::new();
+        for segment in self.segments.values() {
+            *segments.entry(segment.stream_blocks).or_default() += 1;
         }
+        let mut block_pools: BTreeMap<StreamId, u32> = BTreeMap::new();
+        for (key, blocks) in &self.stream_blocks {
+            assert_eq!(Some(&blocks.segments), segments.get(&key), "the number of a stream's segments");
+            *block_pools.entry(blocks.stream).or_default() += 1;
+        }
+        let handles = self.stream_handles.iter().map(|(&stream, &(_, count))| (stream, count));
+        assert_eq!(handles.collect::<BTreeMap<_, _>>(), block_pools, "handles of streams with segments");
+        assert_eq!(self.ranges.len(), self.segments.len(), "ranges of segments");
         let streams: usize = self.block_pools.values().map(|block_pool| block_pool.streams.len()).sum();
         assert_eq!(streams, self.stream_blocks.len(), "every stream's blocks are in a block pool");
     }

@@ -127,7 +127,7 @@ impl Heap {
 
     /// Segments of a block pool of which nothing is mapped.
     pub(crate) fn unmapped_segments(&self, key: BlockPoolKey) -> Vec<SegmentKey> {
-        let streams = self.block_pools[key].streams.iter().map(|&(_, key)| &self.stream_blocks[key]);
+        let streams = self.block_pools[key].streams.keys().map(|key| &self.stream_blocks[key]);
         let unmapped = streams.flat_map(|blocks| blocks.unmapped.values().map(|&block| &self.blocks[block]));
         unmapped.filter(|block| !block.is_split()).map(|block| block.segment).collect()
     }

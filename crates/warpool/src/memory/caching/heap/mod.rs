@@ -19,11 +19,14 @@ mod key;
 mod mapping;
 mod segment;
 
+use std::collections::BTreeMap;
+
 use rustc_hash::FxHashMap;
 use slotmap::{Key, KeyData, SlotMap};
 use warpool_driver::{DevicePtr, StreamId};
 
 pub(super) use self::block::{Block, BlockStatus};
+use self::block_pool::PoolStreams;
 pub(super) use self::block_pool::{BlockPool, StreamBlocks};
 pub(super) use self::check::HeapTotals;
 use self::free_list::{FreeKey, Position};
@@ -33,6 +36,7 @@ pub(super) use self::mapping::{Room, Unmapped};
 pub(super) use self::segment::{Chunks, ExpandableSegment, Segment, SegmentSource};
 use crate::memory::stream_fence::StreamUses;
 use crate::memory::{MemPoolId, SegmentKind, SizeRules, Stack};
+use crate::{Error, Result};
 
 /// A request, resolved to a block pool and to sizes.
 #[derive(Clone, Copy, Debug)]
@@ -78,6 +82,10 @@ pub(super) struct Heap {
     /// Whether free blocks of one size are ordered by the registration of their segments, rather than by address.
     by_registration: bool,
     next_registration: u64,
+    /// Start and length of every segment.
+    ranges: BTreeMap<u64, u64>,
+    /// The driver's handles of streams that have segments, with the number of block pools in which they have some.
+    stream_handles: FxHashMap<StreamId, (u64, u32)>,
 }
 
 impl Heap {
@@ -90,6 +98,8 @@ impl Heap {
             allocated: FxHashMap::default(),
             by_registration,
             next_registration: 0,
+            ranges: BTreeMap::new(),
+            stream_handles: FxHashMap::default(),
         }
     }
 
@@ -117,7 +127,8 @@ impl Heap {
         has_upstream: bool,
         no_split: bool,
     ) -> BlockPoolKey {
-        self.block_pools.insert(BlockPool { pool, kind, has_upstream, no_split, streams: Vec::new(), searches: 0 })
+        let streams = PoolStreams::default();
+        self.block_pools.insert(BlockPool { pool, kind, has_upstream, no_split, streams, searches: 0 })
     }
 
     /// Removes a block pool without segments.
@@ -148,13 +159,13 @@ impl Heap {
 
     /// The driver's handle of a stream that has segments.
     pub(super) fn stream_raw(&self, stream: StreamId) -> Option<u64> {
-        self.stream_blocks.values().find(|blocks| blocks.stream == stream).map(|blocks| blocks.stream_raw)
+        self.stream_handles.get(&stream).map(|&(raw, _)| raw)
     }
 
     /// The free blocks of a block pool, by stream and then in the order of its free list.
     pub(super) fn free_blocks(&self, key: BlockPoolKey) -> Vec<BlockKey> {
         let streams = &self.block_pools[key].streams;
-        streams.iter().flat_map(|&(_, stream_blocks)| self.stream_blocks[stream_blocks].free.all()).collect()
+        streams.keys().flat_map(|stream_blocks| self.stream_blocks[stream_blocks].free.all()).collect()
     }
 
     /// The free blocks of one stream in a block pool, largest first.
@@ -206,6 +217,7 @@ impl Heap {
     ) -> BlockKey {
         let registration = self.next_registration;
         self.next_registration += 1;
+        self.ranges.insert(ptr, bytes);
         let stream_blocks = self.stream_blocks_for(block_pool, stream, stream_raw);
         self.stream_blocks[stream_blocks].segments += 1;
         let expandable = matches!(source, SegmentSource::Expandable(_));
@@ -222,14 +234,36 @@ impl Heap {
         let block = self.blocks.remove(block).expect("the block exists");
         assert!(!block.is_split() && block.status == BlockStatus::InTransit, "a segment in use cannot be removed");
         let segment = self.segments.remove(block.segment).expect("its segment exists");
+        self.ranges.remove(&block.ptr);
         let stream_blocks = &mut self.stream_blocks[segment.stream_blocks];
         stream_blocks.segments -= 1;
         if stream_blocks.segments == 0 {
             let removed = self.stream_blocks.remove(segment.stream_blocks).expect("its stream's blocks exist");
             assert!(removed.free.is_empty() && removed.unmapped.is_empty(), "blocks without a segment");
-            self.block_pools[removed.block_pool].streams.retain(|&(_, key)| key != segment.stream_blocks);
+            self.block_pools[removed.block_pool].streams.remove(removed.stream);
+            self.remove_stream_handle(removed.stream);
         }
         segment.source
+    }
+
+    /// Fails if no segment of `bytes` bytes can be at `ptr`, which an upstream returned.
+    pub(super) fn check_untrusted(&self, ptr: DevicePtr, bytes: u64) -> Result<()> {
+        let end = ptr.0.checked_add(bytes).filter(|_| !ptr.is_null()).ok_or(Error::ExternalAddress { ptr, bytes })?;
+        // Of all segments that start before its end, only the last can reach into it.
+        match self.ranges.range(..end).next_back() {
+            Some((&start, &length)) if start + length > ptr.0 => {
+                Err(Error::ExternalOverlap { ptr, bytes, live: DevicePtr(start), live_bytes: length })
+            }
+            _ => Ok(()),
+        }
+    }
+
+    fn remove_stream_handle(&mut self, stream: StreamId) {
+        let (_, block_pools) = self.stream_handles.get_mut(&stream).expect("a stream with segments has a handle");
+        *block_pools -= 1;
+        if *block_pools == 0 {
+            self.stream_handles.remove(&stream);
+        }
     }
 
     fn stream_blocks_for(&mut self, block_pool: BlockPoolKey, stream: StreamId, stream_raw: u64) -> StreamBlocksKey {
@@ -237,9 +271,8 @@ impl Heap {
             return key;
         }
         let key = self.stream_blocks.insert(StreamBlocks::new(block_pool, stream, stream_raw));
-        let streams = &mut self.block_pools[block_pool].streams;
-        let at = streams.partition_point(|&(other, _)| other < stream);
-        streams.insert(at, (stream, key));
+        self.block_pools[block_pool].streams.insert(stream, key);
+        self.stream_handles.entry(stream).or_insert((stream_raw, 0)).1 += 1;
         key
     }
 
