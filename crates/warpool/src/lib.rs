@@ -71,6 +71,7 @@ mod launch;
 pub mod memory;
 mod pool_id;
 mod sync;
+mod unwind;
 
 pub use warpool_driver as driver;
 

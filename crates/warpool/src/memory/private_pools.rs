@@ -33,12 +33,18 @@ impl fmt::Debug for PoolOptions {
     }
 }
 
-/// The source of a pool's segments instead of the driver. It must not call the allocator that it serves.
+/// The source of a pool's segments instead of the driver.
+///
+/// It is called without any lock, possibly by several threads at once. It may call the allocator that it serves, but
+/// must not allocate from its own pool. A panic reaches the caller of the allocator; the segment that was being freed
+/// stays in its pool, as after an error.
 pub trait Upstream: Send + Sync {
-    /// Allocates `bytes` of device memory for `stream`; `None` is out of memory.
+    /// Allocates `bytes` of device memory for `stream`; `None` is out of memory. The null address, and memory that
+    /// reaches the end of the address space or overlaps what the allocator has, are an error.
     fn allocate(&self, device: DeviceId, bytes: u64, stream: StreamId) -> Result<Option<DevicePtr>>;
 
-    /// Frees it. Work of the stream that used it may still run.
+    /// Frees it. Work of the stream that used it may still run. After an error the pool keeps it, and frees it again
+    /// later.
     fn free(&self, ptr: DevicePtr, bytes: u64, device: DeviceId, stream: StreamId) -> Result<()>;
 }
 

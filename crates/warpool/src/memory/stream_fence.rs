@@ -8,7 +8,7 @@
 //! 2. [`fence`] records an event, the *fence*, behind the work of each of these streams and queues it in the owner's
 //!    [`StreamFences`]. [`fence_later`] only lists the block as *unfenced*, for callers that must not call the driver
 //!    (destructors).
-//! 3. Later calls run [`retry_unfenced`] and [`poll`]; [`wait_all`] waits for the fences instead of polling them.
+//! 3. Later calls run [`retry_unfenced`] and [`poll`] or [`poll_some`]; [`wait_all`] waits for the fences instead.
 //! 4. Passed fences go to [`FenceOwner::complete`]; blocks without any left are reclaimed there.
 //!
 //! The allocator implements [`FenceOwner`]: where the two structures are and under which lock. [`record`],
@@ -20,10 +20,14 @@
 //! - Only the oldest fence of each stream is queried, so a busy stream delays only the blocks that it used. A passed
 //!   fence completes itself and none before it: two threads may queue fences in another order than they recorded them.
 //! - An error in one stream does not stop the others; the first error is returned.
+//! - What a call costs that merely passes by is bounded ([`PENDING_PER_CALL`]), however many streams have fences: it
+//!   polls some of those that have not passed, in turn. [`poll_of`] polls all that one stream's blocks wait for.
+//! - A driver call may unwind (the simulated driver runs host callbacks inside of calls): no block is lost by that.
 //! - No fence is recorded in a stream that takes part in a capture: the event would belong to the capture, and querying
 //!   it would invalidate that. Such a block stays unfenced until the capture is over.
 
 use std::collections::{BTreeMap, VecDeque};
+use std::ops::Bound;
 use std::sync::Arc;
 
 use rustc_hash::FxHashSet;
@@ -31,6 +35,10 @@ use warpool_driver::{ErrorCode, EventScope, StreamId};
 
 use crate::capture::CaptureStatus;
 use crate::{Device, Instance, PooledEvent, Result};
+
+/// How many blocks or streams that have to wait longer a call looks at which only passes by. PyTorch has 32 streams per
+/// priority: a program with so few sees every fence polled at every request, as PyTorch does.
+pub(crate) const PENDING_PER_CALL: usize = 64;
 
 /// The streams that use a block beside its own, and the progress of its free. Kept with the block, under its owner's
 /// lock.
@@ -125,6 +133,10 @@ pub(crate) struct StreamFences<K> {
     /// Each in the order of sequence numbers, none empty.
     queues: BTreeMap<StreamId, VecDeque<Queued<K>>>,
     next_sequence: u64,
+    /// How many fences of each stream (second) the blocks of a stream (first) wait for.
+    by_owner: BTreeMap<(StreamId, StreamId), u32>,
+    /// The stream that was polled last, if not all are polled at once.
+    last_polled: Option<StreamId>,
     unfenced: Vec<K>,
     /// If true, nothing is queued.
     closed: bool,
@@ -134,6 +146,8 @@ pub(crate) struct StreamFences<K> {
 struct Queued<K> {
     sequence: u64,
     event: Arc<PooledEvent>,
+    /// The stream that the block belongs to.
+    owner: Option<StreamId>,
     key: K,
 }
 
@@ -148,7 +162,14 @@ pub(crate) struct Fence {
 
 impl<K> Default for StreamFences<K> {
     fn default() -> Self {
-        Self { queues: BTreeMap::new(), next_sequence: 0, unfenced: Vec::new(), closed: false }
+        Self {
+            queues: BTreeMap::new(),
+            next_sequence: 0,
+            by_owner: BTreeMap::new(),
+            last_polled: None,
+            unfenced: Vec::new(),
+            closed: false,
+        }
     }
 }
 
@@ -171,7 +192,27 @@ impl<K> StreamFences<K> {
         if queue.is_empty() {
             self.queues.remove(&fence.stream);
         }
+        if let Some(owner) = queued.owner {
+            let of_owner = (owner, fence.stream);
+            let count = self.by_owner.get_mut(&of_owner).expect("a queued fence is counted");
+            *count -= 1;
+            if *count == 0 {
+                self.by_owner.remove(&of_owner);
+            }
+        }
         Some(queued.key)
+    }
+
+    /// Whether [`poll_some`] polls only some of the streams.
+    pub(crate) fn has_many_streams(&self) -> bool {
+        self.queues.len() > PENDING_PER_CALL
+    }
+
+    /// Lists a pending free as unfenced, unless it is.
+    pub(crate) fn list_unfenced(&mut self, uses: &mut StreamUses, key: K) {
+        if !self.closed && !std::mem::replace(&mut uses.listed, true) {
+            self.unfenced.push(key);
+        }
     }
 
     /// Queues nothing any more. Returns what was queued, to be dropped without the lock.
@@ -180,13 +221,22 @@ impl<K> StreamFences<K> {
     }
 
     /// Queues a fence; returns it if closed.
-    fn push(&mut self, stream: StreamId, event: PooledEvent, key: K) -> Option<(PooledEvent, K)> {
+    fn push(
+        &mut self,
+        stream: StreamId,
+        event: PooledEvent,
+        owner: Option<StreamId>,
+        key: K,
+    ) -> Option<(PooledEvent, K)> {
         if self.closed {
             return Some((event, key));
         }
         let sequence = self.next_sequence;
         self.next_sequence += 1;
-        self.queues.entry(stream).or_default().push_back(Queued { sequence, event: Arc::new(event), key });
+        self.queues.entry(stream).or_default().push_back(Queued { sequence, event: Arc::new(event), owner, key });
+        if let Some(owner) = owner {
+            *self.by_owner.entry((owner, stream)).or_default() += 1;
+        }
         None
     }
 
@@ -199,9 +249,18 @@ impl<K> StreamFences<K> {
         None
     }
 
-    /// The oldest fence of each stream.
-    fn oldest(&self) -> Vec<Fence> {
-        self.queues.keys().filter_map(|&stream| self.oldest_of(stream)).collect()
+    /// The oldest fences of up to `count` streams: those after `last`, and then from the first on.
+    fn oldest_after(&self, last: Option<StreamId>, count: usize) -> Vec<Fence> {
+        let after = last.map_or(Bound::Unbounded, Bound::Excluded);
+        let wrapped = last.map(|last| self.queues.range(..=last)).into_iter().flatten();
+        let streams = self.queues.range((after, Bound::Unbounded)).chain(wrapped);
+        streams.take(count).filter_map(|(&stream, _)| self.oldest_of(stream)).collect()
+    }
+
+    /// The oldest fence of each stream that blocks of `owner` wait for.
+    fn oldest_for(&self, owner: StreamId) -> Vec<Fence> {
+        let of_owner = self.by_owner.range((owner, StreamId(0))..).take_while(|((other, _), _)| *other == owner);
+        of_owner.filter_map(|(&(_, stream), _)| self.oldest_of(stream)).collect()
     }
 
     fn oldest_of(&self, stream: StreamId) -> Option<Fence> {
@@ -243,6 +302,12 @@ pub(crate) trait FenceOwner {
 
     /// While the result is held, queries and waits of the calling thread invalidate no capture of another stream.
     fn capture_guard(&self) -> Result<impl Sized>;
+
+    /// The stream that a block belongs to, if [`poll_of`] is to find it.
+    fn stream_of(&self, key: &Self::Key) -> Option<StreamId> {
+        let _ = key;
+        None
+    }
 
     /// Accesses a block's uses, under their lock.
     fn with_uses<R>(&self, key: &Self::Key, act: impl FnOnce(&mut StreamUses) -> R) -> R;
@@ -339,29 +404,49 @@ pub(crate) fn order_after(instance: &Instance, earlier: StreamId, later: StreamI
 /// none can be recorded now stay with the block, which is then listed as unfenced.
 pub(crate) fn fence<O: FenceOwner>(owner: &O, key: O::Key) -> Result<()> {
     let Some(streams) = owner.with_uses(&key, StreamUses::begin_fencing) else { return Ok(()) };
-    let (mut done, mut left) = (0, Vec::new());
+    let block_stream = owner.stream_of(&key);
+    let mut fencing = Fencing { owner, key, streams: streams.into_iter(), done: 0, left: Vec::new() };
     let mut outcome = Ok(());
-    for stream in streams {
-        match record(owner, stream) {
+    while let Some(&stream) = fencing.streams.as_slice().first() {
+        let recorded = record(owner, stream);
+        fencing.streams.next();
+        match recorded {
             Ok(Recorded::Fenced(event)) => {
-                let refused = owner.with_fences(|fences| fences.push(stream, event, key.clone()));
+                let key = fencing.key.clone();
+                let refused = owner.with_fences(|fences| fences.push(stream, event, block_stream, key));
                 drop(refused);
             }
-            Ok(Recorded::AlreadyDone) => done += 1,
-            Ok(Recorded::CaptureActive) => left.push(stream),
+            Ok(Recorded::AlreadyDone) => fencing.done += 1,
+            Ok(Recorded::CaptureActive) => fencing.left.push(stream),
             Err(error) => {
-                left.push(stream);
+                fencing.left.push(stream);
                 outcome = outcome.and(Err(error));
             }
         }
     }
-    if owner.with_uses(&key, |uses| uses.end_fencing(done, &left)) {
-        let refused = owner.with_fences(|fences| fences.push_unfenced(key));
-        drop(refused);
-    } else {
-        owner.reclaim_if_clear(key);
-    }
     outcome
+}
+
+/// A block in whose streams fences are being recorded. Dropped, also by a panic, recording ends: streams without a fence
+/// stay with the block.
+struct Fencing<'a, O: FenceOwner> {
+    owner: &'a O,
+    key: O::Key,
+    streams: std::vec::IntoIter<StreamId>,
+    done: u32,
+    left: Vec<StreamId>,
+}
+
+impl<O: FenceOwner> Drop for Fencing<'_, O> {
+    fn drop(&mut self) {
+        self.left.extend(&mut self.streams);
+        if self.owner.with_uses(&self.key, |uses| uses.end_fencing(self.done, &self.left)) {
+            let refused = self.owner.with_fences(|fences| fences.push_unfenced(self.key.clone()));
+            drop(refused);
+        } else {
+            self.owner.reclaim_if_clear(self.key.clone());
+        }
+    }
 }
 
 /// Leaves the fences of a freed block to the next [`retry_unfenced`]. Makes no driver call.
@@ -372,37 +457,108 @@ pub(crate) fn fence_later<O: FenceOwner>(owner: &O, key: O::Key) {
     }
 }
 
-/// Runs `each`, usually [`fence`], once for every unfenced block; it lists again those that have to stay.
-pub(crate) fn retry_unfenced<O: FenceOwner>(owner: &O, mut each: impl FnMut(O::Key) -> Result<()>) -> Result<()> {
+/// Runs `each`, usually [`fence`], for every unfenced block; it lists again those that have to stay, also if it unwinds.
+/// Stops after so many that stay: the others are the first of the next call.
+pub(crate) fn retry_unfenced<O: FenceOwner>(
+    owner: &O,
+    stay_max: usize,
+    mut each: impl FnMut(O::Key) -> Result<()>,
+) -> Result<()> {
+    let taken = owner.with_fences(|fences| std::mem::take(&mut fences.unfenced));
+    let mut left = Unfenced { owner, keys: taken.into() };
     let mut outcome = Ok(());
-    for key in owner.with_fences(|fences| std::mem::take(&mut fences.unfenced)) {
+    while owner.with_fences(|fences| fences.unfenced.len()) < stay_max
+        && let Some(key) = left.keys.pop_front()
+    {
         owner.with_uses(&key, |uses| uses.listed = false);
         outcome = outcome.and(each(key));
     }
     outcome
 }
 
+/// Unfenced blocks that a call has not looked at yet. Dropped, they are listed again.
+struct Unfenced<'a, O: FenceOwner> {
+    owner: &'a O,
+    keys: VecDeque<O::Key>,
+}
+
+impl<O: FenceOwner> Drop for Unfenced<'_, O> {
+    fn drop(&mut self) {
+        if self.keys.is_empty() {
+            return;
+        }
+        let keys = Vec::from(std::mem::take(&mut self.keys));
+        let refused = self.owner.with_fences(|fences| {
+            if fences.closed {
+                return keys;
+            }
+            let stay = std::mem::replace(&mut fences.unfenced, keys);
+            fences.unfenced.extend(stay);
+            Vec::new()
+        });
+        drop(refused);
+    }
+}
+
 /// Completes the fences that have passed.
 pub(crate) fn poll(owner: &impl FenceOwner) -> Result<()> {
-    let mut oldest = owner.with_fences(|fences| fences.oldest());
-    if oldest.is_empty() {
-        return Ok(());
+    let oldest = owner.with_fences(|fences| fences.oldest_after(None, usize::MAX));
+    poll_streams(owner, oldest).1
+}
+
+/// The same, but looks at no more than [`PENDING_PER_CALL`] streams whose oldest fence has not passed; the next call
+/// goes on with the others.
+pub(crate) fn poll_some(owner: &impl FenceOwner) -> Result<()> {
+    let (streams, mut last) = owner.with_fences(|fences| {
+        let many = fences.has_many_streams();
+        (fences.queues.len(), fences.last_polled.filter(|_| many))
+    });
+    let (mut unseen, mut budget, mut outcome) = (streams, PENDING_PER_CALL, Ok(()));
+    while unseen > 0 && budget > 0 {
+        let oldest = owner.with_fences(|fences| fences.oldest_after(last, budget.min(unseen)));
+        let Some(newest) = oldest.last() else { break };
+        (last, unseen) = (Some(newest.stream), unseen - oldest.len());
+        let (pending, polled) = poll_streams(owner, oldest);
+        outcome = outcome.and(polled);
+        budget -= pending.min(budget);
     }
-    let _guard = owner.capture_guard()?;
-    let mut outcome = Ok(());
+    owner.with_fences(|fences| fences.last_polled = last);
+    outcome
+}
+
+/// Completes the fences that have passed and that blocks of `stream` wait for, and others in the same streams.
+pub(crate) fn poll_of(owner: &impl FenceOwner, stream: StreamId) -> Result<()> {
+    let oldest = owner.with_fences(|fences| fences.oldest_for(stream));
+    poll_streams(owner, oldest).1
+}
+
+/// Queries the oldest fences of some streams, and those behind each that has passed. Returns in how many streams the
+/// oldest has not passed.
+fn poll_streams(owner: &impl FenceOwner, mut oldest: Vec<Fence>) -> (usize, Result<()>) {
+    if oldest.is_empty() {
+        return (0, Ok(()));
+    }
+    let _guard = match owner.capture_guard() {
+        Ok(guard) => guard,
+        Err(error) => return (oldest.len(), Err(error)),
+    };
+    let (mut pending, mut outcome) = (0, Ok(()));
     while !oldest.is_empty() {
         let mut passed = Vec::new();
         for fence in oldest {
             match owner.instance().driver().event_query(fence.event.id()) {
                 Ok(true) => passed.push(fence),
-                Ok(false) => {}
-                Err(error) => outcome = outcome.and(Err(error.into())),
+                Ok(false) => pending += 1,
+                Err(error) => {
+                    pending += 1;
+                    outcome = outcome.and(Err(error.into()));
+                }
             }
         }
         owner.complete(&passed);
         oldest = owner.with_fences(|fences| passed.iter().filter_map(|fence| fences.oldest_of(fence.stream)).collect());
     }
-    outcome
+    (pending, outcome)
 }
 
 /// Waits for all fences that are queued now, and completes them.
@@ -555,12 +711,12 @@ mod tests {
         fence(&owner, now).unwrap();
         fence_later(&owner, later);
         fence_later(&owner, later);
-        retry_unfenced(&owner, |key| fence(&owner, key)).unwrap();
+        retry_unfenced(&owner, usize::MAX, |key| fence(&owner, key)).unwrap();
         assert_eq!(owner.fences.borrow().unfenced, [now, later]);
         assert_eq!(owner.poll(), []);
         let graph = owner.sim.capture_end(streams[0]).unwrap();
         warpool_driver::Graphs::graph_destroy(&*owner.sim, graph).unwrap();
-        retry_unfenced(&owner, |key| fence(&owner, key)).unwrap();
+        retry_unfenced(&owner, usize::MAX, |key| fence(&owner, key)).unwrap();
         wait_all(&owner).unwrap();
         assert_eq!(owner.reclaimed.take(), [now, later]);
     }
@@ -574,7 +730,7 @@ mod tests {
         assert!(owner.with_uses(&key, |uses| uses.end_fencing(recording.len() as u32, &[])), "to be listed");
         owner.with_fences(|fences| assert!(fences.push_unfenced(key).is_none()));
         owner.reclaim_if_clear(key);
-        retry_unfenced(&owner, |key| fence(&owner, key)).unwrap();
+        retry_unfenced(&owner, usize::MAX, |key| fence(&owner, key)).unwrap();
         assert_eq!(owner.poll(), []);
         owner.run(streams[0]);
         assert_eq!(owner.poll(), [key]);
@@ -600,7 +756,7 @@ mod tests {
         assert!(fence(&owner, unrecorded).is_err());
         assert_eq!(owner.uses.borrow()[unrecorded].unfenced(), &streams[..1]);
         owner.faulty.set_plan(FaultPlan::new());
-        retry_unfenced(&owner, |key| fence(&owner, key)).unwrap();
+        retry_unfenced(&owner, usize::MAX, |key| fence(&owner, key)).unwrap();
         wait_all(&owner).unwrap();
         assert_eq!(owner.reclaimed.take(), [0, unrecorded]);
     }

@@ -8,6 +8,7 @@ pub mod graphs;
 pub mod launch;
 pub mod logging_allocator;
 pub mod memory;
+pub mod panics;
 pub mod rng;
 
 use std::sync::Arc;

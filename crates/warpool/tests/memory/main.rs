@@ -11,6 +11,7 @@ mod expandable;
 mod faults;
 mod history;
 mod out_of_memory;
+mod panics;
 mod placement;
 mod pools;
 mod reentrancy;

@@ -6,4 +6,5 @@ mod common;
 mod allocators;
 mod decorators;
 mod driver_pool;
+mod panics;
 mod pluggable;

@@ -1,11 +1,14 @@
 //! One device of the caching allocator: its state under its lock, and what the driver calls around it need.
 //!
 //! Locks: `state` is held for one step, never during a driver call. `slow` is held by the one thread that allocates
-//! memory from the driver or returns it; it is taken before `state`. Observers are called with neither.
+//! memory from the driver or returns it; it is taken before `state`. User code (observers, upstreams, destructors of
+//! what users passed in) runs with neither.
 
+use std::cell::Cell;
 use std::collections::BTreeMap;
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, MutexGuard};
 
 use warpool_driver::{DeviceId, Driver, StreamId};
 
@@ -16,6 +19,7 @@ use crate::memory::limit::limit_bytes;
 use crate::memory::report::{EntryDetails, HistoryFlags};
 use crate::memory::scopes::Scopes;
 use crate::memory::{Allocation, HistoryOptions, MemPoolId, Observers, Settings, StackLevel};
+use crate::unwind::drop_user_value;
 use crate::{Device, Error, Instance, Result, lock};
 
 /// What the devices of an allocator share.
@@ -164,17 +168,52 @@ impl CachingDevice {
         &self.shared
     }
 
-    /// One step under the device's lock. Trackers see its entries afterwards, with no lock held.
+    /// One step under the device's lock. Trackers do not see its entries yet: [`report`](Self::report) shows them.
     #[inline]
-    pub(super) fn with<R>(&self, step: impl FnOnce(&mut DeviceState) -> R) -> R {
+    pub(super) fn change<R>(&self, step: impl FnOnce(&mut DeviceState) -> R) -> R {
+        step(&mut lock(&self.state))
+    }
+
+    /// One step under the device's lock. Trackers see its entries, and all earlier ones, afterwards, with no lock held.
+    /// If one panics the caller does not get the result: `undo` takes it back, and returns what is to be dropped without
+    /// the lock.
+    #[inline]
+    pub(super) fn with<R, D>(
+        &self,
+        step: impl FnOnce(&mut DeviceState) -> R,
+        undo: impl FnOnce(&mut DeviceState, R) -> D,
+    ) -> R {
         let mut state = lock(&self.state);
         let result = step(&mut state);
-        if state.has_unreported() && !self.slow.is_held_by_this_thread() {
-            let entries = state.take_unreported();
-            drop(state);
-            self.observers().track(self.id, &entries);
+        if state.has_unreported() { self.show(state, result, undo) } else { result }
+    }
+
+    #[cold]
+    fn show<R, D>(
+        &self,
+        mut state: MutexGuard<'_, DeviceState>,
+        result: R,
+        undo: impl FnOnce(&mut DeviceState, R) -> D,
+    ) -> R {
+        if self.slow.is_held_by_this_thread() || std::thread::panicking() {
+            return result;
         }
-        result
+        let entries = state.take_unreported();
+        drop(state);
+        match catch_unwind(AssertUnwindSafe(|| self.observers().track(self.id, &entries))) {
+            Ok(()) => result,
+            Err(panic) => {
+                let undone = self.change(|state| undo(state, result));
+                drop_user_value(undone);
+                resume_unwind(panic)
+            }
+        }
+    }
+
+    /// Shows trackers the entries that they have not seen. Not by a thread that is on the slow path, and not by one that
+    /// unwinds: the next call does it.
+    pub(super) fn report(&self) {
+        self.with(|_| (), |_, ()| ());
     }
 
     /// Reads the state.
@@ -185,7 +224,8 @@ impl CachingDevice {
 
     /// Takes the lock for allocating memory from the driver and for returning it.
     pub(super) fn lock_slow(&self) -> SlowGuard<'_> {
-        SlowGuard { device: self, guard: Some(self.slow.lock()) }
+        let guard = self.slow.lock();
+        SlowGuard { device: self, waited: guard.waited(), guard: Cell::new(Some(guard)) }
     }
 
     /// Collects what history entries will say, before a lock is taken.
@@ -201,13 +241,13 @@ impl CachingDevice {
     }
 
     pub(super) fn record_history(&self, options: Option<&HistoryOptions>) {
-        self.with(|state| state.set_history(options.cloned()));
+        self.change(|state| state.set_history(options.cloned()));
         self.history_flags.set(options);
     }
 
     pub(super) fn set_settings(&self, settings: &Settings) {
         let policy = Policy::new(settings, self.bytes_total, self.virtual_memory);
-        self.with(|state| state.set_policy(policy));
+        self.change(|state| state.set_policy(policy));
     }
 
     pub(super) fn limits(&self) -> Limits {
@@ -220,7 +260,7 @@ impl CachingDevice {
             change(&mut limits);
             limits.bytes(self.bytes_total)
         };
-        self.with(|state| state.set_limit(limit));
+        self.change(|state| state.set_limit(limit));
     }
 
     /// Devices that may access the memory, beside this one.
@@ -295,17 +335,29 @@ impl CachingDevice {
 }
 
 /// The right to allocate memory from the driver and to return it, one thread at a time. What happens meanwhile is shown
-/// to trackers when it is dropped: they are called without any lock, so that they may call the allocator.
+/// to trackers by the first [`report`](CachingDevice::report) after it is dropped: they are called without any lock, so
+/// that they may call the allocator.
 #[must_use = "dropping it releases the lock"]
 pub(super) struct SlowGuard<'a> {
     device: &'a CachingDevice,
-    guard: Option<SlowLockGuard<'a>>,
+    waited: bool,
+    /// `None` while user code runs.
+    guard: Cell<Option<SlowLockGuard<'a>>>,
 }
 
 impl SlowGuard<'_> {
     /// Whether another thread held the lock, so that much may have changed.
     pub(super) fn waited(&self) -> bool {
-        self.guard.as_ref().is_some_and(SlowLockGuard::waited)
+        self.waited
+    }
+
+    /// Runs user code without the lock. Another thread may be on the slow path meanwhile: only what is in transit, and
+    /// pools that this thread has entered, stay as they were.
+    pub(super) fn unlocked<R>(&self, user_code: impl FnOnce() -> R) -> R {
+        drop(self.guard.take());
+        let result = user_code();
+        self.guard.set(Some(self.device.slow.lock()));
+        result
     }
 }
 
@@ -317,11 +369,25 @@ impl std::ops::Deref for SlowGuard<'_> {
     }
 }
 
-impl Drop for SlowGuard<'_> {
+/// A pool that the thread has entered ([`Pools::enter`](super::state::Pools::enter)): it is not removed before this is
+/// dropped, also by a panic.
+#[must_use = "dropping it leaves the pool"]
+pub(super) struct PoolVisit<'a> {
+    device: &'a CachingDevice,
+    pool: MemPoolId,
+}
+
+impl<'a> PoolVisit<'a> {
+    /// For a pool that was entered in an earlier step.
+    pub(super) fn entered(device: &'a CachingDevice, pool: MemPoolId) -> Self {
+        Self { device, pool }
+    }
+}
+
+impl Drop for PoolVisit<'_> {
     fn drop(&mut self) {
-        self.guard = None;
-        if !std::thread::panicking() {
-            self.device.with(|_| ());
-        }
+        let removed = self.device.change(|state| state.leave_pool(self.pool));
+        // Its upstream's destructor is user code.
+        drop_user_value(removed);
     }
 }

@@ -9,6 +9,9 @@
 //! 5. Freed, a block that only its own stream used is merged with its free neighbours at once. Others wait for fences
 //!    in the streams that used them (`stream_fence.rs`).
 //!
+//! User code (observers, hooks, upstreams, destructors) runs without any lock, and may panic: the panic reaches the caller,
+//! a block that was being allocated is freed, one that was being freed is.
+//!
 //! `heap/` has segments, blocks and free lists; `state/` has the data of one device, without driver calls;
 //! `device.rs` wraps it in locks; `calls/` has the public calls.
 

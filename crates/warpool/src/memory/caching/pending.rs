@@ -1,18 +1,21 @@
 //! Pending frees: blocks that were freed while other streams may still use them. The mechanism is `stream_fence.rs`;
 //! this file connects it to this allocator's state and to frees that captures defer.
 //!
+//! Nothing here shows trackers what happened: the call does, once nothing is half done.
+//!
 //! "During a capture" means that a stream in question is capturing, not that some pool's scope is open.
 
-use rustc_hash::FxHashSet;
+use std::collections::VecDeque;
+
 use warpool_driver::StreamId;
 
 use super::capture_order;
 use super::device::CachingDevice;
 use super::heap::BlockKey;
-use super::state::DeviceState;
 use crate::capture::CaptureStatus;
 use crate::memory::report::EntryDetails;
-use crate::memory::stream_fence::{self, Fence, FenceOwner, StreamFences, StreamUses};
+use crate::memory::stream_fence::{self, Fence, FenceOwner, PENDING_PER_CALL, StreamFences, StreamUses};
+use crate::unwind::OnUnwind;
 use crate::{Instance, Result};
 
 /// The pending frees of one device, on behalf of one call.
@@ -40,21 +43,25 @@ impl FenceOwner for PendingFrees<'_> {
         self.device.capture_safe()
     }
 
+    fn stream_of(&self, key: &BlockKey) -> Option<StreamId> {
+        self.device.read(|state| state.heap().get(*key).map(|_| state.heap().stream_of(*key)))
+    }
+
     fn with_uses<R>(&self, key: &BlockKey, act: impl FnOnce(&mut StreamUses) -> R) -> R {
-        self.device.with(|state| act(state.uses_mut(*key)))
+        self.device.change(|state| act(state.uses_mut(*key)))
     }
 
     fn with_fences<R>(&self, act: impl FnOnce(&mut StreamFences<BlockKey>) -> R) -> R {
-        self.device.with(|state| act(state.fences()))
+        self.device.change(|state| act(state.fences_mut()))
     }
 
     // In one step: a thread that finds no fence left to wait for finds the blocks free.
     fn complete(&self, passed: &[Fence]) {
-        self.device.with(|state| state.complete_fences(passed, self.details));
+        self.device.change(|state| state.complete_fences(passed, self.details));
     }
 
     fn reclaim_if_clear(&self, key: BlockKey) {
-        self.device.with(|state| state.reclaim_if_clear(key, self.details));
+        self.device.change(|state| state.reclaim_if_clear(key, self.details));
     }
 }
 
@@ -64,17 +71,34 @@ impl<'a> PendingFrees<'a> {
     }
 
     /// Completes the pending frees that can be: records fences that destructors or captures left, frees what captures
-    /// deferred, and polls the fences. Must not be called while the request's stream is capturing.
+    /// deferred, and polls the fences. Looks at a bounded number of those that have to wait longer, in turn. Must not be
+    /// called while the request's stream is capturing.
     pub(super) fn process(&self) -> Result<()> {
-        let left_over = self.device.with(|state| state.fences().has_unfenced() || state.has_deferred());
-        let retried = if left_over { self.retry() } else { Ok(()) };
+        let left_over = self.device.read(|state| state.fences().has_unfenced() || state.has_deferred());
+        let retried = if left_over { self.retry(PENDING_PER_CALL) } else { Ok(()) };
+        retried.and(stream_fence::poll_some(self))
+    }
+
+    /// The same, of all of them.
+    pub(super) fn process_all(&self) -> Result<()> {
+        let retried = self.retry(usize::MAX);
         retried.and(stream_fence::poll(self))
+    }
+
+    /// For a request on `stream` that found no block: polls the fences that its blocks wait for and that
+    /// [`process`](Self::process) left out. Returns whether there may be any.
+    pub(super) fn process_for(&self, stream: StreamId) -> Result<bool> {
+        let left_out = self.device.read(|state| state.fences().has_many_streams());
+        if left_out {
+            stream_fence::poll_of(self, stream)?;
+        }
+        Ok(left_out)
     }
 
     /// Waits until every pending free is completed, but for those that captures hold back.
     pub(super) fn wait(&self) -> Result<()> {
-        self.device.with(|state| state.counters_mut().sync_all_streams());
-        let retried = self.retry();
+        self.device.change(|state| state.counters_mut().sync_all_streams());
+        let retried = self.retry(usize::MAX);
         retried.and(stream_fence::wait_all(self))
     }
 
@@ -82,28 +106,34 @@ impl<'a> PendingFrees<'a> {
     /// that, defers the free. What fails is retried by later calls.
     pub(super) fn fence_or_defer(&self, block: BlockKey) -> Result<()> {
         let streams: Vec<StreamId> = self.device.read(|state| state.heap().streams_of(block).collect());
-        let mut refused = false;
-        for &stream in &streams {
-            match self.device.capture_status(stream) {
-                Ok(status) => refused |= status.refuses_work(),
-                Err(error) => {
-                    self.fence_later(block);
-                    return Err(error);
-                }
+        let refuses = |&stream: &StreamId| match self.device.capture_status(stream) {
+            Ok(status) => status.refuses_work().then_some(Ok(stream)),
+            Err(error) => Some(Err(error)),
+        };
+        let unwinds = OnUnwind::new(|| self.device.change(|state| state.fence_later(block)));
+        let refused = streams.iter().find_map(refuses).transpose();
+        unwinds.disarm();
+        let refused = match refused {
+            Ok(refused) => refused,
+            Err(error) => {
+                self.fence_later(block);
+                return Err(error);
             }
-        }
-        if !refused {
+        };
+        let Some(capturing) = refused else {
             // Whatever used it in a capture was joined when that ended.
-            self.device.with(|state| state.clear_uses_in_capture(block));
+            self.device.change(|state| state.clear_uses_in_capture(block));
             return stream_fence::fence(self, block);
-        }
+        };
         // The graph orders the uses that were captured. Uses from before need fences in their streams, after the
         // capture.
         let by_graph = self
             .device
             .read(|state| state.policy().reuse_in_capture && state.heap().block(block).unfenced_streams().is_empty());
+        let unwinds = OnUnwind::new(|| self.device.change(|state| state.fence_later(block)));
         let last_nodes = if by_graph { capture_order::last_nodes(self.device.driver(), &streams) } else { Vec::new() };
-        self.device.with(|state| state.defer(block, last_nodes));
+        unwinds.disarm();
+        self.device.change(|state| state.defer(block, capturing, last_nodes));
         Ok(())
     }
 
@@ -119,37 +149,50 @@ impl<'a> PendingFrees<'a> {
             return Ok(());
         }
         // Destructors did not look up which nodes their frees come after.
-        self.retry_unfenced()?;
+        self.retry_unfenced(PENDING_PER_CALL)?;
         if !self.device.read(|state| state.has_captured_frees(stream)) {
             return Ok(());
         }
         let done = capture_order::ancestors(self.device.driver(), stream)?;
-        self.device.with(|state| state.complete_captured_frees(stream, &done, self.details));
+        self.device.change(|state| state.complete_captured_frees(stream, &done, self.details));
         Ok(())
     }
 
-    fn retry(&self) -> Result<()> {
-        let fenced = self.retry_unfenced();
-        fenced.and(self.retry_deferred())
+    /// Retries what destructors, errors and captures left, until so many of each kind have to wait longer.
+    fn retry(&self, stay_max: usize) -> Result<()> {
+        let fenced = self.retry_unfenced(stay_max);
+        fenced.and(self.retry_deferred(stay_max))
     }
 
-    fn retry_unfenced(&self) -> Result<()> {
-        stream_fence::retry_unfenced(self, |block| self.fence_or_defer(block))
+    fn retry_unfenced(&self, stay_max: usize) -> Result<()> {
+        stream_fence::retry_unfenced(self, stay_max, |block| self.fence_or_defer(block))
     }
 
-    /// Retries the frees that captures deferred. Each stream's status is read once, however many blocks wait: another
-    /// thread's capture may defer thousands, and every request outside of it calls this.
-    fn retry_deferred(&self) -> Result<()> {
-        let mut capturing = FxHashSet::default();
-        for stream in self.device.read(DeviceState::deferred_streams) {
-            if self.device.capture_status(stream)?.refuses_work() {
-                capturing.insert(stream);
+    /// Retries the frees that captures deferred. Reads the status of a stream once, however many blocks wait for it.
+    fn retry_deferred(&self, stay_max: usize) -> Result<()> {
+        let (mut unseen, mut last) = self.device.read(|state| state.deferred_streams(stay_max));
+        let (mut budget, mut over) = (stay_max, Vec::new());
+        while unseen > 0 && budget > 0 {
+            let streams = self.device.read(|state| state.deferred_streams_after(last, budget.min(unseen)));
+            let Some(&newest) = streams.last() else { break };
+            (last, unseen) = (Some(newest), unseen - streams.len());
+            for stream in streams {
+                match self.device.capture_status(stream)?.refuses_work() {
+                    true => budget -= 1,
+                    false => over.push(stream),
+                }
             }
         }
-        let ready = self.device.with(|state| state.take_undeferred(&capturing));
+        let ready = self.device.change(|state| state.take_undeferred(&over, last));
+        let mut ready = VecDeque::from(ready);
         let mut outcome = Ok(());
-        for block in ready {
-            outcome = outcome.and(self.fence_or_defer(block));
+        while let Some(block) = ready.pop_front() {
+            let unwinds = OnUnwind::new(|| {
+                self.device.change(|state| ready.iter().for_each(|&block| state.fence_later(block)));
+            });
+            let fenced = self.fence_or_defer(block);
+            unwinds.disarm();
+            outcome = outcome.and(fenced);
         }
         outcome
     }

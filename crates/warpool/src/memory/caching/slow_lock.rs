@@ -1,7 +1,10 @@
-//! A mutex that can tell whether the calling thread holds it.
+//! The right to run the slow path: a mutex that is never poisoned, and that can tell whether the calling thread holds it.
+//!
+//! No user code runs while it is held. A panic under it (of a host callback that a simulated driver runs inside of a
+//! call) releases it; guards in `source/` put back what was in transit.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Mutex, MutexGuard};
+use std::sync::{Mutex, MutexGuard, TryLockError};
 
 use crate::lock;
 
@@ -30,15 +33,16 @@ pub(super) struct SlowLockGuard<'a> {
 }
 
 impl SlowLock {
-    /// Locks it.
+    /// Locks it, also after a panic of another holder.
     ///
     /// # Panics
     /// If the calling thread holds it already.
     pub(super) fn lock(&self) -> SlowLockGuard<'_> {
-        assert!(!self.is_held_by_this_thread(), "an upstream must not call the allocator that it serves");
+        assert!(!self.is_held_by_this_thread(), "the slow path must not be entered twice by one thread");
         let (guard, waited) = match self.mutex.try_lock() {
             Ok(guard) => (guard, false),
-            Err(_) => (lock(&self.mutex), true),
+            Err(TryLockError::Poisoned(poisoned)) => (poisoned.into_inner(), false),
+            Err(TryLockError::WouldBlock) => (lock(&self.mutex), true),
         };
         self.holder.store(this_thread(), Ordering::Relaxed);
         SlowLockGuard { lock: self, _guard: guard, waited }
@@ -60,5 +64,32 @@ impl SlowLockGuard<'_> {
 impl Drop for SlowLockGuard<'_> {
     fn drop(&mut self) {
         self.lock.holder.store(0, Ordering::Relaxed);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::panic::{AssertUnwindSafe, catch_unwind};
+    use std::sync::mpsc;
+    use std::time::Duration;
+
+    use super::*;
+
+    /// A poisoned mutex must not be locked a second time while the error of `try_lock` still holds its guard.
+    #[test]
+    fn after_a_panic_of_its_holder_it_can_be_locked() {
+        let (sender, receiver) = mpsc::channel();
+        std::thread::spawn(move || {
+            let lock = SlowLock::default();
+            let panicked = catch_unwind(AssertUnwindSafe(|| {
+                let _held = lock.lock();
+                panic!("under the lock");
+            }));
+            assert!(panicked.is_err() && !lock.is_held_by_this_thread());
+            drop(lock.lock());
+            assert!(!lock.lock().waited());
+            sender.send(()).unwrap();
+        });
+        receiver.recv_timeout(Duration::from_secs(60)).expect("it should not wait for itself");
     }
 }

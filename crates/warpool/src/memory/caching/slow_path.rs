@@ -1,5 +1,6 @@
 //! The slow path of an allocation, when no cached block fits. Each retry is made only if the ones before did not help.
 //!
+//! 0. With pending frees on many streams, all fences of the stream's blocks are polled, and another search.
 //! 1. Pressure callbacks, without any lock; if one freed something, another search.
 //! 2. Garbage collection of old segments, if it is enabled.
 //! 3. A new segment.
@@ -9,7 +10,7 @@
 //! 7. An out-of-memory report.
 //!
 //! From the second step on the device's slow lock is held: one thread at a time allocates from the driver, and no other
-//! thread's search waits for it.
+//! thread's search waits for it. It is released while an upstream is called.
 
 use warpool_driver::MemoryInfo;
 
@@ -17,6 +18,7 @@ use super::device::{CachingDevice, SlowGuard};
 use super::heap::{BlockKey, BlockRequest};
 use super::pending::PendingFrees;
 use super::source::{self, OrOom};
+use super::state::DeviceState;
 use crate::memory::report::EntryDetails;
 use crate::memory::{Allocation, OomCause};
 use crate::{Error, Result};
@@ -29,7 +31,16 @@ pub(super) fn allocate(
     details: &EntryDetails,
 ) -> Result<Allocation> {
     let details = &details.clone().timed(device.driver());
-    let search = || device.with(|state| state.allocate_cached(request, details));
+    let abandon = |state: &mut DeviceState, found: Option<Allocation>| {
+        found.into_iter().for_each(|allocation| state.abandon(&allocation, details));
+    };
+    let search = || device.with(|state| state.allocate_cached(request, details), abandon);
+    if !capturing
+        && PendingFrees::new(device, details).process_for(request.stream)?
+        && let Some(found) = search()
+    {
+        return Ok(found);
+    }
     if device.observers().run_pressure_callbacks(device.id)
         && let Some(found) = search()
     {
@@ -44,6 +55,7 @@ pub(super) fn allocate(
     }
     let outcome = allocate_locked(&slow, request, capturing, details);
     drop(slow);
+    let outcome = device.with(|_| outcome, |state, outcome| abandon(state, outcome.ok().and_then(OrOom::ok)));
     outcome?.map_err(|why| out_of_memory(device, request, why, capturing, details))
 }
 
@@ -54,7 +66,7 @@ fn allocate_locked(
     capturing: bool,
     details: &EntryDetails,
 ) -> Result<OrOom<Allocation>> {
-    let allocate = |block: BlockKey| slow.with(|state| state.allocate_block(block, request, details));
+    let allocate = |block: BlockKey| slow.change(|state| state.allocate_block(block, request, details));
     if slow.read(|state| state.policy().collects_garbage()) {
         source::collect_garbage(slow, details)?;
     }
@@ -65,7 +77,7 @@ fn allocate_locked(
         return Ok(Ok(allocate(block)));
     }
     if request.pool.is_default()
-        && let Some(found) = slow.with(|state| state.allocate_from_pools_for_oom(request, details))
+        && let Some(found) = slow.change(|state| state.allocate_from_pools_for_oom(request, details))
     {
         return Ok(Ok(found));
     }
@@ -79,7 +91,7 @@ fn allocate_locked(
     }
     PendingFrees::new(slow, details).wait()?;
     source::release_all(slow, false, details)?;
-    slow.with(|state| state.counters_mut().alloc_retry());
+    slow.change(|state| state.counters_mut().alloc_retry());
     Ok(source::allocate(slow, request, details)?.map(allocate))
 }
 
@@ -95,7 +107,8 @@ fn out_of_memory(
     let unknown = MemoryInfo { bytes_free: 0, bytes_total: device.bytes_total };
     let memory = device.driver().mem_info(device.id).unwrap_or(unknown);
     let stream_raw = device.driver().stream_handle(request.stream).map_or(0, |handle| handle.raw.0);
-    let mut report = device.with(|state| state.out_of_memory(request, why, stream_raw, memory.bytes_free, details));
+    let count = |state: &mut DeviceState| state.out_of_memory(request, why, stream_raw, memory.bytes_free, details);
+    let mut report = device.with(count, |_, _| ());
     report.bytes_total = memory.bytes_total;
     report.capturing = capturing;
     device.observers().report_oom(&report);

@@ -17,6 +17,7 @@ use super::{
     Allocation, DeviceAllocator, HistoryOptions, MemPoolId, Observers, PrivatePools, Request, Snapshot,
     SnapshotOptions, Stats,
 };
+use crate::unwind::{OnUnwind, call_each};
 use crate::{Error, Instance, Result};
 
 pub use limited::Limited;
@@ -41,7 +42,8 @@ pub trait Decorator: fmt::Debug + Send + Sync {
         free.forward(&**self.inner())
     }
 
-    /// Runs after each call that [`AllocatorCall`] lists, with its error if it failed.
+    /// Runs after each call that [`AllocatorCall`] lists, with its error if it failed. If it panics, a block that was
+    /// allocated is freed, and one that was freed is.
     fn after(&self, call: &AllocatorCall, error: Option<&Error>) {
         let _ = (call, error);
     }
@@ -124,8 +126,14 @@ pub enum AllocatorCall {
     },
 }
 
+/// In a thread that unwinds, a panic of [`after`](Decorator::after) ends here.
 fn finish<T>(decorator: &impl Decorator, call: &AllocatorCall, outcome: Result<T>) -> Result<T> {
-    decorator.after(call, outcome.as_ref().err());
+    let error = outcome.as_ref().err();
+    if std::thread::panicking() {
+        call_each([call], |call| decorator.after(call, error));
+    } else {
+        decorator.after(call, error);
+    }
     outcome
 }
 
@@ -145,7 +153,13 @@ impl<D: Decorator> DeviceAllocator for D {
     fn allocate_raw(&self, request: Request) -> Result<Allocation> {
         let outcome = self.on_allocate(request);
         let allocation = outcome.as_ref().ok().copied();
-        finish(self, &AllocatorCall::Allocate { request, allocation }, outcome)
+        // After a panic nobody has the block.
+        let unwinds = OnUnwind::new(|| {
+            call_each(allocation, |allocation| drop(self.on_free(FreeCall::Dropped(allocation))));
+        });
+        let outcome = finish(self, &AllocatorCall::Allocate { request, allocation }, outcome);
+        unwinds.disarm();
+        outcome
     }
 
     fn free_raw(&self, ptr: DevicePtr) -> Result<()> {
@@ -177,7 +191,7 @@ impl<D: Decorator> DeviceAllocator for D {
     fn record_uses_later(&self, allocation: Allocation, streams: &[StreamId]) {
         self.inner().record_uses_later(allocation, streams);
         for &stream in streams {
-            self.after(&AllocatorCall::RecordUse { ptr: allocation.ptr, stream }, None);
+            let _ = finish(self, &AllocatorCall::RecordUse { ptr: allocation.ptr, stream }, Ok(()));
         }
     }
 

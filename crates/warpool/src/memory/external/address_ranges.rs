@@ -13,13 +13,14 @@ use crate::{Error, Result, lock};
 pub(in crate::memory) struct AddressRanges(Mutex<BTreeMap<u64, u64>>);
 
 impl AddressRanges {
-    /// Adds a range. [`Error::ExternalOverlap`] if it overlaps one that was not freed.
+    /// Adds a range. [`Error::ExternalAddress`] if no memory can be there, [`Error::ExternalOverlap`] if it overlaps one
+    /// that was not freed.
     pub(in crate::memory) fn insert(&self, ptr: DevicePtr, bytes: u64) -> Result<()> {
         let mut ranges = lock(&self.0);
-        let end = ptr.0.saturating_add(bytes);
+        let end = ptr.0.checked_add(bytes).filter(|_| !ptr.is_null()).ok_or(Error::ExternalAddress { ptr, bytes })?;
         // Of all ranges that start before its end, only the last can reach into it.
         if let Some((&start, &length)) = ranges.range(..end).next_back()
-            && start.saturating_add(length) > ptr.0
+            && start + length > ptr.0
         {
             return Err(Error::ExternalOverlap { ptr, bytes, live: DevicePtr(start), live_bytes: length });
         }
@@ -37,7 +38,7 @@ impl AddressRanges {
     pub(in crate::memory) fn containing(&self, ptr: DevicePtr) -> Option<(DevicePtr, u64)> {
         let ranges = lock(&self.0);
         let (&start, &length) = ranges.range(..=ptr.0).next_back()?;
-        (ptr.0 < start.saturating_add(length)).then_some((DevicePtr(start), length))
+        (ptr.0 < start + length).then_some((DevicePtr(start), length))
     }
 }
 
@@ -62,7 +63,7 @@ mod tests {
             (1200, 5, None),
             (1000, 0, None),
             (1000, 100, None),
-            (u64::MAX - 5, 100, None),
+            (u64::MAX - 105, 105, None),
         ];
         for &(start, length, refused_for) in steps {
             if length == 0 {
@@ -75,6 +76,10 @@ mod tests {
                 Err(other) => panic!("{other}"),
             };
             assert_eq!(overlapped, refused_for, "{length} bytes at {start}");
+        }
+        for (ptr, bytes) in [(u64::MAX - 5, 100), (u64::MAX - 5, 6), (u64::MAX, 1), (0, 5)] {
+            let ptr = DevicePtr(ptr);
+            assert_eq!(ranges.insert(ptr, bytes), Err(Error::ExternalAddress { ptr, bytes }), "not memory");
         }
         assert_eq!(ranges.containing(DevicePtr(1150)), Some((DevicePtr(1100), 100)));
         assert_eq!(ranges.containing(DevicePtr(1205)), None);

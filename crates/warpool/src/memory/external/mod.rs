@@ -24,10 +24,10 @@ pub use upstream::ExternalUpstream;
 /// - No lock of Warpool is held during a call, and the calling thread is in the relaxed capture mode: the driver calls
 ///   that a method makes invalidate no capture.
 /// - A panic propagates to the caller of the allocator. The allocation table stays consistent; memory that was being
-///   freed counts as freed.
+///   freed counts as freed by a [`PluggableAllocator`](super::PluggableAllocator), and not by an [`ExternalUpstream`].
 pub trait ExternalAllocator: Send + Sync {
     /// Allocates `bytes` of device memory, more than 0, for work on `stream`. `None` and the null address mean out of
-    /// memory.
+    /// memory. Memory that reaches the end of the address space or overlaps what is allocated is an error.
     ///
     /// Earlier work of that stream, and of no other, may still use the memory: stream order has to protect it.
     fn allocate(&self, bytes: u64, device: DeviceId, stream: RawStream) -> Result<Option<DevicePtr>>;

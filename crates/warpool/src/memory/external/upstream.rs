@@ -8,6 +8,7 @@ use warpool_driver::{DeviceId, DevicePtr, StreamId};
 
 use super::{AddressRanges, ExternalAllocator, RawStream};
 use crate::memory::Upstream;
+use crate::unwind::OnUnwind;
 use crate::{Instance, Result, lock};
 
 /// Where a pool of a [`CachingAllocator`](crate::memory::CachingAllocator) gets its segments from, by
@@ -50,13 +51,18 @@ impl Upstream for ExternalUpstream {
         let recorded = lock(&self.streams).remove(&ptr.0);
         let stream = recorded.map_or_else(|| self.raw(stream), Ok)?;
         self.ranges.remove(ptr);
-        let freed = self.external.free(ptr, bytes, device, stream);
-        if freed.is_err() {
-            // The pool keeps the segment and frees it again later.
+        // After an error or a panic the pool keeps the segment and frees it again later.
+        let put_back = || {
             lock(&self.streams).insert(ptr.0, stream);
             if let Err(error) = self.ranges.insert(ptr, bytes) {
                 tracing::warn!(%error, "an external allocator reused memory that it had failed to free");
             }
+        };
+        let unwinds = OnUnwind::new(put_back);
+        let freed = self.external.free(ptr, bytes, device, stream);
+        unwinds.disarm();
+        if freed.is_err() {
+            put_back();
         }
         freed
     }

@@ -63,7 +63,7 @@ impl Shared {
 
     fn retry_unfenced(&self, details: &EntryDetails) -> Result<()> {
         let owner = Reclaimer { shared: self, details };
-        stream_fence::retry_unfenced(&owner, |block| stream_fence::fence(&owner, block))
+        stream_fence::retry_unfenced(&owner, usize::MAX, |block| stream_fence::fence(&owner, block))
     }
 }
 

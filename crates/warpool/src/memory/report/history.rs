@@ -105,11 +105,18 @@ pub fn user_metadata() -> Option<Arc<str>> {
 
 /// Runs `act` with `text` as metadata instead of the program's.
 pub(crate) fn with_metadata<R>(text: &str, act: impl FnOnce() -> R) -> R {
-    let before = user_metadata();
+    /// Dropped, also by a panic, it restores the program's.
+    struct Restore(Option<Arc<str>>);
+
+    impl Drop for Restore {
+        fn drop(&mut self) {
+            let _ = USER_METADATA.try_with(|slot| *slot.borrow_mut() = self.0.take());
+        }
+    }
+
+    let _restore = Restore(user_metadata());
     set_user_metadata(text);
-    let result = act();
-    let _ = USER_METADATA.try_with(|slot| *slot.borrow_mut() = before);
-    result
+    act()
 }
 
 /// Enters a compiled region: its name is in entries that the calling thread causes.

@@ -2,6 +2,9 @@
 //! that collects call stacks.
 //!
 //! All run without any lock of the allocator held, and may call it. Checking whether there are any costs one load.
+//!
+//! A panic of one reaches the caller of the allocator, after the others were called. None is called by a thread that
+//! unwinds already, but for out-of-memory observers and pressure callbacks, whose panics end there.
 
 use std::fmt;
 use std::sync::atomic::{AtomicU16, AtomicU32, AtomicU64, Ordering};
@@ -14,6 +17,7 @@ use super::stats::WorkspaceStats;
 use super::{Action, Stack};
 use crate::error::OomReport;
 use crate::lock;
+use crate::unwind::call_each;
 
 /// Called with every entry, also while no history is recorded.
 pub type Tracker = Arc<dyn Fn(DeviceId, &HistoryEntry) + Send + Sync>;
@@ -111,11 +115,11 @@ impl Observers {
 
     /// Calls the trackers.
     pub(crate) fn track(&self, device: DeviceId, entries: &[HistoryEntry]) {
-        for (actions, tracker) in self.trackers.all() {
-            for entry in entries.iter().filter(|entry| actions.has(entry.action)) {
-                tracker(device, entry);
-            }
-        }
+        let trackers = self.trackers.all();
+        let calls = trackers.iter().flat_map(|(actions, tracker)| {
+            entries.iter().filter(|entry| actions.has(entry.action)).map(move |entry| (tracker, entry))
+        });
+        call_each(calls, |(tracker, entry)| tracker(device, entry));
     }
 
     fn count_tracked(&self) {
@@ -124,23 +128,24 @@ impl Observers {
     }
 
     pub(crate) fn report_oom(&self, report: &OomReport) {
-        for observer in self.ooms.all() {
-            observer(report);
-        }
+        call_each(self.ooms.all(), |observer| observer(report));
     }
 
     /// Calls all pressure callbacks, also after one has freed something. Returns whether any did.
     pub(crate) fn run_pressure_callbacks(&self, device: DeviceId) -> bool {
-        self.pressure.all().iter().filter(|callback| callback(device)).count() > 0
+        let mut freed = false;
+        call_each(self.pressure.all(), |callback| freed |= callback(device));
+        freed
     }
 
     pub(crate) fn run_trim_hooks(&self, device: DeviceId) {
-        for hook in self.trims.all() {
-            hook(device);
-        }
+        call_each(self.trims.all(), |hook| hook(device));
     }
 
     pub(crate) fn stack(&self) -> Option<Stack> {
+        if std::thread::panicking() {
+            return None;
+        }
         self.stacks.all().first().and_then(|hook| hook())
     }
 

@@ -11,6 +11,7 @@ use crate::capture::CaptureStatus;
 use crate::memory::report::EntryDetails;
 use crate::memory::shortage::Shortage;
 use crate::memory::{Allocation, MemPoolId, OomCause, RawStream, Request, StackLevel};
+use crate::unwind::OnUnwind;
 use crate::{Error, Result};
 
 /// Requests from this size on (an exbibyte) are refused.
@@ -31,8 +32,17 @@ impl<S: Source> Drop for Quota<'_, S> {
 
 impl<S: Source> UncachedAllocator<S> {
     pub(super) fn allocate(&self, request: Request) -> Result<Allocation> {
+        let state = self.state(request.device)?;
+        let outcome = self.allocate_unreported(state, request);
+        let allocated = outcome.as_ref().ok().copied();
+        let unwinds = OnUnwind::new(|| allocated.into_iter().for_each(|allocation| self.abandon(state, allocation)));
+        self.report(state);
+        unwinds.disarm();
+        outcome
+    }
+
+    fn allocate_unreported(&self, state: &DeviceState, request: Request) -> Result<Allocation> {
         let Request { device, stream, bytes, pool } = request;
-        let state = self.state(device)?;
         if !S::PRIVATE_POOLS && pool.is_some_and(|pool| !pool.is_default()) {
             return Err(self.no_private_pools());
         }

@@ -42,16 +42,21 @@ impl DeviceLedger {
         self.bytes_total
     }
 
-    /// One step under the lock. Trackers are called afterwards, without it.
-    pub(super) fn with<R>(&self, observers: &Observers, step: impl FnOnce(&mut AllocationTable) -> R) -> R {
-        let mut table = lock(&self.table);
-        let result = step(&mut table);
-        let entries = table.take_untracked();
-        drop(table);
+    /// One step under the lock. Trackers see its entries when [`report`](Self::report) is called.
+    pub(super) fn with<R>(&self, step: impl FnOnce(&mut AllocationTable) -> R) -> R {
+        step(&mut lock(&self.table))
+    }
+
+    /// Shows trackers the entries that they have not seen, without the lock. Not by a thread that unwinds: the next call
+    /// does it.
+    pub(super) fn report(&self, observers: &Observers) {
+        if std::thread::panicking() {
+            return;
+        }
+        let entries = lock(&self.table).take_untracked();
         if !entries.is_empty() {
             observers.track(self.device, &entries);
         }
-        result
     }
 
     pub(super) fn find(&self, ptr: DevicePtr) -> Option<Allocation> {
@@ -94,8 +99,8 @@ impl DeviceLedger {
         limit_bytes(self.bytes_total, self.fraction(), cap)
     }
 
-    pub(super) fn record_history(&self, options: Option<&HistoryOptions>, observers: &Observers) {
-        self.with(observers, |table| table.set_history(options.cloned()));
+    pub(super) fn record_history(&self, options: Option<&HistoryOptions>) {
+        self.with(|table| table.set_history(options.cloned()));
         self.history_flags.set(options);
     }
 
@@ -106,10 +111,9 @@ impl DeviceLedger {
         stacks: &mut StackIds,
         SnapshotOptions { pool, traces }: SnapshotOptions,
         reserved: Option<Reserved>,
-        observers: &Observers,
         details: &EntryDetails,
     ) {
-        self.with(observers, |table| {
+        self.with(|table| {
             let unused = if pool.is_none_or(MemPoolId::is_default) { table.unused_bytes(reserved) } else { 0 };
             table.add_to(snapshot, stacks, (pool, traces), unused, details);
         });

@@ -14,6 +14,10 @@
 //! # Locks
 //! Each device has one for its table and one for its pools. Each is held for one step, none while another is taken, and
 //! never while the driver, the source or an observer is called.
+//!
+//! # Panics
+//! A source or an observer may panic, which reaches the caller: guards keep the table and the pools right. Trackers are
+//! called last, when nothing is half done.
 
 mod allocate;
 mod driver_pool;
@@ -38,6 +42,7 @@ use super::{
     Snapshot, SnapshotOptions, StackLevel, Stat, Stats,
 };
 use crate::capture::CaptureStatus;
+use crate::unwind::OnUnwind;
 use crate::{Error, Instance, Result};
 use ledger::DeviceLedger;
 use pools::DevicePools;
@@ -99,9 +104,14 @@ impl<S: Source> UncachedAllocator<S> {
         self.devices.get(device.0 as usize).ok_or(Error::DeviceOutOfRange { index: device.0, count })
     }
 
-    /// One step under a device's lock. Trackers are called afterwards, without it.
+    /// One step under a device's lock. Trackers see its entries at the end of the call.
     fn with<R>(&self, state: &DeviceState, step: impl FnOnce(&mut AllocationTable) -> R) -> R {
-        state.ledger.with(&self.observers, step)
+        state.ledger.with(step)
+    }
+
+    /// Calls the trackers. To be called when nothing is half done: they may panic.
+    fn report(&self, state: &DeviceState) {
+        state.ledger.report(&self.observers);
     }
 
     fn entry_details(&self, state: &DeviceState, level: StackLevel) -> EntryDetails {
@@ -116,6 +126,15 @@ impl<S: Source> UncachedAllocator<S> {
     /// Notifies the source of pool events. With `wait`, events that another thread is delivering are waited for.
     fn deliver_pool_events(&self, state: &DeviceState, wait: bool) {
         state.pools.deliver(wait, |event| self.source.pool_event(state.ledger.device(), event));
+    }
+
+    /// Frees a block that its caller will never get, or whose free was interrupted. Calls nothing out.
+    fn abandon(&self, state: &DeviceState, allocation: Allocation) {
+        let free = |table: &mut AllocationTable| {
+            table.begin_free(allocation.ptr, allocation.slot, false, &EntryDetails::default()).map(drop)
+        };
+        // Nothing starts at the null address.
+        let _ = self.with(state, free);
     }
 
     fn no_private_pools(&self) -> Error {
@@ -171,19 +190,26 @@ impl<S: Source> DeviceAllocator for UncachedAllocator<S> {
             return Ok(());
         }
         let state = self.state(allocation.device)?;
+        // The block is freed also if a hook panics.
+        let unwinds = OnUnwind::new(|| self.abandon(state, allocation));
         self.deliver_pool_events(state, false);
         let details = self.entry_details(state, StackLevel::All);
+        unwinds.disarm();
         let entry = self.with(state, |table| table.begin_free(allocation.ptr, allocation.slot, true, &details))?;
         let released = self.release_block(state, &entry, &details);
         self.process_pending(state, &details);
+        self.report(state);
         released
     }
 
     fn free_later(&self, allocation: Allocation) {
         let Ok(state) = self.state(allocation.device) else { return };
+        let unwinds = OnUnwind::new(|| self.abandon(state, allocation));
         let details = self.entry_details(state, StackLevel::All);
+        unwinds.disarm();
         // A destructor cannot report that there is no such block.
         let _ = self.with(state, |table| table.begin_free(allocation.ptr, allocation.slot, false, &details).map(drop));
+        self.report(state);
     }
 
     /// The source is not asked to delay the reuse: that could be a call into the driver.
@@ -211,7 +237,9 @@ impl<S: Source> DeviceAllocator for UncachedAllocator<S> {
         if pool.is_default() {
             self.source.trim(device, self.has_captures())?;
         }
-        Ok(before.saturating_sub(reserved()?))
+        let bytes = before.saturating_sub(reserved()?);
+        self.report(state);
+        Ok(bytes)
     }
 
     fn largest_available(&self, device: DeviceId) -> Result<u64> {
@@ -225,9 +253,12 @@ impl<S: Source> DeviceAllocator for UncachedAllocator<S> {
         let ledger = &self.state(device)?.ledger;
         let before = ledger.fraction();
         ledger.set_fraction(fraction)?;
+        let restore = || ledger.set_fraction(before).expect("it was set before");
+        let unwinds = OnUnwind::new(restore);
         let set = self.source.set_memory_fraction(device, fraction);
+        unwinds.disarm();
         if set.is_err() {
-            ledger.set_fraction(before)?;
+            restore();
         }
         set
     }
@@ -264,14 +295,15 @@ impl<S: Source> DeviceAllocator for UncachedAllocator<S> {
         for state in &self.devices {
             let reserved = self.source.reserved(state.ledger.device())?;
             let details = self.entry_details(state, StackLevel::Alloc);
-            state.ledger.add_to(&mut snapshot, &mut stacks, options, reserved, &self.observers, &details);
+            state.ledger.add_to(&mut snapshot, &mut stacks, options, reserved, &details);
+            self.report(state);
         }
         Ok(snapshot)
     }
 
     fn record_history(&self, options: Option<HistoryOptions>) -> Result<()> {
         for state in &self.devices {
-            state.ledger.record_history(options.as_ref(), &self.observers);
+            state.ledger.record_history(options.as_ref());
         }
         Ok(())
     }

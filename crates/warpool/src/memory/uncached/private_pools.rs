@@ -7,6 +7,7 @@ use warpool_driver::{DeviceId, DevicePtr, StreamId};
 use super::source::Source;
 use super::{DeviceState, UncachedAllocator};
 use crate::memory::{MemPoolId, PoolOptions, PoolUser, PrivatePools, Route, StackLevel};
+use crate::unwind::OnUnwind;
 use crate::{Error, Result};
 
 impl<S: Source> UncachedAllocator<S> {
@@ -64,8 +65,15 @@ impl<S: Source> PrivatePools for UncachedAllocator<S> {
             self.release(state, pool, PoolUser::HANDLE)?;
             return begun;
         }
-        // The source must have been notified before anything is allocated from the pool.
+        // The source must have been notified before anything is allocated from the pool. After a panic of its hook the
+        // scope is closed.
+        let unwinds = OnUnwind::new(|| {
+            if state.pools.end_routing(pool, user).is_ok() {
+                let _ = self.release(state, pool, PoolUser::HANDLE);
+            }
+        });
         self.deliver_pool_events(state, true);
+        unwinds.disarm();
         Ok(())
     }
 
@@ -82,9 +90,14 @@ impl<S: Source> PrivatePools for UncachedAllocator<S> {
     fn capture_began(&self, device: DeviceId) -> Result<()> {
         let state = self.state(device)?;
         self.captures.fetch_add(1, Ordering::AcqRel);
+        let unwinds = OnUnwind::new(|| {
+            self.captures.fetch_sub(1, Ordering::AcqRel);
+        });
         self.deliver_pool_events(state, false);
         // During the capture fewer blocks can be freed.
         self.process_pending(state, &self.entry_details(state, StackLevel::All));
+        self.report(state);
+        unwinds.disarm();
         Ok(())
     }
 

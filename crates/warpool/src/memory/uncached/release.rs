@@ -16,7 +16,8 @@ use super::{DeviceState, UncachedAllocator};
 use crate::capture::{CaptureStatus, RelaxedMode};
 use crate::memory::RawStream;
 use crate::memory::report::EntryDetails;
-use crate::memory::stream_fence::{self, Fence, FenceOwner, StreamFences, StreamUses};
+use crate::memory::stream_fence::{self, Fence, FenceOwner, PENDING_PER_CALL, StreamFences, StreamUses};
+use crate::unwind::OnUnwind;
 use crate::{Error, Instance, Result, lock};
 
 /// A release of one block, or a walk over all pending ones.
@@ -51,7 +52,8 @@ impl<S: Source> UncachedAllocator<S> {
         self.release_in(state, entry, &mut Pass::default(), details)
     }
 
-    /// Releases every pending block that streams and captures allow.
+    /// Releases every pending block that streams and captures allow. Looks at a bounded number of those that have to wait
+    /// longer, in turn.
     pub(super) fn process_pending(&self, state: &DeviceState, details: &EntryDetails) {
         if self.with(state, |table| table.has_pending()) {
             self.process(state, &mut Pass::over_all(false), details);
@@ -72,14 +74,21 @@ impl<S: Source> UncachedAllocator<S> {
 
     fn process(&self, state: &DeviceState, pass: &mut Pass, details: &EntryDetails) {
         let owner = Fencing { allocator: self, state };
-        if let Err(error) = stream_fence::retry_unfenced(&owner, |serial| stream_fence::fence(&owner, serial)) {
+        let stay_max = if pass.waits { usize::MAX } else { PENDING_PER_CALL };
+        let fence = |serial| stream_fence::fence(&owner, serial);
+        if let Err(error) = stream_fence::retry_unfenced(&owner, stay_max, fence) {
             tracing::warn!(%error, "no event could be recorded behind the use of a freed block; it is retried");
         }
-        for serial in self.with(state, |table| table.pending()) {
-            let Some(entry) = self.with(state, |table| table.begin_release(serial)) else { continue };
+        let (mut unseen, mut last) = self.with(state, |table| table.begin_pass(stay_max));
+        let mut stay = 0;
+        while unseen > 0 && stay < stay_max {
+            let next = self.with(state, |table| table.begin_next_release(last));
+            let Some(entry) = next else { break };
+            (unseen, last) = (unseen - 1, Some(entry.serial));
             if let Err(error) = self.release_in(state, &entry, pass, details) {
                 tracing::warn!(%error, ptr = %entry.ptr, "the external allocator failed to free a block");
             }
+            stay += usize::from(self.with(state, |table| table.is_idle(entry.serial)));
         }
     }
 
@@ -97,7 +106,11 @@ impl<S: Source> UncachedAllocator<S> {
             self.with(state, |table| table.end_release(entry.serial));
             Ok(())
         };
-        let (stream, _relaxed) = match self.decide(state, entry, pass) {
+        // After a panic the block is pending, unless it is out of the table.
+        let unwinds = OnUnwind::new(|| self.with(state, |table| table.interrupt_release(entry.serial)));
+        let decision = self.decide(state, entry, pass);
+        unwinds.disarm();
+        let (stream, _relaxed) = match decision {
             Ok(Decision::Release(stream)) => match RelaxedMode::begin(self.driver()) {
                 Ok(relaxed) => (stream, relaxed),
                 Err(error) => return stay_pending(Some(error)),
@@ -113,7 +126,10 @@ impl<S: Source> UncachedAllocator<S> {
             self.complete(state, entry, details);
             return free();
         }
-        match free() {
+        let unwinds = OnUnwind::new(|| self.with(state, |table| table.interrupt_release(entry.serial)));
+        let freed = free();
+        unwinds.disarm();
+        match freed {
             Err(Error::Driver(error)) if entry.capture.is_some() && error.code == ErrorCode::InvalidValue => {
                 tracing::warn!(
                     ptr = %entry.ptr,
@@ -215,7 +231,7 @@ impl<S: Source> UncachedAllocator<S> {
             let outcome = if pass.waits {
                 stream_fence::wait_all(&owner)
             } else if !std::mem::replace(&mut pass.polled, true) {
-                stream_fence::poll(&owner)
+                stream_fence::poll_some(&owner)
             } else {
                 Ok(())
             };

@@ -3,7 +3,7 @@
 //! Every block is a segment of its own. Each method is one step under the device's lock; nothing here calls the driver,
 //! the source or an observer.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use rustc_hash::{FxHashMap, FxHashSet};
 use warpool_driver::{CaptureId, DeviceId, DevicePtr, StreamId};
@@ -66,8 +66,10 @@ pub(super) struct AllocationTable {
     live: FxHashMap<u64, TableEntry>,
     /// Freed blocks by serial.
     pending: BTreeMap<u64, PendingFree>,
-    /// How many of them no thread is releasing.
-    idle_pending: usize,
+    /// Those of them that no thread is releasing.
+    idle: BTreeSet<u64>,
+    /// The one that was tried last, if not all are at once.
+    last_tried: Option<u64>,
     last_serial: u64,
     /// Bytes of requests in flight, before rounding. They count against the limit.
     in_flight_bytes: u64,
@@ -85,7 +87,8 @@ impl AllocationTable {
             device,
             live: FxHashMap::default(),
             pending: BTreeMap::new(),
-            idle_pending: 0,
+            idle: BTreeSet::new(),
+            last_tried: None,
             last_serial: 0,
             in_flight_bytes: 0,
             captured_bytes: 0,
@@ -203,25 +206,37 @@ impl AllocationTable {
         self.stats.allocated_bytes.decrease(entry.kind(), entry.bytes);
         self.record_block(Action::FreeRequested, entry.requested, &entry, details);
         self.pending.insert(entry.serial, PendingFree { entry: entry.clone(), uses: None, releasing });
-        self.idle_pending += usize::from(!releasing);
+        if !releasing {
+            self.idle.insert(entry.serial);
+        }
         Ok(entry)
     }
 
     /// Whether a freed block waits for a thread to release it.
     pub(super) fn has_pending(&self) -> bool {
-        self.idle_pending > 0
+        !self.idle.is_empty()
     }
 
-    /// The serials of freed blocks that no thread is releasing, oldest first.
-    pub(super) fn pending(&self) -> Vec<u64> {
-        self.pending.iter().filter(|(_, pending)| !pending.releasing).map(|(&serial, _)| serial).collect()
+    /// Whether a freed block waits for a thread to release it.
+    pub(super) fn is_idle(&self, serial: u64) -> bool {
+        self.idle.contains(&serial)
     }
 
-    /// The calling thread begins to release a block. `None` if another thread does, or did.
-    pub(super) fn begin_release(&mut self, serial: u64) -> Option<TableEntry> {
-        let pending = self.pending.get_mut(&serial).filter(|pending| !pending.releasing)?;
+    /// How many freed blocks wait for a thread to release them, and which was tried last, if those are more than
+    /// `at_once`.
+    pub(super) fn begin_pass(&self, at_once: usize) -> (usize, Option<u64>) {
+        let count = self.idle.len();
+        (count, self.last_tried.filter(|_| count > at_once))
+    }
+
+    /// The calling thread begins to release the first block after `last`, or the first of all if there is none.
+    pub(super) fn begin_next_release(&mut self, last: Option<u64>) -> Option<TableEntry> {
+        let after = last.and_then(|last| self.idle.range(last + 1..).next());
+        let serial = *after.or_else(|| self.idle.first())?;
+        self.last_tried = Some(serial);
+        self.idle.remove(&serial);
+        let pending = self.pending.get_mut(&serial).expect("what waits is pending");
         pending.releasing = true;
-        self.idle_pending -= 1;
         Some(pending.entry.clone())
     }
 
@@ -230,7 +245,14 @@ impl AllocationTable {
         let pending = self.pending.get_mut(&serial).expect("a block that is being released is pending");
         assert!(pending.releasing, "block {serial} is not being released");
         pending.releasing = false;
-        self.idle_pending += 1;
+        self.idle.insert(serial);
+    }
+
+    /// The thread that was releasing the block unwinds. If it is still pending, others may release it.
+    pub(super) fn interrupt_release(&mut self, serial: u64) {
+        if self.pending.get(&serial).is_some_and(|pending| pending.releasing) {
+            self.end_release(serial);
+        }
     }
 
     /// Whether [`begin_fences`](Self::begin_fences) was called for a freed block.

@@ -4,6 +4,7 @@ use warpool_driver::DevicePtr;
 
 use crate::memory::caching::CachingAllocator;
 use crate::memory::caching::pending::PendingFrees;
+use crate::memory::caching::state::DeviceState;
 use crate::memory::{Allocation, Request, SizeRules, StackLevel};
 use crate::{Error, Result};
 
@@ -26,11 +27,16 @@ impl CachingAllocator {
         };
         let details = device.entry_details(StackLevel::State);
         if !device.is_capturing(stream)? {
-            PendingFrees::new(device, &details).process()?;
+            let pending = PendingFrees::new(device, &details);
+            pending.process()?;
+            pending.process_for(stream)?;
         }
-        let allocated = device.with(|state| {
+        let allocate = |state: &mut DeviceState| {
             let request = state.request(pool, stream, bytes)?;
             Ok::<_, Error>(state.allocate_at(&request, ptr.0, &details))
+        };
+        let allocated = device.with(allocate, |state, allocated| {
+            allocated.ok().flatten().into_iter().for_each(|allocation| state.abandon(&allocation, &details));
         })?;
         match allocated {
             Some(allocation) => Ok(device.report_allocated(allocation)),

@@ -5,7 +5,7 @@ use std::sync::atomic::Ordering;
 use warpool_driver::{DeviceId, DevicePtr, StreamId};
 
 use crate::memory::caching::CachingAllocator;
-use crate::memory::caching::device::CachingDevice;
+use crate::memory::caching::device::{CachingDevice, PoolVisit};
 use crate::memory::caching::heap::BlockKey;
 use crate::memory::caching::pending::PendingFrees;
 use crate::memory::caching::state::{DeviceState, Search};
@@ -16,6 +16,7 @@ use crate::memory::{
     Allocation, DeviceAllocator, HistoryOptions, MemPoolId, Observers, PrivatePools, Request, SizeRules, Snapshot,
     SnapshotOptions, StackLevel, Stat, Stats,
 };
+use crate::unwind::OnUnwind;
 use crate::{Error, Instance, Result};
 
 /// A block that was freed.
@@ -26,8 +27,8 @@ enum Freed {
 }
 
 impl CachingDevice {
-    /// Frees the block that `find` finds, if there is one.
-    fn free(&self, find: impl Fn(&DeviceState) -> Option<BlockKey>, details: &EntryDetails) -> Option<Freed> {
+    /// Frees the block that `find` finds, if there is one, also if user code panics meanwhile.
+    fn free(&self, find: impl Fn(&DeviceState) -> Option<BlockKey>) -> Option<(Freed, EntryDetails)> {
         if self.shared().tracks_suballocations() {
             // Before another request can get it. Memory of a private pool may be a graph's, whose replays go on using
             // what its capture freed.
@@ -40,26 +41,65 @@ impl CachingDevice {
                 self.driver().suballocation_freed(allocation.ptr, allocation.bytes);
             }
         }
-        self.with(|state| {
+        let free = |state: &mut DeviceState, details: &EntryDetails| {
             let block = find(state)?;
             Some(if state.free(block, details) { Freed::Pending(block) } else { Freed::Completed })
-        })
+        };
+        let fence_later = |state: &mut DeviceState, freed: Option<Freed>| {
+            if let Some(Freed::Pending(block)) = freed {
+                state.fence_later(block);
+            }
+        };
+        let unwinds = OnUnwind::new(|| {
+            self.change(|state| {
+                let freed = free(state, &EntryDetails::default());
+                fence_later(state, freed);
+            });
+        });
+        let details = self.entry_details(StackLevel::All);
+        unwinds.disarm();
+        let freed = self.with(|state| free(state, &details), fence_later)?;
+        Some((freed, details))
     }
 
     /// Frees the block that starts at `ptr`. Returns whether one does.
     fn free_at(&self, ptr: DevicePtr) -> bool {
-        let details = self.entry_details(StackLevel::All);
-        let freed = self.free(|state| state.heap().allocated_at(ptr), &details);
-        freed.map(|freed| self.fence_freed(freed, &details)).is_some()
+        let freed = self.free(|state| state.heap().allocated_at(ptr));
+        freed.map(|(freed, details)| self.fence_freed(freed, &details)).is_some()
     }
 
     /// The block is freed whatever happens: what fails is retried by the next call, which also returns an error that
     /// persists.
     fn fence_freed(&self, freed: Freed, details: &EntryDetails) {
-        if let Freed::Pending(block) = freed
-            && let Err(error) = PendingFrees::new(self, details).fence_or_defer(block)
-        {
+        let Freed::Pending(block) = freed else { return };
+        if let Err(error) = PendingFrees::new(self, details).fence_or_defer(block) {
             tracing::warn!(%error, "no fence could be recorded for a freed block; it is retried");
+        }
+        self.report();
+    }
+}
+
+impl CachingDevice {
+    /// Returns cached memory of a pool to the driver.
+    fn trim(&self, pool: MemPoolId, details: &EntryDetails) -> Result<u64> {
+        let slow = self.lock_slow();
+        source::retry_failed_calls(&slow);
+        if pool.is_default() {
+            let current = self.instance().device(self.id.0)?.current_stream_id()?;
+            let capturing = slow.is_capturing(current)?;
+            if !capturing {
+                PendingFrees::new(&slow, details).wait()?;
+            }
+            return source::release_all(&slow, capturing, details);
+        }
+        match slow.read(|state| state.pools().uses(pool)) {
+            Ok(0) => {
+                PendingFrees::new(&slow, details).wait()?;
+                source::release_pool(&slow, pool, details)
+            }
+            // In use, or removed already with all that it had.
+            Ok(_) | Err(Error::UnknownPool { .. }) => Ok(0),
+            Err(error) => Err(error),
         }
     }
 }
@@ -97,17 +137,26 @@ impl DeviceAllocator for CachingAllocator {
         }
         let mut process_pending = !capturing;
         loop {
-            let search = device.with(|state| {
+            let search = |state: &mut DeviceState| {
                 if process_pending && state.has_pending() {
                     return Search::Pending;
                 }
                 state.search((pool, stream, bytes), capturing, &details)
+            };
+            let search = device.with(search, |state, search| match search {
+                Search::Found(allocation) => {
+                    state.abandon(&allocation, &details);
+                    None
+                }
+                Search::NotFound(_) => state.leave_pool(pool),
+                Search::Pending | Search::Refused(_) => None,
             });
             match search {
                 Search::Found(allocation) => return Ok(device.report_allocated(allocation)),
                 Search::NotFound(request) => {
+                    let visit = PoolVisit::entered(device, pool);
                     let outcome = slow_path::allocate(device, &request, capturing, &details);
-                    drop(device.with(|state| state.leave_pool(pool)));
+                    drop(visit);
                     return Ok(device.report_allocated(outcome?));
                 }
                 Search::Pending => PendingFrees::new(device, &details).process()?,
@@ -152,7 +201,7 @@ impl DeviceAllocator for CachingAllocator {
         }
         let (device, block) = self.locate(ptr)?;
         let in_capture = device.is_capturing(stream)?;
-        device.with(|state| state.record_use(block, ptr, stream, in_capture));
+        device.change(|state| state.record_use(block, ptr, stream, in_capture));
         Ok(())
     }
 
@@ -167,9 +216,9 @@ impl DeviceAllocator for CachingAllocator {
         if allocation.slot == 0 {
             return self.free_raw(allocation.ptr);
         }
-        let details = device.entry_details(StackLevel::All);
-        let freed = device.free(|state| state.heap().allocated_in_slot(allocation.slot, allocation.ptr), &details);
-        device.fence_freed(freed.ok_or(Error::UnknownPointer { ptr: allocation.ptr })?, &details);
+        let freed = device.free(|state| state.heap().allocated_in_slot(allocation.slot, allocation.ptr));
+        let (freed, details) = freed.ok_or(Error::UnknownPointer { ptr: allocation.ptr })?;
+        device.fence_freed(freed, &details);
         Ok(())
     }
 
@@ -179,17 +228,16 @@ impl DeviceAllocator for CachingAllocator {
             self.bypass.free_later(allocation.ptr);
             return;
         }
-        let details = device.entry_details(StackLevel::All);
-        let freed = device.free(|state| state.heap().allocated_in_slot(allocation.slot, allocation.ptr), &details);
-        if let Some(Freed::Pending(block)) = freed {
-            PendingFrees::new(device, &details).fence_later(block);
+        let freed = device.free(|state| state.heap().allocated_in_slot(allocation.slot, allocation.ptr));
+        if let Some((Freed::Pending(block), _)) = freed {
+            device.change(|state| state.fence_later(block));
         }
     }
 
     fn record_uses_later(&self, allocation: Allocation, streams: &[StreamId]) {
         // Memory that was allocated while caching was off is freed by the driver, which waits for all work.
         if let Ok(device) = self.device(allocation.device) {
-            device.with(|state| state.record_uses(&allocation, streams));
+            device.change(|state| state.record_uses(&allocation, streams));
         }
     }
 
@@ -200,25 +248,9 @@ impl DeviceAllocator for CachingAllocator {
         }
         let details = caching_device.entry_details(StackLevel::All).timed(self.driver());
         self.bypass.free_pending(self.driver())?;
-        let slow = caching_device.lock_slow();
-        source::retry_failed_calls(&slow);
-        if pool.is_default() {
-            let current = self.instance().device(device.0)?.current_stream_id()?;
-            let capturing = slow.is_capturing(current)?;
-            if !capturing {
-                PendingFrees::new(&slow, &details).wait()?;
-            }
-            return source::release_all(&slow, capturing, &details);
-        }
-        match slow.read(|state| state.pools().uses(pool)) {
-            Ok(0) => {
-                PendingFrees::new(&slow, &details).wait()?;
-                source::release_pool(&slow, pool, &details)
-            }
-            // In use, or removed already with all that it had.
-            Ok(_) | Err(Error::UnknownPool { .. }) => Ok(0),
-            Err(error) => Err(error),
-        }
+        let trimmed = caching_device.trim(pool, &details);
+        caching_device.report();
+        trimmed
     }
 
     fn largest_available(&self, device: DeviceId) -> Result<u64> {
@@ -246,13 +278,13 @@ impl DeviceAllocator for CachingAllocator {
     }
 
     fn reset_peak_stats(&self, device: DeviceId) -> Result<()> {
-        self.device(device)?.with(|state| state.counters_mut().reset_peak());
+        self.device(device)?.change(|state| state.counters_mut().reset_peak());
         self.shared.observers().workspaces.change(device, Stat::reset_peak);
         Ok(())
     }
 
     fn reset_accumulated_stats(&self, device: DeviceId) -> Result<()> {
-        self.device(device)?.with(|state| state.counters_mut().reset_accumulated());
+        self.device(device)?.change(|state| state.counters_mut().reset_accumulated());
         self.shared.observers().workspaces.change(device, Stat::reset_accumulated);
         Ok(())
     }
@@ -262,7 +294,7 @@ impl DeviceAllocator for CachingAllocator {
         let mut stacks = StackIds::default();
         for device in &self.devices {
             let details = device.entry_details(StackLevel::Alloc).timed(self.driver());
-            device.with(|state| state.add_to(&mut snapshot, &mut stacks, options, &details));
+            device.with(|state| state.add_to(&mut snapshot, &mut stacks, options, &details), |_, ()| ());
         }
         Ok(snapshot)
     }

@@ -13,6 +13,6 @@ impl CachingAllocator {
         let (device, _) = self.locate(ptr)?;
         let details = device.entry_details(StackLevel::Alloc).timed(self.driver());
         // An entry carries the metadata of the thread.
-        with_metadata(text, || device.with(|state| state.annotate(ptr, &details)))
+        with_metadata(text, || device.with(|state| state.annotate(ptr, &details), |_, _| ()))
     }
 }

@@ -20,7 +20,13 @@ impl CachingAllocator {
     pub fn restore(&self, checkpoint: &PoolCheckpoint) -> Result<Restored> {
         let device = self.device_without_pending(checkpoint.device())?;
         let details = device.entry_details(StackLevel::State);
-        let restored = device.with(|state| state.restore(checkpoint, &details))?;
+        let restored = device.with(
+            |state| state.restore(checkpoint, &details),
+            |state, restored| {
+                let allocated = restored.map(|restored| restored.allocated).unwrap_or_default();
+                allocated.iter().for_each(|allocation| state.abandon(allocation, &details));
+            },
+        )?;
         for &allocation in &restored.allocated {
             device.report_allocated(allocation);
         }
@@ -30,7 +36,9 @@ impl CachingAllocator {
     /// The device, after pending frees have been processed.
     fn device_without_pending(&self, device: DeviceId) -> Result<&CachingDevice> {
         let device = self.device(device)?;
-        PendingFrees::new(device, &device.entry_details(StackLevel::All)).process()?;
+        let processed = PendingFrees::new(device, &device.entry_details(StackLevel::All)).process_all();
+        device.report();
+        processed?;
         Ok(device)
     }
 }

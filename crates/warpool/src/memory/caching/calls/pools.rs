@@ -7,6 +7,7 @@ use warpool_driver::{DeviceId, DevicePtr, StreamId};
 use crate::memory::caching::CachingAllocator;
 use crate::memory::caching::pending::PendingFrees;
 use crate::memory::{MemPoolId, PoolOptions, PoolUser, PrivatePools, Route, StackLevel};
+use crate::unwind::{OnUnwind, drop_user_value};
 use crate::{Error, Result};
 
 impl CachingAllocator {
@@ -14,11 +15,11 @@ impl CachingAllocator {
     /// framework makes by itself. Before the pool's memory returns to the driver, all work of the device is waited for;
     /// while a capture is active it does not return.
     pub fn record_pool_use_anywhere(&self, device: DeviceId, pool: MemPoolId) -> Result<()> {
-        self.device(device)?.with(|state| state.pools_mut().record_use_anywhere(pool))
+        self.device(device)?.change(|state| state.pools_mut().record_use_anywhere(pool))
     }
 
     fn create(&self, device: DeviceId, id: MemPoolId, options: PoolOptions) -> Result<MemPoolId> {
-        self.device(device)?.with(|state| state.add_pool(id, options));
+        self.device(device)?.change(|state| state.add_pool(id, options));
         Ok(id)
     }
 }
@@ -35,12 +36,12 @@ impl PrivatePools for CachingAllocator {
     }
 
     fn retain_pool_as(&self, device: DeviceId, pool: MemPoolId, user: PoolUser) -> Result<()> {
-        self.device(device)?.with(|state| state.pools_mut().retain(pool, user))
+        self.device(device)?.change(|state| state.pools_mut().retain(pool, user))
     }
 
     fn release_pool_as(&self, device: DeviceId, pool: MemPoolId, user: PoolUser) -> Result<()> {
-        let removed = self.device(device)?.with(|state| state.release_pool(pool, user));
-        removed.map(drop)
+        let removed = self.device(device)?.change(|state| state.release_pool(pool, user));
+        removed.map(drop_user_value)
     }
 
     fn pool_uses(&self, device: DeviceId, pool: MemPoolId) -> Result<u32> {
@@ -48,12 +49,11 @@ impl PrivatePools for CachingAllocator {
     }
 
     fn set_use_on_oom(&self, device: DeviceId, pool: MemPoolId, on: bool) -> Result<()> {
-        self.device(device)?.with(|state| state.pools_mut().set_use_on_oom(pool, on))
+        self.device(device)?.change(|state| state.pools_mut().set_use_on_oom(pool, on))
     }
 
     fn begin_routing_as(&self, device: DeviceId, pool: MemPoolId, route: Route, user: PoolUser) -> Result<()> {
         let scopes = &self.device(device)?.scopes;
-        // Not with the scopes locked: trackers may be called, and may allocate.
         self.retain_pool_as(device, pool, PoolUser::HANDLE)?;
         let opened = scopes.begin(pool, route, user);
         if opened.is_err() {
@@ -76,7 +76,12 @@ impl PrivatePools for CachingAllocator {
         self.shared.capture_began();
         // Frees of earlier captures can be completed now, and not during this one: graphs that share a pool are
         // captured one after the other.
+        let unwinds = OnUnwind::new(|| {
+            self.shared.capture_ended();
+        });
         let outcome = PendingFrees::new(device, &device.entry_details(StackLevel::State)).process();
+        device.report();
+        unwinds.disarm();
         if outcome.is_err() {
             self.shared.capture_ended();
         }
@@ -89,7 +94,7 @@ impl PrivatePools for CachingAllocator {
     }
 
     fn record_pool_uses(&self, device: DeviceId, pool: MemPoolId, streams: &[StreamId]) -> Result<()> {
-        self.device(device)?.with(|state| state.pools_mut().record_uses(pool, streams))
+        self.device(device)?.change(|state| state.pools_mut().record_uses(pool, streams))
     }
 
     fn has_exactly(&self, device: DeviceId, pool: MemPoolId, live: &[DevicePtr]) -> Result<bool> {

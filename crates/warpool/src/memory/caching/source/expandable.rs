@@ -3,12 +3,14 @@
 //! Growing prefers the lowest hole; shrinking unmaps the whole chunks of free blocks. Blocks that a driver call works
 //! on are in transit: neighbours that become free meanwhile are merged at the end.
 
+use std::collections::VecDeque;
+
 use warpool_driver::{Access, DeviceAccess, DevicePtr, ErrorCode, PhysicalId, PhysicalOptions, StreamId};
 
 use super::OrOom;
 use crate::Result;
 use crate::memory::OomCause;
-use crate::memory::caching::device::SlowGuard;
+use crate::memory::caching::device::{CachingDevice, SlowGuard};
 use crate::memory::caching::heap::{BlockKey, BlockRequest, Chunks, SegmentKey, Unmapped};
 use crate::memory::caching::pending::PendingFrees;
 use crate::memory::caching::state::DeviceState;
@@ -16,6 +18,7 @@ use crate::memory::limit::share_of;
 use crate::memory::report::EntryDetails;
 use crate::memory::settings::Reserve;
 use crate::memory::stream_fence;
+use crate::unwind::OnUnwind;
 
 /// Memory for a request in an expandable segment: in the lowest addresses with room, or in a new segment.
 pub(super) fn allocate(
@@ -24,47 +27,62 @@ pub(super) fn allocate(
     details: &EntryDetails,
 ) -> Result<OrOom<BlockKey>> {
     retry_failed_calls(slow);
-    let room = match slow.with(|state| state.take_room(request)) {
+    let room = match slow.change(|state| state.take_room(request)) {
         Some(room) => room,
         None => {
             if !reserve(slow, request, details)? {
                 return Ok(Err(OomCause::Device));
             }
-            slow.with(|state| state.take_room(request)).expect("a new segment has room")
+            slow.change(|state| state.take_room(request)).expect("a new segment has room")
         }
     };
-    let (mut grown, mut next) = (room.mapped, room.unmapped);
+    let (mut grown, mut next) = (Mapped { device: slow, block: room.mapped }, room.unmapped);
     loop {
-        let size = grown.map_or(0, |block| slow.read(|state| state.heap().block(block).size()));
-        if let Some(block) = grown.filter(|_| size >= request.size) {
+        let size = grown.block.map_or(0, |block| slow.read(|state| state.heap().block(block).size()));
+        if let Some(block) = grown.block.filter(|_| size >= request.size) {
+            grown.block = None;
             return Ok(Ok(block));
         }
-        let unmapped = slow.with(|state| next.and_then(|next| state.take_unmapped(next, request.size - size)));
+        let unmapped = slow.change(|state| next.and_then(|next| state.take_unmapped(next, request.size - size)));
         let Some(unmapped) = unmapped else {
             // What was free behind is allocated by now.
-            abandon(slow, grown);
+            drop(grown);
             return allocate(slow, request, details);
         };
-        match map(slow, &unmapped) {
-            Ok(Ok(handles)) => {
-                (grown, next) = slow.with(|state| {
-                    let block = state.set_mapped(&unmapped, grown, &handles, details);
-                    (Some(block), state.heap().block(block).next())
-                });
+        let put_back = || slow.change(|state| state.put_unmapped(unmapped.block));
+        let unwinds = OnUnwind::new(put_back);
+        let outcome = map(slow, &unmapped);
+        unwinds.disarm();
+        let handles = match outcome {
+            Ok(Ok(handles)) => handles,
+            Ok(Err(cause)) => {
+                put_back();
+                return Ok(Err(cause));
             }
-            failed => {
-                slow.with(|state| state.put_unmapped(unmapped.block));
-                abandon(slow, grown);
-                return failed.map(|oom| oom.map(|_| unreachable!("it failed")));
+            Err(error) => {
+                put_back();
+                return Err(error);
             }
-        }
+        };
+        let merged = grown.block.take();
+        (grown.block, next) = slow.change(|state| {
+            let block = state.set_mapped(&unmapped, merged, &handles, details);
+            (Some(block), state.heap().block(block).next())
+        });
     }
 }
 
-/// Makes what was mapped so far free.
-fn abandon(slow: &SlowGuard<'_>, grown: Option<BlockKey>) {
-    if let Some(block) = grown {
-        slow.with(|state| state.put_mapped(block));
+/// A mapped block in transit, while memory is mapped behind it. Dropped, it is free.
+struct Mapped<'a> {
+    device: &'a CachingDevice,
+    block: Option<BlockKey>,
+}
+
+impl Drop for Mapped<'_> {
+    fn drop(&mut self) {
+        if let Some(block) = self.block {
+            self.device.change(|state| state.put_mapped(block));
+        }
     }
 }
 
@@ -81,7 +99,7 @@ fn reserve(slow: &SlowGuard<'_>, request: &BlockRequest, details: &EntryDetails)
         Err(error) if error.code == ErrorCode::OutOfMemory => return Ok(false),
         Err(error) => return Err(error.into()),
     };
-    slow.with(|state| state.add_expandable(request, stream_raw, (base, bytes), chunk, details));
+    slow.change(|state| state.add_expandable(request, stream_raw, (base, bytes), chunk, details));
     Ok(true)
 }
 
@@ -108,30 +126,56 @@ fn bytes_to_reserve(slow: &SlowGuard<'_>, stream: StreamId) -> u64 {
     }
 }
 
+/// Chunks that are being mapped. Dropped, what was done of it is left to be undone by a later call.
+struct Mapping<'a> {
+    device: &'a CachingDevice,
+    ptr: u64,
+    mapped: u64,
+    handles: Vec<PhysicalId>,
+}
+
+impl Drop for Mapping<'_> {
+    fn drop(&mut self) {
+        let (ptr, mapped, handles) = (DevicePtr(self.ptr), self.mapped, std::mem::take(&mut self.handles));
+        if mapped > 0 || !handles.is_empty() {
+            self.device.change(|state| {
+                if mapped > 0 {
+                    state.retry_unmap(ptr, mapped);
+                }
+                state.retry_releases(handles);
+            });
+        }
+    }
+}
+
 /// Maps chunks, all or none.
 fn map(slow: &SlowGuard<'_>, unmapped: &Unmapped) -> Result<OrOom<Vec<PhysicalId>>> {
     let Unmapped { ptr, bytes, chunk, .. } = *unmapped;
     let options = PhysicalOptions { share: None, rdma: slow.rdma };
-    let mut handles = Vec::new();
-    let mut mapped = 0;
+    let mut mapping = Mapping { device: slow, ptr, mapped: 0, handles: Vec::new() };
     let outcome = (|| {
         for _ in 0..bytes / chunk {
-            handles.push(slow.driver().vm_create(slow.id, chunk, options)?);
+            mapping.handles.push(slow.driver().vm_create(slow.id, chunk, options)?);
         }
-        for &handle in &handles {
-            slow.driver().vm_map(DevicePtr(ptr + mapped), handle)?;
-            mapped += chunk;
+        for at in 0..mapping.handles.len() {
+            slow.driver().vm_map(DevicePtr(ptr + mapping.mapped), mapping.handles[at])?;
+            mapping.mapped += chunk;
         }
         slow.driver().vm_set_access(DevicePtr(ptr), bytes, &access(slow))
     })();
-    let Err(error) = outcome else { return Ok(Ok(handles)) };
-    if mapped > 0
-        && let Err(error) = slow.driver().vm_unmap(DevicePtr(ptr), mapped)
-    {
-        // Until that works the addresses cannot be mapped again, and the segment cannot be removed.
-        tracing::warn!(%error, "a mapping could not be undone; it is retried");
-        slow.with(|state| state.retry_unmap(DevicePtr(ptr), mapped));
+    let Err(error) = outcome else {
+        mapping.mapped = 0;
+        return Ok(Ok(std::mem::take(&mut mapping.handles)));
+    };
+    if mapping.mapped > 0 {
+        match slow.driver().vm_unmap(DevicePtr(ptr), mapping.mapped) {
+            Ok(()) => mapping.mapped = 0,
+            // Until that works the addresses cannot be mapped again, and the segment cannot be removed.
+            Err(error) => tracing::warn!(%error, "a mapping could not be undone; it is retried"),
+        }
     }
+    let handles = std::mem::take(&mut mapping.handles);
+    drop(mapping);
     release_physical(slow, handles);
     if error.code == ErrorCode::OutOfMemory { Ok(Err(OomCause::Device)) } else { Err(error.into()) }
 }
@@ -146,13 +190,16 @@ fn access(slow: &SlowGuard<'_>) -> Vec<DeviceAccess> {
 /// Releases the whole chunks inside a free block, if it still is one, once the work of its stream is done: unmapping
 /// does not wait for it. Nothing while a capture forbids to wait.
 pub(super) fn release_chunks(slow: &SlowGuard<'_>, block: BlockKey, details: &EntryDetails) -> Result<u64> {
-    let Some((chunks, stream)) = slow.with(|state| state.take_chunks(block)) else { return Ok(0) };
+    let Some((chunks, stream)) = slow.change(|state| state.take_chunks(block)) else { return Ok(0) };
+    let put_back = || slow.change(|state| state.put_mapped(block));
+    let unwinds = OnUnwind::new(put_back);
     let unmapped = unmap(slow, &chunks, stream, details);
+    unwinds.disarm();
     if !matches!(unmapped, Ok(true)) {
-        slow.with(|state| state.put_mapped(block));
+        put_back();
         return unmapped.map(|_| 0);
     }
-    let segment = slow.with(|state| state.set_unmapped(block, &chunks, details));
+    let segment = slow.change(|state| state.set_unmapped(block, &chunks, details));
     release_physical(slow, chunks.handles);
     release_addresses(slow, segment)?;
     Ok(chunks.bytes)
@@ -171,39 +218,52 @@ fn unmap(slow: &SlowGuard<'_>, chunks: &Chunks, stream: StreamId, details: &Entr
 /// Releases the addresses of a segment, if nothing of it is mapped. On failure it stays, unmapped, and is used again.
 #[expect(unsafe_code, reason = "the driver cannot check that no work uses the addresses")]
 pub(super) fn release_addresses(slow: &SlowGuard<'_>, segment: SegmentKey) -> Result<()> {
-    let Some((block, ptr, bytes)) = slow.with(|state| state.take_unmapped_segment(segment)) else { return Ok(()) };
+    let Some((block, ptr, bytes)) = slow.change(|state| state.take_unmapped_segment(segment)) else { return Ok(()) };
+    let put_back = || slow.change(|state| state.put_unmapped(block));
+    let unwinds = OnUnwind::new(put_back);
     // SAFETY: a range is unmapped only once the streams that used it have passed.
     let outcome = unsafe { slow.driver().vm_free_range(ptr, bytes) };
-    slow.with(|state| match outcome {
-        Ok(()) => state.remove_unmapped_segment(block),
-        Err(_) => state.put_unmapped(block),
-    });
+    unwinds.disarm();
+    match outcome {
+        Ok(()) => slow.change(|state| state.remove_unmapped_segment(block)),
+        Err(_) => put_back(),
+    }
     Ok(outcome?)
 }
 
 /// Releases physical memory. What fails is retried before the next growth.
 fn release_physical(slow: &SlowGuard<'_>, handles: Vec<PhysicalId>) {
-    let fails = |&handle: &PhysicalId| {
+    let (mut handles, mut failed) = (VecDeque::from(handles), Vec::new());
+    while let Some(handle) = handles.pop_front() {
+        let unwinds = OnUnwind::new(|| {
+            let left = handles.iter().chain(&failed).copied().chain([handle]);
+            slow.change(|state| state.retry_releases(left));
+        });
         let outcome = slow.driver().vm_release(handle);
-        if let Err(error) = &outcome {
+        unwinds.disarm();
+        if let Err(error) = outcome {
             tracing::warn!(%error, "physical memory could not be released; it is retried");
+            failed.push(handle);
         }
-        outcome.is_err()
-    };
-    let failed: Vec<PhysicalId> = handles.into_iter().filter(fails).collect();
+    }
     if !failed.is_empty() {
-        slow.with(|state| state.retry_releases(failed));
+        slow.change(|state| state.retry_releases(failed));
     }
 }
 
 /// Retries what could not be unmapped or released.
 pub(in crate::memory::caching) fn retry_failed_calls(slow: &SlowGuard<'_>) {
-    let (unmaps, releases) = slow.with(DeviceState::take_retries);
-    for (ptr, bytes) in unmaps {
-        if let Err(error) = slow.driver().vm_unmap(ptr, bytes) {
+    // As many as there are now: what fails again is at the end of the list.
+    for _ in 0..slow.read(DeviceState::unmaps_to_retry) {
+        let Some((ptr, bytes)) = slow.change(DeviceState::take_unmap_to_retry) else { break };
+        let put_back = || slow.change(|state| state.retry_unmap(ptr, bytes));
+        let unwinds = OnUnwind::new(put_back);
+        let outcome = slow.driver().vm_unmap(ptr, bytes);
+        unwinds.disarm();
+        if let Err(error) = outcome {
             tracing::warn!(%error, %ptr, "a mapping still could not be undone");
-            slow.with(|state| state.retry_unmap(ptr, bytes));
+            put_back();
         }
     }
-    release_physical(slow, releases);
+    release_physical(slow, slow.change(DeviceState::take_releases_to_retry));
 }

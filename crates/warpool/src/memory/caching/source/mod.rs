@@ -1,11 +1,15 @@
 //! Memory from the driver or an upstream, and back to it. Everything here needs the device's slow lock, so segments are
-//! added and removed one at a time; the state is locked only between driver calls.
+//! added and removed one at a time; the state is locked only between driver calls. The slow lock is released around user
+//! code: upstreams and their destructors.
+//!
+//! A driver call may unwind (the simulated driver runs host callbacks inside of calls): guards put back what is in
+//! transit and list what is to be retried, without a driver call.
 
 mod expandable;
 mod segments;
 
 pub(super) use self::expandable::retry_failed_calls;
-use super::device::SlowGuard;
+use super::device::{PoolVisit, SlowGuard};
 use super::heap::{BlockKey, BlockPoolKey, BlockRequest};
 use super::pending::PendingFrees;
 use super::state::DeviceState;
@@ -89,7 +93,8 @@ pub(super) fn release_all(slow: &SlowGuard<'_>, spare_default: bool, details: &E
 
 /// Releases all that is free in a private pool, and removes the pool if nothing is left and its users released it.
 pub(super) fn release_pool(slow: &SlowGuard<'_>, pool: MemPoolId, details: &EntryDetails) -> Result<u64> {
-    let Ok([small, large]) = slow.with(|state| state.pools_mut().enter(pool)) else { return Ok(0) };
+    let Ok([small, large]) = slow.change(|state| state.pools_mut().enter(pool)) else { return Ok(0) };
+    let visit = PoolVisit::entered(slow, pool);
     let released = wait_for_users(slow, pool, details).and_then(|waited| {
         let mut released = Released::none();
         if waited {
@@ -98,7 +103,7 @@ pub(super) fn release_pool(slow: &SlowGuard<'_>, pool: MemPoolId, details: &Entr
         }
         released.total()
     });
-    drop(slow.with(|state| state.leave_pool(pool)));
+    slow.unlocked(|| drop(visit));
     released
 }
 
@@ -113,7 +118,7 @@ fn wait_for_users(slow: &SlowGuard<'_>, pool: MemPoolId, details: &EntryDetails)
             return Ok(false);
         }
         slow.driver().device_synchronize(slow.id)?;
-        slow.with(|state| state.pools_mut().clear_use_anywhere(pool));
+        slow.change(|state| state.pools_mut().clear_use_anywhere(pool));
     }
     for stream in streams {
         if !stream_fence::wait_for_stream(&PendingFrees::new(slow, details), stream)? {

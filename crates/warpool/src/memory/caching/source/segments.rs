@@ -2,14 +2,15 @@
 
 use std::sync::Arc;
 
-use warpool_driver::ErrorCode;
+use warpool_driver::{DevicePtr, ErrorCode};
 
 use super::OrOom;
 use crate::Result;
-use crate::memory::OomCause;
 use crate::memory::caching::device::SlowGuard;
 use crate::memory::caching::heap::{BlockKey, BlockRequest, SegmentSource};
 use crate::memory::report::EntryDetails;
+use crate::memory::{OomCause, Upstream};
+use crate::unwind::OnUnwind;
 
 /// Allocates a segment for a request.
 pub(super) fn allocate(
@@ -20,13 +21,10 @@ pub(super) fn allocate(
     let upstream = slow.read(|state| state.pools().upstream(request.pool))?;
     let stream_raw = slow.stream_raw(request.stream)?;
     let (ptr, source) = match upstream {
-        Some(upstream) => {
-            let _relaxed = slow.relaxed_mode()?;
-            match upstream.allocate(slow.id, request.segment, request.stream)? {
-                Some(ptr) => (ptr, SegmentSource::Upstream(Arc::clone(&upstream))),
-                None => return Ok(Err(OomCause::Upstream)),
-            }
-        }
+        Some(upstream) => match allocate_upstream(slow, &*upstream, request)? {
+            Some(ptr) => (ptr, SegmentSource::Upstream(upstream)),
+            None => return Ok(Err(OomCause::Upstream)),
+        },
         None => {
             let _safe = slow.capture_safe()?;
             match slow.driver().mem_alloc(slow.id, request.segment) {
@@ -36,24 +34,54 @@ pub(super) fn allocate(
             }
         }
     };
-    Ok(Ok(slow.with(|state| state.add_segment(request, stream_raw, ptr, source, details))))
+    Ok(Ok(slow.change(|state| state.add_segment(request, stream_raw, ptr, source, details))))
 }
 
-/// Returns a free segment to its source, if the block still is one. Returns its bytes. On failure it stays.
+/// Memory from an upstream. Its bytes count against the limit during the call, which is made without the slow lock.
+fn allocate_upstream(
+    slow: &SlowGuard<'_>,
+    upstream: &dyn Upstream,
+    request: &BlockRequest,
+) -> Result<Option<DevicePtr>> {
+    let bytes = request.segment;
+    slow.change(|state| state.begin_upstream_call(bytes));
+    let end = || slow.change(|state| state.end_upstream_call(bytes));
+    let unwinds = OnUnwind::new(end);
+    let outcome = slow.unlocked(|| {
+        let _relaxed = slow.relaxed_mode()?;
+        upstream.allocate(slow.id, bytes, request.stream)
+    });
+    unwinds.disarm();
+    end();
+    if let Ok(Some(ptr)) = outcome {
+        slow.read(|state| state.heap().check_untrusted(ptr, bytes))?;
+    }
+    outcome
+}
+
+/// Returns a free segment to its source, if the block still is one. Returns its bytes. On failure, and after a panic of
+/// an upstream, it stays.
 pub(super) fn release(slow: &SlowGuard<'_>, block: BlockKey, details: &EntryDetails) -> Result<u64> {
-    let Some(segment) = slow.with(|state| state.take_segment(block)) else { return Ok(0) };
+    let Some(segment) = slow.change(|state| state.take_segment(block)) else { return Ok(0) };
     let (ptr, bytes) = (segment.ptr, segment.bytes);
+    let put_back = || slow.change(|state| state.put_segment_back(block));
+    let unwinds = OnUnwind::new(put_back);
     let outcome = match segment.upstream {
-        Some(upstream) => slow.relaxed_mode().and_then(|_relaxed| upstream.free(ptr, bytes, slow.id, segment.stream)),
+        Some(upstream) => slow.unlocked(|| {
+            let _relaxed = slow.relaxed_mode()?;
+            upstream.free(ptr, bytes, slow.id, segment.stream)
+        }),
         None => slow.capture_safe().and_then(|_safe| Ok(slow.driver().mem_free(ptr)?)),
     };
-    let source = slow.with(|state| match outcome {
-        Ok(()) => Some(state.remove_segment(block, details)),
-        Err(_) => {
-            state.put_segment_back(block);
-            None
+    unwinds.disarm();
+    if outcome.is_err() {
+        put_back();
+    } else {
+        match slow.change(|state| state.remove_segment(block, details)) {
+            // Perhaps the last reference.
+            SegmentSource::Upstream(upstream) => slow.unlocked(|| drop::<Arc<_>>(upstream)),
+            SegmentSource::Driver | SegmentSource::Expandable(_) => {}
         }
-    });
-    drop(source);
+    }
     outcome.map(|()| bytes)
 }

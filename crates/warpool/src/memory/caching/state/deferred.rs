@@ -1,8 +1,12 @@
 //! Frees that wait for the end of a capture: no event may be recorded or queried in the streams that captured, so a
 //! block that several streams used is deferred until the capture is over, or, with `graph_capture_record_stream_reuse`,
 //! until the graph itself orders every use before the next work.
+//!
+//! Each waits for one stream, the first that was found to capture. Once that stream captures no more, its others are
+//! looked at. So a call that merely passes by reads the status of a few streams, however many frees are deferred.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Bound;
 
 use rustc_hash::FxHashSet;
 use warpool_driver::{NodeId, StreamId};
@@ -11,42 +15,102 @@ use super::DeviceState;
 use crate::memory::caching::heap::BlockKey;
 use crate::memory::report::EntryDetails;
 
+/// The deferred frees of a device, by their order.
+#[derive(Default)]
+pub(super) struct DeferredFrees {
+    entries: BTreeMap<u64, Deferred>,
+    next: u64,
+    /// Those that wait for a stream.
+    by_stream: BTreeMap<StreamId, BTreeSet<u64>>,
+    /// Those of blocks of a stream whose uses were all captured.
+    captured: BTreeMap<StreamId, BTreeSet<u64>>,
+    /// The stream whose status was read last, if not all are read at once.
+    last_read: Option<StreamId>,
+}
+
 /// A deferred free.
-pub(super) struct Deferred {
+struct Deferred {
     block: BlockKey,
+    /// The stream of the block.
+    stream: StreamId,
+    waits_for: StreamId,
     /// The last nodes of every stream that used the block, at its free; empty if not all uses were captured.
     last_nodes: Vec<NodeId>,
 }
 
+impl DeferredFrees {
+    pub(super) fn len(&self) -> usize {
+        self.entries.len()
+    }
+
+    fn insert(&mut self, entry: Deferred) {
+        let number = self.next;
+        self.next += 1;
+        self.by_stream.entry(entry.waits_for).or_default().insert(number);
+        if !entry.last_nodes.is_empty() {
+            self.captured.entry(entry.stream).or_default().insert(number);
+        }
+        self.entries.insert(number, entry);
+    }
+
+    fn remove(&mut self, number: u64) -> BlockKey {
+        let entry = self.entries.remove(&number).expect("a deferred free");
+        remove_from(&mut self.by_stream, entry.waits_for, number);
+        remove_from(&mut self.captured, entry.stream, number);
+        entry.block
+    }
+}
+
+fn remove_from(lists: &mut BTreeMap<StreamId, BTreeSet<u64>>, stream: StreamId, number: u64) {
+    if let Some(list) = lists.get_mut(&stream) {
+        list.remove(&number);
+        if list.is_empty() {
+            lists.remove(&stream);
+        }
+    }
+}
+
 impl DeviceState {
-    /// Defers a pending free.
-    pub(crate) fn defer(&mut self, block: BlockKey, last_nodes: Vec<NodeId>) {
+    /// Defers a pending free until `waits_for` captures no more.
+    pub(crate) fn defer(&mut self, block: BlockKey, waits_for: StreamId, last_nodes: Vec<NodeId>) {
         self.heap.set_deferred(block, true);
-        self.deferred.push(Deferred { block, last_nodes });
+        let stream = self.heap.stream_of(block);
+        self.deferred.insert(Deferred { block, stream, waits_for, last_nodes });
     }
 
     pub(crate) fn has_deferred(&self) -> bool {
-        !self.deferred.is_empty()
+        self.deferred.len() > 0
     }
 
-    /// All streams that used deferred blocks.
-    pub(crate) fn deferred_streams(&self) -> BTreeSet<StreamId> {
-        self.deferred.iter().flat_map(|entry| self.heap.streams_of(entry.block)).collect()
+    /// How many streams deferred frees wait for, and which was read last, if those are more than `at_once`.
+    pub(crate) fn deferred_streams(&self, at_once: usize) -> (usize, Option<StreamId>) {
+        let count = self.deferred.by_stream.len();
+        (count, self.deferred.last_read.filter(|_| count > at_once))
     }
 
-    /// Takes the deferred frees that none of the `capturing` streams holds back: they are pending again.
-    pub(crate) fn take_undeferred(&mut self, capturing: &FxHashSet<StreamId>) -> Vec<BlockKey> {
-        let heap = &self.heap;
-        let waits = |entry: &Deferred| heap.streams_of(entry.block).any(|stream| capturing.contains(&stream));
-        let (kept, ready): (Vec<_>, Vec<_>) = std::mem::take(&mut self.deferred).into_iter().partition(waits);
-        self.deferred = kept;
-        ready.iter().for_each(|entry| self.heap.set_deferred(entry.block, false));
-        ready.into_iter().map(|entry| entry.block).collect()
+    /// Up to `count` streams that deferred frees wait for: those after `last`, and then from the first on.
+    pub(crate) fn deferred_streams_after(&self, last: Option<StreamId>, count: usize) -> Vec<StreamId> {
+        let streams = &self.deferred.by_stream;
+        let after = last.map_or(Bound::Unbounded, Bound::Excluded);
+        let wrapped = last.map(|last| streams.range(..=last)).into_iter().flatten();
+        streams.range((after, Bound::Unbounded)).chain(wrapped).take(count).map(|(&stream, _)| stream).collect()
+    }
+
+    /// Takes the deferred frees that wait for these streams, in the order in which they were deferred: they are pending
+    /// again. `last_read` is where the next call goes on.
+    pub(crate) fn take_undeferred(&mut self, streams: &[StreamId], last_read: Option<StreamId>) -> Vec<BlockKey> {
+        let of_streams = streams.iter().filter_map(|stream| self.deferred.by_stream.get(stream)).flatten();
+        let mut numbers: Vec<u64> = of_streams.copied().collect();
+        numbers.sort_unstable();
+        self.deferred.last_read = last_read;
+        let blocks: Vec<BlockKey> = numbers.into_iter().map(|number| self.deferred.remove(number)).collect();
+        blocks.iter().for_each(|&block| self.heap.set_deferred(block, false));
+        blocks
     }
 
     /// Whether blocks of `stream` are deferred whose uses were all captured.
     pub(crate) fn has_captured_frees(&self, stream: StreamId) -> bool {
-        self.deferred.iter().any(|entry| self.is_captured_free(entry, stream))
+        self.deferred.captured.contains_key(&stream)
     }
 
     /// Completes the frees of blocks of `stream` whose uses are all among the nodes `done`.
@@ -56,21 +120,15 @@ impl DeviceState {
         done: &FxHashSet<NodeId>,
         details: &EntryDetails,
     ) {
-        let deferred = std::mem::take(&mut self.deferred);
-        let is_done = |entry: &Deferred| {
-            self.is_captured_free(entry, stream) && entry.last_nodes.iter().all(|node| done.contains(node))
-        };
-        let (reusable, kept): (Vec<_>, Vec<_>) = deferred.into_iter().partition(is_done);
-        self.deferred = kept;
-        for entry in reusable {
-            self.heap.set_deferred(entry.block, false);
-            self.heap.clear_extra(entry.block);
-            self.complete_free(entry.block, details);
+        let is_done = |number: &u64| self.deferred.entries[number].last_nodes.iter().all(|node| done.contains(node));
+        let captured = self.deferred.captured.get(&stream).into_iter().flatten().copied();
+        let reusable: Vec<u64> = captured.filter(is_done).collect();
+        for number in reusable {
+            let block = self.deferred.remove(number);
+            self.heap.set_deferred(block, false);
+            self.heap.clear_extra(block);
+            self.complete_free(block, details);
         }
-    }
-
-    fn is_captured_free(&self, entry: &Deferred, stream: StreamId) -> bool {
-        !entry.last_nodes.is_empty() && self.heap.stream_of(entry.block) == stream
     }
 
     /// The capture that used a block is over: ending it joined the captured uses into its stream.

@@ -13,7 +13,7 @@ use warpool_driver::{DeviceId, DevicePtr, StreamId};
 
 pub use self::checkpoint::{PoolCheckpoint, Restored};
 use self::counters::Counters;
-use self::deferred::Deferred;
+use self::deferred::DeferredFrees;
 pub(super) use self::policy::Policy;
 use self::pools::{Pool, Pools};
 use self::segments::DriverRetries;
@@ -34,10 +34,12 @@ pub(super) struct DeviceState {
     /// What freed blocks wait for.
     fences: StreamFences<BlockKey>,
     /// Blocks whose frees wait for the end of a capture.
-    deferred: Vec<Deferred>,
+    deferred: DeferredFrees,
     counters: Counters,
     recorder: HistoryRecorder,
     retries: DriverRetries,
+    /// What upstreams are being asked for.
+    upstream_bytes_in_flight: u64,
 }
 
 /// The result of a search for a cached block.
@@ -59,11 +61,12 @@ impl DeviceState {
             pools: Pools::new(device, &mut heap),
             heap,
             fences: StreamFences::default(),
-            deferred: Vec::new(),
+            deferred: DeferredFrees::default(),
             counters: Counters::new(policy.max_split_stat()),
             policy,
             recorder: HistoryRecorder::default(),
             retries: DriverRetries::default(),
+            upstream_bytes_in_flight: 0,
         }
     }
 
@@ -105,6 +108,7 @@ impl DeviceState {
     pub(super) fn check(&self) {
         let totals = self.heap.check(&self.policy.sizes);
         assert_eq!(totals.deferred, self.deferred.len(), "deferred frees");
+        assert_eq!(self.upstream_bytes_in_flight, 0, "no upstream is called now");
         self.counters.check(&totals);
         self.pools.check(&self.heap);
     }
@@ -259,6 +263,23 @@ impl DeviceState {
         in_use
     }
 
+    /// Frees an allocation that its caller will never get, if it still is one. Its fences are left to the next call.
+    pub(super) fn abandon(&mut self, allocation: &Allocation, details: &EntryDetails) {
+        if let Some(block) = self.heap.allocated_in_slot(allocation.slot, allocation.ptr)
+            && self.free(block, details)
+        {
+            self.fence_later(block);
+        }
+    }
+
+    /// Leaves the fences of a pending free to the next call.
+    pub(super) fn fence_later(&mut self, block: BlockKey) {
+        let pending = self.heap.get(block).is_some_and(|block| block.status() == BlockStatus::PendingFree);
+        if pending {
+            self.fences.list_unfenced(self.heap.uses_mut(block), block);
+        }
+    }
+
     fn request_free(&mut self, block: BlockKey, details: &EntryDetails) {
         let block = self.heap.set_pending_free(block);
         let (ptr, size, requested, segment) = (block.ptr(), block.size(), block.requested(), block.segment());
@@ -304,10 +325,14 @@ impl DeviceState {
     /// Whether frees are pending that may be completed before the next search.
     #[inline]
     pub(super) fn has_pending(&self) -> bool {
-        !self.fences.is_empty() || !self.deferred.is_empty()
+        !self.fences.is_empty() || self.has_deferred()
     }
 
-    pub(super) fn fences(&mut self) -> &mut StreamFences<BlockKey> {
+    pub(super) fn fences(&self) -> &StreamFences<BlockKey> {
+        &self.fences
+    }
+
+    pub(super) fn fences_mut(&mut self) -> &mut StreamFences<BlockKey> {
         &mut self.fences
     }
 

@@ -1,5 +1,6 @@
 //! Segments in the state: what the driver calls of `source/` change. Their callers hold the slow lock.
 
+use std::collections::VecDeque;
 use std::sync::Arc;
 
 use warpool_driver::{DevicePtr, PhysicalId, StreamId};
@@ -17,7 +18,7 @@ pub(super) struct DriverRetries {
     /// Physical memory that could not be released.
     releases: Vec<PhysicalId>,
     /// Mappings of failed attempts to grow that could not be undone. The heap has these addresses as unmapped.
-    unmaps: Vec<(DevicePtr, u64)>,
+    unmaps: VecDeque<(DevicePtr, u64)>,
 }
 
 /// A segment taken out of the free list, to be returned to its source.
@@ -40,12 +41,28 @@ pub(crate) struct FreeMemory {
 impl DeviceState {
     /// Whether a segment for the request would exceed the limit.
     pub(crate) fn exceeds_limit(&self, request: &BlockRequest) -> bool {
-        self.policy.exceeds_limit(self.counters.bytes_reserved().saturating_add(request.segment))
+        self.policy.exceeds_limit(self.bytes_reserved_with(request))
     }
 
     /// Whether the policy rejects the request before anything is tried.
     pub(crate) fn rejects(&self, request: &BlockRequest) -> bool {
-        self.policy.rejects(self.counters.bytes_reserved().saturating_add(request.segment))
+        self.policy.rejects(self.bytes_reserved_with(request))
+    }
+
+    /// What is reserved, what upstreams are being asked for, and a segment for the request.
+    fn bytes_reserved_with(&self, request: &BlockRequest) -> u64 {
+        let reserved = self.counters.bytes_reserved().saturating_add(self.upstream_bytes_in_flight);
+        reserved.saturating_add(request.segment)
+    }
+
+    /// An upstream is asked for memory from here on. It counts against the limit.
+    pub(crate) fn begin_upstream_call(&mut self, bytes: u64) {
+        self.upstream_bytes_in_flight = self.upstream_bytes_in_flight.saturating_add(bytes);
+    }
+
+    /// The upstream has returned.
+    pub(crate) fn end_upstream_call(&mut self, bytes: u64) {
+        self.upstream_bytes_in_flight = self.upstream_bytes_in_flight.saturating_sub(bytes);
     }
 
     /// Why no segment can be allocated for a request, as far as is known without another driver call.
@@ -223,16 +240,25 @@ impl DeviceState {
     }
 
     /// Physical memory could not be released.
-    pub(crate) fn retry_releases(&mut self, handles: Vec<PhysicalId>) {
+    pub(crate) fn retry_releases(&mut self, handles: impl IntoIterator<Item = PhysicalId>) {
         self.retries.releases.extend(handles);
     }
 
     /// A mapping could not be undone.
     pub(crate) fn retry_unmap(&mut self, ptr: DevicePtr, bytes: u64) {
-        self.retries.unmaps.push((ptr, bytes));
+        self.retries.unmaps.push_back((ptr, bytes));
     }
 
-    pub(crate) fn take_retries(&mut self) -> (Vec<(DevicePtr, u64)>, Vec<PhysicalId>) {
-        (std::mem::take(&mut self.retries.unmaps), std::mem::take(&mut self.retries.releases))
+    /// How many mappings are to be undone.
+    pub(crate) fn unmaps_to_retry(&self) -> usize {
+        self.retries.unmaps.len()
+    }
+
+    pub(crate) fn take_unmap_to_retry(&mut self) -> Option<(DevicePtr, u64)> {
+        self.retries.unmaps.pop_front()
+    }
+
+    pub(crate) fn take_releases_to_retry(&mut self) -> Vec<PhysicalId> {
+        std::mem::take(&mut self.retries.releases)
     }
 }
