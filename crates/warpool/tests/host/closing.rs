@@ -2,8 +2,11 @@
 
 use std::sync::Arc;
 
-use warpool::Error;
-use warpool::memory::PinnedSettings;
+use warpool::driver::decorate::{FaultPlan, Faulty};
+use warpool::driver::sim::{SimConfig, SimDriver};
+use warpool::driver::{Call, ErrorCode};
+use warpool::memory::{HostAllocator, PinnedSettings};
+use warpool::{Error, Instance};
 
 use super::context::{KIB, MIB, TestContext};
 
@@ -106,4 +109,40 @@ fn settings_can_be_read_back() {
     context.set("pinned_device_cap_mb:7");
     assert_eq!(context.pinned.settings().device_cap_bytes, Some(7 * MIB));
     context.finish();
+}
+
+/// Issue 12: memory whose pinning failed after the driver had pinned it, and which could not be unpinned at once, was
+/// forgotten, and closing reported success.
+#[test]
+fn memory_that_could_not_be_unpinned_after_a_failed_request_is_not_forgotten() {
+    for register in [false, true] {
+        let sim = Arc::new(SimDriver::new(SimConfig::default()));
+        let faulty = Arc::new(Faulty::new(sim.clone(), FaultPlan::new()));
+        let instance = Instance::new(faulty.clone()).unwrap();
+        let settings =
+            PinnedSettings { use_cuda_host_register: register, cap_bytes: Some(8 * MIB), ..PinnedSettings::default() };
+        let pinned = HostAllocator::new(&instance, settings);
+        let unpin = if register { Call::HostUnregister } else { Call::HostFree };
+        let no_unpinning = || FaultPlan::new().fail_fraction(&[unpin], 1.0, 0, ErrorCode::Unknown(1));
+        faulty.set_plan(no_unpinning().fail_nth(Call::HostDevicePtr, 1, ErrorCode::Unknown(2)));
+        assert!(pinned.allocate(5 * MIB).is_err());
+        assert_eq!(sim.object_counts().pinned, 1);
+        pinned.check();
+        // It counts against the cap, and is not used.
+        faulty.set_plan(no_unpinning());
+        let code = |error: &Error| error.driver().map(|error| error.code);
+        assert_eq!(pinned.allocate(5 * MIB).map_err(|error| code(&error)).unwrap_err(), Some(ErrorCode::Unknown(1)));
+        assert_eq!(sim.object_counts().pinned, 1);
+        let (pinned, error) = pinned.try_close().expect_err("it cannot be unpinned yet");
+        assert_eq!(code(&error), Some(ErrorCode::Unknown(1)));
+        assert_eq!(sim.object_counts().pinned, 1);
+        faulty.set_plan(FaultPlan::new());
+        drop(pinned.allocate(5 * MIB).expect("the next request unpins it"));
+        assert_eq!((sim.object_counts().pinned, pinned.stats().allocated_bytes.current), (1, 5 * MIB));
+        faulty.set_plan(no_unpinning().fail_nth(Call::HostDevicePtr, 1, ErrorCode::Unknown(2)));
+        assert!(pinned.allocate(KIB).is_err());
+        faulty.set_plan(FaultPlan::new());
+        pinned.close().unwrap();
+        assert_eq!(sim.object_counts().pinned, 0);
+    }
 }

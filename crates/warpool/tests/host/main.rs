@@ -9,6 +9,7 @@ mod context;
 mod fault_injection;
 mod graphs;
 mod hot_path;
+mod panics;
 mod placement;
 mod pytorch;
 mod races;

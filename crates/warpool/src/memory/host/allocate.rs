@@ -9,12 +9,11 @@ use warpool_driver::{DeviceId, DriverError, ErrorCode};
 
 use super::block::{HAS_STACK, PinnedBlock, PinnedState, USED};
 use super::graph_pool::{CapturedHostPools, GraphHostPool};
-use super::history::HOST;
+use super::history::{Details, HOST};
 use super::size_class::{BYTES_MAX, Fit};
 use super::{HostBlock, Shared};
 use crate::capture::CaptureRecord;
 use crate::error::GraphError;
-use crate::memory::report::EntryDetails;
 use crate::memory::{Action, CaptureMemory, StackLevel};
 use crate::{Error, Result, Stream, lock};
 
@@ -25,10 +24,12 @@ impl Shared {
             return Ok(HostBlock::empty());
         }
         let fit = self.fit(bytes)?;
-        let details = self.entry_details(StackLevel::State);
+        let details = self.details(StackLevel::State);
         let home = self.front.of_thread();
-        let block = self.find(home, bytes, &fit, device, &details)?;
-        Ok(self.hand_out(block, home, bytes, &details))
+        let found = self.find(home, bytes, &fit, device, &details);
+        let block = found.map(|block| self.hand_out(block, home, bytes, &details));
+        details.finish();
+        block
     }
 
     /// Memory for work on `stream`: from the graph's pool, if it captures.
@@ -43,20 +44,18 @@ impl Shared {
         let Some(capture) = capture.filter(|_| bytes > 0) else { return self.allocate(bytes, None) };
         let pool = self.graph_pool(&capture.record);
         let fit = self.fit(bytes)?;
-        let details = self.entry_details(StackLevel::State);
+        let details = self.details(StackLevel::State);
         let home = self.front.of_thread();
-        let block = match pool.take(&fit) {
+        let found = match pool.take(&fit) {
             Some(block) => {
                 self.front.count_allocated(home, block.size());
-                block
+                Ok(block)
             }
-            None => {
-                let block = self.find(home, bytes, &fit, None, &details)?;
-                pool.adopt(&block);
-                block
-            }
+            None => self.find(home, bytes, &fit, None, &details).inspect(|block| pool.adopt(block)),
         };
-        Ok(self.hand_out(block, home, bytes, &details))
+        let block = found.map(|block| self.hand_out(block, home, bytes, &details));
+        details.finish();
+        block
     }
 
     /// The pool of the graph that is being captured, which keeps it.
@@ -83,7 +82,7 @@ impl Shared {
         bytes: u64,
         fit: &Fit,
         device: Option<DeviceId>,
-        details: &EntryDetails,
+        details: &Details,
     ) -> Result<Arc<PinnedBlock>> {
         match self.front.take(home, fit, device) {
             Some(block) => Ok(block),
@@ -100,13 +99,13 @@ impl Shared {
         bytes: u64,
         fit: &Fit,
         device: Option<DeviceId>,
-        details: &EntryDetails,
+        details: &Details,
     ) -> Result<Arc<PinnedBlock>> {
         self.background.start(self);
         self.pin_reserve(details);
         // An error of some stream does not matter if there is memory. If there is none, it may be the reason: blocks
         // that wait for the stream are not free.
-        let processed = self.process_pending();
+        let processed = self.process_pending_recorded(details);
         if let Some(block) = self.front.take(home, fit, device) {
             return Ok(block);
         }
@@ -132,11 +131,11 @@ impl Shared {
         bytes: u64,
         fit: &Fit,
         device: Option<DeviceId>,
-        details: &EntryDetails,
+        details: &Details,
     ) -> Result<Arc<PinnedBlock>> {
         match self.pin_block(bytes, fit, device, details) {
             Err(error) if is_shortage(&error) && self.history.observers().run_pressure_callbacks(HOST) => {
-                self.process_pending()?;
+                self.process_pending_recorded(details)?;
                 self.empty_front_caches();
                 if let Some(block) = lock(&self.heap).take(fit, device, self) {
                     return Ok(block);
@@ -148,7 +147,7 @@ impl Shared {
     }
 
     #[inline]
-    fn hand_out(&self, block: Arc<PinnedBlock>, home: usize, bytes: u64, details: &EntryDetails) -> HostBlock {
+    fn hand_out(&self, block: Arc<PinnedBlock>, home: usize, bytes: u64, details: &Details) -> HostBlock {
         block.set_allocated(home, bytes);
         if !details.is_off() {
             if let Some(stack) = &details.stack {
@@ -198,17 +197,32 @@ impl Shared {
 
     #[inline]
     fn free_now(&self, block: Arc<PinnedBlock>) -> Result<()> {
-        let details = self.entry_details(StackLevel::All);
-        if block.flags() != 0 || !details.is_off() {
-            return if self.begin_free(&block, &details) {
-                self.fence(block, &details)?;
-                self.process_pending()
-            } else {
-                self.complete_free(block, &details);
-                self.unpin_listed(&mut 0, &details)
-            };
+        if block.flags() == 0 && self.history.is_off() {
+            return if self.put_back(block) { self.unpin_listed_now() } else { Ok(()) };
         }
-        if self.put_back(block) { self.unpin_listed(&mut 0, &details) } else { Ok(()) }
+        self.free_unusual(block)
+    }
+
+    /// Frees a block that streams or graphs used, or that is recorded.
+    #[cold]
+    fn free_unusual(&self, block: Arc<PinnedBlock>) -> Result<()> {
+        let details = self.details(StackLevel::All);
+        let outcome = if self.begin_free(&block, &details) {
+            self.fence(block, &details).and_then(|()| self.process_pending_recorded(&details))
+        } else {
+            self.complete_free(block, &details);
+            self.unpin_listed(&mut 0, &details)
+        };
+        details.finish();
+        outcome
+    }
+
+    #[cold]
+    fn unpin_listed_now(&self) -> Result<()> {
+        let details = self.details(StackLevel::All);
+        let outcome = self.unpin_listed(&mut 0, &details);
+        details.finish();
+        outcome
     }
 
     /// Frees a block in a destructor: driver calls are left to the next call.
@@ -216,18 +230,26 @@ impl Shared {
     pub(super) fn free_later(block: Arc<PinnedBlock>) {
         let keep = Arc::clone(&block);
         let shared = keep.shared();
-        let details = shared.entry_details(StackLevel::All);
-        if block.flags() == 0 && details.is_off() {
+        if block.flags() == 0 && shared.history.is_off() {
             shared.put_back(block);
-        } else if shared.begin_free(&block, &details) {
-            shared.fence_later(block, &details);
         } else {
-            shared.complete_free(block, &details);
+            shared.free_unusual_later(block);
         }
     }
 
+    #[cold]
+    fn free_unusual_later(&self, block: Arc<PinnedBlock>) {
+        let details = self.details(StackLevel::All);
+        if self.begin_free(&block, &details) {
+            self.fence_later(block, &details);
+        } else {
+            self.complete_free(block, &details);
+        }
+        details.finish();
+    }
+
     /// First half of a free that is not the hot path. Returns whether the block must wait.
-    fn begin_free(&self, block: &PinnedBlock, details: &EntryDetails) -> bool {
+    fn begin_free(&self, block: &PinnedBlock, details: &Details) -> bool {
         self.history.record(Action::FreeRequested, block.ptr(), block.requested(), details);
         let waits = block.flags() & USED != 0;
         if waits {

@@ -3,6 +3,7 @@
 //! It sleeps while no free is pending, and polls every 100 microseconds otherwise; less often after an error. It keeps
 //! nothing alive: it ends with the allocator.
 
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, PoisonError, Weak};
 use std::thread::JoinHandle;
@@ -115,7 +116,13 @@ fn run(signal: &Signal, shared: &Weak<Shared>) {
     while signal.wait_for_work() {
         loop {
             let Some(shared) = shared.upgrade() else { return };
-            let outcome = shared.process_pending();
+            // A panic of an observer has been reported by the panic hook. The thread goes on, or nobody would process
+            // the next frees.
+            let processed = catch_unwind(AssertUnwindSafe(|| shared.process_pending()));
+            let outcome = processed.unwrap_or_else(|panic| {
+                std::mem::forget(panic);
+                Ok(())
+            });
             let has_pending = shared.has_pending_frees();
             drop(shared);
             if !has_pending {

@@ -15,6 +15,7 @@ use std::sync::{Arc, Mutex, PoisonError, Weak};
 use warpool_driver::StreamId;
 
 use super::block::{GraphPoolKey, IN_GRAPH_POOL, PinnedBlock, USED};
+use super::history::Details;
 use super::size_class::Fit;
 use crate::lock;
 use crate::memory::StackLevel;
@@ -114,6 +115,7 @@ impl Drop for GraphHostPool {
     fn drop(&mut self) {
         let contents = self.contents.get_mut().unwrap_or_else(PoisonError::into_inner);
         let Contents { used, free, replay_streams } = std::mem::take(contents);
+        let call = Details::default();
         for block in used {
             // The state is reached through the block, which is moved on.
             let keep = Arc::clone(&block);
@@ -124,17 +126,19 @@ impl Drop for GraphHostPool {
                 let is_freed = usage.streams.is_freed();
                 (is_freed, usage.take_reclaimable())
             };
-            let details = keep.shared().entry_details(StackLevel::All);
+            let details = keep.shared().details(StackLevel::All);
             if reclaimable {
                 keep.shared().complete_free(block, &details);
             } else if is_freed {
                 keep.shared().fence_later(block, &details);
             }
+            call.take_panic(details);
         }
         for block in free {
             let keep = Arc::clone(&block);
             keep.shared().put_away(block);
         }
+        call.finish();
     }
 }
 

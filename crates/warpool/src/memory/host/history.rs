@@ -1,6 +1,14 @@
 //! The history of pinned memory, and its observers. The host has no streams; trackers see it as the device [`HOST`].
+//!
+//! Trackers and stack hooks are called in the middle of a call, without a lock, and may panic. The call does all its
+//! work first: [`Details`] keeps the first panic, which goes on at the end.
 
+use std::any::Any;
+use std::cell::Cell;
+use std::ops::Deref;
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::Mutex;
+use std::thread;
 
 use warpool_driver::{DeviceId, Driver};
 
@@ -11,6 +19,84 @@ use crate::memory::{Action, HistoryEntry, HistoryOptions, MemPoolId, Observers, 
 
 /// The device id of pinned memory for trackers. In snapshots it is -1.
 pub(super) const HOST: DeviceId = DeviceId(u32::MAX);
+
+/// What the history stores with the entries of one call, and the first panic of an observer during the call.
+#[derive(Default)]
+pub(super) struct Details {
+    entry: EntryDetails,
+    caught: Caught,
+}
+
+impl Details {
+    /// Takes over the panic of an observer during a step of this call.
+    pub(super) fn take_panic(&self, step: Self) {
+        if let Some(panic) = step.caught.0.take() {
+            self.caught.keep(panic);
+        }
+    }
+
+    /// The call has done its work: a panic of an observer goes on, unless the thread unwinds already.
+    #[inline]
+    pub(super) fn finish(self) {
+        if let Some(panic) = self.caught.0.take() {
+            resume(panic);
+        }
+    }
+}
+
+impl Deref for Details {
+    type Target = EntryDetails;
+
+    #[inline]
+    fn deref(&self) -> &EntryDetails {
+        &self.entry
+    }
+}
+
+/// The first panic of code that is not ours.
+#[derive(Default)]
+pub(super) struct Caught(Cell<Option<Box<dyn Any + Send>>>);
+
+impl Caught {
+    /// Runs `act`; `None` if it panics.
+    pub(super) fn run<R>(&self, act: impl FnOnce() -> R) -> Option<R> {
+        match catch_unwind(AssertUnwindSafe(act)) {
+            Ok(result) => Some(result),
+            Err(panic) => {
+                self.keep(panic);
+                None
+            }
+        }
+    }
+
+    /// A panic has been caught: it goes on.
+    pub(super) fn resume(self) -> ! {
+        resume_unwind(self.0.take().expect("a panic was caught"))
+    }
+
+    /// Keeps it, if it is the first.
+    fn keep(&self, panic: Box<dyn Any + Send>) {
+        let first = match self.0.take() {
+            Some(first) => {
+                // Dropping it might panic again.
+                std::mem::forget(panic);
+                first
+            }
+            None => panic,
+        };
+        self.0.set(Some(first));
+    }
+}
+
+#[cold]
+fn resume(panic: Box<dyn Any + Send>) {
+    if thread::panicking() {
+        // Dropping it might panic again.
+        std::mem::forget(panic);
+    } else {
+        resume_unwind(panic);
+    }
+}
 
 #[derive(Default)]
 pub(super) struct HostHistory {
@@ -30,24 +116,33 @@ impl HostHistory {
         recorder.history.set(options);
     }
 
+    /// Whether nothing is recorded.
+    #[inline]
+    pub(super) fn is_off(&self) -> bool {
+        self.history_flags.is_off(&self.observers)
+    }
+
     /// What the history stores with the next entries. Gathered before any lock is taken.
     #[inline]
-    pub(super) fn entry_details(&self, level: StackLevel, driver: &dyn Driver) -> EntryDetails {
-        self.history_flags.entry_details(level, &self.observers, driver)
+    pub(super) fn details(&self, level: StackLevel, driver: &dyn Driver) -> Details {
+        let caught = Caught::default();
+        let stack = || caught.run(|| self.observers.stack()).flatten();
+        let entry = self.history_flags.entry_details_with(level, &self.observers, driver, stack);
+        Details { entry, caught }
     }
 
     /// Adds an entry and calls the trackers. No lock may be held.
     #[inline]
-    pub(super) fn record(&self, action: Action, addr: u64, size: u64, details: &EntryDetails) {
+    pub(super) fn record(&self, action: Action, addr: u64, size: u64, details: &Details) {
         if !details.is_off() {
             self.record_now(action, addr, size, details);
         }
     }
 
     #[cold]
-    fn record_now(&self, action: Action, addr: u64, size: u64, details: &EntryDetails) {
+    fn record_now(&self, action: Action, addr: u64, size: u64, details: &Details) {
         let entries = self.write(action, addr, size, details);
-        self.notify(&entries);
+        self.notify(&entries, details);
     }
 
     /// Adds an entry. Returns what [`notify`](Self::notify) is to be called with.
@@ -61,9 +156,9 @@ impl HostHistory {
     }
 
     /// Calls the trackers. No lock may be held.
-    pub(super) fn notify(&self, entries: &[HistoryEntry]) {
+    pub(super) fn notify(&self, entries: &[HistoryEntry], details: &Details) {
         if !entries.is_empty() {
-            self.observers.track(HOST, entries);
+            details.caught.run(|| self.observers.track(HOST, entries));
         }
     }
 

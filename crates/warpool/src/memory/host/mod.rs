@@ -75,11 +75,11 @@ use block::{IN_GRAPH_POOL, PinnedBlock, PinnedState};
 use front_cache::FrontCaches;
 use graph_pool::GraphHostPools;
 use heap::Heap;
-use history::{HOST, HostHistory};
+use history::{Details, HOST, HostHistory};
 use limits::Limits;
 use reclaim::Pending;
 
-use super::report::{EntryDetails, StackIds};
+use super::report::StackIds;
 use super::{HistoryOptions, Observers, PinnedSettings, Snapshot, StackLevel, Stat};
 use crate::{Device, Error, Instance, Result, Stream, lock};
 
@@ -129,8 +129,8 @@ impl Shared {
     }
 
     #[inline]
-    fn entry_details(&self, level: StackLevel) -> EntryDetails {
-        self.history.entry_details(level, self.driver())
+    fn details(&self, level: StackLevel) -> Details {
+        self.history.details(level, self.driver())
     }
 
     /// Empties the state, so that only blocks that callers have keep it alive. No driver call.
@@ -247,14 +247,19 @@ impl HostAllocator {
         let shared = self.shared();
         shared.history.observers().run_trim_hooks(HOST);
         let mut unpinned = 0;
-        let processed = shared.process_all(&mut unpinned);
+        let details = shared.details(StackLevel::Alloc);
+        let mut outcome = shared.process_all(&mut unpinned, &details);
         let pinned = || lock(&shared.heap).bytes_pinned();
         if pinned() > target_bytes {
             shared.empty_front_caches();
-            let details = shared.entry_details(StackLevel::Alloc);
-            unpinned += shared.unpin_spare(pinned().saturating_sub(target_bytes), None, &details)?;
+            match shared.unpin_spare(pinned().saturating_sub(target_bytes), None, &details) {
+                Ok(bytes) => unpinned += bytes,
+                // It counts more than an error of an earlier step.
+                Err(error) => outcome = Err(error),
+            }
         }
-        processed.map(|()| unpinned)
+        details.finish();
+        outcome.map(|()| unpinned)
     }
 
     /// The counters.
@@ -322,10 +327,13 @@ impl HostAllocator {
     /// As [`close`](Self::close), but returns the handle with the error: the allocator still works, and can be closed
     /// later.
     pub fn try_close(self) -> std::result::Result<(), (Self, Error)> {
-        self.unpin_everything().map_err(|error| (self, error))
+        let details = self.shared().details(StackLevel::Alloc);
+        let outcome = self.unpin_everything(&details);
+        details.finish();
+        outcome.map_err(|error| (self, error))
     }
 
-    fn unpin_everything(&self) -> Result<()> {
+    fn unpin_everything(&self, details: &Details) -> Result<()> {
         let shared = self.shared();
         // Handles are made from handles only, so the last one stays the last.
         let handles = Arc::strong_count(&self.handle) - 1;
@@ -336,15 +344,14 @@ impl HostAllocator {
             // It ends after one round. A panic of it was reported already.
             let _ = thread.join();
         }
-        let details = shared.entry_details(StackLevel::Alloc);
-        shared.wait_for_fences(&details)?;
+        shared.wait_for_fences(details)?;
         let mut blocks = shared.blocks_in_use();
         if blocks == 0 {
             shared.merge_leaked();
         }
         while blocks == 0 {
             shared.empty_front_caches();
-            shared.unpin_all(&details)?;
+            shared.unpin_all(details)?;
             // Other threads may still be freeing a block or unpinning a segment.
             shared.wait_for_transit();
             let heap = lock(&shared.heap);

@@ -19,6 +19,19 @@ pub(super) struct PinnedRange {
     method: PinMethod,
 }
 
+/// Why memory could not be pinned.
+pub(super) struct PinFailure {
+    pub(super) error: Error,
+    /// Memory that was pinned, cannot be used, and could not be unpinned. It must be unpinned later.
+    pub(super) still_pinned: Option<PinnedRange>,
+}
+
+impl<E: Into<Error>> From<E> for PinFailure {
+    fn from(error: E) -> Self {
+        Self { error: error.into(), still_pinned: None }
+    }
+}
+
 /// How memory is pinned.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum PinMethod {
@@ -53,7 +66,12 @@ pub(super) fn pinning_device(instance: &Instance, wanted: Option<DeviceId>) -> R
 
 impl PinnedRange {
     /// Pins memory with `device`'s context, for the host and every device at one address.
-    pub(super) fn pin(driver: &dyn Driver, device: DeviceId, bytes: u64, method: PinMethod) -> Result<Self> {
+    pub(super) fn pin(
+        driver: &dyn Driver,
+        device: DeviceId,
+        bytes: u64,
+        method: PinMethod,
+    ) -> std::result::Result<Self, PinFailure> {
         let _relaxed = RelaxedMode::begin(driver)?;
         let ptr = match method {
             PinMethod::Allocate => {
@@ -64,12 +82,11 @@ impl PinnedRange {
         };
         let range = Self { ptr, bytes, method };
         if let Err(error) = range.check_address(driver, device) {
-            // Tried twice: the range is not stored anywhere.
-            let unpin = || range.unpin_relaxed(driver);
-            if let Err(second) = unpin().or_else(|_| unpin()) {
-                tracing::warn!(error = %second, %ptr, "unusable memory could not be unpinned; it stays pinned");
+            let unpinned = range.unpin_relaxed(driver);
+            if let Err(second) = &unpinned {
+                tracing::warn!(error = %second, %ptr, "unusable memory could not be unpinned; it is retried");
             }
-            return Err(error);
+            return Err(PinFailure { error, still_pinned: unpinned.is_err().then_some(range) });
         }
         Ok(range)
     }

@@ -2,11 +2,14 @@
 
 use std::sync::Arc;
 
+use warpool_driver::DeviceId;
+
 use super::Shared;
 use super::block::PinnedBlock;
+use super::history::Details;
+use super::pin::PinnedRange;
 use crate::capture::RelaxedMode;
 use crate::memory::StackLevel;
-use crate::memory::report::EntryDetails;
 use crate::memory::stream_fence::{self, Fence, FenceOwner, StreamFences, StreamUses};
 use crate::{Instance, Result, lock};
 
@@ -16,6 +19,8 @@ pub(super) struct Pending {
     pub(super) fences: StreamFences<Arc<PinnedBlock>>,
     /// Segments that are not to be kept.
     pub(super) to_unpin: Vec<u64>,
+    /// Memory that was pinned and cannot be used, and that could not be unpinned at once. It counts against the caps.
+    pub(super) unusable: Vec<(DeviceId, PinnedRange)>,
 }
 
 impl Shared {
@@ -26,42 +31,53 @@ impl Shared {
     /// Records fences that destructors left, reclaims blocks whose fences have passed, and unpins segments that are not
     /// to be kept.
     pub(super) fn process_pending(&self) -> Result<()> {
+        let details = Details::default();
+        let outcome = self.process_pending_recorded(&details);
+        details.finish();
+        outcome
+    }
+
+    /// The same in a call with these details, which keep the panics of observers.
+    pub(super) fn process_pending_recorded(&self, details: &Details) -> Result<()> {
         let pending = lock(&self.pending);
-        if pending.fences.is_empty() && pending.to_unpin.is_empty() {
+        if pending.fences.is_empty() && pending.to_unpin.is_empty() && pending.unusable.is_empty() {
             return Ok(());
         }
         drop(pending);
-        self.process_all(&mut 0)
+        self.process_all(&mut 0, details)
     }
 
-    /// The same, and adds up the unpinned bytes.
-    pub(super) fn process_all(&self, unpinned: &mut u64) -> Result<()> {
-        let details = self.entry_details(StackLevel::All);
+    /// The same, whether there is anything or not, and adds up the unpinned bytes.
+    pub(super) fn process_all(&self, unpinned: &mut u64, call: &Details) -> Result<()> {
+        // Entries of frees have stacks of their own level.
+        let details = self.details(StackLevel::All);
         let fenced = self.retry_unfenced(&details);
         let polled = stream_fence::poll(&Reclaimer { shared: self, details: &details });
-        fenced.and(polled).and(self.unpin_listed(unpinned, &details))
+        let outcome = fenced.and(polled).and(self.unpin_listed(unpinned, &details));
+        call.take_panic(details);
+        outcome
     }
 
     /// Waits for all fences.
-    pub(super) fn wait_for_fences(&self, details: &EntryDetails) -> Result<()> {
+    pub(super) fn wait_for_fences(&self, details: &Details) -> Result<()> {
         let fenced = self.retry_unfenced(details);
         fenced.and(stream_fence::wait_all(&Reclaimer { shared: self, details }))
     }
 
     /// Records fences for a freed block. What fails or is forbidden by a capture is retried by later calls.
-    pub(super) fn fence(&self, block: Arc<PinnedBlock>, details: &EntryDetails) -> Result<()> {
+    pub(super) fn fence(&self, block: Arc<PinnedBlock>, details: &Details) -> Result<()> {
         let outcome = stream_fence::fence(&Reclaimer { shared: self, details }, block);
         self.background.wake();
         outcome
     }
 
     /// Leaves the fences of a freed block to the next call that may call the driver.
-    pub(super) fn fence_later(&self, block: Arc<PinnedBlock>, details: &EntryDetails) {
+    pub(super) fn fence_later(&self, block: Arc<PinnedBlock>, details: &Details) {
         stream_fence::fence_later(&Reclaimer { shared: self, details }, block);
         self.background.wake();
     }
 
-    fn retry_unfenced(&self, details: &EntryDetails) -> Result<()> {
+    fn retry_unfenced(&self, details: &Details) -> Result<()> {
         let owner = Reclaimer { shared: self, details };
         stream_fence::retry_unfenced(&owner, usize::MAX, |block| stream_fence::fence(&owner, block))
     }
@@ -69,7 +85,7 @@ impl Shared {
 
 struct Reclaimer<'a> {
     shared: &'a Shared,
-    details: &'a EntryDetails,
+    details: &'a Details,
 }
 
 impl FenceOwner for Reclaimer<'_> {

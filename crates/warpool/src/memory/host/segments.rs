@@ -11,11 +11,11 @@ use warpool_driver::DeviceId;
 use super::Shared;
 use super::block::{PinnedBlock, PinnedState};
 use super::heap::{CapExceeded, SegmentUse};
-use super::pin::{PinMethod, PinnedRange, pinning_device};
+use super::history::{Caught, Details};
+use super::pin::{PinFailure, PinMethod, PinnedRange, pinning_device};
 use super::size_class::{BYTES_MAX, Fit, PAGE, shared_segment};
 use crate::error::PinnedCapReport;
 use crate::memory::Action;
-use crate::memory::report::EntryDetails;
 use crate::{Error, Result, lock};
 
 impl Shared {
@@ -26,7 +26,7 @@ impl Shared {
         bytes: u64,
         fit: &Fit,
         device: Option<DeviceId>,
-        details: &EntryDetails,
+        details: &Details,
     ) -> Result<Arc<PinnedBlock>> {
         let pinning = pinning_device(&self.instance, device)?;
         let counted = device.unwrap_or(pinning);
@@ -36,23 +36,19 @@ impl Shared {
             false => (SegmentUse::Large, least),
         };
         let mut quota = self.reserve_quota(bytes, least, most, counted, details)?;
-        let mut pinned = self.pin_timed(pinning, quota);
+        let mut pinned = self.pin_timed(pinning, counted, quota);
         if let Err(Error::Driver(error)) = &pinned
             && error.is_out_of_memory()
         {
-            lock(&self.heap).release_quota(counted, quota);
             // A segment that cannot be unpinned does not matter if the others suffice.
             let unpinned = self.unpin_spare(u64::MAX, None, details);
             if matches!(unpinned, Ok(0)) && quota == least {
                 return Err(self.describe(error.clone().into(), least));
             }
             quota = self.reserve_quota(bytes, least, least, counted, details)?;
-            pinned = self.pin_timed(pinning, quota);
+            pinned = self.pin_timed(pinning, counted, quota);
         }
-        let (range, duration) = pinned.map_err(|error| {
-            lock(&self.heap).release_quota(counted, quota);
-            self.describe(error, quota)
-        })?;
+        let (range, duration) = pinned.map_err(|error| self.describe(error, quota))?;
         let start = range.start();
         let entries = self.history.write(Action::SegmentAlloc, start, range.bytes(), details);
         let block = {
@@ -60,7 +56,7 @@ impl Shared {
             heap.add(serves, counted, range, details.stack.clone(), duration);
             heap.take_from(start, fit, self)
         };
-        self.history.notify(&entries);
+        self.history.notify(&entries, details);
         Ok(block)
     }
 
@@ -81,14 +77,7 @@ impl Shared {
 
     /// Counts a segment against the caps. Makes room by unpinning cached segments, or by waiting for another thread
     /// that does.
-    fn reserve_quota(
-        &self,
-        bytes: u64,
-        least: u64,
-        most: u64,
-        device: DeviceId,
-        details: &EntryDetails,
-    ) -> Result<u64> {
+    fn reserve_quota(&self, bytes: u64, least: u64, most: u64, device: DeviceId, details: &Details) -> Result<u64> {
         let settings = lock(&self.settings).clone();
         let mut emptied = false;
         loop {
@@ -135,7 +124,7 @@ impl Shared {
     }
 
     /// Pins the reserved segment, once, if the settings ask for one. It is not required, so a failure is a warning.
-    pub(super) fn pin_reserve(&self, details: &EntryDetails) {
+    pub(super) fn pin_reserve(&self, details: &Details) {
         if !self.limits.take_reserve() {
             return;
         }
@@ -145,27 +134,40 @@ impl Shared {
         }
         let pinned = pinning_device(&self.instance, None).and_then(|device| {
             self.reserve_quota(bytes, bytes, bytes, device, details)?;
-            let pinned = self.pin_timed(device, bytes);
-            if pinned.is_err() {
-                lock(&self.heap).release_quota(device, bytes);
-            }
-            pinned.map(|(range, duration)| (device, range, duration))
+            self.pin_timed(device, device, bytes).map(|(range, duration)| (device, range, duration))
         });
         match pinned {
             Ok((device, range, duration)) => {
                 let entries = self.history.write(Action::SegmentAlloc, range.start(), bytes, details);
                 lock(&self.heap).add(SegmentUse::Reserve, device, range, details.stack.clone(), duration);
-                self.history.notify(&entries);
+                self.history.notify(&entries, details);
             }
             Err(error) => tracing::warn!(%error, "pinned_reserve_segment_size_mb: no segment could be reserved"),
         }
     }
 
-    fn pin_timed(&self, device: DeviceId, bytes: u64) -> Result<(PinnedRange, Duration)> {
+    /// Pins a segment whose quota was reserved for `counted`. On failure the quota is released, unless memory stays
+    /// pinned that is to be unpinned later.
+    fn pin_timed(&self, device: DeviceId, counted: DeviceId, bytes: u64) -> Result<(PinnedRange, Duration)> {
         let method = PinMethod::of(&lock(&self.settings));
         let begun = self.driver().now();
-        let range = PinnedRange::pin(self.driver(), device, bytes, method)?;
-        Ok((range, self.driver().now().saturating_sub(begun)))
+        let caught = Caught::default();
+        let pinned = caught.run(|| PinnedRange::pin(self.driver(), device, bytes, method));
+        match pinned {
+            Some(Ok(range)) => Ok((range, self.driver().now().saturating_sub(begun))),
+            Some(Err(PinFailure { error, still_pinned: Some(range) })) => {
+                lock(&self.pending).unusable.push((counted, range));
+                Err(error)
+            }
+            Some(Err(PinFailure { error, still_pinned: None })) => {
+                lock(&self.heap).release_quota(counted, bytes);
+                Err(error)
+            }
+            None => {
+                lock(&self.heap).release_quota(counted, bytes);
+                caught.resume()
+            }
+        }
     }
 
     /// Unpins a segment, if it is free. Returns its bytes. On failure it stays.
@@ -173,20 +175,26 @@ impl Shared {
     /// The history entry is written before the driver call: after that another thread may be given the same address.
     /// Trackers are called afterwards, since they may make requests, which wait for segments in transit. A failure is
     /// written as another allocation.
-    fn unpin_segment(&self, start: u64, details: &EntryDetails) -> Result<u64> {
+    fn unpin_segment(&self, start: u64, details: &Details) -> Result<u64> {
         let Some(segment) = lock(&self.heap).begin_transit(start) else { return Ok(0) };
         let bytes = segment.range().bytes();
         let mut entries = self.history.write(Action::SegmentFree, start, bytes, details);
-        let begun = self.driver().now();
-        let outcome = segment.range().unpin(self.driver());
-        let duration = outcome.is_ok().then(|| self.driver().now().saturating_sub(begun));
-        if outcome.is_err() {
+        let caught = Caught::default();
+        let unpinned = caught.run(|| {
+            let begun = self.driver().now();
+            segment.range().unpin(self.driver()).map(|()| self.driver().now().saturating_sub(begun))
+        });
+        let duration = unpinned.as_ref().and_then(|outcome| outcome.as_ref().ok().copied());
+        if duration.is_none() {
             entries.extend(self.history.write(Action::SegmentAlloc, start, bytes, details));
         }
         lock(&self.heap).end_transit(segment, duration);
         self.transit_ended.notify_all();
-        self.history.notify(&entries);
-        outcome.map(|()| bytes)
+        self.history.notify(&entries, details);
+        match unpinned {
+            Some(outcome) => outcome.map(|_| bytes),
+            None => caught.resume(),
+        }
     }
 
     /// Waits until no segment is in transit.
@@ -200,7 +208,7 @@ impl Shared {
     /// Unpins spare segments, of a device or of all, until `bytes` are unpinned or none is left: the smallest one that
     /// suffices, or else the largest, and so on. Returns the unpinned bytes. Continues after an error, and returns the
     /// first if the rest did not suffice.
-    pub(super) fn unpin_spare(&self, bytes: u64, device: Option<DeviceId>, details: &EntryDetails) -> Result<u64> {
+    pub(super) fn unpin_spare(&self, bytes: u64, device: Option<DeviceId>, details: &Details) -> Result<u64> {
         let mut spare = lock(&self.heap).spare(device);
         let mut unpinned = 0;
         let mut outcome = Ok(());
@@ -216,9 +224,9 @@ impl Shared {
     }
 
     /// Unpins the segments that are not to be kept, and adds up their bytes. Failures are retried by the next call.
-    pub(super) fn unpin_listed(&self, unpinned: &mut u64, details: &EntryDetails) -> Result<()> {
+    pub(super) fn unpin_listed(&self, unpinned: &mut u64, details: &Details) -> Result<()> {
+        let mut outcome = self.unpin_unusable();
         let listed = std::mem::take(&mut lock(&self.pending).to_unpin);
-        let mut outcome = Ok(());
         for start in listed {
             match self.unpin_segment(start, details) {
                 Ok(bytes) => *unpinned += bytes,
@@ -231,10 +239,26 @@ impl Shared {
         outcome
     }
 
-    /// Unpins every free segment, the reserved one too, and returns the first error.
-    pub(super) fn unpin_all(&self, details: &EntryDetails) -> Result<()> {
-        let starts: Vec<u64> = lock(&self.heap).segments().keys().copied().collect();
+    /// Unpins memory that was pinned and cannot be used. Failures are retried by the next call.
+    fn unpin_unusable(&self) -> Result<()> {
+        let unusable = std::mem::take(&mut lock(&self.pending).unusable);
         let mut outcome = Ok(());
+        for (device, range) in unusable {
+            match range.unpin(self.driver()) {
+                Ok(()) => lock(&self.heap).release_quota(device, range.bytes()),
+                Err(error) => {
+                    lock(&self.pending).unusable.push((device, range));
+                    outcome = outcome.and(Err(error));
+                }
+            }
+        }
+        outcome
+    }
+
+    /// Unpins every free segment, the reserved one too, and returns the first error.
+    pub(super) fn unpin_all(&self, details: &Details) -> Result<()> {
+        let mut outcome = self.unpin_unusable();
+        let starts: Vec<u64> = lock(&self.heap).segments().keys().copied().collect();
         for start in starts {
             outcome = outcome.and(self.unpin_segment(start, details).map(drop));
         }

@@ -5,13 +5,13 @@ use std::sync::Arc;
 
 use super::Shared;
 use super::block::{HAS_STACK, IN_GRAPH_POOL, PinnedBlock, PinnedState, USED};
+use super::history::Details;
 use crate::lock;
 use crate::memory::Action;
-use crate::memory::report::EntryDetails;
 
 impl Shared {
     /// Second half of a free that is not the hot path: nothing uses the block any more.
-    pub(super) fn complete_free(&self, block: Arc<PinnedBlock>, details: &EntryDetails) {
+    pub(super) fn complete_free(&self, block: Arc<PinnedBlock>, details: &Details) {
         self.history.record(Action::FreeCompleted, block.ptr(), block.requested(), details);
         lock(&block.usage).stack = None;
         block.clear_flags(USED | HAS_STACK);

@@ -32,16 +32,34 @@ impl HistoryFlags {
         self.on.load(Ordering::Relaxed) || !observers.tracked().is_empty()
     }
 
+    /// Whether nothing is recorded.
+    #[inline]
+    pub(crate) fn is_off(&self, observers: &Observers) -> bool {
+        !self.on.load(Ordering::Relaxed) && observers.tracked().is_empty()
+    }
+
     /// Collects what entries of this call will say; with the call stack, if that is recorded from `level` on.
     #[inline]
     pub(crate) fn entry_details(&self, level: StackLevel, observers: &Observers, driver: &dyn Driver) -> EntryDetails {
+        self.entry_details_with(level, observers, driver, || observers.stack())
+    }
+
+    /// The same; `stack` collects the call stack.
+    #[inline]
+    pub(crate) fn entry_details_with(
+        &self,
+        level: StackLevel,
+        observers: &Observers,
+        driver: &dyn Driver,
+        stack: impl FnOnce() -> Option<Stack>,
+    ) -> EntryDetails {
         let tracked = observers.tracked();
         let recording = self.on.load(Ordering::Relaxed);
         if !recording && tracked.is_empty() {
             return EntryDetails::default();
         }
         let wants_stack = recording && self.stack_level.load(Ordering::Relaxed) >= level as u32;
-        let stack = if wants_stack { observers.stack() } else { None };
+        let stack = if wants_stack { stack() } else { None };
         // Trackers of segments alone should not make every call read the clock.
         let wants_time = recording || HOT.into_iter().any(|action| tracked.has(action));
         let time_us = wants_time.then(|| now_us(driver));
