@@ -70,10 +70,14 @@ mod kernels;
 mod launch;
 pub mod memory;
 mod pool_id;
+mod steps;
 mod sync;
 mod unwind;
 
 pub use warpool_driver as driver;
+
+#[doc(hidden)]
+pub use steps::steps_taken;
 
 pub use error::{Endpoint, Error, Result};
 pub use instance::{

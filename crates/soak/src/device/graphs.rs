@@ -211,8 +211,15 @@ impl Run<'_> {
             None => 1,
         };
         let (bytes_usable, stream_id) = (block.bytes_usable(), stream.id());
-        let allocation =
-            Allocation { ptr, bytes: bytes_usable, bytes_requested: bytes, device, stream: stream_id, slot };
+        let allocation = Allocation {
+            ptr,
+            bytes: bytes_usable,
+            bytes_requested: bytes,
+            device,
+            stream: stream_id,
+            slot,
+            generation: 0,
+        };
         let counted = self.is_counted(&allocation);
         self.table.insert(&allocation, counted);
         self.context.counts.allocations += 1;

@@ -53,6 +53,8 @@ pub struct Allocation {
     pub stream: StreamId,
     /// A number by which its allocator finds it; 0 if that needs none.
     pub slot: u64,
+    /// Tells it from earlier allocations of the same memory: those free nothing any more.
+    pub generation: u32,
 }
 
 /// What a snapshot contains.

@@ -6,7 +6,10 @@ use std::thread;
 use crate::common::memory::{FIRST, KIB, MIB, TestContext};
 use warpool::Error;
 use warpool::driver::DevicePtr;
-use warpool::memory::{Allocation, BlockState, DeviceAllocator, MemPoolId, Restored};
+use warpool::memory::{
+    Allocate as _, Allocation, BlockState, CachingAllocator, DeviceAllocator, DeviceBlock, MemPool, MemPoolId,
+    PoolOptions, PrivatePools as _, Request, Restored, Settings,
+};
 
 /// The address, size and state of every block of a pool.
 fn layout(context: &TestContext, pool: MemPoolId) -> Vec<(u64, u64, BlockState)> {
@@ -240,5 +243,170 @@ fn recorded_uses_are_restored() {
     assert_ne!(context.alloc_in(pool, 4 * MIB).ptr, block.ptr);
     context.resume_stream(&side);
     assert_eq!(context.alloc_in(pool, 4 * MIB).ptr, block.ptr);
+    context.finish();
+}
+
+/// Issue 12: a restore forgot which streams use what it frees, and the memory was given out while they did.
+#[test]
+fn what_a_restore_frees_waits_for_the_streams_that_use_it() {
+    let context = TestContext::new("");
+    let (pool, side) = (pool(&context), context.side_stream());
+    let empty = context.allocator.checkpoint(FIRST, pool).unwrap();
+    let block = context.alloc_in(pool, 4 * MIB);
+    context.pause_stream(&side);
+    context.fill(block, 1, &side);
+    context.record_use(block, &side);
+    assert_eq!(context.allocator.restore(&empty).unwrap().freed, [block.ptr]);
+    context.allocator.check();
+    let next = context.alloc_in(pool, 4 * MIB);
+    assert_ne!(next.ptr, block.ptr, "a stream still writes there");
+    context.fill(next, 2, &context.main);
+    assert!(matches!(context.allocator.restore(&empty), Err(Error::Checkpoint { .. })), "it waits");
+    context.resume_stream(&side);
+    assert_eq!(context.alloc_in(pool, 4 * MIB).ptr, block.ptr, "free once the stream is done");
+    context.finish();
+}
+
+#[test]
+fn a_restored_block_waits_for_the_streams_that_used_its_memory_since() {
+    // The same block; a larger one around it; two beside each other; one that begins before it.
+    for (before, since) in [(vec![4], vec![4]), (vec![4], vec![8]), (vec![8], vec![4, 4]), (vec![2, 4], vec![5])] {
+        let context = TestContext::new("");
+        let (pool, side) = (pool(&context), context.side_stream());
+        let saved: Vec<Allocation> = before.iter().map(|&mib| context.alloc_in(pool, mib * MIB)).collect();
+        let checkpoint = context.allocator.checkpoint(FIRST, pool).unwrap();
+        context.free_all(saved.iter().copied());
+        let later: Vec<Allocation> = since.iter().map(|&mib| context.alloc_in(pool, mib * MIB)).collect();
+        context.pause_stream(&side);
+        for &block in &later {
+            context.fill(block, 1, &side);
+            context.record_use(block, &side);
+        }
+        let used = later[0].ptr.0..later.last().map(|last| last.ptr.0 + last.bytes).unwrap();
+        let restored = context.allocator.restore(&checkpoint).unwrap();
+        context.allocator.check();
+        assert_eq!(ptrs(&restored.allocated), ptrs(&saved));
+        context.free_all(restored.allocated);
+        let is_used = |block: &Allocation| block.ptr.0 < used.end && used.start < block.ptr.0 + block.bytes;
+        let mut others = Vec::new();
+        for mib in [2, 2, 4, 4, 8] {
+            let other = context.alloc_in(pool, mib * MIB);
+            assert!(!is_used(&other), "{before:?}, {since:?}: {mib} MiB at {}", other.ptr);
+            context.fill(other, 2, &context.main);
+            others.push(other);
+        }
+        context.resume_stream(&side);
+        context.free_all(others);
+        context.main.synchronize().unwrap();
+        context.alloc_in(pool, 2 * MIB);
+        let snapshot = layout(&context, pool);
+        assert!(snapshot.iter().all(|block| block.2 != BlockState::ActivePendingFree), "{snapshot:?}");
+        context.finish();
+    }
+}
+
+/// Uses in a capture count as uses too, as long as the capture is under way.
+#[test]
+fn what_a_capture_uses_is_not_reused_after_a_restore_in_it() {
+    let context = TestContext::new("");
+    let (pool, side) = (pool(&context), context.side_stream());
+    let capturing = context.device().lease_stream().unwrap();
+    let empty = context.allocator.checkpoint(FIRST, pool).unwrap();
+    context.begin_capture(&capturing);
+    side.wait_stream(&capturing).unwrap();
+    let block = context.alloc_in_on(pool, &capturing, 4 * MIB);
+    context.fill(block, 1, &side);
+    context.record_use(block, &side);
+    context.allocator.restore(&empty).unwrap();
+    context.allocator.check();
+    let next = context.alloc_in_on(pool, &capturing, 4 * MIB);
+    assert_ne!(next.ptr, block.ptr, "the other stream's work is not ordered before");
+    capturing.wait_stream(&side).unwrap();
+    let exec = context.end_capture(&capturing);
+    warpool::driver::Graphs::graph_exec_destroy(&*context.sim, exec).unwrap();
+    assert_eq!(context.alloc_in_on(pool, &capturing, 4 * MIB).ptr, block.ptr, "free after the capture");
+    context.finish();
+}
+
+/// Issue 12: a block from before a restore, dropped after it, freed the restored one, which was then given out twice.
+#[test]
+fn a_stale_block_frees_nothing() {
+    let context = TestContext::new("");
+    let pool = MemPool::new(&context.any(), &context.device(), PoolOptions::default()).unwrap();
+    let stale = context.any().allocate_in(&pool, 4 * MIB, &context.main).unwrap();
+    let ptr = stale.ptr();
+    let checkpoint = context.allocator.checkpoint(FIRST, pool.id()).unwrap();
+    let restored = context.allocator.restore(&checkpoint).unwrap().allocated[0];
+    assert_eq!(restored.ptr, ptr);
+    drop(stale);
+    assert_eq!(context.allocator.find(ptr), Ok(restored), "it is still allocated");
+    assert_ne!(context.alloc_in(pool.id(), 4 * MIB).ptr, ptr);
+    // Nor does it free what another owner got there.
+    let stale = DeviceBlock::from_raw(context.any(), restored);
+    context.free(restored);
+    let next = context.alloc_in(pool.id(), 4 * MIB);
+    assert_eq!(next.ptr, ptr);
+    assert_eq!(context.allocator.free(restored), Err(Error::UnknownPointer { ptr }));
+    drop(stale);
+    assert_eq!(context.allocator.find(ptr), Ok(next));
+    context.free(next);
+    context.finish();
+}
+
+/// Two allocators number their pools alike.
+#[test]
+fn a_checkpoint_of_another_allocator_is_refused() {
+    let context = TestContext::new("");
+    let other = CachingAllocator::new(&context.instance, Settings::default());
+    let pool = pool(&context);
+    assert_eq!(other.create_graph_pool(FIRST), Ok(pool));
+    context.alloc_in(pool, MIB);
+    let checkpoint = context.allocator.checkpoint(FIRST, pool).unwrap();
+    assert_eq!(other.restore(&checkpoint), Err(Error::ForeignAllocator { pool }));
+    context.allocator.restore(&checkpoint).unwrap();
+    context.finish();
+}
+
+/// A checkpoint looks at its own pool, whatever else there is.
+#[test]
+fn a_checkpoint_takes_as_long_as_its_pool_is_large() {
+    let mut steps = Vec::new();
+    for others in [100, 1_000, 10_000] {
+        let context = TestContext::new("");
+        let pool = pool(&context);
+        let block = context.alloc_in(pool, MIB);
+        for at in 0..others {
+            let bytes = if at % 10 == 0 { 2 * MIB } else { 1_000 };
+            context.allocator.allocate_raw(Request::new(FIRST, context.main.id(), bytes)).unwrap();
+        }
+        let before = warpool::steps_taken();
+        let checkpoint = context.allocator.checkpoint(FIRST, pool).unwrap();
+        let restored = context.allocator.restore(&checkpoint).unwrap();
+        assert_eq!((restored.freed, ptrs(&restored.allocated)), (vec![block.ptr], vec![block.ptr]));
+        assert!(context.pools().has_exactly(FIRST, pool, &[block.ptr]).unwrap());
+        steps.push(warpool::steps_taken() - before);
+        context.finish();
+    }
+    assert!(steps.iter().all(|&count| count == steps[0] && count < 50), "{steps:?}");
+}
+
+#[test]
+fn memory_that_a_capture_uses_is_not_restored_during_it() {
+    let context = TestContext::new("");
+    let (pool, side) = (pool(&context), context.side_stream());
+    let capturing = context.device().lease_stream().unwrap();
+    let block = context.alloc_in_on(pool, &capturing, 4 * MIB);
+    let checkpoint = context.allocator.checkpoint(FIRST, pool).unwrap();
+    context.begin_capture(&capturing);
+    side.wait_stream(&capturing).unwrap();
+    context.fill(block, 1, &side);
+    context.record_use(block, &side);
+    let stats = context.stats();
+    assert!(matches!(context.allocator.restore(&checkpoint), Err(Error::Checkpoint { .. })));
+    assert_eq!(context.stats(), stats, "nothing has changed");
+    capturing.wait_stream(&side).unwrap();
+    let exec = context.end_capture(&capturing);
+    warpool::driver::Graphs::graph_exec_destroy(&*context.sim, exec).unwrap();
+    assert_eq!(context.allocator.restore(&checkpoint).unwrap().freed, [block.ptr]);
     context.finish();
 }

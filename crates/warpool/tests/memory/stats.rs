@@ -363,6 +363,7 @@ fn trackers_may_call_the_allocator() {
                     device: FIRST,
                     stream,
                     slot: 0,
+                    generation: 0,
                 });
                 drop(taken);
                 let allocation = allocator.allocate_raw(Request::new(FIRST, stream, 100)).unwrap();

@@ -23,7 +23,7 @@ impl Bypass {
         self.free_pending(driver)?;
         let ptr = driver.mem_alloc(device, bytes)?;
         lock(&self.allocated).insert(ptr.0);
-        Ok(Allocation { ptr, bytes, bytes_requested: bytes, device, stream, slot: 0 })
+        Ok(Allocation { ptr, bytes, bytes_requested: bytes, device, stream, slot: 0, generation: 0 })
     }
 
     pub(super) fn contains(&self, ptr: DevicePtr) -> bool {

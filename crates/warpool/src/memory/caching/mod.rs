@@ -28,7 +28,7 @@ mod state;
 
 use std::fmt;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 
 use warpool_driver::{DeviceId, DevicePtr, Driver, StreamId};
 
@@ -48,12 +48,15 @@ pub struct CachingAllocator {
     bypass: Bypass,
     next_user_pool: AtomicU32,
     next_graph_pool: AtomicU32,
+    /// Tells it from all other allocators of the process.
+    key: u64,
 }
 
 impl CachingAllocator {
     /// An allocator for all devices of `instance`. Makes no driver call.
     #[must_use]
     pub fn new(instance: &Instance, settings: Settings) -> Self {
+        static NEXT_KEY: AtomicU64 = AtomicU64::new(0);
         let shared = Arc::new(Shared::new(instance, settings));
         let settings = shared.settings();
         let devices = instance.devices().map(|device| CachingDevice::new(&shared, &device, &settings)).collect();
@@ -64,6 +67,7 @@ impl CachingAllocator {
             bypass: Bypass::default(),
             next_user_pool: AtomicU32::new(1),
             next_graph_pool: AtomicU32::new(1),
+            key: NEXT_KEY.fetch_add(1, Ordering::Relaxed),
         }
     }
 

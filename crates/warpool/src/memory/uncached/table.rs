@@ -169,6 +169,8 @@ impl AllocationTable {
             device: self.device,
             stream: entry.stream,
             slot: entry.serial,
+            // A serial is never used again.
+            generation: 0,
         }
     }
 

@@ -117,7 +117,15 @@ impl DeviceAllocator for CachingAllocator {
         let Request { device, stream, bytes, pool } = request;
         let caching_device = self.device(device)?;
         if bytes == 0 {
-            return Ok(Allocation { ptr: DevicePtr(0), bytes: 0, bytes_requested: 0, device, stream, slot: 0 });
+            return Ok(Allocation {
+                ptr: DevicePtr(0),
+                bytes: 0,
+                bytes_requested: 0,
+                device,
+                stream,
+                slot: 0,
+                generation: 0,
+            });
         }
         if bytes >= SizeRules::REQUEST_TOO_LARGE {
             return Err(Error::RequestTooLarge { bytes });
@@ -216,7 +224,7 @@ impl DeviceAllocator for CachingAllocator {
         if allocation.slot == 0 {
             return self.free_raw(allocation.ptr);
         }
-        let freed = device.free(|state| state.heap().allocated_in_slot(allocation.slot, allocation.ptr));
+        let freed = device.free(|state| state.heap().allocated(&allocation));
         let (freed, details) = freed.ok_or(Error::UnknownPointer { ptr: allocation.ptr })?;
         device.fence_freed(freed, &details);
         Ok(())
@@ -228,7 +236,7 @@ impl DeviceAllocator for CachingAllocator {
             self.bypass.free_later(allocation.ptr);
             return;
         }
-        let freed = device.free(|state| state.heap().allocated_in_slot(allocation.slot, allocation.ptr));
+        let freed = device.free(|state| state.heap().allocated(&allocation));
         if let Some((Freed::Pending(block), _)) = freed {
             device.change(|state| state.fence_later(block));
         }

@@ -1,36 +1,81 @@
 //! Checkpoints of private pools.
 
+use std::collections::BTreeSet;
+
 use warpool_driver::DeviceId;
 
-use crate::Result;
+use crate::capture::CaptureStatus;
 use crate::memory::caching::device::CachingDevice;
 use crate::memory::caching::pending::PendingFrees;
+use crate::memory::caching::state::StreamOrder;
 use crate::memory::caching::{CachingAllocator, PoolCheckpoint, Restored};
+use crate::memory::stream_fence;
 use crate::memory::{MemPoolId, StackLevel};
+use crate::{Error, Result};
 
 impl CachingAllocator {
     /// Records the allocated blocks of a pool. Fails if one of its blocks waits for streams, or if the pool is
     /// released.
     pub fn checkpoint(&self, device: DeviceId, pool: MemPoolId) -> Result<PoolCheckpoint> {
-        self.device_without_pending(device)?.read(|state| state.checkpoint(pool))
+        self.device_without_pending(device)?.read(|state| state.checkpoint(self.key, pool))
     }
 
     /// Frees what is allocated in the pool, and allocates again what the checkpoint recorded. Fails, and changes
-    /// nothing, if some of that memory was released since.
+    /// nothing, if some of that memory was released since. Blocks from before free nothing any more when they are
+    /// dropped. Memory that other streams use waits for them, as after any free; a restored block's own stream waits for
+    /// those that use its memory, which must not capture.
     pub fn restore(&self, checkpoint: &PoolCheckpoint) -> Result<Restored> {
+        checkpoint.expect_of(self.key)?;
         let device = self.device_without_pending(checkpoint.device())?;
         let details = device.entry_details(StackLevel::State);
-        let restored = device.with(
-            |state| state.restore(checkpoint, &details),
-            |state, restored| {
-                let allocated = restored.map(|restored| restored.allocated).unwrap_or_default();
-                allocated.iter().for_each(|allocation| state.abandon(allocation, &details));
-            },
-        )?;
+        let mut ordered = BTreeSet::new();
+        let restored = loop {
+            let orders = device.read(|state| state.order_for(checkpoint))?;
+            for order in orders.difference(&ordered) {
+                self.order_streams(checkpoint.pool(), order)?;
+            }
+            ordered.extend(orders);
+            let restored = device.with(
+                |state| state.restore(checkpoint, &ordered, &details),
+                |state, restored| {
+                    let allocated = restored.ok().flatten().map(|restored| restored.allocated).unwrap_or_default();
+                    allocated.iter().for_each(|allocation| state.abandon(allocation, &details));
+                },
+            )?;
+            // Another thread may have recorded a use meanwhile.
+            if let Some(restored) = restored {
+                break restored;
+            }
+        };
+        if let Err(error) = PendingFrees::new(device, &details).process_all() {
+            tracing::warn!(%error, "no fence could be recorded for a freed block; it is retried");
+        }
         for &allocation in &restored.allocated {
             device.report_allocated(allocation);
         }
         Ok(restored)
+    }
+
+    /// Makes the stream of a block to be restored wait for one that uses its memory.
+    fn order_streams(&self, pool: MemPoolId, order: &StreamOrder) -> Result<()> {
+        let (user, own) = (CaptureStatus::of(self.driver(), order.user)?, CaptureStatus::of(self.driver(), order.own)?);
+        let is_ordered = if user.refuses_work() || own.refuses_work() {
+            false
+        } else if order.in_capture || own == CaptureStatus::StreamDestroyed {
+            // What was captured was joined when the capture ended.
+            true
+        } else if user == CaptureStatus::StreamDestroyed {
+            stream_fence::wait_for_devices(self.shared.instance())?
+        } else {
+            stream_fence::order_after(self.shared.instance(), order.user, order.own)?;
+            true
+        };
+        if is_ordered {
+            return Ok(());
+        }
+        let why =
+            format!("{} uses memory of a block to be restored, and a capture is under way; end it first", order.user);
+        Err(Error::Checkpoint { pool, why })
     }
 
     /// The device, after pending frees have been processed.

@@ -28,6 +28,8 @@ pub(crate) struct Block {
     pub(super) ptr: u64,
     pub(super) size: u64,
     pub(super) requested: u64,
+    /// How often it was allocated.
+    pub(super) generation: u32,
     pub(super) segment: SegmentKey,
     pub(super) prev: Option<BlockKey>,
     pub(super) next: Option<BlockKey>,
@@ -58,6 +60,7 @@ impl Block {
             ptr,
             size,
             requested: 0,
+            generation: 0,
             segment,
             prev: None,
             next: None,
@@ -117,6 +120,12 @@ impl Block {
         self.kind
     }
 
+    /// Tells its allocations from each other.
+    #[inline]
+    pub(crate) fn generation(&self) -> u32 {
+        self.generation
+    }
+
     /// Whether its segment has other blocks.
     #[inline]
     pub(crate) fn is_split(&self) -> bool {
@@ -142,9 +151,13 @@ impl Block {
         self.extra.as_ref().map_or(&[], |extra| extra.uses.unfenced())
     }
 
+    /// The other streams that used it while they captured.
+    pub(crate) fn streams_used_in_capture(&self) -> &[StreamId] {
+        self.extra.as_ref().map_or(&[], |extra| &extra.uses_in_capture)
+    }
+
     /// All other streams that used it and have no fence yet.
     pub(crate) fn streams_used(&self) -> impl Iterator<Item = StreamId> + '_ {
-        let captured = self.extra.as_ref().map_or(&[][..], |extra| &extra.uses_in_capture);
-        self.unfenced_streams().iter().chain(captured).copied()
+        self.unfenced_streams().iter().chain(self.streams_used_in_capture()).copied()
     }
 }

@@ -1,11 +1,11 @@
 //! Block pools: the small or the large half of a memory pool, with the free blocks of each stream.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use warpool_driver::StreamId;
 
 use super::free_list::FreeList;
-use super::key::{BlockKey, BlockPoolKey, StreamBlocksKey};
+use super::key::{BlockKey, BlockPoolKey, SegmentKey, StreamBlocksKey};
 use crate::memory::{MemPoolId, SegmentKind};
 
 /// The small or the large half of a memory pool.
@@ -97,13 +97,20 @@ pub(crate) struct StreamBlocks {
     pub(super) free: FreeList,
     /// Unmapped blocks by address.
     pub(super) unmapped: BTreeMap<u64, BlockKey>,
-    /// How many segments it has; it is removed with the last.
-    pub(super) segments: u32,
+    /// Its segments; it is removed with the last.
+    pub(super) segments: BTreeSet<SegmentKey>,
 }
 
 impl StreamBlocks {
     pub(super) fn new(block_pool: BlockPoolKey, stream: StreamId, stream_raw: u64) -> Self {
-        Self { block_pool, stream, stream_raw, free: FreeList::default(), unmapped: BTreeMap::new(), segments: 0 }
+        Self {
+            block_pool,
+            stream,
+            stream_raw,
+            free: FreeList::default(),
+            unmapped: BTreeMap::new(),
+            segments: BTreeSet::new(),
+        }
     }
 
     #[inline]

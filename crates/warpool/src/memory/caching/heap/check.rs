@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use warpool_driver::StreamId;
 
-use super::{BlockStatus, Heap, SegmentSource, StreamBlocksKey};
+use super::{BlockStatus, Heap, SegmentKey, SegmentSource};
 use crate::memory::{MemPoolId, SizeRules};
 
 /// Sums over all blocks and segments.
@@ -123,15 +123,15 @@ impl Heap {
         assert_eq!(free, self.blocks.values().filter(|block| block.status == BlockStatus::Free).count());
         let unmapped: usize = self.stream_blocks.values().map(|blocks| blocks.unmapped.len()).sum();
         assert_eq!(unmapped, self.blocks.values().filter(|block| block.status == BlockStatus::Unmapped).count());
-        let mut segments: BTreeMap<StreamBlocksKey, u32> = BTreeMap::new();
-        for segment in self.segments.values() {
-            *segments.entry(segment.stream_blocks).or_default() += 1;
-        }
         let mut block_pools: BTreeMap<StreamId, u32> = BTreeMap::new();
         for (key, blocks) in &self.stream_blocks {
-            assert_eq!(Some(&blocks.segments), segments.get(&key), "the number of a stream's segments");
+            let is_of_stream = |segment: &SegmentKey| self.segments[*segment].stream_blocks == key;
+            assert!(blocks.segments.iter().all(is_of_stream), "a stream has segments of its own");
+            assert!(!blocks.segments.is_empty(), "a stream without segments is removed");
             *block_pools.entry(blocks.stream).or_default() += 1;
         }
+        let segments: usize = self.stream_blocks.values().map(|blocks| blocks.segments.len()).sum();
+        assert_eq!(segments, self.segments.len(), "every segment is a stream's");
         let handles = self.stream_handles.iter().map(|(&stream, &(_, count))| (stream, count));
         assert_eq!(handles.collect::<BTreeMap<_, _>>(), block_pools, "handles of streams with segments");
         assert_eq!(self.ranges.len(), self.segments.len(), "ranges of segments");

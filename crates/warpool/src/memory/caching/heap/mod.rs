@@ -35,8 +35,8 @@ pub(super) use self::key::{BlockKey, BlockPoolKey, SegmentKey};
 pub(super) use self::mapping::{Room, Unmapped};
 pub(super) use self::segment::{Chunks, ExpandableSegment, Segment, SegmentSource};
 use crate::memory::stream_fence::StreamUses;
-use crate::memory::{MemPoolId, SegmentKind, SizeRules, Stack};
-use crate::{Error, Result};
+use crate::memory::{Allocation, MemPoolId, SegmentKind, SizeRules, Stack};
+use crate::{Error, Result, steps};
 
 /// A request, resolved to a block pool and to sizes.
 #[derive(Clone, Copy, Debug)]
@@ -219,13 +219,13 @@ impl Heap {
         self.next_registration += 1;
         self.ranges.insert(ptr, bytes);
         let stream_blocks = self.stream_blocks_for(block_pool, stream, stream_raw);
-        self.stream_blocks[stream_blocks].segments += 1;
         let expandable = matches!(source, SegmentSource::Expandable(_));
         let kind = self.block_pools[block_pool].kind;
         let first = BlockKey::null();
         let segment = self.segments.insert(Segment { stream_blocks, first, registration, source, stack });
         let block = self.blocks.insert(Block::new(ptr, bytes, segment, kind, expandable));
         self.segments[segment].first = block;
+        self.stream_blocks[stream_blocks].segments.insert(segment);
         block
     }
 
@@ -233,11 +233,12 @@ impl Heap {
     pub(super) fn remove_segment(&mut self, block: BlockKey) -> SegmentSource {
         let block = self.blocks.remove(block).expect("the block exists");
         assert!(!block.is_split() && block.status == BlockStatus::InTransit, "a segment in use cannot be removed");
-        let segment = self.segments.remove(block.segment).expect("its segment exists");
+        let key = block.segment;
+        let segment = self.segments.remove(key).expect("its segment exists");
         self.ranges.remove(&block.ptr);
         let stream_blocks = &mut self.stream_blocks[segment.stream_blocks];
-        stream_blocks.segments -= 1;
-        if stream_blocks.segments == 0 {
+        stream_blocks.segments.remove(&key);
+        if stream_blocks.segments.is_empty() {
             let removed = self.stream_blocks.remove(segment.stream_blocks).expect("its stream's blocks exist");
             assert!(removed.free.is_empty() && removed.unmapped.is_empty(), "blocks without a segment");
             self.block_pools[removed.block_pool].streams.remove(removed.stream);
@@ -300,6 +301,7 @@ impl Heap {
         let mut next = Some(segment.first);
         std::iter::from_fn(move || {
             let key = next?;
+            steps::count();
             let block = &self.blocks[key];
             next = block.next;
             Some((key, block))
@@ -321,12 +323,13 @@ impl Heap {
     }
 
     pub(super) fn blocks(&self) -> impl Iterator<Item = (BlockKey, &Block)> {
-        self.blocks.iter()
+        self.blocks.iter().inspect(|_| steps::count())
     }
 
-    /// The blocks of a memory pool, in no order.
-    pub(super) fn blocks_in(&self, pool: MemPoolId) -> impl Iterator<Item = (BlockKey, &Block)> {
-        self.blocks.iter().filter(move |(_, block)| self.block_pool_of(block.segment).pool == pool)
+    /// The blocks of a block pool, by stream and then by segment.
+    pub(super) fn blocks_in(&self, key: BlockPoolKey) -> impl Iterator<Item = (BlockKey, &Block)> {
+        let streams = self.block_pools[key].streams.keys().map(|key| &self.stream_blocks[key]);
+        streams.flat_map(|stream| &stream.segments).flat_map(|&segment| self.blocks_of(&self.segments[segment]))
     }
 
     /// The stream that a block is for.
@@ -346,15 +349,16 @@ impl Heap {
         self.allocated.get(&ptr.0).copied()
     }
 
-    /// The block of that slot, if it is allocated and starts at `ptr`.
+    /// The block of an allocation, if it is that allocation still.
     #[inline]
-    pub(super) fn allocated_in_slot(&self, slot: u64, ptr: DevicePtr) -> Option<BlockKey> {
-        let key = BlockKey::from(KeyData::from_ffi(slot));
+    pub(super) fn allocated(&self, allocation: &Allocation) -> Option<BlockKey> {
+        let key = BlockKey::from(KeyData::from_ffi(allocation.slot));
         let block = self.blocks.get(key)?;
-        (block.status == BlockStatus::Allocated && block.ptr == ptr.0).then_some(key)
+        let is_same = block.generation == allocation.generation && block.ptr == allocation.ptr.0;
+        (block.status == BlockStatus::Allocated && is_same).then_some(key)
     }
 
-    /// A number for a block, for [`allocated_in_slot`](Self::allocated_in_slot).
+    /// A number for a block, for [`allocated`](Self::allocated).
     #[inline]
     pub(super) fn slot(key: BlockKey) -> u64 {
         key.data().as_ffi()
@@ -484,6 +488,7 @@ impl Heap {
         let block = &mut self.blocks[key];
         block.status = BlockStatus::Allocated;
         block.requested = requested;
+        block.generation = block.generation.wrapping_add(1);
         if let Some(stack) = stack {
             block.extra.get_or_insert_default().stack = Some(Stack::clone(stack));
         }
@@ -517,6 +522,13 @@ impl Heap {
     /// Clears the uses and the call stack of a block whose free is pending.
     pub(super) fn clear_extra(&mut self, key: BlockKey) {
         self.blocks[key].extra = None;
+    }
+
+    /// Takes the uses of an allocated block, or of one that was freed and has no fences: the streams that used it, and
+    /// those that used it while they captured.
+    pub(super) fn take_uses(&mut self, key: BlockKey) -> (Vec<StreamId>, Vec<StreamId>) {
+        let extra = self.blocks[key].extra.take().unwrap_or_default();
+        (extra.uses.unfenced().to_vec(), extra.uses_in_capture)
     }
 
     /// The streams that used a block, with the state of its fences.

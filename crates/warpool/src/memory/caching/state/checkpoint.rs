@@ -3,19 +3,26 @@
 //! Restoring checks everything first and then changes all in one step: every allocated block is freed, and every
 //! recorded one is split out of free memory at its old address. Use counts, and segments allocated since, stay as they
 //! are.
+//!
+//! Streams that use what a restore frees are not forgotten. Memory that no restored block gets waits for them, as after
+//! any other free. A restored block's own stream is ordered after them before the restore ([`StreamOrder`]), and they use
+//! the restored block too.
+
+use std::collections::BTreeSet;
 
 use warpool_driver::{DeviceId, DevicePtr, StreamId};
 
 use super::DeviceState;
 use crate::memory::caching::heap::{Block, BlockKey, BlockStatus};
 use crate::memory::report::EntryDetails;
-use crate::memory::stream_fence::StreamUses;
 use crate::memory::{Allocation, MemPoolId};
 use crate::{Error, Result};
 
 /// The blocks of a pool that were allocated at some moment.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PoolCheckpoint {
+    /// The allocator of the pool.
+    allocator: u64,
     device: DeviceId,
     pool: MemPoolId,
     blocks: Vec<SavedBlock>,
@@ -26,7 +33,7 @@ struct SavedBlock {
     ptr: u64,
     size: u64,
     requested: u64,
-    uses: Vec<StreamId>,
+    uses: BlockUses,
 }
 
 impl SavedBlock {
@@ -35,9 +42,29 @@ impl SavedBlock {
     }
 }
 
+/// The streams that use a block beside its own.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+struct BlockUses {
+    streams: Vec<StreamId>,
+    /// Those that used it while they captured.
+    in_capture: Vec<StreamId>,
+}
+
+/// Memory of a block that was freed while streams used it.
+struct UsedRange {
+    start: u64,
+    end: u64,
+    uses: BlockUses,
+}
+
 impl PoolCheckpoint {
     pub(crate) const fn device(&self) -> DeviceId {
         self.device
+    }
+
+    /// Fails unless it is one of that allocator.
+    pub(crate) fn expect_of(&self, allocator: u64) -> Result<()> {
+        if self.allocator == allocator { Ok(()) } else { Err(Error::ForeignAllocator { pool: self.pool }) }
     }
 
     /// The pool.
@@ -61,30 +88,83 @@ pub struct Restored {
     pub allocated: Vec<Allocation>,
 }
 
+/// A stream that uses memory of a block to be restored, and the stream that the block is for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct StreamOrder {
+    pub(crate) user: StreamId,
+    pub(crate) own: StreamId,
+    /// Whether it used the memory while it captured.
+    pub(crate) in_capture: bool,
+}
+
 impl DeviceState {
     /// Records the allocated blocks of a pool.
-    pub(crate) fn checkpoint(&self, pool: MemPoolId) -> Result<PoolCheckpoint> {
+    pub(crate) fn checkpoint(&self, allocator: u64, pool: MemPoolId) -> Result<PoolCheckpoint> {
         self.check_checkpointable(pool)?;
-        let allocated = self.heap.blocks_in(pool).filter(|(_, block)| block.status() == BlockStatus::Allocated);
+        let allocated = self.blocks_in(pool)?.filter(|(_, block)| block.status() == BlockStatus::Allocated);
         let mut blocks: Vec<SavedBlock> = allocated
             .map(|(_, block)| SavedBlock {
                 ptr: block.ptr(),
                 size: block.size(),
                 requested: block.requested(),
-                uses: block.unfenced_streams().to_vec(),
+                uses: BlockUses {
+                    streams: block.unfenced_streams().to_vec(),
+                    in_capture: block.streams_used_in_capture().to_vec(),
+                },
             })
             .collect();
         blocks.sort_by_key(|block| block.ptr);
-        Ok(PoolCheckpoint { device: self.device, pool, blocks })
+        Ok(PoolCheckpoint { allocator, device: self.device, pool, blocks })
     }
 
-    /// Frees what is allocated in the pool, and allocates what the checkpoint recorded.
-    pub(crate) fn restore(&mut self, checkpoint: &PoolCheckpoint, details: &EntryDetails) -> Result<Restored> {
+    /// The streams that the streams of the blocks to be restored have to be ordered after.
+    pub(crate) fn order_for(&self, checkpoint: &PoolCheckpoint) -> Result<BTreeSet<StreamOrder>> {
+        let mut orders = BTreeSet::new();
+        for (key, block) in self.blocks_in(checkpoint.pool)? {
+            if block.has_uses() && checkpoint.overlaps(block.ptr(), block.end()) {
+                let own = self.heap.stream_of(key);
+                let order = |in_capture| move |&user: &StreamId| StreamOrder { user, own, in_capture };
+                orders.extend(block.unfenced_streams().iter().map(order(false)));
+                orders.extend(block.streams_used_in_capture().iter().map(order(true)));
+            }
+        }
+        Ok(orders)
+    }
+
+    /// Frees what is allocated in the pool, and allocates what the checkpoint recorded. `None`, and nothing changes, if
+    /// more streams use that memory than are `ordered`.
+    pub(crate) fn restore(
+        &mut self,
+        checkpoint: &PoolCheckpoint,
+        ordered: &BTreeSet<StreamOrder>,
+        details: &EntryDetails,
+    ) -> Result<Option<Restored>> {
         self.check_checkpointable(checkpoint.pool)?;
         self.check_room_for(checkpoint)?;
-        let mut freed = self.free_pool(checkpoint.pool, details);
+        if !self.order_for(checkpoint)?.is_subset(ordered) {
+            return Ok(None);
+        }
+        let (mut freed, mut used) = (Vec::new(), Vec::new());
+        for (block, ptr) in self.allocated_in(checkpoint.pool)? {
+            freed.push(ptr);
+            self.request_free(block, details);
+            let entry = self.heap.block(block);
+            let (start, end) = (entry.ptr(), entry.end());
+            if entry.has_uses() && !checkpoint.overlaps(start, end) {
+                self.fence_later(block);
+                continue;
+            }
+            let (streams, in_capture) = self.heap.take_uses(block);
+            if !streams.is_empty() || !in_capture.is_empty() {
+                used.push(UsedRange { start, end, uses: BlockUses { streams, in_capture } });
+            }
+            self.complete_free(block, details);
+        }
         freed.sort_unstable();
-        Ok(Restored { freed, allocated: self.allocate_saved(checkpoint, details) })
+        used.sort_unstable_by_key(|range| range.start);
+        let allocated = self.allocate_saved(checkpoint, &used, details)?;
+        self.free_unsaved(checkpoint.pool, &used, details)?;
+        Ok(Some(Restored { freed, allocated }))
     }
 
     fn check_checkpointable(&self, pool: MemPoolId) -> Result<()> {
@@ -96,7 +176,7 @@ impl DeviceState {
             return refuse("the pool was released");
         }
         let is_pending = |block: &Block| matches!(block.status(), BlockStatus::PendingFree | BlockStatus::Deferred);
-        if self.heap.blocks_in(pool).any(|(_, block)| is_pending(block)) {
+        if self.blocks_in(pool)?.any(|(_, block)| is_pending(block)) {
             return refuse("a freed block waits for streams that used it; synchronize with them first");
         }
         Ok(())
@@ -105,8 +185,7 @@ impl DeviceState {
     /// Every saved block must lie in memory that the pool has, without a hole.
     fn check_room_for(&self, checkpoint: &PoolCheckpoint) -> Result<()> {
         let mut ranges: Vec<&Block> = self
-            .heap
-            .blocks_in(checkpoint.pool)
+            .blocks_in(checkpoint.pool)?
             .map(|(_, block)| block)
             .filter(|block| matches!(block.status(), BlockStatus::Free | BlockStatus::Allocated))
             .collect();
@@ -129,49 +208,99 @@ impl DeviceState {
         Ok(())
     }
 
-    fn free_pool(&mut self, pool: MemPoolId, details: &EntryDetails) -> Vec<DevicePtr> {
-        let allocated: Vec<(BlockKey, DevicePtr)> = self
-            .heap
-            .blocks_in(pool)
-            .filter(|(_, block)| block.status() == BlockStatus::Allocated)
-            .map(|(key, block)| (key, DevicePtr(block.ptr())))
-            .collect();
-        for &(block, _) in &allocated {
-            self.request_free(block, details);
-            self.heap.clear_extra(block);
-            self.complete_free(block, details);
-        }
-        allocated.into_iter().map(|(_, ptr)| ptr).collect()
+    fn allocated_in(&self, pool: MemPoolId) -> Result<Vec<(BlockKey, DevicePtr)>> {
+        let allocated = self.blocks_in(pool)?.filter(|(_, block)| block.status() == BlockStatus::Allocated);
+        Ok(allocated.map(|(key, block)| (key, DevicePtr(block.ptr()))).collect())
+    }
+
+    /// The free blocks of a pool, by address.
+    fn free_in(&self, pool: MemPoolId) -> Result<Vec<(u64, BlockKey)>> {
+        let free = self.blocks_in(pool)?.filter(|(_, block)| block.status() == BlockStatus::Free);
+        let mut free: Vec<(u64, BlockKey)> = free.map(|(key, block)| (block.ptr(), key)).collect();
+        free.sort_unstable();
+        Ok(free)
     }
 
     /// Splits the saved blocks out of free memory, both by address: the rest of a block that is split keeps its key.
-    fn allocate_saved(&mut self, checkpoint: &PoolCheckpoint, details: &EntryDetails) -> Vec<Allocation> {
-        let mut free: Vec<(u64, BlockKey)> = self
-            .heap
-            .blocks_in(checkpoint.pool)
-            .filter(|(_, block)| block.status() == BlockStatus::Free)
-            .map(|(key, block)| (block.ptr(), key))
-            .collect();
-        free.sort_unstable();
+    fn allocate_saved(
+        &mut self,
+        checkpoint: &PoolCheckpoint,
+        used: &[UsedRange],
+        details: &EntryDetails,
+    ) -> Result<Vec<Allocation>> {
+        let free = self.free_in(checkpoint.pool)?;
         let around = |saved: &SavedBlock| free[..free.partition_point(|&(ptr, _)| ptr <= saved.ptr)].last();
         let allocate = |saved: &SavedBlock| {
-            let &(_, block) = around(saved).expect("room was checked, and all of the pool is free");
-            self.allocate_saved_block(block, saved, details)
+            let &(_, free) = around(saved).expect("room was checked, and all of it is free");
+            let (block, allocation) = self.allocate_range(free, (saved.ptr, saved.end()), saved.requested, details);
+            self.add_uses(block, &saved.uses);
+            let first = used.partition_point(|range| range.end <= saved.ptr);
+            for range in used[first..].iter().take_while(|range| range.start < saved.end()) {
+                self.add_uses(block, &range.uses);
+            }
+            allocation
         };
-        checkpoint.blocks.iter().map(allocate).collect()
+        Ok(checkpoint.blocks.iter().map(allocate).collect())
     }
 
-    /// Splits a saved block out of the free one around it, whatever the size rules say.
-    fn allocate_saved_block(&mut self, free: BlockKey, saved: &SavedBlock, details: &EntryDetails) -> Allocation {
-        let around = self.heap.block(free);
-        assert!(around.ptr() <= saved.ptr && saved.end() <= around.end(), "room for {:#x} was checked", saved.ptr);
-        let stream = self.heap.stream_of(free);
-        self.take_free_from(free, saved.ptr);
-        let taken = self.heap.split(free, saved.size);
-        let allocation = self.allocate_taken(&taken, saved.requested, stream, details);
-        if !saved.uses.is_empty() {
-            *self.heap.uses_mut(taken.block) = StreamUses::of(saved.uses.clone());
+    /// Lets what is free of the ranges wait for the streams that use them: as blocks of their own, freed at once.
+    fn free_unsaved(&mut self, pool: MemPoolId, used: &[UsedRange], details: &EntryDetails) -> Result<()> {
+        if used.is_empty() {
+            return Ok(());
         }
-        allocation
+        let free = self.free_in(pool)?;
+        for range in used {
+            let first = free.partition_point(|&(ptr, _)| ptr <= range.start).saturating_sub(1);
+            for &(_, block) in free[first..].iter().take_while(|&&(ptr, _)| ptr < range.end) {
+                // What is split off keeps the key of the rest, which lies behind.
+                let Some(entry) = self.heap.get(block).filter(|entry| entry.status() == BlockStatus::Free) else {
+                    continue;
+                };
+                let (start, end) = (entry.ptr().max(range.start), entry.end().min(range.end));
+                if start < end {
+                    let (block, _) = self.allocate_range(block, (start, end), end - start, details);
+                    self.add_uses(block, &range.uses);
+                    self.request_free(block, details);
+                    self.fence_later(block);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Allocates a range of a free block, whatever the size rules say.
+    fn allocate_range(
+        &mut self,
+        free: BlockKey,
+        (start, end): (u64, u64),
+        requested: u64,
+        details: &EntryDetails,
+    ) -> (BlockKey, Allocation) {
+        let around = self.heap.block(free);
+        assert!(around.ptr() <= start && end <= around.end(), "a free block is around {start:#x}");
+        let stream = self.heap.stream_of(free);
+        self.take_free_from(free, start);
+        let taken = self.heap.split(free, end - start);
+        (taken.block, self.allocate_taken(&taken, requested, stream, details))
+    }
+
+    fn add_uses(&mut self, block: BlockKey, uses: &BlockUses) {
+        if !uses.streams.is_empty() {
+            self.heap.uses_mut(block).add_all(uses.streams.iter().copied());
+        }
+        for &stream in &uses.in_capture {
+            let known = self.heap.uses_in_capture_mut(block);
+            if !known.contains(&stream) {
+                known.push(stream);
+            }
+        }
+    }
+}
+
+impl PoolCheckpoint {
+    /// Whether a saved block lies in that range, in part or as a whole.
+    fn overlaps(&self, start: u64, end: u64) -> bool {
+        let behind = self.blocks.partition_point(|block| block.end() <= start);
+        self.blocks.get(behind).is_some_and(|block| block.ptr < end)
     }
 }

@@ -11,6 +11,7 @@ mod snapshot;
 
 use warpool_driver::{DeviceId, DevicePtr, StreamId};
 
+pub(super) use self::checkpoint::StreamOrder;
 pub use self::checkpoint::{PoolCheckpoint, Restored};
 use self::counters::Counters;
 use self::deferred::DeferredFrees;
@@ -225,6 +226,7 @@ impl DeviceState {
         self.counters.taken(taken, self.heap.block(taken.block));
         let block = self.heap.set_allocated(taken.block, requested, details.stack.as_ref());
         let (ptr, size, segment, kind) = (block.ptr(), block.size(), block.segment(), block.kind());
+        let generation = block.generation();
         self.counters.block_allocated(kind, size, requested, self.policy.sizes.is_oversize(size));
         self.record(Action::Alloc, ptr, requested, segment, details);
         Allocation {
@@ -234,6 +236,7 @@ impl DeviceState {
             device: self.device,
             stream,
             slot: Heap::slot(taken.block),
+            generation,
         }
     }
 
@@ -247,6 +250,7 @@ impl DeviceState {
             device: self.device,
             stream: self.heap.stream_of(key),
             slot: Heap::slot(key),
+            generation: block.generation(),
         }
     }
 }
@@ -265,7 +269,7 @@ impl DeviceState {
 
     /// Frees an allocation that its caller will never get, if it still is one. Its fences are left to the next call.
     pub(super) fn abandon(&mut self, allocation: &Allocation, details: &EntryDetails) {
-        if let Some(block) = self.heap.allocated_in_slot(allocation.slot, allocation.ptr)
+        if let Some(block) = self.heap.allocated(allocation)
             && self.free(block, details)
         {
             self.fence_later(block);
@@ -316,7 +320,7 @@ impl DeviceState {
 
     /// Records that `streams` use an allocation, if it still is one.
     pub(super) fn record_uses(&mut self, allocation: &Allocation, streams: &[StreamId]) {
-        if let Some(block) = self.heap.allocated_in_slot(allocation.slot, allocation.ptr) {
+        if let Some(block) = self.heap.allocated(allocation) {
             let own = self.heap.stream_of(block);
             self.heap.uses_mut(block).add_all(streams.iter().copied().filter(|&stream| stream != own));
         }
@@ -385,12 +389,17 @@ impl DeviceState {
         self.pools.leave(id, &mut self.heap)
     }
 
+    /// The blocks of a pool, by stream and then by segment.
+    fn blocks_in(&self, pool: MemPoolId) -> Result<impl Iterator<Item = (BlockKey, &super::heap::Block)>> {
+        let block_pools = self.pools.block_pools(pool)?;
+        Ok(block_pools.into_iter().flat_map(|block_pool| self.heap.blocks_in(block_pool)))
+    }
+
     /// Whether exactly these addresses are allocated in a pool.
     pub(super) fn has_exactly(&self, pool: MemPoolId, live: &[DevicePtr]) -> Result<bool> {
-        self.pools.uses(pool)?;
         let mut expected: Vec<u64> = live.iter().map(|ptr| ptr.0).collect();
         let is_allocated = |block: &&super::heap::Block| block.status() == BlockStatus::Allocated;
-        let blocks = self.heap.blocks_in(pool).map(|(_, block)| block).filter(is_allocated);
+        let blocks = self.blocks_in(pool)?.map(|(_, block)| block).filter(is_allocated);
         let mut allocated: Vec<u64> = blocks.map(super::heap::Block::ptr).collect();
         expected.sort_unstable();
         allocated.sort_unstable();

@@ -57,6 +57,11 @@ impl Pools {
         self.default
     }
 
+    /// The block pools of a pool.
+    pub(crate) fn block_pools(&self, id: MemPoolId) -> Result<[BlockPoolKey; 2]> {
+        Ok(self.get(id)?.block_pools)
+    }
+
     /// The block pools of a pool that serves requests.
     #[inline]
     pub(crate) fn block_pools_in_use(&self, id: MemPoolId) -> Result<[BlockPoolKey; 2]> {
