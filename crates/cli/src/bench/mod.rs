@@ -8,6 +8,7 @@ mod handles;
 mod host;
 mod kernels;
 mod measure;
+mod scale;
 mod sim;
 
 use std::sync::Arc;
@@ -24,7 +25,7 @@ use measure::{MUTEX_BASELINE, Measurement};
 /// Measures costs, next to a baseline from the same run
 ///
 /// The baseline is locking and unlocking an uncontended mutex. `bench graph` compares with the driver's own graph
-/// launch instead. `bench host` measures allocate-free pairs on one thread and on all threads: every thread times
+/// launch instead, and `bench scale` with the same operation beside a tenth as many streams, blocks or pools. `bench host` measures allocate-free pairs on one thread and on all threads: every thread times
 /// itself, the slowest one counts, and the baseline is measured by the same threads, each with its own mutex; the
 /// fastest of 25 rounds of each is reported. Each thread also has one block of every size cached. First pinnings are
 /// compared with the driver's own allocation, by the fastest of 9 rounds of each.
@@ -38,12 +39,13 @@ use measure::{MUTEX_BASELINE, Measurement};
     warpool bench alloc --driver sim\n  \
     warpool bench handles --driver sim\n  \
     warpool bench host --driver sim\n  \
+    warpool bench scale\n  \
     warpool bench graph --driver cuda --json", list()))]
 pub struct Args {
     /// The benchmark to run; see the list below
     #[arg(value_name = "BENCHMARK")]
     name: String,
-    /// The driver to measure: sim or cuda; not needed for `bench sim`
+    /// The driver to measure: sim or cuda; not needed for `bench sim` and `bench scale`
     #[arg(long, value_name = "NAME")]
     driver: Option<String>,
     /// The device to measure
@@ -60,7 +62,7 @@ pub struct Args {
 }
 
 impl Args {
-    /// The driver's name, which all benchmarks but `sim` require.
+    /// The driver's name, which all benchmarks but `sim` and `scale` require.
     fn driver_name(&self) -> Result<&str> {
         self.driver.as_deref().ok_or_else(|| {
             CommandError::Usage(format!("'bench {}' needs --driver: one of {}", self.name, NAMES.join(", ")))
@@ -105,6 +107,11 @@ const BENCHMARKS: &[Benchmark] = &[
         name: "host",
         about: "host time of pinned memory: cached, and pinned for the first time",
         run: host::run,
+    },
+    Benchmark {
+        name: "scale",
+        about: "growth of costs with what is idle: streams, blocks, pools, segments",
+        run: scale::run,
     },
 ];
 

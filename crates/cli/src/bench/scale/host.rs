@@ -1,0 +1,63 @@
+//! Pinned memory from several threads at once.
+
+use std::sync::Barrier;
+use std::thread;
+use std::time::Instant;
+
+use warpool::memory::{HostAllocator, PinnedSettings};
+
+use super::simulated::Gpu;
+use crate::bench::measure::ns_each;
+use crate::output::Result;
+
+/// Blocks of each thread.
+const SLOTS: usize = 64;
+
+/// Calls of each thread that are timed: many more than a thread runs before the next one gets its core.
+const CALLS: u64 = 100_000;
+
+/// A random call (an allocation of 4 KiB to 16 MiB, or a free) of n threads at once: the processor time that one takes,
+/// so that it does not depend on the number of cores.
+pub fn random_sizes(threads: u64) -> Result<f64> {
+    let gpu = Gpu::new()?;
+    let allocator = HostAllocator::new(gpu.device.instance(), PinnedSettings::default());
+    let barrier = Barrier::new(usize::try_from(threads).unwrap_or(usize::MAX) + 1);
+    let elapsed = thread::scope(|scope| {
+        let spawned: Vec<_> = (0..threads)
+            .map(|seed| {
+                let (allocator, barrier) = (&allocator, &barrier);
+                scope.spawn(move || {
+                    // The first pass pins what the second finds cached.
+                    let warmed = program(allocator, seed);
+                    barrier.wait();
+                    warmed.and_then(|()| program(allocator, seed))
+                })
+            })
+            .collect();
+        barrier.wait();
+        let start = Instant::now();
+        spawned
+            .into_iter()
+            .try_for_each(|thread| thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))?;
+        warpool::Result::Ok(start.elapsed())
+    })?;
+    allocator.close()?;
+    let cores = thread::available_parallelism().map_or(1, |cores| cores.get() as u64).min(threads);
+    Ok(ns_each(elapsed, CALLS * threads) * cores as f64)
+}
+
+fn program(allocator: &HostAllocator, seed: u64) -> warpool::Result<()> {
+    let mut rng = fastrand::Rng::with_seed(seed);
+    let mut slots: Vec<_> = (0..SLOTS).map(|_| None).collect();
+    for _ in 0..CALLS {
+        let slot = &mut slots[rng.usize(..SLOTS)];
+        *slot = match slot.take() {
+            Some(block) => {
+                drop(block);
+                None
+            }
+            None => Some(allocator.allocate(4096 << rng.u32(..13))?),
+        };
+    }
+    Ok(())
+}
