@@ -46,6 +46,7 @@ fn unknown_names_are_usage_errors() {
     assert_usage_error("bench handles", &["--driver", "sim", "cuda"]);
     assert_usage_error("bench graph", &["--driver", "sim", "cuda"]);
     assert_usage_error("bench host", &["--driver", "sim", "cuda"]);
+    assert_usage_error("bench scale --driver cuda", &["bench scale", "sim"]);
     assert_usage_error("bench graph --driver rocm", &["rocm", "sim", "cuda"]);
     assert_usage_error("info --driver cuda --sim-devices 2", &["--sim-devices", "sim"]);
 }
@@ -184,6 +185,20 @@ fn bench_rows_have_their_baseline() {
             assert!((number("ratio") - number("ns") / number("baseline_ns")).abs() < 1e-6);
             assert!(arguments.contains("bench sim") || row["modelled_ns"].is_number(), "{row}");
         }
+    }
+}
+
+#[test]
+fn scale_bench_compares_two_sizes() {
+    let output = run("bench scale --ops 20 --json");
+    assert!(matches!(output.status.code(), Some(0 | 1)), "{}", text(&output.stderr));
+    let rows = rows(&output);
+    assert_eq!(rows.len(), 12);
+    for row in rows {
+        let number = |key: &str| row[key].as_f64().unwrap_or_else(|| panic!("no {key}: {row}"));
+        assert_eq!((&row["bench"], &row["baseline"]), (&Value::from("scale"), &Value::from("the same beside fewer")));
+        assert!(number("n") <= 20.0 && number("n_baseline") < number("n") && row["of"].is_string(), "{row}");
+        assert!((number("ratio") - number("ns") / number("baseline_ns")).abs() < 1e-6);
     }
 }
 

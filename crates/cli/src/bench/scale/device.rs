@@ -1,6 +1,6 @@
 //! Device memory beside idle streams, pending frees, scopes and blocks.
 
-use warpool::memory::{DeviceAllocator, MemPool, PoolOptions, PoolScope, Request, Route};
+use warpool::memory::{DeviceAllocator, MemPool, PoolOptions, Request, Route};
 
 use super::simulated::{DEVICE, Gpu};
 use crate::bench::measure::{ns_each, timed};
@@ -43,8 +43,7 @@ pub fn pair_beside_scopes(n: u64) -> Result<f64> {
     let mut open = Vec::new();
     for stream in gpu.streams(n)? {
         let pool = MemPool::new(&gpu.allocator(), &gpu.device, PoolOptions::default())?;
-        let scope = PoolScope::open(&gpu.allocator(), DEVICE, pool.id(), Route::Stream(stream))?;
-        open.push((scope, pool));
+        open.push((pool.route(Route::Stream(stream))?, pool));
     }
     gpu.pair_ns()
 }

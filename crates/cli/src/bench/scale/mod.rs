@@ -8,6 +8,7 @@
 mod captures;
 mod device;
 mod host;
+mod recordings;
 mod simulated;
 
 use serde_json::json;
@@ -39,6 +40,12 @@ impl Case {
     const fn tenfold(name: &'static str, of: &'static str, n: u64, cost: fn(u64) -> Result<f64>) -> Self {
         Self { name, of, small: n, large: 10 * n, cost }
     }
+
+    /// Both sizes; the larger is at most `limit`.
+    fn sizes(&self, limit: Option<u64>) -> (u64, u64) {
+        let large = limit.unwrap_or(u64::MAX).min(self.large);
+        ((large * self.small / self.large).max(1), large)
+    }
 }
 
 const CASES: &[Case] = &[
@@ -49,6 +56,10 @@ const CASES: &[Case] = &[
     Case::tenfold("pair beside pool scopes", "open scopes", 100, device::pair_beside_scopes),
     Case::tenfold("replay on the last stream", "streams a graph ran on", 2_000, captures::replay_on_last_stream),
     Case::tenfold("checkpoint of one block", "blocks of other pools", 10_000, device::checkpoint),
+    Case::tenfold("replay, per event: streams", "streams", 2_000, recordings::many_streams),
+    Case::tenfold("replay, per event: late start", "free blocks at the start", 4_000, recordings::late_start),
+    Case::tenfold("replay, per event: releases", "pools released", 1_600, recordings::releases),
+    Case::tenfold("replay, per event: trims", "segments in use", 1_600, recordings::trims),
     Case { name: "random pinned sizes", of: "threads", small: 1, large: 16, cost: host::random_sizes },
 ];
 
@@ -60,14 +71,14 @@ pub fn run(args: &Args, report: &mut Report<'_>) -> Result<Verdict> {
     }
     let mut worst = None;
     for case in CASES {
+        let (small, large) = case.sizes(args.ops);
         let mut fastest = Measurement::MAX;
         for _ in 0..ROUNDS {
-            let baseline_ns = (case.cost)(case.small)?;
-            fastest = fastest.min(Measurement { ns: (case.cost)(case.large)?, baseline_ns });
+            let baseline_ns = (case.cost)(small)?;
+            fastest = fastest.min(Measurement { ns: (case.cost)(large)?, baseline_ns });
         }
-        let details =
-            format!("{} {}: {:.0} ns; {}: {:.0} ns", case.small, case.of, fastest.baseline_ns, case.large, fastest.ns);
-        let fields = vec![("of", json!(case.of)), ("n_baseline", json!(case.small)), ("n", json!(case.large))];
+        let details = format!("{small} {}: {:.0} ns; {large}: {:.0} ns", case.of, fastest.baseline_ns, fastest.ns);
+        let fields = vec![("of", json!(case.of)), ("n_baseline", json!(small)), ("n", json!(large))];
         report.add(Row { baseline: "the same beside fewer", fields, details, ..Row::new(case.name, fastest) })?;
         if worst.is_none_or(|(_, ratio)| fastest.ratio() > ratio) {
             worst = Some((case.name, fastest.ratio()));
