@@ -1,0 +1,25 @@
+//! Parses any text as a settings string: no panic. What is accepted is accepted again as recorded, and the size rules of
+//! it hold.
+
+#![no_main]
+
+use libfuzzer_sys::fuzz_target;
+use warpool::memory::{Settings, SizeRules, lint};
+
+fuzz_target!(|text: &str| {
+    let checked = lint(text);
+    let Ok(settings) = Settings::parse(text) else { return };
+    assert!(checked.effective.is_some(), "accepted, but not explained");
+    let recorded = Settings::from_recorded(&settings.recorded()).expect("accepted before");
+    assert_eq!(recorded.large_segment_bytes, settings.large_segment_bytes);
+    assert_eq!(recorded.max_split_bytes, settings.max_split_bytes);
+    assert_eq!(recorded.expandable_segments, settings.expandable_segments);
+    let updated = settings.updated(text).expect("accepted before");
+    assert_eq!(updated.large_segment_bytes, settings.large_segment_bytes);
+    let rules = SizeRules::new(&settings);
+    for bytes in [0, 1, 512, 513, 1 << 20, (1 << 20) + 1, 10 << 20, 1 << 32, SizeRules::REQUEST_TOO_LARGE - 1] {
+        let size = rules.round(bytes);
+        assert!(size >= bytes && size >= 512, "{bytes} became {size}");
+        assert!(rules.segment(size) >= size.min(1 << 20), "a segment for {size}");
+    }
+});
