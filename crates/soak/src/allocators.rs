@@ -84,6 +84,21 @@ fn placeholder(machine: &Machine) -> Arc<dyn DeviceAllocator> {
     Arc::new(DriverPoolAllocator::new(&machine.instance))
 }
 
+/// Settings that no settings string can give.
+pub fn extreme_settings(rng: &mut Rng) -> Settings {
+    let extreme = [0, 1, 1 << 40, u64::MAX];
+    Settings {
+        large_segment_bytes: rng.pick(&extreme),
+        max_non_split_rounding_bytes: rng.pick(&extreme),
+        max_split_bytes: rng.one_in(2).then(|| rng.pick(&extreme)),
+        memory_cap_bytes: rng.one_in(2).then(|| rng.pick(&extreme)),
+        expandable_segments: rng.one_in(2),
+        expandable_segments_reserve: rng.one_in(2).then(|| Reserve::Bytes(rng.pick(&extreme))),
+        garbage_collection_threshold: rng.pick(&[0.0, 1.0, 0.000_001]),
+        ..draw_settings(rng)
+    }
+}
+
 /// Settings of the device allocators.
 pub fn draw_settings(rng: &mut Rng) -> Settings {
     let reserve = match rng.below(8) {
@@ -106,6 +121,9 @@ pub fn draw_settings(rng: &mut Rng) -> Settings {
     }
 }
 
+/// An address that no source may return: a block there would wrap around the end of the address space.
+const BAD: DevicePtr = DevicePtr(u64::MAX - 0xfff);
+
 /// Memory of the driver for external allocators and upstreams. It keeps its own table.
 pub struct SimMemory {
     driver: Arc<dyn Driver>,
@@ -126,6 +144,9 @@ impl SimMemory {
         FnAllocator::new(
             move |bytes, device, _| allocates.take(device, bytes),
             move |ptr, bytes, _, _| {
+                if ptr == BAD {
+                    return Ok(());
+                }
                 // An error would make the caller forget the memory: the faults are in the other calls.
                 frees.give_back(ptr, bytes);
                 frees.sim.mem_free(ptr)?;
@@ -136,6 +157,10 @@ impl SimMemory {
     }
 
     fn take(&self, device: DeviceId, bytes: u64) -> warpool::Result<Option<DevicePtr>> {
+        // Half of the armed calls misbehave, the others panic.
+        if bytes.is_multiple_of(4 << 20) && self.panics.misbehaves() {
+            return Ok(Some(BAD));
+        }
         self.panics.pass();
         match self.driver.mem_alloc(device, bytes) {
             Ok(ptr) => {
@@ -168,6 +193,9 @@ impl Upstream for SimMemory {
 
     fn free(&self, ptr: DevicePtr, bytes: u64, _: DeviceId, _: StreamId) -> warpool::Result<()> {
         self.panics.pass();
+        if ptr == BAD {
+            return Ok(());
+        }
         // If that fails, the pool keeps the memory and frees it later.
         self.driver.mem_free(ptr)?;
         self.give_back(ptr, bytes);

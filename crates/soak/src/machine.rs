@@ -2,7 +2,7 @@
 //! there. The code under test calls the driver through [`Faulty`]; the program itself calls the simulation.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use warpool::driver::decorate::{FaultPlan, Faulty};
 use warpool::driver::sim::{Hazard, HazardKind, Latencies, ObjectCounts, SimConfig, SimDriver};
@@ -12,6 +12,7 @@ use warpool::driver::{
     ModuleId, Streams as _,
 };
 use warpool::graph::Graph;
+use warpool::memory::OomCause;
 use warpool::{Device, Error, Instance, Stream, StreamLease};
 
 use crate::caught::{Caught, caught, inject_panic};
@@ -74,15 +75,28 @@ struct Kernels {
 pub struct Armed {
     plan: Option<FaultPlan>,
     injected_before: usize,
+    misbehaved_before: u64,
 }
 
 /// Whether the next callback of the program panics.
 #[derive(Default)]
-pub struct Panics(AtomicBool);
+pub struct Panics(AtomicBool, AtomicU64);
 
 impl Panics {
     fn arm(&self, on: bool) {
         self.0.store(on, Ordering::Relaxed);
+    }
+
+    /// Called by sources of memory: whether to return an address that no driver returns, if misbehaving is armed.
+    pub fn misbehaves(&self) -> bool {
+        let misbehaves = self.0.swap(false, Ordering::Relaxed);
+        self.1.fetch_add(u64::from(misbehaves), Ordering::Relaxed);
+        misbehaves
+    }
+
+    /// How often a source misbehaved.
+    fn misbehaved(&self) -> u64 {
+        self.1.load(Ordering::Relaxed)
     }
 
     /// Called by callbacks: panics once, if that was armed.
@@ -99,8 +113,10 @@ pub enum Outcome<T> {
     Done(T),
     /// It failed, with a reason that the program knows: injected faults.
     Faulted,
-    /// It ran out of memory: device memory, or a cap on pinned memory.
-    OutOfMemory,
+    /// It ran out of memory: device memory, which the allocator counts, or a cap of a decorator or on pinned memory.
+    OutOfMemory {
+        counted: bool,
+    },
     /// A callback of the program panicked.
     Panicked,
 }
@@ -169,7 +185,7 @@ impl Machine {
             self.faulty.set_plan(plan.clone());
         }
         self.panics.arm(self.fault_rate > 0 && context.rng.one_in(8) && !context.skips("panics"));
-        Armed { injected_before: self.faulty.injected().len(), plan }
+        Armed { injected_before: self.faulty.injected().len(), misbehaved_before: self.panics.misbehaved(), plan }
     }
 
     /// The program's own calls follow: no faults.
@@ -196,15 +212,22 @@ impl Machine {
     ) -> Outcome<T> {
         self.suspend();
         let injected = self.faulty.injected().len() - armed.injected_before;
-        context.counts.faults += injected as u64;
+        let misbehaved = self.panics.misbehaved() - armed.misbehaved_before;
+        context.counts.faults += injected as u64 + misbehaved;
+        let excused = excused || injected > 0 || misbehaved > 0;
         match outcome {
             Ok(Ok(result)) => Outcome::Done(result),
-            Ok(Err(Error::OutOfMemory(_) | Error::PinnedCap(_))) => {
+            Ok(Err(Error::OutOfMemory(report))) => {
                 context.counts.out_of_memory += 1;
                 context.step("  out of memory");
-                Outcome::OutOfMemory
+                Outcome::OutOfMemory { counted: is_counted(report.cause) }
             }
-            Ok(Err(error)) if injected > 0 || excused => {
+            Ok(Err(Error::PinnedCap(_))) => {
+                context.counts.out_of_memory += 1;
+                context.step("  the cap on pinned memory");
+                Outcome::OutOfMemory { counted: false }
+            }
+            Ok(Err(error)) if excused => {
                 context.step(format!("  failed: {error}"));
                 Outcome::Faulted
             }
@@ -275,6 +298,20 @@ impl Machine {
         self.sim.event_destroy(event).unwrap();
     }
 
+    /// Keeps the work of a stream from starting, or lets it start. A wait of the host lets it start in any case.
+    pub fn pause_or_resume(&self, stream: &Stream, pause: bool) {
+        match pause {
+            true => self.sim.pause_stream(stream.id()).unwrap(),
+            false => self.sim.resume_stream(stream.id()).unwrap(),
+        }
+    }
+
+    /// A host callback in a stream, which panics when that is armed.
+    pub fn host_callback(&self, stream: &Stream) {
+        let panics = self.panics.clone();
+        self.sim.stream_host_callback(stream.id(), Arc::new(move || panics.pass())).unwrap();
+    }
+
     /// The host waits for a stream.
     pub fn wait_for(&self, stream: &Stream) {
         self.sim.stream_synchronize(stream.id()).unwrap();
@@ -325,6 +362,11 @@ impl Machine {
         assert_eq!(sim.object_counts(), start, "driver objects at the end and at the start");
         drop(faulty);
     }
+}
+
+/// Whether `num_ooms` counts an error.
+pub fn is_counted(cause: OomCause) -> bool {
+    !matches!(cause, OomCause::Cap { .. } | OomCause::Rejected)
 }
 
 pub fn device_id(index: usize) -> DeviceId {

@@ -11,6 +11,8 @@ use crate::machine::device_id;
 pub struct Table {
     live: BTreeMap<u64, Entry>,
     totals: Vec<Totals>,
+    /// Whether `num_ooms` is compared: a panic leaves open whether a request was counted.
+    knows_ooms: bool,
 }
 
 struct Entry {
@@ -33,11 +35,12 @@ struct Totals {
     bytes_allocated: u64,
     bytes_freed: u64,
     peak: u64,
+    ooms: u64,
 }
 
 impl Table {
     pub fn new(devices: usize) -> Self {
-        Self { live: BTreeMap::new(), totals: vec![Totals::default(); devices] }
+        Self { live: BTreeMap::new(), totals: vec![Totals::default(); devices], knows_ooms: true }
     }
 
     /// Adds a block, which must not overlap another one.
@@ -91,6 +94,17 @@ impl Table {
         totals.blocks_freed = 0;
         totals.bytes_allocated = 0;
         totals.bytes_freed = 0;
+        totals.ooms = 0;
+    }
+
+    /// A request ran out of memory, as the allocator counts it.
+    pub fn out_of_memory(&mut self, device: usize) {
+        self.totals[device].ooms += 1;
+    }
+
+    /// A request ended in a panic of a callback.
+    pub fn panicked(&mut self) {
+        self.knows_ooms = false;
     }
 
     /// Compares with the statistics.
@@ -111,6 +125,9 @@ impl Table {
                 freed: totals.bytes_freed,
             };
             assert_eq!(stats.allocated_bytes.all, bytes, "allocated_bytes.all of device {device}");
+            if self.knows_ooms {
+                assert_eq!(stats.num_ooms, totals.ooms, "num_ooms of device {device}");
+            }
             let (active, reserved) = (stats.active_bytes.all.current, stats.reserved_bytes.all.current);
             assert!(active >= totals.bytes, "{active} bytes are active, {} are allocated", totals.bytes);
             assert!(reserved >= active, "{reserved} bytes are reserved, {active} are active");

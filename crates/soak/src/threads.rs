@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use warpool::driver::decorate::FaultPlan;
-use warpool::driver::{CaptureMode, ErrorCode, HostMemory as _, HostPtr};
+use warpool::driver::{CaptureMode, CaptureState, Captures as _, ErrorCode, HostMemory as _, HostPtr};
 use warpool::graph::{CaptureOptions, Graph, GraphOptions};
 use warpool::memory::{
     Allocate as _, CachingAllocator, DeviceAllocator, DeviceBlock, DriverPoolAllocator, HostAllocator, HostBlock,
@@ -172,6 +172,7 @@ impl<'a> Worker<'a> {
         }
         self.tagged.clear();
         self.pinned.clear();
+        self.end_capture();
         if let Some(pool) = pool
             && self.rng.one_in(2)
         {
@@ -319,6 +320,19 @@ impl<'a> Worker<'a> {
         // Replays may still run.
         drop(graph);
         drop(left);
+    }
+
+    /// A capture that could not be ended because of faults is ended by its own thread: only that may.
+    fn end_capture(&mut self) {
+        let machine = &self.shared.machine;
+        for _ in 0..1000 {
+            if machine.sim.capture_state(self.for_captures.id()).unwrap() == CaptureState::None {
+                return;
+            }
+            let graph = Graph::new(&self.shared.allocator, &machine.device(0), GraphOptions::default());
+            let _ = graph.unwrap().reset();
+        }
+        panic!("thread {}: the capture on {} does not end", self.thread, self.for_captures.id());
     }
 
     /// Pinned memory, written by the host and read by a copy.

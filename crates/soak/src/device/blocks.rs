@@ -6,7 +6,7 @@ use warpool::{Error, Stream};
 
 use super::pools::Pool;
 use super::{DEVICES, Run, STREAMS};
-use crate::machine::Outcome;
+use crate::machine::{Outcome, is_counted};
 
 /// An allocated block of the program.
 pub struct Held {
@@ -71,7 +71,11 @@ impl Run<'_> {
         let request = Request { pool, ..Request::new(stream.device_id(), stream.id(), bytes) };
         self.context.step(format!("allocate {bytes} on {} from {pool:?}", stream.id()));
         let allocator = &self.subject.allocator;
-        let allocation = self.machine.call(self.context, || allocator.allocate_raw(request)).done()?;
+        let outcome = self.machine.call(self.context, || allocator.allocate_raw(request));
+        let Outcome::Done(allocation) = outcome else {
+            self.not_allocated(&outcome, stream);
+            return None;
+        };
         self.context.counts.allocations += 1;
         assert_eq!((allocation.bytes_requested, allocation.device), (bytes, stream.device_id()), "{allocation:?}");
         let counted = self.is_counted(&allocation);
@@ -84,6 +88,15 @@ impl Run<'_> {
             _ => Owned::Block(DeviceBlock::from_raw(self.subject.allocator.clone(), allocation)),
         };
         Some(Held { owned, tag, stream: stream.clone(), read_elsewhere: false })
+    }
+
+    /// Counts a request that failed.
+    pub fn not_allocated<T>(&mut self, outcome: &Outcome<T>, stream: &Stream) {
+        match outcome {
+            Outcome::OutOfMemory { counted: true } => self.table.out_of_memory(stream.device_id().0 as usize),
+            Outcome::Panicked => self.table.panicked(),
+            _ => {}
+        }
     }
 
     /// Whether statistics count it.
@@ -208,7 +221,13 @@ impl Run<'_> {
         allocator.free_raw(DevicePtr(0)).unwrap();
         let huge = self.context.rng.pick(&[1 << 45, 1 << 60, u64::MAX - 511, u64::MAX]);
         let outcome = allocator.allocate_raw(Request::new(stream.device_id(), stream.id(), huge));
-        assert!(outcome.is_err(), "{huge} bytes: {outcome:?}");
+        match outcome {
+            Err(Error::OutOfMemory(report)) if is_counted(report.cause) => {
+                self.table.out_of_memory(0);
+            }
+            Err(_) => {}
+            Ok(allocation) => panic!("{huge} bytes: {allocation:?}"),
+        }
         let missing = allocator.allocate_raw(Request::new(warpool::driver::DeviceId(77), stream.id(), 1));
         assert!(missing.is_err(), "device 77: {missing:?}");
     }

@@ -203,7 +203,10 @@ impl Run<'_> {
         let bytes = self.context.rng.request_bytes();
         self.context.step(format!("  allocate {bytes} for the graph, on {}", stream.id()));
         let outcome = self.machine.call(self.context, || capture.allocate_on(bytes, stream));
-        let Outcome::Done(key) = outcome else { return };
+        let Outcome::Done(key) = outcome else {
+            self.not_allocated(&outcome, stream);
+            return;
+        };
         let block = capture.buffer(key).unwrap();
         let (ptr, device) = (block.ptr(), block.device_id());
         let slot = match &self.subject.caching {

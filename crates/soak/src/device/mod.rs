@@ -11,7 +11,7 @@ mod pools;
 mod settings;
 
 use warpool::Stream;
-use warpool::memory::{DeviceAllocator as _, HistoryOptions, PoolScope};
+use warpool::memory::{DeviceAllocator as _, HistoryOptions, PoolScope, StackLevel};
 
 use self::blocks::Held;
 use self::graphs::Graphs;
@@ -97,6 +97,7 @@ impl Run<'_> {
             59 | 60 => self.replay(),
             61 => self.drop_graph(),
             62 => self.enable_peers(),
+            _ if self.context.rng.one_in(2) => self.delay_work(),
             _ => self.synchronize(),
         }
     }
@@ -114,6 +115,7 @@ impl Run<'_> {
             28 => self.change_settings(),
             29 => self.switch_caching(),
             30 => self.check_tag(),
+            _ if self.context.rng.one_in(2) => self.delay_work(),
             _ => self.synchronize(),
         }
     }
@@ -144,7 +146,8 @@ impl Run<'_> {
             }
             2 => {
                 let entries_max = self.context.rng.pick(&[1, 10, 1000]);
-                let options = HistoryOptions { entries_max, ..HistoryOptions::default() };
+                let stacks = self.context.rng.pick(&[StackLevel::Never, StackLevel::Alloc, StackLevel::All]);
+                let options = HistoryOptions { entries_max, stacks, ..HistoryOptions::default() };
                 allocator.record_history(self.context.rng.one_in(2).then_some(options)).unwrap();
             }
             _ => {
@@ -166,6 +169,16 @@ impl Run<'_> {
                 let _ = self.machine.call(self.context, || pool.trim());
             }
             _ => self.machine.wait_for(self.machine.stream(device, self.context.rng.below(STREAMS))),
+        }
+    }
+
+    /// Work of a stream is delayed, or goes on, or a host callback is put into it.
+    fn delay_work(&mut self) {
+        let device = self.context.rng.below(DEVICES);
+        let stream = self.machine.stream(device, self.context.rng.below(STREAMS));
+        match self.context.rng.below(3) {
+            0 => self.machine.host_callback(stream),
+            way => self.machine.pause_or_resume(stream, way == 1),
         }
     }
 
@@ -192,6 +205,14 @@ impl Run<'_> {
             let panics = self.machine.panics.clone();
             let tracker = std::sync::Arc::new(move |_, _: &_| panics.pass());
             observers.attach_tracker(&warpool::memory::Action::ALL, tracker);
+        }
+        if rng.one_in(8) {
+            let panics = self.machine.panics.clone();
+            let hook = std::sync::Arc::new(move || {
+                panics.pass();
+                None
+            });
+            observers.set_stack_hook(Some(hook));
         }
     }
 

@@ -3,7 +3,7 @@
 use warpool::driver::DeviceId;
 
 use super::{DEVICES, Run, STREAMS};
-use crate::allocators::draw_settings;
+use crate::allocators::{draw_settings, extreme_settings};
 use crate::machine::{Outcome, device_id};
 
 const MIB: u64 = 1 << 20;
@@ -11,7 +11,9 @@ const MIB: u64 = 1 << 20;
 impl Run<'_> {
     pub fn change_settings(&mut self) {
         let Some(caching) = &self.subject.caching else { return };
-        let settings = draw_settings(&mut self.context.rng);
+        let extreme = self.context.rng.one_in(16) && !self.context.skips("extremes");
+        let settings =
+            if extreme { extreme_settings(&mut self.context.rng) } else { draw_settings(&mut self.context.rng) };
         self.context.step(format!("settings {}", settings.to_conf_string()));
         caching.set_settings(settings);
         let stream = self.machine.stream(0, self.context.rng.below(STREAMS));

@@ -94,6 +94,13 @@ impl Run<'_> {
                 self.machine.check_contents();
             }
             61 => self.invalid_calls(),
+            62 => {
+                let stream = &self.streams[self.context.rng.below(self.streams.len())].0;
+                match self.context.rng.below(3) {
+                    0 => self.machine.host_callback(stream),
+                    way => self.machine.pause_or_resume(stream, way == 1),
+                }
+            }
             _ => self.machine.wait_for(&self.streams[self.context.rng.below(self.streams.len())].0),
         }
     }
