@@ -52,7 +52,8 @@ pub struct Args {
     /// Run only this campaign; can be repeated
     #[arg(long = "campaign", value_name = "NAME")]
     campaigns: Vec<String>,
-    /// Leave out a kind of steps, to find out what a violation needs: panics, caching, checkpoints, captures
+    /// Leave out a kind of steps, to find out what a violation needs: panics, caching, checkpoints, captures,
+    /// extremes
     #[arg(long, value_name = "KIND", hide = true)]
     skip: Vec<String>,
     /// Put a defect into the allocators under test: the run must find it

@@ -24,8 +24,8 @@ pub struct Options {
     pub campaigns: Vec<Campaign>,
     /// How much.
     pub length: Length,
-    /// Kinds of steps that are left out (`panics`, `caching`, `checkpoints`, `captures`), to find out what a violation
-    /// needs.
+    /// Kinds of steps that are left out (`panics`, `caching`, `checkpoints`, `captures`, `extremes`), to find out what
+    /// a violation needs.
     pub skip: Vec<String>,
     /// Puts a defect into the allocators under test (memory that is returned twice), to test the campaigns themselves.
     pub broken: bool,

@@ -102,9 +102,21 @@ impl Table {
         self.totals[device].ooms += 1;
     }
 
-    /// A request ended in a panic of a callback.
-    pub fn panicked(&mut self) {
+    /// A request ended in a panic of a callback: nobody has the block. It may have been allocated and freed again.
+    pub fn panicked(&mut self, allocator: &dyn DeviceAllocator) {
         self.knows_ooms = false;
+        for (device, totals) in self.totals.iter_mut().enumerate() {
+            let stats = allocator.stats(device_id(device)).unwrap();
+            let (blocks, bytes) = (stats.allocation.all, stats.allocated_bytes.all);
+            let undone = blocks.allocated - totals.blocks_allocated;
+            assert!(undone <= 1, "{undone} blocks were allocated by one request");
+            totals.blocks_allocated += undone;
+            totals.blocks_freed += undone;
+            let undone = bytes.allocated - totals.bytes_allocated;
+            totals.bytes_allocated += undone;
+            totals.bytes_freed += undone;
+            totals.peak = totals.peak.max(bytes.peak);
+        }
     }
 
     /// Compares with the statistics.
