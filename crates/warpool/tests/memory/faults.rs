@@ -445,3 +445,27 @@ fn a_mapping_that_could_not_be_undone_is_retried() {
     context.allocator.allocate(50 * MIB, &context.main).unwrap().free().unwrap();
     context.release_everything("after both");
 }
+
+/// Found by `warpool soak`: the same, and then a request that needs all memory, while expandable segments are off. It
+/// failed with an error of the driver, which cannot release addresses where something is mapped.
+#[test]
+fn memory_is_released_beside_a_mapping_that_could_not_be_undone() {
+    for unmap_fails in [1, 3] {
+        let context = FaultContext::new("expandable_segments:True");
+        let mut plan = FaultPlan::new().fail_nth(Call::VmSetAccess, 1, ErrorCode::UnknownError);
+        for nth in 1..=unmap_fails {
+            plan = plan.fail_nth(Call::VmUnmap, nth, ErrorCode::UnknownError);
+        }
+        context.faulty.set_plan(plan);
+        context.allocator.allocate(30 * MIB, &context.main).unwrap_err();
+        context.allocator.set_settings(Settings::default());
+        let held = context.allocator.allocate(100 * MIB, &context.main).unwrap();
+        let outcome = context.allocator.allocate(250 * MIB, &context.main);
+        assert!(matches!(outcome, Err(Error::OutOfMemory(_))), "{outcome:?}");
+        context.allocator.check();
+        held.free().unwrap();
+        context.faulty.clear_plan();
+        context.allocator.trim(ZERO, MemPoolId::DEFAULT).unwrap();
+        assert_eq!(context.sim.object_counts().bytes_used, context.start.bytes_used);
+    }
+}

@@ -215,11 +215,19 @@ fn unmap(slow: &SlowGuard<'_>, chunks: &Chunks, stream: StreamId, details: &Entr
     Ok(waited)
 }
 
-/// Releases the addresses of a segment, if nothing of it is mapped. On failure it stays, unmapped, and is used again.
+/// Releases the addresses of a segment, if nothing of it is mapped. On failure it stays, unmapped, and is used again; so
+/// it does while a mapping in it that could not be undone is still to be retried.
 #[expect(unsafe_code, reason = "the driver cannot check that no work uses the addresses")]
 pub(super) fn release_addresses(slow: &SlowGuard<'_>, segment: SegmentKey) -> Result<()> {
+    if slow.read(|state| state.unmaps_to_retry() > 0) {
+        retry_failed_calls(slow);
+    }
     let Some((block, ptr, bytes)) = slow.change(|state| state.take_unmapped_segment(segment)) else { return Ok(()) };
     let put_back = || slow.change(|state| state.put_unmapped(block));
+    if slow.read(|state| state.has_unmap_to_retry(ptr, bytes)) {
+        put_back();
+        return Ok(());
+    }
     let unwinds = OnUnwind::new(put_back);
     // SAFETY: a range is unmapped only once the streams that used it have passed.
     let outcome = unsafe { slow.driver().vm_free_range(ptr, bytes) };

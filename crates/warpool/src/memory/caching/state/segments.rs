@@ -254,6 +254,11 @@ impl DeviceState {
         self.retries.unmaps.len()
     }
 
+    /// Whether one of them is in that range.
+    pub(crate) fn has_unmap_to_retry(&self, start: DevicePtr, bytes: u64) -> bool {
+        self.retries.unmaps.iter().any(|(ptr, _)| ptr.0 >= start.0 && ptr.0 - start.0 < bytes)
+    }
+
     pub(crate) fn take_unmap_to_retry(&mut self) -> Option<(DevicePtr, u64)> {
         self.retries.unmaps.pop_front()
     }
