@@ -94,7 +94,7 @@ impl Run<'_> {
     pub fn not_allocated<T>(&mut self, outcome: &Outcome<T>, stream: &Stream) {
         match outcome {
             Outcome::OutOfMemory { counted: true } => self.table.out_of_memory(stream.device_id().0 as usize),
-            Outcome::Panicked => self.table.panicked(&*self.subject.allocator),
+            Outcome::Panicked => self.table.panicked(&*self.subject.allocator, 1),
             _ => {}
         }
     }

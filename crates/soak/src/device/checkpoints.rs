@@ -86,7 +86,18 @@ impl Run<'_> {
         let armed = self.machine.arm(self.context);
         let outcome = crate::caught::caught(|| caching.restore(checkpoint));
         let refused = matches!(outcome, Ok(Err(Error::Checkpoint { .. })));
-        let Outcome::Done(restored) = self.machine.settle(self.context, armed, outcome, refused) else { return };
+        let restored = match self.machine.settle(self.context, armed, outcome, refused) {
+            Outcome::Done(restored) => restored,
+            Outcome::Panicked if !self.table.has_current(&*self.subject.allocator) => {
+                // It was done, but nobody has the restored blocks: they are freed. The others are stale.
+                for held in std::mem::take(blocks) {
+                    self.table.remove(held.ptr());
+                }
+                self.table.panicked(&*self.subject.allocator, usize::MAX);
+                return;
+            }
+            _ => return,
+        };
         let mut freed: Vec<DevicePtr> = restored.freed.clone();
         freed.sort_unstable();
         let mut gone: Vec<DevicePtr> = blocks.iter().map(Held::ptr).collect();

@@ -250,6 +250,8 @@ impl Run<'_> {
         }
         let outcome = self.machine.call(self.context, || captured.graph.replay(&stream));
         if outcome != Outcome::Done(()) {
+            // After a panic it is not known whether the graph was launched.
+            self.machine.wait_for(&stream);
             return;
         }
         self.context.counts.replays += 1;

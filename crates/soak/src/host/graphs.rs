@@ -132,6 +132,9 @@ impl Run<'_> {
         if self.machine.call(self.context, || graph.replay(stream)) == Outcome::Done(()) {
             self.context.counts.replays += 1;
             self.graphs[at].last = Some(index);
+        } else {
+            // After a panic it is not known whether the graph was launched.
+            self.machine.wait_for(stream);
         }
     }
 
