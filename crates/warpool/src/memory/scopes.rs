@@ -161,6 +161,12 @@ impl Scopes {
         Ok(open.pool(open.newest(thread, stream).max(by_capture)))
     }
 
+    /// The pools to which captures are routed.
+    pub(crate) fn pools_of_captures(&self) -> Vec<MemPoolId> {
+        let open = self.read();
+        open.with_captures.iter().map(|&age| open.pool(Some(age))).collect()
+    }
+
     fn read(&self) -> RwLockReadGuard<'_, OpenScopes> {
         self.open.read().unwrap_or_else(PoisonError::into_inner)
     }

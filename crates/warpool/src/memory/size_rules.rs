@@ -35,13 +35,17 @@ impl SizeRules {
     /// Requests of this size or more, an exbibyte, are refused.
     pub const REQUEST_TOO_LARGE: u64 = 1 << 60;
 
-    /// The rules under `settings`.
+    /// The rules under `settings`. A size of large segments that no string can set is clamped: all requests that share
+    /// them must fit, and none is larger than a request may be.
     #[must_use]
     pub fn new(settings: &Settings) -> Self {
         Self {
             divisions: settings.roundup_power2_divisions,
             has_divisions: settings.roundup_power2_divisions.iter().any(|&divisions| divisions > 1),
-            large_segment_bytes: settings.large_segment_bytes,
+            large_segment_bytes: settings
+                .large_segment_bytes
+                .clamp(SHARED_SEGMENT_BELOW, Self::REQUEST_TOO_LARGE)
+                .next_multiple_of(Self::BLOCK_MULTIPLE),
             max_split_bytes: settings.max_split_bytes.unwrap_or(u64::MAX),
             max_non_split_rounding_bytes: settings.max_non_split_rounding_bytes,
         }
@@ -55,7 +59,8 @@ impl SizeRules {
         if self.has_divisions {
             let divisions = self.divisions_for(bytes);
             if divisions > 1 && bytes > Self::BLOCK_MULTIPLE.saturating_mul(divisions) {
-                return round_to_division(bytes, divisions);
+                // A multiple of 512 already, unless the number of divisions is not a power of two.
+                return Self::round_to_block(round_to_division(bytes, divisions));
             }
         }
         Self::round_to_block(bytes)
@@ -175,6 +180,8 @@ mod tests {
             (84 << 20, 1, 84 << 20),
             (1000, 256, 1024),
             (300_000, 32, 303_104),
+            (300_000, 3, 349_696),
+            (300_000, u64::MAX, 300_032),
         ];
         for (bytes, divisions, rounded) in cases {
             let rules = SizeRules::new(&Settings { roundup_power2_divisions: [divisions; 16], ..Settings::default() });
@@ -195,6 +202,14 @@ mod tests {
         let rules = SizeRules::new(&Settings::default());
         for (size, segment) in cases {
             assert_eq!(rules.segment(size), segment, "{size}");
+        }
+    }
+
+    #[test]
+    fn a_size_of_large_segments_that_no_string_sets_is_clamped() {
+        for (given, used) in [(0, 10 * MIB), (1, 10 * MIB), (10 * MIB + 1, 10 * MIB + 512), (u64::MAX, 1 << 60)] {
+            let rules = SizeRules::new(&Settings { large_segment_bytes: given, ..Settings::default() });
+            assert_eq!((rules.segment(9 * MIB), rules.chunk(SegmentKind::Large)), (used, used), "{given}");
         }
     }
 

@@ -22,7 +22,7 @@
 //! - An error in one stream does not stop the others; the first error is returned.
 //! - What a call costs that merely passes by is bounded ([`PENDING_PER_CALL`]), however many streams have fences: it
 //!   polls some of those that have not passed, in turn. [`poll_of`] polls all that one stream's blocks wait for.
-//! - A driver call may unwind (the simulated driver runs host callbacks inside of calls): no block is lost by that.
+//! - A driver call may unwind (a driver may be anybody's): no block is lost by that.
 //! - No fence is recorded in a stream that takes part in a capture: the event would belong to the capture, and querying
 //!   it would invalidate that. Such a block stays unfenced until the capture is over.
 

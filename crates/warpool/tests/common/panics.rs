@@ -158,7 +158,7 @@ fn scenario(subject: &Subject, bomb: &Arc<Bomb>) {
             live.extend(run.step("an allocation", || allocator.allocate(bytes, &main).unwrap()));
             run.expect_live("an allocation", live.len() as u64);
         }
-        // A host callback, which a simulated driver may run inside of any call.
+        // Its panic ends in the driver.
         let ticks = Arc::clone(bomb);
         run.step("a host callback", || main.host_callback(move || ticks.tick()).unwrap());
         for (round, block) in std::mem::take(&mut live).into_iter().enumerate() {

@@ -1,63 +1,122 @@
-//! Requests while caching is off: each is a driver call and appears in no statistics. The addresses are kept, so that
-//! each is freed the way it was allocated, also after caching was switched.
+//! Memory that was allocated while caching was off: each block is a driver allocation and appears in no statistics. The
+//! addresses are kept, so that each is freed the way it was allocated, also after caching was switched. The calls are in
+//! `calls/direct.rs`; no driver call here.
+//!
+//! A block that a capture used and that is freed while that capture is under way stays: the graph goes on using it. It
+//! is kept for the pools that the graph's memory comes from, until all of them are released. Without such a pool nobody
+//! knows how long the graph lives: the block is kept until the allocator is trimmed outside of captures.
 
+use std::collections::{BTreeMap, VecDeque};
 use std::sync::Mutex;
 
-use rustc_hash::FxHashSet;
-use warpool_driver::{DevicePtr, Driver};
+use rustc_hash::FxHashMap;
+use warpool_driver::{DeviceId, DevicePtr, StreamId};
 
-use crate::memory::{Allocation, Request};
-use crate::{Result, lock};
+use crate::lock;
+use crate::memory::MemPoolId;
+
+/// A pool that a graph's memory comes from.
+pub(super) type Keeper = (DeviceId, MemPoolId);
+
+/// An allocated block.
+#[derive(Clone, Debug)]
+pub(super) struct DirectBlock {
+    pub(super) device: DeviceId,
+    pub(super) stream: StreamId,
+    /// The pools of captures that recorded a use of it; the default pool for captures without one.
+    pub(super) captured_for: Vec<MemPoolId>,
+}
 
 /// Memory that came from the driver directly.
 #[derive(Default)]
 pub(super) struct Bypass {
-    allocated: Mutex<FxHashSet<u64>>,
-    /// Freed by destructors, to be freed by a later call.
-    to_free: Mutex<Vec<DevicePtr>>,
+    blocks: Mutex<Blocks>,
+}
+
+#[derive(Default)]
+struct Blocks {
+    allocated: FxHashMap<u64, DirectBlock>,
+    /// Freed, to be returned to the driver by the next call that may: destructors left them, or a call failed.
+    to_free: VecDeque<DevicePtr>,
+    /// Freed in captures, with the pools that keep each.
+    kept: FxHashMap<u64, Vec<Keeper>>,
+    by_keeper: BTreeMap<Keeper, Vec<DevicePtr>>,
+    /// Freed in captures without a pool.
+    kept_for_trim: Vec<DevicePtr>,
 }
 
 impl Bypass {
-    pub(super) fn allocate(&self, driver: &dyn Driver, request: Request) -> Result<Allocation> {
-        let Request { device, stream, bytes, .. } = request;
-        self.free_pending(driver)?;
-        let ptr = driver.mem_alloc(device, bytes)?;
-        lock(&self.allocated).insert(ptr.0);
-        Ok(Allocation { ptr, bytes, bytes_requested: bytes, device, stream, slot: 0, generation: 0 })
+    pub(super) fn insert(&self, ptr: DevicePtr, block: DirectBlock) {
+        lock(&self.blocks).allocated.insert(ptr.0, block);
     }
 
-    pub(super) fn contains(&self, ptr: DevicePtr) -> bool {
-        lock(&self.allocated).contains(&ptr.0)
+    pub(super) fn get(&self, ptr: DevicePtr) -> Option<DirectBlock> {
+        lock(&self.blocks).allocated.get(&ptr.0).cloned()
     }
 
-    /// Frees what starts at `ptr`. Returns whether anything does.
-    pub(super) fn free(&self, driver: &dyn Driver, ptr: DevicePtr) -> Result<bool> {
-        if !lock(&self.allocated).remove(&ptr.0) {
-            return Ok(false);
+    /// A capture whose memory comes from `pool` uses a block.
+    pub(super) fn record_capture(&self, ptr: DevicePtr, pool: MemPoolId) {
+        if let Some(block) = lock(&self.blocks).allocated.get_mut(&ptr.0)
+            && !block.captured_for.contains(&pool)
+        {
+            block.captured_for.push(pool);
         }
-        if let Err(error) = driver.mem_free(ptr) {
-            lock(&self.allocated).insert(ptr.0);
-            return Err(error.into());
-        }
-        Ok(true)
     }
 
-    /// The same for destructors, without a driver call.
+    /// Takes a block that is being freed. The caller frees or keeps it.
+    pub(super) fn remove(&self, ptr: DevicePtr) -> Option<DirectBlock> {
+        lock(&self.blocks).allocated.remove(&ptr.0)
+    }
+
+    /// Leaves the free of a block to a later call.
     pub(super) fn free_later(&self, ptr: DevicePtr) {
-        if lock(&self.allocated).remove(&ptr.0) {
-            lock(&self.to_free).push(ptr);
-        }
+        lock(&self.blocks).to_free.push_back(ptr);
     }
 
-    /// Frees what destructors left.
-    pub(super) fn free_pending(&self, driver: &dyn Driver) -> Result<()> {
-        loop {
-            let next = lock(&self.to_free).pop();
-            let Some(ptr) = next else { return Ok(()) };
-            if let Err(error) = driver.mem_free(ptr) {
-                lock(&self.to_free).push(ptr);
-                return Err(error.into());
+    /// Keeps a freed block for graphs; without keepers until the allocator is trimmed.
+    pub(super) fn keep(&self, ptr: DevicePtr, keepers: Vec<Keeper>) {
+        let mut blocks = lock(&self.blocks);
+        if keepers.is_empty() {
+            blocks.kept_for_trim.push(ptr);
+            return;
+        }
+        for &keeper in &keepers {
+            blocks.by_keeper.entry(keeper).or_default().push(ptr);
+        }
+        blocks.kept.insert(ptr.0, keepers);
+    }
+
+    /// The pools that keep blocks.
+    pub(super) fn has_keeper(&self, keeper: Keeper) -> bool {
+        lock(&self.blocks).by_keeper.contains_key(&keeper)
+    }
+
+    /// A pool is released: graphs that used it are gone. What no other keeps is freed by a later call.
+    pub(super) fn keeper_released(&self, keeper: Keeper) {
+        let mut blocks = lock(&self.blocks);
+        for ptr in blocks.by_keeper.remove(&keeper).unwrap_or_default() {
+            let Some(keepers) = blocks.kept.get_mut(&ptr.0) else { continue };
+            keepers.retain(|&other| other != keeper);
+            if keepers.is_empty() {
+                blocks.kept.remove(&ptr.0);
+                blocks.to_free.push_back(ptr);
             }
         }
+    }
+
+    /// The allocator is trimmed outside of captures.
+    pub(super) fn free_kept_for_trim(&self) {
+        let mut blocks = lock(&self.blocks);
+        let kept = std::mem::take(&mut blocks.kept_for_trim);
+        blocks.to_free.extend(kept);
+    }
+
+    /// How many blocks are to be freed.
+    pub(super) fn to_free(&self) -> usize {
+        lock(&self.blocks).to_free.len()
+    }
+
+    pub(super) fn take_to_free(&self) -> Option<DevicePtr> {
+        lock(&self.blocks).to_free.pop_front()
     }
 }

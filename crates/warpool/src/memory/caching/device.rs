@@ -7,7 +7,7 @@
 use std::cell::Cell;
 use std::collections::BTreeMap;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 
 use warpool_driver::{DeviceId, Driver, StreamId};
@@ -110,6 +110,8 @@ pub(super) struct CachingDevice {
     history_flags: HistoryFlags,
     /// Other devices that may access this one's memory.
     peers: Mutex<Vec<DeviceId>>,
+    /// How many streams and blocks were looked at to complete deferred frees, for tests.
+    pub(super) deferred_steps: AtomicU64,
 }
 
 /// How much of a device may be reserved.
@@ -147,6 +149,7 @@ impl CachingDevice {
             scopes: Scopes::default(),
             history_flags: HistoryFlags::default(),
             peers: Mutex::default(),
+            deferred_steps: AtomicU64::new(0),
         }
     }
 
@@ -369,8 +372,7 @@ impl std::ops::Deref for SlowGuard<'_> {
     }
 }
 
-/// A pool that the thread has entered ([`Pools::enter`](super::state::Pools::enter)): it is not removed before this is
-/// dropped, also by a panic.
+/// A pool that the thread has entered (`Pools::enter`): it is not removed before this is dropped, also by a panic.
 #[must_use = "dropping it leaves the pool"]
 pub(super) struct PoolVisit<'a> {
     device: &'a CachingDevice,

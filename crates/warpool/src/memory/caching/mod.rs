@@ -91,7 +91,12 @@ impl CachingAllocator {
     }
 
     /// Turns caching off or on. Off, every request is a driver call and appears in no statistics; memory is
-    /// freed the way it was allocated.
+    /// freed the way it was allocated. A free whose driver call fails is retried by later frees and by
+    /// [`trim`](crate::memory::DeviceAllocator::trim).
+    ///
+    /// A stream that captures is served by the cache all the same, from the graph's pool. Other memory that a capture
+    /// used and that is freed during it stays allocated until the pools of the graph are released; for a capture without
+    /// a private pool, until the allocator is trimmed outside of captures.
     pub fn set_caching(&self, on: bool) {
         self.caching.store(on, Ordering::Release);
     }
@@ -108,6 +113,12 @@ impl CachingAllocator {
     /// If one does not hold.
     pub fn check(&self) {
         self.devices.iter().for_each(|device| device.read(state::DeviceState::check));
+    }
+
+    /// How many streams and blocks were looked at so far to complete frees that captures deferred. For tests.
+    #[doc(hidden)]
+    pub fn deferred_steps(&self) -> u64 {
+        self.devices.iter().map(|device| device.deferred_steps.load(Ordering::Relaxed)).sum()
     }
 
     fn driver(&self) -> &dyn Driver {

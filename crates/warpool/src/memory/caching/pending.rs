@@ -6,6 +6,7 @@
 //! "During a capture" means that a stream in question is capturing, not that some pool's scope is open.
 
 use std::collections::VecDeque;
+use std::sync::atomic::Ordering;
 
 use warpool_driver::StreamId;
 
@@ -176,6 +177,7 @@ impl<'a> PendingFrees<'a> {
             let streams = self.device.read(|state| state.deferred_streams_after(last, budget.min(unseen)));
             let Some(&newest) = streams.last() else { break };
             (last, unseen) = (Some(newest), unseen - streams.len());
+            self.device.deferred_steps.fetch_add(streams.len() as u64, Ordering::Relaxed);
             for stream in streams {
                 match self.device.capture_status(stream)?.refuses_work() {
                     true => budget -= 1,
@@ -184,6 +186,7 @@ impl<'a> PendingFrees<'a> {
             }
         }
         let ready = self.device.change(|state| state.take_undeferred(&over, last));
+        self.device.deferred_steps.fetch_add(ready.len() as u64, Ordering::Relaxed);
         let mut ready = VecDeque::from(ready);
         let mut outcome = Ok(());
         while let Some(block) = ready.pop_front() {

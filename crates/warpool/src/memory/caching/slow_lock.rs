@@ -1,7 +1,7 @@
 //! The right to run the slow path: a mutex that is never poisoned, and that can tell whether the calling thread holds it.
 //!
-//! No user code runs while it is held. A panic under it (of a host callback that a simulated driver runs inside of a
-//! call) releases it; guards in `source/` put back what was in transit.
+//! No user code runs while it is held, except that the driver may be anybody's. A panic under it releases it; guards in
+//! `source/` put back what was in transit.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard, TryLockError};

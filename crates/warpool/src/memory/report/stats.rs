@@ -142,8 +142,8 @@ pub struct Stats {
     pub num_oom_rejections: u64,
     /// The size from which blocks are not split; -1 is none.
     pub max_split_size: i64,
-    /// Bytes reserved by each private pool that ever existed. As in PyTorch, an entry outlives its pool, so that its
-    /// peak can still be read.
+    /// Bytes reserved by each private pool. An entry is removed with its pool: PyTorch keeps it, and grows with every
+    /// pool that ever existed.
     pub reserved_bytes_by_private_pools: BTreeMap<MemPoolId, StatByKind>,
     /// Bytes of workspaces of libraries ([`blas`](crate::blas)). They are allocated ones too. PyTorch has no such
     /// statistic.

@@ -7,6 +7,9 @@ use super::keys::{Key, nearest};
 use super::syntax::{Value, Word};
 use super::{Backend, FreeBlockOrder, GIB, MIB, Reserve, Settings};
 
+/// The largest size of large segments: requests of this size are refused (`SizeRules::REQUEST_TOO_LARGE`).
+const LARGE_SEGMENT_MAX: u64 = 1 << 60;
+
 /// A message about a position in the string.
 #[derive(Debug)]
 pub(super) struct Remark {
@@ -23,7 +26,7 @@ pub(super) fn set(settings: &mut Settings, key: Key, value: &Value) -> Read<Vec<
     let pinned = &mut settings.pinned;
     match key {
         Key::Backend => settings.backend = named(key, value, Backend::ALL, Backend::name)?,
-        Key::LargeSegmentSize => settings.large_segment_bytes = size_from(key, value, 11 * MIB)?,
+        Key::LargeSegmentSize => settings.large_segment_bytes = large_segment(key, value)?,
         Key::MaxSplitSize => settings.max_split_bytes = Some(size_from(key, value, large)?),
         Key::MaxNonSplitRounding => settings.max_non_split_rounding_bytes = size_from(key, value, large)?,
         Key::GarbageCollectionThreshold => {
@@ -142,6 +145,16 @@ fn size_from(key: Key, value: &Value, least: u64) -> Read<u64> {
         return Err(Remark { at: word.at, text });
     }
     Ok(bytes)
+}
+
+/// The size of large segments: no larger than a request may be.
+fn large_segment(key: Key, value: &Value) -> Read<u64> {
+    let bytes = size_from(key, value, 11 * MIB)?;
+    if bytes <= LARGE_SEGMENT_MAX {
+        return Ok(bytes);
+    }
+    let (word, most) = (word(key, value)?, LARGE_SEGMENT_MAX / MIB);
+    Err(Remark { at: word.at, text: format!("`{}` is too large; give at most {most}", word.text) })
 }
 
 fn number(word: &Word) -> Option<f64> {

@@ -12,6 +12,7 @@ use warpool_driver::{Access, DeviceId, DevicePtr, Driver, PoolAttribute, PoolId,
 use super::UncachedAllocator;
 use super::source::{Reserved, Source};
 use crate::capture::{CaptureStatus, RelaxedMode};
+use crate::memory::stream_fence::wait_for_devices;
 use crate::memory::{OomCause, RawStream, Settings};
 use crate::{Device, Instance, Result, StreamLease, lock};
 
@@ -36,6 +37,10 @@ use crate::{Device, Instance, Result, StreamLease, lock};
 /// - Pressure callbacks run when a request would fail, since it is not known before what is cached.
 pub type DriverPoolAllocator = UncachedAllocator<DriverPool>;
 
+/// So many streams are waited for one by one. With more, as in a program that makes a stream for each request, the
+/// devices are waited for.
+const FREED_ON_MAX: usize = 1024;
+
 /// The default pools of all devices.
 pub struct DriverPool {
     instance: Instance,
@@ -47,7 +52,25 @@ struct PoolState {
     /// Set up at the first use, since it creates a context.
     ready: OnceLock<ReadyPool>,
     /// Streams that frees were put into since they were last waited for.
-    freed_on: Mutex<BTreeSet<StreamId>>,
+    freed_on: Mutex<FreedOn>,
+}
+
+/// Streams that frees were put into.
+#[derive(Default)]
+struct FreedOn {
+    streams: BTreeSet<StreamId>,
+    /// There were too many to remember.
+    on_others: bool,
+}
+
+impl FreedOn {
+    fn insert(&mut self, stream: StreamId) {
+        if self.streams.len() < FREED_ON_MAX || self.streams.contains(&stream) {
+            self.streams.insert(stream);
+        } else {
+            self.on_others = true;
+        }
+    }
 }
 
 struct ReadyPool {
@@ -155,7 +178,7 @@ impl Source for DriverPool {
 
     fn wait_for_frees(&self, device: DeviceId) -> Result<bool> {
         let state = self.state(device);
-        let streams = std::mem::take(&mut *lock(&state.freed_on));
+        let FreedOn { streams, on_others } = std::mem::take(&mut *lock(&state.freed_on));
         let waited = streams.iter().try_for_each(|&stream| {
             if CaptureStatus::of(self.driver(), stream)? == CaptureStatus::NotCapturing {
                 let _relaxed = self.relaxed()?;
@@ -163,8 +186,12 @@ impl Source for DriverPool {
             }
             Ok(())
         });
+        // While a capture is under way the others are not waited for.
+        let waited = waited.and_then(|()| if on_others { wait_for_devices(&self.instance).map(drop) } else { Ok(()) });
         if waited.is_err() {
-            lock(&state.freed_on).extend(&streams);
+            let mut freed_on = lock(&state.freed_on);
+            streams.iter().for_each(|&stream| freed_on.insert(stream));
+            freed_on.on_others |= on_others;
         }
         waited.map(|()| !streams.is_empty())
     }

@@ -128,6 +128,14 @@ impl<S: Source> UncachedAllocator<S> {
         state.pools.deliver(wait, |event| self.source.pool_event(state.ledger.device(), event));
     }
 
+    /// Removes the statistics of pools that were removed.
+    fn forget_removed_pools(&self, state: &DeviceState) {
+        let removed = state.pools.take_removed();
+        if !removed.is_empty() {
+            self.with(state, |table| removed.into_iter().for_each(|pool| table.forget_pool(pool)));
+        }
+    }
+
     /// Frees a block that its caller will never get, or whose free was interrupted. Calls nothing out.
     fn abandon(&self, state: &DeviceState, allocation: Allocation) {
         let free = |table: &mut AllocationTable| {
@@ -270,6 +278,7 @@ impl<S: Source> DeviceAllocator for UncachedAllocator<S> {
     fn stats(&self, device: DeviceId) -> Result<Stats> {
         let state = self.state(device)?;
         let reserved = self.source.reserved(device)?;
+        self.forget_removed_pools(state);
         let mut stats = self.with(state, |table| table.stats(reserved));
         stats.workspace_bytes = self.observers.workspaces.read(device);
         Ok(stats)

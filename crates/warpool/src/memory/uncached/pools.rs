@@ -38,6 +38,8 @@ struct PoolTable {
     events: VecDeque<PoolEvent>,
     /// The thread that is delivering events.
     delivering: Option<ThreadId>,
+    /// Pools that were removed and may still have statistics.
+    removed: Vec<MemPoolId>,
 }
 
 #[derive(Default)]
@@ -68,6 +70,7 @@ impl PoolTable {
     fn remove_if_empty(&mut self, id: MemPoolId) {
         if self.by_id.get(&id).is_some_and(|pool| pool.is_released() && pool.blocks == 0) {
             self.by_id.remove(&id);
+            self.removed.push(id);
         }
     }
 }
@@ -109,7 +112,7 @@ impl DevicePools {
     pub(super) fn new(device: DeviceId) -> Self {
         let default = Pool { uses: PoolUses::CREATED, ..Pool::default() };
         let by_id = [(MemPoolId::DEFAULT, default)].into();
-        let table = PoolTable { by_id, events: VecDeque::new(), delivering: None };
+        let table = PoolTable { by_id, events: VecDeque::new(), delivering: None, removed: Vec::new() };
         Self { device, scopes: Scopes::default(), table: Mutex::new(table), delivered: Condvar::new() }
     }
 
@@ -178,6 +181,11 @@ impl DevicePools {
         table.events.extend((0..begun).map(|_| PoolEvent::Release(id)));
         table.remove_if_empty(id);
         Ok(kept)
+    }
+
+    /// The pools that were removed since the last call.
+    pub(super) fn take_removed(&self) -> Vec<MemPoolId> {
+        std::mem::take(&mut lock(&self.table).removed)
     }
 
     pub(super) fn uses(&self, id: MemPoolId) -> Result<u32> {

@@ -15,6 +15,7 @@ impl<S: Source> UncachedAllocator<S> {
     fn release(&self, state: &DeviceState, pool: MemPoolId, user: PoolUser) -> Result<()> {
         let kept = state.pools.release(pool, user)?;
         self.with(state, |table| kept.into_iter().for_each(|serial| table.end_release(serial)));
+        self.forget_removed_pools(state);
         Ok(())
     }
 }

@@ -146,6 +146,9 @@ impl<S: Source> UncachedAllocator<S> {
     fn complete(&self, state: &DeviceState, entry: &TableEntry, details: &EntryDetails) {
         self.with(state, |table| table.complete_free(entry.serial, details));
         state.pools.remove_block(entry.pool);
+        if !entry.pool.is_default() {
+            self.forget_removed_pools(state);
+        }
     }
 
     fn decide(&self, state: &DeviceState, entry: &TableEntry, pass: &mut Pass) -> Result<Decision> {

@@ -295,6 +295,11 @@ impl AllocationTable {
         }
     }
 
+    /// A pool was removed, with all its blocks.
+    pub(super) fn forget_pool(&mut self, pool: MemPoolId) {
+        self.stats.reserved_bytes_by_private_pools.remove(&pool);
+    }
+
     /// The addresses of a pool's allocated blocks, ascending.
     pub(super) fn live_in(&self, pool: MemPoolId) -> Vec<DevicePtr> {
         let mut live: Vec<_> = self.live.values().filter(|entry| entry.pool == pool).map(|entry| entry.ptr).collect();

@@ -130,10 +130,10 @@ impl DeviceAllocator for CachingAllocator {
         if bytes >= SizeRules::REQUEST_TOO_LARGE {
             return Err(Error::RequestTooLarge { bytes });
         }
-        if !self.caching.load(Ordering::Acquire) {
-            return self.bypass.allocate(self.driver(), request);
-        }
         let device = caching_device;
+        if !self.caching.load(Ordering::Acquire) && !device.is_capturing(stream)? {
+            return self.allocate_direct(device, request);
+        }
         let mut pool = match pool {
             Some(pool) => pool,
             None => device.routed(stream)?,
@@ -190,7 +190,7 @@ impl DeviceAllocator for CachingAllocator {
             !device.collects_details() || device.read(|state| state.heap().allocated_at(ptr).is_some())
         };
         let freed = self.devices.iter().any(|device| may_have(device) && device.free_at(ptr));
-        if freed || self.bypass.free(self.driver(), ptr)? {
+        if freed || self.free_direct(ptr)? {
             return Ok(());
         }
         Err(Error::UnknownPointer { ptr })
@@ -204,7 +204,7 @@ impl DeviceAllocator for CachingAllocator {
     }
 
     fn record_use_raw(&self, ptr: DevicePtr, stream: StreamId) -> Result<()> {
-        if ptr.is_null() || self.bypass.contains(ptr) {
+        if ptr.is_null() || self.record_direct_use(ptr, stream)? {
             return Ok(());
         }
         let (device, block) = self.locate(ptr)?;
@@ -233,7 +233,7 @@ impl DeviceAllocator for CachingAllocator {
     fn free_later(&self, allocation: Allocation) {
         let Ok(device) = self.device(allocation.device) else { return };
         if allocation.slot == 0 {
-            self.bypass.free_later(allocation.ptr);
+            self.free_direct_later(allocation.ptr);
             return;
         }
         let freed = device.free(|state| state.heap().allocated(&allocation));
@@ -255,10 +255,10 @@ impl DeviceAllocator for CachingAllocator {
             self.shared.observers().run_trim_hooks(device);
         }
         let details = caching_device.entry_details(StackLevel::All).timed(self.driver());
-        self.bypass.free_pending(self.driver())?;
+        let freed = self.trim_direct(caching_device);
         let trimmed = caching_device.trim(pool, &details);
         caching_device.report();
-        trimmed
+        trimmed.and_then(|bytes| freed.map(|()| bytes))
     }
 
     fn largest_available(&self, device: DeviceId) -> Result<u64> {

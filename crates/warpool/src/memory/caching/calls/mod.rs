@@ -4,5 +4,6 @@ mod allocate_at;
 mod allocator;
 mod annotate;
 mod checkpoint;
+mod direct;
 mod peer_access;
 mod pools;

@@ -40,8 +40,11 @@ impl PrivatePools for CachingAllocator {
     }
 
     fn release_pool_as(&self, device: DeviceId, pool: MemPoolId, user: PoolUser) -> Result<()> {
-        let removed = self.device(device)?.change(|state| state.release_pool(pool, user));
-        removed.map(drop_user_value)
+        let device = self.device(device)?;
+        let removed = device.change(|state| state.release_pool(pool, user))?;
+        self.pool_was_released(device, pool);
+        drop_user_value(removed);
+        Ok(())
     }
 
     fn pool_uses(&self, device: DeviceId, pool: MemPoolId) -> Result<u32> {

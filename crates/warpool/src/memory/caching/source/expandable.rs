@@ -89,10 +89,8 @@ impl Drop for Mapped<'_> {
 /// Reserves addresses for a new segment, all unmapped. Returns `false` if they would not suffice.
 fn reserve(slow: &SlowGuard<'_>, request: &BlockRequest, details: &EntryDetails) -> Result<bool> {
     let chunk = slow.read(|state| state.policy().sizes.chunk(request.kind)).next_multiple_of(slow.granularity);
-    let bytes = bytes_to_reserve(slow, request.stream).max(1).next_multiple_of(chunk);
-    if bytes < request.size {
-        return Ok(false);
-    }
+    let bytes = bytes_to_reserve(slow, request.stream).max(1).checked_next_multiple_of(chunk);
+    let Some(bytes) = bytes.filter(|&bytes| bytes >= request.size) else { return Ok(false) };
     let stream_raw = slow.stream_raw(request.stream)?;
     let base = match slow.driver().vm_reserve(bytes, 0, None) {
         Ok(base) => base,

@@ -2,8 +2,8 @@
 //! added and removed one at a time; the state is locked only between driver calls. The slow lock is released around user
 //! code: upstreams and their destructors.
 //!
-//! A driver call may unwind (the simulated driver runs host callbacks inside of calls): guards put back what is in
-//! transit and list what is to be retried, without a driver call.
+//! A driver call may unwind (a driver may be anybody's): guards put back what is in transit and list what is to be
+//! retried, without a driver call.
 
 mod expandable;
 mod segments;

@@ -1,7 +1,7 @@
 //! The statistics of one device, counted where its state changes.
 
 use crate::memory::caching::heap::{Block, BlockPool, HeapTotals, Merged, Taken};
-use crate::memory::{SegmentKind, Stat, Stats};
+use crate::memory::{MemPoolId, SegmentKind, Stat, Stats};
 
 #[derive(Debug)]
 pub(crate) struct Counters {
@@ -63,6 +63,11 @@ impl Counters {
         if !pool.is_default() {
             self.stats.reserved_bytes_by_private_pools.entry(pool).or_default().decrease(kind, bytes);
         }
+    }
+
+    /// A pool was removed: all its bytes are returned.
+    pub(crate) fn forget_pool(&mut self, pool: MemPoolId) {
+        self.stats.reserved_bytes_by_private_pools.remove(&pool);
     }
 
     /// A free block was taken, whole or in part. Blocks of expandable segments do not count as split.

@@ -112,6 +112,9 @@ impl DeviceState {
         assert_eq!(self.upstream_bytes_in_flight, 0, "no upstream is called now");
         self.counters.check(&totals);
         self.pools.check(&self.heap);
+        for pool in self.stats().reserved_bytes_by_private_pools.keys() {
+            assert!(self.pools.uses(*pool).is_ok(), "statistics of pool {pool}, which was removed");
+        }
     }
 }
 
@@ -380,13 +383,24 @@ impl DeviceState {
 
     /// Ends a use of a pool. What is returned is to be dropped without the lock.
     pub(super) fn release_pool(&mut self, id: MemPoolId, user: PoolUser) -> Result<Option<Pool>> {
-        self.pools.release(id, user, &mut self.heap)
+        let removed = self.pools.release(id, user, &mut self.heap)?;
+        self.forget_removed(id, removed.is_some());
+        Ok(removed)
     }
 
     /// A thread that entered a pool is done. What is returned is to be dropped without the lock.
     #[must_use = "to be dropped without the lock"]
     pub(super) fn leave_pool(&mut self, id: MemPoolId) -> Option<Pool> {
-        self.pools.leave(id, &mut self.heap)
+        let removed = self.pools.leave(id, &mut self.heap);
+        self.forget_removed(id, removed.is_some());
+        removed
+    }
+
+    /// A pool's statistics are removed with it.
+    fn forget_removed(&mut self, id: MemPoolId, removed: bool) {
+        if removed {
+            self.counters.forget_pool(id);
+        }
     }
 
     /// The blocks of a pool, by stream and then by segment.

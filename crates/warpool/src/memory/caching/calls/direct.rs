@@ -1,0 +1,155 @@
+//! Requests while caching is off, and frees of what they got: each is a driver call.
+//!
+//! A stream that captures is served by the cache all the same: its memory comes from the graph's pool, which keeps it
+//! for the replays. What is freed in a capture that used it stays until the graph is gone (`bypass.rs`).
+
+use warpool_driver::{DevicePtr, StreamId};
+
+use crate::memory::caching::CachingAllocator;
+use crate::memory::caching::bypass::{DirectBlock, Keeper};
+use crate::memory::caching::device::CachingDevice;
+use crate::memory::stream_fence::PENDING_PER_CALL;
+use crate::memory::{Allocation, MemPoolId, Request};
+use crate::unwind::OnUnwind;
+use crate::{Error, Result};
+
+impl CachingAllocator {
+    /// Allocates from the driver.
+    pub(super) fn allocate_direct(&self, device: &CachingDevice, request: Request) -> Result<Allocation> {
+        let Request { stream, bytes, .. } = request;
+        // What fails is retried; it must not fail this request.
+        let _ = self.free_direct_pending(PENDING_PER_CALL);
+        let ptr = {
+            let _safe = device.capture_safe()?;
+            self.driver().mem_alloc(device.id, bytes)?
+        };
+        self.bypass.insert(ptr, DirectBlock { device: device.id, stream, captured_for: Vec::new() });
+        Ok(Allocation { ptr, bytes, bytes_requested: bytes, device: device.id, stream, slot: 0, generation: 0 })
+    }
+
+    /// Frees what starts at `ptr`, if it came from the driver directly. Returns whether it did. A free that fails is
+    /// retried by later calls.
+    pub(super) fn free_direct(&self, ptr: DevicePtr) -> Result<bool> {
+        let Some(block) = self.bypass.remove(ptr) else { return Ok(false) };
+        let unwinds = OnUnwind::new(|| self.bypass.free_later(ptr));
+        let keepers = self.keepers(&block);
+        unwinds.disarm();
+        match keepers {
+            Ok(None) => self.bypass.free_later(ptr),
+            Ok(Some(keepers)) => self.keep(ptr, keepers),
+            Err(error) => {
+                tracing::warn!(%error, %ptr, "it is not known whether a capture uses freed memory; it is kept");
+                self.bypass.keep(ptr, Vec::new());
+            }
+        }
+        let _ = self.free_direct_pending(PENDING_PER_CALL);
+        Ok(true)
+    }
+
+    /// The same for destructors, without a driver call. Whether its stream captures is not known then: while captures
+    /// are under way, the block is kept for all of them.
+    pub(super) fn free_direct_later(&self, ptr: DevicePtr) {
+        let Some(block) = self.bypass.remove(ptr) else { return };
+        let Ok(device) = self.device(block.device) else { return };
+        let mut pools = block.captured_for;
+        let unknown = device.has_captures() || pools.iter().any(|pool| pool.is_default());
+        if device.has_captures() {
+            pools.extend(device.scopes.pools_of_captures());
+        }
+        pools.sort_unstable();
+        pools.dedup();
+        let in_use = pools.into_iter().filter(|&pool| is_in_use(device, pool));
+        let keepers: Vec<Keeper> = in_use.map(|pool| (device.id, pool)).collect();
+        if keepers.is_empty() && !unknown {
+            self.bypass.free_later(ptr);
+        } else {
+            self.keep(ptr, keepers);
+        }
+    }
+
+    /// Records that `stream` uses a block that came from the driver directly. Returns whether there is one. Only
+    /// captures matter: the driver's free waits for all work.
+    pub(super) fn record_direct_use(&self, ptr: DevicePtr, stream: StreamId) -> Result<bool> {
+        let Some(block) = self.bypass.get(ptr) else { return Ok(false) };
+        let device = self.device(block.device)?;
+        if device.is_capturing(stream)? {
+            self.bypass.record_capture(ptr, device.routed(stream)?);
+        }
+        Ok(true)
+    }
+
+    /// Returns freed blocks to the driver, until so many calls have failed. Returns the first error.
+    pub(super) fn free_direct_pending(&self, failures_max: usize) -> Result<()> {
+        let (mut failures, mut outcome) = (0, Ok(()));
+        for _ in 0..self.bypass.to_free() {
+            let Some(ptr) = self.bypass.take_to_free() else { break };
+            let put_back = || self.bypass.free_later(ptr);
+            let unwinds = OnUnwind::new(put_back);
+            let freed = self.devices[0].capture_safe().and_then(|_safe| Ok(self.driver().mem_free(ptr)?));
+            unwinds.disarm();
+            if let Err(error) = freed {
+                tracing::warn!(%error, %ptr, "memory that was not cached could not be freed; it is retried");
+                put_back();
+                outcome = outcome.and(Err(error));
+                failures += 1;
+                if failures >= failures_max {
+                    break;
+                }
+            }
+        }
+        outcome
+    }
+
+    /// Before a trim: what captures without a pool freed is freed with the rest, if no capture is under way.
+    pub(super) fn trim_direct(&self, device: &CachingDevice) -> Result<()> {
+        if !device.has_captures() {
+            self.bypass.free_kept_for_trim();
+        }
+        self.free_direct_pending(usize::MAX)
+    }
+
+    /// Pools may have been released: what they kept for graphs is freed by a later call.
+    pub(super) fn pool_was_released(&self, device: &CachingDevice, pool: MemPoolId) {
+        if self.bypass.has_keeper((device.id, pool)) && !is_in_use(device, pool) {
+            self.bypass.keeper_released((device.id, pool));
+        }
+    }
+
+    /// The pools of captures that use a block; `None` if none does, and an empty list if they have no pools.
+    fn keepers(&self, block: &DirectBlock) -> Result<Option<Vec<Keeper>>> {
+        let device = self.device(block.device)?;
+        let mut pools = block.captured_for.clone();
+        if device.is_capturing(block.stream)? {
+            pools.push(device.routed(block.stream)?);
+        }
+        pools.sort_unstable();
+        pools.dedup();
+        if pools.is_empty() {
+            return Ok(None);
+        }
+        let in_use = pools.iter().filter(|pool| is_in_use(device, **pool)).map(|&pool| (device.id, pool)).collect();
+        // If all pools of its captures are gone, so are the graphs.
+        let any_without = pools.iter().any(|pool| pool.is_default());
+        Ok(Some(in_use).filter(|in_use: &Vec<Keeper>| any_without || !in_use.is_empty()))
+    }
+
+    fn keep(&self, ptr: DevicePtr, keepers: Vec<Keeper>) {
+        self.bypass.keep(ptr, keepers.clone());
+        // Another thread may have released one meanwhile.
+        for (device, pool) in keepers {
+            if let Ok(device) = self.device(device) {
+                self.pool_was_released(device, pool);
+            }
+        }
+    }
+}
+
+/// Whether a private pool has users.
+fn is_in_use(device: &CachingDevice, pool: MemPoolId) -> bool {
+    !pool.is_default()
+        && match device.read(|state| state.pools().uses(pool)) {
+            Ok(uses) => uses > 0,
+            Err(Error::UnknownPool { .. }) => false,
+            Err(_) => true,
+        }
+}
