@@ -16,6 +16,7 @@ mod races;
 mod reporting;
 mod reuse_order;
 mod settings;
+mod sharding;
 mod stream_uses;
 mod stress;
 mod swarm;

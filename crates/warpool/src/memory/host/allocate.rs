@@ -90,8 +90,8 @@ impl Shared {
         }
     }
 
-    /// The thread's cache has no block. Processes pending frees; then searches the heap, once more with the blocks of
-    /// all caches; then pins a segment.
+    /// The thread's cache has no block. Processes pending frees; then searches the heap, the thread's own shard first;
+    /// once more with the blocks of the thread's cache, then of all caches; then pins a segment.
     #[cold]
     fn find_slow(
         self: &Arc<Self>,
@@ -102,22 +102,26 @@ impl Shared {
         details: &Details,
     ) -> Result<Arc<PinnedBlock>> {
         self.background.start(self);
-        self.pin_reserve(details);
+        self.pin_reserve(home, details);
         // An error of some stream does not matter if there is memory. If there is none, it may be the reason: blocks
         // that wait for the stream are not free.
         let processed = self.process_pending_recorded(details);
         if let Some(block) = self.front.take(home, fit, device) {
             return Ok(block);
         }
-        let mut found = lock(&self.heap).take(fit, device, self);
-        if found.is_none() {
+        let found = self.heap.take(home, fit, device, self);
+        let found = found.or_else(|| {
+            self.empty_front_cache(home);
+            self.heap.take_from_preferred(home, fit, device, self)
+        });
+        let found = found.or_else(|| {
             self.empty_front_caches();
-            found = lock(&self.heap).take(fit, device, self);
-        }
+            self.heap.take_from_all(home, fit, device, self)
+        });
         let block = match found {
             Some(block) => block,
             None => {
-                let pinned = self.pin_or_relieve(bytes, fit, device, details);
+                let pinned = self.pin_or_relieve(home, bytes, fit, device, details);
                 pinned.map_err(|error| processed.err().unwrap_or(error))?
             }
         };
@@ -128,19 +132,20 @@ impl Shared {
     /// Pins a segment. If there is no memory, calls the pressure callbacks and tries once more.
     fn pin_or_relieve(
         self: &Arc<Self>,
+        home: usize,
         bytes: u64,
         fit: &Fit,
         device: Option<DeviceId>,
         details: &Details,
     ) -> Result<Arc<PinnedBlock>> {
-        match self.pin_block(bytes, fit, device, details) {
+        match self.pin_block(home, bytes, fit, device, details) {
             Err(error) if is_shortage(&error) && self.history.observers().run_pressure_callbacks(HOST) => {
                 self.process_pending_recorded(details)?;
                 self.empty_front_caches();
-                if let Some(block) = lock(&self.heap).take(fit, device, self) {
+                if let Some(block) = self.heap.take_from_all(home, fit, device, self) {
                     return Ok(block);
                 }
-                self.pin_block(bytes, fit, device, details)
+                self.pin_block(home, bytes, fit, device, details)
             }
             outcome => outcome,
         }

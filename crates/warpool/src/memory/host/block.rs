@@ -35,6 +35,14 @@ pub(super) enum PinnedState {
     Merged,
 }
 
+/// What a new block belongs to.
+#[derive(Clone, Copy)]
+pub(super) struct BlockOwner<'a> {
+    pub(super) shared: &'a Arc<Shared>,
+    /// The shard of its segment.
+    pub(super) shard: usize,
+}
+
 pub(super) struct PinnedBlock {
     /// Blocks keep the allocator's state alive. The state's references to blocks are dropped with the last handle.
     shared: Arc<Shared>,
@@ -42,6 +50,8 @@ pub(super) struct PinnedBlock {
     size: u64,
     /// Where its segment starts.
     segment: u64,
+    /// The shard of its segment. Only a segment without blocks moves to another.
+    shard: u32,
     device: DeviceId,
     state: AtomicU8,
     flags: AtomicU8,
@@ -81,12 +91,13 @@ impl Usage {
 }
 
 impl PinnedBlock {
-    pub(super) fn new(shared: &Arc<Shared>, ptr: u64, size: u64, segment: u64, device: DeviceId) -> Self {
+    pub(super) fn new(owner: BlockOwner<'_>, ptr: u64, size: u64, segment: u64, device: DeviceId) -> Self {
         Self {
-            shared: Arc::clone(shared),
+            shared: Arc::clone(owner.shared),
             ptr,
             size,
             segment,
+            shard: owner.shard as u32,
             device,
             state: AtomicU8::new(PinnedState::Free as u8),
             flags: AtomicU8::new(0),
@@ -113,6 +124,10 @@ impl PinnedBlock {
 
     pub(super) fn segment(&self) -> u64 {
         self.segment
+    }
+
+    pub(super) fn shard(&self) -> usize {
+        self.shard as usize
     }
 
     pub(super) fn device(&self) -> DeviceId {

@@ -104,6 +104,16 @@ impl FrontCaches {
         lock(&self.0[block.home()].0).put(block)
     }
 
+    /// How many there are.
+    pub(super) fn len(&self) -> usize {
+        self.0.len()
+    }
+
+    /// Empties one cache, oldest blocks first within a class.
+    pub(super) fn drain_one(&self, at: usize) -> Vec<Arc<PinnedBlock>> {
+        lock(&self.0[at].0).drain()
+    }
+
     /// Empties the caches one by one, oldest blocks first within a class.
     pub(super) fn drain(&self) -> impl Iterator<Item = Vec<Arc<PinnedBlock>>> {
         self.0.iter().map(|cache| lock(&cache.0).drain()).filter(|blocks| !blocks.is_empty())

@@ -28,7 +28,7 @@
 //! 1. A request is rounded to its size class (`size_class.rs`), and a block taken from the calling thread's front cache
 //!    (`front_cache.rs`): one uncontended lock.
 //! 2. If the cache has none (`allocate.rs`): pending frees are processed (`reclaim.rs`), the heap is searched
-//!    (`heap.rs`), then once more with the blocks of all caches.
+//!    (`heap.rs`), the thread's own shard of it (`shard.rs`) first, then once more with the blocks of all caches.
 //! 3. If the heap has none: a segment is pinned within the caps (`segments.rs`, `pin.rs`), and the block cut from it.
 //! 4. Freed unused, it returns to the cache that it was taken from (`store.rs`). Used by streams, it waits for a fence
 //!    in each (`reclaim.rs`); used in a capture, until the graph is dropped (`graph_pool.rs`).
@@ -40,9 +40,10 @@
 //! [`HostAllocator::close`] unpins it.
 //!
 //! # Lock order
-//! A graph's host pool and the heap are locked before a block's usage. All others (a front cache, pending work, the
-//! history, settings) are taken last, and none is held during a driver call or while a tracker runs. A thread that
-//! waits for a segment in transit holds only the heap's lock, and releases it while it waits.
+//! A graph's host pool and the shards of the heap are locked before a block's usage and the heap's ledger. All others (a
+//! front cache, pending work, the history, settings) are taken last, and none is held during a driver call or while a
+//! tracker runs. A thread that waits for a segment in transit holds only the ledger's lock, and releases it while it
+//! waits.
 
 mod allocate;
 mod background;
@@ -51,18 +52,20 @@ mod front_cache;
 mod graph_pool;
 mod heap;
 mod history;
+mod ledger;
 mod limits;
 mod pin;
 mod reclaim;
 mod register;
 mod segments;
+mod shard;
 mod size_class;
 mod snapshot;
 mod stats;
 mod store;
 
 use std::fmt;
-use std::sync::{Arc, Condvar, Mutex};
+use std::sync::{Arc, Mutex};
 
 use warpool_driver::{Driver, HostPtr};
 
@@ -77,7 +80,7 @@ use graph_pool::GraphHostPools;
 use heap::Heap;
 use history::{Details, HOST, HostHistory};
 use limits::Limits;
-use reclaim::Pending;
+use reclaim::PendingWork;
 
 use super::report::StackIds;
 use super::{HistoryOptions, Observers, PinnedSettings, Snapshot, StackLevel, Stat};
@@ -113,10 +116,8 @@ struct Shared {
     instance: Instance,
     front: FrontCaches,
     limits: Limits,
-    heap: Mutex<Heap>,
-    /// Signalled when a segment is no longer in transit.
-    transit_ended: Condvar,
-    pending: Mutex<Pending>,
+    heap: Heap,
+    pending: PendingWork,
     graph_pools: GraphHostPools,
     settings: Mutex<PinnedSettings>,
     background: BackgroundThread,
@@ -137,8 +138,8 @@ impl Shared {
     fn clear(&self) {
         drop(self.background.stop());
         drop(self.front.close());
-        let fences = lock(&self.pending).fences.close();
-        let segments = lock(&self.heap).close();
+        let fences = self.pending.with(|pending| pending.fences.close());
+        let segments = self.heap.close();
         drop((fences, segments));
     }
 
@@ -150,7 +151,7 @@ impl Shared {
             PinnedState::Free => block.flags() & IN_GRAPH_POOL != 0,
             PinnedState::Merged => false,
         };
-        lock(&self.heap).blocks().filter(|block| in_use(block)).count()
+        self.heap.lock_all().blocks().filter(|block| in_use(block)).count()
     }
 }
 
@@ -160,13 +161,13 @@ impl HostAllocator {
     pub fn new(instance: &Instance, settings: PinnedSettings) -> Self {
         let background = BackgroundThread::default();
         background.set_enabled(settings.use_background_threads);
+        let front = FrontCaches::new();
         let shared = Shared {
             instance: instance.clone(),
-            front: FrontCaches::new(),
             limits: Limits::of(&settings),
-            heap: Mutex::default(),
-            transit_ended: Condvar::new(),
-            pending: Mutex::default(),
+            heap: Heap::new(front.len()),
+            front,
+            pending: PendingWork::default(),
             graph_pools: GraphHostPools::default(),
             settings: Mutex::new(settings),
             background,
@@ -228,7 +229,8 @@ impl HostAllocator {
     /// allocated there.
     pub fn record_use_at(&self, ptr: HostPtr, stream: &Stream) -> Result<bool> {
         self.instance().expect_same(stream.instance(), "the stream")?;
-        let found = lock(&self.shared().heap).block_at(ptr.0).cloned();
+        let shared = self.shared();
+        let found = shared.heap.block_at(shared.front.of_thread(), ptr.0);
         match found.filter(|block| block.state() == PinnedState::Allocated) {
             Some(block) => Shared::record_use(&block, stream).map(|()| true),
             None => Ok(false),
@@ -249,7 +251,7 @@ impl HostAllocator {
         let mut unpinned = 0;
         let details = shared.details(StackLevel::Alloc);
         let mut outcome = shared.process_all(&mut unpinned, &details);
-        let pinned = || lock(&shared.heap).bytes_pinned();
+        let pinned = || shared.heap.bytes_pinned();
         if pinned() > target_bytes {
             shared.empty_front_caches();
             match shared.unpin_spare(pinned().saturating_sub(target_bytes), None, &details) {
@@ -267,20 +269,20 @@ impl HostAllocator {
     pub fn stats(&self) -> HostStats {
         let mut stats = HostStats::default();
         self.shared().front.add_to(&mut stats);
-        lock(&self.shared().heap).add_to(&mut stats, self.instance().device_count());
+        self.shared().heap.lock_all().add_to(&mut stats, self.instance().device_count());
         stats
     }
 
     /// Sets every peak to the current value.
     pub fn reset_peak_stats(&self) {
         self.shared().front.for_each_stat(Stat::reset_peak);
-        lock(&self.shared().heap).for_each_stat(Stat::reset_peak);
+        self.shared().heap.for_each_stat(Stat::reset_peak);
     }
 
     /// Sets the accumulated counters and the times to zero.
     pub fn reset_accumulated_stats(&self) {
         self.shared().front.for_each_stat(Stat::reset_accumulated);
-        lock(&self.shared().heap).reset_accumulated_stats();
+        self.shared().heap.reset_accumulated_stats();
     }
 
     /// Starts recording a history, or stops and clears it.
@@ -300,7 +302,7 @@ impl HostAllocator {
     pub fn add_to(&self, snapshot: &mut Snapshot) {
         let mut stacks = StackIds::of(snapshot);
         self.shared().history.add_to(snapshot, &mut stacks);
-        snapshot::add_segments(&lock(&self.shared().heap), snapshot, &mut stacks);
+        snapshot::add_segments(&self.shared().heap.lock_all(), snapshot, &mut stacks);
     }
 
     /// Checks the invariants of the state. For tests.
@@ -309,7 +311,14 @@ impl HostAllocator {
     /// If one does not hold.
     pub fn check(&self) {
         self.shared().front.check();
-        lock(&self.shared().heap).check();
+        self.shared().heap.lock_all().check();
+    }
+
+    /// How often a thread had to wait for a lock of the heap. For tests.
+    #[doc(hidden)]
+    #[must_use]
+    pub fn heap_lock_waits(&self) -> u64 {
+        self.shared().heap.waits()
     }
 
     /// Unpins everything, behind all work that uses it.
@@ -353,12 +362,11 @@ impl HostAllocator {
             shared.empty_front_caches();
             shared.unpin_all(details)?;
             // Other threads may still be freeing a block or unpinning a segment.
-            shared.wait_for_transit();
-            let heap = lock(&shared.heap);
-            if heap.is_empty() {
+            shared.heap.wait_for_transit();
+            if shared.heap.is_empty() {
                 return Ok(());
             }
-            blocks = heap.blocks().count();
+            blocks = shared.heap.lock_all().blocks().count();
         }
         Err(Error::HostMemoryInUse { handles, blocks })
     }

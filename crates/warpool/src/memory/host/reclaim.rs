@@ -1,6 +1,7 @@
 //! Freed blocks that streams may still use: each waits for a fence in every such stream, by [`stream_fence`].
 
-use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
 
 use warpool_driver::DeviceId;
 
@@ -23,9 +24,35 @@ pub(super) struct Pending {
     pub(super) unusable: Vec<(DeviceId, PinnedRange)>,
 }
 
+impl Pending {
+    fn is_empty(&self) -> bool {
+        self.fences.is_empty() && self.to_unpin.is_empty() && self.unusable.is_empty()
+    }
+}
+
+/// [`Pending`] under a lock, and whether there is any, which is read without it.
+#[derive(Default)]
+pub(super) struct PendingWork {
+    pending: Mutex<Pending>,
+    any: AtomicBool,
+}
+
+impl PendingWork {
+    pub(super) fn with<R>(&self, act: impl FnOnce(&mut Pending) -> R) -> R {
+        let mut pending = lock(&self.pending);
+        let result = act(&mut pending);
+        self.any.store(!pending.is_empty(), Ordering::Release);
+        result
+    }
+
+    fn is_empty(&self) -> bool {
+        !self.any.load(Ordering::Acquire)
+    }
+}
+
 impl Shared {
     pub(super) fn has_pending_frees(&self) -> bool {
-        !lock(&self.pending).fences.is_empty()
+        self.pending.with(|pending| !pending.fences.is_empty())
     }
 
     /// Records fences that destructors left, reclaims blocks whose fences have passed, and unpins segments that are not
@@ -39,12 +66,7 @@ impl Shared {
 
     /// The same in a call with these details, which keep the panics of observers.
     pub(super) fn process_pending_recorded(&self, details: &Details) -> Result<()> {
-        let pending = lock(&self.pending);
-        if pending.fences.is_empty() && pending.to_unpin.is_empty() && pending.unusable.is_empty() {
-            return Ok(());
-        }
-        drop(pending);
-        self.process_all(&mut 0, details)
+        if self.pending.is_empty() { Ok(()) } else { self.process_all(&mut 0, details) }
     }
 
     /// The same, whether there is anything or not, and adds up the unpinned bytes.
@@ -104,7 +126,7 @@ impl FenceOwner for Reclaimer<'_> {
     }
 
     fn with_fences<R>(&self, act: impl FnOnce(&mut StreamFences<Arc<PinnedBlock>>) -> R) -> R {
-        act(&mut lock(&self.shared.pending).fences)
+        self.shared.pending.with(|pending| act(&mut pending.fences))
     }
 
     fn complete(&self, passed: &[Fence]) {

@@ -3,16 +3,17 @@
 //! A segment counts against the caps before it is pinned, so that threads that pin at the same time cannot exceed them
 //! together. Cached segments are unpinned to make room. No lock is held over a driver call.
 
-use std::sync::{Arc, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
 use warpool_driver::DeviceId;
 
 use super::Shared;
 use super::block::{PinnedBlock, PinnedState};
-use super::heap::{CapExceeded, SegmentUse};
 use super::history::{Caught, Details};
+use super::ledger::CapExceeded;
 use super::pin::{PinFailure, PinMethod, PinnedRange, pinning_device};
+use super::shard::SegmentUse;
 use super::size_class::{BYTES_MAX, Fit, PAGE, shared_segment};
 use crate::error::PinnedCapReport;
 use crate::memory::Action;
@@ -23,6 +24,7 @@ impl Shared {
     /// unpinned first, and only what the request needs is pinned.
     pub(super) fn pin_block(
         self: &Arc<Self>,
+        home: usize,
         bytes: u64,
         fit: &Fit,
         device: Option<DeviceId>,
@@ -32,7 +34,7 @@ impl Shared {
         let counted = device.unwrap_or(pinning);
         let least = fit.size.next_multiple_of(PAGE);
         let (serves, most) = match fit.is_small() {
-            true => (SegmentUse::Small, shared_segment(lock(&self.heap).bytes_small())),
+            true => (SegmentUse::Small, shared_segment(self.heap.bytes_small())),
             false => (SegmentUse::Large, least),
         };
         let mut quota = self.reserve_quota(bytes, least, most, counted, details)?;
@@ -51,11 +53,8 @@ impl Shared {
         let (range, duration) = pinned.map_err(|error| self.describe(error, quota))?;
         let start = range.start();
         let entries = self.history.write(Action::SegmentAlloc, start, range.bytes(), details);
-        let block = {
-            let mut heap = lock(&self.heap);
-            heap.add(serves, counted, range, details.stack.clone(), duration);
-            heap.take_from(start, fit, self)
-        };
+        let stack = details.stack.clone();
+        let block = self.heap.add_and_take((home, self), (serves, counted), range, stack, duration, fit);
         self.history.notify(&entries, details);
         Ok(block)
     }
@@ -64,7 +63,7 @@ impl Shared {
     fn describe(&self, error: Error, bytes: u64) -> Error {
         match error {
             Error::Driver(error) if error.is_out_of_memory() => {
-                let pinned = lock(&self.heap).bytes_pinned();
+                let pinned = self.heap.bytes_pinned();
                 let reason = error.detail.as_ref().map_or(String::new(), |detail| format!("{detail}; "));
                 let advice = "free or trim pinned memory, or raise the limit on locked memory";
                 let detail =
@@ -81,32 +80,29 @@ impl Shared {
         let settings = lock(&self.settings).clone();
         let mut emptied = false;
         loop {
-            let mut heap = lock(&self.heap);
-            let exceeded = match heap.reserve_quota(least, most, device, &settings) {
+            let transits_ended = self.heap.transits_ended();
+            let exceeded = match self.heap.reserve_quota(least, most, device, &settings) {
                 Ok(quota) => return Ok(quota),
                 Err(exceeded) => exceeded,
             };
             // All or nothing: a request that fails anyway unpins nothing.
-            let spare: u64 = heap.spare(exceeded.device).iter().map(|&(size, _)| size).sum();
+            let spare: u64 = self.heap.spare(exceeded.device).iter().map(|&(size, _)| size).sum();
             if spare >= exceeded.excess {
-                drop(heap);
                 self.unpin_spare(exceeded.excess, exceeded.device, details)?;
-            } else if spare + heap.bytes_in_transit() >= exceeded.excess {
-                drop(self.transit_ended.wait(heap).unwrap_or_else(PoisonError::into_inner));
+            } else if self.heap.await_transit(transits_ended, exceeded.excess - spare) {
+                // There may be room now.
             } else if !emptied {
                 // Other threads may have freed blocks since the request searched.
-                drop(heap);
                 self.empty_front_caches();
                 emptied = true;
             } else {
-                drop(heap);
                 return Err(Error::PinnedCap(Box::new(self.cap_report(bytes, least, exceeded))));
             }
         }
     }
 
     fn cap_report(&self, bytes: u64, least: u64, exceeded: CapExceeded) -> PinnedCapReport {
-        let heap = lock(&self.heap);
+        let heap = self.heap.lock_all();
         let counts = |block: &&Arc<PinnedBlock>| exceeded.device.is_none_or(|device| block.device() == device);
         let sum = |state: PinnedState| {
             let blocks = heap.blocks().filter(counts).filter(|block| block.state() == state);
@@ -124,12 +120,12 @@ impl Shared {
     }
 
     /// Pins the reserved segment, once, if the settings ask for one. It is not required, so a failure is a warning.
-    pub(super) fn pin_reserve(&self, details: &Details) {
+    pub(super) fn pin_reserve(&self, home: usize, details: &Details) {
         if !self.limits.take_reserve() {
             return;
         }
         let bytes = lock(&self.settings).reserve_segment_bytes.min(BYTES_MAX).next_multiple_of(PAGE);
-        if bytes == 0 || lock(&self.heap).has_reserve() {
+        if bytes == 0 || self.heap.has_reserve() {
             return;
         }
         let pinned = pinning_device(&self.instance, None).and_then(|device| {
@@ -139,7 +135,7 @@ impl Shared {
         match pinned {
             Ok((device, range, duration)) => {
                 let entries = self.history.write(Action::SegmentAlloc, range.start(), bytes, details);
-                lock(&self.heap).add(SegmentUse::Reserve, device, range, details.stack.clone(), duration);
+                self.heap.add(home, (SegmentUse::Reserve, device), range, details.stack.clone(), duration);
                 self.history.notify(&entries, details);
             }
             Err(error) => tracing::warn!(%error, "pinned_reserve_segment_size_mb: no segment could be reserved"),
@@ -156,15 +152,15 @@ impl Shared {
         match pinned {
             Some(Ok(range)) => Ok((range, self.driver().now().saturating_sub(begun))),
             Some(Err(PinFailure { error, still_pinned: Some(range) })) => {
-                lock(&self.pending).unusable.push((counted, range));
+                self.pending.with(|pending| pending.unusable.push((counted, range)));
                 Err(error)
             }
             Some(Err(PinFailure { error, still_pinned: None })) => {
-                lock(&self.heap).release_quota(counted, bytes);
+                self.heap.release_quota(counted, bytes);
                 Err(error)
             }
             None => {
-                lock(&self.heap).release_quota(counted, bytes);
+                self.heap.release_quota(counted, bytes);
                 caught.resume()
             }
         }
@@ -176,7 +172,7 @@ impl Shared {
     /// Trackers are called afterwards, since they may make requests, which wait for segments in transit. A failure is
     /// written as another allocation.
     fn unpin_segment(&self, start: u64, details: &Details) -> Result<u64> {
-        let Some(segment) = lock(&self.heap).begin_transit(start) else { return Ok(0) };
+        let Some(segment) = self.heap.begin_transit(start) else { return Ok(0) };
         let bytes = segment.range().bytes();
         let mut entries = self.history.write(Action::SegmentFree, start, bytes, details);
         let caught = Caught::default();
@@ -188,8 +184,7 @@ impl Shared {
         if duration.is_none() {
             entries.extend(self.history.write(Action::SegmentAlloc, start, bytes, details));
         }
-        lock(&self.heap).end_transit(segment, duration);
-        self.transit_ended.notify_all();
+        self.heap.end_transit(segment, duration);
         self.history.notify(&entries, details);
         match unpinned {
             Some(outcome) => outcome.map(|_| bytes),
@@ -197,19 +192,11 @@ impl Shared {
         }
     }
 
-    /// Waits until no segment is in transit.
-    pub(super) fn wait_for_transit(&self) {
-        let mut heap = lock(&self.heap);
-        while heap.bytes_in_transit() > 0 {
-            heap = self.transit_ended.wait(heap).unwrap_or_else(PoisonError::into_inner);
-        }
-    }
-
     /// Unpins spare segments, of a device or of all, until `bytes` are unpinned or none is left: the smallest one that
     /// suffices, or else the largest, and so on. Returns the unpinned bytes. Continues after an error, and returns the
     /// first if the rest did not suffice.
     pub(super) fn unpin_spare(&self, bytes: u64, device: Option<DeviceId>, details: &Details) -> Result<u64> {
-        let mut spare = lock(&self.heap).spare(device);
+        let mut spare = self.heap.spare(device);
         let mut unpinned = 0;
         let mut outcome = Ok(());
         while unpinned < bytes && !spare.is_empty() {
@@ -226,12 +213,12 @@ impl Shared {
     /// Unpins the segments that are not to be kept, and adds up their bytes. Failures are retried by the next call.
     pub(super) fn unpin_listed(&self, unpinned: &mut u64, details: &Details) -> Result<()> {
         let mut outcome = self.unpin_unusable();
-        let listed = std::mem::take(&mut lock(&self.pending).to_unpin);
+        let listed = self.pending.with(|pending| std::mem::take(&mut pending.to_unpin));
         for start in listed {
             match self.unpin_segment(start, details) {
                 Ok(bytes) => *unpinned += bytes,
                 Err(error) => {
-                    lock(&self.pending).to_unpin.push(start);
+                    self.pending.with(|pending| pending.to_unpin.push(start));
                     outcome = outcome.and(Err(error));
                 }
             }
@@ -241,13 +228,13 @@ impl Shared {
 
     /// Unpins memory that was pinned and cannot be used. Failures are retried by the next call.
     fn unpin_unusable(&self) -> Result<()> {
-        let unusable = std::mem::take(&mut lock(&self.pending).unusable);
+        let unusable = self.pending.with(|pending| std::mem::take(&mut pending.unusable));
         let mut outcome = Ok(());
         for (device, range) in unusable {
             match range.unpin(self.driver()) {
-                Ok(()) => lock(&self.heap).release_quota(device, range.bytes()),
+                Ok(()) => self.heap.release_quota(device, range.bytes()),
                 Err(error) => {
-                    lock(&self.pending).unusable.push((device, range));
+                    self.pending.with(|pending| pending.unusable.push((device, range)));
                     outcome = outcome.and(Err(error));
                 }
             }
@@ -258,7 +245,7 @@ impl Shared {
     /// Unpins every free segment, the reserved one too, and returns the first error.
     pub(super) fn unpin_all(&self, details: &Details) -> Result<()> {
         let mut outcome = self.unpin_unusable();
-        let starts: Vec<u64> = lock(&self.heap).segments().keys().copied().collect();
+        let starts: Vec<u64> = self.heap.lock_all().segments().into_keys().collect();
         for start in starts {
             outcome = outcome.and(self.unpin_segment(start, details).map(drop));
         }

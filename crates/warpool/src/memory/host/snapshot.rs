@@ -2,12 +2,13 @@
 //! called small; unlike there, a segment may have many blocks.
 
 use super::block::{PinnedBlock, PinnedState};
-use super::heap::{Heap, Piece, Segment};
+use super::heap::LockedHeap;
+use super::shard::{Piece, Segment};
 use crate::lock;
 use crate::memory::report::StackIds;
 use crate::memory::{BlockInfo, BlockState, MemPoolId, SegmentInfo, SegmentKind, Snapshot};
 
-pub(super) fn add_segments(heap: &Heap, snapshot: &mut Snapshot, stacks: &mut StackIds) {
+pub(super) fn add_segments(heap: &LockedHeap<'_>, snapshot: &mut Snapshot, stacks: &mut StackIds) {
     let infos = heap.segments().values().map(|segment| segment_info(segment, snapshot, stacks)).collect();
     snapshot.host_segments = Some(infos);
 }

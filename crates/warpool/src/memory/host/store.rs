@@ -54,21 +54,14 @@ impl Shared {
     /// Merges blocks into the free ranges of the heap. Returns whether there are segments to unpin.
     fn merge(&self, blocks: &[Arc<PinnedBlock>]) -> bool {
         let mut to_unpin = Vec::new();
-        let mut pieces = Vec::with_capacity(blocks.len());
-        {
-            let mut heap = lock(&self.heap);
-            for block in blocks {
-                let (spare, piece) = heap.merge(block);
-                block.set_state(PinnedState::Merged);
-                pieces.push(piece);
-                to_unpin.extend(spare.filter(|_| !self.keeps(block)));
-            }
-        }
-        // Without the lock: the last block of an allocator that is gone drops the allocator's state.
+        let pieces = self.heap.merge(blocks, |block, spare| {
+            block.set_state(PinnedState::Merged);
+            to_unpin.extend(spare.filter(|_| !self.keeps(block)));
+        });
         drop(pieces);
         let any = !to_unpin.is_empty();
         if any {
-            lock(&self.pending).to_unpin.append(&mut to_unpin);
+            self.pending.with(|pending| pending.to_unpin.append(&mut to_unpin));
         }
         any
     }
@@ -77,8 +70,14 @@ impl Shared {
     pub(super) fn merge_leaked(&self) {
         let is_leaked =
             |block: &PinnedBlock| block.state() == PinnedState::PendingFree && lock(&block.usage).is_leaked();
-        let leaked: Vec<_> = lock(&self.heap).blocks().filter(|block| is_leaked(block)).cloned().collect();
+        let leaked: Vec<_> = self.heap.lock_all().blocks().filter(|block| is_leaked(block)).cloned().collect();
         self.merge(&leaked);
+    }
+
+    /// Merges the blocks of one front cache.
+    pub(super) fn empty_front_cache(&self, home: usize) {
+        let blocks = self.front.drain_one(home);
+        self.merge(&blocks);
     }
 
     /// Merges the blocks of all front caches.
