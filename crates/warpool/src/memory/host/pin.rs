@@ -82,7 +82,9 @@ impl PinnedRange {
         };
         let range = Self { ptr, bytes, method };
         if let Err(error) = range.check_address(driver, device) {
-            let unpinned = range.unpin_relaxed(driver);
+            // Tried twice: until it is unpinned it counts against the caps, and the caller has no use of it.
+            let unpin = || range.unpin_relaxed(driver);
+            let unpinned = unpin().or_else(|_| unpin());
             if let Err(second) = &unpinned {
                 tracing::warn!(error = %second, %ptr, "unusable memory could not be unpinned; it is retried");
             }
