@@ -128,6 +128,16 @@ fn unreadable_files_are_usage_errors() {
 }
 
 #[test]
+fn memory_limit_is_an_error_and_can_be_raised() {
+    let file = recording("resnet_train.native");
+    let too_low = ["replay", &file, "--memory-limit", "24MiB"];
+    assert_usage_error(&too_low, &[&file, "it needs more than 24 MiB of memory", "--memory-limit"]);
+    let reports = objects(&["replay", &file, "--json", "--memory-limit", "1GiB"], 0);
+    assert_eq!(reports[0]["fidelity"]["exact"], true);
+    assert_usage_error(&["replay", &file, "--memory-limit", "much"], &["'much' is not a size"]);
+}
+
+#[test]
 fn invalid_arguments_are_reported_before_files_are_read() {
     let file = recording("mempool.native");
     assert_usage_error(&["replay"], &["<FILE>"]);

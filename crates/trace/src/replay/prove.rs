@@ -13,7 +13,7 @@ use super::options::{AllocatorChoice, ReplayOptions};
 use super::plan::Plan;
 use super::recording::DeviceRecording;
 use super::report::{InferredLimit, ReplayReport};
-use super::run::{Expected, Run, RunResult};
+use super::run::{Expected, Run, RunResult, calls_to_restore};
 use crate::budget::{Budget, Exceeded};
 
 /// What was inferred about a recording, and the plan made from it.
@@ -281,7 +281,9 @@ impl Search<'_> {
         };
         let limit = interpretation.inference.limit.as_ref().and_then(|limit| limit.candidates.first().copied());
         let plan = &interpretation.plan;
-        let to_start = 1_000 + 4 * (plan.streams.len() + plan.pools.len() + plan.initial_blocks.len() + plan.slots);
+        let to_restore = interpretation.inference.initial.as_ref().map_or(0, calls_to_restore);
+        let to_start = 1_000 + 4 * (plan.streams.len() + plan.pools.len() + plan.slots);
+        let to_start = to_start.saturating_add(usize::try_from(to_restore).unwrap_or(usize::MAX));
         interpretation.toggles = toggles::search(recording.events, to_start, |tried| {
             let run = self.run_as_recorded(&interpretation, limit)?;
             let expected = run.expected.map(|expected| Expected { stops_at_difference: true, ..expected });

@@ -19,6 +19,27 @@ fn recordings_of_growing_size_stay_within_the_least_limit_that_allows_them() {
     }
 }
 
+/// The steps of a replay, in this crate, in the allocator and in the simulated device, and the most memory it took.
+fn cost(case: GrowthCase, n: u64) -> (u64, u64) {
+    let snapshot = case.recording(n);
+    let steps = || warpool_trace::steps_taken() + warpool::steps_taken() + warpool::driver::sim::steps_taken();
+    let before = steps();
+    let (peak, report) = counting::peak(|| replay(&snapshot, &ReplayOptions::default()));
+    assert!(report.expect("a report").fidelity.exact, "{} {n}", case.name());
+    (steps() - before, peak)
+}
+
+#[test]
+fn replay_takes_steps_and_memory_in_proportion_to_the_recording() {
+    // Before: 64 times the steps or the memory for 8 times the size.
+    for case in GrowthCase::ALL {
+        let ((steps, bytes), (steps_8, bytes_8)) = (cost(case, 500), cost(case, 4_000));
+        println!("{}: {steps} to {steps_8} steps, {bytes} to {bytes_8} bytes", case.name());
+        assert!(steps_8 <= 12 * steps + 1_000, "{}: {steps} to {steps_8} steps", case.name());
+        assert!(bytes_8 <= 12 * bytes, "{}: {bytes} to {bytes_8} bytes", case.name());
+    }
+}
+
 #[test]
 fn recordings_of_growing_size_are_reproduced() {
     for case in GrowthCase::ALL {

@@ -9,6 +9,7 @@ use super::heap::SegmentId;
 use super::observe::{DriverAllocation, NextRequest, Observations, Release};
 use super::pools::{DEFAULT_POOL, InferredPools, PoolIndex};
 use super::rules::{MIB, RecordedRules};
+use crate::steps;
 
 /// Why memory was released.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -81,6 +82,7 @@ pub(super) fn infer_causes(observed: &Observations, pools: &InferredPools, rules
     // How many of the segments that could have been released were in the default pool.
     let mut default_kept = 0_i64;
     let possible_causes = |release: &Release| {
+        steps::count(release.kept_changes.len());
         let changes = release.kept_changes.iter().filter(|&&(id, _)| pools.of_segment(id) == DEFAULT_POOL);
         default_kept += changes.map(|&(_, by)| i64::from(by)).sum::<i64>();
         PossibleCauses::new(release, observed, pools, rules, at_least, default_kept > 0)

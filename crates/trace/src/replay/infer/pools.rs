@@ -11,6 +11,7 @@ use warpool::memory::MemPoolId;
 
 use super::heap::SegmentId;
 use super::observe::{Observations, PoolConflict, SEGMENT_UNKNOWN};
+use crate::steps;
 
 /// A pool by its number in [`InferredPools::origins`].
 pub(in crate::replay) type PoolIndex = u32;
@@ -137,6 +138,7 @@ impl InferredPools {
         let mut default_kept = 0_i64;
         for release in &observed.releases {
             let in_default = |pools: &Self, id: SegmentId| known[id as usize] && pools.of_segment(id) == DEFAULT_POOL;
+            steps::count(release.kept_changes.len());
             let changes = release.kept_changes.iter().filter(|&&(id, _)| in_default(self, id));
             default_kept += changes.map(|&(_, by)| i64::from(by)).sum::<i64>();
             let default_kept = default_kept > 0;
@@ -193,6 +195,7 @@ impl InferredPools {
         // A segment moves to a pool without any that it conflicts with, so a conflict that is resolved stays so.
         for (_, pair) in conflicts() {
             let Some(segment) = moved_for(pair).filter(|_| is_open(self, pair)) else { continue };
+            steps::count(others_of(segment).len());
             let taken: FxHashSet<PoolIndex> =
                 others_of(segment).iter().map(|&(_, other)| self.of_segment(other)).collect();
             let free = self.inferred.iter().copied().find(|pool| !taken.contains(pool));

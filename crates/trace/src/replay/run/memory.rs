@@ -72,7 +72,7 @@ impl DeviceMemory {
         let InitialState { heap, .. } = initial;
         let mapped = heap.bytes_reserved() / CHUNK_SIZE_MIN * CHUNK_BYTES;
         let blocks = heap.blocks().len() as u64 * BLOCK_BYTES + heap.segments().len() as u64 * SEGMENT_BYTES;
-        let calls = restore::calls(initial);
+        let calls = restore::calls_to_restore(initial);
         if calls > CALLS_MAX + CALLS_EACH * (run.events.len() + heap.blocks().len()) as u64 {
             let gib = heap.bytes_reserved() >> 30;
             let reason = format!("{gib} GiB of blocks of at most 1 MiB were reserved before its first event");

@@ -21,6 +21,8 @@ use device::{Counters, DEVICE, DeviceOptions, ReplayDevice};
 use memory::DeviceMemory;
 use restore::Restore;
 
+pub(super) use restore::calls_to_restore;
+
 /// One run of a plan.
 #[derive(Clone, Copy)]
 pub(super) struct Run<'a> {

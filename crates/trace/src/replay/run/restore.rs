@@ -83,10 +83,13 @@ impl Restore<'_> {
         device: &ReplayDevice,
     ) -> Result<Vec<(SegmentId, Vec<Allocation>)>> {
         let mut restored = Vec::new();
-        let mut has_gaps = false;
+        let (mut has_gaps, mut expandable) = (false, None);
         let ids = 0..SegmentId::try_from(self.initial.heap.segments().len()).expect("numbered so");
         for (id, segment) in ids.map(|id| (id, self.initial.heap.segment(id))).filter(|(_, it)| it.bytes > 0) {
-            caching.set_settings(Settings { expandable_segments: segment.expandable, ..splitting_settings() });
+            // Other settings are applied to all blocks that exist, so only where they change.
+            if expandable.replace(segment.expandable) != Some(segment.expandable) {
+                caching.set_settings(Settings { expandable_segments: segment.expandable, ..splitting_settings() });
+            }
             let filled = self.allocate_segment(device, id, segment)?;
             let ranges = self.mapped_ranges(id);
             if ranges.iter().map(|&(_, bytes)| bytes).fold(0, u64::saturating_add) == segment.end - segment.base {
@@ -204,7 +207,7 @@ fn request_size(bytes: u64, kind: SegmentKind) -> u64 {
 }
 
 /// How many calls it takes to restore a state, roughly.
-pub(super) fn calls(initial: &InitialState) -> u64 {
+pub(in crate::replay) fn calls_to_restore(initial: &InitialState) -> u64 {
     let segments = initial.heap.segments().iter().filter(|segment| segment.bytes > 0);
     let calls = segments.map(|segment| {
         let bytes = segment.end.saturating_sub(segment.base);

@@ -22,6 +22,7 @@ use releasable::Releasable;
 
 use super::rules::{MIB, RecordedRules};
 use crate::budget::{Budget, Charge, Exceeded};
+use crate::steps;
 
 /// The number of a segment in the order of appearance: the same in every pass over the same events.
 pub(in crate::replay) type SegmentId = u32;
@@ -231,7 +232,7 @@ impl RecordedHeap {
     /// `None`, if they were in the same pool: their addresses and segments.
     pub fn preferred_blocks(&self, stream: u64, size: u64, chosen: Option<u64>) -> Vec<(u64, SegmentId)> {
         const COUNT_MAX: usize = 256;
-        const EXAMINED_MAX: usize = 16 * COUNT_MAX;
+        const EXAMINED_MAX: usize = 4 * COUNT_MAX;
         let Some(free) = self.free.get(&(stream, SizeRules::kind(size))) else { return Vec::new() };
         let chosen = chosen.and_then(|addr| Some((addr, self.blocks.get(&addr)?)));
         let chosen_key = chosen.map_or((u64::MAX, 0, 0), |(addr, block)| self.key(addr, block));
@@ -244,6 +245,7 @@ impl RecordedHeap {
             // Beyond the first that is too large to serve the request all are.
             .take_while(|&&(bytes, _, _)| self.rules.sizes().may_serve(size, bytes))
             .take(EXAMINED_MAX)
+            .inspect(|_| steps::count(1))
             .filter_map(|&(_, _, addr)| Some((addr, self.blocks.get(&addr)?)))
             // Of blocks that can be extended the one that can be extended least is preferred.
             .filter(|&(addr, block)| self.extended_size(addr, block) <= chosen_size)

@@ -4,6 +4,7 @@
 use warpool::memory::{BlockState, MemPoolId, SegmentKind, SizeRules};
 
 use super::{RecordedBlock, RecordedHeap, SegmentId};
+use crate::steps;
 
 impl RecordedHeap {
     /// Undoes an unmapping. Several blocks may have been unmapped by one event, and what lay between may not be
@@ -90,7 +91,7 @@ impl RecordedHeap {
         let range = segment.base..segment.end;
         let free =
             self.blocks.range(range).filter(|(_, block)| block.segment == id && block.state == BlockState::Inactive);
-        let moved: Vec<_> = free.map(|(&addr, block)| self.key(addr, block)).collect();
+        let moved: Vec<_> = free.inspect(|_| steps::count(1)).map(|(&addr, block)| self.key(addr, block)).collect();
         if let Some(list) = self.free.get_mut(&(stream, before)) {
             for key in &moved {
                 list.remove(key);

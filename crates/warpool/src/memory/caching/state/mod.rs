@@ -25,7 +25,7 @@ use crate::memory::stream_fence::{Fence, StreamFences, StreamUses};
 use crate::memory::{
     Action, Allocation, HistoryEntry, MemPoolId, OomCause, OomReport, PoolOptions, PoolUser, SizeRules, Stats,
 };
-use crate::{Error, Result};
+use crate::{Error, Result, steps};
 
 pub(super) struct DeviceState {
     device: DeviceId,
@@ -203,7 +203,10 @@ impl DeviceState {
     ) -> Option<Allocation> {
         let mut candidates = self.heap.free_blocks_from(request.block_pool, request.stream, request.size);
         let end = ptr.saturating_add(request.size);
-        let (found, _) = candidates.find(|(_, block)| block.ptr() <= ptr && end <= block.end())?;
+        let (found, _) = candidates.find(|(_, block)| {
+            steps::count();
+            block.ptr() <= ptr && end <= block.end()
+        })?;
         drop(candidates);
         self.take_free_from(found, ptr);
         Some(self.allocate_block(found, request, details))
