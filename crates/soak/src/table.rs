@@ -112,6 +112,11 @@ impl Table {
     /// may at most `most` blocks.
     pub fn panicked(&mut self, allocator: &dyn DeviceAllocator, most: usize) {
         self.knows_ooms = false;
+        self.undone(allocator, most);
+    }
+
+    /// At most `most` blocks were allocated and freed again within one call.
+    pub fn undone(&mut self, allocator: &dyn DeviceAllocator, most: usize) {
         for (device, totals) in self.totals.iter_mut().enumerate() {
             let stats = allocator.stats(device_id(device)).unwrap();
             let (blocks, bytes) = (stats.allocation.all, stats.allocated_bytes.all);

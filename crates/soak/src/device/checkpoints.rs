@@ -104,11 +104,6 @@ impl Run<'_> {
         gone.sort_unstable();
         assert_eq!(freed, gone, "the blocks that the restoration freed, and those that the pool had");
         freed.iter().for_each(|&ptr| self.table.remove(ptr));
-        let used: Vec<(u64, u64)> = blocks
-            .iter()
-            .filter(|held| held.read_elsewhere)
-            .map(|held| (held.ptr().0, held.ptr().0 + held.bytes()))
-            .collect();
         for held in std::mem::take(blocks) {
             // Its memory belongs to others now; a stale owner may still be dropped.
             match held.owned {
@@ -118,20 +113,15 @@ impl Run<'_> {
             }
         }
         for allocation in restored.allocated {
-            self.restored(allocation, &used, blocks, stream);
+            self.restored(allocation, blocks, stream);
         }
+        // What lies beside them and is still used is counted as allocated, and freed at once.
+        self.table.undone(&*self.subject.allocator, freed.len() + 1);
     }
 
-    /// A block of the checkpoint is the program's again, without contents.
-    fn restored(&mut self, allocation: Allocation, used: &[(u64, u64)], blocks: &mut Vec<Held>, stream: &Stream) {
+    /// A block of the checkpoint is the program's again, without contents. Its stream waits for others that use the memory.
+    fn restored(&mut self, allocation: Allocation, blocks: &mut Vec<Held>, stream: &Stream) {
         self.table.insert(&allocation, true);
-        let (ptr, end) = (allocation.ptr.0, allocation.ptr.0 + allocation.bytes);
-        if used.iter().any(|&(start, stop)| start < end && ptr < stop) {
-            // Other streams may still read what was there: that is known to the program alone.
-            for other in self.machine.streams.concat() {
-                self.machine.wait(stream, &other);
-            }
-        }
         let tag = self.tag();
         self.context.step(format!("  block {tag} at {} is restored", allocation.ptr));
         self.machine.write_tag(allocation.ptr, allocation.bytes_requested, tag, stream);
