@@ -26,8 +26,8 @@ const COUNTS: [&str; 11] = [
     "recordings_replayed",
 ];
 
-/// Without what is being repaired: caching switched off beside captures, checkpoints, extreme settings.
-const SKIP: &str = "--skip caching --skip checkpoints --skip extremes";
+/// Without what is being repaired: caching switched off beside captures, extreme settings.
+const SKIP: &str = "--skip caching --skip extremes";
 /// Without the campaign `lifetime`, too.
 const CAMPAIGNS: &str =
     "--campaign device --campaign captures --campaign host --campaign threads --campaign recordings";

@@ -88,10 +88,12 @@ impl Run<'_> {
         let refused = matches!(outcome, Ok(Err(Error::Checkpoint { .. })));
         let restored = match self.machine.settle(self.context, armed, outcome, refused) {
             Outcome::Done(restored) => restored,
-            Outcome::Panicked if !self.table.has_current(&*self.subject.allocator) => {
-                // It was done, but nobody has the restored blocks: they are freed. The others are stale.
-                for held in std::mem::take(blocks) {
-                    self.table.remove(held.ptr());
+            Outcome::Panicked => {
+                // If it was done, nobody has the restored blocks: they are freed. The others are stale.
+                if !self.table.has_current(&*self.subject.allocator) {
+                    for held in std::mem::take(blocks) {
+                        self.table.remove(held.ptr());
+                    }
                 }
                 self.table.panicked(&*self.subject.allocator, usize::MAX);
                 return;
