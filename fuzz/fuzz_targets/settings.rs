@@ -1,5 +1,5 @@
-//! Parses any text as a settings string: no panic. What is accepted is accepted again as recorded, and the size rules of
-//! it hold.
+//! Parses any text as a settings string: no panic. What is accepted is accepted again as recorded, and its size rules
+//! hold.
 
 #![no_main]
 

@@ -15,7 +15,8 @@ const RANGE: u64 = 1 << 38;
 /// A kind of recording.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum GrowthCase {
-    /// Each of `n` streams allocates a block in an expandable segment of its own and frees it; then the cache is emptied.
+    /// Each of `n` streams allocates a block in an expandable segment of its own and frees it; then the cache is
+    /// emptied.
     Streams,
     /// The history starts late: `n` free pieces between allocated blocks exist already, and each is allocated once.
     LateStart,

@@ -60,8 +60,8 @@ pub enum ReplayError {
     },
     /// Replaying needs more memory than allowed: see [`ReplayOptions::memory_limit`].
     #[error(
-        "the replay needs more than {limit} bytes of memory: if you trust the recording, replay it with a higher memory \
-         limit"
+        "the replay needs more than {limit} bytes of memory: if you trust the recording, replay it with a higher \
+         memory limit"
     )]
     MemoryLimit {
         /// The limit.

@@ -9,7 +9,7 @@ use crate::printable;
 
 /// The most different texts.
 const TEXTS_MAX: usize = 1 << 31;
-/// The memory of a text beside its own bytes: the allocation, and its places in the list and in the map while they grow.
+/// The memory of a text beside its own bytes: the allocation, and its places in the list and the map while they grow.
 const BYTES_EACH: u64 = 160;
 
 /// Texts by number, and numbers by text.
