@@ -278,7 +278,12 @@ impl Graph {
 
 impl Drop for Graph {
     fn drop(&mut self) {
-        match std::mem::replace(&mut self.stage, Stage::New) {
+        let stage = std::mem::replace(&mut self.stage, Stage::New);
+        if self.device.instance().is_inherited() {
+            std::mem::forget(stage);
+            return;
+        }
+        match stage {
             Stage::New => {}
             Stage::Capturing(open) => open.abandon(),
             Stage::Captured(captured) => {

@@ -262,7 +262,9 @@ fn external_scope(stream: &Stream) -> Result<EventScope> {
 
 impl Drop for PooledEvent {
     fn drop(&mut self) {
-        self.instance.state(self.device).events.put_back(self.id, self.on_drop);
+        if !self.instance.is_inherited() {
+            self.instance.state(self.device).events.put_back(self.id, self.on_drop);
+        }
     }
 }
 

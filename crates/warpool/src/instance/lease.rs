@@ -55,7 +55,9 @@ impl Deref for StreamLease {
 
 impl Drop for StreamLease {
     fn drop(&mut self) {
-        self.stream.device_state().streams.end_lease(self.stream.id(), self.pool);
+        if !self.stream.instance().is_inherited() {
+            self.stream.device_state().streams.end_lease(self.stream.id(), self.pool);
+        }
     }
 }
 

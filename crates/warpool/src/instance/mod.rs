@@ -16,6 +16,7 @@ use std::fmt;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
 
+use warpool_driver::fork::{self, Origin};
 use warpool_driver::{DeviceId, DeviceProperties, Driver, StreamId};
 
 use crate::{Error, Result};
@@ -48,6 +49,7 @@ struct Shared {
     /// Dropped with this; threads hold weak references to it, to find their outdated entries about this `Instance`.
     alive: Arc<()>,
     driver: Arc<dyn Driver>,
+    origin: Origin,
     devices: Box<[DeviceState]>,
     /// Kept by `capture/`. Here, and not in the extensions, because every allocation and replay reads it.
     captures_under_way: AtomicUsize,
@@ -92,6 +94,7 @@ impl Instance {
                 key: InstanceKey(NEXT_KEY.fetch_add(1, Ordering::Relaxed)),
                 alive: Arc::new(()),
                 driver,
+                origin: Origin::here(),
                 devices,
                 captures_under_way: AtomicUsize::new(0),
                 extensions: Extensions::default(),
@@ -103,6 +106,20 @@ impl Instance {
     #[must_use]
     pub fn driver(&self) -> &Arc<dyn Driver> {
         &self.shared.driver
+    }
+
+    /// Whether this process was forked after this `Instance` was made. Nothing of it can be used then: allocators and
+    /// drivers return an error, and what is freed or dropped is left to the parent.
+    #[inline]
+    #[must_use]
+    pub fn is_inherited(&self) -> bool {
+        fork::is_child() && !self.shared.origin.is_here()
+    }
+
+    /// Fails in a forked child, before a lock is taken that another thread may have held at the fork.
+    #[inline]
+    pub(crate) fn expect_own_process(&self, call: &'static str) -> Result<()> {
+        if self.is_inherited() { Err(fork::error(call).into()) } else { Ok(()) }
     }
 
     /// How many devices there are; at least one.

@@ -126,7 +126,9 @@ impl CachingAllocator {
     }
 
     fn device(&self, device: DeviceId) -> Result<&CachingDevice> {
-        let count = self.shared.instance().device_count();
+        let instance = self.shared.instance();
+        instance.expect_own_process("allocator call")?;
+        let count = instance.device_count();
         self.devices.get(device.0 as usize).ok_or(Error::DeviceOutOfRange { index: device.0, count })
     }
 

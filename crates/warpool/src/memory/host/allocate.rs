@@ -23,6 +23,7 @@ impl Shared {
         if bytes == 0 {
             return Ok(HostBlock::empty());
         }
+        self.instance.expect_own_process("allocate")?;
         let fit = self.fit(bytes)?;
         let details = self.details(StackLevel::State);
         let home = self.front.of_thread();
@@ -35,6 +36,7 @@ impl Shared {
     /// Memory for work on `stream`: from the graph's pool, if it captures.
     pub(super) fn allocate_on(self: &Arc<Self>, bytes: u64, stream: &Stream) -> Result<HostBlock> {
         self.instance.expect_same(stream.instance(), "the stream")?;
+        self.instance.expect_own_process("allocate")?;
         let capture = match self.instance.captures().find(stream) {
             Ok(capture) => capture,
             // Handled when the use is recorded.
@@ -168,6 +170,7 @@ impl Shared {
     pub(super) fn record_use(block: &Arc<PinnedBlock>, stream: &Stream) -> Result<()> {
         let shared = block.shared();
         shared.instance.expect_same(stream.instance(), "the stream")?;
+        shared.instance.expect_own_process("record_use")?;
         match shared.instance.captures().find(stream) {
             Ok(Some(capture)) => shared.graph_pool(&capture.record).add_used(block),
             // An invalidated capture makes no graph, but work that was in the stream before it may still run.
@@ -191,6 +194,9 @@ impl Shared {
         // the state's.
         let keep = Arc::clone(&block);
         let shared = keep.shared();
+        if shared.instance.is_inherited() {
+            return Ok(());
+        }
         match shared.free_now(block) {
             Err(error) if lock(&shared.settings).free_catch_all => {
                 tracing::warn!(%error, "ignored while pinned memory was freed, because pinned_free_catch_all is set");
@@ -235,6 +241,9 @@ impl Shared {
     pub(super) fn free_later(block: Arc<PinnedBlock>) {
         let keep = Arc::clone(&block);
         let shared = keep.shared();
+        if shared.instance.is_inherited() {
+            return;
+        }
         if block.flags() == 0 && shared.history.is_off() {
             shared.put_back(block);
         } else {

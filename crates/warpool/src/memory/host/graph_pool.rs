@@ -115,6 +115,9 @@ impl Drop for GraphHostPool {
     fn drop(&mut self) {
         let contents = self.contents.get_mut().unwrap_or_else(PoisonError::into_inner);
         let Contents { used, free, replay_streams } = std::mem::take(contents);
+        if used.iter().chain(&free).any(|block| block.shared().instance.is_inherited()) {
+            return;
+        }
         let call = Details::default();
         for block in used {
             // The state is reached through the block, which is moved on.

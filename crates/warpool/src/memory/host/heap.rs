@@ -89,10 +89,10 @@ impl Heap {
         let preferred = self.preferred(own).load(Ordering::Relaxed) as usize;
         let first = try_lock(&self.shards[preferred].shard);
         let is_locked = first.is_none();
-        if let Some(mut shard) = first {
-            if let Some(block) = shard.take(fit, device, BlockOwner { shared, shard: preferred }) {
-                return Some(block);
-            }
+        if let Some(mut shard) = first
+            && let Some(block) = shard.take(fit, device, BlockOwner { shared, shard: preferred })
+        {
+            return Some(block);
         }
         let found = self.take_from_others(own, preferred, fit, device, shared);
         found.or_else(|| if is_locked { self.take_from_preferred(own, fit, device, shared) } else { None })

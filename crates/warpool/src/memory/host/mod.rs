@@ -229,6 +229,7 @@ impl HostAllocator {
     /// allocated there.
     pub fn record_use_at(&self, ptr: HostPtr, stream: &Stream) -> Result<bool> {
         self.instance().expect_same(stream.instance(), "the stream")?;
+        self.instance().expect_own_process("record_use")?;
         let shared = self.shared();
         let found = shared.heap.block_at(shared.front.of_thread(), ptr.0);
         match found.filter(|block| block.state() == PinnedState::Allocated) {
@@ -239,6 +240,7 @@ impl HostAllocator {
 
     /// Reclaims freed blocks whose streams have passed. Requests that find nothing cached do this too.
     pub fn process_pending(&self) -> Result<()> {
+        self.instance().expect_own_process("process_pending")?;
         self.shared().process_pending()
     }
 
@@ -247,6 +249,7 @@ impl HostAllocator {
     /// case, and count. On real devices this waits for the devices' work.
     pub fn trim(&self, target_bytes: u64) -> Result<u64> {
         let shared = self.shared();
+        shared.instance.expect_own_process("trim")?;
         shared.history.observers().run_trim_hooks(HOST);
         let mut unpinned = 0;
         let details = shared.details(StackLevel::Alloc);
@@ -336,6 +339,9 @@ impl HostAllocator {
     /// As [`close`](Self::close), but returns the handle with the error: the allocator still works, and can be closed
     /// later.
     pub fn try_close(self) -> std::result::Result<(), (Self, Error)> {
+        if let Err(error) = self.instance().expect_own_process("close") {
+            return Err((self, error));
+        }
         let details = self.shared().details(StackLevel::Alloc);
         let outcome = self.unpin_everything(&details);
         details.finish();
@@ -374,7 +380,9 @@ impl HostAllocator {
 
 impl Drop for Handle {
     fn drop(&mut self) {
-        self.shared.clear();
+        if !self.shared.instance.is_inherited() {
+            self.shared.clear();
+        }
     }
 }
 

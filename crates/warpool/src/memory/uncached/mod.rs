@@ -100,6 +100,7 @@ impl<S: Source> UncachedAllocator<S> {
     }
 
     fn state(&self, device: DeviceId) -> Result<&DeviceState> {
+        self.instance.expect_own_process("allocator call")?;
         let count = self.instance.device_count();
         self.devices.get(device.0 as usize).ok_or(Error::DeviceOutOfRange { index: device.0, count })
     }
@@ -160,11 +161,12 @@ impl<S: Source> DeviceAllocator for UncachedAllocator<S> {
     }
 
     fn allocate_raw(&self, request: Request) -> Result<Allocation> {
+        self.instance.expect_own_process("allocate")?;
         self.allocate(request)
     }
 
     fn free_raw(&self, ptr: DevicePtr) -> Result<()> {
-        if ptr.is_null() {
+        if ptr.is_null() || self.instance.is_inherited() {
             return Ok(());
         }
         self.free(self.find(ptr)?)
@@ -190,11 +192,12 @@ impl<S: Source> DeviceAllocator for UncachedAllocator<S> {
     }
 
     fn find(&self, ptr: DevicePtr) -> Result<Allocation> {
+        self.instance.expect_own_process("find")?;
         self.devices.iter().find_map(|state| state.ledger.find(ptr)).ok_or(Error::UnknownPointer { ptr })
     }
 
     fn free(&self, allocation: Allocation) -> Result<()> {
-        if allocation.ptr.is_null() {
+        if allocation.ptr.is_null() || self.instance.is_inherited() {
             return Ok(());
         }
         let state = self.state(allocation.device)?;

@@ -182,7 +182,7 @@ impl DeviceAllocator for CachingAllocator {
     }
 
     fn free_raw(&self, ptr: DevicePtr) -> Result<()> {
-        if ptr.is_null() {
+        if ptr.is_null() || self.instance().is_inherited() {
             return Ok(());
         }
         // Where a history is recorded, the device is found first: what the entries say is collected once.
@@ -197,6 +197,9 @@ impl DeviceAllocator for CachingAllocator {
     }
 
     fn free_on(&self, device: DeviceId, ptr: DevicePtr) -> Result<()> {
+        if self.instance().is_inherited() {
+            return Ok(());
+        }
         if !ptr.is_null() && self.device(device)?.free_at(ptr) {
             return Ok(());
         }
@@ -204,6 +207,7 @@ impl DeviceAllocator for CachingAllocator {
     }
 
     fn record_use_raw(&self, ptr: DevicePtr, stream: StreamId) -> Result<()> {
+        self.instance().expect_own_process("record_use")?;
         if ptr.is_null() || self.record_direct_use(ptr, stream)? {
             return Ok(());
         }
@@ -214,12 +218,16 @@ impl DeviceAllocator for CachingAllocator {
     }
 
     fn find(&self, ptr: DevicePtr) -> Result<Allocation> {
+        self.instance().expect_own_process("find")?;
         let find = |state: &DeviceState| state.heap().allocated_at(ptr).map(|block| state.allocation(block));
         let found = self.devices.iter().find_map(|device| device.read(find));
         found.ok_or(Error::UnknownPointer { ptr })
     }
 
     fn free(&self, allocation: Allocation) -> Result<()> {
+        if self.instance().is_inherited() {
+            return Ok(());
+        }
         let device = self.device(allocation.device)?;
         if allocation.slot == 0 {
             return self.free_raw(allocation.ptr);
@@ -298,6 +306,7 @@ impl DeviceAllocator for CachingAllocator {
     }
 
     fn snapshot(&self, options: SnapshotOptions) -> Result<Snapshot> {
+        self.instance().expect_own_process("snapshot")?;
         let mut snapshot = Snapshot { settings: self.settings().recorded(), ..Snapshot::default() };
         let mut stacks = StackIds::default();
         for device in &self.devices {
@@ -308,6 +317,7 @@ impl DeviceAllocator for CachingAllocator {
     }
 
     fn record_history(&self, options: Option<HistoryOptions>) -> Result<()> {
+        self.instance().expect_own_process("record_history")?;
         self.devices.iter().for_each(|device| device.record_history(options.as_ref()));
         Ok(())
     }
