@@ -237,7 +237,7 @@ fn print_violation(output: &mut Output, violation: &Violation, options: &Options
     }))?;
     output.line(format!("\nVIOLATION in program {} of {}:", violation.program, violation.campaign.name()))?;
     output.line(&violation.message)?;
-    output.line("\nits last steps:")?;
+    output.line("\nits last steps (with --program: all):")?;
     for step in &violation.steps {
         output.line(format!("  {step}"))?;
     }

@@ -104,7 +104,9 @@ struct Ended {
 /// If `campaigns` is empty.
 pub fn run(options: &Options, on_progress: &mut dyn FnMut(&Progress)) -> Report {
     assert!(!options.campaigns.is_empty(), "a run needs a campaign");
-    let (begin, steps, running) = (Instant::now(), Steps::default(), Running::default());
+    // Of one program that is run again all steps are of interest.
+    let steps = Steps::new(if matches!(options.length, Length::One(_)) { 100_000 } else { 60 });
+    let (begin, running) = (Instant::now(), Running::default());
     let (sender, receiver) = mpsc::channel();
     let programs = {
         let (options, steps, running) = (options.clone(), steps.clone(), running.clone());

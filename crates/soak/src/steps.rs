@@ -3,16 +3,22 @@
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-const KEPT: usize = 60;
-
 /// A ring of the last steps. Clones share it: the watchdog reads it while the program runs.
-#[derive(Clone, Default)]
-pub struct Steps(Arc<Mutex<VecDeque<String>>>);
+#[derive(Clone)]
+pub struct Steps {
+    last: Arc<Mutex<VecDeque<String>>>,
+    most: usize,
+}
 
 impl Steps {
+    /// So many are kept.
+    pub fn new(most: usize) -> Self {
+        Self { last: Arc::default(), most }
+    }
+
     pub fn push(&self, step: String) {
         let mut steps = self.lock();
-        if steps.len() == KEPT {
+        if steps.len() == self.most {
             steps.pop_front();
         }
         steps.push_back(step);
@@ -27,6 +33,6 @@ impl Steps {
     }
 
     fn lock(&self) -> MutexGuard<'_, VecDeque<String>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.last.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

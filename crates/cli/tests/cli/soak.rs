@@ -84,7 +84,8 @@ fn defect_is_found_and_its_program_can_be_run_again() {
     assert!(command.starts_with("warpool soak --seed 5 --campaign device --program "), "{command}");
     let again = rows(&format!("{} --json", command.trim_start_matches("warpool ")), 1);
     assert_eq!(again[1]["message"], violation["message"]);
-    assert_eq!(again[1]["steps"], violation["steps"]);
+    let steps = |row: &Value| row["steps"].as_array().unwrap().clone();
+    assert!(steps(&again[1]).ends_with(&steps(violation)), "all its steps, of which these were the last");
 }
 
 #[test]
