@@ -3,13 +3,14 @@
 //! A stream that captures is served by the cache all the same: its memory comes from the graph's pool, which keeps it
 //! for the replays. What is freed in a capture that used it stays until the graph is gone (`bypass.rs`).
 
-use warpool_driver::{DevicePtr, StreamId};
+use warpool_driver::{DevicePtr, ErrorCode, MemoryInfo, StreamId};
 
 use crate::memory::caching::CachingAllocator;
 use crate::memory::caching::bypass::{DirectBlock, Keeper};
 use crate::memory::caching::device::CachingDevice;
+use crate::memory::shortage::Shortage;
 use crate::memory::stream_fence::PENDING_PER_CALL;
-use crate::memory::{Allocation, MemPoolId, Request};
+use crate::memory::{Allocation, MemPoolId, OomCause, Request};
 use crate::unwind::OnUnwind;
 use crate::{Error, Result};
 
@@ -19,12 +20,30 @@ impl CachingAllocator {
         let Request { stream, bytes, .. } = request;
         // What fails is retried; it must not fail this request.
         let _ = self.free_direct_pending(PENDING_PER_CALL);
-        let ptr = {
-            let _safe = device.capture_safe()?;
-            self.driver().mem_alloc(device.id, bytes)?
+        let allocated = device.capture_safe().map(|_safe| self.driver().mem_alloc(device.id, bytes))?;
+        let ptr = match allocated {
+            Ok(ptr) => ptr,
+            Err(error) if error.code == ErrorCode::OutOfMemory => return Err(self.out_of_memory(device, &request)),
+            Err(error) => return Err(error.into()),
         };
         self.bypass.insert(ptr, DirectBlock { device: device.id, stream, captured_for: Vec::new() });
         Ok(Allocation { ptr, bytes, bytes_requested: bytes, device: device.id, stream, slot: 0, generation: 0 })
+    }
+
+    /// Counts a failed request, calls the observers, and makes the error.
+    fn out_of_memory(&self, device: &CachingDevice, request: &Request) -> Error {
+        // A failure of this call must not hide the error.
+        let unknown = MemoryInfo { bytes_free: 0, bytes_total: device.bytes_total };
+        let memory = self.driver().mem_info(device.id).unwrap_or(unknown);
+        let stats = device.change(|state| {
+            state.counters_mut().oom();
+            state.stats().clone()
+        });
+        let (why, bytes_segment) = (OomCause::Device, request.bytes);
+        let shortage = Shortage { request, why, bytes_segment, memory, limit: None, stats: &stats, capturing: false };
+        let report = shortage.report();
+        device.observers().report_oom(&report);
+        Error::OutOfMemory(Box::new(report))
     }
 
     /// Frees what starts at `ptr`, if it came from the driver directly. Returns whether it did. A free that fails is
