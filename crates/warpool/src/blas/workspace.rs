@@ -15,7 +15,7 @@ use warpool_driver::{BlasMath, CaptureId, DeviceId, DevicePtr, HandleId, Library
 
 use super::precision;
 use super::settings::{BlasSettings, default_bytes};
-use crate::memory::{DeviceAllocator, DeviceBlock, MemPoolId, Request, with_metadata};
+use crate::memory::{DeviceAllocator, DeviceBlock, HeldBlock, MemPoolId, Request, with_metadata};
 use crate::{Error, Result, lock};
 
 /// The metadata of workspaces in a history.
@@ -29,12 +29,12 @@ pub(super) struct Workspace {
     pub(super) key: WorkspaceKey,
     allocator: Arc<dyn DeviceAllocator>,
     /// There until the drop.
-    block: Option<DeviceBlock>,
+    block: Option<HeldBlock>,
 }
 
 impl Workspace {
     pub(super) fn allocate(allocator: &Arc<dyn DeviceAllocator>, key: WorkspaceKey, request: Request) -> Result<Self> {
-        let block = with_metadata(METADATA, || DeviceBlock::allocate(allocator, request))?;
+        let block = with_metadata(METADATA, || DeviceBlock::allocate(allocator, request).and_then(HeldBlock::new))?;
         let bytes = block.bytes_usable();
         allocator.observers().workspaces.change(request.device, |stat| stat.increase(bytes));
         Ok(Self { key, allocator: Arc::clone(allocator), block: Some(block) })

@@ -173,6 +173,13 @@ pub enum Error {
         ptr: DevicePtr,
     },
 
+    /// Memory that a graph owns.
+    #[error("the memory at {ptr} belongs to a graph, which frees it when it is reset or dropped")]
+    HeldByGraph {
+        /// The address.
+        ptr: DevicePtr,
+    },
+
     /// There is no such pool, or no longer.
     #[error(
         "could not find pool of id {pool} on {device}; pools are per device, and are destroyed with their last use"

@@ -20,7 +20,8 @@ use super::reservation::Reservation;
 use super::state::{DrawnRange, PhiloxState};
 use crate::capture::{CaptureRecord, StreamCapture};
 use crate::error::GeneratorError;
-use crate::memory::{CaptureMemory, DeviceBlock, Request};
+use crate::memory::{CaptureMemory, DeviceBlock, HeldBlock, Request};
+use crate::unwind::call_each;
 use crate::{Result, Stream, launch, lock};
 
 /// A slot: seed and offset, 8 bytes each.
@@ -32,7 +33,7 @@ pub(crate) struct CapturedGenerators {
     /// One entry per state.
     generators: Vec<CapturedGenerator>,
     /// Slots that a seed kernel in the graph writes to, but no draw uses.
-    unused_slots: Vec<DeviceBlock>,
+    unused_slots: Vec<HeldBlock>,
     /// Held while a seed kernel is captured.
     seed_kernel_lock: Arc<Mutex<()>>,
 }
@@ -52,7 +53,7 @@ struct SeedKernel {
     stream: StreamId,
     node: NodeId,
     function: FunctionId,
-    slot: DeviceBlock,
+    slot: HeldBlock,
 }
 
 impl CapturedGenerators {
@@ -88,7 +89,7 @@ impl CapturedGenerators {
     pub(crate) fn record_replays(&self, streams: &[StreamId]) {
         let seed_kernels = self.generators.iter().flat_map(|generator| &generator.seed_kernels);
         let slots = seed_kernels.map(|kernel| &kernel.slot).chain(&self.unused_slots);
-        slots.for_each(|slot| slot.record_replays(streams));
+        call_each(slots, |slot| slot.record_replays(streams));
     }
 
     fn find(&mut self, state: &Arc<PhiloxState>) -> Option<&mut CapturedGenerator> {
@@ -173,6 +174,7 @@ pub(super) fn draw(
     let driver = stream.driver();
     let function = stream.device().kernel(&SOURCE, SEED)?;
     let slot = DeviceBlock::allocate(&CaptureMemory::of(record).allocator, slot_request(record, stream))?;
+    let slot = HeldBlock::new(slot)?;
     let seed_kernel_lock = record.with(|captured: &mut CapturedGenerators| Arc::clone(&captured.seed_kernel_lock));
     let _locked = lock(&seed_kernel_lock);
     if let Some(reservation) = count()? {

@@ -11,12 +11,14 @@ use super::args::GraphArg;
 use super::keys::{BufferKey, BufferOffset, HostKey, HostOffset};
 use crate::Result;
 use crate::error::GraphError;
-use crate::memory::{DeviceBlock, HostBlock};
+use crate::memory::{BlockHold, DeviceBlock, HostBlock};
+use crate::unwind::call_each;
 
 /// The buffers of one capture.
 pub(super) struct Buffers {
     capture: u64,
-    device: Vec<Owned<DeviceBlock>>,
+    /// Each with its hold, which ends first.
+    device: Vec<(BlockHold, Owned<DeviceBlock>)>,
     host: Vec<Owned<HostBlock>>,
 }
 
@@ -41,9 +43,10 @@ impl Buffers {
         Self { capture: NEXT.fetch_add(1, Ordering::Relaxed), device: Vec::new(), host: Vec::new() }
     }
 
-    pub(super) fn add(&mut self, block: Owned<DeviceBlock>) -> BufferKey {
-        self.device.push(block);
-        BufferKey { capture: self.capture, index: last_index(&self.device) }
+    pub(super) fn add(&mut self, block: Owned<DeviceBlock>) -> Result<BufferKey> {
+        let hold = block.block().hold()?;
+        self.device.push((hold, block));
+        Ok(BufferKey { capture: self.capture, index: last_index(&self.device) })
     }
 
     pub(super) fn add_host(&mut self, block: Owned<HostBlock>) -> HostKey {
@@ -53,7 +56,8 @@ impl Buffers {
 
     pub(super) fn get(&self, key: BufferKey) -> Result<&DeviceBlock> {
         let owned = self.device.get(key.index as usize).filter(|_| key.capture == self.capture);
-        Ok(owned.ok_or(GraphError::UnknownBuffer)?.block())
+        let (_, owned) = owned.ok_or(GraphError::UnknownBuffer)?;
+        Ok(owned.block())
     }
 
     pub(super) fn get_host(&self, key: HostKey) -> Result<&HostBlock> {
@@ -94,12 +98,12 @@ impl Buffers {
 
     /// Records that replays on `streams` use the buffers: their memory is reused after those. No driver call.
     pub(super) fn record_replays(&self, streams: &[StreamId]) {
-        self.device.iter().for_each(|owned| owned.block().record_replays(streams));
         self.host.iter().for_each(|owned| owned.block().record_replays(streams));
+        call_each(&self.device, |(_, owned)| owned.block().record_replays(streams));
     }
 }
 
-fn last_index<B>(blocks: &[Owned<B>]) -> u32 {
+fn last_index<B>(blocks: &[B]) -> u32 {
     u32::try_from(blocks.len() - 1).expect("fewer than 2^32 buffers in one graph")
 }
 

@@ -109,19 +109,19 @@ impl Capture<'_> {
     pub fn allocate_on(&mut self, bytes: u64, stream: &Stream) -> Result<BufferKey> {
         self.expect_in_capture(stream)?;
         let block = self.allocator().allocate(bytes, stream)?;
-        Ok(self.open.buffers.add(Owned::Moved(block)))
+        self.open.buffers.add(Owned::Moved(block))
     }
 
     /// Moves a block into the graph.
     pub fn keep(&mut self, block: DeviceBlock) -> Result<BufferKey> {
         block.expect_of(self.device().instance())?;
-        Ok(self.open.buffers.add(Owned::Moved(block)))
+        self.open.buffers.add(Owned::Moved(block))
     }
 
     /// Shares a block with the graph, which keeps it alive.
     pub fn share(&mut self, block: Arc<DeviceBlock>) -> Result<BufferKey> {
         block.expect_of(self.device().instance())?;
-        Ok(self.open.buffers.add(Owned::Shared(block)))
+        self.open.buffers.add(Owned::Shared(block))
     }
 
     /// A block that the graph owns.

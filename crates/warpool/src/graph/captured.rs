@@ -11,6 +11,7 @@ use crate::Result;
 use crate::capture::{CaptureSlots, RelaxedMode};
 use crate::generator::CapturedGenerators;
 use crate::memory::{CapturedHostPools, MemPool};
+use crate::unwind::call_each;
 
 const INSTANTIATE: InstantiateOptions = InstantiateOptions { auto_free_on_launch: true, use_node_priority: true };
 
@@ -69,10 +70,14 @@ impl Drop for Captured {
         if streams.is_empty() {
             return;
         }
-        self.pools.iter().for_each(|pool| pool.record_replays(&streams));
-        self.host_pools.record_replays(&streams);
-        self.generators.record_replays(&streams);
-        self.buffers.record_replays(&streams);
+        // Decorators are user code: all of it is recorded, also if one panics.
+        let parts: [&dyn Fn(); 4] = [
+            &|| call_each(&self.pools, |pool| pool.record_replays(&streams)),
+            &|| self.host_pools.record_replays(&streams),
+            &|| self.generators.record_replays(&streams),
+            &|| self.buffers.record_replays(&streams),
+        ];
+        call_each(parts, |record| record());
     }
 }
 

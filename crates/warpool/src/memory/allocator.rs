@@ -7,7 +7,7 @@ use std::fmt;
 
 use warpool_driver::{DeviceId, DevicePtr, StreamId};
 
-use super::{HistoryOptions, MemPoolId, Observers, PrivatePools, Snapshot, Stats};
+use super::{GraphKey, HistoryOptions, MemPoolId, Observers, PrivatePools, Snapshot, Stats};
 use crate::{Instance, Result};
 
 /// A request for memory.
@@ -127,6 +127,20 @@ pub trait DeviceAllocator: fmt::Debug + Send + Sync {
             // It fails only for an allocation that does not exist.
             let _ = self.record_use(allocation, stream);
         }
+    }
+
+    /// A graph owns the allocation: until as many calls of [`end_hold`](Self::end_hold), every free of it is
+    /// [`Error::HeldByGraph`](crate::Error::HeldByGraph).
+    #[doc(hidden)]
+    fn hold(&self, allocation: Allocation, key: GraphKey) -> Result<()> {
+        let _ = (allocation, key);
+        Ok(())
+    }
+
+    /// See [`hold`](Self::hold).
+    #[doc(hidden)]
+    fn end_hold(&self, allocation: Allocation, key: GraphKey) {
+        let _ = (allocation, key);
     }
 
     /// Returns cached memory that nothing uses to the driver. Returns how many bytes. For the default pool, that is its

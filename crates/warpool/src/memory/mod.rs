@@ -64,6 +64,7 @@ mod capture_memory;
 mod decorate;
 mod device_block;
 mod external;
+mod hold;
 mod host;
 mod limit;
 mod pool;
@@ -84,6 +85,9 @@ pub(crate) use capture_memory::CaptureMemory;
 pub use decorate::{AllocatorCall, Decorator, FreeCall, Limited, Traced};
 pub use device_block::{Allocate, DeviceBlock};
 pub use external::{BaseAllocation, ExternalAllocator, ExternalUpstream, FnAllocator, Handled, RawStream};
+#[doc(hidden)]
+pub use hold::GraphKey;
+pub(crate) use hold::{BlockHold, HeldBlock};
 pub(crate) use host::CapturedHostPools;
 pub use host::{HostAllocator, HostBlock, HostStats, HostTime};
 pub use pool::{MemPool, PoolScope};

@@ -1,12 +1,15 @@
 //! What a graph owns cannot be freed from under it, by any call that safe code can make.
 
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use warpool::Error;
 use warpool::driver::{Copies as _, Pattern};
 use warpool::graph::{BufferKey, CaptureOptions, Graph, GraphOptions};
 use warpool::memory::{
-    Allocate as _, CachingAllocator, DeviceAllocator, Limited, MemPool, MemPoolId, PoolOptions, Route, Settings,
+    Allocate as _, AllocatorCall, CachingAllocator, DeviceAllocator, DeviceBlock, Limited, MemPool, MemPoolId,
+    PoolOptions, Route, Settings, Traced,
 };
 
 use crate::common::memory::{FIRST, MIB};
@@ -200,5 +203,122 @@ fn dropped_blocks_trims_and_settings_leave_a_graph_its_memory() {
     drop(graph);
     assert!(fixture.context.trim() > 0);
     assert!(fixture.context.segments().iter().all(|segment| segment.pool == MemPoolId::DEFAULT));
+    fixture.finish();
+}
+
+/// Blocks of a graph: allocated in its capture, moved into it, shared with it.
+#[test]
+fn raw_frees_do_not_free_the_blocks_of_a_graph() {
+    let fixture = CaptureFixture::new();
+    let allocator = fixture.context.any();
+    fixture.context.allocator.set_caching(false);
+    let direct = allocator.allocate(4 * MIB, &fixture.side).unwrap();
+    fixture.context.allocator.set_caching(true);
+    let [kept, shared] = [0, 1].map(|_| allocator.allocate(4 * MIB, &fixture.side).unwrap());
+    let mut graph = fixture.graph();
+    let keys = graph
+        .capture(&fixture.side, CaptureOptions::default(), |capture| {
+            let stream = capture.stream().clone();
+            let direct = capture.keep(direct)?;
+            let keys = [capture.allocate(4 * MIB)?, capture.keep(kept)?, capture.share(Arc::new(shared))?, direct];
+            for (key, value) in keys.into_iter().zip(11..) {
+                capture.fill(key, Pattern::U32(value), 1, &stream)?;
+            }
+            Ok(keys)
+        })
+        .unwrap();
+    let ptrs = keys.map(|key| graph.buffer(key).unwrap().ptr());
+    for ptr in ptrs {
+        let held = Err(Error::HeldByGraph { ptr });
+        assert_eq!(allocator.free_raw(ptr), held);
+        assert_eq!(allocator.free_on(FIRST, ptr), held);
+        // What is not cached is not found.
+        if let Ok(found) = allocator.find(ptr) {
+            assert_eq!(allocator.free(found), held);
+            drop(DeviceBlock::from_raw(allocator.clone(), found));
+            assert_eq!(allocator.find(ptr), Ok(found), "it is still allocated");
+        }
+    }
+    for (key, value) in keys.into_iter().zip(11..) {
+        expect_intact(&fixture, &graph, key, value);
+    }
+    drop(graph);
+    assert!(ptrs.iter().all(|&ptr| allocator.find(ptr).is_err()), "the graph has freed them");
+    drop(allocator);
+    fixture.finish();
+}
+
+#[test]
+fn a_restore_leaves_a_graph_its_blocks() {
+    let fixture = CaptureFixture::new();
+    let (any, device) = (fixture.context.any(), fixture.context.device());
+    let caching = &fixture.context.allocator;
+    let pool = MemPool::new(&any, &device, PoolOptions::default()).unwrap();
+    let empty = caching.checkpoint(FIRST, pool.id()).unwrap();
+    let before = any.allocate_in(&pool, 12 * MIB, &fixture.side).unwrap();
+    let with_before = caching.checkpoint(FIRST, pool.id()).unwrap();
+    drop(before);
+    // The graph's block is where the other was.
+    let mut graph = fixture.graph();
+    let key = graph
+        .capture(&fixture.side, CaptureOptions::default().with_pool(&pool), |capture| {
+            let (stream, key) = (capture.stream().clone(), capture.allocate(8 * MIB)?);
+            capture.fill(key, Pattern::U32(21), 1, &stream)?;
+            Ok(key)
+        })
+        .unwrap();
+    let own = caching.checkpoint(FIRST, pool.id()).unwrap();
+    let refused = caching.restore(&with_before);
+    assert!(matches!(refused, Err(Error::Checkpoint { .. })), "{refused:?}");
+    for checkpoint in [&empty, &own, &empty] {
+        let program = any.allocate_in(&pool, 2 * MIB, &fixture.side).unwrap();
+        let restored = caching.restore(checkpoint).unwrap();
+        assert_eq!((restored.freed, restored.allocated), (vec![program.ptr()], vec![]), "the program's block alone");
+        caching.check();
+        drop(program);
+        expect_intact(&fixture, &graph, key, 21);
+    }
+    drop(graph);
+    caching.restore(&with_before).unwrap().allocated.into_iter().for_each(|block| caching.free(block).unwrap());
+    drop((pool, any));
+    fixture.finish();
+}
+
+/// Found by random programs: a decorator that panicked over the first buffer of a graph kept the uses of the others from
+/// being recorded.
+#[test]
+fn a_panic_while_a_graph_is_dropped_loses_no_use() {
+    let fixture = CaptureFixture::new();
+    let panics = Arc::new(AtomicBool::new(false));
+    let on_call = {
+        let panics = panics.clone();
+        move |call: &AllocatorCall, _: Option<&Error>| {
+            let is_use = matches!(call, AllocatorCall::RecordUse { .. });
+            assert!(!is_use || !panics.swap(false, Ordering::Relaxed), "on purpose");
+        }
+    };
+    let traced: Arc<dyn DeviceAllocator> = Arc::new(Traced::new(fixture.context.any(), on_call));
+    let (owner, replays) = (fixture.context.side_stream(), fixture.context.side_stream());
+    let blocks = [0; 3].map(|_| traced.allocate(4 * MIB, &owner).unwrap());
+    let ptrs = [0, 1, 2].map(|at: usize| blocks[at].ptr());
+    let mut graph = Graph::new(&traced, &fixture.context.device(), GraphOptions::default()).unwrap();
+    graph
+        .capture(&fixture.side, CaptureOptions::default(), |capture| {
+            let stream = capture.stream().clone();
+            for block in blocks {
+                let key = capture.keep(block)?;
+                capture.fill(key, Pattern::U8(1), 4 * MIB, &stream)?;
+            }
+            Ok(())
+        })
+        .unwrap();
+    fixture.context.pause_stream(&replays);
+    graph.replay(&replays).unwrap();
+    panics.store(true, Ordering::Relaxed);
+    assert!(catch_unwind(AssertUnwindSafe(|| drop(graph))).is_err(), "the panic goes on");
+    let next = [0; 3].map(|_| traced.allocate(4 * MIB, &owner).unwrap());
+    assert!(next.iter().all(|block| !ptrs.contains(&block.ptr())), "a replay still writes there");
+    fixture.context.resume_stream(&replays);
+    drop((next, traced));
     fixture.finish();
 }

@@ -12,8 +12,8 @@ use std::sync::Mutex;
 use rustc_hash::FxHashMap;
 use warpool_driver::{DeviceId, DevicePtr, StreamId};
 
-use crate::lock;
 use crate::memory::MemPoolId;
+use crate::{Error, Result, lock};
 
 /// A pool that a graph's memory comes from.
 pub(super) type Keeper = (DeviceId, MemPoolId);
@@ -25,6 +25,8 @@ pub(super) struct DirectBlock {
     pub(super) stream: StreamId,
     /// The pools of captures that recorded a use of it; the default pool for captures without one.
     pub(super) captured_for: Vec<MemPoolId>,
+    /// How many graphs hold it: it is not freed meanwhile.
+    pub(super) holds: u32,
 }
 
 /// Memory that came from the driver directly.
@@ -63,9 +65,20 @@ impl Bypass {
         }
     }
 
-    /// Takes a block that is being freed. The caller frees or keeps it.
-    pub(super) fn remove(&self, ptr: DevicePtr) -> Option<DirectBlock> {
-        lock(&self.blocks).allocated.remove(&ptr.0)
+    /// A graph holds a block, or no longer does.
+    pub(super) fn change_holds(&self, ptr: DevicePtr, change: impl FnOnce(u32) -> u32) {
+        if let Some(block) = lock(&self.blocks).allocated.get_mut(&ptr.0) {
+            block.holds = change(block.holds);
+        }
+    }
+
+    /// Takes a block that is being freed. The caller frees or keeps it. Fails if a graph holds it.
+    pub(super) fn remove(&self, ptr: DevicePtr) -> Result<Option<DirectBlock>> {
+        let allocated = &mut lock(&self.blocks).allocated;
+        if allocated.get(&ptr.0).is_some_and(|block| block.holds > 0) {
+            return Err(Error::HeldByGraph { ptr });
+        }
+        Ok(allocated.remove(&ptr.0))
     }
 
     /// Leaves the free of a block to a later call.

@@ -14,7 +14,7 @@ use std::sync::Arc;
 use warpool_driver::{DeviceId, DevicePtr, StreamId};
 
 use super::{
-    Allocation, DeviceAllocator, HistoryOptions, MemPoolId, Observers, PrivatePools, Request, Snapshot,
+    Allocation, DeviceAllocator, GraphKey, HistoryOptions, MemPoolId, Observers, PrivatePools, Request, Snapshot,
     SnapshotOptions, Stats,
 };
 use crate::unwind::{OnUnwind, call_each};
@@ -188,11 +188,19 @@ impl<D: Decorator> DeviceAllocator for D {
         finish(self, &call, self.inner().record_use(allocation, stream))
     }
 
+    fn hold(&self, allocation: Allocation, key: GraphKey) -> Result<()> {
+        self.inner().hold(allocation, key)
+    }
+
+    fn end_hold(&self, allocation: Allocation, key: GraphKey) {
+        self.inner().end_hold(allocation, key);
+    }
+
     fn record_uses_later(&self, allocation: Allocation, streams: &[StreamId]) {
         self.inner().record_uses_later(allocation, streams);
-        for &stream in streams {
+        call_each(streams, |&stream| {
             let _ = finish(self, &AllocatorCall::RecordUse { ptr: allocation.ptr, stream }, Ok(()));
-        }
+        });
     }
 
     fn trim(&self, device: DeviceId, pool: MemPoolId) -> Result<u64> {

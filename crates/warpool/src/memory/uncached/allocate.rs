@@ -97,6 +97,7 @@ impl<S: Source> UncachedAllocator<S> {
             stream,
             stream_raw: raw_stream.raw.0,
             pool: slot.pool(),
+            holds: 0,
             uses: Vec::new(),
             capture,
             stack: None,

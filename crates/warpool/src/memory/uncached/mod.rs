@@ -38,8 +38,8 @@ use warpool_driver::{DeviceId, DevicePtr, Driver, StreamId};
 use super::report::{EntryDetails, StackIds};
 use super::stream_fence::StreamFences;
 use super::{
-    Allocation, DeviceAllocator, Handled, HistoryOptions, MemPoolId, Observers, PrivatePools, Request, Settings,
-    Snapshot, SnapshotOptions, StackLevel, Stat, Stats,
+    Allocation, DeviceAllocator, GraphKey, Handled, HistoryOptions, MemPoolId, Observers, PrivatePools, Request,
+    Settings, Snapshot, SnapshotOptions, StackLevel, Stat, Stats,
 };
 use crate::capture::CaptureStatus;
 use crate::unwind::OnUnwind;
@@ -140,7 +140,7 @@ impl<S: Source> UncachedAllocator<S> {
     /// Frees a block that its caller will never get, or whose free was interrupted. Calls nothing out.
     fn abandon(&self, state: &DeviceState, allocation: Allocation) {
         let free = |table: &mut AllocationTable| {
-            table.begin_free(allocation.ptr, allocation.slot, false, &EntryDetails::default()).map(drop)
+            table.begin_free_of_owner(allocation.ptr, allocation.slot, false, &EntryDetails::default()).map(drop)
         };
         // Nothing starts at the null address.
         let _ = self.with(state, free);
@@ -206,7 +206,8 @@ impl<S: Source> DeviceAllocator for UncachedAllocator<S> {
         self.deliver_pool_events(state, false);
         let details = self.entry_details(state, StackLevel::All);
         unwinds.disarm();
-        let entry = self.with(state, |table| table.begin_free(allocation.ptr, allocation.slot, true, &details))?;
+        let entry =
+            self.with(state, |table| table.begin_free_of_owner(allocation.ptr, allocation.slot, true, &details))?;
         let released = self.release_block(state, &entry, &details);
         self.process_pending(state, &details);
         self.report(state);
@@ -219,8 +220,20 @@ impl<S: Source> DeviceAllocator for UncachedAllocator<S> {
         let details = self.entry_details(state, StackLevel::All);
         unwinds.disarm();
         // A destructor cannot report that there is no such block.
-        let _ = self.with(state, |table| table.begin_free(allocation.ptr, allocation.slot, false, &details).map(drop));
+        let _ = self
+            .with(state, |table| table.begin_free_of_owner(allocation.ptr, allocation.slot, false, &details).map(drop));
         self.report(state);
+    }
+
+    fn hold(&self, allocation: Allocation, _: GraphKey) -> Result<()> {
+        let state = self.state(allocation.device)?;
+        if allocation.ptr.is_null() { Ok(()) } else { self.with(state, |table| table.hold(&allocation)) }
+    }
+
+    fn end_hold(&self, allocation: Allocation, _: GraphKey) {
+        if let Ok(state) = self.state(allocation.device) {
+            self.with(state, |table| table.end_hold(&allocation));
+        }
     }
 
     /// The source is not asked to delay the reuse: that could be a call into the driver.

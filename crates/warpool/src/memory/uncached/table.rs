@@ -40,6 +40,8 @@ pub(super) struct TableEntry {
     pub(super) pool: MemPoolId,
     /// Other streams that used it.
     pub(super) uses: Vec<StreamId>,
+    /// How many graphs hold it: it is not freed meanwhile.
+    pub(super) holds: u32,
     /// The capture that allocated it, if any: its memory belongs to the graph.
     pub(super) capture: Option<CaptureId>,
     pub(super) stack: Option<Stack>,
@@ -183,10 +185,41 @@ impl AllocationTable {
         true
     }
 
+    /// A graph holds an allocation.
+    pub(super) fn hold(&mut self, allocation: &Allocation) -> Result<()> {
+        let ptr = allocation.ptr;
+        self.live_mut(allocation).ok_or(Error::UnknownPointer { ptr })?.holds += 1;
+        Ok(())
+    }
+
+    /// A graph no longer holds an allocation.
+    pub(super) fn end_hold(&mut self, allocation: &Allocation) {
+        if let Some(entry) = self.live_mut(allocation) {
+            entry.holds = entry.holds.saturating_sub(1);
+        }
+    }
+
+    /// As [`begin_free`](Self::begin_free), by a caller. Fails if a graph holds the block.
+    pub(super) fn begin_free_of_owner(
+        &mut self,
+        ptr: DevicePtr,
+        serial: u64,
+        releasing: bool,
+        details: &EntryDetails,
+    ) -> Result<TableEntry> {
+        if self.live.get(&ptr.0).is_some_and(|entry| entry.holds > 0) {
+            return Err(Error::HeldByGraph { ptr });
+        }
+        self.begin_free(ptr, serial, releasing, details)
+    }
+
+    fn live_mut(&mut self, allocation: &Allocation) -> Option<&mut TableEntry> {
+        self.live.get_mut(&allocation.ptr.0).filter(|entry| entry.serial == allocation.slot)
+    }
+
     /// Records that `streams` use an allocation, if it still is one.
     pub(super) fn record_uses(&mut self, allocation: &Allocation, streams: &[StreamId]) {
-        let entry = self.live.get_mut(&allocation.ptr.0).filter(|entry| entry.serial == allocation.slot);
-        if let Some(entry) = entry {
+        if let Some(entry) = self.live_mut(allocation) {
             let known: FxHashSet<StreamId> = entry.uses.iter().copied().chain([entry.stream]).collect();
             entry.uses.extend(streams.iter().filter(|stream| !known.contains(stream)));
         }

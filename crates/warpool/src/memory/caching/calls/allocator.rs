@@ -13,8 +13,8 @@ use crate::memory::caching::{slow_path, source};
 use crate::memory::report::EntryDetails;
 use crate::memory::report::StackIds;
 use crate::memory::{
-    Allocation, DeviceAllocator, HistoryOptions, MemPoolId, Observers, PrivatePools, Request, SizeRules, Snapshot,
-    SnapshotOptions, StackLevel, Stat, Stats,
+    Allocation, DeviceAllocator, GraphKey, HistoryOptions, MemPoolId, Observers, PrivatePools, Request, SizeRules,
+    Snapshot, SnapshotOptions, StackLevel, Stat, Stats,
 };
 use crate::unwind::OnUnwind;
 use crate::{Error, Instance, Result};
@@ -24,6 +24,8 @@ enum Freed {
     Completed,
     /// Other streams may still use it.
     Pending(BlockKey),
+    /// A graph holds it: it is not freed.
+    Held,
 }
 
 impl CachingDevice {
@@ -32,17 +34,21 @@ impl CachingDevice {
         if self.shared().tracks_suballocations() {
             // Before another request can get it. Memory of a private pool may be a graph's, whose replays go on using
             // what its capture freed.
-            let (allocation, pool) = self.read(|state| {
+            let (allocation, pool, is_held) = self.read(|state| {
                 let block = find(state)?;
-                let segment = state.heap().block(block).segment();
-                Some((state.allocation(block), state.heap().block_pool_of(segment).pool()))
+                let entry = state.heap().block(block);
+                let pool = state.heap().block_pool_of(entry.segment()).pool();
+                Some((state.allocation(block), pool, entry.is_held()))
             })?;
-            if pool.is_default() {
+            if pool.is_default() && !is_held {
                 self.driver().suballocation_freed(allocation.ptr, allocation.bytes);
             }
         }
         let free = |state: &mut DeviceState, details: &EntryDetails| {
             let block = find(state)?;
+            if state.heap().block(block).is_held() {
+                return Some(Freed::Held);
+            }
             Some(if state.free(block, details) { Freed::Pending(block) } else { Freed::Completed })
         };
         let fence_later = |state: &mut DeviceState, freed: Option<Freed>| {
@@ -63,19 +69,26 @@ impl CachingDevice {
     }
 
     /// Frees the block that starts at `ptr`. Returns whether one does.
-    fn free_at(&self, ptr: DevicePtr) -> bool {
-        let freed = self.free(|state| state.heap().allocated_at(ptr));
-        freed.map(|(freed, details)| self.fence_freed(freed, &details)).is_some()
+    fn free_at(&self, ptr: DevicePtr) -> Result<bool> {
+        match self.free(|state| state.heap().allocated_at(ptr)) {
+            Some((freed, details)) => self.fence_freed(freed, ptr, &details).map(|()| true),
+            None => Ok(false),
+        }
     }
 
     /// The block is freed whatever happens: what fails is retried by the next call, which also returns an error that
     /// persists.
-    fn fence_freed(&self, freed: Freed, details: &EntryDetails) {
-        let Freed::Pending(block) = freed else { return };
+    fn fence_freed(&self, freed: Freed, ptr: DevicePtr, details: &EntryDetails) -> Result<()> {
+        let block = match freed {
+            Freed::Completed => return Ok(()),
+            Freed::Held => return Err(Error::HeldByGraph { ptr }),
+            Freed::Pending(block) => block,
+        };
         if let Err(error) = PendingFrees::new(self, details).fence_or_defer(block) {
             tracing::warn!(%error, "no fence could be recorded for a freed block; it is retried");
         }
         self.report();
+        Ok(())
     }
 }
 
@@ -189,8 +202,12 @@ impl DeviceAllocator for CachingAllocator {
         let may_have = |device: &CachingDevice| {
             !device.collects_details() || device.read(|state| state.heap().allocated_at(ptr).is_some())
         };
-        let freed = self.devices.iter().any(|device| may_have(device) && device.free_at(ptr));
-        if freed || self.free_direct(ptr)? {
+        for device in &self.devices {
+            if may_have(device) && device.free_at(ptr)? {
+                return Ok(());
+            }
+        }
+        if self.free_direct(ptr)? {
             return Ok(());
         }
         Err(Error::UnknownPointer { ptr })
@@ -200,7 +217,7 @@ impl DeviceAllocator for CachingAllocator {
         if self.instance().is_inherited() {
             return Ok(());
         }
-        if !ptr.is_null() && self.device(device)?.free_at(ptr) {
+        if !ptr.is_null() && self.device(device)?.free_at(ptr)? {
             return Ok(());
         }
         self.free_raw(ptr)
@@ -234,8 +251,7 @@ impl DeviceAllocator for CachingAllocator {
         }
         let freed = device.free(|state| state.heap().allocated(&allocation));
         let (freed, details) = freed.ok_or(Error::UnknownPointer { ptr: allocation.ptr })?;
-        device.fence_freed(freed, &details);
-        Ok(())
+        device.fence_freed(freed, allocation.ptr, &details)
     }
 
     fn free_later(&self, allocation: Allocation) {
@@ -247,6 +263,23 @@ impl DeviceAllocator for CachingAllocator {
         let freed = device.free(|state| state.heap().allocated(&allocation));
         if let Some((Freed::Pending(block), _)) = freed {
             device.change(|state| state.fence_later(block));
+        }
+    }
+
+    fn hold(&self, allocation: Allocation, _: GraphKey) -> Result<()> {
+        let device = self.device(allocation.device)?;
+        if allocation.slot == 0 {
+            self.bypass.change_holds(allocation.ptr, |holds| holds + 1);
+            return Ok(());
+        }
+        device.change(|state| state.hold(&allocation))
+    }
+
+    fn end_hold(&self, allocation: Allocation, _: GraphKey) {
+        if allocation.slot == 0 {
+            self.bypass.change_holds(allocation.ptr, |holds| holds.saturating_sub(1));
+        } else if let Ok(device) = self.device(allocation.device) {
+            device.change(|state| state.end_hold(&allocation));
         }
     }
 

@@ -26,7 +26,7 @@ impl CachingAllocator {
             Err(error) if error.code == ErrorCode::OutOfMemory => return Err(self.out_of_memory(device, &request)),
             Err(error) => return Err(error.into()),
         };
-        self.bypass.insert(ptr, DirectBlock { device: device.id, stream, captured_for: Vec::new() });
+        self.bypass.insert(ptr, DirectBlock { device: device.id, stream, captured_for: Vec::new(), holds: 0 });
         Ok(Allocation { ptr, bytes, bytes_requested: bytes, device: device.id, stream, slot: 0, generation: 0 })
     }
 
@@ -49,7 +49,7 @@ impl CachingAllocator {
     /// Frees what starts at `ptr`, if it came from the driver directly. Returns whether it did. A free that fails is
     /// retried by later calls.
     pub(super) fn free_direct(&self, ptr: DevicePtr) -> Result<bool> {
-        let Some(block) = self.bypass.remove(ptr) else { return Ok(false) };
+        let Some(block) = self.bypass.remove(ptr)? else { return Ok(false) };
         let unwinds = OnUnwind::new(|| self.bypass.free_later(ptr));
         let keepers = self.keepers(&block);
         unwinds.disarm();
@@ -68,7 +68,7 @@ impl CachingAllocator {
     /// The same for destructors, without a driver call. Whether its stream captures is not known then: while captures
     /// are under way, the block is kept for all of them.
     pub(super) fn free_direct_later(&self, ptr: DevicePtr) {
-        let Some(block) = self.bypass.remove(ptr) else { return };
+        let Ok(Some(block)) = self.bypass.remove(ptr) else { return };
         let Ok(device) = self.device(block.device) else { return };
         let mut pools = block.captured_for;
         let unknown = device.has_captures() || pools.iter().any(|pool| pool.is_default());

@@ -51,6 +51,8 @@ pub(crate) struct Extra {
     pub(crate) uses_in_capture: Vec<StreamId>,
     /// The call stack of the allocation.
     pub(crate) stack: Option<Stack>,
+    /// How many graphs hold it: it is not freed meanwhile.
+    pub(crate) holds: u32,
 }
 
 impl Block {
@@ -142,6 +144,11 @@ impl Block {
     }
 
     #[inline]
+    /// Whether a graph holds it.
+    pub(crate) fn is_held(&self) -> bool {
+        self.extra.as_ref().is_some_and(|extra| extra.holds > 0)
+    }
+
     pub(crate) fn has_uses(&self) -> bool {
         self.extra.as_ref().is_some_and(|extra| !extra.uses.is_clear() || !extra.uses_in_capture.is_empty())
     }

@@ -531,6 +531,11 @@ impl Heap {
         (extra.uses.unfenced().to_vec(), extra.uses_in_capture)
     }
 
+    /// A graph holds a block, or no longer does.
+    pub(super) fn holds_mut(&mut self, key: BlockKey) -> &mut u32 {
+        &mut self.blocks[key].extra.get_or_insert_default().holds
+    }
+
     /// The streams that used a block, with the state of its fences.
     pub(super) fn uses_mut(&mut self, key: BlockKey) -> &mut StreamUses {
         &mut self.blocks[key].extra.get_or_insert_default().uses

@@ -10,6 +10,7 @@
 
 use std::collections::BTreeSet;
 
+use rustc_hash::FxHashSet;
 use warpool_driver::{DeviceId, DevicePtr, StreamId};
 
 use super::DeviceState;
@@ -79,7 +80,8 @@ impl PoolCheckpoint {
     }
 }
 
-/// What restoring a checkpoint did. An address may be in both lists: its block is another one now.
+/// What restoring a checkpoint did. An address may be in both lists: its block is another one now. Blocks that graphs own
+/// stay as they are, and are in neither.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Restored {
     /// Blocks that were allocated and are freed now: their owners must not use or free them any more.
@@ -120,7 +122,7 @@ impl DeviceState {
     /// The streams that the streams of the blocks to be restored have to be ordered after.
     pub(crate) fn order_for(&self, checkpoint: &PoolCheckpoint) -> Result<BTreeSet<StreamOrder>> {
         let mut orders = BTreeSet::new();
-        for (key, block) in self.blocks_in(checkpoint.pool)? {
+        for (key, block) in self.blocks_in(checkpoint.pool)?.filter(|(_, block)| !block.is_held()) {
             if block.has_uses() && checkpoint.overlaps(block.ptr(), block.end()) {
                 let own = self.heap.stream_of(key);
                 let order = |in_capture| move |&user: &StreamId| StreamOrder { user, own, in_capture };
@@ -200,6 +202,13 @@ impl DeviceState {
                 }
                 reached = block.end();
             }
+            if let Some(held) = behind.iter().find(|block| block.ptr() < saved.end() && block.is_held())
+                && (held.ptr(), held.end()) != (saved.ptr, saved.end())
+            {
+                let why =
+                    format!("a graph owns the block at {:#x}, where another was; reset the graph first", held.ptr());
+                return Err(Error::Checkpoint { pool: checkpoint.pool, why });
+            }
             if reached < saved.end() {
                 let why = format!("could not find {:#x}: the memory was released since", saved.ptr);
                 return Err(Error::Checkpoint { pool: checkpoint.pool, why });
@@ -208,9 +217,11 @@ impl DeviceState {
         Ok(())
     }
 
+    /// What a restore frees: all allocated blocks but those that graphs hold.
     fn allocated_in(&self, pool: MemPoolId) -> Result<Vec<(BlockKey, DevicePtr)>> {
         let allocated = self.blocks_in(pool)?.filter(|(_, block)| block.status() == BlockStatus::Allocated);
-        Ok(allocated.map(|(key, block)| (key, DevicePtr(block.ptr()))).collect())
+        let freed = allocated.filter(|(_, block)| !block.is_held());
+        Ok(freed.map(|(key, block)| (key, DevicePtr(block.ptr()))).collect())
     }
 
     /// The free blocks of a pool, by address.
@@ -228,6 +239,8 @@ impl DeviceState {
         used: &[UsedRange],
         details: &EntryDetails,
     ) -> Result<Vec<Allocation>> {
+        let held = self.blocks_in(checkpoint.pool)?.filter(|(_, block)| block.is_held());
+        let held: FxHashSet<u64> = held.map(|(_, block)| block.ptr()).collect();
         let free = self.free_in(checkpoint.pool)?;
         let around = |saved: &SavedBlock| free[..free.partition_point(|&(ptr, _)| ptr <= saved.ptr)].last();
         let allocate = |saved: &SavedBlock| {
@@ -240,7 +253,7 @@ impl DeviceState {
             }
             allocation
         };
-        Ok(checkpoint.blocks.iter().map(allocate).collect())
+        Ok(checkpoint.blocks.iter().filter(|saved| !held.contains(&saved.ptr)).map(allocate).collect())
     }
 
     /// Lets what is free of the ranges wait for the streams that use them: as blocks of their own, freed at once.

@@ -324,6 +324,20 @@ impl DeviceState {
         }
     }
 
+    /// A graph holds an allocation.
+    pub(super) fn hold(&mut self, allocation: &Allocation) -> Result<()> {
+        let block = self.heap.allocated(allocation).ok_or(Error::UnknownPointer { ptr: allocation.ptr })?;
+        *self.heap.holds_mut(block) += 1;
+        Ok(())
+    }
+
+    /// A graph no longer holds an allocation.
+    pub(super) fn end_hold(&mut self, allocation: &Allocation) {
+        if let Some(block) = self.heap.allocated(allocation).filter(|&block| self.heap.block(block).is_held()) {
+            *self.heap.holds_mut(block) -= 1;
+        }
+    }
+
     /// Records that `streams` use an allocation, if it still is one.
     pub(super) fn record_uses(&mut self, allocation: &Allocation, streams: &[StreamId]) {
         if let Some(block) = self.heap.allocated(allocation) {

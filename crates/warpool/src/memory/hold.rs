@@ -1,0 +1,53 @@
+//! Holds: what a graph owns is freed by the graph alone, whatever raw calls are made with its address.
+
+use std::ops::Deref;
+use std::sync::Arc;
+
+use super::{Allocation, DeviceAllocator, DeviceBlock};
+use crate::Result;
+
+/// Shows that a call comes from a graph: only this crate has one.
+#[derive(Clone, Copy, Debug)]
+pub struct GraphKey(());
+
+const GRAPH: GraphKey = GraphKey(());
+
+/// While it exists, no call frees the block.
+pub(crate) struct BlockHold {
+    allocator: Arc<dyn DeviceAllocator>,
+    allocation: Allocation,
+}
+
+impl BlockHold {
+    pub(super) fn new(allocator: &Arc<dyn DeviceAllocator>, allocation: Allocation) -> Result<Self> {
+        allocator.hold(allocation, GRAPH)?;
+        Ok(Self { allocator: Arc::clone(allocator), allocation })
+    }
+}
+
+impl Drop for BlockHold {
+    fn drop(&mut self) {
+        self.allocator.end_hold(self.allocation, GRAPH);
+    }
+}
+
+/// A block of a graph, or of what a graph uses.
+pub(crate) struct HeldBlock {
+    // Dropped before the block.
+    _hold: BlockHold,
+    block: DeviceBlock,
+}
+
+impl HeldBlock {
+    pub(crate) fn new(block: DeviceBlock) -> Result<Self> {
+        Ok(Self { _hold: block.hold()?, block })
+    }
+}
+
+impl Deref for HeldBlock {
+    type Target = DeviceBlock;
+
+    fn deref(&self) -> &DeviceBlock {
+        &self.block
+    }
+}
