@@ -44,7 +44,7 @@ impl Buffers {
     }
 
     pub(super) fn add(&mut self, block: Owned<DeviceBlock>) -> Result<BufferKey> {
-        let hold = block.block().hold()?;
+        let hold = BlockHold::new(block.block())?;
         self.device.push((hold, block));
         Ok(BufferKey { capture: self.capture, index: last_index(&self.device) })
     }

@@ -7,7 +7,7 @@ use std::fmt;
 
 use warpool_driver::{DeviceId, DevicePtr, StreamId};
 
-use super::{GraphKey, HistoryOptions, MemPoolId, Observers, PrivatePools, Snapshot, Stats};
+use super::{HistoryOptions, MemPoolId, Observers, PrivatePools, Snapshot, Stats};
 use crate::{Instance, Result};
 
 /// A request for memory.
@@ -55,6 +55,15 @@ pub struct Allocation {
     pub slot: u64,
     /// Tells it from earlier allocations of the same memory: those free nothing any more.
     pub generation: u32,
+}
+
+/// Shows that a call comes from a graph: only this crate has one.
+#[doc(hidden)]
+#[derive(Clone, Copy, Debug)]
+pub struct GraphKey(());
+
+impl GraphKey {
+    pub(super) const NEW: Self = Self(());
 }
 
 /// What a snapshot contains.

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use warpool_driver::{DeviceId, DevicePtr, StreamId};
 
-use super::{Allocation, BlockHold, DeviceAllocator, MemPool, Request};
+use super::{Allocation, DeviceAllocator, MemPool, Request};
 use crate::{Instance, Result, Stream};
 
 /// Owned device memory. Dropping it frees it without a driver call: fences in other streams that used it are recorded
@@ -83,9 +83,9 @@ impl DeviceBlock {
         }
     }
 
-    /// Keeps it from being freed by raw calls.
-    pub(crate) fn hold(&self) -> Result<BlockHold> {
-        BlockHold::new(&self.allocator, self.allocation)
+    /// Its allocator, and the allocation.
+    pub(super) fn parts(&self) -> (&Arc<dyn DeviceAllocator>, Allocation) {
+        (&self.allocator, self.allocation)
     }
 
     /// Fails if it is not memory of `instance`.

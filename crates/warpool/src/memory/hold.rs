@@ -3,14 +3,8 @@
 use std::ops::Deref;
 use std::sync::Arc;
 
-use super::{Allocation, DeviceAllocator, DeviceBlock};
+use super::{Allocation, DeviceAllocator, DeviceBlock, GraphKey};
 use crate::Result;
-
-/// Shows that a call comes from a graph: only this crate has one.
-#[derive(Clone, Copy, Debug)]
-pub struct GraphKey(());
-
-const GRAPH: GraphKey = GraphKey(());
 
 /// While it exists, no call frees the block.
 pub(crate) struct BlockHold {
@@ -19,15 +13,16 @@ pub(crate) struct BlockHold {
 }
 
 impl BlockHold {
-    pub(super) fn new(allocator: &Arc<dyn DeviceAllocator>, allocation: Allocation) -> Result<Self> {
-        allocator.hold(allocation, GRAPH)?;
+    pub(crate) fn new(block: &DeviceBlock) -> Result<Self> {
+        let (allocator, allocation) = block.parts();
+        allocator.hold(allocation, GraphKey::NEW)?;
         Ok(Self { allocator: Arc::clone(allocator), allocation })
     }
 }
 
 impl Drop for BlockHold {
     fn drop(&mut self) {
-        self.allocator.end_hold(self.allocation, GRAPH);
+        self.allocator.end_hold(self.allocation, GraphKey::NEW);
     }
 }
 
@@ -40,7 +35,7 @@ pub(crate) struct HeldBlock {
 
 impl HeldBlock {
     pub(crate) fn new(block: DeviceBlock) -> Result<Self> {
-        Ok(Self { _hold: block.hold()?, block })
+        Ok(Self { _hold: BlockHold::new(&block)?, block })
     }
 }
 

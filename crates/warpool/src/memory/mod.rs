@@ -79,14 +79,14 @@ mod uncached;
 
 pub use crate::error::{OomCause, OomReport, PinnedCapReport};
 pub use crate::pool_id::MemPoolId;
+#[doc(hidden)]
+pub use allocator::GraphKey;
 pub use allocator::{Allocation, DeviceAllocator, Request, SnapshotOptions};
 pub use caching::{CachingAllocator, PoolCheckpoint, Restored};
 pub(crate) use capture_memory::CaptureMemory;
 pub use decorate::{AllocatorCall, Decorator, FreeCall, Limited, Traced};
 pub use device_block::{Allocate, DeviceBlock};
 pub use external::{BaseAllocation, ExternalAllocator, ExternalUpstream, FnAllocator, Handled, RawStream};
-#[doc(hidden)]
-pub use hold::GraphKey;
 pub(crate) use hold::{BlockHold, HeldBlock};
 pub(crate) use host::CapturedHostPools;
 pub use host::{HostAllocator, HostBlock, HostStats, HostTime};

@@ -276,6 +276,9 @@ impl DeviceAllocator for CachingAllocator {
     }
 
     fn end_hold(&self, allocation: Allocation, _: GraphKey) {
+        if self.instance().is_inherited() {
+            return;
+        }
         if allocation.slot == 0 {
             self.bypass.change_holds(allocation.ptr, |holds| holds.saturating_sub(1));
         } else if let Ok(device) = self.device(allocation.device) {
