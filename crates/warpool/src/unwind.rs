@@ -1,8 +1,8 @@
 //! Panics of user code: callbacks, upstreams, external allocators, destructors.
 //!
 //! They unwind to the caller of the allocator. What had been begun is undone by guards, what else is to be called still
-//! is, and nobody's code runs while a thread unwinds already, unless its panics are caught: a second one would abort the
-//! process.
+//! is, and nobody's code runs while a thread unwinds already, unless its panics are caught: a second one would abort
+//! the process.
 
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::thread;

@@ -121,7 +121,8 @@ impl Run<'_> {
         self.table.undone(&*self.subject.allocator, freed.len() + 1);
     }
 
-    /// A block of the checkpoint is the program's again, without contents. Its stream waits for others that use the memory.
+    /// A block of the checkpoint is the program's again, without contents. Its stream waits for others that use the
+    /// memory.
     fn restored(&mut self, allocation: Allocation, blocks: &mut Vec<Held>, stream: &Stream) {
         self.table.insert(&allocation, true);
         let tag = self.tag();

@@ -28,9 +28,9 @@ use crate::{Device, Result, Stream};
 
 /// Captured work that can be replayed any number of times.
 ///
-/// It owns what the work needs: handles of the pools that its memory came from, blocks that were moved into it or shared with it
-/// (also pinned ones), workspaces and generators' slots. In safe Rust none of that can be freed before the graph is.
-/// See the [module](super) for an example.
+/// It owns what the work needs: handles of the pools that its memory came from, blocks that were moved into it or
+/// shared with it (also pinned ones), workspaces and generators' slots. In safe Rust none of that can be freed before
+/// the graph is. See the [module](super) for an example.
 ///
 /// A block that a graph keeps cannot be used by others:
 /// ```compile_fail,E0382

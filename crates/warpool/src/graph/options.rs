@@ -19,8 +19,8 @@ pub struct GraphOptions {
 /// Options of a capture.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct CaptureOptions<'p> {
-    /// The pool of its memory: that of another graph ([`Graph::pool`](super::Graph::pool)), or one that the program made;
-    /// of the graph's allocator and device. The graph then uses it too. `None` makes a new pool.
+    /// The pool of its memory: that of another graph ([`Graph::pool`](super::Graph::pool)), or one that the program
+    /// made; of the graph's allocator and device. The graph then uses it too. `None` makes a new pool.
     ///
     /// Graphs that share a pool use the same memory at different times. So their replays must not overlap, and must
     /// come in the order of their captures wherever one reads the output of another.

@@ -110,8 +110,8 @@ impl PoolUses {
 /// The private pools of an allocator. A pool exists as long as it has uses: its creator, open scopes, graphs. After
 /// that it is released: its memory is returned when memory is trimmed, and blocks that are still allocated stay valid.
 ///
-/// [`MemPool`](super::MemPool) is the owned form of a pool. The calls here take ids, for C callers and replays; they end
-/// only the uses and scopes that such calls have begun.
+/// [`MemPool`](super::MemPool) is the owned form of a pool. The calls here take ids, for C callers and replays; they
+/// end only the uses and scopes that such calls have begun.
 pub trait PrivatePools: Send + Sync {
     /// Creates a pool with one use, the creator's, which [`release_pool`](Self::release_pool) ends: `(0, n)`.
     fn create_pool(&self, device: DeviceId, options: PoolOptions) -> Result<MemPoolId>;
@@ -125,8 +125,8 @@ pub trait PrivatePools: Send + Sync {
     }
 
     /// Ends a use of those that [`create_pool`](Self::create_pool), [`create_graph_pool`](Self::create_graph_pool) and
-    /// [`retain_pool`](Self::retain_pool) have begun; [`Error::PoolNotRetained`] if none of them is left. Makes no driver
-    /// call.
+    /// [`retain_pool`](Self::retain_pool) have begun; [`Error::PoolNotRetained`] if none of them is left. Makes no
+    /// driver call.
     fn release_pool(&self, device: DeviceId, pool: MemPoolId) -> Result<()> {
         self.release_pool_as(device, pool, PoolUser::RAW)
     }
@@ -151,13 +151,14 @@ pub trait PrivatePools: Send + Sync {
     }
 
     /// Replaces the routes of the scope that [`begin_routing`](Self::begin_routing) opened: requests that match any of
-    /// them are served by the pool. [`Error::ForeignScope`] if it is a [`PoolScope`](super::PoolScope)'s or a capture's.
+    /// them are served by the pool. [`Error::ForeignScope`] if it is a [`PoolScope`](super::PoolScope)'s or a
+    /// capture's.
     fn reroute(&self, device: DeviceId, pool: MemPoolId, routes: &[Route]) -> Result<()> {
         self.reroute_as(device, pool, routes, PoolUser::RAW)
     }
 
-    /// Closes the scope that [`begin_routing`](Self::begin_routing) opened, and ends its use. [`Error::ForeignScope`] if
-    /// it is a [`PoolScope`](super::PoolScope)'s or a capture's.
+    /// Closes the scope that [`begin_routing`](Self::begin_routing) opened, and ends its use. [`Error::ForeignScope`]
+    /// if it is a [`PoolScope`](super::PoolScope)'s or a capture's.
     fn end_routing(&self, device: DeviceId, pool: MemPoolId) -> Result<()> {
         self.end_routing_as(device, pool, PoolUser::RAW)
     }

@@ -427,8 +427,8 @@ pub(crate) fn fence<O: FenceOwner>(owner: &O, key: O::Key) -> Result<()> {
     outcome
 }
 
-/// A block in whose streams fences are being recorded. Dropped, also by a panic, recording ends: streams without a fence
-/// stay with the block.
+/// A block in whose streams fences are being recorded. Dropped, also by a panic, recording ends: streams without a
+/// fence stay with the block.
 struct Fencing<'a, O: FenceOwner> {
     owner: &'a O,
     key: O::Key,
@@ -457,8 +457,8 @@ pub(crate) fn fence_later<O: FenceOwner>(owner: &O, key: O::Key) {
     }
 }
 
-/// Runs `each`, usually [`fence`], for every unfenced block; it lists again those that have to stay, also if it unwinds.
-/// Stops after so many that stay: the others are the first of the next call.
+/// Runs `each`, usually [`fence`], for every unfenced block; it lists again those that have to stay, also if it
+/// unwinds. Stops after so many that stay: the others are the first of the next call.
 pub(crate) fn retry_unfenced<O: FenceOwner>(
     owner: &O,
     stay_max: usize,

@@ -1,6 +1,6 @@
 //! Every call of user code in a long scenario panics once: trackers, hooks, observers, callbacks, upstreams, external
-//! allocators, decorators, destructors, host callbacks. The panic reaches the caller; nothing is lost, and the allocator
-//! works afterwards. A run that hangs fails.
+//! allocators, decorators, destructors, host callbacks. The panic reaches the caller; nothing is lost, and the
+//! allocator works afterwards. A run that hangs fails.
 
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::atomic::{AtomicU64, Ordering};

@@ -284,8 +284,8 @@ fn a_restore_leaves_a_graph_its_blocks() {
     fixture.finish();
 }
 
-/// Found by random programs: a decorator that panicked over the first buffer of a graph kept the uses of the others from
-/// being recorded.
+/// Found by random programs: a decorator that panicked over the first buffer of a graph kept the uses of the others
+/// from being recorded.
 #[test]
 fn a_panic_while_a_graph_is_dropped_loses_no_use() {
     let fixture = CaptureFixture::new();

@@ -19,7 +19,7 @@ pub fn pair_beside_deferred(n: u64) -> Result<f64> {
     let options = CaptureOptions { mode: CaptureMode::Relaxed, ..CaptureOptions::default() };
     let blocks =
         (0..n).map(|_| gpu.caching.allocate_raw(gpu.request(gpu.stream))).collect::<warpool::Result<Vec<_>>>()?;
-    let ns = graph.capture(&captured, options, |capture| {
+    graph.capture(&captured, options, |capture| {
         let buffer = capture.allocate(512)?;
         capture.fill(buffer, Pattern::U8(1), 512, &captured)?;
         for block in blocks {
@@ -27,8 +27,7 @@ pub fn pair_beside_deferred(n: u64) -> Result<f64> {
             gpu.caching.free_raw(block.ptr)?;
         }
         Ok(gpu.pair_ns())
-    })?;
-    ns
+    })?
 }
 
 /// A replay on the last of n streams that the graph was replayed on.

@@ -116,8 +116,8 @@ impl HostBytes {
 
     fn write(&mut self, offset: u64, from: &[u8]) {
         let to = self.at(offset, from.len());
-        // SAFETY: as in `read`. `start` may be written through: it comes from a writable mapping, or from a range that was
-        // promised to be writable and exposed (`HostRange`).
+        // SAFETY: as in `read`. `start` may be written through: it comes from a writable mapping, or from a range that
+        // was promised to be writable and exposed (`HostRange`).
         unsafe { ptr::copy_nonoverlapping(from.as_ptr(), to.as_ptr(), from.len()) }
     }
 

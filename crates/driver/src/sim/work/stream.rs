@@ -109,8 +109,8 @@ impl Stream {
     }
 
     fn join(&mut self, clock: &VectorClock) {
-        // What covers an operation covers all that the operation is ordered after. Most often that is this stream's whole
-        // clock, and the two, which may differ everywhere, need not be compared.
+        // What covers an operation covers all that the operation is ordered after. Most often that is this stream's
+        // whole clock, and the two, which may differ everywhere, need not be compared.
         let has_work = self.last > self.before_first;
         let covers_mine = has_work && !self.clock_changed && clock.covers(self.last().epoch);
         let mine = self.clock_mut();

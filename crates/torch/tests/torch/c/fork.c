@@ -1,5 +1,5 @@
-/* Forked children of a process with busy threads. A GPU driver does not survive fork: a child gets an error for GPU work,
-   frees what it inherited without effect, and ends; it never hangs. Before the first call, a fork is harmless. */
+/* Forked children of a process with busy threads. A GPU driver does not survive fork: a child gets an error for GPU
+   work, frees what it inherited without effect, and ends; it never hangs. Before the first call, a fork is harmless. */
 #include <pthread.h>
 #include <signal.h>
 #include <sys/wait.h>

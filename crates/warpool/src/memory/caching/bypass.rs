@@ -1,6 +1,6 @@
 //! Memory that was allocated while caching was off: each block is a driver allocation and appears in no statistics. The
-//! addresses are kept, so that each is freed the way it was allocated, also after caching was switched. The calls are in
-//! `calls/direct.rs`; no driver call here.
+//! addresses are kept, so that each is freed the way it was allocated, also after caching was switched. The calls are
+//! in `calls/direct.rs`; no driver call here.
 //!
 //! A block that a capture used and that is freed while that capture is under way stays: the graph goes on using it. It
 //! is kept for the pools that the graph's memory comes from, until all of them are released. Without such a pool nobody

@@ -178,8 +178,8 @@ impl CachingDevice {
     }
 
     /// One step under the device's lock. Trackers see its entries, and all earlier ones, afterwards, with no lock held.
-    /// If one panics the caller does not get the result: `undo` takes it back, and returns what is to be dropped without
-    /// the lock.
+    /// If one panics the caller does not get the result: `undo` takes it back, and returns what is to be dropped
+    /// without the lock.
     #[inline]
     pub(super) fn with<R, D>(
         &self,
@@ -213,8 +213,8 @@ impl CachingDevice {
         }
     }
 
-    /// Shows trackers the entries that they have not seen. Not by a thread that is on the slow path, and not by one that
-    /// unwinds: the next call does it.
+    /// Shows trackers the entries that they have not seen. Not by a thread that is on the slow path, and not by one
+    /// that unwinds: the next call does it.
     pub(super) fn report(&self) {
         self.with(|_| (), |_, ()| ());
     }

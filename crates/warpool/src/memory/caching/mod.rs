@@ -9,8 +9,8 @@
 //! 5. Freed, a block that only its own stream used is merged with its free neighbours at once. Others wait for fences
 //!    in the streams that used them (`stream_fence.rs`).
 //!
-//! User code (observers, hooks, upstreams, destructors) runs without any lock, and may panic: the panic reaches the caller,
-//! a block that was being allocated is freed, one that was being freed is.
+//! User code (observers, hooks, upstreams, destructors) runs without any lock, and may panic: the panic reaches the
+//! caller, a block that was being allocated is freed, one that was being freed is.
 //!
 //! `heap/` has segments, blocks and free lists; `state/` has the data of one device, without driver calls;
 //! `device.rs` wraps it in locks; `calls/` has the public calls.
@@ -95,8 +95,8 @@ impl CachingAllocator {
     /// [`trim`](crate::memory::DeviceAllocator::trim).
     ///
     /// A stream that captures is served by the cache all the same, from the graph's pool. Other memory that a capture
-    /// used and that is freed during it stays allocated until the pools of the graph are released; for a capture without
-    /// a private pool, until the allocator is trimmed outside of captures.
+    /// used and that is freed during it stays allocated until the pools of the graph are released; for a capture
+    /// without a private pool, until the allocator is trimmed outside of captures.
     pub fn set_caching(&self, on: bool) {
         self.caching.store(on, Ordering::Release);
     }

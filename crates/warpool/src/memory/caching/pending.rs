@@ -72,8 +72,8 @@ impl<'a> PendingFrees<'a> {
     }
 
     /// Completes the pending frees that can be: records fences that destructors or captures left, frees what captures
-    /// deferred, and polls the fences. Looks at a bounded number of those that have to wait longer, in turn. Must not be
-    /// called while the request's stream is capturing.
+    /// deferred, and polls the fences. Looks at a bounded number of those that have to wait longer, in turn. Must not
+    /// be called while the request's stream is capturing.
     pub(super) fn process(&self) -> Result<()> {
         let left_over = self.device.read(|state| state.fences().has_unfenced() || state.has_deferred());
         let retried = if left_over { self.retry(PENDING_PER_CALL) } else { Ok(()) };

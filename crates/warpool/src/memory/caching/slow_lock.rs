@@ -1,4 +1,5 @@
-//! The right to run the slow path: a mutex that is never poisoned, and that can tell whether the calling thread holds it.
+//! The right to run the slow path: a mutex that is never poisoned, and that can tell whether the calling thread holds
+//! it.
 //!
 //! No user code runs while it is held, except that the driver may be anybody's. A panic under it releases it; guards in
 //! `source/` put back what was in transit.

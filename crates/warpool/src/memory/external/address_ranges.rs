@@ -13,8 +13,8 @@ use crate::{Error, Result, lock};
 pub(in crate::memory) struct AddressRanges(Mutex<BTreeMap<u64, u64>>);
 
 impl AddressRanges {
-    /// Adds a range. [`Error::ExternalAddress`] if no memory can be there, [`Error::ExternalOverlap`] if it overlaps one
-    /// that was not freed.
+    /// Adds a range. [`Error::ExternalAddress`] if no memory can be there, [`Error::ExternalOverlap`] if it overlaps
+    /// one that was not freed.
     pub(in crate::memory) fn insert(&self, ptr: DevicePtr, bytes: u64) -> Result<()> {
         let mut ranges = lock(&self.0);
         let end = ptr.0.checked_add(bytes).filter(|_| !ptr.is_null()).ok_or(Error::ExternalAddress { ptr, bytes })?;

@@ -40,9 +40,9 @@
 //! [`HostAllocator::close`] unpins it.
 //!
 //! # Lock order
-//! A graph's host pool and the shards of the heap are locked before a block's usage and the heap's ledger. All others (a
-//! front cache, pending work, the history, settings) are taken last, and none is held during a driver call or while a
-//! tracker runs. A thread that waits for a segment in transit holds only the ledger's lock, and releases it while it
+//! A graph's host pool and the shards of the heap are locked before a block's usage and the heap's ledger. All others
+//! (a front cache, pending work, the history, settings) are taken last, and none is held during a driver call or while
+//! a tracker runs. A thread that waits for a segment in transit holds only the ledger's lock, and releases it while it
 //! waits.
 
 mod allocate;

@@ -1,10 +1,11 @@
-//! A shard of the heap: pinned segments, split into blocks by address. Best fit by size; a returned block is merged with
-//! its free neighbours at once.
+//! A shard of the heap: pinned segments, split into blocks by address. Best fit by size; a returned block is merged
+//! with its free neighbours at once.
 //!
 //! Small requests share segments; a large one has its own unless a free range fits; the reserved segment serves both.
 //! Free ranges are ordered by kind of segment, the device that it counts for, and size.
 //!
-//! No driver calls and no locks here. A segment that is being unpinned is *in transit*: the thread that unpins it has it.
+//! No driver calls and no locks here. A segment that is being unpinned is *in transit*: the thread that unpins it has
+//! it.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;

@@ -47,8 +47,8 @@ impl DeviceLedger {
         step(&mut lock(&self.table))
     }
 
-    /// Shows trackers the entries that they have not seen, without the lock. Not by a thread that unwinds: the next call
-    /// does it.
+    /// Shows trackers the entries that they have not seen, without the lock. Not by a thread that unwinds: the next
+    /// call does it.
     pub(super) fn report(&self, observers: &Observers) {
         if std::thread::panicking() {
             return;

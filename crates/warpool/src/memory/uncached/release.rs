@@ -52,8 +52,8 @@ impl<S: Source> UncachedAllocator<S> {
         self.release_in(state, entry, &mut Pass::default(), details)
     }
 
-    /// Releases every pending block that streams and captures allow. Looks at a bounded number of those that have to wait
-    /// longer, in turn.
+    /// Releases every pending block that streams and captures allow. Looks at a bounded number of those that have to
+    /// wait longer, in turn.
     pub(super) fn process_pending(&self, state: &DeviceState, details: &EntryDetails) {
         if self.with(state, |table| table.has_pending()) {
             self.process(state, &mut Pass::over_all(false), details);

@@ -22,8 +22,8 @@ impl CachingAllocator {
 
     /// Frees what is allocated in the pool, and allocates again what the checkpoint recorded. Fails, and changes
     /// nothing, if some of that memory was released since. Blocks from before free nothing any more when they are
-    /// dropped. Memory that other streams use waits for them, as after any free; a restored block's own stream waits for
-    /// those that use its memory, which must not capture.
+    /// dropped. Memory that other streams use waits for them, as after any free; a restored block's own stream waits
+    /// for those that use its memory, which must not capture.
     pub fn restore(&self, checkpoint: &PoolCheckpoint) -> Result<Restored> {
         checkpoint.expect_of(self.key)?;
         let device = self.device_without_pending(checkpoint.device())?;

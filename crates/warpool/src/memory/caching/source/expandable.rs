@@ -213,8 +213,8 @@ fn unmap(slow: &SlowGuard<'_>, chunks: &Chunks, stream: StreamId, details: &Entr
     Ok(waited)
 }
 
-/// Releases the addresses of a segment, if nothing of it is mapped. On failure it stays, unmapped, and is used again; so
-/// it does while a mapping in it that could not be undone is still to be retried.
+/// Releases the addresses of a segment, if nothing of it is mapped. On failure it stays, unmapped, and is used again;
+/// so it does while a mapping in it that could not be undone is still to be retried.
 #[expect(unsafe_code, reason = "the driver cannot check that no work uses the addresses")]
 pub(super) fn release_addresses(slow: &SlowGuard<'_>, segment: SegmentKey) -> Result<()> {
     if slow.read(|state| state.unmaps_to_retry() > 0) {

@@ -1,6 +1,6 @@
 //! Memory from the driver or an upstream, and back to it. Everything here needs the device's slow lock, so segments are
-//! added and removed one at a time; the state is locked only between driver calls. The slow lock is released around user
-//! code: upstreams and their destructors.
+//! added and removed one at a time; the state is locked only between driver calls. The slow lock is released around
+//! user code: upstreams and their destructors.
 //!
 //! A driver call may unwind (a driver may be anybody's): guards put back what is in transit and list what is to be
 //! retried, without a driver call.

@@ -5,8 +5,8 @@
 //! are.
 //!
 //! Streams that use what a restore frees are not forgotten. Memory that no restored block gets waits for them, as after
-//! any other free. A restored block's own stream is ordered after them before the restore ([`StreamOrder`]), and they use
-//! the restored block too.
+//! any other free. A restored block's own stream is ordered after them before the restore ([`StreamOrder`]), and they
+//! use the restored block too.
 
 use std::collections::BTreeSet;
 
@@ -80,8 +80,8 @@ impl PoolCheckpoint {
     }
 }
 
-/// What restoring a checkpoint did. An address may be in both lists: its block is another one now. Blocks that graphs own
-/// stay as they are, and are in neither.
+/// What restoring a checkpoint did. An address may be in both lists: its block is another one now. Blocks that graphs
+/// own stay as they are, and are in neither.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Restored {
     /// Blocks that were allocated and are freed now: their owners must not use or free them any more.
