@@ -6,7 +6,9 @@ use crate::common::launch::launch_graph;
 use crate::common::memory::{FIRST, MIB, TestContext};
 use warpool::driver::decorate::{FaultPlan, Faulty};
 use warpool::driver::sim::{SimConfig, SimDriver};
-use warpool::driver::{Call, CaptureMode, CaptureState, Captures as _, ErrorCode, Graphs as _, InstantiateOptions};
+use warpool::driver::{
+    Call, CaptureMode, CaptureState, Captures as _, Copies as _, DeviceId, ErrorCode, Graphs as _, InstantiateOptions,
+};
 use warpool::graph::{CaptureOptions, Graph, GraphOptions};
 use warpool::memory::{Allocate as _, CachingAllocator, DeviceAllocator, MemPoolId, Request, Route, Settings};
 use warpool::{Error, Instance};
@@ -146,5 +148,29 @@ fn frees_that_fail_are_retried() {
         }
         allocator.free(second).unwrap();
         assert_eq!(sim.object_counts().allocations, 0);
+    }
+}
+
+/// The driver's free waits for the work of the memory's own device. Found by `warpool soak`: a recorded use of another
+/// device was ignored, and its kernel read memory that was gone.
+#[test]
+fn memory_that_another_device_uses_is_freed_after_that() {
+    for way in WAYS {
+        let context = TestContext::with_config(SimConfig::default().with_devices(2), "");
+        let (owner, peer) = (DeviceId(1), context.main.clone());
+        context.allocator.enable_peer_access(FIRST, owner).unwrap();
+        context.allocator.set_caching(false);
+        let stream = context.instance.device(1).unwrap().pool_stream().unwrap();
+        let block = context.any().allocate(MIB, &stream).unwrap();
+        let target = context.any().allocate(MIB, &peer).unwrap();
+        context.pause_stream(&peer);
+        context.sim.copy(target.ptr().into(), block.ptr().into(), MIB, peer.id()).unwrap();
+        block.record_use(&peer).unwrap();
+        free(&context, block, way);
+        // Returns it, if it was only left to be freed.
+        context.any().trim(owner, MemPoolId::DEFAULT).unwrap();
+        context.resume_stream(&peer);
+        drop(target);
+        context.finish();
     }
 }

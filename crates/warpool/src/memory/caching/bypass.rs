@@ -38,6 +38,8 @@ pub(super) struct Bypass {
 #[derive(Default)]
 struct Blocks {
     allocated: FxHashMap<u64, DirectBlock>,
+    /// Streams of other devices that used a block, allocated or freed: the driver's free does not wait for them.
+    peer_uses: FxHashMap<u64, Vec<StreamId>>,
     /// Freed, to be returned to the driver by the next call that may: destructors left them, or a call failed.
     to_free: VecDeque<DevicePtr>,
     /// Freed in captures, with the pools that keep each.
@@ -63,6 +65,27 @@ impl Bypass {
         {
             block.captured_for.push(pool);
         }
+    }
+
+    /// A stream of another device uses a block.
+    pub(super) fn record_peer_use(&self, ptr: DevicePtr, stream: StreamId) {
+        let mut blocks = lock(&self.blocks);
+        if blocks.allocated.contains_key(&ptr.0) {
+            let streams = blocks.peer_uses.entry(ptr.0).or_default();
+            if !streams.contains(&stream) {
+                streams.push(stream);
+            }
+        }
+    }
+
+    /// Takes the streams that are to be waited for before a block is returned to the driver.
+    pub(super) fn take_peer_uses(&self, ptr: DevicePtr) -> Vec<StreamId> {
+        lock(&self.blocks).peer_uses.remove(&ptr.0).unwrap_or_default()
+    }
+
+    /// They could not be waited for.
+    pub(super) fn put_peer_uses(&self, ptr: DevicePtr, streams: Vec<StreamId>) {
+        lock(&self.blocks).peer_uses.insert(ptr.0, streams);
     }
 
     /// A graph holds a block, or no longer does.

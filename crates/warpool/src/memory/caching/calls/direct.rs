@@ -8,9 +8,10 @@ use warpool_driver::{DevicePtr, ErrorCode, MemoryInfo, StreamId};
 use crate::memory::caching::CachingAllocator;
 use crate::memory::caching::bypass::{DirectBlock, Keeper};
 use crate::memory::caching::device::CachingDevice;
+use crate::memory::caching::pending::PendingFrees;
 use crate::memory::shortage::Shortage;
-use crate::memory::stream_fence::PENDING_PER_CALL;
-use crate::memory::{Allocation, MemPoolId, OomCause, Request};
+use crate::memory::stream_fence::{PENDING_PER_CALL, wait_for_stream};
+use crate::memory::{Allocation, MemPoolId, OomCause, Request, StackLevel};
 use crate::unwind::OnUnwind;
 use crate::{Error, Result};
 
@@ -87,13 +88,35 @@ impl CachingAllocator {
     }
 
     /// Records that `stream` uses a block that came from the driver directly. Returns whether there is one. Only
-    /// captures matter: the driver's free waits for all work.
+    /// captures and streams of other devices matter: the driver's free waits for all work of the block's own device.
     pub(super) fn record_direct_use(&self, ptr: DevicePtr, stream: StreamId) -> Result<bool> {
         let Some(block) = self.bypass.get(ptr) else { return Ok(false) };
         let device = self.device(block.device)?;
         if device.is_capturing(stream)? {
             self.bypass.record_capture(ptr, device.routed(stream)?);
+        } else if self.driver().stream_handle(stream)?.device != block.device {
+            self.bypass.record_peer_use(ptr, stream);
         }
+        Ok(true)
+    }
+
+    /// Waits for streams of other devices that used a block, and returns it to the driver. `false` if a capture forbids
+    /// waiting.
+    fn return_direct(&self, ptr: DevicePtr) -> Result<bool> {
+        let streams = self.bypass.take_peer_uses(ptr);
+        if !streams.is_empty() {
+            let put_back = || self.bypass.put_peer_uses(ptr, streams.clone());
+            let unwinds = OnUnwind::new(put_back);
+            let details = self.devices[0].entry_details(StackLevel::All);
+            let wait = |&stream: &StreamId| wait_for_stream(&PendingFrees::new(&self.devices[0], &details), stream);
+            let waited = streams.iter().map(wait).try_fold(true, |all, waited| Ok::<_, Error>(all & waited?));
+            unwinds.disarm();
+            if !matches!(waited, Ok(true)) {
+                put_back();
+                return waited;
+            }
+        }
+        self.devices[0].capture_safe().and_then(|_safe| Ok(self.driver().mem_free(ptr)?))?;
         Ok(true)
     }
 
@@ -104,9 +127,11 @@ impl CachingAllocator {
             let Some(ptr) = self.bypass.take_to_free() else { break };
             let put_back = || self.bypass.free_later(ptr);
             let unwinds = OnUnwind::new(put_back);
-            let freed = self.devices[0].capture_safe().and_then(|_safe| Ok(self.driver().mem_free(ptr)?));
+            let freed = self.return_direct(ptr);
             unwinds.disarm();
-            if let Err(error) = freed {
+            if matches!(freed, Ok(false)) {
+                put_back();
+            } else if let Err(error) = freed {
                 tracing::warn!(%error, %ptr, "memory that was not cached could not be freed; it is retried");
                 put_back();
                 outcome = outcome.and(Err(error));
