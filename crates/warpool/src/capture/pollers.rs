@@ -63,7 +63,8 @@ impl Pollers {
     pub(super) fn hold_off(&self) -> Option<HoldOff<'_>> {
         let entered = |count: u64| (count < BEGIN).then_some(count + CALL);
         let held = self.count.fetch_update(Ordering::AcqRel, Ordering::Acquire, entered).is_ok();
-        held.then_some(HoldOff { pollers: self })
+        // Made only if it is counted: dropping it uncounts it.
+        held.then(|| HoldOff { pollers: self })
     }
 
     fn subtract(&self, unit: u64) {
@@ -177,6 +178,19 @@ mod tests {
         begin.join().unwrap();
         late.join().unwrap();
         assert_eq!(pollers.count.load(Ordering::Acquire), 0);
+    }
+
+    /// Found by `warpool soak`: each refused call was uncounted without having been counted, and the next capture waited
+    /// for ever.
+    #[test]
+    fn a_call_that_is_refused_is_not_counted() {
+        let pollers = Pollers::default();
+        let excluded = pollers.exclude(None).unwrap();
+        assert!(pollers.hold_off().is_none(), "a capture is about to begin");
+        drop(excluded);
+        assert_eq!(pollers.count.load(Ordering::Acquire), 0);
+        drop(pollers.hold_off().expect("no capture is about to begin"));
+        drop(pollers.exclude(Some(Duration::ZERO)).unwrap());
     }
 
     #[test]
