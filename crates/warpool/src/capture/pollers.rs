@@ -180,8 +180,8 @@ mod tests {
         assert_eq!(pollers.count.load(Ordering::Acquire), 0);
     }
 
-    /// Found by `warpool soak`: each refused call was uncounted without having been counted, and the next capture waited
-    /// for ever.
+    /// Found by `warpool soak`: each refused call was uncounted without having been counted, and the next capture
+    /// waited for ever.
     #[test]
     fn a_call_that_is_refused_is_not_counted() {
         let pollers = Pollers::default();
