@@ -208,7 +208,7 @@ fn c_functions_are_a_device_allocator() {
 
     context.set_limit(4 * MIB as isize);
     let refused = allocator.allocate(2 * MIB, &stream);
-    assert!(matches!(&refused, Err(Error::OutOfMemory(report)) if report.cause == OomCause::Upstream), "{refused:?}");
+    assert!(matches!(&refused, Err(Error::OutOfMemory(report)) if report.cause == OomCause::External), "{refused:?}");
     first.free().unwrap();
     drop(second);
     allocator.trim(DEVICE, MemPoolId::DEFAULT).unwrap();
@@ -236,7 +236,7 @@ fn c_functions_are_the_upstream_of_a_pool() {
     assert_eq!((segments.len(), segments[0].total_size), (1, 2 * MIB));
     context.set_limit(4 * MIB as isize);
     let refused = allocator.allocate_in(&pool, 30 * MIB, &stream);
-    assert!(matches!(&refused, Err(Error::OutOfMemory(report)) if report.cause == OomCause::Upstream), "{refused:?}");
+    assert!(matches!(&refused, Err(Error::OutOfMemory(report)) if report.cause == OomCause::External), "{refused:?}");
     drop((first, second, open));
     pool.close().unwrap();
     assert_eq!(context.bytes_live(), 0);

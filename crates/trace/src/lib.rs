@@ -43,7 +43,7 @@ mod snapshot;
 mod steps;
 
 pub use budget::default_memory_limit;
-pub use read::{Compression, Progress, ReadError, ReadOptions, Recording, SourceFormat, read, read_file};
+pub use read::{Compression, Progress, ReadError, ReadOptions, Recording, RecordingFormat, read, read_file};
 pub use snapshot::{RecordedFields, write_snapshot};
 #[doc(hidden)]
 pub use steps::steps_taken;

@@ -149,7 +149,7 @@ fn null_address_is_out_of_memory(context: &TestContext) -> CheckResult {
         let Err(Error::OutOfMemory(report)) = allocator.allocate(3 * MIB, &stream) else {
             return expect(false, "the request is out of memory");
         };
-        expect_eq("the cause of the error", report.cause, OomCause::Upstream)?;
+        expect_eq("the cause of the error", report.cause, OomCause::External)?;
         let shown = (report.bytes_requested, report.bytes_allocated, report.bytes_total > 0);
         expect_eq("requested bytes, allocated bytes, and whether the total is known", shown, (3 * MIB, 8 * MIB, true))?;
         block.free()?;

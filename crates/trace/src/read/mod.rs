@@ -47,7 +47,7 @@ pub struct Recording {
     /// The content.
     pub snapshot: Snapshot,
     /// The kind of file.
-    pub source: SourceFormat,
+    pub format: RecordingFormat,
     /// How the file is compressed.
     pub compression: Option<Compression>,
     /// Bytes of the file.
@@ -64,7 +64,7 @@ pub struct Recording {
 
 /// Kinds of recordings.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum SourceFormat {
+pub enum RecordingFormat {
     /// A memory snapshot of PyTorch.
     TorchSnapshot,
     /// A log of RMM's `logging_resource_adaptor`.
@@ -97,23 +97,23 @@ fn read_sized(reader: impl Read, bytes: Option<u64>, options: &ReadOptions<'_>) 
 }
 
 fn read_input(input: &mut Input<'_>, options: &ReadOptions<'_>, budget: &Budget) -> Checked<Recording> {
-    let (snapshot, source, fields) = if input.peek()[0] == opcode::PROTO {
+    let (snapshot, format, fields) = if input.peek()[0] == opcode::PROTO {
         let (builder, root) = Interpreter::new(input, Builder::new(options.stacks, budget), budget).run()?;
         let finished = builder.finish(root);
         let (snapshot, fields) = finished.map_err(|invalid| match budget.check() {
             Ok(()) => ReadError::content(input.offset(), "", invalid),
             Err(Exceeded) => ReadError::memory_limit(budget, input.offset()),
         })?;
-        (snapshot, SourceFormat::TorchSnapshot, fields)
+        (snapshot, RecordingFormat::TorchSnapshot, fields)
     } else if rmm::is_log(input.peek()) {
         let fields = RecordedFields { trace_pools: false, ..RecordedFields::ALL };
-        (rmm::read(input, budget)?, SourceFormat::RmmLog, fields)
+        (rmm::read(input, budget)?, RecordingFormat::RmmLog, fields)
     } else {
         return Err(Box::new(ReadError::NotARecording { found: describe(input.peek()) }));
     };
     Ok(Recording {
         snapshot,
-        source,
+        format,
         compression: input.compression(),
         bytes_read: input.bytes_read(),
         bytes_decompressed: input.offset(),

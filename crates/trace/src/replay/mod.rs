@@ -204,7 +204,7 @@ fn run_what_if(
 /// The settings of a what-if, with the inferred order of free blocks unless the settings name one.
 fn what_if_settings(options: &ReplayOptions<'_>, recorded: &Settings) -> Settings {
     let mut settings = options.settings.clone().unwrap_or_else(|| recorded.clone());
-    if !settings.source.contains("free_block_order") {
+    if !settings.text.contains("free_block_order") {
         settings.free_block_order = recorded.free_block_order;
     }
     settings

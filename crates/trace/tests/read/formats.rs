@@ -8,7 +8,7 @@ use warpool::memory::{
     Action, Annotation, BlockInfo, BlockState, Frame, MemPoolId, RecordedSettings, SegmentInfo, SegmentKind, Snapshot,
     StackId, Texts, TraceEntry,
 };
-use warpool_trace::{Compression, Progress, ReadOptions, SourceFormat, read, read_file};
+use warpool_trace::{Compression, Progress, ReadOptions, RecordingFormat, read, read_file};
 
 use crate::common::{self, MIB, entry, path, recording};
 
@@ -121,7 +121,7 @@ fn every_protocol_and_writer_is_read_alike() {
     for format in ["p2", "p3", "p4", "p5", "imports", "torchscript"] {
         let recording = recording(&format!("snapshot.{format}.pickle"));
         assert_eq!(recording.snapshot, expected(), "{format}");
-        assert_eq!((recording.source, recording.compression), (SourceFormat::TorchSnapshot, None));
+        assert_eq!((recording.format, recording.compression), (RecordingFormat::TorchSnapshot, None));
         assert_eq!(recording.bytes_read, recording.bytes_decompressed);
     }
 }

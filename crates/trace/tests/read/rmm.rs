@@ -1,7 +1,7 @@
 //! Logs of RMM.
 
 use warpool::memory::{Action, Snapshot};
-use warpool_trace::SourceFormat;
+use warpool_trace::RecordingFormat;
 
 use crate::common::{entry, read, recording};
 
@@ -10,7 +10,7 @@ const HEADER: &str = "Thread,Time,Action,Pointer,Size,Stream\n";
 #[test]
 fn every_kind_of_line_is_read() {
     let recording = recording("rmm.csv");
-    assert_eq!(recording.source, SourceFormat::RmmLog);
+    assert_eq!(recording.format, RecordingFormat::RmmLog);
     let day = 86_400_000_000;
     let epoch = 1_634_567_890_000_000;
     let trace = vec![

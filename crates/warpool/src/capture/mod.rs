@@ -8,11 +8,10 @@ mod pollers;
 mod polling;
 mod registry;
 mod relaxed;
-mod status;
 
+pub(crate) use crate::capture_status::CaptureStatus;
 pub(crate) use capture_safe::CaptureSafe;
 pub use polling::Polling;
 pub(crate) use polling::guards_of_thread;
 pub(crate) use registry::{CaptureRecord, CaptureSlots, StreamCapture};
 pub(crate) use relaxed::RelaxedMode;
-pub(crate) use status::CaptureStatus;

@@ -12,7 +12,7 @@ use rustc_hash::FxHashMap;
 use warpool_driver::{CaptureId, DeviceId, Driver, DriverError, ErrorCode};
 
 use super::pollers::{HoldOff, Pollers};
-use super::status::CaptureStatus;
+use crate::capture_status::CaptureStatus;
 use crate::error::GraphError;
 use crate::instance::{Extension, ExtensionSlot};
 use crate::{Instance, Result, Stream, lock};

@@ -13,9 +13,9 @@ pub enum OomCause {
     Limit,
     /// The limit, before any retry, because `throw_on_cudamalloc_oom` is set.
     Rejected,
-    /// The memory does not come from the driver, and its source is out of memory: a pool's upstream, or an external
-    /// allocator.
-    Upstream,
+    /// The memory does not come from the driver, and where it comes from is full: an external allocator, or a pool's
+    /// upstream.
+    External,
     /// A cap on what is allocated through [`Limited`](crate::memory::Limited), which is the report's `bytes_limit`.
     /// The inner allocator was not called.
     Cap {
@@ -90,17 +90,20 @@ impl fmt::Display for OomReport {
                  raise the cap, or free something first."
             )?;
         } else if let Some(limit) = self.bytes_limit {
-            write!(f, " {} allowed; raise the limit, or set it to 1.0 to remove it.", Size(limit))?;
+            write!(
+                f,
+                " {} allowed; raise the lower of the memory fraction and memory_cap_mb \
+                 (without a limit: fraction 1.0 and no cap).",
+                Size(limit)
+            )?;
         }
         match self.cause {
             OomCause::Device | OomCause::Limit | OomCause::Cap { .. } => {}
             OomCause::Rejected => {
                 f.write_str(" Refused before the driver was called, because throw_on_cudamalloc_oom is set.")?;
             }
-            OomCause::Upstream => {
-                f.write_str(
-                    " The source of the memory (a pool's upstream, or an external allocator) is out of memory.",
-                )?;
+            OomCause::External => {
+                f.write_str(" The memory's source (an external allocator, or a pool's upstream) is out of memory.")?;
             }
         }
         write!(

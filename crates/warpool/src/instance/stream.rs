@@ -12,6 +12,7 @@ use warpool_driver::{CaptureState, DeviceId, Driver, ForeignStream, RawHandle, S
 
 use super::device::Device;
 use super::{DeviceState, Instance};
+use crate::capture_status::CaptureStatus;
 use crate::{Error, Result};
 
 /// A stream of one device. Cheap to clone; equal if device and id are. As the key of a map its [`id`](Self::id) does as
@@ -96,7 +97,7 @@ impl Stream {
 
     /// Whether it takes part in a capture, valid or invalidated.
     pub fn is_capturing(&self) -> Result<bool> {
-        Ok(self.capture_state()? != CaptureState::None)
+        Ok(CaptureStatus::of_unblocked(self.driver(), self.id)?.is_capturing())
     }
 
     /// Its capture state, from the driver.

@@ -10,10 +10,11 @@ use std::collections::VecDeque;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, OnceLock};
 
-use warpool_driver::{CaptureState, DeviceId, Driver, PriorityRange, StreamId, StreamOptions};
+use warpool_driver::{DeviceId, Driver, PriorityRange, StreamId, StreamOptions};
 
 use super::device::Device;
 use super::stream::Stream;
+use crate::capture_status::CaptureStatus;
 use crate::{Result, lock};
 
 /// How many shared streams there are per device and priority, as in PyTorch.
@@ -139,12 +140,12 @@ impl StreamPool {
         let candidates = lock(&self.idle).len();
         for _ in 0..candidates {
             let Some(stream) = lock(&self.idle).pop_front() else { break };
-            let state = driver.capture_state(stream);
-            if state == Ok(CaptureState::None) {
+            let status = CaptureStatus::of_unblocked(driver, stream);
+            if status == Ok(CaptureStatus::NotCapturing) {
                 return Ok(Some(stream));
             }
             lock(&self.idle).push_back(stream);
-            state?;
+            status?;
         }
         Ok(None)
     }

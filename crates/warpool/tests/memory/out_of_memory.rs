@@ -113,11 +113,19 @@ fn the_fraction_can_be_an_initial_setting() {
 #[test]
 fn the_lower_limit_counts() {
     let context = TestContext::with_capacity(10 * GIB, "memory_cap_mb:1024");
-    context.expect_oom(2 * GIB);
+    // The text is right for both: neither can be told from the other by the number of bytes.
+    let remedy = "allowed; raise the lower of the memory fraction and memory_cap_mb (without a limit: fraction 1.0 \
+                  and no cap).";
+    let refused = |bytes, limit, limit_text| {
+        let report = context.expect_oom(bytes);
+        assert_eq!(report.bytes_limit, Some(limit));
+        assert!(report.to_string().contains(&format!(" {limit_text} {remedy}")), "{report}");
+    };
+    refused(2 * GIB, GIB, "1024.00 MiB");
     context.allocator.set_memory_cap(FIRST, Some(3 * GIB)).unwrap();
     context.alloc(2 * GIB);
     context.allocator.set_memory_fraction(FIRST, 0.25).unwrap();
-    assert_eq!(context.expect_oom(GIB).bytes_limit, Some(10 * GIB / 4));
+    refused(GIB, 10 * GIB / 4, "2.50 GiB");
     context.finish();
 }
 

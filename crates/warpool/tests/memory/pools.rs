@@ -155,7 +155,7 @@ fn a_use_on_oom_pool_serves_the_default_pool_until_it_is_released() {
     let spare = block(&context, 200 * MIB);
     let place = spare.ptr();
     let outcome = context.try_alloc(300 * MIB);
-    assert!(matches!(&outcome, Err(Error::OutOfMemory(report)) if report.cause == OomCause::Upstream), "{outcome:?}");
+    assert!(matches!(&outcome, Err(Error::OutOfMemory(report)) if report.cause == OomCause::External), "{outcome:?}");
     drop(scope);
     let most = block(&context, 800 * MIB);
     assert!(context.try_alloc(200 * MIB).is_err(), "nothing is free in the pool");

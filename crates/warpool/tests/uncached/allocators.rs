@@ -490,7 +490,7 @@ fn a_full_device_is_an_error_and_recovers() {
             }
         };
         assert!(live.len() >= 12, "{} blocks fitted", live.len());
-        assert!(matches!(report.cause, OomCause::Device | OomCause::Upstream), "{report}");
+        assert!(matches!(report.cause, OomCause::Device | OomCause::External), "{report}");
         assert_eq!(report.bytes_limit, None);
         assert_eq!(report.bytes_allocated, 256 * MIB * live.len() as u64);
         let stats = context.stats();

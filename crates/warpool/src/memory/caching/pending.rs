@@ -185,7 +185,7 @@ impl<'a> PendingFrees<'a> {
                 }
             }
         }
-        let ready = self.device.change(|state| state.take_undeferred(&over, last));
+        let ready = self.device.change(|state| state.take_ready(&over, last));
         self.device.deferred_steps.fetch_add(ready.len() as u64, Ordering::Relaxed);
         let mut ready = VecDeque::from(ready);
         let mut outcome = Ok(());

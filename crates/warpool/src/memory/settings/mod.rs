@@ -91,7 +91,7 @@ const GIB: u64 = 1 << 30;
 #[derive(Clone, Debug, PartialEq)]
 pub struct Settings {
     /// The last string.
-    pub source: String,
+    pub text: String,
     /// The allocator.
     pub backend: Backend,
     /// The size of segments for requests above 1 MiB and below 10 MiB.
@@ -211,7 +211,7 @@ pub enum Reserve {
 impl Default for Settings {
     fn default() -> Self {
         Self {
-            source: String::new(),
+            text: String::new(),
             backend: Backend::default(),
             large_segment_bytes: 20 * MIB,
             max_split_bytes: None,
@@ -290,7 +290,7 @@ impl Settings {
 
     /// The string that gives these settings: what differs from the defaults, in the order of the keys.
     ///
-    /// Parsed again it gives the same, except for [`source`](Self::source). Field values that no string can give are
+    /// Parsed again it gives the same, except for [`text`](Self::text). Field values that no string can give are
     /// written as closely as the grammar allows: sizes in whole MiB.
     #[must_use]
     pub fn to_conf_string(&self) -> String {

@@ -124,7 +124,7 @@ fn written_settings_are_read_again() {
         let settings = Settings::parse(&string).unwrap();
         let written = settings.to_conf_string();
         let again = Settings::parse(&written).unwrap();
-        assert_eq!(Settings { source: string.clone(), ..again }, settings, "{string} was written as {written}");
+        assert_eq!(Settings { text: string.clone(), ..again }, settings, "{string} was written as {written}");
         assert_eq!(rewritten(&written), written);
         let recorded = settings.recorded();
         let limit = settings.max_split_bytes.filter(|bytes| i64::try_from(*bytes).is_ok());

@@ -36,7 +36,7 @@ pub(super) struct Reading {
 pub(super) fn read(base: &Settings, string: &str, mode: Mode) -> Reading {
     let (entries, problems) = entries(string);
     let mut reading = Reading {
-        settings: Settings { source: string.into(), ..base.clone() },
+        settings: Settings { text: string.into(), ..base.clone() },
         given: BTreeMap::new(),
         problems,
         warnings: Vec::new(),

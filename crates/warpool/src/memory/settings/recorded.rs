@@ -15,7 +15,7 @@ impl Settings {
     pub fn recorded(&self) -> RecordedSettings {
         let divisions = self.roundup_power2_divisions.iter().enumerate();
         RecordedSettings {
-            conf: Some(self.source.clone()),
+            conf: Some(self.text.clone()),
             max_split_size: Some(limit_recorded(self.max_split_bytes)),
             garbage_collection_threshold: Some(self.garbage_collection_threshold),
             expandable_segments: Some(self.expandable_segments),
@@ -150,7 +150,7 @@ mod tests {
         change(&mut recorded);
         let shown = match Settings::read_recorded(&recorded) {
             Ok((settings, warnings)) => {
-                assert_eq!(settings.source, conf);
+                assert_eq!(settings.text, conf);
                 let keys: Vec<&str> = warnings.iter().map(|warning| warning.key.as_str()).collect();
                 format!("{} | {}", settings.to_conf_string(), keys.join(" "))
             }

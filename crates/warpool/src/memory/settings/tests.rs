@@ -355,7 +355,7 @@ fn updates_reset_some_and_keep_others() {
         "settings: at byte 0: `backend`: the backend is native and cannot be changed; remove the key, or restart the \
          program with it",
     );
-    assert_eq!(Settings::parse("expandable_segments:True").unwrap().updated(" ").unwrap().source, " ");
+    assert_eq!(Settings::parse("expandable_segments:True").unwrap().updated(" ").unwrap().text, " ");
 }
 
 #[test]

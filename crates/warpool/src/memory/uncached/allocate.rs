@@ -64,17 +64,12 @@ impl<S: Source> UncachedAllocator<S> {
         let slot = state.pools.reserve_slot(pool, stream, self.driver())?;
         let details = self.entry_details(state, StackLevel::State);
         self.process_pending(state, &details);
-        let (capture, capturing) = match CaptureStatus::of(self.driver(), stream)? {
-            CaptureStatus::NotCapturing => (None, false),
-            CaptureStatus::Capturing(capture) => (Some(capture), true),
-            CaptureStatus::Invalidated => (None, true),
-            CaptureStatus::Blocked if !S::STREAM_ORDERED => (None, true),
-            // Queried again for the driver's own error.
-            CaptureStatus::Blocked | CaptureStatus::StreamDestroyed => {
-                self.driver().capture_state(stream)?;
-                (None, true)
-            }
+        let status = if S::STREAM_ORDERED {
+            CaptureStatus::of_unblocked(self.driver(), stream)?
+        } else {
+            CaptureStatus::of_existing(self.driver(), stream)?
         };
+        let capturing = status.refuses_work();
         let (raw_stream, owner) = state.ledger.raw_stream(stream, self.driver())?;
         // The driver's pools serve streams of any device.
         if owner != device && !S::STREAM_ORDERED {
@@ -99,7 +94,7 @@ impl<S: Source> UncachedAllocator<S> {
             pool: slot.pool(),
             holds: 0,
             uses: Vec::new(),
-            capture,
+            capture: status.capture(),
             stack: None,
         };
         slot.fill();

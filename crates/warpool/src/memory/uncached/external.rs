@@ -96,7 +96,7 @@ impl Source for External {
     const STREAM_ORDERED: bool = false;
     const PRIVATE_POOLS: bool = true;
     const GRANULARITY: u64 = 1;
-    const OOM_CAUSE: OomCause = OomCause::Upstream;
+    const OOM_CAUSE: OomCause = OomCause::External;
 
     fn allocate(&self, device: DeviceId, bytes: u64, stream: RawStream) -> Result<Option<DevicePtr>> {
         let allocated = self.call(|external| external.allocate(bytes, device, stream))??.filter(|ptr| !ptr.is_null());

@@ -48,7 +48,7 @@ fn a_null_address_is_out_of_memory_with_a_report() {
         .attach_oom_observer(Arc::new(move |report| seen.lock().unwrap().push(report.clone())));
     let held = context.allocate(8 * MIB, &stream);
     let report = context.expect_oom(3 * MIB, &stream);
-    assert_eq!((report.cause, report.device, report.capturing), (OomCause::Upstream, DEVICE, false));
+    assert_eq!((report.cause, report.device, report.capturing), (OomCause::External, DEVICE, false));
     assert_eq!((report.bytes_requested, report.bytes_segment), (3 * MIB, 3 * MIB));
     assert_eq!((report.bytes_allocated, report.bytes_reserved, report.bytes_limit), (8 * MIB, 8 * MIB, None));
     assert!(report.bytes_free > GIB && report.bytes_total > report.bytes_free);

@@ -78,7 +78,7 @@ fn counters_agree_with_the_external_allocator_in_random_programs() {
                             context.fill(block.ptr, rng.u32() as u8, bytes, stream);
                             live.push(block);
                         }
-                        Err(Error::OutOfMemory(report)) => assert_eq!(report.cause, OomCause::Upstream),
+                        Err(Error::OutOfMemory(report)) => assert_eq!(report.cause, OomCause::External),
                         Err(other) => panic!("{other}"),
                     }
                 }

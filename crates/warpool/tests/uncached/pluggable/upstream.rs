@@ -27,7 +27,7 @@ fn an_external_allocator_is_the_upstream_of_one_pool() {
     assert_eq!(context.log(), [] as [&str; 0]);
     context.external.capacity.store(0, Ordering::SeqCst);
     let outcome = caching.allocate_in(&pool, 300 * MIB, &stream);
-    assert!(matches!(&outcome, Err(Error::OutOfMemory(report)) if report.cause == OomCause::Upstream), "{outcome:?}");
+    assert!(matches!(&outcome, Err(Error::OutOfMemory(report)) if report.cause == OomCause::External), "{outcome:?}");
     drop((again, large, open));
     pool.close().unwrap();
     assert!(context.log().ends_with(&["free 2097152".to_owned(), "free 20971520".to_owned()]));

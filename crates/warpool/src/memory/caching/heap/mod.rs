@@ -35,7 +35,7 @@ pub(super) use self::key::{BlockKey, BlockPoolKey, SegmentKey};
 pub(super) use self::mapping::{Room, Unmapped};
 pub(super) use self::segment::{Chunks, ExpandableSegment, Segment, SegmentSource};
 use crate::memory::stream_fence::StreamUses;
-use crate::memory::{Allocation, MemPoolId, SegmentKind, SizeRules, Stack};
+use crate::memory::{Allocation, FreeBlockOrder, MemPoolId, SegmentKind, SizeRules, Stack};
 use crate::{Error, Result, steps};
 
 /// A request, resolved to a block pool and to sizes.
@@ -79,8 +79,8 @@ pub(super) struct Heap {
     block_pools: SlotMap<BlockPoolKey, BlockPool>,
     /// Allocated blocks by address.
     allocated: FxHashMap<u64, BlockKey>,
-    /// Whether free blocks of one size are ordered by the registration of their segments, rather than by address.
-    by_registration: bool,
+    /// Among free blocks of one size.
+    free_block_order: FreeBlockOrder,
     next_registration: u64,
     /// Start and length of every segment.
     ranges: BTreeMap<u64, u64>,
@@ -89,14 +89,14 @@ pub(super) struct Heap {
 }
 
 impl Heap {
-    pub(super) fn new(by_registration: bool) -> Self {
+    pub(super) fn new(free_block_order: FreeBlockOrder) -> Self {
         Self {
             blocks: SlotMap::with_key(),
             segments: SlotMap::with_key(),
             stream_blocks: SlotMap::with_key(),
             block_pools: SlotMap::with_key(),
             allocated: FxHashMap::default(),
-            by_registration,
+            free_block_order,
             next_registration: 0,
             ranges: BTreeMap::new(),
             stream_handles: FxHashMap::default(),
@@ -104,8 +104,8 @@ impl Heap {
     }
 
     /// Changes the order of free blocks of one size.
-    pub(super) fn set_order(&mut self, by_registration: bool) {
-        if std::mem::replace(&mut self.by_registration, by_registration) == by_registration {
+    pub(super) fn set_free_block_order(&mut self, order: FreeBlockOrder) {
+        if std::mem::replace(&mut self.free_block_order, order) == order {
             return;
         }
         let keys: Vec<StreamBlocksKey> = self.stream_blocks.keys().collect();
@@ -613,7 +613,10 @@ impl Heap {
     fn free_key(&self, block: BlockKey) -> (StreamBlocksKey, FreeKey) {
         let block = &self.blocks[block];
         let segment = &self.segments[block.segment];
-        let registration = if self.by_registration { segment.registration } else { 0 };
+        let registration = match self.free_block_order {
+            FreeBlockOrder::Registration => segment.registration,
+            FreeBlockOrder::Address => 0,
+        };
         (segment.stream_blocks, FreeKey { size: block.size, registration, ptr: block.ptr })
     }
 }

@@ -77,10 +77,10 @@ fn release_block_pool(slow: &SlowGuard<'_>, block_pool: BlockPoolKey, details: &
     released.total()
 }
 
-/// Releases all that is free in the default pool, unless `spare_default`, and in released pools.
-pub(super) fn release_all(slow: &SlowGuard<'_>, spare_default: bool, details: &EntryDetails) -> Result<u64> {
+/// Releases all that is free in the default pool, unless `skip_default_pool`, and in released pools.
+pub(super) fn release_all(slow: &SlowGuard<'_>, skip_default_pool: bool, details: &EntryDetails) -> Result<u64> {
     let mut released = Released::none();
-    if !spare_default {
+    if !skip_default_pool {
         let [small, large] = slow.read(|state| state.pools().default_block_pools());
         released.add(release_block_pool(slow, large, details));
         released.add(release_block_pool(slow, small, details));
@@ -145,7 +145,7 @@ pub(super) fn release_oversize(slow: &SlowGuard<'_>, request: &BlockRequest, det
 /// Above the threshold, releases free large segments of the default pool that were not used for long: those at least as
 /// old as the average, until enough is released. Waits only for what the driver's free waits for.
 pub(super) fn collect_garbage(slow: &SlowGuard<'_>, details: &EntryDetails) -> Result<()> {
-    let excess = slow.read(DeviceState::garbage);
+    let excess = slow.read(DeviceState::bytes_over_gc_threshold);
     let mut released = 0;
     while released < excess {
         let before = released;

@@ -23,7 +23,7 @@ pub(super) fn allocate(
     let (ptr, source) = match upstream {
         Some(upstream) => match allocate_upstream(slow, &*upstream, request)? {
             Some(ptr) => (ptr, SegmentSource::Upstream(upstream)),
-            None => return Ok(Err(OomCause::Upstream)),
+            None => return Ok(Err(OomCause::External)),
         },
         None => {
             let _safe = slow.capture_safe()?;

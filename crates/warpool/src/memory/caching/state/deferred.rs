@@ -98,7 +98,7 @@ impl DeviceState {
 
     /// Takes the deferred frees that wait for these streams, in the order in which they were deferred: they are pending
     /// again. `last_read` is where the next call goes on.
-    pub(crate) fn take_undeferred(&mut self, streams: &[StreamId], last_read: Option<StreamId>) -> Vec<BlockKey> {
+    pub(crate) fn take_ready(&mut self, streams: &[StreamId], last_read: Option<StreamId>) -> Vec<BlockKey> {
         let of_streams = streams.iter().filter_map(|stream| self.deferred.by_stream.get(stream)).flatten();
         let mut numbers: Vec<u64> = of_streams.copied().collect();
         numbers.sort_unstable();

@@ -56,7 +56,7 @@ pub(super) enum Search {
 
 impl DeviceState {
     pub(super) fn new(device: DeviceId, policy: Policy) -> Self {
-        let mut heap = Heap::new(policy.by_registration);
+        let mut heap = Heap::new(policy.free_block_order);
         Self {
             device,
             pools: Pools::new(device, &mut heap),
@@ -85,7 +85,7 @@ impl DeviceState {
         policy.limit = self.policy.limit;
         self.policy = policy;
         self.counters.set_oversize(self.policy.max_split_stat(), self.heap.count_oversize(&self.policy.sizes));
-        self.heap.set_order(self.policy.by_registration);
+        self.heap.set_free_block_order(self.policy.free_block_order);
     }
 
     #[inline]

@@ -10,8 +10,7 @@ pub(crate) struct Policy {
     garbage_threshold: f64,
     pub(crate) expandable: bool,
     pub(crate) reuse_in_capture: bool,
-    /// Whether free blocks of one size are ordered by the registration of their segments, rather than by address.
-    pub(crate) by_registration: bool,
+    pub(crate) free_block_order: FreeBlockOrder,
     /// Requests that would reserve more fail before anything is tried.
     bytes_before_rejection: Option<u64>,
     /// The smaller of what the fraction and the cap allow.
@@ -26,7 +25,7 @@ impl Policy {
             garbage_threshold: settings.garbage_collection_threshold,
             expandable: settings.expandable_segments && virtual_memory,
             reuse_in_capture: settings.graph_capture_record_stream_reuse,
-            by_registration: settings.free_block_order == FreeBlockOrder::Registration,
+            free_block_order: settings.free_block_order,
             bytes_before_rejection: settings.throw_on_cudamalloc_oom.then(|| {
                 share_of(bytes_total, settings.per_process_memory_fraction)
                     .min(settings.memory_cap_bytes.unwrap_or(u64::MAX))
@@ -47,7 +46,7 @@ impl Policy {
         clippy::cast_sign_loss,
         reason = "a share of a device's memory; the threshold is in (0, 1)"
     )]
-    pub(crate) fn garbage(&self, reserved: u64) -> u64 {
+    pub(crate) fn bytes_over_gc_threshold(&self, reserved: u64) -> u64 {
         let Some(limit) = self.limit.filter(|_| self.collects_garbage()) else { return 0 };
         reserved.saturating_sub((limit as f64 * self.garbage_threshold) as u64)
     }

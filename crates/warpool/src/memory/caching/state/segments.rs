@@ -71,8 +71,8 @@ impl DeviceState {
     }
 
     /// How much is reserved above the threshold of garbage collection.
-    pub(crate) fn garbage(&self) -> u64 {
-        self.policy.garbage(self.counters.bytes_reserved())
+    pub(crate) fn bytes_over_gc_threshold(&self) -> u64 {
+        self.policy.bytes_over_gc_threshold(self.counters.bytes_reserved())
     }
 
     /// Adds a segment that was allocated for a request, as one block in transit.

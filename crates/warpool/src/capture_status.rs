@@ -1,4 +1,5 @@
 //! Whether a stream captures: the driver's answer to `capture_state`, with the errors that are answers too.
+//! Below streams and captures, so that both use this interpretation and there is no other.
 
 use warpool_driver::{CaptureId, CaptureState, Driver, ErrorCode, StreamId};
 
@@ -30,13 +31,19 @@ impl CaptureStatus {
 
     /// As [`of`](Self::of), but a destroyed stream is the driver's error.
     pub(crate) fn of_existing(driver: &dyn Driver, stream: StreamId) -> Result<Self> {
-        match driver.capture_state(stream) {
-            Ok(CaptureState::None) => Ok(Self::NotCapturing),
-            Ok(CaptureState::Active(capture)) => Ok(Self::Capturing(capture)),
-            Ok(CaptureState::Invalidated) => Ok(Self::Invalidated),
-            Err(error) if error.code == ErrorCode::StreamCaptureImplicit => Ok(Self::Blocked),
-            Err(error) => Err(error.into()),
+        match Self::of_unblocked(driver, stream) {
+            Err(Error::Driver(error)) if error.code == ErrorCode::StreamCaptureImplicit => Ok(Self::Blocked),
+            other => other,
         }
+    }
+
+    /// As [`of_existing`](Self::of_existing), but a blocked stream is the driver's error too.
+    pub(crate) fn of_unblocked(driver: &dyn Driver, stream: StreamId) -> Result<Self> {
+        Ok(match driver.capture_state(stream)? {
+            CaptureState::None => Self::NotCapturing,
+            CaptureState::Active(capture) => Self::Capturing(capture),
+            CaptureState::Invalidated => Self::Invalidated,
+        })
     }
 
     /// The capture that the stream takes part in, if it is a valid one.
@@ -57,33 +64,31 @@ impl CaptureStatus {
 
 #[cfg(test)]
 mod tests {
-    use std::sync::Arc;
-
     use warpool_driver::sim::{SimConfig, SimDriver};
-    use warpool_driver::{CaptureMode, Captures as _, StreamOptions, Streams as _};
+    use warpool_driver::{CaptureMode, Captures as _, DeviceId, StreamOptions, Streams as _};
 
     use super::*;
-    use crate::Instance;
 
     #[test]
     fn every_answer_of_the_driver_has_a_status() {
-        let driver = Arc::new(SimDriver::new(SimConfig::default()));
-        let device = Instance::new(driver.clone()).unwrap().device(0).unwrap();
-        let of = |stream| CaptureStatus::of(&*driver, stream).unwrap();
-        let default = device.default_stream().unwrap().id();
+        let driver = SimDriver::new(SimConfig::default());
+        let device = DeviceId(0);
+        let of = |stream| CaptureStatus::of(&driver, stream).unwrap();
+        let default = driver.stream_default(device).unwrap();
         let options = StreamOptions { non_blocking: false, priority: 0 };
-        let [blocking, gone] = [(); 2].map(|()| driver.stream_create(device.id(), options).unwrap());
+        let [blocking, gone] = [(); 2].map(|()| driver.stream_create(device, options).unwrap());
         assert_eq!(of(blocking), CaptureStatus::NotCapturing);
         driver.capture_begin(blocking, CaptureMode::ThreadLocal).unwrap();
         let status = of(blocking);
         assert!(status.capture().is_some() && status.is_capturing() && status.refuses_work());
         assert_eq!(of(default), CaptureStatus::Blocked);
+        assert!(CaptureStatus::of_unblocked(&driver, default).is_err());
         driver.stream_synchronize(blocking).unwrap_err();
         assert_eq!(of(blocking), CaptureStatus::Invalidated);
         driver.capture_end(blocking).unwrap_err();
         assert_eq!(of(blocking), CaptureStatus::NotCapturing);
         driver.stream_destroy(gone).unwrap();
         assert_eq!(of(gone), CaptureStatus::StreamDestroyed);
-        assert!(CaptureStatus::of_existing(&*driver, gone).is_err());
+        assert!(CaptureStatus::of_existing(&driver, gone).is_err());
     }
 }
