@@ -7,7 +7,7 @@
 //!    This is the hot path: one lock, no driver call.
 //! 4. If none fits, the slow path (`slow_path.rs`) allocates memory from the driver or an upstream (`source/`).
 //! 5. Freed, a block that only its own stream used is merged with its free neighbours at once. Others wait for fences
-//!    in the streams that used them (`stream_fence.rs`).
+//!    in the streams that used them (`stream_fence/`).
 //!
 //! User code (observers, hooks, upstreams, destructors) runs without any lock, and may panic: the panic reaches the
 //! caller, a block that was being allocated is freed, one that was being freed is.

@@ -1,4 +1,4 @@
-//! Pending frees: blocks that were freed while other streams may still use them. The mechanism is `stream_fence.rs`;
+//! Pending frees: blocks that were freed while other streams may still use them. The mechanism is `stream_fence/`;
 //! this file connects it to this allocator's state and to frees that captures defer.
 //!
 //! Nothing here shows trackers what happened: the call does, once nothing is half done.

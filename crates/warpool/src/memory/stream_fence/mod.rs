@@ -1,0 +1,43 @@
+//! Stream-ordered reuse: a freed block that several streams used is reclaimed once the work that those streams held at
+//! the time of the free is done. One mechanism for all allocators. A *fence* here is an event that a freed block waits
+//! for, not a memory fence; it has *passed* when the event has completed.
+//!
+//! # How an allocator uses it
+//! 1. Each block has [`StreamUses`]. While it is allocated, [`StreamUses::add`] records the streams that use it; at its
+//!    free, [`StreamUses::mark_freed`].
+//! 2. [`fence`] records an event, the *fence*, behind the work of each of these streams and queues it in the owner's
+//!    [`StreamFences`]. [`fence_later`] only lists the block as *unfenced*, for callers that must not call the driver
+//!    (destructors).
+//! 3. Later calls run [`retry_unfenced`] and [`poll`] or [`poll_some`]; [`wait_all`] waits for the fences instead.
+//! 4. Passed fences go to [`FenceOwner::complete`]; blocks without any left are reclaimed there.
+//!
+//! The allocator implements [`FenceOwner`]: where the two structures are and under which lock. [`wait_for_stream`],
+//! [`wait_for_devices`] and [`order_after`] can be used without a block.
+//!
+//! # Rules
+//! - The driver is called without the owner's lock. Fences have sequence numbers, so that a result that arrives after
+//!   another thread completed the same fence is dropped.
+//! - Only the oldest fence of each stream is queried, so a busy stream delays only the blocks that it used. A passed
+//!   fence completes itself and none before it: two threads may queue fences in another order than they recorded them.
+//! - An error in one stream does not stop the others; the first error is returned.
+//! - What a call costs that merely passes by is bounded ([`PENDING_PER_CALL`]), however many streams have fences: it
+//!   polls some of those that have not passed, in turn. [`poll_of`] polls all that one stream's blocks wait for.
+//! - A driver call may unwind (a driver may be anybody's): no block is lost by that.
+//! - No fence is recorded in a stream that takes part in a capture: the event would belong to the capture, and querying
+//!   it would invalidate that. Such a block stays unfenced until the capture is over.
+
+mod fencing;
+mod owner;
+mod poll;
+mod queues;
+mod record;
+#[cfg(test)]
+mod tests;
+mod uses;
+
+pub(crate) use fencing::{fence, fence_later, retry_unfenced};
+pub(crate) use owner::FenceOwner;
+pub(crate) use poll::{poll, poll_of, poll_some, wait_all};
+pub(crate) use queues::{Fence, PENDING_PER_CALL, StreamFences};
+pub(crate) use record::{order_after, wait_for_devices, wait_for_stream};
+pub(crate) use uses::StreamUses;

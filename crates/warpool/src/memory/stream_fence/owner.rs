@@ -1,0 +1,48 @@
+//! What an allocator provides: where a block's uses and the fences are, and under which lock.
+
+use warpool_driver::StreamId;
+
+use super::queues::{Fence, StreamFences};
+use super::uses::StreamUses;
+use crate::capture::CaptureStatus;
+use crate::{Instance, Result};
+
+/// An allocator's device, as far as its fences are concerned.
+pub(crate) trait FenceOwner {
+    /// Names a freed block.
+    type Key: Clone;
+
+    fn instance(&self) -> &Instance;
+
+    /// Whether captures are active. They forbid waiting for a device.
+    fn has_captures(&self) -> bool {
+        self.instance().has_captures()
+    }
+
+    /// The capture status of a stream. An owner to which every capture is reported can skip the driver call
+    /// while there is none.
+    fn capture_status(&self, stream: StreamId) -> Result<CaptureStatus> {
+        CaptureStatus::of(&**self.instance().driver(), stream)
+    }
+
+    /// While the result is held, queries and waits of the calling thread invalidate no capture of another stream.
+    fn capture_guard(&self) -> Result<impl Sized>;
+
+    /// The stream that a block belongs to, if [`poll_of`](super::poll_of) is to find it.
+    fn stream_of(&self, key: &Self::Key) -> Option<StreamId> {
+        let _ = key;
+        None
+    }
+
+    /// Accesses a block's uses, under their lock.
+    fn with_uses<R>(&self, key: &Self::Key, act: impl FnOnce(&mut StreamUses) -> R) -> R;
+
+    /// Accesses the fences, under their lock.
+    fn with_fences<R>(&self, act: impl FnOnce(&mut StreamFences<Self::Key>) -> R) -> R;
+
+    /// These fences have passed: pops them, and reclaims the blocks that have none left.
+    fn complete(&self, passed: &[Fence]);
+
+    /// Reclaims a block if it is freed and no stream may still use it.
+    fn reclaim_if_clear(&self, key: Self::Key);
+}

@@ -1,0 +1,86 @@
+//! Fences that have passed are completed: by polling, or by waiting for all.
+
+use warpool_driver::StreamId;
+
+use super::owner::FenceOwner;
+use super::queues::{Fence, PENDING_PER_CALL};
+use crate::Result;
+
+/// Completes the fences that have passed.
+pub(crate) fn poll(owner: &impl FenceOwner) -> Result<()> {
+    let oldest = owner.with_fences(|fences| fences.oldest_after(None, usize::MAX));
+    poll_streams(owner, oldest).1
+}
+
+/// The same, but looks at no more than [`PENDING_PER_CALL`] streams whose oldest fence has not passed; the next call
+/// goes on with the others.
+pub(crate) fn poll_some(owner: &impl FenceOwner) -> Result<()> {
+    let (mut unseen, mut last) = owner.with_fences(|fences| fences.poll_position());
+    let (mut budget, mut outcome) = (PENDING_PER_CALL, Ok(()));
+    while unseen > 0 && budget > 0 {
+        let oldest = owner.with_fences(|fences| fences.oldest_after(last, budget.min(unseen)));
+        let Some(newest) = oldest.last() else { break };
+        (last, unseen) = (Some(newest.stream), unseen - oldest.len());
+        let (pending, polled) = poll_streams(owner, oldest);
+        outcome = outcome.and(polled);
+        budget -= pending.min(budget);
+    }
+    owner.with_fences(|fences| fences.set_last_polled(last));
+    outcome
+}
+
+/// Completes the fences that have passed and that blocks of `stream` wait for, and others in the same streams.
+pub(crate) fn poll_of(owner: &impl FenceOwner, stream: StreamId) -> Result<()> {
+    let oldest = owner.with_fences(|fences| fences.oldest_for(stream));
+    poll_streams(owner, oldest).1
+}
+
+/// Queries the oldest fences of some streams, and those behind each that has passed. Returns in how many streams the
+/// oldest has not passed.
+fn poll_streams(owner: &impl FenceOwner, mut oldest: Vec<Fence>) -> (usize, Result<()>) {
+    if oldest.is_empty() {
+        return (0, Ok(()));
+    }
+    let _guard = match owner.capture_guard() {
+        Ok(guard) => guard,
+        Err(error) => return (oldest.len(), Err(error)),
+    };
+    let (mut pending, mut outcome) = (0, Ok(()));
+    while !oldest.is_empty() {
+        let mut passed = Vec::new();
+        for fence in oldest {
+            match owner.instance().driver().event_query(fence.event.id()) {
+                Ok(true) => passed.push(fence),
+                Ok(false) => pending += 1,
+                Err(error) => {
+                    pending += 1;
+                    outcome = outcome.and(Err(error.into()));
+                }
+            }
+        }
+        owner.complete(&passed);
+        oldest = owner.with_fences(|fences| passed.iter().filter_map(|fence| fences.oldest_of(fence.stream)).collect());
+    }
+    (pending, outcome)
+}
+
+/// Waits for all fences that are queued now, and completes them.
+pub(crate) fn wait_all(owner: &impl FenceOwner) -> Result<()> {
+    let all = owner.with_fences(|fences| fences.all());
+    let _guard = owner.capture_guard()?;
+    let (mut failed, mut outcome) = (None, Ok(()));
+    // Each of them: that the last one of a stream has passed says nothing about the others.
+    for fence in all {
+        if failed == Some(fence.stream) {
+            continue;
+        }
+        match owner.instance().driver().event_synchronize(fence.event.id()) {
+            Ok(()) => owner.complete(&[fence]),
+            Err(error) => {
+                failed = Some(fence.stream);
+                outcome = outcome.and(Err(error.into()));
+            }
+        }
+    }
+    outcome
+}
