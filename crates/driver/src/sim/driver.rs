@@ -218,14 +218,14 @@ impl SimDriver {
         let current_call = state.current_call;
         state.scheduler.allow_awaited(awaited.clone());
         while !is_over(&state) {
-            if state.scheduler.has_callbacks() {
+            if state.scheduler.callbacks.are_ready() {
                 state = self.run_callbacks(state);
             } else if !state.step() {
                 // Another thread may have paused a stream while a callback ran.
                 if state.scheduler.allow_awaited(awaited.clone()) {
                     continue;
                 }
-                assert!(state.scheduler.are_callbacks_running(), "a wait without work that could end it");
+                assert!(state.scheduler.callbacks.are_running(), "a wait without work that could end it");
                 state = self.callback_returned.wait(state).unwrap_or_else(PoisonError::into_inner);
             }
         }
@@ -235,7 +235,7 @@ impl SimDriver {
 
     /// Runs host callbacks that can run, without the lock: they may wait for other threads.
     fn run_callbacks<'a>(&'a self, mut state: Guard<'a>) -> Guard<'a> {
-        while let Some(callback) = state.scheduler.take_callback() {
+        while let Some(callback) = state.scheduler.callbacks.take() {
             drop(state);
             // A panic ends the callback and nothing else, as on a thread of a real driver: this call is of a thread
             // that may have nothing to do with the callback. The panic hook has reported it.

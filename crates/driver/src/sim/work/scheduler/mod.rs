@@ -4,12 +4,17 @@
 //! reaches its end. The scheduler does not touch memory: [`Scheduler::step`] returns the work that takes effect next,
 //! and [`Scheduler::complete`] is called once it has.
 
+mod callbacks;
+mod pause;
+
 use std::cmp::Reverse;
-use std::collections::{BTreeMap, BinaryHeap, VecDeque};
+use std::collections::BinaryHeap;
 use std::sync::Arc;
 
 use rustc_hash::FxHashMap;
 
+use self::callbacks::Callbacks;
+pub use self::callbacks::ReturnedCallback;
 use super::event::{Event, EventState};
 use super::exec_graph::ExecGraph;
 use super::item::{Template, Work};
@@ -17,10 +22,10 @@ use super::launch::{Launch, LaunchAction};
 use super::stream::{QueuedWork, StreamPoint};
 use super::streams::{QueuePosition, Streams};
 use crate::sim::config::{SimConfig, Timing};
-use crate::sim::order::{Epoch, NodeInstance, TimelineId, VectorClock};
+use crate::sim::order::{Epoch, NodeInstance, VectorClock};
 use crate::sim::rng;
 use crate::sim::table::Table;
-use crate::{ConditionalId, DeviceId, ErrorCode, EventId, HostCallback, StreamId};
+use crate::{ConditionalId, DeviceId, ErrorCode, EventId, StreamId};
 
 /// What is running.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -68,37 +73,6 @@ pub enum Step {
     Due(DueWork),
 }
 
-/// A host callback that can run.
-pub struct Callback {
-    pub run: HostCallback,
-    returned: ReturnedCallback,
-}
-
-/// A host callback that has run.
-#[derive(Clone, Copy, Debug)]
-pub struct ReturnedCallback {
-    running: Running,
-    time: u64,
-}
-
-impl Callback {
-    fn new(run: HostCallback, running: Running, time: u64) -> Self {
-        Self { run, returned: ReturnedCallback { running, time } }
-    }
-
-    /// The callback has run. `drop` drops it, without the simulation's lock: what it owns may call the driver then.
-    pub fn end(self, drop: impl FnOnce(HostCallback)) -> ReturnedCallback {
-        drop(self.run);
-        self.returned
-    }
-}
-
-impl std::fmt::Debug for Callback {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Callback").field("running", &self.returned.running).finish_non_exhaustive()
-    }
-}
-
 /// Streams and events in virtual time.
 #[derive(Debug)]
 pub struct Scheduler {
@@ -115,8 +89,7 @@ pub struct Scheduler {
     paused_streams: usize,
     /// For each device, why it failed, if it did.
     failures: Vec<Option<ErrorCode>>,
-    callbacks: VecDeque<Callback>,
-    callbacks_running: usize,
+    pub callbacks: Callbacks,
     /// The templates of launches that have ended.
     ended: Vec<Arc<Template>>,
 }
@@ -136,8 +109,7 @@ impl Scheduler {
             last_launch: 0,
             paused_streams: 0,
             failures: vec![None; devices],
-            callbacks: VecDeque::new(),
-            callbacks_running: 0,
+            callbacks: Callbacks::default(),
             ended: Vec::new(),
         }
     }
@@ -264,7 +236,7 @@ impl Scheduler {
         let (device, number) = (state.device, state.number_of(epoch));
         match work {
             Work::Callback(run) => {
-                self.callbacks.push_back(Callback::new(run, running, time));
+                self.callbacks.push(run, running, time);
                 return Step::Done;
             }
             Work::Launch(launch) => _ = self.end_launch(launch),
@@ -286,7 +258,7 @@ impl Scheduler {
         let state = self.launch_mut(launch);
         let (work, epoch) = (state.work(node).0.clone(), state.point.epoch);
         match work {
-            Work::Callback(run) => self.callbacks.push_back(Callback::new(run, running, time)),
+            Work::Callback(run) => self.callbacks.push(run, running, time),
             Work::Conditional { flag, .. } => {
                 let actions = state.run_conditional(node, flag, failed);
                 self.apply(launch, actions, time);
@@ -396,6 +368,12 @@ impl Scheduler {
         }
     }
 
+    /// A callback has returned: what waits for it continues.
+    pub fn callback_returned(&mut self, returned: ReturnedCallback) {
+        self.callbacks.count_returned();
+        self.complete(returned.running, returned.time);
+    }
+
     pub fn is_done(&self, epoch: Epoch) -> bool {
         self.streams.is_done(epoch)
     }
@@ -405,109 +383,5 @@ impl Scheduler {
         self.resume(stream);
         self.streams.get_mut(stream).destroyed = true;
         self.streams.remove_if_drained(stream);
-    }
-
-    /// A host callback that can run. [`callback_returned`](Self::callback_returned) must be called afterwards.
-    pub fn take_callback(&mut self) -> Option<Callback> {
-        let callback = self.callbacks.pop_front()?;
-        self.callbacks_running += 1;
-        Some(callback)
-    }
-
-    pub fn callback_returned(&mut self, callback: ReturnedCallback) {
-        self.callbacks_running -= 1;
-        self.complete(callback.running, callback.time);
-    }
-
-    pub fn has_callbacks(&self) -> bool {
-        !self.callbacks.is_empty()
-    }
-
-    pub fn are_callbacks_running(&self) -> bool {
-        self.callbacks_running > 0
-    }
-
-    /// Pauses a stream: what has not started stays queued.
-    pub fn pause(&mut self, stream: StreamId) {
-        let done = self.streams.timelines.done(self.streams.get(stream).timeline);
-        let state = self.streams.get_mut(stream);
-        if state.paused_after.is_none() {
-            state.paused_after = Some(done + u64::from(state.running));
-            self.paused_streams += 1;
-        }
-    }
-
-    /// Ends the pause of a stream, if it is paused.
-    pub fn resume(&mut self, stream: StreamId) {
-        if let Some(last) = self.streams.get_mut(stream).paused_after.take() {
-            self.paused_streams -= 1;
-            self.start_if_was_paused(stream, last);
-        }
-    }
-
-    /// Runs up to `count` queued operations of a paused stream, which take no time. Returns how many; `None` if the
-    /// stream is not paused.
-    pub fn run_paused(&mut self, stream: StreamId, count: u64) -> Option<u64> {
-        let state = self.streams.get_mut(stream);
-        let before = state.paused_after?;
-        let last = before.saturating_add(count).min(state.last);
-        for queued in state.queued_between_mut(before, last) {
-            queued.nanos = 0;
-            if let Work::Launch(launch) = queued.work {
-                self.launches.get_mut(&launch).expect("a queued launch").instant = true;
-            }
-        }
-        self.allow(stream, last);
-        Some(last - before)
-    }
-
-    /// How many operations are queued in `stream` because it is paused.
-    pub fn paused_work(&self, stream: StreamId) -> u64 {
-        let state = self.streams.get(stream);
-        state.paused_after.map_or(0, |last| state.last.saturating_sub(last))
-    }
-
-    /// Lets the operations of a paused stream start up to number `last`. Returns whether some could not before.
-    fn allow(&mut self, stream: StreamId, last: u64) -> bool {
-        let Some(state) = self.streams.find_mut(stream) else { return false };
-        let Some(before) = state.paused_after.filter(|&before| before < last) else { return false };
-        state.paused_after = Some(last);
-        self.start_if_was_paused(stream, before);
-        true
-    }
-
-    /// Starts the first of the queue if only the pause after number `last` kept it. Otherwise it runs already, or waits
-    /// for other streams.
-    fn start_if_was_paused(&mut self, stream: StreamId, last: u64) {
-        if self.streams.get(stream).queue.front().is_some_and(|first| first.seq > last) {
-            self.try_start(stream, self.now);
-        }
-    }
-
-    /// Lets the operations of paused streams start that the host waits for, and those that they wait for. Returns
-    /// whether any were paused.
-    pub fn allow_awaited(&mut self, awaited: impl Iterator<Item = Epoch>) -> bool {
-        if self.paused_streams == 0 {
-            return false;
-        }
-        // How far each timeline must come. Ordered, since the order of starting has an effect.
-        let mut needed: BTreeMap<TimelineId, u64> = BTreeMap::new();
-        let mut open: Vec<Epoch> = awaited.collect();
-        while let Some(epoch) = open.pop() {
-            let done = self.streams.timelines.done(epoch.timeline);
-            let needed = needed.entry(epoch.timeline).or_insert(done);
-            if *needed >= epoch.seq {
-                continue;
-            }
-            let before = std::mem::replace(needed, epoch.seq);
-            let Some(state) = self.streams.find(self.streams.timelines.stream(epoch.timeline)) else { continue };
-            let queued = state.queued_between(before, epoch.seq);
-            open.extend(queued.flat_map(|queued| queued.waits.iter().copied()));
-        }
-        let mut allowed = false;
-        for (timeline, last) in needed {
-            allowed |= self.allow(self.streams.timelines.stream(timeline), last);
-        }
-        allowed
     }
 }
