@@ -7,45 +7,19 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use warpool::driver::decorate::{FaultPlan, Faulty};
 use warpool::driver::sim::{Hazard, HazardKind, Latencies, ObjectCounts, SimConfig, SimDriver};
 use warpool::driver::{
-    Call, CaptureState, Captures as _, Copies as _, DeviceId, DevicePtr, Devices as _, ErrorCode, EventOptions,
-    EventScope, Events as _, FunctionId, HostKernel, KernelArg, KernelSource, Kernels as _, LaunchShape, Memory as _,
-    ModuleId, Streams as _,
+    Call, CaptureState, Captures as _, DeviceId, DevicePtr, Devices as _, ErrorCode, EventOptions, EventScope,
+    Events as _, Streams as _,
 };
 use warpool::graph::Graph;
 use warpool::memory::OomCause;
 use warpool::{Device, Error, Instance, Stream, StreamLease};
+use warpool_testing::Tags;
 
 use crate::caught::{Caught, caught, inject_panic};
 use crate::context::Context;
 use crate::rng::Rng;
 
 const MIB: u64 = 1 << 20;
-
-static KERNELS: KernelSource = KernelSource {
-    name: "soak",
-    cuda: "",
-    host_kernels: &[
-        HostKernel {
-            name: "write_tag",
-            run: |k| {
-                let (to, words, tag) = (k.arg_ptr(0)?, k.arg_u32(1)?, k.arg_u32(2)?);
-                k.write_u32(to, &vec![tag; words as usize])
-            },
-            nanos: None,
-        },
-        HostKernel {
-            name: "check_tag",
-            run: |k| {
-                let (from, words, tag, mismatch) = (k.arg_ptr(0)?, k.arg_u32(1)?, k.arg_u32(2)?, k.arg_ptr(3)?);
-                match k.read_u32(from, words as usize)?.into_iter().find(|&word| word != tag) {
-                    Some(other) => k.write_u32(mismatch, &[1, tag, other]),
-                    None => Ok(()),
-                }
-            },
-            nanos: None,
-        },
-    ],
-};
 
 /// The machine.
 pub struct Machine {
@@ -55,20 +29,13 @@ pub struct Machine {
     /// The streams of each device.
     pub streams: Vec<Vec<Stream>>,
     leases: Vec<StreamLease>,
-    kernels: Vec<Kernels>,
+    /// Of each device.
+    tags: Vec<Tags>,
     /// How many driver calls in a thousand fail in a call under test that faults are injected into; 0 is none.
     fault_rate: u64,
     /// For callbacks that the program attaches.
     pub panics: Arc<Panics>,
     start: ObjectCounts,
-}
-
-/// The kernels of a device, and where they report a wrong tag.
-struct Kernels {
-    module: ModuleId,
-    write_tag: FunctionId,
-    check_tag: FunctionId,
-    mismatch: DevicePtr,
 }
 
 /// A call that may fail.
@@ -146,20 +113,16 @@ impl Machine {
         let start = sim.object_counts();
         let faulty = Arc::new(Faulty::new(sim.clone(), FaultPlan::new()));
         let instance = Instance::new(faulty.clone()).unwrap();
-        let (mut leases, mut kernels, mut all) = (Vec::new(), Vec::new(), Vec::new());
+        let (mut leases, mut tags, mut all) = (Vec::new(), Vec::new(), Vec::new());
         for device in instance.devices() {
             let own: Vec<StreamLease> = (0..streams).map(|_| device.lease_stream().unwrap()).collect();
             all.push(own.iter().map(|lease| lease.stream().clone()).collect::<Vec<Stream>>());
             leases.extend(own);
-            let module = sim.module_load(device.id(), &KERNELS).unwrap();
-            let mismatch = sim.mem_alloc(device.id(), 12).unwrap();
-            sim.upload(device.id(), mismatch, &[0; 12]).unwrap();
-            let [write_tag, check_tag] = ["write_tag", "check_tag"].map(|name| sim.function_get(module, name).unwrap());
-            kernels.push(Kernels { module, write_tag, check_tag, mismatch });
+            tags.push(Tags::new(&sim, device.id()));
         }
         let fault_rate = rng.pick(&[0, 5, 50, 200]);
         context.step(format!("{devices} devices of {capacity} bytes, {streams} streams each, {fault_rate}/1000 fail"));
-        Self { sim, faulty, instance, streams: all, leases, kernels, fault_rate, panics: Arc::default(), start }
+        Self { sim, faulty, instance, streams: all, leases, tags, fault_rate, panics: Arc::default(), start }
     }
 
     pub fn device(&self, index: usize) -> Device {
@@ -257,34 +220,14 @@ impl Machine {
         FaultPlan::new().fail_fraction(calls, fraction, rng.u64(), rng.pick(&codes))
     }
 
-    /// The parts of a block that contain the tag: its first and its last words.
-    fn parts(ptr: DevicePtr, bytes: u64) -> impl Iterator<Item = (DevicePtr, u32)> {
-        const WORDS: u64 = 16;
-        let words = bytes / 4;
-        let parts = match words {
-            0 => [None, None],
-            _ if words <= 2 * WORDS => [Some((ptr, words as u32)), None],
-            _ => [Some((ptr, WORDS as u32)), Some((ptr.offset(4 * (words - WORDS)), WORDS as u32))],
-        };
-        parts.into_iter().flatten()
-    }
-
     /// Queues a write of a tag into a block.
     pub fn write_tag(&self, ptr: DevicePtr, bytes: u64, tag: u32, stream: &Stream) {
-        let kernels = &self.kernels[stream.device_id().0 as usize];
-        for (ptr, words) in Self::parts(ptr, bytes) {
-            let args = [ptr.into(), KernelArg::U32(words), KernelArg::U32(tag)];
-            self.sim.kernel_launch(kernels.write_tag, LaunchShape::ONE, &args, stream.id()).unwrap();
-        }
+        self.tags[stream.device_id().0 as usize].write(ptr, bytes, tag, stream.id());
     }
 
     /// Queues a check that a block still contains its tag.
     pub fn check_tag(&self, ptr: DevicePtr, bytes: u64, tag: u32, stream: &Stream) {
-        let kernels = &self.kernels[stream.device_id().0 as usize];
-        for (ptr, words) in Self::parts(ptr, bytes) {
-            let args = [ptr.into(), KernelArg::U32(words), KernelArg::U32(tag), kernels.mismatch.into()];
-            self.sim.kernel_launch(kernels.check_tag, LaunchShape::ONE, &args, stream.id()).unwrap();
-        }
+        self.tags[stream.device_id().0 as usize].check(ptr, bytes, tag, stream.id());
     }
 
     /// The later work of `stream` waits for the work of `other`. The program's own call: it never fails.
@@ -333,12 +276,7 @@ impl Machine {
 
     /// After a synchronization: no tag was overwritten, no hazard.
     pub fn check_contents(&self) {
-        for (device, kernels) in (0..).zip(&self.kernels) {
-            let mut bytes = [0; 12];
-            self.sim.download(DeviceId(device), kernels.mismatch, &mut bytes).unwrap();
-            let words: Vec<u32> = bytes.as_chunks::<4>().0.iter().map(|&word| u32::from_le_bytes(word)).collect();
-            assert_eq!(words[0], 0, "on device {device}, the block with tag {:#x} contained {:#x}", words[1], words[2]);
-        }
+        self.tags.iter().for_each(Tags::expect_intact);
         // A body that gives up joins nothing: that capture fails, as it should.
         let is_defect = |hazard: &Hazard| hazard.kind != HazardKind::CaptureUnjoined;
         let hazards: Vec<Hazard> = self.sim.hazards().into_iter().filter(is_defect).collect();
@@ -352,11 +290,8 @@ impl Machine {
     pub fn close(self) {
         self.synchronize();
         self.check_contents();
-        let Self { sim, faulty, instance, streams, leases, kernels, start, .. } = self;
-        for kernels in kernels {
-            sim.mem_free(kernels.mismatch).unwrap();
-            sim.module_unload(kernels.module).unwrap();
-        }
+        let Self { sim, faulty, instance, streams, leases, tags, start, .. } = self;
+        tags.into_iter().for_each(Tags::close);
         drop((streams, leases));
         instance.close().unwrap();
         assert_eq!(sim.object_counts(), start, "driver objects at the end and at the start");

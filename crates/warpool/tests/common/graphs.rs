@@ -15,35 +15,23 @@ static KERNELS: KernelSource = KernelSource {
     cuda: "",
     host_kernels: &[
         // Adds to one word.
-        HostKernel {
-            name: "add",
-            run: |kernel| {
-                let (to, value) = (kernel.arg_ptr(0)?, kernel.arg_u32(1)?);
-                let old = kernel.read_u32(to, 1)?[0];
-                kernel.write_u32(to, &[old.wrapping_add(value)])
-            },
-            nanos: None,
-        },
+        HostKernel::new("add", |kernel| {
+            let (to, value) = (kernel.arg_ptr(0)?, kernel.arg_u32(1)?);
+            let old = kernel.read_u32(to, 1)?[0];
+            kernel.write_u32(to, &[old.wrapping_add(value)])
+        }),
         // Sets one word to another, plus a value.
-        HostKernel {
-            name: "sum",
-            run: |kernel| {
-                let (to, from, value) = (kernel.arg_ptr(0)?, kernel.arg_ptr(1)?, kernel.arg_u32(2)?);
-                let sum = kernel.read_u32(from, 1)?[0].wrapping_add(value);
-                kernel.write_u32(to, &[sum])
-            },
-            nanos: None,
-        },
+        HostKernel::new("sum", |kernel| {
+            let (to, from, value) = (kernel.arg_ptr(0)?, kernel.arg_ptr(1)?, kernel.arg_u32(2)?);
+            let sum = kernel.read_u32(from, 1)?[0].wrapping_add(value);
+            kernel.write_u32(to, &[sum])
+        }),
         // Sets one word to the lowest bit of another.
-        HostKernel {
-            name: "odd",
-            run: |kernel| {
-                let (to, from) = (kernel.arg_ptr(0)?, kernel.arg_ptr(1)?);
-                let odd = kernel.read_u32(from, 1)?[0] % 2;
-                kernel.write_u32(to, &[odd])
-            },
-            nanos: None,
-        },
+        HostKernel::new("odd", |kernel| {
+            let (to, from) = (kernel.arg_ptr(0)?, kernel.arg_ptr(1)?);
+            let odd = kernel.read_u32(from, 1)?[0] % 2;
+            kernel.write_u32(to, &[odd])
+        }),
     ],
 };
 

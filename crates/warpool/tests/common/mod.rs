@@ -10,6 +10,7 @@ pub mod logging_allocator;
 pub mod memory;
 pub mod panics;
 pub mod rng;
+pub mod sizes;
 
 use std::sync::Arc;
 

@@ -6,6 +6,7 @@ use warpool::driver::ErrorCode;
 use warpool::memory::{BlockState, HostBlock};
 
 use super::context::{GIB, KIB, MIB, TestContext};
+use crate::common::sizes::{bytes, short};
 
 /// Runs a script and compares the segments. Steps: `a=SIZE`, `free a`, `drop a`, `trim`. Sizes have the units K, M, G.
 /// The picture lists segments by age, and each block by its name, `.` if free in the heap, or `:` if in a front cache.
@@ -54,25 +55,6 @@ fn draw(context: &TestContext, order: &[u64], named: &BTreeMap<String, HostBlock
         blocks.collect::<String>()
     });
     drawn.collect::<Vec<_>>().join(" ")
-}
-
-fn bytes(text: &str) -> u64 {
-    let (number, unit) = match text.trim().chars().last().unwrap() {
-        'K' => (&text[..text.len() - 1], KIB),
-        'M' => (&text[..text.len() - 1], MIB),
-        'G' => (&text[..text.len() - 1], GIB),
-        _ => (text, 1),
-    };
-    (number.parse::<f64>().unwrap() * unit as f64) as u64
-}
-
-fn short(bytes: u64) -> String {
-    for (unit, size) in [("G", GIB), ("M", MIB), ("K", KIB)] {
-        if bytes >= size && bytes.is_multiple_of(size) {
-            return format!("{}{unit}", bytes / size);
-        }
-    }
-    bytes.to_string()
 }
 
 #[test]

@@ -10,6 +10,8 @@ use warpool::memory::{
     Allocation, BlockState, CachingAllocator, DeviceAllocator, MemPoolId, Request, Settings, SnapshotOptions,
 };
 
+use crate::common::sizes::{bytes, short};
+
 const DEVICE: DeviceId = DeviceId(0);
 
 /// Runs a script and compares the picture of all segments at its end.
@@ -52,24 +54,6 @@ fn draw(allocator: &CachingAllocator, named: &BTreeMap<String, Allocation>) -> S
         blocks.collect::<String>()
     });
     drawn.collect::<Vec<_>>().join(" ")
-}
-
-fn bytes(text: &str) -> u64 {
-    let (number, unit) = match text.trim().chars().last().unwrap() {
-        'K' => (&text[..text.len() - 1], 1 << 10),
-        'M' => (&text[..text.len() - 1], 1 << 20),
-        _ => (text, 1),
-    };
-    (number.parse::<f64>().unwrap() * f64::from(unit)) as u64
-}
-
-fn short(bytes: u64) -> String {
-    for (unit, size) in [("M", 1 << 20), ("K", 1 << 10)] {
-        if bytes >= size && bytes.is_multiple_of(size) {
-            return format!("{}{unit}", bytes / size);
-        }
-    }
-    bytes.to_string()
 }
 
 #[test]
