@@ -10,14 +10,10 @@ extern "C" __global__ void warpool_bench_empty() {}
 extern "C" __global__ void warpool_bench_set(unsigned int* out, unsigned int value) { *out = value; }
 "#,
     host_kernels: &[
-        HostKernel { name: "warpool_bench_empty", run: |_| Ok(()), nanos: None },
-        HostKernel {
-            name: "warpool_bench_set",
-            run: |scope| {
-                let (out, value) = (scope.arg_ptr(0)?, scope.arg_u32(1)?);
-                scope.memory.write(out, &value.to_le_bytes())
-            },
-            nanos: None,
-        },
+        HostKernel::new("warpool_bench_empty", |_| Ok(())),
+        HostKernel::new("warpool_bench_set", |scope| {
+            let (out, value) = (scope.arg_ptr(0)?, scope.arg_u32(1)?);
+            scope.memory.write(out, &value.to_le_bytes())
+        }),
     ],
 };

@@ -72,15 +72,15 @@ extern "C" __global__ void shape(unsigned int *out) {
 "#,
     host_kernels: &[
         HostKernel { name: "spin", run: |_| Ok(()), nanos: Some(spin_nanos) },
-        HostKernel { name: "append", run: append, nanos: None },
-        HostKernel { name: "add_u32", run: add_u32, nanos: None },
-        HostKernel { name: "write_sequence", run: write_sequence, nanos: None },
-        HostKernel { name: "add_sequence", run: add_sequence, nanos: None },
-        HostKernel { name: "count_differences", run: count_differences, nanos: None },
-        HostKernel { name: "mix_u32", run: mix_u32, nanos: None },
-        HostKernel { name: "axpy_f32", run: axpy_f32, nanos: None },
-        HostKernel { name: "echo", run: echo, nanos: None },
-        HostKernel { name: "shape", run: shape, nanos: None },
+        HostKernel::new("append", append),
+        HostKernel::new("add_u32", add_u32),
+        HostKernel::new("write_sequence", write_sequence),
+        HostKernel::new("add_sequence", add_sequence),
+        HostKernel::new("count_differences", count_differences),
+        HostKernel::new("mix_u32", mix_u32),
+        HostKernel::new("axpy_f32", axpy_f32),
+        HostKernel::new("echo", echo),
+        HostKernel::new("shape", shape),
     ],
 };
 
@@ -97,10 +97,7 @@ extern "C" __global__ void count_down(unsigned long long flag, unsigned int *lef
     cudaGraphSetConditional(flag, *left > 0 ? 1 : 0);
 }
 "#,
-    host_kernels: &[
-        HostKernel { name: "set_flag", run: set_flag, nanos: None },
-        HostKernel { name: "count_down", run: count_down, nanos: None },
-    ],
+    host_kernels: &[HostKernel::new("set_flag", set_flag), HostKernel::new("count_down", count_down)],
 };
 
 type KernelResult = Result<(), KernelFault>;

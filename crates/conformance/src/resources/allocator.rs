@@ -11,7 +11,7 @@ use warpool::memory::{
 use warpool::{Error, Stream};
 use warpool_driver::{CaptureMode, CaptureState, InstantiateOptions, NodeKind};
 
-use super::helpers::SharedAllocator;
+use super::helpers::{SharedAllocator, expect_wait_for_recorded_stream};
 use crate::check::Check;
 use crate::context::TestContext;
 use crate::expect::{CheckError, CheckResult, expect, expect_eq, require};
@@ -103,32 +103,7 @@ fn freed_block_is_reused_at_once_on_its_stream(context: &TestContext) -> CheckRe
 }
 
 fn freed_block_waits_for_recorded_streams(context: &TestContext) -> CheckResult {
-    const BYTES: u64 = 8 * MIB;
-    on_caching(context, |allocator| {
-        let (own, other) = (context.device().lease_stream()?, context.device().lease_stream()?);
-        let (first, result) = (allocator.allocate(BYTES, &own)?, allocator.allocate(BYTES, &other)?);
-        other.wait_stream(&own)?;
-        context.keep_stream_busy(&other)?;
-        context.write_sequence(first.ptr(), BYTES, 7, &other)?;
-        context.driver.copy(result.ptr().into(), first.ptr().into(), BYTES, other.id())?;
-        first.record_use(&other)?;
-        let address = first.ptr();
-        first.free()?;
-
-        let second = allocator.allocate(BYTES, &own)?;
-        expect(second.ptr() != address, "another address while the other stream uses the block")?;
-        context.write_sequence(second.ptr(), BYTES, 9, &own)?;
-        context.expect_sequence("the second block", second.ptr(), BYTES, 9, &own)?;
-        expect(!other.query()?, "the other stream still has work")?;
-
-        other.synchronize()?;
-        context.expect_sequence("the memory written by the other stream", result.ptr(), BYTES, 7, &other)?;
-        let third = allocator.allocate(BYTES, &own)?;
-        expect_eq("the address once the other stream has finished", third.ptr(), address)?;
-        context.write_sequence(third.ptr(), BYTES, 11, &own)?;
-        context.expect_sequence("the third block", third.ptr(), BYTES, 11, &own)?;
-        context.expect_sequence("the second block afterwards", second.ptr(), BYTES, 9, &own)
-    })
+    on_caching(context, |allocator| expect_wait_for_recorded_stream(context, allocator))
 }
 
 fn expandable_segment_grows_and_shrinks(context: &TestContext) -> CheckResult {

@@ -14,7 +14,7 @@ use warpool::memory::{
 use warpool::{Error, Result};
 use warpool_driver::{DeviceId, DevicePtr, Driver};
 
-use super::helpers::SharedAllocator;
+use super::helpers::{SharedAllocator, expect_wait_for_recorded_stream};
 use crate::check::Check;
 use crate::context::TestContext;
 use crate::expect::{CheckResult, expect, expect_eq};
@@ -165,26 +165,7 @@ fn null_address_is_out_of_memory(context: &TestContext) -> CheckResult {
 }
 
 fn freed_block_waits_for_recorded_streams(context: &TestContext) -> CheckResult {
-    const BYTES: u64 = 8 * MIB;
-    on_external(context, |allocator, _| {
-        let (own, other) = (context.device().lease_stream()?, context.device().lease_stream()?);
-        let (first, result) = (allocator.allocate(BYTES, &own)?, allocator.allocate(BYTES, &other)?);
-        other.wait_stream(&own)?;
-        context.keep_stream_busy(&other)?;
-        context.write_sequence(first.ptr(), BYTES, 7, &other)?;
-        context.driver.copy(result.ptr().into(), first.ptr().into(), BYTES, other.id())?;
-        first.record_use(&other)?;
-        let address = first.ptr();
-        first.free()?;
-        let second = allocator.allocate(BYTES, &own)?;
-        expect(second.ptr() != address, "another address while the other stream uses the block")?;
-        context.write_sequence(second.ptr(), BYTES, 9, &own)?;
-        other.synchronize()?;
-        context.expect_sequence("the memory written by the other stream", result.ptr(), BYTES, 7, &other)?;
-        let third = allocator.allocate(BYTES, &own)?;
-        expect_eq("the address once the other stream has finished", third.ptr(), address)?;
-        context.expect_sequence("the second block afterwards", second.ptr(), BYTES, 9, &own)
-    })
+    on_external(context, |allocator, _| expect_wait_for_recorded_stream(context, allocator))
 }
 
 fn external_allocator_is_the_upstream_of_a_pool(context: &TestContext) -> CheckResult {

@@ -50,7 +50,7 @@ extern "C" __global__ void draw_words(unsigned int *out, unsigned long long subs
 }
 "#
     ),
-    host_kernels: &[HostKernel { name: "draw_words", run: draw, nanos: None }],
+    host_kernels: &[HostKernel::new("draw_words", draw)],
 };
 
 fn draw(scope: &mut KernelScope<'_>) -> Result<(), KernelFault> {

@@ -11,8 +11,7 @@ use warpool_driver::DevicePtr;
 
 use super::graph_clients::{
     external_events_order_replays, graphed_callable_replays_the_graph_of_its_shape, pollers_do_not_invalidate_captures,
-    repeated_gemm_captures_do_not_grow_memory, replays_draw_the_eager_sequence,
-    two_graphs_share_a_generator_on_two_streams,
+    replays_draw_the_eager_sequence, two_graphs_share_a_generator_on_two_streams,
 };
 use super::graph_failures::{
     error_or_missing_join_ends_the_capture, invalidated_capture_names_the_call, wrong_use_returns_specific_errors,
@@ -36,7 +35,6 @@ pub(crate) const CHECKS: &[Check] = crate::checks![
     while_node_follows_its_flag,
     replays_draw_the_eager_sequence,
     two_graphs_share_a_generator_on_two_streams,
-    repeated_gemm_captures_do_not_grow_memory,
     pollers_do_not_invalidate_captures,
     external_events_order_replays,
     graphed_callable_replays_the_graph_of_its_shape,

@@ -1,19 +1,18 @@
-//! Generators, cuBLAS, polling threads, external events and graphed callables in captures. Part of the suite `graph`.
+//! Generators, polling threads, external events and graphed callables in captures. Part of the suite `graph`.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
-use warpool::blas::{Blas, BlasSettings};
 use warpool::generator::Generator;
 use warpool::graph::{Call, Callable, CaptureOptions, Fallback, GraphError, GraphedCallable, GraphedOptions, Input};
-use warpool::memory::{Allocate, DeviceBlock, MemPoolId};
+use warpool::memory::{Allocate, DeviceBlock};
 use warpool::{Error, EventOptions, Stream};
-use warpool_driver::{BlasMatrix, DevicePtr, ErrorCode, Sgemm};
+use warpool_driver::DevicePtr;
 
-use super::helpers::{PLAIN, SharedAllocator, graph, philox_words, read_block_words, reserved_bytes, with_allocator};
+use super::helpers::{PLAIN, graph, philox_words, read_block_words, with_allocator};
 use crate::context::TestContext;
-use crate::expect::{CheckError, CheckResult, expect, expect_eq, expect_slice_eq, skip};
+use crate::expect::{CheckError, CheckResult, expect, expect_eq, expect_slice_eq};
 use crate::sync::join;
 
 const KIB: u64 = 1 << 10;
@@ -96,75 +95,6 @@ pub(super) fn two_graphs_share_a_generator_on_two_streams(context: &TestContext)
         }
         Ok(graphs.iter_mut().try_for_each(|(graph, ..)| graph.reset())?)
     })
-}
-
-pub(super) fn repeated_gemm_captures_do_not_grow_memory(context: &TestContext) -> CheckResult {
-    const N: usize = 48;
-    with_allocator(context, |allocator, stream| {
-        let blas = Blas::new(allocator, BlasSettings::default());
-        if let Err(Error::Driver(error)) = blas.bare(context.device())
-            && error.code == ErrorCode::SharedObjectInitFailed
-        {
-            blas.close()?;
-            return skip("cuBLAS is not installed");
-        }
-        // Small integers: their products are exact in any order. Column by column.
-        let number = |i: usize, salt: usize| ((i * 7 + salt) % 9) as f32 - 4.0;
-        let a: Vec<f32> = (0..N * N).map(|i| number(i, 1)).collect();
-        let b: Vec<f32> = (0..N * N).map(|i| number(i, 5)).collect();
-        let sum = |row: usize, column: usize| (0..N).map(|k| a[k * N + row] * b[column * N + k]).sum::<f32>();
-        let product_once: Vec<f32> = (0..N * N).map(|at| sum(at % N, at / N)).collect();
-        let bytes = (4 * N * N) as u64;
-        let data = Arc::new(allocator.allocate(3 * bytes, stream)?);
-        let matrix = |at: u64| BlasMatrix { ptr: data.ptr().offset(at * bytes), stride: N as u32, transposed: false };
-        let size = N as u32;
-        let product =
-            Sgemm { m: size, n: size, k: size, alpha: 1.0, a: matrix(0), b: matrix(1), beta: 1.0, c: matrix(2) };
-        let contents = a.iter().chain(&b).copied().chain([0.0; N * N]).flat_map(f32::to_le_bytes).collect::<Vec<u8>>();
-        context.driver.upload(context.device_id, data.ptr(), &contents)?;
-        let outcome = gemm_repeatedly(context, allocator, stream, &blas, &data, &product, &product_once);
-        context.device().synchronize()?;
-        blas.close()?;
-        outcome
-    })
-}
-
-/// Each capture adds the product twice at each of two replays. Memory must not grow.
-fn gemm_repeatedly(
-    context: &TestContext,
-    allocator: &SharedAllocator,
-    stream: &Stream,
-    blas: &Blas,
-    data: &Arc<DeviceBlock>,
-    product: &Sgemm,
-    product_once: &[f32],
-) -> CheckResult {
-    blas.handle_on(stream)?.sgemm(product)?;
-    let mut sums = 1.0_f32;
-    let mut first_state = None;
-    for round in 0..100 {
-        let mut graph = graph(context, allocator)?;
-        graph.capture(stream, PLAIN, |capture| {
-            capture.share(Arc::clone(data))?;
-            blas.handle(context.device())?.sgemm(product)?;
-            blas.handle_on(stream)?.sgemm(product)
-        })?;
-        graph.replay(stream)?;
-        graph.replay(stream)?;
-        stream.synchronize()?;
-        sums += 4.0;
-        let bytes = context.read_bytes(product.c.ptr, 4 * product_once.len())?;
-        let got: Vec<f32> = bytes.as_chunks().0.iter().map(|&number| f32::from_le_bytes(number)).collect();
-        let want: Vec<f32> = product_once.iter().map(|number| sums * number).collect();
-        expect_slice_eq(&format!("the result after capture {round}"), &got, &want)?;
-        graph.reset()?;
-        allocator.trim(context.device_id, MemPoolId::DEFAULT)?;
-        let stats = allocator.stats(context.device_id)?;
-        let now = (reserved_bytes(context, allocator)?, stats.workspace_bytes.current, stats.active.all.current);
-        let first = *first_state.get_or_insert(now);
-        expect_eq(&format!("reserved bytes, workspace bytes and active blocks after capture {round}"), now, first)?;
-    }
-    Ok(())
 }
 
 pub(super) fn pollers_do_not_invalidate_captures(context: &TestContext) -> CheckResult {

@@ -9,7 +9,7 @@ use warpool::memory::{Allocate, CachingAllocator, DeviceAllocator, DeviceBlock, 
 use warpool_driver::{CaptureMode, DevicePtr};
 
 use crate::context::TestContext;
-use crate::expect::{CheckResult, expect_eq};
+use crate::expect::{CheckResult, expect, expect_eq};
 
 /// Any device allocator.
 pub(super) type SharedAllocator = Arc<dyn DeviceAllocator>;
@@ -58,6 +58,34 @@ pub(super) fn capture_sum(
     let output = capture.allocate(bytes)?;
     context.add_sequence(capture.buffer(output)?.ptr(), between.ptr(), bytes, 1, &stream)?;
     Ok(output)
+}
+
+/// Expects that a freed block is not reused before the work of another stream that used it is done.
+pub(super) fn expect_wait_for_recorded_stream(context: &TestContext, allocator: &SharedAllocator) -> CheckResult {
+    const BYTES: u64 = 8 << 20;
+    let (own, other) = (context.device().lease_stream()?, context.device().lease_stream()?);
+    let (first, result) = (allocator.allocate(BYTES, &own)?, allocator.allocate(BYTES, &other)?);
+    other.wait_stream(&own)?;
+    context.keep_stream_busy(&other)?;
+    context.write_sequence(first.ptr(), BYTES, 7, &other)?;
+    context.driver.copy(result.ptr().into(), first.ptr().into(), BYTES, other.id())?;
+    first.record_use(&other)?;
+    let address = first.ptr();
+    first.free()?;
+
+    let second = allocator.allocate(BYTES, &own)?;
+    expect(second.ptr() != address, "another address while the other stream uses the block")?;
+    context.write_sequence(second.ptr(), BYTES, 9, &own)?;
+    context.expect_sequence("the second block", second.ptr(), BYTES, 9, &own)?;
+    expect(!other.query()?, "the other stream still has work")?;
+
+    other.synchronize()?;
+    context.expect_sequence("the memory written by the other stream", result.ptr(), BYTES, 7, &other)?;
+    let third = allocator.allocate(BYTES, &own)?;
+    expect_eq("the address once the other stream has finished", third.ptr(), address)?;
+    context.write_sequence(third.ptr(), BYTES, 11, &own)?;
+    context.expect_sequence("the third block", third.ptr(), BYTES, 11, &own)?;
+    context.expect_sequence("the second block afterwards", second.ptr(), BYTES, 9, &own)
 }
 
 /// The contents of a block.

@@ -10,15 +10,11 @@
 //!         unsigned i = blockIdx.x * blockDim.x + threadIdx.x;
 //!         if (i < n) x[i] *= 2;
 //!     }"#,
-//!     host_kernels: &[HostKernel {
-//!         name: "twice",
-//!         run: |kernel| {
-//!             let (x, n) = (kernel.arg_ptr(0)?, kernel.arg_u32(1)?);
-//!             let values: Vec<f32> = kernel.read_f32(x, n as usize)?.iter().map(|x| x * 2.0).collect();
-//!             kernel.write_f32(x, &values)
-//!         },
-//!         nanos: None,
-//!     }],
+//!     host_kernels: &[HostKernel::new("twice", |kernel| {
+//!         let (x, n) = (kernel.arg_ptr(0)?, kernel.arg_u32(1)?);
+//!         let values: Vec<f32> = kernel.read_f32(x, n as usize)?.iter().map(|x| x * 2.0).collect();
+//!         kernel.write_f32(x, &values)
+//!     })],
 //! };
 //!
 //! # fn main() -> Result<()> {
@@ -58,9 +54,20 @@ pub struct HostKernel {
     /// The kernel's name in the CUDA source.
     pub name: &'static str,
     /// Does what all threads of a launch do, on simulated memory. It must not call the driver (`NotPermitted`).
-    pub run: fn(&mut KernelScope<'_>) -> std::result::Result<(), KernelFault>,
+    pub run: HostFunction,
     /// How many nanoseconds a launch takes, if that depends on its arguments; else the cost model determines it.
     pub nanos: Option<fn(&LaunchShape, &[KernelArg]) -> u64>,
+}
+
+/// What a host implementation does.
+pub type HostFunction = fn(&mut KernelScope<'_>) -> std::result::Result<(), KernelFault>;
+
+impl HostKernel {
+    /// A kernel that takes as long as the cost model says.
+    #[must_use]
+    pub const fn new(name: &'static str, run: HostFunction) -> Self {
+        Self { name, run, nanos: None }
+    }
 }
 
 impl fmt::Debug for HostKernel {

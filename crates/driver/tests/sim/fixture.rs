@@ -17,25 +17,17 @@ extern "C" __global__ void sum(unsigned* out, const unsigned* p, unsigned n) {
 }
 "#,
     host_kernels: &[
-        HostKernel {
-            name: "add",
-            run: |k| {
-                let (p, n, v) = (k.arg_ptr(0)?, k.arg_u32(1)?, k.arg_u32(2)?);
-                let values: Vec<u32> = k.read_u32(p, n as usize)?.iter().map(|x| x.wrapping_add(v)).collect();
-                k.write_u32(p, &values)
-            },
-            nanos: None,
-        },
-        HostKernel {
-            name: "sum",
-            run: |k| {
-                let (out, p, n) = (k.arg_ptr(0)?, k.arg_ptr(1)?, k.arg_u32(2)?);
-                let total = k.read_u32(p, n as usize)?.iter().fold(0u32, |a, &b| a.wrapping_add(b));
-                let before = k.read_u32(out, 1)?[0];
-                k.write_u32(out, &[before.wrapping_add(total)])
-            },
-            nanos: None,
-        },
+        HostKernel::new("add", |k| {
+            let (p, n, v) = (k.arg_ptr(0)?, k.arg_u32(1)?, k.arg_u32(2)?);
+            let values: Vec<u32> = k.read_u32(p, n as usize)?.iter().map(|x| x.wrapping_add(v)).collect();
+            k.write_u32(p, &values)
+        }),
+        HostKernel::new("sum", |k| {
+            let (out, p, n) = (k.arg_ptr(0)?, k.arg_ptr(1)?, k.arg_u32(2)?);
+            let total = k.read_u32(p, n as usize)?.iter().fold(0u32, |a, &b| a.wrapping_add(b));
+            let before = k.read_u32(out, 1)?[0];
+            k.write_u32(out, &[before.wrapping_add(total)])
+        }),
     ],
 };
 

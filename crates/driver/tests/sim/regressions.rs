@@ -15,7 +15,7 @@ static SPECIAL: KernelSource = KernelSource {
     name: "special",
     cuda: "",
     host_kernels: &[
-        HostKernel { name: "assert", run: |_| panic!("a failed assertion of the device, on purpose"), nanos: None },
+        HostKernel::new("assert", |_| panic!("a failed assertion of the device, on purpose")),
         HostKernel { name: "slow", run: |_| Ok(()), nanos: Some(|_, _| 10_000_000) },
     ],
 };
@@ -245,14 +245,10 @@ fn a_host_kernel_cannot_call_the_driver() -> Result<()> {
     static CALLER: KernelSource = KernelSource {
         name: "caller",
         cuda: "",
-        host_kernels: &[HostKernel {
-            name: "call",
-            run: |_| match GPU.get().expect("set below").device_count() {
-                Err(error) if error.code == ErrorCode::NotPermitted => Ok(()),
-                other => Err(KernelFault::new(format!("{other:?}"))),
-            },
-            nanos: None,
-        }],
+        host_kernels: &[HostKernel::new("call", |_| match GPU.get().expect("set below").device_count() {
+            Err(error) if error.code == ErrorCode::NotPermitted => Ok(()),
+            other => Err(KernelFault::new(format!("{other:?}"))),
+        })],
     };
     let gpu = GPU.get_or_init(|| SimDriver::new(SimConfig::default()));
     let stream = gpu.stream_create(DEVICE, StreamOptions::default())?;

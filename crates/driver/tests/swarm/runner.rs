@@ -17,29 +17,20 @@ static KERNELS: KernelSource = KernelSource {
     name: "swarm",
     cuda: "",
     host_kernels: &[
-        HostKernel {
-            name: "mix",
-            run: |k| {
-                let (to, n, from, m, salt) =
-                    (k.arg_ptr(0)?, k.arg_u32(1)?, k.arg_ptr(2)?, k.arg_u32(3)?, k.arg_u32(4)?);
-                let (mut bytes, mut source) = (vec![0; n as usize], vec![0; m as usize]);
-                k.memory.read(from, &mut source)?;
-                k.memory.read(to, &mut bytes)?;
-                mix(&mut bytes, &source, salt);
-                k.memory.write(to, &bytes)
-            },
-            nanos: None,
-        },
-        HostKernel {
-            name: "countdown",
-            run: |k| {
-                let (counter, flag) = (k.arg_ptr(0)?, k.arg_conditional(1)?);
-                let left = k.read_u32(counter, 1)?[0].saturating_sub(1);
-                k.write_u32(counter, &[left])?;
-                k.memory.set_conditional(flag, left)
-            },
-            nanos: None,
-        },
+        HostKernel::new("mix", |k| {
+            let (to, n, from, m, salt) = (k.arg_ptr(0)?, k.arg_u32(1)?, k.arg_ptr(2)?, k.arg_u32(3)?, k.arg_u32(4)?);
+            let (mut bytes, mut source) = (vec![0; n as usize], vec![0; m as usize]);
+            k.memory.read(from, &mut source)?;
+            k.memory.read(to, &mut bytes)?;
+            mix(&mut bytes, &source, salt);
+            k.memory.write(to, &bytes)
+        }),
+        HostKernel::new("countdown", |k| {
+            let (counter, flag) = (k.arg_ptr(0)?, k.arg_conditional(1)?);
+            let left = k.read_u32(counter, 1)?[0].saturating_sub(1);
+            k.write_u32(counter, &[left])?;
+            k.memory.set_conditional(flag, left)
+        }),
     ],
 };
 

@@ -45,6 +45,16 @@ struct Pickler<'s, W: Write> {
     stacks: Vec<Option<u32>>,
 }
 
+/// The value of a field.
+enum Value<'s> {
+    Int(i128),
+    Bool(bool),
+    Float(f64),
+    Text(&'s str),
+    Pool(MemPoolId),
+    Stack(Option<StackId>),
+}
+
 impl<'s, W: Write> Pickler<'s, W> {
     fn root(&mut self) -> io::Result<()> {
         let snapshot = self.snapshot;
@@ -70,96 +80,72 @@ impl<'s, W: Write> Pickler<'s, W> {
 
     fn segment(&mut self, segment: &'s SegmentInfo) -> io::Result<()> {
         self.begin_dict()?;
-        self.key(Keyword::Device)?;
-        self.int(segment.device.into())?;
-        for (key, value) in [
-            (Keyword::Address, segment.address),
-            (Keyword::TotalSize, segment.total_size),
-            (Keyword::AllocatedSize, segment.allocated_size),
-            (Keyword::ActiveSize, segment.active_size),
-            (Keyword::RequestedSize, segment.requested_size),
-            (Keyword::Stream, segment.stream),
-        ] {
-            self.key(key)?;
-            self.int(value.into())?;
-        }
-        self.key(Keyword::SegmentType)?;
-        self.text(segment.kind.name())?;
-        self.key(Keyword::SegmentPoolId)?;
-        self.pool(segment.pool)?;
-        self.key(Keyword::IsExpandable)?;
-        self.bool(segment.is_expandable)?;
-        self.key(Keyword::Frames)?;
-        self.stack(segment.stack)?;
+        self.fields([
+            (Keyword::Device, Value::Int(segment.device.into())),
+            (Keyword::Address, Value::Int(segment.address.into())),
+            (Keyword::TotalSize, Value::Int(segment.total_size.into())),
+            (Keyword::AllocatedSize, Value::Int(segment.allocated_size.into())),
+            (Keyword::ActiveSize, Value::Int(segment.active_size.into())),
+            (Keyword::RequestedSize, Value::Int(segment.requested_size.into())),
+            (Keyword::Stream, Value::Int(segment.stream.into())),
+            (Keyword::SegmentType, Value::Text(segment.kind.name())),
+            (Keyword::SegmentPoolId, Value::Pool(segment.pool)),
+            (Keyword::IsExpandable, Value::Bool(segment.is_expandable)),
+            (Keyword::Frames, Value::Stack(segment.stack)),
+        ])?;
         self.key(Keyword::Blocks)?;
         self.list(&segment.blocks, Self::block)?;
         self.end_dict()
     }
 
     fn block(&mut self, block: &'s BlockInfo) -> io::Result<()> {
-        self.begin_dict()?;
-        self.key(Keyword::Address)?;
-        self.int(block.address.into())?;
-        self.key(Keyword::Size)?;
-        self.int(block.size.into())?;
-        self.key(Keyword::RequestedSize)?;
-        self.int(block.requested_size.into())?;
-        self.key(Keyword::State)?;
-        self.text(block.state.name())?;
-        self.key(Keyword::Frames)?;
-        self.stack(block.stack)?;
-        self.end_dict()
+        self.dict([
+            (Keyword::Address, Value::Int(block.address.into())),
+            (Keyword::Size, Value::Int(block.size.into())),
+            (Keyword::RequestedSize, Value::Int(block.requested_size.into())),
+            (Keyword::State, Value::Text(block.state.name())),
+            (Keyword::Frames, Value::Stack(block.stack)),
+        ])
     }
 
     fn entry(&mut self, entry: &'s TraceEntry) -> io::Result<()> {
         let texts = &self.snapshot.texts;
+        let text = |text: Option<_>, absent: Keyword| Value::Text(text.map_or(absent.text(), |text| texts.get(text)));
+        let addr = if entry.action == Action::Oom { Keyword::DeviceFree } else { Keyword::Addr };
         self.begin_dict()?;
-        self.key(Keyword::Action)?;
-        self.text(entry.action.name())?;
-        self.key(if entry.action == Action::Oom { Keyword::DeviceFree } else { Keyword::Addr })?;
-        self.int(entry.addr.into())?;
-        self.key(Keyword::Size)?;
-        self.int(entry.size.into())?;
-        self.key(Keyword::Stream)?;
-        self.int(entry.stream.into())?;
-        self.key(Keyword::TimeUs)?;
-        self.int(entry.time_us.into())?;
-        self.key(Keyword::CompileContext)?;
-        self.text(entry.compile_context.map_or(Keyword::NotApplicable.text(), |text| texts.get(text)))?;
-        self.key(Keyword::UserMetadata)?;
-        self.text(entry.user_metadata.map_or(Keyword::Empty.text(), |text| texts.get(text)))?;
-        if let Some(pool) = entry.pool {
-            self.key(Keyword::PoolId)?;
-            self.pool(pool)?;
-        }
-        for (key, stack) in [(Keyword::Frames, entry.stack), (Keyword::ForwardFrames, entry.forward_stack)] {
-            if stack.is_some() {
-                self.key(key)?;
-                self.stack(stack)?;
-            }
-        }
+        self.fields([
+            (Keyword::Action, Value::Text(entry.action.name())),
+            (addr, Value::Int(entry.addr.into())),
+            (Keyword::Size, Value::Int(entry.size.into())),
+            (Keyword::Stream, Value::Int(entry.stream.into())),
+            (Keyword::TimeUs, Value::Int(entry.time_us.into())),
+            (Keyword::CompileContext, text(entry.compile_context, Keyword::NotApplicable)),
+            (Keyword::UserMetadata, text(entry.user_metadata, Keyword::Empty)),
+        ])?;
+        self.optional_fields([
+            (Keyword::PoolId, entry.pool.map(Value::Pool)),
+            (Keyword::Frames, entry.stack.map(|stack| Value::Stack(Some(stack)))),
+            (Keyword::ForwardFrames, entry.forward_stack.map(|stack| Value::Stack(Some(stack)))),
+        ])?;
         self.end_dict()
     }
 
     fn settings(&mut self, settings: &'s RecordedSettings) -> io::Result<()> {
+        let int = |value: Option<i64>| value.map(|value| Value::Int(value.into()));
+        let bool = |value: Option<bool>| value.map(Value::Bool);
         self.begin_dict()?;
-        if let Some(conf) = &settings.conf {
-            self.key(Keyword::Conf)?;
-            self.text(conf)?;
-        }
-        self.optional_int(Keyword::MaxSplitSize, settings.max_split_size)?;
-        if let Some(threshold) = settings.garbage_collection_threshold {
-            self.key(Keyword::GarbageCollectionThreshold)?;
-            self.out.write_all(&[op::BINFLOAT])?;
-            self.out.write_all(&threshold.to_be_bytes())?;
-        }
-        self.optional_bool(Keyword::ExpandableSegments, settings.expandable_segments)?;
-        self.optional_int(Keyword::PinnedNumRegisterThreads, settings.pinned_num_register_threads)?;
-        self.optional_bool(Keyword::ReleaseLockOnCudamalloc, settings.release_lock_on_cudamalloc)?;
-        self.optional_bool(Keyword::PinnedUseCudaHostRegister, settings.pinned_use_cuda_host_register)?;
-        self.optional_bool(Keyword::GraphCaptureRecordStreamReuse, settings.graph_capture_record_stream_reuse)?;
-        self.optional_int(Keyword::MaxRoundThreshold, settings.max_round_threshold)?;
-        self.optional_int(Keyword::MaxCachedSize, settings.max_cached_size)?;
+        self.optional_fields([
+            (Keyword::Conf, settings.conf.as_deref().map(Value::Text)),
+            (Keyword::MaxSplitSize, int(settings.max_split_size)),
+            (Keyword::GarbageCollectionThreshold, settings.garbage_collection_threshold.map(Value::Float)),
+            (Keyword::ExpandableSegments, bool(settings.expandable_segments)),
+            (Keyword::PinnedNumRegisterThreads, int(settings.pinned_num_register_threads)),
+            (Keyword::ReleaseLockOnCudamalloc, bool(settings.release_lock_on_cudamalloc)),
+            (Keyword::PinnedUseCudaHostRegister, bool(settings.pinned_use_cuda_host_register)),
+            (Keyword::GraphCaptureRecordStreamReuse, bool(settings.graph_capture_record_stream_reuse)),
+            (Keyword::MaxRoundThreshold, int(settings.max_round_threshold)),
+            (Keyword::MaxCachedSize, int(settings.max_cached_size)),
+        ])?;
         if let Some(divisions) = &settings.roundup_power2_divisions {
             self.key(Keyword::RoundupPower2Divisions)?;
             self.begin_dict()?;
@@ -173,16 +159,12 @@ impl<'s, W: Write> Pickler<'s, W> {
     }
 
     fn annotation(&mut self, annotation: &'s Annotation) -> io::Result<()> {
-        self.begin_dict()?;
-        self.key(Keyword::Stage)?;
-        self.text(&annotation.stage)?;
-        self.key(Keyword::Name)?;
-        self.text(&annotation.name)?;
-        self.key(Keyword::Device)?;
-        self.int(annotation.device.into())?;
-        self.key(Keyword::TimeUs)?;
-        self.int(annotation.time_us.into())?;
-        self.end_dict()
+        self.dict([
+            (Keyword::Stage, Value::Text(&annotation.stage)),
+            (Keyword::Name, Value::Text(&annotation.name)),
+            (Keyword::Device, Value::Int(annotation.device.into())),
+            (Keyword::TimeUs, Value::Int(annotation.time_us.into())),
+        ])
     }
 
     /// A list of frames; one list object per stack.
@@ -193,16 +175,47 @@ impl<'s, W: Write> Pickler<'s, W> {
         }
         let snapshot = self.snapshot;
         self.list(&snapshot.stacks[number as usize], |pickler, frame| {
-            pickler.begin_dict()?;
-            pickler.key(Keyword::Name)?;
-            pickler.text(&frame.name)?;
-            pickler.key(Keyword::Filename)?;
-            pickler.text(&frame.filename)?;
-            pickler.key(Keyword::Line)?;
-            pickler.int(frame.line.into())?;
-            pickler.end_dict()
+            pickler.dict([
+                (Keyword::Name, Value::Text(&frame.name)),
+                (Keyword::Filename, Value::Text(&frame.filename)),
+                (Keyword::Line, Value::Int(frame.line.into())),
+            ])
         })?;
         self.stacks[number as usize] = Some(self.memoize()?);
+        Ok(())
+    }
+
+    fn dict<const N: usize>(&mut self, fields: [(Keyword, Value<'s>); N]) -> io::Result<()> {
+        self.begin_dict()?;
+        self.fields(fields)?;
+        self.end_dict()
+    }
+
+    fn fields<const N: usize>(&mut self, fields: [(Keyword, Value<'s>); N]) -> io::Result<()> {
+        self.optional_fields(fields.map(|(key, value)| (key, Some(value))))
+    }
+
+    /// Those that have a value.
+    fn optional_fields<const N: usize>(&mut self, fields: [(Keyword, Option<Value<'s>>); N]) -> io::Result<()> {
+        for (key, value) in fields {
+            let Some(value) = value else { continue };
+            self.key(key)?;
+            match value {
+                Value::Int(value) => self.int(value)?,
+                Value::Bool(value) => self.out.write_all(&[if value { op::NEWTRUE } else { op::NEWFALSE }])?,
+                Value::Float(value) => {
+                    self.out.write_all(&[op::BINFLOAT])?;
+                    self.out.write_all(&value.to_be_bytes())?;
+                }
+                Value::Text(text) => self.text(text)?,
+                Value::Pool(pool) => {
+                    self.int(pool.graph.into())?;
+                    self.int(pool.user.into())?;
+                    self.out.write_all(&[op::TUPLE2])?;
+                }
+                Value::Stack(stack) => self.stack(stack)?,
+            }
+        }
         Ok(())
     }
 
@@ -241,28 +254,6 @@ impl<'s, W: Write> Pickler<'s, W> {
         let object = self.memoize()?;
         self.texts.insert(text, object);
         Ok(())
-    }
-
-    fn optional_int(&mut self, key: Keyword, value: Option<i64>) -> io::Result<()> {
-        let Some(value) = value else { return Ok(()) };
-        self.key(key)?;
-        self.int(value.into())
-    }
-
-    fn optional_bool(&mut self, key: Keyword, value: Option<bool>) -> io::Result<()> {
-        let Some(value) = value else { return Ok(()) };
-        self.key(key)?;
-        self.bool(value)
-    }
-
-    fn bool(&mut self, value: bool) -> io::Result<()> {
-        self.out.write_all(&[if value { op::NEWTRUE } else { op::NEWFALSE }])
-    }
-
-    fn pool(&mut self, pool: MemPoolId) -> io::Result<()> {
-        self.int(pool.graph.into())?;
-        self.int(pool.user.into())?;
-        self.out.write_all(&[op::TUPLE2])
     }
 
     /// An integer in its shortest form.

@@ -128,11 +128,11 @@ extern "C" __global__ void philox_seed(unsigned long long *slot, unsigned long l
 "#
     ),
     host_kernels: &[
-        HostKernel { name: BITS, run: bits, nanos: None },
-        HostKernel { name: UNIFORM, run: uniform, nanos: None },
-        HostKernel { name: NORMAL, run: normal, nanos: None },
-        HostKernel { name: DROPOUT, run: dropout, nanos: None },
-        HostKernel { name: SEED, run: seed, nanos: None },
+        HostKernel::new(BITS, bits),
+        HostKernel::new(UNIFORM, uniform),
+        HostKernel::new(NORMAL, normal),
+        HostKernel::new(DROPOUT, dropout),
+        HostKernel::new(SEED, seed),
     ],
 };
 

@@ -36,8 +36,8 @@ extern "C" __global__ void flag_from_word(unsigned long long flag, const unsigne
 }
 "#,
     host_kernels: &[
-        HostKernel { name: "flag_from_byte", run: flag_from_byte, nanos: None },
-        HostKernel { name: "flag_from_word", run: flag_from_word, nanos: None },
+        HostKernel::new("flag_from_byte", flag_from_byte),
+        HostKernel::new("flag_from_word", flag_from_word),
     ],
 };
 

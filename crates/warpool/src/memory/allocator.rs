@@ -57,6 +57,13 @@ pub struct Allocation {
     pub generation: u32,
 }
 
+impl Allocation {
+    /// What a request of 0 bytes gets.
+    pub(crate) fn empty(device: DeviceId, stream: StreamId) -> Self {
+        Self { ptr: DevicePtr(0), bytes: 0, bytes_requested: 0, device, stream, slot: 0, generation: 0 }
+    }
+}
+
 /// Shows that a call comes from a graph: only this crate has one.
 #[doc(hidden)]
 #[derive(Clone, Copy, Debug)]

@@ -180,13 +180,8 @@ pub trait PrivatePools: Send + Sync {
     /// The capture ended; to be called after the driver's `capture_end`.
     fn capture_ended(&self, device: DeviceId) -> Result<()>;
 
-    /// Records that work on `stream` uses the pool's memory although it was allocated for other streams, as replays of
-    /// a graph do. That work is waited for before the pool's memory returns to the driver.
-    fn record_pool_use(&self, device: DeviceId, pool: MemPoolId, stream: StreamId) -> Result<()> {
-        self.record_pool_uses(device, pool, &[stream])
-    }
-
-    /// The same for several streams. Makes no driver call.
+    /// Records that work on `streams` uses the pool's memory although it was allocated for other streams, as replays of
+    /// a graph do. That work is waited for before the pool's memory returns to the driver. Makes no driver call.
     fn record_pool_uses(&self, device: DeviceId, pool: MemPoolId, streams: &[StreamId]) -> Result<()>;
 
     /// Whether exactly these addresses are allocated in the pool.

@@ -13,15 +13,11 @@ use crate::common::memory::{FIRST, TestContext};
 static KERNELS: KernelSource = KernelSource {
     name: "graph tests",
     cuda: "",
-    host_kernels: &[HostKernel {
-        name: "add",
-        run: |kernel| {
-            let (to, n, value) = (kernel.arg_ptr(0)?, kernel.arg_u32(1)? as usize, kernel.arg_u32(2)?);
-            let sums: Vec<u32> = kernel.read_u32(to, n)?.iter().map(|old| old.wrapping_add(value)).collect();
-            kernel.write_u32(to, &sums)
-        },
-        nanos: None,
-    }],
+    host_kernels: &[HostKernel::new("add", |kernel| {
+        let (to, n, value) = (kernel.arg_ptr(0)?, kernel.arg_u32(1)? as usize, kernel.arg_u32(2)?);
+        let sums: Vec<u32> = kernel.read_u32(to, n)?.iter().map(|old| old.wrapping_add(value)).collect();
+        kernel.write_u32(to, &sums)
+    })],
 };
 
 /// A machine with an allocator, and a stream to capture on.

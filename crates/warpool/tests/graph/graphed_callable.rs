@@ -20,16 +20,12 @@ use warpool::{Error, Result, Stream, StreamLease};
 static KERNELS: KernelSource = KernelSource {
     name: "graphed tests",
     cuda: "",
-    host_kernels: &[HostKernel {
-        name: "sum",
-        run: |kernel| {
-            let (to, from, by) = (kernel.arg_ptr(0)?, kernel.arg_ptr(1)?, kernel.arg_ptr(2)?);
-            let by = kernel.read_u32(by, 1)?[0];
-            let sums: Vec<u32> = kernel.read_u32(from, WORDS)?.iter().map(|word| word + by).collect();
-            kernel.write_u32(to, &sums)
-        },
-        nanos: None,
-    }],
+    host_kernels: &[HostKernel::new("sum", |kernel| {
+        let (to, from, by) = (kernel.arg_ptr(0)?, kernel.arg_ptr(1)?, kernel.arg_ptr(2)?);
+        let by = kernel.read_u32(by, 1)?[0];
+        let sums: Vec<u32> = kernel.read_u32(from, WORDS)?.iter().map(|word| word + by).collect();
+        kernel.write_u32(to, &sums)
+    })],
 };
 
 /// How much of a block the work reads.

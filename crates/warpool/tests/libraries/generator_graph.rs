@@ -468,14 +468,10 @@ fn a_users_kernel_draws_in_a_capture() {
                 *to = warpool_words(warpool_position(slot, seed, offset), 0).x;
             }"#
         ),
-        host_kernels: &[HostKernel {
-            name: "draw",
-            run: |scope| {
-                let (to, (seed, offset)) = (scope.arg_ptr(0)?, position(scope, 1)?);
-                scope.write_u32(to, &[philox::block(seed, 0, offset)[0]])
-            },
-            nanos: None,
-        }],
+        host_kernels: &[HostKernel::new("draw", |scope| {
+            let (to, (seed, offset)) = (scope.arg_ptr(0)?, position(scope, 1)?);
+            scope.write_u32(to, &[philox::block(seed, 0, offset)[0]])
+        })],
     };
     let context = TestContext::new("");
     let stream = context.side_stream();

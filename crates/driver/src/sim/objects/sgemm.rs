@@ -5,7 +5,7 @@
 use crate::{BlasMath, BlasMatrix, DevicePtr, HostKernel, KernelArg, KernelFault, KernelScope, LaunchShape, Sgemm};
 
 /// The product as a kernel.
-pub static SGEMM: HostKernel = HostKernel { name: "sgemm", run, nanos: None };
+pub static SGEMM: HostKernel = HostKernel::new("sgemm", run);
 
 /// How many bytes a product writes at the start and at the end of its workspace, so that hazards of other users and a
 /// wrong size are detected.

@@ -141,13 +141,18 @@ fn free(decorator: &impl Decorator, free: FreeCall) -> Result<()> {
     finish(decorator, &AllocatorCall::Free(free), decorator.on_free(free))
 }
 
+/// Methods that only the inner allocator answers.
+macro_rules! forward {
+    ($($method:ident($($arg:ident: $ty:ty),*) -> $ret:ty;)*) => {$(
+        fn $method(&self, $($arg: $ty),*) -> $ret {
+            self.inner().$method($($arg),*)
+        }
+    )*};
+}
+
 impl<D: Decorator> DeviceAllocator for D {
     fn name(&self) -> &'static str {
         self.decorator_name()
-    }
-
-    fn instance(&self) -> &Instance {
-        self.inner().instance()
     }
 
     fn allocate_raw(&self, request: Request) -> Result<Allocation> {
@@ -188,14 +193,6 @@ impl<D: Decorator> DeviceAllocator for D {
         finish(self, &call, self.inner().record_use(allocation, stream))
     }
 
-    fn hold(&self, allocation: Allocation, key: GraphKey) -> Result<()> {
-        self.inner().hold(allocation, key)
-    }
-
-    fn end_hold(&self, allocation: Allocation, key: GraphKey) {
-        self.inner().end_hold(allocation, key);
-    }
-
     fn record_uses_later(&self, allocation: Allocation, streams: &[StreamId]) {
         self.inner().record_uses_later(allocation, streams);
         call_each(streams, |&stream| {
@@ -209,47 +206,20 @@ impl<D: Decorator> DeviceAllocator for D {
         finish(self, &AllocatorCall::Trim { device, pool, bytes }, outcome)
     }
 
-    fn find(&self, ptr: DevicePtr) -> Result<Allocation> {
-        self.inner().find(ptr)
-    }
-
-    fn largest_available(&self, device: DeviceId) -> Result<u64> {
-        self.inner().largest_available(device)
-    }
-
-    fn set_memory_fraction(&self, device: DeviceId, fraction: f64) -> Result<()> {
-        self.inner().set_memory_fraction(device, fraction)
-    }
-
-    fn memory_fraction(&self, device: DeviceId) -> Result<f64> {
-        self.inner().memory_fraction(device)
-    }
-
-    fn stats(&self, device: DeviceId) -> Result<Stats> {
-        self.inner().stats(device)
-    }
-
-    fn reset_peak_stats(&self, device: DeviceId) -> Result<()> {
-        self.inner().reset_peak_stats(device)
-    }
-
-    fn reset_accumulated_stats(&self, device: DeviceId) -> Result<()> {
-        self.inner().reset_accumulated_stats(device)
-    }
-
-    fn snapshot(&self, options: SnapshotOptions) -> Result<Snapshot> {
-        self.inner().snapshot(options)
-    }
-
-    fn record_history(&self, options: Option<HistoryOptions>) -> Result<()> {
-        self.inner().record_history(options)
-    }
-
-    fn observers(&self) -> &Observers {
-        self.inner().observers()
-    }
-
-    fn pools(&self) -> Result<&dyn PrivatePools> {
-        self.inner().pools()
+    forward! {
+        find(ptr: DevicePtr) -> Result<Allocation>;
+        largest_available(device: DeviceId) -> Result<u64>;
+        set_memory_fraction(device: DeviceId, fraction: f64) -> Result<()>;
+        memory_fraction(device: DeviceId) -> Result<f64>;
+        stats(device: DeviceId) -> Result<Stats>;
+        reset_peak_stats(device: DeviceId) -> Result<()>;
+        reset_accumulated_stats(device: DeviceId) -> Result<()>;
+        snapshot(options: SnapshotOptions) -> Result<Snapshot>;
+        record_history(options: Option<HistoryOptions>) -> Result<()>;
+        instance() -> &Instance;
+        observers() -> &Observers;
+        pools() -> Result<&dyn PrivatePools>;
+        hold(allocation: Allocation, key: GraphKey) -> Result<()>;
+        end_hold(allocation: Allocation, key: GraphKey) -> ();
     }
 }

@@ -10,7 +10,6 @@ use crate::memory::MemPoolId;
 
 type Allocate = Box<dyn Fn(u64, DeviceId, RawStream) -> Result<Option<DevicePtr>> + Send + Sync>;
 type Free = Box<dyn Fn(DevicePtr, u64, DeviceId, RawStream) -> Result<()> + Send + Sync>;
-type PoolHook = Box<dyn Fn(DeviceId, MemPoolId) + Send + Sync>;
 
 /// An [`ExternalAllocator`] made of closures: two required ones, and optional hooks set with the `on_` methods.
 ///
@@ -39,14 +38,7 @@ type PoolHook = Box<dyn Fn(DeviceId, MemPoolId) + Send + Sync>;
 pub struct FnAllocator {
     allocate: Allocate,
     free: Free,
-    init: Option<Box<dyn Fn(u32) -> Result<()> + Send + Sync>>,
-    reset: Option<Box<dyn Fn() + Send + Sync>>,
-    memory_fraction: Option<Box<dyn Fn(f64, DeviceId) + Send + Sync>>,
-    base_allocation: Option<Box<dyn Fn(DevicePtr) -> Option<BaseAllocation> + Send + Sync>>,
-    record_stream: Option<Box<dyn Fn(DevicePtr, RawStream) + Send + Sync>>,
-    begin_pool: Option<PoolHook>,
-    end_pool: Option<PoolHook>,
-    release_pool: Option<PoolHook>,
+    hooks: Hooks,
 }
 
 impl FnAllocator {
@@ -55,79 +47,51 @@ impl FnAllocator {
         allocate: impl Fn(u64, DeviceId, RawStream) -> Result<Option<DevicePtr>> + Send + Sync + 'static,
         free: impl Fn(DevicePtr, u64, DeviceId, RawStream) -> Result<()> + Send + Sync + 'static,
     ) -> Self {
-        Self {
-            allocate: Box::new(allocate),
-            free: Box::new(free),
-            init: None,
-            reset: None,
-            memory_fraction: None,
-            base_allocation: None,
-            record_stream: None,
-            begin_pool: None,
-            end_pool: None,
-            release_pool: None,
+        Self { allocate: Box::new(allocate), free: Box::new(free), hooks: Hooks::default() }
+    }
+}
+
+/// Declares the optional hooks: `method sets hook(arguments) -> result`, where `method` sets the closure that is called
+/// for [`ExternalAllocator`]'s method `hook`.
+macro_rules! hooks {
+    ($($(#[doc = $more:literal])* $set:ident sets $hook:ident($($ty:ty),*) $(-> $ret:ty)?;)*) => {
+        #[derive(Default)]
+        struct Hooks {
+            $($hook: Option<Box<dyn Fn($($ty),*) $(-> $ret)? + Send + Sync>>,)*
         }
-    }
 
-    /// As [`ExternalAllocator::init`].
-    #[must_use]
-    pub fn on_init(mut self, hook: impl Fn(u32) -> Result<()> + Send + Sync + 'static) -> Self {
-        self.init = Some(Box::new(hook));
-        self
-    }
+        impl FnAllocator {
+            $(
+                #[doc = concat!("As [`ExternalAllocator::", stringify!($hook), "`].")]
+                $(#[doc = $more])*
+                #[must_use]
+                pub fn $set(mut self, hook: impl Fn($($ty),*) $(-> $ret)? + Send + Sync + 'static) -> Self {
+                    self.hooks.$hook = Some(Box::new(hook));
+                    self
+                }
+            )*
+        }
 
-    /// As [`ExternalAllocator::reset`].
-    #[must_use]
-    pub fn on_reset(mut self, hook: impl Fn() + Send + Sync + 'static) -> Self {
-        self.reset = Some(Box::new(hook));
-        self
-    }
+        impl fmt::Debug for FnAllocator {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                let hooks = [$((stringify!($hook), self.hooks.$hook.is_some())),*];
+                let names: Vec<_> = hooks.into_iter().filter_map(|(name, is_set)| is_set.then_some(name)).collect();
+                f.debug_struct("FnAllocator").field("hooks", &names).finish()
+            }
+        }
+    };
+}
 
-    /// As [`ExternalAllocator::memory_fraction`].
-    #[must_use]
-    pub fn on_memory_fraction(mut self, hook: impl Fn(f64, DeviceId) + Send + Sync + 'static) -> Self {
-        self.memory_fraction = Some(Box::new(hook));
-        self
-    }
-
-    /// As [`ExternalAllocator::base_allocation`].
-    #[must_use]
-    pub fn on_base_allocation(
-        mut self,
-        hook: impl Fn(DevicePtr) -> Option<BaseAllocation> + Send + Sync + 'static,
-    ) -> Self {
-        self.base_allocation = Some(Box::new(hook));
-        self
-    }
-
-    /// As [`ExternalAllocator::record_stream`]; with this hook, the external allocator handles other
-    /// streams itself.
-    #[must_use]
-    pub fn on_record_stream(mut self, hook: impl Fn(DevicePtr, RawStream) + Send + Sync + 'static) -> Self {
-        self.record_stream = Some(Box::new(hook));
-        self
-    }
-
-    /// As [`ExternalAllocator::begin_pool`].
-    #[must_use]
-    pub fn on_begin_pool(mut self, hook: impl Fn(DeviceId, MemPoolId) + Send + Sync + 'static) -> Self {
-        self.begin_pool = Some(Box::new(hook));
-        self
-    }
-
-    /// As [`ExternalAllocator::end_pool`].
-    #[must_use]
-    pub fn on_end_pool(mut self, hook: impl Fn(DeviceId, MemPoolId) + Send + Sync + 'static) -> Self {
-        self.end_pool = Some(Box::new(hook));
-        self
-    }
-
-    /// As [`ExternalAllocator::release_pool`].
-    #[must_use]
-    pub fn on_release_pool(mut self, hook: impl Fn(DeviceId, MemPoolId) + Send + Sync + 'static) -> Self {
-        self.release_pool = Some(Box::new(hook));
-        self
-    }
+hooks! {
+    on_init sets init(u32) -> Result<()>;
+    on_reset sets reset();
+    on_memory_fraction sets memory_fraction(f64, DeviceId);
+    on_base_allocation sets base_allocation(DevicePtr) -> Option<BaseAllocation>;
+    /// With this hook, the external allocator handles other streams itself.
+    on_record_stream sets record_stream(DevicePtr, RawStream);
+    on_begin_pool sets begin_pool(DeviceId, MemPoolId);
+    on_end_pool sets end_pool(DeviceId, MemPoolId);
+    on_release_pool sets release_pool(DeviceId, MemPoolId);
 }
 
 impl ExternalAllocator for FnAllocator {
@@ -140,67 +104,37 @@ impl ExternalAllocator for FnAllocator {
     }
 
     fn init(&self, device_count: u32) -> Result<()> {
-        self.init.as_ref().map_or(Ok(()), |hook| hook(device_count))
+        self.hooks.init.as_ref().map_or(Ok(()), |hook| hook(device_count))
     }
 
     fn reset(&self) {
-        if let Some(hook) = &self.reset {
-            hook();
-        }
+        self.hooks.reset.iter().for_each(|hook| hook());
     }
 
     fn memory_fraction(&self, fraction: f64, device: DeviceId) {
-        if let Some(hook) = &self.memory_fraction {
-            hook(fraction, device);
-        }
+        self.hooks.memory_fraction.iter().for_each(|hook| hook(fraction, device));
     }
 
     fn base_allocation(&self, ptr: DevicePtr) -> Option<BaseAllocation> {
-        self.base_allocation.as_ref().and_then(|hook| hook(ptr))
+        self.hooks.base_allocation.as_ref().and_then(|hook| hook(ptr))
     }
 
     fn record_stream(&self, ptr: DevicePtr, stream: RawStream) -> Handled {
-        match &self.record_stream {
-            Some(hook) => {
-                hook(ptr, stream);
-                Handled::Yes
-            }
-            None => Handled::No,
-        }
+        self.hooks.record_stream.as_ref().map_or(Handled::No, |hook| {
+            hook(ptr, stream);
+            Handled::Yes
+        })
     }
 
     fn begin_pool(&self, device: DeviceId, pool: MemPoolId) {
-        if let Some(hook) = &self.begin_pool {
-            hook(device, pool);
-        }
+        self.hooks.begin_pool.iter().for_each(|hook| hook(device, pool));
     }
 
     fn end_pool(&self, device: DeviceId, pool: MemPoolId) {
-        if let Some(hook) = &self.end_pool {
-            hook(device, pool);
-        }
+        self.hooks.end_pool.iter().for_each(|hook| hook(device, pool));
     }
 
     fn release_pool(&self, device: DeviceId, pool: MemPoolId) {
-        if let Some(hook) = &self.release_pool {
-            hook(device, pool);
-        }
-    }
-}
-
-impl fmt::Debug for FnAllocator {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let hooks = [
-            ("init", self.init.is_some()),
-            ("reset", self.reset.is_some()),
-            ("memory_fraction", self.memory_fraction.is_some()),
-            ("base_allocation", self.base_allocation.is_some()),
-            ("record_stream", self.record_stream.is_some()),
-            ("begin_pool", self.begin_pool.is_some()),
-            ("end_pool", self.end_pool.is_some()),
-            ("release_pool", self.release_pool.is_some()),
-        ];
-        let names: Vec<_> = hooks.into_iter().filter_map(|(name, is_set)| is_set.then_some(name)).collect();
-        f.debug_struct("FnAllocator").field("hooks", &names).finish()
+        self.hooks.release_pool.iter().for_each(|hook| hook(device, pool));
     }
 }

@@ -47,15 +47,7 @@ impl<S: Source> UncachedAllocator<S> {
             return Err(self.no_private_pools());
         }
         if bytes == 0 {
-            return Ok(Allocation {
-                ptr: DevicePtr(0),
-                bytes: 0,
-                bytes_requested: 0,
-                device,
-                stream,
-                slot: 0,
-                generation: 0,
-            });
+            return Ok(Allocation::empty(device, stream));
         }
         if bytes >= TOO_LARGE {
             return Err(Error::RequestTooLarge { bytes });

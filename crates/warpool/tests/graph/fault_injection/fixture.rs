@@ -27,25 +27,17 @@ static KERNELS: KernelSource = KernelSource {
     name: "graph faults",
     cuda: "",
     host_kernels: &[
-        HostKernel {
-            name: "plus",
-            run: |k| {
-                let (to, from) = (k.arg_ptr(0)?, k.arg_ptr(1)?);
-                let (to_words, from_words) = (k.read_u32(to, WORDS)?, k.read_u32(from, WORDS)?);
-                let sums: Vec<u32> = to_words.iter().zip(&from_words).map(|(a, b)| a.wrapping_add(*b)).collect();
-                k.write_u32(to, &sums)
-            },
-            nanos: None,
-        },
-        HostKernel {
-            name: "less",
-            run: |k| {
-                let flag = k.arg_ptr(0)?;
-                let word = k.read_u32(flag, 1)?[0];
-                k.write_u32(flag, &[word.saturating_sub(1)])
-            },
-            nanos: None,
-        },
+        HostKernel::new("plus", |k| {
+            let (to, from) = (k.arg_ptr(0)?, k.arg_ptr(1)?);
+            let (to_words, from_words) = (k.read_u32(to, WORDS)?, k.read_u32(from, WORDS)?);
+            let sums: Vec<u32> = to_words.iter().zip(&from_words).map(|(a, b)| a.wrapping_add(*b)).collect();
+            k.write_u32(to, &sums)
+        }),
+        HostKernel::new("less", |k| {
+            let flag = k.arg_ptr(0)?;
+            let word = k.read_u32(flag, 1)?[0];
+            k.write_u32(flag, &[word.saturating_sub(1)])
+        }),
     ],
 };
 

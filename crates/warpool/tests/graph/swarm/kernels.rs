@@ -13,13 +13,13 @@ pub static SOURCE: KernelSource = KernelSource {
     name: "graph swarm",
     cuda: "",
     host_kernels: &[
-        HostKernel { name: "add", run: add, nanos: None },
-        HostKernel { name: "mix", run: mix, nanos: None },
-        HostKernel { name: "sums", run: sums, nanos: None },
-        HostKernel { name: "limit", run: limit, nanos: None },
-        HostKernel { name: "count_down", run: count_down, nanos: None },
-        HostKernel { name: "tame", run: tame, nanos: None },
-        HostKernel { name: "salt", run: salt, nanos: None },
+        HostKernel::new("add", add),
+        HostKernel::new("mix", mix),
+        HostKernel::new("sums", sums),
+        HostKernel::new("limit", limit),
+        HostKernel::new("count_down", count_down),
+        HostKernel::new("tame", tame),
+        HostKernel::new("salt", salt),
     ],
 };
 

@@ -130,15 +130,7 @@ impl DeviceAllocator for CachingAllocator {
         let Request { device, stream, bytes, pool } = request;
         let caching_device = self.device(device)?;
         if bytes == 0 {
-            return Ok(Allocation {
-                ptr: DevicePtr(0),
-                bytes: 0,
-                bytes_requested: 0,
-                device,
-                stream,
-                slot: 0,
-                generation: 0,
-            });
+            return Ok(Allocation::empty(device, stream));
         }
         if bytes >= SizeRules::REQUEST_TOO_LARGE {
             return Err(Error::RequestTooLarge { bytes });

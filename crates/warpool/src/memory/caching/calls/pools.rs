@@ -11,7 +11,7 @@ use crate::unwind::{OnUnwind, drop_user_value};
 use crate::{Error, Result};
 
 impl CachingAllocator {
-    /// As [`record_pool_use`](PrivatePools::record_pool_use), of work on streams that are not known: replays that a
+    /// As [`record_pool_uses`](PrivatePools::record_pool_uses), of work on streams that are not known: replays that a
     /// framework makes by itself. Before the pool's memory returns to the driver, all work of the device is waited for;
     /// while a capture is active it does not return.
     pub fn record_pool_use_anywhere(&self, device: DeviceId, pool: MemPoolId) -> Result<()> {
