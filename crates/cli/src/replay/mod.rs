@@ -25,6 +25,12 @@ use crate::size;
 /// _dump_snapshot), plain or compressed, or an RMM log. It is first replayed with the settings that it was recorded
 /// with, and every address and every segment is compared: this tells whether the model is exact for this program.
 /// With --settings, --allocator or --capacity it is then replayed with those.
+///
+/// Driver calls take the time that they were measured to take on an H200. "steady" is the second half of the recorded
+/// time, when a program has reached its steady state: what driver calls take of it, and of that remapping, which is
+/// mapping physical memory that was mapped before (growth is not remapping). JSON has these figures as "steady", and
+/// the whole recorded time as "recorded_seconds"; both are null if the recording has no time stamps.
+/// "driver_seconds_modelled" is the time of all driver calls.
 #[derive(Debug, clap::Args)]
 #[command(
     after_help = "Exit status: 0 success, 1 a replay ran out of memory and --expect-fit was given, 2 a file cannot be \

@@ -5,7 +5,7 @@ use std::path::Path;
 
 use comfy_table::Table;
 use serde_json::{Value, json};
-use warpool_trace::replay::{AllocatorChoice, Fidelity, Inferences, Outcome, ReplayReport};
+use warpool_trace::replay::{AllocatorChoice, Fidelity, Inferences, Outcome, ReplayReport, Steady};
 
 use super::{Args, Replayed};
 use crate::output::{self, Output};
@@ -38,6 +38,7 @@ impl ReplayTable {
             ">recorded",
             ">driver calls",
             ">driver time",
+            ">steady",
             "outcome",
             "fidelity",
         ];
@@ -60,6 +61,7 @@ impl ReplayTable {
             recorded(&report.fidelity),
             report.driver_calls.to_string(),
             format!("{:.3} s", report.driver_seconds_modelled),
+            report.steady.as_ref().map_or_else(|| "-".to_owned(), steady),
             self.outcome(report),
             if self.is_driver_pool { "lower bound" } else { fidelity(&report.fidelity) }.to_owned(),
         ]);
@@ -122,6 +124,8 @@ reserved     peak of the bytes that the allocator held from the driver
 overhead     reserved minus live: fragmentation, rounding and cached blocks
 recorded     peak of the reserved bytes in the recording
 driver time  modelled time of the driver calls on an H200
+steady       what driver calls take of the second half of the recorded time, and of that remapping: mapping memory
+             that was mapped before, not growth
 fidelity     exact: with the recorded settings, every address and every segment is as recorded";
 
 /// The part of the reserved memory that was not live.
@@ -133,6 +137,16 @@ fn overhead(report: &ReplayReport) -> String {
     let fraction = 1.0 - report.peak_live_bytes as f64 / report.peak_reserved_bytes as f64;
     let bytes = report.peak_reserved_bytes.saturating_sub(report.peak_live_bytes);
     format!("{} ({:.1}%)", size::format(bytes), 100.0 * fraction.max(0.0))
+}
+
+/// The share of the second half that driver calls take.
+fn steady(steady: &Steady) -> String {
+    let percent = |seconds: f64| 100.0 * seconds / steady.recorded_seconds;
+    let all = percent(steady.driver_seconds_modelled);
+    match steady.bytes_remapped {
+        0 => format!("{all:.2}%"),
+        _ => format!("{all:.2}% (remapping {:.2}%)", percent(steady.remap_seconds_modelled)),
+    }
 }
 
 fn recorded(fidelity: &Fidelity) -> String {
@@ -200,6 +214,14 @@ fn object(file: &Path, replayed: &Replayed) -> Value {
         "driver_calls": report.driver_calls,
         "forced_syncs": report.forced_syncs,
         "driver_seconds_modelled": report.driver_seconds_modelled,
+        "recorded_seconds": report.recorded_seconds,
+        "steady": report.steady.map(|steady| json!({
+            "recorded_seconds": steady.recorded_seconds,
+            "driver_calls": steady.driver_calls,
+            "driver_seconds_modelled": steady.driver_seconds_modelled,
+            "remap_seconds_modelled": steady.remap_seconds_modelled,
+            "bytes_remapped": steady.bytes_remapped,
+        })),
         "replay_seconds": report.replay_seconds,
         "parse_seconds": parse_seconds,
         "input_seconds": input_seconds,

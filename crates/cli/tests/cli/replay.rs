@@ -51,6 +51,8 @@ fn replay_with_recorded_settings_is_exact() {
         "driver_calls",
         "forced_syncs",
         "driver_seconds_modelled",
+        "recorded_seconds",
+        "steady",
         "replay_seconds",
         "parse_seconds",
         "fidelity",
@@ -67,6 +69,31 @@ fn replay_with_recorded_settings_is_exact() {
     assert_eq!(fidelity["addresses_equal"], fidelity["addresses_total"]);
     assert_eq!(fidelity["recorded_peak_reserved_bytes"], 7_470_055_424_u64);
     assert_eq!(fidelity["recorded_segments_allocated"], 146);
+}
+
+#[test]
+fn steady_half_is_reported_for_every_allocator() {
+    let file = recording("resnet_train.native");
+    for allocator in ["caching", "driver-pool"] {
+        let report = &objects(&["replay", &file, "--allocator", allocator, "--json"], 0)[0];
+        let seconds = |value: &serde_json::Value| value.as_f64().expect("a number");
+        let (recorded, steady) = (seconds(&report["recorded_seconds"]), &report["steady"]);
+        assert_eq!(seconds(&steady["recorded_seconds"]), recorded / 2.0, "{allocator}");
+        assert!(steady["driver_calls"].as_u64() <= report["driver_calls"].as_u64(), "{allocator}: {report}");
+        assert!(seconds(&steady["driver_seconds_modelled"]) <= seconds(&report["driver_seconds_modelled"]), "{report}");
+        assert_eq!((seconds(&steady["remap_seconds_modelled"]), &steady["bytes_remapped"]), (0.0, &0.into()));
+    }
+}
+
+#[test]
+fn recordings_without_time_stamps_have_no_steady_half() {
+    let log = b"Thread,Time,Action,Pointer,Size,Stream\n\
+        1,0:0:0.0,allocate,0x100,512,0\n1,0:0:0.0,free,0x100,512,0\n";
+    let file = TemporaryFile::new("no-time.csv", log);
+    let report = &objects(&["replay", file.path(), "--json"], 0)[0];
+    assert_eq!((&report["recorded_seconds"], &report["steady"]), (&serde_json::Value::Null, &serde_json::Value::Null));
+    let output = warpool(&["replay", file.path()]);
+    assert!(text(&output.stdout).contains("0.000 s        -"), "{}", text(&output.stdout));
 }
 
 #[test]
@@ -101,9 +128,15 @@ fn table_has_a_legend_and_remarks() {
     let output = warpool(&["replay", &recording("oom_stacks.fraction_6gib")]);
     assert!(output.status.success(), "{}", text(&output.stderr));
     let stdout = text(&output.stdout);
-    for part in
-        ["live", "reserved", "overhead", "exact", "out of memory at event 108301", "returned to the driver 8 times"]
-    {
+    for part in [
+        "live",
+        "reserved",
+        "overhead",
+        "exact",
+        "steady       what driver calls take",
+        "out of memory at event 108301",
+        "returned to the driver 8 times",
+    ] {
         assert!(stdout.contains(part), "no '{part}' in {stdout}");
     }
 }

@@ -6,6 +6,7 @@ use std::sync::{Condvar, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::time::Duration;
 
 use super::config::SimConfig;
+use super::memory::RemapCounts;
 use super::object_counts::ObjectCounts;
 use super::objects::CurrentCall;
 use super::order::{Epoch, Hazard};
@@ -85,6 +86,18 @@ impl SimDriver {
     #[must_use]
     pub fn time_in_calls(&self) -> Duration {
         self.now()
+    }
+
+    /// What was remapped: mappings of physical memory that was mapped before, and their cost.
+    #[must_use]
+    pub fn remap_counts(&self) -> RemapCounts {
+        self.lock().memory.remap_counts()
+    }
+
+    /// Sets the remap counts to zero. Calls made until now do not count any more, even if a later call makes one of
+    /// them part of a remapping (an unmap, whose memory is then mapped again).
+    pub fn restart_remap_counts(&self) {
+        self.lock().memory.restart_remap_counts();
     }
 
     /// Counts the objects of each kind.

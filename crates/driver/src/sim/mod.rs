@@ -59,6 +59,7 @@ mod work;
 pub use config::{SimConfig, SimDevice, Timing};
 pub use cost::{Latencies, Latency, WorkCosts};
 pub use driver::SimDriver;
+pub use memory::RemapCounts;
 pub use object_counts::ObjectCounts;
 pub use objects::LibraryCall;
 pub use order::{Hazard, HazardKind, HazardRange, RangeBase};

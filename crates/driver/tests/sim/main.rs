@@ -10,6 +10,7 @@ mod libraries;
 mod paused_streams;
 mod placement;
 mod regressions;
+mod remaps;
 #[path = "../common/scale.rs"]
 mod scale;
 mod settings;

@@ -35,11 +35,11 @@ use std::time::Instant;
 use warpool::memory::{BlockInfo, SegmentInfo, Settings, SettingsError, Snapshot, TraceEntry};
 
 pub use options::{AllocatorChoice, ReplayOptions, ReplayProgress};
-pub use report::{Difference, Fidelity, Inferences, InferredLimit, Outcome, ReplayReport};
+pub use report::{Difference, Fidelity, Inferences, InferredLimit, Outcome, ReplayReport, Steady};
 
 use crate::budget::{Budget, Exceeded, bytes_of};
 use prove::{CAPACITY_MAX, Interpretation, Proof, default_capacity};
-use recording::DeviceRecording;
+use recording::{DeviceRecording, RecordedTime};
 use run::{Run, RunResult};
 
 /// Why a recording could not be replayed.
@@ -112,6 +112,11 @@ fn replay_within(
         return Err(ReplayError::Implausible { reason });
     }
     let mut report = ReplayReport::default();
+    let recorded_time = RecordedTime::of(&snapshot.traces);
+    report.recorded_seconds = recorded_time.map(RecordedTime::seconds);
+    let half = report.recorded_seconds.map(|seconds| seconds / 2.0);
+    report.steady = half.map(|recorded_seconds| Steady { recorded_seconds, ..Steady::default() });
+    let steady_from_us = recorded_time.map(RecordedTime::midpoint_us);
     let devices = snapshot.traces.iter().filter(|events| !events.is_empty()).count();
     match devices {
         0 => return Err(ReplayError::NoHistory),
@@ -128,6 +133,7 @@ fn replay_within(
         };
         let segments = segments.get(&number).map_or(&[][..], Vec::as_slice);
         let recording = DeviceRecording::new(number.unsigned_abs(), events, segments);
+        let recording = DeviceRecording { steady_from_us, ..recording };
         replay_device(recording, &settings, options, &mut report, budget)?;
     }
     if devices > 1 {
@@ -185,6 +191,7 @@ fn run_what_if(
     let run = Run {
         device: recording.device,
         events: recording.events,
+        steady_from_us: recording.steady_from_us,
         inference,
         plan,
         // Expandable segments in place of others, or others in place of them, would have led to other segments.
@@ -234,6 +241,12 @@ fn add_result(
     report.driver_calls += result.driver_calls;
     report.forced_syncs += result.forced_syncs;
     report.driver_seconds_modelled += result.driver_seconds;
+    if let Some(steady) = &mut report.steady {
+        steady.driver_calls += result.steady.driver_calls;
+        steady.driver_seconds_modelled += result.steady.driver_seconds;
+        steady.remap_seconds_modelled += result.steady.remap_seconds;
+        steady.bytes_remapped += result.steady.bytes_remapped;
+    }
     if let (Some((event, oom)), Outcome::Completed) = (result.out_of_memory, &report.outcome) {
         report.outcome = Outcome::OutOfMemory { event, report: oom };
     }

@@ -309,6 +309,7 @@ impl Search<'_> {
         Ok(Run {
             device: self.recording.device,
             events: self.recording.events,
+            steady_from_us: self.recording.steady_from_us,
             inference,
             plan: &interpretation.plan,
             restores_segments: true,

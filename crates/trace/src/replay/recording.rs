@@ -6,6 +6,32 @@ use warpool::memory::{Action, BlockState, MemPoolId, SegmentInfo, SizeRules, Tra
 
 use super::ReplayError;
 
+/// The time that the events of all devices span, in microseconds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct RecordedTime {
+    first_us: i64,
+    last_us: i64,
+}
+
+impl RecordedTime {
+    /// `None` if there are no time stamps, or only one.
+    pub fn of(traces: &[Vec<TraceEntry>]) -> Option<Self> {
+        let first_us = traces.iter().filter_map(|events| events.first()).map(|event| event.time_us).min()?;
+        let last_us = traces.iter().filter_map(|events| events.last()).map(|event| event.time_us).max()?;
+        (first_us < last_us).then_some(Self { first_us, last_us })
+    }
+
+    #[expect(clippy::cast_precision_loss, reason = "a time span in seconds")]
+    pub fn seconds(self) -> f64 {
+        self.last_us.abs_diff(self.first_us) as f64 / 1e6
+    }
+
+    /// When its second half begins.
+    pub fn midpoint_us(self) -> i64 {
+        self.first_us.midpoint(self.last_us)
+    }
+}
+
 /// The recording of one device.
 #[derive(Clone, Copy)]
 pub(super) struct DeviceRecording<'a> {
@@ -15,12 +41,14 @@ pub(super) struct DeviceRecording<'a> {
     pub segments: &'a [&'a SegmentInfo],
     /// Whether every allocation names its pool. PyTorch 2.11 does not record it.
     pub names_pools: bool,
+    /// When the second half of the recorded time begins.
+    pub steady_from_us: Option<i64>,
 }
 
 impl<'a> DeviceRecording<'a> {
     pub fn new(device: u32, events: &'a [TraceEntry], segments: &'a [&'a SegmentInfo]) -> Self {
         let names_pools = events.iter().filter(|event| event.action == Action::Alloc).all(|event| event.pool.is_some());
-        Self { device, events, segments, names_pools }
+        Self { device, events, segments, names_pools, steady_from_us: None }
     }
 
     /// Whether there are segments to compare a replay with. Logs of other allocators have none.

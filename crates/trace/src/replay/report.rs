@@ -30,6 +30,10 @@ pub struct ReplayReport {
     pub forced_syncs: u64,
     /// The time of the driver calls by the simulated device's cost model.
     pub driver_seconds_modelled: f64,
+    /// The time from the recorded program's first event to its last; `None` if the events have no time stamps.
+    pub recorded_seconds: Option<f64>,
+    /// The second half of that time.
+    pub steady: Option<Steady>,
     /// The time the replay took, with all runs that were needed to reproduce the recording.
     pub replay_seconds: f64,
     /// How far the recorded settings reproduce the recording.
@@ -38,6 +42,23 @@ pub struct ReplayReport {
     pub inferred: Inferences,
     /// Warnings about the result, such as a what-if on a recording that could not be reproduced.
     pub warnings: Vec<String>,
+}
+
+/// The second half of the recorded time, in which most programs only repeat what they have done before: an allocator
+/// should need the driver less than at the start. A replay that stops early has counted only until there.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Steady {
+    /// Its length.
+    pub recorded_seconds: f64,
+    /// Driver calls.
+    pub driver_calls: u64,
+    /// The time of the driver calls by the simulated device's cost model.
+    pub driver_seconds_modelled: f64,
+    /// The part of it that went into remapping: mapping physical memory that was mapped before, setting access to
+    /// these mappings, and unmapping the old ones. Mapping new memory for the first time is growth, not remapping.
+    pub remap_seconds_modelled: f64,
+    /// Bytes that were remapped.
+    pub bytes_remapped: u64,
 }
 
 /// How a replay ended.

@@ -7,3 +7,4 @@ mod implausible;
 mod inferences;
 mod random;
 mod recordings;
+mod steady;

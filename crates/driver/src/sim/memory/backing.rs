@@ -3,6 +3,7 @@
 use rustc_hash::FxHashMap;
 
 use super::bytes::Bytes;
+use super::remaps::MappingHistory;
 use super::shadow::Shadow;
 use crate::DeviceId;
 
@@ -17,6 +18,7 @@ pub struct Backing {
     pub pinned_by: Option<u64>,
     pub contents: Bytes,
     pub shadow: Shadow,
+    pub mapping_history: MappingHistory,
 }
 
 /// Names backing memory. Never reused.
@@ -33,18 +35,19 @@ pub struct Backings {
 impl Backings {
     /// Adds zeroed device memory.
     pub fn add_device(&mut self, bytes: u64, device: DeviceId) -> BackingId {
-        let device = Some(device);
-        self.add(Backing { bytes, device, pinned_by: None, contents: Bytes::device(), shadow: Shadow::default() })
+        self.add(bytes, Some(device), None, Bytes::device())
     }
 
     /// Adds host memory that call number `pinned_by` pinned.
     pub fn add_host(&mut self, bytes: u64, contents: Bytes, pinned_by: u64) -> BackingId {
-        self.add(Backing { bytes, device: None, pinned_by: Some(pinned_by), contents, shadow: Shadow::default() })
+        self.add(bytes, None, Some(pinned_by), contents)
     }
 
-    fn add(&mut self, backing: Backing) -> BackingId {
+    fn add(&mut self, bytes: u64, device: Option<DeviceId>, pinned_by: Option<u64>, contents: Bytes) -> BackingId {
         self.last += 1;
         let id = BackingId(self.last);
+        let (shadow, mapping_history) = (Shadow::default(), MappingHistory::default());
+        let backing = Backing { bytes, device, pinned_by, contents, shadow, mapping_history };
         self.live.insert(id, backing);
         id
     }

@@ -15,6 +15,7 @@ mod pinned;
 mod placement;
 mod pools;
 mod quarantine;
+mod remaps;
 mod reservation;
 mod shadow;
 mod virtual_memory;
@@ -27,6 +28,7 @@ pub use capacity::ALLOCATION_UNIT;
 pub use physical::Physical;
 pub use pinned::PinnedRange;
 pub use pools::Pool;
+pub use remaps::RemapCounts;
 pub use virtual_memory::RESERVATION_UNIT;
 
 use crate::sim::config::SimConfig;
@@ -39,6 +41,7 @@ use capacity::Capacity;
 use physical::PhysicalMemory;
 use placement::Placements;
 use pools::Pools;
+use remaps::Remaps;
 
 /// All memory of the simulated devices, and the host memory pinned for them.
 #[derive(Debug)]
@@ -49,6 +52,7 @@ pub struct Memory {
     pools: Pools,
     physical: PhysicalMemory,
     placements: Placements,
+    remaps: Remaps,
     /// For each device, the peers whose allocations its kernels may access.
     peers: Vec<Vec<DeviceId>>,
     check_uninitialized: bool,
@@ -66,6 +70,7 @@ impl Memory {
             pools: Pools::new(devices as u32),
             physical: PhysicalMemory::default(),
             placements: Placements::new(devices),
+            remaps: Remaps::new(&config.latencies),
             peers: vec![Vec::new(); devices],
             check_uninitialized: config.check_uninitialized,
             scratch: Vec::new(),
@@ -111,6 +116,14 @@ impl Memory {
 
     pub fn clear_placements(&mut self) {
         self.placements.clear();
+    }
+
+    pub fn remap_counts(&self) -> RemapCounts {
+        self.remaps.counts()
+    }
+
+    pub fn restart_remap_counts(&mut self) {
+        self.remaps.restart();
     }
 
     pub fn default_pool(&self, device: DeviceId) -> PoolId {

@@ -15,6 +15,8 @@ pub struct Mapping {
     /// The number of the last call that unmapped something from these addresses; 0 if none has. Work queued before it
     /// was meant for what was mapped then.
     pub unmapped_at: u64,
+    /// Which mapping of this memory it is, from 1.
+    pub number: u64,
 }
 
 /// What is mapped in a reserved range, by first address; without overlaps.
@@ -73,16 +75,14 @@ impl Reservation {
         Ok(backings)
     }
 
-    /// Sets the access rights of the mappings in `[start, end)`. Returns their sizes.
-    pub fn set_access(&mut self, start: u64, end: u64, access: &[DeviceAccess]) -> Vec<u64> {
-        let mut sizes = Vec::new();
+    /// Sets the access rights of the mappings in `[start, end)`, and calls `on_set` for each.
+    pub fn set_access(&mut self, start: u64, end: u64, access: &[DeviceAccess], mut on_set: impl FnMut(&Mapping)) {
         for (_, mapping) in self.mappings.range_mut(start..end) {
-            sizes.push(mapping.bytes);
             for &rights in access {
                 mapping.access.retain(|old| old.device != rights.device);
                 mapping.access.push(rights);
             }
+            on_set(mapping);
         }
-        sizes
     }
 }

@@ -68,9 +68,11 @@ impl Memory {
         let Physical { backing, .. } = physical;
         let bytes = self.backings.get(backing).bytes;
         let unmapped_at = self.space.last_unmap(ptr.0, bytes);
-        let mapping = Mapping { bytes, backing, access: Vec::new(), unmapped_at };
+        let number = self.backings.get(backing).mapping_history.next_number();
+        let mapping = Mapping { bytes, backing, access: Vec::new(), unmapped_at, number };
         self.reservation(ptr, bytes)?.map(ptr.0, mapping)?;
         self.physical.add_mapping(backing);
+        self.remaps.mapped(&mut self.backings.get_mut(backing).mapping_history, bytes);
         Ok(())
     }
 
@@ -80,6 +82,7 @@ impl Memory {
         for (start, mapping) in &unmapped {
             let (start, bytes, removal) = (*start, mapping.bytes, Removal::Unmapped);
             self.space.quarantine(FreedRange { start, bytes, removal, freed_at: at, pinned_by: None });
+            self.remaps.unmapped(&mut self.backings.get_mut(mapping.backing).mapping_history, mapping);
             if self.physical.remove_reference(mapping.backing) {
                 self.free_physical(mapping.backing);
             }
@@ -104,7 +107,13 @@ impl Memory {
                 return refuse(ErrorCode::InvalidDevice, why);
             }
         }
-        Ok(self.reservation(ptr, bytes)?.set_access(ptr.0, end, access))
+        let Some(reservation) = self.space.reservation(ptr, bytes) else { return not_reserved(ptr, bytes) };
+        let mut sizes = Vec::new();
+        reservation.set_access(ptr.0, end, access, |mapping| {
+            sizes.push(mapping.bytes);
+            self.remaps.access_set(mapping);
+        });
+        Ok(sizes)
     }
 
     /// Gives physical memory of `bytes` bytes another id.
@@ -125,7 +134,7 @@ impl Memory {
     fn reservation(&mut self, ptr: DevicePtr, bytes: u64) -> Result<&mut Reservation> {
         match self.space.reservation(ptr, bytes) {
             Some(reservation) => Ok(reservation),
-            None => refuse(ErrorCode::InvalidValue, format!("{bytes} bytes at {ptr} are not reserved")),
+            None => not_reserved(ptr, bytes),
         }
     }
 
@@ -135,4 +144,8 @@ impl Memory {
         self.backings.remove(backing);
         self.capacity.give_back(device, bytes);
     }
+}
+
+fn not_reserved<T>(ptr: DevicePtr, bytes: u64) -> Result<T> {
+    refuse(ErrorCode::InvalidValue, format!("{bytes} bytes at {ptr} are not reserved"))
 }

@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use warpool::driver::sim::{SimConfig, SimDriver, Timing};
+use warpool::driver::sim::{RemapCounts, SimConfig, SimDriver, Timing};
 use warpool::driver::{Call, DeviceId, Driver, StreamId, StreamOptions, Streams};
 use warpool::memory::{
     Action, Allocation, CachingAllocator, DeviceAllocator, DriverPoolAllocator, MemPoolId, PoolOptions, Request,
@@ -41,6 +41,8 @@ pub(super) struct Counters {
     pub calls: u64,
     pub syncs: u64,
     pub time: Duration,
+    /// Remapped since [`ReplayDevice::restart_remap_counts`].
+    pub remaps: RemapCounts,
 }
 
 /// What a [`ReplayDevice`] is made of.
@@ -202,7 +204,12 @@ impl ReplayDevice {
             calls: self.driver.calls_made(),
             syncs: waits.into_iter().map(|call| self.driver.call_count(call)).sum(),
             time: self.driver.time_in_calls(),
+            remaps: self.driver.remap_counts(),
         }
+    }
+
+    pub fn restart_remap_counts(&self) {
+        self.driver.restart_remap_counts();
     }
 }
 

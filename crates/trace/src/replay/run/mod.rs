@@ -28,6 +28,8 @@ pub(super) use restore::calls_to_restore;
 pub(super) struct Run<'a> {
     pub device: u32,
     pub events: &'a [TraceEntry],
+    /// When the second half of the recorded time begins.
+    pub steady_from_us: Option<i64>,
     pub inference: &'a Inference,
     pub plan: &'a Plan,
     /// Whether the segments of the initial state are restored, or only the blocks that were in use.
@@ -66,12 +68,22 @@ pub(super) struct RunResult {
     pub driver_calls: u64,
     pub forced_syncs: u64,
     pub driver_seconds: f64,
+    pub steady: SteadyResult,
     /// The first request that ran out of memory: its event, and the allocator's report.
     pub out_of_memory: Option<(u64, Box<OomReport>)>,
     /// The initial state could not be restored; nothing was replayed.
     pub not_started: bool,
     /// Recorded failures that succeeded here.
     pub failures_avoided: u64,
+}
+
+/// What a run did in the second half of the recorded time.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct SteadyResult {
+    pub driver_calls: u64,
+    pub driver_seconds: f64,
+    pub remap_seconds: f64,
+    pub bytes_remapped: u64,
 }
 
 impl Run<'_> {
@@ -119,6 +131,7 @@ impl Run<'_> {
             next_toggle: self.toggles.first().copied().unwrap_or(u32::MAX),
             live_bytes,
             result: RunResult { peak_live_bytes: live_bytes, ..RunResult::default() },
+            before_steady: None,
             memory,
         };
         runner.run_steps()?;
@@ -131,6 +144,15 @@ impl Run<'_> {
         };
         let restore = Restore { initial, inference: self.inference, plan: self.plan, settings: self.settings };
         if self.restores_segments { restore.exactly(device, slots) } else { restore.blocks_only(device, slots) }
+    }
+
+    /// The first step in the second half of the recorded time, or the number of steps.
+    fn first_steady_step(&self) -> usize {
+        let steps = &self.plan.steps;
+        let Some(from_us) = self.steady_from_us else { return steps.len() };
+        // Both are sorted, as far as that matters here.
+        let event = self.events.partition_point(|event| event.time_us < from_us);
+        steps.partition_point(|step| (step.event() as usize) < event)
     }
 
     fn not_restored(&self, error: &Error) -> Difference {
@@ -173,6 +195,8 @@ struct Runner<'a> {
     next_toggle: u32,
     live_bytes: u64,
     result: RunResult,
+    /// The counters at the first step of the second half.
+    before_steady: Option<Counters>,
     memory: DeviceMemory,
 }
 
@@ -186,7 +210,12 @@ impl<'a> Runner<'a> {
     fn run_steps(&mut self) -> std::result::Result<(), ReplayError> {
         const PROGRESS_STEPS: usize = 1 << 14;
         let steps = &self.run.plan.steps;
+        let steady_start = self.run.first_steady_step();
         for (number, step) in steps.iter().enumerate() {
+            if number == steady_start {
+                self.device.restart_remap_counts();
+                self.before_steady = Some(self.device.counters());
+            }
             if number % PROGRESS_STEPS == 0 {
                 self.report_progress(number, steps.len());
             }
@@ -372,6 +401,14 @@ impl<'a> Runner<'a> {
         result.driver_calls = after.calls - before.calls;
         result.forced_syncs = after.syncs - before.syncs;
         result.driver_seconds = (after.time - before.time).as_secs_f64();
+        if let Some(before) = self.before_steady {
+            result.steady = SteadyResult {
+                driver_calls: after.calls - before.calls,
+                driver_seconds: (after.time - before.time).as_secs_f64(),
+                remap_seconds: after.remaps.time.as_secs_f64(),
+                bytes_remapped: after.remaps.bytes,
+            };
+        }
         if let Some(Expected { retries, .. }) = self.run.expected {
             let plan = self.run.plan;
             self.comparison.total("bytes reserved at peak", plan.peak_reserved_bytes, result.peak_reserved_bytes);

@@ -1,0 +1,94 @@
+//! Counts remapping: mapping physical memory that was mapped before, at this or another address. The first mapping of
+//! new memory is growth and does not count.
+
+use std::time::Duration;
+
+use super::reservation::Mapping;
+use crate::Call;
+use crate::sim::cost::Latencies;
+
+/// What was remapped since the driver was made, or since
+/// [`SimDriver::restart_remap_counts`](crate::sim::SimDriver::restart_remap_counts).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct RemapCounts {
+    /// Mappings of memory that was mapped before.
+    pub mappings: u64,
+    /// Their bytes.
+    pub bytes: u64,
+    /// What they cost by the cost model of one mapping: mapping, setting access, and unmapping the mapping before.
+    pub time: Duration,
+}
+
+/// How often memory was mapped.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct MappingHistory {
+    mappings: u64,
+    /// When its newest mapping was unmapped: the period.
+    newest_unmapped_in: Option<u64>,
+}
+
+impl MappingHistory {
+    /// The number of its next mapping, from 1.
+    pub fn next_number(self) -> u64 {
+        self.mappings + 1
+    }
+}
+
+/// The counts of a driver.
+#[derive(Debug)]
+pub struct Remaps {
+    latencies: Latencies,
+    counts: RemapCounts,
+    /// How often the counts were restarted.
+    period: u64,
+}
+
+impl Remaps {
+    pub fn new(latencies: &Latencies) -> Self {
+        Self { latencies: latencies.clone(), counts: RemapCounts::default(), period: 0 }
+    }
+
+    pub fn counts(&self) -> RemapCounts {
+        self.counts
+    }
+
+    pub fn restart(&mut self) {
+        self.counts = RemapCounts::default();
+        self.period += 1;
+    }
+
+    /// Memory of `bytes` bytes was mapped.
+    pub fn mapped(&mut self, memory: &mut MappingHistory, bytes: u64) {
+        if memory.mappings > 0 {
+            self.counts.mappings += 1;
+            self.counts.bytes += bytes;
+            self.add_time(Call::VmMap, bytes);
+            // Only now it is known that unmapping it was a part of remapping.
+            if memory.newest_unmapped_in == Some(self.period) {
+                self.add_time(Call::VmUnmap, bytes);
+            }
+        }
+        memory.newest_unmapped_in = None;
+        memory.mappings += 1;
+    }
+
+    /// The access to a mapping was set.
+    pub fn access_set(&mut self, mapping: &Mapping) {
+        if mapping.number > 1 {
+            self.add_time(Call::VmSetAccess, mapping.bytes);
+        }
+    }
+
+    /// A mapping of this memory was unmapped.
+    pub fn unmapped(&mut self, memory: &mut MappingHistory, mapping: &Mapping) {
+        if mapping.number < memory.mappings {
+            self.add_time(Call::VmUnmap, mapping.bytes);
+        } else {
+            memory.newest_unmapped_in = Some(self.period);
+        }
+    }
+
+    fn add_time(&mut self, call: Call, bytes: u64) {
+        self.counts.time += Duration::from_nanos(self.latencies.nanos(call, bytes));
+    }
+}
