@@ -1,8 +1,9 @@
 //! `warpool bench alloc`: host time of allocating and freeing device memory. An operation is an allocate-free pair, or
 //! in the random cases one allocation or one free. Everything is cached before it is timed, so only the driver-pool
-//! cases call the driver. The memory is not used.
+//! cases call the driver. The memory is not used. With `--recording`, an operation is one event of the recorded program.
 
 use std::hint::black_box;
+use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -11,12 +12,14 @@ use warpool::memory::{
     Request, Settings,
 };
 use warpool::{Instance, Stream};
-use warpool_driver::DeviceId;
+use warpool_driver::{DeviceId, StreamId};
+use warpool_trace::replay::Program;
+use warpool_trace::{ReadOptions, read_file};
 
 use super::measure::{Measurement, fastest, mutex_round, ns_each, timed, warm_up};
 use super::{Args, Report, Row};
 use crate::driver;
-use crate::output::{Result, Verdict};
+use crate::output::{CommandError, Result, Verdict};
 
 const KIB: u64 = 1 << 10;
 const MIB: u64 = 1 << 20;
@@ -46,6 +49,11 @@ pub fn run(args: &Args, report: &mut Report<'_>) -> Result<Verdict> {
     let instance = Instance::new(driver)?;
     let stream = instance.device(device.0)?.pool_stream()?;
     let context = BenchContext { instance, device, stream, ops: args.ops.unwrap_or(1_000_000) };
+    let programs = args.recordings.iter().map(|file| program(file)).collect::<Result<Vec<_>>>()?;
+    if !programs.is_empty() {
+        context.replay(programs, report)?;
+        return Ok(Verdict::Success);
+    }
     let worst = context.measure(report)?;
     report.remark(format!(
         "a cached pair through the raw interface costs at most {worst:.1} times the baseline; target: {PAIR_RATIO_MAX}"
@@ -123,6 +131,50 @@ impl BenchContext {
             report.remark("skipped: driver-pool, since the device has no stream-ordered pools".to_owned());
         }
         Ok(worst)
+    }
+
+    /// Runs recorded programs with each allocator.
+    fn replay(&self, mut programs: Vec<(String, Program)>, report: &mut Report<'_>) -> Result<()> {
+        let allocator = self.caching(Settings::default());
+        warm_up(WARM_UP, || pair(&*allocator, self.request(64 * KIB)))?;
+        let properties = self.stream.device().properties().clone();
+        let expandable = Settings { expandable_segments: true, ..Settings::default() };
+        let mut allocators = vec![("", allocator)];
+        if properties.virtual_memory {
+            allocators.push(("expandable, ", self.caching(expandable)));
+        }
+        if properties.async_pools {
+            allocators.push(("driver-pool, ", Arc::new(DriverPoolAllocator::new(&self.instance))));
+        }
+        for (kind, allocator) in allocators {
+            for (name, program) in &mut programs {
+                let measurement = self.run_program(&allocator, program)?;
+                let case = format!("{kind}replay of {name}, per event");
+                let details = format!("{} events", program.events());
+                report.add(Row { details, ..Row::new(case, measurement) })?;
+                self.empty_cache(&allocator)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// A recorded program, after it has run once, so that every segment that it needs is cached.
+    fn run_program(&self, allocator: &SharedAllocator, program: &mut Program) -> warpool::Result<Measurement> {
+        const PROGRAM_ROUNDS: u64 = 10;
+        let device = self.stream.device();
+        let leases = (0..=program.streams()).map(|_| device.lease_stream()).collect::<warpool::Result<Vec<_>>>()?;
+        let streams: Vec<StreamId> = leases.iter().map(|stream| stream.id()).collect();
+        let mut round = || {
+            let start = Instant::now();
+            program.run(&**allocator, self.device, &streams[1..], streams[0])?;
+            let elapsed = start.elapsed();
+            program.free_rest(&**allocator, self.device)?;
+            // The driver's pools give memory back, and uses on other streams end.
+            device.synchronize()?;
+            Ok(ns_each(elapsed, program.events()))
+        };
+        round()?;
+        fastest(PROGRAM_ROUNDS, || Ok(mutex_round(LOCKS)), round)
     }
 
     fn caching(&self, settings: Settings) -> SharedAllocator {
@@ -222,6 +274,16 @@ impl BenchContext {
     fn empty_cache(&self, allocator: &SharedAllocator) -> Result<()> {
         Ok(allocator.trim(self.device, MemPoolId::DEFAULT).map(drop)?)
     }
+}
+
+/// The program of a recording, with the name of the file.
+fn program(file: &Path) -> Result<(String, Program)> {
+    let refused = |error: &dyn std::fmt::Display| CommandError::Usage(format!("{}: {error}", file.display()));
+    let options = ReadOptions { stacks: false, ..ReadOptions::default() };
+    let recording = read_file(file, &options).map_err(|error| refused(&error))?;
+    let program = Program::new(&recording.snapshot).map_err(|error| refused(&error))?;
+    let name = file.file_name().unwrap_or(file.as_os_str()).to_string_lossy();
+    Ok((name.split('.').take(2).collect::<Vec<_>>().join("."), program))
 }
 
 /// An allocation and its free, by address.

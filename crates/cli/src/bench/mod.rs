@@ -11,6 +11,8 @@ mod measure;
 mod scale;
 mod sim;
 
+use std::borrow::Cow;
+use std::path::PathBuf;
 use std::sync::Arc;
 
 use indicatif::ProgressBar;
@@ -38,6 +40,7 @@ use measure::{MUTEX_BASELINE, Measurement};
     warpool bench sim --ops 10000000 --json\n  \
     warpool bench driver --driver cuda\n  \
     warpool bench alloc --driver sim\n  \
+    warpool bench alloc --driver sim --recording snapshot.pickle.xz\n  \
     warpool bench handles --driver sim\n  \
     warpool bench host --driver sim\n  \
     warpool bench scale\n  \
@@ -55,6 +58,9 @@ pub struct Args {
     /// Number of operations per case [default: 1000000; 100000 for driver calls]; for `scale` the largest n
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
     ops: Option<u64>,
+    /// For `alloc`: a recording, whose allocations and frees are made by each allocator; may be given several times
+    #[arg(long = "recording", value_name = "FILE")]
+    recordings: Vec<PathBuf>,
     #[command(flatten)]
     sim: SimArgs,
     /// One JSON object per case
@@ -135,7 +141,7 @@ fn list() -> String {
 
 /// One measured case.
 struct Row {
-    case: &'static str,
+    case: Cow<'static, str>,
     measurement: Measurement,
     /// What `measurement.baseline_ns` is of.
     baseline: &'static str,
@@ -147,8 +153,8 @@ struct Row {
 
 impl Row {
     /// A case compared with an uncontended mutex.
-    fn new(case: &'static str, measurement: Measurement) -> Self {
-        Self { case, measurement, baseline: MUTEX_BASELINE, fields: Vec::new(), details: String::new() }
+    fn new(case: impl Into<Cow<'static, str>>, measurement: Measurement) -> Self {
+        Self { case: case.into(), measurement, baseline: MUTEX_BASELINE, fields: Vec::new(), details: String::new() }
     }
 }
 
@@ -171,7 +177,7 @@ impl<'a> Report<'a> {
     }
 
     fn add(&mut self, row: Row) -> Result<()> {
-        self.spinner.set_message(row.case);
+        self.spinner.set_message(row.case.clone());
         self.spinner.inc(1);
         let Measurement { ns, baseline_ns } = row.measurement;
         let (ratio, per_second) = (row.measurement.ratio(), 1e9 / ns);
@@ -190,7 +196,7 @@ impl<'a> Report<'a> {
         self.spinner.suspend(|| self.output.object(&object))?;
         self.baseline.get_or_insert((row.baseline, baseline_ns));
         self.cells.push([
-            row.case.to_owned(),
+            row.case.into_owned(),
             format!("{ns:.1}"),
             format!("{ratio:.2}"),
             format!("{per_second:.0}"),

@@ -40,7 +40,7 @@ pub fn run(args: &Args, report: &mut Report<'_>) -> Result<Verdict> {
 
     for (case, run) in CASES {
         let (done, elapsed) = context.time(ops, *run)?;
-        report.add(Row::new(case, Measurement { ns: ns_each(elapsed, done), baseline_ns }))?;
+        report.add(Row::new(*case, Measurement { ns: ns_each(elapsed, done), baseline_ns }))?;
     }
     memory_growth(&context, ops, baseline_ns, report)
 }

@@ -213,6 +213,16 @@ fn getting_a_cached_handle_makes_no_calls() {
 }
 
 #[test]
+fn recorded_programs_are_measured() {
+    let recording = concat!(env!("CARGO_MANIFEST_DIR"), "/../../recordings/graphs.native.pickle.xz");
+    let rows = objects(&format!("bench alloc --driver sim --recording {recording} --json"), 0);
+    let cases: Vec<_> = rows.iter().map(|row| row["case"].as_str().expect("a name")).collect();
+    let kinds = ["", "expandable, ", "driver-pool, "];
+    assert_eq!(cases, kinds.map(|kind| format!("{kind}replay of graphs.native, per event")));
+    assert_usage_error("bench alloc --driver sim --recording /nonexistent", &["/nonexistent"]);
+}
+
+#[test]
 fn cached_pinned_pairs_make_no_driver_calls() {
     let output = run("bench host --driver sim --ops 1000 --json");
     assert_eq!(output.status.code(), Some(0), "{}", text(&output.stderr));

@@ -24,6 +24,7 @@
 mod infer;
 mod options;
 mod plan;
+mod program;
 mod prove;
 mod recording;
 mod report;
@@ -35,6 +36,7 @@ use std::time::Instant;
 use warpool::memory::{BlockInfo, SegmentInfo, Settings, SettingsError, Snapshot, TraceEntry};
 
 pub use options::{AllocatorChoice, ReplayOptions, ReplayProgress};
+pub use program::Program;
 pub use report::{Difference, Fidelity, Inferences, InferredLimit, Outcome, ReplayReport, Steady};
 
 use crate::budget::{Budget, Exceeded, bytes_of};

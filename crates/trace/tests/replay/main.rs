@@ -5,6 +5,7 @@ mod common;
 
 mod implausible;
 mod inferences;
+mod program;
 mod random;
 mod recordings;
 mod steady;
