@@ -1,6 +1,6 @@
 //! What the integration tests share: simulated devices, and work that keeps them busy.
 // Not `expect`: what is unused differs from one test binary to the next.
-#![allow(clippy::allow_attributes, dead_code, reason = "each test binary uses its own part of this")]
+#![allow(clippy::allow_attributes, dead_code, unused_imports, reason = "each test binary uses its own part of this")]
 
 pub mod blas;
 pub mod failing_seed;

@@ -24,10 +24,10 @@ impl Shared {
             return Ok(HostBlock::empty());
         }
         self.instance.expect_own_process("allocate")?;
-        let fit = self.fit(bytes)?;
+        let fit = self.fit(bytes, device)?;
         let details = self.details(StackLevel::State);
         let home = self.front.of_thread();
-        let found = self.find(home, bytes, &fit, device, &details);
+        let found = self.find(home, &fit, &details);
         let block = found.map(|block| self.hand_out(block, home, bytes, &details));
         details.finish();
         block
@@ -45,7 +45,7 @@ impl Shared {
         };
         let Some(capture) = capture.filter(|_| bytes > 0) else { return self.allocate(bytes, None) };
         let pool = self.graph_pool(&capture.record);
-        let fit = self.fit(bytes)?;
+        let fit = self.fit(bytes, None)?;
         let details = self.details(StackLevel::State);
         let home = self.front.of_thread();
         let found = match pool.take(&fit) {
@@ -53,7 +53,7 @@ impl Shared {
                 self.front.count_allocated(home, block.size());
                 Ok(block)
             }
-            None => self.find(home, bytes, &fit, None, &details).inspect(|block| pool.adopt(block)),
+            None => self.find(home, &fit, &details).inspect(|block| pool.adopt(block)),
         };
         let block = found.map(|block| self.hand_out(block, home, bytes, &details));
         details.finish();
@@ -69,61 +69,47 @@ impl Shared {
     }
 
     #[inline]
-    fn fit(&self, bytes: u64) -> Result<Fit> {
+    fn fit(&self, bytes: u64, device: Option<DeviceId>) -> Result<Fit> {
         if bytes > BYTES_MAX {
             return Err(Error::PinnedRequestTooLarge { bytes });
         }
-        Ok(Fit::of(bytes, self.limits.round_max()))
+        Ok(Fit::of(bytes, device, self.limits.round_max()))
     }
 
     /// A block, counted as allocated by the front cache `home`.
     #[inline]
-    fn find(
-        self: &Arc<Self>,
-        home: usize,
-        bytes: u64,
-        fit: &Fit,
-        device: Option<DeviceId>,
-        details: &Details,
-    ) -> Result<Arc<PinnedBlock>> {
-        match self.front.take(home, fit, device) {
+    fn find(self: &Arc<Self>, home: usize, fit: &Fit, details: &Details) -> Result<Arc<PinnedBlock>> {
+        match self.front.take(home, fit) {
             Some(block) => Ok(block),
-            None => self.find_slow(home, bytes, fit, device, details),
+            None => self.find_slow(home, fit, details),
         }
     }
 
     /// The thread's cache has no block. Processes pending frees; then searches the heap, the thread's own shard first;
     /// once more with the blocks of the thread's cache, then of all caches; then pins a segment.
     #[cold]
-    fn find_slow(
-        self: &Arc<Self>,
-        home: usize,
-        bytes: u64,
-        fit: &Fit,
-        device: Option<DeviceId>,
-        details: &Details,
-    ) -> Result<Arc<PinnedBlock>> {
+    fn find_slow(self: &Arc<Self>, home: usize, fit: &Fit, details: &Details) -> Result<Arc<PinnedBlock>> {
         self.background.start(self);
         self.pin_reserve(home, details);
         // An error of some stream does not matter if there is memory. If there is none, it may be the reason: blocks
         // that wait for the stream are not free.
         let processed = self.process_pending_recorded(details);
-        if let Some(block) = self.front.take(home, fit, device) {
+        if let Some(block) = self.front.take(home, fit) {
             return Ok(block);
         }
-        let found = self.heap.take(home, fit, device, self);
+        let found = self.heap.take(home, fit, self);
         let found = found.or_else(|| {
             self.empty_front_cache(home);
-            self.heap.take_from_preferred(home, fit, device, self)
+            self.heap.take_from_preferred(home, fit, self)
         });
         let found = found.or_else(|| {
             self.empty_front_caches();
-            self.heap.take_from_all(home, fit, device, self)
+            self.heap.take_from_all(home, fit, self)
         });
         let block = match found {
             Some(block) => block,
             None => {
-                let pinned = self.pin_or_relieve(home, bytes, fit, device, details);
+                let pinned = self.pin_or_relieve(home, fit, details);
                 pinned.map_err(|error| processed.err().unwrap_or(error))?
             }
         };
@@ -132,22 +118,15 @@ impl Shared {
     }
 
     /// Pins a segment. If there is no memory, calls the pressure callbacks and tries once more.
-    fn pin_or_relieve(
-        self: &Arc<Self>,
-        home: usize,
-        bytes: u64,
-        fit: &Fit,
-        device: Option<DeviceId>,
-        details: &Details,
-    ) -> Result<Arc<PinnedBlock>> {
-        match self.pin_block(home, bytes, fit, device, details) {
+    fn pin_or_relieve(self: &Arc<Self>, home: usize, fit: &Fit, details: &Details) -> Result<Arc<PinnedBlock>> {
+        match self.pin_block(home, fit, details) {
             Err(error) if is_shortage(&error) && self.history.observers().run_pressure_callbacks(HOST) => {
                 self.process_pending_recorded(details)?;
                 self.empty_front_caches();
-                if let Some(block) = self.heap.take_from_all(home, fit, device, self) {
+                if let Some(block) = self.heap.take_from_all(home, fit, self) {
                     return Ok(block);
                 }
-                self.pin_block(home, bytes, fit, device, details)
+                self.pin_block(home, fit, details)
             }
             outcome => outcome,
         }

@@ -10,8 +10,6 @@ use std::cell::Cell;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex};
 
-use warpool_driver::DeviceId;
-
 use super::block::PinnedBlock;
 use super::size_class::{CLASSES, Fit, class_of_block};
 use super::stats::HostStats;
@@ -77,8 +75,8 @@ impl FrontCaches {
 
     /// A block that fits, counted as allocated.
     #[inline]
-    pub(super) fn take(&self, at: usize, fit: &Fit, device: Option<DeviceId>) -> Option<Arc<PinnedBlock>> {
-        lock(&self.0[at].0).take(fit, device)
+    pub(super) fn take(&self, at: usize, fit: &Fit) -> Option<Arc<PinnedBlock>> {
+        lock(&self.0[at].0).take(fit)
     }
 
     /// Counts a block as allocated that was not taken from a cache.
@@ -155,11 +153,11 @@ impl FrontCaches {
 
 impl FrontCache {
     #[inline]
-    fn take(&mut self, fit: &Fit, device: Option<DeviceId>) -> Option<Arc<PinnedBlock>> {
+    fn take(&mut self, fit: &Fit) -> Option<Arc<PinnedBlock>> {
         let block = match fit.class {
             Some(class) => {
                 let list = &mut self.classes[usize::from(class)];
-                match device {
+                match fit.device {
                     None => list.pop()?,
                     Some(device) => {
                         let at = list.iter().rposition(|block| block.device() == device)?;
@@ -167,7 +165,7 @@ impl FrontCache {
                     }
                 }
             }
-            None => self.take_unclassed(fit, device)?,
+            None => self.take_unclassed(fit)?,
         };
         self.bytes -= block.size();
         self.count_allocated(block.size());
@@ -175,10 +173,10 @@ impl FrontCache {
     }
 
     /// The smallest that fits within the slack; of several, the newest.
-    fn take_unclassed(&mut self, fit: &Fit, device: Option<DeviceId>) -> Option<Arc<PinnedBlock>> {
+    fn take_unclassed(&mut self, fit: &Fit) -> Option<Arc<PinnedBlock>> {
         let sizes = fit.size..=fit.size + fit.slack;
-        let fits =
-            |block: &PinnedBlock| sizes.contains(&block.size()) && device.is_none_or(|device| block.device() == device);
+        let is_of_device = |block: &PinnedBlock| fit.device.is_none_or(|device| block.device() == device);
+        let fits = |block: &PinnedBlock| sizes.contains(&block.size()) && is_of_device(block);
         let candidates = self.unclassed.iter().enumerate().rev().filter(|(_, block)| fits(block));
         let (at, _) = candidates.min_by_key(|(_, block)| block.size())?;
         Some(self.unclassed.remove(at))

@@ -66,6 +66,17 @@ impl Aligned {
     }
 }
 
+/// A segment that was just pinned.
+pub(super) struct NewSegment {
+    pub(super) serves: SegmentUse,
+    /// The device that it counts for.
+    pub(super) device: DeviceId,
+    pub(super) range: PinnedRange,
+    pub(super) stack: Option<Stack>,
+    /// How long pinning took.
+    pub(super) duration: Duration,
+}
+
 impl Heap {
     /// So many shards, a power of two.
     pub(super) fn new(shards: usize) -> Self {
@@ -79,35 +90,23 @@ impl Heap {
 
     /// A block for a thread whose own shard is `own`: from the shard that it searches first, or from others that no
     /// thread has locked.
-    pub(super) fn take(
-        &self,
-        own: usize,
-        fit: &Fit,
-        device: Option<DeviceId>,
-        shared: &Arc<Shared>,
-    ) -> Option<Arc<PinnedBlock>> {
+    pub(super) fn take(&self, own: usize, fit: &Fit, shared: &Arc<Shared>) -> Option<Arc<PinnedBlock>> {
         let preferred = self.preferred(own).load(Ordering::Relaxed) as usize;
         let first = try_lock(&self.shards[preferred].shard);
         let is_locked = first.is_none();
         if let Some(mut shard) = first
-            && let Some(block) = shard.take(fit, device, BlockOwner { shared, shard: preferred })
+            && let Some(block) = shard.take(fit, BlockOwner { shared, shard: preferred })
         {
             return Some(block);
         }
-        let found = self.take_from_others(own, preferred, fit, device, shared);
-        found.or_else(|| if is_locked { self.take_from_preferred(own, fit, device, shared) } else { None })
+        let found = self.take_from_others(own, preferred, fit, shared);
+        found.or_else(|| if is_locked { self.take_from_preferred(own, fit, shared) } else { None })
     }
 
     /// A block from the shard that the thread searches first. Waits for its lock.
-    pub(super) fn take_from_preferred(
-        &self,
-        own: usize,
-        fit: &Fit,
-        device: Option<DeviceId>,
-        shared: &Arc<Shared>,
-    ) -> Option<Arc<PinnedBlock>> {
+    pub(super) fn take_from_preferred(&self, own: usize, fit: &Fit, shared: &Arc<Shared>) -> Option<Arc<PinnedBlock>> {
         let shard = self.preferred(own).load(Ordering::Relaxed) as usize;
-        self.lock_shard(shard).take(fit, device, BlockOwner { shared, shard })
+        self.lock_shard(shard).take(fit, BlockOwner { shared, shard })
     }
 
     /// A block from a shard but `preferred` that no thread has locked. A spare segment moves to `own`; otherwise that
@@ -117,14 +116,13 @@ impl Heap {
         own: usize,
         preferred: usize,
         fit: &Fit,
-        device: Option<DeviceId>,
         shared: &Arc<Shared>,
     ) -> Option<Arc<PinnedBlock>> {
         // In another order for every thread, so that threads do not all search the same one.
         let others = (0..self.shards.len()).map(|step| own ^ step).filter(|&other| other != preferred);
         for other in others {
             let Some(mut theirs) = try_lock(&self.shards[other].shard) else { continue };
-            let Some(range) = theirs.find(fit, device) else { continue };
+            let Some(range) = theirs.find(fit) else { continue };
             if other != own
                 && let Some(start) = theirs.spare_of(range)
                 && let Some(mut mine) = try_lock(&self.shards[own].shard)
@@ -145,54 +143,33 @@ impl Heap {
     }
 
     /// A block from any shard, `own` first. Waits for locks.
-    pub(super) fn take_from_all(
-        &self,
-        own: usize,
-        fit: &Fit,
-        device: Option<DeviceId>,
-        shared: &Arc<Shared>,
-    ) -> Option<Arc<PinnedBlock>> {
-        let take = |shard| self.lock_shard(shard).take(fit, device, BlockOwner { shared, shard });
+    pub(super) fn take_from_all(&self, own: usize, fit: &Fit, shared: &Arc<Shared>) -> Option<Arc<PinnedBlock>> {
+        let take = |shard| self.lock_shard(shard).take(fit, BlockOwner { shared, shard });
         (own..self.shards.len()).chain(0..own).find_map(take)
     }
 
     /// Adds a segment whose quota was reserved to a shard.
-    pub(super) fn add(
-        &self,
-        shard: usize,
-        (serves, device): (SegmentUse, DeviceId),
-        range: PinnedRange,
-        stack: Option<Stack>,
-        duration: Duration,
-    ) {
-        self.add_locked(&mut self.lock_shard(shard), (serves, device), range, stack, duration);
+    pub(super) fn add(&self, shard: usize, segment: NewSegment) {
+        self.add_locked(&mut self.lock_shard(shard), segment);
     }
 
     /// The same, and cuts a block from it.
     pub(super) fn add_and_take(
         &self,
-        (shard, shared): (usize, &Arc<Shared>),
-        kind: (SegmentUse, DeviceId),
-        range: PinnedRange,
-        stack: Option<Stack>,
-        duration: Duration,
+        shard: usize,
+        segment: NewSegment,
         fit: &Fit,
+        shared: &Arc<Shared>,
     ) -> Arc<PinnedBlock> {
-        let start = range.start();
+        let start = segment.range.start();
         self.preferred(shard).store(shard as u32, Ordering::Relaxed);
         let mut locked = self.lock_shard(shard);
-        self.add_locked(&mut locked, kind, range, stack, duration);
+        self.add_locked(&mut locked, segment);
         locked.take_from(start, fit, BlockOwner { shared, shard })
     }
 
-    fn add_locked(
-        &self,
-        shard: &mut Shard,
-        (serves, device): (SegmentUse, DeviceId),
-        range: PinnedRange,
-        stack: Option<Stack>,
-        duration: Duration,
-    ) {
+    fn add_locked(&self, shard: &mut Shard, segment: NewSegment) {
+        let NewSegment { serves, device, range, stack, duration } = segment;
         lock(&self.ledger).pinned(serves, range.bytes(), duration);
         shard.add(serves, device, range, stack);
     }

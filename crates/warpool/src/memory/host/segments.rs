@@ -10,6 +10,7 @@ use warpool_driver::DeviceId;
 
 use super::Shared;
 use super::block::{PinnedBlock, PinnedState};
+use super::heap::NewSegment;
 use super::history::{Caught, Details};
 use super::ledger::CapExceeded;
 use super::pin::{PinFailure, PinMethod, PinnedRange, pinning_device};
@@ -22,23 +23,16 @@ use crate::{Error, Result, lock};
 impl Shared {
     /// Pins a segment for a request, and cuts the block from it. If the machine has no memory, cached segments are
     /// unpinned first, and only what the request needs is pinned.
-    pub(super) fn pin_block(
-        self: &Arc<Self>,
-        home: usize,
-        bytes: u64,
-        fit: &Fit,
-        device: Option<DeviceId>,
-        details: &Details,
-    ) -> Result<Arc<PinnedBlock>> {
-        let pinning = pinning_device(&self.instance, device)?;
-        let counted = device.unwrap_or(pinning);
+    pub(super) fn pin_block(self: &Arc<Self>, home: usize, fit: &Fit, details: &Details) -> Result<Arc<PinnedBlock>> {
+        let pinning = pinning_device(&self.instance, fit.device)?;
+        let device = fit.device.unwrap_or(pinning);
         let least = fit.size.next_multiple_of(PAGE);
         let (serves, most) = match fit.is_small() {
             true => (SegmentUse::Small, shared_segment(self.heap.bytes_small())),
             false => (SegmentUse::Large, least),
         };
-        let mut quota = self.reserve_quota(bytes, least, most, counted, details)?;
-        let mut pinned = self.pin_timed(pinning, counted, quota);
+        let mut quota = self.reserve_quota(fit.bytes, least, most, device, details)?;
+        let mut pinned = self.pin_timed(pinning, device, quota);
         if let Err(Error::Driver(error)) = &pinned
             && error.is_out_of_memory()
         {
@@ -47,14 +41,13 @@ impl Shared {
             if matches!(unpinned, Ok(0)) && quota == least {
                 return Err(self.describe(error.clone().into(), least));
             }
-            quota = self.reserve_quota(bytes, least, least, counted, details)?;
-            pinned = self.pin_timed(pinning, counted, quota);
+            quota = self.reserve_quota(fit.bytes, least, least, device, details)?;
+            pinned = self.pin_timed(pinning, device, quota);
         }
         let (range, duration) = pinned.map_err(|error| self.describe(error, quota))?;
-        let start = range.start();
-        let entries = self.history.write(Action::SegmentAlloc, start, range.bytes(), details);
-        let stack = details.stack.clone();
-        let block = self.heap.add_and_take((home, self), (serves, counted), range, stack, duration, fit);
+        let entries = self.history.write(Action::SegmentAlloc, range.start(), range.bytes(), details);
+        let segment = NewSegment { serves, device, range, stack: details.stack.clone(), duration };
+        let block = self.heap.add_and_take(home, segment, fit, self);
         self.history.notify(&entries, details);
         Ok(block)
     }
@@ -135,7 +128,8 @@ impl Shared {
         match pinned {
             Ok((device, range, duration)) => {
                 let entries = self.history.write(Action::SegmentAlloc, range.start(), bytes, details);
-                self.heap.add(home, (SegmentUse::Reserve, device), range, details.stack.clone(), duration);
+                let (serves, stack) = (SegmentUse::Reserve, details.stack.clone());
+                self.heap.add(home, NewSegment { serves, device, range, stack, duration });
                 self.history.notify(&entries, details);
             }
             Err(error) => tracing::warn!(%error, "pinned_reserve_segment_size_mb: no segment could be reserved"),

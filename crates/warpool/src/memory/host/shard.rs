@@ -102,20 +102,15 @@ pub(super) struct Shard {
 
 impl Shard {
     /// A block from the smallest free range that fits.
-    pub(super) fn take(
-        &mut self,
-        fit: &Fit,
-        device: Option<DeviceId>,
-        owner: BlockOwner<'_>,
-    ) -> Option<Arc<PinnedBlock>> {
-        let range = self.find(fit, device)?;
+    pub(super) fn take(&mut self, fit: &Fit, owner: BlockOwner<'_>) -> Option<Arc<PinnedBlock>> {
+        let range = self.find(fit)?;
         Some(self.split(range, fit, owner))
     }
 
     /// The smallest free range that fits.
-    pub(super) fn find(&self, fit: &Fit, device: Option<DeviceId>) -> Option<FreeRange> {
+    pub(super) fn find(&self, fit: &Fit) -> Option<FreeRange> {
         let serves = if fit.is_small() { SegmentUse::Small } else { SegmentUse::Large };
-        self.search(serves, fit.size, device).or_else(|| self.search(SegmentUse::Reserve, fit.size, device))
+        self.search(serves, fit).or_else(|| self.search(SegmentUse::Reserve, fit))
     }
 
     /// A block from a segment that was just added.
@@ -125,12 +120,12 @@ impl Shard {
         self.split(range, fit, owner)
     }
 
-    fn search(&self, serves: SegmentUse, size: u64, device: Option<DeviceId>) -> Option<FreeRange> {
+    fn search(&self, serves: SegmentUse, fit: &Fit) -> Option<FreeRange> {
         let best = |device: DeviceId| {
-            let from = (serves, device, size, 0);
+            let from = (serves, device, fit.size, 0);
             self.free.range(from..=(serves, device, u64::MAX, u64::MAX)).next().copied()
         };
-        match device {
+        match fit.device {
             Some(device) => best(device),
             None => self.devices.iter().filter_map(|&device| best(device)).min_by_key(|&(_, _, size, at)| (size, at)),
         }

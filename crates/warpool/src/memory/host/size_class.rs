@@ -4,6 +4,8 @@
 //! the granularity of 512 bytes). Larger requests are rounded to pages only: a hundred requests of 1.1 MiB pin 110 MiB.
 //! Arithmetic only, no state.
 
+use warpool_driver::DeviceId;
+
 /// The granularity of block sizes, and so their alignment.
 pub(super) const GRANULARITY: u64 = 512;
 
@@ -26,9 +28,13 @@ const SEGMENT_MAX: u64 = 32 << 20;
 /// Larger requests are refused: no machine has that much.
 pub(super) const BYTES_MAX: u64 = 1 << 60;
 
-/// A rounded request.
+/// A request, and the blocks that fit it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Fit {
+    /// What was requested.
+    pub(super) bytes: u64,
+    /// The device that its memory must have been pinned for, if that matters.
+    pub(super) device: Option<DeviceId>,
     /// The size of its block.
     pub(super) size: u64,
     /// The size class of that size; large sizes and most unrounded ones have none.
@@ -40,21 +46,28 @@ pub(super) struct Fit {
 impl Fit {
     /// Rounds a request; above `round_max` only as far as alignment requires.
     #[inline]
-    pub(super) fn of(bytes: u64, round_max: u64) -> Self {
+    pub(super) fn of(bytes: u64, device: Option<DeviceId>, round_max: u64) -> Self {
         debug_assert!(0 < bytes && bytes <= BYTES_MAX);
+        let (size, class, slack) = Self::rounded(bytes, round_max);
+        Self { bytes, device, size, class, slack }
+    }
+
+    /// Size, class and slack.
+    #[inline]
+    fn rounded(bytes: u64, round_max: u64) -> (u64, Option<u8>, u64) {
         if bytes > round_max {
             let unit = if bytes > SMALL_MAX { PAGE } else { GRANULARITY };
             let size = bytes.next_multiple_of(unit);
             // It may still have the size of a class, and then its blocks are cached there.
-            return Self { size, class: class_of_block(size), slack: 0 };
+            return (size, class_of_block(size), 0);
         }
         if bytes > SMALL_MAX {
             let size = bytes.next_multiple_of(PAGE);
             // An eighth of the requested size, not of the pages: at most an eighth may be wasted in all.
-            return Self { size, class: None, slack: (bytes + bytes / 8).saturating_sub(size) };
+            return (size, None, (bytes + bytes / 8).saturating_sub(size));
         }
         let (class, size) = class_of(bytes);
-        Self { size, class: Some(class), slack: 0 }
+        (size, Some(class), 0)
     }
 
     /// Whether it shares segments with others.
@@ -127,7 +140,7 @@ mod tests {
             ((1 << 20) + 1, 0, (1 << 20) + PAGE, None),
         ];
         for (bytes, round_max, size, class) in cases {
-            let fit = Fit::of(bytes, round_max);
+            let fit = Fit::of(bytes, None, round_max);
             assert_eq!((fit.size, fit.class), (size, class), "{bytes} up to {round_max}");
         }
     }
