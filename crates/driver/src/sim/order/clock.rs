@@ -282,7 +282,7 @@ mod tests {
         };
         for timelines in [3_u64, 31, 33, 1_100, 40_000] {
             let mut clocks = vec![(VectorClock::default(), std::collections::BTreeMap::<u32, u64>::new()); 4];
-            for _ in 0..400 {
+            for _ in 0..if cfg!(miri) { 20 } else { 400 } {
                 let (to, from) = (draw(4) as usize, draw(4) as usize);
                 if draw(3) == 0 {
                     let (clock, list) = clocks[from].clone();
@@ -310,7 +310,8 @@ mod tests {
     #[test]
     fn a_clock_that_differs_in_little_is_joined_in_few_steps() {
         let mut steps = [0, 0];
-        for (steps, timelines) in steps.iter_mut().zip([10_000, 100_000]) {
+        let sizes = if cfg!(miri) { [100, 1_000] } else { [10_000, 100_000] };
+        for (steps, timelines) in steps.iter_mut().zip(sizes) {
             let mut all = clock(&(0..timelines).map(|timeline| (timeline, 1)).collect::<Vec<_>>());
             let (mut stale, before) = (all.clone(), steps::steps_taken());
             all.add(epoch(timelines / 2, 2));

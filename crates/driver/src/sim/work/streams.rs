@@ -416,7 +416,7 @@ mod tests {
     /// As the launches of one graph do: each after the one before, in turn on every stream.
     #[test]
     fn work_that_goes_around_many_streams_compares_few_nodes_of_their_clocks() {
-        for count in [200, 2_000, 20_000] {
+        for &count in if cfg!(miri) { &[20, 200][..] } else { &[200, 2_000, 20_000] } {
             let mut streams = Streams::new(1);
             let around: Vec<StreamId> =
                 (0..count).map(|_| streams.create(DEVICE, StreamKind::NonBlocking, 0)).collect();

@@ -9,6 +9,7 @@ use crate::memory::RecordedSettings;
 
 /// Checks a property with random input; a failure shows the smallest input that fails.
 fn for_all<S: Strategy>(cases: u32, strategy: &S, property: impl Fn(S::Value)) {
+    let cases = if cfg!(miri) { 5 } else { cases };
     let config = Config { cases, failure_persistence: None, ..Config::default() };
     let mut runner = TestRunner::new_with_rng(config, TestRng::deterministic_rng(RngAlgorithm::ChaCha));
     let outcome = runner.run(strategy, |value| {
