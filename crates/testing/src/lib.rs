@@ -1,5 +1,5 @@
-//! What Warpool's tests and the programs of `warpool soak` share: random draws from a seed ([`Rng`]), which seeds a test
-//! runs ([`seeds`]), and tags in simulated memory ([`Tags`]).
+//! What Warpool's tests and the programs of `warpool soak` share: random draws from a seed ([`Rng`]), which seeds a
+//! test runs ([`seeds`]), and tags in simulated memory ([`Tags`]).
 
 mod rng;
 mod tags;

@@ -7,7 +7,6 @@ use warpool_driver::{
 
 use super::TestContext;
 use super::cleanup::Resource;
-use super::unsafe_calls;
 use crate::expect::{CheckError, CheckResult, expect_eq, skip};
 
 /// The state of a stream's capture, without its id.
@@ -54,11 +53,6 @@ impl TestContext {
         body: impl FnOnce() -> CheckResult,
     ) -> CheckResult<GraphExecId> {
         self.instantiate(self.capture(stream, body)?)
-    }
-
-    /// Launches a graph of the check.
-    pub(crate) fn launch_graph(&self, exec: GraphExecId, stream: StreamId) -> warpool_driver::Result<()> {
-        unsafe_calls::launch_graph(&*self.driver, exec, stream)
     }
 
     /// Launches a graph and waits for it.

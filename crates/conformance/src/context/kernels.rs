@@ -197,26 +197,28 @@ fn count_down(scope: &mut KernelScope<'_>) -> KernelResult {
     scope.memory.set_conditional(flag, u32::from(left > 0))
 }
 
-/// The functions of [`SOURCE`].
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Kernels {
-    pub(crate) spin: FunctionId,
-    pub(crate) append: FunctionId,
-    pub(crate) add_u32: FunctionId,
-    pub(crate) write_sequence: FunctionId,
-    pub(crate) add_sequence: FunctionId,
-    pub(crate) count_differences: FunctionId,
-    pub(crate) mix_u32: FunctionId,
-    pub(crate) axpy_f32: FunctionId,
-    pub(crate) echo: FunctionId,
-    pub(crate) shape: FunctionId,
+/// Declares the functions of a module, by the names of its kernels.
+macro_rules! functions {
+    ($($(#[$doc:meta])* $module:ident: $($function:ident)*;)*) => {$(
+        $(#[$doc])*
+        #[derive(Clone, Copy, Debug)]
+        pub(crate) struct $module {
+            $(pub(crate) $function: FunctionId,)*
+        }
+
+        impl $module {
+            fn of(driver: &dyn Driver, module: ModuleId) -> warpool_driver::Result<Self> {
+                Ok(Self { $($function: driver.function_get(module, stringify!($function))?,)* })
+            }
+        }
+    )*};
 }
 
-/// The functions of [`CONDITIONAL_SOURCE`].
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct ConditionalKernels {
-    pub(crate) set_flag: FunctionId,
-    pub(crate) count_down: FunctionId,
+functions! {
+    /// The functions of [`SOURCE`].
+    Kernels: spin append add_u32 write_sequence add_sequence count_differences mix_u32 axpy_f32 echo shape;
+    /// The functions of [`CONDITIONAL_SOURCE`].
+    ConditionalKernels: set_flag count_down;
 }
 
 /// Words for the results of `count_differences`: as many counts can be in flight at once.
@@ -260,20 +262,7 @@ impl KernelCache {
         if let Some(plain) = *slot {
             return Ok(plain);
         }
-        let (module, kernels) = self.load(&SOURCE, |function| {
-            Ok(Kernels {
-                spin: function("spin")?,
-                append: function("append")?,
-                add_u32: function("add_u32")?,
-                write_sequence: function("write_sequence")?,
-                add_sequence: function("add_sequence")?,
-                count_differences: function("count_differences")?,
-                mix_u32: function("mix_u32")?,
-                axpy_f32: function("axpy_f32")?,
-                echo: function("echo")?,
-                shape: function("shape")?,
-            })
-        })?;
+        let (module, kernels) = self.load(&SOURCE, Kernels::of)?;
         let counters = match self.driver.mem_alloc(self.device, 4 * COUNTERS) {
             Ok(counters) => counters,
             Err(error) => {
@@ -293,9 +282,7 @@ impl KernelCache {
         if let Some((_, kernels)) = *slot {
             return Ok(kernels);
         }
-        let loaded = self.load(&CONDITIONAL_SOURCE, |function| {
-            Ok(ConditionalKernels { set_flag: function("set_flag")?, count_down: function("count_down")? })
-        })?;
+        let loaded = self.load(&CONDITIONAL_SOURCE, ConditionalKernels::of)?;
         *slot = Some(loaded);
         Ok(loaded.1)
     }
@@ -304,10 +291,10 @@ impl KernelCache {
     fn load<T>(
         &self,
         source: &KernelSource,
-        lookup: impl Fn(&dyn Fn(&str) -> warpool_driver::Result<FunctionId>) -> warpool_driver::Result<T>,
+        functions: impl FnOnce(&dyn Driver, ModuleId) -> warpool_driver::Result<T>,
     ) -> CheckResult<(ModuleId, T)> {
         let module = self.driver.module_load(self.device, source)?;
-        let functions = lookup(&|name| self.driver.function_get(module, name));
+        let functions = functions(&*self.driver, module);
         if functions.is_err() {
             self.driver.module_unload(module)?;
         }

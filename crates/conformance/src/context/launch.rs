@@ -1,10 +1,9 @@
 //! Kernel launches for checks.
 
-use warpool_driver::{DevicePtr, FunctionId, GraphExecId, KernelArg, LaunchShape, NodeId, Result, StreamId};
+use warpool_driver::{DevicePtr, FunctionId, KernelArg, LaunchShape, StreamId};
 
 use super::TestContext;
 use super::kernels::{ConditionalKernels, Kernels};
-use super::unsafe_calls;
 use crate::expect::{CheckResult, expect_eq, skip};
 
 /// How long [`TestContext::keep_busy`] occupies a stream: long for a host thread, short for a suite.
@@ -33,29 +32,6 @@ impl TestContext {
             return skip("graphs of this device have no conditional nodes");
         }
         self.kernel_cache.conditional_kernels()
-    }
-
-    /// Launches a kernel with memory that the check owns.
-    pub(crate) fn launch_kernel(
-        &self,
-        function: FunctionId,
-        shape: LaunchShape,
-        args: &[KernelArg],
-        stream: StreamId,
-    ) -> Result<()> {
-        unsafe_calls::launch_kernel(&*self.driver, function, shape, args, stream)
-    }
-
-    /// Sets the arguments of a kernel node of an executable graph, to memory that the check owns.
-    pub(crate) fn set_exec_kernel(
-        &self,
-        exec: GraphExecId,
-        node: NodeId,
-        function: FunctionId,
-        shape: LaunchShape,
-        args: &[KernelArg],
-    ) -> Result<()> {
-        unsafe_calls::set_exec_kernel(&*self.driver, exec, node, function, shape, args)
     }
 
     /// Launches a kernel over `n` elements.

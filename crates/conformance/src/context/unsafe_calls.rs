@@ -4,6 +4,8 @@
 
 use warpool_driver::{DevicePtr, Driver, FunctionId, GraphExecId, KernelArg, LaunchShape, NodeId, Result, StreamId};
 
+use super::TestContext;
+
 /// Launches a kernel with memory that the check owns.
 pub(super) fn launch_kernel(
     driver: &dyn Driver,
@@ -17,27 +19,40 @@ pub(super) fn launch_kernel(
     unsafe { driver.kernel_launch(function, shape, args, stream) }
 }
 
-/// Launches a graph of the check.
-pub(super) fn launch_graph(driver: &dyn Driver, exec: GraphExecId, stream: StreamId) -> Result<()> {
-    // SAFETY: as in `launch_kernel`; the check's graphs are destroyed before its memory is freed.
-    unsafe { driver.graph_launch(exec, stream) }
-}
+impl TestContext {
+    /// Launches a kernel with memory that the check owns.
+    pub(crate) fn launch_kernel(
+        &self,
+        function: FunctionId,
+        shape: LaunchShape,
+        args: &[KernelArg],
+        stream: StreamId,
+    ) -> Result<()> {
+        launch_kernel(&*self.driver, function, shape, args, stream)
+    }
 
-/// Frees addresses that the check reserved.
-pub(super) fn free_range(driver: &dyn Driver, ptr: DevicePtr, bytes: u64) -> Result<()> {
-    // SAFETY: a check waits for its streams before it frees what they use.
-    unsafe { driver.vm_free_range(ptr, bytes) }
-}
+    /// Sets the arguments of a kernel node of an executable graph, to memory that the check owns.
+    pub(crate) fn set_exec_kernel(
+        &self,
+        exec: GraphExecId,
+        node: NodeId,
+        function: FunctionId,
+        shape: LaunchShape,
+        args: &[KernelArg],
+    ) -> Result<()> {
+        // SAFETY: as in `launch_kernel`.
+        unsafe { self.driver.graph_exec_set_kernel(exec, node, function, shape, args) }
+    }
 
-/// Sets the arguments of a kernel node of an executable graph, to memory that the check owns.
-pub(super) fn set_exec_kernel(
-    driver: &dyn Driver,
-    exec: GraphExecId,
-    node: NodeId,
-    function: FunctionId,
-    shape: LaunchShape,
-    args: &[KernelArg],
-) -> Result<()> {
-    // SAFETY: as in `launch_kernel`.
-    unsafe { driver.graph_exec_set_kernel(exec, node, function, shape, args) }
+    /// Launches a graph of the check.
+    pub(crate) fn launch_graph(&self, exec: GraphExecId, stream: StreamId) -> Result<()> {
+        // SAFETY: as in `launch_kernel`; the check's graphs are destroyed before its memory is freed.
+        unsafe { self.driver.graph_launch(exec, stream) }
+    }
+
+    /// Frees addresses that the check reserved.
+    pub(crate) fn free_range(&self, ptr: DevicePtr, bytes: u64) -> Result<()> {
+        // SAFETY: a check waits for its streams before it frees what they use.
+        unsafe { self.driver.vm_free_range(ptr, bytes) }
+    }
 }

@@ -5,15 +5,7 @@ use warpool_driver::{Access, DeviceAccess, DevicePtr, PhysicalId, PhysicalOption
 
 use super::TestContext;
 use super::cleanup::Resource;
-use super::unsafe_calls;
 use crate::expect::{CheckResult, require};
-
-impl TestContext {
-    /// Frees addresses that the check reserved.
-    pub(crate) fn free_range(&self, ptr: DevicePtr, bytes: u64) -> warpool_driver::Result<()> {
-        unsafe_calls::free_range(&*self.driver, ptr, bytes)
-    }
-}
 
 /// Creates and maps virtual memory in granules.
 pub struct VmContext<'a> {

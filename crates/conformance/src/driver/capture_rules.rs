@@ -6,8 +6,8 @@ use std::sync::Arc;
 use warpool_driver::ErrorCode::{StreamCaptureInvalidated, StreamCaptureUnsupported};
 use warpool_driver::{
     Access, BlasMath, BlasMatrix, Call, CaptureMode, CaptureRule, DeviceAccess, DevicePtr, EventId, EventOptions,
-    EventScope, ForeignStream, Granularity, GraphExecId, GraphId, HostOptions, InstantiateOptions, KernelArg,
-    LaunchShape, Library, ModuleId, Pattern, PhysicalId, PhysicalOptions, PoolAttribute, Sgemm, StreamOptions,
+    EventScope, ForeignStream, Granularity, GraphId, HostOptions, InstantiateOptions, KernelArg, LaunchShape, Library,
+    ModuleId, Pattern, PhysicalId, PhysicalOptions, PoolAttribute, Sgemm, StreamOptions,
 };
 
 use crate::check::Check;
@@ -99,310 +99,148 @@ fn check_rules(context: &TestContext, mode: CaptureMode, same_thread: bool) -> C
     expect(wrong.is_empty(), &format!("the rules hold; but in a {mode:?} capture {}", wrong.join("; ")))
 }
 
+/// Declares the table: `Call with what it needs => the call`.
+macro_rules! calls {
+    ($b:ident: $($call:ident $(with $needed:pat = $made:expr)? => $act:expr;)*) => {
+        &[$((Call::$call, |$b| {
+            $(let $needed = $made;)?
+            Ok(Box::new(move || $act))
+        })),*]
+    };
+}
+
 /// The calls, each with what it needs. A call that succeeds also updates the context's list of resources.
-const CALLS: &[(Call, Prepare)] = &[
-    (Call::DeviceCount, |b| Ok(Box::new(|| b.driver.device_count().map(drop)))),
-    (Call::DeviceProperties, |b| Ok(Box::new(|| b.driver.device_properties(b.device_id).map(drop)))),
-    (Call::ContextRetain, |b| {
-        Ok(Box::new(|| b.driver.context_retain(b.device_id).and_then(|_| b.driver.context_release(b.device_id))))
-    }),
-    (Call::ContextIsActive, |b| Ok(Box::new(|| b.driver.context_is_active(b.device_id).map(drop)))),
-    (Call::CurrentDevice, |b| Ok(Box::new(|| b.driver.current_device().map(drop)))),
-    (Call::DeviceSynchronize, |b| Ok(Box::new(|| b.driver.device_synchronize(b.device_id)))),
-    (Call::StreamDefault, |b| Ok(Box::new(|| b.driver.stream_default(b.device_id).map(drop)))),
-    (Call::StreamPerThread, |b| Ok(Box::new(|| b.driver.stream_per_thread(b.device_id).map(drop)))),
-    (Call::StreamPriorityRange, |b| Ok(Box::new(|| b.driver.stream_priority_range(b.device_id).map(drop)))),
-    (Call::StreamAdopt, |b| Ok(Box::new(|| b.driver.stream_adopt(b.device_id, ForeignStream::NULL).map(drop)))),
-    (Call::StreamCreate, |b| {
-        Ok(Box::new(|| {
-            b.driver.stream_create(b.device_id, StreamOptions::default()).map(|made| b.track(Resource::Stream(made)))
-        }))
-    }),
-    (Call::StreamInfo, |b| {
-        let other = b.stream()?;
-        Ok(Box::new(move || b.driver.stream_info(other).map(drop)))
-    }),
-    (Call::StreamHandle, |b| {
-        let other = b.stream()?;
-        Ok(Box::new(move || b.driver.stream_handle(other).map(drop)))
-    }),
-    (Call::StreamDestroy, |b| {
-        let other = b.stream()?;
-        Ok(Box::new(move || b.driver.stream_destroy(other).map(|()| b.untrack(Resource::Stream(other)))))
-    }),
-    (Call::StreamQuery, |b| {
-        let other = b.stream()?;
-        Ok(Box::new(move || b.driver.stream_query(other).map(drop)))
-    }),
-    (Call::StreamQuery, |b| {
-        let legacy = b.legacy_stream()?;
-        Ok(Box::new(move || b.driver.stream_query(legacy).map(drop)))
-    }),
-    (Call::StreamSynchronize, |b| {
-        let other = b.stream()?;
-        Ok(Box::new(move || b.driver.stream_synchronize(other)))
-    }),
-    (Call::StreamSynchronize, |b| {
-        let legacy = b.legacy_stream()?;
-        Ok(Box::new(move || b.driver.stream_synchronize(legacy)))
-    }),
-    (Call::StreamWaitEvent, |b| {
-        let (other, event) = (b.stream()?, recorded(b)?);
-        Ok(Box::new(move || b.driver.stream_wait_event(other, event, EventScope::Plain)))
-    }),
-    (Call::StreamHostCallback, |b| {
-        let other = b.stream()?;
-        Ok(Box::new(move || b.driver.stream_host_callback(other, Arc::new(|| ()))))
-    }),
-    (Call::EventCreate, |b| {
-        Ok(Box::new(|| {
-            b.driver.event_create(b.device_id, EventOptions::default()).map(|made| b.track(Resource::Event(made)))
-        }))
-    }),
-    (Call::EventDestroy, |b| {
-        let event = b.event()?;
-        Ok(Box::new(move || b.driver.event_destroy(event).map(|()| b.untrack(Resource::Event(event)))))
-    }),
-    (Call::EventRecord, |b| {
-        let (other, event) = (b.stream()?, b.event()?);
-        Ok(Box::new(move || b.driver.event_record(event, other, EventScope::Plain)))
-    }),
-    (Call::EventQuery, |b| {
-        let event = recorded(b)?;
-        Ok(Box::new(move || b.driver.event_query(event).map(drop)))
-    }),
-    (Call::EventSynchronize, |b| {
-        let event = recorded(b)?;
-        Ok(Box::new(move || b.driver.event_synchronize(event)))
-    }),
-    (Call::EventElapsedMs, |b| {
+const CALLS: &[(Call, Prepare)] = calls! { b:
+    DeviceCount => b.driver.device_count().map(drop);
+    DeviceProperties => b.driver.device_properties(b.device_id).map(drop);
+    ContextRetain => b.driver.context_retain(b.device_id).and_then(|_| b.driver.context_release(b.device_id));
+    ContextIsActive => b.driver.context_is_active(b.device_id).map(drop);
+    CurrentDevice => b.driver.current_device().map(drop);
+    DeviceSynchronize => b.driver.device_synchronize(b.device_id);
+    StreamDefault => b.driver.stream_default(b.device_id).map(drop);
+    StreamPerThread => b.driver.stream_per_thread(b.device_id).map(drop);
+    StreamPriorityRange => b.driver.stream_priority_range(b.device_id).map(drop);
+    StreamAdopt => b.driver.stream_adopt(b.device_id, ForeignStream::NULL).map(drop);
+    StreamCreate =>
+        b.driver.stream_create(b.device_id, StreamOptions::default()).map(|made| b.track(Resource::Stream(made)));
+    StreamInfo with other = b.stream()? => b.driver.stream_info(other).map(drop);
+    StreamHandle with other = b.stream()? => b.driver.stream_handle(other).map(drop);
+    StreamDestroy with other = b.stream()? =>
+        b.driver.stream_destroy(other).map(|()| b.untrack(Resource::Stream(other)));
+    StreamQuery with other = b.stream()? => b.driver.stream_query(other).map(drop);
+    StreamQuery with legacy = b.legacy_stream()? => b.driver.stream_query(legacy).map(drop);
+    StreamSynchronize with other = b.stream()? => b.driver.stream_synchronize(other);
+    StreamSynchronize with legacy = b.legacy_stream()? => b.driver.stream_synchronize(legacy);
+    StreamWaitEvent with (other, event) = (b.stream()?, recorded(b)?) =>
+        b.driver.stream_wait_event(other, event, EventScope::Plain);
+    StreamHostCallback with other = b.stream()? => b.driver.stream_host_callback(other, Arc::new(|| ()));
+    EventCreate =>
+        b.driver.event_create(b.device_id, EventOptions::default()).map(|made| b.track(Resource::Event(made)));
+    EventDestroy with event = b.event()? => b.driver.event_destroy(event).map(|()| b.untrack(Resource::Event(event)));
+    EventRecord with (other, event) = (b.stream()?, b.event()?) =>
+        b.driver.event_record(event, other, EventScope::Plain);
+    EventQuery with event = recorded(b)? => b.driver.event_query(event).map(drop);
+    EventSynchronize with event = recorded(b)? => b.driver.event_synchronize(event);
+    EventElapsedMs with event = {
         let (other, event) = (b.stream()?, b.timing_event()?);
         b.record(event, other)?;
-        Ok(Box::new(move || b.driver.event_elapsed_ms(event, event).map(drop)))
-    }),
-    (Call::EventExport, |b| {
-        let event = b.event_with(EventOptions { interprocess: true, ..EventOptions::default() })?;
-        Ok(Box::new(move || b.driver.event_export(event).map(drop)))
-    }),
-    (Call::MemInfo, |b| Ok(Box::new(|| b.driver.mem_info(b.device_id).map(drop)))),
-    (Call::MemAlloc, |b| {
-        Ok(Box::new(|| b.driver.mem_alloc(b.device_id, 4096).map(|ptr| b.track(Resource::Memory(ptr)))))
-    }),
-    (Call::MemFree, |b| {
-        let ptr = b.alloc(4096)?;
-        Ok(Box::new(move || b.driver.mem_free(ptr).map(|()| b.untrack(Resource::Memory(ptr)))))
-    }),
-    (Call::VmGranularity, |b| Ok(Box::new(|| b.driver.vm_granularity(b.device_id, Granularity::Minimum).map(drop)))),
-    (Call::VmReserve, |b| {
-        Ok(Box::new(|| {
-            b.driver.vm_reserve(VM_BYTES, 0, None).map(|ptr| b.track(Resource::AddressRange(ptr, VM_BYTES)))
-        }))
-    }),
-    (Call::VmFreeRange, |b| {
-        let ptr = b.driver.vm_reserve(VM_BYTES, 0, None)?;
-        b.track(Resource::AddressRange(ptr, VM_BYTES));
-        Ok(Box::new(move || b.free_range(ptr, VM_BYTES).map(|()| b.untrack(Resource::AddressRange(ptr, VM_BYTES)))))
-    }),
-    (Call::VmCreate, |b| {
-        Ok(Box::new(|| {
-            b.driver
-                .vm_create(b.device_id, VM_BYTES, PhysicalOptions::default())
-                .map(|made| b.track(Resource::Physical(made)))
-        }))
-    }),
-    (Call::VmMap, |b| {
-        let (ptr, physical) = unmapped(b)?;
-        Ok(Box::new(move || b.driver.vm_map(ptr, physical).map(|()| b.track(Resource::Mapping(ptr, VM_BYTES)))))
-    }),
-    (Call::VmSetAccess, |b| {
-        let ptr = mapped(b)?;
-        let all = [DeviceAccess { device: b.device_id, access: Access::ReadWrite }];
-        Ok(Box::new(move || b.driver.vm_set_access(ptr, VM_BYTES, &all)))
-    }),
-    (Call::VmUnmap, |b| {
-        let ptr = mapped(b)?;
-        Ok(Box::new(move || b.driver.vm_unmap(ptr, VM_BYTES).map(|()| b.untrack(Resource::Mapping(ptr, VM_BYTES)))))
-    }),
-    (Call::VmRelease, |b| {
-        let (_, physical) = unmapped(b)?;
-        Ok(Box::new(move || b.driver.vm_release(physical).map(|()| b.untrack(Resource::Physical(physical)))))
-    }),
-    (Call::PoolDefault, |b| Ok(Box::new(|| b.driver.pool_default(b.device_id).map(drop)))),
-    (Call::PoolCreate, |b| {
-        Ok(Box::new(|| b.driver.pool_create(b.device_id).map(|made| b.track(Resource::Pool(made)))))
-    }),
-    (Call::PoolDestroy, |b| {
-        let pool = b.pool()?;
-        Ok(Box::new(move || b.driver.pool_destroy(pool).map(|()| b.untrack(Resource::Pool(pool)))))
-    }),
-    (Call::PoolAlloc, |b| {
+        event
+    } => b.driver.event_elapsed_ms(event, event).map(drop);
+    EventExport with event = b.event_with(EventOptions { interprocess: true, ..EventOptions::default() })? =>
+        b.driver.event_export(event).map(drop);
+    MemInfo => b.driver.mem_info(b.device_id).map(drop);
+    MemAlloc => b.driver.mem_alloc(b.device_id, 4096).map(|ptr| b.track(Resource::Memory(ptr)));
+    MemFree with ptr = b.alloc(4096)? => b.driver.mem_free(ptr).map(|()| b.untrack(Resource::Memory(ptr)));
+    VmGranularity => b.driver.vm_granularity(b.device_id, Granularity::Minimum).map(drop);
+    VmReserve => b.driver.vm_reserve(VM_BYTES, 0, None).map(|ptr| b.track(Resource::AddressRange(ptr, VM_BYTES)));
+    VmFreeRange with ptr = reserved(b)? =>
+        b.free_range(ptr, VM_BYTES).map(|()| b.untrack(Resource::AddressRange(ptr, VM_BYTES)));
+    VmCreate => {
+        let made = b.driver.vm_create(b.device_id, VM_BYTES, PhysicalOptions::default());
+        made.map(|made| b.track(Resource::Physical(made)))
+    };
+    VmMap with (ptr, physical) = unmapped(b)? =>
+        b.driver.vm_map(ptr, physical).map(|()| b.track(Resource::Mapping(ptr, VM_BYTES)));
+    VmSetAccess with (ptr, access) = (mapped(b)?, DeviceAccess { device: b.device_id, access: Access::ReadWrite }) =>
+        b.driver.vm_set_access(ptr, VM_BYTES, &[access]);
+    VmUnmap with ptr = mapped(b)? =>
+        b.driver.vm_unmap(ptr, VM_BYTES).map(|()| b.untrack(Resource::Mapping(ptr, VM_BYTES)));
+    VmRelease with (_, physical) = unmapped(b)? =>
+        b.driver.vm_release(physical).map(|()| b.untrack(Resource::Physical(physical)));
+    PoolDefault => b.driver.pool_default(b.device_id).map(drop);
+    PoolCreate => b.driver.pool_create(b.device_id).map(|made| b.track(Resource::Pool(made)));
+    PoolDestroy with pool = b.pool()? => b.driver.pool_destroy(pool).map(|()| b.untrack(Resource::Pool(pool)));
+    PoolAlloc with (pool, other) = (b.pool()?, b.stream()?) =>
+        b.driver.pool_alloc(pool, 4096, other).map(|ptr| b.track(Resource::Memory(ptr)));
+    PoolFree with (ptr, other) = {
         let (pool, other) = (b.pool()?, b.stream()?);
-        Ok(Box::new(move || b.driver.pool_alloc(pool, 4096, other).map(|ptr| b.track(Resource::Memory(ptr)))))
-    }),
-    (Call::PoolFree, |b| {
-        let (pool, other) = (b.pool()?, b.stream()?);
-        let ptr = b.pool_alloc(pool, 4096, other)?;
-        Ok(Box::new(move || b.driver.pool_free(ptr, other).map(|()| b.untrack(Resource::Memory(ptr)))))
-    }),
-    (Call::PoolGet, |b| {
-        let pool = b.pool()?;
-        Ok(Box::new(move || b.driver.pool_get(pool, PoolAttribute::UsedCurrent).map(drop)))
-    }),
-    (Call::PoolSet, |b| {
-        let pool = b.pool()?;
-        Ok(Box::new(move || b.driver.pool_set(pool, PoolAttribute::ReleaseThreshold, 1)))
-    }),
-    (Call::PoolTrim, |b| {
-        let pool = b.pool()?;
-        Ok(Box::new(move || b.driver.pool_trim(pool, 0)))
-    }),
-    (Call::HostAlloc, |b| {
-        Ok(Box::new(|| {
-            b.driver.host_alloc(b.device_id, 4096, HostOptions::default()).map(|ptr| b.track(Resource::Pinned(ptr)))
-        }))
-    }),
-    (Call::HostFree, |b| {
-        let ptr = b.alloc_pinned(4096)?;
-        Ok(Box::new(move || b.driver.host_free(ptr).map(|()| b.untrack(Resource::Pinned(ptr)))))
-    }),
-    (Call::HostRegister, |b| {
-        let range = b.host_pages(1);
-        Ok(Box::new(move || {
-            let ptr = range.ptr();
-            let done = b.driver.host_register(b.device_id, range, HostOptions::default());
-            done.map(|()| b.track(Resource::Registered(ptr)))
-        }))
-    }),
-    (Call::HostUnregister, |b| {
-        let ptr = b.register(b.host_pages(1))?;
-        Ok(Box::new(move || b.driver.host_unregister(ptr).map(|()| b.untrack(Resource::Registered(ptr)))))
-    }),
-    (Call::HostDevicePtr, |b| {
-        let ptr = b.alloc_pinned(4096)?;
-        Ok(Box::new(move || b.driver.host_device_ptr(b.device_id, ptr).map(drop)))
-    }),
-    (Call::HostWrite, |b| {
-        let ptr = b.alloc_pinned(4096)?;
-        Ok(Box::new(move || b.driver.host_write(ptr, &[1; 16])))
-    }),
-    (Call::HostRead, |b| {
-        let ptr = b.alloc_pinned_bytes(&[1; 4096])?;
-        Ok(Box::new(move || b.driver.host_read(ptr, &mut [1; 16])))
-    }),
-    (Call::Copy, |b| {
-        let (other, ptr, pinned) = (b.stream()?, b.alloc(64)?, b.alloc_pinned_bytes(&[1; 64])?);
-        Ok(Box::new(move || b.driver.copy(ptr.into(), pinned.into(), 64, other)))
-    }),
-    (Call::Fill, |b| {
-        let (other, ptr) = (b.stream()?, b.alloc(64)?);
-        Ok(Box::new(move || b.driver.fill(ptr, Pattern::U8(1), 64, other)))
-    }),
-    (Call::Fill, |b| {
-        let (legacy, ptr) = (b.legacy_stream()?, b.alloc(64)?);
-        Ok(Box::new(move || b.driver.fill(ptr, Pattern::U8(1), 64, legacy)))
-    }),
-    (Call::Upload, |b| {
-        let ptr = b.alloc(64)?;
-        Ok(Box::new(move || b.driver.upload(b.device_id, ptr, &[1; 64])))
-    }),
-    (Call::Download, |b| {
-        let ptr = b.alloc_bytes(&[1; 64])?;
-        Ok(Box::new(move || b.driver.download(b.device_id, ptr, &mut [1; 64])))
-    }),
-    (Call::CaptureBegin, |b| {
-        let other = b.stream()?;
-        Ok(Box::new(move || {
-            b.driver.capture_begin(other, CaptureMode::Relaxed)?;
-            b.driver.capture_end(other).map(|graph| b.track(Resource::Graph(graph)))
-        }))
-    }),
-    (Call::GraphInstantiate, |b| {
-        let graph = empty(b)?;
-        Ok(Box::new(move || {
-            b.driver
-                .graph_instantiate(graph, InstantiateOptions::default())
-                .map(|made| b.track(Resource::GraphExec(made)))
-        }))
-    }),
-    (Call::GraphLaunch, |b| {
-        let (exec, other) = (b.instantiate(empty(b)?)?, b.stream()?);
-        Ok(Box::new(move || b.launch_graph(exec, other)))
-    }),
-    (Call::GraphTopology, |b| {
-        let graph = empty(b)?;
-        Ok(Box::new(move || b.driver.graph_topology(graph).map(drop)))
-    }),
-    (Call::GraphDot, |b| {
-        let graph = empty(b)?;
-        Ok(Box::new(move || b.driver.graph_dot(graph).map(drop)))
-    }),
-    (Call::GraphDestroy, |b| {
-        let graph = empty(b)?;
-        Ok(Box::new(move || b.driver.graph_destroy(graph).map(|()| b.untrack(Resource::Graph(graph)))))
-    }),
-    (Call::GraphExecDestroy, |b| {
-        let exec: GraphExecId = b.instantiate(empty(b)?)?;
-        Ok(Box::new(move || b.driver.graph_exec_destroy(exec).map(|()| b.untrack(Resource::GraphExec(exec)))))
-    }),
-    (Call::ModuleLoad, |b| {
-        Ok(Box::new(|| b.driver.module_load(b.device_id, &SOURCE).map(|made| b.track(Resource::Module(made)))))
-    }),
-    (Call::FunctionGet, |b| {
-        let module = loaded(b)?;
-        Ok(Box::new(move || b.driver.function_get(module, "spin").map(drop)))
-    }),
-    (Call::ModuleUnload, |b| {
-        let module = loaded(b)?;
-        Ok(Box::new(move || b.driver.module_unload(module).map(|()| b.untrack(Resource::Module(module)))))
-    }),
-    (Call::KernelLaunch, |b| {
-        let (spin, other) = (b.kernels()?.spin, b.stream()?);
-        Ok(Box::new(move || b.launch_kernel(spin, LaunchShape::ONE, &[KernelArg::U64(0)], other)))
-    }),
-    (Call::GraphExecSetKernel, |b| {
+        (b.pool_alloc(pool, 4096, other)?, other)
+    } => b.driver.pool_free(ptr, other).map(|()| b.untrack(Resource::Memory(ptr)));
+    PoolGet with pool = b.pool()? => b.driver.pool_get(pool, PoolAttribute::UsedCurrent).map(drop);
+    PoolSet with pool = b.pool()? => b.driver.pool_set(pool, PoolAttribute::ReleaseThreshold, 1);
+    PoolTrim with pool = b.pool()? => b.driver.pool_trim(pool, 0);
+    HostAlloc =>
+        b.driver.host_alloc(b.device_id, 4096, HostOptions::default()).map(|ptr| b.track(Resource::Pinned(ptr)));
+    HostFree with ptr = b.alloc_pinned(4096)? => b.driver.host_free(ptr).map(|()| b.untrack(Resource::Pinned(ptr)));
+    HostRegister with range = b.host_pages(1) => {
+        let ptr = range.ptr();
+        let done = b.driver.host_register(b.device_id, range, HostOptions::default());
+        done.map(|()| b.track(Resource::Registered(ptr)))
+    };
+    HostUnregister with ptr = b.register(b.host_pages(1))? =>
+        b.driver.host_unregister(ptr).map(|()| b.untrack(Resource::Registered(ptr)));
+    HostDevicePtr with ptr = b.alloc_pinned(4096)? => b.driver.host_device_ptr(b.device_id, ptr).map(drop);
+    HostWrite with ptr = b.alloc_pinned(4096)? => b.driver.host_write(ptr, &[1; 16]);
+    HostRead with ptr = b.alloc_pinned_bytes(&[1; 4096])? => b.driver.host_read(ptr, &mut [1; 16]);
+    Copy with (other, ptr, pinned) = (b.stream()?, b.alloc(64)?, b.alloc_pinned_bytes(&[1; 64])?) =>
+        b.driver.copy(ptr.into(), pinned.into(), 64, other);
+    Fill with (other, ptr) = (b.stream()?, b.alloc(64)?) => b.driver.fill(ptr, Pattern::U8(1), 64, other);
+    Fill with (legacy, ptr) = (b.legacy_stream()?, b.alloc(64)?) => b.driver.fill(ptr, Pattern::U8(1), 64, legacy);
+    Upload with ptr = b.alloc(64)? => b.driver.upload(b.device_id, ptr, &[1; 64]);
+    Download with ptr = b.alloc_bytes(&[1; 64])? => b.driver.download(b.device_id, ptr, &mut [1; 64]);
+    CaptureBegin with other = b.stream()? => {
+        b.driver.capture_begin(other, CaptureMode::Relaxed)?;
+        b.driver.capture_end(other).map(|graph| b.track(Resource::Graph(graph)))
+    };
+    GraphInstantiate with graph = empty(b)? =>
+        b.driver.graph_instantiate(graph, InstantiateOptions::default()).map(|made| b.track(Resource::GraphExec(made)));
+    GraphLaunch with (exec, other) = (b.instantiate(empty(b)?)?, b.stream()?) => b.launch_graph(exec, other);
+    GraphTopology with graph = empty(b)? => b.driver.graph_topology(graph).map(drop);
+    GraphDot with graph = empty(b)? => b.driver.graph_dot(graph).map(drop);
+    GraphDestroy with graph = empty(b)? => b.driver.graph_destroy(graph).map(|()| b.untrack(Resource::Graph(graph)));
+    GraphExecDestroy with exec = b.instantiate(empty(b)?)? =>
+        b.driver.graph_exec_destroy(exec).map(|()| b.untrack(Resource::GraphExec(exec)));
+    ModuleLoad => b.driver.module_load(b.device_id, &SOURCE).map(|made| b.track(Resource::Module(made)));
+    FunctionGet with module = loaded(b)? => b.driver.function_get(module, "spin").map(drop);
+    ModuleUnload with module = loaded(b)? =>
+        b.driver.module_unload(module).map(|()| b.untrack(Resource::Module(module)));
+    KernelLaunch with (spin, other) = (b.kernels()?.spin, b.stream()?) =>
+        b.launch_kernel(spin, LaunchShape::ONE, &[KernelArg::U64(0)], other);
+    GraphExecSetKernel with (exec, node, spin) = {
         let (spin, other) = (b.kernels()?.spin, b.stream()?);
         let graph = b.capture(other, || b.launch_single(spin, &[KernelArg::U64(0)], other))?;
-        let (exec, node) = (b.instantiate(graph)?, b.driver.graph_topology(graph)?.nodes[0].id);
-        let one = LaunchShape::ONE;
-        Ok(Box::new(move || b.set_exec_kernel(exec, node, spin, one, &[KernelArg::U64(1)])))
-    }),
-    (Call::LibraryCreate, |b| {
-        Ok(Box::new(|| b.driver.library_create(Library::Blas, b.device_id).map(|made| b.track(Resource::Handle(made)))))
-    }),
-    (Call::LibraryDestroy, |b| {
-        let handle = b.library_handle(Library::Blas)?;
-        Ok(Box::new(move || b.driver.library_destroy(handle).map(|()| b.untrack(Resource::Handle(handle)))))
-    }),
-    (Call::LibrarySetStream, |b| {
-        let (handle, other) = (b.library_handle(Library::Blas)?, b.stream()?);
-        Ok(Box::new(move || b.driver.library_set_stream(handle, other)))
-    }),
-    (Call::LibraryRaw, |b| {
-        let handle = b.library_handle(Library::Blas)?;
-        Ok(Box::new(move || b.driver.library_raw(handle).map(drop)))
-    }),
-    (Call::BlasSetWorkspace, |b| {
-        let (handle, workspace) = (b.library_handle(Library::Blas)?, b.alloc(4096)?);
-        Ok(Box::new(move || b.driver.blas_set_workspace(handle, workspace, 4096)))
-    }),
-    (Call::BlasSetMath, |b| {
-        let handle = b.library_handle(Library::Blas)?;
-        Ok(Box::new(move || b.driver.blas_set_math(handle, BlasMath::Tf32)))
-    }),
-    (Call::BlasSetAtomics, |b| {
-        let handle = b.library_handle(Library::Blas)?;
-        Ok(Box::new(move || b.driver.blas_set_atomics(handle, true)))
-    }),
-    (Call::BlasSgemm, |b| {
+        (b.instantiate(graph)?, b.driver.graph_topology(graph)?.nodes[0].id, spin)
+    } => b.set_exec_kernel(exec, node, spin, LaunchShape::ONE, &[KernelArg::U64(1)]);
+    LibraryCreate => b.driver.library_create(Library::Blas, b.device_id).map(|made| b.track(Resource::Handle(made)));
+    LibraryDestroy with handle = b.library_handle(Library::Blas)? =>
+        b.driver.library_destroy(handle).map(|()| b.untrack(Resource::Handle(handle)));
+    LibrarySetStream with (handle, other) = (b.library_handle(Library::Blas)?, b.stream()?) =>
+        b.driver.library_set_stream(handle, other);
+    LibraryRaw with handle = b.library_handle(Library::Blas)? => b.driver.library_raw(handle).map(drop);
+    BlasSetWorkspace with (handle, workspace) = (b.library_handle(Library::Blas)?, b.alloc(4096)?) =>
+        b.driver.blas_set_workspace(handle, workspace, 4096);
+    BlasSetMath with handle = b.library_handle(Library::Blas)? => b.driver.blas_set_math(handle, BlasMath::Tf32);
+    BlasSetAtomics with handle = b.library_handle(Library::Blas)? => b.driver.blas_set_atomics(handle, true);
+    BlasSgemm with (handle, product) = {
         let (handle, other, memory) = (b.library_handle(Library::Blas)?, b.stream()?, b.alloc_words(&[0; 12])?);
         let at = |n: u64| BlasMatrix { ptr: memory.offset(16 * n), stride: 2, transposed: false };
         let product = Sgemm { m: 2, n: 2, k: 2, alpha: 1.0, a: at(0), b: at(1), beta: 0.0, c: at(2) };
         b.driver.library_set_stream(handle, other)?;
         // Once before the capture: the library loads its kernels at first use.
         b.driver.blas_sgemm(handle, &product)?;
-        Ok(Box::new(move || b.driver.blas_sgemm(handle, &product)))
-    }),
-];
+        (handle, product)
+    } => b.driver.blas_sgemm(handle, &product);
+};
 
 /// The size of virtual memory in the table: the granularity of every device known so far.
 const VM_BYTES: u64 = 2 << 20;
@@ -413,9 +251,14 @@ fn recorded(context: &TestContext) -> CheckResult<EventId> {
     Ok(event)
 }
 
-fn unmapped(context: &TestContext) -> CheckResult<(DevicePtr, PhysicalId)> {
+fn reserved(context: &TestContext) -> CheckResult<DevicePtr> {
     let ptr = context.driver.vm_reserve(VM_BYTES, 0, None)?;
     context.track(Resource::AddressRange(ptr, VM_BYTES));
+    Ok(ptr)
+}
+
+fn unmapped(context: &TestContext) -> CheckResult<(DevicePtr, PhysicalId)> {
+    let ptr = reserved(context)?;
     let physical = context.driver.vm_create(context.device_id, VM_BYTES, PhysicalOptions::default())?;
     context.track(Resource::Physical(physical));
     Ok((ptr, physical))

@@ -155,7 +155,7 @@ impl SimState {
             return;
         }
         let instance = node.as_ref().map(|(_, instance)| *instance);
-        let by = AccessContext {
+        let mut by = AccessContext {
             device: *device,
             accessor: Accessor {
                 operation: work.operation(),
@@ -172,10 +172,11 @@ impl SimState {
             },
             now: *time,
             any_device: !matches!(work, Work::Kernel(_)),
+            hazards: &mut self.hazards,
         };
         let mut no_flags = Vec::new();
         let flags = self.scheduler.flags_mut(*running).unwrap_or(&mut no_flags);
-        if let Err(code) = execute(work, &by, &mut self.memory, &mut self.hazards, flags) {
+        if let Err(code) = execute(work, &mut by, &mut self.memory, flags) {
             self.scheduler.set_failed(*device, code);
         }
     }

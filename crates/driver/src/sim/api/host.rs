@@ -2,7 +2,7 @@
 
 use crate::sim::driver::Guard;
 use crate::sim::driver::SimDriver;
-use crate::sim::memory::{AccessContext, HostBytes, PinnedRange};
+use crate::sim::memory::{AccessContext, HostBytes, Memory, PinnedRange};
 use crate::sim::order::{Accessor, HappensBefore, Operation};
 use crate::sim::refuse::refuse;
 use crate::sim::state::SimState;
@@ -81,10 +81,9 @@ impl HostMemory for SimDriver {
         self.call(Call::HostRead, |state| {
             check_pinned(state, ptr, into.len() as u64)?;
             state.spend(into.len() as u64);
-            access_as_host(state, Operation::HostRead, |state, by| {
-                let read = state.memory.read(DevicePtr(ptr.0), into, by, &mut state.hazards);
-                debug_assert!(read.is_ok(), "the range was checked");
-            });
+            let from = DevicePtr(ptr.0);
+            let read = access_as_host(state, Operation::HostRead, |memory, by| memory.read(from, into, by));
+            debug_assert!(read.is_ok(), "the range was checked");
             Ok(())
         })
     }
@@ -93,10 +92,9 @@ impl HostMemory for SimDriver {
         self.call(Call::HostWrite, |state| {
             check_pinned(state, ptr, bytes.len() as u64)?;
             state.spend(bytes.len() as u64);
-            access_as_host(state, Operation::HostWrite, |state, by| {
-                let written = state.memory.write(DevicePtr(ptr.0), bytes, by, &mut state.hazards);
-                debug_assert!(written.is_ok(), "the range was checked");
-            });
+            let to = DevicePtr(ptr.0);
+            let written = access_as_host(state, Operation::HostWrite, |memory, by| memory.write(to, bytes, by));
+            debug_assert!(written.is_ok(), "the range was checked");
             Ok(())
         })
     }
@@ -127,11 +125,17 @@ fn check_pinned(state: &SimState, ptr: HostPtr, bytes: u64) -> Result<()> {
 }
 
 /// Accesses memory as the host.
-fn access_as_host(state: &mut SimState, operation: Operation, access: impl FnOnce(&mut SimState, &AccessContext<'_>)) {
+fn access_as_host<R>(
+    state: &mut SimState,
+    operation: Operation,
+    access: impl FnOnce(&mut Memory, &mut AccessContext<'_>) -> R,
+) -> R {
     let (epoch, clock) = state.scheduler.streams.next_host_operation();
     let (stream, queued_at) = (StreamId(0), state.call_number());
     let accessor = Accessor { operation, epoch, number: epoch.seq, node: None, stream, queued_at };
     let before = HappensBefore { epoch, clock: &clock, graph: None };
     let now = state.scheduler.now();
-    access(state, &AccessContext { device: DeviceId(0), accessor, before, now, any_device: true });
+    let hazards = &mut state.hazards;
+    let mut by = AccessContext { device: DeviceId(0), accessor, before, now, any_device: true, hazards };
+    access(&mut state.memory, &mut by)
 }

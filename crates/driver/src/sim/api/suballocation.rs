@@ -28,7 +28,7 @@ impl Suballocations for SimDriver {
         let clock = Arc::new(streams.clock_of_next(stream));
         let queue = streams.get(stream);
         let epoch = queue.last().epoch;
-        let by = AccessContext {
+        let mut by = AccessContext {
             device: queue.device,
             accessor: Accessor {
                 operation: Operation::PoolAlloc,
@@ -41,8 +41,9 @@ impl Suballocations for SimDriver {
             before: HappensBefore { epoch, clock: &clock, graph: None },
             now: state.scheduler.now(),
             any_device: true,
+            hazards: &mut state.hazards,
         };
-        state.memory.suballocated(ptr, bytes, &clock, &by, &mut state.hazards);
+        state.memory.suballocated(ptr, bytes, &clock, &mut by);
     }
 
     fn suballocation_freed(&self, ptr: DevicePtr, bytes: u64) {

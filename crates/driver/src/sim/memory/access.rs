@@ -14,8 +14,7 @@ use crate::{Access, DeviceId, DevicePtr};
 /// How much of a copy or fill is moved at a time.
 const CHUNK: u64 = 64 << 10;
 
-/// Who accesses memory, and what is ordered before: all that checking an access needs.
-#[derive(Clone, Copy)]
+/// Who accesses memory, what is ordered before, and where hazards are logged: all that checking an access needs.
 pub struct AccessContext<'a> {
     pub device: DeviceId,
     pub accessor: Accessor,
@@ -23,6 +22,7 @@ pub struct AccessContext<'a> {
     pub now: u64,
     /// Copies may access memory of every device; kernels only that of their own and of enabled peers.
     pub any_device: bool,
+    pub hazards: &'a mut HazardLog,
 }
 
 /// An access that is not allowed.
@@ -90,17 +90,11 @@ impl Memory {
         Ok(())
     }
 
-    pub fn read(
-        &mut self,
-        ptr: DevicePtr,
-        into: &mut [u8],
-        by: &AccessContext<'_>,
-        hazards: &mut HazardLog,
-    ) -> Result<(), IllegalAccess> {
+    pub fn read(&mut self, ptr: DevicePtr, into: &mut [u8], by: &mut AccessContext<'_>) -> Result<(), IllegalAccess> {
         let mut done = 0;
         while done < into.len() {
             let rest = (into.len() - done) as u64;
-            let found = self.access(ptr.offset(done as u64), rest, false, by, hazards)?;
+            let found = self.access(ptr.offset(done as u64), rest, false, by)?;
             let backing = self.backings.get(found.backing);
             backing.contents.read(found.offset, &mut into[done..done + found.bytes as usize]);
             done += found.bytes as usize;
@@ -108,17 +102,11 @@ impl Memory {
         Ok(())
     }
 
-    pub fn write(
-        &mut self,
-        ptr: DevicePtr,
-        from: &[u8],
-        by: &AccessContext<'_>,
-        hazards: &mut HazardLog,
-    ) -> Result<(), IllegalAccess> {
+    pub fn write(&mut self, ptr: DevicePtr, from: &[u8], by: &mut AccessContext<'_>) -> Result<(), IllegalAccess> {
         let mut done = 0;
         while done < from.len() {
             let rest = (from.len() - done) as u64;
-            let found = self.access(ptr.offset(done as u64), rest, true, by, hazards)?;
+            let found = self.access(ptr.offset(done as u64), rest, true, by)?;
             let backing = self.backings.get_mut(found.backing);
             backing.contents.write(found.offset, &from[done..done + found.bytes as usize]);
             done += found.bytes as usize;
@@ -132,10 +120,9 @@ impl Memory {
         ptr: DevicePtr,
         pattern: &[u8],
         bytes: u64,
-        by: &AccessContext<'_>,
-        hazards: &mut HazardLog,
+        by: &mut AccessContext<'_>,
     ) -> Result<(), IllegalAccess> {
-        self.record_access(ptr, bytes, true, by, hazards)?;
+        self.record_access(ptr, bytes, true, by)?;
         let mut chunk = std::mem::take(&mut self.scratch);
         chunk.clear();
         chunk.extend(pattern.iter().copied().cycle().take(bytes.min(CHUNK) as usize));
@@ -149,11 +136,10 @@ impl Memory {
         dst: DevicePtr,
         src: DevicePtr,
         bytes: u64,
-        by: &AccessContext<'_>,
-        hazards: &mut HazardLog,
+        by: &mut AccessContext<'_>,
     ) -> Result<(), IllegalAccess> {
-        self.record_access(src, bytes, false, by, hazards)?;
-        self.record_access(dst, bytes, true, by, hazards)?;
+        self.record_access(src, bytes, false, by)?;
+        self.record_access(dst, bytes, true, by)?;
         let mut chunk = std::mem::take(&mut self.scratch);
         let mut done = 0;
         while done < bytes {
@@ -177,12 +163,11 @@ impl Memory {
         ptr: DevicePtr,
         bytes: u64,
         write: bool,
-        by: &AccessContext<'_>,
-        hazards: &mut HazardLog,
+        by: &mut AccessContext<'_>,
     ) -> Result<(), IllegalAccess> {
         let mut done = 0;
         while done < bytes {
-            done += self.access(ptr.offset(done), bytes - done, write, by, hazards)?.bytes;
+            done += self.access(ptr.offset(done), bytes - done, write, by)?.bytes;
         }
         Ok(())
     }
@@ -205,30 +190,29 @@ impl Memory {
         ptr: DevicePtr,
         bytes: u64,
         write: bool,
-        by: &AccessContext<'_>,
-        hazards: &mut HazardLog,
+        by: &mut AccessContext<'_>,
     ) -> Result<Location, IllegalAccess> {
         let mut found = match self.resolve(ptr, by.device, write, by.accessor.queued_at, by.any_device) {
             Ok(found) => found,
-            Err(fault) => return Err(report_fault(fault, ptr, bytes, &by.accessor, by.now, hazards)),
+            Err(fault) => return Err(report_fault(fault, ptr, bytes, &by.accessor, by.now, by.hazards)),
         };
         found.bytes = found.bytes.min(bytes);
         let Backing { device, pinned_by, shadow, .. } = self.backings.get_mut(found.backing);
         let check_uninitialized = self.check_uninitialized && device.is_some();
-        let accessor = &by.accessor;
+        let (accessor, before, now, hazards) = (&by.accessor, &by.before, by.now, &mut *by.hazards);
         // Where the backing memory would begin: the same for all of one mapping, different for each.
         let area = ptr.0.wrapping_sub(found.offset);
         let range = (found.offset, found.offset + found.bytes);
-        shadow.access(range, write, accessor, &by.before, &mut |conflict, from, to| {
+        shadow.access(range, write, accessor, before, &mut |conflict, from, to| {
             let range = HazardRange::new(*pinned_by, ptr.offset(from - found.offset), from, to - from);
             let mut log = |kind, why: &str| {
-                hazards.add_access(kind, (None, accessor), area, range, || why.to_owned(), by.now);
+                hazards.add_access(kind, (None, accessor), area, range, || why.to_owned(), now);
             };
             match conflict {
                 Conflict::Unordered(earlier) => {
                     let (kind, pair) = (unordered_kind(&earlier, accessor), (Some(&earlier), accessor));
-                    let why = || by.before.why_not(&earlier, accessor);
-                    hazards.add_access(kind, pair, area, range, why, by.now);
+                    let why = || before.why_not(&earlier, accessor);
+                    hazards.add_access(kind, pair, area, range, why, now);
                 }
                 Conflict::Uninitialized if check_uninitialized => log(HazardKind::UninitializedRead, NEVER_WRITTEN),
                 Conflict::Uninitialized => {}
@@ -248,26 +232,19 @@ impl Memory {
     }
 
     /// An allocator allocated a range for the work that `by` is the end of.
-    pub fn suballocated(
-        &mut self,
-        ptr: DevicePtr,
-        bytes: u64,
-        clock: &Arc<VectorClock>,
-        by: &AccessContext<'_>,
-        hazards: &mut HazardLog,
-    ) {
-        let new = (by.accessor.queued_at, clock, by.accessor.epoch);
+    pub fn suballocated(&mut self, ptr: DevicePtr, bytes: u64, clock: &Arc<VectorClock>, by: &mut AccessContext<'_>) {
+        let (accessor, before, now, hazards) = (&by.accessor, &by.before, by.now, &mut *by.hazards);
+        let new = (accessor.queued_at, clock, accessor.epoch);
         self.for_located(ptr, bytes, |backings, found, here| {
             let Backing { pinned_by, shadow, .. } = backings.get_mut(found.backing);
             let range = (found.offset, found.offset + found.bytes);
             let area = here.0.wrapping_sub(found.offset);
-            shadow.suballocate(range, new, &by.before, &mut |earlier, from, to| {
+            shadow.suballocate(range, new, before, &mut |earlier, from, to| {
                 let from = from.max(found.offset);
                 let range = HazardRange::new(*pinned_by, here.offset(from - found.offset), from, to - from);
-                let call = by.accessor.queued_at;
-                let why =
-                    || format!("{}; the memory was reused by call #{call}", by.before.why_not(earlier, &by.accessor));
-                hazards.add_access(HazardKind::ReusedInFlight, (None, earlier), area, range, why, by.now);
+                let call = accessor.queued_at;
+                let why = || format!("{}; the memory was reused by call #{call}", before.why_not(earlier, accessor));
+                hazards.add_access(HazardKind::ReusedInFlight, (None, earlier), area, range, why, now);
             });
         });
     }

@@ -5,7 +5,6 @@ use super::address_space::Region;
 use super::capacity::ALLOCATION_UNIT;
 use super::quarantine::{FreedRange, Removal};
 use super::{BackingId, Memory};
-use crate::sim::order::HazardLog;
 use crate::sim::refuse::{refuse, unnamed};
 use crate::{DeviceId, DevicePtr, ErrorCode, PoolId, Result};
 
@@ -178,14 +177,7 @@ impl Memory {
     }
 
     /// A queued allocation takes effect. Its memory exists already, unless a graph allocates it.
-    pub fn run_pool_alloc(
-        &mut self,
-        ptr: DevicePtr,
-        bytes: u64,
-        pool: PoolId,
-        by: &AccessContext<'_>,
-        hazards: &mut HazardLog,
-    ) {
+    pub fn run_pool_alloc(&mut self, ptr: DevicePtr, bytes: u64, pool: PoolId, by: &mut AccessContext<'_>) {
         if let Some((_, Region::GraphMemory { backing, .. })) = self.space.get_mut(ptr.0)
             && backing.is_none()
         {
@@ -193,13 +185,13 @@ impl Memory {
             *backing = Some(self.backings.add_device(bytes, device));
         }
         // An access that is unordered with the allocation is a hazard.
-        let _ = self.record_access(ptr, bytes, true, by, hazards);
+        let _ = self.record_access(ptr, bytes, true, by);
     }
 
     /// A queued free takes effect.
-    pub fn run_pool_free(&mut self, ptr: DevicePtr, by: &AccessContext<'_>, hazards: &mut HazardLog) {
+    pub fn run_pool_free(&mut self, ptr: DevicePtr, by: &mut AccessContext<'_>) {
         let Some((bytes, _)) = self.space.get(ptr.0) else { return };
-        let _ = self.record_access(ptr, bytes, true, by, hazards);
+        let _ = self.record_access(ptr, bytes, true, by);
         let at = by.accessor.queued_at;
         let (backing, pool) = match self.space.get_mut(ptr.0) {
             Some((_, Region::PoolAllocation { backing, pool, .. })) => {
