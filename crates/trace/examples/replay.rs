@@ -62,8 +62,9 @@ fn main() -> Result<(), Box<dyn Error>> {
         report.warnings.iter().for_each(|warning| println!("  warning: {warning}"));
         let events_per_second = report.events as f64 / report.replay_seconds;
         println!(
-            "  parsed in {parsed:?}, replayed in {:.4} s, {:.2} million events a second",
+            "  parsed in {parsed:?}, replayed in {:.4} s, of it the run {:.4} s, {:.2} million events a second",
             report.replay_seconds,
+            report.run_seconds,
             events_per_second / 1e6
         );
     }

@@ -223,6 +223,7 @@ fn object(file: &Path, replayed: &Replayed) -> Value {
             "bytes_remapped": steady.bytes_remapped,
         })),
         "replay_seconds": report.replay_seconds,
+        "run_seconds": report.run_seconds,
         "parse_seconds": parse_seconds,
         "input_seconds": input_seconds,
         "bytes_decompressed": bytes_decompressed,

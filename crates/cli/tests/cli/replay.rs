@@ -54,6 +54,7 @@ fn replay_with_recorded_settings_is_exact() {
         "recorded_seconds",
         "steady",
         "replay_seconds",
+        "run_seconds",
         "parse_seconds",
         "fidelity",
     ] {

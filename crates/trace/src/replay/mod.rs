@@ -41,7 +41,7 @@ pub use report::{Difference, Fidelity, Inferences, InferredLimit, Outcome, Repla
 
 use crate::budget::{Budget, Exceeded, bytes_of};
 use prove::{CAPACITY_MAX, Interpretation, Proof, default_capacity};
-use recording::{DeviceRecording, RecordedTime};
+use recording::{DeviceRecording, RecordedTime, Survey};
 use run::{Run, RunResult};
 
 /// Why a recording could not be replayed.
@@ -134,8 +134,9 @@ fn replay_within(
             return Err(ReplayError::Implausible { reason: format!("it has events of device {device}") });
         };
         let segments = segments.get(&number).map_or(&[][..], Vec::as_slice);
-        let recording = DeviceRecording::new(number.unsigned_abs(), events, segments);
-        let recording = DeviceRecording { steady_from_us, ..recording };
+        let device = number.unsigned_abs();
+        let survey = Survey::new(device, events, segments)?;
+        let recording = DeviceRecording { device, events, segments, survey: &survey, steady_from_us };
         replay_device(recording, &settings, options, &mut report, budget)?;
     }
     if devices > 1 {
@@ -162,7 +163,6 @@ fn replay_device(
     report: &mut ReplayReport,
     budget: &Budget,
 ) -> Result<(), ReplayError> {
-    recording.check_plausible()?;
     let mut proof = Proof::find(recording, settings, options, budget)?;
     proof.add_to(recording, report);
     let could_start = proof.result.as_ref().is_none_or(|result| !result.not_started);
@@ -243,6 +243,7 @@ fn add_result(
     report.driver_calls += result.driver_calls;
     report.forced_syncs += result.forced_syncs;
     report.driver_seconds_modelled += result.driver_seconds;
+    report.run_seconds += result.run_time.as_secs_f64();
     if let Some(steady) = &mut report.steady {
         steady.driver_calls += result.steady.driver_calls;
         steady.driver_seconds_modelled += result.steady.driver_seconds;

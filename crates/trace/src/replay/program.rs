@@ -6,7 +6,7 @@ use warpool::memory::{DeviceAllocator, Request, Settings, Snapshot};
 
 use super::infer::Inference;
 use super::plan::{Plan, Slot, Step, StreamIndex};
-use super::recording::DeviceRecording;
+use super::recording::Survey;
 use super::{ReplayError, bytes_in_memory};
 use crate::budget::Budget;
 
@@ -48,10 +48,10 @@ impl Program {
         else {
             return Err(ReplayError::NoHistory);
         };
-        DeviceRecording::new(device, events, &[]).check_plausible()?;
+        let survey = Survey::new(device, events, &[])?;
         let budget = Budget::new(None);
         budget.set_bytes_needed(bytes_in_memory(snapshot));
-        let plan = Plan::new(events, &Inference::none(Settings::default()), &budget)?;
+        let plan = Plan::new(events, &survey.streams, &Inference::none(Settings::default()), &budget)?;
         let step = |step: &Step| match *step {
             Step::Alloc { bytes, slot, stream, .. } => Some(ProgramStep::Alloc { bytes, slot, stream }),
             Step::Free { slot, .. } => Some(ProgramStep::Free { slot }),

@@ -3,7 +3,7 @@
 //! which every address and every segment event is as recorded.
 
 use warpool::driver::sim::SimDevice;
-use warpool::memory::{Action, FreeBlockOrder, Settings, TraceEntry};
+use warpool::memory::{Action, FreeBlockOrder, Settings};
 
 use super::ReplayError;
 use super::infer::{
@@ -43,7 +43,7 @@ impl Interpretation {
     }
 
     fn new(recording: DeviceRecording<'_>, inference: Inference, budget: &Budget) -> Result<Self, ReplayError> {
-        let plan = Plan::new(recording.events, &inference, budget)?;
+        let plan = Plan::new(recording.events, &recording.survey.streams, &inference, budget)?;
         let mut remarks = inference.remarks.clone();
         remark_on_pools(&inference, &plan, &mut remarks);
         Ok(Self { inference, plan, toggles: Vec::new(), remarks })
@@ -69,9 +69,8 @@ impl Interpretation {
         recording: DeviceRecording<'_>,
         budget: &Budget,
     ) -> Result<Option<u64>, Exceeded> {
-        let maps = |event: &TraceEntry| event.action == Action::SegmentMap;
         let Inference { settings, initial, .. } = &self.inference;
-        if !settings.expandable_segments && !recording.events.iter().any(maps) {
+        if !settings.expandable_segments && !recording.survey.maps_segments {
             return Ok(None);
         }
         let mut heap = match initial {
@@ -192,7 +191,7 @@ impl Search<'_> {
     /// reproduces the recording, returns the one with the most equal addresses.
     fn run(&self) -> Result<Proof, ReplayError> {
         let mut best: Option<Proof> = None;
-        if self.recording.is_simple() {
+        if self.recording.survey.is_simple {
             let settings = self.ordered(self.orders()[0]);
             let proof = self.attempt(Interpretation::simple(self.recording, settings, self.budget)?, None)?;
             if proof.is_exact() {
@@ -275,7 +274,7 @@ impl Search<'_> {
     fn attempt_toggles_from(&self, settings: Settings) -> Result<Proof, ReplayError> {
         let recording = self.recording;
         let options = InferOptions { pauses_end_releases: has_pauses(recording), choices_show_pools: false };
-        let mut interpretation = match recording.is_simple() {
+        let mut interpretation = match recording.survey.is_simple {
             true => Interpretation::simple(recording, settings, self.budget)?,
             false => Interpretation::inferred(recording, settings, options, self.budget)?,
         };
@@ -327,7 +326,7 @@ impl Search<'_> {
     /// The orders of free blocks, the likelier first. PyTorch names pools in its history from the version on in which
     /// it changed the order.
     fn orders(&self) -> [FreeBlockOrder; 2] {
-        match self.recording.names_pools {
+        match self.recording.survey.names_pools {
             true => [FreeBlockOrder::Registration, FreeBlockOrder::Address],
             false => [FreeBlockOrder::Address, FreeBlockOrder::Registration],
         }

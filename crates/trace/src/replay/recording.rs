@@ -1,4 +1,5 @@
-//! The recording of one device: its events, and its segments when the snapshot was taken.
+//! The recording of one device: its events, its segments when the snapshot was taken, and what a first pass over both
+//! tells.
 
 use std::collections::BTreeSet;
 
@@ -39,101 +40,90 @@ pub(super) struct DeviceRecording<'a> {
     pub events: &'a [TraceEntry],
     /// The segments of this device in the snapshot.
     pub segments: &'a [&'a SegmentInfo],
-    /// Whether every allocation names its pool. PyTorch 2.11 does not record it.
-    pub names_pools: bool,
+    pub survey: &'a Survey,
     /// When the second half of the recorded time begins.
     pub steady_from_us: Option<i64>,
 }
 
-impl<'a> DeviceRecording<'a> {
-    pub fn new(device: u32, events: &'a [TraceEntry], segments: &'a [&'a SegmentInfo]) -> Self {
-        let names_pools = events.iter().filter(|event| event.action == Action::Alloc).all(|event| event.pool.is_some());
-        Self { device, events, segments, names_pools, steady_from_us: None }
-    }
-
+impl DeviceRecording<'_> {
     /// Whether there are segments to compare a replay with. Logs of other allocators have none.
     pub fn has_segments(&self) -> bool {
-        !self.segments.is_empty() || self.events.iter().any(|event| allocates_segment(event.action))
+        !self.segments.is_empty() || self.survey.allocates_segments
     }
+}
 
+/// What is known about a recording after one pass over its events. A pass takes as long as memory needs to deliver
+/// them, which is why there are few.
+#[derive(Debug)]
+pub(super) struct Survey {
+    /// The streams of the events, ascending.
+    pub streams: Vec<u64>,
+    /// Whether every allocation names its pool. PyTorch 2.11 does not record it.
+    pub names_pools: bool,
+    /// Whether memory came from the driver.
+    pub allocates_segments: bool,
+    /// Whether any of it was mapped, into an expandable segment.
+    pub maps_segments: bool,
     /// Whether the history starts with an empty allocator: its events add up to the segments of the snapshot.
-    pub fn is_complete(&self) -> bool {
-        let (mut bytes, mut blocks) = (0_i128, 0_i64);
-        for event in self.events {
-            match event.action {
-                Action::SegmentAlloc | Action::SegmentMap => bytes += i128::from(event.size),
-                Action::SegmentFree | Action::SegmentUnmap => bytes -= i128::from(event.size),
-                Action::Alloc => blocks += 1,
-                Action::FreeRequested => blocks -= 1,
-                _ => {}
-            }
-            if bytes < 0 || blocks < 0 {
-                return false;
-            }
-        }
-        let reserved: u64 = self.segments.iter().map(|segment| segment.total_size).sum();
-        let allocated = |segment: &&SegmentInfo| {
-            segment.blocks.iter().filter(|block| block.state == BlockState::ActiveAllocated).count()
-        };
-        let allocated: usize = self.segments.iter().map(allocated).sum();
-        bytes == i128::from(reserved) && i64::try_from(allocated).is_ok_and(|allocated| allocated == blocks)
-    }
-
+    pub is_complete: bool,
     /// Whether nothing needs to be inferred: the history is complete, no segment was freed, no request failed, and
     /// everything is in the default pool.
-    pub fn is_simple(&self) -> bool {
-        let is_simple = |event: &TraceEntry| {
-            !frees_segment(event.action) && event.action != Action::Oom && event.pool.is_none_or(MemPoolId::is_default)
-        };
-        self.segments.iter().all(|segment| segment.pool.is_default())
-            && self.is_complete()
-            && self.events.iter().all(is_simple)
-    }
+    pub is_simple: bool,
+}
 
+impl Survey {
     /// Refuses damaged numbers that no program produces: addresses and sizes that no device has, blocks outside of
     /// their segments. Behind this, sums of an address and some sizes do not overflow.
-    pub fn check_plausible(&self) -> Result<(), ReplayError> {
+    pub fn new(device: u32, events: &[TraceEntry], segments: &[&SegmentInfo]) -> Result<Self, ReplayError> {
         const STREAMS_MAX: usize = 65_535;
-        if u32::try_from(self.events.len()).is_err() {
-            return implausible(format!("device {} has {} events", self.device, self.events.len()));
+        if u32::try_from(events.len()).is_err() {
+            return implausible(format!("device {device} has {} events", events.len()));
         }
+        let reserved_at_end = check_segments(device, segments)?;
+        let name_of = |number: usize| match device {
+            0 => format!("event {number}"),
+            _ => format!("event {number} of device {device}"),
+        };
         let (mut streams, mut last_stream) = (BTreeSet::new(), None);
-        let mut at_end = 0_u64;
-        for (number, segment) in self.segments.iter().enumerate() {
-            let reason = |what: &str| implausible(format!("segment {number} of device {}: {what}", self.device));
-            at_end = at_end.saturating_add(segment.total_size);
-            let Some(end) = end_of(segment.address, segment.total_size) else {
-                return reason("it ends beyond the addresses of any device");
-            };
-            let mut next = segment.address;
-            for block in &segment.blocks {
-                match end_of(block.address, block.size) {
-                    Some(block_end) if block.address >= next && block_end <= end => next = block_end,
-                    _ => return reason("its blocks overlap or lie outside of it"),
-                }
-                // The requested size of a free block is from before it was split.
-                let is_too_small = block.state != BlockState::Inactive && block.requested_size > block.size;
-                if block.size == 0 || is_too_small {
-                    return reason("a block is empty or smaller than its request");
-                }
-            }
-            streams.insert(segment.stream);
-        }
-        let (mut reserved, mut peak) = (0_u64, at_end);
-        for (number, event) in self.events.iter().enumerate() {
+        let (mut reserved, mut peak) = (0_u64, reserved_at_end);
+        // What the events add to an allocator that was empty before them.
+        let (mut bytes, mut blocks, mut is_complete) = (0_i128, 0_i64, true);
+        let (mut names_pools, mut allocates_segments, mut maps_segments) = (true, false, false);
+        let mut is_simple = segments.iter().all(|segment| segment.pool.is_default());
+        for (number, event) in events.iter().enumerate() {
             match event.action {
-                Action::SegmentAlloc | Action::SegmentMap => reserved = reserved.saturating_add(event.size),
-                Action::SegmentFree | Action::SegmentUnmap => reserved = reserved.saturating_sub(event.size),
-                _ => {}
+                Action::SegmentAlloc | Action::SegmentMap => {
+                    reserved = reserved.saturating_add(event.size);
+                    peak = peak.max(reserved);
+                    bytes += i128::from(event.size);
+                    allocates_segments = true;
+                    maps_segments |= event.action == Action::SegmentMap;
+                }
+                Action::SegmentFree | Action::SegmentUnmap => {
+                    reserved = reserved.saturating_sub(event.size);
+                    bytes -= i128::from(event.size);
+                    is_complete &= bytes >= 0;
+                    is_simple = false;
+                }
+                Action::Alloc => {
+                    blocks += 1;
+                    names_pools &= event.pool.is_some();
+                }
+                Action::FreeRequested => {
+                    blocks -= 1;
+                    is_complete &= blocks >= 0;
+                }
+                Action::Oom => is_simple = false,
+                Action::FreeCompleted | Action::Snapshot | Action::Annotate => {}
             }
-            peak = peak.max(reserved);
+            is_simple &= event.pool.is_none_or(MemPoolId::is_default);
             if peak > BYTES_MAX {
-                return implausible(format!("{peak} bytes were reserved at once, at {}", self.name_of(number)));
+                return implausible(format!("{peak} bytes were reserved at once, at {}", name_of(number)));
             }
-            if !self.is_plausible(event) {
+            if !is_plausible(event) {
                 let (bytes, addr) = (event.size, event.addr);
                 let action = event.action.name();
-                return implausible(format!("{}: {action} of {bytes} bytes at {addr:#x}", self.name_of(number)));
+                return implausible(format!("{}: {action} of {bytes} bytes at {addr:#x}", name_of(number)));
             }
             if last_stream != Some(event.stream) {
                 last_stream = Some(event.stream);
@@ -143,27 +133,59 @@ impl<'a> DeviceRecording<'a> {
         if peak > BYTES_MAX {
             return implausible(format!("{peak} bytes were reserved at once"));
         }
-        if streams.len() > STREAMS_MAX {
-            return implausible(format!("it names {} streams", streams.len()));
+        let in_segments: BTreeSet<u64> = segments.iter().map(|segment| segment.stream).collect();
+        let named = streams.union(&in_segments).count();
+        if named > STREAMS_MAX {
+            return implausible(format!("it names {named} streams"));
         }
-        Ok(())
+        is_complete &= bytes == i128::from(reserved_at_end) && blocks == allocated_blocks(segments);
+        is_simple &= is_complete;
+        let streams = streams.into_iter().collect();
+        Ok(Self { streams, names_pools, allocates_segments, maps_segments, is_complete, is_simple })
     }
+}
 
-    /// How an event is called in messages.
-    fn name_of(&self, number: usize) -> String {
-        if self.device == 0 { format!("event {number}") } else { format!("event {number} of device {}", self.device) }
-    }
-
-    fn is_plausible(&self, event: &TraceEntry) -> bool {
-        match event.action {
-            // Its address is a size: what was free on the device.
-            Action::Oom => event.size < SizeRules::REQUEST_TOO_LARGE,
-            Action::Snapshot | Action::Annotate => true,
-            Action::SegmentAlloc | Action::SegmentFree | Action::SegmentMap | Action::SegmentUnmap => {
-                event.size > 0 && event.size <= BYTES_MAX && end_of(event.addr, event.size).is_some()
+/// The bytes of the segments in a snapshot, if they and their blocks are plausible.
+fn check_segments(device: u32, segments: &[&SegmentInfo]) -> Result<u64, ReplayError> {
+    let mut bytes = 0_u64;
+    for (number, segment) in segments.iter().enumerate() {
+        let reason = |what: &str| implausible(format!("segment {number} of device {device}: {what}"));
+        bytes = bytes.saturating_add(segment.total_size);
+        let Some(end) = end_of(segment.address, segment.total_size) else {
+            return reason("it ends beyond the addresses of any device");
+        };
+        let mut next = segment.address;
+        for block in &segment.blocks {
+            match end_of(block.address, block.size) {
+                Some(block_end) if block.address >= next && block_end <= end => next = block_end,
+                _ => return reason("its blocks overlap or lie outside of it"),
             }
-            Action::Alloc | Action::FreeRequested | Action::FreeCompleted => end_of(event.addr, event.size).is_some(),
+            // The requested size of a free block is from before it was split.
+            let is_too_small = block.state != BlockState::Inactive && block.requested_size > block.size;
+            if block.size == 0 || is_too_small {
+                return reason("a block is empty or smaller than its request");
+            }
         }
+    }
+    Ok(bytes)
+}
+
+/// The allocated blocks of a snapshot.
+fn allocated_blocks(segments: &[&SegmentInfo]) -> i64 {
+    let blocks = segments.iter().flat_map(|segment| &segment.blocks);
+    let allocated = blocks.filter(|block| block.state == BlockState::ActiveAllocated).count();
+    i64::try_from(allocated).unwrap_or(i64::MAX)
+}
+
+fn is_plausible(event: &TraceEntry) -> bool {
+    match event.action {
+        // Its address is a size: what was free on the device.
+        Action::Oom => event.size < SizeRules::REQUEST_TOO_LARGE,
+        Action::Snapshot | Action::Annotate => true,
+        Action::SegmentAlloc | Action::SegmentFree | Action::SegmentMap | Action::SegmentUnmap => {
+            event.size > 0 && event.size <= BYTES_MAX && end_of(event.addr, event.size).is_some()
+        }
+        Action::Alloc | Action::FreeRequested | Action::FreeCompleted => end_of(event.addr, event.size).is_some(),
     }
 }
 

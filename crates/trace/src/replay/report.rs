@@ -36,6 +36,8 @@ pub struct ReplayReport {
     pub steady: Option<Steady>,
     /// The time the replay took, with all runs that were needed to reproduce the recording.
     pub replay_seconds: f64,
+    /// The part of it in which the requested run made its requests: without preparation, and without other runs.
+    pub run_seconds: f64,
     /// How far the recorded settings reproduce the recording.
     pub fidelity: Fidelity,
     /// What the recording does not contain and was inferred.

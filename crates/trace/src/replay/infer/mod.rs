@@ -108,7 +108,7 @@ impl Inference {
         let mut pools = InferredPools::infer(&observed, rules.releases_partially());
         let ReleaseCauses { causes, limit, retries, mut remarks } = infer_causes(&observed, &pools, &rules);
         let failed_request_pools = recorded_pools(recording.events, Action::Oom, &mut pools);
-        let allocation_pools = match recording.names_pools {
+        let allocation_pools = match recording.survey.names_pools {
             true => recorded_pools(recording.events, Action::Alloc, &mut pools),
             false => pools.of_allocations(&observed),
         };
@@ -153,7 +153,7 @@ fn initial_state(
     options: InferOptions,
     budget: &Budget,
 ) -> Result<Option<InitialState>, Exceeded> {
-    if !recording.has_segments() || recording.is_complete() {
+    if !recording.has_segments() || recording.survey.is_complete {
         return Ok(None);
     }
     let initial = InitialState::reconstruct(recording, rules.clone(), budget)?;

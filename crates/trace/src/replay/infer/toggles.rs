@@ -101,6 +101,7 @@ fn candidates(events: &[TraceEntry], toggles: &[u32], event: usize) -> Vec<u32> 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::replay::recording::Survey;
 
     fn entry(action: Action) -> TraceEntry {
         TraceEntry::new(action, 0, 512, 0, 0)
@@ -126,7 +127,10 @@ mod tests {
     #[test]
     fn kind_of_new_segments_shows_the_value() {
         let events = [Action::Alloc, Action::SegmentAlloc, Action::Alloc, Action::SegmentMap].map(entry);
-        let likely = |events: &[TraceEntry], at_end| are_likely(DeviceRecording::new(0, events, &[]), at_end);
+        let likely = |events: &[TraceEntry], at_end| {
+            let survey = &Survey::new(0, events, &[]).expect("plausible");
+            are_likely(DeviceRecording { device: 0, events, segments: &[], survey, steady_from_us: None }, at_end)
+        };
         assert_eq!(first_value(&events), Some(false));
         assert!(likely(&events, true) && likely(&events, false));
         assert!(!likely(&events[..3], false) && likely(&events[..3], true));

@@ -18,6 +18,9 @@ use super::infer::{DEFAULT_POOL, Inference, PoolIndex, PoolOrigin, ReleaseCause}
 use super::recording::frees_segment;
 use crate::budget::{Budget, Charge, Exceeded, bytes_of};
 
+/// Events that are planned before their memory is counted.
+const EVENTS_BETWEEN_COUNTS: usize = 64;
+
 /// Where a replay keeps an allocation.
 pub(super) type Slot = u32;
 
@@ -102,13 +105,22 @@ pub(super) struct Plan {
 }
 
 impl Plan {
-    /// Makes the steps of the events.
-    pub fn new(events: &[TraceEntry], inference: &Inference, budget: &Budget) -> Result<Self, ReplayError> {
-        let mut planner = Planner::new(events, inference, budget)?;
+    /// Makes the steps of the events, which are on these streams.
+    pub fn new(
+        events: &[TraceEntry],
+        streams: &[u64],
+        inference: &Inference,
+        budget: &Budget,
+    ) -> Result<Self, ReplayError> {
+        let mut planner = Planner::new(events, streams, inference, budget)?;
         planner.plan_initial_blocks()?;
         let mut at = 0;
         while at < events.len() {
-            at = planner.plan_event(at);
+            // A few events add less than what is counted ahead.
+            let end = events.len().min(at + EVENTS_BETWEEN_COUNTS);
+            while at < end {
+                at = planner.plan_event(at);
+            }
             planner.count_memory();
             budget.check()?;
         }
@@ -145,17 +157,15 @@ struct PoolInUse {
 }
 
 impl<'a> Planner<'a> {
-    fn new(events: &'a [TraceEntry], inference: &'a Inference, budget: &Budget) -> Result<Self, Exceeded> {
+    fn new(
+        events: &'a [TraceEntry],
+        streams: &[u64],
+        inference: &'a Inference,
+        budget: &Budget,
+    ) -> Result<Self, Exceeded> {
         let initial = inference.initial.iter().flat_map(|initial| initial.heap.segments());
-        let mut streams: BTreeSet<u64> = BTreeSet::from([0]);
-        let mut last = 0;
-        for stream in initial.map(|segment| segment.stream).chain(events.iter().map(|event| event.stream)) {
-            if stream != last {
-                last = stream;
-                streams.insert(stream);
-            }
-        }
-        let streams: Vec<u64> = streams.into_iter().collect();
+        let streams = initial.map(|segment| segment.stream).chain(streams.iter().copied()).chain([0]);
+        let streams: Vec<u64> = streams.collect::<BTreeSet<u64>>().into_iter().collect();
         let index = |at: usize| StreamIndex::try_from(at).expect("fewer than 65536 streams");
         let stream_of = streams.iter().enumerate().map(|(at, &stream)| (stream, index(at))).collect();
         let mut charge = Charge::new(budget);

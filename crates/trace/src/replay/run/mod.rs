@@ -5,6 +5,8 @@ mod device;
 mod memory;
 mod restore;
 
+use std::time::{Duration, Instant};
+
 use warpool::driver::DevicePtr;
 use warpool::memory::{Action, Allocation, OomReport, Settings, SizeRules, TraceEntry};
 use warpool::{Error, Result};
@@ -69,6 +71,8 @@ pub(super) struct RunResult {
     pub forced_syncs: u64,
     pub driver_seconds: f64,
     pub steady: SteadyResult,
+    /// How long the steps took on this machine.
+    pub run_time: Duration,
     /// The first request that ran out of memory: its event, and the allocator's report.
     pub out_of_memory: Option<(u64, Box<OomReport>)>,
     /// The initial state could not be restored; nothing was replayed.
@@ -134,7 +138,9 @@ impl Run<'_> {
             before_steady: None,
             memory,
         };
+        let start = Instant::now();
         runner.run_steps()?;
+        runner.result.run_time = start.elapsed();
         Ok(runner.finish(before)?)
     }
 
