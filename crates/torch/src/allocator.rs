@@ -19,14 +19,18 @@ pub(crate) enum Allocator {
 
 impl Allocator {
     /// Creates the allocator that `settings.backend` names. Creates no context.
-    pub(crate) fn new(instance: &Instance, settings: Settings) -> Self {
-        match settings.backend {
+    pub(crate) fn new(instance: &Instance, settings: Settings) -> Result<Self> {
+        Ok(match settings.backend {
             Backend::Native => Self::Caching(Box::new(CachingAllocator::new(instance, settings))),
+            Backend::Paged => {
+                let (allocator, what) = (settings.backend.name(), "use as PyTorch's allocator");
+                return Err(warpool::Error::Unsupported { allocator, what }.into());
+            }
             Backend::CudaMallocAsync => {
                 let allocator = DriverPoolAllocator::with_settings(instance, settings.clone());
                 Self::DriverPool(Box::new(allocator), Box::new(settings))
             }
-        }
+        })
     }
 
     #[inline]

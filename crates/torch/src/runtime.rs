@@ -105,7 +105,7 @@ impl Runtime {
     pub fn new(driver: Arc<dyn Driver>, settings: Settings) -> Result<Self> {
         let origin = Origin::here();
         let instance = Instance::new(driver)?;
-        let allocator = Allocator::new(&instance, settings);
+        let allocator = Allocator::new(&instance, settings)?;
         let (streams, captures, stacks) = (StreamTable::new(), Captures::default(), Arc::default());
         Ok(Self { origin, instance, allocator, streams, captures, stacks })
     }

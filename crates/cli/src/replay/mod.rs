@@ -119,10 +119,16 @@ fn parse_settings(args: &Args) -> Result<(Option<Settings>, Vec<String>)> {
             (parsed?, Vec::new())
         }
     };
-    if settings.backend != Backend::Native && args.allocator == AllocatorChoice::default() {
+    let other = match settings.backend {
+        Backend::Native => None,
+        Backend::Paged => Some("paged"),
+        Backend::CudaMallocAsync => Some("driver-pool"),
+    };
+    if let Some(other) = other.filter(|_| args.allocator == AllocatorChoice::default()) {
+        let backend = settings.backend.name();
         let message =
-            "--settings: `backend:cudaMallocAsync` is another allocator: choose it with --allocator driver-pool";
-        return Err(CommandError::Usage(message.to_owned()));
+            format!("--settings: `backend:{backend}` is another allocator: choose it with --allocator {other}");
+        return Err(CommandError::Usage(message));
     }
     Ok((Some(settings), warnings.iter().map(|warning| format!("--settings: {warning}")).collect()))
 }

@@ -1,7 +1,7 @@
 //! The keys of settings strings: the list that the reader, the linter, suggestions and the docs use. Values are read in
 //! `value.rs` and written here.
 
-use super::{GIB, MIB, Reserve, Settings};
+use super::{Backend, GIB, MIB, Reserve, Settings};
 
 /// A key.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -30,6 +30,7 @@ pub(super) enum Key {
     PinnedDeviceCap,
     FreeBlockOrder,
     MemoryCap,
+    PagedSlack,
 }
 
 /// The properties of a key.
@@ -49,17 +50,21 @@ pub(super) struct KeyInfo {
     pub unset: &'static str,
     /// Whether a further string that does not name it resets it to its default.
     pub resets: bool,
-    /// Whether it has no effect on the driver's pool.
-    pub native_only: bool,
+    /// The backends that it has an effect on.
+    pub backends: &'static [Backend],
 }
 
-/// A key that is kept, affects both backends and always has a value; the functions below change that.
+/// A key that is kept, affects all backends and always has a value; the functions below change that.
 const fn key(key: Key, name: &'static str, expects: &'static str, meaning: &'static str) -> KeyInfo {
-    KeyInfo { key, name, alias: None, expects, meaning, unset: "none", resets: false, native_only: false }
+    KeyInfo { key, name, alias: None, expects, meaning, unset: "none", resets: false, backends: &Backend::ALL }
 }
 
 const fn native(info: KeyInfo) -> KeyInfo {
-    KeyInfo { native_only: true, ..info }
+    KeyInfo { backends: &[Backend::Native], ..info }
+}
+
+const fn paged(info: KeyInfo) -> KeyInfo {
+    KeyInfo { backends: &[Backend::Paged], ..info }
 }
 
 const fn resets(info: KeyInfo) -> KeyInfo {
@@ -77,12 +82,13 @@ const fn alias(info: KeyInfo, alias: &'static str) -> KeyInfo {
 const BOOLEAN: &str = "True or False";
 
 /// All keys, in the order of the enum.
-pub(super) static KEYS: [KeyInfo; 24] = [
+pub(super) static KEYS: [KeyInfo; 25] = [
     key(
         Key::Backend,
         "backend",
-        "native or cudaMallocAsync",
-        "the allocator: Warpool's caching allocator, or the driver's pool",
+        "native, expandable, paged or cudaMallocAsync",
+        "the allocator: the caching allocator, the same with `expandable_segments:True`, the paged allocator, or the \
+         driver's pool",
     ),
     native(key(
         Key::LargeSegmentSize,
@@ -252,6 +258,13 @@ pub(super) static KEYS: [KeyInfo; 24] = [
         "an integer, at least 2",
         "how much of each device may be reserved; Warpool's own key",
     ),
+    paged(key(
+        Key::PagedSlack,
+        "paged_slack",
+        "a number from 0 to 100",
+        "percent of peak live memory that may be reserved beyond it before pages are taken from free memory elsewhere; \
+         Warpool's own key",
+    )),
 ];
 
 impl Key {
@@ -310,6 +323,7 @@ impl Key {
             Self::PinnedDeviceCap => pinned.device_cap_bytes.map(mib),
             Self::FreeBlockOrder => Some(settings.free_block_order.name().into()),
             Self::MemoryCap => settings.memory_cap_bytes.map(mib),
+            Self::PagedSlack => Some(settings.paged_slack.to_string()),
         }
     }
 }

@@ -145,11 +145,14 @@ fn without_effect(settings: &Settings, given: &BTreeMap<Key, usize>) -> Vec<Warn
     let native = settings.backend == Backend::Native;
     let pinned = &settings.pinned;
 
-    // Settings of the native allocator have no effect on the driver's pool.
-    let ignored = KEYS.iter().filter(|info| !native && info.native_only && is_set(info.key));
-    let mut found: Vec<(Key, &str)> = ignored
-        .map(|info| (info.key, "no effect: the backend cudaMallocAsync has no such setting; remove it"))
-        .collect();
+    // Settings of one backend have no effect on the others.
+    let ignored = KEYS.iter().filter(|info| !info.backends.contains(&settings.backend) && is_set(info.key));
+    let without_effect = match settings.backend {
+        Backend::Native => "no effect; add `backend:paged`, or remove it",
+        Backend::Paged => "no effect: the backend paged has no such setting; remove it",
+        Backend::CudaMallocAsync => "no effect: the backend cudaMallocAsync has no such setting; remove it",
+    };
+    let mut found: Vec<(Key, &str)> = ignored.map(|info| (info.key, without_effect)).collect();
     let mut warn = |condition: bool, key: Key, text: &'static str| {
         if condition {
             found.push((key, text));
@@ -255,6 +258,8 @@ mod tests {
             "pinned_max_round_threshold_mb:8,pinned_max_cached_size_mb:8",
             "expandable_segments:True,expandable_segments_reserve:1.125",
             "pinned_cap_mb:8,pinned_device_cap_mb:8,pinned_reserve_segment_size_mb:8",
+            "backend:expandable,large_segment_size_mb:12",
+            "backend:paged,paged_slack:0.5,per_process_memory_fraction:0.5,memory_cap_mb:100",
         ];
         for string in quiet {
             assert!(lint(string).is_clean(), "settings {string:?}");
@@ -302,6 +307,19 @@ at byte 32: `expandable_segments_reserve_by_class`: no effect; add `expandable_s
         check_warnings(
             "backend:cudaMallocAsync,max_split_size_mb:200",
             "at byte 24: `max_split_size_mb`: no effect: the backend cudaMallocAsync has no such setting; remove it",
+        );
+        let paged = "no effect: the backend paged has no such setting; remove it";
+        check_warnings(
+            "expandable_segments:True,backend:paged,max_split_size_mb:200,free_block_order:address",
+            &format!(
+                "at byte 0: `expandable_segments`: {paged}\nat byte 39: `max_split_size_mb`: {paged}\nat byte 61: \
+                 `free_block_order`: {paged}"
+            ),
+        );
+        check_warnings("paged_slack:1", "at byte 0: `paged_slack`: no effect; add `backend:paged`, or remove it");
+        check_warnings(
+            "backend:cudaMallocAsync,paged_slack:1",
+            "at byte 24: `paged_slack`: no effect: the backend cudaMallocAsync has no such setting; remove it",
         );
         check_warnings(
             "release_lock_on_hipmalloc:True",
@@ -382,7 +400,8 @@ pinned_free_catch_all                 default  False
 pinned_cap_mb                         default  unlimited
 pinned_device_cap_mb                  default  unlimited
 free_block_order                      default  registration
-memory_cap_mb                         kept     64";
+memory_cap_mb                         kept     64
+paged_slack                           default  0";
         assert_eq!(found.to_string(), expected);
 
         let refused = before.lint_update("expandable_segments:on");

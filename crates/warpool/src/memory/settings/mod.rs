@@ -47,7 +47,8 @@ const GIB: u64 = 1 << 30;
 /// # The keys
 /// A *reset* key is set to its default by every further string that does not name it; the others keep their values.
 ///
-/// - `backend` (native or cudaMallocAsync): the allocator: Warpool's caching allocator, or the driver's pool.
+/// - `backend` (native, expandable, paged or cudaMallocAsync): the allocator: the caching allocator, the same with
+///   `expandable_segments:True`, the paged allocator, or the driver's pool.
 /// - `large_segment_size_mb` (an integer above 10): the size of segments for requests above 1 MiB and below 10 MiB.
 /// - `max_split_size_mb` (an integer, at least large_segment_size_mb; reset): blocks from this size on are not split.
 /// - `max_non_split_rounding_mb` (an integer, at least large_segment_size_mb; reset): how much larger than the request
@@ -79,6 +80,8 @@ const GIB: u64 = 1 << 30;
 /// - `free_block_order` (registration or address): which of two free blocks of one size is used first; Warpool's own
 ///   key.
 /// - `memory_cap_mb` (an integer, at least 2): how much of each device may be reserved; Warpool's own key.
+/// - `paged_slack` (a number from 0 to 100): percent of peak live memory that may be reserved beyond it before pages are
+///   taken from free memory elsewhere; Warpool's own key.
 ///
 /// `release_lock_on_hipmalloc` and `pinned_use_hip_host_register` are accepted as aliases.
 ///
@@ -125,6 +128,9 @@ pub struct Settings {
     pub free_block_order: FreeBlockOrder,
     /// How much of each device may be reserved, beside the fraction.
     pub memory_cap_bytes: Option<u64>,
+    /// Percent of peak live memory that the paged allocator may reserve beyond it, before it takes pages from free
+    /// memory elsewhere; 0 is the tightest.
+    pub paged_slack: f64,
 }
 
 /// The settings of pinned host memory.
@@ -156,19 +162,22 @@ pub enum Backend {
     /// The caching allocator.
     #[default]
     Native,
+    /// The paged allocator.
+    Paged,
     /// The driver's pool.
     CudaMallocAsync,
 }
 
 impl Backend {
     /// All of them.
-    pub const ALL: [Self; 2] = [Self::Native, Self::CudaMallocAsync];
+    pub const ALL: [Self; 3] = [Self::Native, Self::Paged, Self::CudaMallocAsync];
 
-    /// Its name in settings.
+    /// Its name in settings. (`expandable` is [`Native`](Self::Native) with expandable segments.)
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
             Self::Native => "native",
+            Self::Paged => "paged",
             Self::CudaMallocAsync => "cudaMallocAsync",
         }
     }
@@ -228,6 +237,7 @@ impl Default for Settings {
             pinned: PinnedSettings::default(),
             free_block_order: FreeBlockOrder::default(),
             memory_cap_bytes: None,
+            paged_slack: 0.0,
         }
     }
 }

@@ -37,6 +37,8 @@ fn part() -> impl Strategy<Value = String> {
         "1e999",
         "-1",
         "native",
+        "expandable",
+        "paged",
         "cudaMallocAsync",
         "address",
     ];
@@ -68,7 +70,7 @@ fn no_string_panics() {
 fn entry(key: Key) -> BoxedStrategy<String> {
     let name = key.name();
     let value = match key {
-        Key::Backend => Just("native".to_owned()).boxed(),
+        Key::Backend => prop::sample::select(vec!["native", "paged"]).prop_map(String::from).boxed(),
         Key::LargeSegmentSize => (6_u64..50).prop_map(|half| (2 * half).to_string()).boxed(),
         Key::MaxSplitSize | Key::MaxNonSplitRounding => (98..u64::MAX).prop_map(|mib| mib.to_string()).boxed(),
         Key::GarbageCollectionThreshold => (0.0001..1.0_f64).prop_map(|fraction| fraction.to_string()).boxed(),
@@ -100,6 +102,7 @@ fn entry(key: Key) -> BoxedStrategy<String> {
         | Key::PinnedCap
         | Key::PinnedDeviceCap
         | Key::MemoryCap => (2..u64::MAX >> 22).prop_map(|mib| mib.to_string()).boxed(),
+        Key::PagedSlack => (0.0..=100.0_f64).prop_map(|percent| percent.to_string()).boxed(),
         Key::FreeBlockOrder => prop::sample::select(vec!["registration", "address"]).prop_map(String::from).boxed(),
         _ => any::<bool>().prop_map(|value| if value { "True" } else { "False" }.to_owned()).boxed(),
     };

@@ -42,13 +42,21 @@ pub(super) fn read(base: &Settings, string: &str, mode: Mode) -> Reading {
         warnings: Vec::new(),
     };
     let known = reading.known(entries);
-    // The size of large segments comes first: it is the minimum of others, and the default of one.
-    let (large, others): (Vec<_>, Vec<_>) = known.into_iter().partition(|(key, ..)| *key == Key::LargeSegmentSize);
-    reading.apply(large);
+    let backend = known.iter().rfind(|(key, ..)| *key == Key::Backend);
+    let expandable = backend.filter(|(.., value)| value::is_expandable_backend(value)).map(|(_, name, _)| name.at);
+    // The size of large segments comes first: it is the minimum of others, and the default of one. The backend may turn
+    // expandable segments on, which another entry confirms.
+    let is_first = |key| matches!(key, Key::LargeSegmentSize | Key::Backend);
+    let (first, others): (Vec<_>, Vec<_>) = known.into_iter().partition(|(key, ..)| is_first(*key));
+    reading.apply(first);
     reset(&mut reading.settings);
+    reading.settings.expandable_segments |= expandable.is_some();
     reading.apply(others);
+    if let Some(at) = expandable {
+        reading.given.entry(Key::ExpandableSegments).or_insert(at);
+    }
     if mode != Mode::Recorded {
-        reading.check_pairs(base, mode);
+        reading.check_pairs(base, mode, expandable.is_some());
     }
     reading.problems.sort_by_key(|problem| problem.at);
     reading
@@ -98,7 +106,7 @@ impl Reading {
     }
 
     /// Settings that exclude each other, given by the string or set before.
-    fn check_pairs(&mut self, base: &Settings, mode: Mode) {
+    fn check_pairs(&mut self, base: &Settings, mode: Mode, expandable_backend: bool) {
         let settings = &self.settings;
         let mut refused = Vec::new();
         if mode == Mode::Update && settings.backend != base.backend {
@@ -117,7 +125,14 @@ impl Reading {
                     .into(),
             ));
         }
-        if settings.expandable_segments && !settings.large_segment_bytes.is_multiple_of(2 * MIB) {
+        if expandable_backend && !settings.expandable_segments {
+            refused.push((
+                [Key::ExpandableSegments, Key::Backend],
+                "`backend:expandable` turns expandable segments on; remove either, or choose `backend:native`".into(),
+            ));
+        }
+        let expandable = settings.expandable_segments && settings.backend != Backend::Paged;
+        if expandable && !settings.large_segment_bytes.is_multiple_of(2 * MIB) {
             refused.push((
                 [Key::LargeSegmentSize, Key::ExpandableSegments],
                 "expandable segments are mapped in steps of 2 MiB; give an even number".into(),

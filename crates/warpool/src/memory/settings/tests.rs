@@ -207,13 +207,13 @@ fn values_are_checked() {
     };
     refused(
         "backend:cudamallocasync",
-        "invalid value `cudamallocasync`; expected native or cudaMallocAsync; did you mean `cudaMallocAsync`?",
+        "invalid value `cudamallocasync`; expected native, expandable, paged or cudaMallocAsync; did you mean `cudaMallocAsync`?",
     );
     refused(
         "backend:hipMallocAsync",
-        "invalid value `hipMallocAsync`; expected native or cudaMallocAsync; did you mean `cudaMallocAsync`?",
+        "invalid value `hipMallocAsync`; expected native, expandable, paged or cudaMallocAsync; did you mean `cudaMallocAsync`?",
     );
-    refused("backend:[a:b]", "a list is not allowed; expected native or cudaMallocAsync");
+    refused("backend:[a:b]", "a list is not allowed; expected native, expandable, paged or cudaMallocAsync");
     refused("large_segment_size_mb:10", "`10` is too small; give at least 11");
     refused(
         "max_split_size_mb:19",
@@ -273,6 +273,9 @@ fn values_are_checked() {
     refused("pinned_cap_mb:1", "`1` is too small; give at least 2");
     refused("pinned_device_cap_mb:1", "`1` is too small; give at least 2");
     refused("memory_cap_mb:1", "`1` is too small; give at least 2");
+    for value in ["-1", "100.5", "nan", "1%"] {
+        refused(&format!("paged_slack:{value}"), &format!("invalid value `{value}`; expected a number from 0 to 100"));
+    }
 }
 
 #[test]
@@ -322,6 +325,33 @@ fn settings_that_exclude_each_other_are_problems() {
 }
 
 #[test]
+fn backends_have_names() {
+    check_same("backend:paged,paged_slack:2.5");
+    check_same("backend:cudaMallocAsync");
+    check("backend:native", "");
+    for string in ["backend:expandable", "backend:expandable,expandable_segments:True"] {
+        check(string, "expandable_segments:True");
+        assert_eq!(Settings::parse(string).unwrap().backend, Backend::Native);
+    }
+    check("backend:expandable,backend:native", "");
+    let on = "settings: at byte 19: `expandable_segments`: `backend:expandable` turns expandable segments on; remove \
+              either, or choose `backend:native`";
+    check("backend:expandable,expandable_segments:False", on);
+    check("expandable_segments:False,backend:expandable", &on.replace("byte 19", "byte 0"));
+    check_updates(&["", "backend:expandable"], "expandable_segments:True");
+    check_updates(&["backend:expandable", "expandable_segments:False"], "");
+    check_updates(
+        &["backend:paged", "backend:expandable"],
+        "settings: at byte 0: `backend`: the backend is paged and cannot be changed; remove the key, or restart the \
+         program with it",
+    );
+    check_updates(&["backend:paged", "paged_slack:3"], "backend:paged,paged_slack:3");
+    let values = lint("backend:expandable").values;
+    let origin = |key: &str| values.iter().find(|value| value.key == key).map(|value| value.origin);
+    assert_eq!((origin("backend"), origin("expandable_segments")), (Some(Origin::Given), Some(Origin::Given)));
+}
+
+#[test]
 fn updates_reset_some_and_keep_others() {
     let all = "large_segment_size_mb:40,max_split_size_mb:200,max_non_split_rounding_mb:64,\
                garbage_collection_threshold:0.8,\
@@ -331,7 +361,7 @@ fn updates_reset_some_and_keep_others() {
                pinned_use_cuda_host_register:True,pinned_num_register_threads:8,pinned_use_background_threads:True,\
                pinned_reserve_segment_size_mb:64,pinned_max_round_threshold_mb:16,pinned_max_cached_size_mb:32,\
                pinned_free_catch_all:True,pinned_cap_mb:4096,pinned_device_cap_mb:2048,\
-               free_block_order:address,memory_cap_mb:4096";
+               free_block_order:address,memory_cap_mb:4096,paged_slack:0.5";
     check_same(all);
     check_updates(&[all, all], all);
     let resets = |entry: &&str| KEYS.iter().any(|info| info.resets && entry.starts_with(&format!("{}:", info.name)));

@@ -25,7 +25,11 @@ pub(super) fn set(settings: &mut Settings, key: Key, value: &Value) -> Read<Vec<
     let large = settings.large_segment_bytes;
     let pinned = &mut settings.pinned;
     match key {
-        Key::Backend => settings.backend = named(key, value, Backend::ALL, Backend::name)?,
+        Key::Backend => match named(key, value, BackendName::ALL, BackendName::name)? {
+            BackendName::Of(backend) => settings.backend = backend,
+            // The reader turns expandable segments on, unless a later entry names another backend.
+            BackendName::Expandable => settings.backend = Backend::Native,
+        },
         Key::LargeSegmentSize => settings.large_segment_bytes = large_segment(key, value)?,
         Key::MaxSplitSize => settings.max_split_bytes = Some(size_from(key, value, large)?),
         Key::MaxNonSplitRounding => settings.max_non_split_rounding_bytes = size_from(key, value, large)?,
@@ -61,8 +65,36 @@ pub(super) fn set(settings: &mut Settings, key: Key, value: &Value) -> Read<Vec<
         }
         // With less than the smallest segment nothing could be allocated.
         Key::MemoryCap => settings.memory_cap_bytes = Some(size_from(key, value, 2 * MIB)?),
+        Key::PagedSlack => {
+            settings.paged_slack = number_in(key, value, |percent| (0.0..=100.0).contains(&percent))?;
+        }
     }
     Ok(remarks)
+}
+
+/// A backend as strings name it.
+#[derive(Clone, Copy)]
+enum BackendName {
+    Of(Backend),
+    /// The caching allocator with expandable segments.
+    Expandable,
+}
+
+impl BackendName {
+    const ALL: [Self; 4] =
+        [Self::Of(Backend::Native), Self::Expandable, Self::Of(Backend::Paged), Self::Of(Backend::CudaMallocAsync)];
+
+    const fn name(self) -> &'static str {
+        match self {
+            Self::Of(backend) => backend.name(),
+            Self::Expandable => "expandable",
+        }
+    }
+}
+
+/// Whether a value of `backend` turns on expandable segments.
+pub(super) fn is_expandable_backend(value: &Value) -> bool {
+    matches!(value, Value::Word(word) if word.text == BackendName::Expandable.name())
 }
 
 /// The value as a word.
