@@ -4,6 +4,7 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
 
 use warpool::driver::decorate::FaultPlan;
 use warpool::driver::{CaptureMode, CaptureState, Captures as _, ErrorCode, HostMemory as _, HostPtr};
@@ -25,6 +26,8 @@ const THREADS: usize = 4;
 /// For work; one more per thread is for captures, since work of another thread in it would be captured too.
 const STREAMS_EACH: usize = 2;
 const MIB: u64 = 1 << 20;
+/// How long a capture may take to end, with faults.
+const END_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// What the threads share.
 struct Shared {
@@ -322,15 +325,18 @@ impl<'a> Worker<'a> {
         drop(left);
     }
 
-    /// A capture that could not be ended because of faults is ended by its own thread: only that may.
+    /// A capture that could not be ended because of faults is ended before the thread is.
     fn end_capture(&mut self) {
         let machine = &self.shared.machine;
-        for _ in 0..1000 {
+        let begin = Instant::now();
+        while begin.elapsed() < END_TIMEOUT {
             if machine.sim.capture_state(self.for_captures.id()).unwrap() == CaptureState::None {
                 return;
             }
             let graph = Graph::new(&self.shared.allocator, &machine.device(0), GraphOptions::default());
             let _ = graph.unwrap().reset();
+            // Another thread may be ending it.
+            std::thread::yield_now();
         }
         panic!("thread {}: the capture on {} does not end", self.thread, self.for_captures.id());
     }

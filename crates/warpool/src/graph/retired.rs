@@ -4,6 +4,7 @@
 //!
 //! Nothing here keeps an allocator alive: an allocator keeps the `Instance` alive, which owns this.
 
+use std::collections::VecDeque;
 use std::sync::{Mutex, Weak};
 
 use warpool_driver::{CaptureId, DeviceId, Driver, DriverError, ErrorCode, GraphExecId, GraphId, StreamId};
@@ -16,8 +17,8 @@ use crate::{Device, Instance, Result, lock};
 /// The driver objects of one device's dropped graphs.
 #[derive(Default)]
 pub(super) struct RetiredGraphs {
-    pending_destroy: Mutex<Vec<GraphObject>>,
-    abandoned: Mutex<Vec<AbandonedCapture>>,
+    pending_destroy: Mutex<VecDeque<GraphObject>>,
+    abandoned: Mutex<VecDeque<AbandonedCapture>>,
 }
 
 /// A driver object of a graph.
@@ -52,12 +53,12 @@ impl RetiredGraphs {
 
     /// Has `object` destroyed later. No driver call.
     pub(super) fn destroy_later(&self, object: GraphObject) {
-        lock(&self.pending_destroy).push(object);
+        lock(&self.pending_destroy).push_back(object);
     }
 
     /// Has a capture ended later. No driver call.
     pub(super) fn end_later(&self, capture: AbandonedCapture) {
-        lock(&self.abandoned).push(capture);
+        lock(&self.abandoned).push_back(capture);
     }
 
     /// Destroys `object`; a failure is logged, and retried later.
@@ -71,17 +72,22 @@ impl RetiredGraphs {
     /// Ends and destroys what destructors left. What fails stays.
     pub(super) fn process_pending(&self, instance: &Instance) {
         let driver = &**instance.driver();
-        for capture in take(&self.abandoned) {
+        // One at a time: another thread that calls this meanwhile still finds the rest.
+        let count = lock(&self.abandoned).len();
+        for _ in 0..count {
+            let Some(capture) = lock(&self.abandoned).pop_front() else { break };
             self.end_abandoned(instance, capture);
         }
-        for object in take(&self.pending_destroy) {
+        let count = lock(&self.pending_destroy).len();
+        for _ in 0..count {
+            let Some(object) = lock(&self.pending_destroy).pop_front() else { break };
             self.destroy(driver, object);
         }
     }
 
     fn end_abandoned(&self, instance: &Instance, capture: AbandonedCapture) {
         let driver = &**instance.driver();
-        if is_under_way(driver, capture.stream, capture.id) {
+        if is_under_way(driver, capture.stream, capture.id).unwrap_or(true) {
             match self.end(driver, capture.stream, capture.id) {
                 EndOutcome::Graph(graph) => self.destroy(driver, GraphObject::Template(graph)),
                 EndOutcome::Failed(_) => {}
@@ -119,14 +125,16 @@ impl RetiredGraphs {
             Ok(graph) => return EndOutcome::Graph(graph),
             Err(error) => error,
         };
-        if !is_under_way(driver, stream, id) {
+        let still_under_way = |error: &DriverError| is_under_way(driver, stream, id).unwrap_or(!says_over(error));
+        if !still_under_way(&error) {
             return EndOutcome::Failed(error);
         }
-        if let Ok(graph) = driver.capture_end(stream) {
-            self.destroy(driver, GraphObject::Template(graph));
-            return EndOutcome::Failed(error);
+        match driver.capture_end(stream) {
+            Ok(graph) => self.destroy(driver, GraphObject::Template(graph)),
+            Err(again) if still_under_way(&again) => return EndOutcome::StillUnderWay(error),
+            Err(_) => {}
         }
-        if is_under_way(driver, stream, id) { EndOutcome::StillUnderWay(error) } else { EndOutcome::Failed(error) }
+        EndOutcome::Failed(error)
     }
 }
 
@@ -138,7 +146,7 @@ impl Extension for RetiredGraphs {
     fn destroy(&self, driver: &dyn Driver) -> Result<()> {
         let mut outcome = Ok(());
         for capture in take(&self.abandoned) {
-            if is_under_way(driver, capture.stream, capture.id) {
+            if is_under_way(driver, capture.stream, capture.id).unwrap_or(true) {
                 match self.end(driver, capture.stream, capture.id) {
                     EndOutcome::Graph(graph) => self.destroy_later(GraphObject::Template(graph)),
                     EndOutcome::Failed(_) => {}
@@ -154,7 +162,7 @@ impl Extension for RetiredGraphs {
 }
 
 /// Takes a list out. It is unlocked when this returns, so that what fails can be put back.
-fn take<T>(list: &Mutex<Vec<T>>) -> Vec<T> {
+fn take<T>(list: &Mutex<VecDeque<T>>) -> VecDeque<T> {
     std::mem::take(&mut *lock(list))
 }
 
@@ -168,12 +176,24 @@ pub(super) enum EndOutcome {
     StillUnderWay(DriverError),
 }
 
-/// Whether `stream` still takes part in that capture. An invalidated capture has no id and counts as that one; so does
-/// a stream whose status cannot be read.
-fn is_under_way(driver: &dyn Driver, stream: StreamId, id: Option<CaptureId>) -> bool {
-    match CaptureStatus::of(driver, stream) {
-        Ok(CaptureStatus::NotCapturing | CaptureStatus::StreamDestroyed) => false,
-        Ok(CaptureStatus::Capturing(now)) => id.is_none_or(|id| id == now),
-        Ok(CaptureStatus::Invalidated | CaptureStatus::Blocked) | Err(_) => true,
+/// Whether the error of `capture_end` says that its stream does not capture any more: what counts where the status
+/// cannot be read. A capture that is over would go on counting as under way otherwise.
+fn says_over(error: &DriverError) -> bool {
+    use ErrorCode::{
+        IllegalState, InvalidHandle, StreamCaptureInvalidated, StreamCaptureUnjoined, StreamCaptureWrongThread,
+    };
+    matches!(
+        error.code,
+        IllegalState | InvalidHandle | StreamCaptureInvalidated | StreamCaptureUnjoined | StreamCaptureWrongThread
+    )
+}
+
+/// Whether `stream` still takes part in that capture; `None` if its status cannot be read. An invalidated capture has no
+/// id and counts as that one.
+fn is_under_way(driver: &dyn Driver, stream: StreamId, id: Option<CaptureId>) -> Option<bool> {
+    match CaptureStatus::of(driver, stream).ok()? {
+        CaptureStatus::NotCapturing | CaptureStatus::StreamDestroyed => Some(false),
+        CaptureStatus::Capturing(now) => Some(id.is_none_or(|id| id == now)),
+        CaptureStatus::Invalidated | CaptureStatus::Blocked => Some(true),
     }
 }

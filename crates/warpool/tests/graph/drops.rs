@@ -1,9 +1,11 @@
 //! Graphs that are dropped or reset, also in the middle of a capture; a drop makes no driver call.
 
-use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Barrier};
 
+use warpool::driver::decorate::{Arguments, Hook, Hooked, Outcome};
 use warpool::driver::sim::{SimConfig, SimDriver};
-use warpool::driver::{Captures as _, Copies as _, Graphs as _, Pattern};
+use warpool::driver::{Call, Captures as _, Copies as _, Driver, Graphs as _, Pattern};
 use warpool::graph::{CaptureOptions, Graph, GraphError, GraphOptions};
 use warpool::memory::{Allocate as _, CachingAllocator, DeviceAllocator, Settings};
 use warpool::{Instance, Stream};
@@ -178,4 +180,58 @@ fn an_end_ends_only_its_own_capture() {
     // The capture that was ended outside of its graph is over.
     fixture.context.sim.graph_destroy(stray).unwrap();
     fixture.finish();
+}
+
+/// A driver whose first call that ends a capture waits twice before it is made.
+struct WaitAtEnd {
+    waits: AtomicBool,
+    barrier: Barrier,
+}
+
+impl Hook for WaitAtEnd {
+    type CallState = ();
+
+    fn before(&self, _: &dyn Driver, call: Call, _: Arguments<'_>) -> warpool::driver::Result<()> {
+        if call == Call::CaptureEnd && self.waits.swap(false, Ordering::Relaxed) {
+            self.barrier.wait();
+            self.barrier.wait();
+        }
+        Ok(())
+    }
+
+    fn after(&self, _: &dyn Driver, _: Call, (): (), _: Outcome<'_>) {}
+
+    fn suballocation(&self, _: Call, _: Arguments<'_>) {}
+}
+
+/// A reset ends the captures of dropped graphs also while another thread is ending one of them.
+#[test]
+fn a_thread_that_ends_one_capture_leaves_the_others_to_other_threads() {
+    let sim = Arc::new(SimDriver::new(SimConfig::default()));
+    let hook = WaitAtEnd { waits: AtomicBool::new(true), barrier: Barrier::new(2) };
+    let driver = Arc::new(Hooked::with_hook(sim.clone(), hook));
+    let instance = Instance::new(driver.clone()).unwrap();
+    let device = instance.device(0).unwrap();
+    let allocator: Arc<dyn DeviceAllocator> = Arc::new(CachingAllocator::new(&instance, Settings::default()));
+    let graph = || Graph::new(&allocator, &device, GraphOptions::default()).unwrap();
+    let streams = [(); 3].map(|()| device.lease_stream().unwrap());
+    let graphs = streams.each_ref().map(|stream| {
+        let mut graph = graph();
+        graph.capture_begin(stream, CaptureOptions::default()).unwrap();
+        graph
+    });
+    drop(graphs);
+    let under_way = || sim.object_counts().captures;
+    std::thread::scope(|scope| {
+        scope.spawn(|| graph().reset().unwrap());
+        driver.hook().barrier.wait();
+        assert_eq!(under_way(), 3, "the other thread is about to end one");
+        graph().reset().unwrap();
+        let left = under_way();
+        driver.hook().barrier.wait();
+        assert_eq!(left, 1, "only that one is left");
+    });
+    assert_eq!(under_way(), 0);
+    drop((allocator, streams, device));
+    instance.close().unwrap();
 }

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use warpool::driver::decorate::{FaultPlan, Faulty};
 use warpool::driver::sim::{HazardKind, SimConfig, SimDriver};
-use warpool::driver::{ErrorCode, Pattern};
+use warpool::driver::{Call, ErrorCode, Pattern, Streams as _};
 use warpool::graph::{CaptureOptions, Flag, Graph, GraphOptions};
 use warpool::memory::{Allocate as _, CachingAllocator, DeviceAllocator, MemPoolId, Settings};
 use warpool::{Instance, Result, StreamLease};
@@ -130,4 +130,27 @@ fn random_failures_leak_nothing() {
     for seed in 0..300 {
         check(seed % 2 == 0, FaultPlan::new().fail_fraction(&[], 0.1, seed, ErrorCode::UnknownError));
     }
+}
+
+/// Found by `warpool soak`: the driver had ended the capture, but its status could not be read. It went on counting as
+/// under way, and a trim kept uncached memory that was freed meanwhile.
+#[test]
+fn a_capture_that_is_over_does_not_count_though_its_status_cannot_be_read() {
+    let fixture = FaultyFixture::new();
+    let device = fixture.instance.device(0).unwrap();
+    let uncached = Arc::new(CachingAllocator::new(&fixture.instance, Settings::default()));
+    uncached.set_caching(false);
+    let uncached: Arc<dyn DeviceAllocator> = uncached;
+    let block = uncached.allocate(512, &fixture.side).unwrap();
+    let mut graph = Graph::new(&fixture.allocator, &device, GraphOptions::default()).unwrap();
+    graph.capture_begin(&fixture.side, CaptureOptions::default()).unwrap();
+    fixture.sim.stream_synchronize(fixture.side.id()).expect_err("this invalidates the capture");
+    fixture.faulty.set_plan(FaultPlan::new().fail_fraction(&[Call::CaptureState], 1.0, 0, ErrorCode::UnknownError));
+    graph.capture_end(&fixture.side).expect_err("it was invalidated");
+    fixture.faulty.clear_plan();
+    drop(block);
+    uncached.trim(device.id(), MemPoolId::DEFAULT).unwrap();
+    assert_eq!(fixture.sim.object_counts().allocations, 0, "no capture is under way");
+    drop((graph, uncached, device));
+    fixture.finish("an unreadable status");
 }
