@@ -6,9 +6,15 @@ use std::ffi::c_int;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use warpool::driver::decorate::{Counting, FaultPlan, Faulty, Recording};
 use warpool::driver::sim::{SimConfig, SimDriver};
-use warpool::driver::{DeviceId, ErrorCode, Memory as _};
-use warpool::memory::{Allocate as _, CachingAllocator, DeviceAllocator, HostAllocator, PinnedSettings, Settings};
+use warpool::driver::{Call, CaptureMode, DeviceId, Devices as _, ErrorCode, Memory as _};
+use warpool::graph::{CaptureOptions, Graph, GraphOptions};
+use warpool::handle::{Cublas, HandlePool};
+use warpool::memory::{
+    Allocate as _, CachingAllocator, DeviceAllocator, HostAllocator, Limited, MemPool, MemPoolId, PinnedSettings,
+    PoolOptions, Settings, Snapshot, Traced,
+};
 use warpool::{Error, Instance};
 
 unsafe extern "C" {
@@ -89,6 +95,127 @@ fn children_of_busy_threads_get_errors_and_never_hang() {
                 let own = Instance::new(Arc::new(SimDriver::new(SimConfig::default()))).unwrap();
                 let works = HostAllocator::new(&own, PinnedSettings::default()).allocate(100).is_ok();
                 errors && freed && closed && works && instance.is_inherited() && !own.is_inherited()
+            });
+            failed += u32::from(!passed);
+            if failed == 3 {
+                break;
+            }
+        }
+        stop.store(true, Ordering::Relaxed);
+        assert_eq!(failed, 0, "children that failed or hung");
+    });
+}
+
+/// What other threads of the parent use all the time: driver decorators, pools, scopes, captures, handles, decorated
+/// allocators, statistics.
+struct Busy {
+    counting: Arc<Counting>,
+    recording: Arc<Recording>,
+    faulty: Arc<Faulty>,
+    instance: Instance,
+    memory: Arc<dyn DeviceAllocator>,
+    limited: Arc<Limited>,
+    caching: Arc<CachingAllocator>,
+    pinned: HostAllocator,
+    handles: HandlePool<Cublas>,
+}
+
+impl Busy {
+    fn new() -> Self {
+        let sim = Arc::new(SimDriver::new(SimConfig::default()));
+        let counting = Arc::new(Counting::new(sim));
+        let recording = Arc::new(Recording::with_limit(counting.clone(), 100));
+        let faulty = Arc::new(Faulty::new(
+            recording.clone(),
+            FaultPlan::new().fail_nth(Call::MemInfo, u64::MAX, ErrorCode::UnknownError),
+        ));
+        let instance = Instance::new(faulty.clone()).unwrap();
+        let caching = Arc::new(CachingAllocator::new(&instance, Settings::default()));
+        let limited = Arc::new(Limited::new(caching.clone(), 1 << 40));
+        let memory: Arc<dyn DeviceAllocator> = Arc::new(Traced::new(limited.clone(), |_, _| ()));
+        let pinned = HostAllocator::new(&instance, PinnedSettings::default());
+        let handles = HandlePool::new(&instance, Cublas);
+        Self { counting, recording, faulty, instance, memory, limited, caching, pinned, handles }
+    }
+
+    fn work(&self, round: u64) {
+        let device = self.instance.device(0).unwrap();
+        let pool = MemPool::new(&self.memory, &device, PoolOptions::default()).unwrap();
+        let lease = device.lease_stream().unwrap();
+        let scope = pool.enter().unwrap();
+        let block = self.memory.allocate(1 + round * 7919 % 3_000_017, &lease).unwrap();
+        drop((scope, block, self.handles.lease(&device).unwrap()));
+        let host = self.pinned.allocate(1 + round * 7919 % 300_017).unwrap();
+        let _ = (self.pinned.stats(), self.limited.bytes_allocated(), self.recording.log(), self.faulty.injected());
+        self.memory.stats(device.id()).unwrap();
+        self.caching.set_settings(Settings::default());
+        self.pinned.set_settings(PinnedSettings::default());
+        drop((host, pool));
+        if round % 8 == 0 {
+            let mut graph = Graph::new(&self.memory, &device, GraphOptions::default()).unwrap();
+            graph.capture(&lease, relaxed(), |capture| capture.allocate(512).map(drop)).unwrap();
+            drop(self.instance.polling());
+        }
+    }
+}
+
+/// Other threads may make any call meanwhile.
+fn relaxed() -> CaptureOptions<'static> {
+    CaptureOptions::default().with_mode(CaptureMode::Relaxed)
+}
+
+/// Issue 12: in a child, decorators of drivers and allocators, statistics, and the destructors of pools, scopes, handles
+/// and captures need no lock that a thread of the parent may hold.
+#[test]
+fn a_child_can_drop_and_read_everything_that_it_inherited() {
+    let busy = Busy::new();
+    let stop = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        for thread in 0..4 {
+            let (busy, stop) = (&busy, &stop);
+            scope.spawn(move || {
+                let mut round = thread;
+                while !stop.load(Ordering::Relaxed) {
+                    busy.work(round);
+                    round += 4;
+                }
+            });
+        }
+        let Busy { counting, recording, faulty, instance, memory, limited, caching, pinned, handles } = &busy;
+        let device = instance.device(0).unwrap();
+        let mut failed = 0;
+        for _ in 0..100 {
+            let pool = MemPool::new(memory, &device, PoolOptions::default()).unwrap();
+            let scope = pool.enter().unwrap();
+            let lease = device.lease_stream().unwrap();
+            let block = memory.allocate(5000, &lease).unwrap();
+            let handle = handles.lease(&device).unwrap();
+            let polling = instance.polling();
+            drop(polling);
+            let mut graph = Graph::new(memory, &device, GraphOptions::default()).unwrap();
+            graph.capture_begin(&lease, relaxed()).unwrap();
+            let passed = in_child(|| {
+                let errors = is_forked(faulty.device_count().map_err(Error::from))
+                    && is_forked(recording.device_count().map_err(Error::from))
+                    && is_forked(counting.device_count().map_err(Error::from))
+                    && is_forked(memory.allocate(5000, &lease))
+                    && is_forked(memory.trim(device.id(), MemPoolId::DEFAULT))
+                    && is_forked(memory.snapshot(Default::default()))
+                    && is_forked(handles.lease(&device))
+                    && is_forked(MemPool::new(memory, &device, PoolOptions::default()))
+                    && is_forked(graph.capture_end(&lease))
+                    && is_forked(graph.reset());
+                let _ = (recording.log(), faulty.injected(), counting.counts(), caching.settings(), pinned.settings());
+                faulty.clear_plan();
+                recording.clear();
+                pinned.check();
+                caching.check();
+                pinned.reset_peak_stats();
+                pinned.add_to(&mut Snapshot::default());
+                let empty = pinned.stats().allocated_bytes.current == 0 && limited.bytes_allocated() == 0;
+                drop(instance.polling());
+                drop((scope, block, handle, graph, lease, pool));
+                errors && empty
             });
             failed += u32::from(!passed);
             if failed == 3 {

@@ -110,8 +110,12 @@ impl Faulty {
         Self::with_hook(inner, Faults(Mutex::new(State::new(plan))))
     }
 
-    /// Sets another plan. Calls are numbered from 1 again; the injected faults so far are kept.
+    /// Sets another plan. Calls are numbered from 1 again; the injected faults so far are kept. No effect in a forked
+    /// child, where all calls fail.
     pub fn set_plan(&self, plan: FaultPlan) {
+        if self.is_inherited() {
+            return;
+        }
         let mut state = self.hook().lock();
         let injected = std::mem::take(&mut state.injected);
         *state = State { injected, ..State::new(plan) };
@@ -122,9 +126,12 @@ impl Faulty {
         self.set_plan(FaultPlan::new());
     }
 
-    /// Every injected fault, in order.
+    /// Every injected fault, in order; none in a forked child.
     #[must_use]
     pub fn injected(&self) -> Vec<InjectedFault> {
+        if self.is_inherited() {
+            return Vec::new();
+        }
         self.hook().lock().injected.clone()
     }
 }

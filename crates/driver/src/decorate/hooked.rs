@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::value::{AsValue, Value};
+use crate::fork::{self, Origin};
 use crate::{
     Access, Address, BlasMath, Call, CaptureMode, CaptureState, Captures, ConditionalId, ConditionalKind, Copies,
     DeviceAccess, DeviceId, DeviceProperties, DevicePtr, Devices, Driver, DriverError, EventId, EventOptions,
@@ -43,23 +44,30 @@ pub trait Hook: Send + Sync {
 }
 
 /// A decorator with a hook on every call. [`Driver::kind`], [`Driver::now`] and [`Driver::entropy`] are forwarded
-/// without the hook.
+/// without the hook. In a forked child calls fail before they reach it ([`fork`]): it may need a lock that a thread of
+/// the parent held.
 pub struct Hooked<H> {
     inner: Arc<dyn Driver>,
     hook: H,
+    origin: Origin,
 }
 
 impl<H: Hook> Hooked<H> {
     /// Decorates `inner` with `hook`.
     #[must_use]
     pub fn with_hook(inner: Arc<dyn Driver>, hook: H) -> Self {
-        Self { inner, hook }
+        Self { inner, hook, origin: Origin::here() }
     }
 
     /// The hook.
     #[must_use]
     pub const fn hook(&self) -> &H {
         &self.hook
+    }
+
+    /// Whether this process was forked since it was made: the hook may be locked for ever.
+    pub(super) fn is_inherited(&self) -> bool {
+        !self.origin.is_here()
     }
 
     /// The decorated driver. Calls made on it directly do not reach the hook.
@@ -105,6 +113,9 @@ macro_rules! forward {
     (@method $(@$unsafe:tt)? $call:ident $method:ident($($arg:ident: $ty:ty),*)
         -> $ret:ty $(, fills $buffer:ident)?) => {
         $($unsafe)? fn $method(&self, $($arg: $ty),*) -> Result<$ret> {
+            if self.is_inherited() {
+                return Err(fork::error(Call::$call.name()));
+            }
             let inner = &*self.inner;
             let state = self.hook.before(inner, Call::$call, &[$((stringify!($arg), $arg.as_value())),*])?;
             // SAFETY: for an unsafe method, the caller of this one makes the same promises.
@@ -119,6 +130,9 @@ macro_rules! forward {
     };
     (@method $call:ident $method:ident($($arg:ident: $ty:ty),*)) => {
         fn $method(&self, $($arg: $ty),*) {
+            if self.is_inherited() {
+                return;
+            }
             self.hook.suballocation(Call::$call, &[$((stringify!($arg), $arg.as_value())),*]);
             self.inner.$method($($arg),*);
         }

@@ -30,15 +30,21 @@ impl Recording {
         Self::with_hook(inner, Recorder { limit: entries, state: Mutex::default() })
     }
 
-    /// The log so far.
+    /// The log so far; empty in a forked child.
     #[must_use]
     pub fn log(&self) -> Log {
+        if self.is_inherited() {
+            return Log::default();
+        }
         let state = self.hook().lock();
         Log { dropped: state.dropped, entries: state.entries.iter().cloned().collect() }
     }
 
     /// Empties the log. The numbers of addresses and handles are kept.
     pub fn clear(&self) {
+        if self.is_inherited() {
+            return;
+        }
         let mut state = self.hook().lock();
         state.entries.clear();
         state.dropped = 0;

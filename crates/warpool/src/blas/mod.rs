@@ -298,6 +298,9 @@ impl Shared {
 
 impl Drop for Shared {
     fn drop(&mut self) {
+        if self.instance.is_inherited() {
+            return;
+        }
         for id in self.observers {
             self.state.allocator.observers().detach(id);
         }

@@ -52,6 +52,9 @@ impl Workspace {
 impl Drop for Workspace {
     fn drop(&mut self) {
         let Some(block) = self.block.take() else { return };
+        if self.allocator.instance().is_inherited() {
+            return;
+        }
         let (device, bytes) = (block.device_id(), block.bytes_usable());
         with_metadata(METADATA, || drop(block));
         self.allocator.observers().workspaces.change(device, |stat| stat.decrease(bytes));
@@ -209,6 +212,9 @@ impl BlasState {
     /// Drops the cached workspaces that `which` selects by handle and stream, and returns how many. Those in use are
     /// freed when their users are done.
     pub(super) fn clear(&self, mut which: impl FnMut(HandleId, StreamId) -> bool) -> usize {
+        if self.allocator.instance().is_inherited() {
+            return 0;
+        }
         let mut cache = lock(&self.cache);
         let mut cleared = Vec::new();
         cache.workspaces.retain(|&(handle, stream), workspace| {

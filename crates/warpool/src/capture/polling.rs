@@ -33,8 +33,11 @@ impl Instance {
     /// A guard for querying events. Waits while a capture is about to begin, unless this thread holds a guard already.
     #[must_use = "dropping the guard ends the polling"]
     pub fn polling(&self) -> Polling {
-        let nested = guards_of_thread(self) > 0;
-        self.captures().pollers.enter(nested);
+        // A capture that was about to begin at a fork never does in the child, and is not waited for.
+        if !self.is_inherited() {
+            let nested = guards_of_thread(self) > 0;
+            self.captures().pollers.enter(nested);
+        }
         change_held(self, |held| held + 1);
         Polling { instance: self.clone(), _not_send: PhantomData }
     }
@@ -57,7 +60,9 @@ impl Polling {
 impl Drop for Polling {
     fn drop(&mut self) {
         change_held(&self.instance, |held| held.saturating_sub(1));
-        self.instance.captures().pollers.leave();
+        if !self.instance.is_inherited() {
+            self.instance.captures().pollers.leave();
+        }
     }
 }
 

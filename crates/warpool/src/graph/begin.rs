@@ -20,6 +20,7 @@ impl Graph {
     /// streams of the capture comes from the graph's pool. [`capture_end`](Self::capture_end) must follow, also after
     /// an error in between. [`capture`](Self::capture) does both, and cannot be left incomplete.
     pub fn capture_begin(&mut self, stream: &Stream, options: CaptureOptions<'_>) -> Result<()> {
+        self.device.instance().expect_own_process("capture_begin")?;
         self.check_begin(stream, &options)?;
         let instance = self.device.instance();
         let driver = &**instance.driver();

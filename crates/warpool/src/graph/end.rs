@@ -50,6 +50,7 @@ impl Graph {
     /// If the capture failed on the driver, it is over all the same and the graph is as new;
     /// [`GraphError::CaptureFailed`] says why.
     pub fn capture_end(&mut self, stream: &Stream) -> Result<()> {
+        self.device.instance().expect_own_process("capture_end")?;
         let Stage::Capturing(open) = &self.stage else {
             return Err(GraphError::NotCapturing.into());
         };
@@ -82,6 +83,7 @@ impl Graph {
     /// Frees everything that the graph holds; it can capture again then. A capture that is under way is ended and
     /// discarded. What the driver cannot destroy is logged as a warning and retried later.
     pub fn reset(&mut self) -> Result<()> {
+        self.device.instance().expect_own_process("reset")?;
         if let Some(error) = self.discard_capture() {
             tracing::warn!(%error, "a failed capture was discarded");
         }

@@ -136,6 +136,9 @@ impl Registration {
 
     fn undo(&mut self) {
         let instance = self.device.instance();
+        if instance.is_inherited() {
+            return;
+        }
         for id in self.captures.drain(..) {
             instance.captures().remove(id);
         }

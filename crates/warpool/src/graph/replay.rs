@@ -52,6 +52,7 @@ impl Graph {
     /// The executable, instantiated if it was not.
     #[cold]
     fn exec(&self, captured: &Captured) -> Result<GraphExecId> {
+        self.device.instance().expect_own_process("replay")?;
         let _locked = lock(&captured.launch_lock);
         if let Some(&exec) = captured.exec.get() {
             return Ok(exec);
@@ -62,6 +63,7 @@ impl Graph {
     }
 
     fn launch_with_generators(&self, captured: &Captured, exec: GraphExecId, stream: &Stream) -> Result<()> {
+        self.device.instance().expect_own_process("replay")?;
         let driver = self.device.driver();
         // Held over the calls: the arguments that are set apply to the next launch, which must be this one.
         let _locked = lock(&captured.launch_lock);

@@ -8,6 +8,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, Weak};
 
 use warpool_driver::DeviceId;
+use warpool_driver::fork::Origin;
 
 use crate::lock;
 
@@ -27,6 +28,7 @@ pub(super) struct IdleHandles<H> {
     /// Set once, for good. Read under a device's lock where handles are moved, without it where one is already owned.
     closed: AtomicBool,
     by_device: Box<[Mutex<DeviceHandles<H>>]>,
+    origin: Origin,
 }
 
 /// The handles of one device.
@@ -44,7 +46,8 @@ pub(super) struct Closed;
 impl<H> IdleHandles<H> {
     pub(super) fn new(devices: u32) -> Self {
         let empty = |_| Mutex::new(DeviceHandles { idle: Vec::new(), alive: 0 });
-        Self { closed: AtomicBool::new(false), by_device: (0..devices).map(empty).collect() }
+        let by_device = (0..devices).map(empty).collect();
+        Self { closed: AtomicBool::new(false), by_device, origin: Origin::here() }
     }
 
     /// Without a lock: a thread that is not synchronized with the closing one may see it later.
@@ -110,6 +113,11 @@ impl<H> IdleHandles<H> {
     }
 
     fn release(&self, device: DeviceId, handle: H) {
+        if !self.origin.is_here() {
+            // The parent has it; the list may be locked for ever.
+            std::mem::forget(handle);
+            return;
+        }
         let mut handles = lock(self.of(device));
         // Closing sets the flag first and locks each device afterwards: either `take_all` finds the handle, or the flag
         // is seen here.

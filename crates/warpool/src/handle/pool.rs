@@ -101,6 +101,7 @@ impl<K: LibraryKind> HandlePool<K> {
     /// those of other threads, keep working, and are leaked when they are returned. After a failure it continues, and
     /// returns the first error; closing another clone retries what could not be destroyed.
     pub fn close(self) -> Result<()> {
+        self.shared.instance.expect_own_process("close")?;
         thread::release(self.shared.key);
         self.shared.handles.close();
         let mut outcome = Ok(());
@@ -144,6 +145,7 @@ impl<K: LibraryKind> HandlePool<K> {
     /// The id of a device of the pool's own `Instance`.
     fn check(&self, device: &Device) -> Result<DeviceId> {
         self.shared.instance.expect_same(device.instance(), "the device")?;
+        self.shared.instance.expect_own_process("library handle")?;
         Ok(device.id())
     }
 }

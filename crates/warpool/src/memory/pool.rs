@@ -132,6 +132,9 @@ impl MemPool {
 
 impl Drop for PoolUse {
     fn drop(&mut self) {
+        if self.allocator.instance().is_inherited() {
+            return;
+        }
         if let Ok(pools) = self.allocator.pools() {
             // They fail only for an unknown pool, and this is one of its uses.
             if self.by_creator {
@@ -166,6 +169,9 @@ pub struct PoolScope {
 impl Drop for PoolScope {
     fn drop(&mut self) {
         let PoolUse { allocator, device, id, .. } = &*self.pool.0;
+        if allocator.instance().is_inherited() {
+            return;
+        }
         if let Ok(pools) = allocator.pools() {
             // It fails only if no scope is open.
             let _ = pools.end_routing_as(*device, *id, PoolUser::HANDLE);

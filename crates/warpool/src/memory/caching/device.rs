@@ -63,8 +63,9 @@ impl Shared {
         self.tracks_suballocations
     }
 
+    /// The settings in force; the default ones in a forked child, where they may be locked for ever.
     pub(super) fn settings(&self) -> Arc<Settings> {
-        Arc::clone(&lock(&self.settings))
+        if self.instance.is_inherited() { Arc::default() } else { Arc::clone(&lock(&self.settings)) }
     }
 
     pub(super) fn set_settings(&self, settings: Settings) {

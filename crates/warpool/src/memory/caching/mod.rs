@@ -71,7 +71,7 @@ impl CachingAllocator {
         }
     }
 
-    /// The settings in force.
+    /// The settings in force; the default ones in a forked child.
     #[must_use]
     pub fn settings(&self) -> Arc<Settings> {
         self.shared.settings()
@@ -80,6 +80,9 @@ impl CachingAllocator {
     /// Changes the settings. Cached memory stays; expandable segments serve requests only while `expandable_segments`
     /// is on. Memory fraction and cap stay as they were set first, or by the last call for them.
     pub fn set_settings(&self, settings: Settings) {
+        if self.shared.instance().is_inherited() {
+            return;
+        }
         self.devices.iter().for_each(|device| device.set_settings(&settings));
         self.shared.set_settings(settings);
     }
@@ -102,8 +105,12 @@ impl CachingAllocator {
     }
 
     /// Assigns a stream to a class, which decides how many addresses its expandable segments reserve
-    /// (`expandable_segments_reserve_by_class`); an empty name removes it.
+    /// (`expandable_segments_reserve_by_class`); an empty name removes it, which is to be done before the
+    /// stream is destroyed.
     pub fn set_stream_class(&self, stream: StreamId, class: &str) {
+        if self.shared.instance().is_inherited() {
+            return;
+        }
         self.shared.set_stream_class(stream, class);
     }
 
@@ -112,6 +119,9 @@ impl CachingAllocator {
     /// # Panics
     /// If one does not hold.
     pub fn check(&self) {
+        if self.shared.instance().is_inherited() {
+            return;
+        }
         self.devices.iter().for_each(|device| device.read(state::DeviceState::check));
     }
 

@@ -80,9 +80,12 @@ impl Limited {
         self.bytes_cap
     }
 
-    /// The bytes that are allocated now.
+    /// The bytes that are allocated now; 0 in a forked child.
     #[must_use]
     pub fn bytes_allocated(&self) -> u64 {
+        if self.inner.instance().is_inherited() {
+            return 0;
+        }
         lock(&self.table).bytes
     }
 

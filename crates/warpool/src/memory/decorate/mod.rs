@@ -138,6 +138,9 @@ fn finish<T>(decorator: &impl Decorator, call: &AllocatorCall, outcome: Result<T
 }
 
 fn free(decorator: &impl Decorator, free: FreeCall) -> Result<()> {
+    if decorator.inner().instance().is_inherited() {
+        return Ok(());
+    }
     finish(decorator, &AllocatorCall::Free(free), decorator.on_free(free))
 }
 
@@ -156,6 +159,7 @@ impl<D: Decorator> DeviceAllocator for D {
     }
 
     fn allocate_raw(&self, request: Request) -> Result<Allocation> {
+        self.instance().expect_own_process("allocate")?;
         let outcome = self.on_allocate(request);
         let allocation = outcome.as_ref().ok().copied();
         // After a panic nobody has the block.
@@ -194,6 +198,9 @@ impl<D: Decorator> DeviceAllocator for D {
     }
 
     fn record_uses_later(&self, allocation: Allocation, streams: &[StreamId]) {
+        if self.instance().is_inherited() {
+            return;
+        }
         self.inner().record_uses_later(allocation, streams);
         call_each(streams, |&stream| {
             let _ = finish(self, &AllocatorCall::RecordUse { ptr: allocation.ptr, stream }, Ok(()));

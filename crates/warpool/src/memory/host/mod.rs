@@ -187,9 +187,12 @@ impl HostAllocator {
         &self.shared().instance
     }
 
-    /// The current settings.
+    /// The current settings; the default ones in a forked child.
     #[must_use]
     pub fn settings(&self) -> PinnedSettings {
+        if self.instance().is_inherited() {
+            return PinnedSettings::default();
+        }
         lock(&self.shared().settings).clone()
     }
 
@@ -198,6 +201,9 @@ impl HostAllocator {
     /// that finds nothing cached.
     pub fn set_settings(&self, settings: PinnedSettings) {
         let shared = self.shared();
+        if shared.instance.is_inherited() {
+            return;
+        }
         shared.background.set_enabled(settings.use_background_threads);
         let mut current = lock(&shared.settings);
         shared.limits.set(&current, &settings);
@@ -267,10 +273,13 @@ impl HostAllocator {
         outcome.map(|()| unpinned)
     }
 
-    /// The counters.
+    /// The counters; all 0 in a forked child.
     #[must_use]
     pub fn stats(&self) -> HostStats {
         let mut stats = HostStats::default();
+        if self.instance().is_inherited() {
+            return stats;
+        }
         self.shared().front.add_to(&mut stats);
         self.shared().heap.lock_all().add_to(&mut stats, self.instance().device_count());
         stats
@@ -278,18 +287,27 @@ impl HostAllocator {
 
     /// Sets every peak to the current value.
     pub fn reset_peak_stats(&self) {
+        if self.instance().is_inherited() {
+            return;
+        }
         self.shared().front.for_each_stat(Stat::reset_peak);
         self.shared().heap.for_each_stat(Stat::reset_peak);
     }
 
     /// Sets the accumulated counters and the times to zero.
     pub fn reset_accumulated_stats(&self) {
+        if self.instance().is_inherited() {
+            return;
+        }
         self.shared().front.for_each_stat(Stat::reset_accumulated);
         self.shared().heap.reset_accumulated_stats();
     }
 
     /// Starts recording a history, or stops and clears it.
     pub fn record_history(&self, options: Option<HistoryOptions>) {
+        if self.instance().is_inherited() {
+            return;
+        }
         self.shared().history.set(options);
     }
 
@@ -303,16 +321,22 @@ impl HostAllocator {
 
     /// Adds the pinned segments and the history to a snapshot.
     pub fn add_to(&self, snapshot: &mut Snapshot) {
+        if self.instance().is_inherited() {
+            return;
+        }
         let mut stacks = StackIds::of(snapshot);
         self.shared().history.add_to(snapshot, &mut stacks);
         snapshot::add_segments(&self.shared().heap.lock_all(), snapshot, &mut stacks);
     }
 
-    /// Checks the invariants of the state. For tests.
+    /// Checks the invariants of the state. For tests. Checks nothing in a forked child.
     ///
     /// # Panics
     /// If one does not hold.
     pub fn check(&self) {
+        if self.instance().is_inherited() {
+            return;
+        }
         self.shared().front.check();
         self.shared().heap.lock_all().check();
     }

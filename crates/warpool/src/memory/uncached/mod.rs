@@ -315,6 +315,7 @@ impl<S: Source> DeviceAllocator for UncachedAllocator<S> {
     }
 
     fn snapshot(&self, options: SnapshotOptions) -> Result<Snapshot> {
+        self.instance.expect_own_process("snapshot")?;
         let mut snapshot = Snapshot { settings: self.settings.recorded(), ..Snapshot::default() };
         let mut stacks = StackIds::default();
         for state in &self.devices {
@@ -327,6 +328,7 @@ impl<S: Source> DeviceAllocator for UncachedAllocator<S> {
     }
 
     fn record_history(&self, options: Option<HistoryOptions>) -> Result<()> {
+        self.instance.expect_own_process("record_history")?;
         for state in &self.devices {
             state.ledger.record_history(options.as_ref());
         }
