@@ -177,3 +177,25 @@ fn statistics_do_not_grow_with_pools() {
     assert_eq!(context.stats().reserved_bytes_by_private_pools.len(), 0);
     context.finish();
 }
+
+/// Streams with blocks of their own are in order of their ids; a new one has its place among them.
+#[test]
+fn a_first_allocation_beside_many_streams() {
+    let costs = [300, 3000].map(|count| {
+        let context = TestContext::new("");
+        for stream in streams(&context, count) {
+            let block = context.allocator.allocate_raw(Request::new(FIRST, stream, 600)).unwrap();
+            context.allocator.free(block).unwrap();
+        }
+        let new = context.device().lease_stream().unwrap();
+        let steps = warpool::steps_taken();
+        let calls = calls_of_pair(&context, &new, 600);
+        let steps = warpool::steps_taken() - steps;
+        assert_eq!(context.stats().segment.all.current, 1 + count as u64);
+        drop(new);
+        context.finish();
+        (calls, steps)
+    });
+    assert_eq!(costs[0], costs[1]);
+    assert!(costs[0].0 < 10 && costs[0].1 < 10, "{costs:?}");
+}

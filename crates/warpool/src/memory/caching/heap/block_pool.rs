@@ -7,6 +7,7 @@ use warpool_driver::StreamId;
 use super::free_list::FreeList;
 use super::key::{BlockKey, BlockPoolKey, SegmentKey, StreamBlocksKey};
 use crate::memory::{MemPoolId, SegmentKind};
+use crate::steps;
 
 /// The small or the large half of a memory pool.
 pub(crate) struct BlockPool {
@@ -79,7 +80,7 @@ impl PoolStreams {
     }
 
     pub(super) fn keys(&self) -> impl Iterator<Item = StreamBlocksKey> + '_ {
-        self.all.values().copied()
+        self.all.values().copied().inspect(|_| steps::count())
     }
 
     fn find_only(&mut self) {
