@@ -14,8 +14,8 @@ fn threads_with_random_sizes_seldom_wait_for_each_other() {
     const CALLS: u64 = 5_000;
     let context = TestContext::new("");
     let start = Barrier::new(THREADS as usize);
-    std::thread::scope(|scope| {
-        for thread in 0..THREADS {
+    let searched: u64 = std::thread::scope(|scope| {
+        let spawn = |thread: u64| {
             let (pinned, start) = (&context.pinned, &start);
             scope.spawn(move || {
                 let mut rng = Rng::new(1 + thread);
@@ -26,12 +26,16 @@ fn threads_with_random_sizes_seldom_wait_for_each_other() {
                     held[slot] = None;
                     held[slot] = Some(pinned.allocate(1 + rng.u64_below(MIB)).unwrap());
                 }
-            });
-        }
+                warpool::steps_taken()
+            })
+        };
+        let threads: Vec<_> = (0..THREADS).map(spawn).collect();
+        threads.into_iter().map(|thread| thread.join().unwrap()).sum()
     });
     context.pinned.check();
     let (waits, calls) = (context.pinned.heap_lock_waits(), THREADS * CALLS);
     assert!(waits <= calls / 20, "{waits} waits in {calls} calls");
+    assert!(searched <= calls, "{searched} shards of other threads were searched in {calls} calls");
     context.finish();
 }
 

@@ -100,7 +100,7 @@ impl Shared {
         let found = self.heap.take(home, fit, self);
         let found = found.or_else(|| {
             self.empty_front_cache(home);
-            self.heap.take_from_preferred(home, fit, self)
+            self.heap.take_from_first(home, fit, self)
         });
         let found = found.or_else(|| {
             self.empty_front_caches();

@@ -3,12 +3,12 @@
 //! A thread has the shard with the number of its front cache: segments that it pins are added there. So threads that
 //! allocate and free at the same time mostly do not wait for each other. Memory is not divided between them: before
 //! anything is pinned, all shards are searched. A spare segment of another shard moves to the thread's own; if only a
-//! part of one fits, the thread searches that shard first from then on.
+//! part of one fits, the thread searches that shard next after its own from then on.
 //!
 //! Lock order: several shards are locked in ascending order, or by trying only; the ledger is a leaf.
 
 use std::collections::BTreeMap;
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::time::Duration;
 
@@ -21,12 +21,14 @@ use super::pin::PinnedRange;
 use super::shard::{Piece, Segment, SegmentUse, Shard};
 use super::size_class::Fit;
 use super::stats::HostStats;
-use crate::lock;
 use crate::memory::{PinnedSettings, Stack, Stat};
+use crate::{lock, steps};
 
 /// All pinned memory of an allocator.
 pub(super) struct Heap {
     shards: Box<[Aligned]>,
+    /// Which shards have ever had a segment: a search does not touch the others.
+    used: Box<[AtomicBool]>,
     ledger: Mutex<Ledger>,
     /// Signalled when a segment is no longer in transit.
     transit_ended: Condvar,
@@ -38,7 +40,7 @@ pub(super) struct Heap {
 #[repr(align(128))]
 struct Aligned {
     shard: Mutex<Shard>,
-    /// The shard that threads search first whose own this is.
+    /// The shard that threads search next whose own this is.
     preferred: AtomicU32,
 }
 
@@ -82,35 +84,41 @@ impl Heap {
     pub(super) fn new(shards: usize) -> Self {
         Self {
             shards: (0..shards as u32).map(Aligned::new).collect(),
+            used: (0..shards).map(|_| AtomicBool::new(false)).collect(),
             ledger: Mutex::default(),
             transit_ended: Condvar::new(),
             waits: AtomicU64::new(0),
         }
     }
 
-    /// A block for a thread whose own shard is `own`: from the shard that it searches first, or from others that no
-    /// thread has locked.
+    /// A block for a thread whose own shard is `own`: from that, from the one that it found memory in last, or from
+    /// others that no thread has locked.
     pub(super) fn take(&self, own: usize, fit: &Fit, shared: &Arc<Shared>) -> Option<Arc<PinnedBlock>> {
         let preferred = self.preferred(own).load(Ordering::Relaxed) as usize;
-        let first = try_lock(&self.shards[preferred].shard);
-        let is_locked = first.is_none();
-        if let Some(mut shard) = first
-            && let Some(block) = shard.take(fit, BlockOwner { shared, shard: preferred })
-        {
-            return Some(block);
+        let mut is_locked = false;
+        for shard in [own, preferred].into_iter().take(if own == preferred { 1 } else { 2 }) {
+            match try_lock(&self.shards[shard].shard) {
+                Some(mut locked) => {
+                    if let Some(block) = locked.take(fit, BlockOwner { shared, shard }) {
+                        return Some(block);
+                    }
+                }
+                None => is_locked = true,
+            }
         }
         let found = self.take_from_others(own, preferred, fit, shared);
-        found.or_else(|| if is_locked { self.take_from_preferred(own, fit, shared) } else { None })
+        found.or_else(|| if is_locked { self.take_from_first(own, fit, shared) } else { None })
     }
 
-    /// A block from the shard that the thread searches first. Waits for its lock.
-    pub(super) fn take_from_preferred(&self, own: usize, fit: &Fit, shared: &Arc<Shared>) -> Option<Arc<PinnedBlock>> {
-        let shard = self.preferred(own).load(Ordering::Relaxed) as usize;
-        self.lock_shard(shard).take(fit, BlockOwner { shared, shard })
+    /// A block from the shards that the thread searches first. Waits for their locks.
+    pub(super) fn take_from_first(&self, own: usize, fit: &Fit, shared: &Arc<Shared>) -> Option<Arc<PinnedBlock>> {
+        let take = |shard| self.lock_shard(shard).take(fit, BlockOwner { shared, shard });
+        let preferred = self.preferred(own).load(Ordering::Relaxed) as usize;
+        take(own).or_else(|| if preferred == own { None } else { take(preferred) })
     }
 
-    /// A block from a shard but `preferred` that no thread has locked. A spare segment moves to `own`; otherwise that
-    /// shard is searched first from then on.
+    /// A block from a shard but `own` and `preferred` that no thread has locked. A spare segment moves to `own`;
+    /// otherwise that shard is the preferred one from then on.
     fn take_from_others(
         &self,
         own: usize,
@@ -119,16 +127,17 @@ impl Heap {
         shared: &Arc<Shared>,
     ) -> Option<Arc<PinnedBlock>> {
         // In another order for every thread, so that threads do not all search the same one.
-        let others = (0..self.shards.len()).map(|step| own ^ step).filter(|&other| other != preferred);
-        for other in others {
+        let others = (1..self.shards.len()).map(|step| own ^ step).filter(|&other| other != preferred);
+        for other in others.filter(|&other| self.used[other].load(Ordering::Relaxed)) {
+            steps::count();
             let Some(mut theirs) = try_lock(&self.shards[other].shard) else { continue };
             let Some(range) = theirs.find(fit) else { continue };
-            if other != own
-                && let Some(start) = theirs.spare_of(range)
+            if let Some(start) = theirs.spare_of(range)
                 && let Some(mut mine) = try_lock(&self.shards[own].shard)
                 && let Some(segment) = theirs.remove(start)
             {
                 self.preferred(own).store(own as u32, Ordering::Relaxed);
+                self.mark_used(own);
                 mine.insert(segment);
                 return Some(mine.take_from(start, fit, BlockOwner { shared, shard: own }));
             }
@@ -136,6 +145,14 @@ impl Heap {
             return Some(theirs.split(range, fit, BlockOwner { shared, shard: other }));
         }
         None
+    }
+
+    /// A shard is about to get a segment.
+    fn mark_used(&self, shard: usize) {
+        // Written once, so that the flags stay in every core's cache.
+        if !self.used[shard].load(Ordering::Relaxed) {
+            self.used[shard].store(true, Ordering::Relaxed);
+        }
     }
 
     fn preferred(&self, own: usize) -> &AtomicU32 {
@@ -150,6 +167,7 @@ impl Heap {
 
     /// Adds a segment whose quota was reserved to a shard.
     pub(super) fn add(&self, shard: usize, segment: NewSegment) {
+        self.mark_used(shard);
         self.add_locked(&mut self.lock_shard(shard), segment);
     }
 
@@ -163,6 +181,7 @@ impl Heap {
     ) -> Arc<PinnedBlock> {
         let start = segment.range.start();
         self.preferred(shard).store(shard as u32, Ordering::Relaxed);
+        self.mark_used(shard);
         let mut locked = self.lock_shard(shard);
         self.add_locked(&mut locked, segment);
         locked.take_from(start, fit, BlockOwner { shared, shard })
@@ -298,7 +317,7 @@ impl Heap {
     }
 
     /// Lets go of all segments and blocks, to be dropped without a lock. The ledger stays for segments in transit.
-    pub(super) fn close(&self) -> Vec<BTreeMap<u64, Segment>> {
+    pub(super) fn close(&self) -> Vec<impl Sized> {
         self.shards.iter().map(|shard| lock(&shard.shard).close()).collect()
     }
 

@@ -12,6 +12,7 @@ use super::pin::PinnedRange;
 use crate::capture::RelaxedMode;
 use crate::memory::StackLevel;
 use crate::memory::stream_fence::{self, Fence, FenceOwner, StreamFences, StreamUses};
+use crate::unwind::call_each;
 use crate::{Instance, Result, lock};
 
 /// Work that is left to later calls.
@@ -30,7 +31,9 @@ impl Pending {
     }
 }
 
-/// [`Pending`] under a lock, and whether there is any, which is read without it.
+/// [`Pending`] under a lock, and whether there is any, which is read without it. On cache lines of its own: every free
+/// of a used block writes here, and what is beside it is read by every call.
+#[repr(align(128))]
 #[derive(Default)]
 pub(super) struct PendingWork {
     pending: Mutex<Pending>,
@@ -132,10 +135,11 @@ impl FenceOwner for Reclaimer<'_> {
     fn complete(&self, passed: &[Fence]) {
         let pop = |fences: &mut StreamFences<_>| passed.iter().filter_map(|fence| fences.pop(fence)).collect();
         let blocks: Vec<Arc<PinnedBlock>> = self.with_fences(pop);
-        for block in blocks {
+        // All of them, also if the completion of one panics.
+        call_each(blocks, |block| {
             lock(&block.usage).streams.fence_passed();
             self.reclaim_if_clear(block);
-        }
+        });
     }
 
     fn reclaim_if_clear(&self, block: Arc<PinnedBlock>) {

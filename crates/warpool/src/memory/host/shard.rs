@@ -12,7 +12,7 @@ use std::sync::Arc;
 
 use warpool_driver::DeviceId;
 
-use super::block::{BlockOwner, PinnedBlock, PinnedState};
+use super::block::{BlockOwner, PinnedBlock, PinnedState, StateRef};
 use super::pin::PinnedRange;
 use super::size_class::{Fit, GRANULARITY};
 use crate::memory::Stack;
@@ -98,6 +98,8 @@ pub(super) struct Shard {
     free: BTreeSet<FreeRange>,
     /// The devices that its segments have counted for.
     devices: BTreeSet<DeviceId>,
+    /// For its blocks; made with the first of them.
+    state_ref: Option<Arc<StateRef>>,
 }
 
 impl Shard {
@@ -137,7 +139,8 @@ impl Shard {
         assert!(self.free.remove(&range), "a free range is in the set");
         let (&start, segment) = self.segments.range_mut(..=at).next_back().expect("a free range is in a segment");
         let size = if available - fit.size <= fit.slack { available } else { fit.size };
-        let block = Arc::new(PinnedBlock::new(owner, at, size, start, device));
+        let state_ref = self.state_ref.get_or_insert_with(|| StateRef::new(owner.shared));
+        let block = Arc::new(PinnedBlock::new(state_ref, owner.shard, at, size, start, device));
         segment.pieces.insert(at, Piece::Block(Arc::clone(&block)));
         if size < available {
             segment.pieces.insert(at + size, Piece::Free(available - size));
@@ -210,10 +213,10 @@ impl Shard {
         &self.segments
     }
 
-    /// Lets go of all segments and blocks, to be dropped without the lock.
-    pub(super) fn close(&mut self) -> BTreeMap<u64, Segment> {
+    /// Lets go of all segments and blocks, and of the allocator's state, to be dropped without the lock.
+    pub(super) fn close(&mut self) -> (BTreeMap<u64, Segment>, Option<Arc<StateRef>>) {
         self.free.clear();
-        std::mem::take(&mut self.segments)
+        (std::mem::take(&mut self.segments), self.state_ref.take())
     }
 
     /// The block at that address.
