@@ -10,13 +10,12 @@
 use std::cell::Cell;
 use std::collections::BTreeMap;
 use std::ffi::c_void;
-use std::mem;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::ptr;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard};
 
-use warpool_driver::HostCallback;
+use warpool_driver::{HostCallback, discard_panic};
 
 use crate::sync::lock;
 
@@ -88,11 +87,9 @@ fn run(callback: Option<HostCallback>) {
 /// Runs `work` as a callback; a panic does not unwind into C.
 fn in_callback(work: impl FnOnce()) {
     let before = RUNNING.replace(true);
-    let outcome = catch_unwind(AssertUnwindSafe(work));
+    let outcome = catch_unwind(AssertUnwindSafe(work)).map_err(discard_panic);
     RUNNING.set(before);
-    if let Err(payload) = outcome {
-        // Dropping the payload might panic again.
-        mem::forget(payload);
+    if outcome.is_err() {
         tracing::error!("a host callback panicked; the stream continues");
     }
 }

@@ -14,6 +14,7 @@ mod error;
 pub mod fork;
 mod id;
 mod pages;
+mod panic;
 pub mod sim;
 
 pub use contract::*;
@@ -23,3 +24,5 @@ pub use id::{
     HandleId, HostPtr, ModuleId, NodeId, PhysicalId, PoolId, RawHandle, StreamId,
 };
 pub use pages::{ClaimedRange, HostPages, HostRange};
+#[doc(hidden)]
+pub use panic::discard_panic;

@@ -61,8 +61,10 @@ fn make(is_body: bool) -> &'static Object {
 
 fn make_node(is_body: bool, kind: u32) -> &'static Object {
     static NEXT: AtomicU64 = AtomicU64::new(100);
+    /// Never freed, so that a stale handle is found. Kept here, so that they do not count as leaks.
+    static ALL: Mutex<Vec<&'static Object>> = Mutex::new(Vec::new());
     let serial = NEXT.fetch_add(1, Ordering::Relaxed);
-    Box::leak(Box::new(Object {
+    let object: &Object = Box::leak(Box::new(Object {
         exists: AtomicBool::new(true),
         serial,
         capture: Mutex::default(),
@@ -73,7 +75,9 @@ fn make_node(is_body: bool, kind: u32) -> &'static Object {
         invalid: AtomicBool::new(false),
         in_use: AtomicBool::new(false),
         stream: Mutex::default(),
-    }))
+    }));
+    ALL.lock().unwrap().push(object);
+    object
 }
 
 fn handle<T>(object: &'static Object) -> *mut T {

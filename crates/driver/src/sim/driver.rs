@@ -15,7 +15,7 @@ use super::rng;
 use super::state::SimState;
 use super::work::{AwaitedStream, Work, in_host_code, run_host_code};
 use crate::fork::{self, Origin};
-use crate::{Call, CaptureRule, DeviceId, DevicePtr, Driver, ErrorCode, Result, StreamId};
+use crate::{Call, CaptureRule, DeviceId, DevicePtr, Driver, ErrorCode, Result, StreamId, discard_panic};
 
 /// A driver with one or more simulated GPUs.
 #[derive(Debug)]
@@ -264,10 +264,7 @@ impl SimDriver {
 
 /// Runs code of others, whose panics end here.
 fn catch(body: impl FnOnce()) {
-    if let Err(payload) = std::panic::catch_unwind(AssertUnwindSafe(body)) {
-        // Dropping it might panic again.
-        std::mem::forget(payload);
-    }
+    std::panic::catch_unwind(AssertUnwindSafe(body)).unwrap_or_else(discard_panic);
 }
 
 impl Driver for SimDriver {

@@ -85,7 +85,7 @@ mod tests {
 
     #[test]
     fn uniforms_are_above_0_and_at_most_1() {
-        assert_eq!(uniform(0), 2.0_f32.powi(-33));
+        assert_eq!(uniform(0), 1.0 / 8_589_934_592.0, "2 to the power of -33");
         assert_eq!(uniform(u32::MAX), 1.0);
         assert_eq!(uniform(1 << 31), 0.5);
     }

@@ -10,7 +10,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::Mutex;
 use std::thread;
 
-use warpool_driver::{DeviceId, Driver};
+use warpool_driver::{DeviceId, Driver, discard_panic};
 
 use crate::lock;
 use crate::memory::report::StackIds;
@@ -78,8 +78,7 @@ impl Caught {
     fn keep(&self, panic: Box<dyn Any + Send>) {
         let first = match self.0.take() {
             Some(first) => {
-                // Dropping it might panic again.
-                std::mem::forget(panic);
+                discard_panic(panic);
                 first
             }
             None => panic,
@@ -91,8 +90,7 @@ impl Caught {
 #[cold]
 fn resume(panic: Box<dyn Any + Send>) {
     if thread::panicking() {
-        // Dropping it might panic again.
-        std::mem::forget(panic);
+        discard_panic(panic);
     } else {
         resume_unwind(panic);
     }

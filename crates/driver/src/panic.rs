@@ -1,0 +1,31 @@
+//! Panics of other people's code that end where they are caught.
+
+use std::any::Any;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
+/// Drops what a panic was raised with. That may panic again: then the second payload is leaked, and nothing unwinds.
+#[doc(hidden)]
+pub fn discard_panic(payload: Box<dyn Any + Send>) {
+    if let Err(again) = catch_unwind(AssertUnwindSafe(|| drop(payload))) {
+        std::mem::forget(again);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    struct Bomb;
+
+    impl Drop for Bomb {
+        fn drop(&mut self) {
+            panic!("on purpose, while a payload is dropped");
+        }
+    }
+
+    #[test]
+    fn a_payload_may_panic() {
+        discard_panic(Box::new("a text"));
+        discard_panic(Box::new(Bomb));
+    }
+}
