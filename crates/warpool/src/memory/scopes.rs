@@ -140,11 +140,17 @@ impl Scopes {
         Ok(())
     }
 
+    /// Whether any scope is open: without one, requests go to the default pool.
+    #[inline]
+    pub(crate) fn is_any_open(&self) -> bool {
+        self.count.load(Ordering::Acquire) > 0
+    }
+
     /// The pool for a request that names none: that of the newest matching scope, or the default pool. Reads the
     /// stream's capture status only if a newer scope routes by capture, without the lock.
     #[inline]
     pub(crate) fn routed(&self, stream: StreamId, driver: &dyn Driver) -> Result<MemPoolId> {
-        if self.count.load(Ordering::Acquire) == 0 { Ok(MemPoolId::DEFAULT) } else { self.search(stream, driver) }
+        if self.is_any_open() { self.search(stream, driver) } else { Ok(MemPoolId::DEFAULT) }
     }
 
     fn search(&self, stream: StreamId, driver: &dyn Driver) -> Result<MemPoolId> {

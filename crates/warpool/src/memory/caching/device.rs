@@ -172,28 +172,38 @@ impl CachingDevice {
         &self.shared
     }
 
-    /// One step under the device's lock. Trackers do not see its entries yet: [`report`](Self::report) shows them.
+    /// The device's lock, for steps whose results must stay in registers. All others are by [`change`](Self::change)
+    /// and [`with`](Self::with).
     #[inline]
+    pub(super) fn lock_state(&self) -> MutexGuard<'_, DeviceState> {
+        lock(&self.state)
+    }
+
+    /// One step under the device's lock. Trackers do not see its entries yet: [`report`](Self::report) shows them.
+    #[inline(always)]
+    #[expect(clippy::inline_always, reason = "a call would return the result through memory")]
     pub(super) fn change<R>(&self, step: impl FnOnce(&mut DeviceState) -> R) -> R {
-        step(&mut lock(&self.state))
+        step(&mut self.lock_state())
     }
 
     /// One step under the device's lock. Trackers see its entries, and all earlier ones, afterwards, with no lock held.
     /// If one panics the caller does not get the result: `undo` takes it back, and returns what is to be dropped
     /// without the lock.
-    #[inline]
+    #[inline(always)]
+    #[expect(clippy::inline_always, reason = "a call would return the result through memory")]
     pub(super) fn with<R, D>(
         &self,
         step: impl FnOnce(&mut DeviceState) -> R,
         undo: impl FnOnce(&mut DeviceState, R) -> D,
     ) -> R {
-        let mut state = lock(&self.state);
+        let mut state = self.lock_state();
         let result = step(&mut state);
         if state.has_unreported() { self.show(state, result, undo) } else { result }
     }
 
+    /// The second half of [`with`](Self::with), where there are entries to show.
     #[cold]
-    fn show<R, D>(
+    pub(super) fn show<R, D>(
         &self,
         mut state: MutexGuard<'_, DeviceState>,
         result: R,
@@ -297,11 +307,10 @@ impl CachingDevice {
 
     /// Reports an allocation to a driver that tracks suballocations.
     #[inline]
-    pub(super) fn report_allocated(&self, allocation: Allocation) -> Allocation {
+    pub(super) fn report_allocated(&self, allocation: &Allocation) {
         if self.shared.tracks_suballocations {
             self.driver().suballocated(allocation.ptr, allocation.bytes, allocation.stream);
         }
-        allocation
     }
 }
 

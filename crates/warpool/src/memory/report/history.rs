@@ -152,6 +152,7 @@ impl History {
         }
     }
 
+    #[inline]
     pub(crate) fn is_on(&self) -> bool {
         self.options.is_some()
     }

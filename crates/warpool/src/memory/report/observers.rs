@@ -39,10 +39,13 @@ pub type StackHook = Arc<dyn Fn() -> Option<Stack> + Send + Sync>;
 pub(crate) struct ActionSet(u16);
 
 impl ActionSet {
+    pub(crate) const NONE: Self = Self(0);
+
     fn of(actions: &[Action]) -> Self {
         Self(actions.iter().fold(0, |bits, &action| bits | 1 << action as u16))
     }
 
+    #[inline]
     pub(crate) fn is_empty(self) -> bool {
         self.0 == 0
     }
@@ -109,6 +112,7 @@ impl Observers {
     }
 
     /// The actions that any tracker sees.
+    #[inline]
     pub(crate) fn tracked(&self) -> ActionSet {
         ActionSet(self.tracked.load(Ordering::Relaxed))
     }

@@ -80,7 +80,16 @@ pub(crate) struct EntryDetails {
     pub(crate) stack: Option<Stack>,
 }
 
+/// Of calls of which nothing is recorded.
+static NOT_RECORDED: EntryDetails = EntryDetails { tracked: ActionSet::NONE, time_us: None, stack: None };
+
 impl EntryDetails {
+    /// The details of a call of which nothing is recorded: what is collected while nothing is.
+    #[inline]
+    pub(crate) fn not_recorded() -> &'static Self {
+        &NOT_RECORDED
+    }
+
     /// Whether nothing is recorded.
     #[inline]
     pub(crate) fn is_off(&self) -> bool {

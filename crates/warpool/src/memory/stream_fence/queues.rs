@@ -61,6 +61,7 @@ impl<K> Default for StreamFences<K> {
 
 impl<K> StreamFences<K> {
     /// Whether no block waits for a stream.
+    #[inline]
     pub(crate) fn is_empty(&self) -> bool {
         self.queues.is_empty() && self.unfenced.is_empty()
     }

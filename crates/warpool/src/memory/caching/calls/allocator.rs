@@ -19,76 +19,124 @@ use crate::memory::{
 use crate::unwind::OnUnwind;
 use crate::{Error, Instance, Result};
 
-/// A block that was freed.
+/// What a free found. As small as this, it stays in a register: the results of the hot path are never copied through
+/// memory, where a wide load of what narrow stores wrote would wait for them.
+#[derive(Clone, Copy, PartialEq, Eq)]
 enum Freed {
+    /// No such block.
+    Unknown,
     Completed,
     /// Other streams may still use it.
-    Pending(BlockKey),
+    Pending,
     /// A graph holds it: it is not freed.
     Held,
 }
 
 impl CachingDevice {
-    /// Frees the block that `find` finds, if there is one, also if user code panics meanwhile.
-    fn free(&self, find: impl Fn(&DeviceState) -> Option<BlockKey>) -> Option<(Freed, EntryDetails)> {
-        if self.shared().tracks_suballocations() {
-            // Before another request can get it. Memory of a private pool may be a graph's, whose replays go on using
-            // what its capture freed.
-            let (allocation, pool, is_held) = self.read(|state| {
-                let block = find(state)?;
-                let entry = state.heap().block(block);
-                let pool = state.heap().block_pool_of(entry.segment()).pool();
-                Some((state.allocation(block), pool, entry.is_held()))
-            })?;
-            if pool.is_default() && !is_held {
-                self.driver().suballocation_freed(allocation.ptr, allocation.bytes);
-            }
+    /// Frees the block that `find` finds, if there is one. If other streams may still use it, `fence` gets it.
+    #[inline(always)]
+    #[expect(clippy::inline_always, reason = "the hot path; see `Freed`")]
+    fn free(
+        &self,
+        find: impl Fn(&DeviceState) -> Option<BlockKey>,
+        fence: impl FnOnce(&Self, BlockKey, &EntryDetails),
+    ) -> Freed {
+        if self.shared().tracks_suballocations() && !self.report_free(&find) {
+            return Freed::Unknown;
         }
-        let free = |state: &mut DeviceState, details: &EntryDetails| {
-            let block = find(state)?;
-            if state.heap().block(block).is_held() {
-                return Some(Freed::Held);
-            }
-            Some(if state.free(block, details) { Freed::Pending(block) } else { Freed::Completed })
-        };
-        let fence_later = |state: &mut DeviceState, freed: Option<Freed>| {
-            if let Some(Freed::Pending(block)) = freed {
-                state.fence_later(block);
-            }
-        };
+        if self.collects_details() {
+            return self.free_recorded(find, fence);
+        }
+        let details = EntryDetails::not_recorded();
+        let mut state = self.lock_state();
+        let (freed, block) = free_found(&mut state, find, details);
+        if state.has_unreported() {
+            self.show(state, (), |state, ()| fence_later(state, (freed, block)));
+        } else {
+            drop(state);
+        }
+        if freed == Freed::Pending {
+            fence(self, block, details);
+        }
+        freed
+    }
+
+    /// The same where a history is recorded or trackers see the free: also if user code panics meanwhile.
+    #[cold]
+    fn free_recorded(
+        &self,
+        find: impl Fn(&DeviceState) -> Option<BlockKey>,
+        fence: impl FnOnce(&Self, BlockKey, &EntryDetails),
+    ) -> Freed {
         let unwinds = OnUnwind::new(|| {
             self.change(|state| {
-                let freed = free(state, &EntryDetails::default());
+                let freed = free_found(state, &find, EntryDetails::not_recorded());
                 fence_later(state, freed);
             });
         });
         let details = self.entry_details(StackLevel::All);
         unwinds.disarm();
-        let freed = self.with(|state| free(state, &details), fence_later)?;
-        Some((freed, details))
-    }
-
-    /// Frees the block that starts at `ptr`. Returns whether one does.
-    fn free_at(&self, ptr: DevicePtr) -> Result<bool> {
-        match self.free(|state| state.heap().allocated_at(ptr)) {
-            Some((freed, details)) => self.fence_freed(freed, ptr, &details).map(|()| true),
-            None => Ok(false),
+        let (freed, block) = self.with(|state| free_found(state, &find, &details), fence_later);
+        if freed == Freed::Pending {
+            fence(self, block, &details);
         }
+        freed
     }
 
-    /// The block is freed whatever happens: what fails is retried by the next call, which also returns an error that
-    /// persists.
-    fn fence_freed(&self, freed: Freed, ptr: DevicePtr, details: &EntryDetails) -> Result<()> {
-        let block = match freed {
-            Freed::Completed => return Ok(()),
-            Freed::Held => return Err(Error::HeldByGraph { ptr }),
-            Freed::Pending(block) => block,
-        };
+    /// Reports a free to a driver that tracks suballocations, before another request can get the block. Memory of a
+    /// private pool may be a graph's, whose replays go on using what its capture freed. Returns whether there is one.
+    #[cold]
+    fn report_free(&self, find: impl Fn(&DeviceState) -> Option<BlockKey>) -> bool {
+        let found = self.read(|state| {
+            let block = find(state)?;
+            let entry = state.heap().block(block);
+            let pool = state.heap().block_pool_of(entry.segment()).pool();
+            Some((state.allocation(block), pool, entry.is_held()))
+        });
+        let Some((allocation, pool, is_held)) = found else { return false };
+        if pool.is_default() && !is_held {
+            self.driver().suballocation_freed(allocation.ptr, allocation.bytes);
+        }
+        true
+    }
+
+    /// Frees the block that starts at `ptr`, if one does.
+    #[inline(always)]
+    #[expect(clippy::inline_always, reason = "the hot path; see `Freed`")]
+    fn free_at(&self, ptr: DevicePtr) -> Freed {
+        self.free(|state| state.heap().allocated_at(ptr), Self::fence_pending)
+    }
+
+    /// Fences a block whose free is pending. It is freed whatever happens: what fails is retried by the next call,
+    /// which also returns an error that persists.
+    #[cold]
+    fn fence_pending(&self, block: BlockKey, details: &EntryDetails) {
         if let Err(error) = PendingFrees::new(self, details).fence_or_defer(block) {
             tracing::warn!(%error, "no fence could be recorded for a freed block; it is retried");
         }
         self.report();
-        Ok(())
+    }
+}
+
+/// Frees the block that `find` finds, if there is one and no graph holds it. Returns it too.
+#[inline(always)]
+#[expect(clippy::inline_always, reason = "the hot path; see `Freed`")]
+fn free_found(
+    state: &mut DeviceState,
+    find: impl Fn(&DeviceState) -> Option<BlockKey>,
+    details: &EntryDetails,
+) -> (Freed, BlockKey) {
+    let Some(block) = find(state) else { return (Freed::Unknown, BlockKey::default()) };
+    if state.heap().block(block).is_held() {
+        return (Freed::Held, block);
+    }
+    (if state.free(block, details) { Freed::Pending } else { Freed::Completed }, block)
+}
+
+/// Leaves the fences of a block whose free is pending to the next call.
+fn fence_later(state: &mut DeviceState, (freed, block): (Freed, BlockKey)) {
+    if freed == Freed::Pending {
+        state.fence_later(block);
     }
 }
 
@@ -117,17 +165,35 @@ impl CachingDevice {
     }
 }
 
-impl DeviceAllocator for CachingAllocator {
-    fn name(&self) -> &'static str {
-        "caching"
+impl CachingAllocator {
+    /// The hot path: a free block of the default pool, or of the pool that the request names, if nothing else is to be
+    /// done. `None` changes nothing.
+    #[inline(always)]
+    #[expect(clippy::inline_always, reason = "a call would return the allocation through memory")]
+    fn allocate_cached(&self, request: &Request) -> Option<Allocation> {
+        if self.instance().is_inherited() {
+            return None;
+        }
+        let device = self.devices.get(request.device.0 as usize)?;
+        let is_plain = request.bytes > 0
+            && request.bytes < SizeRules::REQUEST_TOO_LARGE
+            && self.caching.load(Ordering::Acquire)
+            && !(request.pool.is_none() && device.scopes.is_any_open())
+            && !device.collects_details()
+            && !device.has_captures();
+        if !is_plain {
+            return None;
+        }
+        let pool = request.pool.unwrap_or(MemPoolId::DEFAULT);
+        let allocation = device.lock_state().allocate_plain(pool, request.stream, request.bytes)?;
+        device.report_allocated(&allocation);
+        Some(allocation)
     }
 
-    fn instance(&self) -> &Instance {
-        self.shared.instance()
-    }
-
-    fn allocate_raw(&self, request: Request) -> Result<Allocation> {
-        let Request { device, stream, bytes, pool } = request;
+    /// Allocates in any case: with driver calls, captures, private pools, a history.
+    #[cold]
+    fn allocate_general(&self, request: &Request) -> Result<Allocation> {
+        let Request { device, stream, bytes, pool } = *request;
         let caching_device = self.device(device)?;
         if bytes == 0 {
             return Ok(Allocation::empty(device, stream));
@@ -137,7 +203,7 @@ impl DeviceAllocator for CachingAllocator {
         }
         let device = caching_device;
         if !self.caching.load(Ordering::Acquire) && !device.is_capturing(stream)? {
-            return self.allocate_direct(device, request);
+            return self.allocate_direct(device, *request);
         }
         let mut pool = match pool {
             Some(pool) => pool,
@@ -165,12 +231,17 @@ impl DeviceAllocator for CachingAllocator {
                 Search::Pending | Search::Refused(_) => None,
             });
             match search {
-                Search::Found(allocation) => return Ok(device.report_allocated(allocation)),
+                Search::Found(allocation) => {
+                    device.report_allocated(&allocation);
+                    return Ok(allocation);
+                }
                 Search::NotFound(request) => {
                     let visit = PoolVisit::entered(device, pool);
                     let outcome = slow_path::allocate(device, &request, capturing, &details);
                     drop(visit);
-                    return Ok(device.report_allocated(outcome?));
+                    let allocation = outcome?;
+                    device.report_allocated(&allocation);
+                    return Ok(allocation);
                 }
                 Search::Pending => PendingFrees::new(device, &details).process()?,
                 Search::Refused(error) => {
@@ -185,6 +256,23 @@ impl DeviceAllocator for CachingAllocator {
             process_pending = false;
         }
     }
+}
+
+impl DeviceAllocator for CachingAllocator {
+    fn name(&self) -> &'static str {
+        "caching"
+    }
+
+    fn instance(&self) -> &Instance {
+        self.shared.instance()
+    }
+
+    fn allocate_raw(&self, request: Request) -> Result<Allocation> {
+        match self.allocate_cached(&request) {
+            Some(allocation) => Ok(allocation),
+            None => self.allocate_general(&request),
+        }
+    }
 
     fn free_raw(&self, ptr: DevicePtr) -> Result<()> {
         if ptr.is_null() || self.instance().is_inherited() {
@@ -195,8 +283,10 @@ impl DeviceAllocator for CachingAllocator {
             !device.collects_details() || device.read(|state| state.heap().allocated_at(ptr).is_some())
         };
         for device in &self.devices {
-            if may_have(device) && device.free_at(ptr)? {
-                return Ok(());
+            match if may_have(device) { device.free_at(ptr) } else { Freed::Unknown } {
+                Freed::Unknown => {}
+                Freed::Completed | Freed::Pending => return Ok(()),
+                Freed::Held => return Err(Error::HeldByGraph { ptr }),
             }
         }
         if self.free_direct(ptr)? {
@@ -209,10 +299,14 @@ impl DeviceAllocator for CachingAllocator {
         if self.instance().is_inherited() {
             return Ok(());
         }
-        if !ptr.is_null() && self.device(device)?.free_at(ptr)? {
+        if ptr.is_null() {
             return Ok(());
         }
-        self.free_raw(ptr)
+        match self.device(device)?.free_at(ptr) {
+            Freed::Unknown => self.free_raw(ptr),
+            Freed::Completed | Freed::Pending => Ok(()),
+            Freed::Held => Err(Error::HeldByGraph { ptr }),
+        }
     }
 
     fn record_use_raw(&self, ptr: DevicePtr, stream: StreamId) -> Result<()> {
@@ -241,9 +335,12 @@ impl DeviceAllocator for CachingAllocator {
         if allocation.slot == 0 {
             return self.free_raw(allocation.ptr);
         }
-        let freed = device.free(|state| state.heap().allocated(&allocation));
-        let (freed, details) = freed.ok_or(Error::UnknownPointer { ptr: allocation.ptr })?;
-        device.fence_freed(freed, allocation.ptr, &details)
+        let ptr = allocation.ptr;
+        match device.free(|state| state.heap().allocated(&allocation), CachingDevice::fence_pending) {
+            Freed::Unknown => Err(Error::UnknownPointer { ptr }),
+            Freed::Completed | Freed::Pending => Ok(()),
+            Freed::Held => Err(Error::HeldByGraph { ptr }),
+        }
     }
 
     fn free_later(&self, allocation: Allocation) {
@@ -252,10 +349,10 @@ impl DeviceAllocator for CachingAllocator {
             self.free_direct_later(allocation.ptr);
             return;
         }
-        let freed = device.free(|state| state.heap().allocated(&allocation));
-        if let Some((Freed::Pending(block), _)) = freed {
-            device.change(|state| state.fence_later(block));
-        }
+        device.free(
+            |state| state.heap().allocated(&allocation),
+            |device, block, _| device.change(|state| state.fence_later(block)),
+        );
     }
 
     fn hold(&self, allocation: Allocation, _: GraphKey) -> Result<()> {

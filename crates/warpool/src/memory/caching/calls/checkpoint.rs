@@ -51,7 +51,7 @@ impl CachingAllocator {
             tracing::warn!(%error, "no fence could be recorded for a freed block; it is retried");
         }
         for &allocation in &restored.allocated {
-            device.report_allocated(allocation);
+            device.report_allocated(&allocation);
         }
         Ok(restored)
     }

@@ -3,7 +3,7 @@
 
 use warpool_driver::StreamId;
 
-use super::key::{BlockKey, SegmentKey};
+use super::key::{BlockKey, SegmentKey, StreamBlocksKey};
 use crate::memory::stream_fence::StreamUses;
 use crate::memory::{SegmentKind, Stack};
 
@@ -31,6 +31,8 @@ pub(crate) struct Block {
     /// How often it was allocated.
     pub(super) generation: u32,
     pub(super) segment: SegmentKey,
+    /// The blocks of its segment's stream.
+    pub(super) stream_blocks: StreamBlocksKey,
     pub(super) prev: Option<BlockKey>,
     pub(super) next: Option<BlockKey>,
     pub(super) status: BlockStatus,
@@ -56,14 +58,21 @@ pub(crate) struct Extra {
 }
 
 impl Block {
-    /// A block in transit.
-    pub(super) fn new(ptr: u64, size: u64, segment: SegmentKey, kind: SegmentKind, expandable: bool) -> Self {
+    /// The only block of a segment, in transit.
+    pub(super) fn new(
+        (ptr, size): (u64, u64),
+        segment: SegmentKey,
+        stream_blocks: StreamBlocksKey,
+        kind: SegmentKind,
+        expandable: bool,
+    ) -> Self {
         Self {
             ptr,
             size,
             requested: 0,
             generation: 0,
             segment,
+            stream_blocks,
             prev: None,
             next: None,
             status: BlockStatus::InTransit,
@@ -143,12 +152,20 @@ impl Block {
         self.extra.as_ref().and_then(|extra| extra.stack.as_ref())
     }
 
+    /// Whether it has what few blocks have.
     #[inline]
+    pub(crate) fn has_extra(&self) -> bool {
+        self.extra.is_some()
+    }
+
     /// Whether a graph holds it.
+    #[inline]
     pub(crate) fn is_held(&self) -> bool {
         self.extra.as_ref().is_some_and(|extra| extra.holds > 0)
     }
 
+    /// Whether other streams may use it.
+    #[inline]
     pub(crate) fn has_uses(&self) -> bool {
         self.extra.as_ref().is_some_and(|extra| !extra.uses.is_clear() || !extra.uses_in_capture.is_empty())
     }

@@ -19,10 +19,18 @@ pub(super) struct FreeKey {
 }
 
 /// The position of an entry, until the list changes.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Position {
     run: usize,
     at: usize,
+}
+
+/// An entry with its position.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct FreeEntry {
+    pub(super) position: Position,
+    pub(super) key: FreeKey,
+    pub(super) block: BlockKey,
 }
 
 /// The free blocks of one stream in one block pool.
@@ -30,9 +38,13 @@ pub(super) struct Position {
 pub(super) struct FreeList {
     /// In order, none of them empty.
     runs: Vec<Vec<(FreeKey, BlockKey)>>,
+    /// Where an entry got a smaller key last: what was split off a block is often freed next.
+    lowered: Position,
 }
 
 impl FreeList {
+    #[inline(always)]
+    #[expect(clippy::inline_always, reason = "a call would pass the key through memory")]
     pub(super) fn insert(&mut self, key: FreeKey, block: BlockKey) {
         let Position { mut run, mut at } = self.position(key);
         if run == self.runs.len() {
@@ -46,10 +58,16 @@ impl FreeList {
         assert!(entries.get(at).is_none_or(|&(entry, _)| entry != key), "two free blocks at {:#x}", key.ptr);
         entries.insert(at, (key, block));
         if entries.len() >= RUN_MAX {
-            let mut upper = Vec::with_capacity(RUN_MAX);
-            upper.extend(entries.drain(RUN_MAX / 2..));
-            self.runs.insert(run + 1, upper);
+            self.divide(run);
         }
+    }
+
+    /// Divides a run in two.
+    #[cold]
+    fn divide(&mut self, run: usize) {
+        let mut upper = Vec::with_capacity(RUN_MAX);
+        upper.extend(self.runs[run].drain(RUN_MAX / 2..));
+        self.runs.insert(run + 1, upper);
     }
 
     pub(super) fn remove(&mut self, key: FreeKey) {
@@ -59,18 +77,30 @@ impl FreeList {
         self.remove_at(position);
     }
 
-    /// Blocks of at least that size, smallest first, with their positions.
-    pub(super) fn at_least(&self, size: u64) -> impl Iterator<Item = (Position, BlockKey)> + '_ {
-        let mut position = self.position(FreeKey { size, registration: 0, ptr: 0 });
+    /// The position of the smallest block of at least that size, if there is one.
+    #[inline]
+    pub(super) fn first_at_least(&self, size: u64) -> Position {
+        self.position_where(|entry| entry.size < size)
+    }
+
+    /// The entry at a position.
+    #[inline]
+    pub(super) fn at(&self, position: Position) -> Option<&(FreeKey, BlockKey)> {
+        self.runs.get(position.run)?.get(position.at)
+    }
+
+    /// Blocks of at least that size, smallest first.
+    pub(super) fn at_least(&self, size: u64) -> impl Iterator<Item = FreeEntry> + '_ {
+        let mut next = self.first_at_least(size);
         std::iter::from_fn(move || {
-            let entries = self.runs.get(position.run)?;
-            let &(_, block) = entries.get(position.at)?;
-            let found = position;
-            position.at += 1;
-            if position.at == entries.len() {
-                position = Position { run: position.run + 1, at: 0 };
+            let entries = self.runs.get(next.run)?;
+            let position = next;
+            let &(key, block) = entries.get(position.at)?;
+            next.at += 1;
+            if next.at == entries.len() {
+                next = Position { run: next.run + 1, at: 0 };
             }
-            Some((found, block))
+            Some(FreeEntry { position, key, block })
         })
     }
 
@@ -84,16 +114,29 @@ impl FreeList {
     }
 
     /// Gives the entry at `position` a smaller key.
+    #[inline]
     pub(super) fn lower_at(&mut self, position: Position, key: FreeKey) {
+        let Position { run, at } = position;
+        let entries = &mut self.runs[run];
+        let is_in_order = if at > 0 { entries[at - 1].0 < key } else { run == 0 };
+        if is_in_order {
+            entries[at].0 = key;
+            self.lowered = position;
+        } else {
+            self.move_down(position, key);
+        }
+    }
+
+    /// The same for an entry that is before others then.
+    fn move_down(&mut self, position: Position, key: FreeKey) {
         let entries = &mut self.runs[position.run];
         let block = entries[position.at].1;
         let stays_in_run = position.run == 0 || entries[0].0 < key;
-        if stays_in_run && position.at > 0 {
+        if stays_in_run {
             let at = entries[..position.at].partition_point(|&(entry, _)| entry < key);
             entries.copy_within(at..position.at, at + 1);
             entries[at] = (key, block);
-        } else if stays_in_run {
-            entries[0].0 = key;
+            self.lowered = Position { run: position.run, at };
         } else {
             self.remove_at(position);
             self.insert(key, block);
@@ -101,19 +144,37 @@ impl FreeList {
     }
 
     /// Gives the entry with the key `before` a larger key and another block.
+    #[inline]
     pub(super) fn raise(&mut self, before: FreeKey, after: FreeKey, block: BlockKey) {
-        let Position { run, at } = self.position(before);
-        let is_last = run + 1 == self.runs.len();
+        let is_lowered = self.at(self.lowered).is_some_and(|&(entry, _)| entry == before);
+        let Position { run, at } = if is_lowered { self.lowered } else { self.position(before) };
+        let is_last_run = run + 1 == self.runs.len();
         let entries = &mut self.runs[run];
         assert!(entries[at].0 == before, "no free block at {:#x}", before.ptr);
+        let is_in_order = match entries.get(at + 1) {
+            Some(&(next, _)) => after < next,
+            None => is_last_run,
+        };
+        if is_in_order {
+            entries[at] = (after, block);
+        } else {
+            self.move_up(Position { run, at }, after, block);
+        }
+    }
+
+    /// The same for an entry that is behind others then.
+    fn move_up(&mut self, position: Position, after: FreeKey, block: BlockKey) {
+        let Position { run, at } = position;
+        let is_last_run = run + 1 == self.runs.len();
+        let entries = &mut self.runs[run];
         let skipped = entries[at + 1..].partition_point(|&(entry, _)| entry < after);
         let last = at + skipped;
-        if last + 1 < entries.len() || is_last {
+        if last + 1 < entries.len() || is_last_run {
             entries.copy_within(at + 1..=last, at);
             entries[last] = (after, block);
         } else {
             // It may belong in a later run.
-            self.remove_at(Position { run, at });
+            self.remove_at(position);
             self.insert(after, block);
         }
     }
@@ -149,11 +210,17 @@ impl FreeList {
 
     /// The position of the first entry that is not before `key`. Without one, the run is the one after the last.
     fn position(&self, key: FreeKey) -> Position {
+        self.position_where(|entry| *entry < key)
+    }
+
+    #[inline]
+    fn position_where(&self, is_before: impl Fn(&FreeKey) -> bool) -> Position {
+        let ends_before = |entries: &Vec<(FreeKey, BlockKey)>| entries.last().is_none_or(|(last, _)| is_before(last));
         let run = match self.runs.as_slice() {
-            [only] => usize::from(only.last().is_none_or(|&(last, _)| last < key)),
-            runs => runs.partition_point(|entries| entries.last().is_none_or(|&(last, _)| last < key)),
+            [only] => usize::from(ends_before(only)),
+            runs => runs.partition_point(ends_before),
         };
-        let at = self.runs.get(run).map_or(0, |entries| entries.partition_point(|&(entry, _)| entry < key));
+        let at = self.runs.get(run).map_or(0, |entries| entries.partition_point(|(entry, _)| is_before(entry)));
         Position { run, at }
     }
 }
@@ -188,10 +255,12 @@ mod tests {
                 let size = below(42);
                 let least = FreeKey { size, registration: 0, ptr: 0 };
                 let expected = model.range(least..).next().map(|(_, &block)| block);
-                assert_eq!(list.at_least(size).next().map(|(_, block)| block), expected, "seed {seed}");
+                assert_eq!(list.at_least(size).next().map(|entry| entry.block), expected, "seed {seed}");
                 let lower = FreeKey { size: size / 2, registration: 0, ptr: ptr_max + below(1000) };
-                let first = list.at_least(size).next();
-                if let Some((position, block)) = first
+                let position = list.first_at_least(size);
+                let first = list.at(position).map(|&(_, block)| block);
+                assert_eq!(first, expected, "seed {seed}");
+                if let Some(block) = first
                     && !model.contains_key(&lower)
                     && size > 1
                 {
@@ -212,7 +281,7 @@ mod tests {
             assert!(list.all().eq(model.values().copied()), "seed {seed}");
             assert!(
                 list.at_least(20)
-                    .map(|(_, block)| block)
+                    .map(|entry| entry.block)
                     .eq(model.iter().filter(|(key, _)| key.size >= 20).map(|(_, &block)| block))
             );
             assert_eq!(list.len(), model.len());

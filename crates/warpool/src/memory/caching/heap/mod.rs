@@ -29,7 +29,7 @@ pub(super) use self::block::{Block, BlockStatus};
 use self::block_pool::PoolStreams;
 pub(super) use self::block_pool::{BlockPool, StreamBlocks};
 pub(super) use self::check::HeapTotals;
-use self::free_list::{FreeKey, Position};
+use self::free_list::{FreeEntry, FreeKey};
 use self::key::StreamBlocksKey;
 pub(super) use self::key::{BlockKey, BlockPoolKey, SegmentKey};
 pub(super) use self::mapping::{Room, Unmapped};
@@ -189,7 +189,7 @@ impl Heap {
         stream_blocks
             .into_iter()
             .flat_map(move |blocks| blocks.free.at_least(size))
-            .map(|(_, key)| (key, &self.blocks[key]))
+            .map(|entry| (entry.block, &self.blocks[entry.block]))
     }
 
     /// How many searches ago a free block became free.
@@ -223,7 +223,7 @@ impl Heap {
         let kind = self.block_pools[block_pool].kind;
         let first = BlockKey::null();
         let segment = self.segments.insert(Segment { stream_blocks, first, registration, source, stack });
-        let block = self.blocks.insert(Block::new(ptr, bytes, segment, kind, expandable));
+        let block = self.blocks.insert(Block::new((ptr, bytes), segment, stream_blocks, kind, expandable));
         self.segments[segment].first = block;
         self.stream_blocks[stream_blocks].segments.insert(segment);
         block
@@ -365,49 +365,54 @@ impl Heap {
     }
 
     /// Takes the best free block for a request: the smallest that fits, split if too much of it would be unused.
+    #[inline(always)]
+    #[expect(clippy::inline_always, reason = "a call would return the result through memory")]
     pub(super) fn take_best_fit(&mut self, request: &BlockRequest, rules: &SizeRules) -> Option<Taken> {
         let block_pool = &self.block_pools[request.block_pool];
-        let searches = block_pool.searches;
+        let (searches, no_split) = (block_pool.searches, block_pool.no_split);
         let stream_blocks = block_pool.of_stream(request.stream)?;
-        let (position, found) = self.best_fit(stream_blocks, request, rules)?;
-        let was_split = self.blocks[found].is_split();
-        if !self.should_split(found, request, rules) {
+        let free = &self.stream_blocks[stream_blocks].free;
+        let mut position = free.first_at_least(request.size);
+        let &(mut key, mut found) = free.at(position)?;
+        if self.blocks[found].expandable {
+            FreeEntry { position, key, block: found } = self.best_fit_of_expandable(stream_blocks, request)?;
+        }
+        if !rules.may_serve(request.size, key.size) {
+            return None;
+        }
+        let rest = key.size - request.size;
+        let found_block = &mut self.blocks[found];
+        let was_split = found_block.is_split();
+        if no_split || !rules.splits(request.size, rest, request.expandable) {
+            found_block.status = BlockStatus::InTransit;
             self.stream_blocks[stream_blocks].free.remove_at(position);
-            self.blocks[found].status = BlockStatus::InTransit;
             return Some(Taken { block: found, was_split, rest: None });
         }
         // The rest keeps the entry in the free list.
+        found_block.freed_at_search = searches;
         let block = self.split_front(found, request.size);
-        let (_, key) = self.free_key(found);
-        self.blocks[found].freed_at_search = searches;
+        let key = FreeKey { size: rest, ptr: key.ptr + request.size, ..key };
         self.stream_blocks[stream_blocks].free.lower_at(position, key);
-        Some(Taken { block, was_split, rest: Some(key.size) })
+        Some(Taken { block, was_split, rest: Some(rest) })
     }
 
-    fn best_fit(
-        &self,
-        stream_blocks: StreamBlocksKey,
-        request: &BlockRequest,
-        rules: &SizeRules,
-    ) -> Option<(Position, BlockKey)> {
+    /// The best fit where the smallest free block that fits is one of an expandable segment.
+    fn best_fit_of_expandable(&self, stream_blocks: StreamBlocksKey, request: &BlockRequest) -> Option<FreeEntry> {
         let mut candidates = self.stream_blocks[stream_blocks].free.at_least(request.size);
-        let mut found = candidates.next()?;
-        if self.blocks[found.1].expandable {
-            if request.expandable {
-                // A free block before unmapped addresses counts with these: blocks that cannot grow are used first.
-                for next in candidates {
-                    if !self.blocks[found.1].expandable
-                        || self.size_with_unmapped(next.1) >= self.size_with_unmapped(found.1)
-                    {
-                        break;
-                    }
-                    found = next;
-                }
-            } else {
-                found = candidates.find(|next| !self.blocks[next.1].expandable)?;
-            }
+        if !request.expandable {
+            return candidates.find(|candidate| !self.blocks[candidate.block].expandable);
         }
-        rules.may_serve(request.size, self.blocks[found.1].size).then_some(found)
+        // A free block before unmapped addresses counts with these: blocks that cannot grow are used first.
+        let mut found = candidates.next()?;
+        for next in candidates {
+            if !self.blocks[found.block].expandable
+                || self.size_with_unmapped(next.block) >= self.size_with_unmapped(found.block)
+            {
+                break;
+            }
+            found = next;
+        }
+        Some(found)
     }
 
     /// The size of a block and of the unmapped block behind it.
@@ -461,29 +466,38 @@ impl Heap {
     /// Puts a block in transit into the free list for its size.
     pub(super) fn put_free(&mut self, block: BlockKey) {
         let (stream_blocks, key) = self.free_key(block);
-        self.set_free(block, stream_blocks);
-        self.stream_blocks[stream_blocks].free.insert(key, block);
+        let stream_blocks = &mut self.stream_blocks[stream_blocks];
+        let entry = &mut self.blocks[block];
+        entry.status = BlockStatus::Free;
+        entry.freed_at_search = self.block_pools[stream_blocks.block_pool].searches;
+        stream_blocks.free.insert(key, block);
     }
 
     /// Makes a block in transit, or one that was freed, a free one, merged with its free neighbours.
-    pub(super) fn merge_and_free(&mut self, block: BlockKey) -> Merged {
+    #[inline(always)]
+    #[expect(clippy::inline_always, reason = "a call would return the result through memory")]
+    pub(super) fn merge_and_free(&mut self, key: BlockKey) -> (Merged, &Block) {
         let is_free = |key: &BlockKey| self.blocks[*key].status == BlockStatus::Free;
-        let (prev, next) = (self.blocks[block].prev.filter(is_free), self.blocks[block].next.filter(is_free));
-        let ((Some(only), None) | (None, Some(only))) = (prev, next) else {
-            let merged = self.merge_free_neighbours(block);
-            self.put_free(block);
-            return merged;
+        let block = &self.blocks[key];
+        let ((Some(only), None) | (None, Some(only))) = (block.prev.filter(is_free), block.next.filter(is_free)) else {
+            let merged = self.merge_free_neighbours(key);
+            self.put_free(key);
+            return (merged, &self.blocks[key]);
         };
         // The common case: the neighbour's entry in the free list is reused.
         let (stream_blocks, before) = self.free_key(only);
-        let bytes = self.absorb(block, only);
-        let (_, after) = self.free_key(block);
-        self.set_free(block, stream_blocks);
-        self.stream_blocks[stream_blocks].free.raise(before, after, block);
-        Merged { blocks: 1, bytes }
+        let bytes = self.absorb(key, only);
+        let stream_blocks = &mut self.stream_blocks[stream_blocks];
+        let block = &mut self.blocks[key];
+        block.status = BlockStatus::Free;
+        block.freed_at_search = self.block_pools[stream_blocks.block_pool].searches;
+        stream_blocks.free.raise(before, FreeKey { size: block.size, ptr: block.ptr, ..before }, key);
+        (Merged { blocks: 1, bytes }, block)
     }
 
     /// A block in transit is allocated from here on.
+    #[inline(always)]
+    #[expect(clippy::inline_always, reason = "a call would return the result through memory")]
     pub(super) fn set_allocated(&mut self, key: BlockKey, requested: u64, stack: Option<&Stack>) -> &Block {
         let block = &mut self.blocks[key];
         block.status = BlockStatus::Allocated;
@@ -497,6 +511,8 @@ impl Heap {
     }
 
     /// An allocated block is freed: its free is pending from here on.
+    #[inline(always)]
+    #[expect(clippy::inline_always, reason = "a call would return the result through memory")]
     pub(super) fn set_pending_free(&mut self, key: BlockKey) -> &Block {
         let block = &mut self.blocks[key];
         assert!(block.status == BlockStatus::Allocated, "only an allocated block can be freed");
@@ -548,9 +564,12 @@ impl Heap {
 
     /// Splits the first `size` bytes off a block, as a new block in transit; the old one keeps the rest, and its entry
     /// in a list, if it has one, is the caller's to change.
+    #[inline(always)]
+    #[expect(clippy::inline_always, reason = "a call would return the result through memory")]
     fn split_front(&mut self, from: BlockKey, size: u64) -> BlockKey {
         let rest = &mut self.blocks[from];
-        let mut front = Block::new(rest.ptr, size, rest.segment, rest.kind, rest.expandable);
+        let range = (rest.ptr, size);
+        let mut front = Block::new(range, rest.segment, rest.stream_blocks, rest.kind, rest.expandable);
         front.prev = rest.prev;
         front.next = Some(from);
         rest.ptr += size;
@@ -580,6 +599,8 @@ impl Heap {
     }
 
     /// Merges `other`, a neighbour in no list, into `block`. Returns its size.
+    #[inline(always)]
+    #[expect(clippy::inline_always, reason = "a call would return the result through memory")]
     fn absorb(&mut self, block: BlockKey, other: BlockKey) -> u64 {
         let other_block = self.blocks.remove(other).expect("neighbours exist");
         let segment = other_block.segment;
@@ -602,21 +623,14 @@ impl Heap {
         other_block.size
     }
 
-    fn set_free(&mut self, block: BlockKey, stream_blocks: StreamBlocksKey) {
-        let searches = self.block_pools[self.stream_blocks[stream_blocks].block_pool].searches;
-        let block = &mut self.blocks[block];
-        block.status = BlockStatus::Free;
-        block.freed_at_search = searches;
-    }
-
     /// The key of a block in the free list that it belongs in.
+    #[inline]
     fn free_key(&self, block: BlockKey) -> (StreamBlocksKey, FreeKey) {
         let block = &self.blocks[block];
-        let segment = &self.segments[block.segment];
         let registration = match self.free_block_order {
-            FreeBlockOrder::Registration => segment.registration,
+            FreeBlockOrder::Registration => self.segments[block.segment].registration,
             FreeBlockOrder::Address => 0,
         };
-        (segment.stream_blocks, FreeKey { size: block.size, registration, ptr: block.ptr })
+        (block.stream_blocks, FreeKey { size: block.size, registration, ptr: block.ptr })
     }
 }

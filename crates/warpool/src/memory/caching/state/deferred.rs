@@ -39,6 +39,7 @@ struct Deferred {
 }
 
 impl DeferredFrees {
+    #[inline]
     pub(super) fn len(&self) -> usize {
         self.entries.len()
     }
@@ -78,6 +79,7 @@ impl DeviceState {
         self.deferred.insert(Deferred { block, stream, waits_for, last_nodes });
     }
 
+    #[inline]
     pub(crate) fn has_deferred(&self) -> bool {
         self.deferred.len() > 0
     }

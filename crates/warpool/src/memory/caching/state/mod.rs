@@ -18,7 +18,7 @@ use self::deferred::DeferredFrees;
 pub(super) use self::policy::Policy;
 use self::pools::{Pool, Pools};
 use self::segments::DriverRetries;
-use super::heap::{BlockKey, BlockRequest, BlockStatus, Heap, SegmentKey, Taken};
+use super::heap::{BlockKey, BlockPoolKey, BlockRequest, BlockStatus, Heap, SegmentKey, Taken};
 use crate::memory::HistoryOptions;
 use crate::memory::report::{EntryDetails, HistoryRecorder};
 use crate::memory::stream_fence::{Fence, StreamFences, StreamUses};
@@ -124,10 +124,22 @@ impl DeviceState {
     #[inline]
     pub(super) fn request(&self, pool: MemPoolId, stream: StreamId, requested: u64) -> Result<BlockRequest> {
         let block_pools = self.pools.block_pools_in_use(pool)?;
+        Ok(self.request_in(block_pools, pool, stream, requested))
+    }
+
+    #[inline(always)]
+    #[expect(clippy::inline_always, reason = "a call would return the result through memory")]
+    fn request_in(
+        &self,
+        block_pools: [BlockPoolKey; 2],
+        pool: MemPoolId,
+        stream: StreamId,
+        requested: u64,
+    ) -> BlockRequest {
         let size = self.policy.sizes.round(requested);
         let kind = SizeRules::kind(size);
         let block_pool = block_pools[kind as usize];
-        Ok(BlockRequest {
+        BlockRequest {
             block_pool,
             pool,
             stream,
@@ -136,7 +148,21 @@ impl DeviceState {
             size,
             segment: self.policy.sizes.segment(size),
             expandable: self.policy.expandable && !self.heap.block_pool(block_pool).has_upstream(),
-        })
+        }
+    }
+
+    /// Allocates a cached block if nothing else is to be done before or after: no pending frees, no history entries, no
+    /// ages of free blocks. `None` changes nothing.
+    #[inline(always)]
+    #[expect(clippy::inline_always, reason = "a call would return the result through memory")]
+    pub(super) fn allocate_plain(&mut self, pool: MemPoolId, stream: StreamId, requested: u64) -> Option<Allocation> {
+        if self.has_pending() || self.has_unreported() || self.policy.collects_garbage() {
+            return None;
+        }
+        let block_pools = self.pools.serving(pool)?;
+        let request = self.request_in(block_pools, pool, stream, requested);
+        let taken = self.heap.take_best_fit(&request, &self.policy.sizes)?;
+        Some(self.allocate_taken(&taken, requested, stream, EntryDetails::not_recorded()))
     }
 
     /// Allocates a cached block, or enters the pool.
@@ -222,6 +248,8 @@ impl DeviceState {
         }
     }
 
+    #[inline(always)]
+    #[expect(clippy::inline_always, reason = "a call would return the result through memory")]
     fn allocate_taken(
         &mut self,
         taken: &Taken,
@@ -229,8 +257,8 @@ impl DeviceState {
         stream: StreamId,
         details: &EntryDetails,
     ) -> Allocation {
-        self.counters.taken(taken, self.heap.block(taken.block));
         let block = self.heap.set_allocated(taken.block, requested, details.stack.as_ref());
+        self.counters.taken(taken, block);
         let (ptr, size, segment, kind) = (block.ptr(), block.size(), block.segment(), block.kind());
         let generation = block.generation();
         self.counters.block_allocated(kind, size, requested, self.policy.sizes.is_oversize(size));
@@ -264,9 +292,10 @@ impl DeviceState {
 /// Freeing.
 impl DeviceState {
     /// Frees an allocated block. Returns whether other streams may still use it: its free is pending then.
+    #[inline(always)]
+    #[expect(clippy::inline_always, reason = "a call would return the result through memory")]
     pub(super) fn free(&mut self, block: BlockKey, details: &EntryDetails) -> bool {
-        self.request_free(block, details);
-        let in_use = self.heap.block(block).has_uses();
+        let in_use = self.request_free(block, details);
         if !in_use {
             self.complete_free(block, details);
         }
@@ -290,22 +319,31 @@ impl DeviceState {
         }
     }
 
-    fn request_free(&mut self, block: BlockKey, details: &EntryDetails) {
+    /// Frees an allocated block: its free is pending. Returns whether other streams may still use it.
+    #[inline(always)]
+    #[expect(clippy::inline_always, reason = "a call would return the result through memory")]
+    fn request_free(&mut self, block: BlockKey, details: &EntryDetails) -> bool {
         let block = self.heap.set_pending_free(block);
         let (ptr, size, requested, segment) = (block.ptr(), block.size(), block.requested(), block.segment());
+        let in_use = block.has_uses();
         self.counters.free_requested(block.kind(), size, self.policy.sizes.is_oversize(size));
         self.record(Action::FreeRequested, ptr, requested, segment, details);
+        in_use
     }
 
     /// A pending free is completed: no stream uses the block any more, and it is merged with its free neighbours.
+    #[inline(always)]
+    #[expect(clippy::inline_always, reason = "a call would return the result through memory")]
     fn complete_free(&mut self, key: BlockKey, details: &EntryDetails) {
         let block = self.heap.block(key);
         assert!(block.status() == BlockStatus::PendingFree && !block.has_uses(), "a block in use cannot become free");
         let (ptr, size, requested, segment) = (block.ptr(), block.size(), block.requested(), block.segment());
-        self.heap.clear_extra(key);
+        if block.has_extra() {
+            self.heap.clear_extra(key);
+        }
         self.record(Action::FreeCompleted, ptr, requested, segment, details);
-        let merged = self.heap.merge_and_free(key);
-        self.counters.free_completed(size, requested, merged, self.heap.block(key));
+        let (merged, block) = self.heap.merge_and_free(key);
+        self.counters.free_completed(size, requested, merged, block);
     }
 
     /// Records that `stream` uses the allocated block at `ptr`, if it still is allocated.
@@ -441,10 +479,15 @@ impl DeviceState {
 /// History and reports.
 impl DeviceState {
     /// Writes an entry about a segment's memory into the history, and for trackers.
+    #[inline]
     fn record(&mut self, action: Action, addr: u64, size: u64, segment: SegmentKey, details: &EntryDetails) {
-        if !self.recorder.is_on(details) {
-            return;
+        if self.recorder.is_on(details) {
+            self.write_entry(action, addr, size, segment, details);
         }
+    }
+
+    #[cold]
+    fn write_entry(&mut self, action: Action, addr: u64, size: u64, segment: SegmentKey, details: &EntryDetails) {
         let (stream, pool) = {
             let stream_blocks = self.heap.stream_blocks_of(segment);
             (stream_blocks.stream_raw(), self.heap.block_pool(stream_blocks.block_pool()).pool())

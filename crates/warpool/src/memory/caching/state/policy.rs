@@ -35,6 +35,7 @@ impl Policy {
     }
 
     /// Whether old segments are released because of their age. Needs a limit.
+    #[inline]
     pub(crate) fn collects_garbage(&self) -> bool {
         self.limit.is_some() && self.garbage_threshold > 0.0
     }

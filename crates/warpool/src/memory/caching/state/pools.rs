@@ -72,6 +72,15 @@ impl Pools {
         if pool.is_released() { Err(Error::PoolReleased { pool: id }) } else { Ok(pool.block_pools) }
     }
 
+    /// The same; `None` if there is no such pool, or it serves none.
+    #[inline]
+    pub(crate) fn serving(&self, id: MemPoolId) -> Option<[BlockPoolKey; 2]> {
+        if id.is_default() {
+            return Some(self.default);
+        }
+        self.by_id.get(&id).filter(|pool| !pool.is_released()).map(|pool| pool.block_pools)
+    }
+
     pub(crate) fn uses(&self, id: MemPoolId) -> Result<u32> {
         Ok(self.get(id)?.uses.total())
     }
