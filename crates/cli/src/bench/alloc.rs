@@ -1,6 +1,7 @@
 //! `warpool bench alloc`: host time of allocating and freeing device memory. An operation is an allocate-free pair, or
 //! in the random cases one allocation or one free. Everything is cached before it is timed, so only the driver-pool
-//! cases call the driver. The memory is not used. With `--recording`, an operation is one event of the recorded program.
+//! cases call the driver. The memory is not used. With `--recording`, an operation is one event of the recorded
+//! program.
 
 use std::hint::black_box;
 use std::path::Path;

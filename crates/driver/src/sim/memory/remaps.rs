@@ -3,7 +3,6 @@
 
 use std::time::Duration;
 
-use super::reservation::Mapping;
 use crate::Call;
 use crate::sim::cost::Latencies;
 
@@ -19,6 +18,10 @@ pub struct RemapCounts {
     pub time: Duration,
 }
 
+/// Which mapping of its memory one is, from 1.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct MappingNumber(u64);
+
 /// How often memory was mapped.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct MappingHistory {
@@ -28,9 +31,9 @@ pub struct MappingHistory {
 }
 
 impl MappingHistory {
-    /// The number of its next mapping, from 1.
-    pub fn next_number(self) -> u64 {
-        self.mappings + 1
+    /// The number of its next mapping.
+    pub fn next_number(self) -> MappingNumber {
+        MappingNumber(self.mappings + 1)
     }
 }
 
@@ -73,16 +76,16 @@ impl Remaps {
     }
 
     /// The access to a mapping was set.
-    pub fn access_set(&mut self, mapping: &Mapping) {
-        if mapping.number > 1 {
-            self.add_time(Call::VmSetAccess, mapping.bytes);
+    pub fn access_set(&mut self, mapping: MappingNumber, bytes: u64) {
+        if mapping > MappingNumber(1) {
+            self.add_time(Call::VmSetAccess, bytes);
         }
     }
 
     /// A mapping of this memory was unmapped.
-    pub fn unmapped(&mut self, memory: &mut MappingHistory, mapping: &Mapping) {
-        if mapping.number < memory.mappings {
-            self.add_time(Call::VmUnmap, mapping.bytes);
+    pub fn unmapped(&mut self, memory: &mut MappingHistory, mapping: MappingNumber, bytes: u64) {
+        if mapping < MappingNumber(memory.mappings) {
+            self.add_time(Call::VmUnmap, bytes);
         } else {
             memory.newest_unmapped_in = Some(self.period);
         }

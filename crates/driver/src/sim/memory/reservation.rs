@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 
 use super::backing::BackingId;
+use super::remaps::MappingNumber;
 use crate::sim::refuse::refuse;
 use crate::{DeviceAccess, ErrorCode, Result};
 
@@ -15,8 +16,7 @@ pub struct Mapping {
     /// The number of the last call that unmapped something from these addresses; 0 if none has. Work queued before it
     /// was meant for what was mapped then.
     pub unmapped_at: u64,
-    /// Which mapping of this memory it is, from 1.
-    pub number: u64,
+    pub number: MappingNumber,
 }
 
 /// What is mapped in a reserved range, by first address; without overlaps.

@@ -82,7 +82,8 @@ impl Memory {
         for (start, mapping) in &unmapped {
             let (start, bytes, removal) = (*start, mapping.bytes, Removal::Unmapped);
             self.space.quarantine(FreedRange { start, bytes, removal, freed_at: at, pinned_by: None });
-            self.remaps.unmapped(&mut self.backings.get_mut(mapping.backing).mapping_history, mapping);
+            let history = &mut self.backings.get_mut(mapping.backing).mapping_history;
+            self.remaps.unmapped(history, mapping.number, bytes);
             if self.physical.remove_reference(mapping.backing) {
                 self.free_physical(mapping.backing);
             }
@@ -111,7 +112,7 @@ impl Memory {
         let mut sizes = Vec::new();
         reservation.set_access(ptr.0, end, access, |mapping| {
             sizes.push(mapping.bytes);
-            self.remaps.access_set(mapping);
+            self.remaps.access_set(mapping.number, mapping.bytes);
         });
         Ok(sizes)
     }

@@ -80,8 +80,8 @@ const GIB: u64 = 1 << 30;
 /// - `free_block_order` (registration or address): which of two free blocks of one size is used first; Warpool's own
 ///   key.
 /// - `memory_cap_mb` (an integer, at least 2): how much of each device may be reserved; Warpool's own key.
-/// - `paged_slack` (a number from 0 to 100): percent of peak live memory that may be reserved beyond it before pages are
-///   taken from free memory elsewhere; Warpool's own key.
+/// - `paged_slack` (a number from 0 to 100): percent of peak live memory that may be reserved beyond it before pages
+///   are taken from free memory elsewhere; Warpool's own key.
 ///
 /// `release_lock_on_hipmalloc` and `pinned_use_hip_host_register` are accepted as aliases.
 ///

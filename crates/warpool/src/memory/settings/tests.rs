@@ -207,11 +207,13 @@ fn values_are_checked() {
     };
     refused(
         "backend:cudamallocasync",
-        "invalid value `cudamallocasync`; expected native, expandable, paged or cudaMallocAsync; did you mean `cudaMallocAsync`?",
+        "invalid value `cudamallocasync`; expected native, expandable, paged or cudaMallocAsync; did you mean \
+         `cudaMallocAsync`?",
     );
     refused(
         "backend:hipMallocAsync",
-        "invalid value `hipMallocAsync`; expected native, expandable, paged or cudaMallocAsync; did you mean `cudaMallocAsync`?",
+        "invalid value `hipMallocAsync`; expected native, expandable, paged or cudaMallocAsync; did you mean \
+         `cudaMallocAsync`?",
     );
     refused("backend:[a:b]", "a list is not allowed; expected native, expandable, paged or cudaMallocAsync");
     refused("large_segment_size_mb:10", "`10` is too small; give at least 11");
