@@ -67,7 +67,7 @@ fn children_of_busy_threads_get_errors_and_never_hang() {
                     host.record_use(&stream).unwrap();
                     drop((block, host, device.lease_stream().unwrap()));
                     if bytes % 16 == 0 {
-                        memory.trim(device.id(), warpool::memory::MemPoolId::DEFAULT).unwrap();
+                        memory.trim(device.id(), MemPoolId::DEFAULT).unwrap();
                         pinned.trim(0).unwrap();
                     }
                 }
