@@ -151,7 +151,7 @@ impl Busy {
         self.caching.set_settings(Settings::default());
         self.pinned.set_settings(PinnedSettings::default());
         drop((host, pool));
-        if round % 8 == 0 {
+        if round.is_multiple_of(8) {
             let mut graph = Graph::new(&self.memory, &device, GraphOptions::default()).unwrap();
             graph.capture(&lease, relaxed(), |capture| capture.allocate(512).map(drop)).unwrap();
             drop(self.instance.polling());
