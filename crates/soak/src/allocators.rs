@@ -8,7 +8,7 @@ use warpool::driver::sim::SimDriver;
 use warpool::driver::{DeviceId, DevicePtr, Driver, Memory as _, StreamId};
 use warpool::memory::{
     Allocation, CachingAllocator, Decorator, DeviceAllocator, DriverPoolAllocator, FnAllocator, FreeBlockOrder,
-    Limited, PluggableAllocator, Request, Reserve, Settings, Traced, Upstream,
+    Limited, PagedAllocator, PluggableAllocator, Request, Reserve, Settings, Traced, Upstream,
 };
 
 use crate::context::Context;
@@ -23,6 +23,8 @@ pub struct Subject {
     pub allocator: Arc<dyn DeviceAllocator>,
     /// The caching allocator inside, if it is one.
     pub caching: Option<Arc<CachingAllocator>>,
+    /// The paged allocator inside, if it is one.
+    pub paged: Option<Arc<PagedAllocator>>,
     /// The decorator that limits, if there is one.
     pub limited: Option<Arc<Limited>>,
     /// Where an external allocator has its memory from.
@@ -38,9 +40,10 @@ impl Subject {
     /// Any kind of allocator; only the caching one if `caching`.
     pub fn draw(context: &mut Context, machine: &Machine, caching: bool) -> Self {
         let (instance, rng) = (&machine.instance, &mut context.rng);
-        let kind = if caching { 0 } else { rng.below(8) };
+        let kind = if caching { 0 } else { rng.below(10) };
         let settings = draw_settings(rng);
-        let mut subject = Self { allocator: placeholder(machine), caching: None, limited: None, external: None };
+        let mut subject =
+            Self { allocator: placeholder(machine), caching: None, paged: None, limited: None, external: None };
         subject.allocator = match kind {
             0..6 => {
                 let caching = Arc::new(CachingAllocator::new(instance, settings.clone()));
@@ -48,7 +51,12 @@ impl Subject {
                 caching
             }
             6 => Arc::new(DriverPoolAllocator::with_settings(instance, settings.clone())),
-            _ => {
+            8.. => {
+                let paged = Arc::new(PagedAllocator::new(instance, settings.clone()).unwrap());
+                subject.paged = Some(paged.clone());
+                paged
+            }
+            7 => {
                 let memory = Arc::new(SimMemory::new(machine));
                 subject.external = Some(memory.clone());
                 let external = Arc::new(memory.external());
@@ -69,7 +77,7 @@ impl Subject {
             subject.allocator =
                 Arc::new(Broken { inner: subject.allocator, calls: AtomicU64::new(0), last: Mutex::default() });
         }
-        let names = ["caching", "driver pool", "external"];
+        let names = ["caching", "driver pool", "external", "paged", "paged"];
         context.step(format!(
             "{} allocator, decorators {decorator}, {}",
             names[kind.saturating_sub(5)],

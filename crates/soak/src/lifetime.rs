@@ -67,7 +67,7 @@ pub fn run(context: &mut Context) {
     assert_eq!(caching.stats(device_id(0)).unwrap().reserved_bytes.all.current, 0, "reserved at the end");
     host.close().unwrap();
     drop((allocator, caching));
-    machine.close();
+    machine.close(false);
 }
 
 fn capture(context: &mut Context, machine: &Machine, allocator: &Arc<dyn DeviceAllocator>) {

@@ -11,7 +11,7 @@ use warpool::driver::{CaptureMode, CaptureState, Captures as _, ErrorCode, HostM
 use warpool::graph::{CaptureOptions, Graph, GraphOptions};
 use warpool::memory::{
     Allocate as _, CachingAllocator, DeviceAllocator, DeviceBlock, DriverPoolAllocator, HostAllocator, HostBlock,
-    MemPool, MemPoolId, PinnedSettings, PoolOptions,
+    MemPool, MemPoolId, PagedAllocator, PinnedSettings, PoolOptions,
 };
 use warpool::{Error, Stream};
 
@@ -34,6 +34,7 @@ struct Shared {
     machine: Machine,
     allocator: Arc<dyn DeviceAllocator>,
     caching: Option<Arc<CachingAllocator>>,
+    paged: Option<Arc<PagedAllocator>>,
     host: HostAllocator,
     exchange: Mutex<Vec<Tagged>>,
     allocated: AtomicU64,
@@ -57,15 +58,28 @@ pub fn run(context: &mut Context) {
     let mut pinned = PinnedSettings { use_background_threads: context.rng.one_in(3), ..PinnedSettings::default() };
     pinned.cap_bytes = context.rng.one_in(2).then_some(64 * MIB);
     let host = HostAllocator::new(&machine.instance, pinned);
+    let mut paged = None;
     let (caching, allocator): (_, Arc<dyn DeviceAllocator>) = if context.rng.one_in(6) {
         (None, Arc::new(DriverPoolAllocator::with_settings(&machine.instance, settings)))
+    } else if context.rng.one_in(3) {
+        let made = Arc::new(PagedAllocator::new(&machine.instance, settings).unwrap());
+        paged = Some(made.clone());
+        (None, made)
     } else {
         let caching = Arc::new(CachingAllocator::new(&machine.instance, settings));
         (Some(caching.clone()), caching)
     };
     let faults = context.rng.one_in(2);
-    let shared =
-        Shared { machine, allocator, caching, host, exchange: Mutex::default(), allocated: AtomicU64::new(0), faults };
+    let shared = Shared {
+        machine,
+        allocator,
+        caching,
+        paged,
+        host,
+        exchange: Mutex::default(),
+        allocated: AtomicU64::new(0),
+        faults,
+    };
     if faults {
         let code = context.rng.pick(&[ErrorCode::OutOfMemory, ErrorCode::NotPermitted, ErrorCode::Unknown(999)]);
         let fraction = context.rng.pick(&[0.002, 0.02, 0.1]);
@@ -98,12 +112,15 @@ pub fn run(context: &mut Context) {
 
 /// Closes everything, and checks that nothing is left.
 fn close(shared: Shared) {
-    let Shared { machine, allocator, caching, host, exchange, allocated, .. } = shared;
+    let Shared { machine, allocator, caching, paged, host, exchange, allocated, .. } = shared;
     drop(exchange);
     machine.synchronize();
     allocator.trim(device_id(0), MemPoolId::DEFAULT).unwrap();
     if let Some(caching) = &caching {
         caching.check();
+    }
+    if let Some(paged) = &paged {
+        paged.check();
     }
     let stats = allocator.stats(device_id(0)).unwrap();
     let allocated = allocated.into_inner();
@@ -111,7 +128,7 @@ fn close(shared: Shared) {
     assert_eq!(counted, (allocated, allocated), "blocks allocated and freed");
     assert_eq!(stats.active_bytes.all.current, 0, "active at the end");
     assert_eq!(stats.active_bytes.all.allocated, stats.active_bytes.all.freed, "bytes allocated and freed");
-    if caching.is_some() {
+    if caching.is_some() || paged.is_some() {
         assert_eq!(stats.reserved_bytes.all.current, 0, "reserved at the end");
     }
     let bytes = &stats.allocated_bytes;
@@ -120,8 +137,9 @@ fn close(shared: Shared) {
     }
     host.check();
     host.close().unwrap();
-    drop((allocator, caching));
-    machine.close();
+    let keeps_addresses = paged.is_some();
+    drop((allocator, caching, paged));
+    machine.close(keeps_addresses);
 }
 
 /// One thread.
@@ -168,8 +186,12 @@ impl<'a> Worker<'a> {
     fn run(mut self, rounds: usize) -> Counts {
         let device = self.shared.machine.device(0);
         let options = PoolOptions { use_on_oom: self.rng.one_in(2), ..PoolOptions::default() };
-        let pool =
-            self.shared.caching.as_ref().map(|_| MemPool::new(&self.shared.allocator, &device, options).unwrap());
+        let pool = self
+            .shared
+            .allocator
+            .pools()
+            .is_ok()
+            .then(|| MemPool::new(&self.shared.allocator, &device, options).unwrap());
         for _ in 0..rounds {
             self.step(pool.as_ref());
         }

@@ -48,7 +48,7 @@ pub struct Args {
     /// Settings to use instead of the recorded ones, in the format of PYTORCH_CUDA_ALLOC_CONF
     #[arg(long, value_name = "STRING")]
     settings: Option<String>,
-    /// The allocator: caching (PyTorch's) or driver-pool (the driver's own)
+    /// The allocator: caching (PyTorch's), driver-pool (the driver's own) or paged (Warpool's own)
     #[arg(long, value_name = "NAME", default_value = "caching", value_parser = parse_allocator)]
     allocator: AllocatorChoice,
     /// Memory of the device, for example 24GiB, of which the context takes 0.5 GiB [default: that of an H200, or more

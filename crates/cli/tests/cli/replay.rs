@@ -181,7 +181,7 @@ fn invalid_arguments_are_reported_before_files_are_read() {
     );
     assert_usage_error(&["replay", &file, "--settings", "expandable_segments=True"], &["expandable_segments"]);
     assert_usage_error(&["replay", &file, "--settings", "backend:cudaMallocAsync"], &["--allocator driver-pool"]);
-    assert_usage_error(&["replay", &file, "--allocator", "paged"], &["paged", "caching, driver-pool"]);
+    assert_usage_error(&["replay", &file, "--allocator", "buddy"], &["buddy", "caching, driver-pool, paged"]);
     assert_usage_error(&["replay", &file, "--capacity", "80apples"], &["'80apples' is not a size"]);
 }
 

@@ -129,6 +129,9 @@ impl Run<'_> {
                 self.table.check_snapshot(&*self.subject.allocator);
             }
         }
+        if let Some(paged) = &self.subject.paged {
+            paged.check();
+        }
     }
 
     /// Statistics, snapshots and the history can be read at any time.
@@ -238,17 +241,25 @@ impl Run<'_> {
                 assert_eq!(reserved, 0, "reserved on device {device} at the end");
             }
         }
+        if let Some(paged) = &self.subject.paged {
+            paged.check();
+            for device in 0..DEVICES {
+                let left = paged.page_stats(device_id(device)).unwrap();
+                assert_eq!(left.reserved_bytes, 0, "reserved on device {device} at the end: {left:?}");
+            }
+        }
         self.table.check_empty(&*self.subject.allocator);
         if let Some(limited) = &self.subject.limited {
             assert_eq!(limited.bytes_allocated(), 0, "allocated by the limiting decorator at the end");
         }
         let Self { machine, subject, .. } = self;
-        let Subject { allocator, caching, limited, external } = subject;
-        drop((allocator, caching, limited));
+        let Subject { allocator, caching, paged, limited, external } = subject;
+        let keeps_addresses = paged.is_some();
+        drop((allocator, caching, paged, limited));
         if let Some(external) = &external {
             external.check_empty();
         }
         drop(external);
-        machine.close();
+        machine.close(keeps_addresses);
     }
 }

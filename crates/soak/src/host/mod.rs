@@ -185,7 +185,7 @@ impl Run<'_> {
         host.close().unwrap();
         assert_eq!(machine.sim.object_counts().bytes_pinned, 0, "pinned after everything was closed");
         drop((memory, streams));
-        machine.close();
+        machine.close(false);
     }
 }
 

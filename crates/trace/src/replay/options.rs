@@ -34,18 +34,21 @@ pub enum AllocatorChoice {
     Caching,
     /// [`DriverPoolAllocator`](warpool::memory::DriverPoolAllocator), over the driver's stream-ordered pool.
     DriverPool,
+    /// [`PagedAllocator`](warpool::memory::PagedAllocator), over pages that are mapped where they are needed.
+    Paged,
 }
 
 impl AllocatorChoice {
     /// All allocators.
-    pub const ALL: [Self; 2] = [Self::Caching, Self::DriverPool];
+    pub const ALL: [Self; 3] = [Self::Caching, Self::DriverPool, Self::Paged];
 
-    /// Its name: `caching`, `driver-pool`.
+    /// Its name: `caching`, `driver-pool`, `paged`.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
             Self::Caching => "caching",
             Self::DriverPool => "driver-pool",
+            Self::Paged => "paged",
         }
     }
 

@@ -98,7 +98,7 @@ impl Program {
                     self.slots[slot as usize] = allocator.allocate_raw(request)?.ptr;
                 }
                 ProgramStep::Free { slot } => {
-                    allocator.free_on(device, std::mem::replace(&mut self.slots[slot as usize], DevicePtr(0)))?
+                    allocator.free_on(device, std::mem::replace(&mut self.slots[slot as usize], DevicePtr(0)))?;
                 }
                 ProgramStep::RecordUseAndFree { slot } => {
                     let ptr = std::mem::replace(&mut self.slots[slot as usize], DevicePtr(0));

@@ -31,7 +31,8 @@
 //! ```
 //!
 //! - [`DeviceAllocator`] is the trait of all allocators of device memory: [`CachingAllocator`], which places every
-//!   block where PyTorch's native allocator would, and [`DriverPoolAllocator`], over the driver's own pools.
+//!   block where PyTorch's native allocator would, [`PagedAllocator`], which maps physical pages where they are needed
+//!   and so loses almost no memory, and [`DriverPoolAllocator`], over the driver's own pools.
 //!   [`DeviceBlock`] is owned memory; the raw calls of the trait are for C and for replays.
 //! - [`HostAllocator`] allocates pinned host memory, as [`HostBlock`]s, for all devices.
 //! - [`PluggableAllocator`] is a device allocator over a user's functions, an [`ExternalAllocator`];
@@ -67,6 +68,7 @@ mod external;
 mod hold;
 mod host;
 mod limit;
+mod paged;
 mod pool;
 mod private_pools;
 mod report;
@@ -90,6 +92,7 @@ pub use external::{BaseAllocation, ExternalAllocator, ExternalUpstream, FnAlloca
 pub(crate) use hold::{BlockHold, HeldBlock};
 pub(crate) use host::CapturedHostPools;
 pub use host::{HostAllocator, HostBlock, HostStats, HostTime};
+pub use paged::{PageStats, PageTotals, PagedAllocator};
 pub use pool::{MemPool, PoolScope};
 pub(crate) use private_pools::PoolUses;
 pub use private_pools::{PoolOptions, PoolUser, PrivatePools, Route, Upstream};

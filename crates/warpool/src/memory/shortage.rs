@@ -19,6 +19,8 @@ impl Shortage<'_> {
     pub(crate) fn report(&self) -> OomReport {
         let (reserved, active) = (self.stats.reserved_bytes.all.current, self.stats.active_bytes.all.current);
         let allocated = self.stats.allocated_bytes.all.current;
+        // Other threads go on allocating while the figures are read.
+        let (pending, cached) = (active.saturating_sub(allocated), reserved.saturating_sub(active));
         OomReport {
             device: self.request.device,
             cause: self.why,
@@ -29,11 +31,11 @@ impl Shortage<'_> {
             bytes_limit: self.limit,
             bytes_reserved: reserved,
             bytes_allocated: allocated,
-            bytes_pending: active - allocated,
+            bytes_pending: pending,
             bytes_private_free: 0,
-            bytes_cached: reserved - active,
-            blocks_cached: u64::from(reserved > active),
-            bytes_largest_cached: reserved - active,
+            bytes_cached: cached,
+            blocks_cached: u64::from(cached > 0),
+            bytes_largest_cached: cached,
             // No setting would place it otherwise.
             expandable_segments: true,
             capturing: self.capturing,

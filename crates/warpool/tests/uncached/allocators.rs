@@ -11,8 +11,8 @@ use warpool::driver::sim::{SimConfig, SimDriver};
 use warpool::driver::{CaptureMode, DeviceId, DevicePtr, Driver, Pattern, PoolAttribute};
 use warpool::memory::{
     Action, Allocate, Allocation, BlockState, CachingAllocator, DeviceAllocator, DriverPoolAllocator,
-    ExternalAllocator, HistoryOptions, Limited, MemPoolId, OomCause, PluggableAllocator, RawStream, Request, Settings,
-    Snapshot, SnapshotOptions, StatByKind, Stats, Traced,
+    ExternalAllocator, HistoryOptions, Limited, MemPoolId, OomCause, PagedAllocator, PluggableAllocator, RawStream,
+    Request, Settings, Snapshot, SnapshotOptions, StatByKind, Stats, Traced,
 };
 use warpool::{Device, Error, Instance, Stream};
 
@@ -21,6 +21,7 @@ type Make = fn(&Instance) -> Arc<dyn DeviceAllocator>;
 const ALLOCATORS: &[(&str, Make)] = &[
     ("caching", |instance| Arc::new(CachingAllocator::new(instance, Settings::default()))),
     ("caching, expandable", |instance| Arc::new(CachingAllocator::new(instance, parsed("expandable_segments:True")))),
+    ("paged", |instance| Arc::new(PagedAllocator::new(instance, Settings::default()).unwrap())),
     ("driver-pool", |instance| Arc::new(DriverPoolAllocator::new(instance))),
     ("pluggable", |instance| Arc::new(pluggable(instance))),
     ("limited", |instance| {

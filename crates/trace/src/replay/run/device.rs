@@ -8,8 +8,8 @@ use std::time::Duration;
 use warpool::driver::sim::{RemapCounts, SimConfig, SimDriver, Timing};
 use warpool::driver::{Call, DeviceId, Driver, StreamId, StreamOptions, Streams};
 use warpool::memory::{
-    Action, Allocation, CachingAllocator, DeviceAllocator, DriverPoolAllocator, MemPoolId, PoolOptions, Request,
-    Settings,
+    Action, Allocation, CachingAllocator, DeviceAllocator, DriverPoolAllocator, MemPoolId, PagedAllocator, PoolOptions,
+    Request, Settings,
 };
 use warpool::{Error, Instance, Result};
 
@@ -95,6 +95,11 @@ impl ReplayDevice {
                 let memory_cap_bytes = settings.memory_cap_bytes.or(options.memory_limit);
                 let settings = Settings { memory_cap_bytes, ..settings };
                 (Arc::new(DriverPoolAllocator::with_settings(&instance, settings)), None)
+            }
+            AllocatorChoice::Paged => {
+                let memory_cap_bytes = settings.memory_cap_bytes.or(options.memory_limit);
+                let settings = Settings { memory_cap_bytes, ..settings };
+                (Arc::new(PagedAllocator::new(&instance, settings)?), None)
             }
         };
         // In the recorded order, so that what is sorted by stream is sorted in the same way.

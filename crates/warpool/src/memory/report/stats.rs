@@ -92,6 +92,16 @@ impl StatByKind {
         }
     }
 
+    /// Sets every peak to its current value.
+    pub(crate) fn reset_peak(&mut self) {
+        self.each(Stat::reset_peak);
+    }
+
+    /// Sets the sums of increases and decreases to 0.
+    pub(crate) fn reset_accumulated(&mut self) {
+        self.each(Stat::reset_accumulated);
+    }
+
     fn each(&mut self, act: fn(&mut Stat)) {
         act(&mut self.all);
         act(&mut self.small_pool);

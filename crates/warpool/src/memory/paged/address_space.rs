@@ -1,0 +1,143 @@
+//! The addresses of a device: a few large reservations (*arenas*), divided into ranges for heaps. From an address to the
+//! heap it belongs to are a subtraction, a shift and a load; no lock.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Mutex, OnceLock};
+
+use warpool_driver::DevicePtr;
+
+use crate::memory::SegmentKind;
+use crate::{Instance, Result, lock};
+
+/// Ranges begin and end at multiples of this.
+const STRIPE: u64 = 1 << 30;
+
+/// More are not needed: each is at least eight times the device's memory.
+const ARENAS_MAX: usize = 64;
+
+/// Where in a heap an address is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Location {
+    pub(super) heap: u32,
+    pub(super) kind: SegmentKind,
+    /// The number of its range in the area.
+    pub(super) range: u32,
+}
+
+impl Location {
+    fn pack(self) -> u64 {
+        1 << 63 | u64::from(self.heap) << 31 | u64::from(self.range) << 1 | self.kind as u64
+    }
+
+    #[expect(clippy::cast_possible_truncation, reason = "the fields of `pack`")]
+    fn unpack(packed: u64) -> Option<Self> {
+        let kind = if packed & 1 == 0 { SegmentKind::Small } else { SegmentKind::Large };
+        (packed >> 63 == 1).then_some(Self {
+            heap: (packed >> 31) as u32,
+            kind,
+            range: (packed >> 1 & 0x3FFF_FFFF) as u32,
+        })
+    }
+}
+
+#[derive(Debug)]
+struct Arena {
+    base: u64,
+    /// Packed locations, by stripe.
+    stripes: Box<[AtomicU64]>,
+}
+
+#[derive(Debug)]
+pub(super) struct AddressSpace {
+    /// The size of an arena, if no request needs more.
+    arena_bytes: u64,
+    arenas: [OnceLock<Arena>; ARENAS_MAX],
+    /// The arena in use and how much of it is divided; under the lock new ones are reserved.
+    used: Mutex<(usize, u64)>,
+}
+
+impl AddressSpace {
+    /// For a device with that much memory.
+    pub(super) fn new(bytes_total: u64) -> Self {
+        let arena_bytes = bytes_total.max(STRIPE).next_power_of_two() * 8;
+        Self { arena_bytes, arenas: [const { OnceLock::new() }; ARENAS_MAX], used: Mutex::new((0, 0)) }
+    }
+
+    /// Reserves a range of at least `bytes`. Returns its address and size, or `None` if no addresses are left. It
+    /// belongs to nobody before [`assign`](Self::assign).
+    pub(super) fn reserve(&self, instance: &Instance, bytes: u64) -> Result<Option<(u64, u64)>> {
+        let Some(bytes) = bytes.checked_next_multiple_of(STRIPE) else { return Ok(None) };
+        let mut used = lock(&self.used);
+        if let Some(arena) = self.arenas.get(used.0).and_then(OnceLock::get) {
+            if used.1 + bytes <= arena.stripes.len() as u64 * STRIPE {
+                let addr = arena.base + used.1;
+                used.1 += bytes;
+                return Ok(Some((addr, bytes)));
+            }
+            used.0 += 1;
+        }
+        let Some(arena) = self.arenas.get(used.0) else { return Ok(None) };
+        let size = self.arena_bytes.max(bytes);
+        let base = match instance.driver().vm_reserve(size, 0, None) {
+            Ok(base) => base.0,
+            Err(error) if error.code == warpool_driver::ErrorCode::OutOfMemory => {
+                used.0 = used.0.saturating_sub(1);
+                return Ok(None);
+            }
+            Err(error) => {
+                used.0 = used.0.saturating_sub(usize::from(used.0 > 0));
+                return Err(error.into());
+            }
+        };
+        let stripes = (0..size / STRIPE).map(|_| AtomicU64::new(0)).collect();
+        arena.set(Arena { base, stripes }).expect("an arena is reserved once, under the lock");
+        used.1 = bytes;
+        Ok(Some((base, bytes)))
+    }
+
+    /// Says whose a range is.
+    pub(super) fn assign(&self, base: u64, bytes: u64, location: Location) {
+        let arenas = self.arenas.iter().map_while(OnceLock::get);
+        for arena in arenas {
+            let Some(first) = base.checked_sub(arena.base).map(|offset| (offset / STRIPE) as usize) else { continue };
+            let count = (bytes / STRIPE) as usize;
+            if let Some(stripes) = arena.stripes.get(first..first + count) {
+                stripes.iter().for_each(|stripe| stripe.store(location.pack(), Ordering::Release));
+                return;
+            }
+        }
+        unreachable!("a range is in an arena");
+    }
+
+    /// Where an address is, if it is in a range of a heap.
+    #[inline]
+    pub(super) fn locate(&self, ptr: DevicePtr) -> Option<Location> {
+        for arena in &self.arenas {
+            let arena = arena.get()?;
+            if let Some(offset) = ptr.0.checked_sub(arena.base)
+                && let Some(stripe) = arena.stripes.get((offset / STRIPE) as usize)
+            {
+                return Location::unpack(stripe.load(Ordering::Acquire));
+            }
+        }
+        None
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_location_survives_packing() {
+        for heap in [0, 1, u32::MAX] {
+            for range in [0, 7, 0x3FFF_FFFF] {
+                for kind in [SegmentKind::Small, SegmentKind::Large] {
+                    let location = Location { heap, kind, range };
+                    assert_eq!(Location::unpack(location.pack()), Some(location));
+                }
+            }
+        }
+        assert_eq!(Location::unpack(0), None);
+    }
+}

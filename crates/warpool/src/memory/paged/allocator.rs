@@ -1,0 +1,508 @@
+//! The calls of [`DeviceAllocator`].
+
+use std::sync::atomic::Ordering;
+
+use warpool_driver::{DeviceId, DevicePtr, MemoryInfo, StreamId};
+
+use super::device::{BlockRef, PagedDevice};
+use super::fill::{self, FillRequest};
+use super::heap::{Freed, Heap};
+use super::pending::PendingFrees;
+use super::{PagedAllocator, reclaim, snapshot};
+use crate::memory::report::{EntryDetails, StackIds};
+use crate::memory::shortage::Shortage;
+use crate::memory::stream_fence;
+use crate::memory::{
+    Action, Allocation, DeviceAllocator, GraphKey, HistoryOptions, MemPoolId, Observers, OomCause, PrivatePools,
+    Request, SizeRules, Snapshot, SnapshotOptions, StackLevel, Stat, Stats,
+};
+use crate::unwind::OnUnwind;
+use crate::{Error, Instance, Result, lock};
+
+/// What became of a block that was to be freed.
+enum Outcome {
+    Completed,
+    Pending,
+    /// A graph holds it: it is not freed.
+    Held,
+    /// There is no such block.
+    Unknown,
+}
+
+impl PagedDevice {
+    /// Allocates from free blocks of the heap.
+    #[inline]
+    fn search(&self, request: &Request, pool: MemPoolId, details: &EntryDetails) -> Result<(u32, Option<Allocation>)> {
+        loop {
+            let (number, cell) = self.heap_for(request.stream, pool)?;
+            let mut heap = cell.lock();
+            if !heap.is_of(request.stream, pool) {
+                // Its pool was removed, and the heap used again.
+                drop(heap);
+                self.forget_last_heap();
+                continue;
+            }
+            let block = heap.allocate(request.bytes);
+            let allocation = block.map(|block| self.finish(&mut heap, number, block, details));
+            return Ok((number, allocation));
+        }
+    }
+
+    /// The same from a private pool.
+    #[cold]
+    fn search_private(
+        &self,
+        request: &Request,
+        pool: MemPoolId,
+        capturing: bool,
+        details: &EntryDetails,
+    ) -> Result<(u32, Option<Allocation>)> {
+        {
+            let mut pools = lock(&self.pools);
+            pools.expect_in_use(pool)?;
+            if capturing {
+                pools.record_capture(pool);
+            }
+        }
+        self.search(request, pool, details)
+    }
+
+    /// The allocation of a block, with its entry in the history.
+    #[inline]
+    fn finish(&self, heap: &mut Heap, number: u32, block: u32, details: &EntryDetails) -> Allocation {
+        let allocation = heap.allocation(block, self.id, BlockRef { heap: number, block }.pack());
+        if !details.is_off() {
+            heap.set_stack(block, details.stack.clone());
+            self.record(Action::Alloc, allocation.ptr.0, allocation.bytes_requested, heap, details);
+        }
+        allocation
+    }
+
+    /// Allocates when no free block fits.
+    #[cold]
+    fn allocate_slow(
+        &self,
+        request: &Request,
+        pool: MemPoolId,
+        number: u32,
+        capturing: bool,
+        details: &EntryDetails,
+    ) -> Result<Allocation> {
+        if self.observers().run_pressure_callbacks(self.id)
+            && let (_, Some(found)) = self.search(request, pool, details)?
+        {
+            return Ok(found);
+        }
+        let mut fill =
+            FillRequest { heap: number, requested: request.bytes, stream: request.stream, capturing, on_oom: false };
+        if let Ok(block) = fill::allocate(self, fill, details)? {
+            return Ok(self.finish(&mut self.heaps.get(number).lock(), number, block, details));
+        }
+        if !capturing {
+            PendingFrees::new(self, details).wait()?;
+            self.counts.retries.fetch_add(1, Ordering::Relaxed);
+        }
+        fill.on_oom = true;
+        match fill::allocate(self, fill, details)? {
+            Ok(block) => Ok(self.finish(&mut self.heaps.get(number).lock(), number, block, details)),
+            Err(cause) => Err(self.out_of_memory(request, number, cause, capturing, details)),
+        }
+    }
+
+    /// Counts a failed request, calls the observers, and makes the error.
+    fn out_of_memory(
+        &self,
+        request: &Request,
+        number: u32,
+        why: OomCause,
+        capturing: bool,
+        details: &EntryDetails,
+    ) -> Error {
+        // A failure of this call must not hide the error.
+        let unknown = MemoryInfo { bytes_free: 0, bytes_total: self.bytes_total };
+        let memory = self.driver().mem_info(self.id).unwrap_or(unknown);
+        self.counts.ooms.fetch_add(1, Ordering::Relaxed);
+        let bytes_segment = super::heap::rounded(request.bytes);
+        {
+            let heap = self.heaps.get(number).lock();
+            self.record(Action::Oom, memory.bytes_free, bytes_segment, &heap, details);
+        }
+        let (stats, limit) = (self.stats(), self.limit());
+        let report = Shortage { request, why, bytes_segment, memory, limit, stats: &stats, capturing }.report();
+        self.observers().report_oom(&report);
+        Error::OutOfMemory(Box::new(report))
+    }
+
+    /// Frees the block that `find` finds in a heap.
+    #[inline]
+    fn free(&self, number: u32, find: impl Fn(&Heap) -> Option<u32>, fences: Fences) -> Outcome {
+        self.using(number);
+        let cell = self.heaps.get(number);
+        if self.shared().tracks_suballocations && !self.report_freed(number, &find) {
+            return Outcome::Unknown;
+        }
+        let details = {
+            // A hook that collects stacks may panic: the block is freed all the same.
+            let unwinds = OnUnwind::new(|| {
+                let off = EntryDetails::default();
+                let (outcome, block) = self.free_found(&mut cell.lock(), &find, &off);
+                if let (Outcome::Pending, Some(block)) = (outcome, block) {
+                    self.fence(BlockRef { heap: number, block }, Fences::Later, &off);
+                }
+            });
+            let details = self.entry_details(StackLevel::All);
+            unwinds.disarm();
+            details
+        };
+        let mut heap = cell.lock();
+        let (outcome, block) = self.free_found(&mut heap, &find, &details);
+        drop(heap);
+        if let (Outcome::Pending, Some(block)) = (&outcome, block) {
+            self.fence(BlockRef { heap: number, block }, fences, &details);
+        }
+        if !details.is_off() {
+            self.report();
+        }
+        outcome
+    }
+
+    #[inline]
+    fn free_found(
+        &self,
+        heap: &mut Heap,
+        find: &impl Fn(&Heap) -> Option<u32>,
+        details: &EntryDetails,
+    ) -> (Outcome, Option<u32>) {
+        let Some(block) = find(heap) else { return (Outcome::Unknown, None) };
+        if heap.is_held(block) {
+            return (Outcome::Held, None);
+        }
+        let (addr, requested) = (heap.block(block).addr(), heap.block(block).requested());
+        self.record(Action::FreeRequested, addr, requested, heap, details);
+        match heap.free(block) {
+            Freed::Completed => {
+                self.record(Action::FreeCompleted, addr, requested, heap, details);
+                (Outcome::Completed, Some(block))
+            }
+            Freed::Pending => (Outcome::Pending, Some(block)),
+        }
+    }
+
+    #[cold]
+    fn fence(&self, key: BlockRef, fences: Fences, details: &EntryDetails) {
+        let pending = PendingFrees::new(self, details);
+        match fences {
+            Fences::Now => pending.fence(key),
+            Fences::Later => stream_fence::fence_later(&pending, key),
+        }
+    }
+
+    /// Reports a free to a driver that tracks suballocations, before another request can get the memory. `false` if
+    /// there is no such block. Memory of a private pool may be a graph's, whose replays go on using it.
+    #[cold]
+    fn report_freed(&self, number: u32, find: &impl Fn(&Heap) -> Option<u32>) -> bool {
+        let heap = self.heaps.get(number).lock();
+        let Some(block) = find(&heap) else { return false };
+        let (addr, bytes) = (heap.block(block).addr(), heap.block(block).bytes());
+        let reports = heap.pool.is_default() && !heap.is_held(block);
+        drop(heap);
+        if reports {
+            self.driver().suballocation_freed(DevicePtr(addr), bytes);
+        }
+        true
+    }
+
+    /// Frees what starts at `ptr`.
+    #[inline]
+    fn free_at(&self, ptr: DevicePtr) -> Outcome {
+        let Some(at) = self.space.locate(ptr) else { return Outcome::Unknown };
+        self.free(at.heap, |heap| heap.allocated_at(at.kind, at.range, ptr.0), Fences::Now)
+    }
+
+    fn free_allocation(&self, allocation: &Allocation, fences: Fences) -> Outcome {
+        let Some(at) = BlockRef::unpack(allocation.slot) else { return Outcome::Unknown };
+        if self.heaps.try_get(at.heap).is_none() {
+            return Outcome::Unknown;
+        }
+        let (ptr, generation) = (allocation.ptr, allocation.generation);
+        self.free(at.heap, |heap| heap.allocated(at.block, ptr, generation).then_some(at.block), fences)
+    }
+
+    /// Changes an allocated block.
+    fn change<R>(&self, allocation: &Allocation, change: impl FnOnce(&mut Heap, u32) -> R) -> Result<R> {
+        let unknown = Error::UnknownPointer { ptr: allocation.ptr };
+        let at = BlockRef::unpack(allocation.slot).ok_or(unknown.clone())?;
+        let mut heap = self.heaps.try_get(at.heap).ok_or(unknown.clone())?.lock();
+        if heap.allocated(at.block, allocation.ptr, allocation.generation) {
+            Ok(change(&mut heap, at.block))
+        } else {
+            Err(unknown)
+        }
+    }
+}
+
+/// When fences of a freed block are recorded.
+#[derive(Clone, Copy)]
+enum Fences {
+    Now,
+    /// By a later call: this one must not call the driver.
+    Later,
+}
+
+fn result_of(outcome: &Outcome, ptr: DevicePtr) -> Result<()> {
+    match outcome {
+        Outcome::Completed | Outcome::Pending => Ok(()),
+        Outcome::Held => Err(Error::HeldByGraph { ptr }),
+        Outcome::Unknown => Err(Error::UnknownPointer { ptr }),
+    }
+}
+
+impl PagedAllocator {
+    fn locate(&self, ptr: DevicePtr) -> Result<(&PagedDevice, Allocation)> {
+        self.instance().expect_own_process("find")?;
+        for device in &self.devices {
+            if let Some(at) = device.space.locate(ptr) {
+                let heap = device.heaps.get(at.heap).lock();
+                if let Some(block) = heap.allocated_at(at.kind, at.range, ptr.0) {
+                    let slot = BlockRef { heap: at.heap, block }.pack();
+                    return Ok((device, heap.allocation(block, device.id, slot)));
+                }
+            }
+        }
+        Err(Error::UnknownPointer { ptr })
+    }
+}
+
+impl DeviceAllocator for PagedAllocator {
+    fn name(&self) -> &'static str {
+        "paged"
+    }
+
+    fn instance(&self) -> &Instance {
+        &self.shared.instance
+    }
+
+    #[inline]
+    fn allocate_raw(&self, request: Request) -> Result<Allocation> {
+        let device = self.device(request.device)?;
+        let Request { stream, bytes, .. } = request;
+        if bytes == 0 {
+            let ptr = DevicePtr(0);
+            let device = request.device;
+            return Ok(Allocation { ptr, bytes: 0, bytes_requested: 0, device, stream, slot: 0, generation: 0 });
+        }
+        if bytes >= SizeRules::REQUEST_TOO_LARGE {
+            return Err(Error::RequestTooLarge { bytes });
+        }
+        let details = device.entry_details(StackLevel::State);
+        let capturing = device.capture_status(stream)?.is_capturing();
+        if device.has_pending() && !capturing {
+            PendingFrees::new(device, &details).process()?;
+        }
+        let mut pool = match request.pool {
+            Some(pool) => pool,
+            None => device.routed(stream)?,
+        };
+        let (number, found) = loop {
+            let searched = if pool.is_default() {
+                device.search(&request, pool, &details)
+            } else {
+                device.search_private(&request, pool, capturing, &details)
+            };
+            match searched {
+                Err(error @ (Error::PoolReleased { .. } | Error::UnknownPool { .. })) => {
+                    // Another thread may have closed the scope since the request was routed: route it again.
+                    let routed = if request.pool.is_none() { device.routed(stream)? } else { pool };
+                    if routed == pool {
+                        return Err(error);
+                    }
+                    pool = routed;
+                }
+                searched => break searched?,
+            }
+        };
+        let allocation = match found {
+            Some(allocation) => allocation,
+            None => device.allocate_slow(&request, pool, number, capturing, &details)?,
+        };
+        if device.shared().tracks_suballocations {
+            device.driver().suballocated(allocation.ptr, allocation.bytes, allocation.stream);
+        }
+        if !details.is_off() {
+            let unwinds = OnUnwind::new(|| {
+                device.free_allocation(&allocation, Fences::Later);
+            });
+            device.report();
+            unwinds.disarm();
+        }
+        Ok(allocation)
+    }
+
+    #[inline]
+    fn free_raw(&self, ptr: DevicePtr) -> Result<()> {
+        if ptr.is_null() || self.instance().is_inherited() {
+            return Ok(());
+        }
+        for device in &self.devices {
+            match device.free_at(ptr) {
+                Outcome::Unknown => {}
+                outcome => return result_of(&outcome, ptr),
+            }
+        }
+        Err(Error::UnknownPointer { ptr })
+    }
+
+    fn free_on(&self, device: DeviceId, ptr: DevicePtr) -> Result<()> {
+        if ptr.is_null() || self.instance().is_inherited() {
+            return Ok(());
+        }
+        match self.device(device)?.free_at(ptr) {
+            Outcome::Unknown => self.free_raw(ptr),
+            outcome => result_of(&outcome, ptr),
+        }
+    }
+
+    fn record_use_raw(&self, ptr: DevicePtr, stream: StreamId) -> Result<()> {
+        if ptr.is_null() {
+            return Ok(());
+        }
+        let (device, allocation) = self.locate(ptr)?;
+        device.change(&allocation, |heap, block| heap.add_use(block, stream))
+    }
+
+    fn find(&self, ptr: DevicePtr) -> Result<Allocation> {
+        self.locate(ptr).map(|(_, allocation)| allocation)
+    }
+
+    fn free(&self, allocation: Allocation) -> Result<()> {
+        if allocation.ptr.is_null() || self.instance().is_inherited() {
+            return Ok(());
+        }
+        let outcome = self.device(allocation.device)?.free_allocation(&allocation, Fences::Now);
+        result_of(&outcome, allocation.ptr)
+    }
+
+    fn free_later(&self, allocation: Allocation) {
+        if let Ok(device) = self.device(allocation.device) {
+            // A destructor cannot report that there is no such block.
+            device.free_allocation(&allocation, Fences::Later);
+        }
+    }
+
+    fn record_use(&self, allocation: Allocation, stream: StreamId) -> Result<()> {
+        if allocation.ptr.is_null() {
+            return Ok(());
+        }
+        self.device(allocation.device)?.change(&allocation, |heap, block| heap.add_use(block, stream))
+    }
+
+    fn record_uses_later(&self, allocation: Allocation, streams: &[StreamId]) {
+        if let Ok(device) = self.device(allocation.device) {
+            // It fails only for an allocation that does not exist.
+            let _ = device.change(&allocation, |heap, block| heap.add_uses(block, streams));
+        }
+    }
+
+    fn hold(&self, allocation: Allocation, _: GraphKey) -> Result<()> {
+        if allocation.ptr.is_null() {
+            return Ok(());
+        }
+        self.device(allocation.device)?.change(&allocation, Heap::add_hold)
+    }
+
+    fn end_hold(&self, allocation: Allocation, _: GraphKey) {
+        if let Ok(device) = self.device(allocation.device) {
+            let _ = device.change(&allocation, Heap::end_hold);
+        }
+    }
+
+    fn trim(&self, device: DeviceId, pool: MemPoolId) -> Result<u64> {
+        let paged_device = self.device(device)?;
+        if pool.is_default() {
+            self.shared.observers.run_trim_hooks(device);
+        }
+        let details = paged_device.entry_details(StackLevel::All).timed(self.driver());
+        if !pool.is_default() {
+            match lock(&paged_device.pools).uses(pool) {
+                Ok(0) => {}
+                // In use, or removed already with all that it had.
+                Ok(_) | Err(Error::UnknownPool { .. }) => return Ok(0),
+                Err(error) => return Err(error),
+            }
+        }
+        let current = paged_device.instance().device(device.0)?.current_stream_id()?;
+        if !paged_device.capture_status(current)?.is_capturing() {
+            PendingFrees::new(paged_device, &details).wait()?;
+        }
+        let trimmed = reclaim::release(paged_device, pool, 0, &details);
+        paged_device.report();
+        trimmed
+    }
+
+    fn largest_available(&self, device: DeviceId) -> Result<u64> {
+        let paged_device = self.device(device)?;
+        let free = self.driver().mem_info(device)?.bytes_free;
+        let largest = paged_device.heaps.iter().map(|(_, heap)| {
+            let mut heap = heap.lock();
+            heap.merge_recent();
+            heap.largest_free()
+        });
+        Ok(free.max(largest.max().unwrap_or(0)))
+    }
+
+    fn set_memory_fraction(&self, device: DeviceId, fraction: f64) -> Result<()> {
+        if !(0.0..=1.0).contains(&fraction) {
+            return Err(Error::Fraction { fraction: fraction.to_string() });
+        }
+        self.device(device)?.change_limits(|limits| limits.fraction = fraction);
+        Ok(())
+    }
+
+    fn memory_fraction(&self, device: DeviceId) -> Result<f64> {
+        Ok(self.device(device)?.limits().fraction)
+    }
+
+    fn stats(&self, device: DeviceId) -> Result<Stats> {
+        let mut stats = self.device(device)?.stats();
+        stats.workspace_bytes = self.shared.observers.workspaces.read(device);
+        Ok(stats)
+    }
+
+    fn reset_peak_stats(&self, device: DeviceId) -> Result<()> {
+        self.device(device)?.reset_peak();
+        self.shared.observers.workspaces.change(device, Stat::reset_peak);
+        Ok(())
+    }
+
+    fn reset_accumulated_stats(&self, device: DeviceId) -> Result<()> {
+        self.device(device)?.reset_accumulated();
+        self.shared.observers.workspaces.change(device, Stat::reset_accumulated);
+        Ok(())
+    }
+
+    fn snapshot(&self, options: SnapshotOptions) -> Result<Snapshot> {
+        self.instance().expect_own_process("snapshot")?;
+        let mut snapshot = Snapshot { settings: self.settings().recorded(), ..Snapshot::default() };
+        let mut stacks = StackIds::default();
+        for device in &self.devices {
+            let details = device.entry_details(StackLevel::Alloc).timed(self.driver());
+            snapshot::add_to(device, &mut snapshot, &mut stacks, options, &details);
+            device.report();
+        }
+        Ok(snapshot)
+    }
+
+    fn record_history(&self, options: Option<HistoryOptions>) -> Result<()> {
+        self.instance().expect_own_process("record_history")?;
+        self.devices.iter().for_each(|device| device.record_history(options.as_ref()));
+        Ok(())
+    }
+
+    fn observers(&self) -> &Observers {
+        &self.shared.observers
+    }
+
+    fn pools(&self) -> Result<&dyn PrivatePools> {
+        Ok(self)
+    }
+}

@@ -1,0 +1,169 @@
+//! Statistics: each heap counts for itself, and the device's figures are made of the heaps' when they are needed.
+//!
+//! A device's peak is not the sum of its heaps' peaks. So each heap keeps its own highest value since it was last
+//! *collected*, and is collected when the calling thread goes on with another heap: until then no other heap changed,
+//! as far as that thread is concerned. With one thread every figure is exact. With several, current values and sums
+//! are exact whenever all heaps are at rest; a peak may miss what several threads held at the same moment.
+
+use crate::memory::{SegmentKind, Stat, StatByKind, Stats};
+
+const COUNT: usize = 0;
+const BYTES: usize = 1;
+const ACTIVE: usize = 2;
+const ACTIVE_BYTES: usize = 3;
+const REQUESTED: usize = 4;
+
+type Tally = [u64; 5];
+
+fn sum([small, large]: &[Tally; 2]) -> Tally {
+    std::array::from_fn(|metric| small[metric] + large[metric])
+}
+
+/// The statistics of one heap.
+#[derive(Debug, Default)]
+pub(super) struct HeapCounters {
+    /// Small, large.
+    current: [Tally; 2],
+    /// Highest values since it was last collected: small, large, both.
+    highest: [Tally; 3],
+    /// Sums of all increases.
+    added: [Tally; 2],
+    /// The current values when it was last collected.
+    collected: [Tally; 2],
+}
+
+impl HeapCounters {
+    #[inline]
+    pub(super) fn allocated(&mut self, kind: SegmentKind, bytes: u64, requested: u64) {
+        let increase = [1, bytes, 1, bytes, requested];
+        let (this, other) = (kind as usize, 1 - kind as usize);
+        for (metric, by) in increase.into_iter().enumerate() {
+            let current = self.current[this][metric] + by;
+            self.current[this][metric] = current;
+            self.added[this][metric] += by;
+            raise(&mut self.highest[this][metric], current);
+            raise(&mut self.highest[2][metric], current + self.current[other][metric]);
+        }
+    }
+
+    #[inline]
+    pub(super) fn freed(&mut self, kind: SegmentKind, bytes: u64) {
+        let current = &mut self.current[kind as usize];
+        current[COUNT] -= 1;
+        current[BYTES] -= bytes;
+    }
+
+    #[inline]
+    pub(super) fn reclaimed(&mut self, kind: SegmentKind, bytes: u64, requested: u64) {
+        let current = &mut self.current[kind as usize];
+        current[ACTIVE] -= 1;
+        current[ACTIVE_BYTES] -= bytes;
+        current[REQUESTED] -= requested;
+    }
+
+    /// Bytes of allocated blocks and pending frees.
+    pub(super) fn active_bytes(&self) -> u64 {
+        sum(&self.current)[ACTIVE_BYTES]
+    }
+}
+
+#[inline]
+fn raise(highest: &mut u64, value: u64) {
+    if value > *highest {
+        *highest = value;
+    }
+}
+
+/// The statistics of one device, as of its heaps' last collection.
+#[derive(Debug, Default)]
+pub(super) struct Totals {
+    /// Small, large.
+    current: [Tally; 2],
+    /// Small, large, both.
+    peak: [Tally; 3],
+    /// What the sums of increases and of decreases were when they were last reset.
+    added_before: [Tally; 2],
+    freed_before: [Tally; 2],
+}
+
+impl Totals {
+    /// Takes over what a heap counted.
+    pub(super) fn collect(&mut self, heap: &mut HeapCounters) {
+        let others: [Tally; 2] = std::array::from_fn(|kind| {
+            std::array::from_fn(|metric| self.current[kind][metric] - heap.collected[kind][metric])
+        });
+        let of_all = sum(&others);
+        for (kind, others) in others.iter().enumerate() {
+            for (metric, &others) in others.iter().enumerate() {
+                raise(&mut self.peak[kind][metric], others + heap.highest[kind][metric]);
+                self.current[kind][metric] = others + heap.current[kind][metric];
+            }
+        }
+        for (metric, &others) in of_all.iter().enumerate() {
+            raise(&mut self.peak[2][metric], others + heap.highest[2][metric]);
+        }
+        heap.collected = heap.current;
+        let [small, large] = heap.current;
+        heap.highest = [small, large, sum(&heap.current)];
+    }
+
+    /// Bytes of allocated blocks: the highest sum so far.
+    pub(super) fn peak_active_bytes(&self) -> u64 {
+        self.peak[2][ACTIVE_BYTES]
+    }
+
+    pub(super) fn reset_peak(&mut self) {
+        let [small, large] = self.current;
+        self.peak = [small, large, sum(&self.current)];
+    }
+
+    /// `added`: the sums of increases of all heaps.
+    pub(super) fn reset_accumulated(&mut self, added: &Added) {
+        self.added_before = added.0;
+        self.freed_before = self.freed(added);
+    }
+
+    fn freed(&self, added: &Added) -> [Tally; 2] {
+        std::array::from_fn(|kind| std::array::from_fn(|metric| added.0[kind][metric] - self.current[kind][metric]))
+    }
+
+    /// Fills in the statistics of blocks.
+    pub(super) fn write(&self, added: &Added, stats: &mut Stats) {
+        let freed = self.freed(added);
+        let stat = |kind: usize, metric: usize| Stat {
+            current: self.current[kind][metric],
+            peak: self.peak[kind][metric],
+            allocated: added.0[kind][metric] - self.added_before[kind][metric],
+            freed: freed[kind][metric] - self.freed_before[kind][metric],
+        };
+        let by_kind = |metric: usize| {
+            let (small, large) = (stat(0, metric), stat(1, metric));
+            let all = Stat {
+                current: small.current + large.current,
+                peak: self.peak[2][metric],
+                allocated: small.allocated + large.allocated,
+                freed: small.freed + large.freed,
+            };
+            StatByKind { all, small_pool: small, large_pool: large }
+        };
+        stats.allocation = by_kind(COUNT);
+        stats.allocated_bytes = by_kind(BYTES);
+        stats.active = by_kind(ACTIVE);
+        stats.active_bytes = by_kind(ACTIVE_BYTES);
+        stats.requested_bytes = by_kind(REQUESTED);
+    }
+}
+
+/// The sums of increases of several heaps.
+#[derive(Debug, Default)]
+pub(super) struct Added([Tally; 2]);
+
+impl Added {
+    pub(super) fn add(&mut self, heap: &HeapCounters) {
+        for kind in 0..2 {
+            for metric in 0..self.0[kind].len() {
+                self.0[kind][metric] += heap.added[kind][metric];
+            }
+        }
+    }
+}

@@ -1,0 +1,397 @@
+//! One device of the paged allocator: its heaps, pages, pools and statistics, each under its own lock.
+//!
+//! Locks, in the order in which they are taken: the pages (held while the driver is called), the totals, a heap (a spin
+//! lock, held for one step, one at a time), the history. Pools, scopes and fences are taken alone, or while the pages
+//! are locked. User code runs with none of them.
+
+use std::cell::Cell;
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError, RwLock};
+
+use rustc_hash::FxHashMap;
+use warpool_driver::{DeviceId, Driver, StreamId};
+
+use super::address_space::AddressSpace;
+use super::counters::{Added, Totals};
+use super::heap::Heap;
+use super::heaps::Heaps;
+use super::pages::{PageTable, PageTotals};
+use super::pools::Pools;
+use super::spin_lock::SpinLock;
+use crate::capture::{CaptureSafe, CaptureStatus};
+use crate::memory::limit::limit_bytes;
+use crate::memory::report::{EntryDetails, HistoryFlags, HistoryRecorder};
+use crate::memory::scopes::Scopes;
+use crate::memory::stream_fence::StreamFences;
+use crate::memory::{Action, HistoryOptions, MemPoolId, Observers, Settings, StackLevel, Stats};
+use crate::{Device, Error, Instance, Result, lock};
+
+/// What the devices of an allocator share.
+pub(super) struct Shared {
+    pub(super) instance: Instance,
+    pub(super) observers: Observers,
+    /// Whether the driver tracks suballocations.
+    pub(super) tracks_suballocations: bool,
+    pub(super) settings: Mutex<Arc<Settings>>,
+    /// How many captures are active on all devices together.
+    pub(super) captures: AtomicU32,
+}
+
+/// Names a block on a device.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct BlockRef {
+    pub(super) heap: u32,
+    pub(super) block: u32,
+}
+
+impl BlockRef {
+    /// As [`Allocation::slot`](crate::memory::Allocation): never 0.
+    #[inline]
+    pub(super) fn pack(self) -> u64 {
+        (u64::from(self.heap) + 1) << 32 | u64::from(self.block)
+    }
+
+    #[inline]
+    #[expect(clippy::cast_possible_truncation, reason = "the two halves")]
+    pub(super) fn unpack(slot: u64) -> Option<Self> {
+        let heap = ((slot >> 32) as u32).checked_sub(1)?;
+        Some(Self { heap, block: slot as u32 })
+    }
+}
+
+/// The heap that a thread used last.
+#[derive(Clone, Copy)]
+struct LastHeap {
+    /// The device's key; 0 is none.
+    device: u64,
+    heap: u32,
+    stream: StreamId,
+    pool: MemPoolId,
+}
+
+thread_local! {
+    static LAST_HEAP: Cell<LastHeap> = const {
+        Cell::new(LastHeap { device: 0, heap: 0, stream: StreamId(0), pool: MemPoolId::DEFAULT })
+    };
+}
+
+/// Which heap is whose.
+#[derive(Debug, Default)]
+struct HeapKeys {
+    by_key: FxHashMap<(StreamId, MemPoolId), u32>,
+    /// Heaps of removed pools, to be used again with their addresses.
+    idle: Vec<u32>,
+}
+
+/// How much of a device may be reserved.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Limits {
+    pub(super) fraction: f64,
+    pub(super) cap: Option<u64>,
+}
+
+/// Counts of what is not counted by heaps or pages.
+#[derive(Debug, Default)]
+pub(super) struct EventCounts {
+    pub(super) retries: AtomicU64,
+    pub(super) ooms: AtomicU64,
+    pub(super) syncs: AtomicU64,
+}
+
+pub(super) struct PagedDevice {
+    shared: Arc<Shared>,
+    pub(super) id: DeviceId,
+    pub(super) bytes_total: u64,
+    pub(super) rdma: bool,
+    /// Tells it from all other devices of all allocators.
+    key: u64,
+    pub(super) heaps: Heaps,
+    by_key: RwLock<HeapKeys>,
+    pub(super) space: AddressSpace,
+    pub(super) pages: Mutex<PageTable>,
+    pub(super) pools: Mutex<Pools>,
+    pub(super) scopes: Scopes,
+    fences: Mutex<StreamFences<BlockRef>>,
+    has_pending: AtomicBool,
+    totals: Mutex<Totals>,
+    pub(super) counts: EventCounts,
+    limits: Mutex<Limits>,
+    pub(super) history: Mutex<HistoryRecorder>,
+    pub(super) history_flags: HistoryFlags,
+    pub(super) peers: Mutex<Vec<DeviceId>>,
+}
+
+impl PagedDevice {
+    pub(super) fn new(shared: &Arc<Shared>, device: &Device, settings: &Settings) -> Self {
+        static NEXT_KEY: AtomicU64 = AtomicU64::new(1);
+        let properties = device.properties();
+        let slot = properties.granularity.max(super::SLOT_MIN).next_multiple_of(properties.granularity.max(1));
+        Self {
+            shared: Arc::clone(shared),
+            id: device.id(),
+            bytes_total: properties.bytes_total,
+            rdma: properties.rdma,
+            key: NEXT_KEY.fetch_add(1, Ordering::Relaxed),
+            heaps: Heaps::new(),
+            by_key: RwLock::default(),
+            space: AddressSpace::new(properties.bytes_total),
+            pages: Mutex::new(PageTable::new(slot)),
+            pools: Mutex::new(Pools::new(device.id())),
+            scopes: Scopes::default(),
+            fences: Mutex::default(),
+            has_pending: AtomicBool::new(false),
+            totals: Mutex::default(),
+            counts: EventCounts::default(),
+            limits: Mutex::new(Limits {
+                fraction: settings.per_process_memory_fraction,
+                cap: settings.memory_cap_bytes,
+            }),
+            history: Mutex::default(),
+            history_flags: HistoryFlags::default(),
+            peers: Mutex::default(),
+        }
+    }
+
+    #[inline]
+    pub(super) fn shared(&self) -> &Shared {
+        &self.shared
+    }
+
+    #[inline]
+    pub(super) fn instance(&self) -> &Instance {
+        &self.shared.instance
+    }
+
+    #[inline]
+    pub(super) fn driver(&self) -> &dyn Driver {
+        &**self.shared.instance.driver()
+    }
+
+    pub(super) fn observers(&self) -> &Observers {
+        &self.shared.observers
+    }
+
+    pub(super) fn limits(&self) -> Limits {
+        *lock(&self.limits)
+    }
+
+    pub(super) fn change_limits(&self, change: impl FnOnce(&mut Limits)) {
+        change(&mut lock(&self.limits));
+    }
+
+    /// The most that may be reserved.
+    pub(super) fn limit(&self) -> Option<u64> {
+        let limits = self.limits();
+        limit_bytes(self.bytes_total, limits.fraction, limits.cap)
+    }
+}
+
+/// Heaps.
+impl PagedDevice {
+    /// The heap of a stream and pool. No lock if it is the one that the thread used last.
+    #[inline]
+    pub(super) fn heap_for(&self, stream: StreamId, pool: MemPoolId) -> Result<(u32, &SpinLock<Heap>)> {
+        let last = LAST_HEAP.get();
+        if last.device == self.key && last.stream == stream && last.pool == pool {
+            return Ok((last.heap, self.heaps.get(last.heap)));
+        }
+        self.find_heap(stream, pool)
+    }
+
+    #[cold]
+    fn find_heap(&self, stream: StreamId, pool: MemPoolId) -> Result<(u32, &SpinLock<Heap>)> {
+        let known = self.by_key.read().unwrap_or_else(PoisonError::into_inner).by_key.get(&(stream, pool)).copied();
+        let heap = match known {
+            Some(heap) => heap,
+            None => self.add_heap(stream, pool)?,
+        };
+        self.switch_to(LastHeap { device: self.key, heap, stream, pool });
+        Ok((heap, self.heaps.get(heap)))
+    }
+
+    fn add_heap(&self, stream: StreamId, pool: MemPoolId) -> Result<u32> {
+        let handle = self.driver().stream_handle(stream)?;
+        if handle.device != self.id {
+            return Err(Error::StreamDevice { device: self.id, stream, owner: handle.device });
+        }
+        let mut keys = self.by_key.write().unwrap_or_else(PoisonError::into_inner);
+        if let Some(&heap) = keys.by_key.get(&(stream, pool)) {
+            return Ok(heap);
+        }
+        let mut pools = lock(&self.pools);
+        pools.expect_in_use(pool)?;
+        let heap = match keys.idle.pop() {
+            Some(heap) => {
+                self.heaps.get(heap).lock().set_owner(stream, handle.raw.0, pool);
+                heap
+            }
+            None => self.heaps.push(Heap::new(stream, handle.raw.0, pool)),
+        };
+        pools.add_heap(pool, heap)?;
+        keys.by_key.insert((stream, pool), heap);
+        Ok(heap)
+    }
+
+    /// A heap of a released pool has nothing mapped any more: it can be used again for another pool.
+    pub(super) fn retire_heap(&self, number: u32) {
+        let mut keys = self.by_key.write().unwrap_or_else(PoisonError::into_inner);
+        let (stream, pool) = {
+            let heap = self.heaps.get(number).lock();
+            (heap.stream, heap.pool)
+        };
+        keys.by_key.remove(&(stream, pool));
+        keys.idle.push(number);
+        lock(&self.pools).remove_heap(pool, number);
+    }
+
+    /// Notes that the thread goes on with this heap, and collects the statistics of the one before.
+    #[inline]
+    pub(super) fn using(&self, heap: u32) {
+        let last = LAST_HEAP.get();
+        if last.device != self.key || last.heap != heap {
+            let (stream, pool) = {
+                let heap = self.heaps.get(heap).lock();
+                (heap.stream, heap.pool)
+            };
+            self.switch_to(LastHeap { device: self.key, heap, stream, pool });
+        }
+    }
+
+    #[cold]
+    fn switch_to(&self, next: LastHeap) {
+        let last = LAST_HEAP.replace(next);
+        if last.device == self.key && last.heap != next.heap {
+            self.collect(last.heap);
+        }
+    }
+
+    fn collect(&self, heap: u32) {
+        let mut totals = lock(&self.totals);
+        totals.collect(&mut self.heaps.get(heap).lock().counters);
+    }
+
+    /// Collects all heaps, and passes the totals and the sums of increases.
+    pub(super) fn with_totals<R>(&self, act: impl FnOnce(&mut Totals, &Added) -> R) -> R {
+        let (mut totals, mut added) = (lock(&self.totals), Added::default());
+        for (_, heap) in self.heaps.iter() {
+            let mut heap = heap.lock();
+            totals.collect(&mut heap.counters);
+            added.add(&heap.counters);
+        }
+        act(&mut totals, &added)
+    }
+
+    pub(super) fn reset_peak(&self) {
+        self.with_totals(|totals, _| totals.reset_peak());
+        lock(&self.pages).reserved.reset_peak();
+    }
+
+    pub(super) fn reset_accumulated(&self) {
+        self.with_totals(Totals::reset_accumulated);
+        let mut table = lock(&self.pages);
+        table.reserved.reset_accumulated();
+        table.totals = PageTotals::default();
+        for count in [&self.counts.retries, &self.counts.ooms, &self.counts.syncs] {
+            count.store(0, Ordering::Relaxed);
+        }
+    }
+
+    /// The next request looks its heap up.
+    #[cold]
+    pub(super) fn forget_last_heap(&self) {
+        let last = LAST_HEAP.get();
+        self.switch_to(LastHeap { device: 0, ..last });
+        if last.device == self.key {
+            self.collect(last.heap);
+        }
+    }
+
+    /// The highest sum of bytes in use so far, as far as it was collected.
+    pub(super) fn peak_active_bytes(&self, heap: u32) -> u64 {
+        self.collect(heap);
+        lock(&self.totals).peak_active_bytes()
+    }
+
+    pub(super) fn stats(&self) -> Stats {
+        let mut stats = Stats { max_split_size: -1, ..Stats::default() };
+        self.with_totals(|totals, added| totals.write(added, &mut stats));
+        let table = lock(&self.pages);
+        stats.reserved_bytes = table.reserved;
+        stats.num_device_alloc = table.totals.created;
+        stats.num_device_free = table.totals.released;
+        drop(table);
+        stats.num_alloc_retries = self.counts.retries.load(Ordering::Relaxed);
+        stats.num_ooms = self.counts.ooms.load(Ordering::Relaxed);
+        stats.num_sync_all_streams = self.counts.syncs.load(Ordering::Relaxed);
+        stats
+    }
+
+    /// The pool that a request without a pool is routed to.
+    #[inline]
+    pub(super) fn routed(&self, stream: StreamId) -> Result<MemPoolId> {
+        self.scopes.routed(stream, self.driver())
+    }
+}
+
+/// Captures and pending frees.
+impl PagedDevice {
+    #[inline]
+    pub(super) fn has_captures(&self) -> bool {
+        self.shared.captures.load(Ordering::Acquire) > 0 || self.instance().has_captures()
+    }
+
+    /// The capture status of a stream. No driver call while no capture is active on any device.
+    #[inline]
+    pub(super) fn capture_status(&self, stream: StreamId) -> Result<CaptureStatus> {
+        if self.has_captures() { CaptureStatus::of(self.driver(), stream) } else { Ok(CaptureStatus::NotCapturing) }
+    }
+
+    /// While the result is held, driver calls of the calling thread invalidate no capture.
+    pub(super) fn capture_safe(&self) -> Result<CaptureSafe<'_>> {
+        CaptureSafe::begin(self.instance(), || !self.has_captures())
+    }
+
+    #[inline]
+    pub(super) fn has_pending(&self) -> bool {
+        self.has_pending.load(Ordering::Relaxed)
+    }
+
+    pub(super) fn with_fences<R>(&self, act: impl FnOnce(&mut StreamFences<BlockRef>) -> R) -> R {
+        let mut fences = lock(&self.fences);
+        let result = act(&mut fences);
+        self.has_pending.store(!fences.is_empty(), Ordering::Relaxed);
+        result
+    }
+}
+
+/// The history.
+impl PagedDevice {
+    #[inline]
+    pub(super) fn entry_details(&self, level: StackLevel) -> EntryDetails {
+        self.history_flags.entry_details(level, self.observers(), self.driver())
+    }
+
+    pub(super) fn record_history(&self, options: Option<&HistoryOptions>) {
+        lock(&self.history).history.set(options.cloned());
+        self.history_flags.set(options);
+    }
+
+    /// Writes an entry, if entries are recorded.
+    #[inline]
+    pub(super) fn record(&self, action: Action, addr: u64, bytes: u64, heap: &Heap, details: &EntryDetails) {
+        if !details.is_off() {
+            lock(&self.history).record(action, addr, bytes, heap.stream_raw, heap.pool, details);
+        }
+    }
+
+    /// Shows trackers the entries that they have not seen. No lock may be held.
+    pub(super) fn report(&self) {
+        if self.observers().tracked().is_empty() || std::thread::panicking() {
+            return;
+        }
+        let entries = lock(&self.history).take_unreported();
+        if !entries.is_empty() {
+            self.observers().track(self.id, &entries);
+        }
+    }
+}

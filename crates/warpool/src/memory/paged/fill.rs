@@ -1,0 +1,539 @@
+//! Getting pages for a request that no free block can hold.
+//!
+//! Under the lock of the pages:
+//! 1. A window of free addresses is chosen (`window.rs`) and taken out of the heap's lists.
+//! 2. Pages that were in it before and are free elsewhere in this heap are taken back: no driver call.
+//! 3. Further pages come, in this order, from: those that belong nowhere; free blocks of this heap, the smallest first; free
+//!    blocks of other heaps, behind an event of their stream; the driver.
+//! 4. They are mapped. Where they were before, they stay mapped for a while (`pages.rs`).
+//!
+//! If there are not enough, all go back to where they were. If a mapping fails midway, what was mapped so far becomes
+//! free blocks, and the rest of the window holes.
+
+use rustc_hash::{FxHashMap, FxHashSet};
+use warpool_driver::{Access, DeviceAccess, DevicePtr, ErrorCode, EventScope, PhysicalId, PhysicalOptions, StreamId};
+
+use super::address_space::Location;
+use super::device::PagedDevice;
+use super::heap::{Heap, kind_of, rounded};
+use super::old_mappings;
+use super::pages::{Mapping, PageId, PageTable, Slot};
+use super::pending::PendingFrees;
+use super::pools::Takeable;
+use super::reclaim;
+use super::spin_lock::SpinLock;
+use super::window::{self, Window};
+use crate::memory::limit::share_of;
+use crate::memory::report::EntryDetails;
+use crate::memory::stream_fence::{self, Recorded};
+use crate::memory::{Action, OomCause, SegmentKind};
+use crate::{Result, lock};
+
+/// From here on new pages are pairs of slots: half the driver calls per byte, when a few free megabytes more do not
+/// matter.
+const PAIRS_FROM: u64 = 2 << 30;
+
+/// Out of memory is an answer, not an error of the call.
+pub(super) type OrOom<T> = std::result::Result<T, OomCause>;
+
+/// A request that needs pages.
+#[derive(Clone, Copy)]
+pub(super) struct FillRequest {
+    pub(super) heap: u32,
+    pub(super) requested: u64,
+    pub(super) stream: StreamId,
+    /// Whether the stream captures: its work runs later, so other heaps' pages cannot be ordered before it.
+    pub(super) capturing: bool,
+    /// Whether the request would run out of memory otherwise.
+    pub(super) on_oom: bool,
+}
+
+/// Allocates, with further pages if need be. Returns the number of the block.
+pub(super) fn allocate(device: &PagedDevice, request: FillRequest, details: &EntryDetails) -> Result<OrOom<u32>> {
+    let mut table = lock(&device.pages);
+    let mut fill = Fill { device, request, cell: device.heaps.get(request.heap), details, table: &mut table };
+    fill.run()
+}
+
+struct Fill<'a> {
+    device: &'a PagedDevice,
+    request: FillRequest,
+    cell: &'a SpinLock<Heap>,
+    details: &'a EntryDetails,
+    table: &'a mut PageTable,
+}
+
+/// Pages that were got for a window, and how many more are needed.
+#[derive(Clone)]
+struct Supply {
+    /// With the slots that they were taken from.
+    pages: Vec<(PageId, Option<Slot>)>,
+    /// Those of them that are new.
+    created: Vec<PageId>,
+    slots_needed: u32,
+    pairs_max: u32,
+}
+
+impl Supply {
+    /// How many slots the next page may have; 0 if none is needed.
+    fn next_max(&self) -> u32 {
+        self.slots_needed.min(if self.pairs_max > 0 { 2 } else { 1 })
+    }
+
+    fn accepts(&self, slots: u32) -> bool {
+        slots <= self.next_max()
+    }
+
+    fn add(&mut self, page: PageId, slots: u32, from: Option<Slot>) {
+        self.pages.push((page, from));
+        self.slots_needed -= slots;
+        if slots > 1 {
+            self.pairs_max -= 1;
+        }
+        self.pairs_max = self.pairs_max.min(self.slots_needed / 2);
+    }
+}
+
+impl Fill<'_> {
+    fn run(&mut self) -> Result<OrOom<u32>> {
+        old_mappings::undo_some(self.device, self.table)?;
+        reclaim::poll_released(self.device, self.table, self.details)?;
+        let requested = self.request.requested;
+        let (kind, bytes) = (kind_of(rounded(requested)), rounded(requested));
+        if bytes > self.device.bytes_total {
+            // No addresses are looked for that could never be filled.
+            let limited = self.device.limit().is_some_and(|limit| limit < self.device.bytes_total);
+            return Ok(Err(if limited { OomCause::Limit } else { OomCause::Device }));
+        }
+        // Pages that are mapped in a window that they belong to: they cannot be taken back to another slot of it.
+        let mut excluded = FxHashSet::default();
+        loop {
+            let mut heap = self.cell.lock();
+            heap.merge_recent();
+            if let Some(block) = heap.allocate(requested) {
+                return Ok(Ok(block));
+            }
+            let takeable = free_pages(self.table, &heap);
+            let chosen = window::choose(self.table, &heap.free_runs(kind, bytes), bytes, self.grid(), |id| {
+                takeable.contains(&id) && !excluded.contains(&id)
+            });
+            let Some(window) = chosen else {
+                drop(heap);
+                if !self.reserve_range(kind, bytes)? {
+                    return Ok(Err(OomCause::Device));
+                }
+                continue;
+            };
+            let filling = heap.begin_filling(kind, window.start, window.end, window.anchor);
+            drop(heap);
+            self.take_back(window);
+            let blocked: Vec<PageId> = self.blocked(window).collect();
+            if !blocked.is_empty() {
+                excluded.extend(blocked);
+                self.cell.lock().end_filling(filling, &self.pieces(window));
+                continue;
+            }
+            let outcome = self.fill(window);
+            let mut heap = self.cell.lock();
+            if let Ok(Ok(())) = outcome {
+                return Ok(Ok(heap.end_filling_allocated(filling, window.addr, requested)));
+            }
+            heap.end_filling(filling, &self.pieces(window));
+            drop(heap);
+            return outcome.map(|answer| Err(answer.err().unwrap_or(OomCause::Device)));
+        }
+    }
+
+    /// Pages that are mapped in slots of the window that they do not belong to.
+    fn blocked(&self, window: Window) -> impl Iterator<Item = PageId> {
+        self.slots(window).filter_map(|slot| match self.table.mapping(slot) {
+            Mapping::Page { page, .. } => self.table.own_page(slot).is_none().then_some(page),
+            _ => None,
+        })
+    }
+
+    /// The parts of a window by their ends, and whether pages are behind each.
+    fn pieces(&self, window: Window) -> Vec<(u64, bool)> {
+        let mut pieces: Vec<(u64, bool)> = Vec::new();
+        for slot in self.slots(window) {
+            let end = (self.table.addr(slot) + self.table.slot_bytes).min(window.end);
+            let has_page = self.table.own_page(slot).is_some();
+            match pieces.last_mut() {
+                Some((last, had_page)) if *had_page == has_page => *last = end,
+                _ => pieces.push((end, has_page)),
+            }
+        }
+        pieces
+    }
+
+    fn slots(&self, window: Window) -> impl Iterator<Item = Slot> + use<> {
+        let (base, slot) = (self.table.range(window.range).base, self.table.slot_bytes);
+        let index = |addr: u64| u32::try_from((addr - base) / slot).expect("fewer than 2^32 slots");
+        (index(window.start)..=index(window.end - 1)).map(move |index| Slot { range: window.range, index })
+    }
+
+    /// Puts pages behind every slot of the window.
+    fn fill(&mut self, window: Window) -> Result<OrOom<()>> {
+        let missing: Vec<Slot> = self.slots(window).filter(|&slot| self.table.own_page(slot).is_none()).collect();
+        let runs = runs_of(&missing);
+        let slots_needed = u32::try_from(missing.len()).expect("fewer than 2^32 slots");
+        let pairs_max = runs.iter().map(|run| run.1 / 2).sum();
+        let mut supply = Supply { pages: Vec::new(), created: Vec::new(), slots_needed, pairs_max };
+        while supply.slots_needed > 0
+            && let Some(page) = self.table.take_spare(supply.next_max())
+        {
+            supply.add(page, self.table.page(page).slots, None);
+        }
+        let first = if self.may_grow_first(&supply) { self.grow(&mut supply).map(drop) } else { Ok(()) };
+        self.take_from(self.request.heap, &mut supply);
+        let ordered = self.take_from_others(&mut supply);
+        let grown = if first.is_ok() && ordered.is_ok() { self.grow(&mut supply) } else { Ok(Ok(())) };
+        let answer = first.and(ordered).and(grown);
+        if let Ok(Ok(())) = answer {
+            self.map(&runs, supply.pages)?;
+        } else {
+            // What was got for nothing goes back, so that a failed request changes nothing.
+            let Supply { pages, created, .. } = supply;
+            pages.into_iter().for_each(|(page, from)| self.put_back(page, from));
+            created.into_iter().for_each(|page| self.release_new(page));
+        }
+        answer
+    }
+
+    /// Returns a page to the driver that was created for this request and is mapped nowhere.
+    fn release_new(&mut self, page: PageId) {
+        if self.table.take_spare_page(page) {
+            let physical = self.table.remove(page);
+            release_physical(self.device, self.table, physical);
+        }
+    }
+
+    /// How many slots are filled and taken together: as many as new pages have.
+    fn unit(&self) -> u32 {
+        if self.table.reserved_all().current < PAIRS_FROM { 1 } else { 2 }
+    }
+
+    fn grid(&self) -> u64 {
+        u64::from(self.unit()) * self.table.slot_bytes
+    }
+
+    /// Whether more may be reserved before pages are taken from elsewhere.
+    fn may_grow_first(&self, supply: &Supply) -> bool {
+        let slack = lock(&self.device.shared().settings).paged_slack;
+        if slack <= 0.0 {
+            return false;
+        }
+        let peak = self.device.peak_active_bytes(self.request.heap);
+        let after = self.table.reserved_all().current + u64::from(supply.slots_needed) * self.table.slot_bytes;
+        after <= peak.saturating_add(share_of(peak, slack / 100.0))
+    }
+
+    /// Pages that are still mapped in the window, and belong to free blocks of this heap, belong to the window again.
+    fn take_back(&mut self, window: Window) {
+        let mut heap = self.cell.lock();
+        let wanted: FxHashSet<PageId> = self.blocked(window).collect();
+        if wanted.is_empty() {
+            return;
+        }
+        let mut taken: FxHashSet<PageId> =
+            wanted.iter().copied().filter(|&page| self.table.take_spare_page(page)).collect();
+        for block in heap.blocks_with_pages(self.table.slot_bytes) {
+            let pages = whole_pages(self.table, &heap, block);
+            let pages: Vec<_> = pages.into_iter().filter(|(_, page)| wanted.contains(page)).collect();
+            self.take_pages(&mut heap, block, &pages);
+            taken.extend(pages.iter().map(|&(_, page)| page));
+        }
+        for slot in self.slots(window) {
+            if let Mapping::Page { page, part: 0 } = self.table.mapping(slot)
+                && taken.contains(&page)
+            {
+                self.table.set_home(page, Some(slot));
+                self.table.totals.taken_back += 1;
+                let bytes = self.table.page_bytes(page);
+                self.device.record(Action::SegmentMap, self.table.addr(slot), bytes, &heap, self.details);
+            }
+        }
+    }
+
+    /// These pages, which are in a free block, belong to it no longer. They are sorted by address.
+    fn take_pages(&mut self, heap: &mut Heap, block: u32, pages: &[(Slot, PageId)]) {
+        // From the end: what is left of the block in front keeps its number.
+        for &(slot, page) in pages.iter().rev() {
+            let (start, bytes) = (self.table.addr(slot), self.table.page_bytes(page));
+            heap.make_hole(block, start, start + bytes);
+            self.table.set_home(page, None);
+            self.table.totals.taken += 1;
+            self.device.record(Action::SegmentUnmap, start, bytes, heap, self.details);
+        }
+    }
+
+    /// Takes pages from free blocks of a heap, the smallest first: whole units, and then others.
+    fn take_from(&mut self, number: u32, supply: &mut Supply) {
+        let unit = self.unit();
+        self.take_units(number, supply, unit);
+        if unit > 1 {
+            self.take_units(number, supply, 1);
+        }
+    }
+
+    /// Takes pages as far as all of a unit of so many slots is free.
+    fn take_units(&mut self, number: u32, supply: &mut Supply, unit: u32) {
+        if supply.slots_needed == 0 {
+            return;
+        }
+        let mut heap = self.device.heaps.get(number).lock();
+        heap.merge_recent();
+        for block in heap.blocks_with_pages(self.table.slot_bytes) {
+            let mut taken = Vec::new();
+            for pages in units(&whole_pages(self.table, &heap, block), unit).into_iter().rev() {
+                // A unit is taken whole, or what of it is needed at last.
+                let slots: u32 = pages.iter().map(|&(_, page)| self.table.page(page).slots).sum();
+                if slots < unit.min(supply.slots_needed) {
+                    continue;
+                }
+                for (slot, page) in pages {
+                    let slots = self.table.page(page).slots;
+                    if supply.accepts(slots) {
+                        supply.add(page, slots, Some(slot));
+                        taken.push((slot, page));
+                    }
+                }
+            }
+            taken.sort_unstable();
+            self.take_pages(&mut heap, block, &taken);
+            if supply.slots_needed == 0 {
+                return;
+            }
+        }
+    }
+
+    /// Takes pages from other heaps. The request's stream waits, on the device, for the work of theirs.
+    fn take_from_others(&mut self, supply: &mut Supply) -> Result<()> {
+        if self.request.capturing {
+            return Ok(());
+        }
+        for (number, cell) in self.device.heaps.iter() {
+            if supply.slots_needed == 0 {
+                break;
+            }
+            if number == self.request.heap {
+                continue;
+            }
+            let (stream, pool, has_pages) = {
+                let mut heap = cell.lock();
+                heap.merge_recent();
+                let has_pages = !heap.blocks_with_pages(self.table.slot_bytes).is_empty();
+                (heap.stream, heap.pool, has_pages)
+            };
+            if !has_pages {
+                continue;
+            }
+            let mut streams = match lock(&self.device.pools).takeable(pool) {
+                Takeable::After(streams) => streams,
+                Takeable::OnOom if self.request.on_oom => Vec::new(),
+                Takeable::OnOom | Takeable::Never => continue,
+            };
+            streams.push(stream);
+            streams.retain(|&stream| stream != self.request.stream);
+            // Taken first: the events are then behind all work that ever used the pages.
+            let before = supply.clone();
+            self.take_from(number, supply);
+            let ordered = self.order_after(&streams);
+            if !matches!(ordered, Ok(true)) {
+                let taken = supply.pages.split_off(before.pages.len());
+                *supply = before;
+                taken.into_iter().for_each(|(page, from)| self.put_back(page, from));
+                ordered?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Makes the request's stream wait for the work that these streams hold now. `false` if a capture forbids it.
+    fn order_after(&self, streams: &[StreamId]) -> Result<bool> {
+        let owner = PendingFrees::new(self.device, self.details);
+        for &stream in streams {
+            match stream_fence::record(&owner, stream)? {
+                Recorded::Fenced(event) => {
+                    let driver = self.device.driver();
+                    driver.stream_wait_event(self.request.stream, event.id(), EventScope::Plain)?;
+                }
+                Recorded::AlreadyDone => {}
+                Recorded::CaptureActive => return Ok(false),
+            }
+        }
+        Ok(true)
+    }
+
+    /// Gets what is still needed from the driver, within the limit.
+    fn grow(&mut self, supply: &mut Supply) -> Result<OrOom<()>> {
+        let options = PhysicalOptions { share: None, rdma: self.device.rdma };
+        let limit = self.device.limit().unwrap_or(u64::MAX);
+        while supply.slots_needed > 0 {
+            let reserved = self.table.reserved_all().current;
+            let slots = supply.next_max().min(self.unit());
+            let bytes = u64::from(slots) * self.table.slot_bytes;
+            if reserved.saturating_add(bytes) > limit {
+                return Ok(Err(OomCause::Limit));
+            }
+            match self.device.driver().vm_create(self.device.id, bytes, options) {
+                Ok(physical) => {
+                    let page = self.table.add(physical, slots);
+                    supply.created.push(page);
+                    supply.add(page, slots, None);
+                }
+                Err(error) if error.code == ErrorCode::OutOfMemory => return Ok(Err(OomCause::Device)),
+                Err(error) => return Err(error.into()),
+            }
+        }
+        Ok(Ok(()))
+    }
+
+    /// Maps pages into runs of slots, pairs first. Pages that could not be mapped go back to where they were.
+    fn map(&mut self, runs: &[(Slot, u32)], pages: Vec<(PageId, Option<Slot>)>) -> Result<()> {
+        let from: FxHashMap<PageId, Option<Slot>> = pages.iter().copied().collect();
+        let (mut pairs, mut singles): (Vec<_>, Vec<_>) =
+            pages.into_iter().map(|(page, _)| page).partition(|&page| self.table.page(page).slots > 1);
+        let mut outcome = Ok(());
+        for &(first, count) in runs {
+            let (mut placed, mut index) = (Vec::new(), first.index);
+            while index < first.index + count && outcome.is_ok() {
+                let room = first.index + count - index;
+                let page = if room > 1 { pairs.pop().or_else(|| singles.pop()) } else { singles.pop() };
+                let Some(page) = page else { break };
+                let slot = Slot { index, ..first };
+                match self.device.driver().vm_map(DevicePtr(self.table.addr(slot)), self.table.page(page).physical) {
+                    Ok(()) => {
+                        self.table.set_mapped(page, slot);
+                        placed.push((page, slot));
+                        index += self.table.page(page).slots;
+                    }
+                    Err(error) => {
+                        singles.push(page);
+                        outcome = Err(error.into());
+                    }
+                }
+            }
+            let set = self.set_access(first, index - first.index);
+            if set.is_ok() {
+                let heap = self.cell.lock();
+                for &(page, slot) in &placed {
+                    self.table.set_home(page, Some(slot));
+                    let bytes = self.table.page_bytes(page);
+                    self.device.record(Action::SegmentMap, self.table.addr(slot), bytes, &heap, self.details);
+                }
+                drop(heap);
+                placed.iter().for_each(|&(page, _)| self.retire_oldest(page));
+            } else {
+                for &(page, slot) in placed.iter().rev() {
+                    self.undo_map(page, slot);
+                    singles.push(page);
+                }
+                outcome = outcome.and(set);
+            }
+            if outcome.is_err() {
+                break;
+            }
+        }
+        pairs.into_iter().chain(singles).for_each(|page| self.put_back(page, from[&page]));
+        outcome
+    }
+
+    fn set_access(&self, first: Slot, slots: u32) -> Result<()> {
+        if slots == 0 {
+            return Ok(());
+        }
+        let peers = lock(&self.device.peers);
+        let devices = std::iter::once(self.device.id).chain(peers.iter().copied());
+        let access: Vec<_> = devices.map(|device| DeviceAccess { device, access: Access::ReadWrite }).collect();
+        let bytes = u64::from(slots) * self.table.slot_bytes;
+        Ok(self.device.driver().vm_set_access(DevicePtr(self.table.addr(first)), bytes, &access)?)
+    }
+
+    /// Undoes a mapping that nothing has used.
+    fn undo_map(&mut self, page: PageId, slot: Slot) {
+        let bytes = self.table.page_bytes(page);
+        let undone = self.device.driver().vm_unmap(DevicePtr(self.table.addr(slot)), bytes);
+        let slots = self.table.page(page).slots;
+        self.table.set_unmapped(page, slot);
+        if let Err(error) = undone {
+            tracing::warn!(%error, "a mapping could not be undone; it is retried");
+            self.table.set_broken(slot, slots);
+        }
+    }
+
+    /// A page that was got for nothing: back to where it was taken from, or to the spare ones.
+    fn put_back(&mut self, page: PageId, from: Option<Slot>) {
+        let Some(slot) = from else {
+            self.table.put_spare(page);
+            return;
+        };
+        let (start, bytes) = (self.table.addr(slot), self.table.page_bytes(page));
+        let (number, kind) = (self.table.range(slot.range).heap, self.table.range(slot.range).kind);
+        self.table.set_home(page, Some(slot));
+        let mut heap = self.device.heaps.get(number).lock();
+        heap.end_hole(kind, start, start + bytes);
+        self.device.record(Action::SegmentMap, start, bytes, &heap, self.details);
+    }
+
+    fn retire_oldest(&mut self, page: PageId) {
+        if let Err(error) = old_mappings::retire_oldest(self.device, self.table, page, self.details) {
+            tracing::warn!(%error, "an old mapping stays");
+        }
+    }
+
+    /// Reserves addresses for the heap: twice as many as it has, or as the request needs. `false` if there are none.
+    fn reserve_range(&mut self, kind: SegmentKind, bytes: u64) -> Result<bool> {
+        const FIRST: [u64; 2] = [1 << 30, 2 << 30];
+        let has: u64 = self.table.bytes_of_ranges(self.request.heap, kind);
+        let most = self.device.bytes_total.next_multiple_of(1 << 30).max(FIRST[1]);
+        let wanted = has.clamp(FIRST[kind as usize], most).max(bytes.saturating_add(2 * self.table.slot_bytes));
+        let Some((base, bytes)) = self.device.space.reserve(self.device.instance(), wanted)? else { return Ok(false) };
+        let number = self.table.add_range(base, bytes, self.request.heap, kind);
+        let range = self.cell.lock().add_range(kind, number, base, bytes);
+        self.device.space.assign(base, bytes, Location { heap: self.request.heap, kind, range });
+        Ok(true)
+    }
+}
+
+/// The pages that are wholly in free blocks of a heap, and the spare ones.
+fn free_pages(table: &PageTable, heap: &Heap) -> FxHashSet<PageId> {
+    let blocks = heap.blocks_with_pages(table.slot_bytes);
+    let free = blocks.into_iter().flat_map(|block| whole_pages(table, heap, block)).map(|(_, page)| page);
+    free.chain(table.spare_pages().iter().copied()).collect()
+}
+
+/// The pages that are wholly in one block, by address.
+pub(super) fn whole_pages(table: &PageTable, heap: &Heap, block: u32) -> Vec<(Slot, PageId)> {
+    let range = heap.range_of(block);
+    let (base, slot) = (table.range(range).base, table.slot_bytes);
+    let (start, end) = (heap.block(block).addr() - base, heap.block(block).addr() - base + heap.block(block).bytes());
+    let index = |offset: u64| u32::try_from(offset / slot).expect("fewer than 2^32 slots");
+    table.whole_pages(range, index(start.next_multiple_of(slot)), index(end))
+}
+
+/// Pages by address, in groups of those that begin in the same unit of that many slots.
+fn units(pages: &[(Slot, PageId)], unit: u32) -> Vec<Vec<(Slot, PageId)>> {
+    let same = |a: &(Slot, PageId), b: &(Slot, PageId)| a.0.index / unit == b.0.index / unit;
+    pages.chunk_by(same).map(<[_]>::to_vec).collect()
+}
+
+/// Neighbouring slots as their first and their number.
+fn runs_of(slots: &[Slot]) -> Vec<(Slot, u32)> {
+    let mut runs: Vec<(Slot, u32)> = Vec::new();
+    for &slot in slots {
+        match runs.last_mut() {
+            Some((first, count)) if first.index + *count == slot.index => *count += 1,
+            _ => runs.push((slot, 1)),
+        }
+    }
+    runs
+}
+
+/// Releases physical memory; what fails is retried.
+pub(super) fn release_physical(device: &PagedDevice, table: &mut PageTable, physical: PhysicalId) {
+    if let Err(error) = device.driver().vm_release(physical) {
+        tracing::warn!(%error, "physical memory could not be released; it is retried");
+        table.to_release.push(physical);
+    }
+}

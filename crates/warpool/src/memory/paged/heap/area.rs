@@ -1,0 +1,312 @@
+//! An area: the address ranges for the small or the large blocks of a heap.
+
+use std::collections::BTreeMap;
+
+use super::bins::Bins;
+use super::block::{Blocks, GRAIN, NONE, State};
+use super::starts::Starts;
+use crate::memory::SegmentKind;
+
+/// How many blocks that were freed a moment ago are kept as they are, at most one of each size.
+const RECENT: usize = 16;
+
+#[derive(Debug)]
+pub(super) struct Area {
+    kind: SegmentKind,
+    recent: [u32; RECENT],
+    bins: Bins,
+    /// By address.
+    holes: BTreeMap<u64, u32>,
+    ranges: Vec<Range>,
+}
+
+#[derive(Debug)]
+struct Range {
+    /// Its number on the device.
+    number: u32,
+    base: u64,
+    /// Its first block.
+    first: u32,
+    starts: Starts,
+}
+
+/// A hole, or a part of one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(in crate::memory::paged) struct Hole {
+    pub(in crate::memory::paged) start: u64,
+    pub(in crate::memory::paged) end: u64,
+}
+
+/// Neighbouring free blocks and holes.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(in crate::memory::paged) struct FreeRun {
+    pub(in crate::memory::paged) start: u64,
+    pub(in crate::memory::paged) end: u64,
+    pub(in crate::memory::paged) holes: Vec<Hole>,
+    /// Its first block.
+    pub(in crate::memory::paged) first: u32,
+    /// The number of its range on the device.
+    pub(in crate::memory::paged) range: u32,
+}
+
+#[inline]
+fn recent_slot(bytes: u64) -> usize {
+    // Sizes are multiples of 512, often of large powers of two: a multiplication spreads them over the upper bits.
+    ((bytes / GRAIN).wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 60) as usize
+}
+
+impl Area {
+    pub(super) fn new(kind: SegmentKind) -> Self {
+        Self { kind, recent: [NONE; RECENT], bins: Bins::default(), holes: BTreeMap::new(), ranges: Vec::new() }
+    }
+
+    /// A block of exactly that size that was freed a moment ago.
+    #[inline]
+    pub(super) fn take_recent(&mut self, blocks: &Blocks, bytes: u64) -> Option<u32> {
+        let slot = &mut self.recent[recent_slot(bytes)];
+        if *slot == NONE || blocks.get(*slot).bytes != bytes {
+            return None;
+        }
+        Some(std::mem::replace(slot, NONE))
+    }
+
+    #[inline]
+    pub(super) fn put_recent(&mut self, blocks: &mut Blocks, id: u32) {
+        let block = blocks.get_mut(id);
+        block.state = State::Recent;
+        let before = std::mem::replace(&mut self.recent[recent_slot(block.bytes)], id);
+        if before != NONE {
+            self.merge(blocks, before);
+        }
+    }
+
+    pub(super) fn merge_recent(&mut self, blocks: &mut Blocks) {
+        for slot in 0..RECENT {
+            let id = std::mem::replace(&mut self.recent[slot], NONE);
+            if id != NONE {
+                self.merge(blocks, id);
+            }
+        }
+    }
+
+    /// Makes a block that is in no list a free one, merged with its free neighbours.
+    fn merge(&mut self, blocks: &mut Blocks, id: u32) {
+        let (addr, range) = (blocks.get(id).addr, blocks.get(id).range as usize);
+        let base = self.ranges[range].base;
+        self.ranges[range].starts.remove(addr - base);
+        self.put_free(blocks, id);
+    }
+
+    /// The same, for what has never been allocated.
+    fn put_free(&mut self, blocks: &mut Blocks, mut id: u32) {
+        let (prev, next) = (blocks.get(id).prev, blocks.get(id).next);
+        if next != NONE && blocks.get(next).state == State::Free {
+            self.bins.remove(blocks, next);
+            blocks.merge_next(id);
+        }
+        if prev != NONE && blocks.get(prev).state == State::Free {
+            self.bins.remove(blocks, prev);
+            blocks.merge_next(prev);
+            id = prev;
+        }
+        blocks.get_mut(id).state = State::Free;
+        self.bins.insert(blocks, id);
+    }
+
+    /// A free block of at least that size, cut to it. The rest stays free.
+    #[inline]
+    pub(super) fn take_free(&mut self, blocks: &mut Blocks, bytes: u64) -> Option<u32> {
+        let id = self.bins.find(blocks, bytes / GRAIN)?;
+        self.bins.remove(blocks, id);
+        if blocks.get(id).bytes > bytes {
+            let rest = blocks.split(id, bytes);
+            self.bins.insert(blocks, rest);
+        }
+        self.add_start(blocks, id);
+        Some(id)
+    }
+
+    #[inline]
+    fn add_start(&mut self, blocks: &Blocks, id: u32) {
+        let block = blocks.get(id);
+        let range = &mut self.ranges[block.range as usize];
+        range.starts.insert(block.addr - range.base, id);
+    }
+
+    /// The block that starts at `addr`: an allocated, pending or recent one.
+    #[inline]
+    pub(super) fn started_at(&self, range: u32, addr: u64) -> Option<u32> {
+        let range = self.ranges.get(range as usize)?;
+        range.starts.get(addr.checked_sub(range.base)?)
+    }
+
+    pub(super) fn free_at_least<'a>(&'a self, blocks: &'a Blocks, bytes: u64) -> impl Iterator<Item = u32> + 'a {
+        self.bins.at_least(blocks, bytes.div_ceil(GRAIN))
+    }
+
+    pub(super) fn add_range(&mut self, blocks: &mut Blocks, number: u32, base: u64, bytes: u64) -> u32 {
+        let range = u32::try_from(self.ranges.len()).expect("few ranges");
+        let first = blocks.add(base, bytes, self.kind, range, State::Hole);
+        self.ranges.push(Range { number, base, first, starts: Starts::new(self.kind) });
+        self.holes.insert(base, first);
+        range
+    }
+
+    pub(super) fn firsts(&self) -> impl Iterator<Item = u32> {
+        self.ranges.iter().map(|range| range.first)
+    }
+
+    /// Runs of free addresses with at least one hole, of at least `bytes` in total, by address.
+    pub(super) fn free_runs(&self, blocks: &Blocks, bytes: u64) -> Vec<FreeRun> {
+        let is_free = |id: u32| id != NONE && matches!(blocks.get(id).state, State::Free | State::Hole);
+        let (mut runs, mut seen) = (Vec::new(), 0);
+        for (&addr, &hole) in &self.holes {
+            if addr < seen {
+                continue;
+            }
+            let before = blocks.get(hole).prev;
+            let first = if is_free(before) { before } else { hole };
+            let range = self.ranges[blocks.get(hole).range as usize].number;
+            let mut run = FreeRun { start: blocks.get(first).addr, end: 0, holes: Vec::new(), first, range };
+            let mut id = first;
+            while is_free(id) {
+                let block = blocks.get(id);
+                run.end = block.end();
+                if block.state == State::Hole {
+                    run.holes.push(Hole { start: block.addr, end: block.end() });
+                }
+                id = block.next;
+            }
+            seen = run.end;
+            if run.end - run.start >= bytes {
+                runs.push(run);
+            }
+        }
+        runs
+    }
+
+    /// Makes the free blocks and holes from `start` to `end` one block, which is in no list. `anchor` is a block of
+    /// that run at or before `start`.
+    pub(super) fn begin_filling(&mut self, blocks: &mut Blocks, start: u64, end: u64, anchor: u32) -> u32 {
+        let mut id = anchor;
+        while blocks.get(id).end() <= start {
+            id = blocks.get(id).next;
+        }
+        self.unlist(blocks, id);
+        if blocks.get(id).addr < start {
+            let rest = blocks.split(id, start - blocks.get(id).addr);
+            self.list(blocks, id);
+            id = rest;
+        }
+        while blocks.get(id).end() < end {
+            let next = blocks.get(id).next;
+            self.unlist(blocks, next);
+            if blocks.get(next).end() > end {
+                let rest = blocks.split(next, end - blocks.get(next).addr);
+                self.list(blocks, rest);
+            }
+            blocks.merge_next(id);
+        }
+        if blocks.get(id).end() > end {
+            // Before the merges its state was that of all of it.
+            let rest = blocks.split(id, end - blocks.get(id).addr);
+            self.list(blocks, rest);
+        }
+        blocks.get_mut(id).state = State::Filling;
+        id
+    }
+
+    fn list(&mut self, blocks: &mut Blocks, id: u32) {
+        match blocks.get(id).state {
+            State::Free => self.bins.insert(blocks, id),
+            State::Hole => drop(self.holes.insert(blocks.get(id).addr, id)),
+            state => unreachable!("a block that is {state:?} is in no list"),
+        }
+    }
+
+    fn unlist(&mut self, blocks: &mut Blocks, id: u32) {
+        match blocks.get(id).state {
+            State::Free => self.bins.remove(blocks, id),
+            State::Hole => drop(self.holes.remove(&blocks.get(id).addr)),
+            state => unreachable!("a block that is {state:?} is in no list"),
+        }
+    }
+
+    /// Divides the block into pieces that end at the given addresses, with pages behind them or not.
+    pub(super) fn end_filling(&mut self, blocks: &mut Blocks, mut id: u32, pieces: &[(u64, bool)]) {
+        for &(end, has_pages) in pieces {
+            let rest = (blocks.get(id).end() > end).then(|| blocks.split(id, end - blocks.get(id).addr));
+            if has_pages {
+                self.put_free(blocks, id);
+            } else {
+                self.put_hole(blocks, id);
+            }
+            let Some(rest) = rest else { break };
+            id = rest;
+        }
+    }
+
+    /// Allocates `bytes` at `addr` of a block that has pages behind all of it and is in no list.
+    pub(super) fn carve(&mut self, blocks: &mut Blocks, mut id: u32, addr: u64, bytes: u64) -> u32 {
+        if blocks.get(id).addr < addr {
+            let rest = blocks.split(id, addr - blocks.get(id).addr);
+            self.put_free(blocks, id);
+            id = rest;
+        }
+        if blocks.get(id).bytes > bytes {
+            let rest = blocks.split(id, bytes);
+            self.put_free(blocks, rest);
+        }
+        self.add_start(blocks, id);
+        id
+    }
+
+    pub(super) fn make_hole(&mut self, blocks: &mut Blocks, mut id: u32, start: u64, end: u64) {
+        self.bins.remove(blocks, id);
+        if blocks.get(id).addr < start {
+            let rest = blocks.split(id, start - blocks.get(id).addr);
+            self.bins.insert(blocks, id);
+            id = rest;
+        }
+        if blocks.get(id).end() > end {
+            let rest = blocks.split(id, end - start);
+            self.bins.insert(blocks, rest);
+        }
+        self.put_hole(blocks, id);
+    }
+
+    /// Makes a block that is in no list a hole, merged with neighbouring holes.
+    fn put_hole(&mut self, blocks: &mut Blocks, mut id: u32) {
+        let (prev, next) = (blocks.get(id).prev, blocks.get(id).next);
+        if next != NONE && blocks.get(next).state == State::Hole {
+            self.holes.remove(&blocks.get(next).addr);
+            blocks.merge_next(id);
+        }
+        if prev != NONE && blocks.get(prev).state == State::Hole {
+            blocks.merge_next(prev);
+            id = prev;
+        }
+        blocks.get_mut(id).state = State::Hole;
+        self.holes.insert(blocks.get(id).addr, id);
+    }
+
+    /// The number on the device of a range.
+    pub(super) fn range_number(&self, range: u32) -> u32 {
+        self.ranges[range as usize].number
+    }
+
+    /// Pages are behind a part of a hole again: it becomes free.
+    pub(super) fn end_hole(&mut self, blocks: &mut Blocks, start: u64, end: u64) {
+        let (_, &hole) = self.holes.range(..=start).next_back().expect("a hole at that address");
+        let id = self.begin_filling(blocks, start, end, hole);
+        self.put_free(blocks, id);
+    }
+
+    pub(super) fn recent(&self) -> impl Iterator<Item = u32> {
+        self.recent.iter().copied().filter(|&id| id != NONE)
+    }
+
+    pub(super) fn holes(&self) -> &BTreeMap<u64, u32> {
+        &self.holes
+    }
+}

@@ -1,0 +1,180 @@
+//! Blocks: what the address ranges of a heap are divided into.
+
+use crate::memory::SegmentKind;
+
+/// The unit of sizes and addresses.
+pub(in crate::memory::paged) const GRAIN: u64 = 512;
+
+/// No block.
+pub(super) const NONE: u32 = u32::MAX;
+
+/// What a block is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(in crate::memory::paged) enum State {
+    /// Allocated.
+    Allocated,
+    /// Freed, while other streams may still use it.
+    Pending,
+    /// Freed a moment ago, not merged with its neighbours yet.
+    Recent,
+    /// Free, with pages behind all of it; in a bin.
+    Free,
+    /// Addresses without pages of their own.
+    Hole,
+    /// Free addresses that a thread is getting pages for.
+    Filling,
+    /// Not a block: this number can be used for a new one.
+    Unused,
+}
+
+#[derive(Debug)]
+pub(in crate::memory::paged) struct Block {
+    pub(super) addr: u64,
+    pub(super) bytes: u64,
+    /// The requested size; 0 unless it is allocated or pending.
+    pub(super) requested: u64,
+    /// Neighbours in the same range, by address.
+    pub(super) prev: u32,
+    pub(super) next: u32,
+    /// Neighbours in the list of a bin.
+    pub(super) bin_prev: u32,
+    pub(super) bin_next: u32,
+    /// Tells allocations of the same block apart.
+    pub(super) generation: u32,
+    /// How many graphs hold it.
+    pub(super) holds: u32,
+    /// Its range, in its area.
+    pub(super) range: u32,
+    pub(super) state: State,
+    pub(super) kind: SegmentKind,
+    /// Whether other streams use it.
+    pub(super) has_uses: bool,
+}
+
+impl Block {
+    #[inline]
+    pub(super) fn grains(&self) -> u64 {
+        self.bytes / GRAIN
+    }
+
+    #[inline]
+    pub(super) fn end(&self) -> u64 {
+        self.addr + self.bytes
+    }
+
+    pub(in crate::memory::paged) fn addr(&self) -> u64 {
+        self.addr
+    }
+
+    pub(in crate::memory::paged) fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
+    pub(in crate::memory::paged) fn requested(&self) -> u64 {
+        self.requested
+    }
+
+    pub(in crate::memory::paged) fn state(&self) -> State {
+        self.state
+    }
+}
+
+/// All blocks of a heap, by number. Numbers are used again, with the next generation.
+#[derive(Debug, Default)]
+pub(super) struct Blocks {
+    all: Vec<Block>,
+    unused: Vec<u32>,
+}
+
+impl Blocks {
+    #[inline]
+    pub(super) fn get(&self, id: u32) -> &Block {
+        &self.all[id as usize]
+    }
+
+    #[inline]
+    pub(super) fn get_mut(&mut self, id: u32) -> &mut Block {
+        &mut self.all[id as usize]
+    }
+
+    /// The block, if there is one with that number.
+    #[inline]
+    pub(super) fn try_get(&self, id: u32) -> Option<&Block> {
+        self.all.get(id as usize)
+    }
+
+    /// A new block without neighbours.
+    #[inline]
+    pub(super) fn add(&mut self, addr: u64, bytes: u64, kind: SegmentKind, range: u32, state: State) -> u32 {
+        let block = Block {
+            addr,
+            bytes,
+            requested: 0,
+            prev: NONE,
+            next: NONE,
+            bin_prev: NONE,
+            bin_next: NONE,
+            generation: 1,
+            holds: 0,
+            range,
+            state,
+            kind,
+            has_uses: false,
+        };
+        if let Some(id) = self.unused.pop() {
+            let generation = self.get(id).generation;
+            *self.get_mut(id) = Block { generation, ..block };
+            return id;
+        }
+        let id = u32::try_from(self.all.len()).ok().filter(|&id| id < NONE).expect("fewer than 2^32 blocks");
+        self.all.push(block);
+        id
+    }
+
+    #[inline]
+    pub(super) fn remove(&mut self, id: u32) {
+        self.get_mut(id).state = State::Unused;
+        self.unused.push(id);
+    }
+
+    /// Splits off what begins `bytes` behind its start, as a new block behind it, in the same state.
+    #[inline]
+    pub(super) fn split(&mut self, id: u32, bytes: u64) -> u32 {
+        let (addr, rest, kind, range, state, next) = {
+            let block = self.get_mut(id);
+            let rest = block.bytes - bytes;
+            block.bytes = bytes;
+            (block.addr + bytes, rest, block.kind, block.range, block.state, block.next)
+        };
+        let behind = self.add(addr, rest, kind, range, state);
+        let block = self.get_mut(behind);
+        (block.prev, block.next) = (id, next);
+        self.get_mut(id).next = behind;
+        if next != NONE {
+            self.get_mut(next).prev = behind;
+        }
+        behind
+    }
+
+    /// Merges the block behind into `id`.
+    #[inline]
+    pub(super) fn merge_next(&mut self, id: u32) {
+        let next = self.get(id).next;
+        let (bytes, after) = (self.get(next).bytes, self.get(next).next);
+        let block = self.get_mut(id);
+        (block.bytes, block.next) = (block.bytes + bytes, after);
+        if after != NONE {
+            self.get_mut(after).prev = id;
+        }
+        self.remove(next);
+    }
+
+    pub(super) fn len(&self) -> usize {
+        self.all.len() - self.unused.len()
+    }
+
+    pub(super) fn iter(&self) -> impl Iterator<Item = (u32, &Block)> {
+        let used = |(_, block): &(u32, &Block)| block.state != State::Unused;
+        (0..).zip(&self.all).filter(used)
+    }
+}

@@ -1,0 +1,51 @@
+//! The invariants of a heap, as code.
+
+use std::collections::BTreeSet;
+
+use super::block::{GRAIN, NONE, State};
+use super::{Heap, kind_of};
+use crate::memory::SegmentKind;
+
+impl Heap {
+    /// Checks every invariant. `slot` is the size of a page.
+    ///
+    /// # Panics
+    /// If one does not hold.
+    pub(in crate::memory::paged) fn check(&self, slot: u64) {
+        let mut seen = BTreeSet::new();
+        for kind in [SegmentKind::Small, SegmentKind::Large] {
+            let area = &self.areas[kind as usize];
+            let binned: BTreeSet<u32> = area.free_at_least(&self.blocks, GRAIN).collect();
+            let recent: BTreeSet<u32> = area.recent().collect();
+            for (number, range) in (0..).zip(self.ranges(kind)) {
+                let mut before = None;
+                for (id, block) in range {
+                    assert!(seen.insert(id), "block {id} is in two places");
+                    assert!(block.bytes > 0 && block.bytes.is_multiple_of(GRAIN) && block.range == number);
+                    assert_eq!(block.kind, kind);
+                    assert_eq!(binned.contains(&id), block.state == State::Free, "{block:?}");
+                    assert_eq!(recent.contains(&id), block.state == State::Recent, "{block:?}");
+                    assert_eq!(area.holes().get(&block.addr) == Some(&id), block.state == State::Hole, "{block:?}");
+                    let is_indexed = matches!(block.state, State::Allocated | State::Pending | State::Recent);
+                    assert_eq!(area.started_at(number, block.addr) == Some(id), is_indexed, "{block:?}");
+                    if is_indexed {
+                        assert_eq!(kind_of(block.bytes), kind, "a block is in the area of its size");
+                    }
+                    if block.state == State::Hole {
+                        assert!(block.addr.is_multiple_of(slot) && block.bytes.is_multiple_of(slot), "{block:?}");
+                    }
+                    assert_eq!(self.uses.contains_key(&id), block.has_uses, "{block:?}");
+                    if let Some((other, end, state)) = before {
+                        assert_eq!((block.prev, block.addr), (other, end), "blocks without gaps");
+                        let merges = matches!(state, State::Free | State::Hole) && state == block.state;
+                        assert!(!merges, "neighbours that are {state:?} are merged");
+                    } else {
+                        assert_eq!(block.prev, NONE);
+                    }
+                    before = Some((id, block.end(), block.state));
+                }
+            }
+        }
+        assert_eq!(seen.len(), self.blocks.len(), "every block is in a range");
+    }
+}

@@ -1,0 +1,347 @@
+//! The heap of one stream and pool: address ranges, divided into blocks, in an area for small blocks and one for large
+//! ones. No driver calls; which pages are behind the addresses is `pages.rs`'s part.
+//!
+//! A range is blocks without gaps. Free blocks have pages behind all of their bytes; holes begin and end at page
+//! boundaries and have none of their own. Neighbouring free blocks are merged, neighbouring holes too. A block that
+//! was just freed is kept as it is for a moment (*recent*): the next request of its size takes it back.
+
+mod area;
+mod bins;
+mod block;
+mod check;
+mod starts;
+
+use rustc_hash::FxHashMap;
+use warpool_driver::{DevicePtr, StreamId};
+
+use super::counters::HeapCounters;
+use crate::memory::report::Stack;
+use crate::memory::stream_fence::StreamUses;
+use crate::memory::{Allocation, MemPoolId, SegmentKind};
+use area::Area;
+use block::{Blocks, NONE};
+
+pub(super) use area::FreeRun;
+pub(super) use block::{Block, GRAIN, State};
+
+/// Requests up to this size are served by the small area.
+pub(super) const SMALL_MAX: u64 = 1 << 20;
+
+/// The size that a request is rounded to.
+#[inline]
+pub(super) fn rounded(bytes: u64) -> u64 {
+    bytes.next_multiple_of(GRAIN)
+}
+
+#[inline]
+pub(super) fn kind_of(bytes: u64) -> SegmentKind {
+    if bytes <= SMALL_MAX { SegmentKind::Small } else { SegmentKind::Large }
+}
+
+#[derive(Debug)]
+pub(super) struct Heap {
+    /// Whose heap it is. It changes when the heap is used again for another.
+    pub(super) stream: StreamId,
+    /// The handle of its stream.
+    pub(super) stream_raw: u64,
+    pub(super) pool: MemPoolId,
+    blocks: Blocks,
+    /// Small, large.
+    areas: [Area; 2],
+    pub(super) counters: HeapCounters,
+    /// Streams that use blocks beside this one, by block.
+    uses: FxHashMap<u32, StreamUses>,
+    /// Call stacks of allocations, while a history is recorded with them.
+    stacks: FxHashMap<u32, Stack>,
+}
+
+/// A block that is no longer allocated.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Freed {
+    Completed,
+    /// Other streams may still use it.
+    Pending,
+}
+
+impl Heap {
+    pub(super) fn new(stream: StreamId, stream_raw: u64, pool: MemPoolId) -> Self {
+        Self {
+            stream,
+            stream_raw,
+            pool,
+            blocks: Blocks::default(),
+            areas: [SegmentKind::Small, SegmentKind::Large].map(Area::new),
+            counters: HeapCounters::default(),
+            uses: FxHashMap::default(),
+            stacks: FxHashMap::default(),
+        }
+    }
+
+    /// Makes it the heap of another stream and pool. Nothing is allocated in it.
+    pub(super) fn set_owner(&mut self, stream: StreamId, stream_raw: u64, pool: MemPoolId) {
+        debug_assert!(self.is_idle());
+        (self.stream, self.stream_raw, self.pool) = (stream, stream_raw, pool);
+    }
+
+    /// Whether it is the heap of this stream and pool.
+    #[inline]
+    pub(super) fn is_of(&self, stream: StreamId, pool: MemPoolId) -> bool {
+        self.stream == stream && self.pool == pool
+    }
+
+    #[inline]
+    fn area(&mut self, kind: SegmentKind) -> (&mut Area, &mut Blocks) {
+        (&mut self.areas[kind as usize], &mut self.blocks)
+    }
+
+    /// Takes a free block for a request of `requested` bytes.
+    #[inline]
+    pub(super) fn allocate(&mut self, requested: u64) -> Option<u32> {
+        let bytes = rounded(requested);
+        let kind = kind_of(bytes);
+        let (area, blocks) = self.area(kind);
+        let id = match area.take_recent(blocks, bytes) {
+            Some(id) => id,
+            None => {
+                // Merged first, so that the best block is found as if all had been merged when they were freed.
+                area.merge_recent(blocks);
+                area.take_free(blocks, bytes)?
+            }
+        };
+        self.mark_allocated(id, requested);
+        Some(id)
+    }
+
+    #[inline]
+    fn mark_allocated(&mut self, id: u32, requested: u64) {
+        let block = self.blocks.get_mut(id);
+        block.state = State::Allocated;
+        block.requested = requested;
+        self.counters.allocated(block.kind, block.bytes, requested);
+    }
+
+    /// The allocated block that starts at `addr`, in that range of that area.
+    #[inline]
+    pub(super) fn allocated_at(&self, kind: SegmentKind, range: u32, addr: u64) -> Option<u32> {
+        let id = self.areas[kind as usize].started_at(range, addr)?;
+        (self.blocks.get(id).state == State::Allocated).then_some(id)
+    }
+
+    /// The block of an allocation, if it is still that one.
+    #[inline]
+    pub(super) fn allocated(&self, id: u32, ptr: DevicePtr, generation: u32) -> bool {
+        self.blocks.try_get(id).is_some_and(|block| {
+            block.addr == ptr.0 && block.generation == generation && block.state == State::Allocated
+        })
+    }
+
+    #[inline]
+    pub(super) fn block(&self, id: u32) -> &Block {
+        self.blocks.get(id)
+    }
+
+    #[inline]
+    pub(super) fn is_held(&self, id: u32) -> bool {
+        self.blocks.get(id).holds > 0
+    }
+
+    pub(super) fn add_hold(&mut self, id: u32) {
+        self.blocks.get_mut(id).holds += 1;
+    }
+
+    pub(super) fn end_hold(&mut self, id: u32) {
+        let block = self.blocks.get_mut(id);
+        block.holds = block.holds.saturating_sub(1);
+    }
+
+    /// Frees an allocated block.
+    #[inline]
+    pub(super) fn free(&mut self, id: u32) -> Freed {
+        let block = self.blocks.get_mut(id);
+        block.generation = block.generation.wrapping_add(1);
+        self.counters.freed(block.kind, block.bytes);
+        if block.has_uses {
+            block.state = State::Pending;
+            self.uses.get_mut(&id).expect("a block with uses").mark_freed();
+            return Freed::Pending;
+        }
+        self.reclaim(id);
+        Freed::Completed
+    }
+
+    /// No stream uses a freed block any more.
+    #[inline]
+    pub(super) fn reclaim(&mut self, id: u32) {
+        let block = self.blocks.get_mut(id);
+        self.counters.reclaimed(block.kind, block.bytes, block.requested);
+        block.requested = 0;
+        let kind = block.kind;
+        if block.has_uses {
+            block.has_uses = false;
+            self.uses.remove(&id);
+        }
+        if !self.stacks.is_empty() {
+            self.stacks.remove(&id);
+        }
+        let (area, blocks) = self.area(kind);
+        area.put_recent(blocks, id);
+    }
+
+    pub(super) fn set_stack(&mut self, id: u32, stack: Option<Stack>) {
+        if let Some(stack) = stack {
+            self.stacks.insert(id, stack);
+        }
+    }
+
+    pub(super) fn stack(&self, id: u32) -> Option<&Stack> {
+        self.stacks.get(&id)
+    }
+
+    pub(super) fn add_use(&mut self, id: u32, stream: StreamId) {
+        if stream != self.stream {
+            self.blocks.get_mut(id).has_uses = true;
+            self.uses.entry(id).or_default().add(stream);
+        }
+    }
+
+    pub(super) fn add_uses(&mut self, id: u32, streams: &[StreamId]) {
+        let own = self.stream;
+        let mut others = streams.iter().copied().filter(|&stream| stream != own).peekable();
+        if others.peek().is_some() {
+            self.blocks.get_mut(id).has_uses = true;
+            self.uses.entry(id).or_default().add_all(others);
+        }
+    }
+
+    /// The uses of a block that is allocated or pending.
+    pub(super) fn uses_mut(&mut self, id: u32) -> &mut StreamUses {
+        self.uses.entry(id).or_default()
+    }
+
+    /// Address and requested size of a block, if it is pending.
+    pub(super) fn pending(&self, id: u32) -> Option<(u64, u64)> {
+        let block = self.blocks.try_get(id).filter(|block| block.state == State::Pending)?;
+        Some((block.addr, block.requested))
+    }
+
+    /// Reclaims a pending block if no stream uses it any more. Returns whether it did.
+    pub(super) fn reclaim_if_clear(&mut self, id: u32) -> bool {
+        let reclaimable = self.blocks.try_get(id).is_some_and(|block| block.state == State::Pending)
+            && self.uses.get_mut(&id).is_some_and(StreamUses::take_reclaimable);
+        if reclaimable {
+            self.reclaim(id);
+        }
+        reclaimable
+    }
+
+    /// Merges what was freed a moment ago with its neighbours.
+    pub(super) fn merge_recent(&mut self) {
+        for area in &mut self.areas {
+            area.merge_recent(&mut self.blocks);
+        }
+    }
+
+    /// The free blocks that may contain whole pages, smallest first.
+    pub(super) fn blocks_with_pages(&self, slot: u64) -> Vec<u32> {
+        let of = |area: &Area| area.free_at_least(&self.blocks, slot).collect::<Vec<_>>();
+        let mut blocks: Vec<u32> = self.areas.iter().flat_map(of).collect();
+        blocks.sort_by_key(|&id| (self.blocks.get(id).bytes, self.blocks.get(id).addr));
+        blocks
+    }
+
+    /// Runs of free addresses that could hold `bytes` if pages were mapped in their holes.
+    pub(super) fn free_runs(&self, kind: SegmentKind, bytes: u64) -> Vec<FreeRun> {
+        self.areas[kind as usize].free_runs(&self.blocks, bytes)
+    }
+
+    /// A new range of addresses, all of it a hole. Returns its number in the area.
+    pub(super) fn add_range(&mut self, kind: SegmentKind, number: u32, base: u64, bytes: u64) -> u32 {
+        let (area, blocks) = self.area(kind);
+        area.add_range(blocks, number, base, bytes)
+    }
+
+    /// Takes free addresses, which may be blocks and holes, out of all lists, as one block.
+    pub(super) fn begin_filling(&mut self, kind: SegmentKind, start: u64, end: u64, anchor: u32) -> u32 {
+        let (area, blocks) = self.area(kind);
+        area.begin_filling(blocks, start, end, anchor)
+    }
+
+    /// Ends it: `pieces` are its parts by address, each with pages behind it or not.
+    pub(super) fn end_filling(&mut self, id: u32, pieces: &[(u64, bool)]) {
+        let kind = self.blocks.get(id).kind;
+        let (area, blocks) = self.area(kind);
+        area.end_filling(blocks, id, pieces);
+    }
+
+    /// The same, with pages behind all of it, of which a part is allocated at once. Returns that block.
+    pub(super) fn end_filling_allocated(&mut self, id: u32, addr: u64, requested: u64) -> u32 {
+        let kind = self.blocks.get(id).kind;
+        let (area, blocks) = self.area(kind);
+        let id = area.carve(blocks, id, addr, rounded(requested));
+        self.mark_allocated(id, requested);
+        id
+    }
+
+    /// The pages behind a part of a free block are taken away: it becomes a hole.
+    pub(super) fn make_hole(&mut self, id: u32, start: u64, end: u64) {
+        let kind = self.blocks.get(id).kind;
+        let (area, blocks) = self.area(kind);
+        area.make_hole(blocks, id, start, end);
+    }
+
+    /// Pages are behind a part of a hole again.
+    pub(super) fn end_hole(&mut self, kind: SegmentKind, start: u64, end: u64) {
+        let (area, blocks) = self.area(kind);
+        area.end_hole(blocks, start, end);
+    }
+
+    /// The number on the device of the range of a block.
+    pub(super) fn range_of(&self, id: u32) -> u32 {
+        let block = self.blocks.get(id);
+        self.areas[block.kind as usize].range_number(block.range)
+    }
+
+    pub(super) fn largest_free(&self) -> u64 {
+        let largest = |area: &Area| area.free_at_least(&self.blocks, GRAIN).map(|id| self.blocks.get(id).bytes).max();
+        self.areas.iter().filter_map(largest).max().unwrap_or(0)
+    }
+
+    /// Bytes with pages behind them that are not in use.
+    pub(super) fn free_bytes(&self) -> u64 {
+        let free = |block: &Block| matches!(block.state, State::Free | State::Recent);
+        self.blocks.iter().filter(|(_, block)| free(block)).map(|(_, block)| block.bytes).sum()
+    }
+
+    /// Blocks of every range of an area, in the order of addresses within each.
+    pub(super) fn ranges(&self, kind: SegmentKind) -> impl Iterator<Item = impl Iterator<Item = (u32, &Block)>> {
+        self.areas[kind as usize].firsts().map(move |first| self.from(first))
+    }
+
+    fn from(&self, first: u32) -> impl Iterator<Item = (u32, &Block)> {
+        let mut id = first;
+        std::iter::from_fn(move || {
+            let block = self.blocks.try_get(id).filter(|_| id != NONE)?;
+            let this = id;
+            id = block.next;
+            Some((this, block))
+        })
+    }
+
+    /// Whether nothing is allocated or pending.
+    pub(super) fn is_idle(&self) -> bool {
+        self.blocks.iter().all(|(_, block)| !matches!(block.state, State::Allocated | State::Pending | State::Filling))
+    }
+
+    pub(super) fn allocation(&self, id: u32, device: warpool_driver::DeviceId, slot: u64) -> Allocation {
+        let block = self.blocks.get(id);
+        Allocation {
+            ptr: DevicePtr(block.addr),
+            bytes: block.bytes,
+            bytes_requested: block.requested,
+            device,
+            stream: self.stream,
+            slot,
+            generation: block.generation,
+        }
+    }
+}

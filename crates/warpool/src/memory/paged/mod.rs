@@ -1,0 +1,206 @@
+//! The paged allocator, Warpool's own: almost all memory that it reserves is in use.
+//!
+//! Physical memory is a stock of pages per device, shared by all streams and pools; addresses are plentiful. Each
+//! stream and pool has a heap of address ranges, of which parts have pages behind them.
+//!
+//! # The life of an allocation
+//! 1. The request is routed to a pool; with the stream, that names its heap (`heaps.rs`).
+//! 2. A free block of the heap that fits is taken and cut to size (`heap/`). This is the hot path: one spin lock that
+//!    threads on other streams never take, no driver call, no hash, no allocation.
+//! 3. If none fits, free addresses are filled with pages (`window.rs`, `fill.rs`): spare ones, those under free blocks
+//!    of this heap, of others, and only then new ones. Reserved memory grows when no whole free page is left.
+//! 4. Freed, a block that only its own stream used is free at once. Others wait for fences (`pending.rs`).
+//!
+//! # Why this is safe
+//! A page belongs to one address at a time, and only blocks there may use it. It is taken from an address only when all
+//! blocks that touch it are free: so its last uses are in the heap's stream. The same stream's next use is behind them;
+//! another stream first waits for an event behind them. A mapping is undone only after the stream has passed
+//! (`old_mappings.rs`). Pages of private pools stay where they are while the pool is in use: graphs know their
+//! addresses.
+
+mod address_space;
+mod allocator;
+mod counters;
+mod device;
+mod fill;
+mod heap;
+mod heaps;
+mod old_mappings;
+mod pages;
+mod pending;
+mod pools;
+mod private_pools;
+mod reclaim;
+mod snapshot;
+mod spin_lock;
+mod window;
+
+use std::fmt;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, Mutex};
+
+use warpool_driver::{Access, DeviceAccess, DeviceId, DevicePtr, Driver, ErrorCode};
+
+use self::device::{PagedDevice, Shared};
+pub use self::pages::PageTotals;
+use super::{Observers, Settings, StackLevel};
+use crate::{Error, Instance, Result, lock};
+
+/// The smallest page.
+const SLOT_MIN: u64 = 2 << 20;
+
+/// An allocator over pages of physical memory that are mapped where they are needed. See the
+/// [module](crate::memory) for how allocators are used.
+pub struct PagedAllocator {
+    shared: Arc<Shared>,
+    devices: Box<[PagedDevice]>,
+    next_user_pool: AtomicU32,
+    next_graph_pool: AtomicU32,
+}
+
+/// What a device's pages are used for.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct PageStats {
+    /// Pages that there are.
+    pub pages: u64,
+    /// Their bytes.
+    pub reserved_bytes: u64,
+    /// Bytes of allocated blocks and pending frees.
+    pub active_bytes: u64,
+    /// Bytes that are free and mapped.
+    pub free_mapped_bytes: u64,
+    /// Bytes of pages that belong to no address.
+    pub spare_bytes: u64,
+    /// Bytes of addresses at which pages are mapped that belong to others.
+    pub bytes_mapped_twice: u64,
+    /// How often things were done with pages.
+    pub totals: PageTotals,
+}
+
+impl PagedAllocator {
+    /// An allocator for all devices of `instance`. Makes no driver call. [`Error::Unsupported`] if a device has no
+    /// virtual memory management.
+    pub fn new(instance: &Instance, settings: Settings) -> Result<Self> {
+        if instance.devices().any(|device| !device.properties().virtual_memory) {
+            return Err(Error::Unsupported { allocator: "paged", what: "devices without virtual memory management" });
+        }
+        let shared = Arc::new(Shared {
+            instance: instance.clone(),
+            observers: Observers::default(),
+            tracks_suballocations: instance.driver().tracks_suballocations(),
+            settings: Mutex::new(Arc::new(settings)),
+            captures: AtomicU32::new(0),
+        });
+        let settings = Arc::clone(&lock(&shared.settings));
+        let devices = instance.devices().map(|device| PagedDevice::new(&shared, &device, &settings)).collect();
+        Ok(Self { shared, devices, next_user_pool: AtomicU32::new(1), next_graph_pool: AtomicU32::new(1) })
+    }
+
+    /// The settings in force.
+    #[must_use]
+    pub fn settings(&self) -> Arc<Settings> {
+        Arc::clone(&lock(&self.shared.settings))
+    }
+
+    /// Limits what is reserved on a device to `bytes`, beside the fraction; `None` is no limit.
+    pub fn set_memory_cap(&self, device: DeviceId, bytes: Option<u64>) -> Result<()> {
+        self.device(device)?.change_limits(|limits| limits.cap = bytes);
+        Ok(())
+    }
+
+    /// Returns free pages to the driver until at most `bytes` are reserved on the device, or no page is free. Returns
+    /// how many bytes.
+    pub fn trim_to(&self, device: DeviceId, bytes: u64) -> Result<u64> {
+        let device = self.device(device)?;
+        let details = device.entry_details(StackLevel::All).timed(self.driver());
+        let trimmed = reclaim::release(device, super::MemPoolId::DEFAULT, bytes, &details);
+        device.report();
+        trimmed
+    }
+
+    /// What a device's pages are used for.
+    pub fn page_stats(&self, device: DeviceId) -> Result<PageStats> {
+        let device = self.device(device)?;
+        let table = lock(&device.pages);
+        let (mut active_bytes, mut free_mapped_bytes) = (0, 0);
+        for (_, heap) in device.heaps.iter() {
+            let heap = heap.lock();
+            active_bytes += heap.counters.active_bytes();
+            free_mapped_bytes += heap.free_bytes();
+        }
+        Ok(PageStats {
+            pages: table.count(),
+            reserved_bytes: table.reserved_all().current,
+            active_bytes,
+            free_mapped_bytes,
+            spare_bytes: table.spare_pages().iter().map(|&page| table.page_bytes(page)).sum(),
+            bytes_mapped_twice: table.bytes_mapped_twice(),
+            totals: table.totals,
+        })
+    }
+
+    /// Lets kernels on `device` access what this allocator has on `owner`, now and later. A second call changes
+    /// nothing.
+    pub fn enable_peer_access(&self, device: DeviceId, owner: DeviceId) -> Result<()> {
+        self.device(device)?;
+        let owner_device = self.device(owner)?;
+        // Under this lock nothing is mapped meanwhile.
+        let table = lock(&owner_device.pages);
+        if device == owner || lock(&owner_device.peers).contains(&device) {
+            return Ok(());
+        }
+        match self.driver().peer_enable(device, owner) {
+            Err(error) if error.code != ErrorCode::PeerAccessAlreadyEnabled => return Err(error.into()),
+            _ => {}
+        }
+        for (ptr, bytes) in table.mapped_runs() {
+            let access = [DeviceAccess { device, access: Access::ReadWrite }];
+            self.driver().vm_set_access(DevicePtr(ptr), bytes, &access)?;
+        }
+        lock(&owner_device.peers).push(device);
+        Ok(())
+    }
+
+    /// Checks every invariant of the state. Slow; for tests, while no other thread is at work.
+    ///
+    /// # Panics
+    /// If one does not hold.
+    pub fn check(&self) {
+        for device in &self.devices {
+            let table = lock(&device.pages);
+            table.check();
+            let mut homes = 0;
+            for (number, heap) in device.heaps.iter() {
+                let heap = heap.lock();
+                heap.check(table.slot_bytes);
+                homes += table.check_heap(number, &heap);
+            }
+            let spare: u64 = table.spare_pages().iter().map(|&page| table.page_bytes(page)).sum();
+            assert_eq!(homes + spare, table.reserved_all().current, "every page is somewhere");
+        }
+    }
+
+    fn driver(&self) -> &dyn Driver {
+        &**self.shared.instance.driver()
+    }
+
+    #[inline]
+    fn device(&self, device: DeviceId) -> Result<&PagedDevice> {
+        let instance = &self.shared.instance;
+        instance.expect_own_process("allocator call")?;
+        let count = instance.device_count();
+        self.devices.get(device.0 as usize).ok_or(Error::DeviceOutOfRange { index: device.0, count })
+    }
+}
+
+impl fmt::Debug for PagedAllocator {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("PagedAllocator").field("instance", &self.shared.instance).finish_non_exhaustive()
+    }
+}
+
+impl fmt::Debug for Shared {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Shared").field("captures", &self.captures.load(Ordering::Relaxed)).finish_non_exhaustive()
+    }
+}

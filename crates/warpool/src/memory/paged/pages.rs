@@ -1,0 +1,407 @@
+//! The physical pages of a device: which there are, where they are mapped, and where their contents belong.
+//!
+//! Addresses are divided into *slots* of 2 MiB (the driver's granularity). A *page* is a physical allocation of one or
+//! two slots, mapped whole. It may be mapped at several addresses at once, but it *belongs* to at most one of them: only
+//! blocks there may use it. The other mappings are *old* ones, of addresses that the page was taken from. They are kept
+//! for a while: programs repeat themselves, and a page that is taken back needs no driver call then.
+
+use std::collections::VecDeque;
+
+use warpool_driver::PhysicalId;
+
+use super::heap::{Heap, State};
+use crate::PooledEvent;
+use crate::memory::{SegmentKind, Stat, StatByKind};
+
+/// Numbers a page.
+pub(super) type PageId = u32;
+
+/// A slot: a range by its number, and the number of the slot in it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) struct Slot {
+    pub(super) range: u32,
+    pub(super) index: u32,
+}
+
+#[derive(Debug)]
+pub(super) struct Page {
+    pub(super) physical: PhysicalId,
+    /// Its size in slots.
+    pub(super) slots: u32,
+    /// Where it belongs: its first slot.
+    pub(super) home: Option<Slot>,
+    /// Where it is mapped, the oldest first; with its home, if it has one.
+    pub(super) mapped: Vec<Slot>,
+}
+
+/// What is mapped in a slot.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) enum Mapping {
+    #[default]
+    Nothing,
+    /// This part of a page.
+    Page { page: PageId, part: u32 },
+    /// A mapping could not be undone; it is retried, and the slot not used before that.
+    Broken,
+}
+
+/// A range of addresses and what is mapped in it.
+#[derive(Debug)]
+pub(super) struct RangeMap {
+    pub(super) base: u64,
+    pub(super) bytes: u64,
+    pub(super) heap: u32,
+    pub(super) kind: SegmentKind,
+    /// As far as anything was ever mapped.
+    slots: Vec<Mapping>,
+}
+
+/// An old mapping that is to be undone once an event has passed.
+#[derive(Debug)]
+pub(super) struct OldMapping {
+    pub(super) page: PageId,
+    pub(super) slot: Slot,
+    pub(super) passed: Option<std::sync::Arc<PooledEvent>>,
+}
+
+/// All pages of a device.
+#[derive(Debug)]
+pub(super) struct PageTable {
+    /// The size of a slot.
+    pub(super) slot_bytes: u64,
+    pages: Vec<Option<Page>>,
+    unused: Vec<PageId>,
+    ranges: Vec<RangeMap>,
+    /// Pages that belong nowhere and that no work uses. Old mappings of them may be left.
+    spare: Vec<PageId>,
+    /// Old mappings to be undone.
+    pub(super) old: VecDeque<OldMapping>,
+    /// Physical memory whose release failed.
+    pub(super) to_release: Vec<PhysicalId>,
+    /// Mappings that could not be undone: their slots are [`Mapping::Broken`].
+    pub(super) broken: Vec<(Slot, u32)>,
+    /// Bytes of pages, by the kind of the area that they belong to; of unmapped ones, large.
+    pub(super) reserved: StatByKind,
+    pub(super) totals: PageTotals,
+}
+
+/// How often things were done with pages.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct PageTotals {
+    /// Pages that were created.
+    pub created: u64,
+    /// Pages that were released to the driver.
+    pub released: u64,
+    /// Pages that were taken from free addresses to be mapped elsewhere.
+    pub taken: u64,
+    /// Those of them that were still mapped where they were needed.
+    pub taken_back: u64,
+    /// Pages that were mapped.
+    pub mapped: u64,
+    /// Mappings that were undone.
+    pub unmapped: u64,
+}
+
+impl PageTable {
+    pub(super) fn new(slot_bytes: u64) -> Self {
+        Self {
+            slot_bytes,
+            pages: Vec::new(),
+            unused: Vec::new(),
+            ranges: Vec::new(),
+            spare: Vec::new(),
+            old: VecDeque::new(),
+            to_release: Vec::new(),
+            broken: Vec::new(),
+            reserved: StatByKind::default(),
+            totals: PageTotals::default(),
+        }
+    }
+
+    pub(super) fn page(&self, id: PageId) -> &Page {
+        self.pages[id as usize].as_ref().expect("a page that exists")
+    }
+
+    fn page_mut(&mut self, id: PageId) -> &mut Page {
+        self.pages[id as usize].as_mut().expect("a page that exists")
+    }
+
+    pub(super) fn page_bytes(&self, id: PageId) -> u64 {
+        u64::from(self.page(id).slots) * self.slot_bytes
+    }
+
+    pub(super) fn add_range(&mut self, base: u64, bytes: u64, heap: u32, kind: SegmentKind) -> u32 {
+        self.ranges.push(RangeMap { base, bytes, heap, kind, slots: Vec::new() });
+        u32::try_from(self.ranges.len() - 1).expect("few ranges")
+    }
+
+    pub(super) fn range(&self, range: u32) -> &RangeMap {
+        &self.ranges[range as usize]
+    }
+
+    pub(super) fn addr(&self, slot: Slot) -> u64 {
+        self.range(slot.range).base + u64::from(slot.index) * self.slot_bytes
+    }
+
+    pub(super) fn mapping(&self, slot: Slot) -> Mapping {
+        self.range(slot.range).slots.get(slot.index as usize).copied().unwrap_or_default()
+    }
+
+    /// How many slots of a range were ever mapped, from its start.
+    pub(super) fn slots_used(&self, range: u32) -> u32 {
+        u32::try_from(self.range(range).slots.len()).expect("fewer than 2^32 slots")
+    }
+
+    /// The page that belongs to this slot.
+    pub(super) fn own_page(&self, slot: Slot) -> Option<PageId> {
+        let Mapping::Page { page, part } = self.mapping(slot) else { return None };
+        let home = self.page(page).home?;
+        (home == Slot { index: slot.index - part.min(slot.index), ..slot }).then_some(page)
+    }
+
+    /// A new page, which is mapped nowhere.
+    pub(super) fn add(&mut self, physical: PhysicalId, slots: u32) -> PageId {
+        let page = Some(Page { physical, slots, home: None, mapped: Vec::new() });
+        self.totals.created += 1;
+        self.reserved.increase(SegmentKind::Large, u64::from(slots) * self.slot_bytes);
+        if let Some(id) = self.unused.pop() {
+            self.pages[id as usize] = page;
+            return id;
+        }
+        self.pages.push(page);
+        u32::try_from(self.pages.len() - 1).expect("fewer than 2^32 pages")
+    }
+
+    /// Removes a page that is mapped nowhere. Returns its physical memory.
+    pub(super) fn remove(&mut self, id: PageId) -> PhysicalId {
+        let page = self.pages[id as usize].take().expect("a page that exists");
+        debug_assert!(page.mapped.is_empty() && page.home.is_none());
+        self.totals.released += 1;
+        self.reserved.decrease(SegmentKind::Large, u64::from(page.slots) * self.slot_bytes);
+        self.unused.push(id);
+        page.physical
+    }
+
+    /// Takes a spare page of at most that many slots, the largest.
+    pub(super) fn take_spare(&mut self, slots_max: u32) -> Option<PageId> {
+        let at = (0..self.spare.len()).filter(|&at| self.page(self.spare[at]).slots <= slots_max);
+        let largest = at.max_by_key(|&at| self.page(self.spare[at]).slots)?;
+        Some(self.spare.swap_remove(largest))
+    }
+
+    /// Takes this page, if it is a spare one.
+    pub(super) fn take_spare_page(&mut self, id: PageId) -> bool {
+        let at = self.spare.iter().position(|&spare| spare == id);
+        at.map(|at| self.spare.swap_remove(at)).is_some()
+    }
+
+    pub(super) fn put_spare(&mut self, id: PageId) {
+        debug_assert!(self.page(id).home.is_none() && !self.spare.contains(&id));
+        self.spare.push(id);
+    }
+
+    pub(super) fn spare_pages(&self) -> &[PageId] {
+        &self.spare
+    }
+
+    /// A page was mapped at a slot.
+    pub(super) fn set_mapped(&mut self, id: PageId, slot: Slot) {
+        let slots = self.page(id).slots;
+        let map = &mut self.ranges[slot.range as usize].slots;
+        let end = (slot.index + slots) as usize;
+        if map.len() < end {
+            map.resize(end, Mapping::Nothing);
+        }
+        for part in 0..slots {
+            let entry = &mut map[(slot.index + part) as usize];
+            debug_assert_eq!(*entry, Mapping::Nothing);
+            *entry = Mapping::Page { page: id, part };
+        }
+        self.page_mut(id).mapped.push(slot);
+        self.totals.mapped += 1;
+    }
+
+    /// A mapping of a page was undone.
+    pub(super) fn set_unmapped(&mut self, id: PageId, slot: Slot) {
+        self.clear_slots(id, slot, Mapping::Nothing);
+        self.totals.unmapped += 1;
+    }
+
+    /// A new mapping could not be undone: the slots are not used until that has worked.
+    pub(super) fn set_broken(&mut self, slot: Slot, slots: u32) {
+        self.fill_slots(slot, slots, Mapping::Broken);
+        self.broken.push((slot, slots));
+    }
+
+    /// It was undone after all.
+    pub(super) fn set_repaired(&mut self, slot: Slot, slots: u32) {
+        self.fill_slots(slot, slots, Mapping::Nothing);
+    }
+
+    fn fill_slots(&mut self, slot: Slot, slots: u32, with: Mapping) {
+        let map = &mut self.ranges[slot.range as usize].slots;
+        let end = (slot.index + slots) as usize;
+        if map.len() < end {
+            map.resize(end, Mapping::Nothing);
+        }
+        map[slot.index as usize..end].fill(with);
+    }
+
+    fn clear_slots(&mut self, id: PageId, slot: Slot, with: Mapping) {
+        let slots = self.page(id).slots;
+        for part in 0..slots {
+            self.ranges[slot.range as usize].slots[(slot.index + part) as usize] = with;
+        }
+        let page = self.page_mut(id);
+        page.mapped.retain(|&other| other != slot);
+        if page.home == Some(slot) {
+            page.home = None;
+        }
+    }
+
+    /// Makes a page belong to a slot where it is mapped, or to none.
+    pub(super) fn set_home(&mut self, id: PageId, home: Option<Slot>) {
+        let bytes = self.page_bytes(id);
+        let kind =
+            |table: &Self, slot: Option<Slot>| slot.map_or(SegmentKind::Large, |slot| table.range(slot.range).kind);
+        let (from, to) = (kind(self, self.page(id).home), kind(self, home));
+        if from != to {
+            // Not a change of the sum.
+            let all = self.reserved.all;
+            self.reserved.decrease(from, bytes);
+            self.reserved.increase(to, bytes);
+            self.reserved.all = all;
+        }
+        if let Some(slot) = home {
+            // An event behind earlier uses there says nothing about those to come.
+            self.old.retain(|old| (old.page, old.slot) != (id, slot));
+        }
+        self.page_mut(id).home = home;
+    }
+
+    /// The whole pages that belong to the slots from `first` up to `end`.
+    pub(super) fn whole_pages(&self, range: u32, first: u32, end: u32) -> Vec<(Slot, PageId)> {
+        let (mut pages, mut index) = (Vec::new(), first);
+        while index < end {
+            let slot = Slot { range, index };
+            match self.mapping(slot) {
+                Mapping::Page { page, part: 0 } if self.page(page).home == Some(slot) => {
+                    let slots = self.page(page).slots;
+                    if index + slots <= end {
+                        pages.push((slot, page));
+                    }
+                    index += slots;
+                }
+                _ => index += 1,
+            }
+        }
+        pages
+    }
+
+    /// Whether a page is still mapped at a slot where it does not belong.
+    pub(super) fn is_old_mapping(&self, id: PageId, slot: Slot) -> bool {
+        let page = self.pages.get(id as usize).and_then(Option::as_ref);
+        page.is_some_and(|page| page.home != Some(slot) && page.mapped.contains(&slot))
+    }
+
+    /// Every mapping in the ranges of a heap: the page, its first slot, and whether it belongs there.
+    pub(super) fn mappings_of(&self, heap: u32) -> Vec<(PageId, Slot, bool)> {
+        let mut mappings = Vec::new();
+        for (range, map) in (0..).zip(&self.ranges).filter(|(_, map)| map.heap == heap) {
+            for (index, mapping) in (0..).zip(&map.slots) {
+                if let Mapping::Page { page, part: 0 } = *mapping {
+                    let slot = Slot { range, index };
+                    mappings.push((page, slot, self.page(page).home == Some(slot)));
+                }
+            }
+        }
+        mappings
+    }
+
+    pub(super) fn has_mappings(&self, heap: u32) -> bool {
+        !self.is_unmapped(heap)
+    }
+
+    /// Whether nothing is mapped in the ranges of a heap.
+    pub(super) fn is_unmapped(&self, heap: u32) -> bool {
+        let of_heap = self.ranges.iter().filter(|map| map.heap == heap);
+        of_heap.flat_map(|map| &map.slots).all(|&mapping| mapping == Mapping::Nothing)
+    }
+
+    /// The bytes of addresses that a heap has for a kind of blocks.
+    pub(super) fn bytes_of_ranges(&self, heap: u32, kind: SegmentKind) -> u64 {
+        let of_heap = self.ranges.iter().filter(|range| range.heap == heap && range.kind == kind);
+        of_heap.map(|range| range.bytes).sum()
+    }
+
+    /// Every mapping of pages that belong to no or another slot.
+    pub(super) fn bytes_mapped_twice(&self) -> u64 {
+        let extra = |page: &Page| page.mapped.len().saturating_sub(1) as u64 * u64::from(page.slots) * self.slot_bytes;
+        self.pages.iter().flatten().map(extra).sum()
+    }
+
+    pub(super) fn count(&self) -> u64 {
+        (self.pages.len() - self.unused.len()) as u64
+    }
+
+    pub(super) fn reserved_all(&self) -> Stat {
+        self.reserved.all
+    }
+
+    /// Ranges with mappings, for access by another device: runs of slots.
+    pub(super) fn mapped_runs(&self) -> Vec<(u64, u64)> {
+        let mut runs: Vec<(u64, u64)> = Vec::new();
+        for page in self.pages.iter().flatten() {
+            runs.extend(page.mapped.iter().map(|&slot| (self.addr(slot), u64::from(page.slots) * self.slot_bytes)));
+        }
+        runs
+    }
+
+    /// Checks that the blocks of a heap and its pages agree. Returns the bytes of pages that belong to it.
+    ///
+    /// # Panics
+    /// If they do not.
+    pub(super) fn check_heap(&self, number: u32, heap: &Heap) -> u64 {
+        let slot = self.slot_bytes;
+        for kind in [SegmentKind::Small, SegmentKind::Large] {
+            for (id, block) in heap.ranges(kind).flatten() {
+                let range = heap.range_of(id);
+                let base = self.range(range).base;
+                let is_hole = block.state() == State::Hole;
+                let (first, last) = ((block.addr() - base) / slot, (block.addr() + block.bytes() - 1 - base) / slot);
+                // Behind the last slot that was ever used there is nothing to look at.
+                for index in first..=last.min(u64::from(self.slots_used(range))) {
+                    let index = u32::try_from(index).expect("fewer than 2^32 slots");
+                    let has_page = self.own_page(Slot { range, index }).is_some();
+                    assert_eq!(has_page, !is_hole, "slot {index} of {block:?}");
+                }
+            }
+        }
+        let homes = self.mappings_of(number).into_iter().filter(|&(_, _, is_home)| is_home);
+        homes.map(|(page, _, _)| self.page_bytes(page)).sum()
+    }
+
+    /// Checks every invariant.
+    ///
+    /// # Panics
+    /// If one does not hold.
+    pub(super) fn check(&self) {
+        let mut bytes = 0;
+        for (id, page) in (0..).zip(&self.pages) {
+            let Some(page) = page else { continue };
+            bytes += u64::from(page.slots) * self.slot_bytes;
+            assert!(page.home.is_none_or(|home| page.mapped.contains(&home)), "page {id} is mapped where it belongs");
+            for &slot in &page.mapped {
+                for part in 0..page.slots {
+                    let at = Slot { index: slot.index + part, ..slot };
+                    assert_eq!(self.mapping(at), Mapping::Page { page: id, part }, "page {id} at {at:?}");
+                }
+            }
+        }
+        assert_eq!(bytes, self.reserved.all.current, "bytes reserved");
+        for (id, page) in (0..).zip(&self.pages) {
+            let homeless = page.as_ref().is_some_and(|page| page.home.is_none());
+            assert_eq!(homeless, self.spare.contains(&id), "a page belongs somewhere or is spare");
+        }
+    }
+}

@@ -1,0 +1,102 @@
+//! Pending frees: the mechanism is `stream_fence.rs`; this connects it to the heaps.
+
+use std::sync::atomic::Ordering;
+
+use warpool_driver::StreamId;
+
+use super::device::{BlockRef, PagedDevice};
+use crate::capture::CaptureStatus;
+use crate::memory::Action;
+use crate::memory::report::EntryDetails;
+use crate::memory::stream_fence::{self, Fence, FenceOwner, PENDING_PER_CALL, StreamFences, StreamUses};
+use crate::{Instance, Result};
+
+/// The pending frees of one device, on behalf of one call.
+pub(super) struct PendingFrees<'a> {
+    pub(super) device: &'a PagedDevice,
+    pub(super) details: &'a EntryDetails,
+}
+
+impl FenceOwner for PendingFrees<'_> {
+    type Key = BlockRef;
+
+    fn instance(&self) -> &Instance {
+        self.device.instance()
+    }
+
+    fn has_captures(&self) -> bool {
+        self.device.has_captures()
+    }
+
+    fn capture_status(&self, stream: StreamId) -> Result<CaptureStatus> {
+        self.device.capture_status(stream)
+    }
+
+    fn capture_guard(&self) -> Result<impl Sized> {
+        self.device.capture_safe()
+    }
+
+    fn stream_of(&self, key: &BlockRef) -> Option<StreamId> {
+        Some(self.device.heaps.get(key.heap).lock().stream)
+    }
+
+    fn with_uses<R>(&self, key: &BlockRef, act: impl FnOnce(&mut StreamUses) -> R) -> R {
+        act(self.device.heaps.get(key.heap).lock().uses_mut(key.block))
+    }
+
+    fn with_fences<R>(&self, act: impl FnOnce(&mut StreamFences<BlockRef>) -> R) -> R {
+        self.device.with_fences(act)
+    }
+
+    fn complete(&self, passed: &[Fence]) {
+        for fence in passed {
+            if let Some(key) = self.device.with_fences(|fences| fences.pop(fence)) {
+                self.device.heaps.get(key.heap).lock().uses_mut(key.block).fence_passed();
+                self.reclaim_if_clear(key);
+            }
+        }
+    }
+
+    fn reclaim_if_clear(&self, key: BlockRef) {
+        let mut heap = self.device.heaps.get(key.heap).lock();
+        let Some((addr, requested)) = heap.pending(key.block) else { return };
+        if heap.reclaim_if_clear(key.block) {
+            self.device.record(Action::FreeCompleted, addr, requested, &heap, self.details);
+        }
+        drop(heap);
+        self.device.using(key.heap);
+    }
+}
+
+impl<'a> PendingFrees<'a> {
+    pub(super) fn new(device: &'a PagedDevice, details: &'a EntryDetails) -> Self {
+        Self { device, details }
+    }
+
+    /// Completes pending frees that can be; looks at a bounded number of those that cannot.
+    pub(super) fn process(&self) -> Result<()> {
+        let retried = self.retry(PENDING_PER_CALL);
+        retried.and(stream_fence::poll_some(self))
+    }
+
+    /// Waits until every pending free is completed, but for those that captures hold back.
+    pub(super) fn wait(&self) -> Result<()> {
+        self.device.counts.syncs.fetch_add(1, Ordering::Relaxed);
+        let retried = self.retry(usize::MAX);
+        retried.and(stream_fence::wait_all(self))
+    }
+
+    fn retry(&self, stay_max: usize) -> Result<()> {
+        if !self.device.with_fences(|fences| fences.has_unfenced()) {
+            return Ok(());
+        }
+        stream_fence::retry_unfenced(self, stay_max, |key| stream_fence::fence(self, key))
+    }
+
+    /// Records fences for a freed block. What fails is retried by later calls.
+    pub(super) fn fence(&self, key: BlockRef) {
+        if let Err(error) = stream_fence::fence(self, key) {
+            tracing::warn!(%error, "no fence could be recorded for a freed block; it is retried");
+        }
+    }
+}

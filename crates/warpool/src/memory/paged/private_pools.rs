@@ -1,0 +1,116 @@
+//! The calls of [`PrivatePools`].
+
+use std::sync::atomic::Ordering;
+
+use warpool_driver::{DeviceId, DevicePtr, StreamId};
+
+use super::PagedAllocator;
+use super::heap::State;
+use super::pending::PendingFrees;
+use crate::memory::{MemPoolId, PoolOptions, PoolUser, PrivatePools, Route, SegmentKind, StackLevel};
+use crate::unwind::OnUnwind;
+use crate::{Error, Result, lock};
+
+impl PagedAllocator {
+    fn create(&self, device: DeviceId, id: MemPoolId, options: &PoolOptions) -> Result<MemPoolId> {
+        if options.upstream.is_some() {
+            return Err(Error::Unsupported { allocator: "paged", what: "pools with an upstream of their own" });
+        }
+        lock(&self.device(device)?.pools).add(id, options);
+        Ok(id)
+    }
+
+    fn capture_over(&self) -> bool {
+        let captures = &self.shared.captures;
+        captures.fetch_update(Ordering::AcqRel, Ordering::Acquire, |count| count.checked_sub(1)).is_ok()
+    }
+}
+
+impl PrivatePools for PagedAllocator {
+    fn create_pool(&self, device: DeviceId, options: PoolOptions) -> Result<MemPoolId> {
+        let user = self.next_user_pool.fetch_add(1, Ordering::Relaxed);
+        self.create(device, MemPoolId { graph: 0, user }, &options)
+    }
+
+    fn create_graph_pool(&self, device: DeviceId) -> Result<MemPoolId> {
+        let graph = self.next_graph_pool.fetch_add(1, Ordering::Relaxed);
+        self.create(device, MemPoolId { graph, user: 0 }, &PoolOptions::default())
+    }
+
+    fn retain_pool_as(&self, device: DeviceId, pool: MemPoolId, user: PoolUser) -> Result<()> {
+        lock(&self.device(device)?.pools).retain(pool, user)
+    }
+
+    fn release_pool_as(&self, device: DeviceId, pool: MemPoolId, user: PoolUser) -> Result<()> {
+        lock(&self.device(device)?.pools).release(pool, user).map(drop)
+    }
+
+    fn pool_uses(&self, device: DeviceId, pool: MemPoolId) -> Result<u32> {
+        lock(&self.device(device)?.pools).uses(pool)
+    }
+
+    fn set_use_on_oom(&self, device: DeviceId, pool: MemPoolId, on: bool) -> Result<()> {
+        lock(&self.device(device)?.pools).set_use_on_oom(pool, on)
+    }
+
+    fn begin_routing_as(&self, device: DeviceId, pool: MemPoolId, route: Route, user: PoolUser) -> Result<()> {
+        let scopes = &self.device(device)?.scopes;
+        self.retain_pool_as(device, pool, PoolUser::HANDLE)?;
+        let opened = scopes.begin(pool, route, user);
+        if opened.is_err() {
+            self.release_pool_as(device, pool, PoolUser::HANDLE)?;
+        }
+        opened
+    }
+
+    fn reroute_as(&self, device: DeviceId, pool: MemPoolId, routes: &[Route], user: PoolUser) -> Result<()> {
+        self.device(device)?.scopes.reroute(pool, routes, user)
+    }
+
+    fn end_routing_as(&self, device: DeviceId, pool: MemPoolId, user: PoolUser) -> Result<()> {
+        self.device(device)?.scopes.end(pool, user)?;
+        self.release_pool_as(device, pool, PoolUser::HANDLE)
+    }
+
+    fn capture_began(&self, device: DeviceId) -> Result<()> {
+        let device = self.device(device)?;
+        self.shared.captures.fetch_add(1, Ordering::AcqRel);
+        let unwinds = OnUnwind::new(|| {
+            self.capture_over();
+        });
+        let outcome = PendingFrees::new(device, &device.entry_details(StackLevel::State)).process();
+        device.report();
+        unwinds.disarm();
+        if outcome.is_err() {
+            self.capture_over();
+        }
+        outcome
+    }
+
+    fn capture_ended(&self, device: DeviceId) -> Result<()> {
+        self.device(device)?;
+        if self.capture_over() { Ok(()) } else { Err(Error::NotCapturing { device }) }
+    }
+
+    fn record_pool_uses(&self, device: DeviceId, pool: MemPoolId, streams: &[StreamId]) -> Result<()> {
+        lock(&self.device(device)?.pools).record_uses(pool, streams)
+    }
+
+    fn has_exactly(&self, device: DeviceId, pool: MemPoolId, live: &[DevicePtr]) -> Result<bool> {
+        let device = self.device(device)?;
+        let heaps = lock(&device.pools).heaps(pool)?;
+        let mut found = Vec::new();
+        for number in heaps {
+            let heap = device.heaps.get(number).lock();
+            for kind in [SegmentKind::Small, SegmentKind::Large] {
+                let blocks = heap.ranges(kind).flatten();
+                let allocated = blocks.filter(|(_, block)| block.state() == State::Allocated);
+                found.extend(allocated.map(|(_, block)| DevicePtr(block.addr())));
+            }
+        }
+        let mut expected = live.to_vec();
+        expected.sort_unstable();
+        found.sort_unstable();
+        Ok(found == expected)
+    }
+}

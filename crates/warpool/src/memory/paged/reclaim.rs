@@ -1,0 +1,260 @@
+//! Giving pages back: to the driver when memory is trimmed, and those of released pools to everybody else.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use warpool_driver::StreamId;
+
+use super::device::PagedDevice;
+use super::fill::{release_physical, whole_pages};
+use super::old_mappings::{self, unmap};
+use super::pages::{PageId, PageTable, Slot};
+use super::pending::PendingFrees;
+use super::pools::Takeable;
+use crate::memory::report::EntryDetails;
+use crate::memory::stream_fence::{self, Recorded};
+use crate::memory::{Action, MemPoolId};
+use crate::{Result, lock};
+
+/// Takes the pages of released pools in which nothing is allocated any more, as far as all work that may use them has
+/// passed. Waits for nothing.
+pub(super) fn poll_released(device: &PagedDevice, table: &mut PageTable, details: &EntryDetails) -> Result<()> {
+    if !lock(&device.pools).has_released() {
+        return Ok(());
+    }
+    let released = lock(&device.pools).released();
+    for (pool, heaps) in released {
+        if heaps.iter().any(|&heap| !device.heaps.get(heap).lock().is_idle()) {
+            continue;
+        }
+        let known = lock(&device.pools).passed(pool);
+        let Some(events) = known else {
+            let mut streams = lock(&device.pools).used_by(pool);
+            streams.extend(heaps.iter().map(|&heap| device.heaps.get(heap).lock().stream));
+            record_passed(device, pool, streams, details)?;
+            continue;
+        };
+        let _safe = device.capture_safe()?;
+        let mut all = true;
+        for event in &events {
+            all &= device.driver().event_query(event.id())?;
+        }
+        if all {
+            for heap in heaps {
+                empty_heap(device, table, heap, details)?;
+            }
+        }
+    }
+    Ok(())
+}
+
+fn record_passed(
+    device: &PagedDevice,
+    pool: MemPoolId,
+    mut streams: Vec<StreamId>,
+    details: &EntryDetails,
+) -> Result<()> {
+    streams.sort_unstable();
+    streams.dedup();
+    let mut events = Vec::new();
+    for stream in streams {
+        match stream_fence::record(&PendingFrees::new(device, details), stream)? {
+            Recorded::Fenced(event) => events.push(Arc::new(event)),
+            Recorded::AlreadyDone => {}
+            Recorded::CaptureActive => return Ok(()),
+        }
+    }
+    lock(&device.pools).set_passed(pool, events);
+    Ok(())
+}
+
+/// Takes all pages out of a heap in which nothing is allocated, and makes it available for another pool.
+fn empty_heap(device: &PagedDevice, table: &mut PageTable, number: u32, details: &EntryDetails) -> Result<()> {
+    {
+        let mut heap = device.heaps.get(number).lock();
+        heap.merge_recent();
+        for (page, _) in take_free(device, table, &mut heap, details) {
+            table.put_spare(page);
+        }
+    }
+    for (page, slot, _) in table.mappings_of(number) {
+        unmap(device, table, page, slot)?;
+    }
+    if table.is_unmapped(number) {
+        device.retire_heap(number);
+    }
+    Ok(())
+}
+
+/// All whole pages of free blocks: they belong to nothing any more.
+fn take_free(
+    device: &PagedDevice,
+    table: &mut PageTable,
+    heap: &mut super::heap::Heap,
+    details: &EntryDetails,
+) -> Vec<(PageId, Slot)> {
+    let mut taken = Vec::new();
+    for block in heap.blocks_with_pages(table.slot_bytes) {
+        for (slot, page) in whole_pages(table, heap, block).into_iter().rev() {
+            let (start, bytes) = (table.addr(slot), table.page_bytes(page));
+            heap.make_hole(block, start, start + bytes);
+            table.set_home(page, None);
+            device.record(Action::SegmentUnmap, start, bytes, heap, details);
+            taken.push((page, slot));
+        }
+    }
+    taken
+}
+
+/// Streams that were waited for, and whether a capture forbade it.
+#[derive(Default)]
+struct Waited(BTreeMap<StreamId, bool>);
+
+impl Waited {
+    /// Waits for the work that the stream holds now.
+    fn anew(&mut self, device: &PagedDevice, stream: StreamId, details: &EntryDetails) -> Result<bool> {
+        self.0.remove(&stream);
+        self.for_stream(device, stream, details)
+    }
+
+    fn for_stream(&mut self, device: &PagedDevice, stream: StreamId, details: &EntryDetails) -> Result<bool> {
+        if let Some(&waited) = self.0.get(&stream) {
+            return Ok(waited);
+        }
+        let waited = stream_fence::wait_for_stream(&PendingFrees::new(device, details), stream)?;
+        self.0.insert(stream, waited);
+        Ok(waited)
+    }
+}
+
+/// Returns free pages to the driver until no more than `target` bytes are reserved: those of one pool, or for the
+/// default pool also those of all released ones. Returns how many bytes.
+pub(super) fn release(device: &PagedDevice, pool: MemPoolId, target: u64, details: &EntryDetails) -> Result<u64> {
+    let mut table = lock(&device.pages);
+    let table = &mut *table;
+    old_mappings::undo_some(device, table)?;
+    let (mut waited, before) = (Waited::default(), table.reserved_all().current);
+    for number in 0..device.heaps.len() {
+        if table.reserved_all().current <= target {
+            break;
+        }
+        let (stream, of_pool) = {
+            let heap = device.heaps.get(number).lock();
+            (heap.stream, heap.pool)
+        };
+        let concerned = of_pool == pool || pool.is_default();
+        let Takeable::After(mut streams) = lock(&device.pools).takeable(of_pool) else { continue };
+        streams.push(stream);
+        if concerned && table.has_mappings(number) {
+            release_heap(device, table, number, &streams, &mut waited, details)?;
+        }
+    }
+    if pool.is_default() {
+        let mut outcome = Ok(());
+        for page in table.spare_pages().to_vec() {
+            if table.reserved_all().current <= target {
+                break;
+            }
+            table.take_spare_page(page);
+            let released = release_page(device, table, page, &mut waited, details);
+            if !matches!(released, Ok(true)) {
+                table.put_spare(page);
+            }
+            outcome = outcome.and(released.map(drop));
+        }
+        outcome?;
+    }
+    Ok(before.saturating_sub(table.reserved_all().current))
+}
+
+/// Unmaps and releases the free pages of a heap, once `streams` have passed.
+fn release_heap(
+    device: &PagedDevice,
+    table: &mut PageTable,
+    number: u32,
+    streams: &[StreamId],
+    waited: &mut Waited,
+    details: &EntryDetails,
+) -> Result<()> {
+    let taken = {
+        let mut heap = device.heaps.get(number).lock();
+        heap.merge_recent();
+        take_free(device, table, &mut heap, details)
+    };
+    // After they were taken: other threads may have used and freed the memory since an earlier wait.
+    let mut passed = Ok(true);
+    for &stream in streams {
+        passed = passed.and_then(|passed| Ok(waited.anew(device, stream, details)? && passed));
+    }
+    let mut outcome = passed.clone().map(drop);
+    for (page, home) in taken {
+        let released = match passed {
+            Ok(true) => release_page(device, table, page, waited, details),
+            _ => Ok(false),
+        };
+        if !matches!(released, Ok(true)) {
+            put_back(device, table, number, page, home, details);
+        }
+        outcome = outcome.and(released.map(drop));
+    }
+    if !matches!(passed, Ok(true)) {
+        return outcome;
+    }
+    let (pool, idle) = {
+        let heap = device.heaps.get(number).lock();
+        (heap.pool, heap.is_idle())
+    };
+    // Old mappings of pages that are in use elsewhere.
+    for (page, slot, is_home) in table.mappings_of(number) {
+        if !is_home {
+            outcome = outcome.and(unmap(device, table, page, slot));
+        }
+    }
+    if !pool.is_default() && idle && table.is_unmapped(number) {
+        device.retire_heap(number);
+    }
+    outcome
+}
+
+/// A page could not be released: it belongs to its home again, or is a spare one if it is not mapped there any more.
+fn put_back(
+    device: &PagedDevice,
+    table: &mut PageTable,
+    number: u32,
+    page: PageId,
+    home: Slot,
+    details: &EntryDetails,
+) {
+    if !table.page(page).mapped.contains(&home) {
+        table.put_spare(page);
+        return;
+    }
+    let (start, bytes, kind) = (table.addr(home), table.page_bytes(page), table.range(home.range).kind);
+    table.set_home(page, Some(home));
+    let mut heap = device.heaps.get(number).lock();
+    heap.end_hole(kind, start, start + bytes);
+    device.record(Action::SegmentMap, start, bytes, &heap, details);
+}
+
+/// Unmaps a page everywhere and releases it. `false` if a capture forbids to wait for a stream that may use it.
+fn release_page(
+    device: &PagedDevice,
+    table: &mut PageTable,
+    page: PageId,
+    waited: &mut Waited,
+    details: &EntryDetails,
+) -> Result<bool> {
+    for slot in table.page(page).mapped.clone() {
+        let stream = device.heaps.get(table.range(slot.range).heap).lock().stream;
+        if !waited.for_stream(device, stream, details)? {
+            return Ok(false);
+        }
+    }
+    // The home last: if one before it fails the page still has it.
+    for slot in table.page(page).mapped.clone() {
+        unmap(device, table, page, slot)?;
+    }
+    let physical = table.remove(page);
+    release_physical(device, table, physical);
+    Ok(true)
+}

@@ -1,0 +1,149 @@
+//! Where a request goes that no free block can hold: the window of free addresses that needs the fewest further pages;
+//! of those, the one for which the fewest have to be mapped; of those, the lowest.
+
+use super::heap::FreeRun;
+use super::pages::{Mapping, PageId, PageTable, Slot};
+
+/// Free addresses that are to be filled with pages.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Window {
+    /// Where the block will be.
+    pub(super) addr: u64,
+    /// What of the run is filled: the block, and in holes whole slots.
+    pub(super) start: u64,
+    pub(super) end: u64,
+    /// The number of its range.
+    pub(super) range: u32,
+    /// The first block of its run.
+    pub(super) anchor: u32,
+}
+
+/// One slot of a run, as far as it matters here.
+#[derive(Clone, Copy, Default)]
+struct Cost {
+    /// Pages that do not belong to it yet.
+    pages: u32,
+    /// Those that have to be mapped.
+    maps: u32,
+    /// Slots in which another page is mapped that is in use elsewhere.
+    blocked: u32,
+}
+
+/// The best window for `bytes` in these runs. Holes are filled in units of `grid` bytes. `takeable` says whether a page may be taken from where it belongs.
+pub(super) fn choose(
+    table: &PageTable,
+    runs: &[FreeRun],
+    bytes: u64,
+    grid: u64,
+    takeable: impl Fn(PageId) -> bool,
+) -> Option<Window> {
+    let mut best: Option<((u32, u32, u64), Window)> = None;
+    for run in runs {
+        let costs = Costs::new(table, run, bytes, grid, &takeable);
+        costs.candidates(|addr| {
+            let Some(cost) = costs.of(addr) else { return };
+            let key = (cost.pages, cost.maps, addr);
+            if best.is_none_or(|(other, _)| key < other) {
+                best = Some((key, costs.window(addr)));
+            }
+        });
+    }
+    best.map(|(_, window)| window)
+}
+
+/// Sums over the slots of a run, so that the cost of a window is a difference.
+struct Costs<'a> {
+    table: &'a PageTable,
+    run: &'a FreeRun,
+    bytes: u64,
+    slot: u64,
+    grid: u64,
+    base: u64,
+    /// The first slot, and where the run ends as far as it is looked at.
+    first: u32,
+    end: u64,
+    sums: Vec<Cost>,
+}
+
+impl<'a> Costs<'a> {
+    fn new(table: &'a PageTable, run: &'a FreeRun, bytes: u64, grid: u64, takeable: &impl Fn(PageId) -> bool) -> Self {
+        let (slot, base) = (table.slot_bytes, table.range(run.range).base);
+        // Behind the last slot that was ever used, all windows cost the same.
+        let used = base + u64::from(table.slots_used(run.range)) * slot;
+        let end = run.end.min((used.max(run.start) + bytes + slot - base).next_multiple_of(grid) + base);
+        let index = |addr: u64| u32::try_from((addr - base) / slot).expect("fewer than 2^32 slots");
+        let (first, last) = (index(run.start), index(end - 1));
+        let mut sums = vec![Cost::default()];
+        for index in first..=last {
+            let at = Slot { range: run.range, index };
+            let mut sum = sums[sums.len() - 1];
+            if table.own_page(at).is_none() {
+                sum.pages += 1;
+                match table.mapping(at) {
+                    Mapping::Nothing => sum.maps += 1,
+                    Mapping::Page { page, .. } if takeable(page) => {}
+                    Mapping::Page { .. } | Mapping::Broken => sum.blocked += 1,
+                }
+            }
+            sums.push(sum);
+        }
+        Self { table, run, bytes, slot, grid, base, first, end, sums }
+    }
+
+    fn index(&self, addr: u64) -> u32 {
+        u32::try_from((addr - self.base) / self.slot).expect("fewer than 2^32 slots")
+    }
+
+    /// Windows that begin or end with the run or with a slot.
+    fn candidates(&self, mut consider: impl FnMut(u64)) {
+        let (start, end, bytes) = (self.run.start, self.end, self.bytes);
+        if end - start < bytes {
+            return;
+        }
+        consider(start);
+        if end == self.run.end {
+            consider(end - bytes);
+        }
+        let boundaries = |from: u64, to: u64| {
+            let first = self.base + (from - self.base).next_multiple_of(self.grid);
+            (0..).map(move |nth| first + nth * self.grid).take_while(move |&addr| addr <= to)
+        };
+        boundaries(start, end - bytes).for_each(&mut consider);
+        boundaries(start + bytes, end).for_each(|last| consider(last - bytes));
+    }
+
+    /// The cost of a window; `None` if it cannot be used.
+    fn of(&self, addr: u64) -> Option<Cost> {
+        let window = self.window(addr);
+        if window.end > self.end {
+            return None;
+        }
+        let (first, last) = (self.index(window.start), self.index(window.end - 1));
+        let (from, to) = (self.sums[(first - self.first) as usize], self.sums[(last - self.first) as usize + 1]);
+        let cost = Cost { pages: to.pages - from.pages, maps: to.maps - from.maps, blocked: to.blocked - from.blocked };
+        (cost.blocked == 0 && !self.cuts_page(first, last)).then_some(cost)
+    }
+
+    /// Whether a page that would have to be taken back is only partly in the window.
+    fn cuts_page(&self, first: u32, last: u32) -> bool {
+        let part_of = |index: u32| {
+            let at = Slot { range: self.run.range, index };
+            let Mapping::Page { page, part } = self.table.mapping(at) else { return None };
+            self.table.own_page(at).is_none().then(|| (part, self.table.page(page).slots))
+        };
+        part_of(first).is_some_and(|(part, _)| part > 0) || part_of(last).is_some_and(|(part, slots)| part + 1 < slots)
+    }
+
+    fn window(&self, addr: u64) -> Window {
+        let in_hole = |at: u64| self.run.holes.iter().find(|hole| (hole.start..hole.end).contains(&at));
+        let down = |at: u64| self.base + (at - self.base) / self.grid * self.grid;
+        let end = addr + self.bytes;
+        Window {
+            addr,
+            start: in_hole(addr).map_or(addr, |hole| down(addr).max(hole.start)),
+            end: in_hole(end - 1).map_or(end, |hole| (down(end - 1) + self.grid).min(hole.end)),
+            range: self.run.range,
+            anchor: self.run.first,
+        }
+    }
+}

@@ -1,0 +1,178 @@
+//! The paged allocator on the simulated GPU: pages go where they are needed, and memory keeps its contents. Random
+//! programs over it, with faults, captures, pools and threads, are in `warpool soak`; what holds for every allocator is
+//! in `uncached/allocators.rs`.
+
+use std::sync::Arc;
+
+use warpool::driver::sim::{SimConfig, SimDriver};
+use warpool::driver::{Copies as _, DeviceId, Driver, Pattern};
+use warpool::memory::{
+    Allocate as _, DeviceAllocator, DeviceBlock, MemPool, MemPoolId, PagedAllocator, PoolOptions, Settings,
+};
+use warpool::{Device, Error, Instance, Stream};
+
+const MIB: u64 = 1 << 20;
+
+struct Machine {
+    sim: Arc<SimDriver>,
+    paged: Arc<PagedAllocator>,
+    allocator: Arc<dyn DeviceAllocator>,
+    device: Device,
+}
+
+impl Machine {
+    fn new() -> Self {
+        Self::with_capacity(4 << 30)
+    }
+
+    fn with_capacity(bytes: u64) -> Self {
+        let sim = Arc::new(SimDriver::new(SimConfig::default().with_capacity(bytes)));
+        let instance = Instance::new(Arc::clone(&sim) as Arc<dyn Driver>).unwrap();
+        let device = instance.device(0).unwrap();
+        let paged = Arc::new(PagedAllocator::new(&instance, Settings::default()).unwrap());
+        Self { sim, allocator: paged.clone(), paged, device }
+    }
+
+    fn stream(&self) -> Stream {
+        self.device.pool_stream().unwrap()
+    }
+
+    fn block(&self, bytes: u64, stream: &Stream) -> DeviceBlock {
+        self.allocator.allocate(bytes, stream).unwrap()
+    }
+
+    fn reserved(&self) -> u64 {
+        self.paged.check();
+        self.paged.page_stats(DeviceId(0)).unwrap().reserved_bytes
+    }
+
+    fn fill(&self, block: &DeviceBlock, value: u8, stream: &Stream) {
+        self.sim.fill(block.ptr(), Pattern::U8(value), block.bytes_usable(), stream.id()).unwrap();
+    }
+
+    fn expect(&self, block: &DeviceBlock, value: u8, stream: &Stream) {
+        let mut bytes = vec![0; usize::try_from(block.bytes_usable()).unwrap()];
+        stream.synchronize().unwrap();
+        self.sim.download(DeviceId(0), block.ptr(), &mut bytes).unwrap();
+        assert!(bytes.iter().all(|&byte| byte == value), "contents of the block at {}", block.ptr());
+    }
+
+    fn expect_no_hazard(&self) {
+        assert_eq!(self.sim.hazards().len(), 0, "{:?}", self.sim.hazards());
+    }
+}
+
+#[test]
+fn free_pages_are_taken_before_memory_grows() {
+    let machine = Machine::new();
+    let stream = machine.stream();
+    let [first, second, third] = [1, 2, 3].map(|_| machine.block(10 * MIB, &stream));
+    machine.fill(&second, 7, &stream);
+    assert_eq!(machine.reserved(), 30 * MIB);
+    drop((first, third));
+    let large = machine.block(20 * MIB, &stream);
+    assert_eq!(machine.reserved(), 30 * MIB, "the pages of both free blocks are behind the new one");
+    machine.fill(&large, 8, &stream);
+    machine.expect(&second, 7, &stream);
+    machine.expect(&large, 8, &stream);
+    let stats = machine.paged.page_stats(DeviceId(0)).unwrap();
+    assert_eq!((stats.totals.taken, stats.totals.created), (5, 15));
+    assert_eq!(stats.bytes_mapped_twice, 10 * MIB, "where they were before they are still mapped");
+    machine.expect_no_hazard();
+}
+
+#[test]
+fn pages_that_are_taken_back_need_no_driver_call() {
+    let machine = Machine::new();
+    let stream = machine.stream();
+    let kept = machine.block(10 * MIB, &stream);
+    let first = machine.block(10 * MIB, &stream);
+    let between = machine.block(2 * MIB, &stream);
+    let round = |first: DeviceBlock| {
+        drop(first);
+        drop(machine.block(14 * MIB, &stream));
+        machine.block(10 * MIB, &stream)
+    };
+    let mut first = round(first);
+    let mut mapped = Vec::new();
+    for _ in 0..6 {
+        first = round(first);
+        mapped.push(machine.paged.page_stats(DeviceId(0)).unwrap().totals.mapped);
+    }
+    assert_eq!(mapped[2], mapped[5], "a program that repeats itself maps nothing any more: {mapped:?}");
+    drop((kept, first, between));
+    machine.expect_no_hazard();
+}
+
+#[test]
+fn another_stream_takes_pages_behind_the_work_of_their_last_user() {
+    let machine = Machine::new();
+    let (one, other) = (machine.stream(), machine.stream());
+    let first = machine.block(64 * MIB, &one);
+    machine.fill(&first, 1, &one);
+    drop(first);
+    let second = machine.block(64 * MIB, &other);
+    machine.fill(&second, 2, &other);
+    assert_eq!(machine.reserved(), 64 * MIB);
+    machine.expect(&second, 2, &other);
+    machine.expect_no_hazard();
+}
+
+#[test]
+fn pages_of_a_pool_in_use_stay() {
+    let machine = Machine::new();
+    let stream = machine.stream();
+    let pool = MemPool::new(&machine.allocator, &machine.device, PoolOptions::default()).unwrap();
+    {
+        let _scope = pool.enter().unwrap();
+        drop(machine.block(32 * MIB, &stream));
+    }
+    let outside = machine.block(32 * MIB, &stream);
+    assert_eq!(machine.reserved(), 64 * MIB, "a graph may use the pool's addresses");
+    pool.close().unwrap();
+    let more = machine.block(32 * MIB, &stream);
+    assert_eq!(machine.reserved(), 64 * MIB, "once it is released its pages serve others");
+    drop((outside, more));
+}
+
+#[test]
+fn trim_returns_what_is_free_down_to_a_target() {
+    let machine = Machine::new();
+    let stream = machine.stream();
+    let kept = machine.block(10 * MIB, &stream);
+    drop(machine.block(100 * MIB, &stream));
+    assert_eq!(machine.reserved(), 110 * MIB);
+    machine.paged.trim_to(DeviceId(0), 200 * MIB).unwrap();
+    assert_eq!(machine.reserved(), 110 * MIB);
+    assert_eq!(machine.allocator.trim(DeviceId(0), MemPoolId::DEFAULT).unwrap(), 100 * MIB);
+    assert_eq!(machine.reserved(), 10 * MIB);
+    drop(kept);
+    machine.allocator.trim(DeviceId(0), MemPoolId::DEFAULT).unwrap();
+    assert_eq!((machine.reserved(), machine.sim.object_counts().physical), (0, 0));
+}
+
+#[test]
+fn a_request_that_cannot_fit_is_out_of_memory_at_once() {
+    let machine = Machine::with_capacity(2048 * MIB);
+    let stream = machine.stream();
+    let half = machine.block(1000 * MIB, &stream);
+    for bytes in [1100 * MIB, 1 << 50] {
+        let refused = machine.allocator.allocate(bytes, &stream).unwrap_err();
+        assert!(matches!(refused, Error::OutOfMemory(_)), "{refused}");
+    }
+    drop(half);
+    drop(machine.block(1100 * MIB, &stream));
+}
+
+#[test]
+fn peaks_are_exact_over_several_streams_of_one_thread() {
+    let machine = Machine::new();
+    let streams = [machine.stream(), machine.stream()];
+    let first = machine.block(10 * MIB, &streams[0]);
+    let second = machine.block(20 * MIB, &streams[1]);
+    drop(first);
+    let third = machine.block(5 * MIB, &streams[0]);
+    let bytes = machine.allocator.stats(DeviceId(0)).unwrap().allocated_bytes.all;
+    assert_eq!((bytes.current, bytes.peak, bytes.allocated, bytes.freed), (25 * MIB, 30 * MIB, 35 * MIB, 10 * MIB));
+    drop((second, third));
+}
