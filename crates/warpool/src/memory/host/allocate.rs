@@ -23,6 +23,19 @@ impl Shared {
         if bytes == 0 {
             return Ok(HostBlock::empty());
         }
+        if bytes <= BYTES_MAX && self.history.is_off() && !self.instance.is_inherited() {
+            let home = self.front.of_thread();
+            if let Some(block) = self.front.take(home, &Fit::of(bytes, device, self.limits.round_max())) {
+                block.set_allocated(home, bytes);
+                return Ok(HostBlock::new(block));
+            }
+        }
+        self.allocate_general(bytes, device)
+    }
+
+    /// The same if the thread's front cache has no block, or the request is recorded.
+    #[cold]
+    fn allocate_general(self: &Arc<Self>, bytes: u64, device: Option<DeviceId>) -> Result<HostBlock> {
         self.instance.expect_own_process("allocate")?;
         let fit = self.fit(bytes, device)?;
         let details = self.details(StackLevel::State);
