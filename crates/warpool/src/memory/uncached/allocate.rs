@@ -2,6 +2,8 @@
 //!
 //! The source may panic: what counts while a request is in flight (quota, a slot in a pool) is undone by guards.
 
+use std::mem::ManuallyDrop;
+
 use warpool_driver::{DevicePtr, MemoryInfo};
 
 use super::source::Source;
@@ -24,6 +26,17 @@ struct Quota<'a, S: Source> {
     bytes: u64,
 }
 
+impl<S: Source> Quota<'_, S> {
+    /// Ends it in the same step in which the block is added.
+    fn end_with<R>(self, step: impl FnOnce(&mut AllocationTable) -> R) -> R {
+        let Self { allocator, state, bytes } = *ManuallyDrop::new(self);
+        allocator.with(state, |table| {
+            table.release_quota(bytes);
+            step(table)
+        })
+    }
+}
+
 impl<S: Source> Drop for Quota<'_, S> {
     fn drop(&mut self) {
         self.allocator.with(self.state, |table| table.release_quota(self.bytes));
@@ -34,6 +47,9 @@ impl<S: Source> UncachedAllocator<S> {
     pub(super) fn allocate(&self, request: Request) -> Result<Allocation> {
         let state = self.state(request.device)?;
         let outcome = self.allocate_unreported(state, request);
+        if !state.ledger.has_untracked() {
+            return outcome;
+        }
         let allocated = outcome.as_ref().ok().copied();
         let unwinds = OnUnwind::new(|| allocated.into_iter().for_each(|allocation| self.abandon(state, allocation)));
         self.report(state);
@@ -90,9 +106,7 @@ impl<S: Source> UncachedAllocator<S> {
             stack: None,
         };
         slot.fill();
-        let allocation = self.with(state, |table| table.insert(entry, &details));
-        drop(quota);
-        Ok(allocation)
+        Ok(quota.end_with(|table| table.insert(entry, &details)))
     }
 
     /// Counts `bytes` against the limit. If that is exceeded: calls the pressure callbacks, then waits for freed
@@ -117,7 +131,7 @@ impl<S: Source> UncachedAllocator<S> {
         {
             return Ok(Some(quota));
         }
-        if !capturing && self.with(state, |table| table.has_pending()) {
+        if !capturing && state.ledger.has_pending() {
             self.wait_for_pending(state, details)?;
             return Ok(reserve());
         }

@@ -2,6 +2,7 @@
 //! the memory fraction, and whether a history is recorded. No call out of the allocator is made under the lock.
 
 use std::sync::Mutex;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use warpool_driver::{DeviceId, DevicePtr, Driver, RawHandle, StreamId};
 
@@ -19,7 +20,12 @@ pub(super) struct DeviceLedger {
     device: DeviceId,
     bytes_total: u64,
     table: Mutex<AllocationTable>,
-    fraction: Mutex<f64>,
+    /// Whether trackers have entries to see, and whether freed blocks wait for a thread to release them, as the last
+    /// step left the table: calls that have nothing to do for either take no lock.
+    has_untracked: AtomicBool,
+    has_pending: AtomicBool,
+    /// The bits of an `f64`.
+    fraction: AtomicU64,
     history_flags: HistoryFlags,
 }
 
@@ -29,7 +35,9 @@ impl DeviceLedger {
             device: device.id(),
             bytes_total: device.properties().bytes_total,
             table: Mutex::new(AllocationTable::new(device.id())),
-            fraction: Mutex::new(fraction),
+            has_untracked: AtomicBool::new(false),
+            has_pending: AtomicBool::new(false),
+            fraction: AtomicU64::new(fraction.to_bits()),
             history_flags: HistoryFlags::default(),
         }
     }
@@ -44,16 +52,32 @@ impl DeviceLedger {
 
     /// One step under the lock. Trackers see its entries when [`report`](Self::report) is called.
     pub(super) fn with<R>(&self, step: impl FnOnce(&mut AllocationTable) -> R) -> R {
-        step(&mut lock(&self.table))
+        let mut table = lock(&self.table);
+        let result = step(&mut table);
+        publish(&self.has_untracked, table.has_untracked());
+        publish(&self.has_pending, table.has_pending());
+        result
+    }
+
+    /// Whether freed blocks wait for a thread to release them.
+    #[inline]
+    pub(super) fn has_pending(&self) -> bool {
+        self.has_pending.load(Ordering::Acquire)
+    }
+
+    /// Whether trackers have entries to see.
+    #[inline]
+    pub(super) fn has_untracked(&self) -> bool {
+        self.has_untracked.load(Ordering::Acquire)
     }
 
     /// Shows trackers the entries that they have not seen, without the lock. Not by a thread that unwinds: the next
     /// call does it.
     pub(super) fn report(&self, observers: &Observers) {
-        if std::thread::panicking() {
+        if !self.has_untracked() || std::thread::panicking() {
             return;
         }
-        let entries = lock(&self.table).take_untracked();
+        let entries = self.with(AllocationTable::take_untracked);
         if !entries.is_empty() {
             observers.track(self.device, &entries);
         }
@@ -83,14 +107,14 @@ impl DeviceLedger {
     }
 
     pub(super) fn fraction(&self) -> f64 {
-        *lock(&self.fraction)
+        f64::from_bits(self.fraction.load(Ordering::Acquire))
     }
 
     pub(super) fn set_fraction(&self, fraction: f64) -> Result<()> {
         if !(0.0..=1.0).contains(&fraction) {
             return Err(Error::Fraction { fraction: fraction.to_string() });
         }
-        *lock(&self.fraction) = fraction;
+        self.fraction.store(fraction.to_bits(), Ordering::Release);
         Ok(())
     }
 
@@ -117,5 +141,13 @@ impl DeviceLedger {
             let unused = if pool.is_none_or(MemPoolId::is_default) { table.unused_bytes(reserved) } else { 0 };
             table.add_to(snapshot, stacks, (pool, traces), unused, details);
         });
+    }
+}
+
+/// Under the lock of what it is about. A store only where it changes something.
+#[inline]
+fn publish(flag: &AtomicBool, now: bool) {
+    if flag.load(Ordering::Relaxed) != now {
+        flag.store(now, Ordering::Release);
     }
 }

@@ -5,6 +5,7 @@
 //! must not call out: so events are queued, and the next call that may call out delivers them in order.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Condvar, Mutex, PoisonError};
 use std::thread::{self, ThreadId};
 
@@ -29,6 +30,8 @@ pub(super) struct DevicePools {
     device: DeviceId,
     scopes: Scopes,
     table: Mutex<PoolTable>,
+    /// Whether events are queued: without any, a call takes no lock to deliver them. Changed under the lock.
+    has_events: AtomicBool,
     /// Signalled when a thread stops delivering events.
     delivered: Condvar,
 }
@@ -113,7 +116,13 @@ impl DevicePools {
         let default = Pool { uses: PoolUses::CREATED, ..Pool::default() };
         let by_id = [(MemPoolId::DEFAULT, default)].into();
         let table = PoolTable { by_id, events: VecDeque::new(), delivering: None, removed: Vec::new() };
-        Self { device, scopes: Scopes::default(), table: Mutex::new(table), delivered: Condvar::new() }
+        Self {
+            device,
+            scopes: Scopes::default(),
+            table: Mutex::new(table),
+            has_events: AtomicBool::new(false),
+            delivered: Condvar::new(),
+        }
     }
 
     /// Counts a block in the pool that a request names, or is routed to.
@@ -179,6 +188,7 @@ impl DevicePools {
         }
         let (begun, kept) = (std::mem::take(&mut pool.begun), std::mem::take(&mut pool.kept));
         table.events.extend((0..begun).map(|_| PoolEvent::Release(id)));
+        self.publish_events(&table);
         table.remove_if_empty(id);
         Ok(kept)
     }
@@ -209,6 +219,7 @@ impl DevicePools {
         let mut table = lock(&self.table);
         table.in_use(id, self.device)?.begun += 1;
         table.events.push_back(PoolEvent::Begin(id));
+        self.publish_events(&table);
         Ok(())
     }
 
@@ -218,13 +229,26 @@ impl DevicePools {
 
     pub(super) fn end_routing(&self, id: MemPoolId, user: PoolUser) -> Result<()> {
         self.scopes.end(id, user)?;
-        lock(&self.table).events.push_back(PoolEvent::End(id));
+        let mut table = lock(&self.table);
+        table.events.push_back(PoolEvent::End(id));
+        self.publish_events(&table);
         Ok(())
+    }
+
+    fn publish_events(&self, table: &PoolTable) {
+        self.has_events.store(!table.events.is_empty(), Ordering::Release);
     }
 
     /// Delivers queued events to `notify`. If another thread is delivering, that one delivers all: with `wait` this
     /// waits for it, so that on return every event that was queued before has been delivered or has failed.
+    #[inline]
     pub(super) fn deliver(&self, wait: bool, notify: impl Fn(PoolEvent) -> Result<()>) {
+        if wait || self.has_events.load(Ordering::Acquire) {
+            self.deliver_queued(wait, notify);
+        }
+    }
+
+    fn deliver_queued(&self, wait: bool, notify: impl Fn(PoolEvent) -> Result<()>) {
         loop {
             let mut table = lock(&self.table);
             while let Some(other) = table.delivering {
@@ -235,12 +259,15 @@ impl DevicePools {
                 table = self.delivered.wait(table).unwrap_or_else(PoisonError::into_inner);
             }
             let Some(event) = table.events.pop_front() else { return };
+            self.publish_events(&table);
             table.delivering = Some(thread::current().id());
             drop(table);
             let _delivering = Delivering(self);
             if let Err(error) = notify(event) {
                 tracing::warn!(%error, ?event, "a pool event could not be delivered; it is retried");
-                lock(&self.table).events.push_front(event);
+                let mut table = lock(&self.table);
+                table.events.push_front(event);
+                self.publish_events(&table);
                 return;
             }
         }

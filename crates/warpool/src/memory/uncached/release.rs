@@ -55,14 +55,14 @@ impl<S: Source> UncachedAllocator<S> {
     /// Releases every pending block that streams and captures allow. Looks at a bounded number of those that have to
     /// wait longer, in turn.
     pub(super) fn process_pending(&self, state: &DeviceState, details: &EntryDetails) {
-        if self.with(state, |table| table.has_pending()) {
+        if state.ledger.has_pending() {
             self.process(state, &mut Pass::over_all(false), details);
         }
     }
 
     /// Waits for streams and releases every pending block that captures allow; then waits for the source's frees.
     pub(super) fn wait_for_pending(&self, state: &DeviceState, details: &EntryDetails) -> Result<()> {
-        let pending = self.with(state, |table| table.has_pending());
+        let pending = state.ledger.has_pending();
         if pending {
             self.process(state, &mut Pass::over_all(true), details);
         }

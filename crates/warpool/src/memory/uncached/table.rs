@@ -3,6 +3,7 @@
 //! Every block is a segment of its own. Each method is one step under the device's lock; nothing here calls the driver,
 //! the source or an observer.
 
+use std::collections::hash_map::Entry;
 use std::collections::{BTreeMap, BTreeSet};
 
 use rustc_hash::{FxHashMap, FxHashSet};
@@ -234,9 +235,10 @@ impl AllocationTable {
         releasing: bool,
         details: &EntryDetails,
     ) -> Result<TableEntry> {
-        let matches = self.live.get(&ptr.0).is_some_and(|entry| serial == 0 || entry.serial == serial);
-        let entry = if matches { self.live.remove(&ptr.0) } else { None };
-        let entry = entry.ok_or(Error::UnknownPointer { ptr })?;
+        let entry = match self.live.entry(ptr.0) {
+            Entry::Occupied(found) if serial == 0 || found.get().serial == serial => found.remove(),
+            _ => return Err(Error::UnknownPointer { ptr }),
+        };
         self.stats.allocation.decrease(entry.kind(), 1);
         self.stats.allocated_bytes.decrease(entry.kind(), entry.bytes);
         self.record_block(Action::FreeRequested, entry.requested, &entry, details);
@@ -247,7 +249,8 @@ impl AllocationTable {
         Ok(entry)
     }
 
-    /// Whether a freed block waits for a thread to release it.
+    /// Whether freed blocks wait for a thread to release them.
+    #[inline]
     pub(super) fn has_pending(&self) -> bool {
         !self.idle.is_empty()
     }
@@ -408,6 +411,12 @@ impl AllocationTable {
 
     pub(super) fn set_history(&mut self, options: Option<HistoryOptions>) {
         self.recorder.history.set(options);
+    }
+
+    /// Whether trackers have entries to see.
+    #[inline]
+    pub(super) fn has_untracked(&self) -> bool {
+        self.recorder.has_unreported()
     }
 
     /// The entries that trackers have not seen.
