@@ -61,8 +61,9 @@ impl CachingDevice {
         freed
     }
 
-    /// The same where a history is recorded or trackers see the free: also if user code panics meanwhile.
-    #[cold]
+    /// The same where a history is recorded or trackers see the free: also if user code panics meanwhile. Not `cold`:
+    /// with a history on, this is the hot path.
+    #[inline(never)]
     fn free_recorded(
         &self,
         find: impl Fn(&DeviceState) -> Option<BlockKey>,
@@ -190,8 +191,8 @@ impl CachingAllocator {
         Some(allocation)
     }
 
-    /// Allocates in any case: with driver calls, captures, private pools, a history.
-    #[cold]
+    /// Allocates in any case: with driver calls, captures, private pools, a history. Not `cold`, as above.
+    #[inline(never)]
     fn allocate_general(&self, request: &Request) -> Result<Allocation> {
         let Request { device, stream, bytes, pool } = *request;
         let caching_device = self.device(device)?;
