@@ -164,8 +164,8 @@ fn relaxed() -> CaptureOptions<'static> {
     CaptureOptions::default().with_mode(CaptureMode::Relaxed)
 }
 
-/// Issue 12: in a child, decorators of drivers and allocators, statistics, and the destructors of pools, scopes, handles
-/// and captures need no lock that a thread of the parent may hold.
+/// Issue 12: in a child, decorators of drivers and allocators, statistics, and the destructors of pools, scopes,
+/// handles and captures need no lock that a thread of the parent may hold.
 #[test]
 fn a_child_can_drop_and_read_everything_that_it_inherited() {
     let busy = Busy::new();

@@ -188,8 +188,8 @@ fn says_over(error: &DriverError) -> bool {
     )
 }
 
-/// Whether `stream` still takes part in that capture; `None` if its status cannot be read. An invalidated capture has no
-/// id and counts as that one.
+/// Whether `stream` still takes part in that capture; `None` if its status cannot be read. An invalidated capture has
+/// no id and counts as that one.
 fn is_under_way(driver: &dyn Driver, stream: StreamId, id: Option<CaptureId>) -> Option<bool> {
     match CaptureStatus::of(driver, stream).ok()? {
         CaptureStatus::NotCapturing | CaptureStatus::StreamDestroyed => Some(false),

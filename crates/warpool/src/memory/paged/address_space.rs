@@ -1,5 +1,5 @@
-//! The addresses of a device: a few large reservations (*arenas*), divided into ranges for heaps. From an address to the
-//! heap it belongs to are a subtraction, a shift and a load; no lock.
+//! The addresses of a device: a few large reservations (*arenas*), divided into ranges for heaps. From an address to
+//! the heap it belongs to are a subtraction, a shift and a load; no lock.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, OnceLock};

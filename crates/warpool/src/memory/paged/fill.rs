@@ -3,15 +3,15 @@
 //! Under the lock of the pages:
 //! 1. A window of free addresses is chosen (`window.rs`) and taken out of the heap's lists.
 //! 2. Pages that were in it before and are free elsewhere in this heap are taken back: no driver call.
-//! 3. Further pages come, in this order, from: those that belong nowhere; free blocks of this heap, the smallest first; free
-//!    blocks of other heaps, behind an event of their stream; the driver.
+//! 3. Further pages come, in this order, from: those that belong nowhere; free blocks of this heap, the smallest first;
+//!    free blocks of other heaps, behind an event of their stream; the driver.
 //! 4. They are mapped. Where they were before, they stay mapped for a while (`pages.rs`).
 //!
 //! If there are not enough, all go back to where they were. If a mapping fails midway, what was mapped so far becomes
 //! free blocks, and the rest of the window holes.
 
 use rustc_hash::{FxHashMap, FxHashSet};
-use warpool_driver::{Access, DeviceAccess, DevicePtr, ErrorCode, EventScope, PhysicalId, PhysicalOptions, StreamId};
+use warpool_driver::{Access, DeviceAccess, DevicePtr, ErrorCode, EventScope, PhysicalOptions, StreamId};
 
 use super::address_space::Location;
 use super::device::PagedDevice;
@@ -19,6 +19,7 @@ use super::heap::{Heap, kind_of, rounded};
 use super::old_mappings;
 use super::pages::{Mapping, PageId, PageTable, Slot};
 use super::pending::PendingFrees;
+use super::physical::release_physical;
 use super::pools::Takeable;
 use super::reclaim;
 use super::spin_lock::SpinLock;
@@ -238,7 +239,7 @@ impl Fill<'_> {
         let mut taken: FxHashSet<PageId> =
             wanted.iter().copied().filter(|&page| self.table.take_spare_page(page)).collect();
         for block in heap.blocks_with_pages(self.table.slot_bytes) {
-            let pages = whole_pages(self.table, &heap, block);
+            let pages = self.table.pages_in(&heap, block);
             let pages: Vec<_> = pages.into_iter().filter(|(_, page)| wanted.contains(page)).collect();
             self.take_pages(&mut heap, block, &pages);
             taken.extend(pages.iter().map(|&(_, page)| page));
@@ -285,7 +286,7 @@ impl Fill<'_> {
         heap.merge_recent();
         for block in heap.blocks_with_pages(self.table.slot_bytes) {
             let mut taken = Vec::new();
-            for pages in units(&whole_pages(self.table, &heap, block), unit).into_iter().rev() {
+            for pages in units(&self.table.pages_in(&heap, block), unit).into_iter().rev() {
                 // A unit is taken whole, or what of it is needed at last.
                 let slots: u32 = pages.iter().map(|&(_, page)| self.table.page(page).slots).sum();
                 if slots < unit.min(supply.slots_needed) {
@@ -499,17 +500,8 @@ impl Fill<'_> {
 /// The pages that are wholly in free blocks of a heap, and the spare ones.
 fn free_pages(table: &PageTable, heap: &Heap) -> FxHashSet<PageId> {
     let blocks = heap.blocks_with_pages(table.slot_bytes);
-    let free = blocks.into_iter().flat_map(|block| whole_pages(table, heap, block)).map(|(_, page)| page);
+    let free = blocks.into_iter().flat_map(|block| table.pages_in(heap, block)).map(|(_, page)| page);
     free.chain(table.spare_pages().iter().copied()).collect()
-}
-
-/// The pages that are wholly in one block, by address.
-pub(super) fn whole_pages(table: &PageTable, heap: &Heap, block: u32) -> Vec<(Slot, PageId)> {
-    let range = heap.range_of(block);
-    let (base, slot) = (table.range(range).base, table.slot_bytes);
-    let (start, end) = (heap.block(block).addr() - base, heap.block(block).addr() - base + heap.block(block).bytes());
-    let index = |offset: u64| u32::try_from(offset / slot).expect("fewer than 2^32 slots");
-    table.whole_pages(range, index(start.next_multiple_of(slot)), index(end))
 }
 
 /// Pages by address, in groups of those that begin in the same unit of that many slots.
@@ -528,12 +520,4 @@ fn runs_of(slots: &[Slot]) -> Vec<(Slot, u32)> {
         }
     }
     runs
-}
-
-/// Releases physical memory; what fails is retried.
-pub(super) fn release_physical(device: &PagedDevice, table: &mut PageTable, physical: PhysicalId) {
-    if let Err(error) = device.driver().vm_release(physical) {
-        tracing::warn!(%error, "physical memory could not be released; it is retried");
-        table.to_release.push(physical);
-    }
 }

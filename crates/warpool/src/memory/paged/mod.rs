@@ -28,6 +28,7 @@ mod heaps;
 mod old_mappings;
 mod pages;
 mod pending;
+mod physical;
 mod pools;
 mod private_pools;
 mod reclaim;

@@ -8,6 +8,7 @@ use warpool_driver::DevicePtr;
 use super::device::PagedDevice;
 use super::pages::{OldMapping, PageId, PageTable, Slot};
 use super::pending::PendingFrees;
+use super::physical::release_physical;
 use crate::Result;
 use crate::memory::report::EntryDetails;
 use crate::memory::stream_fence::{self, Recorded};
@@ -49,7 +50,7 @@ pub(super) fn undo_some(device: &PagedDevice, table: &mut PageTable) -> Result<(
         }
     }
     for physical in std::mem::take(&mut table.to_release) {
-        super::fill::release_physical(device, table, physical);
+        release_physical(device, table, physical);
     }
     if table.old.is_empty() {
         return Ok(());

@@ -1,9 +1,9 @@
 //! The physical pages of a device: which there are, where they are mapped, and where their contents belong.
 //!
 //! Addresses are divided into *slots* of 2 MiB (the driver's granularity). A *page* is a physical allocation of one or
-//! two slots, mapped whole. It may be mapped at several addresses at once, but it *belongs* to at most one of them: only
-//! blocks there may use it. The other mappings are *old* ones, of addresses that the page was taken from. They are kept
-//! for a while: programs repeat themselves, and a page that is taken back needs no driver call then.
+//! two slots, mapped whole. It may be mapped at several addresses at once, but it *belongs* to at most one of them:
+//! only blocks there may use it. The other mappings are *old* ones, of addresses that the page was taken from. They are
+//! kept for a while: programs repeat themselves, and a page that is taken back needs no driver call then.
 
 use std::collections::VecDeque;
 
@@ -280,7 +280,7 @@ impl PageTable {
     }
 
     /// The whole pages that belong to the slots from `first` up to `end`.
-    pub(super) fn whole_pages(&self, range: u32, first: u32, end: u32) -> Vec<(Slot, PageId)> {
+    fn whole_pages(&self, range: u32, first: u32, end: u32) -> Vec<(Slot, PageId)> {
         let (mut pages, mut index) = (Vec::new(), first);
         while index < end {
             let slot = Slot { range, index };
@@ -296,6 +296,15 @@ impl PageTable {
             }
         }
         pages
+    }
+
+    /// The pages that are wholly in one block of a heap, by address.
+    pub(super) fn pages_in(&self, heap: &Heap, block: u32) -> Vec<(Slot, PageId)> {
+        let range = heap.range_of(block);
+        let (base, slot, block) = (self.range(range).base, self.slot_bytes, heap.block(block));
+        let (start, end) = (block.addr() - base, block.addr() - base + block.bytes());
+        let index = |offset: u64| u32::try_from(offset / slot).expect("fewer than 2^32 slots");
+        self.whole_pages(range, index(start.next_multiple_of(slot)), index(end))
     }
 
     /// Whether a page is still mapped at a slot where it does not belong.

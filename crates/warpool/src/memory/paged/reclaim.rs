@@ -6,10 +6,10 @@ use std::sync::Arc;
 use warpool_driver::StreamId;
 
 use super::device::PagedDevice;
-use super::fill::{release_physical, whole_pages};
 use super::old_mappings::{self, unmap};
 use super::pages::{PageId, PageTable, Slot};
 use super::pending::PendingFrees;
+use super::physical::release_physical;
 use super::pools::Takeable;
 use crate::memory::report::EntryDetails;
 use crate::memory::stream_fence::{self, Recorded};
@@ -95,7 +95,7 @@ fn take_free(
 ) -> Vec<(PageId, Slot)> {
     let mut taken = Vec::new();
     for block in heap.blocks_with_pages(table.slot_bytes) {
-        for (slot, page) in whole_pages(table, heap, block).into_iter().rev() {
+        for (slot, page) in table.pages_in(heap, block).into_iter().rev() {
             let (start, bytes) = (table.addr(slot), table.page_bytes(page));
             heap.make_hole(block, start, start + bytes);
             table.set_home(page, None);

@@ -29,7 +29,8 @@ struct Cost {
     blocked: u32,
 }
 
-/// The best window for `bytes` in these runs. Holes are filled in units of `grid` bytes. `takeable` says whether a page may be taken from where it belongs.
+/// The best window for `bytes` in these runs. Holes are filled in units of `grid` bytes. `takeable` says
+/// whether a page may be taken from where it belongs.
 pub(super) fn choose(
     table: &PageTable,
     runs: &[FreeRun],
