@@ -4,6 +4,9 @@
 //! *collected*, and is collected when the calling thread goes on with another heap: until then no other heap changed,
 //! as far as that thread is concerned. With one thread every figure is exact. With several, current values and sums
 //! are exact whenever all heaps are at rest; a peak may miss what several threads held at the same moment.
+//!
+//! A block that is freed and taken again by the next request of its size changes no current value and no peak. So its
+//! free is counted only when something else comes between (`heap/recent.rs`).
 
 use crate::memory::{SegmentKind, Stat, StatByKind, Stats};
 
@@ -14,6 +17,9 @@ const ACTIVE_BYTES: usize = 3;
 const REQUESTED: usize = 4;
 
 type Tally = [u64; 5];
+
+/// Which sum of increases a metric has.
+const ADDED: [usize; 5] = [0, 1, 0, 1, 2];
 
 fn sum([small, large]: &[Tally; 2]) -> Tally {
     std::array::from_fn(|metric| small[metric] + large[metric])
@@ -26,8 +32,8 @@ pub(super) struct HeapCounters {
     current: [Tally; 2],
     /// Highest values since it was last collected: small, large, both.
     highest: [Tally; 3],
-    /// Sums of all increases.
-    added: [Tally; 2],
+    /// Sums of all increases. Nothing is allocated without being active, so both have the same.
+    added: [[u64; 3]; 2],
     /// The current values when it was last collected.
     collected: [Tally; 2],
 }
@@ -37,13 +43,22 @@ impl HeapCounters {
     pub(super) fn allocated(&mut self, kind: SegmentKind, bytes: u64, requested: u64) {
         let increase = [1, bytes, 1, bytes, requested];
         let (this, other) = (kind as usize, 1 - kind as usize);
+        self.allocated_again(kind, bytes, requested);
         for (metric, by) in increase.into_iter().enumerate() {
             let current = self.current[this][metric] + by;
             self.current[this][metric] = current;
-            self.added[this][metric] += by;
             raise(&mut self.highest[this][metric], current);
             raise(&mut self.highest[2][metric], current + self.current[other][metric]);
         }
+    }
+
+    /// An allocated block was freed, which was not counted, and is allocated again.
+    #[inline]
+    pub(super) fn allocated_again(&mut self, kind: SegmentKind, bytes: u64, requested: u64) {
+        let added = &mut self.added[kind as usize];
+        added[0] += 1;
+        added[1] += bytes;
+        added[2] += requested;
     }
 
     #[inline]
@@ -59,6 +74,11 @@ impl HeapCounters {
         current[ACTIVE] -= 1;
         current[ACTIVE_BYTES] -= bytes;
         current[REQUESTED] -= requested;
+    }
+
+    /// Blocks, bytes and requested bytes that are allocated; those that are active.
+    pub(super) fn current(&self, kind: SegmentKind) -> [u64; 5] {
+        self.current[kind as usize]
     }
 
     /// Bytes of allocated blocks and pending frees.
@@ -161,8 +181,8 @@ pub(super) struct Added([Tally; 2]);
 impl Added {
     pub(super) fn add(&mut self, heap: &HeapCounters) {
         for kind in 0..2 {
-            for metric in 0..self.0[kind].len() {
-                self.0[kind][metric] += heap.added[kind][metric];
+            for (metric, &from) in ADDED.iter().enumerate() {
+                self.0[kind][metric] += heap.added[kind][from];
             }
         }
     }

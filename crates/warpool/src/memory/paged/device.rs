@@ -4,7 +4,6 @@
 //! lock, held for one step, one at a time), the history. Pools, scopes and fences are taken alone, or while the pages
 //! are locked. User code runs with none of them.
 
-use std::cell::Cell;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, RwLock};
 
@@ -15,6 +14,7 @@ use super::address_space::AddressSpace;
 use super::counters::{Added, Totals};
 use super::heap::Heap;
 use super::heaps::Heaps;
+use super::last_heap::DeviceKey;
 use super::pages::{PageTable, PageTotals};
 use super::pools::Pools;
 use super::spin_lock::SpinLock;
@@ -59,22 +59,6 @@ impl BlockRef {
     }
 }
 
-/// The heap that a thread used last.
-#[derive(Clone, Copy)]
-struct LastHeap {
-    /// The device's key; 0 is none.
-    device: u64,
-    heap: u32,
-    stream: StreamId,
-    pool: MemPoolId,
-}
-
-thread_local! {
-    static LAST_HEAP: Cell<LastHeap> = const {
-        Cell::new(LastHeap { device: 0, heap: 0, stream: StreamId(0), pool: MemPoolId::DEFAULT })
-    };
-}
-
 /// Which heap is whose.
 #[derive(Debug, Default)]
 struct HeapKeys {
@@ -103,8 +87,7 @@ pub(super) struct PagedDevice {
     pub(super) id: DeviceId,
     pub(super) bytes_total: u64,
     pub(super) rdma: bool,
-    /// Tells it from all other devices of all allocators.
-    key: u64,
+    key: DeviceKey,
     pub(super) heaps: Heaps,
     by_key: RwLock<HeapKeys>,
     pub(super) space: AddressSpace,
@@ -123,7 +106,6 @@ pub(super) struct PagedDevice {
 
 impl PagedDevice {
     pub(super) fn new(shared: &Arc<Shared>, device: &Device, settings: &Settings) -> Self {
-        static NEXT_KEY: AtomicU64 = AtomicU64::new(1);
         let properties = device.properties();
         let slot = properties.granularity.max(super::SLOT_MIN).next_multiple_of(properties.granularity.max(1));
         Self {
@@ -131,7 +113,7 @@ impl PagedDevice {
             id: device.id(),
             bytes_total: properties.bytes_total,
             rdma: properties.rdma,
-            key: NEXT_KEY.fetch_add(1, Ordering::Relaxed),
+            key: DeviceKey::new(),
             heaps: Heaps::new(),
             by_key: RwLock::default(),
             space: AddressSpace::new(properties.bytes_total),
@@ -191,11 +173,10 @@ impl PagedDevice {
     /// The heap of a stream and pool. No lock if it is the one that the thread used last.
     #[inline]
     pub(super) fn heap_for(&self, stream: StreamId, pool: MemPoolId) -> Result<(u32, &SpinLock<Heap>)> {
-        let last = LAST_HEAP.get();
-        if last.device == self.key && last.stream == stream && last.pool == pool {
-            return Ok((last.heap, self.heaps.get(last.heap)));
+        match self.key.last_of(&self.heaps, stream, pool) {
+            Some(last) => Ok(last),
+            None => self.find_heap(stream, pool),
         }
-        self.find_heap(stream, pool)
     }
 
     #[cold]
@@ -205,7 +186,7 @@ impl PagedDevice {
             Some(heap) => heap,
             None => self.add_heap(stream, pool)?,
         };
-        self.switch_to(LastHeap { device: self.key, heap, stream, pool });
+        self.switch_to(heap, stream, pool);
         Ok((heap, self.heaps.get(heap)))
     }
 
@@ -244,30 +225,40 @@ impl PagedDevice {
         lock(&self.pools).remove_heap(pool, number);
     }
 
+    /// The heap, if it is the one that the thread used last.
+    #[inline]
+    pub(super) fn last_heap(&self, number: u32) -> Option<&SpinLock<Heap>> {
+        self.key.last_numbered(&self.heaps, number)
+    }
+
+    /// The default pool's heap of a stream, if it is the one that the thread used last.
+    #[inline]
+    pub(super) fn last_heap_of(&self, stream: StreamId) -> Option<(u32, &SpinLock<Heap>)> {
+        self.key.last_of(&self.heaps, stream, MemPoolId::DEFAULT)
+    }
+
     /// Notes that the thread goes on with this heap, and collects the statistics of the one before.
     #[inline]
     pub(super) fn using(&self, heap: u32) {
-        let last = LAST_HEAP.get();
-        if last.device != self.key || last.heap != heap {
+        if self.last_heap(heap).is_none() {
             let (stream, pool) = {
                 let heap = self.heaps.get(heap).lock();
                 (heap.stream, heap.pool)
             };
-            self.switch_to(LastHeap { device: self.key, heap, stream, pool });
+            self.switch_to(heap, stream, pool);
         }
     }
 
     #[cold]
-    fn switch_to(&self, next: LastHeap) {
-        let last = LAST_HEAP.replace(next);
-        if last.device == self.key && last.heap != next.heap {
-            self.collect(last.heap);
+    fn switch_to(&self, heap: u32, stream: StreamId, pool: MemPoolId) {
+        if let Some(before) = self.key.note(&self.heaps, heap, stream, pool) {
+            self.collect(before);
         }
     }
 
     fn collect(&self, heap: u32) {
         let mut totals = lock(&self.totals);
-        totals.collect(&mut self.heaps.get(heap).lock().counters);
+        totals.collect(self.heaps.get(heap).lock().counters());
     }
 
     /// Collects all heaps, and passes the totals and the sums of increases.
@@ -275,8 +266,8 @@ impl PagedDevice {
         let (mut totals, mut added) = (lock(&self.totals), Added::default());
         for (_, heap) in self.heaps.iter() {
             let mut heap = heap.lock();
-            totals.collect(&mut heap.counters);
-            added.add(&heap.counters);
+            totals.collect(heap.counters());
+            added.add(heap.counters());
         }
         act(&mut totals, &added)
     }
@@ -299,10 +290,8 @@ impl PagedDevice {
     /// The next request looks its heap up.
     #[cold]
     pub(super) fn forget_last_heap(&self) {
-        let last = LAST_HEAP.get();
-        self.switch_to(LastHeap { device: 0, ..last });
-        if last.device == self.key {
-            self.collect(last.heap);
+        if let Some(last) = self.key.forget() {
+            self.collect(last);
         }
     }
 
@@ -335,6 +324,19 @@ impl PagedDevice {
 
 /// Captures and pending frees.
 impl PagedDevice {
+    /// Whether nobody is told of allocations and frees.
+    #[inline]
+    pub(super) fn is_unobserved(&self) -> bool {
+        !self.shared.tracks_suballocations && self.history_flags.is_off(&self.shared.observers)
+    }
+
+    /// Whether a request for a stream is one for its default pool's heap: no scope, no capture, and no pending free
+    /// that could be completed first.
+    #[inline]
+    pub(super) fn is_undisturbed(&self) -> bool {
+        !self.has_pending() && !self.has_captures() && !self.scopes.is_any_open()
+    }
+
     #[inline]
     pub(super) fn has_captures(&self) -> bool {
         self.shared.captures.load(Ordering::Acquire) > 0 || self.instance().has_captures()

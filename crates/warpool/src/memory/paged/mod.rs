@@ -25,6 +25,7 @@ mod device;
 mod fill;
 mod heap;
 mod heaps;
+mod last_heap;
 mod old_mappings;
 mod pages;
 mod pending;
@@ -125,8 +126,8 @@ impl PagedAllocator {
         let table = lock(&device.pages);
         let (mut active_bytes, mut free_mapped_bytes) = (0, 0);
         for (_, heap) in device.heaps.iter() {
-            let heap = heap.lock();
-            active_bytes += heap.counters.active_bytes();
+            let mut heap = heap.lock();
+            active_bytes += heap.counters().active_bytes();
             free_mapped_bytes += heap.free_bytes();
         }
         Ok(PageStats {

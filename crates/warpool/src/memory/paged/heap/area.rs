@@ -2,18 +2,17 @@
 
 use std::collections::BTreeMap;
 
+use super::super::counters::HeapCounters;
 use super::bins::Bins;
 use super::block::{Blocks, GRAIN, NONE, State};
+use super::recent::{Recent, Taken, count_free};
 use super::starts::Starts;
 use crate::memory::SegmentKind;
-
-/// How many blocks that were freed a moment ago are kept as they are, at most one of each size.
-const RECENT: usize = 16;
 
 #[derive(Debug)]
 pub(super) struct Area {
     kind: SegmentKind,
-    recent: [u32; RECENT],
+    recent: Recent,
     bins: Bins,
     /// By address.
     holes: BTreeMap<u64, u32>,
@@ -49,44 +48,43 @@ pub(in crate::memory::paged) struct FreeRun {
     pub(in crate::memory::paged) range: u32,
 }
 
-#[inline]
-fn recent_slot(bytes: u64) -> usize {
-    // Sizes are multiples of 512, often of large powers of two: a multiplication spreads them over the upper bits.
-    ((bytes / GRAIN).wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 60) as usize
-}
-
 impl Area {
     pub(super) fn new(kind: SegmentKind) -> Self {
-        Self { kind, recent: [NONE; RECENT], bins: Bins::default(), holes: BTreeMap::new(), ranges: Vec::new() }
+        Self { kind, recent: Recent::new(), bins: Bins::default(), holes: BTreeMap::new(), ranges: Vec::new() }
     }
 
     /// A block of exactly that size that was freed a moment ago.
     #[inline]
-    pub(super) fn take_recent(&mut self, blocks: &Blocks, bytes: u64) -> Option<u32> {
-        let slot = &mut self.recent[recent_slot(bytes)];
-        if *slot == NONE || blocks.get(*slot).bytes != bytes {
-            return None;
-        }
-        Some(std::mem::replace(slot, NONE))
+    pub(super) fn take_recent(&mut self, blocks: &Blocks, bytes: u64) -> Option<Taken> {
+        self.recent.take(blocks, bytes)
     }
 
+    /// Keeps a freed block for a moment; `uncounted` if its free is to be counted later.
     #[inline]
-    pub(super) fn put_recent(&mut self, blocks: &mut Blocks, id: u32) {
-        let block = blocks.get_mut(id);
-        block.state = State::Recent;
-        let before = std::mem::replace(&mut self.recent[recent_slot(block.bytes)], id);
-        if before != NONE {
-            self.merge(blocks, before);
+    pub(super) fn put_recent(&mut self, blocks: &mut Blocks, id: u32, uncounted: bool, counters: &mut HeapCounters) {
+        if let Some(before) = self.recent.put(blocks, id, uncounted) {
+            self.merge_taken(blocks, before, counters);
         }
     }
 
-    pub(super) fn merge_recent(&mut self, blocks: &mut Blocks) {
-        for slot in 0..RECENT {
-            let id = std::mem::replace(&mut self.recent[slot], NONE);
-            if id != NONE {
-                self.merge(blocks, id);
-            }
+    pub(super) fn merge_recent(&mut self, blocks: &mut Blocks, counters: &mut HeapCounters) {
+        while let Some(taken) = self.recent.pop() {
+            self.merge_taken(blocks, taken, counters);
         }
+    }
+
+    fn merge_taken(&mut self, blocks: &mut Blocks, taken: Taken, counters: &mut HeapCounters) {
+        if taken.uncounted {
+            count_free(blocks.get(taken.id), counters);
+        }
+        blocks.get_mut(taken.id).requested = 0;
+        self.merge(blocks, taken.id);
+    }
+
+    /// Counts the frees that are not counted yet.
+    #[inline]
+    pub(super) fn settle(&mut self, blocks: &Blocks, counters: &mut HeapCounters) {
+        self.recent.settle(blocks, counters);
     }
 
     /// Makes a block that is in no list a free one, merged with its free neighbours.
@@ -302,8 +300,8 @@ impl Area {
         self.put_free(blocks, id);
     }
 
-    pub(super) fn recent(&self) -> impl Iterator<Item = u32> {
-        self.recent.iter().copied().filter(|&id| id != NONE)
+    pub(super) fn recent(&self) -> impl Iterator<Item = Taken> {
+        self.recent.iter()
     }
 
     pub(super) fn holes(&self) -> &BTreeMap<u64, u32> {

@@ -28,6 +28,7 @@ pub(in crate::memory::paged) enum State {
 }
 
 #[derive(Debug)]
+#[repr(align(64))]
 pub(in crate::memory::paged) struct Block {
     pub(super) addr: u64,
     pub(super) bytes: u64,
@@ -62,16 +63,23 @@ impl Block {
         self.addr + self.bytes
     }
 
+    #[inline]
     pub(in crate::memory::paged) fn addr(&self) -> u64 {
         self.addr
     }
 
+    #[inline]
     pub(in crate::memory::paged) fn bytes(&self) -> u64 {
         self.bytes
     }
 
     pub(in crate::memory::paged) fn requested(&self) -> u64 {
         self.requested
+    }
+
+    #[inline]
+    pub(in crate::memory::paged) fn generation(&self) -> u32 {
+        self.generation
     }
 
     pub(in crate::memory::paged) fn state(&self) -> State {

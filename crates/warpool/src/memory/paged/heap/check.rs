@@ -1,6 +1,6 @@
 //! The invariants of a heap, as code.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 
 use super::block::{GRAIN, NONE, State};
 use super::{Heap, kind_of};
@@ -16,7 +16,8 @@ impl Heap {
         for kind in [SegmentKind::Small, SegmentKind::Large] {
             let area = &self.areas[kind as usize];
             let binned: BTreeSet<u32> = area.free_at_least(&self.blocks, GRAIN).collect();
-            let recent: BTreeSet<u32> = area.recent().collect();
+            let recent: BTreeMap<u32, bool> = area.recent().map(|taken| (taken.id, taken.uncounted)).collect();
+            let mut counted = [0; 5];
             for (number, range) in (0..).zip(self.ranges(kind)) {
                 let mut before = None;
                 for (id, block) in range {
@@ -24,7 +25,7 @@ impl Heap {
                     assert!(block.bytes > 0 && block.bytes.is_multiple_of(GRAIN) && block.range == number);
                     assert_eq!(block.kind, kind);
                     assert_eq!(binned.contains(&id), block.state == State::Free, "{block:?}");
-                    assert_eq!(recent.contains(&id), block.state == State::Recent, "{block:?}");
+                    assert_eq!(recent.contains_key(&id), block.state == State::Recent, "{block:?}");
                     assert_eq!(area.holes().get(&block.addr) == Some(&id), block.state == State::Hole, "{block:?}");
                     let is_indexed = matches!(block.state, State::Allocated | State::Pending | State::Recent);
                     assert_eq!(area.started_at(number, block.addr) == Some(id), is_indexed, "{block:?}");
@@ -33,6 +34,12 @@ impl Heap {
                     }
                     if block.state == State::Hole {
                         assert!(block.addr.is_multiple_of(slot) && block.bytes.is_multiple_of(slot), "{block:?}");
+                    }
+                    let is_allocated = block.state == State::Allocated || recent.get(&id) == Some(&true);
+                    if is_allocated || block.state == State::Pending {
+                        let allocated = if is_allocated { [1, block.bytes] } else { [0, 0] };
+                        let one = [allocated[0], allocated[1], 1, block.bytes, block.requested];
+                        counted = std::array::from_fn(|metric| counted[metric] + one[metric]);
                     }
                     assert_eq!(self.uses.contains_key(&id), block.has_uses, "{block:?}");
                     if let Some((other, end, state)) = before {
@@ -45,6 +52,7 @@ impl Heap {
                     before = Some((id, block.end(), block.state));
                 }
             }
+            assert_eq!(self.counters.current(kind), counted, "the statistics agree with the blocks");
         }
         assert_eq!(seen.len(), self.blocks.len(), "every block is in a range");
     }

@@ -9,6 +9,7 @@ mod area;
 mod bins;
 mod block;
 mod check;
+mod recent;
 mod starts;
 
 use rustc_hash::FxHashMap;
@@ -48,7 +49,7 @@ pub(super) struct Heap {
     blocks: Blocks,
     /// Small, large.
     areas: [Area; 2],
-    pub(super) counters: HeapCounters,
+    counters: HeapCounters,
     /// Streams that use blocks beside this one, by block.
     uses: FxHashMap<u32, StreamUses>,
     /// Call stacks of allocations, while a history is recorded with them.
@@ -99,25 +100,53 @@ impl Heap {
     pub(super) fn allocate(&mut self, requested: u64) -> Option<u32> {
         let bytes = rounded(requested);
         let kind = kind_of(bytes);
-        let (area, blocks) = self.area(kind);
-        let id = match area.take_recent(blocks, bytes) {
-            Some(id) => id,
-            None => {
-                // Merged first, so that the best block is found as if all had been merged when they were freed.
-                area.merge_recent(blocks);
-                area.take_free(blocks, bytes)?
+        let area = &mut self.areas[kind as usize];
+        let Some(taken) = area.take_recent(&self.blocks, bytes) else { return self.search(requested) };
+        let block = self.blocks.get_mut(taken.id);
+        if taken.uncounted && block.requested == requested {
+            block.state = State::Allocated;
+            self.counters.allocated_again(kind, bytes, requested);
+        } else {
+            if taken.uncounted {
+                recent::count_free(block, &mut self.counters);
             }
-        };
+            self.mark_allocated(taken.id, requested);
+        }
+        Some(taken.id)
+    }
+
+    #[inline(never)]
+    fn search(&mut self, requested: u64) -> Option<u32> {
+        let bytes = rounded(requested);
+        let area = &mut self.areas[kind_of(bytes) as usize];
+        // Merged first, so that the best block is found as if all had been merged when they were freed.
+        area.merge_recent(&mut self.blocks, &mut self.counters);
+        let id = area.take_free(&mut self.blocks, bytes)?;
         self.mark_allocated(id, requested);
         Some(id)
     }
 
     #[inline]
     fn mark_allocated(&mut self, id: u32, requested: u64) {
+        self.settle();
         let block = self.blocks.get_mut(id);
         block.state = State::Allocated;
         block.requested = requested;
         self.counters.allocated(block.kind, block.bytes, requested);
+    }
+
+    /// Counts all frees.
+    #[inline]
+    fn settle(&mut self) {
+        for area in &mut self.areas {
+            area.settle(&self.blocks, &mut self.counters);
+        }
+    }
+
+    /// The statistics.
+    pub(super) fn counters(&mut self) -> &mut HeapCounters {
+        self.settle();
+        &mut self.counters
     }
 
     /// The allocated block that starts at `addr`, in that range of that area.
@@ -159,32 +188,47 @@ impl Heap {
     pub(super) fn free(&mut self, id: u32) -> Freed {
         let block = self.blocks.get_mut(id);
         block.generation = block.generation.wrapping_add(1);
-        self.counters.freed(block.kind, block.bytes);
         if block.has_uses {
+            self.counters.freed(block.kind, block.bytes);
             block.state = State::Pending;
             self.uses.get_mut(&id).expect("a block with uses").mark_freed();
             return Freed::Pending;
         }
-        self.reclaim(id);
+        self.forget_stack(id);
+        let kind = self.blocks.get(id).kind;
+        self.areas[kind as usize].put_recent(&mut self.blocks, id, true, &mut self.counters);
         Freed::Completed
     }
 
-    /// No stream uses a freed block any more.
+    /// Frees the allocated block that starts at `addr`, unless a graph holds it or other streams use it. Returns
+    /// whether it did.
     #[inline]
-    pub(super) fn reclaim(&mut self, id: u32) {
-        let block = self.blocks.get_mut(id);
-        self.counters.reclaimed(block.kind, block.bytes, block.requested);
-        block.requested = 0;
-        let kind = block.kind;
-        if block.has_uses {
-            block.has_uses = false;
-            self.uses.remove(&id);
+    pub(super) fn free_plain(&mut self, kind: SegmentKind, range: u32, addr: u64) -> bool {
+        let Some(id) = self.allocated_at(kind, range, addr) else { return false };
+        let block = self.blocks.get(id);
+        let plain = !block.has_uses && block.holds == 0;
+        if plain {
+            self.free(id);
         }
+        plain
+    }
+
+    /// No stream uses a pending block any more.
+    fn reclaim(&mut self, id: u32) {
+        let block = self.blocks.get_mut(id);
+        let kind = block.kind;
+        self.counters.reclaimed(kind, block.bytes, block.requested);
+        block.has_uses = false;
+        self.uses.remove(&id);
+        self.forget_stack(id);
+        self.areas[kind as usize].put_recent(&mut self.blocks, id, false, &mut self.counters);
+    }
+
+    #[inline]
+    fn forget_stack(&mut self, id: u32) {
         if !self.stacks.is_empty() {
             self.stacks.remove(&id);
         }
-        let (area, blocks) = self.area(kind);
-        area.put_recent(blocks, id);
     }
 
     pub(super) fn set_stack(&mut self, id: u32, stack: Option<Stack>) {
@@ -237,7 +281,7 @@ impl Heap {
     /// Merges what was freed a moment ago with its neighbours.
     pub(super) fn merge_recent(&mut self) {
         for area in &mut self.areas {
-            area.merge_recent(&mut self.blocks);
+            area.merge_recent(&mut self.blocks, &mut self.counters);
         }
     }
 
