@@ -36,7 +36,6 @@ class Enable(unittest.TestCase):
         self.assertEqual(torch.cuda.memory_allocated(), 4 * MIB)
         torch.release(ptr, 4 * MIB)
         self.assertEqual(torch.cuda.memory_allocated(), 0)
-        self.assertEqual(torch.cuda.memory_reserved(), 20 * MIB)
 
     @isolated
     def test_all_hooks_are_set(self) -> None:
@@ -99,6 +98,73 @@ class Enable(unittest.TestCase):
         with self.assertRaisesRegex(warpool.Error, "abacus"):
             warpool.torch.enable()
         self.assertEqual(torch._C._cuda_memoryStats(0), "native")
+
+
+class Backends(unittest.TestCase):
+    @isolated
+    def test_native_places_memory_as_pytorch(self) -> None:
+        torch = fake_torch()
+        warpool.torch.enable("backend:native")
+        torch.allocate(4 * MIB)
+        self.assertEqual(torch.cuda.memory_reserved(), 20 * MIB)
+        with self.assertRaisesRegex(warpool.Error, "choose backend:paged"):
+            warpool.torch.page_stats()
+
+    @isolated
+    def test_expandable_has_one_segment(self) -> None:
+        torch = fake_torch()
+        warpool.torch.enable("backend:expandable")
+        torch.allocate(4 * MIB), torch.allocate(30 * MIB)
+        (segment,) = torch.cuda.memory_snapshot()
+        self.assertTrue(segment["is_expandable"])
+        self.assertIn("expandable_segments:True", warpool.torch.settings())
+
+    @isolated
+    def test_paged_reserves_what_is_allocated(self) -> None:
+        torch = fake_torch()
+        warpool.torch.enable("backend:paged")
+        self.assertEqual(warpool.torch.settings(), "backend:paged")
+        torch.cuda.memory._record_memory_history(max_entries=100)
+        kept, freed = torch.allocate(4 * MIB), torch.allocate(60 * MIB)
+        torch.release(freed, 60 * MIB)
+        self.assertEqual(torch.cuda.memory_reserved(), 64 * MIB)
+        stats = warpool.torch.page_stats()
+        self.assertEqual((stats["active_bytes"], stats["free_mapped_bytes"]), (4 * MIB, 60 * MIB))
+        self.assertEqual(warpool.torch.page_stats(0), stats)
+        snapshot = torch.cuda.memory._snapshot()
+        self.assertEqual(sum(segment["total_size"] for segment in snapshot["segments"]), 64 * MIB)
+        allocs = [entry for entry in snapshot["device_traces"][0] if entry["action"] == "alloc"]
+        self.assertEqual([entry["addr"] for entry in allocs], [kept, freed])
+        torch._C._cuda_setMemoryFraction(0.5, 0)
+        torch.cuda.empty_cache()
+        self.assertEqual(torch.cuda.memory_reserved(), 4 * MIB)
+        warpool.torch.set_settings("paged_slack:1")
+        self.assertEqual(warpool.torch.settings(), "backend:paged,paged_slack:1")
+        with self.assertRaisesRegex(warpool.Error, "cannot be changed"):
+            warpool.torch.set_settings("backend:native")
+
+    @isolated
+    def test_environment_chooses_a_backend(self) -> None:
+        torch = fake_torch()
+        os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "backend:paged"
+        warpool.torch.enable()
+        torch.allocate(4 * MIB)
+        self.assertEqual(warpool.torch.page_stats()["reserved_bytes"], 4 * MIB)
+
+    @isolated
+    def test_default_backend_gives_way_to_a_named_one(self) -> None:
+        fake_torch()
+        warpool.torch._DEFAULT_BACKEND = "paged"
+        os.environ["WARPOOL_CONF"] = "backend:native"
+        warpool.torch.enable()
+        self.assertEqual(warpool.torch.settings(), "")
+
+    @isolated
+    def test_default_backend(self) -> None:
+        fake_torch()
+        warpool.torch._DEFAULT_BACKEND = "paged"
+        warpool.torch.enable()
+        self.assertEqual(warpool.torch.settings(), "backend:paged")
 
 
 class Settings(unittest.TestCase):

@@ -162,6 +162,50 @@ class Memory(unittest.TestCase):
         self.assertEqual(stats["allocated_bytes.all.current"], 0)
 
 
+class Pages(unittest.TestCase):
+    @isolated
+    def test_backend_is_chosen_if_the_settings_name_none(self) -> None:
+        with self.assertRaisesRegex(warpool.Error, "unknown backend .pages."):
+            _native.start("pages")
+        self.assertEqual(_native.driver(), "")
+        _native.start("paged")
+        self.assertEqual(_native.settings(), "backend:paged")
+
+    @isolated
+    def test_settings_take_precedence(self) -> None:
+        os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "backend:expandable"
+        _native.start("paged")
+        self.assertEqual(_native.settings(), "expandable_segments:True")
+
+    @isolated
+    def test_settings_without_a_backend_get_it(self) -> None:
+        os.environ["WARPOOL_CONF"] = "memory_cap_mb:100"
+        _native.start("paged")
+        self.assertEqual(_native.settings(), "backend:paged,memory_cap_mb:100")
+
+    @isolated
+    def test_statistics_of_pages(self) -> None:
+        os.environ["WARPOOL_CONF"] = "backend:paged"
+        first, second = _native.malloc(64 * MIB), _native.malloc(6 * MIB)
+        _native.free(first, 64 * MIB)
+        stats = _native.page_stats(0)
+        self.assertEqual((stats["reserved_bytes"], stats["pages"]), (70 * MIB, 35))
+        self.assertEqual((stats["active_bytes"], stats["free_mapped_bytes"]), (6 * MIB, 64 * MIB))
+        self.assertEqual((stats["spare_bytes"], stats["bytes_mapped_twice"]), (0, 0))
+        self.assertEqual((stats["pages_created"], stats["pages_mapped"], stats["pages_taken"]), (35, 35, 0))
+        self.assertEqual(_native.stats(0)["reserved_bytes.all.current"], 70 * MIB)
+        _native.free(second, 6 * MIB)
+        _native.empty_cache()
+        self.assertEqual(_native.page_stats(0)["reserved_bytes"], 0)
+        _native.reset_accumulated_stats(0)
+        self.assertEqual(_native.page_stats(0)["pages_created"], 0)
+
+    @isolated
+    def test_other_backends_have_no_statistics_of_pages(self) -> None:
+        with self.assertRaisesRegex(warpool.Error, "choose backend:paged"):
+            _native.page_stats(0)
+
+
 class Settings(unittest.TestCase):
     @isolated
     def test_settings_can_be_changed(self) -> None:

@@ -20,9 +20,11 @@ STACK_HOOK = ctypes.CFUNCTYPE(None)
 # Argument types of the functions that return a status. The hooks, which PyTorch calls, are only looked up by `address`.
 _STATUS: Dict[str, Sequence[Any]] = {
     "warpool_start": (),
+    "warpool_start_with": (ctypes.c_char_p,),
     "warpool_device_count": (ctypes.POINTER(ctypes.c_int),),
     "warpool_empty_cache": (),
     "warpool_stats": (ctypes.c_int, _VISIT, ctypes.py_object),
+    "warpool_page_stats": (ctypes.c_int, _VISIT, ctypes.py_object),
     "warpool_reset_peak_stats": (ctypes.c_int,),
     "warpool_reset_accumulated_stats": (ctypes.c_int,),
     "warpool_get_memory_fraction": (ctypes.c_int, ctypes.POINTER(ctypes.c_double)),
@@ -99,7 +101,8 @@ def _with_gil() -> ctypes.PyDLL:
     kept, the callback of statistics need not acquire it.
     """
     loaded = ctypes.PyDLL(library()._name)
-    _declare(loaded, "warpool_stats", ctypes.c_int, _STATUS["warpool_stats"])
+    for name in ("warpool_stats", "warpool_page_stats"):
+        _declare(loaded, name, ctypes.c_int, _STATUS[name])
     _declare(loaded, "warpool_push_frame", None, (ctypes.c_char_p, ctypes.c_char_p, ctypes.c_uint64))
     return loaded
 
@@ -143,9 +146,12 @@ def driver() -> str:
     return (library().warpool_driver() or b"").decode()
 
 
-def start() -> None:
-    """Reads the environment and opens the driver, unless that is done."""
-    _checked("warpool_start")
+def start(backend: Optional[str] = None) -> None:
+    """Reads the environment and opens the driver, unless that is done; with this backend if the settings name none."""
+    if backend is None:
+        _checked("warpool_start")
+    else:
+        _checked("warpool_start_with", backend.encode())
 
 
 def device_count() -> int:
@@ -175,8 +181,17 @@ def empty_cache() -> None:
 
 def stats(device: int) -> Dict[str, int]:
     """The statistics of a device, by PyTorch's flattened names."""
+    return _visited("warpool_stats", device)
+
+
+def page_stats(device: int) -> Dict[str, int]:
+    """The statistics of a device's pages; an error unless the backend is `paged`."""
+    return _visited("warpool_page_stats", device)
+
+
+def _visited(name: str, device: int) -> Dict[str, int]:
     found: Dict[bytes, int] = {}
-    _checked("warpool_stats", device, _SET_ITEM, found, loaded=_with_gil())
+    _checked(name, device, _SET_ITEM, found, loaded=_with_gil())
     return {name.decode(): value for name, value in found.items()}
 
 

@@ -12,7 +12,10 @@ from typing import Any, Dict, List, Optional, Tuple
 from . import _bindings, _native, _unsupported
 from ._native import Error
 
-__all__ = ["Error", "enable", "enabled", "set_settings", "settings"]
+__all__ = ["Error", "enable", "enabled", "page_stats", "set_settings", "settings"]
+
+# The backend if the settings name none; None is the shared object's default, PyTorch's placement.
+_DEFAULT_BACKEND: Optional[str] = None
 
 # PyTorch's setter, and our function for it.
 _HOOKS = {
@@ -48,6 +51,9 @@ def enable(conf: Optional[str] = None) -> None:
     PYTORCH_CUDA_ALLOC_CONF and takes precedence over the environment's WARPOOL_CONF and PYTORCH_CUDA_ALLOC_CONF. If
     Warpool is already started in this process, as after a call of `settings` or `set_settings`, `conf` is applied on
     top of the settings in effect, as by `set_settings`.
+
+    `backend` in the settings chooses the allocator: `native` and `expandable` place memory as PyTorch does without and
+    with expandable segments, `paged` is Warpool's own, which reserves little more than is allocated.
 
     Raises RuntimeError if CUDA is in use already, if it was called before, or if PyTorch has no CUDA; ImportError if
     PyTorch is not installed; `Error` if the settings are invalid or the driver cannot be opened.
@@ -97,6 +103,23 @@ def set_settings(conf: str) -> None:
     _native.set_settings(conf)
 
 
+def page_stats(device: Optional[int] = None) -> Dict[str, int]:
+    """What the memory pages of a device are used for, with `backend:paged`; the device is the current one by default.
+
+    - `pages`, `reserved_bytes`: how many there are, and their size.
+    - `active_bytes`, `free_mapped_bytes`, `spare_bytes`: bytes of tensors (and of freed ones that other streams may
+      still use), bytes that are free where they are mapped, bytes of pages that belong to no address.
+    - `bytes_mapped_twice`: bytes of addresses at which pages are still mapped that belong to other addresses by now.
+    - `pages_created`, `pages_released`, `pages_taken`, `pages_taken_back`, `pages_mapped`, `pages_unmapped`: how often
+      each was done; `torch.cuda.reset_accumulated_memory_stats` sets them to 0.
+
+    Raises `Error` with another backend.
+    """
+    if device is None:
+        device = importlib.import_module("torch").cuda.current_device()
+    return _native.page_stats(device)
+
+
 def _torch_before_cuda() -> Any:
     """The module `torch`, if it has CUDA and has not used it yet."""
     try:
@@ -129,7 +152,7 @@ def _start(conf: Optional[str]) -> None:
     if conf is not None:
         os.environ["WARPOOL_CONF"] = conf
     try:
-        _native.start()
+        _native.start(_DEFAULT_BACKEND)
     finally:
         if conf is not None and before is not None:
             os.environ["WARPOOL_CONF"] = before

@@ -35,6 +35,13 @@ extern "C" {
 // the same. Can be called again after a failure.
 int warpool_start(void);
 
+// Like `warpool_start`, with another backend than `native` if the settings name none: `paged` or `cudaMallocAsync`. If
+// the driver is open already, nothing changes.
+//
+// # Safety
+// `backend` is NULL, which is an error, or a null-terminated string.
+int warpool_start_with(const char *backend);
+
 // `warpool_start`, with the signature that PyTorch calls. `device_count` is not used, except that 0 starts nothing:
 // PyTorch calls it so before it has counted the devices.
 void warpool_init(int device_count);
@@ -116,6 +123,15 @@ int warpool_largest_available(int device, size_t *bytes);
 // # Safety
 // `visit` is NULL, which is an error, or may be called with `user` and any name and value.
 int warpool_stats(int device, warpool_stat_visitor visit, void *user);
+
+// Calls `visit` with the statistics of a device's pages, which only the backend `paged` has: `pages`,
+// `reserved_bytes`, `active_bytes`, `free_mapped_bytes`, `spare_bytes`, `bytes_mapped_twice`, and how many pages were
+// created, released, taken from free memory, taken back without a driver call, mapped and unmapped (`pages_created` to
+// `pages_unmapped`). `visit` may call any function of this library.
+//
+// # Safety
+// `visit` is NULL, which is an error, or may be called with `user` and any name and value.
+int warpool_page_stats(int device, warpool_stat_visitor visit, void *user);
 
 // Sets every peak of a device to the current value.
 int warpool_reset_peak_stats(int device);

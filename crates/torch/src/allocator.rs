@@ -1,10 +1,11 @@
-//! The allocator that the settings select, and the operations that only one of the two kinds has.
+//! The allocator that the settings select, and the operations that not all kinds have.
 
 use std::sync::{Mutex, PoisonError};
 
 use warpool::Instance;
 use warpool::memory::{
-    Backend, CachingAllocator, DeviceAllocator, DriverPoolAllocator, MemPoolId, PrivatePools, Settings,
+    Backend, CachingAllocator, DeviceAllocator, DriverPoolAllocator, MemPoolId, PageStats, PagedAllocator,
+    PrivatePools, Settings,
 };
 use warpool_driver::DeviceId;
 
@@ -14,6 +15,7 @@ use crate::error::{Error, Result};
 #[derive(Debug)]
 pub(crate) enum Allocator {
     Caching(Box<CachingAllocator>),
+    Paged(Box<PagedAllocator>),
     DriverPool(Box<DriverPoolAllocator>, Box<Settings>),
 }
 
@@ -23,8 +25,7 @@ impl Allocator {
         Ok(match settings.backend {
             Backend::Native => Self::Caching(Box::new(CachingAllocator::new(instance, settings))),
             Backend::Paged => {
-                let (allocator, what) = (settings.backend.name(), "use as PyTorch's allocator");
-                return Err(warpool::Error::Unsupported { allocator, what }.into());
+                Self::Paged(Box::new(PagedAllocator::new(instance, settings).map_err(no_virtual_memory)?))
             }
             Backend::CudaMallocAsync => {
                 let allocator = DriverPoolAllocator::with_settings(instance, settings.clone());
@@ -37,6 +38,7 @@ impl Allocator {
     pub(crate) fn as_dyn(&self) -> &dyn DeviceAllocator {
         match self {
             Self::Caching(allocator) => &**allocator,
+            Self::Paged(allocator) => &**allocator,
             Self::DriverPool(allocator, _) => &**allocator,
         }
     }
@@ -51,7 +53,17 @@ impl Allocator {
     pub(crate) fn record_replays(&self, device: DeviceId, pool: MemPoolId) -> Result<()> {
         match self {
             Self::Caching(allocator) => Ok(allocator.record_pool_use_anywhere(device, pool)?),
+            Self::Paged(allocator) => Ok(allocator.record_pool_use_anywhere(device, pool)?),
             Self::DriverPool(..) => Ok(()),
+        }
+    }
+
+    /// What a device's pages are used for.
+    pub(crate) fn page_stats(&self, device: DeviceId) -> Result<PageStats> {
+        match self {
+            Self::Paged(allocator) => Ok(allocator.page_stats(device)?),
+            Self::Caching(_) => Err(Error::NoPages { backend: Backend::Native.name() }),
+            Self::DriverPool(..) => Err(Error::NoPages { backend: Backend::CudaMallocAsync.name() }),
         }
     }
 
@@ -59,28 +71,51 @@ impl Allocator {
     pub(crate) fn settings(&self) -> Settings {
         match self {
             Self::Caching(allocator) => Settings::clone(&allocator.settings()),
+            Self::Paged(allocator) => Settings::clone(&allocator.settings()),
             Self::DriverPool(_, settings) => Settings::clone(settings),
         }
     }
 
     /// Applies a settings string on top of the settings in effect, including memory limits. On error nothing changes.
     pub(crate) fn set_settings(&self, string: &str) -> Result<()> {
-        let Self::Caching(allocator) = self else { return Err(Error::FixedSettings) };
+        if matches!(self, Self::DriverPool(..)) {
+            return Err(Error::FixedSettings);
+        }
         static UPDATE: Mutex<()> = Mutex::new(());
         let _serialized = UPDATE.lock().unwrap_or_else(PoisonError::into_inner);
-        let before = allocator.settings();
+        let before = self.settings();
         let after = before.updated(string)?;
         let (fraction, cap) = (after.per_process_memory_fraction, after.memory_cap_bytes);
-        for device in allocator.instance().devices() {
+        for device in self.as_dyn().instance().devices() {
             #[expect(clippy::float_cmp, reason = "whether the setting was changed at all")]
             if fraction != before.per_process_memory_fraction {
-                allocator.set_memory_fraction(device.id(), fraction)?;
+                self.as_dyn().set_memory_fraction(device.id(), fraction)?;
             }
             if cap != before.memory_cap_bytes {
-                allocator.set_memory_cap(device.id(), cap)?;
+                self.set_memory_cap(device.id(), cap)?;
             }
         }
-        allocator.set_settings(after);
+        match self {
+            Self::Caching(allocator) => allocator.set_settings(after),
+            Self::Paged(allocator) => allocator.set_settings(after),
+            Self::DriverPool(..) => {}
+        }
         Ok(())
+    }
+
+    fn set_memory_cap(&self, device: DeviceId, bytes: Option<u64>) -> Result<()> {
+        match self {
+            Self::Caching(allocator) => Ok(allocator.set_memory_cap(device, bytes)?),
+            Self::Paged(allocator) => Ok(allocator.set_memory_cap(device, bytes)?),
+            Self::DriverPool(..) => Err(Error::FixedSettings),
+        }
+    }
+}
+
+/// A GPU without virtual memory management: says which backend works there.
+fn no_virtual_memory(error: warpool::Error) -> Error {
+    match error {
+        warpool::Error::Unsupported { .. } => Error::NoVirtualMemory,
+        other => other.into(),
     }
 }

@@ -4,7 +4,7 @@
 use std::env::{self, VarError};
 use std::sync::Arc;
 
-use warpool::memory::Settings;
+use warpool::memory::{Backend, Settings};
 use warpool_cuda::CudaDriver;
 use warpool_driver::Driver;
 use warpool_driver::sim::{SimConfig, SimDriver};
@@ -23,14 +23,15 @@ pub(crate) fn driver() -> Result<Arc<dyn Driver>> {
     }
 }
 
-/// The settings in the environment, else the defaults.
-pub(crate) fn settings() -> Result<Settings> {
+/// The settings in the environment, else the defaults; with `backend` if they name none.
+pub(crate) fn settings(backend: Backend) -> Result<Settings> {
     for name in SETTINGS_VARIABLES {
         if let Some(string) = variable(name)? {
-            return Settings::parse(&string).map_err(|source| Error::SettingsOf { variable: name, source });
+            return Settings::parse_for(backend, &string)
+                .map_err(|source| Error::SettingsOf { variable: name, source });
         }
     }
-    Ok(Settings::default())
+    Ok(Settings { backend, ..Settings::default() })
 }
 
 fn variable(name: &'static str) -> Result<Option<String>> {

@@ -139,7 +139,25 @@ pub enum Error {
     )]
     Forked,
 
-    /// Only the caching allocator can change its settings at run time.
+    /// The paged allocator maps memory, which a device here cannot.
+    #[error("backend:paged needs virtual memory management, which a device here does not have; choose backend:native")]
+    NoVirtualMemory,
+
+    /// Statistics of pages, of an allocator without pages.
+    #[error("there are no statistics of pages with backend:{backend}; choose backend:paged")]
+    NoPages {
+        /// The backend.
+        backend: &'static str,
+    },
+
+    /// The name of a backend that does not exist.
+    #[error("unknown backend {name:?}; choose native, paged or cudaMallocAsync")]
+    UnknownBackend {
+        /// The name.
+        name: String,
+    },
+
+    /// The driver's pools cannot change settings at run time.
     #[error("settings cannot be changed at run time with backend:cudaMallocAsync; set them in the environment")]
     FixedSettings,
 

@@ -31,5 +31,5 @@ mod streams;
 mod torch_pool;
 
 pub use error::{Error, Result};
-pub use runtime::{Runtime, get, started};
+pub use runtime::{Runtime, get, start_with, started};
 pub use torch_pool::TorchPoolId;

@@ -11,7 +11,9 @@ use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use tracing_subscriber::filter::LevelFilter;
-use warpool::memory::{DeviceAllocator, MemPoolId, Request, Settings, Snapshot, SnapshotOptions, Stats};
+use warpool::memory::{
+    Backend, DeviceAllocator, MemPoolId, PageStats, Request, Settings, Snapshot, SnapshotOptions, Stats,
+};
 use warpool::{Device, Instance};
 use warpool_driver::fork::{self, Origin};
 use warpool_driver::{DeviceId, DevicePtr, Driver, ForeignStream};
@@ -43,16 +45,21 @@ static RUNTIME: OnceLock<Runtime> = OnceLock::new();
 pub fn get() -> Result<&'static Runtime> {
     match RUNTIME.get() {
         Some(runtime) if !fork::is_child() => Ok(runtime),
-        found => get_or_start(found),
+        found => get_or_start(found, Backend::default()),
     }
 }
 
+/// As [`get`]; if it is started now, with this backend unless the settings name another.
+pub fn start_with(backend: Backend) -> Result<&'static Runtime> {
+    get_or_start(RUNTIME.get(), backend)
+}
+
 #[cold]
-fn get_or_start(found: Option<&'static Runtime>) -> Result<&'static Runtime> {
+fn get_or_start(found: Option<&'static Runtime>, backend: Backend) -> Result<&'static Runtime> {
     match found {
         Some(runtime) if runtime.origin.is_here() => Ok(runtime),
         Some(_) => Err(Error::Forked),
-        None => start(),
+        None => start(backend),
     }
 }
 
@@ -87,15 +94,15 @@ impl Drop for StartLock {
     }
 }
 
-fn start() -> Result<&'static Runtime> {
+fn start(backend: Backend) -> Result<&'static Runtime> {
     let _serialized = StartLock::acquire()?;
     if let Some(runtime) = RUNTIME.get() {
-        return get_or_start(Some(runtime));
+        return get_or_start(Some(runtime), backend);
     }
     // Fails if the process has a subscriber already; that one is kept.
     let log = tracing_subscriber::fmt().with_writer(std::io::stderr).with_max_level(LevelFilter::WARN);
     let _ = log.without_time().log_internal_errors(false).try_init();
-    let settings = environment::settings()?;
+    let settings = environment::settings(backend)?;
     let runtime = Runtime::new(environment::driver()?, settings)?;
     Ok(RUNTIME.get_or_init(|| runtime))
 }
@@ -233,6 +240,11 @@ impl Runtime {
             }
         }
         Ok(stats)
+    }
+
+    /// What a device's pages are used for, with the paged allocator.
+    pub fn page_stats(&self, device: i32) -> Result<PageStats> {
+        self.allocator.page_stats(self.device_id(device)?)
     }
 
     /// The state of every device and the history, with PyTorch's pool ids.

@@ -3,7 +3,10 @@
 use std::ffi::{CStr, c_char, c_int};
 use std::ptr;
 
+use warpool::memory::Backend;
+
 use crate::boundary::{self, FailureLog};
+use crate::error::Error;
 use crate::{last_error, runtime};
 
 /// The version, null-terminated.
@@ -17,6 +20,21 @@ const VERSION: &CStr = match CStr::from_bytes_with_nul(concat!(env!("CARGO_PKG_V
 #[unsafe(no_mangle)]
 pub extern "C" fn warpool_start() -> c_int {
     boundary::status(|| runtime::get().map(drop))
+}
+
+/// Like `warpool_start`, with another backend than `native` if the settings name none: `paged` or `cudaMallocAsync`. If
+/// the driver is open already, nothing changes.
+///
+/// # Safety
+/// `backend` is NULL, which is an error, or a null-terminated string.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn warpool_start_with(backend: *const c_char) -> c_int {
+    boundary::status(|| {
+        // SAFETY: `backend` is null or null-terminated by this function's contract.
+        let name = unsafe { boundary::text(backend, "backend") }?;
+        let named = Backend::ALL.into_iter().find(|backend| backend.name() == name);
+        runtime::start_with(named.ok_or_else(|| Error::UnknownBackend { name: name.to_owned() })?).map(drop)
+    })
 }
 
 /// `warpool_start`, with the signature that PyTorch calls. `device_count` is not used, except that 0 starts nothing:

@@ -17,15 +17,43 @@ pub type StatVisitor = Option<unsafe extern "C" fn(user: *mut c_void, name: *con
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn warpool_stats(device: c_int, visit: StatVisitor, user: *mut c_void) -> c_int {
     boundary::status(|| {
-        let visit = visit.ok_or(Error::Null { argument: "visit" })?;
-        let stats = runtime::get()?.stats(device)?;
-        for (name, value) in stats.flattened() {
-            let name = CString::new(name).expect("names of statistics have no null characters");
-            // SAFETY: callable with `user` by this function's contract; the name lives during the call.
-            unsafe { visit(user, name.as_ptr(), value) };
-        }
-        Ok(())
+        let stats = runtime::get()?.stats(device)?.flattened();
+        // SAFETY: `visit` is null or callable with `user` by this function's contract.
+        unsafe { visit_all(visit, user, stats.iter().map(|(name, value)| (name.as_str(), *value))) }
     })
+}
+
+/// Calls `visit` with the statistics of a device's pages, which only the backend `paged` has: `pages`,
+/// `reserved_bytes`, `active_bytes`, `free_mapped_bytes`, `spare_bytes`, `bytes_mapped_twice`, and how many pages were
+/// created, released, taken from free memory, taken back without a driver call, mapped and unmapped (`pages_created` to
+/// `pages_unmapped`). `visit` may call any function of this library.
+///
+/// # Safety
+/// `visit` is NULL, which is an error, or may be called with `user` and any name and value.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn warpool_page_stats(device: c_int, visit: StatVisitor, user: *mut c_void) -> c_int {
+    boundary::status(|| {
+        let stats = runtime::get()?.page_stats(device)?.named();
+        let values = stats.into_iter().map(|(name, value)| (name, i64::try_from(value).unwrap_or(i64::MAX)));
+        // SAFETY: `visit` is null or callable with `user` by this function's contract.
+        unsafe { visit_all(visit, user, values) }
+    })
+}
+
+/// # Safety
+/// `visit` is null or may be called with `user` and any name and value.
+unsafe fn visit_all<'a>(
+    visit: StatVisitor,
+    user: *mut c_void,
+    values: impl Iterator<Item = (&'a str, i64)>,
+) -> Result<()> {
+    let visit = visit.ok_or(Error::Null { argument: "visit" })?;
+    for (name, value) in values {
+        let name = CString::new(name).expect("names of statistics have no null characters");
+        // SAFETY: callable with `user` by this function's contract; the name lives during the call.
+        unsafe { visit(user, name.as_ptr(), value) };
+    }
+    Ok(())
 }
 
 /// Sets every peak of a device to the current value.

@@ -86,6 +86,25 @@ fn threads_with_driver_pools() {
     passed(program.env("WARPOOL_CONF", "backend:cudaMallocAsync"));
 }
 
+#[test]
+fn pages() {
+    if !has("cc") {
+        return;
+    }
+    let program = build("pages", &scratch("pages"));
+    passed(&mut simulated(&program));
+    passed(simulated(&program).env("WARPOOL_CONF", "backend:native"));
+}
+
+#[test]
+fn threads_with_pages() {
+    if !has("cc") {
+        return;
+    }
+    let mut program = simulated(&build("threads", &scratch("threads_with_pages")));
+    passed(program.env("WARPOOL_CONF", "backend:paged"));
+}
+
 /// Issue 12: of 200 children of a process with four busy threads, 19 hung or failed in malloc or free.
 #[test]
 fn forked_children_never_hang() {
@@ -97,5 +116,6 @@ fn forked_children_never_hang() {
     passed(&mut simulated(&program));
     // With locks that are held for longer.
     passed(simulated(&program).env("WARPOOL_CONF", "backend:cudaMallocAsync"));
+    passed(simulated(&program).env("WARPOOL_CONF", "backend:paged"));
     passed(simulated(&program).env("WARPOOL_SIM", "track_suballocations:True"));
 }

@@ -1,5 +1,14 @@
 //! Tests of `Runtime` on the simulated GPU, and of the shared object through C and C++ programs.
 
+/// Tests that hold for every allocator of our own, each in a module of its name.
+macro_rules! with_each_backend {
+    ($($test:ident),* $(,)?) => {
+        mod native { $(#[test] fn $test() { super::$test("backend:native") })* }
+        mod expandable { $(#[test] fn $test() { super::$test("backend:expandable") })* }
+        mod paged { $(#[test] fn $test() { super::$test("backend:paged") })* }
+    };
+}
+
 mod c_programs;
 mod captures;
 mod exceptions;

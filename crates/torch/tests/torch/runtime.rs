@@ -1,5 +1,6 @@
 //! `Runtime` on a simulated GPU: stream handles, devices, settings at run time.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::thread;
 
@@ -13,9 +14,9 @@ const SECOND: DeviceId = DeviceId(1);
 const MIB: isize = 1 << 20;
 const DEFAULT: ForeignStream = ForeignStream::NULL;
 
-fn two_devices() -> (Arc<SimDriver>, Runtime) {
+fn two_devices(backend: &str) -> (Arc<SimDriver>, Runtime) {
     let sim = Arc::new(SimDriver::new(SimConfig::default().with_devices(2)));
-    let runtime = Runtime::new(sim.clone(), Settings::default()).unwrap();
+    let runtime = Runtime::new(sim.clone(), Settings::parse(backend).unwrap()).unwrap();
     (sim, runtime)
 }
 
@@ -29,10 +30,20 @@ fn stream(sim: &SimDriver, device: DeviceId) -> ForeignStream {
     foreign(sim.stream_handle(id).unwrap().raw.0)
 }
 
+with_each_backend! {
+    handles_are_resolved_to_streams,
+    handle_is_resolved_once,
+    wrong_handles_are_errors_and_change_nothing,
+    edge_case_requests,
+    record_stream_finds_the_streams_device,
+    segment_of_an_address_is_found,
+    empty_cache_skips_unused_devices,
+    settings_change_at_run_time,
+}
+
 /// 0 and 1 are the default stream of the device in question; each stream has its own blocks.
-#[test]
-fn handles_are_resolved_to_streams() {
-    let (sim, runtime) = two_devices();
+fn handles_are_resolved_to_streams(backend: &str) {
+    let (sim, runtime) = two_devices(backend);
     let own = stream(&sim, FIRST);
     let stream_of = |ptr| runtime.allocator().find(ptr).unwrap().stream;
     let at = |device, raw| runtime.malloc(MIB, device, foreign(raw)).unwrap();
@@ -47,9 +58,8 @@ fn handles_are_resolved_to_streams() {
     assert_ne!(at(0, 0), block, "a block of another stream was reused");
 }
 
-#[test]
-fn handle_is_resolved_once() {
-    let (sim, runtime) = two_devices();
+fn handle_is_resolved_once(backend: &str) {
+    let (sim, runtime) = two_devices(backend);
     let (one, two) = (stream(&sim, FIRST), stream(&sim, FIRST));
     for _ in 0..100 {
         for stream in [one, two] {
@@ -61,9 +71,8 @@ fn handle_is_resolved_once() {
 }
 
 /// Unknown handles, that of another device, and the per-thread default stream.
-#[test]
-fn wrong_handles_are_errors_and_change_nothing() {
-    let (sim, runtime) = two_devices();
+fn wrong_handles_are_errors_and_change_nothing(backend: &str) {
+    let (sim, runtime) = two_devices(backend);
     let elsewhere = stream(&sim, SECOND);
     for stream in [foreign(0xdead), ForeignStream::PER_THREAD, elsewhere] {
         runtime.malloc(MIB, 0, stream).unwrap_err();
@@ -72,9 +81,8 @@ fn wrong_handles_are_errors_and_change_nothing() {
     assert_eq!(runtime.allocator().stats(FIRST).unwrap().allocation.all.current, 0);
 }
 
-#[test]
-fn edge_case_requests() {
-    let (_, runtime) = two_devices();
+fn edge_case_requests(backend: &str) {
+    let (_, runtime) = two_devices(backend);
     assert_eq!(runtime.malloc(0, 0, DEFAULT).unwrap(), DevicePtr(0));
     runtime.free(DevicePtr(0), 0).unwrap();
     runtime.record_stream(DevicePtr(0), DEFAULT).unwrap();
@@ -89,9 +97,8 @@ fn edge_case_requests() {
 }
 
 /// The stream may belong to another device than the memory, and the default stream to any device in use.
-#[test]
-fn record_stream_finds_the_streams_device() {
-    let (sim, runtime) = two_devices();
+fn record_stream_finds_the_streams_device(backend: &str) {
+    let (sim, runtime) = two_devices(backend);
     let (own, other) = (stream(&sim, FIRST), stream(&sim, SECOND));
     let block = runtime.malloc(MIB, 0, own).unwrap();
     runtime.record_stream(block, other).unwrap();
@@ -102,18 +109,16 @@ fn record_stream_finds_the_streams_device() {
     assert_eq!(sim.call_count(Call::EventRecord) - records, 3, "one event per other stream");
 }
 
-#[test]
-fn segment_of_an_address_is_found() {
-    let (_, runtime) = two_devices();
+fn segment_of_an_address_is_found(backend: &str) {
+    let (_, runtime) = two_devices(backend);
     let (one, two) = (runtime.malloc(MIB, 0, DEFAULT).unwrap(), runtime.malloc(MIB, 0, DEFAULT).unwrap());
     assert_eq!(runtime.segment_of(two).unwrap(), (one, 2 << 20));
     assert_eq!(runtime.segment_of(two.offset(77)).unwrap(), (one, 2 << 20));
     assert!(runtime.segment_of(DevicePtr(0x10)).is_err());
 }
 
-#[test]
-fn empty_cache_skips_unused_devices() {
-    let (_, runtime) = two_devices();
+fn empty_cache_skips_unused_devices(backend: &str) {
+    let (_, runtime) = two_devices(backend);
     runtime.empty_cache().unwrap();
     let block = runtime.malloc(MIB, 1, DEFAULT).unwrap();
     runtime.free(block, 0).unwrap();
@@ -123,9 +128,8 @@ fn empty_cache_skips_unused_devices() {
 }
 
 /// A string adds to the settings in effect; a wrong one changes nothing, and the error lists all problems.
-#[test]
-fn settings_change_at_run_time() {
-    let (_, runtime) = two_devices();
+fn settings_change_at_run_time(backend: &str) {
+    let (_, runtime) = two_devices(backend);
     runtime.set_settings("expandable_segments:True,per_process_memory_fraction:0.5").unwrap();
     assert_eq!(runtime.allocator().memory_fraction(SECOND).unwrap(), 0.5);
     runtime.set_settings("max_split_size_mb:200").unwrap();
@@ -137,4 +141,52 @@ fn settings_change_at_run_time() {
     runtime.set_settings("memory_cap_mb:100").unwrap();
     let refused = runtime.malloc(200 * MIB, 0, DEFAULT).unwrap_err();
     assert!(refused.is_out_of_memory(), "{refused}");
+}
+
+/// Their names are those of the C interface and of Python.
+#[test]
+fn statistics_of_pages() {
+    let (sim, runtime) = two_devices("backend:paged");
+    let (one, two) = (runtime.malloc(64 * MIB, 1, DEFAULT).unwrap(), runtime.malloc(MIB, 1, DEFAULT).unwrap());
+    runtime.free(one, 1).unwrap();
+    let stats: BTreeMap<_, _> = runtime.page_stats(1).unwrap().named().into_iter().collect();
+    assert_eq!((stats["active_bytes"], stats["free_mapped_bytes"]), (1 << 20, 65 << 20));
+    assert_eq!((stats["reserved_bytes"], stats["pages"], stats["pages_created"]), (66 << 20, 33, 33));
+    // On another stream: no new pages.
+    let other = stream(&sim, SECOND);
+    runtime.malloc(32 * MIB, 1, other).unwrap();
+    let stats = runtime.page_stats(1).unwrap();
+    assert_eq!((stats.pages, stats.totals.taken, stats.bytes_mapped_twice), (33, 16, 32 << 20));
+    runtime.free(two, 1).unwrap();
+    assert_eq!(runtime.page_stats(0).unwrap().named().iter().map(|&(_, value)| value).sum::<u64>(), 0);
+}
+
+#[test]
+fn allocators_without_pages_have_no_statistics_of_them() {
+    for backend in ["native", "cudaMallocAsync"] {
+        let (_, runtime) = two_devices(&format!("backend:{backend}"));
+        let text = runtime.page_stats(0).unwrap_err().to_string();
+        assert!(text.contains(&format!("backend:{backend}; choose backend:paged")), "{text}");
+    }
+}
+
+/// What only PyTorch's allocator has is kept and without effect; the backend stays.
+#[test]
+fn settings_of_the_paged_allocator_change_at_run_time() {
+    let (_, runtime) = two_devices("backend:paged");
+    runtime.set_settings("paged_slack:2,max_split_size_mb:200").unwrap();
+    assert_eq!(runtime.settings().to_conf_string(), "backend:paged,max_split_size_mb:200,paged_slack:2");
+    let text = runtime.set_settings("backend:native").unwrap_err().to_string();
+    assert!(text.contains("the backend is paged and cannot be changed"), "{text}");
+    assert_eq!(runtime.settings().paged_slack, 2.0);
+}
+
+#[test]
+fn paged_allocator_needs_virtual_memory_management() {
+    let mut config = SimConfig::default();
+    config.devices[0].properties.virtual_memory = false;
+    let sim = Arc::new(SimDriver::new(config));
+    let refused = Runtime::new(sim.clone(), Settings::parse("backend:paged").unwrap()).unwrap_err().to_string();
+    assert!(refused.ends_with("choose backend:native"), "{refused}");
+    Runtime::new(sim, Settings::default()).unwrap().malloc(MIB, 0, DEFAULT).unwrap();
 }

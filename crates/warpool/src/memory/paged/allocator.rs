@@ -99,6 +99,7 @@ impl PagedDevice {
             return Ok(self.finish(&mut self.heaps.get(number).lock(), number, block, details));
         }
         if !capturing {
+            reclaim::wait_for_unknown_users(self)?;
             PendingFrees::new(self, details).wait()?;
             self.counts.retries.fetch_add(1, Ordering::Relaxed);
         }
@@ -488,6 +489,7 @@ impl DeviceAllocator for PagedAllocator {
         }
         let current = paged_device.instance().device(device.0)?.current_stream_id()?;
         if !paged_device.capture_status(current)?.is_capturing() {
+            reclaim::wait_for_unknown_users(paged_device)?;
             PendingFrees::new(paged_device, &details).wait()?;
         }
         let trimmed = reclaim::release(paged_device, pool, 0, &details);

@@ -79,6 +79,28 @@ pub struct PageStats {
     pub totals: PageTotals,
 }
 
+impl PageStats {
+    /// Every value with its name, as `warpool_page_stats` and `warpool.torch.page_stats` name it.
+    #[must_use]
+    pub fn named(&self) -> [(&'static str, u64); 12] {
+        let totals = &self.totals;
+        [
+            ("pages", self.pages),
+            ("reserved_bytes", self.reserved_bytes),
+            ("active_bytes", self.active_bytes),
+            ("free_mapped_bytes", self.free_mapped_bytes),
+            ("spare_bytes", self.spare_bytes),
+            ("bytes_mapped_twice", self.bytes_mapped_twice),
+            ("pages_created", totals.created),
+            ("pages_released", totals.released),
+            ("pages_taken", totals.taken),
+            ("pages_taken_back", totals.taken_back),
+            ("pages_mapped", totals.mapped),
+            ("pages_unmapped", totals.unmapped),
+        ]
+    }
+}
+
 impl PagedAllocator {
     /// An allocator for all devices of `instance`. Makes no driver call. [`Error::Unsupported`] if a device has no
     /// virtual memory management.
@@ -98,10 +120,20 @@ impl PagedAllocator {
         Ok(Self { shared, devices, next_user_pool: AtomicU32::new(1), next_graph_pool: AtomicU32::new(1) })
     }
 
-    /// The settings in force.
+    /// The settings in force; the default ones in a forked child.
     #[must_use]
     pub fn settings(&self) -> Arc<Settings> {
+        if self.shared.instance.is_inherited() {
+            return Arc::default();
+        }
         Arc::clone(&lock(&self.shared.settings))
+    }
+
+    /// Changes the settings. Memory fraction and cap stay as they were set first, or by the last call for them.
+    pub fn set_settings(&self, settings: Settings) {
+        if !self.shared.instance.is_inherited() {
+            *lock(&self.shared.settings) = Arc::new(settings);
+        }
     }
 
     /// Limits what is reserved on a device to `bytes`, beside the fraction; `None` is no limit.

@@ -24,6 +24,8 @@ struct Pool {
     has_graphs: bool,
     /// Streams that use its memory beside those that it was allocated for.
     used_by: BTreeSet<StreamId>,
+    /// Whether streams that are not known use it too.
+    used_anywhere: bool,
     /// Its heaps.
     heaps: Vec<u32>,
     /// Once it is released: events behind all work that may use its memory.
@@ -108,6 +110,26 @@ impl Pools {
         Ok(())
     }
 
+    pub(super) fn record_use_anywhere(&mut self, id: MemPoolId) -> Result<()> {
+        self.in_use(id)?.used_anywhere = true;
+        Ok(())
+    }
+
+    /// Released pools that work on streams that are not known may still use.
+    pub(super) fn released_used_anywhere(&self) -> Vec<MemPoolId> {
+        let is_used = |id: &&MemPoolId| self.by_id.get(id).is_some_and(|pool| pool.used_anywhere);
+        self.released.iter().filter(is_used).copied().collect()
+    }
+
+    /// All work of the device that these released pools were used by is done.
+    pub(super) fn clear_use_anywhere(&mut self, ids: &[MemPoolId]) {
+        for id in ids {
+            if let Some(pool) = self.by_id.get_mut(id) {
+                pool.used_anywhere = false;
+            }
+        }
+    }
+
     pub(super) fn add_heap(&mut self, id: MemPoolId, heap: u32) -> Result<()> {
         self.in_use(id)?.heaps.push(heap);
         Ok(())
@@ -128,9 +150,10 @@ impl Pools {
         }
     }
 
-    /// Pools without uses, with their heaps.
+    /// Pools without uses, with their heaps. Not those that unknown streams may still use.
     pub(super) fn released(&self) -> Vec<(MemPoolId, Vec<u32>)> {
-        self.released.iter().filter_map(|&id| Some((id, self.by_id.get(&id)?.heaps.clone()))).collect()
+        let pools = self.released.iter().filter_map(|&id| Some((id, self.by_id.get(&id)?)));
+        pools.filter(|(_, pool)| !pool.used_anywhere).map(|(id, pool)| (id, pool.heaps.clone())).collect()
     }
 
     pub(super) fn has_released(&self) -> bool {
@@ -163,6 +186,7 @@ impl Pools {
                     Takeable::Never
                 }
             }
+            Some(pool) if pool.used_anywhere => Takeable::Never,
             Some(pool) => Takeable::After(pool.used_by.iter().copied().collect()),
             None => Takeable::After(Vec::new()),
         }

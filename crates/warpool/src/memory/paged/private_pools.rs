@@ -12,6 +12,13 @@ use crate::unwind::OnUnwind;
 use crate::{Error, Result, lock};
 
 impl PagedAllocator {
+    /// As [`record_pool_uses`](PrivatePools::record_pool_uses), of work on streams that are not known: replays that a
+    /// framework makes by itself. Before the pool's pages are used elsewhere or returned to the driver, all work of the
+    /// device is waited for: by a trim, or by a request that would run out of memory otherwise.
+    pub fn record_pool_use_anywhere(&self, device: DeviceId, pool: MemPoolId) -> Result<()> {
+        lock(&self.device(device)?.pools).record_use_anywhere(pool)
+    }
+
     fn create(&self, device: DeviceId, id: MemPoolId, options: &PoolOptions) -> Result<MemPoolId> {
         if options.upstream.is_some() {
             return Err(Error::Unsupported { allocator: "paged", what: "pools with an upstream of their own" });

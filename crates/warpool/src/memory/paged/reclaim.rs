@@ -48,6 +48,21 @@ pub(super) fn poll_released(device: &PagedDevice, table: &mut PageTable, details
     Ok(())
 }
 
+/// Waits for all work of the device if released pools may be in use on streams that are not known; then their pages are
+/// as free as those of other released pools. Not while a capture is active, which the wait would invalidate.
+pub(super) fn wait_for_unknown_users(device: &PagedDevice) -> Result<()> {
+    let pools = lock(&device.pools).released_used_anywhere();
+    if pools.is_empty() || device.has_captures() {
+        return Ok(());
+    }
+    // Work that begins after this cannot use them: they were released before.
+    if let Some(_held_off) = device.instance().hold_off_captures() {
+        device.driver().device_synchronize(device.id)?;
+        lock(&device.pools).clear_use_anywhere(&pools);
+    }
+    Ok(())
+}
+
 fn record_passed(
     device: &PagedDevice,
     pool: MemPoolId,

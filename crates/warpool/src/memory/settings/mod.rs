@@ -274,6 +274,14 @@ impl Settings {
         lint(string).into_result()
     }
 
+    /// As [`parse`](Self::parse), with `backend` unless the string names another.
+    ///
+    /// # Errors
+    /// All problems of the string.
+    pub fn parse_for(backend: Backend, string: &str) -> Result<Self, SettingsError> {
+        Lint::of(&Self { backend, ..Self::default() }, string, Mode::First).into_result()
+    }
+
     /// The settings after a further string: reset keys are set to their defaults, the others keep their values, and
     /// then the string is applied. The backend can be named, but not changed. Settings without effect are logged as
     /// warnings.

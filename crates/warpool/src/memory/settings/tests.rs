@@ -353,6 +353,18 @@ fn backends_have_names() {
     assert_eq!((origin("backend"), origin("expandable_segments")), (Some(Origin::Given), Some(Origin::Given)));
 }
 
+/// A caller's default backend: the string may name another.
+#[test]
+fn backend_of_a_string_without_one() {
+    let of = |string: &str| Settings::parse_for(Backend::Paged, string).unwrap().to_conf_string();
+    assert_eq!(of(""), "backend:paged");
+    assert_eq!(of("memory_cap_mb:5"), "backend:paged,memory_cap_mb:5");
+    assert_eq!(of("backend:native"), "");
+    assert_eq!(of("backend:expandable"), "expandable_segments:True");
+    assert_eq!(of("backend:cudaMallocAsync"), "backend:cudaMallocAsync");
+    assert!(Settings::parse_for(Backend::Paged, "backend:pages").is_err());
+}
+
 #[test]
 fn updates_reset_some_and_keep_others() {
     let all = "large_segment_size_mb:40,max_split_size_mb:200,max_non_split_rounding_mb:64,\

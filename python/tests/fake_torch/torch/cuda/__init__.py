@@ -21,6 +21,10 @@ def init() -> None:
             hooks["set_init_fn"](1)
 
 
+def current_device() -> int:
+    return 0
+
+
 def is_initialized() -> bool:
     return _C.initialised
 
