@@ -1,4 +1,7 @@
-"""Runs one scenario in one process with one allocator: `python child.py SCENARIO native|warpool`. Started by run.py.
+"""Runs one scenario in one process with one allocator: `python child.py SCENARIO ALLOCATOR`. Started by run.py.
+
+The allocators are PyTorch's own (`native`, or `expandable`, for which the parent sets the environment), Warpool's as
+the environment or the default has it (`warpool`), or one of its backends by name.
 
 Every line of the output that begins with `@` is JSON for run.py: a check with its result, a note, or data to compare.
 An exception is a failed check.
@@ -12,6 +15,7 @@ from pathlib import Path
 from typing import Any, Callable
 
 HERE = Path(__file__).resolve().parent
+TRAININGS = ("lengths", "streams")
 
 
 def emit(kind: str, **values: Any) -> None:
@@ -36,18 +40,18 @@ def data(**values: Any) -> None:
 
 def enable(allocator: str) -> None:
     """Enables Warpool, if it is the allocator to test."""
-    if allocator == "warpool":
+    if allocator not in ("native", "expandable"):
         sys.path.insert(0, str(HERE.parent.parent))
         import warpool.torch
 
-        warpool.torch.enable()
+        warpool.torch.enable(None if allocator == "warpool" else allocator)
 
 
 def main() -> None:
     scenario, allocator = sys.argv[1:3]
     sys.path.insert(0, str(HERE))
     try:
-        module = importlib.import_module("scenarios")
+        module = importlib.import_module("trainings" if scenario in TRAININGS else "scenarios")
         run: Callable[[str], None] = getattr(module, scenario)
         run(allocator)
     except BaseException as error:

@@ -4,6 +4,9 @@ Needs PyTorch with CUDA, a GPU, and the shared object: from an installed wheel, 
 (`cargo build --release -p warpool-torch` builds target/release/libwarpool_torch.so).
 
 Each scenario runs in its own process, with PyTorch's allocator as the control and with Warpool; training runs in turns.
+`--only trainings` compares four allocators instead, Warpool's `backend:paged` among them: two longer trainings, with
+one line of JSON per run. WARPOOL_CONF=backend:paged runs the other scenarios with it.
+
 One line per check. Exit status: 0 all of Warpool's checks pass, 1 some fail, 2 they could not be run.
 """
 
@@ -17,69 +20,13 @@ import tempfile
 from pathlib import Path
 from typing import Any, Dict, List, Optional
 
+from compare import TRAININGS, compare_trainings
+from processes import Report, child
+
 HERE = Path(__file__).resolve().parent
 SCENARIOS = ("calls", "side_stream", "graph", "dropped_graph", "oom", "threads", "snapshot", "refusals", "late")
 WARM_UP = 10
 STEP_RATIO_MAX = 1.02
-
-
-class Report:
-    """Prints results as they arrive, and counts them."""
-
-    def __init__(self, as_json: bool) -> None:
-        self.as_json, self.failed, self.passed = as_json, 0, 0
-
-    def check(self, allocator: str, scenario: str, name: str, ok: bool, detail: str = "") -> None:
-        """Reports a check. With the native allocator it is a control: a failure says something about the check."""
-        control = allocator == "native"
-        if not control:
-            self.failed, self.passed = self.failed + (not ok), self.passed + ok
-        word = "ok" if ok else "FAILED"
-        self._line("control " + word if control else word, allocator, scenario, name, detail)
-
-    def note(self, allocator: str, scenario: str, name: str, detail: str) -> None:
-        """Reports a value that cannot fail."""
-        self._line("note", allocator, scenario, name, detail)
-
-    def _line(self, verdict: str, allocator: str, scenario: str, name: str, detail: str) -> None:
-        if self.as_json:
-            keys = ("verdict", "allocator", "scenario", "name", "detail")
-            print(json.dumps(dict(zip(keys, (verdict, allocator, scenario, name, detail)))), flush=True)
-        else:
-            tail = f": {detail}" if detail else ""
-            print(f"{verdict:<14} {allocator:<8} {scenario}: {name}{tail}", flush=True)
-
-
-def child(report: Report, scenario: str, allocator: str, title: str = "", **environment: str) -> List[Dict[str, Any]]:
-    """Runs a scenario, reports its checks, and returns its data."""
-    command = [sys.executable, str(HERE / "child.py"), scenario, allocator]
-    title = title or scenario
-    # Without a fixed workspace cuBLAS is not deterministic.
-    env = {**os.environ, "CUBLAS_WORKSPACE_CONFIG": ":4096:8", **environment}
-    try:
-        ended = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
-    except subprocess.TimeoutExpired:
-        report.check(allocator, title, "the process ends", False, "not within 300 s")
-        return []
-    found, failed = [], 0
-    for line in ended.stdout.splitlines():
-        if not line.startswith("@"):
-            continue
-        message = json.loads(line[1:])
-        kind = message.pop("kind")
-        if kind == "data":
-            found.append(message)
-        elif kind == "note":
-            report.note(allocator, title, message["name"], message["detail"])
-        else:
-            failed += not message["ok"]
-            report.check(allocator, title, message["name"], message["ok"], message["detail"])
-    if ended.returncode != 0:
-        failed += 1
-        report.check(allocator, title, "the process exits with 0", False, f"exit status {ended.returncode}")
-    if failed:
-        print(ended.stdout[-2000:] + ended.stderr[-4000:], file=sys.stderr, flush=True)
-    return found
 
 
 def train(report: Report, rounds: int) -> None:
@@ -198,9 +145,13 @@ def main() -> int:
     source.add_argument("--library", help="path of libwarpool_torch.so")
     source.add_argument("--wheel", help="a wheel of Warpool that contains it")
     parser.add_argument("--warpool", help="path of the `warpool` binary, to replay recordings")
-    parser.add_argument("--rounds", type=int, default=5, help="training runs with each allocator (5)")
+    parser.add_argument("--rounds", type=int, help="training runs with each allocator (5; of `trainings` 3)")
     scenarios = ("train", *SCENARIOS)
-    parser.add_argument("--only", action="append", choices=scenarios, help="run this scenario only; may be repeated")
+    choices = (*scenarios, "trainings", *TRAININGS)
+    only = "run this scenario only; may be repeated. `trainings`, which is not run otherwise, is all of "
+    parser.add_argument("--only", action="append", choices=choices, help=only + " and ".join(TRAININGS))
+    parser.add_argument("--steps", type=int, help="steps of each of the trainings, a multiple of 20")
+    parser.add_argument("--out", help="append the runs of the trainings to this file, with every loss; JSON lines")
     parser.add_argument("--json", action="store_true", help="one JSON object per line")
     options = parser.parse_args()
 
@@ -211,7 +162,10 @@ def main() -> int:
     report.note("", "machine", "library", library)
     for scenario in options.only or scenarios:
         if scenario == "train":
-            train(report, options.rounds)
+            train(report, options.rounds or 5)
+        elif scenario == "trainings" or scenario in TRAININGS:
+            named = TRAININGS if scenario == "trainings" else (scenario,)
+            compare_trainings(report, named, options.rounds or 3, options.steps, options.out)
         elif scenario == "calls":
             calls(report)
         elif scenario == "snapshot":
