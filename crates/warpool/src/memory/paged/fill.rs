@@ -31,8 +31,8 @@ use crate::memory::{Action, OomCause, SegmentKind};
 use crate::{Result, lock};
 
 /// From here on new pages are pairs of slots: half the driver calls per byte, when a few free megabytes more do not
-/// matter.
-const PAIRS_FROM: u64 = 2 << 30;
+/// matter. `docs/paged.md` has the curve that this was chosen from.
+const PAIRS_FROM: u64 = 1 << 30;
 
 /// Out of memory is an answer, not an error of the call.
 pub(super) type OrOom<T> = std::result::Result<T, OomCause>;
@@ -97,7 +97,8 @@ impl Supply {
 
 impl Fill<'_> {
     fn run(&mut self) -> Result<OrOom<u32>> {
-        old_mappings::undo_some(self.device, self.table)?;
+        old_mappings::undo_some(self.device, self.table, self.details)?;
+        old_mappings::poll(self.device, self.table, self.request.heap)?;
         reclaim::poll_released(self.device, self.table, self.details)?;
         let requested = self.request.requested;
         let (kind, bytes) = (kind_of(rounded(requested)), rounded(requested));
@@ -128,6 +129,11 @@ impl Fill<'_> {
             let filling = heap.begin_filling(kind, window.start, window.end, window.anchor);
             drop(heap);
             self.take_back(window);
+            let undone = self.undo_old(window);
+            if undone.is_err() {
+                self.cell.lock().end_filling(filling, &self.pieces(window));
+            }
+            undone?;
             let blocked: Vec<PageId> = self.blocked(window).collect();
             if !blocked.is_empty() {
                 excluded.extend(blocked);
@@ -143,6 +149,19 @@ impl Fill<'_> {
             drop(heap);
             return outcome.map(|answer| Err(answer.err().unwrap_or(OomCause::Device)));
         }
+    }
+
+    /// Undoes mappings in the window that no work uses any more, and whose pages belong elsewhere.
+    fn undo_old(&mut self, window: Window) -> Result<()> {
+        for slot in self.slots(window) {
+            if let Mapping::Page { page, part } = self.table.mapping(slot) {
+                let first = Slot { index: slot.index - part, ..slot };
+                if self.table.is_old_mapping(page, first) && self.table.has_passed(page, first) {
+                    old_mappings::unmap(self.device, self.table, page, first)?;
+                }
+            }
+        }
+        Ok(())
     }
 
     /// Pages that are mapped in slots of the window that they do not belong to.
@@ -187,6 +206,9 @@ impl Fill<'_> {
         }
         let first = if self.may_grow_first(&supply) { self.grow(&mut supply).map(drop) } else { Ok(()) };
         self.take_from(self.request.heap, &mut supply);
+        if supply.pages.iter().any(|(_, from)| from.is_some()) {
+            self.record_takes();
+        }
         let ordered = self.take_from_others(&mut supply);
         let grown = if first.is_ok() && ordered.is_ok() { self.grow(&mut supply) } else { Ok(Ok(())) };
         let answer = first.and(ordered).and(grown);
@@ -232,7 +254,14 @@ impl Fill<'_> {
     /// Pages that are still mapped in the window, and belong to free blocks of this heap, belong to the window again.
     fn take_back(&mut self, window: Window) {
         let mut heap = self.cell.lock();
-        let wanted: FxHashSet<PageId> = self.blocked(window).collect();
+        let last = self.slots(window).last().map_or(0, |slot| slot.index);
+        let in_window = |slot: Slot| match self.table.mapping(slot) {
+            Mapping::Page { page, part: 0 } if self.table.own_page(slot).is_none() => {
+                (slot.index + self.table.page(page).slots <= last + 1).then_some(page)
+            }
+            _ => None,
+        };
+        let wanted: FxHashSet<PageId> = self.slots(window).filter_map(in_window).collect();
         if wanted.is_empty() {
             return;
         }
@@ -268,17 +297,27 @@ impl Fill<'_> {
         }
     }
 
-    /// Takes pages from free blocks of a heap, the smallest first: whole units, and then others.
-    fn take_from(&mut self, number: u32, supply: &mut Supply) {
-        let unit = self.unit();
-        self.take_units(number, supply, unit);
-        if unit > 1 {
-            self.take_units(number, supply, 1);
+    /// Has an event recorded behind the work that used what was taken from this heap. Without it the old mappings stay
+    /// until a later one.
+    fn record_takes(&mut self) {
+        if let Err(error) = old_mappings::record_takes(self.device, self.table, self.request.heap, self.details) {
+            tracing::warn!(%error, "no event could be recorded behind taken pages; it is retried");
         }
     }
 
-    /// Takes pages as far as all of a unit of so many slots is free.
-    fn take_units(&mut self, number: u32, supply: &mut Supply, unit: u32) {
+    /// Takes pages from free blocks of a heap, the smallest first: those that fill a unit alone, since mapping them
+    /// costs least, then several that fill one together, and then others.
+    fn take_from(&mut self, number: u32, supply: &mut Supply) {
+        let unit = self.unit();
+        if unit > 1 {
+            self.take_units(number, supply, unit, unit);
+            self.take_units(number, supply, unit, 1);
+        }
+        self.take_units(number, supply, 1, 1);
+    }
+
+    /// Takes pages of at least `slots_min` slots, as far as all of a unit of so many slots is free.
+    fn take_units(&mut self, number: u32, supply: &mut Supply, unit: u32, slots_min: u32) {
         if supply.slots_needed == 0 {
             return;
         }
@@ -286,7 +325,7 @@ impl Fill<'_> {
         heap.merge_recent();
         for block in heap.blocks_with_pages(self.table.slot_bytes) {
             let mut taken = Vec::new();
-            for pages in units(&self.table.pages_in(&heap, block), unit).into_iter().rev() {
+            for pages in units(&self.table.pages_in(&heap, block), unit) {
                 // A unit is taken whole, or what of it is needed at last.
                 let slots: u32 = pages.iter().map(|&(_, page)| self.table.page(page).slots).sum();
                 if slots < unit.min(supply.slots_needed) {
@@ -294,13 +333,12 @@ impl Fill<'_> {
                 }
                 for (slot, page) in pages {
                     let slots = self.table.page(page).slots;
-                    if supply.accepts(slots) {
+                    if slots >= slots_min && supply.accepts(slots) {
                         supply.add(page, slots, Some(slot));
                         taken.push((slot, page));
                     }
                 }
             }
-            taken.sort_unstable();
             self.take_pages(&mut heap, block, &taken);
             if supply.slots_needed == 0 {
                 return;
@@ -424,7 +462,7 @@ impl Fill<'_> {
                     self.device.record(Action::SegmentMap, self.table.addr(slot), bytes, &heap, self.details);
                 }
                 drop(heap);
-                placed.iter().for_each(|&(page, _)| self.retire_oldest(page));
+                placed.iter().for_each(|&(page, _)| old_mappings::retire_oldest(self.table, page));
             } else {
                 for &(page, slot) in placed.iter().rev() {
                     self.undo_map(page, slot);
@@ -475,12 +513,6 @@ impl Fill<'_> {
         let mut heap = self.device.heaps.get(number).lock();
         heap.end_hole(kind, start, start + bytes);
         self.device.record(Action::SegmentMap, start, bytes, &heap, self.details);
-    }
-
-    fn retire_oldest(&mut self, page: PageId) {
-        if let Err(error) = old_mappings::retire_oldest(self.device, self.table, page, self.details) {
-            tracing::warn!(%error, "an old mapping stays");
-        }
     }
 
     /// Reserves addresses for the heap: twice as many as it has, or as the request needs. `false` if there are none.

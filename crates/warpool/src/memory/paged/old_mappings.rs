@@ -1,12 +1,10 @@
 //! Old mappings: pages that were taken from an address stay mapped there for a while, so that they can be taken back
 //! without a driver call. A page has only so many; the oldest is undone once the stream that used it has passed.
 
-use std::sync::Arc;
-
 use warpool_driver::DevicePtr;
 
 use super::device::PagedDevice;
-use super::pages::{OldMapping, PageId, PageTable, Slot};
+use super::pages::{PageId, PageTable, Slot};
 use super::pending::PendingFrees;
 use super::physical::release_physical;
 use crate::Result;
@@ -17,31 +15,44 @@ use crate::memory::stream_fence::{self, Recorded};
 const MAPPED_MAX: usize = 4;
 
 /// If a page is mapped at too many addresses, leaves the oldest mapping to [`undo_some`].
-pub(super) fn retire_oldest(
+pub(super) fn retire_oldest(table: &mut PageTable, page: PageId) {
+    let Some(slot) = oldest(table, page) else { return };
+    if !table.old.contains(&(page, slot)) {
+        table.old.push_back((page, slot));
+    }
+}
+
+fn oldest(table: &PageTable, page: PageId) -> Option<Slot> {
+    let page = table.page(page);
+    let mut old = page.mapped_slots().into_iter().filter(|&slot| Some(slot) != page.home);
+    old.next().filter(|_| page.mapped.len() > MAPPED_MAX)
+}
+
+/// Records an event behind all work that used the pages taken from a heap so far. While a capture forbids it, that is
+/// left to a later call.
+pub(super) fn record_takes(
     device: &PagedDevice,
     table: &mut PageTable,
-    page: PageId,
+    heap: u32,
     details: &EntryDetails,
 ) -> Result<()> {
-    if table.page(page).mapped.len() <= MAPPED_MAX {
-        return Ok(());
+    let stream = device.heaps.get(heap).lock().stream;
+    match stream_fence::record(&PendingFrees::new(device, details), stream)? {
+        Recorded::Fenced(event) => table.takes_recorded(heap, event),
+        Recorded::AlreadyDone => table.takes_passed(heap),
+        Recorded::CaptureActive => {}
     }
-    let home = table.page(page).home;
-    let queued = |table: &PageTable, slot: Slot| table.old.iter().any(|old| old.page == page && old.slot == slot);
-    let oldest = table.page(page).mapped.iter().copied().find(|&slot| Some(slot) != home);
-    let Some(slot) = oldest.filter(|&slot| !queued(table, slot)) else { return Ok(()) };
-    let stream = device.heaps.get(table.range(slot.range).heap).lock().stream;
-    let passed = match stream_fence::record(&PendingFrees::new(device, details), stream)? {
-        Recorded::Fenced(event) => Some(Arc::new(event)),
-        Recorded::AlreadyDone => None,
-        Recorded::CaptureActive => return Ok(()),
-    };
-    table.old.push_back(OldMapping { page, slot, passed });
     Ok(())
 }
 
+/// Reads how far the stream of a heap has come.
+pub(super) fn poll(device: &PagedDevice, table: &mut PageTable, heap: u32) -> Result<()> {
+    let _safe = device.capture_safe()?;
+    Ok(table.poll_takes(heap, |event| device.driver().event_query(event.id()))?)
+}
+
 /// Undoes old mappings whose streams have passed, and retries what failed before.
-pub(super) fn undo_some(device: &PagedDevice, table: &mut PageTable) -> Result<()> {
+pub(super) fn undo_some(device: &PagedDevice, table: &mut PageTable, details: &EntryDetails) -> Result<()> {
     for (slot, slots) in std::mem::take(&mut table.broken) {
         let bytes = u64::from(slots) * table.slot_bytes;
         match device.driver().vm_unmap(DevicePtr(table.addr(slot)), bytes) {
@@ -52,20 +63,18 @@ pub(super) fn undo_some(device: &PagedDevice, table: &mut PageTable) -> Result<(
     for physical in std::mem::take(&mut table.to_release) {
         release_physical(device, table, physical);
     }
-    if table.old.is_empty() {
-        return Ok(());
-    }
-    let _safe = device.capture_safe()?;
-    while let Some(old) = table.old.front() {
+    while let Some(&(page, slot)) = table.old.front() {
         // The page may have been taken back meanwhile, or be gone.
-        let is_old = table.is_old_mapping(old.page, old.slot);
-        if is_old {
-            if let Some(event) = &old.passed
-                && !device.driver().event_query(event.id())?
-            {
+        if table.is_old_mapping(page, slot) {
+            let heap = table.range(slot.range).heap;
+            if !table.is_take_recorded(page, slot) {
+                record_takes(device, table, heap, details)?;
+            }
+            poll(device, table, heap)?;
+            if !table.has_passed(page, slot) {
                 break;
             }
-            unmap(device, table, old.page, old.slot)?;
+            unmap(device, table, page, slot)?;
         }
         table.old.pop_front();
     }

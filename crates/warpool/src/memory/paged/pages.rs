@@ -7,6 +7,7 @@
 
 use std::collections::VecDeque;
 
+use rustc_hash::FxHashMap;
 use warpool_driver::PhysicalId;
 
 use super::heap::{Heap, State};
@@ -31,7 +32,15 @@ pub(super) struct Page {
     /// Where it belongs: its first slot.
     pub(super) home: Option<Slot>,
     /// Where it is mapped, the oldest first; with its home, if it has one.
-    pub(super) mapped: Vec<Slot>,
+    pub(super) mapped: Vec<MappedAt>,
+}
+
+/// A place where a page is mapped.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct MappedAt {
+    pub(super) slot: Slot,
+    /// When the page was taken from there, in takes from that heap.
+    taken: u64,
 }
 
 /// What is mapped in a slot.
@@ -56,12 +65,22 @@ pub(super) struct RangeMap {
     slots: Vec<Mapping>,
 }
 
-/// An old mapping that is to be undone once an event has passed.
+/// Which takes of pages from a heap its stream has passed: a mapping that a page was taken from may be undone then.
+/// Takes are numbered; those up to an event have the same number.
 #[derive(Debug)]
-pub(super) struct OldMapping {
-    pub(super) page: PageId,
-    pub(super) slot: Slot,
-    pub(super) passed: Option<std::sync::Arc<PooledEvent>>,
+struct Takes {
+    /// The number of takes since the last event.
+    current: u64,
+    /// Events, with the numbers of takes that they are behind.
+    recorded: VecDeque<(u64, PooledEvent)>,
+    /// The highest number that has passed.
+    passed: u64,
+}
+
+impl Default for Takes {
+    fn default() -> Self {
+        Self { current: 1, recorded: VecDeque::new(), passed: 0 }
+    }
 }
 
 /// All pages of a device.
@@ -75,7 +94,9 @@ pub(super) struct PageTable {
     /// Pages that belong nowhere and that no work uses. Old mappings of them may be left.
     spare: Vec<PageId>,
     /// Old mappings to be undone.
-    pub(super) old: VecDeque<OldMapping>,
+    pub(super) old: VecDeque<(PageId, Slot)>,
+    /// By heap.
+    takes: FxHashMap<u32, Takes>,
     /// Physical memory whose release failed.
     pub(super) to_release: Vec<PhysicalId>,
     /// Mappings that could not be undone: their slots are [`Mapping::Broken`].
@@ -102,6 +123,16 @@ pub struct PageTotals {
     pub unmapped: u64,
 }
 
+impl Page {
+    pub(super) fn is_mapped_at(&self, slot: Slot) -> bool {
+        self.mapped.iter().any(|mapped| mapped.slot == slot)
+    }
+
+    pub(super) fn mapped_slots(&self) -> Vec<Slot> {
+        self.mapped.iter().map(|mapped| mapped.slot).collect()
+    }
+}
+
 impl PageTable {
     pub(super) fn new(slot_bytes: u64) -> Self {
         Self {
@@ -111,6 +142,7 @@ impl PageTable {
             ranges: Vec::new(),
             spare: Vec::new(),
             old: VecDeque::new(),
+            takes: FxHashMap::default(),
             to_release: Vec::new(),
             broken: Vec::new(),
             reserved: StatByKind::default(),
@@ -217,7 +249,7 @@ impl PageTable {
             debug_assert_eq!(*entry, Mapping::Nothing);
             *entry = Mapping::Page { page: id, part };
         }
-        self.page_mut(id).mapped.push(slot);
+        self.page_mut(id).mapped.push(MappedAt { slot, taken: 0 });
         self.totals.mapped += 1;
     }
 
@@ -253,7 +285,7 @@ impl PageTable {
             self.ranges[slot.range as usize].slots[(slot.index + part) as usize] = with;
         }
         let page = self.page_mut(id);
-        page.mapped.retain(|&other| other != slot);
+        page.mapped.retain(|other| other.slot != slot);
         if page.home == Some(slot) {
             page.home = None;
         }
@@ -273,10 +305,61 @@ impl PageTable {
             self.reserved.all = all;
         }
         if let Some(slot) = home {
-            // An event behind earlier uses there says nothing about those to come.
-            self.old.retain(|old| (old.page, old.slot) != (id, slot));
+            // What has passed there says nothing about the work to come.
+            self.old.retain(|&old| old != (id, slot));
+        }
+        if let Some(before) = self.page(id).home {
+            let taken = self.takes.entry(self.range(before.range).heap).or_default().current;
+            let mapped = &mut self.page_mut(id).mapped;
+            mapped.iter_mut().filter(|mapped| mapped.slot == before).for_each(|mapped| mapped.taken = taken);
         }
         self.page_mut(id).home = home;
+    }
+
+    /// An event was recorded behind all work that used the pages taken from a heap so far.
+    pub(super) fn takes_recorded(&mut self, heap: u32, event: PooledEvent) {
+        let takes = self.takes.entry(heap).or_default();
+        takes.recorded.push_back((takes.current, event));
+        takes.current += 1;
+    }
+
+    /// All work that used the pages taken from a heap so far is known to be over.
+    pub(super) fn takes_passed(&mut self, heap: u32) {
+        let takes = self.takes.entry(heap).or_default();
+        takes.recorded.clear();
+        takes.passed = takes.current;
+        takes.current += 1;
+    }
+
+    /// Whether an event is behind the work that used a page where it was taken from.
+    pub(super) fn is_take_recorded(&self, page: PageId, slot: Slot) -> bool {
+        let takes = self.takes.get(&self.range(slot.range).heap);
+        let mapped = self.page(page).mapped.iter().find(|mapped| mapped.slot == slot);
+        mapped.zip(takes).is_some_and(|(mapped, takes)| mapped.taken < takes.current)
+    }
+
+    /// Reads how far the stream of a heap has come. `has_passed` asks the driver.
+    pub(super) fn poll_takes<E>(
+        &mut self,
+        heap: u32,
+        has_passed: impl Fn(&PooledEvent) -> Result<bool, E>,
+    ) -> Result<(), E> {
+        let Some(takes) = self.takes.get_mut(&heap) else { return Ok(()) };
+        while let Some((number, event)) = takes.recorded.front() {
+            if !has_passed(event)? {
+                break;
+            }
+            takes.passed = *number;
+            takes.recorded.pop_front();
+        }
+        Ok(())
+    }
+
+    /// Whether a mapping that its page was taken from may be undone: no work uses it any more.
+    pub(super) fn has_passed(&self, page: PageId, slot: Slot) -> bool {
+        let takes = self.takes.get(&self.range(slot.range).heap);
+        let mapped = self.page(page).mapped.iter().find(|mapped| mapped.slot == slot);
+        mapped.zip(takes).is_some_and(|(mapped, takes)| (1..=takes.passed).contains(&mapped.taken))
     }
 
     /// The whole pages that belong to the slots from `first` up to `end`.
@@ -310,7 +393,7 @@ impl PageTable {
     /// Whether a page is still mapped at a slot where it does not belong.
     pub(super) fn is_old_mapping(&self, id: PageId, slot: Slot) -> bool {
         let page = self.pages.get(id as usize).and_then(Option::as_ref);
-        page.is_some_and(|page| page.home != Some(slot) && page.mapped.contains(&slot))
+        page.is_some_and(|page| page.home != Some(slot) && page.is_mapped_at(slot))
     }
 
     /// Every mapping in the ranges of a heap: the page, its first slot, and whether it belongs there.
@@ -361,7 +444,9 @@ impl PageTable {
     pub(super) fn mapped_runs(&self) -> Vec<(u64, u64)> {
         let mut runs: Vec<(u64, u64)> = Vec::new();
         for page in self.pages.iter().flatten() {
-            runs.extend(page.mapped.iter().map(|&slot| (self.addr(slot), u64::from(page.slots) * self.slot_bytes)));
+            runs.extend(
+                page.mapped.iter().map(|mapped| (self.addr(mapped.slot), u64::from(page.slots) * self.slot_bytes)),
+            );
         }
         runs
     }
@@ -399,8 +484,8 @@ impl PageTable {
         for (id, page) in (0..).zip(&self.pages) {
             let Some(page) = page else { continue };
             bytes += u64::from(page.slots) * self.slot_bytes;
-            assert!(page.home.is_none_or(|home| page.mapped.contains(&home)), "page {id} is mapped where it belongs");
-            for &slot in &page.mapped {
+            assert!(page.home.is_none_or(|home| page.is_mapped_at(home)), "page {id} is mapped where it belongs");
+            for slot in page.mapped_slots() {
                 for part in 0..page.slots {
                     let at = Slot { index: slot.index + part, ..slot };
                     assert_eq!(self.mapping(at), Mapping::Page { page: id, part }, "page {id} at {at:?}");

@@ -147,7 +147,7 @@ impl Waited {
 pub(super) fn release(device: &PagedDevice, pool: MemPoolId, target: u64, details: &EntryDetails) -> Result<u64> {
     let mut table = lock(&device.pages);
     let table = &mut *table;
-    old_mappings::undo_some(device, table)?;
+    old_mappings::undo_some(device, table, details)?;
     let (mut waited, before) = (Waited::default(), table.reserved_all().current);
     for number in 0..device.heaps.len() {
         if table.reserved_all().current <= target {
@@ -240,7 +240,7 @@ fn put_back(
     home: Slot,
     details: &EntryDetails,
 ) {
-    if !table.page(page).mapped.contains(&home) {
+    if !table.page(page).is_mapped_at(home) {
         table.put_spare(page);
         return;
     }
@@ -259,14 +259,14 @@ fn release_page(
     waited: &mut Waited,
     details: &EntryDetails,
 ) -> Result<bool> {
-    for slot in table.page(page).mapped.clone() {
+    for slot in table.page(page).mapped_slots() {
         let stream = device.heaps.get(table.range(slot.range).heap).lock().stream;
         if !waited.for_stream(device, stream, details)? {
             return Ok(false);
         }
     }
     // The home last: if one before it fails the page still has it.
-    for slot in table.page(page).mapped.clone() {
+    for slot in table.page(page).mapped_slots() {
         unmap(device, table, page, slot)?;
     }
     let physical = table.remove(page);

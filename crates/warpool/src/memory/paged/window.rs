@@ -1,5 +1,8 @@
 //! Where a request goes that no free block can hold: the window of free addresses that needs the fewest further pages;
 //! of those, the one for which the fewest have to be mapped; of those, the lowest.
+//!
+//! In some of the addresses pages may be mapped that were taken from there. A page that is free elsewhere is taken
+//! back; a mapping of one that is in use is undone, if the stream has passed.
 
 use super::heap::FreeRun;
 use super::pages::{Mapping, PageId, PageTable, Slot};
@@ -29,8 +32,8 @@ struct Cost {
     blocked: u32,
 }
 
-/// The best window for `bytes` in these runs. Holes are filled in units of `grid` bytes. `takeable` says
-/// whether a page may be taken from where it belongs.
+/// The best window for `bytes` in these runs. Holes are filled in units of `grid` bytes. `takeable` says whether a page
+/// may be taken from where it belongs.
 pub(super) fn choose(
     table: &PageTable,
     runs: &[FreeRun],
@@ -50,6 +53,11 @@ pub(super) fn choose(
         });
     }
     best.map(|(_, window)| window)
+}
+
+/// Whether no work uses what is mapped in a slot any more.
+fn has_passed(table: &PageTable, at: Slot, page: PageId, part: u32) -> bool {
+    table.has_passed(page, Slot { index: at.index - part, ..at })
 }
 
 /// Sums over the slots of a run, so that the cost of a window is a difference.
@@ -83,6 +91,7 @@ impl<'a> Costs<'a> {
                 match table.mapping(at) {
                     Mapping::Nothing => sum.maps += 1,
                     Mapping::Page { page, .. } if takeable(page) => {}
+                    Mapping::Page { page, part } if has_passed(table, at, page, part) => sum.maps += 1,
                     Mapping::Page { .. } | Mapping::Broken => sum.blocked += 1,
                 }
             }
@@ -125,12 +134,13 @@ impl<'a> Costs<'a> {
         (cost.blocked == 0 && !self.cuts_page(first, last)).then_some(cost)
     }
 
-    /// Whether a page that would have to be taken back is only partly in the window.
+    /// Whether a page that would have to be taken back is only partly in the window, and its mapping cannot be undone.
     fn cuts_page(&self, first: u32, last: u32) -> bool {
         let part_of = |index: u32| {
             let at = Slot { range: self.run.range, index };
             let Mapping::Page { page, part } = self.table.mapping(at) else { return None };
-            self.table.own_page(at).is_none().then(|| (part, self.table.page(page).slots))
+            let stays = self.table.own_page(at).is_none() && !has_passed(self.table, at, page, part);
+            stays.then(|| (part, self.table.page(page).slots))
         };
         part_of(first).is_some_and(|(part, _)| part > 0) || part_of(last).is_some_and(|(part, slots)| part + 1 < slots)
     }

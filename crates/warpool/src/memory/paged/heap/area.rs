@@ -13,6 +13,8 @@ use crate::memory::SegmentKind;
 pub(super) struct Area {
     kind: SegmentKind,
     recent: Recent,
+    /// The recent block of a large area that a search would choose, and the version of the bins for which it would.
+    best: (u32, u64),
     bins: Bins,
     /// By address.
     holes: BTreeMap<u64, u32>,
@@ -50,18 +52,52 @@ pub(in crate::memory::paged) struct FreeRun {
 
 impl Area {
     pub(super) fn new(kind: SegmentKind) -> Self {
-        Self { kind, recent: Recent::new(), bins: Bins::default(), holes: BTreeMap::new(), ranges: Vec::new() }
+        Self {
+            kind,
+            recent: Recent::new(),
+            best: (NONE, 0),
+            bins: Bins::default(),
+            holes: BTreeMap::new(),
+            ranges: Vec::new(),
+        }
     }
 
-    /// A block of exactly that size that was freed a moment ago.
+    /// A block of exactly that size that was freed a moment ago. In a large area only if a search would choose it too:
+    /// there a bad place costs pages.
     #[inline]
     pub(super) fn take_recent(&mut self, blocks: &Blocks, bytes: u64) -> Option<Taken> {
+        if self.kind == SegmentKind::Large {
+            let id = self.recent.peek(bytes)?;
+            let best = (id, self.bins.version());
+            if self.best != best {
+                if !self.is_best(blocks, id) {
+                    return None;
+                }
+                self.best = best;
+            }
+        }
         self.recent.take(blocks, bytes)
+    }
+
+    /// Whether a search for a block of this size would choose the place of this one, which is recent.
+    #[inline(never)]
+    fn is_best(&self, blocks: &Blocks, id: u32) -> bool {
+        let block = blocks.get(id);
+        let is_free = |id: u32| id != NONE && blocks.get(id).state == State::Free;
+        if is_free(block.prev) {
+            return false;
+        }
+        let merged = block.grains() + if is_free(block.next) { blocks.get(block.next).grains() } else { 0 };
+        !self.bins.has_between(blocks, block.grains(), merged, block.next)
     }
 
     /// Keeps a freed block for a moment; `uncounted` if its free is to be counted later.
     #[inline]
     pub(super) fn put_recent(&mut self, blocks: &mut Blocks, id: u32, uncounted: bool, counters: &mut HeapCounters) {
+        if self.kind == SegmentKind::Large {
+            // Only one at a time: others might be its neighbours, which a search would find merged.
+            self.merge_recent(blocks, counters);
+        }
         if let Some(before) = self.recent.put(blocks, id, uncounted) {
             self.merge_taken(blocks, before, counters);
         }

@@ -10,18 +10,23 @@ const SUB_BITS: u32 = 4;
 const BINS: usize = ((52 - SUB_BITS as usize) << SUB_BITS) + (2 << SUB_BITS);
 
 /// How many blocks of a bin a search looks at for the best one.
-const LOOK: usize = 4;
+const LOOK: usize = 16;
+
+/// How many blocks [`Bins::has_between`] looks at.
+const BETWEEN_LOOK: usize = 32;
 
 /// The free blocks of one area.
 #[derive(Debug)]
 pub(super) struct Bins {
     heads: Box<[u32; BINS]>,
+    /// How often it changed.
+    version: u64,
     occupied: [u64; BINS.div_ceil(64)],
 }
 
 impl Default for Bins {
     fn default() -> Self {
-        Self { heads: Box::new([NONE; BINS]), occupied: [0; BINS.div_ceil(64)] }
+        Self { heads: Box::new([NONE; BINS]), version: 0, occupied: [0; BINS.div_ceil(64)] }
     }
 }
 
@@ -48,10 +53,38 @@ impl Bins {
         let block = blocks.get_mut(id);
         (block.bin_prev, block.bin_next) = (NONE, head);
         self.occupied[bin / 64] |= 1 << (bin % 64);
+        self.version += 1;
+    }
+
+    /// Another number after every change.
+    #[inline]
+    pub(super) fn version(&self) -> u64 {
+        self.version
+    }
+
+    /// Whether a block other than `except` may have a size from `least` up to below `most`, in grains. `true` also if
+    /// there are too many to look at.
+    pub(super) fn has_between(&self, blocks: &Blocks, least: u64, most: u64, except: u32) -> bool {
+        let (mut bin, last) = (self.next_occupied(bin_of(least)), bin_of(most));
+        let mut looked = 0;
+        while let Some(at) = bin.filter(|&at| at <= last) {
+            let mut id = self.heads[at];
+            while id != NONE {
+                let block = blocks.get(id);
+                looked += 1;
+                if looked > BETWEEN_LOOK || id != except && (least..most).contains(&block.grains()) {
+                    return true;
+                }
+                id = block.bin_next;
+            }
+            bin = self.next_occupied(at + 1);
+        }
+        false
     }
 
     #[inline]
     pub(super) fn remove(&mut self, blocks: &mut Blocks, id: u32) {
+        self.version += 1;
         let block = blocks.get(id);
         let (before, after) = (block.bin_prev, block.bin_next);
         if after != NONE {

@@ -45,6 +45,13 @@ impl Recent {
         Self { slots: [NONE; SLOTS], used: 0, uncounted: 0 }
     }
 
+    /// The block in the place for that size.
+    #[inline]
+    pub(super) fn peek(&self, bytes: u64) -> Option<u32> {
+        let slot = slot_of(bytes);
+        (self.used & 1 << slot != 0).then(|| self.slots[slot])
+    }
+
     /// Takes the block of exactly that size.
     #[inline]
     pub(super) fn take(&mut self, blocks: &Blocks, bytes: u64) -> Option<Taken> {
