@@ -30,6 +30,16 @@ enum Outcome {
 }
 
 impl PagedDevice {
+    /// Frees a block that only its own stream used, in the heap that the thread used last. `false` if it has to be
+    /// looked at more closely, or is not of this device.
+    #[inline]
+    fn free_plain(&self, ptr: DevicePtr) -> bool {
+        let Some(at) = self.space.locate(ptr) else { return false };
+        self.is_unobserved()
+            && !self.instance().is_inherited()
+            && self.last_heap(at.heap).is_some_and(|cell| cell.lock().free_plain(at.kind, at.range, ptr.0))
+    }
+
     /// Allocates from free blocks of the heap.
     #[inline]
     fn search(&self, request: &Request, pool: MemPoolId, details: &EntryDetails) -> Result<(u32, Option<Allocation>)> {
@@ -299,21 +309,6 @@ impl PagedAllocator {
         Some(Allocation { ptr, bytes, bytes_requested: requested, device, stream, slot, generation })
     }
 
-    /// Frees a block that only its own stream used. `false` if it has to be looked at more closely.
-    #[inline]
-    fn free_plain(&self, ptr: DevicePtr) -> bool {
-        if self.instance().is_inherited() {
-            return false;
-        }
-        for device in &self.devices {
-            if let Some(at) = device.space.locate(ptr) {
-                return device.is_unobserved()
-                    && device.last_heap(at.heap).is_some_and(|cell| cell.lock().free_plain(at.kind, at.range, ptr.0));
-            }
-        }
-        false
-    }
-
     /// Allocates in every other case.
     #[inline(never)]
     fn allocate_checked(&self, request: Request) -> Result<Allocation> {
@@ -406,10 +401,14 @@ impl DeviceAllocator for PagedAllocator {
 
     #[inline]
     fn free_raw(&self, ptr: DevicePtr) -> Result<()> {
-        if self.free_plain(ptr) { Ok(()) } else { self.free_checked(ptr) }
+        if self.devices.iter().any(|device| device.free_plain(ptr)) { Ok(()) } else { self.free_checked(ptr) }
     }
 
+    #[inline]
     fn free_on(&self, device: DeviceId, ptr: DevicePtr) -> Result<()> {
+        if self.devices.get(device.0 as usize).is_some_and(|device| device.free_plain(ptr)) {
+            return Ok(());
+        }
         if ptr.is_null() || self.instance().is_inherited() {
             return Ok(());
         }
