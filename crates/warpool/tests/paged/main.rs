@@ -2,6 +2,8 @@
 //! programs over it, with faults, captures, pools and threads, are in `warpool soak`; what holds for every allocator is
 //! in `uncached/allocators.rs`.
 
+mod statistics;
+
 use std::sync::Arc;
 
 use warpool::driver::sim::{SimConfig, SimDriver};

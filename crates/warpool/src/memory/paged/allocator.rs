@@ -8,7 +8,7 @@ use super::device::{BlockRef, PagedDevice};
 use super::fill::{self, FillRequest};
 use super::heap::{Freed, Heap};
 use super::pending::PendingFrees;
-use super::{PagedAllocator, reclaim, snapshot};
+use super::{PagedAllocator, inactive, reclaim, snapshot};
 use crate::memory::report::{EntryDetails, StackIds};
 use crate::memory::shortage::Shortage;
 use crate::memory::stream_fence;
@@ -499,11 +499,7 @@ impl DeviceAllocator for PagedAllocator {
     fn largest_available(&self, device: DeviceId) -> Result<u64> {
         let paged_device = self.device(device)?;
         let free = self.driver().mem_info(device)?.bytes_free;
-        let largest = paged_device.heaps.iter().map(|(_, heap)| {
-            let mut heap = heap.lock();
-            heap.merge_recent();
-            heap.largest_free()
-        });
+        let largest = paged_device.heaps.iter().map(|(_, heap)| inactive::largest(&heap.lock()));
         Ok(free.max(largest.max().unwrap_or(0)))
     }
 

@@ -15,6 +15,7 @@ use super::counters::{Added, Totals};
 use super::heap::Heap;
 use super::heaps::Heaps;
 use super::last_heap::DeviceKey;
+use super::inactive::{self, Inactive, InactiveStats};
 use super::pages::{PageTable, PageTotals};
 use super::pools::Pools;
 use super::spin_lock::SpinLock;
@@ -23,7 +24,9 @@ use crate::memory::limit::limit_bytes;
 use crate::memory::report::{EntryDetails, HistoryFlags, HistoryRecorder};
 use crate::memory::scopes::Scopes;
 use crate::memory::stream_fence::StreamFences;
-use crate::memory::{Action, HistoryOptions, MemPoolId, Observers, Settings, StackLevel, Stats};
+use crate::memory::{
+    Action, HistoryOptions, MemPoolId, Observers, SegmentKind, Settings, StackLevel, StatByKind, Stats,
+};
 use crate::{Device, Error, Instance, Result, lock};
 
 /// What the devices of an allocator share.
@@ -97,6 +100,7 @@ pub(super) struct PagedDevice {
     fences: Mutex<StreamFences<BlockRef>>,
     has_pending: AtomicBool,
     totals: Mutex<Totals>,
+    inactive: Mutex<InactiveStats>,
     pub(super) counts: EventCounts,
     limits: Mutex<Limits>,
     pub(super) history: Mutex<HistoryRecorder>,
@@ -123,6 +127,7 @@ impl PagedDevice {
             fences: Mutex::default(),
             has_pending: AtomicBool::new(false),
             totals: Mutex::default(),
+            inactive: Mutex::default(),
             counts: EventCounts::default(),
             limits: Mutex::new(Limits {
                 fraction: settings.per_process_memory_fraction,
@@ -214,7 +219,7 @@ impl PagedDevice {
     }
 
     /// A heap of a released pool has nothing mapped any more: it can be used again for another pool.
-    pub(super) fn retire_heap(&self, number: u32) {
+    pub(super) fn retire_heap(&self, table: &mut PageTable, number: u32) {
         let mut keys = self.by_key.write().unwrap_or_else(PoisonError::into_inner);
         let (stream, pool) = {
             let heap = self.heaps.get(number).lock();
@@ -222,7 +227,9 @@ impl PagedDevice {
         };
         keys.by_key.remove(&(stream, pool));
         keys.idle.push(number);
-        lock(&self.pools).remove_heap(pool, number);
+        if lock(&self.pools).remove_heap(pool, number) {
+            table.homes.forget_pool(pool);
+        }
     }
 
     /// The heap, if it is the one that the thread used last.
@@ -272,15 +279,35 @@ impl PagedDevice {
         act(&mut totals, &added)
     }
 
+    /// Computes the statistics of free parts, and passes them.
+    fn with_inactive<R>(&self, act: impl FnOnce(&mut InactiveStats) -> R) -> R {
+        let (mut stats, mut now) = (lock(&self.inactive), [Inactive::default(); 2]);
+        for (_, heap) in self.heaps.iter() {
+            let heap = heap.lock();
+            for kind in [SegmentKind::Small, SegmentKind::Large] {
+                let of_heap = inactive::inactive(&heap, kind);
+                now[kind as usize].parts += of_heap.parts;
+                now[kind as usize].bytes += of_heap.bytes;
+            }
+        }
+        stats.set(now);
+        act(&mut stats)
+    }
+
     pub(super) fn reset_peak(&self) {
         self.with_totals(|totals, _| totals.reset_peak());
-        lock(&self.pages).reserved.reset_peak();
+        self.with_inactive(|stats| stats.each(StatByKind::reset_peak));
+        let mut table = lock(&self.pages);
+        table.reserved.reset_peak();
+        table.homes.reset_peak();
     }
 
     pub(super) fn reset_accumulated(&self) {
         self.with_totals(Totals::reset_accumulated);
+        self.with_inactive(|stats| stats.each(StatByKind::reset_accumulated));
         let mut table = lock(&self.pages);
         table.reserved.reset_accumulated();
+        table.homes.reset_accumulated();
         table.totals = PageTotals::default();
         for count in [&self.counts.retries, &self.counts.ooms, &self.counts.syncs] {
             count.store(0, Ordering::Relaxed);
@@ -304,8 +331,13 @@ impl PagedDevice {
     pub(super) fn stats(&self) -> Stats {
         let mut stats = Stats { max_split_size: -1, ..Stats::default() };
         self.with_totals(|totals, added| totals.write(added, &mut stats));
+        self.with_inactive(|inactive| {
+            (stats.inactive_split, stats.inactive_split_bytes) = (inactive.parts, inactive.bytes);
+        });
         let table = lock(&self.pages);
         stats.reserved_bytes = table.reserved;
+        stats.segment = table.homes.segments;
+        stats.reserved_bytes_by_private_pools.clone_from(&table.homes.by_pool);
         stats.num_device_alloc = table.totals.created;
         stats.num_device_free = table.totals.released;
         drop(table);

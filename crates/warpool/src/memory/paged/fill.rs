@@ -100,6 +100,8 @@ impl Fill<'_> {
         old_mappings::undo_some(self.device, self.table, self.details)?;
         old_mappings::poll(self.device, self.table, self.request.heap)?;
         reclaim::poll_released(self.device, self.table, self.details)?;
+        let pool = self.cell.lock().pool;
+        self.table.homes.set_pool(self.request.heap, pool);
         let requested = self.request.requested;
         let (kind, bytes) = (kind_of(rounded(requested)), rounded(requested));
         if bytes > self.device.bytes_total {

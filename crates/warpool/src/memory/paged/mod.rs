@@ -26,6 +26,8 @@ mod fill;
 mod heap;
 mod heaps;
 mod last_heap;
+mod homes;
+mod inactive;
 mod old_mappings;
 mod pages;
 mod pending;

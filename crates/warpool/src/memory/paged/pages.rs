@@ -11,6 +11,7 @@ use rustc_hash::FxHashMap;
 use warpool_driver::PhysicalId;
 
 use super::heap::{Heap, State};
+use super::homes::{Home, HomeCounters};
 use crate::PooledEvent;
 use crate::memory::{SegmentKind, Stat, StatByKind};
 
@@ -103,6 +104,7 @@ pub(super) struct PageTable {
     pub(super) broken: Vec<(Slot, u32)>,
     /// Bytes of pages, by the kind of the area that they belong to; of unmapped ones, large.
     pub(super) reserved: StatByKind,
+    pub(super) homes: HomeCounters,
     pub(super) totals: PageTotals,
 }
 
@@ -146,6 +148,7 @@ impl PageTable {
             to_release: Vec::new(),
             broken: Vec::new(),
             reserved: StatByKind::default(),
+            homes: HomeCounters::default(),
             totals: PageTotals::default(),
         }
     }
@@ -281,14 +284,22 @@ impl PageTable {
 
     fn clear_slots(&mut self, id: PageId, slot: Slot, with: Mapping) {
         let slots = self.page(id).slots;
+        if self.page(id).home == Some(slot) {
+            self.set_home(id, None);
+        }
         for part in 0..slots {
             self.ranges[slot.range as usize].slots[(slot.index + part) as usize] = with;
         }
-        let page = self.page_mut(id);
-        page.mapped.retain(|other| other.slot != slot);
-        if page.home == Some(slot) {
-            page.home = None;
-        }
+        self.page_mut(id).mapped.retain(|other| other.slot != slot);
+    }
+
+    /// A page at a slot, as it counts in the statistics.
+    fn home_of(&self, id: PageId, slot: Slot) -> Home {
+        let (range, slots) = (self.range(slot.range), self.page(id).slots);
+        let beside = [slot.index.checked_sub(1), Some(slot.index + slots)];
+        let beside = beside.into_iter().flatten().map(|index| Slot { index, ..slot });
+        let neighbours = beside.filter(|&slot| self.own_page(slot).is_some()).count() as u64;
+        Home { heap: range.heap, kind: range.kind, bytes: self.page_bytes(id), neighbours }
     }
 
     /// Makes a page belong to a slot where it is mapped, or to none.
@@ -313,7 +324,15 @@ impl PageTable {
             let mapped = &mut self.page_mut(id).mapped;
             mapped.iter_mut().filter(|mapped| mapped.slot == before).for_each(|mapped| mapped.taken = taken);
         }
+        if let Some(before) = self.page(id).home {
+            let before = self.home_of(id, before);
+            self.homes.removed(before);
+        }
         self.page_mut(id).home = home;
+        if let Some(slot) = home {
+            let home = self.home_of(id, slot);
+            self.homes.added(home);
+        }
     }
 
     /// An event was recorded behind all work that used the pages taken from a heap so far.

@@ -139,15 +139,16 @@ impl Pools {
         Ok(self.get(id)?.heaps.clone())
     }
 
-    /// A heap of a released pool has nothing left. The pool is removed with the last.
-    pub(super) fn remove_heap(&mut self, id: MemPoolId, heap: u32) {
-        if let Some(pool) = self.by_id.get_mut(&id) {
-            pool.heaps.retain(|&other| other != heap);
-            if pool.heaps.is_empty() && pool.uses.total() == 0 {
-                self.by_id.remove(&id);
-                self.released.remove(&id);
-            }
+    /// A heap of a released pool has nothing left. The pool is removed with the last. Returns whether it was.
+    pub(super) fn remove_heap(&mut self, id: MemPoolId, heap: u32) -> bool {
+        let Some(pool) = self.by_id.get_mut(&id) else { return false };
+        pool.heaps.retain(|&other| other != heap);
+        let removed = pool.heaps.is_empty() && pool.uses.total() == 0;
+        if removed {
+            self.by_id.remove(&id);
+            self.released.remove(&id);
         }
+        removed
     }
 
     /// Pools without uses, with their heaps. Not those that unknown streams may still use.

@@ -96,7 +96,7 @@ fn empty_heap(device: &PagedDevice, table: &mut PageTable, number: u32, details:
         unmap(device, table, page, slot)?;
     }
     if table.is_unmapped(number) {
-        device.retire_heap(number);
+        device.retire_heap(table, number);
     }
     Ok(())
 }
@@ -226,7 +226,7 @@ fn release_heap(
         }
     }
     if !pool.is_default() && idle && table.is_unmapped(number) {
-        device.retire_heap(number);
+        device.retire_heap(table, number);
     }
     outcome
 }

@@ -15,8 +15,7 @@ pub(super) fn add_to(
 ) {
     let mut segments = Vec::new();
     for (_, cell) in device.heaps.iter() {
-        let mut heap = cell.lock();
-        heap.merge_recent();
+        let heap = cell.lock();
         if options.pool.is_none_or(|pool| pool == heap.pool) {
             for kind in [SegmentKind::Small, SegmentKind::Large] {
                 add_segments(device, &heap, kind, snapshot, stacks, &mut segments);
@@ -71,6 +70,14 @@ fn add_segments(
             }
             if state == BlockState::ActiveAllocated {
                 segment.allocated_size += block.bytes();
+            }
+            // Blocks that were freed a moment ago are shown as they will be, without merging them: a snapshot must not
+            // decide where the next request goes.
+            if let Some(last) = segment.blocks.last_mut()
+                && (last.state, state) == (BlockState::Inactive, BlockState::Inactive)
+            {
+                last.size += block.bytes();
+                continue;
             }
             segment.blocks.push(BlockInfo {
                 address: block.addr(),

@@ -118,11 +118,13 @@ impl StatByKind {
 pub struct Stats {
     /// Allocated blocks.
     pub allocation: StatByKind,
-    /// Segments. Expandable ones do not count.
+    /// Segments. Expandable ones do not count; of the paged allocator, runs of addresses with pages behind them do.
     pub segment: StatByKind,
     /// Allocated blocks and pending frees.
     pub active: StatByKind,
-    /// Free blocks of segments that are partly in use. Those of expandable segments do not count.
+    /// Free blocks of segments that are partly in use. Those of expandable segments do not count. The paged allocator
+    /// computes them when they are read: the peak is the highest value that was read, and what was added and removed
+    /// between two reads is their difference.
     pub inactive_split: StatByKind,
     /// Bytes of allocated blocks.
     pub allocated_bytes: StatByKind,

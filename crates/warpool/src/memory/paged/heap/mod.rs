@@ -345,11 +345,6 @@ impl Heap {
         self.areas[block.kind as usize].range_number(block.range)
     }
 
-    pub(super) fn largest_free(&self) -> u64 {
-        let largest = |area: &Area| area.free_at_least(&self.blocks, GRAIN).map(|id| self.blocks.get(id).bytes).max();
-        self.areas.iter().filter_map(largest).max().unwrap_or(0)
-    }
-
     /// Bytes with pages behind them that are not in use.
     pub(super) fn free_bytes(&self) -> u64 {
         let free = |block: &Block| matches!(block.state, State::Free | State::Recent);

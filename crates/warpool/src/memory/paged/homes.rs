@@ -1,0 +1,79 @@
+//! Statistics of the addresses that pages belong to: segments, and the bytes of each private pool.
+//!
+//! A *segment* of this allocator is a run of addresses with pages behind them in one range of a heap. Segments come and
+//! go where pages do, in the slow path, so every figure here is exact, its peak too.
+
+use std::collections::BTreeMap;
+
+use crate::memory::{MemPoolId, SegmentKind, StatByKind};
+
+#[derive(Debug, Default)]
+pub(super) struct HomeCounters {
+    pub(super) segments: StatByKind,
+    /// Bytes of pages by the private pool that they belong to.
+    pub(super) by_pool: BTreeMap<MemPoolId, StatByKind>,
+    /// The pool of each heap that has, or is about to get, pages.
+    pools: Vec<MemPoolId>,
+}
+
+/// A page that belongs to a heap, or is about to.
+#[derive(Clone, Copy)]
+pub(super) struct Home {
+    pub(super) heap: u32,
+    pub(super) kind: SegmentKind,
+    pub(super) bytes: u64,
+    /// How many of the two slots beside it have pages of their own.
+    pub(super) neighbours: u64,
+}
+
+impl HomeCounters {
+    /// Says whose a heap is; before it gets pages.
+    pub(super) fn set_pool(&mut self, heap: u32, pool: MemPoolId) {
+        let heap = heap as usize;
+        if self.pools.len() <= heap {
+            self.pools.resize(heap + 1, MemPoolId::DEFAULT);
+        }
+        self.pools[heap] = pool;
+    }
+
+    pub(super) fn forget_pool(&mut self, pool: MemPoolId) {
+        self.by_pool.remove(&pool);
+    }
+
+    pub(super) fn added(&mut self, home: Home) {
+        self.change_segments(home.kind, home.neighbours, 1);
+        if let Some(pool) = self.private_pool(home.heap) {
+            self.by_pool.entry(pool).or_default().increase(home.kind, home.bytes);
+        }
+    }
+
+    pub(super) fn removed(&mut self, home: Home) {
+        self.change_segments(home.kind, 1, home.neighbours);
+        if let Some(pool) = self.private_pool(home.heap) {
+            self.by_pool.entry(pool).or_default().decrease(home.kind, home.bytes);
+        }
+    }
+
+    /// So many segments are now so many.
+    fn change_segments(&mut self, kind: SegmentKind, before: u64, after: u64) {
+        if after > before {
+            self.segments.increase(kind, after - before);
+        } else {
+            self.segments.decrease(kind, before - after);
+        }
+    }
+
+    fn private_pool(&self, heap: u32) -> Option<MemPoolId> {
+        self.pools.get(heap as usize).copied().filter(|pool| !pool.is_default())
+    }
+
+    pub(super) fn reset_peak(&mut self) {
+        self.segments.reset_peak();
+        self.by_pool.values_mut().for_each(StatByKind::reset_peak);
+    }
+
+    pub(super) fn reset_accumulated(&mut self) {
+        self.segments.reset_accumulated();
+        self.by_pool.values_mut().for_each(StatByKind::reset_accumulated);
+    }
+}
