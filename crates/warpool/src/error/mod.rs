@@ -5,7 +5,9 @@
 mod generator;
 mod graph;
 mod oom;
+mod page_shortage;
 mod pinned_cap;
+mod size;
 
 use std::fmt;
 
@@ -14,6 +16,7 @@ use warpool_driver::{DeviceId, DevicePtr, DriverError, HostPtr, StreamId};
 pub use generator::GeneratorError;
 pub use graph::GraphError;
 pub use oom::{OomCause, OomReport};
+pub use page_shortage::PageShortage;
 pub use pinned_cap::PinnedCapReport;
 
 use crate::pool_id::MemPoolId;

@@ -4,6 +4,9 @@ use std::fmt;
 
 use warpool_driver::DeviceId;
 
+use super::page_shortage::PageShortage;
+use super::size::Size;
+
 /// Why a request failed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum OomCause {
@@ -60,6 +63,8 @@ pub struct OomReport {
     pub expandable_segments: bool,
     /// Whether the stream captures, so that nothing could be reclaimed.
     pub capturing: bool,
+    /// Where free memory is, if the allocator is the paged one.
+    pub pages: Option<PageShortage>,
 }
 
 impl OomReport {
@@ -123,6 +128,12 @@ impl fmt::Display for OomReport {
             Size(self.bytes_largest_cached),
         )?;
         write!(f, " {} is held by others (contexts, other libraries, other processes).", Size(self.bytes_elsewhere()))?;
+        if let Some(pages) = &self.pages {
+            // What the driver could still have given.
+            let allowed = self.bytes_limit.map_or(u64::MAX, |limit| limit.saturating_sub(self.bytes_reserved));
+            let missing = self.bytes_segment.saturating_sub(allowed.min(self.bytes_free));
+            return pages.write(f, missing, self.bytes_pending, self.capturing);
+        }
         if self.capturing {
             f.write_str(" Nothing could be reclaimed, because the stream captures a graph.")?;
         }
@@ -135,41 +146,5 @@ impl fmt::Display for OomReport {
             })?;
         }
         Ok(())
-    }
-}
-
-/// A number of bytes as PyTorch writes it.
-pub(super) struct Size(pub(super) u64);
-
-impl fmt::Display for Size {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        #[expect(clippy::cast_precision_loss, reason = "two decimals are shown")]
-        let bytes = self.0 as f64;
-        match self.0 {
-            0..=1024 => write!(f, "{} bytes", self.0),
-            1025..=1_048_576 => write!(f, "{:.2} KiB", bytes / 1024.0),
-            1_048_577..=1_073_741_824 => write!(f, "{:.2} MiB", bytes / 1_048_576.0),
-            _ => write!(f, "{:.2} GiB", bytes / 1_073_741_824.0),
-        }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn sizes_are_written_as_in_pytorch() {
-        let cases = [
-            (0, "0 bytes"),
-            (1024, "1024 bytes"),
-            (1536, "1.50 KiB"),
-            (1 << 20, "1024.00 KiB"),
-            (20 << 20, "20.00 MiB"),
-            (80 << 30, "80.00 GiB"),
-        ];
-        for (bytes, text) in cases {
-            assert_eq!(Size(bytes).to_string(), text);
-        }
     }
 }

@@ -5,7 +5,7 @@ use std::fmt;
 
 use warpool_driver::DeviceId;
 
-use super::oom::Size;
+use super::size::Size;
 
 /// What was requested, what is allowed, and where it is.
 #[derive(Clone, Debug, PartialEq, Eq)]

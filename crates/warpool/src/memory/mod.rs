@@ -79,7 +79,7 @@ mod size_rules;
 mod stream_fence;
 mod uncached;
 
-pub use crate::error::{OomCause, OomReport, PinnedCapReport};
+pub use crate::error::{OomCause, OomReport, PageShortage, PinnedCapReport};
 pub use crate::pool_id::MemPoolId;
 #[doc(hidden)]
 pub use allocator::GraphKey;

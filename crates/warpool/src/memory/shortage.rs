@@ -39,6 +39,7 @@ impl Shortage<'_> {
             // No setting would place it otherwise.
             expandable_segments: true,
             capturing: self.capturing,
+            pages: None,
         }
     }
 }

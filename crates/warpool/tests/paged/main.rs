@@ -2,6 +2,7 @@
 //! programs over it, with faults, captures, pools and threads, are in `warpool soak`; what holds for every allocator is
 //! in `uncached/allocators.rs`.
 
+mod out_of_memory;
 mod statistics;
 
 use std::sync::Arc;
@@ -14,6 +15,7 @@ use warpool::memory::{
 use warpool::{Device, Error, Instance, Stream};
 
 const MIB: u64 = 1 << 20;
+const DEVICE: DeviceId = DeviceId(0);
 
 struct Machine {
     sim: Arc<SimDriver>,
@@ -40,7 +42,15 @@ impl Machine {
     }
 
     fn block(&self, bytes: u64, stream: &Stream) -> DeviceBlock {
-        self.allocator.allocate(bytes, stream).unwrap()
+        self.try_block(bytes, stream).unwrap()
+    }
+
+    fn try_block(&self, bytes: u64, stream: &Stream) -> warpool::Result<DeviceBlock> {
+        self.allocator.allocate(bytes, stream)
+    }
+
+    fn sim_driver(&self) -> &dyn Driver {
+        &*self.sim
     }
 
     fn reserved(&self) -> u64 {

@@ -1,12 +1,9 @@
 //! Statistics by PyTorch's names: they agree with snapshots, and reading them changes nothing.
 
-use warpool::driver::DeviceId;
 use warpool::memory::{Allocate as _, BlockState, DeviceAllocator, MemPool, PoolOptions, SnapshotOptions, StatByKind};
 use warpool_testing::{Rng, seeds};
 
-use crate::{MIB, Machine};
-
-const DEVICE: DeviceId = DeviceId(0);
+use crate::{DEVICE, MIB, Machine};
 
 /// Compares what is counted with what a snapshot shows.
 #[track_caller]

@@ -8,9 +8,8 @@ use super::device::{BlockRef, PagedDevice};
 use super::fill::{self, FillRequest};
 use super::heap::{Freed, Heap};
 use super::pending::PendingFrees;
-use super::{PagedAllocator, inactive, reclaim, snapshot};
+use super::{PagedAllocator, inactive, reclaim, shortage, snapshot};
 use crate::memory::report::{EntryDetails, StackIds};
-use crate::memory::shortage::Shortage;
 use crate::memory::stream_fence;
 use crate::memory::{
     Action, Allocation, DeviceAllocator, GraphKey, HistoryOptions, MemPoolId, Observers, OomCause, PrivatePools,
@@ -138,8 +137,7 @@ impl PagedDevice {
             let heap = self.heaps.get(number).lock();
             self.record(Action::Oom, memory.bytes_free, bytes_segment, &heap, details);
         }
-        let (stats, limit) = (self.stats(), self.limit());
-        let report = Shortage { request, why, bytes_segment, memory, limit, stats: &stats, capturing }.report();
+        let report = shortage::report(self, request, (why, bytes_segment), memory, &self.stats(), capturing);
         self.observers().report_oom(&report);
         Error::OutOfMemory(Box::new(report))
     }

@@ -35,6 +35,7 @@ mod physical;
 mod pools;
 mod private_pools;
 mod reclaim;
+mod shortage;
 mod snapshot;
 mod spin_lock;
 mod window;

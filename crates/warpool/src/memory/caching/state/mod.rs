@@ -550,6 +550,7 @@ impl DeviceState {
             bytes_largest_cached: 0,
             expandable_segments: self.policy.expandable,
             capturing: false,
+            pages: None,
         };
         for (_, block) in self.heap.blocks().filter(|(_, block)| block.status() == BlockStatus::Free) {
             if self.heap.block_pool_of(block.segment()).pool().is_default() {
