@@ -245,6 +245,32 @@ mod tests {
         assert_eq!(shown.join("\n"), expected, "settings {string:?}");
     }
 
+    /// Every setting of the caching allocator alone is reported once, and no other.
+    #[test]
+    fn the_paged_allocator_reports_each_setting_that_it_ignores() {
+        let values = [
+            "large_segment_size_mb:32",
+            "max_split_size_mb:200",
+            "max_non_split_rounding_mb:64",
+            "garbage_collection_threshold:0.8",
+            "roundup_power2_divisions:4",
+            "expandable_segments:True",
+            "expandable_segments_reserve:0.5",
+            "expandable_segments_reserve_by_class:[a:1G]",
+            "release_lock_on_cudamalloc:True",
+            "graph_capture_record_stream_reuse:True",
+            "throw_on_cudamalloc_oom:True",
+            "free_block_order:address",
+        ];
+        let ignored = KEYS.iter().filter(|info| !info.backends.contains(&Backend::Paged)).map(|info| info.name);
+        let named = values.map(|value| value.split(':').next().unwrap_or_default());
+        assert_eq!(named.to_vec(), ignored.collect::<Vec<_>>(), "the list names them all");
+        let found = lint(&format!("backend:paged,{}", values.join(",")));
+        let reported: Vec<&str> = found.warnings.iter().map(|warning| warning.key.as_str()).collect();
+        assert_eq!(reported, named);
+        assert!(found.warnings.iter().all(|warning| warning.text.contains("the backend paged has no such setting")));
+    }
+
     #[test]
     fn settings_without_effect_are_warnings() {
         let quiet = [
