@@ -4,6 +4,7 @@
 
 mod out_of_memory;
 mod statistics;
+mod upstream;
 
 use std::sync::Arc;
 

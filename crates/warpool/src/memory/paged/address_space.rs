@@ -1,13 +1,15 @@
 //! The addresses of a device: a few large reservations (*arenas*), divided into ranges for heaps. From an address to
-//! the heap it belongs to are a subtraction, a shift and a load; no lock.
+//! the heap it belongs to are a subtraction, a shift and a load; no lock. Segments (`segments.rs`) are elsewhere; they
+//! are searched for only if there are any.
 
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Mutex, OnceLock};
 
 use warpool_driver::DevicePtr;
 
 use crate::memory::SegmentKind;
-use crate::{Instance, Result, lock};
+use crate::{Error, Instance, Result, lock};
 
 /// Ranges begin and end at multiples of this.
 const STRIPE: u64 = 1 << 30;
@@ -54,13 +56,22 @@ pub(super) struct AddressSpace {
     arenas: [OnceLock<Arena>; ARENAS_MAX],
     /// The arena in use and how much of it is divided; under the lock new ones are reserved.
     used: Mutex<(usize, u64)>,
+    /// Size and location, by address.
+    segments: Mutex<BTreeMap<u64, (u64, Location)>>,
+    segments_count: AtomicUsize,
 }
 
 impl AddressSpace {
     /// For a device with that much memory.
     pub(super) fn new(bytes_total: u64) -> Self {
         let arena_bytes = bytes_total.max(STRIPE).next_power_of_two() * 8;
-        Self { arena_bytes, arenas: [const { OnceLock::new() }; ARENAS_MAX], used: Mutex::new((0, 0)) }
+        Self {
+            arena_bytes,
+            arenas: [const { OnceLock::new() }; ARENAS_MAX],
+            used: Mutex::new((0, 0)),
+            segments: Mutex::default(),
+            segments_count: AtomicUsize::new(0),
+        }
     }
 
     /// Reserves a range of at least `bytes`. Returns its address and size, or `None` if no addresses are left. It
@@ -113,14 +124,50 @@ impl AddressSpace {
     #[inline]
     pub(super) fn locate(&self, ptr: DevicePtr) -> Option<Location> {
         for arena in &self.arenas {
-            let arena = arena.get()?;
+            let Some(arena) = arena.get() else { break };
             if let Some(offset) = ptr.0.checked_sub(arena.base)
                 && let Some(stripe) = arena.stripes.get((offset / STRIPE) as usize)
             {
                 return Location::unpack(stripe.load(Ordering::Acquire));
             }
         }
-        None
+        self.locate_in_segments(ptr)
+    }
+
+    #[cold]
+    fn locate_in_segments(&self, ptr: DevicePtr) -> Option<Location> {
+        if self.segments_count.load(Ordering::Acquire) == 0 {
+            return None;
+        }
+        let segments = lock(&self.segments);
+        let (&base, &(bytes, location)) = segments.range(..=ptr.0).next_back()?;
+        (ptr.0 - base < bytes).then_some(location)
+    }
+
+    /// Fails if no memory can be there, or if it overlaps what the device has: an upstream's results are untrusted.
+    pub(super) fn check_untrusted(&self, ptr: DevicePtr, bytes: u64) -> Result<()> {
+        let end = ptr.0.checked_add(bytes).filter(|_| !ptr.is_null()).ok_or(Error::ExternalAddress { ptr, bytes })?;
+        let arenas = self.arenas.iter().map_while(OnceLock::get);
+        let arenas = arenas.map(|arena| (arena.base, arena.stripes.len() as u64 * STRIPE));
+        let segments = lock(&self.segments);
+        // Of all segments that start before its end, only the last can reach into it.
+        let segment = segments.range(..end).next_back().map(|(&base, &(bytes, _))| (base, bytes));
+        match arenas.chain(segment).find(|&(base, length)| base < end && base + length > ptr.0) {
+            Some((live, live_bytes)) => Err(Error::ExternalOverlap { ptr, bytes, live: DevicePtr(live), live_bytes }),
+            None => Ok(()),
+        }
+    }
+
+    pub(super) fn add_segment(&self, base: u64, bytes: u64, location: Location) {
+        let mut segments = lock(&self.segments);
+        segments.insert(base, (bytes, location));
+        self.segments_count.store(segments.len(), Ordering::Release);
+    }
+
+    pub(super) fn remove_segment(&self, base: u64) {
+        let mut segments = lock(&self.segments);
+        segments.remove(&base);
+        self.segments_count.store(segments.len(), Ordering::Release);
     }
 }
 

@@ -6,9 +6,9 @@ use warpool_driver::{DeviceId, DevicePtr, MemoryInfo, StreamId};
 
 use super::device::{BlockRef, PagedDevice};
 use super::fill::{self, FillRequest};
-use super::heap::{Freed, Heap};
+use super::heap::{self, Freed, Heap};
 use super::pending::PendingFrees;
-use super::{PagedAllocator, inactive, reclaim, shortage, snapshot};
+use super::{PagedAllocator, inactive, reclaim, segments, shortage, snapshot};
 use crate::memory::report::{EntryDetails, StackIds};
 use crate::memory::stream_fence;
 use crate::memory::{
@@ -66,14 +66,45 @@ impl PagedDevice {
         capturing: bool,
         details: &EntryDetails,
     ) -> Result<(u32, Option<Allocation>)> {
-        {
+        let no_split = {
             let mut pools = lock(&self.pools);
             pools.expect_in_use(pool)?;
             if capturing {
                 pools.record_capture(pool);
             }
-        }
-        self.search(request, pool, details)
+            pools.is_no_split(pool)
+        };
+        if no_split { self.search_whole(request, pool, details) } else { self.search(request, pool, details) }
+    }
+
+    /// Allocates a whole free segment of a pool whose segments are not split.
+    fn search_whole(
+        &self,
+        request: &Request,
+        pool: MemPoolId,
+        details: &EntryDetails,
+    ) -> Result<(u32, Option<Allocation>)> {
+        let (number, cell) = self.heap_for(request.stream, pool)?;
+        let mut heap = cell.lock();
+        let kind = heap::kind_of(heap::rounded(request.bytes));
+        let is_own = heap.is_of(request.stream, pool);
+        let block = if is_own { heap.allocate_whole(kind, request.bytes) } else { None };
+        Ok((number, block.map(|block| self.finish(&mut heap, number, block, details))))
+    }
+
+    /// A free block of a pool with segments that serves the default pool before it runs out of memory.
+    fn search_for_oom(&self, request: &Request, details: &EntryDetails) -> Option<Allocation> {
+        let pools = lock(&self.pools).segments_for_oom();
+        pools.into_iter().find_map(|(pool, no_split)| {
+            let number = self.existing_heap(request.stream, pool)?;
+            let mut heap = self.heaps.get(number).lock();
+            if !heap.is_of(request.stream, pool) {
+                return None;
+            }
+            let kind = heap::kind_of(heap::rounded(request.bytes));
+            let block = if no_split { heap.allocate_whole(kind, request.bytes) } else { heap.allocate(request.bytes) };
+            block.map(|block| self.finish(&mut heap, number, block, details))
+        })
     }
 
     /// The allocation of a block, with its entry in the history.
@@ -98,25 +129,70 @@ impl PagedDevice {
         details: &EntryDetails,
     ) -> Result<Allocation> {
         if self.observers().run_pressure_callbacks(self.id)
-            && let (_, Some(found)) = self.search(request, pool, details)?
+            && let (_, Some(found)) = self.search_again(request, pool, details)?
         {
             return Ok(found);
         }
-        let mut fill =
-            FillRequest { heap: number, requested: request.bytes, stream: request.stream, capturing, on_oom: false };
-        if let Ok(block) = fill::allocate(self, fill, details)? {
-            return Ok(self.finish(&mut self.heaps.get(number).lock(), number, block, details));
-        }
-        if !capturing {
-            reclaim::wait_for_unknown_users(self)?;
-            PendingFrees::new(self, details).wait()?;
-            self.counts.retries.fetch_add(1, Ordering::Relaxed);
-        }
-        fill.on_oom = true;
-        match fill::allocate(self, fill, details)? {
-            Ok(block) => Ok(self.finish(&mut self.heaps.get(number).lock(), number, block, details)),
-            Err(cause) => Err(self.out_of_memory(request, number, cause, capturing, details)),
-        }
+        let fill = FillRequest {
+            heap: number,
+            requested: request.bytes,
+            stream: request.stream,
+            pool,
+            capturing,
+            on_oom: false,
+        };
+        let has_segments = !pool.is_default() && lock(&self.pools).has_segments(pool);
+        let allocate = |on_oom: bool| {
+            if has_segments {
+                segments::allocate(self, request, pool, number, details)
+            } else {
+                fill::allocate(self, FillRequest { on_oom, ..fill }, details)
+            }
+        };
+        let finish = |block: u32| self.finish(&mut self.heaps.get(number).lock(), number, block, details);
+        let outcome = match allocate(false)? {
+            Ok(block) => return Ok(finish(block)),
+            Err(why) => {
+                if pool.is_default()
+                    && let Some(found) = self.search_for_oom(request, details)
+                {
+                    return Ok(found);
+                }
+                Err(why)
+            }
+        };
+        let outcome = if capturing && has_segments {
+            outcome
+        } else {
+            if !capturing {
+                reclaim::wait_for_unknown_users(self)?;
+                PendingFrees::new(self, details).wait()?;
+                self.counts.retries.fetch_add(1, Ordering::Relaxed);
+                if has_segments {
+                    // The source may have the memory of what is free elsewhere.
+                    reclaim::release_all(self, MemPoolId::DEFAULT, 0, details)?;
+                    if let (_, Some(found)) = self.search_again(request, pool, details)? {
+                        return Ok(found);
+                    }
+                } else {
+                    segments::release(self, MemPoolId::DEFAULT, 0, details)?;
+                }
+            }
+            allocate(true)?
+        };
+        self.drop_removed();
+        outcome.map(finish).map_err(|cause| self.out_of_memory(request, number, cause, capturing, details))
+    }
+
+    /// The search of a request that was routed already.
+    fn search_again(
+        &self,
+        request: &Request,
+        pool: MemPoolId,
+        details: &EntryDetails,
+    ) -> Result<(u32, Option<Allocation>)> {
+        let no_split = !pool.is_default() && lock(&self.pools).is_no_split(pool);
+        if no_split { self.search_whole(request, pool, details) } else { self.search(request, pool, details) }
     }
 
     /// Counts a failed request, calls the observers, and makes the error.
@@ -132,7 +208,7 @@ impl PagedDevice {
         let unknown = MemoryInfo { bytes_free: 0, bytes_total: self.bytes_total };
         let memory = self.driver().mem_info(self.id).unwrap_or(unknown);
         self.counts.ooms.fetch_add(1, Ordering::Relaxed);
-        let bytes_segment = super::heap::rounded(request.bytes);
+        let bytes_segment = heap::rounded(request.bytes);
         {
             let heap = self.heaps.get(number).lock();
             self.record(Action::Oom, memory.bytes_free, bytes_segment, &heap, details);
@@ -489,7 +565,7 @@ impl DeviceAllocator for PagedAllocator {
             reclaim::wait_for_unknown_users(paged_device)?;
             PendingFrees::new(paged_device, &details).wait()?;
         }
-        let trimmed = reclaim::release(paged_device, pool, 0, &details);
+        let trimmed = reclaim::release_all(paged_device, pool, 0, &details);
         paged_device.report();
         trimmed
     }

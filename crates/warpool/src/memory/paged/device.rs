@@ -14,10 +14,10 @@ use super::address_space::AddressSpace;
 use super::counters::{Added, Totals};
 use super::heap::Heap;
 use super::heaps::Heaps;
-use super::last_heap::DeviceKey;
 use super::inactive::{self, Inactive, InactiveStats};
+use super::last_heap::DeviceKey;
 use super::pages::{PageTable, PageTotals};
-use super::pools::Pools;
+use super::pools::{Pools, SegmentSource};
 use super::spin_lock::SpinLock;
 use crate::capture::{CaptureSafe, CaptureStatus};
 use crate::memory::limit::limit_bytes;
@@ -27,6 +27,7 @@ use crate::memory::stream_fence::StreamFences;
 use crate::memory::{
     Action, HistoryOptions, MemPoolId, Observers, SegmentKind, Settings, StackLevel, StatByKind, Stats,
 };
+use crate::unwind::drop_user_value;
 use crate::{Device, Error, Instance, Result, lock};
 
 /// What the devices of an allocator share.
@@ -96,6 +97,8 @@ pub(super) struct PagedDevice {
     pub(super) space: AddressSpace,
     pub(super) pages: Mutex<PageTable>,
     pub(super) pools: Mutex<Pools>,
+    /// Sources of removed pools and segments, to be dropped.
+    removed: Mutex<Vec<SegmentSource>>,
     pub(super) scopes: Scopes,
     fences: Mutex<StreamFences<BlockRef>>,
     has_pending: AtomicBool,
@@ -123,6 +126,7 @@ impl PagedDevice {
             space: AddressSpace::new(properties.bytes_total),
             pages: Mutex::new(PageTable::new(slot)),
             pools: Mutex::new(Pools::new(device.id())),
+            removed: Mutex::default(),
             scopes: Scopes::default(),
             fences: Mutex::default(),
             has_pending: AtomicBool::new(false),
@@ -227,9 +231,50 @@ impl PagedDevice {
         };
         keys.by_key.remove(&(stream, pool));
         keys.idle.push(number);
-        if lock(&self.pools).remove_heap(pool, number) {
+        // Nobody's, until it is used again.
+        self.heaps.get(number).lock().pool = MemPoolId { graph: u32::MAX, user: u32::MAX };
+        let (removed, source) = lock(&self.pools).remove_heap(pool, number);
+        if removed {
             table.homes.forget_pool(pool);
         }
+        self.drop_later(source);
+    }
+
+    /// Removes released pools that have nothing left.
+    pub(super) fn retire_empty(&self) {
+        if !lock(&self.pools).has_released() {
+            return;
+        }
+        let mut table = lock(&self.pages);
+        let released = lock(&self.pools).released();
+        for heap in released.into_iter().flat_map(|(_, heaps)| heaps) {
+            let idle = self.heaps.get(heap).lock().is_idle();
+            if idle && table.is_unmapped(heap) {
+                self.retire_heap(&mut table, heap);
+            }
+        }
+    }
+
+    /// Leaves a value of the user to [`drop_removed`](Self::drop_removed): its destructor runs without a lock.
+    pub(super) fn drop_later(&self, source: Option<SegmentSource>) {
+        lock(&self.removed).extend(source);
+    }
+
+    /// Drops the sources of removed pools and segments. No lock may be held.
+    pub(super) fn drop_removed(&self) {
+        let removed = std::mem::take(&mut *lock(&self.removed));
+        if !removed.is_empty() {
+            drop_user_value(removed);
+        }
+    }
+
+    /// The heap of a stream and pool, if there is one.
+    pub(super) fn existing_heap(&self, stream: StreamId, pool: MemPoolId) -> Option<u32> {
+        self.by_key.read().unwrap_or_else(PoisonError::into_inner).by_key.get(&(stream, pool)).copied()
+    }
+
+    pub(super) fn settings(&self) -> Arc<Settings> {
+        Arc::clone(&lock(&self.shared.settings))
     }
 
     /// The heap, if it is the one that the thread used last.
@@ -338,8 +383,8 @@ impl PagedDevice {
         stats.reserved_bytes = table.reserved;
         stats.segment = table.homes.segments;
         stats.reserved_bytes_by_private_pools.clone_from(&table.homes.by_pool);
-        stats.num_device_alloc = table.totals.created;
-        stats.num_device_free = table.totals.released;
+        stats.num_device_alloc = table.totals.created + table.homes.segment_allocs;
+        stats.num_device_free = table.totals.released + table.homes.segment_frees;
         drop(table);
         stats.num_alloc_retries = self.counts.retries.load(Ordering::Relaxed);
         stats.num_ooms = self.counts.ooms.load(Ordering::Relaxed);

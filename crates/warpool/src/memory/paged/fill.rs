@@ -27,8 +27,8 @@ use super::window::{self, Window};
 use crate::memory::limit::share_of;
 use crate::memory::report::EntryDetails;
 use crate::memory::stream_fence::{self, Recorded};
-use crate::memory::{Action, OomCause, SegmentKind};
-use crate::{Result, lock};
+use crate::memory::{Action, MemPoolId, OomCause, SegmentKind};
+use crate::{Error, Result, lock};
 
 /// From here on new pages are pairs of slots: half the driver calls per byte, when a few free megabytes more do not
 /// matter. `docs/paged.md` has the curve that this was chosen from.
@@ -43,6 +43,7 @@ pub(super) struct FillRequest {
     pub(super) heap: u32,
     pub(super) requested: u64,
     pub(super) stream: StreamId,
+    pub(super) pool: MemPoolId,
     /// Whether the stream captures: its work runs later, so other heaps' pages cannot be ordered before it.
     pub(super) capturing: bool,
     /// Whether the request would run out of memory otherwise.
@@ -100,7 +101,11 @@ impl Fill<'_> {
         old_mappings::undo_some(self.device, self.table, self.details)?;
         old_mappings::poll(self.device, self.table, self.request.heap)?;
         reclaim::poll_released(self.device, self.table, self.details)?;
-        let pool = self.cell.lock().pool;
+        let pool = self.request.pool;
+        if !self.cell.lock().is_of(self.request.stream, pool) {
+            // The pool was removed since the heap was found.
+            return Err(Error::PoolReleased { pool });
+        }
         self.table.homes.set_pool(self.request.heap, pool);
         let requested = self.request.requested;
         let (kind, bytes) = (kind_of(rounded(requested)), rounded(requested));
@@ -379,6 +384,9 @@ impl Fill<'_> {
             // Taken first: the events are then behind all work that ever used the pages.
             let before = supply.clone();
             self.take_from(number, supply);
+            if supply.pages.len() == before.pages.len() {
+                continue;
+            }
             let ordered = self.order_after(&streams);
             if !matches!(ordered, Ok(true)) {
                 let taken = supply.pages.split_off(before.pages.len());
@@ -411,7 +419,7 @@ impl Fill<'_> {
         let options = PhysicalOptions { share: None, rdma: self.device.rdma };
         let limit = self.device.limit().unwrap_or(u64::MAX);
         while supply.slots_needed > 0 {
-            let reserved = self.table.reserved_all().current;
+            let reserved = self.table.bytes_limited();
             let slots = supply.next_max().min(self.unit());
             let bytes = u64::from(slots) * self.table.slot_bytes;
             if reserved.saturating_add(bytes) > limit {

@@ -12,6 +12,9 @@ pub(super) struct HomeCounters {
     pub(super) segments: StatByKind,
     /// Bytes of pages by the private pool that they belong to.
     pub(super) by_pool: BTreeMap<MemPoolId, StatByKind>,
+    /// Segments in one piece that were allocated and freed.
+    pub(super) segment_allocs: u64,
+    pub(super) segment_frees: u64,
     /// The pool of each heap that has, or is about to get, pages.
     pools: Vec<MemPoolId>,
 }
@@ -73,6 +76,7 @@ impl HomeCounters {
     }
 
     pub(super) fn reset_accumulated(&mut self) {
+        (self.segment_allocs, self.segment_frees) = (0, 0);
         self.segments.reset_accumulated();
         self.by_pool.values_mut().for_each(StatByKind::reset_accumulated);
     }

@@ -25,9 +25,9 @@ mod device;
 mod fill;
 mod heap;
 mod heaps;
-mod last_heap;
 mod homes;
 mod inactive;
+mod last_heap;
 mod old_mappings;
 mod pages;
 mod pending;
@@ -35,6 +35,7 @@ mod physical;
 mod pools;
 mod private_pools;
 mod reclaim;
+mod segments;
 mod shortage;
 mod snapshot;
 mod spin_lock;
@@ -63,7 +64,7 @@ pub struct PagedAllocator {
     next_graph_pool: AtomicU32,
 }
 
-/// What a device's pages are used for.
+/// What a device's pages are used for. Pools with an upstream, and those whose blocks are whole segments, have none.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct PageStats {
     /// Pages that there are.
@@ -150,7 +151,7 @@ impl PagedAllocator {
     pub fn trim_to(&self, device: DeviceId, bytes: u64) -> Result<u64> {
         let device = self.device(device)?;
         let details = device.entry_details(StackLevel::All).timed(self.driver());
-        let trimmed = reclaim::release(device, super::MemPoolId::DEFAULT, bytes, &details);
+        let trimmed = reclaim::release_all(device, super::MemPoolId::DEFAULT, bytes, &details);
         device.report();
         trimmed
     }
@@ -160,14 +161,15 @@ impl PagedAllocator {
         let device = self.device(device)?;
         let table = lock(&device.pages);
         let (mut active_bytes, mut free_mapped_bytes) = (0, 0);
-        for (_, heap) in device.heaps.iter() {
+        let with_segments = table.heaps_with_segments();
+        for (_, heap) in device.heaps.iter().filter(|(number, _)| !with_segments.contains(number)) {
             let mut heap = heap.lock();
             active_bytes += heap.counters().active_bytes();
             free_mapped_bytes += heap.free_bytes();
         }
         Ok(PageStats {
             pages: table.count(),
-            reserved_bytes: table.reserved_all().current,
+            reserved_bytes: table.bytes_of_pages(),
             active_bytes,
             free_mapped_bytes,
             spare_bytes: table.spare_pages().iter().map(|&page| table.page_bytes(page)).sum(),
@@ -213,7 +215,7 @@ impl PagedAllocator {
                 homes += table.check_heap(number, &heap);
             }
             let spare: u64 = table.spare_pages().iter().map(|&page| table.page_bytes(page)).sum();
-            assert_eq!(homes + spare, table.reserved_all().current, "every page is somewhere");
+            assert_eq!(homes + spare, table.bytes_of_pages(), "every page is somewhere");
         }
     }
 

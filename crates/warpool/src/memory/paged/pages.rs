@@ -12,6 +12,7 @@ use warpool_driver::PhysicalId;
 
 use super::heap::{Heap, State};
 use super::homes::{Home, HomeCounters};
+use super::pools::SegmentSource;
 use crate::PooledEvent;
 use crate::memory::{SegmentKind, Stat, StatByKind};
 
@@ -64,6 +65,8 @@ pub(super) struct RangeMap {
     pub(super) kind: SegmentKind,
     /// As far as anything was ever mapped.
     slots: Vec<Mapping>,
+    /// Where it comes from, if it is a segment: backed as a whole, without pages.
+    segment: Option<SegmentSource>,
 }
 
 /// Which takes of pages from a heap its stream has passed: a mapping that a page was taken from may be undone then.
@@ -92,6 +95,11 @@ pub(super) struct PageTable {
     pages: Vec<Option<Page>>,
     unused: Vec<PageId>,
     ranges: Vec<RangeMap>,
+    /// Numbers of removed segments, to be used again.
+    unused_ranges: Vec<u32>,
+    /// Bytes of segments, and those that sources are being asked for.
+    segment_bytes: u64,
+    calls_bytes: u64,
     /// Pages that belong nowhere and that no work uses. Old mappings of them may be left.
     spare: Vec<PageId>,
     /// Old mappings to be undone.
@@ -142,6 +150,9 @@ impl PageTable {
             pages: Vec::new(),
             unused: Vec::new(),
             ranges: Vec::new(),
+            unused_ranges: Vec::new(),
+            segment_bytes: 0,
+            calls_bytes: 0,
             spare: Vec::new(),
             old: VecDeque::new(),
             takes: FxHashMap::default(),
@@ -166,7 +177,15 @@ impl PageTable {
     }
 
     pub(super) fn add_range(&mut self, base: u64, bytes: u64, heap: u32, kind: SegmentKind) -> u32 {
-        self.ranges.push(RangeMap { base, bytes, heap, kind, slots: Vec::new() });
+        self.push_range(RangeMap { base, bytes, heap, kind, slots: Vec::new(), segment: None })
+    }
+
+    fn push_range(&mut self, range: RangeMap) -> u32 {
+        if let Some(number) = self.unused_ranges.pop() {
+            self.ranges[number as usize] = range;
+            return number;
+        }
+        self.ranges.push(range);
         u32::try_from(self.ranges.len() - 1).expect("few ranges")
     }
 
@@ -430,13 +449,14 @@ impl PageTable {
     }
 
     pub(super) fn has_mappings(&self, heap: u32) -> bool {
-        !self.is_unmapped(heap)
+        let of_heap = self.ranges.iter().filter(|map| map.heap == heap);
+        of_heap.flat_map(|map| &map.slots).any(|&mapping| mapping != Mapping::Nothing)
     }
 
-    /// Whether nothing is mapped in the ranges of a heap.
+    /// Whether nothing is behind the ranges of a heap, neither pages nor segments.
     pub(super) fn is_unmapped(&self, heap: u32) -> bool {
-        let of_heap = self.ranges.iter().filter(|map| map.heap == heap);
-        of_heap.flat_map(|map| &map.slots).all(|&mapping| mapping == Mapping::Nothing)
+        let has_segment = |map: &RangeMap| map.heap == heap && map.segment.is_some();
+        !self.has_mappings(heap) && !self.ranges.iter().any(has_segment)
     }
 
     /// The bytes of addresses that a heap has for a kind of blocks.
@@ -453,6 +473,67 @@ impl PageTable {
 
     pub(super) fn count(&self) -> u64 {
         (self.pages.len() - self.unused.len()) as u64
+    }
+
+    /// Adds a segment. Returns its number.
+    pub(super) fn add_segment(
+        &mut self,
+        base: u64,
+        bytes: u64,
+        heap: u32,
+        kind: SegmentKind,
+        from: SegmentSource,
+    ) -> u32 {
+        self.segment_bytes += bytes;
+        self.reserved.increase(kind, bytes);
+        self.homes.added(Home { heap, kind, bytes, neighbours: 0 });
+        self.homes.segment_allocs += 1;
+        self.push_range(RangeMap { base, bytes, heap, kind, slots: Vec::new(), segment: Some(from) })
+    }
+
+    /// Removes a segment. Returns its source, which is dropped without a lock.
+    pub(super) fn remove_segment(&mut self, number: u32) -> Option<SegmentSource> {
+        let map = &mut self.ranges[number as usize];
+        let (bytes, heap, kind) = (map.bytes, std::mem::replace(&mut map.heap, u32::MAX), map.kind);
+        let source = map.segment.take();
+        self.segment_bytes -= bytes;
+        self.reserved.decrease(kind, bytes);
+        self.homes.removed(Home { heap, kind, bytes, neighbours: 0 });
+        self.homes.segment_frees += 1;
+        self.unused_ranges.push(number);
+        source
+    }
+
+    pub(super) fn segment_source(&self, number: u32) -> SegmentSource {
+        self.range(number).segment.clone().expect("a segment has a source")
+    }
+
+    /// The heaps that have segments, each once.
+    pub(super) fn heaps_with_segments(&self) -> std::collections::BTreeSet<u32> {
+        self.ranges.iter().filter(|map| map.segment.is_some()).map(|map| map.heap).collect()
+    }
+
+    /// Bytes of pages.
+    pub(super) fn bytes_of_pages(&self) -> u64 {
+        self.reserved.all.current - self.segment_bytes
+    }
+
+    /// What counts against the limit: what is reserved, and what sources are being asked for.
+    pub(super) fn bytes_limited(&self) -> u64 {
+        self.reserved.all.current.saturating_add(self.calls_bytes)
+    }
+
+    /// A source is asked for `bytes`, which count against the limit meanwhile. `false` if they exceed it.
+    pub(super) fn begin_call(&mut self, bytes: u64, limit: u64) -> bool {
+        let fits = self.bytes_limited().saturating_add(bytes) <= limit;
+        if fits {
+            self.calls_bytes += bytes;
+        }
+        fits
+    }
+
+    pub(super) fn end_call(&mut self, bytes: u64) {
+        self.calls_bytes -= bytes;
     }
 
     pub(super) fn reserved_all(&self) -> Stat {
@@ -477,7 +558,7 @@ impl PageTable {
     pub(super) fn check_heap(&self, number: u32, heap: &Heap) -> u64 {
         let slot = self.slot_bytes;
         for kind in [SegmentKind::Small, SegmentKind::Large] {
-            for (id, block) in heap.ranges(kind).flatten() {
+            for (id, block) in heap.ranges(kind).flatten().filter(|&(id, _)| !heap.is_in_segment(id)) {
                 let range = heap.range_of(id);
                 let base = self.range(range).base;
                 let is_hole = block.state() == State::Hole;
@@ -511,7 +592,9 @@ impl PageTable {
                 }
             }
         }
-        assert_eq!(bytes, self.reserved.all.current, "bytes reserved");
+        let segments: u64 = self.ranges.iter().filter(|map| map.segment.is_some()).map(|map| map.bytes).sum();
+        assert_eq!(segments, self.segment_bytes, "bytes of segments");
+        assert_eq!(bytes + segments, self.reserved.all.current, "bytes reserved");
         for (id, page) in (0..).zip(&self.pages) {
             let homeless = page.as_ref().is_some_and(|page| page.home.is_none());
             assert_eq!(homeless, self.spare.contains(&id), "a page belongs somewhere or is spare");

@@ -1,11 +1,12 @@
 //! The memory pools of one device: who uses them, and whether their pages may be taken.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::fmt;
 use std::sync::Arc;
 
 use warpool_driver::{DeviceId, StreamId};
 
-use crate::memory::{MemPoolId, PoolOptions, PoolUser, PoolUses};
+use crate::memory::{MemPoolId, PoolOptions, PoolUser, PoolUses, Upstream};
 use crate::{Error, PooledEvent, Result};
 
 #[derive(Debug)]
@@ -16,8 +17,29 @@ pub(super) struct Pools {
     released: BTreeSet<MemPoolId>,
 }
 
+/// Where the segments of a pool come from whose memory is not made of pages.
+#[derive(Clone)]
+pub(super) enum SegmentSource {
+    /// The driver, in one piece.
+    Driver,
+    Upstream(Arc<dyn Upstream>),
+}
+
+impl fmt::Debug for SegmentSource {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Driver => "Driver",
+            Self::Upstream(_) => "Upstream",
+        })
+    }
+}
+
 #[derive(Debug, Default)]
 struct Pool {
+    /// Where its memory comes from, if it is not made of pages.
+    source: Option<SegmentSource>,
+    /// Whether its blocks are whole segments.
+    no_split: bool,
     uses: PoolUses,
     use_on_oom: bool,
     /// Whether captures allocated from it: replays go on using what they freed.
@@ -48,9 +70,31 @@ impl Pools {
         Self { device, by_id: BTreeMap::from([(MemPoolId::DEFAULT, default)]), released: BTreeSet::new() }
     }
 
-    pub(super) fn add(&mut self, id: MemPoolId, options: &PoolOptions) {
-        let pool = Pool { uses: PoolUses::CREATED, use_on_oom: options.use_on_oom, ..Pool::default() };
-        self.by_id.insert(id, pool);
+    pub(super) fn add(&mut self, id: MemPoolId, options: PoolOptions) {
+        let PoolOptions { upstream, use_on_oom, no_split } = options;
+        let source = upstream.map(SegmentSource::Upstream).or(no_split.then_some(SegmentSource::Driver));
+        self.by_id.insert(id, Pool { uses: PoolUses::CREATED, use_on_oom, source, no_split, ..Pool::default() });
+    }
+
+    /// Where the segments of a pool come from, and whether they are not to be split; `None` if it is made of pages.
+    pub(super) fn segment_source(&self, id: MemPoolId) -> Option<(SegmentSource, bool)> {
+        let pool = self.by_id.get(&id)?;
+        pool.source.clone().map(|source| (source, pool.no_split))
+    }
+
+    pub(super) fn has_segments(&self, id: MemPoolId) -> bool {
+        self.by_id.get(&id).is_some_and(|pool| pool.source.is_some())
+    }
+
+    pub(super) fn is_no_split(&self, id: MemPoolId) -> bool {
+        self.by_id.get(&id).is_some_and(|pool| pool.no_split)
+    }
+
+    /// Pools with segments whose free blocks serve the default pool before it runs out of memory.
+    pub(super) fn segments_for_oom(&self) -> Vec<(MemPoolId, bool)> {
+        let serves =
+            |pool: &Pool| pool.source.is_some() && pool.use_on_oom && !pool.has_graphs && pool.uses.total() > 0;
+        self.by_id.iter().filter(|(_, pool)| serves(pool)).map(|(&id, pool)| (id, pool.no_split)).collect()
     }
 
     fn get(&self, id: MemPoolId) -> Result<&Pool> {
@@ -75,23 +119,22 @@ impl Pools {
         Ok(())
     }
 
-    /// Ends a use of `user`. Returns whether it was the last.
-    pub(super) fn release(&mut self, id: MemPoolId, user: PoolUser) -> Result<bool> {
+    /// Ends a use of `user`. Returns the source of the pool if that was removed, to be dropped without a lock.
+    pub(super) fn release(&mut self, id: MemPoolId, user: PoolUser) -> Result<Option<SegmentSource>> {
         let pool = self.in_use(id)?;
         if id.is_default() && user == PoolUser::RAW {
             return Err(Error::PoolReleased { pool: id });
         }
         pool.uses.end(id, user)?;
-        let released = pool.uses.total() == 0;
-        if released {
-            pool.use_on_oom = false;
-            if pool.heaps.is_empty() {
-                self.by_id.remove(&id);
-            } else {
-                self.released.insert(id);
-            }
+        if pool.uses.total() > 0 {
+            return Ok(None);
         }
-        Ok(released)
+        pool.use_on_oom = false;
+        if !pool.heaps.is_empty() {
+            self.released.insert(id);
+            return Ok(None);
+        }
+        Ok(self.by_id.remove(&id).and_then(|pool| pool.source))
     }
 
     pub(super) fn set_use_on_oom(&mut self, id: MemPoolId, on: bool) -> Result<()> {
@@ -139,16 +182,16 @@ impl Pools {
         Ok(self.get(id)?.heaps.clone())
     }
 
-    /// A heap of a released pool has nothing left. The pool is removed with the last. Returns whether it was.
-    pub(super) fn remove_heap(&mut self, id: MemPoolId, heap: u32) -> bool {
-        let Some(pool) = self.by_id.get_mut(&id) else { return false };
+    /// A heap of a released pool has nothing left. The pool is removed with the last. Returns whether it was, and its
+    /// source, to be dropped without a lock.
+    pub(super) fn remove_heap(&mut self, id: MemPoolId, heap: u32) -> (bool, Option<SegmentSource>) {
+        let Some(pool) = self.by_id.get_mut(&id) else { return (false, None) };
         pool.heaps.retain(|&other| other != heap);
-        let removed = pool.heaps.is_empty() && pool.uses.total() == 0;
-        if removed {
-            self.by_id.remove(&id);
-            self.released.remove(&id);
+        if !pool.heaps.is_empty() || pool.uses.total() > 0 {
+            return (false, None);
         }
-        removed
+        self.released.remove(&id);
+        (true, self.by_id.remove(&id).and_then(|pool| pool.source))
     }
 
     /// Pools without uses, with their heaps. Not those that unknown streams may still use.

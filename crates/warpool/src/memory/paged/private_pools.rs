@@ -8,7 +8,7 @@ use super::PagedAllocator;
 use super::heap::State;
 use super::pending::PendingFrees;
 use crate::memory::{MemPoolId, PoolOptions, PoolUser, PrivatePools, Route, SegmentKind, StackLevel};
-use crate::unwind::OnUnwind;
+use crate::unwind::{OnUnwind, drop_user_value};
 use crate::{Error, Result, lock};
 
 impl PagedAllocator {
@@ -19,10 +19,7 @@ impl PagedAllocator {
         lock(&self.device(device)?.pools).record_use_anywhere(pool)
     }
 
-    fn create(&self, device: DeviceId, id: MemPoolId, options: &PoolOptions) -> Result<MemPoolId> {
-        if options.upstream.is_some() {
-            return Err(Error::Unsupported { allocator: "paged", what: "pools with an upstream of their own" });
-        }
+    fn create(&self, device: DeviceId, id: MemPoolId, options: PoolOptions) -> Result<MemPoolId> {
         lock(&self.device(device)?.pools).add(id, options);
         Ok(id)
     }
@@ -36,12 +33,12 @@ impl PagedAllocator {
 impl PrivatePools for PagedAllocator {
     fn create_pool(&self, device: DeviceId, options: PoolOptions) -> Result<MemPoolId> {
         let user = self.next_user_pool.fetch_add(1, Ordering::Relaxed);
-        self.create(device, MemPoolId { graph: 0, user }, &options)
+        self.create(device, MemPoolId { graph: 0, user }, options)
     }
 
     fn create_graph_pool(&self, device: DeviceId) -> Result<MemPoolId> {
         let graph = self.next_graph_pool.fetch_add(1, Ordering::Relaxed);
-        self.create(device, MemPoolId { graph, user: 0 }, &PoolOptions::default())
+        self.create(device, MemPoolId { graph, user: 0 }, PoolOptions::default())
     }
 
     fn retain_pool_as(&self, device: DeviceId, pool: MemPoolId, user: PoolUser) -> Result<()> {
@@ -49,7 +46,9 @@ impl PrivatePools for PagedAllocator {
     }
 
     fn release_pool_as(&self, device: DeviceId, pool: MemPoolId, user: PoolUser) -> Result<()> {
-        lock(&self.device(device)?.pools).release(pool, user).map(drop)
+        let removed = lock(&self.device(device)?.pools).release(pool, user)?;
+        drop_user_value(removed);
+        Ok(())
     }
 
     fn pool_uses(&self, device: DeviceId, pool: MemPoolId) -> Result<u32> {

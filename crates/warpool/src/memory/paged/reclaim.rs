@@ -11,6 +11,7 @@ use super::pages::{PageId, PageTable, Slot};
 use super::pending::PendingFrees;
 use super::physical::release_physical;
 use super::pools::Takeable;
+use super::segments;
 use crate::memory::report::EntryDetails;
 use crate::memory::stream_fence::{self, Recorded};
 use crate::memory::{Action, MemPoolId};
@@ -142,9 +143,20 @@ impl Waited {
     }
 }
 
+/// Returns free memory until no more than `target` bytes are reserved: pages to the driver, segments to their sources.
+/// That of one pool, or for the default pool also that of all released ones. Returns how many bytes. To be called
+/// without any lock.
+pub(super) fn release_all(device: &PagedDevice, pool: MemPoolId, target: u64, details: &EntryDetails) -> Result<u64> {
+    let segments = segments::release(device, pool, target, details);
+    let pages = release(device, pool, target, details);
+    device.retire_empty();
+    device.drop_removed();
+    Ok(segments? + pages?)
+}
+
 /// Returns free pages to the driver until no more than `target` bytes are reserved: those of one pool, or for the
 /// default pool also those of all released ones. Returns how many bytes.
-pub(super) fn release(device: &PagedDevice, pool: MemPoolId, target: u64, details: &EntryDetails) -> Result<u64> {
+fn release(device: &PagedDevice, pool: MemPoolId, target: u64, details: &EntryDetails) -> Result<u64> {
     let mut table = lock(&device.pages);
     let table = &mut *table;
     old_mappings::undo_some(device, table, details)?;

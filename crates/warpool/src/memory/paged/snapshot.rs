@@ -59,7 +59,7 @@ fn add_segments(
                 stream: heap.stream_raw,
                 kind,
                 pool: heap.pool,
-                is_expandable: true,
+                is_expandable: !heap.is_in_segment(id),
                 stack: None,
                 blocks: Vec::new(),
             });
@@ -82,7 +82,7 @@ fn add_segments(
             segment.blocks.push(BlockInfo {
                 address: block.addr(),
                 size: block.bytes(),
-                requested_size: block.requested(),
+                requested_size: if state == BlockState::Inactive { 0 } else { block.requested() },
                 state,
                 stack: heap.stack(id).map(|stack| stacks.id(snapshot, stack)),
             });

@@ -19,6 +19,8 @@ pub(super) struct Area {
     /// By address.
     holes: BTreeMap<u64, u32>,
     ranges: Vec<Range>,
+    /// Numbers of removed ranges, to be used again.
+    removed: Vec<u32>,
 }
 
 #[derive(Debug)]
@@ -26,8 +28,10 @@ struct Range {
     /// Its number on the device.
     number: u32,
     base: u64,
-    /// Its first block.
+    /// Its first block; [`NONE`] if the range was removed.
     first: u32,
+    /// Whether it is a segment: backed as a whole, and not by pages.
+    is_segment: bool,
     starts: Starts,
 }
 
@@ -59,6 +63,7 @@ impl Area {
             bins: Bins::default(),
             holes: BTreeMap::new(),
             ranges: Vec::new(),
+            removed: Vec::new(),
         }
     }
 
@@ -179,15 +184,77 @@ impl Area {
     }
 
     pub(super) fn add_range(&mut self, blocks: &mut Blocks, number: u32, base: u64, bytes: u64) -> u32 {
-        let range = u32::try_from(self.ranges.len()).expect("few ranges");
-        let first = blocks.add(base, bytes, self.kind, range, State::Hole);
-        self.ranges.push(Range { number, base, first, starts: Starts::new(self.kind) });
+        let (range, first) = self.push_range(blocks, number, (base, bytes), State::Hole);
         self.holes.insert(base, first);
         range
     }
 
+    fn push_range(&mut self, blocks: &mut Blocks, number: u32, (base, bytes): (u64, u64), state: State) -> (u32, u32) {
+        let at = self.removed.pop().unwrap_or_else(|| u32::try_from(self.ranges.len()).expect("few ranges"));
+        let first = blocks.add(base, bytes, self.kind, at, state);
+        let is_segment = state != State::Hole;
+        let range = Range { number, base, first, is_segment, starts: Starts::new(self.kind) };
+        if (at as usize) < self.ranges.len() {
+            self.ranges[at as usize] = range;
+        } else {
+            self.ranges.push(range);
+        }
+        (at, first)
+    }
+
+    /// Adds a segment, as one block that is in no list.
+    pub(super) fn add_segment(&mut self, blocks: &mut Blocks, number: u32, base: u64, bytes: u64) -> (u32, u32) {
+        self.push_range(blocks, number, (base, bytes), State::Filling)
+    }
+
+    /// The segments that are free as a whole.
+    pub(super) fn free_segments(&self, blocks: &Blocks) -> Vec<u32> {
+        let is_free = |range: &Range| {
+            let first = blocks.get(range.first);
+            range.is_segment && first.state == State::Free && first.next == NONE
+        };
+        let used = (0..).zip(&self.ranges).filter(|(_, range)| range.first != NONE);
+        used.filter(|(_, range)| is_free(range)).map(|(at, _)| at).collect()
+    }
+
+    /// Takes a segment out of all lists, if it is free as a whole. Returns its number on the device, base and size.
+    pub(super) fn take_segment(&mut self, blocks: &mut Blocks, at: u32) -> Option<(u32, u64, u64)> {
+        let (number, base, first) =
+            self.ranges.get(at as usize).map(|range| (range.number, range.base, range.first))?;
+        if first == NONE || blocks.get(first).state != State::Free || blocks.get(first).next != NONE {
+            return None;
+        }
+        self.bins.remove(blocks, first);
+        blocks.get_mut(first).state = State::Filling;
+        Some((number, base, blocks.get(first).bytes))
+    }
+
+    pub(super) fn put_segment_back(&mut self, blocks: &mut Blocks, at: u32) {
+        self.put_free(blocks, self.ranges[at as usize].first);
+    }
+
+    /// Removes a segment that was taken.
+    pub(super) fn remove_segment(&mut self, blocks: &mut Blocks, at: u32) {
+        let range = &mut self.ranges[at as usize];
+        blocks.remove(range.first);
+        (range.first, range.is_segment) = (NONE, false);
+        self.removed.push(at);
+    }
+
+    pub(super) fn is_segment(&self, at: u32) -> bool {
+        self.ranges[at as usize].is_segment
+    }
+
+    /// A free block of at least that size, whole.
+    pub(super) fn take_whole(&mut self, blocks: &mut Blocks, bytes: u64) -> Option<u32> {
+        let id = self.free_at_least(blocks, bytes).min_by_key(|&id| (blocks.get(id).bytes, blocks.get(id).addr))?;
+        self.bins.remove(blocks, id);
+        self.add_start(blocks, id);
+        Some(id)
+    }
+
     pub(super) fn firsts(&self) -> impl Iterator<Item = u32> {
-        self.ranges.iter().map(|range| range.first)
+        self.ranges.iter().map(|range| range.first).filter(|&first| first != NONE)
     }
 
     /// Runs of free addresses with at least one hole, of at least `bytes` in total, by address.

@@ -10,6 +10,7 @@ mod bins;
 mod block;
 mod check;
 mod recent;
+mod segments;
 mod starts;
 
 use rustc_hash::FxHashMap;

@@ -1,0 +1,189 @@
+//! Pools whose memory is not made of pages: those with an upstream, and those whose blocks are whole segments
+//! (`no_split`), which the driver allocates in one piece.
+//!
+//! A segment is a range of a heap that is backed as a whole: nothing of it is ever taken or remapped. It returns to its
+//! source as a whole, when its pool is released and memory is trimmed or needed. Sources are called without any lock: a
+//! segment that is being freed is in no list, and is put back if that fails or panics.
+
+use warpool_driver::{DevicePtr, ErrorCode, StreamId};
+
+use super::address_space::Location;
+use super::device::PagedDevice;
+use super::heap::{kind_of, rounded};
+use super::pending::PendingFrees;
+use super::pools::{SegmentSource, Takeable};
+use crate::capture::RelaxedMode;
+use crate::memory::report::EntryDetails;
+use crate::memory::stream_fence;
+use crate::memory::{Action, MemPoolId, OomCause, Request, SegmentKind, SizeRules};
+use crate::unwind::OnUnwind;
+use crate::{Error, Result, lock};
+
+/// Out of memory is an answer, not an error of the call.
+type OrOom<T> = std::result::Result<T, OomCause>;
+
+/// Allocates a segment for a request, and from it the block. Returns the number of the block.
+pub(super) fn allocate(
+    device: &PagedDevice,
+    request: &Request,
+    pool: MemPoolId,
+    number: u32,
+    details: &EntryDetails,
+) -> Result<OrOom<u32>> {
+    let Some((source, no_split)) = lock(&device.pools).segment_source(pool) else {
+        return Err(Error::PoolReleased { pool });
+    };
+    let size = rounded(request.bytes);
+    let (kind, bytes) = (kind_of(size), SizeRules::new(&device.settings()).segment(size));
+    let limit = device.limit().unwrap_or(u64::MAX);
+    if !lock(&device.pages).begin_call(bytes, limit) {
+        return Ok(Err(OomCause::Limit));
+    }
+    let ptr = {
+        let end = || lock(&device.pages).end_call(bytes);
+        let unwinds = OnUnwind::new(end);
+        let ptr = get(device, &source, bytes, request.stream);
+        unwinds.disarm();
+        end();
+        match ptr? {
+            Ok(ptr) => ptr,
+            Err(why) => return Ok(Err(why)),
+        }
+    };
+    let location = |range| Location { heap: number, kind, range };
+    let added = {
+        let mut table = lock(&device.pages);
+        let mut heap = device.heaps.get(number).lock();
+        if heap.is_of(request.stream, pool) {
+            table.homes.set_pool(number, pool);
+            let on_device = table.add_segment(ptr.0, bytes, number, kind, source.clone());
+            let (range, block) = heap.add_segment(kind, on_device, ptr.0, bytes, request.bytes, no_split);
+            device.record(Action::SegmentAlloc, ptr.0, bytes, &heap, details);
+            drop(heap);
+            device.space.add_segment(ptr.0, bytes, location(range));
+            Some(block)
+        } else {
+            None
+        }
+    };
+    match added {
+        Some(block) => Ok(Ok(block)),
+        None => {
+            // The pool was removed meanwhile.
+            put(device, &source, ptr, bytes, request.stream)?;
+            Err(Error::PoolReleased { pool })
+        }
+    }
+}
+
+/// Memory from the source.
+fn get(device: &PagedDevice, source: &SegmentSource, bytes: u64, stream: StreamId) -> Result<OrOom<DevicePtr>> {
+    match source {
+        SegmentSource::Driver => {
+            let _safe = device.capture_safe()?;
+            match device.driver().mem_alloc(device.id, bytes) {
+                Ok(ptr) => Ok(Ok(ptr)),
+                Err(error) if error.code == ErrorCode::OutOfMemory => Ok(Err(OomCause::Device)),
+                Err(error) => Err(error.into()),
+            }
+        }
+        SegmentSource::Upstream(upstream) => {
+            let allocated = {
+                let _relaxed = RelaxedMode::begin(device.driver())?;
+                upstream.allocate(device.id, bytes, stream)?
+            };
+            let Some(ptr) = allocated else { return Ok(Err(OomCause::External)) };
+            device.space.check_untrusted(ptr, bytes)?;
+            Ok(Ok(ptr))
+        }
+    }
+}
+
+/// Memory back to the source.
+fn put(device: &PagedDevice, source: &SegmentSource, ptr: DevicePtr, bytes: u64, stream: StreamId) -> Result<()> {
+    match source {
+        SegmentSource::Driver => {
+            let _safe = device.capture_safe()?;
+            Ok(device.driver().mem_free(ptr)?)
+        }
+        SegmentSource::Upstream(upstream) => {
+            let _relaxed = RelaxedMode::begin(device.driver())?;
+            upstream.free(ptr, bytes, device.id, stream)
+        }
+    }
+}
+
+/// Returns free segments of a released pool, or for the default pool those of all released ones, to their sources.
+/// Returns how many bytes. To be called without any lock.
+pub(super) fn release(device: &PagedDevice, pool: MemPoolId, target: u64, details: &EntryDetails) -> Result<u64> {
+    let (mut released, mut outcome) = (0, Ok(()));
+    let heaps = lock(&device.pages).heaps_with_segments();
+    for number in heaps {
+        let (stream, of_pool) = {
+            let heap = device.heaps.get(number).lock();
+            (heap.stream, heap.pool)
+        };
+        if !pool.is_default() && of_pool != pool {
+            continue;
+        }
+        let Takeable::After(users) = lock(&device.pools).takeable(of_pool) else { continue };
+        for kind in [SegmentKind::Small, SegmentKind::Large] {
+            let free = device.heaps.get(number).lock().free_segments(kind);
+            for range in free {
+                if lock(&device.pages).reserved_all().current <= target {
+                    break;
+                }
+                match release_segment(device, Location { heap: number, kind, range }, (stream, &users), details) {
+                    Ok(bytes) => released += bytes,
+                    Err(error) => outcome = outcome.and(Err(error)),
+                }
+            }
+        }
+    }
+    device.retire_empty();
+    device.drop_removed();
+    outcome.map(|()| released)
+}
+
+/// Returns a segment to its source, if it is still free as a whole and no capture forbids to wait for its users.
+fn release_segment(
+    device: &PagedDevice,
+    at: Location,
+    (stream, users): (StreamId, &[StreamId]),
+    details: &EntryDetails,
+) -> Result<u64> {
+    let cell = device.heaps.get(at.heap);
+    let Some((on_device, base, bytes)) = cell.lock().take_segment(at.kind, at.range) else { return Ok(0) };
+    let put_back = || cell.lock().put_segment_back(at.kind, at.range);
+    let unwinds = OnUnwind::new(put_back);
+    let source = lock(&device.pages).segment_source(on_device);
+    let outcome = wait_for(device, users, details).and_then(|waited| {
+        if waited { put(device, &source, DevicePtr(base), bytes, stream).map(|()| true) } else { Ok(false) }
+    });
+    unwinds.disarm();
+    if !matches!(outcome, Ok(true)) {
+        put_back();
+        return outcome.map(|_| 0);
+    }
+    let mut table = lock(&device.pages);
+    device.space.remove_segment(base);
+    let mut heap = cell.lock();
+    heap.remove_segment(at.kind, at.range);
+    device.record(Action::SegmentFree, base, bytes, &heap, details);
+    drop(heap);
+    let removed = table.remove_segment(on_device);
+    drop(table);
+    device.drop_later(removed);
+    Ok(bytes)
+}
+
+/// Waits for the work of streams that use a pool's memory beside those that it was allocated for; the source waits for
+/// the others. `false` if a capture forbids it.
+fn wait_for(device: &PagedDevice, users: &[StreamId], details: &EntryDetails) -> Result<bool> {
+    for &user in users {
+        if !stream_fence::wait_for_stream(&PendingFrees::new(device, details), user)? {
+            return Ok(false);
+        }
+    }
+    Ok(true)
+}
