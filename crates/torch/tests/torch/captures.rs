@@ -477,12 +477,9 @@ fn snapshots_and_statistics_have_pytorchs_pool_ids(backend: &str) {
         let of_memory = snapshot.traces[0].iter().filter(|entry| entry.addr != 0);
         assert!(of_memory.clone().count() > 0 && of_memory.clone().all(|entry| entry.pool == Some(id)));
     }
-    // The paged allocator does not count by pool yet.
-    if backend != "backend:paged" {
-        let by_pool = context.runtime.stats(0).unwrap().reserved_bytes_by_private_pools;
-        assert_eq!(by_pool.keys().copied().collect::<Vec<_>>(), [id]);
-        assert_eq!((by_pool[&id].all.current, by_pool[&id].large_pool.current), (expected, expected));
-    }
+    let by_pool = context.runtime.stats(0).unwrap().reserved_bytes_by_private_pools;
+    assert_eq!(by_pool.keys().copied().collect::<Vec<_>>(), [id]);
+    assert_eq!((by_pool[&id].all.current, by_pool[&id].large_pool.current), (expected, expected));
     context.finish();
 }
 
