@@ -74,7 +74,16 @@ impl PagedDevice {
             }
             pools.is_no_split(pool)
         };
-        if no_split { self.search_whole(request, pool, details) } else { self.search(request, pool, details) }
+        let (number, found) =
+            if no_split { self.search_whole(request, pool, details) } else { self.search(request, pool, details) }?;
+        if let Some(allocation) = &found
+            && let Err(error) = lock(&self.pools).expect_in_use(pool)
+        {
+            // Released by another thread meanwhile: no work may use the pool's memory from then on.
+            self.free_allocation(allocation, Fences::Later);
+            return Err(error);
+        }
+        Ok((number, found))
     }
 
     /// Allocates a whole free segment of a pool whose segments are not split.
@@ -143,6 +152,8 @@ impl PagedDevice {
         };
         let has_segments = !pool.is_default() && lock(&self.pools).has_segments(pool);
         let allocate = |on_oom: bool| {
+            // A callback, or the completion of pending frees, may have used other heaps.
+            self.using(number);
             if has_segments {
                 segments::allocate(self, request, pool, number, details)
             } else {
@@ -405,13 +416,18 @@ impl PagedAllocator {
             Some(pool) => pool,
             None => device.routed(stream)?,
         };
-        let (number, found) = loop {
+        let allocation = loop {
             let searched = if pool.is_default() {
                 device.search(&request, pool, &details)
             } else {
                 device.search_private(&request, pool, capturing, &details)
             };
-            match searched {
+            let outcome = match searched {
+                Ok((_, Some(allocation))) => Ok(allocation),
+                Ok((number, None)) => device.allocate_slow(&request, pool, number, capturing, &details),
+                Err(error) => Err(error),
+            };
+            match outcome {
                 Err(error @ (Error::PoolReleased { .. } | Error::UnknownPool { .. })) => {
                     // Another thread may have closed the scope since the request was routed: route it again.
                     let routed = if request.pool.is_none() { device.routed(stream)? } else { pool };
@@ -420,12 +436,8 @@ impl PagedAllocator {
                     }
                     pool = routed;
                 }
-                searched => break searched?,
+                outcome => break outcome?,
             }
-        };
-        let allocation = match found {
-            Some(allocation) => allocation,
-            None => device.allocate_slow(&request, pool, number, capturing, &details)?,
         };
         if device.shared().tracks_suballocations {
             device.driver().suballocated(allocation.ptr, allocation.bytes, allocation.stream);

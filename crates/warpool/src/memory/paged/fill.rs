@@ -98,7 +98,14 @@ impl Supply {
 
 impl Fill<'_> {
     fn run(&mut self) -> Result<OrOom<u32>> {
+        if !self.request.pool.is_default() {
+            // Another thread may have released the pool: its pages are then given away by whoever locks them next.
+            lock(&self.device.pools).expect_in_use(self.request.pool)?;
+        }
         old_mappings::undo_some(self.device, self.table, self.details)?;
+        if self.request.on_oom && !self.request.capturing {
+            old_mappings::wait(self.device, self.table, self.request.heap, self.details)?;
+        }
         old_mappings::poll(self.device, self.table, self.request.heap)?;
         reclaim::poll_released(self.device, self.table, self.details)?;
         let pool = self.request.pool;

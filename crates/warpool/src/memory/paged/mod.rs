@@ -39,6 +39,8 @@ mod segments;
 mod shortage;
 mod snapshot;
 mod spin_lock;
+#[cfg(test)]
+mod tests;
 mod window;
 
 use std::fmt;

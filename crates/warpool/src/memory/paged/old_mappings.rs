@@ -1,15 +1,15 @@
 //! Old mappings: pages that were taken from an address stay mapped there for a while, so that they can be taken back
 //! without a driver call. A page has only so many; the oldest is undone once the stream that used it has passed.
 
-use warpool_driver::DevicePtr;
+use warpool_driver::{DevicePtr, StreamId};
 
 use super::device::PagedDevice;
 use super::pages::{PageId, PageTable, Slot};
 use super::pending::PendingFrees;
 use super::physical::release_physical;
-use crate::Result;
 use crate::memory::report::EntryDetails;
 use crate::memory::stream_fence::{self, Recorded};
+use crate::{Result, lock};
 
 /// At how many addresses a page may be mapped.
 const MAPPED_MAX: usize = 4;
@@ -28,7 +28,21 @@ fn oldest(table: &PageTable, page: PageId) -> Option<Slot> {
     old.next().filter(|_| page.mapped.len() > MAPPED_MAX)
 }
 
-/// Records an event behind all work that used the pages taken from a heap so far. While a capture forbids it, that is
+/// The streams whose work may use the addresses of a heap. `None` if captured graphs may: their replays use every
+/// address that the captures used, so mappings stay while the pool is in use.
+fn users_of(device: &PagedDevice, heap: u32) -> Option<Vec<StreamId>> {
+    let (stream, pool) = {
+        let heap = device.heaps.get(heap).lock();
+        (heap.stream, heap.pool)
+    };
+    if pool.is_default() {
+        return Some(vec![stream]);
+    }
+    let pools = lock(&device.pools);
+    (!pools.has_graphs(pool)).then(|| pools.used_by(pool).into_iter().chain([stream]).collect())
+}
+
+/// Records events behind all work that used the pages taken from a heap so far. While a capture forbids it, that is
 /// left to a later call.
 pub(super) fn record_takes(
     device: &PagedDevice,
@@ -36,12 +50,30 @@ pub(super) fn record_takes(
     heap: u32,
     details: &EntryDetails,
 ) -> Result<()> {
-    let stream = device.heaps.get(heap).lock().stream;
-    match stream_fence::record(&PendingFrees::new(device, details), stream)? {
-        Recorded::Fenced(event) => table.takes_recorded(heap, event),
-        Recorded::AlreadyDone => table.takes_passed(heap),
-        Recorded::CaptureActive => {}
+    let Some(streams) = users_of(device, heap) else { return Ok(()) };
+    let mut events = Vec::new();
+    for stream in streams {
+        match stream_fence::record(&PendingFrees::new(device, details), stream)? {
+            Recorded::Fenced(event) => events.push(event),
+            Recorded::AlreadyDone => {}
+            Recorded::CaptureActive => return Ok(()),
+        }
     }
+    table.takes_recorded(heap, events);
+    Ok(())
+}
+
+/// Waits for all work that used the pages taken from a heap, so that all its free addresses can be used. Before a
+/// request would run out of memory. Nothing happens if a capture forbids to wait.
+pub(super) fn wait(device: &PagedDevice, table: &mut PageTable, heap: u32, details: &EntryDetails) -> Result<()> {
+    let has_old = table.mappings_of(heap).iter().any(|&(_, _, is_home)| !is_home);
+    let Some(streams) = users_of(device, heap).filter(|_| has_old) else { return Ok(()) };
+    for stream in streams {
+        if !stream_fence::wait_for_stream(&PendingFrees::new(device, details), stream)? {
+            return Ok(());
+        }
+    }
+    table.takes_passed(heap);
     Ok(())
 }
 
@@ -64,19 +96,20 @@ pub(super) fn undo_some(device: &PagedDevice, table: &mut PageTable, details: &E
         release_physical(device, table, physical);
     }
     while let Some(&(page, slot)) = table.old.front() {
-        // The page may have been taken back meanwhile, or be gone.
-        if table.is_old_mapping(page, slot) {
-            let heap = table.range(slot.range).heap;
-            if !table.is_take_recorded(page, slot) {
-                record_takes(device, table, heap, details)?;
-            }
-            poll(device, table, heap)?;
-            if !table.has_passed(page, slot) {
-                break;
-            }
-            unmap(device, table, page, slot)?;
+        let heap = table.range(slot.range).heap;
+        if users_of(device, heap).is_none() {
+            // It stays; if the page moves on once the pool is released, it is the oldest again.
+            table.old.pop_front();
+            continue;
         }
-        table.old.pop_front();
+        if !table.is_take_recorded(page, slot) {
+            record_takes(device, table, heap, details)?;
+        }
+        poll(device, table, heap)?;
+        if !table.has_passed(page, slot) {
+            break;
+        }
+        unmap(device, table, page, slot)?;
     }
     Ok(())
 }

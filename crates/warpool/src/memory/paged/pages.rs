@@ -76,7 +76,7 @@ struct Takes {
     /// The number of takes since the last event.
     current: u64,
     /// Events, with the numbers of takes that they are behind.
-    recorded: VecDeque<(u64, PooledEvent)>,
+    recorded: VecDeque<(u64, Vec<PooledEvent>)>,
     /// The highest number that has passed.
     passed: u64,
 }
@@ -102,7 +102,7 @@ pub(super) struct PageTable {
     calls_bytes: u64,
     /// Pages that belong nowhere and that no work uses. Old mappings of them may be left.
     spare: Vec<PageId>,
-    /// Old mappings to be undone.
+    /// Old mappings to be undone: each is mapped, and its page does not belong there.
     pub(super) old: VecDeque<(PageId, Slot)>,
     /// By heap.
     takes: FxHashMap<u32, Takes>,
@@ -309,6 +309,7 @@ impl PageTable {
         for part in 0..slots {
             self.ranges[slot.range as usize].slots[(slot.index + part) as usize] = with;
         }
+        self.old.retain(|&old| old != (id, slot));
         self.page_mut(id).mapped.retain(|other| other.slot != slot);
     }
 
@@ -354,11 +355,19 @@ impl PageTable {
         }
     }
 
-    /// An event was recorded behind all work that used the pages taken from a heap so far.
-    pub(super) fn takes_recorded(&mut self, heap: u32, event: PooledEvent) {
+    /// Events were recorded behind all work that used the pages taken from a heap so far.
+    pub(super) fn takes_recorded(&mut self, heap: u32, events: Vec<PooledEvent>) {
         let takes = self.takes.entry(heap).or_default();
-        takes.recorded.push_back((takes.current, event));
+        takes.recorded.push_back((takes.current, events));
         takes.current += 1;
+    }
+
+    /// Forgets the takes from heaps in which nothing is mapped any more, with their events.
+    pub(super) fn forget_takes(&mut self) {
+        let heaps: Vec<u32> = self.takes.keys().copied().filter(|&heap| self.is_unmapped(heap)).collect();
+        for heap in heaps {
+            self.takes.remove(&heap);
+        }
     }
 
     /// All work that used the pages taken from a heap so far is known to be over.
@@ -383,9 +392,11 @@ impl PageTable {
         has_passed: impl Fn(&PooledEvent) -> Result<bool, E>,
     ) -> Result<(), E> {
         let Some(takes) = self.takes.get_mut(&heap) else { return Ok(()) };
-        while let Some((number, event)) = takes.recorded.front() {
-            if !has_passed(event)? {
-                break;
+        while let Some((number, events)) = takes.recorded.front() {
+            for event in events {
+                if !has_passed(event)? {
+                    return Ok(());
+                }
             }
             takes.passed = *number;
             takes.recorded.pop_front();
@@ -595,6 +606,9 @@ impl PageTable {
         let segments: u64 = self.ranges.iter().filter(|map| map.segment.is_some()).map(|map| map.bytes).sum();
         assert_eq!(segments, self.segment_bytes, "bytes of segments");
         assert_eq!(bytes + segments, self.reserved.all.current, "bytes reserved");
+        for &(page, slot) in &self.old {
+            assert!(self.is_old_mapping(page, slot), "page {page} at {slot:?} is an old mapping");
+        }
         for (id, page) in (0..).zip(&self.pages) {
             let homeless = page.as_ref().is_some_and(|page| page.home.is_none());
             assert_eq!(homeless, self.spare.contains(&id), "a page belongs somewhere or is spare");

@@ -148,6 +148,12 @@ impl Pools {
         }
     }
 
+    /// Whether graphs may use its addresses.
+    pub(super) fn has_graphs(&self, id: MemPoolId) -> bool {
+        let pool = self.by_id.get(&id);
+        pool.is_some_and(|pool| pool.used_anywhere || pool.has_graphs && pool.uses.total() > 0)
+    }
+
     pub(super) fn record_uses(&mut self, id: MemPoolId, streams: &[StreamId]) -> Result<()> {
         self.in_use(id)?.used_by.extend(streams);
         Ok(())

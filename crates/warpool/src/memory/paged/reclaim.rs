@@ -88,6 +88,10 @@ fn record_passed(
 fn empty_heap(device: &PagedDevice, table: &mut PageTable, number: u32, details: &EntryDetails) -> Result<()> {
     {
         let mut heap = device.heaps.get(number).lock();
+        if !heap.is_idle() {
+            // A thread that was at it when the pool was released has allocated once more.
+            return Ok(());
+        }
         heap.merge_recent();
         for (page, _) in take_free(device, table, &mut heap, details) {
             table.put_spare(page);
@@ -191,6 +195,7 @@ fn release(device: &PagedDevice, pool: MemPoolId, target: u64, details: &EntryDe
         }
         outcome?;
     }
+    table.forget_takes();
     Ok(before.saturating_sub(table.reserved_all().current))
 }
 
@@ -227,18 +232,11 @@ fn release_heap(
     if !matches!(passed, Ok(true)) {
         return outcome;
     }
-    let (pool, idle) = {
-        let heap = device.heaps.get(number).lock();
-        (heap.pool, heap.is_idle())
-    };
     // Old mappings of pages that are in use elsewhere.
     for (page, slot, is_home) in table.mappings_of(number) {
         if !is_home {
             outcome = outcome.and(unmap(device, table, page, slot));
         }
-    }
-    if !pool.is_default() && idle && table.is_unmapped(number) {
-        device.retire_heap(table, number);
     }
     outcome
 }

@@ -1,0 +1,38 @@
+//! Random programs on the paged allocator, over a small simulated device, so that pages are taken between heaps all the
+//! time. The simulation knows contents and order: a lost tag or a hazard is a defect of the allocator.
+//!
+//! - `program`: one thread, several streams, pools, captures and replays, limits, trims, driver calls that fail.
+//! - `graph_pools`: what a captured graph needs of its pages, step by step.
+//! - `shortage`: requests when memory is short, step by step.
+//! - `threads`: several threads at once.
+//!
+//! `WARPOOL_SWARM_SEED=n` runs the one program of that seed, `WARPOOL_SWARM_COUNT=n` that many, from
+//! `WARPOOL_SWARM_FIRST` on.
+
+mod graph_pools;
+mod machine;
+mod model;
+mod program;
+mod shortage;
+mod threads;
+
+use warpool_testing::seeds;
+
+#[test]
+fn no_page_is_shared_by_two_owners() {
+    let mut tally = program::Tally::default();
+    let seeds = seeds(300);
+    for seed in seeds.clone() {
+        program::run(seed, &mut tally);
+    }
+    println!("seeds {seeds:?}: {tally:?}");
+    let count = seeds.end - seeds.start;
+    assert!(count < 100 || tally.least() > count / 20, "some operation is too rare: {tally:?}");
+}
+
+#[test]
+fn threads_take_pages_from_each_other() {
+    for seed in seeds(6) {
+        threads::run(seed, 600);
+    }
+}

@@ -1,0 +1,50 @@
+//! Requests when memory is short, step by step.
+
+use super::machine::{DEVICE, MIB, Machine};
+use crate::memory::{DeviceAllocator as _, Request, Settings};
+
+/// An old mapping, of a page that is in use elsewhere, is in the only place where the request needs no further page.
+#[test]
+fn old_mappings_make_no_request_run_out_of_memory() {
+    let machine = Machine::with_capacity(40 * MIB, 2, Settings::default());
+    let paged = &machine.paged;
+    let allocate = |stream: usize, bytes: u64| {
+        let request = Request::new(DEVICE, machine.streams[stream].id(), bytes);
+        let block = paged.allocate_raw(request).unwrap();
+        machine.write_tag(&block, 1, &machine.streams[stream]);
+        paged.check();
+        block
+    };
+    // Three pages and one byte of a fourth, which the next block shares.
+    allocate(0, 6 * MIB + 1);
+    let next = allocate(0, 2 * MIB);
+    paged.free(next).unwrap();
+    let free_later = allocate(1, 6 * MIB);
+    allocate(1, 26 * MIB);
+    assert_eq!(paged.page_stats(DEVICE).unwrap().reserved_bytes, 40 * MIB);
+    assert_eq!(paged.page_stats(DEVICE).unwrap().totals.taken, 1, "the page that was free");
+    paged.free(free_later).unwrap();
+    // What is left of the fourth page, and three more.
+    allocate(0, 8 * MIB - 1024);
+    machine.streams.iter().for_each(|stream| stream.synchronize().unwrap());
+    assert_eq!(machine.defect(), None);
+}
+
+/// Completing the pending frees of other streams is no reason to lose sight of this stream's statistics.
+#[test]
+fn peaks_are_exact_after_a_wait_for_pending_frees() {
+    let machine = Machine::with_capacity(40 * MIB, 3, Settings::default());
+    let (paged, streams) = (&machine.paged, &machine.streams);
+    let allocate =
+        |stream: usize, mib: u64| paged.allocate_raw(Request::new(DEVICE, streams[stream].id(), mib * MIB)).unwrap();
+    let first = allocate(0, 4);
+    let pending = allocate(1, 20);
+    machine.sim.pause_stream(streams[2].id()).unwrap();
+    machine.write_tag(&pending, 1, &streams[2]);
+    paged.record_use(pending, streams[2].id()).unwrap();
+    paged.free(pending).unwrap();
+    allocate(2, 30);
+    paged.free(first).unwrap();
+    let peak = paged.stats(DEVICE).unwrap().allocated_bytes.all.peak;
+    assert_eq!(peak, 34 * MIB);
+}
