@@ -23,6 +23,7 @@ pub const SUITES: &[Suite] = &[
     Suite::new("stream_pool", Level::Resources, resources::streams::CHECKS),
     Suite::new("event_pool", Level::Resources, resources::events::CHECKS),
     Suite::new("allocator", Level::Resources, resources::allocator::CHECKS),
+    Suite::new("paged", Level::Resources, resources::paged::CHECKS),
     Suite::new("external", Level::Resources, resources::external::CHECKS),
     Suite::new("generator", Level::Resources, resources::generator::CHECKS),
     Suite::new("handles", Level::Resources, resources::handles::CHECKS),
@@ -51,7 +52,7 @@ mod tests {
                 assert!(checks.insert((suite.name, check.name)), "two checks {}.{}", suite.name, check.name);
             }
         }
-        assert!(checks.len() >= 394, "{} checks: none may get lost", checks.len());
+        assert!(checks.len() >= 406, "{} checks: none may get lost", checks.len());
     }
 
     #[test]

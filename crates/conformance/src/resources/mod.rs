@@ -11,5 +11,6 @@ mod graph_clients;
 mod graph_failures;
 pub(crate) mod handles;
 mod helpers;
+pub(crate) mod paged;
 pub(crate) mod pinned;
 pub(crate) mod streams;

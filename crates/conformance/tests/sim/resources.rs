@@ -35,6 +35,24 @@ fn resources_conform_on_the_simulated_gpu() {
     }
 }
 
+/// Its checks depend on the order of work, which differs from seed to seed.
+#[test]
+fn the_paged_allocator_conforms_with_many_seeds() {
+    for seed in seeds(1) {
+        let sim = Arc::new(SimDriver::new(SimConfig::default().with_seed(seed)));
+        let driver = Arc::clone(&sim) as Arc<dyn Driver>;
+        let options = Options { suites: vec!["paged".to_owned()], seed, ..options() };
+        let mut problems = Vec::new();
+        run(&driver, &options, &mut |report| {
+            if report.outcome != Outcome::Passed {
+                problems.push(format!("{}: {:?}", report.check, report.outcome));
+            }
+        });
+        assert!(problems.is_empty(), "seed {seed}: {problems:#?}");
+        assert_eq!(sim.hazards(), [], "seed {seed}");
+    }
+}
+
 #[test]
 fn suites_are_selected_by_name() {
     let driver: Arc<dyn Driver> = Arc::new(SimDriver::new(SimConfig::default()));

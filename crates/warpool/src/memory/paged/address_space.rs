@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Mutex, OnceLock};
 
-use warpool_driver::DevicePtr;
+use warpool_driver::{DevicePtr, Driver};
 
 use crate::memory::SegmentKind;
 use crate::{Error, Instance, Result, lock};
@@ -104,6 +104,18 @@ impl AddressSpace {
         arena.set(Arena { base, stripes }).expect("an arena is reserved once, under the lock");
         used.1 = bytes;
         Ok(Some((base, bytes)))
+    }
+
+    /// Frees all addresses. Nothing may be mapped in them any more, and no work may use them.
+    #[expect(unsafe_code, reason = "the driver cannot check that no work uses the addresses")]
+    pub(super) fn free(&mut self, driver: &dyn Driver) {
+        for arena in self.arenas.iter_mut().filter_map(OnceLock::take) {
+            let bytes = arena.stripes.len() as u64 * STRIPE;
+            // SAFETY: mappings are undone only once the streams that used them have passed.
+            if let Err(error) = unsafe { driver.vm_free_range(DevicePtr(arena.base), bytes) } {
+                tracing::warn!(%error, "addresses could not be freed");
+            }
+        }
     }
 
     /// Says whose a range is.

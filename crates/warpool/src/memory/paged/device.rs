@@ -177,6 +177,17 @@ impl PagedDevice {
     }
 }
 
+impl Drop for PagedDevice {
+    /// Addresses are freed if all memory was returned to the driver. What is still mapped stays: work may use it.
+    fn drop(&mut self) {
+        let pages = self.pages.get_mut().unwrap_or_else(PoisonError::into_inner);
+        if pages.has_no_mappings() && !self.shared.instance.is_inherited() {
+            let driver = Arc::clone(self.shared.instance.driver());
+            self.space.free(&*driver);
+        }
+    }
+}
+
 /// Heaps.
 impl PagedDevice {
     /// The heap of a stream and pool. No lock if it is the one that the thread used last.

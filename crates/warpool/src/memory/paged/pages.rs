@@ -470,6 +470,11 @@ impl PageTable {
         !self.has_mappings(heap) && !self.ranges.iter().any(has_segment)
     }
 
+    /// Whether nothing is mapped anywhere.
+    pub(super) fn has_no_mappings(&self) -> bool {
+        self.ranges.iter().flat_map(|map| &map.slots).all(|&mapping| mapping == Mapping::Nothing)
+    }
+
     /// The bytes of addresses that a heap has for a kind of blocks.
     pub(super) fn bytes_of_ranges(&self, heap: u32, kind: SegmentKind) -> u64 {
         let of_heap = self.ranges.iter().filter(|range| range.heap == heap && range.kind == kind);
