@@ -1,6 +1,6 @@
-//! The paged allocator: pages are taken from where they are free and mapped where they are needed, while work on them is
-//! still queued. Kernels write and compare contents over all of a block, so that one wrong page shows. At most 1 GiB of
-//! the device is used.
+//! The paged allocator: pages are taken from where they are free and mapped where they are needed, while work on them
+//! is still queued. Kernels write and compare contents over all of a block, so that one wrong page shows. At most 1 GiB
+//! of the device is used.
 
 use std::sync::Arc;
 

@@ -189,3 +189,25 @@ fn peaks_are_exact_over_several_streams_of_one_thread() {
     assert_eq!((bytes.current, bytes.peak, bytes.allocated, bytes.freed), (25 * MIB, 30 * MIB, 35 * MIB, 10 * MIB));
     drop((second, third));
 }
+
+/// Two streams need most of the device by turns: once their pages are mapped for both, they change hands without being
+/// mapped again.
+#[test]
+fn pages_that_change_hands_between_streams_stay_mapped_for_both() {
+    let machine = Machine::with_capacity(2 << 30);
+    let streams = [machine.stream(), machine.stream()];
+    let mapped = || machine.paged.page_stats(DEVICE).unwrap().totals.mapped;
+    let mut after_first = 0;
+    for round in 0..20 {
+        for stream in &streams {
+            let block = machine.block(1 << 30, stream);
+            machine.fill(&block, 1, stream);
+            drop(block);
+        }
+        if round == 0 {
+            after_first = mapped();
+        }
+    }
+    assert_eq!(mapped(), after_first);
+    assert_eq!(machine.reserved(), 1 << 30);
+}

@@ -274,13 +274,15 @@ impl PagedDevice {
             return (Outcome::Held, None);
         }
         let (addr, requested) = (heap.block(block).addr(), heap.block(block).requested());
-        self.record(Action::FreeRequested, addr, requested, heap, details);
         match heap.free(block) {
             Freed::Completed => {
-                self.record(Action::FreeCompleted, addr, requested, heap, details);
+                self.record_free(addr, requested, heap, details);
                 (Outcome::Completed, Some(block))
             }
-            Freed::Pending => (Outcome::Pending, Some(block)),
+            Freed::Pending => {
+                self.record(Action::FreeRequested, addr, requested, heap, details);
+                (Outcome::Pending, Some(block))
+            }
         }
     }
 
@@ -315,7 +317,27 @@ impl PagedDevice {
         self.free(at.heap, |heap| heap.allocated_at(at.kind, at.range, ptr.0), Fences::Now)
     }
 
+    #[inline]
     fn free_allocation(&self, allocation: &Allocation, fences: Fences) -> Outcome {
+        if self.free_plain_allocation(allocation) {
+            return Outcome::Completed;
+        }
+        self.free_allocation_checked(allocation, fences)
+    }
+
+    /// Frees a block that only its own stream used. `false` if it has to be looked at more closely.
+    #[inline]
+    fn free_plain_allocation(&self, allocation: &Allocation) -> bool {
+        let Some(at) = BlockRef::unpack(allocation.slot) else { return false };
+        self.is_unobserved()
+            && self.last_heap(at.heap).is_some_and(|cell| {
+                let mut heap = cell.lock();
+                heap.allocated(at.block, allocation.ptr, allocation.generation) && heap.free_plain_block(at.block)
+            })
+    }
+
+    #[inline(never)]
+    fn free_allocation_checked(&self, allocation: &Allocation, fences: Fences) -> Outcome {
         let Some(at) = BlockRef::unpack(allocation.slot) else { return Outcome::Unknown };
         if self.heaps.try_get(at.heap).is_none() {
             return Outcome::Unknown;

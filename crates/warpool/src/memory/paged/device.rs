@@ -106,7 +106,7 @@ pub(super) struct PagedDevice {
     inactive: Mutex<InactiveStats>,
     pub(super) counts: EventCounts,
     limits: Mutex<Limits>,
-    pub(super) history: Mutex<HistoryRecorder>,
+    pub(super) history: SpinLock<HistoryRecorder>,
     pub(super) history_flags: HistoryFlags,
     pub(super) peers: Mutex<Vec<DeviceId>>,
 }
@@ -137,7 +137,7 @@ impl PagedDevice {
                 fraction: settings.per_process_memory_fraction,
                 cap: settings.memory_cap_bytes,
             }),
-            history: Mutex::default(),
+            history: SpinLock::default(),
             history_flags: HistoryFlags::default(),
             peers: Mutex::default(),
         }
@@ -462,15 +462,26 @@ impl PagedDevice {
     }
 
     pub(super) fn record_history(&self, options: Option<&HistoryOptions>) {
-        lock(&self.history).history.set(options.cloned());
+        self.history.lock().history.set(options.cloned());
         self.history_flags.set(options);
+    }
+
+    /// Writes the entries of a free that is completed at once, if entries are recorded.
+    #[inline]
+    pub(super) fn record_free(&self, addr: u64, bytes: u64, heap: &Heap, details: &EntryDetails) {
+        if !details.is_off() {
+            let mut recorder = self.history.lock();
+            for action in [Action::FreeRequested, Action::FreeCompleted] {
+                recorder.record(action, addr, bytes, heap.stream_raw, heap.pool, details);
+            }
+        }
     }
 
     /// Writes an entry, if entries are recorded.
     #[inline]
     pub(super) fn record(&self, action: Action, addr: u64, bytes: u64, heap: &Heap, details: &EntryDetails) {
         if !details.is_off() {
-            lock(&self.history).record(action, addr, bytes, heap.stream_raw, heap.pool, details);
+            self.history.lock().record(action, addr, bytes, heap.stream_raw, heap.pool, details);
         }
     }
 
@@ -479,7 +490,7 @@ impl PagedDevice {
         if self.observers().tracked().is_empty() || std::thread::panicking() {
             return;
         }
-        let entries = lock(&self.history).take_unreported();
+        let entries = self.history.lock().take_unreported();
         if !entries.is_empty() {
             self.observers().track(self.id, &entries);
         }

@@ -10,6 +10,8 @@
 //! If there are not enough, all go back to where they were. If a mapping fails midway, what was mapped so far becomes
 //! free blocks, and the rest of the window holes.
 
+use std::cell::OnceCell;
+
 use rustc_hash::{FxHashMap, FxHashSet};
 use warpool_driver::{Access, DeviceAccess, DevicePtr, ErrorCode, EventScope, PhysicalOptions, StreamId};
 
@@ -32,7 +34,7 @@ use crate::{Error, Result, lock};
 
 /// From here on new pages are pairs of slots: half the driver calls per byte, when a few free megabytes more do not
 /// matter. `docs/paged.md` has the curve that this was chosen from.
-const PAIRS_FROM: u64 = 1 << 30;
+const PAIRS_FROM: u64 = 3 << 29;
 
 /// Out of memory is an answer, not an error of the call.
 pub(super) type OrOom<T> = std::result::Result<T, OomCause>;
@@ -53,7 +55,8 @@ pub(super) struct FillRequest {
 /// Allocates, with further pages if need be. Returns the number of the block.
 pub(super) fn allocate(device: &PagedDevice, request: FillRequest, details: &EntryDetails) -> Result<OrOom<u32>> {
     let mut table = lock(&device.pages);
-    let mut fill = Fill { device, request, cell: device.heaps.get(request.heap), details, table: &mut table };
+    let cell = device.heaps.get(request.heap);
+    let mut fill = Fill { device, request, cell, details, table: &mut table, asks_others: false };
     fill.run()
 }
 
@@ -63,6 +66,16 @@ struct Fill<'a> {
     cell: &'a SpinLock<Heap>,
     details: &'a EntryDetails,
     table: &'a mut PageTable,
+    /// Whether other heaps are asked too, since this one has not enough.
+    asks_others: bool,
+}
+
+/// How a window could be filled.
+enum Filled {
+    Done,
+    /// Not with the pages of this heap. Nothing has changed.
+    NotAlone,
+    OutOfMemory(OomCause),
 }
 
 /// Pages that were got for a window, and how many more are needed.
@@ -121,7 +134,8 @@ impl Fill<'_> {
             let limited = self.device.limit().is_some_and(|limit| limit < self.device.bytes_total);
             return Ok(Err(if limited { OomCause::Limit } else { OomCause::Device }));
         }
-        // Pages that are mapped in a window that they belong to: they cannot be taken back to another slot of it.
+        let mut free_elsewhere = FxHashSet::default();
+        // Pages that cannot be taken back: they are in use by now, or mapped in a window that they belong to.
         let mut excluded = FxHashSet::default();
         loop {
             let mut heap = self.cell.lock();
@@ -129,9 +143,10 @@ impl Fill<'_> {
             if let Some(block) = heap.allocate(requested) {
                 return Ok(Ok(block));
             }
-            let takeable = free_pages(self.table, &heap);
+            let takeable = OnceCell::new();
             let chosen = window::choose(self.table, &heap.free_runs(kind, bytes), bytes, self.grid(), |id| {
-                takeable.contains(&id) && !excluded.contains(&id)
+                let own = takeable.get_or_init(|| free_pages(self.table, &heap));
+                (own.contains(&id) || free_elsewhere.contains(&id)) && !excluded.contains(&id)
             });
             let Some(window) = chosen else {
                 drop(heap);
@@ -142,12 +157,11 @@ impl Fill<'_> {
             };
             let filling = heap.begin_filling(kind, window.start, window.end, window.anchor);
             drop(heap);
-            self.take_back(window);
-            let undone = self.undo_old(window);
-            if undone.is_err() {
+            let prepared = self.take_back(window).and_then(|()| self.undo_old(window));
+            if prepared.is_err() {
                 self.cell.lock().end_filling(filling, &self.pieces(window));
             }
-            undone?;
+            prepared?;
             let blocked: Vec<PageId> = self.blocked(window).collect();
             if !blocked.is_empty() {
                 excluded.extend(blocked);
@@ -156,12 +170,18 @@ impl Fill<'_> {
             }
             let outcome = self.fill(window);
             let mut heap = self.cell.lock();
-            if let Ok(Ok(())) = outcome {
+            if let Ok(Filled::Done) = outcome {
                 return Ok(Ok(heap.end_filling_allocated(filling, window.addr, requested)));
             }
             heap.end_filling(filling, &self.pieces(window));
             drop(heap);
-            return outcome.map(|answer| Err(answer.err().unwrap_or(OomCause::Device)));
+            match outcome? {
+                Filled::OutOfMemory(cause) => return Ok(Err(cause)),
+                Filled::NotAlone | Filled::Done => {
+                    self.asks_others = true;
+                    free_elsewhere = self.free_in_others();
+                }
+            }
         }
     }
 
@@ -207,7 +227,7 @@ impl Fill<'_> {
     }
 
     /// Puts pages behind every slot of the window.
-    fn fill(&mut self, window: Window) -> Result<OrOom<()>> {
+    fn fill(&mut self, window: Window) -> Result<Filled> {
         let missing: Vec<Slot> = self.slots(window).filter(|&slot| self.table.own_page(slot).is_none()).collect();
         let runs = runs_of(&missing);
         let slots_needed = u32::try_from(missing.len()).expect("fewer than 2^32 slots");
@@ -223,10 +243,8 @@ impl Fill<'_> {
         if supply.pages.iter().any(|(_, from)| from.is_some()) {
             self.record_takes();
         }
-        let ordered = self.take_from_others(&mut supply);
-        let grown = if first.is_ok() && ordered.is_ok() { self.grow(&mut supply) } else { Ok(Ok(())) };
-        let answer = first.and(ordered).and(grown);
-        if let Ok(Ok(())) = answer {
+        let obtained = first.and_then(|()| self.obtain_rest(&mut supply));
+        if let Ok(Filled::Done) = obtained {
             self.map(&runs, supply.pages)?;
         } else {
             // What was got for nothing goes back, so that a failed request changes nothing.
@@ -234,7 +252,19 @@ impl Fill<'_> {
             pages.into_iter().for_each(|(page, from)| self.put_back(page, from));
             created.into_iter().for_each(|page| self.release_new(page));
         }
-        answer
+        obtained
+    }
+
+    /// Gets what this heap does not have, from others and from the driver.
+    fn obtain_rest(&mut self, supply: &mut Supply) -> Result<Filled> {
+        if supply.slots_needed == 0 {
+            return Ok(Filled::Done);
+        }
+        if !self.asks_others && self.device.heaps.len() > 1 {
+            return Ok(Filled::NotAlone);
+        }
+        self.take_from_others(supply)?;
+        Ok(self.grow(supply)?.map_or_else(Filled::OutOfMemory, |()| Filled::Done))
     }
 
     /// Returns a page to the driver that was created for this request and is mapped nowhere.
@@ -265,9 +295,30 @@ impl Fill<'_> {
         after <= peak.saturating_add(share_of(peak, slack / 100.0))
     }
 
-    /// Pages that are still mapped in the window, and belong to free blocks of this heap, belong to the window again.
-    fn take_back(&mut self, window: Window) {
-        let mut heap = self.cell.lock();
+    /// Pages in free blocks of other heaps, as far as they may be taken. Those that are still mapped in this one need
+    /// no driver call.
+    fn free_in_others(&self) -> FxHashSet<PageId> {
+        let mut free = FxHashSet::default();
+        if self.request.capturing || !self.table.was_taken_from(self.request.heap) {
+            return free;
+        }
+        for (number, cell) in self.device.heaps.iter() {
+            if number == self.request.heap {
+                continue;
+            }
+            let pool = cell.lock().pool;
+            if matches!(lock(&self.device.pools).takeable(pool), Takeable::After(_)) {
+                let mut heap = cell.lock();
+                heap.merge_recent();
+                let blocks = heap.blocks_with_pages(self.table.slot_bytes);
+                free.extend(blocks.into_iter().flat_map(|block| self.table.pages_in(&heap, block)).map(|(_, id)| id));
+            }
+        }
+        free
+    }
+
+    /// Pages that are still mapped in the window, and belong to free blocks or to nothing, belong to the window again.
+    fn take_back(&mut self, window: Window) -> Result<()> {
         let last = self.slots(window).last().map_or(0, |slot| slot.index);
         let in_window = |slot: Slot| match self.table.mapping(slot) {
             Mapping::Page { page, part: 0 } if self.table.own_page(slot).is_none() => {
@@ -277,25 +328,66 @@ impl Fill<'_> {
         };
         let wanted: FxHashSet<PageId> = self.slots(window).filter_map(in_window).collect();
         if wanted.is_empty() {
-            return;
+            return Ok(());
         }
         let mut taken: FxHashSet<PageId> =
             wanted.iter().copied().filter(|&page| self.table.take_spare_page(page)).collect();
-        for block in heap.blocks_with_pages(self.table.slot_bytes) {
-            let pages = self.table.pages_in(&heap, block);
-            let pages: Vec<_> = pages.into_iter().filter(|(_, page)| wanted.contains(page)).collect();
-            self.take_pages(&mut heap, block, &pages);
-            taken.extend(pages.iter().map(|&(_, page)| page));
+        let heap_of = |page: &PageId| self.table.page(*page).home.map(|home| self.table.range(home.range).heap);
+        let mut heaps: Vec<u32> = wanted.difference(&taken).filter_map(heap_of).collect();
+        heaps.sort_unstable();
+        heaps.dedup();
+        let mut outcome = Ok(());
+        for number in heaps {
+            let from = self.take_wanted(number, &wanted);
+            let ordered = if number == self.request.heap { Ok(true) } else { self.order_after_heap(number) };
+            if matches!(ordered, Ok(true)) {
+                taken.extend(from.iter().map(|&(_, page)| page));
+            } else {
+                from.into_iter().for_each(|(slot, page)| self.put_back(page, Some(slot)));
+                outcome = outcome.and(ordered.map(drop));
+            }
         }
+        let heap = self.cell.lock();
         for slot in self.slots(window) {
             if let Mapping::Page { page, part: 0 } = self.table.mapping(slot)
-                && taken.contains(&page)
+                && taken.remove(&page)
             {
                 self.table.set_home(page, Some(slot));
                 self.table.totals.taken_back += 1;
                 let bytes = self.table.page_bytes(page);
                 self.device.record(Action::SegmentMap, self.table.addr(slot), bytes, &heap, self.details);
             }
+        }
+        outcome
+    }
+
+    /// Takes those of the wanted pages that are in free blocks of a heap.
+    fn take_wanted(&mut self, number: u32, wanted: &FxHashSet<PageId>) -> Vec<(Slot, PageId)> {
+        let mut taken = Vec::new();
+        let mut heap = self.device.heaps.get(number).lock();
+        for block in heap.blocks_with_pages(self.table.slot_bytes) {
+            let pages = self.table.pages_in(&heap, block);
+            let pages: Vec<_> = pages.into_iter().filter(|(_, page)| wanted.contains(page)).collect();
+            self.take_pages(&mut heap, block, &pages);
+            taken.extend(pages);
+        }
+        taken
+    }
+
+    /// Makes the request's stream wait for the work of another heap. `false` if it must not be taken from.
+    fn order_after_heap(&self, number: u32) -> Result<bool> {
+        let (stream, pool) = {
+            let heap = self.device.heaps.get(number).lock();
+            (heap.stream, heap.pool)
+        };
+        let takeable = lock(&self.device.pools).takeable(pool);
+        match takeable {
+            Takeable::After(mut streams) => {
+                streams.push(stream);
+                streams.retain(|&stream| stream != self.request.stream);
+                self.order_after(&streams)
+            }
+            Takeable::OnOom | Takeable::Never => Ok(false),
         }
     }
 

@@ -459,6 +459,11 @@ impl PageTable {
         mappings
     }
 
+    /// Whether pages were ever taken from a heap: they may still be mapped there.
+    pub(super) fn was_taken_from(&self, heap: u32) -> bool {
+        self.takes.contains_key(&heap)
+    }
+
     pub(super) fn has_mappings(&self, heap: u32) -> bool {
         let of_heap = self.ranges.iter().filter(|map| map.heap == heap);
         of_heap.flat_map(|map| &map.slots).any(|&mapping| mapping != Mapping::Nothing)

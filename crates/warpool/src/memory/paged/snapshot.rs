@@ -2,7 +2,6 @@
 
 use super::device::PagedDevice;
 use super::heap::{Block, Heap, State};
-use crate::lock;
 use crate::memory::report::{EntryDetails, StackIds};
 use crate::memory::{Action, BlockInfo, BlockState, MemPoolId, SegmentInfo, SegmentKind, Snapshot, SnapshotOptions};
 
@@ -25,7 +24,7 @@ pub(super) fn add_to(
     segments.sort_by_key(|segment: &SegmentInfo| segment.address);
     snapshot.segments.extend(segments);
     let active = if details.is_off() { 0 } else { device.stats().active_bytes.all.current };
-    let mut recorder = lock(&device.history);
+    let mut recorder = device.history.lock();
     let trace = if options.traces { recorder.history.copy_to(snapshot, stacks) } else { Vec::new() };
     snapshot.traces.push(trace);
     if !details.is_off() {

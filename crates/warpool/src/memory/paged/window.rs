@@ -22,7 +22,7 @@ pub(super) struct Window {
 }
 
 /// One slot of a run, as far as it matters here.
-#[derive(Clone, Copy, Default)]
+#[derive(Clone, Copy, Default, PartialEq, Eq)]
 struct Cost {
     /// Pages that do not belong to it yet.
     pages: u32,
@@ -44,6 +44,9 @@ pub(super) fn choose(
     let mut best: Option<((u32, u32, u64), Window)> = None;
     for run in runs {
         let costs = Costs::new(table, run, bytes, grid, &takeable);
+        if best.is_some_and(|((pages, ..), _)| costs.pages_min() > pages) {
+            continue;
+        }
         costs.candidates(|addr| {
             let Some(cost) = costs.of(addr) else { return };
             let key = (cost.pages, cost.maps, addr);
@@ -72,6 +75,8 @@ struct Costs<'a> {
     first: u32,
     end: u64,
     sums: Vec<Cost>,
+    /// Slots that cost something else than the one before.
+    edges: Vec<u32>,
 }
 
 impl<'a> Costs<'a> {
@@ -82,29 +87,47 @@ impl<'a> Costs<'a> {
         let end = run.end.min((used.max(run.start) + bytes + slot - base).next_multiple_of(grid) + base);
         let index = |addr: u64| u32::try_from((addr - base) / slot).expect("fewer than 2^32 slots");
         let (first, last) = (index(run.start), index(end - 1));
-        let mut sums = vec![Cost::default()];
+        let (mut sum, mut before, mut edges) = (Cost::default(), None, Vec::new());
+        let mut sums = Vec::with_capacity((last - first) as usize + 2);
+        sums.push(sum);
         for index in first..=last {
             let at = Slot { range: run.range, index };
-            let mut sum = sums[sums.len() - 1];
-            if table.own_page(at).is_none() {
-                sum.pages += 1;
-                match table.mapping(at) {
-                    Mapping::Nothing => sum.maps += 1,
+            let mut cost = Cost::default();
+            let mapping = table.mapping(at);
+            if mapping == Mapping::Nothing {
+                cost = Cost { pages: 1, maps: 1, blocked: 0 };
+            } else if table.own_page(at).is_none() {
+                cost.pages = 1;
+                match mapping {
                     Mapping::Page { page, .. } if takeable(page) => {}
-                    Mapping::Page { page, part } if has_passed(table, at, page, part) => sum.maps += 1,
-                    Mapping::Page { .. } | Mapping::Broken => sum.blocked += 1,
+                    Mapping::Page { page, part } if has_passed(table, at, page, part) => cost.maps = 1,
+                    Mapping::Nothing | Mapping::Page { .. } | Mapping::Broken => cost.blocked = 1,
                 }
             }
+            if before.replace(cost) != Some(cost) {
+                edges.push(index);
+            }
+            sum =
+                Cost { pages: sum.pages + cost.pages, maps: sum.maps + cost.maps, blocked: sum.blocked + cost.blocked };
             sums.push(sum);
         }
-        Self { table, run, bytes, slot, grid, base, first, end, sums }
+        edges.push(last + 1);
+        Self { table, run, bytes, slot, grid, base, first, end, sums, edges }
+    }
+
+    /// No window of the run needs fewer pages.
+    fn pages_min(&self) -> u32 {
+        let slots = u32::try_from(self.sums.len() - 1).expect("fewer than 2^32 slots");
+        let own = slots - self.sums[slots as usize].pages;
+        u32::try_from(self.bytes / self.slot).map_or(0, |needed| needed.saturating_sub(own))
     }
 
     fn index(&self, addr: u64) -> u32 {
         u32::try_from((addr - self.base) / self.slot).expect("fewer than 2^32 slots")
     }
 
-    /// Windows that begin or end with the run or with a slot.
+    /// Windows that begin or end with the run or where the cost changes: moved from one such place towards the next, a
+    /// window's cost changes steadily.
     fn candidates(&self, mut consider: impl FnMut(u64)) {
         let (start, end, bytes) = (self.run.start, self.end, self.bytes);
         if end - start < bytes {
@@ -114,12 +137,18 @@ impl<'a> Costs<'a> {
         if end == self.run.end {
             consider(end - bytes);
         }
-        let boundaries = |from: u64, to: u64| {
-            let first = self.base + (from - self.base).next_multiple_of(self.grid);
-            (0..).map(move |nth| first + nth * self.grid).take_while(move |&addr| addr <= to)
-        };
-        boundaries(start, end - bytes).for_each(&mut consider);
-        boundaries(start + bytes, end).for_each(|last| consider(last - bytes));
+        for &edge in &self.edges {
+            let offset = u64::from(edge) * self.slot;
+            for boundary in [offset / self.grid * self.grid, offset.next_multiple_of(self.grid)] {
+                let at = self.base + boundary;
+                if (start..=end - bytes).contains(&at) {
+                    consider(at);
+                }
+                if (start + bytes..=end).contains(&at) {
+                    consider(at - bytes);
+                }
+            }
+        }
     }
 
     /// The cost of a window; `None` if it cannot be used.

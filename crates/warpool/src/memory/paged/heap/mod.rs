@@ -205,7 +205,12 @@ impl Heap {
     /// whether it did.
     #[inline]
     pub(super) fn free_plain(&mut self, kind: SegmentKind, range: u32, addr: u64) -> bool {
-        let Some(id) = self.allocated_at(kind, range, addr) else { return false };
+        self.allocated_at(kind, range, addr).is_some_and(|id| self.free_plain_block(id))
+    }
+
+    /// The same, of an allocated block.
+    #[inline]
+    pub(super) fn free_plain_block(&mut self, id: u32) -> bool {
         let block = self.blocks.get(id);
         let plain = !block.has_uses && block.holds == 0;
         if plain {

@@ -123,7 +123,7 @@ impl Machine {
         self.sim.event_destroy(event).unwrap();
     }
 
-    /// After everything was freed: the first defect that the simulation saw, if it saw one. Panics if something is left.
+    /// After everything was freed: the first defect that the simulation saw, if any. Panics if something is left.
     pub fn finish(&self) -> Option<String> {
         self.sim.device_synchronize(DEVICE).unwrap();
         let defect = self.defect();
