@@ -36,7 +36,7 @@ class Report:
             print(json.dumps(dict(zip(keys, (verdict, allocator, scenario, name, detail)))), flush=True)
         else:
             tail = f": {detail}" if detail else ""
-            print(f"{verdict:<14} {allocator:<10} {scenario}: {name}{tail}", flush=True)
+            print(f"{verdict:<14} {allocator:<14} {scenario}: {name}{tail}", flush=True)
 
 
 def child(
