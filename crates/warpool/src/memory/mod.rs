@@ -62,6 +62,7 @@
 mod allocator;
 mod caching;
 mod capture_memory;
+mod checkpoint;
 mod decorate;
 mod device_block;
 mod external;
@@ -84,8 +85,9 @@ pub use crate::pool_id::MemPoolId;
 #[doc(hidden)]
 pub use allocator::GraphKey;
 pub use allocator::{Allocation, DeviceAllocator, Request, SnapshotOptions};
-pub use caching::{CachingAllocator, PoolCheckpoint, Restored};
+pub use caching::CachingAllocator;
 pub(crate) use capture_memory::CaptureMemory;
+pub use checkpoint::{PoolCheckpoint, Restored};
 pub use decorate::{AllocatorCall, Decorator, FreeCall, Limited, Traced};
 pub use device_block::{Allocate, DeviceBlock};
 pub use external::{BaseAllocation, ExternalAllocator, ExternalUpstream, FnAllocator, Handled, RawStream};

@@ -2,6 +2,7 @@
 //! programs over it, with faults, captures, pools and threads, are in `warpool soak`; what holds for every allocator is
 //! in `uncached/allocators.rs`.
 
+mod checkpoint;
 mod out_of_memory;
 mod statistics;
 mod upstream;
@@ -11,7 +12,8 @@ use std::sync::Arc;
 use warpool::driver::sim::{SimConfig, SimDriver};
 use warpool::driver::{Copies as _, DeviceId, Driver, Pattern};
 use warpool::memory::{
-    Allocate as _, DeviceAllocator, DeviceBlock, MemPool, MemPoolId, PagedAllocator, PoolOptions, Settings,
+    Allocate as _, Backend, DeviceAllocator, DeviceBlock, MemPool, MemPoolId, PagedAllocator, PoolOptions, Settings,
+    SnapshotOptions,
 };
 use warpool::{Device, Error, Instance, Stream};
 
@@ -148,6 +150,25 @@ fn pages_of_a_pool_in_use_stay() {
     drop((outside, more));
 }
 
+/// As a graph, a checkpoint knows the addresses of what is freed since.
+#[test]
+fn pages_of_a_pool_with_checkpoints_stay_for_its_own_requests_too() {
+    let machine = Machine::new();
+    let stream = machine.stream();
+    let pool = MemPool::new(&machine.allocator, &machine.device, PoolOptions::default()).unwrap();
+    let _scope = pool.enter().unwrap();
+    let [first, second, third] = [1, 2, 3].map(|_| machine.block(10 * MIB, &stream));
+    let checkpoint = machine.paged.checkpoint(DEVICE, pool.id()).unwrap();
+    drop((first, third));
+    let large = machine.block(20 * MIB, &stream);
+    assert_eq!(machine.paged.restore(&checkpoint).unwrap().allocated.len(), 3);
+    let stats = machine.paged.page_stats(DEVICE).unwrap();
+    assert_eq!((stats.totals.taken, stats.bytes_mapped_twice), (0, 0));
+    // Stale since the restore.
+    drop((second, large));
+    machine.paged.check();
+}
+
 #[test]
 fn trim_returns_what_is_free_down_to_a_target() {
     let machine = Machine::new();
@@ -162,6 +183,38 @@ fn trim_returns_what_is_free_down_to_a_target() {
     drop(kept);
     machine.allocator.trim(DeviceId(0), MemPoolId::DEFAULT).unwrap();
     assert_eq!((machine.reserved(), machine.sim.object_counts().physical), (0, 0));
+}
+
+#[test]
+fn trim_to_a_target_gives_back_no_more_than_needed() {
+    for target in [110, 109, 100, 61, 60, 12, 11, 10, 5] {
+        let machine = Machine::new();
+        let streams = [machine.stream(), machine.stream()];
+        let kept = machine.block(10 * MIB, &streams[0]);
+        let freed = [(20, 0), (30, 1), (50, 0)].map(|(mib, on): (u64, usize)| machine.block(mib * MIB, &streams[on]));
+        drop(freed);
+        assert_eq!(machine.reserved(), 110 * MIB);
+        let trimmed = machine.paged.trim_to(DEVICE, target * MIB).unwrap();
+        let expected = (target / 2 * 2).max(10) * MIB;
+        assert_eq!((machine.reserved(), trimmed), (expected, 110 * MIB - expected), "down to {target} MiB");
+        machine.fill(&kept, 1, &streams[0]);
+        machine.expect(&kept, 1, &streams[0]);
+        machine.expect_no_hazard();
+    }
+}
+
+#[test]
+fn a_snapshot_names_the_allocator() {
+    let machine = Machine::new();
+    let of = |settings: &str| {
+        let given = Settings::parse(settings).unwrap();
+        let paged = PagedAllocator::new(machine.paged.instance(), given).unwrap();
+        let recorded = paged.snapshot(SnapshotOptions::default()).unwrap().settings;
+        (recorded.conf.clone().unwrap(), Settings::from_recorded(&recorded).unwrap().backend)
+    };
+    assert_eq!(of(""), ("backend:paged".to_owned(), Backend::Paged));
+    assert_eq!(of("paged_slack:2, backend:paged"), ("paged_slack:2, backend:paged".to_owned(), Backend::Paged));
+    assert_eq!(of("memory_cap_mb:100"), ("backend:paged,memory_cap_mb:100".to_owned(), Backend::Paged));
 }
 
 #[test]

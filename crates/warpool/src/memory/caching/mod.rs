@@ -28,15 +28,15 @@ mod state;
 
 use std::fmt;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 
 use warpool_driver::{DeviceId, DevicePtr, Driver, StreamId};
 
 use self::bypass::Bypass;
 use self::device::{CachingDevice, Shared};
 use self::heap::BlockKey;
-pub use self::state::{PoolCheckpoint, Restored};
 use super::Settings;
+use super::checkpoint::next_allocator_key;
 use crate::{Error, Instance, Result};
 
 /// PyTorch's caching allocator, over any driver. See the [module](crate::memory) for how it is used.
@@ -56,7 +56,6 @@ impl CachingAllocator {
     /// An allocator for all devices of `instance`. Makes no driver call.
     #[must_use]
     pub fn new(instance: &Instance, settings: Settings) -> Self {
-        static NEXT_KEY: AtomicU64 = AtomicU64::new(0);
         let shared = Arc::new(Shared::new(instance, settings));
         let settings = shared.settings();
         let devices = instance.devices().map(|device| CachingDevice::new(&shared, &device, &settings)).collect();
@@ -67,7 +66,7 @@ impl CachingAllocator {
             bypass: Bypass::default(),
             next_user_pool: AtomicU32::new(1),
             next_graph_pool: AtomicU32::new(1),
-            key: NEXT_KEY.fetch_add(1, Ordering::Relaxed),
+            key: next_allocator_key(),
         }
     }
 

@@ -127,7 +127,7 @@ impl Fill<'_> {
             return Err(Error::PoolReleased { pool });
         }
         self.table.homes.set_pool(self.request.heap, pool);
-        let requested = self.request.requested;
+        let (requested, takes_own) = (self.request.requested, self.takes_own());
         let (kind, bytes) = (kind_of(rounded(requested)), rounded(requested));
         if bytes > self.device.bytes_total {
             // No addresses are looked for that could never be filled.
@@ -145,7 +145,7 @@ impl Fill<'_> {
             }
             let takeable = OnceCell::new();
             let chosen = window::choose(self.table, &heap.free_runs(kind, bytes), bytes, self.grid(), |id| {
-                let own = takeable.get_or_init(|| free_pages(self.table, &heap));
+                let own = takeable.get_or_init(|| free_pages(self.table, &heap, takes_own));
                 (own.contains(&id) || free_elsewhere.contains(&id)) && !excluded.contains(&id)
             });
             let Some(window) = chosen else {
@@ -239,7 +239,9 @@ impl Fill<'_> {
             supply.add(page, self.table.page(page).slots, None);
         }
         let first = if self.may_grow_first(&supply) { self.grow(&mut supply).map(drop) } else { Ok(()) };
-        self.take_from(self.request.heap, &mut supply);
+        if self.takes_own() {
+            self.take_from(self.request.heap, &mut supply);
+        }
         if supply.pages.iter().any(|(_, from)| from.is_some()) {
             self.record_takes();
         }
@@ -282,6 +284,11 @@ impl Fill<'_> {
 
     fn grid(&self) -> u64 {
         u64::from(self.unit()) * self.table.slot_bytes
+    }
+
+    /// Whether pages of the heap itself may be taken.
+    fn takes_own(&self) -> bool {
+        self.request.pool.is_default() || !lock(&self.device.pools).is_fixed(self.request.pool)
     }
 
     /// Whether more may be reserved before pages are taken from elsewhere.
@@ -638,9 +645,9 @@ impl Fill<'_> {
     }
 }
 
-/// The pages that are wholly in free blocks of a heap, and the spare ones.
-fn free_pages(table: &PageTable, heap: &Heap) -> FxHashSet<PageId> {
-    let blocks = heap.blocks_with_pages(table.slot_bytes);
+/// The pages that are wholly in free blocks of a heap, if those may be taken, and the spare ones.
+fn free_pages(table: &PageTable, heap: &Heap, takes_own: bool) -> FxHashSet<PageId> {
+    let blocks = if takes_own { heap.blocks_with_pages(table.slot_bytes) } else { Vec::new() };
     let free = blocks.into_iter().flat_map(|block| table.pages_in(heap, block)).map(|(_, page)| page);
     free.chain(table.spare_pages().iter().copied()).collect()
 }

@@ -20,6 +20,7 @@
 
 mod address_space;
 mod allocator;
+mod checkpoint;
 mod counters;
 mod device;
 mod fill;
@@ -51,7 +52,8 @@ use warpool_driver::{Access, DeviceAccess, DeviceId, DevicePtr, Driver, ErrorCod
 
 use self::device::{PagedDevice, Shared};
 pub use self::pages::PageTotals;
-use super::{Observers, Settings, StackLevel};
+use super::checkpoint::next_allocator_key;
+use super::{Backend, Observers, Settings, StackLevel, lint};
 use crate::{Error, Instance, Result, lock};
 
 /// The smallest page.
@@ -64,6 +66,8 @@ pub struct PagedAllocator {
     devices: Box<[PagedDevice]>,
     next_user_pool: AtomicU32,
     next_graph_pool: AtomicU32,
+    /// Tells it from all other allocators.
+    key: u64,
 }
 
 /// What a device's pages are used for. Pools with an upstream, and those whose blocks are whole segments, have none.
@@ -118,12 +122,13 @@ impl PagedAllocator {
             instance: instance.clone(),
             observers: Observers::default(),
             tracks_suballocations: instance.driver().tracks_suballocations(),
-            settings: Mutex::new(Arc::new(settings)),
+            settings: Mutex::new(Arc::new(naming_backend(settings))),
             captures: AtomicU32::new(0),
         });
         let settings = Arc::clone(&lock(&shared.settings));
         let devices = instance.devices().map(|device| PagedDevice::new(&shared, &device, &settings)).collect();
-        Ok(Self { shared, devices, next_user_pool: AtomicU32::new(1), next_graph_pool: AtomicU32::new(1) })
+        let (next_user_pool, next_graph_pool) = (AtomicU32::new(1), AtomicU32::new(1));
+        Ok(Self { shared, devices, next_user_pool, next_graph_pool, key: next_allocator_key() })
     }
 
     /// The settings in force; the default ones in a forked child.
@@ -138,7 +143,7 @@ impl PagedAllocator {
     /// Changes the settings. Memory fraction and cap stay as they were set first, or by the last call for them.
     pub fn set_settings(&self, settings: Settings) {
         if !self.shared.instance.is_inherited() {
-            *lock(&self.shared.settings) = Arc::new(settings);
+            *lock(&self.shared.settings) = Arc::new(naming_backend(settings));
         }
     }
 
@@ -232,6 +237,14 @@ impl PagedAllocator {
         let count = instance.device_count();
         self.devices.get(device.0 as usize).ok_or(Error::DeviceOutOfRange { index: device.0, count })
     }
+}
+
+/// The settings, with a string that names this allocator: so a recording says what it was made with.
+fn naming_backend(settings: Settings) -> Settings {
+    let settings = Settings { backend: Backend::Paged, ..settings };
+    let is_named = lint(&settings.text).effective.is_some_and(|read| read.backend == Backend::Paged);
+    let text = if is_named { settings.text.clone() } else { settings.to_conf_string() };
+    Settings { text, ..settings }
 }
 
 impl fmt::Debug for PagedAllocator {

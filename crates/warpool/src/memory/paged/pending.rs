@@ -79,6 +79,12 @@ impl<'a> PendingFrees<'a> {
         retried.and(stream_fence::poll_some(self))
     }
 
+    /// Completes every pending free that can be, without waiting.
+    pub(super) fn process_all(&self) -> Result<()> {
+        let retried = self.retry(usize::MAX);
+        retried.and(stream_fence::poll(self))
+    }
+
     /// Waits until every pending free is completed, but for those that captures hold back.
     pub(super) fn wait(&self) -> Result<()> {
         self.device.counts.syncs.fetch_add(1, Ordering::Relaxed);

@@ -44,6 +44,8 @@ struct Pool {
     use_on_oom: bool,
     /// Whether captures allocated from it: replays go on using what they freed.
     has_graphs: bool,
+    /// Whether checkpoints of it were taken.
+    has_checkpoints: bool,
     /// Streams that use its memory beside those that it was allocated for.
     used_by: BTreeSet<StreamId>,
     /// Whether streams that are not known use it too.
@@ -146,6 +148,19 @@ impl Pools {
         if let Some(pool) = self.by_id.get_mut(&id) {
             pool.has_graphs = true;
         }
+    }
+
+    /// A checkpoint was taken: blocks may be restored at their addresses from here on.
+    pub(super) fn record_checkpoint(&mut self, id: MemPoolId) {
+        if let Some(pool) = self.by_id.get_mut(&id) {
+            pool.has_checkpoints = true;
+        }
+    }
+
+    /// Whether the pages of a pool stay where they are even for requests of its own: graphs and checkpoints know their
+    /// addresses.
+    pub(super) fn is_fixed(&self, id: MemPoolId) -> bool {
+        self.has_graphs(id) || self.by_id.get(&id).is_some_and(|pool| pool.has_checkpoints)
     }
 
     /// Whether graphs may use its addresses.

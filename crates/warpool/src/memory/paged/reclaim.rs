@@ -93,7 +93,7 @@ fn empty_heap(device: &PagedDevice, table: &mut PageTable, number: u32, details:
             return Ok(());
         }
         heap.merge_recent();
-        for (page, _) in take_free(device, table, &mut heap, details) {
+        for (page, _) in take_free(device, table, &mut heap, u64::MAX, details) {
             table.put_spare(page);
         }
     }
@@ -106,16 +106,21 @@ fn empty_heap(device: &PagedDevice, table: &mut PageTable, number: u32, details:
     Ok(())
 }
 
-/// All whole pages of free blocks: they belong to nothing any more.
+/// Whole pages of free blocks, of the largest first, until they are so many bytes: they belong to nothing any more.
 fn take_free(
     device: &PagedDevice,
     table: &mut PageTable,
     heap: &mut super::heap::Heap,
+    most: u64,
     details: &EntryDetails,
 ) -> Vec<(PageId, Slot)> {
-    let mut taken = Vec::new();
-    for block in heap.blocks_with_pages(table.slot_bytes) {
+    let (mut taken, mut left) = (Vec::new(), most);
+    for block in heap.blocks_with_pages(table.slot_bytes).into_iter().rev() {
         for (slot, page) in table.pages_in(heap, block).into_iter().rev() {
+            if left == 0 {
+                return taken;
+            }
+            left = left.saturating_sub(table.page_bytes(page));
             let (start, bytes) = (table.addr(slot), table.page_bytes(page));
             heap.make_hole(block, start, start + bytes);
             table.set_home(page, None);
@@ -165,8 +170,24 @@ fn release(device: &PagedDevice, pool: MemPoolId, target: u64, details: &EntryDe
     let table = &mut *table;
     old_mappings::undo_some(device, table, details)?;
     let (mut waited, before) = (Waited::default(), table.reserved_all().current);
+    let excess = |table: &PageTable| table.reserved_all().current.saturating_sub(target);
+    let mut outcome = Ok(());
+    if pool.is_default() {
+        // Those that belong nowhere first: nobody can use them without a driver call.
+        for page in table.spare_pages().to_vec() {
+            if excess(table) == 0 {
+                break;
+            }
+            table.take_spare_page(page);
+            let released = release_page(device, table, page, &mut waited, details);
+            if !matches!(released, Ok(true)) {
+                table.put_spare(page);
+            }
+            outcome = outcome.and(released.map(drop));
+        }
+    }
     for number in 0..device.heaps.len() {
-        if table.reserved_all().current <= target {
+        if excess(table) == 0 {
             break;
         }
         let (stream, of_pool) = {
@@ -177,41 +198,28 @@ fn release(device: &PagedDevice, pool: MemPoolId, target: u64, details: &EntryDe
         let Takeable::After(mut streams) = lock(&device.pools).takeable(of_pool) else { continue };
         streams.push(stream);
         if concerned && table.has_mappings(number) {
-            release_heap(device, table, number, &streams, &mut waited, details)?;
+            let most = if target == 0 { u64::MAX } else { excess(table) };
+            release_heap(device, table, number, (&streams, most), &mut waited, details)?;
         }
-    }
-    if pool.is_default() {
-        let mut outcome = Ok(());
-        for page in table.spare_pages().to_vec() {
-            if table.reserved_all().current <= target {
-                break;
-            }
-            table.take_spare_page(page);
-            let released = release_page(device, table, page, &mut waited, details);
-            if !matches!(released, Ok(true)) {
-                table.put_spare(page);
-            }
-            outcome = outcome.and(released.map(drop));
-        }
-        outcome?;
     }
     table.forget_takes();
+    outcome?;
     Ok(before.saturating_sub(table.reserved_all().current))
 }
 
-/// Unmaps and releases the free pages of a heap, once `streams` have passed.
+/// Unmaps and releases the free pages of a heap, once `streams` have passed, until they are so many bytes.
 fn release_heap(
     device: &PagedDevice,
     table: &mut PageTable,
     number: u32,
-    streams: &[StreamId],
+    (streams, most): (&[StreamId], u64),
     waited: &mut Waited,
     details: &EntryDetails,
 ) -> Result<()> {
     let taken = {
         let mut heap = device.heaps.get(number).lock();
         heap.merge_recent();
-        take_free(device, table, &mut heap, details)
+        take_free(device, table, &mut heap, most, details)
     };
     // After they were taken: other threads may have used and freed the memory since an earlier wait.
     let mut passed = Ok(true);
@@ -230,6 +238,9 @@ fn release_heap(
         outcome = outcome.and(released.map(drop));
     }
     if !matches!(passed, Ok(true)) {
+        return outcome;
+    }
+    if most < u64::MAX {
         return outcome;
     }
     // Old mappings of pages that are in use elsewhere.

@@ -5,10 +5,11 @@ use std::collections::BTreeSet;
 use warpool_driver::DeviceId;
 
 use crate::capture::CaptureStatus;
+use crate::memory::caching::CachingAllocator;
 use crate::memory::caching::device::CachingDevice;
 use crate::memory::caching::pending::PendingFrees;
 use crate::memory::caching::state::StreamOrder;
-use crate::memory::caching::{CachingAllocator, PoolCheckpoint, Restored};
+use crate::memory::checkpoint::{PoolCheckpoint, Restored};
 use crate::memory::stream_fence;
 use crate::memory::{MemPoolId, StackLevel};
 use crate::{Error, Result};

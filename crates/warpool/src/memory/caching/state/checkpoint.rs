@@ -11,83 +11,20 @@
 use std::collections::BTreeSet;
 
 use rustc_hash::FxHashSet;
-use warpool_driver::{DeviceId, DevicePtr, StreamId};
+use warpool_driver::{DevicePtr, StreamId};
 
 use super::DeviceState;
 use crate::memory::caching::heap::{Block, BlockKey, BlockStatus};
+use crate::memory::checkpoint::{BlockUses, PoolCheckpoint, Restored, SavedBlock};
 use crate::memory::report::EntryDetails;
 use crate::memory::{Allocation, MemPoolId};
 use crate::{Error, Result};
-
-/// The blocks of a pool that were allocated at some moment.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct PoolCheckpoint {
-    /// The allocator of the pool.
-    allocator: u64,
-    device: DeviceId,
-    pool: MemPoolId,
-    blocks: Vec<SavedBlock>,
-}
-
-#[derive(Clone, Debug, PartialEq, Eq)]
-struct SavedBlock {
-    ptr: u64,
-    size: u64,
-    requested: u64,
-    uses: BlockUses,
-}
-
-impl SavedBlock {
-    fn end(&self) -> u64 {
-        self.ptr + self.size
-    }
-}
-
-/// The streams that use a block beside its own.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-struct BlockUses {
-    streams: Vec<StreamId>,
-    /// Those that used it while they captured.
-    in_capture: Vec<StreamId>,
-}
 
 /// Memory of a block that was freed while streams used it.
 struct UsedRange {
     start: u64,
     end: u64,
     uses: BlockUses,
-}
-
-impl PoolCheckpoint {
-    pub(crate) const fn device(&self) -> DeviceId {
-        self.device
-    }
-
-    /// Fails unless it is one of that allocator.
-    pub(crate) fn expect_of(&self, allocator: u64) -> Result<()> {
-        if self.allocator == allocator { Ok(()) } else { Err(Error::ForeignAllocator { pool: self.pool }) }
-    }
-
-    /// The pool.
-    #[must_use]
-    pub const fn pool(&self) -> MemPoolId {
-        self.pool
-    }
-
-    /// The addresses of its blocks, ascending.
-    pub fn live(&self) -> impl ExactSizeIterator<Item = DevicePtr> + '_ {
-        self.blocks.iter().map(|block| DevicePtr(block.ptr))
-    }
-}
-
-/// What restoring a checkpoint did. An address may be in both lists: its block is another one now. Blocks that graphs
-/// own stay as they are, and are in neither.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Restored {
-    /// Blocks that were allocated and are freed now: their owners must not use or free them any more.
-    pub freed: Vec<DevicePtr>,
-    /// Blocks that are allocated now, and belong to the caller.
-    pub allocated: Vec<Allocation>,
 }
 
 /// A stream that uses memory of a block to be restored, and the stream that the block is for.
@@ -307,13 +244,5 @@ impl DeviceState {
                 known.push(stream);
             }
         }
-    }
-}
-
-impl PoolCheckpoint {
-    /// Whether a saved block lies in that range, in part or as a whole.
-    fn overlaps(&self, start: u64, end: u64) -> bool {
-        let behind = self.blocks.partition_point(|block| block.end() <= start);
-        self.blocks.get(behind).is_some_and(|block| block.ptr < end)
     }
 }

@@ -12,7 +12,6 @@ mod snapshot;
 use warpool_driver::{DeviceId, DevicePtr, StreamId};
 
 pub(super) use self::checkpoint::StreamOrder;
-pub use self::checkpoint::{PoolCheckpoint, Restored};
 use self::counters::Counters;
 use self::deferred::DeferredFrees;
 pub(super) use self::policy::Policy;

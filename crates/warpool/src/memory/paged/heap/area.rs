@@ -253,6 +253,11 @@ impl Area {
         Some(id)
     }
 
+    /// The first block of a range.
+    pub(super) fn first(&self, at: u32) -> u32 {
+        self.ranges[at as usize].first
+    }
+
     pub(super) fn firsts(&self) -> impl Iterator<Item = u32> {
         self.ranges.iter().map(|range| range.first).filter(|&first| first != NONE)
     }

@@ -9,6 +9,7 @@ mod area;
 mod bins;
 mod block;
 mod check;
+mod checkpoint;
 mod recent;
 mod segments;
 mod starts;
