@@ -458,7 +458,12 @@ impl PagedAllocator {
                     }
                     pool = routed;
                 }
-                outcome => break outcome?,
+                Ok(allocation) => break allocation,
+                Err(error) => {
+                    // Pages may have been taken before it failed.
+                    device.report();
+                    return Err(error);
+                }
             }
         };
         if device.shared().tracks_suballocations {
