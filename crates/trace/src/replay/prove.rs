@@ -3,7 +3,7 @@
 //! which every address and every segment event is as recorded.
 
 use warpool::driver::sim::SimDevice;
-use warpool::memory::{Action, FreeBlockOrder, Settings};
+use warpool::memory::{Action, Backend, FreeBlockOrder, Settings};
 
 use super::ReplayError;
 use super::infer::{
@@ -70,7 +70,8 @@ impl Interpretation {
         budget: &Budget,
     ) -> Result<Option<u64>, Exceeded> {
         let Inference { settings, initial, .. } = &self.inference;
-        if !settings.expandable_segments && !recording.survey.maps_segments {
+        let is_expandable = settings.expandable_segments || recording.survey.maps_segments;
+        if settings.backend == Backend::Paged || !is_expandable {
             return Ok(None);
         }
         let mut heap = match initial {
@@ -190,6 +191,9 @@ impl Search<'_> {
     /// without pauses as signs, with the likely limits, and at last with changes of `expandable_segments`. If none
     /// reproduces the recording, returns the one with the most equal addresses.
     fn run(&self) -> Result<Proof, ReplayError> {
+        if self.settings.backend == Backend::Paged {
+            return self.run_paged();
+        }
         let mut best: Option<Proof> = None;
         if self.recording.survey.is_simple {
             let settings = self.ordered(self.orders()[0]);
@@ -214,6 +218,20 @@ impl Search<'_> {
             return self.attempt_toggles(best);
         }
         Ok(best)
+    }
+
+    /// The one interpretation of a recording of the paged allocator.
+    fn run_paged(&self) -> Result<Proof, ReplayError> {
+        let (recording, settings) = (self.recording, self.settings.clone());
+        if recording.survey.is_complete {
+            let inference = Inference::of_paged(recording, settings, self.budget)?;
+            return self.attempt(Interpretation::new(recording, inference, self.budget)?, None);
+        }
+        let options = InferOptions { pauses_end_releases: false, choices_show_pools: false };
+        let mut interpretation = Interpretation::inferred(recording, settings, options, self.budget)?;
+        let remark = "the history of the paged allocator does not begin with the program; only such ones are exact";
+        interpretation.remarks.push(remark.to_owned());
+        self.attempt(interpretation, None)
     }
 
     /// Tries the likely limits in turn. Returns the proof that is exact; keeps the best otherwise.
@@ -305,14 +323,18 @@ impl Search<'_> {
         memory_limit: Option<u64>,
     ) -> Result<Run<'r>, ReplayError> {
         let inference = &interpretation.inference;
+        let allocator = match inference.settings.backend {
+            Backend::Paged => AllocatorChoice::Paged,
+            Backend::Native | Backend::CudaMallocAsync => AllocatorChoice::Caching,
+        };
         Ok(Run {
             device: self.recording.device,
             events: self.recording.events,
             steady_from_us: self.recording.steady_from_us,
             inference,
             plan: &interpretation.plan,
-            restores_segments: true,
-            allocator: AllocatorChoice::Caching,
+            restores_segments: allocator == AllocatorChoice::Caching,
+            allocator,
             settings: &inference.settings,
             memory_limit,
             capacity: interpretation.capacity(self.recording, self.budget)?,

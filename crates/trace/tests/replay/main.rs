@@ -5,6 +5,7 @@ mod common;
 
 mod implausible;
 mod inferences;
+mod paged;
 mod program;
 mod random;
 mod recordings;

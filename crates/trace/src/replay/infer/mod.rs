@@ -5,6 +5,7 @@ mod heap;
 mod initial_state;
 mod limit;
 mod observe;
+mod paged;
 mod pools;
 mod rules;
 mod split_releases;

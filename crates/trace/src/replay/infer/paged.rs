@@ -1,0 +1,98 @@
+//! What a recording of the paged allocator shows. It names its pools, and the entries of one call have one time, so
+//! little has to be inferred: which pages were returned by a trim, and not taken for a request.
+//!
+//! Not shown are: trims that returned nothing, trims to a target, when a pool was released whose pages later requests
+//! took, how far streams were when pages were taken (a mapping is undone only after its stream has passed), and what
+//! other threads did in between. Recordings in which these mattered do not replay exactly.
+
+use warpool::memory::{Action, Settings, TraceEntry};
+
+use super::limit::{ReleaseCause, RetryBounds};
+use super::{DEFAULT_POOL, Inference, InferredPools, InferredRelease, PoolIndex};
+use crate::budget::{Budget, Charge, Exceeded, bytes_of};
+use crate::replay::recording::{DeviceRecording, frees_segment};
+
+impl Inference {
+    /// For a recording of the paged allocator whose history is complete.
+    pub fn of_paged(recording: DeviceRecording<'_>, settings: Settings, budget: &Budget) -> Result<Self, Exceeded> {
+        let events = recording.events;
+        let mut charge = Charge::new(budget);
+        charge.add(bytes_of::<PoolIndex>(2 * events.len()) + bytes_of::<usize>(events.len()))?;
+        let mut pools = InferredPools::default_only();
+        let mut pool_of = |event: &TraceEntry| event.pool.map_or(DEFAULT_POOL, |pool| pools.recorded(pool));
+        let of = |action: Action| events.iter().filter(move |event| event.action == action);
+        let allocation_pools = of(Action::Alloc).map(&mut pool_of).collect();
+        let failed_request_pools = of(Action::Oom).map(&mut pool_of).collect();
+        let releases = trims(events)
+            .into_iter()
+            .map(|trim| {
+                let freed = events[trim.clone()].iter().filter(|event| frees_segment(event.action));
+                let mut of_pools: Vec<PoolIndex> = freed.map(&mut pool_of).collect();
+                of_pools.sort_unstable();
+                of_pools.dedup();
+                let cause = match of_pools[..] {
+                    [pool] if pool != DEFAULT_POOL => ReleaseCause::PoolReleased(pool),
+                    _ => ReleaseCause::Trim,
+                };
+                of_pools.retain(|&pool| pool != DEFAULT_POOL);
+                InferredRelease { events: trim, cause, private_pools: of_pools }
+            })
+            .collect();
+        Ok(Self {
+            pools,
+            allocation_pools,
+            failed_request_pools,
+            releases,
+            // It retries without releasing anything, which leaves no trace.
+            retries: RetryBounds { least: 0, most: u64::MAX },
+            charge: Some(charge),
+            ..Self::none(settings)
+        })
+    }
+}
+
+/// The segment events that do not belong to a request: runs of those that a trim made. Those of a request come right
+/// before its entry and have its time.
+fn trims(events: &[TraceEntry]) -> Vec<std::ops::Range<usize>> {
+    let (mut trims, mut open): (Vec<std::ops::Range<usize>>, Vec<usize>) = (Vec::new(), Vec::new());
+    let mut close = |open: &mut Vec<usize>, time_us: Option<i64>| {
+        for at in open.drain(..).filter(|&at| Some(events[at].time_us) != time_us) {
+            match trims.last_mut() {
+                Some(last) if last.end == at && events[last.start].time_us == events[at].time_us => last.end = at + 1,
+                _ => trims.push(at..at + 1),
+            }
+        }
+    };
+    for (at, event) in events.iter().enumerate() {
+        match event.action {
+            Action::SegmentAlloc | Action::SegmentMap | Action::SegmentFree | Action::SegmentUnmap => open.push(at),
+            Action::Alloc | Action::Oom => close(&mut open, Some(event.time_us)),
+            Action::FreeRequested | Action::Snapshot | Action::Annotate => close(&mut open, None),
+            Action::FreeCompleted => {}
+        }
+    }
+    close(&mut open, None);
+    trims.retain(|trim| frees_segment(events[trim.start].action));
+    trims
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn segment_events_of_a_request_have_its_time() {
+        let entry = |action, time_us| TraceEntry::new(action, 0, 512, 0, time_us);
+        let (map, unmap, alloc) = (Action::SegmentMap, Action::SegmentUnmap, Action::Alloc);
+        let cases: [(&[(Action, i64)], &[std::ops::Range<usize>]); 4] = [
+            (&[(map, 1), (alloc, 1), (unmap, 2), (map, 2), (alloc, 2)], &[]),
+            (&[(map, 1), (alloc, 1), (unmap, 2), (unmap, 2), (unmap, 3), (map, 3), (alloc, 3)], &[2..4]),
+            (&[(map, 1), (alloc, 1), (unmap, 1), (Action::FreeRequested, 1)], &[2..3]),
+            (&[(unmap, 1), (Action::FreeCompleted, 1), (unmap, 1), (map, 1), (alloc, 1), (unmap, 5)], &[5..6]),
+        ];
+        for (events, expected) in cases {
+            let events: Vec<TraceEntry> = events.iter().map(|&(action, time_us)| entry(action, time_us)).collect();
+            assert_eq!(trims(&events), expected, "{events:?}");
+        }
+    }
+}
