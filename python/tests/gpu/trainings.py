@@ -22,8 +22,9 @@ import model as models
 
 # The host waits for the GPU after this many steps; the time of a step is that of a group divided by its size.
 GROUP = 10
-# Of the images: pixels of a patch, and classes.
-PATCH, CLASSES = 16, 1000
+# Of the images: pixels of a patch, and classes. Of the encoders: the width, such that the GPU has more to do than the
+# host.
+PATCH, CLASSES, WIDTH = 16, 1000, 1536
 # How often the thread reads how much of the device is in use, in seconds.
 SAMPLE_PERIOD = 0.01
 
@@ -35,7 +36,7 @@ def lengths(allocator: str) -> None:
 
 def streams(allocator: str) -> None:
     """A student on the main stream, its teacher on a second one, and input from a third, with `record_stream`."""
-    _run(allocator, Streams, steps=400)
+    _run(allocator, Streams, steps=200)
 
 
 class Lengths:
@@ -67,7 +68,7 @@ class Lengths:
 class Encoder(nn.Module):
     """Patches of images in, one vector per patch out."""
 
-    def __init__(self, layers: int = 6, width: int = 768, heads: int = 12) -> None:
+    def __init__(self, layers: int = 6, width: int = WIDTH, heads: int = 24) -> None:
         super().__init__()
         self.embed, self.positions = nn.Linear(3 * PATCH * PATCH, width), nn.Embedding(models.LENGTH_MAX * 2, width)
         self.layers = nn.ModuleList(models.Layer(width, heads) for _ in range(layers))
@@ -81,19 +82,19 @@ class Encoder(nn.Module):
 
 
 class Streams:
-    """Images of 128 to 384 pixels, 32 per batch.
+    """Images of 128 to 384 pixels, 40 per batch.
 
     The prefetch stream copies and prepares the next batch while this one is computed. The teacher, a moving average of
     the student, runs on its own stream beside the student. What crosses streams is recorded with `record_stream`.
     """
 
-    BATCH = 32
+    BATCH = 40
     PIXELS = (128, 384)
     # So many steps the host is ahead of the GPU at most, as programs are that print their loss a step later.
     AHEAD = 2
 
     def __init__(self, steps: int) -> None:
-        self.student, self.head = Encoder().cuda(), nn.Linear(768, CLASSES).cuda()
+        self.student, self.head = Encoder().cuda(), nn.Linear(WIDTH, CLASSES).cuda()
         self.teacher = Encoder().cuda().requires_grad_(False)
         self.teacher.load_state_dict(self.student.state_dict())
         self.parameters = [*self.student.parameters(), *self.head.parameters()]
