@@ -3,6 +3,7 @@
 //! in `uncached/allocators.rs`.
 
 mod checkpoint;
+mod history;
 mod out_of_memory;
 mod statistics;
 mod upstream;
