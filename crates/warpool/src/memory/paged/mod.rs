@@ -22,6 +22,8 @@ mod address_space;
 mod allocator;
 mod checkpoint;
 mod counters;
+#[cfg(test)]
+mod defect;
 mod device;
 mod fill;
 mod heap;

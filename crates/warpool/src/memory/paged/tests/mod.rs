@@ -2,6 +2,7 @@
 //! time. The simulation knows contents and order: a lost tag or a hazard is a defect of the allocator.
 //!
 //! - `program`: one thread, several streams, pools, captures and replays, limits, trims, driver calls that fail.
+//! - `defects`: deliberate defects are found.
 //! - `graph_pools`: what a captured graph needs of its pages, step by step.
 //! - `shortage`: requests when memory is short, step by step.
 //! - `threads`: several threads at once.
@@ -9,6 +10,7 @@
 //! `WARPOOL_SWARM_SEED=n` runs the one program of that seed, `WARPOOL_SWARM_COUNT=n` that many, from
 //! `WARPOOL_SWARM_FIRST` on.
 
+mod defects;
 mod graph_pools;
 mod machine;
 mod model;

@@ -1,5 +1,7 @@
 //! Prints the seed and the steps of a random program when its test panics.
 
+use crate::memory::paged::defect::Defect;
+
 pub struct FailingSeed {
     seed: u64,
     steps: Vec<String>,
@@ -17,7 +19,7 @@ impl FailingSeed {
 
 impl Drop for FailingSeed {
     fn drop(&mut self) {
-        if std::thread::panicking() {
+        if std::thread::panicking() && !Defect::any_is_on() {
             for (at, step) in self.steps.iter().enumerate() {
                 eprintln!("{at:4} {step}");
             }
