@@ -3,6 +3,7 @@
 //!
 //! - `program`: one thread, several streams, pools, captures and replays, limits, trims, driver calls that fail.
 //! - `defects`: deliberate defects are found.
+//! - `faults`: every driver call of fixed programs fails once.
 //! - `graph_pools`: what a captured graph needs of its pages, step by step.
 //! - `shortage`: requests when memory is short, step by step.
 //! - `threads`: several threads at once.
@@ -11,6 +12,7 @@
 //! `WARPOOL_SWARM_FIRST` on.
 
 mod defects;
+mod faults;
 mod graph_pools;
 mod machine;
 mod model;
