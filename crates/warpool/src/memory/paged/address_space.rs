@@ -3,11 +3,11 @@
 //! are searched for only if there are any.
 
 use std::collections::BTreeMap;
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Mutex, OnceLock};
+use std::sync::Mutex;
 
 use warpool_driver::{DevicePtr, Driver};
 
+use super::sync::{AtomicU64, AtomicUsize, OnceLock, Ordering};
 use crate::memory::SegmentKind;
 use crate::{Error, Instance, Result, lock};
 
@@ -67,7 +67,7 @@ impl AddressSpace {
         let arena_bytes = bytes_total.max(STRIPE).next_power_of_two() * 8;
         Self {
             arena_bytes,
-            arenas: [const { OnceLock::new() }; ARENAS_MAX],
+            arenas: std::array::from_fn(|_| OnceLock::new()),
             used: Mutex::new((0, 0)),
             segments: Mutex::default(),
             segments_count: AtomicUsize::new(0),

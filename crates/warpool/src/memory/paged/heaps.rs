@@ -1,10 +1,8 @@
 //! The heaps of a device, by number: reading one takes no lock, and their places never move.
 
-use std::sync::OnceLock;
-use std::sync::atomic::{AtomicU32, Ordering};
-
 use super::heap::Heap;
 use super::spin_lock::SpinLock;
+use super::sync::{AtomicU32, OnceLock, Ordering};
 
 const CHUNK: usize = 256;
 const CHUNKS: usize = 4096;

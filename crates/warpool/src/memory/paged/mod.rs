@@ -42,6 +42,7 @@ mod segments;
 mod shortage;
 mod snapshot;
 mod spin_lock;
+mod sync;
 #[cfg(test)]
 mod tests;
 mod window;

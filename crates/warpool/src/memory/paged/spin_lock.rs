@@ -9,8 +9,9 @@
 use std::cell::UnsafeCell;
 use std::marker::PhantomData;
 use std::ops::{Deref, DerefMut};
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
+
+use super::sync::{AtomicBool, Ordering, spin_loop, yield_now};
 
 /// A value under a spin lock. Not poisoned by panics: every holder changes the value in one step that cannot panic, or
 /// leaves it valid at each point where it can.
@@ -56,9 +57,9 @@ impl<T> SpinLock<T> {
             }
             attempt += 1;
             if attempt < SPINS {
-                std::hint::spin_loop();
+                spin_loop();
             } else if attempt < SPINS + YIELDS {
-                std::thread::yield_now();
+                yield_now();
             } else {
                 std::thread::sleep(Duration::from_micros(50));
             }
@@ -88,39 +89,5 @@ impl<T> Drop for SpinGuard<'_, T> {
     #[inline]
     fn drop(&mut self) {
         self.lock.held.store(false, Ordering::Release);
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn threads_take_turns() {
-        let lock = SpinLock::new(0_u64);
-        std::thread::scope(|scope| {
-            for _ in 0..4 {
-                scope.spawn(|| {
-                    for _ in 0..20_000 {
-                        let mut value = lock.lock();
-                        // Two steps: a lost update would show.
-                        let next = *value + 1;
-                        *value = next;
-                    }
-                });
-            }
-        });
-        assert_eq!(*lock.lock(), 80_000);
-    }
-
-    #[test]
-    fn a_panic_releases_it() {
-        let lock = SpinLock::new(1);
-        let panicked = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
-            let _held = lock.lock();
-            panic!("under the lock");
-        }));
-        assert!(panicked.is_err());
-        assert_eq!(*lock.lock(), 1);
     }
 }

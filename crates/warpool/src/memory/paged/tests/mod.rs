@@ -5,6 +5,7 @@
 //! - `defects`: deliberate defects are found.
 //! - `faults`: every driver call of fixed programs fails once.
 //! - `graph_pools`: what a captured graph needs of its pages, step by step.
+//! - `models`: the parts without a mutex, under many interleavings.
 //! - `shortage`: requests when memory is short, step by step.
 //! - `threads`: several threads at once.
 //!
@@ -16,8 +17,10 @@ mod faults;
 mod graph_pools;
 mod machine;
 mod model;
+mod models;
 mod program;
 mod shortage;
+mod spin_lock;
 mod threads;
 
 use warpool_testing::seeds;
