@@ -2,11 +2,14 @@
 //! same source files are built with `shuttle` in place of `sync.rs`.
 
 #[path = "../../address_space.rs"]
+#[expect(clippy::duplicate_mod, reason = "built a second time, with another `sync`")]
 #[expect(dead_code, reason = "the models use a part of it")]
 mod address_space;
 #[path = "../../heaps.rs"]
+#[expect(clippy::duplicate_mod, reason = "built a second time, with another `sync`")]
 mod heaps;
 #[path = "../../spin_lock.rs"]
+#[expect(clippy::duplicate_mod, reason = "built a second time, with another `sync`")]
 mod spin_lock;
 mod sync;
 
