@@ -3,9 +3,9 @@
 Needs PyTorch with CUDA, a GPU, and the shared object: from an installed wheel, or by --library
 (`cargo build --release -p warpool-torch` builds target/release/libwarpool_torch.so).
 
-Each scenario runs in its own process, with PyTorch's allocator as the control, with Warpool as it is by default and with
-its `backend:paged`; training runs in turns. `--only trainings` compares four allocators instead: two longer trainings,
-with one line of JSON per run.
+Each scenario runs in its own process, with PyTorch's allocator as the control, with Warpool as it is by default and
+with its `backend:paged`; training runs in turns. `--only trainings` compares four allocators instead: two longer
+trainings, with one line of JSON per run.
 
 One line per check. Exit status: 0 all of Warpool's checks pass, 1 some fail, 2 they could not be run.
 """
