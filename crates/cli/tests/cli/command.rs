@@ -217,7 +217,7 @@ fn recorded_programs_are_measured() {
     let recording = concat!(env!("CARGO_MANIFEST_DIR"), "/../../recordings/graphs.native.pickle.xz");
     let rows = objects(&format!("bench alloc --driver sim --recording {recording} --json"), 0);
     let cases: Vec<_> = rows.iter().map(|row| row["case"].as_str().expect("a name")).collect();
-    let kinds = ["", "expandable, ", "driver-pool, "];
+    let kinds = ["", "expandable, ", "paged, ", "driver-pool, "];
     assert_eq!(cases, kinds.map(|kind| format!("{kind}replay of graphs.native, per event")));
     assert_usage_error("bench alloc --driver sim --recording /nonexistent", &["/nonexistent"]);
 }

@@ -370,3 +370,20 @@ fn random_programs_over_pools_with_segments() {
         machine.expect_no_hazard();
     }
 }
+
+/// A request for the default pool that a pool with segments serves: the peak has it, beside what another heap had.
+#[test]
+fn peaks_have_what_another_pool_served_before_running_out() {
+    let machine = Machine::new();
+    let stream = machine.stream();
+    let source = Source::new(&machine, 64 * MIB);
+    let pool = machine.pool_of(PoolOptions { upstream: Some(source), use_on_oom: true, no_split: false });
+    drop(machine.block_in(&pool, 20 * MIB, &stream));
+    let first = machine.block(16 * MIB, &stream);
+    machine.paged.set_memory_cap(DEVICE, Some(machine.bytes_reserved())).unwrap();
+    let second = machine.block(20 * MIB, &stream);
+    drop(first);
+    drop(machine.block(512, &machine.stream()));
+    assert_eq!(machine.allocator.stats(DEVICE).unwrap().allocated_bytes.all.peak, 36 * MIB);
+    drop(second);
+}

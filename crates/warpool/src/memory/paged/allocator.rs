@@ -106,6 +106,7 @@ impl PagedDevice {
         let pools = lock(&self.pools).segments_for_oom();
         pools.into_iter().find_map(|(pool, no_split)| {
             let number = self.existing_heap(request.stream, pool)?;
+            self.using(number);
             let mut heap = self.heaps.get(number).lock();
             if !heap.is_of(request.stream, pool) {
                 return None;
@@ -155,7 +156,10 @@ impl PagedDevice {
             // A callback, or the completion of pending frees, may have used other heaps.
             self.using(number);
             if has_segments {
-                segments::allocate(self, request, pool, number, details)
+                let allocated = segments::allocate(self, request, pool, number, details);
+                // So may the source.
+                self.using(number);
+                allocated
             } else {
                 fill::allocate(self, FillRequest { on_oom, ..fill }, details)
             }
