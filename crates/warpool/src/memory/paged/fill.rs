@@ -2,7 +2,8 @@
 //!
 //! Under the lock of the pages:
 //! 1. A window of free addresses is chosen (`window.rs`) and taken out of the heap's lists.
-//! 2. Pages that were in it before and are free elsewhere in this heap are taken back: no driver call.
+//! 2. Pages that were in it before and are free elsewhere in this heap are taken back: no driver call. If this heap has
+//!    not enough, a window is chosen anew for which those that are free in other heaps count too.
 //! 3. Further pages come, in this order, from: those that belong nowhere; free blocks of this heap, the smallest first;
 //!    free blocks of other heaps, behind an event of their stream; the driver.
 //! 4. They are mapped. Where they were before, they stay mapped for a while (`pages.rs`).

@@ -1,5 +1,6 @@
 //! A lock for steps of some ten nanoseconds: taking it is one atomic exchange, releasing it one store, where a mutex
-//! needs two exchanges. Nothing is called under it that could wait.
+//! needs two exchanges. Nothing is called under it that could wait. Only the copy of the history for a snapshot takes
+//! long; threads that record entries meanwhile sleep.
 //!
 //! A thread that finds it held spins, then yields, then sleeps for moments, so that a holder whose thread is not
 //! running gets the processor.
