@@ -1,7 +1,8 @@
 //! Pinned memory from several threads at once.
 
+use std::panic::resume_unwind;
 use std::sync::Barrier;
-use std::thread;
+use std::thread::{self, ScopedJoinHandle};
 use std::time::Instant;
 
 use warpool::memory::{HostAllocator, PinnedSettings};
@@ -21,8 +22,10 @@ const CALLS: u64 = 100_000;
 pub fn random_sizes(threads: u64) -> Result<f64> {
     let gpu = Gpu::new()?;
     let allocator = HostAllocator::new(gpu.device.instance(), PinnedSettings::default());
-    let barrier = Barrier::new(usize::try_from(threads).unwrap_or(usize::MAX) + 1);
-    let elapsed = thread::scope(|scope| {
+    let barrier = Barrier::new(usize::try_from(threads).unwrap_or(usize::MAX));
+    // Each thread reads the clock itself: on few cores, another one would see the start late.
+    let clock = Instant::now();
+    let spans = thread::scope(|scope| {
         let spawned: Vec<_> = (0..threads)
             .map(|seed| {
                 let (allocator, barrier) = (&allocator, &barrier);
@@ -30,18 +33,17 @@ pub fn random_sizes(threads: u64) -> Result<f64> {
                     // The first pass pins what the second finds cached.
                     let warmed = program(allocator, seed);
                     barrier.wait();
-                    warmed.and_then(|()| program(allocator, seed))
+                    let start = clock.elapsed();
+                    warmed.and_then(|()| program(allocator, seed)).map(|()| start..clock.elapsed())
                 })
             })
             .collect();
-        barrier.wait();
-        let start = Instant::now();
-        spawned
-            .into_iter()
-            .try_for_each(|thread| thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))?;
-        warpool::Result::Ok(start.elapsed())
+        let join = |thread: ScopedJoinHandle<'_, _>| thread.join().unwrap_or_else(|panic| resume_unwind(panic));
+        spawned.into_iter().map(join).collect::<warpool::Result<Vec<_>>>()
     })?;
     allocator.close()?;
+    let start = spans.iter().map(|span| span.start).min().unwrap_or_default();
+    let elapsed = spans.iter().map(|span| span.end).max().unwrap_or_default().saturating_sub(start);
     let cores = thread::available_parallelism().map_or(1, |cores| cores.get() as u64).min(threads);
     Ok(ns_each(elapsed, CALLS * threads) * cores as f64)
 }
