@@ -8,6 +8,7 @@ use std::sync::Arc;
 use warpool_driver::{DeviceId, DriverError, ErrorCode};
 
 use super::block::{HAS_STACK, PinnedBlock, PinnedState, USED};
+use super::front_cache::Kind;
 use super::graph_pool::{CapturedHostPools, GraphHostPool};
 use super::history::{Details, HOST};
 use super::size_class::{BYTES_MAX, Fit};
@@ -98,8 +99,9 @@ impl Shared {
         }
     }
 
-    /// The thread's cache has no block. Processes pending frees; then searches the heap, the thread's own shard first;
-    /// once more with the blocks of the thread's cache, then of all caches; then pins a segment.
+    /// The thread's cache has no block. Processes pending frees; then searches its own shard of the heap, the caches of
+    /// other threads, and the other shards; once more with the blocks of the thread's cache, then of all caches; then
+    /// pins a segment.
     #[cold]
     fn find_slow(self: &Arc<Self>, home: usize, fit: &Fit, details: &Details) -> Result<Arc<PinnedBlock>> {
         self.background.start(self);
@@ -111,13 +113,17 @@ impl Shared {
             return Ok(block);
         }
         let found = self.heap.take(home, fit, self);
+        let found = found.or_else(|| self.front.take_from_others(home, fit));
+        let found = found.or_else(|| self.heap.take_from_others(home, fit, self));
         let found = found.or_else(|| {
-            self.empty_front_cache(home);
-            self.heap.take_from_first(home, fit, self)
-        });
-        let found = found.or_else(|| {
-            self.empty_front_caches();
-            self.heap.take_from_all(home, fit, self)
+            let helpful = self.helpful_to(fit);
+            self.merge(&self.front.drain_one(home, helpful));
+            self.heap.take(home, fit, self).or_else(|| {
+                for blocks in self.front.drain(helpful) {
+                    self.merge(&blocks);
+                }
+                self.heap.take_from_all(home, fit, self)
+            })
         });
         let block = match found {
             Some(block) => block,
@@ -128,6 +134,18 @@ impl Shared {
         };
         self.front.count_allocated(home, block.size());
         Ok(block)
+    }
+
+    /// The cached blocks that may make a free range for the request when they are merged.
+    fn helpful_to(&self, fit: &Fit) -> Kind {
+        // Small and large requests share only the reserved segment.
+        if self.heap.has_reserve() {
+            Kind::All
+        } else if fit.is_small() {
+            Kind::Small
+        } else {
+            Kind::Large
+        }
     }
 
     /// Pins a segment. If there is no memory, calls the pressure callbacks and tries once more.

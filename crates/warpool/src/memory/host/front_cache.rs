@@ -2,25 +2,27 @@
 //! uncontended lock.
 //!
 //! A cache holds whole blocks, newest on top, and the counters of the requests that it served. A block returns to the
-//! cache that it was taken from, whichever thread frees it: there it is needed next, and there it was counted. Nothing
-//! here belongs to a thread, so threads may end at any time. Rule: under a cache's lock there is no driver call and no
-//! other lock.
+//! cache that it was taken from, whichever thread frees it: there it is needed next, and there it was counted. A thread
+//! that finds none of the size it needs, neither here nor in its shard of the heap, takes one from another cache; that
+//! block is its own cache's from then on. Nothing here belongs to a thread, so threads may end at any time. Rule: under
+//! a cache's lock there is no driver call and no other lock.
 
 use std::cell::Cell;
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex};
 
 use super::block::PinnedBlock;
-use super::size_class::{CLASSES, Fit, class_of_block};
+use super::size_class::{CLASSES, Fit, SMALL_MAX, class_of_block};
 use super::stats::HostStats;
-use crate::lock;
 use crate::memory::Stat;
+use crate::sync::try_lock;
+use crate::{lock, steps};
 
 /// How many blocks of one class a cache keeps.
 const CLASS_MAX: usize = 64;
 
 /// How many blocks without a class a cache keeps.
-const UNCLASSED_MAX: usize = 16;
+const UNCLASSED_MAX: usize = 32;
 
 /// How many bytes a cache keeps. They are not lost: before more is pinned, all caches are emptied. So the limit is
 /// high: with 64 MiB a block of that size went to the heap and back as soon as another was cached, which made a pair
@@ -28,7 +30,31 @@ const UNCLASSED_MAX: usize = 16;
 const BYTES_MAX: u64 = 1 << 30;
 
 /// All front caches of an allocator.
-pub(super) struct FrontCaches(Box<[Aligned]>);
+pub(super) struct FrontCaches {
+    caches: Box<[Aligned]>,
+    /// Which have ever held a block: nobody looks for one in the others.
+    used: Box<[AtomicBool]>,
+}
+
+/// Some of the cached blocks, by size.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Kind {
+    /// Those of small requests.
+    Small,
+    /// Those of large ones.
+    Large,
+    All,
+}
+
+impl Kind {
+    fn has(self, size: u64) -> bool {
+        match self {
+            Self::Small => size <= SMALL_MAX,
+            Self::Large => size > SMALL_MAX,
+            Self::All => true,
+        }
+    }
+}
 
 /// A cache on a cache line of its own; two, since some machines fetch them in pairs.
 #[repr(align(128))]
@@ -37,8 +63,8 @@ struct Aligned(Mutex<FrontCache>);
 
 struct FrontCache {
     classes: [Vec<Arc<PinnedBlock>>; CLASSES],
-    /// Large blocks, and unrounded ones.
-    unclassed: Vec<Arc<PinnedBlock>>,
+    /// Large blocks, and unrounded ones, with their sizes: a search reads no block that does not fit.
+    unclassed: Vec<(u64, Arc<PinnedBlock>)>,
     bytes: u64,
     /// Set when the allocator is gone: blocks are refused.
     closed: bool,
@@ -64,57 +90,88 @@ impl FrontCaches {
     pub(super) fn new() -> Self {
         let threads = std::thread::available_parallelism().map_or(1, usize::from);
         let count = (4 * threads).next_power_of_two().max(32);
-        Self((0..count).map(|_| Aligned::default()).collect())
+        Self {
+            caches: (0..count).map(|_| Aligned::default()).collect(),
+            used: (0..count).map(|_| AtomicBool::new(false)).collect(),
+        }
     }
 
     /// The index of the calling thread's cache.
     #[inline]
     pub(super) fn of_thread(&self) -> usize {
-        thread_number() as usize & (self.0.len() - 1)
+        thread_number() as usize & (self.caches.len() - 1)
     }
 
     /// A block that fits, counted as allocated.
     #[inline]
     pub(super) fn take(&self, at: usize, fit: &Fit) -> Option<Arc<PinnedBlock>> {
-        lock(&self.0[at].0).take(fit)
+        lock(&self.caches[at].0).take(fit)
     }
 
-    /// Counts a block as allocated that was not taken from a cache.
+    /// A block that fits from a cache but `own` that no thread has locked. It is not counted: it moves to `own`.
+    pub(super) fn take_from_others(&self, own: usize, fit: &Fit) -> Option<Arc<PinnedBlock>> {
+        // In another order for every thread, so that threads do not all search the same one.
+        let others = (1..self.caches.len()).map(|step| own ^ step);
+        others.filter(|&other| self.used[other].load(Ordering::Relaxed)).find_map(|other| {
+            steps::count();
+            try_lock(&self.caches[other].0)?.remove(fit)
+        })
+    }
+
+    /// Counts a block as allocated that was not taken from the thread's cache.
     pub(super) fn count_allocated(&self, at: usize, size: u64) {
-        lock(&self.0[at].0).count_allocated(size);
+        lock(&self.caches[at].0).count_allocated(size);
     }
 
     /// Counts a block as free that is not put into a cache.
     pub(super) fn count_freed(&self, at: usize, size: u64) {
-        lock(&self.0[at].0).count_freed(size);
+        lock(&self.caches[at].0).count_freed(size);
     }
 
     /// Counts a block as free and caches it; returns it if there is no room or it is not to be kept.
     #[inline]
     pub(super) fn free(&self, block: Arc<PinnedBlock>, keep: bool) -> Result<(), Arc<PinnedBlock>> {
-        let mut cache = lock(&self.0[block.home()].0);
+        let home = block.home();
+        let mut cache = lock(&self.caches[home].0);
         cache.count_freed(block.size());
-        if keep { cache.put(block) } else { Err(block) }
+        if !keep {
+            return Err(block);
+        }
+        cache.put(block)?;
+        drop(cache);
+        self.mark_used(home);
+        Ok(())
     }
 
     /// Caches a block that was counted as free before; returns it if there is no room.
     pub(super) fn put(&self, block: Arc<PinnedBlock>) -> Result<(), Arc<PinnedBlock>> {
-        lock(&self.0[block.home()].0).put(block)
+        let home = block.home();
+        lock(&self.caches[home].0).put(block)?;
+        self.mark_used(home);
+        Ok(())
+    }
+
+    #[inline]
+    fn mark_used(&self, cache: usize) {
+        // Written once, so that the flags stay in every core's cache.
+        if !self.used[cache].load(Ordering::Relaxed) {
+            self.used[cache].store(true, Ordering::Relaxed);
+        }
     }
 
     /// How many there are.
     pub(super) fn len(&self) -> usize {
-        self.0.len()
+        self.caches.len()
     }
 
-    /// Empties one cache, oldest blocks first within a class.
-    pub(super) fn drain_one(&self, at: usize) -> Vec<Arc<PinnedBlock>> {
-        lock(&self.0[at].0).drain()
+    /// Takes out the blocks of one cache, oldest first within a class.
+    pub(super) fn drain_one(&self, at: usize, kind: Kind) -> Vec<Arc<PinnedBlock>> {
+        lock(&self.caches[at].0).drain(kind)
     }
 
-    /// Empties the caches one by one, oldest blocks first within a class.
-    pub(super) fn drain(&self) -> impl Iterator<Item = Vec<Arc<PinnedBlock>>> {
-        self.0.iter().map(|cache| lock(&cache.0).drain()).filter(|blocks| !blocks.is_empty())
+    /// Takes out the blocks of all caches, one by one, oldest first within a class.
+    pub(super) fn drain(&self, kind: Kind) -> impl Iterator<Item = Vec<Arc<PinnedBlock>>> {
+        self.caches.iter().map(move |cache| lock(&cache.0).drain(kind)).filter(|blocks| !blocks.is_empty())
     }
 
     /// Empties the caches for good.
@@ -122,14 +179,14 @@ impl FrontCaches {
         let close = |cache: &Aligned| {
             let mut cache = lock(&cache.0);
             cache.closed = true;
-            cache.drain()
+            cache.drain(Kind::All)
         };
-        self.0.iter().flat_map(close).collect()
+        self.caches.iter().flat_map(close).collect()
     }
 
     /// Adds the counters of requests and the cached bytes.
     pub(super) fn add_to(&self, stats: &mut HostStats) {
-        for cache in &self.0 {
+        for cache in &self.caches {
             let cache = lock(&cache.0);
             add(&mut stats.active_requests, cache.requests);
             add(&mut stats.active_bytes, cache.request_bytes);
@@ -138,7 +195,7 @@ impl FrontCaches {
     }
 
     pub(super) fn for_each_stat(&self, act: fn(&mut Stat)) {
-        for cache in &self.0 {
+        for cache in &self.caches {
             let mut cache = lock(&cache.0);
             act(&mut cache.requests);
             act(&mut cache.request_bytes);
@@ -147,13 +204,20 @@ impl FrontCaches {
 
     /// Panics if an invariant does not hold.
     pub(super) fn check(&self) {
-        self.0.iter().for_each(|cache| lock(&cache.0).check());
+        self.caches.iter().for_each(|cache| lock(&cache.0).check());
     }
 }
 
 impl FrontCache {
     #[inline]
     fn take(&mut self, fit: &Fit) -> Option<Arc<PinnedBlock>> {
+        let block = self.remove(fit)?;
+        self.count_allocated(block.size());
+        Some(block)
+    }
+
+    #[inline]
+    fn remove(&mut self, fit: &Fit) -> Option<Arc<PinnedBlock>> {
         let block = match fit.class {
             Some(class) => {
                 let list = &mut self.classes[usize::from(class)];
@@ -168,7 +232,6 @@ impl FrontCache {
             None => self.take_unclassed(fit)?,
         };
         self.bytes -= block.size();
-        self.count_allocated(block.size());
         Some(block)
     }
 
@@ -176,23 +239,30 @@ impl FrontCache {
     fn take_unclassed(&mut self, fit: &Fit) -> Option<Arc<PinnedBlock>> {
         let sizes = fit.size..=fit.size + fit.slack;
         let is_of_device = |block: &PinnedBlock| fit.device.is_none_or(|device| block.device() == device);
-        let fits = |block: &PinnedBlock| sizes.contains(&block.size()) && is_of_device(block);
-        let candidates = self.unclassed.iter().enumerate().rev().filter(|(_, block)| fits(block));
-        let (at, _) = candidates.min_by_key(|(_, block)| block.size())?;
-        Some(self.unclassed.remove(at))
+        let fits = |size: &u64, block: &PinnedBlock| sizes.contains(size) && is_of_device(block);
+        let candidates = self.unclassed.iter().enumerate().rev().filter(|(_, (size, block))| fits(size, block));
+        let (at, _) = candidates.min_by_key(|(_, (size, _))| *size)?;
+        Some(self.unclassed.remove(at).1)
     }
 
     #[inline]
     fn put(&mut self, block: Arc<PinnedBlock>) -> Result<(), Arc<PinnedBlock>> {
-        let (list, max) = match class_of_block(block.size()) {
-            Some(class) => (&mut self.classes[usize::from(class)], CLASS_MAX),
-            None => (&mut self.unclassed, UNCLASSED_MAX),
-        };
-        if self.closed || list.len() >= max || self.bytes + block.size() > BYTES_MAX {
+        let size = block.size();
+        if self.closed || self.bytes + size > BYTES_MAX {
             return Err(block);
         }
-        self.bytes += block.size();
-        list.push(block);
+        match class_of_block(size) {
+            Some(class) => {
+                let list = &mut self.classes[usize::from(class)];
+                if list.len() >= CLASS_MAX {
+                    return Err(block);
+                }
+                list.push(block);
+            }
+            None if self.unclassed.len() >= UNCLASSED_MAX => return Err(block),
+            None => self.unclassed.push((size, block)),
+        }
+        self.bytes += size;
         Ok(())
     }
 
@@ -208,14 +278,18 @@ impl FrontCache {
         self.request_bytes.decrease(size);
     }
 
-    fn drain(&mut self) -> Vec<Arc<PinnedBlock>> {
-        self.bytes = 0;
-        let lists = self.classes.iter_mut().chain([&mut self.unclassed]);
-        lists.flat_map(|list| list.drain(..)).collect()
+    fn drain(&mut self, kind: Kind) -> Vec<Arc<PinnedBlock>> {
+        let mut blocks = Vec::new();
+        if kind != Kind::Large {
+            self.classes.iter_mut().for_each(|list| blocks.append(list));
+        }
+        blocks.extend(self.unclassed.extract_if(.., |(size, _)| kind.has(*size)).map(|(_, block)| block));
+        self.bytes -= blocks.iter().map(|block| block.size()).sum::<u64>();
+        blocks
     }
 
     fn check(&self) {
-        let blocks = self.classes.iter().flatten().chain(&self.unclassed);
+        let blocks = self.classes.iter().flatten().chain(self.unclassed.iter().map(|(_, block)| block));
         assert_eq!(self.bytes, blocks.map(|block| block.size()).sum::<u64>(), "bytes of a front cache");
         for (class, list) in self.classes.iter().enumerate() {
             assert!(list.iter().all(|block| class_of_block(block.size()) == Some(class as u8)), "class {class}");

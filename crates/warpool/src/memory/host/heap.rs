@@ -9,7 +9,7 @@
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, TryLockError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use warpool_driver::DeviceId;
@@ -22,6 +22,7 @@ use super::shard::{Piece, Segment, SegmentUse, Shard};
 use super::size_class::Fit;
 use super::stats::HostStats;
 use crate::memory::{PinnedSettings, Stack, Stat};
+use crate::sync::try_lock;
 use crate::{lock, steps};
 
 /// All pinned memory of an allocator.
@@ -29,6 +30,13 @@ pub(super) struct Heap {
     shards: Box<[Aligned]>,
     /// Which shards have ever had a segment: a search does not touch the others.
     used: Box<[AtomicBool]>,
+    totals: Totals,
+}
+
+/// What counts for all shards. On cache lines of its own: what is beside it is read by every call.
+#[repr(align(128))]
+#[derive(Default)]
+struct Totals {
     ledger: Mutex<Ledger>,
     /// Signalled when a segment is no longer in transit.
     transit_ended: Condvar,
@@ -85,47 +93,25 @@ impl Heap {
         Self {
             shards: (0..shards as u32).map(Aligned::new).collect(),
             used: (0..shards).map(|_| AtomicBool::new(false)).collect(),
-            ledger: Mutex::default(),
-            transit_ended: Condvar::new(),
-            waits: AtomicU64::new(0),
+            totals: Totals::default(),
         }
     }
 
-    /// A block for a thread whose own shard is `own`: from that, from the one that it found memory in last, or from
-    /// others that no thread has locked.
+    /// A block for a thread whose own shard is `own`: from that, or from the one that it found memory in last, if no
+    /// thread has that locked.
     pub(super) fn take(&self, own: usize, fit: &Fit, shared: &Arc<Shared>) -> Option<Arc<PinnedBlock>> {
+        let found = self.lock_shard(own).take(fit, BlockOwner { shared, shard: own });
         let preferred = self.preferred(own).load(Ordering::Relaxed) as usize;
-        let mut is_locked = false;
-        for shard in [own, preferred].into_iter().take(if own == preferred { 1 } else { 2 }) {
-            match try_lock(&self.shards[shard].shard) {
-                Some(mut locked) => {
-                    if let Some(block) = locked.take(fit, BlockOwner { shared, shard }) {
-                        return Some(block);
-                    }
-                }
-                None => is_locked = true,
-            }
+        if found.is_some() || preferred == own {
+            return found;
         }
-        let found = self.take_from_others(own, preferred, fit, shared);
-        found.or_else(|| if is_locked { self.take_from_first(own, fit, shared) } else { None })
+        try_lock(&self.shards[preferred].shard)?.take(fit, BlockOwner { shared, shard: preferred })
     }
 
-    /// A block from the shards that the thread searches first. Waits for their locks.
-    pub(super) fn take_from_first(&self, own: usize, fit: &Fit, shared: &Arc<Shared>) -> Option<Arc<PinnedBlock>> {
-        let take = |shard| self.lock_shard(shard).take(fit, BlockOwner { shared, shard });
+    /// A block from another shard that no thread has locked. A spare segment moves to `own`; otherwise that shard is the
+    /// preferred one from then on.
+    pub(super) fn take_from_others(&self, own: usize, fit: &Fit, shared: &Arc<Shared>) -> Option<Arc<PinnedBlock>> {
         let preferred = self.preferred(own).load(Ordering::Relaxed) as usize;
-        take(own).or_else(|| if preferred == own { None } else { take(preferred) })
-    }
-
-    /// A block from a shard but `own` and `preferred` that no thread has locked. A spare segment moves to `own`;
-    /// otherwise that shard is the preferred one from then on.
-    fn take_from_others(
-        &self,
-        own: usize,
-        preferred: usize,
-        fit: &Fit,
-        shared: &Arc<Shared>,
-    ) -> Option<Arc<PinnedBlock>> {
         // In another order for every thread, so that threads do not all search the same one.
         let others = (1..self.shards.len()).map(|step| own ^ step).filter(|&other| other != preferred);
         for other in others.filter(|&other| self.used[other].load(Ordering::Relaxed)) {
@@ -189,7 +175,7 @@ impl Heap {
 
     fn add_locked(&self, shard: &mut Shard, segment: NewSegment) {
         let NewSegment { serves, device, range, stack, duration } = segment;
-        lock(&self.ledger).pinned(serves, range.bytes(), duration);
+        lock(&self.totals.ledger).pinned(serves, range.bytes(), duration);
         shard.add(serves, device, range, stack);
     }
 
@@ -205,6 +191,7 @@ impl Heap {
         for same_shard in blocks.chunk_by(|one, next| one.shard() == next.shard()) {
             let mut shard = self.lock_shard(same_shard[0].shard());
             for block in same_shard {
+                steps::count();
                 let (spare, piece) = shard.merge(block);
                 merged(block, spare);
                 pieces.push(piece);
@@ -221,12 +208,12 @@ impl Heap {
         device: DeviceId,
         settings: &PinnedSettings,
     ) -> Result<u64, CapExceeded> {
-        lock(&self.ledger).reserve_quota(least, most, device, settings)
+        lock(&self.totals.ledger).reserve_quota(least, most, device, settings)
     }
 
     /// A segment was not pinned, or is unpinned.
     pub(super) fn release_quota(&self, device: DeviceId, bytes: u64) {
-        lock(&self.ledger).release_quota(device, bytes);
+        lock(&self.totals.ledger).release_quota(device, bytes);
     }
 
     /// Spare segments of a device, or of all: size and start, smallest first.
@@ -245,7 +232,7 @@ impl Heap {
         for (index, shard) in self.shards.iter().enumerate() {
             let mut shard = lock(&shard.shard);
             if let Some(segment) = shard.remove(start) {
-                lock(&self.ledger).begin_transit(segment.range().bytes());
+                lock(&self.totals.ledger).begin_transit(segment.range().bytes());
                 return Some(InTransit { segment, shard: index });
             }
         }
@@ -257,57 +244,57 @@ impl Heap {
         let InTransit { segment, shard } = in_transit;
         {
             let mut shard = lock(&self.shards[shard].shard);
-            lock(&self.ledger).end_transit(&segment, duration);
+            lock(&self.totals.ledger).end_transit(&segment, duration);
             if duration.is_none() {
                 shard.insert(segment);
             }
         }
-        self.transit_ended.notify_all();
+        self.totals.transit_ended.notify_all();
     }
 
     /// How many segments have been in transit and are not any more.
     pub(super) fn transits_ended(&self) -> u64 {
-        lock(&self.ledger).transits_ended()
+        lock(&self.totals.ledger).transits_ended()
     }
 
     /// Waits until a segment is no longer in transit, if `bytes` are, or if one has left since `transits_ended` was
     /// read. Returns `false` without waiting if neither holds.
     pub(super) fn await_transit(&self, transits_ended: u64, bytes: u64) -> bool {
-        let ledger = lock(&self.ledger);
+        let ledger = lock(&self.totals.ledger);
         if ledger.transits_ended() != transits_ended {
             return true;
         }
         let waits = ledger.bytes_in_transit() >= bytes;
         if waits {
-            drop(self.transit_ended.wait(ledger).unwrap_or_else(PoisonError::into_inner));
+            drop(self.totals.transit_ended.wait(ledger).unwrap_or_else(PoisonError::into_inner));
         }
         waits
     }
 
     /// Waits until no segment is in transit.
     pub(super) fn wait_for_transit(&self) {
-        let mut ledger = lock(&self.ledger);
+        let mut ledger = lock(&self.totals.ledger);
         while ledger.bytes_in_transit() > 0 {
-            ledger = self.transit_ended.wait(ledger).unwrap_or_else(PoisonError::into_inner);
+            ledger = self.totals.transit_ended.wait(ledger).unwrap_or_else(PoisonError::into_inner);
         }
     }
 
     pub(super) fn bytes_pinned(&self) -> u64 {
-        lock(&self.ledger).bytes_pinned()
+        lock(&self.totals.ledger).bytes_pinned()
     }
 
     /// Bytes of segments for small requests.
     pub(super) fn bytes_small(&self) -> u64 {
-        lock(&self.ledger).bytes_small()
+        lock(&self.totals.ledger).bytes_small()
     }
 
     /// Whether nothing is pinned, in transit or not.
     pub(super) fn is_empty(&self) -> bool {
-        lock(&self.ledger).is_empty()
+        lock(&self.totals.ledger).is_empty()
     }
 
     pub(super) fn has_reserve(&self) -> bool {
-        lock(&self.ledger).has_reserve()
+        lock(&self.totals.ledger).has_reserve()
     }
 
     /// The block at that address; `own` is searched first.
@@ -322,27 +309,27 @@ impl Heap {
     }
 
     pub(super) fn for_each_stat(&self, act: fn(&mut Stat)) {
-        lock(&self.ledger).for_each_stat(act);
+        lock(&self.totals.ledger).for_each_stat(act);
     }
 
     pub(super) fn reset_accumulated_stats(&self) {
-        lock(&self.ledger).reset_accumulated_stats();
+        lock(&self.totals.ledger).reset_accumulated_stats();
     }
 
     pub(super) fn lock_all(&self) -> LockedHeap<'_> {
         let shards = self.shards.iter().map(|shard| lock(&shard.shard)).collect();
-        LockedHeap { shards, ledger: lock(&self.ledger) }
+        LockedHeap { shards, ledger: lock(&self.totals.ledger) }
     }
 
     /// How often a thread had to wait for the lock of a shard.
     pub(super) fn waits(&self) -> u64 {
-        self.waits.load(Ordering::Relaxed)
+        self.totals.waits.load(Ordering::Relaxed)
     }
 
     fn lock_shard(&self, shard: usize) -> MutexGuard<'_, Shard> {
         let mutex = &self.shards[shard].shard;
         try_lock(mutex).unwrap_or_else(|| {
-            self.waits.fetch_add(1, Ordering::Relaxed);
+            self.totals.waits.fetch_add(1, Ordering::Relaxed);
             lock(mutex)
         })
     }
@@ -381,14 +368,5 @@ impl LockedHeap<'_> {
             }
         }
         self.ledger.check(&pinned);
-    }
-}
-
-/// Locks a mutex if no thread has it locked.
-fn try_lock<T>(mutex: &Mutex<T>) -> Option<MutexGuard<'_, T>> {
-    match mutex.try_lock() {
-        Ok(guard) => Some(guard),
-        Err(TryLockError::Poisoned(poisoned)) => Some(poisoned.into_inner()),
-        Err(TryLockError::WouldBlock) => None,
     }
 }

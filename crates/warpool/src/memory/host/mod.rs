@@ -27,8 +27,9 @@
 //! # The life of a block
 //! 1. A request is rounded to its size class (`size_class.rs`), and a block taken from the calling thread's front cache
 //!    (`front_cache.rs`): one uncontended lock.
-//! 2. If the cache has none (`allocate.rs`): pending frees are processed (`reclaim.rs`), the heap is searched
-//!    (`heap.rs`), the thread's own shard of it (`shard.rs`) first, then once more with the blocks of all caches.
+//! 2. If the cache has none (`allocate.rs`): pending frees are processed (`reclaim.rs`); then the thread's own shard of
+//!    the heap is searched (`shard.rs`, `heap.rs`), the caches of other threads, and the other shards; once more with
+//!    the blocks of all caches.
 //! 3. If the heap has none: a segment is pinned within the caps (`segments.rs`, `pin.rs`), and the block cut from it.
 //! 4. Freed unused, it returns to the cache that it was taken from (`store.rs`). Used by streams, it waits for a fence
 //!    in each (`reclaim.rs`); used in a capture, until the graph is dropped (`graph_pool.rs`).

@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use super::Shared;
 use super::block::{HAS_STACK, IN_GRAPH_POOL, PinnedBlock, PinnedState, USED};
+use super::front_cache::Kind;
 use super::history::Details;
 use crate::lock;
 use crate::memory::Action;
@@ -52,7 +53,7 @@ impl Shared {
     }
 
     /// Merges blocks into the free ranges of the heap. Returns whether there are segments to unpin.
-    fn merge(&self, blocks: &[Arc<PinnedBlock>]) -> bool {
+    pub(super) fn merge(&self, blocks: &[Arc<PinnedBlock>]) -> bool {
         let mut to_unpin = Vec::new();
         let pieces = self.heap.merge(blocks, |block, spare| {
             block.set_state(PinnedState::Merged);
@@ -74,15 +75,9 @@ impl Shared {
         self.merge(&leaked);
     }
 
-    /// Merges the blocks of one front cache.
-    pub(super) fn empty_front_cache(&self, home: usize) {
-        let blocks = self.front.drain_one(home);
-        self.merge(&blocks);
-    }
-
     /// Merges the blocks of all front caches.
     pub(super) fn empty_front_caches(&self) {
-        for blocks in self.front.drain() {
+        for blocks in self.front.drain(Kind::All) {
             self.merge(&blocks);
         }
     }
