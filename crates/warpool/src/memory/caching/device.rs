@@ -5,7 +5,6 @@
 //! what users passed in) runs with neither.
 
 use std::cell::Cell;
-use std::collections::BTreeMap;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -14,6 +13,7 @@ use warpool_driver::{DeviceId, Driver, StreamId};
 
 use super::slow_lock::{SlowLock, SlowLockGuard};
 use super::state::{DeviceState, Policy};
+use super::stream_classes::StreamClasses;
 use crate::capture::{CaptureSafe, CaptureStatus, RelaxedMode};
 use crate::memory::limit::limit_bytes;
 use crate::memory::report::{EntryDetails, HistoryFlags};
@@ -33,7 +33,7 @@ pub(super) struct Shared {
     /// and a thread that captures is restricted on every device.
     captures: AtomicU32,
     /// Classes of streams, for the sizes of their expandable segments.
-    stream_classes: Mutex<BTreeMap<StreamId, String>>,
+    stream_classes: StreamClasses,
 }
 
 impl Shared {
@@ -44,7 +44,7 @@ impl Shared {
             tracks_suballocations: instance.driver().tracks_suballocations(),
             settings: Mutex::new(Arc::new(settings)),
             captures: AtomicU32::new(0),
-            stream_classes: Mutex::default(),
+            stream_classes: StreamClasses::default(),
         }
     }
 
@@ -72,19 +72,9 @@ impl Shared {
         *lock(&self.settings) = Arc::new(settings);
     }
 
-    /// The class of a stream, if it has one.
-    pub(super) fn stream_class(&self, stream: StreamId) -> Option<String> {
-        lock(&self.stream_classes).get(&stream).cloned()
-    }
-
-    /// Sets the class of a stream; an empty one removes it.
-    pub(super) fn set_stream_class(&self, stream: StreamId, class: &str) {
-        let mut classes = lock(&self.stream_classes);
-        if class.is_empty() {
-            classes.remove(&stream);
-        } else {
-            classes.insert(stream, class.to_owned());
-        }
+    #[inline]
+    pub(super) fn stream_classes(&self) -> &StreamClasses {
+        &self.stream_classes
     }
 
     pub(super) fn capture_began(&self) {

@@ -25,6 +25,7 @@ mod slow_lock;
 mod slow_path;
 mod source;
 mod state;
+mod stream_classes;
 
 use std::fmt;
 use std::sync::Arc;
@@ -104,13 +105,13 @@ impl CachingAllocator {
     }
 
     /// Assigns a stream to a class, which decides how many addresses its expandable segments reserve
-    /// (`expandable_segments_reserve_by_class`); an empty name removes it, which is to be done before the
-    /// stream is destroyed.
+    /// (`expandable_segments_reserve_by_class`); an empty name removes it. The classes of destroyed streams are removed
+    /// by later calls.
     pub fn set_stream_class(&self, stream: StreamId, class: &str) {
         if self.shared.instance().is_inherited() {
             return;
         }
-        self.shared.set_stream_class(stream, class);
+        self.shared.stream_classes().set(&**self.shared.instance().driver(), stream, class);
     }
 
     /// Checks every invariant of the state. Slow; for tests, while no other thread is at work.

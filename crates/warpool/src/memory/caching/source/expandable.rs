@@ -106,7 +106,7 @@ fn reserve(slow: &SlowGuard<'_>, request: &BlockRequest, details: &EntryDetails)
 fn bytes_to_reserve(slow: &SlowGuard<'_>, stream: StreamId) -> u64 {
     let all = slow.bytes_total.saturating_add(slow.bytes_total / 8);
     let settings = slow.shared().settings();
-    let of_class = slow.shared().stream_class(stream).and_then(|class| {
+    let of_class = slow.shared().stream_classes().get(stream).and_then(|class| {
         let reserve = settings.expandable_segments_reserve_by_class.get(&class).copied();
         if reserve.is_none() {
             tracing::warn!(
