@@ -12,8 +12,8 @@ use warpool::driver::{Call, CaptureMode, DeviceId, Devices as _, ErrorCode, Memo
 use warpool::graph::{CaptureOptions, Graph, GraphOptions};
 use warpool::handle::{Cublas, HandlePool};
 use warpool::memory::{
-    Allocate as _, CachingAllocator, DeviceAllocator, HostAllocator, Limited, MemPool, MemPoolId, PinnedSettings,
-    PoolOptions, Settings, Snapshot, Traced,
+    Action, Allocate as _, CachingAllocator, DeviceAllocator, HostAllocator, Limited, MemPool, MemPoolId,
+    PinnedSettings, PoolOptions, Settings, Snapshot, Traced,
 };
 use warpool::{Error, Instance};
 
@@ -101,6 +101,40 @@ fn children_of_busy_threads_get_errors_and_never_hang() {
                 break;
             }
         }
+        stop.store(true, Ordering::Relaxed);
+        assert_eq!(failed, 0, "children that failed or hung");
+    });
+}
+
+/// Issue 12: observers have a lock of their own, which a thread of the parent may hold at the fork.
+#[test]
+fn a_child_attaches_and_detaches_observers_without_effect() {
+    let instance = Instance::new(Arc::new(SimDriver::new(SimConfig::default()))).unwrap();
+    let caching = CachingAllocator::new(&instance, Settings::default());
+    let (observers, stop) = (caching.observers(), AtomicBool::new(false));
+    let attached = observers.attach_trim_hook(Arc::new(|_| ()));
+    let attach_all = || {
+        observers.set_stack_hook(Some(Arc::new(|| None)));
+        [
+            observers.attach_tracker(&Action::ALL, Arc::new(|_, _| ())),
+            observers.attach_oom_observer(Arc::new(|_| ())),
+            observers.attach_pressure_callback(Arc::new(|_| false)),
+            observers.attach_trim_hook(Arc::new(|_| ())),
+        ]
+    };
+    std::thread::scope(|scope| {
+        for _ in 0..4 {
+            scope.spawn(|| {
+                while !stop.load(Ordering::Relaxed) {
+                    assert!(attach_all().into_iter().all(|id| observers.detach(id)));
+                }
+            });
+        }
+        let child = || {
+            let without_effect = attach_all().into_iter().all(|id| !observers.detach(id));
+            without_effect && !observers.detach(attached) && format!("{observers:?}").contains("trackers: 0")
+        };
+        let failed = (0..50).filter(|_| !in_child(child)).take(3).count();
         stop.store(true, Ordering::Relaxed);
         assert_eq!(failed, 0, "children that failed or hung");
     });

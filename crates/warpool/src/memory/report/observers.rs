@@ -11,6 +11,7 @@ use std::sync::atomic::{AtomicU16, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
 use warpool_driver::DeviceId;
+use warpool_driver::fork::Origin;
 
 use super::history::HistoryEntry;
 use super::stats::WorkspaceStats;
@@ -59,7 +60,7 @@ impl ActionSet {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ObserverId(u64);
 
-/// The observers of one allocator.
+/// The observers of one allocator. In a forked child there are none, and none can be attached.
 #[derive(Default)]
 pub struct Observers {
     trackers: List<(ActionSet, Tracker)>,
@@ -171,19 +172,21 @@ impl fmt::Debug for Observers {
 
 /// A list that changes seldom and is often empty.
 struct List<T> {
+    /// In a forked child the entries may be locked for ever.
+    origin: Origin,
     entries: Mutex<Vec<(ObserverId, T)>>,
     count: AtomicU32,
 }
 
 impl<T> Default for List<T> {
     fn default() -> Self {
-        Self { entries: Mutex::new(Vec::new()), count: AtomicU32::new(0) }
+        Self { origin: Origin::here(), entries: Mutex::new(Vec::new()), count: AtomicU32::new(0) }
     }
 }
 
 impl<T: Clone> List<T> {
     fn is_empty(&self) -> bool {
-        self.count.load(Ordering::Relaxed) == 0
+        self.count.load(Ordering::Relaxed) == 0 || !self.origin.is_here()
     }
 
     fn add(&self, id: ObserverId, entry: T) -> ObserverId {
@@ -200,7 +203,7 @@ impl<T: Clone> List<T> {
             let at = entries.iter().position(|(other, _)| *other == id)?;
             Some(entries.remove(at))
         });
-        removed.is_some()
+        removed.flatten().is_some()
     }
 
     /// Copies, to be called without the lock.
@@ -212,10 +215,14 @@ impl<T: Clone> List<T> {
     }
 
     /// What `act` removes is returned, to be dropped without the lock: it may own blocks, whose drop calls trackers.
-    fn change<R>(&self, act: impl FnOnce(&mut Vec<(ObserverId, T)>) -> R) -> R {
+    /// `None`, and nothing changes, in a forked child.
+    fn change<R>(&self, act: impl FnOnce(&mut Vec<(ObserverId, T)>) -> R) -> Option<R> {
+        if !self.origin.is_here() {
+            return None;
+        }
         let mut entries = lock(&self.entries);
         let result = act(&mut entries);
         self.count.store(u32::try_from(entries.len()).expect("few observers"), Ordering::Relaxed);
-        result
+        Some(result)
     }
 }
