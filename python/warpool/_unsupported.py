@@ -95,6 +95,13 @@ def other_replacements(torch: Any) -> List[Tuple[Any, str, Any]]:
 def switch_benchmark_off(torch: Any) -> None:
     """Switches cuDNN's benchmark mode off, with a warning. Called before anything else is changed, since the warning
     may be raised as an exception."""
-    if hasattr(torch._C, "_set_cudnn_benchmark") and torch._C._get_cudnn_benchmark():
-        warnings.warn(_BENCHMARK, RuntimeWarning, stacklevel=4)
+    if warn_benchmark(torch):
         torch._C._set_cudnn_benchmark(False)
+
+
+def warn_benchmark(torch: Any) -> bool:
+    """Warns that cuDNN's benchmark mode will be switched off, if it is on. Returns whether it is."""
+    is_on = hasattr(torch._C, "_set_cudnn_benchmark") and torch._C._get_cudnn_benchmark()
+    if is_on:
+        warnings.warn(_BENCHMARK, RuntimeWarning, stacklevel=5)
+    return bool(is_on)

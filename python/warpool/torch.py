@@ -1,15 +1,21 @@
 """Warpool as PyTorch's CUDA allocator: call `warpool.torch.enable()` before CUDA is used.
 
-`_bindings.py` replaces PyTorch's memory functions, `_unsupported.py` what cannot work. A call of `enable` that fails
-has changed nothing in PyTorch and can be repeated.
+It implements PyTorch's own allocator classes (`_backend.py`), so PyTorch's functions reach it with nothing replaced. If
+no backend can be had for this PyTorch, the pluggable interface is used, with a warning: then `_bindings.py` replaces
+PyTorch's memory functions, `_unsupported.py` what cannot work. A call of `enable` that fails has changed nothing in
+PyTorch and can be repeated.
+
+`python -m warpool.torch build` compiles the backend ahead, `python -m warpool.torch status` tells what would be used.
 """
 
 import importlib
 import os
+import sys
 import threading
+import warnings
 from typing import Any, Dict, List, Optional, Tuple
 
-from . import _bindings, _native, _unsupported
+from . import _backend, _bindings, _native, _unsupported
 from ._native import Error
 
 __all__ = ["Error", "enable", "enabled", "page_stats", "set_settings", "settings"]
@@ -29,6 +35,12 @@ _HOOKS = {
     "set_release_pool": "warpool_release_pool",
 }
 
+# What does not work through the pluggable interface.
+_LOST = (
+    "torch.cuda.MemPool, graph trees of torch.compile, cuDNN's benchmark mode, tensors shared between processes, "
+    "out-of-memory observers, C++ stacks, the profiler's memory, and pinned memory (PyTorch's own is used)"
+)
+
 _enable_lock = threading.Lock()
 
 
@@ -40,7 +52,7 @@ def _forget_lock() -> None:
 
 os.register_at_fork(after_in_child=_forget_lock)
 
-# Kept until the process ends: every tensor is freed through it.
+# The backend's path, or PyTorch's pluggable allocator. Kept until the process ends: every tensor is freed through it.
 _allocator: Optional[Any] = None
 
 
@@ -55,8 +67,12 @@ def enable(conf: Optional[str] = None) -> None:
     `backend` in the settings chooses the allocator: `native` and `expandable` place memory as PyTorch does without and
     with expandable segments, `paged` is Warpool's own, which reserves little more than is allocated.
 
+    The first call for a version of PyTorch that the package has no backend for compiles one, into a cache folder. With
+    WARPOOL_TORCH=pluggable in the environment, the pluggable interface is used without trying that.
+
     Raises RuntimeError if CUDA is in use already, if it was called before, or if PyTorch has no CUDA; ImportError if
-    PyTorch is not installed; `Error` if the settings are invalid or the driver cannot be opened.
+    PyTorch is not installed; `Error` if the settings are invalid, the driver cannot be opened, or the cache folder
+    cannot be written.
     """
     global _allocator
     with _enable_lock:
@@ -72,20 +88,7 @@ def enable(conf: Optional[str] = None) -> None:
                 f"the driver is {_native.driver()!r}, whose memory the GPU cannot access, and PyTorch has a GPU here: "
                 "unset WARPOOL_DRIVER"
             )
-        allocator, changes = _build(torch), _changes(torch)
-        _unsupported.switch_benchmark_off(torch)
-        # After this call nothing can fail: it cannot be undone.
-        try:
-            torch.cuda.memory.change_current_allocator(allocator)
-        except RuntimeError as error:
-            raise RuntimeError(
-                f"PyTorch did not accept another allocator ({_first_line(error)}): its own has been used, or it was "
-                "replaced before. Call warpool.torch.enable() right after `import torch`, and nothing else that "
-                "replaces the allocator"
-            ) from error
-        _allocator = allocator
-        for owner, name, value in changes:
-            setattr(owner, name, value)
+        _allocator = _install_backend(torch) or _install_pluggable(torch)
 
 
 def enabled() -> bool:
@@ -160,6 +163,56 @@ def _start(conf: Optional[str]) -> None:
             del os.environ["WARPOOL_CONF"]
 
 
+def _install_backend(torch: Any) -> Optional[str]:
+    """Installs the backend and returns its path; None, after a warning, if there is none for this PyTorch."""
+    chosen = os.environ.get("WARPOOL_TORCH", "")
+    if chosen == "pluggable":
+        return None
+    if chosen not in ("", "backend"):
+        raise Error(f"WARPOOL_TORCH is {chosen!r}: choose backend, the default, or pluggable")
+    try:
+        found = _backend.find(torch)
+        if not found.ready:
+            _backend.build(torch, found.path)
+    except _backend.Unavailable as error:
+        if chosen == "backend":
+            raise Error(f"there is no backend: {error}") from error
+        _unsupported.warn_benchmark(torch)
+        warnings.warn(
+            f"Warpool uses PyTorch's pluggable interface, because {error}. What does not work: {_LOST}. "
+            "WARPOOL_TORCH=pluggable chooses this without a warning",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+        return None
+    try:
+        _backend.install(found.path, torch)
+    except Error as error:
+        raise RuntimeError(
+            f"PyTorch did not accept another allocator: {error}. Call warpool.torch.enable() right after `import "
+            "torch`, and nothing else that replaces the allocator"
+        ) from error
+    return str(found.path)
+
+
+def _install_pluggable(torch: Any) -> Any:
+    """Installs Warpool through the pluggable interface and returns PyTorch's allocator object."""
+    allocator, changes = _build(torch), _changes(torch)
+    _unsupported.switch_benchmark_off(torch)
+    # After this call nothing can fail: it cannot be undone.
+    try:
+        torch.cuda.memory.change_current_allocator(allocator)
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"PyTorch did not accept another allocator ({_first_line(error)}): its own has been used, or it was "
+            "replaced before. Call warpool.torch.enable() right after `import torch`, and nothing else that "
+            "replaces the allocator"
+        ) from error
+    for owner, name, value in changes:
+        setattr(owner, name, value)
+    return allocator
+
+
 def _build(torch: Any) -> Any:
     """PyTorch's allocator object around our functions, with all hooks set."""
     addresses: Dict[str, int] = {setter: _native.address(name) for setter, name in _HOOKS.items()}
@@ -181,3 +234,9 @@ def _changes(torch: Any) -> List[Tuple[Any, str, Any]]:
 
 def _first_line(error: BaseException) -> str:
     return str(error).splitlines()[0] if str(error) else type(error).__name__
+
+
+if __name__ == "__main__":
+    from ._command import main
+
+    sys.exit(main())

@@ -126,6 +126,9 @@ api! {
         mem_alloc: cuMemAlloc_v2(*mut CUdeviceptr, usize);
         mem_free: cuMemFree_v2(CUdeviceptr);
         mem_get_info: cuMemGetInfo_v2(*mut usize, *mut usize);
+        ipc_get_mem_handle: cuIpcGetMemHandle(*mut CUipcMemHandle, CUdeviceptr);
+        ipc_open_mem_handle: cuIpcOpenMemHandle_v2(*mut CUdeviceptr, CUipcMemHandle, c_uint);
+        ipc_close_mem_handle: cuIpcCloseMemHandle(CUdeviceptr);
         pointer_get_attribute: cuPointerGetAttribute(*mut c_void, CUpointer_attribute, CUdeviceptr);
 
         mem_get_allocation_granularity:
@@ -255,6 +258,7 @@ mod tests {
         assert_eq!(size_of::<CUmemAccessDesc>(), 12);
         assert_eq!(size_of::<CUmemPoolProps>(), 88);
         assert_eq!(size_of::<CUipcEventHandle>(), 64);
+        assert_eq!(size_of::<CUipcMemHandle>(), 64);
         assert_eq!(size_of::<CUmemFabricHandle>(), 64);
         assert_eq!(size_of::<CUgraphNodeParams>(), 256);
         assert_eq!(size_of::<CUDA_KERNEL_NODE_PARAMS>(), 72);

@@ -1,6 +1,9 @@
 //! Plain device memory.
 
-use warpool_driver::{Call, DeviceId, DevicePtr, ErrorCode, Memory, MemoryInfo, Result};
+use std::ffi::{c_char, c_uint};
+
+use cudarc::driver::sys;
+use warpool_driver::{Call, DeviceId, DevicePtr, ErrorCode, IpcMemoryHandle, Memory, MemoryInfo, Result};
 
 use crate::CudaDriver;
 use crate::device_ranges::{Allocation, Lifetime};
@@ -38,6 +41,34 @@ impl Memory for CudaDriver {
         // SAFETY: CUDA writes one number each to `free` and `total`.
         site.check(unsafe { (self.api.mem_get_info)(&raw mut free, &raw mut total) })?;
         Ok(MemoryInfo { bytes_free: free as u64, bytes_total: total as u64 })
+    }
+
+    fn mem_export(&self, ptr: DevicePtr) -> Result<IpcMemoryHandle> {
+        let site = self.enter(Call::MemExport)?;
+        let allocation = self.allocation(site, ptr)?;
+        let _current = self.make_current(site, allocation.context)?;
+        let mut handle = sys::CUipcMemHandle { reserved: [0; 64] };
+        // SAFETY: the memory is allocated; CUDA writes 64 bytes to `handle`.
+        site.check(unsafe { (self.api.ipc_get_mem_handle)(&raw mut handle, ptr.0) })?;
+        Ok(IpcMemoryHandle(handle.reserved.map(|byte| byte as u8)))
+    }
+
+    fn mem_import(&self, device: DeviceId, handle: &IpcMemoryHandle) -> Result<DevicePtr> {
+        let site = self.enter(Call::MemImport)?;
+        let _current = self.on_device(site, device)?;
+        let handle = sys::CUipcMemHandle { reserved: handle.0.map(|byte| byte as c_char) };
+        let flags = sys::CUipcMem_flags::CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS as c_uint;
+        let mut address = 0;
+        // SAFETY: CUDA checks the bytes, and writes the address to `address`.
+        site.check(unsafe { (self.api.ipc_open_mem_handle)(&raw mut address, handle, flags) })?;
+        Ok(DevicePtr(address))
+    }
+
+    fn mem_close(&self, device: DeviceId, ptr: DevicePtr) -> Result<()> {
+        let site = self.enter(Call::MemClose)?;
+        let _current = self.on_device(site, device)?;
+        // SAFETY: CUDA checks whether the address is that of opened memory.
+        site.check(unsafe { (self.api.ipc_close_mem_handle)(ptr.0) })
     }
 }
 

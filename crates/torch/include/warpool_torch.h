@@ -10,8 +10,12 @@
 #ifndef WARPOOL_TORCH_H
 #define WARPOOL_TORCH_H
 
+#include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
+
+// The allocated blocks of a pool at some moment. Opaque.
+typedef struct warpool_checkpoint_state warpool_checkpoint_state;
 
 // Receives one statistic. `name` is valid during the call only.
 typedef void (*warpool_stat_visitor)(void *user, const char *name, int64_t value);
@@ -26,6 +30,261 @@ typedef struct warpool_pool_id {
   // Number of a pool made by the user, or 0.
   uint64_t user;
 } warpool_pool_id;
+
+// Whether the filter of an open pool accepts a stream: 0 or 1; anything else is a failure.
+typedef int (*warpool_pool_filter)(void *user, const void *stream);
+
+// Deletes the argument of a callback.
+typedef void (*warpool_delete)(void *user);
+
+// Allocates `bytes` of device memory for `stream`, a `cudaStream_t`; NULL is out of memory.
+typedef void *(*warpool_pool_allocate)(void *user, size_t bytes, int device, void *stream);
+
+// Frees what `PoolAllocate` returned. Returns 0, or 1 if it failed: then it is tried again later.
+typedef int (*warpool_pool_free)(void *user, void *ptr, int device);
+
+// A block. All sizes are in bytes.
+typedef struct warpool_block_description {
+  // Its size.
+  uint64_t bytes;
+  // The requested size.
+  uint64_t bytes_requested;
+  // Its device.
+  int device;
+} warpool_block_description;
+
+// A statistic with its peak.
+typedef struct warpool_stat {
+  // The current value.
+  int64_t current;
+  // The highest value.
+  int64_t peak;
+  // The sum of all increases.
+  int64_t allocated;
+  // The sum of all decreases.
+  int64_t freed;
+} warpool_stat;
+
+// A statistic of all blocks, of small pools and of large pools.
+typedef struct warpool_stat_by_kind {
+  // Both.
+  struct warpool_stat all;
+  // Small pools.
+  struct warpool_stat small_pool;
+  // Large pools.
+  struct warpool_stat large_pool;
+} warpool_stat_by_kind;
+
+// The statistics of a device, by their names in `torch.cuda.memory_stats`.
+typedef struct warpool_device_stats_values {
+  struct warpool_stat_by_kind allocation;
+  struct warpool_stat_by_kind segment;
+  struct warpool_stat_by_kind active;
+  struct warpool_stat_by_kind inactive_split;
+  struct warpool_stat_by_kind allocated_bytes;
+  struct warpool_stat_by_kind reserved_bytes;
+  struct warpool_stat_by_kind active_bytes;
+  struct warpool_stat_by_kind inactive_split_bytes;
+  struct warpool_stat_by_kind requested_bytes;
+  struct warpool_stat oversize_allocations;
+  struct warpool_stat oversize_segments;
+  int64_t num_alloc_retries;
+  int64_t num_ooms;
+  int64_t num_sync_all_streams;
+  int64_t num_device_alloc;
+  int64_t num_device_free;
+  int64_t num_oom_rejections;
+  int64_t max_split_size;
+} warpool_device_stats_values;
+
+// Receives the reserved bytes of a private pool.
+typedef void (*warpool_pool_stat_visitor)(void *user,
+                                          struct warpool_pool_id pool,
+                                          const struct warpool_stat_by_kind *reserved_bytes);
+
+// Receives an expandable segment, or the mapped memory of the paged allocator: stream, whether it serves small
+// requests, mapped bytes.
+typedef void (*warpool_segment_size_visitor)(void *user, void *stream, bool is_small, size_t bytes);
+
+// The settings in effect.
+typedef struct warpool_settings_values {
+  // The settings string.
+  const char *conf;
+  // The fraction of the limit above which old segments are released; 0 is never.
+  double garbage_collection_threshold;
+  // The size from which blocks are not split; all bits set: none.
+  size_t max_split_size;
+  // How many threads touch pages before they are pinned.
+  size_t pinned_num_register_threads;
+  // Whether segments are expandable.
+  bool expandable_segments;
+  // Whether the lock is released while the driver allocates.
+  bool release_lock_on_malloc;
+  // Whether host memory is pinned by registering it.
+  bool pinned_use_host_register;
+  // Whether frees inside a capture are reused by graph order.
+  bool graph_capture_record_stream_reuse;
+  // Steps between two powers of two, from 1 MiB to 32 GiB.
+  size_t roundup_power2_divisions[16];
+} warpool_settings_values;
+
+// A segment. All sizes are in bytes.
+typedef struct warpool_segment {
+  // Its device.
+  int device;
+  // Its first address.
+  size_t address;
+  // Its size.
+  size_t total_size;
+  // What of it is allocated.
+  size_t allocated_size;
+  // What of it is allocated or pending free.
+  size_t active_size;
+  // What was requested of it.
+  size_t requested_size;
+  // Its stream, a `cudaStream_t`.
+  void *stream;
+  // Whether it serves large requests.
+  bool is_large;
+  // Whether it is a part of an expandable segment.
+  bool is_expandable;
+  // PyTorch's id of its pool.
+  struct warpool_pool_id pool;
+  // The context of the request that it was allocated for, or NULL.
+  void *context;
+  // How many blocks it has.
+  size_t blocks;
+} warpool_segment;
+
+// A block of the segment that was visited last.
+typedef struct warpool_block {
+  // Its size.
+  size_t size;
+  // The requested size.
+  size_t requested_size;
+  // Whether it is allocated.
+  bool is_allocated;
+  // Whether it is allocated or pending free.
+  bool is_active;
+  // The context of its allocation, or NULL.
+  void *context;
+} warpool_block;
+
+// An entry of the history. Texts and the context are valid during the visit only.
+typedef struct warpool_entry {
+  // What happened: 0 alloc, 1 free_requested, 2 free_completed, 3 segment_alloc, 4 segment_free, 5 segment_map, 6
+  // segment_unmap, 7 snapshot, 8 oom, 9 annotate.
+  int action;
+  // The address; of oom, the bytes that were free on the device.
+  size_t address;
+  // The size.
+  size_t size;
+  // The stream, a `cudaStream_t`.
+  void *stream;
+  // The time in microseconds since 1970.
+  int64_t time_us;
+  // PyTorch's id of the pool.
+  struct warpool_pool_id pool;
+  // The context, or NULL.
+  void *context;
+  // The compiled region of the program; empty for none.
+  const char *compile_context;
+  // The metadata that the program had set; empty for none.
+  const char *user_metadata;
+} warpool_entry;
+
+// Receives a snapshot: the settings, every segment followed by its blocks, every entry of the history by device,
+// every annotation. What pointers point to is valid during a call only.
+typedef struct warpool_snapshot_visitor {
+  // The first argument of every function.
+  void *user;
+  // Receives the settings.
+  void (*settings)(void *user, const struct warpool_settings_values *settings);
+  // Receives a segment.
+  void (*segment)(void *user, const struct warpool_segment *segment);
+  // Receives a block of that segment.
+  void (*block)(void *user, const struct warpool_block *block);
+  // Receives an entry of a device's history, oldest first.
+  void (*entry)(void *user, int device, const struct warpool_entry *entry);
+  // Receives the start or the end of a named region.
+  void (*annotation)(void *user, int device, int64_t time_us, const char *name, const char *stage);
+} warpool_snapshot_visitor;
+
+// Collects the context of a call, such as its stack; NULL if there is none.
+typedef void *(*warpool_context_collector)(void);
+
+// Releases a context.
+typedef void (*warpool_context_releaser)(void *context);
+
+// Receives an entry of the history, which is valid during the call only.
+typedef void (*warpool_entry_observer)(void *user, int device, const struct warpool_entry *entry);
+
+// A request that ran out of memory. All sizes are in bytes.
+typedef struct warpool_oom {
+  // The device.
+  int device;
+  // Whether it was refused before the driver was called, because `throw_on_cudamalloc_oom` is set.
+  bool is_rejection;
+  // What was, or would have been, requested from the driver.
+  size_t requested;
+  // What is allocated.
+  size_t allocated;
+  // What may be reserved: the device's memory, or the limit that is set.
+  size_t limit;
+  // The device's memory.
+  size_t bytes_total;
+  // What of it is free.
+  size_t bytes_free;
+} warpool_oom;
+
+// Receives a request that ran out of memory, which is valid during the call only.
+typedef void (*warpool_oom_observer)(void *user, const struct warpool_oom *oom);
+
+// Frees memory that is kept for later only. Returns 1 if anything was freed, else 0.
+typedef int (*warpool_pressure_callback)(int device);
+
+// Receives a block.
+typedef void (*warpool_block_visitor)(void *user, void *ptr);
+
+// Pinned memory.
+typedef struct warpool_pinned_block {
+  // Its address.
+  void *ptr;
+  // What frees it, with `warpool_pinned_free`.
+  void *block;
+} warpool_pinned_block;
+
+// The duration of driver calls, in microseconds.
+typedef struct warpool_duration {
+  // The sum.
+  int64_t total;
+  // The longest.
+  int64_t max;
+  // The shortest.
+  int64_t min;
+  // How many.
+  int64_t count;
+} warpool_duration;
+
+// The statistics of pinned memory, by their names in `torch.cuda.host_memory_stats`.
+typedef struct warpool_pinned_stats_values {
+  struct warpool_stat allocations;
+  struct warpool_stat allocated_bytes;
+  struct warpool_stat active_requests;
+  struct warpool_stat active_bytes;
+  int64_t num_host_alloc;
+  int64_t num_host_free;
+  struct warpool_duration host_alloc_time;
+  struct warpool_duration host_free_time;
+} warpool_pinned_stats_values;
+
+// A block as another process can open it.
+typedef struct warpool_shared_block {
+  // The handle of the allocation that it is in.
+  uint8_t handle[64];
+  // Where it starts there.
+  size_t offset;
+} warpool_shared_block;
 
 #ifdef __cplusplus
 extern "C" {
@@ -59,6 +318,9 @@ int warpool_device_count(int *count);
 // # Safety
 // `buffer` is NULL or points to `length` writable bytes.
 size_t warpool_last_error(char *buffer, size_t length);
+
+// Whether the last error of the calling thread is out of memory.
+int warpool_last_error_is_out_of_memory(void);
 
 // The version of the library.
 const char *warpool_version(void);
@@ -210,6 +472,288 @@ void warpool_end_allocate_to_pool(int device, struct warpool_pool_id id);
 
 // A graph of that pool was destroyed. After the last one, the pool's memory can be returned to the driver.
 void warpool_release_pool(int device, struct warpool_pool_id id);
+
+// Opens a pool and adds a use: requests whose stream, a `cudaStream_t`, `filter` accepts are served by it, until
+// `warpool_pool_end`. Of several open pools the newest counts. While it is open, captures may begin and end.
+// `delete_user` is called when `filter` is not needed any more, also if this call fails.
+//
+// # Safety
+// Until `delete_user` is called, any thread may call `filter` with `user`, also several at once.
+int warpool_pool_begin(int device,
+                       struct warpool_pool_id pool,
+                       warpool_pool_filter filter,
+                       void *user,
+                       warpool_delete delete_user);
+
+// Closes the pool. Its use stays.
+int warpool_pool_end(int device, struct warpool_pool_id pool);
+
+// Creates a pool with one use, or adds a use of one that exists.
+int warpool_pool_create(int device, struct warpool_pool_id pool);
+
+// Creates a pool with one use, whose segments come from `allocate`. `delete_user` is called when the pool is gone, or
+// this call failed.
+//
+// # Safety
+// Until `delete_user` is called, any thread may call `allocate` and `free` with `user`, also several at once.
+int warpool_pool_create_from(int device,
+                             struct warpool_pool_id pool,
+                             warpool_pool_allocate allocate,
+                             warpool_pool_free free,
+                             void *user,
+                             warpool_delete delete_user);
+
+// Ends a use of a pool. After the last its memory can be returned to the driver.
+int warpool_pool_release(int device, struct warpool_pool_id pool);
+
+// The number of uses of a pool; 0 if there is no such pool.
+int warpool_pool_uses(int device, struct warpool_pool_id pool);
+
+// Whether free blocks of the pool serve the default pool before that runs out of memory.
+int warpool_pool_use_on_oom(int device, struct warpool_pool_id pool, int on);
+
+// Each block of the pool is a whole segment. To be called before the pool is first used.
+int warpool_pool_no_split(int device, struct warpool_pool_id pool);
+
+// Writes to `equal` whether exactly these `count` addresses are allocated in the pool.
+//
+// # Safety
+// `live` points to `count` addresses, or is anything if `count` is 0. `equal` is NULL, which is an error, or writable.
+int warpool_pool_has_exactly(int device, struct warpool_pool_id pool, void *const *live, size_t count, int *equal);
+
+// Allocates `bytes` on `device` for work on `stream`, from the newest open pool whose filter accepts the stream. 0
+// bytes return NULL. On failure it returns NULL: `warpool_last_error` has the reason, and
+// `warpool_last_error_is_out_of_memory` whether it is out of memory.
+//
+// # Safety
+// `stream` is NULL or a stream of the driver, and stays alive as long as memory that was allocated for it.
+void *warpool_allocate(size_t bytes, int device, void *stream);
+
+// Allocates `bytes` at `ptr`, out of a free block of the same stream and pool that contains it. Never asks the driver.
+//
+// # Safety
+// As for `warpool_allocate`.
+int warpool_allocate_at(size_t bytes, int device, void *stream, void *ptr);
+
+// Writes `text` into the history, with the allocated block that starts at `ptr`.
+//
+// # Safety
+// `text` is NULL, which is an error, or a null-terminated string.
+int warpool_annotate(void *ptr, const char *text);
+
+// Frees what `warpool_allocate` returned; NULL is ignored. An address that is not allocated changes nothing. In a
+// forked child nothing happens: the memory is the parent's.
+//
+// # Safety
+// The memory at `ptr` belongs to the caller, and nothing uses it afterwards but work that was submitted before on its
+// stream and on recorded ones.
+int warpool_free_block(void *ptr);
+
+// Records that work on `stream` of `device` uses the memory at `ptr`: after it is freed, it is not reused before that
+// work is done.
+//
+// # Safety
+// `stream` is NULL or a stream of the driver, and stays alive as long as the memory at `ptr`.
+int warpool_record_use(void *ptr, int device, void *stream);
+
+// Describes the allocated block that starts at `ptr`.
+//
+// # Safety
+// `block` is NULL, which is an error, or writable.
+int warpool_describe_block(void *ptr, struct warpool_block_description *block);
+
+// Returns cached memory to the driver: of the released pool `pool`, or for pool (0, 0) of the default pool and of all
+// released ones, on every device. `stream` of `device` is the caller's current one: while it captures, the default
+// pool stays as it is.
+//
+// # Safety
+// `stream` is NULL or a stream of the driver.
+int warpool_trim(struct warpool_pool_id pool, int device, void *stream);
+
+// Switches caching on or off. Off, every request is a driver call and appears in no statistics. Memory is freed the
+// way it was allocated.
+int warpool_set_caching(int on);
+
+// Writes the free and the total memory of a device.
+//
+// # Safety
+// `bytes_free` and `bytes_total` are NULL, which is an error, or writable.
+int warpool_memory_info(int device, size_t *bytes_free, size_t *bytes_total);
+
+// Lets kernels on `device` access the memory on `owner`, now and later.
+int warpool_enable_peer_access(int device, int owner);
+
+// Whether memory may be mapped: then a copy between devices without peer access needs `cudaMemcpyPeerAsync`.
+int warpool_maps_memory(void);
+
+// Writes the statistics of a device to `stats`, and calls `visit`, unless that is NULL, with the reserved bytes of each
+// private pool.
+//
+// # Safety
+// `stats` is NULL, which is an error, or writable. `visit` is NULL or may be called with `user`.
+int warpool_device_stats(int device,
+                         struct warpool_device_stats_values *stats,
+                         warpool_pool_stat_visitor visit,
+                         void *user);
+
+// Calls `visit` with the mapped bytes of every stream but the default one, by kind of request.
+//
+// # Safety
+// `visit` is NULL, which is an error, or may be called with `user`.
+int warpool_expandable_sizes(int device, warpool_segment_size_visitor visit, void *user);
+
+// Calls `visitor` with the state of all devices, or of `pool` alone unless that is (0, 0); with the history if `traces`
+// is not 0. The functions may call this library.
+//
+// # Safety
+// `visitor` is NULL, which is an error, or its functions may be called with its `user`.
+int warpool_visit_snapshot(struct warpool_pool_id pool, int traces, const struct warpool_snapshot_visitor *visitor);
+
+// Collects contexts for the history from here on, instead of stacks of `warpool_set_stack_hook`. Entries and blocks
+// show them in `warpool_visit_snapshot`. Without a `collect`, no more are collected; those that there are stay.
+//
+// # Safety
+// Any thread may call `collect` at any time without locks held, and `release` once for each context.
+int warpool_set_context_collector(warpool_context_collector collect, warpool_context_releaser release);
+
+// Whether a history is recorded.
+int warpool_is_history_on(void);
+
+// Calls `track` with every entry of the history from here on, also while none is recorded, on the thread that causes
+// it and without locks held.
+//
+// # Safety
+// Any thread may call `track` with `user` at any time, also several at once.
+int warpool_attach_tracker(warpool_entry_observer track, void *user, warpool_delete delete_user);
+
+// Calls `observe` for every request that runs out of memory, before it fails, without locks held.
+//
+// # Safety
+// Any thread may call `observe` with `user` at any time, also several at once.
+int warpool_attach_oom_observer(warpool_oom_observer observe, void *user, warpool_delete delete_user);
+
+// Calls `relieve` when no cached block fits a request, before the driver is asked, without locks held.
+//
+// # Safety
+// Any thread may call `relieve` at any time, also several at once.
+int warpool_attach_pressure_callback(warpool_pressure_callback relieve);
+
+// Adds the start or the end (`stage`) of a region that the program named to the history.
+//
+// # Safety
+// `name` and `stage` are NULL, which is an error, or null-terminated strings.
+int warpool_record_annotation(int device, const char *name, const char *stage);
+
+// Enters a compiled region: history entries of the calling thread name it.
+//
+// # Safety
+// `name` is NULL, which is an error, or a null-terminated string.
+int warpool_push_compile_context(const char *name);
+
+// Leaves the compiled region that the calling thread entered last.
+void warpool_pop_compile_context(void);
+
+// Copies the user metadata of the calling thread to `buffer`, null-terminated and truncated if it does not fit. Returns
+// the length of the whole text without the terminator.
+//
+// # Safety
+// `buffer` is NULL or points to `length` writable bytes.
+size_t warpool_user_metadata(char *buffer, size_t length);
+
+// Records the allocated blocks of a pool, and writes the record to `checkpoint`.
+//
+// # Safety
+// `checkpoint` is NULL, which is an error, or writable.
+int warpool_checkpoint(int device, struct warpool_pool_id pool, struct warpool_checkpoint_state **checkpoint);
+
+// Frees what is allocated in the pool, and allocates what the checkpoint recorded. Calls `freed` with each block that
+// was freed, and `allocated` with each block that is allocated now and belongs to the caller; one may be both. A
+// failure changes nothing and calls neither.
+//
+// # Safety
+// `checkpoint` came from `warpool_checkpoint` and was not deleted. `freed` and `allocated` are NULL, which is an error,
+// or may be called with `user` and any address.
+int warpool_restore(const struct warpool_checkpoint_state *checkpoint,
+                    warpool_block_visitor freed,
+                    warpool_block_visitor allocated,
+                    void *user);
+
+// Deletes a checkpoint; NULL is ignored.
+//
+// # Safety
+// `checkpoint` came from `warpool_checkpoint`, and is not used again.
+void warpool_delete_checkpoint(struct warpool_checkpoint_state *checkpoint);
+
+// Allocates pinned memory and writes it to `pinned`; 0 bytes are NULL. `stream` is what the filters of open pools get:
+// it stands for the current stream of the calling thread.
+//
+// # Safety
+// `pinned` is NULL, which is an error, or writable. `stream` is what filters of open pools expect.
+int warpool_pinned_allocate(size_t bytes, const void *stream, struct warpool_pinned_block *pinned);
+
+// Frees pinned memory; NULL is ignored. In a forked child nothing happens.
+//
+// # Safety
+// `block` came from `warpool_pinned_allocate`, and is not used again.
+void warpool_pinned_free(void *block);
+
+// Records that work on `stream` of `device` uses the pinned memory that contains `ptr`, and writes to `found` whether
+// there is such memory. `filtered` is what filters of open pools get for the stream.
+//
+// # Safety
+// `stream` is NULL or a stream of the driver, and stays alive as long as the memory. `found` is NULL, which is an
+// error, or writable.
+int warpool_pinned_record_use(void *ptr, int device, void *stream, const void *filtered, int *found);
+
+// Unpins what is cached, and what graphs used that are gone.
+int warpool_pinned_empty_cache(void);
+
+// A capture is about to begin: requests and uses that `filter` accepts belong to the pool, until
+// `warpool_pinned_pool_end`. Adds a use of the pool. `delete_user` is called when `filter` is not needed any more, also
+// if this call fails.
+//
+// # Safety
+// Until `delete_user` is called, any thread may call `filter` with `user`, also several at once.
+int warpool_pinned_pool_begin(struct warpool_pool_id pool,
+                              warpool_pool_filter filter,
+                              void *user,
+                              warpool_delete delete_user);
+
+// The capture has ended.
+int warpool_pinned_pool_end(struct warpool_pool_id pool);
+
+// Ends a use of the pool: a graph is gone.
+int warpool_pinned_pool_release(struct warpool_pool_id pool);
+
+// Writes the statistics of pinned memory.
+//
+// # Safety
+// `stats` is NULL, which is an error, or writable.
+int warpool_pinned_stats(struct warpool_pinned_stats_values *stats);
+
+// Sets every peak of pinned memory to the current value.
+int warpool_pinned_reset_peak_stats(void);
+
+// Sets every accumulated count of pinned memory to 0.
+int warpool_pinned_reset_accumulated_stats(void);
+
+// Writes to `shared` how another process can open the memory at `ptr`. The block must stay allocated as long as others
+// use it.
+//
+// # Safety
+// `shared` is NULL, which is an error, or writable.
+int warpool_share(void *ptr, struct warpool_shared_block *shared);
+
+// Opens memory of another process on `device`, by the `length` bytes at `handle`, and writes its start to `ptr`. Every
+// call is to be paired with one of `warpool_close_shared`.
+//
+// # Safety
+// `handle` points to `length` bytes. `ptr` is NULL, which is an error, or writable.
+int warpool_open_shared(int device, const uint8_t *handle, size_t length, void **ptr);
+
+// Ends a use of opened memory; after the last it is closed, behind all work of the device. In a forked child nothing
+// happens.
+int warpool_close_shared(void *ptr);
 
 #ifdef __cplusplus
 }  // extern "C"

@@ -4,10 +4,10 @@ use std::sync::{Mutex, PoisonError};
 
 use warpool::Instance;
 use warpool::memory::{
-    Backend, CachingAllocator, DeviceAllocator, DriverPoolAllocator, MemPoolId, PageStats, PagedAllocator,
-    PrivatePools, Settings,
+    Allocation, Backend, CachingAllocator, DeviceAllocator, DriverPoolAllocator, MemPoolId, PageStats, PagedAllocator,
+    PoolCheckpoint, PrivatePools, Request, Restored, Settings,
 };
-use warpool_driver::DeviceId;
+use warpool_driver::{DeviceId, DevicePtr};
 
 use crate::error::{Error, Result};
 
@@ -40,6 +40,101 @@ impl Allocator {
             Self::Caching(allocator) => &**allocator,
             Self::Paged(allocator) => &**allocator,
             Self::DriverPool(allocator, _) => &**allocator,
+        }
+    }
+
+    /// Allocates, without a call through a table of functions: the hot path.
+    #[inline]
+    pub(crate) fn allocate(&self, request: Request) -> warpool::Result<Allocation> {
+        match self {
+            Self::Caching(allocator) => allocator.allocate_raw(request),
+            Self::Paged(allocator) => allocator.allocate_raw(request),
+            Self::DriverPool(allocator, _) => allocator.allocate_raw(request),
+        }
+    }
+
+    /// Frees what starts at `ptr`; `device` is searched first.
+    #[inline]
+    pub(crate) fn free(&self, device: DeviceId, ptr: DevicePtr) -> warpool::Result<()> {
+        match self {
+            Self::Caching(allocator) => allocator.free_on(device, ptr),
+            Self::Paged(allocator) => allocator.free_on(device, ptr),
+            Self::DriverPool(allocator, _) => allocator.free_on(device, ptr),
+        }
+    }
+
+    /// Allocates at an address.
+    pub(crate) fn allocate_at(&self, request: Request, ptr: DevicePtr) -> Result<()> {
+        match self {
+            Self::Caching(allocator) => Ok(allocator.allocate_at(request, ptr).map(drop)?),
+            Self::Paged(_) | Self::DriverPool(..) => {
+                Err(Error::NativeOnly { what: "allocation at a given address", backend: self.backend().name() })
+            }
+        }
+    }
+
+    /// Writes a text into the history, with an allocated block.
+    pub(crate) fn annotate(&self, ptr: DevicePtr, text: &str) -> Result<()> {
+        match self {
+            Self::Caching(allocator) => Ok(allocator.annotate(ptr, text)?),
+            Self::Paged(_) | Self::DriverPool(..) => {
+                Err(Error::NativeOnly { what: "annotation of blocks", backend: self.backend().name() })
+            }
+        }
+    }
+
+    fn backend(&self) -> Backend {
+        match self {
+            Self::Caching(_) => Backend::Native,
+            Self::Paged(_) => Backend::Paged,
+            Self::DriverPool(..) => Backend::CudaMallocAsync,
+        }
+    }
+
+    /// Whether caching can be switched off by the allocator itself. If so, it is switched.
+    pub(crate) fn set_caching(&self, on: bool) -> bool {
+        match self {
+            Self::Caching(allocator) => {
+                allocator.set_caching(on);
+                true
+            }
+            Self::Paged(_) | Self::DriverPool(..) => false,
+        }
+    }
+
+    /// Whether memory of the device may be mapped: a copy between devices without peer access then needs the driver's
+    /// call for that.
+    pub(crate) fn maps_memory(&self) -> bool {
+        match self {
+            Self::Caching(allocator) => allocator.settings().expandable_segments,
+            Self::Paged(_) | Self::DriverPool(..) => true,
+        }
+    }
+
+    /// Lets kernels on `device` access the memory on `owner`.
+    pub(crate) fn enable_peer_access(&self, device: DeviceId, owner: DeviceId) -> Result<()> {
+        match self {
+            Self::Caching(allocator) => Ok(allocator.enable_peer_access(device, owner)?),
+            Self::Paged(allocator) => Ok(allocator.enable_peer_access(device, owner)?),
+            Self::DriverPool(allocator, _) => Ok(allocator.instance().driver().peer_enable(device, owner)?),
+        }
+    }
+
+    /// Records the allocated blocks of a pool.
+    pub(crate) fn checkpoint(&self, device: DeviceId, pool: MemPoolId) -> Result<PoolCheckpoint> {
+        match self {
+            Self::Caching(allocator) => Ok(allocator.checkpoint(device, pool)?),
+            Self::Paged(allocator) => Ok(allocator.checkpoint(device, pool)?),
+            Self::DriverPool(..) => Err(Error::NoCheckpoints { backend: Backend::CudaMallocAsync.name() }),
+        }
+    }
+
+    /// Restores them.
+    pub(crate) fn restore(&self, checkpoint: &PoolCheckpoint) -> Result<Restored> {
+        match self {
+            Self::Caching(allocator) => Ok(allocator.restore(checkpoint)?),
+            Self::Paged(allocator) => Ok(allocator.restore(checkpoint)?),
+            Self::DriverPool(..) => Err(Error::NoCheckpoints { backend: Backend::CudaMallocAsync.name() }),
         }
     }
 

@@ -18,7 +18,7 @@ pub(crate) fn run<T>(body: impl FnOnce() -> Result<T>) -> Result<T> {
     // Unwind safe: shared state is behind mutexes, and the crates below ignore poisoning on purpose.
     let result = panic::catch_unwind(AssertUnwindSafe(body)).unwrap_or_else(|panic| Err(panic_error(&*panic)));
     if let Err(error) = &result {
-        last_error::set(&error.to_string());
+        last_error::set(error);
     }
     result
 }
@@ -31,9 +31,15 @@ pub(crate) fn status(body: impl FnOnce() -> Result<()>) -> c_int {
 /// Runs the body of a function that returns no status. Its first failure is logged.
 #[inline]
 pub(crate) fn run_logged(log: &FailureLog, body: impl FnOnce() -> Result<()>) {
-    if let Err(error) = run(body) {
+    logged(log, &run(body));
+}
+
+/// Logs the first failure of a function.
+#[inline]
+pub(crate) fn logged<T>(log: &FailureLog, result: &Result<T>) {
+    if let Err(error) = result {
         // Logging may panic too, for example while the thread's locals are being destroyed.
-        let _ = panic::catch_unwind(AssertUnwindSafe(|| log.failed(&error)));
+        let _ = panic::catch_unwind(AssertUnwindSafe(|| log.failed(error)));
     }
 }
 

@@ -123,6 +123,75 @@ pub enum Error {
         device: u32,
     },
 
+    /// A pool that is being allocated to already.
+    #[error("already recording to mempool_id {pool}; end it first")]
+    PoolOpen {
+        /// PyTorch's id of the pool.
+        pool: TorchPoolId,
+    },
+
+    /// A source of segments for a pool that exists.
+    #[error("pool {pool} exists already, and its allocator cannot be changed")]
+    PoolExists {
+        /// PyTorch's id of the pool.
+        pool: TorchPoolId,
+    },
+
+    /// A pool was to be without splits after it was used.
+    #[error("pool {pool} is in use already; no_split is chosen when a pool is created")]
+    NoSplitTooLate {
+        /// PyTorch's id of the pool.
+        pool: TorchPoolId,
+    },
+
+    /// The end of a capture's pinned memory that did not begin.
+    #[error("pinned memory is not being allocated to pool {pool}; begin and end must be paired")]
+    PinnedPoolNotOpen {
+        /// PyTorch's id of the pool.
+        pool: TorchPoolId,
+    },
+
+    /// A release of pinned memory of a pool that is not in use.
+    #[error("pool {pool} has no pinned memory; each begin can be released once")]
+    PinnedPoolUnknown {
+        /// PyTorch's id of the pool.
+        pool: TorchPoolId,
+    },
+
+    /// A filter of PyTorch failed. The C++ layer has its exception.
+    #[error("the filter of a memory pool failed")]
+    Filter,
+
+    /// Memory that another process cannot open.
+    #[error(
+        "mapped memory (expandable segments, backend:paged) cannot be shared with other processes; choose \
+         backend:native without expandable_segments, or send a copy in host memory"
+    )]
+    NotShareable,
+
+    /// Bytes that are no handle of shared memory.
+    #[error("{length} bytes are no handle of shared memory that this version knows; use one version in all processes")]
+    SharedHandle {
+        /// How many.
+        length: usize,
+    },
+
+    /// What only the caching allocator does.
+    #[error("{what} is not possible with backend:{backend}; choose backend:native")]
+    NativeOnly {
+        /// What.
+        what: &'static str,
+        /// The backend.
+        backend: &'static str,
+    },
+
+    /// Checkpoints of an allocator that has none.
+    #[error("pools cannot be saved and restored with backend:{backend}; choose native or paged")]
+    NoCheckpoints {
+        /// The backend.
+        backend: &'static str,
+    },
+
     /// A snapshot could not be written. No partial file is left.
     #[error("the snapshot cannot be written to {}: {source}", path.display())]
     Snapshot {
@@ -173,7 +242,13 @@ impl Error {
     /// Whether it is out of memory, for which PyTorch has its own exception type.
     #[must_use]
     pub fn is_out_of_memory(&self) -> bool {
-        matches!(self, Self::Warpool(warpool::Error::OutOfMemory(_) | warpool::Error::RequestTooLarge { .. }))
+        match self {
+            Self::Warpool(warpool::Error::Driver(error)) => error.is_out_of_memory(),
+            Self::Warpool(error) => {
+                matches!(error, warpool::Error::OutOfMemory(_) | warpool::Error::RequestTooLarge { .. })
+            }
+            _ => false,
+        }
     }
 }
 

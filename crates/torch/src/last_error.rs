@@ -2,17 +2,27 @@
 //!
 //! It is null-terminated, so that a frame that an exception is about to pass can hold a plain pointer to it.
 
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::ffi::{CStr, CString, c_char};
+
+use crate::error::Error;
 
 thread_local! {
     static LAST: RefCell<CString> = RefCell::new(CString::default());
+    static OUT_OF_MEMORY: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Whether the last error of this thread is out of memory.
+pub(crate) fn is_out_of_memory() -> bool {
+    OUT_OF_MEMORY.get()
 }
 
 /// Sets the last error of this thread.
-pub(crate) fn set(text: &str) {
+#[cold]
+pub(crate) fn set(error: &Error) {
+    OUT_OF_MEMORY.set(error.is_out_of_memory());
     // Names and paths from outside may contain a null character, which would truncate the text.
-    let text = CString::new(text.replace('\0', "\u{fffd}")).expect("null characters are replaced");
+    let text = CString::new(error.to_string().replace('\0', "\u{fffd}")).expect("null characters are replaced");
     // Fails while the thread's locals are being destroyed; then the text is dropped.
     let _ = LAST.try_with(|last| *last.borrow_mut() = text);
 }

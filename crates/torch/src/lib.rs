@@ -18,6 +18,7 @@
 
 pub mod abi;
 mod allocator;
+mod backend;
 mod boundary;
 mod captures;
 mod environment;

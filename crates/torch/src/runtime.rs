@@ -6,7 +6,10 @@
 //! In a forked child the parent's runtime is not used any more, not even its locks, which other threads may have held:
 //! [`get`] fails. A child whose parent had not begun to start one starts its own.
 
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::cell::Cell;
+use std::collections::BTreeMap;
+use std::ffi::c_void;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
@@ -14,11 +17,12 @@ use tracing_subscriber::filter::LevelFilter;
 use warpool::memory::{
     Backend, DeviceAllocator, MemPoolId, PageStats, Request, Settings, Snapshot, SnapshotOptions, Stats,
 };
-use warpool::{Device, Instance};
+use warpool::{Device, Instance, Stream};
 use warpool_driver::fork::{self, Origin};
 use warpool_driver::{DeviceId, DevicePtr, Driver, ForeignStream};
 
 use crate::allocator::Allocator;
+use crate::backend::{Annotations, Contexts, Direct, PinnedMemory, Routing, Sharing};
 use crate::captures::Captures;
 use crate::environment;
 use crate::error::{Error, Result};
@@ -36,6 +40,14 @@ pub struct Runtime {
     streams: StreamTable,
     captures: Captures,
     stacks: Arc<Stacks>,
+    /// Pools that PyTorch's allocator class manages.
+    pub(crate) routing: Routing,
+    pub(crate) contexts: Arc<Contexts>,
+    pub(crate) annotations: Annotations,
+    pub(crate) direct: Direct,
+    pub(crate) pinned: PinnedMemory,
+    pub(crate) sharing: Sharing,
+    pub(crate) history_on: AtomicBool,
 }
 
 static RUNTIME: OnceLock<Runtime> = OnceLock::new();
@@ -107,14 +119,38 @@ fn start(backend: Backend) -> Result<&'static Runtime> {
     Ok(RUNTIME.get_or_init(|| runtime))
 }
 
+thread_local! {
+    /// The device that the thread used last. Has no destructor, so it works until the very end of a thread.
+    static LAST_DEVICE: Cell<DeviceId> = const { Cell::new(DeviceId(0)) };
+}
+
+/// The handle as a `cudaStream_t`.
+fn raw_stream(stream: ForeignStream) -> *const c_void {
+    std::ptr::without_provenance(stream.raw().0 as usize)
+}
+
 impl Runtime {
     /// A runtime over `driver`. Creates no context.
     pub fn new(driver: Arc<dyn Driver>, settings: Settings) -> Result<Self> {
         let origin = Origin::here();
         let instance = Instance::new(driver)?;
+        let pinned = PinnedMemory::new(&instance, settings.pinned.clone());
         let allocator = Allocator::new(&instance, settings)?;
-        let (streams, captures, stacks) = (StreamTable::new(), Captures::default(), Arc::default());
-        Ok(Self { origin, instance, allocator, streams, captures, stacks })
+        Ok(Self {
+            origin,
+            instance,
+            allocator,
+            streams: StreamTable::new(),
+            captures: Captures::default(),
+            stacks: Arc::default(),
+            routing: Routing::default(),
+            contexts: Arc::default(),
+            annotations: Annotations::default(),
+            direct: Direct::default(),
+            pinned,
+            sharing: Sharing::default(),
+            history_on: AtomicBool::new(false),
+        })
     }
 
     /// The driver with its devices.
@@ -149,6 +185,101 @@ impl Runtime {
             self.captures.bind(&self.allocator, device, stream)?;
         }
         Ok(self.allocator().allocate_raw(Request::new(device, stream, bytes))?.ptr)
+    }
+
+    /// Allocates memory for work on `stream`, from the pool whose filter accepts the stream. 0 bytes give null.
+    #[inline]
+    pub fn allocate(&self, bytes: u64, device: i32, stream: ForeignStream) -> Result<DevicePtr> {
+        let device = self.device_id(device)?;
+        if bytes == 0 {
+            return Ok(DevicePtr(0));
+        }
+        let id = self.streams.resolve(&self.instance, device, stream)?;
+        let mut request = Request::new(device, id, bytes);
+        if self.routing.is_any_open() {
+            request.pool = self.routing.pool_for(device, raw_stream(stream))?;
+        } else if self.direct.is_on() {
+            return self.direct.allocate(&**self.instance.driver(), device, bytes);
+        }
+        LAST_DEVICE.set(device);
+        Ok(self.allocator.allocate(request)?.ptr)
+    }
+
+    /// Allocates memory at an address, out of a free block that contains it.
+    pub fn allocate_at(&self, bytes: u64, device: i32, stream: ForeignStream, ptr: DevicePtr) -> Result<()> {
+        let device = self.device_id(device)?;
+        let mut request = Request::new(device, self.streams.resolve(&self.instance, device, stream)?, bytes);
+        request.pool = self.routing.pool_for(device, raw_stream(stream))?;
+        self.allocator.allocate_at(request, ptr)
+    }
+
+    /// Frees what [`allocate`](Self::allocate) returned; null is ignored. The device that the thread used last is
+    /// searched first.
+    #[inline]
+    pub fn free_block(&self, ptr: DevicePtr) -> Result<()> {
+        if self.direct.has_blocks() && self.direct.free(&**self.instance.driver(), ptr)? {
+            return Ok(());
+        }
+        Ok(self.allocator.free(LAST_DEVICE.get(), ptr)?)
+    }
+
+    /// Switches caching off or on. Off, every request is a driver call and appears in no statistics.
+    pub fn set_caching(&self, on: bool) {
+        if !self.allocator.set_caching(on) {
+            self.direct.set(!on);
+        }
+    }
+
+    /// Records that `stream` of `device` uses the memory at `ptr`.
+    pub fn record_use(&self, ptr: DevicePtr, device: i32, stream: ForeignStream) -> Result<()> {
+        // The driver's free waits for all work.
+        if ptr.is_null() || self.direct.has(ptr) {
+            return Ok(());
+        }
+        let stream = self.streams.resolve(&self.instance, self.device_id(device)?, stream)?;
+        Ok(self.allocator().record_use_raw(ptr, stream)?)
+    }
+
+    /// Returns cached memory to the driver: of released pools with that id, or with the default id of the default pool
+    /// and of all released ones. If `stream`, the caller's current one, captures, the default pool stays as it is.
+    pub fn trim(&self, pool: TorchPoolId, device: i32, stream: ForeignStream) -> Result<()> {
+        if pool != (TorchPoolId { graph: 0, user: 0 }) {
+            for (device, pool) in self.routing.all_pools(pool) {
+                self.allocator().trim(device, pool)?;
+            }
+            return Ok(());
+        }
+        let current = Stream::external(&self.device(device)?, stream)?;
+        let _current = current.enter();
+        for device in self.streams.devices() {
+            self.allocator().trim(device, MemPoolId::DEFAULT)?;
+        }
+        Ok(())
+    }
+
+    /// Lets kernels on `device` access the memory on `owner`.
+    pub fn enable_peer_access(&self, device: i32, owner: i32) -> Result<()> {
+        self.allocator.enable_peer_access(self.device_id(device)?, self.device_id(owner)?)
+    }
+
+    /// The allocator, of one of our kinds.
+    pub(crate) fn kind(&self) -> &Allocator {
+        &self.allocator
+    }
+
+    /// The state of every device, or of PyTorch's pool alone, with PyTorch's pool ids.
+    pub fn snapshot_of(&self, pool: TorchPoolId, traces: bool) -> Result<Snapshot> {
+        let is_default = pool == (TorchPoolId { graph: 0, user: 0 });
+        let pools = if is_default { Vec::new() } else { self.routing.all_pools(pool) };
+        let mut snapshot = self.allocator().snapshot(SnapshotOptions { pool: None, traces })?;
+        if !is_default {
+            snapshot.segments.retain(|segment| {
+                u32::try_from(segment.device).is_ok_and(|device| pools.contains(&(DeviceId(device), segment.pool)))
+            });
+        }
+        self.rename_pools(&mut snapshot);
+        snapshot.annotations = self.annotations.all();
+        Ok(snapshot)
     }
 
     /// Frees memory; null is ignored, and an address that is not allocated is an error. The device is searched first.
@@ -229,7 +360,7 @@ impl Runtime {
         for (pool, reserved) in by_pool {
             // Two of our pools have the same PyTorch id if the id was used again while the released pool still has
             // blocks: their numbers are added.
-            let id = self.captures.torch_id(device, pool);
+            let id = self.torch_id(device, pool);
             let sum = stats.reserved_bytes_by_private_pools.entry(id).or_default();
             let pairs = [(&mut sum.all, reserved.all), (&mut sum.small_pool, reserved.small_pool)];
             for (sum, stat) in pairs.into_iter().chain([(&mut sum.large_pool, reserved.large_pool)]) {
@@ -250,17 +381,35 @@ impl Runtime {
     /// The state of every device and the history, with PyTorch's pool ids.
     pub fn snapshot(&self) -> Result<Snapshot> {
         let mut snapshot = self.allocator().snapshot(SnapshotOptions::default())?;
+        self.rename_pools(&mut snapshot);
+        Ok(snapshot)
+    }
+
+    /// Replaces our pool ids by PyTorch's.
+    fn rename_pools(&self, snapshot: &mut Snapshot) {
+        let mut known = BTreeMap::new();
+        let mut rename = |device: DeviceId, pool: &mut MemPoolId| {
+            if !pool.is_default() {
+                *pool = *known.entry((device, *pool)).or_insert_with(|| self.torch_id(device, *pool));
+            }
+        };
         for segment in &mut snapshot.segments {
             if let Ok(device) = u32::try_from(segment.device) {
-                segment.pool = self.captures.torch_id(DeviceId(device), segment.pool);
+                rename(DeviceId(device), &mut segment.pool);
             }
         }
         for (device, trace) in (0..).map(DeviceId).zip(&mut snapshot.traces) {
-            for pool in trace.iter_mut().filter_map(|entry| entry.pool.as_mut()).filter(|pool| !pool.is_default()) {
-                *pool = self.captures.torch_id(device, *pool);
-            }
+            trace.iter_mut().filter_map(|entry| entry.pool.as_mut()).for_each(|pool| rename(device, pool));
         }
-        Ok(snapshot)
+    }
+
+    /// PyTorch's id of a pool, or ours if it has none there.
+    pub(crate) fn torch_id(&self, device: DeviceId, pool: MemPoolId) -> MemPoolId {
+        let number = |number: u64| u32::try_from(number).unwrap_or(u32::MAX);
+        match self.routing.torch_id(device, pool) {
+            Some(TorchPoolId { graph, user }) => MemPoolId { graph: number(graph), user: number(user) },
+            None => self.captures.torch_id(device, pool),
+        }
     }
 
     /// The settings in effect.
@@ -271,7 +420,9 @@ impl Runtime {
 
     /// Applies a settings string on top of the settings in effect, including memory limits. On error nothing changes.
     pub fn set_settings(&self, string: &str) -> Result<()> {
-        self.allocator.set_settings(string)
+        self.allocator.set_settings(string)?;
+        self.pinned.allocator().set_settings(self.allocator.settings().pinned);
+        Ok(())
     }
 
     /// Replaces the function that collects call stacks. On return no other thread runs the previous one, unless it ran
@@ -281,7 +432,7 @@ impl Runtime {
     }
 
     #[inline]
-    fn device_id(&self, index: i32) -> Result<DeviceId> {
+    pub(crate) fn device_id(&self, index: i32) -> Result<DeviceId> {
         match u32::try_from(index) {
             Ok(index) if index < self.instance.device_count() => Ok(DeviceId(index)),
             _ => self.device(index).map(|device| device.id()),

@@ -24,7 +24,9 @@ from compare import PAGED, TRAININGS, compare_trainings
 from processes import Report, child
 
 HERE = Path(__file__).resolve().parent
-SCENARIOS = ("calls", "side_stream", "graph", "dropped_graph", "oom", "threads", "snapshot", "refusals", "late")
+SCENARIOS = (
+    *("calls", "side_stream", "graph", "dropped_graph", "oom", "threads", "snapshot", "refusals", "features", "late"),
+)
 # PyTorch's, and Warpool's by default and with pages.
 ALLOCATORS = ("native", "warpool", PAGED)
 WARM_UP = 10

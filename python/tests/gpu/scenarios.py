@@ -418,7 +418,7 @@ def threads(allocator: str) -> None:
 
 
 def refusals(allocator: str) -> None:
-    """A second enable, and what is not supported, raise an error that says so."""
+    """A second enable, and what is wrong, raise an error that says so."""
     if allocator == "native":
         return
     child.enable(allocator)
@@ -428,23 +428,42 @@ def refusals(allocator: str) -> None:
         try:
             work()
             check(name, False, "nothing was raised")
-        except RuntimeError as error:
+        except (RuntimeError, ValueError) as error:
             check(name, all(word in str(error) for word in words), str(error)[:100])
 
     raises("enable twice", warpool.torch.enable, "called before")
     torch.ones(1, device="cuda")
-    raises("MemPool", torch.cuda.MemPool, "Warpool")
-    raises("graph trees", lambda: torch._C._cuda_getCheckpointState(0, (0, 1)), "cudagraph_trees = False")
-    storage = torch.ones(4, device="cuda").untyped_storage()
-    raises("sharing with another process", storage._share_cuda_, "torch.distributed")
+    raises("a checkpoint of an unknown pool", lambda: torch._C._cuda_getCheckpointState(0, (0, 1)), "unknown")
     raises("invalid settings", lambda: warpool.torch.set_settings("no_such_key:1"), "no_such_key")
+    raises("invalid settings by PyTorch", lambda: torch._C._accelerator_setAllocatorSettings("no_such_key:1"), "key")
     check("the process continues", float(torch.ones(MIB, device="cuda").sum()) == MIB)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        torch.backends.cudnn.benchmark = True
+
+
+def features(allocator: str) -> None:
+    """What the pluggable interface does not have: pools, observers, pinned memory, cuDNN's benchmark mode."""
+    child.enable(allocator)
+    pool = torch.cuda.MemPool()
+    with torch.cuda.use_mem_pool(pool):
+        x = torch.ones(MIB, device="cuda")
+    check("a MemPool", len(pool.snapshot()) == 1 and pool.use_count() == 1 and float(x.sum()) == MIB)
+    seen: List[Any] = []
+    torch._C._cuda_attach_out_of_memory_observer(lambda *values: seen.append(values))
+    try:
+        torch.empty(1 << 45, dtype=torch.uint8, device="cuda")
+    except torch.OutOfMemoryError:
+        pass
+    check("an out-of-memory observer is called", len(seen) == 1 and seen[0][0] == 0, seen)
+    before = torch.cuda.host_memory_stats()["active_requests.allocated"]
+    pinned = torch.arange(1000.0, pin_memory=True)
+    on_device = pinned.to("cuda", non_blocking=True)
+    check("pinned memory", pinned.is_pinned() and torch.equal(on_device.cpu(), pinned))
+    check("host_memory_stats", torch.cuda.host_memory_stats()["active_requests.allocated"] > before)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        torch.ones(MIB, device="cuda")
+    check("the profiler sees allocations", any(event.device_memory_usage for event in profile.events()))
+    torch.backends.cudnn.benchmark = True
     convolved = torch.nn.Conv2d(8, 8, 3).cuda()(torch.ones(2, 8, 32, 32, device="cuda"))
-    works = len(caught) == 1 and bool(convolved.isfinite().all())
-    check("cudnn.benchmark stays off with a warning, and a convolution works", works)
+    check("cuDNN's benchmark mode", bool(convolved.isfinite().all()))
 
 
 def late(allocator: str) -> None:

@@ -149,6 +149,7 @@ const CALLS: &[(Call, Prepare)] = calls! { b:
     EventExport with event = b.event_with(EventOptions { interprocess: true, ..EventOptions::default() })? =>
         b.driver.event_export(event).map(drop);
     MemInfo => b.driver.mem_info(b.device_id).map(drop);
+    MemExport with ptr = b.alloc(4096)? => b.driver.mem_export(ptr).map(drop);
     MemAlloc => b.driver.mem_alloc(b.device_id, 4096).map(|ptr| b.track(Resource::Memory(ptr)));
     MemFree with ptr = b.alloc(4096)? => b.driver.mem_free(ptr).map(|()| b.untrack(Resource::Memory(ptr)));
     VmGranularity => b.driver.vm_granularity(b.device_id, Granularity::Minimum).map(drop);

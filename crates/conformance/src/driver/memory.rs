@@ -1,7 +1,7 @@
 //! Plain device memory.
 
-use warpool_driver::ErrorCode::{InvalidValue, OutOfMemory};
-use warpool_driver::{DevicePtr, DriverError};
+use warpool_driver::ErrorCode::{InvalidContext, InvalidValue, OutOfMemory};
+use warpool_driver::{DevicePtr, DriverError, IpcMemoryHandle};
 
 use crate::check::Check;
 use crate::context::{Resource, TestContext, to_bytes};
@@ -21,6 +21,8 @@ pub(crate) const CHECKS: &[Check] = crate::checks![
     allocation_does_not_wait,
     memory_is_shared_by_threads,
     suballocation_reports_have_no_effect_on_contents,
+    only_the_start_of_an_allocation_can_be_exported,
+    exported_memory_cannot_be_opened_in_its_own_process,
     ; provoking hazards:
     double_free_is_rejected,
 ];
@@ -86,6 +88,24 @@ fn only_the_start_of_an_allocation_can_be_freed(context: &TestContext) -> CheckR
     expect_error(context.driver.mem_free(ptr.offset(512)), InvalidValue)?;
     expect_error(context.driver.mem_free(DevicePtr(0x1234_5000)), InvalidValue)?;
     expect_slice_eq("the contents after the rejected calls", &context.read_bytes(ptr, 4096)?, &bytes)
+}
+
+fn only_the_start_of_an_allocation_can_be_exported(context: &TestContext) -> CheckResult {
+    let (first, second) = (context.alloc(2 * MIB)?, context.alloc(2 * MIB)?);
+    let handle = context.driver.mem_export(first)?;
+    expect_eq("the handle of the same memory", context.driver.mem_export(first)?, handle)?;
+    expect(context.driver.mem_export(second)? != handle, "other memory has another handle")?;
+    expect_error(context.driver.mem_export(first.offset(512)), InvalidValue)?;
+    expect_error(context.driver.mem_export(DevicePtr(0)), InvalidValue)
+}
+
+fn exported_memory_cannot_be_opened_in_its_own_process(context: &TestContext) -> CheckResult {
+    let ptr = context.alloc(2 * MIB)?;
+    let handle = context.driver.mem_export(ptr)?;
+    expect_error(context.driver.mem_import(context.device_id, &handle), InvalidContext)?;
+    let garbage = context.driver.mem_import(context.device_id, &IpcMemoryHandle([7; 64]));
+    expect(garbage.is_err(), "bytes that are no handle are refused")?;
+    expect_error(context.driver.mem_close(context.device_id, ptr), InvalidValue)
 }
 
 fn double_free_is_rejected(context: &TestContext) -> CheckResult {

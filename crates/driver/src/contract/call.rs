@@ -66,7 +66,7 @@ calls! {
         StreamHandle stream_handle,
         EventCreate event_create, EventDestroy event_destroy, EventElapsedMs event_elapsed_ms,
         EventExport event_export, EventImport event_import,
-        MemInfo mem_info,
+        MemInfo mem_info, MemExport mem_export, MemImport mem_import, MemClose mem_close,
         VmGranularity vm_granularity, VmReserve vm_reserve, VmFreeRange vm_free_range, VmCreate vm_create,
         VmRelease vm_release, VmMap vm_map, VmUnmap vm_unmap, VmSetAccess vm_set_access, VmExport vm_export,
         VmImport vm_import,

@@ -47,7 +47,7 @@ pub use graph::{ConditionalKind, GraphTopology, Graphs, InstantiateOptions, Node
 pub use host::{HostMemory, HostOptions};
 pub use kernel::{HostKernel, KernelArg, KernelFault, KernelMemory, KernelScope, KernelSource, Kernels, LaunchShape};
 pub use library::{BlasMath, BlasMatrix, Libraries, Library, Sgemm};
-pub use memory::{Memory, MemoryInfo};
+pub use memory::{IpcMemoryHandle, Memory, MemoryInfo};
 pub use pool::{PoolAttribute, Pools};
 pub use stream::{HostCallback, PriorityRange, StreamHandle, StreamInfo, StreamOptions, Streams};
 pub use suballocations::Suballocations;

@@ -10,10 +10,10 @@ use crate::{
     Access, Address, BlasMath, Call, CaptureMode, CaptureState, Captures, ConditionalId, ConditionalKind, Copies,
     DeviceAccess, DeviceId, DeviceProperties, DevicePtr, Devices, Driver, DriverError, EventId, EventOptions,
     EventScope, Events, ForeignStream, FunctionId, Granularity, GraphExecId, GraphId, GraphTopology, Graphs, HandleId,
-    HostCallback, HostMemory, HostOptions, HostPtr, HostRange, InstantiateOptions, IpcEventHandle, KernelArg,
-    KernelSource, Kernels, LaunchShape, Libraries, Library, Memory, MemoryInfo, ModuleId, NodeId, Pattern, PhysicalId,
-    PhysicalOptions, PoolAttribute, PoolId, Pools, PriorityRange, RawHandle, Result, Sgemm, ShareKind, SharedMemory,
-    StreamHandle, StreamId, StreamInfo, StreamOptions, Streams, Suballocations, VirtualMemory,
+    HostCallback, HostMemory, HostOptions, HostPtr, HostRange, InstantiateOptions, IpcEventHandle, IpcMemoryHandle,
+    KernelArg, KernelSource, Kernels, LaunchShape, Libraries, Library, Memory, MemoryInfo, ModuleId, NodeId, Pattern,
+    PhysicalId, PhysicalOptions, PoolAttribute, PoolId, Pools, PriorityRange, RawHandle, Result, Sgemm, ShareKind,
+    SharedMemory, StreamHandle, StreamId, StreamInfo, StreamOptions, Streams, Suballocations, VirtualMemory,
 };
 
 /// The arguments of a call with their names, in order.
@@ -186,6 +186,9 @@ forward! {
         MemAlloc mem_alloc(device: DeviceId, bytes: u64) -> DevicePtr;
         MemFree mem_free(ptr: DevicePtr) -> ();
         MemInfo mem_info(device: DeviceId) -> MemoryInfo;
+        MemExport mem_export(ptr: DevicePtr) -> IpcMemoryHandle;
+        MemImport mem_import(device: DeviceId, handle: &IpcMemoryHandle) -> DevicePtr;
+        MemClose mem_close(device: DeviceId, ptr: DevicePtr) -> ();
     }
     impl VirtualMemory {
         VmGranularity vm_granularity(device: DeviceId, which: Granularity) -> u64;

@@ -7,9 +7,9 @@ use crate::{
     Access, Address, BlasMath, CaptureId, CaptureMode, CaptureState, ConditionalId, ConditionalKind, DeviceAccess,
     DeviceId, DeviceProperties, DevicePtr, EventId, EventOptions, EventScope, ForeignStream, FunctionId, Granularity,
     GraphExecId, GraphId, GraphTopology, HandleId, HostCallback, HostOptions, HostPtr, HostRange, InstantiateOptions,
-    IpcEventHandle, KernelArg, KernelSource, LaunchShape, Library, MemoryInfo, ModuleId, NodeId, Pattern, PhysicalId,
-    PhysicalOptions, PoolAttribute, PoolId, PriorityRange, RawHandle, Sgemm, ShareKind, SharedMemory, StreamHandle,
-    StreamId, StreamInfo, StreamOptions,
+    IpcEventHandle, IpcMemoryHandle, KernelArg, KernelSource, LaunchShape, Library, MemoryInfo, ModuleId, NodeId,
+    Pattern, PhysicalId, PhysicalOptions, PoolAttribute, PoolId, PriorityRange, RawHandle, Sgemm, ShareKind,
+    SharedMemory, StreamHandle, StreamId, StreamInfo, StreamOptions,
 };
 
 /// One argument or result.
@@ -99,6 +99,8 @@ values! {
     HostCallback: |_| Value::Opaque("callback");
     IpcEventHandle: |_| Value::Opaque("event handle");
     &IpcEventHandle: |_| Value::Opaque("event handle");
+    IpcMemoryHandle: |_| Value::Opaque("memory handle");
+    &IpcMemoryHandle: |_| Value::Opaque("memory handle");
     SharedMemory: |shared| Value::Opaque(kind_of(shared));
     &SharedMemory: |shared| Value::Opaque(kind_of(shared));
     Address: |address| match address {

@@ -32,7 +32,22 @@ fn main() -> ExitCode {
 
 fn generate(library: &Path, config: &Path) -> Vec<u8> {
     let config = cbindgen::Config::from_file(config).expect("a configuration");
-    let files = ["torch_pool", "abi/library", "abi/memory", "abi/stats", "abi/history", "abi/settings", "abi/pools"];
+    let files = [
+        "torch_pool",
+        "abi/library",
+        "abi/memory",
+        "abi/stats",
+        "abi/history",
+        "abi/settings",
+        "abi/pools",
+        "abi/blocks",
+        "abi/device_stats",
+        "abi/snapshot",
+        "abi/observers",
+        "abi/checkpoints",
+        "abi/pinned",
+        "abi/sharing",
+    ];
     let builder = files.iter().fold(cbindgen::Builder::new().with_config(config), |builder, file| {
         builder.with_src(library.join(format!("src/{file}.rs")))
     });

@@ -2,6 +2,7 @@
 
 use std::ffi::{c_char, c_int};
 use std::path::Path;
+use std::sync::atomic::Ordering;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use warpool::memory::{Frame, HistoryOptions, StackLevel, set_user_metadata};
@@ -48,6 +49,8 @@ pub unsafe extern "C" fn warpool_record_history(
     boundary::status(|| {
         let runtime = runtime::get()?;
         if on == 0 {
+            runtime.history_on.store(false, Ordering::Relaxed);
+            runtime.annotations.set_limit(0);
             return Ok(runtime.allocator().record_history(None)?);
         }
         // SAFETY: `skip_actions` is not null here, and null-terminated by this function's contract.
@@ -55,8 +58,12 @@ pub unsafe extern "C" fn warpool_record_history(
         let options = history_options(runtime, max_entries, stack_level, skip)?;
         if clear != 0 {
             runtime.allocator().record_history(None)?;
+            runtime.annotations.set_limit(0);
         }
-        Ok(runtime.allocator().record_history(Some(options))?)
+        runtime.annotations.set_limit(options.entries_max);
+        runtime.allocator().record_history(Some(options))?;
+        runtime.history_on.store(true, Ordering::Relaxed);
+        Ok(())
     })
 }
 

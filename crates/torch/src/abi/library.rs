@@ -72,6 +72,12 @@ pub unsafe extern "C" fn warpool_last_error(buffer: *mut c_char, length: usize) 
     last_error::with(|text| unsafe { boundary::copy_text(text, buffer, length) })
 }
 
+/// Whether the last error of the calling thread is out of memory.
+#[unsafe(no_mangle)]
+pub extern "C" fn warpool_last_error_is_out_of_memory() -> c_int {
+    c_int::from(last_error::is_out_of_memory())
+}
+
 /// The version of the library.
 #[unsafe(no_mangle)]
 pub extern "C" fn warpool_version() -> *const c_char {

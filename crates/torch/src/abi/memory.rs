@@ -2,8 +2,7 @@
 
 use std::ffi::{c_int, c_void};
 
-use warpool_driver::{DevicePtr, ForeignStream, RawHandle};
-
+use super::{c_pointer, device_ptr, foreign_stream};
 use crate::boundary::{self, FailureLog};
 use crate::error::Error;
 use crate::exception::{self, Failure};
@@ -126,20 +125,4 @@ unsafe fn allocate(size: isize, device: c_int, stream: *mut c_void) -> Result<*m
 fn failure(error: &Error) -> Failure {
     // SAFETY: the pointer is valid until this thread's next failure, and the caller throws or drops it before that.
     unsafe { Failure::new(error.is_out_of_memory(), last_error::pointer()) }
-}
-
-fn device_ptr(ptr: *mut c_void) -> DevicePtr {
-    DevicePtr(ptr.addr() as u64)
-}
-
-/// # Safety
-/// `stream` is NULL or a stream of the driver, and stays alive as long as memory for it.
-unsafe fn foreign_stream(stream: *mut c_void) -> ForeignStream {
-    // SAFETY: by this function's contract.
-    unsafe { ForeignStream::new(RawHandle(stream.addr() as u64)) }
-}
-
-/// A device address as a C pointer, which the host does not follow.
-fn c_pointer(ptr: DevicePtr) -> *mut c_void {
-    std::ptr::without_provenance_mut(usize::try_from(ptr.0).expect("addresses have 64 bits"))
 }

@@ -96,6 +96,18 @@ fn pages() {
     passed(simulated(&program).env("WARPOOL_CONF", "backend:native"));
 }
 
+/// What PyTorch's allocator class calls. `python/tests/backend` drives the class itself, against a real libtorch.
+#[test]
+fn backend() {
+    if !has("cc") {
+        return;
+    }
+    let program = build("backend", &scratch("backend"));
+    for settings in ["backend:native", "backend:expandable", "backend:paged"] {
+        passed(simulated(&program).env("WARPOOL_CONF", settings));
+    }
+}
+
 #[test]
 fn threads_with_pages() {
     if !has("cc") {

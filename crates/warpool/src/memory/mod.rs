@@ -93,7 +93,7 @@ pub use device_block::{Allocate, DeviceBlock};
 pub use external::{BaseAllocation, ExternalAllocator, ExternalUpstream, FnAllocator, Handled, RawStream};
 pub(crate) use hold::{BlockHold, HeldBlock};
 pub(crate) use host::CapturedHostPools;
-pub use host::{HostAllocator, HostBlock, HostStats, HostTime};
+pub use host::{HostAllocator, HostBlock, HostGraphPool, HostStats, HostTime};
 pub use paged::{PageStats, PageTotals, PagedAllocator};
 pub use pool::{MemPool, PoolScope};
 pub(crate) use private_pools::PoolUses;

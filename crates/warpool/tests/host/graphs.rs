@@ -207,3 +207,45 @@ fn blocks_of_a_foreign_capture_are_never_reused() {
     // Only closing the allocator unpins them.
     context.finish();
 }
+
+/// Graphs that a framework captures by itself: what a capture used stays with the pool, and is free once that is gone.
+#[test]
+fn a_frameworks_graphs_keep_what_they_use() {
+    let context = TestContext::new("");
+    let pool = context.pinned.new_graph_pool();
+    let block = context.pinned.allocate_in(KIB, &pool).unwrap();
+    let unused = block.ptr();
+    drop(block);
+    assert_ne!(context.alloc(KIB).ptr(), unused, "requests outside of the pool do not get it");
+    let block = context.pinned.allocate_in(KIB, &pool).unwrap();
+    assert_eq!(block.ptr(), unused);
+    // By any address in it, and memory from outside of the pool too.
+    assert!(context.pinned.record_graph_use_within(block.ptr().offset(100), &pool).unwrap());
+    let outside = context.alloc(2 * KIB);
+    let used = outside.ptr();
+    assert!(context.pinned.record_graph_use_within(used, &pool).unwrap());
+    assert!(!context.pinned.record_graph_use_within(used.offset(64 * MIB), &pool).unwrap());
+    drop((block, outside));
+    assert_ne!(context.pinned.allocate_in(KIB, &pool).unwrap().ptr(), unused);
+    assert_ne!(context.alloc(2 * KIB).ptr(), used);
+    drop(pool);
+    context.pinned.check();
+    assert_eq!(context.pinned.stats().active_requests.current, 0);
+    assert_eq!((context.state_at(unused), context.state_at(used)), (BlockState::Inactive, BlockState::Inactive));
+    context.finish();
+}
+
+/// A block as a plain pointer, as C callers have it.
+#[test]
+fn a_block_survives_as_a_plain_pointer() {
+    let context = TestContext::new("");
+    let block = context.alloc(KIB);
+    let ptr = block.ptr();
+    let raw = block.into_raw();
+    assert_eq!(context.state_at(ptr), BlockState::ActiveAllocated);
+    // SAFETY: it came from `into_raw` above, and is not used again.
+    drop(unsafe { warpool::memory::HostBlock::from_raw(raw) });
+    assert_eq!(context.alloc(KIB).ptr(), ptr);
+    assert!(context.pinned.allocate(0).unwrap().into_raw().is_null());
+    context.finish();
+}

@@ -58,7 +58,11 @@ impl Shared {
             Err(error) => return Err(error),
         };
         let Some(capture) = capture.filter(|_| bytes > 0) else { return self.allocate(bytes, None) };
-        let pool = self.graph_pool(&capture.record);
+        self.allocate_in(bytes, &self.graph_pool(&capture.record))
+    }
+
+    /// Memory from a graph's pool.
+    pub(super) fn allocate_in(self: &Arc<Self>, bytes: u64, pool: &GraphHostPool) -> Result<HostBlock> {
         let fit = self.fit(bytes, None)?;
         let details = self.details(StackLevel::State);
         let home = self.front.of_thread();

@@ -238,6 +238,29 @@ impl HostBlock {
         self.block.as_ref().map_or(0, |block| block.size)
     }
 
+    /// The block as a plain pointer, for C callers; null if it is empty. [`from_raw`](Self::from_raw) takes it back,
+    /// and until then it stays allocated.
+    #[must_use]
+    #[inline]
+    pub fn into_raw(mut self) -> *const () {
+        self.block.take().map_or(std::ptr::null(), |block| Arc::into_raw(block).cast())
+    }
+
+    /// The block that [`into_raw`](Self::into_raw) returned.
+    ///
+    /// # Safety
+    /// `raw` came from `into_raw`, and is not used again.
+    #[must_use]
+    #[inline]
+    #[expect(unsafe_code, reason = "a C caller owns it meanwhile")]
+    pub unsafe fn from_raw(raw: *const ()) -> Self {
+        if raw.is_null() {
+            return Self::empty();
+        }
+        // SAFETY: it came from `Arc::into_raw` in `into_raw`, and by this function's contract has one user.
+        Self::new(unsafe { Arc::from_raw(raw.cast()) })
+    }
+
     /// Records that work in `stream` uses it: once freed, it is reused only when the work that is in the stream by then
     /// has completed. If the stream captures, the graph uses the memory at every replay, and it is not reused before
     /// the graph is gone.

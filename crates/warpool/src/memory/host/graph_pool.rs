@@ -6,6 +6,8 @@
 //! capture and freed unused. It is dropped with the last graph: its blocks then wait for the streams that replays ran
 //! on, like any others.
 //!
+//! A framework that captures graphs by itself has such pools as [`HostGraphPool`]s.
+//!
 //! Rule: dropping a pool makes no driver call.
 
 use std::collections::{BTreeMap, BTreeSet};

@@ -297,9 +297,9 @@ impl Heap {
         lock(&self.totals.ledger).has_reserve()
     }
 
-    /// The block at that address; `own` is searched first.
-    pub(super) fn block_at(&self, own: usize, ptr: u64) -> Option<Arc<PinnedBlock>> {
-        let find = |shard: usize| self.lock_shard(shard).block_at(ptr).cloned();
+    /// The block that contains an address; `own` is searched first.
+    pub(super) fn block_with(&self, own: usize, ptr: u64) -> Option<Arc<PinnedBlock>> {
+        let find = |shard: usize| self.lock_shard(shard).block_with(ptr).cloned();
         (own..self.shards.len()).chain(0..own).find_map(find)
     }
 

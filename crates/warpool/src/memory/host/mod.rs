@@ -49,6 +49,7 @@
 mod allocate;
 mod background;
 mod block;
+mod framework_graphs;
 mod front_cache;
 mod graph_pool;
 mod heap;
@@ -71,6 +72,7 @@ use std::sync::{Arc, Mutex};
 use warpool_driver::{Driver, HostPtr};
 
 pub use block::HostBlock;
+pub use framework_graphs::HostGraphPool;
 pub(crate) use graph_pool::CapturedHostPools;
 pub use stats::{HostStats, HostTime};
 
@@ -133,6 +135,12 @@ impl Shared {
     #[inline]
     fn details(&self, level: StackLevel) -> Details {
         self.history.details(level, self.driver())
+    }
+
+    /// The allocated block that contains an address.
+    fn allocated_with(&self, ptr: HostPtr) -> Option<Arc<PinnedBlock>> {
+        let found = self.heap.block_with(self.front.of_thread(), ptr.0);
+        found.filter(|block| block.state() == PinnedState::Allocated)
     }
 
     /// Empties the state, so that only blocks that callers have keep it alive. No driver call.
@@ -235,11 +243,18 @@ impl HostAllocator {
     /// Records that `stream` uses the block at `ptr`, as [`HostBlock::record_use`] does. Returns `false` if no block is
     /// allocated there.
     pub fn record_use_at(&self, ptr: HostPtr, stream: &Stream) -> Result<bool> {
+        self.record_use_of(stream, |shared| shared.allocated_with(ptr).filter(|block| block.ptr() == ptr.0))
+    }
+
+    /// The same for any address in the block.
+    pub fn record_use_within(&self, ptr: HostPtr, stream: &Stream) -> Result<bool> {
+        self.record_use_of(stream, |shared| shared.allocated_with(ptr))
+    }
+
+    fn record_use_of(&self, stream: &Stream, find: impl FnOnce(&Shared) -> Option<Arc<PinnedBlock>>) -> Result<bool> {
         self.instance().expect_same(stream.instance(), "the stream")?;
         self.instance().expect_own_process("record_use")?;
-        let shared = self.shared();
-        let found = shared.heap.block_at(shared.front.of_thread(), ptr.0);
-        match found.filter(|block| block.state() == PinnedState::Allocated) {
+        match find(self.shared()) {
             Some(block) => Shared::record_use(&block, stream).map(|()| true),
             None => Ok(false),
         }

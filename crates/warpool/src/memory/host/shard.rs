@@ -219,12 +219,12 @@ impl Shard {
         (std::mem::take(&mut self.segments), self.state_ref.take())
     }
 
-    /// The block at that address.
-    pub(super) fn block_at(&self, ptr: u64) -> Option<&Arc<PinnedBlock>> {
+    /// The block that contains an address.
+    pub(super) fn block_with(&self, ptr: u64) -> Option<&Arc<PinnedBlock>> {
         let (_, segment) = self.segments.range(..=ptr).next_back()?;
-        match segment.pieces.get(&ptr)? {
-            Piece::Block(block) => Some(block),
-            Piece::Free(_) => None,
+        match segment.pieces.range(..=ptr).next_back()? {
+            (&start, Piece::Block(block)) if ptr < start + block.size() => Some(block),
+            _ => None,
         }
     }
 

@@ -1,0 +1,207 @@
+"""Tests of how the backend is found, built and cached, with a fake PyTorch and a fake compiler: no PyTorch, no GPU."""
+
+import contextlib
+import io
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import types
+import unittest
+import warnings
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from isolated import isolated
+from test_enable import fake_torch
+
+import warpool.torch
+from warpool import _backend, _command
+
+
+# Writes the file that is to be compiled.
+_MAKE = 'while [ "$1" != -o ]; do shift; done; echo made > "$2"'
+
+
+class Folder(unittest.TestCase):
+    """A fake PyTorch, a compiler that writes its arguments to a log and a file as its output, and a cache folder."""
+
+    def setUp(self) -> None:
+        self.folder = Path(self.enterContext(tempfile.TemporaryDirectory()))
+        root = self.folder / "site" / "torch"
+        for path in ("include/c10/core.h", "lib/libc10_cuda.so", "__init__.py"):
+            (root / path).parent.mkdir(parents=True, exist_ok=True)
+            (root / path).touch()
+        self.headers = self.folder / "site" / "nvidia" / "cu13" / "include"
+        (self.headers / "crt").mkdir(parents=True)
+        (self.headers / "cuda_runtime_api.h").touch()
+        (self.headers / "crt" / "host_defines.h").touch()
+        self.torch: Any = types.SimpleNamespace(__version__="2.12.1+cu130", __file__=str(root / "__init__.py"))
+        self.cache, self.log, self.compiler = self.folder / "cache", self.folder / "log", self.folder / "c++"
+        self.write_compiler(f'echo "$@" >> {self.log}; sleep 0.2; {_MAKE}')
+        environment = {"WARPOOL_CACHE": str(self.cache), "CXX": str(self.compiler)}
+        self.enterContext(mock.patch.dict(os.environ, environment))
+        for name in ("WARPOOL_BACKEND", "CUDA_HOME", "CUDA_PATH", "WARPOOL_TORCH"):
+            os.environ.pop(name, None)
+        self.enterContext(contextlib.redirect_stderr(io.StringIO()))
+
+    def write_compiler(self, script: str) -> None:
+        self.compiler.write_text(f"#!/bin/sh\n{script}\n")
+        self.compiler.chmod(0o755)
+
+    def enterContext(self, context: Any) -> Any:  # of Python 3.11
+        value = context.__enter__()
+        self.addCleanup(context.__exit__, None, None, None)
+        return value
+
+    def build(self) -> Path:
+        found = _backend.find(self.torch)
+        if not found.ready:
+            _backend.build(self.torch, found.path)
+        return found.path
+
+    def compilations(self) -> int:
+        return len(self.log.read_text().splitlines()) if self.log.exists() else 0
+
+
+class Build(Folder):
+    def test_backend_is_built_once(self) -> None:
+        path = self.build()
+        self.assertEqual(path.read_text(), "made\n")
+        self.assertTrue(path.name.startswith("libwarpool_backend-2.12-"))
+        self.assertEqual(self.build(), path)
+        self.assertEqual(self.compilations(), 1)
+        self.assertIn("compiling the backend for PyTorch 2.12.1", sys.stderr.getvalue())
+        command = self.log.read_text()
+        for part in ("-std=c++17", "install.cpp", "-lc10_cuda", str(self.headers)):
+            self.assertIn(part, command)
+
+    def test_newer_versions_need_a_newer_standard(self) -> None:
+        self.torch.__version__ = "2.14.0"
+        self.build()
+        self.assertIn("-std=c++20", self.log.read_text())
+
+    def test_other_build_of_pytorch_has_its_own(self) -> None:
+        first = self.build()
+        self.torch.__version__ = "2.12.1+cu126"
+        self.assertNotEqual(self.build(), first)
+        self.assertEqual(self.compilations(), 2)
+
+    def test_processes_that_start_at_once_build_once(self) -> None:
+        threads = [threading.Thread(target=self.build) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        self.assertEqual(self.compilations(), 1)
+        self.assertEqual([path.suffix for path in sorted(self.cache.iterdir())], [".lock", ".so"])
+
+    def test_killed_build_leaves_nothing_that_is_used(self) -> None:
+        self.write_compiler(f"echo started >> {self.log}; sleep 60")
+        code = (
+            "import types, sys; sys.path.insert(0, {!r}); from warpool import _backend\n"
+            "torch = types.SimpleNamespace(__version__={!r}, __file__={!r})\n"
+            "_backend.build(torch, _backend.find(torch).path)"
+        ).format(str(Path(warpool.torch.__file__).parents[1]), self.torch.__version__, self.torch.__file__)
+        process = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL, start_new_session=True)
+        while not self.log.exists():
+            self.assertIsNone(process.poll(), "the build ended early")
+            time.sleep(0.01)
+        os.killpg(process.pid, 9)
+        process.wait()
+        self.assertFalse(_backend.find(self.torch).ready)
+        self.write_compiler(_MAKE)
+        self.assertEqual(self.build().read_text(), "made\n")
+
+    def test_failed_compilation_says_why(self) -> None:
+        self.write_compiler('echo "memory.cpp:7: error: no such thing"; exit 1')
+        with self.assertRaisesRegex(_backend.Unavailable, "no such thing"):
+            self.build()
+        self.assertFalse(_backend.find(self.torch).ready)
+
+    def test_what_is_missing_is_named(self) -> None:
+        (self.headers / "crt" / "host_defines.h").unlink()
+        with mock.patch.object(Path, "is_file", lambda path: os.path.isfile(path) and "/usr/local" not in str(path)):
+            with self.assertRaisesRegex(_backend.Unavailable, "crt/host_defines.h.*nvidia-cuda-crt"):
+                self.build()
+        os.environ["CXX"] = "no-such-compiler"
+        with self.assertRaisesRegex(_backend.Unavailable, "no C\\+\\+ compiler.*set CXX"):
+            self.build()
+        self.torch.__version__ = "2.8.0"
+        with self.assertRaisesRegex(_backend.Unavailable, "2.9 to 2.15, and this is 2.8.0"):
+            self.build()
+        os.environ["WARPOOL_BACKEND"] = str(self.folder / "nothing.so")
+        with self.assertRaisesRegex(warpool.Error, "not a file"):
+            self.build()
+
+    def test_cache_folder_that_cannot_be_written_is_an_error(self) -> None:
+        self.cache.write_text("not a folder")
+        with self.assertRaisesRegex(warpool.Error, "WARPOOL_CACHE.*warpool.torch build"):
+            self.build()
+
+    def test_foreign_file_is_refused(self) -> None:
+        path = self.build()
+        with self.assertRaisesRegex(warpool.Error, "not a backend"):
+            _backend.install(path, self.torch)
+
+
+class Commands(Folder):
+    def run_command(self, name: str) -> "tuple[int, str]":
+        self.torch.version = types.SimpleNamespace(cuda="13.0")
+        with mock.patch.dict(sys.modules, {"torch": self.torch}), contextlib.redirect_stdout(io.StringIO()) as out:
+            status = _command.main([name])
+        return status, out.getvalue() + sys.stderr.getvalue()
+
+    def test_status_tells_what_would_be_used(self) -> None:
+        status, text = self.run_command("status")
+        self.assertEqual(status, 0, text)
+        self.assertRegex(text, "not built yet.*\n.*would build it first")
+        self.assertEqual(self.compilations(), 0)
+
+    def test_build_builds(self) -> None:
+        # The fake compiler's output is not a shared object, which the check after the build finds.
+        status, text = self.run_command("build")
+        self.assertEqual((status, self.compilations()), (1, 1))
+        self.assertIn("not a backend", text)
+
+    def test_missing_backend_is_told(self) -> None:
+        self.torch.__version__ = "2.7.0"
+        status, text = self.run_command("status")
+        self.assertEqual(status, 1)
+        self.assertIn("no backend: the backend is written for PyTorch 2.9 to 2.15", text)
+
+
+class Choice(unittest.TestCase):
+    @isolated
+    def test_pluggable_interface_is_the_last_resort_with_a_warning(self) -> None:
+        torch = fake_torch()
+        with self.assertWarnsRegex(RuntimeWarning, "pluggable interface, because.*MemPool.*pinned memory"):
+            warpool.torch.enable()
+        self.assertEqual(torch.cuda.memory_allocated(), 0)
+
+    @isolated
+    def test_pluggable_interface_can_be_chosen(self) -> None:
+        fake_torch()
+        os.environ["WARPOOL_TORCH"] = "pluggable"
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            warpool.torch.enable()
+        self.assertTrue(warpool.torch.enabled())
+
+    @isolated
+    def test_backend_can_be_required(self) -> None:
+        torch = fake_torch()
+        for chosen, why in (("backend", "there is no backend"), ("other", "choose backend")):
+            os.environ["WARPOOL_TORCH"] = chosen
+            with self.assertRaisesRegex(warpool.Error, why):
+                warpool.torch.enable()
+            self.assertFalse(warpool.torch.enabled())
+        self.assertEqual(torch._C._cuda_memoryStats(0), "native")
+
+
+if __name__ == "__main__":
+    os.environ["WARPOOL_DRIVER"] = "sim"
+    unittest.main()

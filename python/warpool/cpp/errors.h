@@ -1,0 +1,23 @@
+// Failures of the C interface as PyTorch's exceptions, and exceptions of PyTorch's callbacks, which must not cross the
+// C interface.
+#pragma once
+
+#include <exception>
+
+namespace warpool_torch {
+
+// Throws the last error of this thread: c10::OutOfMemoryError if it is that, else c10::Error. An exception that a
+// callback of PyTorch threw during the call is thrown instead.
+[[noreturn]] void throw_last_error();
+
+// Throws if the status of a call is a failure.
+inline void check(int status) {
+    if (__builtin_expect(status != 0, 0)) {
+        throw_last_error();
+    }
+}
+
+// Keeps the exception that is being handled until the call of the C interface that is under way on this thread returns.
+void keep_exception() noexcept;
+
+}  // namespace warpool_torch

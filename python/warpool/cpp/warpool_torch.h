@@ -1,0 +1,1 @@
+../../../crates/torch/include/warpool_torch.h
