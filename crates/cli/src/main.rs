@@ -5,20 +5,26 @@
 //! missing.
 
 mod bench;
+mod diff;
 mod driver;
+mod explain;
+mod files;
 mod foreign;
 mod info;
+mod inputs;
 mod output;
 mod processes;
 mod replay;
 mod selftest;
 mod settings;
+mod shell;
 mod size;
 mod soak;
+mod tune;
 
 use std::process::ExitCode;
 
-use clap::{Parser, Subcommand};
+use clap::{CommandFactory as _, Parser, Subcommand};
 use tracing_subscriber::filter::LevelFilter;
 
 use output::{CommandError, Output, Verdict};
@@ -32,6 +38,8 @@ use processes::peer;
     after_help = "Every command takes --json: one JSON object per line on stdout, and nothing else there.\n\
         Exit status: 0 success, 1 a check failed or a limit was exceeded, 2 wrong usage or something is missing.\n\n\
         Examples:\n  \
+        warpool explain oom.pickle                explain why a program ran out of memory, and what would have fitted\n  \
+        warpool tune train.pickle                 find the settings that reserve least\n  \
         warpool replay snapshot.pickle            replay a PyTorch memory snapshot and compare every address\n  \
         warpool replay snapshot.pickle --settings expandable_segments:True    replay it with other settings\n  \
         warpool settings max_split_size_mb:200    explain a settings string\n  \
@@ -42,6 +50,9 @@ use processes::peer;
         warpool bench sim                         measure the simulated GPU"
 )]
 struct Cli {
+    /// Only the answer: no progress, no remarks
+    #[arg(short, long, global = true)]
+    quiet: bool,
     #[command(subcommand)]
     command: Command,
 }
@@ -50,10 +61,15 @@ struct Cli {
 enum Command {
     Info(info::Args),
     Selftest(selftest::Args),
+    Explain(explain::Args),
     Replay(replay::Args),
+    Tune(tune::Args),
+    Diff(diff::Args),
     Settings(settings::Args),
     Soak(soak::Args),
     Bench(bench::Args),
+    Completions(shell::CompletionsArgs),
+    Man(shell::ManArgs),
     #[command(name = peer::NAME, hide = true)]
     Peer(peer::Args),
 }
@@ -72,10 +88,15 @@ fn main() -> ExitCode {
     let result = match cli.command {
         Command::Info(args) => info::run(&args, &mut Output::stdout(args.json)),
         Command::Selftest(args) => selftest::run(&args, &mut Output::stdout(args.json)),
-        Command::Replay(args) => replay::run(&args, &mut Output::stdout(args.json)),
+        Command::Explain(args) => explain::run(&args, cli.quiet, &mut Output::stdout(args.json)),
+        Command::Replay(args) => replay::run(&args, cli.quiet, &mut Output::stdout(args.json)),
+        Command::Diff(args) => diff::run(&args, cli.quiet, &mut Output::stdout(args.json)),
+        Command::Tune(args) => tune::run(&args, cli.quiet, &mut Output::stdout(args.json)),
         Command::Settings(args) => settings::run(&args, &mut Output::stdout(args.json)),
         Command::Soak(args) => soak::run(&args, &mut Output::stdout(args.json)),
         Command::Bench(args) => bench::run(&args, &mut Output::stdout(args.json)),
+        Command::Completions(args) => shell::completions(&args, &Cli::command(), &mut Output::stdout(false)),
+        Command::Man(_) => shell::man(&Cli::command(), &mut Output::stdout(false)),
         Command::Peer(args) => peer::run(&args),
     };
     match result {
@@ -117,7 +138,6 @@ fn one_line(message: &str) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use clap::CommandFactory as _;
 
     #[test]
     fn arguments_are_consistent() {

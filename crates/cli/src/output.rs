@@ -4,7 +4,7 @@
 use std::fmt;
 use std::io::{self, Write};
 
-use comfy_table::{CellAlignment, ContentLineStyle, LineStyle, Table, TableStyle};
+use comfy_table::{CellAlignment, ContentArrangement, ContentLineStyle, LineStyle, Table, TableStyle};
 use indicatif::{ProgressBar, ProgressStyle};
 use serde_json::Value;
 
@@ -84,12 +84,17 @@ impl From<warpool::Error> for CommandError {
 pub struct Output {
     json: bool,
     out: Box<dyn Write>,
+    /// The width of the terminal, if it is one.
+    width: Option<usize>,
+    bold: bool,
 }
 
 impl Output {
     /// The standard output.
     pub fn stdout(json: bool) -> Self {
-        Self { json, out: Box::new(io::stdout()) }
+        let width = console::Term::stdout().size_checked().map(|(_, columns)| usize::from(columns));
+        // Without a terminal, or with NO_COLOR, there are no escape codes.
+        Self { json, out: Box::new(io::stdout()), width, bold: console::colors_enabled() }
     }
 
     /// Writes one JSON object on its own line.
@@ -102,17 +107,56 @@ impl Output {
         if self.json { Ok(()) } else { writeln!(self.out, "{line}") }
     }
 
+    /// Writes a line that stands out where a terminal is.
+    pub fn heading(&mut self, line: &str) -> io::Result<()> {
+        match self.bold {
+            true => self.line(console::style(line).bold().force_styling(true)),
+            false => self.line(line),
+        }
+    }
+
+    /// Writes a paragraph in lines that fit the terminal; nothing if it is empty.
+    pub fn paragraph(&mut self, text: &str) -> io::Result<()> {
+        const WIDTH: usize = 100;
+        if text.is_empty() {
+            return Ok(());
+        }
+        let lines = wrapped(text, self.width.unwrap_or(WIDTH));
+        lines.iter().try_for_each(|line| self.line(line))
+    }
+
     /// Writes a table under a title.
     pub fn table(&mut self, title: &str, table: &Table) -> io::Result<()> {
         if self.json {
             return Ok(());
         }
         writeln!(self.out, "{title}")?;
+        let mut table = table.clone();
+        if let Some(width) = self.width.and_then(|width| u16::try_from(width).ok()) {
+            table.set_content_arrangement(ContentArrangement::Dynamic).set_width(width);
+        }
         for line in table.lines() {
             writeln!(self.out, "{}", line.trim_end())?;
         }
         writeln!(self.out)
     }
+}
+
+/// The words of a text in lines of at most `width` letters; a longer word has a line of its own.
+fn wrapped(text: &str, width: usize) -> Vec<String> {
+    let mut lines = vec![String::new()];
+    for word in text.split_whitespace() {
+        let line = lines.last_mut().expect("it begins with one");
+        if !line.is_empty() && line.chars().count() + 1 + word.chars().count() > width {
+            lines.push(word.to_owned());
+            continue;
+        }
+        if !line.is_empty() {
+            line.push(' ');
+        }
+        line.push_str(word);
+    }
+    lines
 }
 
 /// A table without borders: a line below the header, spaces between the columns.
@@ -145,6 +189,12 @@ pub fn spinner(unit: &str) -> ProgressBar {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn paragraphs_are_wrapped_between_words() {
+        assert_eq!(wrapped("one two three", 7), ["one two", "three"]);
+        assert_eq!(wrapped("extraordinary word", 5), ["extraordinary", "word"]);
+    }
 
     #[test]
     fn table_has_a_header_line_and_aligned_columns() {

@@ -13,7 +13,8 @@ const UNITS: &[(&str, u64)] = &[
     ("B", 1),
 ];
 
-/// Parses `80GiB`, `1.5 GiB`, `512MiB` or plain bytes.
+/// Parses `80GiB`, `139.8 GiB`, `512MiB`, `6G` (GiB, as PyTorch's settings mean it) or plain bytes. A fraction of a unit
+/// is rounded down to whole bytes.
 pub fn parse(text: &str) -> Result<u64, String> {
     let text = text.trim();
     let digits = text.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(text.len());
@@ -22,21 +23,24 @@ pub fn parse(text: &str) -> Result<u64, String> {
         "" => 1,
         _ => {
             let known = UNITS.iter().find(|(name, _)| name.eq_ignore_ascii_case(unit));
+            let short =
+                UNITS.iter().find(|(name, _)| name.strip_suffix("iB").is_some_and(|it| it.eq_ignore_ascii_case(unit)));
             known
+                .or(short)
                 .ok_or_else(|| format!("'{text}' is not a size: write bytes, or a number with KiB, MiB, GiB or TiB"))?
                 .1
         }
     };
-    exact(number, unit).ok_or_else(|| format!("'{text}' is not a size: it must be a whole number of bytes below 2^64"))
+    rounded(number, unit).ok_or_else(|| format!("'{text}' is not a size: it must be a number of bytes below 2^64"))
 }
 
-/// The decimal `number` times `unit`; `None` if the product is not a whole number below 2^64.
-fn exact(number: &str, unit: u64) -> Option<u64> {
+/// The decimal `number` times `unit`, rounded down; `None` if that is not below 2^64, or a fraction of a byte.
+fn rounded(number: &str, unit: u64) -> Option<u64> {
     let (whole, fraction) = number.split_once('.').unwrap_or((number, ""));
     let scale = 10u128.checked_pow(u32::try_from(fraction.len()).ok()?)?;
     let digits: u128 = format!("{whole}{fraction}").parse().ok()?;
     let scaled = digits.checked_mul(u128::from(unit))?;
-    if scaled % scale != 0 {
+    if unit == 1 && scaled % scale != 0 {
         return None;
     }
     u64::try_from(scaled / scale).ok()
@@ -69,12 +73,16 @@ mod tests {
         check("3kB", 3000);
         check("7B", 7);
         check("18446744073709551615", u64::MAX);
+        check("139.8GiB", 150_109_106_995);
+        check("6G", 6 << 30);
+        check("1.5m", 3 << 19);
+        check("0.3KiB", 307);
     }
 
     #[test]
     fn invalid_size_is_an_error_that_quotes_it() {
         for text in
-            ["", "GiB", "-1", "1.2.3GiB", "80G", "80 apples", "0.3B", "18446744073709551616", "99999999TiB", "1e9"]
+            ["", "GiB", "-1", "1.2.3GiB", "80Gi", "80 apples", "0.3B", "18446744073709551616", "99999999TiB", "1e9"]
         {
             let error = parse(text).unwrap_err();
             assert!(error.contains(&format!("'{text}' is not a size")), "{text}: {error}");

@@ -3,8 +3,8 @@
 //!
 //! Counted are estimates, chosen not to be exceeded: `tests/memory` compares them with a counting allocator.
 
-use std::cell::Cell;
-use std::rc::Rc;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 /// Memory that is allowed for any recording: enough for the window of a decompressor and a simulated device.
 const BASE: u64 = 256 << 20;
@@ -24,17 +24,17 @@ pub fn default_memory_limit(bytes_needed: u64) -> u64 {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Exceeded;
 
-/// An account of memory, shared by all that take from it.
+/// An account of memory, shared by all that take from it, on any thread.
 #[derive(Clone, Debug)]
-pub(crate) struct Budget(Rc<Account>);
+pub(crate) struct Budget(Arc<Account>);
 
 #[derive(Debug)]
 struct Account {
-    limit: Cell<u64>,
+    limit: AtomicU64,
     /// Whether the limit grows with the bytes that are read.
     grows: bool,
-    taken: Cell<u64>,
-    exceeded: Cell<bool>,
+    taken: AtomicU64,
+    exceeded: AtomicBool,
 }
 
 impl Budget {
@@ -42,23 +42,29 @@ impl Budget {
     /// says.
     pub(crate) fn new(limit: Option<u64>) -> Self {
         let (limit, grows) = (limit.unwrap_or(BASE), limit.is_none());
-        Self(Rc::new(Account { limit: Cell::new(limit), grows, taken: Cell::new(0), exceeded: Cell::new(false) }))
+        let (taken, exceeded) = (AtomicU64::new(0), AtomicBool::new(false));
+        Self(Arc::new(Account { limit: AtomicU64::new(limit), grows, taken, exceeded }))
     }
 
     /// So many bytes of the recording were read and not skipped.
     pub(crate) fn set_bytes_needed(&self, bytes: u64) {
         if self.0.grows {
-            self.0.limit.set(default_memory_limit(bytes));
+            self.0.limit.store(default_memory_limit(bytes), Ordering::Relaxed);
         }
     }
 
     pub(crate) fn limit(&self) -> u64 {
-        self.0.limit.get()
+        self.0.limit.load(Ordering::Relaxed)
+    }
+
+    /// What is left of it.
+    pub(crate) fn left(&self) -> u64 {
+        self.limit().saturating_sub(self.0.taken.load(Ordering::Relaxed))
     }
 
     /// Whether more was asked for than there is. It stays so.
     pub(crate) fn is_exceeded(&self) -> bool {
-        self.0.exceeded.get()
+        self.0.exceeded.load(Ordering::Relaxed)
     }
 
     /// Fails if more was asked for than there is.
@@ -69,17 +75,21 @@ impl Budget {
 
     /// Takes so many bytes.
     pub(crate) fn take(&self, bytes: u64) -> Result<(), Exceeded> {
-        let taken = self.0.taken.get().saturating_add(bytes);
-        if taken > self.limit() {
-            self.0.exceeded.set(true);
-            return Err(Exceeded);
+        let limit = self.limit();
+        let with = |taken: u64| taken.checked_add(bytes).filter(|&taken| taken <= limit);
+        match self.0.taken.fetch_update(Ordering::Relaxed, Ordering::Relaxed, with) {
+            Ok(_) => Ok(()),
+            Err(_) => {
+                self.0.exceeded.store(true, Ordering::Relaxed);
+                Err(Exceeded)
+            }
         }
-        self.0.taken.set(taken);
-        Ok(())
     }
 
     fn give_back(&self, bytes: u64) {
-        self.0.taken.set(self.0.taken.get().saturating_sub(bytes));
+        let without = |taken: u64| Some(taken.saturating_sub(bytes));
+        // It always succeeds.
+        let _ = self.0.taken.fetch_update(Ordering::Relaxed, Ordering::Relaxed, without);
     }
 
     /// Makes room for one more element, and counts what that takes: while a vector grows, the old one exists too.
@@ -128,6 +138,10 @@ impl Charge {
     pub(crate) fn of(budget: &Budget, bytes: u64) -> Result<Self, Exceeded> {
         budget.take(bytes)?;
         Ok(Self { budget: budget.clone(), bytes })
+    }
+
+    pub(crate) fn bytes(&self) -> u64 {
+        self.bytes
     }
 
     pub(crate) fn budget(&self) -> &Budget {

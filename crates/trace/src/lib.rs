@@ -33,6 +33,9 @@
 #![deny(unsafe_code)]
 
 mod budget;
+mod bytes_text;
+pub mod diff;
+pub mod explain;
 #[doc(hidden)]
 pub mod growth;
 mod pickle;
@@ -41,6 +44,7 @@ mod read;
 pub mod replay;
 mod snapshot;
 mod steps;
+pub mod tune;
 
 pub use budget::default_memory_limit;
 pub use read::{Compression, Progress, ReadError, ReadOptions, Recording, RecordingFormat, read, read_file};

@@ -3,19 +3,18 @@
 
 mod report;
 
-use std::collections::BTreeMap;
-use std::fmt;
-use std::panic::{AssertUnwindSafe, catch_unwind};
+pub use report::in_force_object;
+
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::mpsc;
-use std::time::Instant;
 
-use indicatif::{MultiProgress, ProgressBar, ProgressStyle};
-use warpool::memory::{Backend, Lint, Settings, lint};
-use warpool_trace::replay::{AllocatorChoice, ReplayError, ReplayOptions, ReplayReport, replay};
-use warpool_trace::{Progress, ReadError, ReadOptions, default_memory_limit, read_file};
+use indicatif::ProgressBar;
+use warpool::memory::{Backend, BlockState, Lint, Settings, SettingsError, Snapshot, lint};
+use warpool_trace::replay::{
+    ADDRESS_ORDERS, AllocatorChoice, ReplayError, ReplayOptions, ReplayReport, replay_devices,
+};
 
+use crate::files::short_names;
+use crate::inputs::{self, in_parallel, replay_error, show_progress, threads_each};
 use crate::output::{self, CommandError, Output, Result, Verdict};
 use crate::size;
 
@@ -24,7 +23,15 @@ use crate::size;
 /// A recording is a PyTorch memory snapshot with history (torch.cuda.memory._record_memory_history, then
 /// _dump_snapshot), plain or compressed, or an RMM log. It is first replayed with the settings that it was recorded
 /// with, and every address and every segment is compared: this tells whether the model is exact for this program.
-/// With --settings, --allocator or --capacity it is then replayed with those.
+/// With --settings, --set, --allocator or --capacity it is then replayed with those.
+///
+/// A what-if gets the recorded addresses as long as it asks for the recorded segments. Beyond that the driver's addresses
+/// are not known, and PyTorch chooses between free blocks of one size by address: it is then replayed in several orders
+/// of addresses, and the answer is the range, "fits in 16 of 16 address orders, by at least 212 MiB". The control is the
+/// recorded program in the same orders.
+///
+/// A memory limit that the program ran under (a fraction set by a call) is inferred and stays in force, unless a what-if
+/// names `per_process_memory_fraction` or `memory_cap_mb`, or another device with --capacity.
 ///
 /// Driver calls take the time that they were measured to take on an H200. "steady" is the second half of the recorded
 /// time, when a program has reached its steady state: what driver calls take of it, and of that remapping, which is
@@ -33,21 +40,26 @@ use crate::size;
 /// "driver_seconds_modelled" is the time of all driver calls.
 #[derive(Debug, clap::Args)]
 #[command(
-    after_help = "Exit status: 0 success, 1 a replay ran out of memory and --expect-fit was given, 2 a file cannot be \
-    read or needs more than --memory-limit.\n\
+    after_help = "Exit status: 0 success, 1 a replay ran out of memory in some address order and --expect-fit was given, \
+    2 a file cannot be read or needs more than --memory-limit.\n\
     Settings in the environment are ignored: a replay uses the recorded settings, or those of --settings.\n\n\
     Examples:\n  \
     warpool replay snapshot.pickle\n  \
+    warpool replay snapshot.pickle --set garbage_collection_threshold:0.8\n  \
+    xz -dc snapshot.pickle.xz | warpool replay -\n  \
     warpool replay snapshot.pickle.xz --settings expandable_segments:True --capacity 24GiB --expect-fit\n  \
     warpool replay *.pickle --json"
 )]
 pub struct Args {
-    /// Recordings; the format is detected from the content
+    /// Recordings; the format is detected from the content. `-` is the standard input
     #[arg(required = true, value_name = "FILE")]
     files: Vec<PathBuf>,
     /// Settings to use instead of the recorded ones, in the format of PYTORCH_CUDA_ALLOC_CONF
     #[arg(long, value_name = "STRING")]
     settings: Option<String>,
+    /// Changes one setting and keeps the others, for example max_split_size_mb:200; may be repeated
+    #[arg(long, value_name = "KEY:VALUE")]
+    set: Vec<String>,
     /// The allocator: caching (PyTorch's), driver-pool (the driver's own) or paged (Warpool's own)
     #[arg(long, value_name = "NAME", default_value = "caching", value_parser = parse_allocator)]
     allocator: AllocatorChoice,
@@ -59,15 +71,21 @@ pub struct Args {
     /// error [default: 256MiB and 32 bytes for each byte of the recording, decompressed, but at most 4GiB]
     #[arg(long, value_name = "SIZE", value_parser = size::parse)]
     memory_limit: Option<u64>,
-    /// Exit with 1 if a replay runs out of memory
+    /// In how many orders of addresses a what-if is replayed, where addresses can matter
+    #[arg(long, value_name = "COUNT", default_value_t = ADDRESS_ORDERS, value_parser = clap::value_parser!(u32).range(1..=1000))]
+    orders: u32,
+    /// Exit with 1 if a replay runs out of memory, in any order of addresses
     #[arg(long)]
     expect_fit: bool,
-    /// One JSON object per file
+    /// Explains the columns of the table
+    #[arg(long)]
+    legend: bool,
+    /// One JSON object per file and device
     #[arg(long)]
     pub json: bool,
 }
 
-fn parse_allocator(name: &str) -> std::result::Result<AllocatorChoice, String> {
+pub fn parse_allocator(name: &str) -> std::result::Result<AllocatorChoice, String> {
     let names = || AllocatorChoice::ALL.map(AllocatorChoice::name).join(", ");
     let found = AllocatorChoice::ALL.into_iter().find(|choice| choice.name() == name);
     found.ok_or_else(|| format!("unknown allocator; choose one of {}", names()))
@@ -75,7 +93,7 @@ fn parse_allocator(name: &str) -> std::result::Result<AllocatorChoice, String> {
 
 /// The result for one file.
 struct Replayed {
-    report: ReplayReport,
+    content: Content,
     /// Reading and decompressing the file.
     input_seconds: f64,
     /// Parsing its content.
@@ -83,150 +101,144 @@ struct Replayed {
     bytes_decompressed: u64,
 }
 
-type FileResult = std::result::Result<Replayed, String>;
+/// What a file has.
+enum Content {
+    /// A report for each device.
+    Reports(Vec<ReplayReport>),
+    /// Segments without a history.
+    SegmentsOnly(Vec<SegmentTotals>),
+}
 
-pub fn run(args: &Args, output: &mut Output) -> Result<Verdict> {
+/// What the segments of a snapshot tell about one device.
+struct SegmentTotals {
+    device: i32,
+    segments: u64,
+    bytes_reserved: u64,
+    bytes_allocated: u64,
+    bytes_pending: u64,
+}
+
+pub fn run(args: &Args, quiet: bool, output: &mut Output) -> Result<Verdict> {
     // Before any file is read, since that can take a minute.
-    let (settings, warnings) = parse_settings(args)?;
+    let settings = parse_settings(args)?;
+    let names = short_names(&args.files);
     let mut table = report::ReplayTable::new(args);
     let mut unreadable = Vec::new();
     let mut fits = true;
-    replay_in_parallel(args, settings.as_ref(), |file, result| {
+    let work = |file: &Path, bar: &ProgressBar| replay_file(file, args, settings.as_ref(), bar);
+    in_parallel(&args.files, quiet, work, |index, result| {
         match result {
-            Ok(mut replayed) => {
-                replayed.report.warnings.extend(warnings.iter().cloned());
-                fits &= replayed.report.ooms == 0;
-                table.add(file, &replayed, output)?;
+            Ok(replayed) => {
+                let reports = match &replayed.content {
+                    Content::Reports(reports) => reports.as_slice(),
+                    Content::SegmentsOnly(_) => &[],
+                };
+                fits &= reports.iter().all(|report| report.ooms == 0 && report.orders.all_fit());
+                table.add(&args.files[index], &names[index], &replayed, output)?;
             }
             Err(error) => unreadable.push(output::printable(&error)),
         }
         Ok(())
     })?;
-    table.finish(output)?;
+    table.finish(quiet, output)?;
     if !unreadable.is_empty() {
         return Err(CommandError::Usage(unreadable.join("\nwarpool: ")));
     }
     Ok(if args.expect_fit && !fits { Verdict::Failure } else { Verdict::Success })
 }
 
-/// The settings of `--settings` with their warnings.
-fn parse_settings(args: &Args) -> Result<(Option<Settings>, Vec<String>)> {
-    let Some(string) = args.settings.as_deref() else { return Ok((None, Vec::new())) };
-    let (settings, warnings) = match lint(string) {
-        Lint { effective: Some(settings), warnings, .. } => (settings, warnings),
-        _ => {
-            let parsed = Settings::parse(string).map_err(|error| CommandError::Usage(format!("--settings: {error}")));
-            (parsed?, Vec::new())
-        }
-    };
-    let other = match settings.backend {
-        Backend::Native => None,
-        Backend::Paged => Some("paged"),
-        Backend::CudaMallocAsync => Some("driver-pool"),
-    };
-    if let Some(other) = other.filter(|_| args.allocator == AllocatorChoice::default()) {
-        let backend = settings.backend.name();
-        let message =
-            format!("--settings: `backend:{backend}` is another allocator: choose it with --allocator {other}");
-        return Err(CommandError::Usage(message));
+/// The settings of `--settings`. Those of `--set` are only checked here: they are applied to the recorded ones.
+fn parse_settings(args: &Args) -> Result<Option<Settings>> {
+    for entry in &args.set {
+        let settings = parse_strictly("--set", entry)?;
+        check_backend("--set", &settings, args.allocator)?;
     }
-    Ok((Some(settings), warnings.iter().map(|warning| format!("--settings: {warning}")).collect()))
+    let Some(string) = args.settings.as_deref() else { return Ok(None) };
+    let settings = parse_strictly("--settings", string)?;
+    check_backend("--settings", &settings, args.allocator)?;
+    Ok(Some(settings))
 }
 
-/// Replays all files on all cores, and calls `on_result` for each in the order of the arguments.
-fn replay_in_parallel(
+/// The settings of a string. Warnings come with the report, which knows what is in force.
+fn parse_strictly(option: &str, string: &str) -> Result<Settings> {
+    let Lint { problems, effective, .. } = lint(string);
+    effective.ok_or_else(|| CommandError::Usage(format!("{option}: {}", SettingsError { problems })))
+}
+
+fn check_backend(option: &str, settings: &Settings, allocator: AllocatorChoice) -> Result<()> {
+    let other = match settings.backend {
+        Backend::Native => return Ok(()),
+        Backend::Paged => AllocatorChoice::Paged,
+        Backend::CudaMallocAsync => AllocatorChoice::DriverPool,
+    };
+    if allocator == other {
+        return Ok(());
+    }
+    let (backend, other) = (settings.backend.name(), other.name());
+    let message = format!("{option}: `backend:{backend}` is another allocator: choose it with --allocator {other}");
+    Err(CommandError::Usage(message))
+}
+
+fn replay_file(
+    file: &Path,
     args: &Args,
     settings: Option<&Settings>,
-    mut on_result: impl FnMut(&Path, FileResult) -> Result<()>,
-) -> Result<()> {
-    let bars = MultiProgress::new();
-    let next = AtomicUsize::new(0);
-    let workers = std::thread::available_parallelism().map_or(1, usize::from).min(args.files.len());
-    let (sender, receiver) = mpsc::channel();
-    std::thread::scope(|scope| {
-        for _ in 0..workers {
-            scope.spawn(|| {
-                loop {
-                    let index = next.fetch_add(1, Ordering::Relaxed);
-                    let Some(file) = args.files.get(index) else { return };
-                    let bar = bars.add(progress_bar(file));
-                    // Unwind safe: a replay shares no state. The other files are still reported.
-                    let result = catch_unwind(AssertUnwindSafe(|| replay_file(file, args, settings, &bar)))
-                        .unwrap_or_else(|_| Err(with_file(file, "internal error, shown above; please report it")));
-                    bar.finish_and_clear();
-                    if sender.send((index, Box::new(result))).is_err() {
-                        return; // The receiver stopped early.
-                    }
-                }
-            });
-        }
-        let receiver = receiver; // Dropped with this closure, so that workers stop when the output is closed.
-        let mut early: BTreeMap<usize, Box<FileResult>> = BTreeMap::new();
-        for (index, file) in args.files.iter().enumerate() {
-            let result = loop {
-                if let Some(result) = early.remove(&index) {
-                    break *result;
-                }
-                let (index, result) = receiver.recv().expect("a worker sends a result for every file");
-                early.insert(index, result);
-            };
-            bars.suspend(|| on_result(file, result))?;
-        }
-        Ok(())
-    })
-}
-
-fn replay_file(file: &Path, args: &Args, settings: Option<&Settings>, bar: &ProgressBar) -> FileResult {
-    bar.set_message("reading");
-    let reading = |progress: Progress| {
-        bar.set_length(progress.bytes_total.unwrap_or(0));
-        bar.set_position(progress.bytes_read);
-    };
-    let start = Instant::now();
-    let options = ReadOptions { stacks: false, progress: Some(&reading), memory_limit: args.memory_limit };
-    let recording = read_file(file, &options);
-    let recording = recording.map_err(|error| match error {
-        ReadError::Open { .. } => error.to_string(), // Contains the file name.
-        ReadError::MemoryLimit { limit, .. } => with_file(file, memory_limit_message(limit)),
-        _ => with_file(file, error),
-    })?;
-    let input_seconds = recording.input_time.as_secs_f64();
-    let parse_seconds = start.elapsed().as_secs_f64() - input_seconds;
+    bar: &ProgressBar,
+) -> std::result::Result<Replayed, String> {
+    let opened = inputs::open(file, false, args.memory_limit, bar)?;
     bar.set_message("replaying");
     let options = ReplayOptions {
         settings: settings.cloned(),
+        changes: (!args.set.is_empty()).then(|| args.set.join(",")),
         allocator: args.allocator,
         capacity: args.capacity,
-        memory_limit: args.memory_limit.or(Some(default_memory_limit(recording.bytes_needed))),
-        progress: Some(&|progress| {
-            bar.set_length(progress.total);
-            bar.set_position(progress.done);
-        }),
+        address_orders: Some(args.orders),
+        threads: Some(threads_each(args.files.len())),
+        memory_limit: Some(opened.memory_limit),
+        progress: Some(&|progress| show_progress(bar, progress)),
     };
-    let report = replay(&recording.snapshot, &options).map_err(|error| match error {
-        ReplayError::MemoryLimit { limit } => with_file(file, memory_limit_message(limit)),
-        error => with_file(file, error),
-    })?;
-    Ok(Replayed { report, input_seconds, parse_seconds, bytes_decompressed: recording.bytes_decompressed })
+    let snapshot = &opened.recording.snapshot;
+    let content = match replay_devices(snapshot, &options) {
+        Ok(reports) => Content::Reports(reports),
+        // Nothing can be replayed, but there is something to tell.
+        Err(ReplayError::NoHistory) if !snapshot.segments.is_empty() && !args.asks_what_if() => {
+            Content::SegmentsOnly(segment_totals(snapshot))
+        }
+        Err(error) => return Err(replay_error(file, &error)),
+    };
+    let bytes_decompressed = opened.recording.bytes_decompressed;
+    let inputs::Opened { input_seconds, parse_seconds, .. } = opened;
+    Ok(Replayed { content, input_seconds, parse_seconds, bytes_decompressed })
 }
 
-/// The error that a file needs more memory than allowed.
-fn memory_limit_message(limit: u64) -> String {
-    let limit = size::format(limit);
-    format!("it needs more than {limit} of memory; if you trust the file, raise the limit with --memory-limit")
-}
-
-/// The message with the file's name in front.
-fn with_file(file: &Path, message: impl fmt::Display) -> String {
-    format!("{}: {message}", file.display())
-}
-
-/// A progress bar on stderr; hidden unless stderr is a terminal.
-fn progress_bar(file: &Path) -> ProgressBar {
-    let bar = ProgressBar::new(0);
-    if let Ok(style) = ProgressStyle::with_template("{msg:9} {bar:30} {percent:>3}%  {prefix}") {
-        bar.set_style(style);
+impl Args {
+    /// Whether the answer needs a history.
+    fn asks_what_if(&self) -> bool {
+        let asks_settings = self.settings.is_some() || !self.set.is_empty();
+        asks_settings || self.capacity.is_some() || self.expect_fit || self.allocator != AllocatorChoice::default()
     }
-    bar.set_prefix(output::printable(&file.display().to_string()));
-    bar
+}
+
+/// The totals of each device.
+fn segment_totals(snapshot: &Snapshot) -> Vec<SegmentTotals> {
+    let mut totals: Vec<SegmentTotals> = Vec::new();
+    for segment in &snapshot.segments {
+        let device = segment.device;
+        let at = totals.iter().position(|totals| totals.device == device).unwrap_or_else(|| {
+            let (segments, bytes_reserved, bytes_allocated, bytes_pending) = (0, 0, 0, 0);
+            totals.push(SegmentTotals { device, segments, bytes_reserved, bytes_allocated, bytes_pending });
+            totals.len() - 1
+        });
+        let in_state = |state: BlockState| {
+            let blocks = segment.blocks.iter().filter(move |block| block.state == state);
+            blocks.map(|block| block.size).sum::<u64>()
+        };
+        let totals = &mut totals[at];
+        totals.segments += 1;
+        totals.bytes_reserved += segment.total_size;
+        totals.bytes_allocated += in_state(BlockState::ActiveAllocated);
+        totals.bytes_pending += in_state(BlockState::ActivePendingFree);
+    }
+    totals.sort_unstable_by_key(|totals| totals.device);
+    totals
 }

@@ -5,9 +5,11 @@ use std::path::Path;
 
 use comfy_table::Table;
 use serde_json::{Value, json};
-use warpool_trace::replay::{AllocatorChoice, Fidelity, Inferences, Outcome, ReplayReport, Steady};
+use warpool_trace::replay::{
+    AddressOrders, AllocatorChoice, Fidelity, InForce, Inferences, LimitOrigin, Outcome, ReplayReport, Steady,
+};
 
-use super::{Args, Replayed};
+use super::{Args, Content, Replayed, SegmentTotals};
 use crate::output::{self, Output};
 use crate::size;
 
@@ -19,13 +21,16 @@ pub struct ReplayTable {
     rows: usize,
     /// What differs from the recording (settings, allocator, capacity); empty if nothing.
     what_if: String,
-    is_driver_pool: bool,
+    legend: bool,
 }
 
 impl ReplayTable {
     pub fn new(args: &Args) -> Self {
         let mut what_if = Vec::new();
         what_if.extend(args.settings.as_ref().map(|settings| format!("with settings {settings:?}")));
+        if !args.set.is_empty() {
+            what_if.push(format!("with {} changed", args.set.join(",")));
+        }
         if args.allocator.name() != "caching" {
             what_if.push(format!("with the {} allocator", args.allocator.name()));
         }
@@ -42,85 +47,223 @@ impl ReplayTable {
             "outcome",
             "fidelity",
         ];
-        let is_driver_pool = args.allocator == AllocatorChoice::DriverPool;
         let what_if = what_if.join(", ");
-        Self { table: output::table(&columns), remarks: Vec::new(), rows: 0, what_if, is_driver_pool }
+        Self { table: output::table(&columns), remarks: Vec::new(), rows: 0, what_if, legend: args.legend }
     }
 
-    /// Adds a file: its JSON object is written at once, its row is kept for [`finish`](Self::finish).
-    pub fn add(&mut self, file: &Path, replayed: &Replayed, output: &mut Output) -> io::Result<()> {
-        output.object(&object(file, replayed))?;
-        let report = &replayed.report;
-        let name = output::printable(&file.file_name().unwrap_or(file.as_os_str()).to_string_lossy());
+    /// Adds a file: its JSON objects are written at once, its rows are kept for [`finish`](Self::finish).
+    pub fn add(&mut self, file: &Path, name: &str, replayed: &Replayed, output: &mut Output) -> io::Result<()> {
+        match &replayed.content {
+            Content::Reports(reports) => {
+                for report in reports {
+                    let name =
+                        if reports.len() == 1 { name.to_owned() } else { format!("{name} GPU {}", report.device) };
+                    output.object(&object(file, replayed, report))?;
+                    self.add_report(&name, report);
+                }
+            }
+            Content::SegmentsOnly(devices) => {
+                for totals in devices {
+                    let name =
+                        if devices.len() == 1 { name.to_owned() } else { format!("{name} GPU {}", totals.device) };
+                    output.object(&segments_object(file, totals))?;
+                    self.add_totals(&name, totals);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn add_report(&mut self, name: &str, report: &ReplayReport) {
         self.rows += 1;
+        let is_driver_pool = report.in_force.allocator == AllocatorChoice::DriverPool;
         self.table.add_row([
-            name.clone(),
+            name.to_owned(),
             size::format(report.peak_live_bytes),
-            size::format(report.peak_reserved_bytes),
+            reserved(&report.orders),
             overhead(report),
             recorded(&report.fidelity),
             report.driver_calls.to_string(),
             format!("{:.3} s", report.driver_seconds_modelled),
             report.steady.as_ref().map_or_else(|| "-".to_owned(), steady),
             self.outcome(report),
-            if self.is_driver_pool { "lower bound" } else { fidelity(&report.fidelity) }.to_owned(),
+            if is_driver_pool { "lower bound" } else { fidelity(&report.fidelity) }.to_owned(),
         ]);
-        self.remarks.extend(self.comparison(report).map(|remark| format!("{name}: {remark}")));
-        self.remarks.extend(remarks(report).into_iter().map(|remark| format!("{name}: {remark}")));
-        Ok(())
+        let asks = !self.what_if.is_empty();
+        let answers = if asks { answers(report) } else { Vec::new() };
+        self.remarks.extend(answers.into_iter().map(|remark| format!("{name}: {remark}")));
+        self.remarks.extend(remarks(report, asks).into_iter().map(|remark| format!("{name}: {remark}")));
     }
 
-    /// Writes the table, the remarks and the legend.
-    pub fn finish(self, output: &mut Output) -> io::Result<()> {
+    fn add_totals(&mut self, name: &str, totals: &SegmentTotals) {
+        self.rows += 1;
+        let (live, reserved) = (totals.bytes_allocated, totals.bytes_reserved);
+        let none = || "-".to_owned();
+        self.table.add_row([
+            name.to_owned(),
+            size::format(live),
+            size::format(reserved),
+            share(reserved.saturating_sub(live), reserved),
+            none(),
+            none(),
+            none(),
+            none(),
+            "no history".to_owned(),
+            "not checked".to_owned(),
+        ]);
+        let pending = match totals.bytes_pending {
+            0 => String::new(),
+            bytes => format!(", {} of it freed and waiting for streams", size::format(bytes)),
+        };
+        self.remarks.push(format!(
+            "{name}: the snapshot has no history, so nothing can be replayed; when it was taken, {} were reserved in {} \
+             segments{pending}. For a history, call torch.cuda.memory._record_memory_history() before the program runs",
+            size::format(reserved),
+            totals.segments,
+        ));
+    }
+
+    /// Writes the table, the remarks and, if asked for, the legend.
+    pub fn finish(self, quiet: bool, output: &mut Output) -> io::Result<()> {
         if self.rows == 0 {
             return Ok(());
         }
         let what = if self.what_if.is_empty() { "as recorded".to_owned() } else { self.what_if };
         output.table(&format!("Replayed {what}"), &self.table)?;
-        let has_remarks = !self.remarks.is_empty();
-        for remark in self.remarks {
-            output.line(remark)?;
+        if !quiet {
+            for remark in &self.remarks {
+                output.line(remark)?;
+            }
         }
-        if has_remarks {
-            output.line("")?;
+        match (self.legend, quiet) {
+            (true, _) => output.line(format!("\n{LEGEND}")),
+            (false, false) => output.line("\n--legend explains the columns"),
+            (false, true) => Ok(()),
         }
-        output.line(LEGEND)
     }
 
     fn outcome(&self, report: &ReplayReport) -> String {
+        let AddressOrders { run, fit, .. } = report.orders;
         match &report.outcome {
+            Outcome::Completed if run > 1 => format!("fits in {fit} of {run} orders"),
             Outcome::Completed => "completed".to_owned(),
+            Outcome::OutOfMemory { .. } if run > 1 => format!("fits in {fit} of {run} orders"),
             Outcome::OutOfMemory { event, .. } => {
-                let as_recorded = if self.what_if.is_empty() && report.fidelity.exact { ", as recorded" } else { "" };
-                format!("out of memory at event {event}{as_recorded}")
+                let recorded = self.what_if.is_empty() && report.fidelity.exact;
+                format!("out of memory at event {event}{}", if recorded { ", as recorded" } else { "" })
             }
         }
     }
+}
 
-    /// The result of a what-if replay compared with the recording, in a sentence.
-    fn comparison(&self, report: &ReplayReport) -> Option<String> {
-        let (now, before) = (report.peak_reserved_bytes, report.fidelity.recorded_peak_reserved_bytes);
-        if self.what_if.is_empty() || !report.fidelity.checked || before == 0 {
-            return None;
+/// The answer to a what-if, in sentences: whether it fits, and what was in force.
+fn answers(report: &ReplayReport) -> Vec<String> {
+    let mut answers = vec![verdict(report)];
+    answers.extend(
+        report
+            .control
+            .as_ref()
+            .map(|control| format!("control: the recorded program, in the same address orders, {}", range(control))),
+    );
+    answers.push(in_force(&report.in_force));
+    answers
+}
+
+/// Whether it fits, by how much, and how that compares with the recording.
+fn verdict(report: &ReplayReport) -> String {
+    let AddressOrders { run, fit, margin_bytes_least, .. } = report.orders;
+    let margin = margin_bytes_least.map_or_else(String::new, |bytes| format!(", by at least {}", size::format(bytes)));
+    let orders = |run: u32| if run == 1 { "with the recorded addresses" } else { "address orders" };
+    let fitting = match (fit, run) {
+        (1, 1) => format!("fits{}", margin.replace("at least ", "")),
+        (0, 1) => "does not fit".to_owned(),
+        (0, run) => format!("does not fit in any of {run} {}", orders(run)),
+        (fit, run) if fit == run => format!("fits in {fit} of {run} {}{margin}", orders(run)),
+        (fit, run) => format!("fits in {fit} of {run} {}: too close to call", orders(run)),
+    };
+    let peak = range_of_peaks(&report.orders);
+    let recorded = report.fidelity.recorded_peak_reserved_bytes;
+    let failed = match &report.outcome {
+        Outcome::OutOfMemory { event, report: oom } => {
+            format!("; out of memory at event {event} for {}", request(oom.bytes_requested, oom.bytes_segment))
         }
-        if let Outcome::OutOfMemory { event, report } = &report.outcome {
-            let bytes = size::format(report.bytes_requested);
-            return Some(format!("does not fit: out of memory for a request of {bytes} at event {event}"));
-        }
-        #[expect(clippy::cast_precision_loss, reason = "a percentage")]
-        let change = 100.0 * (now as f64 / before as f64 - 1.0);
-        let (now, before) = (size::format(now), size::format(before));
-        Some(match change {
-            _ if change.abs() < 0.05 => format!("reserves {now} at its peak, as recorded"),
-            _ if change < 0.0 => format!("reserves {now} at its peak instead of {before}, {:.1}% less", -change),
-            _ => format!("reserves {now} at its peak instead of {before}, {change:.1}% more"),
-        })
+        Outcome::Completed => String::new(),
+    };
+    if !report.fidelity.checked || recorded == 0 {
+        return format!("{fitting}: reserves {peak} at its peak{failed}");
     }
+    #[expect(clippy::cast_precision_loss, reason = "a percentage")]
+    let change = 100.0 * (report.peak_reserved_bytes as f64 / recorded as f64 - 1.0);
+    let compared = match change {
+        _ if change.abs() < 0.05 => ", as recorded".to_owned(),
+        _ if change < 0.0 => format!(" instead of {}, {:.1}% less", size::format(recorded), -change),
+        _ => format!(" instead of {}, {change:.1}% more", size::format(recorded)),
+    };
+    let compared = if failed.is_empty() { compared } else { String::new() };
+    format!("{fitting}: reserves {peak} at its peak{compared}{failed}")
+}
+
+/// A request as it was asked, and what it takes from the driver where that is more.
+fn request(asked: u64, segment: u64) -> String {
+    match segment > asked {
+        true => format!("a request of {} (a segment of {})", size::format(asked), size::format(segment)),
+        false => format!("a request of {}", size::format(asked)),
+    }
+}
+
+/// The result over several orders, as the end of a sentence.
+fn range(orders: &AddressOrders) -> String {
+    let AddressOrders { run, fit, .. } = *orders;
+    let fits = if fit == run { "fits in all".to_owned() } else { format!("fits in {fit} of {run}") };
+    format!("{fits} and reserves {}", range_of_peaks(orders))
+}
+
+fn range_of_peaks(orders: &AddressOrders) -> String {
+    let (least, most) = (size::format(orders.peak_reserved_bytes_least), size::format(orders.peak_reserved_bytes_most));
+    // 6 GiB and a little less than that are both shown as six.
+    if least.replace(".0 ", " ") == most.replace(".0 ", " ") { most } else { format!("{least} to {most}") }
+}
+
+/// The conditions of the run, and how they differ from the recorded ones.
+fn in_force(in_force: &InForce) -> String {
+    let named = |settings: &str| match settings {
+        "" => "the defaults".to_owned(),
+        settings => settings.to_owned(),
+    };
+    let mut parts = vec![match in_force.changes.is_empty() {
+        true => format!("settings {}, as recorded", named(&in_force.settings)),
+        false => {
+            let change = in_force.changes.iter().map(|change| format!("{} was {}", change.key, change.recorded));
+            format!("settings {} ({})", named(&in_force.settings), change.collect::<Vec<_>>().join(", "))
+        }
+    }];
+    if in_force.allocator != in_force.allocator_recorded {
+        parts.push(format!(
+            "allocator {} instead of {}",
+            in_force.allocator.name(),
+            in_force.allocator_recorded.name()
+        ));
+    }
+    let assumed = if in_force.device_assumed { " (assumed)" } else { "" };
+    parts.push(format!("a device of {}{assumed}", size::format(in_force.device_bytes_total)));
+    if let Some(limit) = in_force.memory_limit {
+        let limit = size::format(limit);
+        parts.push(match in_force.limit_origin {
+            LimitOrigin::RecordedDeviceFull => format!("of which the recorded program got {limit} until it was full"),
+            LimitOrigin::Recorded => format!("the recorded memory limit of {limit}"),
+            LimitOrigin::Settings | LimitOrigin::None => format!("a memory limit of {limit}"),
+        });
+    }
+    if let Some(lifted) = in_force.limit_lifted {
+        let why = if in_force.device_assumed { "the settings" } else { "--capacity" };
+        parts.push(format!("the recorded limit of {} lifted by {why}", size::format(lifted)));
+    }
+    format!("in force: {}", parts.join("; "))
 }
 
 const LEGEND: &str = "\
 live         peak of the bytes that the program had allocated
-reserved     peak of the bytes that the allocator held from the driver
+reserved     peak of the bytes that the allocator held from the driver; the range over address orders of a what-if
 overhead     reserved minus live: fragmentation, rounding and cached blocks
 recorded     peak of the reserved bytes in the recording
 driver time  modelled time of the driver calls on an H200
@@ -130,13 +273,22 @@ fidelity     exact: with the recorded settings, every address and every segment 
 
 /// The part of the reserved memory that was not live.
 fn overhead(report: &ReplayReport) -> String {
-    if report.peak_reserved_bytes == 0 {
+    share(report.peak_reserved_bytes.saturating_sub(report.peak_live_bytes), report.peak_reserved_bytes)
+}
+
+/// Bytes, and their share of a whole.
+fn share(bytes: u64, whole: u64) -> String {
+    if whole == 0 {
         return "-".to_owned();
     }
     #[expect(clippy::cast_precision_loss, reason = "a percentage")]
-    let fraction = 1.0 - report.peak_live_bytes as f64 / report.peak_reserved_bytes as f64;
-    let bytes = report.peak_reserved_bytes.saturating_sub(report.peak_live_bytes);
-    format!("{} ({:.1}%)", size::format(bytes), 100.0 * fraction.max(0.0))
+    let fraction = bytes as f64 / whole as f64;
+    format!("{} ({:.1}%)", size::format(bytes), 100.0 * fraction)
+}
+
+/// The peak of reserved bytes, or its range.
+fn reserved(orders: &AddressOrders) -> String {
+    range_of_peaks(orders)
 }
 
 /// The share of the second half that driver calls take.
@@ -162,7 +314,7 @@ fn fidelity(fidelity: &Fidelity) -> &'static str {
 }
 
 /// Warnings, differences from the recording, and what was inferred.
-fn remarks(report: &ReplayReport) -> Vec<String> {
+fn remarks(report: &ReplayReport, is_what_if: bool) -> Vec<String> {
     let mut remarks: Vec<String> = report.warnings.iter().map(|warning| format!("warning: {warning}")).collect();
     let Fidelity { checked, exact, addresses_equal, addresses_total, first_difference, .. } = &report.fidelity;
     if *checked && !exact {
@@ -170,7 +322,7 @@ fn remarks(report: &ReplayReport) -> Vec<String> {
         remarks.push(format!("{addresses_equal} of {addresses_total} addresses are as recorded{first}"));
     }
     if let Outcome::OutOfMemory { report: oom, .. } = &report.outcome {
-        remarks.push(oom.to_string());
+        remarks.push(advice(&oom.to_string(), report));
     }
     if report.retries > 0 {
         let times = if report.retries == 1 { "once".to_owned() } else { format!("{} times", report.retries) };
@@ -180,10 +332,13 @@ fn remarks(report: &ReplayReport) -> Vec<String> {
     let Inferences { pools_inferred, segments_inferred, bytes_unknown_origin, .. } = inferred;
     if let Some(limit) = inferred.memory_limit {
         let (least, below) = (size::format(limit.at_least), size::format(limit.below));
-        remarks.push(format!(
-            "recorded with a memory limit of at least {least} and below {below}; replayed with {}",
-            size::format(limit.used)
-        ));
+        let used = if is_what_if { String::new() } else { format!("; replayed with {}", size::format(limit.used)) };
+        remarks.push(match limit.device_full {
+            true => {
+                format!("the recorded device was full: it had at least {least} and less than {below} for the program")
+            }
+            false => format!("recorded with a memory limit of at least {least} and below {below}{used}"),
+        });
     }
     if *pools_inferred > 0 || *segments_inferred > 0 {
         let pools = format!("{pools_inferred} private pools that the recording does not name");
@@ -197,12 +352,69 @@ fn remarks(report: &ReplayReport) -> Vec<String> {
     remarks
 }
 
-fn object(file: &Path, replayed: &Replayed) -> Value {
-    let Replayed { report, input_seconds, parse_seconds, bytes_decompressed } = replayed;
+/// The message of an out-of-memory error. Where the limit stands for a full device, settings cannot raise it.
+fn advice(message: &str, report: &ReplayReport) -> String {
+    const RAISE: &str =
+        "raise the lower of the memory fraction and memory_cap_mb (without a limit: fraction 1.0 and no cap)";
+    match report.in_force.limit_origin {
+        LimitOrigin::RecordedDeviceFull => message.replace(RAISE, "that is all that the recorded device had"),
+        _ => message.replace(
+            RAISE,
+            "to lift it, --set per_process_memory_fraction:1.0, in the program set_per_process_memory_fraction(1.0)",
+        ),
+    }
+}
+
+fn segments_object(file: &Path, totals: &SegmentTotals) -> Value {
+    json!({
+        "file": file.to_string_lossy(),
+        "device": totals.device,
+        "outcome": "no_history",
+        "segments": totals.segments,
+        "reserved_bytes": totals.bytes_reserved,
+        "allocated_bytes": totals.bytes_allocated,
+        "pending_bytes": totals.bytes_pending,
+    })
+}
+
+fn orders_object(orders: &AddressOrders) -> Value {
+    json!({
+        "run": orders.run,
+        "fit": orders.fit,
+        "peak_reserved_bytes_least": orders.peak_reserved_bytes_least,
+        "peak_reserved_bytes_most": orders.peak_reserved_bytes_most,
+        "margin_bytes_least": orders.margin_bytes_least,
+    })
+}
+
+/// What was in force, as JSON.
+pub fn in_force_object(in_force: &InForce) -> Value {
+    json!({
+        "settings": in_force.settings,
+        "settings_recorded": in_force.settings_recorded,
+        "changes": in_force.changes.iter().map(|change| json!({
+            "key": change.key,
+            "recorded": change.recorded,
+            "used": change.used,
+        })).collect::<Vec<_>>(),
+        "allocator": in_force.allocator.name(),
+        "allocator_recorded": in_force.allocator_recorded.name(),
+        "device_bytes_total": in_force.device_bytes_total,
+        "device_assumed": in_force.device_assumed,
+        "bytes_available": in_force.bytes_available,
+        "memory_limit_bytes": in_force.memory_limit,
+        "memory_limit_origin": in_force.limit_origin.name(),
+        "memory_limit_lifted_bytes": in_force.limit_lifted,
+    })
+}
+
+fn object(file: &Path, replayed: &Replayed, report: &ReplayReport) -> Value {
+    let Replayed { input_seconds, parse_seconds, bytes_decompressed, .. } = replayed;
     let Fidelity { checked, exact, addresses_equal, addresses_total, .. } = &report.fidelity;
     let inferred = &report.inferred;
     json!({
         "file": file.to_string_lossy(),
+        "device": report.device,
         "events": report.events,
         "allocations": report.allocations,
         "outcome": report.outcome.name(),
@@ -238,10 +450,19 @@ fn object(file: &Path, replayed: &Replayed) -> Value {
         },
         "oom": match &report.outcome {
             Outcome::Completed => Value::Null,
-            Outcome::OutOfMemory { event, report } => json!({ "event": event, "message": report.to_string() }),
+            Outcome::OutOfMemory { event, report: oom } => json!({
+                "event": event,
+                "message": advice(&oom.to_string(), report),
+                "bytes_requested": oom.bytes_requested,
+                "bytes_segment": oom.bytes_segment,
+            }),
         },
+        "orders": orders_object(&report.orders),
+        "control": report.control.as_ref().map(orders_object),
+        "in_force": in_force_object(&report.in_force),
         "inferred": {
             "cap_bytes": inferred.memory_limit.map(|limit| limit.used),
+            "device_full": inferred.memory_limit.is_some_and(|limit| limit.device_full),
             "free_block_order": inferred.free_block_order.name(),
             "pools_recorded": inferred.pools_recorded.iter().map(ToString::to_string).collect::<Vec<_>>(),
             "pools_inferred": inferred.pools_inferred,

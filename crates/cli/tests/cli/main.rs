@@ -1,6 +1,7 @@
 //! The built binary: exit status, stdout and stderr, and the keys of the JSON objects.
 
 mod command;
+mod explain;
 mod replay;
 mod soak;
 

@@ -126,7 +126,7 @@ fn what_if_replay_tells_whether_it_fits() {
 
 #[test]
 fn table_has_a_legend_and_remarks() {
-    let output = warpool(&["replay", &recording("oom_stacks.fraction_6gib")]);
+    let output = warpool(&["replay", "--legend", &recording("oom_stacks.fraction_6gib")]);
     assert!(output.status.success(), "{}", text(&output.stderr));
     let stdout = text(&output.stdout);
     for part in [
@@ -140,6 +140,69 @@ fn table_has_a_legend_and_remarks() {
     ] {
         assert!(stdout.contains(part), "no '{part}' in {stdout}");
     }
+}
+
+#[test]
+fn answer_names_what_is_in_force_and_the_control() {
+    let file = recording("oom_stacks.fraction_6gib");
+    let set = |entry: &'static str| vec!["replay", &file, "--orders", "2", "--set", entry];
+    let output = warpool(&set("expandable_segments:True"));
+    let stdout = text(&output.stdout);
+    for part in [
+        "fits in 2 of 2 address orders, by at least",
+        "control: the recorded program, in the same address orders",
+        "in force: settings expandable_segments:True (expandable_segments was False)",
+        "the recorded memory limit of 6 GiB",
+        "--legend explains the columns",
+    ] {
+        assert!(stdout.contains(part), "no '{part}' in {stdout}");
+    }
+    let lifted = warpool(&set("per_process_memory_fraction:1.0"));
+    assert!(text(&lifted.stdout).contains("the recorded limit of 6 GiB lifted by the settings"));
+    let quiet = warpool(&["replay", "-q", &file]);
+    assert!(!text(&quiet.stdout).contains("--legend"), "{}", text(&quiet.stdout));
+    // What changes nothing has the recorded outcome, and does not fit.
+    for nothing in [["--settings", ""], ["--settings", "expandable_segments:False"], ["--capacity", "139.8GiB"]] {
+        let arguments = [&["replay", &file, "--json", "--expect-fit"][..], &nothing[..]].concat();
+        let report = &objects(&arguments, 1)[0];
+        assert_eq!((&report["outcome"], &report["oom"]["event"]), (&"out_of_memory".into(), &108_301.into()));
+        assert_eq!(report["peak_reserved_bytes"], report["fidelity"]["recorded_peak_reserved_bytes"]);
+    }
+    let larger = &objects(&["replay", &file, "--json", "--expect-fit", "--orders", "2", "--capacity", "24GiB"], 0)[0];
+    assert_eq!(larger["in_force"]["memory_limit_lifted_bytes"], 6_u64 << 30);
+}
+
+#[test]
+fn full_device_is_not_advised_to_raise_a_limit() {
+    let output = warpool(&["replay", &recording("device_full.native")]);
+    let stdout = text(&output.stdout);
+    assert!(stdout.contains("the recorded device was full"), "{stdout}");
+    assert!(!stdout.contains("memory fraction"), "{stdout}");
+}
+
+#[test]
+fn files_of_one_name_are_told_apart_and_stdin_is_read() {
+    let whole = std::fs::read(recording("mempool.native")).expect("a recording");
+    let folder = std::env::temp_dir().join(format!("warpool-names-{}", std::process::id()));
+    for rank in ["rank0", "rank1"] {
+        std::fs::create_dir_all(folder.join(rank)).expect("a folder");
+        std::fs::write(folder.join(rank).join("s.pickle.xz"), &whole).expect("a file");
+    }
+    let file = |rank: &str| folder.join(rank).join("s.pickle.xz").to_string_lossy().into_owned();
+    let output = warpool(&["replay", &file("rank0"), &file("rank1")]);
+    let stdout = text(&output.stdout);
+    assert!(stdout.contains("rank0/s.pickle.xz") && stdout.contains("rank1/s.pickle.xz"), "{stdout}");
+    let mut child = Command::new(env!("CARGO_BIN_EXE_warpool"))
+        .args(["replay", "-", "--json"])
+        .stdin(std::process::Stdio::piped())
+        .stdout(std::process::Stdio::piped())
+        .spawn()
+        .expect("the binary was built for this test");
+    child.stdin.take().expect("a pipe").write_all(&whole).expect("it reads");
+    let output = child.wait_with_output().expect("it ends");
+    let report: serde_json::Value = serde_json::from_slice(&output.stdout).expect("one object");
+    assert_eq!((&report["file"], &report["events"]), (&"-".into(), &839.into()));
+    std::fs::remove_dir_all(&folder).expect("the folder");
 }
 
 #[test]

@@ -186,3 +186,27 @@ fn pinned_memory_does_not_overlap_memory_placed_at_process_addresses() -> Result
     assert!(refusal(placed(&gpu, unit, 512)).contains("pinned host memory"));
     Ok(())
 }
+
+#[test]
+fn scattered_addresses_are_in_the_range_and_depend_on_the_seed() -> Result<()> {
+    let range = LOW..LOW.offset(64 << 30);
+    let addresses = |seed: u64| -> Result<Vec<DevicePtr>> {
+        let gpu = gpu();
+        assert_eq!(placed(&gpu, LOW, 4 * MIB)?, LOW);
+        gpu.scatter_addresses(seed, range.clone());
+        let mut found = (0..32).map(|_| gpu.mem_alloc(DEVICE, 20 * MIB)).collect::<Result<Vec<_>>>()?;
+        assert_eq!(placed(&gpu, HIGH, 2 * MIB)?, HIGH, "placements come first");
+        found.push(gpu.vm_reserve(64 * MIB, 0, None)?);
+        assert!(found.iter().all(|ptr| range.contains(ptr) && ptr.0.is_multiple_of(2 * MIB)), "{found:?}");
+        Ok(found)
+    };
+    let (one, two) = (addresses(1)?, addresses(2)?);
+    assert_eq!(one, addresses(1)?, "the same seed gives the same addresses");
+    assert_ne!(one, two);
+    assert!(!one.is_sorted() && !two.is_sorted());
+    // A range without room: upwards.
+    let gpu = gpu();
+    gpu.scatter_addresses(3, LOW..LOW.offset(MIB));
+    assert!(gpu.mem_alloc(DEVICE, 2 * MIB)?.0 >= 1 << 47);
+    Ok(())
+}

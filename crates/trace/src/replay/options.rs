@@ -7,10 +7,19 @@ use warpool::memory::Settings;
 pub struct ReplayOptions<'a> {
     /// Settings in place of the recorded ones.
     pub settings: Option<Settings>,
+    /// Entries of a settings string, such as `expandable_segments:True`, that change single settings: of the recorded
+    /// ones, or of [`settings`](Self::settings).
+    pub changes: Option<String>,
     /// The allocator.
     pub allocator: AllocatorChoice,
     /// The memory of the device in bytes, at most 1 PiB; `None` is an H200's, or more if the recording reserved more.
+    /// With another device than the recorded one, a memory limit that was recorded no longer applies.
     pub capacity: Option<u64>,
+    /// In how many orders of addresses a what-if is replayed, where addresses can matter; `None` is
+    /// [`ADDRESS_ORDERS`].
+    pub address_orders: Option<u32>,
+    /// How many threads replay them; `None` is one for each core.
+    pub threads: Option<usize>,
     /// The most memory that a replay may take, in bytes, the recording included; `None` is
     /// [`default_memory_limit`](crate::default_memory_limit) for the recording's size in memory. Beyond it,
     /// [`ReplayError::MemoryLimit`](super::ReplayError::MemoryLimit).
@@ -19,11 +28,28 @@ pub struct ReplayOptions<'a> {
     pub progress: Option<&'a dyn Fn(ReplayProgress)>,
 }
 
+/// In how many orders of addresses a what-if is replayed.
+pub const ADDRESS_ORDERS: u32 = 16;
+
 impl ReplayOptions<'_> {
-    /// Whether anything differs from the recorded program.
-    pub(super) fn is_what_if(&self) -> bool {
-        self.settings.is_some() || self.allocator != AllocatorChoice::default() || self.capacity.is_some()
+    /// What they ask.
+    pub(super) fn what_if(&self) -> WhatIf {
+        let Self { settings, changes, allocator, capacity, .. } = self;
+        WhatIf { settings: settings.clone(), changes: changes.clone(), allocator: *allocator, capacity: *capacity }
     }
+}
+
+/// What differs from the recorded program; by default nothing.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct WhatIf {
+    /// Settings in place of the recorded ones.
+    pub settings: Option<Settings>,
+    /// Entries of a settings string that change single settings.
+    pub changes: Option<String>,
+    /// The allocator.
+    pub allocator: AllocatorChoice,
+    /// The memory of the device.
+    pub capacity: Option<u64>,
 }
 
 /// The allocator of a replay.

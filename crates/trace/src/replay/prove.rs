@@ -9,11 +9,11 @@ use super::ReplayError;
 use super::infer::{
     InferOptions, Inference, LimitBounds, MIB, PoolOrigin, RecordedHeap, RecordedRules, has_pauses, toggles,
 };
-use super::options::{AllocatorChoice, ReplayOptions};
+use super::options::AllocatorChoice;
 use super::plan::Plan;
 use super::recording::DeviceRecording;
 use super::report::{InferredLimit, ReplayReport};
-use super::run::{Expected, Run, RunResult, calls_to_restore};
+use super::run::{Expected, OnProgress, Run, RunResult, calls_to_restore};
 use crate::budget::{Budget, Exceeded};
 
 /// What was inferred about a recording, and the plan made from it.
@@ -115,17 +115,18 @@ impl Proof {
     pub fn find(
         recording: DeviceRecording<'_>,
         settings: &Settings,
-        options: &ReplayOptions<'_>,
+        progress: OnProgress<'_>,
         budget: &Budget,
     ) -> Result<Self, ReplayError> {
         if !recording.has_segments() {
             let interpretation = Interpretation::simple(recording, settings.clone(), budget)?;
             return Ok(Self { interpretation, memory_limit: None, result: None });
         }
-        Search { recording, settings, options, budget }.run()
+        Search { recording, settings, progress, budget }.run()
     }
 
-    fn is_exact(&self) -> bool {
+    /// Whether the recording was reproduced.
+    pub fn is_exact(&self) -> bool {
         self.result.as_ref().is_some_and(|result| result.first_difference.is_none())
     }
 
@@ -133,28 +134,26 @@ impl Proof {
         self.result.as_ref().map_or(0, |result| result.addresses_equal)
     }
 
+    /// The memory limit of the recorded program.
+    pub fn limit(&self) -> Option<InferredLimit> {
+        let &LimitBounds { at_least, below, device_full, .. } = self.interpretation.inference.limit.as_ref()?;
+        Some(InferredLimit { at_least, below, used: self.memory_limit?, device_full })
+    }
+
     /// Adds what was found to a report.
     pub fn add_to(&self, recording: DeviceRecording<'_>, report: &mut ReplayReport) {
         let Interpretation { inference, plan, remarks, .. } = &self.interpretation;
         let fidelity = &mut report.fidelity;
-        let is_first = report.events == 0;
-        let exact = self.is_exact() && plan.unmatched_frees == 0;
-        fidelity.checked = (is_first || fidelity.checked) && self.result.is_some();
-        fidelity.exact = (is_first || fidelity.exact) && exact;
-        fidelity.addresses_equal += self.addresses_equal();
-        fidelity.addresses_total += plan.allocations;
-        let peak = fidelity.recorded_peak_reserved_bytes.saturating_add(plan.peak_reserved_bytes);
-        fidelity.recorded_peak_reserved_bytes = peak;
-        fidelity.recorded_segments_allocated += plan.segments_allocated;
-        if fidelity.first_difference.is_none() {
-            fidelity.first_difference = self.result.as_ref().and_then(|result| result.first_difference.clone());
-        }
+        fidelity.checked = self.result.is_some();
+        fidelity.exact = self.is_exact() && plan.unmatched_frees == 0;
+        fidelity.addresses_equal = self.addresses_equal();
+        fidelity.addresses_total = plan.allocations;
+        fidelity.recorded_peak_reserved_bytes = plan.peak_reserved_bytes;
+        fidelity.recorded_segments_allocated = plan.segments_allocated;
+        fidelity.first_difference = self.result.as_ref().and_then(|result| result.first_difference.clone());
         let inferred = &mut report.inferred;
         inferred.free_block_order = inference.settings.free_block_order;
-        if let (Some(&LimitBounds { at_least, below, .. }), Some(used)) = (inference.limit.as_ref(), self.memory_limit)
-        {
-            inferred.memory_limit = Some(InferredLimit { at_least, below, used });
-        }
+        inferred.memory_limit = self.limit();
         for origin in &plan.pools {
             match origin {
                 PoolOrigin::Recorded(id) if id.is_default() => {}
@@ -182,7 +181,7 @@ struct Search<'a> {
     recording: DeviceRecording<'a>,
     /// The recorded settings.
     settings: &'a Settings,
-    options: &'a ReplayOptions<'a>,
+    progress: OnProgress<'a>,
     budget: &'a Budget,
 }
 
@@ -304,7 +303,7 @@ impl Search<'_> {
         interpretation.toggles = toggles::search(recording.events, to_start, |tried| {
             let run = self.run_as_recorded(&interpretation, limit)?;
             let expected = run.expected.map(|expected| Expected { stops_at_difference: true, ..expected });
-            let result = Run { toggles: tried, expected, progress: None, ..run }.run()?;
+            let result = Run { toggles: tried, expected, ..run }.run(None)?;
             let event = |event: u64| usize::try_from(event).expect("the index of an event");
             let end = recording.events.len();
             Ok::<_, ReplayError>(result.first_difference.map(|first| first.event.map_or(end, event)))
@@ -313,7 +312,7 @@ impl Search<'_> {
     }
 
     fn attempt(&self, interpretation: Interpretation, memory_limit: Option<u64>) -> Result<Proof, ReplayError> {
-        let result = self.run_as_recorded(&interpretation, memory_limit)?.run()?;
+        let result = self.run_as_recorded(&interpretation, memory_limit)?.run(self.progress)?;
         Ok(Proof { interpretation, memory_limit, result: Some(result) })
     }
 
@@ -323,10 +322,7 @@ impl Search<'_> {
         memory_limit: Option<u64>,
     ) -> Result<Run<'r>, ReplayError> {
         let inference = &interpretation.inference;
-        let allocator = match inference.settings.backend {
-            Backend::Paged => AllocatorChoice::Paged,
-            Backend::Native | Backend::CudaMallocAsync => AllocatorChoice::Caching,
-        };
+        let allocator = recorded_allocator(&inference.settings);
         Ok(Run {
             device: self.recording.device,
             events: self.recording.events,
@@ -339,8 +335,9 @@ impl Search<'_> {
             memory_limit,
             capacity: interpretation.capacity(self.recording, self.budget)?,
             expected: Some(Expected { retries: inference.retries, stops_at_difference: false }),
+            recorded_steps: usize::MAX,
+            scatter: None,
             toggles: &interpretation.toggles,
-            progress: self.options.progress,
             budget: self.budget,
         })
     }
@@ -356,6 +353,14 @@ impl Search<'_> {
 
     fn ordered(&self, free_block_order: FreeBlockOrder) -> Settings {
         Settings { free_block_order, ..self.settings.clone() }
+    }
+}
+
+/// The allocator that the recorded program used.
+pub(super) fn recorded_allocator(settings: &Settings) -> AllocatorChoice {
+    match settings.backend {
+        Backend::Paged => AllocatorChoice::Paged,
+        Backend::Native | Backend::CudaMallocAsync => AllocatorChoice::Caching,
     }
 }
 

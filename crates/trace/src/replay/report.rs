@@ -4,10 +4,14 @@ use std::fmt;
 
 use warpool::memory::{FreeBlockOrder, MemPoolId, OomReport};
 
+use super::options::AllocatorChoice;
+
 /// The result of a replay. The numbers are those of the requested run; [`fidelity`](Self::fidelity) is about the run
 /// with the recorded settings. Over several devices, peaks are sums over the devices.
 #[derive(Clone, Debug, Default)]
 pub struct ReplayReport {
+    /// The device.
+    pub device: u32,
     /// Events of the recording.
     pub events: u64,
     /// Allocations among them.
@@ -42,8 +46,156 @@ pub struct ReplayReport {
     pub fidelity: Fidelity,
     /// What the recording does not contain and was inferred.
     pub inferred: Inferences,
+    /// What the run was made with, and how that differs from the recording.
+    pub in_force: InForce,
+    /// The result over several orders of addresses; the other figures are those of the worst of them.
+    pub orders: AddressOrders,
+    /// The recorded program under the same freedom: recorded addresses up to the first segment that the what-if asked
+    /// for and the recording did not, and beyond it the same orders. `None` where addresses were as recorded, or do not
+    /// matter.
+    pub control: Option<AddressOrders>,
     /// Warnings about the result, such as a what-if on a recording that could not be reproduced.
     pub warnings: Vec<String>,
+}
+
+impl ReplayReport {
+    /// The sum with the report of another device; the device, what is in force and the outcome are those of the first.
+    pub(super) fn add(mut self, other: Self) -> Self {
+        let fidelity = &mut self.fidelity;
+        fidelity.checked &= other.fidelity.checked;
+        fidelity.exact &= other.fidelity.exact;
+        fidelity.addresses_equal += other.fidelity.addresses_equal;
+        fidelity.addresses_total += other.fidelity.addresses_total;
+        let peak = &mut fidelity.recorded_peak_reserved_bytes;
+        *peak = peak.saturating_add(other.fidelity.recorded_peak_reserved_bytes);
+        fidelity.recorded_segments_allocated += other.fidelity.recorded_segments_allocated;
+        fidelity.first_difference = fidelity.first_difference.take().or(other.fidelity.first_difference);
+        self.inferred.add(other.inferred);
+        self.events += other.events;
+        self.allocations += other.allocations;
+        self.peak_live_bytes = self.peak_live_bytes.saturating_add(other.peak_live_bytes);
+        self.peak_reserved_bytes = self.peak_reserved_bytes.saturating_add(other.peak_reserved_bytes);
+        self.segments_allocated += other.segments_allocated;
+        self.retries += other.retries;
+        self.ooms += other.ooms;
+        self.driver_calls += other.driver_calls;
+        self.forced_syncs += other.forced_syncs;
+        self.driver_seconds_modelled += other.driver_seconds_modelled;
+        self.run_seconds += other.run_seconds;
+        if let (Some(steady), Some(other)) = (&mut self.steady, other.steady) {
+            steady.driver_calls += other.driver_calls;
+            steady.driver_seconds_modelled += other.driver_seconds_modelled;
+            steady.remap_seconds_modelled += other.remap_seconds_modelled;
+            steady.bytes_remapped += other.bytes_remapped;
+        }
+        if matches!(self.outcome, Outcome::Completed) {
+            self.outcome = other.outcome;
+        }
+        self.warnings.extend(other.warnings);
+        self
+    }
+}
+
+impl Inferences {
+    fn add(&mut self, other: Self) {
+        self.memory_limit = self.memory_limit.or(other.memory_limit);
+        self.pools_recorded.extend(other.pools_recorded);
+        self.pools_inferred += other.pools_inferred;
+        self.segments_inferred += other.segments_inferred;
+        self.segments_assumed += other.segments_assumed;
+        self.bytes_unknown_origin += other.bytes_unknown_origin;
+        self.bytes_reserved_at_start += other.bytes_reserved_at_start;
+        self.remarks.extend(other.remarks);
+    }
+}
+
+/// What a run is made with, and how that differs from the recording.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct InForce {
+    /// The recorded settings, as a string: what differs from the defaults.
+    pub settings_recorded: String,
+    /// The settings, likewise, without those that the allocator does not have.
+    pub settings: String,
+    /// The settings that differ from the recorded ones.
+    pub changes: Vec<SettingChange>,
+    /// The allocator.
+    pub allocator: AllocatorChoice,
+    /// The allocator of the recorded program.
+    pub allocator_recorded: AllocatorChoice,
+    /// The memory of the device.
+    pub device_bytes_total: u64,
+    /// Whether that is an assumption: a recording does not contain it.
+    pub device_assumed: bool,
+    /// What of it the allocator may reserve: less the context, and within a limit.
+    pub bytes_available: u64,
+    /// The limit that is in force.
+    pub memory_limit: Option<u64>,
+    /// Where that limit comes from.
+    pub limit_origin: LimitOrigin,
+    /// The recorded limit, if it does not apply here.
+    pub limit_lifted: Option<u64>,
+}
+
+/// Where a memory limit comes from.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum LimitOrigin {
+    /// There is none.
+    #[default]
+    None,
+    /// The recorded program had it, set by a call or by its settings.
+    Recorded,
+    /// The recorded device was full at this.
+    RecordedDeviceFull,
+    /// The settings of the what-if.
+    Settings,
+}
+
+impl LimitOrigin {
+    /// Its name: `none`, `recorded`, `recorded_device_full`, `settings`.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::None => "none",
+            Self::Recorded => "recorded",
+            Self::RecordedDeviceFull => "recorded_device_full",
+            Self::Settings => "settings",
+        }
+    }
+}
+
+/// A setting that differs from the recorded one.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct SettingChange {
+    /// Its key.
+    pub key: &'static str,
+    /// Its recorded value.
+    pub recorded: String,
+    /// Its value in the run.
+    pub used: String,
+}
+
+/// The result of one program over several orders of addresses. The driver chooses addresses, and PyTorch's allocator
+/// chooses between free blocks of one size by address: a result that holds in one order need not hold in another.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct AddressOrders {
+    /// In how many orders it was replayed; 1 where all addresses were as recorded, or do not matter.
+    pub run: u32,
+    /// In how many of them no request ran out of memory.
+    pub fit: u32,
+    /// The least of the peaks of reserved bytes.
+    pub peak_reserved_bytes_least: u64,
+    /// The largest of them.
+    pub peak_reserved_bytes_most: u64,
+    /// The least that was never reserved of what the allocator may reserve, among the orders that fit.
+    pub margin_bytes_least: Option<u64>,
+}
+
+impl AddressOrders {
+    /// Whether no request runs out of memory in any order.
+    #[must_use]
+    pub const fn all_fit(&self) -> bool {
+        self.fit == self.run
+    }
 }
 
 /// The second half of the recorded time, in which most programs only repeat what they have done before: an allocator
@@ -160,7 +312,7 @@ pub struct Inferences {
     pub remarks: Vec<String>,
 }
 
-/// Bounds of a memory limit, and the value that was used.
+/// Bounds of a memory limit, and the value that was used. The limit of a full device is what it had for the program.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct InferredLimit {
     /// The limit was at least this.
@@ -169,4 +321,6 @@ pub struct InferredLimit {
     pub below: u64,
     /// The limit of the replay.
     pub used: u64,
+    /// Whether the device was full, rather than a limit set: it had less free than the failed request needed.
+    pub device_full: bool,
 }

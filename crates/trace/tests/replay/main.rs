@@ -10,3 +10,4 @@ mod program;
 mod random;
 mod recordings;
 mod steady;
+mod what_ifs;

@@ -27,7 +27,7 @@ const fn counted(
 
 /// Sorted by name.
 #[rustfmt::skip]
-const ALL: [Counted; 23] = [
+const ALL: [Counted; 30] = [
     counted("churn.expandable_cap",                1_774_190_592,  44, 7, 1),
     counted("churn.gc_call",                       1_530_920_960,  40, 0, 0),
     counted("churn.max_split_40_gc_roundup_8",     2_160_066_560,  57, 0, 0),
@@ -51,6 +51,13 @@ const ALL: [Counted; 23] = [
     counted("ring.late_streams",                     778_043_392,   2, 0, 0),
     counted("streams.empty_cache",                   847_249_408, 200, 0, 0),
     counted("streams.expandable_cap",              1_753_219_072,  87, 4, 0),
+    counted("verdict.fragmentation",               1_887_436_800,   9, 1, 1),
+    counted("verdict.growth",                      4_227_858_432,  36, 1, 1),
+    counted("verdict.limit",                       2_097_152_000,  10, 1, 1),
+    counted("verdict.live_exceeds_device",       147_102_629_888,  39, 1, 1),
+    counted("verdict.other_pool",                  2_044_723_200,  11, 1, 1),
+    counted("verdict.other_stream",                2_097_152_000,  12, 1, 1),
+    counted("verdict.outside",                    20_401_094_656,  38, 1, 1),
 ];
 
 fn snapshot(name: &str) -> Snapshot {

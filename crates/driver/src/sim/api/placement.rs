@@ -29,6 +29,12 @@ impl SimDriver {
         Ok(())
     }
 
+    /// From now on, device addresses that are not placed are drawn from `range` by `seed`, instead of being given out
+    /// upwards: another order of the same segments. If no draw of a few finds room, they are given out upwards.
+    pub fn scatter_addresses(&self, seed: u64, range: std::ops::Range<DevicePtr>) {
+        self.lock().memory.scatter_addresses(seed, range.start.0..range.end.0);
+    }
+
     /// Removes the placements that were not used.
     pub fn clear_placements(&self) {
         self.lock().memory.clear_placements();

@@ -2,13 +2,14 @@
 //!
 //! Device addresses lie above all that this process can have itself, so that pinned host memory keeps its own. They
 //! are given out upwards and reused as late as possible, so that a stale address is not mistaken for a live one. Freed
-//! ranges stay in quarantine. A replay may place memory elsewhere (`placement.rs`).
+//! ranges stay in quarantine. A replay may place memory elsewhere (`placement.rs`), or have addresses drawn from a range.
 
 use std::collections::BTreeMap;
 
 use super::backing::BackingId;
 use super::quarantine::{FreedRange, Quarantine, Removal};
 use super::reservation::Reservation;
+use crate::sim::rng;
 use crate::{DeviceId, DevicePtr, PoolId};
 
 /// The first device address, and the end of the address space.
@@ -57,20 +58,49 @@ pub struct AddressSpace {
     regions: BTreeMap<u64, (u64, Region)>,
     quarantine: Quarantine,
     next: u64,
+    scatter: Option<Scatter>,
+}
+
+/// Where addresses are drawn from, instead of being given out upwards.
+#[derive(Debug)]
+struct Scatter {
+    range: std::ops::Range<u64>,
+    seed: u64,
+    drawn: u64,
 }
 
 impl Default for AddressSpace {
     fn default() -> Self {
-        Self { regions: BTreeMap::new(), quarantine: Quarantine::default(), next: FIRST }
+        Self { regions: BTreeMap::new(), quarantine: Quarantine::default(), next: FIRST, scatter: None }
     }
 }
 
 impl AddressSpace {
     /// Unused addresses for `bytes`, aligned; `None` if no gap is large enough.
     pub fn find(&mut self, bytes: u64, align: u64) -> Option<u64> {
+        if let Some(start) = self.draw(bytes, align) {
+            return Some(start);
+        }
         let start = self.fit(self.next, bytes, align).or_else(|| self.fit(FIRST, bytes, align))?;
         self.next = start + bytes;
         Some(start)
+    }
+
+    /// Draws addresses from `range` from now on.
+    pub fn scatter(&mut self, seed: u64, range: std::ops::Range<u64>) {
+        self.scatter = Some(Scatter { range, seed, drawn: 0 });
+    }
+
+    /// Unused addresses that the seed selects; `None` if nothing is drawn, or the range is nearly full.
+    fn draw(&mut self, bytes: u64, align: u64) -> Option<u64> {
+        const DRAWS_MAX: u64 = 64;
+        let Scatter { range, seed, drawn } = self.scatter.as_mut()?;
+        let first = range.start.max(1).checked_next_multiple_of(align)?;
+        let places = range.end.min(END).checked_sub(bytes)?.checked_sub(first)? / align + 1;
+        let (seed, at) = (*seed, *drawn);
+        *drawn += DRAWS_MAX;
+        let start = |draw| first + rng::draw(seed, 0, at + draw, 0) % places * align;
+        (0..DRAWS_MAX).map(start).find(|&start| self.is_free(start, bytes))
     }
 
     fn fit(&self, from: u64, bytes: u64, align: u64) -> Option<u64> {

@@ -114,6 +114,11 @@ impl Memory {
         self.placements.set_reservation(ptr);
     }
 
+    /// Draws addresses that are not placed from `range`.
+    pub fn scatter_addresses(&mut self, seed: u64, range: std::ops::Range<u64>) {
+        self.space.scatter(seed, range);
+    }
+
     pub fn clear_placements(&mut self) {
         self.placements.clear();
     }

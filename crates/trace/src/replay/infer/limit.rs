@@ -29,6 +29,8 @@ pub(in crate::replay) enum ReleaseCause {
 pub(in crate::replay) struct LimitBounds {
     pub at_least: u64,
     pub below: u64,
+    /// The device itself was full: it had less free than a failed request needed.
+    pub device_full: bool,
     /// Values to try, the likeliest first.
     pub candidates: Vec<u64>,
 }
@@ -57,12 +59,14 @@ pub(super) fn infer_causes(observed: &Observations, pools: &InferredPools, rules
     let mut remarks = Vec::new();
 
     let mut failures = 0;
+    let mut device_full = false;
     let mut unexplained = 0_u64;
     for failure in &observed.failed_requests {
         let bytes = failure.bytes_reserved.saturating_add(failure.segment_bytes);
         if bytes > at_least {
             below = below.min(bytes);
             failures += 1;
+            device_full |= failure.device_free < failure.segment_bytes;
             continue;
         }
         unexplained += 1;
@@ -120,6 +124,7 @@ pub(super) fn infer_causes(observed: &Observations, pools: &InferredPools, rules
     let limit = (below < u64::MAX && at_least < below).then(|| LimitBounds {
         at_least,
         below,
+        device_full,
         candidates: likely_limits(at_least, below),
     });
     // A failed request was retried too.

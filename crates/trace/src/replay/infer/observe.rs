@@ -61,6 +61,8 @@ pub(super) struct FailedRequest {
     pub bytes_reserved: u64,
     /// The size of the segment for it, which a limit is compared with.
     pub segment_bytes: u64,
+    /// What was free on the device.
+    pub device_free: u64,
 }
 
 /// Two segments that cannot have been in one pool: a block of `passed_over` would have been preferred.
@@ -188,7 +190,11 @@ impl Pass<'_> {
                 let segment_bytes = self.sizes().segment(event.size);
                 let bytes_reserved = self.heap.bytes_reserved();
                 self.count(3 * size_of::<FailedRequest>() as u64);
-                self.found.failed_requests.push(FailedRequest { bytes_reserved, segment_bytes });
+                self.found.failed_requests.push(FailedRequest {
+                    bytes_reserved,
+                    segment_bytes,
+                    device_free: event.addr,
+                });
                 true
             }
             Action::SegmentFree | Action::SegmentUnmap | Action::Snapshot | Action::Annotate => true,

@@ -82,6 +82,11 @@ impl DeviceMemory {
         Ok(self.charge.budget().check()?)
     }
 
+    /// What was taken out of the budget at most.
+    pub fn bytes_taken(&self) -> u64 {
+        self.charge.bytes()
+    }
+
     /// Whether to count before this step.
     #[inline]
     pub fn is_due(&mut self, step: &Step) -> bool {

@@ -14,12 +14,12 @@ use warpool::{Error, Result};
 use super::ReplayError;
 use super::infer::{Inference, PoolIndex, RetryBounds};
 use super::options::{AllocatorChoice, ReplayProgress};
-use super::plan::{Plan, SegmentEvent, Step, StreamIndex};
+use super::plan::{PausedUse, Plan, SegmentEvent, Step, StreamIndex};
 use super::recording::allocates_segment;
 use super::report::Difference;
 use crate::budget::{Budget, bytes_of};
 use compare::Comparison;
-use device::{Counters, DEVICE, DeviceOptions, ReplayDevice};
+use device::{Counters, DEVICE, DeviceOptions, ReplayDevice, SegmentAction};
 use memory::DeviceMemory;
 use restore::Restore;
 
@@ -43,10 +43,21 @@ pub(super) struct Run<'a> {
     /// If the recording should be reproduced: memory comes from the driver at the recorded addresses, and everything is
     /// compared.
     pub expected: Option<Expected>,
+    /// Before this step memory comes at the recorded addresses as long as the recorded segments are asked for.
+    pub recorded_steps: usize,
+    /// How the driver chooses other addresses; `None` is upwards.
+    pub scatter: Option<Scatter>,
     /// The events before which `expandable_segments` changes.
     pub toggles: &'a [u32],
-    pub progress: Option<&'a dyn Fn(ReplayProgress)>,
     pub budget: &'a Budget,
+}
+
+/// Addresses that are drawn from a range.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Scatter {
+    pub seed: u64,
+    pub low: u64,
+    pub high: u64,
 }
 
 /// What a run is compared with, beside the events.
@@ -58,7 +69,7 @@ pub(super) struct Expected {
 }
 
 /// The result of a run.
-#[derive(Debug, Default)]
+#[derive(Clone, Debug, Default)]
 pub(super) struct RunResult {
     pub addresses_equal: u64,
     pub first_difference: Option<Difference>,
@@ -79,6 +90,10 @@ pub(super) struct RunResult {
     pub not_started: bool,
     /// Recorded failures that succeeded here.
     pub failures_avoided: u64,
+    /// The memory that the run took on this machine, as estimated.
+    pub bytes_taken: u64,
+    /// The first step whose segments are not the recorded ones; `None` if all are.
+    pub leaves_recorded_at: Option<usize>,
 }
 
 /// What a run did in the second half of the recorded time.
@@ -90,8 +105,11 @@ pub(super) struct SteadyResult {
     pub bytes_remapped: u64,
 }
 
+/// Called now and then during a run.
+pub(super) type OnProgress<'a> = Option<&'a dyn Fn(ReplayProgress)>;
+
 impl Run<'_> {
-    pub fn run(&self) -> std::result::Result<RunResult, ReplayError> {
+    pub fn run(&self, progress: OnProgress<'_>) -> std::result::Result<RunResult, ReplayError> {
         let plan = self.plan;
         let mut memory = DeviceMemory::new(self)?;
         memory.add(bytes_of::<Option<Allocation>>(plan.slots))?;
@@ -104,6 +122,9 @@ impl Run<'_> {
             paused_streams: plan.paused_streams,
             pools: &plan.pools,
         })?;
+        if let Some(Scatter { seed, low, high }) = self.scatter {
+            device.driver().scatter_addresses(seed, DevicePtr(low)..DevicePtr(high));
+        }
         let mut slots = vec![None; plan.slots];
         memory.add_restored(self)?;
         match self.restore(&mut device, &mut slots) {
@@ -127,6 +148,7 @@ impl Run<'_> {
         let live_bytes = slots.iter().flatten().map(|block: &Allocation| live_size(block.bytes_requested)).sum::<u64>();
         let mut runner = Runner {
             run: self,
+            progress,
             device,
             slots,
             comparison: Comparison::new(self.device, self.events),
@@ -134,7 +156,13 @@ impl Run<'_> {
             toggles: self.toggles,
             next_toggle: self.toggles.first().copied().unwrap_or(u32::MAX),
             live_bytes,
-            result: RunResult { peak_live_bytes: live_bytes, ..RunResult::default() },
+            result: RunResult {
+                peak_live_bytes: live_bytes,
+                leaves_recorded_at: (!self.starts_as_recorded()).then_some(0),
+                ..RunResult::default()
+            },
+            asks_as_recorded: self.starts_as_recorded(),
+            completed_late: Vec::new(),
             before_steady: None,
             memory,
         };
@@ -150,6 +178,12 @@ impl Run<'_> {
         };
         let restore = Restore { initial, inference: self.inference, plan: self.plan, settings: self.settings };
         if self.restores_segments { restore.exactly(device, slots) } else { restore.blocks_only(device, slots) }
+    }
+
+    /// Whether the initial state is the recorded one.
+    fn starts_as_recorded(&self) -> bool {
+        let has_initial = self.inference.initial.as_ref().is_some_and(|initial| !initial.is_empty());
+        self.allocator == AllocatorChoice::Caching && (self.restores_segments || !has_initial)
     }
 
     /// The first step in the second half of the recorded time, or the number of steps.
@@ -191,6 +225,7 @@ fn out_of_memory_at_start(device: &ReplayDevice, report: Box<OomReport>) -> Resu
 
 struct Runner<'a> {
     run: &'a Run<'a>,
+    progress: OnProgress<'a>,
     device: ReplayDevice,
     slots: Vec<Option<Allocation>>,
     comparison: Comparison<'a>,
@@ -201,6 +236,10 @@ struct Runner<'a> {
     next_toggle: u32,
     live_bytes: u64,
     result: RunResult,
+    /// Whether the same segments were asked for as in the recording so far: their actions and sizes.
+    asks_as_recorded: bool,
+    /// Uses that the recorded allocator waited for in the next step, and this one may not.
+    completed_late: Vec<PausedUse>,
     /// The counters at the first step of the second half.
     before_steady: Option<Counters>,
     memory: DeviceMemory,
@@ -252,12 +291,12 @@ impl<'a> Runner<'a> {
                     self.toggle_expandable_segments();
                 }
                 let recorded = self.recorded_segment_events(number);
-                let result = if recorded.is_empty() {
+                let result = if recorded.is_empty() || !self.places_as_recorded(number) {
                     self.device.allocate(stream, pool, bytes)
                 } else {
                     self.allocate_at_recorded_address(stream, pool, bytes, recorded)
                 };
-                self.compare_segments(event, recorded);
+                self.compare_segments(number, event, recorded)?;
                 match result {
                     Ok(block) => {
                         self.live_bytes = self.live_bytes.saturating_add(live_size(bytes));
@@ -290,9 +329,11 @@ impl<'a> Runner<'a> {
                 }
             }
             Step::Complete { paused, awaited, .. } => {
-                // As recorded, the allocator is about to wait for it.
-                if !awaited || self.run.expected.is_none() {
+                if !awaited {
                     self.device.complete(paused)?;
+                } else if self.run.expected.is_none() {
+                    // As recorded, the allocator is about to wait for it.
+                    self.completed_late.push(paused);
                 }
             }
             Step::FailedAlloc { bytes, event, stream, pool } => {
@@ -310,13 +351,13 @@ impl<'a> Runner<'a> {
                     }
                     Err(error) => return Err(error),
                 }
-                self.compare_segments(event, recorded);
+                self.compare_segments(number, event, recorded)?;
             }
             Step::ReleasePool { pool, .. } => self.device.release_pool(pool)?,
             Step::Trim { event, pool } => {
                 let recorded = self.recorded_segment_events(number);
                 self.device.trim(pool)?;
-                self.compare_segments(event, recorded);
+                self.compare_segments(number, event, recorded)?;
             }
         }
         Ok(Flow::Continue)
@@ -359,9 +400,6 @@ impl<'a> Runner<'a> {
         bytes: u64,
         recorded: &[SegmentEvent],
     ) -> Result<Allocation> {
-        if self.run.expected.is_none() {
-            return self.device.allocate(stream, pool, bytes);
-        }
         let driver = self.device.driver();
         let events = recorded.iter().map(|segment| &self.run.events[segment.event as usize]);
         for event in events {
@@ -386,14 +424,39 @@ impl<'a> Runner<'a> {
         }
     }
 
+    /// Whether memory comes at the recorded addresses in this step.
     #[inline]
-    fn compare_segments(&mut self, event: u32, recorded: &[SegmentEvent]) {
+    fn places_as_recorded(&self, step: usize) -> bool {
+        self.run.expected.is_some() || (self.asks_as_recorded && step < self.run.recorded_steps)
+    }
+
+    #[inline]
+    fn compare_segments(&mut self, step: usize, event: u32, recorded: &[SegmentEvent]) -> Result<()> {
         if self.device.segment_action_count() > 0 || !recorded.is_empty() {
             let got = self.device.take_segment_actions();
             self.result.segments_allocated += got.iter().filter(|got| allocates_segment(got.action)).count() as u64;
             if self.run.expected.is_some() {
                 self.comparison.segments(event, recorded.iter().map(|segment| segment.event), &got);
+            } else if self.asks_as_recorded {
+                self.note_segments(step, recorded, &got);
             }
+        }
+        if !self.completed_late.is_empty() {
+            let late = std::mem::take(&mut self.completed_late);
+            late.into_iter().try_for_each(|paused| self.device.complete(paused))?;
+        }
+        Ok(())
+    }
+
+    /// Notes where a what-if leaves the recording: with other addresses first, or with other segments.
+    fn note_segments(&mut self, step: usize, recorded: &[SegmentEvent], got: &[SegmentAction]) {
+        let events = || recorded.iter().map(|segment| &self.run.events[segment.event as usize]);
+        let same_count = recorded.len() == got.len();
+        let is_asked =
+            |(event, got): (&TraceEntry, &SegmentAction)| event.action == got.action && event.size == got.bytes;
+        self.asks_as_recorded = same_count && events().zip(got).all(is_asked);
+        if !(self.asks_as_recorded && events().zip(got).all(|(event, got)| event.addr == got.addr)) {
+            self.result.leaves_recorded_at.get_or_insert(step);
         }
     }
 
@@ -404,6 +467,7 @@ impl<'a> Runner<'a> {
         result.peak_reserved_bytes = stats.reserved_bytes.all.peak;
         result.retries = stats.num_alloc_retries;
         result.ooms = stats.num_ooms;
+        result.bytes_taken = self.memory.bytes_taken();
         result.driver_calls = after.calls - before.calls;
         result.forced_syncs = after.syncs - before.syncs;
         result.driver_seconds = (after.time - before.time).as_secs_f64();
@@ -427,7 +491,7 @@ impl<'a> Runner<'a> {
 
     /// In events of the recording, of which there are more than steps.
     fn report_progress(&self, step: usize, steps: usize) {
-        if let Some(progress) = self.run.progress {
+        if let Some(progress) = self.progress {
             let total = self.run.events.len() as u64;
             let done = if steps == 0 { total } else { total * step as u64 / steps as u64 };
             progress(ReplayProgress { done, total });

@@ -30,7 +30,7 @@ impl Restore<'_> {
         for block in &self.plan.initial_blocks {
             in_use[self.segment_of(block) as usize].push(block);
         }
-        caching.set_settings(Settings { expandable_segments: true, ..splitting_settings() });
+        caching.set_settings(Settings { expandable_segments: true, ..self.splitting_settings() });
         let (mut pending, mut free) = (Vec::new(), Vec::new());
         for (id, allocations) in filled {
             allocations.into_iter().try_for_each(|block| device.free(block))?;
@@ -88,7 +88,7 @@ impl Restore<'_> {
         for (id, segment) in ids.map(|id| (id, self.initial.heap.segment(id))).filter(|(_, it)| it.bytes > 0) {
             // Other settings are applied to all blocks that exist, so only where they change.
             if expandable.replace(segment.expandable) != Some(segment.expandable) {
-                caching.set_settings(Settings { expandable_segments: segment.expandable, ..splitting_settings() });
+                caching.set_settings(Settings { expandable_segments: segment.expandable, ..self.splitting_settings() });
             }
             let filled = self.allocate_segment(device, id, segment)?;
             let ranges = self.mapped_ranges(id);
@@ -177,6 +177,12 @@ impl Restore<'_> {
         caching.allocate_at(request, DevicePtr(addr))
     }
 
+    /// Settings under which every block is split, in address ranges as long as those of the run.
+    fn splitting_settings(&self) -> Settings {
+        let expandable_segments_reserve = self.settings.expandable_segments_reserve;
+        Settings { free_block_order: FreeBlockOrder::Address, expandable_segments_reserve, ..Settings::default() }
+    }
+
     fn segment_of(&self, block: &InitialBlock) -> SegmentId {
         self.initial.heap.blocks()[&block.addr].segment
     }
@@ -185,11 +191,6 @@ impl Restore<'_> {
         let at = self.plan.streams.binary_search(&stream).expect("the plan has all streams");
         StreamIndex::try_from(at).expect("the plan numbers them so")
     }
-}
-
-/// Settings under which every block is split.
-fn splitting_settings() -> Settings {
-    Settings { free_block_order: FreeBlockOrder::Address, ..Settings::default() }
 }
 
 /// A range as requests that a segment of that kind can serve.

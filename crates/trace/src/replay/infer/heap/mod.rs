@@ -213,6 +213,24 @@ impl RecordedHeap {
         Some(block.segment)
     }
 
+    /// A request got a block at `addr` that these rules do not place there: it is cut out of the free block around it.
+    /// `None` if there is none.
+    pub fn alloc_exactly(&mut self, addr: u64, requested: u64) -> Option<SegmentId> {
+        let bytes = self.rules.sizes().round(requested);
+        let (start, block) = self.free_block_around(addr, bytes)?;
+        self.remove(start);
+        let free = |bytes| RecordedBlock { bytes, requested: 0, ..block };
+        if start < addr {
+            self.insert(start, free(addr - start));
+        }
+        let (end, block_end) = (addr + bytes, start + block.bytes);
+        if end < block_end {
+            self.insert(end, free(block_end - end));
+        }
+        self.insert(addr, RecordedBlock { bytes, requested, state: BlockState::ActiveAllocated, ..block });
+        Some(block.segment)
+    }
+
     /// The block at `addr` was freed, and streams may still use it. `None` if it is not allocated.
     pub fn free_requested(&mut self, addr: u64) -> Option<()> {
         let block = self.blocks.get_mut(&addr).filter(|block| block.state == BlockState::ActiveAllocated)?;

@@ -1,0 +1,135 @@
+//! `warpool explain`: why a recorded program ran out of memory. Files are explained in parallel; `text.rs` writes one
+//! explanation for people, `ranks.rs` compares many files, `object.rs` makes JSON.
+
+mod object;
+mod ranks;
+mod text;
+
+use std::path::{Path, PathBuf};
+
+use indicatif::ProgressBar;
+use warpool_trace::explain::{ExplainOptions, Explanation, Frameworks, explain};
+
+use crate::files::{expand_folders, short_names};
+use crate::inputs::{self, in_parallel, replay_error, show_progress, threads_each};
+use crate::output::{self, CommandError, Output, Result, Verdict};
+use crate::size;
+
+/// From so many explanations on they are compared in one table, and not written one by one.
+const RANKS_MIN: usize = 4;
+
+/// Explains why a recorded program ran out of memory, and what would have fitted
+///
+/// For the moment of an out-of-memory event, or else of the peak: who held memory, by call stack, line and module; where
+/// the rest of the device's memory was; the verdict, with the numbers behind it; and which change would have fitted,
+/// found by replays. Record with stacks to see who held memory:
+/// torch.cuda.memory._record_memory_history(), and on failure torch.cuda.memory._dump_snapshot("oom.pickle").
+///
+/// With four files or more, or a folder of them (one per rank), it compares them and names those that differ.
+#[derive(Debug, clap::Args)]
+#[command(after_help = "Exit status: 0 success, 2 a file cannot be read or needs more than --memory-limit.\n\n\
+    Examples:\n  \
+    warpool explain oom.pickle\n  \
+    warpool explain oom.pickle --capacity 79.1GiB --framework transformers\n  \
+    warpool explain snapshots/ --no-fits\n  \
+    warpool explain oom.pickle --json")]
+pub struct Args {
+    /// Recordings, or folders of them; `-` is the standard input
+    #[arg(required = true, value_name = "FILE")]
+    files: Vec<PathBuf>,
+    /// Memory of the device that the program ran on, for example 79.1GiB; recordings do not contain it [default: that
+    /// of an H200, or more if the recording needs more]
+    #[arg(long, value_name = "SIZE", value_parser = size::parse)]
+    capacity: Option<u64>,
+    /// A package or a part of a path whose code is not your own, beside torch and its companions; may be repeated
+    #[arg(long, value_name = "NAME")]
+    framework: Vec<String>,
+    /// Name the innermost line, whoever's code it is
+    #[arg(long, conflicts_with = "framework")]
+    all_frames: bool,
+    /// How many rows the tables of holders have
+    #[arg(long, value_name = "COUNT", default_value_t = 10)]
+    rows: usize,
+    /// Leave out what would have fitted, which takes replays
+    #[arg(long)]
+    no_fits: bool,
+    /// In how many orders of addresses a change is replayed, where addresses can matter
+    #[arg(long, value_name = "COUNT", default_value_t = 8, value_parser = clap::value_parser!(u32).range(1..=1000))]
+    orders: u32,
+    /// The most memory of this machine that one file may take, for example 16GiB
+    #[arg(long, value_name = "SIZE", value_parser = size::parse)]
+    memory_limit: Option<u64>,
+    /// One JSON object per file and device
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// The explanation of one device of one file.
+struct Explained {
+    /// The file as it was given.
+    file: PathBuf,
+    /// The name that tells it apart, with the device if there are several.
+    name: String,
+    explanation: Explanation,
+}
+
+pub fn run(args: &Args, quiet: bool, output: &mut Output) -> Result<Verdict> {
+    let files = expand_folders(&args.files)?;
+    let names = short_names(&files);
+    let frameworks = match args.all_frames {
+        true => Frameworks::only(&[]),
+        false => Frameworks::default().with(&args.framework),
+    };
+    let work = |file: &Path, bar: &ProgressBar| explain_file(file, args, &frameworks, files.len(), bar);
+    let (mut explained, mut unreadable) = (Vec::new(), Vec::new());
+    in_parallel(&files, quiet, work, |index, result| {
+        match result {
+            Ok(devices) => {
+                let several = devices.len() > 1;
+                for explanation in devices {
+                    output.object(&object::object(&files[index], &explanation))?;
+                    let device = if several { format!(" GPU {}", explanation.device) } else { String::new() };
+                    let name = format!("{}{device}", names[index]);
+                    explained.push(Explained { file: files[index].clone(), name, explanation });
+                }
+            }
+            Err(error) => unreadable.push(output::printable(&error)),
+        }
+        Ok(())
+    })?;
+    if explained.len() >= RANKS_MIN {
+        ranks::write(&explained, output)?;
+    } else {
+        for (number, explained) in explained.iter().enumerate() {
+            if number > 0 {
+                output.line("")?;
+            }
+            text::write(explained, args.rows, quiet, output)?;
+        }
+    }
+    match unreadable.is_empty() {
+        true => Ok(Verdict::Success),
+        false => Err(CommandError::Usage(unreadable.join("\nwarpool: "))),
+    }
+}
+
+fn explain_file(
+    file: &Path,
+    args: &Args,
+    frameworks: &Frameworks,
+    files: usize,
+    bar: &ProgressBar,
+) -> std::result::Result<Vec<Explanation>, String> {
+    let opened = inputs::open(file, true, args.memory_limit, bar)?;
+    bar.set_message("replaying");
+    let options = ExplainOptions {
+        capacity: args.capacity,
+        frameworks: frameworks.clone(),
+        skips_fits: args.no_fits,
+        address_orders: Some(args.orders),
+        threads: Some(threads_each(files)),
+        memory_limit: Some(opened.memory_limit),
+        progress: Some(&|progress| show_progress(bar, progress)),
+    };
+    explain(&opened.recording.snapshot, &options).map_err(|error| replay_error(file, &error))
+}

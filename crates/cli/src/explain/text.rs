@@ -1,0 +1,228 @@
+//! One explanation for people: a few lines of prose first, tables after.
+
+use std::io;
+
+use warpool_trace::explain::{Explanation, Fit, Holder, Moment, MomentKind, Parts, Verdict};
+
+use super::Explained;
+use crate::output::{self, Output};
+use crate::size;
+
+/// Writes the prose and the tables of an explanation.
+pub(super) fn write(explained: &Explained, rows: usize, quiet: bool, output: &mut Output) -> io::Result<()> {
+    let Explained { name, explanation, .. } = explained;
+    let moment = explanation.moment();
+    output.heading(&format!("{name}: {}", headline(explanation)))?;
+    output.paragraph(&when(explanation))?;
+    output.paragraph(&sentences(&moment.evidence))?;
+    output.paragraph(&held_by(moment))?;
+    if let Some(growth) = &explanation.growth {
+        let what: Vec<String> = growth.holders.iter().take(3).map(named).collect();
+        output.paragraph(&format!("What stays allocated from iteration to iteration: {}.", what.join("; ")))?;
+    }
+    output.paragraph(&what_fits(explanation))?;
+    output.line("")?;
+    parts_table(&moment.parts, explanation, output)?;
+    holders_tables(moment, rows, output)?;
+    fits_table(&explanation.fits, output)?;
+    if !quiet {
+        for remark in &explanation.remarks {
+            output.paragraph(&format!("Remark: {remark}."))?;
+        }
+    }
+    Ok(())
+}
+
+fn headline(explanation: &Explanation) -> String {
+    let verdict = explanation.moment().verdict;
+    match verdict {
+        Verdict::Fitted | Verdict::Unknown => verdict.words().to_owned(),
+        _ => format!("out of memory: {}", verdict.words()),
+    }
+}
+
+fn when(explanation: &Explanation) -> String {
+    let moment = explanation.moment();
+    let time = moment.time_us.map_or_else(String::new, |time_us| {
+        #[expect(clippy::cast_precision_loss, reason = "seconds with two decimals")]
+        let seconds = time_us as f64 / 1e6;
+        format!(", {seconds:.2} s after the first event")
+    });
+    let event = moment.event.unwrap_or(0);
+    match moment.kind {
+        MomentKind::OutOfMemory => {
+            let which = match explanation.ooms {
+                1 => String::new(),
+                count => format!(" (the last of {count} such events)"),
+            };
+            format!("A request ran out of memory at event {event}{time}{which}.")
+        }
+        MomentKind::Peak => format!("Nothing ran out of memory. The peak is at event {event}{time}."),
+        MomentKind::Snapshot => "There is no history: this is the state when the snapshot was taken.".to_owned(),
+    }
+}
+
+/// The evidence as one paragraph.
+fn sentences(evidence: &[String]) -> String {
+    let sentence = |text: &String| {
+        let mut letters = text.chars();
+        letters.next().map_or_else(String::new, |first| format!("{}{}.", first.to_uppercase(), letters.as_str()))
+    };
+    evidence.iter().map(sentence).collect::<Vec<_>>().join(" ")
+}
+
+fn held_by(moment: &Moment) -> String {
+    let holders = &moment.holders;
+    if holders.bytes == 0 {
+        return "Nothing was allocated.".to_owned();
+    }
+    let largest: Vec<String> = holders.groups.iter().take(3).map(named).collect();
+    let largest = format!("Of {} allocated, most is held by {}.", size::format(holders.bytes), largest.join("; "));
+    match holders.has_stacks() {
+        true => largest,
+        false => format!(
+            "{largest} The recording has no call stacks: to see which lines hold memory, record it with \
+             torch.cuda.memory._record_memory_history(stacks=\"python\")."
+        ),
+    }
+}
+
+/// A group in a sentence.
+fn named(holder: &Holder) -> String {
+    let blocks = if holder.count == 1 { "1 block".to_owned() } else { format!("{} blocks", holder.count) };
+    let from = holder.line.as_ref().filter(|line| **line != holder.name);
+    let from = from.map_or_else(String::new, |line| format!(", from {line}"));
+    format!("{} with {} in {blocks}{from}", holder.name, size::format(holder.bytes))
+}
+
+fn what_fits(explanation: &Explanation) -> String {
+    if explanation.fits.is_empty() {
+        return match explanation.moment().kind {
+            MomentKind::OutOfMemory => "What would have fitted was not examined.".to_owned(),
+            MomentKind::Peak | MomentKind::Snapshot => String::new(),
+        };
+    }
+    match explanation.fits.iter().find(|fit| fit.fits) {
+        Some(fit) => {
+            let margin = fit.orders.margin_bytes_least.unwrap_or(0);
+            let margin = format!(
+                "by at least {} in {} of {} address orders",
+                size::format(margin),
+                fit.orders.fit,
+                fit.orders.run
+            );
+            format!("The smallest change that would have fitted: {}, {margin}, {}.", setting(fit), cost(fit))
+        }
+        None => "Nothing that was tried would have fitted but fewer bytes: no setting, no allocator, no larger \
+                 device."
+            .to_owned(),
+    }
+}
+
+/// What to set.
+fn setting(fit: &Fit) -> String {
+    match fit.variable {
+        "" => format!("a device of {}", fit.set),
+        variable => format!("{variable}={}", fit.set),
+    }
+}
+
+fn cost(fit: &Fit) -> String {
+    match fit.driver_seconds_more {
+        more if more > 0.0005 => format!("with {more:.3} s more in driver calls"),
+        more if more < -0.0005 => format!("with {:.3} s less in driver calls", -more),
+        _ => "with as much time in driver calls".to_owned(),
+    }
+}
+
+/// What the parts mean.
+const MEANINGS: [(&str, &str); 10] = [
+    ("allocated", "allocated, as requested"),
+    ("rounding", "rounding inside allocated blocks"),
+    ("free_too_small", "free for this request's stream and pool, in pieces too small for it"),
+    ("free_large_enough", "free, in pieces large enough"),
+    ("free_other_size", "free in segments for requests of the other size class"),
+    ("free_other_streams", "free for other streams"),
+    ("free_other_pools", "free in other pools (graphs, MemPools)"),
+    ("waiting_for_streams", "freed, waiting for streams"),
+    ("not_reserved", "not reserved"),
+    ("outside", "outside the allocator (context, other processes)"),
+];
+
+fn parts_table(parts: &Parts, explanation: &Explanation, output: &mut Output) -> io::Result<()> {
+    let mut table = output::table(&["part", ">bytes", ">share"]);
+    let total = parts.total();
+    for (name, bytes) in parts.named().into_iter().filter(|&(_, bytes)| bytes > 0) {
+        let meaning = MEANINGS.iter().find(|(part, _)| *part == name).map_or(name, |(_, meaning)| meaning);
+        table.add_row([meaning.to_owned(), size::format(bytes), percent(bytes, total)]);
+    }
+    let assumed = if explanation.device_assumed { " (assumed)" } else { "" };
+    output.table(&format!("Where the device's {}{assumed} were", size::format(total)), &table)
+}
+
+fn holders_tables(moment: &Moment, rows: usize, output: &mut Output) -> io::Result<()> {
+    let holders = &moment.holders;
+    let bytes = holders.bytes;
+    let mut table = output::table(&[">bytes", ">share", ">blocks", "allocated by", "called by", "from"]);
+    for holder in holders.groups.iter().take(rows) {
+        // The path ends with the allocating call. That a module calls itself says little.
+        let callers = || holder.path.iter().rev().skip(1);
+        let telling = callers().find(|caller| !caller.starts_with("forward ("));
+        let caller = telling.or_else(|| callers().next()).map_or("", String::as_str);
+        let from = holder.line.as_deref().filter(|line| *line != holder.name).unwrap_or_default();
+        let (share, count) = (percent(holder.bytes, bytes), holder.count.to_string());
+        table.add_row([
+            size::format(holder.bytes),
+            share,
+            count,
+            holder.name.clone(),
+            caller.to_owned(),
+            from.to_owned(),
+        ]);
+    }
+    output.table(&titled("Who held memory", rows, holders.groups.len()), &table)?;
+    let others = match holders.has_stacks() {
+        true => [("By line", &holders.by_line), ("By module", &holders.by_module)].to_vec(),
+        false => vec![("By age", &holders.by_age)],
+    };
+    for (title, groups) in others {
+        let mut table = output::table(&[">bytes", ">share", ">blocks", "where"]);
+        for group in groups.iter().take(rows) {
+            let (share, count) = (percent(group.bytes, bytes), group.count.to_string());
+            table.add_row([size::format(group.bytes), share, count, group.name.clone()]);
+        }
+        output.table(&titled(title, rows, groups.len()), &table)?;
+    }
+    Ok(())
+}
+
+fn titled(title: &str, rows: usize, all: usize) -> String {
+    if all > rows { format!("{title}, the largest {rows} of {all}") } else { title.to_owned() }
+}
+
+fn fits_table(fits: &[Fit], output: &mut Output) -> io::Result<()> {
+    if fits.is_empty() {
+        return Ok(());
+    }
+    let mut table = output::table(&["change", "fits", ">margin", ">reserved", ">driver time", ">retries"]);
+    for fit in fits {
+        let orders = match fit.orders.run {
+            1 => if fit.fits { "yes" } else { "no" }.to_owned(),
+            run => format!("in {} of {run} orders", fit.orders.fit),
+        };
+        let margin = fit.orders.margin_bytes_least.filter(|_| fit.fits).map_or_else(|| "-".to_owned(), size::format);
+        let reserved = size::format(fit.orders.peak_reserved_bytes_most);
+        let time = format!("{:.3} s", fit.driver_seconds);
+        table.add_row([setting(fit), orders, margin, reserved, time, fit.retries.to_string()]);
+    }
+    output.table("What would have fitted, by replays", &table)
+}
+
+fn percent(bytes: u64, whole: u64) -> String {
+    if whole == 0 {
+        return "-".to_owned();
+    }
+    #[expect(clippy::cast_precision_loss, reason = "a percentage")]
+    let percent = 100.0 * bytes as f64 / whole as f64;
+    format!("{percent:.1}%")
+}

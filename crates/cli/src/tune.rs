@@ -1,0 +1,211 @@
+//! `warpool tune`: which settings serve recorded programs best.
+
+use std::io;
+use std::path::{Path, PathBuf};
+use std::time::Instant;
+
+use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use serde_json::{Value, json};
+use warpool_trace::replay::{DeviceReplay, DeviceReplays, ReplayOptions};
+use warpool_trace::tune::{Candidate, TrialOptions, Tuned, candidates, tune};
+
+use crate::files::{expand_folders, short_names};
+use crate::inputs::{self, Opened, in_parallel, replay_error};
+use crate::output::{self, CommandError, Output, Result, Verdict};
+use crate::size;
+
+/// Finds the settings that serve recorded programs best, by replays
+///
+/// Replays allocators and the settings that have an effect on the recordings, the recorded settings among them as a
+/// control, and ranks them: those that fit first, by peak reserved bytes, then by driver time. With several recordings it
+/// finds one setting for all.
+#[derive(Debug, clap::Args)]
+#[command(after_help = "Exit status: 0 success, 1 nothing that was tried fits, 2 a file cannot be read or needs more \
+    than --memory-limit.\n\n\
+    Examples:\n  \
+    warpool tune train.pickle\n  \
+    warpool tune rank0.pickle rank1.pickle --capacity 79.1GiB\n  \
+    warpool tune train.pickle --json")]
+pub struct Args {
+    /// Recordings, or folders of them; `-` is the standard input
+    #[arg(required = true, value_name = "FILE")]
+    files: Vec<PathBuf>,
+    /// Memory of the device, for example 24GiB [default: that of an H200 with the recorded limit, or more if the
+    /// recording needs more]
+    #[arg(long, value_name = "SIZE", value_parser = size::parse)]
+    capacity: Option<u64>,
+    /// A further candidate, in the format of PYTORCH_CUDA_ALLOC_CONF; may be repeated
+    #[arg(long, value_name = "STRING")]
+    r#try: Vec<String>,
+    /// In how many orders of addresses a candidate is replayed, where addresses can matter
+    #[arg(long, value_name = "COUNT", default_value_t = 4, value_parser = clap::value_parser!(u32).range(1..=1000))]
+    orders: u32,
+    /// The most memory of this machine that one file may take, for example 16GiB
+    #[arg(long, value_name = "SIZE", value_parser = size::parse)]
+    memory_limit: Option<u64>,
+    /// One JSON object per candidate, the best first
+    #[arg(long)]
+    pub json: bool,
+}
+
+pub fn run(args: &Args, quiet: bool, output: &mut Output) -> Result<Verdict> {
+    let start = Instant::now();
+    let files = expand_folders(&args.files)?;
+    let names = short_names(&files);
+    let extra = parse_extra(&args.r#try)?;
+    let opened = open_all(&files, args, quiet)?;
+    let mut replays = Vec::new();
+    for (file, opened) in files.iter().zip(&opened) {
+        let options = ReplayOptions { memory_limit: Some(opened.memory_limit), ..ReplayOptions::default() };
+        let replay = DeviceReplays::new(&opened.recording.snapshot, &options);
+        replays.push(replay.map_err(|error| CommandError::Usage(output::printable(&replay_error(file, &error))))?);
+    }
+    let devices: Vec<&DeviceReplay<'_>> = replays.iter().flat_map(DeviceReplays::devices).collect();
+    let mut tried = candidates(&devices);
+    tried.extend(extra);
+    let bar = progress_bar(quiet, tried.len() * devices.len());
+    let progress = |done: usize, _: usize| bar.set_position(done as u64);
+    let options = TrialOptions {
+        capacity: args.capacity,
+        address_orders: args.orders,
+        threads: std::thread::available_parallelism().map_or(1, usize::from),
+        progress: Some(&progress),
+    };
+    let tuned = tune(&devices, tried, &options);
+    bar.finish_and_clear();
+    let tuned = tuned.map_err(|error| CommandError::Usage(error.to_string()))?;
+    let exact = devices.iter().all(|device| device.is_exact());
+    for (rank, tuned) in tuned.iter().enumerate() {
+        output.object(&object(rank, tuned, &files))?;
+    }
+    write(&tuned, &names, exact, output)?;
+    if !quiet {
+        output.line(format!("{} candidates in {:.1} s", tuned.len(), start.elapsed().as_secs_f64()))?;
+    }
+    Ok(if tuned.iter().any(Tuned::fits) { Verdict::Success } else { Verdict::Failure })
+}
+
+/// The candidates of `--try`.
+fn parse_extra(strings: &[String]) -> Result<Vec<Candidate>> {
+    let parse =
+        |string: &String| Candidate::replaced(string).map_err(|error| CommandError::Usage(format!("--try: {error}")));
+    strings.iter().map(parse).collect()
+}
+
+fn open_all(files: &[PathBuf], args: &Args, quiet: bool) -> Result<Vec<Opened>> {
+    let (mut opened, mut unreadable) = (Vec::new(), Vec::new());
+    let work = |file: &Path, bar: &ProgressBar| inputs::open(file, false, args.memory_limit, bar);
+    in_parallel(files, quiet, work, |_, result| {
+        match result {
+            Ok(recording) => opened.push(recording),
+            Err(error) => unreadable.push(output::printable(&error)),
+        }
+        Ok(())
+    })?;
+    if unreadable.is_empty() { Ok(opened) } else { Err(CommandError::Usage(unreadable.join("\nwarpool: "))) }
+}
+
+/// The table, and the line to paste.
+fn write(tuned: &[Tuned], names: &[String], exact: bool, output: &mut Output) -> io::Result<()> {
+    let columns = ["settings", "fits", ">reserved", ">margin", ">driver time", ">retries", ">smallest device"];
+    let mut table = output::table(&columns);
+    for tuned in tuned {
+        let bound = if tuned.candidate.is_lower_bound { " (lower bound)" } else { "" };
+        let margin = margin(tuned).map_or_else(|| "-".to_owned(), size::format);
+        let device = if tuned.fits() { size::format(tuned.smallest_device_bytes()) } else { "-".to_owned() };
+        table.add_row([
+            format!("{}{bound}", tuned.candidate.name),
+            fits(tuned),
+            size::format(tuned.peak_reserved_bytes()),
+            margin,
+            format!("{:.3} s", tuned.driver_seconds()),
+            tuned.reports.iter().map(|report| report.retries).sum::<u64>().to_string(),
+            device,
+        ]);
+    }
+    let what = if names.len() == 1 { names[0].clone() } else { format!("{} recordings", names.len()) };
+    output.table(&format!("Settings for {what}, the best first"), &table)?;
+    if !exact {
+        output.paragraph("The model is not proven on every recording: the figures are estimates.")?;
+    }
+    output.paragraph(&recommendation(tuned))?;
+    if let Some(best) = best(tuned).filter(|best| !best.candidate.is_recorded()) {
+        output.line(format!("\n{}={}\n", best.candidate.variable, best.candidate.set))?;
+    }
+    Ok(())
+}
+
+/// The best that can be set and fits.
+fn best(tuned: &[Tuned]) -> Option<&Tuned> {
+    tuned.iter().find(|tuned| tuned.fits() && !tuned.candidate.is_lower_bound)
+}
+
+fn recommendation(tuned: &[Tuned]) -> String {
+    let recorded = tuned.iter().find(|tuned| tuned.candidate.is_recorded());
+    let Some(best) = best(tuned) else { return "Nothing that was tried fits.".to_owned() };
+    let Some(recorded) = recorded.filter(|_| !best.candidate.is_recorded()) else {
+        return "The recorded settings serve best.".to_owned();
+    };
+    let (now, before) = (best.peak_reserved_bytes(), recorded.peak_reserved_bytes());
+    let seconds = best.driver_seconds() - recorded.driver_seconds();
+    let time = format!("{:.3} s {} in driver calls", seconds.abs(), if seconds < 0.0 { "less" } else { "more" });
+    let reserves = match recorded.fits() {
+        true => format!("reserves {} instead of {}", size::format(now), size::format(before)),
+        false => format!("fits with {}, where the recorded settings do not fit", size::format(now)),
+    };
+    format!("Recommended: it {reserves}, with {time}.")
+}
+
+fn fits(tuned: &Tuned) -> String {
+    let (fit, run) =
+        tuned.reports.iter().fold((0, 0), |(fit, run), report| (fit + report.orders.fit, run + report.orders.run));
+    match (fit, run) {
+        (fit, run) if fit == run => "yes".to_owned(),
+        (0, _) => "no".to_owned(),
+        (fit, run) => format!("{fit} of {run} orders"),
+    }
+}
+
+/// The least that stays unreserved.
+fn margin(tuned: &Tuned) -> Option<u64> {
+    let margins =
+        tuned.reports.iter().map(|report| report.orders.margin_bytes_least.filter(|_| report.orders.all_fit()));
+    margins.collect::<Option<Vec<u64>>>()?.into_iter().min()
+}
+
+fn object(rank: usize, tuned: &Tuned, files: &[PathBuf]) -> Value {
+    json!({
+        "schema_version": 1,
+        "rank": rank,
+        "name": tuned.candidate.name,
+        "set": tuned.candidate.set,
+        "variable": tuned.candidate.variable,
+        "recorded": tuned.candidate.is_recorded(),
+        "lower_bound": tuned.candidate.is_lower_bound,
+        "fits": tuned.fits(),
+        "margin_bytes": margin(tuned),
+        "peak_reserved_bytes": tuned.peak_reserved_bytes(),
+        "driver_seconds_modelled": tuned.driver_seconds(),
+        "smallest_device_bytes": tuned.smallest_device_bytes(),
+        "files": files.iter().map(|file| file.to_string_lossy()).collect::<Vec<_>>(),
+        "devices": tuned.reports.iter().map(|report| json!({
+            "device": report.device,
+            "orders_run": report.orders.run,
+            "orders_fit": report.orders.fit,
+            "peak_reserved_bytes_least": report.orders.peak_reserved_bytes_least,
+            "peak_reserved_bytes_most": report.orders.peak_reserved_bytes_most,
+            "peak_live_bytes": report.peak_live_bytes,
+            "retries": report.retries,
+        })).collect::<Vec<_>>(),
+    })
+}
+
+/// A progress bar on stderr; hidden unless that is a terminal.
+fn progress_bar(quiet: bool, trials: usize) -> ProgressBar {
+    let target = if quiet { ProgressDrawTarget::hidden() } else { ProgressDrawTarget::stderr() };
+    let bar = ProgressBar::with_draw_target(Some(trials.max(1) as u64), target);
+    if let Ok(style) = ProgressStyle::with_template("replaying {bar:30} {pos} of {len}") {
+        bar.set_style(style);
+    }
+    bar
+}

@@ -1,0 +1,164 @@
+//! What would have fitted: changes, replayed from the smallest to the largest. Settings of PyTorch come first, then
+//! Warpool's own allocator, then a larger device.
+
+use warpool::memory::{Action, Backend, Settings};
+
+use super::ExplainOptions;
+use crate::replay::{AddressOrders, AllocatorChoice, DeviceReplay, ReplayError, ReplayOptions, ReplayReport, WhatIf};
+use crate::tune::{Candidate, TrialOptions, try_all};
+
+/// What kind of change it is, the smallest first.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Change {
+    /// A setting of PyTorch.
+    Settings,
+    /// The memory limit is lifted.
+    Limit,
+    /// Another allocator.
+    Allocator,
+    /// A larger device.
+    Device,
+}
+
+impl Change {
+    /// Its name: `settings`, `limit`, `allocator`, `device`.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Settings => "settings",
+            Self::Limit => "limit",
+            Self::Allocator => "allocator",
+            Self::Device => "device",
+        }
+    }
+}
+
+/// A change, replayed.
+#[derive(Clone, Debug)]
+pub struct Fit {
+    /// What kind of change it is.
+    pub change: Change,
+    /// The settings string to set, or for a device its size.
+    pub set: String,
+    /// The environment variable that takes the string; empty for a device.
+    pub variable: &'static str,
+    /// Whether it fits in every order of addresses.
+    pub fits: bool,
+    /// The result over the orders.
+    pub orders: AddressOrders,
+    /// The modelled time of the driver calls.
+    pub driver_seconds: f64,
+    /// How much more that is than as recorded.
+    pub driver_seconds_more: f64,
+    /// How often everything cached was released to make room.
+    pub retries: u64,
+    /// The memory of the device.
+    pub device_bytes_total: u64,
+}
+
+/// Replays the changes. The result has all that were tried: those that fit first, the smallest change first.
+pub(super) fn find(
+    replay: &DeviceReplay<'_>,
+    options: &ExplainOptions<'_>,
+    recorded: &ReplayReport,
+) -> Result<Vec<Fit>, ReplayError> {
+    let settings = replay.recorded_settings();
+    let mut changes: Vec<(Change, Candidate)> = Vec::new();
+    let limit_is_set = replay.limit().is_some_and(|limit| !limit.device_full);
+    for entries in entries(replay, settings, limit_is_set) {
+        changes.push((Change::Settings, Candidate::changed(settings, entries)));
+    }
+    if limit_is_set {
+        changes.push((Change::Limit, Candidate::changed(settings, "per_process_memory_fraction:1.0")));
+    }
+    if recorded.in_force.allocator_recorded != AllocatorChoice::Paged {
+        changes.push((Change::Allocator, Candidate::allocator(AllocatorChoice::Paged, "")));
+    }
+    let threads = || std::thread::available_parallelism().map_or(1, usize::from);
+    let trial_options = TrialOptions {
+        capacity: None,
+        address_orders: options.address_orders.unwrap_or(8),
+        threads: options.threads.unwrap_or_else(threads),
+        progress: None,
+    };
+    let candidates: Vec<Candidate> = changes.iter().map(|(_, candidate)| candidate.clone()).collect();
+    let reports = try_all(&[replay], &candidates, &trial_options)?;
+    let mut fits: Vec<Fit> = changes
+        .into_iter()
+        .zip(reports.into_iter().flatten())
+        .map(|((change, candidate), report)| fit(change, candidate.set, candidate.variable, &report, recorded))
+        .collect();
+    fits.extend(larger_device(replay, &trial_options, recorded)?);
+    // Of changes of one kind the one that leaves most; what is equal to within a hundredth by driver time.
+    let step = recorded.in_force.bytes_available / 100 + 1;
+    let key = |fit: &Fit| {
+        let margin = fit.orders.margin_bytes_least.unwrap_or(0) / step;
+        (!fit.fits, fit.change, std::cmp::Reverse(margin))
+    };
+    fits.sort_by(|a, b| key(a).cmp(&key(b)).then(a.driver_seconds.total_cmp(&b.driver_seconds)));
+    Ok(fits)
+}
+
+/// Changes of settings that can have an effect on the recording.
+fn entries(replay: &DeviceReplay<'_>, settings: &Settings, limit_is_set: bool) -> Vec<&'static str> {
+    if settings.backend != Backend::Native {
+        return Vec::new();
+    }
+    let requests = replay.events().iter().filter(|event| matches!(event.action, Action::Alloc | Action::Oom));
+    let largest = requests.map(|event| event.size).max().unwrap_or(0);
+    let mut entries = Vec::new();
+    if settings.expandable_segments {
+        return entries;
+    }
+    entries.push("expandable_segments:True");
+    if limit_is_set && settings.garbage_collection_threshold == 0.0 {
+        entries.push("garbage_collection_threshold:0.8");
+    }
+    let splits = [(64, "max_split_size_mb:64"), (128, "max_split_size_mb:128"), (512, "max_split_size_mb:512")];
+    let splits =
+        splits.into_iter().filter(|&(mib, _)| mib << 20 <= largest && settings.max_split_bytes != Some(mib << 20));
+    entries.extend(splits.map(|(_, entry)| entry));
+    if settings.roundup_power2_divisions.iter().all(|&divisions| divisions <= 1) && largest > 1 << 20 {
+        entries.push("roundup_power2_divisions:8");
+    }
+    entries
+}
+
+/// The smallest device on which the recorded settings need no retry, if that is larger than the recorded one.
+fn larger_device(
+    replay: &DeviceReplay<'_>,
+    options: &TrialOptions<'_>,
+    recorded: &ReplayReport,
+) -> Result<Option<Fit>, ReplayError> {
+    const GIB: u64 = 1 << 30;
+    let replay_options = ReplayOptions {
+        address_orders: Some(options.address_orders),
+        threads: Some(options.threads),
+        ..ReplayOptions::default()
+    };
+    // One that cannot be full.
+    let ample = recorded.in_force.device_bytes_total.saturating_mul(64);
+    let report = replay.report(&WhatIf { capacity: Some(ample), ..WhatIf::default() }, &replay_options)?;
+    let needed = report.orders.peak_reserved_bytes_most + crate::replay::bytes_context();
+    let needed = needed.next_multiple_of(GIB);
+    if needed <= recorded.in_force.device_bytes_total || !report.orders.all_fit() {
+        return Ok(None);
+    }
+    let report = replay.report(&WhatIf { capacity: Some(needed), ..WhatIf::default() }, &replay_options)?;
+    let set = format!("{}GiB", needed / GIB);
+    Ok(Some(fit(Change::Device, set, "", &report, recorded)))
+}
+
+fn fit(change: Change, set: String, variable: &'static str, report: &ReplayReport, recorded: &ReplayReport) -> Fit {
+    Fit {
+        change,
+        set,
+        variable,
+        fits: report.orders.all_fit(),
+        orders: report.orders,
+        driver_seconds: report.driver_seconds_modelled,
+        driver_seconds_more: report.driver_seconds_modelled - recorded.driver_seconds_modelled,
+        retries: report.retries,
+        device_bytes_total: report.in_force.device_bytes_total,
+    }
+}

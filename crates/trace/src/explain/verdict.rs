@@ -1,0 +1,178 @@
+//! Why a request ran out of memory: one of a closed list, with the numbers behind it.
+
+use super::parts::Parts;
+use super::periods::Growth;
+use crate::bytes_text::text;
+use crate::replay::{InferredLimit, RequestInfo};
+
+/// Why a request ran out of memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Verdict {
+    /// More is allocated, with the request, than the device has.
+    LiveExceedsDevice,
+    /// Free memory would have sufficed, but is in pieces that are too small.
+    Fragmentation,
+    /// Free memory would have sufficed, but is kept for another stream, pool or size class, or waits for streams.
+    OtherStreamOrPool,
+    /// A memory limit that was set; the device has more.
+    Limit,
+    /// The device would have sufficed, but others use too much of it.
+    Outside,
+    /// More is allocated from iteration to iteration.
+    Growth,
+    /// No request ran out of memory.
+    Fitted,
+    /// The snapshot has no history that could tell.
+    Unknown,
+}
+
+impl Verdict {
+    /// All of them.
+    pub const ALL: [Self; 8] = [
+        Self::LiveExceedsDevice,
+        Self::Fragmentation,
+        Self::OtherStreamOrPool,
+        Self::Limit,
+        Self::Outside,
+        Self::Growth,
+        Self::Fitted,
+        Self::Unknown,
+    ];
+
+    /// Its name in JSON.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::LiveExceedsDevice => "live_exceeds_device",
+            Self::Fragmentation => "fragmentation",
+            Self::OtherStreamOrPool => "other_stream_or_pool",
+            Self::Limit => "limit",
+            Self::Outside => "outside",
+            Self::Growth => "growth",
+            Self::Fitted => "fitted",
+            Self::Unknown => "unknown",
+        }
+    }
+
+    /// It in a few words.
+    #[must_use]
+    pub const fn words(self) -> &'static str {
+        match self {
+            Self::LiveExceedsDevice => "more is allocated than the device has",
+            Self::Fragmentation => "fragmentation",
+            Self::OtherStreamOrPool => "free memory is kept by another stream or pool",
+            Self::Limit => "a memory limit",
+            Self::Outside => "memory taken from outside the allocator",
+            Self::Growth => "growth from iteration to iteration",
+            Self::Fitted => "it did not run out of memory",
+            Self::Unknown => "no history",
+        }
+    }
+}
+
+/// What a verdict is made from.
+#[derive(Clone, Copy)]
+pub(super) struct Facts<'a> {
+    pub parts: &'a Parts,
+    /// The request that failed.
+    pub request: &'a RequestInfo,
+    /// What the device had free then.
+    pub device_free: u64,
+    pub limit: Option<InferredLimit>,
+    /// What a context takes.
+    pub bytes_context: u64,
+    pub growth: Option<&'a Growth>,
+    /// How many iterations that growth took.
+    pub periods: usize,
+}
+
+/// The verdict, with its evidence in sentences.
+pub(super) fn judge(facts: &Facts<'_>) -> (Verdict, Vec<String>) {
+    let Facts { parts, request, device_free, limit, bytes_context, growth, periods } = *facts;
+    let is_full = device_free < request.bytes_segment;
+    let total = parts.total();
+    let live = parts.allocated + parts.rounding;
+    let needed = live + request.bytes_rounded;
+    let available = match limit {
+        _ if is_full => parts.reserved() + device_free,
+        Some(limit) => limit.used.max(parts.reserved()),
+        None => parts.reserved(),
+    };
+    let mut evidence = vec![asked(request, device_free, available, is_full)];
+    if needed > available {
+        let missing = needed - available;
+        evidence.push(format!(
+            "{} were allocated; with the request {}, which is {} more than the allocator could get",
+            text(live),
+            text(needed),
+            text(missing)
+        ));
+        if let Some(growth) = growth.filter(|growth| growth.bytes >= missing) {
+            evidence.push(growth_text(growth, periods));
+            return (Verdict::Growth, evidence);
+        }
+        if parts.rounding >= missing && parts.rounding * 20 >= live {
+            evidence.push(format!("{} of it are rounding inside blocks", text(parts.rounding)));
+            return (Verdict::Fragmentation, evidence);
+        }
+        let usable = total.saturating_sub(parts.outside.min(bytes_context));
+        if needed > usable {
+            let over = needed - usable;
+            evidence.push(format!("the device has {} for programs: {} too little", text(usable), text(over)));
+            return (Verdict::LiveExceedsDevice, evidence);
+        }
+        if !is_full {
+            evidence.push(format!("the limit is {}; the device has {}", text(available), text(total)));
+            return (Verdict::Limit, evidence);
+        }
+        evidence.push(format!(
+            "{} of {} are used by others: contexts, libraries, other processes",
+            text(parts.outside),
+            text(total)
+        ));
+        return (Verdict::Outside, evidence);
+    }
+    let headroom = available - parts.reserved().min(available);
+    let own = parts.free_too_small + parts.free_large_enough + headroom;
+    let elsewhere = parts.kept_elsewhere();
+    evidence.push(format!("{} were allocated, so {} would have sufficed", text(live), text(needed)));
+    if own >= request.bytes_rounded && (parts.free_too_small >= elsewhere || elsewhere < request.bytes_rounded) {
+        evidence.push(format!(
+            "{} are free for this stream, in pieces smaller than the request, and {} could still be reserved",
+            text(parts.free_too_small),
+            text(headroom)
+        ));
+        return (Verdict::Fragmentation, evidence);
+    }
+    let kept = [
+        (parts.free_other_streams, "for other streams"),
+        (parts.free_other_pools, "in other pools"),
+        (parts.free_other_size, "in segments for requests of the other size class"),
+        (parts.waiting_for_streams, "freed and waiting for streams"),
+    ];
+    let kept = kept.into_iter().filter(|&(bytes, _)| bytes > 0);
+    let kept: Vec<String> = kept.map(|(bytes, place)| format!("{} {place}", text(bytes))).collect();
+    evidence.push(format!("{} are free elsewhere: {}", text(elsewhere), kept.join(", ")));
+    (Verdict::OtherStreamOrPool, evidence)
+}
+
+/// What was requested, and why it was refused.
+fn asked(request: &RequestInfo, device_free: u64, available: u64, is_full: bool) -> String {
+    let RequestInfo { bytes, bytes_segment, .. } = *request;
+    let segment =
+        if bytes_segment > bytes { format!(" (a segment of {})", text(bytes_segment)) } else { String::new() };
+    let refused = match is_full {
+        true => format!("the device had {} free", text(device_free)),
+        false => format!("a limit of {} refused it; the device had {} free", text(available), text(device_free)),
+    };
+    format!("the request was for {}{segment}, and {refused}", text(bytes))
+}
+
+pub(super) fn growth_text(growth: &Growth, periods: usize) -> String {
+    let count = (growth.last - growth.first).max(1) as u64;
+    format!(
+        "over the last {count} of {periods} iterations {} more stayed allocated, {} in each",
+        text(growth.bytes),
+        text(growth.bytes / count)
+    )
+}

@@ -1,0 +1,273 @@
+//! The recording of one device with the interpretation that reproduces it. What-ifs are answered from here: the proof
+//! is found once, and each what-if is one run, or one for each order of addresses.
+
+use std::time::Instant;
+
+use warpool::memory::{SegmentInfo, Settings, TraceEntry};
+
+use super::ReplayError;
+use super::conditions::{Conditions, RecordedConditions};
+use super::infer::Inference;
+use super::options::{ADDRESS_ORDERS, AllocatorChoice, ReplayOptions, WhatIf};
+use super::orders::{OrderOptions, OrderResults, fits, run_control, run_orders};
+use super::prove::{Proof, default_capacity, recorded_allocator};
+use super::recording::{DeviceRecording, RecordedTime, Survey};
+use super::report::{AddressOrders, InferredLimit, Outcome, ReplayReport, Steady};
+use super::run::{OnProgress, Run, RunResult};
+use crate::budget::Budget;
+
+/// The recording of one device, replayed as recorded.
+pub struct DeviceReplay<'a> {
+    device: u32,
+    events: &'a [TraceEntry],
+    segments: Vec<&'a SegmentInfo>,
+    survey: Survey,
+    recorded_time: Option<RecordedTime>,
+    /// The settings of the snapshot.
+    settings: Settings,
+    proof: Proof,
+    /// The memory of the device on which the recording is reproduced.
+    capacity: u64,
+    budget: Budget,
+    proof_seconds: f64,
+}
+
+impl<'a> DeviceReplay<'a> {
+    pub(super) fn new(
+        device: u32,
+        events: &'a [TraceEntry],
+        segments: Vec<&'a SegmentInfo>,
+        settings: &Settings,
+        recorded_time: Option<RecordedTime>,
+        progress: OnProgress<'_>,
+        budget: &Budget,
+    ) -> Result<Self, ReplayError> {
+        let start = Instant::now();
+        let survey = Survey::new(device, events, &segments)?;
+        let steady_from_us = recorded_time.map(RecordedTime::midpoint_us);
+        let recording = DeviceRecording { device, events, segments: &segments, survey: &survey, steady_from_us };
+        let proof = Proof::find(recording, settings, progress, budget)?;
+        let capacity = proof.interpretation.capacity(recording, budget)?;
+        Ok(Self {
+            device,
+            events,
+            recorded_time,
+            settings: settings.clone(),
+            proof,
+            capacity,
+            budget: budget.clone(),
+            segments,
+            survey,
+            proof_seconds: start.elapsed().as_secs_f64(),
+        })
+    }
+
+    /// Its number.
+    #[must_use]
+    pub fn device(&self) -> u32 {
+        self.device
+    }
+
+    /// Whether the model reproduces the recording.
+    #[must_use]
+    pub fn is_exact(&self) -> bool {
+        self.proof.is_exact() && self.proof.interpretation.plan.unmatched_frees == 0
+    }
+
+    /// The answer to a what-if. Of `options` the orders, the threads and the progress count.
+    ///
+    /// # Errors
+    /// If its settings are invalid, it needs too much memory, or the allocator fails other than for lack of memory.
+    pub fn report(&self, what_if: &WhatIf, options: &ReplayOptions<'_>) -> Result<ReplayReport, ReplayError> {
+        let start = Instant::now();
+        let conditions = Conditions::new(self.recorded_conditions(), what_if).map_err(ReplayError::Changes)?;
+        let answer = self.answer(&conditions, options).map_err(|error| error.with_limit(&self.budget))?;
+        let mut report = ReplayReport { device: self.device, ..ReplayReport::default() };
+        self.proof.add_to(self.recording(), &mut report);
+        report.recorded_seconds = self.recorded_time.map(RecordedTime::seconds);
+        report.steady =
+            report.recorded_seconds.map(|seconds| Steady { recorded_seconds: seconds / 2.0, ..Steady::default() });
+        report.orders = answer.orders;
+        report.control = answer.control;
+        self.add_result(answer.worst, &mut report);
+        report.in_force = conditions.in_force;
+        report.warnings.extend(conditions.warnings);
+        warn(conditions.allocator, conditions.is_recorded, &mut report);
+        report.replay_seconds = self.proof_seconds + start.elapsed().as_secs_f64();
+        Ok(report)
+    }
+
+    /// The inferred part of the recording.
+    pub(super) fn inference(&self) -> &Inference {
+        &self.proof.interpretation.inference
+    }
+
+    /// The memory limit of the recorded program.
+    pub(crate) fn limit(&self) -> Option<InferredLimit> {
+        self.proof.limit()
+    }
+
+    /// The settings of the recorded program.
+    pub(crate) fn recorded_settings(&self) -> &Settings {
+        &self.settings
+    }
+
+    /// The events.
+    pub(crate) fn events(&self) -> &'a [TraceEntry] {
+        self.events
+    }
+
+    /// The segments in the snapshot.
+    pub(crate) fn segments(&self) -> &[&'a SegmentInfo] {
+        &self.segments
+    }
+
+    /// The budget that all of it takes from.
+    pub(super) fn budget(&self) -> &Budget {
+        &self.budget
+    }
+
+    /// The memory of the device, as far as known.
+    pub(crate) fn device_bytes_total(&self) -> u64 {
+        self.recorded_conditions().capacity
+    }
+
+    fn recording(&self) -> DeviceRecording<'_> {
+        let steady_from_us = self.recorded_time.map(RecordedTime::midpoint_us);
+        let Self { device, events, segments, survey, .. } = self;
+        DeviceRecording { device: *device, events, segments, survey, steady_from_us }
+    }
+
+    fn recorded_conditions(&self) -> RecordedConditions<'_> {
+        RecordedConditions {
+            settings: &self.settings,
+            settings_inferred: &self.proof.interpretation.inference.settings,
+            limit: self.proof.limit(),
+            capacity: self.capacity.max(default_capacity()),
+            capacity_of_ranges: self.capacity,
+        }
+    }
+
+    fn answer(&self, conditions: &Conditions, options: &ReplayOptions<'_>) -> Result<Answer, ReplayError> {
+        let available = conditions.in_force.bytes_available;
+        let reproduced = self.proof.result.as_ref().filter(|result| !result.not_started);
+        if let Some(result) = reproduced.filter(|_| conditions.is_recorded) {
+            let peak = result.peak_reserved_bytes;
+            let fit = u32::from(fits(result));
+            let orders = AddressOrders {
+                run: 1,
+                fit,
+                peak_reserved_bytes_least: peak,
+                peak_reserved_bytes_most: peak,
+                margin_bytes_least: (fit == 1).then(|| available.saturating_sub(peak)),
+            };
+            return Ok(Answer { worst: result.clone(), orders, control: None });
+        }
+        let threads = || std::thread::available_parallelism().map_or(1, usize::from);
+        let order_options = OrderOptions {
+            orders: options.address_orders.unwrap_or(ADDRESS_ORDERS).max(1),
+            threads: options.threads.unwrap_or_else(threads),
+        };
+        let run = self.run(conditions, reproduced.is_some());
+        let results = run_orders(&run, order_options, options.progress)?;
+        let control = match (results.free_from_step, reproduced) {
+            (Some(step), Some(_)) => Some(self.control(step, results.options, options.progress)?),
+            _ => None,
+        };
+        Ok(Answer { orders: results.summary(available), control, worst: results.into_worst() })
+    }
+
+    /// The recorded program in several orders of addresses, from a step on.
+    fn control(
+        &self,
+        free_from_step: usize,
+        options: OrderOptions,
+        progress: OnProgress<'_>,
+    ) -> Result<AddressOrders, ReplayError> {
+        let recorded = Conditions::new(self.recorded_conditions(), &WhatIf::default());
+        let recorded = recorded.map_err(ReplayError::Changes)?;
+        let results: OrderResults = run_control(&self.run(&recorded, true), free_from_step, options, progress)?;
+        Ok(results.summary(recorded.in_force.bytes_available))
+    }
+
+    /// The run under some conditions, with recorded addresses as far as they apply.
+    fn run<'r>(&'r self, conditions: &'r Conditions, could_start: bool) -> Run<'r> {
+        let interpretation = &self.proof.interpretation;
+        let inference = &interpretation.inference;
+        let Conditions { settings, allocator, capacity, memory_limit, .. } = conditions;
+        Run {
+            device: self.device,
+            events: self.events,
+            steady_from_us: self.recorded_time.map(RecordedTime::midpoint_us),
+            inference,
+            plan: &interpretation.plan,
+            // Expandable segments in place of others, or others in place of them, would have led to other segments.
+            restores_segments: could_start
+                && recorded_allocator(&inference.settings) == AllocatorChoice::Caching
+                && settings.expandable_segments == inference.settings.expandable_segments,
+            allocator: *allocator,
+            settings,
+            memory_limit: *memory_limit,
+            capacity: *capacity,
+            expected: None,
+            recorded_steps: usize::MAX,
+            scatter: None,
+            toggles: if conditions.settings_are_recorded { &interpretation.toggles } else { &[] },
+            budget: &self.budget,
+        }
+    }
+
+    fn add_result(&self, result: RunResult, report: &mut ReplayReport) {
+        if result.failures_avoided > 0 {
+            report.inferred.remarks.push(format!(
+                "{} requests that ran out of memory in the recording succeed here; what the program would have done \
+                 then is not known",
+                result.failures_avoided
+            ));
+        }
+        report.events = self.events.len() as u64;
+        report.allocations = self.proof.interpretation.plan.allocations;
+        report.peak_live_bytes = result.peak_live_bytes;
+        report.peak_reserved_bytes = result.peak_reserved_bytes;
+        report.segments_allocated = result.segments_allocated;
+        report.retries = result.retries;
+        report.ooms = result.ooms;
+        report.driver_calls = result.driver_calls;
+        report.forced_syncs = result.forced_syncs;
+        report.driver_seconds_modelled = result.driver_seconds;
+        report.run_seconds = result.run_time.as_secs_f64();
+        if let Some(steady) = &mut report.steady {
+            steady.driver_calls = result.steady.driver_calls;
+            steady.driver_seconds_modelled = result.steady.driver_seconds;
+            steady.remap_seconds_modelled = result.steady.remap_seconds;
+            steady.bytes_remapped = result.steady.bytes_remapped;
+        }
+        if let Some((event, oom)) = result.out_of_memory {
+            report.outcome = Outcome::OutOfMemory { event, report: oom };
+        }
+    }
+}
+
+/// The answer to a what-if.
+struct Answer {
+    worst: RunResult,
+    orders: AddressOrders,
+    control: Option<AddressOrders>,
+}
+
+fn warn(allocator: AllocatorChoice, is_recorded: bool, report: &mut ReplayReport) {
+    let fidelity = &report.fidelity;
+    if !is_recorded && !fidelity.exact {
+        report.warnings.push(match (&fidelity.first_difference, fidelity.checked) {
+            (Some(first), true) => {
+                format!("the model is not proven on this recording ({first}): what-if figures are estimates")
+            }
+            _ => "the recording has no segments to prove the model with: what-if figures are estimates".to_owned(),
+        });
+    }
+    if allocator == AllocatorChoice::DriverPool {
+        // What was proven is the model of the caching allocator.
+        let text = "the driver's memory pool is simulated without fragmentation: its reserved bytes are a lower bound";
+        report.warnings.push(text.to_owned());
+    }
+}

@@ -1,0 +1,88 @@
+//! The parts of a moment add up to the device's total, on every recording.
+
+use warpool::memory::BlockState;
+use warpool_trace::explain::{ExplainOptions, Explanation, MomentKind, Verdict, explain};
+
+use crate::common::{RECORDINGS, recording};
+
+fn names() -> Vec<String> {
+    let files = std::fs::read_dir(RECORDINGS).expect("the folder").map(|file| file.expect("a file").file_name());
+    let names =
+        files.filter_map(|name| name.to_str().filter(|name| name.ends_with(".pickle.xz")).map(ToOwned::to_owned));
+    let mut names: Vec<String> = names.collect();
+    names.sort_unstable();
+    names
+}
+
+fn explained(name: &str, options: &ExplainOptions<'_>) -> Vec<Explanation> {
+    explain(&recording(name).snapshot, options).unwrap_or_else(|error| panic!("{name}: {error}"))
+}
+
+/// Without replays of changes.
+fn quick() -> ExplainOptions<'static> {
+    ExplainOptions { skips_fits: true, ..ExplainOptions::default() }
+}
+
+#[test]
+fn parts_add_up_to_the_device_on_every_recording() {
+    for name in names() {
+        for explanation in explained(&name, &quick()) {
+            for moment in &explanation.moments {
+                assert_eq!(moment.parts.total(), explanation.device_bytes_total, "{name}: {:?}", moment.parts);
+                assert_eq!(moment.parts.reserved(), moment.bytes_reserved, "{name}: {:?}", moment.parts);
+                assert_eq!(moment.holders.bytes, moment.parts.allocated, "{name}: holders are what is allocated");
+                let by_line: u64 = moment.holders.groups.iter().map(|holder| holder.bytes).sum();
+                assert_eq!(by_line, moment.parts.allocated, "{name}");
+            }
+            let is_oom = explanation.ooms > 0;
+            assert_eq!(explanation.moment().kind == MomentKind::OutOfMemory, is_oom, "{name}");
+            assert_eq!(explanation.moment().verdict == Verdict::Fitted, !is_oom, "{name}");
+        }
+    }
+}
+
+/// The state that the events lead to is the state of the snapshot.
+#[test]
+fn without_a_history_the_segments_of_the_snapshot_tell() {
+    for name in names() {
+        let mut snapshot = recording(&name).snapshot;
+        snapshot.traces.clear();
+        if snapshot.segments.is_empty() {
+            continue;
+        }
+        let explanations = explain(&snapshot, &quick()).unwrap_or_else(|error| panic!("{name}: {error}"));
+        let [explanation] = explanations.as_slice() else { panic!("{name}: one device") };
+        let moment = explanation.moment();
+        assert_eq!((moment.kind, moment.verdict), (MomentKind::Snapshot, Verdict::Unknown), "{name}");
+        assert_eq!(moment.parts.total(), explanation.device_bytes_total, "{name}");
+        let blocks = || snapshot.segments.iter().flat_map(|segment| &segment.blocks);
+        let in_state = |state: BlockState| blocks().filter(|block| block.state == state).map(|block| block.size).sum();
+        let allocated: u64 = in_state(BlockState::ActiveAllocated);
+        assert_eq!(moment.parts.allocated + moment.parts.rounding, allocated, "{name}");
+        assert_eq!(moment.parts.waiting_for_streams, in_state(BlockState::ActivePendingFree), "{name}");
+    }
+}
+
+#[test]
+fn lines_of_a_model_that_hold_most_are_named() {
+    let explanations = explained("oom_stacks.fraction_6gib.pickle.xz", &quick());
+    let moment = explanations[0].moment();
+    assert!(moment.holders.has_stacks());
+    assert_eq!(moment.verdict, Verdict::Fragmentation, "{:?}", moment.evidence);
+    assert_eq!(moment.event, Some(108_301));
+    let names: Vec<&str> = moment.holders.groups.iter().take(6).map(|holder| holder.name.as_str()).collect();
+    assert_eq!(names[0], "dropout (torch/nn/functional.py:1443)");
+    assert_eq!(names[1], "relu (torch/nn/functional.py:1723)");
+    assert!(names.iter().filter(|name| name.starts_with("_init_group (torch/optim/adam.py")).count() == 2, "{names:?}");
+    assert!(moment.holders.groups[0].line.as_deref() == Some("<module> (train.py:19)"));
+    let adam = moment.holders.by_module.iter().find(|holder| holder.name == "torch.optim.adam");
+    assert!(adam.is_some_and(|holder| holder.bytes > 1 << 30));
+}
+
+#[test]
+fn capacity_is_the_total() {
+    let options = ExplainOptions { capacity: Some(80 << 30), ..quick() };
+    let explanation = &explained("resnet_train.native.pickle.xz", &options)[0];
+    assert_eq!((explanation.device_bytes_total, explanation.device_assumed), (80 << 30, false));
+    assert_eq!(explanation.moment().parts.total(), 80 << 30);
+}

@@ -1,0 +1,110 @@
+//! Verdicts, on programs that were made to be each case.
+
+use warpool::memory::Snapshot;
+use warpool_trace::explain::{Change, ExplainOptions, Explanation, Verdict, explain};
+
+use crate::common::recording;
+use crate::program::{self, GIB};
+
+fn explained(snapshot: &Snapshot, options: &ExplainOptions<'_>) -> Explanation {
+    let mut explanations = explain(snapshot, options).expect("a recording");
+    assert_eq!(explanations.len(), 1);
+    explanations.remove(0)
+}
+
+fn quick() -> ExplainOptions<'static> {
+    ExplainOptions { skips_fits: true, ..ExplainOptions::default() }
+}
+
+fn check(snapshot: &Snapshot, verdict: Verdict) {
+    let explanation = explained(snapshot, &quick());
+    let moment = explanation.moment();
+    assert_eq!(moment.verdict, verdict, "{:?} {:?}", moment.evidence, moment.parts);
+    assert_eq!(moment.parts.total(), explanation.device_bytes_total);
+    assert_eq!(explanation.exact, Some(true), "{verdict:?}: the replay reproduces it");
+}
+
+#[test]
+fn each_case_has_its_verdict() {
+    check(&program::too_much(), Verdict::LiveExceedsDevice);
+    check(&program::limited(), Verdict::Limit);
+    check(&program::fragmented(), Verdict::Fragmentation);
+    check(&program::other_stream(), Verdict::OtherStreamOrPool);
+    check(&program::other_pool(), Verdict::OtherStreamOrPool);
+    check(&program::outside(), Verdict::Outside);
+    check(&program::growing(), Verdict::Growth);
+}
+
+#[test]
+fn recordings_of_each_case_have_its_verdict() {
+    for (name, verdict) in [
+        ("verdict.fragmentation", Verdict::Fragmentation),
+        ("verdict.growth", Verdict::Growth),
+        ("verdict.limit", Verdict::Limit),
+        ("verdict.live_exceeds_device", Verdict::LiveExceedsDevice),
+        ("verdict.other_pool", Verdict::OtherStreamOrPool),
+        ("verdict.other_stream", Verdict::OtherStreamOrPool),
+        ("verdict.outside", Verdict::Outside),
+        // Made by PyTorch.
+        ("device_full.native", Verdict::LiveExceedsDevice),
+        ("device_full.expandable", Verdict::LiveExceedsDevice),
+        ("oom_stacks.fraction_6gib", Verdict::Fragmentation),
+        ("resnet_train.native", Verdict::Fitted),
+    ] {
+        let explanation = explained(&recording(&format!("{name}.pickle.xz")).snapshot, &quick());
+        let moment = explanation.moment();
+        assert_eq!(moment.verdict, verdict, "{name}: {:?} {:?}", moment.evidence, moment.parts);
+    }
+}
+
+#[test]
+fn growth_is_named_by_line() {
+    let explanation = explained(&program::growing(), &quick());
+    let growth = explanation.growth.as_ref().expect("it grows");
+    assert!(growth.iterations > 10, "{growth:?}");
+    let largest = &growth.holders[0];
+    assert_eq!(largest.line.as_deref(), Some("losses (train.py:108)"), "{growth:?}");
+    assert_eq!(largest.bytes, largest.count * (96 << 20));
+}
+
+#[test]
+fn programs_that_do_not_grow_have_no_growth() {
+    for name in ["resnet_train.native", "prefetch_streams_train.native", "oom_stacks.fraction_6gib", "churn.gc_call"] {
+        let explanation = explained(&recording(&format!("{name}.pickle.xz")).snapshot, &quick());
+        assert!(explanation.growth.is_none(), "{name}: {:?}", explanation.growth);
+    }
+}
+
+#[test]
+fn what_would_have_fitted_is_found_by_replays() {
+    let options = ExplainOptions { address_orders: Some(2), ..ExplainOptions::default() };
+    let limited = explained(&program::limited(), &options);
+    let first = limited.fits.first().expect("something was tried");
+    assert_eq!((first.change, first.fits), (Change::Limit, true), "{:?}", limited.fits);
+    assert_eq!(first.set, "per_process_memory_fraction:1.0");
+
+    let fragmented = explained(&program::fragmented(), &options);
+    let first = fragmented.fits.first().expect("something was tried");
+    assert_eq!(
+        (first.change, first.set.as_str()),
+        (Change::Settings, "expandable_segments:True"),
+        "{:?}",
+        fragmented.fits
+    );
+    let paged = fragmented.fits.iter().find(|fit| fit.change == Change::Allocator).expect("the paged allocator");
+    assert!(paged.fits && paged.set == "backend:paged" && paged.variable == "WARPOOL_CONF", "{paged:?}");
+
+    let too_much = explained(&program::too_much(), &options);
+    let fitting: Vec<_> = too_much.fits.iter().filter(|fit| fit.fits).collect();
+    assert!(fitting.iter().all(|fit| fit.change == Change::Device), "only a larger device: {fitting:?}");
+    assert!(fitting.iter().any(|fit| fit.device_bytes_total > 139 * GIB), "{:?}", too_much.fits);
+}
+
+#[test]
+fn a_full_device_of_assumed_size_has_a_remark() {
+    let explanation = explained(&program::outside(), &quick());
+    assert!(explanation.remarks[0].contains("--capacity"), "{:?}", explanation.remarks);
+    let known = ExplainOptions { capacity: Some(150_109_880_320), ..quick() };
+    let explanation = explained(&program::outside(), &known);
+    assert!(!explanation.remarks.iter().any(|remark| remark.contains("--capacity")), "{:?}", explanation.remarks);
+}
