@@ -15,8 +15,8 @@ use crate::size;
 
 /// Compares two recordings: what is new, gone, grown or shrunk, by call stack
 ///
-/// For the moments of their out-of-memory events, or else of their peaks: before and after a change, or two ranks of one
-/// job. Blocks are matched by the calls that allocated them; without stacks by size.
+/// For the moments of their out-of-memory events, or else of their peaks: before and after a change, or two ranks of
+/// one job. Blocks are matched by the calls that allocated them; without stacks by size.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Exit status: 0 success, 2 a file cannot be read.\n\n\
     Examples:\n  \

@@ -38,7 +38,7 @@ use processes::peer;
     after_help = "Every command takes --json: one JSON object per line on stdout, and nothing else there.\n\
         Exit status: 0 success, 1 a check failed or a limit was exceeded, 2 wrong usage or something is missing.\n\n\
         Examples:\n  \
-        warpool explain oom.pickle                explain why a program ran out of memory, and what would have fitted\n  \
+        warpool explain oom.pickle                explain why a program ran out of memory\n  \
         warpool tune train.pickle                 find the settings that reserve least\n  \
         warpool replay snapshot.pickle            replay a PyTorch memory snapshot and compare every address\n  \
         warpool replay snapshot.pickle --settings expandable_segments:True    replay it with other settings\n  \

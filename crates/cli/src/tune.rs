@@ -128,9 +128,26 @@ fn write(tuned: &[Tuned], names: &[String], exact: bool, output: &mut Output) ->
     if !exact {
         output.paragraph("The model is not proven on every recording: the figures are estimates.")?;
     }
+    // The widest range of all controls: those that left the recorded addresses first.
+    let controls = tuned.iter().filter_map(Tuned::control_range);
+    if let Some((least, most)) = controls.max_by_key(|(least, most)| most - least).filter(|(least, most)| least < most)
+    {
+        output.paragraph(&format!(
+            "Control: at other addresses the recorded settings reserve {} to {}. Differences within that are luck.",
+            size::format(least),
+            size::format(most)
+        ))?;
+    }
     output.paragraph(&recommendation(tuned))?;
-    if let Some(best) = best(tuned).filter(|best| !best.candidate.is_recorded()) {
-        output.line(format!("\n{}={}\n", best.candidate.variable, best.candidate.set))?;
+    let Some(best) = best(tuned).filter(|best| !best.candidate.is_recorded()) else { return Ok(()) };
+    output.line(format!("\n{}={}\n", best.candidate.variable, best.candidate.set))?;
+    if best.candidate.variable == "WARPOOL_CONF" {
+        let mut fitting = tuned.iter().filter(|tuned| tuned.fits() && !tuned.candidate.is_lower_bound);
+        let alone = fitting.find(|tuned| tuned.candidate.variable != "WARPOOL_CONF");
+        let alone = alone.filter(|alone| !alone.candidate.is_recorded());
+        if let Some(Tuned { candidate, .. }) = alone {
+            output.line(format!("With PyTorch's own allocator:\n\n{}={}\n", candidate.variable, candidate.set))?;
+        }
     }
     Ok(())
 }

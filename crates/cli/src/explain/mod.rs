@@ -20,9 +20,9 @@ const RANKS_MIN: usize = 4;
 
 /// Explains why a recorded program ran out of memory, and what would have fitted
 ///
-/// For the moment of an out-of-memory event, or else of the peak: who held memory, by call stack, line and module; where
-/// the rest of the device's memory was; the verdict, with the numbers behind it; and which change would have fitted,
-/// found by replays. Record with stacks to see who held memory:
+/// For the moment of an out-of-memory event, or else of the peak: who held memory, by call stack, line and module;
+/// where the rest of the device's memory was; the verdict, with the numbers behind it; and which change would have
+/// fitted, found by replays. Record with stacks to see who held memory:
 /// torch.cuda.memory._record_memory_history(), and on failure torch.cuda.memory._dump_snapshot("oom.pickle").
 ///
 /// With four files or more, or a folder of them (one per rank), it compares them and names those that differ.

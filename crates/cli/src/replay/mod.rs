@@ -25,13 +25,13 @@ use crate::size;
 /// with, and every address and every segment is compared: this tells whether the model is exact for this program.
 /// With --settings, --set, --allocator or --capacity it is then replayed with those.
 ///
-/// A what-if gets the recorded addresses as long as it asks for the recorded segments. Beyond that the driver's addresses
-/// are not known, and PyTorch chooses between free blocks of one size by address: it is then replayed in several orders
-/// of addresses, and the answer is the range, "fits in 16 of 16 address orders, by at least 212 MiB". The control is the
-/// recorded program in the same orders.
+/// A what-if gets the recorded addresses as long as it asks for the recorded segments. Beyond that the driver's
+/// addresses are not known, and PyTorch chooses between free blocks of one size by address: it is then replayed in
+/// several orders of addresses, and the answer is the range, "fits in 16 of 16 address orders, by at least 212 MiB".
+/// The control is the recorded program in the same orders.
 ///
-/// A memory limit that the program ran under (a fraction set by a call) is inferred and stays in force, unless a what-if
-/// names `per_process_memory_fraction` or `memory_cap_mb`, or another device with --capacity.
+/// A memory limit that the program ran under (a fraction set by a call) is inferred and stays in force, unless a
+/// what-if names `per_process_memory_fraction` or `memory_cap_mb`, or another device with --capacity.
 ///
 /// Driver calls take the time that they were measured to take on an H200. "steady" is the second half of the recorded
 /// time, when a program has reached its steady state: what driver calls take of it, and of that remapping, which is
@@ -72,7 +72,7 @@ pub struct Args {
     #[arg(long, value_name = "SIZE", value_parser = size::parse)]
     memory_limit: Option<u64>,
     /// In how many orders of addresses a what-if is replayed, where addresses can matter
-    #[arg(long, value_name = "COUNT", default_value_t = ADDRESS_ORDERS, value_parser = clap::value_parser!(u32).range(1..=1000))]
+    #[arg(long, value_name = "COUNT", default_value_t = ADDRESS_ORDERS, value_parser = order_count())]
     orders: u32,
     /// Exit with 1 if a replay runs out of memory, in any order of addresses
     #[arg(long)]
@@ -85,7 +85,11 @@ pub struct Args {
     pub json: bool,
 }
 
-pub fn parse_allocator(name: &str) -> std::result::Result<AllocatorChoice, String> {
+fn order_count() -> clap::builder::RangedI64ValueParser<u32> {
+    clap::value_parser!(u32).range(1..=1000)
+}
+
+fn parse_allocator(name: &str) -> std::result::Result<AllocatorChoice, String> {
     let names = || AllocatorChoice::ALL.map(AllocatorChoice::name).join(", ");
     let found = AllocatorChoice::ALL.into_iter().find(|choice| choice.name() == name);
     found.ok_or_else(|| format!("unknown allocator; choose one of {}", names()))

@@ -104,6 +104,15 @@ impl Tuned {
         self.reports.iter().map(|report| report.driver_seconds_modelled).sum()
     }
 
+    /// What the recorded programs reserve in other orders of addresses, if these matter: least and most, added up.
+    #[must_use]
+    pub fn control_range(&self) -> Option<(u64, u64)> {
+        let controls: Option<Vec<_>> = self.reports.iter().map(|report| report.control).collect();
+        let controls = controls.filter(|controls| !controls.is_empty())?;
+        let least = controls.iter().map(|control| control.peak_reserved_bytes_least).sum();
+        Some((least, controls.iter().map(|control| control.peak_reserved_bytes_most).sum()))
+    }
+
     /// The smallest device that fits every recording without a retry: what was reserved, and a context.
     #[must_use]
     pub fn smallest_device_bytes(&self) -> u64 {
@@ -127,6 +136,11 @@ pub fn tune(
     // What reserves equally much to within a thousandth is ordered by driver time.
     let step = tuned.iter().map(Tuned::peak_reserved_bytes).min().unwrap_or(0) / 1000 + 1;
     let key = |tuned: &Tuned| (!tuned.fits(), tuned.candidate.is_lower_bound, tuned.peak_reserved_bytes() / step);
-    tuned.sort_by(|a, b| key(a).cmp(&key(b)).then(a.driver_seconds().total_cmp(&b.driver_seconds())));
+    // Then by driver time to a millisecond, and the shorter string.
+    let rest = |tuned: &Tuned| ((tuned.driver_seconds() * 1e3).round(), tuned.candidate.set.len());
+    tuned.sort_by(|a, b| {
+        let ((a_time, a_length), (b_time, b_length)) = (rest(a), rest(b));
+        key(a).cmp(&key(b)).then(a_time.total_cmp(&b_time)).then(a_length.cmp(&b_length))
+    });
     Ok(tuned)
 }

@@ -29,7 +29,7 @@ fn the_least_reserved_is_first_among_those_that_fit() {
     let two = recording("oom_stacks.fraction_6gib.pickle.xz").snapshot;
     let options = ReplayOptions::default();
     let replays = [&one, &two].map(|snapshot| DeviceReplays::new(snapshot, &options).expect("a recording"));
-    let devices: Vec<&DeviceReplay<'_>> = replays.iter().flat_map(|replays| replays.devices()).collect();
+    let devices: Vec<&DeviceReplay<'_>> = replays.iter().flat_map(DeviceReplays::devices).collect();
     let tried = vec![
         Candidate::recorded(&Default::default()),
         Candidate::replaced("expandable_segments:True").expect("valid"),
