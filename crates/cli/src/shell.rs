@@ -67,8 +67,8 @@ fn bash(command: &Command) -> String {
     let names: Vec<&str> = subcommands(command).map(Command::get_name).collect();
     let mut script = format!(
         "_warpool() {{\n    local cur=${{COMP_WORDS[COMP_CWORD]}} command= word\n    COMPREPLY=()\n    for word in \
-         \"${{COMP_WORDS[@]:1:COMP_CWORD-1}}\"; do\n        case $word in\n            {}) command=$word; break ;;\n        \
-         esac\n    done\n    case $command in\n",
+         \"${{COMP_WORDS[@]:1:COMP_CWORD-1}}\"; do\n        case $word in\n            {}) command=$word; break ;;\n\
+         \x20       esac\n    done\n    case $command in\n",
         names.join("|")
     );
     for command in subcommands(command) {

@@ -17,8 +17,8 @@ use crate::size;
 /// Finds the settings that serve recorded programs best, by replays
 ///
 /// Replays allocators and the settings that have an effect on the recordings, the recorded settings among them as a
-/// control, and ranks them: those that fit first, by peak reserved bytes, then by driver time. With several recordings it
-/// finds one setting for all.
+/// control, and ranks them: those that fit first, by peak reserved bytes, then by driver time. With several recordings
+/// it finds one setting for all.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Exit status: 0 success, 1 nothing that was tried fits, 2 a file cannot be read or needs more \
     than --memory-limit.\n\n\

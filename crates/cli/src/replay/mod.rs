@@ -40,8 +40,8 @@ use crate::size;
 /// "driver_seconds_modelled" is the time of all driver calls.
 #[derive(Debug, clap::Args)]
 #[command(
-    after_help = "Exit status: 0 success, 1 a replay ran out of memory in some address order and --expect-fit was given, \
-    2 a file cannot be read or needs more than --memory-limit.\n\
+    after_help = "Exit status: 0 success, 1 a replay ran out of memory in some address order and --expect-fit was \
+    given, 2 a file cannot be read or needs more than --memory-limit.\n\
     Settings in the environment are ignored: a replay uses the recorded settings, or those of --settings.\n\n\
     Examples:\n  \
     warpool replay snapshot.pickle\n  \

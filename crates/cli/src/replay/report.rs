@@ -116,8 +116,9 @@ impl ReplayTable {
             bytes => format!(", {} of it freed and waiting for streams", size::format(bytes)),
         };
         self.remarks.push(format!(
-            "{name}: the snapshot has no history, so nothing can be replayed; when it was taken, {} were reserved in {} \
-             segments{pending}. For a history, call torch.cuda.memory._record_memory_history() before the program runs",
+            "{name}: the snapshot has no history, so nothing can be replayed; when it was taken, {} were reserved in \
+             {} segments{pending}. For a history, call torch.cuda.memory._record_memory_history() before the program \
+             runs",
             size::format(reserved),
             totals.segments,
         ));

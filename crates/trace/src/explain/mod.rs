@@ -427,8 +427,8 @@ fn remark_on_device(explanation: &mut Explanation) {
     let assumed = text(explanation.device_bytes_total);
     let remark = match smaller.filter(|&(bytes, _)| bytes < explanation.device_bytes_total) {
         Some((bytes, name)) => format!(
-            "the recording does not say how large the device is; {assumed} are assumed, so {} would be used by others. If \
-             it was a device of {name}, explain with --capacity {:.1}GiB",
+            "the recording does not say how large the device is; {assumed} are assumed, so {} would be used by others. \
+             If it was a device of {name}, explain with --capacity {:.1}GiB",
             text(moment.parts.outside),
             bytes as f64 / GIB as f64
         ),

@@ -1,7 +1,7 @@
 //! Iterations of a program, and whether it holds more from one to the next.
 //!
-//! A program in a loop makes the same allocations again and again. Among the allocations of one size and call stack, one
-//! kind is looked for that comes at regular distances over most of the history: each of them begins a period.
+//! A program in a loop makes the same allocations again and again. Among the allocations of one size and call stack,
+//! one kind is looked for that comes at regular distances over most of the history: each of them begins a period.
 
 use rustc_hash::FxHashMap;
 use warpool::memory::{Action, StackId, TraceEntry};
@@ -84,8 +84,8 @@ pub(super) struct Growth {
     pub bytes: u64,
 }
 
-/// Whether the allocated bytes at the beginnings of the periods grow steadily: over the last two thirds, in nearly every
-/// period, and no less in the second half than in the first by much.
+/// Whether the allocated bytes at the beginnings of the periods grow steadily: over the last two thirds, in nearly
+/// every period, and no less in the second half than in the first by much.
 pub(super) fn growth(bytes_at: &[u64]) -> Option<Growth> {
     const BYTES_MIN: u64 = 1 << 20;
     if bytes_at.len() < PERIODS_MIN {

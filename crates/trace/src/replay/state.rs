@@ -1,5 +1,5 @@
-//! The segments and blocks of the recorded allocator at chosen events, as the events themselves tell them: addresses and
-//! sizes are the recorded ones, whatever a replay does.
+//! The segments and blocks of the recorded allocator at chosen events, as the events themselves tell them: addresses
+//! and sizes are the recorded ones, whatever a replay does.
 
 use rustc_hash::FxHashMap;
 use warpool::memory::{Action, BlockState, MemPoolId, SegmentInfo, SegmentKind, SizeRules, StackId, TraceEntry};

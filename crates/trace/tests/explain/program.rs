@@ -1,6 +1,6 @@
-//! Programs on the caching allocator over the simulated GPU, recorded by its own history: one for each verdict. The same
-//! are in `recordings/`, as `verdict.*`; `cargo test -p warpool-trace --test explain write_recordings -- --ignored`
-//! writes them again, uncompressed.
+//! Programs on the caching allocator over the simulated GPU, recorded by its own history: one for each verdict. The
+//! same are in `recordings/`, as `verdict.*`; `cargo test -p warpool-trace --test explain write_recordings --
+//! --ignored` writes them again, uncompressed.
 
 use std::sync::{Arc, Mutex};
 

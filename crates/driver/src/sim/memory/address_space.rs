@@ -2,7 +2,8 @@
 //!
 //! Device addresses lie above all that this process can have itself, so that pinned host memory keeps its own. They
 //! are given out upwards and reused as late as possible, so that a stale address is not mistaken for a live one. Freed
-//! ranges stay in quarantine. A replay may place memory elsewhere (`placement.rs`), or have addresses drawn from a range.
+//! ranges stay in quarantine. A replay may place memory elsewhere (`placement.rs`), or have addresses drawn from a
+//! range.
 
 use std::collections::BTreeMap;
 
