@@ -154,6 +154,9 @@ fn parts_table(parts: &Parts, explanation: &Explanation, output: &mut Output) ->
     let total = parts.total();
     for (name, bytes) in parts.named().into_iter().filter(|&(_, bytes)| bytes > 0) {
         let meaning = MEANINGS.iter().find(|(part, _)| *part == name).map_or(name, |(_, meaning)| meaning);
+        // Without a request that it could be large enough for.
+        let is_snapshot = explanation.moment().kind == MomentKind::Snapshot;
+        let meaning = if is_snapshot && name == "free_large_enough" { "free" } else { meaning };
         table.add_row([meaning.to_owned(), size::format(bytes), percent(bytes, total)]);
     }
     let assumed = if explanation.device_assumed { " (assumed)" } else { "" };

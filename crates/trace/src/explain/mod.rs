@@ -223,12 +223,18 @@ fn explain_segments(
         verdict: Verdict::Unknown,
         evidence,
     };
+    let mut explanation = explanation_of_snapshot(device, parts.total(), options.capacity.is_none(), moment);
+    remark_on_capacity(options.capacity, &mut explanation);
+    explanation
+}
+
+fn explanation_of_snapshot(device: u32, device_bytes_total: u64, device_assumed: bool, moment: Moment) -> Explanation {
     let remark = "the snapshot has no history of this device: what led to it, and what would have fitted, cannot be \
                   told; call torch.cuda.memory._record_memory_history() before the program runs";
     Explanation {
         device,
-        device_bytes_total: parts.total(),
-        device_assumed: options.capacity.is_none(),
+        device_bytes_total,
+        device_assumed,
         moments: vec![moment],
         ooms: 0,
         exact: None,
@@ -301,6 +307,7 @@ fn explain_device(
         remarks: recorded.inferred.remarks.clone(),
     };
     remark_on_device(&mut explanation);
+    remark_on_capacity(options.capacity, &mut explanation);
     if !all_ooms.is_empty() && !options.skips_fits {
         explanation.fits = fits::find(replay, options, &recorded)?;
     }
@@ -397,6 +404,21 @@ fn largest_free(state: &HeapState, request: Option<&RequestInfo>) -> u64 {
         })
     });
     usable.map(|block| block.bytes).max().unwrap_or(0)
+}
+
+/// A device that is said to be smaller than what was used of it.
+fn remark_on_capacity(capacity: Option<u64>, explanation: &mut Explanation) {
+    if let Some(capacity) = capacity.filter(|&capacity| capacity < explanation.device_bytes_total) {
+        explanation.remarks.insert(
+            0,
+            format!(
+                "more was used than a device of {} has, so it is explained as one of {}; `warpool replay --capacity` \
+                 tells whether the program fits on a smaller one",
+                text(capacity),
+                text(explanation.device_bytes_total)
+            ),
+        );
+    }
 }
 
 /// A full device whose size is only assumed may be a smaller one.
