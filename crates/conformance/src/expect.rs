@@ -122,28 +122,3 @@ fn file_and_line(location: &Location<'_>) -> String {
     let file = location.file().rsplit(['/', '\\']).next().unwrap_or_default();
     format!("{file}:{}", location.line())
 }
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn an_error_names_its_source_line() {
-        let text = expect_eq("sum", 1, 2).unwrap_err().to_string();
-        assert!(text.starts_with("sum: expected 2, got 1 (at expect.rs:"), "{text}");
-
-        let line = line!() + 2;
-        let failing = || -> CheckResult {
-            Err(DriverError::new("mem_alloc", ErrorCode::OutOfMemory))?;
-            Ok(())
-        };
-        let text = failing().unwrap_err().to_string();
-        assert!(text.ends_with(&format!("(at expect.rs:{line})")), "{text} should name line {line}");
-    }
-
-    #[test]
-    fn the_first_difference_is_reported() {
-        let text = expect_slice_eq("bytes", &[1, 2, 3], &[1, 5, 6]).unwrap_err().to_string();
-        assert!(text.starts_with("bytes: at 1 expected 5, got 2 (2 of 3 differ)"), "{text}");
-    }
-}

@@ -38,27 +38,3 @@ pub fn suites(extra: &[Suite]) -> impl Iterator<Item = &Suite> {
     let (harmless, destructive): (Vec<_>, Vec<_>) = SUITES.iter().chain(extra).partition(|suite| !suite.destructive);
     harmless.into_iter().chain(destructive)
 }
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn names_are_unique() {
-        let (mut suites, mut checks) = (std::collections::BTreeSet::new(), std::collections::BTreeSet::new());
-        for suite in SUITES {
-            assert!(suites.insert(suite.name), "two suites {}", suite.name);
-            for check in suite.checks {
-                assert!(checks.insert((suite.name, check.name)), "two checks {}.{}", suite.name, check.name);
-            }
-        }
-        assert!(checks.len() >= 406, "{} checks: none may get lost", checks.len());
-    }
-
-    #[test]
-    fn destructive_suites_run_last() {
-        let extra = [Suite::new("extra", Level::Driver, &[])];
-        let names: Vec<&str> = suites(&extra).map(|suite| suite.name).collect();
-        assert_eq!(names[names.len() - 3..], ["pinned", "extra", "errors"]);
-    }
-}

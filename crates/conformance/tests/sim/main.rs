@@ -1,6 +1,7 @@
 //! All suites on the simulated GPU, with several seeds.
 
 mod driver;
+mod expectations;
 mod resources;
 
 /// The seeds to run: `count`, times `WARPOOL_TEST_SCALE`.
