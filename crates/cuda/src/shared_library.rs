@@ -3,6 +3,7 @@
 
 use std::env;
 use std::error::Error;
+use std::mem::ManuallyDrop;
 use std::path::{Path, PathBuf};
 
 use libloading::Library;
@@ -11,7 +12,7 @@ use libloading::Library;
 ///
 /// It is never closed: threads of the driver, function pointers in use and exit handlers may still need it.
 pub(crate) struct SharedLibrary {
-    library: &'static Library,
+    library: ManuallyDrop<Library>,
     name: String,
 }
 
@@ -46,7 +47,7 @@ impl SharedLibrary {
         for name in candidates {
             // SAFETY: the candidates are NVIDIA's libraries, whose initialisers may run on any thread.
             match unsafe { Library::new(name) } {
-                Ok(loaded) => return Ok(Self { library: Box::leak(Box::new(loaded)), name: name.clone() }),
+                Ok(loaded) => return Ok(Self { library: ManuallyDrop::new(loaded), name: name.clone() }),
                 Err(error) => _ = reason.get_or_insert_with(|| message(&error)),
             }
         }

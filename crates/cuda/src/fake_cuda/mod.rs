@@ -80,6 +80,13 @@ fn make_node(is_body: bool, kind: u32) -> &'static Object {
     object
 }
 
+/// Memory that is never freed, as the backend may still have its address. Kept here, so that it does not count as
+/// leaked.
+fn keep(address: usize) {
+    static ALL: Mutex<Vec<usize>> = Mutex::new(Vec::new());
+    lock(&ALL).push(address);
+}
+
 fn handle<T>(object: &'static Object) -> *mut T {
     ptr::from_ref(object).cast_mut().cast()
 }
@@ -264,7 +271,9 @@ extern "C" fn mem_alloc(address: *mut CUdeviceptr, bytes: usize) -> u32 {
 extern "C" fn mem_host_alloc(address: *mut *mut c_void, bytes: usize, _: c_uint) -> u32 {
     let layout = Layout::from_size_align(bytes.max(1), 4096).expect("a small size");
     // SAFETY: the size is not 0.
-    give(address, unsafe { alloc_zeroed(layout) }.cast());
+    let memory = unsafe { alloc_zeroed(layout) };
+    keep(memory.expose_provenance());
+    give(address, memory.cast());
     guarded()
 }
 extern "C" fn get_attribute(value: *mut c_void, attribute: CUpointer_attribute, address: CUdeviceptr) -> u32 {
@@ -371,7 +380,8 @@ extern "C" fn add_node(
     let body = make(true);
     lock(&object(graph).bodies).push(body);
     give(node, handle(make(false)));
-    let bodies: &mut CUgraph = Box::leak(Box::new(handle(body)));
+    let bodies: *mut CUgraph = Box::into_raw(Box::new(handle(body)));
+    keep(bodies.expose_provenance());
     // SAFETY: the backend passes a structure of its own, which nothing else uses.
     let parameters = unsafe { &mut *parameters };
     parameters.__bindgen_anon_1.conditional.phGraph_out = bodies;
