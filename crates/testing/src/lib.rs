@@ -1,8 +1,10 @@
 //! What Warpool's tests and the programs of `warpool soak` share: random draws from a seed ([`Rng`]), which seeds a
-//! test runs ([`seeds`]), and tags in simulated memory ([`Tags`]).
+//! test runs ([`seeds`]), what is printed of one that fails ([`FailingSeed`]), and tags in simulated memory ([`Tags`]).
 
+mod failing_seed;
 mod rng;
 mod tags;
 
+pub use failing_seed::FailingSeed;
 pub use rng::{Rng, scaled, seeds};
 pub use tags::Tags;

@@ -1,6 +1,7 @@
 //! Ids of memory pools.
 
 use std::fmt;
+use std::sync::atomic::{AtomicU32, Ordering};
 
 /// Which pool a block belongs to: PyTorch's pair of numbers.
 ///
@@ -28,5 +29,24 @@ impl MemPoolId {
 impl fmt::Display for MemPoolId {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "({}, {})", self.graph, self.user)
+    }
+}
+
+/// The ids that one allocator gives to its pools. None is used twice.
+#[derive(Debug, Default)]
+pub(crate) struct PoolIds {
+    user: AtomicU32,
+    graph: AtomicU32,
+}
+
+impl PoolIds {
+    /// The id of a new pool of the user.
+    pub(crate) fn next_user(&self) -> MemPoolId {
+        MemPoolId { graph: 0, user: self.user.fetch_add(1, Ordering::Relaxed) + 1 }
+    }
+
+    /// The id of a new pool of a graph.
+    pub(crate) fn next_graph(&self) -> MemPoolId {
+        MemPoolId { graph: self.graph.fetch_add(1, Ordering::Relaxed) + 1, user: 0 }
     }
 }

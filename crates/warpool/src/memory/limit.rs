@@ -1,5 +1,42 @@
 //! How much of a device's memory an allocator may reserve.
 
+use super::Settings;
+use crate::{Error, Result};
+
+/// The limits of one device.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Limits {
+    fraction: f64,
+    /// In bytes; `None` is no cap.
+    pub(crate) cap: Option<u64>,
+}
+
+impl Limits {
+    pub(crate) fn of(settings: &Settings) -> Self {
+        Self { fraction: settings.per_process_memory_fraction, cap: settings.memory_cap_bytes }
+    }
+
+    pub(crate) fn fraction(self) -> f64 {
+        self.fraction
+    }
+
+    /// Sets the memory fraction. [`Error::Fraction`] if it is not in [0, 1].
+    pub(crate) fn set_fraction(&mut self, fraction: f64) -> Result<()> {
+        self.fraction = checked_fraction(fraction)?;
+        Ok(())
+    }
+
+    /// The lower of both; `None` is no limit.
+    pub(crate) fn bytes(self, bytes_total: u64) -> Option<u64> {
+        limit_bytes(bytes_total, self.fraction, self.cap)
+    }
+}
+
+/// A memory fraction, which must be in [0, 1].
+pub(crate) fn checked_fraction(fraction: f64) -> Result<f64> {
+    if (0.0..=1.0).contains(&fraction) { Ok(fraction) } else { Err(Error::Fraction { fraction: fraction.to_string() }) }
+}
+
 /// The lower of the memory fraction and the cap; `None` is no limit.
 pub(crate) fn limit_bytes(bytes_total: u64, fraction: f64, cap: Option<u64>) -> Option<u64> {
     let by_fraction = (fraction < 1.0).then(|| share_of(bytes_total, fraction));

@@ -61,6 +61,7 @@
 
 mod allocator;
 mod caching;
+mod capture_count;
 mod capture_memory;
 mod checkpoint;
 mod decorate;

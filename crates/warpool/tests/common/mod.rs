@@ -3,7 +3,6 @@
 #![allow(clippy::allow_attributes, dead_code, unused_imports, reason = "each test binary uses its own part of this")]
 
 pub mod blas;
-pub mod failing_seed;
 pub mod graphs;
 pub mod launch;
 pub mod logging_allocator;

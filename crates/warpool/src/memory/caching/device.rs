@@ -6,7 +6,7 @@
 
 use std::cell::Cell;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, Mutex, MutexGuard};
 
 use warpool_driver::{DeviceId, Driver, StreamId};
@@ -15,7 +15,8 @@ use super::slow_lock::{SlowLock, SlowLockGuard};
 use super::state::{DeviceState, Policy};
 use super::stream_classes::StreamClasses;
 use crate::capture::{CaptureSafe, CaptureStatus, RelaxedMode};
-use crate::memory::limit::limit_bytes;
+use crate::memory::capture_count::CaptureCount;
+use crate::memory::limit::Limits;
 use crate::memory::report::{EntryDetails, HistoryFlags};
 use crate::memory::scopes::Scopes;
 use crate::memory::{Allocation, HistoryOptions, MemPoolId, Observers, Settings, StackLevel};
@@ -29,9 +30,7 @@ pub(super) struct Shared {
     /// Whether the driver tracks suballocations.
     tracks_suballocations: bool,
     settings: Mutex<Arc<Settings>>,
-    /// How many captures are active on all devices together: another device's stream may have used this one's memory,
-    /// and a thread that captures is restricted on every device.
-    captures: AtomicU32,
+    captures: CaptureCount,
     /// Classes of streams, for the sizes of their expandable segments.
     stream_classes: StreamClasses,
 }
@@ -43,7 +42,7 @@ impl Shared {
             observers: Observers::default(),
             tracks_suballocations: instance.driver().tracks_suballocations(),
             settings: Mutex::new(Arc::new(settings)),
-            captures: AtomicU32::new(0),
+            captures: CaptureCount::default(),
             stream_classes: StreamClasses::default(),
         }
     }
@@ -77,13 +76,9 @@ impl Shared {
         &self.stream_classes
     }
 
-    pub(super) fn capture_began(&self) {
-        self.captures.fetch_add(1, Ordering::AcqRel);
-    }
-
-    /// Returns `false` if no capture is active.
-    pub(super) fn capture_ended(&self) -> bool {
-        self.captures.fetch_update(Ordering::AcqRel, Ordering::Acquire, |count| count.checked_sub(1)).is_ok()
+    #[inline]
+    pub(super) fn captures(&self) -> &CaptureCount {
+        &self.captures
     }
 }
 
@@ -105,23 +100,10 @@ pub(super) struct CachingDevice {
     pub(super) deferred_steps: AtomicU64,
 }
 
-/// How much of a device may be reserved.
-#[derive(Clone, Copy)]
-pub(super) struct Limits {
-    pub(super) fraction: f64,
-    pub(super) cap: Option<u64>,
-}
-
-impl Limits {
-    fn bytes(self, bytes_total: u64) -> Option<u64> {
-        limit_bytes(bytes_total, self.fraction, self.cap)
-    }
-}
-
 impl CachingDevice {
     pub(super) fn new(shared: &Arc<Shared>, device: &Device, settings: &Settings) -> Self {
         let properties = device.properties();
-        let limits = Limits { fraction: settings.per_process_memory_fraction, cap: settings.memory_cap_bytes };
+        let limits = Limits::of(settings);
         let mut policy = Policy::new(settings, properties.bytes_total, properties.virtual_memory);
         policy.limit = limits.bytes(properties.bytes_total);
         if settings.expandable_segments && !properties.virtual_memory {
@@ -258,13 +240,13 @@ impl CachingDevice {
         *lock(&self.limits)
     }
 
-    pub(super) fn change_limits(&self, change: impl FnOnce(&mut Limits)) {
-        let limit = {
+    pub(super) fn change_limits<R>(&self, change: impl FnOnce(&mut Limits) -> R) -> R {
+        let (result, limit) = {
             let mut limits = lock(&self.limits);
-            change(&mut limits);
-            limits.bytes(self.bytes_total)
+            (change(&mut limits), limits.bytes(self.bytes_total))
         };
         self.change(|state| state.set_limit(limit));
+        result
     }
 
     /// Devices that may access the memory, beside this one.
@@ -310,7 +292,7 @@ impl CachingDevice {
     /// another allocator. Two loads.
     #[inline]
     pub(super) fn has_captures(&self) -> bool {
-        self.shared.captures.load(Ordering::Acquire) > 0 || self.instance().has_captures()
+        self.shared.captures.any() || self.instance().has_captures()
     }
 
     /// The capture status of a stream. No driver call while no capture is active on any device.

@@ -29,7 +29,7 @@ mod stream_classes;
 
 use std::fmt;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use warpool_driver::{DeviceId, DevicePtr, Driver, StreamId};
 
@@ -38,6 +38,7 @@ use self::device::{CachingDevice, Shared};
 use self::heap::BlockKey;
 use super::Settings;
 use super::checkpoint::next_allocator_key;
+use crate::pool_id::PoolIds;
 use crate::{Error, Instance, Result};
 
 /// PyTorch's caching allocator, over any driver. See the [module](crate::memory) for how it is used.
@@ -47,8 +48,7 @@ pub struct CachingAllocator {
     /// Off, every request is a driver call.
     caching: AtomicBool,
     bypass: Bypass,
-    next_user_pool: AtomicU32,
-    next_graph_pool: AtomicU32,
+    pool_ids: PoolIds,
     /// Tells it from all other allocators of the process.
     key: u64,
 }
@@ -65,8 +65,7 @@ impl CachingAllocator {
             devices,
             caching: AtomicBool::new(true),
             bypass: Bypass::default(),
-            next_user_pool: AtomicU32::new(1),
-            next_graph_pool: AtomicU32::new(1),
+            pool_ids: PoolIds::default(),
             key: next_allocator_key(),
         }
     }

@@ -4,7 +4,7 @@
 //! lock, held for one step, one at a time), the history. Pools, scopes and fences are taken alone, or while the pages
 //! are locked. User code runs with none of them.
 
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, RwLock};
 
 use rustc_hash::FxHashMap;
@@ -20,7 +20,8 @@ use super::pages::{PageTable, PageTotals};
 use super::pools::{Pools, SegmentSource};
 use super::spin_lock::SpinLock;
 use crate::capture::{CaptureSafe, CaptureStatus};
-use crate::memory::limit::limit_bytes;
+use crate::memory::capture_count::CaptureCount;
+use crate::memory::limit::Limits;
 use crate::memory::report::{EntryDetails, HistoryFlags, HistoryRecorder};
 use crate::memory::scopes::Scopes;
 use crate::memory::stream_fence::StreamFences;
@@ -37,8 +38,7 @@ pub(super) struct Shared {
     /// Whether the driver tracks suballocations.
     pub(super) tracks_suballocations: bool,
     pub(super) settings: Mutex<Arc<Settings>>,
-    /// How many captures are active on all devices together.
-    pub(super) captures: AtomicU32,
+    pub(super) captures: CaptureCount,
 }
 
 /// Names a block on a device.
@@ -69,13 +69,6 @@ struct HeapKeys {
     by_key: FxHashMap<(StreamId, MemPoolId), u32>,
     /// Heaps of removed pools, to be used again with their addresses.
     idle: Vec<u32>,
-}
-
-/// How much of a device may be reserved.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Limits {
-    pub(super) fraction: f64,
-    pub(super) cap: Option<u64>,
 }
 
 /// Counts of what is not counted by heaps or pages.
@@ -133,10 +126,7 @@ impl PagedDevice {
             totals: Mutex::default(),
             inactive: Mutex::default(),
             counts: EventCounts::default(),
-            limits: Mutex::new(Limits {
-                fraction: settings.per_process_memory_fraction,
-                cap: settings.memory_cap_bytes,
-            }),
+            limits: Mutex::new(Limits::of(settings)),
             history: SpinLock::default(),
             history_flags: HistoryFlags::default(),
             peers: Mutex::default(),
@@ -166,14 +156,13 @@ impl PagedDevice {
         *lock(&self.limits)
     }
 
-    pub(super) fn change_limits(&self, change: impl FnOnce(&mut Limits)) {
-        change(&mut lock(&self.limits));
+    pub(super) fn change_limits<R>(&self, change: impl FnOnce(&mut Limits) -> R) -> R {
+        change(&mut lock(&self.limits))
     }
 
     /// The most that may be reserved.
     pub(super) fn limit(&self) -> Option<u64> {
-        let limits = self.limits();
-        limit_bytes(self.bytes_total, limits.fraction, limits.cap)
+        self.limits().bytes(self.bytes_total)
     }
 }
 
@@ -427,7 +416,7 @@ impl PagedDevice {
 
     #[inline]
     pub(super) fn has_captures(&self) -> bool {
-        self.shared.captures.load(Ordering::Acquire) > 0 || self.instance().has_captures()
+        self.shared.captures.any() || self.instance().has_captures()
     }
 
     /// The capture status of a stream. No driver call while no capture is active on any device.

@@ -48,15 +48,16 @@ mod tests;
 mod window;
 
 use std::fmt;
-use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex};
 
 use warpool_driver::{Access, DeviceAccess, DeviceId, DevicePtr, Driver, ErrorCode};
 
 use self::device::{PagedDevice, Shared};
 pub use self::pages::PageTotals;
+use super::capture_count::CaptureCount;
 use super::checkpoint::next_allocator_key;
 use super::{Backend, Observers, Settings, StackLevel, lint};
+use crate::pool_id::PoolIds;
 use crate::{Error, Instance, Result, lock};
 
 /// The smallest page.
@@ -67,8 +68,7 @@ const SLOT_MIN: u64 = 2 << 20;
 pub struct PagedAllocator {
     shared: Arc<Shared>,
     devices: Box<[PagedDevice]>,
-    next_user_pool: AtomicU32,
-    next_graph_pool: AtomicU32,
+    pool_ids: PoolIds,
     /// Tells it from all other allocators.
     key: u64,
 }
@@ -126,12 +126,11 @@ impl PagedAllocator {
             observers: Observers::default(),
             tracks_suballocations: instance.driver().tracks_suballocations(),
             settings: Mutex::new(Arc::new(naming_backend(settings))),
-            captures: AtomicU32::new(0),
+            captures: CaptureCount::default(),
         });
         let settings = Arc::clone(&lock(&shared.settings));
         let devices = instance.devices().map(|device| PagedDevice::new(&shared, &device, &settings)).collect();
-        let (next_user_pool, next_graph_pool) = (AtomicU32::new(1), AtomicU32::new(1));
-        Ok(Self { shared, devices, next_user_pool, next_graph_pool, key: next_allocator_key() })
+        Ok(Self { shared, devices, pool_ids: PoolIds::default(), key: next_allocator_key() })
     }
 
     /// The settings in force; the default ones in a forked child.
@@ -258,6 +257,6 @@ impl fmt::Debug for PagedAllocator {
 
 impl fmt::Debug for Shared {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Shared").field("captures", &self.captures.load(Ordering::Relaxed)).finish_non_exhaustive()
+        f.debug_struct("Shared").field("captures", &self.captures).finish_non_exhaustive()
     }
 }

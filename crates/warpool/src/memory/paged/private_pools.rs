@@ -1,15 +1,13 @@
 //! The calls of [`PrivatePools`].
 
-use std::sync::atomic::Ordering;
-
 use warpool_driver::{DeviceId, DevicePtr, StreamId};
 
 use super::PagedAllocator;
 use super::heap::State;
 use super::pending::PendingFrees;
 use crate::memory::{MemPoolId, PoolOptions, PoolUser, PrivatePools, Route, SegmentKind, StackLevel};
-use crate::unwind::{OnUnwind, drop_user_value};
-use crate::{Error, Result, lock};
+use crate::unwind::drop_user_value;
+use crate::{Result, lock};
 
 impl PagedAllocator {
     /// As [`record_pool_uses`](PrivatePools::record_pool_uses), of work on streams that are not known: replays that a
@@ -23,22 +21,15 @@ impl PagedAllocator {
         lock(&self.device(device)?.pools).add(id, options);
         Ok(id)
     }
-
-    fn capture_over(&self) -> bool {
-        let captures = &self.shared.captures;
-        captures.fetch_update(Ordering::AcqRel, Ordering::Acquire, |count| count.checked_sub(1)).is_ok()
-    }
 }
 
 impl PrivatePools for PagedAllocator {
     fn create_pool(&self, device: DeviceId, options: PoolOptions) -> Result<MemPoolId> {
-        let user = self.next_user_pool.fetch_add(1, Ordering::Relaxed);
-        self.create(device, MemPoolId { graph: 0, user }, options)
+        self.create(device, self.pool_ids.next_user(), options)
     }
 
     fn create_graph_pool(&self, device: DeviceId) -> Result<MemPoolId> {
-        let graph = self.next_graph_pool.fetch_add(1, Ordering::Relaxed);
-        self.create(device, MemPoolId { graph, user: 0 }, PoolOptions::default())
+        self.create(device, self.pool_ids.next_graph(), PoolOptions::default())
     }
 
     fn retain_pool_as(&self, device: DeviceId, pool: MemPoolId, user: PoolUser) -> Result<()> {
@@ -80,22 +71,16 @@ impl PrivatePools for PagedAllocator {
 
     fn capture_began(&self, device: DeviceId) -> Result<()> {
         let device = self.device(device)?;
-        self.shared.captures.fetch_add(1, Ordering::AcqRel);
-        let unwinds = OnUnwind::new(|| {
-            self.capture_over();
-        });
-        let outcome = PendingFrees::new(device, &device.entry_details(StackLevel::State)).process();
-        device.report();
-        unwinds.disarm();
-        if outcome.is_err() {
-            self.capture_over();
-        }
-        outcome
+        self.shared.captures.begin(|| {
+            let outcome = PendingFrees::new(device, &device.entry_details(StackLevel::State)).process();
+            device.report();
+            outcome
+        })
     }
 
     fn capture_ended(&self, device: DeviceId) -> Result<()> {
         self.device(device)?;
-        if self.capture_over() { Ok(()) } else { Err(Error::NotCapturing { device }) }
+        self.shared.captures.end(device)
     }
 
     fn record_pool_uses(&self, device: DeviceId, pool: MemPoolId, streams: &[StreamId]) -> Result<()> {

@@ -8,13 +8,13 @@ use warpool_driver::{DeviceId, DevicePtr, Driver, RawHandle, StreamId};
 
 use super::source::Reserved;
 use super::table::AllocationTable;
-use crate::memory::limit::limit_bytes;
+use crate::memory::limit::{checked_fraction, limit_bytes};
 use crate::memory::report::StackIds;
 use crate::memory::report::{EntryDetails, HistoryFlags};
 use crate::memory::{
     Allocation, HistoryOptions, MemPoolId, Observers, RawStream, Snapshot, SnapshotOptions, StackLevel,
 };
-use crate::{Device, Error, Result, lock};
+use crate::{Device, Result, lock};
 
 pub(super) struct DeviceLedger {
     device: DeviceId,
@@ -111,10 +111,7 @@ impl DeviceLedger {
     }
 
     pub(super) fn set_fraction(&self, fraction: f64) -> Result<()> {
-        if !(0.0..=1.0).contains(&fraction) {
-            return Err(Error::Fraction { fraction: fraction.to_string() });
-        }
-        self.fraction.store(fraction.to_bits(), Ordering::Release);
+        self.fraction.store(checked_fraction(fraction)?.to_bits(), Ordering::Release);
         Ok(())
     }
 

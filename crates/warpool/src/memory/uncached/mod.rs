@@ -31,10 +31,10 @@ mod table;
 
 use std::fmt;
 use std::sync::Mutex;
-use std::sync::atomic::{AtomicU32, Ordering};
 
 use warpool_driver::{DeviceId, DevicePtr, Driver, StreamId};
 
+use super::capture_count::CaptureCount;
 use super::report::{EntryDetails, StackIds};
 use super::stream_fence::StreamFences;
 use super::{
@@ -42,6 +42,7 @@ use super::{
     Settings, Snapshot, SnapshotOptions, StackLevel, Stat, Stats,
 };
 use crate::capture::CaptureStatus;
+use crate::pool_id::PoolIds;
 use crate::unwind::OnUnwind;
 use crate::{Error, Instance, Result};
 use ledger::DeviceLedger;
@@ -59,10 +60,8 @@ pub struct UncachedAllocator<S> {
     devices: Box<[DeviceState]>,
     settings: Settings,
     observers: Observers,
-    /// Captures under way on all devices that the allocator was notified of.
-    captures: AtomicU32,
-    next_user_pool: AtomicU32,
-    next_graph_pool: AtomicU32,
+    captures: CaptureCount,
+    pool_ids: PoolIds,
 }
 
 struct DeviceState {
@@ -85,9 +84,8 @@ impl<S: Source> UncachedAllocator<S> {
             devices: devices.collect(),
             settings,
             observers: Observers::default(),
-            captures: AtomicU32::new(0),
-            next_user_pool: AtomicU32::new(1),
-            next_graph_pool: AtomicU32::new(1),
+            captures: CaptureCount::default(),
+            pool_ids: PoolIds::default(),
         }
     }
 
@@ -121,7 +119,7 @@ impl<S: Source> UncachedAllocator<S> {
 
     /// Whether a capture is under way that Warpool knows of.
     fn has_captures(&self) -> bool {
-        self.captures.load(Ordering::Acquire) > 0 || self.instance.has_captures()
+        self.captures.any() || self.instance.has_captures()
     }
 
     /// Notifies the source of pool events. With `wait`, events that another thread is delivering are waited for.

@@ -1,7 +1,5 @@
 //! The private pools as callers see them: [`PrivatePools`] for sources that allow them.
 
-use std::sync::atomic::Ordering;
-
 use warpool_driver::{DeviceId, DevicePtr, StreamId};
 
 use super::source::Source;
@@ -27,13 +25,13 @@ impl<S: Source> PrivatePools for UncachedAllocator<S> {
         if options.upstream.is_some() {
             return Err(Error::Unsupported { allocator: S::NAME, what: "pools with an upstream of their own" });
         }
-        let id = MemPoolId { graph: 0, user: self.next_user_pool.fetch_add(1, Ordering::Relaxed) };
+        let id = self.pool_ids.next_user();
         self.state(device)?.pools.create(id);
         Ok(id)
     }
 
     fn create_graph_pool(&self, device: DeviceId) -> Result<MemPoolId> {
-        let id = MemPoolId { graph: self.next_graph_pool.fetch_add(1, Ordering::Relaxed), user: 0 };
+        let id = self.pool_ids.next_graph();
         self.state(device)?.pools.create(id);
         Ok(id)
     }
@@ -90,22 +88,18 @@ impl<S: Source> PrivatePools for UncachedAllocator<S> {
 
     fn capture_began(&self, device: DeviceId) -> Result<()> {
         let state = self.state(device)?;
-        self.captures.fetch_add(1, Ordering::AcqRel);
-        let unwinds = OnUnwind::new(|| {
-            self.captures.fetch_sub(1, Ordering::AcqRel);
-        });
-        self.deliver_pool_events(state, false);
-        // During the capture fewer blocks can be freed.
-        self.process_pending(state, &self.entry_details(state, StackLevel::All));
-        self.report(state);
-        unwinds.disarm();
-        Ok(())
+        self.captures.begin(|| {
+            self.deliver_pool_events(state, false);
+            // During the capture fewer blocks can be freed.
+            self.process_pending(state, &self.entry_details(state, StackLevel::All));
+            self.report(state);
+            Ok(())
+        })
     }
 
     fn capture_ended(&self, device: DeviceId) -> Result<()> {
         self.state(device)?;
-        let ended = self.captures.fetch_update(Ordering::AcqRel, Ordering::Acquire, |count| count.checked_sub(1));
-        ended.map(drop).map_err(|_| Error::NotCapturing { device })
+        self.captures.end(device)
     }
 
     fn record_pool_uses(&self, device: DeviceId, pool: MemPoolId, streams: &[StreamId]) -> Result<()> {

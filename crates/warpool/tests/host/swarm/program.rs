@@ -8,12 +8,12 @@ use std::sync::Arc;
 use warpool::graph::{Graph, GraphOptions};
 use warpool::memory::{CachingAllocator, DeviceAllocator, HostAllocator, Settings};
 use warpool::{Error, Stream};
+use warpool_testing::FailingSeed;
 
 use super::allocator_steps::random_settings;
 use super::capture::Captured;
 use super::devices::{DEVICES, Devices, parts, pattern};
 use super::model::{LiveBlock, Model};
-use crate::common::failing_seed::FailingSeed;
 use crate::common::rng::Rng;
 
 const KIB: u64 = 1 << 10;

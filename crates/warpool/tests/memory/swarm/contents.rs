@@ -15,9 +15,9 @@ use warpool::memory::{
     PoolScope, PrivatePools, Request, Route, Settings,
 };
 use warpool::{Error, Stream};
+use warpool_testing::FailingSeed;
 
 use super::machine::Machine;
-use crate::common::failing_seed::FailingSeed;
 use crate::common::rng::Rng;
 
 const MIB: u64 = 1 << 20;

@@ -15,10 +15,10 @@ use warpool::memory::{
     PrivatePools, Request, Reserve, Route, SegmentKind, Settings, SnapshotOptions,
 };
 use warpool::{Error, Instance};
+use warpool_testing::FailingSeed;
 
 use super::driver_calls::CallRecorder;
 use super::model::{MappedRange, Model, Rules, State};
-use crate::common::failing_seed::FailingSeed;
 use crate::common::rng::Rng;
 
 const DEVICE: DeviceId = DeviceId(0);

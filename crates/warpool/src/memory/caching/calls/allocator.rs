@@ -402,15 +402,11 @@ impl DeviceAllocator for CachingAllocator {
     }
 
     fn set_memory_fraction(&self, device: DeviceId, fraction: f64) -> Result<()> {
-        if !(0.0..=1.0).contains(&fraction) {
-            return Err(Error::Fraction { fraction: fraction.to_string() });
-        }
-        self.device(device)?.change_limits(|limits| limits.fraction = fraction);
-        Ok(())
+        self.device(device)?.change_limits(|limits| limits.set_fraction(fraction))
     }
 
     fn memory_fraction(&self, device: DeviceId) -> Result<f64> {
-        Ok(self.device(device)?.limits().fraction)
+        Ok(self.device(device)?.limits().fraction())
     }
 
     fn stats(&self, device: DeviceId) -> Result<Stats> {

@@ -1,14 +1,12 @@
 //! The calls of [`PrivatePools`].
 
-use std::sync::atomic::Ordering;
-
 use warpool_driver::{DeviceId, DevicePtr, StreamId};
 
+use crate::Result;
 use crate::memory::caching::CachingAllocator;
 use crate::memory::caching::pending::PendingFrees;
 use crate::memory::{MemPoolId, PoolOptions, PoolUser, PrivatePools, Route, StackLevel};
-use crate::unwind::{OnUnwind, drop_user_value};
-use crate::{Error, Result};
+use crate::unwind::drop_user_value;
 
 impl CachingAllocator {
     /// As [`record_pool_uses`](PrivatePools::record_pool_uses), of work on streams that are not known: replays that a
@@ -26,13 +24,11 @@ impl CachingAllocator {
 
 impl PrivatePools for CachingAllocator {
     fn create_pool(&self, device: DeviceId, options: PoolOptions) -> Result<MemPoolId> {
-        let user = self.next_user_pool.fetch_add(1, Ordering::Relaxed);
-        self.create(device, MemPoolId { graph: 0, user }, options)
+        self.create(device, self.pool_ids.next_user(), options)
     }
 
     fn create_graph_pool(&self, device: DeviceId) -> Result<MemPoolId> {
-        let graph = self.next_graph_pool.fetch_add(1, Ordering::Relaxed);
-        self.create(device, MemPoolId { graph, user: 0 }, PoolOptions::default())
+        self.create(device, self.pool_ids.next_graph(), PoolOptions::default())
     }
 
     fn retain_pool_as(&self, device: DeviceId, pool: MemPoolId, user: PoolUser) -> Result<()> {
@@ -76,24 +72,18 @@ impl PrivatePools for CachingAllocator {
 
     fn capture_began(&self, device: DeviceId) -> Result<()> {
         let device = self.device(device)?;
-        self.shared.capture_began();
-        // Frees of earlier captures can be completed now, and not during this one: graphs that share a pool are
-        // captured one after the other.
-        let unwinds = OnUnwind::new(|| {
-            self.shared.capture_ended();
-        });
-        let outcome = PendingFrees::new(device, &device.entry_details(StackLevel::State)).process();
-        device.report();
-        unwinds.disarm();
-        if outcome.is_err() {
-            self.shared.capture_ended();
-        }
-        outcome
+        self.shared.captures().begin(|| {
+            // Frees of earlier captures can be completed now, and not during this one: graphs that share a pool are
+            // captured one after the other.
+            let outcome = PendingFrees::new(device, &device.entry_details(StackLevel::State)).process();
+            device.report();
+            outcome
+        })
     }
 
     fn capture_ended(&self, device: DeviceId) -> Result<()> {
         self.device(device)?;
-        if self.shared.capture_ended() { Ok(()) } else { Err(Error::NotCapturing { device }) }
+        self.shared.captures().end(device)
     }
 
     fn record_pool_uses(&self, device: DeviceId, pool: MemPoolId, streams: &[StreamId]) -> Result<()> {

@@ -5,18 +5,17 @@
 //! joined before the block is freed.
 
 mod blocks;
-mod failing_seed;
 mod graphs;
 mod pools;
 
-use warpool_testing::Rng;
+use warpool_testing::{FailingSeed, Rng};
 
 use self::blocks::{Held, Sizes};
-use self::failing_seed::FailingSeed;
 use self::graphs::Graphs;
 use self::pools::Pools;
 use super::machine::{DEVICE, Machine, Outcome};
 use super::model::Model;
+use crate::memory::paged::defect::Defect;
 use crate::memory::{DeviceAllocator as _, MemPoolId, Settings};
 use crate::{Result, Stream};
 
@@ -89,7 +88,7 @@ pub fn defect_of(seed: u64, tally: &mut Tally) -> Option<String> {
         sizes,
         next_tag: 1,
         rng,
-        failing: FailingSeed::new(seed),
+        failing: FailingSeed::unless(seed, Defect::any_is_on),
         tally,
     };
     for _ in 0..60 + run.rng.below(120) {

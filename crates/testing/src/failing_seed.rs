@@ -1,15 +1,27 @@
 //! Prints the seed and the steps of a random program when its test panics.
 
+/// What to print.
+#[derive(Debug)]
 pub struct FailingSeed {
-    pub seed: u64,
-    pub steps: Vec<String>,
+    seed: u64,
+    steps: Vec<String>,
+    is_expected: fn() -> bool,
 }
 
 impl FailingSeed {
+    /// Of a program with that seed.
+    #[must_use]
     pub fn new(seed: u64) -> Self {
-        Self { seed, steps: Vec::new() }
+        Self::unless(seed, || false)
     }
 
+    /// The same, but nothing is printed if the panic is expected.
+    #[must_use]
+    pub fn unless(seed: u64, is_expected: fn() -> bool) -> Self {
+        Self { seed, steps: Vec::new(), is_expected }
+    }
+
+    /// Adds a step.
     pub fn push(&mut self, step: String) {
         self.steps.push(step);
     }
@@ -17,7 +29,7 @@ impl FailingSeed {
 
 impl Drop for FailingSeed {
     fn drop(&mut self) {
-        if std::thread::panicking() {
+        if std::thread::panicking() && !(self.is_expected)() {
             for (at, step) in self.steps.iter().enumerate() {
                 eprintln!("{at:4} {step}");
             }
