@@ -1,5 +1,5 @@
-//! Replays recordings made of any bytes, a few for each event: most are valid pickles' contents, and many of their
-//! events match one another, which random pickles' do not.
+//! Replays and explains recordings made of any bytes, a few for each event: most are valid pickles' contents, and many
+//! of their events match one another, which random pickles' do not.
 
 #![no_main]
 
@@ -7,6 +7,7 @@ use libfuzzer_sys::fuzz_target;
 use warpool::memory::{
     Action, BlockInfo, BlockState, MemPoolId, RecordedSettings, SegmentInfo, SegmentKind, Snapshot, TraceEntry,
 };
+use warpool_trace::explain::{ExplainOptions, explain};
 use warpool_trace::replay::{AllocatorChoice, ReplayOptions, replay};
 
 const MIB: u64 = 1 << 20;
@@ -110,4 +111,6 @@ fuzz_target!(|data: &[u8]| {
     let capacity = (flags & 4 != 0).then_some(4 << 30);
     let options = ReplayOptions { allocator, capacity, memory_limit: Some(MEMORY_LIMIT), ..ReplayOptions::default() };
     let _ = replay(&snapshot, &options);
+    let (memory_limit, address_orders) = (Some(MEMORY_LIMIT), Some(1));
+    let _ = explain(&snapshot, &ExplainOptions { memory_limit, address_orders, ..ExplainOptions::default() });
 });

@@ -2,7 +2,7 @@
 
 use std::io;
 
-use warpool_trace::explain::{Explanation, Fit, Holder, Moment, MomentKind, Parts, Verdict};
+use warpool_trace::explain::{Change, Explanation, Fit, Holder, Moment, MomentKind, Parts, Verdict};
 
 use super::Explained;
 use crate::output::{self, Output};
@@ -121,9 +121,10 @@ fn what_fits(explanation: &Explanation) -> String {
 
 /// What to set.
 fn setting(fit: &Fit) -> String {
-    match fit.variable {
-        "" => format!("a device of {}", fit.set),
-        variable => format!("{variable}={}", fit.set),
+    match (fit.change, fit.variable) {
+        (Change::Others, _) => format!("others use less: {} of the device for this program", fit.set),
+        (Change::Device, _) => format!("a device of {}", fit.set),
+        (_, variable) => format!("{variable}={}", fit.set),
     }
 }
 

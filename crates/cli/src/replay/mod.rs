@@ -235,13 +235,13 @@ fn segment_totals(snapshot: &Snapshot) -> Vec<SegmentTotals> {
         });
         let in_state = |state: BlockState| {
             let blocks = segment.blocks.iter().filter(move |block| block.state == state);
-            blocks.map(|block| block.size).sum::<u64>()
+            blocks.fold(0, |sum: u64, block| sum.saturating_add(block.size))
         };
         let totals = &mut totals[at];
         totals.segments += 1;
-        totals.bytes_reserved += segment.total_size;
-        totals.bytes_allocated += in_state(BlockState::ActiveAllocated);
-        totals.bytes_pending += in_state(BlockState::ActivePendingFree);
+        totals.bytes_reserved = totals.bytes_reserved.saturating_add(segment.total_size);
+        totals.bytes_allocated = totals.bytes_allocated.saturating_add(in_state(BlockState::ActiveAllocated));
+        totals.bytes_pending = totals.bytes_pending.saturating_add(in_state(BlockState::ActivePendingFree));
     }
     totals.sort_unstable_by_key(|totals| totals.device);
     totals

@@ -1,10 +1,12 @@
 //! What would have fitted: changes, replayed from the smallest to the largest. Settings of PyTorch come first, then
-//! Warpool's own allocator, then a larger device.
+//! Warpool's own allocator, then a device of which others use less, or a larger one.
 
 use warpool::memory::{Action, Backend, Settings};
 
 use super::ExplainOptions;
-use crate::replay::{AddressOrders, AllocatorChoice, DeviceReplay, ReplayError, ReplayOptions, ReplayReport, WhatIf};
+use crate::replay::{
+    AddressOrders, AllocatorChoice, DeviceReplay, LimitOrigin, ReplayError, ReplayOptions, ReplayReport, WhatIf,
+};
 use crate::tune::{Candidate, TrialOptions, try_all};
 
 /// What kind of change it is, the smallest first.
@@ -16,18 +18,21 @@ pub enum Change {
     Limit,
     /// Another allocator.
     Allocator,
+    /// The same device, with less of it used by others.
+    Others,
     /// A larger device.
     Device,
 }
 
 impl Change {
-    /// Its name: `settings`, `limit`, `allocator`, `device`.
+    /// Its name: `settings`, `limit`, `allocator`, `others`, `device`.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
             Self::Settings => "settings",
             Self::Limit => "limit",
             Self::Allocator => "allocator",
+            Self::Others => "others",
             Self::Device => "device",
         }
     }
@@ -38,7 +43,7 @@ impl Change {
 pub struct Fit {
     /// What kind of change it is.
     pub change: Change,
-    /// The settings string to set, or for a device its size.
+    /// The settings string to set, or how much the device must have for the program.
     pub set: String,
     /// The environment variable that takes the string; empty for a device.
     pub variable: &'static str,
@@ -88,7 +93,7 @@ pub(super) fn find(
         .zip(reports.into_iter().flatten())
         .map(|((change, candidate), report)| fit(change, candidate.set, candidate.variable, &report, recorded))
         .collect();
-    fits.extend(larger_device(replay, &trial_options, recorded)?);
+    fits.extend(device(replay, &trial_options, recorded)?);
     // Of changes of one kind the one that leaves most; what is equal to within a hundredth by driver time.
     let step = recorded.in_force.bytes_available / 100 + 1;
     let key = |fit: &Fit| {
@@ -124,8 +129,9 @@ fn entries(replay: &DeviceReplay<'_>, settings: &Settings, limit_is_set: bool) -
     entries
 }
 
-/// The smallest device on which the recorded settings need no retry, if that is larger than the recorded one.
-fn larger_device(
+/// The smallest device on which the recorded settings need no retry. It may be the recorded one without what others
+/// used of it.
+fn device(
     replay: &DeviceReplay<'_>,
     options: &TrialOptions<'_>,
     recorded: &ReplayReport,
@@ -141,12 +147,17 @@ fn larger_device(
     let report = replay.report(&WhatIf { capacity: Some(ample), ..WhatIf::default() }, &replay_options)?;
     let needed = report.orders.peak_reserved_bytes_most + crate::replay::bytes_context();
     let needed = needed.next_multiple_of(GIB);
-    if needed <= recorded.in_force.device_bytes_total || !report.orders.all_fit() {
+    let change = match needed > recorded.in_force.device_bytes_total {
+        true => Change::Device,
+        false => Change::Others,
+    };
+    let is_full = recorded.in_force.limit_origin == LimitOrigin::RecordedDeviceFull;
+    if !report.orders.all_fit() || (change == Change::Others && !is_full) {
         return Ok(None);
     }
     let report = replay.report(&WhatIf { capacity: Some(needed), ..WhatIf::default() }, &replay_options)?;
     let set = format!("{}GiB", needed / GIB);
-    Ok(Some(fit(Change::Device, set, "", &report, recorded)))
+    Ok(Some(fit(change, set, "", &report, recorded)))
 }
 
 fn fit(change: Change, set: String, variable: &'static str, report: &ReplayReport, recorded: &ReplayReport) -> Fit {

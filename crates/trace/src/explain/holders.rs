@@ -45,7 +45,7 @@ impl Holders {
     /// Whether most bytes have a stack.
     #[must_use]
     pub fn has_stacks(&self) -> bool {
-        self.bytes_with_stack * 2 > self.bytes
+        self.bytes_with_stack > self.bytes / 2
     }
 }
 
@@ -76,17 +76,17 @@ pub(super) fn holders(state: &HeapState, sites: &mut CallSites<'_>, events: usiz
     let (mut by_line, mut by_module) = (Groups::default(), Groups::default());
     let mut found = Holders::default();
     for block in state.blocks.iter().filter(|block| block.state == BlockState::ActiveAllocated) {
-        found.bytes += block.requested;
+        found.bytes = found.bytes.saturating_add(block.requested);
         by_age.add(&age(block, events), block.requested);
         let Some(site) = sites.of(block.stack) else {
             by_size.add(&size_name(block), block.requested);
             continue;
         };
-        found.bytes_with_stack += block.requested;
+        found.bytes_with_stack = found.bytes_with_stack.saturating_add(block.requested);
         by_line.add(&site.line, block.requested);
         by_module.add(&site.module, block.requested);
         let (bytes, count) = by_site.entry(site).or_default();
-        *bytes += block.requested;
+        *bytes = bytes.saturating_add(block.requested);
         *count += 1;
     }
     let of_site = |(site, (bytes, count)): (Arc<CallSite>, (u64, u64))| Holder {
@@ -119,7 +119,7 @@ impl Groups {
     fn add(&mut self, name: &str, bytes: u64) {
         match self.0.get_mut(name) {
             Some((sum, count)) => {
-                *sum += bytes;
+                *sum = sum.saturating_add(bytes);
                 *count += 1;
             }
             None => drop(self.0.insert(name.to_owned(), (bytes, 1))),

@@ -36,7 +36,7 @@ pub use verdict::Verdict;
 use crate::bytes_text::text;
 use crate::replay::{
     DeviceReplay, DeviceReplays, HeapState, InForce, ReplayError, ReplayOptions, ReplayProgress, RequestInfo, WhatIf,
-    bytes_context,
+    bytes_context, check_segments,
 };
 use holders::{CallSites, grown, holders};
 use periods::Growth;
@@ -184,6 +184,7 @@ pub fn explain(snapshot: &Snapshot, options: &ExplainOptions<'_>) -> Result<Vec<
         explanations.push(explain_device(snapshot, device, options)?);
     }
     for (device, segments) in segments {
+        check_segments(device.unsigned_abs(), &segments)?;
         explanations.push(explain_segments(snapshot, device.unsigned_abs(), &segments, options));
     }
     explanations.sort_by_key(|explanation| explanation.device);
@@ -353,12 +354,14 @@ fn explain_moment(
     let MomentContext { replay, options, growth, periods } = *context;
     let events = replay.events();
     let oom = events.get(at).filter(|event| event.action == Action::Oom);
-    let device_free = oom.map(|event| event.addr);
+    // More than any device has is no size.
+    let device_free = oom.map(|event| event.addr).filter(|&bytes| bytes < 1 << 50);
     let total = options.capacity.unwrap_or_else(|| replay.device_bytes_total());
     let parts = Parts::new(state, request.as_ref(), total, device_free, bytes_context());
     let largest_free = largest_free(state, request.as_ref());
     let (verdict, evidence) = match (&request, device_free) {
-        (Some(request), Some(device_free)) => {
+        (Some(request), _) if oom.is_some() => {
+            let device_free = device_free.unwrap_or(0);
             let (limit, bytes_context) = (replay.limit(), bytes_context());
             judge(&Facts { parts: &parts, request, device_free, limit, bytes_context, growth, periods })
         }
@@ -373,7 +376,8 @@ fn explain_moment(
         bytes_requested: request.map(|request| request.bytes),
         bytes_segment: request.map(|request| request.bytes_segment),
         device_free,
-        bytes_reserved: state.bytes_reserved,
+        // A recording that contradicts itself may have segments without blocks.
+        bytes_reserved: parts.reserved(),
         parts,
         largest_free,
         holders: holders(state, sites, at),
@@ -384,7 +388,7 @@ fn explain_moment(
 
 fn fitted_evidence(parts: &Parts, growth: Option<&Growth>, periods: usize) -> Vec<String> {
     let reserved = parts.reserved();
-    let live = parts.allocated + parts.rounding;
+    let live = parts.live();
     let mut evidence = vec![format!(
         "at the peak {} were reserved and {} of them allocated; {} of the device were left",
         text(reserved),
@@ -444,7 +448,7 @@ fn remark_on_device(explanation: &mut Explanation) {
     if !explanation.device_assumed || free >= moment.bytes_segment.unwrap_or(0) || moment.parts.outside < 2 * GIB {
         return;
     }
-    let used = moment.bytes_reserved + free;
+    let used = moment.bytes_reserved.saturating_add(free);
     let smaller = DEVICES.into_iter().map(|(mib, name)| (mib << 20, name)).find(|&(bytes, _)| bytes >= used);
     let assumed = text(explanation.device_bytes_total);
     let remark = match smaller.filter(|&(bytes, _)| bytes < explanation.device_bytes_total) {

@@ -65,19 +65,27 @@ impl Parts {
     /// Their sum.
     #[must_use]
     pub fn total(&self) -> u64 {
-        self.named().into_iter().map(|(_, bytes)| bytes).sum()
+        // A recording that is not of a real program may have any sizes.
+        self.named().into_iter().fold(0, |sum, (_, bytes)| sum.saturating_add(bytes))
+    }
+
+    /// What is allocated, with rounding.
+    #[must_use]
+    pub const fn live(&self) -> u64 {
+        self.allocated.saturating_add(self.rounding)
     }
 
     /// What the allocator has reserved.
     #[must_use]
     pub fn reserved(&self) -> u64 {
-        self.total() - self.not_reserved - self.outside
+        self.total().saturating_sub(self.not_reserved).saturating_sub(self.outside)
     }
 
     /// What is free and kept for something else than the request: another size class, stream or pool.
     #[must_use]
     pub const fn kept_elsewhere(&self) -> u64 {
-        self.free_other_size + self.free_other_streams + self.free_other_pools + self.waiting_for_streams
+        let kept = self.free_other_size.saturating_add(self.free_other_streams);
+        kept.saturating_add(self.free_other_pools).saturating_add(self.waiting_for_streams)
     }
 
     /// The parts of a state, seen from a request. `device_free` is what the device had free, if known; the total is
@@ -111,8 +119,8 @@ impl Parts {
     fn add(&mut self, block: &StateBlock, request: Option<&RequestInfo>) {
         let part = match block.state {
             BlockState::ActiveAllocated => {
-                self.allocated += block.requested;
-                self.rounding += block.bytes - block.requested;
+                self.allocated = self.allocated.saturating_add(block.requested);
+                self.rounding = self.rounding.saturating_add(block.bytes.saturating_sub(block.requested));
                 return;
             }
             BlockState::ActivePendingFree => &mut self.waiting_for_streams,
@@ -125,6 +133,6 @@ impl Parts {
                 Some(_) => &mut self.free_large_enough,
             },
         };
-        *part += block.bytes;
+        *part = part.saturating_add(block.bytes);
     }
 }

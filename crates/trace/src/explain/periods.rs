@@ -97,9 +97,9 @@ pub(super) fn growth(bytes_at: &[u64]) -> Option<Growth> {
     let later = bytes_at[last].saturating_sub(bytes_at[half]);
     let steps = last - first;
     let rising = bytes_at[first..].windows(2).filter(|pair| pair[1] > pair[0]).count();
-    let falls = bytes_at[first..].windows(2).map(|pair| pair[0].saturating_sub(pair[1])).sum::<u64>();
-    let is_steady = rising * 2 >= steps && later * 4 >= bytes && falls * 4 <= bytes;
-    let is_large = bytes >= BYTES_MIN && bytes * 50 >= bytes_at[last];
+    let falls = bytes_at[first..].windows(2).map(|pair| pair[0].saturating_sub(pair[1])).fold(0, u64::saturating_add);
+    let is_steady = rising * 2 >= steps && later >= bytes / 4 && falls <= bytes / 4;
+    let is_large = bytes >= BYTES_MIN && bytes >= bytes_at[last] / 50;
     (is_steady && is_large).then_some(Growth { first, last, bytes })
 }
 

@@ -91,10 +91,10 @@ pub(super) fn judge(facts: &Facts<'_>) -> (Verdict, Vec<String>) {
     let Facts { parts, request, device_free, limit, bytes_context, growth, periods } = *facts;
     let is_full = device_free < request.bytes_segment;
     let total = parts.total();
-    let live = parts.allocated + parts.rounding;
-    let needed = live + request.bytes_rounded;
+    let live = parts.live();
+    let needed = live.saturating_add(request.bytes_rounded);
     let available = match limit {
-        _ if is_full => parts.reserved() + device_free,
+        _ if is_full => parts.reserved().saturating_add(device_free),
         Some(limit) => limit.used.max(parts.reserved()),
         None => parts.reserved(),
     };
@@ -111,7 +111,7 @@ pub(super) fn judge(facts: &Facts<'_>) -> (Verdict, Vec<String>) {
             evidence.push(growth_text(growth, periods));
             return (Verdict::Growth, evidence);
         }
-        if parts.rounding >= missing && parts.rounding * 20 >= live {
+        if parts.rounding >= missing && parts.rounding >= live / 20 {
             evidence.push(format!("{} of it are rounding inside blocks", text(parts.rounding)));
             return (Verdict::Fragmentation, evidence);
         }
@@ -133,7 +133,7 @@ pub(super) fn judge(facts: &Facts<'_>) -> (Verdict, Vec<String>) {
         return (Verdict::Outside, evidence);
     }
     let headroom = available - parts.reserved().min(available);
-    let own = parts.free_too_small + parts.free_large_enough + headroom;
+    let own = parts.free_too_small.saturating_add(parts.free_large_enough).saturating_add(headroom);
     let elsewhere = parts.kept_elsewhere();
     evidence.push(format!("{} were allocated, so {} would have sufficed", text(live), text(needed)));
     if own >= request.bytes_rounded && (parts.free_too_small >= elsewhere || elsewhere < request.bytes_rounded) {

@@ -74,6 +74,14 @@ impl<'a> DeviceReplay<'a> {
         self.proof.is_exact() && self.proof.interpretation.plan.unmatched_frees == 0
     }
 
+    /// How many what-ifs there is memory for at once, if each takes as much as the recorded program.
+    pub(crate) fn runs_at_once(&self) -> usize {
+        const BYTES_MIN: u64 = 32 << 20;
+        let each = self.proof.result.as_ref().map_or(0, |result| result.bytes_taken);
+        let each = each.saturating_mul(3).div_euclid(2).max(BYTES_MIN);
+        usize::try_from(self.budget.left() / each).unwrap_or(usize::MAX).max(1)
+    }
+
     /// The answer to a what-if. Of `options` the orders, the threads and the progress count.
     ///
     /// # Errors
@@ -100,6 +108,11 @@ impl<'a> DeviceReplay<'a> {
     /// The inferred part of the recording.
     pub(super) fn inference(&self) -> &Inference {
         &self.proof.interpretation.inference
+    }
+
+    /// The events before which `expandable_segments` changed.
+    pub(super) fn toggles(&self) -> &[u32] {
+        &self.proof.interpretation.toggles
     }
 
     /// The memory limit of the recorded program.

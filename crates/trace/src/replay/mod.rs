@@ -56,6 +56,7 @@ use prove::CAPACITY_MAX;
 use recording::RecordedTime;
 
 pub(crate) use conditions::bytes_context;
+pub(crate) use recording::check_segments;
 pub(crate) use state::{HeapState, RequestInfo, StateBlock};
 
 /// Why a recording could not be replayed.

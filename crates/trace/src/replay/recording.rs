@@ -146,7 +146,7 @@ impl Survey {
 }
 
 /// The bytes of the segments in a snapshot, if they and their blocks are plausible.
-fn check_segments(device: u32, segments: &[&SegmentInfo]) -> Result<u64, ReplayError> {
+pub(crate) fn check_segments(device: u32, segments: &[&SegmentInfo]) -> Result<u64, ReplayError> {
     let mut bytes = 0_u64;
     for (number, segment) in segments.iter().enumerate() {
         let reason = |what: &str| implausible(format!("segment {number} of device {device}: {what}"));

@@ -125,7 +125,8 @@ impl DeviceReplay<'_> {
             Some(initial) => initial.heap.clone(),
             None => RecordedHeap::new(rules, self.budget()),
         };
-        let mut pass = StatePass { replay: self, heap, live: FxHashMap::default(), stray: 0, bytes_allocated: 0 };
+        let (live, toggles) = (FxHashMap::default(), self.toggles());
+        let mut pass = StatePass { replay: self, heap, toggles, live, stray: 0, bytes_allocated: 0 };
         pass.bytes_allocated = pass.allocated_at_start();
         let mut charge = Charge::new(self.budget());
         let mut states = Vec::with_capacity(moments.len());
@@ -137,7 +138,7 @@ impl DeviceReplay<'_> {
             pass.apply(at, event);
             on_event(&Totals {
                 event: at,
-                bytes_reserved: pass.heap.bytes_reserved() + pass.stray,
+                bytes_reserved: pass.heap.bytes_reserved().saturating_add(pass.stray),
                 bytes_allocated: pass.bytes_allocated,
             });
             if at % 1024 == 0 {
@@ -183,6 +184,8 @@ impl DeviceReplay<'_> {
 struct StatePass<'a, 'r> {
     replay: &'a DeviceReplay<'r>,
     heap: RecordedHeap,
+    /// The events from which on `expandable_segments` was another, of those that are left.
+    toggles: &'a [u32],
     /// Allocated or pending blocks by address.
     live: FxHashMap<u64, Live>,
     /// Bytes of blocks that are in no known segment: logs without segments.
@@ -200,7 +203,7 @@ struct Live {
 impl StatePass<'_, '_> {
     fn allocated_at_start(&self) -> u64 {
         let blocks = self.heap.blocks().values().filter(|block| block.state == BlockState::ActiveAllocated);
-        blocks.map(|block| block.bytes).sum()
+        blocks.fold(0, |sum: u64, block| sum.saturating_add(block.bytes))
     }
 
     fn apply(&mut self, at: usize, event: &TraceEntry) {
@@ -212,13 +215,17 @@ impl StatePass<'_, '_> {
             Action::SegmentUnmap => drop(self.heap.unmap(addr, size)),
             Action::Alloc => {
                 let number = u32::try_from(at).expect("fewer than 2^32 events");
+                while let Some((_, rest)) = self.toggles.split_first().filter(|&(&first, _)| first <= number) {
+                    self.heap.rules_mut().toggle_expandable_segments();
+                    self.toggles = rest;
+                }
                 let found = self.heap.alloc(addr, size).or_else(|| self.heap.alloc_exactly(addr, size));
                 let stray = found.is_none().then(|| self.stray_block(event, number));
                 if let Some(before) = self.live.insert(addr, Live { event: number, stray }) {
                     self.forget(before);
                 }
-                self.stray += stray.map_or(0, |block| block.bytes);
-                self.bytes_allocated += self.block_bytes(addr, stray);
+                self.stray = self.stray.saturating_add(stray.map_or(0, |block| block.bytes));
+                self.bytes_allocated = self.bytes_allocated.saturating_add(self.block_bytes(addr, stray));
             }
             Action::FreeRequested => {
                 let stray = self.live.get_mut(&addr).and_then(|live| live.stray.as_mut());
@@ -240,7 +247,7 @@ impl StatePass<'_, '_> {
     }
 
     fn forget(&mut self, live: Live) {
-        self.stray -= live.stray.map_or(0, |block| block.bytes);
+        self.stray = self.stray.saturating_sub(live.stray.map_or(0, |block| block.bytes));
     }
 
     fn block_bytes(&self, addr: u64, stray: Option<StateBlock>) -> u64 {
@@ -288,7 +295,7 @@ impl StatePass<'_, '_> {
         let mut stray: Vec<StateBlock> = stray.collect();
         stray.sort_unstable_by_key(|block| block.event);
         blocks.extend(stray);
-        HeapState { bytes_reserved: self.heap.bytes_reserved() + self.stray, blocks }
+        HeapState { bytes_reserved: self.heap.bytes_reserved().saturating_add(self.stray), blocks }
     }
 
     /// Blocks from before the history that are still allocated at its end: they are in the snapshot, with their stacks.

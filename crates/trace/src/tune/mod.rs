@@ -58,8 +58,9 @@ pub fn try_all(
             }
         }
     };
+    let threads = devices.iter().map(|device| device.runs_at_once()).min().unwrap_or(1).min(options.threads);
     std::thread::scope(|scope| {
-        for _ in 1..options.threads.min(trials) {
+        for _ in 1..threads.min(trials) {
             scope.spawn(work);
         }
         work();

@@ -2,6 +2,7 @@
 
 use warpool::memory::BlockState;
 use warpool_trace::explain::{ExplainOptions, Explanation, MomentKind, Verdict, explain};
+use warpool_trace::replay::{ReplayOptions, replay};
 
 use crate::common::{RECORDINGS, recording};
 
@@ -18,6 +19,12 @@ fn explained(name: &str, options: &ExplainOptions<'_>) -> Vec<Explanation> {
     explain(&recording(name).snapshot, options).unwrap_or_else(|error| panic!("{name}: {error}"))
 }
 
+/// The peak of reserved bytes, as the events of the recording add up.
+fn recorded_peak(name: &str) -> u64 {
+    let report = replay(&recording(name).snapshot, &ReplayOptions::default()).expect("a recording");
+    report.fidelity.recorded_peak_reserved_bytes
+}
+
 /// Without replays of changes.
 fn quick() -> ExplainOptions<'static> {
     ExplainOptions { skips_fits: true, ..ExplainOptions::default() }
@@ -30,6 +37,9 @@ fn parts_add_up_to_the_device_on_every_recording() {
             for moment in &explanation.moments {
                 assert_eq!(moment.parts.total(), explanation.device_bytes_total, "{name}: {:?}", moment.parts);
                 assert_eq!(moment.parts.reserved(), moment.bytes_reserved, "{name}: {:?}", moment.parts);
+                if moment.kind == MomentKind::Peak {
+                    assert_eq!(moment.bytes_reserved, recorded_peak(&name), "{name}: the peak of its segment events");
+                }
                 assert_eq!(moment.holders.bytes, moment.parts.allocated, "{name}: holders are what is allocated");
                 let by_line: u64 = moment.holders.groups.iter().map(|holder| holder.bytes).sum();
                 assert_eq!(by_line, moment.parts.allocated, "{name}");

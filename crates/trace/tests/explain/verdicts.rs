@@ -94,6 +94,10 @@ fn what_would_have_fitted_is_found_by_replays() {
     let paged = fragmented.fits.iter().find(|fit| fit.change == Change::Allocator).expect("the paged allocator");
     assert!(paged.fits && paged.set == "backend:paged" && paged.variable == "WARPOOL_CONF", "{paged:?}");
 
+    let outside = explained(&program::outside(), &options);
+    let first = outside.fits.first().expect("something was tried");
+    assert_eq!((first.change, first.fits, first.set.as_str()), (Change::Others, true, "21GiB"), "{:?}", outside.fits);
+
     let too_much = explained(&program::too_much(), &options);
     let fitting: Vec<_> = too_much.fits.iter().filter(|fit| fit.fits).collect();
     assert!(fitting.iter().all(|fit| fit.change == Change::Device), "only a larger device: {fitting:?}");

@@ -25,6 +25,11 @@ impl RecordedRules {
         }
     }
 
+    /// The program changed `expandable_segments`.
+    pub fn toggle_expandable_segments(&mut self) {
+        self.expandable_segments = !self.expandable_segments;
+    }
+
     pub fn sizes(&self) -> &SizeRules {
         &self.sizes
     }

@@ -133,6 +133,11 @@ impl RecordedHeap {
         &self.rules
     }
 
+    /// The same, to change them where the program did.
+    pub fn rules_mut(&mut self) -> &mut RecordedRules {
+        &mut self.rules
+    }
+
     pub fn segment(&self, id: SegmentId) -> &RecordedSegment {
         &self.segments[id as usize]
     }
