@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
+use warpool::Instance;
 use warpool::driver::sim::SimDriver;
 use warpool::driver::{DeviceId, DevicePtr, Driver, Memory as _, StreamId};
 use warpool::memory::{
@@ -52,7 +53,7 @@ impl Subject {
             }
             6 => Arc::new(DriverPoolAllocator::with_settings(instance, settings.clone())),
             8.. => {
-                let paged = Arc::new(PagedAllocator::new(instance, settings.clone()).unwrap());
+                let paged = Arc::new(draw_paged(rng, instance, settings.clone()));
                 subject.paged = Some(paged.clone());
                 paged
             }
@@ -127,6 +128,14 @@ pub fn draw_settings(rng: &mut Rng) -> Settings {
         throw_on_cudamalloc_oom: rng.one_in(6),
         ..Settings::default()
     }
+}
+
+/// A paged allocator which on devices this small has pages of several slots too.
+pub fn draw_paged(rng: &mut Rng, instance: &Instance, settings: Settings) -> PagedAllocator {
+    let paged = PagedAllocator::new(instance, settings).unwrap();
+    let pairs_from = rng.pick(&[0, 60 * MIB, u64::MAX]);
+    paged.set_page_sizes(pairs_from, pairs_from.max(rng.pick(&[0, 120 * MIB, u64::MAX])));
+    paged
 }
 
 /// An address that no source may return: a block there would wrap around the end of the address space.

@@ -15,7 +15,7 @@ use warpool::memory::{
 };
 use warpool::{Error, Stream};
 
-use crate::allocators::draw_settings;
+use crate::allocators::{draw_paged, draw_settings};
 use crate::caught::{Caught, caught};
 use crate::context::Context;
 use crate::counts::Counts;
@@ -62,7 +62,7 @@ pub fn run(context: &mut Context) {
     let (caching, allocator): (_, Arc<dyn DeviceAllocator>) = if context.rng.one_in(6) {
         (None, Arc::new(DriverPoolAllocator::with_settings(&machine.instance, settings)))
     } else if context.rng.one_in(3) {
-        let made = Arc::new(PagedAllocator::new(&machine.instance, settings).unwrap());
+        let made = Arc::new(draw_paged(&mut context.rng, &machine.instance, settings));
         paged = Some(made.clone());
         (None, made)
     } else {

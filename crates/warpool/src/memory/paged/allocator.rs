@@ -193,7 +193,14 @@ impl PagedDevice {
                     segments::release(self, MemPoolId::DEFAULT, 0, details)?;
                 }
             }
-            allocate(true)?
+            let outcome = allocate(true)?;
+            if outcome.is_err() && !capturing && !has_segments && reclaim::has_large_pages(self) {
+                // Free pages that are larger than what the request lacks make room for smaller ones.
+                reclaim::release_all(self, MemPoolId::DEFAULT, 0, details)?;
+                allocate(true)?
+            } else {
+                outcome
+            }
         };
         self.drop_removed();
         outcome.map(finish).map_err(|cause| self.out_of_memory(request, number, cause, capturing, details))

@@ -13,29 +13,27 @@
 
 use std::cell::OnceCell;
 
-use rustc_hash::{FxHashMap, FxHashSet};
+use rustc_hash::FxHashSet;
 use warpool_driver::{Access, DeviceAccess, DevicePtr, ErrorCode, EventScope, PhysicalOptions, StreamId};
 
 use super::address_space::Location;
 use super::device::PagedDevice;
 use super::heap::{Heap, kind_of, rounded};
 use super::old_mappings;
+use super::page_sizes::PageSizes;
 use super::pages::{Mapping, PageId, PageTable, Slot};
 use super::pending::PendingFrees;
 use super::physical::release_physical;
 use super::pools::Takeable;
 use super::reclaim;
 use super::spin_lock::SpinLock;
+use super::supply::{Supplied, Supply};
 use super::window::{self, Window};
 use crate::memory::limit::share_of;
 use crate::memory::report::EntryDetails;
 use crate::memory::stream_fence::{self, Recorded};
 use crate::memory::{Action, MemPoolId, OomCause, SegmentKind};
 use crate::{Error, Result, lock};
-
-/// From here on new pages are pairs of slots: half the driver calls per byte, when a few free megabytes more do not
-/// matter. `docs/paged.md` has the curve that this was chosen from.
-const PAIRS_FROM: u64 = 3 << 29;
 
 /// Out of memory is an answer, not an error of the call.
 pub(super) type OrOom<T> = std::result::Result<T, OomCause>;
@@ -57,7 +55,16 @@ pub(super) struct FillRequest {
 pub(super) fn allocate(device: &PagedDevice, request: FillRequest, details: &EntryDetails) -> Result<OrOom<u32>> {
     let mut table = lock(&device.pages);
     let cell = device.heaps.get(request.heap);
-    let mut fill = Fill { device, request, cell, details, table: &mut table, asks_others: false };
+    let mut fill = Fill {
+        device,
+        request,
+        cell,
+        details,
+        table: &mut table,
+        asks_others: false,
+        others_first: false,
+        whole_pages: false,
+    };
     fill.run()
 }
 
@@ -69,6 +76,10 @@ struct Fill<'a> {
     table: &'a mut PageTable,
     /// Whether other heaps are asked too, since this one has not enough.
     asks_others: bool,
+    /// Whether they are asked before this one.
+    others_first: bool,
+    /// Whether the window has room for the largest pages.
+    whole_pages: bool,
 }
 
 /// How a window could be filled.
@@ -77,37 +88,6 @@ enum Filled {
     /// Not with the pages of this heap. Nothing has changed.
     NotAlone,
     OutOfMemory(OomCause),
-}
-
-/// Pages that were got for a window, and how many more are needed.
-#[derive(Clone)]
-struct Supply {
-    /// With the slots that they were taken from.
-    pages: Vec<(PageId, Option<Slot>)>,
-    /// Those of them that are new.
-    created: Vec<PageId>,
-    slots_needed: u32,
-    pairs_max: u32,
-}
-
-impl Supply {
-    /// How many slots the next page may have; 0 if none is needed.
-    fn next_max(&self) -> u32 {
-        self.slots_needed.min(if self.pairs_max > 0 { 2 } else { 1 })
-    }
-
-    fn accepts(&self, slots: u32) -> bool {
-        slots <= self.next_max()
-    }
-
-    fn add(&mut self, page: PageId, slots: u32, from: Option<Slot>) {
-        self.pages.push((page, from));
-        self.slots_needed -= slots;
-        if slots > 1 {
-            self.pairs_max -= 1;
-        }
-        self.pairs_max = self.pairs_max.min(self.slots_needed / 2);
-    }
 }
 
 impl Fill<'_> {
@@ -136,6 +116,10 @@ impl Fill<'_> {
             return Ok(Err(if limited { OomCause::Limit } else { OomCause::Device }));
         }
         let mut free_elsewhere = FxHashSet::default();
+        if self.request.on_oom || self.others_have_more(bytes) {
+            (self.asks_others, self.others_first) = (true, true);
+            free_elsewhere = self.free_in_others();
+        }
         // Pages that cannot be taken back: they are in use by now, or mapped in a window that they belong to.
         let mut excluded = FxHashSet::default();
         loop {
@@ -177,6 +161,7 @@ impl Fill<'_> {
             heap.end_filling(filling, &self.pieces(window));
             drop(heap);
             match outcome? {
+                Filled::OutOfMemory(_) if self.request.on_oom && !self.whole_pages => self.whole_pages = true,
                 Filled::OutOfMemory(cause) => return Ok(Err(cause)),
                 Filled::NotAlone | Filled::Done => {
                     self.asks_others = true;
@@ -229,33 +214,64 @@ impl Fill<'_> {
 
     /// Puts pages behind every slot of the window.
     fn fill(&mut self, window: Window) -> Result<Filled> {
-        let missing: Vec<Slot> = self.slots(window).filter(|&slot| self.table.own_page(slot).is_none()).collect();
-        let runs = runs_of(&missing);
-        let slots_needed = u32::try_from(missing.len()).expect("fewer than 2^32 slots");
-        let pairs_max = runs.iter().map(|run| run.1 / 2).sum();
-        let mut supply = Supply { pages: Vec::new(), created: Vec::new(), slots_needed, pairs_max };
-        while supply.slots_needed > 0
-            && let Some(page) = self.table.take_spare(supply.next_max())
-        {
-            supply.add(page, self.table.page(page).slots, None);
+        let mut supply = Supply::new(self.slots(window).filter(|&slot| self.table.own_page(slot).is_none()));
+        if !self.request.on_oom {
+            self.take_spare(&mut supply, 1);
         }
         let first = if self.may_grow_first(&supply) { self.grow(&mut supply).map(drop) } else { Ok(()) };
-        if self.takes_own() {
-            self.take_from(self.request.heap, &mut supply);
-        }
-        if supply.pages.iter().any(|(_, from)| from.is_some()) {
+        let taken = first.and_then(|()| self.take(&mut supply));
+        if supply.pages.iter().any(|supplied| supplied.from.is_some()) {
             self.record_takes();
         }
-        let obtained = first.and_then(|()| self.obtain_rest(&mut supply));
+        let obtained = taken.and_then(|()| self.obtain_rest(&mut supply));
         if let Ok(Filled::Done) = obtained {
-            self.map(&runs, supply.pages)?;
+            self.map(supply.pages)?;
         } else {
             // What was got for nothing goes back, so that a failed request changes nothing.
             let Supply { pages, created, .. } = supply;
-            pages.into_iter().for_each(|(page, from)| self.put_back(page, from));
+            pages.into_iter().for_each(|supplied| self.put_back(supplied.page, supplied.from));
             created.into_iter().for_each(|page| self.release_new(page));
         }
         obtained
+    }
+
+    /// Takes free pages of this heap, and of others if they are asked first.
+    fn take(&mut self, supply: &mut Supply) -> Result<()> {
+        if self.request.on_oom {
+            return self.take_largest_first(supply);
+        }
+        if self.others_first {
+            self.take_from_others(supply, 1)?;
+        }
+        if self.takes_own() {
+            self.take_from(self.request.heap, supply, 1);
+        }
+        Ok(())
+    }
+
+    /// Takes large pages from everywhere before smaller ones: those may fit where a large one does not any more.
+    fn take_largest_first(&mut self, supply: &mut Supply) -> Result<()> {
+        let mut slots_min = PageSizes::SLOTS_MAX;
+        while slots_min > 0 {
+            self.take_spare(supply, slots_min);
+            if self.takes_own() {
+                self.take_from(self.request.heap, supply, slots_min);
+            }
+            if self.asks_others {
+                self.take_from_others(supply, slots_min)?;
+            }
+            slots_min /= 2;
+        }
+        Ok(())
+    }
+
+    /// Takes spare pages of at least `slots_min` slots, the largest first.
+    fn take_spare(&mut self, supply: &mut Supply, slots_min: u32) {
+        while supply.slots_needed > 0
+            && let Some(page) = self.table.take_spare(slots_min..=supply.next_max())
+        {
+            supply.add(page, self.table.page(page).slots, None);
+        }
     }
 
     /// Gets what this heap does not have, from others and from the driver.
@@ -266,7 +282,7 @@ impl Fill<'_> {
         if !self.asks_others && self.device.heaps.len() > 1 {
             return Ok(Filled::NotAlone);
         }
-        self.take_from_others(supply)?;
+        self.take_from_others(supply, 1)?;
         Ok(self.grow(supply)?.map_or_else(Filled::OutOfMemory, |()| Filled::Done))
     }
 
@@ -278,9 +294,14 @@ impl Fill<'_> {
         }
     }
 
-    /// How many slots are filled and taken together: as many as new pages have.
+    /// How many slots are filled and taken together: as many as new pages have. If memory is short, none beyond the
+    /// request first; then so many that every page has room.
     fn unit(&self) -> u32 {
-        if self.table.reserved_all().current < PAIRS_FROM { 1 } else { 2 }
+        match (self.request.on_oom, self.whole_pages) {
+            (true, false) => 1,
+            (true, true) => PageSizes::SLOTS_MAX,
+            _ => self.table.page_sizes.slots(self.table.reserved_all().current),
+        }
     }
 
     fn grid(&self) -> u64 {
@@ -303,6 +324,32 @@ impl Fill<'_> {
         after <= peak.saturating_add(share_of(peak, slack / 100.0))
     }
 
+    /// Whether another heap has more free memory than this one, and enough. Pages are then taken from there first: a
+    /// heap with little to spare would move its few free pages from one request to the next.
+    fn others_have_more(&self, bytes: u64) -> bool {
+        if self.request.capturing || self.device.heaps.len() < 2 {
+            return false;
+        }
+        let own = self.free_bytes(self.request.heap);
+        let others = self.device.heaps.iter().map(|(number, _)| number).filter(|&number| number != self.request.heap);
+        others.into_iter().any(|number| {
+            let free = self.free_bytes(number);
+            free > own.max(bytes) && matches!(self.takeable(number), Takeable::After(_))
+        })
+    }
+
+    /// The free memory of a heap, without what is smaller than a page.
+    fn free_bytes(&self, number: u32) -> u64 {
+        let mut heap = self.device.heaps.get(number).lock();
+        heap.merge_recent();
+        heap.free_bytes_from(self.table.slot_bytes)
+    }
+
+    fn takeable(&self, number: u32) -> Takeable {
+        let pool = self.device.heaps.get(number).lock().pool;
+        lock(&self.device.pools).takeable(pool)
+    }
+
     /// Pages in free blocks of other heaps, as far as they may be taken. Those that are still mapped in this one need
     /// no driver call.
     fn free_in_others(&self) -> FxHashSet<PageId> {
@@ -314,8 +361,7 @@ impl Fill<'_> {
             if number == self.request.heap {
                 continue;
             }
-            let pool = cell.lock().pool;
-            if matches!(lock(&self.device.pools).takeable(pool), Takeable::After(_)) {
+            if matches!(self.takeable(number), Takeable::After(_)) {
                 let mut heap = cell.lock();
                 heap.merge_recent();
                 let blocks = heap.blocks_with_pages(self.table.slot_bytes);
@@ -419,15 +465,16 @@ impl Fill<'_> {
         }
     }
 
-    /// Takes pages from free blocks of a heap, the smallest first: those that fill a unit alone, since mapping them
-    /// costs least, then several that fill one together, and then others.
-    fn take_from(&mut self, number: u32, supply: &mut Supply) {
+    /// Takes pages of at least `slots_min` slots from free blocks of a heap, the smallest first: those that fill a unit
+    /// alone, since mapping them costs least, then several that fill one together, and then others.
+    fn take_from(&mut self, number: u32, supply: &mut Supply, slots_min: u32) {
         let unit = self.unit();
-        if unit > 1 {
-            self.take_units(number, supply, unit, unit);
-            self.take_units(number, supply, unit, 1);
+        let mut slots = PageSizes::SLOTS_MAX;
+        while unit > 1 && slots >= slots_min {
+            self.take_units(number, supply, unit, slots);
+            slots /= 2;
         }
-        self.take_units(number, supply, 1, 1);
+        self.take_units(number, supply, 1, slots_min);
     }
 
     /// Takes pages of at least `slots_min` slots, as far as all of a unit of so many slots is free.
@@ -461,7 +508,7 @@ impl Fill<'_> {
     }
 
     /// Takes pages from other heaps. The request's stream waits, on the device, for the work of theirs.
-    fn take_from_others(&mut self, supply: &mut Supply) -> Result<()> {
+    fn take_from_others(&mut self, supply: &mut Supply, slots_min: u32) -> Result<()> {
         if self.request.capturing {
             return Ok(());
         }
@@ -490,7 +537,7 @@ impl Fill<'_> {
             streams.retain(|&stream| stream != self.request.stream);
             // Taken first: the events are then behind all work that ever used the pages.
             let before = supply.clone();
-            self.take_from(number, supply);
+            self.take_from(number, supply, slots_min);
             if supply.pages.len() == before.pages.len() {
                 continue;
             }
@@ -498,7 +545,7 @@ impl Fill<'_> {
             if !matches!(ordered, Ok(true)) {
                 let taken = supply.pages.split_off(before.pages.len());
                 *supply = before;
-                taken.into_iter().for_each(|(page, from)| self.put_back(page, from));
+                taken.into_iter().for_each(|supplied| self.put_back(supplied.page, supplied.from));
                 ordered?;
             }
         }
@@ -531,7 +578,7 @@ impl Fill<'_> {
         let limit = self.device.limit().unwrap_or(u64::MAX);
         while supply.slots_needed > 0 {
             let reserved = self.table.bytes_limited();
-            let slots = supply.next_max().min(self.unit());
+            let slots = 1 << supply.next_max().min(self.unit()).ilog2();
             let bytes = u64::from(slots) * self.table.slot_bytes;
             if reserved.saturating_add(bytes) > limit {
                 return Ok(Err(OomCause::Limit));
@@ -549,54 +596,54 @@ impl Fill<'_> {
         Ok(Ok(()))
     }
 
-    /// Maps pages into runs of slots, pairs first. Pages that could not be mapped go back to where they were.
-    fn map(&mut self, runs: &[(Slot, u32)], pages: Vec<(PageId, Option<Slot>)>) -> Result<()> {
-        let from: FxHashMap<PageId, Option<Slot>> = pages.iter().copied().collect();
-        let (mut pairs, mut singles): (Vec<_>, Vec<_>) =
-            pages.into_iter().map(|(page, _)| page).partition(|&page| self.table.page(page).slots > 1);
+    /// Maps pages. Those that could not be mapped go back to where they were.
+    fn map(&mut self, mut pages: Vec<Supplied>) -> Result<()> {
+        pages.sort_unstable_by_key(|supplied| supplied.to);
+        let mut rest = pages.as_slice();
         let mut outcome = Ok(());
-        for &(first, count) in runs {
-            let (mut placed, mut index) = (Vec::new(), first.index);
-            while index < first.index + count && outcome.is_ok() {
-                let room = first.index + count - index;
-                let page = if room > 1 { pairs.pop().or_else(|| singles.pop()) } else { singles.pop() };
-                let Some(page) = page else { break };
-                let slot = Slot { index, ..first };
-                match self.device.driver().vm_map(DevicePtr(self.table.addr(slot)), self.table.page(page).physical) {
+        while let Some(first) = rest.first()
+            && outcome.is_ok()
+        {
+            // Access is set for neighbours by one call.
+            let (mut count, mut end) = (0, first.to);
+            while let Some(supplied) = rest.get(count)
+                && supplied.to == end
+                && outcome.is_ok()
+            {
+                let page = self.table.page(supplied.page);
+                match self.device.driver().vm_map(DevicePtr(self.table.addr(end)), page.physical) {
                     Ok(()) => {
-                        self.table.set_mapped(page, slot);
-                        placed.push((page, slot));
-                        index += self.table.page(page).slots;
+                        end.index += page.slots;
+                        count += 1;
+                        self.table.set_mapped(supplied.page, supplied.to);
                     }
-                    Err(error) => {
-                        singles.push(page);
-                        outcome = Err(error.into());
-                    }
+                    Err(error) => outcome = Err(error.into()),
                 }
             }
-            let set = self.set_access(first, index - first.index);
+            let set = self.set_access(first.to, end.index - first.to.index);
+            let (mapped, others) = rest.split_at(count);
             if set.is_ok() {
-                let heap = self.cell.lock();
-                for &(page, slot) in &placed {
-                    self.table.set_home(page, Some(slot));
-                    let bytes = self.table.page_bytes(page);
-                    self.device.record(Action::SegmentMap, self.table.addr(slot), bytes, &heap, self.details);
-                }
-                drop(heap);
-                placed.iter().for_each(|&(page, _)| old_mappings::retire_oldest(self.table, page));
+                self.begin_use(mapped);
+                rest = others;
             } else {
-                for &(page, slot) in placed.iter().rev() {
-                    self.undo_map(page, slot);
-                    singles.push(page);
-                }
+                mapped.iter().rev().for_each(|supplied| self.undo_map(supplied.page, supplied.to));
                 outcome = outcome.and(set);
             }
-            if outcome.is_err() {
-                break;
-            }
         }
-        pairs.into_iter().chain(singles).for_each(|page| self.put_back(page, from[&page]));
+        rest.iter().for_each(|supplied| self.put_back(supplied.page, supplied.from));
         outcome
+    }
+
+    /// Pages that were mapped belong there from now on.
+    fn begin_use(&mut self, mapped: &[Supplied]) {
+        let heap = self.cell.lock();
+        for supplied in mapped {
+            self.table.set_home(supplied.page, Some(supplied.to));
+            let (addr, bytes) = (self.table.addr(supplied.to), self.table.page_bytes(supplied.page));
+            self.device.record(Action::SegmentMap, addr, bytes, &heap, self.details);
+        }
+        drop(heap);
+        mapped.iter().for_each(|supplied| old_mappings::retire_oldest(self.table, supplied.page));
     }
 
     fn set_access(&self, first: Slot, slots: u32) -> Result<()> {
@@ -661,16 +708,4 @@ fn free_pages(table: &PageTable, heap: &Heap, takes_own: bool) -> FxHashSet<Page
 fn units(pages: &[(Slot, PageId)], unit: u32) -> Vec<Vec<(Slot, PageId)>> {
     let same = |a: &(Slot, PageId), b: &(Slot, PageId)| a.0.index / unit == b.0.index / unit;
     pages.chunk_by(same).map(<[_]>::to_vec).collect()
-}
-
-/// Neighbouring slots as their first and their number.
-fn runs_of(slots: &[Slot]) -> Vec<(Slot, u32)> {
-    let mut runs: Vec<(Slot, u32)> = Vec::new();
-    for &slot in slots {
-        match runs.last_mut() {
-            Some((first, count)) if first.index + *count == slot.index => *count += 1,
-            _ => runs.push((slot, 1)),
-        }
-    }
-    runs
 }

@@ -32,6 +32,7 @@ mod homes;
 mod inactive;
 mod last_heap;
 mod old_mappings;
+mod page_sizes;
 mod pages;
 mod pending;
 mod physical;
@@ -42,6 +43,7 @@ mod segments;
 mod shortage;
 mod snapshot;
 mod spin_lock;
+mod supply;
 mod sync;
 #[cfg(test)]
 mod tests;
@@ -53,6 +55,7 @@ use std::sync::{Arc, Mutex};
 use warpool_driver::{Access, DeviceAccess, DeviceId, DevicePtr, Driver, ErrorCode};
 
 use self::device::{PagedDevice, Shared};
+use self::page_sizes::PageSizes;
 pub use self::pages::PageTotals;
 use super::capture_count::CaptureCount;
 use super::checkpoint::next_allocator_key;
@@ -207,6 +210,14 @@ impl PagedAllocator {
         }
         lock(&owner_device.peers).push(device);
         Ok(())
+    }
+
+    /// From how much reserved memory on new pages have two and four slots: so tests have such pages on small devices.
+    #[doc(hidden)]
+    pub fn set_page_sizes(&self, pairs_from: u64, fours_from: u64) {
+        for device in &self.devices {
+            lock(&device.pages).page_sizes = PageSizes { pairs_from, fours_from };
+        }
     }
 
     /// Checks every invariant of the state. Slow; for tests, while no other thread is at work.

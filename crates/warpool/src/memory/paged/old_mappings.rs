@@ -12,7 +12,7 @@ use crate::memory::stream_fence::{self, Recorded};
 use crate::{Result, lock};
 
 /// At how many addresses a page may be mapped.
-const MAPPED_MAX: usize = 4;
+const MAPPED_MAX: usize = 8;
 
 /// If a page is mapped at too many addresses, leaves the oldest mapping to [`undo_some`].
 pub(super) fn retire_oldest(table: &mut PageTable, page: PageId) {

@@ -1,9 +1,9 @@
 //! The physical pages of a device: which there are, where they are mapped, and where their contents belong.
 //!
-//! Addresses are divided into *slots* of 2 MiB (the driver's granularity). A *page* is a physical allocation of one or
-//! two slots, mapped whole. It may be mapped at several addresses at once, but it *belongs* to at most one of them:
-//! only blocks there may use it. The other mappings are *old* ones, of addresses that the page was taken from. They are
-//! kept for a while: programs repeat themselves, and a page that is taken back needs no driver call then.
+//! Addresses are divided into *slots* of 2 MiB (the driver's granularity). A *page* is a physical allocation of one,
+//! two or four slots, mapped whole. It may be mapped at several addresses at once, but it *belongs* to at most one of
+//! them: only blocks there may use it. The other mappings are *old* ones, of addresses that the page was taken from.
+//! They are kept for a while: programs repeat themselves, and a page that is taken back needs no driver call then.
 
 use std::collections::VecDeque;
 
@@ -12,6 +12,7 @@ use warpool_driver::PhysicalId;
 
 use super::heap::{Heap, State};
 use super::homes::{Home, HomeCounters};
+use super::page_sizes::PageSizes;
 use super::pools::SegmentSource;
 use crate::PooledEvent;
 use crate::memory::{SegmentKind, Stat, StatByKind};
@@ -92,6 +93,7 @@ impl Default for Takes {
 pub(super) struct PageTable {
     /// The size of a slot.
     pub(super) slot_bytes: u64,
+    pub(super) page_sizes: PageSizes,
     pages: Vec<Option<Page>>,
     unused: Vec<PageId>,
     ranges: Vec<RangeMap>,
@@ -147,6 +149,7 @@ impl PageTable {
     pub(super) fn new(slot_bytes: u64) -> Self {
         Self {
             slot_bytes,
+            page_sizes: PageSizes::default(),
             pages: Vec::new(),
             unused: Vec::new(),
             ranges: Vec::new(),
@@ -236,9 +239,9 @@ impl PageTable {
         page.physical
     }
 
-    /// Takes a spare page of at most that many slots, the largest.
-    pub(super) fn take_spare(&mut self, slots_max: u32) -> Option<PageId> {
-        let at = (0..self.spare.len()).filter(|&at| self.page(self.spare[at]).slots <= slots_max);
+    /// Takes a spare page of so many slots, the largest.
+    pub(super) fn take_spare(&mut self, slots: std::ops::RangeInclusive<u32>) -> Option<PageId> {
+        let at = (0..self.spare.len()).filter(|&at| slots.contains(&self.page(self.spare[at]).slots));
         let largest = at.max_by_key(|&at| self.page(self.spare[at]).slots)?;
         Some(self.spare.swap_remove(largest))
     }

@@ -131,6 +131,19 @@ fn take_free(
     taken
 }
 
+/// Whether a free page of several slots is left.
+pub(super) fn has_large_pages(device: &PagedDevice) -> bool {
+    let table = lock(&device.pages);
+    let is_large = |page: PageId| table.page(page).slots > 1;
+    table.spare_pages().iter().any(|&page| is_large(page))
+        || device.heaps.iter().any(|(_, cell)| {
+            let mut heap = cell.lock();
+            heap.merge_recent();
+            let mut blocks = heap.blocks_with_pages(table.slot_bytes).into_iter();
+            blocks.any(|block| table.pages_in(&heap, block).iter().any(|&(_, page)| is_large(page)))
+        })
+}
+
 /// Streams that were waited for, and whether a capture forbade it.
 #[derive(Default)]
 struct Waited(BTreeMap<StreamId, bool>);

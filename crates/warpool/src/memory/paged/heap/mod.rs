@@ -300,6 +300,12 @@ impl Heap {
         blocks
     }
 
+    /// The sum of the free blocks of at least `slot` bytes.
+    pub(super) fn free_bytes_from(&self, slot: u64) -> u64 {
+        let of = |area: &Area| area.free_at_least(&self.blocks, slot).map(|id| self.blocks.get(id).bytes).sum::<u64>();
+        self.areas.iter().map(of).sum()
+    }
+
     /// Runs of free addresses that could hold `bytes` if pages were mapped in their holes.
     pub(super) fn free_runs(&self, kind: SegmentKind, bytes: u64) -> Vec<FreeRun> {
         self.areas[kind as usize].free_runs(&self.blocks, bytes)

@@ -21,6 +21,8 @@ pub struct Machine {
     pub paged: Arc<PagedAllocator>,
     pub streams: Vec<Stream>,
     pub capacity: u64,
+    /// The size of the largest pages.
+    pub page_bytes_max: u64,
     leases: Vec<StreamLease>,
     tags: Tags,
     start: ObjectCounts,
@@ -47,7 +49,16 @@ impl Machine {
         config.track_suballocations = !rng.one_in(3);
         config.queue_depth = rng.pick(&[3, 20, 1024]);
         config.latencies = if rng.one_in(2) { Latencies::flat(0) } else { Latencies::h200() };
-        Self::with_config(config, capacity, streams, settings)
+        let mut machine = Self::with_config(config, capacity, streams, settings);
+        let pairs_from = rng.pick(&[0, capacity / 4, u64::MAX]);
+        let fours_from = pairs_from.max(rng.pick(&[0, capacity / 2, u64::MAX]));
+        machine.paged.set_page_sizes(pairs_from, fours_from);
+        machine.page_bytes_max = match (pairs_from, fours_from) {
+            (u64::MAX, _) => 2 * MIB,
+            (_, u64::MAX) => 4 * MIB,
+            _ => 8 * MIB,
+        };
+        machine
     }
 
     /// With so much memory and so many streams.
@@ -68,7 +79,7 @@ impl Machine {
         let tags = Tags::new(&sim, DEVICE);
         let paged = Arc::new(PagedAllocator::new(&instance, settings).unwrap());
         let start = sim.object_counts();
-        Self { sim, faulty, device, paged, streams, capacity, leases, tags, start }
+        Self { sim, faulty, device, paged, streams, capacity, page_bytes_max: 2 * MIB, leases, tags, start }
     }
 
     /// Makes a call of the allocator, in which driver calls fail by the plan.

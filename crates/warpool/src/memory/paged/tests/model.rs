@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use super::machine::{DEVICE, MIB};
 use crate::memory::{Allocation, DeviceAllocator as _, PagedAllocator};
 
-const PAGE: u64 = 2 * MIB;
+const SLOT: u64 = 2 * MIB;
 
 #[derive(Default)]
 pub struct Model {
@@ -44,10 +44,12 @@ impl Model {
         self.bytes_peak = self.bytes;
     }
 
-    /// How many bytes of pages the live blocks and a further one need at most, whatever their places.
-    pub fn page_bytes_max(&self, further: u64) -> u64 {
-        let pages = |bytes: u64| bytes.div_ceil(PAGE) + 1;
-        PAGE * (self.live.values().map(|&bytes| pages(bytes)).sum::<u64>() + pages(further))
+    /// How many bytes of pages the live blocks and a further one need at most, whatever their places, if the largest
+    /// pages have so many bytes. Of those only the first and the last one of a block have room for others.
+    pub fn bytes_needed_max(&self, further: u64, page_bytes_max: u64) -> u64 {
+        let around = SLOT + 2 * (page_bytes_max - SLOT);
+        let needed = |bytes: u64| bytes.next_multiple_of(SLOT) + around;
+        self.live.values().map(|&bytes| needed(bytes)).sum::<u64>() + needed(further)
     }
 
     /// The allocator reports the same. `pending` says whether frees may be pending.

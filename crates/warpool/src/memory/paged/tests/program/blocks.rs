@@ -98,7 +98,7 @@ impl Run<'_> {
             return;
         }
         if !self.pools.were_used() && !self.graphs.were_used() {
-            let needed = self.model.page_bytes_max(request.bytes);
+            let needed = self.model.bytes_needed_max(request.bytes, self.machine.page_bytes_max);
             assert!(needed > self.limit, "{needed} bytes of pages would do, and {} are allowed", self.limit);
         }
         if self.rng.one_in(8) {
