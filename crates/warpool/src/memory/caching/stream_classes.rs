@@ -1,7 +1,8 @@
 //! Classes of streams, which decide the sizes of their expandable segments.
 //!
-//! Nothing here is told when a stream is destroyed. So whenever there are twice as many classes as after the last check,
-//! the driver is asked which streams still exist: a call costs the same on average however many streams there were.
+//! Nothing here is told when a stream is destroyed. So whenever there are twice as many classes as after the last
+//! check, the driver is asked which streams still exist: a call costs the same on average however many streams there
+//! were.
 
 use std::collections::BTreeMap;
 use std::sync::Mutex;

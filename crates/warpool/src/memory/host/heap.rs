@@ -108,8 +108,8 @@ impl Heap {
         try_lock(&self.shards[preferred].shard)?.take(fit, BlockOwner { shared, shard: preferred })
     }
 
-    /// A block from another shard that no thread has locked. A spare segment moves to `own`; otherwise that shard is the
-    /// preferred one from then on.
+    /// A block from another shard that no thread has locked. A spare segment moves to `own`; otherwise that shard is
+    /// the preferred one from then on.
     pub(super) fn take_from_others(&self, own: usize, fit: &Fit, shared: &Arc<Shared>) -> Option<Arc<PinnedBlock>> {
         let preferred = self.preferred(own).load(Ordering::Relaxed) as usize;
         // In another order for every thread, so that threads do not all search the same one.
