@@ -88,6 +88,17 @@ fn scenario(driver: &dyn Driver) -> Result<()> {
     driver.mem_info(DEVICE)?;
     let memory = driver.mem_alloc(DEVICE, 1 << 20)?;
     undo.push(move || driver.mem_free(memory));
+    let name = driver.mem_export(memory)?;
+    match driver.mem_import(DEVICE, &name) {
+        // Not in the process that exported it.
+        Err(error) if error.code == ErrorCode::InvalidContext => {}
+        other => return other.map(drop),
+    }
+    match driver.mem_close(DEVICE, memory) {
+        // It is not from another process.
+        Err(error) if error.code == ErrorCode::InvalidValue => {}
+        other => return other,
+    }
     let far = driver.mem_alloc(other, 4096)?;
     undo.push(move || driver.mem_free(far));
     let unit = driver.vm_granularity(DEVICE, Granularity::Minimum)?;
