@@ -1,5 +1,6 @@
-// Drives PyTorch's allocator classes, installed over Warpool, on the simulated GPU: every virtual function, through the
-// pointers that PyTorch itself would use. Linked against a real libtorch; needs no GPU and no CUDA driver.
+// Drives PyTorch's allocator classes, installed over Warpool, on the simulated GPU, through the pointers that PyTorch
+// itself would use. Linked against a real libtorch; needs no GPU and no CUDA driver. Left to tests with a GPU: peer
+// access, copies, memory of other processes, and a pool with an allocator of its own.
 #include <ATen/core/CachingHostAllocator.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/cuda/CUDACachingAllocator.h>
@@ -53,6 +54,16 @@ void memory_and_statistics() {
     void* a = allocator().raw_alloc_with_stream(3 * MB, nullptr);
     EXPECT(a != nullptr && allocated() == static_cast<int64_t>(3 * MB));
     EXPECT(allocator().raw_alloc_with_stream(0, nullptr) == nullptr);
+    {
+        const auto tensor = allocator().allocate(MB);
+        EXPECT(tensor.get() != nullptr && tensor.device() == c10::Device(c10::kCUDA, 0));
+        EXPECT(allocated() == static_cast<int64_t>(4 * MB));
+        allocator().recordStream(tensor, c10::cuda::getDefaultCUDAStream(0));
+        void* raw = allocator().raw_alloc(MB);
+        EXPECT(raw != nullptr && raw != tensor.get());
+        allocator().raw_delete(raw);
+    }
+    EXPECT(allocated() == static_cast<int64_t>(3 * MB));
     size_t size = 0;
     EXPECT(allocator().getBaseAllocation(a, &size) <= a && size >= 3 * MB);
     size_t largest = 0;
@@ -157,7 +168,7 @@ void history() {
     EXPECT(trace.size() == 3);
     EXPECT(trace[0].action_ == Entry::ALLOC && trace[0].addr_ == reinterpret_cast<size_t>(block));
     EXPECT(trace[0].user_metadata_ == "step 7" && trace[0].compile_context_ == "Region 1");
-    EXPECT(trace[1].user_metadata_.empty() && trace[1].compile_context_.empty());
+    EXPECT(trace[1].user_metadata_.empty() && trace[1].compile_context_ == "N/A");
     EXPECT(trace[2].action_ == Entry::FREE_REQUESTED);
     for (const auto& entry : trace) {
         EXPECT(dynamic_cast<Recorded*>(entry.context_.get()) != nullptr);

@@ -35,6 +35,11 @@ Context context_of(void* context) {
     return context != nullptr ? *static_cast<Context*>(context) : nullptr;
 }
 
+// The compiled region of an entry, by PyTorch's name if there is none.
+const char* compile_context(const warpool_entry& entry) {
+    return entry.compile_context[0] != '\0' ? entry.compile_context : "N/A";
+}
+
 caching::TraceEntry trace_entry(int device, const warpool_entry& entry) {
     caching::TraceEntry result(
         static_cast<caching::TraceEntry::Action>(entry.action),
@@ -46,10 +51,10 @@ caching::TraceEntry trace_entry(int device, const warpool_entry& entry) {
         c10::getApproximateTime(),
         context_of(entry.context),
 #if WARPOOL_TORCH_AT_LEAST(2, 10)
-        entry.compile_context,
+        compile_context(entry),
         entry.user_metadata);
 #else
-        entry.compile_context);
+        compile_context(entry));
 #endif
     return result;
 }
