@@ -197,7 +197,7 @@ impl Runtime {
         let id = self.streams.resolve(&self.instance, device, stream)?;
         let mut request = Request::new(device, id, bytes);
         if self.routing.is_any_open() {
-            request.pool = self.routing.pool_for(device, raw_stream(stream))?;
+            request.pool = self.routing.pool_for(&**self.instance.driver(), device, raw_stream(stream))?;
         } else if self.direct.is_on() {
             return self.direct.allocate(&**self.instance.driver(), device, bytes);
         }
@@ -209,7 +209,7 @@ impl Runtime {
     pub fn allocate_at(&self, bytes: u64, device: i32, stream: ForeignStream, ptr: DevicePtr) -> Result<()> {
         let device = self.device_id(device)?;
         let mut request = Request::new(device, self.streams.resolve(&self.instance, device, stream)?, bytes);
-        request.pool = self.routing.pool_for(device, raw_stream(stream))?;
+        request.pool = self.routing.pool_for(&**self.instance.driver(), device, raw_stream(stream))?;
         self.allocator.allocate_at(request, ptr)
     }
 

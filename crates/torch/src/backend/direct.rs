@@ -7,6 +7,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use rustc_hash::FxHashSet;
 use warpool_driver::{DeviceId, DevicePtr, Driver};
 
+use super::relaxed;
 use crate::error::Result;
 
 /// What was allocated while caching was off.
@@ -30,7 +31,7 @@ impl Direct {
     }
 
     pub(crate) fn allocate(&self, driver: &dyn Driver, device: DeviceId, bytes: u64) -> Result<DevicePtr> {
-        let ptr = driver.mem_alloc(device, bytes)?;
+        let ptr = relaxed::run(driver, || driver.mem_alloc(device, bytes))?;
         self.lock().insert(ptr.0);
         self.count.fetch_add(1, Ordering::Release);
         Ok(ptr)
@@ -47,9 +48,9 @@ impl Direct {
         if !self.lock().remove(&ptr.0) {
             return Ok(false);
         }
-        if let Err(error) = driver.mem_free(ptr) {
+        if let Err(error) = relaxed::run(driver, || driver.mem_free(ptr)) {
             self.lock().insert(ptr.0);
-            return Err(error.into());
+            return Err(error);
         }
         self.count.fetch_sub(1, Ordering::Release);
         Ok(true)

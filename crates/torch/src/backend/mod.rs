@@ -7,6 +7,7 @@ mod contexts;
 mod direct;
 mod filter;
 mod pinned;
+mod relaxed;
 mod routing;
 mod sharing;
 mod upstream;

@@ -11,9 +11,9 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 
 use warpool::memory::{MemPoolId, PrivatePools, Upstream};
-use warpool_driver::{DeviceId, DevicePtr};
+use warpool_driver::{DeviceId, DevicePtr, Driver};
 
-use super::Filter;
+use super::{Filter, relaxed};
 use crate::allocator::Allocator;
 use crate::error::{Error, Result};
 use crate::torch_pool::TorchPoolId;
@@ -47,7 +47,13 @@ impl Routing {
     /// The pool of a request for `stream`, a `cudaStream_t`; `None` is the default pool. Filters are called under the
     /// lock, as PyTorch's own allocator does.
     #[cold]
-    pub(crate) fn pool_for(&self, device: DeviceId, stream: *const c_void) -> Result<Option<MemPoolId>> {
+    pub(crate) fn pool_for(
+        &self,
+        driver: &dyn Driver,
+        device: DeviceId,
+        stream: *const c_void,
+    ) -> Result<Option<MemPoolId>> {
+        relaxed::restore(driver)?;
         let scopes = self.scopes.read().unwrap_or_else(PoisonError::into_inner);
         for scope in scopes.iter().rev().filter(|scope| scope.device == device) {
             if scope.filter.matches(stream)? {
@@ -60,6 +66,7 @@ impl Routing {
     /// Opens a scope, and adds a use of its pool.
     pub(crate) fn begin(&self, allocator: &Allocator, device: DeviceId, id: TorchPoolId, filter: Filter) -> Result<()> {
         let pools = private_pools(allocator)?;
+        relaxed::restore(driver(allocator))?;
         let is_open = |scopes: &[Scope]| scopes.iter().any(|scope| (scope.device, scope.id) == (device, id));
         if is_open(&self.scopes.read().unwrap_or_else(PoisonError::into_inner)) {
             return Err(Error::PoolOpen { pool: id });
@@ -97,6 +104,7 @@ impl Routing {
     /// Closes the scope.
     pub(crate) fn end(&self, allocator: &Allocator, device: DeviceId, id: TorchPoolId) -> Result<()> {
         let pools = private_pools(allocator)?;
+        relaxed::restore(driver(allocator))?;
         let closed = {
             let mut scopes = self.scopes.write().unwrap_or_else(PoisonError::into_inner);
             let at = scopes.iter().rposition(|scope| (scope.device, scope.id) == (device, id));
@@ -115,9 +123,13 @@ impl Routing {
     }
 
     /// Ends a use of a pool. After the last its memory can be returned to the driver, once replays that PyTorch started
-    /// on any stream are done.
+    /// on any stream are done. If it was a graph's, PyTorch destroys the graph next: a capture under way survives that.
     pub(crate) fn release(&self, allocator: &Allocator, device: DeviceId, id: TorchPoolId) -> Result<()> {
-        let Some(pool) = self.lock().release(device, id)? else { return Ok(()) };
+        let released = self.lock().release(device, id)?;
+        if self.is_any_open() {
+            relaxed::relax(driver(allocator))?;
+        }
+        let Some(pool) = released else { return Ok(()) };
         allocator.record_replays(device, pool)?;
         Ok(private_pools(allocator)?.release_pool(device, pool)?)
     }
@@ -177,6 +189,10 @@ impl Routing {
     fn lock(&self) -> MutexGuard<'_, TorchPools> {
         self.pools.lock().unwrap_or_else(PoisonError::into_inner)
     }
+}
+
+fn driver(allocator: &Allocator) -> &dyn Driver {
+    &**allocator.as_dyn().instance().driver()
 }
 
 fn private_pools(allocator: &Allocator) -> Result<&dyn PrivatePools> {
