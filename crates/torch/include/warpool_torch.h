@@ -586,8 +586,8 @@ int warpool_enable_peer_access(int device, int owner);
 // Whether memory may be mapped: then a copy between devices without peer access needs `cudaMemcpyPeerAsync`.
 int warpool_maps_memory(void);
 
-// Writes the statistics of a device to `stats`, and calls `visit`, unless that is NULL, with the reserved bytes of each
-// private pool.
+// Writes the statistics of a device to `stats`, and calls `visit`, unless that is NULL, with the reserved bytes of
+// each private pool.
 //
 // # Safety
 // `stats` is NULL, which is an error, or writable. `visit` is NULL or may be called with `user`.
@@ -602,8 +602,8 @@ int warpool_device_stats(int device,
 // `visit` is NULL, which is an error, or may be called with `user`.
 int warpool_expandable_sizes(int device, warpool_segment_size_visitor visit, void *user);
 
-// Calls `visitor` with the state of all devices, or of `pool` alone unless that is (0, 0); with the history if `traces`
-// is not 0. The functions may call this library.
+// Calls `visitor` with the state of all devices, or of `pool` alone unless that is (0, 0); with the history if
+// `traces` is not 0. The functions may call this library.
 //
 // # Safety
 // `visitor` is NULL, which is an error, or its functions may be called with its `user`.
@@ -653,8 +653,8 @@ int warpool_push_compile_context(const char *name);
 // Leaves the compiled region that the calling thread entered last.
 void warpool_pop_compile_context(void);
 
-// Copies the user metadata of the calling thread to `buffer`, null-terminated and truncated if it does not fit. Returns
-// the length of the whole text without the terminator.
+// Copies the user metadata of the calling thread to `buffer`, null-terminated and truncated if it does not fit.
+// Returns the length of the whole text without the terminator.
 //
 // # Safety
 // `buffer` is NULL or points to `length` writable bytes.
@@ -671,8 +671,8 @@ int warpool_checkpoint(int device, struct warpool_pool_id pool, struct warpool_c
 // failure changes nothing and calls neither.
 //
 // # Safety
-// `checkpoint` came from `warpool_checkpoint` and was not deleted. `freed` and `allocated` are NULL, which is an error,
-// or may be called with `user` and any address.
+// `checkpoint` came from `warpool_checkpoint` and was not deleted. `freed` and `allocated` are NULL, which is an
+// error, or may be called with `user` and any address.
 int warpool_restore(const struct warpool_checkpoint_state *checkpoint,
                     warpool_block_visitor freed,
                     warpool_block_visitor allocated,
@@ -709,8 +709,8 @@ int warpool_pinned_record_use(void *ptr, int device, void *stream, const void *f
 int warpool_pinned_empty_cache(void);
 
 // A capture is about to begin: requests and uses that `filter` accepts belong to the pool, until
-// `warpool_pinned_pool_end`. Adds a use of the pool. `delete_user` is called when `filter` is not needed any more, also
-// if this call fails.
+// `warpool_pinned_pool_end`. Adds a use of the pool. `delete_user` is called when `filter` is not needed any more,
+// also if this call fails.
 //
 // # Safety
 // Until `delete_user` is called, any thread may call `filter` with `user`, also several at once.

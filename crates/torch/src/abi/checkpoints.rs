@@ -45,8 +45,8 @@ pub unsafe extern "C" fn warpool_checkpoint(
 /// failure changes nothing and calls neither.
 ///
 /// # Safety
-/// `checkpoint` came from `warpool_checkpoint` and was not deleted. `freed` and `allocated` are NULL, which is an error,
-/// or may be called with `user` and any address.
+/// `checkpoint` came from `warpool_checkpoint` and was not deleted. `freed` and `allocated` are NULL, which is an
+/// error, or may be called with `user` and any address.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn warpool_restore(
     checkpoint: *const Checkpoint,

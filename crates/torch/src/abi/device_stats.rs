@@ -64,8 +64,8 @@ pub struct DeviceStats {
 pub type PoolStatVisitor =
     Option<unsafe extern "C" fn(user: *mut c_void, pool: TorchPoolId, reserved_bytes: *const StatsByKind)>;
 
-/// Writes the statistics of a device to `stats`, and calls `visit`, unless that is NULL, with the reserved bytes of each
-/// private pool.
+/// Writes the statistics of a device to `stats`, and calls `visit`, unless that is NULL, with the reserved bytes of
+/// each private pool.
 ///
 /// # Safety
 /// `stats` is NULL, which is an error, or writable. `visit` is NULL or may be called with `user`.

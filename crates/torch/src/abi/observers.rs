@@ -205,8 +205,8 @@ pub extern "C" fn warpool_pop_compile_context() {
     });
 }
 
-/// Copies the user metadata of the calling thread to `buffer`, null-terminated and truncated if it does not fit. Returns
-/// the length of the whole text without the terminator.
+/// Copies the user metadata of the calling thread to `buffer`, null-terminated and truncated if it does not fit.
+/// Returns the length of the whole text without the terminator.
 ///
 /// # Safety
 /// `buffer` is NULL or points to `length` writable bytes.

@@ -94,8 +94,8 @@ pub extern "C" fn warpool_pinned_empty_cache() -> c_int {
 }
 
 /// A capture is about to begin: requests and uses that `filter` accepts belong to the pool, until
-/// `warpool_pinned_pool_end`. Adds a use of the pool. `delete_user` is called when `filter` is not needed any more, also
-/// if this call fails.
+/// `warpool_pinned_pool_end`. Adds a use of the pool. `delete_user` is called when `filter` is not needed any more,
+/// also if this call fails.
 ///
 /// # Safety
 /// Until `delete_user` is called, any thread may call `filter` with `user`, also several at once.

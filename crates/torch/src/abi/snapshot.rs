@@ -127,8 +127,8 @@ pub struct SnapshotVisitor {
         unsafe extern "C" fn(user: *mut c_void, device: c_int, time_us: i64, name: *const c_char, stage: *const c_char),
 }
 
-/// Calls `visitor` with the state of all devices, or of `pool` alone unless that is (0, 0); with the history if `traces`
-/// is not 0. The functions may call this library.
+/// Calls `visitor` with the state of all devices, or of `pool` alone unless that is (0, 0); with the history if
+/// `traces` is not 0. The functions may call this library.
 ///
 /// # Safety
 /// `visitor` is NULL, which is an error, or its functions may be called with its `user`.
