@@ -112,7 +112,7 @@ fn write(tuned: &[Tuned], names: &[String], exact: bool, output: &mut Output) ->
     for tuned in tuned {
         let bound = if tuned.candidate.is_lower_bound { " (lower bound)" } else { "" };
         let margin = margin(tuned).map_or_else(|| "-".to_owned(), size::format);
-        let device = if tuned.fits() { size::format(tuned.smallest_device_bytes()) } else { "-".to_owned() };
+        let device = tuned.smallest_device_bytes.map_or_else(|| "-".to_owned(), size::format);
         table.add_row([
             format!("{}{bound}", tuned.candidate.name),
             fits(tuned),
@@ -130,8 +130,9 @@ fn write(tuned: &[Tuned], names: &[String], exact: bool, output: &mut Output) ->
     }
     // The widest range of all controls: those that left the recorded addresses first.
     let controls = tuned.iter().filter_map(Tuned::control_range);
-    if let Some((least, most)) = controls.max_by_key(|(least, most)| most - least).filter(|(least, most)| least < most)
-    {
+    let widest = controls.max_by_key(|(least, most)| most - least);
+    let widest = widest.filter(|&(least, most)| size::format(least) != size::format(most));
+    if let Some((least, most)) = widest {
         output.paragraph(&format!(
             "Control: at other addresses the recorded settings reserve {} to {}. Differences within that are luck.",
             size::format(least),
@@ -203,7 +204,7 @@ fn object(rank: usize, tuned: &Tuned, files: &[PathBuf]) -> Value {
         "margin_bytes": margin(tuned),
         "peak_reserved_bytes": tuned.peak_reserved_bytes(),
         "driver_seconds_modelled": tuned.driver_seconds(),
-        "smallest_device_bytes": tuned.smallest_device_bytes(),
+        "smallest_device_bytes": tuned.smallest_device_bytes,
         "files": files.iter().map(|file| file.to_string_lossy()).collect::<Vec<_>>(),
         "devices": tuned.reports.iter().map(|report| json!({
             "device": report.device,

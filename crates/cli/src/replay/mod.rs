@@ -197,6 +197,7 @@ fn replay_file(
         allocator: args.allocator,
         capacity: args.capacity,
         address_orders: Some(args.orders),
+        without_control: false,
         threads: Some(threads_each(args.files.len())),
         memory_limit: Some(opened.memory_limit),
         progress: Some(&|progress| show_progress(bar, progress)),

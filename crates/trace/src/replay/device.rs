@@ -184,7 +184,9 @@ impl<'a> DeviceReplay<'a> {
         let run = self.run(conditions, reproduced.is_some());
         let results = run_orders(&run, order_options, options.progress)?;
         let control = match (results.free_from_step, reproduced) {
-            (Some(step), Some(_)) => Some(self.control(step, results.options, options.progress)?),
+            (Some(step), Some(_)) if !options.without_control => {
+                Some(self.control(step, results.options, options.progress)?)
+            }
             _ => None,
         };
         Ok(Answer { orders: results.summary(available), control, worst: results.into_worst() })

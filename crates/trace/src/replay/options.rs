@@ -18,6 +18,8 @@ pub struct ReplayOptions<'a> {
     /// In how many orders of addresses a what-if is replayed, where addresses can matter; `None` is
     /// [`ADDRESS_ORDERS`].
     pub address_orders: Option<u32>,
+    /// Leaves out the control: see [`ReplayReport::control`](super::ReplayReport::control).
+    pub without_control: bool,
     /// How many threads replay them; `None` is one for each core.
     pub threads: Option<usize>,
     /// The most memory that a replay may take, in bytes, the recording included; `None` is

@@ -59,6 +59,11 @@ impl Candidate {
         Ok(Self { name: name.to_owned(), set: string.to_owned(), variable, what_if, is_lower_bound })
     }
 
+    /// The what-if on a device of that size; `None` is the recorded one.
+    pub(super) fn on(&self, capacity: Option<u64>) -> WhatIf {
+        WhatIf { capacity, ..self.what_if.clone() }
+    }
+
     /// Whether nothing is changed.
     #[must_use]
     pub fn is_recorded(&self) -> bool {

@@ -1,7 +1,7 @@
 //! Candidates and their ranks.
 
 use warpool_trace::replay::{DeviceReplay, DeviceReplays, ReplayOptions};
-use warpool_trace::tune::{Candidate, TrialOptions, Tuned, candidates, tune};
+use warpool_trace::tune::{Candidate, TrialOptions, Tuned, candidates, try_all, tune};
 
 use crate::common::recording;
 
@@ -41,5 +41,14 @@ fn the_least_reserved_is_first_among_those_that_fit() {
     assert_eq!(tuned[0].reports.len(), 2);
     let peaks: Vec<u64> = tuned[1..].iter().map(Tuned::peak_reserved_bytes).collect();
     assert!(peaks.is_sorted(), "{peaks:?}");
-    assert!(tuned[0].smallest_device_bytes() > tuned[0].reports[0].orders.peak_reserved_bytes_most);
+    for tuned in &tuned {
+        let smallest = tuned.smallest_device_bytes.expect("each fits on a device that is large enough");
+        let on = |capacity| TrialOptions { capacity: Some(capacity), ..OPTIONS };
+        let fits = |capacity| {
+            let reports = try_all(&devices, std::slice::from_ref(&tuned.candidate), &on(capacity)).expect("replays");
+            reports[0].iter().all(|report| report.orders.all_fit())
+        };
+        assert!(fits(smallest), "{}: {smallest}", tuned.candidate.name);
+        assert!(!fits(smallest / 10 * 8), "{}: {smallest} is not the smallest", tuned.candidate.name);
+    }
 }
