@@ -3,8 +3,8 @@
 use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
-/// Drops what a panic was raised with. That may panic again: then the second payload is leaked, unless it is a text, and
-/// nothing unwinds.
+/// Drops what a panic was raised with. That may panic again: then the second payload is leaked, unless it is a text,
+/// and nothing unwinds.
 #[doc(hidden)]
 pub fn discard_panic(payload: Box<dyn Any + Send>) {
     if let Err(again) = catch_unwind(AssertUnwindSafe(|| drop(payload))) {
