@@ -134,7 +134,7 @@ fn write(tuned: &[Tuned], names: &[String], exact: bool, output: &mut Output) ->
     let widest = widest.filter(|&(least, most)| size::format(least) != size::format(most));
     if let Some((least, most)) = widest {
         output.paragraph(&format!(
-            "Control: at other addresses the recorded settings reserve {} to {}. Differences within that are luck.",
+            "Control: at other addresses the recorded settings reserve {} to {}. Smaller differences mean nothing.",
             size::format(least),
             size::format(most)
         ))?;

@@ -5,7 +5,8 @@
 //! 2. Pages that were in it before and are free elsewhere in this heap are taken back: no driver call. If this heap has
 //!    not enough, a window is chosen anew for which those that are free in other heaps count too.
 //! 3. Further pages come, in this order, from: those that belong nowhere; free blocks of this heap, the smallest first;
-//!    free blocks of other heaps, behind an event of their stream; the driver.
+//!    free blocks of other heaps, behind an event of their stream; the driver. Other heaps come before this one if one
+//!    of them has more free memory.
 //! 4. They are mapped. Where they were before, they stay mapped for a while (`pages.rs`).
 //!
 //! If there are not enough, all go back to where they were. If a mapping fails midway, what was mapped so far becomes
