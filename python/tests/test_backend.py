@@ -44,6 +44,8 @@ class Folder(unittest.TestCase):
         self.write_compiler(f'echo "$@" >> {self.log}; sleep 0.2; {_MAKE}')
         environment = {"WARPOOL_CACHE": str(self.cache), "CXX": str(self.compiler)}
         self.enterContext(mock.patch.dict(os.environ, environment))
+        self.ready = self.folder / "backends"
+        self.enterContext(mock.patch.object(_backend, "_READY", self.ready))
         for name in ("WARPOOL_BACKEND", "CUDA_HOME", "CUDA_PATH", "WARPOOL_TORCH"):
             os.environ.pop(name, None)
         self.enterContext(contextlib.redirect_stderr(io.StringIO()))
@@ -84,6 +86,16 @@ class Build(Folder):
         self.build()
         self.assertIn("-std=c++20", self.log.read_text())
 
+    def test_backend_of_the_package_is_used_without_a_compiler(self) -> None:
+        self.ready.mkdir()
+        packaged = self.ready / "libwarpool_backend-2.12.so"
+        packaged.touch()
+        os.environ["CXX"] = "no-such-compiler"
+        self.assertEqual(self.build(), packaged)
+        self.torch.__version__ = "2.13.0"
+        with self.assertRaisesRegex(_backend.Unavailable, "no C\\+\\+ compiler"):
+            self.build()
+
     def test_other_build_of_pytorch_has_its_own(self) -> None:
         first = self.build()
         self.torch.__version__ = "2.12.1+cu126"
@@ -102,10 +114,13 @@ class Build(Folder):
     def test_killed_build_leaves_nothing_that_is_used(self) -> None:
         self.write_compiler(f"echo started >> {self.log}; sleep 60")
         code = (
-            "import types, sys; sys.path.insert(0, {!r}); from warpool import _backend\n"
+            "import pathlib, types, sys; sys.path.insert(0, {!r}); from warpool import _backend\n"
             "torch = types.SimpleNamespace(__version__={!r}, __file__={!r})\n"
-            "_backend.build(torch, _backend.find(torch).path)"
-        ).format(str(Path(warpool.torch.__file__).parents[1]), self.torch.__version__, self.torch.__file__)
+            "_backend.build(torch, pathlib.Path({!r}))"
+        )
+        path = str(_backend.find(self.torch).path)
+        package = str(Path(warpool.torch.__file__).parents[1])
+        code = code.format(package, self.torch.__version__, self.torch.__file__, path)
         process = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL, start_new_session=True)
         while not self.log.exists():
             self.assertIsNone(process.poll(), "the build ended early")

@@ -12,12 +12,14 @@ from isolated import isolated
 
 import warpool
 import warpool.torch
+from warpool import _backend
 
 MIB = 1 << 20
 
 
 def fake_torch() -> Any:
-    """Imports the fake."""
+    """Imports the fake. It has no backend, also if the package has one for its version."""
+    _backend._READY = Path(__file__).parent / "no-backends"
     sys.path.insert(0, str(Path(__file__).parent / "fake_torch"))
     import torch
 

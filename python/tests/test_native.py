@@ -55,7 +55,7 @@ class Loading(unittest.TestCase):
 
     @isolated
     def test_library_of_another_version_is_an_error(self) -> None:
-        warpool.__version__ = "0.0.0"
+        _native.__version__ = "0.0.0"
         with self.assertRaisesRegex(warpool.Error, "install both from one version"):
             _native.start()
 

@@ -19,6 +19,7 @@ from typing import Any, Iterator, List, Optional, Tuple
 
 from . import _native
 from ._native import Error
+from ._version import __version__
 
 _PACKAGE = Path(__file__).resolve().parent
 _SOURCES = _PACKAGE / "cpp"
@@ -85,7 +86,7 @@ def cache_folder() -> Path:
 def build(torch: Any, path: Path) -> None:
     """Compiles the backend to `path`. Processes that start at once wait for one of them; a killed one leaves nothing
     that is used."""
-    compiler, command = _command(torch)
+    compiler, compile_command = command(torch)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with _locked(path.with_suffix(".lock")):
@@ -99,7 +100,7 @@ def build(torch: Any, path: Path) -> None:
             )
             with tempfile.TemporaryDirectory(prefix=".build-", dir=path.parent) as folder:
                 made = Path(folder) / path.name
-                _compile([*command, "-o", str(made)])
+                _compile([*compile_command, "-o", str(made)])
                 os.chmod(made, 0o755)
                 os.replace(made, path)
     except OSError as error:
@@ -141,7 +142,7 @@ def _load(path: Path, torch: Any) -> ctypes.CDLL:
     return backend
 
 
-def _command(torch: Any) -> Tuple[str, List[str]]:
+def command(torch: Any) -> Tuple[str, List[str]]:
     """The compiler, and its command without the output. Raises `Unavailable` if something is missing."""
     compiler = os.environ.get("CXX") or "c++"
     if shutil.which(compiler.split()[0]) is None:
@@ -153,12 +154,12 @@ def _command(torch: Any) -> Tuple[str, List[str]]:
     if not sources:
         raise Unavailable(f"the sources of the backend are not in {_SOURCES}")
     includes = [root / "include", *_cuda_includes(root)]
-    command = [*compiler.split(), *_FLAGS, _standard(torch), f"-I{_SOURCES}"]
-    command.append(f'-DWARPOOL_VERSION="{_native.version()}"')
-    command += [part for folder in includes for part in ("-isystem", str(folder))]
-    command += [str(source) for source in sources]
-    command += [f"-L{root / 'lib'}", *(f"-l{name}" for name in _LIBRARIES)]
-    return compiler, command
+    parts = [*compiler.split(), *_FLAGS, _standard(torch), f"-I{_SOURCES}"]
+    parts.append(f'-DWARPOOL_VERSION="{__version__}"')
+    parts += [part for folder in includes for part in ("-isystem", str(folder))]
+    parts += [str(source) for source in sources]
+    parts += [f"-L{root / 'lib'}", *(f"-l{name}" for name in _LIBRARIES)]
+    return compiler, parts
 
 
 def _standard(torch: Any) -> str:
@@ -198,7 +199,7 @@ def _compile(command: List[str]) -> None:
 def _key(torch: Any) -> str:
     """Tells backends of other sources, of other builds of PyTorch and of other flags apart."""
     digest = hashlib.sha256()
-    for part in (torch.__version__, _native.version(), os.environ.get("CXX", ""), *_FLAGS, *_LIBRARIES):
+    for part in (torch.__version__, __version__, os.environ.get("CXX", ""), *_FLAGS, *_LIBRARIES):
         digest.update(part.encode() + b"\0")
     for source in sorted([*_SOURCES.glob("*.cpp"), *_SOURCES.glob("*.h")]):
         digest.update(source.read_bytes())

@@ -11,6 +11,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Dict, Optional, Sequence
 
+from ._version import __version__
+
 # The visitor of statistics: `user[name] = value`. Not a Python function: an exception of a signal handler could be
 # raised in it and lost.
 _VISIT = ctypes.CFUNCTYPE(None, ctypes.py_object, ctypes.c_char_p, ctypes.c_int64)
@@ -58,7 +60,7 @@ def library_path() -> str:
         if not Path(named).is_file():
             raise Error(f"WARPOOL_LIBRARY is {named}, which is not a file")
         return str(Path(named).resolve())
-    packaged = Path(__file__).resolve().parent / "warpool_torch" / "libwarpool_torch.so"
+    packaged = Path(__file__).resolve().parent / "libwarpool_torch.so"
     if not packaged.is_file():
         raise Error(
             f"libwarpool_torch.so is not in this package ({packaged}): install the wheel, or build the shared object "
@@ -70,8 +72,6 @@ def library_path() -> str:
 @lru_cache(maxsize=None)
 def library() -> ctypes.CDLL:
     """The shared object, loaded once per process, with typed functions."""
-    from . import __version__
-
     path = library_path()
     try:
         loaded = ctypes.CDLL(path)

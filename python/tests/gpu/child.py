@@ -15,7 +15,14 @@ from pathlib import Path
 from typing import Any, Callable
 
 HERE = Path(__file__).resolve().parent
-TRAININGS = ("lengths", "streams")
+# Which module has a scenario; all others are in scenarios.py.
+MODULES = {
+    **dict.fromkeys(("lengths", "streams"), "trainings"),
+    **dict.fromkeys(("reduce_overhead", "max_autotune"), "compiled"),
+    **dict.fromkeys(
+        ("mempool", "cudnn", "sharing", "loader", "profiler", "cpp_frames", "collected_graphs"), "features"
+    ),
+}
 
 
 def emit(kind: str, **values: Any) -> None:
@@ -51,7 +58,7 @@ def main() -> None:
     scenario, allocator = sys.argv[1:3]
     sys.path.insert(0, str(HERE))
     try:
-        module = importlib.import_module("trainings" if scenario in TRAININGS else "scenarios")
+        module = importlib.import_module(MODULES.get(scenario, "scenarios"))
         run: Callable[[str], None] = getattr(module, scenario)
         run(allocator)
     except BaseException as error:

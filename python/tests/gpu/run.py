@@ -26,6 +26,8 @@ from processes import Report, child
 HERE = Path(__file__).resolve().parent
 SCENARIOS = (
     *("calls", "side_stream", "graph", "dropped_graph", "oom", "threads", "snapshot", "refusals", "features", "late"),
+    *("mempool", "cudnn", "sharing", "loader", "profiler", "cpp_frames", "collected_graphs"),
+    *("reduce_overhead", "max_autotune"),
 )
 # PyTorch's, and Warpool's by default and with pages.
 ALLOCATORS = ("native", "warpool", PAGED)
@@ -110,6 +112,26 @@ def snapshot(report: Report, binary: Optional[str]) -> None:
                 report.check(allocator, title, "warpool replay: exact", exact, detail)
 
 
+def compiled(report: Report, scenario: str) -> None:
+    """Compares what a compiled model gives with what it gives with PyTorch's allocator, whose process is the first
+    and fills the cache of kernels."""
+    with tempfile.TemporaryDirectory() as folder:
+        cache = os.environ.get("TORCHINDUCTOR_CACHE_DIR", folder)
+        runs = {}
+        for allocator in ALLOCATORS:
+            runs[allocator] = child(report, scenario, allocator, TORCHINDUCTOR_CACHE_DIR=cache)
+    native = runs.pop("native")
+    for allocator, found in runs.items():
+        if not native or not found:
+            report.check(allocator, scenario, "the run completes", False, "no result, here or with native")
+            continue
+        for name in ("losses", "tokens"):
+            same = found[0][name] == native[0][name]
+            first = next((i for i, (a, b) in enumerate(zip(found[0][name], native[0][name])) if a != b), None)
+            detail = f"{len(native[0][name])} values" if same else f"the first that differs is number {first}"
+            report.check(allocator, scenario, f"{name} are those with PyTorch's allocator", same, detail)
+
+
 def find_gpu() -> str:
     """The GPU's name and PyTorch's version, from another process; without a GPU, exits with status 2."""
     program = (
@@ -180,6 +202,8 @@ def main() -> int:
             calls(report)
         elif scenario == "snapshot":
             snapshot(report, options.warpool)
+        elif scenario in ("reduce_overhead", "max_autotune"):
+            compiled(report, scenario)
         elif scenario == "dropped_graph":
             for allocator in ALLOCATORS:
                 child(report, scenario, allocator, PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True")

@@ -9,7 +9,6 @@ import pickle
 import queue
 import threading
 import time
-import warnings
 from typing import Any, List
 
 import child

@@ -2,6 +2,7 @@
 
 #include <c10/util/Exception.h>
 
+#include <optional>
 #include <string>
 #include <utility>
 
@@ -11,7 +12,14 @@ namespace warpool_torch {
 
 namespace {
 
-thread_local std::exception_ptr kept;
+// What is left of an exception. Not a std::exception_ptr: newer compilers' needs a libstdc++ that systems on which
+// PyTorch runs may not have.
+struct Kept {
+    std::string text;
+    bool out_of_memory;
+};
+
+thread_local std::optional<Kept> kept;
 
 std::string last_error() {
     std::string text(warpool_last_error(nullptr, 0) + 1, '\0');
@@ -22,15 +30,24 @@ std::string last_error() {
 }  // namespace
 
 void throw_last_error() {
-    if (kept) {
-        std::rethrow_exception(std::exchange(kept, nullptr));
-    }
-    TORCH_CHECK_WITH(OutOfMemoryError, !warpool_last_error_is_out_of_memory(), last_error());
-    TORCH_CHECK(false, last_error());
+    const auto thrown = std::exchange(kept, std::nullopt).value_or(
+        Kept{last_error(), warpool_last_error_is_out_of_memory() != 0});
+    TORCH_CHECK_WITH(OutOfMemoryError, !thrown.out_of_memory, thrown.text);
+    TORCH_CHECK(false, thrown.text);
 }
 
 void keep_exception() noexcept {
-    kept = std::current_exception();
+    try {
+        throw;
+    } catch (const c10::OutOfMemoryError& error) {
+        kept = {error.what_without_backtrace(), true};
+    } catch (const c10::Error& error) {
+        kept = {error.what_without_backtrace(), false};
+    } catch (const std::exception& error) {
+        kept = {error.what(), false};
+    } catch (...) {
+        kept = {"an exception of an unknown type", false};
+    }
 }
 
 }  // namespace warpool_torch

@@ -2,12 +2,10 @@
 // C interface.
 #pragma once
 
-#include <exception>
-
 namespace warpool_torch {
 
-// Throws the last error of this thread: c10::OutOfMemoryError if it is that, else c10::Error. An exception that a
-// callback of PyTorch threw during the call is thrown instead.
+// Throws the last error of this thread: c10::OutOfMemoryError if it is that, else c10::Error. If a callback of PyTorch
+// threw during the call, with the text of that exception.
 [[noreturn]] void throw_last_error();
 
 // Throws if the status of a call is a failure.
@@ -17,7 +15,8 @@ inline void check(int status) {
     }
 }
 
-// Keeps the exception that is being handled until the call of the C interface that is under way on this thread returns.
+// Keeps what the exception that is being handled says, until the call of the C interface that is under way on this
+// thread returns.
 void keep_exception() noexcept;
 
 }  // namespace warpool_torch

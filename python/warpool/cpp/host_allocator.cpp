@@ -3,6 +3,7 @@
 #include <c10/cuda/CUDAStream.h>
 
 #include "convert.h"
+#include "current.h"
 
 namespace warpool_torch {
 
@@ -58,7 +59,7 @@ bool HostAllocator::record_event(void* ptr, void* block, c10::Stream stream) {
     (void)block;
     const c10::cuda::CUDAStream cuda_stream(stream);
     int found = 0;
-    check(warpool_pinned_record_use(ptr, cuda_stream.device_index(), cuda_stream.stream(), &stream, &found));
+    check(warpool_pinned_record_use(ptr, cuda_stream.device_index(), handle_of(cuda_stream), &stream, &found));
     return found != 0;
 }
 

@@ -8,6 +8,7 @@
 #include <atomic>
 
 #include "convert.h"
+#include "current.h"
 #include "device_allocator.h"
 #include "errors.h"
 #include "warpool_torch.h"
@@ -84,11 +85,6 @@ void* allocate_on(size_t bytes, int device, cudaStream_t stream) {
     return ptr;
 }
 
-void* allocate_on_current(size_t bytes, c10::DeviceIndex* device) {
-    C10_CUDA_CHECK(c10::cuda::GetDevice(device));
-    return allocate_on(bytes, *device, c10::cuda::getCurrentCUDAStream(*device).stream());
-}
-
 C10_NOINLINE void free_observed(void* ptr) {
     if (const auto* trace = c10::impl::GPUTrace::get_trace(); trace != nullptr) {
         (*trace)->trace_gpu_memory_deallocation(c10::kCUDA, reinterpret_cast<uintptr_t>(ptr));
@@ -111,8 +107,13 @@ void free_block(void* ptr) {
     warpool_free_block(ptr);
 }
 
-
 }  // namespace
+
+std::atomic<bool> only_device{false};
+
+void set_device_count(int count) {
+    only_device.store(count == 1, std::memory_order_relaxed);
+}
 
 DeviceAllocator& device_allocator() {
     static auto* allocator = new DeviceAllocator();
@@ -120,8 +121,8 @@ DeviceAllocator& device_allocator() {
 }
 
 c10::DataPtr DeviceAllocator::allocate(size_t bytes) {
-    c10::DeviceIndex device = 0;
-    void* ptr = allocate_on_current(bytes, &device);
+    const auto [device, stream] = current();
+    void* ptr = allocate_on(bytes, device, stream);
     return {ptr, ptr, &free_block, cuda_device(device)};
 }
 
@@ -140,6 +141,7 @@ bool DeviceAllocator::initialized() {
 void DeviceAllocator::init(int device_count) {
     if (device_count > 0) {
         check(warpool_start());
+        set_device_count(device_count);
         started.store(true, std::memory_order_release);
     }
 }
@@ -148,17 +150,15 @@ void* DeviceAllocator::raw_alloc(size_t bytes) {
     if (bytes == 0) {
         return nullptr;
     }
-    c10::DeviceIndex device = 0;
-    return allocate_on_current(bytes, &device);
+    const auto [device, stream] = current();
+    return allocate_on(bytes, device, stream);
 }
 
 void* DeviceAllocator::raw_alloc_with_stream(size_t bytes, cudaStream_t stream) {
     if (bytes == 0) {
         return nullptr;
     }
-    c10::DeviceIndex device = 0;
-    C10_CUDA_CHECK(c10::cuda::GetDevice(&device));
-    return allocate_on(bytes, device, stream);
+    return allocate_on(bytes, current_device(), stream);
 }
 
 void DeviceAllocator::raw_delete(void* ptr) {
@@ -166,9 +166,8 @@ void DeviceAllocator::raw_delete(void* ptr) {
 }
 
 void DeviceAllocator::emptyCache(c10::MempoolId_t pool) {
-    c10::DeviceIndex device = 0;
-    C10_CUDA_CHECK(c10::cuda::GetDevice(&device));
-    check(warpool_trim(pool_id(pool), device, c10::cuda::getCurrentCUDAStream(device).stream()));
+    const auto [device, stream] = current();
+    check(warpool_trim(pool_id(pool), device, stream));
 }
 
 std::pair<size_t, size_t> DeviceAllocator::getMemoryInfo(c10::DeviceIndex device) {
@@ -200,9 +199,8 @@ std::vector<caching::StreamSegmentSize> DeviceAllocator::getExpandableSegmentSiz
 #endif
 
 c10::DataPtr DeviceAllocator::allocateWithAddress(size_t bytes, void* address) {
-    c10::DeviceIndex device = 0;
-    C10_CUDA_CHECK(c10::cuda::GetDevice(&device));
-    check(warpool_allocate_at(bytes, device, c10::cuda::getCurrentCUDAStream(device).stream(), address));
+    const auto [device, stream] = current();
+    check(warpool_allocate_at(bytes, device, stream, address));
     return {address, address, &free_block, cuda_device(device)};
 }
 
@@ -234,7 +232,7 @@ void DeviceAllocator::recordStream(const c10::DataPtr& ptr, CUDAStream stream) {
     if (ptr.get() == nullptr || ptr.get_deleter() != &free_block) {
         return;
     }
-    check(warpool_record_use(ptr.get(), stream.device_index(), stream.stream()));
+    check(warpool_record_use(ptr.get(), stream.device_index(), handle_of(stream)));
 }
 
 std::string DeviceAllocator::name() {

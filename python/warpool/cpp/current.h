@@ -1,0 +1,52 @@
+// The calling thread's current device and stream, without the calls of the CUDA runtime that PyTorch's functions make:
+// a stream's handle takes it three (its device is made current meanwhile).
+#pragma once
+
+#include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAFunctions.h>
+#include <c10/cuda/CUDAStream.h>
+
+#include <atomic>
+
+namespace warpool_torch {
+
+struct Current {
+    c10::DeviceIndex device;
+    cudaStream_t stream;
+};
+
+// Tells how many devices there are. With one, that is the current one.
+void set_device_count(int count);
+
+// Whether there is one device. False as long as it is not known.
+extern std::atomic<bool> only_device;
+
+inline c10::DeviceIndex current_device() {
+    c10::DeviceIndex device = 0;
+    if (C10_UNLIKELY(!only_device.load(std::memory_order_relaxed))) {
+        C10_CUDA_CHECK(c10::cuda::GetDevice(&device));
+    }
+    return device;
+}
+
+// A stream's handle. PyTorch's id of a stream has the same one as long as the process lives: streams of its pools are
+// never destroyed, and the id of any other is the handle.
+inline cudaStream_t handle_of(c10::cuda::CUDAStream stream) {
+    struct Known {
+        c10::StreamId id;
+        c10::DeviceIndex device;
+        cudaStream_t handle;
+    };
+    thread_local Known known{0, -1, nullptr};
+    if (C10_UNLIKELY(known.id != stream.id() || known.device != stream.device_index())) {
+        known = {stream.id(), stream.device_index(), stream.stream()};
+    }
+    return known.handle;
+}
+
+inline Current current() {
+    const auto device = current_device();
+    return {device, handle_of(c10::cuda::getCurrentCUDAStream(device))};
+}
+
+}  // namespace warpool_torch
