@@ -26,8 +26,8 @@ def main() -> int:
             os.execv(command, [str(command), *sys.argv[1:]])
     looked = ", ".join(str(folder) for folder in _folders())
     print(
-        f"the command `warpool` is not installed with this package (looked in {looked}): install the wheel with pip, or "
-        "the command alone with `cargo install --path crates/cli`",
+        f"the command `warpool` is not installed with this package (looked in {looked}): install the wheel with pip, "
+        "or the command alone with `cargo install --path crates/cli`",
         file=sys.stderr,
     )
     return 2

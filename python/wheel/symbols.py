@@ -80,6 +80,11 @@ def newest_of_pytorch(folder: Path) -> Dict[str, Version]:
     return newest
 
 
+def _name(wheel: Path) -> str:
+    """Name and version, as in warpool-0.1.0-py3-none-any.whl."""
+    return "-".join(wheel.name.split("-")[:2])
+
+
 def dotted(version: Version) -> str:
     return ".".join(str(part) for part in version)
 
@@ -90,24 +95,22 @@ def main() -> int:
     parser.add_argument("--reference", type=Path, default=Path("/nonexistent"))
     arguments = parser.parse_args()
     found: List[str] = []
-    checked = 0
+    compiled: List[str] = []
     with zipfile.ZipFile(arguments.wheel) as archive:
         for name in archive.namelist():
             content = archive.read(name)
             if content.startswith(b"\x7fELF"):
-                checked += 1
+                compiled.append(name)
                 found += violations(name, content, arguments.reference)
     if "manylinux_2_28" not in arguments.wheel.name:
         found.append(f"{arguments.wheel.name} does not have the tag manylinux_2_28")
-    if checked < 2:
-        found.append(
-            f"{arguments.wheel.name} has {checked} compiled files, and at least the library and the command "
-            "are expected"
-        )
+    for expected in ("warpool/libwarpool_torch.so", f"{_name(arguments.wheel)}.data/scripts/warpool"):
+        if expected not in compiled:
+            found.append(f"{arguments.wheel.name} has no {expected}")
     for line in found:
         print(line, file=sys.stderr)
     if not found:
-        print(f"{arguments.wheel.name}: {checked} compiled files, all fit manylinux_2_28")
+        print(f"{arguments.wheel.name}: {len(compiled)} compiled files, all fit manylinux_2_28")
     return 1 if found else 0
 
 

@@ -20,13 +20,13 @@ double nanoseconds(long count, Pair&& pair) {
 }  // namespace
 
 // raw_alloc and raw_delete.
-extern "C" double raw_pair(size_t bytes, long count) {
+extern "C" __attribute__((visibility("default"))) double raw_pair(size_t bytes, long count) {
     namespace caching = c10::cuda::CUDACachingAllocator;
     return nanoseconds(count, [&] { caching::raw_delete(caching::raw_alloc(bytes)); });
 }
 
 // Pinned memory, and its deleter.
-extern "C" double pinned_pair(size_t bytes, long count) {
+extern "C" __attribute__((visibility("default"))) double pinned_pair(size_t bytes, long count) {
     auto* host = at::getHostAllocator(at::kCUDA);
     return nanoseconds(count, [&] { host->allocate(bytes); });
 }

@@ -115,6 +115,7 @@ def _size(bytes: int) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--library", help="path of libwarpool_torch.so, if it is not the wheel's")
+    parser.add_argument("--pairs", help="path of a compiled pairs.cpp, where there is no compiler")
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--json", action="store_true", help="one JSON object per line")
     parser.add_argument("--child", nargs=2, metavar=("ALLOCATOR", "PAIRS"), help=argparse.SUPPRESS)
@@ -126,7 +127,7 @@ def main() -> int:
         os.environ["WARPOOL_LIBRARY"] = str(Path(options.library).resolve())
     runs: Dict[str, List[Dict[str, float]]] = {allocator: [] for allocator in ALLOCATORS}
     with tempfile.TemporaryDirectory() as folder:
-        pairs = compile_pairs(Path(folder))
+        pairs = Path(options.pairs).resolve() if options.pairs else compile_pairs(Path(folder))
         for number in range(options.rounds):
             turned = ALLOCATORS[number % 3 :] + ALLOCATORS[: number % 3]
             for allocator in turned:
