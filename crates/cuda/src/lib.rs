@@ -50,6 +50,7 @@ mod api;
 mod callback;
 mod capture;
 mod capture_errors;
+mod clock;
 mod conditional;
 mod context;
 mod copy;
@@ -80,7 +81,7 @@ mod virtual_memory;
 
 use std::fmt;
 use std::sync::{Mutex, OnceLock, RwLock};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use warpool_driver::fork::Origin;
 use warpool_driver::{Call, DevicePtr, Driver, ErrorCode, Suballocations};
@@ -161,7 +162,7 @@ pub enum OpenError {
 pub struct CudaDriver {
     api: Api,
     version: DriverVersion,
-    opened: Instant,
+    clock: clock::Clock,
     /// A forked child must not call CUDA, nor take a lock that another thread may have held at the fork.
     origin: Origin,
     /// Which calls were refused because of captures. Locked by failing calls only.
@@ -214,7 +215,7 @@ impl CudaDriver {
         Ok(Self {
             api,
             version,
-            opened: Instant::now(),
+            clock: clock::Clock::new(),
             origin: Origin::here(),
             capture_errors: CaptureErrors::default(),
             devices,
@@ -282,14 +283,14 @@ impl Driver for CudaDriver {
     }
 
     fn now(&self) -> Duration {
-        self.opened.elapsed()
+        self.clock.elapsed()
     }
 
     fn entropy(&self) -> u64 {
         // The standard library's hash maps are seeded by the operating system.
         std::hash::BuildHasher::hash_one(
             &std::collections::hash_map::RandomState::new(),
-            self.opened.elapsed().as_nanos(),
+            self.clock.elapsed().as_nanos(),
         )
     }
 

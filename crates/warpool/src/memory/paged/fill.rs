@@ -14,13 +14,13 @@
 
 use std::cell::OnceCell;
 
-use rustc_hash::FxHashSet;
 use warpool_driver::{Access, DeviceAccess, DevicePtr, ErrorCode, EventScope, PhysicalOptions, StreamId};
 
 use super::address_space::Location;
 use super::device::PagedDevice;
 use super::heap::{Heap, kind_of, rounded};
 use super::old_mappings;
+use super::page_set::PageSet;
 use super::page_sizes::PageSizes;
 use super::pages::{Mapping, PageId, PageTable, Slot};
 use super::pending::PendingFrees;
@@ -116,13 +116,13 @@ impl Fill<'_> {
             let limited = self.device.limit().is_some_and(|limit| limit < self.device.bytes_total);
             return Ok(Err(if limited { OomCause::Limit } else { OomCause::Device }));
         }
-        let mut free_elsewhere = FxHashSet::default();
+        let mut free_elsewhere = PageSet::default();
         if self.request.on_oom || self.others_have_more(bytes) {
             (self.asks_others, self.others_first) = (true, true);
             free_elsewhere = self.free_in_others();
         }
         // Pages that cannot be taken back: they are in use by now, or mapped in a window that they belong to.
-        let mut excluded = FxHashSet::default();
+        let mut excluded = PageSet::default();
         loop {
             let mut heap = self.cell.lock();
             heap.merge_recent();
@@ -132,7 +132,7 @@ impl Fill<'_> {
             let takeable = OnceCell::new();
             let chosen = window::choose(self.table, &heap.free_runs(kind, bytes), bytes, self.grid(), |id| {
                 let own = takeable.get_or_init(|| free_pages(self.table, &heap, takes_own));
-                (own.contains(&id) || free_elsewhere.contains(&id)) && !excluded.contains(&id)
+                (own.contains(id) || free_elsewhere.contains(id)) && !excluded.contains(id)
             });
             let Some(window) = chosen else {
                 drop(heap);
@@ -353,8 +353,8 @@ impl Fill<'_> {
 
     /// Pages in free blocks of other heaps, as far as they may be taken. Those that are still mapped in this one need
     /// no driver call.
-    fn free_in_others(&self) -> FxHashSet<PageId> {
-        let mut free = FxHashSet::default();
+    fn free_in_others(&self) -> PageSet {
+        let mut free = PageSet::default();
         if self.request.capturing || !self.table.was_taken_from(self.request.heap) {
             return free;
         }
@@ -365,8 +365,7 @@ impl Fill<'_> {
             if matches!(self.takeable(number), Takeable::After(_)) {
                 let mut heap = cell.lock();
                 heap.merge_recent();
-                let blocks = heap.blocks_with_pages(self.table.slot_bytes);
-                free.extend(blocks.into_iter().flat_map(|block| self.table.pages_in(&heap, block)).map(|(_, id)| id));
+                self.table.add_free_pages(&heap, &mut free);
             }
         }
         free
@@ -381,14 +380,13 @@ impl Fill<'_> {
             }
             _ => None,
         };
-        let wanted: FxHashSet<PageId> = self.slots(window).filter_map(in_window).collect();
+        let wanted: PageSet = self.slots(window).filter_map(in_window).collect();
         if wanted.is_empty() {
             return Ok(());
         }
-        let mut taken: FxHashSet<PageId> =
-            wanted.iter().copied().filter(|&page| self.table.take_spare_page(page)).collect();
-        let heap_of = |page: &PageId| self.table.page(*page).home.map(|home| self.table.range(home.range).heap);
-        let mut heaps: Vec<u32> = wanted.difference(&taken).filter_map(heap_of).collect();
+        let mut taken: PageSet = wanted.iter().filter(|&page| self.table.take_spare_page(page)).collect();
+        let heap_of = |page: PageId| self.table.page(page).home.map(|home| self.table.range(home.range).heap);
+        let mut heaps: Vec<u32> = wanted.iter().filter(|&page| !taken.contains(page)).filter_map(heap_of).collect();
         heaps.sort_unstable();
         heaps.dedup();
         let mut outcome = Ok(());
@@ -405,7 +403,7 @@ impl Fill<'_> {
         let heap = self.cell.lock();
         for slot in self.slots(window) {
             if let Mapping::Page { page, part: 0 } = self.table.mapping(slot)
-                && taken.remove(&page)
+                && taken.remove(page)
             {
                 self.table.set_home(page, Some(slot));
                 self.table.totals.taken_back += 1;
@@ -417,12 +415,12 @@ impl Fill<'_> {
     }
 
     /// Takes those of the wanted pages that are in free blocks of a heap.
-    fn take_wanted(&mut self, number: u32, wanted: &FxHashSet<PageId>) -> Vec<(Slot, PageId)> {
+    fn take_wanted(&mut self, number: u32, wanted: &PageSet) -> Vec<(Slot, PageId)> {
         let mut taken = Vec::new();
         let mut heap = self.device.heaps.get(number).lock();
         for block in heap.blocks_with_pages(self.table.slot_bytes) {
             let pages = self.table.pages_in(&heap, block);
-            let pages: Vec<_> = pages.into_iter().filter(|(_, page)| wanted.contains(page)).collect();
+            let pages: Vec<_> = pages.filter(|&(_, page)| wanted.contains(page)).collect();
             self.take_pages(&mut heap, block, &pages);
             taken.extend(pages);
         }
@@ -471,8 +469,10 @@ impl Fill<'_> {
     fn take_from(&mut self, number: u32, supply: &mut Supply, slots_min: u32) {
         let unit = self.unit();
         let mut slots = PageSizes::SLOTS_MAX;
-        while unit > 1 && slots >= slots_min {
-            self.take_units(number, supply, unit, slots);
+        while unit > 1 && slots >= slots_min && supply.slots_needed > 0 {
+            if self.table.has_pages_of(slots) {
+                self.take_units(number, supply, unit, slots);
+            }
             slots /= 2;
         }
         self.take_units(number, supply, 1, slots_min);
@@ -486,14 +486,15 @@ impl Fill<'_> {
         let mut heap = self.device.heaps.get(number).lock();
         heap.merge_recent();
         for block in heap.blocks_with_pages(self.table.slot_bytes) {
-            let mut taken = Vec::new();
-            for pages in units(&self.table.pages_in(&heap, block), unit) {
+            let (pages, mut taken): (Vec<_>, _) = (self.table.pages_in(&heap, block).collect(), Vec::new());
+            // Pages by address, in groups of those that begin in the same unit.
+            for pages in pages.chunk_by(|(a, _), (b, _)| a.index / unit == b.index / unit) {
                 // A unit is taken whole, or what of it is needed at last.
                 let slots: u32 = pages.iter().map(|&(_, page)| self.table.page(page).slots).sum();
                 if slots < unit.min(supply.slots_needed) {
                     continue;
                 }
-                for (slot, page) in pages {
+                for &(slot, page) in pages {
                     let slots = self.table.page(page).slots;
                     if slots >= slots_min && supply.accepts(slots) {
                         supply.add(page, slots, Some(slot));
@@ -523,8 +524,7 @@ impl Fill<'_> {
             let (stream, pool, has_pages) = {
                 let mut heap = cell.lock();
                 heap.merge_recent();
-                let has_pages = !heap.blocks_with_pages(self.table.slot_bytes).is_empty();
-                (heap.stream, heap.pool, has_pages)
+                (heap.stream, heap.pool, heap.has_free_from(self.table.slot_bytes))
             };
             if !has_pages {
                 continue;
@@ -699,14 +699,10 @@ impl Fill<'_> {
 }
 
 /// The pages that are wholly in free blocks of a heap, if those may be taken, and the spare ones.
-fn free_pages(table: &PageTable, heap: &Heap, takes_own: bool) -> FxHashSet<PageId> {
-    let blocks = if takes_own { heap.blocks_with_pages(table.slot_bytes) } else { Vec::new() };
-    let free = blocks.into_iter().flat_map(|block| table.pages_in(heap, block)).map(|(_, page)| page);
-    free.chain(table.spare_pages().iter().copied()).collect()
-}
-
-/// Pages by address, in groups of those that begin in the same unit of that many slots.
-fn units(pages: &[(Slot, PageId)], unit: u32) -> Vec<Vec<(Slot, PageId)>> {
-    let same = |a: &(Slot, PageId), b: &(Slot, PageId)| a.0.index / unit == b.0.index / unit;
-    pages.chunk_by(same).map(<[_]>::to_vec).collect()
+fn free_pages(table: &PageTable, heap: &Heap, takes_own: bool) -> PageSet {
+    let mut free: PageSet = table.spare_pages().iter().copied().collect();
+    if takes_own {
+        table.add_free_pages(heap, &mut free);
+    }
+    free
 }

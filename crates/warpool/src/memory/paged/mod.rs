@@ -32,6 +32,7 @@ mod homes;
 mod inactive;
 mod last_heap;
 mod old_mappings;
+mod page_set;
 mod page_sizes;
 mod pages;
 mod pending;

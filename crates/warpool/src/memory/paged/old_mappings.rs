@@ -24,7 +24,7 @@ pub(super) fn retire_oldest(table: &mut PageTable, page: PageId) {
 
 fn oldest(table: &PageTable, page: PageId) -> Option<Slot> {
     let page = table.page(page);
-    let mut old = page.mapped_slots().into_iter().filter(|&slot| Some(slot) != page.home);
+    let mut old = page.mapped.iter().copied().filter(|&slot| Some(slot) != page.home);
     old.next().filter(|_| page.mapped.len() > MAPPED_MAX)
 }
 

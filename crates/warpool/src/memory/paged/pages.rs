@@ -12,6 +12,7 @@ use warpool_driver::PhysicalId;
 
 use super::heap::{Heap, State};
 use super::homes::{Home, HomeCounters};
+use super::page_set::PageSet;
 use super::page_sizes::PageSizes;
 use super::pools::SegmentSource;
 use crate::PooledEvent;
@@ -35,15 +36,7 @@ pub(super) struct Page {
     /// Where it belongs: its first slot.
     pub(super) home: Option<Slot>,
     /// Where it is mapped, the oldest first; with its home, if it has one.
-    pub(super) mapped: Vec<MappedAt>,
-}
-
-/// A place where a page is mapped.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct MappedAt {
-    pub(super) slot: Slot,
-    /// When the page was taken from there, in takes from that heap.
-    taken: u64,
+    pub(super) mapped: Vec<Slot>,
 }
 
 /// What is mapped in a slot.
@@ -57,6 +50,16 @@ pub(super) enum Mapping {
     Broken,
 }
 
+/// One slot of a range. A search for a window looks at thousands, so what it needs is here.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct SlotState {
+    pub(super) mapping: Mapping,
+    /// Whether the page belongs here.
+    pub(super) is_home: bool,
+    /// When the page was taken from here, in takes from the heap; 0 if it was not.
+    taken: u64,
+}
+
 /// A range of addresses and what is mapped in it.
 #[derive(Debug)]
 pub(super) struct RangeMap {
@@ -65,7 +68,7 @@ pub(super) struct RangeMap {
     pub(super) heap: u32,
     pub(super) kind: SegmentKind,
     /// As far as anything was ever mapped.
-    slots: Vec<Mapping>,
+    slots: Vec<SlotState>,
     /// Where it comes from, if it is a segment: backed as a whole, without pages.
     segment: Option<SegmentSource>,
 }
@@ -88,6 +91,22 @@ impl Default for Takes {
     }
 }
 
+/// The highest number of a take that the stream of a heap has passed.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct PassedTakes(u64);
+
+impl PassedTakes {
+    /// Whether no work uses what is mapped in a slot of the heap any more, and its page was taken from there.
+    #[inline]
+    pub(super) fn has_passed(self, slot: &SlotState) -> bool {
+        #[cfg(test)]
+        if super::defect::Defect::UnmapsTooEarly.is_on() {
+            return !slot.is_home;
+        }
+        (1..=self.0).contains(&slot.taken)
+    }
+}
+
 /// All pages of a device.
 #[derive(Debug)]
 pub(super) struct PageTable {
@@ -96,6 +115,8 @@ pub(super) struct PageTable {
     pub(super) page_sizes: PageSizes,
     pages: Vec<Option<Page>>,
     unused: Vec<PageId>,
+    /// How many pages there are of 1, 2 and 4 slots.
+    count_by_slots: [usize; 3],
     ranges: Vec<RangeMap>,
     /// Numbers of removed segments, to be used again.
     unused_ranges: Vec<u32>,
@@ -137,11 +158,7 @@ pub struct PageTotals {
 
 impl Page {
     pub(super) fn is_mapped_at(&self, slot: Slot) -> bool {
-        self.mapped.iter().any(|mapped| mapped.slot == slot)
-    }
-
-    pub(super) fn mapped_slots(&self) -> Vec<Slot> {
-        self.mapped.iter().map(|mapped| mapped.slot).collect()
+        self.mapped.contains(&slot)
     }
 }
 
@@ -152,6 +169,7 @@ impl PageTable {
             page_sizes: PageSizes::default(),
             pages: Vec::new(),
             unused: Vec::new(),
+            count_by_slots: [0; 3],
             ranges: Vec::new(),
             unused_ranges: Vec::new(),
             segment_bytes: 0,
@@ -201,7 +219,16 @@ impl PageTable {
     }
 
     pub(super) fn mapping(&self, slot: Slot) -> Mapping {
+        self.slot(slot).mapping
+    }
+
+    fn slot(&self, slot: Slot) -> SlotState {
         self.range(slot.range).slots.get(slot.index as usize).copied().unwrap_or_default()
+    }
+
+    /// The slots of a range that were ever mapped.
+    pub(super) fn slots(&self, range: u32) -> &[SlotState] {
+        &self.range(range).slots
     }
 
     /// How many slots of a range were ever mapped, from its start.
@@ -211,15 +238,22 @@ impl PageTable {
 
     /// The page that belongs to this slot.
     pub(super) fn own_page(&self, slot: Slot) -> Option<PageId> {
-        let Mapping::Page { page, part } = self.mapping(slot) else { return None };
-        let home = self.page(page).home?;
-        (home == Slot { index: slot.index - part.min(slot.index), ..slot }).then_some(page)
+        match self.slot(slot) {
+            SlotState { mapping: Mapping::Page { page, .. }, is_home: true, .. } => Some(page),
+            _ => None,
+        }
+    }
+
+    /// Whether there are pages of at least so many slots.
+    pub(super) fn has_pages_of(&self, slots_min: u32) -> bool {
+        self.count_by_slots[slots_min.ilog2() as usize..].iter().any(|&count| count > 0)
     }
 
     /// A new page, which is mapped nowhere.
     pub(super) fn add(&mut self, physical: PhysicalId, slots: u32) -> PageId {
         let page = Some(Page { physical, slots, home: None, mapped: Vec::new() });
         self.totals.created += 1;
+        self.count_by_slots[slots.ilog2() as usize] += 1;
         self.reserved.increase(SegmentKind::Large, u64::from(slots) * self.slot_bytes);
         if let Some(id) = self.unused.pop() {
             self.pages[id as usize] = page;
@@ -234,6 +268,7 @@ impl PageTable {
         let page = self.pages[id as usize].take().expect("a page that exists");
         debug_assert!(page.mapped.is_empty() && page.home.is_none());
         self.totals.released += 1;
+        self.count_by_slots[page.slots.ilog2() as usize] -= 1;
         self.reserved.decrease(SegmentKind::Large, u64::from(page.slots) * self.slot_bytes);
         self.unused.push(id);
         page.physical
@@ -263,18 +298,11 @@ impl PageTable {
 
     /// A page was mapped at a slot.
     pub(super) fn set_mapped(&mut self, id: PageId, slot: Slot) {
-        let slots = self.page(id).slots;
-        let map = &mut self.ranges[slot.range as usize].slots;
-        let end = (slot.index + slots) as usize;
-        if map.len() < end {
-            map.resize(end, Mapping::Nothing);
+        for (part, state) in (0..).zip(self.slots_mut(slot, self.page(id).slots)) {
+            debug_assert_eq!(state.mapping, Mapping::Nothing);
+            *state = SlotState { mapping: Mapping::Page { page: id, part }, ..SlotState::default() };
         }
-        for part in 0..slots {
-            let entry = &mut map[(slot.index + part) as usize];
-            debug_assert_eq!(*entry, Mapping::Nothing);
-            *entry = Mapping::Page { page: id, part };
-        }
-        self.page_mut(id).mapped.push(MappedAt { slot, taken: 0 });
+        self.page_mut(id).mapped.push(slot);
         self.totals.mapped += 1;
     }
 
@@ -296,12 +324,16 @@ impl PageTable {
     }
 
     fn fill_slots(&mut self, slot: Slot, slots: u32, with: Mapping) {
+        self.slots_mut(slot, slots).fill(SlotState { mapping: with, ..SlotState::default() });
+    }
+
+    fn slots_mut(&mut self, slot: Slot, slots: u32) -> &mut [SlotState] {
         let map = &mut self.ranges[slot.range as usize].slots;
         let end = (slot.index + slots) as usize;
         if map.len() < end {
-            map.resize(end, Mapping::Nothing);
+            map.resize(end, SlotState::default());
         }
-        map[slot.index as usize..end].fill(with);
+        &mut map[slot.index as usize..end]
     }
 
     fn clear_slots(&mut self, id: PageId, slot: Slot, with: Mapping) {
@@ -309,11 +341,9 @@ impl PageTable {
         if self.page(id).home == Some(slot) {
             self.set_home(id, None);
         }
-        for part in 0..slots {
-            self.ranges[slot.range as usize].slots[(slot.index + part) as usize] = with;
-        }
+        self.fill_slots(slot, slots, with);
         self.old.retain(|&old| old != (id, slot));
-        self.page_mut(id).mapped.retain(|other| other.slot != slot);
+        self.page_mut(id).mapped.retain(|&other| other != slot);
     }
 
     /// A page at a slot, as it counts in the statistics.
@@ -342,17 +372,18 @@ impl PageTable {
             // What has passed there says nothing about the work to come.
             self.old.retain(|&old| old != (id, slot));
         }
+        let slots = self.page(id).slots;
         if let Some(before) = self.page(id).home {
+            let counted = self.home_of(id, before);
+            self.homes.removed(counted);
             let taken = self.takes.entry(self.range(before.range).heap).or_default().current;
-            let mapped = &mut self.page_mut(id).mapped;
-            mapped.iter_mut().filter(|mapped| mapped.slot == before).for_each(|mapped| mapped.taken = taken);
-        }
-        if let Some(before) = self.page(id).home {
-            let before = self.home_of(id, before);
-            self.homes.removed(before);
+            for state in self.slots_mut(before, slots) {
+                (state.is_home, state.taken) = (false, taken);
+            }
         }
         self.page_mut(id).home = home;
         if let Some(slot) = home {
+            self.slots_mut(slot, slots).iter_mut().for_each(|state| state.is_home = true);
             let home = self.home_of(id, slot);
             self.homes.added(home);
         }
@@ -384,8 +415,8 @@ impl PageTable {
     /// Whether an event is behind the work that used a page where it was taken from.
     pub(super) fn is_take_recorded(&self, page: PageId, slot: Slot) -> bool {
         let takes = self.takes.get(&self.range(slot.range).heap);
-        let mapped = self.page(page).mapped.iter().find(|mapped| mapped.slot == slot);
-        mapped.zip(takes).is_some_and(|(mapped, takes)| mapped.taken < takes.current)
+        let is_mapped = self.page(page).is_mapped_at(slot);
+        takes.is_some_and(|takes| is_mapped && self.slot(slot).taken < takes.current)
     }
 
     /// Reads how far the stream of a heap has come. `has_passed` asks the driver.
@@ -409,41 +440,42 @@ impl PageTable {
 
     /// Whether a mapping that its page was taken from may be undone: no work uses it any more.
     pub(super) fn has_passed(&self, page: PageId, slot: Slot) -> bool {
-        #[cfg(test)]
-        if super::defect::Defect::UnmapsTooEarly.is_on() {
-            return self.is_old_mapping(page, slot);
-        }
-        let takes = self.takes.get(&self.range(slot.range).heap);
-        let mapped = self.page(page).mapped.iter().find(|mapped| mapped.slot == slot);
-        mapped.zip(takes).is_some_and(|(mapped, takes)| (1..=takes.passed).contains(&mapped.taken))
+        self.page(page).is_mapped_at(slot) && self.passed_takes(slot.range).has_passed(&self.slot(slot))
     }
 
-    /// The whole pages that belong to the slots from `first` up to `end`.
-    fn whole_pages(&self, range: u32, first: u32, end: u32) -> Vec<(Slot, PageId)> {
-        let (mut pages, mut index) = (Vec::new(), first);
-        while index < end {
-            let slot = Slot { range, index };
-            match self.mapping(slot) {
-                Mapping::Page { page, part: 0 } if self.page(page).home == Some(slot) => {
-                    let slots = self.page(page).slots;
-                    if index + slots <= end {
-                        pages.push((slot, page));
-                    }
-                    index += slots;
-                }
-                _ => index += 1,
-            }
-        }
-        pages
+    /// Which takes from the heap of a range its stream has passed.
+    pub(super) fn passed_takes(&self, range: u32) -> PassedTakes {
+        PassedTakes(self.takes.get(&self.range(range).heap).map_or(0, |takes| takes.passed))
     }
 
     /// The pages that are wholly in one block of a heap, by address.
-    pub(super) fn pages_in(&self, heap: &Heap, block: u32) -> Vec<(Slot, PageId)> {
+    pub(super) fn pages_in(&self, heap: &Heap, block: u32) -> impl Iterator<Item = (Slot, PageId)> {
         let range = heap.range_of(block);
         let (base, slot, block) = (self.range(range).base, self.slot_bytes, heap.block(block));
         let (start, end) = (block.addr() - base, block.addr() - base + block.bytes());
         let index = |offset: u64| u32::try_from(offset / slot).expect("fewer than 2^32 slots");
-        self.whole_pages(range, index(start.next_multiple_of(slot)), index(end))
+        let (mut index, end) = (index(start.next_multiple_of(slot)), index(end));
+        let states = self.slots(range);
+        std::iter::from_fn(move || {
+            while index < end {
+                let slot = Slot { range, index };
+                match states.get(index as usize) {
+                    Some(SlotState { mapping: Mapping::Page { page, part: 0 }, is_home: true, .. }) => {
+                        index += self.page(*page).slots;
+                        if index <= end {
+                            return Some((slot, *page));
+                        }
+                    }
+                    _ => index += 1,
+                }
+            }
+            None
+        })
+    }
+
+    /// The pages that are wholly in free blocks of a heap.
+    pub(super) fn add_free_pages(&self, heap: &Heap, pages: &mut PageSet) {
+        heap.free_blocks_from(self.slot_bytes, |block| pages.extend(self.pages_in(heap, block).map(|(_, page)| page)));
     }
 
     /// Whether a page is still mapped at a slot where it does not belong.
@@ -456,10 +488,9 @@ impl PageTable {
     pub(super) fn mappings_of(&self, heap: u32) -> Vec<(PageId, Slot, bool)> {
         let mut mappings = Vec::new();
         for (range, map) in (0..).zip(&self.ranges).filter(|(_, map)| map.heap == heap) {
-            for (index, mapping) in (0..).zip(&map.slots) {
-                if let Mapping::Page { page, part: 0 } = *mapping {
-                    let slot = Slot { range, index };
-                    mappings.push((page, slot, self.page(page).home == Some(slot)));
+            for (index, state) in (0..).zip(&map.slots) {
+                if let Mapping::Page { page, part: 0 } = state.mapping {
+                    mappings.push((page, Slot { range, index }, state.is_home));
                 }
             }
         }
@@ -473,7 +504,7 @@ impl PageTable {
 
     pub(super) fn has_mappings(&self, heap: u32) -> bool {
         let of_heap = self.ranges.iter().filter(|map| map.heap == heap);
-        of_heap.flat_map(|map| &map.slots).any(|&mapping| mapping != Mapping::Nothing)
+        of_heap.flat_map(|map| &map.slots).any(|state| state.mapping != Mapping::Nothing)
     }
 
     /// Whether nothing is behind the ranges of a heap, neither pages nor segments.
@@ -484,7 +515,7 @@ impl PageTable {
 
     /// Whether nothing is mapped anywhere.
     pub(super) fn has_no_mappings(&self) -> bool {
-        self.ranges.iter().flat_map(|map| &map.slots).all(|&mapping| mapping == Mapping::Nothing)
+        self.ranges.iter().flat_map(|map| &map.slots).all(|state| state.mapping == Mapping::Nothing)
     }
 
     /// The bytes of addresses that a heap has for a kind of blocks.
@@ -572,9 +603,7 @@ impl PageTable {
     pub(super) fn mapped_runs(&self) -> Vec<(u64, u64)> {
         let mut runs: Vec<(u64, u64)> = Vec::new();
         for page in self.pages.iter().flatten() {
-            runs.extend(
-                page.mapped.iter().map(|mapped| (self.addr(mapped.slot), u64::from(page.slots) * self.slot_bytes)),
-            );
+            runs.extend(page.mapped.iter().map(|&slot| (self.addr(slot), u64::from(page.slots) * self.slot_bytes)));
         }
         runs
     }
@@ -613,10 +642,12 @@ impl PageTable {
             let Some(page) = page else { continue };
             bytes += u64::from(page.slots) * self.slot_bytes;
             assert!(page.home.is_none_or(|home| page.is_mapped_at(home)), "page {id} is mapped where it belongs");
-            for slot in page.mapped_slots() {
+            for &slot in &page.mapped {
                 for part in 0..page.slots {
                     let at = Slot { index: slot.index + part, ..slot };
-                    assert_eq!(self.mapping(at), Mapping::Page { page: id, part }, "page {id} at {at:?}");
+                    let state = self.slot(at);
+                    assert_eq!(state.mapping, Mapping::Page { page: id, part }, "page {id} at {at:?}");
+                    assert_eq!(state.is_home, page.home == Some(slot), "whether page {id} belongs to {at:?}");
                 }
             }
         }

@@ -116,7 +116,8 @@ fn take_free(
 ) -> Vec<(PageId, Slot)> {
     let (mut taken, mut left) = (Vec::new(), most);
     for block in heap.blocks_with_pages(table.slot_bytes).into_iter().rev() {
-        for (slot, page) in table.pages_in(heap, block).into_iter().rev() {
+        let pages: Vec<_> = table.pages_in(heap, block).collect();
+        for (slot, page) in pages.into_iter().rev() {
             if left == 0 {
                 return taken;
             }
@@ -140,7 +141,7 @@ pub(super) fn has_large_pages(device: &PagedDevice) -> bool {
             let mut heap = cell.lock();
             heap.merge_recent();
             let mut blocks = heap.blocks_with_pages(table.slot_bytes).into_iter();
-            blocks.any(|block| table.pages_in(&heap, block).iter().any(|&(_, page)| is_large(page)))
+            blocks.any(|block| table.pages_in(&heap, block).any(|(_, page)| is_large(page)))
         })
 }
 
@@ -293,14 +294,14 @@ fn release_page(
     waited: &mut Waited,
     details: &EntryDetails,
 ) -> Result<bool> {
-    for slot in table.page(page).mapped_slots() {
+    for slot in table.page(page).mapped.clone() {
         let stream = device.heaps.get(table.range(slot.range).heap).lock().stream;
         if !waited.for_stream(device, stream, details)? {
             return Ok(false);
         }
     }
     // The home last: if one before it fails the page still has it.
-    for slot in table.page(page).mapped_slots() {
+    for slot in table.page(page).mapped.clone() {
         unmap(device, table, page, slot)?;
     }
     let physical = table.remove(page);

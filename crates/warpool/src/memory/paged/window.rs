@@ -5,7 +5,7 @@
 //! back; a mapping of one that is in use is undone, if the stream has passed.
 
 use super::heap::FreeRun;
-use super::pages::{Mapping, PageId, PageTable, Slot};
+use super::pages::{Mapping, PageId, PageTable, PassedTakes, SlotState};
 
 /// Free addresses that are to be filled with pages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -42,11 +42,15 @@ pub(super) fn choose(
     takeable: impl Fn(PageId) -> bool,
 ) -> Option<Window> {
     let mut best: Option<((u32, u32, u64), Window)> = None;
-    for run in runs {
-        let costs = Costs::new(table, run, bytes, grid, &takeable);
-        if best.is_some_and(|((pages, ..), _)| costs.pages_min() > pages) {
+    let mut by_least: Vec<(u32, &FreeRun)> = runs.iter().map(|run| (least_pages(run, bytes, table), run)).collect();
+    // The best one is then found early, and the runs that cannot be better are not looked at.
+    by_least.sort_by_key(|&(least, run)| (least, run.start));
+    let mut sums = Sums::default();
+    for (least, run) in by_least {
+        if best.is_some_and(|(best, _)| (least, 0, run.start) > best) {
             continue;
         }
+        let costs = Costs::new(table, run, bytes, grid, &takeable, &mut sums);
         costs.candidates(|addr| {
             let Some(cost) = costs.of(addr) else { return };
             let key = (cost.pages, cost.maps, addr);
@@ -58,14 +62,29 @@ pub(super) fn choose(
     best.map(|(_, window)| window)
 }
 
-/// Whether no work uses what is mapped in a slot any more.
-fn has_passed(table: &PageTable, at: Slot, page: PageId, part: u32) -> bool {
-    table.has_passed(page, Slot { index: at.index - part, ..at })
+/// No window of the run needs fewer pages: as many slots as it has outside of its holes have one.
+fn least_pages(run: &FreeRun, bytes: u64, table: &PageTable) -> u32 {
+    let holes: u64 = run.holes.iter().map(|hole| hole.end - hole.start).sum();
+    // A block before, between and behind the holes has parts of two slots beside whole ones.
+    let own = (run.end - run.start - holes) / table.slot_bytes + 2 * (run.holes.len() as u64 + 1);
+    u32::try_from((bytes / table.slot_bytes).saturating_sub(own)).unwrap_or(u32::MAX)
+}
+
+/// Costs by slot, kept from one run to the next for their memory.
+#[derive(Default)]
+struct Sums {
+    /// Of all slots before each.
+    before: Vec<Cost>,
+    /// Slots that cost something else than the one before.
+    edges: Vec<u32>,
 }
 
 /// Sums over the slots of a run, so that the cost of a window is a difference.
 struct Costs<'a> {
+    slots: &'a [SlotState],
+    /// The sizes of pages are looked up in it.
     table: &'a PageTable,
+    passed: PassedTakes,
     run: &'a FreeRun,
     bytes: u64,
     slot: u64,
@@ -74,52 +93,47 @@ struct Costs<'a> {
     /// The first slot, and where the run ends as far as it is looked at.
     first: u32,
     end: u64,
-    sums: Vec<Cost>,
-    /// Slots that cost something else than the one before.
-    edges: Vec<u32>,
+    sums: &'a mut Sums,
 }
 
 impl<'a> Costs<'a> {
-    fn new(table: &'a PageTable, run: &'a FreeRun, bytes: u64, grid: u64, takeable: &impl Fn(PageId) -> bool) -> Self {
+    fn new(
+        table: &'a PageTable,
+        run: &'a FreeRun,
+        bytes: u64,
+        grid: u64,
+        takeable: &impl Fn(PageId) -> bool,
+        sums: &'a mut Sums,
+    ) -> Self {
         let (slot, base) = (table.slot_bytes, table.range(run.range).base);
         // Behind the last slot that was ever used, all windows cost the same.
         let used = base + u64::from(table.slots_used(run.range)) * slot;
         let end = run.end.min((used.max(run.start) + bytes + slot - base).next_multiple_of(grid) + base);
         let index = |addr: u64| u32::try_from((addr - base) / slot).expect("fewer than 2^32 slots");
         let (first, last) = (index(run.start), index(end - 1));
-        let (mut sum, mut before, mut edges) = (Cost::default(), None, Vec::new());
-        let mut sums = Vec::with_capacity((last - first) as usize + 2);
-        sums.push(sum);
+        let (slots, passed) = (table.slots(run.range), table.passed_takes(run.range));
+        let (mut sum, mut before) = (Cost::default(), None);
+        sums.before.clear();
+        sums.edges.clear();
+        sums.before.push(sum);
         for index in first..=last {
-            let at = Slot { range: run.range, index };
-            let mut cost = Cost::default();
-            let mapping = table.mapping(at);
-            if mapping == Mapping::Nothing {
-                cost = Cost { pages: 1, maps: 1, blocked: 0 };
-            } else if table.own_page(at).is_none() {
-                cost.pages = 1;
-                match mapping {
-                    Mapping::Page { page, .. } if takeable(page) => {}
-                    Mapping::Page { page, part } if has_passed(table, at, page, part) => cost.maps = 1,
-                    Mapping::Nothing | Mapping::Page { .. } | Mapping::Broken => cost.blocked = 1,
-                }
-            }
+            let state = slots.get(index as usize).copied().unwrap_or_default();
+            let cost = match state.mapping {
+                Mapping::Nothing => Cost { pages: 1, maps: 1, blocked: 0 },
+                _ if state.is_home => Cost::default(),
+                Mapping::Page { page, .. } if takeable(page) => Cost { pages: 1, maps: 0, blocked: 0 },
+                Mapping::Page { .. } if passed.has_passed(&state) => Cost { pages: 1, maps: 1, blocked: 0 },
+                Mapping::Page { .. } | Mapping::Broken => Cost { pages: 1, maps: 0, blocked: 1 },
+            };
             if before.replace(cost) != Some(cost) {
-                edges.push(index);
+                sums.edges.push(index);
             }
             sum =
                 Cost { pages: sum.pages + cost.pages, maps: sum.maps + cost.maps, blocked: sum.blocked + cost.blocked };
-            sums.push(sum);
+            sums.before.push(sum);
         }
-        edges.push(last + 1);
-        Self { table, run, bytes, slot, grid, base, first, end, sums, edges }
-    }
-
-    /// No window of the run needs fewer pages.
-    fn pages_min(&self) -> u32 {
-        let slots = u32::try_from(self.sums.len() - 1).expect("fewer than 2^32 slots");
-        let own = slots - self.sums[slots as usize].pages;
-        u32::try_from(self.bytes / self.slot).map_or(0, |needed| needed.saturating_sub(own))
+        sums.edges.push(last + 1);
+        Self { slots, table, passed, run, bytes, slot, grid, base, first, end, sums }
     }
 
     fn index(&self, addr: u64) -> u32 {
@@ -137,7 +151,7 @@ impl<'a> Costs<'a> {
         if end == self.run.end {
             consider(end - bytes);
         }
-        for &edge in &self.edges {
+        for &edge in &self.sums.edges {
             let offset = u64::from(edge) * self.slot;
             for boundary in [offset / self.grid * self.grid, offset.next_multiple_of(self.grid)] {
                 let at = self.base + boundary;
@@ -158,7 +172,8 @@ impl<'a> Costs<'a> {
             return None;
         }
         let (first, last) = (self.index(window.start), self.index(window.end - 1));
-        let (from, to) = (self.sums[(first - self.first) as usize], self.sums[(last - self.first) as usize + 1]);
+        let sums = &self.sums.before;
+        let (from, to) = (sums[(first - self.first) as usize], sums[(last - self.first) as usize + 1]);
         let cost = Cost { pages: to.pages - from.pages, maps: to.maps - from.maps, blocked: to.blocked - from.blocked };
         (cost.blocked == 0 && !self.cuts_page(first, last)).then_some(cost)
     }
@@ -166,16 +181,19 @@ impl<'a> Costs<'a> {
     /// Whether a page that would have to be taken back is only partly in the window, and its mapping cannot be undone.
     fn cuts_page(&self, first: u32, last: u32) -> bool {
         let part_of = |index: u32| {
-            let at = Slot { range: self.run.range, index };
-            let Mapping::Page { page, part } = self.table.mapping(at) else { return None };
-            let stays = self.table.own_page(at).is_none() && !has_passed(self.table, at, page, part);
+            let state = self.slots.get(index as usize)?;
+            let Mapping::Page { page, part } = state.mapping else { return None };
+            let stays = !state.is_home && !self.passed.has_passed(state);
             stays.then(|| (part, self.table.page(page).slots))
         };
         part_of(first).is_some_and(|(part, _)| part > 0) || part_of(last).is_some_and(|(part, slots)| part + 1 < slots)
     }
 
     fn window(&self, addr: u64) -> Window {
-        let in_hole = |at: u64| self.run.holes.iter().find(|hole| (hole.start..hole.end).contains(&at));
+        let in_hole = |at: u64| {
+            let behind = self.run.holes.partition_point(|hole| hole.end <= at);
+            self.run.holes.get(behind).filter(|hole| hole.start <= at)
+        };
         let down = |at: u64| self.base + (at - self.base) / self.grid * self.grid;
         let end = addr + self.bytes;
         Window {

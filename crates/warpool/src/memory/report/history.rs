@@ -3,10 +3,10 @@
 //! Entries hold references to call stacks and texts, so that these are freed with the last entry that leaves the ring;
 //! they get ids when a snapshot is taken. Off, the history costs one branch per call.
 
-use std::cell::RefCell;
-use std::collections::VecDeque;
 use std::sync::Arc;
 
+use super::observers::ActionSet;
+use super::ring::{Ring, StoredEntry};
 use super::{Action, Frame, Snapshot, StackId, TraceEntry};
 use crate::memory::MemPoolId;
 use crate::{Error, Result};
@@ -85,71 +85,30 @@ pub struct HistoryEntry {
     pub compile_context: Option<Arc<str>>,
 }
 
-thread_local! {
-    static USER_METADATA: RefCell<Option<Arc<str>>> = const { RefCell::new(None) };
-    static COMPILE_CONTEXTS: RefCell<Vec<Arc<str>>> = const { RefCell::new(Vec::new()) };
-}
-
-/// Sets the metadata of entries that the calling thread causes from now on; an empty text is none.
-pub fn set_user_metadata(text: &str) {
-    let text = if text.is_empty() { None } else { Some(text.into()) };
-    // At the end of the thread its thread-locals may be destroyed already: then entries have none.
-    let _ = USER_METADATA.try_with(|slot| *slot.borrow_mut() = text);
-}
-
-/// The metadata of entries that the calling thread causes.
-#[must_use]
-pub fn user_metadata() -> Option<Arc<str>> {
-    USER_METADATA.try_with(|slot| slot.borrow().clone()).ok().flatten()
-}
-
-/// Runs `act` with `text` as metadata instead of the program's.
-pub(crate) fn with_metadata<R>(text: &str, act: impl FnOnce() -> R) -> R {
-    /// Dropped, also by a panic, it restores the program's.
-    struct Restore(Option<Arc<str>>);
-
-    impl Drop for Restore {
-        fn drop(&mut self) {
-            let _ = USER_METADATA.try_with(|slot| *slot.borrow_mut() = self.0.take());
-        }
-    }
-
-    let _restore = Restore(user_metadata());
-    set_user_metadata(text);
-    act()
-}
-
-/// Enters a compiled region: its name is in entries that the calling thread causes.
-pub fn push_compile_context(name: &str) {
-    let _ = COMPILE_CONTEXTS.try_with(|stack| stack.borrow_mut().push(name.into()));
-}
-
-/// Leaves the compiled region that was entered last.
-pub fn pop_compile_context() {
-    let _ = COMPILE_CONTEXTS.try_with(|stack| drop(stack.borrow_mut().pop()));
-}
-
-pub(crate) fn compile_context() -> Option<Arc<str>> {
-    COMPILE_CONTEXTS.try_with(|stack| stack.borrow().last().cloned()).ok().flatten()
-}
-
-/// The ring of one device.
+/// The history of one device.
 #[derive(Debug, Default)]
 pub(crate) struct History {
-    options: Option<HistoryOptions>,
-    ring: VecDeque<HistoryEntry>,
+    options: Option<RecordedAs>,
+    ring: Ring,
+}
+
+/// What of the options each entry needs.
+#[derive(Debug)]
+struct RecordedAs {
+    stacks: StackLevel,
+    skip: ActionSet,
+    epoch_us: i64,
 }
 
 impl History {
     /// Starts recording, or stops and clears it.
     pub(crate) fn set(&mut self, options: Option<HistoryOptions>) {
-        match options {
-            Some(mut options) => {
-                options.entries_max = options.entries_max.max(1);
-                self.options = Some(options);
-            }
-            None => *self = Self::default(),
-        }
+        let Some(HistoryOptions { entries_max, stacks, skip, epoch_us }) = options else {
+            *self = Self::default();
+            return;
+        };
+        self.ring.resize(entries_max);
+        self.options = Some(RecordedAs { stacks, skip: ActionSet::of(&skip), epoch_us });
     }
 
     #[inline]
@@ -157,30 +116,33 @@ impl History {
         self.options.is_some()
     }
 
+    #[inline]
     pub(crate) fn stack_level(&self) -> StackLevel {
         self.options.as_ref().map_or(StackLevel::Never, |options| options.stacks)
     }
 
+    #[inline]
     pub(crate) fn epoch_us(&self) -> i64 {
         self.options.as_ref().map_or(0, |options| options.epoch_us)
     }
 
-    pub(crate) fn write(&mut self, entry: HistoryEntry) {
-        let Some(options) = &self.options else { return };
-        if options.skip.contains(&entry.action) {
-            return;
-        }
-        while self.ring.len() >= options.entries_max {
-            self.ring.pop_front();
-        }
-        self.ring.push_back(entry);
+    /// Whether entries of this action are kept.
+    #[inline]
+    pub(super) fn keeps(&self, action: Action) -> bool {
+        self.options.as_ref().is_some_and(|options| !options.skip.has(action))
+    }
+
+    #[inline]
+    pub(super) fn write(&mut self, entry: StoredEntry) {
+        self.ring.push(entry);
     }
 
     /// A copy of all entries, oldest first; the stacks and texts that they refer to are added to `snapshot`.
     pub(crate) fn copy_to(&self, snapshot: &mut Snapshot, stacks: &mut StackIds) -> Vec<TraceEntry> {
-        self.ring
-            .iter()
-            .map(|entry| TraceEntry {
+        let mut copied = Vec::new();
+        for entry in self.ring.iter() {
+            let entry = entry.to_entry();
+            copied.push(TraceEntry {
                 action: entry.action,
                 addr: entry.addr,
                 size: entry.size,
@@ -191,8 +153,9 @@ impl History {
                 user_metadata: entry.user_metadata.as_deref().map(|text| snapshot.texts.intern(text)),
                 stack: entry.stack.as_ref().map(|stack| stacks.id(snapshot, stack)),
                 forward_stack: None,
-            })
-            .collect()
+            });
+        }
+        copied
     }
 }
 

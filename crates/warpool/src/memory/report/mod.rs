@@ -3,14 +3,13 @@
 mod history;
 mod observers;
 mod recorder;
+mod ring;
 mod snapshot;
 mod stats;
+mod texts;
 
-pub use history::{
-    HistoryEntry, HistoryOptions, Stack, StackLevel, pop_compile_context, push_compile_context, set_user_metadata,
-    user_metadata,
-};
-pub(crate) use history::{StackIds, with_metadata};
+pub(crate) use history::StackIds;
+pub use history::{HistoryEntry, HistoryOptions, Stack, StackLevel};
 pub use observers::{ObserverId, Observers, OomObserver, PressureCallback, StackHook, Tracker, TrimHook};
 pub(crate) use recorder::{EntryDetails, HistoryFlags, HistoryRecorder};
 pub use snapshot::{
@@ -18,3 +17,5 @@ pub use snapshot::{
     TextId, Texts, TraceEntry,
 };
 pub use stats::{Stat, StatByKind, Stats};
+pub(crate) use texts::with_metadata;
+pub use texts::{pop_compile_context, push_compile_context, set_user_metadata, user_metadata};

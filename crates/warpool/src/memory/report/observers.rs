@@ -42,7 +42,7 @@ pub(crate) struct ActionSet(u16);
 impl ActionSet {
     pub(crate) const NONE: Self = Self(0);
 
-    fn of(actions: &[Action]) -> Self {
+    pub(super) fn of(actions: &[Action]) -> Self {
         Self(actions.iter().fold(0, |bits, &action| bits | 1 << action as u16))
     }
 
@@ -51,6 +51,7 @@ impl ActionSet {
         self.0 == 0
     }
 
+    #[inline]
     pub(crate) fn has(self, action: Action) -> bool {
         self.0 & (1 << action as u16) != 0
     }

@@ -7,8 +7,10 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 
 use warpool_driver::Driver;
 
-use super::history::{History, HistoryEntry, compile_context, user_metadata};
+use super::history::{History, HistoryEntry};
 use super::observers::ActionSet;
+use super::ring::{Extras, StoredEntry};
+use super::texts::{EntryTexts, entry_texts};
 use super::{Action, HistoryOptions, Observers, Stack, StackLevel};
 use crate::memory::MemPoolId;
 
@@ -63,14 +65,14 @@ impl HistoryFlags {
         // Trackers of segments alone should not make every call read the clock.
         let wants_time = recording || HOT.into_iter().any(|action| tracked.has(action));
         let time_us = wants_time.then(|| now_us(driver));
-        EntryDetails { tracked, time_us, stack }
+        EntryDetails { tracked, time_us, stack, texts: entry_texts() }
     }
 }
 
 /// The actions of every allocation and every free.
 const HOT: [Action; 3] = [Action::Alloc, Action::FreeRequested, Action::FreeCompleted];
 
-/// What entries say beside the memory: time and call stack.
+/// What entries say beside the memory: time, call stack and texts.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct EntryDetails {
     /// The actions that trackers see.
@@ -78,10 +80,12 @@ pub(crate) struct EntryDetails {
     /// In microseconds of the driver's clock; `None` if it was not needed so far.
     time_us: Option<i64>,
     pub(crate) stack: Option<Stack>,
+    texts: EntryTexts,
 }
 
 /// Of calls of which nothing is recorded.
-static NOT_RECORDED: EntryDetails = EntryDetails { tracked: ActionSet::NONE, time_us: None, stack: None };
+static NOT_RECORDED: EntryDetails =
+    EntryDetails { tracked: ActionSet::NONE, time_us: None, stack: None, texts: EntryTexts::NONE };
 
 impl EntryDetails {
     /// The details of a call of which nothing is recorded: what is collected while nothing is.
@@ -135,6 +139,7 @@ impl HistoryRecorder {
     }
 
     /// Writes an entry into the history, and for trackers.
+    #[inline]
     pub(crate) fn record(
         &mut self,
         action: Action,
@@ -144,27 +149,30 @@ impl HistoryRecorder {
         pool: MemPoolId,
         details: &EntryDetails,
     ) {
-        let tracked = details.tracked.has(action);
-        if !self.history.is_on() && !tracked {
+        let (kept, tracked) = (self.history.keeps(action), details.tracked.has(action));
+        if !kept && !tracked {
             return;
+        }
+        let time_us = details.time_us.unwrap_or(0).saturating_add(self.history.epoch_us());
+        let extras = self.extras(action, details);
+        let entry = StoredEntry { addr, size, stream, time_us, pool, extras, action };
+        if tracked {
+            self.unreported.push(entry.to_entry());
+        }
+        if kept {
+            self.history.write(entry);
+        }
+    }
+
+    #[inline]
+    fn extras(&self, action: Action, details: &EntryDetails) -> Option<Box<Extras>> {
+        if details.stack.is_none() && details.texts.is_empty() {
+            return None;
         }
         let is_free = matches!(action, Action::FreeRequested | Action::FreeCompleted);
         let level = if is_free { StackLevel::All } else { StackLevel::Alloc };
-        let stack = if self.history.stack_level() >= level { details.stack.clone() } else { None };
-        let entry = HistoryEntry {
-            action,
-            addr,
-            size,
-            stream,
-            time_us: details.time_us.unwrap_or(0).saturating_add(self.history.epoch_us()),
-            pool,
-            stack,
-            user_metadata: user_metadata(),
-            compile_context: compile_context(),
-        };
-        if tracked {
-            self.unreported.push(entry.clone());
-        }
-        self.history.write(entry);
+        let stack = details.stack.clone().filter(|_| self.history.stack_level() >= level);
+        let texts = details.texts.clone();
+        (stack.is_some() || !texts.is_empty()).then(|| Box::new(Extras { stack, texts }))
     }
 }

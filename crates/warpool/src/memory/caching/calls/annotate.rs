@@ -11,8 +11,10 @@ impl CachingAllocator {
     /// [`Error::UnknownPointer`](crate::Error::UnknownPointer) if none does.
     pub fn annotate(&self, ptr: DevicePtr, text: &str) -> Result<()> {
         let (device, _) = self.locate(ptr)?;
-        let details = device.entry_details(StackLevel::Alloc).timed(self.driver());
         // An entry carries the metadata of the thread.
-        with_metadata(text, || device.with(|state| state.annotate(ptr, &details), |_, _| ()))
+        with_metadata(text, || {
+            let details = device.entry_details(StackLevel::Alloc).timed(self.driver());
+            device.with(|state| state.annotate(ptr, &details), |_, _| ())
+        })
     }
 }

@@ -300,6 +300,18 @@ impl Heap {
         blocks
     }
 
+    /// Calls `each` with every free block of at least `bytes` bytes.
+    pub(super) fn free_blocks_from(&self, bytes: u64, mut each: impl FnMut(u32)) {
+        for area in &self.areas {
+            area.free_at_least(&self.blocks, bytes).for_each(&mut each);
+        }
+    }
+
+    /// Whether a free block may contain a whole page.
+    pub(super) fn has_free_from(&self, bytes: u64) -> bool {
+        self.areas.iter().any(|area| area.free_at_least(&self.blocks, bytes).next().is_some())
+    }
+
     /// The sum of the free blocks of at least `slot` bytes.
     pub(super) fn free_bytes_from(&self, slot: u64) -> u64 {
         let of = |area: &Area| area.free_at_least(&self.blocks, slot).map(|id| self.blocks.get(id).bytes).sum::<u64>();

@@ -1,0 +1,81 @@
+//! A set of pages.
+
+use super::pages::PageId;
+
+/// A bit for each page, by number: pages are numbered densely, and sets of them are made for every request that needs
+/// pages.
+#[derive(Clone, Debug, Default)]
+pub(super) struct PageSet {
+    words: Vec<u64>,
+}
+
+fn place(page: PageId) -> (usize, u64) {
+    (page as usize / 64, 1 << (page % 64))
+}
+
+impl PageSet {
+    pub(super) fn insert(&mut self, page: PageId) {
+        let (word, bit) = place(page);
+        if word >= self.words.len() {
+            self.words.resize(word + 1, 0);
+        }
+        self.words[word] |= bit;
+    }
+
+    #[inline]
+    pub(super) fn contains(&self, page: PageId) -> bool {
+        let (word, bit) = place(page);
+        self.words.get(word).is_some_and(|&bits| bits & bit != 0)
+    }
+
+    /// Removes a page. Returns whether it was there.
+    pub(super) fn remove(&mut self, page: PageId) -> bool {
+        let (word, bit) = place(page);
+        let had = self.contains(page);
+        if had {
+            self.words[word] &= !bit;
+        }
+        had
+    }
+
+    pub(super) fn is_empty(&self) -> bool {
+        self.words.iter().all(|&bits| bits == 0)
+    }
+
+    /// In the order of their numbers.
+    pub(super) fn iter(&self) -> impl Iterator<Item = PageId> {
+        (0..).zip(&self.words).flat_map(|(word, &bits)| {
+            let left = std::iter::successors(Some(bits), |&bits| Some(bits & bits.wrapping_sub(1)));
+            left.take_while(|&bits| bits != 0).map(move |bits| word * 64 + bits.trailing_zeros())
+        })
+    }
+}
+
+impl Extend<PageId> for PageSet {
+    fn extend<I: IntoIterator<Item = PageId>>(&mut self, pages: I) {
+        pages.into_iter().for_each(|page| self.insert(page));
+    }
+}
+
+impl FromIterator<PageId> for PageSet {
+    fn from_iter<I: IntoIterator<Item = PageId>>(pages: I) -> Self {
+        let mut set = Self::default();
+        set.extend(pages);
+        set
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pages_are_found_and_listed_in_order() {
+        let mut set: PageSet = [130, 3, 64, 63].into_iter().collect();
+        assert_eq!(set.iter().collect::<Vec<_>>(), [3, 63, 64, 130]);
+        assert!(set.contains(64) && !set.contains(65) && !set.contains(1000));
+        assert!(set.remove(64) && !set.remove(64) && !set.remove(1000));
+        assert_eq!(set.iter().collect::<Vec<_>>(), [3, 63, 130]);
+        assert!(!set.is_empty() && PageSet::default().is_empty());
+    }
+}

@@ -1,0 +1,123 @@
+//! The newest entries of a history, in a ring of fixed size. Most entries have no call stack and no text, so these are
+//! behind a pointer: an entry is less than a cache line, and recording it writes nothing else.
+
+use super::history::HistoryEntry;
+use super::texts::EntryTexts;
+use super::{Action, Stack};
+use crate::memory::MemPoolId;
+
+/// An entry as the ring stores it.
+#[derive(Debug)]
+pub(super) struct StoredEntry {
+    pub(super) addr: u64,
+    pub(super) size: u64,
+    pub(super) stream: u64,
+    pub(super) time_us: i64,
+    pub(super) pool: MemPoolId,
+    pub(super) extras: Option<Box<Extras>>,
+    pub(super) action: Action,
+}
+
+/// What few entries have.
+#[derive(Clone, Debug)]
+pub(super) struct Extras {
+    pub(super) stack: Option<Stack>,
+    pub(super) texts: EntryTexts,
+}
+
+impl StoredEntry {
+    /// As trackers see it.
+    pub(super) fn to_entry(&self) -> HistoryEntry {
+        let extras = self.extras.as_deref();
+        HistoryEntry {
+            action: self.action,
+            addr: self.addr,
+            size: self.size,
+            stream: self.stream,
+            time_us: self.time_us,
+            pool: self.pool,
+            stack: extras.and_then(|extras| extras.stack.clone()),
+            user_metadata: extras.and_then(|extras| extras.texts.user_metadata.clone()),
+            compile_context: extras.and_then(|extras| extras.texts.compile_context.clone()),
+        }
+    }
+}
+
+#[derive(Debug, Default)]
+pub(super) struct Ring {
+    entries: Vec<StoredEntry>,
+    /// Where the next entry goes: at the end until the ring is full, then to where the oldest one is.
+    next: usize,
+    entries_max: usize,
+}
+
+impl Ring {
+    /// Sets how many entries are kept, at least 1. Of those that it has the newest stay.
+    pub(super) fn resize(&mut self, entries_max: usize) {
+        if self.next < self.entries.len() {
+            self.entries.rotate_left(self.next);
+        }
+        self.entries_max = entries_max.max(1);
+        let excess = self.entries.len().saturating_sub(self.entries_max);
+        self.entries.drain(..excess);
+        self.next = if self.entries.len() < self.entries_max { self.entries.len() } else { 0 };
+    }
+
+    #[inline]
+    pub(super) fn push(&mut self, entry: StoredEntry) {
+        match self.entries.get_mut(self.next) {
+            Some(oldest) => *oldest = entry,
+            None => self.entries.push(entry),
+        }
+        self.next += 1;
+        if self.next == self.entries_max {
+            self.next = 0;
+        }
+    }
+
+    /// Oldest first.
+    pub(super) fn iter(&self) -> impl Iterator<Item = &StoredEntry> {
+        let (newest, oldest) = self.entries.split_at(self.next.min(self.entries.len()));
+        oldest.iter().chain(newest)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn entry(addr: u64) -> StoredEntry {
+        let (stream, time_us) = (0, 0);
+        let action = Action::Alloc;
+        StoredEntry { addr, size: 1, stream, time_us, pool: MemPoolId::DEFAULT, extras: None, action }
+    }
+
+    fn addrs(ring: &Ring) -> Vec<u64> {
+        ring.iter().map(|entry| entry.addr).collect()
+    }
+
+    #[test]
+    fn the_newest_entries_stay_whatever_the_size_becomes() {
+        let mut ring = Ring::default();
+        ring.resize(3);
+        (1..=2).for_each(|addr| ring.push(entry(addr)));
+        assert_eq!(addrs(&ring), [1, 2]);
+        (3..=5).for_each(|addr| ring.push(entry(addr)));
+        assert_eq!(addrs(&ring), [3, 4, 5]);
+        ring.resize(5);
+        assert_eq!(addrs(&ring), [3, 4, 5]);
+        (6..=8).for_each(|addr| ring.push(entry(addr)));
+        assert_eq!(addrs(&ring), [4, 5, 6, 7, 8]);
+        ring.resize(2);
+        assert_eq!(addrs(&ring), [7, 8]);
+        ring.push(entry(9));
+        assert_eq!(addrs(&ring), [8, 9]);
+        ring.resize(0);
+        assert_eq!(addrs(&ring), [9]);
+    }
+
+    #[test]
+    fn an_entry_is_smaller_than_a_cache_line() {
+        assert!(size_of::<StoredEntry>() <= 56);
+    }
+}
