@@ -52,7 +52,7 @@ impl Clock {
 #[inline]
 #[expect(clippy::cast_possible_truncation, reason = "2^64 ns are 584 years")]
 fn nanos(ticks: u64, rate: u64) -> u64 {
-    (u128::from(ticks) * u128::from(rate) >> FRACTION_BITS) as u64
+    ((u128::from(ticks) * u128::from(rate)) >> FRACTION_BITS) as u64
 }
 
 #[cfg(target_arch = "x86_64")]

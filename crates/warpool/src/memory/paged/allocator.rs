@@ -39,6 +39,26 @@ impl PagedDevice {
             && self.last_heap(at.heap).is_some_and(|cell| cell.lock().free_plain(at.kind, at.range, ptr.0))
     }
 
+    /// The same while a history without call stacks is recorded, and nobody else is told.
+    #[inline(never)]
+    fn free_recorded(&self, ptr: DevicePtr) -> bool {
+        if !self.only_records() || self.instance().is_inherited() {
+            return false;
+        }
+        let Some((at, cell)) = self.space.locate(ptr).and_then(|at| Some((at, self.last_heap(at.heap)?))) else {
+            return false;
+        };
+        let details = self.entry_details(StackLevel::All);
+        let mut heap = cell.lock();
+        let Some(block) = heap.allocated_at(at.kind, at.range, ptr.0) else { return false };
+        let requested = heap.block(block).requested();
+        let freed = heap.free_plain_block(block);
+        if freed {
+            self.record_free(ptr.0, requested, &heap, &details);
+        }
+        freed
+    }
+
     /// Allocates from free blocks of the heap.
     #[inline]
     fn search(&self, request: &Request, pool: MemPoolId, details: &EntryDetails) -> Result<(u32, Option<Allocation>)> {
@@ -427,6 +447,25 @@ impl PagedAllocator {
         Some(Allocation { ptr, bytes, bytes_requested: requested, device, stream, slot, generation })
     }
 
+    /// The same while a history without call stacks is recorded, and nobody else is told.
+    #[inline(never)]
+    fn allocate_recorded(&self, request: &Request) -> Option<Allocation> {
+        let device = self.devices.get(request.device.0 as usize)?;
+        let is_plain = request.pool.is_none()
+            && (1..SizeRules::REQUEST_TOO_LARGE).contains(&request.bytes)
+            && device.only_records()
+            && device.is_undisturbed()
+            && !self.instance().is_inherited();
+        if !is_plain {
+            return None;
+        }
+        let (number, cell) = device.last_heap_of(request.stream)?;
+        let details = device.entry_details(StackLevel::State);
+        let mut heap = cell.lock();
+        let block = heap.allocate(request.bytes)?;
+        Some(device.finish(&mut heap, number, block, &details))
+    }
+
     /// Allocates in every other case.
     #[inline(never)]
     fn allocate_checked(&self, request: Request) -> Result<Allocation> {
@@ -519,18 +558,22 @@ impl DeviceAllocator for PagedAllocator {
     fn allocate_raw(&self, request: Request) -> Result<Allocation> {
         match self.allocate_plain(&request) {
             Some(allocation) => Ok(allocation),
-            None => self.allocate_checked(request),
+            None => self.allocate_recorded(&request).map_or_else(|| self.allocate_checked(request), Ok),
         }
     }
 
     #[inline]
     fn free_raw(&self, ptr: DevicePtr) -> Result<()> {
-        if self.devices.iter().any(|device| device.free_plain(ptr)) { Ok(()) } else { self.free_checked(ptr) }
+        if self.devices.iter().any(|device| device.free_plain(ptr)) {
+            return Ok(());
+        }
+        if self.devices.iter().any(|device| device.free_recorded(ptr)) { Ok(()) } else { self.free_checked(ptr) }
     }
 
     #[inline]
     fn free_on(&self, device: DeviceId, ptr: DevicePtr) -> Result<()> {
-        if self.devices.get(device.0 as usize).is_some_and(|device| device.free_plain(ptr)) {
+        if self.devices.get(device.0 as usize).is_some_and(|device| device.free_plain(ptr) || device.free_recorded(ptr))
+        {
             return Ok(());
         }
         if ptr.is_null() || self.instance().is_inherited() {

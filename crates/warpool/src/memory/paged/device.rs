@@ -407,6 +407,12 @@ impl PagedDevice {
         !self.shared.tracks_suballocations && self.history_flags.is_off(&self.shared.observers)
     }
 
+    /// Whether a history without call stacks is recorded, and nobody else is told of allocations and frees.
+    #[inline]
+    pub(super) fn only_records(&self) -> bool {
+        !self.shared.tracks_suballocations && self.history_flags.is_all(&self.shared.observers)
+    }
+
     /// Whether a request for a stream is one for its default pool's heap: no scope, no capture, and no pending free
     /// that could be completed first.
     #[inline]

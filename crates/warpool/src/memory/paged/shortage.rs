@@ -61,7 +61,7 @@ fn free_in(heap: &Heap, table: &PageTable) -> Free {
             free.bytes += block.bytes();
             free.parts += 1;
             free.largest = free.largest.max(block.bytes());
-            let pages = table.pages_in(heap, id).into_iter();
+            let pages = table.pages_in(heap, id);
             free.bytes_whole_pages += pages.map(|(_, page)| table.page_bytes(page)).sum::<u64>();
         }
     }

@@ -40,6 +40,14 @@ impl HistoryFlags {
         !self.on.load(Ordering::Relaxed) && observers.tracked().is_empty()
     }
 
+    /// Whether a history without call stacks is recorded, and no tracker is called.
+    #[inline]
+    pub(crate) fn is_all(&self, observers: &Observers) -> bool {
+        self.on.load(Ordering::Relaxed)
+            && self.stack_level.load(Ordering::Relaxed) == StackLevel::Never as u32
+            && observers.tracked().is_empty()
+    }
+
     /// Collects what entries of this call will say; with the call stack, if that is recorded from `level` on.
     #[inline]
     pub(crate) fn entry_details(&self, level: StackLevel, observers: &Observers, driver: &dyn Driver) -> EntryDetails {
