@@ -77,7 +77,8 @@ impl Allocator {
     pub(crate) fn annotate(&self, ptr: DevicePtr, text: &str) -> Result<()> {
         match self {
             Self::Caching(allocator) => Ok(allocator.annotate(ptr, text)?),
-            Self::Paged(_) | Self::DriverPool(..) => {
+            Self::Paged(allocator) => Ok(allocator.annotate(ptr, text)?),
+            Self::DriverPool(..) => {
                 Err(Error::NativeOnly { what: "annotation of blocks", backend: self.backend().name() })
             }
         }

@@ -2,7 +2,9 @@
 
 use std::collections::BTreeSet;
 
-use warpool::memory::{Action, HistoryOptions, MemPoolId, SnapshotOptions};
+use warpool::Error;
+use warpool::driver::DevicePtr;
+use warpool::memory::{Action, HistoryOptions, MemPoolId, Request, SnapshotOptions, set_user_metadata};
 use warpool_testing::{Rng, seeds};
 
 use crate::{DEVICE, MIB, Machine};
@@ -43,4 +45,61 @@ fn map_and_unmap_events_give_the_segments_of_the_snapshot() {
         let in_segments = snapshot.segments.iter().flat_map(|segment| slots(segment.address, segment.total_size));
         assert_eq!(mapped, in_segments.collect());
     }
+}
+
+/// Cached calls that nobody but the history is told of take a shorter way. It writes what the longer one does.
+#[test]
+fn the_short_way_writes_the_same_entries() {
+    for seed in seeds(5) {
+        println!("seed: {seed}");
+        let history = |tracks_suballocations: bool| {
+            let machine = Machine::tracking(tracks_suballocations);
+            let streams = [machine.stream(), machine.stream()];
+            let (mut rng, mut live) = (Rng::new(seed), Vec::new());
+            // Fewer entries than there are events: the oldest are overwritten.
+            machine.allocator.record_history(Some(HistoryOptions { entries_max: 1000, ..Default::default() })).unwrap();
+            for step in 0..1500 {
+                if step % 400 == 0 {
+                    set_user_metadata(if step % 800 == 0 { "even" } else { "" });
+                }
+                if !live.is_empty() && (rng.below(100) < 48 || live.len() > 60) {
+                    let block: warpool::memory::Allocation = live.swap_remove(rng.below(live.len()));
+                    machine.allocator.free_on(DEVICE, block.ptr).unwrap();
+                } else {
+                    let bytes = (512 << rng.below(17)) + rng.below(1 << 20) as u64;
+                    let request = Request::new(DEVICE, streams[rng.below(8) / 7].id(), bytes);
+                    live.push(machine.allocator.allocate_raw(request).unwrap());
+                }
+            }
+            set_user_metadata("");
+            let snapshot = machine.allocator.snapshot(SnapshotOptions::default()).unwrap();
+            let text = |id: Option<_>| id.map(|id| snapshot.texts.get(id).to_owned());
+            let entries = snapshot.traces[0].iter();
+            entries
+                .map(|entry| (entry.action, entry.addr, entry.size, entry.stream, text(entry.user_metadata)))
+                .collect::<Vec<_>>()
+        };
+        let (short, long) = (history(false), history(true));
+        assert_eq!(short.len(), 1000);
+        assert_eq!(short, long);
+        assert!(short.iter().any(|entry| entry.4.is_some()) && short.iter().any(|entry| entry.4.is_none()));
+    }
+}
+
+#[test]
+fn a_block_can_be_annotated() {
+    let machine = Machine::new();
+    let stream = machine.stream();
+    machine.allocator.record_history(Some(HistoryOptions::default())).unwrap();
+    let block = machine.allocator.allocate_raw(Request::new(DEVICE, stream.id(), 1000)).unwrap();
+    machine.paged.annotate(block.ptr, "weights").unwrap();
+    let snapshot = machine.allocator.snapshot(SnapshotOptions::default()).unwrap();
+    let entry = snapshot.traces[0].iter().find(|entry| entry.action == Action::Annotate).unwrap();
+    assert_eq!((entry.addr, entry.size), (block.ptr.0, 1000));
+    assert_eq!(entry.user_metadata.map(|id| snapshot.texts.get(id)), Some("weights"));
+    let inside = DevicePtr(block.ptr.0 + 512);
+    assert_eq!(machine.paged.annotate(inside, "x"), Err(Error::UnknownPointer { ptr: inside }));
+    machine.allocator.free(block).unwrap();
+    assert!(machine.paged.annotate(block.ptr, "x").is_err());
+    assert!(machine.paged.annotate(DevicePtr(0x100), "x").is_err(), "an address of nobody");
 }

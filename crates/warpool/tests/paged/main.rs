@@ -34,7 +34,17 @@ impl Machine {
     }
 
     fn with_capacity(bytes: u64) -> Self {
-        let sim = Arc::new(SimDriver::new(SimConfig::default().with_capacity(bytes)));
+        Self::with_config(SimConfig::default().with_capacity(bytes))
+    }
+
+    /// With a driver that is told of allocations and frees, or one that is not.
+    fn tracking(tracks_suballocations: bool) -> Self {
+        let config = SimConfig::default().with_capacity(4 << 30);
+        Self::with_config(if tracks_suballocations { config } else { config.without_suballocation_tracking() })
+    }
+
+    fn with_config(config: SimConfig) -> Self {
+        let sim = Arc::new(SimDriver::new(config));
         let instance = Instance::new(Arc::clone(&sim) as Arc<dyn Driver>).unwrap();
         let device = instance.device(0).unwrap();
         let paged = Arc::new(PagedAllocator::new(&instance, Settings::default()).unwrap());

@@ -20,6 +20,7 @@
 
 mod address_space;
 mod allocator;
+mod annotate;
 mod checkpoint;
 mod counters;
 #[cfg(test)]
