@@ -1,6 +1,7 @@
 //! A set of pages.
 
-use super::pages::PageId;
+/// Numbers a page.
+pub(super) type PageId = u32;
 
 /// A bit for each page, by number: pages are numbered densely, and sets of them are made for every request that needs
 /// pages.

@@ -18,8 +18,7 @@ use super::pools::SegmentSource;
 use crate::PooledEvent;
 use crate::memory::{SegmentKind, Stat, StatByKind};
 
-/// Numbers a page.
-pub(super) type PageId = u32;
+pub(super) use super::page_set::PageId;
 
 /// A slot: a range by its number, and the number of the slot in it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]

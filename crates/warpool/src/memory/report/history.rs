@@ -7,12 +7,9 @@ use std::sync::Arc;
 
 use super::observers::ActionSet;
 use super::ring::{Ring, StoredEntry};
-use super::{Action, Frame, Snapshot, StackId, TraceEntry};
+use super::{Action, Snapshot, Stack, StackId, TraceEntry};
 use crate::memory::MemPoolId;
 use crate::{Error, Result};
-
-/// A call stack, innermost frame first.
-pub type Stack = Arc<[Frame]>;
 
 /// Where call stacks are recorded, if a hook is set: each level includes the ones before.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
@@ -62,29 +59,6 @@ impl HistoryOptions {
     }
 }
 
-/// An entry of the allocation history, as trackers see it. [`TraceEntry`] is its form in snapshots.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct HistoryEntry {
-    /// What happened.
-    pub action: Action,
-    /// The address; of an [`Action::Oom`], the bytes that were free on the device.
-    pub addr: u64,
-    /// The size in bytes.
-    pub size: u64,
-    /// The stream, by the driver's handle.
-    pub stream: u64,
-    /// The time, in microseconds of the driver's clock.
-    pub time_us: i64,
-    /// The pool.
-    pub pool: MemPoolId,
-    /// The call stack.
-    pub stack: Option<Stack>,
-    /// The metadata that the program had set.
-    pub user_metadata: Option<Arc<str>>,
-    /// The compiled region of the program.
-    pub compile_context: Option<Arc<str>>,
-}
-
 /// The history of one device.
 #[derive(Debug, Default)]
 pub(crate) struct History {
@@ -130,6 +104,25 @@ impl History {
     #[inline]
     pub(super) fn keeps(&self, action: Action) -> bool {
         self.options.as_ref().is_some_and(|options| !options.skip.has(action))
+    }
+
+    /// Writes an entry without a stack and texts, if it is kept.
+    #[inline]
+    pub(super) fn write_plain(
+        &mut self,
+        action: Action,
+        addr: u64,
+        size: u64,
+        stream: u64,
+        pool: MemPoolId,
+        time_us: i64,
+    ) {
+        if let Some(options) = &self.options
+            && !options.skip.has(action)
+        {
+            let time_us = time_us.saturating_add(options.epoch_us);
+            self.ring.push(StoredEntry { addr, size, stream, time_us, pool, extras: None, action });
+        }
     }
 
     #[inline]

@@ -1,5 +1,6 @@
 //! What an allocator reports: statistics, the allocation history, snapshots and the observers that are called.
 
+mod entry;
 mod history;
 mod observers;
 mod recorder;
@@ -8,8 +9,9 @@ mod snapshot;
 mod stats;
 mod texts;
 
+pub use entry::{HistoryEntry, Stack};
 pub(crate) use history::StackIds;
-pub use history::{HistoryEntry, HistoryOptions, Stack, StackLevel};
+pub use history::{HistoryOptions, StackLevel};
 pub use observers::{ObserverId, Observers, OomObserver, PressureCallback, StackHook, Tracker, TrimHook};
 pub(crate) use recorder::{EntryDetails, HistoryFlags, HistoryRecorder};
 pub use snapshot::{

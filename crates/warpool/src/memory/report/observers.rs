@@ -13,7 +13,7 @@ use std::sync::{Arc, Mutex};
 use warpool_driver::DeviceId;
 use warpool_driver::fork::Origin;
 
-use super::history::HistoryEntry;
+use super::entry::HistoryEntry;
 use super::stats::WorkspaceStats;
 use super::{Action, Stack};
 use crate::error::OomReport;

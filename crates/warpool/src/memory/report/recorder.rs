@@ -7,7 +7,8 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 
 use warpool_driver::Driver;
 
-use super::history::{History, HistoryEntry};
+use super::entry::HistoryEntry;
+use super::history::History;
 use super::observers::ActionSet;
 use super::ring::{Extras, StoredEntry};
 use super::texts::{EntryTexts, entry_texts};
@@ -108,6 +109,12 @@ impl EntryDetails {
         self.time_us.is_none() && self.tracked.is_empty()
     }
 
+    /// Whether entries have no stack and no text, and no tracker sees them.
+    #[inline]
+    fn is_plain(&self) -> bool {
+        self.tracked.is_empty() && self.stack.is_none() && self.texts.is_empty()
+    }
+
     /// With the time, if there are trackers: for actions that not every call takes.
     pub(crate) fn timed(mut self, driver: &dyn Driver) -> Self {
         if !self.tracked.is_empty() {
@@ -157,6 +164,23 @@ impl HistoryRecorder {
         pool: MemPoolId,
         details: &EntryDetails,
     ) {
+        if details.is_plain() {
+            self.history.write_plain(action, addr, size, stream, pool, details.time_us.unwrap_or(0));
+        } else {
+            self.record_all(action, addr, size, stream, pool, details);
+        }
+    }
+
+    /// With stack and texts, and for trackers.
+    fn record_all(
+        &mut self,
+        action: Action,
+        addr: u64,
+        size: u64,
+        stream: u64,
+        pool: MemPoolId,
+        details: &EntryDetails,
+    ) {
         let (kept, tracked) = (self.history.keeps(action), details.tracked.has(action));
         if !kept && !tracked {
             return;
@@ -172,7 +196,6 @@ impl HistoryRecorder {
         }
     }
 
-    #[inline]
     fn extras(&self, action: Action, details: &EntryDetails) -> Option<Box<Extras>> {
         if details.stack.is_none() && details.texts.is_empty() {
             return None;

@@ -1,9 +1,9 @@
 //! The newest entries of a history, in a ring of fixed size. Most entries have no call stack and no text, so these are
 //! behind a pointer: an entry is less than a cache line, and recording it writes nothing else.
 
-use super::history::HistoryEntry;
+use super::Action;
+use super::entry::{HistoryEntry, Stack};
 use super::texts::EntryTexts;
-use super::{Action, Stack};
 use crate::memory::MemPoolId;
 
 /// An entry as the ring stores it.
