@@ -1,4 +1,4 @@
-//! Replays and explains recordings made of any bytes, a few for each event: most are valid pickles' contents, and many
+//! Replays, explains and draws recordings made of any bytes, a few for each event: most are valid pickles' contents, and many
 //! of their events match one another, which random pickles' do not.
 
 #![no_main]
@@ -9,6 +9,7 @@ use warpool::memory::{
 };
 use warpool_trace::explain::{ExplainOptions, explain};
 use warpool_trace::replay::{AllocatorChoice, ReplayOptions, replay};
+use warpool_trace::timeline::{TimelineOptions, timelines};
 
 const MIB: u64 = 1 << 20;
 const BASE: u64 = 0x7f00_0000_0000;
@@ -112,5 +113,8 @@ fuzz_target!(|data: &[u8]| {
     let options = ReplayOptions { allocator, capacity, memory_limit: Some(MEMORY_LIMIT), ..ReplayOptions::default() };
     let _ = replay(&snapshot, &options);
     let (memory_limit, address_orders) = (Some(MEMORY_LIMIT), Some(1));
-    let _ = explain(&snapshot, &ExplainOptions { memory_limit, address_orders, ..ExplainOptions::default() });
+    let options = ExplainOptions { memory_limit, address_orders, ..ExplainOptions::default() };
+    let explained = explain(&snapshot, &options);
+    let drawn = timelines(&snapshot, &TimelineOptions { explain: options, ..TimelineOptions::default() });
+    assert!(drawn.is_ok() || explained.is_err(), "what can be explained can be drawn");
 });

@@ -1,4 +1,4 @@
-//! `warpool diff`: what two recordings hold at their peaks, matched by call stack.
+//! `warpool diff`: what two recordings hold at their peaks, matched by call stack; as a table, as JSON, or as a page.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -6,21 +6,26 @@ use std::path::{Path, PathBuf};
 use indicatif::ProgressBar;
 use serde_json::{Value, json};
 use warpool_trace::diff::{ChangeKind, HolderChange, diff};
-use warpool_trace::explain::{ExplainOptions, Explanation, Frameworks, explain};
+use warpool_trace::explain::{ExplainOptions, Explanation, Frameworks, MomentKind, explain};
+use warpool_trace::timeline::{Timeline, TimelineOptions, timelines};
 
 use crate::files::short_names;
 use crate::inputs::{self, in_parallel, replay_error, show_progress};
 use crate::output::{self, CommandError, Output, Result, Verdict};
 use crate::size;
+use crate::view::{BYTES_MAX, DevicePart, Page, device_parts};
 
 /// Compares two recordings: what is new, gone, grown or shrunk, by call stack
 ///
 /// For the moments of their out-of-memory events, or else of their peaks: before and after a change, or two ranks of
-/// one job. Blocks are matched by the calls that allocated them; without stacks by size.
+/// one job. Blocks are matched by the calls that allocated them; without stacks by size. With -o it also writes a page
+/// for the browser: both recordings over time, what changed, and a flame graph of both.
 #[derive(Debug, clap::Args)]
-#[command(after_help = "Exit status: 0 success, 2 a file cannot be read.\n\n\
+#[command(after_help = "A report that exists is replaced; any other file is not.\n\
+    Exit status: 0 success, 2 a file cannot be read, or the page cannot be written.\n\n\
     Examples:\n  \
     warpool diff before.pickle after.pickle\n  \
+    warpool diff before.pickle after.pickle -o report.html\n  \
     warpool diff rank0.pickle rank7.pickle --json")]
 pub struct Args {
     /// The first recording
@@ -29,6 +34,9 @@ pub struct Args {
     /// The second recording
     #[arg(value_name = "B")]
     after: PathBuf,
+    /// Also write a page for the browser
+    #[arg(short, long, value_name = "PAGE")]
+    output: Option<PathBuf>,
     /// A package or a part of a path whose code is not your own, beside torch and its companions; may be repeated
     #[arg(long, value_name = "NAME")]
     framework: Vec<String>,
@@ -43,14 +51,21 @@ pub struct Args {
     pub json: bool,
 }
 
+/// What is known of one device of a recording.
+struct Side {
+    explanation: Explanation,
+    /// For the page.
+    part: Option<DevicePart>,
+}
+
 pub fn run(args: &Args, quiet: bool, output: &mut Output) -> Result<Verdict> {
     let files = [args.before.clone(), args.after.clone()];
     let names = short_names(&files);
     let (mut found, mut unreadable) = (Vec::new(), Vec::new());
-    let work = |file: &Path, bar: &ProgressBar| explain_file(file, args, bar);
+    let work = |file: &Path, bar: &ProgressBar| sides(file, args, bar);
     in_parallel(&files, quiet, work, |_, result| {
         match result {
-            Ok(explanations) => found.push(explanations),
+            Ok(sides) => found.push(sides),
             Err(error) => unreadable.push(output::printable(&error)),
         }
         Ok(())
@@ -63,38 +78,128 @@ pub fn run(args: &Args, quiet: bool, output: &mut Output) -> Result<Verdict> {
     if pairs.is_empty() {
         return Err(CommandError::Usage("the recordings have no device in common".to_owned()));
     }
-    for (one, other) in &pairs {
+    let written = match &args.output {
+        Some(to) => Some((to, page(&names, &pairs).write(to)?)),
+        None => None,
+    };
+    for &(one, other) in &pairs {
+        let (one, other) = (&one.explanation, &other.explanation);
         let changes = diff(one, other);
-        output.object(&object(&files, one, other, &changes))?;
+        let mut object = object(&files, one, other, &changes);
+        if let Some((to, bytes)) = written {
+            object["page"] = json!(to.to_string_lossy());
+            object["page_bytes"] = json!(bytes);
+        }
+        output.object(&object)?;
         let several = pairs.len() > 1 || one.device != other.device;
         let device = if several { format!(" (GPU {} and {})", one.device, other.device) } else { String::new() };
         write(&names, &device, (one, other), &changes, args.rows, output)?;
     }
+    if let Some((to, bytes)) = written {
+        output.line(format!("{}: {}", output::printable(&to.display().to_string()), size::format(bytes)))?;
+    }
     Ok(Verdict::Success)
 }
 
+/// The page of all pairs.
+fn page(names: &[String], pairs: &[(&Side, &Side)]) -> Page {
+    let (mut sections, mut list) = (Vec::new(), Vec::new());
+    for &(one, other) in pairs {
+        let changes = diff(&one.explanation, &other.explanation);
+        let changed: Vec<&HolderChange> = changes.iter().filter(|change| change.kind != ChangeKind::Same).collect();
+        let mut sides = Vec::new();
+        for ((side, name), prefix) in [one, other].into_iter().zip(names).zip(["before", "after"]) {
+            let part = side.part.as_ref().expect("it was made for the page").with_prefix(prefix);
+            sections.extend(part.sections);
+            let mut info = part.info;
+            info["name"] = json!(name);
+            sides.push(info);
+        }
+        let [before, after] = [one, other].map(|side| side.explanation.moment());
+        list.push(json!({
+            "name": match one.explanation.device == other.explanation.device {
+                true => one.explanation.device.to_string(),
+                false => format!("{} and {}", one.explanation.device, other.explanation.device),
+            },
+            "headline": headline(before.parts.allocated, after.parts.allocated),
+            "prose": [compared(&one.explanation, &other.explanation)],
+            "before": sides[0],
+            "after": sides[1],
+            "allocated_before": before.parts.allocated,
+            "allocated_after": after.parts.allocated,
+            "changes": changed.into_iter().map(change_object).collect::<Vec<_>>(),
+        }));
+    }
+    let title = format!("{} and {}", names[0], names[1]);
+    Page { manifest: json!({ "title": title, "difference": list }), title, sections }
+}
+
+fn headline(before: u64, after: u64) -> String {
+    match after.abs_diff(before) {
+        0 => "The second recording holds as much as the first".to_owned(),
+        bytes => {
+            let direction = if after > before { "more" } else { "less" };
+            format!("The second recording holds {} {direction} than the first", size::format(bytes))
+        }
+    }
+}
+
+fn compared(one: &Explanation, other: &Explanation) -> String {
+    let (one, other) = (one.moment(), other.moment());
+    format!(
+        "Allocated: {} and {}. Reserved: {} and {}. Compared are the {} of the first and the {} of the second.",
+        size::format(one.parts.allocated),
+        size::format(other.parts.allocated),
+        size::format(one.bytes_reserved),
+        size::format(other.bytes_reserved),
+        moment_name(one.kind),
+        moment_name(other.kind),
+    )
+}
+
+fn moment_name(kind: MomentKind) -> &'static str {
+    match kind {
+        MomentKind::OutOfMemory => "out-of-memory event",
+        MomentKind::Peak => "peak",
+        MomentKind::Snapshot => "snapshot",
+    }
+}
+
 /// The same devices of both; with one device in each, these two: ranks use one device each.
-fn pairs<'a>(before: &'a [Explanation], after: &'a [Explanation]) -> Vec<(&'a Explanation, &'a Explanation)> {
+fn pairs<'a>(before: &'a [Side], after: &'a [Side]) -> Vec<(&'a Side, &'a Side)> {
     match (before, after) {
         ([one], [other]) => vec![(one, other)],
         _ => {
-            let same = |one: &'a Explanation| Some((one, after.iter().find(|other| other.device == one.device)?));
+            let device = |side: &Side| side.explanation.device;
+            let same = |one: &'a Side| Some((one, after.iter().find(|other| device(other) == device(one))?));
             before.iter().filter_map(same).collect()
         }
     }
 }
 
-fn explain_file(file: &Path, args: &Args, bar: &ProgressBar) -> std::result::Result<Vec<Explanation>, String> {
+fn sides(file: &Path, args: &Args, bar: &ProgressBar) -> std::result::Result<Vec<Side>, String> {
     let opened = inputs::open(file, true, args.memory_limit, bar)?;
-    bar.set_message("replaying");
+    inputs::begin(bar, "replaying");
+    let frameworks = Frameworks::default().with(&args.framework);
     let options = ExplainOptions {
-        frameworks: Frameworks::default().with(&args.framework),
+        frameworks: frameworks.clone(),
         skips_fits: true,
         memory_limit: Some(opened.memory_limit),
         progress: Some(&|progress| show_progress(bar, progress)),
         ..ExplainOptions::default()
     };
-    explain(&opened.recording.snapshot, &options).map_err(|error| replay_error(file, &error))
+    let snapshot = &opened.recording.snapshot;
+    if args.output.is_none() {
+        let explanations = explain(snapshot, &options).map_err(|error| replay_error(file, &error))?;
+        return Ok(explanations.into_iter().map(|explanation| Side { explanation, part: None }).collect());
+    }
+    let options = TimelineOptions { explain: options, ..TimelineOptions::default() };
+    let mut found = timelines(snapshot, &options).map_err(|error| replay_error(file, &error))?;
+    inputs::begin(bar, "writing");
+    // Both recordings are in one page.
+    let parts = device_parts(&mut found, snapshot, &frameworks, BYTES_MAX / 2);
+    let side = |(timeline, part): (Timeline, DevicePart)| Side { explanation: timeline.explanation, part: Some(part) };
+    Ok(found.into_iter().zip(parts).map(side).collect())
 }
 
 fn write(
@@ -108,15 +213,7 @@ fn write(
     let [before, after] = names else { return Ok(()) };
     let (one, other) = (sides.0.moment(), sides.1.moment());
     output.heading(&format!("{before} and {after}{device}"))?;
-    output.paragraph(&format!(
-        "Allocated: {} and {}. Reserved: {} and {}. Compared are the {} of the first and the {} of the second.",
-        size::format(one.parts.allocated),
-        size::format(other.parts.allocated),
-        size::format(one.bytes_reserved),
-        size::format(other.bytes_reserved),
-        one.kind.name(),
-        other.kind.name(),
-    ))?;
+    output.paragraph(&compared(sides.0, sides.1))?;
     if !(one.holders.has_stacks() && other.holders.has_stacks()) {
         output.paragraph(
             "Without call stacks in both, blocks are matched by size; record with \
@@ -165,15 +262,19 @@ fn object(files: &[PathBuf; 2], before: &Explanation, after: &Explanation, chang
         "schema_version": 1,
         "before": side(&files[0], before),
         "after": side(&files[1], after),
-        "changes": changes.iter().map(|change| json!({
-            "kind": change.kind.name(),
-            "name": change.name,
-            "line": change.line,
-            "path": change.path,
-            "bytes_before": change.bytes_before,
-            "bytes_after": change.bytes_after,
-            "count_before": change.count_before,
-            "count_after": change.count_after,
-        })).collect::<Vec<_>>(),
+        "changes": changes.iter().map(change_object).collect::<Vec<_>>(),
+    })
+}
+
+fn change_object(change: &HolderChange) -> Value {
+    json!({
+        "kind": change.kind.name(),
+        "name": change.name,
+        "line": change.line,
+        "path": change.path,
+        "bytes_before": change.bytes_before,
+        "bytes_after": change.bytes_after,
+        "count_before": change.count_before,
+        "count_after": change.count_after,
     })
 }

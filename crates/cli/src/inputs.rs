@@ -6,7 +6,7 @@ use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::mpsc;
+use std::sync::{Mutex, Once, PoisonError, mpsc};
 use std::time::Instant;
 
 use indicatif::{MultiProgress, ProgressBar, ProgressDrawTarget, ProgressStyle};
@@ -35,10 +35,12 @@ pub fn open(
     memory_limit: Option<u64>,
     bar: &ProgressBar,
 ) -> std::result::Result<Opened, String> {
-    bar.set_message("reading");
+    begin(bar, "reading");
+    // Of the standard input the size is not known: the bar stays empty.
     let reading = |progress: Progress| {
-        bar.set_length(progress.bytes_total.unwrap_or(progress.bytes_read + 1).max(1));
-        bar.set_position(progress.bytes_read);
+        if let Some(total) = progress.bytes_total {
+            show(bar, progress.bytes_read, total);
+        }
     };
     let start = Instant::now();
     let options = ReadOptions { stacks, progress: Some(&reading), memory_limit };
@@ -63,8 +65,49 @@ pub fn replay_error(file: &Path, error: &ReplayError) -> String {
 
 /// Shows the progress of a replay.
 pub fn show_progress(bar: &ProgressBar, progress: ReplayProgress) {
-    bar.set_length(progress.total.max(1));
-    bar.set_position(progress.done);
+    show(bar, progress.done, progress.total);
+}
+
+/// Begins another kind of work, at 0 %.
+pub fn begin(bar: &ProgressBar, message: &'static str) {
+    show(bar, 0, 1);
+    bar.set_message(message);
+}
+
+/// Both at once: a new length beside an old position could be drawn as 100 %.
+fn show(bar: &ProgressBar, done: u64, total: u64) {
+    bar.update(|state| {
+        state.set_len(total.max(1));
+        state.set_pos(done.min(total));
+    });
+}
+
+/// The bars that Ctrl-C clears.
+static BARS: Mutex<Option<MultiProgress>> = Mutex::new(None);
+
+/// Bars on stderr, if that is a terminal. Ctrl-C removes them before the process ends.
+pub fn progress_bars(quiet: bool) -> MultiProgress {
+    static HANDLER: Once = Once::new();
+    let target = if quiet { ProgressDrawTarget::hidden() } else { ProgressDrawTarget::stderr() };
+    let bars = MultiProgress::with_draw_target(target);
+    if !bars.is_hidden() {
+        *BARS.lock().unwrap_or_else(PoisonError::into_inner) = Some(bars.clone());
+        // Without a handler the process ends all the same.
+        HANDLER.call_once(|| drop(ctrlc::set_handler(interrupted)));
+    }
+    bars
+}
+
+/// Runs in a thread of its own, not in the signal handler.
+fn interrupted() {
+    /// As a shell reports a process that ended with SIGINT.
+    const STATUS: i32 = 130;
+    if let Some(bars) = &*BARS.lock().unwrap_or_else(PoisonError::into_inner) {
+        let _ = bars.clear();
+        // Workers must not draw again.
+        bars.set_draw_target(ProgressDrawTarget::hidden());
+    }
+    std::process::exit(STATUS);
 }
 
 /// Works on all files on all cores, and calls `on_result` for each in the order of the files.
@@ -74,8 +117,7 @@ pub fn in_parallel<T: Send>(
     work: impl Fn(&Path, &ProgressBar) -> std::result::Result<T, String> + Sync,
     mut on_result: impl FnMut(usize, std::result::Result<T, String>) -> Result<()>,
 ) -> Result<()> {
-    let target = if quiet { ProgressDrawTarget::hidden() } else { ProgressDrawTarget::stderr() };
-    let bars = MultiProgress::with_draw_target(target);
+    let bars = progress_bars(quiet);
     let next = AtomicUsize::new(0);
     let (sender, receiver) = mpsc::channel();
     std::thread::scope(|scope| {

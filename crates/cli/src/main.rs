@@ -21,6 +21,7 @@ mod shell;
 mod size;
 mod soak;
 mod tune;
+mod view;
 
 use std::process::ExitCode;
 
@@ -40,6 +41,7 @@ use processes::peer;
         Examples:\n  \
         warpool explain oom.pickle                explain why a program ran out of memory\n  \
         warpool tune train.pickle                 find the settings that reserve least\n  \
+        warpool view oom.pickle -o report.html    draw memory over time, and who holds it, in a page\n  \
         warpool replay snapshot.pickle            replay a PyTorch memory snapshot and compare every address\n  \
         warpool replay snapshot.pickle --settings expandable_segments:True    replay it with other settings\n  \
         warpool settings max_split_size_mb:200    explain a settings string\n  \
@@ -65,6 +67,7 @@ enum Command {
     Replay(replay::Args),
     Tune(tune::Args),
     Diff(diff::Args),
+    View(view::Args),
     Settings(settings::Args),
     Soak(soak::Args),
     Bench(bench::Args),
@@ -91,6 +94,7 @@ fn main() -> ExitCode {
         Command::Explain(args) => explain::run(&args, cli.quiet, &mut Output::stdout(args.json)),
         Command::Replay(args) => replay::run(&args, cli.quiet, &mut Output::stdout(args.json)),
         Command::Diff(args) => diff::run(&args, cli.quiet, &mut Output::stdout(args.json)),
+        Command::View(args) => view::run(&args, cli.quiet, &mut Output::stdout(args.json)),
         Command::Tune(args) => tune::run(&args, cli.quiet, &mut Output::stdout(args.json)),
         Command::Settings(args) => settings::run(&args, &mut Output::stdout(args.json)),
         Command::Soak(args) => soak::run(&args, &mut Output::stdout(args.json)),

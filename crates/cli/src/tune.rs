@@ -218,12 +218,11 @@ fn object(rank: usize, tuned: &Tuned, files: &[PathBuf]) -> Value {
     })
 }
 
-/// A progress bar on stderr; hidden unless that is a terminal.
+/// A progress bar among those that Ctrl-C removes.
 fn progress_bar(quiet: bool, trials: usize) -> ProgressBar {
-    let target = if quiet { ProgressDrawTarget::hidden() } else { ProgressDrawTarget::stderr() };
-    let bar = ProgressBar::with_draw_target(Some(trials.max(1) as u64), target);
+    let bar = ProgressBar::with_draw_target(Some(trials.max(1) as u64), ProgressDrawTarget::hidden());
     if let Ok(style) = ProgressStyle::with_template("replaying {bar:30} {pos} of {len}") {
         bar.set_style(style);
     }
-    bar
+    inputs::progress_bars(quiet).add(bar)
 }

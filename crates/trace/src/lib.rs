@@ -44,6 +44,7 @@ mod read;
 pub mod replay;
 mod snapshot;
 mod steps;
+pub mod timeline;
 pub mod tune;
 
 pub use budget::default_memory_limit;

@@ -9,7 +9,10 @@ const COLUMNS: usize = 120;
 /// Every line that is too long in the files that git tracks.
 pub fn check(root: &Path) -> Result<Vec<String>, String> {
     let listed = Command::new("git")
-        .args(["ls-files", "-z", "*.rs", "*.md", "*.py", "*.sh", "*.toml", "*.c", "*.h", "*.cpp"])
+        .args([
+            "ls-files", "-z", "*.rs", "*.md", "*.py", "*.sh", "*.toml", "*.c", "*.h", "*.cpp", "*.js", "*.css",
+            "*.html",
+        ])
         .current_dir(root)
         .output()
         .map_err(|error| format!("git ls-files: {error}"))?;

@@ -1,7 +1,8 @@
 //! `warpool explain`: why a recorded program ran out of memory. Files are explained in parallel; `text.rs` writes one
-//! explanation for people, `ranks.rs` compares many files, `object.rs` makes JSON.
+//! explanation for people, with `prose.rs`; `ranks.rs` compares many files, `object.rs` makes JSON.
 
 mod object;
+pub mod prose;
 mod ranks;
 mod text;
 
@@ -121,7 +122,7 @@ fn explain_file(
     bar: &ProgressBar,
 ) -> std::result::Result<Vec<Explanation>, String> {
     let opened = inputs::open(file, true, args.memory_limit, bar)?;
-    bar.set_message("replaying");
+    inputs::begin(bar, "replaying");
     let options = ExplainOptions {
         capacity: args.capacity,
         frameworks: frameworks.clone(),

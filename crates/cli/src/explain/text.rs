@@ -2,9 +2,9 @@
 
 use std::io;
 
-use warpool_trace::explain::{Change, Explanation, Fit, Holder, Moment, MomentKind, Parts, Verdict};
+use warpool_trace::explain::{Change, Explanation, Fit, Moment, MomentKind, Parts};
 
-use super::Explained;
+use super::{Explained, prose};
 use crate::output::{self, Output};
 use crate::size;
 
@@ -12,13 +12,9 @@ use crate::size;
 pub(super) fn write(explained: &Explained, rows: usize, quiet: bool, output: &mut Output) -> io::Result<()> {
     let Explained { name, explanation, .. } = explained;
     let moment = explanation.moment();
-    output.heading(&format!("{name}: {}", headline(explanation)))?;
-    output.paragraph(&when(explanation))?;
-    output.paragraph(&sentences(&moment.evidence))?;
-    output.paragraph(&held_by(moment))?;
-    if let Some(growth) = &explanation.growth {
-        let what: Vec<String> = growth.holders.iter().take(3).map(named).collect();
-        output.paragraph(&format!("What stays allocated from iteration to iteration: {}.", what.join("; ")))?;
+    output.heading(&format!("{name}: {}", prose::headline(explanation)))?;
+    for paragraph in prose::sentences(explanation) {
+        output.paragraph(&paragraph)?;
     }
     output.paragraph(&what_fits(explanation))?;
     output.line("")?;
@@ -31,68 +27,6 @@ pub(super) fn write(explained: &Explained, rows: usize, quiet: bool, output: &mu
         }
     }
     Ok(())
-}
-
-fn headline(explanation: &Explanation) -> String {
-    let verdict = explanation.moment().verdict;
-    match verdict {
-        Verdict::Fitted | Verdict::Unknown => verdict.words().to_owned(),
-        _ => format!("out of memory: {}", verdict.words()),
-    }
-}
-
-fn when(explanation: &Explanation) -> String {
-    let moment = explanation.moment();
-    let time = moment.time_us.map_or_else(String::new, |time_us| {
-        #[expect(clippy::cast_precision_loss, reason = "seconds with two decimals")]
-        let seconds = time_us as f64 / 1e6;
-        format!(", {seconds:.2} s after the first event")
-    });
-    let event = moment.event.unwrap_or(0);
-    match moment.kind {
-        MomentKind::OutOfMemory => {
-            let which = match explanation.ooms {
-                1 => String::new(),
-                count => format!(" (the last of {count} such events)"),
-            };
-            format!("A request ran out of memory at event {event}{time}{which}.")
-        }
-        MomentKind::Peak => format!("Nothing ran out of memory. The peak is at event {event}{time}."),
-        MomentKind::Snapshot => "There is no history: this is the state when the snapshot was taken.".to_owned(),
-    }
-}
-
-/// The evidence as one paragraph.
-fn sentences(evidence: &[String]) -> String {
-    let sentence = |text: &String| {
-        let mut letters = text.chars();
-        letters.next().map_or_else(String::new, |first| format!("{}{}.", first.to_uppercase(), letters.as_str()))
-    };
-    evidence.iter().map(sentence).collect::<Vec<_>>().join(" ")
-}
-
-fn held_by(moment: &Moment) -> String {
-    let holders = &moment.holders;
-    if holders.bytes == 0 {
-        return "Nothing was allocated.".to_owned();
-    }
-    let largest: Vec<String> = holders.groups.iter().take(3).map(named).collect();
-    let largest = format!("Of {} allocated, most is held by {}.", size::format(holders.bytes), largest.join("; "));
-    match holders.has_stacks() {
-        true => largest,
-        false => format!(
-            "{largest} The recording has no call stacks: to see which lines hold memory, record it with \
-             torch.cuda.memory._record_memory_history(stacks=\"python\")."
-        ),
-    }
-}
-
-/// A group in a sentence.
-fn named(holder: &Holder) -> String {
-    let blocks = if holder.count == 1 { "1 block".to_owned() } else { format!("{} blocks", holder.count) };
-    let from = holder.line.as_ref().filter(|line| **line != holder.name);
-    let from = from.map_or_else(String::new, |line| format!(", from {line}"));
-    format!("{} with {} in {blocks}{from}", holder.name, size::format(holder.bytes))
 }
 
 fn what_fits(explanation: &Explanation) -> String {

@@ -190,7 +190,7 @@ fn replay_file(
     bar: &ProgressBar,
 ) -> std::result::Result<Replayed, String> {
     let opened = inputs::open(file, false, args.memory_limit, bar)?;
-    bar.set_message("replaying");
+    inputs::begin(bar, "replaying");
     let options = ReplayOptions {
         settings: settings.cloned(),
         changes: (!args.set.is_empty()).then(|| args.set.join(",")),

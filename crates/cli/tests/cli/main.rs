@@ -4,6 +4,7 @@ mod command;
 mod explain;
 mod replay;
 mod soak;
+mod view;
 
 use std::process::{Command, Output};
 

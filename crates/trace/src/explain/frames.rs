@@ -103,7 +103,7 @@ impl CallSite {
         let frames: Vec<&Frame> = if python.is_empty() { stack.iter().collect() } else { python };
         let own = frames.iter().position(|frame| !frameworks.contains(&frame.filename));
         let own = own.or_else(|| frames.len().checked_sub(1))?;
-        let telling = |frame: &&&Frame| !PASS_THROUGH.contains(&frame.name.as_str());
+        let telling = |frame: &&&Frame| !Self::passes_through(frame);
         let inner: Vec<&&Frame> = frames[..own].iter().filter(telling).collect();
         let innermost = inner.first().map_or(frames[own], |frame| **frame);
         Some(Self {
@@ -115,6 +115,14 @@ impl CallSite {
     }
 }
 
+impl CallSite {
+    /// Whether a frame only calls on, and tells a reader nothing.
+    #[must_use]
+    pub fn passes_through(frame: &Frame) -> bool {
+        PASS_THROUGH.contains(&frame.name.as_str())
+    }
+}
+
 /// A function with its file and line.
 fn place(frame: &Frame) -> String {
     let Frame { name, filename, line } = frame;
@@ -122,7 +130,7 @@ fn place(frame: &Frame) -> String {
 }
 
 /// A file without the folder that packages are installed in.
-fn short_path(file: &str) -> &str {
+pub(crate) fn short_path(file: &str) -> &str {
     let installed = ["site-packages/", "dist-packages/"].into_iter().find_map(|folder| file.rsplit_once(folder));
     installed.map_or(file, |(_, path)| path)
 }

@@ -108,7 +108,7 @@ pub(super) fn holders(state: &HeapState, sites: &mut CallSites<'_>, events: usiz
 pub(super) fn grown(state: &HeapState, sites: &mut CallSites<'_>, since: usize) -> Vec<Holder> {
     let is_new = |block: &&StateBlock| block.event.is_some_and(|event| event as usize >= since);
     let blocks = state.blocks.iter().filter(is_new).copied().collect();
-    holders(&HeapState { bytes_reserved: 0, blocks }, sites, since).groups
+    holders(&HeapState { blocks, ..HeapState::default() }, sites, since).groups
 }
 
 /// Bytes and counts by name.

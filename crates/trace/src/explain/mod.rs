@@ -28,6 +28,7 @@ use std::collections::BTreeMap;
 use warpool::memory::{Action, BlockState, SegmentInfo, Snapshot};
 
 pub use fits::{Change, Fit};
+pub(crate) use frames::short_path;
 pub use frames::{CallSite, Frameworks};
 pub use holders::{Holder, Holders};
 pub use parts::Parts;
@@ -192,7 +193,7 @@ pub fn explain(snapshot: &Snapshot, options: &ExplainOptions<'_>) -> Result<Vec<
 }
 
 /// A device without a history.
-fn explain_segments(
+pub(crate) fn explain_segments(
     snapshot: &Snapshot,
     device: u32,
     segments: &[&SegmentInfo],
@@ -250,7 +251,7 @@ fn default_total() -> u64 {
     warpool::driver::sim::SimDevice::h200().properties.bytes_total
 }
 
-fn explain_device(
+pub(crate) fn explain_device(
     snapshot: &Snapshot,
     replay: &DeviceReplay<'_>,
     options: &ExplainOptions<'_>,

@@ -57,7 +57,9 @@ use recording::RecordedTime;
 
 pub(crate) use conditions::bytes_context;
 pub(crate) use recording::check_segments;
-pub(crate) use state::{HeapState, RequestInfo, StateBlock};
+#[cfg(test)]
+pub(crate) use state::PoolKey;
+pub(crate) use state::{HeapState, RequestInfo, StateBlock, StateChange, Totals};
 
 /// Why a recording could not be replayed.
 #[derive(Debug, thiserror::Error)]

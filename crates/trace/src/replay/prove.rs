@@ -219,12 +219,28 @@ impl Search<'_> {
         Ok(best)
     }
 
-    /// The one interpretation of a recording of the paged allocator.
+    /// The one interpretation of a recording of the paged allocator, with the likely limits in turn: the first that is
+    /// exact, or else the one that comes closest.
     fn run_paged(&self) -> Result<Proof, ReplayError> {
         let (recording, settings) = (self.recording, self.settings.clone());
         if recording.survey.is_complete {
-            let inference = Inference::of_paged(recording, settings, self.budget)?;
-            return self.attempt(Interpretation::new(recording, inference, self.budget)?, None);
+            let mut best: Option<Proof> = None;
+            for number in 0.. {
+                let inference = Inference::of_paged(recording, settings.clone(), self.budget)?;
+                let limits = inference.limit.as_ref().map_or(&[][..], |limit| &limit.candidates);
+                let (limit, is_last) = (limits.get(number).copied(), number + 1 >= limits.len());
+                let proof = self.attempt(Interpretation::new(recording, inference, self.budget)?, limit)?;
+                if proof.is_exact() {
+                    return Ok(proof);
+                }
+                if best.as_ref().is_none_or(|best| best.addresses_equal() < proof.addresses_equal()) {
+                    best = Some(proof);
+                }
+                if is_last {
+                    break;
+                }
+            }
+            return Ok(best.expect("at least one was tried"));
         }
         let options = InferOptions { pauses_end_releases: false, choices_show_pools: false };
         let mut interpretation = Interpretation::inferred(recording, settings, options, self.budget)?;

@@ -1,12 +1,14 @@
 //! The segments and blocks of the recorded allocator at chosen events, as the events themselves tell them: addresses
 //! and sizes are the recorded ones, whatever a replay does.
 
+use std::ops::Range;
+
 use rustc_hash::FxHashMap;
 use warpool::memory::{Action, BlockState, MemPoolId, SegmentInfo, SegmentKind, SizeRules, StackId, TraceEntry};
 
 use super::ReplayError;
 use super::device::DeviceReplay;
-use super::infer::{DEFAULT_POOL, PoolIndex, RecordedHeap, RecordedRules};
+use super::infer::{DEFAULT_POOL, PoolIndex, RecordedHeap, RecordedRules, RecordedSegment, ReleaseCause, SegmentId};
 use crate::budget::Charge;
 
 /// A block at one moment.
@@ -19,6 +21,8 @@ pub(crate) struct StateBlock {
     pub stream: u64,
     pub kind: SegmentKind,
     pub pool: PoolKey,
+    /// The number of its segment; `None` if it is in no known one.
+    pub segment: Option<u32>,
     /// The event of its allocation; `None` if that is not in the history.
     pub event: Option<u32>,
     pub stack: Option<StackId>,
@@ -36,6 +40,8 @@ impl PoolKey {
 #[derive(Clone, Debug, Default)]
 pub(crate) struct HeapState {
     pub bytes_reserved: u64,
+    /// What could be returned to the driver.
+    pub bytes_releasable: u64,
     pub blocks: Vec<StateBlock>,
 }
 
@@ -58,7 +64,8 @@ impl HeapState {
         let mut state = Self::default();
         let mut pools: FxHashMap<MemPoolId, u32> = FxHashMap::default();
         pools.insert(MemPoolId::DEFAULT, 0);
-        for segment in segments {
+        for (number, segment) in segments.iter().enumerate() {
+            let number = u32::try_from(number).ok();
             let next = u32::try_from(pools.len()).expect("fewer than segments");
             let pool = PoolKey(*pools.entry(segment.pool).or_insert(next));
             state.bytes_reserved += segment.total_size;
@@ -77,9 +84,13 @@ impl HeapState {
                     stream: segment.stream,
                     kind: segment.kind,
                     pool,
+                    segment: number,
                     event: None,
                     stack: block.stack,
                 });
+            }
+            if !segment.blocks.iter().any(|block| block.state != BlockState::Inactive) {
+                state.bytes_releasable = state.bytes_releasable.saturating_add(segment.total_size);
             }
             // A damaged snapshot may not list all of a segment: the rest is free.
             let rest = segment.total_size.saturating_sub(listed);
@@ -95,6 +106,7 @@ impl HeapState {
                     stream,
                     kind,
                     pool,
+                    segment: number,
                     event,
                     stack,
                 });
@@ -104,11 +116,38 @@ impl HeapState {
     }
 }
 
-/// The reserved and allocated bytes after every event, folded by a caller.
+/// The bytes after an event, and what it changed.
+#[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Totals {
     pub event: usize,
     pub bytes_reserved: u64,
+    /// Of allocated blocks.
     pub bytes_allocated: u64,
+    /// Of these, what was requested.
+    pub bytes_requested: u64,
+    /// Of blocks that were freed and wait for streams.
+    pub bytes_waiting: u64,
+    /// What could be returned to the driver: segments without allocations, or whole chunks of expandable ones.
+    pub bytes_releasable: u64,
+    pub change: StateChange,
+}
+
+/// What an event changed.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) enum StateChange {
+    /// Nothing, or nothing that the state before it allows.
+    #[default]
+    Nothing,
+    /// A block was allocated.
+    Allocated { addr: u64, bytes: u64, requested: u64, stack: Option<StackId> },
+    /// A block was freed, and waits for streams.
+    FreeRequested { addr: u64 },
+    /// A block is free.
+    Freed { addr: u64 },
+    /// Memory came from the driver.
+    Reserved { addr: u64, bytes: u64, stream: u64, kind: SegmentKind, pool: PoolKey, segment: u32 },
+    /// Memory went back to it.
+    Released { addr: u64, bytes: u64 },
 }
 
 impl DeviceReplay<'_> {
@@ -126,8 +165,9 @@ impl DeviceReplay<'_> {
             None => RecordedHeap::new(rules, self.budget()),
         };
         let (live, toggles) = (FxHashMap::default(), self.toggles());
-        let mut pass = StatePass { replay: self, heap, toggles, live, stray: 0, bytes_allocated: 0 };
-        pass.bytes_allocated = pass.allocated_at_start();
+        let mut pass = StatePass { replay: self, heap, toggles, live, stray: 0, bytes: Bytes::default() };
+        pass.heap.track_releasable();
+        pass.count_start();
         let mut charge = Charge::new(self.budget());
         let mut states = Vec::with_capacity(moments.len());
         let mut moments = moments.iter().peekable();
@@ -135,12 +175,8 @@ impl DeviceReplay<'_> {
             while moments.next_if(|&&moment| moment == at).is_some() {
                 states.push(pass.state());
             }
-            pass.apply(at, event);
-            on_event(&Totals {
-                event: at,
-                bytes_reserved: pass.heap.bytes_reserved().saturating_add(pass.stray),
-                bytes_allocated: pass.bytes_allocated,
-            });
+            let change = pass.apply(at, event);
+            on_event(&pass.totals(at, change));
             if at % 1024 == 0 {
                 charge.raise_to(64 * pass.live.len() as u64);
                 self.budget().check()?;
@@ -155,6 +191,18 @@ impl DeviceReplay<'_> {
         }
         self.budget().check()?;
         Ok(states)
+    }
+
+    /// The state before the first event. Blocks that are still allocated at the end have their stacks.
+    pub(crate) fn states_before_first(&self) -> Result<HeapState, ReplayError> {
+        let mut states = self.states_before(&[0], |_| {})?;
+        Ok(states.pop().unwrap_or_default())
+    }
+
+    /// The events at which the allocator released what it had cached, to retry a request.
+    pub(crate) fn retries(&self) -> impl Iterator<Item = Range<usize>> {
+        let releases = self.inference().releases.iter();
+        releases.filter(|release| release.cause == ReleaseCause::Retry).map(|release| release.events.clone())
     }
 
     /// A request that was made at an event, of an allocation or of a failure.
@@ -190,7 +238,15 @@ struct StatePass<'a, 'r> {
     live: FxHashMap<u64, Live>,
     /// Bytes of blocks that are in no known segment: logs without segments.
     stray: u64,
-    bytes_allocated: u64,
+    bytes: Bytes,
+}
+
+/// Running sums.
+#[derive(Clone, Copy, Default)]
+struct Bytes {
+    allocated: u64,
+    requested: u64,
+    waiting: u64,
 }
 
 #[derive(Clone, Copy)]
@@ -201,18 +257,45 @@ struct Live {
 }
 
 impl StatePass<'_, '_> {
-    fn allocated_at_start(&self) -> u64 {
-        let blocks = self.heap.blocks().values().filter(|block| block.state == BlockState::ActiveAllocated);
-        blocks.fold(0, |sum: u64, block| sum.saturating_add(block.bytes))
+    fn count_start(&mut self) {
+        for block in self.heap.blocks().values() {
+            let sums = &mut self.bytes;
+            match block.state {
+                BlockState::ActiveAllocated => {
+                    sums.allocated = sums.allocated.saturating_add(block.bytes);
+                    sums.requested = sums.requested.saturating_add(block.requested.min(block.bytes));
+                }
+                BlockState::ActivePendingFree => sums.waiting = sums.waiting.saturating_add(block.bytes),
+                BlockState::Inactive => {}
+            }
+        }
     }
 
-    fn apply(&mut self, at: usize, event: &TraceEntry) {
+    fn totals(&self, event: usize, change: StateChange) -> Totals {
+        Totals {
+            event,
+            bytes_reserved: self.heap.bytes_reserved().saturating_add(self.stray),
+            bytes_allocated: self.bytes.allocated,
+            bytes_requested: self.bytes.requested,
+            bytes_waiting: self.bytes.waiting,
+            bytes_releasable: self.heap.bytes_releasable(),
+            change,
+        }
+    }
+
+    fn apply(&mut self, at: usize, event: &TraceEntry) -> StateChange {
         let TraceEntry { addr, size, stream, pool, .. } = *event;
         match event.action {
-            Action::SegmentAlloc => drop(self.heap.add_segment(addr, size, stream, pool)),
-            Action::SegmentMap => drop(self.heap.map(addr, size, stream, pool)),
-            Action::SegmentFree => drop(self.heap.remove_segment(addr, size)),
-            Action::SegmentUnmap => drop(self.heap.unmap(addr, size)),
+            Action::SegmentAlloc => {
+                let segment = self.heap.add_segment(addr, size, stream, pool);
+                self.reserved(addr, size, segment)
+            }
+            Action::SegmentMap => {
+                let segment = self.heap.map(addr, size, stream, pool);
+                self.reserved(addr, size, segment)
+            }
+            Action::SegmentFree => released(self.heap.remove_segment(addr, size), addr, size),
+            Action::SegmentUnmap => released(self.heap.unmap(addr, size), addr, size),
             Action::Alloc => {
                 let number = u32::try_from(at).expect("fewer than 2^32 events");
                 while let Some((_, rest)) = self.toggles.split_first().filter(|&(&first, _)| first <= number) {
@@ -225,29 +308,69 @@ impl StatePass<'_, '_> {
                     self.forget(before);
                 }
                 self.stray = self.stray.saturating_add(stray.map_or(0, |block| block.bytes));
-                self.bytes_allocated = self.bytes_allocated.saturating_add(self.block_bytes(addr, stray));
+                let bytes = self.block_bytes(addr, stray);
+                let requested = size.min(bytes);
+                self.bytes.allocated = self.bytes.allocated.saturating_add(bytes);
+                self.bytes.requested = self.bytes.requested.saturating_add(requested);
+                StateChange::Allocated { addr, bytes, requested, stack: event.stack }
             }
-            Action::FreeRequested => {
-                let stray = self.live.get_mut(&addr).and_then(|live| live.stray.as_mut());
-                if let Some(block) = stray {
-                    block.state = BlockState::ActivePendingFree;
-                    self.bytes_allocated = self.bytes_allocated.saturating_sub(block.bytes);
-                } else if self.heap.free_requested(addr).is_some() {
-                    self.bytes_allocated = self.bytes_allocated.saturating_sub(self.block_bytes(addr, None));
-                }
-            }
-            Action::FreeCompleted => {
-                if let Some(live) = self.live.remove(&addr) {
-                    self.forget(live);
-                }
-                self.heap.free_completed(addr);
-            }
-            Action::Snapshot | Action::Oom | Action::Annotate => {}
+            Action::FreeRequested => self.free_requested(addr),
+            Action::FreeCompleted => self.free_completed(addr),
+            Action::Snapshot | Action::Oom | Action::Annotate => StateChange::Nothing,
         }
     }
 
+    fn free_requested(&mut self, addr: u64) -> StateChange {
+        let stray = self.live.get_mut(&addr).and_then(|live| live.stray.as_mut());
+        let (bytes, requested) = if let Some(block) = stray.filter(|it| it.state == BlockState::ActiveAllocated) {
+            block.state = BlockState::ActivePendingFree;
+            (block.bytes, block.requested)
+        } else if self.heap.free_requested(addr).is_some() {
+            self.heap.blocks().get(&addr).map_or((0, 0), |block| (block.bytes, block.requested.min(block.bytes)))
+        } else {
+            return StateChange::Nothing;
+        };
+        self.bytes.take_allocated(bytes, requested);
+        self.bytes.waiting = self.bytes.waiting.saturating_add(bytes);
+        StateChange::FreeRequested { addr }
+    }
+
+    fn free_completed(&mut self, addr: u64) -> StateChange {
+        let mut change = StateChange::Nothing;
+        if let Some(live) = self.live.remove(&addr) {
+            self.forget(live);
+            change = StateChange::Freed { addr };
+        }
+        let block = self.heap.blocks().get(&addr).copied();
+        if self.heap.free_completed(addr).is_some() {
+            let block = block.expect("it was freed");
+            self.count_freed(block.state, block.bytes, block.requested.min(block.bytes));
+            change = StateChange::Freed { addr };
+        }
+        change
+    }
+
+    /// A block is free: some logs have no event for the request.
+    fn count_freed(&mut self, state: BlockState, bytes: u64, requested: u64) {
+        match state {
+            BlockState::ActiveAllocated => self.bytes.take_allocated(bytes, requested),
+            BlockState::ActivePendingFree => self.bytes.waiting = self.bytes.waiting.saturating_sub(bytes),
+            BlockState::Inactive => {}
+        }
+    }
+
+    fn reserved(&self, addr: u64, bytes: u64, segment: SegmentId) -> StateChange {
+        let RecordedSegment { stream, kind, pool, .. } = *self.heap.segment(segment);
+        let pool = pool_key(self.replay.inference().pools.of_segment(segment), pool);
+        StateChange::Reserved { addr, bytes, stream, kind, pool, segment }
+    }
+
+    /// A block is gone, which counts here if it is in no known segment.
     fn forget(&mut self, live: Live) {
-        self.stray = self.stray.saturating_sub(live.stray.map_or(0, |block| block.bytes));
+        if let Some(block) = live.stray {
+            self.stray = self.stray.saturating_sub(block.bytes);
+            self.count_freed(block.state, block.bytes, block.requested);
+        }
     }
 
     fn block_bytes(&self, addr: u64, stray: Option<StateBlock>) -> u64 {
@@ -266,6 +389,7 @@ impl StatePass<'_, '_> {
             stream: event.stream,
             kind: SizeRules::kind(event.size),
             pool: PoolKey::DEFAULT,
+            segment: None,
             event: Some(number),
             stack: event.stack,
         }
@@ -286,6 +410,7 @@ impl StatePass<'_, '_> {
                 stream: segment.stream,
                 kind: segment.kind,
                 pool: pool_key(pools.of_segment(block.segment), segment.pool),
+                segment: Some(block.segment),
                 event,
                 stack: event.and_then(|event| events[event as usize].stack),
             }
@@ -295,7 +420,11 @@ impl StatePass<'_, '_> {
         let mut stray: Vec<StateBlock> = stray.collect();
         stray.sort_unstable_by_key(|block| block.event);
         blocks.extend(stray);
-        HeapState { bytes_reserved: self.heap.bytes_reserved().saturating_add(self.stray), blocks }
+        HeapState {
+            bytes_reserved: self.heap.bytes_reserved().saturating_add(self.stray),
+            bytes_releasable: self.heap.bytes_releasable(),
+            blocks,
+        }
     }
 
     /// Blocks from before the history that are still allocated at its end: they are in the snapshot, with their stacks.
@@ -305,6 +434,17 @@ impl StatePass<'_, '_> {
             .filter(|block| block.state == BlockState::ActiveAllocated && !self.live.contains_key(&block.address));
         old.map(|block| (block.address, block.stack)).collect()
     }
+}
+
+impl Bytes {
+    fn take_allocated(&mut self, bytes: u64, requested: u64) {
+        self.allocated = self.allocated.saturating_sub(bytes);
+        self.requested = self.requested.saturating_sub(requested);
+    }
+}
+
+fn released(segment: Option<SegmentId>, addr: u64, bytes: u64) -> StateChange {
+    segment.map_or(StateChange::Nothing, |_| StateChange::Released { addr, bytes })
 }
 
 /// The pool of a segment: as inferred, or as the recording names it.

@@ -5,6 +5,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use warpool::memory::{Action, BlockInfo, BlockState, MemPoolId, SegmentInfo, SegmentKind, Snapshot, TraceEntry};
 use warpool_trace::explain::{ExplainOptions, explain};
+use warpool_trace::timeline::{TimelineOptions, timelines};
 
 use crate::common::{MIB, scale};
 
@@ -85,6 +86,10 @@ fn recordings_of_no_program_do_not_panic() {
         };
         let explained = catch_unwind(AssertUnwindSafe(|| explain(&snapshot, &options)));
         let Ok(explained) = explained else { panic!("seed {seed} panics") };
+        let drawn = TimelineOptions { explain: options.clone(), ..TimelineOptions::default() };
+        let drawn = catch_unwind(AssertUnwindSafe(|| timelines(&snapshot, &drawn)));
+        let Ok(drawn) = drawn else { panic!("the timeline of seed {seed} panics") };
+        assert!(drawn.is_ok() || explained.is_err(), "seed {seed} can be explained, but not drawn");
         explained_count += u64::from(explained.is_ok());
         for explanation in explained.into_iter().flatten() {
             for moment in &explanation.moments {

@@ -1,4 +1,4 @@
-//! Explanations: parts that add up, verdicts on programs made to be each case, attribution, and tuning.
+//! Explanations: parts that add up, verdicts on programs made to be each case, attribution, tuning, and timelines.
 
 #[path = "../common/mod.rs"]
 mod common;
@@ -6,5 +6,6 @@ mod common;
 mod hostile;
 mod parts;
 mod program;
+mod timeline;
 mod tuning;
 mod verdicts;

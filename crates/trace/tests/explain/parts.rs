@@ -6,7 +6,8 @@ use warpool_trace::replay::{ReplayOptions, replay};
 
 use crate::common::{RECORDINGS, recording};
 
-fn names() -> Vec<String> {
+/// All recordings.
+pub fn names() -> Vec<String> {
     let files = std::fs::read_dir(RECORDINGS).expect("the folder").map(|file| file.expect("a file").file_name());
     let names =
         files.filter_map(|name| name.to_str().filter(|name| name.ends_with(".pickle.xz")).map(ToOwned::to_owned));
@@ -26,7 +27,7 @@ fn recorded_peak(name: &str) -> u64 {
 }
 
 /// Without replays of changes.
-fn quick() -> ExplainOptions<'static> {
+pub fn quick() -> ExplainOptions<'static> {
     ExplainOptions { skips_fits: true, ..ExplainOptions::default() }
 }
 

@@ -12,7 +12,7 @@ use warpool::memory::{
 };
 use warpool::{Error, Instance};
 
-use crate::common::{MIB, RECORDINGS, written};
+use crate::common::{MIB, RECORDINGS, read, recording, written};
 
 pub const GIB: u64 = 1024 * MIB;
 const DEVICE: DeviceId = DeviceId(0);
@@ -176,6 +176,16 @@ pub fn all() -> [(&'static str, Snapshot); 7] {
         ("verdict.outside", outside()),
         ("verdict.fragmentation", fragmented()),
     ]
+}
+
+/// What is in `recordings/` is what these programs record now.
+#[test]
+fn recordings_are_up_to_date() {
+    for (name, snapshot) in all() {
+        let now = read(&written(&snapshot)).expect("it was just written").snapshot;
+        let recorded = recording(&format!("{name}.pickle.xz")).snapshot;
+        assert!(now == recorded, "{name} records something else now: run write_recordings and compress them");
+    }
 }
 
 #[test]

@@ -15,10 +15,16 @@ const DEVICE: DeviceId = DeviceId(0);
 
 /// A random program on the simulated GPU, recorded from its start.
 fn record(seed: u64, settings: &str) -> Snapshot {
+    record_with(seed, settings, None)
+}
+
+/// The same, with a limit that the program sets and no setting tells.
+fn record_with(seed: u64, settings: &str, limit: Option<u64>) -> Snapshot {
     let mut rng = fastrand::Rng::with_seed(seed);
     let driver = Arc::new(SimDriver::new(SimConfig::default()));
     let instance = Instance::new(driver).expect("a simulated GPU");
     let paged = PagedAllocator::new(&instance, Settings::parse(settings).expect("good settings")).expect("it maps");
+    paged.set_memory_cap(DEVICE, limit).expect("a device");
     paged.record_history(Some(HistoryOptions::default())).expect("a history");
     let device = instance.device(0).expect("a device");
     let streams: Vec<Stream> = (0..3).map(|_| device.pool_stream().expect("a stream")).collect();
@@ -74,5 +80,20 @@ fn limits_of_its_settings_count() {
         println!("seed: {seed}");
         let report = replayed(&record(seed, "backend:paged,memory_cap_mb:100"));
         assert!(report.fidelity.exact, "{:?}", report.fidelity.first_difference);
+    }
+}
+
+/// A limit that is not in the settings shows in the requests that failed.
+#[test]
+fn limits_of_failed_requests_are_inferred() {
+    const MIB: u64 = 1 << 20;
+    for seed in 0..5 {
+        println!("seed: {seed}");
+        let report = replayed(&record_with(seed, "backend:paged", Some(100 * MIB)));
+        assert!(report.ooms > 0, "the program runs out of memory");
+        let limit = report.inferred.memory_limit.as_ref().expect("a limit");
+        assert!(limit.at_least <= 100 * MIB && 100 * MIB < limit.below, "{limit:?}");
+        assert!(!limit.device_full, "{limit:?}");
+        assert!(report.fidelity.exact, "{limit:?}: {:?}", report.fidelity.first_difference);
     }
 }

@@ -247,7 +247,7 @@ fn limit_at_threshold(bytes: u64, threshold: f64) -> u64 {
 }
 
 /// Limits within the bounds, round numbers first: people set them.
-fn likely_limits(at_least: u64, below: u64) -> Vec<u64> {
+pub(super) fn likely_limits(at_least: u64, below: u64) -> Vec<u64> {
     let mut limits = Vec::new();
     let mut unit = 1024 * MIB;
     while unit >= 2 * MIB && limits.len() < 4 {

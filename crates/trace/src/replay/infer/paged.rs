@@ -7,7 +7,7 @@
 
 use warpool::memory::{Action, Settings, TraceEntry};
 
-use super::limit::{ReleaseCause, RetryBounds};
+use super::limit::{LimitBounds, ReleaseCause, RetryBounds, likely_limits};
 use super::{DEFAULT_POOL, Inference, InferredPools, InferredRelease, PoolIndex};
 use crate::budget::{Budget, Charge, Exceeded, bytes_of};
 use crate::replay::recording::{DeviceRecording, frees_segment};
@@ -38,7 +38,9 @@ impl Inference {
                 InferredRelease { events: trim, cause, private_pools: of_pools }
             })
             .collect();
+        let limit = memory_limit(events, &settings);
         Ok(Self {
+            limit,
             pools,
             allocation_pools,
             failed_request_pools,
@@ -49,6 +51,37 @@ impl Inference {
             ..Self::none(settings)
         })
     }
+}
+
+/// The memory limit that failed requests show. Settings that are recorded say it themselves.
+fn memory_limit(events: &[TraceEntry], settings: &Settings) -> Option<LimitBounds> {
+    /// Physical memory comes in pages of at least this size.
+    const PAGE: u64 = 2 << 20;
+    if settings.memory_cap_bytes.is_some() || settings.per_process_memory_fraction < 1.0 {
+        return None;
+    }
+    let (mut reserved, mut at_least, mut below, mut device_full) = (0_u64, 0, u64::MAX, false);
+    for event in events {
+        match event.action {
+            Action::SegmentAlloc | Action::SegmentMap => reserved = reserved.saturating_add(event.size),
+            Action::SegmentFree | Action::SegmentUnmap => reserved = reserved.saturating_sub(event.size),
+            Action::Oom => {
+                // It lacked at most the pages of the whole request: free ones that were in reach served a part of it.
+                let pages = event.size.checked_next_multiple_of(PAGE).unwrap_or(u64::MAX);
+                below = below.min(reserved.saturating_add(pages));
+                device_full |= event.addr < pages;
+            }
+            _ => {}
+        }
+        at_least = at_least.max(reserved);
+    }
+    let candidates = || likely_limits(at_least, below);
+    (at_least < below && below < u64::MAX).then(|| LimitBounds {
+        at_least,
+        below,
+        device_full,
+        candidates: candidates(),
+    })
 }
 
 /// The segment events that do not belong to a request: runs of those that a trim made. Those of a request come right

@@ -18,7 +18,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use warpool::memory::{BlockState, MemPoolId, SegmentInfo, SegmentKind, SizeRules};
 
-use releasable::Releasable;
+use releasable::{Releasable, ReleasableBlock};
 
 use super::rules::{MIB, RecordedRules};
 use crate::budget::{Budget, Charge, Exceeded};
@@ -298,18 +298,28 @@ impl RecordedHeap {
         self.releasable.has_unused_large()
     }
 
+    /// What could be returned to the driver, if it is [tracked](Self::track_releasable): segments without allocations,
+    /// and of expandable segments whole chunks without.
+    pub fn bytes_releasable(&self) -> u64 {
+        self.releasable.bytes()
+    }
+
     fn note_free(&self, releasable: &mut Releasable, addr: u64, block: &RecordedBlock) {
         let segment = self.segment(block.segment);
-        let is_releasable = if segment.expandable {
+        let bytes = if segment.expandable {
             let chunk = self.rules.sizes().chunk(segment.kind);
             let first_chunk = addr.checked_sub(segment.base).and_then(|offset| offset.checked_next_multiple_of(chunk));
-            let end_of_first = first_chunk.and_then(|first| (segment.base + first).checked_add(chunk));
-            end_of_first.is_some_and(|end| end <= addr + block.bytes)
+            let first = first_chunk.and_then(|offset| segment.base.checked_add(offset));
+            let bytes = first.and_then(|first| (addr + block.bytes).checked_sub(first));
+            bytes.map_or(0, |bytes| bytes - bytes % chunk)
+        } else if block.bytes == segment.bytes {
+            block.bytes
         } else {
-            block.bytes == segment.bytes
+            0
         };
-        if is_releasable {
-            releasable.add(addr, block.segment, segment.kind == SegmentKind::Large && !segment.expandable);
+        if bytes > 0 {
+            let is_unused_large = segment.kind == SegmentKind::Large && !segment.expandable;
+            releasable.add(addr, ReleasableBlock { segment: block.segment, is_unused_large, bytes });
         }
     }
 

@@ -9,11 +9,22 @@ use super::SegmentId;
 #[derive(Clone, Debug, Default)]
 pub(super) struct Releasable {
     is_tracking: bool,
-    /// By address: the segment, and whether it is a whole large segment that is not expandable.
-    blocks: FxHashMap<u64, (SegmentId, bool)>,
+    /// By address.
+    blocks: FxHashMap<u64, ReleasableBlock>,
     /// How many of them were added for each segment since the last call of `take_changes`, less those removed.
     changes: FxHashMap<SegmentId, i32>,
     unused_large: usize,
+    bytes: u64,
+}
+
+/// A free block of which at least a part could be returned.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct ReleasableBlock {
+    pub segment: SegmentId,
+    /// Whether it is a whole large segment that is not expandable.
+    pub is_unused_large: bool,
+    /// How much could be returned.
+    pub bytes: u64,
 }
 
 impl Releasable {
@@ -30,10 +41,16 @@ impl Releasable {
         self.unused_large > 0
     }
 
-    pub fn add(&mut self, addr: u64, segment: SegmentId, is_unused_large: bool) {
-        if self.blocks.insert(addr, (segment, is_unused_large)).is_none() {
-            self.unused_large += usize::from(is_unused_large);
-            self.change(segment, 1);
+    /// What could be returned in all.
+    pub fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
+    pub fn add(&mut self, addr: u64, block: ReleasableBlock) {
+        if self.blocks.insert(addr, block).is_none() {
+            self.unused_large += usize::from(block.is_unused_large);
+            self.bytes = self.bytes.saturating_add(block.bytes);
+            self.change(block.segment, 1);
         }
     }
 
@@ -42,9 +59,10 @@ impl Releasable {
         if self.blocks.is_empty() {
             return;
         }
-        if let Some((segment, is_unused_large)) = self.blocks.remove(&addr) {
-            self.unused_large -= usize::from(is_unused_large);
-            self.change(segment, -1);
+        if let Some(block) = self.blocks.remove(&addr) {
+            self.unused_large -= usize::from(block.is_unused_large);
+            self.bytes = self.bytes.saturating_sub(block.bytes);
+            self.change(block.segment, -1);
         }
     }
 

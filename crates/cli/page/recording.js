@@ -1,0 +1,251 @@
+// One device of a recording: what was allocated and reserved at every position, and by whom.
+// A position counts events: 0 is before the first. The state at a position needs no replay: an allocation exists from
+// one position to another, so the active ones are found by one pass over two columns.
+
+import { ColumnReader } from "./decode.js";
+import { formatBytes, formatCount } from "./format.js";
+
+/** Never freed. */
+export const NEVER = 2 ** 32 - 1;
+
+/** The parts of reserved memory, from below in the drawing. */
+export const PARTS = [
+  { name: "allocated", label: "allocated", help: "bytes that the program requested and has not freed" },
+  { name: "rounding", label: "rounding", help: "what blocks have beyond their requests" },
+  { name: "waiting", label: "waiting for streams", help: "freed, but a stream may still use it" },
+  { name: "fragmentation", label: "fragmentation", help: "free between allocations; cannot go back to the driver" },
+  { name: "cached", label: "cached", help: "free segments; empty_cache() would give them back to the driver" },
+];
+
+export class Recording {
+  /** Decodes the sections of a device. */
+  static async open(device) {
+    const recording = new Recording();
+    recording.info = device;
+    const [levels, allocations, ranges, stacks] = await Promise.all([
+      Promise.all(device.levels.map((level) => openLevel(level))),
+      ColumnReader.open(`${device.id}.allocations`).then(readAllocations),
+      ColumnReader.open(`${device.id}.ranges`).then(readRanges),
+      ColumnReader.open(`${device.id}.stacks`).then(readStacks),
+    ]);
+    Object.assign(recording, { levels, allocations, ranges, stacks });
+    recording.groups = makeGroups(recording);
+    return recording;
+  }
+
+  /** The number of positions is one more. */
+  get events() {
+    return this.info.events;
+  }
+
+  /** Whether the sample at a position is exact: in long recordings the finest level has several positions in one. */
+  get isExact() {
+    return this.levels[0].positions === 1;
+  }
+
+  /** The parts at a position. */
+  sampleAt(position) {
+    const level = this.levels[0];
+    return sampleOf(level, Math.min(level.count - 1, Math.floor(position / level.positions)));
+  }
+
+  /** The time of a position, in microseconds since the first event. */
+  timeOf(position) {
+    const level = this.levels[0];
+    return level.time[Math.min(level.count - 1, Math.floor(position / level.positions))];
+  }
+
+  /** The last position that is not later than a time. */
+  positionAtTime(us) {
+    const level = this.levels[0];
+    return level.position[Math.max(0, upperBound(level.time, us, 0, level.count) - 1)];
+  }
+
+  /** The allocations that are allocated, or wait for streams, at a position; by number. */
+  activeAt(position) {
+    // Several drawings ask for the same position.
+    if (this.active?.position !== position) {
+      const { from, until, count } = this.allocations;
+      const started = upperBound(from, position, 0, count);
+      const list = [];
+      for (let at = 0; at < started; at++) if (until[at] > position) list.push(at);
+      this.active = { position, list };
+    }
+    return this.active.list;
+  }
+
+  /** What is reserved at a position, by number. */
+  rangesAt(position) {
+    const { from, until, count } = this.ranges;
+    const found = [];
+    for (let at = 0; at < count && from[at] <= position; at++) if (until[at] > position) found.push(at);
+    return found;
+  }
+
+  /** The event behind which a position is, in words. */
+  eventAt(position) {
+    const { from, waits, until, requested } = this.allocations;
+    const first = upperBound(from, position - 1, 0, this.allocations.count);
+    if (position > 0 && from[first] === position) {
+      return { text: `allocated ${formatBytes(requested[first])}`, allocation: first };
+    }
+    for (let at = 0; at < first; at++) {
+      if (until[at] === position || waits[at] === position) {
+        return { text: `freed ${formatBytes(requested[at])}`, allocation: at };
+      }
+    }
+    const range = position > 0 ? this.ranges.from.indexOf(position) : -1;
+    if (range >= 0) return { text: `reserved ${formatBytes(this.ranges.bytes[range])}` };
+    const mark = this.info.marks.find((candidate) => candidate.position === position);
+    if (mark) return { text: markText(mark) };
+    return { text: "" };
+  }
+
+  /** The frames of an allocation, innermost first. */
+  framesOf(allocation) {
+    const stack = this.allocations.stack[allocation];
+    const frames = [];
+    for (let node = stack ? this.stacks.node[stack - 1] : -1; node >= 0; node = this.stacks.parent[node]) {
+      frames.push(this.stacks.frameText[this.stacks.frame[node]]);
+    }
+    return frames;
+  }
+}
+
+/** The event that led to a position; events are counted from 0, as `warpool explain` does. */
+export function eventName(position) {
+  return position > 0 ? `event ${formatCount(position - 1)}` : "before the first event";
+}
+
+/** A mark in words. */
+export function markText(mark) {
+  return mark.kind === "oom"
+    ? `out of memory: ${formatBytes(mark.bytes)} requested`
+    : `retry: ${formatBytes(mark.bytes)} of cached memory returned to the driver`;
+}
+
+/** The first place from which on values are larger. */
+export function upperBound(values, value, low, high) {
+  while (low < high) {
+    const middle = (low + high) >> 1;
+    if (values[middle] <= value) low = middle + 1;
+    else high = middle;
+  }
+  return low;
+}
+
+/** The parts of one bucket. */
+export function sampleOf(level, at) {
+  const sample = { position: level.position[at], time: level.time[at], reserved: level.reserved[at] };
+  for (const { name } of PARTS) sample[name] = level[name][at];
+  sample.live = sample.allocated + sample.rounding;
+  return sample;
+}
+
+async function openLevel(info) {
+  const reader = await ColumnReader.open(info.id);
+  const level = { positions: info.positions };
+  level.time = reader.sums();
+  level.allocated = reader.sums();
+  level.rounding = reader.sums();
+  level.waiting = reader.sums();
+  level.cached = reader.sums();
+  level.reserved = reader.sums();
+  level.count = level.time.length;
+  level.position = new Float64Array(level.count);
+  level.fragmentation = new Float64Array(level.count);
+  const offsets = reader.column(Uint32Array);
+  const below = reader.column();
+  const above = reader.column();
+  level.liveMin = new Float64Array(level.count);
+  level.reservedMax = new Float64Array(level.count);
+  for (let at = 0; at < level.count; at++) {
+    const live = level.allocated[at] + level.rounding[at];
+    level.position[at] = at * level.positions + (offsets.length ? offsets[at] : 0);
+    level.fragmentation[at] = Math.max(0, level.reserved[at] - live - level.waiting[at] - level.cached[at]);
+    level.liveMin[at] = live - (below.length ? below[at] : 0);
+    level.reservedMax[at] = level.reserved[at] + (above.length ? above[at] : 0);
+  }
+  return level;
+}
+
+function readAllocations(reader) {
+  const sizes = [reader.column(), reader.column()];
+  const from = reader.sums(Uint32Array);
+  const count = from.length;
+  const waitsAfter = reader.column();
+  const freeAfter = reader.column();
+  const addr = reader.sums();
+  const size = reader.column(Uint32Array);
+  const stack = reader.column(Uint32Array);
+  const [waits, until] = [new Uint32Array(count), new Uint32Array(count)];
+  const [bytes, requested] = [new Float64Array(count), new Float64Array(count)];
+  for (let at = 0; at < count; at++) {
+    // 0 is never; otherwise one more than the distance.
+    waits[at] = waitsAfter[at] ? from[at] + waitsAfter[at] - 1 : NEVER;
+    until[at] = freeAfter[at] ? waits[at] + freeAfter[at] - 1 : NEVER;
+    bytes[at] = sizes[0][size[at]];
+    requested[at] = sizes[1][size[at]];
+  }
+  return { count, from, waits, until, addr, bytes, requested, stack };
+}
+
+function readRanges(reader) {
+  const kinds = [reader.column(), reader.column(), reader.column()];
+  const from = reader.sums(Uint32Array);
+  const life = reader.column();
+  const addr = reader.sums();
+  const bytes = reader.column();
+  const kind = reader.column(Uint32Array);
+  const segment = reader.sums(Uint32Array);
+  const until = new Uint32Array(from.length);
+  for (let at = 0; at < from.length; at++) until[at] = life[at] ? from[at] + life[at] : NEVER;
+  const [stream, isLarge, pool] = kinds;
+  return { count: from.length, from, until, addr, bytes, kind, segment, kinds: { stream, isLarge, pool } };
+}
+
+function readStacks(reader) {
+  const parents = reader.column();
+  const parent = Int32Array.from(parents, (value) => value - 1);
+  const frame = reader.column(Uint32Array);
+  const [name, file, line, flags] = [reader.column(), reader.column(), reader.column(), reader.column()];
+  const [siteCall, siteLine] = [reader.column(), reader.column()];
+  const [node, site] = [reader.column(Uint32Array), reader.column(Uint32Array)];
+  const texts = reader.json();
+  const frameText = Array.from(name, (text, at) => `${texts[text]} (${texts[file[at]]}:${line[at]})`);
+  return {
+    parent,
+    frame,
+    node,
+    site,
+    frameText,
+    frameName: Array.from(name, (text) => texts[text]),
+    /** It only calls on. */
+    passesThrough: Array.from(flags, (bits) => (bits & 1) !== 0),
+    isFramework: Array.from(flags, (bits) => (bits & 2) !== 0),
+    sites: Array.from(siteCall, (call, at) => ({ call: texts[call], line: texts[siteLine[at]] })),
+  };
+}
+
+/** Groups of allocations: by what their stacks tell, or without a stack by size. The heaviest first. */
+function makeGroups(recording) {
+  const { allocations, stacks, info } = recording;
+  const groups = stacks.sites.map(({ call, line }) => ({ call, line, weight: 0 }));
+  const bySize = new Map();
+  const of = new Uint32Array(allocations.count);
+  for (let at = 0; at < allocations.count; at++) {
+    const stack = allocations.stack[at];
+    let group = stack ? stacks.site[stack - 1] : bySize.get(allocations.requested[at]);
+    if (group === undefined) {
+      group = groups.length;
+      bySize.set(allocations.requested[at], group);
+      groups.push({ call: `blocks of ${formatBytes(allocations.requested[at])}`, line: "", weight: 0 });
+    }
+    of[at] = group;
+    const until = Math.min(allocations.until[at], info.events + 1);
+    groups[group].weight += allocations.requested[at] * (until - allocations.from[at]);
+  }
+  const ranked = groups.map((_, group) => group).sort((a, b) => groups[b].weight - groups[a].weight || a - b);
+  ranked.forEach((group, rank) => (groups[group].rank = rank));
+  return { list: groups, of };
+}

@@ -1,0 +1,43 @@
+//! The figures that the page shows, as JSON: `--json` prints them, and the page has the same.
+
+use serde_json::{Value, json};
+use warpool_trace::timeline::{MarkKind, Sample, Timeline};
+
+/// The figures of one device.
+pub fn object(timeline: &Timeline) -> Value {
+    let count = |kind: MarkKind| timeline.marks.iter().filter(|mark| mark.kind == kind).count();
+    let explanation = &timeline.explanation;
+    let moment = explanation.moment();
+    json!({
+        "device": timeline.device,
+        "events": timeline.events,
+        "duration_us": timeline.duration_us,
+        "allocations": timeline.allocations.len() as u64 + timeline.allocations_left_out,
+        "allocations_left_out": timeline.allocations_left_out,
+        "positions_per_sample": timeline.levels.first().map_or(1, |level| level.positions),
+        "peak_live": sample(&timeline.peak_live),
+        "peak_reserved": sample(&timeline.peak_reserved),
+        "ooms": count(MarkKind::OutOfMemory),
+        "retries": count(MarkKind::Retry),
+        "verdict": moment.verdict.name(),
+        "moment": { "kind": moment.kind.name(), "event": moment.event, "time_us": moment.time_us },
+        "device_bytes_total": explanation.device_bytes_total,
+        "device_assumed": explanation.device_assumed,
+    })
+}
+
+fn sample(sample: &Sample) -> Value {
+    json!({
+        "position": sample.position,
+        "time_us": sample.time_us,
+        "live_bytes": sample.live(),
+        "reserved_bytes": sample.reserved,
+        "parts": {
+            "allocated": sample.allocated,
+            "rounding": sample.rounding,
+            "waiting": sample.waiting,
+            "fragmentation": sample.fragmentation(),
+            "cached": sample.cached,
+        },
+    })
+}

@@ -1,0 +1,177 @@
+//! `warpool view`: a recording as a page for the browser. `sections.rs` and `columns.rs` encode the data, `page.rs`
+//! joins it with the sources in `crates/cli/page`, `figures.rs` has the figures as JSON.
+
+mod columns;
+mod figures;
+mod page;
+mod sections;
+
+use std::path::{Path, PathBuf};
+
+use indicatif::ProgressBar;
+use serde_json::{Value, json};
+use warpool::memory::Snapshot;
+use warpool_trace::explain::{ExplainOptions, Frameworks};
+use warpool_trace::timeline::{Timeline, TimelineOptions, timelines};
+
+use crate::files::short_names;
+use crate::inputs::{self, in_parallel, replay_error, show_progress};
+use crate::output::{self, CommandError, Output, Result, Verdict};
+use crate::size;
+
+pub use page::Page;
+pub use sections::DevicePart;
+use sections::device_part;
+
+/// No page is larger: beyond that it keeps fewer of the small allocations, and samples less often.
+pub const BYTES_MAX: usize = 30_000_000;
+/// More than the page has beside its data.
+const SOURCES_BYTES: usize = 200_000;
+
+/// Writes a page for the browser: memory over time, and who holds it at any moment
+///
+/// One HTML file with everything in it, which needs no network and no server: what was allocated, cached and lost over
+/// time; the segments and blocks, a flame graph and the largest holders at the cursor; allocations as bands; search by
+/// frame; out-of-memory events and retries. Record with stacks to see who holds memory:
+/// torch.cuda.memory._record_memory_history(). `warpool diff A B -o FILE` compares two recordings in a page.
+#[derive(Debug, clap::Args)]
+#[command(after_help = "A report that exists is replaced; any other file is not.\n\
+    Exit status: 0 success, 2 the file cannot be read, or the page cannot be written.\n\n\
+    Examples:\n  \
+    warpool view oom.pickle -o report.html\n  \
+    warpool view ranks.pickle --device 3\n  \
+    warpool view oom.pickle --json")]
+pub struct Args {
+    /// The recording; `-` is the standard input
+    #[arg(value_name = "FILE")]
+    file: PathBuf,
+    /// The page to write [default: the name of the recording with .html, in the current folder]
+    #[arg(short, long, value_name = "PAGE")]
+    output: Option<PathBuf>,
+    /// Only this device [default: all; the page has a choice]
+    #[arg(long, value_name = "NUMBER")]
+    device: Option<u32>,
+    /// Memory of the device that the program ran on, for example 79.1GiB; recordings do not contain it
+    #[arg(long, value_name = "SIZE", value_parser = size::parse)]
+    capacity: Option<u64>,
+    /// A package or a part of a path whose code is not your own, beside torch and its companions; may be repeated
+    #[arg(long, value_name = "NAME")]
+    framework: Vec<String>,
+    /// The most memory of this machine that it may take, for example 16GiB
+    #[arg(long, value_name = "SIZE", value_parser = size::parse)]
+    memory_limit: Option<u64>,
+    /// One JSON object: what was written, and the figures that the page shows
+    #[arg(long)]
+    pub json: bool,
+}
+
+pub fn run(args: &Args, quiet: bool, output: &mut Output) -> Result<Verdict> {
+    let files = [args.file.clone()];
+    let name = short_names(&files).remove(0);
+    let to = args.output.clone().unwrap_or_else(|| default_output(&args.file));
+    let mut made = Err(String::new());
+    let work = |file: &Path, bar: &ProgressBar| make(file, &name, args, bar);
+    in_parallel(&files, quiet, work, |_, result| {
+        made = result;
+        Ok(())
+    })?;
+    let (page, devices) = made.map_err(|error| CommandError::Usage(output::printable(&error)))?;
+    let bytes = page.write(&to)?;
+    output.object(&json!({
+        "schema_version": 1,
+        "file": args.file.to_string_lossy(),
+        "page": to.to_string_lossy(),
+        "page_bytes": bytes,
+        "devices": devices,
+    }))?;
+    output.line(format!("{}: {}", output::printable(&to.display().to_string()), size::format(bytes)))?;
+    if !quiet {
+        output.line("Open it in a browser.")?;
+    }
+    Ok(Verdict::Success)
+}
+
+/// The page, and the figures of its devices.
+fn make(file: &Path, name: &str, args: &Args, bar: &ProgressBar) -> std::result::Result<(Page, Vec<Value>), String> {
+    let opened = inputs::open(file, true, args.memory_limit, bar)?;
+    inputs::begin(bar, "replaying");
+    let frameworks = Frameworks::default().with(&args.framework);
+    let options = TimelineOptions {
+        explain: ExplainOptions {
+            capacity: args.capacity,
+            frameworks: frameworks.clone(),
+            memory_limit: Some(opened.memory_limit),
+            progress: Some(&|progress| show_progress(bar, progress)),
+            ..ExplainOptions::default()
+        },
+        ..TimelineOptions::default()
+    };
+    let snapshot = &opened.recording.snapshot;
+    let mut found = timelines(snapshot, &options).map_err(|error| replay_error(file, &error))?;
+    if let Some(device) = args.device {
+        let numbers: Vec<String> = found.iter().map(|timeline| timeline.device.to_string()).collect();
+        found.retain(|timeline| timeline.device == device);
+        if found.is_empty() {
+            let message = format!("there is no device {device} in it, only {}", numbers.join(", "));
+            return Err(inputs::with_file(file, message));
+        }
+    }
+    inputs::begin(bar, "writing");
+    let parts = device_parts(&mut found, snapshot, &frameworks, BYTES_MAX);
+    let mut page = Page { title: name.to_owned(), manifest: Value::Null, sections: Vec::new() };
+    let mut devices = Vec::new();
+    for part in parts {
+        page.sections.extend(part.sections);
+        devices.push(part.info);
+    }
+    page.manifest = json!({ "title": name, "devices": devices });
+    Ok((page, found.iter().map(figures::object).collect()))
+}
+
+/// The parts of all devices, with less detail until they are small enough together.
+pub fn device_parts(
+    found: &mut [Timeline],
+    snapshot: &Snapshot,
+    frameworks: &Frameworks,
+    bytes_max: usize,
+) -> Vec<DevicePart> {
+    loop {
+        let part = |timeline: &Timeline| device_part(timeline, snapshot, frameworks);
+        let parts: Vec<DevicePart> = found.iter().map(part).collect();
+        let bytes: usize = parts.iter().map(DevicePart::bytes).sum();
+        if bytes + SOURCES_BYTES <= bytes_max || !found.iter().any(Timeline::can_reduce) {
+            return parts;
+        }
+        found.iter_mut().for_each(Timeline::reduce);
+    }
+}
+
+/// The name of a recording with `.html`, in the current folder.
+fn default_output(file: &Path) -> PathBuf {
+    let name = file.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();
+    let endings = [".xz", ".gz", ".zst", ".pickle", ".pkl", ".csv"];
+    let mut stem = name.as_str();
+    for ending in endings {
+        stem = stem.strip_suffix(ending).unwrap_or(stem);
+    }
+    let stem = if stem.is_empty() || stem == "-" { "recording" } else { stem };
+    PathBuf::from(format!("{stem}.html"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn page_is_named_after_the_recording() {
+        for (file, page) in [
+            ("a/oom.pickle.xz", "oom.html"),
+            ("x.native.pickle", "x.native.html"),
+            ("log.csv", "log.html"),
+            ("-", "recording.html"),
+            (".pickle", "recording.html"),
+        ] {
+            assert_eq!(default_output(Path::new(file)), PathBuf::from(page));
+        }
+    }
+}

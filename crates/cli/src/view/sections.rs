@@ -1,0 +1,222 @@
+//! One timeline as sections of the page. `page/recording.js` reads what is written here.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use serde_json::{Value, json};
+use warpool::memory::{Frame, SegmentKind, Snapshot};
+use warpool_trace::explain::Frameworks;
+use warpool_trace::timeline::{Allocation, Level, ReservedRange, StackTree, Timeline};
+
+use super::columns::Columns;
+use super::figures;
+use crate::explain::prose;
+
+/// At most so many marks are drawn; a program that catches its failures may have many.
+const MARKS_MAX: usize = 4096;
+
+/// A part of the page that the script inflates.
+#[derive(Clone)]
+pub struct Section {
+    pub id: String,
+    pub text: String,
+}
+
+/// What the page needs of one device: its sections, and what the script is told about them.
+pub struct DevicePart {
+    pub sections: Vec<Section>,
+    pub info: Value,
+}
+
+impl DevicePart {
+    /// What it takes in the page.
+    pub fn bytes(&self) -> usize {
+        let sections: usize = self.sections.iter().map(|section| section.text.len() + 100).sum();
+        sections + self.info.to_string().len()
+    }
+
+    /// The same under other names, for a page with several recordings.
+    pub fn with_prefix(&self, prefix: &str) -> Self {
+        let renamed = |id: &Value| json!(format!("{prefix}-{}", id.as_str().unwrap_or_default()));
+        let mut info = self.info.clone();
+        info["id"] = renamed(&info["id"]);
+        for level in info["levels"].as_array_mut().into_iter().flatten() {
+            level["id"] = renamed(&level["id"]);
+        }
+        let section =
+            |section: &Section| Section { id: format!("{prefix}-{}", section.id), text: section.text.clone() };
+        Self { sections: self.sections.iter().map(section).collect(), info }
+    }
+}
+
+/// Makes the part of a timeline.
+pub fn device_part(timeline: &Timeline, snapshot: &Snapshot, frameworks: &Frameworks) -> DevicePart {
+    let id = format!("device{}", timeline.device);
+    let mut tree = Tree { stacks: &snapshot.stacks, frameworks, tree: StackTree::default() };
+    let mut sections = Vec::new();
+    let mut add = |name: &str, columns: &Columns| {
+        let id = format!("{id}.{name}");
+        sections.push(Section { id: id.clone(), text: columns.pack() });
+        id
+    };
+    let levels: Vec<Value> = (timeline.levels.iter().enumerate())
+        .map(|(at, level)| json!({"id": add(&format!("level{at}"), &level_columns(level)), "positions": level.positions}))
+        .collect();
+    add("allocations", &allocation_columns(&timeline.allocations, &mut tree));
+    add("ranges", &range_columns(&timeline.ranges));
+    let marks: Vec<Value> = (timeline.marks.iter().take(MARKS_MAX))
+        .map(|mark| {
+            let stack = mark.stack.and_then(|stack| tree.number(stack));
+            json!({"position": mark.position, "kind": mark.kind.name(), "bytes": mark.bytes, "stack": stack})
+        })
+        .collect();
+    add("stacks", &tree.columns());
+    let explanation = &timeline.explanation;
+    let moment = explanation.moment();
+    let info = json!({
+        "id": id,
+        "device": timeline.device,
+        "events": timeline.events,
+        "levels": levels,
+        "marks": marks,
+        "figures": figures::object(timeline),
+        // The state of an out-of-memory event is the one before it; that of a peak the one behind it.
+        "moment_position": moment.event.map_or(0, |event| event + 1),
+        "headline": prose::headline(explanation),
+        "prose": prose::sentences(explanation),
+        "remarks": explanation.remarks,
+        "has_stacks": moment.holders.has_stacks(),
+    });
+    DevicePart { sections, info }
+}
+
+fn level_columns(level: &Level) -> Columns {
+    let buckets = || level.buckets.iter();
+    let mut columns = Columns::default();
+    columns
+        .sums(buckets().map(|bucket| bucket.sample.time_us))
+        .sums(buckets().map(|bucket| bucket.sample.allocated))
+        .sums(buckets().map(|bucket| bucket.sample.rounding))
+        .sums(buckets().map(|bucket| bucket.sample.waiting))
+        .sums(buckets().map(|bucket| bucket.sample.cached))
+        .sums(buckets().map(|bucket| bucket.sample.reserved));
+    if level.positions == 1 {
+        // A bucket of one position is its sample.
+        let none = || [].into_iter();
+        columns.column(none()).column(none()).column(none());
+    } else {
+        columns
+            .column(buckets().map(|bucket| bucket.sample.position % level.positions))
+            .column(buckets().map(|bucket| bucket.sample.live() - bucket.live_min))
+            .column(buckets().map(|bucket| bucket.reserved_max - bucket.sample.reserved));
+    }
+    columns
+}
+
+fn allocation_columns(allocations: &[Allocation], tree: &mut Tree<'_>) -> Columns {
+    let mut sizes = Numbering::default();
+    let size: Vec<u64> = allocations.iter().map(|it| sizes.number((it.bytes, it.requested))).collect();
+    let stack: Vec<u64> = allocations
+        .iter()
+        .map(|it| it.stack.and_then(|stack| tree.number(stack)).map_or(0, |number| u64::from(number) + 1))
+        .collect();
+    let mut columns = Columns::default();
+    columns
+        .column(sizes.list.iter().map(|&(bytes, _)| bytes))
+        .column(sizes.list.iter().map(|&(_, requested)| requested))
+        .sums(allocations.iter().map(|it| it.from))
+        // 0 is never; otherwise one more than the distance.
+        .column(allocations.iter().map(|it| it.waits_from.map_or(0, |waits| waits - it.from + 1)))
+        .column(allocations.iter().map(|it| match (it.waits_from, it.until) {
+            (Some(waits), Some(until)) => until - waits + 1,
+            _ => 0,
+        }))
+        .sums(allocations.iter().map(|it| it.addr))
+        .column(size.into_iter())
+        .column(stack.into_iter());
+    columns
+}
+
+fn range_columns(ranges: &[ReservedRange]) -> Columns {
+    let mut kinds = Numbering::default();
+    let kind: Vec<u64> = ranges.iter().map(|it| kinds.number((it.stream, it.kind, it.pool))).collect();
+    let mut columns = Columns::default();
+    columns
+        .column(kinds.list.iter().map(|&(stream, _, _)| stream))
+        .column(kinds.list.iter().map(|&(_, kind, _)| u64::from(kind == SegmentKind::Large)))
+        .column(kinds.list.iter().map(|&(_, _, pool)| u64::from(pool)))
+        .sums(ranges.iter().map(|it| it.from))
+        .column(ranges.iter().map(|it| it.until.map_or(0, |until| until - it.from)))
+        .sums(ranges.iter().map(|it| it.addr))
+        .column(ranges.iter().map(|it| it.bytes))
+        .column(kind.into_iter())
+        .sums(ranges.iter().map(|it| u64::from(it.segment)));
+    columns
+}
+
+/// The stacks that are used.
+struct Tree<'a> {
+    stacks: &'a [Arc<[Frame]>],
+    frameworks: &'a Frameworks,
+    tree: StackTree,
+}
+
+impl Tree<'_> {
+    fn number(&mut self, stack: warpool::memory::StackId) -> Option<u32> {
+        self.tree.add(self.stacks, stack, self.frameworks)
+    }
+
+    fn columns(&self) -> Columns {
+        const PASSES_THROUGH: u64 = 1;
+        const FRAMEWORK: u64 = 2;
+        let StackTree { frames, passes_through, nodes, sites, stacks, .. } = &self.tree;
+        let mut texts = Numbering::default();
+        let mut numbers = |texts_of: Vec<&str>| -> Vec<u64> {
+            texts_of.into_iter().map(|text| texts.number(text.to_owned())).collect()
+        };
+        let names = numbers(frames.iter().map(|frame| frame.name.as_str()).collect());
+        let files = numbers(frames.iter().map(|frame| StackTree::short_path(&frame.filename)).collect());
+        let calls = numbers(sites.iter().map(|site| site.call.as_str()).collect());
+        let lines = numbers(sites.iter().map(|site| site.line.as_str()).collect());
+        let flags = frames.iter().zip(passes_through).map(|(frame, &passes)| {
+            let framework = self.frameworks.contains(&frame.filename);
+            u64::from(passes) * PASSES_THROUGH + u64::from(framework) * FRAMEWORK
+        });
+        let mut columns = Columns::default();
+        columns
+            .column(nodes.iter().map(|node| node.parent.map_or(0, |parent| u64::from(parent) + 1)))
+            .column(nodes.iter().map(|node| u64::from(node.frame)))
+            .column(names.into_iter())
+            .column(files.into_iter())
+            .column(frames.iter().map(|frame| frame.line))
+            .column(flags)
+            .column(calls.into_iter())
+            .column(lines.into_iter())
+            .column(stacks.iter().map(|&(node, _)| u64::from(node)))
+            .column(stacks.iter().map(|&(_, site)| u64::from(site)))
+            .bytes(json!(texts.list).to_string().as_bytes());
+        columns
+    }
+}
+
+/// Values by number, in the order in which they first appear.
+struct Numbering<T> {
+    list: Vec<T>,
+    numbers: HashMap<T, u64>,
+}
+
+impl<T> Default for Numbering<T> {
+    fn default() -> Self {
+        Self { list: Vec::new(), numbers: HashMap::new() }
+    }
+}
+
+impl<T: Clone + Eq + std::hash::Hash> Numbering<T> {
+    fn number(&mut self, value: T) -> u64 {
+        let Self { list, numbers } = self;
+        *numbers.entry(value).or_insert_with_key(|value| {
+            list.push(value.clone());
+            list.len() as u64 - 1
+        })
+    }
+}

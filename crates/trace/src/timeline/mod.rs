@@ -1,0 +1,272 @@
+//! The memory of one device over the whole of a recording, as data for drawing: what was allocated, cached and lost at
+//! every moment, every allocation with its lifetime, every range that was reserved, and the call stacks behind them.
+//!
+//! A *position* counts events: position 0 is before the first event, position `n` behind the first `n`. From a
+//! [`Timeline`] the state at any position can be made without the recording: an [`Allocation`] exists from one position
+//! to another, and so does a [`ReservedRange`]; what is reserved and in no allocation is free.
+//!
+//! ```no_run
+//! use warpool_trace::timeline::{TimelineOptions, timelines};
+//! use warpool_trace::{ReadOptions, read_file};
+//!
+//! let recording = read_file("train.pickle", &ReadOptions { stacks: true, ..ReadOptions::default() })?;
+//! for timeline in timelines(&recording.snapshot, &TimelineOptions::default())? {
+//!     println!("{} bytes at position {}", timeline.peak_live.live(), timeline.peak_live.position);
+//! }
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+//!
+//! It is bounded, however long the recording: beyond [`TimelineOptions::allocations_max`] the smallest and shortest
+//! allocations are left out, and beyond [`TimelineOptions::buckets_max`] positions are summarised ([`Level`]).
+
+mod allocations;
+mod levels;
+mod ranges;
+mod stacks;
+
+use std::collections::BTreeMap;
+
+use warpool::memory::{Action, SegmentInfo, Snapshot, StackId};
+
+pub use allocations::Allocation;
+pub use levels::{Bucket, Level, Sample};
+pub use ranges::ReservedRange;
+pub use stacks::{StackNode, StackTree};
+
+use crate::explain::{ExplainOptions, Explanation, explain_device, explain_segments};
+use crate::replay::{DeviceReplay, DeviceReplays, HeapState, ReplayError, ReplayOptions, Totals, check_segments};
+use allocations::AllocationTable;
+use levels::Levels;
+use ranges::Ranges;
+
+/// How much of a recording a [`Timeline`] keeps, and how it is explained.
+#[derive(Clone)]
+pub struct TimelineOptions<'a> {
+    /// The most allocations; beyond that the largest and longest are kept.
+    pub allocations_max: usize,
+    /// The most buckets of the finest level.
+    pub buckets_max: usize,
+    /// How the moments are explained, with the memory limit and the progress. What would have fitted is left out.
+    pub explain: ExplainOptions<'a>,
+}
+
+impl Default for TimelineOptions<'_> {
+    fn default() -> Self {
+        Self { allocations_max: 1 << 20, buckets_max: 1 << 20, explain: ExplainOptions::default() }
+    }
+}
+
+/// The memory of one device over a recording.
+#[derive(Clone, Debug)]
+pub struct Timeline {
+    /// The device.
+    pub device: u32,
+    /// How many events there are; 0 without a history.
+    pub events: u64,
+    /// Microseconds from the first event to the last.
+    pub duration_us: u64,
+    /// What was allocated, cached and lost over time; the finest level first, each further one eight times coarser.
+    pub levels: Vec<Level>,
+    /// The allocations, in the order of their events.
+    pub allocations: Vec<Allocation>,
+    /// How many were left out.
+    pub allocations_left_out: u64,
+    /// What was reserved, in the order of events.
+    pub ranges: Vec<ReservedRange>,
+    /// What stands out, in the order of events.
+    pub marks: Vec<Mark>,
+    /// The sample with the most live memory; the first of them.
+    pub peak_live: Sample,
+    /// The sample with the most reserved memory, and of these the one with the most live memory.
+    pub peak_reserved: Sample,
+    /// Why it ran out, or what its peak was.
+    pub explanation: Explanation,
+}
+
+impl Timeline {
+    /// Whether [`reduce`](Self::reduce) would leave anything out.
+    #[must_use]
+    pub fn can_reduce(&self) -> bool {
+        !self.allocations.is_empty() || self.levels.first().is_some_and(|level| level.buckets.len() > 1)
+    }
+
+    /// Halves what it takes: the lighter half of the allocations is left out, and the finest level is twice as coarse.
+    pub fn reduce(&mut self) {
+        let kept = self.allocations.len() / 2;
+        self.allocations_left_out += (self.allocations.len() - kept) as u64;
+        allocations::keep_heaviest(&mut self.allocations, kept);
+        self.allocations.sort_unstable_by_key(|allocation| (allocation.from, allocation.addr));
+        levels::coarsen(&mut self.levels);
+    }
+}
+
+/// Something that stands out.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Mark {
+    /// Behind its event.
+    pub position: u64,
+    /// What it is.
+    pub kind: MarkKind,
+    /// The bytes of the request, or what the release gave back; 0 if that is not known.
+    pub bytes: u64,
+    /// The call stack of the request.
+    pub stack: Option<StackId>,
+}
+
+/// What stands out.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum MarkKind {
+    /// A request ran out of memory.
+    OutOfMemory,
+    /// The allocator released what it had cached, to retry a request. It is inferred: recordings do not contain it.
+    Retry,
+}
+
+impl MarkKind {
+    /// Its name: `oom`, `retry`.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::OutOfMemory => "oom",
+            Self::Retry => "retry",
+        }
+    }
+}
+
+/// The timelines of all devices of a recording, by number.
+///
+/// # Errors
+/// If it has neither events nor segments, or cannot be replayed.
+pub fn timelines(snapshot: &Snapshot, options: &TimelineOptions<'_>) -> Result<Vec<Timeline>, ReplayError> {
+    let mut segments: BTreeMap<i32, Vec<&SegmentInfo>> = BTreeMap::new();
+    for segment in snapshot.segments.iter().filter(|segment| segment.device >= 0) {
+        segments.entry(segment.device).or_default().push(segment);
+    }
+    let ExplainOptions { memory_limit, progress, .. } = options.explain;
+    let replays =
+        match DeviceReplays::new(snapshot, &ReplayOptions { memory_limit, progress, ..ReplayOptions::default() }) {
+            Ok(replays) => Some(replays),
+            Err(ReplayError::NoHistory) if !segments.is_empty() => None,
+            Err(error) => return Err(error),
+        };
+    let mut found = Vec::new();
+    for replay in replays.iter().flat_map(DeviceReplays::devices) {
+        segments.remove(&i32::try_from(replay.device()).unwrap_or(-1));
+        let explain = ExplainOptions { skips_fits: true, ..options.explain.clone() };
+        let explanation = explain_device(snapshot, replay, &explain)?;
+        found.push(of_device(replay, explanation, options)?);
+    }
+    for (device, segments) in segments {
+        let device = device.unsigned_abs();
+        check_segments(device, &segments)?;
+        let explanation = explain_segments(snapshot, device, &segments, &options.explain);
+        found.push(of_segments(&segments, explanation, options));
+    }
+    found.sort_by_key(|timeline| timeline.device);
+    Ok(found)
+}
+
+fn of_device(
+    replay: &DeviceReplay<'_>,
+    explanation: Explanation,
+    options: &TimelineOptions<'_>,
+) -> Result<Timeline, ReplayError> {
+    let events = replay.events();
+    let start = replay.states_before_first()?;
+    let mut building = Building::new(&start, events.len(), options);
+    let first_us = events.first().map_or(0, |event| event.time_us);
+    let mut time_us = 0;
+    replay.states_before(&[], |totals| {
+        // Events of several threads may be out of order.
+        let since = events[totals.event].time_us.saturating_sub(first_us);
+        time_us = u64::try_from(since).unwrap_or(0).max(time_us);
+        building.see(totals, time_us);
+    })?;
+    let mut timeline = building.finish(explanation);
+    timeline.marks = marks(replay);
+    Ok(timeline)
+}
+
+fn of_segments(segments: &[&SegmentInfo], explanation: Explanation, options: &TimelineOptions<'_>) -> Timeline {
+    Building::new(&HeapState::of_snapshot(segments), 0, options).finish(explanation)
+}
+
+fn marks(replay: &DeviceReplay<'_>) -> Vec<Mark> {
+    let events = replay.events();
+    let ooms = (0..events.len()).filter(|&at| events[at].action == Action::Oom).map(|at| Mark {
+        position: at as u64 + 1,
+        kind: MarkKind::OutOfMemory,
+        bytes: events[at].size,
+        stack: events[at].stack,
+    });
+    let retries = replay.retries().map(|release| {
+        let bytes = events[release.clone()].iter().fold(0, |sum: u64, event| sum.saturating_add(event.size));
+        // The request behind it, if it succeeded.
+        let request = events.get(release.end..).into_iter().flatten().find(|event| event.action == Action::Alloc);
+        let stack = request.and_then(|event| event.stack);
+        Mark { position: release.start as u64, kind: MarkKind::Retry, bytes, stack }
+    });
+    let mut marks: Vec<Mark> = ooms.chain(retries).collect();
+    marks.sort_by_key(|mark| mark.position);
+    marks
+}
+
+/// A timeline while events are seen.
+struct Building {
+    events: u64,
+    time_us: u64,
+    levels: Levels,
+    allocations: AllocationTable,
+    ranges: Ranges,
+    peak_live: Sample,
+    peak_reserved: Sample,
+}
+
+impl Building {
+    fn new(start: &HeapState, events: usize, options: &TimelineOptions<'_>) -> Self {
+        let sample = Sample::of_state(start);
+        let mut levels = Levels::new(events as u64 + 1, options.buckets_max);
+        levels.push(sample);
+        Self {
+            events: events as u64,
+            time_us: 0,
+            levels,
+            allocations: AllocationTable::new(start, options.allocations_max),
+            ranges: Ranges::new(start),
+            peak_live: sample,
+            peak_reserved: sample,
+        }
+    }
+
+    fn see(&mut self, totals: &Totals, time_us: u64) {
+        let position = totals.event as u64 + 1;
+        self.time_us = time_us;
+        let sample = Sample::of_totals(position, time_us, totals);
+        self.levels.push(sample);
+        self.allocations.see(position, totals.change);
+        self.ranges.see(position, totals.change);
+        if sample.live() > self.peak_live.live() {
+            self.peak_live = sample;
+        }
+        if (sample.reserved, sample.live()) > (self.peak_reserved.reserved, self.peak_reserved.live()) {
+            self.peak_reserved = sample;
+        }
+    }
+
+    fn finish(self, explanation: Explanation) -> Timeline {
+        let (allocations, allocations_left_out) = self.allocations.finish();
+        Timeline {
+            device: explanation.device,
+            events: self.events,
+            duration_us: self.time_us,
+            levels: self.levels.finish(),
+            allocations,
+            allocations_left_out,
+            ranges: self.ranges.finish(),
+            marks: Vec::new(),
+            peak_live: self.peak_live,
+            peak_reserved: self.peak_reserved,
+            explanation,
+        }
+    }
+}
