@@ -231,15 +231,18 @@ function readStacks(reader) {
 function makeGroups(recording) {
   const { allocations, stacks, info } = recording;
   const groups = stacks.sites.map(({ call, line }) => ({ call, line, weight: 0 }));
-  const bySize = new Map();
+  const [bySize, byLabel] = [new Map(), new Map()];
   const of = new Uint32Array(allocations.count);
   for (let at = 0; at < allocations.count; at++) {
     const stack = allocations.stack[at];
     let group = stack ? stacks.site[stack - 1] : bySize.get(allocations.requested[at]);
     if (group === undefined) {
-      group = groups.length;
+      // Sizes with the same text are one group, as in `warpool explain`.
+      const call = `blocks of ${formatBytes(allocations.requested[at])}`;
+      group = byLabel.get(call) ?? groups.length;
       bySize.set(allocations.requested[at], group);
-      groups.push({ call: `blocks of ${formatBytes(allocations.requested[at])}`, line: "", weight: 0 });
+      byLabel.set(call, group);
+      if (group === groups.length) groups.push({ call, line: "", weight: 0 });
     }
     of[at] = group;
     const until = Math.min(allocations.until[at], info.events + 1);

@@ -148,6 +148,8 @@ export class Report {
     );
     fillLegend(byId("legend"), info.marks);
     byId("to-oom").hidden = figures.ooms === 0;
+    // Without a history there is one moment.
+    byId("over-time").hidden = byId("moves").hidden = figures.events === 0;
     for (const id of ["timeline", "bands"]) {
       byId(id).setAttribute("role", "img");
       byId(id).setAttribute("aria-label", `${info.headline}; peak live ${formatBytes(live.live_bytes)}`);

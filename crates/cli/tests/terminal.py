@@ -90,6 +90,8 @@ def main():
     percents = [int(percent) for percent in re.findall(r"(\d+)%  ", written)]
     failed += check(status == 0 and percents, f"progress is shown on a terminal: {percents[:8]}")
     failed += check(percents[:1] == [0], "and starts at 0 %")
+    phases = dict(reversed(re.findall(r"(reading|replaying) +\S* +(\d+)%  ", written)))
+    failed += check(len(phases) == 2 and "100" not in phases.values(), f"and no phase starts at 100 %: {phases}")
     # The parts of the answer have percentages too, but no bar and no name of a phase.
     left = [line for line in screen(written) if re.match(r"(reading|replaying) ", line)]
     failed += check(not left, f"and is gone at the end: {left}")
@@ -103,7 +105,7 @@ def main():
     for arguments in [["explain", FILE], ["tune", FILE]]:
         status, written = run([warpool, *arguments], interrupt=True)
         left = [line for line in screen(written) if line.strip() and line.strip() != "^C"]
-        failed += check(status == 130, f"{arguments[0]}: Ctrl-C ends it with 130, not {status}")
+        failed += check(status == 130, f"{arguments[0]}: Ctrl-C ends it with status 130: {status}")
         failed += check(not left, f"{arguments[0]}: Ctrl-C leaves nothing behind: {left}")
     sys.exit(1 if failed else 0)
 
