@@ -1,5 +1,5 @@
-//! Replays, explains and draws recordings made of any bytes, a few for each event: most are valid pickles' contents, and many
-//! of their events match one another, which random pickles' do not.
+//! Replays, explains and draws recordings made of any bytes, a few for each event: most are valid pickles' contents,
+//! and many of their events match one another, which random pickles' do not.
 
 #![no_main]
 

@@ -59,9 +59,11 @@ pub fn device_part(timeline: &Timeline, snapshot: &Snapshot, frameworks: &Framew
         sections.push(Section { id: id.clone(), text: columns.pack() });
         id
     };
-    let levels: Vec<Value> = (timeline.levels.iter().enumerate())
-        .map(|(at, level)| json!({"id": add(&format!("level{at}"), &level_columns(level)), "positions": level.positions}))
-        .collect();
+    let mut add_level = |at: usize, level: &Level| {
+        let id = add(&format!("level{at}"), &level_columns(level));
+        json!({ "id": id, "positions": level.positions })
+    };
+    let levels: Vec<Value> = timeline.levels.iter().enumerate().map(|(at, level)| add_level(at, level)).collect();
     add("allocations", &allocation_columns(&timeline.allocations, &mut tree));
     add("ranges", &range_columns(&timeline.ranges));
     let marks: Vec<Value> = (timeline.marks.iter().take(MARKS_MAX))
