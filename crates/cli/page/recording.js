@@ -227,10 +227,14 @@ function readStacks(reader) {
   };
 }
 
-/** Groups of allocations: by what their stacks tell, or without a stack by size. The heaviest first. */
+/**
+ * Groups of allocations: by what their stacks tell, or without a stack by size. Their ranks, which give their colours,
+ * go by what they hold at the moment that is explained, and then by bytes and time.
+ */
 function makeGroups(recording) {
   const { allocations, stacks, info } = recording;
-  const groups = stacks.sites.map(({ call, line }) => ({ call, line, weight: 0 }));
+  const groups = stacks.sites.map(({ call, line }) => ({ call, line, held: 0, weight: 0 }));
+  const moment = info.moment_position;
   const [bySize, byLabel] = [new Map(), new Map()];
   const of = new Uint32Array(allocations.count);
   for (let at = 0; at < allocations.count; at++) {
@@ -242,13 +246,14 @@ function makeGroups(recording) {
       group = byLabel.get(call) ?? groups.length;
       bySize.set(allocations.requested[at], group);
       byLabel.set(call, group);
-      if (group === groups.length) groups.push({ call, line: "", weight: 0 });
+      if (group === groups.length) groups.push({ call, line: "", held: 0, weight: 0 });
     }
     of[at] = group;
     const until = Math.min(allocations.until[at], info.events + 1);
     groups[group].weight += allocations.requested[at] * (until - allocations.from[at]);
+    if (allocations.from[at] <= moment && moment < until) groups[group].held += allocations.requested[at];
   }
-  const ranked = groups.map((_, group) => group).sort((a, b) => groups[b].weight - groups[a].weight || a - b);
-  ranked.forEach((group, rank) => (groups[group].rank = rank));
+  const ranked = [...groups].sort((a, b) => b.held - a.held || b.weight - a.weight);
+  ranked.forEach((group, rank) => (group.rank = rank));
   return { list: groups, of };
 }

@@ -181,6 +181,10 @@ export class Report {
     const total = make("li", "", "reserved ", make("b", "", formatBytes(sample.reserved)));
     total.dataset.part = "reserved";
     list.append(total);
+    if (!recording.isExact) {
+      const count = recording.levels[0].positions;
+      list.append(make("li", "", make("span", "", `of ${count} events the one with the most live memory`)));
+    }
     byId("parts").replaceChildren(bar, list);
   }
 
