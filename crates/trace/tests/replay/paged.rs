@@ -24,7 +24,9 @@ fn record_with(seed: u64, settings: &str, limit: Option<u64>) -> Snapshot {
     let driver = Arc::new(SimDriver::new(SimConfig::default()));
     let instance = Instance::new(driver).expect("a simulated GPU");
     let paged = PagedAllocator::new(&instance, Settings::parse(settings).expect("good settings")).expect("it maps");
-    paged.set_memory_cap(DEVICE, limit).expect("a device");
+    if limit.is_some() {
+        paged.set_memory_cap(DEVICE, limit).expect("a device");
+    }
     paged.record_history(Some(HistoryOptions::default())).expect("a history");
     let device = instance.device(0).expect("a device");
     let streams: Vec<Stream> = (0..3).map(|_| device.pool_stream().expect("a stream")).collect();
