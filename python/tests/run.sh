@@ -9,7 +9,7 @@ target=$(realpath -m "${CARGO_TARGET_DIR:-target}")
 unset WARPOOL_CONF PYTORCH_CUDA_ALLOC_CONF
 
 cargo build --package warpool-torch
-for test in native enable backend compare; do
+for test in native enable sleep backend compare; do
   PYTHONPATH=python WARPOOL_LIBRARY=$target/debug/libwarpool_torch.so python3 "python/tests/test_$test.py"
 done
 [ "${1:-}" != --no-wheel ] || exit 0

@@ -120,6 +120,12 @@ def _checked(name: str, *arguments: Any, loaded: Optional[ctypes.CDLL] = None) -
         raise Error(last_error() or f"{name} failed without a reason")
 
 
+def call(types: Dict[str, Sequence[Any]], name: str, *arguments: Any) -> None:
+    """Calls a function of another module's table, which returns a status."""
+    _declare(library(), name, ctypes.c_int, types[name])
+    _checked(name, *arguments)
+
+
 def _text(name: str) -> str:
     """A string that the function copies to a buffer; repeated with a larger buffer if it does not fit."""
     function, size = getattr(library(), name), 256

@@ -17,8 +17,22 @@ from typing import Any, Dict, List, Optional, Tuple
 
 from . import _backend, _bindings, _native, _unsupported
 from ._native import Error
+from ._sleep import SleepReport, TagInfo, sleep, tag, tags, wake
 
-__all__ = ["Error", "enable", "enabled", "page_stats", "set_settings", "settings"]
+__all__ = [
+    "Error",
+    "SleepReport",
+    "TagInfo",
+    "enable",
+    "enabled",
+    "page_stats",
+    "set_settings",
+    "settings",
+    "sleep",
+    "tag",
+    "tags",
+    "wake",
+]
 
 # The backend if the settings name none; None is the shared object's default, PyTorch's placement.
 _DEFAULT_BACKEND: Optional[str] = None

@@ -24,6 +24,7 @@ pub const SUITES: &[Suite] = &[
     Suite::new("event_pool", Level::Resources, resources::events::CHECKS),
     Suite::new("allocator", Level::Resources, resources::allocator::CHECKS),
     Suite::new("paged", Level::Resources, resources::paged::CHECKS),
+    Suite::new("sleep", Level::Resources, resources::sleep::CHECKS),
     Suite::new("external", Level::Resources, resources::external::CHECKS),
     Suite::new("generator", Level::Resources, resources::generator::CHECKS),
     Suite::new("handles", Level::Resources, resources::handles::CHECKS),

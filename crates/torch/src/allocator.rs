@@ -1,6 +1,6 @@
 //! The allocator that the settings select, and the operations that not all kinds have.
 
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use warpool::Instance;
 use warpool::memory::{
@@ -14,22 +14,22 @@ use crate::error::{Error, Result};
 /// The device allocator of a runtime.
 #[derive(Debug)]
 pub(crate) enum Allocator {
-    Caching(Box<CachingAllocator>),
-    Paged(Box<PagedAllocator>),
-    DriverPool(Box<DriverPoolAllocator>, Box<Settings>),
+    Caching(Arc<CachingAllocator>),
+    Paged(Arc<PagedAllocator>),
+    DriverPool(Arc<DriverPoolAllocator>, Box<Settings>),
 }
 
 impl Allocator {
     /// Creates the allocator that `settings.backend` names. Creates no context.
     pub(crate) fn new(instance: &Instance, settings: Settings) -> Result<Self> {
         Ok(match settings.backend {
-            Backend::Native => Self::Caching(Box::new(CachingAllocator::new(instance, settings))),
+            Backend::Native => Self::Caching(Arc::new(CachingAllocator::new(instance, settings))),
             Backend::Paged => {
-                Self::Paged(Box::new(PagedAllocator::new(instance, settings).map_err(no_virtual_memory)?))
+                Self::Paged(Arc::new(PagedAllocator::new(instance, settings).map_err(no_virtual_memory)?))
             }
             Backend::CudaMallocAsync => {
                 let allocator = DriverPoolAllocator::with_settings(instance, settings.clone());
-                Self::DriverPool(Box::new(allocator), Box::new(settings))
+                Self::DriverPool(Arc::new(allocator), Box::new(settings))
             }
         })
     }
@@ -41,6 +41,20 @@ impl Allocator {
             Self::Paged(allocator) => &**allocator,
             Self::DriverPool(allocator, _) => &**allocator,
         }
+    }
+
+    /// The same, for those who keep it.
+    pub(crate) fn shared(&self) -> Arc<dyn DeviceAllocator> {
+        match self {
+            Self::Caching(allocator) => allocator.clone(),
+            Self::Paged(allocator) => allocator.clone(),
+            Self::DriverPool(allocator, _) => allocator.clone(),
+        }
+    }
+
+    /// The name of its backend.
+    pub(crate) fn name(&self) -> &'static str {
+        self.backend().name()
     }
 
     /// Allocates, without a call through a table of functions: the hot path.

@@ -74,6 +74,26 @@ pub enum Error {
         device: i32,
     },
 
+    /// A backend whose memory cannot sleep.
+    #[error(
+        "memory of backend:{backend} cannot sleep: its addresses are the driver's; choose backend:native or backend:paged"
+    )]
+    CannotSleep {
+        /// The backend.
+        backend: &'static str,
+    },
+
+    /// A tag's name is empty or too long.
+    #[error("a tag's name has 1 to 63 bytes, not {length}; choose another")]
+    TagName {
+        /// How many bytes it has.
+        length: usize,
+    },
+
+    /// The end of a tag's scope that is not open.
+    #[error("this scope of a tag is not open; end each once")]
+    TagNotOpen,
+
     /// A pointer argument is null.
     #[error("the argument '{argument}' is null; pass a valid pointer")]
     Null {

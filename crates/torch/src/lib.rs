@@ -29,6 +29,7 @@ mod runtime;
 mod snapshot;
 mod stacks;
 mod streams;
+mod tags;
 mod torch_pool;
 
 pub use error::{Error, Result};

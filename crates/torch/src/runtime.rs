@@ -15,19 +15,21 @@ use std::time::Duration;
 
 use tracing_subscriber::filter::LevelFilter;
 use warpool::memory::{
-    Backend, DeviceAllocator, MemPoolId, PageStats, Request, Settings, Snapshot, SnapshotOptions, Stats,
+    Backend, DeviceAllocator, Keep, MemPoolId, PageStats, Request, Settings, SleepReport, Snapshot, SnapshotOptions,
+    Stats, TagInfo,
 };
 use warpool::{Device, Instance, Stream};
 use warpool_driver::fork::{self, Origin};
 use warpool_driver::{DeviceId, DevicePtr, Driver, ForeignStream};
 
 use crate::allocator::Allocator;
-use crate::backend::{Annotations, Contexts, Direct, PinnedMemory, Routing, Sharing};
+use crate::backend::{Annotations, Contexts, Direct, Filter, PinnedMemory, Routing, Sharing};
 use crate::captures::Captures;
 use crate::environment;
 use crate::error::{Error, Result};
 use crate::stacks::{self, Stacks};
 use crate::streams::StreamTable;
+use crate::tags::ProcessTags;
 use crate::torch_pool::TorchPoolId;
 
 /// A device allocator, with the stream handles, capture scopes and call stacks of its C callers.
@@ -47,6 +49,7 @@ pub struct Runtime {
     pub(crate) direct: Direct,
     pub(crate) pinned: PinnedMemory,
     pub(crate) sharing: Sharing,
+    tags: ProcessTags,
     pub(crate) history_on: AtomicBool,
 }
 
@@ -149,6 +152,7 @@ impl Runtime {
             direct: Direct::default(),
             pinned,
             sharing: Sharing::default(),
+            tags: ProcessTags::default(),
             history_on: AtomicBool::new(false),
         })
     }
@@ -259,7 +263,44 @@ impl Runtime {
 
     /// Lets kernels on `device` access the memory on `owner`.
     pub fn enable_peer_access(&self, device: i32, owner: i32) -> Result<()> {
-        self.allocator.enable_peer_access(self.device_id(device)?, self.device_id(owner)?)
+        let (device, owner) = (self.device_id(device)?, self.device_id(owner)?);
+        self.allocator.enable_peer_access(device, owner)?;
+        self.tags.enable_peer_access(device, owner)
+    }
+
+    /// Opens a pool of PyTorch's for requests that the filter accepts. A new pool's memory carries the tag that the
+    /// thread is in.
+    pub(crate) fn open_pool(&self, device: i32, pool: TorchPoolId, filter: Filter) -> Result<()> {
+        let device = self.device(device)?;
+        self.routing.begin(&self.allocator, device.id(), pool, filter, |options| {
+            self.tags.make_pool(self.allocator().pools()?, &device, options)
+        })
+    }
+
+    /// Requests of the calling thread on the device carry a tag from here on. Returns what ends that.
+    pub fn begin_tag(&self, device: i32, tag: &str) -> Result<u64> {
+        self.tags.begin(&self.allocator, self.pinned.allocator(), &self.device(device)?, tag)
+    }
+
+    /// Ends what [`begin_tag`](Self::begin_tag) began.
+    pub fn end_tag(&self, scope: u64) -> Result<()> {
+        self.tags.end(scope)
+    }
+
+    /// Puts the memory of tags to sleep, all or none; `None` is all tags.
+    pub fn sleep(&self, tags: Option<&[&str]>, keep: Keep) -> Result<SleepReport> {
+        self.tags.sleep(tags, keep)
+    }
+
+    /// Wakes the memory of tags, all or none; `None` is all tags.
+    pub fn wake(&self, tags: Option<&[&str]>) -> Result<SleepReport> {
+        self.tags.wake(tags)
+    }
+
+    /// Every tag on every device.
+    #[must_use]
+    pub fn tags(&self) -> Vec<TagInfo> {
+        self.tags.info()
     }
 
     /// The allocator, of one of our kinds.
@@ -279,6 +320,7 @@ impl Runtime {
         }
         self.rename_pools(&mut snapshot);
         snapshot.annotations = self.annotations.all();
+        self.tags.add_to(&mut snapshot);
         Ok(snapshot)
     }
 
@@ -382,6 +424,7 @@ impl Runtime {
     pub fn snapshot(&self) -> Result<Snapshot> {
         let mut snapshot = self.allocator().snapshot(SnapshotOptions::default())?;
         self.rename_pools(&mut snapshot);
+        self.tags.add_to(&mut snapshot);
         Ok(snapshot)
     }
 

@@ -10,6 +10,7 @@ mod kernels;
 mod measure;
 mod scale;
 mod sim;
+mod sleep;
 
 use std::borrow::Cow;
 use std::path::PathBuf;
@@ -31,7 +32,8 @@ use measure::{MUTEX_BASELINE, Measurement};
 /// host` measures allocate-free pairs on one thread and on all threads: every thread times itself, the slowest one
 /// counts, and the baseline is measured by the same threads, each with its own mutex; the fastest of 25 rounds of each
 /// is reported. Each thread also has one block of every size cached. First pinnings are compared with the driver's own
-/// allocation, by the fastest of 9 rounds of each.
+/// allocation, by the fastest of 9 rounds of each. `bench sleep` compares with plain copies of the same bytes between
+/// the device and pinned memory, by the fastest of 5 rounds of each.
 #[derive(Debug, clap::Args)]
 #[command(after_help = format!("Benchmarks:\n{}\n\n\
     Exit status: 0 success, 1 a limit was exceeded (memory grows, unexpected calls), 2 it could not be run.\n\n\
@@ -43,6 +45,7 @@ use measure::{MUTEX_BASELINE, Measurement};
     warpool bench alloc --driver sim --recording snapshot.pickle.xz\n  \
     warpool bench handles --driver sim\n  \
     warpool bench host --driver sim\n  \
+    warpool bench sleep --driver cuda\n  \
     warpool bench scale\n  \
     warpool bench graph --driver cuda --json", list()))]
 pub struct Args {
@@ -55,7 +58,7 @@ pub struct Args {
     /// The device to measure
     #[arg(long, value_name = "N", default_value_t = 0)]
     device: u32,
-    /// Number of operations per case [default: 1000000; 100000 for driver calls]; for `scale` the largest n
+    /// Number of operations per case [default: 1000000; 100000 for driver calls]; for `scale` the largest n, for `sleep` MiB of memory
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
     ops: Option<u64>,
     /// For `alloc`: a recording, whose allocations and frees are made by each allocator; may be given several times
@@ -114,6 +117,11 @@ const BENCHMARKS: &[Benchmark] = &[
         name: "host",
         about: "host time of pinned memory: cached, and pinned for the first time",
         run: host::run,
+    },
+    Benchmark {
+        name: "sleep",
+        about: "memory of a tag to sleep and back, next to plain pinned copies",
+        run: sleep::run,
     },
     Benchmark {
         name: "scale",

@@ -13,4 +13,5 @@ pub(crate) mod handles;
 mod helpers;
 pub(crate) mod paged;
 pub(crate) mod pinned;
+pub(crate) mod sleep;
 pub(crate) mod streams;

@@ -47,6 +47,7 @@ fn generate(library: &Path, config: &Path) -> Vec<u8> {
         "abi/checkpoints",
         "abi/pinned",
         "abi/sharing",
+        "abi/sleep",
     ];
     let builder = files.iter().fold(cbindgen::Builder::new().with_config(config), |builder, file| {
         builder.with_src(library.join(format!("src/{file}.rs")))

@@ -15,6 +15,7 @@ pub mod pinned;
 pub mod pools;
 pub mod settings;
 pub mod sharing;
+pub mod sleep;
 pub mod snapshot;
 pub mod stats;
 

@@ -57,10 +57,7 @@ pub unsafe extern "C" fn warpool_pool_begin(
 ) -> c_int {
     // SAFETY: by this function's contract.
     let filter = unsafe { Filter::new(filter, delete_user, user) };
-    boundary::status(|| {
-        let runtime = runtime::get()?;
-        runtime.routing.begin(runtime.kind(), runtime.device_id(device)?, pool, filter)
-    })
+    boundary::status(|| runtime::get()?.open_pool(device, pool, filter))
 }
 
 /// Closes the pool. Its use stays.

@@ -2,6 +2,8 @@
 
 use std::ffi::{CString, c_char, c_double, c_int, c_void};
 
+use warpool::memory::{Stat, StatByKind, Stats};
+
 use crate::boundary::{self, FailureLog};
 use crate::error::{Error, Result};
 use crate::runtime;
@@ -10,17 +12,33 @@ use crate::runtime;
 pub type StatVisitor = Option<unsafe extern "C" fn(user: *mut c_void, name: *const c_char, value: i64)>;
 
 /// Calls `visit` with every statistic of a device, by its name in `torch.cuda.memory_stats`, for example
-/// `allocated_bytes.all.peak`. `visit` may call any function of this library.
+/// `allocated_bytes.all.peak`, and with one of our own: `asleep_bytes.all.current` and so on, the memory of tags that
+/// sleep, which is not reserved. `visit` may call any function of this library.
 ///
 /// # Safety
 /// `visit` is NULL, which is an error, or may be called with `user` and any name and value.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn warpool_stats(device: c_int, visit: StatVisitor, user: *mut c_void) -> c_int {
     boundary::status(|| {
-        let stats = runtime::get()?.stats(device)?.flattened();
+        let found = runtime::get()?.stats(device)?;
+        let mut stats = found.flattened();
+        stats.extend(asleep(&found));
         // SAFETY: `visit` is null or callable with `user` by this function's contract.
         unsafe { visit_all(visit, user, stats.iter().map(|(name, value)| (name.as_str(), *value))) }
     })
+}
+
+/// The statistics of memory that sleeps.
+fn asleep(stats: &Stats) -> Vec<(String, i64)> {
+    let StatByKind { all, small_pool, large_pool } = stats.asleep_bytes;
+    let mut flat = Vec::new();
+    for (kind, stat) in [("all", all), ("small_pool", small_pool), ("large_pool", large_pool)] {
+        let Stat { current, peak, allocated, freed } = stat;
+        for (name, value) in [("current", current), ("peak", peak), ("allocated", allocated), ("freed", freed)] {
+            flat.push((format!("asleep_bytes.{kind}.{name}"), i64::try_from(value).unwrap_or(i64::MAX)));
+        }
+    }
+    flat
 }
 
 /// Calls `visit` with the statistics of a device's pages, which only the backend `paged` has: `pages`,

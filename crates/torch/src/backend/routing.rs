@@ -10,7 +10,7 @@ use std::ffi::c_void;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 
-use warpool::memory::{MemPoolId, PrivatePools, Upstream};
+use warpool::memory::{MemPoolId, PoolOptions, PrivatePools, Upstream};
 use warpool_driver::{DeviceId, DevicePtr, Driver};
 
 use super::{Filter, relaxed};
@@ -63,8 +63,15 @@ impl Routing {
         Ok(None)
     }
 
-    /// Opens a scope, and adds a use of its pool.
-    pub(crate) fn begin(&self, allocator: &Allocator, device: DeviceId, id: TorchPoolId, filter: Filter) -> Result<()> {
+    /// Opens a scope, and adds a use of its pool, which `create` makes if there is none yet.
+    pub(crate) fn begin(
+        &self,
+        allocator: &Allocator,
+        device: DeviceId,
+        id: TorchPoolId,
+        filter: Filter,
+        create: impl FnOnce(PoolOptions) -> Result<MemPoolId>,
+    ) -> Result<()> {
         let pools = private_pools(allocator)?;
         relaxed::restore(driver(allocator))?;
         let is_open = |scopes: &[Scope]| scopes.iter().any(|scope| (scope.device, scope.id) == (device, id));
@@ -74,7 +81,7 @@ impl Routing {
         let pool = {
             let mut table = self.lock();
             table.add_use(device, id);
-            let pool = table.get_or_create(pools, device, id);
+            let pool = table.get_or_create(pools, device, id, create);
             if pool.is_err() {
                 table.release(device, id)?;
             }
@@ -173,7 +180,8 @@ impl Routing {
 
     /// Our pool in use of PyTorch's id.
     pub(crate) fn pool(&self, allocator: &Allocator, device: DeviceId, id: TorchPoolId) -> Result<MemPoolId> {
-        self.lock().get_or_create(private_pools(allocator)?, device, id)
+        let pools = private_pools(allocator)?;
+        self.lock().get_or_create(pools, device, id, |options| Ok(pools.create_pool(device, options)?))
     }
 
     /// All pools that have or had PyTorch's id, released ones with memory too.

@@ -15,3 +15,4 @@ mod exceptions;
 mod header;
 mod runtime;
 mod shared_object;
+mod sleep;

@@ -8,6 +8,7 @@ mod oom;
 mod page_shortage;
 mod pinned_cap;
 mod size;
+mod sleep;
 
 use std::fmt;
 
@@ -18,6 +19,7 @@ pub use graph::GraphError;
 pub use oom::{OomCause, OomReport};
 pub use page_shortage::PageShortage;
 pub use pinned_cap::PinnedCapReport;
+pub use sleep::{SleepCall, SleepFailure, SleepShortage};
 
 use crate::pool_id::MemPoolId;
 
@@ -401,6 +403,33 @@ pub enum Error {
         /// Blocks.
         blocks: usize,
     },
+
+    /// A request for memory of a tag that sleeps.
+    #[error("the memory of tag {tag:?} sleeps; wake the tag before allocating from it")]
+    TagAsleep {
+        /// The tag.
+        tag: String,
+    },
+
+    /// There is no such tag.
+    #[error("no memory has the tag {tag:?}; the tags are {known:?}")]
+    UnknownTag {
+        /// The tag.
+        tag: String,
+        /// Those that exist.
+        known: Vec<String>,
+    },
+
+    /// Memory cannot fall asleep or wake during a capture: all work of the device has to be waited for.
+    #[error("cannot {call} while a graph is captured: end the capture first")]
+    SleepInCapture {
+        /// What was called.
+        call: SleepCall,
+    },
+
+    /// Memory could not be put to sleep, or not be woken.
+    #[error("{0}")]
+    Sleep(Box<SleepFailure>),
 
     /// Wrong use of a graph, or a capture that failed.
     #[error(transparent)]

@@ -72,12 +72,14 @@ mod host;
 mod limit;
 mod paged;
 mod pool;
+mod pool_sleep;
 mod private_pools;
 mod report;
 mod scopes;
 mod settings;
 mod shortage;
 mod size_rules;
+mod sleep;
 mod stream_fence;
 mod uncached;
 
@@ -97,6 +99,9 @@ pub(crate) use host::CapturedHostPools;
 pub use host::{HostAllocator, HostBlock, HostGraphPool, HostStats, HostTime};
 pub use paged::{PageStats, PageTotals, PagedAllocator};
 pub use pool::{MemPool, PoolScope};
+pub(crate) use pool_sleep::SleepingPools;
+#[doc(hidden)]
+pub use pool_sleep::{Asleep, PoolSleep, ScopeId};
 pub(crate) use private_pools::PoolUses;
 pub use private_pools::{PoolOptions, PoolUser, PrivatePools, Route, Upstream};
 pub(crate) use report::with_metadata;
@@ -111,4 +116,5 @@ pub use settings::{
     Warning, lint,
 };
 pub use size_rules::SizeRules;
+pub use sleep::{Keep, SleepReport, Tag, TagInfo, TagScope, TagState, Tags};
 pub use uncached::{DriverPoolAllocator, PluggableAllocator, UncachedAllocator};

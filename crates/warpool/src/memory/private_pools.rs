@@ -8,7 +8,7 @@ use std::thread::ThreadId;
 
 use warpool_driver::{CaptureId, DeviceId, DevicePtr, StreamId};
 
-use super::MemPoolId;
+use super::{MemPoolId, PoolSleep};
 use crate::{Error, Result};
 
 /// How a pool is created.
@@ -183,6 +183,12 @@ pub trait PrivatePools: Send + Sync {
     /// Records that work on `streams` uses the pool's memory although it was allocated for other streams, as replays of
     /// a graph do. That work is waited for before the pool's memory returns to the driver. Makes no driver call.
     fn record_pool_uses(&self, device: DeviceId, pool: MemPoolId, streams: &[StreamId]) -> Result<()>;
+
+    /// What [`Tags`](super::Tags) need of it; `None` if its pools cannot sleep.
+    #[doc(hidden)]
+    fn sleep(&self) -> Option<&dyn PoolSleep> {
+        None
+    }
 
     /// Whether exactly these addresses are allocated in the pool.
     fn has_exactly(&self, device: DeviceId, pool: MemPoolId, live: &[DevicePtr]) -> Result<bool>;

@@ -13,7 +13,7 @@ use std::thread::ThreadId;
 use rustc_hash::FxHashMap;
 use warpool_driver::{CaptureId, Driver, StreamId};
 
-use super::{MemPoolId, PoolUser, Route};
+use super::{MemPoolId, PoolUser, Route, ScopeId};
 use crate::capture::CaptureStatus;
 use crate::{Error, Result};
 
@@ -118,6 +118,26 @@ impl Scopes {
         open.add_routes(age, &[route]);
         self.count.fetch_add(1, Ordering::Release);
         Ok(())
+    }
+
+    /// Opens a scope beside those that the pool has, of any user. It is ended by its id alone.
+    pub(crate) fn open(&self, pool: MemPoolId, route: Route) -> ScopeId {
+        let mut open = self.write();
+        let age = open.next;
+        open.next += 1;
+        open.by_age.insert(age, Scope { pool, user: PoolUser::HANDLE, routes: vec![route] });
+        open.add_routes(age, &[route]);
+        self.count.fetch_add(1, Ordering::Release);
+        ScopeId(age)
+    }
+
+    /// Ends a scope of [`open`](Self::open). Returns whether there was one.
+    pub(crate) fn close(&self, scope: ScopeId) -> bool {
+        let mut open = self.write();
+        let Some(closed) = open.by_age.remove(&scope.0) else { return false };
+        open.remove_routes(scope.0, &closed.routes);
+        self.count.fetch_sub(1, Ordering::Release);
+        true
     }
 
     pub(crate) fn reroute(&self, pool: MemPoolId, routes: &[Route], user: PoolUser) -> Result<()> {

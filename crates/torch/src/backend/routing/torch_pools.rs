@@ -71,19 +71,20 @@ impl TorchPools {
         Ok(entry.pool)
     }
 
-    /// Our pool; created now if it was not yet.
+    /// Our pool; made now by `create` if it was not yet.
     pub(super) fn get_or_create(
         &mut self,
         pools: &dyn PrivatePools,
         device: DeviceId,
         id: TorchPoolId,
+        create: impl FnOnce(PoolOptions) -> Result<MemPoolId>,
     ) -> Result<MemPoolId> {
         let entry = self.entry(device, id)?;
         if let Some(pool) = entry.pool {
             return Ok(pool);
         }
         let options = std::mem::take(&mut entry.options);
-        let pool = pools.create_pool(device, options)?;
+        let pool = create(options)?;
         entry.pool = Some(pool);
         if self.ids.len() >= self.ids_limit.max(IDS_MIN) {
             self.ids.retain(|&(device, pool), _| pools.pool_uses(device, pool).is_ok());

@@ -88,7 +88,7 @@ impl PagedDevice {
     ) -> Result<(u32, Option<Allocation>)> {
         let no_split = {
             let mut pools = lock(&self.pools);
-            pools.expect_in_use(pool)?;
+            pools.expect_serving(pool)?;
             if capturing {
                 pools.record_capture(pool);
             }
@@ -97,7 +97,7 @@ impl PagedDevice {
         let (number, found) =
             if no_split { self.search_whole(request, pool, details) } else { self.search(request, pool, details) }?;
         if let Some(allocation) = &found
-            && let Err(error) = lock(&self.pools).expect_in_use(pool)
+            && let Err(error) = lock(&self.pools).expect_serving(pool)
         {
             // Released by another thread meanwhile: no work may use the pool's memory from then on.
             self.free_allocation(allocation, Fences::Later);

@@ -40,6 +40,7 @@ impl<'a> PoolHeaps<'a> {
             if pools.uses(pool)? == 0 {
                 return refuse("the pool was released");
             }
+            pools.sleeping.expect_awake(pool)?;
             pools.heaps(pool)?
         };
         // In one order. Nobody else locks two heaps at a time.

@@ -345,6 +345,7 @@ impl PagedDevice {
         let mut table = lock(&self.pages);
         table.reserved.reset_peak();
         table.homes.reset_peak();
+        lock(&self.pools).sleeping.reset_peak();
     }
 
     pub(super) fn reset_accumulated(&self) {
@@ -353,6 +354,7 @@ impl PagedDevice {
         let mut table = lock(&self.pages);
         table.reserved.reset_accumulated();
         table.homes.reset_accumulated();
+        lock(&self.pools).sleeping.reset_accumulated();
         table.totals = PageTotals::default();
         for count in [&self.counts.retries, &self.counts.ooms, &self.counts.syncs] {
             count.store(0, Ordering::Relaxed);
@@ -386,6 +388,7 @@ impl PagedDevice {
         stats.num_device_alloc = table.totals.created + table.homes.segment_allocs;
         stats.num_device_free = table.totals.released + table.homes.segment_frees;
         drop(table);
+        lock(&self.pools).sleeping.write(&mut stats);
         stats.num_alloc_retries = self.counts.retries.load(Ordering::Relaxed);
         stats.num_ooms = self.counts.ooms.load(Ordering::Relaxed);
         stats.num_sync_all_streams = self.counts.syncs.load(Ordering::Relaxed);

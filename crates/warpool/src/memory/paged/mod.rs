@@ -43,6 +43,7 @@ mod private_pools;
 mod reclaim;
 mod segments;
 mod shortage;
+mod sleep;
 mod snapshot;
 mod spin_lock;
 mod supply;

@@ -122,6 +122,8 @@ pub(super) struct PageTable {
     /// Bytes of segments, and those that sources are being asked for.
     segment_bytes: u64,
     calls_bytes: u64,
+    /// Bytes of segments whose memory sleeps.
+    pub(super) bytes_asleep: u64,
     /// Pages that belong nowhere and that no work uses. Old mappings of them may be left.
     spare: Vec<PageId>,
     /// Old mappings to be undone: each is mapped, and its page does not belong there.
@@ -172,6 +174,7 @@ impl PageTable {
             ranges: Vec::new(),
             unused_ranges: Vec::new(),
             segment_bytes: 0,
+            bytes_asleep: 0,
             calls_bytes: 0,
             spare: Vec::new(),
             old: VecDeque::new(),
@@ -576,9 +579,9 @@ impl PageTable {
         self.reserved.all.current - self.segment_bytes
     }
 
-    /// What counts against the limit: what is reserved, and what sources are being asked for.
+    /// What counts against the limit: what is reserved and does not sleep, and what sources are being asked for.
     pub(super) fn bytes_limited(&self) -> u64 {
-        self.reserved.all.current.saturating_add(self.calls_bytes)
+        self.reserved.all.current.saturating_sub(self.bytes_asleep).saturating_add(self.calls_bytes)
     }
 
     /// A source is asked for `bytes`, which count against the limit meanwhile. `false` if they exceed it.

@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use warpool_driver::{DeviceId, StreamId};
 
-use crate::memory::{MemPoolId, PoolOptions, PoolUser, PoolUses, Upstream};
+use crate::memory::{MemPoolId, PoolOptions, PoolUser, PoolUses, SleepingPools, Upstream};
 use crate::{Error, PooledEvent, Result};
 
 #[derive(Debug)]
@@ -15,6 +15,7 @@ pub(super) struct Pools {
     by_id: BTreeMap<MemPoolId, Pool>,
     /// Those without uses.
     released: BTreeSet<MemPoolId>,
+    pub(super) sleeping: SleepingPools,
 }
 
 /// Where the segments of a pool come from whose memory is not made of pages.
@@ -69,7 +70,8 @@ pub(super) enum Takeable {
 impl Pools {
     pub(super) fn new(device: DeviceId) -> Self {
         let default = Pool { uses: PoolUses::CREATED, ..Pool::default() };
-        Self { device, by_id: BTreeMap::from([(MemPoolId::DEFAULT, default)]), released: BTreeSet::new() }
+        let by_id = BTreeMap::from([(MemPoolId::DEFAULT, default)]);
+        Self { device, by_id, released: BTreeSet::new(), sleeping: SleepingPools::default() }
     }
 
     pub(super) fn add(&mut self, id: MemPoolId, options: PoolOptions) {
@@ -96,7 +98,9 @@ impl Pools {
     pub(super) fn segments_for_oom(&self) -> Vec<(MemPoolId, bool)> {
         let serves =
             |pool: &Pool| pool.source.is_some() && pool.use_on_oom && !pool.has_graphs && pool.uses.total() > 0;
-        self.by_id.iter().filter(|(_, pool)| serves(pool)).map(|(&id, pool)| (id, pool.no_split)).collect()
+        let awake = |id: MemPoolId| self.sleeping.expect_awake(id).is_ok();
+        let pools = self.by_id.iter().filter(|(id, pool)| serves(pool) && awake(**id));
+        pools.map(|(&id, pool)| (id, pool.no_split)).collect()
     }
 
     fn get(&self, id: MemPoolId) -> Result<&Pool> {
@@ -110,6 +114,12 @@ impl Pools {
 
     pub(super) fn expect_in_use(&mut self, id: MemPoolId) -> Result<()> {
         self.in_use(id).map(drop)
+    }
+
+    /// Fails unless the pool serves requests.
+    pub(super) fn expect_serving(&mut self, id: MemPoolId) -> Result<()> {
+        self.in_use(id)?;
+        self.sleeping.expect_awake(id)
     }
 
     pub(super) fn uses(&self, id: MemPoolId) -> Result<u32> {
@@ -136,6 +146,7 @@ impl Pools {
             self.released.insert(id);
             return Ok(None);
         }
+        self.sleeping.set(id, None);
         Ok(self.by_id.remove(&id).and_then(|pool| pool.source))
     }
 
@@ -212,6 +223,7 @@ impl Pools {
             return (false, None);
         }
         self.released.remove(&id);
+        self.sleeping.set(id, None);
         (true, self.by_id.remove(&id).and_then(|pool| pool.source))
     }
 

@@ -5,7 +5,7 @@ use warpool_driver::{DeviceId, DevicePtr, StreamId};
 use super::PagedAllocator;
 use super::heap::State;
 use super::pending::PendingFrees;
-use crate::memory::{MemPoolId, PoolOptions, PoolUser, PrivatePools, Route, SegmentKind, StackLevel};
+use crate::memory::{MemPoolId, PoolOptions, PoolSleep, PoolUser, PrivatePools, Route, SegmentKind, StackLevel};
 use crate::unwind::drop_user_value;
 use crate::{Result, lock};
 
@@ -85,6 +85,10 @@ impl PrivatePools for PagedAllocator {
 
     fn record_pool_uses(&self, device: DeviceId, pool: MemPoolId, streams: &[StreamId]) -> Result<()> {
         lock(&self.device(device)?.pools).record_uses(pool, streams)
+    }
+
+    fn sleep(&self) -> Option<&dyn PoolSleep> {
+        Some(self)
     }
 
     fn has_exactly(&self, device: DeviceId, pool: MemPoolId, live: &[DevicePtr]) -> Result<bool> {

@@ -146,7 +146,7 @@ pub(super) fn release(device: &PagedDevice, pool: MemPoolId, target: u64, detail
 }
 
 /// Returns a segment to its source, if it is still free as a whole and no capture forbids to wait for its users.
-fn release_segment(
+pub(super) fn release_segment(
     device: &PagedDevice,
     at: Location,
     (stream, users): (StreamId, &[StreamId]),

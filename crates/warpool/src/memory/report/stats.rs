@@ -160,6 +160,9 @@ pub struct Stats {
     /// Bytes of workspaces of libraries ([`blas`](crate::blas)). They are allocated ones too. PyTorch has no such
     /// statistic.
     pub workspace_bytes: Stat,
+    /// Bytes of segments whose memory sleeps ([`Tags`](crate::memory::Tags)): the driver has it, and `reserved_bytes`
+    /// does not count it. Blocks in it are still allocated ones. PyTorch has no such statistic.
+    pub asleep_bytes: StatByKind,
 }
 
 impl Stats {

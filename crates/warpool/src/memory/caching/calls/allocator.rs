@@ -410,19 +410,29 @@ impl DeviceAllocator for CachingAllocator {
     }
 
     fn stats(&self, device: DeviceId) -> Result<Stats> {
-        let mut stats = self.device(device)?.read(|state| state.stats().clone());
+        let mut stats = self.device(device)?.read(|state| {
+            let mut stats = state.stats().clone();
+            state.pools().sleeping.write(&mut stats);
+            stats
+        });
         stats.workspace_bytes = self.shared.observers().workspaces.read(device);
         Ok(stats)
     }
 
     fn reset_peak_stats(&self, device: DeviceId) -> Result<()> {
-        self.device(device)?.change(|state| state.counters_mut().reset_peak());
+        self.device(device)?.change(|state| {
+            state.counters_mut().reset_peak();
+            state.pools_mut().sleeping.reset_peak();
+        });
         self.shared.observers().workspaces.change(device, Stat::reset_peak);
         Ok(())
     }
 
     fn reset_accumulated_stats(&self, device: DeviceId) -> Result<()> {
-        self.device(device)?.change(|state| state.counters_mut().reset_accumulated());
+        self.device(device)?.change(|state| {
+            state.counters_mut().reset_accumulated();
+            state.pools_mut().sleeping.reset_accumulated();
+        });
         self.shared.observers().workspaces.change(device, Stat::reset_accumulated);
         Ok(())
     }

@@ -7,3 +7,4 @@ mod checkpoint;
 mod direct;
 mod peer_access;
 mod pools;
+mod sleep;

@@ -5,7 +5,7 @@ use warpool_driver::{DeviceId, DevicePtr, StreamId};
 use crate::Result;
 use crate::memory::caching::CachingAllocator;
 use crate::memory::caching::pending::PendingFrees;
-use crate::memory::{MemPoolId, PoolOptions, PoolUser, PrivatePools, Route, StackLevel};
+use crate::memory::{MemPoolId, PoolOptions, PoolSleep, PoolUser, PrivatePools, Route, StackLevel};
 use crate::unwind::drop_user_value;
 
 impl CachingAllocator {
@@ -88,6 +88,10 @@ impl PrivatePools for CachingAllocator {
 
     fn record_pool_uses(&self, device: DeviceId, pool: MemPoolId, streams: &[StreamId]) -> Result<()> {
         self.device(device)?.change(|state| state.pools_mut().record_uses(pool, streams))
+    }
+
+    fn sleep(&self) -> Option<&dyn PoolSleep> {
+        Some(self)
     }
 
     fn has_exactly(&self, device: DeviceId, pool: MemPoolId, live: &[DevicePtr]) -> Result<bool> {

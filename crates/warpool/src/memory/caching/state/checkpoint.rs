@@ -114,6 +114,7 @@ impl DeviceState {
         if self.pools.uses(pool)? == 0 {
             return refuse("the pool was released");
         }
+        self.pools.sleeping.expect_awake(pool)?;
         let is_pending = |block: &Block| matches!(block.status(), BlockStatus::PendingFree | BlockStatus::Deferred);
         if self.blocks_in(pool)?.any(|(_, block)| is_pending(block)) {
             return refuse("a freed block waits for streams that used it; synchronize with them first");

@@ -540,7 +540,7 @@ impl DeviceState {
             bytes_total: 0,
             bytes_free,
             bytes_limit: self.policy.limit,
-            bytes_reserved: self.counters.bytes_reserved(),
+            bytes_reserved: self.bytes_reserved(),
             bytes_allocated: stats.allocated_bytes.all.current,
             bytes_pending: stats.active_bytes.all.current - stats.allocated_bytes.all.current,
             bytes_private_free: 0,

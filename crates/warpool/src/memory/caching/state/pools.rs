@@ -10,7 +10,7 @@ use std::sync::Arc;
 use warpool_driver::{DeviceId, StreamId};
 
 use crate::memory::caching::heap::{BlockPoolKey, Heap};
-use crate::memory::{MemPoolId, PoolOptions, PoolUser, PoolUses, SegmentKind, Upstream};
+use crate::memory::{MemPoolId, PoolOptions, PoolUser, PoolUses, SegmentKind, SleepingPools, Upstream};
 use crate::{Error, Result};
 
 pub(crate) struct Pools {
@@ -18,6 +18,7 @@ pub(crate) struct Pools {
     by_id: BTreeMap<MemPoolId, Pool>,
     /// Small, large.
     default: [BlockPoolKey; 2],
+    pub(crate) sleeping: SleepingPools,
 }
 
 /// One pool.
@@ -43,7 +44,8 @@ impl Pools {
     pub(crate) fn new(device: DeviceId, heap: &mut Heap) -> Self {
         let default = block_pools(heap, MemPoolId::DEFAULT, &PoolOptions::default());
         let pool = Pool::new(default, PoolOptions::default());
-        Self { device, by_id: BTreeMap::from([(MemPoolId::DEFAULT, pool)]), default }
+        let by_id = BTreeMap::from([(MemPoolId::DEFAULT, pool)]);
+        Self { device, by_id, default, sleeping: SleepingPools::default() }
     }
 
     /// Adds a pool with one use.
@@ -69,6 +71,7 @@ impl Pools {
             return Ok(self.default);
         }
         let pool = self.get(id)?;
+        self.sleeping.expect_awake(id)?;
         if pool.is_released() { Err(Error::PoolReleased { pool: id }) } else { Ok(pool.block_pools) }
     }
 
@@ -78,7 +81,8 @@ impl Pools {
         if id.is_default() {
             return Some(self.default);
         }
-        self.by_id.get(&id).filter(|pool| !pool.is_released()).map(|pool| pool.block_pools)
+        let pool = self.by_id.get(&id).filter(|pool| !pool.is_released())?;
+        self.sleeping.expect_awake(id).ok().map(|()| pool.block_pools)
     }
 
     pub(crate) fn uses(&self, id: MemPoolId) -> Result<u32> {
@@ -138,6 +142,7 @@ impl Pools {
             return None;
         }
         let pool = self.by_id.remove(&id)?;
+        self.sleeping.set(id, None);
         for key in pool.block_pools {
             heap.remove_block_pool(key);
         }
@@ -153,7 +158,14 @@ impl Pools {
     /// write into what captures freed.
     pub(crate) fn for_oom(&self) -> Vec<MemPoolId> {
         let serves = |pool: &Pool| pool.use_on_oom && !pool.is_released() && !pool.has_graphs;
-        self.by_id.iter().filter(|(_, pool)| serves(pool)).map(|(&id, _)| id).collect()
+        let awake = |id: &MemPoolId| self.sleeping.expect_awake(*id).is_ok();
+        let pools = self.by_id.iter().filter(|(_, pool)| serves(pool)).map(|(&id, _)| id);
+        pools.filter(awake).collect()
+    }
+
+    /// Whether captures allocated from a pool.
+    pub(crate) fn has_graphs(&self, id: MemPoolId) -> Result<bool> {
+        Ok(self.get(id)?.has_graphs)
     }
 
     /// Records that a capture allocates from a pool.

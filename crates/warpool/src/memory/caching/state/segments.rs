@@ -10,7 +10,7 @@ use crate::memory::caching::heap::{
     BlockKey, BlockPoolKey, BlockRequest, Chunks, ExpandableSegment, Room, SegmentKey, SegmentSource, Unmapped,
 };
 use crate::memory::report::EntryDetails;
-use crate::memory::{Action, OomCause, SegmentKind, Upstream};
+use crate::memory::{Action, Asleep, MemPoolId, OomCause, SegmentKind, Upstream};
 
 /// Driver calls that failed and are to be retried.
 #[derive(Default)]
@@ -51,8 +51,24 @@ impl DeviceState {
 
     /// What is reserved, what upstreams are being asked for, and a segment for the request.
     fn bytes_reserved_with(&self, request: &BlockRequest) -> u64 {
-        let reserved = self.counters.bytes_reserved().saturating_add(self.upstream_bytes_in_flight);
+        let reserved = self.bytes_reserved().saturating_add(self.upstream_bytes_in_flight);
         reserved.saturating_add(request.segment)
+    }
+
+    /// What is reserved and does not sleep.
+    pub(super) fn bytes_reserved(&self) -> u64 {
+        self.counters.bytes_reserved().saturating_sub(self.pools.sleeping.bytes())
+    }
+
+    /// Only so much of a pool sleeps from here on. Returns `false`, and changes nothing, if that exceeds the limit.
+    pub(crate) fn reserve_to_wake(&mut self, pool: MemPoolId, asleep: Asleep) -> bool {
+        let more = self.pools.sleeping.bytes_more(pool, &asleep);
+        let reserved = self.bytes_reserved().saturating_add(self.upstream_bytes_in_flight).saturating_add(more);
+        if more > 0 && self.policy.exceeds_limit(reserved) {
+            return false;
+        }
+        self.pools.sleeping.set(pool, Some(asleep));
+        true
     }
 
     /// An upstream is asked for memory from here on. It counts against the limit.
@@ -72,7 +88,7 @@ impl DeviceState {
 
     /// How much is reserved above the threshold of garbage collection.
     pub(crate) fn bytes_over_gc_threshold(&self) -> u64 {
-        self.policy.bytes_over_gc_threshold(self.counters.bytes_reserved())
+        self.policy.bytes_over_gc_threshold(self.bytes_reserved())
     }
 
     /// Adds a segment that was allocated for a request, as one block in transit.

@@ -1,0 +1,136 @@
+//! The tags of the process's allocator, and the scopes that C callers have opened.
+
+use std::collections::BTreeMap;
+use std::sync::{Mutex, OnceLock, PoisonError};
+use std::thread::ThreadId;
+
+use warpool::memory::{
+    HostAllocator, Keep, MemPoolId, PoolOptions, PrivatePools, SleepReport, Snapshot, TagInfo, TagScope, Tags,
+};
+use warpool::{Device, Error as WarpoolError};
+use warpool_driver::DeviceId;
+
+use crate::allocator::Allocator;
+use crate::error::{Error, Result};
+
+/// How many bytes a tag's name has at most.
+pub(crate) const NAME_BYTES_MAX: usize = 63;
+
+/// Made by the first call that needs it: most programs have no tags.
+#[derive(Debug, Default)]
+pub(crate) struct ProcessTags {
+    tags: OnceLock<Tags>,
+    scopes: Mutex<Scopes>,
+}
+
+#[derive(Debug, Default)]
+struct Scopes {
+    next: u64,
+    open: BTreeMap<u64, OpenScope>,
+}
+
+#[derive(Debug)]
+struct OpenScope {
+    thread: ThreadId,
+    device: DeviceId,
+    tag: String,
+    _scope: TagScope,
+}
+
+impl ProcessTags {
+    fn get(&self, allocator: &Allocator, host: &HostAllocator) -> Result<&Tags> {
+        if let Some(tags) = self.tags.get() {
+            return Ok(tags);
+        }
+        let tags = match Tags::new(&allocator.shared(), host) {
+            Err(WarpoolError::Unsupported { .. }) => return Err(Error::CannotSleep { backend: allocator.name() }),
+            other => other?,
+        };
+        Ok(self.tags.get_or_init(|| tags))
+    }
+
+    /// Opens a scope for the calling thread.
+    pub(crate) fn begin(&self, allocator: &Allocator, host: &HostAllocator, device: &Device, tag: &str) -> Result<u64> {
+        if tag.is_empty() || tag.len() > NAME_BYTES_MAX {
+            return Err(Error::TagName { length: tag.len() });
+        }
+        let scope = self.get(allocator, host)?.tag(device, tag)?.enter()?;
+        let mut scopes = self.scopes.lock().unwrap_or_else(PoisonError::into_inner);
+        scopes.next += 1;
+        let number = scopes.next;
+        let (thread, tag) = (std::thread::current().id(), tag.to_owned());
+        scopes.open.insert(number, OpenScope { thread, device: device.id(), tag, _scope: scope });
+        Ok(number)
+    }
+
+    /// The tag that requests of the calling thread on a device carry.
+    fn current(&self, device: DeviceId) -> Option<String> {
+        let thread = std::thread::current().id();
+        let scopes = self.scopes.lock().unwrap_or_else(PoisonError::into_inner);
+        let newest = scopes.open.values().rfind(|open| (open.thread, open.device) == (thread, device));
+        newest.map(|open| open.tag.clone())
+    }
+
+    /// Makes a pool for PyTorch. If the calling thread is in the scope of a tag and the pool has no source of its own,
+    /// its memory carries the tag: so does that of graphs that are captured in such a scope.
+    pub(crate) fn make_pool(
+        &self,
+        pools: &dyn PrivatePools,
+        device: &Device,
+        options: PoolOptions,
+    ) -> Result<MemPoolId> {
+        match (self.tags.get(), self.current(device.id())) {
+            (Some(tags), Some(tag)) if options.upstream.is_none() => Ok(tags.make_pool(device, &tag, |upstream| {
+                pools.create_pool(device.id(), PoolOptions { upstream: Some(upstream), ..options })
+            })?),
+            _ => Ok(pools.create_pool(device.id(), options)?),
+        }
+    }
+
+    pub(crate) fn end(&self, scope: u64) -> Result<()> {
+        let closed = self.scopes.lock().unwrap_or_else(PoisonError::into_inner).open.remove(&scope);
+        closed.map(drop).ok_or(Error::TagNotOpen)
+    }
+
+    /// All tags if none are named. Without any tag there is nothing to do.
+    fn with<R>(&self, tags: Option<&[&str]>, call: impl FnOnce(&Tags, &[&str]) -> warpool::Result<R>) -> Result<R>
+    where
+        R: Default,
+    {
+        let Some(all) = self.tags.get() else {
+            return match tags.and_then(<[&str]>::first) {
+                Some(&tag) => Err(WarpoolError::UnknownTag { tag: tag.to_owned(), known: Vec::new() }.into()),
+                None => Ok(R::default()),
+            };
+        };
+        let names = all.names();
+        let every: Vec<&str> = names.iter().map(String::as_str).collect();
+        Ok(call(all, tags.unwrap_or(&every))?)
+    }
+
+    pub(crate) fn sleep(&self, tags: Option<&[&str]>, keep: Keep) -> Result<SleepReport> {
+        self.with(tags, |all, tags| all.sleep(tags, keep))
+    }
+
+    pub(crate) fn wake(&self, tags: Option<&[&str]>) -> Result<SleepReport> {
+        self.with(tags, Tags::wake)
+    }
+
+    pub(crate) fn info(&self) -> Vec<TagInfo> {
+        self.tags.get().map(Tags::info).unwrap_or_default()
+    }
+
+    pub(crate) fn enable_peer_access(&self, device: DeviceId, owner: DeviceId) -> Result<()> {
+        match self.tags.get() {
+            Some(tags) => Ok(tags.enable_peer_access(device, owner)?),
+            None => Ok(()),
+        }
+    }
+
+    /// Adds when tags fell asleep and woke.
+    pub(crate) fn add_to(&self, snapshot: &mut Snapshot) {
+        if let Some(tags) = self.tags.get() {
+            tags.add_to(snapshot);
+        }
+    }
+}

@@ -1,0 +1,145 @@
+//! Copies between device memory and pinned host memory, in chunks on several streams, and zeroes.
+
+use std::sync::Arc;
+
+use warpool_driver::{Address, DevicePtr, Driver, HostPtr, Pattern};
+
+use crate::memory::{HostAllocator, HostBlock};
+use crate::{Device, Error, Result, StreamLease};
+
+/// On how many streams copies run. One saturates the bus of most machines; the others hide the gaps between chunks.
+const STREAMS: usize = 4;
+
+/// What one copy moves at most.
+const CHUNK: u64 = 64 << 20;
+
+/// How large the pieces of host memory are that contents are packed into. Each is used as soon as it is pinned, so the
+/// pinning of the next one and its copies overlap.
+const PIECE: u64 = 256 << 20;
+
+/// Where a range of a segment is in host memory.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct SavedRange {
+    pub(super) ptr: u64,
+    pub(super) bytes: u64,
+    host: HostPtr,
+}
+
+/// Copies that are under way.
+pub(super) struct Copies<'a> {
+    device: &'a Device,
+    streams: Vec<StreamLease>,
+    next: usize,
+}
+
+impl<'a> Copies<'a> {
+    pub(super) fn new(device: &'a Device) -> Result<Self> {
+        let streams = (0..STREAMS).map(|_| device.lease_stream()).collect::<Result<_>>()?;
+        Ok(Self { device, streams, next: 0 })
+    }
+
+    fn driver(&self) -> &dyn Driver {
+        &**self.device.instance().driver()
+    }
+
+    /// Puts copies into the streams, a chunk each.
+    fn copy(&mut self, host: &HostBlock, dst: Address, src: Address, bytes: u64) -> Result<()> {
+        let mut done = 0;
+        while done < bytes {
+            let chunk = (bytes - done).min(CHUNK);
+            let stream = &self.streams[self.next % STREAMS];
+            self.next += 1;
+            // Before the copy: if it fails half-way, the host memory is not reused too early.
+            host.record_use(stream)?;
+            self.driver().copy(forward(dst, done), forward(src, done), chunk, stream.id())?;
+            done += chunk;
+        }
+        Ok(())
+    }
+
+    /// Contents back to the device.
+    pub(super) fn restore(&mut self, range: &SavedRange, saved: &[Arc<HostBlock>]) -> Result<()> {
+        let is_in = |block: &&Arc<HostBlock>| (block.ptr().0..block.ptr().0 + block.bytes()).contains(&range.host.0);
+        let host = saved.iter().find(is_in).expect("saved contents are in one of the pieces");
+        self.copy(host, DevicePtr(range.ptr).into(), range.host.into(), range.bytes)
+    }
+
+    /// Zeroes, where the contents were discarded.
+    pub(super) fn clear(&mut self, ptr: u64, bytes: u64) -> Result<()> {
+        let stream = &self.streams[self.next % STREAMS];
+        self.next += 1;
+        Ok(self.driver().fill(DevicePtr(ptr), Pattern::U32(0), bytes / 4, stream.id())?)
+    }
+
+    /// Waits for all of them.
+    pub(super) fn wait(&self) -> Result<()> {
+        self.streams.iter().fold(Ok(()), |outcome, stream| outcome.and(stream.synchronize()))
+    }
+}
+
+fn forward(address: Address, by: u64) -> Address {
+    match address {
+        Address::Device(ptr) => Address::Device(DevicePtr(ptr.0 + by)),
+        Address::Host(ptr) => Address::Host(HostPtr(ptr.0 + by)),
+    }
+}
+
+/// Host memory that contents are packed into, piece by piece.
+pub(super) struct Packer<'a> {
+    host: &'a HostAllocator,
+    /// What is still to come, the size of the last piece.
+    bytes_left: u64,
+    pub(super) pieces: Vec<Arc<HostBlock>>,
+    used: u64,
+}
+
+impl<'a> Packer<'a> {
+    /// For `bytes` in all.
+    pub(super) fn new(host: &'a HostAllocator, bytes: u64) -> Self {
+        Self { host, bytes_left: bytes, pieces: Vec::new(), used: 0 }
+    }
+
+    pub(super) fn bytes_allocated(&self) -> u64 {
+        self.pieces.iter().map(|piece| piece.bytes()).sum()
+    }
+
+    /// Begins to copy a range to the host. Fails with [`NoHostMemory`](SaveError::NoHostMemory) if there is none for it.
+    pub(super) fn save(&mut self, ptr: u64, bytes: u64, copies: &mut Copies<'_>) -> Saved {
+        let (mut saved, mut done) = (Vec::new(), 0);
+        while done < bytes {
+            let room = self.pieces.last().map_or(0, |piece| piece.bytes() - self.used);
+            if room == 0 {
+                let piece = self.bytes_left.min(PIECE);
+                let block = self.host.allocate_for(piece, copies.device).map_err(SaveError::NoHostMemory)?;
+                self.bytes_left -= piece;
+                self.used = 0;
+                self.pieces.push(Arc::new(block));
+                continue;
+            }
+            let piece = Arc::clone(self.pieces.last().expect("there is room in it"));
+            let range = SavedRange {
+                ptr: ptr + done,
+                bytes: (bytes - done).min(room),
+                host: HostPtr(piece.ptr().0 + self.used),
+            };
+            copies
+                .copy(&piece, range.host.into(), DevicePtr(range.ptr).into(), range.bytes)
+                .map_err(SaveError::Copy)?;
+            self.used += range.bytes;
+            done += range.bytes;
+            saved.push(range);
+        }
+        Ok(saved)
+    }
+}
+
+/// Where the parts of a range are, in its order.
+type Saved = std::result::Result<Vec<SavedRange>, SaveError>;
+
+/// Why contents could not be saved.
+pub(super) enum SaveError {
+    /// There is no pinned memory for them.
+    NoHostMemory(Error),
+    /// A copy failed.
+    Copy(Error),
+}

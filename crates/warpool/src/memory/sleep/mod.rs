@@ -1,0 +1,56 @@
+//! Memory that sleeps and wakes: [`Tags`].
+//!
+//! ```
+//! use std::sync::Arc;
+//! use warpool::Instance;
+//! use warpool::driver::sim::{SimConfig, SimDriver};
+//! use warpool::memory::{
+//!     Allocate, CachingAllocator, DeviceAllocator, HostAllocator, Keep, PinnedSettings, Settings, Tags,
+//! };
+//!
+//! # fn main() -> warpool::Result<()> {
+//! let instance = Instance::new(Arc::new(SimDriver::new(SimConfig::default())))?;
+//! let (device, host) = (instance.device(0)?, HostAllocator::new(&instance, PinnedSettings::default()));
+//! let allocator: Arc<dyn DeviceAllocator> = Arc::new(CachingAllocator::new(&instance, Settings::default()));
+//! let (stream, tags) = (device.pool_stream()?, Tags::new(&allocator, &host)?);
+//!
+//! let weights = {
+//!     let _scope = tags.tag(&device, "weights")?.enter()?; // this thread's requests carry the tag
+//!     allocator.allocate(64 << 20, &stream)?
+//! };
+//! tags.sleep(&["weights"], Keep::Host)?; // the driver has the memory, the host the contents
+//! assert_eq!(allocator.stats(device.id())?.reserved_bytes.all.current, 0);
+//! tags.wake(&["weights"])?; // at the same address, with the same contents
+//! drop(weights);
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! # How
+//! A tag has a private pool on each device, with an upstream that allocates by virtual memory management
+//! (`segments.rs`): every segment is a range of reserved addresses with one physical allocation behind it. No other tag
+//! has a block in it. To sleep is to copy the contents of allocated blocks to pinned memory, to unmap, and to release
+//! the physical memory (`going.rs`); to wake is to create, to map at the same addresses, and to copy back
+//! (`waking.rs`). Addresses never change, so captured graphs work again.
+//!
+//! The allocator keeps its bookkeeping: blocks of a sleeping tag can be freed, and segments without blocks return to
+//! the driver. It serves no request from a sleeping pool, and does not count sleeping memory as reserved
+//! ([`PoolSleep`](super::PoolSleep)).
+//!
+//! `docs/sleep.md` says what each call answers in every state.
+
+mod changing;
+mod copies;
+#[cfg(test)]
+mod defect;
+mod going;
+mod report;
+mod segments;
+mod shared;
+mod tags;
+#[cfg(test)]
+mod tests;
+mod waking;
+
+pub use report::{Keep, SleepReport, TagInfo, TagState};
+pub use tags::{Tag, TagScope, Tags};

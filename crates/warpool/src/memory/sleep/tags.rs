@@ -1,0 +1,258 @@
+//! The tags of an allocator: [`Tags`], [`Tag`], and scopes in which requests carry one.
+
+use std::fmt;
+use std::sync::Arc;
+
+use warpool_driver::DeviceId;
+
+use super::report::{Keep, SleepReport, TagInfo, TagState};
+use super::segments::{Phase, Sleeping, TagSegments};
+use super::shared::{Shared, TagPool, TagPools};
+use super::{going, waking};
+use crate::error::SleepCall;
+use crate::memory::{
+    DeviceAllocator, HostAllocator, MemPool, MemPoolId, PoolOptions, Route, ScopeId, Snapshot, Upstream,
+};
+use crate::{Device, Error, Result, lock};
+
+/// The tags of an allocator, and their memory. Cheap to clone; clones are the same tags.
+///
+/// A program has one of these per allocator. Tags exist as long as it does; when the last clone is dropped, their pools
+/// are released as any [`MemPool`], and what sleeps stays asleep until its blocks are freed.
+#[derive(Clone)]
+pub struct Tags(Arc<Shared>);
+
+impl Tags {
+    /// The tags of `allocator`, with pinned memory of `host` for contents. [`Error::Unsupported`] if its pools cannot
+    /// sleep: those of allocators without a cache.
+    pub fn new(allocator: &Arc<dyn DeviceAllocator>, host: &HostAllocator) -> Result<Self> {
+        let instance = allocator.instance();
+        instance.expect_same(host.instance(), "the host allocator")?;
+        let unsupported = Error::Unsupported { allocator: allocator.name(), what: "memory that sleeps" };
+        match allocator.pools() {
+            Ok(pools) if pools.sleep().is_some() => {}
+            Ok(_) | Err(Error::Unsupported { .. }) => return Err(unsupported),
+            Err(error) => return Err(error),
+        }
+        Ok(Self(Arc::new(Shared::new(Arc::clone(allocator), host.clone()))))
+    }
+
+    /// A tag on a device; it is made if there is none with that name. [`Error::Unsupported`] on a device without
+    /// virtual memory management.
+    pub fn tag(&self, device: &Device, name: &str) -> Result<Tag> {
+        let shared = &self.0;
+        let instance = shared.allocator.instance();
+        instance.expect_own_process("tag")?;
+        instance.expect_same(device.instance(), "the device")?;
+        if !device.properties().virtual_memory {
+            let what = "memory that sleeps: the device has no virtual memory management";
+            return Err(Error::Unsupported { allocator: shared.allocator.name(), what });
+        }
+        let key = (name.to_owned(), device.id());
+        let mut by_name = lock(&shared.by_name);
+        let pool = match by_name.get(&key) {
+            Some(pools) => pools.pool.clone(),
+            None => {
+                let segments = Arc::new(TagSegments::new(name.into(), device));
+                let options = PoolOptions { upstream: Some(segments.clone()), ..PoolOptions::default() };
+                let pool = MemPool::new(&shared.allocator, device, options)?;
+                segments.set_owner(&shared.allocator, pool.id());
+                let own = Arc::new(TagPool { id: pool.id(), segments });
+                by_name.insert(key.clone(), TagPools { pool: pool.clone(), own, others: Vec::new() });
+                pool
+            }
+        };
+        Ok(Tag { shared: Arc::clone(shared), key, pool })
+    }
+
+    /// Makes a pool whose memory carries the tag, beside the tag's own: `create` makes it with the upstream that it is
+    /// given. The pool is the caller's: the tag does not keep it. [`Error::TagAsleep`] if the tag sleeps.
+    pub fn make_pool(
+        &self,
+        device: &Device,
+        name: &str,
+        create: impl FnOnce(Arc<dyn Upstream>) -> Result<MemPoolId>,
+    ) -> Result<MemPoolId> {
+        let tag = self.tag(device, name)?;
+        // No call changes the tag's state meanwhile.
+        let _one = lock(&self.0.changing);
+        if tag.info().state != TagState::Awake {
+            return Err(Error::TagAsleep { tag: name.to_owned() });
+        }
+        let segments = Arc::new(TagSegments::new(name.into(), device));
+        let id = create(segments.clone())?;
+        segments.set_owner(&self.0.allocator, id);
+        if let Some(pools) = lock(&self.0.by_name).get_mut(&tag.key) {
+            pools.others.push(Arc::new(TagPool { id, segments }));
+        }
+        Ok(id)
+    }
+
+    /// The names of all tags, by name.
+    #[must_use]
+    pub fn names(&self) -> Vec<String> {
+        let mut names: Vec<String> = lock(&self.0.by_name).keys().map(|(name, _)| name.clone()).collect();
+        names.dedup();
+        names
+    }
+
+    /// Puts the memory of tags to sleep, on all devices, all of it or none: contents go to the host or are dropped,
+    /// physical memory to the driver, addresses stay. Waits for all work of the devices first; work that is launched
+    /// meanwhile, or while they sleep, must not use that memory.
+    ///
+    /// Tags that sleep already are left as they are, but [`Keep::Discard`] drops contents that they have on the host.
+    /// [`Error::Sleep`] says what was missing, and in which state the tags are.
+    pub fn sleep(&self, tags: &[&str], keep: Keep) -> Result<SleepReport> {
+        let _one = lock(&self.0.changing);
+        let pools = self.select(tags, SleepCall::Sleep)?;
+        going::sleep(&self.0, &pools, keep)
+    }
+
+    /// Wakes the memory of tags, on all devices, all of it or none: at the same addresses, with the contents, or zeroed
+    /// if they were discarded. Contents of blocks that were free are undefined. Tags that are awake are left as they
+    /// are. [`Error::Sleep`] says what was missing; the tags sleep on then.
+    pub fn wake(&self, tags: &[&str]) -> Result<SleepReport> {
+        let _one = lock(&self.0.changing);
+        let pools = self.select(tags, SleepCall::Wake)?;
+        waking::wake(&self.0, &pools)
+    }
+
+    /// The pools of tags, each once.
+    fn select(&self, tags: &[&str], call: SleepCall) -> Result<Vec<Arc<TagPool>>> {
+        let instance = self.0.allocator.instance();
+        instance.expect_own_process("sleep or wake")?;
+        if instance.has_captures() || self.0.pool_sleep().has_captures() {
+            return Err(Error::SleepInCapture { call });
+        }
+        if let Some(unknown) = tags.iter().find(|tag| !lock(&self.0.by_name).keys().any(|(name, _)| name == *tag)) {
+            return Err(Error::UnknownTag { tag: (*unknown).to_owned(), known: self.names() });
+        }
+        let mut by_name = lock(&self.0.by_name);
+        let pools = by_name.iter_mut().filter(|((name, _), _)| tags.contains(&name.as_str()));
+        Ok(pools.flat_map(|(_, pools)| pools.all()).collect())
+    }
+
+    /// Every tag on every device.
+    #[must_use]
+    pub fn info(&self) -> Vec<TagInfo> {
+        lock(&self.0.by_name).values_mut().map(|pools| info(&pools.all())).collect()
+    }
+
+    /// Lets kernels on `device` access the memory of tags on `owner`, now and later, once the device has
+    /// [peer access](warpool_driver::Devices::peer_enable).
+    pub fn enable_peer_access(&self, device: DeviceId, owner: DeviceId) -> Result<()> {
+        let _one = lock(&self.0.changing);
+        let pools: Vec<Arc<TagPool>> = lock(&self.0.by_name).values_mut().flat_map(TagPools::all).collect();
+        let on_owner = pools.iter().filter(|pool| pool.device() == owner);
+        on_owner.map(|pool| pool.segments.add_peer(device)).collect()
+    }
+
+    /// Adds to a snapshot when tags fell asleep and woke, as annotations.
+    pub fn add_to(&self, snapshot: &mut Snapshot) {
+        snapshot.annotations.extend(lock(&self.0.times).iter().cloned());
+    }
+}
+
+/// The pools of one tag on one device, of which there is at least its own.
+fn info(pools: &[Arc<TagPool>]) -> TagInfo {
+    let own = &pools[0];
+    let state = match own.segments.phase() {
+        Phase::Awake | Phase::Changing => TagState::Awake,
+        Phase::Asleep(Sleeping { keeps_contents, since_us, .. }) => {
+            let keep = if keeps_contents { Keep::Host } else { Keep::Discard };
+            TagState::Asleep { keep, since_us }
+        }
+    };
+    let (tag, device) = own.name();
+    let mut info = TagInfo { tag, device, pool: own.id, state, segments: 0, bytes: 0, bytes_device: 0, bytes_host: 0 };
+    for pool in pools {
+        let segments = pool.segments.segments();
+        info.segments += segments.len() as u64;
+        info.bytes += segments.iter().map(|segment| segment.bytes).sum::<u64>();
+        info.bytes_device += pool.segments.bytes_physical();
+        if let Phase::Asleep(Sleeping { saved, .. }) = pool.segments.phase() {
+            info.bytes_host += saved.iter().map(|block| block.bytes()).sum::<u64>();
+        }
+    }
+    info
+}
+
+impl fmt::Debug for Tags {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_list().entries(self.info()).finish()
+    }
+}
+
+/// A tag on a device, and its memory.
+#[derive(Clone)]
+pub struct Tag {
+    shared: Arc<Shared>,
+    key: (String, DeviceId),
+    pool: MemPool,
+}
+
+impl Tag {
+    /// Its name.
+    #[must_use]
+    pub fn name(&self) -> &str {
+        &self.key.0
+    }
+
+    /// Its private pool: for requests that name their pool, and for graphs whose memory is to carry the tag.
+    #[must_use]
+    pub fn pool(&self) -> &MemPool {
+        &self.pool
+    }
+
+    /// Its memory.
+    ///
+    /// # Panics
+    /// Never: the tag exists as long as this does.
+    #[must_use]
+    pub fn info(&self) -> TagInfo {
+        let mut by_name = lock(&self.shared.by_name);
+        info(&by_name.get_mut(&self.key).expect("tags are not removed").all())
+    }
+
+    /// Requests of the calling thread on the tag's device carry it, until the scope is dropped. Scopes may be nested
+    /// and open in any number of threads; the newest counts.
+    pub fn enter(&self) -> Result<TagScope> {
+        self.route(Route::Thread(std::thread::current().id()))
+    }
+
+    /// Requests that match `route` carry it, until the scope is dropped.
+    pub fn route(&self, route: Route) -> Result<TagScope> {
+        let pool = self.pool();
+        let scope = self.shared.pool_sleep().open_scope(pool.device_id(), pool.id(), route)?;
+        Ok(TagScope { tag: self.clone(), scope })
+    }
+}
+
+impl fmt::Debug for Tag {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "tag {:?} of {}", self.name(), self.pool.device_id())
+    }
+}
+
+/// An open scope of a tag. Dropping it closes it, without a driver call.
+#[must_use = "dropping the scope ends the tag"]
+pub struct TagScope {
+    tag: Tag,
+    scope: ScopeId,
+}
+
+impl Drop for TagScope {
+    fn drop(&mut self) {
+        if self.tag.shared.allocator.instance().is_inherited() {
+            return;
+        }
+        let pool = self.tag.pool();
+        self.tag.shared.pool_sleep().close_scope(pool.device_id(), pool.id(), self.scope);
+    }
+}
+
+impl fmt::Debug for TagScope {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "scope of {:?}", self.tag)
+    }
+}

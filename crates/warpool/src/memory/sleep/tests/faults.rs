@@ -1,0 +1,198 @@
+//! Every driver call of sleeping and of waking fails once, with each of several codes, and kinds of calls fail for good:
+//! afterwards all tags are in one state, nothing is lost or leaked, and the next call succeeds.
+
+use warpool_driver::decorate::FaultPlan;
+use warpool_driver::{Call, ErrorCode};
+
+use super::machine::{Kind, MIB, Machine};
+use crate::error::{SleepCall, SleepFailure};
+use crate::memory::{Allocation, Keep};
+use crate::{Error, Result};
+
+const TAGS: [&str; 3] = ["weights", "kv", "graphs"];
+const CODES: [ErrorCode; 2] = [ErrorCode::OutOfMemory, ErrorCode::Unknown(999)];
+
+/// Tags with blocks whose contents are their numbers, counted from 1, and the memory that was free before.
+struct Scene {
+    machine: Machine,
+    blocks: Vec<Allocation>,
+    free_awake: u64,
+}
+
+impl Scene {
+    fn new(kind: Kind) -> Self {
+        let machine = Machine::new(kind, 200 * MIB);
+        let mut blocks = Vec::new();
+        for (tag, bytes) in
+            [(0, 100), (0, 3 * MIB), (0, 24 * MIB), (1, 30 * MIB), (0, 12 * MIB), (1, 5000), (2, 2 * MIB)]
+        {
+            let block = machine.allocate(TAGS[tag], bytes, tag).unwrap();
+            blocks.push(block);
+            machine.write(&block, blocks.len() as u32, tag);
+        }
+        // Free segments, which are returned when their tag falls asleep, and a cached block of nobody.
+        let spare = [machine.allocate("kv", 22 * MIB, 0).unwrap(), machine.untagged(21 * MIB, 0).unwrap()];
+        spare.into_iter().for_each(|block| machine.allocator.free(block).unwrap());
+        machine.sleep(&TAGS, Keep::Host).unwrap();
+        machine.wake(&TAGS).unwrap();
+        let free_awake = machine.free();
+        Self { machine, blocks, free_awake }
+    }
+
+    fn is_asleep(&self) -> bool {
+        let asleep = TAGS.map(|tag| self.machine.is_asleep(tag));
+        assert!(asleep.iter().all(|&one| one == asleep[0]), "all tags are in one state: {asleep:?}");
+        asleep[0]
+    }
+
+    /// Checks the contents; zeroes, if they were discarded.
+    fn expect_contents(&self, keep: Keep) {
+        for (number, block) in (1..).zip(&self.blocks) {
+            self.machine.expect(block, if keep == Keep::Host { number } else { 0 }, 0);
+        }
+        assert_eq!(self.machine.defect(), None);
+    }
+
+    /// Makes a call with faults. Returns its result, and whether there was one.
+    fn call<T>(&self, plan: FaultPlan, call: impl FnOnce() -> Result<T>) -> (Result<T>, bool) {
+        let before = self.machine.faulty.injected().len();
+        self.machine.faulty.set_plan(plan);
+        let outcome = call();
+        self.machine.faulty.clear_plan();
+        (outcome, self.machine.faulty.injected().len() > before)
+    }
+
+    fn finish(self) {
+        for &block in &self.blocks {
+            self.machine.allocator.free(block).unwrap();
+        }
+        assert_eq!(self.machine.finish(), None);
+    }
+}
+
+fn failure<T>(outcome: Result<T>) -> Option<SleepFailure> {
+    match outcome {
+        Ok(_) => None,
+        Err(Error::Sleep(failure)) => Some(*failure),
+        Err(error) => panic!("another error: {error}"),
+    }
+}
+
+/// Falls asleep with faults, then without, and wakes. Returns whether a call was made to fail.
+fn sleep_with(kind: Kind, keep: Keep, plan: FaultPlan) -> bool {
+    let scene = Scene::new(kind);
+    let (outcome, faulted) = scene.call(plan, || scene.machine.sleep(&TAGS, keep));
+    match failure(outcome) {
+        Some(failure) => {
+            assert_eq!((failure.call, failure.is_undone), (SleepCall::Sleep, !scene.is_asleep()), "{failure}");
+            if failure.is_undone {
+                scene.expect_contents(Keep::Host);
+                // Free segments may have been returned before the failure.
+                assert!(scene.machine.free() >= scene.free_awake);
+                assert_eq!(scene.machine.pinned(), 0, "{failure}");
+                scene.machine.sleep(&TAGS, keep).unwrap();
+            } else {
+                // Undoing it failed: the contents are all there.
+                scene.machine.wake(&TAGS).unwrap();
+                scene.expect_contents(Keep::Host);
+                scene.machine.sleep(&TAGS, keep).unwrap();
+            }
+        }
+        None => assert!(scene.is_asleep()),
+    }
+    assert!(scene.is_asleep());
+    scene.machine.wake(&TAGS).unwrap();
+    scene.expect_contents(keep);
+    assert!(scene.machine.free() >= scene.free_awake, "no memory was lost");
+    scene.finish();
+    faulted
+}
+
+/// Falls asleep, wakes with faults, and then without. Returns whether a call was made to fail.
+fn wake_with(kind: Kind, keep: Keep, plan: FaultPlan) -> bool {
+    let scene = Scene::new(kind);
+    scene.machine.sleep(&TAGS, keep).unwrap();
+    let (free_asleep, pinned) = (scene.machine.free(), scene.machine.pinned());
+    let permanent = format!("{plan:?}").contains("fraction: 1.0");
+    let (outcome, faulted) = scene.call(plan, || scene.machine.wake(&TAGS));
+    if let Some(failure) = failure(outcome) {
+        assert!(scene.is_asleep() && failure.is_undone && failure.call == SleepCall::Wake, "{failure}");
+        assert_eq!(scene.machine.pinned(), pinned, "the host keeps the contents: {failure}");
+        // What the driver refuses to take back stays until the tags wake.
+        assert!(permanent || scene.machine.free() >= free_asleep, "{failure}");
+        scene.machine.wake(&TAGS).unwrap();
+    }
+    assert!(!scene.is_asleep());
+    scene.expect_contents(keep);
+    assert!(scene.machine.free() >= scene.free_awake, "no memory was lost");
+    scene.finish();
+    faulted
+}
+
+fn every_call_fails_once(run: fn(Kind, Keep, FaultPlan) -> bool) {
+    for kind in Kind::ALL {
+        for (keep, codes) in [(Keep::Host, &CODES[..]), (Keep::Discard, &CODES[1..])] {
+            for &code in codes {
+                let faulted = |&nth: &u64| run(kind, keep, FaultPlan::new().fail_nth_of_all(nth, code));
+                let calls = (1..).take_while(faulted).count();
+                println!("{kind:?}, {keep:?}, {code:?}: {calls} calls");
+                assert!(calls > 15, "{kind:?}, {keep:?}: only {calls} calls");
+            }
+        }
+    }
+}
+
+#[test]
+fn every_driver_call_of_falling_asleep_may_fail_once() {
+    every_call_fails_once(sleep_with);
+}
+
+#[test]
+fn every_driver_call_of_waking_may_fail_once() {
+    every_call_fails_once(wake_with);
+}
+
+#[test]
+fn driver_calls_may_fail_for_good() {
+    let kinds = [
+        Call::VmCreate,
+        Call::VmMap,
+        Call::VmSetAccess,
+        Call::VmUnmap,
+        Call::VmRelease,
+        Call::Copy,
+        Call::Fill,
+        Call::HostAlloc,
+        Call::HostRegister,
+        Call::StreamSynchronize,
+        Call::DeviceSynchronize,
+    ];
+    let mut faults = 0;
+    for kind in Kind::ALL {
+        for (keep, code) in [(Keep::Host, CODES[0]), (Keep::Host, CODES[1]), (Keep::Discard, CODES[1])] {
+            for call in kinds {
+                let plan = || FaultPlan::new().fail_fraction(&[call], 1.0, 0, code);
+                faults += u32::from(sleep_with(kind, keep, plan())) + u32::from(wake_with(kind, keep, plan()));
+            }
+            // The call fails from its second time on: some of the tags are through.
+            for call in [Call::VmUnmap, Call::VmMap, Call::VmSetAccess] {
+                let others = [Call::VmMap, Call::VmSetAccess];
+                let plan = || FaultPlan::new().fail_nth(call, 2, code).fail_fraction(&others, 1.0, 0, code);
+                faults += u32::from(sleep_with(kind, keep, plan())) + u32::from(wake_with(kind, keep, plan()));
+            }
+        }
+    }
+    assert!(faults > 60, "only {faults}");
+}
+
+#[test]
+fn random_driver_calls_may_fail() {
+    for kind in Kind::ALL {
+        for seed in warpool_testing::seeds(30) {
+            let code = CODES[seed as usize % 2];
+            let plan = || FaultPlan::new().fail_fraction(&[], 0.15, seed, code);
+            sleep_with(kind, Keep::Host, plan());
+            wake_with(kind, Keep::Host, plan());
+        }
+    }
+}
