@@ -14,6 +14,9 @@
 #include <stddef.h>
 #include <stdint.h>
 
+// How many bytes a tag's name has at most, with the null character.
+#define WARPOOL_TAG_NAME_LENGTH 64
+
 // The allocated blocks of a pool at some moment. Opaque.
 typedef struct warpool_checkpoint_state warpool_checkpoint_state;
 
@@ -286,6 +289,42 @@ typedef struct warpool_shared_block {
   size_t offset;
 } warpool_shared_block;
 
+// What `warpool_sleep` or `warpool_wake` did.
+typedef struct warpool_sleep_totals {
+  // How many tags fell asleep or woke, counted once per device.
+  int64_t changed;
+  // How many were in that state already.
+  int64_t unchanged;
+  // Bytes of device memory that the driver got, or gave.
+  int64_t bytes_device;
+  // Bytes that were copied to the host, or back.
+  int64_t bytes_copied;
+  // Bytes of device memory that the driver refused to take back; that is retried by later calls.
+  int64_t bytes_not_returned;
+} warpool_sleep_totals;
+
+// A tag's memory on one device.
+typedef struct warpool_tag_values {
+  // Its name, null-terminated.
+  char name[WARPOOL_TAG_NAME_LENGTH];
+  // The device.
+  int device;
+  // Whether it sleeps.
+  int is_asleep;
+  // Whether its contents are on the host, if it sleeps.
+  int keeps_contents;
+  // How many segments it has.
+  int64_t segments;
+  // Bytes of their addresses.
+  int64_t bytes;
+  // Bytes of device memory that it has.
+  int64_t bytes_device;
+  // Bytes of pinned host memory with its contents.
+  int64_t bytes_host;
+  // Since when it sleeps, in microseconds of the history's clock; 0 if it is awake.
+  int64_t since_us;
+} warpool_tag_values;
+
 #ifdef __cplusplus
 extern "C" {
 #endif // __cplusplus
@@ -380,7 +419,8 @@ void warpool_reset(void);
 int warpool_largest_available(int device, size_t *bytes);
 
 // Calls `visit` with every statistic of a device, by its name in `torch.cuda.memory_stats`, for example
-// `allocated_bytes.all.peak`. `visit` may call any function of this library.
+// `allocated_bytes.all.peak`, and with one of our own: `asleep_bytes.all.current` and so on, the memory of tags that
+// sleep, which is not reserved. `visit` may call any function of this library.
 //
 // # Safety
 // `visit` is NULL, which is an error, or may be called with `user` and any name and value.
@@ -754,6 +794,40 @@ int warpool_open_shared(int device, const uint8_t *handle, size_t length, void *
 // Ends a use of opened memory; after the last it is closed, behind all work of the device. In a forked child nothing
 // happens.
 int warpool_close_shared(void *ptr);
+
+// Requests of the calling thread on the device carry the tag from here on, until `warpool_tag_end`: its memory can
+// sleep. Scopes may be nested and open in any number of threads; the newest of the thread counts. A pool of PyTorch's
+// that is open for the request comes first. Writes to `scope` what ends it.
+//
+// # Safety
+// `tag` is NULL, which is an error, or a null-terminated string. `scope` is NULL, which is an error, or writable.
+int warpool_tag_begin(int device, const char *tag, uint64_t *scope);
+
+// Ends a scope of `warpool_tag_begin`, in any thread and any order.
+int warpool_tag_end(uint64_t scope);
+
+// Puts the memory of tags to sleep, on all devices, all of it or none: the contents go to pinned host memory, or are
+// dropped if `keep` is 0; the physical memory goes to the driver; addresses stay. `tags` has `count` names; NULL is all
+// tags. Waits for all work of the devices. Writes to `done`, unless it is NULL, what was done.
+//
+// # Safety
+// `tags` is NULL or points to `count` null-terminated strings. `done` is NULL or writable.
+int warpool_sleep(const char *const *tags, size_t count, int keep, struct warpool_sleep_totals *done);
+
+// Wakes the memory of tags, on all devices, all of it or none: at the same addresses, with the contents, or zeroed if
+// they were dropped. `tags` has `count` names; NULL is all tags. Writes to `done`, unless it is NULL, what was done.
+//
+// # Safety
+// `tags` is NULL or points to `count` null-terminated strings. `done` is NULL or writable.
+int warpool_wake(const char *const *tags, size_t count, struct warpool_sleep_totals *done);
+
+// Writes every tag on every device to `tags`, by name and device, at most `capacity` of them, and to `count` how many
+// there are.
+//
+// # Safety
+// `tags` is NULL, if `capacity` is 0, or has room for `capacity` of them. `count` is NULL, which is an error, or
+// writable.
+int warpool_tags(struct warpool_tag_values *tags, size_t capacity, size_t *count);
 
 #ifdef __cplusplus
 }  // extern "C"
