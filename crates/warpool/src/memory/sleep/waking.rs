@@ -10,7 +10,7 @@ use super::changing::{Changing, ChangingPool};
 use super::copies::Copies;
 use super::going::{names, names_on_devices};
 use super::report::SleepReport;
-use super::segments::{Contents, Phase};
+use super::segments::{Contents, Phase, Segment};
 use super::shared::{Shared, TagPool};
 use crate::error::{SleepCall, SleepFailure, SleepShortage};
 use crate::memory::{Asleep, MemPoolId};
@@ -118,6 +118,11 @@ fn bring_back<'a>(
         }
     }
     for ChangingPool { pool, sleeping } in &changing.pools {
+        let left_over = |segment: &&Segment| segment.contents != Contents::Present;
+        if pool.segments.segments().iter().filter(left_over).any(|segment| segment.is_mapped) {
+            // A wake that failed could not wait for its copies: they may still write here.
+            pool.segments.device.synchronize()?;
+        }
         let copies = copies.get_mut(&pool.device()).expect("the devices are those of the pools");
         for segment in pool.segments.segments() {
             pool.segments.map(&segment)?;
