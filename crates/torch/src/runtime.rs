@@ -272,7 +272,7 @@ impl Runtime {
     /// thread is in.
     pub(crate) fn open_pool(&self, device: i32, pool: TorchPoolId, filter: Filter) -> Result<()> {
         let device = self.device(device)?;
-        self.routing.begin(&self.allocator, device.id(), pool, filter, |options| {
+        self.routing.begin_with(&self.allocator, device.id(), pool, filter, |options| {
             self.tags.make_pool(self.allocator().pools()?, &device, options)
         })
     }

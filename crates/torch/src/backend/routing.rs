@@ -64,7 +64,7 @@ impl Routing {
     }
 
     /// Opens a scope, and adds a use of its pool, which `create` makes if there is none yet.
-    pub(crate) fn begin(
+    pub(crate) fn begin_with(
         &self,
         allocator: &Allocator,
         device: DeviceId,
@@ -106,6 +106,13 @@ impl Routing {
         scopes.push(Scope { device, id, pool, filter });
         self.open.fetch_add(1, Ordering::Release);
         Ok(())
+    }
+
+    /// The same, with a plain pool.
+    #[cfg(test)]
+    pub(crate) fn begin(&self, allocator: &Allocator, device: DeviceId, id: TorchPoolId, filter: Filter) -> Result<()> {
+        let pools = private_pools(allocator)?;
+        self.begin_with(allocator, device, id, filter, |options| Ok(pools.create_pool(device, options)?))
     }
 
     /// Closes the scope.

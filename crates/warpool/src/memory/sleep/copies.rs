@@ -73,7 +73,12 @@ impl<'a> Copies<'a> {
 
     /// Waits for all of them.
     pub(super) fn wait(&self) -> Result<()> {
-        self.streams.iter().fold(Ok(()), |outcome, stream| outcome.and(stream.synchronize()))
+        // Also after one that fails.
+        let mut outcome = Ok(());
+        for stream in &self.streams {
+            outcome = outcome.and(stream.synchronize());
+        }
+        outcome
     }
 }
 

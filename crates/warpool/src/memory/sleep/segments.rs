@@ -16,7 +16,7 @@ use warpool_driver::{
 
 use super::copies::SavedRange;
 use crate::capture::{CaptureStatus, RelaxedMode};
-use crate::memory::{Asleep, DeviceAllocator, HostBlock, MemPoolId, SegmentKind, Upstream};
+use crate::memory::{Asleep, DeviceAllocator, HostBlock, MemPoolId, PoolSleep, SegmentKind, Upstream};
 use crate::unwind::OnUnwind;
 use crate::{Device, Error, Result, lock};
 
@@ -290,7 +290,7 @@ impl TagSegments {
             let allocator = self.owner.get().and_then(|(allocator, _)| allocator.upgrade());
             allocator.is_some_and(|allocator| {
                 let pools = allocator.pools().ok();
-                pools.and_then(|pools| pools.sleep()).is_some_and(|sleep| sleep.has_captures())
+                pools.and_then(|pools| pools.sleep()).is_some_and(PoolSleep::has_captures)
             })
         };
         self.device.instance().has_captures() || told()

@@ -143,8 +143,8 @@ impl Tags {
     pub fn enable_peer_access(&self, device: DeviceId, owner: DeviceId) -> Result<()> {
         let _one = lock(&self.0.changing);
         let pools: Vec<Arc<TagPool>> = lock(&self.0.by_name).values_mut().flat_map(TagPools::all).collect();
-        let on_owner = pools.iter().filter(|pool| pool.device() == owner);
-        on_owner.map(|pool| pool.segments.add_peer(device)).collect()
+        let mut on_owner = pools.iter().filter(|pool| pool.device() == owner);
+        on_owner.try_for_each(|pool| pool.segments.add_peer(device))
     }
 
     /// Adds to a snapshot when tags fell asleep and woke, as annotations.

@@ -1,6 +1,7 @@
 //! To wake: create, map, copy back, in this order for all pools together. Until the end everything can be undone: the
 //! host keeps the contents until all of them are back.
 
+use std::collections::btree_map::Entry;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
@@ -59,7 +60,7 @@ fn wake_up(shared: &Shared, mut changing: Changing<'_>, report: &mut SleepReport
     let mut copies = BTreeMap::new();
     let outcome = bring_back(shared, &changing, &mut created, &mut copies, report);
     // Also after a failure: memory that a copy writes to is not unmapped.
-    let wait = || copies.values().fold(Ok(()), |outcome, copies| outcome.and(copies.wait()));
+    let wait = || wait_for_all(copies.values());
     let waited = wait();
     let outcome = outcome.and_then(|()| Ok(waited.clone()?));
     if outcome.is_err() {
@@ -77,6 +78,15 @@ fn wake_up(shared: &Shared, mut changing: Changing<'_>, report: &mut SleepReport
     }
     changing.complete();
     Ok(())
+}
+
+/// Waits for all copies, also after one that fails.
+fn wait_for_all<'a, 'b: 'a>(copies: impl Iterator<Item = &'a Copies<'b>>) -> Result<()> {
+    let mut outcome = Ok(());
+    for copies in copies {
+        outcome = outcome.and(copies.wait());
+    }
+    outcome
 }
 
 /// Memory that was created, and where.
@@ -113,8 +123,8 @@ fn bring_back<'a>(
     }
     for ChangingPool { pool, .. } in &changing.pools {
         let device = &pool.segments.device;
-        if !copies.contains_key(&device.id()) {
-            copies.insert(device.id(), Copies::new(device)?);
+        if let Entry::Vacant(entry) = copies.entry(device.id()) {
+            entry.insert(Copies::new(device)?);
         }
     }
     for ChangingPool { pool, sleeping } in &changing.pools {
