@@ -807,8 +807,8 @@ int warpool_tag_begin(int device, const char *tag, uint64_t *scope);
 int warpool_tag_end(uint64_t scope);
 
 // Puts the memory of tags to sleep, on all devices, all of it or none: the contents go to pinned host memory, or are
-// dropped if `keep` is 0; the physical memory goes to the driver; addresses stay. `tags` has `count` names; NULL is all
-// tags. Waits for all work of the devices. Writes to `done`, unless it is NULL, what was done.
+// dropped if `keep` is 0; the physical memory goes to the driver; addresses stay. `tags` has `count` names; NULL is
+// all tags. Waits for all work of the devices. Writes to `done`, unless it is NULL, what was done.
 //
 // # Safety
 // `tags` is NULL or points to `count` null-terminated strings. `done` is NULL or writable.

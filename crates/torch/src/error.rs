@@ -76,7 +76,8 @@ pub enum Error {
 
     /// A backend whose memory cannot sleep.
     #[error(
-        "memory of backend:{backend} cannot sleep: its addresses are the driver's; choose backend:native or backend:paged"
+        "memory of backend:{backend} cannot sleep: its addresses are the driver's; \
+         choose backend:native or backend:paged"
     )]
     CannotSleep {
         /// The backend.

@@ -1,6 +1,6 @@
 //! Memory that sleeps and wakes, with the caching and the paged allocator. Kernels write contents before and check them
-//! after; the driver says how much memory is free meanwhile. At most 400 MiB of the device are used, but for a check that
-//! fills it.
+//! after; the driver says how much memory is free meanwhile. At most 400 MiB of the device are used, but for a check
+//! that fills it.
 
 use std::sync::Arc;
 

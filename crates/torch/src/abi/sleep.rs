@@ -68,8 +68,8 @@ fn totals(report: &SleepReport) -> SleepTotals {
 }
 
 /// Puts the memory of tags to sleep, on all devices, all of it or none: the contents go to pinned host memory, or are
-/// dropped if `keep` is 0; the physical memory goes to the driver; addresses stay. `tags` has `count` names; NULL is all
-/// tags. Waits for all work of the devices. Writes to `done`, unless it is NULL, what was done.
+/// dropped if `keep` is 0; the physical memory goes to the driver; addresses stay. `tags` has `count` names; NULL is
+/// all tags. Waits for all work of the devices. Writes to `done`, unless it is NULL, what was done.
 ///
 /// # Safety
 /// `tags` is NULL or points to `count` null-terminated strings. `done` is NULL or writable.

@@ -101,7 +101,9 @@ pub use paged::{PageStats, PageTotals, PagedAllocator};
 pub use pool::{MemPool, PoolScope};
 pub(crate) use pool_sleep::SleepingPools;
 #[doc(hidden)]
-pub use pool_sleep::{Asleep, PoolSleep, ScopeId};
+pub use pool_sleep::{Asleep, ScopeId};
+#[doc(hidden)]
+pub use private_pools::PoolSleep;
 pub(crate) use private_pools::PoolUses;
 pub use private_pools::{PoolOptions, PoolUser, PrivatePools, Route, Upstream};
 pub(crate) use report::with_metadata;

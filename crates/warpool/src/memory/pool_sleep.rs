@@ -1,4 +1,4 @@
-//! What an allocator does for [`Tags`](super::Tags): the trait [`PoolSleep`], and the pools of a device that sleep.
+//! The pools of a device that sleep, for the allocators that have [`PoolSleep`](super::PoolSleep).
 //!
 //! An allocator keeps its segments and blocks as they are while a pool sleeps. It serves no request from such a pool,
 //! and counts the memory that the driver got back neither as reserved nor against a limit.
@@ -6,10 +6,8 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use warpool_driver::DeviceId;
-
+use super::MemPoolId;
 use super::report::{SegmentKind, Stat, StatByKind, Stats};
-use super::{MemPoolId, Route};
 use crate::{Error, Result};
 
 /// One of the open scopes of a pool.
@@ -36,30 +34,6 @@ impl Asleep {
             SegmentKind::Large => self.bytes_large,
         }
     }
-}
-
-/// What an allocator does for memory that sleeps. For [`Tags`](super::Tags) alone.
-#[doc(hidden)]
-pub trait PoolSleep: Send + Sync {
-    /// Opens a scope of a pool beside those that it has, and adds a use.
-    fn open_scope(&self, device: DeviceId, pool: MemPoolId, route: Route) -> Result<ScopeId>;
-
-    /// Closes it. Makes no driver call.
-    fn close_scope(&self, device: DeviceId, pool: MemPoolId, scope: ScopeId);
-
-    /// Whether captures are under way that it was told of.
-    fn has_captures(&self) -> bool;
-
-    /// Waits for pending frees of the device, and returns the free segments of a pool in use to its upstream; none if
-    /// captures allocated from it. Returns how many bytes.
-    fn release_free_segments(&self, device: DeviceId, pool: MemPoolId) -> Result<u64>;
-
-    /// Sets what of a pool sleeps; `None` is awake. Makes no driver call.
-    fn set_asleep(&self, device: DeviceId, pool: MemPoolId, asleep: Option<Asleep>) -> Result<()>;
-
-    /// As [`set_asleep`](Self::set_asleep), before memory is allocated for what wakes. Returns `false`, and changes
-    /// nothing, if that would exceed a limit.
-    fn reserve_to_wake(&self, device: DeviceId, pool: MemPoolId, asleep: Asleep) -> Result<bool>;
 }
 
 /// The pools of one device that sleep.

@@ -8,7 +8,7 @@ use std::thread::ThreadId;
 
 use warpool_driver::{CaptureId, DeviceId, DevicePtr, StreamId};
 
-use super::{MemPoolId, PoolSleep};
+use super::{Asleep, MemPoolId, ScopeId};
 use crate::{Error, Result};
 
 /// How a pool is created.
@@ -192,4 +192,28 @@ pub trait PrivatePools: Send + Sync {
 
     /// Whether exactly these addresses are allocated in the pool.
     fn has_exactly(&self, device: DeviceId, pool: MemPoolId, live: &[DevicePtr]) -> Result<bool>;
+}
+
+/// What an allocator does for memory that sleeps. For [`Tags`](super::Tags) alone.
+#[doc(hidden)]
+pub trait PoolSleep: Send + Sync {
+    /// Opens a scope of a pool beside those that it has, and adds a use.
+    fn open_scope(&self, device: DeviceId, pool: MemPoolId, route: Route) -> Result<ScopeId>;
+
+    /// Closes it. Makes no driver call.
+    fn close_scope(&self, device: DeviceId, pool: MemPoolId, scope: ScopeId);
+
+    /// Whether captures are under way that it was told of.
+    fn has_captures(&self) -> bool;
+
+    /// Waits for pending frees of the device, and returns the free segments of a pool in use to its upstream; none if
+    /// captures allocated from it. Returns how many bytes.
+    fn release_free_segments(&self, device: DeviceId, pool: MemPoolId) -> Result<u64>;
+
+    /// Sets what of a pool sleeps; `None` is awake. Makes no driver call.
+    fn set_asleep(&self, device: DeviceId, pool: MemPoolId, asleep: Option<Asleep>) -> Result<()>;
+
+    /// As [`set_asleep`](Self::set_asleep), before memory is allocated for what wakes. Returns `false`, and changes
+    /// nothing, if that would exceed a limit.
+    fn reserve_to_wake(&self, device: DeviceId, pool: MemPoolId, asleep: Asleep) -> Result<bool>;
 }

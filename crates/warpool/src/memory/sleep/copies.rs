@@ -108,7 +108,7 @@ impl<'a> Packer<'a> {
         self.pieces.iter().map(|piece| piece.bytes()).sum()
     }
 
-    /// Begins to copy a range to the host. Fails with [`NoHostMemory`](SaveError::NoHostMemory) if there is none for it.
+    /// Begins to copy a range to the host. Fails with [`SaveError::NoHostMemory`] if there is none for it.
     pub(super) fn save(&mut self, ptr: u64, bytes: u64, copies: &mut Copies<'_>) -> Saved {
         let (mut saved, mut done) = (Vec::new(), 0);
         while done < bytes {

@@ -1,5 +1,5 @@
-//! Every driver call of sleeping and of waking fails once, with each of several codes, and kinds of calls fail for good:
-//! afterwards all tags are in one state, nothing is lost or leaked, and the next call succeeds.
+//! Every driver call of sleeping and of waking fails once, with each of several codes, and kinds of calls fail for
+//! good: afterwards all tags are in one state, nothing is lost or leaked, and the next call succeeds.
 
 use warpool_driver::decorate::FaultPlan;
 use warpool_driver::{Call, ErrorCode};
