@@ -14,7 +14,8 @@ for test in native enable sleep backend compare; do
 done
 [ "${1:-}" != --no-wheel ] || exit 0
 
-# Unoptimized, and with the backend of one version of PyTorch, whose C++ is thereby compiled against PyTorch's headers.
+# Unoptimized, and with the backend of one version of PyTorch: its C++ is compiled against PyTorch's headers, and run
+# with PyTorch's libc10 and libc10_cuda.
 backends=(--torch 2.11)
 if ! command -v "${CXX:-c++}" >/dev/null; then
   echo "a C++ compiler is not installed: the C++ layer was NOT compiled"
@@ -22,3 +23,7 @@ if ! command -v "${CXX:-c++}" >/dev/null; then
 fi
 scripts/wheel --profile dev --out "$target/python-wheels" "${backends[@]}"
 python/tests/wheel "$target"/python-wheels/warpool-*.whl
+if [ "${backends[0]}" = --torch ]; then
+  python/tests/backend/drive "$target/wheel/torch/2.11" "$target/wheel/files/backends/libwarpool_backend-2.11.so" \
+    "$target/wheel/files/libwarpool_torch.so"
+fi

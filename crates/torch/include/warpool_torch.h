@@ -281,13 +281,8 @@ typedef struct warpool_pinned_stats_values {
   struct warpool_duration host_free_time;
 } warpool_pinned_stats_values;
 
-// A block as another process can open it.
-typedef struct warpool_shared_block {
-  // The handle of the allocation that it is in.
-  uint8_t handle[64];
-  // Where it starts there.
-  size_t offset;
-} warpool_shared_block;
+// Gets a handle of `length` bytes, which are valid during the call, and an offset.
+typedef void (*warpool_write_handle)(void *user, const uint8_t *handle, size_t length, size_t offset);
 
 // What `warpool_sleep` or `warpool_wake` did.
 typedef struct warpool_sleep_totals {
@@ -777,12 +772,12 @@ int warpool_pinned_reset_peak_stats(void);
 // Sets every accumulated count of pinned memory to 0.
 int warpool_pinned_reset_accumulated_stats(void);
 
-// Writes to `shared` how another process can open the memory at `ptr`. The block must stay allocated as long as others
-// use it.
+// Calls `write` once with how another process can open the memory at `ptr`: the handle of the memory that it is in,
+// and where it begins there. The block must stay allocated as long as others use it.
 //
 // # Safety
-// `shared` is NULL, which is an error, or writable.
-int warpool_share(void *ptr, struct warpool_shared_block *shared);
+// `write` is NULL, which is an error, or can be called with `user`.
+int warpool_share(void *ptr, warpool_write_handle write, void *user);
 
 // Opens memory of another process on `device`, by the `length` bytes at `handle`, and writes its start to `ptr`. Every
 // call is to be paired with one of `warpool_close_shared`.
@@ -791,8 +786,8 @@ int warpool_share(void *ptr, struct warpool_shared_block *shared);
 // `handle` points to `length` bytes. `ptr` is NULL, which is an error, or writable.
 int warpool_open_shared(int device, const uint8_t *handle, size_t length, void **ptr);
 
-// Ends a use of opened memory; after the last it is closed, behind all work of the device. In a forked child nothing
-// happens.
+// Ends a use of opened memory; after the last it is closed, behind all work of the device, or if a pool is open, by a
+// later call. In a forked child nothing happens.
 int warpool_close_shared(void *ptr);
 
 // Requests of the calling thread on the device carry the tag from here on, until `warpool_tag_end`: its memory can

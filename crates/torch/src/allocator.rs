@@ -4,8 +4,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use warpool::Instance;
 use warpool::memory::{
-    Allocation, Backend, CachingAllocator, DeviceAllocator, DriverPoolAllocator, MemPoolId, PageStats, PagedAllocator,
-    PoolCheckpoint, PrivatePools, Request, Restored, Settings,
+    Allocation, Backend, CachingAllocator, DeviceAllocator, DriverPoolAllocator, MappedPart, MemPoolId, PageStats,
+    PagedAllocator, PoolCheckpoint, PrivatePools, Request, Restored, Settings,
 };
 use warpool_driver::{DeviceId, DevicePtr};
 
@@ -77,6 +77,26 @@ impl Allocator {
         }
     }
 
+    /// Allocates a cached block, if nothing else is to be done.
+    #[inline]
+    pub(crate) fn allocate_cached(&self, request: &Request) -> Option<DevicePtr> {
+        match self {
+            Self::Caching(allocator) => allocator.allocate_cached(request).map(|allocation| allocation.ptr),
+            Self::Paged(allocator) => allocator.allocate_cached(request).map(|allocation| allocation.ptr),
+            Self::DriverPool(..) => None,
+        }
+    }
+
+    /// Frees what starts at `ptr` on `device`, if nothing else is to be done.
+    #[inline]
+    pub(crate) fn free_cached(&self, device: DeviceId, ptr: DevicePtr) -> bool {
+        match self {
+            Self::Caching(allocator) => allocator.free_cached(device, ptr),
+            Self::Paged(allocator) => allocator.free_cached(device, ptr),
+            Self::DriverPool(..) => false,
+        }
+    }
+
     /// Allocates at an address.
     pub(crate) fn allocate_at(&self, request: Request, ptr: DevicePtr) -> Result<()> {
         match self {
@@ -123,6 +143,14 @@ impl Allocator {
         match self {
             Self::Caching(allocator) => allocator.settings().expandable_segments,
             Self::Paged(_) | Self::DriverPool(..) => true,
+        }
+    }
+
+    /// Where the block that starts at `ptr` is mapped, if it is in pages.
+    pub(crate) fn mapped_parts(&self, ptr: DevicePtr) -> Result<Vec<MappedPart>> {
+        match self {
+            Self::Paged(allocator) => Ok(allocator.mapped_parts(ptr)?),
+            Self::Caching(_) | Self::DriverPool(..) => Ok(Vec::new()),
         }
     }
 

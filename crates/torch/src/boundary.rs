@@ -23,6 +23,17 @@ pub(crate) fn run<T>(body: impl FnOnce() -> Result<T>) -> Result<T> {
     result
 }
 
+/// Runs the hot path of a function: `None` means that the rest of the function is to run. A panic becomes an error, as
+/// with [`run`].
+#[inline]
+pub(crate) fn attempt<T>(body: impl FnOnce() -> Option<T>) -> Result<Option<T>> {
+    panic::catch_unwind(AssertUnwindSafe(body)).map_err(|panic| {
+        let error = panic_error(&*panic);
+        last_error::set(&error);
+        error
+    })
+}
+
 /// Runs `body`: 0 for success, 1 for failure.
 pub(crate) fn status(body: impl FnOnce() -> Result<()>) -> c_int {
     c_int::from(run(body).is_err())
@@ -134,6 +145,7 @@ mod tests {
             assert_eq!(text, "three words here");
             last_error::with(|text| assert!(text.contains("three words here"), "{text}"));
             assert_eq!(status(body), 1);
+            assert!(matches!(attempt::<()>(|| panic!("three words here")), Err(Error::Panic { .. })));
             run_logged(&LOG, body);
         }
         assert!(LOG.logged.load(Ordering::Relaxed));

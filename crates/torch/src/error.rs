@@ -185,10 +185,40 @@ pub enum Error {
 
     /// Memory that another process cannot open.
     #[error(
-        "mapped memory (expandable segments, backend:paged) cannot be shared with other processes; choose \
-         backend:native without expandable_segments, or send a copy in host memory"
+        "this memory cannot be shared with other processes: it is of expandable segments, of a pool with an allocator \
+         of its own, or its device cannot share memory. Choose backend:paged, or backend:native without \
+         expandable_segments, or send a copy in host memory"
     )]
     NotShareable,
+
+    /// Pages cannot be sent to other processes.
+    #[error("pages cannot be shared with other processes, because no socket can be opened for that: {source}")]
+    ShareServer {
+        /// Why not.
+        source: io::Error,
+    },
+
+    /// The process that shared memory does not answer.
+    #[error(
+        "process {process}, which shared this memory, does not answer: {source}. It must be alive, of the same user, \
+         and in the same network namespace (container)"
+    )]
+    SharedProcess {
+        /// Its id.
+        process: u32,
+        /// What happened.
+        source: io::Error,
+    },
+
+    /// Shared memory that does not exist any more.
+    #[error(
+        "memory that process {process} shared is gone: the process that shared it has freed it; keep the tensor there \
+         until the other process is done with it"
+    )]
+    SharedMemoryGone {
+        /// The process's id.
+        process: u32,
+    },
 
     /// Bytes that are no handle of shared memory.
     #[error("{length} bytes are no handle of shared memory that this version knows; use one version in all processes")]

@@ -6,7 +6,6 @@
 //! In a forked child the parent's runtime is not used any more, not even its locks, which other threads may have held:
 //! [`get`] fails. A child whose parent had not begun to start one starts its own.
 
-use std::cell::Cell;
 use std::collections::BTreeMap;
 use std::ffi::c_void;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -15,8 +14,8 @@ use std::time::Duration;
 
 use tracing_subscriber::filter::LevelFilter;
 use warpool::memory::{
-    Backend, DeviceAllocator, Keep, MemPoolId, PageStats, Request, Settings, SleepReport, Snapshot, SnapshotOptions,
-    Stats, TagInfo,
+    Backend, DeviceAllocator, HostBlock, Keep, MemPoolId, PageStats, Request, Settings, SleepReport, Snapshot,
+    SnapshotOptions, Stats, TagInfo,
 };
 use warpool::{Device, Instance, Stream};
 use warpool_driver::fork::{self, Origin};
@@ -38,6 +37,7 @@ pub struct Runtime {
     /// The process that it works in.
     origin: Origin,
     instance: Instance,
+    device_count: u32,
     allocator: Allocator,
     streams: StreamTable,
     captures: Captures,
@@ -122,9 +122,39 @@ fn start(backend: Backend) -> Result<&'static Runtime> {
     Ok(RUNTIME.get_or_init(|| runtime))
 }
 
-thread_local! {
-    /// The device that the thread used last. Has no destructor, so it works until the very end of a thread.
-    static LAST_DEVICE: Cell<DeviceId> = const { Cell::new(DeviceId(0)) };
+/// Memory for work on `stream` from what is cached, the hot path: nothing is created, waited for or recorded. `None`,
+/// and nothing has changed, if anything else is to be done: [`Runtime::allocate`] does it.
+#[inline]
+pub(crate) fn allocate_cached(bytes: usize, device: i32, stream: ForeignStream) -> Option<DevicePtr> {
+    let runtime = here()?;
+    // A negative index is that of no device.
+    let device = DeviceId(device.cast_unsigned());
+    let stream = runtime.streams.last(device, stream)?;
+    if runtime.routing.is_any_open() || runtime.direct.is_on() {
+        return None;
+    }
+    runtime.allocator.allocate_cached(&Request::new(device, stream, bytes as u64))
+}
+
+/// Frees what starts at `ptr`, the hot path. `false`, and nothing has changed, if anything else is to be done:
+/// [`Runtime::free_block`] does it.
+#[inline]
+pub(crate) fn free_cached(ptr: DevicePtr) -> bool {
+    here().is_some_and(|runtime| {
+        !runtime.direct.has_blocks() && runtime.allocator.free_cached(runtime.last_device(), ptr)
+    })
+}
+
+/// Pinned memory from what is cached, as [`allocate_cached`].
+#[inline]
+pub(crate) fn allocate_pinned_cached(bytes: usize) -> Option<HostBlock> {
+    here()?.pinned.allocate_cached(bytes as u64)
+}
+
+/// The runtime of the process, if it is started and was not before a fork.
+#[inline]
+fn here() -> Option<&'static Runtime> {
+    RUNTIME.get().filter(|_| !fork::is_child())
 }
 
 /// The handle as a `cudaStream_t`.
@@ -141,6 +171,7 @@ impl Runtime {
         let allocator = Allocator::new(&instance, settings)?;
         Ok(Self {
             origin,
+            device_count: instance.device_count(),
             instance,
             allocator,
             streams: StreamTable::new(),
@@ -198,6 +229,7 @@ impl Runtime {
         if bytes == 0 {
             return Ok(DevicePtr(0));
         }
+        self.routing.end_relaxed_mode(&**self.instance.driver())?;
         let id = self.streams.resolve(&self.instance, device, stream)?;
         let mut request = Request::new(device, id, bytes);
         if self.routing.is_any_open() {
@@ -205,7 +237,6 @@ impl Runtime {
         } else if self.direct.is_on() {
             return self.direct.allocate(&**self.instance.driver(), device, bytes);
         }
-        LAST_DEVICE.set(device);
         Ok(self.allocator.allocate(request)?.ptr)
     }
 
@@ -224,7 +255,13 @@ impl Runtime {
         if self.direct.has_blocks() && self.direct.free(&**self.instance.driver(), ptr)? {
             return Ok(());
         }
-        Ok(self.allocator.free(LAST_DEVICE.get(), ptr)?)
+        Ok(self.allocator.free(self.last_device(), ptr)?)
+    }
+
+    /// The device that the calling thread used last.
+    #[inline]
+    fn last_device(&self) -> DeviceId {
+        if self.device_count == 1 { DeviceId(0) } else { StreamTable::last_device() }
     }
 
     /// Switches caching off or on. Off, every request is a driver call and appears in no statistics.
@@ -301,6 +338,28 @@ impl Runtime {
     #[must_use]
     pub fn tags(&self) -> Vec<TagInfo> {
         self.tags.info()
+    }
+
+    /// How another process can open the memory at `ptr`: a handle of what it is in, and where it begins there.
+    pub fn share(&self, ptr: DevicePtr) -> Result<(Vec<u8>, usize)> {
+        let parts = self.allocator.mapped_parts(ptr)?;
+        if let Some(first) = parts.first() {
+            let handle = self.sharing.export_mapped(self.instance.driver(), &parts)?;
+            return Ok((handle, (ptr.0 - first.ptr.0) as usize));
+        }
+        let (base, _) = self.segment_of(ptr)?;
+        Ok((Sharing::export_plain(&**self.instance.driver(), base)?, (ptr.0 - base.0) as usize))
+    }
+
+    /// Opens memory of another process; every call is to be paired with one of [`close_shared`](Self::close_shared).
+    pub fn open_shared(&self, device: i32, handle: &[u8]) -> Result<DevicePtr> {
+        let (device, capturing) = (self.device_id(device)?, self.routing.is_any_open());
+        self.sharing.open(&**self.instance.driver(), device, handle, capturing)
+    }
+
+    /// Ends a use of memory of another process.
+    pub fn close_shared(&self, ptr: DevicePtr) -> Result<()> {
+        self.sharing.close(&**self.instance.driver(), ptr, self.routing.is_any_open())
     }
 
     /// The allocator, of one of our kinds.
@@ -477,7 +536,7 @@ impl Runtime {
     #[inline]
     pub(crate) fn device_id(&self, index: i32) -> Result<DeviceId> {
         match u32::try_from(index) {
-            Ok(index) if index < self.instance.device_count() => Ok(DeviceId(index)),
+            Ok(index) if index < self.device_count => Ok(DeviceId(index)),
             _ => self.device(index).map(|device| device.id()),
         }
     }

@@ -43,6 +43,19 @@ impl StreamTable {
         Self { table: NEXT.fetch_add(1, Ordering::Relaxed), ids: RwLock::default() }
     }
 
+    /// The id of `stream` on `device`, if it is what the thread looked up last.
+    #[inline]
+    pub(crate) fn last(&self, device: DeviceId, stream: ForeignStream) -> Option<StreamId> {
+        let last = LAST.get();
+        (last.table == self.table && last.device == device && last.raw == stream.raw()).then_some(last.stream)
+    }
+
+    /// The device of the thread's last lookup.
+    #[inline]
+    pub(crate) fn last_device() -> DeviceId {
+        LAST.get().device
+    }
+
     /// Whether the handle names the default stream of any device.
     pub(crate) fn is_default(stream: ForeignStream) -> bool {
         matches!(stream, ForeignStream::NULL | ForeignStream::LEGACY)
@@ -51,10 +64,15 @@ impl StreamTable {
     /// The id of `stream` on `device`.
     #[inline]
     pub(crate) fn resolve(&self, instance: &Instance, device: DeviceId, stream: ForeignStream) -> Result<StreamId> {
-        let (last, raw) = (LAST.get(), stream.raw());
-        if last.table == self.table && last.device == device && last.raw == raw {
-            return Ok(last.stream);
+        match self.last(device, stream) {
+            Some(id) => Ok(id),
+            None => self.look_up(instance, device, stream),
         }
+    }
+
+    #[inline(never)]
+    fn look_up(&self, instance: &Instance, device: DeviceId, stream: ForeignStream) -> Result<StreamId> {
+        let raw = stream.raw();
         let known = self.ids.read().unwrap_or_else(PoisonError::into_inner).get(&(device, raw)).copied();
         let id = match known {
             Some(id) => id,

@@ -1,6 +1,6 @@
 // Drives PyTorch's allocator classes, installed over Warpool, on the simulated GPU, through the pointers that PyTorch
-// itself would use. Linked against a real libtorch; needs no GPU and no CUDA driver. Left to tests with a GPU: peer
-// access, copies, memory of other processes, and a pool with an allocator of its own.
+// itself would use. Linked against a real libtorch, or as `drive` does it; needs no GPU and no CUDA driver. Left to
+// tests with a GPU: peer access, copies, plain memory of other processes, and a pool with an allocator of its own.
 #include <ATen/core/CachingHostAllocator.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/cuda/CUDACachingAllocator.h>
@@ -302,6 +302,23 @@ void pinned() {
     EXPECT(host.get_stats().allocated_bytes.peak == 0);
 }
 
+// Pages can be opened by the process that shared them; plain memory only by others.
+void sharing() {
+    const char* settings = std::getenv("WARPOOL_CONF");
+    auto block = allocator().allocate(3 * MB);
+    if (settings == nullptr || std::strcmp(settings, "backend:paged") != 0) {
+        EXPECT(!thrown([&] { allocator().getIpcDevPtr("no handle"); }).empty());
+        return;
+    }
+    const auto shared = allocator().shareIpcHandle(block.get());
+    auto opened = allocator().getIpcDevPtr(shared.handle);
+    auto* there = static_cast<char*>(opened.get()) + shared.offset;
+    EXPECT(opened != nullptr && there != block.get());
+    EXPECT(allocator().getIpcDevPtr(shared.handle) == opened);
+    opened.reset();
+    EXPECT(!thrown([&] { allocator().shareIpcHandle(there); }).empty());
+}
+
 void settings() {
     using c10::CachingAllocator::setAllocatorSettings;
     setAllocatorSettings("max_split_size_mb:200");
@@ -330,6 +347,7 @@ int main() {
     pools();
     pool_options();
     pinned();
+    sharing();
     settings();
     EXPECT(warpool_backend_install() != 0 && std::strstr(warpool_backend_error(), "installed already") != nullptr);
     std::printf("passed\n");

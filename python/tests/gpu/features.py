@@ -152,9 +152,9 @@ def cpp_frames(allocator: str) -> None:
     with contextlib.redirect_stdout(io.StringIO()):
         text = _memory_viz.segsum(snapshot)
         page = _memory_viz.trace_plot(snapshot)
-        folded = _memory_viz.memory(snapshot)
-    sizes = f"{len(text)}, {len(page)} and {len(folded)} characters"
-    check("memory_viz reads it", "segments" in text and "<" in page and folded, sizes)
+        listed = _memory_viz.trace(snapshot)
+    sizes = f"{len(text)}, {len(page)} and {len(listed)} characters"
+    check("memory_viz reads it", "segments" in text and "<" in page and "TOTAL MEM" in listed, sizes)
     torch.cuda.memory._record_memory_history(None)
 
 

@@ -1,23 +1,30 @@
 // Memory that is shared with other processes.
-#include <c10/cuda/CUDAException.h>
-#include <c10/cuda/CUDAFunctions.h>
-
 #include "convert.h"
+#include "current.h"
 #include "device_allocator.h"
 
 namespace warpool_torch {
 
 c10::cuda::CUDACachingAllocator::ShareableHandle DeviceAllocator::shareIpcHandle(void* ptr) {
-    warpool_shared_block shared{};
-    check(warpool_share(ptr, &shared));
-    const auto* bytes = reinterpret_cast<const char*>(shared.handle);
-    return {static_cast<ptrdiff_t>(shared.offset), std::string(bytes, sizeof(shared.handle))};
+    c10::cuda::CUDACachingAllocator::ShareableHandle shared{};
+    const auto write = [](void* user, const uint8_t* handle, size_t length, size_t offset) {
+        guarded(0, [&] {
+            auto& shared = *static_cast<c10::cuda::CUDACachingAllocator::ShareableHandle*>(user);
+            shared.offset = static_cast<ptrdiff_t>(offset);
+            shared.handle.assign(reinterpret_cast<const char*>(handle), length);
+            return 0;
+        });
+    };
+    check(warpool_share(ptr, write, &shared));
+    if (shared.handle.empty()) {
+        throw_last_error();
+    }
+    return shared;
 }
 
 std::shared_ptr<void> DeviceAllocator::getIpcDevPtr(std::string handle) {
-    c10::DeviceIndex device = 0;
-    C10_CUDA_CHECK(c10::cuda::GetDevice(&device));
     void* ptr = nullptr;
+    const auto device = current_device();
     check(warpool_open_shared(device, reinterpret_cast<const uint8_t*>(handle.data()), handle.size(), &ptr));
     return {ptr, [](void* opened) { warpool_close_shared(opened); }};
 }

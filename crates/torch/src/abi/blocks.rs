@@ -2,7 +2,7 @@
 
 use std::ffi::{c_char, c_int, c_void};
 
-use warpool_driver::DevicePtr;
+use warpool_driver::{DevicePtr, ForeignStream};
 
 use super::{c_pointer, device_ptr, foreign_stream};
 use crate::boundary::{self, FailureLog};
@@ -32,6 +32,16 @@ pub struct BlockDescription {
 pub unsafe extern "C" fn warpool_allocate(bytes: usize, device: c_int, stream: *mut c_void) -> *mut c_void {
     // SAFETY: a live stream by this function's contract.
     let stream = unsafe { foreign_stream(stream) };
+    match boundary::attempt(|| runtime::allocate_cached(bytes, device, stream)) {
+        Ok(Some(ptr)) => c_pointer(ptr),
+        Ok(None) => allocate(bytes, device, stream),
+        Err(_) => std::ptr::null_mut(),
+    }
+}
+
+/// Allocates in every other case.
+#[inline(never)]
+fn allocate(bytes: usize, device: c_int, stream: ForeignStream) -> *mut c_void {
     let allocated = boundary::run(|| runtime::get()?.allocate(bytes as u64, device, stream));
     allocated.map_or(std::ptr::null_mut(), c_pointer)
 }
@@ -73,12 +83,23 @@ pub unsafe extern "C" fn warpool_annotate(ptr: *mut c_void, text: *const c_char)
 /// stream and on recorded ones.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn warpool_free_block(ptr: *mut c_void) -> c_int {
+    match boundary::attempt(|| runtime::free_cached(device_ptr(ptr)).then_some(())) {
+        Ok(Some(())) => 0,
+        Ok(None) => free_block(device_ptr(ptr)),
+        // It may be freed already: not a second time.
+        Err(_) => 1,
+    }
+}
+
+/// Frees in every other case.
+#[inline(never)]
+fn free_block(ptr: DevicePtr) -> c_int {
     static LOG: FailureLog = FailureLog::new("warpool_free_block");
     if ptr.is_null() {
         return 0;
     }
     let freed = boundary::run(|| match runtime::get() {
-        Ok(runtime) => runtime.free_block(device_ptr(ptr)),
+        Ok(runtime) => runtime.free_block(ptr),
         Err(Error::Forked) => Ok(()),
         Err(error) => Err(error),
     });

@@ -25,6 +25,14 @@ pub struct PinnedBlock {
     pub block: *mut c_void,
 }
 
+impl PinnedBlock {
+    #[inline]
+    fn new(block: HostBlock) -> Self {
+        let ptr = std::ptr::with_exposed_provenance_mut(block.ptr().0 as usize);
+        Self { ptr, block: block.into_raw().cast_mut().cast() }
+    }
+}
+
 /// Allocates pinned memory and writes it to `pinned`; 0 bytes are NULL. `stream` is what the filters of open pools get:
 /// it stands for the current stream of the calling thread.
 ///
@@ -36,14 +44,20 @@ pub unsafe extern "C" fn warpool_pinned_allocate(
     stream: *const c_void,
     pinned: *mut PinnedBlock,
 ) -> c_int {
+    if !pinned.is_null()
+        && let Ok(Some(block)) = boundary::attempt(|| runtime::allocate_pinned_cached(bytes))
+    {
+        // SAFETY: not null, and writable by this function's contract.
+        unsafe { pinned.write(PinnedBlock::new(block)) };
+        return 0;
+    }
     boundary::status(|| {
         if pinned.is_null() {
             return Err(Error::Null { argument: "pinned" });
         }
         let block = runtime::get()?.pinned.allocate(bytes as u64, stream)?;
-        let ptr = std::ptr::with_exposed_provenance_mut(block.ptr().0 as usize);
         // SAFETY: not null, and writable by this function's contract.
-        unsafe { pinned.write(PinnedBlock { ptr, block: block.into_raw().cast_mut().cast() }) };
+        unsafe { pinned.write(PinnedBlock::new(block)) };
         Ok(())
     })
 }
@@ -58,7 +72,11 @@ pub unsafe extern "C" fn warpool_pinned_free(block: *mut c_void) {
     boundary::run_logged(&LOG, || {
         // SAFETY: it came from `into_raw` by this function's contract.
         let block = unsafe { HostBlock::from_raw(block.cast_const().cast()) };
-        Ok(block.free()?)
+        match runtime::get() {
+            Ok(runtime) => Ok(runtime.pinned.allocator().free(block)?),
+            // In a forked child, where it does nothing.
+            Err(_) => Ok(block.free()?),
+        }
     });
 }
 

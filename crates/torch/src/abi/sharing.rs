@@ -3,35 +3,26 @@
 use std::ffi::{c_int, c_void};
 
 use super::{c_pointer, device_ptr};
-use crate::backend::Sharing;
 use crate::boundary;
 use crate::error::Error;
 use crate::runtime;
 
-/// A block as another process can open it.
-#[repr(C)]
-#[derive(Clone, Copy, Debug)]
-pub struct SharedBlock {
-    /// The handle of the allocation that it is in.
-    pub handle: [u8; 64],
-    /// Where it starts there.
-    pub offset: usize,
-}
+/// Gets a handle of `length` bytes, which are valid during the call, and an offset.
+pub type WriteHandle = Option<unsafe extern "C" fn(user: *mut c_void, handle: *const u8, length: usize, offset: usize)>;
 
-/// Writes to `shared` how another process can open the memory at `ptr`. The block must stay allocated as long as others
-/// use it.
+/// Calls `write` once with how another process can open the memory at `ptr`: the handle of the memory that it is in,
+/// and where it begins there. The block must stay allocated as long as others use it.
 ///
 /// # Safety
-/// `shared` is NULL, which is an error, or writable.
+/// `write` is NULL, which is an error, or can be called with `user`.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn warpool_share(ptr: *mut c_void, shared: *mut SharedBlock) -> c_int {
+pub unsafe extern "C" fn warpool_share(ptr: *mut c_void, write: WriteHandle, user: *mut c_void) -> c_int {
     boundary::status(|| {
-        let runtime = runtime::get()?;
-        let (base, _) = runtime.segment_of(device_ptr(ptr))?;
-        let handle = Sharing::export(&**runtime.instance().driver(), base)?.0;
-        let offset = (device_ptr(ptr).0 - base.0) as usize;
-        // SAFETY: null or writable by this function's contract.
-        unsafe { boundary::write_output(shared, "shared", SharedBlock { handle, offset }) }
+        let write = write.ok_or(Error::Null { argument: "write" })?;
+        let (handle, offset) = runtime::get()?.share(device_ptr(ptr))?;
+        // SAFETY: callable by this function's contract.
+        unsafe { write(user, handle.as_ptr(), handle.len(), offset) };
+        Ok(())
     })
 }
 
@@ -53,20 +44,19 @@ pub unsafe extern "C" fn warpool_open_shared(
         }
         // SAFETY: it points to `length` bytes by this function's contract.
         let handle = unsafe { std::slice::from_raw_parts(handle, length) };
-        let runtime = runtime::get()?;
-        let opened = runtime.sharing.open(&**runtime.instance().driver(), runtime.device_id(device)?, handle)?;
+        let opened = runtime::get()?.open_shared(device, handle)?;
         // SAFETY: not null, and writable by this function's contract.
         unsafe { ptr.write(c_pointer(opened)) };
         Ok(())
     })
 }
 
-/// Ends a use of opened memory; after the last it is closed, behind all work of the device. In a forked child nothing
-/// happens.
+/// Ends a use of opened memory; after the last it is closed, behind all work of the device, or if a pool is open, by a
+/// later call. In a forked child nothing happens.
 #[unsafe(no_mangle)]
 pub extern "C" fn warpool_close_shared(ptr: *mut c_void) -> c_int {
     boundary::status(|| match runtime::get() {
-        Ok(runtime) => runtime.sharing.close(&**runtime.instance().driver(), device_ptr(ptr)),
+        Ok(runtime) => runtime.close_shared(device_ptr(ptr)),
         Err(Error::Forked) => Ok(()),
         Err(error) => Err(error),
     })

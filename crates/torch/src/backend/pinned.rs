@@ -63,6 +63,12 @@ impl PinnedMemory {
         Ok(self.allocator.allocate(bytes)?)
     }
 
+    /// The same from what is cached, if no scope is open and nothing else is to be done.
+    #[inline]
+    pub(crate) fn allocate_cached(&self, bytes: u64) -> Option<HostBlock> {
+        if self.open.load(Ordering::Acquire) > 0 { None } else { self.allocator.allocate_cached(bytes) }
+    }
+
     /// Records that `stream` uses the block that contains `ptr`. Returns `false` if no block does. `filtered` is what
     /// filters get for the stream.
     pub(crate) fn record_use(&self, ptr: HostPtr, stream: &Stream, filtered: *const c_void) -> Result<bool> {

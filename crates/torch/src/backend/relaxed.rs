@@ -2,8 +2,9 @@
 //!
 //! PyTorch destroys the executable of a graph right after it has released the graph's pool. During a capture in global
 //! mode CUDA refuses that, and invalidates the capture; Python's garbage collector may do it at any moment. So a thread
-//! that releases a pool while another is open gets CUDA's relaxed mode, until it next opens or closes a pool, or
-//! allocates while one is open.
+//! that releases a pool while another is open gets CUDA's relaxed mode, until it next opens, closes or releases a pool,
+//! or allocates: while one is open always, else when nothing cached fits. A thread that does nothing of that any more
+//! stays relaxed: its forbidden calls, if it makes any, do not invalidate captures of others.
 
 use std::cell::Cell;
 
@@ -100,6 +101,25 @@ mod tests {
             routing.end(kind, device, pool(3)).unwrap();
             sim.mem_free(ptr).unwrap();
         }
+    }
+
+    /// The pool was closed by another thread: nothing that this thread does with pools ends its mode.
+    #[test]
+    fn an_allocation_behind_the_capture_restores_the_mode() {
+        let sim = Arc::new(SimDriver::new(SimConfig::default()));
+        let runtime = Runtime::new(sim.clone(), Settings::parse("backend:native").unwrap()).unwrap();
+        let (device, routing, kind) = (DeviceId(0), &runtime.routing, runtime.kind());
+        // SAFETY: the function needs no argument, and any thread may call it.
+        let filter = || unsafe { Filter::new(accept, None, ptr::null_mut()) };
+        for number in [1, 2] {
+            routing.begin(kind, device, pool(number), filter()).unwrap();
+        }
+        routing.end(kind, device, pool(1)).unwrap();
+        routing.release(kind, device, pool(1)).unwrap();
+        std::thread::scope(|scope| scope.spawn(|| routing.end(kind, device, pool(2)).unwrap()).join()).unwrap();
+        assert_eq!(sim.capture_mode_exchange(CaptureMode::Relaxed).unwrap(), CaptureMode::Relaxed, "not yet");
+        runtime.allocate(512, 0, ForeignStream::NULL).unwrap();
+        assert_eq!(sim.capture_mode_exchange(CaptureMode::Global).unwrap(), CaptureMode::Global, "restored");
     }
 
     #[test]

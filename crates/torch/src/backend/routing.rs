@@ -63,6 +63,11 @@ impl Routing {
         Ok(None)
     }
 
+    /// Ends the relaxed mode that a release gave to the calling thread, if all scopes are closed since.
+    pub(crate) fn end_relaxed_mode(&self, driver: &dyn Driver) -> Result<()> {
+        if self.is_any_open() { Ok(()) } else { relaxed::restore(driver) }
+    }
+
     /// Opens a scope, and adds a use of its pool, which `create` makes if there is none yet.
     pub(crate) fn begin_with(
         &self,
@@ -142,6 +147,8 @@ impl Routing {
         let released = self.lock().release(device, id)?;
         if self.is_any_open() {
             relaxed::relax(driver(allocator))?;
+        } else {
+            relaxed::restore(driver(allocator))?;
         }
         let Some(pool) = released else { return Ok(()) };
         allocator.record_replays(device, pool)?;

@@ -168,13 +168,33 @@ static void pinned(void) {
   CHECK(stats.active_requests.current == 0 && stats.allocated_bytes.current == 0 && stats.num_host_alloc > 0);
 }
 
+struct shared {
+  uint8_t handle[256];
+  size_t length, offset;
+};
+
+static void write_handle(void *user, const uint8_t *handle, size_t length, size_t offset) {
+  struct shared *shared = user;
+  CHECK(length <= sizeof shared->handle);
+  memcpy(shared->handle, handle, length);
+  shared->length = length;
+  shared->offset = offset;
+}
+
 static void sharing(void) {
   void *block = warpool_allocate(3 * MIB, 0, NULL);
-  warpool_shared_block shared;
+  struct shared shared = {0};
   void *opened = NULL;
-  if (warpool_share(block, &shared) == 0) {
-    // The process that exported it cannot open it.
-    CHECK(warpool_open_shared(0, shared.handle, sizeof shared.handle, &opened) == 1);
+  CHECK(warpool_share(block, NULL, NULL) == 1);
+  if (warpool_share(block, write_handle, &shared) == 0) {
+    if (warpool_open_shared(0, shared.handle, shared.length, &opened) == 0) {
+      // Pages can be opened by the process that shared them, too.
+      CHECK(shared.length != 64 && opened != NULL && (char *)opened + shared.offset != block);
+      CHECK(warpool_close_shared(opened) == 0);
+      CHECK(warpool_close_shared(opened) == 1);
+    } else {
+      CHECK(shared.length == 64);
+    }
   } else {
     CHECK(last_error_has("cannot be shared with other processes"));
   }

@@ -24,14 +24,22 @@ impl Shared {
         if bytes == 0 {
             return Ok(HostBlock::empty());
         }
-        if bytes <= BYTES_MAX && self.history.is_off() && !self.instance.is_inherited() {
-            let home = self.front.of_thread();
-            if let Some(block) = self.front.take(home, &Fit::of(bytes, device, self.limits.round_max())) {
-                block.set_allocated(home, bytes);
-                return Ok(HostBlock::new(block));
-            }
+        match self.allocate_cached(bytes, device) {
+            Some(block) => Ok(block),
+            None => self.allocate_general(bytes, device),
         }
-        self.allocate_general(bytes, device)
+    }
+
+    /// A block of the thread's front cache, if nothing else is to be done.
+    #[inline]
+    pub(super) fn allocate_cached(&self, bytes: u64, device: Option<DeviceId>) -> Option<HostBlock> {
+        if !(1..=BYTES_MAX).contains(&bytes) || !self.history.is_off() || self.instance.is_inherited() {
+            return None;
+        }
+        let home = self.front.of_thread();
+        let block = self.front.take(home, &Fit::of(bytes, device, self.limits.round_max()))?;
+        block.set_allocated(home, bytes);
+        Some(HostBlock::new(block))
     }
 
     /// The same if the thread's front cache has no block, or the request is recorded.
@@ -207,12 +215,17 @@ impl Shared {
         // The state is reached through the block, which is moved on. Cloning the block's count is uncontended, unlike
         // the state's.
         let keep = Arc::clone(&block);
-        let shared = keep.shared();
-        if shared.instance.is_inherited() {
+        keep.shared().free_own(block)
+    }
+
+    /// The same for one of this allocator's own blocks.
+    #[inline]
+    pub(super) fn free_own(&self, block: Arc<PinnedBlock>) -> Result<()> {
+        if self.instance.is_inherited() {
             return Ok(());
         }
-        match shared.free_now(block) {
-            Err(error) if lock(&shared.settings).free_catch_all => {
+        match self.free_now(block) {
+            Err(error) if lock(&self.settings).free_catch_all => {
                 tracing::warn!(%error, "ignored while pinned memory was freed, because pinned_free_catch_all is set");
                 Ok(())
             }

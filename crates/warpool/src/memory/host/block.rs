@@ -309,6 +309,15 @@ impl HostBlock {
         self.block.as_ref().map_or(Ok(()), |block| instance.expect_same(&block.shared().instance, "the block"))
     }
 
+    /// The block, if it is one of this allocator.
+    #[inline]
+    pub(super) fn into_own(mut self, shared: &Arc<Shared>) -> std::result::Result<Arc<PinnedBlock>, Self> {
+        match self.block.take() {
+            Some(block) if Arc::ptr_eq(block.shared(), shared) => Ok(block),
+            block => Err(Self { block }),
+        }
+    }
+
     /// Frees it at once, with the driver calls that this needs. It is freed also if one of them fails.
     pub fn free(mut self) -> Result<()> {
         self.block.take().map_or(Ok(()), Shared::free)

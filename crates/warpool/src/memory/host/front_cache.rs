@@ -1,5 +1,5 @@
 //! The front caches: every thread uses one, mostly alone, so allocating and freeing a cached block takes one
-//! uncontended lock.
+//! uncontended lock: a spin lock, which is one atomic exchange where a mutex is two.
 //!
 //! A cache holds whole blocks, newest on top, and the counters of the requests that it served. A block returns to the
 //! cache that it was taken from, whichever thread frees it: there it is needed next, and there it was counted. A thread
@@ -8,15 +8,15 @@
 //! a cache's lock there is no driver call and no other lock.
 
 use std::cell::Cell;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
-use std::sync::{Arc, Mutex};
 
 use super::block::PinnedBlock;
 use super::size_class::{CLASSES, Fit, SMALL_MAX, class_of_block};
 use super::stats::HostStats;
 use crate::memory::Stat;
-use crate::sync::try_lock;
-use crate::{lock, steps};
+use crate::memory::paged::spin_lock::SpinLock;
+use crate::steps;
 
 /// How many blocks of one class a cache keeps.
 const CLASS_MAX: usize = 64;
@@ -59,7 +59,7 @@ impl Kind {
 /// A cache on a cache line of its own; two, since some machines fetch them in pairs.
 #[repr(align(128))]
 #[derive(Default)]
-struct Aligned(Mutex<FrontCache>);
+struct Aligned(SpinLock<FrontCache>);
 
 struct FrontCache {
     classes: [Vec<Arc<PinnedBlock>>; CLASSES],
@@ -105,7 +105,7 @@ impl FrontCaches {
     /// A block that fits, counted as allocated.
     #[inline]
     pub(super) fn take(&self, at: usize, fit: &Fit) -> Option<Arc<PinnedBlock>> {
-        lock(&self.caches[at].0).take(fit)
+        self.caches[at].0.lock().take(fit)
     }
 
     /// A block that fits from a cache but `own` that no thread has locked. It is not counted: it moves to `own`.
@@ -114,25 +114,25 @@ impl FrontCaches {
         let others = (1..self.caches.len()).map(|step| own ^ step);
         others.filter(|&other| self.used[other].load(Ordering::Relaxed)).find_map(|other| {
             steps::count();
-            try_lock(&self.caches[other].0)?.remove(fit)
+            self.caches[other].0.try_lock()?.remove(fit)
         })
     }
 
     /// Counts a block as allocated that was not taken from the thread's cache.
     pub(super) fn count_allocated(&self, at: usize, size: u64) {
-        lock(&self.caches[at].0).count_allocated(size);
+        self.caches[at].0.lock().count_allocated(size);
     }
 
     /// Counts a block as free that is not put into a cache.
     pub(super) fn count_freed(&self, at: usize, size: u64) {
-        lock(&self.caches[at].0).count_freed(size);
+        self.caches[at].0.lock().count_freed(size);
     }
 
     /// Counts a block as free and caches it; returns it if there is no room or it is not to be kept.
     #[inline]
     pub(super) fn free(&self, block: Arc<PinnedBlock>, keep: bool) -> Result<(), Arc<PinnedBlock>> {
         let home = block.home();
-        let mut cache = lock(&self.caches[home].0);
+        let mut cache = self.caches[home].0.lock();
         cache.count_freed(block.size());
         if !keep {
             return Err(block);
@@ -146,7 +146,7 @@ impl FrontCaches {
     /// Caches a block that was counted as free before; returns it if there is no room.
     pub(super) fn put(&self, block: Arc<PinnedBlock>) -> Result<(), Arc<PinnedBlock>> {
         let home = block.home();
-        lock(&self.caches[home].0).put(block)?;
+        self.caches[home].0.lock().put(block)?;
         self.mark_used(home);
         Ok(())
     }
@@ -166,18 +166,18 @@ impl FrontCaches {
 
     /// Takes out the blocks of one cache, oldest first within a class.
     pub(super) fn drain_one(&self, at: usize, kind: Kind) -> Vec<Arc<PinnedBlock>> {
-        lock(&self.caches[at].0).drain(kind)
+        self.caches[at].0.lock().drain(kind)
     }
 
     /// Takes out the blocks of all caches, one by one, oldest first within a class.
     pub(super) fn drain(&self, kind: Kind) -> impl Iterator<Item = Vec<Arc<PinnedBlock>>> {
-        self.caches.iter().map(move |cache| lock(&cache.0).drain(kind)).filter(|blocks| !blocks.is_empty())
+        self.caches.iter().map(move |cache| cache.0.lock().drain(kind)).filter(|blocks| !blocks.is_empty())
     }
 
     /// Empties the caches for good.
     pub(super) fn close(&self) -> Vec<Arc<PinnedBlock>> {
         let close = |cache: &Aligned| {
-            let mut cache = lock(&cache.0);
+            let mut cache = cache.0.lock();
             cache.closed = true;
             cache.drain(Kind::All)
         };
@@ -187,7 +187,7 @@ impl FrontCaches {
     /// Adds the counters of requests and the cached bytes.
     pub(super) fn add_to(&self, stats: &mut HostStats) {
         for cache in &self.caches {
-            let cache = lock(&cache.0);
+            let cache = cache.0.lock();
             add(&mut stats.active_requests, cache.requests);
             add(&mut stats.active_bytes, cache.request_bytes);
             stats.cached_bytes += cache.bytes;
@@ -196,7 +196,7 @@ impl FrontCaches {
 
     pub(super) fn for_each_stat(&self, act: fn(&mut Stat)) {
         for cache in &self.caches {
-            let mut cache = lock(&cache.0);
+            let mut cache = cache.0.lock();
             act(&mut cache.requests);
             act(&mut cache.request_bytes);
         }
@@ -204,7 +204,7 @@ impl FrontCaches {
 
     /// Panics if an invariant does not hold.
     pub(super) fn check(&self) {
-        self.caches.iter().for_each(|cache| lock(&cache.0).check());
+        self.caches.iter().for_each(|cache| cache.0.lock().check());
     }
 }
 

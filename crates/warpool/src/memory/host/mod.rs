@@ -226,6 +226,23 @@ impl HostAllocator {
         self.shared().allocate(bytes, None)
     }
 
+    /// The same if a cached block fits and nothing else is to be done: for frameworks that call this on every
+    /// allocation. `None`, and nothing has changed, if it takes more.
+    #[inline]
+    #[must_use]
+    pub fn allocate_cached(&self, bytes: u64) -> Option<HostBlock> {
+        self.shared().allocate_cached(bytes, None)
+    }
+
+    /// Frees a block as [`HostBlock::free`] does; one of this allocator in less time.
+    #[inline]
+    pub fn free(&self, block: HostBlock) -> Result<()> {
+        match block.into_own(self.shared()) {
+            Ok(own) => self.shared().free_own(own),
+            Err(other) => other.free(),
+        }
+    }
+
     /// Pinned memory that counts against that device's cap. No context is created on it; all devices can use the
     /// memory.
     pub fn allocate_for(&self, bytes: u64, device: &Device) -> Result<HostBlock> {

@@ -407,7 +407,7 @@ fn result_of(outcome: &Outcome, ptr: DevicePtr) -> Result<()> {
 }
 
 impl PagedAllocator {
-    fn locate(&self, ptr: DevicePtr) -> Result<(&PagedDevice, Allocation)> {
+    pub(super) fn locate(&self, ptr: DevicePtr) -> Result<(&PagedDevice, Allocation)> {
         self.instance().expect_own_process("find")?;
         for device in &self.devices {
             if let Some(at) = device.space.locate(ptr) {
@@ -425,8 +425,12 @@ impl PagedAllocator {
 /// The hot path: the heap that the thread used last, while there is nothing to be looked after. One spin lock that
 /// threads on other streams never take.
 impl PagedAllocator {
+    /// Allocates from the heap that the thread used last, without anything else: for frameworks that call this on every
+    /// allocation. `None`, and nothing has changed, if it takes more: [`allocate_raw`](DeviceAllocator::allocate_raw)
+    /// does that.
     #[inline]
-    fn allocate_plain(&self, request: &Request) -> Option<Allocation> {
+    #[must_use]
+    pub fn allocate_cached(&self, request: &Request) -> Option<Allocation> {
         let &Request { device, stream, bytes: requested, pool } = request;
         let paged_device = self.devices.get(device.0 as usize)?;
         let is_plain = pool.is_none()
@@ -464,6 +468,13 @@ impl PagedAllocator {
         let mut heap = cell.lock();
         let block = heap.allocate(request.bytes)?;
         Some(device.finish(&mut heap, number, block, &details))
+    }
+
+    /// Frees what starts at `ptr` on `device`, if it was allocated so and its stream alone used it. `false`, and
+    /// nothing has changed, if it takes more: [`free_on`](DeviceAllocator::free_on) does that.
+    #[inline]
+    pub fn free_cached(&self, device: DeviceId, ptr: DevicePtr) -> bool {
+        self.devices.get(device.0 as usize).is_some_and(|device| device.free_plain(ptr))
     }
 
     /// Allocates in every other case.
@@ -556,7 +567,7 @@ impl DeviceAllocator for PagedAllocator {
 
     #[inline]
     fn allocate_raw(&self, request: Request) -> Result<Allocation> {
-        match self.allocate_plain(&request) {
+        match self.allocate_cached(&request) {
             Some(allocation) => Ok(allocation),
             None => self.allocate_recorded(&request).map_or_else(|| self.allocate_checked(request), Ok),
         }

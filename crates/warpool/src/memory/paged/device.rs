@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, RwLock};
 
 use rustc_hash::FxHashMap;
-use warpool_driver::{DeviceId, Driver, StreamId};
+use warpool_driver::{DeviceId, Driver, ShareKind, StreamId};
 
 use super::address_space::AddressSpace;
 use super::counters::{Added, Totals};
@@ -84,6 +84,8 @@ pub(super) struct PagedDevice {
     pub(super) id: DeviceId,
     pub(super) bytes_total: u64,
     pub(super) rdma: bool,
+    /// How pages can be shared with other processes.
+    pub(super) share: Option<ShareKind>,
     key: DeviceKey,
     pub(super) heaps: Heaps,
     by_key: RwLock<HeapKeys>,
@@ -113,6 +115,7 @@ impl PagedDevice {
             id: device.id(),
             bytes_total: properties.bytes_total,
             rdma: properties.rdma,
+            share: properties.share_posix_fd.then_some(ShareKind::PosixFd),
             key: DeviceKey::new(),
             heaps: Heaps::new(),
             by_key: RwLock::default(),

@@ -575,7 +575,7 @@ impl Fill<'_> {
 
     /// Gets what is still needed from the driver, within the limit.
     fn grow(&mut self, supply: &mut Supply) -> Result<OrOom<()>> {
-        let options = PhysicalOptions { share: None, rdma: self.device.rdma };
+        let options = PhysicalOptions { share: self.device.share, rdma: self.device.rdma };
         let limit = self.device.limit().unwrap_or(u64::MAX);
         while supply.slots_needed > 0 {
             let reserved = self.table.bytes_limited();

@@ -32,6 +32,7 @@ mod heaps;
 mod homes;
 mod inactive;
 mod last_heap;
+mod mapped_parts;
 mod old_mappings;
 mod page_set;
 mod page_sizes;
@@ -45,7 +46,7 @@ mod segments;
 mod shortage;
 mod sleep;
 mod snapshot;
-mod spin_lock;
+pub(in crate::memory) mod spin_lock;
 mod supply;
 mod sync;
 #[cfg(test)]
@@ -58,6 +59,7 @@ use std::sync::{Arc, Mutex};
 use warpool_driver::{Access, DeviceAccess, DeviceId, DevicePtr, Driver, ErrorCode};
 
 use self::device::{PagedDevice, Shared};
+pub use self::mapped_parts::MappedPart;
 use self::page_sizes::PageSizes;
 pub use self::pages::PageTotals;
 use super::capture_count::CaptureCount;

@@ -216,6 +216,13 @@ impl PageTable {
         &self.ranges[range as usize]
     }
 
+    /// The range that contains an address, if it has pages.
+    pub(super) fn range_with(&self, addr: u64) -> Option<u32> {
+        let contains =
+            |range: &RangeMap| range.segment.is_none() && (range.base..range.base + range.bytes).contains(&addr);
+        self.ranges.iter().position(contains).and_then(|at| u32::try_from(at).ok())
+    }
+
     pub(super) fn addr(&self, slot: Slot) -> u64 {
         self.range(slot.range).base + u64::from(slot.index) * self.slot_bytes
     }

@@ -18,7 +18,7 @@ use super::sync::{AtomicBool, Ordering, spin_loop, yield_now};
 /// leaves it valid at each point where it can.
 #[derive(Debug, Default)]
 #[repr(align(64))]
-pub(super) struct SpinLock<T> {
+pub(in crate::memory) struct SpinLock<T> {
     held: AtomicBool,
     value: UnsafeCell<T>,
 }
@@ -28,23 +28,29 @@ unsafe impl<T: Send> Sync for SpinLock<T> {}
 
 /// Access to the value, until it is dropped.
 #[must_use = "dropping it releases the lock"]
-pub(super) struct SpinGuard<'a, T> {
+pub(in crate::memory) struct SpinGuard<'a, T> {
     lock: &'a SpinLock<T>,
     /// Neither sent to another thread nor shared with one.
     stays: PhantomData<*mut T>,
 }
 
 impl<T> SpinLock<T> {
-    pub(super) fn new(value: T) -> Self {
+    pub(in crate::memory) fn new(value: T) -> Self {
         Self { held: AtomicBool::new(false), value: UnsafeCell::new(value) }
     }
 
     #[inline]
-    pub(super) fn lock(&self) -> SpinGuard<'_, T> {
+    pub(in crate::memory) fn lock(&self) -> SpinGuard<'_, T> {
         if self.held.swap(true, Ordering::Acquire) {
             self.wait();
         }
         SpinGuard { lock: self, stays: PhantomData }
+    }
+
+    /// The same, if no thread holds it.
+    pub(in crate::memory) fn try_lock(&self) -> Option<SpinGuard<'_, T>> {
+        let free = !self.held.load(Ordering::Relaxed) && !self.held.swap(true, Ordering::Acquire);
+        free.then(|| SpinGuard { lock: self, stays: PhantomData })
     }
 
     #[cold]

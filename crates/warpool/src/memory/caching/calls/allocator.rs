@@ -168,10 +168,12 @@ impl CachingDevice {
 
 impl CachingAllocator {
     /// The hot path: a free block of the default pool, or of the pool that the request names, if nothing else is to be
-    /// done. `None` changes nothing.
+    /// done: for frameworks that call this on every allocation. `None`, and nothing has changed, if it takes more:
+    /// [`allocate_raw`](DeviceAllocator::allocate_raw) does that.
     #[inline(always)]
     #[expect(clippy::inline_always, reason = "a call would return the allocation through memory")]
-    fn allocate_cached(&self, request: &Request) -> Option<Allocation> {
+    #[must_use]
+    pub fn allocate_cached(&self, request: &Request) -> Option<Allocation> {
         if self.instance().is_inherited() {
             return None;
         }
@@ -189,6 +191,17 @@ impl CachingAllocator {
         let allocation = device.lock_state().allocate_plain(pool, request.stream, request.bytes)?;
         device.report_allocated(&allocation);
         Some(allocation)
+    }
+
+    /// Frees what starts at `ptr` on `device`. `false`, and nothing has changed, if there is no such block or a graph
+    /// holds it: [`free_on`](DeviceAllocator::free_on) tells.
+    #[inline]
+    pub fn free_cached(&self, device: DeviceId, ptr: DevicePtr) -> bool {
+        !self.instance().is_inherited()
+            && self
+                .devices
+                .get(device.0 as usize)
+                .is_some_and(|device| matches!(device.free_at(ptr), Freed::Completed | Freed::Pending))
     }
 
     /// Allocates in any case: with driver calls, captures, private pools, a history. Not `cold`, as above.

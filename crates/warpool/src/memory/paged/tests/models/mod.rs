@@ -72,9 +72,11 @@ fn a_spin_lock_orders_what_is_done_under_it() {
                 })
             })
             .collect();
+        // May find it held.
+        let added = u64::from(lock.try_lock().map(|mut heap| heap.add(1)).is_some());
         lock.lock().add(1);
         others.into_iter().for_each(|other| other.join().unwrap());
-        assert_eq!(lock.lock().get(), 7);
+        assert_eq!(lock.lock().get(), 7 + added);
     });
 }
 

@@ -1,0 +1,70 @@
+//! Pages of another process, mapped side by side.
+
+use warpool_driver::{Access, DeviceAccess, DeviceId, DevicePtr, Driver, PhysicalId, SharedMemory};
+
+use super::handle::PageHandle;
+use super::server::PageClient;
+use crate::error::Result;
+
+/// A reservation full of such pages.
+#[derive(Debug)]
+pub(super) struct MappedRange {
+    ptr: DevicePtr,
+    bytes: u64,
+}
+
+impl MappedRange {
+    pub(super) fn ptr(&self) -> DevicePtr {
+        self.ptr
+    }
+
+    /// Gets the pages and maps them, all or none.
+    pub(super) fn open(driver: &dyn Driver, device: DeviceId, handle: &PageHandle) -> Result<Self> {
+        let mut client = PageClient::connect(handle.server)?;
+        let bytes = handle.pages.iter().fold(0_u64, |sum, &(_, bytes)| sum.saturating_add(bytes));
+        let range = Self { ptr: driver.vm_reserve(bytes, 0, None)?, bytes };
+        let mut mapped = 0;
+        let outcome = (|| {
+            for &(physical, bytes) in &handle.pages {
+                let shared = SharedMemory::PosixFd(client.page(physical)?);
+                let imported = driver.vm_import(device, &shared, bytes)?;
+                let outcome = driver.vm_map(DevicePtr(range.ptr.0 + mapped), imported);
+                // Mapped, it lives as long as the mapping.
+                release(driver, imported);
+                outcome?;
+                mapped += bytes;
+            }
+            let access = DeviceAccess { device, access: Access::ReadWrite };
+            Ok(driver.vm_set_access(range.ptr, bytes, &[access])?)
+        })();
+        match outcome {
+            Ok(()) => Ok(range),
+            Err(error) => {
+                if let Err(error) = range.undo(driver, mapped) {
+                    tracing::warn!(%error, "pages of another process could not be unmapped");
+                }
+                Err(error)
+            }
+        }
+    }
+
+    /// Unmaps it, after waiting for all work of the device, which may use it.
+    pub(super) fn close(&self, driver: &dyn Driver, device: DeviceId) -> Result<()> {
+        driver.device_synchronize(device)?;
+        self.undo(driver, self.bytes)
+    }
+
+    fn undo(&self, driver: &dyn Driver, mapped: u64) -> Result<()> {
+        if mapped > 0 {
+            driver.vm_unmap(self.ptr, mapped)?;
+        }
+        // SAFETY: no work uses the addresses: they were waited for, or nobody has got them yet.
+        Ok(unsafe { driver.vm_free_range(self.ptr, self.bytes) }?)
+    }
+}
+
+fn release(driver: &dyn Driver, imported: PhysicalId) {
+    if let Err(error) = driver.vm_release(imported) {
+        tracing::warn!(%error, "a page of another process could not be released");
+    }
+}

@@ -1,0 +1,217 @@
+//! Blocks shared with other processes. A block is exported as the memory that it is in and an offset; what another
+//! process exported is opened once, however often it is received, and closed when its last user goes.
+//!
+//! Plain memory is exported as CUDA's handle of its segment, pages as their numbers and the name of a socket, from
+//! which the other process gets them as file descriptors (`server.rs`).
+
+mod handle;
+mod mapped;
+mod server;
+
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+
+use warpool::memory::MappedPart;
+use warpool_driver::{DeviceId, DevicePtr, Driver, ErrorCode};
+
+use self::handle::{Handle, PageHandle};
+use self::mapped::MappedRange;
+use self::server::PageServer;
+use crate::error::{Error, Result};
+
+/// What this process shares with others.
+#[derive(Debug, Default)]
+pub(crate) struct Sharing {
+    /// Started by the first export of pages.
+    server: OnceLock<PageServer>,
+    starting: Mutex<()>,
+    opened: Mutex<Opened>,
+}
+
+#[derive(Debug, Default)]
+struct Opened {
+    /// By device and handle.
+    memory: BTreeMap<(DeviceId, Vec<u8>), Use>,
+    /// Without users; a capture forbade to wait for the device.
+    to_close: Vec<(DeviceId, Memory)>,
+}
+
+#[derive(Debug)]
+struct Use {
+    memory: Memory,
+    users: usize,
+}
+
+/// Memory of another process.
+#[derive(Debug)]
+enum Memory {
+    Plain(DevicePtr),
+    Mapped(MappedRange),
+}
+
+impl Memory {
+    fn ptr(&self) -> DevicePtr {
+        match self {
+            Self::Plain(ptr) => *ptr,
+            Self::Mapped(range) => range.ptr(),
+        }
+    }
+
+    /// Waits for all work of the device.
+    fn close(&self, driver: &dyn Driver, device: DeviceId) -> Result<()> {
+        match self {
+            Self::Plain(ptr) => Ok(driver.mem_close(device, *ptr)?),
+            Self::Mapped(range) => range.close(driver, device),
+        }
+    }
+}
+
+impl Sharing {
+    /// The handle of the plain allocation that starts at `base`.
+    pub(crate) fn export_plain(driver: &dyn Driver, base: DevicePtr) -> Result<Vec<u8>> {
+        match driver.mem_export(base) {
+            Err(error) if error.code == ErrorCode::InvalidValue => Err(Error::NotShareable),
+            exported => Ok(Handle::Plain(exported?).to_bytes()),
+        }
+    }
+
+    /// The handle of mapped memory: parts side by side, in the order of their addresses.
+    pub(crate) fn export_mapped(&self, driver: &Arc<dyn Driver>, parts: &[MappedPart]) -> Result<Vec<u8>> {
+        let first = parts.first().ok_or(Error::NotShareable)?;
+        // Whether it can be shared at all is known now, not when another process asks.
+        PageServer::export(&**driver, first.physical)?;
+        let pages = parts.iter().map(|part| (part.physical, part.bytes)).collect();
+        Ok(Handle::Pages(PageHandle { server: self.server(driver)?.id(), pages }).to_bytes())
+    }
+
+    fn server(&self, driver: &Arc<dyn Driver>) -> Result<&PageServer> {
+        let _serialized = self.starting.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(server) = self.server.get() {
+            return Ok(server);
+        }
+        let server = PageServer::start(Arc::clone(driver)).map_err(|source| Error::ShareServer { source })?;
+        Ok(self.server.get_or_init(|| server))
+    }
+
+    /// Opens memory of another process, or adds a user. The lock is held meanwhile: a handle must not be opened twice.
+    /// `capturing` is whether a capture may be under way.
+    pub(crate) fn open(
+        &self,
+        driver: &dyn Driver,
+        device: DeviceId,
+        bytes: &[u8],
+        capturing: bool,
+    ) -> Result<DevicePtr> {
+        let handle = Handle::from_bytes(bytes)?;
+        let mut opened = self.lock();
+        opened.close_left(driver, capturing);
+        let key = (device, handle.to_bytes());
+        if let Some(known) = opened.memory.get_mut(&key) {
+            known.users += 1;
+            return Ok(known.memory.ptr());
+        }
+        let memory = match &handle {
+            Handle::Plain(handle) => Memory::Plain(driver.mem_import(device, handle)?),
+            Handle::Pages(pages) => Memory::Mapped(MappedRange::open(driver, device, pages)?),
+        };
+        let ptr = memory.ptr();
+        opened.memory.insert(key, Use { memory, users: 1 });
+        Ok(ptr)
+    }
+
+    /// A user is gone. The last one closes the memory, or during a capture, which forbids that, a later call.
+    pub(crate) fn close(&self, driver: &dyn Driver, ptr: DevicePtr, capturing: bool) -> Result<()> {
+        let mut opened = self.lock();
+        opened.close_left(driver, capturing);
+        let found = opened.memory.iter_mut().find(|(_, known)| known.memory.ptr() == ptr);
+        let (key, known) = found.ok_or(warpool::Error::UnknownPointer { ptr })?;
+        known.users -= 1;
+        if known.users > 0 {
+            return Ok(());
+        }
+        let key = key.clone();
+        let Some(Use { memory, .. }) = opened.memory.remove(&key) else { return Ok(()) };
+        if capturing {
+            opened.to_close.push((key.0, memory));
+            return Ok(());
+        }
+        memory.close(driver, key.0)
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Opened> {
+        self.opened.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Opened {
+    /// Closes what a capture kept from being closed.
+    fn close_left(&mut self, driver: &dyn Driver, capturing: bool) {
+        if !capturing {
+            for (device, memory) in std::mem::take(&mut self.to_close) {
+                if let Err(error) = memory.close(driver, device) {
+                    tracing::warn!(%error, "memory of another process could not be closed");
+                }
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use warpool::memory::Settings;
+    use warpool_driver::sim::{SimConfig, SimDriver};
+    use warpool_driver::{Copies as _, ForeignStream, Memory as _};
+
+    use super::*;
+    use crate::Runtime;
+
+    fn runtime(sim: &Arc<SimDriver>) -> Runtime {
+        Runtime::new(sim.clone(), Settings::parse("backend:paged").unwrap()).unwrap()
+    }
+
+    #[test]
+    fn pages_are_opened_once_and_closed_after_the_last_user() {
+        let sim = Arc::new(SimDriver::new(SimConfig::default()));
+        let driver: Arc<dyn Driver> = sim.clone();
+        let (from, to) = (runtime(&sim), Sharing::default());
+        // Not at the start of its pages, and longer than one.
+        from.allocate(512, 0, ForeignStream::NULL).unwrap();
+        let block = from.allocate(19 << 20, 0, ForeignStream::NULL).unwrap();
+        let (handle, offset) = from.share(block).unwrap();
+
+        let device = DeviceId(0);
+        let free = sim.mem_info(device).unwrap().bytes_free;
+        let opened = to.open(&*driver, device, &handle, false).unwrap();
+        assert_eq!(to.open(&*driver, device, &handle, false).unwrap(), opened, "it is opened once");
+        assert_eq!(sim.mem_info(device).unwrap().bytes_free, free, "it is the same memory");
+        let there = DevicePtr(opened.0 + offset as u64);
+        for at in [0, 5 << 20, (19 << 20) - 4] {
+            sim.upload(device, DevicePtr(block.0 + at), &[0x5A; 4]).unwrap();
+            let mut read = [0; 4];
+            sim.download(device, DevicePtr(there.0 + at), &mut read).unwrap();
+            assert_eq!(read, [0x5A; 4], "at {at}");
+        }
+
+        to.close(&*driver, opened, false).unwrap();
+        to.close(&*driver, opened, true).unwrap();
+        assert!(to.close(&*driver, opened, true).is_err(), "no user is left");
+        assert_eq!(to.lock().to_close.len(), 1, "not during a capture");
+        assert!(to.close(&*driver, opened, false).is_err());
+        assert!(to.lock().to_close.is_empty());
+        from.free_block(block).unwrap();
+    }
+
+    #[test]
+    fn memory_that_is_gone_is_an_error() {
+        let sim = Arc::new(SimDriver::new(SimConfig::default()));
+        let driver: Arc<dyn Driver> = sim.clone();
+        let (from, to) = (runtime(&sim), Sharing::default());
+        let block = from.allocate(3 << 20, 0, ForeignStream::NULL).unwrap();
+        let (handle, _) = from.share(block).unwrap();
+        from.free_block(block).unwrap();
+        from.empty_cache().unwrap();
+        let error = to.open(&*driver, DeviceId(0), &handle, false).unwrap_err().to_string();
+        assert!(error.contains("the process that shared it has freed it"), "{error}");
+        assert!(from.share(block).is_err());
+    }
+}
