@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import json
 import os
 import subprocess
 import sys
@@ -164,10 +165,10 @@ class Build(Folder):
 
 
 class Commands(Folder):
-    def run_command(self, name: str) -> "tuple[int, str]":
+    def run_command(self, *arguments: str) -> "tuple[int, str]":
         self.torch.version = types.SimpleNamespace(cuda="13.0")
         with mock.patch.dict(sys.modules, {"torch": self.torch}), contextlib.redirect_stdout(io.StringIO()) as out:
-            status = _command.main([name])
+            status = _command.main(list(arguments))
         return status, out.getvalue() + sys.stderr.getvalue()
 
     def test_status_tells_what_would_be_used(self) -> None:
@@ -175,6 +176,15 @@ class Commands(Folder):
         self.assertEqual(status, 0, text)
         self.assertRegex(text, "not built yet.*\n.*would build it first")
         self.assertEqual(self.compilations(), 0)
+
+    def test_status_as_json(self) -> None:
+        status, text = self.run_command("status", "--json")
+        told = json.loads(text)
+        self.assertEqual((status, told["ready"], told["torch"]), (0, False, "2.12.1+cu130"))
+        self.torch.__version__ = "2.7.0"
+        status, text = self.run_command("status", "--json")
+        self.assertEqual(status, 1)
+        self.assertIn("no backend", json.loads(text)["error"])
 
     def test_build_builds(self) -> None:
         # The fake compiler's output is not a shared object, which the check after the build finds.

@@ -2,8 +2,9 @@
 
 import argparse
 import importlib
+import json
 import sys
-from typing import List, Optional
+from typing import Any, Dict, List, Optional
 
 from . import _backend, _native
 from ._native import Error
@@ -13,28 +14,58 @@ def main(arguments: Optional[List[str]] = None) -> int:
     """Runs a command; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m warpool.torch", description="Warpool as PyTorch's allocator.")
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("build", help="compile the backend for the installed PyTorch ahead of its first use")
-    commands.add_parser("status", help="tell which backend `enable()` would use, and why")
-    command = parser.parse_args(arguments).command
+    helps = {
+        "build": "compile the backend for the installed PyTorch ahead of its first use",
+        "status": "tell which backend `enable()` would use, and why",
+    }
+    for name, help in helps.items():
+        command = commands.add_parser(name, help=help, description=help)
+        command.add_argument("--json", action="store_true", help="print one JSON object")
+    chosen = parser.parse_args(arguments)
     try:
-        torch = importlib.import_module("torch")
-        found = _backend.find(torch)
-        if command == "build" and not found.ready:
-            _backend.build(torch, found.path)
-            found = _backend.find(torch)
-        print(f"PyTorch   {torch.__version__}, CUDA {torch.version.cuda}")
-        print(f"library   {_native.library_path()} ({_native.version()})")
-        print(f"backend   {found.path}: {found.why}")
-        if found.ready:
-            _backend.check(found.path, torch)
-            print("enable()  uses this backend")
-        else:
-            print("enable()  would build it first; `python -m warpool.torch build` does so now")
-        return 0
+        status = _status(build=chosen.command == "build")
     except ImportError as error:
-        print(f"PyTorch cannot be imported: {error}", file=sys.stderr)
+        return _failed(chosen.json, f"PyTorch cannot be imported: {error}")
     except _backend.Unavailable as error:
-        print(f"no backend: {error}\nenable() would use PyTorch's pluggable interface", file=sys.stderr)
+        return _failed(chosen.json, f"no backend: {error}", "enable() would use PyTorch's pluggable interface")
     except Error as error:
-        print(f"error: {error}", file=sys.stderr)
+        return _failed(chosen.json, f"error: {error}")
+    if chosen.json:
+        print(json.dumps(status))
+        return 0
+    print(f"PyTorch   {status['torch']}, CUDA {status['cuda']}")
+    print(f"library   {status['library']} ({status['version']})")
+    print(f"backend   {status['backend']}: {status['why']}")
+    if status["ready"]:
+        print("enable()  uses this backend")
+    else:
+        print("enable()  would build it first; `python -m warpool.torch build` does so now")
+    return 0
+
+
+def _status(build: bool) -> Dict[str, Any]:
+    """What `enable()` would use; a backend that is ready was loaded."""
+    torch = importlib.import_module("torch")
+    found = _backend.find(torch)
+    if build and not found.ready:
+        _backend.build(torch, found.path)
+        found = _backend.find(torch)
+    if found.ready:
+        _backend.check(found.path, torch)
+    return {
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "library": _native.library_path(),
+        "version": _native.version(),
+        "backend": str(found.path),
+        "why": found.why,
+        "ready": found.ready,
+    }
+
+
+def _failed(as_json: bool, *lines: str) -> int:
+    if as_json:
+        print(json.dumps({"error": " ".join(lines)}))
+    else:
+        print("\n".join(lines), file=sys.stderr)
     return 1
