@@ -81,7 +81,7 @@ impl Allocator {
     #[inline]
     pub(crate) fn allocate_cached(&self, request: &Request) -> Option<DevicePtr> {
         match self {
-            Self::Caching(allocator) => allocator.allocate_cached(request).map(|allocation| allocation.ptr),
+            Self::Caching(allocator) => allocator.allocate_cached(request),
             Self::Paged(allocator) => allocator.allocate_cached(request).map(|allocation| allocation.ptr),
             Self::DriverPool(..) => None,
         }
@@ -146,11 +146,12 @@ impl Allocator {
         }
     }
 
-    /// Where the block that starts at `ptr` is mapped, if it is in pages.
+    /// Where the block that starts at `ptr` is mapped, if it is mapped memory.
     pub(crate) fn mapped_parts(&self, ptr: DevicePtr) -> Result<Vec<MappedPart>> {
         match self {
+            Self::Caching(allocator) => Ok(allocator.mapped_parts(ptr)?),
             Self::Paged(allocator) => Ok(allocator.mapped_parts(ptr)?),
-            Self::Caching(_) | Self::DriverPool(..) => Ok(Vec::new()),
+            Self::DriverPool(..) => Ok(Vec::new()),
         }
     }
 

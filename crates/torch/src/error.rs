@@ -185,8 +185,8 @@ pub enum Error {
 
     /// Memory that another process cannot open.
     #[error(
-        "this memory cannot be shared with other processes: it is of expandable segments, of a pool with an allocator \
-         of its own, or its device cannot share memory. Choose backend:paged, or backend:native without \
+        "this memory cannot be shared with other processes: it is of a pool with an allocator of its own, of the \
+         driver's pools, or mapped on a device that cannot share such memory. Choose backend:native without \
          expandable_segments, or send a copy in host memory"
     )]
     NotShareable,

@@ -302,11 +302,11 @@ void pinned() {
     EXPECT(host.get_stats().allocated_bytes.peak == 0);
 }
 
-// Pages can be opened by the process that shared them; plain memory only by others.
+// Mapped memory can be opened by the process that shared it; plain memory only by others.
 void sharing() {
     const char* settings = std::getenv("WARPOOL_CONF");
     auto block = allocator().allocate(3 * MB);
-    if (settings == nullptr || std::strcmp(settings, "backend:paged") != 0) {
+    if (settings == nullptr || std::strcmp(settings, "backend:native") == 0) {
         EXPECT(!thrown([&] { allocator().getIpcDevPtr("no handle"); }).empty());
         return;
     }

@@ -5,7 +5,7 @@
 
 use std::fmt;
 
-use warpool_driver::{DeviceId, DevicePtr, StreamId};
+use warpool_driver::{DeviceId, DevicePtr, PhysicalId, StreamId};
 
 use super::{HistoryOptions, MemPoolId, Observers, PrivatePools, Snapshot, Stats};
 use crate::{Instance, Result};
@@ -55,6 +55,17 @@ pub struct Allocation {
     pub slot: u64,
     /// Tells it from earlier allocations of the same memory: those free nothing any more.
     pub generation: u32,
+}
+
+/// Physical memory that a block is in, and where it is mapped: to share the block with another process.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct MappedPart {
+    /// Its address.
+    pub ptr: DevicePtr,
+    /// Its size.
+    pub bytes: u64,
+    /// The physical memory.
+    pub physical: PhysicalId,
 }
 
 impl Allocation {

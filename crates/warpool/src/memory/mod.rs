@@ -57,7 +57,7 @@
 //! - The release of oversize segments to make room spares private pools: a graph may use them.
 //! - A private pool is removed with its last segment; no pairs of calls have to match for that.
 //! - [`CachingAllocator::allocate_at`] writes no history entries about the parts that it splits off.
-//! - Blocks of expandable segments cannot be shared with other processes; pages can ([`PagedAllocator::mapped_parts`]).
+//! - Sharing a block with other processes is left to the caller: [`MappedPart`]s tell what it is mapped to.
 
 mod allocator;
 mod caching;
@@ -87,7 +87,7 @@ pub use crate::error::{OomCause, OomReport, PageShortage, PinnedCapReport};
 pub use crate::pool_id::MemPoolId;
 #[doc(hidden)]
 pub use allocator::GraphKey;
-pub use allocator::{Allocation, DeviceAllocator, Request, SnapshotOptions};
+pub use allocator::{Allocation, DeviceAllocator, MappedPart, Request, SnapshotOptions};
 pub use caching::CachingAllocator;
 pub(crate) use capture_memory::CaptureMemory;
 pub use checkpoint::{PoolCheckpoint, Restored};
@@ -97,7 +97,7 @@ pub use external::{BaseAllocation, ExternalAllocator, ExternalUpstream, FnAlloca
 pub(crate) use hold::{BlockHold, HeldBlock};
 pub(crate) use host::CapturedHostPools;
 pub use host::{HostAllocator, HostBlock, HostGraphPool, HostStats, HostTime};
-pub use paged::{MappedPart, PageStats, PageTotals, PagedAllocator};
+pub use paged::{PageStats, PageTotals, PagedAllocator};
 pub use pool::{MemPool, PoolScope};
 pub(crate) use pool_sleep::SleepingPools;
 #[doc(hidden)]

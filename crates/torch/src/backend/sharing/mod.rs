@@ -165,18 +165,27 @@ mod tests {
     use super::*;
     use crate::Runtime;
 
-    fn runtime(sim: &Arc<SimDriver>) -> Runtime {
-        Runtime::new(sim.clone(), Settings::parse("backend:paged").unwrap()).unwrap()
+    fn runtime(sim: &Arc<SimDriver>, settings: &str) -> Runtime {
+        Runtime::new(sim.clone(), Settings::parse(settings).unwrap()).unwrap()
     }
 
     #[test]
     fn pages_are_opened_once_and_closed_after_the_last_user() {
+        opened_once("backend:paged");
+    }
+
+    #[test]
+    fn chunks_are_opened_once_and_closed_after_the_last_user() {
+        opened_once("expandable_segments:True");
+    }
+
+    fn opened_once(settings: &str) {
         let sim = Arc::new(SimDriver::new(SimConfig::default()));
         let driver: Arc<dyn Driver> = sim.clone();
-        let (from, to) = (runtime(&sim), Sharing::default());
+        let (from, to) = (runtime(&sim, settings), Sharing::default());
         // Not at the start of its pages, and longer than one.
-        from.allocate(512, 0, ForeignStream::NULL).unwrap();
-        let block = from.allocate(19 << 20, 0, ForeignStream::NULL).unwrap();
+        from.allocate(3 << 20, 0, ForeignStream::NULL).unwrap();
+        let block = from.allocate(39 << 20, 0, ForeignStream::NULL).unwrap();
         let (handle, offset) = from.share(block).unwrap();
 
         let device = DeviceId(0);
@@ -185,7 +194,7 @@ mod tests {
         assert_eq!(to.open(&*driver, device, &handle, false).unwrap(), opened, "it is opened once");
         assert_eq!(sim.mem_info(device).unwrap().bytes_free, free, "it is the same memory");
         let there = DevicePtr(opened.0 + offset as u64);
-        for at in [0, 5 << 20, (19 << 20) - 4] {
+        for at in [0, 5 << 20, (39 << 20) - 4] {
             sim.upload(device, DevicePtr(block.0 + at), &[0x5A; 4]).unwrap();
             let mut read = [0; 4];
             sim.download(device, DevicePtr(there.0 + at), &mut read).unwrap();
@@ -205,7 +214,7 @@ mod tests {
     fn memory_that_is_gone_is_an_error() {
         let sim = Arc::new(SimDriver::new(SimConfig::default()));
         let driver: Arc<dyn Driver> = sim.clone();
-        let (from, to) = (runtime(&sim), Sharing::default());
+        let (from, to) = (runtime(&sim, "backend:paged"), Sharing::default());
         let block = from.allocate(3 << 20, 0, ForeignStream::NULL).unwrap();
         let (handle, _) = from.share(block).unwrap();
         from.free_block(block).unwrap();

@@ -188,7 +188,7 @@ static void sharing(void) {
   CHECK(warpool_share(block, NULL, NULL) == 1);
   if (warpool_share(block, write_handle, &shared) == 0) {
     if (warpool_open_shared(0, shared.handle, shared.length, &opened) == 0) {
-      // Pages can be opened by the process that shared them, too.
+      // Mapped memory can be opened by the process that shared it, too.
       CHECK(shared.length != 64 && opened != NULL && (char *)opened + shared.offset != block);
       CHECK(warpool_close_shared(opened) == 0);
       CHECK(warpool_close_shared(opened) == 1);

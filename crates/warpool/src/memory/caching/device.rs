@@ -9,7 +9,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, Mutex, MutexGuard};
 
-use warpool_driver::{DeviceId, Driver, StreamId};
+use warpool_driver::{DeviceId, Driver, ShareKind, StreamId};
 
 use super::slow_lock::{SlowLock, SlowLockGuard};
 use super::state::{DeviceState, Policy};
@@ -88,6 +88,8 @@ pub(super) struct CachingDevice {
     pub(super) bytes_total: u64,
     pub(super) granularity: u64,
     pub(super) rdma: bool,
+    /// How mapped memory can be shared with other processes.
+    pub(super) share: Option<ShareKind>,
     virtual_memory: bool,
     state: Mutex<DeviceState>,
     slow: SlowLock,
@@ -115,6 +117,7 @@ impl CachingDevice {
             bytes_total: properties.bytes_total,
             granularity: properties.granularity.max(1),
             rdma: properties.rdma,
+            share: properties.share_posix_fd.then_some(ShareKind::PosixFd),
             virtual_memory: properties.virtual_memory,
             state: Mutex::new(DeviceState::new(device.id(), policy)),
             slow: SlowLock::default(),

@@ -1,21 +1,11 @@
 //! Where a block is mapped, for sharing it with other processes. Pages stay where a block is allocated.
 
-use warpool_driver::{DevicePtr, PhysicalId};
+use warpool_driver::DevicePtr;
 
 use super::PagedAllocator;
 use super::pages::{PageTable, Slot};
+use crate::memory::MappedPart;
 use crate::{Error, Result, lock};
-
-/// Physical memory that a block is in, and where it is mapped.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct MappedPart {
-    /// Its address.
-    pub ptr: DevicePtr,
-    /// Its size.
-    pub bytes: u64,
-    /// The physical memory.
-    pub physical: PhysicalId,
-}
 
 impl PagedAllocator {
     /// The pages of the block that starts at `ptr`, in the order of their addresses; the first may begin before it, and

@@ -59,7 +59,6 @@ use std::sync::{Arc, Mutex};
 use warpool_driver::{Access, DeviceAccess, DeviceId, DevicePtr, Driver, ErrorCode};
 
 use self::device::{PagedDevice, Shared};
-pub use self::mapped_parts::MappedPart;
 use self::page_sizes::PageSizes;
 pub use self::pages::PageTotals;
 use super::capture_count::CaptureCount;

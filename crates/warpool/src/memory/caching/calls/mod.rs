@@ -5,6 +5,7 @@ mod allocator;
 mod annotate;
 mod checkpoint;
 mod direct;
+mod mapped_parts;
 mod peer_access;
 mod pools;
 mod sleep;

@@ -7,6 +7,7 @@ use super::{
     BlockKey, BlockPoolKey, BlockRequest, BlockStatus, Chunks, ExpandableSegment, Heap, SegmentKey, SegmentSource,
     StreamBlocksKey,
 };
+use crate::memory::MappedPart;
 
 /// Where the memory for a request is to be mapped.
 pub(crate) struct Room {
@@ -152,6 +153,15 @@ impl Heap {
             SegmentSource::Driver | SegmentSource::Upstream(_) => None,
         });
         expandable.flatten().collect()
+    }
+
+    /// The chunks that a block of an expandable segment is in; none of another.
+    pub(crate) fn mapped_parts(&self, block: BlockKey) -> Vec<MappedPart> {
+        let entry = &self.blocks[block];
+        match &self.segments[entry.segment].source {
+            SegmentSource::Expandable(expandable) => expandable.parts(entry.ptr, entry.ptr + entry.size),
+            SegmentSource::Driver | SegmentSource::Upstream(_) => Vec::new(),
+        }
     }
 
     fn remove_unmapped(&mut self, block: BlockKey) {

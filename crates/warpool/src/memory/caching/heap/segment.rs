@@ -5,7 +5,7 @@ use std::sync::Arc;
 use warpool_driver::{DevicePtr, PhysicalId};
 
 use super::key::{BlockKey, StreamBlocksKey};
-use crate::memory::{Stack, Upstream};
+use crate::memory::{MappedPart, Stack, Upstream};
 
 /// A segment. It belongs to one stream and one block pool for life, and its blocks with it.
 pub(crate) struct Segment {
@@ -113,6 +113,16 @@ impl ExpandableSegment {
         let chunks = self.chunk_at(ptr)..self.chunk_at(ptr + bytes);
         let handles = self.handles[chunks].iter().map(|handle| handle.expect("a free block is mapped")).collect();
         Some(Chunks { ptr, bytes, handles })
+    }
+
+    /// The chunks that contain the addresses between two, as far as they are mapped.
+    pub(super) fn parts(&self, start: u64, end: u64) -> Vec<MappedPart> {
+        let chunks = self.chunk_at(start)..=self.chunk_at(end - 1);
+        let part = |at: usize| {
+            let physical = (*self.handles.get(at)?)?;
+            Some(MappedPart { ptr: DevicePtr(self.base + at as u64 * self.chunk), bytes: self.chunk, physical })
+        };
+        chunks.filter_map(part).collect()
     }
 
     fn chunk_at(&self, ptr: u64) -> usize {

@@ -149,7 +149,7 @@ impl Drop for Mapping<'_> {
 /// Maps chunks, all or none.
 fn map(slow: &SlowGuard<'_>, unmapped: &Unmapped) -> Result<OrOom<Vec<PhysicalId>>> {
     let Unmapped { ptr, bytes, chunk, .. } = *unmapped;
-    let options = PhysicalOptions { share: None, rdma: slow.rdma };
+    let options = PhysicalOptions { share: slow.share, rdma: slow.rdma };
     let mut mapping = Mapping { device: slow, ptr, mapped: 0, handles: Vec::new() };
     let outcome = (|| {
         for _ in 0..bytes / chunk {

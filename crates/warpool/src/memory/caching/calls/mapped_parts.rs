@@ -1,0 +1,18 @@
+//! Where a block is mapped, for sharing it with other processes.
+
+use warpool_driver::DevicePtr;
+
+use crate::Result;
+use crate::memory::MappedPart;
+use crate::memory::caching::CachingAllocator;
+
+impl CachingAllocator {
+    /// The chunks of an expandable segment that the block at `ptr` is in, in the order of their addresses; the first
+    /// may begin before it, and the last end behind it. They stay mapped as long as the block is allocated. Empty if its
+    /// segment is one allocation.
+    pub fn mapped_parts(&self, ptr: DevicePtr) -> Result<Vec<MappedPart>> {
+        self.shared.instance().expect_own_process("mapped_parts")?;
+        let (device, block) = self.locate(ptr)?;
+        Ok(device.read(|state| state.heap().mapped_parts(block)))
+    }
+}
