@@ -1,7 +1,7 @@
 //! Pages as file descriptors for other processes. A process that shares pages has a thread that waits at a socket:
-//! asked for a page by its number, it sends a descriptor. So none is open longer than that takes, however many pages are
-//! shared, and a page that is not used any more is not kept alive; and the other process needs no right to look into
-//! this one, as it would to take descriptors by itself.
+//! asked for a page by its number, it sends a descriptor. So none is open longer than that takes, however many pages
+//! are shared, and a page that is not used any more is not kept alive; and the other process needs no right to look
+//! into this one, as it would to take descriptors by itself.
 //!
 //! Only processes of the same user are answered.
 

@@ -167,8 +167,8 @@ impl CachingDevice {
 }
 
 impl CachingAllocator {
-    /// Allocates a free block, if nothing else is to be done: for frameworks that call this on every allocation. Returns
-    /// its address. `None`, and nothing has changed, if it takes more:
+    /// Allocates a free block, if nothing else is to be done: for frameworks that call this on every allocation.
+    /// Returns its address. `None`, and nothing has changed, if it takes more:
     /// [`allocate_raw`](DeviceAllocator::allocate_raw) does that.
     // Not `inline`: in another crate a pair of the two took a tenth more instructions.
     #[must_use]

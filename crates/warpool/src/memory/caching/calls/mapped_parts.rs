@@ -8,8 +8,8 @@ use crate::memory::caching::CachingAllocator;
 
 impl CachingAllocator {
     /// The chunks of an expandable segment that the block at `ptr` is in, in the order of their addresses; the first
-    /// may begin before it, and the last end behind it. They stay mapped as long as the block is allocated. Empty if its
-    /// segment is one allocation.
+    /// may begin before it, and the last end behind it. They stay mapped as long as the block is allocated. Empty if
+    /// its segment is one allocation.
     pub fn mapped_parts(&self, ptr: DevicePtr) -> Result<Vec<MappedPart>> {
         self.shared.instance().expect_own_process("mapped_parts")?;
         let (device, block) = self.locate(ptr)?;
