@@ -11,7 +11,9 @@ const DEVICE: DeviceId = DeviceId(0);
 const MIB: isize = 1 << 20;
 
 fn runtime(settings: &str) -> (Arc<SimDriver>, Runtime) {
-    let sim = Arc::new(SimDriver::new(SimConfig::default().with_capacity(512 << 20)));
+    let mut config = SimConfig::default().with_capacity(512 << 20);
+    config.devices[0].bytes_context = 0;
+    let sim = Arc::new(SimDriver::new(config));
     let runtime = Runtime::new(sim.clone(), Settings::parse(settings).unwrap()).unwrap();
     (sim, runtime)
 }
