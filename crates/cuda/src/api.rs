@@ -166,6 +166,7 @@ api! {
         memcpy_dtoh_async: cuMemcpyDtoHAsync_v2(*mut c_void, CUdeviceptr, usize, CUstream);
         memcpy_dtod_async: cuMemcpyDtoDAsync_v2(CUdeviceptr, CUdeviceptr, usize, CUstream);
         memcpy_peer_async: cuMemcpyPeerAsync(CUdeviceptr, CUcontext, CUdeviceptr, CUcontext, usize, CUstream);
+        memcpy_2d_async: cuMemcpy2DAsync_v2(*const CUDA_MEMCPY2D, CUstream);
         memcpy_htod: cuMemcpyHtoD_v2(CUdeviceptr, *const c_void, usize);
         memcpy_dtoh: cuMemcpyDtoH_v2(*mut c_void, CUdeviceptr, usize);
         memset_d8_async: cuMemsetD8Async(CUdeviceptr, c_uchar, usize, CUstream);

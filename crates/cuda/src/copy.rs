@@ -5,7 +5,9 @@
 //! unpinned between the check and the copy's start.
 
 use std::ffi::c_void;
+use std::ptr;
 
+use cudarc::driver::sys::{CUDA_MEMCPY2D, CUmemorytype};
 use warpool_driver::{Address, Call, Copies, DeviceId, DevicePtr, ErrorCode, Pattern, Result, StreamId};
 
 use crate::CudaDriver;
@@ -40,6 +42,42 @@ impl Copies for CudaDriver {
                 unsafe { (self.api.memcpy_async)(dst.0, src.0, count, queue) }
             }
         })
+    }
+
+    fn copy_2d(
+        &self,
+        dst: Address,
+        dst_pitch: u64,
+        src: Address,
+        src_pitch: u64,
+        width: u64,
+        rows: u64,
+        stream: StreamId,
+    ) -> Result<()> {
+        let site = self.enter(Call::Copy2d)?;
+        let stream = self.stream(site, stream)?;
+        let _current = self.on_stream(site, &stream)?;
+        if width > dst_pitch.min(src_pitch) {
+            let detail = format!("rows of {width} bytes at pitches of {dst_pitch} and {src_pitch}");
+            return Err(site.explain(ErrorCode::InvalidValue, detail));
+        }
+        // From the first byte of the first row to the last byte of the last one.
+        let extent = |pitch: u64| match rows.checked_sub(1) {
+            Some(gaps) if width > 0 => gaps.checked_mul(pitch).and_then(|bytes| bytes.checked_add(width)),
+            _ => Some(0),
+        };
+        let too_large = || site.error(ErrorCode::InvalidValue);
+        let mut checked = self.check_ranges(site);
+        checked.address(dst, extent(dst_pitch).ok_or_else(too_large)?)?;
+        checked.address(src, extent(src_pitch).ok_or_else(too_large)?)?;
+        if width == 0 || rows == 0 {
+            return Ok(());
+        }
+        let copy = rows_copy((dst, dst_pitch), (src, src_pitch), width, rows);
+        let _work = self.begin_work(site, &stream, stream.lock_work());
+        // SAFETY: all rows are device memory or pinned, and unpinning waits for the stream; CUDA reads the structure
+        // before it returns; the stream is live.
+        site.check(unsafe { (self.api.memcpy_2d_async)(&raw const copy, stream.raw.raw()) })
     }
 
     fn copy_peer(
@@ -108,5 +146,37 @@ impl Copies for CudaDriver {
         let to = into.as_mut_ptr().cast::<c_void>();
         // SAFETY: the slice is writable, and CUDA has written it on return; the source is device memory or pinned.
         site.check(unsafe { (self.api.memcpy_dtoh)(to, src.0, into.len()) })
+    }
+}
+
+/// A 2D copy as CUDA takes it.
+fn rows_copy(
+    (dst, dst_pitch): (Address, u64),
+    (src, src_pitch): (Address, u64),
+    width: u64,
+    rows: u64,
+) -> CUDA_MEMCPY2D {
+    let parts = |address| match address {
+        Address::Device(ptr) => (CUmemorytype::CU_MEMORYTYPE_DEVICE, ptr::null_mut(), ptr.0),
+        Address::Host(ptr) => (CUmemorytype::CU_MEMORYTYPE_HOST, pointer_to(ptr), 0),
+    };
+    let ((src_type, src_host, src_device), (dst_type, dst_host, dst_device)) = (parts(src), parts(dst));
+    CUDA_MEMCPY2D {
+        srcXInBytes: 0,
+        srcY: 0,
+        srcMemoryType: src_type,
+        srcHost: src_host.cast_const(),
+        srcDevice: src_device,
+        srcArray: ptr::null_mut(),
+        srcPitch: src_pitch as usize,
+        dstXInBytes: 0,
+        dstY: 0,
+        dstMemoryType: dst_type,
+        dstHost: dst_host,
+        dstDevice: dst_device,
+        dstArray: ptr::null_mut(),
+        dstPitch: dst_pitch as usize,
+        WidthInBytes: width as usize,
+        Height: rows as usize,
     }
 }

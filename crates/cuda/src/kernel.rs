@@ -139,6 +139,12 @@ impl Kernels for CudaDriver {
         Ok(FunctionId(self.functions.find_or_insert(same, function)))
     }
 
+    fn function_parameters(&self, function: FunctionId) -> Result<Option<Vec<u64>>> {
+        let site = self.enter(Call::FunctionParameters)?;
+        let function = self.function(site, function)?;
+        Ok(function.sizes.as_ref().map(|sizes| sizes.iter().map(|&bytes| bytes as u64).collect()))
+    }
+
     unsafe fn kernel_launch(
         &self,
         function: FunctionId,

@@ -4,6 +4,7 @@
 //! - [`sim`]: the simulated GPU: memory with contents, streams whose work completes later, captures, graphs, and a log
 //!   of every hazard.
 //! - [`fork`]: whether this process was forked after a driver was opened.
+//! - [`source_line`]: the line of the program that a call is made for.
 //! - [`decorate`]: decorators around a driver that count calls, record them, or make them fail.
 //!
 //! No CUDA here: that backend is the crate `warpool-cuda`.
@@ -16,6 +17,7 @@ mod id;
 mod pages;
 mod panic;
 pub mod sim;
+pub mod source_line;
 
 pub use contract::*;
 pub use error::{DriverError, ErrorCode, Result};

@@ -10,6 +10,8 @@ use crate::expect::{CheckResult, expect, expect_eq, expect_error, expect_error_o
 pub(crate) const CHECKS: &[Check] = crate::checks![
     copies_write_exactly_their_range,
     uploads_and_downloads_transfer_exactly_their_range,
+    row_copies_write_exactly_their_rows,
+    row_copies_are_checked,
     large_copies_are_complete,
     fills_support_every_pattern,
     misaligned_patterns_are_rejected,
@@ -54,6 +56,46 @@ fn copies_write_exactly_their_range(context: &TestContext) -> CheckResult {
         }
     }
     Ok(())
+}
+
+fn row_copies_write_exactly_their_rows(context: &TestContext) -> CheckResult {
+    let stream = context.stream()?;
+    for (from_host, to_host) in [(true, false), (false, false), (false, true), (true, true)] {
+        let (source, target) = (context.random_bytes(BUFFER_BYTES), context.random_bytes(BUFFER_BYTES));
+        let src = alloc_on_side(context, &source, from_host)?;
+        let dst = alloc_on_side(context, &target, to_host)?;
+        let mut want = target;
+        for (rows, width, src_pitch, dst_pitch) in [(1, 1, 1, 1), (3, 100, 128, 100), (17, 33, 40, 1000), (0, 8, 8, 8)]
+        {
+            let (from, to) = (context.random_below(97) as usize, context.random_below(97) as usize);
+            let [wide, pitched_dst, pitched_src] = [width, dst_pitch, src_pitch].map(|bytes: usize| bytes as u64);
+            let (dst_at, src_at) = (offset(dst, to), offset(src, from));
+            context.driver.copy_2d(dst_at, pitched_dst, src_at, pitched_src, wide, rows as u64, stream)?;
+            for row in 0..rows {
+                let (to, from) = (to + row * dst_pitch, from + row * src_pitch);
+                want[to..to + width].copy_from_slice(&source[from..from + width]);
+            }
+            context.synchronize(stream)?;
+            let got = match dst {
+                Address::Device(ptr) => context.read_bytes(ptr, BUFFER_BYTES)?,
+                Address::Host(ptr) => context.read_pinned(ptr, BUFFER_BYTES)?,
+            };
+            let what = format!("{rows} rows of {width} bytes from {} to {}", name(from_host), name(to_host));
+            expect_slice_eq(&what, &got, &want)?;
+        }
+    }
+    Ok(())
+}
+
+fn row_copies_are_checked(context: &TestContext) -> CheckResult {
+    let (stream, a, b) = (context.stream()?, context.alloc(4096)?, context.alloc(4096)?);
+    for (dst_pitch, src_pitch, width, rows) in
+        [(100, 128, 101, 2), (128, 100, 101, 2), (1024, 100, 97, 5), (100, 1024, 1024, 5), (u64::MAX, 100, 1, 3)]
+    {
+        let copied = context.driver.copy_2d(b.into(), dst_pitch, a.into(), src_pitch, width, rows, stream);
+        expect_error(copied, InvalidValue)?;
+    }
+    Ok(context.driver.copy_2d(b.into(), 1024, a.into(), 1024, 1024, 4, stream)?)
 }
 
 fn name(host: bool) -> &'static str {

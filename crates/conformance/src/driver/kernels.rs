@@ -9,6 +9,7 @@ use crate::expect::{CheckResult, expect, expect_eq, expect_error, expect_error_o
 
 pub(crate) const CHECKS: &[Check] = crate::checks![
     arguments_of_every_type_are_passed,
+    parameters_are_those_of_the_source,
     launch_shape_is_passed,
     every_element_is_processed,
     float_results_are_exact,
@@ -51,6 +52,20 @@ fn arguments_of_every_type_are_passed(context: &TestContext) -> CheckResult {
         expect_slice_eq("the arguments that the kernel received", &context.read_bytes(out, 48)?, &want)?;
     }
     Ok(())
+}
+
+fn parameters_are_those_of_the_source(context: &TestContext) -> CheckResult {
+    let module = loaded(context)?;
+    for (name, sizes) in
+        [("spin", &[8][..]), ("append", &[8, 4]), ("add_sequence", &[8, 8, 4, 4]), ("axpy_f32", &[8, 8, 4, 4])]
+    {
+        let function = context.driver.function_get(module, name)?;
+        // Drivers before CUDA 12.4 do not know them.
+        if let Some(known) = context.driver.function_parameters(function)? {
+            expect_eq(&format!("the sizes of the arguments of {name}"), known, sizes.to_vec())?;
+        }
+    }
+    expect_error(context.driver.function_parameters(FunctionId(u64::MAX)), InvalidHandle)
 }
 
 fn launch_shape_is_passed(context: &TestContext) -> CheckResult {

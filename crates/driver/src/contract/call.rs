@@ -80,6 +80,7 @@ calls! {
         GraphExecDestroy graph_exec_destroy, GraphRaw graph_raw, GraphExecRaw graph_exec_raw,
         GraphExecSetKernel graph_exec_set_kernel,
         ModuleLoad module_load, ModuleUnload module_unload, FunctionGet function_get,
+        FunctionParameters function_parameters,
         LibraryCreate library_create, LibrarySetStream library_set_stream,
         LibraryRaw library_raw, BlasSetWorkspace blas_set_workspace, BlasSetMath blas_set_math,
         BlasSetAtomics blas_set_atomics,
@@ -88,7 +89,7 @@ calls! {
     Stream:
         StreamWaitEvent stream_wait_event, StreamHostCallback stream_host_callback,
         EventRecord event_record,
-        Copy copy, CopyPeer copy_peer, Fill fill, Upload upload, Download download,
+        Copy copy, Copy2d copy_2d, CopyPeer copy_peer, Fill fill, Upload upload, Download download,
         GraphLaunch graph_launch, KernelLaunch kernel_launch, BlasSgemm blas_sgemm,
     ;
     Guarded:

@@ -45,6 +45,21 @@ pub trait Copies {
         stream: StreamId,
     ) -> Result<()>;
 
+    /// Copies `rows` rows of `width` bytes, each `pitch` bytes after the one before it, otherwise as
+    /// [`copy`](Self::copy). `InvalidValue` if a pitch is less than the width. Without rows or width it does nothing.
+    /// *During capture: stream.*
+    #[expect(clippy::too_many_arguments, reason = "two addresses with their pitches, and a size")]
+    fn copy_2d(
+        &self,
+        dst: Address,
+        dst_pitch: u64,
+        src: Address,
+        src_pitch: u64,
+        width: u64,
+        rows: u64,
+        stream: StreamId,
+    ) -> Result<()>;
+
     /// Writes `count` copies of `pattern`, in the order of `stream`. *During capture: stream.*
     fn fill(&self, dst: DevicePtr, pattern: Pattern, count: u64, stream: StreamId) -> Result<()>;
 

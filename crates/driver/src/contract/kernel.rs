@@ -266,6 +266,10 @@ pub trait Kernels {
     /// The kernel of that name; the same id each time. `NotFound` if there is none. *During capture: free.*
     fn function_get(&self, module: ModuleId, name: &str) -> Result<FunctionId>;
 
+    /// The sizes of a kernel's arguments in bytes, in order; `None` if the driver does not know them. *During capture:
+    /// free.*
+    fn function_parameters(&self, function: FunctionId) -> Result<Option<Vec<u64>>>;
+
     /// Launches a kernel in the order of `stream`. `InvalidValue` for an empty shape, one that the device cannot run,
     /// or arguments of other sizes than the kernel takes, as far as the driver knows them. A kernel that accesses
     /// device memory that it may not access makes the device unusable (`IllegalAddress`, returned by later calls).

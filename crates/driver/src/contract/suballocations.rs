@@ -18,6 +18,16 @@ pub trait Suballocations {
         let _ = (ptr, bytes, stream);
     }
 
+    /// Names a range for messages: the memory that is there now, until it is freed.
+    fn label_memory(&self, ptr: DevicePtr, bytes: u64, label: &str) {
+        let _ = (ptr, bytes, label);
+    }
+
+    /// Names a stream for messages.
+    fn label_stream(&self, stream: StreamId, label: &str) {
+        let _ = (stream, label);
+    }
+
     /// The range was freed: work queued from now on must not touch it. *During capture: free.*
     fn suballocation_freed(&self, ptr: DevicePtr, bytes: u64) {
         let _ = (ptr, bytes);

@@ -224,6 +224,9 @@ forward! {
     }
     impl Copies {
         Copy copy(dst: Address, src: Address, bytes: u64, stream: StreamId) -> ();
+        Copy2d copy_2d(
+            dst: Address, dst_pitch: u64, src: Address, src_pitch: u64, width: u64, rows: u64, stream: StreamId
+        ) -> ();
         CopyPeer copy_peer(
             dst: DevicePtr, dst_device: DeviceId, src: DevicePtr, src_device: DeviceId, bytes: u64, stream: StreamId
         ) -> ();
@@ -260,6 +263,7 @@ forward! {
         ModuleLoad module_load(device: DeviceId, source: &KernelSource) -> ModuleId;
         ModuleUnload module_unload(module: ModuleId) -> ();
         FunctionGet function_get(module: ModuleId, name: &str) -> FunctionId;
+        FunctionParameters function_parameters(function: FunctionId) -> Option<Vec<u64>>;
         @unsafe KernelLaunch kernel_launch(
             function: FunctionId, shape: LaunchShape, args: &[KernelArg], stream: StreamId
         ) -> ();
@@ -279,6 +283,14 @@ forward! {
 impl<H: Hook> Suballocations for Hooked<H> {
     fn tracks_suballocations(&self) -> bool {
         self.hook.tracks_suballocations() || self.inner.tracks_suballocations()
+    }
+
+    fn label_memory(&self, ptr: DevicePtr, bytes: u64, label: &str) {
+        self.inner.label_memory(ptr, bytes, label);
+    }
+
+    fn label_stream(&self, stream: StreamId, label: &str) {
+        self.inner.label_stream(stream, label);
     }
 
     forward! { @method Suballocated suballocated(ptr: DevicePtr, bytes: u64, stream: StreamId) }

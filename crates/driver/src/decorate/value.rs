@@ -63,7 +63,7 @@ macro_rules! plain {
 plain! {
     (), bool, i32, u32, f32, &str,
     DeviceId, StreamId, EventId, PhysicalId, PoolId, CaptureId, GraphId, GraphExecId, NodeId, ConditionalId, ModuleId,
-    FunctionId, HandleId, Option<DeviceId>, Option<DevicePtr>, Vec<NodeId>,
+    FunctionId, HandleId, Option<DeviceId>, Option<DevicePtr>, Vec<NodeId>, Option<Vec<u64>>,
     DeviceProperties, StreamOptions, PriorityRange, EventOptions, EventScope, MemoryInfo, Granularity, PhysicalOptions,
     ShareKind, Access, &[DeviceAccess], PoolAttribute, HostOptions, Pattern, CaptureMode, CaptureState, GraphTopology,
     InstantiateOptions, ConditionalKind, LaunchShape, Library, BlasMath,

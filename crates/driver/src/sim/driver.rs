@@ -15,7 +15,7 @@ use super::rng;
 use super::state::SimState;
 use super::work::{AwaitedStream, Work, in_host_code, run_host_code};
 use crate::fork::{self, Origin};
-use crate::{Call, CaptureRule, DeviceId, DevicePtr, Driver, ErrorCode, Result, StreamId, discard_panic};
+use crate::{Call, CaptureRule, DeviceId, DevicePtr, Driver, ErrorCode, Result, StreamId, discard_panic, source_line};
 
 /// A driver with one or more simulated GPUs.
 #[derive(Debug)]
@@ -140,6 +140,11 @@ impl SimDriver {
         let number = state.count_call(call);
         let mut state = self.run_callbacks(state);
         state.current_call = CurrentCall { call, number };
+        if self.track_suballocations
+            && let Some(line) = source_line::current()
+        {
+            state.hazards.names_mut().set_line(number, line);
+        }
         let checks_captures_itself = matches!(
             call,
             Call::StreamQuery

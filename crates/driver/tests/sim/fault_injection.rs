@@ -138,6 +138,7 @@ fn scenario(driver: &dyn Driver) -> Result<()> {
     driver.upload(DEVICE, memory, &[1; 64])?;
     driver.copy(memory.into(), host.into(), 64, stream)?;
     driver.copy_peer(far, other, memory, DEVICE, 64, stream)?;
+    driver.copy_2d(memory.into(), 32, host.into(), 32, 16, 2, stream)?;
     driver.fill(range, Pattern::U16(3), 32, stream)?;
     driver.stream_synchronize(stream)?;
     let mut back = [0; 64];
@@ -149,6 +150,7 @@ fn scenario(driver: &dyn Driver) -> Result<()> {
     let module = driver.module_load(DEVICE, &KERNELS)?;
     undo.push(move || driver.module_unload(module));
     let add = driver.function_get(module, "add")?;
+    driver.function_parameters(add)?;
     let args = [memory.into(), KernelArg::U32(4), KernelArg::U32(1)];
     launch(driver, add, &args, stream)?;
     driver.capture_mode_exchange(CaptureMode::Global)?;

@@ -1,6 +1,6 @@
 //! Runs a program on the simulated driver and collects everything observable.
 
-use warpool_driver::sim::{Hazard, HazardRange, RangeBase, SimDriver};
+use warpool_driver::sim::{Hazard, HazardKind, HazardRange, RangeBase, SimDriver};
 use warpool_driver::*;
 
 use super::effects::mix;
@@ -274,6 +274,9 @@ impl<'a> Runner<'a> {
         let gpu = self.gpu;
         gpu.device_synchronize(DEVICE)?;
         self.run.hazards = gpu.hazards();
+        // The programs report blocks of any range and use memory regardless of them; accesses beyond a block have tests
+        // of their own.
+        self.run.hazards.retain(|hazard| hazard.kind != HazardKind::BlockOverrun);
         let freed = |arena: usize| {
             program.steps.iter().any(|step| matches!(step, Step::PoolFree { arena: a, .. } if *a == arena))
         };

@@ -18,12 +18,41 @@ impl Copies for SimDriver {
             let src = check_address(state, src, bytes, stream, false)?;
             log_overlap(state, dst, src, bytes, stream);
             state.spend(bytes);
-            let route = match (state.memory.device_at(dst), state.memory.device_at(src)) {
-                (Some(to), Some(from)) if to == from => Route::OnDevice,
-                (Some(_), Some(_)) => Route::Peer,
-                _ => Route::Host,
-            };
+            let route = route(state, dst, src);
             Ok((Work::Copy { dst, src, bytes }, state.config.work.copy_nanos(bytes, route)))
+        })
+    }
+
+    fn copy_2d(
+        &self,
+        dst: Address,
+        dst_pitch: u64,
+        src: Address,
+        src_pitch: u64,
+        width: u64,
+        rows: u64,
+        stream: StreamId,
+    ) -> Result<()> {
+        self.submit(Call::Copy2d, stream, |state, stream| {
+            if width > dst_pitch.min(src_pitch) {
+                let detail = format!("rows of {width} bytes at pitches of {dst_pitch} and {src_pitch}");
+                return refuse(ErrorCode::InvalidValue, detail);
+            }
+            // From the first byte of the first row to the last byte of the last one.
+            let extent = |pitch: u64| match rows.checked_sub(1) {
+                Some(gaps) if width > 0 => gaps.checked_mul(pitch).and_then(|bytes| bytes.checked_add(width)),
+                _ => Some(0),
+            };
+            let (Some(dst_bytes), Some(src_bytes)) = (extent(dst_pitch), extent(src_pitch)) else {
+                return Err(unnamed(ErrorCode::InvalidValue));
+            };
+            let dst = check_address(state, dst, dst_bytes, stream, true)?;
+            let src = check_address(state, src, src_bytes, stream, false)?;
+            let bytes = width.saturating_mul(rows);
+            state.spend(bytes);
+            let route = route(state, dst, src);
+            let work = Work::Copy2d { dst, dst_pitch, src, src_pitch, width, rows };
+            Ok((work, state.config.work.copy_nanos(bytes, route)))
         })
     }
 
@@ -104,6 +133,15 @@ impl SimDriver {
             state.scheduler.streams.host_observed(&point);
             state.use_device(device)
         })
+    }
+}
+
+/// The path of a copy.
+fn route(state: &SimState, dst: DevicePtr, src: DevicePtr) -> Route {
+    match (state.memory.device_at(dst), state.memory.device_at(src)) {
+        (Some(to), Some(from)) if to == from => Route::OnDevice,
+        (Some(_), Some(_)) => Route::Peer,
+        _ => Route::Host,
     }
 }
 

@@ -20,7 +20,7 @@ impl Kernels for SimDriver {
     fn module_load(&self, device: DeviceId, source: &KernelSource) -> Result<ModuleId> {
         self.call(Call::ModuleLoad, |state| {
             state.use_device(device)?;
-            Ok(state.modules.load(source.host_kernels))
+            Ok(state.modules.load(*source))
         })
     }
 
@@ -39,6 +39,13 @@ impl Kernels for SimDriver {
                 Some(function) => Ok(function),
                 None => refuse(ErrorCode::NotFound, format!("{module} has no kernel named {name}")),
             }
+        })
+    }
+
+    fn function_parameters(&self, function: FunctionId) -> Result<Option<Vec<u64>>> {
+        self.call(Call::FunctionParameters, |state| {
+            state.host_kernel(function)?;
+            Ok(state.modules.parameters(function).unwrap_or_default())
         })
     }
 

@@ -21,7 +21,8 @@ impl Suballocations for SimDriver {
         let state = &mut *state;
         if state.captures.is_capturing(stream) {
             // The order of the new work is not known before the graph is launched. But the range is no longer free.
-            state.memory.forget_suballocations(ptr, bytes);
+            let at = state.call_number();
+            state.memory.forget_suballocations(ptr, bytes, at);
             return;
         }
         let streams = &mut state.scheduler.streams;
@@ -44,6 +45,16 @@ impl Suballocations for SimDriver {
             hazards: &mut state.hazards,
         };
         state.memory.suballocated(ptr, bytes, &clock, &mut by);
+    }
+
+    fn label_memory(&self, ptr: DevicePtr, bytes: u64, label: &str) {
+        if bytes > 0 {
+            self.lock().hazards.names_mut().set_memory(ptr, bytes, label);
+        }
+    }
+
+    fn label_stream(&self, stream: StreamId, label: &str) {
+        self.lock().hazards.names_mut().set_stream(stream, label);
     }
 
     fn suballocation_freed(&self, ptr: DevicePtr, bytes: u64) {

@@ -91,6 +91,7 @@ impl Memory {
     }
 
     pub fn read(&mut self, ptr: DevicePtr, into: &mut [u8], by: &mut AccessContext<'_>) -> Result<(), IllegalAccess> {
+        self.check_block(ptr, into.len() as u64, by);
         let mut done = 0;
         while done < into.len() {
             let rest = (into.len() - done) as u64;
@@ -103,6 +104,7 @@ impl Memory {
     }
 
     pub fn write(&mut self, ptr: DevicePtr, from: &[u8], by: &mut AccessContext<'_>) -> Result<(), IllegalAccess> {
+        self.check_block(ptr, from.len() as u64, by);
         let mut done = 0;
         while done < from.len() {
             let rest = (from.len() - done) as u64;
@@ -165,6 +167,7 @@ impl Memory {
         write: bool,
         by: &mut AccessContext<'_>,
     ) -> Result<(), IllegalAccess> {
+        self.check_block(ptr, bytes, by);
         let mut done = 0;
         while done < bytes {
             done += self.access(ptr.offset(done), bytes - done, write, by)?.bytes;
@@ -204,7 +207,8 @@ impl Memory {
         let area = ptr.0.wrapping_sub(found.offset);
         let range = (found.offset, found.offset + found.bytes);
         shadow.access(range, write, accessor, before, &mut |conflict, from, to| {
-            let range = HazardRange::new(*pinned_by, ptr.offset(from - found.offset), from, to - from);
+            let here = ptr.offset(from - found.offset);
+            let range = (HazardRange::new(*pinned_by, here, from, to - from), here);
             let mut log = |kind, why: &str| {
                 hazards.add_access(kind, (None, accessor), area, range, || why.to_owned(), now);
             };
@@ -235,13 +239,16 @@ impl Memory {
     pub fn suballocated(&mut self, ptr: DevicePtr, bytes: u64, clock: &Arc<VectorClock>, by: &mut AccessContext<'_>) {
         let (accessor, before, now, hazards) = (&by.accessor, &by.before, by.now, &mut *by.hazards);
         let new = (accessor.queued_at, clock, accessor.epoch);
+        self.blocks.add(ptr, bytes, accessor.queued_at);
+        hazards.names_mut().forget_memory(ptr, bytes);
         self.for_located(ptr, bytes, |backings, found, here| {
             let Backing { pinned_by, shadow, .. } = backings.get_mut(found.backing);
             let range = (found.offset, found.offset + found.bytes);
             let area = here.0.wrapping_sub(found.offset);
             shadow.suballocate(range, new, before, &mut |earlier, from, to| {
                 let from = from.max(found.offset);
-                let range = HazardRange::new(*pinned_by, here.offset(from - found.offset), from, to - from);
+                let here = here.offset(from - found.offset);
+                let range = (HazardRange::new(*pinned_by, here, from, to - from), here);
                 let call = accessor.queued_at;
                 let why = || format!("{}; the memory was reused by call #{call}", before.why_not(earlier, accessor));
                 hazards.add_access(HazardKind::ReusedInFlight, (None, earlier), area, range, why, now);
@@ -249,8 +256,9 @@ impl Memory {
         });
     }
 
-    /// Forgets what an allocator reported about a range.
-    pub fn forget_suballocations(&mut self, ptr: DevicePtr, bytes: u64) {
+    /// Forgets the order that an allocator reported about a range, which it allocated anew by call number `at`.
+    pub fn forget_suballocations(&mut self, ptr: DevicePtr, bytes: u64, at: u64) {
+        self.blocks.add(ptr, bytes, at);
         self.for_located(ptr, bytes, |backings, found, _| {
             let shadow = &mut backings.get_mut(found.backing).shadow;
             shadow.forget_suballocations(found.offset, found.offset + found.bytes);
@@ -259,6 +267,7 @@ impl Memory {
 
     /// An allocator freed a range, by call number `at`.
     pub fn suballocation_freed(&mut self, ptr: DevicePtr, bytes: u64, at: u64) {
+        self.blocks.remove(ptr, bytes);
         self.for_located(ptr, bytes, |backings, found, _| {
             let shadow = &mut backings.get_mut(found.backing).shadow;
             shadow.free_suballocation(found.offset, found.offset + found.bytes, at);
@@ -313,7 +322,7 @@ pub fn report_fault(
         AccessFault::Freed(freed) => HazardRange::new(freed.pinned_by, ptr, ptr.0 - freed.start, bytes),
         AccessFault::NotMapped | AccessFault::Denied => HazardRange::new(None, ptr, 0, bytes),
     };
-    hazards.add_access(kind, (None, by), area, range, || why, now);
+    hazards.add_access(kind, (None, by), area, (range, ptr), || why, now);
     IllegalAccess { fatal }
 }
 

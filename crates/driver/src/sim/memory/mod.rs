@@ -8,6 +8,7 @@ mod access;
 mod address_space;
 mod allocations;
 mod backing;
+mod blocks;
 mod bytes;
 mod capacity;
 mod physical;
@@ -37,6 +38,7 @@ use crate::sim::table::Missing;
 use crate::{DeviceId, DevicePtr, PoolId, Result};
 use address_space::{AddressSpace, Region};
 use backing::Backings;
+use blocks::Blocks;
 use capacity::Capacity;
 use physical::PhysicalMemory;
 use placement::Placements;
@@ -48,6 +50,7 @@ use remaps::Remaps;
 pub struct Memory {
     space: AddressSpace,
     backings: Backings,
+    blocks: Blocks,
     capacity: Capacity,
     pools: Pools,
     physical: PhysicalMemory,
@@ -66,6 +69,7 @@ impl Memory {
         Self {
             space: AddressSpace::default(),
             backings: Backings::default(),
+            blocks: Blocks::default(),
             capacity: Capacity::new(&config.devices),
             pools: Pools::new(devices as u32),
             physical: PhysicalMemory::default(),

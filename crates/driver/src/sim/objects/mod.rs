@@ -7,6 +7,7 @@ mod graphs;
 mod libraries;
 mod modules;
 pub mod sgemm;
+mod signature;
 
 pub use call::CurrentCall;
 pub use captures::{Captures, Conditional};

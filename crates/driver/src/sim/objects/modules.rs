@@ -1,7 +1,8 @@
 //! Modules and their functions: the host implementations of CUDA kernels.
 
+use super::signature;
 use crate::sim::table::{Missing, Table};
-use crate::{FunctionId, HostKernel, ModuleId};
+use crate::{FunctionId, HostKernel, KernelSource, ModuleId};
 
 #[derive(Clone, Copy, Debug)]
 struct Function {
@@ -12,13 +13,13 @@ struct Function {
 /// All loaded modules.
 #[derive(Debug, Default)]
 pub struct Modules {
-    modules: Table<&'static [HostKernel]>,
+    modules: Table<KernelSource>,
     functions: Table<Function>,
 }
 
 impl Modules {
-    pub fn load(&mut self, kernels: &'static [HostKernel]) -> ModuleId {
-        ModuleId(self.modules.insert(kernels))
+    pub fn load(&mut self, source: KernelSource) -> ModuleId {
+        ModuleId(self.modules.insert(source))
     }
 
     /// Unloads a module that exists, with its functions.
@@ -33,15 +34,23 @@ impl Modules {
 
     /// The kernels of a module.
     pub fn kernels(&self, module: ModuleId) -> Result<&'static [HostKernel], Missing> {
-        self.modules.get(module.0).copied().ok_or_else(|| self.modules.why_missing(module.0))
+        let source = self.modules.get(module.0).ok_or_else(|| self.modules.why_missing(module.0))?;
+        Ok(source.host_kernels)
     }
 
     /// The function of that name in a module that exists; the same id each time.
     pub fn function(&mut self, module: ModuleId, name: &str) -> Option<FunctionId> {
-        let &host = self.modules.get(module.0)?.iter().find(|kernel| kernel.name == name)?;
+        let &host = self.modules.get(module.0)?.host_kernels.iter().find(|kernel| kernel.name == name)?;
         let is_same = |function: &Function| function.module == module && function.host.name == name;
         let known = self.functions.ids().into_iter().find(|&id| self.functions.get(id).is_some_and(is_same));
         Some(FunctionId(known.unwrap_or_else(|| self.functions.insert(Function { module, host }))))
+    }
+
+    /// The sizes of a function's arguments, if the module's CUDA source tells.
+    pub fn parameters(&self, function: FunctionId) -> Result<Option<Vec<u64>>, Missing> {
+        let known = self.functions.get(function.0).ok_or_else(|| self.functions.why_missing(function.0))?;
+        let source = self.modules.get(known.module.0);
+        Ok(source.and_then(|source| signature::parameter_sizes(source.cuda, known.host.name)))
     }
 
     /// The host implementation of a function.

@@ -5,6 +5,7 @@ use std::fmt;
 use rustc_hash::FxHashMap;
 
 use super::accessor::Accessor;
+use super::names::Names;
 use crate::DevicePtr;
 
 /// The kind of a hazard.
@@ -15,6 +16,8 @@ pub enum HazardKind {
     UseAfterFree,
     /// Memory was accessed after it was unmapped.
     UseAfterUnmap,
+    /// An access ran past the end of its block into the next: of an allocator's block, or of an allocation.
+    BlockOverrun,
     /// An address was accessed that is not mapped, or that this device has no access to.
     IllegalAccess,
     /// Memory was read that had never been written.
@@ -46,6 +49,7 @@ impl HazardKind {
         match self {
             Self::UseAfterFree => "use after free",
             Self::UseAfterUnmap => "use after unmap",
+            Self::BlockOverrun => "access beyond the block",
             Self::IllegalAccess => "illegal access",
             Self::UninitializedRead => "uninitialized read",
             Self::Race => "unordered accesses",
@@ -120,14 +124,18 @@ impl fmt::Display for HazardRange {
 
 /// One entry of the log.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Hazard {
     /// The kind.
     pub kind: HazardKind,
     /// The operations, in the order in which they took effect: what each is, the number of the call that queued it
-    /// (counted over the whole driver), its stream or graph.
+    /// (counted over the whole driver), its stream or graph, the stream's label, and the program's line, as far as they
+    /// are known ([`source_line`](crate::source_line)).
     pub operations: Vec<String>,
     /// The bytes, if the hazard is about memory.
     pub range: Option<HazardRange>,
+    /// The label of the memory, if it has one.
+    pub label: Option<String>,
     /// Why nothing protects them.
     pub why: String,
     /// When it was detected, in nanoseconds of virtual time.
@@ -139,6 +147,9 @@ impl fmt::Display for Hazard {
         write!(f, "{}: {}", self.kind, self.operations.join(" and "))?;
         if let Some(range) = self.range {
             write!(f, " at {range}")?;
+        }
+        if let Some(label) = &self.label {
+            write!(f, " of {label:?}")?;
         }
         write!(f, ": {}", self.why)
     }
@@ -154,6 +165,7 @@ pub struct HazardLog {
     entries: Vec<Hazard>,
     index: FxHashMap<Key, usize>,
     dropped: u64,
+    names: Names,
 }
 
 impl HazardLog {
@@ -171,17 +183,25 @@ impl HazardLog {
     }
 
     pub fn clear(&mut self) {
-        *self = Self::new(self.max);
+        *self = Self { max: self.max, names: std::mem::take(&mut self.names), ..Self::default() };
+    }
+
+    pub fn names(&self) -> &Names {
+        &self.names
+    }
+
+    pub fn names_mut(&mut self) -> &mut Names {
+        &mut self.names
     }
 
     /// Logs a hazard about memory, of `second` and of `first`, if another operation is involved. `area` identifies the
-    /// mapped memory: ranges of two areas are never merged.
+    /// mapped memory: ranges of two areas are never merged. `ptr` is where the range begins.
     pub fn add_access(
         &mut self,
         kind: HazardKind,
         (first, second): (Option<&Accessor>, &Accessor),
         area: u64,
-        range: HazardRange,
+        (range, ptr): (HazardRange, DevicePtr),
         why: impl FnOnce() -> String,
         at_nanos: u64,
     ) {
@@ -192,8 +212,9 @@ impl HazardLog {
             }
             return;
         }
-        let operations = first.into_iter().chain([second]).map(ToString::to_string).collect();
-        self.push(key, Hazard { kind, operations, range: Some(range), why: why(), at_nanos });
+        let operations = first.into_iter().chain([second]).map(|by| self.names.describe(by)).collect();
+        let label = self.names.of_memory(ptr).map(str::to_owned);
+        self.push(key, Hazard { kind, operations, range: Some(range), label, why: why(), at_nanos });
     }
 
     /// Logs a hazard that is not about bytes.
@@ -202,7 +223,7 @@ impl HazardLog {
             return;
         }
         let key = (kind, None, Some((u64::MAX - self.entries.len() as u64, 0)), 0);
-        self.push(key, Hazard { kind, operations: vec![operation], range: None, why, at_nanos });
+        self.push(key, Hazard { kind, operations: vec![operation], range: None, label: None, why, at_nanos });
     }
 
     fn push(&mut self, key: Key, hazard: Hazard) {

@@ -4,6 +4,7 @@
 mod accessor;
 mod clock;
 mod hazard;
+mod names;
 mod node_order;
 
 pub use accessor::{Accessor, HappensBefore, Operation};

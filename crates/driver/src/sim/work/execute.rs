@@ -26,6 +26,8 @@ pub fn execute(
             }
         }
         Work::Copy { dst, src, bytes } => memory.copy(*dst, *src, *bytes, by),
+        &Work::Copy2d { dst, dst_pitch, src, src_pitch, width, rows } => (0..rows)
+            .try_for_each(|row| memory.copy(dst.offset(row * dst_pitch), src.offset(row * src_pitch), width, by)),
         Work::Upload { dst, data } => memory.write(*dst, data, by),
         Work::Download { src, into } => {
             let mut into = into.lock().unwrap_or_else(PoisonError::into_inner);

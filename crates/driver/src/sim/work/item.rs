@@ -35,6 +35,14 @@ pub enum Work {
         src: DevicePtr,
         bytes: u64,
     },
+    Copy2d {
+        dst: DevicePtr,
+        dst_pitch: u64,
+        src: DevicePtr,
+        src_pitch: u64,
+        width: u64,
+        rows: u64,
+    },
     Upload {
         dst: DevicePtr,
         data: Arc<[u8]>,
@@ -73,7 +81,7 @@ impl Work {
             Self::Record(_) => NodeKind::EventRecord,
             Self::EventWait(_) => NodeKind::EventWait,
             Self::Fill { .. } => NodeKind::Fill,
-            Self::Copy { .. } | Self::Upload { .. } | Self::Download { .. } => NodeKind::Copy,
+            Self::Copy { .. } | Self::Copy2d { .. } | Self::Upload { .. } | Self::Download { .. } => NodeKind::Copy,
             Self::Kernel(_) => NodeKind::Kernel,
             Self::Callback(_) => NodeKind::HostCallback,
             Self::PoolAlloc { .. } => NodeKind::MemAlloc,
@@ -86,7 +94,12 @@ impl Work {
     pub fn is_allowed_in_body(&self) -> bool {
         matches!(
             self,
-            Self::Kernel(_) | Self::Copy { .. } | Self::Fill { .. } | Self::Conditional { .. } | Self::Marker
+            Self::Kernel(_)
+                | Self::Copy { .. }
+                | Self::Copy2d { .. }
+                | Self::Fill { .. }
+                | Self::Conditional { .. }
+                | Self::Marker
         )
     }
 

@@ -1,0 +1,51 @@
+//! The line of the program that a driver call is made for.
+//!
+//! A call through the driver's trait objects cannot know it (`#[track_caller]` ends there), so whoever does know it
+//! says so around the call. A driver that reports hazards reads it; others do not.
+
+use std::cell::Cell;
+use std::panic::Location;
+
+thread_local! {
+    static CURRENT: Cell<Option<&'static Location<'static>>> = const { Cell::new(None) };
+}
+
+/// Runs `calls`, which are made for the program's line `line`. Within them, an inner line has precedence.
+#[inline]
+pub fn at<R>(line: &'static Location<'static>, calls: impl FnOnce() -> R) -> R {
+    let _restore = Restore(CURRENT.replace(Some(line)));
+    calls()
+}
+
+/// The line that the calling thread makes driver calls for, if it is known.
+#[inline]
+#[must_use]
+pub fn current() -> Option<&'static Location<'static>> {
+    CURRENT.get()
+}
+
+/// Restores the line of the scope around, also after a panic.
+struct Restore(Option<&'static Location<'static>>);
+
+impl Drop for Restore {
+    fn drop(&mut self) {
+        CURRENT.set(self.0);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn scopes_nest_and_end_also_by_a_panic() {
+        let (outer, inner) = (Location::caller(), Location::caller());
+        assert_eq!(current(), None);
+        at(outer, || {
+            let unwound = std::panic::catch_unwind(|| at(inner, || std::panic::resume_unwind(Box::new(()))));
+            assert!(unwound.is_err());
+            assert!(std::ptr::eq(current().expect("the outer scope"), outer));
+        });
+        assert_eq!(current(), None);
+    }
+}
